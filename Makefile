@@ -1,0 +1,53 @@
+# kbpf. `make demo` and `make test` do everything on a fresh Debian 12 or 13, as root.
+#
+# Python is Debian's own, whatever else is on the PATH: bcc is Debian's python3-bpfcc.
+
+PYTHON := /usr/bin/python3
+VENV := .venv
+BIN := $(VENV)/bin
+C_FILES := $(wildcard kbpf/bpf/*.c kbpf/bpf/*.h)
+
+.DEFAULT_GOAL := help
+.PHONY: help venv packages demo test lint format bench clean
+
+help: ## what there is to make
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -ts '	'
+
+packages: ## Debian packages that are missing
+	@tools/packages
+
+# The stamp's name holds all that the environment depends on: a second run costs nothing.
+STAMP := $(VENV)/.ready-$(shell cat pyproject.toml tools/packages 2>/dev/null | sha256sum | cut -c1-12)
+
+venv: $(STAMP) ## .venv/bin/kbpf
+$(STAMP):
+	@tools/packages
+	@rm -f $(VENV)/.ready-*
+	@test -x $(BIN)/python && $(BIN)/python -c 'import pip' 2>/dev/null || \
+		$(PYTHON) -m venv --clear --system-site-packages $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+demo: venv ## a Service, three backends and a client on this machine, no cluster
+	@if [ -t 1 ]; then $(BIN)/kbpf demo; else $(BIN)/kbpf demo --once; fi
+
+lint: venv ## style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(C_FILES)
+
+format: venv ## rewrite everything in the house's format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+	$(BIN)/clang-format -i $(C_FILES)
+
+test: venv lint ## everything, against a real API server and real sockets
+	$(BIN)/python -m tests.support.go_build
+	$(BIN)/python -m pytest $(PYTEST)
+
+bench: venv ## speed and memory, JSON out
+	$(BIN)/python -m benchmarks
+
+clean: ## what was built here
+	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -1,0 +1,1 @@
+"""How fast, and how much memory. `make bench`, or `python -m benchmarks NAME`; JSON on stdout."""

@@ -1,0 +1,24 @@
+"""`python -m benchmarks [NAME ...]`: runs them and prints one JSON object, by name."""
+
+import importlib
+import sys
+
+from benchmarks.common import emit, say
+
+ALL = ("connect", "scale", "change")
+
+
+def main(names: list[str]) -> None:
+    """Runs the named benchmarks, or all."""
+    unknown = set(names) - set(ALL)
+    if unknown:
+        raise SystemExit(f"unknown benchmark: {', '.join(sorted(unknown))}; there are {ALL}")
+    results = {}
+    for name in names or ALL:
+        say(f"== {name}")
+        results[name] = importlib.import_module(f"benchmarks.{name}").run()
+    emit(results)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

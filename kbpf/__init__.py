@@ -1,0 +1,3 @@
+"""kbpf: the Services of a Kubernetes node, balanced by BPF."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,6 @@
+"""`python -m kbpf`."""
+
+from kbpf.cli.app import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The one writer: takes events, asks the policy, drives the data plane."""

@@ -1,0 +1,279 @@
+"""The one writer.
+
+Events come in; the world is brought up to date; for what was touched the policy says what should
+be; the data plane makes it so. Nothing is written before every source has synced, so nothing is
+ever deleted because it was not heard of yet. When the kernel refuses, what was serving goes on
+serving and the same keys are tried again.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from kbpf import __version__
+from kbpf.agent.inbox import Inbox, Item, Wake
+from kbpf.dataplane.base import DataPlane
+from kbpf.errors import KbpfError, PinsGone
+from kbpf.kernel import netlink
+from kbpf.kernel.devices import watch_devices
+from kbpf.model.address import Addr
+from kbpf.model.config import Config
+from kbpf.model.desired import ServicePortKey
+from kbpf.model.events import Delete, Kind, Upsert
+from kbpf.model.status import MOST_PROBLEMS, AgentStatus, SourceView, encode
+from kbpf.policy.desired import Desired
+from kbpf.policy.world import Touched, World
+from kbpf.source.base import Source
+
+log = logging.getLogger("kbpf.agent")
+
+HEARTBEAT_SECONDS: Final = 2.0
+RETRY_SECONDS: Final = 1.0
+LATENCIES: Final = 4096
+"""So many of the last events tell how long it takes from an event's arrival to the map."""
+
+STATUS_PAUSE_SECONDS: Final = 0.5
+"""Status is written at most this often while changes come in."""
+
+
+class Agent:
+    """Runs in the calling thread until stop(). Owns its sources and its data plane."""
+
+    def __init__(
+        self,
+        config: Config,
+        plane: DataPlane,
+        sources: Callable[[Callable[[Item], None]], Sequence[Source]],
+    ) -> None:
+        self._config = config
+        self._plane = plane
+        self._inbox = Inbox()
+        self._sources = sources(self._inbox.put)
+        self._world = World(config.node_name)
+        self._desired = Desired()
+        self._pending = Touched()
+        self._retry: set[ServicePortKey] | None = set()
+        self._stop = threading.Event()
+        self._addresses: tuple[Addr, ...] = ()
+        self._complete = False
+        self._settled = False  # whether a complete apply knew of all objects
+        self._refused: dict[str, str] = {}
+        self._error = ""
+        self._started = time.clock_gettime(time.CLOCK_BOOTTIME)
+        self._status_due = 0.0
+        self._applied = 0
+        self._last_apply_ms = 0.0
+        self._latencies: deque[float] = deque(maxlen=LATENCIES)
+        self._known_problems: frozenset[str] = frozenset()
+
+    def stop(self) -> None:
+        """Ends run() soon. May be called from a signal handler or another thread."""
+        self._stop.set()
+        self._inbox.put(Wake("stop"))
+
+    def run(self) -> None:
+        """Opens the data plane, starts the sources and serves until stop().
+
+        Raises what open() or a source's start() raises. Traffic is as it was after the end.
+        """
+        self._plane.open()
+        addresses = threading.Thread(
+            target=netlink.watch_addresses,
+            args=(lambda: self._inbox.put(Wake("addresses")), self._stop),
+            name="addresses",
+            daemon=True,
+        )
+        devices = threading.Thread(
+            target=watch_devices,
+            args=(lambda: self._inbox.put(Wake("devices")), self._stop),
+            name="devices",
+            daemon=True,
+        )
+        try:
+            self._addresses = netlink.local_addresses()
+            addresses.start()
+            devices.start()
+            for source in self._sources:
+                source.start()
+            log.info("started node=%s mode=%s", self._config.node_name, self._plane.name)
+            self._serve()
+        finally:
+            self._stop.set()
+            for source in self._sources:
+                source.stop()
+            self._plane.close()
+        log.info("stopped; what is programmed goes on serving")
+
+    def _serve(self) -> None:
+        wait = 0.0
+        while not self._stop.is_set():
+            self.step(self._inbox.take(wait))
+            wait = self._wait()
+
+    def step(self, items: Sequence[Item]) -> None:
+        """One round: what came in, what follows from it, what was put off."""
+        events = [item for item in items if not isinstance(item, Wake)]
+        touched = self._world.apply(events)
+        self._pending.services |= touched.services
+        self._pending.everything |= touched.everything
+        if any(isinstance(item, Wake) and item.why == "addresses" for item in items):
+            self._look_at_addresses()
+        if any(isinstance(item, Wake) and item.why == "devices" for item in items):
+            self._look_at_devices()
+        if self._synced:
+            caught_up = self._complete
+            self._bring_up_to_date()
+            if caught_up and touched and not self._error:
+                done = time.monotonic()
+                self._latencies.extend(
+                    done - event.received
+                    for event in events
+                    if isinstance(event, Upsert | Delete) and event.received
+                )
+        self._report_problems(bool(events))
+        now = time.monotonic()
+        if items:
+            self._status_due = min(self._status_due, now + STATUS_PAUSE_SECONDS)
+        if now >= self._status_due:
+            self._status_due = now + HEARTBEAT_SECONDS
+            self._write_status()
+
+    @property
+    def _synced(self) -> bool:
+        return self._world.synced >= set(Kind)
+
+    def _look_at_addresses(self) -> None:
+        addresses = netlink.local_addresses()
+        if addresses != self._addresses:
+            self._addresses = addresses
+            self._pending.everything = True
+
+    def _look_at_devices(self) -> None:
+        try:
+            self._plane.look_at_devices()
+        except KbpfError as error:
+            log.error("devices are not looked at: %s", error)
+
+    def _bring_up_to_date(self) -> None:
+        if self._pending or not self._complete:
+            touched, self._pending = self._pending, Touched()
+            addresses = self._desired.state.node_addresses
+            changed = self._desired.update(self._world, touched, self._addresses, self._config)
+            if self._retry is not None:
+                self._retry |= changed
+            if self._desired.state.node_addresses != addresses or not self._complete:
+                self._apply(None if not self._complete else self._retry)
+                return
+        whole = not self._settled and self._sound()
+        if self._retry is None or self._retry or self._refused or whole:
+            self._apply(self._retry)
+
+    def _apply(self, keys: set[ServicePortKey] | None) -> None:
+        start = time.perf_counter()
+        try:
+            sound = self._sound()
+            report = self._plane.apply(self._desired.state, keys, sound)
+            self._settled = self._settled or sound
+            self._plane.tick(time.monotonic())
+        except KbpfError as error:
+            if str(error) != self._error:
+                log.error("not programmed, trying again: %s", error)
+            self._error = str(error)
+            return
+        self._last_apply_ms = (time.perf_counter() - start) * 1000
+        self._applied += 1
+        if not self._complete or self._error:
+            self._status_due = 0.0  # good news is told at once
+        self._retry, self._error, self._complete = set(), "", True
+        refused = {str(key): line for key, line in report.refused.items()}
+        for key in sorted(refused.keys() - self._refused.keys()):
+            log.error("not programmed: %s: %s", key, refused[key])
+        self._refused = refused
+
+    def _sound(self) -> bool:
+        """Whether everything that there is could be read."""
+        return not self._world.rejected and all(s.status().sound for s in self._sources)
+
+    def _wait(self) -> float:
+        """Seconds until something is due."""
+        now = time.monotonic()
+        due = [self._status_due]
+        if self._complete:
+            try:
+                later = self._plane.tick(now)
+            except KbpfError as error:
+                log.error("old sets are not removed, trying again: %s", error)
+                later = now + RETRY_SECONDS
+            if later is not None:
+                due.append(later)
+        if self._error or self._refused:
+            due.append(now + RETRY_SECONDS)
+        return max(0.0, min(due) - now)
+
+    # ---- status ----------------------------------------------------------------------------
+
+    def _problems(self) -> list[str]:
+        lines = list(self._known_problems)
+        lines += [f"{key}: {line}" for key, line in self._refused.items()]
+        for state in self._desired.state.services.values():
+            lines += [f"{state.key}: {at} belongs to {winner}" for at, winner in state.lost]
+        for source in self._sources:
+            lines += source.status().problems
+        return sorted(set(lines))
+
+    def status(self) -> AgentStatus:
+        """How the agent is doing. Call from its thread."""
+        problems = self._problems()
+        return AgentStatus(
+            version=__version__,
+            pid=os.getpid(),
+            mode=self._plane.name,
+            node=self._config.node_name,
+            started=self._started,
+            heartbeat=time.clock_gettime(time.CLOCK_BOOTTIME),
+            synced=self._complete,
+            services=len(self._world.names()),
+            service_ports=len(self._desired.state.services),
+            applied=self._applied,
+            last_apply_ms=round(self._last_apply_ms, 3),
+            event_to_map_p50_ms=self._latency(0.5),
+            event_to_map_p99_ms=self._latency(0.99),
+            sources=tuple(
+                SourceView(s.name, str(s.state), s.synced, s.resource_version, s.error)
+                for s in (source.status() for source in self._sources)
+            ),
+            problems=tuple(problems[:MOST_PROBLEMS]),
+            problem_count=len(problems),
+            refused=len(self._refused),
+            error=self._error,
+        )
+
+    def _latency(self, quantile: float) -> float:
+        """Milliseconds; 0.0 before the first event."""
+        ordered = sorted(self._latencies)
+        if not ordered:
+            return 0.0
+        return round(ordered[min(len(ordered) - 1, int(len(ordered) * quantile))] * 1000, 3)
+
+    def _report_problems(self, news: bool) -> None:
+        """One warning for each object or endpoint that is newly left out."""
+        if not news:
+            return
+        lines = frozenset(
+            f"{k}: {line}" for k, found in self._world.problems.items() for line in found
+        )
+        for line in sorted(lines - self._known_problems):
+            log.warning("left out: %s", line)
+        self._known_problems = lines
+
+    def _write_status(self) -> None:
+        try:
+            self._plane.write_status(encode(self.status()))
+        except PinsGone:
+            raise
+        except KbpfError as error:
+            log.warning("the status was not written: %s", error)

@@ -1,0 +1,54 @@
+/* SPDX-License-Identifier: (GPL-2.0 OR BSD-2-Clause) */
+/* v4-mapped addresses. Below these lines nobody asks for the family. */
+#pragma once
+
+#define V4_MAPPED_WORD __builtin_bswap32(0x0000ffff) /* little endian; see below */
+
+/* BPF for a big-endian machine would need the other constant: refuse to build it wrong. */
+#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "kbpf builds for little-endian machines only"
+#endif
+
+static __always_inline struct address v4_mapped(__be32 v4)
+{
+	struct address a = {.word = {0, 0, V4_MAPPED_WORD, v4}};
+
+	return a;
+}
+
+static __always_inline bool is_v4(const struct address *a)
+{
+	return !a->word[0] && !a->word[1] && a->word[2] == V4_MAPPED_WORD;
+}
+
+/* 0.0.0.0 or ::, which stand for loopback when they are dialled. */
+static __always_inline bool is_any(const struct address *a)
+{
+	return !a->word[3] && !a->word[0] && !a->word[1] &&
+	       (!a->word[2] || a->word[2] == V4_MAPPED_WORD);
+}
+
+static __always_inline bool is_loopback(const struct address *a)
+{
+	if (is_v4(a))
+		return (a->word[3] & 0xff) == 127; /* network order: the first byte */
+	return !a->word[0] && !a->word[1] && !a->word[2] && a->word[3] == __builtin_bswap32(1);
+}
+
+static __always_inline bool same_address(const struct address *a, const struct address *b)
+{
+	return a->word[0] == b->word[0] && a->word[1] == b->word[1] && a->word[2] == b->word[2] &&
+	       a->word[3] == b->word[3];
+}
+
+/* Nanoseconds from `then` to `now`. Another CPU may have written `then` after we took `now`. */
+static __always_inline u64 elapsed(u64 then, u64 now)
+{
+	return now > then ? now - then : 0;
+}
+
+static __always_inline bool same_target(const struct target *a, const struct target *b)
+{
+	return same_address(&a->address, &b->address) && a->port == b->port &&
+	       a->protocol == b->protocol;
+}

@@ -1,0 +1,19 @@
+/* SPDX-License-Identifier: (GPL-2.0 OR BSD-2-Clause) */
+/* Helpers that BCC's built-in linux/bpf.h lacks, called by number. The loader replaces a call to
+ * a helper that the kernel lacks by `r0 = 0`; a flag in the map `config` says so. */
+#pragma once
+
+#define ECONNREFUSED 111
+#define ETIMEDOUT 110
+
+/* Linux v5.7: f318903c0bf4, a number per network namespace that is never used twice. */
+static __always_inline u64 netns_cookie(void *ctx)
+{
+	return ((u64(*)(void *))122)(ctx);
+}
+
+/* Linux v5.18: b44123b4a3dc, the errno that a refused system call returns. */
+static __always_inline long set_retval(int error)
+{
+	return ((long (*)(int))187)(error);
+}

@@ -1,0 +1,238 @@
+/* SPDX-License-Identifier: (GPL-2.0 OR BSD-2-Clause) */
+/* From a frontend to one backend of its Service.
+ *
+ * The agent never changes a set in place: it writes a new one under a new id and then replaces
+ * the one value in `services`. So a reader sees the old set or the new one, whole. Three races
+ * remain, and all are met here:
+ *
+ *  - A look-up beside an overwrite can miss the key: the kernel puts the new element at the head
+ *    of its list and then takes the old one out, and who came by in between saw neither (seen on
+ *    6.18: four in a million connects under constant change). service_at() looks a second time.
+ *  - An element of a hash may be used again for another key as soon as it is deleted or replaced
+ *    (Linux v6.1, fba1a1c6c912: without waiting for readers). read_service() notices.
+ *  - The old set may be deleted while a reader sleeps on its way from `services` to the slots,
+ *    which takes longer than the agent's grace period only on a machine in trouble. Ids are never
+ *    used twice, so the slot is missing rather than wrong, and choose() reads the service again.
+ */
+#pragma once
+
+#define TRIES 3
+
+/* Who asks, and from where it is seen. */
+struct asker {
+	struct affinity_key key; /* but for the service: whom affinity knows */
+	u64 netns;               /* cookie; 0 for packets */
+	bool outside;            /* not this node, nor a pod of it: the external policy holds */
+	bool by_packet;          /* the key is the client's address */
+};
+
+struct choice {
+	struct target backend;
+	u32 backend_id;
+	u32 service;
+	u32 flags;
+	enum reason reason;
+};
+
+enum found {
+	MISSING = 0,
+	STEADY = 1,
+	UNSTEADY = 2, /* replaced or deleted while it was read: read again */
+};
+
+static __always_inline struct service *service_at(struct target *at)
+{
+	struct service *found = services.lookup(at);
+
+	return found ? found : services.lookup(at);
+}
+
+/* Copies the service of a frontend. If the element is still that of this key afterwards, what was
+ * copied is its value. */
+static __always_inline enum found read_service(struct target *at, struct service *out)
+{
+	struct service *now = service_at(at);
+
+	if (!now)
+		return MISSING;
+	*out = *now;
+	return services.lookup(at) == now ? STEADY : UNSTEADY;
+}
+
+static __always_inline u32 config_flags(void)
+{
+	u32 zero = 0;
+	struct config *c = config.lookup(&zero);
+
+	return c ? c->flags : 0;
+}
+
+static __always_inline bool is_host(u64 netns)
+{
+	u32 zero = 0;
+	struct config *c = config.lookup(&zero);
+
+	return c && c->host_netns == netns;
+}
+
+/* Whether NodePorts answer on this address for a client in this network namespace. Loopback is
+ * the node's own only in the node's own namespace. */
+static __always_inline bool serves_node_ports(struct address *a, u64 netns)
+{
+	if (is_loopback(a) || is_any(a))
+		return (config_flags() & CONFIG_LOCALHOST_NODE_PORTS) && is_host(netns);
+	return node_addresses.lookup(a) != NULL;
+}
+
+/* The wildcard that a NodePort of this address' family is stored under. */
+static __always_inline struct target node_port_of(const struct target *to)
+{
+	struct target wildcard = *to;
+
+	wildcard.address.word[3] = 0;
+	if (!is_v4(&to->address)) {
+		wildcard.address.word[0] = 0;
+		wildcard.address.word[1] = 0;
+		wildcard.address.word[2] = 0;
+	}
+	return wildcard;
+}
+
+/* Reads the service that `to` belongs to: the exact frontend, else a NodePort on an own address.
+ * Who dials 0.0.0.0 means its loopback, not the wildcard under which NodePorts are stored. */
+static __always_inline enum found find_service(const struct target *to, u64 netns,
+					       struct service *out)
+{
+	struct target at = *to;
+	enum found exact = is_any(&at.address) ? MISSING : read_service(&at, out);
+
+	if (exact != MISSING)
+		return exact;
+	at = node_port_of(to);
+	if (!service_at(&at)) /* no such NodePort: most connections end here */
+		return MISSING;
+	if (!serves_node_ports((struct address *)&to->address, netns))
+		return MISSING;
+	return read_service(&at, out);
+}
+
+/* The backend that this client used last, if still in the set and not too long ago; else 0. */
+static __always_inline u32 affinity_find(const struct affinity_key *key, u32 set, u64 timeout,
+					 u64 now)
+{
+	struct affinity_key k = *key;
+	struct affinity *last = affinity.lookup(&k);
+	struct member member = {.set = set};
+
+	if (!last || elapsed(last->last_used, now) > timeout)
+		return 0;
+	member.backend = last->backend;
+	return set_members.lookup(&member) ? member.backend : 0;
+}
+
+static __always_inline u32 random_slot(u32 set, u32 size)
+{
+	struct slot slot = {.set = set};
+	u32 *id;
+
+	slot.index = ((u64)bpf_get_prandom_u32() * size) >> 32;
+	id = backend_slots.lookup(&slot);
+	return id ? *id : 0;
+}
+
+/* A backend id out of a set, by affinity or at random; 0 if the set is gone. */
+static __always_inline u32 pick_backend(const struct service *service, u32 set, u32 size,
+					const struct affinity_key *client, enum reason *reason)
+{
+	struct affinity last = {.last_used = bpf_ktime_get_ns()};
+	struct affinity_key key = *client;
+
+	*reason = TRANSLATED;
+	if (!service->affinity_timeout)
+		return random_slot(set, size);
+	key.service = service->id;
+	last.backend =
+		affinity_find(&key, set, service->affinity_timeout * 1000000000ULL, last.last_used);
+	if (last.backend)
+		*reason = TRANSLATED_BY_AFFINITY;
+	else
+		last.backend = random_slot(set, size);
+	if (last.backend)
+		affinity.update(&key, &last);
+	return last.backend;
+}
+
+/* Whether only endpoints of this node will do. The internal policy holds for a ClusterIP. For all
+ * other kinds it is the external one, but who is on this node or in its pods gets the short
+ * circuit: Cluster endpoints whatever that policy says (kube-proxy reference 2.1). */
+static __always_inline bool wants_local(const struct service *service, const struct asker *who)
+{
+	if (service->flags & SERVICE_CLUSTER_IP)
+		return service->flags & SERVICE_INTERNAL_LOCAL;
+	return who->outside && (service->flags & SERVICE_EXTERNAL_LOCAL);
+}
+
+/* Whether loadBalancerSourceRanges let this client in; known only where its address is. */
+static __always_inline bool source_allowed(u32 service, const struct asker *who)
+{
+	struct source_key key = {.bits = 32 + 128, .service = service};
+
+	if (!who->by_packet)
+		return false;
+	key.client = who->key.client;
+	return source_ranges.lookup(&key) != NULL;
+}
+
+/* One try: what to do with a connection to `to`. SET_VANISHED: try again. */
+static __always_inline enum verdict choose_once(const struct target *to, const struct asker *who,
+						struct choice *out)
+{
+	struct service service = {};
+	struct target *backend;
+	enum found found;
+	bool local;
+	u32 set, size;
+
+	found = find_service(to, who->netns, &service);
+	if (found != STEADY) {
+		out->reason = found == MISSING ? NOT_A_SERVICE : SET_VANISHED;
+		return found == MISSING ? PASS : REFUSE;
+	}
+	out->service = service.id;
+	out->flags = service.flags;
+	if ((service.flags & SERVICE_RESTRICTED) && !source_allowed(service.id, who)) {
+		out->reason = who->by_packet ? NOT_ALLOWED : NEEDS_SOURCE;
+		return who->by_packet ? DROP : PASS;
+	}
+	local = wants_local(&service, who);
+	set = local ? service.local_set : service.cluster_set;
+	size = local ? service.local_size : service.cluster_size;
+	if (!size) {
+		bool elsewhere = local && (service.flags & SERVICE_ANY_ENDPOINTS);
+
+		out->reason = elsewhere ? NO_LOCAL_ENDPOINTS : NO_ENDPOINTS;
+		return elsewhere ? DROP : REFUSE;
+	}
+	out->backend_id = pick_backend(&service, set, size, &who->key, &out->reason);
+	backend = backends.lookup(&out->backend_id);
+	if (!out->backend_id || !backend) {
+		out->reason = SET_VANISHED;
+		return REFUSE;
+	}
+	out->backend = *backend;
+	return TRANSLATE;
+}
+
+static __always_inline enum verdict choose(const struct target *to, const struct asker *who,
+					   struct choice *out)
+{
+	enum verdict v = REFUSE;
+
+#pragma unroll
+	for (int i = 0; i < TRIES; i++) {
+		v = choose_once(to, who, out);
+		if (out->reason != SET_VANISHED)
+			return v;
+	}
+	return v;
+}

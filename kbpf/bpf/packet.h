@@ -1,0 +1,165 @@
+/* SPDX-License-Identifier: (GPL-2.0 OR BSD-2-Clause) */
+/* From bytes to `struct packet`: where the headers are, and the tuple that they name.
+ *
+ * Headers are read with bpf_skb_load_bytes(), which works on packets that are not linear, and
+ * gives the verifier constant sizes to check. Wire formats are declared here, as far as they are
+ * needed: the header tree has none.
+ */
+#pragma once
+
+#define ETH_P_IP 0x0800
+#define ETH_P_IPV6 0x86dd
+#define ETH_HEADER 14
+
+#define PROTO_ICMP 1
+#define PROTO_HOP_BY_HOP 0
+#define PROTO_ROUTING 43
+#define PROTO_FRAGMENT 44
+#define PROTO_ICMP6 58
+#define PROTO_DESTINATION 60
+#define PROTO_SCTP 132
+
+#define IP_MORE_FRAGMENTS 0x2000
+#define IP_OFFSET 0x1fff
+#define IP6_OFFSET 0xfff8
+#define EXTENSIONS 4 /* IPv6 extension headers that are walked */
+
+#define TCP_FIN 0x01
+#define TCP_SYN 0x02
+#define TCP_RST 0x04
+#define TCP_ACK 0x10
+
+struct ip4_header {
+	u8 version_length; /* version << 4 | length in words */
+	u8 tos;
+	__be16 total;
+	__be16 id;
+	__be16 fragment;
+	u8 ttl;
+	u8 protocol;
+	__sum16 check;
+	__be32 source;
+	__be32 destination;
+};
+
+struct ip6_header {
+	__be32 version_class_label;
+	__be16 payload;
+	u8 next;
+	u8 hops;
+	struct address source;
+	struct address destination;
+};
+
+struct ip6_extension {
+	u8 next;
+	u8 words;      /* of eight bytes, without the first */
+	__be16 offset; /* of a fragment header: offset << 3 | more */
+	__be32 id;     /* of a fragment header */
+};
+
+enum fragment {
+	WHOLE = 0,
+	FIRST = 1,
+	LATER = 2, /* has no ports: they are known from the first one */
+};
+
+struct packet {
+	struct tuple tuple;
+	u32 l3; /* offset of the IP header */
+	u32 l4; /* offset of what follows it */
+	u32 id; /* of a fragment */
+	u8 v6;
+	u8 protocol; /* also those that have no ports */
+	u8 fragment;
+	u8 tcp_flags;
+	u8 icmp_type; /* of ICMP and ICMPv6 */
+};
+
+static __always_inline bool parse_ports(struct __sk_buff *skb, struct packet *p)
+{
+	struct ports ports;
+
+	if ((p->protocol == PROTO_ICMP || p->protocol == PROTO_ICMP6) && p->fragment != LATER)
+		return !bpf_skb_load_bytes(skb, p->l4, &p->icmp_type, 1);
+	if (p->protocol != PROTO_TCP && p->protocol != PROTO_UDP && p->protocol != PROTO_SCTP)
+		return true;
+	p->tuple.from.protocol = p->protocol;
+	p->tuple.to.protocol = p->protocol;
+	if (p->fragment == LATER)
+		return true;
+	if (bpf_skb_load_bytes(skb, p->l4, &ports, sizeof(ports)))
+		return false;
+	p->tuple.from.port = ports.source;
+	p->tuple.to.port = ports.destination;
+	if (p->protocol == PROTO_TCP) /* inside of an ICMP error they may be cut off: then 0 */
+		bpf_skb_load_bytes(skb, p->l4 + 13, &p->tcp_flags, 1);
+	return true;
+}
+
+static __always_inline bool parse_v4(struct __sk_buff *skb, struct packet *p)
+{
+	struct ip4_header ip;
+	u16 fragment;
+
+	if (bpf_skb_load_bytes(skb, p->l3, &ip, sizeof(ip)))
+		return false;
+	p->tuple.from.address = v4_mapped(ip.source);
+	p->tuple.to.address = v4_mapped(ip.destination);
+	p->protocol = ip.protocol;
+	p->l4 = p->l3 + (ip.version_length & 0x0f) * 4;
+	fragment = __builtin_bswap16(ip.fragment);
+	if (fragment & IP_OFFSET)
+		p->fragment = LATER;
+	else if (fragment & IP_MORE_FRAGMENTS)
+		p->fragment = FIRST;
+	p->id = ip.id;
+	return parse_ports(skb, p);
+}
+
+static __always_inline bool parse_v6(struct __sk_buff *skb, struct packet *p)
+{
+	struct ip6_extension extension;
+	struct ip6_header ip;
+
+	if (bpf_skb_load_bytes(skb, p->l3, &ip, sizeof(ip)))
+		return false;
+	p->tuple.from.address = ip.source;
+	p->tuple.to.address = ip.destination;
+	p->protocol = ip.next;
+	p->l4 = p->l3 + sizeof(ip);
+	p->v6 = 1;
+#pragma unroll
+	for (int i = 0; i < EXTENSIONS; i++) {
+		u8 kind = p->protocol;
+
+		if (kind != PROTO_HOP_BY_HOP && kind != PROTO_ROUTING && kind != PROTO_FRAGMENT &&
+		    kind != PROTO_DESTINATION)
+			break;
+		if (bpf_skb_load_bytes(skb, p->l4, &extension, sizeof(extension)))
+			return false;
+		p->protocol = extension.next;
+		if (kind == PROTO_FRAGMENT) {
+			u16 offset = __builtin_bswap16(extension.offset);
+
+			p->fragment = offset & IP6_OFFSET ? LATER : offset & 1 ? FIRST : WHOLE;
+			p->id = extension.id;
+			p->l4 += sizeof(extension);
+		} else {
+			p->l4 += (extension.words + 1) * 8;
+		}
+	}
+	return parse_ports(skb, p);
+}
+
+/* Fills `p`; false for what is no IP, or cut short: such packets pass. `l2`: the length of the
+ * link header, 0 on devices that have none. */
+static __always_inline bool parse(struct __sk_buff *skb, u32 l2, struct packet *p)
+{
+	p->l3 = l2;
+	if (skb->protocol == __builtin_bswap16(ETH_P_IP))
+		return parse_v4(skb, p);
+	if (skb->protocol == __builtin_bswap16(ETH_P_IPV6))
+		return parse_v6(skb, p);
+	return false;
+}

@@ -1,0 +1,174 @@
+/* SPDX-License-Identifier: (GPL-2.0 OR BSD-2-Clause) */
+/* "Connection refused", said by a program: the packet itself is turned into the answer.
+ *
+ * TCP: the SYN becomes RST|ACK. Options and data stay where they are, which RFC 9293 allows, so
+ * each checksum changes by what was changed and by nothing else: that is right for packets whose
+ * checksum is still to be filled in by a device, too.
+ *
+ * UDP and SCTP: an ICMP "port unreachable" that carries the beginning of the packet. It comes from
+ * the address that was dialled, as the answer of a host without that port would.
+ */
+#pragma once
+
+#define TCP_SEQUENCE 4
+#define TCP_ACKNOWLEDGEMENT 8
+#define TCP_OFFSET_FLAGS 12
+
+static __always_inline int swap_link(struct __sk_buff *skb, u32 l2)
+{
+	u8 from[6], to[6];
+
+	if (!l2)
+		return 0;
+	if (bpf_skb_load_bytes(skb, 0, to, 6) || bpf_skb_load_bytes(skb, 6, from, 6))
+		return -1;
+	return bpf_skb_store_bytes(skb, 0, from, 6, 0) || bpf_skb_store_bytes(skb, 6, to, 6, 0);
+}
+
+/* Source and destination change places: no checksum notices. */
+static __always_inline int swap_addresses(struct __sk_buff *skb, const struct packet *p)
+{
+	struct address from = p->tuple.from.address, to = p->tuple.to.address;
+
+	if (p->v6)
+		return bpf_skb_store_bytes(skb, p->l3 + IP6_SOURCE, &to, sizeof(to), 0) ||
+		       bpf_skb_store_bytes(skb, p->l3 + IP6_DESTINATION, &from, sizeof(from), 0);
+	return bpf_skb_store_bytes(skb, p->l3 + IP4_SOURCE, &to.word[3], 4, 0) ||
+	       bpf_skb_store_bytes(skb, p->l3 + IP4_DESTINATION, &from.word[3], 4, 0);
+}
+
+static __always_inline int swap_ports(struct __sk_buff *skb, const struct packet *p)
+{
+	struct ports ports = {p->tuple.to.port, p->tuple.from.port};
+
+	return bpf_skb_store_bytes(skb, p->l4, &ports, sizeof(ports), 0);
+}
+
+static __always_inline int change_word(struct __sk_buff *skb, const struct packet *p, u32 at,
+				       __be32 old, __be32 new)
+{
+	if (bpf_l4_csum_replace(skb, p->l4 + TCP_CHECK, old, new, 4))
+		return -1;
+	return bpf_skb_store_bytes(skb, p->l4 + at, &new, sizeof(new), 0);
+}
+
+/* Bytes after the TCP header: those of a SYN with fast open. */
+static __always_inline u32 tcp_data(struct __sk_buff *skb, const struct packet *p, u8 offset)
+{
+	__be16 total;
+	u32 length;
+
+	if (bpf_skb_load_bytes(skb, p->l3 + (p->v6 ? 4 : 2), &total, sizeof(total)))
+		return 0;
+	length = __builtin_bswap16(total) + (p->v6 ? 40 : 0);
+	length -= p->l4 - p->l3 + (offset >> 4) * 4;
+	return length > 0xffff ? 0 : length;
+}
+
+static __always_inline int refuse_tcp(struct __sk_buff *skb, const struct packet *p)
+{
+	__be32 sequence, acknowledgement;
+	u8 flags[2], reset[2];
+
+	if (bpf_skb_load_bytes(skb, p->l4 + TCP_SEQUENCE, &sequence, 4) ||
+	    bpf_skb_load_bytes(skb, p->l4 + TCP_ACKNOWLEDGEMENT, &acknowledgement, 4) ||
+	    bpf_skb_load_bytes(skb, p->l4 + TCP_OFFSET_FLAGS, flags, 2))
+		return -1;
+	reset[0] = flags[0];
+	reset[1] = TCP_RST | TCP_ACK;
+	if (change_word(skb, p, TCP_ACKNOWLEDGEMENT, acknowledgement,
+			__builtin_bswap32(__builtin_bswap32(sequence) + 1 +
+					  tcp_data(skb, p, flags[0]))) ||
+	    change_word(skb, p, TCP_SEQUENCE, sequence, 0) ||
+	    bpf_l4_csum_replace(skb, p->l4 + TCP_CHECK, *(__be16 *)flags, *(__be16 *)reset, 2) ||
+	    bpf_skb_store_bytes(skb, p->l4 + TCP_OFFSET_FLAGS, reset, 2, 0))
+		return -1;
+	return swap_addresses(skb, p) || swap_ports(skb, p);
+}
+
+#define CARRIED4 28 /* an IPv4 header without options, and the first 8 bytes of what follows */
+#define CARRIED6 48
+
+struct icmp_header {
+	u8 type;
+	u8 code;
+	__sum16 check;
+	__be32 unused;
+};
+
+static __always_inline __sum16 fold(__wsum sum)
+{
+	sum = (sum & 0xffff) + (sum >> 16);
+	sum = (sum & 0xffff) + (sum >> 16);
+	return ~sum;
+}
+
+/* The packet is cut to what an error carries, and gets new headers in front of its own. Packets
+ * with IP options or extension headers get no answer: they are dropped. */
+static __always_inline int refuse_v4(struct __sk_buff *skb, const struct packet *p)
+{
+	struct {
+		struct ip4_header ip;
+		struct icmp_header icmp;
+	} head = {};
+	u8 carried[CARRIED4];
+
+	if (p->l4 - p->l3 != sizeof(head.ip) ||
+	    bpf_skb_load_bytes(skb, p->l3, carried, sizeof(carried)) ||
+	    bpf_skb_change_tail(skb, p->l3 + CARRIED4, 0) ||
+	    bpf_skb_adjust_room(skb, sizeof(head), BPF_ADJ_ROOM_MAC, 0))
+		return -1;
+	head.icmp.type = ICMP_UNREACHABLE;
+	head.icmp.code = 3; /* port */
+	head.icmp.check = fold(
+		bpf_csum_diff(NULL, 0, (__be32 *)carried, sizeof(carried),
+			      bpf_csum_diff(NULL, 0, (__be32 *)&head.icmp, sizeof(head.icmp), 0)));
+	head.ip.version_length = 0x45;
+	head.ip.total = __builtin_bswap16(sizeof(head) + CARRIED4);
+	head.ip.ttl = 64;
+	head.ip.protocol = PROTO_ICMP;
+	head.ip.source = p->tuple.to.address.word[3];
+	head.ip.destination = p->tuple.from.address.word[3];
+	head.ip.check = fold(bpf_csum_diff(NULL, 0, (__be32 *)&head.ip, sizeof(head.ip), 0));
+	return bpf_skb_store_bytes(skb, p->l3, &head, sizeof(head), 0);
+}
+
+static __always_inline int refuse_v6(struct __sk_buff *skb, const struct packet *p)
+{
+	struct {
+		struct ip6_header ip;
+		struct icmp_header icmp;
+	} head = {};
+	__be32 pseudo[2];
+	u8 carried[CARRIED6];
+	__wsum sum;
+
+	if (p->l4 - p->l3 != sizeof(head.ip) ||
+	    bpf_skb_load_bytes(skb, p->l3, carried, sizeof(carried)) ||
+	    bpf_skb_change_tail(skb, p->l3 + CARRIED6, 0) ||
+	    bpf_skb_adjust_room(skb, sizeof(head), BPF_ADJ_ROOM_MAC, 0))
+		return -1;
+	head.ip.version_class_label = __builtin_bswap32(0x60000000);
+	head.ip.payload = __builtin_bswap16(sizeof(head.icmp) + CARRIED6);
+	head.ip.next = PROTO_ICMP6;
+	head.ip.hops = 64;
+	head.ip.source = p->tuple.to.address;
+	head.ip.destination = p->tuple.from.address;
+	head.icmp.type = ICMP6_UNREACHABLE;
+	head.icmp.code = 4; /* port */
+	pseudo[0] = __builtin_bswap32(sizeof(head.icmp) + CARRIED6);
+	pseudo[1] = __builtin_bswap32(PROTO_ICMP6);
+	sum = bpf_csum_diff(NULL, 0, pseudo, sizeof(pseudo), 0);
+	sum = bpf_csum_diff(NULL, 0, (__be32 *)&head.ip.source, 32, sum);
+	sum = bpf_csum_diff(NULL, 0, (__be32 *)&head.icmp, sizeof(head.icmp), sum);
+	sum = bpf_csum_diff(NULL, 0, (__be32 *)carried, sizeof(carried), sum);
+	head.icmp.check = fold(sum);
+	return bpf_skb_store_bytes(skb, p->l3, &head, sizeof(head), 0);
+}
+
+static __always_inline int refuse_with_icmp(struct __sk_buff *skb, const struct packet *p)
+{
+	if (p->fragment == LATER)
+		return -1;
+	return p->v6 ? refuse_v6(skb, p) : refuse_v4(skb, p);
+}

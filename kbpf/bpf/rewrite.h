@@ -1,0 +1,108 @@
+/* SPDX-License-Identifier: (GPL-2.0 OR BSD-2-Clause) */
+/* Writes a changed tuple into a packet, with every checksum that covers it. */
+#pragma once
+
+#define IP4_CHECK 10
+#define IP4_SOURCE 12
+#define IP4_DESTINATION 16
+#define IP6_SOURCE 8
+#define IP6_DESTINATION 24
+#define TCP_CHECK 16
+#define UDP_CHECK 6
+#define ICMP6_CHECK 2
+
+/* Where the checksum of this protocol is, from the start of its header; 0: none that we may
+ * change. SCTP's covers neither addresses nor a pseudo header. */
+static __always_inline u32 check_offset(u8 protocol)
+{
+	if (protocol == PROTO_TCP)
+		return TCP_CHECK;
+	if (protocol == PROTO_UDP)
+		return UDP_CHECK;
+	if (protocol == PROTO_ICMP6)
+		return ICMP6_CHECK;
+	return 0;
+}
+
+/* The L4 checksum goes along when an address of the pseudo header changes.
+ *
+ * skb->csum of a packet with CHECKSUM_COMPLETE is the sum of all bytes. In IPv4 the header's own
+ * checksum balances the address, and the helper keeps it right. IPv6 has none: address and L4
+ * checksum balance each other, but the helper takes the difference out (Linux ead7f9b8de65); and
+ * where there is no L4 checksum to change, nothing balances the address. */
+static __always_inline int change_pseudo(struct __sk_buff *skb, const struct packet *p, __wsum diff)
+{
+	u32 check = check_offset(p->protocol);
+	u64 flags = BPF_F_PSEUDO_HDR;
+
+	if (p->protocol == PROTO_UDP && !p->v6)
+		flags |= BPF_F_MARK_MANGLED_0; /* 0 means "no checksum", and stays that */
+	if (check && p->fragment != LATER &&
+	    bpf_l4_csum_replace(skb, p->l4 + check, 0, diff, flags))
+		return -1;
+	if (p->v6)
+		bpf_csum_update(skb, diff);
+	return 0;
+}
+
+static __always_inline int change_address(struct __sk_buff *skb, const struct packet *p, u32 at4,
+					  u32 at6, struct address *old, struct address *new)
+{
+	__wsum diff;
+
+	if (p->v6) {
+		diff = bpf_csum_diff((__be32 *)old, sizeof(*old), (__be32 *)new, sizeof(*new), 0);
+		if (bpf_skb_store_bytes(skb, p->l3 + at6, new, sizeof(*new), 0))
+			return -1;
+	} else {
+		diff = bpf_csum_diff(&old->word[3], 4, &new->word[3], 4, 0);
+		if (bpf_l3_csum_replace(skb, p->l3 + IP4_CHECK, 0, diff, 0))
+			return -1;
+		if (bpf_skb_store_bytes(skb, p->l3 + at4, &new->word[3], 4, 0))
+			return -1;
+	}
+	return change_pseudo(skb, p, diff);
+}
+
+static __always_inline int change_port(struct __sk_buff *skb, const struct packet *p, u32 at,
+				       __be16 old, __be16 new)
+{
+	u32 check = check_offset(p->protocol);
+	u64 flags = 2;
+	__sum16 sum;
+
+	if (old == new || p->fragment == LATER)
+		return 0;
+	if (!check)
+		return -1; /* SCTP's CRC32c covers the ports: never written wrong */
+	if (p->protocol == PROTO_UDP && !p->v6) {
+		flags |= BPF_F_MARK_MANGLED_0;
+		if (bpf_skb_load_bytes(skb, p->l4 + UDP_CHECK, &sum, sizeof(sum)))
+			return -1;
+		if (!sum) /* the helper leaves it alone, and with it skb->csum */
+			return bpf_skb_store_bytes(skb, p->l4 + at, &new, sizeof(new),
+						   BPF_F_RECOMPUTE_CSUM);
+	}
+	if (bpf_l4_csum_replace(skb, p->l4 + check, old, new, flags))
+		return -1;
+	return bpf_skb_store_bytes(skb, p->l4 + at, &new, sizeof(new), 0);
+}
+
+/* Makes the packet say `new`. Not 0: the packet may be half written and has to be dropped. */
+static __always_inline int rewrite(struct __sk_buff *skb, struct packet *p, struct tuple *new)
+{
+	struct tuple *old = &p->tuple;
+
+	if (!same_address(&old->from.address, &new->from.address) &&
+	    change_address(skb, p, IP4_SOURCE, IP6_SOURCE, &old->from.address, &new->from.address))
+		return -1;
+	if (!same_address(&old->to.address, &new->to.address) &&
+	    change_address(skb, p, IP4_DESTINATION, IP6_DESTINATION, &old->to.address,
+			   &new->to.address))
+		return -1;
+	if (change_port(skb, p, 0, old->from.port, new->from.port) ||
+	    change_port(skb, p, 2, old->to.port, new->to.port))
+		return -1;
+	bpf_set_hash_invalid(skb);
+	return 0;
+}

@@ -1,0 +1,407 @@
+/* SPDX-License-Identifier: (GPL-2.0 OR BSD-2-Clause) */
+/* Service addresses for the sockets of a node and its pods: the nine cgroup programs.
+ *
+ * connect() on a frontend is pointed at a backend, once; no packet is touched afterwards.
+ * Unconnected UDP is pointed at a backend per datagram, to the same one as long as the flow is
+ * in use and the backend serves, and replies get the frontend's address back. Who asks for the
+ * peer's address sees the frontend.
+ *
+ * The family is known only in the hooks at the end of this file.
+ */
+#include "types.h"
+#include "compat.h"
+#include "addr.h"
+#include "maps.h"
+#include "lookup.h"
+
+/* An unconnected socket's flow keeps its backend this long after its last datagram: what the
+ * kernel's conntrack gives to UDP streams, and so what kube-proxy's clients are used to. */
+#define FLOW_IDLE_NS (120ULL * 1000000000)
+/* Flows that release walks; what is left after these is taken by the LRU. */
+#define FLOWS_PER_SOCKET 32
+
+/* A number for this socket that no other socket ever has. Before Linux v5.10 (92acdc58ab11) socket
+ * cookies were unique within their network namespace only, so its cookie is mixed in; both count
+ * up from 1, and 2^44 sockets or 2^20 namespaces are more than a node sees. */
+static __always_inline u64 socket_id(void *ctx)
+{
+	return bpf_get_socket_cookie(ctx) ^ (netns_cookie(ctx) << 44);
+}
+
+static __always_inline struct asker asker_of(u64 netns)
+{
+	struct asker who = {.netns = netns, .key.kind = CLIENT_NETNS};
+
+	who.key.client.word[0] = (u32)netns;
+	who.key.client.word[1] = netns >> 32;
+	return who;
+}
+
+static __always_inline void count(u32 reason)
+{
+	u64 *n = reasons.lookup(&reason);
+
+	if (n)
+		(*n)++;
+}
+
+/* Counts, and gives what the hook returns: 1 lets the system call go on, 0 ends it with an errno.
+ * Where the kernel has no bpf_set_retval (before v5.18) a 0 would mean EPERM, which no client of
+ * a Service expects: there the address stays as dialled and the packet path answers. */
+static __always_inline int finish(enum verdict v, enum reason reason)
+{
+	count(reason);
+	if (v != REFUSE && v != DROP)
+		return 1;
+	if (!(config_flags() & CONFIG_SET_RETVAL))
+		return 1;
+	set_retval(v == REFUSE ? -ECONNREFUSED : -ETIMEDOUT);
+	return 0;
+}
+
+static __always_inline struct peer *peer_of(u64 socket, u8 protocol)
+{
+	return protocol == PROTO_UDP ? udp_peers.lookup(&socket) : sock_peers.lookup(&socket);
+}
+
+static __always_inline void forget_peer(u64 socket, u8 protocol)
+{
+	if (!peer_of(socket, protocol))
+		return;
+	if (protocol == PROTO_UDP)
+		udp_peers.delete(&socket);
+	else
+		sock_peers.delete(&socket);
+}
+
+/* Remembers whom a connected socket talks to. A socket that connects anew, to something that is
+ * no frontend, must not go on showing the old one. */
+static __always_inline void remember_peer(u64 socket, enum verdict v, const struct target *to,
+					  struct choice *c)
+{
+	struct peer peer = {};
+
+	if (v != TRANSLATE) {
+		forget_peer(socket, to->protocol);
+		return;
+	}
+	peer.frontend = *to;
+	peer.backend = c->backend;
+	peer.service = c->service;
+	peer.backend_id = c->backend_id;
+	if (to->protocol == PROTO_UDP ? udp_peers.update(&socket, &peer)
+				      : sock_peers.update(&socket, &peer))
+		count(NOT_RECORDED);
+}
+
+/* connect(): `to` becomes the backend. */
+static __always_inline enum verdict dial(void *ctx, struct target *to, enum reason *reason)
+{
+	struct asker who = asker_of(netns_cookie(ctx));
+	struct choice c = {};
+	enum verdict v = choose(to, &who, &c);
+
+	remember_peer(socket_id(ctx), v, to, &c);
+	if (v == TRANSLATE)
+		*to = c.backend;
+	*reason = c.reason;
+	return v;
+}
+
+/* Replies from `backend` to this socket will show `frontend`. The newest question wins: two
+ * frontends with one backend, asked from one socket, cannot be told apart by the answer. */
+static __always_inline void remember_reverse(u64 socket, const struct target *frontend,
+					     const struct target *backend, u32 service)
+{
+	struct flow_key key = {.socket = socket, .to = *backend};
+	struct reverse *known = udp_reverse.lookup(&key);
+	struct reverse reverse = {.frontend = *frontend, .service = service};
+
+	if (known && same_target(&known->frontend, frontend))
+		return;
+	if (udp_reverse.update(&key, &reverse))
+		count(NOT_RECORDED);
+}
+
+/* The way back from a backend that this flow leaves, unless another flow uses it too. */
+static __always_inline void forget_reverse(const struct flow_key *key, const struct target *backend)
+{
+	struct flow_key back = {.socket = key->socket, .to = *backend};
+	struct reverse *reverse = udp_reverse.lookup(&back);
+
+	if (reverse && same_target(&reverse->frontend, &key->to))
+		udp_reverse.delete(&back);
+}
+
+/* A new flow goes to the head of its socket's list. */
+static __always_inline void create_flow(struct flow_key *key, struct choice *c, u64 now)
+{
+	struct target *head = udp_heads.lookup(&key->socket);
+	struct flow *old = udp_flows.lookup(key);
+	struct flow flow = {.last_used = now};
+
+	flow.backend = c->backend;
+	flow.backend_id = c->backend_id;
+	flow.service = c->service;
+	if (old) {
+		flow.next = old->next;
+		if (!same_target(&old->backend, &c->backend))
+			forget_reverse(key, &old->backend);
+	} else if (head) {
+		flow.next = *head;
+	}
+	if (udp_flows.update(key, &flow)) {
+		count(NOT_RECORDED);
+		return;
+	}
+	if (!old)
+		udp_heads.update(&key->socket, &key->to);
+}
+
+/* The backend of the flow, while it is in use and the backend is there. */
+static __always_inline bool flow_find(struct flow_key *key, u64 now, struct target *backend,
+				      u32 *service)
+{
+	struct flow *flow = udp_flows.lookup(key);
+	u32 id;
+
+	if (!flow || elapsed(flow->last_used, now) > FLOW_IDLE_NS)
+		return false;
+	id = flow->backend_id;
+	*backend = flow->backend;
+	*service = flow->service;
+	if (!backends.lookup(&id) || udp_flows.lookup(key) != flow)
+		return false;
+	flow->last_used = now;
+	return true;
+}
+
+/* A socket that is connected to this very frontend and names it again goes on with the backend
+ * that connect() chose: the kernel would not take answers from another one. */
+static __always_inline bool peer_find(u64 socket, const struct target *to, struct choice *c)
+{
+	struct peer *peer = udp_peers.lookup(&socket);
+
+	if (!peer || !same_target(&peer->frontend, to))
+		return false;
+	c->backend = peer->backend;
+	c->backend_id = peer->backend_id;
+	c->service = peer->service;
+	return backends.lookup(&c->backend_id) && udp_peers.lookup(&socket) == peer;
+}
+
+/* sendmsg() with an address on a UDP socket: `to` becomes the backend. */
+static __always_inline enum verdict send(void *ctx, struct target *to, enum reason *reason)
+{
+	struct flow_key key = {.socket = socket_id(ctx), .to = *to};
+	struct asker who = asker_of(netns_cookie(ctx));
+	u64 now = bpf_ktime_get_ns();
+	struct choice c = {};
+	enum verdict v = TRANSLATE;
+
+	if (peer_find(key.socket, to, &c)) {
+		*to = c.backend; /* udp_peers knows the way back */
+		*reason = TRANSLATED_BY_FLOW;
+		return TRANSLATE;
+	}
+	if (flow_find(&key, now, &c.backend, &c.service)) {
+		c.reason = TRANSLATED_BY_FLOW;
+	} else {
+		v = choose(to, &who, &c);
+		if (v == TRANSLATE)
+			create_flow(&key, &c, now);
+	}
+	if (v == TRANSLATE) {
+		remember_reverse(key.socket, to, &c.backend, c.service);
+		*to = c.backend;
+	}
+	*reason = c.reason;
+	return v;
+}
+
+/* recvmsg() and getpeername(): `from` becomes the frontend, if it is our backend. */
+static __always_inline bool reverse_peer(u64 socket, struct target *from)
+{
+	struct peer *peer = peer_of(socket, from->protocol);
+
+	if (!peer || !same_target(&peer->backend, from))
+		return false;
+	*from = peer->frontend;
+	count(REVERSED);
+	return true;
+}
+
+static __always_inline bool receive(void *ctx, struct target *from)
+{
+	struct flow_key key = {.socket = socket_id(ctx), .to = *from};
+	struct reverse *reverse = udp_reverse.lookup(&key);
+
+	if (!reverse)
+		return reverse_peer(key.socket, from);
+	*from = reverse->frontend;
+	count(REVERSED);
+	return true;
+}
+
+static __always_inline void forget_flows(u64 socket)
+{
+	struct target *head = udp_heads.lookup(&socket);
+	struct flow_key key = {.socket = socket};
+	struct flow_key back = {.socket = socket};
+	struct flow *flow;
+
+	if (!head)
+		return;
+	key.to = *head;
+	for (int i = 0; i < FLOWS_PER_SOCKET; i++) {
+		struct target next;
+
+		flow = udp_flows.lookup(&key);
+		if (!flow)
+			break;
+		back.to = flow->backend;
+		next = flow->next;
+		udp_reverse.delete(&back);
+		udp_flows.delete(&key);
+		if (!next.protocol)
+			break;
+		key.to = next;
+	}
+	udp_heads.delete(&socket);
+}
+
+/* ---- the hooks: the only lines that know a family ------------------------------------------ */
+
+/* MPTCP sockets dial as what they are on the wire. */
+static __always_inline u8 protocol_of(u32 protocol)
+{
+	return protocol == PROTO_MPTCP ? PROTO_TCP : protocol;
+}
+
+static __always_inline struct target target_v4(struct bpf_sock_addr *ctx)
+{
+	struct target t = {};
+
+	t.address = v4_mapped(ctx->user_ip4);
+	t.port = ctx->user_port;
+	t.protocol = protocol_of(ctx->protocol);
+	return t;
+}
+
+static __always_inline struct target target_v6(struct bpf_sock_addr *ctx)
+{
+	struct target t = {};
+
+	t.address.word[0] = ctx->user_ip6[0];
+	t.address.word[1] = ctx->user_ip6[1];
+	t.address.word[2] = ctx->user_ip6[2];
+	t.address.word[3] = ctx->user_ip6[3];
+	t.port = ctx->user_port;
+	t.protocol = protocol_of(ctx->protocol);
+	return t;
+}
+
+static __always_inline void write_v4(struct bpf_sock_addr *ctx, const struct target *t)
+{
+	ctx->user_ip4 = t->address.word[3];
+	ctx->user_port = t->port;
+}
+
+static __always_inline void write_v6(struct bpf_sock_addr *ctx, const struct target *t)
+{
+	ctx->user_ip6[0] = t->address.word[0];
+	ctx->user_ip6[1] = t->address.word[1];
+	ctx->user_ip6[2] = t->address.word[2];
+	ctx->user_ip6[3] = t->address.word[3];
+	ctx->user_port = t->port;
+}
+
+int connect4(struct bpf_sock_addr *ctx)
+{
+	struct target to = target_v4(ctx);
+	enum reason reason;
+	enum verdict v = dial(ctx, &to, &reason);
+
+	if (v == TRANSLATE)
+		write_v4(ctx, &to);
+	return finish(v, reason);
+}
+
+int connect6(struct bpf_sock_addr *ctx)
+{
+	struct target to = target_v6(ctx);
+	enum reason reason;
+	enum verdict v = dial(ctx, &to, &reason);
+
+	if (v == TRANSLATE)
+		write_v6(ctx, &to);
+	return finish(v, reason);
+}
+
+int sendmsg4(struct bpf_sock_addr *ctx)
+{
+	struct target to = target_v4(ctx);
+	enum reason reason;
+	enum verdict v = send(ctx, &to, &reason);
+
+	if (v == TRANSLATE)
+		write_v4(ctx, &to);
+	return finish(v, reason);
+}
+
+int sendmsg6(struct bpf_sock_addr *ctx)
+{
+	struct target to = target_v6(ctx);
+	enum reason reason;
+	enum verdict v = send(ctx, &to, &reason);
+
+	if (v == TRANSLATE)
+		write_v6(ctx, &to);
+	return finish(v, reason);
+}
+
+int recvmsg4(struct bpf_sock_addr *ctx)
+{
+	struct target from = target_v4(ctx);
+
+	if (receive(ctx, &from))
+		write_v4(ctx, &from);
+	return 1;
+}
+
+int recvmsg6(struct bpf_sock_addr *ctx)
+{
+	struct target from = target_v6(ctx);
+
+	if (receive(ctx, &from))
+		write_v6(ctx, &from);
+	return 1;
+}
+
+int getpeername4(struct bpf_sock_addr *ctx)
+{
+	struct target from = target_v4(ctx);
+
+	if (reverse_peer(socket_id(ctx), &from))
+		write_v4(ctx, &from);
+	return 1;
+}
+
+int getpeername6(struct bpf_sock_addr *ctx)
+{
+	struct target from = target_v6(ctx);
+
+	if (reverse_peer(socket_id(ctx), &from))
+		write_v6(ctx, &from);
+	return 1;
+}
+
+int sock_release(struct bpf_sock *ctx)
+{
+	u64 socket = socket_id(ctx);
+
+	forget_peer(socket, ctx->protocol);
+	if (ctx->protocol == PROTO_UDP)
+		forget_flows(socket);
+	return 1;
+}

@@ -1,0 +1,102 @@
+/* SPDX-License-Identifier: (GPL-2.0 OR BSD-2-Clause) */
+/* Tracked flows of the packet path: what a connection's packets look like at each place.
+ *
+ *   client → frontend ─[ingress]─► client' → backend ─[stack]─► client' → backend ─[egress]─►
+ *   snat → backend
+ *
+ * and back. The destination changes at ingress, before the stack routes; the source at egress,
+ * after the stack and the node's netfilter have seen who talks to whom. So nothing on the node
+ * ever sees a foreign packet with the node's own source address (a martian), and policy that
+ * somebody keeps in nftables sees client and pod. client' is the client, but for its port when
+ * another of its flows to the same backend has taken it.
+ *
+ * Two maps of LRU entries, each with the whole of a `struct nat`, so that either can make the
+ * other anew when the LRU took it:
+ *
+ *   flows     client → frontend
+ *   replies   backend → client'   and, when the source is translated, backend → snat
+ */
+#pragma once
+
+#define SECOND 1000000000ULL
+#define SNAT_TRIES 32
+
+BPF_TABLE("lru_hash", struct tuple, struct nat, flows, 64);
+BPF_TABLE("lru_hash", struct tuple, struct nat, replies, 64);
+
+static __always_inline bool has_snat(const struct nat *nat)
+{
+	return nat->snat.word[2] || nat->snat.word[3] || nat->snat.word[0] || nat->snat.word[1];
+}
+
+static __always_inline struct tuple reversed(const struct tuple *t)
+{
+	struct tuple r = {.from = t->to, .to = t->from};
+
+	return r;
+}
+
+/* How long an entry holds without a packet: as kube-proxy sets the kernel's conntrack. */
+static __always_inline u64 timeout_of(const struct nat *nat)
+{
+	if (nat->client.protocol != PROTO_TCP)
+		return (nat->state == STATE_NEW ? 30 : 120) * SECOND;
+	if (nat->state == STATE_NEW)
+		return 120 * SECOND;
+	if (nat->state == STATE_ESTABLISHED)
+		return 24 * 3600 * SECOND;
+	if (nat->state == STATE_CLOSING)
+		return 3600 * SECOND;
+	return 120 * SECOND;
+}
+
+static __always_inline bool expired(const struct nat *nat, u64 now)
+{
+	return elapsed(nat->last_used, now) > timeout_of(nat);
+}
+
+/* A packet went through: `back` when it came from the backend. Returns whether that changed the
+ * state, which then is to be told to the flow's other entries. */
+static __always_inline bool touch(struct nat *nat, u8 flags, bool back, u64 now)
+{
+	u8 state = nat->state, fins = nat->fins;
+
+	nat->last_used = now;
+	if (nat->client.protocol != PROTO_TCP) {
+		if (back)
+			nat->state = STATE_ESTABLISHED;
+	} else if (flags & TCP_RST) {
+		nat->state = STATE_CLOSED;
+	} else if (flags & TCP_FIN) {
+		nat->fins |= back ? 2 : 1;
+		nat->state = nat->fins == 3 ? STATE_CLOSED : STATE_CLOSING;
+	} else if (state == STATE_NEW && (back || (flags & (TCP_SYN | TCP_ACK)) == TCP_ACK)) {
+		nat->state = STATE_ESTABLISHED;
+	}
+	return nat->state != state || nat->fins != fins;
+}
+
+/* The four tuples of a flow. */
+static __always_inline struct tuple flow_of(const struct nat *nat)
+{
+	struct tuple t = {.from = nat->client, .to = nat->frontend};
+
+	return t;
+}
+
+static __always_inline struct tuple reply_of(const struct nat *nat)
+{
+	struct tuple t = {.from = nat->backend, .to = nat->client};
+
+	t.to.port = nat->client_port;
+	return t;
+}
+
+static __always_inline struct tuple snat_reply_of(const struct nat *nat)
+{
+	struct tuple t = {.from = nat->backend, .to = nat->client};
+
+	t.to.address = nat->snat;
+	t.to.port = nat->snat_port;
+	return t;
+}

@@ -1,0 +1,236 @@
+/* SPDX-License-Identifier: (GPL-2.0 OR BSD-2-Clause) */
+/* Keys and values of the maps, and the words in which the programs answer.
+ *
+ * This file is the truth for layouts: dataplane/bpf/layout.py writes the same bytes, and a test
+ * compares the two. Addresses are 16 bytes in network order, IPv4 as ::ffff:a.b.c.d. __be16 and
+ * __be32 are network order, u16, u32 and u64 host order. Every padding byte has a name and is 0,
+ * because keys are compared as bytes.
+ */
+#pragma once
+
+#define PROTO_TCP 6
+#define PROTO_UDP 17
+#define PROTO_MPTCP 262 /* not a u8: a socket's protocol, never one on the wire */
+
+struct address {
+	__be32 word[4];
+};
+
+/* Something to dial: a frontend, a backend, or a peer. A NodePort has 0.0.0.0 or :: as address. */
+struct target {
+	struct address address;
+	__be16 port;
+	u8 protocol;
+	u8 pad;
+};
+
+enum service_flags {
+	SERVICE_INTERNAL_LOCAL = 1 << 0, /* internalTrafficPolicy: Local */
+	SERVICE_EXTERNAL_LOCAL = 1 << 1, /* externalTrafficPolicy: Local */
+	SERVICE_ANY_ENDPOINTS = 1 << 2,  /* somewhere: an empty local set drops, not refuses */
+	SERVICE_RESTRICTED = 1 << 3,     /* source ranges apply: only for who sees the client */
+	/* why this address is a frontend; exactly one is set */
+	SERVICE_CLUSTER_IP = 1 << 8,
+	SERVICE_NODE_PORT = 1 << 9,
+	SERVICE_EXTERNAL_IP = 1 << 10,
+	SERVICE_LOAD_BALANCER = 1 << 11,
+};
+
+/* services: what stands behind a frontend. Replacing it is the one flip that readers see. */
+struct service {
+	u32 id; /* of the Service port and family; the same for all its frontends */
+	u32 flags;
+	u32 affinity_timeout; /* seconds; 0: no affinity */
+	u32 cluster_set;
+	u32 cluster_size;
+	u32 local_set;
+	u32 local_size;
+};
+
+/* backend_slots: place `index` of a set holds a backend's id. Never changed in place. */
+struct slot {
+	u32 set;
+	u32 index;
+};
+
+/* set_members: only for sets of Services with affinity. */
+struct member {
+	u32 set;
+	u32 backend;
+};
+
+/* source_ranges: networks that may dial a Service's LoadBalancer VIPs. */
+struct source_key {
+	u32 bits; /* of what follows that count: 32 for the service, then the network's */
+	u32 service;
+	struct address client;
+};
+
+enum client_kind {
+	CLIENT_ADDRESS = 0, /* key: its address */
+	CLIENT_NETNS = 1,   /* key: its netns cookie, in word[0] and word[1] */
+};
+
+struct affinity_key {
+	struct address client;
+	u32 service;
+	u32 kind;
+};
+
+struct affinity {
+	u64 last_used; /* ns, CLOCK_MONOTONIC */
+	u32 backend;
+	u32 pad;
+};
+
+/* sock_peers: what a connected socket believes to talk to, and what it talks to. */
+struct peer {
+	struct target frontend;
+	struct target backend;
+	u32 service;
+	u32 backend_id;
+};
+
+/* udp_flows, udp_reverse: an unconnected socket and the frontend, or the backend, it talks to. */
+struct flow_key {
+	u64 socket;
+	struct target to;
+	u32 pad;
+};
+
+struct flow {
+	u64 last_used; /* ns, CLOCK_MONOTONIC */
+	struct target backend;
+	struct target next; /* frontend of the same socket's next flow; protocol 0 ends the list */
+	u32 backend_id;
+	u32 service;
+};
+
+struct reverse {
+	struct target frontend;
+	u32 service;
+};
+
+/* service_names: for people who look into the maps; the programs never read it. */
+struct service_name {
+	char namespace[64];
+	char name[64];
+	char port[64];
+	u8 protocol;
+	u8 family; /* 4 or 6 */
+	u8 pad[2];
+};
+
+enum config_flags {
+	CONFIG_SET_RETVAL = 1 << 0,           /* the kernel has bpf_set_retval (5.18) */
+	CONFIG_LOCALHOST_NODE_PORTS = 1 << 1, /* NodePorts answer on loopback, for the host only */
+};
+
+struct config {
+	u64 host_netns; /* cookie of the network namespace that is the node */
+	u32 flags;
+	u32 pad;
+};
+
+/* meta: ids to give out next, so that none is used twice, restarts included. */
+struct meta {
+	u32 next_service;
+	u32 next_backend;
+	u32 next_set;
+	u32 pad;
+};
+
+/* ---- of the packet path ---- */
+
+struct ports {
+	__be16 source;
+	__be16 destination;
+};
+
+/* One direction: who sends to whom. `from.protocol` and `to.protocol` are the same. */
+struct tuple {
+	struct target from;
+	struct target to;
+};
+
+enum tcp_state {
+	STATE_NEW = 0,         /* SYN seen, no answer */
+	STATE_ESTABLISHED = 1, /* answered; UDP: seen both ways */
+	STATE_CLOSING = 2,     /* one side has sent FIN (the kernel's CLOSE_WAIT) */
+	STATE_CLOSED = 3,      /* both FINs, or RST */
+};
+
+/* flows, replies: a tracked connection, whole in each of its entries (track.h). */
+struct nat {
+	u64 last_used; /* ns, CLOCK_MONOTONIC */
+	struct target client;
+	struct target frontend;
+	struct target backend;
+	struct address snat; /* all 0: the source is not translated */
+	__be16 snat_port;
+	__be16 client_port; /* of client' */
+	u32 service;
+	u32 backend_id;
+	u8 state; /* enum tcp_state */
+	u8 fins;  /* 1: the client's, 2: the backend's */
+	u8 pad[6];
+};
+
+enum role {
+	ROLE_HOST = 1, /* to other machines */
+	ROLE_POD = 2,  /* to pods of this node */
+};
+
+/* devices: what the agent knows of a device. */
+struct device {
+	u32 role;
+	u32 l2; /* length of the link header: 14, or 0 */
+};
+
+enum node_flags {
+	NODE_MASQUERADE_ALL = 1 << 0,
+	NODE_DETECTS_LOCAL = 1 << 1, /* who is no pod and asks a ClusterIP gets our address */
+};
+
+/* node: what the packet path needs to know of the node. */
+struct node {
+	struct address snat4;
+	struct address snat6;
+	u32 flags;
+	u16 port_low; /* ports for translated sources, host order, both included */
+	u16 port_high;
+};
+
+/* fragments: the ports of a datagram whose first fragment was seen. */
+struct fragment_key {
+	struct address from;
+	struct address to;
+	u32 id;
+	u32 protocol;
+};
+
+/* What a program decided. */
+enum verdict {
+	PASS = 0,      /* not ours: leave it alone */
+	TRANSLATE = 1, /* to a backend, or back to the frontend */
+	REFUSE = 2,    /* the client sees "connection refused" */
+	DROP = 3,      /* the client sees a time-out */
+};
+
+/* Why; index into the map `reasons`. */
+enum reason {
+	NOT_A_SERVICE = 0,
+	TRANSLATED = 1,
+	TRANSLATED_BY_AFFINITY = 2,
+	TRANSLATED_BY_FLOW = 3,
+	REVERSED = 4,
+	NO_ENDPOINTS = 5,       /* none in the cluster: refused */
+	NO_LOCAL_ENDPOINTS = 6, /* policy Local and none here: dropped */
+	NEEDS_SOURCE = 7,       /* source ranges: left to the packet path */
+	SET_VANISHED = 8,       /* no steady reading after all tries: refused */
+	NOT_RECORDED = 9,       /* translated, but the peer could not be written down */
+	NO_SNAT_PORT = 10,      /* no free port for the node's address: dropped */
+	NOT_REWRITTEN = 11,     /* the packet could not be written: dropped */
+	NOT_ALLOWED = 12,       /* not in the Service's source ranges: dropped */
+	REASONS = 13,
+};

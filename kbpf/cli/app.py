@@ -1,0 +1,95 @@
+"""The entry point: which command, and how it ends.
+
+Exit codes: 0 fine; 1 failed, with one line on stderr; 2 wrong usage; 130 interrupted. What costs
+time or memory to import (rich, kubernetes, bcc, pyroute2) is imported by the command that needs
+it; `kbpf run` does not even import typer (arguments.py says why).
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kbpf.errors import KbpfError
+
+if TYPE_CHECKING:
+    from typer import Typer
+
+
+def main() -> None:
+    """`kbpf`, with this process' arguments; ends the process."""
+    sys.exit(call(sys.argv[1:]))
+
+
+def call(arguments: Sequence[str]) -> int:
+    """Does what the arguments say, in this process; the exit code."""
+    try:
+        code = _dispatch(arguments)
+        sys.stdout.flush()
+    except KbpfError as error:
+        print(f"kbpf: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader has gone (`| head`). What is still buffered must not complain at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return code
+
+
+def _dispatch(arguments: Sequence[str]) -> int:
+    try:
+        if arguments[:1] == ["run"]:
+            from kbpf.cli import arguments as agent
+
+            agent.run(arguments[1:])
+        else:
+            typer_app()(args=list(arguments), prog_name="kbpf")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    return 0
+
+
+def typer_app() -> "Typer":
+    """All commands."""
+    import typer
+
+    from kbpf import __version__
+    from kbpf.cli import arguments as agent
+    from kbpf.cli import check, cleanup, compile, demo, inspect
+
+    app = typer.Typer(
+        no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
+        help="Kubernetes Services of this node, balanced by BPF, in place of kube-proxy.",
+    )  # fmt: skip
+
+    def version(wanted: bool) -> None:
+        if wanted:
+            typer.echo(f"kbpf {__version__}")
+            raise typer.Exit
+
+    @app.callback()
+    def root(
+        show: bool = typer.Option(
+            False, "--version", callback=version, is_eager=True, help="Show the version and end."
+        ),
+    ) -> None:
+        pass
+
+    @app.command(
+        "run", add_help_option=False, help=agent.SUMMARY,
+        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    )  # fmt: skip
+    def run(context: typer.Context) -> None:
+        agent.run(context.args)
+
+    app.add_typer(inspect.app, name="inspect")
+    for name, command in (
+        ("check", check.check),
+        ("compile", compile.compile_programs),
+        ("cleanup", cleanup.cleanup),
+        ("demo", demo.demo),
+    ):
+        app.command(name)(command)
+    return app

@@ -1,0 +1,121 @@
+"""`kbpf check --attached`: proof that the hooks of the running agent work, by real connections.
+
+A child process in the hooked cgroup goes into a network namespace of its own, where the addresses
+of a Service's backends, and nothing else, are on loopback and served by itself. It dials the
+Service. Only a connection that the hooks translate can arrive, and where it arrives shows to which
+backend; no packet leaves the namespace, so the real backends notice nothing. (A connect() from the
+node's own namespace would either knock at a backend or prove little: UDP alone, and only the
+address that getpeername() is told.)
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Final
+
+from kbpf.cli.checks import CheckRow
+from kbpf.dataplane.bpf.layout import ServiceFlag, ServiceValue
+from kbpf.errors import KernelError
+from kbpf.kernel import cgroups, sandbox
+from kbpf.model.address import family_of, format_addr
+from kbpf.model.desired import Backend, FrontendAddress
+from kbpf.model.objects import Protocol
+from kbpf.views.snapshot import Part, Snapshot
+
+NEEDS: Final = Part.SERVICES | Part.HOOKS
+MOST_BACKENDS: Final = 64
+"""A bigger set is not tried: each of its backends is an address and a socket in the sandbox."""
+
+Place = tuple[str, int]
+Target = tuple[FrontendAddress, tuple[Backend, ...]]
+
+
+def targets(snapshot: Snapshot) -> tuple[Target, ...]:
+    """For each family and protocol the ClusterIP with the fewest backends, without session
+    affinity where possible: what is dialled to see whether it works.
+    """
+    best: dict[tuple[int, Protocol], tuple[tuple[bool, int, FrontendAddress], Target]] = {}
+    for at, value in snapshot.frontends.items():
+        backends = _behind(value, snapshot)
+        if (
+            at.protocol not in (Protocol.TCP, Protocol.UDP)
+            or not 0 < len(backends) <= MOST_BACKENDS
+        ):
+            continue
+        rank = (value.affinity_timeout > 0, len(backends), at)
+        key = (family_of(at.address), at.protocol)
+        if key not in best or rank < best[key][0]:
+            best[key] = (rank, (at, backends))
+    return tuple(target for _, (_, target) in sorted(best.items()))
+
+
+def _behind(value: ServiceValue, snapshot: Snapshot) -> tuple[Backend, ...]:
+    flags = ServiceFlag(value.flags)
+    if ServiceFlag.CLUSTER_IP not in flags or ServiceFlag.RESTRICTED in flags:
+        return ()
+    local = ServiceFlag.INTERNAL_LOCAL in flags
+    slots = snapshot.sets.get(value.local_set if local else value.cluster_set, {})
+    found = tuple(snapshot.backends[b] for b in slots.values() if b in snapshot.backends)
+    return found if len(found) == len(slots) else ()
+
+
+def rows(snapshot: Snapshot) -> Iterator[CheckRow]:
+    """Whether the hooks are attached, and whether they do what they should."""
+    missing = [f.hook.name for f in snapshot.hooks if f.hook.required and not f.attached]
+    yield CheckRow(
+        "attached", "no" if missing else "yes", True, ", ".join(missing) or "all needed hooks",
+        "start the agent: `kbpf run`" if missing else "",
+    )  # fmt: skip
+    if missing:
+        return
+    connect = next(f for f in snapshot.hooks if f.attached)
+    if connect.cgroup is None:
+        yield _unproven("the hooked cgroup is not visible from here", "run it on the host")
+        return
+    found = targets(snapshot)
+    if not found:
+        yield _unproven(
+            "no ClusterIP with backends is programmed", "create a Service and try again"
+        )
+    with_names = any(f.hook.name.startswith("getpeername") and f.attached for f in snapshot.hooks)
+    for at, backends in found:
+        action = partial(_dial, at, backends)
+        name = f"dial {at}"
+        try:
+            with cgroups.temporary(connect.cgroup, "kbpf-check-dial") as folder:
+                arrived, shown = sandbox.run(action, folder)
+        except KernelError as error:
+            hint = "see `kbpf inspect service` and the agent's log"
+            yield CheckRow(name, "no", True, str(error), hint)
+            continue
+        yield _judge(name, at, tuple(arrived), tuple(shown), with_names)
+
+
+def _unproven(why: str, advice: str) -> CheckRow:
+    return CheckRow("dial", "unknown", True, why, advice)
+
+
+def _judge(
+    name: str, at: FrontendAddress, arrived: Place, shown: Place, with_names: bool
+) -> CheckRow:
+    dialled = (format_addr(at.address), at.port)
+    detail = f"arrived at {arrived[0]} port {arrived[1]}"
+    if shown != dialled and (with_names or at.protocol is Protocol.UDP):
+        detail += f", but the client is shown {shown[0]} port {shown[1]}"
+        return CheckRow(name, "no", True, detail, "see the agent's log")
+    return CheckRow(name, "yes", True, detail, "")
+
+
+def _dial(at: FrontendAddress, backends: tuple[Backend, ...]) -> tuple[Place, Place]:
+    """In the sandbox."""
+    from kbpf.kernel import dial
+    from kbpf.kernel.links import Links
+
+    prefix = 32 if family_of(at.address) == 4 else 128
+    with Links() as links:
+        links.up("lo")
+        for address in {b.address for b in backends}:
+            links.address("lo", format_addr(address), prefix)
+    call = dial.tcp if at.protocol is Protocol.TCP else dial.udp
+    return call(
+        (format_addr(at.address), at.port), [(format_addr(b.address), b.port) for b in backends]
+    )

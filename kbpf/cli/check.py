@@ -1,0 +1,37 @@
+"""`kbpf check`: whether this machine can run kbpf, and whether what runs works."""
+
+from typing import Annotated
+
+import typer
+
+from kbpf.cli import render
+from kbpf.cli.options import DEFAULT, CacheDir, CGroup, Output, OutputOption, PinDir
+
+
+def check(
+    attached: Annotated[
+        bool, typer.Option("--attached", help="Also prove by real connections that the hooks work.")
+    ] = False,
+    output: OutputOption = Output.TABLE,
+    cgroup: CGroup = None,
+    pin_dir: PinDir = DEFAULT.pin_dir,
+    cache_dir: CacheDir = DEFAULT.cache_dir,
+) -> None:
+    """What this kernel and machine can do, row by row. Ends with 0 if kbpf can run here (and, with
+    --attached, does), else 1.
+    """
+    from kbpf.cli import checks
+
+    found = tuple(checks.rows(cgroup, pin_dir, cache_dir))
+    proof = None
+    if attached:
+        from kbpf.cli import attached as proving
+        from kbpf.views import snapshot
+
+        proof = tuple(proving.rows(snapshot.read(pin_dir, proving.NEEDS)))
+    made = checks.verdict(found, proof)
+    if output in (Output.JSON, Output.YAML):
+        print(render.document(made, output))
+    else:
+        print(checks.page(made))
+    raise typer.Exit(0 if made.usable and made.attached is not False else 1)

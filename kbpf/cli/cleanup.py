@@ -1,0 +1,175 @@
+"""`kbpf cleanup`: removes every trace from this node. Services stop working."""
+
+import contextlib
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import msgspec
+import typer
+
+from kbpf.cli import render
+from kbpf.cli.options import DEFAULT, CacheDir, Output, OutputOption, PinDir
+from kbpf.errors import ConfigError, KernelError
+from kbpf.views.columns import Column
+
+if TYPE_CHECKING:
+    from kbpf.dataplane.bpf.load import Pins
+
+OURS: Final = re.compile(r"links|devices|(maps|layout|programs)-.+|(new|fresh)-.+")
+"""The names that dataplane/bpf/load.py gives to what it pins."""
+KERNELS: Final = frozenset(("maps.debug", "progs.debug"))
+"""Files that the kernel puts into the root of each bpffs; they go with the mount."""
+ARTIFACT: Final = re.compile(r"[a-z0-9_]+-[0-9a-f]{16}-[0-9a-f]{8}\.kbpf|\.kbpf-.*")
+
+
+class Removed(msgspec.Struct, frozen=True):
+    """Something that is gone now."""
+
+    kind: str
+    path: str
+
+
+COLUMNS: Final = (Column("REMOVED", lambda r: r.kind), Column("PATH", lambda r: r.path))
+
+
+def cleanup(
+    cache: Annotated[
+        bool, typer.Option("--cache", help="Also the compiled programs in --cache-dir.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Even while the agent runs.")] = False,
+    output: OutputOption = Output.TABLE,
+    pin_dir: PinDir = DEFAULT.pin_dir,
+    cache_dir: CacheDir = DEFAULT.cache_dir,
+) -> None:
+    """Detach and remove all that kbpf keeps in the kernel. Services stop working on this node.
+
+    Stop the agent first. Sockets that are connected stay connected.
+    """
+    found = [*remove_pins(pin_dir, force), *(remove_artifacts(cache_dir) if cache else ())]
+    if output in (Output.JSON, Output.YAML) or found:
+        print(render.rows(found, COLUMNS, output))
+    else:
+        print(f"nothing to remove in {pin_dir}" + (f" and {cache_dir}" if cache else ""))
+
+
+def remove_pins(pin_dir: Path, force: bool = False) -> Iterator[Removed]:
+    """Attachments, programs and maps, and the bpffs if it was mounted for them. ConfigError when
+    the folder holds anything else, KernelError while an agent works there, unless `force`.
+    """
+    from kbpf.dataplane.bpf import load, packet
+    from kbpf.dataplane.bpf.load import Pins
+    from kbpf.kernel import mounts
+
+    inside = _look(pin_dir)
+    if inside is None:
+        return
+    with _alone(Pins(pin_dir), force):
+        links = sorted((pin_dir / "links").iterdir()) if (pin_dir / "links").is_dir() else []
+        folders = [path for path in inside if path.name not in ("links", "devices")]
+        on_devices = packet.remove(Pins(pin_dir))
+        try:
+            load.remove(Pins(pin_dir))
+        except OSError as error:
+            if not pin_dir.is_mount() or not KERNELS.issuperset(_names(pin_dir)):
+                raise KernelError(
+                    "cannot remove all pins", str(pin_dir), "run as root", error.errno or 0
+                ) from error
+    yield from (Removed("attachment", str(path)) for path in links)
+    yield from (Removed("attachment", "to a device") for _ in range(on_devices))
+    yield from (Removed(_kind(path), str(path)) for path in folders)
+    if mounts.is_own_bpffs(pin_dir):
+        mounts.unmount(pin_dir)
+        yield Removed("bpffs", str(pin_dir))
+        with contextlib.suppress(OSError):  # the folder below held something before us
+            pin_dir.rmdir()
+    if not pin_dir.exists():
+        yield Removed("folder", str(pin_dir))
+
+
+@contextlib.contextmanager
+def _alone(pins: "Pins", force: bool) -> Iterator[None]:
+    """Holds the agent's lock meanwhile. With `force` an agent that has it is only warned of."""
+    from kbpf.dataplane.bpf import load
+
+    fd = -1
+    try:
+        fd = load.lock(pins, patience=0.0)
+    except (KernelError, OSError) as error:
+        if not force:
+            raise KernelError(
+                "nothing is removed: an agent is at work here", str(pins.root),
+                "stop the agent first, or use --force", error.errno or 0,
+            ) from error  # fmt: skip
+        _warn_of_the_agent(pins.root)
+    try:
+        yield
+    finally:
+        if fd >= 0:
+            os.close(fd)
+
+
+def _kind(path: Path) -> str:
+    for kind in ("maps", "layout", "programs"):
+        if path.name.startswith(f"{kind}-"):
+            return kind
+    return "unfinished"
+
+
+def _look(pin_dir: Path) -> list[Path] | None:
+    """What is in the folder; None if there is none. All of it is ours, or ConfigError."""
+    from kbpf.kernel import mounts
+
+    try:
+        inside = sorted(pin_dir.iterdir())
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise KernelError(
+            "cannot look into the folder of pins", str(pin_dir), "run as root", error.errno or 0
+        ) from error
+    if mounts.is_own_bpffs(pin_dir):  # elsewhere they are not for us to remove
+        inside = [path for path in inside if path.name not in KERNELS]
+    foreign = [path.name for path in inside if not OURS.fullmatch(path.name)]
+    if foreign or not mounts.is_bpffs(pin_dir):
+        what = f"this holds what is not kbpf's ({', '.join(foreign[:3])})" if foreign else ""
+        raise ConfigError(
+            f"nothing is removed: {what or 'this folder is in no bpffs'}",
+            str(pin_dir),
+            "give the folder that `kbpf run` was given with --pin-dir",
+        )
+    return inside
+
+
+def _names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def _warn_of_the_agent(pin_dir: Path) -> None:
+    from kbpf.errors import KbpfError
+    from kbpf.views import snapshot, status
+
+    try:
+        who = f" (pid {status.view(snapshot.read(pin_dir, status.NEEDS)).pid})"
+    except KbpfError:
+        who = ""  # half of it is missing: all the more reason to clean up
+    print(
+        f"kbpf: the agent{who} still runs and works on nothing from now on; restart it, or stop it",
+        file=sys.stderr,
+    )
+
+
+def remove_artifacts(cache_dir: Path) -> Iterator[Removed]:
+    """Compiled programs, and the folder when nothing else is in it."""
+    if not cache_dir.is_dir():
+        return
+    for path in sorted(cache_dir.iterdir()):
+        if ARTIFACT.fullmatch(path.name):
+            path.unlink()
+            yield Removed("artifact", str(path))
+    if not any(cache_dir.iterdir()):
+        cache_dir.rmdir()
+        yield Removed("folder", str(cache_dir))

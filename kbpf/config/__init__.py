@@ -1,0 +1,1 @@
+"""Files and flags, read and checked, become model.Config."""

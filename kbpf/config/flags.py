@@ -1,0 +1,209 @@
+"""The flags of `kbpf run`: one row each. Text, from the command line or the environment, becomes
+model.Config here and nowhere else.
+
+A flag beats its environment variable (`--pin-dir`: KBPF_PIN_DIR), which beats the default; an
+empty variable is as good as none. What is wrong is a ConfigError that names where the text stood.
+"""
+
+import ipaddress
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from kbpf.errors import ConfigError, ObjectError
+from kbpf.model.address import parse_addr
+from kbpf.model.config import Config, MapSizes
+from kbpf.model.objects import Cidr
+
+Reader = Callable[[str, str], Any]
+"""(text, where it stood) → value, or ConfigError."""
+
+MOST_ENTRIES: Final = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """A flag: its name, the field of Config (or, with a dot, of MapSizes) that it sets, how it is
+    read, what stands for its value in the help, under which heading, and the help.
+    """
+
+    name: str
+    field: str
+    read: Reader
+    metavar: str
+    group: str
+    help: str
+
+    @property
+    def variable(self) -> str:
+        """The environment variable that sets it too."""
+        return "KBPF_" + self.name.strip("-").replace("-", "_").upper()
+
+
+def _text(text: str, where: str) -> str:
+    return text
+
+
+def _path(text: str, where: str) -> Path:
+    return Path(text)
+
+
+def _absolute(text: str, where: str) -> Path:
+    path = Path(text)
+    if not path.is_absolute():
+        raise ConfigError(f"not an absolute path: {text!r}", where, "begin it with /")
+    return path
+
+
+def _words(text: str, where: str) -> tuple[str, ...]:
+    words = tuple(word.strip() for word in text.split(",") if word.strip())
+    if not words:
+        raise ConfigError("no names", where, "give names with commas between them")
+    return words
+
+
+def _choice(choices: tuple[str, ...], text: str, where: str) -> str:
+    if text not in choices:
+        raise ConfigError(f"unknown value {text!r}", where, f"use {' or '.join(choices)}")
+    return text
+
+
+def _truth(text: str, where: str) -> bool:
+    return _choice(("true", "false"), text.lower(), where) == "true"
+
+
+def _entries(text: str, where: str) -> int:
+    number = int(text) if text.isascii() and text.isdigit() else 0
+    if not 0 < number <= MOST_ENTRIES:
+        raise ConfigError(
+            f"not a number of entries: {text!r}", where, f"give a whole number, 1 to {MOST_ENTRIES}"
+        )
+    return number
+
+
+def read_cidr(text: str, where: str) -> Cidr:
+    """A network; its host bits need not be zero."""
+    address, _, length = text.partition("/")
+    hint = "write it as 192.0.2.0/24 or 2001:db8::/32"
+    try:
+        addr = parse_addr(address)
+    except ObjectError as error:
+        raise ConfigError(f"not a network: {text!r}", where, hint) from error
+    shift, most = (0, 128) if ":" in address else (96, 32)
+    if not (length.isascii() and length.isdigit() and int(length) <= most):
+        raise ConfigError(f"not a network: {text!r}", where, hint)
+    network = ipaddress.IPv6Network((addr, shift + int(length)), strict=False)
+    return Cidr(parse_addr(str(network.network_address)), network.prefixlen)
+
+
+def _node_ports(text: str, where: str) -> str | tuple[Cidr, ...]:
+    """`primary` and `all` stay words; anything else is networks."""
+    if text in ("primary", "all"):
+        return text
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words:
+        raise ConfigError("no networks", where, "give networks, or `primary` or `all`")
+    return tuple(read_cidr(word, where) for word in words)
+
+
+CLUSTER: Final = "Where Services come from"
+NODE: Final = "This node"
+LOGGING: Final = "Logging"
+SIZES: Final = "Sizes of the maps (entries at most)"
+
+_MODE = partial(_choice, ("auto", "bpf"))
+_LEVEL = partial(_choice, ("debug", "info", "warning", "error"))
+_FORMAT = partial(_choice, ("text", "json"))
+
+
+def _sizes() -> Iterator[Flag]:
+    told = {
+        "frontends": "addresses that clients dial",
+        "slots": "places in all backend sets together",
+        "backends": "backends",
+        "sockets": "connected sockets that are remembered; the oldest goes",
+        "connections": "connections of the packet path; the oldest goes",
+        "flows": "UDP flows of unconnected sockets; the oldest goes",
+        "affinity": "clients with session affinity; the oldest goes",
+    }
+    default = MapSizes()
+    for name, what in told.items():
+        text = f"{what} (default {getattr(default, name)})"
+        yield Flag(f"--max-{name}", f"sizes.{name}", _entries, "NUMBER", SIZES, text)
+
+
+FLAGS: Final = (
+    Flag("--kubeconfig", "kubeconfig", _path, "FILE", CLUSTER,
+         "how to reach the API server (default: the Pod's own service account)"),
+    Flag("--master", "master", _text, "URL", CLUSTER,
+         "the API server's address, over what the kubeconfig says"),
+    Flag("--source", "source", _path, "DIR", CLUSTER,
+         "a folder of Kubernetes YAML instead of an API server; watched for changes"),
+    Flag("--hostname-override", "node_name", _text, "NAME", NODE,
+         "this node's name in Kubernetes (default: the hostname)"),
+    Flag("--mode", "mode", _MODE, "auto|bpf", NODE, "the data plane (default auto)"),
+    Flag("--pin-dir", "pin_dir", _absolute, "DIR", NODE,
+         "where maps and attachments are kept over restarts: a folder in a bpffs "
+         f"(default {Config().pin_dir})"),
+    Flag("--cgroup", "cgroup", _path, "DIR", NODE,
+         "the cgroup v2 folder whose processes get Services (default: the root, so all)"),
+    Flag("--cache-dir", "cache_dir", _path, "DIR", NODE,
+         f"where the compiled programs are kept (default {Config().cache_dir})"),
+    Flag("--nodeport-addresses", "node_ports", _node_ports, "CIDRS", NODE,
+         "where NodePorts answer: networks with commas between them, `primary` (the Node's own "
+         "addresses) or `all` (default primary)"),
+    Flag("--localhost-nodeports", "localhost_node_ports", _truth, "true|false", NODE,
+         "whether NodePorts answer on loopback, for the host's own processes (default true)"),
+    Flag("--packet-path", "packet_path", _truth, "true|false", NODE,
+         "whether traffic from outside of the node, and of pods that the socket hooks do not see, "
+         "is balanced per packet (default false)"),
+    Flag("--device", "devices", _words, "NAMES", NODE,
+         "devices to other machines, with commas between them; patterns as *.100 will do "
+         "(default: chosen by their kind)"),
+    Flag("--exclude-device", "excluded_devices", _words, "NAMES", NODE,
+         "devices that packets are left alone on"),
+    Flag("--masquerade-all", "masquerade_all", _truth, "true|false", NODE,
+         "whether backends see the node instead of the client for ClusterIPs too (default false)"),
+    Flag("--log-level", "log_level", _LEVEL, "LEVEL", LOGGING,
+         "debug, info, warning or error (default info)"),
+    Flag("--log-format", "log_format", _FORMAT, "text|json", LOGGING,
+         "lines for people, or one JSON object a line (default text)"),
+    *_sizes(),
+)  # fmt: skip
+
+
+def config(given: Mapping[str, str], environ: Mapping[str, str]) -> Config:
+    """The Config that these flags ({name: text}) and variables say. `node_name` is "" when
+    nobody said it.
+    """
+    values = dict(_read_all(given, environ))
+    sizes = {k.partition(".")[2]: v for k, v in values.items() if k.startswith("sizes.")}
+    plain = {k: v for k, v in values.items() if "." not in k and k != "node_ports"}
+    made = Config(**plain, sizes=MapSizes(**sizes))
+    match values.get("node_ports", "primary"):
+        case "all":
+            made = replace(made, all_node_port_addresses=True)
+        case tuple(networks):
+            made = replace(made, node_port_addresses=networks)
+    return _together(made)
+
+
+def _read_all(given: Mapping[str, str], environ: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
+    for flag in FLAGS:
+        if flag.name in given:
+            yield flag.field, flag.read(given[flag.name], flag.name)
+        elif environ.get(flag.variable):
+            yield flag.field, flag.read(environ[flag.variable], flag.variable)
+
+
+def _together(made: Config) -> Config:
+    """What contradicts itself."""
+    if made.source is not None and (made.kubeconfig is not None or made.master):
+        raise ConfigError(
+            "a folder and an API server cannot both be the source",
+            "--source",
+            "leave out --source, or --kubeconfig and --master",
+        )
+    return made

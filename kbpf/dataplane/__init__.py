@@ -1,0 +1,1 @@
+"""Makes a desired state true in the kernel. One package per data plane, one protocol."""

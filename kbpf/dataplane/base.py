@@ -1,0 +1,56 @@
+"""What every data plane can do. The agent and the tests know no more than this."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kbpf.model.desired import DesiredState, ServicePortKey
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What one apply() did: writes by map or table, system calls, and what it could not do.
+
+    `refused`: Service ports that are not programmed as desired, with the reason; they keep what
+    they had and are tried again.
+    """
+
+    writes: Mapping[str, int] = field(default_factory=dict)
+    calls: int = 0
+    refused: Mapping[ServicePortKey, str] = field(default_factory=dict)
+
+
+class DataPlane(Protocol):
+    """Makes a desired state true, in O(change). One thread calls."""
+
+    name: str
+
+    def open(self) -> None:
+        """Prepares everything that can fail, and adopts what an earlier agent left."""
+
+    def apply(
+        self,
+        desired: DesiredState,
+        touched: Collection[ServicePortKey] | None,
+        sound: bool = True,
+    ) -> Report:
+        """Makes the touched Service ports as desired; None: all, and nothing else stays.
+
+        Not `sound`: some objects could not be read, so what an earlier agent programmed and this
+        desired state does not know of stays, until a call that is sound.
+        """
+
+    def tick(self, now: float) -> float | None:
+        """Does what was put off and is due at `now` (time.monotonic); when to come next."""
+
+    def look_at_devices(self) -> None:
+        """Network devices came or went."""
+
+    def write_status(self, text: bytes) -> None:
+        """Leaves the agent's own words where `kbpf inspect status` finds them."""
+
+    def close(self) -> None:
+        """Lets go. What is programmed stays and goes on serving."""
+
+    def remove(self) -> None:
+        """Removes every trace from the kernel."""

@@ -1,0 +1,1 @@
+"""The BPF data plane: compile, load, plan, write."""

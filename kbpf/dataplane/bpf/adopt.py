@@ -1,0 +1,211 @@
+"""What an earlier agent left in the maps, as values to plan from.
+
+Nothing is trusted that does not hold together: a set counts only when all its slots lead to
+backends, a frontend only when its value is what its Service port says. The rest is stray: served
+until the first complete apply(), which replaces or removes it.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
+
+from kbpf.dataplane.bpf.layout import (
+    KIND_FLAGS,
+    PAIR,
+    ServiceFlag,
+    ServiceValue,
+    Target,
+    unpack_name,
+    unpack_range,
+)
+from kbpf.dataplane.bpf.plan import EMPTY, Programmed, ProgrammedSet
+from kbpf.kernel.libbpf import Map
+from kbpf.model.address import Addr
+from kbpf.model.desired import Backend, Frontend, FrontendAddress, ServicePortKey
+from kbpf.model.objects import Cidr, Protocol
+
+_KINDS = {int(flag): kind for kind, flag in KIND_FLAGS.items()}
+Contents = Mapping[str, Mapping[bytes, bytes]]
+READ = ("services", "service_names", "backend_slots", "backends", "set_members", "source_ranges")
+_KIND_BITS = ServiceFlag(sum(KIND_FLAGS.values()))
+
+
+@dataclass(slots=True)
+class Adopted:
+    """What was found. `sets` are all sets with slots; strays are what no Service port owns."""
+
+    programmed: dict[ServicePortKey, Programmed] = field(default_factory=dict)
+    backends: dict[Backend, int] = field(default_factory=dict)
+    duplicate_backends: list[int] = field(default_factory=list)
+    stray_frontends: set[FrontendAddress] = field(default_factory=set)
+    stray_names: set[int] = field(default_factory=set)
+    unused_names: dict[ServicePortKey, int] = field(default_factory=dict)
+    stray_ranges: list[tuple[int, Cidr]] = field(default_factory=list)
+    stray_slots: list[bytes] = field(default_factory=list)
+    stray_members: list[bytes] = field(default_factory=list)
+    fill: dict[str, int] = field(default_factory=dict)
+    highest_service: int = 0
+    highest_backend: int = 0
+    highest_set: int = 0
+
+
+def address_of(raw: bytes) -> FrontendAddress:
+    """A key of `services`."""
+    target = Target.unpack(raw)
+    return FrontendAddress(target.address, target.port, Protocol(target.protocol))
+
+
+def frontend_of(at: FrontendAddress, value: ServiceValue) -> Frontend | None:
+    """The frontend that this entry programs; None if its flags make no sense."""
+    kind = _KINDS.get(value.flags & _KIND_BITS)
+    if kind is None:
+        return None
+    return Frontend(at, kind, bool(value.flags & ServiceFlag.RESTRICTED))
+
+
+def read(maps: Mapping[str, Map]) -> Adopted:
+    """Everything that the maps hold."""
+    found = Adopted()
+    contents = {name: dict(maps[name].items()) for name in READ}
+    found.fill = {name: len(entries) for name, entries in contents.items()}
+    by_id = _backends(contents, found)
+    sets = _sets(contents, by_id, found)
+    members = defaultdict(set)
+    for raw, _ in contents["set_members"].items():
+        set_id, backend = PAIR.unpack(raw)
+        members[set_id].add(backend)
+    entries = defaultdict(list)
+    for key, raw in contents["services"].items():
+        value = ServiceValue.unpack(raw)
+        entries[value.id].append((address_of(key), value))
+    owned = _services(contents, entries, sets, members, found)
+    _ranges(contents, found)
+    _strays(contents, owned, found)
+    return found
+
+
+def _ranges(contents: Contents, found: Adopted) -> None:
+    by_id: dict[int, list[Cidr]] = defaultdict(list)
+    for key in contents["source_ranges"]:
+        service_id, cidr = unpack_range(key)
+        by_id[service_id].append(cidr)
+    for name, owner in found.programmed.items():
+        ranges = tuple(sorted(by_id.pop(owner.id, ())))
+        if ranges:
+            found.programmed[name] = replace(owner, source_ranges=ranges)
+    found.stray_ranges += [(service_id, cidr) for service_id in by_id for cidr in by_id[service_id]]
+
+
+def _backends(contents: Contents, found: Adopted) -> dict[int, Backend]:
+    by_id: dict[int, Backend] = {}
+    for key, raw in contents["backends"].items():
+        target = Target.unpack(raw)
+        backend = Backend(Addr(target.address), target.port, Protocol(target.protocol))
+        backend_id = int.from_bytes(key, "little")
+        by_id[backend_id] = backend
+        found.highest_backend = max(found.highest_backend, backend_id)
+        if backend in found.backends:
+            found.duplicate_backends.append(backend_id)
+        else:
+            found.backends[backend] = backend_id
+    return by_id
+
+
+def _sets(
+    contents: Contents, by_id: Mapping[int, Backend], found: Adopted
+) -> dict[int, dict[int, Backend]]:
+    sets: dict[int, dict[int, Backend]] = defaultdict(dict)
+    for key, raw in contents["backend_slots"].items():
+        set_id, index = PAIR.unpack(key)
+        found.highest_set = max(found.highest_set, set_id)
+        backend = by_id.get(int.from_bytes(raw, "little"))
+        # A set that names the second id of a backend is not taken over: it is written anew.
+        if backend is not None and found.backends[backend] == int.from_bytes(raw, "little"):
+            sets[set_id][index] = backend
+    return sets
+
+
+def _services(
+    contents: Contents,
+    entries: Mapping[int, list[tuple[FrontendAddress, ServiceValue]]],
+    sets: Mapping[int, Mapping[int, Backend]],
+    members: Mapping[int, set[int]],
+    found: Adopted,
+) -> dict[int, bool]:
+    owned: dict[int, bool] = {}
+    named: set[int] = set()
+    names = [(int.from_bytes(k, "little"), raw) for k, raw in contents["service_names"].items()]
+    # One that was made anew just before has two ids here: the one that serves counts.
+    for service_id, raw in sorted(names, key=lambda one: (one[0] not in entries, -one[0])):
+        found.highest_service = max(found.highest_service, service_id)
+        name = unpack_name(raw)
+        if name in found.programmed or name in found.unused_names:
+            found.stray_names.add(service_id)
+            continue
+        if service_id not in entries:
+            found.unused_names[name] = service_id
+            continue
+        named.add(service_id)
+        owner = _one(service_id, entries[service_id], sets, members, found)
+        found.programmed[name] = owner
+        owned |= {s.id: s.members for s in (owner.cluster, owner.local)}
+    for service_id, values in entries.items():
+        found.highest_service = max(found.highest_service, service_id)
+        if service_id not in named:
+            found.stray_frontends.update(at for at, _ in values)
+    return owned
+
+
+def _one(
+    service_id: int,
+    values: list[tuple[FrontendAddress, ServiceValue]],
+    sets: Mapping[int, Mapping[int, Backend]],
+    members: Mapping[int, set[int]],
+    found: Adopted,
+) -> Programmed:
+    """The Service port as most of its frontends tell it."""
+    _, first = max(values, key=lambda v: (v[1].cluster_set, v[1].local_set))
+    owner = Programmed(
+        service_id,
+        ServiceFlag(first.flags & ~int(_KIND_BITS | ServiceFlag.RESTRICTED)),
+        first.affinity_timeout,
+        (),
+        _whole(first.cluster_set, first.cluster_size, sets, members, found),
+        _whole(first.local_set, first.local_size, sets, members, found),
+    )
+    good = []
+    for at, value in sorted(values):
+        frontend = frontend_of(at, value)
+        if frontend is not None and owner.value(frontend) == value:
+            good.append(frontend)
+        else:
+            found.stray_frontends.add(at)
+    return Programmed(
+        owner.id, owner.flags, owner.affinity_timeout, tuple(good), owner.cluster, owner.local
+    )
+
+
+def _whole(
+    set_id: int,
+    size: int,
+    sets: Mapping[int, Mapping[int, Backend]],
+    members: Mapping[int, set[int]],
+    found: Adopted,
+) -> ProgrammedSet:
+    slots = sets.get(set_id, {})
+    if not set_id or set(slots) != set(range(size)):
+        return EMPTY
+    backends = tuple(slots[i] for i in range(size))
+    has_members = members.get(set_id, set()) == {found.backends[b] for b in backends}
+    return ProgrammedSet(set_id, backends, has_members)
+
+
+def _strays(contents: Contents, owned: Mapping[int, bool], found: Adopted) -> None:
+    for key, _ in contents["backend_slots"].items():
+        if PAIR.unpack(key)[0] not in owned:
+            found.stray_slots.append(key)
+    for key, _ in contents["set_members"].items():
+        if not owned.get(PAIR.unpack(key)[0], False):
+            found.stray_members.append(key)

@@ -1,0 +1,82 @@
+"""The hooks: which program goes where. A new hook is one row here and one function in the C."""
+
+from dataclasses import dataclass
+from typing import Final
+
+PROG_CGROUP_SOCK: Final = 9
+PROG_CGROUP_SOCK_ADDR: Final = 18
+
+
+@dataclass(frozen=True, slots=True)
+class Hook:
+    """A program's name, its unit (file) and types as in linux/bpf.h, the kernel that brought it.
+
+    `required`: without it no Service works for any socket, so the data plane is not usable.
+    """
+
+    name: str
+    unit: str
+    kind: int
+    attach_type: int
+    since: str
+    required: bool = False
+    what: str = ""
+
+
+HOOKS: Final = (
+    Hook("connect4", "sock", PROG_CGROUP_SOCK_ADDR, 10, "4.17", True, "connect() on IPv4 sockets"),
+    Hook("connect6", "sock", PROG_CGROUP_SOCK_ADDR, 11, "4.17", True, "connect() on IPv6 sockets"),
+    Hook("sendmsg4", "sock", PROG_CGROUP_SOCK_ADDR, 14, "4.18", True, "sendto() on UDP, IPv4"),
+    Hook("sendmsg6", "sock", PROG_CGROUP_SOCK_ADDR, 15, "4.18", True, "sendto() on UDP, IPv6"),
+    Hook("recvmsg4", "sock", PROG_CGROUP_SOCK_ADDR, 19, "5.2", True, "recvfrom() on UDP, IPv4"),
+    Hook("recvmsg6", "sock", PROG_CGROUP_SOCK_ADDR, 20, "5.2", True, "recvfrom() on UDP, IPv6"),
+    Hook("getpeername4", "sock", PROG_CGROUP_SOCK_ADDR, 29, "5.8", False, "getpeername(), IPv4"),
+    Hook("getpeername6", "sock", PROG_CGROUP_SOCK_ADDR, 30, "5.8", False, "getpeername(), IPv6"),
+    Hook("sock_release", "sock", PROG_CGROUP_SOCK, 34, "5.9", False, "close()"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PacketProgram:
+    """A program of the unit `tc`. `direction`: "ingress" or "egress" of devices, or "" for one
+    that is reached by a tail call, as number `tail` (enum tail in tc.c).
+    """
+
+    name: str
+    direction: str = ""
+    tail: int = -1
+
+
+PROG_SCHED_CLS: Final = 3
+
+PACKET_PROGRAMS: Final = (
+    PacketProgram("tc_ingress", direction="ingress"),
+    PacketProgram("tc_egress", direction="egress"),
+    PacketProgram("tc_new", tail=0),
+    PacketProgram("tc_icmp_in", tail=1),
+    PacketProgram("tc_icmp_out", tail=2),
+    PacketProgram("tc_refuse", tail=3),
+)
+TAILS: Final = 4
+TAILS_MAP: Final = "tails"
+
+UNITS: Final = ("sock", "tc")
+
+
+def type_of(program: str) -> tuple[int, int, bool]:
+    """Program type, expected attach type, and whether its unit is of no use without it."""
+    for hook in HOOKS:
+        if hook.name == program:
+            return hook.kind, hook.attach_type, hook.required
+    return PROG_SCHED_CLS, 0, True
+
+
+def programs_of(unit: str) -> tuple[str, ...]:
+    """The names of the functions in a unit that are programs."""
+    if unit == "tc":
+        return tuple(p.name for p in PACKET_PROGRAMS)
+    return tuple(hook.name for hook in HOOKS if hook.unit == unit)
+
+
+HELPER_SET_RETVAL: Final = 187
+"""bpf_set_retval, Linux v5.18: where a kernel lacks it, the loader takes the calls out."""

@@ -1,0 +1,120 @@
+"""Ids that are never given out twice, and the table of backends that hold them.
+
+An id outlives its object in sockets, flows and affinity entries; used again, it would lead them
+to a stranger. So ids only count up, and the next ones are kept in the map `meta`, written before
+an id is used.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+
+import msgspec
+
+from kbpf.dataplane.bpf.layout import Meta
+from kbpf.model.desired import Backend, BackendSet
+
+LIMIT = 1 << 32
+
+
+class Ids:
+    """The counters. 0 is no id."""
+
+    def __init__(self, meta: Meta) -> None:
+        self._next = [max(1, n) for n in meta]
+        self._written = meta
+
+    def service(self) -> int:
+        """A new Service port id."""
+        return self._take(0)
+
+    def backend(self) -> int:
+        """A new backend id."""
+        return self._take(1)
+
+    def set(self) -> int:
+        """A new backend set id."""
+        return self._take(2)
+
+    def _take(self, which: int) -> int:
+        number = self._next[which]
+        if number >= LIMIT:
+            raise OverflowError("all 2^32 ids were given out; run kbpf cleanup and restart")
+        self._next[which] = number + 1
+        return number
+
+    def at_least(self, service: int, backend: int, set_id: int) -> None:
+        """Never gives out these or lower ones: what an adopted map holds."""
+        for which, number in enumerate((service, backend, set_id)):
+            self._next[which] = max(self._next[which], number + 1)
+
+    def unsaved(self) -> Meta | None:
+        """What has to be written to `meta` before the new ids are used; None when nothing."""
+        meta = Meta(*self._next)
+        return None if meta == self._written else meta
+
+    def saved(self, meta: Meta) -> None:
+        """It is in the map."""
+        self._written = meta
+
+
+class Held(msgspec.Struct, gc=False):
+    """A backend's id and how many sets (or lists of serving backends) hold it."""
+
+    id: int
+    refs: int
+
+
+class BackendTable:
+    """Backends that have an id, and who holds them. Counts come from the desired state alone."""
+
+    def __init__(self, ids: Ids) -> None:
+        self._ids = ids
+        self._held: dict[Backend, Held] = {}
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def id_of(self, backend: Backend) -> int:
+        """Its id; it must be held."""
+        return self._held[backend].id
+
+    def unknown(self, backends: Iterable[Backend]) -> int:
+        """How many of them have no id yet."""
+        return sum(backend not in self._held for backend in backends)
+
+    def only_in(self, sets: Iterable[BackendSet]) -> int:
+        """How many backends nobody holds but these."""
+        times = Counter(backend for backends in sets for backend in backends)
+        return sum(self._held[backend].refs == n for backend, n in times.items())
+
+    def adopt(self, backend: Backend, backend_id: int) -> None:
+        """A backend found in the map; nobody holds it yet."""
+        self._held[backend] = Held(backend_id, 0)
+
+    def hold(self, backends: BackendSet) -> list[tuple[int, Backend]]:
+        """Counts one more holder of each; gives ids to new ones and returns those."""
+        new = []
+        held = self._held
+        for backend in backends:
+            entry = held.get(backend)
+            if entry is None:
+                entry = held[backend] = Held(self._ids.backend(), 0)
+                new.append((entry.id, backend))
+            entry.refs += 1
+        return new
+
+    def release(self, backends: BackendSet) -> list[int]:
+        """Counts one holder less; the ids that nobody holds any more, which are forgotten."""
+        gone = []
+        for backend in backends:
+            entry = self._held[backend]
+            entry.refs -= 1
+            if entry.refs == 0:
+                gone.append(entry.id)
+                del self._held[backend]
+        return gone
+
+    def sweep(self) -> list[int]:
+        """Ids that were adopted and that nobody came to hold."""
+        gone = [b for b, entry in self._held.items() if entry.refs == 0]
+        return [self._held.pop(b).id for b in gone]

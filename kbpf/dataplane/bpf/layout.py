@@ -1,0 +1,290 @@
+"""Keys and values of the maps as bytes: the same layouts as kbpf/bpf/types.h, which is the truth.
+
+A test compiles types.h and compares sizes, offsets and enums with what stands here. Numbers are
+in host order except ports, which are in network order as the socket hooks give them.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from enum import IntEnum, IntFlag
+from struct import Struct
+from typing import Final, NamedTuple
+
+from kbpf.kernel import libbpf
+from kbpf.model.address import Addr
+from kbpf.model.config import MapSizes
+from kbpf.model.desired import FrontendKind, ServicePortKey
+from kbpf.model.objects import Cidr, Protocol
+
+
+class ServiceFlag(IntFlag):
+    """enum service_flags."""
+
+    INTERNAL_LOCAL = 1 << 0
+    EXTERNAL_LOCAL = 1 << 1
+    ANY_ENDPOINTS = 1 << 2
+    RESTRICTED = 1 << 3
+    CLUSTER_IP = 1 << 8
+    NODE_PORT = 1 << 9
+    EXTERNAL_IP = 1 << 10
+    LOAD_BALANCER = 1 << 11
+
+
+KIND_FLAGS: Final = {
+    FrontendKind.CLUSTER_IP: ServiceFlag.CLUSTER_IP,
+    FrontendKind.NODE_PORT: ServiceFlag.NODE_PORT,
+    FrontendKind.EXTERNAL_IP: ServiceFlag.EXTERNAL_IP,
+    FrontendKind.LOAD_BALANCER: ServiceFlag.LOAD_BALANCER,
+}
+
+
+class NodeFlag(IntFlag):
+    """enum node_flags."""
+
+    MASQUERADE_ALL = 1 << 0
+    DETECTS_LOCAL = 1 << 1
+
+
+class Role(IntEnum):
+    """enum role: where the packets of a device come from."""
+
+    HOST = 1
+    POD = 2
+
+
+class TcpState(IntEnum):
+    """enum tcp_state."""
+
+    NEW = 0
+    ESTABLISHED = 1
+    CLOSING = 2
+    CLOSED = 3
+
+
+class ConfigFlag(IntFlag):
+    """enum config_flags."""
+
+    SET_RETVAL = 1 << 0
+    LOCALHOST_NODE_PORTS = 1 << 1
+
+
+class ClientKind(IntEnum):
+    """enum client_kind."""
+
+    ADDRESS = 0
+    NETNS = 1
+
+
+class Reason(IntEnum):
+    """enum reason: why a program decided as it did; index into the map `reasons`."""
+
+    NOT_A_SERVICE = 0
+    TRANSLATED = 1
+    TRANSLATED_BY_AFFINITY = 2
+    TRANSLATED_BY_FLOW = 3
+    REVERSED = 4
+    NO_ENDPOINTS = 5
+    NO_LOCAL_ENDPOINTS = 6
+    NEEDS_SOURCE = 7
+    SET_VANISHED = 8
+    NOT_RECORDED = 9
+    NO_SNAT_PORT = 10
+    NOT_REWRITTEN = 11
+    NOT_ALLOWED = 12
+
+
+class Target(NamedTuple):
+    """struct target: an address (16 bytes), a port (host order here) and a protocol."""
+
+    address: Addr
+    port: int
+    protocol: int
+
+    def pack(self) -> bytes:
+        """20 bytes; also for anything else with these three fields."""
+        return pack_target(self.address, self.port, self.protocol)
+
+    @classmethod
+    def unpack(cls, raw: bytes) -> "Target":
+        """From 20 bytes."""
+        return cls(Addr(raw[:16]), int.from_bytes(raw[16:18], "big"), raw[18])
+
+
+class ServiceValue(NamedTuple):
+    """struct service."""
+
+    id: int
+    flags: int
+    affinity_timeout: int
+    cluster_set: int
+    cluster_size: int
+    local_set: int
+    local_size: int
+
+    def pack(self) -> bytes:
+        """28 bytes."""
+        return SERVICE.pack(*self)
+
+    @classmethod
+    def unpack(cls, raw: bytes) -> "ServiceValue":
+        """From 28 bytes."""
+        return cls(*SERVICE.unpack(raw))
+
+
+class Meta(NamedTuple):
+    """struct meta: the ids to give out next."""
+
+    next_service: int
+    next_backend: int
+    next_set: int
+
+
+TARGET: Final = Struct("=16s2sBx")
+SERVICE: Final = Struct("=7I")
+U32: Final = Struct("=I")
+U64: Final = Struct("=Q")
+PAIR: Final = Struct("=II")  # struct slot, struct member
+AFFINITY_KEY: Final = Struct("=16sII")
+AFFINITY: Final = Struct("=QII")
+PEER: Final = Struct("=20s20sII")
+FLOW_KEY: Final = Struct("=Q20s4x")
+FLOW: Final = Struct("=Q20s20sII")
+REVERSE: Final = Struct("=20sI")
+SERVICE_NAME: Final = Struct("=64s64s64sBB2x")
+SOURCE_KEY: Final = Struct("=II16s")
+TUPLE: Final = Struct("=20s20s")
+NAT: Final = Struct("=Q20s20s20s16s2s2sIIBB6x")
+DEVICE: Final = Struct("=II")
+NODE: Final = Struct("=16s16sIHH")
+FRAGMENT_KEY: Final = Struct("=16s16sII")
+PORTS: Final = Struct("=2s2s")
+CONFIG: Final = Struct("=QI4x")
+META: Final = Struct("=III4x")
+UNUSED: Final = 64
+"""Entries of a map that nobody uses: the kernel has none of 0."""
+STATUS_SIZE: Final = 32_768
+
+
+def pack_target(address: Addr | bytes, port: int, protocol: int) -> bytes:
+    """struct target, from its parts."""
+    return TARGET.pack(address, port.to_bytes(2, "big"), protocol)
+
+
+def pack_range(service_id: int, cidr: Cidr) -> bytes:
+    """struct source_key. The service counts among the bits of the prefix."""
+    return SOURCE_KEY.pack(32 + cidr.bits, service_id, cidr.address)
+
+
+def unpack_range(raw: bytes) -> tuple[int, Cidr]:
+    """From struct source_key: service id and network."""
+    bits, service_id, address = SOURCE_KEY.unpack(raw)
+    return service_id, Cidr(Addr(address), bits - 32)
+
+
+def pack_name(key: ServicePortKey) -> bytes:
+    """struct service_name."""
+    return SERVICE_NAME.pack(
+        key.namespace.encode(), key.name.encode(), key.port.encode(), key.protocol, key.family
+    )
+
+
+def unpack_name(raw: bytes) -> ServicePortKey:
+    """The Service port that an id stands for."""
+    namespace, name, port, protocol, family = SERVICE_NAME.unpack(raw)
+    return ServicePortKey(_text(namespace), _text(name), _text(port), Protocol(protocol), family)
+
+
+def _text(raw: bytes) -> str:
+    """What a map holds must never end a program: what is no text is shown as such."""
+    return raw.rstrip(b"\0").decode(errors="replace")
+
+
+@dataclass(frozen=True, slots=True)
+class MapSpec:
+    """A map as the kernel is asked for it.
+
+    `sized_by`: the field of MapSizes that bounds it; "" means that `entries` is all there is.
+    `entries`: where it starts. `grows`: the agent is its only writer, so it can be copied into a
+    bigger one while programs read it.
+    `packet`: only the packet path uses it; without that it is as small as can be.
+    `version`: raise it when the meaning of the map changes and its sizes do not.
+    """
+
+    name: str
+    kind: int
+    key_size: int
+    value_size: int
+    entries: int
+    flags: int = 0
+    sized_by: str = ""
+    grows: bool = False
+    version: int = 1
+    packet: bool = False
+
+    @property
+    def shape(self) -> tuple[str, int, int, int, int]:
+        """What must be the same for one map to be taken for the other."""
+        return self.name, self.kind, self.key_size, self.value_size, self.version
+
+    def limit(self, sizes: MapSizes) -> int:
+        """How many entries it may hold at most."""
+        return int(getattr(sizes, self.sized_by)) if self.sized_by else self.entries
+
+    def start(self, sizes: MapSizes, packet_path: bool = True) -> int:
+        """How many entries it is made for at first. LRU maps start at their limit."""
+        limit = self.limit(sizes)
+        if self.packet and not packet_path:
+            return min(UNUSED, limit)
+        return min(self.entries, limit) if self.grows else limit
+
+
+def _plain(name: str, key: int, value: int, entries: int, sized_by: str) -> MapSpec:
+    return MapSpec(
+        name, libbpf.MAP_HASH, key, value, entries, libbpf.F_NO_PREALLOC, sized_by, grows=True
+    )
+
+
+def _lru(name: str, key: int, value: int, sized_by: str, packet: bool = False) -> MapSpec:
+    return MapSpec(name, libbpf.MAP_LRU_HASH, key, value, 0, 0, sized_by, packet=packet)
+
+
+MAPS: Final = {
+    spec.name: spec
+    for spec in (
+        _plain("services", TARGET.size, SERVICE.size, 16_384, "frontends"),
+        _plain("service_names", U32.size, SERVICE_NAME.size, 16_384, "frontends"),
+        _plain("backend_slots", PAIR.size, U32.size, 65_536, "slots"),
+        _plain("backends", U32.size, TARGET.size, 65_536, "backends"),
+        _plain("set_members", PAIR.size, U32.size, 16_384, "slots"),
+        _lru("affinity", AFFINITY_KEY.size, AFFINITY.size, "affinity"),
+        _lru("sock_peers", U64.size, PEER.size, "sockets"),
+        _lru("udp_peers", U64.size, PEER.size, "flows"),
+        _lru("udp_flows", FLOW_KEY.size, FLOW.size, "flows"),
+        _lru("udp_reverse", FLOW_KEY.size, REVERSE.size, "flows"),
+        _lru("udp_heads", U64.size, TARGET.size, "flows"),
+        MapSpec(
+            "source_ranges",
+            libbpf.MAP_LPM_TRIE,
+            SOURCE_KEY.size,
+            4,
+            65_536,
+            libbpf.F_NO_PREALLOC,
+        ),
+        _lru("flows", TUPLE.size, NAT.size, "connections", packet=True),
+        _lru("replies", TUPLE.size, NAT.size, "connections", packet=True),
+        MapSpec("fragments", libbpf.MAP_LRU_HASH, FRAGMENT_KEY.size, PORTS.size, 4096, packet=True),
+        MapSpec("devices", libbpf.MAP_HASH, 4, DEVICE.size, 4096, libbpf.F_NO_PREALLOC),
+        MapSpec("node", libbpf.MAP_ARRAY, 4, NODE.size, 1),
+        _plain("node_addresses", 16, 4, 4096, "frontends"),
+        MapSpec("config", libbpf.MAP_ARRAY, 4, CONFIG.size, 1),
+        MapSpec("reasons", libbpf.MAP_PERCPU_ARRAY, 4, 8, len(Reason), version=2),
+        MapSpec("meta", libbpf.MAP_ARRAY, 4, META.size, 1),
+        MapSpec("agent_status", libbpf.MAP_ARRAY, 4, STATUS_SIZE, 1),
+    )
+}
+
+
+def schema_hash() -> str:
+    """A short name for the layout of all maps: pins with another one are not adopted."""
+    text = repr(sorted(spec.shape for spec in MAPS.values()))
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

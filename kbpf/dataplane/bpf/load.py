@@ -1,0 +1,419 @@
+"""Maps, programs and links of the BPF data plane: made, adopted, published, replaced, removed.
+
+    PIN/maps-SCHEMA/NAME       maps of one layout (layout.schema_hash)
+    PIN/layout-SCHEMA/NAME-N   the version of each of these maps
+    PIN/programs-KEY/HOOK      programs of one artifact
+    PIN/links/HOOK             attachments
+
+Everything is built in a folder whose name begins with `new-` and published by one rename, so what
+stands under the names above is complete. Programs of an earlier agent serve until the new ones
+are loaded *and* the maps behind them are filled; a refusal on the way changes nothing.
+"""
+
+import contextlib
+import fcntl
+import logging
+import os
+import shutil
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Final, Protocol
+
+from kbpf.dataplane.bpf import layout
+from kbpf.dataplane.bpf.artifact import Artifact, Bytecode
+from kbpf.dataplane.bpf.hooks import (
+    HELPER_SET_RETVAL,
+    HOOKS,
+    TAILS_MAP,
+    Hook,
+    programs_of,
+    type_of,
+)
+from kbpf.dataplane.bpf.layout import MAPS, MapSpec
+from kbpf.errors import KernelError
+from kbpf.kernel import libbpf, probe
+from kbpf.kernel.libbpf import Link, Map, Program
+from kbpf.model.config import MapSizes
+
+log = logging.getLogger("kbpf.dataplane")
+
+LOCK_SECONDS: Final = 5.0
+BEHIND_SERVICES: Final = frozenset(("backend_slots", "backends", "set_members"))
+"""Where a value of `services` leads to: what it says holds for these maps only."""
+PSEUDO_MAP_FD: Final = 1
+RETURN_0: Final = b"\xb7\x00\x00\x00\x00\x00\x00\x00"  # r0 = 0
+
+
+class Pins:
+    """The folder of pins of one agent."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.maps = root / f"maps-{layout.schema_hash()}"
+        self.links = root / "links"
+
+    def programs(self, key: str) -> Path:
+        """Where the programs of this artifact are."""
+        return self.root / f"programs-{key}"
+
+    def layout(self, maps: Path) -> Path:
+        """What a folder of maps holds, told by empty folders named after each map and its
+        version: a bpffs holds no files.
+        """
+        return self.root / maps.name.replace("maps-", "layout-")
+
+    def others(self, kind: str, keep: Path) -> list[Path]:
+        """Folders of this kind that are not the current one: of another version, or unfinished."""
+        if not self.root.exists():
+            return []
+        found = [p for p in self.root.iterdir() if p.name.startswith((f"{kind}-", f"new-{kind}-"))]
+        return sorted(p for p in found if p != keep)
+
+
+def lock(pins: Pins, patience: float = LOCK_SECONDS) -> int:
+    """A descriptor that makes this process the only writer below the pin folder. It is let go
+    when it is closed or the process ends, however. An agent that is on its way out is waited for.
+    """
+    fd = os.open(pins.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return fd
+        except OSError as error:
+            if time.monotonic() > deadline:
+                os.close(fd)
+                raise KernelError(
+                    "another agent is at work here",
+                    str(pins.root),
+                    "stop it, or give this one a folder of its own with --pin-dir",
+                    errno=error.errno or 0,
+                ) from error
+        time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def building(final: Path) -> Iterator[Path]:
+    """A folder to fill, which becomes `final` by one rename, or vanishes when that fails."""
+    temporary = final.parent / f"new-{final.name}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(mode=0o700)
+    try:
+        yield temporary
+        temporary.rename(final)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def open_maps(
+    pins: Pins, sizes: MapSizes, packet_path: bool = False
+) -> tuple[dict[str, Map], bool]:
+    """All maps, and whether they were adopted from an earlier agent."""
+    adopted = pins.maps.is_dir()
+    if not adopted:
+        _make_maps(pins, sizes, packet_path)
+    return {name: open_map(pins.maps / name, spec) for name, spec in MAPS.items()}, adopted
+
+
+def open_map(path: Path, spec: MapSpec) -> Map:
+    """A pinned map, its shape checked: the kernel would write past a wrong one."""
+    found = Map.open(path)
+    shape = (found.type, found.key_size, found.value_size)
+    if shape != (spec.kind, spec.key_size, spec.value_size):
+        found.close()
+        raise KernelError(
+            f"the pinned map has another layout ({shape})", str(path), "run kbpf cleanup"
+        )
+    return found
+
+
+def _make_maps(pins: Pins, sizes: MapSizes, packet_path: bool) -> None:
+    """New maps; those that another version of kbpf left with the same layout are taken over, so
+    that an upgrade keeps affinity, peers and ids. Its programs go on reading them meanwhile.
+    """
+    old = pins.others("maps", pins.maps)
+    taken = {name: found for name, spec in MAPS.items() if (found := _carried(pins, old, spec))}
+    # The flip would lead its programs, which still read the old slots, to new ones.
+    if "services" in taken and not taken.keys() >= BEHIND_SERVICES:
+        taken.pop("services").close()
+    with building(pins.maps) as folder:
+        for name, spec in MAPS.items():
+            with taken.get(name) or make_map(spec, spec.start(sizes, packet_path)) as made:
+                made.pin(folder / name)
+        pins.layout(pins.maps).mkdir(exist_ok=True)
+        for spec in MAPS.values():
+            (pins.layout(pins.maps) / f"{spec.name}-{spec.version}").mkdir(exist_ok=True)
+
+
+def _carried(pins: Pins, folders: Iterable[Path], spec: MapSpec) -> Map | None:
+    """The map of this name and layout in one of these folders."""
+    for folder in folders:
+        if not (pins.layout(folder) / f"{spec.name}-{spec.version}").is_dir():
+            continue
+        found = Map.open(folder / spec.name)
+        if (found.type, found.key_size, found.value_size) == spec.shape[1:4]:
+            return found
+        found.close()
+    return None
+
+
+def make_map(spec: MapSpec, entries: int) -> Map:
+    """A new map for this purpose."""
+    return Map.create(spec.kind, spec.name, spec.key_size, spec.value_size, entries, spec.flags)
+
+
+def check_artifact(artifact: Artifact) -> None:
+    """The C and layout.py must mean the same bytes."""
+    for shape in artifact.maps:
+        if shape.name == TAILS_MAP:
+            continue
+        spec = MAPS.get(shape.name)
+        if spec is None or (spec.key_size, spec.value_size) != (shape.key_size, shape.value_size):
+            raise KernelError(
+                f"the compiled programs and this agent disagree on the map {shape.name}",
+                f"unit {artifact.unit}",
+                "run kbpf compile --force",
+            )
+
+
+def link_code(code: Bytecode, maps: Mapping[str, Map], has_set_retval: bool) -> bytes:
+    """Bytecode for this kernel: map descriptors put in, calls that it lacks taken out."""
+    insns = bytearray(code.insns)
+    for reference in code.references:
+        at = reference.insn * 8
+        insns[at + 1] = (insns[at + 1] & 0x0F) | PSEUDO_MAP_FD << 4
+        insns[at + 4 : at + 8] = maps[reference.map].fd.to_bytes(4, "little")
+    if not has_set_retval:
+        call = probe.call(HELPER_SET_RETVAL)
+        for at in range(0, len(insns), 8):
+            if insns[at : at + 8] == call:
+                insns[at : at + 8] = RETURN_0
+    return bytes(insns)
+
+
+class Closable(Protocol):
+    """Something to close."""
+
+    def close(self) -> None:
+        """Ends it."""
+
+
+def close_all(things: Iterable[Closable]) -> None:
+    """Closes them all."""
+    for thing in things:
+        thing.close()
+
+
+class Programs:
+    """The programs of one artifact over one set of maps. How they are attached is told by the two
+    classes below.
+    """
+
+    own: tuple[str, ...] = ()
+    """Maps that belong to these programs alone and live and die with them."""
+
+    def __init__(self, pins: Pins, artifact: Artifact, retval: bool) -> None:
+        check_artifact(artifact)
+        self._pins = pins
+        self._artifact = artifact
+        self._retval = retval
+        self._loaded: dict[str, Program] = {}
+        self._own: dict[str, Map] = {}
+
+    @property
+    def key(self) -> str:
+        """What decides the bytecode: sources, and what the kernel lacks."""
+        return f"{self._artifact.unit}-{self._artifact.source}-{'r' if self._retval else 'n'}"
+
+    def load(self, maps: Mapping[str, Map]) -> bool:
+        """Takes the pinned programs if they are these over these maps, else loads; whether it
+        loaded. Nothing is attached yet.
+        """
+        self.close()
+        folder = self._pins.programs(self.key)
+        if folder.is_dir():
+            for pin in sorted(folder.iterdir()):
+                if pin.name in self.own:
+                    self._own[pin.name] = Map.open(pin)
+                else:
+                    self._loaded[pin.name] = Program.open(pin)
+            if self._over(maps):
+                return False
+            self.close()
+        try:
+            self._make_own()
+            for name in programs_of(self._artifact.unit):
+                self._load_one(name, {**maps, **self._own})
+        except BaseException:
+            self.close()
+            raise
+        return True
+
+    def _make_own(self) -> None:
+        """Makes the maps of `own`."""
+
+    def _load_one(self, name: str, maps: Mapping[str, Map]) -> None:
+        """Loads a program; one that is not required and is refused is left out."""
+        code = next(code for code in self._artifact.programs if code.name == name)
+        kind, attach_type, required = type_of(name)
+        try:
+            insns = link_code(code, maps, self._retval)
+            self._loaded[name] = Program.load(name, kind, attach_type, insns)
+        except KernelError as error:
+            if required:
+                raise
+            log.warning("left out: %s", error)
+
+    def _over(self, maps: Mapping[str, Map]) -> bool:
+        ids = {m.id for m in (*maps.values(), *self._own.values())}
+        needed = {n for n in programs_of(self._artifact.unit) if type_of(n)[2]}
+        return (
+            needed <= self._loaded.keys()
+            and set(self.own) == self._own.keys()
+            and all(set(program.info().map_ids) <= ids for program in self._loaded.values())
+        )
+
+    def out_of_step(self, maps: Mapping[str, Map]) -> bool:
+        """Whether an attached program reads today's `services` beside an old copy of what is
+        behind it: after a flip it would not find the new set.
+        """
+        now = {m.id for m in maps.values()}
+        for pin in self._pins.links.iterdir() if self._pins.links.is_dir() else ():
+            with Link.open(pin) as link, libbpf.program_by_id(link.info().program) as program:
+                reads = set(program.info().map_ids)
+            if maps["services"].id in reads and not reads <= now:
+                return True
+        return False
+
+    def publish(self) -> int:
+        """Pins the programs and attaches each in place of what its hook ran before; how many
+        attachments changed. Each hook goes from the old program to the new one at once.
+        """
+        folder = self._pins.programs(self.key)
+        fresh = self._pins.root / f"new-programs-{self.key}"
+        shutil.rmtree(fresh, ignore_errors=True)
+        fresh.mkdir(mode=0o700)
+        for name, held in (*self._loaded.items(), *self._own.items()):
+            held.pin(fresh / name)
+        changed = self._attach_all()
+        shutil.rmtree(folder, ignore_errors=True)
+        fresh.rename(folder)
+        for other in self._pins.others(f"programs-{self._artifact.unit}", folder):
+            shutil.rmtree(other, ignore_errors=True)
+        return changed
+
+    def _attach_all(self) -> int:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Closes the descriptors. Pins and attachments stay."""
+        close_all((*self._loaded.values(), *self._own.values()))
+        self._loaded, self._own = {}, {}
+
+
+class SocketPrograms(Programs):
+    """The unit `sock`, attached to a cgroup by pinned links."""
+
+    def __init__(self, pins: Pins, artifact: Artifact, cgroup: Path, retval: bool) -> None:
+        super().__init__(pins, artifact, retval)
+        self._cgroup = cgroup
+
+    def _attach_all(self) -> int:
+        self._pins.links.mkdir(mode=0o700, exist_ok=True)
+        changed = 0
+        cgroup = open_cgroup(self._cgroup)
+        try:
+            cgroup_id = os.fstat(cgroup).st_ino
+            for hook in HOOKS:
+                program = self._loaded.get(hook.name)
+                if program is not None:
+                    changed += self._attach(hook, program, cgroup, cgroup_id)
+                elif hook.unit == self._artifact.unit:
+                    changed += self._detach(hook)
+        finally:
+            os.close(cgroup)
+        return changed
+
+    def _detach(self, hook: Hook) -> bool:
+        """Ends what an earlier version had there: its maps may be nobody's by now."""
+        pin = self._pins.links / hook.name
+        if not pin.exists():
+            return False
+        detach(pin)
+        log.warning("detached, since this kernel refuses its new program hook=%s", hook.name)
+        return True
+
+    def _attach(self, hook: Hook, program: Program, cgroup: int, cgroup_id: int) -> bool:
+        pin = self._pins.links / hook.name
+        if pin.exists():
+            with Link.open(pin) as link:
+                info = link.info()
+                if info.cgroup == cgroup_id:
+                    if info.program == program.info().id:
+                        return False
+                    link.update(program)
+                    return True
+        # The first time, or the cgroup of the old link is another one or gone: attach first,
+        # then let the old link go, so that sockets meet two programs rather than none.
+        fresh = self._pins.root / f"new-link-{hook.name}"
+        fresh.unlink(missing_ok=True)
+        try:
+            link = Link.attach(program, cgroup, hook.attach_type)
+        except KernelError as error:
+            raise KernelError(
+                f"cannot attach {hook.name}",
+                f"cgroup {self._cgroup}",
+                "the kernel needs cgroup BPF links (5.7), the process CAP_BPF and CAP_NET_ADMIN",
+                errno=error.errno,
+            ) from error
+        with link:
+            link.pin(fresh)
+            fresh.rename(pin)
+        return True
+
+
+def open_cgroup(path: Path) -> int:
+    """A descriptor of a cgroup v2 folder."""
+    try:
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise KernelError(
+            "cannot open the cgroup",
+            str(path),
+            "name a folder of the cgroup v2 hierarchy with --cgroup",
+            errno=error.errno or 0,
+        ) from error
+
+
+def remove_old_maps(pins: Pins) -> None:
+    """Maps and layouts of other versions, once nobody reads them any more."""
+    for kind, keep in (("maps", pins.maps), ("layout", pins.layout(pins.maps))):
+        for other in pins.others(kind, keep):
+            shutil.rmtree(other, ignore_errors=True)
+
+
+def replace_pin(pins: Pins, made: Map, name: str) -> None:
+    """Puts a map in the place of the pinned one of that name."""
+    fresh = pins.root / f"new-map-{name}"
+    fresh.unlink(missing_ok=True)
+    made.pin(fresh)
+    fresh.rename(pins.maps / name)
+
+
+def detach(pin: Path) -> None:
+    """Ends a pinned attachment, now, and removes the pin."""
+    with contextlib.suppress(KernelError), Link.open(pin) as link:
+        link.detach()
+    pin.unlink()
+
+
+def remove(pins: Pins) -> int:
+    """Detaches everything and removes all pins; how many links there were."""
+    links = sorted(pins.links.iterdir()) if pins.links.is_dir() else []
+    for link in links:
+        detach(link)
+    if pins.root.is_dir():
+        shutil.rmtree(pins.root)
+    return len(links)

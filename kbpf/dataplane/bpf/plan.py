@@ -1,0 +1,281 @@
+"""From what is programmed and what is desired to writes, in the order that keeps readers right.
+
+The order, and why:
+ 1. `meta`, so that an id that was used is never given out again, whatever happens next;
+ 2. source ranges, names, backends, then slots and members of *new* sets: nobody reads them yet;
+ 3. frontends: the flip. One value each; a reader has the old set or the new one, whole;
+ 4. frontends and source ranges that are gone;
+ 5. after a grace period: old slots and members, then backends that no set holds.
+A crash between any two steps leaves every frontend with a complete set, old or new.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+import msgspec
+
+from kbpf.dataplane.bpf.ids import BackendTable, Ids
+from kbpf.dataplane.bpf.layout import KIND_FLAGS, ServiceFlag, ServiceValue
+from kbpf.model.desired import (
+    Backend,
+    BackendSet,
+    Frontend,
+    FrontendAddress,
+    ServicePortKey,
+    ServiceState,
+)
+from kbpf.model.objects import Cidr, Protocol
+
+
+class ProgrammedSet(msgspec.Struct, frozen=True):
+    """A set in the kernel: its id (0: empty, no slots), who is in it, whether in set_members."""
+
+    id: int = 0
+    backends: BackendSet = ()
+    members: bool = False
+
+
+EMPTY: Final = ProgrammedSet()
+
+
+class Programmed(msgspec.Struct, frozen=True):
+    """What the kernel holds for one Service port."""
+
+    id: int
+    flags: ServiceFlag
+    affinity_timeout: int
+    frontends: tuple[Frontend, ...]
+    cluster: ProgrammedSet = EMPTY
+    local: ProgrammedSet = EMPTY
+    serving: BackendSet = ()
+    source_ranges: tuple[Cidr, ...] = ()
+
+    def value(self, frontend: Frontend) -> ServiceValue:
+        """What stands behind this frontend."""
+        restricted = ServiceFlag.RESTRICTED if frontend.restricted else 0
+        return ServiceValue(
+            self.id,
+            int(self.flags | KIND_FLAGS[frontend.kind] | restricted),
+            self.affinity_timeout,
+            self.cluster.id,
+            len(self.cluster.backends),
+            self.local.id,
+            len(self.local.backends),
+        )
+
+
+@dataclass(slots=True)
+class Retired:
+    """What is deleted after the grace period, and whose UDP is cut once more then: a connect()
+    may have been on its way the first time. `cut`: backends that serve a service id no more;
+    `left`: frontends that are not this service id's any more.
+    """
+
+    sets: list[ProgrammedSet] = field(default_factory=list)
+    release: list[BackendSet] = field(default_factory=list)
+    names: list[int] = field(default_factory=list)
+    cut: set[tuple[int, Backend]] = field(default_factory=set)
+    left: set[tuple[int, FrontendAddress]] = field(default_factory=set)
+    forget_affinity: set[int] = field(default_factory=set)
+    slot_keys: list[bytes] = field(default_factory=list)  # of sets that were found, not planned
+    member_keys: list[bytes] = field(default_factory=list)
+    backend_ids: list[int] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return any(getattr(self, name) for name in self.__slots__)
+
+
+@dataclass(slots=True)
+class Writes:
+    """Everything that one apply() writes, by step."""
+
+    names: list[tuple[int, ServicePortKey]] = field(default_factory=list)
+    backends: list[tuple[int, Backend]] = field(default_factory=list)
+    slots: list[tuple[int, list[int]]] = field(default_factory=list)
+    members: list[tuple[int, list[int]]] = field(default_factory=list)
+    flips: dict[FrontendAddress, ServiceValue] = field(default_factory=dict)
+    removed: set[FrontendAddress] = field(default_factory=set)
+    new_frontends: int = 0
+    new_ranges: list[tuple[int, Cidr]] = field(default_factory=list)
+    old_ranges: list[tuple[int, Cidr]] = field(default_factory=list)
+    retired: Retired = field(default_factory=Retired)
+
+
+class Planner:
+    """Collects the writes of one apply(). Pure but for the ids that it gives out."""
+
+    def __init__(
+        self, ids: Ids, table: BackendTable, known: dict[ServicePortKey, int] | None = None
+    ) -> None:
+        """`known`: ids of Service ports that are named in the map already; used ones are taken
+        out. Sockets and affinity entries of before still carry them.
+        """
+        self._ids = ids
+        self._table = table
+        self._known = {} if known is None else known
+        self.writes = Writes()
+
+    def change(
+        self, key: ServicePortKey, old: Programmed | None, new: ServiceState | None
+    ) -> Programmed | None:
+        """Plans one Service port from old to new; what will be programmed."""
+        if new is None:
+            if old is not None:
+                self._remove(old)
+            return None
+        after = self._build(key, old, new)
+        before = {f.at: old.value(f) for f in old.frontends} if old else {}
+        for frontend in after.frontends:
+            value, had = after.value(frontend), before.pop(frontend.at, None)
+            if had != value:
+                self.writes.flips[frontend.at] = value
+            if had is None:
+                self.writes.new_frontends += 1
+        if old is not None:
+            self._leave(old, before)
+        return after
+
+    def finish(self) -> Writes:
+        """The writes. A frontend that moved to another Service is flipped, not removed."""
+        moved = self.writes.removed & self.writes.flips.keys()
+        self.writes.removed -= moved
+        self.writes.new_frontends -= len(moved)
+        return self.writes
+
+    def _build(self, key: ServicePortKey, old: Programmed | None, new: ServiceState) -> Programmed:
+        service_id = old.id if old else self._known.pop(key, 0)
+        if not service_id:
+            service_id = self._ids.service()
+            self.writes.names.append((service_id, key))
+        affine = new.affinity_timeout > 0
+        cluster = self._set(old.cluster if old else EMPTY, new.cluster, affine)
+        local = self._set(old.local if old else EMPTY, new.local, affine)
+        serving = new.serving if key.protocol == Protocol.UDP else ()
+        self._serving(service_id, old.serving if old else (), serving)
+        if old and old.affinity_timeout and not affine:
+            self.writes.retired.forget_affinity.add(service_id)
+        self._ranges(service_id, old.source_ranges if old else (), new.source_ranges)
+        return Programmed(
+            service_id, policy_flags(new), new.affinity_timeout, new.frontends, cluster, local,
+            serving, new.source_ranges,
+        )  # fmt: skip
+
+    def _set(self, old: ProgrammedSet, backends: BackendSet, affine: bool) -> ProgrammedSet:
+        if old.backends == backends and (old.members == affine or not backends):
+            return old
+        new = EMPTY
+        if backends:
+            self.writes.backends += self._table.hold(backends)
+            ids = [self._table.id_of(b) for b in backends]
+            new = ProgrammedSet(self._ids.set(), backends, affine)
+            self.writes.slots.append((new.id, ids))
+            if affine:
+                self.writes.members.append((new.id, ids))
+        self._retire(old)
+        return new
+
+    def _serving(self, service_id: int, old: BackendSet, new: BackendSet) -> None:
+        """UDP flows may stay with any backend that serves, so its id must live; the others' are
+        cut (kube-proxy, reference 2.4).
+        """
+        if old == new:
+            return
+        self.writes.backends += self._table.hold(new)
+        if old:
+            self.writes.retired.release.append(old)
+            self.writes.retired.cut.update((service_id, b) for b in set(old) - set(new))
+
+    def _leave(self, old: Programmed, gone: Iterable[FrontendAddress]) -> None:
+        """UDP that was sent there must not go on with the backends of a Service that has left,
+        whoever has the address now (kube-proxy forgets such flows, reference 2.4).
+        """
+        self.writes.removed.update(gone)
+        udp = {(old.id, at) for at in gone if at.protocol == Protocol.UDP}
+        self.writes.retired.left |= udp
+
+    def _ranges(self, service_id: int, old: Iterable[Cidr], new: Iterable[Cidr]) -> None:
+        """Who is let in is let in before the flip, who is shut out is shut out after it."""
+        self.writes.new_ranges += [(service_id, cidr) for cidr in sorted(set(new) - set(old))]
+        self.writes.old_ranges += [(service_id, cidr) for cidr in sorted(set(old) - set(new))]
+
+    def _retire(self, old: ProgrammedSet) -> None:
+        if old.id:
+            self.writes.retired.sets.append(old)
+
+    def _remove(self, old: Programmed) -> None:
+        self._leave(old, [f.at for f in old.frontends])
+        self._retire(old.cluster)
+        self._retire(old.local)
+        self._serving(old.id, old.serving, ())
+        self._ranges(old.id, old.source_ranges, ())
+        self.writes.retired.names.append(old.id)
+        if old.affinity_timeout:
+            self.writes.retired.forget_affinity.add(old.id)
+
+
+def policy_flags(state: ServiceState) -> ServiceFlag:
+    """The flags that all frontends of a Service port share."""
+    flags = ServiceFlag(0)
+    if state.internal_local:
+        flags |= ServiceFlag.INTERNAL_LOCAL
+    if state.external_local:
+        flags |= ServiceFlag.EXTERNAL_LOCAL
+    if state.any_endpoints:
+        flags |= ServiceFlag.ANY_ENDPOINTS
+    return flags
+
+
+def need(old: Programmed | None, new: ServiceState | None, table: BackendTable) -> dict[str, int]:
+    """How many new entries a change takes at most, by map, before anything old is retired."""
+    if new is None:
+        return {}
+    old_at = {f.at for f in old.frontends} if old else set()
+    affine = new.affinity_timeout > 0
+    serving = new.serving if new.key.protocol == Protocol.UDP else ()
+    slots, held = 0, set(serving if not old or old.serving != serving else ())
+    for had, wanted in (
+        (old.cluster if old else EMPTY, new.cluster),
+        (old.local if old else EMPTY, new.local),
+    ):
+        if had.backends != wanted or had.members != affine:
+            slots += len(wanted)
+            held.update(wanted)
+    return {
+        "services": sum(f.at not in old_at for f in new.frontends),
+        "service_names": 0 if old else 1,
+        "source_ranges": len(set(new.source_ranges) - set(old.source_ranges if old else ())),
+        "backend_slots": slots,
+        "set_members": slots if affine else 0,
+        "backends": table.unknown(held),
+    }
+
+
+def leaving(
+    waiting: Iterable[Retired],
+    old: Programmed | None,
+    new: ServiceState | None,
+    table: BackendTable,
+) -> dict[str, int]:
+    """How many entries are on their way out, by map: what waits for its grace period, and what
+    this change puts out of use.
+    """
+    slots = members = 0
+    sets = []
+    for retired in waiting:
+        slots += len(retired.slot_keys)
+        members += len(retired.member_keys)
+        sets += [*(s for s in retired.sets)]
+        sets += [ProgrammedSet(0, backends) for backends in retired.release]
+    if old is not None:
+        affine = new is not None and new.affinity_timeout > 0
+        wanted = (new.cluster, new.local) if new else ((), ())
+        pairs = zip((old.cluster, old.local), wanted, strict=True)
+        sets += [had for had, now in pairs if had.backends != now or had.members != affine]
+    slots += sum(len(s.backends) for s in sets if s.id)
+    members += sum(len(s.backends) for s in sets if s.id and s.members)
+    return {
+        "backend_slots": slots,
+        "set_members": members,
+        "backends": table.only_in(s.backends for s in sets),
+    }

@@ -1,0 +1,468 @@
+"""The BPF data plane: adopts, plans, writes, flips, retires.
+
+It keeps what it programmed, so that a change costs the change and not the cluster. Retiring waits
+for the grace period in a queue that tick() empties; nobody sleeps.
+"""
+
+import logging
+import os
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable
+from typing import Final
+
+import msgspec
+
+from kbpf.dataplane.base import Report
+from kbpf.dataplane.bpf import adopt, compile, load, packet, udp
+from kbpf.dataplane.bpf.hooks import HELPER_SET_RETVAL, PROG_CGROUP_SOCK_ADDR
+from kbpf.dataplane.bpf.ids import BackendTable, Ids
+from kbpf.dataplane.bpf.layout import (
+    AFFINITY_KEY,
+    CONFIG,
+    META,
+    PAIR,
+    U32,
+    ConfigFlag,
+    Meta,
+    pack_name,
+    pack_range,
+    pack_target,
+)
+from kbpf.dataplane.bpf.load import Pins, Programs, SocketPrograms
+from kbpf.dataplane.bpf.packet import PacketPath
+from kbpf.dataplane.bpf.plan import Planner, Programmed, Retired, Writes, leaving, need
+from kbpf.dataplane.bpf.tables import Tables
+from kbpf.errors import CapacityError, KbpfError, KernelError, PinsGone
+from kbpf.kernel import mounts, netns, probe
+from kbpf.model.address import Addr
+from kbpf.model.config import Config
+from kbpf.model.desired import (
+    Backend,
+    DesiredState,
+    FrontendAddress,
+    ServicePortKey,
+    ServiceState,
+)
+from kbpf.model.objects import Cidr, Protocol
+
+log = logging.getLogger("kbpf.dataplane")
+
+GRACE_SECONDS: Final = 1.0
+"""From the flip to deleting the old set. A reader needs microseconds; lookup.h tells what happens
+to one that the machine held up for longer."""
+
+SHORT_GRACE_SECONDS: Final = 0.1
+"""When there is no room for new sets, old ones go after this already."""
+
+ZERO: Final = U32.pack(0)
+ONE: Final = U32.pack(1)
+
+
+class BpfPlane:
+    """DataPlane on BPF socket hooks. See base.DataPlane for the verbs."""
+
+    name = "bpf"
+
+    def __init__(self, config: Config, clock: Callable[[], float] = time.monotonic) -> None:
+        self._config = config
+        self._clock = clock
+        self._pins = Pins(config.pin_dir)
+        self._tables = Tables(self._pins, config.sizes, config.packet_path)
+        self._programmed: dict[ServicePortKey, Programmed] = {}
+        self._addresses: set[Addr] = set()
+        self._queue: deque[tuple[float, Retired]] = deque()
+        self._refused: dict[ServicePortKey, str] = {}
+        self._stray: adopt.Adopted | None = None  # until the first complete apply
+        self._lock = -1
+        self._packets: PacketPath | None = None
+        self.packet_problem = ""
+        self._kept: adopt.Adopted | None = None  # what an unsound first apply left as it was
+        self._unsure = False  # whether what is kept here is what the maps hold
+        self.compiled = False
+
+    # ---- opening ---------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Compiles or takes the artifact, opens or makes the maps, loads the programs, adopts.
+
+        Raises CompileError or KernelError; what an earlier agent attached goes on serving.
+        """
+        cgroup = self._config.cgroup or mounts.cgroup_root()
+        if cgroup.is_dir() and not mounts.is_cgroup2(cgroup):
+            raise KernelError(
+                "not a cgroup v2 folder", str(cgroup), "name one with --cgroup, or leave it out"
+            )
+        mounts.ensure_bpffs(self._config.pin_dir)
+        self._lock = load.lock(self._pins)
+        artifact, self.compiled = compile.obtain("sock", self._config.cache_dir)
+        adopted = self._tables.open()
+        retval = bool(probe.helper(PROG_CGROUP_SOCK_ADDR, 10, HELPER_SET_RETVAL, -111).works)
+        self._write_config(retval)
+        self._programs = SocketPrograms(self._pins, artifact, cgroup, retval)
+        self._programs.load(self._tables.maps)
+        self._packets = self._open_packet_path()
+        self._adopt()
+        log.info("opened pin_dir=%s cgroup=%s adopted=%s", self._pins.root, cgroup, adopted)
+
+    def _open_packet_path(self) -> PacketPath | None:
+        """The packet path, or None where it is switched off or cannot be had: the socket hooks
+        do without it.
+        """
+        if not self._config.packet_path:
+            return None
+        try:
+            artifact, _ = compile.obtain("tc", self._config.cache_dir)
+            packets = PacketPath(self._pins, artifact, self._config)
+            packets.load(self._tables.maps)
+        except KbpfError as error:
+            log.error("no packet path: only sockets of this node are served: %s", error)
+            self.packet_problem = str(error)
+            return None
+        return packets
+
+    def _write_config(self, retval: bool) -> None:
+        flags = ConfigFlag(0)
+        if retval:
+            flags |= ConfigFlag.SET_RETVAL
+        if self._config.localhost_node_ports:
+            flags |= ConfigFlag.LOCALHOST_NODE_PORTS
+        self._tables.maps["config"].update(ZERO, CONFIG.pack(netns.cookie() or 0, flags))
+
+    def _adopt(self) -> None:
+        maps = self._tables.maps
+        self._ids = Ids(Meta(*META.unpack(maps["meta"].lookup(ZERO) or bytes(META.size))))
+        self._table = BackendTable(self._ids)
+        found = adopt.read(maps)
+        self._ids.at_least(found.highest_service, found.highest_backend, found.highest_set)
+        for backend, backend_id in found.backends.items():
+            self._table.adopt(backend, backend_id)
+        for owner in found.programmed.values():
+            self._table.hold(owner.cluster.backends)
+            self._table.hold(owner.local.backends)
+        self._programmed = found.programmed
+        self._tables.fill = Counter(found.fill)
+        self._addresses = {Addr(key) for key, _ in maps["node_addresses"].items()}
+        self._tables.fill["node_addresses"] = len(self._addresses)
+        self._queue.clear()  # what was to be retired is found again as stray
+        self._stray, self._kept = found, None
+
+    # ---- applying --------------------------------------------------------------------------
+
+    def apply(
+        self,
+        desired: DesiredState,
+        touched: Collection[ServicePortKey] | None,
+        sound: bool = True,
+    ) -> Report:
+        """See base.DataPlane. The first call must be complete (touched None).
+
+        After a KernelError the maps may hold a part of the change: every frontend still has a
+        complete set (plan.py), and the next call first reads again what they hold.
+        """
+        if self._unsure:
+            self._adopt()
+            touched = None
+        self._unsure = True
+        if sound and self._kept is not None:
+            touched = None
+        report = self._apply(desired, touched, sound)
+        self._unsure = False
+        return report
+
+    def _apply(
+        self, desired: DesiredState, touched: Collection[ServicePortKey] | None, sound: bool
+    ) -> Report:
+        if touched is None:
+            keys = set(desired.services)
+            if sound or self._stray is None:
+                keys |= self._programmed.keys()
+        else:
+            keys = set(touched) | self._refused.keys()
+        after, writes = self._plan(desired, keys)
+        if self._stray is not None:
+            _claim_ranges(writes, self._stray.stray_ranges)
+            if sound:
+                writes.removed |= self._stray.stray_frontends - writes.flips.keys()
+            writes.new_frontends -= len(self._stray.stray_frontends & writes.flips.keys())
+        self._grow(writes, len(set(desired.node_addresses) - self._addresses))
+        if self._packets is not None:
+            self._packets.describe_node(desired.masquerade_as)
+        self._write(writes, set(desired.node_addresses))
+        for key, owner in after.items():
+            if owner is None:
+                self._programmed.pop(key, None)
+            else:
+                self._programmed[key] = owner
+        if self._stray is not None:
+            self._complete(writes.retired, sound)
+        elif self._kept is not None and sound:
+            found, self._kept = self._kept, None
+            ours = {f.at for o in self._programmed.values() for f in o.frontends}
+            self._tables.drop("services", [_target(at) for at in found.stray_frontends - ours])
+            self._sweep(found, writes.retired)
+        if writes.retired:
+            self._queue.append((self._clock(), writes.retired))
+        written, calls = self._tables.counted()
+        return Report(written, calls, dict(self._refused))
+
+    def _plan(
+        self, desired: DesiredState, keys: Collection[ServicePortKey]
+    ) -> tuple[dict[ServicePortKey, Programmed | None], Writes]:
+        planner = Planner(self._ids, self._table, self._stray.unused_names if self._stray else None)
+        after: dict[ServicePortKey, Programmed | None] = {}
+        refused: dict[ServicePortKey, str] = {}
+        taken: Counter[str] = Counter()
+        # In a fixed order: when room is short it is always the same Services that find none.
+        for key in sorted(keys):
+            old, new = self._programmed.get(key), desired.services.get(key)
+            try:
+                taken = self._room(taken, old, new, planner)
+            except CapacityError as error:
+                refused[key] = str(error)
+                continue
+            after[key] = planner.change(key, old, new)
+        self._refused = refused
+        writes = planner.finish()
+        for key in refused.keys() & self._programmed.keys():
+            after[key] = _without_moved(self._programmed[key], writes)
+        return after, writes
+
+    def _room(
+        self,
+        taken: Counter[str],
+        old: Programmed | None,
+        new: ServiceState | None,
+        planner: Planner,
+    ) -> Counter[str]:
+        """`taken` and what this change takes; CapacityError if there is no room for both."""
+        wanted = taken + Counter(need(old, new, self._table))
+        try:
+            self._tables.room(wanted)
+        except CapacityError:
+            self._retire_until(self._clock() - SHORT_GRACE_SECONDS)
+            wanted = taken + Counter(need(old, new, self._table))  # ids may have been retired
+            waiting = [retired for _, retired in self._queue] + [planner.writes.retired]
+            self._tables.room(wanted, leaving(waiting, old, new, self._table))
+        return wanted
+
+    def _grow(self, writes: Writes, addresses: int) -> None:
+        bigger = self._tables.too_small(
+            {
+                "services": writes.new_frontends,
+                "service_names": len(writes.names),
+                "backend_slots": sum(len(ids) for _, ids in writes.slots),
+                "set_members": sum(len(ids) for _, ids in writes.members),
+                "backends": len(writes.backends),
+                "node_addresses": addresses,
+            }
+        )
+        if bigger:
+            self._tables.grow(bigger)
+            for programs in self._all_programs():
+                programs.load(self._tables.maps)
+        # In the first apply they wait until the maps are filled, unless they read what is filled.
+        if self._stray is None:
+            publish = bool(bigger)
+        else:
+            publish = self._programs.out_of_step(self._tables.maps)
+        if publish:
+            self._publish()
+
+    def _write(self, writes: Writes, addresses: set[Addr]) -> None:
+        """The order of plan.py."""
+        put, drop = self._tables.put, self._tables.drop
+        meta = self._ids.unsaved()
+        if meta is not None:
+            put("meta", [(ZERO, META.pack(*meta))], new=0)
+            self._ids.saved(meta)
+        put("source_ranges", ((pack_range(i, cidr), ONE) for i, cidr in writes.new_ranges))
+        put("service_names", ((U32.pack(i), pack_name(key)) for i, key in writes.names))
+        put("backends", ((U32.pack(i), _target(b)) for i, b in writes.backends))
+        put("backend_slots", _slots(writes))
+        put("set_members", _members(writes))
+        put("node_addresses", ((a, ONE) for a in addresses - self._addresses))
+        put(
+            "services",
+            ((pack_target(*at), value.pack()) for at, value in writes.flips.items()),
+            writes.new_frontends,
+        )
+        drop("services", (pack_target(*at) for at in writes.removed))
+        drop("source_ranges", (pack_range(i, cidr) for i, cidr in writes.old_ranges))
+        drop("node_addresses", self._addresses - addresses)
+        self._addresses = addresses
+        if writes.retired.cut or writes.retired.left:
+            self._cut(writes.retired)
+
+    def _publish(self) -> int:
+        """Attaches everything; how many attachments changed. What the devices refuse must not
+        keep the sockets from being served.
+        """
+        changed = self._programs.publish()
+        if self._packets is not None:
+            try:
+                changed += self._packets.publish()
+            except KernelError as error:
+                log.error("no packet path on the devices: %s", error)
+                self.packet_problem = str(error)
+        return changed
+
+    def _all_programs(self) -> tuple[Programs, ...]:
+        return (self._programs, *([self._packets] if self._packets else ()))
+
+    def look_at_devices(self) -> None:
+        """Brings the packet path to devices that came, and forgets those that went."""
+        if self._packets is not None and self._stray is None:
+            self._packets.look()
+
+    def _cut(self, retired: Retired) -> None:
+        ended = udp.cut(self._tables.maps, udp.predicate(retired.cut, retired.left))
+        if ended:
+            log.info("udp sockets destroyed=%d", ended)
+
+    def _complete(self, retired: Retired, sound: bool) -> None:
+        """The end of the first apply: attach, and retire what was adopted and nobody claims. That
+        has to wait while not all objects could be read: they may claim it.
+        """
+        found, self._stray = self._stray, None
+        assert found is not None
+        changed = self._publish()
+        if self._packets is None and not self.packet_problem:
+            packet.remove(self._pins)
+        load.remove_old_maps(self._pins)
+        log.info("attached hooks_changed=%d", changed)
+        if sound:
+            self._sweep(found, retired)
+            return
+        log.warning("kept what an earlier agent left: not all objects could be read")
+        self._kept = found
+
+    def _sweep(self, found: adopt.Adopted, retired: Retired) -> None:
+        retired.names += sorted({*found.stray_names, *found.unused_names.values()})
+        retired.slot_keys += found.stray_slots
+        retired.member_keys += found.stray_members
+        retired.backend_ids += self._table.sweep() + found.duplicate_backends
+        owners = self._programmed.values()
+        live = {(o.id, backend) for o in owners for backend in o.serving}
+        fronts = {
+            (o.id, f.at) for o in owners for f in o.frontends if f.at.protocol == Protocol.UDP
+        }
+        ended = udp.cut(self._tables.maps, udp.all_but(live, fronts))
+        if ended:
+            log.info("udp sockets destroyed=%d", ended)
+
+    # ---- the end of what is old ------------------------------------------------------------
+
+    def tick(self, now: float) -> float | None:
+        """Deletes old sets whose grace period is over. See base.DataPlane."""
+        self._retire_until(now - GRACE_SECONDS)
+        return self._queue[0][0] + GRACE_SECONDS if self._queue else None
+
+    def flush(self) -> None:
+        """Retires everything now, without the grace period: for tests."""
+        self._retire_until(float("inf"))
+
+    def _retire_until(self, flipped: float) -> bool:
+        done = False
+        while self._queue and self._queue[0][0] <= flipped:
+            self._retire(self._queue.popleft()[1])
+            done = True
+        return done
+
+    def _retire(self, retired: Retired) -> None:
+        for old in retired.sets:
+            retired.slot_keys += [PAIR.pack(old.id, i) for i in range(len(old.backends))]
+            if old.members:
+                ids = map(self._table.id_of, old.backends)
+                retired.member_keys += [PAIR.pack(old.id, i) for i in ids]
+        for backends in (*(s.backends for s in retired.sets), *retired.release):
+            retired.backend_ids += self._table.release(backends)
+        drop = self._tables.drop
+        drop("backend_slots", retired.slot_keys)
+        drop("set_members", retired.member_keys)
+        drop("backends", map(U32.pack, retired.backend_ids))
+        drop("service_names", map(U32.pack, retired.names))
+        if retired.cut or retired.left:
+            self._cut(retired)
+        if retired.forget_affinity:
+            entries = self._tables.maps["affinity"].items()
+            drop(
+                "affinity",
+                [k for k, _ in entries if AFFINITY_KEY.unpack(k)[1] in retired.forget_affinity],
+            )
+
+    # ---- the rest --------------------------------------------------------------------------
+
+    def write_status(self, text: bytes) -> None:
+        """Leaves the agent's own words beside the maps, for `kbpf inspect status`."""
+        self._check_pins()
+        status = self._tables.maps["agent_status"]
+        status.update(ZERO, text[: status.value_size].ljust(status.value_size, b"\0"))
+
+    def _check_pins(self) -> None:
+        """Somebody may have removed the pins beside us: then nothing that we write is seen."""
+        try:
+            same = self._pins.root.stat().st_ino == os.fstat(self._lock).st_ino
+        except FileNotFoundError:
+            same = False
+        if not same or (not self._pins.links.is_dir() and self._stray is None):
+            raise PinsGone(
+                "the pins were removed while the agent ran",
+                str(self._pins.root),
+                "the agent ends; start it again to serve Services again",
+            )
+
+    def fill(self) -> dict[str, tuple[int, int]]:
+        """Entries and room of each map that the agent writes."""
+        return {
+            name: (self._tables.fill[name], held.max_entries)
+            for name, held in self._tables.maps.items()
+            if name in self._tables.fill
+        }
+
+    def close(self) -> None:
+        """Lets go of all descriptors; pins and attachments stay."""
+        self._tables.close()
+        if hasattr(self, "_programs"):
+            load.close_all(self._all_programs())
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def remove(self) -> None:
+        """Detaches and removes everything below the pin folder."""
+        self.close()
+        packet.remove(self._pins)
+        load.remove(self._pins)
+
+
+def _claim_ranges(writes: Writes, found: Iterable[tuple[int, Cidr]]) -> None:
+    """Ranges that were found without their Service: those that are wanted stay, the rest goes."""
+    stray, wanted = set(found), set(writes.new_ranges)
+    writes.new_ranges = [one for one in writes.new_ranges if one not in stray]
+    writes.old_ranges += sorted(stray - wanted)
+
+
+def _without_moved(refused: Programmed, writes: Writes) -> Programmed:
+    """A Service port that keeps what it had, but for frontends that another one took over: they
+    are not its own to remove later.
+    """
+    kept = tuple(f for f in refused.frontends if f.at not in writes.flips)
+    writes.new_frontends -= len(refused.frontends) - len(kept)
+    return msgspec.structs.replace(refused, frontends=kept)
+
+
+def _target(backend: Backend | FrontendAddress) -> bytes:
+    return pack_target(backend.address, backend.port, backend.protocol)
+
+
+def _slots(writes: Writes) -> Iterable[tuple[bytes, bytes]]:
+    for set_id, ids in writes.slots:
+        for index, backend_id in enumerate(ids):
+            yield PAIR.pack(set_id, index), U32.pack(backend_id)
+
+
+def _members(writes: Writes) -> Iterable[tuple[bytes, bytes]]:
+    for set_id, ids in writes.members:
+        for backend_id in ids:
+            yield PAIR.pack(set_id, backend_id), ONE

@@ -1,0 +1,148 @@
+"""The maps that the agent writes: putting, dropping, how full they are, and making them bigger.
+
+A plain map grows by copy and switch: the agent is its only writer, so a copy is complete; the
+programs are loaded over the bigger map and change over hook by hook, and both maps say the same
+until then. LRU maps have a fixed size, because full only means that the oldest entry goes.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from kbpf.dataplane.bpf import load
+from kbpf.dataplane.bpf.layout import MAPS
+from kbpf.dataplane.bpf.load import Pins
+from kbpf.errors import CapacityError
+from kbpf.kernel import libbpf
+from kbpf.kernel.libbpf import Map
+from kbpf.model.config import MapSizes
+
+log = logging.getLogger("kbpf.dataplane")
+
+OVERLAP: Final = 2
+"""A map may be so many times as big as its limit while old sets wait beside new ones."""
+
+HEADROOM: Final = 0.8
+"""A map that would be fuller than this is made twice as big, or more."""
+
+
+class Tables:
+    """All maps of one agent. `fill` counts the entries of those that grow."""
+
+    def __init__(self, pins: Pins, sizes: MapSizes, packet_path: bool = False) -> None:
+        self._pins = pins
+        self._sizes = sizes
+        self._packet_path = packet_path
+        self.maps: dict[str, Map] = {}
+        self.fill: Counter[str] = Counter()
+        self.writes: Counter[str] = Counter()
+        self.calls = 0
+
+    def open(self) -> bool:
+        """Opens the pinned maps or makes new ones; whether they were adopted."""
+        self.maps, adopted = load.open_maps(self._pins, self._sizes, self._packet_path)
+        wanted = {
+            name: spec.start(self._sizes, self._packet_path)
+            for name, spec in MAPS.items()
+            if spec.kind == libbpf.MAP_LRU_HASH
+        }
+        self.grow({n: size for n, size in wanted.items() if size != self.maps[n].max_entries})
+        return adopted
+
+    def close(self) -> None:
+        """Lets go of the descriptors."""
+        load.close_all(self.maps.values())
+        self.maps = {}
+
+    def put(
+        self, name: str, entries: Iterable[tuple[bytes, bytes]], new: int | None = None
+    ) -> None:
+        """Writes entries; `new` of them were not there before (None: all)."""
+        keys, values = bytearray(), bytearray()
+        for key, value in entries:
+            keys += key
+            values += value
+        if not keys:
+            return
+        target = self.maps[name]
+        count = len(keys) // target.key_size
+        if count == 1:
+            target.update(bytes(keys), bytes(values))
+            self.calls += 1
+        else:
+            self.calls += target.update_batch(bytes(keys), bytes(values))
+        self.writes[name] += count
+        self.fill[name] += count if new is None else new
+
+    def drop(self, name: str, keys: Iterable[bytes]) -> None:
+        """Deletes entries."""
+        joined = b"".join(keys)
+        if joined:
+            count = len(joined) // self.maps[name].key_size
+            self.calls += self.maps[name].delete_batch(joined)
+            self.writes[name] += count
+            self.fill[name] -= count
+
+    def counted(self) -> tuple[dict[str, int], int]:
+        """Writes by map and calls since the last time."""
+        result = dict(self.writes), self.calls
+        self.writes, self.calls = Counter(), 0
+        return result
+
+    def limit(self, name: str) -> int:
+        """How many entries this map may ever hold."""
+        return MAPS[name].limit(self._sizes)
+
+    def room(self, more: Mapping[str, int], leaving: Mapping[str, int] | None = None) -> None:
+        """CapacityError if so many more entries would go beyond a limit. Those that are leaving
+        do not count, though they need room of their own until their grace period is over.
+        """
+        for name, count in more.items():
+            wanted = self.fill[name] + count
+            going = leaving.get(name, 0) if leaving else 0
+            if wanted - going > self.limit(name) or wanted > OVERLAP * self.limit(name):
+                flag = MAPS[name].sized_by
+                raise CapacityError(
+                    f"the map {name} would need {self.fill[name] + count} entries and may hold "
+                    f"{self.limit(name)}",
+                    "",
+                    f"raise --max-{flag}" if flag else "",
+                )
+
+    def too_small(self, more: Mapping[str, int]) -> dict[str, int]:
+        """Maps that so many more entries would overfill, and the sizes that they need."""
+        return {
+            name: bigger
+            for name, count in more.items()
+            if count
+            and (bigger := self._size_for(name, self.fill[name] + count))
+            > self.maps[name].max_entries
+        }
+
+    def _size_for(self, name: str, wanted: int) -> int:
+        size, most = self.maps[name].max_entries, self.limit(name)
+        if wanted > most:
+            most *= OVERLAP
+        while wanted > size * HEADROOM and size < most:
+            size = min(size * 2, most)
+        return size
+
+    def grow(self, sizes: Mapping[str, int]) -> None:
+        """Replaces maps by bigger copies, pins included. Programs still read the old ones.
+
+        An LRU map gets the size that the configuration asks for now, which may be smaller. What
+        the programs write to the old one until they change over is lost: a socket or two whose
+        peer is not remembered.
+        """
+        for name, entries in sizes.items():
+            old = self.maps[name]
+            bigger = load.make_map(MAPS[name], entries)
+            pairs = list(old.items())
+            pairs = pairs[-entries:]
+            if pairs:
+                bigger.update_batch(b"".join(k for k, _ in pairs), b"".join(v for _, v in pairs))
+            load.replace_pin(self._pins, bigger, name)
+            self.maps[name] = bigger
+            old.close()
+            log.info("map resized map=%s entries=%d", name, entries)

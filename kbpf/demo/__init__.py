@@ -1,0 +1,1 @@
+"""Namespaces, backends and a client on this machine, without a cluster."""

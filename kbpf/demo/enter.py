@@ -1,0 +1,28 @@
+"""Runs a command somewhere else: `python -m kbpf.demo.enter PARENT NETNS CGROUP COMMAND...`
+
+`ip netns exec` would remount /sys and hide the bpffs from the agent. The command dies with the
+process that asked for it, so a demo that is killed leaves nothing that runs.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+from kbpf.kernel import cgroups, netns, process
+
+
+def command(namespace: Path, cgroup: Path, *what: str) -> list[str]:
+    """The command line that runs `what` there."""
+    mine = [sys.executable, "-m", "kbpf.demo.enter", str(os.getpid())]
+    return [*mine, str(namespace), str(cgroup), *what]
+
+
+def _enter(parent: str, namespace: str, cgroup: str, *what: str) -> None:
+    process.die_with(int(parent))
+    cgroups.join(Path(cgroup))
+    netns.enter(Path(namespace))
+    os.execv(what[0], what)
+
+
+if __name__ == "__main__":
+    _enter(*sys.argv[1:])

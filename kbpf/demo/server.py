@@ -1,0 +1,43 @@
+"""A backend of the demo: `python -m kbpf.demo.server NAME TCP-PORT UDP-PORT`.
+
+Answers every HTTP request and every datagram with its name. Says `ready` when it listens. Imports
+little, because there are several of it.
+"""
+
+import socket
+import sys
+import threading
+
+
+def _http(listener: socket.socket, name: str) -> None:
+    body = f"{name}\n".encode()
+    answer = b"HTTP/1.0 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%s"
+    while True:
+        connection, _ = listener.accept()
+        with connection:
+            connection.settimeout(1.0)
+            try:
+                connection.recv(4096)
+                connection.sendall(answer % (len(body), body))
+            except OSError:
+                continue  # that client has gone; others come
+
+
+def _datagrams(server: socket.socket, name: str) -> None:
+    while True:
+        _, client = server.recvfrom(4096)
+        server.sendto(name.encode(), client)
+
+
+def serve(name: str, tcp_port: int, udp_port: int) -> None:
+    """For ever."""
+    listener = socket.create_server(("", tcp_port), backlog=1024)
+    datagrams = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    datagrams.bind(("", udp_port))
+    threading.Thread(target=_datagrams, args=(datagrams, name), daemon=True).start()
+    print("ready", flush=True)
+    _http(listener, name)
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,70 @@
+"""Errors that a person can act on.
+
+Every error that leaves a room says *what* happened, *where* (object, file, map, hook, device)
+and *what to do*. The class says whose fault it is. `str()` is one line:
+
+    KernelError: cannot attach connect4 (cgroup /sys/fs/cgroup): EPERM; give it CAP_BPF
+"""
+
+import errno as errno_names
+
+
+class KbpfError(Exception):
+    """What happened, where, and a hint at what to do about it."""
+
+    def __init__(self, what: str, where: str = "", hint: str = "") -> None:
+        super().__init__(what, where, hint)
+        self.what = what
+        self.where = where
+        self.hint = hint
+
+    def __str__(self) -> str:
+        text = self.what
+        if self.where:
+            text += f" ({self.where})"
+        if self.hint:
+            text += f"; {self.hint}"
+        return " ".join(text.split())
+
+
+class ConfigError(KbpfError):
+    """The operator's settings or flags are wrong."""
+
+
+class ObjectError(KbpfError):
+    """A Kubernetes object that cannot be used; the rest stays served."""
+
+
+class SourceError(KbpfError):
+    """The API server or the folder of objects cannot be read."""
+
+
+class NotFoundError(KbpfError):
+    """What was asked for is not there."""
+
+
+class CompileError(KbpfError):
+    """The BPF programs cannot be built on this machine."""
+
+
+class CapacityError(KbpfError):
+    """More objects than the maps hold."""
+
+
+class KernelError(KbpfError):
+    """The kernel said no; `errno` is kept."""
+
+    def __init__(self, what: str, where: str = "", hint: str = "", errno: int = 0) -> None:
+        super().__init__(what, where, hint)
+        self.errno = errno
+
+    def __str__(self) -> str:
+        name = errno_names.errorcode.get(self.errno, "")
+        place = f" ({self.where})" if self.where else ""
+        reason = f": {name}" if name else ""
+        hint = f"; {self.hint}" if self.hint else ""
+        return " ".join(f"{self.what}{place}{reason}{hint}".split())
+
+
+class PinsGone(KernelError):
+    """Somebody removed what this agent keeps in the kernel."""

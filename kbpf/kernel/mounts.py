@@ -1,0 +1,171 @@
+"""Where the bpffs and the cgroup v2 hierarchy are, and mounting a bpffs where there is none."""
+
+import ctypes
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from kbpf.errors import KernelError
+
+BPF_FS_MAGIC: Final = 0xCAFE4A11
+BPF_FS: Final = Path("/sys/fs/bpf")
+CGROUP_ROOT_INODE: Final = 1
+"""The root of each cgroup v2 hierarchy has it, and no other folder there (kernfs numbers them)."""
+_OCTAL: Final = re.compile(rb"\\([0-7]{3})")
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """One line of /proc/self/mountinfo: where, the root inside the file system, its type."""
+
+    path: Path
+    root: str
+    kind: str
+
+
+def parse_mountinfo(text: str) -> tuple[Mount, ...]:
+    """The mounts, in the kernel's order. Octal escapes are undone."""
+    mounts = []
+    for line in text.splitlines():
+        before, _, after = line.partition(" - ")
+        fields = before.split(" ")
+        if len(fields) < 5 or not after:
+            continue
+        path = _OCTAL.sub(lambda found: bytes([int(found[1], 8)]), os.fsencode(fields[4]))
+        mounts.append(Mount(Path(os.fsdecode(path)), fields[3], after.split(" ")[0]))
+    return tuple(mounts)
+
+
+def mounts() -> tuple[Mount, ...]:
+    """What is mounted, as this process sees it."""
+    return parse_mountinfo(os.fsdecode(Path("/proc/self/mountinfo").read_bytes()))
+
+
+def _inode(path: Path) -> int:
+    try:
+        return path.stat().st_ino
+    except OSError:
+        return 0
+
+
+def cgroup_root(
+    seen: tuple[Mount, ...] | None = None, inode: Callable[[Path], int] = _inode
+) -> Path:
+    """The root of the cgroup v2 hierarchy, on machines that also have v1 (hybrid) too.
+
+    Raises KernelError where there is none, or where only a part of it is visible. In a cgroup
+    namespace of our own a part calls itself "/" in mountinfo; the inode tells it from the root.
+    """
+    found = [m for m in (mounts() if seen is None else seen) if m.kind == "cgroup2"]
+    whole = [m for m in found if m.root == "/" and inode(m.path) == CGROUP_ROOT_INODE]
+    if whole:
+        return min(whole, key=lambda m: len(m.path.parts)).path
+    if found:
+        part = "a part of it" if found[0].root == "/" else found[0].root
+        raise KernelError(
+            "only a part of the cgroup v2 hierarchy is mounted",
+            f"{found[0].path} shows {part}",
+            "mount the host's /sys/fs/cgroup, or name a folder with --cgroup",
+        )
+    raise KernelError(
+        "no cgroup v2 hierarchy is mounted",
+        "/proc/self/mountinfo",
+        "mount one (mount -t cgroup2 none DIR) and name it with --cgroup",
+    )
+
+
+def is_cgroup2(path: Path) -> bool:
+    """Whether this folder lies in a cgroup v2 hierarchy."""
+    return (path / "cgroup.controllers").exists()
+
+
+def cgroup_by_id(cgroup_id: int) -> Path | None:
+    """The folder of the cgroup that the kernel knows by this number; None if none is visible."""
+    for mount in mounts():
+        if mount.kind != "cgroup2":
+            continue
+        for folder, _, _ in os.walk(mount.path):
+            try:
+                if os.stat(folder).st_ino == cgroup_id:
+                    return Path(folder)
+            except OSError:
+                continue  # removed meanwhile
+    return None
+
+
+def file_system_magic(path: Path) -> int:
+    """The type of the file system that holds this path, as statfs(2) tells it."""
+    buffer = ctypes.create_string_buffer(256)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.statfs(os.fsencode(path), buffer):
+        code = ctypes.get_errno()
+        raise KernelError("cannot look at the file system", str(path), errno=code)
+    return int.from_bytes(buffer.raw[:8], "little") & 0xFFFFFFFF
+
+
+def is_bpffs(path: Path) -> bool:
+    """Whether this path lies in a bpffs."""
+    return path.exists() and file_system_magic(path) == BPF_FS_MAGIC
+
+
+def ensure_bpffs(pin_dir: Path) -> None:
+    """Makes the folder exist in a bpffs, mounting one where it is missing.
+
+    Below /sys/fs/bpf the mount goes to /sys/fs/bpf, as everywhere; else to the folder itself.
+    """
+    ancestor = pin_dir
+    try:
+        while not ancestor.exists():
+            ancestor = ancestor.parent
+    except PermissionError as error:
+        raise KernelError(
+            "cannot look at the folder for pins", str(ancestor), "run as root", error.errno or 0
+        ) from error
+    if not is_bpffs(ancestor):
+        mount_bpffs(BPF_FS if pin_dir.is_relative_to(BPF_FS) else pin_dir)
+    try:
+        pin_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise KernelError(
+            "cannot make the folder for pins",
+            str(pin_dir),
+            "choose another one with --pin-dir",
+            errno=error.errno or 0,
+        ) from error
+
+
+def mount_bpffs(path: Path) -> None:
+    """Mounts a bpffs, visible to root only."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise KernelError(
+            "cannot make the mount point for a bpffs", str(path), errno=error.errno or 0
+        ) from error
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mount(b"bpf", os.fsencode(path), b"bpf", 0, b"mode=0700"):
+        raise KernelError(
+            "cannot mount a bpffs",
+            str(path),
+            "mount it on the host (mount -t bpf bpf /sys/fs/bpf), or grant CAP_SYS_ADMIN",
+            errno=ctypes.get_errno(),
+        )
+
+
+def is_own_bpffs(path: Path, seen: tuple[Mount, ...] | None = None) -> bool:
+    """Whether a bpffs is mounted right here, as mount_bpffs() does for one folder of pins; the
+    machine's own, at /sys/fs/bpf, is not meant.
+    """
+    here = [m for m in (mounts() if seen is None else seen) if m.path == path.resolve()]
+    return bool(here) and here[-1].kind == "bpf" and here[-1].path != BPF_FS
+
+
+def unmount(path: Path) -> None:
+    """Ends the mount that is there."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.umount2(os.fsencode(path), 0):
+        code = ctypes.get_errno()
+        raise KernelError("cannot unmount the bpffs", str(path), f"umount {path}", errno=code)

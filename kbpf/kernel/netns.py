@@ -1,0 +1,96 @@
+"""Network namespaces: which there are, and doing something inside one.
+
+Entering is done by a thread of its own: setns(2) changes the calling thread only, and a thread
+that could not come back must not go on.
+"""
+
+import ctypes
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final, TypeVar
+
+from kbpf.errors import KernelError
+
+CLONE_NEWNET: Final = 0x40000000
+SO_NETNS_COOKIE: Final = 71
+
+T = TypeVar("T")
+
+
+def cookie() -> int | None:
+    """The number that BPF knows this thread's network namespace by (Linux v5.14); None before."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            raw = probe.getsockopt(socket.SOL_SOCKET, SO_NETNS_COOKIE, 8)
+        except OSError:
+            return None
+    return int.from_bytes(raw, "little")
+
+
+def all_namespaces() -> Iterator[Path]:
+    """One path for each network namespace that a process or a name in /run/netns keeps alive."""
+    seen = set()
+    named = Path("/run/netns")
+    paths = [*(named.iterdir() if named.is_dir() else ())]
+    paths += [Path("/proc") / pid / "ns/net" for pid in os.listdir("/proc") if pid.isdigit()]
+    for path in paths:
+        try:
+            inode = path.stat().st_ino
+        except OSError:
+            continue  # the process has ended meanwhile, or the name is gone
+        if inode not in seen:
+            seen.add(inode)
+            yield path
+
+
+def inside(path: Path, action: Callable[[], T]) -> T:
+    """The result of `action`, run in that network namespace by a thread that then ends."""
+    outcome: list[T | BaseException] = []
+
+    def work() -> None:
+        try:
+            enter(path)
+            outcome.append(action())
+        except BaseException as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=work, name=f"netns-{path.name}")
+    thread.start()
+    thread.join()
+    result = outcome[0]
+    if isinstance(result, BaseException):
+        raise result
+    return result
+
+
+def enter(path: Path) -> None:
+    """Puts the calling thread into this network namespace, and what it starts from now on."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise KernelError(
+            "cannot open the network namespace", str(path), errno=error.errno or 0
+        ) from error
+    libc = ctypes.CDLL(None, use_errno=True)
+    try:
+        if libc.setns(fd, CLONE_NEWNET):
+            raise KernelError(
+                "cannot enter the network namespace",
+                str(path),
+                "it needs CAP_SYS_ADMIN",
+                errno=ctypes.get_errno(),
+            )
+    finally:
+        os.close(fd)
+
+
+def leave() -> None:
+    """Puts the calling thread into a new network namespace, empty, that ends with its last user."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(CLONE_NEWNET):
+        raise KernelError(
+            "cannot make a network namespace", "", "it needs CAP_SYS_ADMIN", ctypes.get_errno()
+        )

@@ -1,0 +1,139 @@
+"""What this kernel can do, found out by trying it. Never by its version.
+
+Each function answers yes, no, or *unknown because*: a Probe with the errno's words.
+"""
+
+import errno
+import os
+import socket
+import struct
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+from kbpf.errors import KernelError
+from kbpf.kernel import cgroups, libbpf, netns, sockdiag
+from kbpf.kernel.libbpf import Link, Map, Program
+
+RETURN_1: Final = struct.pack("=BBhi", 0xB7, 0, 0, 1) + struct.pack("=BBhi", 0x95, 0, 0, 0)
+"""r0 = 1; exit."""
+
+
+SO_COOKIE: Final = 57
+
+CAPABILITIES: Final = {
+    "CAP_NET_ADMIN": 12,
+    "CAP_SYS_ADMIN": 21,
+    "CAP_PERFMON": 38,
+    "CAP_BPF": 39,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """True, False, or None when it could not be found out; why not, in a few words."""
+
+    works: bool | None
+    reason: str = ""
+
+
+def call(helper: int) -> bytes:
+    """The instruction that calls a helper by its number."""
+    return struct.pack("=BBhi", 0x85, 0, 0, helper)
+
+
+def _tried(error: KernelError) -> Probe:
+    name = errno.errorcode.get(error.errno, str(error.errno))
+    if error.errno in (errno.EPERM, errno.EACCES) and os.geteuid() != 0:
+        return Probe(None, f"{name}: not enough privileges to find out")
+    return Probe(False, name)
+
+
+def loads(kind: int, attach_type: int, body: bytes = b"") -> Probe:
+    """Whether a program of these types loads, with `body` before `r0 = 1; exit`."""
+    try:
+        Program.load("kbpf_probe", kind, attach_type, body + RETURN_1).close()
+    except KernelError as error:
+        return _tried(error)
+    return Probe(True)
+
+
+@cache
+def helper(kind: int, attach_type: int, number: int, argument: int = 0) -> Probe:
+    """Whether programs of these types may call this helper, given one number as argument."""
+    set_argument = struct.pack("=BBhi", 0xB7, 1, 0, argument)
+    return loads(kind, attach_type, set_argument + call(number))
+
+
+def missing_capabilities(status: str | None = None) -> tuple[str, ...]:
+    """Those of CAPABILITIES that this process lacks; `status` is /proc/self/status."""
+    text = Path("/proc/self/status").read_text() if status is None else status
+    facts = dict(line.split(":\t", 1) for line in text.splitlines() if ":\t" in line)
+    held = int(facts.get("CapEff", "0"), 16)
+    return tuple(name for name, bit in CAPABILITIES.items() if not held >> bit & 1)
+
+
+def map_works(kind: int, flags: int = 0) -> Probe:
+    """Whether a map of this type can be made, written and read."""
+    try:
+        with Map.create(kind, "kbpf_probe", 4, 8, 4, flags) as made:
+            made.update(bytes(4), bytes(8))
+            found = made.lookup(bytes(4))
+    except KernelError as error:
+        return _tried(error)
+    return Probe(found == bytes(8), "" if found == bytes(8) else "what was written is not read")
+
+
+def batches() -> Probe:
+    """Whether many entries are written and read by one call (Linux v5.6)."""
+    try:
+        with Map.create(libbpf.MAP_HASH, "kbpf_probe", 4, 8, 4, libbpf.F_NO_PREALLOC) as made:
+            made.update_batch(bytes(7) + b"\1", bytes(16))
+            found = len(dict(made.items()))
+    except KernelError as error:
+        return _tried(error)
+    return Probe(found == 2, "" if found == 2 else f"{found} of 2 entries read")
+
+
+def cgroup_link(parent: Path, kind: int, attach_type: int) -> Probe:
+    """Whether a program can be attached by a link: tried on a new cgroup below `parent`."""
+    try:
+        with (
+            cgroups.temporary(parent, f"kbpf-check-{os.getpid()}") as folder,
+            Program.load("kbpf_probe", kind, attach_type, RETURN_1) as program,
+        ):
+            opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                Link.attach(program, opened, attach_type).close()
+            finally:
+                os.close(opened)
+    except KernelError as error:
+        return _tried(error)
+    return Probe(True)
+
+
+def netns_cookie_option() -> Probe:
+    """Whether getsockopt(SO_NETNS_COOKIE) tells which network namespace this is (v5.14)."""
+    return Probe(True) if netns.cookie() is not None else Probe(False, "ENOPROTOOPT")
+
+
+def udp_destroy() -> Probe:
+    """Whether a connected UDP socket can be destroyed: one of our own, on loopback."""
+    with (
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as server,
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client,
+    ):
+        try:
+            server.bind(("127.0.0.1", 0))
+            client.connect(server.getsockname())
+        except OSError as error:
+            name = errno.errorcode.get(error.errno or 0, "")
+            return Probe(None, f"{name}: no loopback to try it on")
+        cookie = int.from_bytes(client.getsockopt(socket.SOL_SOCKET, SO_COOKIE, 8), "little")
+        try:
+            sockdiag.destroy_connected_udp(lambda found: found.cookie == cookie)
+        except KernelError as error:
+            return _tried(error)
+        failed = client.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    return Probe(True) if failed == errno.ECONNABORTED else Probe(False, "the socket lives on")

@@ -1,0 +1,102 @@
+"""Finding and destroying UDP sockets: netlink sock_diag, in this thread's network namespace.
+
+pyroute2's face of it swallows the errors of SOCK_DESTROY, so this speaks netlink itself.
+"""
+
+import errno
+import socket
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from kbpf.errors import KernelError
+from kbpf.model.address import V4_PREFIX, Addr
+
+NETLINK_SOCK_DIAG: Final = 4
+SOCK_DIAG_BY_FAMILY: Final = 20
+SOCK_DESTROY: Final = 21
+NLM_F_REQUEST: Final = 1
+NLM_F_ACK: Final = 4
+NLM_F_DUMP: Final = 0x300
+NLMSG_ERROR: Final = 2
+NLMSG_DONE: Final = 3
+ESTABLISHED: Final = 1 << 1
+
+_HEADER: Final = struct.Struct("=IHHII")
+_REQUEST: Final = struct.Struct("=BBBxI")
+_SOCKET_ID: Final = 48  # inet_diag_sockid: ports, addresses, device, cookie
+_ID_AT: Final = _HEADER.size + 4
+
+
+@dataclass(frozen=True, slots=True)
+class DiagSocket:
+    """A connected socket: its peer, its cookie, and the kernel's own name for it."""
+
+    family: int
+    address: Addr
+    port: int
+    cookie: int
+    raw_id: bytes
+
+
+def _talk(kind: int, flags: int, body: bytes, netlink: socket.socket) -> None:
+    netlink.send(_HEADER.pack(_HEADER.size + len(body), kind, NLM_F_REQUEST | flags, 1, 0) + body)
+
+
+def _parse(message: bytes) -> DiagSocket:
+    family = message[_HEADER.size]
+    raw = message[_ID_AT : _ID_AT + _SOCKET_ID]
+    port = int.from_bytes(raw[2:4], "big")
+    address = raw[20:36]
+    if family == socket.AF_INET:
+        address = V4_PREFIX + address[:4]
+    return DiagSocket(family, Addr(address), port, int.from_bytes(raw[40:48], "little"), raw)
+
+
+def connected_udp(netlink: socket.socket, family: int) -> list[DiagSocket]:
+    """All connected UDP sockets of one family."""
+    body = _REQUEST.pack(family, socket.IPPROTO_UDP, 0, ESTABLISHED) + bytes(_SOCKET_ID)
+    _talk(SOCK_DIAG_BY_FAMILY, NLM_F_DUMP, body, netlink)
+    found: list[DiagSocket] = []
+    while True:
+        data = netlink.recv(1 << 16)
+        while len(data) >= _HEADER.size:
+            length, kind, *_ = _HEADER.unpack_from(data)
+            if kind == NLMSG_DONE:
+                return found
+            if kind == NLMSG_ERROR:
+                code = -struct.unpack_from("=i", data, _HEADER.size)[0]
+                raise KernelError(
+                    "cannot list UDP sockets", "sock_diag", "the kernel needs udp_diag", errno=code
+                )
+            found.append(_parse(data[:length]))
+            data = data[(length + 3) & ~3 :]
+
+
+def destroy(netlink: socket.socket, target: DiagSocket) -> bool:
+    """Ends the socket: its owner gets ECONNABORTED. Whether it was still there."""
+    body = _REQUEST.pack(target.family, socket.IPPROTO_UDP, 0, 0xFFFFFFFF) + target.raw_id
+    _talk(SOCK_DESTROY, NLM_F_ACK, body, netlink)
+    code = -struct.unpack_from("=i", netlink.recv(4096), _HEADER.size)[0]
+    if code == errno.ENOENT:
+        return False
+    if code:
+        raise KernelError(
+            "cannot destroy a UDP socket",
+            "sock_diag",
+            "the kernel needs CONFIG_INET_DIAG_DESTROY",
+            errno=code,
+        )
+    return True
+
+
+def destroy_connected_udp(doomed: Callable[[DiagSocket], bool]) -> int:
+    """Destroys every connected UDP socket of this network namespace that is doomed; how many."""
+    ended = 0
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETLINK_SOCK_DIAG) as netlink:
+        for family in (socket.AF_INET, socket.AF_INET6):
+            for found in connected_udp(netlink, family):
+                if doomed(found):
+                    ended += destroy(netlink, found)
+    return ended

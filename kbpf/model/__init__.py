@@ -1,0 +1,1 @@
+"""Values that pass between the rooms: frozen, comparable, without I/O."""

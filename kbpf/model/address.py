@@ -1,0 +1,60 @@
+"""Addresses as the data plane holds them: 16 bytes, network order, IPv4 as ``::ffff:a.b.c.d``.
+
+One type for both families means one code path from the watch to the BPF maps.
+Text is parsed where it comes in and formatted where it is shown, nowhere between.
+"""
+
+import socket
+from typing import Final, NewType
+
+from kbpf.errors import ObjectError
+
+Addr = NewType("Addr", bytes)
+"""16 bytes in network order; IPv4 is v4-mapped."""
+
+V4_PREFIX: Final = bytes(10) + b"\xff\xff"
+ANY4: Final = Addr(V4_PREFIX + bytes(4))
+ANY6: Final = Addr(bytes(16))
+"""The address of a NodePort frontend: it answers on every NodePort address of its family."""
+
+
+def parse_addr(text: str) -> Addr:
+    """The 16 bytes of an IPv4 or IPv6 address; IPv4 with leading zeros is decimal.
+
+    Kubernetes reads ``010.0.0.1`` as ``10.0.0.1`` (CVE-2021-29923), so we do too.
+    Raises ObjectError for anything else, zone suffixes included.
+    """
+    try:
+        if ":" not in text:
+            return Addr(V4_PREFIX + socket.inet_pton(socket.AF_INET, text))
+        return Addr(socket.inet_pton(socket.AF_INET6, text))
+    except OSError:
+        pass
+    except (TypeError, ValueError) as error:
+        raise ObjectError(f"not an IP address: {text!r}") from error
+    parts = text.split(".")
+    if len(parts) == 4 and all(
+        part.isascii() and part.isdigit() and len(part) <= 16 for part in parts
+    ):
+        numbers = [int(part) for part in parts]
+        if max(numbers) <= 255:
+            return Addr(V4_PREFIX + bytes(numbers))
+    raise ObjectError(f"not an IP address: {text!r}")
+
+
+def format_addr(addr: Addr | bytes) -> str:
+    """The address as people write it: dotted for IPv4, RFC 5952 for IPv6."""
+    if addr[:12] == V4_PREFIX:
+        return socket.inet_ntop(socket.AF_INET, addr[12:])
+    return socket.inet_ntop(socket.AF_INET6, addr)
+
+
+def family_of(addr: Addr | bytes) -> int:
+    """4 or 6."""
+    return 4 if addr[:12] == V4_PREFIX else 6
+
+
+def format_endpoint(addr: Addr | bytes, port: int) -> str:
+    """``1.2.3.4:80`` or ``[fd00::1]:80``."""
+    text = format_addr(addr)
+    return f"[{text}]:{port}" if ":" in text else f"{text}:{port}"

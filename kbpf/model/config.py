@@ -1,0 +1,56 @@
+"""The agent's settings, after files and flags were read and checked."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kbpf.model.objects import Cidr
+
+
+@dataclass(frozen=True, slots=True)
+class MapSizes:
+    """How many entries the maps may hold at most; they start smaller and grow on demand.
+
+    `sockets`, `flows`, `connections` and `affinity` are LRU maps: full means that the oldest
+    entry goes. `connections` are those of the packet path; each has two or three entries.
+    """
+
+    frontends: int = 262_144
+    slots: int = 4_194_304
+    backends: int = 1_048_576
+    sockets: int = 65_536
+    flows: int = 65_536
+    connections: int = 131_072
+    affinity: int = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Everything that decides what the agent does. Defaults are kube-proxy's where it has them.
+
+    `node_port_addresses`: networks in which the node's own addresses serve NodePorts; empty
+    means the primary addresses (nftables mode's default, reference 2.3).
+    `all_node_port_addresses`: every address of the node instead.
+    `packet_path`: whether packets from outside and from unhooked pods are balanced, on `devices`
+    (patterns; empty: chosen by their kind) but for `excluded_devices`. `masquerade_ports`: the
+    ports, both included, for sources that become the node's address.
+    """
+
+    node_name: str = ""
+    kubeconfig: Path | None = None
+    master: str = ""
+    source: Path | None = None
+    mode: str = "auto"
+    pin_dir: Path = Path("/sys/fs/bpf/kbpf")
+    cgroup: Path | None = None
+    cache_dir: Path = Path("/var/cache/kbpf")
+    node_port_addresses: tuple[Cidr, ...] = ()
+    all_node_port_addresses: bool = False
+    localhost_node_ports: bool = True
+    sizes: MapSizes = field(default_factory=MapSizes)
+    packet_path: bool = False
+    devices: tuple[str, ...] = ()
+    excluded_devices: tuple[str, ...] = ()
+    masquerade_all: bool = False
+    masquerade_ports: tuple[int, int] = (61_000, 65_535)
+    log_format: str = "text"
+    log_level: str = "info"

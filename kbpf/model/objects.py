@@ -1,0 +1,139 @@
+"""Kubernetes objects as we use them: checked, and only the fields that decide something.
+
+`source/decode.py` makes them from the wire; nobody else does, except tests. Strings that repeat
+by the thousand (node names, zones, port names) are interned there.
+"""
+
+from enum import IntEnum
+from typing import NamedTuple
+
+import msgspec
+
+from kbpf.model.address import Addr, family_of
+
+
+class Protocol(IntEnum):
+    """IANA protocol numbers, as the kernel and the maps use them."""
+
+    TCP = 6
+    UDP = 17
+    SCTP = 132
+
+
+class ServiceName(NamedTuple):
+    """The key of a Service."""
+
+    namespace: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.name}"
+
+
+class Cidr(NamedTuple):
+    """A network: its first address (host bits zero) and its prefix length *in 128 bits*."""
+
+    address: Addr
+    bits: int
+
+    def contains(self, addr: Addr) -> bool:
+        """Whether the address lies in this network. Families never match each other."""
+        if family_of(self.address) != family_of(addr):
+            return False  # ::/0 would hold every v4-mapped address
+        shift = 128 - self.bits
+        ours, theirs = int.from_bytes(self.address), int.from_bytes(addr)
+        return ours >> shift == theirs >> shift
+
+
+class ServicePort(msgspec.Struct, frozen=True, gc=False):
+    """One entry of spec.ports. `node_port` 0 means none (reference 1.2)."""
+
+    name: str
+    protocol: Protocol
+    port: int
+    node_port: int = 0
+
+
+class Service(msgspec.Struct, frozen=True):
+    """A Service that has cluster IPs. What kube-proxy skips never becomes one (reference 1.2).
+
+    `lb_vips` holds only status addresses with ipMode VIP (or none given).
+    `affinity_timeout` is in seconds, 0 without session affinity.
+    `created` is the creationTimestamp as text (RFC 3339 in UTC sorts as time), "" if unknown.
+    """
+
+    namespace: str
+    name: str
+    type: str
+    cluster_ips: tuple[Addr, ...]
+    ports: tuple[ServicePort, ...]
+    external_ips: tuple[Addr, ...] = ()
+    lb_vips: tuple[Addr, ...] = ()
+    source_ranges: tuple[Cidr, ...] = ()
+    external_local: bool = False
+    internal_local: bool = False
+    affinity_timeout: int = 0
+    health_check_node_port: int = 0
+    created: str = ""
+
+    @property
+    def key(self) -> ServiceName:
+        """Namespace and name."""
+        return ServiceName(self.namespace, self.name)
+
+
+class Endpoint(msgspec.Struct, frozen=True, gc=False):
+    """One endpoint, its conditions already resolved (nil ready = true, nil serving = ready's value
+    as the API text says, nil terminating = false). Hints are None when there are none.
+    """
+
+    address: Addr
+    ready: bool = True
+    serving: bool = True
+    terminating: bool = False
+    node: str = ""
+    zone: str = ""
+    zone_hints: tuple[str, ...] | None = None
+    node_hints: tuple[str, ...] | None = None
+
+
+class SlicePort(msgspec.Struct, frozen=True, gc=False):
+    """One entry of an EndpointSlice's ports: the number behind a port name."""
+
+    name: str
+    protocol: Protocol
+    port: int
+
+
+class EndpointSlice(msgspec.Struct, frozen=True):
+    """One EndpointSlice of addressType IPv4 or IPv6 (`family` 4 or 6) that belongs to a Service.
+
+    `skipped` says, a line each, which endpoints were left out because they are malformed.
+    """
+
+    namespace: str
+    name: str
+    service: str
+    family: int
+    endpoints: tuple[Endpoint, ...]
+    ports: tuple[SlicePort, ...]
+    skipped: tuple[str, ...] = ()
+
+    @property
+    def service_name(self) -> ServiceName:
+        """The Service that this slice is part of."""
+        return ServiceName(self.namespace, self.service)
+
+
+class Node(msgspec.Struct, frozen=True):
+    """Our own Node. `addresses` are its InternalIPs, then ExternalIPs, in the object's order.
+
+    `skipped` says, a line each, which addresses were left out because they are malformed: an API
+    server does not check them.
+    """
+
+    name: str
+    addresses: tuple[Addr, ...] = ()
+    zone: str = ""
+    pod_cidrs: tuple[Cidr, ...] = ()
+    skipped: tuple[str, ...] = ()

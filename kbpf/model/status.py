@@ -1,0 +1,60 @@
+"""What the agent says of itself: one frozen value, shown by `kbpf inspect status`.
+
+It lies beside the maps (the map `agent_status`, as JSON), so it can be read with nothing but the
+pin folder, and still be read when the agent is gone. `heartbeat` tells whether it is.
+"""
+
+import msgspec
+
+
+class SourceView(msgspec.Struct, frozen=True):
+    """One watch."""
+
+    name: str
+    state: str
+    synced: bool
+    resource_version: str
+    error: str
+
+
+class AgentStatus(msgspec.Struct, frozen=True):
+    """Times are seconds of CLOCK_BOOTTIME, which all processes of the machine share."""
+
+    version: str
+    pid: int
+    mode: str
+    node: str
+    started: float
+    heartbeat: float
+    synced: bool
+    services: int
+    service_ports: int
+    applied: int
+    last_apply_ms: float
+    event_to_map_p50_ms: float
+    event_to_map_p99_ms: float
+    sources: tuple[SourceView, ...]
+    problems: tuple[str, ...]
+    problem_count: int
+    refused: int = 0
+    error: str = ""
+
+
+MOST_PROBLEMS = 50
+"""Lines that fit; `problem_count` has all."""
+
+
+def encode(status: AgentStatus) -> bytes:
+    """JSON, as it is kept in the map."""
+    return msgspec.json.encode(status)
+
+
+def decode(raw: bytes) -> AgentStatus | None:
+    """From the map's value; None when nobody wrote one, or another version did."""
+    text = raw.rstrip(b"\0")
+    if not text:
+        return None
+    try:
+        return msgspec.json.decode(text, type=AgentStatus)
+    except msgspec.DecodeError:
+        return None

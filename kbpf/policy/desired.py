@@ -1,0 +1,158 @@
+"""What should be true in the kernel: a pure function of Services, slices, Node and config.
+
+`desired_state()` computes it from all objects at once. `Desired` keeps it up to date by what was
+touched, and ends in the same value whatever the order and the batches of the events were.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+
+from kbpf.model.address import Addr
+from kbpf.model.config import Config
+from kbpf.model.desired import DesiredState, ServicePortKey, ServiceState
+from kbpf.model.objects import EndpointSlice, Node, Service, ServiceName
+from kbpf.policy.endpoints import choose, external_local
+from kbpf.policy.frontends import (
+    Claims,
+    families,
+    frontends,
+    masquerade_addresses,
+    node_port_addresses,
+    source_ranges,
+)
+from kbpf.policy.world import Touched, World
+
+
+def desired_service(
+    service: Service, slices: Sequence[EndpointSlice], node: Node
+) -> tuple[ServiceState, ...]:
+    """One state per port and family that has a cluster IP, with every frontend it asks for."""
+    states: dict[ServicePortKey, ServiceState] = {}
+    for family in families(service):
+        for port in service.ports:
+            key = ServicePortKey(service.namespace, service.name, port.name, port.protocol, family)
+            chosen = choose(slices, port, service, node, family)
+            asked = frontends(service, port, family)
+            limited = any(frontend.restricted for frontend in asked)
+            states[key] = ServiceState(
+                key=key,
+                frontends=asked,
+                cluster=chosen.cluster,
+                local=chosen.local,
+                serving=chosen.serving,
+                internal_local=service.internal_local,
+                external_local=external_local(service, port, family),
+                affinity_timeout=service.affinity_timeout,
+                any_endpoints=chosen.any_endpoints,
+                source_ranges=source_ranges(service, node, family) if limited else (),
+            )
+    return tuple(states.values())
+
+
+def desired_state(
+    services: Iterable[Service],
+    slices: Iterable[EndpointSlice],
+    node: Node,
+    local_addresses: Collection[Addr],
+    config: Config,
+) -> DesiredState:
+    """Everything at once, conflicts resolved."""
+    by_service: defaultdict[ServiceName, list[EndpointSlice]] = defaultdict(list)
+    for piece in slices:
+        by_service[piece.service_name].append(piece)
+    claims = Claims()
+    states: list[ServiceState] = []
+    for service in services:
+        for state in desired_service(service, by_service.get(service.key, ()), node):
+            claims.put(state.key, service.created, (), state.frontends)
+            states.append(state)
+    return DesiredState(
+        services={state.key: claims.settle(state) for state in states},
+        node_addresses=node_port_addresses(node, local_addresses, config),
+        masquerade_as=masquerade_addresses(node, local_addresses),
+    )
+
+
+class Desired:
+    """The desired state, kept by what was touched. One thread only."""
+
+    def __init__(self) -> None:
+        self._services: dict[ServicePortKey, ServiceState] = {}
+        self._contested: dict[ServicePortKey, ServiceState] = {}
+        """What a state was before it lost a frontend; nothing for those that lost none."""
+        self._keys: dict[ServiceName, tuple[ServicePortKey, ...]] = {}
+        self._claims = Claims()
+        self._node_addresses: tuple[Addr, ...] = ()
+        self._masquerade_as: tuple[Addr, ...] = ()
+
+    @property
+    def state(self) -> DesiredState:
+        """The whole, sharing the live dict: the next update() changes it."""
+        return DesiredState(self._services, self._node_addresses, self._masquerade_as)
+
+    def update(
+        self, world: World, touched: Touched, local_addresses: Collection[Addr], config: Config
+    ) -> set[ServicePortKey]:
+        """Bring the state up to date; returns the keys whose state changed, came or went.
+
+        Costs what was touched, and no more than all Services when our Node changed.
+        """
+        self._node_addresses = node_port_addresses(world.node, local_addresses, config)
+        self._masquerade_as = masquerade_addresses(world.node, local_addresses)
+        names: Iterable[ServiceName] = touched.services
+        if touched.everything:
+            names = {*world.names(), *self._keys}
+        fresh: dict[ServicePortKey, ServiceState] = {}
+        gone: set[ServicePortKey] = set()
+        others: set[ServicePortKey] = set()
+        for name in names:
+            fresh |= self._restate(name, world, gone, others)
+        for key in gone:
+            del self._services[key]
+            self._contested.pop(key, None)
+        for key in others - fresh.keys() - gone:
+            fresh[key] = self._before(key)
+        return gone | {key for key, state in fresh.items() if self._settle(key, state)}
+
+    def _restate(
+        self,
+        name: ServiceName,
+        world: World,
+        gone: set[ServicePortKey],
+        others: set[ServicePortKey],
+    ) -> dict[ServicePortKey, ServiceState]:
+        """The Service's states before conflicts; its claims are renewed, gone and others added."""
+        service = world.service(name)
+        fresh: dict[ServicePortKey, ServiceState] = {}
+        created = ""
+        if service is not None:
+            created = service.created
+            states = desired_service(service, world.slices(name), world.node)
+            fresh = {state.key: state for state in states}
+        known = self._keys.get(name, ())
+        for key in known:
+            if key not in fresh:
+                gone.add(key)
+                others |= self._claims.put(key, "", self._before(key).frontends, ())
+        for key, state in fresh.items():
+            old = self._before(key).frontends if key in self._services else ()
+            others |= self._claims.put(key, created, old, state.frontends)
+        if fresh:
+            self._keys[name] = tuple(fresh)
+        else:
+            self._keys.pop(name, None)
+        return fresh
+
+    def _before(self, key: ServicePortKey) -> ServiceState:
+        return self._contested.get(key) or self._services[key]
+
+    def _settle(self, key: ServicePortKey, state: ServiceState) -> bool:
+        settled = self._claims.settle(state)
+        if settled is state:
+            self._contested.pop(key, None)
+        else:
+            self._contested[key] = state
+        if settled == self._services.get(key):
+            return False
+        self._services[key] = settled
+        return True

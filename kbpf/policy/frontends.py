@@ -1,0 +1,220 @@
+"""The addresses that clients dial: a Service's frontends, this node's NodePort addresses, and
+who wins when two Service ports claim one address.
+
+Rules kept here:
+- A Service without a cluster IP of a family has no frontends in that family (reference 1.2).
+- A NodePort is one frontend per family, at ANY4 or ANY6; which addresses that means is the
+  node's business, not the Service's. So NodePorts clash among themselves only.
+- A cluster IP beats a load balancer's VIP, and that beats an external IP: whoever may create
+  Services must not take over the address of another one (CVE-2020-8554). Then the older Service
+  wins, then the name. Nothing here depends on the order of events.
+"""
+
+from collections.abc import Collection, Iterable
+from typing import Final, NamedTuple
+
+from msgspec.structs import replace
+
+from kbpf.model.address import ANY4, ANY6, V4_PREFIX, Addr, family_of
+from kbpf.model.config import Config
+from kbpf.model.desired import (
+    Frontend,
+    FrontendAddress,
+    FrontendKind,
+    ServicePortKey,
+    ServiceState,
+)
+from kbpf.model.objects import Cidr, Node, Service, ServicePort
+
+_ANY: Final = {4: ANY4, 6: ANY6}
+_UNSPECIFIED: Final = frozenset((ANY4, ANY6))
+"""As the address of a frontend they mean "NodePort", so no Service may list them."""
+_LOOPBACK4: Final = V4_PREFIX + b"\x7f"
+_LOOPBACK6: Final = Addr(bytes(15) + b"\x01")
+
+_RANK: Final = {
+    FrontendKind.CLUSTER_IP: 0,
+    FrontendKind.LOAD_BALANCER: 1,
+    FrontendKind.EXTERNAL_IP: 2,
+    FrontendKind.NODE_PORT: 3,
+}
+
+
+def families(service: Service) -> tuple[int, ...]:
+    """The families in which the Service has a cluster IP, in the order of its cluster IPs."""
+    own = [family_of(addr) for addr in service.cluster_ips if addr not in _UNSPECIFIED]
+    return tuple(dict.fromkeys(own)) if len(own) > 1 else tuple(own)
+
+
+def externally_reachable(service: Service, port: ServicePort, family: int) -> bool:
+    """Whether the port answers on anything but its cluster IP (reference 1.4 step 1)."""
+    if port.node_port:
+        return True
+    if not service.external_ips and not service.lb_vips:
+        return False
+    return bool(_addresses(service.external_ips, family) or _addresses(service.lb_vips, family))
+
+
+def frontends(service: Service, port: ServicePort, family: int) -> tuple[Frontend, ...]:
+    """What clients dial for this port in this family: ClusterIP, NodePort, external IPs, LB VIPs.
+
+    No address twice: where a Service lists one address as two kinds, the stronger kind counts,
+    so source ranges still guard an LB VIP that is an external IP too.
+    """
+    own = next((addr for addr in service.cluster_ips if _is_usable(addr, family)), None)
+    if own is None:
+        return ()
+    found = [_frontend(own, port, FrontendKind.CLUSTER_IP)]
+    if port.node_port:
+        at = FrontendAddress(_ANY[family], port.node_port, port.protocol)
+        found.append(Frontend(at, FrontendKind.NODE_PORT))
+    if service.external_ips or service.lb_vips:
+        vips = _addresses(service.lb_vips, family) - {own}
+        external = _addresses(service.external_ips, family) - vips - {own}
+        limited = bool(vips) and restricted(service.source_ranges, family)
+        found += [_frontend(addr, port, FrontendKind.EXTERNAL_IP) for addr in sorted(external)]
+        found += [
+            _frontend(addr, port, FrontendKind.LOAD_BALANCER, limited) for addr in sorted(vips)
+        ]
+    return tuple(found)
+
+
+def restricted(ranges: Iterable[Cidr], family: int) -> bool:
+    """Whether source ranges keep any client of this family away from an LB VIP.
+
+    Ranges are filtered by family first, and an empty list allows everyone: ranges of the other
+    family alone restrict nothing (reference 1.2; so it is in kube-proxy).
+    """
+    ours = [cidr for cidr in ranges if family_of(cidr.address) == family]
+    everyone = 96 if family == 4 else 0
+    return bool(ours) and all(cidr.bits > everyone for cidr in ours)
+
+
+def source_ranges(service: Service, node: Node, family: int) -> tuple[Cidr, ...]:
+    """Who may dial the restricted VIPs of this family: the Service's ranges, and when one of them
+    holds an address of the node, the VIPs themselves, because what the node sends to a VIP may
+    carry it as its source (reference 2.1).
+    """
+    ours = tuple(cidr for cidr in service.source_ranges if family_of(cidr.address) == family)
+    own = (addr for addr in node.addresses if family_of(addr) == family)
+    if any(cidr.contains(addr) for addr in own for cidr in ours):
+        ours += tuple(Cidr(addr, 128) for addr in sorted(_addresses(service.lb_vips, family)))
+    return tuple(sorted(set(ours)))
+
+
+def masquerade_addresses(node: Node, local_addresses: Collection[Addr]) -> tuple[Addr, ...]:
+    """The node's own address of each family, for translated sources: the Node's first one, or
+    while no address of the Node is known the first local one.
+    """
+    known = node.addresses or tuple(sorted(local_addresses))
+    first = {family_of(addr): addr for addr in reversed(known) if not _is_loopback(addr)}
+    return tuple(sorted(first.values()))
+
+
+def node_port_addresses(
+    node: Node, local_addresses: Collection[Addr], config: Config
+) -> tuple[Addr, ...]:
+    """The addresses on which NodePorts answer, sorted; never loopback (reference 2.3).
+
+    By default the Node's first address of each family; all local ones while no address of the
+    Node is known. With networks configured, the local addresses in them; a family without any
+    network listed matches all of its local addresses.
+    """
+    local = {addr for addr in local_addresses if not _is_loopback(addr)}
+    if config.all_node_port_addresses:
+        chosen = local
+    elif config.node_port_addresses:
+        chosen = {addr for addr in local if _is_listed(addr, config.node_port_addresses)}
+    elif node.addresses:
+        first = {family_of(addr): addr for addr in reversed(node.addresses)}
+        chosen = {addr for addr in first.values() if not _is_loopback(addr)}
+    else:
+        chosen = local
+    return tuple(sorted(chosen - _UNSPECIFIED))
+
+
+class Claim(NamedTuple):
+    """One Service port's claim to an address. The smallest claim wins."""
+
+    rank: int
+    undated: bool
+    created: str
+    key: ServicePortKey
+
+
+class Claims:
+    """Who claims which address: the index that keeps an update as small as its change."""
+
+    def __init__(self) -> None:
+        self._claims: dict[FrontendAddress, tuple[Claim, ...]] = {}
+
+    def put(
+        self,
+        key: ServicePortKey,
+        created: str,
+        old: Iterable[Frontend],
+        new: Iterable[Frontend],
+    ) -> set[ServicePortKey]:
+        """Claim `new` in place of `old`; returns the *other* keys that may win or lose by it."""
+        others: set[ServicePortKey] = set()
+        wanted = {f.at: Claim(_RANK[f.kind], not created, created, key) for f in new}
+        for frontend in old:
+            if frontend.at not in wanted:
+                others.update(self._set(frontend.at, key, None))
+        for at, claim in wanted.items():
+            others.update(self._set(at, key, claim))
+        return others
+
+    def settle(self, state: ServiceState) -> ServiceState:
+        """The state with only the frontends that it won; the very same state if that is all."""
+        winners = [self._claims[frontend.at][0].key for frontend in state.frontends]
+        if all(winner == state.key for winner in winners):
+            return state
+        pairs = list(zip(state.frontends, winners, strict=True))
+        return replace(
+            state,
+            frontends=tuple(frontend for frontend, winner in pairs if winner == state.key),
+            lost=tuple(
+                (frontend.at, winner.service) for frontend, winner in pairs if winner != state.key
+            ),
+        )
+
+    def _set(
+        self, at: FrontendAddress, key: ServicePortKey, claim: Claim | None
+    ) -> Iterable[ServicePortKey]:
+        before = self._claims.get(at, ())
+        if not before and claim:
+            self._claims[at] = (claim,)
+            return ()
+        rest = tuple(other for other in before if other.key != key)
+        after = tuple(sorted((*rest, claim))) if claim else rest
+        if after == before:
+            return ()
+        if after:
+            self._claims[at] = after
+        else:
+            self._claims.pop(at, None)
+        return (other.key for other in rest)
+
+
+def _frontend(addr: Addr, port: ServicePort, kind: FrontendKind, limited: bool = False) -> Frontend:
+    return Frontend(FrontendAddress(addr, port.port, port.protocol), kind, limited)
+
+
+def _addresses(addresses: Iterable[Addr], family: int) -> set[Addr]:
+    """Those of the family."""
+    return {addr for addr in addresses if _is_usable(addr, family)}
+
+
+def _is_usable(addr: Addr, family: int) -> bool:
+    return family_of(addr) == family and addr not in _UNSPECIFIED
+
+
+def _is_loopback(addr: Addr) -> bool:
+    return addr.startswith(_LOOPBACK4) or addr == _LOOPBACK6
+
+
+def _is_listed(addr: Addr, networks: Iterable[Cidr]) -> bool:
+    family = family_of(addr)
+    ours = [cidr for cidr in networks if family_of(cidr.address) == family]
+    return not ours or any(cidr.contains(addr) for cidr in ours)

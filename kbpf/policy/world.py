@@ -1,0 +1,146 @@
+"""The objects that are known now. Events go in, the names of touched Services come out.
+
+Rules kept here:
+- What an object says stays in force until it is upserted or deleted; a Rejected changes nothing.
+- An upsert that says nothing new touches nothing.
+- Slices are kept by the Service that they name, so they may come before it or outlive it.
+- Of all Nodes, only the one that we run on counts.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import assert_never
+
+from kbpf.model.events import Delete, Event, Kind, ObjectKey, Rejected, Synced, Upsert
+from kbpf.model.objects import EndpointSlice, Node, Service, ServiceName
+
+
+@dataclass(slots=True)
+class Touched:
+    """What has to be computed again: these Services, or everything since our Node changed."""
+
+    services: set[ServiceName] = field(default_factory=set)
+    everything: bool = False
+
+    def __bool__(self) -> bool:
+        return self.everything or bool(self.services)
+
+
+class World:
+    """Services, EndpointSlices and our own Node, as last told. One thread only."""
+
+    def __init__(self, node_name: str) -> None:
+        self._node = Node(node_name)
+        self._services: dict[ServiceName, Service] = {}
+        self._slices: dict[ObjectKey, EndpointSlice] = {}
+        self._by_service: dict[ServiceName, tuple[EndpointSlice, ...]] = {}
+        self._rejected: dict[ObjectKey, str] = {}
+        self._skipped: dict[ObjectKey, tuple[str, ...]] = {}
+        self._synced: frozenset[Kind] = frozenset()
+
+    @property
+    def node(self) -> Node:
+        """Our Node; with nothing but its name while it is not known."""
+        return self._node
+
+    @property
+    def synced(self) -> frozenset[Kind]:
+        """The kinds that have been listed completely at least once."""
+        return self._synced
+
+    @property
+    def rejected(self) -> Mapping[ObjectKey, str]:
+        """Objects whose newest version cannot be used, and why."""
+        return dict(self._rejected)
+
+    @property
+    def problems(self) -> Mapping[ObjectKey, tuple[str, ...]]:
+        """Everything that was left out, a line each: rejected objects and skipped endpoints."""
+        found = {key: (error,) for key, error in self._rejected.items()}
+        for key, lines in self._skipped.items():
+            found[key] = (*found.get(key, ()), *lines)
+        return found
+
+    def names(self) -> Collection[ServiceName]:
+        """The Services that exist."""
+        return self._services.keys()
+
+    def service(self, name: ServiceName) -> Service | None:
+        """The Service of this name."""
+        return self._services.get(name)
+
+    def slices(self, name: ServiceName) -> tuple[EndpointSlice, ...]:
+        """The slices that name this Service, sorted by their own name."""
+        return self._by_service.get(name, ())
+
+    def apply(self, events: Iterable[Event]) -> Touched:
+        """Take in what the sources say, in order; returns what it touches."""
+        touched = Touched()
+        for event in events:
+            if isinstance(event, Synced):
+                self._synced |= {event.kind}
+            elif event.key.kind is not Kind.NODE or event.key.name == self._node.name:
+                self._apply(event, touched)
+        return touched
+
+    def _apply(self, event: Upsert | Delete | Rejected, touched: Touched) -> None:
+        key = event.key
+        if isinstance(event, Rejected):
+            self._rejected[key] = event.error
+            return
+        self._rejected.pop(key, None)
+        said = event.object if isinstance(event, Upsert) else None
+        match key.kind:
+            case Kind.SERVICE:
+                assert said is None or isinstance(said, Service)
+                self._put_service(ServiceName(key.namespace, key.name), said, touched)
+            case Kind.SLICE:
+                assert said is None or isinstance(said, EndpointSlice)
+                self._put_slice(key, said, touched)
+            case Kind.NODE:
+                assert said is None or isinstance(said, Node)
+                self._put_node(said or Node(key.name), touched)
+            case _:
+                assert_never(key.kind)
+
+    def _put_service(self, name: ServiceName, new: Service | None, touched: Touched) -> None:
+        if new == self._services.get(name):
+            return
+        if new is None:
+            del self._services[name]
+        else:
+            self._services[name] = new
+        touched.services.add(name)
+
+    def _put_slice(self, key: ObjectKey, new: EndpointSlice | None, touched: Touched) -> None:
+        old = self._slices.get(key)
+        if new == old:
+            return
+        self._skipped.pop(key, None)
+        if old is not None:
+            del self._slices[key]
+            self._index(old.service_name, old, None)
+            touched.services.add(old.service_name)
+        if new is not None:
+            self._slices[key] = new
+            self._index(new.service_name, None, new)
+            touched.services.add(new.service_name)
+            if new.skipped:
+                self._skipped[key] = new.skipped
+
+    def _index(
+        self, name: ServiceName, old: EndpointSlice | None, new: EndpointSlice | None
+    ) -> None:
+        pieces = [piece for piece in self._by_service.get(name, ()) if piece is not old]
+        if new is not None:
+            pieces.append(new)
+            pieces.sort(key=lambda piece: piece.name)
+        if pieces:
+            self._by_service[name] = tuple(pieces)
+        else:
+            self._by_service.pop(name, None)
+
+    def _put_node(self, new: Node, touched: Touched) -> None:
+        old, self._node = self._node, new
+        if (old.zone, old.addresses) != (new.zone, new.addresses):
+            touched.everything = True

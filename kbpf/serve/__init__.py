@@ -1,0 +1,1 @@
+"""What others read from the agent: health, metrics, events. Handed values only."""

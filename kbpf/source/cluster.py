@@ -1,0 +1,258 @@
+"""One API server and our credentials for it. The one home of the `kubernetes` library.
+
+Rules:
+- Plain credentials (token, token file, client certificate, basic, a pod's own) are read here. A
+  token file is read for each request, and there are few: one per watch, each 5 to 10 minutes.
+- Exec plugins and auth providers are the library's, in a child process: importing it costs 30 MB.
+  What the child answers is kept until it expires or the API server says 401.
+- Certificate files are looked at before each new connection; a changed one means a new context.
+  One that cannot be read then leaves the old one in use.
+"""
+
+import base64
+import json
+import logging
+import os
+import signal
+import socket
+import ssl
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from kbpf.errors import ConfigError, SourceError
+from kbpf.source.kubeconfig import Access
+
+log = logging.getLogger("kbpf.source")
+
+PLUGIN_SECONDS: Final = 60.0
+EXPIRY_SKEW: Final = 60.0
+
+
+class Login(NamedTuple):
+    """What goes with a request: the Authorization header, and a plugin's certificate (PEM)."""
+
+    authorization: str = ""
+    cert: bytes = b""
+    key: bytes = b""
+    expires: float = float("inf")
+
+
+class Cluster:
+    """An API server. Used by several connections at once."""
+
+    def __init__(self, access: Access) -> None:
+        self.access = access
+        self._lock = threading.Lock()
+        self._plugin_login: Login | None = None
+        self._tls: ssl.SSLContext | None = None
+        self._tls_stamp: object = None
+
+    @property
+    def url(self) -> str:
+        """The server, for people and for error lines."""
+        return self.access.server
+
+    def check(self) -> None:
+        """Raise ConfigError for credentials that cannot be read now. No network; call at start."""
+        try:
+            if not self.access.plugin:
+                self.tls(self.login())
+        except SourceError as error:
+            raise ConfigError(error.what, error.where, error.hint) from error
+
+    def login(self, cancelled: Callable[[], bool] = lambda: False) -> Login:
+        """The credentials for one request, fresh. Raises SourceError.
+
+        `cancelled` is asked while a plugin runs; when it says yes, the plugin is killed.
+        """
+        access = self.access
+        if access.plugin:
+            return self._ask_plugin(access.plugin, cancelled)
+        if access.token_file:
+            return Login(_bearer(_read_token(access.token_file), access.token_file))
+        if access.token:
+            return Login(_bearer(access.token, access.where))
+        return Login(f"Basic {access.basic}" if access.basic else "")
+
+    def refused(self) -> None:
+        """The API server said 401: a plugin has to be asked again."""
+        self._plugin_login = None
+
+    def tls(self, login: Login) -> ssl.SSLContext | None:
+        """The TLS context with certificates as they are on disk now; None for http://."""
+        access = self.access
+        if not access.server.startswith("https:"):
+            return None
+        stamp = (login.cert, *map(_stamp, (access.ca_file, access.cert_file, access.key_file)))
+        with self._lock:
+            if self._tls is None or stamp != self._tls_stamp:
+                try:
+                    self._tls, self._tls_stamp = _tls_context(access, login), stamp
+                except SourceError as error:
+                    if self._tls is None:
+                        raise
+                    log.warning("new certificates left alone error=%r", str(error))
+            return self._tls
+
+    def _ask_plugin(self, kubeconfig: Path, cancelled: Callable[[], bool]) -> Login:
+        while not self._lock.acquire(timeout=0.1):
+            if cancelled():
+                raise SourceError("stopped", str(kubeconfig))
+        try:
+            kept = self._plugin_login
+            if kept is None or time.time() > kept.expires - EXPIRY_SKEW:
+                kept = self._plugin_login = _run_library(kubeconfig, cancelled)
+            return kept
+        finally:
+            self._lock.release()
+
+
+def default_node_name() -> str:
+    """This machine's name as kube-proxy takes it: the hostname in lower case."""
+    name = socket.gethostname().strip().lower()
+    if not name:
+        hint = "give --hostname-override NAME"
+        raise ConfigError("this machine has no hostname", "gethostname", hint)
+    return name
+
+
+def _read_token(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not text"
+        raise SourceError(f"cannot read the token file: {reason}", path) from error
+
+
+def _bearer(token: str, where: str) -> str:
+    if not token or not token.isascii() or not token.isprintable():
+        raise SourceError("the token is empty or has characters that no token has", where)
+    return f"Bearer {token}"
+
+
+def _stamp(path: str) -> object:
+    try:
+        found = os.stat(path) if path else None
+    except OSError:
+        return None
+    return found and (found.st_mtime_ns, found.st_size, found.st_ino)
+
+
+def _tls_context(access: Access, login: Login) -> ssl.SSLContext:
+    field, where = "certificate-authority", access.ca_file or access.where
+    try:
+        ca_text = access.ca_data.decode() or None
+        context = ssl.create_default_context(
+            cafile=None if ca_text else access.ca_file or None, cadata=ca_text
+        )
+        # Python 3.13 refuses CAs without an Authority Key Identifier; kubeadm's have none.
+        context.verify_flags &= ~getattr(ssl, "VERIFY_X509_STRICT", 0)
+        context.set_alpn_protocols(["http/1.1"])
+        if access.insecure:
+            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        cert, key = login.cert or access.cert_data, login.key or access.key_data
+        if cert or access.cert_file:
+            field, where = "client-certificate or client-key", access.cert_file or access.where
+            with (
+                _as_file(cert, access.cert_file) as cert_path,
+                _as_file(key, access.key_file) as key_path,
+            ):
+                context.load_cert_chain(cert_path, key_path or None, password=lambda: "")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or str(error)
+        raise SourceError(f"cannot use {field}: {reason}", where, "check the file") from error
+    return context
+
+
+@contextmanager
+def _as_file(data: bytes, path: str) -> Iterator[str]:
+    """A path at which OpenSSL can read the data: it takes certificates from files only."""
+    if not data:
+        yield path
+        return
+    fd = os.memfd_create("kbpf-certificate")
+    try:
+        os.write(fd, data)
+        yield f"/proc/self/fd/{fd}"
+    finally:
+        os.close(fd)
+
+
+def _run_library(kubeconfig: Path, cancelled: Callable[[], bool]) -> Login:
+    """What the kubernetes library makes of this kubeconfig's user, from a child process."""
+    import subprocess
+
+    command = [sys.executable, "-m", "kbpf.source.cluster", str(kubeconfig)]
+    deadline = time.monotonic() + PLUGIN_SECONDS
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    ) as child:
+        while True:
+            try:
+                out, err = child.communicate(timeout=0.1)
+                break
+            except subprocess.TimeoutExpired:
+                late = time.monotonic() > deadline
+                if late or cancelled():
+                    os.killpg(child.pid, signal.SIGKILL)
+                    reason = f"it took more than {PLUGIN_SECONDS:.0f} s" if late else "stopped"
+                    raise SourceError(f"no credentials: {reason}", str(kubeconfig)) from None
+    lines = err.decode(errors="replace").strip().splitlines() or ["no reason given"]
+    if child.returncode != 0:
+        hint = "run the kubeconfig's exec command by hand"
+        raise SourceError(f"no credentials: {lines[-1]}", str(kubeconfig), hint)
+    answer = json.loads(out)
+    return Login(
+        answer["authorization"],
+        base64.b64decode(answer["cert"]),
+        base64.b64decode(answer["key"]),
+        answer["expires"] or float("inf"),
+    )
+
+
+def _library_main(path: str) -> int:
+    """The child: answer on stdout as JSON, or say why not on stderr."""
+    from kubernetes.client import Configuration
+    from kubernetes.config.config_exception import ConfigException
+    from kubernetes.config.kube_config import KubeConfigLoader, KubeConfigMerger
+
+    try:
+        merged = KubeConfigMerger(path)
+        # The persister: an OIDC provider may replace the refresh token, and the old one is dead.
+        loader = KubeConfigLoader(
+            merged.config, config_base_path=None, config_persister=merged.save_changes
+        )
+        config = Configuration()
+        loader.load_and_set(config)
+    except (ConfigException, OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    token = config.api_key.get("BearerToken", "")
+    expires = getattr(loader, "expiry", None)
+    answer = {
+        "authorization": token,
+        "cert": _base64_of(config.cert_file),
+        "key": _base64_of(config.key_file),
+        "expires": expires.timestamp() if expires else 0,
+    }
+    if not token and not answer["cert"]:
+        return 1  # the library has logged why
+    print(json.dumps(answer))
+    return 0
+
+
+def _base64_of(path: str | None) -> str:
+    return base64.b64encode(Path(path).read_bytes()).decode() if path else ""
+
+
+if __name__ == "__main__":
+    sys.exit(_library_main(sys.argv[1]))

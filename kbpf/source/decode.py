@@ -1,0 +1,340 @@
+"""Wire → model: what kube-proxy reads of an object, checked, with defaults filled in.
+
+Rules (reference 1.2, 1.3; where kube-proxy trusts the API server's checks, we make them):
+- `None` means that kube-proxy skips the object: to us it does not exist.
+- A name that the API server would refuse spoils the whole object: names are kept in maps, in
+  places of their length, and stand in lines for people.
+- A malformed Service is one ObjectError that names the field, and nothing of it is used: half of a
+  Service (a source range dropped, a port missing) could be worse than what it said before.
+- In an EndpointSlice a bad endpoint or port is left out, with one line in `skipped`; a Node
+  likewise. A field of the wrong JSON type spoils its whole object, as in an API server.
+"""
+
+from collections.abc import Callable
+from functools import lru_cache
+from sys import intern
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from kbpf.errors import ObjectError
+from kbpf.model.address import V4_PREFIX, Addr, family_of, parse_addr
+from kbpf.model.events import Kind, ObjectKey
+from kbpf.model.objects import (
+    Endpoint,
+    EndpointSlice,
+    Node,
+    Protocol,
+    Service,
+    ServicePort,
+    SlicePort,
+)
+from kbpf.source import wire
+from kbpf.source.fields import (
+    address_at,
+    field_error,
+    is_local,
+    label_at,
+    label_problem,
+    one_of,
+    or_skip,
+    parse_cidr,
+    port_at,
+    shown,
+    special,
+    subdomain_at,
+    unicast_at,
+)
+
+Object = Service | EndpointSlice | Node
+
+AFFINITY_SECONDS: Final = 10800
+_PROTOCOLS: Final = {"TCP": Protocol.TCP, "UDP": Protocol.UDP, "SCTP": Protocol.SCTP}
+_TYPES: Final = ("ClusterIP", "NodePort", "LoadBalancer", "ExternalName")
+
+
+class Item(NamedTuple):
+    """One object read. Without `error`, `object` None means that it is selected out."""
+
+    key: ObjectKey
+    version: str
+    object: Object | None
+    error: str = ""
+
+
+def read(kind: Kind, data: bytes | msgspec.Raw) -> Item:
+    """The object in this JSON. A malformed one is an Item with `error`.
+
+    Raises ObjectError when not even its name can be read.
+    """
+    reader = _READERS[kind]
+    return _item(kind, data, reader.json.decode, _META_JSON.decode, reader.model)
+
+
+def read_value(kind: Kind, value: object) -> Item:
+    """The same from plain dicts and lists, as a YAML document comes. As strict as JSON is:
+    ``port: "80"`` is an error here because it is one to an API server.
+    """
+    reader = _READERS[kind]
+    return _item(
+        kind,
+        value,
+        lambda it: msgspec.convert(it, reader.wire),
+        lambda it: msgspec.convert(it, wire.HasMeta),
+        reader.model,
+    )
+
+
+def service(obj: wire.Service) -> Service | None:
+    """What kube-proxy uses of a Service; None when it skips it. Raises ObjectError."""
+    spec, labels = obj.spec or wire.ServiceSpec(), obj.metadata.labels
+    if labels and (labels.headless is not None or labels.proxy_name is not None):
+        return None
+    kind = one_of(spec.type or "ClusterIP", _TYPES, "spec.type")
+    cluster_ips = _cluster_ips(spec)
+    if kind == "ExternalName" or not cluster_ips:
+        return None
+    external_ips = tuple(
+        unicast_at(text, f"spec.externalIPs[{i}]") for i, text in enumerate(spec.external_ips or ())
+    )
+    exposed = kind in ("NodePort", "LoadBalancer")
+    external_local = is_local(spec.external_traffic_policy, "spec.externalTrafficPolicy")
+    external_local = external_local and (exposed or bool(external_ips))
+    checked = kind == "LoadBalancer" and external_local
+    check_port = (spec.health_check_node_port or 0) if checked else 0
+    return Service(
+        namespace=intern(obj.metadata.namespace or ""),
+        name=obj.metadata.name,
+        type=intern(kind),
+        cluster_ips=cluster_ips,
+        ports=_service_ports(spec.ports or (), exposed),
+        external_ips=external_ips,
+        lb_vips=_lb_vips(obj.status),
+        source_ranges=tuple(
+            parse_cidr(text.strip(), f"spec.loadBalancerSourceRanges[{i}]")
+            for i, text in enumerate(spec.load_balancer_source_ranges or ())
+        ),
+        external_local=external_local,
+        internal_local=is_local(spec.internal_traffic_policy, "spec.internalTrafficPolicy"),
+        affinity_timeout=_affinity_timeout(spec),
+        health_check_node_port=check_port and port_at(check_port, "spec.healthCheckNodePort"),
+        created=obj.metadata.creation_timestamp or "",
+    )
+
+
+def endpoint_slice(obj: wire.EndpointSlice) -> EndpointSlice | None:
+    """What kube-proxy uses of an EndpointSlice; None when it skips it. Raises ObjectError."""
+    labels = obj.metadata.labels
+    if not labels or not labels.service_name or labels.headless is not None:
+        return None
+    if one_of(obj.address_type or "", ("IPv4", "IPv6", "FQDN"), "addressType") == "FQDN":
+        return None
+    label_at(labels.service_name, "metadata.labels[kubernetes.io/service-name]")
+    family = 4 if obj.address_type == "IPv4" else 6
+    skipped: list[str] = []
+    endpoints = _endpoints(obj.endpoints or (), family, skipped)
+    ports = _slice_ports(obj.ports or (), skipped)
+    return EndpointSlice(
+        namespace=intern(obj.metadata.namespace or ""),
+        name=obj.metadata.name,
+        service=intern(labels.service_name),
+        family=family,
+        endpoints=endpoints,
+        ports=ports,
+        skipped=tuple(skipped),
+    )
+
+
+def node(obj: wire.Node) -> Node:
+    """What kube-proxy uses of a Node: addresses, zone, pod networks."""
+    skipped: list[str] = []
+    listed = list(enumerate((obj.status and obj.status.addresses) or ()))
+    addresses = [
+        or_skip(parse_addr, at.address, f"status.addresses[{i}]", skipped)
+        for kind in ("InternalIP", "ExternalIP")
+        for i, at in listed
+        if at.type == kind
+    ]
+    spec = obj.spec or wire.NodeSpec()
+    texts = spec.pod_cidrs or ((spec.pod_cidr,) if spec.pod_cidr else ())
+    cidrs = [
+        or_skip(lambda text: parse_cidr(text, ""), text, f"spec.podCIDRs[{i}]", skipped)
+        for i, text in enumerate(texts)
+    ]
+    labels = obj.metadata.labels
+    return Node(
+        name=intern(obj.metadata.name),
+        addresses=tuple(address for address in addresses if address is not None),
+        zone=intern((labels and labels.zone) or ""),
+        pod_cidrs=tuple(cidr for cidr in cidrs if cidr is not None),
+        skipped=tuple(skipped),
+    )
+
+
+def _item(
+    kind: Kind,
+    data: Any,
+    decode: Callable[[Any], Any],
+    decode_meta: Callable[[Any], wire.HasMeta],
+    model: Callable[[Any], Object | None],
+) -> Item:
+    try:
+        obj = decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        try:
+            meta = decode_meta(data).metadata
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as worse:
+            raise ObjectError(f"not a {kind}: {field_error(worse)}") from error
+        return Item(_key(kind, meta), meta.resource_version or "", None, field_error(error))
+    key, version = _key(kind, obj.metadata), obj.metadata.resource_version or ""
+    try:
+        _check_names(kind, obj.metadata)
+        return Item(key, version, model(obj))
+    except ObjectError as error:
+        return Item(key, version, None, str(error))
+
+
+def _key(kind: Kind, meta: wire.Meta) -> ObjectKey:
+    if not meta.name:
+        raise ObjectError(f"not a {kind}: metadata.name: missing")
+    space = "" if kind is Kind.NODE else intern(shown(meta.namespace or ""))
+    return ObjectKey(kind, space, shown(meta.name))
+
+
+def _check_names(kind: Kind, meta: wire.Meta) -> None:
+    """Raises ObjectError unless the name and namespace are what the API server accepts."""
+    check = label_at if kind is Kind.SERVICE else subdomain_at
+    check(meta.name, "metadata.name")
+    if kind is not Kind.NODE and meta.namespace:
+        label_at(meta.namespace, "metadata.namespace")
+
+
+def _cluster_ips(spec: wire.ServiceSpec) -> tuple[Addr, ...]:
+    """spec.clusterIPs, or clusterIP alone (objects from before 1.20); empty means: skip."""
+    texts = spec.cluster_ips or ((spec.cluster_ip,) if spec.cluster_ip else ())
+    if "None" in texts or spec.cluster_ip == "None" or texts == ("",):
+        return ()
+    path = "spec.clusterIPs[{}]" if spec.cluster_ips else "spec.clusterIP"
+    addresses = tuple(address_at(text, path.format(i)) for i, text in enumerate(texts))
+    if len({family_of(address) for address in addresses}) < len(addresses):
+        raise ObjectError("spec.clusterIPs: more than one address of a family")
+    return addresses
+
+
+def _service_ports(ports: tuple[wire.ServicePort, ...], exposed: bool) -> tuple[ServicePort, ...]:
+    result: list[ServicePort] = []
+    for i, port in enumerate(ports):
+        path = f"spec.ports[{i}]"
+        protocol = one_of(port.protocol or "TCP", tuple(_PROTOCOLS), f"{path}.protocol")
+        number = (port.node_port or 0) if exposed else 0
+        made = ServicePort(
+            name=intern(label_at(port.name, f"{path}.name") if port.name else ""),
+            protocol=_PROTOCOLS[protocol],
+            port=port_at(port.port, f"{path}.port"),
+            node_port=number and port_at(number, f"{path}.nodePort"),
+        )
+        if any(made.name == other.name for other in result):
+            raise ObjectError(f"{path}.name: {made.name!r} is used twice")
+        if any((made.port, made.protocol) == (it.port, it.protocol) for it in result):
+            raise ObjectError(f"{path}.port: {made.port}/{protocol} is used twice")
+        result.append(made)
+    return tuple(result)
+
+
+def _lb_vips(status: wire.ServiceStatus | None) -> tuple[Addr, ...]:
+    ingress = (status and status.load_balancer and status.load_balancer.ingress) or ()
+    return tuple(
+        address_at(entry.ip, f"status.loadBalancer.ingress[{i}].ip")
+        for i, entry in enumerate(ingress)
+        if entry.ip and entry.ip_mode in (None, "VIP")
+    )
+
+
+def _affinity_timeout(spec: wire.ServiceSpec) -> int:
+    kind = one_of(spec.session_affinity or "None", ("None", "ClientIP"), "spec.sessionAffinity")
+    if kind == "None":
+        return 0
+    config = spec.session_affinity_config
+    seconds = config.client_ip.timeout_seconds if config and config.client_ip else None
+    if seconds is None:
+        return AFFINITY_SECONDS
+    if not 1 <= seconds <= 86400:
+        path = "spec.sessionAffinityConfig.clientIP.timeoutSeconds"
+        raise ObjectError(f"{path}: {seconds} is not between 1 and 86400")
+    return seconds
+
+
+def _endpoints(
+    endpoints: tuple[wire.Endpoint, ...], family: int, skipped: list[str]
+) -> tuple[Endpoint, ...]:
+    """The endpoints that can serve. Only addresses[0] is used. This loop is the hot one."""
+    result: list[Endpoint] = []
+    for i, end in enumerate(endpoints):
+        text = end.addresses[0] if end.addresses else ""
+        try:
+            address = parse_addr(text)
+        except (ObjectError, ValueError):
+            problem = f"{text!r} is not an IP address" if end.addresses else "no address"
+            skipped.append(f"endpoints[{i}].addresses: {problem}")
+            continue
+        problem = special(address)
+        if problem or (4 if address[:12] == V4_PREFIX else 6) != family:
+            skipped.append(f"endpoints[{i}].addresses: {text} is {problem or f'not IPv{family}'}")
+            continue
+        is_ready = serving = True
+        terminating = False
+        if (said := end.conditions) is not None:
+            is_ready = said.ready is not False
+            serving = is_ready if said.serving is None else said.serving
+            terminating = said.terminating is True
+        zones = nodes = None
+        if (hints := end.hints) is not None:
+            zones, nodes = _names(hints.for_zones), _names(hints.for_nodes)
+        where, zone = intern(end.node_name or ""), intern(end.zone or "")
+        result.append(Endpoint(address, is_ready, serving, terminating, where, zone, zones, nodes))
+    return tuple(result)
+
+
+def _names(hints: tuple[wire.Hint, ...] | None) -> tuple[str, ...] | None:
+    return _shared(tuple([hint.name for hint in hints])) if hints else None
+
+
+@lru_cache(maxsize=4096)
+def _shared(names: tuple[str, ...]) -> tuple[str, ...]:
+    """One tuple for all endpoints with these hints: there are few zones and many endpoints."""
+    return tuple(map(intern, names))
+
+
+def _slice_ports(ports: tuple[wire.SlicePort, ...], skipped: list[str]) -> tuple[SlicePort, ...]:
+    """The ports that can serve. No name at all and no number mean "not for us" (reference 1.3)."""
+    result = []
+    for i, port in enumerate(ports):
+        if port.name is None or not port.port:
+            continue
+        protocol = _PROTOCOLS.get(port.protocol or "TCP")
+        if protocol is None:
+            skipped.append(f"ports[{i}].protocol: {port.protocol!r} is not TCP, UDP or SCTP")
+        elif not 1 <= port.port <= 65535:
+            skipped.append(f"ports[{i}].port: {port.port} is not a port")
+        elif port.name and (problem := label_problem(port.name)):
+            skipped.append(f"ports[{i}].name: {problem}")
+        else:
+            result.append(SlicePort(intern(port.name), protocol, port.port))
+    return tuple(result)
+
+
+class _Reader(NamedTuple):
+    wire: Any
+    json: msgspec.json.Decoder[Any]
+    model: Any
+
+
+_META_JSON: Final = msgspec.json.Decoder(wire.HasMeta)
+_READERS: Final = {
+    kind: _Reader(shape, msgspec.json.Decoder(shape), model)
+    for kind, shape, model in (
+        (Kind.SERVICE, wire.Service, service),
+        (Kind.SLICE, wire.EndpointSlice, endpoint_slice),
+        (Kind.NODE, wire.Node, node),
+    )
+}

@@ -1,0 +1,196 @@
+"""The text of one YAML or JSON file → the objects in it, each with its place.
+
+Rules:
+- Values are taken as an API server takes them: ``port: "80"`` is an error, a date stays text, and
+  ``2001:10:1:2:3:4:5:6`` is an address (YAML 1.1 would make it a number of base 60).
+- What an API server would fill in is filled in: namespace `default`, port name "".
+- A field that Kubernetes does not know is a line of complaint; its object is served without it.
+- A text that cannot be parsed is one ObjectError; a bad object in a good text spoils only itself.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import Any, Final, NamedTuple
+
+import msgspec
+import yaml
+
+from kbpf.errors import ObjectError
+from kbpf.model.events import Kind
+from kbpf.source import decode
+from kbpf.source.fields import field_error, shown
+from kbpf.source.unknown import unknown_fields
+
+API_VERSIONS: Final = {"Service": "v1", "EndpointSlice": "discovery.k8s.io/v1", "Node": "v1"}
+_A: Final = {"Service": "a Service", "EndpointSlice": "an EndpointSlice", "Node": "a Node"}
+
+
+class Found(NamedTuple):
+    """An object; its error, if any, ends with its place. `where` is FILE:LINE, or FILE for JSON
+    and whenever nothing is wrong with it.
+    """
+
+    item: decode.Item
+    where: str
+
+
+class Contents(NamedTuple):
+    """What a file holds: objects in order, kinds that we do not read, and lines of complaint."""
+
+    found: tuple[Found, ...] = ()
+    ignored: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
+
+
+Placed = tuple[int, str, str, Any]
+"""Number of the document, path of the object in it, its kind, the object as plain values."""
+
+
+def parse(name: str, data: bytes) -> Contents:
+    """The objects of a file. Raises ObjectError when it is neither YAML nor JSON (by its name)."""
+    found: list[Found] = []
+    ignored: dict[str, None] = {}
+    problems: list[str] = []
+    lines = _Lines(data)
+    documents = _load_json(name, data) if name.endswith(".json") else _load_yaml(name, data)
+    for document, path, kind, value in documents:
+        try:
+            if not kind:
+                raise ObjectError(f"{path}kind: missing")
+            if kind not in API_VERSIONS:
+                ignored[kind] = None
+                continue
+            item, where = _item(kind, value, path), name
+            if item.error:
+                where = f"{name}:{lines.of(document, item.error)}"
+                item = item._replace(error=str(ObjectError(item.error, where)))
+            found.append(Found(item, where))
+            for field in unknown_fields(Kind(kind), value):
+                at = f"{name}:{lines.of(document, f'{path}{field.path}:')}"
+                what = f"{item.key}: {shown(path + field.path)} is no field of {_A[kind]}"
+                hint = f"is {field.meant} meant?" if field.meant else "it is not used"
+                problems.append(str(ObjectError(what, at, hint)))
+        except ObjectError as error:
+            where = f"{name}:{lines.of(document, error.what)}"
+            problems.append(str(ObjectError(error.what, where)))
+    return Contents(tuple(found), tuple(ignored), tuple(problems))
+
+
+def _item(kind: str, value: dict[str, Any], path: str) -> decode.Item:
+    """One object, with what an API server fills in. `path` leads to it in its document."""
+    version, wanted = value.get("apiVersion"), API_VERSIONS[kind]
+    if version not in (None, wanted):
+        raise ObjectError(f"{path}apiVersion: {version!r} is not read; write {wanted}")
+    meta, ports = value.get("metadata"), value.get("ports")
+    if isinstance(meta, dict) and kind != Kind.NODE and not meta.get("namespace"):
+        value["metadata"] = {**meta, "namespace": "default"}
+    if kind == Kind.SLICE and isinstance(ports, list):
+        value["ports"] = [{"name": "", **p} if isinstance(p, dict) else p for p in ports]
+    item = decode.read_value(Kind(kind), value)
+    return item._replace(error=path + item.error) if item.error else item
+
+
+def _load_json(name: str, data: bytes) -> Iterator[Placed]:
+    """One at a time: as plain dicts a large list takes five times the memory of its text."""
+    try:
+        top = msgspec.json.decode(data, type=dict[str, msgspec.Raw]) if data.strip() else {}
+        kind = _kind(msgspec.json.decode(top["kind"])) if "kind" in top else ""
+        if kind.endswith("List"):
+            items = msgspec.json.decode(top.get("items", b"[]"), type=list[msgspec.Raw] | None)
+            for i, raw in enumerate(items or ()):
+                yield _placed(0, f"items[{i}].", kind, msgspec.json.decode(raw))
+        elif top:
+            yield 0, "", kind, msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        at = re.search(r"\(byte (\d+)\)", str(error))
+        line = data[: int(at[1])].count(b"\n") + 1 if at else 1
+        raise ObjectError(f"not JSON: {field_error(error)}", f"{name}:{line}") from error
+
+
+def _load_yaml(name: str, data: bytes) -> Iterator[Placed]:
+    try:
+        for number, document in enumerate(yaml.load_all(data, _Loader)):
+            kind = _kind(document.get("kind")) if isinstance(document, dict) else ""
+            if kind.endswith("List"):
+                items = document.get("items")
+                for i, value in enumerate(items if isinstance(items, list) else ()):
+                    yield _placed(number, f"items[{i}].", kind, value)
+            elif document is not None:
+                yield number, "", kind, document
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        line = mark.line + 1 if mark else 1
+        problem = getattr(error, "problem", None) or str(error)
+        raise ObjectError(f"not YAML: {problem}", f"{name}:{line}") from error
+
+
+def _placed(document: int, path: str, list_kind: str, value: object) -> Placed:
+    """An item of a list; in a ServiceList, as an API server gives it, it says no kind."""
+    own = value.get("kind", list_kind.removesuffix("List")) if isinstance(value, dict) else ""
+    return document, path, _kind(own), value
+
+
+def _kind(said: object) -> str:
+    return said if isinstance(said, str) else ""
+
+
+class _Lines:
+    """Where fields stand. Only for complaints: the text is parsed again, once, when the first
+    comes (JSON too: YAML can read it).
+    """
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._documents: list[Any] | None = None
+
+    def of(self, number: int, error: str) -> int:
+        """The line of the field that `error` begins with, or of the nearest thing around it."""
+        if self._documents is None:
+            try:
+                self._documents = list(yaml.compose_all(self._data, _Loader))
+            except yaml.YAMLError:
+                self._documents = []
+        if number >= len(self._documents):
+            return 1
+        node = self._documents[number]
+        line = node.start_mark.line
+        found = re.match(r"[\w.\[\]-]+(?=:)", error)
+        for step in re.findall(r"[\w-]+", found[0] if found else ""):
+            below = _below(node, step)
+            if below is None:
+                break
+            line, node = below
+        return int(line) + 1
+
+
+def _below(node: Any, step: str) -> tuple[int, Any] | None:
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            if key.value == step:
+                return key.start_mark.line, value
+    elif isinstance(node, yaml.SequenceNode) and step.isdigit() and int(step) < len(node.value):
+        below = node.value[int(step)]
+        return below.start_mark.line, below
+    return None
+
+
+_INT: Final = re.compile(r"[-+]?(?:0b[01]+|0o?[0-7]+|0x[0-9a-fA-F]+|0|[1-9][0-9]*)$")
+_FLOAT: Final = re.compile(r"[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?$")
+_NUMBERS: Final = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
+
+
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """Safe, in C where PyYAML has it, and with Kubernetes' idea of what is a number or a date."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012
+        first: [
+            (tag, pattern)
+            for tag, pattern in resolvers
+            if tag not in (*_NUMBERS, "tag:yaml.org,2002:timestamp")
+        ]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+_Loader.add_implicit_resolver(_NUMBERS[0], _INT, list("-+0123456789"))
+_Loader.add_implicit_resolver(_NUMBERS[1], _FLOAT, list("-+.0123456789"))

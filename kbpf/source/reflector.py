@@ -1,0 +1,303 @@
+"""LIST and WATCH of one kind, for ever: what the API server has → events.
+
+Rules:
+- Bookmarks, 410, cut lines, expired tokens, half-open connections and outages are everyday. Nothing
+  that fails says Delete; only a DELETED event or a whole and sound list does.
+- The list is a stream (sendInitialEvents) where the server offers it, else pages. A stream that
+  broke off is followed by pages once; a server that refuses streams (400, 422) gets pages from
+  then on. Both ask for the newest state, not for what a cache happens to hold.
+- A watch goes on from the last resourceVersion. What makes that impossible (410, a line that is no
+  event and may have been one) leads to a new list, whose difference to the old one is said.
+- A healthy watch that is mute for 90 s is taken up anew: an API server sends a bookmark each minute
+  (none while nothing of the kind has happened since it started; asking again is cheap then). A
+  peer that is gone is found by TCP within 30 s, see transport.py.
+- A change of health is logged once, not each try.
+"""
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final, assert_never
+
+import msgspec
+
+from kbpf.errors import ObjectError, SourceError
+from kbpf.model.events import Kind, Synced
+from kbpf.source import decode, wire
+from kbpf.source.base import Put, SourceState, SourceStatus
+from kbpf.source.cluster import Cluster
+from kbpf.source.fields import field_error
+from kbpf.source.known import Known
+from kbpf.source.pace import Pace
+from kbpf.source.resource import Refused, Resource, refused
+from kbpf.source.transport import ANSWER_SECONDS, Connection, Response, Silent
+from kbpf.source.watch import Changed, Expired, Failed, Garbled, InitialEnd, Said, WatchStream
+
+log = logging.getLogger("kbpf.source")
+
+SILENCE: Final = 90.0
+WATCH_SECONDS: Final = 300
+LIST_SECONDS: Final = 120.0
+_PAGE: Final = msgspec.json.Decoder(wire.ListPage)
+
+
+class _Over(Exception):
+    """The watch is over and nothing is wrong."""
+
+
+class Reflector:
+    """One kind of object from one API server, in a thread of its own."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        resource: Resource,
+        put: Put,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        chance: Callable[[], float] = random.random,
+        wait: Callable[[threading.Event, float], object] = threading.Event.wait,
+        silence: float = SILENCE,
+        answer_seconds: float = ANSWER_SECONDS,
+    ) -> None:
+        self._cluster, self._resource, self._put = cluster, resource, put
+        self._clock, self._chance, self._wait, self._silence = clock, chance, wait, silence
+        self._connection = Connection(cluster, answer_seconds=answer_seconds)
+        self._pace = Pace(chance)
+        self._known = Known()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._version = ""  # where the watch goes on; "" when a list is needed
+        self._may_stream = True
+        self._broke_off = False
+        self._healthy_since: float | None = None
+        self._verb = "list"
+        self._contact = 0.0
+        self._status = SourceStatus(resource.name, (resource.kind,))
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The kind."""
+        return (self._resource.kind,)
+
+    def start(self) -> None:
+        """Begin in a thread of its own."""
+        name = f"kbpf-{self._resource.name}"
+        self._thread = threading.Thread(target=self.run, args=(self._stop,), name=name, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End whatever it waits for. Back when the thread has ended, or after a second when it
+        hangs in name resolution, which nobody can interrupt.
+        """
+        self._stop.set()
+        self._connection.close()
+        if self._thread is not None:
+            self._thread.join(1.0)
+
+    def status(self) -> SourceStatus:
+        """How it is doing; from any thread."""
+        return replace(self._status, resource_version=self._version, last_contact=self._contact)
+
+    def run(self, stop: threading.Event) -> None:
+        """List and watch until `stop`; stop() sets it and ends what is waited for."""
+        self._stop = stop
+        while not stop.is_set():
+            delay = self._round()
+            if delay > 0 and not stop.is_set():
+                self._status = replace(self._status, state=SourceState.RETRYING)
+                self._wait(stop, delay)
+        self._connection.drop()
+        self._status = replace(self._status, state=SourceState.STOPPED)
+
+    def _round(self) -> float:
+        """List if need be, watch until that ends; returns how long to wait then."""
+        self._healthy_since = None
+        failure: SourceError | None = None
+        try:
+            if self._version:
+                self._watch()
+            elif self._may_stream and not self._broke_off:
+                self._stream_list()
+            else:
+                self._list()
+                self._watch()
+        except _Over:
+            pass
+        except SourceError as error:
+            # A mute watch is taken up again; if the server hangs, that try will say so.
+            mute = isinstance(error, Silent) and self._healthy_since is not None
+            failure = None if mute else error
+        except Exception as error:  # the thread's one: a fault of ours must not end the watch
+            log.exception("source fault name=%s", self._resource.name)
+            failure = SourceError(f"internal error: {error!r}")
+            self._version = ""
+            self._known.doubt()
+        if failure is not None and not self._stop.is_set():
+            self._unwell(failure)
+        since = self._healthy_since
+        return self._pace.after(
+            failed=failure is not None,
+            lived=0.0 if since is None else self._clock() - since,
+            retry_after=failure.retry_after if isinstance(failure, Refused) else 0.0,
+        )
+
+    # --- listing ---
+
+    def _list(self) -> None:
+        """The whole list, page by page. A 410 between pages (or anything else) starts it anew."""
+        self._status = replace(self._status, state=SourceState.LISTING)
+        self._known.begin_list()
+        token = ""
+        while True:
+            response = self._ask("list", self._resource.page(token))
+            page = self._page(response.read())
+            for raw in page.items or ():
+                try:
+                    self._take(decode.read(self._resource.kind, raw))
+                except ObjectError as error:
+                    self._known.unreadable()
+                    log.warning(
+                        "object unreadable name=%s error=%r", self._resource.name, error.what
+                    )
+            last, token = token, page.metadata.continue_ or ""
+            if not token:
+                break
+            if token == last:
+                raise SourceError("the server gives the same page again and again")
+        self._listed(page.metadata.resource_version or "")
+
+    def _page(self, body: bytes) -> wire.ListPage:
+        try:
+            return _PAGE.decode(body)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            hint = "is this a Kubernetes API server?"
+            raise SourceError(f"not a list: {field_error(error)}", hint=hint) from error
+
+    def _stream_list(self) -> None:
+        """The list and then the watch, as one stream."""
+        self._status = replace(self._status, state=SourceState.LISTING)
+        response = self._ask("list", self._resource.stream(self._seconds()), self._silence)
+        self._broke_off = True  # until its end mark has come
+        self._known.begin_list()
+        self._follow(response, WatchStream(self._resource.kind, initial=True))
+
+    def _listed(self, version: str) -> None:
+        for event in self._known.end_list(self._clock()):
+            self._put(event)
+        self._version, self._broke_off = version, False
+        self._put(Synced(self._resource.kind))
+        if not self._status.synced:
+            log.info("source synced name=%s objects=%d", self._resource.name, len(self._known))
+        self._status = replace(self._status, synced=True)
+
+    # --- watching ---
+
+    def _watch(self) -> None:
+        response = self._ask(
+            "watch", self._resource.watch(self._version, self._seconds()), self._silence
+        )
+        self._well()
+        self._follow(response, WatchStream(self._resource.kind, self._version))
+
+    def _seconds(self) -> int:
+        return int(WATCH_SECONDS * (1 + self._chance()))
+
+    def _follow(self, response: Response, stream: WatchStream) -> None:
+        """Say what comes until it ends. Raises SourceError, or _Over when a list is due."""
+        begun, listing = self._clock(), not self._version
+        while not self._stop.is_set() and (data := response.chunk()):
+            self._contact = self._clock()
+            for said in stream.feed(data):
+                self._heard(said, stream)
+            if not listing or self._version:
+                self._version = stream.resource_version
+            elif self._contact - begun > LIST_SECONDS:
+                raise SourceError(f"it has no end after {LIST_SECONDS:.0f} s")
+        if not self._version:
+            raise SourceError("the stream ended before the list did")
+        if stream.close():
+            raise SourceError("the stream ended inside a line")
+
+    def _heard(self, said: Said, stream: WatchStream) -> None:
+        match said:
+            case Changed():
+                self._take(said.item, said.gone)
+            case InitialEnd():
+                self._listed(stream.resource_version)
+                self._well()
+            case Expired():
+                self._version = ""
+                raise _Over
+            case Failed():
+                code = f"{said.code} " if said.code else ""
+                # It may fail at that very event: a list gets past it.
+                self._version = ""
+                raise SourceError(f"{code}{said.message}")
+            case Garbled():
+                log.warning("line unreadable name=%s error=%r", self._resource.name, said.error)
+                self._known.unreadable()
+                if self._version:
+                    self._version = ""
+                    raise SourceError(f"a line is no event: {said.error}")
+            case _:
+                assert_never(said)
+
+    def _take(self, item: decode.Item, gone: bool = False) -> None:
+        event = self._known.take(item, gone, self._clock())
+        if event is not None:
+            self._put(event)
+
+    # --- asking, and how it went ---
+
+    def _ask(self, verb: str, query: str, silence: float = 0.0) -> Response:
+        """The response to a GET, status 200. Anything else raises."""
+        self._verb = verb
+        response = self._connection.request(query, silence=silence)
+        self._contact = self._clock()
+        if response.status == 200:
+            return response
+        error = refused(
+            self._resource,
+            response.status,
+            response.reason,
+            response.read(),
+            self._cluster.access.where,
+        )
+        error.retry_after = response.retry_after
+        self._adapt(error, streaming="sendInitialEvents" in query)
+        raise error
+
+    def _adapt(self, error: Refused, streaming: bool) -> None:
+        """Ask for something else where asking the same again cannot help."""
+        if error.status in (400, 410, 422, 504):  # 504: "Too large resource version"
+            self._version = ""
+        if error.status in (400, 422) and "field label not supported" in error.message:
+            self._resource = self._resource.without_fields()
+            raise _Over
+        if error.status in (400, 422) and streaming:
+            log.info("source lists by pages name=%s", self._resource.name)
+            self._may_stream = False
+            raise _Over
+        if error.status == 410:
+            raise _Over
+
+    def _well(self) -> None:
+        self._healthy_since, self._verb = self._clock(), "watch"
+        if self._status.error:
+            failures = self._status.failures
+            log.info("source well again name=%s failures=%d", self._resource.name, failures)
+        self._status = replace(self._status, state=SourceState.WATCHING, failures=0, error="")
+
+    def _unwell(self, error: SourceError) -> None:
+        what = f"cannot {self._verb} {self._resource.name}: {error.what}"
+        line = f"SourceError: {SourceError(what, error.where or self._cluster.url, error.hint)}"
+        if line != self._status.error:
+            log.warning("source unwell name=%s error=%r", self._resource.name, line)
+        failures = self._status.failures + 1
+        self._status = replace(
+            self._status, state=SourceState.RETRYING, failures=failures, error=line
+        )

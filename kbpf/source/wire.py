@@ -1,0 +1,242 @@
+"""Services, EndpointSlices and Nodes as the JSON comes: only the fields that decide something.
+
+Rules: whatever may be null or missing is optional here and gets its meaning in decode.py; what we
+do not list is skipped by msgspec without being built. Kubernetes' spelling of names ends here.
+"""
+
+import msgspec
+
+_UPPER = {"ip": "IP", "ips": "IPs", "cidrs": "CIDRs", "cidr": "CIDR"}
+
+
+def spelling(name: str) -> str:
+    """The field as Kubernetes spells it: ``cluster_ips`` is ``clusterIPs``."""
+    first, *rest = name.split("_")
+    return first + "".join(_UPPER.get(word, word.capitalize()) for word in rest)
+
+
+class Labels(
+    msgspec.Struct,
+    frozen=True,
+    gc=False,
+    rename={
+        "service_name": "kubernetes.io/service-name",
+        "headless": "service.kubernetes.io/headless",
+        "proxy_name": "service.kubernetes.io/service-proxy-name",
+        "zone": "topology.kubernetes.io/zone",
+    },
+):
+    """The four labels that we read. A label with an empty value is "", a missing one None."""
+
+    service_name: str | None = None
+    headless: str | None = None
+    proxy_name: str | None = None
+    zone: str | None = None
+
+
+class Meta(msgspec.Struct, frozen=True, gc=False, rename=spelling):
+    """metadata."""
+
+    name: str = ""
+    namespace: str | None = None
+    resource_version: str | None = None
+    creation_timestamp: str | None = None
+    labels: Labels | None = None
+
+
+class HasMeta(msgspec.Struct, frozen=True, gc=False, rename=spelling):
+    """Any object: enough to say which one it is."""
+
+    metadata: Meta
+
+
+class ServicePort(msgspec.Struct, frozen=True, gc=False, rename=spelling):
+    """spec.ports[] of a Service."""
+
+    name: str | None = None
+    protocol: str | None = None
+    port: int | None = None
+    node_port: int | None = None
+
+
+class ClientIP(msgspec.Struct, frozen=True, gc=False, rename=spelling):
+    """spec.sessionAffinityConfig.clientIP."""
+
+    timeout_seconds: int | None = None
+
+
+class AffinityConfig(msgspec.Struct, frozen=True, gc=False, rename=spelling):
+    """spec.sessionAffinityConfig."""
+
+    client_ip: ClientIP | None = None
+
+
+class ServiceSpec(msgspec.Struct, frozen=True, gc=False, rename=spelling):
+    """spec of a Service."""
+
+    type: str | None = None
+    cluster_ip: str | None = None
+    cluster_ips: tuple[str, ...] | None = None
+    ports: tuple[ServicePort, ...] | None = None
+    external_ips: tuple[str, ...] | None = None
+    load_balancer_source_ranges: tuple[str, ...] | None = None
+    external_traffic_policy: str | None = None
+    internal_traffic_policy: str | None = None
+    session_affinity: str | None = None
+    session_affinity_config: AffinityConfig | None = None
+    health_check_node_port: int | None = None
+
+
+class Ingress(msgspec.Struct, frozen=True, gc=False, rename=spelling):
+    """status.loadBalancer.ingress[]."""
+
+    ip: str | None = None
+    ip_mode: str | None = None
+
+
+class LoadBalancer(msgspec.Struct, frozen=True, gc=False, rename=spelling):
+    """status.loadBalancer."""
+
+    ingress: tuple[Ingress, ...] | None = None
+
+
+class ServiceStatus(msgspec.Struct, frozen=True, gc=False, rename=spelling):
+    """status of a Service."""
+
+    load_balancer: LoadBalancer | None = None
+
+
+class Service(msgspec.Struct, frozen=True, gc=False, rename=spelling):
+    """A Service."""
+
+    metadata: Meta
+    spec: ServiceSpec | None = None
+    status: ServiceStatus | None = None
+
+
+class Conditions(msgspec.Struct, frozen=True, gc=False, rename=spelling):
+    """endpoints[].conditions."""
+
+    ready: bool | None = None
+    serving: bool | None = None
+    terminating: bool | None = None
+
+
+class Hint(msgspec.Struct, frozen=True, gc=False, rename=spelling):
+    """endpoints[].hints.forZones[] and forNodes[]."""
+
+    name: str
+
+
+class Hints(msgspec.Struct, frozen=True, gc=False, rename=spelling):
+    """endpoints[].hints."""
+
+    for_zones: tuple[Hint, ...] | None = None
+    for_nodes: tuple[Hint, ...] | None = None
+
+
+class Endpoint(msgspec.Struct, frozen=True, gc=False, rename=spelling):
+    """endpoints[] of an EndpointSlice."""
+
+    addresses: tuple[str, ...] | None = None
+    conditions: Conditions | None = None
+    node_name: str | None = None
+    zone: str | None = None
+    hints: Hints | None = None
+
+
+class SlicePort(msgspec.Struct, frozen=True, gc=False, rename=spelling):
+    """ports[] of an EndpointSlice."""
+
+    name: str | None = None
+    protocol: str | None = None
+    port: int | None = None
+
+
+class EndpointSlice(msgspec.Struct, frozen=True, gc=False, rename=spelling):
+    """An EndpointSlice, discovery.k8s.io/v1."""
+
+    metadata: Meta
+    address_type: str | None = None
+    endpoints: tuple[Endpoint, ...] | None = None
+    ports: tuple[SlicePort, ...] | None = None
+
+
+class NodeAddress(msgspec.Struct, frozen=True, gc=False, rename=spelling):
+    """status.addresses[]."""
+
+    type: str = ""
+    address: str = ""
+
+
+class NodeSpec(msgspec.Struct, frozen=True, gc=False, rename=spelling):
+    """spec of a Node: its pod networks."""
+
+    pod_cidr: str | None = None
+    pod_cidrs: tuple[str, ...] | None = None
+
+
+class NodeStatus(msgspec.Struct, frozen=True, gc=False, rename=spelling):
+    """status of a Node."""
+
+    addresses: tuple[NodeAddress, ...] | None = None
+
+
+class Node(msgspec.Struct, frozen=True, gc=False, rename=spelling):
+    """A Node."""
+
+    metadata: Meta
+    spec: NodeSpec | None = None
+    status: NodeStatus | None = None
+
+
+class ListMeta(
+    msgspec.Struct,
+    frozen=True,
+    rename={"continue_": "continue", "resource_version": "resourceVersion"},
+):
+    """metadata of a list: its resourceVersion, and the token of the next page."""
+
+    resource_version: str | None = None
+    continue_: str | None = None
+
+
+class ListPage(msgspec.Struct, frozen=True, gc=False, rename=spelling):
+    """A page of a LIST; the items stay bytes, so that one bad object spoils only itself."""
+
+    metadata: ListMeta
+    items: list[msgspec.Raw] | None = None
+
+
+class WatchLine(msgspec.Struct, frozen=True, gc=False, rename=spelling):
+    """One line of a WATCH; what `object` is depends on `type`."""
+
+    type: str
+    object: msgspec.Raw
+
+
+class BookmarkAnnotations(msgspec.Struct, frozen=True, rename={"end": "k8s.io/initial-events-end"}):
+    """annotations of a BOOKMARK."""
+
+    end: str | None = None
+
+
+class BookmarkMeta(msgspec.Struct, frozen=True, gc=False, rename=spelling):
+    """metadata of a BOOKMARK's object."""
+
+    resource_version: str
+    annotations: BookmarkAnnotations | None = None
+
+
+class Bookmark(msgspec.Struct, frozen=True, gc=False, rename=spelling):
+    """The object of a BOOKMARK line."""
+
+    metadata: BookmarkMeta
+
+
+class Status(msgspec.Struct, frozen=True, gc=False, rename=spelling):
+    """What an API server says when it says no: an ERROR line's object, or a response's body."""
+
+    code: int | None = None
+    message: str | None = None
+    reason: str | None = None

@@ -1,0 +1,1 @@
+"""Rows that inspect shows, as values; nothing here prints or changes anything."""

@@ -1,0 +1,76 @@
+"""Session affinity: which client is kept at which backend, since when and for how long."""
+
+from typing import Final
+
+import msgspec
+
+from kbpf.dataplane.bpf.layout import ClientKind
+from kbpf.model.address import format_addr
+from kbpf.views.backends import service_text
+from kbpf.views.columns import Column, span
+from kbpf.views.snapshot import Part, Remembered, Snapshot
+
+NEEDS: Final = Part.SERVICES | Part.AFFINITY
+
+
+class AffinityRow(msgspec.Struct, frozen=True):
+    """One client of one Service port.
+
+    `client` is an address, "host", or the cookie of a pod's network namespace; `kind` says which.
+    `expires_seconds` is negative when its time is over (`expired`): the next connection chooses
+    anew, and the entry goes when room is needed. It is None when the Service is gone.
+    """
+
+    client: str
+    kind: str
+    service: str
+    backend: str
+    age_seconds: float
+    expires_seconds: float | None
+    expired: bool
+
+
+def rows(snapshot: Snapshot) -> tuple[AffinityRow, ...]:
+    """All that is remembered, by Service, then client."""
+    timeouts = {value.id: value.affinity_timeout for value in snapshot.frontends.values()}
+    found = [_row(entry, timeouts.get(entry.service), snapshot) for entry in snapshot.affinity]
+    return tuple(sorted(found, key=lambda r: (r.service, r.kind, r.client)))
+
+
+def _row(entry: Remembered, timeout: int | None, snapshot: Snapshot) -> AffinityRow:
+    age = max(0.0, snapshot.monotonic - entry.last_used)
+    left = None if timeout is None else timeout - age
+    backend = snapshot.backends.get(entry.backend)
+    kind, client = _client(entry, snapshot)
+    return AffinityRow(
+        client=client,
+        kind=kind,
+        service=service_text(snapshot.names.get(entry.service), entry.service),
+        backend=str(backend) if backend else f"id {entry.backend}, gone",
+        age_seconds=round(age, 3),
+        expires_seconds=None if left is None else round(left, 3),
+        expired=left is None or left < 0,
+    )
+
+
+def _client(entry: Remembered, snapshot: Snapshot) -> tuple[str, str]:
+    if entry.kind == ClientKind.ADDRESS:
+        return "address", format_addr(entry.client)
+    if entry.cookie == snapshot.host_netns:
+        return "netns", "host"
+    return "netns", str(entry.cookie)
+
+
+def _expires(row: AffinityRow) -> str:
+    if row.expires_seconds is None:
+        return "Service gone"
+    return "expired" if row.expired else span(row.expires_seconds)
+
+
+COLUMNS: Final = (
+    Column("CLIENT", lambda r: r.client if r.kind == "address" else f"netns {r.client}"),
+    Column("SERVICE", lambda r: r.service),
+    Column("BACKEND", lambda r: r.backend),
+    Column("AGE", lambda r: span(r.age_seconds), right=True),
+    Column("EXPIRES-IN", _expires, right=True),
+)

@@ -1,0 +1,66 @@
+"""Backends as the maps hold them, and which Services use each."""
+
+from typing import Final
+
+import msgspec
+
+from kbpf.model.address import format_addr
+from kbpf.model.desired import ServicePortKey
+from kbpf.views.columns import Column, endpoint, number
+from kbpf.views.snapshot import Part, Snapshot
+
+NEEDS: Final = Part.SERVICES
+
+
+class BackendRow(msgspec.Struct, frozen=True):
+    """A backend. `services` are the Service ports whose sets lead to it.
+
+    None: it is held for what is going on (UDP that it still serves) or is on its way out.
+    """
+
+    id: int
+    address: str
+    port: int
+    protocol: str
+    services: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """``10.244.0.7:8080``."""
+        return endpoint(self.address, self.port)
+
+
+def service_text(key: ServicePortKey | None, service_id: int) -> str:
+    """``namespace/name:port``, or what is known of it."""
+    if key is None:
+        return f"id {service_id}, not named"
+    return f"{key.service}:{key.port}" if key.port else str(key.service)
+
+
+def rows(snapshot: Snapshot) -> tuple[BackendRow, ...]:
+    """All backends, by address, port, protocol and id."""
+    users: dict[int, set[str]] = {}
+    for value in snapshot.frontends.values():
+        name = service_text(snapshot.names.get(value.id), value.id)
+        for set_id in (value.cluster_set, value.local_set):
+            for backend_id in snapshot.sets.get(set_id, {}).values():
+                users.setdefault(backend_id, set()).add(name)
+    ordered = sorted((backend, backend_id) for backend_id, backend in snapshot.backends.items())
+    return tuple(
+        BackendRow(
+            backend_id,
+            format_addr(backend.address),
+            backend.port,
+            backend.protocol.name,
+            tuple(sorted(users.get(backend_id, ()))),
+        )
+        for backend, backend_id in ordered
+    )
+
+
+COLUMNS: Final = (
+    Column("ID", lambda b: number(b.id), right=True),
+    Column("BACKEND", lambda b: b.text),
+    Column("PROTOCOL", lambda b: b.protocol),
+    Column("SERVICES", lambda b: ", ".join(b.services) or "-"),
+)

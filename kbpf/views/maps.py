@@ -1,0 +1,101 @@
+"""The maps: how full, how big, and what each is for."""
+
+from typing import Final
+
+import msgspec
+
+from kbpf.kernel import libbpf
+from kbpf.views.columns import Column, number, size
+from kbpf.views.snapshot import MapFacts, Part, Snapshot
+
+NEEDS: Final = Part.MAPS
+
+ALARM_PERCENT: Final = 80.0
+
+TYPES: Final = {
+    libbpf.MAP_HASH: "hash",
+    libbpf.MAP_ARRAY: "array",
+    libbpf.MAP_PERCPU_ARRAY: "percpu_array",
+    libbpf.MAP_LRU_HASH: "lru_hash",
+    libbpf.MAP_LPM_TRIE: "lpm_trie",
+}
+
+PURPOSE: Final = {
+    "services": "address that clients dial → Service port and its backend sets",
+    "service_names": "Service port id → name; for people, programs never read it",
+    "backend_slots": "place in a backend set → backend id",
+    "backends": "backend id → address and port",
+    "set_members": "who is in a set, for Services with session affinity",
+    "affinity": "client and Service → backend it is kept at; full: the oldest goes",
+    "sock_peers": "connected socket → frontend and backend; full: the oldest goes",
+    "udp_peers": "connected UDP socket → frontend and backend; full: the oldest is not ended",
+    "udp_flows": "unconnected UDP socket and frontend → backend; full: the oldest goes",
+    "udp_reverse": "unconnected UDP socket and backend → frontend, for replies; full: as udp_flows",
+    "udp_heads": "unconnected UDP socket → its newest flow; full: as udp_flows",
+    "node_addresses": "addresses of this node that serve NodePorts",
+    "source_ranges": "who may dial a LoadBalancer VIP that is not for everybody",
+    "flows": "packet path: client and frontend → how its packets are translated",
+    "replies": "packet path: backend and client → the same, for answers",
+    "fragments": "packet path: ports of datagrams that come in fragments",
+    "devices": "packet path: devices, and on which side of the node they are",
+    "node": "packet path: the node's own addresses and ports for translated sources",
+    "config": "settings that the programs read",
+    "reasons": "what the programs decided, counted",
+    "meta": "ids to give out next",
+    "agent_status": "the agent's own words",
+}
+
+
+class MapRow(msgspec.Struct, frozen=True):
+    """A map. `fill_percent` is None where fullness means nothing (arrays).
+
+    `bytes` is None where the kernel does not say. `alarm`: 80 % or more is used. An LRU map may
+    well stay full; then what was used least recently is forgotten early.
+    """
+
+    name: str
+    type: str
+    entries: int
+    room: int
+    fill_percent: float | None
+    alarm: bool
+    bytes: int | None
+    purpose: str
+
+
+def rows(snapshot: Snapshot) -> tuple[MapRow, ...]:
+    """All maps, in the order in which a connection meets them."""
+    return tuple(map(_row, snapshot.maps))
+
+
+def _row(facts: MapFacts) -> MapRow:
+    fill = None
+    if facts.kind in (libbpf.MAP_HASH, libbpf.MAP_LRU_HASH) and facts.room:
+        fill = round(100 * facts.entries / facts.room, 1)
+    return MapRow(
+        name=facts.name,
+        type=TYPES.get(facts.kind, str(facts.kind)),
+        entries=facts.entries,
+        room=facts.room,
+        fill_percent=fill,
+        alarm=fill is not None and fill >= ALARM_PERCENT,
+        bytes=facts.bytes,
+        purpose=PURPOSE.get(facts.name, ""),
+    )
+
+
+def _fill(row: MapRow) -> str:
+    if row.fill_percent is None:
+        return "-"
+    return f"{row.fill_percent:.1f}%" + (" !" if row.alarm else "  ")
+
+
+COLUMNS: Final = (
+    Column("NAME", lambda m: m.name),
+    Column("TYPE", lambda m: m.type),
+    Column("ENTRIES", lambda m: number(m.entries), right=True),
+    Column("ROOM", lambda m: number(m.room), right=True),
+    Column("FILL", _fill, right=True),
+    Column("BYTES", lambda m: size(m.bytes), right=True),
+    Column("FOR", lambda m: m.purpose),
+)

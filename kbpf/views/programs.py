@@ -1,0 +1,77 @@
+"""The hooks: which program each runs, for which cgroup, and what keeps it there."""
+
+from typing import Final
+
+import msgspec
+
+from kbpf.views.columns import Column, number, yes
+from kbpf.views.hooks import HookFacts
+from kbpf.views.snapshot import Part, Snapshot
+
+NEEDS: Final = Part.HOOKS
+
+
+class ProgramRow(msgspec.Struct, frozen=True):
+    """A hook. `state` is ``attached``, ``missing`` (no link is pinned) or ``detached`` (its cgroup
+    was removed). `cgroup` is "" when its folder is not visible from here.
+    """
+
+    hook: str
+    serves: str
+    required: bool
+    state: str
+    program: int | None
+    tag: str
+    instructions: int | None
+    link: int | None
+    cgroup: str
+    cgroup_id: int | None
+    pinned: bool
+
+
+def rows(snapshot: Snapshot) -> tuple[ProgramRow, ...]:
+    """One row for every hook there is, missing ones included."""
+    return tuple(map(_row, snapshot.hooks))
+
+
+def state(facts: HookFacts) -> str:
+    """In one word."""
+    if facts.link is None:
+        return "missing"
+    return "attached" if facts.attached else "detached"
+
+
+def _row(facts: HookFacts) -> ProgramRow:
+    link, program = facts.link, facts.program
+    return ProgramRow(
+        hook=facts.hook.name,
+        serves=facts.hook.what,
+        required=facts.hook.required,
+        state=state(facts),
+        program=link.program if link else None,
+        tag=program.tag if program else "",
+        instructions=program.insns if program else None,
+        link=link.id if link else None,
+        cgroup=str(facts.cgroup) if facts.cgroup else "",
+        cgroup_id=link.cgroup if link else None,
+        pinned=facts.program_pinned,
+    )
+
+
+def _cgroup(row: ProgramRow) -> str:
+    if row.state != "attached":
+        return "-"
+    return row.cgroup or f"id {row.cgroup_id}, not visible here"
+
+
+COLUMNS: Final = (
+    Column("HOOK", lambda p: p.hook),
+    Column("STATE", lambda p: p.state),
+    Column("PROGRAM", lambda p: number(p.program), right=True),
+    Column("TAG", lambda p: p.tag or "-"),
+    Column("INSTRUCTIONS", lambda p: number(p.instructions), right=True),
+    Column("LINK", lambda p: number(p.link), right=True),
+    Column("PINNED", lambda p: yes(p.pinned)),
+    Column("CGROUP", _cgroup),
+    Column("SERVES", lambda p: p.serves, wide=True),
+)

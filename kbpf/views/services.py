@@ -1,0 +1,177 @@
+"""Services as the maps hold them: one row per Service port and family."""
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import msgspec
+
+from kbpf.dataplane.bpf.adopt import frontend_of
+from kbpf.dataplane.bpf.layout import ServiceFlag, ServiceValue
+from kbpf.model.address import ANY4, ANY6, format_addr
+from kbpf.model.desired import FrontendAddress, ServicePortKey
+from kbpf.views.columns import Column, endpoint, number
+from kbpf.views.snapshot import Part, Snapshot
+
+NEEDS: Final = Part.SERVICES
+POLICY: Final = {False: "Cluster", True: "Local"}
+
+
+class FrontendRow(msgspec.Struct, frozen=True):
+    """An address that clients dial. `kind` is why; a NodePort's address is the family's wildcard.
+
+    `restricted`: source ranges apply, so socket hooks leave it alone. The sets are ids, 0: empty.
+    """
+
+    address: str
+    port: int
+    protocol: str
+    kind: str
+    restricted: bool
+    cluster_set: int
+    cluster_size: int
+    local_set: int
+    local_size: int
+
+    @property
+    def text(self) -> str:
+        """``10.96.0.1:80``, ``[fd00::1]:80`` or ``*:30080``."""
+        if self.kind == "NodePort":
+            return f"*:{self.port}"
+        return endpoint(self.address, self.port)
+
+
+class ServiceRow(msgspec.Struct, frozen=True):
+    """A Service port in one family. `backends_local` is None where no policy asks for a local set.
+
+    `affinity_seconds` 0: none. `name` is "" for frontends that no Service is named for.
+    """
+
+    namespace: str
+    name: str
+    port: str
+    protocol: str
+    family: int
+    id: int
+    frontends: tuple[FrontendRow, ...]
+    internal_policy: str
+    external_policy: str
+    affinity_seconds: int
+    backends_cluster: int
+    backends_local: int | None
+
+    @property
+    def full_name(self) -> str:
+        """``namespace/name``."""
+        return f"{self.namespace}/{self.name}"
+
+
+Behind = Mapping[int, list[tuple[FrontendAddress, ServiceValue]]]
+
+
+def rows(snapshot: Snapshot) -> tuple[ServiceRow, ...]:
+    """All Service ports, by name; frontends that nobody owns come last."""
+    behind = _by_service(snapshot)
+    found = [
+        _row(service_id, snapshot.names.get(service_id), behind.get(service_id, []))
+        for service_id in snapshot.names.keys() | behind.keys()
+    ]
+    return tuple(
+        sorted(found, key=lambda r: (not r.name, r.namespace, r.name, r.port, r.protocol, r.family))
+    )
+
+
+def _by_service(snapshot: Snapshot) -> Behind:
+    behind: dict[int, list[tuple[FrontendAddress, ServiceValue]]] = {}
+    for at, value in snapshot.frontends.items():
+        behind.setdefault(value.id, []).append((at, value))
+    return behind
+
+
+def _row(
+    service_id: int,
+    key: ServicePortKey | None,
+    entries: Sequence[tuple[FrontendAddress, ServiceValue]],
+) -> ServiceRow:
+    frontends = tuple(sorted(map(_frontend, entries), key=_dialled_first))
+    values = [value for _, value in entries]
+    flags = ServiceFlag(values[0].flags if values else 0)
+    wants_local = bool(flags & (ServiceFlag.INTERNAL_LOCAL | ServiceFlag.EXTERNAL_LOCAL))
+    return ServiceRow(
+        namespace=key.namespace if key else "",
+        name=key.name if key else "",
+        port=key.port if key else "",
+        protocol=key.protocol.name if key else (frontends[0].protocol if frontends else ""),
+        family=key.family if key else 0,
+        id=service_id,
+        frontends=frontends,
+        internal_policy=POLICY[ServiceFlag.INTERNAL_LOCAL in flags],
+        external_policy=POLICY[ServiceFlag.EXTERNAL_LOCAL in flags],
+        affinity_seconds=max((v.affinity_timeout for v in values), default=0),
+        backends_cluster=max((v.cluster_size for v in values), default=0),
+        backends_local=max(v.local_size for v in values) if wants_local else None,
+    )
+
+
+def _frontend(entry: tuple[FrontendAddress, ServiceValue]) -> FrontendRow:
+    at, value = entry
+    known = frontend_of(at, value)
+    wildcard = {ANY4: "0.0.0.0", ANY6: "::"}
+    return FrontendRow(
+        address=wildcard.get(at.address) or format_addr(at.address),
+        port=at.port,
+        protocol=at.protocol.name,
+        kind=str(known.kind) if known else "unknown",
+        restricted=bool(known and known.restricted),
+        cluster_set=value.cluster_set,
+        cluster_size=value.cluster_size,
+        local_set=value.local_set,
+        local_size=value.local_size,
+    )
+
+
+_ORDER: Final = ("ClusterIP", "ExternalIP", "LoadBalancer", "NodePort", "unknown")
+
+
+def _dialled_first(row: FrontendRow) -> tuple[int, str, int]:
+    return _ORDER.index(row.kind), row.address, row.port
+
+
+# ---- columns -------------------------------------------------------------------------------
+
+
+def _frontends(row: ServiceRow) -> str:
+    texts = [f.text if f.kind == "ClusterIP" else f"{f.text} ({f.kind})" for f in row.frontends]
+    return ", ".join(texts) or "-"
+
+
+def _backends(row: ServiceRow) -> str:
+    if row.backends_local is None:
+        return str(row.backends_cluster)
+    return f"{row.backends_cluster} ({row.backends_local} local)"
+
+
+def _policy(row: ServiceRow) -> str:
+    if row.internal_policy == row.external_policy:
+        return row.internal_policy
+    return f"{row.internal_policy}/{row.external_policy}"
+
+
+def _set_ids(row: ServiceRow, which: str) -> str:
+    ids = sorted({getattr(f, which) for f in row.frontends} - {0})
+    return ",".join(map(str, ids)) or "-"
+
+
+COLUMNS: Final = (
+    Column("NAMESPACE", lambda r: r.namespace or "-"),
+    Column("NAME", lambda r: r.name or "-"),
+    Column("PORT", lambda r: r.port or "-"),
+    Column("PROTOCOL", lambda r: r.protocol),
+    Column("FRONTENDS", _frontends),
+    Column("BACKENDS", _backends),
+    Column("POLICY", _policy),
+    Column("AFFINITY", lambda r: f"{r.affinity_seconds}s" if r.affinity_seconds else "-"),
+    Column("FAMILY", lambda r: f"IPv{r.family}" if r.family else "-", wide=True),
+    Column("ID", lambda r: number(r.id), wide=True, right=True),
+    Column("CLUSTER-SET", lambda r: _set_ids(r, "cluster_set"), wide=True, right=True),
+    Column("LOCAL-SET", lambda r: _set_ids(r, "local_set"), wide=True, right=True),
+)

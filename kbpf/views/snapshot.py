@@ -1,0 +1,209 @@
+"""What an agent has pinned, read once: a frozen value that all views are made of.
+
+Only maps, links and programs are read, so it works with the agent down. The order of reading is
+the reverse of the order of writing (dataplane/bpf/plan.py): frontends first, then what stands
+behind them, which stays for a grace period after a flip. So a frontend is seen with its whole set.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Flag, auto
+from pathlib import Path
+from typing import Any, Final
+
+from kbpf.dataplane.bpf import load
+from kbpf.dataplane.bpf.adopt import address_of
+from kbpf.dataplane.bpf.layout import (
+    AFFINITY,
+    AFFINITY_KEY,
+    CONFIG,
+    MAPS,
+    PAIR,
+    U32,
+    ClientKind,
+    Reason,
+    ServiceValue,
+    unpack_name,
+)
+from kbpf.dataplane.bpf.load import Pins
+from kbpf.dataplane.bpf.udp import backend_of
+from kbpf.errors import KernelError, NotFoundError
+from kbpf.kernel import libbpf
+from kbpf.kernel.libbpf import Map
+from kbpf.model.address import Addr
+from kbpf.model.desired import Backend, FrontendAddress, ServicePortKey
+from kbpf.model.status import AgentStatus, decode
+from kbpf.views import hooks
+from kbpf.views.hooks import HookFacts
+
+ZERO: Final = U32.pack(0)
+COUNTED: Final = (libbpf.MAP_HASH, libbpf.MAP_LRU_HASH)
+
+
+class Part(Flag):
+    """What to read: walking every LRU map only pays for who shows it."""
+
+    SERVICES = auto()
+    AFFINITY = auto()
+    MAPS = auto()
+    HOOKS = auto()
+    STATUS = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Remembered:
+    """One entry of the map `affinity`. `last_used` is in seconds of CLOCK_MONOTONIC."""
+
+    client: Addr
+    kind: int
+    service: int
+    backend: int
+    last_used: float
+
+    @property
+    def cookie(self) -> int:
+        """The client's network namespace, where it is known by that."""
+        return int.from_bytes(self.client[:8], "little")
+
+
+@dataclass(frozen=True, slots=True)
+class MapFacts:
+    """A map from outside: type, entries, room for how many, bytes that the kernel counts."""
+
+    name: str
+    kind: int
+    entries: int
+    room: int
+    bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All that was asked for. `monotonic` and `boottime`: when, on those clocks.
+
+    `frontends`: address → what stands behind; `names`: service id → Service port;
+    `sets`: set id → {index: backend id}; `backends`: id → address. `agent_alive`: a process with
+    the agent's id is there.
+    """
+
+    pin_dir: Path
+    monotonic: float = 0.0
+    boottime: float = 0.0
+    frontends: Mapping[FrontendAddress, ServiceValue] = field(default_factory=dict)
+    names: Mapping[int, ServicePortKey] = field(default_factory=dict)
+    sets: Mapping[int, Mapping[int, int]] = field(default_factory=dict)
+    backends: Mapping[int, Backend] = field(default_factory=dict)
+    host_netns: int = 0
+    affinity: tuple[Remembered, ...] = ()
+    maps: tuple[MapFacts, ...] = ()
+    hooks: tuple[HookFacts, ...] = ()
+    reasons: Mapping[Reason, int] = field(default_factory=dict)
+    status: AgentStatus | None = None
+    agent_alive: bool = False
+
+
+def read(pin_dir: Path, parts: Part) -> Snapshot:
+    """What is pinned there. NotFoundError when nothing is, KernelError when it cannot be read."""
+    pins = find(pin_dir)
+    values: dict[str, Any] = {}
+    with opened(pins) as maps:
+        if parts & (Part.SERVICES | Part.AFFINITY):
+            values |= _services(maps)
+        if Part.AFFINITY in parts:
+            values["affinity"] = tuple(_affinity(maps["affinity"]))
+        if Part.MAPS in parts:
+            values["maps"] = tuple(_facts(name, held) for name, held in maps.items())
+        if Part.STATUS in parts:
+            status = decode(maps["agent_status"].lookup(ZERO) or b"")
+            values["status"] = status
+            values["agent_alive"] = status is not None and _alive(status.pid)
+            values["reasons"] = _reasons(maps["reasons"])
+    if Part.HOOKS in parts:
+        values["hooks"] = tuple(hooks.read(pins))
+    return Snapshot(pin_dir, time.monotonic(), time.clock_gettime(time.CLOCK_BOOTTIME), **values)
+
+
+def find(pin_dir: Path) -> Pins:
+    """The pins of an agent; NotFoundError with a hint at the likely reason when there are none."""
+    pins = Pins(pin_dir)
+    hint = "is `kbpf run` running on this node, and with this --pin-dir?"
+    try:
+        inside = sorted(p.name for p in pin_dir.iterdir())
+    except FileNotFoundError:
+        raise NotFoundError(
+            "nothing is pinned: there is no such folder", str(pin_dir), hint
+        ) from None
+    except OSError as error:
+        raise KernelError(
+            "cannot look into the folder of pins", str(pin_dir), "run as root", error.errno or 0
+        ) from error
+    if pins.maps.name in inside:
+        return pins
+    if any(name.startswith("maps-") for name in inside):
+        hint = "use the kbpf that runs as the agent, or restart the agent with this one"
+        raise NotFoundError("another version of kbpf has pinned its maps", str(pin_dir), hint)
+    raise NotFoundError("no maps are pinned", str(pin_dir), hint)
+
+
+@contextlib.contextmanager
+def opened(pins: Pins) -> Iterator[dict[str, Map]]:
+    """All maps, for as long as the block lasts."""
+    with contextlib.ExitStack() as stack:
+        yield {
+            name: stack.enter_context(load.open_map(pins.maps / name, spec))
+            for name, spec in MAPS.items()
+        }
+
+
+def _u32(raw: bytes) -> int:
+    return int.from_bytes(raw, "little")
+
+
+def _services(maps: Mapping[str, Map]) -> dict[str, Any]:
+    frontends = {address_of(key): ServiceValue.unpack(raw) for key, raw in maps["services"].items()}
+    sets: dict[int, dict[int, int]] = {}
+    for key, raw in maps["backend_slots"].items():
+        set_id, index = PAIR.unpack(key)
+        sets.setdefault(set_id, {})[index] = _u32(raw)
+    return {
+        "frontends": frontends,
+        "sets": sets,
+        "backends": {_u32(key): backend_of(raw) for key, raw in maps["backends"].items()},
+        "names": {_u32(key): unpack_name(raw) for key, raw in maps["service_names"].items()},
+        "host_netns": CONFIG.unpack(maps["config"].lookup(ZERO) or bytes(CONFIG.size))[0],
+    }
+
+
+def _affinity(held: Map) -> Iterator[Remembered]:
+    for key, raw in held.items():
+        client, service, kind = AFFINITY_KEY.unpack(key)
+        last_used, backend, _ = AFFINITY.unpack(raw)
+        yield Remembered(Addr(client), ClientKind(kind), service, backend, last_used / 1e9)
+
+
+def _facts(name: str, held: Map) -> MapFacts:
+    entries = held.max_entries
+    if held.type in COUNTED:
+        entries = sum(1 for _ in held.items())
+    return MapFacts(name, held.type, entries, held.max_entries, held.memory())
+
+
+def _alive(pid: int) -> bool:
+    """Whether this process runs; one that only waits to be reaped does not."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
+
+
+def _reasons(held: Map) -> dict[Reason, int]:
+    counted = {}
+    for reason in Reason:
+        raw = held.lookup(U32.pack(reason)) or b""
+        counted[reason] = sum(
+            int.from_bytes(raw[at : at + 8], "little") for at in range(0, len(raw), 8)
+        )
+    return counted

@@ -1,0 +1,102 @@
+"""How the agent of a node is doing, by its own words, and by what is there without it."""
+
+from typing import Final
+
+import msgspec
+
+from kbpf.dataplane.bpf.layout import Reason
+from kbpf.model.status import SourceView
+from kbpf.views.columns import Column, number
+from kbpf.views.programs import state
+from kbpf.views.snapshot import Part, Snapshot
+
+NEEDS: Final = Part.STATUS | Part.HOOKS
+
+HEARTBEAT_SECONDS: Final = 10.0
+"""The agent writes every 2 s; without a word for this long it is taken as down."""
+
+
+class StatusView(msgspec.Struct, frozen=True):
+    """One agent. `ok`: it runs, has synced, every hook is attached, no Service port is refused
+    and the last change was written.
+
+    `running_seconds` is since its start; `silent_seconds` since its last word. Both are None when
+    no agent ever wrote a word here. `counters` are by reason, over all CPUs.
+    """
+
+    ok: bool
+    running: bool
+    synced: bool
+    pin_dir: str
+    version: str
+    node: str
+    mode: str
+    pid: int
+    running_seconds: float | None
+    silent_seconds: float | None
+    services: int
+    service_ports: int
+    refused: int
+    applied: int
+    last_apply_ms: float
+    event_to_map_p50_ms: float
+    event_to_map_p99_ms: float
+    error: str
+    sources: tuple[SourceView, ...]
+    hooks_attached: int
+    hooks: int
+    hooks_missing: tuple[str, ...]
+    problem_count: int
+    problems: tuple[str, ...]
+    counters: dict[str, int]
+
+
+def view(snapshot: Snapshot) -> StatusView:
+    """All of it. What the agent said last stands, with `running` false, when it is down."""
+    said = snapshot.status
+    silent = snapshot.boottime - said.heartbeat if said else None
+    running = silent is not None and silent < HEARTBEAT_SECONDS and snapshot.agent_alive
+    missing = tuple(f.hook.name for f in snapshot.hooks if state(f) != "attached")
+    return StatusView(
+        ok=bool(
+            running and said and said.synced and not missing and not said.refused and not said.error
+        ),
+        running=running,
+        synced=bool(said and said.synced),
+        pin_dir=str(snapshot.pin_dir),
+        version=said.version if said else "",
+        node=said.node if said else "",
+        mode=said.mode if said else "",
+        pid=said.pid if said else 0,
+        running_seconds=round(snapshot.boottime - said.started, 1) if said else None,
+        silent_seconds=round(silent, 1) if silent is not None else None,
+        services=said.services if said else 0,
+        service_ports=said.service_ports if said else 0,
+        refused=said.refused if said else 0,
+        applied=said.applied if said else 0,
+        last_apply_ms=said.last_apply_ms if said else 0.0,
+        event_to_map_p50_ms=said.event_to_map_p50_ms if said else 0.0,
+        event_to_map_p99_ms=said.event_to_map_p99_ms if said else 0.0,
+        error=said.error if said else "",
+        sources=said.sources if said else (),
+        hooks_attached=len(snapshot.hooks) - len(missing),
+        hooks=len(snapshot.hooks),
+        hooks_missing=missing,
+        problem_count=said.problem_count if said else 0,
+        problems=said.problems if said else (),
+        counters={reason.name.lower(): snapshot.reasons.get(reason, 0) for reason in Reason},
+    )
+
+
+SOURCE_COLUMNS: Final = (
+    Column("SOURCE", lambda s: s.name),
+    Column("STATE", lambda s: s.state),
+    Column("SYNCED", lambda s: "yes" if s.synced else "no"),
+    Column("VERSION", lambda s: s.resource_version or "-"),
+    Column("ERROR", lambda s: s.error or "-"),
+)
+
+COUNTER_COLUMNS: Final = (
+    Column("REASON", lambda c: c[0]),
+    Column("COUNT", lambda c: number(c[1]), right=True),
+)

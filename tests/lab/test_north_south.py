@@ -1,0 +1,650 @@
+"""The packet path by real sockets: clients outside of the cluster, and pods that no hook sees.
+
+Two nodes with the same folder of objects. "outside" is a machine of its own on the nodes' network;
+external IPs and VIPs are routed to node-1 there, as a router would. node-1 has the pods a1, a2,
+a3, node-2 b1, b2. A place with a "!" behind its name is in that pod's network and in no hooked
+cgroup.
+"""
+
+import contextlib
+import ctypes
+import fcntl
+import random
+import re
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+import yaml
+
+from kbpf.kernel import netns
+from tests.support.cluster import HOST_PORT, UNROUTED, Cluster, Object, mark, shows
+from tests.support.dial import REFUSED, UNSERVED, Dial, explain
+from tests.support.kube_objects import node, slice_port
+from tests.support.lab import Agent, Lab, Node, Place, inside, ip, until
+from tests.support.lab import run as command
+from tests.support.load import under_load
+from tests.support.scenario import file_of
+
+DROPPED = "timeout"
+OUT4, OUT6 = "198.18.0.254", "fd00:198:18::fe"
+NODES4, NODES6 = ("198.18.0.1", "198.18.0.2"), ("fd00:198:18::1", "fd00:198:18::2")
+ROUTED = ("10.96.0.0/16", "192.0.2.0/24", "203.0.113.0/24")
+ROUTED6 = ("fd00:10:96::/112", "2001:db8::/32")
+WAIT = 0.4
+"""For what must not be answered."""
+
+both_families = pytest.mark.parametrize("v6", [False, True], ids=["v4", "v6"])
+
+
+class Field(Cluster):
+    """Two agents over one folder, with the packet path on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        with self.own:
+            self.lab = self.own.enter_context(Lab(2, "ns", apart=True))
+            self.folder = self.lab.folder / "objects"
+            self.folder.mkdir()
+            arguments = ("--source", str(self.folder), "--packet-path", "true")
+            for letter, home, pods in zip("ab", self.lab.nodes, (3, 2), strict=True):
+                self.settle_in(letter, home, pods, *arguments)
+                for pod in home.pods:
+                    ip(*(f"route del unreachable {net}" for net in UNROUTED), netns=pod.netns)
+            self.unhook("outside", self.lab.outside, OUT4, OUT6, self.lab.nodes[0])
+            for name in ("a1", "a2"):
+                pod = self[name]
+                self.unhook(f"{name}!", pod.netns, pod.ip, pod.ip6, self.home[name])
+            ip(
+                *(f"route add {net} via {NODES4[0]}" for net in ROUTED),
+                *(f"route add {net} via {NODES6[0]}" for net in ROUTED6),
+                netns=self.lab.outside,
+            )
+            self.create(*(node(n.name, n.ip, n.ip6) for n in self.lab.nodes))
+            for agent in self.agents:
+                agent.start(wait=False)
+            for agent in self.agents:
+                agent.wait_synced()
+            self.own = self.own.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.own.close()
+
+    def unhook(self, name: str, where: str | None, v4: str, v6: str, home: Node) -> Place:
+        """A place whose sockets no agent sees."""
+        place = Place(name, where, None)
+        self.own.callback(place.close)
+        place.ip, place.ip6 = v4, v6
+        self.places[name], self.home[name] = place, home
+        return place
+
+    def start(self, agent: Agent, wait: bool = True, user: str = "") -> None:
+        agent.start(wait)
+
+    def create(self, *objects: Object) -> None:
+        for obj in objects:
+            self._put(file_of(obj), yaml.safe_dump(obj))
+
+    def _put(self, name: str, text: str) -> None:
+        temporary = self.folder / f".{name}"
+        temporary.write_text(text)
+        temporary.rename(self.folder / name)
+
+    def delete(self, *objects: Object) -> None:
+        for obj in objects:
+            (self.folder / file_of(obj)).unlink(missing_ok=True)
+
+    def change(self, *objects: Object) -> None:
+        self.create(*objects)
+        self.settle()
+
+    def settle(self, *agents: Agent, seconds: float = 15.0) -> None:
+        self._marks += 1
+        self._put("~mark.yaml", yaml.safe_dump_all(mark(self._marks)))
+        for agent in agents or self.agents:
+            until(
+                f"{agent.node.name} has applied everything",
+                lambda agent=agent: shows(agent, self._marks),
+                seconds,
+            )
+
+    def all_ways(
+        self, number: int, who: str, protocol: str = "TCP", **options: Any
+    ) -> list[Object]:
+        """A Service with every kind of address in both families, see at()."""
+        made = self.web(
+            number,
+            who,
+            protocol,
+            dual=True,
+            type="LoadBalancer",
+            node_port=30000 + number,
+            external_ips=[f"203.0.113.{number}", f"2001:db8:1::{number}"],
+            **options,
+        )
+        rows = [{"ip": f"192.0.2.{number}"}, {"ip": f"2001:db8::{number}"}]
+        made[0]["status"] = {"loadBalancer": {"ingress": rows}}
+        return made
+
+
+KINDS = ("NodePort", "ExternalIP", "VIP", "ClusterIP")
+
+
+def at(kind: str, number: int, v6: bool = False, node_number: int = 1) -> str:
+    """Where all_ways() puts this Service."""
+    if kind == "NodePort":
+        host = (NODES6 if v6 else NODES4)[node_number - 1]
+        return f"[{host}]:{30000 + number}" if v6 else f"{host}:{30000 + number}"
+    nets = {"ExternalIP": ("203.0.113.", "2001:db8:1::"), "VIP": ("192.0.2.", "2001:db8::")}
+    net4, net6 = nets.get(kind, ("10.96.0.", "fd00:10:96::"))
+    return f"[{net6}{number}]:80" if v6 else f"{net4}{number}:80"
+
+
+def split(to: str) -> tuple[str, int]:
+    host, _, number = to.rpartition(":")
+    return host.strip("[]"), int(number)
+
+
+def check(field: Field, row: Dial) -> None:
+    """As dial.check(), for who waits for the network."""
+    host, number = split(row.to)
+    names = row.outcome.split()
+    fails = row.outcome in (REFUSED, DROPPED, UNSERVED)
+    answer = field[row.client].many(
+        1 if row.outcome == DROPPED else 2 if fails else 24 if len(names) > 1 else 3,
+        host,
+        number,
+        protocol=row.protocol,
+        connected=True,  # else UDP hears of no error, and takes an answer from anywhere
+        timeout=WAIT if row.outcome == DROPPED else 3.0,
+    )
+    why = f"{row}\ngot {answer}\n{explain(field, row.client, host)}"
+    if fails:
+        assert not answer["names"], why
+        assert set(answer["errors"]) == {row.outcome}, why
+        return
+    assert not answer["errors"], why
+    assert set(answer["names"]) == set(names), why
+    for _, _, client, peer, peer_port in answer["seen"]:
+        assert client == row.backend_sees, why
+        assert (peer, peer_port) == (host, number), why
+
+
+# ---- rows ----------------------------------------------------------------------------------------
+
+SETS = {1: "a1", 2: "b1", 3: "a1 b1"}
+"""Local, remote, both: TCP at 10 + number, UDP at 20 + number."""
+
+
+def objects(field: Field) -> list[Object]:
+    every, made = field.all_ways, []
+    local = {"external_policy": "Local"}
+    for base, protocol in ((10, "TCP"), (20, "UDP")):
+        for number, who in SETS.items():
+            made += every(base + number, who, protocol)
+        made += every(base + 4, "a1 b1", protocol, **local)
+        made += every(base + 5, "b1", protocol, **local)
+        made += every(base + 6, "", protocol)
+        for number, who in ((7, "a-net"), (8, "b-net")):
+            service = every(base + number, "", protocol)[0]
+            port = slice_port(HOST_PORT, protocol=protocol)
+            name = service["metadata"]["name"]
+            made += [service, *(field.slice(name, who, port, v6=v6) for v6 in (False, True))]
+    made += every(31, "a1 a2 a3 b1 b2", affinity_seconds=3600)
+    made += every(32, "a1 b1", source_ranges=["198.18.0.0/24", "fd00:198:18::/64"])
+    made += every(33, "a1 b1", source_ranges=["198.51.100.0/24", "2001:db8:9::/64"])
+    made += every(34, "a1", "UDP", source_ranges=["198.51.100.0/24", "2001:db8:9::/64"])
+    made += every(35, "a1", source_ranges=["10.244.1.0/24", "fd00:10:244:1::/64"])
+    return made
+
+
+@pytest.fixture(scope="module")
+def field() -> Iterator[Field]:
+    with Field() as made:
+        made.create(*objects(made))
+        made.settle()
+        yield made
+
+
+def rows() -> Iterator[Dial]:
+    for protocol, v6 in product(("tcp", "udp"), (False, True)):
+        base = 10 if protocol == "tcp" else 20
+        own = (NODES6 if v6 else NODES4)[0]
+        client = OUT6 if v6 else OUT4
+        say = f"{protocol} {'v6' if v6 else 'v4'}"
+
+        def row(what: str, kind: str, number: int, outcome: str, sees: str = "", **more: Any
+                ) -> Dial:  # fmt: skip
+            to = at(kind, base + number, v6, **more)  # noqa: B023
+            return Dial(f"{say} {kind}: {what}", "outside", to, outcome, protocol, sees)  # noqa: B023
+
+        for kind in KINDS[:3]:
+            for number, who in SETS.items():
+                yield row(f"Cluster, {who}: as the node", kind, number, who, own)
+            yield row("Local: the client's own address", kind, 4, "a1", client)
+            yield row("no endpoints", kind, 6, REFUSED)
+            yield row("a backend in the node's network", kind, 7, "a-net", client)
+            yield row("one in the other node's network", kind, 8, "b-net", own)
+        yield row("the other node's", "NodePort", 1, "a1", (NODES6 if v6 else NODES4)[1],
+                  node_number=2)  # fmt: skip
+        yield row("Local, at the other node", "NodePort", 4, "b1", client, node_number=2)
+        for kind in ("NodePort", "VIP"):
+            yield row("Local, none here", kind, 5, DROPPED)
+        yield row("a local backend: the client's own address", "ClusterIP", 1, "a1", client)
+        yield row("no endpoints", "ClusterIP", 6, REFUSED)
+
+
+def ranges() -> Iterator[Dial]:
+    for v6 in (False, True):
+        say, own = "v6" if v6 else "v4", (NODES6 if v6 else NODES4)[0]
+        pod = "fd00:10:244:1::3" if v6 else "10.244.1.3"
+        out = "outside"
+        yield Dial(f"{say} ranges, in", out, at("VIP", 32, v6), "a1 b1", "tcp", own)
+        yield Dial(f"{say} ranges, not in", out, at("VIP", 33, v6), DROPPED, "tcp")
+        yield Dial(f"{say} ranges, not in, UDP", out, at("VIP", 34, v6), DROPPED, "udp")
+        yield Dial(f"{say} not for NodePorts", out, at("NodePort", 33, v6), "a1 b1", "tcp", own)
+        yield Dial(f"{say} not for external IPs", out, at("ExternalIP", 33, v6), "a1 b1", "tcp",
+                   own)  # fmt: skip
+        yield Dial(f"{say} a pod, not in", "a2!", at("VIP", 33, v6), DROPPED, "tcp")
+        yield Dial(f"{say} a pod, in", "a2!", at("VIP", 35, v6), "a1", "tcp", pod)
+        yield Dial(f"{say} a hooked pod, in", "a2", at("VIP", 35, v6), "a1", "tcp", pod)
+        yield Dial(f"{say} a hooked pod, not in", "a2", at("VIP", 33, v6), DROPPED, "tcp")
+
+
+def unhooked() -> Iterator[Dial]:
+    """a2 is 10.244.1.3; another node sees the pod itself, and masquerades."""
+    for protocol, v6 in product(("tcp", "udp"), (False, True)):
+        base = 10 if protocol == "tcp" else 20
+        say = f"{protocol} {'v6' if v6 else 'v4'}"
+        pod = "fd00:10:244:1::3" if v6 else "10.244.1.3"
+        own, other = NODES6 if v6 else NODES4
+
+        for kind in KINDS:
+            to = at(kind, base + 3, v6)
+            yield Dial(f"{say} {kind}", "a2!", to, "a1 b1", protocol, pod)
+            to = at(kind, base + 1, v6)
+            yield Dial(f"{say} {kind} hairpin", "a1!", to, "a1", protocol, own)
+            yield Dial(f"{say} {kind} no endpoints", "a2!", at(kind, base + 6, v6), REFUSED,
+                       protocol)  # fmt: skip
+        to = at("NodePort", base + 5, v6)
+        yield Dial(f"{say} Local, none here: short circuit", "a2!", to, "b1", protocol, pod)
+        to = at("NodePort", base + 1, v6, 2)
+        yield Dial(f"{say} the other node's NodePort", "a2!", to, "a1", protocol, other)
+        to = at("NodePort", base + 7, v6)
+        yield Dial(f"{say} a backend in the node's network", "a2!", to, "a-net", protocol, pod)
+
+
+@pytest.mark.parametrize("row", [*rows(), *ranges(), *unhooked()], ids=lambda row: row.name)
+def test_dial(field: Field, row: Dial) -> None:
+    check(field, row)
+
+
+@both_families
+def test_affinity_is_the_clients_at_every_address(field: Field, v6: bool) -> None:
+    names = set()
+    for kind in ("NodePort", "VIP", "ExternalIP"):
+        answer = field["outside"].many(8, *split(at(kind, 31, v6)))
+        assert not answer["errors"]
+        names |= set(answer["names"])
+    assert len(names) == 1
+
+
+# ---- a lot of bytes ------------------------------------------------------------------------------
+
+BULK = 7000
+"""Nobody serves on this port of the pods but bulk()."""
+MEGABYTES = 4 << 20
+
+
+@pytest.fixture(scope="module")
+def heavy(field: Field) -> Field:
+    """Services 41 (local), 42 (remote) and 43 (local, Local) lead to where bulk() answers."""
+    for number, who in ((41, "a1"), (42, "b1"), (43, "a1")):
+        more = {"external_policy": "Local"} if number == 43 else {}
+        service, *_ = field.all_ways(number, "", **more)
+        port = slice_port(BULK)
+        slices = (field.slice(f"web-{number}", who, port, v6=v6) for v6 in (False, True))
+        field.create(service, *slices)
+    field.settle()
+    return field
+
+
+def there(place: Place, action: Callable[[], Any]) -> Any:
+    """In this place's network."""
+    return netns.inside(Path("/run/netns") / str(place.netns), action)
+
+
+def bulk(client: Place, to: str, backend: Place, size: int, seconds: float = 20.0) -> None:
+    """So many bytes to the backend and back, and each must be right."""
+    data = random.Random(size).randbytes(size)
+    host, number = split(to)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = there(backend, lambda: socket.create_server(("", BULK), family=family))
+    talker = there(client, lambda: socket.socket(family, socket.SOCK_STREAM))
+    with listener, talker:
+        listener.settimeout(seconds)
+        talker.settimeout(seconds)
+        seen: list[bytes] = []
+        echo = threading.Thread(target=_echo, args=(listener, size, seconds, seen))
+        send = threading.Thread(target=_send, args=(talker, data))
+        echo.start()
+        try:
+            talker.connect((host, number))
+            send.start()
+            back = _receive(talker, size)
+        finally:
+            echo.join()
+        send.join()
+    assert b"".join(seen) == data, "what the backend got"
+    assert back == data, "what came back"
+
+
+def _send(talker: socket.socket, data: bytes) -> None:
+    with contextlib.suppress(OSError):  # then something is missing on the other side
+        talker.sendall(data)
+
+
+def _receive(talker: socket.socket, size: int) -> bytes:
+    got = bytearray()
+    while len(got) < size and (piece := talker.recv(1 << 16)):
+        got += piece
+    return bytes(got)
+
+
+def _echo(listener: socket.socket, size: int, seconds: float, seen: list[bytes]) -> None:
+    with contextlib.suppress(OSError):
+        peer, _ = listener.accept()
+        with peer:
+            peer.settimeout(seconds)
+            while sum(map(len, seen)) < size and (piece := peer.recv(1 << 16)):
+                seen.append(piece)
+                peer.sendall(piece)
+
+
+_SIOCETHTOOL, _STXCSUM = 0x8946, 0x17
+
+
+def offload(where: str | None, device: str, on: bool) -> None:
+    """Without it the sender's kernel fills in each checksum and cuts each segment, and the
+    receiver's looks at what it gets: over a veth nobody does otherwise.
+    """
+
+    def change() -> None:
+        value = ctypes.create_string_buffer(struct.pack("=II", _STXCSUM, on))
+        request = struct.pack("=16sQ16x", device.encode(), ctypes.addressof(value))
+        with socket.socket() as s:
+            fcntl.ioctl(s, _SIOCETHTOOL, request)
+
+    netns.inside(Path("/run/netns") / str(where), change)
+
+
+@pytest.fixture(params=[True, False], ids=["GSO", "checksums"])
+def sends(request: pytest.FixtureRequest, heavy: Field) -> Iterator[None]:
+    """With big packets whose checksums are still to be filled in, and without."""
+    ends = [(heavy.lab.outside, heavy.lab.prefix)]
+    ends += [(heavy[name].netns, "eth0") for name in ("a1", "b1")]
+    for where, device in ends:
+        offload(where, device, request.param)
+    yield
+    for where, device in ends:
+        offload(where, device, True)
+
+
+@both_families
+@pytest.mark.parametrize(("number", "backend"), [(41, "a1"), (42, "b1"), (43, "a1")])
+@pytest.mark.usefixtures("sends")
+def test_megabytes(heavy: Field, number: int, backend: str, v6: bool) -> None:
+    bulk(heavy["outside"], at("NodePort", number, v6), heavy[backend], MEGABYTES)
+
+
+@pytest.mark.parametrize(("number", "backend"), [(41, "a1"), (42, "b1")])
+@pytest.mark.usefixtures("sends")
+def test_megabytes_of_an_unhooked_pod(heavy: Field, number: int, backend: str) -> None:
+    """a1 to itself, and to another node."""
+    bulk(heavy["a1!"], at("ClusterIP", number), heavy[backend], MEGABYTES)
+
+
+# ---- smaller packets -----------------------------------------------------------------------------
+
+NARROW = 1300
+FAR4, FAR6 = "198.51.100.7", "fd00:198:51::7"
+
+
+@pytest.fixture(scope="module")
+def far(heavy: Field) -> Iterator[Place]:
+    """A client behind a router, which is outside's machine."""
+    lab = heavy.lab
+    where = f"{lab.prefix}far"
+    lab.add_netns(where)
+    ip(f"link add far type veth peer name eth0 netns {where}", netns=lab.outside)
+    ip(
+        *("addr add 198.51.100.1/24 dev far", "addr add fd00:198:51::1/64 dev far nodad"),
+        "link set far up",
+        netns=lab.outside,
+    )
+    ip(
+        *(f"addr add {FAR4}/24 dev eth0", f"addr add {FAR6}/64 dev eth0 nodad"),
+        *("link set lo up", "link set eth0 up"),
+        *("route add default via 198.51.100.1", "route add default via fd00:198:51::1"),
+        netns=where,
+    )
+    sysctl = (
+        "echo 1 > /proc/sys/net/ipv4/ip_forward;echo 1 > /proc/sys/net/ipv6/conf/all/forwarding"
+    )
+    command(*inside(lab.outside, None, "sh", "-c"), sysctl)
+    return heavy.unhook("far", where, FAR4, FAR6, lab.nodes[0])
+
+
+@contextlib.contextmanager
+def narrow(where: str | None, route: str, after: str) -> Iterator[None]:
+    """Packets on this route must be small; forwarding looks at an MTU only if it is locked."""
+    ip(f"route replace {route} mtu lock {NARROW}", netns=where)
+    try:
+        yield
+    finally:
+        ip(after, netns=where)
+
+
+def learned(place: Place, to: str) -> int:
+    """The MTU that this place has found out about."""
+    said = command("ip", "-n", str(place.netns), "route", "get", to)
+    found = re.search(r"mtu (\d+)", said)
+    return int(found[1]) if found else 0
+
+
+NARROWS = {
+    "before the pod": (41, "a1", "outside"),
+    "between the nodes": (42, "b1", "outside"),
+    "behind the other node": (42, "b1", "outside"),
+    "before the pod, Local": (43, "a1", "outside"),
+    "before the client": (41, "a1", "far"),
+    "before the client, remote": (42, "b1", "far"),
+    "before the client, Local": (43, "a1", "far"),
+}
+
+
+@both_families
+@pytest.mark.parametrize("case", NARROWS)
+def test_the_path_mtu_is_found(heavy: Field, far: Place, case: str, v6: bool) -> None:
+    number, backend, name = NARROWS[case]
+    client, pod = heavy[name], heavy[backend]
+    first, second = heavy.lab.nodes
+    address = pod.ip6 if v6 else pod.ip
+    bits = 128 if v6 else 32
+    to = at("NodePort", number, v6)
+    if name == "far":
+        route = f"{FAR6 if v6 else FAR4}/{bits} dev far"
+        where, after = heavy.lab.outside, f"route del {route}"
+    elif case == "between the nodes":
+        route = f"{address}/{bits} via {second.ip6 if v6 else second.ip}"
+        where, after = first.netns, f"route del {route}"
+    else:
+        home = heavy.home[backend]
+        route = f"{address}/{bits} dev p1" + ("" if v6 else f" src 10.244.{home.number}.1")
+        where, after = home.netns, f"route replace {route}"
+    if name == "far":  # who sends what is too big, and to whom he believes to send it
+        sender = pod
+        peer = first.ip6 if v6 else first.ip
+        if number == 43:
+            peer = FAR6 if v6 else FAR4
+    else:
+        sender, peer = client, split(to)[0]
+    _forget(sender)
+    with narrow(where, route, after):
+        bulk(client, to, pod, 1 << 20)
+        assert learned(sender, peer) == NARROW
+    _forget(sender)
+
+
+def _forget(place: Place) -> None:
+    for family in ("-4", "-6"):
+        command("ip", "-n", str(place.netns), family, "route", "flush", "cache")
+
+
+# ---- while things change -------------------------------------------------------------------------
+
+ENDS = [Agent.stop, Agent.kill]
+POD_UDP = slice_port(8080, protocol="UDP")
+
+
+@pytest.fixture(autouse=True)
+def _runs(field: Field) -> Iterator[None]:
+    """Whatever a test leaves behind, the next one finds our agents."""
+    yield
+    for agent in field.agents:
+        if not agent.is_running:
+            agent.start()
+
+
+@pytest.mark.parametrize("end", ENDS, ids=["SIGTERM", "SIGKILL"])
+def test_nothing_fails_when_the_agent_ends_and_starts(
+    field: Field, end: Callable[[Agent], int | None]
+) -> None:
+    client = field["outside"]
+    ways = product(("NodePort", "VIP"), (11, 12, 14), (False, True))
+    kept = {f"{kind}{number}{v6}": at(kind, number, v6) for kind, number, v6 in ways}
+    for name, to in kept.items():
+        assert "name" in client.tcp(*split(to), keep=name)
+    host, number = split(at("NodePort", 13))
+    with (
+        under_load(field, host, "outside", port=number, answers="a1 b1") as tcp,
+        under_load(field, "10.96.0.23", "a2!", protocol="udp", answers="a1 b1") as udp,
+    ):
+        assert end(field.agent) in (0, None)
+        for load in (tcp, udp):
+            load.goes_on()
+        field.agent.start()
+    for name in kept:
+        assert "name" in client.ask("talk", keep=name), f"{name} lives on"
+        client.ask("drop", keep=name)
+    assert "hooks_changed=0" in "\n".join(field.agent.lines()), "nothing had to be attached anew"
+
+
+def test_endpoints_come_and_go_and_no_connection_fails(field: Field) -> None:
+    turns = ("a1 a2", "a2", "b1 a2/draining", "a1 b1 b2", "b2/draining a1/draining", "a1 a2 b1")
+    with field.given(*field.all_ways(51, "a1")):
+        host, number = split(at("NodePort", 51))
+        with (
+            under_load(field, host, "outside", port=number, answers="a1 a2 b1 b2") as load,
+            under_load(field, "10.96.0.51", "a2!", answers="a1 a2 b1 b2") as inner,
+        ):
+            for who in turns:
+                field.change(field.slice("web-51", who))
+                for each in (load, inner):
+                    each.goes_on(5)
+
+
+@both_families
+@pytest.mark.parametrize("name", ["outside", "a2!"])
+def test_a_datagrams_flow_moves_on_when_its_backend_stops(
+    field: Field, name: str, v6: bool
+) -> None:
+    client = field[name]
+    kind = "NodePort" if name == "outside" else "ClusterIP"
+    with field.given(*field.all_ways(52, "a1", "UDP")):
+        first = client.udp(*split(at(kind, 52, v6)), keep="flow", connected=True)
+        assert first.get("name") == "a1", first
+        for who in ("b1", "a1", "b1"):
+            field.change(*(field.slice("web-52", who, POD_UDP, v6=six) for six in (False, True)))
+            assert client.ask("talk", keep="flow").get("name") == who
+        field.change(*(field.slice("web-52", "", POD_UDP, v6=six) for six in (False, True)))
+        assert client.ask("talk", keep="flow") == {"error": REFUSED}
+        client.ask("drop", keep="flow")
+
+
+def test_a_connection_outlives_its_endpoint(field: Field) -> None:
+    client = field["outside"]
+    with field.given(*field.all_ways(53, "a1 b1")):
+        for number in range(6):
+            client.tcp(*split(at("NodePort", 53)), keep=f"c{number}")
+        field.change(field.slice("web-53", "a2"))
+        for number in range(6):
+            assert client.ask("talk", keep=f"c{number}").get("name") in ("a1", "b1")
+            client.ask("drop", keep=f"c{number}")
+        check(field, Dial("new ones", "outside", at("NodePort", 53), "a2", "tcp", NODES4[0]))
+
+
+def test_a_device_that_comes_later(field: Field) -> None:
+    home = field.lab.nodes[0]
+    pod = home.pod("late").serve(8080)
+    field.places["late"], field.home["late"] = pod, home
+    client = field.unhook("late!", pod.netns, pod.ip, pod.ip6, home)
+    ifindex = command("ip", "-n", home.netns, "-o", "link", "show", f"p{len(home.pods)}")
+    key = struct.pack("=I", int(ifindex.partition(":")[0]))
+    until("the agent knows it", lambda: key in field.agent.entries("devices"))
+    until("it is served", lambda: "name" in client.tcp("10.96.0.13", 80, timeout=0.2))
+    with field.given(*field.all_ways(54, "late")):
+        check(field, Dial("from it", "late!", at("VIP", 13), "a1 b1", "tcp", pod.ip))
+        check(field, Dial("to it", "outside", at("VIP", 54), "late", "tcp", NODES4[0]))
+        check(field, Dial("to itself", "late!", at("VIP", 54), "late", "tcp", NODES4[0]))
+    ip(f"link del p{len(home.pods)}", netns=home.netns)
+    until("the agent forgets it", lambda: key not in field.agent.entries("devices"))
+
+
+def unserved(field: Field) -> None:
+    """The stack of node-1 answers, and nothing of ours is on its devices."""
+    check(field, Dial("nobody's port", "outside", at("NodePort", 11), REFUSED))
+    check(field, Dial("nobody's address", "outside", at("VIP", 11), UNSERVED))
+    assert "clsact" not in command("tc", "-n", field.agent.node.netns, "qdisc", "show")
+
+
+def served(field: Field) -> None:
+    check(field, Dial("a port", "outside", at("NodePort", 11), "a1", "tcp", NODES4[0]))
+    check(field, Dial("an address", "outside", at("VIP", 11), "a1", "tcp", NODES4[0]))
+
+
+def test_switched_off_nothing_is_left_on_a_device(field: Field) -> None:
+    served(field)
+    field.agent.stop()
+    field.agent.start(extra=("--packet-path", "false"))
+    try:
+        unserved(field)
+        check(field, Dial("sockets are", "a2", "10.96.0.11:80", "a1", "tcp", field["a2"].ip))
+    finally:
+        field.agent.stop()
+    field.agent.start()
+    served(field)
+
+
+def test_cleaned_up_nothing_is_left_on_a_device(field: Field) -> None:
+    served(field)
+    field.agent.stop()
+    clean = (sys.executable, "-m", "kbpf", "cleanup", "--pin-dir", str(field.agent.pin_dir))
+    done = subprocess.run(inside(field.agent.node.netns, None, *clean), capture_output=True,
+                          text=True, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    unserved(field)
+    assert not field.agent.pin_dir.exists()
+    field.agent.start()
+    served(field)

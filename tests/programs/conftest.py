@@ -1,0 +1,17 @@
+"""The fixtures of the data plane tests; a node with pods to dial from and to."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.lab import Lab, Node
+from tests.support.plane import artifact_cache, plane, site
+
+__all__ = ["artifact_cache", "plane", "site"]
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[Node]:
+    """A node with its own network and no pods yet."""
+    with Lab(1, "t") as lab:
+        yield lab.nodes[0]

@@ -1,0 +1,485 @@
+"""UDP: datagrams of unconnected sockets, connected ones, and the end of what they hold.
+
+Real sockets of pods behind the hooks. Every backend answers with its name, so a test sees who got
+a datagram and what sender the client was shown.
+"""
+
+import errno
+import socket
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from kbpf.dataplane.bpf.layout import Reason
+from kbpf.dataplane.bpf.plane import BpfPlane
+from kbpf.model.address import V4_PREFIX
+from kbpf.model.desired import DesiredState, ServiceState
+from kbpf.model.objects import Protocol
+from tests.support.lab import Node, Place, until
+from tests.support.plane import Site, desired, service, sites, within
+
+SOCKET_MAPS = ("sock_peers", "udp_peers", "udp_flows", "udp_reverse", "udp_heads")
+CUT = ("ECONNABORTED", "EDESTADDRREQ")  # what a destroyed socket's owner gets, by what it calls
+FLOW_IDLE_NS = 120 * 10**9
+WEB, WEB6, DNS = "10.96.0.1:53", "[fd00:96::1]:53", "10.96.0.2:53"
+
+
+@dataclass
+class Ground:
+    """A data plane with its pods: `pod` and `other` dial, `one`, `two` and `three` serve."""
+
+    node: Node
+    site: Site
+    plane: BpfPlane
+    places: dict[str, Place]
+
+    def __getitem__(self, name: str) -> Place:
+        return self.places[name]
+
+    def to(self, names: str, family: int = 4) -> str:
+        """Endpoints of these pods."""
+        places = [self.places[name] for name in names.split()]
+        return " ".join(f"[{p.ip6}]:8080" if family == 6 else f"{p.ip}:8080" for p in places)
+
+    def udp(self, frontends: str, to: str, **more: Any) -> ServiceState:
+        """A UDP Service in front of these pods."""
+        family = 6 if "[" in frontends else 4
+        for part in ("local", "serving"):
+            if part in more:
+                more[part] = self.to(more[part], family)
+        return service(f"s{frontends}", frontends, self.to(to, family), Protocol.UDP, **more)
+
+    def serve(self, *services: ServiceState) -> None:
+        """The plane makes exactly these true; nothing is retired yet."""
+        self.plane.apply(desired(*services, nodes=f"{self.node.ip} {self.node.ip6}"), None)
+
+    def forget_sockets(self) -> None:
+        """So that one test's failure stays its own."""
+        for name in SOCKET_MAPS:
+            with self.site.pinned(name) as found:
+                for key, _ in list(found.items()):
+                    found.delete(key)
+
+    def held(self) -> dict[str, int]:
+        """How much the maps hold for sockets."""
+        return {name: n for name in SOCKET_MAPS if (n := len(self.site.entries(name)))}
+
+
+@pytest.fixture(scope="module")
+def whole(node: Node, artifact_cache: Path) -> Iterator[Ground]:
+    pods = {name: node.pod(name) for name in ("pod", "other", "one", "two", "three")}
+    for name in ("one", "two", "three"):
+        pods[name].serve(8080, udp=(8080,))
+    with sites(artifact_cache) as make:
+        site = make(cgroup=node.cgroup, node=node.netns)
+        yield Ground(node, site, site.open(), {**pods, "host": node.host})
+
+
+@pytest.fixture
+def ground(whole: Ground) -> Iterator[Ground]:
+    """Nothing is programmed, and afterwards no socket is remembered."""
+    whole.serve()
+    whole.plane.flush()
+    assert whole.held() == {}
+    yield whole
+    try:
+        until("all sockets are forgotten", lambda: whole.held() == {}, 2)
+    finally:
+        whole.forget_sockets()
+
+
+class Send(NamedTuple):
+    """One datagram: from whom, to where; who answers."""
+
+    name: str
+    client: str
+    to: str
+    gets: str = "one"
+
+
+SENDS = [
+    Send("pod to ClusterIP", "pod", "10.96.0.1:53"),
+    Send("host to ClusterIP", "host", "10.96.0.1:53"),
+    Send("pod to IPv6 ClusterIP", "pod", "[fd00:96::1]:53", "two"),
+    Send("v4-mapped on an IPv6 socket", "pod", "[::ffff:10.96.0.1]:53"),
+    Send("pod to NodePort", "pod", "{node}:30053"),
+    Send("host to NodePort on loopback", "host", "127.0.0.1:30053"),
+    Send("no endpoints", "pod", "10.96.0.3:53", "ECONNREFUSED"),
+    Send("no endpoints, v4-mapped", "pod", "[::ffff:10.96.0.3]:53", "ECONNREFUSED"),
+    Send("no endpoints, IPv6", "pod", "[fd00:96::3]:53", "ECONNREFUSED"),
+    Send("internal Local, only elsewhere", "pod", "10.96.0.4:53", "ETIMEDOUT"),
+    Send("a plain address", "pod", "{three}:8080", "three"),
+    Send("a plain v4-mapped address", "pod", "[::ffff:{three}]:8080", "three"),
+]
+
+
+@pytest.mark.parametrize("connected", [False, True], ids=["sendto", "connect"])
+@pytest.mark.parametrize("row", SENDS, ids=lambda row: row.name)
+def test_datagram(ground: Ground, row: Send, connected: bool):
+    """recvfrom() shows whom the client asked, getpeername() too; the backend sees the client."""
+    ground.serve(
+        ground.udp("10.96.0.1:53 NodePort=0.0.0.0:30053", "one"),
+        ground.udp("[fd00:96::1]:53", "two"),
+        ground.udp("10.96.0.3:53", ""),
+        ground.udp("[fd00:96::3]:53", ""),
+        ground.udp("10.96.0.4:53", "one", internal_local=True),
+    )
+    to = row.to.format(node=ground.node.ip, three=ground["three"].ip)
+    host, _, port = to.rpartition(":")
+    host = host.strip("[]")
+    client = ground[row.client]
+    answer = client.udp(host, int(port), connected=connected)
+    if row.gets in errno.errorcode.values():
+        assert answer == {"error": row.gets}
+        return
+    assert answer.get("name") == row.gets, answer
+    assert answer["peer"] == [host, int(port)], "recvfrom() shows whom it asked"
+    if connected:
+        assert answer["getpeername"] == [host, int(port)]
+    if row.client == "pod":
+        assert answer["client"] in (client.ip, client.ip6), "the backend sees the client itself"
+
+
+def test_one_socket_talks_to_several_services(ground: Ground):
+    ground.serve(ground.udp(WEB, "one"), ground.udp(DNS, "two"))
+    pod = ground["pod"]
+    for host, name in 3 * (("10.96.0.1", "one"), ("10.96.0.2", "two"), (ground["three"].ip, "")):
+        answer = pod.udp(host, 53 if name else 8080, keep="s")
+        assert answer["name"] == (name or "three")
+        assert answer["peer"][0] == host
+    assert ground.held() == {"udp_flows": 2, "udp_reverse": 2, "udp_heads": 1}
+    pod.ask("drop", keep="s")
+
+
+def test_answers_may_come_in_any_order(ground: Ground):
+    """Each shows the frontend that was asked, not the one asked last."""
+    ground.serve(ground.udp(WEB, "one"), ground.udp(DNS, "two"))
+
+    def ask() -> dict[str, str]:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+            s.settimeout(2)
+            for host in ("10.96.0.1", "10.96.0.2"):
+                s.sendto(b"hello\n", (host, 53))
+            answers = [s.recvfrom(4096) for _ in range(2)]
+        return {sender[0]: data.decode().split('"')[3] for data, sender in answers}
+
+    assert within(ground["pod"], ask) == {"10.96.0.1": "one", "10.96.0.2": "two"}
+
+
+def test_of_two_frontends_with_one_backend_the_newest_question_wins(ground: Ground):
+    ground.serve(ground.udp(WEB, "one"), ground.udp(DNS, "one"))
+    for host in ("10.96.0.1", "10.96.0.2", "10.96.0.1"):
+        assert ground["pod"].udp(host, 53, keep="s")["peer"][0] == host
+    ground["pod"].ask("drop", keep="s")
+
+
+def test_a_flow_stays_with_its_backend_while_that_serves(ground: Ground):
+    three = ground.udp(WEB, "one two three")
+    ground.serve(three)
+    pod = ground["pod"]
+    before = ground.site.reasons()
+    first = pod.udp("10.96.0.1", 53, keep="s")["name"]
+    assert {pod.udp("10.96.0.1", 53, keep="s")["name"] for _ in range(30)} == {first}
+    counted = ground.site.reasons() - before
+    assert counted[Reason.TRANSLATED] == 1
+    assert counted[Reason.TRANSLATED_BY_FLOW] == 30
+    assert len(pod.many(60, "10.96.0.1", 53, protocol="udp")["names"]) == 3, "fresh ones spread"
+    ground.serve(
+        ground.udp(WEB, " ".join({"one", "two", "three"} - {first}), serving="one two three")
+    )
+    ground.plane.flush()
+    assert pod.udp("10.96.0.1", 53, keep="s")["name"] == first, "it left the set and still serves"
+    assert first not in pod.many(30, "10.96.0.1", 53, protocol="udp")["names"]
+    pod.ask("drop", keep="s")
+
+
+def test_a_flow_that_was_idle_too_long_chooses_anew(ground: Ground):
+    ground.serve(ground.udp(WEB, "one", serving="one two"))
+    pod = ground["pod"]
+    assert pod.udp("10.96.0.1", 53, keep="s")["name"] == "one"
+    ground.serve(ground.udp(WEB, "two", serving="one two"))
+    assert pod.udp("10.96.0.1", 53, keep="s")["name"] == "one"
+    with ground.site.pinned("udp_flows") as flows:
+        ((key, value),) = flows.items()
+        (used,) = struct.unpack_from("=Q", value)
+        flows.update(key, struct.pack("=Q", used - FLOW_IDLE_NS) + value[8:])
+    assert pod.udp("10.96.0.1", 53, keep="s")["name"] == "two"
+    pod.ask("drop", keep="s")  # and nothing is left of the first backend: see the fixture
+
+
+def test_a_socket_that_connects_elsewhere_forgets_the_service(ground: Ground):
+    ground.serve(ground.udp(WEB, "one"))
+    plain = (ground["two"].ip, 8080)
+
+    def dial() -> list[Any]:
+        seen = []
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+            s.settimeout(2)
+            for to in (("10.96.0.1", 53), plain, ("10.96.0.1", 53), (ground["one"].ip, 8080)):
+                s.connect(to)
+                s.send(b"hello\n")
+                data, sender = s.recvfrom(4096)
+                seen.append((data.decode().split('"')[3], s.getpeername(), sender))
+        return seen
+
+    service_seen, one = ("10.96.0.1", 53), (ground["one"].ip, 8080)
+    assert within(ground["pod"], dial) == [
+        ("one", service_seen, service_seen),
+        ("two", plain, plain),
+        ("one", service_seen, service_seen),
+        ("one", one, one),
+    ]
+
+
+@pytest.mark.parametrize("kind", [socket.SOCK_DGRAM, socket.SOCK_STREAM], ids=["udp", "tcp"])
+def test_closing_a_connected_socket_frees_it(ground: Ground, kind: int):
+    protocol = Protocol.UDP if kind == socket.SOCK_DGRAM else Protocol.TCP
+    ground.serve(service("s", WEB, ground.to("one"), protocol))
+
+    def dial() -> dict[str, int]:
+        with socket.socket(socket.AF_INET, kind) as s:
+            s.connect(("10.96.0.1", 53))
+            return ground.held()
+
+    name = "udp_peers" if protocol is Protocol.UDP else "sock_peers"
+    assert within(ground["pod"], dial) == {name: 1}
+    until("it is freed", lambda: ground.held() == {}, 2)
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["", "after one of them was cut"])
+@pytest.mark.parametrize("count", [1, 2, 5, 31])
+def test_closing_frees_all_flows(ground: Ground, count: int, cut: bool):
+    """Each Service has a backend of its own, so that each flow has a way back of its own."""
+    pod, names = ground["pod"], ("one", "two", "three")
+    several = [
+        ground.udp(f"10.96.1.{i + 1}:53", names[i % 3]) if i < 3
+        else service(f"x{i}", f"10.96.1.{i + 1}:53", f"{ground['one'].ip}:{9000 + i}", Protocol.UDP)
+        for i in range(count)
+    ]  # fmt: skip
+    ground.serve(*several)
+
+    def send() -> tuple[dict[str, int], dict[str, int]]:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+            for i in range(count):
+                s.sendto(b"", (f"10.96.1.{i + 1}", 53))
+            before = ground.held()
+            if cut:
+                middle = count // 2
+                ground.serve(*several[:middle], *several[middle + 1 :])
+            return before, ground.held()
+
+    before, after = within(pod, send)
+    assert before == {"udp_flows": count, "udp_reverse": count, "udp_heads": 1}
+    assert after == before if not cut else after["udp_flows"] == count, "the list is not broken"
+    assert ground.held() == {}
+
+
+# ---- the end of a backend ----------------------------------------------------------------------
+
+
+class End(NamedTuple):
+    """What comes after a Service was served by `one`."""
+
+    name: str
+    then: Callable[[Ground], tuple[ServiceState, ...]]
+    next: str  # who answers the next datagram of an unconnected socket
+
+
+ENDS = [
+    End("another backend", lambda g: (g.udp(WEB, "two"),), "two"),
+    End("zero endpoints", lambda g: (g.udp(WEB, ""),), "ECONNREFUSED"),
+    End("only an unready endpoint", lambda g: (g.udp(WEB, "", serving=""),), "ECONNREFUSED"),
+    End("the Service is deleted", lambda _: (), ""),
+]
+
+
+@pytest.mark.parametrize("client", ["pod", "host"])
+@pytest.mark.parametrize("row", ENDS, ids=lambda row: row.name)
+def test_connected_sockets_are_destroyed(ground: Ground, row: End, client: str):
+    """In every network namespace; also those that were idle. And only those of this Service."""
+    ground.serve(ground.udp(WEB, "one"), ground.udp(DNS, "one"))
+    place = ground[client]
+    assert place.udp("10.96.0.1", 53, keep="via", connected=True)["name"] == "one"
+    assert place.udp("10.96.0.2", 53, keep="other", connected=True)["name"] == "one"
+    assert place.udp(ground["one"].ip, 8080, keep="plain", connected=True)["name"] == "one"
+    ground.serve(*row.then(ground), ground.udp(DNS, "one"))
+    assert place.ask("talk", keep="via").get("error") in CUT
+    assert place.ask("talk", keep="other").get("name") == "one", "another Service's socket lives"
+    assert place.ask("talk", keep="plain").get("name") == "one", "it never asked a Service"
+    for keep in ("via", "other", "plain"):
+        place.ask("drop", keep=keep)
+
+
+def test_ipv6_and_mapped_connected_sockets_are_destroyed(ground: Ground):
+    ground.serve(ground.udp(WEB, "one"), ground.udp(WEB6, "one"))
+    pod = ground["pod"]
+    assert pod.udp("fd00:96::1", 53, keep="v6", connected=True)["name"] == "one"
+    assert pod.udp("::ffff:10.96.0.1", 53, keep="mapped", connected=True)["name"] == "one"
+    ground.serve(ground.udp(WEB, "two"), ground.udp(WEB6, "two"))
+    for keep in ("v6", "mapped"):
+        assert pod.ask("talk", keep=keep).get("error") in CUT, keep
+        pod.ask("drop", keep=keep)
+
+
+def test_a_socket_is_only_destroyed_when_its_peer_is_the_one_that_left(ground: Ground):
+    """Cookies of old kernels are the same in several network namespaces: then a socket that is
+    nobody's business has the number of one that is.
+    """
+    ground.serve(ground.udp(WEB, "one two"))
+    pod = ground["pod"]
+    name = pod.udp("10.96.0.1", 53, keep="s", connected=True)["name"]
+    (other,) = {"one", "two"} - {name}
+    with ground.site.pinned("udp_peers") as peers:
+        ((key, value),) = peers.items()
+        address = V4_PREFIX + socket.inet_aton(ground[other].ip)
+        peers.update(key, value[:20] + address + value[36:])
+    ground.serve(ground.udp(WEB, name))
+    assert pod.ask("talk", keep="s").get("name") == name
+    pod.ask("drop", keep="s")
+
+
+@pytest.mark.parametrize("row", ENDS, ids=lambda row: row.name)
+def test_flows_of_unconnected_sockets_choose_anew(ground: Ground, row: End):
+    ground.serve(ground.udp(WEB, "one"))
+    pod = ground["pod"]
+    assert pod.udp("10.96.0.1", 53, keep="s")["name"] == "one"
+    ground.serve(*row.then(ground))
+    if row.next:
+        answer = pod.udp("10.96.0.1", 53, keep="s")
+        assert (answer.get("name") or answer.get("error")) == row.next
+    ground.serve(ground.udp(WEB, "three"))
+    answer = pod.udp("10.96.0.1", 53, keep="s")
+    assert (answer.get("name"), answer.get("peer")) == ("three", ["10.96.0.1", 53])
+    pod.ask("drop", keep="s")
+
+
+def test_a_late_answer_of_a_backend_that_left_is_not_dressed_up(ground: Ground):
+    """Its way back is gone with it: nothing says any more that it speaks for the Service."""
+    ground.serve(ground.udp(WEB, "one"))
+    pod = ground["pod"]
+    pod.udp("10.96.0.1", 53, keep="s")
+    ground.serve(ground.udp(WEB, "two"))
+    assert ground.held() == {"udp_flows": 1, "udp_heads": 1}
+    pod.ask("drop", keep="s")
+
+
+def test_a_backend_that_is_only_terminating_keeps_its_clients(ground: Ground):
+    """It left the sets and still serves: kube-proxy leaves its flows alone (reference 2.4)."""
+    ground.serve(ground.udp(WEB, "one"))
+    pod = ground["pod"]
+    pod.udp("10.96.0.1", 53, keep="connected", connected=True)
+    pod.udp("10.96.0.1", 53, keep="loose")
+    ground.serve(ground.udp(WEB, "two", serving="one two"))
+    ground.plane.flush()
+    assert pod.ask("talk", keep="connected")["name"] == "one"
+    assert pod.udp("10.96.0.1", 53, keep="loose")["name"] == "one"
+    assert pod.udp("10.96.0.1", 53)["name"] == "two"
+    ground.serve(ground.udp(WEB, "two"))
+    assert pod.ask("talk", keep="connected").get("error") in CUT
+    assert pod.udp("10.96.0.1", 53, keep="loose")["name"] == "two"
+    for keep in ("connected", "loose"):
+        pod.ask("drop", keep=keep)
+
+
+def test_tcp_connections_live_on(ground: Ground):
+    ground.serve(service("web", "10.96.0.1:80", ground.to("one")))
+    ground["pod"].tcp("10.96.0.1", 80, keep="t")
+    ground.serve()
+    ground.plane.flush()
+    assert ground["pod"].ask("talk", keep="t")["name"] == "one"
+    ground["pod"].ask("drop", keep="t")
+
+
+def test_a_connect_that_was_on_its_way_is_cut_with_the_old_set(ground: Ground):
+    """It read the frontend before the flip and connected after the first cut."""
+    ground.serve(ground.udp(WEB, "one"))
+    with ground.site.pinned("services") as services:
+        ((key, old),) = services.items()
+        ground.serve(ground.udp(WEB, "two"))
+        new = services.lookup(key)
+        assert new not in (None, old)
+        services.update(key, old)
+        assert ground["pod"].udp("10.96.0.1", 53, keep="s", connected=True)["name"] == "one"
+        services.update(key, new or b"")
+    ground.plane.flush()
+    assert ground["pod"].ask("talk", keep="s").get("error") in CUT
+    ground["pod"].ask("drop", keep="s")
+
+
+def test_what_a_dead_agent_could_not_cut_the_next_one_cuts(ground: Ground):
+    """A backend left while no agent ran."""
+    ground.serve(ground.udp(WEB, "one"), ground.udp(DNS, "one"))
+    pod = ground["pod"]
+    pod.udp("10.96.0.1", 53, keep="gone", connected=True)
+    pod.udp("10.96.0.2", 53, keep="stays", connected=True)
+    pod.udp("10.96.0.1", 53, keep="loose")
+    again = ground.site.open()
+    assert pod.ask("talk", keep="gone")["name"] == "one", "before it knows, it ends nothing"
+    state: DesiredState = desired(ground.udp(WEB, "two"), ground.udp(DNS, "one"))
+    again.apply(state, None)
+    assert pod.ask("talk", keep="gone").get("error") in CUT
+    assert pod.ask("talk", keep="stays")["name"] == "one"
+    assert pod.udp("10.96.0.1", 53, keep="loose")["name"] == "two"
+    for keep in ("gone", "stays", "loose"):
+        pod.ask("drop", keep=keep)
+    again.apply(desired(), None)
+    again.flush()
+    ground.plane.close()
+    ground.plane = ground.site.open()
+
+
+def test_a_connected_socket_that_names_the_service_again_stays_with_its_backend(ground: Ground):
+    """The kernel drops answers of anybody but the backend that connect() chose."""
+    ground.serve(ground.udp(WEB, "one two three"))
+
+    def dial() -> int:
+        answered = 0
+        for _ in range(40):
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+                s.settimeout(1)
+                s.connect(("10.96.0.1", 53))
+                s.sendto(b"hello\n", ("10.96.0.1", 53))
+                answered += bool(s.recv(4096))
+        return answered
+
+    assert within(ground["pod"], dial) == 40
+
+
+MOVES = [
+    ("the address goes to another Service", "192.0.2.9:53", "192.0.2.9:53"),
+    ("the port changes", "192.0.2.9:53", "192.0.2.9:54"),
+    ("the NodePort goes to another Service", "NodePort=0.0.0.0:30053", "NodePort=0.0.0.0:30053"),
+]
+
+
+@pytest.mark.parametrize("connected", [False, True], ids=["sendto", "connect"])
+@pytest.mark.parametrize(("name", "old", "new"), MOVES, ids=[m[0] for m in MOVES])
+def test_sockets_do_not_follow_an_address_that_left(
+    ground: Ground, name: str, old: str, new: str, connected: bool
+):
+    """Both Services and their backends live on; only the address has moved."""
+    pod = ground["pod"]
+    host = ground.node.ip if "NodePort" in old else "192.0.2.9"
+    port = 30053 if "NodePort" in old else 53
+    kind = "" if "NodePort" in old else "ExternalIP="
+
+    def state(number: int, also: str) -> ServiceState:
+        words = f"10.96.0.{number}:53 {kind}{also}" if also else f"10.96.0.{number}:53"
+        where = ground.to("one" if number == 1 else "two")
+        return service(f"moves{number}", words, where, Protocol.UDP)
+
+    ground.serve(state(1, old), state(2, ""))
+    assert pod.udp(host, port, keep="old", connected=connected)["name"] == "one"
+    ground.serve(state(1, "" if old == new else new), state(2, new if old == new else ""))
+    again = pod.ask("talk", keep="old") if connected else pod.udp(host, port, keep="old")
+    pod.ask("drop", keep="old")
+    if connected:
+        assert again["error"] in CUT
+    elif old == new:
+        assert again["name"] == "two"
+    else:
+        assert again.get("name") is None, "nobody serves there any more"

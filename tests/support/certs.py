@@ -1,0 +1,76 @@
+"""A certificate authority of the tests: API server and fault proxy get their certificates here.
+
+Written by the openssl command (Debian's openssl), because a test that turns verification off
+would not notice a client that never verifies.
+"""
+
+import ipaddress
+import subprocess
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+_CA = """\
+basicConstraints = critical, CA:TRUE
+keyUsage = critical, keyCertSign, cRLSign
+subjectKeyIdentifier = hash
+"""
+_SERVER = """\
+basicConstraints = critical, CA:FALSE
+keyUsage = critical, digitalSignature
+extendedKeyUsage = serverAuth
+subjectKeyIdentifier = hash
+authorityKeyIdentifier = keyid
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """Two PEM files."""
+
+    crt: Path
+    key: Path
+
+
+class Authority:
+    """A CA with its files in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._own = _make(folder, "ca", _CA, ())
+
+    @property
+    def crt(self) -> Path:
+        """The CA's certificate: what a client has to trust."""
+        return self._own.crt
+
+    def issue(self, name: str, hosts: Iterable[str]) -> Certificate:
+        """Return a server certificate that is valid for the names and addresses in `hosts`."""
+        names = ",".join(sorted({f"{_kind(host)}:{host}" for host in hosts}))
+        signed = ("-CA", str(self._own.crt), "-CAkey", str(self._own.key))
+        return _make(self._folder, name, f"{_SERVER}subjectAltName = {names}\n", signed)
+
+
+def _kind(host: str) -> str:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return "DNS"
+    return "IP"
+
+
+def _make(folder: Path, name: str, extensions: str, signed: tuple[str, ...]) -> Certificate:
+    """Write NAME.crt and NAME.key; the machine's own openssl.cnf has no say in it."""
+    made = Certificate(folder / f"{name}.crt", folder / f"{name}.key")
+    config = folder / f"{name}.cnf"
+    subject = f"[req]\ndistinguished_name = dn\nprompt = no\n[dn]\nCN = kbpf tests {name}\n"
+    config.write_text(f"{subject}[extensions]\n{extensions}")
+    curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+    files = ("-keyout", str(made.key), "-out", str(made.crt), "-days", "3650")
+    command = ["openssl", "req", "-x509", "-config", str(config), "-extensions", "extensions"]
+    done = subprocess.run(
+        [*command, *curve, *files, *signed], capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"openssl cannot write {made.crt}: {done.stderr.strip()}")
+    return made

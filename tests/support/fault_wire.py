@@ -1,0 +1,192 @@
+"""HTTP of the fault proxy as values: requests read and named, answers written, chunks taken apart.
+
+By hand and not by http.server, because the faults need every byte: a chunk without its end, a line
+cut in the middle, a stream that dies where a real one ends.
+"""
+
+import http.client
+import json
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import IO, Any
+from urllib.parse import parse_qsl, urlsplit
+
+Object = dict[str, Any]
+
+_VERBS = {"POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete"}
+_HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "content-length", "upgrade"}
+_NOT_FORWARDED = _HOP_BY_HOP | {"host", "accept-encoding"}  # no gzip: bodies are rewritten
+_REASONS = {
+    400: "BadRequest",
+    401: "Unauthorized",
+    403: "Forbidden",
+    404: "NotFound",
+    409: "Conflict",
+    410: "Expired",
+    422: "Invalid",
+    429: "TooManyRequests",
+    500: "InternalError",
+    503: "ServiceUnavailable",
+    504: "Timeout",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a client asked for, in the API server's own terms; `at` is time.monotonic().
+
+    `verb` is get, list, watch, create, update, patch or delete; `resource` is as in URLs, with its
+    subresource (services/status), or the whole path where there is none. Header names are lower
+    case.
+    """
+
+    at: float
+    verb: str
+    resource: str
+    namespace: str | None
+    name: str | None
+    query: Mapping[str, str]
+    headers: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """A request as it came, to be forwarded."""
+
+    method: str
+    target: str
+    headers: Mapping[str, str]
+    body: bytes
+
+    def forwarded(self) -> dict[str, str]:
+        """Return the headers that the real server gets to see."""
+        return {k: v for k, v in self.headers.items() if k not in _NOT_FORWARDED}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An error that the proxy answers by itself."""
+
+    status: int
+    message: str
+    retry_after: int | None = None
+
+    def status_object(self) -> Object:
+        """Return it as the API's Status object."""
+        details = {} if self.retry_after is None else {"retryAfterSeconds": self.retry_after}
+        return {
+            "kind": "Status",
+            "apiVersion": "v1",
+            "metadata": {},
+            "status": "Failure",
+            "message": self.message,
+            "reason": _REASONS.get(self.status, "Unknown"),
+            "details": details,
+            "code": self.status,
+        }
+
+    def response(self) -> bytes:
+        """Return it as a whole HTTP response."""
+        headers = {"Content-Type": "application/json"}
+        if self.retry_after is not None:
+            headers["Retry-After"] = str(self.retry_after)
+        return response(self.status, headers, json.dumps(self.status_object()).encode())
+
+
+def read_request(file: IO[bytes]) -> Incoming | None:
+    """Return the next request of a connection, or None at its end.
+
+    Raises ValueError: not HTTP/1.1 as clients of the API speak it.
+    """
+    line = file.readline(65536)
+    if not line.strip():
+        return None
+    method, target, _ = line.decode("latin-1").split()
+    headers = {k.lower(): v for k, v in http.client.parse_headers(file).items()}
+    if "transfer-encoding" in headers:
+        raise ValueError("chunked request bodies are not supported")
+    return Incoming(method, target, headers, file.read(int(headers.get("content-length", "0"))))
+
+
+def named(incoming: Incoming) -> Request:
+    """Return the request in the API server's terms."""
+    url = urlsplit(incoming.target)
+    parts = url.path.strip("/").split("/")
+    rest = parts[{"api": 2, "apis": 3}.get(parts[0], len(parts)) :]
+    namespace = None
+    if len(rest) > 2 and rest[0] == "namespaces":
+        namespace, rest = rest[1], rest[2:]
+    query = dict(parse_qsl(url.query, keep_blank_values=True))
+    name = rest[1] if len(rest) > 1 else None
+    return Request(
+        at=time.monotonic(),
+        verb=_verb(incoming.method, name or not rest, query),
+        resource="/".join([rest[0], *rest[2:]]) if rest else url.path,
+        namespace=namespace,
+        name=name,
+        query=query,
+        headers=incoming.headers,
+    )
+
+
+def response(status: int, headers: Mapping[str, str], body: bytes) -> bytes:
+    """Return a whole HTTP response."""
+    return head(status, {**headers, "Content-Length": str(len(body))}) + body
+
+
+def head(status: int, headers: Mapping[str, str]) -> bytes:
+    """Return status line and headers of a response."""
+    lines = [f"HTTP/1.1 {status} {http.client.responses.get(status, 'Unknown')}"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
+
+
+def kept_headers(answer: http.client.HTTPResponse) -> dict[str, str]:
+    """Return the headers of the real server's answer that the client gets to see."""
+    return {k: v for k, v in answer.getheaders() if k.lower() not in _HOP_BY_HOP}
+
+
+def chunk(data: bytes) -> bytes:
+    """Return one chunk of a chunked body; b"" is its end."""
+    return b"%x\r\n%s\r\n" % (len(data), data)
+
+
+def chunks(file: IO[bytes]) -> Iterator[bytes]:
+    """Yield the chunks of a chunked body up to its end.
+
+    Raises ConnectionError when the body breaks off instead. (http.client can't tell the two apart
+    when a body is read by the line.)
+    """
+    while True:
+        size = int(_whole(file.readline()).split(b";")[0], 16)
+        data = file.read(size)
+        if len(data) < size:
+            raise ConnectionError("the body broke off")
+        _whole(file.readline())
+        if size == 0:
+            return
+        yield data
+
+
+def lines(parts: Iterator[bytes]) -> Iterator[bytes]:
+    """Yield whole lines, with their line ends; a rest without one is dropped."""
+    rest = b""
+    for part in parts:
+        *whole, rest = (rest + part).split(b"\n")
+        for line in whole:
+            yield line + b"\n"
+
+
+def _whole(line: bytes) -> bytes:
+    if not line.endswith(b"\n"):
+        raise ConnectionError("the body broke off")
+    return line
+
+
+def _verb(method: str, single: object, query: Mapping[str, str]) -> str:
+    if method != "GET":
+        return _VERBS.get(method, method.lower())
+    if query.get("watch") in {"1", "true"}:
+        return "watch"
+    return "get" if single else "list"

@@ -1,0 +1,493 @@
+"""A small cluster on one machine: nodes, pods and an outside, each a network namespace.
+
+    fabric   one bridge that all nodes are on (198.18.0.0/24, fd00:198:18::/64)
+    node n   198.18.0.n, routes to the pods of the others; an agent runs in it
+    pod      10.244.n.i, fd00:10:244:n::i, a veth to its node
+    outside  198.18.0.254: where the API server is; this process' own namespace, or one of its own
+
+A node's cgroup holds one folder for the host's processes and one for each pod, and the agent is
+attached to the node's. All names begin with a prefix of this lab's own; `close()` removes all.
+
+Labs whose outside is apart can exist at the same time; of the others one, since the addresses of
+all are the same.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+PROBER = Path(__file__).with_name("prober.py")
+DIE_WITH_US = ("setpriv", "--pdeathsig", "KILL", "--")
+
+
+def cgroup2() -> Path:
+    """The root of the cgroup v2 hierarchy."""
+    for line in Path("/proc/self/mounts").read_text().splitlines():
+        _, path, kind, *_ = line.split()
+        if kind == "cgroup2":
+            return Path(path)
+    raise RuntimeError("no cgroup v2 on this machine: mount one to run the tests")
+
+
+def run(*command: str, stdin: str | None = None) -> str:
+    """The output of a command that must work."""
+    done = subprocess.run(command, input=stdin, text=True, capture_output=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip() or stdin}")
+    return done.stdout
+
+
+def ip(*lines: str, netns: str | None = None) -> None:
+    """iproute2 commands, all in one process."""
+    where = ["-n", netns] if netns else []
+    run("ip", *where, "-batch", "-", stdin="\n".join(lines))
+
+
+def inside(netns: str | None, cgroup: Path | None, *command: str) -> list[str]:
+    """The command line that runs a command in a network namespace and a cgroup.
+
+    `ip netns exec` would remount /sys and hide the bpffs.
+    """
+    enter = ["nsenter", f"--net=/run/netns/{netns}"] if netns else []
+    if cgroup is None:
+        return [*enter, *command]
+    return [*enter, "sh", "-c", f'echo $$ > {cgroup}/cgroup.procs; exec "$@"', "sh", *command]
+
+
+def until(what: str, check: Callable[[], Any], seconds: float = 10.0) -> Any:
+    """The first true answer of `check`; AssertionError after the deadline."""
+    deadline = time.monotonic() + seconds
+    while True:
+        answer = check()
+        if answer:
+            return answer
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {seconds} s: {what}")
+        time.sleep(0.02)
+
+
+def reachable(place: "Place", *addresses: str) -> None:
+    """Waits until packets get there and back: carriers and neighbours need time to come up."""
+    for address in addresses:
+        until(
+            f"{address} is reached from {place.name}",
+            lambda to=address: place.tcp(to, 1, timeout=0.2).get("error") == "ECONNREFUSED",
+        )
+
+
+class Place:
+    """Somewhere to serve and to dial from: a pod, or a node's own network."""
+
+    def __init__(self, name: str, netns: str | None, cgroup: Path | None) -> None:
+        self.name = name
+        self.netns = netns
+        self.cgroup = cgroup
+        self.ip = ""
+        self.ip6 = ""
+        if cgroup is not None:
+            cgroup.mkdir(parents=True, exist_ok=True)
+        command = inside(netns, cgroup, "/usr/bin/python3", "-S", str(PROBER))
+        self._process = subprocess.Popen(
+            [*DIE_WITH_US, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the prober in {self.name} died")
+        return json.loads(line)
+
+    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
+        """One command to the prober, and its answer."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
+        self._process.stdin.flush()
+        answer = self._answer()
+        assert "failed" not in answer, answer
+        return answer
+
+    def serve(self, *tcp: int, udp: tuple[int, ...] = (), address: str = "::") -> "Place":
+        """Serves these ports under this place's name."""
+        self.ask("serve", name=self.name, tcp=list(tcp), udp=list(udp), address=address)
+        return self
+
+    def tcp(self, host: str, port: int, **options: Any) -> dict[str, Any]:
+        """One TCP connection: {"name", "client", "port", "peer"} or {"error"}."""
+        return self.ask("tcp", host=host, port=port, **_with_family(host, options))
+
+    def udp(self, host: str, port: int, **options: Any) -> dict[str, Any]:
+        """One datagram and its answer, as tcp()."""
+        return self.ask("udp", host=host, port=port, **_with_family(host, options))
+
+    def many(self, count: int, host: str, port: int, **options: Any) -> dict[str, Any]:
+        """Many dials: {"names": {who: how often}, "errors": {...}}."""
+        return self.ask("many", count=count, host=host, port=port, **_with_family(host, options))
+
+    def close(self) -> None:
+        """Ends the prober and removes its cgroup."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+        if self.cgroup is not None:
+            remove_cgroup(self.cgroup)
+
+
+def _with_family(host: str, options: dict[str, Any]) -> dict[str, Any]:
+    family = "4" if ":" not in host else "mapped" if host.startswith("::ffff:") else "6"
+    return {"family": family, **options}
+
+
+def remove_cgroup(path: Path) -> None:
+    """Removes an empty cgroup; its last process may still be on its way out."""
+
+    def gone() -> bool:
+        with contextlib.suppress(FileNotFoundError):
+            try:
+                path.rmdir()
+            except OSError:
+                return False
+        return True
+
+    until(f"{path} is empty", gone, 5)
+
+
+@dataclass
+class Node:
+    """One node of the lab."""
+
+    lab: "Lab"
+    number: int
+    cgroup: Path
+    host: Place = field(init=False)
+    pods: list[Place] = field(default_factory=list)
+    places: list[Place] = field(default_factory=list)
+    agent: "Agent | None" = None
+
+    @property
+    def name(self) -> str:
+        """Kubernetes' name of it."""
+        return f"node-{self.number}"
+
+    @property
+    def netns(self) -> str:
+        """The namespace that is this node."""
+        return f"{self.lab.prefix}n{self.number}"
+
+    @property
+    def ip(self) -> str:
+        """Its InternalIP."""
+        return f"198.18.0.{self.number}"
+
+    @property
+    def ip6(self) -> str:
+        """Its second InternalIP."""
+        return f"fd00:198:18::{self.number}"
+
+    def pod(self, name: str) -> Place:
+        """A new pod: a namespace behind a veth, reached from everywhere."""
+        index = len(self.pods) + 1
+        netns = f"{self.netns}p{index}"
+        v4, v6 = f"10.244.{self.number}.{index + 1}", f"fd00:10:244:{self.number}::{index + 1}"
+        gate4 = f"10.244.{self.number}.1"
+        self.lab.add_netns(netns)
+        ip(
+            f"link add p{index} type veth peer name eth0 netns {netns}",
+            f"link set p{index} up",
+            f"route add {v4}/32 dev p{index} src {gate4}",
+            f"route add {v6}/128 dev p{index}",
+            f"addr add fe80::1/64 dev p{index} nodad",
+            netns=self.netns,
+        )
+        ip(
+            "link set lo up",
+            f"addr add {v4}/32 dev eth0",
+            f"addr add {v6}/128 dev eth0 nodad",
+            "link set eth0 up",
+            f"route add {gate4} dev eth0",
+            f"route add default via {gate4}",
+            "route add default via fe80::1 dev eth0",
+            netns=netns,
+        )
+        place = Place(name, netns, self.cgroup / f"pod{index}")
+        place.ip, place.ip6 = v4, v6
+        self.pods.append(place)
+        reachable(self.host, v4, v6)
+        return place
+
+    def host_network_pod(self, name: str) -> Place:
+        """A pod in the node's own network."""
+        place = Place(name, self.netns, self.cgroup / f"hostpod{len(self.places)}")
+        place.ip, place.ip6 = self.ip, self.ip6
+        self.places.append(place)
+        return place
+
+    def close(self) -> None:
+        """Ends everything that runs on it."""
+        if self.agent is not None:
+            self.agent.close()
+        for place in (*self.pods, *self.places, self.host):
+            place.close()
+        remove_cgroup(self.cgroup)
+
+
+class Lab:
+    """The machine's own little cluster."""
+
+    def __init__(self, nodes: int = 2, name: str = "", apart: bool = False) -> None:
+        self.prefix = f"kb{name}{os.getpid() % 100_000}"
+        self.outside = f"{self.prefix}o" if apart else None
+        self.folder = Path(tempfile.mkdtemp(prefix="kbpf-lab-"))
+        self._netns: list[str] = []
+        self._cgroup = cgroup2() / self.prefix
+        self.fabric = f"{self.prefix}f"
+        self.nodes: list[Node] = []
+        self.outside_ip = "198.18.0.254"
+        try:
+            self._build(nodes)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> "Lab":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _build(self, nodes: int) -> None:
+        self._cgroup.mkdir()
+        self.add_netns(self.fabric)
+        ip("link add br0 type bridge", "link set br0 up", netns=self.fabric)
+        if self.outside:
+            self.add_netns(self.outside)
+        ip(
+            f"link add {self.prefix} type veth peer name outside netns {self.fabric}",
+            netns=self.outside,
+        )
+        ip("link set outside master br0", "link set outside up", netns=self.fabric)
+        ip(
+            "link set lo up",
+            f"addr add {self.outside_ip}/24 dev {self.prefix}",
+            f"addr add fd00:198:18::fe/64 dev {self.prefix} nodad",
+            f"link set {self.prefix} up",
+            netns=self.outside,
+        )
+        for number in range(1, nodes + 1):
+            self.nodes.append(self._node(number))
+        for node in self.nodes:
+            others = [n for n in self.nodes if n is not node]
+            ip(
+                *(f"route add 10.244.{n.number}.0/24 via {n.ip}" for n in others),
+                *(f"route add fd00:10:244:{n.number}::/64 via {n.ip6}" for n in others),
+                netns=node.netns,
+            )
+        for node in self.nodes:
+            for other in self.nodes:
+                reachable(node.host, other.ip, other.ip6)
+
+    def _node(self, number: int) -> Node:
+        node = Node(self, number, self._cgroup / f"n{number}")
+        node.cgroup.mkdir()
+        self.add_netns(node.netns)
+        ip(
+            f"link add n{number} type veth peer name eth0 netns {node.netns}",
+            f"link set n{number} master br0",
+            f"link set n{number} up",
+            netns=self.fabric,
+        )
+        run(
+            *inside(node.netns, None, "sh", "-c"),
+            "echo 1 > /proc/sys/net/ipv4/ip_forward;"
+            "echo 1 > /proc/sys/net/ipv6/conf/all/forwarding;"
+            # an error that the kernel holds back would look like silence
+            "echo 0 > /proc/sys/net/ipv4/icmp_ratelimit;"
+            "echo 0 > /proc/sys/net/ipv6/icmp/ratelimit",
+        )
+        ip(
+            "link set lo up",
+            f"addr add {node.ip}/24 dev eth0",
+            f"addr add {node.ip6}/64 dev eth0 nodad",
+            f"addr add 10.244.{number}.1/32 dev lo",
+            f"addr add fd00:10:244:{number}::1/128 dev lo nodad",
+            "link set eth0 up",
+            f"route add default via {self.outside_ip}",
+            "route add default via fd00:198:18::fe",
+            netns=node.netns,
+        )
+        node.host = Place(f"host-{number}", node.netns, node.cgroup / "host")
+        node.host.ip, node.host.ip6 = node.ip, node.ip6
+        return node
+
+    def add_netns(self, name: str) -> None:
+        """A namespace that close() removes."""
+        run("ip", "netns", "add", name)
+        self._netns.append(name)
+
+    def close(self) -> None:
+        """Removes everything, in the order that lets it go."""
+        for node in self.nodes:
+            node.close()
+        subprocess.run(["ip", "link", "del", self.prefix], capture_output=True, check=False)
+        for name in reversed(self._netns):
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+        if self._cgroup.exists():
+            remove_cgroup(self._cgroup)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class Agent:
+    """`kbpf run` on one node."""
+
+    def __init__(self, node: Node, *arguments: str, cache: Path | None = None) -> None:
+        self.node = node
+        self.pin_dir = Path("/sys/fs/bpf") / node.netns
+        self.log = node.lab.folder / f"{node.name}.log"
+        self._cache = cache or Path(tempfile.gettempdir()) / "kbpf-test-cache"
+        self._arguments = arguments
+        self._process: subprocess.Popen[bytes] | None = None
+        self._started = 0.0
+        self._log_start = 0
+        self.code: Path | None = None
+        """Where to start it: a folder with another kbpf/ in it; None for ours."""
+        node.agent = self
+
+    @property
+    def pid(self) -> int:
+        """Of the running agent."""
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its process has not ended."""
+        return self._process is not None and self._process.poll() is None
+
+    def start(self, wait: bool = True, extra: tuple[str, ...] = ()) -> "Agent":
+        """Starts it, and waits until it has synced."""
+        command = (
+            *(sys.executable, "-m", "kbpf", "run", "--hostname-override", self.node.name),
+            *("--pin-dir", str(self.pin_dir), "--cgroup", str(self.node.cgroup)),
+            *("--cache-dir", str(self._cache), *self._arguments, *extra),
+        )
+        self._started = time.clock_gettime(time.CLOCK_BOOTTIME)
+        self._log_start = self.log.stat().st_size if self.log.exists() else 0
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [*DIE_WITH_US, *inside(self.node.netns, self.node.cgroup / "host", *command)],
+                stderr=log,
+                cwd=self.code,
+            )
+        if wait:
+            self.wait_synced()
+        return self
+
+    def wait_synced(self, seconds: float = 30.0) -> None:
+        """Until the process that was started last has programmed everything once."""
+        until(f"the agent of {self.node.name} has synced", self._is_synced, seconds)
+
+    def _is_synced(self) -> bool:
+        assert self._process is not None
+        if self._process.poll() is not None:
+            raise AssertionError(f"the agent ended: {self.tail()}")
+        status = self.own_status()
+        return status is not None and status["synced"]
+
+    def own_status(self) -> dict[str, Any] | None:
+        """status(), if the process that was started last has written it."""
+        status = self.status()
+        return status if status is not None and status["started"] >= self._started else None
+
+    def wait_ended(self, seconds: float = 20.0) -> int:
+        """The exit code of a process that ends by itself."""
+        assert self._process is not None
+        return self._process.wait(seconds)
+
+    def lines(self) -> list[str]:
+        """What the process that was started last has logged."""
+        if not self.log.exists():
+            return []
+        with self.log.open("rb") as log:
+            log.seek(self._log_start)
+            return log.read().decode(errors="replace").splitlines()
+
+    def tail(self, lines: int = 15) -> str:
+        """The end of its log."""
+        return "\n".join(self.lines()[-lines:])
+
+    def status(self) -> dict[str, Any] | None:
+        """What it says of itself, out of its pinned map."""
+        from kbpf.dataplane.bpf.layout import schema_hash
+        from kbpf.errors import KbpfError
+        from kbpf.kernel.libbpf import Map
+
+        path = self.pin_dir / f"maps-{schema_hash()}" / "agent_status"
+        try:
+            with Map.open(path) as found:
+                raw = (found.lookup(bytes(4)) or b"").rstrip(b"\0")
+        except KbpfError:
+            return None
+        return json.loads(raw) if raw else None
+
+    def entries(self, name: str) -> dict[bytes, bytes]:
+        """What stands in one of its maps."""
+        from kbpf.dataplane.bpf.layout import schema_hash
+        from kbpf.kernel.libbpf import Map
+
+        with Map.open(self.pin_dir / f"maps-{schema_hash()}" / name) as found:
+            return dict(found.items())
+
+    def dump(self) -> dict[str, dict[str, str]]:
+        """All entries of the agent's maps, as hex."""
+        from kbpf.dataplane.bpf.layout import schema_hash
+        from kbpf.kernel.libbpf import Map
+
+        found = {}
+        for path in sorted((self.pin_dir / f"maps-{schema_hash()}").iterdir()):
+            with Map.open(path) as opened:
+                if opened.type not in (2, 6):
+                    found[path.name] = {k.hex(): v.hex() for k, v in opened.items()}
+        return found
+
+    def stop(self) -> int:
+        """SIGTERM, as kubelet does; the exit code."""
+        assert self._process is not None
+        self._process.terminate()
+        return self._process.wait(10)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+    def close(self) -> None:
+        """Ends it and removes its pins."""
+        if self.is_running:
+            self.kill()
+        self.remove_pins()
+
+    def remove_pins(self) -> None:
+        """Detaches all that it has left; it must have ended."""
+        if self.pin_dir.exists():
+            shutil.rmtree(self.pin_dir / "links", ignore_errors=True)
+            shutil.rmtree(self.pin_dir, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def lab(nodes: int = 2) -> Iterator[Lab]:
+    """A lab that is gone afterwards."""
+    with Lab(nodes) as made:
+        yield made

@@ -1,0 +1,195 @@
+"""A naive model of what kube-proxy does with Services, to hold the policy against.
+
+It shares no code with kbpf and imports nothing of it: it reads the attributes of the objects that
+it is handed, works on text and plain containers, and does everything again for every question.
+Written from kube-proxy's rules (reference 1.2, 1.3, 1.4, 2.3), for reading, not for speed.
+"""
+
+import ipaddress
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+Place = tuple[str, int]
+"""Address and port as text and number."""
+
+
+class Choice(NamedTuple):
+    """Who serves, as sets."""
+
+    cluster: frozenset[Place]
+    local: frozenset[Place]
+    serving: frozenset[Place]
+    any_endpoints: bool
+    mode: str
+
+
+def text(addr: bytes) -> str:
+    """16 bytes as people write them; IPv4-mapped ones as IPv4."""
+    v6 = ipaddress.IPv6Address(addr)
+    return str(v6.ipv4_mapped or v6)
+
+
+def family(addr: bytes) -> int:
+    """4 or 6."""
+    return ipaddress.ip_address(text(addr)).version
+
+
+def network(cidr: Any) -> Any:
+    """The ipaddress network of a (16 bytes, length in 128 bits)."""
+    ip = ipaddress.ip_address(text(cidr.address))
+    return ipaddress.ip_network(f"{ip}/{cidr.bits - 96 if ip.version == 4 else cidr.bits}")
+
+
+def reachable(service: Any, port: Any, fam: int) -> bool:
+    """Whether anything but the cluster IP leads to the port."""
+    outside = [a for a in (*service.external_ips, *service.lb_vips) if family(a) == fam]
+    return port.node_port != 0 or any(text(a) not in ("0.0.0.0", "::") for a in outside)
+
+
+def external_policy_is_local(service: Any, port: Any, fam: int) -> bool:
+    """External policy Local, where it counts."""
+    if service.type == "ClusterIP" and not service.external_ips:
+        return False
+    return bool(service.external_local) and reachable(service, port, fam)
+
+
+def _copies(slices: Any, port: Any, fam: int, node: Any) -> dict[Place, list[dict[str, Any]]]:
+    """Every copy of every endpoint, by address and port."""
+    found: dict[Place, list[dict[str, Any]]] = {}
+    for piece in slices:
+        if piece.family != fam:
+            continue
+        for entry in piece.ports:
+            if (entry.name, int(entry.protocol)) != (port.name, int(port.protocol)):
+                continue
+            if entry.port == 0:
+                continue
+            for e in piece.endpoints:
+                found.setdefault((text(e.address), entry.port), []).append(
+                    {
+                        "local": node.name != "" and e.node == node.name,
+                        "ready": e.ready,
+                        "serving": e.serving,
+                        "terminating": e.terminating,
+                        "nodes": tuple(e.node_hints or ()),
+                        "zones": tuple(e.zone_hints or ()),
+                    }
+                )
+    return found
+
+
+def _one_of(copies: list[dict[str, Any]]) -> dict[str, Any]:
+    """The copy that counts: each wish in turn narrows the list, if anything fulfils it."""
+    wishes: list[Callable[[dict[str, Any]], bool]] = [
+        lambda c: c["local"],
+        lambda c: c["ready"],
+        lambda c: c["serving"],
+        lambda c: not c["terminating"],
+    ]
+    for wish in wishes:
+        copies = [c for c in copies if wish(c)] or copies
+    return max(copies, key=lambda c: (c["nodes"], c["zones"]))
+
+
+def choice(slices: Any, port: Any, service: Any, node: Any, fam: int) -> Choice:
+    """The sets of one Service port in one family."""
+    ends = {at: _one_of(copies) for at, copies in _copies(slices, port, fam, node).items()}
+    ready = {at for at, e in ends.items() if e["ready"]}
+    draining = {at for at, e in ends.items() if e["serving"] and e["terminating"]}
+    here = {at for at, e in ends.items() if e["local"]}
+    outside = reachable(service, port, fam)
+    mode, cluster, local = "", set(), set()
+    if not service.internal_local or outside:
+        cluster = set(ready)
+        if ready and all(ends[at]["nodes"] for at in ready):
+            hinted = {at for at in ready if node.name and node.name in ends[at]["nodes"]}
+            if hinted:
+                mode, cluster = "PreferSameNode", hinted
+        if ready and mode == "" and all(ends[at]["zones"] for at in ready):
+            hinted = {at for at in ready if node.zone and node.zone in ends[at]["zones"]}
+            if hinted:
+                mode, cluster = "PreferSameZone", hinted
+        if not ready:
+            cluster = draining
+    if service.internal_local or external_policy_is_local(service, port, fam):
+        local = (ready & here) if ready & here else (draining & here)
+    serving = {at for at, e in ends.items() if e["serving"] or e["ready"]}
+    some = bool(ready) or bool(draining)
+    return Choice(frozenset(cluster), frozenset(local), frozenset(serving), some, mode)
+
+
+def asked_for(service: Any, port: Any, fam: int) -> dict[tuple[str, int, int], tuple[str, bool]]:
+    """(address, port, protocol) → (kind, restricted), before conflicts; the weakest kind first,
+    so that a stronger one replaces it.
+    """
+    own = [text(a) for a in service.cluster_ips if family(a) == fam]
+    own = [ip for ip in own if ip not in ("0.0.0.0", "::")]
+    if not own:
+        return {}
+    protocol, anywhere = int(port.protocol), "0.0.0.0" if fam == 4 else "::"
+    found = {}
+    if port.node_port:
+        found[anywhere, port.node_port, protocol] = ("NodePort", False)
+    ranges = [network(c) for c in service.source_ranges if network(c).version == fam]
+    limited = bool(ranges) and all(net.prefixlen > 0 for net in ranges)
+    lists = [
+        (service.external_ips, "ExternalIP", False),
+        (service.lb_vips, "LoadBalancer", limited),
+    ]
+    for addresses, kind, guard in lists:
+        for a in addresses:
+            if family(a) == fam and text(a) not in ("0.0.0.0", "::"):
+                found[text(a), port.port, protocol] = (kind, guard)
+    found[own[0], port.port, protocol] = ("ClusterIP", False)
+    return found
+
+
+def node_port_addresses(node: Any, local_addresses: Any, config: Any) -> set[str]:
+    """Where NodePorts answer."""
+    local = {ipaddress.ip_address(text(a)) for a in local_addresses}
+    networks = [network(c) for c in config.node_port_addresses]
+    if not config.all_node_port_addresses and not networks and node.addresses:
+        own = [ipaddress.ip_address(text(a)) for a in node.addresses]
+        firsts = [[ip for ip in own if ip.version == v][:1] for v in (4, 6)]
+        chosen = {ip for first in firsts for ip in first}
+    elif config.all_node_port_addresses:
+        chosen = local
+    else:
+        chosen = {
+            ip
+            for ip in local
+            if not [n for n in networks if n.version == ip.version]
+            or any(ip in n for n in networks if n.version == ip.version)
+        }
+    return {str(ip) for ip in chosen if not ip.is_loopback and not ip.is_unspecified}
+
+
+def state(services: Any, slices: Any, node: Any) -> dict[tuple[Any, ...], dict[str, Any]]:
+    """Everything: (namespace, name, port name, protocol, family) → what should be there."""
+    claims, found = [], {}
+    order = {"ClusterIP": 0, "LoadBalancer": 1, "ExternalIP": 2, "NodePort": 3}
+    for service in services:
+        mine = [s for s in slices if (s.namespace, s.service) == (service.namespace, service.name)]
+        for fam in (4, 6):
+            for port in service.ports:
+                asked = asked_for(service, port, fam)
+                if not asked:
+                    continue
+                key = (service.namespace, service.name, port.name, int(port.protocol), fam)
+                chosen = choice(mine, port, service, node, fam)
+                found[key] = {
+                    **chosen._asdict(),
+                    "internal_local": service.internal_local,
+                    "external_local": external_policy_is_local(service, port, fam),
+                    "affinity_timeout": service.affinity_timeout,
+                    "asked": asked,
+                }
+                age = service.created or "~ after every date"
+                claims += [(at, (order[kind], age, *key), key) for at, (kind, _) in asked.items()]
+    for key, entry in found.items():
+        asked = entry.pop("asked")
+        winner = {at: min(c for c in claims if c[0] == at)[2] for at in asked}
+        entry["frontends"] = {(at, *asked[at]) for at in asked if winner[at] == key}
+        entry["lost"] = {(at, winner[at][:2]) for at in asked if winner[at] != key}
+        del entry["mode"]
+    return found

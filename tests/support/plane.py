@@ -1,0 +1,420 @@
+"""pytest plugin: a BPF data plane of a test's own, and short words for what it should do.
+
+A `Site` is what one agent works on: a cgroup and a folder of pins, both gone afterwards. `open()`
+is a start of the agent, a second one its restart. `dump()` reads what is pinned with nothing of
+the plane's own memory and takes the ids out, so that two dumps are equal when two kernels serve
+the same.
+"""
+
+import contextlib
+import ctypes
+import errno
+import itertools
+import os
+import pickle
+import shutil
+import socket
+import time
+import traceback
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from kbpf.dataplane.bpf.layout import Reason, ServiceFlag, schema_hash
+from kbpf.dataplane.bpf.plane import BpfPlane
+from kbpf.kernel import netns
+from kbpf.kernel.libbpf import Map
+from kbpf.model.address import Addr, family_of, format_addr, format_endpoint, parse_addr
+from kbpf.model.config import Config, MapSizes
+from kbpf.model.desired import (
+    Backend,
+    BackendSet,
+    DesiredState,
+    Frontend,
+    FrontendAddress,
+    FrontendKind,
+    ServicePortKey,
+    ServiceState,
+)
+from kbpf.model.objects import Protocol
+from kbpf.source.fields import parse_cidr
+from tests.support.lab import Place, cgroup2, ip, remove_cgroup
+
+BPFFS = Path("/sys/fs/bpf")
+HOOKS = frozenset(
+    ("connect4", "connect6", "sendmsg4", "sendmsg6", "recvmsg4", "recvmsg6",
+     "getpeername4", "getpeername6", "sock_release")
+)  # fmt: skip
+SIZES = MapSizes(sockets=4096, flows=4096, connections=4096, affinity=4096)
+"""LRU maps are allocated whole: the usual sizes cost a tenth of a second and 40 MB each time."""
+_numbers = itertools.count(1)
+T = TypeVar("T")
+
+
+# ---- words for a desired state -----------------------------------------------------------------
+
+
+def split(text: str) -> tuple[Addr, int]:
+    """``10.0.0.1:80`` or ``[fd00::1]:80``."""
+    host, _, port = text.rpartition(":")
+    return parse_addr(host.strip("[]")), int(port)
+
+
+def backends(text: str, protocol: Protocol = Protocol.TCP) -> BackendSet:
+    """A set out of endpoints with blanks between them."""
+    return tuple(sorted({Backend(*split(one), protocol) for one in text.split()}))
+
+
+def at(text: str, protocol: Protocol = Protocol.TCP) -> FrontendAddress:
+    """A frontend's address; a NodePort has ``0.0.0.0`` or ``[::]``."""
+    return FrontendAddress(*split(text), protocol)
+
+
+def service(
+    name: str,
+    frontends: str,
+    to: str = "",
+    protocol: Protocol = Protocol.TCP,
+    local: str = "",
+    serving: str | None = None,
+    restricted: bool = False,
+    ranges: str = "",
+    **more: Any,
+) -> ServiceState:
+    """A Service port. `frontends` are ``address:port``, with ``kind=`` before all but ClusterIPs:
+    ``10.96.0.1:80 NodePort=0.0.0.0:30080 LoadBalancer=192.0.2.1:80``.
+
+    Who serves is who is in a set, unless it is said. `ranges` may dial the LoadBalancer addresses.
+    """
+    made = []
+    for word in frontends.split():
+        kind, _, where = word.rpartition("=")
+        made.append(
+            Frontend(
+                at(where, protocol),
+                FrontendKind(kind or "ClusterIP"),
+                (restricted or bool(ranges)) and kind == "LoadBalancer",
+            )
+        )
+    cluster, here = backends(to, protocol), backends(local, protocol)
+    still = tuple(sorted({*cluster, *here})) if serving is None else backends(serving, protocol)
+    family = family_of(made[0].at.address) if made else 4
+    return ServiceState(
+        key=ServicePortKey("default", name, "", protocol, family),
+        frontends=tuple(sorted(made, key=lambda f: f.at)),
+        cluster=cluster,
+        local=here,
+        serving=still,
+        source_ranges=tuple(sorted(parse_cidr(text, "") for text in ranges.split())),
+        **{"any_endpoints": bool(still), **more},
+    )
+
+
+def desired(*services: ServiceState, nodes: str = "") -> DesiredState:
+    """Everything; `nodes` are the addresses that serve NodePorts."""
+    return DesiredState(
+        {one.key: one for one in services}, tuple(parse_addr(text) for text in nodes.split())
+    )
+
+
+# ---- a place to run it -------------------------------------------------------------------------
+
+
+class Site:
+    """A cgroup and pins for one agent. `node`: the network namespace that is the host (a name
+    below /run/netns), for rules that hold for the host only.
+    """
+
+    def __init__(self, cache: Path, cgroup: Path | None = None, node: str | None = None) -> None:
+        self.name = f"kbp{os.getpid()}-{next(_numbers)}"
+        self.cache = cache
+        self.node = node
+        self.pins = BPFFS / self.name
+        self._own_cgroup = cgroup is None
+        self.cgroup = cgroup or cgroup2() / self.name
+        self.cgroup.mkdir(exist_ok=True)
+        self._planes: list[BpfPlane] = []
+        self._places: list[Place] = []
+
+    @property
+    def maps(self) -> Path:
+        """The folder of pinned maps."""
+        return self.pins / f"maps-{schema_hash()}"
+
+    def plane(
+        self,
+        sizes: MapSizes | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        **settings: Any,
+    ) -> BpfPlane:
+        """A data plane that is not opened yet."""
+        given = {"pin_dir": self.pins, "cgroup": self.cgroup, "cache_dir": self.cache, **settings}
+        made = BpfPlane(Config(sizes=sizes or SIZES, **given), clock)
+        self._planes.append(made)
+        return made
+
+    def open(self, *arguments: Any, **settings: Any) -> BpfPlane:
+        """A start of the agent. The one before ends as by a kill: its descriptors are closed, and
+        with them its lock, and nothing is written.
+        """
+        self.close_planes()
+        made = self.plane(*arguments, **settings)
+        if self.node is None:
+            made.open()
+        else:
+            netns.inside(Path("/run/netns") / self.node, made.open)
+        return made
+
+    def close_planes(self) -> None:
+        """The agent ends, as by a kill."""
+        for plane in self._planes:
+            plane.close()
+
+    def place(self, name: str, netns: str | None = None) -> Place:
+        """A client below the hooks."""
+        made = Place(name, netns, self.cgroup / f"place{len(self._places)}")
+        self._places.append(made)
+        return made
+
+    def pinned(self, name: str) -> Map:
+        """A map as anybody would open it."""
+        return Map.open(self.maps / name)
+
+    def entries(self, name: str) -> dict[bytes, bytes]:
+        """What stands in a pinned map."""
+        with self.pinned(name) as found:
+            return dict(found.items())
+
+    def reasons(self) -> Counter[Reason]:
+        """How often the programs decided why, over all CPUs."""
+        counts: Counter[Reason] = Counter()
+        with self.pinned("reasons") as found:
+            for reason in Reason:
+                raw = found.lookup(int(reason).to_bytes(4, "little")) or b""
+                counts[reason] = sum(
+                    int.from_bytes(raw[i : i + 8], "little") for i in range(0, len(raw), 8)
+                )
+        return counts
+
+    def dump(self) -> dict[str, Any]:
+        """What is served, without ids; see dump()."""
+        return dump(self.entries)
+
+    def close(self) -> None:
+        """Removes everything."""
+        for place in self._places:
+            place.close()
+        self.close_planes()
+        if self.pins.exists():
+            links = self.pins / "links"
+            for pin in sorted(links.iterdir()) if links.exists() else ():
+                pin.unlink()
+            shutil.rmtree(self.pins)
+        if self._own_cgroup and self.cgroup.exists():
+            remove_cgroup(self.cgroup)
+
+
+def within(place: Place, action: Callable[[], T], pin_cpu: int | None = None) -> T:
+    """The result of `action`, run by a forked child where that place is: its network namespace
+    and its cgroup.
+    """
+    return start_within(place, action, pin_cpu)()
+
+
+def start_within(
+    place: Place, action: Callable[[], T], pin_cpu: int | None = None
+) -> Callable[[], T]:
+    """As within(), but the child runs on; calling what is returned waits for its result."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            answer: tuple[bool, Any] = (True, _act(place, action, pin_cpu))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        with os.fdopen(writer, "wb") as out:
+            pickle.dump(answer, out)
+        os._exit(0)
+    os.close(writer)
+
+    def result() -> T:
+        with os.fdopen(reader, "rb") as source:
+            raw = source.read()
+        os.waitpid(child, 0)
+        assert raw, f"the child in {place.name} died"
+        good, value = pickle.loads(raw)
+        assert good, value
+        return value
+
+    return result
+
+
+LOCAL = tuple(f"10.99.0.{i}" for i in range(1, 61))
+LOCAL6 = tuple(f"fd00:99::{i:x}" for i in range(1, 61))
+
+
+def make_local(netns: str | None) -> None:
+    """LOCAL and LOCAL6 become addresses of this namespace's loopback, for picks()."""
+    ip(
+        "link set lo up",
+        *(f"addr add {one}/32 dev lo" for one in LOCAL),
+        *(f"addr add {one}/128 dev lo nodad" for one in LOCAL6),
+        netns=netns,
+    )
+
+
+def pick(host: str, port: int, kind: int = socket.SOCK_DGRAM) -> str:
+    """Which of LOCAL a socket is led to, or the errno.
+
+    A socket that connects to an address of its own machine gets that same address as its own, and
+    getsockname() has no hook: so three system calls tell the backend, and nobody has to serve.
+    """
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, kind) as s:
+        code = s.connect_ex((host, port))
+        return errno.errorcode[code] if code else s.getsockname()[0]
+
+
+def picks(place: Place, to: str, count: int = 1) -> list[str]:
+    """So many of them, from that place."""
+    host, _, port = to.rpartition(":")
+    return within(place, lambda: [pick(host.strip("[]"), int(port)) for _ in range(count)])
+
+
+def _act(place: Place, action: Callable[[], T], pin_cpu: int | None) -> T:
+    if place.cgroup is not None:
+        (place.cgroup / "cgroup.procs").write_text(str(os.getpid()))
+    if pin_cpu is not None:
+        os.sched_setaffinity(0, {pin_cpu})
+    if place.netns is not None:
+        with open(f"/run/netns/{place.netns}") as found:
+            assert ctypes.CDLL(None).setns(found.fileno(), 0) == 0
+    return action()
+
+
+def dump(entries: Callable[[str], dict[bytes, bytes]]) -> dict[str, Any]:
+    """`frontends`: address → what stands behind it; `strays`: whatever nothing leads to.
+
+    Reads the bytes itself: offsets are those of kbpf/bpf/types.h.
+    """
+    reader = _Reader(entries)
+    frontends = {reader.target(k): reader.behind(v) for k, v in entries("services").items()}
+    return {
+        "frontends": dict(sorted(frontends.items())),
+        "node_addresses": sorted(k.hex() for k in entries("node_addresses")),
+        "strays": reader.strays(),
+    }
+
+
+class _Reader:
+    def __init__(self, entries: Callable[[str], dict[bytes, bytes]]) -> None:
+        self._slots = {(_u32(k), _u32(k, 4)): _u32(v) for k, v in entries("backend_slots").items()}
+        self._members = {(_u32(k), _u32(k, 4)) for k in entries("set_members")}
+        self._backends = {_u32(k): self.target(v) for k, v in entries("backends").items()}
+        self._names = {_u32(k): self.name(v) for k, v in entries("service_names").items()}
+        self._ranges: defaultdict[int, list[str]] = defaultdict(list)
+        for key in entries("source_ranges"):
+            self._ranges[_u32(key, 4)].append(f"{format_addr(key[8:24])}/{_u32(key) - 32}")
+        self._services: set[int] = set()  # ids that a frontend leads to
+        self._sets: set[int] = set()
+        self._used_members: set[tuple[int, int]] = set()
+
+    @staticmethod
+    def name(raw: bytes) -> str:
+        """``namespace/name``."""
+        return b"/".join(raw[i : i + 64].rstrip(b"\0") for i in (0, 64)).decode()
+
+    @staticmethod
+    def target(raw: bytes) -> str:
+        """``address:port/protocol``."""
+        text = format_endpoint(raw[:16], int.from_bytes(raw[16:18], "big"))
+        return f"{text}/{Protocol(raw[18]).name}"
+
+    def behind(self, raw: bytes) -> dict[str, Any]:
+        """One value of `services`, followed to its backends."""
+        service_id, flags, timeout, cluster, cluster_size, local, local_size = (
+            _u32(raw, i) for i in range(0, 28, 4)
+        )
+        self._services.add(service_id)
+        return {
+            "service": self._names.get(service_id, ""),
+            "flags": ServiceFlag(flags).name,
+            "timeout": timeout,
+            "cluster": self._set(cluster, cluster_size, timeout > 0),
+            "local": self._set(local, local_size, timeout > 0),
+            "ranges": sorted(self._ranges.get(service_id, ())),
+        }
+
+    def _set(self, set_id: int, size: int, affine: bool) -> list[str]:
+        self._sets.add(set_id)
+        found = []
+        for index in range(size):
+            backend = self._slots.get((set_id, index), 0)
+            text = self._backends.get(backend, "MISSING")
+            if affine and (set_id, backend) not in self._members:
+                text += " NOT A MEMBER"
+            if affine:
+                self._used_members.add((set_id, backend))
+            found.append(text)
+        longer = sum(number == set_id for number, _ in self._slots) - size
+        return [*found, *longer * ["BEYOND THE SIZE"]] if size else found
+
+    def strays(self) -> dict[str, list[Any]]:
+        """What was not reached from a frontend, told by what it is: ids mean nothing to a test."""
+        found: defaultdict[str, list[Any]] = defaultdict(list)
+        for (number, _), backend in sorted(self._slots.items()):
+            if number not in self._sets:
+                found["slots of"].append(self._backends.get(backend, "MISSING"))
+        for number, backend in sorted(self._members):
+            if number not in self._sets or (number, backend) not in self._used_members:
+                found["members of"].append(self._backends.get(backend, "MISSING"))
+        slots = set(self._slots.values())
+        found["backends"] = [text for i, text in self._backends.items() if i not in slots]
+        found["names"] = [text for i, text in self._names.items() if i not in self._services]
+        for number, texts in self._ranges.items():
+            found["ranges"] += texts if number not in self._services else []
+        return {kind: sorted(texts) for kind, texts in found.items() if texts}
+
+
+def _u32(raw: bytes, offset: int = 0) -> int:
+    return int.from_bytes(raw[offset : offset + 4], "little")
+
+
+# ---- fixtures ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def artifact_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Compiled once for the whole run."""
+    return tmp_path_factory.mktemp("artifacts")
+
+
+@contextlib.contextmanager
+def sites(cache: Path) -> Iterator[Callable[..., Site]]:
+    """Makes sites, and removes them all."""
+    made: list[Site] = []
+
+    def make(**arguments: Any) -> Site:
+        made.append(Site(cache, **arguments))
+        return made[-1]
+
+    try:
+        yield make
+    finally:
+        for one in made:
+            one.close()
+
+
+@pytest.fixture
+def site(artifact_cache: Path) -> Iterator[Site]:
+    """A cgroup and a pin folder of the test's own; nothing runs on it yet."""
+    with sites(artifact_cache) as make:
+        yield make()
+
+
+@pytest.fixture
+def plane(site: Site) -> BpfPlane:
+    """An opened data plane on a site of its own."""
+    return site.open()

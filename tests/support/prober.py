@@ -1,0 +1,253 @@
+"""A process that stands in one place of the lab: it serves, and it dials, on command.
+
+Commands come as JSON lines on stdin, answers go as JSON lines to stdout; one at a time. It
+imports nothing of kbpf. A server answers each line (TCP) or datagram (UDP) with its own name and
+the client's address as it saw it, so that a test knows what each side saw.
+"""
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections import Counter
+
+FAMILIES = {"4": socket.AF_INET, "6": socket.AF_INET6, "mapped": socket.AF_INET6}
+
+
+def errno_name(error):
+    import errno
+
+    if isinstance(error, TimeoutError) and error.errno is None:
+        return "timeout"
+    return errno.errorcode.get(error.errno or 0, type(error).__name__)
+
+
+class Server:
+    """Serves TCP and UDP ports until the process ends."""
+
+    def __init__(self):
+        self.name = ""
+        self.udp_seen = Counter()
+
+    def serve(self, name, tcp=(), udp=(), address="::"):
+        self.name = name
+        for port in tcp:
+            threading.Thread(target=self._tcp, args=(self._bind(address, port, True),)).start()
+        for port in udp:
+            threading.Thread(target=self._udp, args=(self._bind(address, port, False),)).start()
+        return {}
+
+    def _bind(self, address, port, tcp):
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        s = socket.socket(family, socket.SOCK_STREAM if tcp else socket.SOCK_DGRAM)
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if address == "::":
+            s.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        s.bind((address, port))
+        if tcp:
+            s.listen(4096)
+        return s
+
+    def _answer(self, client, port):
+        address = client[0].removeprefix("::ffff:")
+        return json.dumps({"name": self.name, "client": address, "port": port}).encode() + b"\n"
+
+    def _tcp(self, listener):
+        while True:
+            connection, client = listener.accept()
+            threading.Thread(target=self._talk, args=(connection, client)).start()
+
+    def _talk(self, connection, client):
+        with connection:
+            try:
+                port = connection.getsockname()[1]
+                while line := connection.recv(65536):
+                    if line.endswith(b"bye\n"):
+                        connection.sendall(self._answer(client, port))
+                        return
+                    connection.sendall(self._answer(client, port))
+            except OSError:
+                return
+
+    def _udp(self, s):
+        port = s.getsockname()[1]
+        while True:
+            _, client = s.recvfrom(65536)
+            self.udp_seen[port] += 1
+            s.sendto(self._answer(client, port), client)
+
+
+class Client:
+    """Dials, once or many times, and keeps sockets that a test asks it to keep."""
+
+    def __init__(self):
+        self.kept = {}
+        self.load = None
+
+    def _socket(self, family, kind, bind=None):
+        s = socket.socket(FAMILIES[family], kind)
+        if bind:
+            s.bind((bind, 0))
+        return s
+
+    def tcp(self, host, port, family="4", timeout=2.0, keep=None, bind=None):
+        s = self._socket(family, socket.SOCK_STREAM, bind)
+        s.settimeout(timeout)
+        start = time.monotonic()
+        try:
+            s.connect((host, port))
+            s.sendall(b"hello\n" if keep else b"bye\n")
+            answer = json.loads(s.recv(4096))
+            answer["peer"] = list(s.getpeername()[:2])
+        except OSError as error:
+            s.close()
+            return {"error": errno_name(error), "seconds": time.monotonic() - start}
+        if keep:
+            self.kept[keep] = s
+        else:
+            s.close()
+        return answer
+
+    def talk(self, keep, timeout=2.0):
+        """One more line over a kept connection, or one more datagram on a kept UDP socket."""
+        s = self.kept[keep]
+        s.settimeout(timeout)
+        try:
+            s.send(b"hello\n")
+            return json.loads(s.recv(4096))
+        except OSError as error:
+            return {"error": errno_name(error)}
+
+    def hear(self, keep, timeout=2.0):
+        """What a kept socket gets without asking: as a rule an error, or "timeout"."""
+        s = self.kept[keep]
+        s.settimeout(timeout)
+        try:
+            return {"heard": len(s.recv(4096))}
+        except OSError as error:
+            return {"error": errno_name(error)}
+
+    def udp(self, host, port, family="4", timeout=2.0, keep=None, connected=False):
+        """A datagram and its answer. `keep`: on a socket that stays, made when it is new."""
+        s = self.kept.get(keep) or self._socket(family, socket.SOCK_DGRAM)
+        s.settimeout(timeout)
+        try:
+            if connected:
+                s.connect((host, port))
+                s.send(b"hello\n")
+            else:
+                s.sendto(b"hello\n", (host, port))
+            data, sender = s.recvfrom(4096)
+            answer = json.loads(data)
+            answer["peer"] = list(sender[:2])
+            if connected:
+                answer["getpeername"] = list(s.getpeername()[:2])
+        except OSError as error:
+            if not keep:
+                s.close()
+            return {"error": errno_name(error)}
+        if keep:
+            self.kept[keep] = s
+        else:
+            s.close()
+        return answer
+
+    def drop(self, keep):
+        self.kept.pop(keep).close()
+        return {}
+
+    def many(self, count, host, port, family="4", timeout=2.0, protocol="tcp", connected=False):
+        """So many fresh dials, one after the other: who answered, how often, and errors.
+
+        `seen` has each different answer once: its server's name and port, the client's address
+        that the server saw, and the address and port that the client believes to talk to.
+        """
+        names, errors, seen = Counter(), Counter(), set()
+        started = time.monotonic()
+        for _ in range(count):
+            if protocol == "tcp":
+                answer = self.tcp(host, port, family, timeout)
+            else:
+                answer = self.udp(host, port, family, timeout, connected=connected)
+            if "error" in answer:
+                errors[answer["error"]] += 1
+            else:
+                names[answer["name"]] += 1
+                peer = answer.get("getpeername", answer["peer"])
+                for pair in (peer, answer["peer"]):
+                    seen.add((answer["name"], answer["port"], answer["client"], *pair))
+        seconds = time.monotonic() - started
+        return {"names": names, "errors": errors, "seen": sorted(seen), "seconds": seconds}
+
+    def start_load(self, host, port, family="4", timeout=2.0, pause=0.0, threads=1, protocol="tcp"):
+        """Dials without end from now on, in the background."""
+        one = self.tcp if protocol == "tcp" else self.udp
+        self.load = Load(one, threads, pause, (host, port, family, timeout))
+        return {}
+
+    def stop_load(self):
+        load, self.load = self.load, None
+        return load.stop()
+
+    def peek_load(self):
+        return self.load.result()
+
+
+class Load:
+    def __init__(self, dial, threads, pause, arguments):
+        self.ended = threading.Event()
+        self.names, self.errors = Counter(), []
+        self.started = time.monotonic()
+        self.lock = threading.Lock()
+        self.threads = [
+            threading.Thread(target=self._run, args=(dial, pause, arguments))
+            for _ in range(threads)
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    def _run(self, dial, pause, arguments):
+        while not self.ended.is_set():
+            answer = dial(*arguments)
+            with self.lock:
+                if "error" in answer:
+                    at = time.monotonic() - self.started
+                    self.errors.append([answer["error"], round(at, 3)])
+                else:
+                    self.names[answer["name"]] += 1
+            if pause:
+                time.sleep(pause)
+
+    def result(self):
+        with self.lock:
+            return {"names": dict(self.names), "errors": list(self.errors)}
+
+    def stop(self):
+        self.ended.set()
+        for thread in self.threads:
+            thread.join()
+        return self.result()
+
+
+def main():
+    server, client = Server(), Client()
+    handlers = {"serve": server.serve, "seen": lambda: {"udp": dict(server.udp_seen)}}
+    for name in (
+        "tcp", "udp", "talk", "hear", "drop", "many", "start_load", "stop_load", "peek_load",
+    ):  # fmt: skip
+        handlers[name] = getattr(client, name)
+    print(json.dumps({"pid": os.getpid()}), flush=True)
+    for line in sys.stdin:
+        command = json.loads(line)
+        try:
+            answer = handlers[command.pop("do")](**command)
+        except Exception as error:
+            answer = {"failed": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

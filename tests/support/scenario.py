@@ -1,0 +1,134 @@
+"""Scenarios: folders of objects below tests/scenarios, and what is to be programmed for node-1.
+
+    NAME/*.yaml      the objects, as `kbpf run --source` takes them
+    NAME/expected    what stands in the maps then, one line per frontend, without ids
+
+`FolderNode` is a node whose agent is fed by a folder. Its settle() waits as Cluster's does: a mark
+that is written last has come through when everything before has.
+"""
+
+import ipaddress
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import yaml
+
+from tests.support import cluster, plane
+from tests.support.lab import Agent, Lab, until
+
+HERE = Path(__file__).parents[1] / "scenarios"
+WRITTEN = ("services", "service_names", "backend_slots", "set_members", "backends")
+"""The maps that hold nothing when there is no Service."""
+
+Object = dict[str, Any]
+
+
+def names() -> list[str]:
+    """All scenarios."""
+    return sorted(path.name for path in HERE.iterdir() if path.is_dir())
+
+
+def documents(*names: str) -> list[Object]:
+    """The objects of these scenarios, lists taken apart; what is in several comes once."""
+    found: dict[str, Object] = {}
+    for path in [path for name in names for path in sorted((HERE / name).glob("*.yaml"))]:
+        for obj in yaml.safe_load_all(path.read_text()):
+            kind = obj["kind"].removesuffix("List")
+            for item in obj["items"] if kind != obj["kind"] else [obj]:
+                one = {"apiVersion": obj["apiVersion"], "kind": kind, **item}
+                assert found.setdefault(file_of(one), one) == one, f"{path}: {file_of(one)} differs"
+    return list(found.values())
+
+
+def expected(*names: str) -> list[str]:
+    """What is programmed when these are there, a line each."""
+    lines = {line for name in names for line in (HERE / name / "expected").read_text().splitlines()}
+    return sorted(lines)
+
+
+def lines(agent: Agent) -> list[str]:
+    """What is programmed, in the words of the files `expected`."""
+    dump = plane.dump(agent.entries)
+    own = [ipaddress.IPv6Address(bytes.fromhex(each)) for each in dump["node_addresses"]]
+    addresses = [str(each.ipv4_mapped or each) for each in own]
+    return sorted(
+        [f"NodePorts answer on {' '.join(addresses)}"]
+        + [
+            _line(at, behind)
+            for at, behind in dump["frontends"].items()
+            if behind["service"] != cluster.MARK
+        ]
+    )
+
+
+def _line(at: str, behind: dict[str, Any]) -> str:
+    flags = behind["flags"].replace("|", " ")
+    affinity = f" affinity={behind['timeout']}" if behind["timeout"] else ""
+    words = [f"{at} {behind['service']} {flags}{affinity}"]
+    words += [f"{which}: {' '.join(behind[which])}" for which in ("cluster", "local")]
+    return "; ".join(word for word in words if not word.endswith(": "))
+
+
+class FolderNode(cluster.Places):
+    """The first node of a lab, and its folder. A context manager; the agent is not started yet."""
+
+    def __init__(self, lab: Lab, folder: Path, pods: int = 0) -> None:
+        super().__init__()
+        self.folder = folder
+        self._marks = 0
+        source = ("--source", str(folder))
+        if pods:
+            self.settle_in("a", lab.nodes[0], pods, *source)
+        else:
+            self.agents.append(Agent(lab.nodes[0], *source))
+
+    def __enter__(self) -> Self:
+        self.folder.mkdir()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.agent.close()
+
+    def write(self, objects: Sequence[Object], name: str = "") -> None:
+        """One file each, or all in the file of this name."""
+        if name:
+            self._put(name, yaml.safe_dump_all(objects))
+            return
+        for obj in objects:
+            self._put(file_of(obj), yaml.safe_dump(obj))
+
+    def _put(self, name: str, text: str) -> None:
+        """At once, as who cares for half files does it."""
+        temporary = self.folder / f".{name}"
+        temporary.write_text(text)
+        temporary.rename(self.folder / name)
+
+    def remove(self, objects: Iterable[Object]) -> None:
+        """Their files go."""
+        for obj in objects:
+            (self.folder / file_of(obj)).unlink()
+
+    def empty(self) -> None:
+        """Every file goes; returns when nothing is programmed any more."""
+        for path in self.folder.glob("*.yaml"):
+            path.unlink()
+        until("the maps are empty", lambda: not any(map(self.agent.entries, WRITTEN)))
+        assert plane.dump(self.agent.entries)["strays"] == {}
+
+    def settle(self) -> None:
+        """Returns when the agent has applied what was written so far."""
+        self._marks += 1
+        self.write(cluster.mark(self._marks), "~mark.yaml")
+        until("the agent has applied everything", lambda: cluster.shows(self.agent, self._marks))
+
+
+def file_of(obj: Object) -> str:
+    """The file that write() gives an object."""
+    meta = obj["metadata"]
+    return f"{obj['kind']}-{meta.get('namespace', 'default')}-{meta['name']}.yaml".lower()
+
+
+def record(name: str, agent: Agent) -> None:
+    """Writes `expected` anew; for who has changed a scenario and reads the difference."""
+    (HERE / name / "expected").write_text("".join(f"{line}\n" for line in lines(agent)))

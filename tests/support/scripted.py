@@ -1,0 +1,166 @@
+"""An HTTP/1.1 server that does what a test tells it: answers, cuts, resets, silence.
+
+Each request gets the next step of the script, in its own connection's thread; when the script is
+used up, a request gets the headers of a watch and then silence. Nothing of kbpf in here.
+"""
+
+import contextlib
+import json
+import socket
+import ssl
+import struct
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple, Self
+from urllib.parse import parse_qs, urlsplit
+
+
+class Request(NamedTuple):
+    """A request as it came; `query` has the last value of each name, `peer` says whose TLS
+    certificate came with it, `port` is the client's.
+    """
+
+    path: str
+    query: dict[str, str]
+    headers: dict[str, str]
+    peer: str
+    port: int
+
+
+class Exchange:
+    """One request and the ways to answer it."""
+
+    def __init__(self, sock: socket.socket, request: Request, closing: threading.Event) -> None:
+        self.sock = sock
+        self.request = request
+        self._closing = closing
+        self.open = True
+
+    def answer(self, status: int, body: Any, **headers: str) -> None:
+        """A whole response; the connection stays."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        self.head(status, **{"Content-Length": str(len(data))} | headers)
+        self.sock.sendall(data)
+
+    def head(self, status: int, **headers: str) -> None:
+        """The status line and headers alone (``Retry_After`` is Retry-After)."""
+        lines = [f"HTTP/1.1 {status} {'OK' if status == 200 else 'No'}"]
+        lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+        self.sock.sendall("\r\n".join([*lines, "", ""]).encode())
+
+    def watch(self, *lines: Any) -> None:
+        """Begin a chunked response and send these lines."""
+        self.head(200, Transfer_Encoding="chunked")
+        for line in lines:
+            self.line(line)
+
+    def line(self, line: Any) -> None:
+        """One line of a watch; bytes go as they are, without a newline added."""
+        data = line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n"
+        self.sock.sendall(f"{len(data):x}\r\n".encode() + data + b"\r\n")
+
+    def end(self) -> None:
+        """The clean end of a chunked response; the connection stays."""
+        self.sock.sendall(b"0\r\n\r\n")
+
+    def cut(self) -> None:
+        """Close the connection here and now."""
+        self.open = False
+        self.sock.close()
+
+    def reset(self) -> None:
+        """The same with RST."""
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.cut()
+
+    def hang(self) -> None:
+        """Say nothing more until the test ends."""
+        self._closing.wait(30)
+        self.open = False
+
+
+Step = Callable[[Exchange], None]
+
+
+def quiet(exchange: Exchange) -> None:
+    """A watch in which nothing happens."""
+    exchange.watch()
+    exchange.hang()
+
+
+class ScriptedServer:
+    """A context manager. `script` may be changed and prolonged while it runs."""
+
+    def __init__(self, *script: Step, tls: ssl.SSLContext | None = None) -> None:
+        self.script = list(script)
+        self.requests: list[Request] = []
+        self.times: list[float] = []
+        self.faults: list[BaseException] = []
+        self._tls = tls
+        self._closing = threading.Event()
+        self._lock = threading.Lock()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        scheme = "https" if tls else "http"
+        self.url = f"{scheme}://127.0.0.1:{self._listener.getsockname()[1]}"
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self._accept, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.set()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        assert not self.faults, self.faults
+
+    def wait(self, requests: int, seconds: float = 5.0) -> None:
+        """Until so many requests have come."""
+        deadline = time.monotonic() + seconds
+        while len(self.requests) < requests:
+            assert time.monotonic() < deadline, f"{len(self.requests)} requests of {requests}"
+            time.sleep(0.005)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(sock,), daemon=True).start()
+
+    def _serve(self, sock: socket.socket) -> None:
+        try:
+            peer, port = "", sock.getpeername()[1]
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if self._tls is not None:
+                sock = self._tls.wrap_socket(sock, server_side=True)
+                peer = str((sock.getpeercert() or {}).get("subject", ""))
+            with sock, sock.makefile("rb") as file:
+                while (request := _read(file, peer, port)) is not None:
+                    with self._lock:
+                        self.requests.append(request)
+                        self.times.append(time.monotonic())
+                        step = self.script.pop(0) if self.script else quiet
+                    exchange = Exchange(sock, request, self._closing)
+                    step(exchange)
+                    if not exchange.open:
+                        return
+        except OSError:
+            pass  # the client has gone
+        except BaseException as fault:
+            self.faults.append(fault)
+
+
+def _read(file: Any, peer: str, port: int) -> Request | None:
+    line = file.readline().decode("latin-1")
+    if " HTTP/" not in line:
+        return None  # closed, or not HTTP
+    target = urlsplit(line.split(" ")[1])
+    headers = {}
+    while (row := file.readline().decode().strip()) != "":
+        name, _, value = row.partition(":")
+        headers[name.lower()] = value.strip()
+    query = {name: values[-1] for name, values in parse_qs(target.query).items()}
+    return Request(target.path, query, headers, peer, port)

@@ -1,0 +1,193 @@
+"""Artifacts: found by what they depend on, and never believed when they are damaged."""
+
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kbpf.dataplane.bpf import artifact, flatten
+from kbpf.dataplane.bpf.artifact import Artifact, Bytecode, MapShape, Reference
+from kbpf.dataplane.bpf.hooks import UNITS
+from kbpf.errors import CompileError
+
+TOOLS, OTHER_TOOLS = "bcc 1 llvm 14", "bcc 1 llvm 19"
+C = {"one.c": '#include "a.h"\n#include "b.h"\nint one;\n', "a.h": '#pragma once\nint a;\n',
+     "b.h": '#include "a.h"\nint b;\n'}  # fmt: skip
+
+
+def made(unit: str = "sock", source: str = "", tools: str = TOOLS) -> Artifact:
+    return Artifact(
+        artifact.FORMAT, unit, source or artifact.source_key(unit), tools,
+        (Bytecode("connect4", b"\xb7" + bytes(15), (Reference(1, "services"),)),),
+        (MapShape("services", 20, 28),),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    folder = tmp_path / "bpf"
+    (folder / "include" / "linux").mkdir(parents=True)
+    (folder / "include" / "linux" / "types.h").write_text("typedef int x;\n")
+    for name, text in C.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+# ---- one text ----------------------------------------------------------------------------------
+
+
+def test_each_header_is_there_once_and_every_line_has_its_place(sources: Path):
+    assert flatten.flatten("one", sources).splitlines() == [
+        '#line 1 "kbpf/bpf/one.c"',
+        '#line 1 "kbpf/bpf/a.h"',
+        "",
+        "int a;",
+        '#line 2 "kbpf/bpf/one.c"',
+        '#line 1 "kbpf/bpf/b.h"',
+        '#line 2 "kbpf/bpf/b.h"',
+        "int b;",
+        '#line 3 "kbpf/bpf/one.c"',
+        "int one;",
+    ]
+
+
+def test_a_header_that_is_missing_is_named(sources: Path):
+    (sources / "b.h").unlink()
+    with pytest.raises(CompileError, match=r"cannot read a BPF source \(.*b\.h\)") as error:
+        flatten.flatten("one", sources)
+    assert "\n" not in str(error.value)
+
+
+# ---- the key -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def keyed(sources: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
+    """The key of the unit "one" in these sources."""
+    real, headers = flatten.flatten, flatten.headers
+    monkeypatch.setattr(flatten, "flatten", lambda unit: real(unit, sources))
+    monkeypatch.setattr(flatten, "headers", lambda: headers(sources))
+    return lambda: artifact.source_key("one")
+
+
+def test_the_same_things_have_the_same_key(keyed: Callable[[], str], sources: Path):
+    before = keyed()
+    (sources / "two.c").write_text("another unit")
+    assert keyed() == before
+
+
+CHANGES: dict[str, Callable[[Path, pytest.MonkeyPatch], object]] = {
+    "the unit": lambda folder, _: (folder / "one.c").write_text(C["one.c"] + "\n"),
+    "a header of a header": lambda folder, _: (folder / "a.h").write_text("int aa;\n"),
+    "a kernel header": lambda folder, _: (folder / "include/linux/types.h").write_text("\n"),
+    "one more kernel header": lambda folder, _: (folder / "include/linux/new.h").write_text(""),
+    "the flags": lambda _, patch: patch.setattr(artifact, "CFLAGS", ("-O3",)),
+    "the format": lambda _, patch: patch.setattr(artifact, "FORMAT", 99),
+    "the machine": lambda _, patch: patch.setattr(artifact.platform, "machine", lambda: "m68k"),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_another_key_for_another(
+    keyed: Callable[[], str], sources: Path, monkeypatch: pytest.MonkeyPatch, what: str
+):
+    before = keyed()
+    CHANGES[what](sources, monkeypatch)
+    assert keyed() != before
+
+
+def test_the_units_of_kbpf_have_keys_of_their_own():
+    assert len({artifact.source_key(unit) for unit in UNITS}) == len(UNITS)
+
+
+# ---- the file ----------------------------------------------------------------------------------
+
+
+def test_what_is_stored_is_found(tmp_path: Path):
+    path = artifact.store(made(), tmp_path / "deep" / "cache")
+    assert artifact.read(path) == made()
+    assert artifact.find("sock", path.parent, TOOLS) == made()
+    assert os.listdir(path.parent) == [path.name], "nothing else is left"
+    assert path.stat().st_mode & 0o777 == 0o644
+
+
+def test_it_is_replaced_at_once(tmp_path: Path):
+    """Who reads meanwhile has the old file or the new one."""
+    path = artifact.store(made(), tmp_path)
+    with path.open("rb") as reader:
+        assert artifact.store(made(), tmp_path) == path
+        assert reader.read() == path.read_bytes()
+        assert os.fstat(reader.fileno()).st_ino != path.stat().st_ino
+
+
+def test_another_compiler_is_another_file(tmp_path: Path):
+    artifact.store(made(), tmp_path)
+    assert artifact.find("sock", tmp_path, OTHER_TOOLS) is None
+    artifact.store(made(tools=OTHER_TOOLS), tmp_path)
+    assert artifact.find("sock", tmp_path, OTHER_TOOLS) == made(tools=OTHER_TOOLS)
+    assert artifact.find("sock", tmp_path, TOOLS) == made()
+
+
+def test_without_a_compiler_any_that_fits_will_do(tmp_path: Path):
+    assert artifact.find("sock", tmp_path, None) is None
+    artifact.store(made(source="0123456789abcdef"), tmp_path)
+    assert artifact.find("sock", tmp_path, None) is None, "of other sources"
+    artifact.store(made(tools=OTHER_TOOLS), tmp_path)
+    assert artifact.find("sock", tmp_path, None) == made(tools=OTHER_TOOLS)
+
+
+def test_a_file_by_the_wrong_name_is_not_believed(tmp_path: Path):
+    """It says itself what it was made from."""
+    stale = artifact.store(made(source="0123456789abcdef"), tmp_path)
+    stale.rename(tmp_path / artifact.file_name("sock", artifact.source_key("sock"), TOOLS))
+    assert artifact.find("sock", tmp_path, TOOLS) is None
+    assert artifact.find("sock", tmp_path, None) is None
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda _: b"",
+    "cut short": lambda raw: raw[:-1],
+    "cut in the checksum": lambda raw: raw[:20],
+    "longer": lambda raw: raw + b"\0",
+    "a bit in the bytecode": lambda raw: raw[:60] + bytes([raw[60] ^ 1]) + raw[61:],
+    "a bit in the checksum": lambda raw: bytes([raw[0] ^ 1]) + raw[1:],
+    "text": lambda _: b"<html>" * 100,
+    "another format": lambda _: signed(msgspec.structs.replace(made(), format=99)),
+    "no artifact": lambda _: signed({"format": artifact.FORMAT}),
+}
+
+
+def signed(thing: object) -> bytes:
+    body = msgspec.msgpack.encode(thing)
+    return hashlib.sha256(body).digest() + body
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_as_good_as_none(tmp_path: Path, damage: str):
+    path = artifact.store(made(), tmp_path)
+    path.write_bytes(DAMAGES[damage](path.read_bytes()))
+    assert artifact.read(path) is None
+    assert artifact.find("sock", tmp_path, TOOLS) is None
+    assert artifact.find("sock", tmp_path, None) is None
+
+
+def test_no_file_and_no_folder_are_no_error(tmp_path: Path):
+    assert artifact.read(tmp_path / "none") is None
+    assert artifact.read(tmp_path) is None
+    assert artifact.find("sock", tmp_path / "none", TOOLS) is None
+    assert artifact.find("sock", tmp_path / "none", None) is None
+
+
+def test_a_store_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Or a full disk would get fuller at every start."""
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="No space"):
+        artifact.store(made(), tmp_path)
+    assert os.listdir(tmp_path) == []

@@ -1,0 +1,358 @@
+"""The command line as far as no kernel is needed: flags, formats, exit codes, what is imported."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+
+from kbpf import __version__
+from kbpf.cli import app, arguments, render
+from kbpf.cli.checks import CheckRow, verdict
+from kbpf.cli.options import Output
+from kbpf.cli.watch import watch
+from kbpf.config import flags
+from kbpf.errors import ConfigError, NotFoundError
+from kbpf.model.address import parse_addr
+from kbpf.model.config import Config
+from kbpf.model.objects import Cidr
+from kbpf.views.columns import Column, span
+from kbpf.views.columns import size as bytes_text
+
+
+def cidr(address: str, bits: int) -> Cidr:
+    return Cidr(parse_addr(address), bits)
+
+
+# ---- flags -------------------------------------------------------------------------------------
+
+
+class Said(NamedTuple):
+    """What was said, and the field of Config (or of its sizes) that follows from it."""
+
+    name: str
+    given: dict[str, str]
+    environ: dict[str, str]
+    field: str
+    value: Any
+
+
+SAID = [
+    Said("nothing: the defaults", {}, {}, "pin_dir", Config().pin_dir),
+    Said("a path", {"--pin-dir": "/run/x"}, {}, "pin_dir", Path("/run/x")),
+    Said("a variable", {}, {"KBPF_PIN_DIR": "/run/y"}, "pin_dir", Path("/run/y")),
+    Said("a flag beats its variable", {"--pin-dir": "/run/x"}, {"KBPF_PIN_DIR": "/run/y"},
+         "pin_dir", Path("/run/x")),
+    Said("an empty variable is none", {}, {"KBPF_PIN_DIR": ""}, "pin_dir", Config().pin_dir),
+    Said("a node's name", {"--hostname-override": "n1"}, {}, "node_name", "n1"),
+    Said("a folder as source", {"--source": "objects"}, {}, "source", Path("objects")),
+    Said("a mode", {"--mode": "bpf"}, {}, "mode", "bpf"),
+    Said("a log level by variable", {}, {"KBPF_LOG_LEVEL": "debug"}, "log_level", "debug"),
+    Said("a log format", {"--log-format": "json"}, {}, "log_format", "json"),
+    Said("no NodePorts on loopback", {"--localhost-nodeports": "False"}, {},
+         "localhost_node_ports", False),
+    Said("NodePorts on primary addresses", {"--nodeport-addresses": "primary"}, {},
+         "node_port_addresses", ()),
+    Said("NodePorts on all addresses", {"--nodeport-addresses": "all"}, {},
+         "all_node_port_addresses", True),
+    Said("NodePorts in networks of both families",
+         {"--nodeport-addresses": "192.0.2.0/24, fd00::/64"}, {}, "node_port_addresses",
+         (cidr("192.0.2.0", 120), cidr("fd00::", 64))),
+    Said("host bits are ignored", {"--nodeport-addresses": "192.0.2.77/24"}, {},
+         "node_port_addresses", (cidr("192.0.2.0", 120),)),
+    Said("all of IPv4 is not all of IPv6", {"--nodeport-addresses": "0.0.0.0/0"}, {},
+         "node_port_addresses", (cidr("0.0.0.0", 96),)),
+    Said("a size", {"--max-backends": "5000"}, {}, "backends", 5000),
+    Said("a size by variable", {}, {"KBPF_MAX_FLOWS": "7"}, "flows", 7),
+    Said("other sizes stay", {"--max-backends": "5000"}, {}, "slots", Config().sizes.slots),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("said", SAID, ids=lambda said: said.name)
+def test_what_is_said_is_set(said: Said):
+    made = flags.config(said.given, said.environ)
+    assert getattr(made, said.field, None) == said.value or (
+        getattr(made.sizes, said.field, None) == said.value
+    )
+
+
+class Wrong(NamedTuple):
+    """What is wrong, and words that the complaint must have."""
+
+    given: dict[str, str]
+    environ: dict[str, str]
+    words: tuple[str, ...]
+
+
+WRONG = [
+    Wrong({"--mode": "iptables"}, {}, ("iptables", "--mode", "auto or bpf")),
+    Wrong({}, {"KBPF_MODE": "x"}, ("KBPF_MODE",)),
+    Wrong({"--pin-dir": "kbpf"}, {}, ("'kbpf'", "--pin-dir", "/")),
+    Wrong({"--max-slots": "0"}, {}, ("'0'", "--max-slots")),
+    Wrong({"--max-slots": "many"}, {}, ("'many'", "--max-slots")),
+    Wrong({"--max-slots": "-1"}, {}, ("'-1'",)),
+    Wrong({"--nodeport-addresses": "192.0.2.0/33"}, {}, ("192.0.2.0/33", "192.0.2.0/24")),
+    Wrong({"--nodeport-addresses": "192.0.2.0"}, {}, ("192.0.2.0",)),
+    Wrong({"--nodeport-addresses": "here"}, {}, ("'here'", "--nodeport-addresses")),
+    Wrong({"--nodeport-addresses": " , "}, {}, ("no networks",)),
+    Wrong({"--localhost-nodeports": "maybe"}, {}, ("maybe", "true or false")),
+    Wrong({"--source": "a", "--kubeconfig": "b"}, {}, ("--source", "--kubeconfig")),
+    Wrong({"--source": "a"}, {"KBPF_MASTER": "https://x"}, ("--master",)),
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: str(wrong.given or wrong.environ))
+def test_what_is_wrong_is_named_with_its_place(wrong: Wrong):
+    with pytest.raises(ConfigError) as caught:
+        flags.config(wrong.given, wrong.environ)
+    for word in wrong.words:
+        assert word in str(caught.value)
+
+
+def test_every_flag_is_in_the_help_of_run():
+    text = arguments.parser().format_help()
+    for flag in flags.FLAGS:
+        assert flag.name in text
+    assert "KBPF_PIN_DIR" in text
+
+
+def test_every_flag_names_a_field_of_the_config():
+    known = set(Config.__slots__) | {"node_ports"}
+    sizes = set(Config().sizes.__slots__)
+    for flag in flags.FLAGS:
+        head, _, tail = flag.field.partition(".")
+        assert tail in sizes if tail else head in known
+
+
+def test_the_node_has_this_machines_name_unless_it_is_said(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("socket.gethostname", lambda: "Node-7")
+    assert arguments.config([], {}).node_name == "node-7"
+    assert arguments.config(["--hostname-override", "n1"], {}).node_name == "n1"
+
+
+# ---- exit codes --------------------------------------------------------------------------------
+
+
+class Ends(NamedTuple):
+    """Arguments, the exit code, and words on stdout and stderr."""
+
+    arguments: tuple[str, ...]
+    code: int
+    out: str
+    err: str
+
+
+ENDS = [
+    Ends(("--help",), 0, "inspect", ""),
+    Ends(("--version",), 0, __version__, ""),
+    Ends(("run", "--help"), 0, "--nodeport-addresses", ""),
+    Ends(("inspect", "--help"), 0, "affinity", ""),
+    Ends(("demo", "--help"), 0, "--once", ""),
+    Ends(("nonsense",), 2, "", "nonsense"),
+    Ends(("inspect", "nonsense"), 2, "", "nonsense"),
+    Ends(("inspect", "services", "-o", "xml"), 2, "", "xml"),
+    Ends(("inspect", "services", "--watch", "-o", "json"), 2, "", "--watch"),
+    Ends(("inspect", "service"), 2, "", "NAME"),
+    Ends(("run", "--mode", "iptables"), 2, "", "iptables"),
+    Ends(("run", "--nonsense"), 2, "", "--nonsense"),
+    Ends(("run", "extra"), 2, "", "extra"),
+    Ends(("demo", "-o", "json"), 2, "", "--once"),
+    Ends(("demo", "--once", "--requests", "0"), 2, "", "--requests"),
+    Ends(("run", "--source", "/nowhere", "--pin-dir", "/proc/no"), 1, "", "ConfigError: no such "
+         "folder of objects (/nowhere)"),
+    Ends(("run", "--source", "/etc/hostname", "--pin-dir", "/proc/no"), 1, "", "--source DIR"),
+    Ends(("inspect", "services", "--pin-dir", "/nowhere"), 1, "", "/nowhere"),
+    Ends(("inspect", "status", "--pin-dir", "/nowhere"), 1, "", "kbpf run"),
+    Ends(("check", "--attached", "--pin-dir", "/nowhere"), 1, "", "/nowhere"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("ends", ENDS, ids=lambda ends: " ".join(ends.arguments))
+def test_how_a_command_ends(ends: Ends, capsys: pytest.CaptureFixture[str]):
+    assert app.call(ends.arguments) == ends.code
+    out, err = capsys.readouterr()
+    assert ends.out in out
+    assert ends.err in err
+    assert bool(err) == (ends.code != 0)
+
+
+def test_without_a_command_the_help_is_shown_and_it_is_wrong_usage(
+    capsys: pytest.CaptureFixture[str],
+):
+    assert app.call([]) == 2
+    assert "compile" in "".join(capsys.readouterr())
+
+
+def raises(error: BaseException) -> Any:
+    def command(*_: object) -> int:
+        raise error
+
+    return command
+
+
+def test_an_error_of_ours_is_one_line_and_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(app, "_dispatch", raises(NotFoundError("no cow", "on\nice", "look")))
+    assert app.call([]) == 1
+    assert capsys.readouterr().err == "kbpf: NotFoundError: no cow (on ice); look\n"
+
+
+def test_an_interrupt_is_130(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(app, "_dispatch", raises(KeyboardInterrupt()))
+    assert app.call([]) == 130
+
+
+def test_a_reader_that_leaves_is_no_noise():
+    command = [sys.executable, "-m", "kbpf", "run", "--help"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        child.stdout.close()
+        assert child.stderr.read() == b""
+        child.wait()
+    assert child.returncode == 1
+
+
+# ---- what is imported --------------------------------------------------------------------------
+
+HEAVY = ("bcc", "pyroute2", "kubernetes", "rich")
+
+
+def imported(*argv: str) -> set[str]:
+    """Which modules a command leaves behind."""
+    script = (
+        "import sys, contextlib, io, json\n"
+        "from kbpf.cli import app\n"
+        "out, err = io.StringIO(), io.StringIO()\n"
+        "with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):\n"
+        "    app.call(sys.argv[1:])\n"
+        "print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, *argv], capture_output=True, text=True, check=True
+    )
+    return set(json.loads(done.stdout))
+
+
+def test_the_agent_does_not_carry_the_command_line_with_it():
+    # The source is missing, so it ends; by then everything is imported that it needs.
+    found = imported("run", "--source", "/nowhere", "--pin-dir", "/proc/nowhere")
+    assert "msgspec" in found
+    assert not found & {"typer", "pydantic", *HEAVY}
+
+
+def test_looking_at_services_imports_nothing_heavy():
+    found = imported("inspect", "services", "-o", "json", "--pin-dir", "/nowhere")
+    assert "typer" in found
+    assert not found & set(HEAVY)
+
+
+# ---- formats -----------------------------------------------------------------------------------
+
+COLUMNS = (
+    Column("NAME", lambda r: r["name"]),
+    Column("COUNT", lambda r: str(r["count"]), right=True),
+    Column("MORE", lambda r: "x", wide=True),
+)
+ROWS = ({"name": "a", "count": 1}, {"name": "a longer one", "count": 1000})
+
+
+def test_a_table_is_aligned_and_nothing_is_cut():
+    assert render.rows(ROWS, COLUMNS, Output.TABLE).splitlines() == [
+        "NAME           COUNT",
+        "a                  1",
+        "a longer one    1000",
+    ]
+
+
+def test_a_table_without_rows_has_its_titles():
+    assert render.rows((), COLUMNS, Output.TABLE) == "NAME   COUNT"
+
+
+def test_wide_adds_columns():
+    assert render.rows(ROWS, COLUMNS, Output.WIDE).splitlines()[0].split() == [
+        "NAME", "COUNT", "MORE",
+    ]  # fmt: skip
+
+
+def test_json_and_yaml_say_the_same_in_the_same_order():
+    as_json = render.rows(ROWS, COLUMNS, Output.JSON)
+    as_yaml = render.rows(ROWS, COLUMNS, Output.YAML)
+    assert json.loads(as_json) == yaml.safe_load(as_yaml) == list(ROWS)
+    assert as_yaml.splitlines()[0] == "- name: a"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.9, "0s"), (59, "59s"), (61, "1m01s"), (3600, "1h00m"), (90_061, "1d01h")],
+)
+def test_times_for_people(seconds: float, text: str):
+    assert span(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (None, "-"),
+        (0, "0B"),
+        (812, "812B"),
+        (1536, "1.5KiB"),
+        (64 << 10, "64KiB"),
+        (3 << 30, "3.0GiB"),
+    ],
+)
+def test_sizes_for_people(count: int | None, text: str):
+    assert bytes_text(count) == text
+
+
+def test_watching_shows_the_page_again_until_it_is_interrupted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    naps: list[float] = []
+
+    def nap(seconds: float) -> None:
+        naps.append(seconds)
+        if len(naps) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("time.sleep", nap)
+    with pytest.raises(KeyboardInterrupt):
+        watch(lambda: f"page {len(naps)}", 2.0)
+    assert capsys.readouterr().out == "page 0\n\npage 1\n\npage 2\n\n"
+    assert naps == [2.0] * 3
+
+
+# ---- check -------------------------------------------------------------------------------------
+
+
+def check_row(result: str, needed: bool = True) -> CheckRow:
+    return CheckRow("x", result, needed, "", "")
+
+
+class Means(NamedTuple):
+    """Rows, the proof, and what follows: (usable, attached)."""
+
+    rows: list[CheckRow]
+    proof: list[CheckRow] | None
+    usable: bool
+    attached: bool | None
+
+
+MEANS = [
+    Means([check_row("yes")], None, True, None),
+    Means([check_row("no")], None, False, None),
+    Means([check_row("unknown")], None, False, None),
+    Means([check_row("yes"), check_row("no", needed=False)], None, True, None),
+    Means([check_row("yes")], [check_row("yes")], True, True),
+    Means([check_row("yes")], [check_row("yes"), check_row("no")], True, False),
+    Means([check_row("yes")], [check_row("unknown")], True, False),
+]
+
+
+@pytest.mark.parametrize("means", MEANS)
+def test_what_the_rows_of_check_mean(means: Means):
+    made = verdict(means.rows, means.proof)
+    assert (made.usable, made.attached) == (means.usable, means.attached)
+    assert made.mode == ("bpf" if means.usable else "none")

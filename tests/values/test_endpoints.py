@@ -1,0 +1,486 @@
+"""Which endpoints serve: one row per rule of kube-proxy (reference 1.3, 1.4), then any input at
+all against the naive model.
+"""
+
+import itertools
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kbpf.model.address import parse_addr
+from kbpf.model.desired import Backend
+from kbpf.model.objects import (
+    Endpoint,
+    EndpointSlice,
+    Node,
+    Protocol,
+    Service,
+    ServicePort,
+    SlicePort,
+)
+from kbpf.policy.endpoints import Chosen, Reason, TopologyMode, choose, external_local
+from kbpf.policy.spread import slots
+from tests.support import oracle
+
+ME = Node("me", zone="a")
+PORT = ServicePort("http", Protocol.TCP, 80)
+OPEN = ServicePort("http", Protocol.TCP, 80, node_port=30080)
+HTTP = (SlicePort("http", Protocol.TCP, 8080),)
+
+CLUSTER = Service("ns", "web", "ClusterIP", (parse_addr("10.96.0.1"),), (PORT,))
+INTERNAL_LOCAL = Service(
+    "ns", "web", "ClusterIP", (parse_addr("10.96.0.1"),), (PORT,), internal_local=True
+)
+EXTERNAL_LOCAL = Service(
+    "ns", "web", "NodePort", (parse_addr("10.96.0.1"),), (OPEN,), external_local=True
+)
+
+
+def end(number: int, **said) -> Endpoint:
+    """The endpoint 10.1.0.NUMBER, ready unless something else is said."""
+    return Endpoint(parse_addr(f"10.1.0.{number}"), **said)
+
+
+def here(number: int, **said) -> Endpoint:
+    return end(number, node="me", **said)
+
+
+def draining(number: int, **said) -> Endpoint:
+    return end(number, ready=False, serving=True, terminating=True, **said)
+
+
+def down(number: int, **said) -> Endpoint:
+    return end(number, ready=False, serving=False, **said)
+
+
+def piece(*ends: Endpoint, ports=HTTP, name="web-1", family=4) -> EndpointSlice:
+    return EndpointSlice("ns", name, "web", family, ends, ports)
+
+
+def numbers(backends: tuple[Backend, ...]) -> tuple[int, ...]:
+    return tuple(backend.address[-1] for backend in backends)
+
+
+def ask(service: Service, *ends: Endpoint, node: Node = ME) -> Chosen:
+    return choose((piece(*ends),), service.ports[0], service, node, 4)
+
+
+class Row(NamedTuple):
+    """Endpoints in, the last byte of each address in the cluster set out."""
+
+    name: str
+    ends: tuple[Endpoint, ...]
+    cluster: tuple[int, ...]
+    mode: TopologyMode = TopologyMode.NONE
+    node: Node = ME
+    some: bool = True
+
+
+NODE, ZONE = TopologyMode.SAME_NODE, TopologyMode.SAME_ZONE
+MY_NODE, OTHER_NODE = {"node_hints": ("me",)}, {"node_hints": ("you",)}
+MY_ZONE, OTHER_ZONE = {"zone_hints": ("a",)}, {"zone_hints": ("b",)}
+
+CLUSTER_ROWS = [
+    Row("no endpoints: nothing, and refuse", (), (), some=False),
+    Row("all are ready: all serve, in order of address", (end(2), end(1)), (1, 2)),
+    Row("what is not ready is left out", (end(1), down(2)), (1,)),
+    Row("nothing is ready or serving: nothing, and refuse", (down(1),), (), some=False),
+    Row("serving but not ready nor terminating: never", (end(1, ready=False),), (), some=False),
+    Row("a draining endpoint gets nothing while another is ready", (end(1), draining(2)), (1,)),
+    Row("no endpoint is ready: the draining ones serve", (draining(1), draining(2)), (1, 2)),
+    Row("the fallback leaves out what does not serve", (draining(1), down(2)), (1,)),
+    Row(
+        "terminating and no longer serving: never",
+        (down(1, terminating=True),),
+        (),
+        some=False,
+    ),
+    Row("ready while terminating (publishNotReadyAddresses) is ready", (
+        end(1, terminating=True), end(2)), (1, 2)),
+    Row("ready counts even where serving says no", (end(1, serving=False),), (1,)),
+    Row("all hinted, one for this node: that one",
+        (end(1, **MY_NODE), end(2, **OTHER_NODE)), (1,), NODE),
+    Row("a hint may name several nodes",
+        (end(1, node_hints=("x", "me")), end(2, **OTHER_NODE)), (1,), NODE),
+    Row("one ready endpoint without node hint: all", (end(1, **MY_NODE), end(2)), (1, 2)),
+    Row("node hints for other nodes only: all",
+        (end(1, **OTHER_NODE), end(2, **OTHER_NODE)), (1, 2)),
+    Row("all hinted, one for this zone: that one",
+        (end(1, **MY_ZONE), end(2, **OTHER_ZONE)), (1,), ZONE),
+    Row("a hint may name several zones",
+        (end(1, zone_hints=("b", "a")), end(2, **OTHER_ZONE)), (1,), ZONE),
+    Row("one ready endpoint without zone hint: all", (end(1, **MY_ZONE), end(2)), (1, 2)),
+    Row("zone hints for other zones only: all",
+        (end(1, **OTHER_ZONE), end(2, **OTHER_ZONE)), (1, 2)),
+    Row("an empty list of hints is no hint", (end(1, **MY_ZONE), end(2, zone_hints=())), (1, 2)),
+    Row("node hints win over zone hints", (
+        end(1, node_hints=("me",), zone_hints=("b",)),
+        end(2, node_hints=("you",), zone_hints=("a",)),
+    ), (1,), NODE),
+    Row("no node hint for us: zone hints decide", (
+        end(1, node_hints=("you",), zone_hints=("a",)),
+        end(2, node_hints=("you",), zone_hints=("b",)),
+    ), (1,), ZONE),
+    Row("one node hint is missing: zone hints decide", (
+        end(1, node_hints=("me",), zone_hints=("b",)), end(2, zone_hints=("a",))
+    ), (2,), ZONE),
+    Row("our Node has no zone: zone hints are ignored",
+        (end(1, **MY_ZONE), end(2, **OTHER_ZONE)), (1, 2), node=Node("me")),
+    Row("our Node has no zone, not even one called ''",
+        (end(1, zone_hints=("",)), end(2, **OTHER_ZONE)), (1, 2), node=Node("me")),
+    Row("where an endpoint is does not matter, only its hints",
+        (here(1, zone="a", **OTHER_ZONE), end(2, zone="b", **MY_ZONE)), (2,), ZONE),
+    Row("an endpoint that is not ready disables nothing", (
+        end(1, **MY_ZONE), end(2, **OTHER_ZONE), down(3), draining(4)), (1,), ZONE),
+    Row("a hinted endpoint that is not ready enables nothing",
+        (down(1, **MY_ZONE), draining(2, **MY_ZONE), end(3, **OTHER_ZONE)), (3,)),
+    Row("the fallback ignores hints", (draining(1, **MY_ZONE), draining(2, **OTHER_ZONE)), (1, 2)),
+    Row("the fallback is for everyone or nobody: hints never lead to it",
+        (draining(1, **MY_NODE), end(2, **OTHER_NODE)), (2,)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", CLUSTER_ROWS, ids=lambda row: row.name)
+def test_the_cluster_set(row: Row):
+    chosen = ask(CLUSTER, *row.ends, node=row.node)
+    assert numbers(chosen.cluster) == row.cluster
+    assert chosen.mode is row.mode
+    assert chosen.any_endpoints is row.some
+    assert chosen.local == ()
+
+
+class LocalRow(NamedTuple):
+    """Endpoints in; out: the local set, the cluster set of a NodePort, and whether any exist."""
+
+    name: str
+    ends: tuple[Endpoint, ...]
+    local: tuple[int, ...]
+    cluster: tuple[int, ...]
+    some: bool = True
+
+
+LOCAL_ROWS = [
+    LocalRow("no endpoints: refuse", (), (), (), some=False),
+    LocalRow("local ones only", (here(1), end(2)), (1,), (1, 2)),
+    LocalRow("none here, some elsewhere: empty, and drop", (end(1, node="you"),), (), (1,)),
+    LocalRow("none here, one draining elsewhere: drop", (draining(1),), (), (1,)),
+    LocalRow("only unready ones elsewhere: refuse", (down(1),), (), (), some=False),
+    LocalRow("local and not ready is left out", (here(1), down(2, node="me")), (1,), (1,)),
+    LocalRow("local and draining, another local is ready", (
+        here(1), draining(2, node="me")), (1,), (1,)),
+    LocalRow("local falls back although the cluster does not",
+        (draining(1, node="me"), end(2)), (1,), (2,)),
+    LocalRow("the cluster falls back together with local",
+        (draining(1, node="me"), draining(2)), (1,), (1, 2)),
+    LocalRow("local never falls back to another node", (
+        down(1, node="me"), end(2)), (), (2,)),
+    LocalRow("local is independent of hints",
+        (here(1, **OTHER_ZONE), end(2, **MY_ZONE)), (1,), (2,)),
+    LocalRow("the same name in other letters is another node", (end(1, node="Me"),), (), (1,)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", LOCAL_ROWS, ids=lambda row: row.name)
+def test_the_local_set(row: LocalRow):
+    for service, cluster in ((EXTERNAL_LOCAL, row.cluster), (INTERNAL_LOCAL, ())):
+        chosen = ask(service, *row.ends)
+        assert numbers(chosen.local) == row.local
+        assert numbers(chosen.cluster) == cluster
+        assert chosen.any_endpoints is row.some
+
+
+def test_without_a_node_name_nothing_is_local_or_hinted_for_this_node():
+    chosen = ask(EXTERNAL_LOCAL, end(1, node="", node_hints=("",)), node=Node(""))
+    assert (chosen.local, chosen.mode, numbers(chosen.cluster)) == ((), "", (1,))
+
+
+class PolicyRow(NamedTuple):
+    """What a Service asks for, and which sets exist because of it: "cluster local"."""
+
+    name: str
+    type: str
+    sets: str
+    node_port: int = 0
+    external: tuple[str, ...] = ()
+    vips: tuple[str, ...] = ()
+    internal_local: bool = False
+    external_local: bool = False
+    counts: bool = False
+
+
+POLICY_ROWS = [
+    PolicyRow("plain", "ClusterIP", "cluster"),
+    PolicyRow("internal Local, not reachable from outside: no cluster set",
+        "ClusterIP", "local", internal_local=True),
+    PolicyRow("internal Local with a NodePort: the short circuit needs the cluster set",
+        "NodePort", "cluster local", node_port=30000, internal_local=True),
+    PolicyRow("internal Local with an external IP",
+        "ClusterIP", "cluster local", external=("1.1.1.1",), internal_local=True),
+    PolicyRow("internal Local with an LB VIP",
+        "LoadBalancer", "cluster local", vips=("1.1.1.1",), internal_local=True),
+    PolicyRow("internal Local with an external IP of the other family only",
+        "ClusterIP", "local", external=("fd00::1",), internal_local=True),
+    PolicyRow("internal Local with an unspecified external IP: that is not an address",
+        "ClusterIP", "local", external=("0.0.0.0",), internal_local=True),
+    PolicyRow("external Local on a NodePort",
+        "NodePort", "cluster local", node_port=30000, external_local=True, counts=True),
+    PolicyRow("external Local on an LB VIP without node port",
+        "LoadBalancer", "cluster local", vips=("1.1.1.1",), external_local=True, counts=True),
+    PolicyRow("external Local on a load balancer that has nothing yet",
+        "LoadBalancer", "cluster", external_local=True),
+    PolicyRow("external Local on a load balancer with a VIP of the other family",
+        "LoadBalancer", "cluster", vips=("fd00::1",), external_local=True),
+    PolicyRow("external Local on a ClusterIP counts for nothing",
+        "ClusterIP", "cluster", external_local=True),
+    PolicyRow("external Local on a ClusterIP with external IPs counts",
+        "ClusterIP", "cluster local", external=("1.1.1.1",), external_local=True, counts=True),
+    PolicyRow("external Local on a ClusterIP with a VIP in its status counts for nothing",
+        "ClusterIP", "cluster", vips=("1.1.1.1",), external_local=True),
+    PolicyRow("both Local on a NodePort", "NodePort", "cluster local",
+        node_port=30000, internal_local=True, external_local=True, counts=True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", POLICY_ROWS, ids=lambda row: row.name)
+def test_which_sets_a_policy_asks_for(row: PolicyRow):
+    port = ServicePort("http", Protocol.TCP, 80, row.node_port)
+    service = Service(
+        "ns", "web", row.type, (parse_addr("10.96.0.1"),), (port,),
+        external_ips=tuple(map(parse_addr, row.external)),
+        lb_vips=tuple(map(parse_addr, row.vips)),
+        internal_local=row.internal_local,
+        external_local=row.external_local,
+    )  # fmt: skip
+    chosen = ask(service, here(1), end(2))
+    sets = {"cluster": (1, 2) if "cluster" in row.sets else ()}
+    sets["local"] = (1,) if "local" in row.sets else ()
+    assert {"cluster": numbers(chosen.cluster), "local": numbers(chosen.local)} == sets
+    assert numbers(chosen.serving) == (1, 2)
+    assert external_local(service, port, 4) is row.counts
+
+
+def test_all_slices_of_the_family_count_and_no_others():
+    six = EndpointSlice("ns", "web-6", "web", 6, (Endpoint(parse_addr("fd00::9")),), HTTP)
+    slices = (piece(end(2)), piece(end(1), name="web-2"), six)
+    assert numbers(choose(slices, PORT, CLUSTER, ME, 4).cluster) == (1, 2)
+    assert [str(b) for b in choose(slices, PORT, CLUSTER, ME, 6).cluster] == ["[fd00::9]:8080"]
+
+
+def test_each_slice_says_which_number_a_port_name_has():
+    slices = (
+        piece(end(1)),
+        piece(end(2), ports=(SlicePort("http", Protocol.TCP, 9090),), name="b"),
+    )
+    chosen = choose(slices, PORT, CLUSTER, ME, 4)
+    assert [str(b) for b in chosen.cluster] == ["10.1.0.1:8080", "10.1.0.2:9090"]
+
+
+@pytest.mark.parametrize(
+    "ports",
+    [
+        (),
+        (SlicePort("web", Protocol.TCP, 8080),),
+        (SlicePort("http", Protocol.UDP, 8080),),
+        (SlicePort("", Protocol.TCP, 8080),),
+        (SlicePort("http", Protocol.TCP, 0),),
+    ],
+    ids=["no ports", "other name", "other protocol", "no name", "number 0"],
+)
+def test_a_slice_without_the_port_has_no_endpoints_for_it(ports):
+    chosen = choose((piece(end(1), ports=ports),), PORT, CLUSTER, ME, 4)
+    assert (chosen.cluster, chosen.serving, chosen.any_endpoints) == ((), (), False)
+
+
+def test_an_empty_port_name_is_a_name():
+    port = ServicePort("", Protocol.TCP, 80)
+    ports = (SlicePort("", Protocol.TCP, 8080),)
+    assert numbers(choose((piece(end(1), ports=ports),), port, CLUSTER, ME, 4).cluster) == (1,)
+
+
+def test_one_address_with_two_ports_is_two_backends():
+    slices = (piece(end(1)), piece(end(1), ports=(SlicePort("http", Protocol.TCP, 80),), name="b"))
+    assert [b.port for b in choose(slices, PORT, CLUSTER, ME, 4).cluster] == [80, 8080]
+
+
+class Twins(NamedTuple):
+    """Two copies of one endpoint; which of them counts, in either order of the slices."""
+
+    name: str
+    wins: Endpoint
+    loses: Endpoint
+
+
+TWINS = [
+    Twins("a local copy replaces a remote one", here(1), end(1, node="you")),
+    Twins("even if the local copy is not ready", down(1, node="me"), end(1)),
+    Twins("the ready copy counts", end(1), down(1)),
+    Twins("the ready copy counts, whatever else",
+        end(1, serving=False, terminating=True), draining(1)),
+    Twins("then the serving one", draining(1), down(1, terminating=True)),
+    Twins("then the one that does not terminate", end(1, ready=False), draining(1)),
+    Twins("then the one with a node hint", end(1, **MY_NODE), end(1)),
+    Twins("then the one with a zone hint", end(1, **MY_ZONE), end(1)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", TWINS, ids=lambda row: row.name)
+@pytest.mark.parametrize("service", [CLUSTER, EXTERNAL_LOCAL], ids=["Cluster", "Local"])
+def test_one_copy_of_a_duplicate_counts_whatever_the_order(row: Twins, service: Service):
+    port = service.ports[0]
+    alone = choose((piece(row.wins),), port, service, ME, 4)
+    one, two = piece(row.wins), piece(row.loses, name="web-2")
+    same = (piece(row.wins, row.loses),), (piece(row.loses, row.wins),)
+    for slices in ((one, two), (two, one), *same):
+        chosen = choose(slices, port, service, ME, 4)
+        for name in ("cluster", "local", "serving", "any_endpoints", "mode"):
+            assert getattr(chosen, name) == getattr(alone, name)
+
+
+def test_an_endpoint_that_moves_between_slices_is_there_once():
+    slices = (piece(end(1), end(2)), piece(end(2), end(3), name="web-2"))
+    assert numbers(choose(slices, PORT, CLUSTER, ME, 4).cluster) == (1, 2, 3)
+
+
+def test_serving_holds_all_that_serve_whatever_policy_and_hints_say():
+    ends = (end(1, **MY_ZONE), end(2, **OTHER_ZONE), draining(3), down(4), end(5, ready=False))
+    chosen = ask(CLUSTER, *ends)
+    assert numbers(chosen.cluster) == (1,)
+    assert numbers(chosen.serving) == (1, 2, 3, 5)
+    assert numbers(ask(INTERNAL_LOCAL, *ends).serving) == (1, 2, 3, 5)
+
+
+def test_the_sets_share_their_tuple_where_they_are_equal():
+    assert (plain := ask(CLUSTER, end(1), end(2))).serving is plain.cluster
+    assert (local := ask(EXTERNAL_LOCAL, here(1), end(2))).serving is local.cluster
+
+
+class WhyRow(NamedTuple):
+    """An endpoint among others, and the reason that inspect shows for it."""
+
+    name: str
+    service: Service
+    end: Endpoint
+    reason: Reason
+    others: tuple[Endpoint, ...] = ()
+
+
+WHY_ROWS = [
+    WhyRow("ready", CLUSTER, end(1), Reason.READY),
+    WhyRow("hinted for this node", CLUSTER, end(1, **MY_NODE), Reason.SAME_NODE),
+    WhyRow("hinted for this zone", CLUSTER, end(1, **MY_ZONE), Reason.SAME_ZONE),
+    WhyRow("hinted for others", CLUSTER, end(1, **OTHER_ZONE), Reason.HINTED_ELSEWHERE,
+        (end(2, **MY_ZONE),)),
+    WhyRow("not ready", CLUSTER, down(1), Reason.NOT_READY, (end(2),)),
+    WhyRow("serving is not enough", CLUSTER, end(1, ready=False), Reason.NOT_READY),
+    WhyRow("draining, others are ready", CLUSTER, draining(1), Reason.DRAINING, (end(2),)),
+    WhyRow("draining, none is ready", CLUSTER, draining(1), Reason.FALLBACK),
+    WhyRow("draining here, none here is ready", EXTERNAL_LOCAL, draining(1, node="me"),
+        Reason.FALLBACK, (end(2),)),
+    WhyRow("on another node, internal policy Local", INTERNAL_LOCAL, end(1, node="you"),
+        Reason.NOT_LOCAL),
+    WhyRow("draining on another node, internal policy Local", INTERNAL_LOCAL, draining(1),
+        Reason.NOT_LOCAL),
+    WhyRow("ready here, internal policy Local", INTERNAL_LOCAL, here(1), Reason.LOCAL_ONLY),
+    WhyRow("ready here, hints lead elsewhere, external policy Local", EXTERNAL_LOCAL,
+        here(1, **OTHER_ZONE), Reason.LOCAL_ONLY, (end(2, **MY_ZONE),)),
+    WhyRow("another copy counts", EXTERNAL_LOCAL, end(1), Reason.DUPLICATE, (here(1),)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", WHY_ROWS, ids=lambda row: row.name)
+def test_every_endpoint_has_a_reason(row: WhyRow):
+    lines = ask(row.service, row.end, *row.others).reasons()
+    assert [line.endpoint for line in lines] == [row.end, *row.others]
+    assert lines[0].reason is row.reason
+    assert lines[0].text
+    assert (lines[0].slice, lines[0].port) == ("web-1", 8080)
+
+
+def test_an_endpoint_in_a_slice_without_the_port_has_a_reason():
+    (line,) = choose((piece(end(1), ports=()),), PORT, CLUSTER, ME, 4).reasons()
+    assert (line.reason, line.port, line.cluster) == (Reason.NO_PORT, 0, False)
+    assert "'http' (TCP)" in line.text
+
+
+def test_slots_without_weights_are_the_backends():
+    assert slots(()) == ()
+    assert slots(ask(CLUSTER, end(1), end(2)).cluster) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [((1, 1), (0, 1)), ((2, 4), (0, 1, 1)), ((0, 3), (1,)), ((0, 0), ()), ((6, 0), (0,))],
+)
+def test_slots_repeat_a_backend_by_its_weight_and_no_more_than_needed(weights, expected):
+    assert slots("ab", weights) == expected
+
+
+@pytest.mark.parametrize("weights", [(1,), (1, 2, 3), (1, -1), ()])
+def test_slots_refuse_weights_that_do_not_fit(weights):
+    with pytest.raises(ValueError, match="2 backends"):
+        slots("ab", weights)
+
+
+FLAG = st.booleans()
+HINTS = st.sampled_from([None, None, ("me",), ("you",), ("me", "you")])
+ZONES = st.sampled_from([None, None, ("a",), ("b",), ("a", "b")])
+ENDS = st.builds(
+    Endpoint,
+    address=st.sampled_from([end(n).address for n in (1, 2, 3, 4)]),
+    ready=FLAG, serving=FLAG, terminating=FLAG,
+    node=st.sampled_from(["me", "you", ""]),
+    zone_hints=ZONES, node_hints=HINTS,
+)  # fmt: skip
+PORTS = st.lists(
+    st.sampled_from(
+        [*HTTP, SlicePort("http", Protocol.TCP, 9090), SlicePort("x", Protocol.TCP, 1)]
+    ),
+    max_size=2,
+)
+SLICES = st.lists(
+    st.builds(
+        EndpointSlice, st.just("ns"), st.sampled_from(["s1", "s2"]), st.just("web"),
+        st.sampled_from([4, 4, 4, 6]), st.lists(ENDS, max_size=5).map(tuple), PORTS.map(tuple),
+    ),
+    max_size=3,
+)  # fmt: skip
+SERVICES = st.builds(
+    Service, st.just("ns"), st.just("web"),
+    st.sampled_from(["ClusterIP", "NodePort", "LoadBalancer"]),
+    st.just((parse_addr("10.96.0.1"),)), st.sampled_from([(PORT,), (OPEN,)]),
+    external_ips=st.sampled_from([(), (parse_addr("1.1.1.1"),), (parse_addr("fd00::1"),)]),
+    lb_vips=st.sampled_from([(), (parse_addr("1.1.1.1"),)]),
+    external_local=FLAG, internal_local=FLAG,
+)  # fmt: skip
+NODES = st.builds(Node, st.sampled_from(["me", "me", ""]), zone=st.sampled_from(["a", "b", ""]))
+
+
+@settings(deadline=None, max_examples=400)
+@given(SLICES, SERVICES, NODES)
+def test_any_endpoints_are_chosen_as_the_naive_model_does(slices, service, node):
+    port = service.ports[0]
+    expected = oracle.choice(slices, port, service, node, 4)
+    for order in itertools.permutations(slices):
+        chosen = choose(order, port, service, node, 4)
+        for name in ("cluster", "local", "serving"):
+            backends = getattr(chosen, name)
+            assert list(backends) == sorted(set(backends))
+            assert {(oracle.text(b.address), b.port) for b in backends} == getattr(expected, name)
+        assert (chosen.any_endpoints, chosen.mode) == (expected.any_endpoints, expected.mode)
+
+
+@settings(deadline=None, max_examples=150)
+@given(SLICES, SERVICES, NODES)
+def test_the_reasons_agree_with_the_sets(slices, service, node):
+    chosen = choose(slices, service.ports[0], service, node, 4)
+    lines = chosen.reasons()
+    serves = {Reason.READY, Reason.SAME_NODE, Reason.SAME_ZONE, Reason.LOCAL_ONLY, Reason.FALLBACK}
+    for line in lines:
+        assert (line.reason in serves) is (line.cluster or line.local)
+    for name in ("cluster", "local"):
+        said = {
+            Backend(x.endpoint.address, x.port, Protocol.TCP) for x in lines if getattr(x, name)
+        }
+        assert said == set(getattr(chosen, name))

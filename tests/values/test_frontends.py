@@ -1,0 +1,323 @@
+"""What clients dial: a Service's addresses, the node's NodePort addresses, and who wins one
+address that two Services want (reference 1.2, 2.3).
+"""
+
+import ipaddress
+import itertools
+from typing import NamedTuple
+
+import pytest
+
+from kbpf.model.address import ANY4, ANY6, Addr, parse_addr
+from kbpf.model.config import Config
+from kbpf.model.desired import Frontend, FrontendAddress, ServicePortKey, ServiceState
+from kbpf.model.objects import Cidr, Node, Protocol, Service, ServicePort
+from kbpf.policy.frontends import (
+    Claims,
+    externally_reachable,
+    families,
+    frontends,
+    node_port_addresses,
+    restricted,
+)
+
+
+def addrs(*texts: str) -> tuple[Addr, ...]:
+    return tuple(map(parse_addr, texts))
+
+
+def cidrs(*texts: str) -> tuple[Cidr, ...]:
+    nets = [ipaddress.ip_network(text) for text in texts]
+    return tuple(
+        Cidr(parse_addr(str(net.network_address)), net.prefixlen + (96 if net.version == 4 else 0))
+        for net in nets
+    )
+
+
+def said(found: tuple[Frontend, ...]) -> list[str]:
+    """Each frontend on a line, as a person would say it."""
+    return [f"{f.kind} {f.at}{' restricted' if f.restricted else ''}" for f in found]
+
+
+class Row(NamedTuple):
+    """What a Service lists, and what its port 80/TCP answers on in each family."""
+
+    name: str
+    v4: list[str]
+    v6: list[str]
+    cluster_ips: tuple[str, ...] = ("10.96.0.1",)
+    node_port: int = 0
+    external: tuple[str, ...] = ()
+    vips: tuple[str, ...] = ()
+    ranges: tuple[str, ...] = ()
+
+
+OWN4, OWN6 = "ClusterIP 10.96.0.1:80/TCP", "ClusterIP [fd00::1]:80/TCP"
+BOTH = ("10.96.0.1", "fd00::1")
+VIP4, VIP6 = "LoadBalancer 9.9.9.9:80/TCP", "LoadBalancer [fd99::9]:80/TCP"
+VIPS = ("9.9.9.9", "fd99::9")
+
+ROWS = [
+    Row("one cluster IP: one family", [OWN4], []),
+    Row("IPv6 only", [], [OWN6], cluster_ips=("fd00::1",)),
+    Row("dual stack", [OWN4], [OWN6], cluster_ips=BOTH),
+    Row("dual stack, IPv6 first", [OWN4], [OWN6], cluster_ips=BOTH[::-1]),
+    Row("a second cluster IP of one family is ignored, as in kube-proxy", [OWN4], [],
+        cluster_ips=("10.96.0.1", "10.96.0.2")),
+    Row("a NodePort is one frontend per family",
+        [OWN4, "NodePort 0.0.0.0:30080/TCP"], [OWN6, "NodePort [::]:30080/TCP"],
+        cluster_ips=BOTH, node_port=30080),
+    Row("a NodePort in the families of the cluster IPs only",
+        [OWN4, "NodePort 0.0.0.0:30080/TCP"], [], node_port=30080),
+    Row("external IPs by family, sorted",
+        [OWN4, "ExternalIP 1.1.1.1:80/TCP", "ExternalIP 2.2.2.2:80/TCP"],
+        [OWN6, "ExternalIP [fd11::1]:80/TCP"],
+        cluster_ips=BOTH, external=("2.2.2.2", "fd11::1", "1.1.1.1")),
+    Row("an external IP of a family without cluster IP is ignored", [OWN4], [],
+        external=("fd11::1",)),
+    Row("LB VIPs by family", [OWN4, VIP4], [OWN6, VIP6], cluster_ips=BOTH, vips=VIPS),
+    Row("an LB VIP of a family without cluster IP is ignored", [OWN4, VIP4], [], vips=VIPS),
+    Row("the order: ClusterIP, NodePort, external IPs, LB VIPs",
+        [OWN4, "NodePort 0.0.0.0:30080/TCP", "ExternalIP 1.1.1.1:80/TCP", VIP4], [],
+        node_port=30080, external=("1.1.1.1",), vips=("9.9.9.9",)),
+    Row("source ranges restrict LB VIPs and nothing else",
+        [OWN4, "NodePort 0.0.0.0:30080/TCP", "ExternalIP 1.1.1.1:80/TCP", f"{VIP4} restricted"],
+        [], node_port=30080, external=("1.1.1.1",), vips=VIPS, ranges=("192.0.2.0/24",)),
+    Row("ranges of one family leave the other family open",
+        [OWN4, f"{VIP4} restricted"], [OWN6, VIP6],
+        cluster_ips=BOTH, vips=VIPS, ranges=("192.0.2.0/24",)),
+    Row("a range that holds a whole family leaves it open",
+        [OWN4, VIP4], [OWN6, f"{VIP6} restricted"],
+        cluster_ips=BOTH, vips=VIPS, ranges=("192.0.2.0/24", "0.0.0.0/0", "fd00::/8")),
+    Row("::/0 is all of IPv6 and nothing of IPv4",
+        [OWN4, f"{VIP4} restricted"], [OWN6, VIP6],
+        cluster_ips=BOTH, vips=VIPS, ranges=("192.0.2.0/24", "::/0")),
+    Row("not even as a cluster IP", [], [OWN6], cluster_ips=("0.0.0.0", "::", "fd00::1")),
+    Row("an address listed twice is there once", [OWN4, "ExternalIP 1.1.1.1:80/TCP"], [],
+        external=("1.1.1.1", "1.1.1.1")),
+    Row("an LB VIP that is an external IP too stays restricted", [OWN4, f"{VIP4} restricted"], [],
+        external=("9.9.9.9",), vips=("9.9.9.9",), ranges=("192.0.2.0/24",)),
+    Row("the own cluster IP listed again adds nothing", [OWN4], [],
+        external=("10.96.0.1",), vips=("10.96.0.1",), ranges=("192.0.2.0/24",)),
+    Row("the unspecified address would mean NodePort: nobody may list it", [OWN4], [OWN6],
+        cluster_ips=BOTH, external=("0.0.0.0", "::"), vips=("0.0.0.0", "::")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_the_frontends_of_a_service(row: Row):
+    port = ServicePort("http", Protocol.TCP, 80, row.node_port)
+    service = Service(
+        "ns", "web", "LoadBalancer", addrs(*row.cluster_ips), (port,),
+        external_ips=addrs(*row.external), lb_vips=addrs(*row.vips),
+        source_ranges=cidrs(*row.ranges),
+    )  # fmt: skip
+    for family, expected in ((4, row.v4), (6, row.v6)):
+        found = frontends(service, port, family)
+        assert said(found) == expected
+        assert (family in families(service)) is bool(expected)
+        assert externally_reachable(service, port, family) or len(found) <= 1
+
+
+def test_a_frontend_has_the_protocol_of_its_port():
+    port = ServicePort("dns", Protocol.UDP, 53, 30053)
+    service = Service("ns", "dns", "NodePort", addrs("10.96.0.1"), (port,))
+    found = frontends(service, port, 4)
+    assert {f.at.protocol for f in found} == {Protocol.UDP}
+    assert [f.at.address for f in found] == [parse_addr("10.96.0.1"), ANY4]
+
+
+def test_without_ranges_nothing_is_restricted():
+    assert not restricted((), 4)
+    assert not restricted(cidrs("fd00::/8"), 4)
+    assert restricted(cidrs("0.0.0.0/1"), 4)
+
+
+class NodeRow(NamedTuple):
+    """The Node's own list, this machine's addresses, the setting; where NodePorts answer."""
+
+    name: str
+    expected: tuple[str, ...]
+    node: tuple[str, ...] = ()
+    local: tuple[str, ...] = ()
+    networks: tuple[str, ...] = ()
+    everything: bool = False
+
+
+LOCAL = ("127.0.0.1", "127.1.2.3", "::1", "10.0.0.5", "192.168.1.5", "fd00::5", "fe80::1")
+NO_LOOPBACK = ("10.0.0.5", "192.168.1.5", "fd00::5", "fe80::1")
+
+NODE_ROWS = [
+    NodeRow("by default the Node's first address of each family",
+        ("10.0.0.5", "fd00::5"), ("10.0.0.5", "192.168.1.5", "fd00::5", "fd00::6"), LOCAL),
+    NodeRow("a Node with one family has NodePorts in that family",
+        ("10.0.0.5",), ("10.0.0.5",), LOCAL),
+    NodeRow("the first by the Node's order, not by number",
+        ("192.168.1.5",), ("192.168.1.5", "10.0.0.5"), LOCAL),
+    NodeRow("Node not known: all local addresses but loopback", NO_LOOPBACK, (), LOCAL),
+    NodeRow("a Node that calls itself loopback", (), ("127.0.0.1", "::1"), LOCAL),
+    NodeRow("all addresses but loopback", NO_LOOPBACK, ("10.0.0.5",), LOCAL, everything=True),
+    NodeRow("all goes before networks", NO_LOOPBACK, (), LOCAL, ("10.0.0.0/8",), True),
+    NodeRow("local addresses in the networks; the family without one has all",
+        ("192.168.1.5", "fd00::5", "fe80::1"), ("10.0.0.5",), LOCAL, ("192.168.0.0/16",)),
+    NodeRow("networks of both families",
+        ("10.0.0.5", "fd00::5"), (), LOCAL, ("10.0.0.0/8", "fd00::/64")),
+    NodeRow("several networks", ("10.0.0.5", "192.168.1.5"), (), LOCAL,
+        ("10.0.0.0/8", "192.168.1.5/32", "fdff::/16")),
+    NodeRow("0.0.0.0/0 and ::/0 are everything", NO_LOOPBACK, (), LOCAL, ("0.0.0.0/0", "::/0")),
+    NodeRow("::/0 says nothing about IPv4", ("10.0.0.5", "fd00::5", "fe80::1"), (), LOCAL,
+        ("::/0", "10.0.0.0/8")),
+    NodeRow("a network without a local address: no NodePorts in that family",
+        ("fd00::5", "fe80::1"), (), LOCAL, ("172.16.0.0/12",)),
+    NodeRow("loopback networks are the socket hook's business",
+        ("fd00::5", "fe80::1"), (), LOCAL, ("127.0.0.0/8",)),
+    NodeRow("nothing known, nothing served", ()),
+    NodeRow("each address once", ("10.0.0.5",), (), ("10.0.0.5", "10.0.0.5", "0.0.0.0", "::")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", NODE_ROWS, ids=lambda row: row.name)
+def test_the_addresses_of_node_ports(row: NodeRow):
+    config = Config(
+        node_port_addresses=cidrs(*row.networks), all_node_port_addresses=row.everything
+    )
+    found = node_port_addresses(Node("me", addrs(*row.node)), addrs(*row.local), config)
+    assert found == tuple(sorted(addrs(*row.expected)))
+
+
+class Duel(NamedTuple):
+    """Two Services that want one address; the winner first."""
+
+    name: str
+    winner: Service
+    loser: Service
+    at: str
+
+
+def service(name: str, created: str = "", namespace: str = "ns", **said) -> Service:
+    own = said.pop("cluster_ips", addrs(f"10.96.0.{ord(name[0])}"))
+    ports = said.pop("ports", (ServicePort("http", Protocol.TCP, 80),))
+    return Service(namespace, name, "LoadBalancer", own, ports, created=created, **said)
+
+
+OLD, NEW = "2024-01-01T00:00:00Z", "2025-01-01T00:00:00Z"
+IP = {"cluster_ips": addrs("9.9.9.9")}
+VIP, EXTERNAL = {"lb_vips": addrs("9.9.9.9")}, {"external_ips": addrs("9.9.9.9")}
+NODE_PORT = {"ports": (ServicePort("http", Protocol.TCP, 80, 30080),)}
+OTHER_PORT = {"ports": (ServicePort("alt", Protocol.TCP, 81, 30080),)}
+
+DUELS = [
+    Duel("a newer cluster IP beats an older VIP",
+        service("z", NEW, **IP), service("b", OLD, **VIP), "9.9.9.9:80/TCP"),
+    Duel("a newer cluster IP beats an older external IP",
+        service("z", NEW, **IP), service("b", OLD, **EXTERNAL), "9.9.9.9:80/TCP"),
+    Duel("a newer VIP beats an older external IP",
+        service("z", NEW, **VIP), service("b", OLD, **EXTERNAL), "9.9.9.9:80/TCP"),
+    Duel("two VIPs: the older Service",
+        service("z", OLD, **VIP), service("b", NEW, **VIP), "9.9.9.9:80/TCP"),
+    Duel("two external IPs: the older Service",
+        service("z", OLD, **EXTERNAL), service("b", NEW, **EXTERNAL), "9.9.9.9:80/TCP"),
+    Duel("two NodePorts: the older Service",
+        service("z", OLD, **NODE_PORT), service("b", NEW, **NODE_PORT), "0.0.0.0:30080/TCP"),
+    Duel("two NodePorts of different ports",
+        service("z", OLD, **NODE_PORT), service("b", NEW, **OTHER_PORT), "0.0.0.0:30080/TCP"),
+    Duel("a Service of unknown age is the newest",
+        service("z", NEW, **VIP), service("b", "", **VIP), "9.9.9.9:80/TCP"),
+    Duel("equally old: by namespace",
+        service("z", OLD, "a", **VIP), service("b", OLD, "b", **VIP), "9.9.9.9:80/TCP"),
+    Duel("equally old in one namespace: by name",
+        service("a", OLD, **VIP), service("b", OLD, **VIP), "9.9.9.9:80/TCP"),
+    Duel("both of unknown age: by name",
+        service("a", **VIP), service("b", **VIP), "9.9.9.9:80/TCP"),
+]  # fmt: skip
+
+
+def states(service: Service) -> list[ServiceState]:
+    return [
+        ServiceState(
+            ServicePortKey(service.namespace, service.name, port.name, port.protocol, 4),
+            frontends(service, port, 4),
+            (),
+        )
+        for port in service.ports
+    ]
+
+
+def settled(services: tuple[Service, ...]) -> dict[ServicePortKey, ServiceState]:
+    claims, everything = Claims(), []
+    for one in services:
+        for state in states(one):
+            claims.put(state.key, one.created, (), state.frontends)
+            everything.append(state)
+    return {state.key: claims.settle(state) for state in everything}
+
+
+@pytest.mark.parametrize("row", DUELS, ids=lambda row: row.name)
+def test_who_wins_an_address(row: Duel):
+    for order in ((row.winner, row.loser), (row.loser, row.winner)):
+        found = settled(order)
+        (won,) = states(row.winner)
+        (asked,) = states(row.loser)
+        lost = found[asked.key]
+        assert found[won.key] is not lost
+        assert found[won.key] == won, "the winner has all that it asked for"
+        assert [(str(at), str(who)) for at, who in lost.lost] == [(row.at, str(row.winner.key))]
+        assert lost.frontends == tuple(f for f in asked.frontends if str(f.at) != row.at)
+
+
+class Peace(NamedTuple):
+    """Two Services that look alike and do not clash."""
+
+    name: str
+    one: Service
+    two: Service
+
+
+UDP_PORT = {"ports": (ServicePort("http", Protocol.UDP, 80, 30080),)}
+PEACE = [
+    Peace("one address, other ports", service("a", **VIP), service("b", **VIP, **OTHER_PORT)),
+    Peace("one address and port, other protocols",
+        service("a", **VIP), service("b", **VIP, **UDP_PORT)),
+    Peace("one NodePort, other protocols", service("a", **NODE_PORT), service("b", **UDP_PORT)),
+    Peace("a NodePort and a VIP with the same number", service("a", **NODE_PORT),
+        service("b", ports=(ServicePort("x", Protocol.TCP, 30080),), **VIP)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", PEACE, ids=lambda row: row.name)
+def test_what_is_no_conflict(row: Peace):
+    assert not any(state.lost for state in settled((row.one, row.two)).values())
+
+
+def test_two_ports_of_one_service_clash_by_name_of_the_port():
+    ports = (ServicePort("b", Protocol.TCP, 80), ServicePort("a", Protocol.TCP, 80))
+    one, two = settled((service("web", ports=ports),)).values()
+    assert (len(one.frontends), len(two.frontends)) == (0, 1)
+    assert [str(who) for _, who in one.lost] == ["ns/web"]
+
+
+def test_a_withdrawn_claim_gives_the_address_to_the_next_in_every_order():
+    rivals = [
+        service(name, created, **VIP) for name, created in (("a", OLD), ("b", NEW), ("c", ""))
+    ]
+    at = FrontendAddress(*addrs("9.9.9.9"), 80, Protocol.TCP)
+    for order in itertools.permutations(rivals):
+        claims = Claims()
+        for one in order:
+            claims.put(states(one)[0].key, one.created, (), states(one)[0].frontends)
+        for index, one in enumerate(rivals):
+            winners = [r.name for r in rivals[index:] if _holds(claims, r, at)]
+            assert winners == [one.name]
+            (state,) = states(one)
+            others = claims.put(state.key, "", state.frontends, ())
+            assert {key.name for key in others} == {r.name for r in rivals[index + 1 :]}
+
+
+def _holds(claims: Claims, service: Service, at: FrontendAddress) -> bool:
+    return at in {f.at for f in claims.settle(states(service)[0]).frontends}
+
+
+def test_any6_is_the_node_port_address_of_ipv6():
+    port = ServicePort("http", Protocol.TCP, 80, 30080)
+    dual = Service("ns", "web", "NodePort", addrs(*BOTH), (port,))
+    assert frontends(dual, port, 6)[1].at.address == ANY6

@@ -1,0 +1,375 @@
+"""Plans: what is written for a change, in values. No map is touched.
+
+A little model of the maps takes the writes in the order of plan.py, one by one, and after each
+every frontend must have a whole set, old or new.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kbpf.dataplane.bpf.ids import BackendTable, Ids
+from kbpf.dataplane.bpf.layout import KIND_FLAGS, Meta, ServiceFlag, ServiceValue
+from kbpf.dataplane.bpf.plan import Planner, Programmed, Writes, need, policy_flags
+from kbpf.model.address import format_addr
+from kbpf.model.desired import Backend, FrontendAddress, ServicePortKey, ServiceState
+from kbpf.model.objects import Protocol
+from tests.support.plane import at, backends, service
+
+UDP = Protocol.UDP
+WEB, NODE_PORT, VIP = "10.96.0.1:80", "NodePort=0.0.0.0:30080", "LoadBalancer=192.0.2.1:80"
+A, B, C = "10.0.0.1:80", "10.0.0.2:80", "10.0.0.3:80"
+
+
+class Agent:
+    """What a plane keeps between two plans."""
+
+    def __init__(self) -> None:
+        self.ids = Ids(Meta(1, 1, 1))
+        self.table = BackendTable(self.ids)
+        self.programmed: dict[ServicePortKey, Programmed] = {}
+
+    def plan(self, *states: ServiceState, gone: tuple[ServicePortKey, ...] = ()) -> Writes:
+        planner = Planner(self.ids, self.table)
+        changes: dict[ServicePortKey, ServiceState | None] = {s.key: s for s in states}
+        changes |= dict.fromkeys(gone)
+        for key, state in sorted(changes.items()):
+            after = planner.change(key, self.programmed.pop(key, None), state)
+            if after is not None:
+                self.programmed[key] = after
+        return planner.finish()
+
+
+def written(writes: Writes) -> dict[str, Any]:
+    """What is not empty, for people."""
+    found = {
+        "names": [key.name for _, key in writes.names],
+        "backends": [str(one) for _, one in writes.backends],
+        "slots": [ids for _, ids in writes.slots],
+        "members": [ids for _, ids in writes.members],
+        "flips": sorted(str(one) for one in writes.flips),
+        "removed": sorted(str(one) for one in writes.removed),
+        "retired": [len(one.backends) for one in writes.retired.sets],
+        "let in": [format_addr(cidr.address) for _, cidr in writes.new_ranges],
+        "shut out": [format_addr(cidr.address) for _, cidr in writes.old_ranges],
+        "cut": sorted(str(one) for _, one in writes.retired.cut),
+    }
+    return {name: what for name, what in found.items() if what}
+
+
+class Row(NamedTuple):
+    """A change of one Service port, and what it writes."""
+
+    name: str
+    old: ServiceState | None
+    new: ServiceState | None
+    writes: dict[str, Any]
+
+
+def web(to: str = f"{A} {B}", frontends: str = WEB, **more: Any) -> ServiceState:
+    return service("web", frontends, to, **more)
+
+
+def dns(to: str = f"{A} {B}", **more: Any) -> ServiceState:
+    return service("web", WEB, to, UDP, **more)
+
+
+AT, AT_NODE_PORT, AT_VIP = "10.96.0.1:80/TCP", "0.0.0.0:30080/TCP", "192.0.2.1:80/TCP"
+
+ROWS = [
+    Row("new", None, web(),
+        {"names": ["web"], "backends": [A, B], "slots": [[1, 2]], "flips": [AT]}),
+    Row("new without endpoints", None, web(""), {"names": ["web"], "flips": [AT]}),
+    Row("new with affinity", None, web(affinity_timeout=9),
+        {"names": ["web"], "backends": [A, B], "slots": [[1, 2]], "members": [[1, 2]],
+         "flips": [AT]}),
+    Row("new with a local set", None, web(local=B, internal_local=True),
+        {"names": ["web"], "backends": [A, B], "slots": [[1, 2], [2]], "flips": [AT]}),
+    Row("nothing changed", web(), web(), {}),
+    Row("one endpoint more", web(), web(f"{A} {B} {C}"),
+        {"backends": [C], "slots": [[1, 2, 3]], "flips": [AT], "retired": [2]}),
+    Row("one endpoint less", web(), web(A), {"slots": [[1]], "flips": [AT], "retired": [2]}),
+    Row("no endpoints left", web(), web(""), {"flips": [AT], "retired": [2]}),
+    Row("endpoints again", web(""), web(A), {"backends": [A], "slots": [[1]], "flips": [AT]}),
+    Row("all frontends are flipped", web(frontends=f"{WEB} {NODE_PORT} {VIP}"),
+        web(A, f"{WEB} {NODE_PORT} {VIP}"),
+        {"slots": [[1]], "flips": [AT_NODE_PORT, AT, AT_VIP], "retired": [2]}),
+    Row("a frontend more: the sets stay", web(), web(frontends=f"{WEB} {VIP}"),
+        {"flips": [AT_VIP]}),
+    Row("a frontend less", web(frontends=f"{WEB} {VIP}"), web(), {"removed": [AT_VIP]}),
+    Row("only the policy", web(), web(external_local=True), {"flips": [AT]}),
+    Row("only the timeout", web(affinity_timeout=9), web(affinity_timeout=8), {"flips": [AT]}),
+    Row("affinity is switched on: a set with members", web(), web(affinity_timeout=9),
+        {"slots": [[1, 2]], "members": [[1, 2]], "flips": [AT], "retired": [2]}),
+    Row("affinity is switched off", web(affinity_timeout=9), web(),
+        {"slots": [[1, 2]], "flips": [AT], "retired": [2]}),
+    Row("the local set alone changes", web(local=A), web(local=B),
+        {"slots": [[2]], "flips": [AT], "retired": [1]}),
+    Row("the local set goes", web(local=A), web(), {"flips": [AT], "retired": [1]}),
+    Row("a restriction is a flip", web(frontends=VIP), web(frontends=VIP, restricted=True),
+        {"flips": [AT_VIP]}),
+    Row("ranges: let in before the flip, shut out after it",
+        web(frontends=VIP, ranges="10.1.0.0/16 10.2.0.0/16"),
+        web(frontends=VIP, ranges="10.2.0.0/16 10.3.0.0/16"),
+        {"let in": ["10.3.0.0"], "shut out": ["10.1.0.0"]}),
+    Row("no ranges any more", web(frontends=VIP, ranges="10.1.0.0/16"), web(frontends=VIP),
+        {"flips": [AT_VIP], "shut out": ["10.1.0.0"]}),
+    Row("deleted with its ranges", web(frontends=VIP, ranges="10.1.0.0/16"), None,
+        {"removed": [AT_VIP], "retired": [2], "shut out": ["10.1.0.0"]}),
+    Row("deleted", web(local=A), None, {"removed": [AT], "retired": [2, 1]}),
+    Row("TCP clients are never cut", web(), web(A), {"slots": [[1]], "flips": [AT],
+                                                     "retired": [2]}),
+    Row("UDP clients of who left are cut", dns(), dns(A),
+        {"slots": [[1]], "flips": ["10.96.0.1:80/UDP"], "retired": [2], "cut": [B]}),
+    Row("UDP clients of who still serves are not", dns(), dns(A, serving=f"{A} {B}"),
+        {"slots": [[1]], "flips": ["10.96.0.1:80/UDP"], "retired": [2]}),
+    Row("who stops serving is cut", dns(A, serving=f"{A} {B}"), dns(A), {"cut": [B]}),
+    Row("who only serves has an id", dns(A), dns(A, serving=f"{A} {C}"), {"backends": [C]}),
+    Row("zero endpoints: all are cut", dns(), dns(""),
+        {"flips": ["10.96.0.1:80/UDP"], "retired": [2], "cut": [A, B]}),
+    Row("deleted: all are cut", dns(), None,
+        {"removed": ["10.96.0.1:80/UDP"], "retired": [2], "cut": [A, B]}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_what_is_written(row: Row):
+    agent = Agent()
+    if row.old is not None:
+        agent.plan(row.old)
+    key = (row.old or row.new).key
+    found = agent.plan(row.new) if row.new else agent.plan(gone=(key,))
+    assert written(found) == row.writes
+    assert found.retired.forget_affinity == {
+        1 for one in (row.old,) if one and one.affinity_timeout
+        and not (row.new and row.new.affinity_timeout)
+    }  # fmt: skip
+
+
+def test_a_set_is_never_written_twice():
+    """A new set has a new id, also when the same endpoints come back."""
+    agent, seen = Agent(), set()
+    for to in (A, B, A, B, "", A):
+        for number, _ in agent.plan(web(to)).slots:
+            assert number not in seen
+            seen.add(number)
+    assert len(seen) == 5
+
+
+def test_sets_with_and_without_members_are_told_apart():
+    agent = Agent()
+    (plain,) = agent.plan(web(affinity_timeout=0)).slots
+    ((affine, members),) = agent.plan(web(affinity_timeout=5)).members
+    assert affine != plain[0]
+    assert sorted(members) == sorted(plain[1])
+
+
+def test_the_flags_of_each_frontend():
+    agent = Agent()
+    state = web(frontends=f"{WEB} {NODE_PORT} {VIP} ExternalIP=192.0.2.2:80", restricted=True,
+                internal_local=True, external_local=True)  # fmt: skip
+    flips = agent.plan(state).flips
+    shared = "INTERNAL_LOCAL|EXTERNAL_LOCAL|ANY_ENDPOINTS"
+    assert {str(k): ServiceFlag(v.flags).name for k, v in flips.items()} == {
+        AT: f"{shared}|CLUSTER_IP",
+        AT_NODE_PORT: f"{shared}|NODE_PORT",
+        AT_VIP: f"{shared}|RESTRICTED|LOAD_BALANCER",
+        "192.0.2.2:80/TCP": f"{shared}|EXTERNAL_IP",
+    }
+    assert len({v[0:1] + v[2:] for v in flips.values()}) == 1, "all else is the same"
+    assert policy_flags(web("")) == ServiceFlag(0)
+
+
+def test_a_frontend_that_moves_is_flipped_and_never_removed():
+    """Whichever of the two Services is planned first."""
+    for giver, taker in (("a", "b"), ("b", "a")):
+        agent = Agent()
+        agent.plan(service(giver, f"{WEB} {VIP}", A))
+        moved = agent.plan(service(giver, VIP, A), service(taker, WEB, B))
+        assert moved.removed == set()
+        assert [str(one) for one in moved.flips] == [AT]
+        assert moved.new_frontends == 0
+        ended = agent.plan(service(taker, WEB, B), gone=(service(giver, VIP).key,))
+        assert {str(one) for one in ended.removed} == {AT_VIP}
+
+
+class Need(NamedTuple):
+    """How many entries a change needs at most."""
+
+    name: str
+    old: ServiceState | None
+    new: ServiceState | None
+    takes: tuple[int, int, int, int, int, int]  # see `names` below
+
+
+NEEDS = [
+    Need("new", None, web(frontends=f"{WEB} {VIP}"), (2, 1, 0, 2, 0, 2)),
+    Need("nothing changed", web(), web(), (0, 0, 0, 0, 0, 0)),
+    Need("deleted", web(), None, (0, 0, 0, 0, 0, 0)),
+    Need("one more of three", web(), web(f"{A} {B} {C}"), (0, 0, 0, 3, 0, 1)),
+    Need("one less", web(), web(A), (0, 0, 0, 1, 0, 0)),
+    Need("a local set of its own", web(), web(local=C), (0, 0, 0, 1, 0, 1)),
+    Need("affinity", web(), web(affinity_timeout=9), (0, 0, 0, 2, 2, 0)),
+    Need("who only serves", dns(A), dns(A, serving=f"{A} {B} {C}"), (0, 0, 0, 0, 0, 2)),
+    Need(
+        "TCP holds nobody who only serves", web(A), web(A, serving=f"{A} {B}"), (0, 0, 0, 0, 0, 0)
+    ),
+    Need("another frontend", web(), web(frontends=VIP), (1, 0, 0, 0, 0, 0)),
+    Need(
+        "ranges",
+        web(frontends=VIP),
+        web(frontends=VIP, ranges="10.0.0.0/8 fd00::/8"),
+        (0, 0, 2, 0, 0, 0),
+    ),
+    Need(
+        "one range more, one less",
+        web(frontends=VIP, ranges="10.0.0.0/8"),
+        web(frontends=VIP, ranges="10.0.0.0/9"),
+        (0, 0, 1, 0, 0, 0),
+    ),
+]
+
+
+@pytest.mark.parametrize("row", NEEDS, ids=lambda row: row.name)
+def test_the_room_that_a_change_takes(row: Need):
+    agent = Agent()
+    if row.old:
+        agent.plan(row.old)
+    old = agent.programmed.get((row.old or row.new).key)
+    takes = need(old, row.new, agent.table)
+    names = (
+        "services", "service_names", "source_ranges", "backend_slots", "set_members", "backends",
+    )  # fmt: skip
+    assert takes == (dict(zip(names, row.takes, strict=True)) if row.new else {})
+    writes = agent.plan(row.new) if row.new else agent.plan(gone=(row.old.key,))
+    assert (
+        writes.new_frontends, len(writes.names), len(writes.new_ranges),
+        sum(len(ids) for _, ids in writes.slots), sum(len(ids) for _, ids in writes.members),
+        len(writes.backends),
+    ) == row.takes  # fmt: skip
+
+
+# ---- the order ---------------------------------------------------------------------------------
+
+
+class Maps:
+    """The maps as dicts, written one entry at a time."""
+
+    def __init__(self) -> None:
+        self.backends: dict[int, Backend] = {}
+        self.slots: dict[tuple[int, int], int] = {}
+        self.members: set[tuple[int, int]] = set()
+        self.services: dict[FrontendAddress, ServiceValue] = {}
+
+    def write(self, writes: Writes) -> Iterator[None]:
+        """The steps 2 to 4 of plan.py; yields after each entry."""
+        for number, one in writes.backends:
+            self.backends[number] = one
+            yield
+        for number, ids in writes.slots:
+            for index, backend in enumerate(ids):
+                assert (number, index) not in self.slots, "never in place"
+                self.slots[number, index] = backend
+                yield
+        for number, ids in writes.members:
+            self.members |= {(number, backend) for backend in ids}
+            yield
+        for frontend, value in writes.flips.items():
+            self.services[frontend] = value
+            yield
+        for frontend in writes.removed:
+            del self.services[frontend]
+            yield
+
+    def retire(self, agent: Agent, writes: Writes) -> Iterator[None]:
+        """Step 5."""
+        for old in writes.retired.sets:
+            for index, one in enumerate(old.backends):
+                self.members.discard((old.id, agent.table.id_of(one)))
+                del self.slots[old.id, index]
+                yield
+        gone = [
+            number
+            for held in (*(s.backends for s in writes.retired.sets), *writes.retired.release)
+            for number in agent.table.release(held)
+        ]
+        for number in gone:
+            del self.backends[number]
+            yield
+
+    def seen(self) -> Mapping[FrontendAddress, Any]:
+        """What a reader is led to by each frontend. KeyError if its set has a hole."""
+        return {
+            frontend: (
+                value.flags, value.affinity_timeout,
+                self._set(value.cluster_set, value.cluster_size, value.affinity_timeout),
+                self._set(value.local_set, value.local_size, value.affinity_timeout),
+            )
+            for frontend, value in self.services.items()
+        }  # fmt: skip
+
+    def _set(self, number: int, size: int, affine: int) -> tuple[Backend, ...]:
+        ids = [self.slots[number, index] for index in range(size)]
+        assert not affine or all((number, one) in self.members for one in ids)
+        return tuple(self.backends[one] for one in ids)
+
+
+def wanted(states: Mapping[str, ServiceState]) -> dict[FrontendAddress, Any]:
+
+    return {
+        f.at: (policy_flags(s) | KIND_FLAGS[f.kind], s.affinity_timeout, s.cluster, s.local)
+        for s in states.values()
+        for f in s.frontends
+    }
+
+
+endpoints = st.lists(st.sampled_from([A, B, C]), unique=True).map(" ".join)
+states = st.builds(
+    lambda name, protocol, n, to, local, extra, affinity: service(
+        name, " ".join(f"10.96.{ord(name)}.{i}:80" for i in range(1, n + 1)), to, protocol,
+        local=local, serving=" ".join({*to.split(), *extra.split()}), affinity_timeout=affinity,
+    ),
+    st.sampled_from("abc"), st.sampled_from([Protocol.TCP, UDP]), st.integers(0, 3),
+    endpoints, endpoints, endpoints, st.sampled_from([0, 0, 7]),
+)  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.lists(states, max_size=3), st.booleans()), max_size=6))
+def test_at_every_point_every_frontend_has_a_whole_set(batches):
+    """Old or new, nothing between; retired at once or much later, it ends the same."""
+    agent, maps, now = Agent(), Maps(), {}
+    waiting: list[Writes] = []
+    for batch, retire in batches:
+        after = {f"{s.key.name}{s.key.protocol}": s for s in batch}
+        before_seen, after_seen = wanted(now), wanted(after)
+        gone = tuple(now[name].key for name in now.keys() - after.keys())
+        writes = agent.plan(*after.values(), gone=gone)
+        for _ in itertools.chain([None], maps.write(writes)):
+            for frontend, seen in maps.seen().items():
+                assert seen in (before_seen.get(frontend), after_seen.get(frontend))
+        waiting.append(writes)
+        if retire:
+            for old in waiting:
+                for _ in maps.retire(agent, old):
+                    assert maps.seen() == after_seen
+            waiting.clear()
+        assert maps.seen() == after_seen
+        now = after
+    waiting.append(agent.plan(gone=tuple(s.key for s in now.values())))
+    for writes in waiting:
+        list(maps.retire(agent, writes))
+    assert (maps.slots, maps.members, maps.backends, len(agent.table)) == ({}, set(), {}, 0)
+
+
+def test_words_of_the_tests():
+    """service() says what it should."""
+    one = service("web", f"{WEB} {NODE_PORT}", f"{B} {A}", local=A)
+    assert [str(f.at) for f in one.frontends] == [AT_NODE_PORT, AT]
+    assert one.cluster == backends(f"{A} {B}")
+    assert one.serving == one.cluster
+    assert at(WEB) in {f.at for f in one.frontends}

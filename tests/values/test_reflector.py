@@ -1,0 +1,790 @@
+"""LIST and WATCH against a scripted server: what goes wrong, and what is said and asked then."""
+
+import itertools
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from kbpf.errors import SourceError
+from kbpf.model.address import parse_addr
+from kbpf.model.events import Delete, Event, Kind, ObjectKey, Rejected, Synced, Upsert
+from kbpf.model.objects import Service
+from kbpf.source.base import SourceState
+from kbpf.source.cluster import Cluster
+from kbpf.source.decode import Item
+from kbpf.source.known import Known
+from kbpf.source.kubeconfig import Access
+from kbpf.source.pace import Pace
+from kbpf.source.reflector import Reflector
+from kbpf.source.resource import SERVICES, SLICES, Resource, own_node
+from tests.support.scripted import Exchange, ScriptedServer, Step, quiet
+
+END = {"k8s.io/initial-events-end": "true"}
+HEADLESS = "service.kubernetes.io/headless"
+
+
+# --- what the server says ---
+
+
+def service(name: str, version: int, **spec: Any) -> dict[str, Any]:
+    spec = {"clusterIP": "10.96.0.1", "ports": [{"port": 80}]} | spec
+    return {
+        "metadata": {"name": name, "namespace": "ns", "resourceVersion": str(version)},
+        "spec": spec,
+    }
+
+
+def added(name: str, version: int, **spec: Any) -> dict[str, Any]:
+    return {"type": "ADDED", "object": service(name, version, **spec)}
+
+
+def deleted(name: str, version: int) -> dict[str, Any]:
+    return {"type": "DELETED", "object": service(name, version)}
+
+
+def bookmark(version: int, end: bool = False) -> dict[str, Any]:
+    meta = {"resourceVersion": str(version), "annotations": END if end else None}
+    return {"type": "BOOKMARK", "object": {"kind": "Service", "metadata": meta}}
+
+
+def error(code: int) -> dict[str, Any]:
+    return {"type": "ERROR", "object": {"kind": "Status", "code": code, "message": f"is {code}"}}
+
+
+def streamed(*lines: Any, then: Callable[[Exchange], None] = Exchange.hang) -> Step:
+    """A watch that says these lines, and then ends, hangs, or breaks."""
+
+    def step(exchange: Exchange) -> None:
+        exchange.watch(*lines)
+        then(exchange)
+
+    return step
+
+
+def listed(*objects: dict[str, Any], version: int = 100, token: str = "") -> Step:
+    meta = {"resourceVersion": str(version), "continue": token}
+    return lambda exchange: exchange.answer(200, {"metadata": meta, "items": list(objects)})
+
+
+def status(code: int, message: str = "", **headers: str) -> Step:
+    body = {"kind": "Status", "message": message, "code": code}
+    return lambda exchange: exchange.answer(code, body, **headers)
+
+
+LISTED_A = streamed(added("a", 5), bookmark(10, end=True))
+"""A streaming list of one Service, `a`, then silence."""
+
+
+def listed_a(*lines: Any, then: Callable[[Exchange], None] = Exchange.end) -> Step:
+    return streamed(added("a", 5), bookmark(10, end=True), *lines, then=then)
+
+
+# --- what the reflector did ---
+
+
+class Run:
+    """A reflector in its thread, what it said, and the waits that it asked for (not waited)."""
+
+    def __init__(self, server: ScriptedServer, resource: Resource = SERVICES, **options: Any):
+        self.server = server
+        self.events: list[Event] = []
+        self.waits: list[float] = []
+        self.now = 1000.0
+        options = {"clock": lambda: self.now, "chance": lambda: 1.0, "wait": self._wait} | options
+        cluster = Cluster(Access(server.url, "the test"))
+        self.reflector = Reflector(cluster, resource, self.put, **options)
+
+    def put(self, event: Event) -> None:
+        self.events.append(event)
+
+    def _wait(self, stop: threading.Event, seconds: float) -> None:
+        self.waits.append(round(seconds, 3))
+        stop.wait(0.001)
+
+    def until(self, condition: Callable[[], object], seconds: float = 5.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, (self.said, self.reflector.status(), self.waits)
+            time.sleep(0.002)
+
+    def until_watching(self, requests: int) -> None:
+        self.server.wait(requests)
+        self.until(lambda: self.state is SourceState.WATCHING)
+
+    @property
+    def state(self) -> SourceState:
+        return self.reflector.status().state
+
+    @property
+    def said(self) -> list[str]:
+        """The events in short: +a, -a, !a (rejected), synced."""
+        marks = {Upsert: "+", Delete: "-", Rejected: "!"}
+        return [
+            "synced" if isinstance(e, Synced) else marks[type(e)] + e.key.name for e in self.events
+        ]
+
+    def asked(self, n: int) -> str:
+        """The n-th request in short: stream, page, page after TOKEN, watch VERSION."""
+        query = self.server.requests[n].query
+        if "sendInitialEvents" in query:
+            return "stream"
+        if "watch" in query:
+            return f"watch {query['resourceVersion']}"
+        return f"page after {query['continue']}" if "continue" in query else "page"
+
+    @property
+    def all_asked(self) -> list[str]:
+        return [self.asked(n) for n in range(len(self.server.requests))]
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Run]]:
+    """start(step, ...) runs a reflector against that script. With `hold` the test starts it, so
+    that the steps can use what start() returned.
+    """
+    ends: list[Callable[[], None]] = []
+
+    def begin(*script: Step, hold: bool = False, **options: Any) -> Run:
+        server = ScriptedServer(*script)
+        server.__enter__()
+        run = Run(server, **options)
+        ends.extend((server.__exit__, run.reflector.stop))
+        if not hold:
+            run.reflector.start()
+        return run
+
+    yield begin
+    for end in reversed(ends):
+        end()
+    assert not [t for t in threading.enumerate() if t.name.startswith("kbpf-")]
+
+
+PAGES = status(422, "sendInitialEvents: Forbidden")
+"""A server without streaming lists."""
+
+
+# --- listing ---
+
+
+def test_a_streaming_list_is_asked_for_as_kube_proxy_selects(start):
+    run = start(LISTED_A)
+    run.until_watching(1)
+    (request,) = run.server.requests
+    assert request.path == "/api/v1/services"
+    seconds = request.query.pop("timeoutSeconds")
+    assert 300 <= int(seconds) <= 600
+    assert request.query == {
+        "watch": "1",
+        "sendInitialEvents": "true",
+        "resourceVersionMatch": "NotOlderThan",
+        "allowWatchBookmarks": "true",
+        "labelSelector": f"!service.kubernetes.io/service-proxy-name,!{HEADLESS}",
+        "fieldSelector": "spec.clusterIP!=None",
+    }
+
+
+@pytest.mark.parametrize(
+    ("resource", "path", "selector"),
+    [
+        (SLICES, "/apis/discovery.k8s.io/v1/endpointslices", {"labelSelector": f"!{HEADLESS}"}),
+        (own_node("n1"), "/api/v1/nodes", {"fieldSelector": "metadata.name=n1"}),
+    ],
+    ids=("slices", "our node"),
+)
+def test_slices_and_our_node_are_selected_too(start, resource, path, selector):
+    run = start(PAGES, listed(), resource=resource)
+    run.server.wait(3)
+    for request in run.server.requests:
+        assert request.path == path
+        chosen = {n: v for n, v in request.query.items() if n.endswith("Selector")}
+        assert chosen == selector
+
+
+def test_a_streaming_list_is_said_then_synced_then_watched(start):
+    run = start(streamed(added("a", 5), bookmark(10, end=True), added("b", 11), deleted("a", 12)))
+    run.until(lambda: len(run.events) == 4)
+    assert run.said == ["+a", "synced", "+b", "-a"]
+    first = run.events[0]
+    assert isinstance(first, Upsert)
+    assert isinstance(first.object, Service)
+    assert first.received == 1000.0
+    status = run.reflector.status()
+    assert (status.kinds, status.synced, status.error) == ((Kind.SERVICE,), True, "")
+    assert (status.state, status.failures) == (SourceState.WATCHING, 0)
+    assert (status.resource_version, status.last_contact) == ("12", 1000.0)
+
+
+@pytest.mark.parametrize("code", [400, 422])
+def test_a_server_without_streaming_lists_is_read_by_pages(start, code):
+    run = start(
+        status(code, "sendInitialEvents: Forbidden"),
+        listed(service("a", 5), token="t1"),
+        listed(service("b", 6), token="t2"),
+        listed(service("c", 7), version=100),
+    )
+    run.until_watching(5)
+    assert run.all_asked == ["stream", "page", "page after t1", "page after t2", "watch 100"]
+    assert run.server.requests[1].query["limit"] == "500"
+    assert run.said == ["+a", "+b", "+c", "synced"]
+    assert run.waits == []
+
+
+def test_a_server_that_refused_streams_is_not_asked_for_one_again(start):
+    run = start(PAGES, listed(), streamed(error(410), then=Exchange.end), listed())
+    run.server.wait(5)
+    assert run.all_asked == ["stream", "page", "watch 100", "page", "watch 100"]
+
+
+def test_a_server_that_does_not_know_the_field_selector_is_filtered_here(start):
+    none = service("headless", 6, clusterIP="None")
+    run = start(
+        status(400, 'field selector "spec.clusterIP!=None": field label not supported: spec.c'),
+        streamed(added("a", 5), {"type": "ADDED", "object": none}, bookmark(10, end=True)),
+    )
+    run.until(lambda: "synced" in run.said)
+    assert run.said == ["+a", "synced"]
+    assert "fieldSelector" not in run.server.requests[1].query
+    assert run.all_asked == ["stream", "stream"]
+
+
+@pytest.mark.parametrize("then", [Exchange.end, Exchange.cut, Exchange.reset])
+def test_a_streaming_list_that_breaks_off_says_no_synced_and_pages_follow(start, then):
+    run = start(streamed(added("a", 5), added("b", 6), then=then), listed(service("a", 5)))
+    run.until_watching(3)
+    assert run.all_asked == ["stream", "page", "watch 100"]
+    assert [mark for mark in run.said if mark == "synced"] == ["synced"]
+    assert run.said[-2:] == ["-b", "synced"]
+    assert run.waits == [0.2]
+
+
+def test_a_stream_that_never_ends_its_list_is_given_up(start):
+    def step(exchange: Exchange) -> None:
+        exchange.watch(added("a", 5))
+        run.until(lambda: run.said == ["+a"])
+        run.now += 121
+        exchange.line(bookmark(7))
+        exchange.hang()
+
+    run = start(step, listed(service("a", 5)), hold=True)
+    run.reflector.start()
+    run.until_watching(3)
+    assert run.all_asked == ["stream", "page", "watch 100"]
+
+
+def test_a_new_list_says_what_vanished_and_what_changed_but_not_what_is_the_same(start):
+    run = start(
+        streamed(added("a", 1), added("b", 2), added("c", 3), bookmark(9, end=True), error(410)),
+        streamed(added("a", 1), added("c", 8), added("d", 9), bookmark(10, end=True)),
+    )
+    run.until(lambda: run.said.count("synced") == 2)
+    assert run.said == ["+a", "+b", "+c", "synced", "+c", "+d", "-b", "synced"]
+
+
+def test_an_object_that_came_and_went_while_the_list_was_streamed_is_gone(start):
+    run = start(
+        streamed(added("a", 1), added("b", 2), deleted("a", 3), bookmark(4, end=True), error(410)),
+        streamed(added("b", 2), bookmark(10, end=True)),
+    )
+    run.until(lambda: run.said.count("synced") == 2)
+    assert run.said == ["+a", "+b", "-a", "synced", "synced"]
+
+
+def test_a_list_of_which_a_page_is_missing_deletes_nothing(start):
+    run = start(
+        PAGES,
+        listed(service("a", 1), service("b", 2)),
+        streamed(error(410), then=Exchange.end),
+        listed(service("b", 2), token="t"),
+        status(500),
+        listed(service("b", 2), service("c", 3), token="t"),
+        listed(version=200),
+    )
+    run.until_watching(8)
+    assert run.said == ["+a", "+b", "synced", "+c", "-a", "synced"]
+    assert run.all_asked[3:] == ["page", "page after t", "page", "page after t", "watch 200"]
+
+
+def test_a_list_with_something_unreadable_in_it_deletes_nothing(start):
+    nameless = {"metadata": {}, "spec": {}}
+    run = start(
+        PAGES,
+        listed(service("a", 1)),
+        streamed(error(410), then=Exchange.end),
+        listed(service("b", 2), nameless),
+    )
+    run.until_watching(5)
+    assert run.said == ["+a", "synced", "+b", "synced"]
+
+
+def test_a_streaming_list_with_rubbish_in_it_deletes_nothing_and_ends(start):
+    run = start(
+        listed_a(error(410)),
+        streamed(b"rubbish\n", added("b", 6), bookmark(20, end=True)),
+    )
+    run.until(lambda: run.said.count("synced") == 2)
+    assert run.said == ["+a", "synced", "+b", "synced"]
+
+
+@pytest.mark.parametrize(
+    ("name", "body"), [("HTML", b"<html>"), ("null", b"null"), ("a list", b"[]"), ("empty", b"")]
+)
+def test_an_answer_that_is_no_list_is_an_error(start, name, body):
+    run = start(PAGES, lambda exchange: exchange.answer(200, body), listed(service("a", 1)))
+    run.until_watching(4)
+    assert run.said == ["+a", "synced"], name
+
+
+def test_items_null_is_an_empty_list(start):
+    body = {"metadata": {"resourceVersion": "9"}, "items": None}
+    run = start(PAGES, lambda exchange: exchange.answer(200, body))
+    run.until_watching(3)
+    assert run.said == ["synced"]
+    assert run.asked(2) == "watch 9"
+
+
+def test_a_page_that_leads_to_itself_is_no_tight_loop(start):
+    run = start(PAGES, *[listed(service("a", 1), token="t")] * 8)
+    run.until(lambda: len(run.waits) >= 3)
+    assert "synced" not in run.said
+    assert "same page" in run.reflector.status().error
+
+
+# --- the watch ends ---
+
+
+def test_410_in_the_watch_leads_to_a_new_list_at_once(start):
+    run = start(listed_a(error(410)), streamed(bookmark(20, end=True)))
+    run.until(lambda: run.said.count("synced") == 2)
+    assert run.all_asked == ["stream", "stream"]
+    assert run.said == ["+a", "synced", "-a", "synced"]
+    assert run.waits == []
+
+
+def test_410_twice_waits_before_the_third_list(start):
+    run = start(listed_a(error(410)), listed_a(error(410)), LISTED_A)
+    run.until(lambda: run.said.count("synced") == 3)
+    assert run.all_asked == ["stream"] * 3
+    assert run.waits == [0.4]
+    assert run.said == ["+a", "synced", "synced", "synced"]
+
+
+def test_410_as_the_answer_to_a_watch_leads_to_a_new_list_and_is_no_failure(start, caplog):
+    run = start(listed_a(), status(410, "too old"), LISTED_A)
+    run.until_watching(3)
+    assert run.all_asked == ["stream", "watch 10", "stream"]
+    assert "unwell" not in caplog.text
+
+
+def test_410_between_pages_starts_the_list_over(start):
+    run = start(PAGES, listed(service("a", 1), token="t"), status(410), listed(service("b", 2)))
+    run.until_watching(5)
+    assert run.all_asked == ["stream", "page", "page after t", "page", "watch 100"]
+    assert run.said == ["+a", "+b", "-a", "synced"]
+
+
+def test_a_clean_end_goes_on_from_the_last_bookmark_at_once(start):
+    run = start(listed_a(bookmark(33)), streamed(added("b", 40)))
+    run.until(lambda: "+b" in run.said)
+    assert run.all_asked == ["stream", "watch 33"]
+    assert run.waits == []
+    assert run.reflector.status().failures == 0
+
+
+@pytest.mark.parametrize("then", [Exchange.end, Exchange.cut, Exchange.reset])
+def test_a_watch_cut_inside_a_line_goes_on_from_the_last_whole_one(start, then):
+    cut = json.dumps(added("c", 12)).encode()[:40]
+    run = start(listed_a(added("b", 11), cut, then=then), streamed(added("c", 12)))
+    run.until(lambda: "+c" in run.said)
+    assert run.all_asked == ["stream", "watch 11"]
+    assert run.said == ["+a", "synced", "+b", "+c"]
+    assert run.waits == [0.2]
+
+
+@pytest.mark.parametrize("code", [500, 401, 429, 0])
+def test_an_error_in_the_watch_leads_to_a_new_list(start, code):
+    run = start(listed_a(error(code)), LISTED_A)
+    run.until(lambda: run.said.count("synced") == 2)
+    assert run.all_asked == ["stream", "stream"]
+    assert run.waits == [0.2]
+
+
+def test_a_line_that_is_no_event_may_have_been_one_so_a_list_follows(start):
+    run = start(
+        listed_a(b"rubbish\n", added("b", 11)),
+        streamed(added("a", 5), added("b", 11), bookmark(20, end=True)),
+    )
+    run.until(lambda: "+b" in run.said)
+    assert run.all_asked == ["stream", "stream"]
+    assert run.said[:3] == ["+a", "synced", "+b"]
+
+
+def test_a_poison_object_is_rejected_by_name_and_does_not_come_again(start):
+    poison = added("bad", 11, ports=[{"port": 70000}])
+    run = start(listed_a(poison, added("b", 12)), streamed(added("c", 13)))
+    run.until(lambda: "+c" in run.said)
+    assert run.said == ["+a", "synced", "!bad", "+b", "+c"]
+    assert run.asked(1) == "watch 12"
+    assert run.events[2] == Rejected(
+        ObjectKey(Kind.SERVICE, "ns", "bad"), "spec.ports[0].port: 70000 is not a port"
+    )
+
+
+def test_an_object_that_turns_headless_is_gone(start):
+    run = start(listed_a(added("a", 11, clusterIP="None"), added("b", 12, clusterIP="None")))
+    run.until(lambda: "-a" in run.said)
+    assert run.said == ["+a", "synced", "-a"]
+
+
+def test_an_idle_connection_that_the_server_closed_is_opened_anew_without_a_failure(start):
+    def step(exchange: Exchange) -> None:
+        listed_a()(exchange)
+        exchange.cut()
+
+    run = start(step, streamed(added("b", 11)))
+    run.until(lambda: "+b" in run.said)
+    assert run.waits == []
+    assert run.reflector.status().failures == 0
+
+
+# --- refusals and outages ---
+
+
+REFUSALS = [
+    (
+        status(403, 'services is forbidden: User "kbpf" cannot list resource "services"'),
+        "403 No",
+        "grant list and watch on services to kbpf (ClusterRole system:node-proxier)",
+    ),
+    (status(401, "Unauthorized"), "401 No", "the credentials from the test are not valid"),
+    (status(500, "etcd is away"), "500 No", "etcd is away"),
+    (status(503), "503 No", ""),
+    (status(404), "404 No", "/api/v1/services is not known there"),
+    (lambda exchange: exchange.answer(502, b"<html>bad gateway"), "502 No", ""),
+    (Exchange.cut, "the server cut the connection", ""),
+    (Exchange.reset, "connection reset by peer", ""),
+    (lambda exchange: exchange.sock.sendall(b"SSH-2.0\r\n\r\n"), "not an HTTP answer", ""),
+]
+
+
+@pytest.mark.parametrize(("step", "what", "hint"), REFUSALS, ids=lambda it: str(it)[:30])
+def test_what_was_said_stays_and_the_error_says_what_to_do(start, step, what, hint):
+    seen: list[str] = []
+
+    def healed(exchange: Exchange) -> None:
+        seen.append(run.reflector.status().error)
+        quiet(exchange)
+
+    # Four times: the first may fall on a kept connection, which is tried again at once.
+    run = start(listed_a(), *[step] * 4, healed, hold=True)
+    run.reflector.start()
+    run.until_watching(6)
+    (line,) = seen
+    assert line.startswith(f"SourceError: cannot watch services: {what}")
+    assert f"({run.server.url})" in line
+    assert hint in line
+    assert "\n" not in line
+    assert run.said == ["+a", "synced"]
+    status = run.reflector.status()
+    assert (status.failures, status.error, status.synced) == (0, "", True)
+
+
+@pytest.mark.parametrize("code", [429, 503, 500])
+def test_retry_after_is_honoured(start, code):
+    run = start(status(code, Retry_After="7"), LISTED_A)
+    run.until_watching(2)
+    (waited,) = run.waits
+    assert 7 <= waited <= 14
+
+
+def test_a_retry_after_that_is_a_date_or_absurd_does_not_stop_us(start):
+    run = start(
+        status(429, Retry_After="Wed, 21 Oct 2026 07:28:00 GMT"),
+        status(429, Retry_After="99999999"),
+        LISTED_A,
+    )
+    run.until_watching(3)
+    assert run.waits[0] == 0.2
+    assert run.waits[1] <= 1200
+
+
+def test_waits_double_to_half_a_minute(start):
+    run = start(*[status(500)] * 11)
+    run.until(lambda: len(run.waits) >= 10)
+    assert run.waits[:10] == [0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 30, 30]
+
+
+def test_a_server_that_is_not_there_is_an_error_and_no_event(start):
+    run = start(LISTED_A)
+    run.until_watching(1)
+    run.server.__exit__()
+    run.server.script = []
+    run.server = ScriptedServer()  # another port: the old one is refused
+    run.until(lambda: run.reflector.status().failures >= 2, 35)
+    assert "connection refused" in run.reflector.status().error
+    assert run.said == ["+a", "synced"]
+
+
+def test_a_watch_that_the_server_refuses_for_good_leads_to_a_new_list(start):
+    run = start(listed_a(), status(400, "invalid resource version"), LISTED_A)
+    run.until(lambda: run.said.count("synced") == 2)
+    assert run.all_asked == ["stream", "watch 10", "stream"]
+
+
+# --- silence ---
+
+
+def test_a_server_that_accepts_and_says_nothing_is_an_error(start):
+    run = start(Exchange.hang, LISTED_A, answer_seconds=0.1)
+    run.until_watching(2)
+    assert run.waits == [0.2]
+
+
+def test_a_watch_that_falls_silent_is_taken_up_again_and_is_no_failure(start, caplog):
+    run = start(LISTED_A, streamed(added("b", 11)), silence=0.1, answer_seconds=5)
+    run.until(lambda: "+b" in run.said)
+    assert run.asked(1) == "watch 10"
+    assert "unwell" not in caplog.text
+    assert run.said[:3] == ["+a", "synced", "+b"]
+
+
+def test_a_list_that_falls_silent_is_an_error(start):
+    run = start(streamed(added("a", 5)), listed(service("a", 5)), silence=0.1)
+    run.until(lambda: "synced" in run.said)
+    assert run.all_asked[:2] == ["stream", "page"]
+    assert run.waits == [0.2]
+
+
+# --- no tight loop ---
+
+
+@pytest.mark.parametrize(
+    ("name", "script"),
+    [
+        ("watches that end at once", [streamed(then=Exchange.end)]),
+        ("watches that say something and end", [streamed(added("b", 11), then=Exchange.end)]),
+        ("watches that break", [streamed(bookmark(11), then=Exchange.reset)]),
+        ("410 for ever", [streamed(error(410), then=Exchange.end), listed_a()]),
+        ("410 as the answer for ever", [status(410), listed_a()]),
+        ("500 for ever", [status(500)]),
+        ("closed before the headers", [Exchange.cut]),
+        ("rubbish", [streamed(b"rubbish\n", then=Exchange.end), listed_a()]),
+        ("a list of which the watch is refused", [status(400), listed_a()]),
+    ],
+)
+def test_no_tight_loop(start, name, script):
+    run = start(listed_a(), *(script * 20))
+    run.server.wait(10)
+    run.until(lambda: len(run.waits) >= 8)
+    assert sum(run.waits[:8]) > 20, name
+    assert max(run.waits) >= 12
+
+
+def test_a_watch_that_lived_starts_the_count_again(start):
+    def lives(exchange: Exchange) -> None:
+        exchange.watch(bookmark(20))
+        run.until(lambda: run.reflector.status().resource_version == "20")
+        run.now += 6
+        exchange.end()
+
+    ends = streamed(then=Exchange.end)
+    run = start(*[status(500)] * 3, listed_a(), lives, ends, LISTED_A, hold=True)
+    run.reflector.start()
+    run.server.wait(7)
+    # Three failures, a list that ended at once, then at once after the one that lived, then not.
+    assert run.waits[:4] == [0.2, 0.4, 0.8, 1.6]
+    run.until(lambda: len(run.waits) == 5)
+    assert run.waits[4] == 0.4
+
+
+# --- stopping ---
+
+
+def full_listener() -> Iterator[str]:
+    """A port at which connect() neither succeeds nor fails: its queue is full."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as listener:
+        address = listener.getsockname()
+        fillers = [socket.socket() for _ in range(3)]
+        for filler in fillers:
+            filler.setblocking(False)
+            filler.connect_ex(address)
+        yield f"http://127.0.0.1:{address[1]}"
+        for filler in fillers:
+            filler.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "script"),
+    [
+        ("while it waits for headers", [Exchange.hang]),
+        ("while it waits for the list", [streamed(added("a", 5))]),
+        ("while it waits for data", [LISTED_A]),
+        (
+            "while it waits for a page",
+            [PAGES, lambda e: (e.head(200, Content_Length="9"), e.hang())],
+        ),
+    ],
+)
+def test_stop_ends_it(start, name, script):
+    run = start(*script)
+    run.server.wait(len(script))
+    time.sleep(0.05)
+    begun = time.monotonic()
+    run.reflector.stop()
+    assert time.monotonic() - begun < 0.5, name
+    assert run.state is SourceState.STOPPED
+    assert run.reflector.status().error == ""
+
+
+def test_stop_ends_it_while_it_backs_off(start):
+    run = start(status(500, Retry_After="60"), wait=lambda stop, seconds: stop.wait(seconds))
+    run.until(lambda: run.state is SourceState.RETRYING)
+    begun = time.monotonic()
+    run.reflector.stop()
+    assert time.monotonic() - begun < 0.5
+    assert run.state is SourceState.STOPPED
+
+
+def test_stop_ends_it_while_it_connects():
+    for url in full_listener():
+        reflector = Reflector(Cluster(Access(url, "the test")), SERVICES, lambda event: None)
+        reflector.start()
+        time.sleep(0.1)
+        assert reflector.status().last_contact == 0.0
+        begun = time.monotonic()
+        reflector.stop()
+        assert time.monotonic() - begun < 0.5
+        assert reflector.status().state is SourceState.STOPPED
+
+
+def test_stop_ends_it_while_it_shakes_hands():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"https://127.0.0.1:{listener.getsockname()[1]}"
+        cluster = Cluster(Access(url, "the test", insecure=True))
+        reflector = Reflector(cluster, SERVICES, lambda event: None)
+        reflector.start()
+        accepted, _ = listener.accept()
+        assert accepted.recv(1)
+        begun = time.monotonic()
+        reflector.stop()
+        assert time.monotonic() - begun < 0.5
+        assert reflector.status().state is SourceState.STOPPED
+        accepted.close()
+
+
+def test_a_source_that_waits_does_not_say_that_it_watches(start):
+    run = start(listed_a(), streamed(then=Exchange.end), wait=lambda stop, s: stop.wait(s))
+    run.until(lambda: run.state is SourceState.RETRYING)
+    assert run.reflector.status().error == ""
+
+
+def test_stop_before_start_is_no_error():
+    reflector = Reflector(Cluster(Access("http://x", "the test")), SERVICES, lambda event: None)
+    reflector.stop()
+    reflector.start()
+    reflector.stop()
+    assert reflector.status().state is SourceState.STOPPED
+
+
+# --- what the operator sees ---
+
+
+def test_a_change_of_health_is_logged_once(start, caplog):
+    caplog.set_level(logging.INFO, "kbpf.source")
+    run = start(*[status(503, "not yet")] * 6, LISTED_A)
+    run.until_watching(7)
+    run.until(lambda: "synced" in run.said)
+    lines = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert [level for level, _ in lines] == ["WARNING", "INFO", "INFO"]
+    assert "503" in lines[0][1]
+    assert lines[1][1] == "source synced name=services objects=1"
+    assert lines[2][1] == "source well again name=services failures=6"
+
+
+def test_a_fault_of_ours_does_not_end_the_thread(start, caplog):
+    class Faulty(Run):
+        def put(self, event: Event) -> None:
+            if not self.waits:
+                raise RuntimeError("no room")
+            super().put(event)
+
+    with ScriptedServer(LISTED_A, listed(service("a", 5))) as server:
+        run = Faulty(server)
+        run.reflector.start()
+        try:
+            run.until(lambda: run.said == ["+a", "synced"])
+        finally:
+            run.reflector.stop()
+    assert "no room" in caplog.text
+    assert run.waits[0] == 0.2
+
+
+# --- the parts ---
+
+
+def test_pace_spreads_the_waits():
+    chances = itertools.cycle([0.0, 0.5, 1.0])
+    pace = Pace(lambda: next(chances))
+    waits = [pace.after(failed=True, lived=0) for _ in range(3)]
+    assert waits == [pytest.approx(it) for it in (0.1, 0.3, 0.8)]
+
+
+def test_pace_does_not_wait_after_the_first_clean_end_only():
+    pace = Pace(lambda: 1.0)
+    assert [pace.after(failed=False, lived=1) for _ in range(4)] == [0, 0.4, 0.8, 1.6]
+
+
+def test_pace_after_a_failure_a_clean_end_waits():
+    pace = Pace(lambda: 1.0)
+    assert pace.after(failed=True, lived=0) == 0.2
+    assert pace.after(failed=False, lived=1) == 0.4
+
+
+def test_pace_stays_finite():
+    pace = Pace(lambda: 1.0, tries=100_000)
+    assert pace.after(failed=True, lived=0) == 30
+
+
+KEY = ObjectKey(Kind.SERVICE, "ns", "a")
+OBJECT = Service("ns", "a", "ClusterIP", (parse_addr("10.96.0.1"),), ())
+
+
+def item(version: str, good: bool = True, error: str = "") -> Item:
+    return Item(KEY, version, OBJECT if good and not error else None, error)
+
+
+def test_known_says_nothing_about_an_object_that_it_never_said():
+    known = Known()
+    assert known.take(item("1"), True, 0) is None
+    assert known.take(item("1", good=False), False, 0) is None
+
+
+def test_known_deletes_a_rejected_object_too():
+    known = Known()
+    assert known.take(item("1", error="bad"), False, 0) == Rejected(KEY, "bad")
+    assert known.take(item("2"), True, 5) == Delete(KEY, 5)
+    assert len(known) == 0
+
+
+def test_known_says_an_object_without_a_version_each_time():
+    known = Known()
+    assert known.take(item(""), False, 0) == known.take(item(""), False, 0) == Upsert(KEY, OBJECT)
+
+
+def test_known_after_a_list_that_was_not_sound_can_delete_with_the_next():
+    known = Known()
+    known.take(item("1"), False, 0)
+    known.begin_list()
+    known.unreadable()
+    assert known.end_list(1) == []
+    known.begin_list()
+    assert known.end_list(2) == [Delete(KEY, 2)]
+
+
+def test_errors_are_one_line():
+    assert "\n" not in str(SourceError("a\nb"))

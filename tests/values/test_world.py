@@ -1,0 +1,184 @@
+"""What the World remembers of the events, and what it says is touched."""
+
+from typing import NamedTuple
+
+import pytest
+from msgspec.structs import replace
+
+from kbpf.model.address import parse_addr
+from kbpf.model.events import Delete, Event, Kind, ObjectKey, Rejected, Synced, Upsert
+from kbpf.model.objects import (
+    Cidr,
+    Endpoint,
+    EndpointSlice,
+    Node,
+    Protocol,
+    Service,
+    ServiceName,
+    ServicePort,
+    SlicePort,
+)
+from kbpf.policy.world import Touched, World
+
+WEB = Service(
+    "ns", "web", "ClusterIP", (parse_addr("10.96.0.1"),), (ServicePort("", Protocol.TCP, 80),)
+)
+ONE = EndpointSlice(
+    "ns", "web-1", "web", 4,
+    (Endpoint(parse_addr("10.1.0.1")),), (SlicePort("", Protocol.TCP, 8080),),
+)  # fmt: skip
+TWO = replace(ONE, name="web-2")
+ME = Node("me", (parse_addr("10.0.0.1"),), "a")
+NAME = ServiceName("ns", "web")
+OTHER = ServiceName("ns", "other")
+
+
+def key(said: Service | EndpointSlice | Node) -> ObjectKey:
+    match said:
+        case Service():
+            return ObjectKey(Kind.SERVICE, said.namespace, said.name)
+        case EndpointSlice():
+            return ObjectKey(Kind.SLICE, said.namespace, said.name)
+        case Node():
+            return ObjectKey(Kind.NODE, "", said.name)
+
+
+def up(said: Service | EndpointSlice | Node) -> Upsert:
+    return Upsert(key(said), said)
+
+
+def gone(said: Service | EndpointSlice | Node) -> Delete:
+    return Delete(key(said))
+
+
+class Row(NamedTuple):
+    """Events before, events now, what the latter touch."""
+
+    name: str
+    before: list[Event]
+    now: list[Event]
+    services: tuple[ServiceName, ...] = ()
+    everything: bool = False
+
+
+ALL = [up(ME), up(WEB), up(ONE)]
+ROWS = [
+    Row("nothing", ALL, []),
+    Row("a new Service", [], [up(WEB)], (NAME,)),
+    Row("a slice before its Service", [], [up(ONE)], (NAME,)),
+    Row("several things at once", [up(ME)], [up(WEB), up(ONE), up(TWO)], (NAME,)),
+    Row("the same again", ALL, [up(ME), up(WEB), up(ONE)]),
+    Row("the same again, received later", ALL, [Upsert(key(WEB), WEB, 5.0)]),
+    Row("a Service changes", ALL, [up(replace(WEB, affinity_timeout=5))], (NAME,)),
+    Row("a Service goes", ALL, [gone(WEB)], (NAME,)),
+    Row("a Service that was never there goes", [], [gone(WEB)]),
+    Row("a slice changes", ALL, [up(replace(ONE, endpoints=()))], (NAME,)),
+    Row("a slice goes", ALL, [gone(ONE)], (NAME,)),
+    Row("a slice that was never there goes", ALL, [gone(TWO)]),
+    Row("a slice changes hands", ALL, [up(replace(ONE, service="other"))], (NAME, OTHER)),
+    Row("a rejected Service touches nothing", ALL, [Rejected(key(WEB), "bad")]),
+    Row("Synced touches nothing", ALL, [Synced(Kind.SERVICE)]),
+    Row("our Node comes", [], [up(ME)], (), True),
+    Row("our Node moves to another zone", ALL, [up(replace(ME, zone="b"))], (), True),
+    Row("our Node gets an address", ALL, [up(replace(ME, addresses=()))], (), True),
+    Row("our Node changes in what policy does not read", ALL,
+        [up(replace(ME, pod_cidrs=(Cidr(parse_addr("10.1.0.0"), 120),)))]),
+    Row("our Node goes", ALL, [gone(ME)], (), True),
+    Row("another Node comes", ALL, [up(replace(ME, name="you", zone="b"))]),
+    Row("another Node goes", ALL, [gone(replace(ME, name="you"))]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_what_is_touched(row: Row):
+    world = World("me")
+    world.apply(row.before)
+    touched = world.apply(row.now)
+    assert touched == Touched(set(row.services), row.everything)
+    assert bool(touched) is (row.everything or bool(row.services))
+
+
+def test_it_remembers_what_is_in_force():
+    world = World("me")
+    world.apply([up(TWO), up(WEB), up(ONE), up(ME)])
+    assert world.service(NAME) == WEB
+    assert set(world.names()) == {NAME}
+    assert world.slices(NAME) == (ONE, TWO)
+    assert world.node == ME
+    world.apply([gone(ONE), gone(WEB), gone(ME)])
+    assert world.service(NAME) is None
+    assert not world.names()
+    assert world.slices(NAME) == (TWO,)
+    assert world.node == Node("me")
+    world.apply([gone(TWO)])
+    assert world.slices(NAME) == ()
+
+
+def test_a_slice_that_changes_hands_belongs_to_one_service():
+    world = World("me")
+    world.apply([up(ONE), up(replace(ONE, service="other"))])
+    assert world.slices(NAME) == ()
+    assert [piece.name for piece in world.slices(OTHER)] == ["web-1"]
+
+
+def test_slices_of_the_same_name_in_other_namespaces_are_others():
+    world = World("me")
+    world.apply([up(ONE), up(replace(ONE, namespace="other"))])
+    assert world.slices(NAME) == (ONE,)
+    assert len(world.slices(ServiceName("other", "web"))) == 1
+
+
+def test_an_unknown_node_has_the_name_that_we_run_under():
+    world = World("me")
+    world.apply([up(replace(ME, name="you"))])
+    assert world.node == Node("me")
+
+
+def test_a_rejected_object_keeps_what_it_said_before():
+    world = World("me")
+    world.apply([*ALL, Rejected(key(WEB), "no ports"), Rejected(key(ONE), "no label")])
+    assert world.service(NAME) == WEB
+    assert world.slices(NAME) == (ONE,)
+    assert world.rejected == {key(WEB): "no ports", key(ONE): "no label"}
+
+
+def test_a_rejection_ends_with_an_upsert_or_a_delete():
+    world = World("me")
+    world.apply([*ALL, Rejected(key(WEB), "bad"), Rejected(key(TWO), "bad")])
+    assert world.apply([up(WEB), gone(TWO)]) == Touched()
+    assert world.rejected == {}
+    world.apply([Rejected(key(WEB), "bad"), Rejected(key(WEB), "worse")])
+    assert world.rejected == {key(WEB): "worse"}
+
+
+def test_another_node_that_is_rejected_is_not_our_problem():
+    world = World("me")
+    world.apply([Rejected(key(replace(ME, name="you")), "bad"), Rejected(key(ME), "bad")])
+    assert world.rejected == {key(ME): "bad"}
+
+
+def test_skipped_endpoints_are_problems_until_the_slice_is_whole_or_gone():
+    world = World("me")
+    bad = replace(ONE, skipped=("endpoint 3: not an IP address",))
+    world.apply([up(bad), up(replace(bad, name="web-2")), Rejected(key(ONE), "bad")])
+    assert world.problems == {
+        key(ONE): ("bad", "endpoint 3: not an IP address"),
+        key(TWO): ("endpoint 3: not an IP address",),
+    }
+    world.apply([up(ONE), gone(TWO)])
+    assert world.problems == {}
+
+
+def test_kinds_are_synced_one_by_one():
+    world = World("me")
+    assert world.synced == frozenset()
+    world.apply([Synced(Kind.SERVICE), Synced(Kind.SLICE), Synced(Kind.SERVICE)])
+    assert world.synced == {Kind.SERVICE, Kind.SLICE}
+
+
+def test_what_was_handed_out_does_not_change_later():
+    world = World("me")
+    world.apply([Rejected(key(WEB), "bad"), up(ONE)])
+    rejected, slices, synced = world.rejected, world.slices(NAME), world.synced
+    world.apply([up(WEB), gone(ONE), Synced(Kind.NODE)])
+    assert (dict(rejected), slices, synced) == ({key(WEB): "bad"}, (ONE,), frozenset())
