@@ -194,9 +194,15 @@ static __always_inline enum verdict choose_once(const struct target *to, const s
 	u32 set, size;
 
 	found = find_service(to, who->netns, &service);
+	if (found == MISSING) {
+		bool ours = cluster_ips.lookup((struct address *)&to->address) != NULL;
+
+		out->reason = ours ? UNKNOWN_PORT : NOT_A_SERVICE;
+		return ours ? REFUSE : PASS;
+	}
 	if (found != STEADY) {
-		out->reason = found == MISSING ? NOT_A_SERVICE : SET_VANISHED;
-		return found == MISSING ? PASS : REFUSE;
+		out->reason = SET_VANISHED;
+		return REFUSE;
 	}
 	out->service = service.id;
 	out->flags = service.flags;

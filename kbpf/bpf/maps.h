@@ -43,6 +43,12 @@ BPF_TABLE("lru_hash", u64, struct target, udp_heads, 64);
 /* address -> 1: the node's addresses that serve NodePorts. Agent only. */
 BPF_F_TABLE("hash", struct address, u32, node_addresses, 64, BPF_F_NO_PREALLOC);
 
+/* address -> 1: ClusterIPs, of which a port that no Service has refuses. Agent only. */
+BPF_F_TABLE("hash", struct address, u32, cluster_ips, 64, BPF_F_NO_PREALLOC);
+
+/* cgroup id -> 1: whose processes the socket hooks leave alone. Agent only. */
+BPF_F_TABLE("hash", u64, u32, exempt_cgroups, 64, BPF_F_NO_PREALLOC);
+
 /* (service, network) -> 1: loadBalancerSourceRanges. Agent only. */
 BPF_F_TABLE("lpm_trie", struct source_key, u32, source_ranges, 64, BPF_F_NO_PREALLOC);
 

@@ -34,6 +34,7 @@ enum tail {
 
 BPF_F_TABLE("hash", u32, struct device, devices, 64, BPF_F_NO_PREALLOC);
 BPF_TABLE("array", u32, struct node, node, 1);
+BPF_F_TABLE("lpm_trie", struct network_key, u32, local_networks, 64, BPF_F_NO_PREALLOC);
 BPF_TABLE("lru_hash", struct fragment_key, struct ports, fragments, 64);
 BPF_TABLE("prog", u32, u32, tails, TAILS);
 

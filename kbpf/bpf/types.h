@@ -29,6 +29,7 @@ enum service_flags {
 	SERVICE_EXTERNAL_LOCAL = 1 << 1, /* externalTrafficPolicy: Local */
 	SERVICE_ANY_ENDPOINTS = 1 << 2,  /* somewhere: an empty local set drops, not refuses */
 	SERVICE_RESTRICTED = 1 << 3,     /* source ranges apply: only for who sees the client */
+	SERVICE_MAGLEV = 1 << 4,         /* packets choose by hash: the same on every node */
 	/* why this address is a frontend; exactly one is set */
 	SERVICE_CLUSTER_IP = 1 << 8,
 	SERVICE_NODE_PORT = 1 << 9,
@@ -57,6 +58,12 @@ struct slot {
 struct member {
 	u32 set;
 	u32 backend;
+};
+
+/* local_networks: clients that count as pods of this node (detectLocalMode by network). */
+struct network_key {
+	u32 bits; /* of the address that count */
+	struct address address;
 };
 
 /* source_ranges: networks that may dial a Service's LoadBalancer VIPs. */
@@ -124,6 +131,8 @@ struct service_name {
 enum config_flags {
 	CONFIG_SET_RETVAL = 1 << 0,           /* the kernel has bpf_set_retval (5.18) */
 	CONFIG_LOCALHOST_NODE_PORTS = 1 << 1, /* NodePorts answer on loopback, for the host only */
+	CONFIG_HOST_ONLY = 1 << 2,            /* sockets of pods are left to the packet path */
+	CONFIG_EXEMPTIONS = 1 << 3,           /* exempt_cgroups has entries */
 };
 
 struct config {
@@ -173,7 +182,8 @@ struct nat {
 	u32 backend_id;
 	u8 state; /* enum tcp_state */
 	u8 fins;  /* 1: the client's, 2: the backend's */
-	u8 pad[6];
+	u8 pad[2];
+	u32 device; /* the client is this node: the device that it sends by; else 0 */
 };
 
 enum role {
@@ -181,15 +191,25 @@ enum role {
 	ROLE_POD = 2,  /* to pods of this node */
 };
 
+enum device_flags {
+	DEVICE_LOCAL = 1 << 0, /* what comes in here comes from pods of this node */
+	DEVICE_PEER = 1 << 1,  /* bpf_redirect_peer() gets from here into the pod */
+};
+
 /* devices: what the agent knows of a device. */
 struct device {
 	u32 role;
 	u32 l2; /* length of the link header: 14, or 0 */
+	u32 flags;
+	u8 mac[6];
+	u8 pad[2];
 };
 
 enum node_flags {
 	NODE_MASQUERADE_ALL = 1 << 0,
-	NODE_DETECTS_LOCAL = 1 << 1, /* who is no pod and asks a ClusterIP gets our address */
+	NODE_DETECTS_LOCAL = 1 << 1,  /* who is no pod and asks a ClusterIP gets our address */
+	NODE_LOCAL_NETWORKS = 1 << 2, /* local_networks says who is a pod, not the device */
+	NODE_DIRECT = 1 << 3,         /* pods are reached past the stack */
 };
 
 /* node: what the packet path needs to know of the node. */
@@ -232,5 +252,8 @@ enum reason {
 	NO_SNAT_PORT = 10,      /* no free port for the node's address: dropped */
 	NOT_REWRITTEN = 11,     /* the packet could not be written: dropped */
 	NOT_ALLOWED = 12,       /* not in the Service's source ranges: dropped */
-	REASONS = 13,
+	UNKNOWN_PORT = 13,      /* of a ClusterIP: refused */
+	NEW_FLOW = 14,          /* a packet began a connection, which is tracked now */
+	MENDED = 15,            /* the LRU took a part of a connection that lives; made anew */
+	REASONS = 16,
 };

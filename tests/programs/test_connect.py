@@ -71,7 +71,7 @@ def world(pods: dict[str, Place], node: Node):
         service("outer", "10.96.0.6:80 NodePort=0.0.0.0:30086 LoadBalancer=192.0.2.6:80 "
                 "ExternalIP=192.0.2.7:80", one, external_local=True),
         service("guarded", f"10.96.0.8:80 LoadBalancer={ALONE}:7000", one, restricted=True),
-        service("taken", "198.51.100.1:7001", one),
+        service("taken", f"ExternalIP={ALONE}:7001", one),
         service("shadow", f"NodePort=0.0.0.0:30099 ExternalIP={ALONE}:80", one),
         nodes=f"{node.ip} {node.ip6}",
     )  # fmt: skip
@@ -103,7 +103,12 @@ DIALS = [
     Dial("v4-mapped from the host", "host", "[::ffff:10.96.0.1]:80", "one", GOES),
     Dial("a backend dials its own Service", "one", "10.96.0.1:80", "one", GOES),
     Dial("ExternalIP", "pod", "192.0.2.1:80", "one", GOES),
-    Dial("another port of a frontend is not ours", "pod", ALONE + ":7002", REFUSED, NONE),
+    Dial("another port of a ClusterIP", "pod", "10.96.0.1:81", REFUSED, Reason.UNKNOWN_PORT),
+    Dial("another port, IPv6", "host", "[fd00:96::1]:81", REFUSED, Reason.UNKNOWN_PORT),
+    Dial("another port, UDP", "pod", "10.96.0.3:80", REFUSED, Reason.UNKNOWN_PORT, "udp"),
+    Dial("another port, v4-mapped", "pod", "[::ffff:10.96.0.1]:81", REFUSED, Reason.UNKNOWN_PORT),
+    Dial("NodePort on a ClusterIP", "pod", "10.96.0.1:30080", REFUSED, Reason.UNKNOWN_PORT),
+    Dial("another port of an ExternalIP", "pod", ALONE + ":7002", REFUSED, NONE),
     Dial("a plain address", "pod", "{two}:8080", "two", NONE),
     Dial("a plain IPv6 address", "pod", "[{two6}]:8080", "two", NONE),
     Dial("a plain v4-mapped address", "pod", "[::ffff:{two}]:8080", "two", NONE),

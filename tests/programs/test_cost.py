@@ -153,8 +153,14 @@ LIMITS = {
     "one more endpoint, TCP": {"meta": 1, "backends": 1, "backend_slots": 3, "services": 1},
     "one endpoint less, TCP": {"meta": 1, "backend_slots": 1, "services": 1},
     "no endpoints": {"services": 1},
-    "a new Service": {"meta": 1, "service_names": 1, "backend_slots": 2, "services": 1},
-    "a Service is deleted": {"services": 1},
+    "a new Service": {
+        "meta": 1,
+        "service_names": 1,
+        "backend_slots": 2,
+        "services": 1,
+        "cluster_ips": 1,
+    },
+    "a Service is deleted": {"services": 1, "cluster_ips": 1},
     "nothing": {},
 }
 
@@ -187,7 +193,7 @@ def test_a_thousand_services_at_once_are_written_in_few_calls(clusters: dict[int
     cluster.settle()
     report = cluster.change(*(one(i) for i in range(20_000, 21_000)))
     assert report.writes["services"] == 1000
-    assert report.calls == 4, "meta, names, slots, frontends; the backends were there"
+    assert report.calls == 5, "meta, names, slots, frontends, their IPs; the backends were there"
 
 
 def test_a_report_counts_each_apply_alone(site: Site):

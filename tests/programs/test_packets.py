@@ -14,7 +14,16 @@ import msgspec
 import pytest
 
 from kbpf.dataplane.bpf import compile
-from kbpf.dataplane.bpf.layout import DEVICE, NAT, U32, Reason, Role, Target, TcpState
+from kbpf.dataplane.bpf.layout import (
+    DEVICE,
+    NAT,
+    U32,
+    DeviceFlag,
+    Reason,
+    Role,
+    Target,
+    TcpState,
+)
 from kbpf.kernel import netns
 from kbpf.kernel.libbpf import Program
 from kbpf.kernel.testrun import TC_ACT_REDIRECT, TC_ACT_SHOT, TC_ACT_UNSPEC, run
@@ -72,7 +81,8 @@ class Path_:
     def come_from(self, role: Role) -> None:
         """Loopback is such a device."""
         with self.site.pinned("devices") as devices:
-            devices.update(U32.pack(1), DEVICE.pack(role, 14))
+            flags = DeviceFlag.LOCAL if role is Role.POD else DeviceFlag(0)
+            devices.update(U32.pack(1), DEVICE.pack(role, 14, flags, bytes(6)))
 
     def run(self, name: str, packet: bytes, complete: bool = False) -> tuple[int, bytes]:
         """The verdict, and the packet without its link header."""
@@ -469,7 +479,8 @@ STRANGERS = {
         "host unreachable", ROUTER[v], udp(vip(v, CLUSTER), client(v)), quote=12
     ),
     "a header cut short": lambda v: packets.datagram(CLIENT[v], f"{NET[v]}1", 17, b"\1\2"),
-    "an answer of nobody's": lambda v: udp(pod(v), end(NODE[v], 61_001), b"!"),
+    # A port that no translated source may have: any other one of the range some flow may have.
+    "an answer of nobody's": lambda v: udp(pod(v), end(NODE[v], 60_999), b"!"),
 }
 
 
@@ -594,7 +605,7 @@ def address(host: str) -> bytes:
 def states(path: Path_, own: str) -> set[int]:
     """What the entries of this client's flow say."""
     values = [*path.site.entries("flows").values(), *path.site.entries("replies").values()]
-    return {NAT.unpack(raw)[-2] for raw in values if owner(raw) == own}
+    return {NAT.unpack(raw)[9] for raw in values if owner(raw) == own}
 
 
 # ---- how long they are ---------------------------------------------------------------------------

@@ -211,7 +211,7 @@ def test_a_map_that_is_nearly_full_alarms(site: Site, run):
     )
     _, out, _ = run("inspect", "maps", "-o", "json")
     alarms = {row["name"] for row in json.loads(out) if row["alarm"]}
-    assert alarms == {"services", "service_names"}
+    assert alarms == {"services", "service_names", "cluster_ips"}
     assert "80.0% !" in run("inspect", "maps")[1]
 
 

@@ -71,8 +71,9 @@ LAYOUTS = [
     Layout("ports", layout.PORTS, "source destination"),
     Layout("nat", layout.NAT,
            "last_used client frontend backend snat snat_port client_port service backend_id "
-           "state fins"),
-    Layout("device", layout.DEVICE, "role l2"),
+           "state fins device"),
+    Layout("network_key", layout.NETWORK_KEY, "bits address"),
+    Layout("device", layout.DEVICE, "role l2 flags mac"),
     Layout("node", layout.NODE, "snat4 snat6 flags port_low port_high"),
     Layout("fragment_key", layout.FRAGMENT_KEY, "from to id protocol"),
     Layout("meta", layout.META, "next_service next_backend next_set"),
@@ -86,6 +87,7 @@ NAMES: list[tuple[str, int]] = [
     *((f"STATE_{state.name}", int(state)) for state in layout.TcpState),
     *((f"ROLE_{role.name}", int(role)) for role in layout.Role),
     *((f"NODE_{flag.name}", int(flag)) for flag in layout.NodeFlag),
+    *((f"DEVICE_{flag.name}", int(flag)) for flag in layout.DeviceFlag),
     ("REASONS", len(layout.Reason)),
     ("PROTO_TCP", int(Protocol.TCP)),
     ("PROTO_UDP", int(Protocol.UDP)),
@@ -176,8 +178,8 @@ def test_every_struct_and_every_number_was_compared():
     assert defined - {"address"} == {row.c for row in LAYOUTS}
     enums = re.findall(r"^enum (\w+) \{(.*?)^\};", TYPES, re.M | re.S)
     assert [name for name, _ in enums] == [
-        "service_flags", "client_kind", "config_flags", "tcp_state", "role", "node_flags",
-        "verdict", "reason",
+        "service_flags", "client_kind", "config_flags", "tcp_state", "role", "device_flags",
+        "node_flags", "verdict", "reason",
     ]  # fmt: skip
     words = {
         word for name, body in enums if name != "verdict"

@@ -24,6 +24,7 @@ class ServiceFlag(IntFlag):
     EXTERNAL_LOCAL = 1 << 1
     ANY_ENDPOINTS = 1 << 2
     RESTRICTED = 1 << 3
+    MAGLEV = 1 << 4
     CLUSTER_IP = 1 << 8
     NODE_PORT = 1 << 9
     EXTERNAL_IP = 1 << 10
@@ -43,6 +44,15 @@ class NodeFlag(IntFlag):
 
     MASQUERADE_ALL = 1 << 0
     DETECTS_LOCAL = 1 << 1
+    LOCAL_NETWORKS = 1 << 2
+    DIRECT = 1 << 3
+
+
+class DeviceFlag(IntFlag):
+    """enum device_flags."""
+
+    LOCAL = 1 << 0
+    PEER = 1 << 1
 
 
 class Role(IntEnum):
@@ -66,6 +76,8 @@ class ConfigFlag(IntFlag):
 
     SET_RETVAL = 1 << 0
     LOCALHOST_NODE_PORTS = 1 << 1
+    HOST_ONLY = 1 << 2
+    EXEMPTIONS = 1 << 3
 
 
 class ClientKind(IntEnum):
@@ -91,6 +103,9 @@ class Reason(IntEnum):
     NO_SNAT_PORT = 10
     NOT_REWRITTEN = 11
     NOT_ALLOWED = 12
+    UNKNOWN_PORT = 13
+    NEW_FLOW = 14
+    MENDED = 15
 
 
 class Target(NamedTuple):
@@ -153,8 +168,9 @@ REVERSE: Final = Struct("=20sI")
 SERVICE_NAME: Final = Struct("=64s64s64sBB2x")
 SOURCE_KEY: Final = Struct("=II16s")
 TUPLE: Final = Struct("=20s20s")
-NAT: Final = Struct("=Q20s20s20s16s2s2sIIBB6x")
-DEVICE: Final = Struct("=II")
+NETWORK_KEY: Final = Struct("=I16s")
+NAT: Final = Struct("=Q20s20s20s16s2s2sIIBB2xI")
+DEVICE: Final = Struct("=III6s2x")
 NODE: Final = Struct("=16s16sIHH")
 FRAGMENT_KEY: Final = Struct("=16s16sII")
 PORTS: Final = Struct("=2s2s")
@@ -275,9 +291,14 @@ MAPS: Final = {
         MapSpec("fragments", libbpf.MAP_LRU_HASH, FRAGMENT_KEY.size, PORTS.size, 4096, packet=True),
         MapSpec("devices", libbpf.MAP_HASH, 4, DEVICE.size, 4096, libbpf.F_NO_PREALLOC),
         MapSpec("node", libbpf.MAP_ARRAY, 4, NODE.size, 1),
+        MapSpec(
+            "local_networks", libbpf.MAP_LPM_TRIE, NETWORK_KEY.size, 4, 64, libbpf.F_NO_PREALLOC
+        ),
         _plain("node_addresses", 16, 4, 4096, "frontends"),
+        _plain("cluster_ips", 16, 4, 16_384, "frontends"),
+        MapSpec("exempt_cgroups", libbpf.MAP_HASH, U64.size, 4, 4096, libbpf.F_NO_PREALLOC),
         MapSpec("config", libbpf.MAP_ARRAY, 4, CONFIG.size, 1),
-        MapSpec("reasons", libbpf.MAP_PERCPU_ARRAY, 4, 8, len(Reason), version=2),
+        MapSpec("reasons", libbpf.MAP_PERCPU_ARRAY, 4, 8, len(Reason), version=3),
         MapSpec("meta", libbpf.MAP_ARRAY, 4, META.size, 1),
         MapSpec("agent_status", libbpf.MAP_ARRAY, 4, STATUS_SIZE, 1),
     )

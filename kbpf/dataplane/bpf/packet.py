@@ -14,7 +14,7 @@ from kbpf.dataplane.bpf import layout
 from kbpf.dataplane.bpf.artifact import Artifact
 from kbpf.dataplane.bpf.devices import DeviceReport, Devices, Role, decide
 from kbpf.dataplane.bpf.hooks import PACKET_PROGRAMS, TAILS, TAILS_MAP
-from kbpf.dataplane.bpf.layout import DEVICE, NODE, U32, NodeFlag
+from kbpf.dataplane.bpf.layout import DEVICE, NODE, U32, DeviceFlag, NodeFlag
 from kbpf.dataplane.bpf.load import Pins, Programs
 from kbpf.kernel import libbpf
 from kbpf.kernel.devices import Device, list_devices
@@ -82,9 +82,7 @@ class PacketPath(Programs):
         """What the programs must know of a device before they run on it."""
         choices = decide(tuple(there), self._config.devices, self._config.excluded_devices)
         wanted = {
-            device.ifindex: DEVICE.pack(
-                ROLES[choices[device.ifindex].role], ETH_HEADER if device.has_header else 0
-            )
+            device.ifindex: _describe(device, ROLES[choices[device.ifindex].role])
             for device in there
             if choices[device.ifindex].role in ROLES
         }
@@ -94,6 +92,12 @@ class PacketPath(Programs):
         for index in self._told.keys() - wanted.keys():
             self._maps["devices"].delete(U32.pack(index))
         self._told = wanted
+
+
+def _describe(device: Device, role: layout.Role) -> bytes:
+    """struct device."""
+    flags = DeviceFlag.LOCAL if role is layout.Role.POD else DeviceFlag(0)
+    return DEVICE.pack(role, ETH_HEADER if device.has_header else 0, flags, bytes(6))
 
 
 def remove(pins: Pins) -> int:

@@ -8,7 +8,7 @@ import logging
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Final
 
 import msgspec
@@ -41,6 +41,7 @@ from kbpf.model.desired import (
     Backend,
     DesiredState,
     FrontendAddress,
+    FrontendKind,
     ServicePortKey,
     ServiceState,
 )
@@ -71,6 +72,8 @@ class BpfPlane:
         self._tables = Tables(self._pins, config.sizes, config.packet_path)
         self._programmed: dict[ServicePortKey, Programmed] = {}
         self._addresses: set[Addr] = set()
+        self._cluster_ips: Counter[Addr] = Counter()  # how many frontends each has
+        self._refusing: set[Addr] = set()  # those of them that the map holds
         self._queue: deque[tuple[float, Retired]] = deque()
         self._refused: dict[ServicePortKey, str] = {}
         self._stray: adopt.Adopted | None = None  # until the first complete apply
@@ -144,6 +147,9 @@ class BpfPlane:
         self._tables.fill = Counter(found.fill)
         self._addresses = {Addr(key) for key, _ in maps["node_addresses"].items()}
         self._tables.fill["node_addresses"] = len(self._addresses)
+        self._cluster_ips = _cluster_ips(found.programmed.values())
+        self._refusing = {Addr(key) for key, _ in maps["cluster_ips"].items()}
+        self._tables.fill["cluster_ips"] = len(self._refusing)
         self._queue.clear()  # what was to be retired is found again as stray
         self._stray, self._kept = found, None
 
@@ -185,10 +191,11 @@ class BpfPlane:
             if sound:
                 writes.removed |= self._stray.stray_frontends - writes.flips.keys()
             writes.new_frontends -= len(self._stray.stray_frontends & writes.flips.keys())
-        self._grow(writes, len(set(desired.node_addresses) - self._addresses))
+        ips = self._count_cluster_ips(after, sound)
+        self._grow(writes, len(set(desired.node_addresses) - self._addresses), len(ips[0]))
         if self._packets is not None:
             self._packets.describe_node(desired.masquerade_as)
-        self._write(writes, set(desired.node_addresses))
+        self._write(writes, set(desired.node_addresses), ips)
         for key, owner in after.items():
             if owner is None:
                 self._programmed.pop(key, None)
@@ -246,7 +253,24 @@ class BpfPlane:
             self._tables.room(wanted, leaving(waiting, old, new, self._table))
         return wanted
 
-    def _grow(self, writes: Writes, addresses: int) -> None:
+    def _count_cluster_ips(
+        self, after: Mapping[ServicePortKey, Programmed | None], sound: bool
+    ) -> tuple[set[Addr], set[Addr]]:
+        """ClusterIPs that come and go with this change."""
+        change = _cluster_ips(o for o in after.values() if o is not None)
+        change.subtract(_cluster_ips(self._programmed[k] for k in after if k in self._programmed))
+        for address, count in change.items():
+            self._cluster_ips[address] += count
+            if not self._cluster_ips[address]:
+                del self._cluster_ips[address]
+        seen: Collection[Addr] = change
+        if self._stray is not None or self._kept is not None:  # nobody knows what the map holds
+            seen = self._cluster_ips.keys() | self._refusing
+        new = {a for a in seen if a in self._cluster_ips and a not in self._refusing}
+        gone = {a for a in seen if a in self._refusing and a not in self._cluster_ips}
+        return new, gone if sound else set()
+
+    def _grow(self, writes: Writes, addresses: int, cluster_ips: int) -> None:
         bigger = self._tables.too_small(
             {
                 "services": writes.new_frontends,
@@ -255,6 +279,7 @@ class BpfPlane:
                 "set_members": sum(len(ids) for _, ids in writes.members),
                 "backends": len(writes.backends),
                 "node_addresses": addresses,
+                "cluster_ips": cluster_ips,
             }
         )
         if bigger:
@@ -269,8 +294,12 @@ class BpfPlane:
         if publish:
             self._publish()
 
-    def _write(self, writes: Writes, addresses: set[Addr]) -> None:
-        """The order of plan.py."""
+    def _write(
+        self, writes: Writes, addresses: set[Addr], cluster_ips: tuple[set[Addr], set[Addr]]
+    ) -> None:
+        """The order of plan.py. ClusterIPs refuse their other ports only after those that they
+        have are there.
+        """
         put, drop = self._tables.put, self._tables.drop
         meta = self._ids.unsaved()
         if meta is not None:
@@ -287,7 +316,11 @@ class BpfPlane:
             ((pack_target(*at), value.pack()) for at, value in writes.flips.items()),
             writes.new_frontends,
         )
+        put("cluster_ips", ((a, ONE) for a in cluster_ips[0]))
         drop("services", (pack_target(*at) for at in writes.removed))
+        drop("cluster_ips", cluster_ips[1])
+        self._refusing |= cluster_ips[0]
+        self._refusing -= cluster_ips[1]
         drop("source_ranges", (pack_range(i, cidr) for i, cidr in writes.old_ranges))
         drop("node_addresses", self._addresses - addresses)
         self._addresses = addresses
@@ -434,6 +467,12 @@ class BpfPlane:
         self.close()
         packet.remove(self._pins)
         load.remove(self._pins)
+
+
+def _cluster_ips(owners: Iterable[Programmed]) -> Counter[Addr]:
+    return Counter(
+        f.at.address for o in owners for f in o.frontends if f.kind is FrontendKind.CLUSTER_IP
+    )
 
 
 def _claim_ranges(writes: Writes, found: Iterable[tuple[int, Cidr]]) -> None:
