@@ -169,6 +169,12 @@ enum tcp_state {
 	STATE_CLOSED = 3,      /* both FINs, or RST */
 };
 
+/* How the packets of a flow leave this node, decided by its first one. */
+enum way {
+	WAY_STACK = 0,    /* up the stack, which routes them; the source changes when they leave */
+	WAY_REDIRECT = 1, /* from ingress to the next device, whole, past the stack */
+};
+
 /* flows, replies: a tracked connection, whole in each of its entries (track.h). */
 struct nat {
 	u64 last_used; /* ns, CLOCK_MONOTONIC */
@@ -182,7 +188,8 @@ struct nat {
 	u32 backend_id;
 	u8 state; /* enum tcp_state */
 	u8 fins;  /* 1: the client's, 2: the backend's */
-	u8 pad[2];
+	u8 way;   /* enum way */
+	u8 pad;
 	u32 device; /* the client is this node: the device that it sends by; else 0 */
 };
 

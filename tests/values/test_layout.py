@@ -71,7 +71,7 @@ LAYOUTS = [
     Layout("ports", layout.PORTS, "source destination"),
     Layout("nat", layout.NAT,
            "last_used client frontend backend snat snat_port client_port service backend_id "
-           "state fins device"),
+           "state fins way device"),
     Layout("network_key", layout.NETWORK_KEY, "bits address"),
     Layout("device", layout.DEVICE, "role l2 flags mac"),
     Layout("node", layout.NODE, "snat4 snat6 flags port_low port_high"),
@@ -85,6 +85,7 @@ NAMES: list[tuple[str, int]] = [
     *((f"CLIENT_{kind.name}", int(kind)) for kind in layout.ClientKind),
     *((str(reason.name), int(reason)) for reason in layout.Reason),
     *((f"STATE_{state.name}", int(state)) for state in layout.TcpState),
+    *((f"WAY_{way.name}", int(way)) for way in layout.Way),
     *((f"ROLE_{role.name}", int(role)) for role in layout.Role),
     *((f"NODE_{flag.name}", int(flag)) for flag in layout.NodeFlag),
     *((f"DEVICE_{flag.name}", int(flag)) for flag in layout.DeviceFlag),
@@ -178,7 +179,7 @@ def test_every_struct_and_every_number_was_compared():
     assert defined - {"address"} == {row.c for row in LAYOUTS}
     enums = re.findall(r"^enum (\w+) \{(.*?)^\};", TYPES, re.M | re.S)
     assert [name for name, _ in enums] == [
-        "service_flags", "client_kind", "config_flags", "tcp_state", "role", "device_flags",
+        "service_flags", "client_kind", "config_flags", "tcp_state", "way", "role", "device_flags",
         "node_flags", "verdict", "reason",
     ]  # fmt: skip
     words = {

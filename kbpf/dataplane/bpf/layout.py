@@ -71,6 +71,13 @@ class TcpState(IntEnum):
     CLOSED = 3
 
 
+class Way(IntEnum):
+    """enum way: how the packets of a flow leave this node."""
+
+    STACK = 0
+    REDIRECT = 1
+
+
 class ConfigFlag(IntFlag):
     """enum config_flags."""
 
@@ -169,7 +176,7 @@ SERVICE_NAME: Final = Struct("=64s64s64sBB2x")
 SOURCE_KEY: Final = Struct("=II16s")
 TUPLE: Final = Struct("=20s20s")
 NETWORK_KEY: Final = Struct("=I16s")
-NAT: Final = Struct("=Q20s20s20s16s2s2sIIBB2xI")
+NAT: Final = Struct("=Q20s20s20s16s2s2sIIBBBxI")
 DEVICE: Final = Struct("=III6s2x")
 NODE: Final = Struct("=16s16sIHH")
 FRAGMENT_KEY: Final = Struct("=16s16sII")
