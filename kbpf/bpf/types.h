@@ -226,6 +226,7 @@ struct node {
 	u32 flags;
 	u16 port_low; /* ports for translated sources, host order, both included */
 	u16 port_high;
+	u32 mark; /* on packets of masqueraded flows while they are in the node's stack */
 };
 
 /* fragments: the ports of a datagram whose first fragment was seen. */

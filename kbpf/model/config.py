@@ -32,7 +32,8 @@ class Config:
     `all_node_port_addresses`: every address of the node instead.
     `packet_path`: whether packets from outside and from unhooked pods are balanced, on `devices`
     (patterns; empty: chosen by their kind) but for `excluded_devices`. `masquerade_ports`: the
-    ports, both included, for sources that become the node's address.
+    ports, both included, for sources that become the node's address. `masquerade_bit`: which bit
+    of the mark (0 to 31) the packets of such flows carry through the node's stack.
     """
 
     node_name: str = ""
@@ -52,5 +53,6 @@ class Config:
     excluded_devices: tuple[str, ...] = ()
     masquerade_all: bool = False
     masquerade_ports: tuple[int, int] = (61_000, 65_535)
+    masquerade_bit: int = 14
     log_format: str = "text"
     log_level: str = "info"

@@ -74,7 +74,7 @@ LAYOUTS = [
            "state fins way device"),
     Layout("network_key", layout.NETWORK_KEY, "bits address"),
     Layout("device", layout.DEVICE, "role l2 flags mac"),
-    Layout("node", layout.NODE, "snat4 snat6 flags port_low port_high"),
+    Layout("node", layout.NODE, "snat4 snat6 flags port_low port_high mark"),
     Layout("fragment_key", layout.FRAGMENT_KEY, "from to id protocol"),
     Layout("meta", layout.META, "next_service next_backend next_set"),
 ]  # fmt: skip

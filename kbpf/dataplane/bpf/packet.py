@@ -60,7 +60,9 @@ class PacketPath(Programs):
         by_family = {family_of(a): bytes(a) for a in addresses}
         flags = NodeFlag.MASQUERADE_ALL if self._config.masquerade_all else NodeFlag(0)
         low, high = self._config.masquerade_ports
-        value = NODE.pack(by_family.get(4, NOWHERE), by_family.get(6, NOWHERE), flags, low, high)
+        own4, own6 = by_family.get(4, NOWHERE), by_family.get(6, NOWHERE)
+        mark = 1 << self._config.masquerade_bit
+        value = NODE.pack(own4, own6, flags, low, high, mark)
         if value != self._node:
             self._maps["node"].update(U32.pack(0), value)
             self._node = value
