@@ -1,14 +1,9 @@
 """The packet path by real sockets: clients outside of the cluster, and pods that no hook sees.
 
-Two nodes with the same folder of objects. "outside" is a machine of its own on the nodes' network;
-external IPs and VIPs are routed to node-1 there, as a router would. node-1 has the pods a1, a2,
-a3, node-2 b1, b2. A place with a "!" behind its name is in that pod's network and in no hooked
-cgroup.
+The nodes, the pods and the client are those of tests/support/field.py.
 """
 
 import contextlib
-import ctypes
-import fcntl
 import random
 import re
 import socket
@@ -18,168 +13,31 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from itertools import product
-from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pytest
-import yaml
 
-from kbpf.kernel import netns
-from tests.support.cluster import HOST_PORT, UNROUTED, Cluster, Object, mark, shows
-from tests.support.dial import REFUSED, UNSERVED, Dial, explain
-from tests.support.kube_objects import node, slice_port
-from tests.support.lab import Agent, Lab, Node, Place, inside, ip, until
+from tests.support.cluster import HOST_PORT, Object
+from tests.support.dial import REFUSED, UNSERVED, Dial
+from tests.support.field import (
+    DROPPED,
+    KINDS,
+    NODES4,
+    NODES6,
+    OUT4,
+    OUT6,
+    Field,
+    at,
+    both_families,
+    check,
+    split,
+    there,
+)
+from tests.support.kube_objects import slice_port
+from tests.support.lab import Agent, Place, inside, ip, until
 from tests.support.lab import run as command
 from tests.support.load import under_load
-from tests.support.scenario import file_of
-
-DROPPED = "timeout"
-OUT4, OUT6 = "198.18.0.254", "fd00:198:18::fe"
-NODES4, NODES6 = ("198.18.0.1", "198.18.0.2"), ("fd00:198:18::1", "fd00:198:18::2")
-ROUTED = ("10.96.0.0/16", "192.0.2.0/24", "203.0.113.0/24")
-ROUTED6 = ("fd00:10:96::/112", "2001:db8::/32")
-WAIT = 0.4
-"""For what must not be answered."""
-
-both_families = pytest.mark.parametrize("v6", [False, True], ids=["v4", "v6"])
-
-
-class Field(Cluster):
-    """Two agents over one folder, with the packet path on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.own = contextlib.ExitStack()
-
-    def __enter__(self) -> Self:
-        with self.own:
-            self.lab = self.own.enter_context(Lab(2, "ns", apart=True))
-            self.folder = self.lab.folder / "objects"
-            self.folder.mkdir()
-            arguments = ("--source", str(self.folder), "--packet-path", "true")
-            for letter, home, pods in zip("ab", self.lab.nodes, (3, 2), strict=True):
-                self.settle_in(letter, home, pods, *arguments)
-                for pod in home.pods:
-                    ip(*(f"route del unreachable {net}" for net in UNROUTED), netns=pod.netns)
-            self.unhook("outside", self.lab.outside, OUT4, OUT6, self.lab.nodes[0])
-            for name in ("a1", "a2"):
-                pod = self[name]
-                self.unhook(f"{name}!", pod.netns, pod.ip, pod.ip6, self.home[name])
-            ip(
-                *(f"route add {net} via {NODES4[0]}" for net in ROUTED),
-                *(f"route add {net} via {NODES6[0]}" for net in ROUTED6),
-                netns=self.lab.outside,
-            )
-            self.create(*(node(n.name, n.ip, n.ip6) for n in self.lab.nodes))
-            for agent in self.agents:
-                agent.start(wait=False)
-            for agent in self.agents:
-                agent.wait_synced()
-            self.own = self.own.pop_all()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.own.close()
-
-    def unhook(self, name: str, where: str | None, v4: str, v6: str, home: Node) -> Place:
-        """A place whose sockets no agent sees."""
-        place = Place(name, where, None)
-        self.own.callback(place.close)
-        place.ip, place.ip6 = v4, v6
-        self.places[name], self.home[name] = place, home
-        return place
-
-    def start(self, agent: Agent, wait: bool = True, user: str = "") -> None:
-        agent.start(wait)
-
-    def create(self, *objects: Object) -> None:
-        for obj in objects:
-            self._put(file_of(obj), yaml.safe_dump(obj))
-
-    def _put(self, name: str, text: str) -> None:
-        temporary = self.folder / f".{name}"
-        temporary.write_text(text)
-        temporary.rename(self.folder / name)
-
-    def delete(self, *objects: Object) -> None:
-        for obj in objects:
-            (self.folder / file_of(obj)).unlink(missing_ok=True)
-
-    def change(self, *objects: Object) -> None:
-        self.create(*objects)
-        self.settle()
-
-    def settle(self, *agents: Agent, seconds: float = 15.0) -> None:
-        self._marks += 1
-        self._put("~mark.yaml", yaml.safe_dump_all(mark(self._marks)))
-        for agent in agents or self.agents:
-            until(
-                f"{agent.node.name} has applied everything",
-                lambda agent=agent: shows(agent, self._marks),
-                seconds,
-            )
-
-    def all_ways(
-        self, number: int, who: str, protocol: str = "TCP", **options: Any
-    ) -> list[Object]:
-        """A Service with every kind of address in both families, see at()."""
-        made = self.web(
-            number,
-            who,
-            protocol,
-            dual=True,
-            type="LoadBalancer",
-            node_port=30000 + number,
-            external_ips=[f"203.0.113.{number}", f"2001:db8:1::{number}"],
-            **options,
-        )
-        rows = [{"ip": f"192.0.2.{number}"}, {"ip": f"2001:db8::{number}"}]
-        made[0]["status"] = {"loadBalancer": {"ingress": rows}}
-        return made
-
-
-KINDS = ("NodePort", "ExternalIP", "VIP", "ClusterIP")
-
-
-def at(kind: str, number: int, v6: bool = False, node_number: int = 1) -> str:
-    """Where all_ways() puts this Service."""
-    if kind == "NodePort":
-        host = (NODES6 if v6 else NODES4)[node_number - 1]
-        return f"[{host}]:{30000 + number}" if v6 else f"{host}:{30000 + number}"
-    nets = {"ExternalIP": ("203.0.113.", "2001:db8:1::"), "VIP": ("192.0.2.", "2001:db8::")}
-    net4, net6 = nets.get(kind, ("10.96.0.", "fd00:10:96::"))
-    return f"[{net6}{number}]:80" if v6 else f"{net4}{number}:80"
-
-
-def split(to: str) -> tuple[str, int]:
-    host, _, number = to.rpartition(":")
-    return host.strip("[]"), int(number)
-
-
-def check(field: Field, row: Dial) -> None:
-    """As dial.check(), for who waits for the network."""
-    host, number = split(row.to)
-    names = row.outcome.split()
-    fails = row.outcome in (REFUSED, DROPPED, UNSERVED)
-    answer = field[row.client].many(
-        1 if row.outcome == DROPPED else 2 if fails else 24 if len(names) > 1 else 3,
-        host,
-        number,
-        protocol=row.protocol,
-        connected=True,  # else UDP hears of no error, and takes an answer from anywhere
-        timeout=WAIT if row.outcome == DROPPED else 3.0,
-    )
-    why = f"{row}\ngot {answer}\n{explain(field, row.client, host)}"
-    if fails:
-        assert not answer["names"], why
-        assert set(answer["errors"]) == {row.outcome}, why
-        return
-    assert not answer["errors"], why
-    assert set(answer["names"]) == set(names), why
-    for _, _, client, peer, peer_port in answer["seen"]:
-        assert client == row.backend_sees, why
-        assert (peer, peer_port) == (host, number), why
-
+from tests.support.offloads import offload
 
 # ---- rows ----------------------------------------------------------------------------------------
 
@@ -320,11 +178,6 @@ def heavy(field: Field) -> Field:
     return field
 
 
-def there(place: Place, action: Callable[[], Any]) -> Any:
-    """In this place's network."""
-    return netns.inside(Path("/run/netns") / str(place.netns), action)
-
-
 def bulk(client: Place, to: str, backend: Place, size: int, seconds: float = 20.0) -> None:
     """So many bytes to the backend and back, and each must be right."""
     data = random.Random(size).randbytes(size)
@@ -372,33 +225,16 @@ def _echo(listener: socket.socket, size: int, seconds: float, seen: list[bytes])
                 peer.sendall(piece)
 
 
-_SIOCETHTOOL, _STXCSUM = 0x8946, 0x17
-
-
-def offload(where: str | None, device: str, on: bool) -> None:
-    """Without it the sender's kernel fills in each checksum and cuts each segment, and the
-    receiver's looks at what it gets: over a veth nobody does otherwise.
-    """
-
-    def change() -> None:
-        value = ctypes.create_string_buffer(struct.pack("=II", _STXCSUM, on))
-        request = struct.pack("=16sQ16x", device.encode(), ctypes.addressof(value))
-        with socket.socket() as s:
-            fcntl.ioctl(s, _SIOCETHTOOL, request)
-
-    netns.inside(Path("/run/netns") / str(where), change)
-
-
 @pytest.fixture(params=[True, False], ids=["GSO", "checksums"])
 def sends(request: pytest.FixtureRequest, heavy: Field) -> Iterator[None]:
     """With big packets whose checksums are still to be filled in, and without."""
     ends = [(heavy.lab.outside, heavy.lab.prefix)]
     ends += [(heavy[name].netns, "eth0") for name in ("a1", "b1")]
     for where, device in ends:
-        offload(where, device, request.param)
+        offload(where, device, "tx", request.param)
     yield
     for where, device in ends:
-        offload(where, device, True)
+        offload(where, device, "tx", True)
 
 
 @both_families

@@ -362,6 +362,8 @@ class Agent:
         self._log_start = 0
         self.code: Path | None = None
         """Where to start it: a folder with another kbpf/ in it; None for ours."""
+        self.module = "kbpf"
+        """What is run: kbpf, or what stands in for it (tests/support/odd_agent.py)."""
         node.agent = self
 
     @property
@@ -378,7 +380,7 @@ class Agent:
     def start(self, wait: bool = True, extra: tuple[str, ...] = ()) -> "Agent":
         """Starts it, and waits until it has synced."""
         command = (
-            *(sys.executable, "-m", "kbpf", "run", "--hostname-override", self.node.name),
+            *(sys.executable, "-m", self.module, "run", "--hostname-override", self.node.name),
             *("--pin-dir", str(self.pin_dir), "--cgroup", str(self.node.cgroup)),
             *("--cache-dir", str(self._cache), *self._arguments, *extra),
         )
