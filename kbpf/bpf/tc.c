@@ -151,8 +151,22 @@ static __always_inline void tell_all(const struct nat *nat)
 	tell(other, nat);
 }
 
-/* What a packet of a known flow becomes when it comes in; false: no flow of ours. */
-static __always_inline bool translate_in(struct tuple *t, u8 flags, struct tuple *new)
+/* The mark of masqueraded flows' packets, both ways, while they are in the node's stack: whoever
+ * lets kube-proxy's pass a FORWARD policy of DROP lets ours pass. It is bits of a mark that others
+ * use too. */
+static __always_inline void mark_masqueraded(struct __sk_buff *skb, bool in)
+{
+	u32 zero = 0;
+	struct node *n = node.lookup(&zero);
+
+	if (n)
+		skb->mark = in ? skb->mark | n->mark : skb->mark & ~n->mark;
+}
+
+/* What a packet of a known flow becomes when it comes in; false: no flow of ours, or an answer that
+ * is translated on its way out. */
+static __always_inline bool translate_in(struct tuple *t, u8 flags, struct tuple *new,
+					 bool *masqueraded)
 {
 	struct nat *nat = flows.lookup(t);
 	u64 now = bpf_ktime_get_ns();
@@ -162,6 +176,7 @@ static __always_inline bool translate_in(struct tuple *t, u8 flags, struct tuple
 	if (nat) {
 		if (gone(nat, now) || begins_anew(nat, flags))
 			return false;
+		*masqueraded = has_snat(nat);
 		if (touch(nat, flags, false, now))
 			tell_all(nat);
 		new->to = nat->backend;
@@ -171,8 +186,11 @@ static __always_inline bool translate_in(struct tuple *t, u8 flags, struct tuple
 		return true;
 	}
 	nat = replies.lookup(t);
-	if (!nat || !has_snat(nat) || !same_address(&t->to.address, &nat->snat) ||
-	    t->to.port != nat->snat_port || gone(nat, now))
+	if (!nat || !has_snat(nat))
+		return false;
+	*masqueraded = !expired(nat, now);
+	if (!same_address(&t->to.address, &nat->snat) || t->to.port != nat->snat_port ||
+	    gone(nat, now))
 		return false;
 	if (touch(nat, flags, true, now))
 		tell_all(nat);
@@ -186,7 +204,8 @@ static __always_inline bool translate_in(struct tuple *t, u8 flags, struct tuple
 }
 
 /* What it becomes when it goes out. */
-static __always_inline bool translate_out(struct tuple *t, u8 flags, struct tuple *new)
+static __always_inline bool translate_out(struct tuple *t, u8 flags, struct tuple *new,
+					  bool *masqueraded)
 {
 	struct nat *nat = replies.lookup(t);
 	u64 now = bpf_ktime_get_ns();
@@ -196,6 +215,7 @@ static __always_inline bool translate_out(struct tuple *t, u8 flags, struct tupl
 	if (nat) {
 		if (!same_address(&t->to.address, &nat->client.address) || gone(nat, now))
 			return false;
+		*masqueraded = has_snat(nat);
 		if (touch(nat, flags, true, now))
 			tell_all(nat);
 		new->from = nat->frontend;
@@ -210,6 +230,7 @@ static __always_inline bool translate_out(struct tuple *t, u8 flags, struct tupl
 		tell_all(nat);
 	if (!has_snat(nat))
 		return false;
+	*masqueraded = true;
 	new->from.address = nat->snat;
 	new->from.port = nat->snat_port;
 	return true;
@@ -348,6 +369,8 @@ int tc_new(struct __sk_buff *skb)
 	to.from.port = nat.client_port;
 	if (rewrite(skb, &p, &to))
 		return finish(TC_SHOT, NOT_REWRITTEN);
+	if (has_snat(&nat))
+		mark_masqueraded(skb, true);
 	return finish(TC_NEXT, TRANSLATED);
 }
 
@@ -374,6 +397,7 @@ int tc_ingress(struct __sk_buff *skb)
 	struct device *device = devices.lookup(&ifindex);
 	struct packet p = {};
 	struct tuple to;
+	bool masqueraded = false;
 
 	if (!device || !parse(skb, device->l2, &p))
 		return TC_NEXT;
@@ -383,11 +407,15 @@ int tc_ingress(struct __sk_buff *skb)
 	}
 	if (!p.tuple.to.protocol || !fragment_ports(&p))
 		return TC_NEXT;
-	if (translate_in(&p.tuple, p.tcp_flags, &to)) {
+	if (translate_in(&p.tuple, p.tcp_flags, &to, &masqueraded)) {
 		if (rewrite(skb, &p, &to))
 			return finish(TC_SHOT, NOT_REWRITTEN);
+		if (masqueraded)
+			mark_masqueraded(skb, true);
 		return TC_NEXT;
 	}
+	if (masqueraded)
+		mark_masqueraded(skb, true);
 	if (starts_flow(&p))
 		tails.call(skb, TAIL_NEW);
 	return TC_NEXT;
@@ -399,6 +427,7 @@ int tc_egress(struct __sk_buff *skb)
 	struct device *device = devices.lookup(&ifindex);
 	struct packet p = {};
 	struct tuple to;
+	bool masqueraded = false;
 
 	if (!device || !parse(skb, device->l2, &p))
 		return TC_NEXT;
@@ -408,8 +437,10 @@ int tc_egress(struct __sk_buff *skb)
 	}
 	if (!p.tuple.to.protocol || !fragment_ports(&p))
 		return TC_NEXT;
-	if (translate_out(&p.tuple, p.tcp_flags, &to) && rewrite(skb, &p, &to))
+	if (translate_out(&p.tuple, p.tcp_flags, &to, &masqueraded) && rewrite(skb, &p, &to))
 		return finish(TC_SHOT, NOT_REWRITTEN);
+	if (masqueraded)
+		mark_masqueraded(skb, false);
 	return TC_NEXT;
 }
 
@@ -422,13 +453,17 @@ static __always_inline int translate_error(struct __sk_buff *skb, bool in)
 	struct device *device = devices.lookup(&ifindex);
 	struct packet p = {}, carried = {};
 	struct tuple with, becomes, outer;
+	bool masqueraded = false, known;
 
 	if (!device || !parse(skb, device->l2, &p) || !parse_carried(skb, &p, &carried) ||
 	    !carried.tuple.to.protocol)
 		return TC_NEXT;
 	with = reversed(&carried.tuple);
-	if (!(in ? translate_in(&with, TCP_ACK, &becomes)
-		 : translate_out(&with, TCP_ACK, &becomes)))
+	known = in ? translate_in(&with, TCP_ACK, &becomes, &masqueraded)
+		   : translate_out(&with, TCP_ACK, &becomes, &masqueraded);
+	if (masqueraded)
+		mark_masqueraded(skb, in);
+	if (!known)
 		return TC_NEXT;
 	outer = p.tuple;
 	if (same_address(&outer.from.address, &with.from.address))

@@ -26,7 +26,13 @@ from kbpf.dataplane.bpf.layout import (
 )
 from kbpf.kernel import netns
 from kbpf.kernel.libbpf import Program
-from kbpf.kernel.testrun import TC_ACT_REDIRECT, TC_ACT_SHOT, TC_ACT_UNSPEC, run
+from kbpf.kernel.testrun import (
+    TC_ACT_REDIRECT,
+    TC_ACT_SHOT,
+    TC_ACT_UNSPEC,
+    SkbContext,
+    run,
+)
 from kbpf.model.address import format_addr, parse_addr
 from kbpf.model.objects import Protocol
 from tests.support import packets
@@ -248,6 +254,78 @@ def test_a_pod_is_not_masqueraded_but_before_itself(path: Path_, v: int) -> None
     source = masked(path, inside, lambda a, b: udp(a, b, b"?"), back, v)
     inside = path.go("tc_ingress", udp(back, source, b"!"), udp(back, own, b"!"))
     path.go("tc_egress", inside, udp(vip(v, CLUSTER), own, b"!"))
+
+
+# ---- marks ---------------------------------------------------------------------------------------
+
+OTHERS = 0x1001_8001
+"""Bits of the mark that are somebody else's."""
+MARK = 1 << 14
+
+
+def marked(path: Path_, name: str, packet: bytes, mark: int) -> tuple[bytes, int]:
+    """The packet and its mark as the program leaves them."""
+    context = SkbContext(mark=mark, ifindex=1).pack()
+    done = run(path.programs[name], frame(packet), context=context)
+    assert done.retval == TC_ACT_UNSPEC
+    return done.packet_out[14:], done.context.mark
+
+
+@both
+@pytest.mark.parametrize("kind", BACK)
+@pytest.mark.parametrize("remote", [False, True], ids=["local", "remote"])
+@pytest.mark.parametrize("which", [CLUSTER, LOCAL], ids=["Cluster", "Local"])
+def test_masqueraded_packets_are_marked_in_the_stack_both_ways(
+    path: Path_, v: int, kind: str, remote: bool, which: int
+) -> None:
+    """The first, a later one, their answers, and an error about each; on the way out no longer.
+    A local backend's answer is one to the client, a remote one's to the node.
+    """
+    build, own, back, front = KINDS[kind], client(v), pod(v), vip(v, which)
+    want = OTHERS | (MARK if which == CLUSTER else 0)
+    source = own
+
+    def through(packet: bytes) -> bytes:
+        inside, mark = marked(path, "tc_ingress", packet, OTHERS)
+        assert mark == want
+        out, mark = marked(path, "tc_egress", inside, mark)
+        assert mark == OTHERS
+        return out
+
+    for packet in (build(own, front), SENT[kind](own, front)):
+        out = through(packet)
+        source = parse(out, l2=False).source
+    assert (source != own) == (which == CLUSTER)
+    told = icmp_error("time exceeded", ROUTER[v], out)
+    seen = source if remote else own
+    assert parse(through(BACK[kind](back, seen)), l2=False).source == front
+    about = told if remote else icmp_error("time exceeded", ROUTER[v], SENT[kind](own, back))
+    assert parse(through(about), l2=False).destination == CLIENT[v]
+
+
+@both
+def test_who_is_no_masqueraded_client_gets_no_mark(path: Path_, v: int) -> None:
+    path.come_from(Role.POD)
+    _, mark = marked(path, "tc_ingress", udp(client(v), vip(v, CLUSTER)), OTHERS)
+    assert mark == OTHERS, "a pod that asks another one"
+    _, mark = marked(path, "tc_ingress", udp(client(v), end(ROUTER[v], 53)), OTHERS)
+    assert mark == OTHERS, "no Service"
+    _, mark = marked(path, "tc_egress", udp(client(v), end(ROUTER[v], 53)), OTHERS | MARK)
+    assert mark == OTHERS | MARK, "what somebody else has marked"
+
+
+@both
+def test_nobody_marks_a_connection_that_ended_by_time(path: Path_, v: int) -> None:
+    """A pod that later asks from its server's port is none of our flows any more."""
+    own, back = client(v), pod(v)
+    through, _ = marked(path, "tc_ingress", udp(own, vip(v, CLUSTER)), 0)
+    assert parse(through, l2=False).destination == back
+    assert marked(path, "tc_ingress", udp(back, own), 0)[1] == MARK
+    with path.site.pinned("replies") as replies:
+        for key, raw in list(replies.items()):
+            aged = NAT.unpack(raw)
+            replies.update(key, NAT.pack(0, *aged[1:]))
+    assert marked(path, "tc_ingress", udp(back, own), 0)[1] == 0
 
 
 # ---- pieces --------------------------------------------------------------------------------------
