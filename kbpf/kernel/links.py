@@ -8,6 +8,7 @@ do, when they need it. The agent uses netlink.py.
 import contextlib
 import errno
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, Self
@@ -17,6 +18,8 @@ from pyroute2 import IPRoute, NetlinkError, netns
 from kbpf.errors import KernelError
 
 IFA_F_NODAD: Final = 0x02
+RTN_LOCAL: Final = 2
+PATIENCE_SECONDS: Final = 10.0
 NAMED: Final = Path("/run/netns")
 
 
@@ -91,8 +94,10 @@ class Links:
         self.up(name)
 
     def address(self, name: str, address: str, prefix: int) -> None:
-        """Gives a device an address, which may be used at once: nobody is asked whether another
-        has it. Even on loopback an IPv6 address is tentative until a worker has looked at it.
+        """Gives a device that is up an address, which may be used as soon as this returns.
+
+        Nobody is asked whether another has it. Even so, a worker of the kernel makes the route by
+        which packets to an IPv6 address arrive, and on a busy machine it comes later.
         """
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         flags = {"flags": IFA_F_NODAD} if family == socket.AF_INET6 else {}
@@ -101,3 +106,19 @@ class Links:
                 "add", index=self._index(name), address=address, prefixlen=prefix, family=family,
                 **flags,
             )  # fmt: skip
+        if family == socket.AF_INET6:
+            self._wait_local(name, address)
+
+    def _wait_local(self, name: str, address: str) -> None:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not self._is_local(address):
+            if time.monotonic() > deadline:
+                raise KernelError("no packet arrives at the address", f"{name} {address}")
+            time.sleep(0.001)
+
+    def _is_local(self, address: str) -> bool:
+        try:
+            (route,) = self._route.route("get", dst=address, family=socket.AF_INET6)
+        except NetlinkError:  # there is no route at all yet
+            return False
+        return bool(route["type"] == RTN_LOCAL)
