@@ -21,7 +21,7 @@ from kbpf.errors import KbpfError, PinsGone
 from kbpf.kernel import netlink
 from kbpf.kernel.devices import watch_devices
 from kbpf.model.address import Addr
-from kbpf.model.config import Config
+from kbpf.model.config import Config, LocalMode
 from kbpf.model.desired import ServicePortKey
 from kbpf.model.events import Delete, Kind, Upsert
 from kbpf.model.status import MOST_PROBLEMS, AgentStatus, SourceView, encode
@@ -63,6 +63,7 @@ class Agent:
         self._settled = False  # whether a complete apply knew of all objects
         self._refused: dict[str, str] = {}
         self._error = ""
+        self._missing = False
         self._started = time.clock_gettime(time.CLOCK_BOOTTIME)
         self._status_due = 0.0
         self._applied = 0
@@ -99,6 +100,7 @@ class Agent:
             devices.start()
             for source in self._sources:
                 source.start()
+            self._tell_what_is_passed_by()
             log.info("started node=%s mode=%s", self._config.node_name, self._plane.name)
             self._serve()
         finally:
@@ -107,6 +109,13 @@ class Agent:
                 source.stop()
             self._plane.close()
         log.info("stopped; what is programmed goes on serving")
+
+    def _tell_what_is_passed_by(self) -> None:
+        if self._config.packet_path and self._config.forwarding == "direct":
+            log.info(
+                "forwarding=direct: balanced packets to pods of this node pass by the host's "
+                "nftables and iptables, conntrack, and network policies built on them"
+            )
 
     def _serve(self) -> None:
         wait = 0.0
@@ -161,16 +170,32 @@ class Agent:
     def _bring_up_to_date(self) -> None:
         if self._pending or not self._complete:
             touched, self._pending = self._pending, Touched()
-            addresses = self._desired.state.node_addresses
+            node = self._desired.node
             changed = self._desired.update(self._world, touched, self._addresses, self._config)
             if self._retry is not None:
                 self._retry |= changed
-            if self._desired.state.node_addresses != addresses or not self._complete:
+            self._tell_what_is_missing()
+            if self._desired.node != node or not self._complete:
                 self._apply(None if not self._complete else self._retry)
                 return
         whole = not self._settled and self._sound()
-        if self._retry is None or self._retry or self._refused or whole:
+        if self._retry is None or self._retry or self._refused or self._error or whole:
             self._apply(self._retry)
+
+    def _tell_what_is_missing(self) -> None:
+        """Once: who counts as a pod is not known. kube-proxy goes on without it, too."""
+        mode = self._config.detect_local_mode
+        by_network = mode in (LocalMode.CLUSTER_CIDR, LocalMode.NODE_CIDR)
+        missing = by_network and not self._desired.state.local_networks
+        if missing and not self._missing:
+            where = "--cluster-cidr" if mode is LocalMode.CLUSTER_CIDR else "the Node's podCIDRs"
+            log.warning(
+                "detect-local-mode=%s has no network yet (%s): no ClusterIP is masqueraded, and "
+                "clients count as local by their devices",
+                mode,
+                where,
+            )
+        self._missing = missing
 
     def _apply(self, keys: set[ServicePortKey] | None) -> None:
         start = time.perf_counter()

@@ -14,13 +14,14 @@ from typing import Any, Final
 
 from kbpf.errors import ConfigError, ObjectError
 from kbpf.model.address import parse_addr
-from kbpf.model.config import Config, MapSizes
+from kbpf.model.config import Config, LocalMode, MapSizes
 from kbpf.model.objects import Cidr
 
 Reader = Callable[[str, str], Any]
 """(text, where it stood) → value, or ConfigError."""
 
 MOST_ENTRIES: Final = 1 << 30
+LONGEST_NAME: Final = 15  # IFNAMSIZ - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +109,35 @@ def _node_ports(text: str, where: str) -> str | tuple[Cidr, ...]:
     return tuple(read_cidr(word, where) for word in words)
 
 
+def _networks(text: str, where: str) -> tuple[Cidr, ...]:
+    """Networks; none in an empty text, as kube-proxy reads it."""
+    return tuple(read_cidr(word.strip(), where) for word in text.split(",") if word.strip())
+
+
+def _local_mode(text: str, where: str) -> LocalMode:
+    if not text:
+        return LocalMode.NONE
+    return LocalMode(_choice(tuple(filter(None, LocalMode)), text, where))
+
+
+def _device(text: str, where: str) -> str:
+    """A device's name, or how it begins."""
+    if len(text) > LONGEST_NAME or "/" in text or any(c.isspace() for c in text):
+        raise ConfigError(
+            f"not the name of a device: {text!r}",
+            where,
+            f"at most {LONGEST_NAME} characters, without / and blanks",
+        )
+    return text
+
+
 CLUSTER: Final = "Where Services come from"
 NODE: Final = "This node"
 LOGGING: Final = "Logging"
 SIZES: Final = "Sizes of the maps (entries at most)"
 
 _MODE = partial(_choice, ("auto", "bpf"))
+_FORWARDING = partial(_choice, ("stack", "direct"))
 _LEVEL = partial(_choice, ("debug", "info", "warning", "error"))
 _FORMAT = partial(_choice, ("text", "json"))
 
@@ -166,12 +190,33 @@ FLAGS: Final = (
          "devices that packets are left alone on"),
     Flag("--masquerade-all", "masquerade_all", _truth, "true|false", NODE,
          "whether backends see the node instead of the client for ClusterIPs too (default false)"),
+    Flag("--forwarding", "forwarding", _FORWARDING, "stack|direct", NODE,
+         "how the packet path reaches pods of this node: up the host's stack with its netfilter, "
+         "or direct to the pod's device, past firewalls and policies of the host (default stack)"),
+    Flag("--detect-local-mode", "detect_local_mode", _local_mode, "MODE", NODE,
+         "how pods of this node are told from others: ClusterCIDR, NodeCIDR, BridgeInterface or "
+         "InterfaceNamePrefix (default: ClusterCIDR with --cluster-cidr, else by their devices)"),
+    Flag("--cluster-cidr", "cluster_cidrs", _networks, "CIDRS", NODE,
+         "the networks of the cluster's pods, with a comma between them; the first of each family "
+         "counts"),
+    Flag("--pod-bridge-interface", "pod_bridge_interface", _device, "NAME", NODE,
+         "the bridge that pods are on, for BridgeInterface"),
+    Flag("--pod-interface-name-prefix", "pod_interface_name_prefix", _device, "PREFIX", NODE,
+         "how the names of pods' devices begin, for InterfaceNamePrefix"),
     Flag("--log-level", "log_level", _LEVEL, "LEVEL", LOGGING,
          "debug, info, warning or error (default info)"),
     Flag("--log-format", "log_format", _FORMAT, "text|json", LOGGING,
          "lines for people, or one JSON object a line (default text)"),
     *_sizes(),
 )  # fmt: skip
+
+
+NEEDS: Final = {
+    LocalMode.BRIDGE: "--pod-bridge-interface",
+    LocalMode.PREFIX: "--pod-interface-name-prefix",
+}
+"""The flag without which a mode is refused. ClusterCIDR without a network detects nothing, as
+with kube-proxy, whose configuration files often have it so."""
 
 
 def config(given: Mapping[str, str], environ: Mapping[str, str]) -> Config:
@@ -187,6 +232,8 @@ def config(given: Mapping[str, str], environ: Mapping[str, str]) -> Config:
             made = replace(made, all_node_port_addresses=True)
         case tuple(networks):
             made = replace(made, node_port_addresses=networks)
+    if made.cluster_cidrs and not made.detect_local_mode:
+        made = replace(made, detect_local_mode=LocalMode.CLUSTER_CIDR)
     return _together(made)
 
 
@@ -206,4 +253,10 @@ def _together(made: Config) -> Config:
             "--source",
             "leave out --source, or --kubeconfig and --master",
         )
+    for mode, name in NEEDS.items():
+        flag = next(flag for flag in FLAGS if flag.name == name)
+        if made.detect_local_mode is mode and not getattr(made, flag.field):
+            raise ConfigError(
+                f"{mode} says nothing by itself", "--detect-local-mode", f"add {name}"
+            )
     return made

@@ -23,6 +23,8 @@ WITHOUT_HEADER: Final = frozenset((512, 519, 768, 769, 776, 778, 823, ARPHRD_NON
 """Link types (linux/if_arp.h) whose packets have no link header: PPP, RAWIP, TUNNEL (ipip),
 TUNNEL6, SIT, IPGRE, IP6GRE; NONE is WireGuard and tun."""
 
+NO_MAC: Final = bytes(6)
+
 RTM_NEWLINK: Final = 16
 RTM_GETLINK: Final = 18
 RTM_NEWADDR: Final = 20
@@ -161,6 +163,7 @@ class Device:
     when it is in this one.
     `has_subnet`: it has an address with neighbours: no link-local one, and shorter than a /32
     or /128.
+    `mac`: its own address, 6 bytes; zeros if its link type has none of that length.
     """
 
     ifindex: int
@@ -175,6 +178,7 @@ class Device:
     link: int = 0
     peer_netns: int | None = None
     has_subnet: bool = False
+    mac: bytes = NO_MAC
 
     @property
     def has_header(self) -> bool:
@@ -223,7 +227,13 @@ def _device(message: Message, subnets: set[int]) -> Device:
         link=_number(found.get(5)),  # IFLA_LINK
         peer_netns=None if elsewhere is None else _number(elsewhere),
         has_subnet=index in subnets,
+        mac=_mac(found.get(1, b"")),  # IFLA_ADDRESS
     )
+
+
+def _mac(raw: bytes) -> bytes:
+    """A tunnel's "address" is the IP address of its end, that of InfiniBand has 20 bytes."""
+    return raw if len(raw) == len(NO_MAC) else NO_MAC
 
 
 def _number(raw: bytes | None) -> int:

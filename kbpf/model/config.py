@@ -1,6 +1,7 @@
 """The agent's settings, after files and flags were read and checked."""
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 
 from kbpf.model.objects import Cidr
@@ -23,6 +24,16 @@ class MapSizes:
     affinity: int = 65_536
 
 
+class LocalMode(StrEnum):
+    """How pods of this node are told from others: kube-proxy's words."""
+
+    NONE = ""
+    CLUSTER_CIDR = "ClusterCIDR"
+    NODE_CIDR = "NodeCIDR"
+    BRIDGE = "BridgeInterface"
+    PREFIX = "InterfaceNamePrefix"
+
+
 @dataclass(frozen=True, slots=True)
 class Config:
     """Everything that decides what the agent does. Defaults are kube-proxy's where it has them.
@@ -34,6 +45,10 @@ class Config:
     (patterns; empty: chosen by their kind) but for `excluded_devices`. `masquerade_ports`: the
     ports, both included, for sources that become the node's address. `masquerade_bit`: which bit
     of the mark (0 to 31) the packets of such flows carry through the node's stack.
+    `forwarding`: how a packet gets to a pod of this node: up the `stack`, past the host's
+    netfilter, or `direct` to the pod's device.
+    `detect_local_mode`: who counts as a pod of this node (reference 2.1, 2.2). `cluster_cidrs`,
+    `pod_bridge_interface` and `pod_interface_name_prefix` belong to one mode each.
     """
 
     node_name: str = ""
@@ -54,5 +69,10 @@ class Config:
     masquerade_all: bool = False
     masquerade_ports: tuple[int, int] = (61_000, 65_535)
     masquerade_bit: int = 14
+    forwarding: str = "stack"
+    detect_local_mode: LocalMode = LocalMode.NONE
+    cluster_cidrs: tuple[Cidr, ...] = ()
+    pod_bridge_interface: str = ""
+    pod_interface_name_prefix: str = ""
     log_format: str = "text"
     log_level: str = "info"

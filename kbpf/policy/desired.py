@@ -10,12 +10,13 @@ from collections.abc import Collection, Iterable, Sequence
 from kbpf.model.address import Addr
 from kbpf.model.config import Config
 from kbpf.model.desired import DesiredState, ServicePortKey, ServiceState
-from kbpf.model.objects import EndpointSlice, Node, Service, ServiceName
+from kbpf.model.objects import Cidr, EndpointSlice, Node, Service, ServiceName
 from kbpf.policy.endpoints import choose, external_local
 from kbpf.policy.frontends import (
     Claims,
     families,
     frontends,
+    local_networks,
     masquerade_addresses,
     node_port_addresses,
     source_ranges,
@@ -70,6 +71,7 @@ def desired_state(
         services={state.key: claims.settle(state) for state in states},
         node_addresses=node_port_addresses(node, local_addresses, config),
         masquerade_as=masquerade_addresses(node, local_addresses),
+        local_networks=local_networks(node, config),
     )
 
 
@@ -84,11 +86,17 @@ class Desired:
         self._claims = Claims()
         self._node_addresses: tuple[Addr, ...] = ()
         self._masquerade_as: tuple[Addr, ...] = ()
+        self._local_networks: tuple[Cidr, ...] = ()
 
     @property
     def state(self) -> DesiredState:
         """The whole, sharing the live dict: the next update() changes it."""
-        return DesiredState(self._services, self._node_addresses, self._masquerade_as)
+        return DesiredState(self._services, *self.node)
+
+    @property
+    def node(self) -> tuple[tuple[Addr, ...], tuple[Addr, ...], tuple[Cidr, ...]]:
+        """What of it no Service decides: node_addresses, masquerade_as, local_networks."""
+        return self._node_addresses, self._masquerade_as, self._local_networks
 
     def update(
         self, world: World, touched: Touched, local_addresses: Collection[Addr], config: Config
@@ -99,6 +107,7 @@ class Desired:
         """
         self._node_addresses = node_port_addresses(world.node, local_addresses, config)
         self._masquerade_as = masquerade_addresses(world.node, local_addresses)
+        self._local_networks = local_networks(world.node, config)
         names: Iterable[ServiceName] = touched.services
         if touched.everything:
             names = {*world.names(), *self._keys}

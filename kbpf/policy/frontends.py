@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 from msgspec.structs import replace
 
 from kbpf.model.address import ANY4, ANY6, V4_PREFIX, Addr, family_of
-from kbpf.model.config import Config
+from kbpf.model.config import Config, LocalMode
 from kbpf.model.desired import (
     Frontend,
     FrontendAddress,
@@ -108,6 +108,22 @@ def masquerade_addresses(node: Node, local_addresses: Collection[Addr]) -> tuple
     """
     known = node.addresses or tuple(sorted(local_addresses))
     first = {family_of(addr): addr for addr in reversed(known) if not _is_loopback(addr)}
+    return tuple(sorted(first.values()))
+
+
+def local_networks(node: Node, config: Config) -> tuple[Cidr, ...]:
+    """Where pods of this node have their addresses, by the mode that the operator chose: the
+    first network of each family (reference 2.2). None without such a mode, and while the Node
+    has no pod networks.
+    """
+    match config.detect_local_mode:
+        case LocalMode.CLUSTER_CIDR:
+            listed = config.cluster_cidrs
+        case LocalMode.NODE_CIDR:
+            listed = node.pod_cidrs
+        case _:
+            return ()
+    first = {family_of(cidr.address): cidr for cidr in reversed(listed)}
     return tuple(sorted(first.values()))
 
 

@@ -55,7 +55,8 @@ class World:
 
     @property
     def problems(self) -> Mapping[ObjectKey, tuple[str, ...]]:
-        """Everything that was left out, a line each: rejected objects and skipped endpoints."""
+        """Everything that was left out, a line each: rejected objects, skipped endpoints and
+        addresses."""
         found = {key: (error,) for key, error in self._rejected.items()}
         for key, lines in self._skipped.items():
             found[key] = (*found.get(key, ()), *lines)
@@ -99,7 +100,7 @@ class World:
                 self._put_slice(key, said, touched)
             case Kind.NODE:
                 assert said is None or isinstance(said, Node)
-                self._put_node(said or Node(key.name), touched)
+                self._put_node(key, said or Node(key.name), touched)
             case _:
                 assert_never(key.kind)
 
@@ -140,7 +141,15 @@ class World:
         else:
             self._by_service.pop(name, None)
 
-    def _put_node(self, new: Node, touched: Touched) -> None:
+    def _put_node(self, key: ObjectKey, new: Node, touched: Touched) -> None:
         old, self._node = self._node, new
-        if (old.zone, old.addresses) != (new.zone, new.addresses):
+        self._skipped.pop(key, None)
+        if new.skipped:
+            self._skipped[key] = new.skipped
+        if _read_of(old) != _read_of(new):
             touched.everything = True
+
+
+def _read_of(node: Node) -> tuple[object, ...]:
+    """What policy reads of a Node."""
+    return node.zone, node.addresses, node.pod_cidrs

@@ -11,7 +11,14 @@ import pytest
 
 from kbpf.dataplane.bpf.devices import DeviceReport, Devices, Pick, Role
 from kbpf.kernel import netns
-from kbpf.kernel.devices import ARPHRD_ETHER, ARPHRD_NONE, Device, list_devices, watch_devices
+from kbpf.kernel.devices import (
+    ARPHRD_ETHER,
+    ARPHRD_NONE,
+    NO_MAC,
+    Device,
+    list_devices,
+    watch_devices,
+)
 from kbpf.kernel.libbpf import Link, Program
 from kbpf.kernel.tc import ATTACH_TYPE, Direction, How
 from tests.programs.test_tc import Net, both_ways, idle, insn, program_id
@@ -65,23 +72,39 @@ def test_devices_are_listed_as_they_are(net: Net, pods: str):
     )
     found = listed(net)
     index = {name: device.ifindex for name, device in found.items()}
+    shown = json.loads(run("ip", "-n", net.name, "-j", "link"))
+    macs = {
+        d["ifname"]: bytes.fromhex(d.get("address", "").replace(":", ""))
+        for d in shown
+        if d["link_type"] == "ether"
+    }
     peer = netns.inside(Path("/run/netns") / pods, list_devices)[-1]
     assert found["lo"] == Device(index["lo"], "lo", loopback=True, mtu=65536, link_type=772)
-    assert found["br0"] == Device(index["br0"], "br0", "bridge", mtu=1400, has_subnet=True)
+    assert found["br0"] == Device(
+        index["br0"], "br0", "bridge", mtu=1400, has_subnet=True, mac=macs["br0"]
+    )
     assert found["port0"] == Device(
         index["port0"], "port0", "veth", mtu=1400, master=index["br0"],
-        link=peer.ifindex, peer_netns=found["port0"].peer_netns,
+        link=peer.ifindex, peer_netns=found["port0"].peer_netns, mac=macs["port0"],
     )  # fmt: skip
     assert found["port0"].peer_netns is not None
-    assert found["here"] == Device(index["here"], "here", "veth", link=index["far"])
-    assert found["vx0"] == Device(index["vx0"], "vx0", "vxlan", up=False, mtu=found["vx0"].mtu)
-    assert found["mv0"] == Device(
-        index["mv0"], "mv0", "macvlan", up=False, mtu=1400, link=index["br0"], has_subnet=True
+    assert found["here"] == Device(
+        index["here"], "here", "veth", link=index["far"], mac=macs["here"]
     )
+    assert found["vx0"] == Device(
+        index["vx0"], "vx0", "vxlan", up=False, mtu=found["vx0"].mtu, mac=macs["vx0"]
+    )
+    assert found["mv0"] == Device(
+        index["mv0"], "mv0", "macvlan", up=False, mtu=1400, link=index["br0"], has_subnet=True,
+        mac=macs["mv0"],
+    )  # fmt: skip
+    assert found["tun0"].mac == NO_MAC
     assert found["tun0"] == Device(
         index["tun0"], "tun0", "tun", up=False, point_to_point=True, link_type=ARPHRD_NONE
     )
-    assert found["tap0"] == Device(index["tap0"], "tap0", "tun", up=False, link_type=ARPHRD_ETHER)
+    assert found["tap0"] == Device(
+        index["tap0"], "tap0", "tun", up=False, link_type=ARPHRD_ETHER, mac=macs["tap0"]
+    )
     assert {name for name, device in found.items() if not device.has_header} == {"lo", "tun0"}
     assert {name for name, device in found.items() if not device.carries_ip} == {"lo"}
 

@@ -17,7 +17,7 @@ from kbpf.cli.watch import watch
 from kbpf.config import flags
 from kbpf.errors import ConfigError, NotFoundError
 from kbpf.model.address import parse_addr
-from kbpf.model.config import Config
+from kbpf.model.config import Config, LocalMode
 from kbpf.model.objects import Cidr
 from kbpf.views.columns import Column, span
 from kbpf.views.columns import size as bytes_text
@@ -67,6 +67,26 @@ SAID = [
          "node_port_addresses", (cidr("0.0.0.0", 96),)),
     Said("a size", {"--max-backends": "5000"}, {}, "backends", 5000),
     Said("a size by variable", {}, {"KBPF_MAX_FLOWS": "7"}, "flows", 7),
+    Said("up the stack by default", {}, {}, "forwarding", "stack"),
+    Said("direct to the pod", {"--forwarding": "direct"}, {}, "forwarding", "direct"),
+    Said("nothing is detected by default", {}, {}, "detect_local_mode", LocalMode.NONE),
+    Said("kubeadm's empty words", {"--detect-local-mode": "", "--cluster-cidr": ""}, {},
+         "detect_local_mode", LocalMode.NONE),
+    Said("a network without a mode", {"--cluster-cidr": "10.244.0.0/16"}, {},
+         "detect_local_mode", LocalMode.CLUSTER_CIDR),
+    Said("networks of both families", {"--cluster-cidr": "10.244.0.0/16, fd00:10::/56"}, {},
+         "cluster_cidrs", (cidr("10.244.0.0", 112), cidr("fd00:10::", 56))),
+    Said("another mode is not overruled by a network",
+         {"--detect-local-mode": "NodeCIDR", "--cluster-cidr": "10.244.0.0/16"}, {},
+         "detect_local_mode", LocalMode.NODE_CIDR),
+    Said("a mode by networks without one", {"--detect-local-mode": "ClusterCIDR"}, {},
+         "detect_local_mode", LocalMode.CLUSTER_CIDR),
+    Said("a bridge of pods",
+         {"--detect-local-mode": "BridgeInterface", "--pod-bridge-interface": "cni0"}, {},
+         "pod_bridge_interface", "cni0"),
+    Said("a prefix of pods' devices",
+         {"--detect-local-mode": "InterfaceNamePrefix", "--pod-interface-name-prefix": "cali"},
+         {}, "pod_interface_name_prefix", "cali"),
     Said("other sizes stay", {"--max-backends": "5000"}, {}, "slots", Config().sizes.slots),
 ]  # fmt: skip
 
@@ -98,10 +118,19 @@ WRONG = [
     Wrong({"--nodeport-addresses": "192.0.2.0"}, {}, ("192.0.2.0",)),
     Wrong({"--nodeport-addresses": "here"}, {}, ("'here'", "--nodeport-addresses")),
     Wrong({"--nodeport-addresses": " , "}, {}, ("no networks",)),
+    Wrong({"--forwarding": "fast"}, {}, ("'fast'", "--forwarding", "stack or direct")),
+    Wrong({"--detect-local-mode": "clustercidr"}, {}, ("'clustercidr'", "ClusterCIDR or NodeCIDR")),
+    Wrong({"--cluster-cidr": "10.244.0.0"}, {}, ("'10.244.0.0'", "--cluster-cidr")),
+    Wrong({"--detect-local-mode": "BridgeInterface"}, {},
+          ("BridgeInterface", "--pod-bridge-interface")),
+    Wrong({"--detect-local-mode": "InterfaceNamePrefix", "--pod-bridge-interface": "cni0"}, {},
+          ("InterfaceNamePrefix", "--pod-interface-name-prefix")),
+    Wrong({"--pod-bridge-interface": "a-name-of-16-ch."}, {}, ("a-name-of-16-ch.", "15")),
+    Wrong({"--pod-interface-name-prefix": "a b"}, {}, ("'a b'",)),
     Wrong({"--localhost-nodeports": "maybe"}, {}, ("maybe", "true or false")),
     Wrong({"--source": "a", "--kubeconfig": "b"}, {}, ("--source", "--kubeconfig")),
     Wrong({"--source": "a"}, {"KBPF_MASTER": "https://x"}, ("--master",)),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: str(wrong.given or wrong.environ))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kbpf.model.address import Addr, parse_addr
-from kbpf.model.config import Config
+from kbpf.model.config import Config, LocalMode
 from kbpf.model.desired import DesiredState, ServicePortKey, ServiceState
 from kbpf.model.events import Delete, Event, Kind, ObjectKey, Rejected, Synced, Upsert
 from kbpf.model.objects import (
@@ -38,6 +38,7 @@ ME = Node("me", addrs("10.0.0.1"), "a")
 LOCAL = addrs("127.0.0.1", "10.0.0.1", "10.0.0.2", "fd00::2")
 PORT = ServicePort("http", Protocol.TCP, 80, 30080)
 HTTP = (SlicePort("http", Protocol.TCP, 8080),)
+POD_NETWORK = Cidr(parse_addr("10.1.0.0"), 120)
 RANGE = (Cidr(parse_addr("192.0.2.0"), 120),)
 
 WEB = Service(
@@ -199,14 +200,15 @@ def test_two_ports_of_one_name_are_one_and_the_last_counts():
 class Kept:
     """A World and a Desired over it; feed() returns what changed, as text."""
 
-    def __init__(self, *events: Event) -> None:
+    def __init__(self, *events: Event, config: Config | None = None) -> None:
         self.world, self.desired = World("me"), Desired()
+        self.config = config or Config()
         self.local: tuple[Addr, ...] = LOCAL
         self.feed(*events)
 
     def feed(self, *events: Event) -> set[str]:
         touched = self.world.apply(events)
-        changed = self.desired.update(self.world, touched, self.local, Config())
+        changed = self.desired.update(self.world, touched, self.local, self.config)
         return {str(key) for key in changed}
 
     def state(self, name: str) -> ServiceState:
@@ -342,6 +344,15 @@ def test_new_addresses_of_the_node_change_no_service():
     assert kept.desired.state.node_addresses == addrs("10.0.0.1")
     assert kept.feed(up(replace(ME, addresses=addrs("10.0.0.2")))) == set()
     assert kept.desired.state.node_addresses == addrs("10.0.0.2")
+
+
+def test_pod_networks_of_the_node_change_no_service():
+    kept = Kept(up(ME), up(WEB), config=Config(detect_local_mode=LocalMode.NODE_CIDR))
+    assert kept.desired.state.local_networks == ()
+    before = kept.desired.node
+    assert kept.feed(up(replace(ME, pod_cidrs=(POD_NETWORK,)))) == set()
+    assert kept.desired.state.local_networks == (POD_NETWORK,)
+    assert kept.desired.node != before
 
 
 def test_local_addresses_are_read_at_every_update():

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 
 from kbpf.model.address import ANY4, ANY6, Addr, parse_addr
-from kbpf.model.config import Config
+from kbpf.model.config import Config, LocalMode
 from kbpf.model.desired import Frontend, FrontendAddress, ServicePortKey, ServiceState
 from kbpf.model.objects import Cidr, Node, Protocol, Service, ServicePort
 from kbpf.policy.frontends import (
@@ -17,6 +17,7 @@ from kbpf.policy.frontends import (
     externally_reachable,
     families,
     frontends,
+    local_networks,
     node_port_addresses,
     restricted,
 )
@@ -183,6 +184,38 @@ def test_the_addresses_of_node_ports(row: NodeRow):
     )
     found = node_port_addresses(Node("me", addrs(*row.node)), addrs(*row.local), config)
     assert found == tuple(sorted(addrs(*row.expected)))
+
+
+class LocalRow(NamedTuple):
+    """The mode, --cluster-cidr, the Node's podCIDRs, and in which networks pods are local."""
+
+    name: str
+    expected: tuple[str, ...]
+    mode: LocalMode
+    cluster: tuple[str, ...] = ()
+    node: tuple[str, ...] = ()
+
+
+LOCAL_ROWS = [
+    LocalRow("no mode", (), LocalMode.NONE, (), ("10.1.0.0/24",)),
+    LocalRow("the cluster's network", ("10.0.0.0/8",), LocalMode.CLUSTER_CIDR,
+        ("10.0.0.0/8",), ("10.1.0.0/24",)),
+    LocalRow("the first of each family counts", ("10.0.0.0/8", "fd00::/48"),
+        LocalMode.CLUSTER_CIDR, ("10.0.0.0/8", "172.16.0.0/12", "fd00::/48", "fd01::/48")),
+    LocalRow("no network of the cluster", (), LocalMode.CLUSTER_CIDR, (), ("10.1.0.0/24",)),
+    LocalRow("the Node's networks", ("10.1.0.0/24", "fd00:1::/64"), LocalMode.NODE_CIDR,
+        ("10.0.0.0/8",), ("fd00:1::/64", "10.1.0.0/24", "10.2.0.0/24")),
+    LocalRow("the Node has none yet", (), LocalMode.NODE_CIDR, ("10.0.0.0/8",)),
+    LocalRow("by the bridge", (), LocalMode.BRIDGE, ("10.0.0.0/8",), ("10.1.0.0/24",)),
+    LocalRow("by the device's name", (), LocalMode.PREFIX, ("10.0.0.0/8",), ("10.1.0.0/24",)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", LOCAL_ROWS, ids=lambda row: row.name)
+def test_the_networks_of_local_pods(row: LocalRow):
+    config = Config(detect_local_mode=row.mode, cluster_cidrs=cidrs(*row.cluster))
+    found = local_networks(Node("me", pod_cidrs=cidrs(*row.node)), config)
+    assert found == tuple(sorted(cidrs(*row.expected)))
 
 
 class Duel(NamedTuple):

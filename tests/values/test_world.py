@@ -81,8 +81,9 @@ ROWS = [
     Row("our Node comes", [], [up(ME)], (), True),
     Row("our Node moves to another zone", ALL, [up(replace(ME, zone="b"))], (), True),
     Row("our Node gets an address", ALL, [up(replace(ME, addresses=()))], (), True),
-    Row("our Node changes in what policy does not read", ALL,
-        [up(replace(ME, pod_cidrs=(Cidr(parse_addr("10.1.0.0"), 120),)))]),
+    Row("our Node gets pod networks", ALL,
+        [up(replace(ME, pod_cidrs=(Cidr(parse_addr("10.1.0.0"), 120),)))], (), True),
+    Row("our Node changes in what policy does not read", ALL, [up(replace(ME, skipped=("x",)))]),
     Row("our Node goes", ALL, [gone(ME)], (), True),
     Row("another Node comes", ALL, [up(replace(ME, name="you", zone="b"))]),
     Row("another Node goes", ALL, [gone(replace(ME, name="you"))]),
@@ -112,6 +113,14 @@ def test_it_remembers_what_is_in_force():
     assert world.node == Node("me")
     world.apply([gone(TWO)])
     assert world.slices(NAME) == ()
+
+
+def test_what_our_node_left_out_is_a_problem_until_it_is_mended():
+    world = World("me")
+    world.apply([up(replace(ME, skipped=("spec.podCIDRs[0]: bad",)))])
+    assert world.problems == {key(ME): ("spec.podCIDRs[0]: bad",)}
+    world.apply([up(ME)])
+    assert world.problems == {}
 
 
 def test_a_slice_that_changes_hands_belongs_to_one_service():

@@ -44,6 +44,7 @@ from kbpf.errors import KernelError
 from kbpf.kernel.devices import Device
 from kbpf.kernel.libbpf import Program
 from kbpf.kernel.tc import OURS, Attachment, Direction, How, Mark, Tc
+from kbpf.model.config import Config, LocalMode
 
 log = logging.getLogger("kbpf.dataplane")
 
@@ -102,6 +103,27 @@ def decide(
         return found
 
     return {index: one(device) for index, device in sorted(known.items())}
+
+
+def is_local(device: Device, role: Role, config: Config) -> bool:
+    """Whether what comes in by this device comes from pods of this node (reference 2.1, 2.2), as
+    far as devices say so: networks, where they decide, are asked first.
+
+    With a mode that names devices only the name counts, as in kube-proxy's rules. Packets of a
+    bridge's ports come in by the bridge.
+    """
+    match config.detect_local_mode:
+        case LocalMode.BRIDGE:
+            return device.name == config.pod_bridge_interface
+        case LocalMode.PREFIX:
+            return device.name.startswith(config.pod_interface_name_prefix)
+        case _:
+            return role is Role.POD
+
+
+def reaches_pod(device: Device, role: Role) -> bool:
+    """Whether bpf_redirect_peer() from this device gets into a pod: drivers of cables only."""
+    return role is Role.POD and device.kind in CABLES and device.peer_netns is not None
 
 
 def _never(device: Device, excluded: tuple[str, ...]) -> str:
@@ -184,6 +206,10 @@ class Devices:
         """What the last sync() said."""
         return self._report
 
+    def decide(self, devices: Iterable[Device]) -> Mapping[int, Choice]:
+        """As the function of this name, with what the operator said."""
+        return decide(devices, self._patterns, self._excluded)
+
     def sync(self, devices: Iterable[Device], pick: Pick) -> DeviceReport:
         """Attaches, replaces and detaches until every device in this listing has the programs
         that `pick` gives for its role, and no others of ours.
@@ -193,7 +219,7 @@ class Devices:
         with many pods belongs into a thread that nobody waits for.
         """
         listed = tuple(devices)
-        choices = decide(listed, self._patterns, self._excluded)
+        choices = self.decide(listed)
         failed: dict[str, str] = {}
         with self._tc() as tc:
             tc.sweep()

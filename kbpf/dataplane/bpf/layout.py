@@ -198,6 +198,17 @@ def pack_range(service_id: int, cidr: Cidr) -> bytes:
     return SOURCE_KEY.pack(32 + cidr.bits, service_id, cidr.address)
 
 
+def pack_network(cidr: Cidr) -> bytes:
+    """struct network_key."""
+    return NETWORK_KEY.pack(cidr.bits, cidr.address)
+
+
+def unpack_network(raw: bytes) -> Cidr:
+    """From struct network_key."""
+    bits, address = NETWORK_KEY.unpack(raw)
+    return Cidr(Addr(address), bits)
+
+
 def unpack_range(raw: bytes) -> tuple[int, Cidr]:
     """From struct source_key: service id and network."""
     bits, service_id, address = SOURCE_KEY.unpack(raw)

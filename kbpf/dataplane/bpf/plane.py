@@ -194,7 +194,7 @@ class BpfPlane:
         ips = self._count_cluster_ips(after, sound)
         self._grow(writes, len(set(desired.node_addresses) - self._addresses), len(ips[0]))
         if self._packets is not None:
-            self._packets.describe_node(desired.masquerade_as)
+            self._packets.describe_node(desired)
         self._write(writes, set(desired.node_addresses), ips)
         for key, owner in after.items():
             if owner is None:

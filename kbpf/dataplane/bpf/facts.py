@@ -1,0 +1,128 @@
+"""What the packet path's programs are told of the node and of its devices: the maps `node`,
+`local_networks` and `devices`.
+
+Each class keeps what its maps hold, so that only news is written; one thread calls each.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Final, Protocol
+
+from kbpf.dataplane.bpf import layout
+from kbpf.dataplane.bpf.devices import Choice, Role, is_local, reaches_pod
+from kbpf.dataplane.bpf.layout import (
+    DEVICE,
+    NODE,
+    U32,
+    DeviceFlag,
+    NodeFlag,
+    pack_network,
+    unpack_network,
+)
+from kbpf.kernel.devices import Device
+from kbpf.model.address import family_of
+from kbpf.model.config import Config, LocalMode
+from kbpf.model.desired import DesiredState
+
+ETH_HEADER: Final = 14
+NOWHERE: Final = bytes(16)
+ROLES: Final = {Role.HOST: layout.Role.HOST, Role.POD: layout.Role.POD}
+ZERO: Final = U32.pack(0)
+ONE: Final = U32.pack(1)
+
+
+class Table(Protocol):
+    """A map of the kernel, as far as it is needed here."""
+
+    def update(self, key: bytes, value: bytes) -> None:
+        """Writes an entry."""
+
+    def delete(self, key: bytes) -> bool:
+        """Deletes an entry; whether it was there."""
+
+    def items(self) -> Iterable[tuple[bytes, bytes]]:
+        """All entries."""
+
+
+class NodeFacts:
+    """The node's own addresses, its settings, and the networks of its pods."""
+
+    def __init__(self, config: Config, maps: Mapping[str, Table]) -> None:
+        self._config = config
+        self._node = maps["node"]
+        self._networks = maps["local_networks"]
+        self._told = b""
+        self._known = {unpack_network(key) for key, _ in self._networks.items()}
+
+    def tell(self, desired: DesiredState) -> None:
+        """Writes what is news.
+
+        The networks come before the flag that asks for them, and new ones before old ones go:
+        there is no moment in which a pod is taken for somebody else.
+        """
+        wanted = set(desired.local_networks)
+        for cidr in sorted(wanted - self._known):
+            self._networks.update(pack_network(cidr), ONE)
+            self._known.add(cidr)
+        value = self._value(desired)
+        if value != self._told:
+            self._node.update(ZERO, value)
+            self._told = value
+        for cidr in sorted(self._known - wanted):
+            self._networks.delete(pack_network(cidr))
+            self._known.discard(cidr)
+
+    def _value(self, desired: DesiredState) -> bytes:
+        """struct node."""
+        first = {family_of(a): bytes(a) for a in desired.masquerade_as}
+        flags = node_flags(self._config, bool(desired.local_networks))
+        own4, own6 = first.get(4, NOWHERE), first.get(6, NOWHERE)
+        mark = 1 << self._config.masquerade_bit
+        return NODE.pack(own4, own6, flags, *self._config.masquerade_ports, mark)
+
+
+def node_flags(config: Config, networks: bool) -> NodeFlag:
+    """The settings that the programs read with each packet; `networks`: whether some are known.
+    Without any, a mode that goes by networks detects nothing.
+    """
+    by_name = config.detect_local_mode in (LocalMode.BRIDGE, LocalMode.PREFIX)
+    said = {
+        NodeFlag.MASQUERADE_ALL: config.masquerade_all,
+        NodeFlag.DETECTS_LOCAL: networks or by_name,
+        NodeFlag.LOCAL_NETWORKS: networks,
+        NodeFlag.DIRECT: config.forwarding == "direct",
+    }
+    return NodeFlag(sum(flag for flag, holds in said.items() if holds))
+
+
+class DeviceFacts:
+    """What each device is to the programs. They leave packets of others alone."""
+
+    def __init__(self, config: Config, maps: Mapping[str, Table]) -> None:
+        self._config = config
+        self._devices = maps["devices"]
+        self._told = dict(self._devices.items())
+
+    def tell(self, there: Iterable[Device], choices: Mapping[int, Choice]) -> None:
+        """Writes what is news; before a program runs on a new device."""
+        wanted = {
+            U32.pack(device.ifindex): describe(device, choices[device.ifindex].role, self._config)
+            for device in there
+            if choices[device.ifindex].role in ROLES
+        }
+        for key, value in wanted.items():
+            if self._told.get(key) != value:
+                self._devices.update(key, value)
+                self._told[key] = value
+        for key in self._told.keys() - wanted.keys():
+            self._devices.delete(key)
+            del self._told[key]
+
+
+def describe(device: Device, role: Role, config: Config) -> bytes:
+    """struct device."""
+    flags = DeviceFlag(0)
+    if is_local(device, role, config):
+        flags |= DeviceFlag.LOCAL
+    if reaches_pod(device, role):
+        flags |= DeviceFlag.PEER
+    return DEVICE.pack(ROLES[role], ETH_HEADER if device.has_header else 0, flags, device.mac)
