@@ -74,7 +74,18 @@ struct packet {
 	u8 fragment;
 	u8 tcp_flags;
 	u8 icmp_type; /* of ICMP and ICMPv6 */
+	u8 ttl;       /* or hops */
+	u8 tos;       /* of IPv4 */
 };
+
+/* How long the packet is from its IP header on, as that says. */
+static __always_inline u32 ip_length(struct __sk_buff *skb, const struct packet *p)
+{
+	__be16 total = 0;
+
+	bpf_skb_load_bytes(skb, p->l3 + (p->v6 ? 4 : 2), &total, sizeof(total));
+	return __builtin_bswap16(total) + (p->v6 ? 40 : 0);
+}
 
 static __always_inline bool parse_ports(struct __sk_buff *skb, struct packet *p)
 {
@@ -107,6 +118,8 @@ static __always_inline bool parse_v4(struct __sk_buff *skb, struct packet *p)
 	p->tuple.from.address = v4_mapped(ip.source);
 	p->tuple.to.address = v4_mapped(ip.destination);
 	p->protocol = ip.protocol;
+	p->ttl = ip.ttl;
+	p->tos = ip.tos;
 	p->l4 = p->l3 + (ip.version_length & 0x0f) * 4;
 	fragment = __builtin_bswap16(ip.fragment);
 	if (fragment & IP_OFFSET)
@@ -127,6 +140,7 @@ static __always_inline bool parse_v6(struct __sk_buff *skb, struct packet *p)
 	p->tuple.from.address = ip.source;
 	p->tuple.to.address = ip.destination;
 	p->protocol = ip.next;
+	p->ttl = ip.hops;
 	p->l4 = p->l3 + sizeof(ip);
 	p->v6 = 1;
 #pragma unroll

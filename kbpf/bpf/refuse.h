@@ -55,13 +55,8 @@ static __always_inline int change_word(struct __sk_buff *skb, const struct packe
 /* Bytes after the TCP header: those of a SYN with fast open. */
 static __always_inline u32 tcp_data(struct __sk_buff *skb, const struct packet *p, u8 offset)
 {
-	__be16 total;
-	u32 length;
+	u32 length = ip_length(skb, p) - (p->l4 - p->l3) - (offset >> 4) * 4;
 
-	if (bpf_skb_load_bytes(skb, p->l3 + (p->v6 ? 4 : 2), &total, sizeof(total)))
-		return 0;
-	length = __builtin_bswap16(total) + (p->v6 ? 40 : 0);
-	length -= p->l4 - p->l3 + (offset >> 4) * 4;
 	return length > 0xffff ? 0 : length;
 }
 

@@ -11,8 +11,8 @@
 #define UDP_CHECK 6
 #define ICMP6_CHECK 2
 
-/* Where the checksum of this protocol is, from the start of its header; 0: none that we may
- * change. SCTP's covers neither addresses nor a pseudo header. */
+/* Where the checksum of this protocol is, from the start of its header; 0: none that covers the
+ * addresses. SCTP's covers its own packet only. */
 static __always_inline u32 check_offset(u8 protocol)
 {
 	if (protocol == PROTO_TCP)
@@ -64,28 +64,29 @@ static __always_inline int change_address(struct __sk_buff *skb, const struct pa
 	return change_pseudo(skb, p, diff);
 }
 
-static __always_inline int change_port(struct __sk_buff *skb, const struct packet *p, u32 at,
-				       __be16 old, __be16 new)
+static __always_inline int change_ports(struct __sk_buff *skb, const struct packet *p,
+					const struct tuple *from, const struct tuple *to)
 {
-	u32 check = check_offset(p->protocol);
-	u64 flags = 2;
+	struct ports old = {from->from.port, from->to.port}, new = {to->from.port, to->to.port};
+	u64 flags = sizeof(old);
 	__sum16 sum;
 
-	if (old == new || p->fragment == LATER)
+	if (*(u32 *)&old == *(u32 *)&new || p->fragment == LATER)
 		return 0;
-	if (!check)
-		return -1; /* SCTP's CRC32c covers the ports: never written wrong */
+	if (p->protocol == PROTO_SCTP)
+		return change_sctp_ports(skb, p, &old, &new);
 	if (p->protocol == PROTO_UDP && !p->v6) {
 		flags |= BPF_F_MARK_MANGLED_0;
 		if (bpf_skb_load_bytes(skb, p->l4 + UDP_CHECK, &sum, sizeof(sum)))
 			return -1;
 		if (!sum) /* the helper leaves it alone, and with it skb->csum */
-			return bpf_skb_store_bytes(skb, p->l4 + at, &new, sizeof(new),
+			return bpf_skb_store_bytes(skb, p->l4, &new, sizeof(new),
 						   BPF_F_RECOMPUTE_CSUM);
 	}
-	if (bpf_l4_csum_replace(skb, p->l4 + check, old, new, flags))
+	if (bpf_l4_csum_replace(skb, p->l4 + check_offset(p->protocol), *(u32 *)&old, *(u32 *)&new,
+				flags))
 		return -1;
-	return bpf_skb_store_bytes(skb, p->l4 + at, &new, sizeof(new), 0);
+	return bpf_skb_store_bytes(skb, p->l4, &new, sizeof(new), 0);
 }
 
 /* Makes the packet say `new`. Not 0: the packet may be half written and has to be dropped. */
@@ -100,8 +101,7 @@ static __always_inline int rewrite(struct __sk_buff *skb, struct packet *p, stru
 	    change_address(skb, p, IP4_DESTINATION, IP6_DESTINATION, &old->to.address,
 			   &new->to.address))
 		return -1;
-	if (change_port(skb, p, 0, old->from.port, new->from.port) ||
-	    change_port(skb, p, 2, old->to.port, new->to.port))
+	if (change_ports(skb, p, old, new))
 		return -1;
 	bpf_set_hash_invalid(skb);
 	return 0;

@@ -12,6 +12,7 @@
 #include "maps.h"
 #include "lookup.h"
 #include "packet.h"
+#include "sctp.h"
 #include "rewrite.h"
 #include "icmp.h"
 #include "refuse.h"
@@ -19,6 +20,8 @@
 
 #define TC_NEXT (-1) /* pass, and let whoever is behind us on this device have its say */
 #define TC_SHOT 2
+#define FIRST_PORT 1024 /* for the port of client' of the node's own flows */
+#define LAST_PORT 65535
 #define CHANGES 8 /* tries to find a free port of client' */
 #define FRESH_TRIES                                                                                \
 	24 /* of SNAT_TRIES, before a port that closed lately will do: the backend may             \
@@ -29,7 +32,11 @@ enum tail {
 	TAIL_ICMP_IN = 1,
 	TAIL_ICMP_OUT = 2,
 	TAIL_REFUSE = 3,
-	TAILS = 4,
+	TAIL_HOST = 4,
+	TAIL_HOST_NEW = 5,
+	TAIL_INGRESS = 6,
+	TAIL_WAY = 7,
+	TAILS = 8,
 };
 
 BPF_F_TABLE("hash", u32, struct device, devices, 64, BPF_F_NO_PREALLOC);
@@ -37,6 +44,8 @@ BPF_TABLE("array", u32, struct node, node, 1);
 BPF_F_TABLE("lpm_trie", struct network_key, u32, local_networks, 64, BPF_F_NO_PREALLOC);
 BPF_TABLE("lru_hash", struct fragment_key, struct ports, fragments, 64);
 BPF_TABLE("prog", u32, u32, tails, TAILS);
+
+#include "forward.h"
 
 static __always_inline void count(u32 reason)
 {
@@ -95,12 +104,15 @@ static __always_inline bool begins_anew(const struct nat *nat, u8 flags)
 /* The half of a flow that the LRU took is made from the one that is there. */
 static __always_inline void mend(struct tuple *key, const struct nat *nat, bool reply)
 {
-	if (reply) {
-		if (!replies.lookup(key))
-			replies.update(key, (struct nat *)nat);
-	} else if (!flows.lookup(key)) {
+	long missing = reply ? !replies.lookup(key) : !flows.lookup(key);
+
+	if (!missing)
+		return;
+	count(MENDED);
+	if (reply)
+		replies.update(key, (struct nat *)nat);
+	else
 		flows.update(key, (struct nat *)nat);
-	}
 }
 
 static __always_inline bool same_flow(const struct nat *a, const struct nat *b)
@@ -163,49 +175,89 @@ static __always_inline void mark_masqueraded(struct __sk_buff *skb, bool in)
 		skb->mark = in ? skb->mark | n->mark : skb->mark & ~n->mark;
 }
 
-/* What a packet of a known flow becomes when it comes in; false: no flow of ours, or an answer that
- * is translated on its way out. */
-static __always_inline bool translate_in(struct tuple *t, u8 flags, struct tuple *new,
-					 bool *masqueraded)
-{
-	struct nat *nat = flows.lookup(t);
-	u64 now = bpf_ktime_get_ns();
-	struct tuple half;
+/* What a packet of a known flow becomes when it comes in. */
+struct step {
+	struct tuple up;  /* for the stack */
+	struct tuple out; /* for the next device */
+	u32 device;       /* not 0: for this node, as if it came in there */
+	u8 way;           /* enum way */
+	bool masqueraded; /* to be marked in the stack; also where nothing else is to be done */
+};
 
-	*new = *t;
-	if (nat) {
-		if (gone(nat, now) || begins_anew(nat, flags))
-			return false;
-		*masqueraded = has_snat(nat);
-		if (touch(nat, flags, false, now))
-			tell_all(nat);
-		new->to = nat->backend;
-		new->from.port = nat->client_port;
-		half = reply_of(nat);
-		mend(&half, nat, true);
-		return true;
+/* A packet of the client. */
+static __always_inline void step_forth(const struct nat *nat, struct step *s)
+{
+	s->up.to = nat->backend;
+	s->up.from.port = nat->client_port;
+	s->out = s->up;
+	if (has_snat(nat)) {
+		s->out.from.address = nat->snat;
+		s->out.from.port = nat->snat_port;
 	}
-	nat = replies.lookup(t);
-	if (!nat || !has_snat(nat))
+}
+
+/* A packet of the backend. False: it is for the client as it is, and changes when it leaves. */
+static __always_inline bool step_back(const struct tuple *t, const struct nat *nat, struct step *s)
+{
+	if (has_snat(nat) && same_address(&t->to.address, &nat->snat) &&
+	    t->to.port == nat->snat_port) {
+		s->up.to = nat->client;
+		s->up.to.port = nat->client_port;
+	} else if (nat->way == WAY_STACK && !nat->device) {
 		return false;
-	*masqueraded = !expired(nat, now);
-	if (!same_address(&t->to.address, &nat->snat) || t->to.port != nat->snat_port ||
-	    gone(nat, now))
-		return false;
-	if (touch(nat, flags, true, now))
-		tell_all(nat);
-	new->to = nat->client;
-	new->to.port = nat->client_port;
-	half = reply_of(nat);
-	mend(&half, nat, true);
-	half = flow_of(nat);
-	mend(&half, nat, false);
+	}
+	s->out.from = nat->frontend;
+	s->out.to = nat->client;
+	if (nat->device)
+		s->up = s->out;
+	s->device = nat->device;
 	return true;
 }
 
+/* Fills `s`; false: no flow of ours, or nothing to do here. */
+static __always_inline bool translate_in(struct tuple *t, u8 flags, struct step *s)
+{
+	struct nat *nat = flows.lookup(t);
+	u64 now = bpf_ktime_get_ns();
+	bool back = !nat;
+	struct tuple half;
+
+	if (back)
+		nat = replies.lookup(t);
+	if (!nat || gone(nat, now))
+		return false;
+	s->up = *t;
+	s->masqueraded = has_snat(nat);
+	if (!back) {
+		if (begins_anew(nat, flags)) {
+			s->masqueraded = false;
+			return false;
+		}
+		step_forth(nat, s);
+	} else if (!step_back(t, nat, s)) {
+		return false;
+	}
+	s->way = nat->way;
+	if (touch(nat, flags, back, now))
+		tell_all(nat);
+	half = reply_of(nat);
+	mend(&half, nat, true);
+	if (back) {
+		half = flow_of(nat);
+		mend(&half, nat, false);
+	}
+	return true;
+}
+
+enum leaving {
+	LEAVES_AS_IT_IS = 0, /* no flow of ours */
+	LEAVES_DONE = 1,     /* one of ours, and it says already what it has to */
+	LEAVES_CHANGED = 2,
+};
+
 /* What it becomes when it goes out. */
-static __always_inline bool translate_out(struct tuple *t, u8 flags, struct tuple *new,
-					  bool *masqueraded)
+static __always_inline enum leaving translate_out(struct tuple *t, u8 flags, struct tuple *new,
+						  bool *masqueraded)
 {
 	struct nat *nat = replies.lookup(t);
 	u64 now = bpf_ktime_get_ns();
@@ -214,26 +266,28 @@ static __always_inline bool translate_out(struct tuple *t, u8 flags, struct tupl
 	*new = *t;
 	if (nat) {
 		if (!same_address(&t->to.address, &nat->client.address) || gone(nat, now))
-			return false;
+			return LEAVES_AS_IT_IS;
 		*masqueraded = has_snat(nat);
 		if (touch(nat, flags, true, now))
 			tell_all(nat);
 		new->from = nat->frontend;
 		new->to.port = nat->client.port;
-		return true;
+		return LEAVES_CHANGED;
 	}
 	back = reversed(t);
 	nat = replies.lookup(&back);
-	if (!nat || gone(nat, now) || !same_address(&t->from.address, &nat->client.address))
-		return false;
+	if (!nat || gone(nat, now))
+		return LEAVES_AS_IT_IS;
+	if (!same_address(&t->from.address, &nat->client.address))
+		return LEAVES_DONE; /* redirected: it has the node's address */
 	if (touch(nat, flags, false, now))
 		tell_all(nat);
 	if (!has_snat(nat))
-		return false;
+		return LEAVES_DONE;
 	*masqueraded = true;
 	new->from.address = nat->snat;
 	new->from.port = nat->snat_port;
-	return true;
+	return LEAVES_CHANGED;
 }
 
 /* ---- a new flow ---------------------------------------------------------------------------- */
@@ -241,14 +295,19 @@ static __always_inline bool translate_out(struct tuple *t, u8 flags, struct tupl
 /* Whether the backend has to see the node's address instead of the client's (kube-proxy reference
  * 2.2). A client that is its own backend would answer itself past us. */
 static __always_inline bool masquerades(const struct choice *c, const struct node *n,
-					const struct address *client, bool outside)
+					const struct device *device, const struct address *client)
 {
+	struct network_key key = {.bits = 128, .address = *client};
+
 	if (same_address(client, &c->backend.address))
 		return true;
-	if (c->flags & SERVICE_CLUSTER_IP)
-		return (n->flags & NODE_MASQUERADE_ALL) ||
-		       (outside && (n->flags & NODE_DETECTS_LOCAL));
-	return outside && !(c->flags & SERVICE_EXTERNAL_LOCAL);
+	if (!(c->flags & SERVICE_CLUSTER_IP))
+		return !(c->flags & SERVICE_EXTERNAL_LOCAL);
+	if ((n->flags & NODE_MASQUERADE_ALL) || !(n->flags & NODE_DETECTS_LOCAL))
+		return n->flags & NODE_MASQUERADE_ALL;
+	if (n->flags & NODE_LOCAL_NETWORKS)
+		return !local_networks.lookup(&key);
+	return !(device->flags & DEVICE_LOCAL);
 }
 
 /* Writes the half that the backend's answers find. Another flow of this client to the same
@@ -274,15 +333,14 @@ static __always_inline bool claim_reply(struct nat *nat, const struct node *n, u
 	return false;
 }
 
-/* Finds a port of the node for this flow: the client's own if nobody has it, else one of the
- * range that the node's own sockets keep away from. */
+/* Finds a port of the node for this flow, in the range that the node's own sockets keep away from:
+ * the client's own if it is one of those and free, else any. */
 static __always_inline bool claim_snat(struct nat *nat, const struct node *n, u64 now)
 {
 	u16 size = n->port_high - n->port_low + 1, own = __builtin_bswap16(nat->client_port);
-	bool fixed = nat->client.protocol == PROTO_SCTP; /* its ports cannot be rewritten */
 
 	nat->snat_port = nat->client_port;
-	if (!fixed && (own < n->port_low || own > n->port_high))
+	if (own < n->port_low || own > n->port_high)
 		nat->snat_port = __builtin_bswap16(n->port_low + bpf_get_prandom_u32() % size);
 	for (int i = 0; i < SNAT_TRIES; i++) {
 		struct tuple key = snat_reply_of(nat);
@@ -296,8 +354,6 @@ static __always_inline bool claim_snat(struct nat *nat, const struct node *n, u6
 			replies.update(&key, nat);
 			return true;
 		}
-		if (fixed)
-			return false;
 		nat->snat_port = __builtin_bswap16(n->port_low + bpf_get_prandom_u32() % size);
 	}
 	return false;
@@ -322,7 +378,7 @@ static __always_inline enum reason create(struct nat *nat, const struct node *n,
 		replies.update(&key, nat);
 	}
 	key = flow_of(nat);
-	return flows.update(&key, nat) ? NOT_RECORDED : TRANSLATED;
+	return flows.update(&key, nat) ? NOT_RECORDED : NEW_FLOW;
 }
 
 static __always_inline bool starts_flow(const struct packet *p)
@@ -330,22 +386,42 @@ static __always_inline bool starts_flow(const struct packet *p)
 	return p->protocol != PROTO_TCP || (p->tcp_flags & (TCP_SYN | TCP_ACK)) == TCP_SYN;
 }
 
+static __always_inline void describe(struct nat *nat, const struct packet *p,
+				     const struct choice *c)
+{
+	nat->last_used = bpf_ktime_get_ns();
+	nat->client = p->tuple.from;
+	nat->frontend = p->tuple.to;
+	nat->backend = c->backend;
+	nat->client_port = p->tuple.from.port;
+	nat->service = c->service;
+	nat->backend_id = c->backend_id;
+}
+
+/* Whether a flow may go past the stack: those for backends on other nodes, since the stack does
+ * not forward what has its own address; those for pods of this node when the operator wants it. */
+static __always_inline bool may_pass_stack(const struct node *n, const struct device *from,
+					   bool masquerade)
+{
+	return (n->flags & NODE_DIRECT) || (masquerade && from->role == ROLE_HOST);
+}
+
+/* Writes the entries of a new flow, and goes back to where known flows are served. */
 int tc_new(struct __sk_buff *skb)
 {
 	u32 zero = 0, ifindex = skb->ifindex;
 	struct device *device = devices.lookup(&ifindex);
 	struct node *n = node.lookup(&zero);
+	struct asker who = {.by_packet = true};
 	struct packet p = {};
 	struct choice c = {};
 	struct nat nat = {};
-	struct asker who = {};
-	struct tuple to;
+	bool masquerade;
 	enum verdict v;
 
 	if (!device || !n || !parse(skb, device->l2, &p))
 		return TC_NEXT;
-	who.outside = device->role == ROLE_HOST;
-	who.by_packet = true;
+	who.outside = !(device->flags & DEVICE_LOCAL);
 	who.key.client = p.tuple.from.address;
 	v = choose(&p.tuple.to, &who, &c);
 	if (v == PASS)
@@ -354,27 +430,123 @@ int tc_new(struct __sk_buff *skb)
 		tails.call(skb, TAIL_REFUSE);
 	if (v != TRANSLATE)
 		return finish(TC_SHOT, c.reason);
-	nat.last_used = bpf_ktime_get_ns();
-	nat.client = p.tuple.from;
-	nat.frontend = p.tuple.to;
-	nat.backend = c.backend;
-	nat.client_port = p.tuple.from.port;
-	nat.service = c.service;
-	nat.backend_id = c.backend_id;
-	c.reason = create(&nat, n, masquerades(&c, n, &p.tuple.from.address, who.outside));
-	if (c.reason != TRANSLATED)
+	describe(&nat, &p, &c);
+	masquerade = masquerades(&c, n, device, &nat.client.address);
+	c.reason = create(&nat, n, masquerade);
+	if (c.reason != NEW_FLOW)
 		return finish(TC_SHOT, c.reason);
-	to = p.tuple;
-	to.to = nat.backend;
-	to.from.port = nat.client_port;
-	if (rewrite(skb, &p, &to))
-		return finish(TC_SHOT, NOT_REWRITTEN);
-	if (has_snat(&nat))
-		mark_masqueraded(skb, true);
-	return finish(TC_NEXT, TRANSLATED);
+	count(NEW_FLOW);
+	if (may_pass_stack(n, device, masquerade))
+		tails.call(skb, TAIL_WAY);
+	tails.call(skb, TAIL_INGRESS);
+	return finish(TC_SHOT, NOT_REWRITTEN);
 }
 
-/* Sends the answer out of the device that the question came in by. */
+static __always_inline void set_way(struct nat *entry, const struct nat *nat)
+{
+	if (entry && same_flow(entry, nat))
+		entry->way = nat->way;
+}
+
+/* Decides by which way the packets of a new flow leave. */
+int tc_way(struct __sk_buff *skb)
+{
+	u32 zero = 0, ifindex = skb->ifindex;
+	struct device *device = devices.lookup(&ifindex), *to;
+	struct node *n = node.lookup(&zero);
+	struct target source = {};
+	struct packet p = {};
+	struct route route;
+	struct nat *nat;
+	struct tuple key;
+
+	if (!device || !n || !parse(skb, device->l2, &p))
+		return TC_NEXT;
+	nat = flows.lookup(&p.tuple);
+	if (!nat)
+		return finish(TC_SHOT, NOT_RECORDED);
+	source = nat->client;
+	if (has_snat(nat))
+		source.address = nat->snat;
+	to = find_route(skb, &p, &source, &nat->backend, &route);
+	if (to && ((n->flags & NODE_DIRECT) || to->role == ROLE_HOST)) {
+		nat->way = WAY_REDIRECT;
+		key = reply_of(nat);
+		set_way(replies.lookup(&key), nat);
+		key = snat_reply_of(nat);
+		set_way(replies.lookup(&key), nat);
+	}
+	tails.call(skb, TAIL_INGRESS);
+	return finish(TC_SHOT, NOT_REWRITTEN);
+}
+
+/* A new connection of this node's own to a Service, by a socket that the hooks have left alone.
+ * What it sends leaves by the device to the backend; the answers come in by the device that it
+ * sends by, where they are expected. It needs no other source: it has the node's. */
+int tc_host_new(struct __sk_buff *skb)
+{
+	u32 ifindex = skb->ifindex;
+	struct device *device = devices.lookup(&ifindex);
+	struct node plain = {.port_low = FIRST_PORT, .port_high = LAST_PORT};
+	struct asker who = {.by_packet = true};
+	struct packet p = {};
+	struct choice c = {};
+	struct nat nat = {};
+	enum verdict v;
+
+	if (!device || !parse(skb, device->l2, &p))
+		return TC_NEXT;
+	who.key.client = p.tuple.from.address;
+	v = choose(&p.tuple.to, &who, &c);
+	if (v == PASS)
+		return finish(TC_NEXT, c.reason);
+	if (v == REFUSE)
+		tails.call(skb, TAIL_REFUSE);
+	if (v != TRANSLATE)
+		return finish(TC_SHOT, c.reason);
+	describe(&nat, &p, &c);
+	nat.way = WAY_REDIRECT;
+	nat.device = ifindex;
+	c.reason = create(&nat, &plain, false);
+	if (c.reason != NEW_FLOW)
+		return finish(TC_SHOT, c.reason);
+	count(NEW_FLOW);
+	tails.call(skb, TAIL_HOST);
+	return finish(TC_SHOT, NOT_REWRITTEN);
+}
+
+int tc_host(struct __sk_buff *skb)
+{
+	u32 ifindex = skb->ifindex;
+	struct device *device = devices.lookup(&ifindex), *to;
+	struct packet p = {};
+	struct route route;
+	struct tuple out;
+	struct nat *nat;
+	u64 now = bpf_ktime_get_ns();
+
+	if (!device || !parse(skb, device->l2, &p) || !fragment_ports(&p))
+		return TC_NEXT;
+	nat = flows.lookup(&p.tuple);
+	if (!nat || !nat->device || gone(nat, now) || begins_anew(nat, p.tcp_flags)) {
+		if (starts_flow(&p))
+			tails.call(skb, TAIL_HOST_NEW);
+		return TC_NEXT;
+	}
+	if (touch(nat, p.tcp_flags, false, now))
+		tell_all(nat);
+	out.from = nat->client;
+	out.from.port = nat->client_port;
+	out.to = nat->backend;
+	to = find_route(skb, &p, &out.from, &out.to, &route);
+	if (!to)
+		return finish(TC_SHOT, NO_ROUTE);
+	if (rewrite(skb, &p, &out))
+		return finish(TC_SHOT, NOT_REWRITTEN);
+	return send_off(skb, device, to, &route);
+}
+
+/* Sends the answer back by the device that the question came in by; to this node's own, in. */
 int tc_refuse(struct __sk_buff *skb)
 {
 	u32 ifindex = skb->ifindex;
@@ -386,35 +558,68 @@ int tc_refuse(struct __sk_buff *skb)
 	if ((p.protocol == PROTO_TCP ? refuse_tcp(skb, &p) : refuse_with_icmp(skb, &p)) ||
 	    swap_link(skb, device->l2))
 		return finish(TC_SHOT, NOT_REWRITTEN);
-	return finish(bpf_redirect(ifindex, 0), NO_ENDPOINTS);
+	return finish(bpf_redirect(ifindex, skb->ingress_ifindex ? 0 : BPF_F_INGRESS),
+		      NO_ENDPOINTS);
 }
 
 /* ---- every packet -------------------------------------------------------------------------- */
+
+/* An answer to this node's own: it comes in by the device that the question left by. */
+static __always_inline int deliver(struct __sk_buff *skb, const struct device *from, u32 ifindex)
+{
+	struct device *to = devices.lookup(&ifindex);
+
+	if (ifindex == skb->ifindex || !to || to->l2 != from->l2)
+		return TC_NEXT;
+	if (to->l2 && bpf_skb_store_bytes(skb, 0, to->mac, sizeof(to->mac), 0))
+		return finish(TC_SHOT, NOT_REWRITTEN);
+	return bpf_redirect(ifindex, BPF_F_INGRESS);
+}
+
+static __always_inline int go_on(struct __sk_buff *skb, struct packet *p,
+				 const struct device *device, struct step *s)
+{
+	struct route route;
+	struct device *to = NULL;
+
+	if (s->way == WAY_REDIRECT && !s->device)
+		to = find_route(skb, p, &s->out.from, &s->out.to, &route);
+	if (rewrite(skb, p, to ? &s->out : &s->up))
+		return finish(TC_SHOT, NOT_REWRITTEN);
+	if (s->device)
+		return deliver(skb, device, s->device);
+	if (!to && s->masqueraded)
+		mark_masqueraded(skb, true);
+	if (!to)
+		return TC_NEXT;
+	return age(skb, p) ? finish(TC_SHOT, NOT_REWRITTEN) : send_off(skb, device, to, &route);
+}
+
+/* What both directions begin with. False: not for us. */
+static __always_inline bool take(struct __sk_buff *skb, const struct device *device,
+				 struct packet *p, u32 icmp)
+{
+	if (!device || !parse(skb, device->l2, p))
+		return false;
+	if (is_icmp_error(p)) {
+		tails.call(skb, icmp);
+		return false;
+	}
+	return p->tuple.to.protocol && fragment_ports(p);
+}
 
 int tc_ingress(struct __sk_buff *skb)
 {
 	u32 ifindex = skb->ifindex;
 	struct device *device = devices.lookup(&ifindex);
 	struct packet p = {};
-	struct tuple to;
-	bool masqueraded = false;
+	struct step s = {};
 
-	if (!device || !parse(skb, device->l2, &p))
+	if (!take(skb, device, &p, TAIL_ICMP_IN))
 		return TC_NEXT;
-	if (is_icmp_error(&p)) {
-		tails.call(skb, TAIL_ICMP_IN);
-		return TC_NEXT;
-	}
-	if (!p.tuple.to.protocol || !fragment_ports(&p))
-		return TC_NEXT;
-	if (translate_in(&p.tuple, p.tcp_flags, &to, &masqueraded)) {
-		if (rewrite(skb, &p, &to))
-			return finish(TC_SHOT, NOT_REWRITTEN);
-		if (masqueraded)
-			mark_masqueraded(skb, true);
-		return TC_NEXT;
-	}
-	if (masqueraded)
+	if (translate_in(&p.tuple, p.tcp_flags, &s))
+		return go_on(skb, &p, device, &s);
+	if (s.masqueraded)
 		mark_masqueraded(skb, true);
 	if (starts_flow(&p))
 		tails.call(skb, TAIL_NEW);
@@ -426,21 +631,20 @@ int tc_egress(struct __sk_buff *skb)
 	u32 ifindex = skb->ifindex;
 	struct device *device = devices.lookup(&ifindex);
 	struct packet p = {};
-	struct tuple to;
 	bool masqueraded = false;
+	enum leaving leaving;
+	struct tuple to;
 
-	if (!device || !parse(skb, device->l2, &p))
+	if (!take(skb, device, &p, TAIL_ICMP_OUT))
 		return TC_NEXT;
-	if (is_icmp_error(&p)) {
-		tails.call(skb, TAIL_ICMP_OUT);
-		return TC_NEXT;
-	}
-	if (!p.tuple.to.protocol || !fragment_ports(&p))
-		return TC_NEXT;
-	if (translate_out(&p.tuple, p.tcp_flags, &to, &masqueraded) && rewrite(skb, &p, &to))
+	leaving = translate_out(&p.tuple, p.tcp_flags, &to, &masqueraded);
+	if (leaving == LEAVES_CHANGED && rewrite(skb, &p, &to))
 		return finish(TC_SHOT, NOT_REWRITTEN);
 	if (masqueraded)
 		mark_masqueraded(skb, false);
+	if (leaving == LEAVES_AS_IT_IS && !skb->ingress_ifindex && device->role == ROLE_HOST &&
+	    (starts_flow(&p) || flows.lookup(&p.tuple)))
+		tails.call(skb, TAIL_HOST);
 	return TC_NEXT;
 }
 
@@ -453,18 +657,21 @@ static __always_inline int translate_error(struct __sk_buff *skb, bool in)
 	struct device *device = devices.lookup(&ifindex);
 	struct packet p = {}, carried = {};
 	struct tuple with, becomes, outer;
-	bool masqueraded = false, known;
+	struct step s = {};
+	bool known;
 
 	if (!device || !parse(skb, device->l2, &p) || !parse_carried(skb, &p, &carried) ||
 	    !carried.tuple.to.protocol)
 		return TC_NEXT;
 	with = reversed(&carried.tuple);
-	known = in ? translate_in(&with, TCP_ACK, &becomes, &masqueraded)
-		   : translate_out(&with, TCP_ACK, &becomes, &masqueraded);
-	if (masqueraded)
+	known = in ? translate_in(&with, TCP_ACK, &s)
+		   : translate_out(&with, TCP_ACK, &becomes, &s.masqueraded) == LEAVES_CHANGED;
+	if (s.masqueraded)
 		mark_masqueraded(skb, in);
 	if (!known)
 		return TC_NEXT;
+	if (in)
+		becomes = s.up;
 	outer = p.tuple;
 	if (same_address(&outer.from.address, &with.from.address))
 		outer.from.address = becomes.from.address;

@@ -263,5 +263,6 @@ enum reason {
 	UNKNOWN_PORT = 13,      /* of a ClusterIP: refused */
 	NEW_FLOW = 14,          /* a packet began a connection, which is tracked now */
 	MENDED = 15,            /* the LRU took a part of a connection that lives; made anew */
-	REASONS = 16,
+	NO_ROUTE = 16,          /* from this node's own socket to the backend: dropped */
+	REASONS = 17,
 };

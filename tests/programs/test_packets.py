@@ -9,6 +9,7 @@ import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import pytest
@@ -17,8 +18,10 @@ from kbpf.dataplane.bpf import compile
 from kbpf.dataplane.bpf.layout import (
     DEVICE,
     NAT,
+    NETWORK_KEY,
     U32,
     DeviceFlag,
+    NodeFlag,
     Reason,
     Role,
     Target,
@@ -48,10 +51,12 @@ CLIENT = {4: "198.51.100.7", 6: "2001:db8:9::7"}
 NODE = {4: "198.18.0.1", 6: "fd00:198:18::1"}
 ROUTER = {4: "203.0.113.9", 6: "2001:db8:8::9"}
 POD = {4: "10.244.1.2", 6: "fd00:10:244:1::2"}
+NEAR = {4: "10.244.7.7", 6: "fd00:10:244:7::7"}
+"""A client in a local network."""
 NET = {4: "192.0.2.", 6: "2001:db8::"}
-CLUSTER, LOCAL, NONE, RESTRICTED, SAME, MASKED = 1, 2, 3, 4, 5, 6
+CLUSTER, LOCAL, NONE, RESTRICTED, SAME, MASKED, IP = 1, 2, 3, 4, 5, 6, 7
 """The last part of a VIP: policy Cluster, Local, no endpoints, nobody let in; port 80 → 80 with
-policy Local and Cluster."""
+policy Local and Cluster; a ClusterIP."""
 PORTS = itertools.count(2000)
 """Clients' ports: each flow is a new one."""
 QUOTED = {f"{icmp} embedded {what}" for icmp in ("icmp", "icmp6") for what in ("tcp", "udp")}
@@ -84,11 +89,19 @@ class Path_:
         self.site = site
         self.programs = programs
 
-    def come_from(self, role: Role) -> None:
+    def come_from(self, role: Role, flags: DeviceFlag | None = None) -> None:
         """Loopback is such a device."""
-        with self.site.pinned("devices") as devices:
+        if flags is None:
             flags = DeviceFlag.LOCAL if role is Role.POD else DeviceFlag(0)
+        with self.site.pinned("devices") as devices:
             devices.update(U32.pack(1), DEVICE.pack(role, 14, flags, bytes(6)))
+
+    def node(self, flags: NodeFlag) -> None:
+        """What the programs know of the node."""
+        with self.site.pinned("node") as node:
+            value = bytearray(node.lookup(U32.pack(0)) or b"")
+            value[32:36] = U32.pack(flags)
+            node.update(U32.pack(0), bytes(value))
 
     def run(self, name: str, packet: bytes, complete: bool = False) -> tuple[int, bytes]:
         """The verdict, and the packet without its link header."""
@@ -119,6 +132,9 @@ def path(artifact_cache: Path) -> Iterator[Path_]:
             folder = next(site.pins.glob("programs-tc-*"))
             names = ("tc_ingress", "tc_egress")
             made = Path_(site, {name: Program.open(folder / name) for name in names})
+            with site.pinned("local_networks") as networks:
+                networks.update(NETWORK_KEY.pack(96 + 16, parse_addr(NEAR[4])), U32.pack(1))
+                networks.update(NETWORK_KEY.pack(64, parse_addr(NEAR[6])), U32.pack(1))
             yield made
             for program in made.programs.values():
                 program.close()
@@ -131,7 +147,7 @@ def services() -> Iterator[object]:
     for v, protocol in itertools.product((4, 6), protocols):
 
         def one(which: int, to: str, kind: str = "LoadBalancer", **more: object) -> object:
-            at = f"{kind}={vip(v, which)}"  # noqa: B023
+            at = f"{kind}={vip(v, which)}" if kind else vip(v, which)  # noqa: B023
             name = f"s{which}-{protocol.name.lower()}"  # noqa: B023
             return service(name, at, to, protocol, **more)  # noqa: B023
 
@@ -141,11 +157,13 @@ def services() -> Iterator[object]:
         yield one(RESTRICTED, pod(v), restricted=True)
         yield one(MASKED, pod(v, 80))
         yield one(SAME, pod(v, 80), local=pod(v, 80), external_local=True)
+        yield one(IP, pod(v), "")
 
 
 @pytest.fixture(autouse=True)
 def _outside(path: Path_) -> None:
     path.come_from(Role.HOST)
+    path.node(NodeFlag(0))
 
 
 # ---- there and back ------------------------------------------------------------------------------
@@ -243,17 +261,54 @@ def test_udp_without_a_checksum_has_none_afterwards(path: Path_) -> None:
     masked(path, inside, lambda a, b: udp(a, b, b"?", checksum="zero"), pod(4), 4)
 
 
+class Masquerade(NamedTuple):
+    """Whether the backend sees the node (kube-proxy reference 2.2)."""
+
+    name: str
+    role: Role
+    which: int
+    is_masked: bool
+    flags: NodeFlag = NodeFlag(0)
+    client: str = ""  # "itself": the backend; "near": in a local network
+    local: DeviceFlag | None = None
+
+
+DETECTS, BY_NETWORK = NodeFlag.DETECTS_LOCAL, NodeFlag.DETECTS_LOCAL | NodeFlag.LOCAL_NETWORKS
+NO_FLAG = DeviceFlag(0)
+MASQUERADES = [
+    Masquerade("ClusterIP, a pod", Role.POD, IP, False),
+    Masquerade("ClusterIP, from outside", Role.HOST, IP, False),
+    Masquerade("ClusterIP, masqueradeAll", Role.POD, IP, True, NodeFlag.MASQUERADE_ALL),
+    Masquerade("ClusterIP, outside, locals are known", Role.HOST, IP, True, DETECTS),
+    Masquerade("ClusterIP, a pod, locals are known", Role.POD, IP, False, DETECTS),
+    Masquerade("ClusterIP, a pod device of another name", Role.POD, IP, True, DETECTS, "", NO_FLAG),
+    Masquerade("ClusterIP, outside, in a local network", Role.HOST, IP, False, BY_NETWORK, "near"),
+    Masquerade("ClusterIP, a pod, in no local network", Role.POD, IP, True, BY_NETWORK),
+    Masquerade("ClusterIP, hairpin", Role.POD, IP, True, client="itself"),
+    Masquerade("Cluster policy, from outside", Role.HOST, CLUSTER, True),
+    Masquerade("Cluster policy, a pod", Role.POD, CLUSTER, True),
+    Masquerade("Local policy, from outside", Role.HOST, LOCAL, False),
+    Masquerade("Local policy, a pod", Role.POD, LOCAL, False),
+    Masquerade("Local policy, masqueradeAll", Role.HOST, LOCAL, False, NodeFlag.MASQUERADE_ALL),
+    Masquerade("Local policy, hairpin", Role.POD, LOCAL, True, client="itself"),
+]
+
+
 @both
-def test_a_pod_is_not_masqueraded_but_before_itself(path: Path_, v: int) -> None:
-    path.come_from(Role.POD)
-    own, back = client(v), pod(v)
-    inside = path.go("tc_ingress", udp(own, vip(v, CLUSTER), b"?"), udp(own, back, b"?"))
-    path.go("tc_egress", inside, inside)
-    own = pod(v, next(PORTS))
-    inside = path.go("tc_ingress", udp(own, vip(v, CLUSTER), b"?"), udp(own, back, b"?"))
-    source = masked(path, inside, lambda a, b: udp(a, b, b"?"), back, v)
+@pytest.mark.parametrize("row", MASQUERADES, ids=lambda row: row.name)
+def test_who_is_masqueraded(path: Path_, v: int, row: Masquerade) -> None:
+    path.come_from(row.role, row.local)
+    path.node(row.flags)
+    own = {"itself": pod(v, next(PORTS)), "near": end(NEAR[v], next(PORTS))}.get(row.client)
+    own, back, front = own or client(v), pod(v), vip(v, row.which)
+    inside = path.go("tc_ingress", udp(own, front, b"?"), udp(own, back, b"?"))
+    source = own
+    if row.is_masked:
+        source = masked(path, inside, lambda a, b: udp(a, b, b"?"), back, v)
+    else:
+        path.go("tc_egress", inside, inside)
     inside = path.go("tc_ingress", udp(back, source, b"!"), udp(back, own, b"!"))
-    path.go("tc_egress", inside, udp(vip(v, CLUSTER), own, b"!"))
+    path.go("tc_egress", inside, udp(front, own, b"!"))
 
 
 # ---- marks ---------------------------------------------------------------------------------------
@@ -516,24 +571,35 @@ def test_sctp_with_equal_ports_keeps_its_checksum(path: Path_, v: int) -> None:
 
 
 @both
-def test_sctp_as_the_node_keeps_its_port_or_is_dropped(path: Path_, v: int) -> None:
-    own, front, back = client(v), vip(v, MASKED), pod(v, 80)
-    source = end(NODE[v], int(own.rpartition(":")[2]))
-    inside = path.go("tc_ingress", sctp(own, front), sctp(own, back))
-    path.go("tc_egress", inside, sctp(source, back))
-    inside = path.go("tc_ingress", sctp(back, source, tag=5), sctp(back, own, tag=5))
-    path.go("tc_egress", inside, sctp(front, own, tag=5))
-    other = end(ROUTER[v], int(own.rpartition(":")[2]))
-    before = path.site.reasons()[Reason.NO_SNAT_PORT]
-    assert path.run("tc_ingress", sctp(other, front))[0] == TC_ACT_SHOT, "the port is taken"
-    assert path.site.reasons()[Reason.NO_SNAT_PORT] == before + 1
+@pytest.mark.parametrize("length", [0, 4, 60, 1400, 3001])
+def test_sctp_ports_change_with_the_checksum(path: Path_, v: int, length: int) -> None:
+    """CRC32c covers all of the packet, of which the program reads the ports only."""
+    chunks = os.urandom(length)
+    own, front, back = client(v), vip(v, CLUSTER), pod(v)
+    inside = path.go("tc_ingress", sctp(own, front, chunks), sctp(own, back, chunks))
+    source = masked(path, inside, lambda a, b: sctp(a, b, chunks), back, v)
+    inside = path.go(
+        "tc_ingress", sctp(back, source, chunks, tag=5), sctp(back, own, chunks, tag=5)
+    )
+    path.go("tc_egress", inside, sctp(front, own, chunks, tag=5))
 
 
 @both
-def test_sctp_to_another_port_is_dropped(path: Path_, v: int) -> None:
-    """Its CRC32c covers the ports, and no helper computes it."""
+def test_sctp_that_was_wrong_stays_wrong(path: Path_, v: int) -> None:
+    """What was broken on its way must not become right here."""
+    own = client(v)
+    _, got = path.run("tc_ingress", sctp(own, vip(v, CLUSTER), checksum="wrong"))
+    assert checksums(got, l2=False) == ["sctp"]
+
+
+@both
+def test_fragments_of_sctp_to_another_port_are_dropped(path: Path_, v: int) -> None:
+    """The checksum is in the first piece, and covers the others, whose length is not known."""
+    number = next(PORTS)
+    whole = sctp(client(v), vip(v, CLUSTER), os.urandom(2000), **_id(v, number))
     before = path.site.reasons()[Reason.NOT_REWRITTEN]
-    assert path.run("tc_ingress", sctp(client(v), vip(v, LOCAL)))[0] == TC_ACT_SHOT
+    first, *_ = fragments(whole, 1280, id=number)
+    assert path.run("tc_ingress", first)[0] == TC_ACT_SHOT
     assert path.site.reasons()[Reason.NOT_REWRITTEN] == before + 1
 
 
@@ -577,13 +643,13 @@ def test_strangers_pass_untouched(path: Path_, name: str, stranger: str, v: int)
 def test_a_syn_on_a_flow_that_was_answered_begins_anew(path: Path_, v: int) -> None:
     """A client's port used again: the new connection is masked as the old one was not."""
     own, _ = established(path, v, "tcp")
-    before = path.site.reasons()[Reason.TRANSLATED]
+    before = path.site.reasons()[Reason.NEW_FLOW]
     syn = tcp(own, vip(v, CLUSTER), flags="S", seq=77)
     path.go("tc_ingress", syn, tcp(own, pod(v), flags="S", seq=77))
-    assert path.site.reasons()[Reason.TRANSLATED] > before, "chosen anew"
-    before = path.site.reasons()[Reason.TRANSLATED]
+    assert path.site.reasons()[Reason.NEW_FLOW] > before, "chosen anew"
+    before = path.site.reasons()[Reason.NEW_FLOW]
     path.go("tc_ingress", syn, tcp(own, pod(v), flags="S", seq=77))
-    assert path.site.reasons()[Reason.TRANSLATED] == before, "the same SYN once more"
+    assert path.site.reasons()[Reason.NEW_FLOW] == before, "the same SYN once more"
 
 
 def segment(path: Path_, v: int, own: str, flags: str, source: str = "") -> str:
@@ -690,11 +756,14 @@ def states(path: Path_, own: str) -> set[int]:
 
 INSTRUCTIONS = {
     "tc_ingress": 2600,
-    "tc_egress": 2500,
-    "tc_new": 3600,
+    "tc_egress": 2650,
+    "tc_new": 3300,
     "tc_refuse": 1200,
     "tc_icmp_in": 3200,
     "tc_icmp_out": 3100,
+    "tc_host": 2100,
+    "tc_host_new": 2500,
+    "tc_way": 900,
 }
 """What a program may have: a quarter more than it has, and less than the 4096 of old kernels."""
 

@@ -39,7 +39,7 @@ HOOKS: Final = (
 @dataclass(frozen=True, slots=True)
 class PacketProgram:
     """A program of the unit `tc`. `direction`: "ingress" or "egress" of devices, or "" for one
-    that is reached by a tail call, as number `tail` (enum tail in tc.c).
+    that is reached by a tail call only; `tail`: its number there (enum tail in tc.c), or -1.
     """
 
     name: str
@@ -50,14 +50,17 @@ class PacketProgram:
 PROG_SCHED_CLS: Final = 3
 
 PACKET_PROGRAMS: Final = (
-    PacketProgram("tc_ingress", direction="ingress"),
+    PacketProgram("tc_ingress", direction="ingress", tail=6),
     PacketProgram("tc_egress", direction="egress"),
     PacketProgram("tc_new", tail=0),
     PacketProgram("tc_icmp_in", tail=1),
     PacketProgram("tc_icmp_out", tail=2),
     PacketProgram("tc_refuse", tail=3),
+    PacketProgram("tc_host", tail=4),
+    PacketProgram("tc_host_new", tail=5),
+    PacketProgram("tc_way", tail=7),
 )
-TAILS: Final = 4
+TAILS: Final = 8
 TAILS_MAP: Final = "tails"
 
 UNITS: Final = ("sock", "tc")

@@ -113,6 +113,7 @@ class Reason(IntEnum):
     UNKNOWN_PORT = 13
     NEW_FLOW = 14
     MENDED = 15
+    NO_ROUTE = 16
 
 
 class Target(NamedTuple):

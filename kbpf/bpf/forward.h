@@ -1,0 +1,138 @@
+/* SPDX-License-Identifier: (GPL-2.0 OR BSD-2-Clause) */
+/* From ingress to the next device, past the stack.
+ *
+ * Packets for backends on other nodes carry this node's address as source. The stack would drop
+ * them as martians, and a FORWARD policy would judge them; so they are routed here, by the tables
+ * of the kernel, and given to the next device with the neighbour's address that the kernel knows.
+ * What cannot be routed here (too long for the way, TTL at its end, no route, a tunnel that a route
+ * makes) goes up the stack, which knows what to answer.
+ *
+ * What is left of forwarding's duties: TTL goes down by one.
+ */
+#pragma once
+
+#define AF_INET 2
+#define AF_INET6 10
+#define FIB_SUCCESS 0
+#define FIB_NO_NEIGHBOUR 7 /* found, but for the neighbour's address: the kernel asks for it */
+#define IP4_TTL 8
+#define IP6_HOPS 7
+#define TCP_WORDS 12
+
+/* struct bpf_fib_lookup of linux/bpf.h, 64 bytes; later kernels give the unions more names. */
+struct route {
+	u8 family;
+	u8 protocol;
+	__be16 source_port;
+	__be16 destination_port;
+	u16 length;  /* of the largest packet from the IP header on */
+	u32 ifindex; /* in: where it came in; out: where it goes */
+	u32 tos;     /* IPv4's in the first byte */
+	struct address source;
+	struct address destination; /* out: of the next hop */
+	u16 vlan[2];
+	u8 own_mac[6];
+	u8 next_mac[6];
+};
+
+/* struct bpf_redir_neigh. */
+struct next_hop {
+	u32 family;
+	struct address address;
+};
+
+/* Linux v4.18: 87f5fc7e48dd. */
+static __always_inline long fib_lookup(void *ctx, struct route *route)
+{
+	return ((long (*)(void *, void *, int, u32))69)(ctx, route, sizeof(*route), 0);
+}
+
+/* Linux v5.10: b4ab31414970, ba452c9e996d. */
+static __always_inline long redirect_neigh(u32 ifindex, struct next_hop *hop)
+{
+	return ((long (*)(u32, void *, int, u64))152)(ifindex, hop, sizeof(*hop), 0);
+}
+
+/* Linux v5.10: 9aa1206e8f48. */
+static __always_inline long redirect_peer(u32 ifindex)
+{
+	return ((long (*)(u32, u64))155)(ifindex, 0);
+}
+
+/* The longest packet that this one becomes on the wire, from the IP header on. */
+static __always_inline u16 wire_length(struct __sk_buff *skb, const struct packet *p)
+{
+	u32 headers = p->l4 - p->l3;
+	u8 words = 0;
+
+	if (!skb->gso_size)
+		return ip_length(skb, p);
+	if (p->protocol != PROTO_TCP)
+		return headers + 8 + skb->gso_size;
+	if (bpf_skb_load_bytes(skb, p->l4 + TCP_WORDS, &words, 1))
+		return 0xffff;
+	return headers + (words >> 4) * 4 + skb->gso_size;
+}
+
+/* The way of a packet that will go from here to there. Gives the device that it leaves by, or NULL:
+ * then the stack has to see to it. `route->vlan[0]` is 1 where the MAC addresses are known. */
+static __always_inline struct device *find_route(struct __sk_buff *skb, const struct packet *p,
+						 const struct target *from, const struct target *to,
+						 struct route *route)
+{
+	long result;
+
+	if (p->ttl <= 1)
+		return NULL;
+	__builtin_memset(route, 0, sizeof(*route));
+	route->protocol = p->protocol;
+	route->source_port = from->port;
+	route->destination_port = to->port;
+	route->length = wire_length(skb, p);
+	route->ifindex = skb->ifindex;
+	if (p->v6) {
+		route->family = AF_INET6;
+		route->source = from->address;
+		route->destination = to->address;
+	} else {
+		route->family = AF_INET;
+		route->tos = p->tos;
+		route->source.word[0] = from->address.word[3];
+		route->destination.word[0] = to->address.word[3];
+	}
+	result = fib_lookup(skb, route);
+	if (result != FIB_SUCCESS && result != FIB_NO_NEIGHBOUR)
+		return NULL;
+	route->vlan[0] = result == FIB_SUCCESS;
+	return devices.lookup(&route->ifindex);
+}
+
+/* One hop less to go. Not 0: the packet may be half written. */
+static __always_inline int age(struct __sk_buff *skb, const struct packet *p)
+{
+	u8 old[2] = {p->ttl, p->protocol}, new[2] = {p->ttl - 1, p->protocol};
+
+	if (p->v6)
+		return bpf_skb_store_bytes(skb, p->l3 + IP6_HOPS, new, 1, BPF_F_RECOMPUTE_CSUM);
+	if (bpf_l3_csum_replace(skb, p->l3 + IP4_CHECK, *(u16 *)old, *(u16 *)new, 2))
+		return -1;
+	return bpf_skb_store_bytes(skb, p->l3 + IP4_TTL, new, 1, 0);
+}
+
+/* Sends it off. Into a pod it goes without a queue where that can be; else the kernel writes the
+ * link header. */
+static __always_inline int send_off(struct __sk_buff *skb, const struct device *from,
+				    const struct device *to, const struct route *route)
+{
+	struct next_hop hop = {.family = route->family};
+
+	if ((to->flags & DEVICE_PEER) && to->role == ROLE_POD && route->vlan[0] &&
+	    from->l2 == ETH_HEADER && to->l2 == ETH_HEADER && skb->ingress_ifindex) {
+		if (bpf_skb_store_bytes(skb, 0, route->next_mac, 6, 0) ||
+		    bpf_skb_store_bytes(skb, 6, route->own_mac, 6, 0))
+			return TC_SHOT;
+		return redirect_peer(route->ifindex);
+	}
+	hop.address = route->destination;
+	return redirect_neigh(route->ifindex, &hop);
+}
