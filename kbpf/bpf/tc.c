@@ -227,7 +227,7 @@ static __always_inline bool translate_in(struct tuple *t, u8 flags, struct step 
 	if (!nat || gone(nat, now))
 		return false;
 	s->up = *t;
-	s->masqueraded = has_snat(nat);
+	s->masqueraded = has_snat(nat) && !(back && expired(nat, now));
 	if (!back) {
 		if (begins_anew(nat, flags)) {
 			s->masqueraded = false;

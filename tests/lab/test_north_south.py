@@ -106,7 +106,6 @@ def rows() -> Iterator[Dial]:
 def ranges() -> Iterator[Dial]:
     for v6 in (False, True):
         say, own = "v6" if v6 else "v4", (NODES6 if v6 else NODES4)[0]
-        pod = "fd00:10:244:1::3" if v6 else "10.244.1.3"
         out = "outside"
         yield Dial(f"{say} ranges, in", out, at("VIP", 32, v6), "a1 b1", "tcp", own)
         yield Dial(f"{say} ranges, not in", out, at("VIP", 33, v6), DROPPED, "tcp")
@@ -115,13 +114,13 @@ def ranges() -> Iterator[Dial]:
         yield Dial(f"{say} not for external IPs", out, at("ExternalIP", 33, v6), "a1 b1", "tcp",
                    own)  # fmt: skip
         yield Dial(f"{say} a pod, not in", "a2!", at("VIP", 33, v6), DROPPED, "tcp")
-        yield Dial(f"{say} a pod, in", "a2!", at("VIP", 35, v6), "a1", "tcp", pod)
-        yield Dial(f"{say} a hooked pod, in", "a2", at("VIP", 35, v6), "a1", "tcp", pod)
+        yield Dial(f"{say} a pod, in", "a2!", at("VIP", 35, v6), "a1", "tcp", own)
+        yield Dial(f"{say} a hooked pod, in", "a2", at("VIP", 35, v6), "a1", "tcp", own)
         yield Dial(f"{say} a hooked pod, not in", "a2", at("VIP", 33, v6), DROPPED, "tcp")
 
 
 def unhooked() -> Iterator[Dial]:
-    """a2 is 10.244.1.3; another node sees the pod itself, and masquerades."""
+    """a2 is 10.244.1.3. Its own node masquerades to what is no ClusterIP, as kube-proxy does."""
     for protocol, v6 in product(("tcp", "udp"), (False, True)):
         base = 10 if protocol == "tcp" else 20
         say = f"{protocol} {'v6' if v6 else 'v4'}"
@@ -130,7 +129,8 @@ def unhooked() -> Iterator[Dial]:
 
         for kind in KINDS:
             to = at(kind, base + 3, v6)
-            yield Dial(f"{say} {kind}", "a2!", to, "a1 b1", protocol, pod)
+            sees = pod if kind == "ClusterIP" else own
+            yield Dial(f"{say} {kind}", "a2!", to, "a1 b1", protocol, sees)
             to = at(kind, base + 1, v6)
             yield Dial(f"{say} {kind} hairpin", "a1!", to, "a1", protocol, own)
             yield Dial(f"{say} {kind} no endpoints", "a2!", at(kind, base + 6, v6), REFUSED,
@@ -441,7 +441,7 @@ def test_a_device_that_comes_later(field: Field) -> None:
     until("the agent knows it", lambda: key in field.agent.entries("devices"))
     until("it is served", lambda: "name" in client.tcp("10.96.0.13", 80, timeout=0.2))
     with field.given(*field.all_ways(54, "late")):
-        check(field, Dial("from it", "late!", at("VIP", 13), "a1 b1", "tcp", pod.ip))
+        check(field, Dial("from it", "late!", at("ClusterIP", 13), "a1 b1", "tcp", pod.ip))
         check(field, Dial("to it", "outside", at("VIP", 54), "late", "tcp", NODES4[0]))
         check(field, Dial("to itself", "late!", at("VIP", 54), "late", "tcp", NODES4[0]))
     ip(f"link del p{len(home.pods)}", netns=home.netns)

@@ -361,8 +361,8 @@ def test_masqueraded_packets_are_marked_in_the_stack_both_ways(
 @both
 def test_who_is_no_masqueraded_client_gets_no_mark(path: Path_, v: int) -> None:
     path.come_from(Role.POD)
-    _, mark = marked(path, "tc_ingress", udp(client(v), vip(v, CLUSTER)), OTHERS)
-    assert mark == OTHERS, "a pod that asks another one"
+    _, mark = marked(path, "tc_ingress", udp(client(v), vip(v, IP)), OTHERS)
+    assert mark == OTHERS, "a pod that asks another one by its ClusterIP"
     _, mark = marked(path, "tc_ingress", udp(client(v), end(ROUTER[v], 53)), OTHERS)
     assert mark == OTHERS, "no Service"
     _, mark = marked(path, "tc_egress", udp(client(v), end(ROUTER[v], 53)), OTHERS | MARK)
