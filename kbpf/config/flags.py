@@ -15,7 +15,7 @@ from typing import Any, Final
 from kbpf.errors import ConfigError, ObjectError
 from kbpf.model.address import parse_addr
 from kbpf.model.config import Config, LocalMode, MapSizes
-from kbpf.model.objects import Cidr
+from kbpf.model.objects import Algorithm, Cidr
 
 Reader = Callable[[str, str], Any]
 """(text, where it stood) → value, or ConfigError."""
@@ -73,6 +73,10 @@ def _choice(choices: tuple[str, ...], text: str, where: str) -> str:
 
 def _truth(text: str, where: str) -> bool:
     return _choice(("true", "false"), text.lower(), where) == "true"
+
+
+def _algorithm(text: str, where: str) -> Algorithm:
+    return Algorithm(_choice(tuple(Algorithm), text, where))
 
 
 def _entries(text: str, where: str) -> int:
@@ -180,6 +184,9 @@ FLAGS: Final = (
          "addresses) or `all` (default primary)"),
     Flag("--localhost-nodeports", "localhost_node_ports", _truth, "true|false", NODE,
          "whether NodePorts answer on loopback, for the host's own processes (default true)"),
+    Flag("--algorithm", "algorithm", _algorithm, "random|maglev", NODE,
+         "how a backend is chosen for Services without the annotation kbpf.io/algorithm "
+         "(default random)"),
     Flag("--packet-path", "packet_path", _truth, "true|false", NODE,
          "whether traffic from outside of the node, and of pods that the socket hooks do not see, "
          "is balanced per packet (default false)"),

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-from kbpf.model.objects import Cidr
+from kbpf.model.objects import Algorithm, Cidr
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,7 @@ class Config:
     netfilter, or `direct` to the pod's device.
     `detect_local_mode`: who counts as a pod of this node (reference 2.1, 2.2). `cluster_cidrs`,
     `pod_bridge_interface` and `pod_interface_name_prefix` belong to one mode each.
+    `algorithm`: of Services that do not say by annotation.
     """
 
     node_name: str = ""
@@ -62,6 +63,7 @@ class Config:
     node_port_addresses: tuple[Cidr, ...] = ()
     all_node_port_addresses: bool = False
     localhost_node_ports: bool = True
+    algorithm: Algorithm = Algorithm.RANDOM
     sizes: MapSizes = field(default_factory=MapSizes)
     packet_path: bool = False
     devices: tuple[str, ...] = ()

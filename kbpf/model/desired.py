@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 
 from kbpf.model.address import ANY4, ANY6, Addr, format_endpoint
-from kbpf.model.objects import Cidr, Protocol, ServiceName
+from kbpf.model.objects import Algorithm, Cidr, Protocol, ServiceName
 
 
 class ServicePortKey(NamedTuple):
@@ -82,10 +82,24 @@ BackendSet = tuple[Backend, ...]
 """The list that a frontend points at; sorted, without duplicates."""
 
 
+class Spread(msgspec.Struct, frozen=True, gc=False):
+    """How connections are spread over the backends of a set. `weights`: one for each backend, 1 or
+    more and without a common divisor, or () where all are equal.
+    """
+
+    algorithm: Algorithm = Algorithm.RANDOM
+    weights: tuple[int, ...] = ()
+
+
+EVENLY: Final = Spread()
+
+
 class ServiceState(msgspec.Struct, frozen=True):
     """One Service port as it should be programmed.
 
     `cluster` and `local` are the sets by traffic policy; `local` is empty unless a policy asks.
+    Who gets no connections by its weight is in neither. `algorithm` holds for both, and the
+    weights are those of Spread.
     `serving` holds every endpoint that still serves, selected or not: UDP flows to anything else
     are cut (reference 2.4). `any_endpoints` chooses between refuse and drop when a set is empty.
     `source_ranges` are who may dial restricted frontends, of this family.
@@ -103,6 +117,27 @@ class ServiceState(msgspec.Struct, frozen=True):
     any_endpoints: bool = False
     source_ranges: tuple[Cidr, ...] = ()
     lost: tuple[tuple[FrontendAddress, ServiceName], ...] = ()
+    algorithm: Algorithm = Algorithm.RANDOM
+    cluster_weights: tuple[int, ...] = ()
+    local_weights: tuple[int, ...] = ()
+
+    @property
+    def cluster_spread(self) -> Spread:
+        """Of the cluster set."""
+        return _spread(self.algorithm, self.cluster_weights)
+
+    @property
+    def local_spread(self) -> Spread:
+        """Of the local set."""
+        return _spread(self.algorithm, self.local_weights)
+
+
+_EVEN: Final = {algorithm: Spread(algorithm) for algorithm in Algorithm}
+
+
+def _spread(algorithm: Algorithm, weights: tuple[int, ...]) -> Spread:
+    """The same value for nearly all Services."""
+    return Spread(algorithm, weights) if weights else _EVEN[algorithm]
 
 
 class DesiredState(msgspec.Struct, frozen=True):

@@ -4,7 +4,8 @@
 by the thousand (node names, zones, port names) are interned there.
 """
 
-from enum import IntEnum
+from collections.abc import Sequence
+from enum import IntEnum, StrEnum
 from typing import NamedTuple
 
 import msgspec
@@ -18,6 +19,13 @@ class Protocol(IntEnum):
     TCP = 6
     UDP = 17
     SCTP = 132
+
+
+class Algorithm(StrEnum):
+    """How a backend of a set is chosen."""
+
+    RANDOM = "random"
+    MAGLEV = "maglev"
 
 
 class ServiceName(NamedTuple):
@@ -54,12 +62,26 @@ class ServicePort(msgspec.Struct, frozen=True, gc=False):
     node_port: int = 0
 
 
+class Weights(msgspec.Struct, frozen=True):
+    """Which endpoints get how much of a Service's connections: (name, whole number from 0 on),
+    each name once. The most specific one counts, in this order; `others` is for all the rest.
+    """
+
+    addresses: tuple[tuple[Addr, int], ...] = ()
+    pods: tuple[tuple[str, int], ...] = ()
+    nodes: tuple[tuple[str, int], ...] = ()
+    zones: tuple[tuple[str, int], ...] = ()
+    others: int = 1
+
+
 class Service(msgspec.Struct, frozen=True):
     """A Service that has cluster IPs. What kube-proxy skips never becomes one (reference 1.2).
 
     `lb_vips` holds only status addresses with ipMode VIP (or none given).
     `affinity_timeout` is in seconds, 0 without session affinity.
     `created` is the creationTimestamp as text (RFC 3339 in UTC sorts as time), "" if unknown.
+    `algorithm` and `weights` are None where the Service does not say.
+    `skipped` says, a line each, what was left out of its annotations.
     """
 
     namespace: str
@@ -75,6 +97,9 @@ class Service(msgspec.Struct, frozen=True):
     affinity_timeout: int = 0
     health_check_node_port: int = 0
     created: str = ""
+    algorithm: Algorithm | None = None
+    weights: Weights | None = None
+    skipped: tuple[str, ...] = ()
 
     @property
     def key(self) -> ServiceName:
@@ -109,6 +134,8 @@ class EndpointSlice(msgspec.Struct, frozen=True):
     """One EndpointSlice of addressType IPv4 or IPv6 (`family` 4 or 6) that belongs to a Service.
 
     `skipped` says, a line each, which endpoints were left out because they are malformed.
+    `packed_pods` are the names of the endpoints' Pods, see pack_names(): few Services ask for
+    them, so they cost no field of each endpoint.
     """
 
     namespace: str
@@ -118,11 +145,35 @@ class EndpointSlice(msgspec.Struct, frozen=True):
     endpoints: tuple[Endpoint, ...]
     ports: tuple[SlicePort, ...]
     skipped: tuple[str, ...] = ()
+    packed_pods: str = ""
 
     @property
     def service_name(self) -> ServiceName:
         """The Service that this slice is part of."""
         return ServiceName(self.namespace, self.service)
+
+    @property
+    def pods(self) -> tuple[str, ...]:
+        """The Pod of each endpoint, "" where it has none."""
+        return unpack_names(self.packed_pods) if self.packed_pods else ("",) * len(self.endpoints)
+
+
+def pack_names(names: Sequence[str]) -> str:
+    """Names without line breaks as one text; "" when none is there. Those of a Deployment's Pods
+    differ in their last characters, so what all begin with stands there once.
+    """
+    if not any(names):
+        return ""
+    first, last = min(names), max(names)  # what these two share, all between them do
+    pairs = zip(first, last, strict=False)
+    shared = next((i for i, (a, b) in enumerate(pairs) if a != b), len(first))
+    return "\n".join((first[:shared], *(name[shared:] for name in names)))
+
+
+def unpack_names(text: str) -> tuple[str, ...]:
+    """The names of pack_names()."""
+    prefix, *rest = text.split("\n")
+    return tuple(prefix + name for name in rest)
 
 
 class Node(msgspec.Struct, frozen=True):

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 from kbpf.model.address import Addr
 from kbpf.model.config import Config
 from kbpf.model.desired import DesiredState, ServicePortKey, ServiceState
-from kbpf.model.objects import Cidr, EndpointSlice, Node, Service, ServiceName
+from kbpf.model.objects import Algorithm, Cidr, EndpointSlice, Node, Service, ServiceName
 from kbpf.policy.endpoints import choose, external_local
 from kbpf.policy.frontends import (
     Claims,
@@ -25,9 +25,14 @@ from kbpf.policy.world import Touched, World
 
 
 def desired_service(
-    service: Service, slices: Sequence[EndpointSlice], node: Node
+    service: Service,
+    slices: Sequence[EndpointSlice],
+    node: Node,
+    algorithm: Algorithm = Algorithm.RANDOM,
 ) -> tuple[ServiceState, ...]:
-    """One state per port and family that has a cluster IP, with every frontend it asks for."""
+    """One state per port and family that has a cluster IP, with every frontend it asks for.
+    `algorithm`: for a Service that does not say.
+    """
     states: dict[ServicePortKey, ServiceState] = {}
     for family in families(service):
         for port in service.ports:
@@ -46,6 +51,9 @@ def desired_service(
                 affinity_timeout=service.affinity_timeout,
                 any_endpoints=chosen.any_endpoints,
                 source_ranges=source_ranges(service, node, family) if limited else (),
+                algorithm=service.algorithm or algorithm,
+                cluster_weights=chosen.cluster_weights,
+                local_weights=chosen.local_weights,
             )
     return tuple(states.values())
 
@@ -64,7 +72,8 @@ def desired_state(
     claims = Claims()
     states: list[ServiceState] = []
     for service in services:
-        for state in desired_service(service, by_service.get(service.key, ()), node):
+        pieces = by_service.get(service.key, ())
+        for state in desired_service(service, pieces, node, config.algorithm):
             claims.put(state.key, service.created, (), state.frontends)
             states.append(state)
     return DesiredState(
@@ -115,7 +124,7 @@ class Desired:
         gone: set[ServicePortKey] = set()
         others: set[ServicePortKey] = set()
         for name in names:
-            fresh |= self._restate(name, world, gone, others)
+            fresh |= self._restate(name, world, config.algorithm, gone, others)
         for key in gone:
             del self._services[key]
             self._contested.pop(key, None)
@@ -127,6 +136,7 @@ class Desired:
         self,
         name: ServiceName,
         world: World,
+        algorithm: Algorithm,
         gone: set[ServicePortKey],
         others: set[ServicePortKey],
     ) -> dict[ServicePortKey, ServiceState]:
@@ -136,7 +146,7 @@ class Desired:
         created = ""
         if service is not None:
             created = service.created
-            states = desired_service(service, world.slices(name), world.node)
+            states = desired_service(service, world.slices(name), world.node, algorithm)
             fresh = {state.key: state for state in states}
         known = self._keys.get(name, ())
         for key in known:

@@ -10,6 +10,7 @@ Rules kept here (kube-proxy's CategorizeEndpoints and endpointslicecache; refere
 - Only ready endpoints decide the topology mode, and one of them without a hint disables that
   level. An empty cluster list falls back to everything that serves while terminating, wherever;
   an empty local list to the same on this node only. The two fall back on their own.
+- Weights come last: they take backends out of a set that is chosen, and never put one in.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,8 +21,9 @@ import msgspec
 
 from kbpf.model.address import Addr
 from kbpf.model.desired import Backend, BackendSet
-from kbpf.model.objects import Endpoint, EndpointSlice, Node, Service, ServicePort
+from kbpf.model.objects import Endpoint, EndpointSlice, Node, Service, ServicePort, Weights
 from kbpf.policy.frontends import externally_reachable
+from kbpf.policy.weights import weigh, weigher
 
 
 class TopologyMode(StrEnum):
@@ -42,6 +44,7 @@ class Reason(StrEnum):
     FALLBACK = "TerminatingFallback"
     HINTED_ELSEWHERE = "HintedElsewhere"
     NOT_LOCAL = "NotLocal"
+    WEIGHT_ZERO = "WeightZero"
     DRAINING = "Draining"
     NOT_READY = "NotReady"
     DUPLICATE = "Duplicate"
@@ -74,6 +77,7 @@ class Chosen(msgspec.Struct, frozen=True):
 
     `serving`: all that serve or are ready, whatever policy and topology say. `any_endpoints`:
     something could take a connection somewhere, so an empty set means drop, not refuse.
+    The weights are those of Spread; `weightless`: who is left out of a set since its weight is 0.
     """
 
     cluster: BackendSet
@@ -86,6 +90,9 @@ class Chosen(msgspec.Struct, frozen=True):
     node: Node
     family: int
     uses_cluster: bool = True
+    cluster_weights: tuple[int, ...] = ()
+    local_weights: tuple[int, ...] = ()
+    weightless: frozenset[Backend] = frozenset()
 
     def reasons(self) -> tuple[Explained, ...]:
         """One line per endpoint of each slice of this family, by slice name, in slice order."""
@@ -100,6 +107,8 @@ class Chosen(msgspec.Struct, frozen=True):
                     ours = kept.get(backend) is endpoint
                     sets = (ours and backend in cluster, ours and backend in local)
                     why = self._explain(endpoint, *sets) if ours else self._left_out(number)
+                    if ours and backend in self.weightless and not any(sets):
+                        why = Reason.WEIGHT_ZERO, "its weight is 0: no new connections"
                     lines.append(Explained(endpoint, piece.name, number, *sets, *why))
         return tuple(lines)
 
@@ -142,7 +151,7 @@ def choose(
     """
     uses_local = service.internal_local or external_local(service, port, family)
     uses_cluster = not service.internal_local or externally_reachable(service, port, family)
-    if not uses_local:
+    if not uses_local and service.weights is None:
         plain = _all_ready(slices, port, family)
         if plain is not None:
             none = TopologyMode.NONE
@@ -160,9 +169,49 @@ def choose(
         here = [(backend, end) for backend, end in merged if _is_local(end, node.name)]
         local = _usable(here, TopologyMode.NONE, node)
     any_endpoints = any(end.ready or _is_draining(end) for _, end in merged)
-    return Chosen(
+    chosen = Chosen(
         cluster, local, serving, any_endpoints, mode, slices, port, node, family, uses_cluster
     )
+    return chosen if service.weights is None else _weighted(chosen, service.weights)
+
+
+def _weighted(chosen: Chosen, weights: Weights) -> Chosen:
+    """The same without those whose weight is 0, and with the weights of the others."""
+    of = _weights(weights, chosen.slices, chosen.port, chosen.family, chosen.node.name)
+    cluster, local = weigh(chosen.cluster, of), weigh(chosen.local, of)
+    return msgspec.structs.replace(
+        chosen,
+        cluster=cluster.backends,
+        local=local.backends,
+        cluster_weights=cluster.weights,
+        local_weights=local.weights,
+        weightless=frozenset(chosen.cluster) - set(cluster.backends)
+        | frozenset(chosen.local) - set(local.backends),
+    )
+
+
+def _weights(
+    weights: Weights,
+    slices: Iterable[EndpointSlice],
+    port: ServicePort,
+    family: int,
+    node_name: str,
+) -> dict[Backend, int]:
+    """The weight of each backend: that of the copy that counts, as _merge() finds it. Copies that
+    differ in nothing else count by the last name of their Pods.
+    """
+    kept: dict[tuple[Addr, int], tuple[tuple[object, ...], str, Endpoint]] = {}
+    for piece in slices:
+        for number in _numbers(piece, port, family):
+            for end, pod in zip(piece.endpoints, piece.pods, strict=True):
+                at, rank = (end.address, number), _precedence(end, node_name)
+                if at not in kept or (rank, pod) > kept[at][:2]:
+                    kept[at] = (rank, pod, end)
+    weight = weigher(weights)
+    return {
+        Backend(*at, port.protocol): weight(end.address, pod, end.node, end.zone)
+        for at, (_, pod, end) in kept.items()
+    }
 
 
 def _all_ready(

@@ -55,8 +55,7 @@ class World:
 
     @property
     def problems(self) -> Mapping[ObjectKey, tuple[str, ...]]:
-        """Everything that was left out, a line each: rejected objects, skipped endpoints and
-        addresses."""
+        """All that was left out, a line each: rejected objects, and skipped parts of others."""
         found = {key: (error,) for key, error in self._rejected.items()}
         for key, lines in self._skipped.items():
             found[key] = (*found.get(key, ()), *lines)
@@ -91,6 +90,10 @@ class World:
             return
         self._rejected.pop(key, None)
         said = event.object if isinstance(event, Upsert) else None
+        if said is not None and said.skipped:
+            self._skipped[key] = said.skipped
+        else:
+            self._skipped.pop(key, None)
         match key.kind:
             case Kind.SERVICE:
                 assert said is None or isinstance(said, Service)
@@ -100,7 +103,7 @@ class World:
                 self._put_slice(key, said, touched)
             case Kind.NODE:
                 assert said is None or isinstance(said, Node)
-                self._put_node(key, said or Node(key.name), touched)
+                self._put_node(said or Node(key.name), touched)
             case _:
                 assert_never(key.kind)
 
@@ -117,7 +120,6 @@ class World:
         old = self._slices.get(key)
         if new == old:
             return
-        self._skipped.pop(key, None)
         if old is not None:
             del self._slices[key]
             self._index(old.service_name, old, None)
@@ -126,8 +128,6 @@ class World:
             self._slices[key] = new
             self._index(new.service_name, None, new)
             touched.services.add(new.service_name)
-            if new.skipped:
-                self._skipped[key] = new.skipped
 
     def _index(
         self, name: ServiceName, old: EndpointSlice | None, new: EndpointSlice | None
@@ -141,11 +141,8 @@ class World:
         else:
             self._by_service.pop(name, None)
 
-    def _put_node(self, key: ObjectKey, new: Node, touched: Touched) -> None:
+    def _put_node(self, new: Node, touched: Touched) -> None:
         old, self._node = self._node, new
-        self._skipped.pop(key, None)
-        if new.skipped:
-            self._skipped[key] = new.skipped
         if _read_of(old) != _read_of(new):
             touched.everything = True
 

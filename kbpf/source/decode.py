@@ -7,7 +7,8 @@ Rules (reference 1.2, 1.3; where kube-proxy trusts the API server's checks, we m
 - A malformed Service is one ObjectError that names the field, and nothing of it is used: half of a
   Service (a source range dropped, a port missing) could be worse than what it said before.
 - In an EndpointSlice a bad endpoint or port is left out, with one line in `skipped`; a Node
-  likewise. A field of the wrong JSON type spoils its whole object, as in an API server.
+  likewise, and a bad annotation of a Service. A field of the wrong JSON type spoils its whole
+  object, as in an API server.
 """
 
 from collections.abc import Callable
@@ -28,8 +29,10 @@ from kbpf.model.objects import (
     Service,
     ServicePort,
     SlicePort,
+    pack_names,
 )
 from kbpf.source import wire
+from kbpf.source.annotations import read_algorithm, read_weights
 from kbpf.source.fields import (
     address_at,
     field_error,
@@ -101,6 +104,8 @@ def service(obj: wire.Service) -> Service | None:
     external_local = is_local(spec.external_traffic_policy, "spec.externalTrafficPolicy")
     external_local = external_local and (exposed or bool(external_ips))
     checked = kind == "LoadBalancer" and external_local
+    own = obj.metadata.annotations or wire.Annotations()
+    skipped: list[str] = []
     check_port = (spec.health_check_node_port or 0) if checked else 0
     return Service(
         namespace=intern(obj.metadata.namespace or ""),
@@ -119,6 +124,9 @@ def service(obj: wire.Service) -> Service | None:
         affinity_timeout=_affinity_timeout(spec),
         health_check_node_port=check_port and port_at(check_port, "spec.healthCheckNodePort"),
         created=obj.metadata.creation_timestamp or "",
+        algorithm=read_algorithm(own.algorithm, skipped),
+        weights=None if own.weights is None else read_weights(own.weights, skipped),
+        skipped=tuple(skipped),
     )
 
 
@@ -132,7 +140,8 @@ def endpoint_slice(obj: wire.EndpointSlice) -> EndpointSlice | None:
     label_at(labels.service_name, "metadata.labels[kubernetes.io/service-name]")
     family = 4 if obj.address_type == "IPv4" else 6
     skipped: list[str] = []
-    endpoints = _endpoints(obj.endpoints or (), family, skipped)
+    pods: list[str] = []
+    endpoints = _endpoints(obj.endpoints or (), family, skipped, pods)
     ports = _slice_ports(obj.ports or (), skipped)
     return EndpointSlice(
         namespace=intern(obj.metadata.namespace or ""),
@@ -142,6 +151,7 @@ def endpoint_slice(obj: wire.EndpointSlice) -> EndpointSlice | None:
         endpoints=endpoints,
         ports=ports,
         skipped=tuple(skipped),
+        packed_pods=pack_names(pods),
     )
 
 
@@ -265,9 +275,11 @@ def _affinity_timeout(spec: wire.ServiceSpec) -> int:
 
 
 def _endpoints(
-    endpoints: tuple[wire.Endpoint, ...], family: int, skipped: list[str]
+    endpoints: tuple[wire.Endpoint, ...], family: int, skipped: list[str], pods: list[str]
 ) -> tuple[Endpoint, ...]:
-    """The endpoints that can serve. Only addresses[0] is used. This loop is the hot one."""
+    """The endpoints that can serve; `pods` gets the name of each one's Pod. Only addresses[0] is
+    used. This loop is the hot one.
+    """
     result: list[Endpoint] = []
     for i, end in enumerate(endpoints):
         text = end.addresses[0] if end.addresses else ""
@@ -292,7 +304,14 @@ def _endpoints(
             zones, nodes = _names(hints.for_zones), _names(hints.for_nodes)
         where, zone = intern(end.node_name or ""), intern(end.zone or "")
         result.append(Endpoint(address, is_ready, serving, terminating, where, zone, zones, nodes))
+        pods.append(_pod_name(end.target_ref) if end.target_ref is not None else "")
     return tuple(result)
+
+
+def _pod_name(ref: wire.TargetRef) -> str:
+    """The name of a Pod; "" for anything else, and for what no Pod is called."""
+    name = ref.name if ref.kind == "Pod" else None
+    return name if name and "\n" not in name else ""
 
 
 def _names(hints: tuple[wire.Hint, ...] | None) -> tuple[str, ...] | None:

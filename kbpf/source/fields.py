@@ -16,6 +16,7 @@ T = TypeVar("T")
 _LABEL: Final = "[a-z0-9](?:[-a-z0-9]*[a-z0-9])?"
 LABEL: Final = re.compile(_LABEL)
 SUBDOMAIN: Final = re.compile(rf"{_LABEL}(?:\.{_LABEL})*")
+LABEL_VALUE: Final = re.compile(r"(?=.{1,63}\Z)[A-Za-z0-9](?:[-_.A-Za-z0-9]*[A-Za-z0-9])?")
 
 
 def field_error(error: Exception) -> str:

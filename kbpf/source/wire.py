@@ -44,6 +44,24 @@ class Meta(msgspec.Struct, frozen=True, gc=False, rename=spelling):
     labels: Labels | None = None
 
 
+class Annotations(
+    msgspec.Struct,
+    frozen=True,
+    gc=False,
+    rename={"algorithm": "kbpf.io/algorithm", "weights": "kbpf.io/weights"},
+):
+    """Those of a Service that are ours."""
+
+    algorithm: str | None = None
+    weights: str | None = None
+
+
+class ServiceMeta(Meta, frozen=True, gc=False, rename=spelling):
+    """metadata of a Service."""
+
+    annotations: Annotations | None = None
+
+
 class HasMeta(msgspec.Struct, frozen=True, gc=False, rename=spelling):
     """Any object: enough to say which one it is."""
 
@@ -109,7 +127,7 @@ class ServiceStatus(msgspec.Struct, frozen=True, gc=False, rename=spelling):
 class Service(msgspec.Struct, frozen=True, gc=False, rename=spelling):
     """A Service."""
 
-    metadata: Meta
+    metadata: ServiceMeta
     spec: ServiceSpec | None = None
     status: ServiceStatus | None = None
 
@@ -135,6 +153,13 @@ class Hints(msgspec.Struct, frozen=True, gc=False, rename=spelling):
     for_nodes: tuple[Hint, ...] | None = None
 
 
+class TargetRef(msgspec.Struct, frozen=True, gc=False, rename=spelling):
+    """endpoints[].targetRef."""
+
+    kind: str | None = None
+    name: str | None = None
+
+
 class Endpoint(msgspec.Struct, frozen=True, gc=False, rename=spelling):
     """endpoints[] of an EndpointSlice."""
 
@@ -143,6 +168,7 @@ class Endpoint(msgspec.Struct, frozen=True, gc=False, rename=spelling):
     node_name: str | None = None
     zone: str | None = None
     hints: Hints | None = None
+    target_ref: TargetRef | None = None
 
 
 class SlicePort(msgspec.Struct, frozen=True, gc=False, rename=spelling):

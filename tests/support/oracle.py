@@ -5,7 +5,9 @@ it is handed, works on text and plain containers, and does everything again for 
 Written from kube-proxy's rules (reference 1.2, 1.3, 1.4, 2.3), for reading, not for speed.
 """
 
+import hashlib
 import ipaddress
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,6 +23,8 @@ class Choice(NamedTuple):
     serving: frozenset[Place]
     any_endpoints: bool
     mode: str
+    cluster_weights: frozenset[tuple[Place, int]]
+    local_weights: frozenset[tuple[Place, int]]
 
 
 def text(addr: bytes) -> str:
@@ -64,7 +68,7 @@ def _copies(slices: Any, port: Any, fam: int, node: Any) -> dict[Place, list[dic
                 continue
             if entry.port == 0:
                 continue
-            for e in piece.endpoints:
+            for e, pod in zip(piece.endpoints, piece.pods, strict=True):
                 found.setdefault((text(e.address), entry.port), []).append(
                     {
                         "local": node.name != "" and e.node == node.name,
@@ -73,6 +77,7 @@ def _copies(slices: Any, port: Any, fam: int, node: Any) -> dict[Place, list[dic
                         "terminating": e.terminating,
                         "nodes": tuple(e.node_hints or ()),
                         "zones": tuple(e.zone_hints or ()),
+                        "names": (e.node, e.zone, pod),
                     }
                 )
     return found
@@ -88,7 +93,7 @@ def _one_of(copies: list[dict[str, Any]]) -> dict[str, Any]:
     ]
     for wish in wishes:
         copies = [c for c in copies if wish(c)] or copies
-    return max(copies, key=lambda c: (c["nodes"], c["zones"]))
+    return max(copies, key=lambda c: (c["nodes"], c["zones"], c["names"]))
 
 
 def choice(slices: Any, port: Any, service: Any, node: Any, fam: int) -> Choice:
@@ -115,7 +120,23 @@ def choice(slices: Any, port: Any, service: Any, node: Any, fam: int) -> Choice:
         local = (ready & here) if ready & here else (draining & here)
     serving = {at for at, e in ends.items() if e["serving"] or e["ready"]}
     some = bool(ready) or bool(draining)
-    return Choice(frozenset(cluster), frozenset(local), frozenset(serving), some, mode)
+    cluster_weights = weighed(cluster, ends, service.weights)
+    local_weights = weighed(local, ends, service.weights)
+    return Choice(
+        frozenset(cluster_weights), frozenset(local_weights), frozenset(serving), some, mode,
+        frozenset(cluster_weights.items()), frozenset(local_weights.items()),
+    )  # fmt: skip
+
+
+def weighed(some: set[Place], ends: dict[Place, dict[str, Any]], rules: Any) -> dict[Place, int]:
+    """Who of a set gets connections, and how much each in lowest terms."""
+    each = {}
+    for at in some:
+        node, zone, pod = ends[at]["names"]
+        each[at] = weight(rules, at[0], pod, node, zone)
+    if not any(each.values()):
+        return dict.fromkeys(some, 1)
+    return {at: w // math.gcd(*each.values()) for at, w in each.items() if w}
 
 
 def asked_for(service: Any, port: Any, fam: int) -> dict[tuple[str, int, int], tuple[str, bool]]:
@@ -164,7 +185,9 @@ def node_port_addresses(node: Any, local_addresses: Any, config: Any) -> set[str
     return {str(ip) for ip in chosen if not ip.is_loopback and not ip.is_unspecified}
 
 
-def state(services: Any, slices: Any, node: Any) -> dict[tuple[Any, ...], dict[str, Any]]:
+def state(
+    services: Any, slices: Any, node: Any, config: Any
+) -> dict[tuple[Any, ...], dict[str, Any]]:
     """Everything: (namespace, name, port name, protocol, family) → what should be there."""
     claims, found = [], {}
     order = {"ClusterIP": 0, "LoadBalancer": 1, "ExternalIP": 2, "NodePort": 3}
@@ -182,6 +205,7 @@ def state(services: Any, slices: Any, node: Any) -> dict[tuple[Any, ...], dict[s
                     "internal_local": service.internal_local,
                     "external_local": external_policy_is_local(service, port, fam),
                     "affinity_timeout": service.affinity_timeout,
+                    "algorithm": str(service.algorithm or config.algorithm),
                     "asked": asked,
                 }
                 age = service.created or "~ after every date"
@@ -193,3 +217,44 @@ def state(services: Any, slices: Any, node: Any) -> dict[tuple[Any, ...], dict[s
         entry["lost"] = {(at, winner[at][:2]) for at in asked if winner[at] != key}
         del entry["mode"]
     return found
+
+
+# ---- who gets how much -------------------------------------------------------------------------
+
+
+def weight(rules: Any, address: str, pod: str, node: str, zone: str) -> int:
+    """What a Service's weights say of one endpoint; `rules` may be None."""
+    if rules is None:
+        return 1
+    answers = [w for name, w in rules.addresses if text(name) == address]
+    answers += [w for name, w in rules.pods if name == pod]
+    answers += [w for name, w in rules.nodes if name == node]
+    answers += [w for name, w in rules.zones if name == zone]
+    return int([*answers, rules.others][0])
+
+
+def maglev(backends: Any, weights: Any, size: int) -> list[int]:
+    """The table of the paper, with every permutation written down. `backends` are (16 bytes, port,
+    protocol); a weight is how often its owner's turn comes, against the largest one.
+    """
+    lists = {}
+    for address, port, protocol in backends:
+        key = address + port.to_bytes(2, "big") + bytes([protocol])
+        digest = hashlib.blake2b(key, digest_size=16, person=b"kbpf maglev").digest()
+        offset = int.from_bytes(digest[:8], "big") % size
+        skip = int.from_bytes(digest[8:], "big") % (size - 1) + 1
+        lists[address, port, protocol] = [(offset + j * skip) % size for j in range(size)]
+    weights = list(weights) or [1] * len(backends)
+    turns = dict.fromkeys(backends, 0)
+    table: dict[int, int] = {}
+    round_ = 0
+    while True:
+        for one in sorted(backends):
+            mine = weights[backends.index(one)]
+            if turns[one] * max(weights) > round_ * mine:
+                continue
+            turns[one] += 1
+            table[next(slot for slot in lists[one] if slot not in table)] = backends.index(one)
+            if len(table) == size:
+                return [table[slot] for slot in range(size)]
+        round_ += 1

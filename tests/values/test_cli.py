@@ -18,7 +18,7 @@ from kbpf.config import flags
 from kbpf.errors import ConfigError, NotFoundError
 from kbpf.model.address import parse_addr
 from kbpf.model.config import Config, LocalMode
-from kbpf.model.objects import Cidr
+from kbpf.model.objects import Algorithm, Cidr
 from kbpf.views.columns import Column, span
 from kbpf.views.columns import size as bytes_text
 
@@ -52,6 +52,10 @@ SAID = [
     Said("a mode", {"--mode": "bpf"}, {}, "mode", "bpf"),
     Said("a log level by variable", {}, {"KBPF_LOG_LEVEL": "debug"}, "log_level", "debug"),
     Said("a log format", {"--log-format": "json"}, {}, "log_format", "json"),
+    Said("Maglev for all who do not say", {"--algorithm": "maglev"}, {},
+         "algorithm", Algorithm.MAGLEV),
+    Said("Maglev by the environment", {}, {"KBPF_ALGORITHM": "maglev"},
+         "algorithm", Algorithm.MAGLEV),
     Said("no NodePorts on loopback", {"--localhost-nodeports": "False"}, {},
          "localhost_node_ports", False),
     Said("NodePorts on primary addresses", {"--nodeport-addresses": "primary"}, {},
@@ -127,6 +131,7 @@ WRONG = [
           ("InterfaceNamePrefix", "--pod-interface-name-prefix")),
     Wrong({"--pod-bridge-interface": "a-name-of-16-ch."}, {}, ("a-name-of-16-ch.", "15")),
     Wrong({"--pod-interface-name-prefix": "a b"}, {}, ("'a b'",)),
+    Wrong({"--algorithm": "ring"}, {}, ("ring", "random or maglev")),
     Wrong({"--localhost-nodeports": "maybe"}, {}, ("maybe", "true or false")),
     Wrong({"--source": "a", "--kubeconfig": "b"}, {}, ("--source", "--kubeconfig")),
     Wrong({"--source": "a"}, {"KBPF_MASTER": "https://x"}, ("--master",)),

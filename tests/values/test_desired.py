@@ -15,6 +15,7 @@ from kbpf.model.config import Config, LocalMode
 from kbpf.model.desired import DesiredState, ServicePortKey, ServiceState
 from kbpf.model.events import Delete, Event, Kind, ObjectKey, Rejected, Synced, Upsert
 from kbpf.model.objects import (
+    Algorithm,
     Cidr,
     Endpoint,
     EndpointSlice,
@@ -24,6 +25,8 @@ from kbpf.model.objects import (
     ServiceName,
     ServicePort,
     SlicePort,
+    Weights,
+    pack_names,
 )
 from kbpf.policy.desired import Desired, desired_service, desired_state
 from kbpf.policy.world import Touched, World
@@ -399,12 +402,17 @@ PORTS = st.builds(
 CLUSTER_IPS = st.sampled_from([(4,), (4,), (4, 6), (6, 4), (6,)]).flatmap(
     lambda order: st.tuples(*[ADDRESSES if family == 4 else ADDRESSES6 for family in order])
 )
+WEIGHTS = st.sampled_from(
+    [None, None, None, Weights(((end(1).address, 0),), (("p1", 4),)),
+     Weights(pods=(("p1", 0), ("p2", 2)), nodes=(("me", 6),), others=4)]
+)  # fmt: skip
 SERVICES = st.builds(
     Service, SPACES, NAMES, st.sampled_from(["ClusterIP", "NodePort", "LoadBalancer"]), CLUSTER_IPS,
     st.lists(PORTS, min_size=1, max_size=2, unique_by=lambda p: (p.name, p.protocol)).map(tuple),
     OTHERS, OTHERS, st.sampled_from([(), RANGE]),
     external_local=st.booleans(), internal_local=st.booleans(),
     affinity_timeout=st.sampled_from([0, 60]), created=st.sampled_from(["", OLD, NEW]),
+    algorithm=st.sampled_from([None, *Algorithm]), weights=WEIGHTS,
 )  # fmt: skip
 HINTS = st.sampled_from([None, ("a",), ("b",), ("a", "b")])
 ENDS = st.builds(
@@ -412,9 +420,26 @@ ENDS = st.builds(
     st.sampled_from([True, True, False]), st.sampled_from([True, True, False]), st.booleans(),
     NODE_NAMES, st.just(""), HINTS, st.sampled_from([None, None, ("me",)]),
 )  # fmt: skip
+
+
+def an_slice(
+    namespace: str,
+    name: str,
+    service: str,
+    family: int,
+    ends: list[tuple[Endpoint, str]],
+    ports: tuple[SlicePort, ...],
+) -> EndpointSlice:
+    return EndpointSlice(
+        namespace, name, service, family, tuple(e for e, _ in ends), ports,
+        packed_pods=pack_names([pod for _, pod in ends]),
+    )  # fmt: skip
+
+
+PODS = st.sampled_from(["p1", "p2", "p3", ""])
 SLICES = st.builds(
-    EndpointSlice, SPACES, st.sampled_from(["s1", "s2", "s3"]), NAMES,
-    st.sampled_from([4, 4, 4, 4, 6]), st.lists(ENDS, min_size=1, max_size=3).map(tuple),
+    an_slice, SPACES, st.sampled_from(["s1", "s2", "s3"]), NAMES,
+    st.sampled_from([4, 4, 4, 4, 6]), st.lists(st.tuples(ENDS, PODS), min_size=1, max_size=3),
     st.sampled_from([HTTP, HTTP, HTTP, HTTP, ()]),
 )  # fmt: skip
 NODES = st.builds(
@@ -431,7 +456,9 @@ WORDS = [
 EVENTS = st.lists(
     st.sampled_from([*[UPSERTS] * 7, *WORDS]).flatmap(lambda x: x), min_size=6, max_size=20
 )
-CONFIGS = st.sampled_from([Config(), Config(node_port_addresses=RANGE)])
+CONFIGS = st.sampled_from(
+    [Config(), Config(node_port_addresses=RANGE), Config(algorithm=Algorithm.MAGLEV)]
+)
 
 
 def last_words(events: Iterable[Event]) -> dict[ObjectKey, Service | EndpointSlice | Node]:
@@ -453,6 +480,11 @@ def as_oracle(state: ServiceState) -> dict:
     }
     names = ("any_endpoints", "internal_local", "external_local", "affinity_timeout")
     plain = {name: getattr(state, name) for name in names}
+    plain["algorithm"] = str(state.algorithm)
+    for name in ("cluster", "local"):
+        places = [(oracle.text(b.address), b.port) for b in getattr(state, name)]
+        weights = getattr(state, f"{name}_weights") or (1,) * len(places)
+        plain[f"{name}_weights"] = frozenset(zip(places, weights, strict=True))
     at = {f.at: (oracle.text(f.at.address), f.at.port, int(f.at.protocol)) for f in state.frontends}
     return {
         **sets,
@@ -488,7 +520,7 @@ def test_any_events_in_any_batches_end_in_the_state_of_the_final_objects(events,
     whole = desired_state(services, slices, node, LOCAL, config)
     assert desired.state == whole
     assert whole == desired_state(services[::-1], slices[::-1], node, LOCAL, config)
-    expected = oracle.state(services, slices, node)
+    expected = oracle.state(services, slices, node, config)
     assert {as_tuple(key): as_oracle(state) for key, state in whole.services.items()} == expected
     ports = oracle.node_port_addresses(node, LOCAL, config)
     assert {oracle.text(addr) for addr in whole.node_addresses} == ports

@@ -21,7 +21,6 @@ from kbpf.model.objects import (
     SlicePort,
 )
 from kbpf.policy.endpoints import Chosen, Reason, TopologyMode, choose, external_local
-from kbpf.policy.spread import slots
 from tests.support import oracle
 
 ME = Node("me", zone="a")
@@ -402,25 +401,6 @@ def test_an_endpoint_in_a_slice_without_the_port_has_a_reason():
     (line,) = choose((piece(end(1), ports=()),), PORT, CLUSTER, ME, 4).reasons()
     assert (line.reason, line.port, line.cluster) == (Reason.NO_PORT, 0, False)
     assert "'http' (TCP)" in line.text
-
-
-def test_slots_without_weights_are_the_backends():
-    assert slots(()) == ()
-    assert slots(ask(CLUSTER, end(1), end(2)).cluster) == (0, 1)
-
-
-@pytest.mark.parametrize(
-    ("weights", "expected"),
-    [((1, 1), (0, 1)), ((2, 4), (0, 1, 1)), ((0, 3), (1,)), ((0, 0), ()), ((6, 0), (0,))],
-)
-def test_slots_repeat_a_backend_by_its_weight_and_no_more_than_needed(weights, expected):
-    assert slots("ab", weights) == expected
-
-
-@pytest.mark.parametrize("weights", [(1,), (1, 2, 3), (1, -1), ()])
-def test_slots_refuse_weights_that_do_not_fit(weights):
-    with pytest.raises(ValueError, match="2 backends"):
-        slots("ab", weights)
 
 
 FLAG = st.booleans()

@@ -178,6 +178,16 @@ def test_skipped_endpoints_are_problems_until_the_slice_is_whole_or_gone():
     assert world.problems == {}
 
 
+def test_what_is_left_out_of_a_service_or_our_node_is_a_problem_too():
+    world = World("me")
+    web, me = replace(WEB, skipped=("an annotation",)), replace(ME, skipped=("an address",))
+    world.apply([up(web), up(me), up(replace(me, name="you"))])
+    assert world.problems == {key(WEB): ("an annotation",), key(ME): ("an address",)}
+    assert world.service(NAME) == web, "served on"
+    world.apply([gone(web), up(ME)])
+    assert world.problems == {}
+
+
 def test_kinds_are_synced_one_by_one():
     world = World("me")
     assert world.synced == frozenset()
