@@ -7,9 +7,10 @@ that a builder makes, and its checksums are added up by a parser that shares not
 
 import itertools
 import os
-from collections.abc import Iterator
+import socket
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import pytest
@@ -63,6 +64,8 @@ QUOTED = {f"{icmp} embedded {what}" for icmp in ("icmp", "icmp6") for what in ("
 """Checksums that stay as they are: as a rule most of what they cover is not there."""
 LOW, HIGH = 61_000, 65_535
 
+T = TypeVar("T")
+
 both = pytest.mark.parametrize("v", [4, 6], ids=["v4", "v6"])
 
 
@@ -85,16 +88,32 @@ def pod(v: int, port: int = 8080) -> str:
 class Path_:
     """The programs, and what stands in their maps."""
 
-    def __init__(self, site: Site, programs: dict[str, Program]) -> None:
+    def __init__(self, site: Site, programs: dict[str, Program], where: str) -> None:
         self.site = site
         self.programs = programs
+        self.where = where
+        self.out = 0
+
+    def inside(self, action: Callable[[], T]) -> T:
+        """In the node's network."""
+        return netns.inside(Path("/run/netns") / self.where, action)
+
+    def forward(self, on: bool) -> None:
+        """Whether the node is a router."""
+        for family in ("ipv4", "ipv6"):
+            path = Path(f"/proc/sys/net/{family}/conf/all/forwarding")
+            self.inside(lambda: path.write_text(f"{on:d}"))  # noqa: B023
+
+    def tell(self, ifindex: int, role: Role, flags: DeviceFlag) -> None:
+        """What the programs know of a device."""
+        with self.site.pinned("devices") as devices:
+            devices.update(U32.pack(ifindex), DEVICE.pack(role, 14, flags, bytes(6)))
 
     def come_from(self, role: Role, flags: DeviceFlag | None = None) -> None:
         """Loopback is such a device."""
         if flags is None:
             flags = DeviceFlag.LOCAL if role is Role.POD else DeviceFlag(0)
-        with self.site.pinned("devices") as devices:
-            devices.update(U32.pack(1), DEVICE.pack(role, 14, flags, bytes(6)))
+        self.tell(1, role, flags)
 
     def node(self, flags: NodeFlag) -> None:
         """What the programs know of the node."""
@@ -103,9 +122,14 @@ class Path_:
             value[32:36] = U32.pack(flags)
             node.update(U32.pack(0), bytes(value))
 
-    def run(self, name: str, packet: bytes, complete: bool = False) -> tuple[int, bytes]:
+    def run(
+        self, name: str, packet: bytes, complete: bool = False, context: SkbContext | None = None
+    ) -> tuple[int, bytes]:
         """The verdict, and the packet without its link header."""
-        done = run(self.programs[name], frame(packet), checksum_complete=complete)
+        program, given = self.programs[name], context.pack() if context else None
+        done = self.inside(
+            lambda: run(program, frame(packet), context=given, checksum_complete=complete)
+        )
         return done.retval, done.packet_out[14:]
 
     def go(self, name: str, packet: bytes, want: bytes) -> bytes:
@@ -131,7 +155,7 @@ def path(artifact_cache: Path) -> Iterator[Path_]:
             netns.inside(Path("/run/netns") / where, lambda: plane.apply(state, None))
             folder = next(site.pins.glob("programs-tc-*"))
             names = ("tc_ingress", "tc_egress")
-            made = Path_(site, {name: Program.open(folder / name) for name in names})
+            made = Path_(site, {name: Program.open(folder / name) for name in names}, where)
             with site.pinned("local_networks") as networks:
                 networks.update(NETWORK_KEY.pack(96 + 16, parse_addr(NEAR[4])), U32.pack(1))
                 networks.update(NETWORK_KEY.pack(64, parse_addr(NEAR[6])), U32.pack(1))
@@ -750,6 +774,194 @@ def states(path: Path_, own: str) -> set[int]:
     """What the entries of this client's flow say."""
     values = [*path.site.entries("flows").values(), *path.site.entries("replies").values()]
     return {NAT.unpack(raw)[9] for raw in values if owner(raw) == own}
+
+
+# ---- past the stack ------------------------------------------------------------------------------
+
+GATE = {4: "198.18.0.2", 6: "fd00:198:18::2"}
+MTU = 1400
+
+
+@pytest.fixture(scope="module")
+def way_out(path: Path_) -> Iterator[Path_]:
+    """A device with an address of the node, behind which everything else is."""
+    ip("link add out type veth peer name gate", f"link set out mtu {MTU} up", "link set gate up",
+       netns=path.where)  # fmt: skip
+    for v, bits in ((4, 24), (6, 64)):
+        there = f"neigh add {GATE[v]} lladdr 02:00:00:00:00:02 dev out nud permanent"
+        address = f"addr add {NODE[v]}/{bits} dev out" + (" nodad" if v == 6 else "")
+        ip(address, there, f"route add default via {GATE[v]} dev out", netns=path.where)
+    path.forward(True)
+    index = path.inside(lambda: socket.if_nametoindex("out"))
+    path.tell(index, Role.HOST, DeviceFlag(0))
+    path.out = index
+    yield path
+    path.forward(False)
+    with path.site.pinned("devices") as devices:
+        devices.delete(U32.pack(index))
+    ip("link del out", netns=path.where)
+
+
+def past(path: Path_, packet: bytes, want: bytes, name: str = "tc_ingress") -> None:
+    """It leaves by another device, past the stack, as this."""
+    retval, got = path.run(name, packet, complete=True)
+    assert retval == TC_ACT_REDIRECT
+    assert difference(got, want, l2=False) == ""
+    assert [one for one in checksums(got, l2=False) if one not in QUOTED] == []
+
+
+def past_as_node(path: Path_, packet: bytes, build: object, to: str, v: int, **ip_: object) -> str:
+    """As masked(), in one step."""
+    _, got = path.run("tc_ingress", packet)
+    source = parse(got, l2=False).source
+    host, _, port = source.rpartition(":")
+    assert host.strip("[]") == NODE[v]
+    assert LOW <= int(port) <= HIGH
+    past(path, packet, build(source, to, **ip_))
+    return source
+
+
+@both
+@pytest.mark.parametrize("kind", [*KINDS, "sctp"])
+def test_to_another_node_it_leaves_past_the_stack(way_out: Path_, v: int, kind: str) -> None:
+    build = {**KINDS, "sctp": sctp}[kind]
+    answer = {**BACK, "sctp": sctp}[kind[:3] if kind != "sctp" else kind]
+    own, front, back = client(v), vip(v, CLUSTER), pod(v)
+    source = past_as_node(way_out, build(own, front, ttl=9, tos=4), build, back, v, ttl=8, tos=4)
+    past(way_out, answer(back, source, ttl=9), answer(front, own, ttl=8))
+    # What we have sent off is not taken for something new when it leaves by the device.
+    sent = build(source, back)
+    assert way_out.run("tc_egress", sent) == (TC_ACT_UNSPEC, sent)
+    came = answer(front, own)
+    assert way_out.run("tc_egress", came) == (TC_ACT_UNSPEC, came)
+
+
+class Stays(NamedTuple):
+    """What goes up the stack all the same."""
+
+    name: str
+    which: int = CLUSTER
+    role: Role = Role.HOST
+    ttl: int = 64
+    size: int = 10
+    forwards: bool = True
+
+
+STAYS = [
+    Stays("Local policy", which=LOCAL),
+    Stays("a ClusterIP that is not masqueraded", which=IP),
+    Stays("a pod that asks", role=Role.POD),
+    Stays("the end of its TTL", ttl=1),
+    Stays("longer than the way allows", size=MTU),
+    Stays("a node that does not forward", forwards=False),
+]
+
+
+@both
+@pytest.mark.parametrize("row", STAYS, ids=lambda row: row.name)
+def test_what_the_stack_has_to_see(way_out: Path_, v: int, row: Stays) -> None:
+    way_out.come_from(row.role)
+    own, front, back = client(v), vip(v, row.which), pod(v)
+    data = os.urandom(row.size)
+    way_out.forward(row.forwards)
+    try:
+        way_out.go("tc_ingress", udp(own, front, data, ttl=row.ttl),
+                   udp(own, back, data, ttl=row.ttl))  # fmt: skip
+    finally:
+        way_out.forward(True)
+
+
+@both
+def test_the_longest_that_the_way_allows(way_out: Path_, v: int) -> None:
+    data = os.urandom(MTU - (28 if v == 4 else 48))
+    past_as_node(way_out, udp(client(v), vip(v, CLUSTER), data),
+                 lambda a, b: udp(a, b, data, ttl=63), pod(v), v)  # fmt: skip
+
+
+@both
+def test_a_flow_keeps_its_way_but_for_what_does_not_fit(way_out: Path_, v: int) -> None:
+    """A long packet goes up the stack, which tells the sender; the flow goes on past it."""
+    own, front, back = client(v), vip(v, CLUSTER), pod(v)
+    source = past_as_node(way_out, udp(own, front, b"?"),
+                          lambda a, b: udp(a, b, b"?", ttl=63), back, v)  # fmt: skip
+    data = os.urandom(MTU)
+    inside = way_out.go("tc_ingress", udp(own, front, data), udp(own, back, data))
+    way_out.go("tc_egress", inside, udp(source, back, data))
+    inside = way_out.go("tc_ingress", udp(back, source, data), udp(back, own, data))
+    way_out.go("tc_egress", inside, udp(front, own, data))
+    past(way_out, udp(own, front, b"?"), udp(source, back, b"?", ttl=63))
+
+
+@both
+@pytest.mark.parametrize("role", Role)
+def test_direct_goes_past_the_stack_whoever_asks(way_out: Path_, v: int, role: Role) -> None:
+    way_out.node(NodeFlag.DIRECT)
+    way_out.come_from(role)
+    own, front, back = client(v), vip(v, LOCAL), pod(v)
+    past(way_out, udp(own, front, b"?"), udp(own, back, b"?", ttl=63))
+    past(way_out, udp(back, own, b"!"), udp(front, own, b"!", ttl=63))
+    past(way_out, udp(own, front, b"??"), udp(own, back, b"??", ttl=63))
+
+
+@both
+def test_an_error_about_what_went_past_the_stack(way_out: Path_, v: int) -> None:
+    """A router behind the node: the client hears of the packet that it has sent."""
+    own, front, back = client(v), vip(v, CLUSTER), pod(v)
+    source = past_as_node(way_out, udp(own, front, b"?"),
+                          lambda a, b: udp(a, b, b"?", ttl=63), back, v)  # fmt: skip
+    error = icmp_error("too big", ROUTER[v], udp(source, back, b"?"), mtu=1300)
+    inside = way_out.run("tc_ingress", error)[1]
+    assert parse(inside, l2=False).destination == CLIENT[v]
+    _, out = way_out.run("tc_egress", inside)
+    told = parse(out, l2=False)
+    assert str(told.embedded) == str(parse(udp(own, front, b"?"), l2=False))
+    assert [one for one in checksums(out, l2=False) if one not in QUOTED] == []
+
+
+# ---- the node's own ------------------------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize("kind", [*KINDS, "sctp"])
+@pytest.mark.parametrize("which", [CLUSTER, LOCAL, IP], ids=["Cluster", "Local", "ClusterIP"])
+def test_a_socket_of_the_node(way_out: Path_, v: int, kind: str, which: int) -> None:
+    """What the hooks have left alone is served when it leaves; the answer is for the socket."""
+    build = {**KINDS, "sctp": sctp}[kind]
+    answer = {**BACK, "sctp": sctp}[kind[:3] if kind != "sctp" else kind]
+    own, front, back = end(NODE[v], next(PORTS)), vip(v, which), pod(v)
+    for _ in range(2):
+        past(way_out, build(own, front), build(own, back), "tc_egress")
+    sent = build(own, back)
+    assert way_out.run("tc_egress", sent) == (TC_ACT_UNSPEC, sent), "on the other device"
+    way_out.go("tc_ingress", answer(back, own), answer(front, own))
+
+
+@both
+def test_the_answer_comes_in_where_it_is_expected(way_out: Path_, v: int) -> None:
+    """The question has left by loopback here, so that the answer goes there: rp_filter."""
+    own, front, back = end(NODE[v], next(PORTS)), vip(v, CLUSTER), pod(v)
+    past(way_out, udp(own, front, b"?"), udp(own, back, b"?"), "tc_egress")
+    answer = udp(back, own, b"!")
+    retval, got = way_out.run("tc_ingress", answer, context=SkbContext(ifindex=way_out.out))
+    assert retval == TC_ACT_REDIRECT
+    assert difference(got, udp(front, own, b"!"), l2=False) == ""
+
+
+@both
+def test_a_socket_of_the_node_is_refused(way_out: Path_, v: int) -> None:
+    own, front = end(NODE[v], next(PORTS)), vip(v, NONE)
+    retval, got = way_out.run("tc_egress", tcp(own, front, flags="S", seq=7))
+    assert retval == TC_ACT_REDIRECT
+    assert parse(got, l2=False).source == front
+    assert "R" in parse(got, l2=False).flags
+
+
+@both
+def test_what_others_forward_is_not_the_nodes_own(way_out: Path_, v: int) -> None:
+    """It came in by a device, where it was looked at."""
+    packet = udp(client(v), vip(v, CLUSTER), b"?")
+    context = SkbContext(ingress_ifindex=way_out.out)
+    assert way_out.run("tc_egress", packet, context=context) == (TC_ACT_UNSPEC, packet)
 
 
 # ---- how long they are ---------------------------------------------------------------------------
