@@ -19,7 +19,7 @@ from kbpf.views.columns import Column
 if TYPE_CHECKING:
     from kbpf.dataplane.bpf.load import Pins
 
-OURS: Final = re.compile(r"links|devices|(maps|layout|programs)-.+|(new|fresh)-.+")
+OURS: Final = re.compile(r"links|devices|beside|(maps|layout|programs)-.+|(new|fresh)-.+")
 """The names that dataplane/bpf/load.py gives to what it pins."""
 KERNELS: Final = frozenset(("maps.debug", "progs.debug"))
 """Files that the kernel puts into the root of each bpffs; they go with the mount."""
@@ -60,16 +60,18 @@ def remove_pins(pin_dir: Path, force: bool = False) -> Iterator[Removed]:
     """Attachments, programs and maps, and the bpffs if it was mounted for them. ConfigError when
     the folder holds anything else, KernelError while an agent works there, unless `force`.
     """
-    from kbpf.dataplane.bpf import load, packet
+    from kbpf.dataplane.bpf import beside, load, packet
     from kbpf.dataplane.bpf.load import Pins
     from kbpf.kernel import mounts
 
     inside = _look(pin_dir)
-    if inside is None:
+    if inside is None:  # rules are known as ours without it
+        yield from (Removed("on the node", what) for what in beside.remove(Pins(pin_dir)))
         return
     with _alone(Pins(pin_dir), force):
         links = sorted((pin_dir / "links").iterdir()) if (pin_dir / "links").is_dir() else []
-        folders = [path for path in inside if path.name not in ("links", "devices")]
+        folders = [path for path in inside if path.name not in ("links", "devices", "beside")]
+        on_node = beside.remove(Pins(pin_dir))
         on_devices = packet.remove(Pins(pin_dir))
         try:
             load.remove(Pins(pin_dir))
@@ -80,6 +82,7 @@ def remove_pins(pin_dir: Path, force: bool = False) -> Iterator[Removed]:
                 ) from error
     yield from (Removed("attachment", str(path)) for path in links)
     yield from (Removed("attachment", "to a device") for _ in range(on_devices))
+    yield from (Removed("on the node", what) for what in on_node)
     yield from (Removed(_kind(path), str(path)) for path in folders)
     if mounts.is_own_bpffs(pin_dir):
         mounts.unmount(pin_dir)

@@ -21,6 +21,7 @@ Reader = Callable[[str, str], Any]
 """(text, where it stood) → value, or ConfigError."""
 
 MOST_ENTRIES: Final = 1 << 30
+MOST_PORTS: Final = 65_535
 LONGEST_NAME: Final = 15  # IFNAMSIZ - 1
 
 
@@ -86,6 +87,21 @@ def _entries(text: str, where: str) -> int:
             f"not a number of entries: {text!r}", where, f"give a whole number, 1 to {MOST_ENTRIES}"
         )
     return number
+
+
+def _ports(text: str, where: str) -> tuple[int, int]:
+    low, _, high = text.partition("-")
+    if all(part.isascii() and part.isdigit() for part in (low, high)):
+        ends = int(low), int(high)
+        if 0 < ends[0] <= ends[1] <= MOST_PORTS:
+            return ends
+    raise ConfigError(f"not a range of ports: {text!r}", where, "write it as 61000-65535")
+
+
+def _bit(text: str, where: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) < 32):
+        raise ConfigError(f"not a bit of the mark: {text!r}", where, "give a number, 0 to 31")
+    return int(text)
 
 
 def read_cidr(text: str, where: str) -> Cidr:
@@ -195,6 +211,12 @@ FLAGS: Final = (
          "(default: chosen by their kind)"),
     Flag("--exclude-device", "excluded_devices", _words, "NAMES", NODE,
          "devices that packets are left alone on"),
+    Flag("--masquerade-ports", "masquerade_ports", _ports, "LOW-HIGH", NODE,
+         "the node's ports for clients whose address becomes the node's; kept clear of the node's "
+         "own sockets (default 61000-65535)"),
+    Flag("--masquerade-bit", "masquerade_bit", _bit, "NUMBER", NODE,
+         "the bit of the mark that packets of such clients carry through the node's stack "
+         "(default 14, as kube-proxy's)"),
     Flag("--masquerade-all", "masquerade_all", _truth, "true|false", NODE,
          "whether backends see the node instead of the client for ClusterIPs too (default false)"),
     Flag("--forwarding", "forwarding", _FORWARDING, "stack|direct", NODE,

@@ -14,7 +14,8 @@ from typing import Final
 import msgspec
 
 from kbpf.dataplane.base import Report
-from kbpf.dataplane.bpf import adopt, compile, load, packet, udp
+from kbpf.dataplane.bpf import adopt, beside, compile, load, packet, udp
+from kbpf.dataplane.bpf.beside import Beside
 from kbpf.dataplane.bpf.hooks import HELPER_SET_RETVAL, PROG_CGROUP_SOCK_ADDR
 from kbpf.dataplane.bpf.ids import BackendTable, Ids
 from kbpf.dataplane.bpf.layout import (
@@ -79,6 +80,7 @@ class BpfPlane:
         self._stray: adopt.Adopted | None = None  # until the first complete apply
         self._lock = -1
         self._packets: PacketPath | None = None
+        self._beside = Beside(self._pins, config)
         self.packet_problem = ""
         self._kept: adopt.Adopted | None = None  # what an unsound first apply left as it was
         self._unsure = False  # whether what is kept here is what the maps hold
@@ -362,6 +364,8 @@ class BpfPlane:
         changed = self._publish()
         if self._packets is None and not self.packet_problem:
             packet.remove(self._pins)
+            if beside.may_hold(self._pins):
+                beside.remove(self._pins)
         load.remove_old_maps(self._pins)
         log.info("attached hooks_changed=%d", changed)
         if sound:
@@ -387,8 +391,12 @@ class BpfPlane:
     # ---- the end of what is old ------------------------------------------------------------
 
     def tick(self, now: float) -> float | None:
-        """Deletes old sets whose grace period is over. See base.DataPlane."""
+        """Deletes old sets whose grace period is over, and looks after what the packet path needs
+        beside itself. See base.DataPlane.
+        """
         self._retire_until(now - GRACE_SECONDS)
+        if self._packets is not None and self._stray is None:
+            self._beside.look(now)
         return self._queue[0][0] + GRACE_SECONDS if self._queue else None
 
     def flush(self) -> None:
@@ -466,6 +474,8 @@ class BpfPlane:
         """Detaches and removes everything below the pin folder."""
         self.close()
         packet.remove(self._pins)
+        if beside.may_hold(self._pins):
+            beside.remove(self._pins)
         load.remove(self._pins)
 
 

@@ -1,0 +1,189 @@
+"""What the packet path needs of a node that others have set up too: that a closed FORWARD chain
+lets masqueraded packets pass, and that no socket of the node takes their ports.
+
+Both are looked at again every few seconds, since others write there as well; a look at rules that
+nobody changed is one message to the kernel. What cannot be done is said once, with what to do, and
+stops nothing.
+"""
+
+import contextlib
+import errno
+import logging
+from collections.abc import Iterator
+from typing import Final
+
+from kbpf.dataplane.bpf.load import Pins
+from kbpf.errors import KbpfError, KernelError
+from kbpf.kernel import netfilter, sysctl
+from kbpf.model.config import Config
+
+log = logging.getLogger("kbpf.dataplane")
+
+NOTE: Final = "beside"
+"""A folder in the pin folder: we may have put something into the node. It has an empty one for each
+range of ports that we have reserved (``61000-65535``), since a bpffs holds no files."""
+LOOK_SECONDS: Final = 2.0
+PASSING: Final = frozenset((errno.ENOENT, *netfilter.UNKNOWN))
+"""The ruleset changed under our hands: next time; or there is no nf_tables: nothing to do."""
+FORWARDING: Final = ("net.ipv4.ip_forward", "net.ipv6.conf.all.forwarding")
+
+
+class Beside:
+    """Keeps both for one agent. One thread calls."""
+
+    def __init__(self, pins: Pins, config: Config) -> None:
+        self._ports = frozenset(range(config.masquerade_ports[0], config.masquerade_ports[1] + 1))
+        self._reserved = Reserved(pins)
+        self._mark = 1 << config.masquerade_bit
+        self._generation = -1
+        self._due = float("-inf")
+        self._told: set[str] = set()
+
+    def look(self, now: float) -> None:
+        """Puts right what is not as it should be, if it is time to look; `now` in seconds."""
+        if now < self._due:
+            return
+        if self._due == float("-inf"):
+            self._reserved.begin()
+            self._say_what_is_missing()
+        self._due = now + LOOK_SECONDS
+        with self._saying_problems():
+            self._reserved.keep(self._ports)
+        with self._saying_problems():
+            self._keep_rules()
+
+    def _keep_rules(self) -> None:
+        try:
+            generation = netfilter.generation()
+            if generation == self._generation:
+                return
+            for chain in netfilter.forward_chains():
+                self._keep_rule(chain)
+        except KernelError as error:
+            if error.errno not in PASSING:
+                raise
+        else:
+            self._generation = generation  # of before: our own changes are looked at, too
+
+    def _keep_rule(self, chain: netfilter.Chain) -> None:
+        if not chain.is_closed:
+            if netfilter.remove_ours(chain):
+                log.info("FORWARD is open again: rule removed chain=%r", str(chain))
+        elif not chain.holds(self._mark):
+            netfilter.accept_marked(chain, self._mark)
+            log.info(
+                "FORWARD is closed: masqueraded packets are let pass chain=%r mark=%#x",
+                str(chain), self._mark,
+            )  # fmt: skip
+
+    def _say_what_is_missing(self) -> None:
+        for name in FORWARDING:
+            with contextlib.suppress(KernelError):
+                if sysctl.read(name) == "0":
+                    self._warn(f"{name} is 0: this node forwards nothing to pods; set it to 1")
+        for family in netfilter.legacy_tables():
+            self._warn(
+                f"iptables-legacy has a filter table for {family}, which is not looked at; "
+                f"if its FORWARD drops, let packets with mark {self._mark:#x} pass there"
+            )
+
+    @contextlib.contextmanager
+    def _saying_problems(self) -> Iterator[None]:
+        try:
+            yield
+        except KbpfError as error:
+            self._warn(str(error))
+
+    def _warn(self, line: str) -> None:
+        if line not in self._told:
+            self._told.add(line)
+            log.warning("%s", line)
+
+
+class Reserved:
+    """Ports that sockets of the node keep away from, and which of them we have put there (NOTE).
+    Ports that others had reserved before us stay when ours go.
+    """
+
+    def __init__(self, pins: Pins) -> None:
+        self._folder = pins.root / NOTE
+        self._seen: tuple[object, ...] = ()
+
+    def begin(self) -> None:
+        """Says, in the pin folder, that there may be something of ours from now on."""
+        with contextlib.suppress(OSError):  # told when it is needed
+            self._folder.mkdir(exist_ok=True)
+
+    def keep(self, wanted: frozenset[int]) -> None:
+        """Reserves them where the kernel would else give them to sockets."""
+        low, high = sysctl.local_ports()
+        seen = wanted, low, high, sysctl.read(sysctl.RESERVED_PORTS)
+        if seen == self._seen:
+            return
+        self._seen = seen  # also when it fails: it is tried again when something changes
+        meet = low <= max(wanted) and min(wanted) <= high
+        self._become(wanted if meet else frozenset())
+
+    def release(self) -> bool:
+        """Takes away what we have put there; whether there was anything."""
+        return self._become(frozenset())
+
+    def _become(self, wanted: frozenset[int]) -> bool:
+        there = sysctl.parse_ports(sysctl.read(sysctl.RESERVED_PORTS))
+        ours = self._ours()
+        if not ours <= there:  # somebody has written the list anew: all in it is theirs
+            self._note(ours := frozenset())
+        theirs = there - ours
+        if theirs | wanted == there:
+            return False
+        added = wanted - theirs
+        self._note(added)
+        try:
+            sysctl.write(sysctl.RESERVED_PORTS, sysctl.format_ports(theirs | wanted))
+        except KernelError:
+            self._note(ours)
+            raise
+        if added:
+            log.info("reserved %s=%s", sysctl.RESERVED_PORTS, sysctl.format_ports(theirs | wanted))
+        return True
+
+    def _ours(self) -> frozenset[int]:
+        try:
+            return sysctl.parse_ports(",".join(path.name for path in self._folder.iterdir()))
+        except (FileNotFoundError, NotADirectoryError):
+            return frozenset()
+
+    def _note(self, ports: frozenset[int]) -> None:
+        wanted = {f"{low}-{high}" for low, high in sysctl.ranges(ports)}
+        try:
+            self._folder.mkdir(exist_ok=True)
+            for path in self._folder.iterdir():
+                if path.name not in wanted:
+                    path.rmdir()
+            for name in wanted:
+                (self._folder / name).mkdir(exist_ok=True)
+        except OSError as error:
+            raise KernelError(
+                "cannot note which ports are reserved", str(self._folder), "", error.errno or 0
+            ) from error
+
+
+def may_hold(pins: Pins) -> bool:
+    """Whether an agent with this pin folder has looked after the node."""
+    return (pins.root / NOTE).is_dir()
+
+
+def remove(pins: Pins) -> tuple[str, ...]:
+    """Takes our rules out of the chains, and our ports from the reserved ones; what was there.
+
+    KernelError if the kernel refuses. Without nf_tables or its library there can be nothing of it.
+    """
+    gone = []
+    if netfilter.available().works:
+        for chain in netfilter.forward_chains():
+            gone += [f"rule in {chain}"] * netfilter.remove_ours(chain)
+    if Reserved(pins).release():
+        gone.append(f"ports in {sysctl.RESERVED_PORTS}")
+    with contextlib.suppress(OSError):
+        (pins.root / NOTE).rmdir()
+    return tuple(gone)

@@ -1,0 +1,268 @@
+"""The one rule that kbpf keeps in somebody else's table: masqueraded packets pass a closed FORWARD.
+
+iptables (by nf_tables) and many CNIs keep `table ip filter` and `table ip6 filter` with a base
+chain at the forward hook. Where that chain drops or rejects what nobody in it let pass, packets
+that the packet path has translated and marked would be lost. kube-proxy puts a jump at the head of
+the chain. Ours stands behind everything that somebody wrote there on purpose, so that it takes the
+place of the final refusal and overrules no one: a policy that rejects packets to one pod rejects
+ours too, whoever came first.
+
+Spoken by libnftables in JSON; the chain stays readable for iptables. Rules are known as ours by
+their comment, and each change is one transaction. All of it is about the network namespace of the
+calling thread.
+"""
+
+import errno
+import socket
+import struct
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from kbpf.errors import KernelError
+from kbpf.kernel.probe import Probe
+
+COMMENT: Final = "kbpf: masqueraded"
+"""How the comment of a rule of ours begins; the mark follows."""
+TABLES: Final = (("ip", "filter"), ("ip6", "filter"))
+LEGACY: Final = {
+    "ip": Path("/proc/thread-self/net/ip_tables_names"),
+    "ip6": Path("/proc/thread-self/net/ip6_tables_names"),
+}
+UNKNOWN: Final = frozenset((errno.EINVAL, errno.EOPNOTSUPP, errno.EPROTONOSUPPORT))
+"""How a kernel without nf_tables answers."""
+HINT: Final = "run as root, or let somebody else accept packets with the mark in FORWARD"
+
+_HEADER: Final = struct.Struct("=IHHII")
+_GET_GENERATION: Final = 10 << 8 | 16  # NFNL_SUBSYS_NFTABLES, NFT_MSG_GETGEN
+_NEW_GENERATION: Final = 10 << 8 | 15
+_GENERATION_ID: Final = 1  # NFTA_GEN_ID, __be32
+_PATIENCE: Final = 2.0
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A rule of the chain. `refuses_all`: it drops or rejects whatever gets to it."""
+
+    handle: int
+    comment: str = ""
+    refuses_all: bool = False
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether kbpf has put it there."""
+        return self.comment.startswith(COMMENT)
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """A base chain at the forward hook, with its rules in order."""
+
+    family: str
+    table: str
+    name: str
+    drops: bool
+    rules: tuple[Rule, ...] = ()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether what no rule of others speaks of is refused."""
+        return self.drops or any(rule.refuses_all for rule in self.rules)
+
+    @property
+    def others(self) -> tuple[Rule, ...]:
+        """The rules that are not ours."""
+        return tuple(rule for rule in self.rules if not rule.is_ours)
+
+    @property
+    def place(self) -> int:
+        """How many rules of others come before ours: all that do not refuse everything."""
+        refusing = (i for i, rule in enumerate(self.others) if rule.refuses_all)
+        return next(refusing, len(self.others))
+
+    def holds(self, mark: int) -> bool:
+        """Whether exactly one rule of ours is there, in its place, for this mark."""
+        ours = [i for i, rule in enumerate(self.rules) if rule.is_ours]
+        return ours == [self.place] and self.rules[ours[0]].comment == comment_of(mark)
+
+    def __str__(self) -> str:
+        return f"{self.family} {self.table} {self.name}"
+
+
+def comment_of(mark: int) -> str:
+    """What our rule says of itself."""
+    return f"{COMMENT}, mark {mark:#x}"
+
+
+# ---- looking -------------------------------------------------------------------------------------
+
+
+def available() -> Probe:
+    """Whether nf_tables can be spoken to: the library and the kernel."""
+    try:
+        import nftables
+
+        nftables.Nftables()
+    except (ImportError, OSError) as error:
+        return Probe(None, f"python3-nftables is missing: {error}")
+    try:
+        generation()
+    except KernelError as error:
+        return Probe(None, f"this kernel has no nf_tables: {errno.errorcode.get(error.errno)}")
+    return Probe(True)
+
+
+def legacy_tables() -> tuple[str, ...]:
+    """Families that have a filter table of the old iptables, which nobody can look at from here."""
+    found = []
+    for family, path in LEGACY.items():
+        try:
+            names = path.read_text().split()
+        except OSError:
+            continue  # not loaded
+        if "filter" in names:
+            found.append(family)
+    return tuple(found)
+
+
+def generation() -> int:
+    """A number that changes with every change of any nf_tables ruleset of this namespace.
+
+    KernelError where the kernel has no nf_tables, or does not let us look.
+    """
+    body = struct.pack("=BBH", socket.AF_UNSPEC, 0, 0)
+    asked = _HEADER.pack(_HEADER.size + len(body), _GET_GENERATION, 1, 1, 0) + body
+    try:
+        with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 12) as netlink:  # NETLINK_NETFILTER
+            netlink.settimeout(_PATIENCE)
+            netlink.send(asked)
+            answer = netlink.recv(1 << 12)
+    except OSError as error:
+        raise KernelError(
+            "cannot ask nf_tables for its generation", "netlink", HINT, error.errno or 0
+        ) from error
+    _, kind, *_ = _HEADER.unpack_from(answer)
+    if kind != _NEW_GENERATION:
+        (code,) = struct.unpack_from("=i", answer, _HEADER.size)
+        raise KernelError("cannot ask nf_tables for its generation", "netlink", HINT, -code)
+    rest = answer[_HEADER.size + len(body) :]
+    while len(rest) >= 4:
+        length, kind = struct.unpack_from("=HH", rest)
+        if kind == _GENERATION_ID:
+            return int.from_bytes(rest[4:8], "big")
+        rest = rest[max(4, length + 3 & ~3) :]
+    return 0
+
+
+def forward_chains() -> tuple[Chain, ...]:
+    """The base chains at the forward hook in the tables that iptables and CNIs share."""
+    found = []
+    for one in _asked({"list": {"chains": None}}):
+        chain = one.get("chain", {})
+        where = chain.get("family", ""), chain.get("table", "")
+        if where in TABLES and (chain.get("hook"), chain.get("type")) == ("forward", "filter"):
+            name = str(chain["name"])
+            rules = _rules(*where, name)
+            found.append(Chain(*where, name, chain.get("policy") == "drop", rules))
+    return tuple(sorted(found, key=str))
+
+
+def _rules(family: str, table: str, name: str) -> tuple[Rule, ...]:
+    listed = _asked({"list": {"chain": {"family": family, "table": table, "name": name}}})
+    return tuple(
+        Rule(int(rule["handle"]), str(rule.get("comment", "")), refuses_all(rule.get("expr", ())))
+        for rule in (one["rule"] for one in listed if "rule" in one)
+    )
+
+
+def refuses_all(expressions: Collection[Json]) -> bool:
+    """Whether a rule of these expressions is nothing but a refusal."""
+    left = [one for one in expressions if not _says_nothing(one)]
+    return len(left) == 1 and _refuses(left[0])
+
+
+def _says_nothing(expression: Json) -> bool:
+    """Counters, logs and comments: they choose no packets."""
+    note = expression.get("xt") == {"type": "match", "name": "comment"}
+    return note or bool(expression.keys() & {"counter", "log"})
+
+
+def _refuses(expression: Json) -> bool:
+    target = expression.get("xt", {})
+    rejects = (target.get("type"), target.get("name")) == ("target", "REJECT")
+    return rejects or bool(expression.keys() & {"drop", "reject"})
+
+
+# ---- changing ------------------------------------------------------------------------------------
+
+
+def accept_marked(chain: Chain, mark: int) -> None:
+    """Makes one rule of ours, for this mark, in its place; older ones go with the same step.
+
+    KernelError with ENOENT when the chain has changed meanwhile: look at it again.
+    """
+    others, place = chain.others, chain.place
+    rule: Json = {
+        "family": chain.family,
+        "table": chain.table,
+        "chain": chain.name,
+        "comment": comment_of(mark),
+        "expr": [
+            {
+                "match": {
+                    "op": "==",
+                    "left": {"&": [{"meta": {"key": "mark"}}, mark]},
+                    "right": mark,
+                }
+            },
+            {"counter": None},
+            {"accept": None},
+        ],
+    }
+    if place < len(others):
+        made = {"insert": {"rule": {**rule, "handle": others[place].handle}}}
+    else:
+        made = {"add": {"rule": rule}}
+    _asked(made, *_deletions(chain))
+
+
+def remove_ours(chain: Chain) -> int:
+    """Takes our rules out of the chain; how many there were."""
+    deletions = _deletions(chain)
+    if deletions:
+        _asked(*deletions)
+    return len(deletions)
+
+
+def _deletions(chain: Chain) -> list[Json]:
+    where = {"family": chain.family, "table": chain.table, "chain": chain.name}
+    return [
+        {"delete": {"rule": {**where, "handle": rule.handle}}}
+        for rule in chain.rules
+        if rule.is_ours
+    ]
+
+
+def _asked(*commands: Json) -> list[Json]:
+    """What libnftables answers to these commands, which are one transaction."""
+    try:
+        import nftables
+
+        library = nftables.Nftables()
+    except (ImportError, OSError) as error:
+        raise KernelError(
+            f"libnftables cannot be loaded: {error}", "", "install python3-nftables"
+        ) from error
+    library.set_handle_output(True)
+    code, answer, problem = library.json_cmd({"nftables": list(commands)})
+    if code:
+        said = str(problem).strip().splitlines()
+        first = said[0].removeprefix("internal:0:0-0: Error: ") if said else "no reason given"
+        gone = "No such file" in str(problem)
+        raise KernelError(
+            f"nf_tables refuses: {first}", "", HINT, errno.ENOENT if gone else 0
+        )  # fmt: skip
+    return list(answer["nftables"]) if answer else []

@@ -1,0 +1,75 @@
+"""Settings below /proc/sys of the network namespace of the calling thread, and sets of ports as
+the kernel writes them there.
+"""
+
+import errno
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+from kbpf.errors import KernelError
+
+ROOT: Final = Path("/proc/sys")
+LOCAL_PORTS: Final = "net.ipv4.ip_local_port_range"
+"""Where the kernel takes ports for sockets that do not ask for one; of both families."""
+RESERVED_PORTS: Final = "net.ipv4.ip_local_reserved_ports"
+"""What it leaves out there. A socket that asks for such a port by its number gets it."""
+
+Range = tuple[int, int]
+"""Ports, both ends included."""
+
+
+def read(name: str) -> str:
+    """The value of a setting, without the line's end."""
+    try:
+        return (ROOT / name.replace(".", "/")).read_text().strip()
+    except OSError as error:
+        raise KernelError(
+            f"cannot read the setting {name}", str(ROOT), "mount /proc", error.errno or 0
+        ) from error
+
+
+def write(name: str, value: str) -> None:
+    """Sets it; KernelError with EROFS or EACCES in a container that must not."""
+    try:
+        (ROOT / name.replace(".", "/")).write_text(f"{value}\n")
+    except OSError as error:
+        raise KernelError(
+            f"cannot set {name}", str(ROOT), f"on the node: sysctl -w {name}={value}",
+            error.errno or errno.EIO,
+        ) from error  # fmt: skip
+
+
+# ---- ports ---------------------------------------------------------------------------------------
+
+
+def parse_ports(text: str) -> frozenset[int]:
+    """The ports of a list such as ``8080,61000-65535``."""
+    found: set[int] = set()
+    for word in text.split(","):
+        if word.strip():
+            low, _, high = word.strip().partition("-")
+            found.update(range(int(low), int(high or low) + 1))
+    return frozenset(found)
+
+
+def ranges(ports: Iterable[int]) -> tuple[Range, ...]:
+    """The fewest ranges that are these ports, in order."""
+    made: list[Range] = []
+    for port in sorted(ports):
+        if made and made[-1][1] == port - 1:
+            made[-1] = made[-1][0], port
+        else:
+            made.append((port, port))
+    return tuple(made)
+
+
+def format_ports(ports: Iterable[int]) -> str:
+    """The list as the kernel writes it."""
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges(ports))
+
+
+def local_ports() -> Range:
+    """Where the kernel takes ports for sockets."""
+    low, high = read(LOCAL_PORTS).split()
+    return int(low), int(high)

@@ -1,0 +1,249 @@
+"""The packet path beside the rules of others: a FORWARD policy of DROP, strict rp_filter, what CNIs
+and kube-proxy write, and rules that drop what conntrack calls invalid.
+
+Each set of rules is put on the nodes of one field, every way through the packet path is gone, and
+the rules are taken away again. The rules are those that the projects write, cut to what meets our
+packets.
+"""
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from itertools import product
+
+import pytest
+
+from tests.support.cluster import Object
+from tests.support.dial import REFUSED, Dial
+from tests.support.field import (
+    DROPPED,
+    NODES4,
+    NODES6,
+    OUT4,
+    OUT6,
+    Field,
+    at,
+    both_families,
+    check,
+)
+from tests.support.lab import Node, inside, until
+from tests.support.lab import run as command
+
+POLICY = ("iptables", "ip6tables")
+OURS = "kbpf: masqueraded, mark 0x4000"
+
+
+def objects(field: Field) -> list[Object]:
+    """Local (11), remote (12), local with policy Local (14), another local pod (15); UDP + 10."""
+    every, made = field.all_ways, []
+    for base, protocol in ((10, "TCP"), (20, "UDP")):
+        made += every(base + 1, "a1", protocol)
+        made += every(base + 2, "b1", protocol)
+        made += every(base + 4, "a1 b1", protocol, external_policy="Local")
+        made += every(base + 5, "a3", protocol)
+    return made
+
+
+@pytest.fixture(scope="module")
+def field() -> Iterator[Field]:
+    with Field(name="nf") as made:
+        made.create(*objects(made))
+        made.settle()
+        yield made
+
+
+def on(node: Node, *words: str, stdin: str | None = None) -> str:
+    """What a command says on a node."""
+    return command(*inside(node.netns, None, *words), stdin=stdin)
+
+
+def tables(node: Node, tool: str, *lines: str) -> None:
+    """iptables' commands, one a line without the tool's name."""
+    for line in lines:
+        on(node, f"{tool}-nft", "-w", *re.findall(r'[^\s"]+|"[^"]*"', line))
+
+
+def forward(node: Node, tool: str) -> list[str]:
+    """The rules in FORWARD, as iptables reads them."""
+    listed = on(node, f"{tool}-nft", "-S", "FORWARD").splitlines()
+    return [line for line in listed if line.startswith("-A")]
+
+
+def ours(node: Node, tool: str) -> list[int]:
+    """The places of our rules in FORWARD."""
+    return [i for i, rule in enumerate(forward(node, tool)) if OURS in rule]
+
+
+def guarded(node: Node) -> None:
+    """Our rule is in both tables, once, behind all others."""
+    for tool in POLICY:
+        until(
+            f"our rule is the last one of {tool}",
+            lambda tool=tool: ours(node, tool) == [len(forward(node, tool)) - 1],
+        )
+
+
+@pytest.fixture(autouse=True)
+def _clean(field: Field) -> Iterator[None]:
+    """Whatever a test writes, the next one finds nothing of it."""
+    yield
+    for node in field.lab.nodes:
+        on(node, "nft", "flush", "ruleset")
+        for name, value in (("all", 0), ("eth0", 0)):
+            on(node, "sysctl", "-qw", f"net.ipv4.conf.{name}.rp_filter={value}")
+    for agent in field.agents:
+        if not agent.is_running:
+            agent.start()
+
+
+# ---- rows ----------------------------------------------------------------------------------------
+
+
+def masqueraded(v6: bool) -> Iterator[Dial]:
+    """Every way on which the backend sees node-1."""
+    own, say = (NODES6 if v6 else NODES4)[0], "v6" if v6 else "v4"
+    for protocol, base in (("tcp", 10), ("udp", 20)):
+        for kind in ("NodePort", "ExternalIP", "VIP"):
+            for number, who in ((1, "a1"), (2, "b1")):
+                to = at(kind, base + number, v6)
+                yield Dial(f"{say} {kind} to {who}", "outside", to, who, protocol, own)
+        to = at("ClusterIP", base + 1, v6)
+        yield Dial(f"{say} a pod to itself", "a1!", to, "a1", protocol, own)
+
+
+def plain(v6: bool) -> Iterator[Dial]:
+    """Every way on which it sees the client."""
+    say, client = ("v6", OUT6) if v6 else ("v4", OUT4)
+    pod = "fd00:10:244:1::3" if v6 else "10.244.1.3"
+    for protocol, base in (("tcp", 10), ("udp", 20)):
+        to = at("NodePort", base + 4, v6)
+        yield Dial(f"{say} policy Local", "outside", to, "a1", protocol, client)
+        for number, who in ((1, "a1"), (2, "b1")):
+            to = at("ClusterIP", base + number, v6)
+            yield Dial(f"{say} unhooked pod to {who}", "a2!", to, who, protocol, pod)
+
+
+def refused_by_policy(v6: bool) -> Iterator[Dial]:
+    """What is not masqueraded is nobody's to let pass but the CNI's."""
+    for row in plain(v6):
+        yield Dial(row.name, row.client, row.to, DROPPED, row.protocol)
+
+
+# ---- FORWARD with the policy DROP ----------------------------------------------------------------
+
+
+@pytest.fixture
+def closed(field: Field) -> Node:
+    """node-1, which forwards nothing that no rule lets pass, and our rule."""
+    node = field.lab.nodes[0]
+    for tool in POLICY:
+        tables(node, tool, "-P FORWARD DROP")
+    guarded(node)
+    return node
+
+
+@both_families
+@pytest.mark.usefixtures("closed")
+def test_masqueraded_packets_pass_a_closed_forward(field: Field, v6: bool) -> None:
+    for row in masqueraded(v6):
+        check(field, row)
+
+
+@both_families
+@pytest.mark.usefixtures("closed")
+def test_no_others_do(field: Field, v6: bool) -> None:
+    """As with kube-proxy: policy Local leaves the client's address, and no mark."""
+    for row in refused_by_policy(v6):
+        check(field, row)
+
+
+def test_an_open_forward_has_no_rule_of_ours(field: Field, closed: Node) -> None:
+    for tool in POLICY:
+        tables(closed, tool, "-P FORWARD ACCEPT")
+    for tool in POLICY:
+        until(f"no rule of ours in {tool}", lambda tool=tool: ours(closed, tool) == [])
+    for row in plain(False):
+        check(field, row)
+
+
+FLUSHES: dict[str, Callable[[Node], object]] = {
+    "the chain": lambda node: [tables(node, tool, "-F FORWARD") for tool in POLICY],
+    "the ruleset": lambda node: [
+        on(node, "nft", "flush", "ruleset"),
+        *(tables(node, tool, "-P FORWARD DROP") for tool in POLICY),
+    ],
+    "our rule": lambda node: [tables(node, tool, "-D FORWARD 1") for tool in POLICY],
+}
+
+
+@pytest.mark.parametrize("what", FLUSHES)
+def test_a_rule_that_somebody_removes_comes_back(field: Field, closed: Node, what: str) -> None:
+    FLUSHES[what](closed)
+    guarded(closed)
+    for row in masqueraded(False):
+        check(field, row)
+
+
+@pytest.mark.parametrize("how", ["-I FORWARD", "-A FORWARD"])
+@both_families
+def test_a_policy_of_the_cni_wins(field: Field, closed: Node, how: str, v6: bool) -> None:
+    """It speaks of one pod: whether it was there before ours, before it or behind."""
+    tool = POLICY[v6]
+    pod = field["a1"].ip6 if v6 else field["a1"].ip
+    kind = "icmp6-port-unreachable" if v6 else "icmp-port-unreachable"
+    tables(closed, tool, f"{how} -d {pod} -j REJECT --reject-with {kind}")
+    guarded(closed)
+    host = (NODES6 if v6 else NODES4)[0]
+    for kind, number in product(("NodePort", "VIP"), (11, 21)):
+        protocol = "tcp" if number == 11 else "udp"
+        check(field, Dial("to the pod", "outside", at(kind, number, v6), REFUSED, protocol))
+        to = at(kind, number + 4, v6)
+        check(field, Dial("to another", "outside", to, "a3", protocol, host))
+
+
+def test_a_refusal_at_the_end_of_an_open_chain(field: Field) -> None:
+    """As Red Hat's iptables service has it: no policy, but a last rule."""
+    node = field.lab.nodes[0]
+    tables(node, "iptables", "-A FORWARD -i lo -j ACCEPT",
+           "-A FORWARD -j REJECT --reject-with icmp-host-prohibited")  # fmt: skip
+    until("our rule stands before it", lambda: ours(node, "iptables") == [1])
+    for row in masqueraded(False):
+        check(field, row)
+
+
+def test_the_rules_of_others_stay_as_they_were(field: Field, closed: Node) -> None:
+    """Ours come and go with nothing else touched, and cleanup takes exactly them."""
+    for tool in POLICY:
+        tables(closed, tool, "-N OTHERS", "-A OTHERS -m mark --mark 0x4000/0x4000 -j ACCEPT",
+               '-A FORWARD -m comment --comment "kbpf: is not mine" -j OTHERS',
+               "-A FORWARD -p tcp --dport 1 -j DROP")  # fmt: skip
+    guarded(closed)
+    before = [re.sub(r"^#.*\n", "", on(closed, f"{tool}-nft-save"), flags=re.M) for tool in POLICY]
+    field.agent.stop()
+    guarded(closed)  # as all else that the agent has made
+    clean = (sys.executable, "-m", "kbpf", "cleanup", "--pin-dir", str(field.agent.pin_dir))
+    done = subprocess.run(inside(closed.netns, None, *clean), capture_output=True, text=True,
+                          check=False)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "rule in ip filter FORWARD" in done.stdout
+    assert "rule in ip6 filter FORWARD" in done.stdout
+    for tool, text in zip(POLICY, before, strict=True):
+        after = re.sub(r"^#.*\n", "", on(closed, f"{tool}-nft-save"), flags=re.M)
+        gone = [line for line in text.splitlines() if OURS not in line]
+        assert _uncounted(after.splitlines()) == _uncounted(gone)
+        assert ours(closed, tool) == []
+
+
+def _uncounted(lines: list[str]) -> list[str]:
+    return [re.sub(r"\[\d+:\d+\]", "[]", line) for line in lines]
+
+
+def test_without_the_packet_path_there_is_no_rule(field: Field, closed: Node) -> None:
+    field.agent.stop()
+    field.agent.start(extra=("--packet-path", "false"))
+    try:
+        for tool in POLICY:
+            assert ours(closed, tool) == []
+    finally:
+        field.agent.stop()
