@@ -81,8 +81,12 @@ static __always_inline int refuse_tcp(struct __sk_buff *skb, const struct packet
 	return swap_addresses(skb, p) || swap_ports(skb, p);
 }
 
-#define CARRIED4 28 /* an IPv4 header without options, and the first 8 bytes of what follows */
-#define CARRIED6 48
+/* What an error carries at most: an IP header with its options or extension headers (60 bytes in
+ * IPv4; as many as these in IPv6), and the first 8 bytes of what follows it. */
+#define CARRIED4 68
+#define CARRIED6 104
+#define CARRIED_MINIMUM 28
+#define barrier_var(v) asm volatile("" : "+r"(v))
 
 struct icmp_header {
 	u8 type;
@@ -98,20 +102,36 @@ static __always_inline __sum16 fold(__wsum sum)
 	return ~sum;
 }
 
-/* The packet is cut to what an error carries, and gets new headers in front of its own. Packets
- * with IP options or extension headers get no answer: they are dropped. */
+/* Cuts the packet to what an error carries, makes room for new headers in front of its own, and
+ * reads what is carried into `carried`, of which the rest stays 0. Gives its length; 0: failed. */
+static __always_inline u32 carry(struct __sk_buff *skb, const struct packet *p, u8 *carried,
+				 u32 most, u32 room)
+{
+	u64 length = p->l4 - p->l3 + 8;
+
+	/* Two comparisons that stay two: of one, the verifier does not see the lower bound. */
+	if (length > most)
+		return 0;
+	barrier_var(length);
+	if (length < CARRIED_MINIMUM)
+		return 0;
+	if (bpf_skb_load_bytes(skb, p->l3, carried, length) ||
+	    bpf_skb_change_tail(skb, p->l3 + length, 0) ||
+	    bpf_skb_adjust_room(skb, room, BPF_ADJ_ROOM_MAC, 0))
+		return 0;
+	return length;
+}
+
 static __always_inline int refuse_v4(struct __sk_buff *skb, const struct packet *p)
 {
 	struct {
 		struct ip4_header ip;
 		struct icmp_header icmp;
 	} head = {};
-	u8 carried[CARRIED4];
+	u8 carried[CARRIED4] = {};
+	u32 length = carry(skb, p, carried, sizeof(carried), sizeof(head));
 
-	if (p->l4 - p->l3 != sizeof(head.ip) ||
-	    bpf_skb_load_bytes(skb, p->l3, carried, sizeof(carried)) ||
-	    bpf_skb_change_tail(skb, p->l3 + CARRIED4, 0) ||
-	    bpf_skb_adjust_room(skb, sizeof(head), BPF_ADJ_ROOM_MAC, 0))
+	if (!length)
 		return -1;
 	head.icmp.type = ICMP_UNREACHABLE;
 	head.icmp.code = 3; /* port */
@@ -119,7 +139,7 @@ static __always_inline int refuse_v4(struct __sk_buff *skb, const struct packet 
 		bpf_csum_diff(NULL, 0, (__be32 *)carried, sizeof(carried),
 			      bpf_csum_diff(NULL, 0, (__be32 *)&head.icmp, sizeof(head.icmp), 0)));
 	head.ip.version_length = 0x45;
-	head.ip.total = __builtin_bswap16(sizeof(head) + CARRIED4);
+	head.ip.total = __builtin_bswap16(sizeof(head) + length);
 	head.ip.ttl = 64;
 	head.ip.protocol = PROTO_ICMP;
 	head.ip.source = p->tuple.to.address.word[3];
@@ -135,23 +155,21 @@ static __always_inline int refuse_v6(struct __sk_buff *skb, const struct packet 
 		struct icmp_header icmp;
 	} head = {};
 	__be32 pseudo[2];
-	u8 carried[CARRIED6];
+	u8 carried[CARRIED6] = {};
+	u32 length = carry(skb, p, carried, sizeof(carried), sizeof(head));
 	__wsum sum;
 
-	if (p->l4 - p->l3 != sizeof(head.ip) ||
-	    bpf_skb_load_bytes(skb, p->l3, carried, sizeof(carried)) ||
-	    bpf_skb_change_tail(skb, p->l3 + CARRIED6, 0) ||
-	    bpf_skb_adjust_room(skb, sizeof(head), BPF_ADJ_ROOM_MAC, 0))
+	if (!length)
 		return -1;
 	head.ip.version_class_label = __builtin_bswap32(0x60000000);
-	head.ip.payload = __builtin_bswap16(sizeof(head.icmp) + CARRIED6);
+	head.ip.payload = __builtin_bswap16(sizeof(head.icmp) + length);
 	head.ip.next = PROTO_ICMP6;
 	head.ip.hops = 64;
 	head.ip.source = p->tuple.to.address;
 	head.ip.destination = p->tuple.from.address;
 	head.icmp.type = ICMP6_UNREACHABLE;
 	head.icmp.code = 4; /* port */
-	pseudo[0] = __builtin_bswap32(sizeof(head.icmp) + CARRIED6);
+	pseudo[0] = __builtin_bswap32(sizeof(head.icmp) + length);
 	pseudo[1] = __builtin_bswap32(PROTO_ICMP6);
 	sum = bpf_csum_diff(NULL, 0, pseudo, sizeof(pseudo), 0);
 	sum = bpf_csum_diff(NULL, 0, (__be32 *)&head.ip.source, 32, sum);

@@ -553,12 +553,27 @@ def test_a_syn_is_refused(path: Path_, v: int, more: dict[str, object], data: by
     assert difference(done.packet_out, frame(want, to=MAC_A, source=MAC_B)) == ""
 
 
+LONG = {
+    "": {4: {}, 6: {}},
+    "options": {
+        4: {"options": b"\x94\x04\0\0"},
+        6: {"extensions": [packets.hop_by_hop(), packets.destination()]},
+    },
+    "all options": {
+        4: {"options": bytes([1]) * 40},
+        6: {"extensions": [packets.destination()] * 4},
+    },
+}
+
+
 @both
 @pytest.mark.parametrize("build", [udp, sctp])
 @pytest.mark.parametrize("size", [0, 1, 1000])
-def test_a_datagram_is_refused(path: Path_, v: int, build: object, size: int) -> None:
+@pytest.mark.parametrize("long", LONG)
+def test_a_datagram_is_refused(path: Path_, v: int, build: object, size: int, long: str) -> None:
     own, front = client(v), vip(v, NONE)
-    sent = build(own, front, bytes(size) if build is udp else packets.SCTP_INIT + bytes(size))
+    data = bytes(size) if build is udp else packets.SCTP_INIT + bytes(size)
+    sent = build(own, front, data, **LONG[long][v])
     done = run(path.programs["tc_ingress"], frame(sent))
     assert done.retval == TC_ACT_REDIRECT
     found = parse(done.packet_out)
