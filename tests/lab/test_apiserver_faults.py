@@ -204,7 +204,7 @@ def test_a_list_that_fails_deletes_nothing_and_is_not_hammered(web: Cluster) -> 
     web.proxy.forget()
     web.start(web.agent, wait=False)
     for resource in RESOURCES:
-        requests = web.proxy.wait_for_requests(5, None, resource, seconds=20)
+        requests = web.proxy.wait_for_requests(5, None, resource)
         # 0.2, 0.4, 0.8, 1.6 seconds, each between half and full
         assert requests[4].at - requests[0].at >= 1.5, "pauses grow"
     assert web.served() == before
@@ -264,7 +264,7 @@ def test_a_stream_that_has_not_told_its_end_deletes_nothing(web: Cluster) -> Non
             return False
         return True
 
-    until("all are listed by pages", synced_by_pages, 30)
+    until("all are listed by pages", synced_by_pages)
     assert web.proxy.count("list") == 3
     assert web.served() == before
 
@@ -277,7 +277,7 @@ def test_the_network_to_the_api_server_is_gone_for_a_while(web: Cluster) -> None
         web.kube.replace(web.slice(NAME, "a3"))
         load.goes_on(100)
         ip(f"link set {link} up", netns=web.lab.fabric)
-        web.settle(seconds=20)
+        web.settle()
         expect(web, f"{HOST}:80", "a3")
 
 

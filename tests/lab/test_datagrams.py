@@ -31,7 +31,7 @@ class Dns:
     def cut(self, client: str, host: str = HOST) -> None:
         """Returns when that socket is told of its end: who waits is woken, who sends fails."""
         place = self.cluster[client]
-        assert place.ask("hear", keep=host, timeout=5.0) == {"error": ABORTED}
+        assert place.ask("hear", keep=host) == {"error": ABORTED}
         assert "error" in place.ask("talk", keep=host)
         place.ask("drop", keep=host)
 

@@ -128,7 +128,7 @@ def test_what_a_killed_demo_leaves_the_next_one_removes(live: subprocess.Popen[s
     live.kill()
     live.wait()
     processes = [trace for trace in traces(live.pid) if trace.startswith("/proc")]
-    until("its children died with it", lambda: not any(map(os.path.exists, processes)), 10)
+    until("its children died with it", lambda: not any(map(os.path.exists, processes)))
     assert traces(live.pid)
     child = demo("--once", cache=cache)
     assert child.communicate(timeout=START_SECONDS)[1] == ""

@@ -34,7 +34,7 @@ from tests.support.field import (
     there,
 )
 from tests.support.kube_objects import slice_port
-from tests.support.lab import Agent, Place, inside, ip, until
+from tests.support.lab import Agent, Place, inside, ip, settled, until
 from tests.support.lab import run as command
 from tests.support.load import under_load
 from tests.support.offloads import offload
@@ -275,6 +275,8 @@ def far(heavy: Field) -> Iterator[Place]:
         *("route add default via 198.51.100.1", "route add default via fd00:198:51::1"),
         netns=where,
     )
+    settled(lab.outside, "fd00:198:51::1")
+    settled(where, FAR6)
     sysctl = (
         "echo 1 > /proc/sys/net/ipv4/ip_forward;echo 1 > /proc/sys/net/ipv6/conf/all/forwarding"
     )

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.cluster import Cluster, Object
-from tests.support.dial import DROPPED, REFUSED, UNSERVED, Dial, check
+from tests.support.dial import CLOSED, DROPPED, REFUSED, UNSERVED, Dial, check
 from tests.support.lab import ip
 
 TWO = ("IPv4", "IPv6")
@@ -159,9 +159,9 @@ NODE_PORTS = (
     Dial("pod to its own 127.0.0.1: its own server", "a3", "127.0.0.1:30070", "a3:30070",
          backend_sees="127.0.0.1"),
     Dial("pod to its own ::1", "a3", "[::1]:30070", "a3:30070", backend_sees="::1"),
-    Dial("another pod to its own 127.0.0.1: nobody", "a2", "127.0.0.1:30070", REFUSED),
+    Dial("another pod to its own 127.0.0.1: nobody", "a2", "127.0.0.1:30070", CLOSED),
     Dial("an address in the pods' network is no NodePort address", "host-1", "10.244.1.1:30070",
-         REFUSED),
+         CLOSED),
     Dial("UDP, host", "host-1", f"{OWN}:30071", "a1 b1", "udp"),
     Dial("UDP, host, 127.0.0.1", "host-1", "127.0.0.1:30071", "a1 b1", "udp"),
     Dial("UDP, pod, IPv6, connected", "a3", f"{OWN6}:30071", "a1 b1", "udp-connected"),

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from tests.support.cluster import Cluster
-from tests.support.dial import REFUSED, UNSERVED, Dial, check
+from tests.support.dial import CLOSED, REFUSED, UNSERVED, Dial, check
 from tests.support.kube_objects import port, service, slice_port
 from tests.support.lab import Place, until
 
@@ -159,7 +159,7 @@ def test_a_node_port_changes(cluster: Cluster) -> None:
         ports = [port(80, node_port=30030)]
         cluster.kube.patch("Service", "web-129", {"spec": {"ports": ports}})
         cluster.settle()
-        expect(cluster, f"{OWN}:30029", REFUSED, "host-1")  # by the host: nobody listens
+        expect(cluster, f"{OWN}:30029", CLOSED, "host-1")
         expect(cluster, f"{OWN}:30030", "a1", "host-1")
 
 
@@ -176,12 +176,12 @@ def test_types_change(cluster: Cluster) -> None:
 
     with cluster.given(*cluster.web(130, "a1")):
         expect(cluster, f"{at}:80", "a1")
-        expect(cluster, f"{OWN}:30034", REFUSED, "host-1")
+        expect(cluster, f"{OWN}:30034", CLOSED, "host-1")
         become(type="NodePort", ports=[port(80, node_port=30034)])
         expect(cluster, f"{OWN}:30034", "a1", "host-1")
         expect(cluster, f"{at}:80", "a1")
         become(type="ClusterIP", ports=[port(80)])
-        expect(cluster, f"{OWN}:30034", REFUSED, "host-1")
+        expect(cluster, f"{OWN}:30034", CLOSED, "host-1")
         expect(cluster, f"{at}:80", "a1")
         become(**outer)
         expect(cluster, f"{at}:80", UNSERVED)

@@ -20,7 +20,7 @@ import pytest
 from kbpf.kernel import netns
 from tests.support import packets
 from tests.support.judge import checksums, difference, reassembled
-from tests.support.lab import Place, inside, ip, run
+from tests.support.lab import Place, inside, ip, run, settled
 from tests.support.packets import (
     destination,
     echo,
@@ -106,6 +106,7 @@ def lab() -> Iterator[Lab]:
             "link set s0 up",
             netns=theirs,
         )
+        settled(theirs, FAR6, SERVER6)
         kernel = Place("server", theirs, None)
         stack.callback(kernel.close)
         kernel.serve(WEB, udp=(DNS,))

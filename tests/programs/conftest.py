@@ -13,5 +13,5 @@ __all__ = ["artifact_cache", "plane", "site"]
 @pytest.fixture(scope="module")
 def node() -> Iterator[Node]:
     """A node with its own network and no pods yet."""
-    with Lab(1, "t") as lab:
+    with Lab(1, "t", apart=True) as lab:
         yield lab.nodes[0]

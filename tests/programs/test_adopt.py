@@ -340,7 +340,7 @@ def test_remove_leaves_nothing(site: Site):
     fd = os.open(site.cgroup, os.O_RDONLY)
     types = [hook.attach_type for hook in hooks.HOOKS]
     # The kernel lets a link go a moment after its last name.
-    until("all is detached", lambda: not any(libbpf.attached(fd, kind) for kind in types), 2)
+    until("all is detached", lambda: not any(libbpf.attached(fd, kind) for kind in types))
     os.close(fd)
 
 

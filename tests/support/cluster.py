@@ -24,7 +24,7 @@ from tests.support.apiserver import ApiServer
 from tests.support.faults import FaultProxy
 from tests.support.kube import KubeError, Object
 from tests.support.kube_objects import endpoint, endpoint_slice, node, port, service, slice_port
-from tests.support.lab import Agent, Lab, Node, Place, ip, until
+from tests.support.lab import PATIENCE, Agent, Lab, Node, Place, ip, until
 
 POD_PORTS = (8080, 8081)
 HOST_PORT = 9080
@@ -205,7 +205,7 @@ class Cluster(Places):
             self.kube.replace(obj)
         self.settle()
 
-    def settle(self, *agents: Agent, seconds: float = 15.0) -> None:
+    def settle(self, *agents: Agent, seconds: float = PATIENCE) -> None:
         """Returns when the agents (all, if none is named) have applied what was written so far."""
         self._marks += 1
         for obj in mark(self._marks):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from tests.support.fault_relay import Decision
 from tests.support.fault_wire import Answer, Request
 
-WAIT_SECONDS = 10.0
+WAIT_SECONDS = 60.0
 
 
 @dataclass(slots=True)

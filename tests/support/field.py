@@ -17,7 +17,7 @@ from kbpf.kernel import netns
 from tests.support.cluster import UNROUTED, Cluster, Object, mark, shows
 from tests.support.dial import REFUSED, UNSERVED, Dial, explain
 from tests.support.kube_objects import node
-from tests.support.lab import Agent, Lab, Node, Place, ip, until
+from tests.support.lab import PATIENCE, Agent, Lab, Node, Place, ip, until
 from tests.support.scenario import file_of
 
 DROPPED = "timeout"
@@ -108,7 +108,7 @@ class Field(Cluster):
         self.create(*objects)
         self.settle()
 
-    def settle(self, *agents: Agent, seconds: float = 15.0) -> None:
+    def settle(self, *agents: Agent, seconds: float = PATIENCE) -> None:
         self._marks += 1
         self._put("~mark.yaml", yaml.safe_dump_all(mark(self._marks)))
         for agent in agents or self.agents:
@@ -166,7 +166,7 @@ def check(field: Field, row: Dial) -> None:
         number,
         protocol=row.protocol,
         connected=True,  # else UDP hears of no error, and takes an answer from anywhere
-        timeout=WAIT if row.outcome == DROPPED else 3.0,
+        **({"timeout": WAIT} if row.outcome == DROPPED else {}),
     )
     why = f"{row}\ngot {answer}\n{explain(field, row.client, host)}"
     if fails:

@@ -22,9 +22,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
+PATIENCE = 60.0
+"""Seconds for what takes moments. A deadline costs nothing when all is well, and a machine that
+has other things to do may stop any process for some seconds.
+"""
 PROBER = Path(__file__).with_name("prober.py")
 DIE_WITH_US = ("setpriv", "--pdeathsig", "KILL", "--")
 
@@ -63,16 +68,32 @@ def inside(netns: str | None, cgroup: Path | None, *command: str) -> list[str]:
     return [*enter, "sh", "-c", f'echo $$ > {cgroup}/cgroup.procs; exec "$@"', "sh", *command]
 
 
-def until(what: str, check: Callable[[], Any], seconds: float = 10.0) -> Any:
-    """The first true answer of `check`; AssertionError after the deadline."""
+def until(what: str, check: Callable[[], Any], seconds: float = PATIENCE) -> Any:
+    """The first true answer of `check`; AssertionError if it has none after the deadline."""
     deadline = time.monotonic() + seconds
     while True:
+        late = time.monotonic() > deadline
         answer = check()
         if answer:
             return answer
-        if time.monotonic() > deadline:
+        if late:
             raise AssertionError(f"not within {seconds} s: {what}")
         time.sleep(0.02)
+
+
+def settled(netns: str | None, *addresses: str) -> None:
+    """Waits until packets to these IPv6 addresses of the namespace arrive: `ip addr add` returns
+    before the kernel has made their routes, also with `nodad`.
+    """
+    wanted = {ip_address(address) for address in addresses}
+    where = ["-n", netns] if netns else []
+
+    def are_local() -> bool:
+        rows = json.loads(run("ip", *where, "-6", "-j", "route", "show", "table", "local"))
+        local = (row["dst"] for row in rows if row.get("type", "local") == "local")
+        return wanted <= {ip_address(dst) for dst in local if "/" not in dst}
+
+    until(f"{addresses} are local", are_local)
 
 
 def reachable(place: "Place", *addresses: str) -> None:
@@ -161,7 +182,7 @@ def remove_cgroup(path: Path) -> None:
                 return False
         return True
 
-    until(f"{path} is empty", gone, 5)
+    until(f"{path} is empty", gone)
 
 
 @dataclass
@@ -285,6 +306,7 @@ class Lab:
             f"link set {self.prefix} up",
             netns=self.outside,
         )
+        settled(self.outside, "fd00:198:18::fe")
         for number in range(1, nodes + 1):
             self.nodes.append(self._node(number))
         for node in self.nodes:
@@ -327,6 +349,7 @@ class Lab:
             "route add default via fd00:198:18::fe",
             netns=node.netns,
         )
+        settled(node.netns, node.ip6, f"fd00:10:244:{number}::1")
         node.host = Place(f"host-{number}", node.netns, node.cgroup / "host")
         node.host.ip, node.host.ip6 = node.ip, node.ip6
         return node
@@ -396,7 +419,7 @@ class Agent:
             self.wait_synced()
         return self
 
-    def wait_synced(self, seconds: float = 30.0) -> None:
+    def wait_synced(self, seconds: float = 2 * PATIENCE) -> None:
         """Until the process that was started last has programmed everything once."""
         until(f"the agent of {self.node.name} has synced", self._is_synced, seconds)
 
@@ -412,7 +435,7 @@ class Agent:
         status = self.status()
         return status if status is not None and status["started"] >= self._started else None
 
-    def wait_ended(self, seconds: float = 20.0) -> int:
+    def wait_ended(self, seconds: float = 2 * PATIENCE) -> int:
         """The exit code of a process that ends by itself."""
         assert self._process is not None
         return self._process.wait(seconds)
@@ -467,7 +490,7 @@ class Agent:
         """SIGTERM, as kubelet does; the exit code."""
         assert self._process is not None
         self._process.terminate()
-        return self._process.wait(10)
+        return self._process.wait(PATIENCE)
 
     def kill(self) -> None:
         """SIGKILL."""

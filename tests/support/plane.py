@@ -41,7 +41,7 @@ from kbpf.model.desired import (
 )
 from kbpf.model.objects import Protocol
 from kbpf.source.fields import parse_cidr
-from tests.support.lab import Place, cgroup2, ip, remove_cgroup
+from tests.support.lab import Place, cgroup2, ip, remove_cgroup, settled
 
 BPFFS = Path("/sys/fs/bpf")
 HOOKS = frozenset(
@@ -264,6 +264,7 @@ def make_local(netns: str | None) -> None:
         *(f"addr add {one}/128 dev lo nodad" for one in LOCAL6),
         netns=netns,
     )
+    settled(netns, *LOCAL6)
 
 
 def pick(host: str, port: int, kind: int = socket.SOCK_DGRAM) -> str:

@@ -7,12 +7,15 @@ the client's address as it saw it, so that a test knows what each side saw.
 
 import json
 import os
+import select
 import socket
 import sys
 import threading
 import time
 from collections import Counter
 
+PATIENCE = 30.0
+"""Seconds for an answer: nothing here takes one, but who should answer may not get a turn."""
 FAMILIES = {"4": socket.AF_INET, "6": socket.AF_INET6, "mapped": socket.AF_INET6}
 
 
@@ -22,6 +25,27 @@ def errno_name(error):
     if isinstance(error, TimeoutError) and error.errno is None:
         return "timeout"
     return errno.errorcode.get(error.errno or 0, type(error).__name__)
+
+
+def begin(s, to):
+    """Begins to connect. Whether it takes the network; else it is done, or an OSError."""
+    s.setblocking(False)
+    try:
+        s.connect(to)
+    except BlockingIOError:
+        return True
+    return False
+
+
+def finish(s, timeout):
+    """Ends what begin() began, an OSError if not well; the socket has this timeout from now on."""
+    s.settimeout(timeout)
+    ready = select.poll()
+    ready.register(s, select.POLLOUT)
+    if not ready.poll(timeout * 1000):
+        raise TimeoutError
+    if code := s.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+        raise OSError(code, os.strerror(code))
 
 
 class Server:
@@ -92,25 +116,28 @@ class Client:
             s.bind((bind, 0))
         return s
 
-    def tcp(self, host, port, family="4", timeout=2.0, keep=None, bind=None):
+    def tcp(self, host, port, family="4", timeout=PATIENCE, keep=None, bind=None):
+        """Connects, and hears who answers. An error is `at_once` when the call itself gave it:
+        nobody on the network was asked.
+        """
         s = self._socket(family, socket.SOCK_STREAM, bind)
-        s.settimeout(timeout)
-        start = time.monotonic()
+        asked = False
         try:
-            s.connect((host, port))
+            asked = begin(s, (host, port))
+            finish(s, timeout)
             s.sendall(b"hello\n" if keep else b"bye\n")
             answer = json.loads(s.recv(4096))
             answer["peer"] = list(s.getpeername()[:2])
         except OSError as error:
             s.close()
-            return {"error": errno_name(error), "seconds": time.monotonic() - start}
+            return {"error": errno_name(error), "at_once": not asked}
         if keep:
             self.kept[keep] = s
         else:
             s.close()
         return answer
 
-    def talk(self, keep, timeout=2.0):
+    def talk(self, keep, timeout=PATIENCE):
         """One more line over a kept connection, or one more datagram on a kept UDP socket."""
         s = self.kept[keep]
         s.settimeout(timeout)
@@ -120,7 +147,7 @@ class Client:
         except OSError as error:
             return {"error": errno_name(error)}
 
-    def hear(self, keep, timeout=2.0):
+    def hear(self, keep, timeout=PATIENCE):
         """What a kept socket gets without asking: as a rule an error, or "timeout"."""
         s = self.kept[keep]
         s.settimeout(timeout)
@@ -129,8 +156,11 @@ class Client:
         except OSError as error:
             return {"error": errno_name(error)}
 
-    def udp(self, host, port, family="4", timeout=2.0, keep=None, connected=False):
-        """A datagram and its answer. `keep`: on a socket that stays, made when it is new."""
+    def udp(self, host, port, family="4", timeout=PATIENCE, keep=None, connected=False):
+        """A datagram and its answer, or an error, see tcp(). `keep`: on a socket that stays, made
+        when it is new.
+        """
+        asked = False
         s = self.kept.get(keep) or self._socket(family, socket.SOCK_DGRAM)
         s.settimeout(timeout)
         try:
@@ -139,6 +169,7 @@ class Client:
                 s.send(b"hello\n")
             else:
                 s.sendto(b"hello\n", (host, port))
+            asked = True
             data, sender = s.recvfrom(4096)
             answer = json.loads(data)
             answer["peer"] = list(sender[:2])
@@ -147,7 +178,7 @@ class Client:
         except OSError as error:
             if not keep:
                 s.close()
-            return {"error": errno_name(error)}
+            return {"error": errno_name(error), "at_once": not asked}
         if keep:
             self.kept[keep] = s
         else:
@@ -158,14 +189,16 @@ class Client:
         self.kept.pop(keep).close()
         return {}
 
-    def many(self, count, host, port, family="4", timeout=2.0, protocol="tcp", connected=False):
-        """So many fresh dials, one after the other: who answered, how often, and errors.
+    def many(
+        self, count, host, port, family="4", timeout=PATIENCE, protocol="tcp", connected=False
+    ):
+        """So many fresh dials, one after the other: who answered, how often, and errors, of which
+        so many came `at_once`.
 
         `seen` has each different answer once: its server's name and port, the client's address
         that the server saw, and the address and port that the client believes to talk to.
         """
-        names, errors, seen = Counter(), Counter(), set()
-        started = time.monotonic()
+        names, errors, seen, at_once = Counter(), Counter(), set(), 0
         for _ in range(count):
             if protocol == "tcp":
                 answer = self.tcp(host, port, family, timeout)
@@ -173,15 +206,17 @@ class Client:
                 answer = self.udp(host, port, family, timeout, connected=connected)
             if "error" in answer:
                 errors[answer["error"]] += 1
+                at_once += answer["at_once"]
             else:
                 names[answer["name"]] += 1
                 peer = answer.get("getpeername", answer["peer"])
                 for pair in (peer, answer["peer"]):
                     seen.add((answer["name"], answer["port"], answer["client"], *pair))
-        seconds = time.monotonic() - started
-        return {"names": names, "errors": errors, "seen": sorted(seen), "seconds": seconds}
+        return {"names": names, "errors": errors, "seen": sorted(seen), "at_once": at_once}
 
-    def start_load(self, host, port, family="4", timeout=2.0, pause=0.0, threads=1, protocol="tcp"):
+    def start_load(
+        self, host, port, family="4", timeout=PATIENCE, pause=0.0, threads=1, protocol="tcp"
+    ):
         """Dials without end from now on, in the background."""
         one = self.tcp if protocol == "tcp" else self.udp
         self.load = Load(one, threads, pause, (host, port, family, timeout))
