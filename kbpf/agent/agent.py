@@ -275,6 +275,7 @@ class Agent:
             problem_count=len(problems),
             refused=len(self._refused),
             error=self._error,
+            packets=self._plane.packet_status(),
         )
 
     def _latency(self, quantile: float) -> float:

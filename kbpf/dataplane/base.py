@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kbpf.model.desired import DesiredState, ServicePortKey
+from kbpf.model.status import PacketStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,9 @@ class DataPlane(Protocol):
 
     def look_at_devices(self) -> None:
         """Network devices came or went."""
+
+    def packet_status(self) -> PacketStatus | None:
+        """How the packet path is doing; None where there is no such thing."""
 
     def write_status(self, text: bytes) -> None:
         """Leaves the agent's own words where `kbpf inspect status` finds them."""

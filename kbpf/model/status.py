@@ -17,6 +17,29 @@ class SourceView(msgspec.Struct, frozen=True):
     error: str
 
 
+class DeviceFailure(msgspec.Struct, frozen=True):
+    """A device that the packet path could not be brought to, and why."""
+
+    device: str
+    why: str
+
+
+class PacketStatus(msgspec.Struct, frozen=True):
+    """The packet path, as the agent sees it.
+
+    `wanted`: it is switched on. `problem`: why it is not there all the same, "" if it is.
+    `devices` and `excluded`: the operator's patterns, by which devices are chosen. `failed`: the
+    first of `failed_count` devices that it is not on.
+    """
+
+    wanted: bool
+    problem: str = ""
+    devices: tuple[str, ...] = ()
+    excluded: tuple[str, ...] = ()
+    failed: tuple[DeviceFailure, ...] = ()
+    failed_count: int = 0
+
+
 class AgentStatus(msgspec.Struct, frozen=True):
     """Times are seconds of CLOCK_BOOTTIME, which all processes of the machine share."""
 
@@ -38,10 +61,14 @@ class AgentStatus(msgspec.Struct, frozen=True):
     problem_count: int
     refused: int = 0
     error: str = ""
+    packets: PacketStatus | None = None
 
 
 MOST_PROBLEMS = 50
 """Lines that fit; `problem_count` has all."""
+
+MOST_FAILURES = 20
+"""Devices that fit; `failed_count` has all."""
 
 
 def encode(status: AgentStatus) -> bytes:

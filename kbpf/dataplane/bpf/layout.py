@@ -71,6 +71,27 @@ class TcpState(IntEnum):
     CLOSED = 3
 
 
+IDLE_SECONDS: Final = {
+    TcpState.NEW: 120,
+    TcpState.ESTABLISHED: 24 * 3600,
+    TcpState.CLOSING: 3600,
+    TcpState.CLOSED: 120,
+}
+"""How long a tracked TCP connection holds without a packet: timeout_of() in track.h."""
+
+IDLE_SECONDS_OTHERS: Final = {TcpState.NEW: 30, TcpState.ESTABLISHED: 120}
+"""The same for all other protocols, which know no more states."""
+
+
+def idle_seconds(protocol: int, state: int) -> int:
+    """Seconds that a tracked connection holds without a packet. A state that has no name holds as
+    the C has it: as the last one.
+    """
+    if protocol == Protocol.TCP:
+        return IDLE_SECONDS[TcpState(min(state, TcpState.CLOSED))]
+    return IDLE_SECONDS_OTHERS[TcpState(min(state, TcpState.ESTABLISHED))]
+
+
 class Way(IntEnum):
     """enum way: how the packets of a flow leave this node."""
 

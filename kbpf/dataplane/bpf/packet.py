@@ -56,6 +56,10 @@ class PacketPath(Programs):
         report = self.look()
         return report.added + report.replaced + report.removed
 
+    def status(self) -> DeviceReport:
+        """What the last look() said."""
+        return self._devices.status()
+
     def look(self) -> DeviceReport:
         """Brings the attachments in step with the devices that there are now."""
         assert self._facts is not None

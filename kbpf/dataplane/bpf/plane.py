@@ -47,6 +47,7 @@ from kbpf.model.desired import (
     ServiceState,
 )
 from kbpf.model.objects import Cidr, Protocol
+from kbpf.model.status import MOST_FAILURES, DeviceFailure, PacketStatus
 
 log = logging.getLogger("kbpf.dataplane")
 
@@ -337,6 +338,7 @@ class BpfPlane:
         if self._packets is not None:
             try:
                 changed += self._packets.publish()
+                self.packet_problem = ""
             except KernelError as error:
                 log.error("no packet path on the devices: %s", error)
                 self.packet_problem = str(error)
@@ -348,7 +350,26 @@ class BpfPlane:
     def look_at_devices(self) -> None:
         """Brings the packet path to devices that came, and forgets those that went."""
         if self._packets is not None and self._stray is None:
-            self._packets.look()
+            try:
+                self._packets.look()
+            except KernelError as error:
+                self.packet_problem = str(error)
+                raise
+            self.packet_problem = ""
+
+    def packet_status(self) -> PacketStatus:
+        """See base.DataPlane."""
+        failed = self._packets.status().failed if self._packets else {}
+        return PacketStatus(
+            wanted=self._config.packet_path,
+            problem=self.packet_problem,
+            devices=self._config.devices,
+            excluded=self._config.excluded_devices,
+            failed=tuple(
+                DeviceFailure(name, failed[name]) for name in sorted(failed)[:MOST_FAILURES]
+            ),
+            failed_count=len(failed),
+        )
 
     def _cut(self, retired: Retired) -> None:
         ended = udp.cut(self._tables.maps, udp.predicate(retired.cut, retired.left))
