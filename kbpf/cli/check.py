@@ -20,9 +20,9 @@ def check(
     """What this kernel and machine can do, row by row. Ends with 0 if kbpf can run here (and, with
     --attached, does), else 1.
     """
-    from kbpf.cli import checks
+    from kbpf.cli import checks, packet_checks
 
-    found = tuple(checks.rows(cgroup, pin_dir, cache_dir))
+    found = (*checks.rows(cgroup, pin_dir, cache_dir), *packet_checks.rows(pin_dir))
     proof = None
     if attached:
         from kbpf.cli import attached as proving

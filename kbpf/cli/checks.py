@@ -27,9 +27,10 @@ ROOT: Final = (
 
 
 class CheckRow(msgspec.Struct, frozen=True):
-    """`result` is yes, no or unknown; `needed`: without it mode bpf does not work.
+    """`result` is yes, no or unknown; `needed`: without it mode bpf does not work. `packets`:
+    without it the packet path does not work.
 
-    `advice` is what to do, "" when nothing is.
+    `detail` is what was found and what it means, `advice` what to do, "" when nothing is.
     """
 
     name: str
@@ -37,12 +38,19 @@ class CheckRow(msgspec.Struct, frozen=True):
     needed: bool
     detail: str
     advice: str
+    packets: bool = False
+
+
+def _needed(row: CheckRow) -> str:
+    if row.needed:
+        return "yes"
+    return "for packets" if row.packets else "no"
 
 
 COLUMNS: Final = (
     Column("CHECK", lambda r: r.name),
     Column("RESULT", lambda r: r.result),
-    Column("NEEDED", lambda r: "yes" if r.needed else "no"),
+    Column("NEEDED", _needed),
     Column("DETAIL", lambda r: r.detail),
 )
 
@@ -208,13 +216,15 @@ def _forward_chains() -> CheckRow:
 
 class Verdict(msgspec.Struct, frozen=True):
     """All rows, and what follows from them. `mode` is "bpf" or "none"; `attached` is None unless
-    it was asked.
+    it was asked. `packet_path`: whether it can be switched on; `packets_missing` is why not.
     """
 
     usable: bool
     mode: str
     attached: bool | None
     missing: tuple[str, ...]
+    packet_path: bool
+    packets_missing: tuple[str, ...]
     rows: tuple[CheckRow, ...]
 
 
@@ -222,8 +232,15 @@ def verdict(found: Sequence[CheckRow], proof: Sequence[CheckRow] | None = None) 
     """What the rows mean. A needed thing that could not be found out counts as missing."""
     missing = tuple(row.name for row in found if row.needed and row.result != "yes")
     attached = None if proof is None else all(row.result == "yes" for row in proof)
+    lacking = tuple(row.name for row in found if row.packets and row.result != "yes")
     return Verdict(
-        not missing, "none" if missing else "bpf", attached, missing, (*found, *(proof or ()))
+        usable=not missing,
+        mode="none" if missing else "bpf",
+        attached=attached,
+        missing=missing,
+        packet_path=not missing and not lacking,
+        packets_missing=lacking,
+        rows=(*found, *(proof or ())),
     )
 
 
@@ -237,6 +254,9 @@ def page(made: Verdict) -> str:
         result = "mode bpf can be used on this machine"
     else:
         result = f"mode bpf cannot be used: {', '.join(made.missing)}"
+    if made.usable:
+        cannot = f"cannot be used: {', '.join(made.packets_missing)}"
+        result += f"\nthe packet path {'can be used' if made.packet_path else cannot}"
     if made.attached is not None:
         result += "\nthe hooks " + ("work" if made.attached else "are not proven to work")
     parts.append(result)

@@ -3,9 +3,15 @@
 from collections.abc import Iterable, Iterator, Sequence
 
 from kbpf.cli import render
+from kbpf.views import nat as nat_view
+from kbpf.views import packets as packets_view
+from kbpf.views import sources as sources_view
 from kbpf.views import status as status_view
 from kbpf.views.columns import span
+from kbpf.views.nat import NatView
+from kbpf.views.packets import PacketView
 from kbpf.views.service import BACKEND_COLUMNS, FRONTEND_COLUMNS, ServiceDetail, SetRow
+from kbpf.views.sources import SourcesView
 from kbpf.views.status import StatusView
 
 
@@ -53,6 +59,13 @@ def status(view: StatusView) -> str:
         more = view.problem_count - len(view.problems)
         lines = [*view.problems, *([f"and {more} more"] if more > 0 else [])]
         parts.append("problems\n" + render.indent("\n".join(lines)))
+    parts.append("packet path\n" + render.indent(render.facts(_packets(view.packets))))
+    if view.packets.failed:
+        more = view.packets.failed_count - len(view.packets.failed)
+        parts.append(
+            render.table(view.packets.failed, packets_view.FAILURE_COLUMNS)
+            + (f"\nand {more} more devices" if more > 0 else "")
+        )
     parts.append(render.table(view.counters.items(), status_view.COUNTER_COLUMNS))
     return "\n\n".join(parts)
 
@@ -74,6 +87,57 @@ def _agent(view: StatusView) -> Iterator[tuple[str, str]]:
         yield "error", view.error
     if view.problem_count:
         yield "problems", str(view.problem_count)
+
+
+def _packets(view: PacketView) -> Iterator[tuple[str, str]]:
+    yield "state", f"{view.state}: {view.why}" if view.why else view.state
+    if view.state == "off":
+        return
+    failed = f", NOT on {view.failed_count}" if view.failed_count else ""
+    yield "devices", f"{view.host_devices} host, {view.pod_devices} pod{failed}"
+    alarm = " ! raise --max-connections" if view.alarm else ""
+    yield "connections", f"{view.connections}, room for {view.room}{alarm}"
+    yield "entries", f"{view.entries}, with those whose time is over"
+    gone = ""
+    if view.forgotten:
+        gone = f"; {view.forgotten} have made room, or were begun anew"
+    yield "created", f"{view.created} since the counters began{gone}"
+    mended = "parts of connections that made room while they lived, made anew"
+    yield "mended", f"{view.mended} {mended}" if view.mended else "0"
+
+
+def nat(view: NatView) -> str:
+    """Which addresses and ports sources are translated to, and how many are in use where."""
+    ports = f"{view.first_port} to {view.last_port} ({view.ports})" if view.ports else "none"
+    known = render.facts(
+        (
+            ("node", ", ".join(view.addresses) or "no address"),
+            ("ports", ports),
+            ("no port found", f"{view.failures} times"),
+        )
+    )
+    return f"{known}\n\n{render.table(view.usage, nat_view.USAGE_COLUMNS)}"
+
+
+def sources(view: SourcesView, wide: bool = False) -> str:
+    """Who may dial what, and who is a pod."""
+    known = render.facts(
+        (
+            ("not let in", f"{view.not_allowed} times"),
+            ("sockets", f"{view.left_alone} times left to the packet path"),
+            ("pods here", _pods(view)),
+        )
+    )
+    return f"{known}\n\n{render.table(view.services, sources_view.COLUMNS, wide)}"
+
+
+def _pods(view: SourcesView) -> str:
+    devices = f"what comes in by {view.local_devices} devices"
+    if not view.pods:
+        return f"{devices}; nobody is masqueraded before a ClusterIP for not being one"
+    if view.pods == "networks":
+        return ", ".join(view.local_networks) or "no network"
+    return devices
 
 
 def _delay(view: StatusView) -> str:

@@ -5,7 +5,7 @@ would wrap it.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -14,6 +14,8 @@ from kbpf.cli.options import Output
 from kbpf.views.columns import Column
 
 GAP = "   "
+SEPARATOR = "\0"
+"""Of cells that wait for the width of their columns: no text has it."""
 
 
 def table(rows: Iterable[Any], columns: Sequence[Column], wide: bool = False) -> str:
@@ -48,6 +50,65 @@ def rows(found: Sequence[Any], columns: Sequence[Column], output: Output) -> str
     if output in (Output.JSON, Output.YAML):
         return document(found, output)
     return table(found, columns, output is Output.WIDE)
+
+
+def stream(
+    found: Iterable[Any], columns: Sequence[Column], output: Output, above: Any = None
+) -> Iterator[str]:
+    """As rows(), in pieces, for what may be a hundred thousand rows: only a table's cells are
+    kept, packed, until its widths are known. The pieces follow each other without anything between.
+
+    With `above` (JSON and YAML only) the rows are the last field, `rows`, of that value.
+    """
+    if output is Output.JSON:
+        yield from _json(found, above)
+    elif output is Output.YAML:
+        yield from _yaml(found, above)
+    else:
+        yield from _table(found, columns, output is Output.WIDE)
+
+
+def _table(found: Iterable[Any], columns: Sequence[Column], wide: bool) -> Iterator[str]:
+    shown = [c for c in columns if wide or not c.wide]
+    widths = [len(c.title) for c in shown]
+    packed = [SEPARATOR.join(c.title for c in shown)]
+    for row in found:
+        cells = [c.text(row) for c in shown]
+        widths = list(map(max, widths, map(len, cells)))
+        packed.append(SEPARATOR.join(cells))
+    form = GAP.join(
+        f"{{:{'>' if c.right else '<'}{w}}}" for c, w in zip(shown, widths, strict=True)
+    )
+    for line in packed:
+        yield form.format(*line.split(SEPARATOR)).rstrip() + "\n"
+
+
+def _json(found: Iterable[Any], above: Any) -> Iterator[str]:
+    outer = "" if above is None else "  "
+    if above is None:
+        first = "["
+    else:
+        first = document(above, Output.JSON).removesuffix("\n}") + ',\n  "rows": ['
+    begun = False
+    for row in found:
+        text = msgspec.json.format(msgspec.json.encode(row), indent=2).decode()
+        yield (",\n" if begun else f"{first}\n") + indent(text, outer + "  ")
+        begun = True
+    end = "\n" if above is None else "\n}\n"
+    yield f"\n{outer}]{end}" if begun else f"{first}]{end}"
+
+
+def _yaml(found: Iterable[Any], above: Any) -> Iterator[str]:
+    if above is not None:
+        yield document(above, Output.YAML) + "\n"
+    begun = False
+    for row in found:
+        if not begun and above is not None:
+            yield "rows:\n"
+        yield document([row], Output.YAML) + "\n"
+        begun = True
+    if not begun:
+        yield "[]\n" if above is None else "rows: []\n"
 
 
 def indent(text: str, by: str = "  ") -> str:

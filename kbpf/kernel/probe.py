@@ -60,10 +60,13 @@ def loads(kind: int, attach_type: int, body: bytes = b"") -> Probe:
 
 
 @cache
-def helper(kind: int, attach_type: int, number: int, argument: int = 0) -> Probe:
-    """Whether programs of these types may call this helper, given one number as argument."""
-    set_argument = struct.pack("=BBhi", 0xB7, 1, 0, argument)
-    return loads(kind, attach_type, set_argument + call(number))
+def helper(kind: int, attach_type: int, number: int, *arguments: int) -> Probe:
+    """Whether programs of these types may call this helper with these numbers; with 0 if none."""
+    set_arguments = b"".join(
+        struct.pack("=BBhi", 0xB7, register, 0, argument)
+        for register, argument in enumerate(arguments or (0,), start=1)
+    )
+    return loads(kind, attach_type, set_arguments + call(number))
 
 
 def missing_capabilities(status: str | None = None) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ behind them, which stays for a grace period after a flip. So a frontend is seen 
 """
 
 import contextlib
+import errno
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,13 +20,20 @@ from kbpf.dataplane.bpf.layout import (
     AFFINITY,
     AFFINITY_KEY,
     CONFIG,
+    DEVICE,
     MAPS,
+    NODE,
     PAIR,
     U32,
     ClientKind,
+    DeviceFlag,
+    NodeFlag,
     Reason,
+    Role,
     ServiceValue,
     unpack_name,
+    unpack_network,
+    unpack_range,
 )
 from kbpf.dataplane.bpf.load import Pins
 from kbpf.dataplane.bpf.udp import backend_of
@@ -34,11 +42,14 @@ from kbpf.kernel import libbpf
 from kbpf.kernel.libbpf import Map
 from kbpf.model.address import Addr
 from kbpf.model.desired import Backend, FrontendAddress, ServicePortKey
+from kbpf.model.objects import Cidr
 from kbpf.model.status import AgentStatus, decode
-from kbpf.views import hooks
+from kbpf.views import hooks, tracked
 from kbpf.views.hooks import HookFacts
+from kbpf.views.tracked import Fill, Tracked
 
 ZERO: Final = U32.pack(0)
+NO_FLAGS: Final = NodeFlag(0)
 COUNTED: Final = (libbpf.MAP_HASH, libbpf.MAP_LRU_HASH)
 
 
@@ -50,6 +61,11 @@ class Part(Flag):
     MAPS = auto()
     HOOKS = auto()
     STATUS = auto()
+    NAMES = auto()
+    CONNECTIONS = auto()
+    FILL = auto()
+    PACKETS = auto()
+    RANGES = auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +96,43 @@ class MapFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class ToldNode:
+    """What the packet path knows of the node. `own`: the addresses for translated sources; `low`
+    and `high`: the ports for them, both included.
+    """
+
+    own: tuple[Addr, ...] = ()
+    flags: NodeFlag = NO_FLAGS
+    low: int = 0
+    high: int = 0
+
+    @property
+    def ports(self) -> int:
+        """How many ports there are for translated sources."""
+        return self.high - self.low + 1 if self.high else 0
+
+
+@dataclass(frozen=True, slots=True)
+class ToldDevice:
+    """What the packet path knows of a device. `header`: length of its link header."""
+
+    role: Role
+    header: int
+    flags: DeviceFlag
+    mac: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All that was asked for. `monotonic` and `boottime`: when, on those clocks.
+    """All that was asked for. `monotonic` and `boottime`: when, on those clocks. `began`: when
+    reading began, on the first of them.
 
     `frontends`: address → what stands behind; `names`: service id → Service port;
     `sets`: set id → {index: backend id}; `backends`: id → address. `agent_alive`: a process with
     the agent's id is there.
+
+    Of the packet path: `packet_programs`: its programs are pinned; `connections`: see tracked.py;
+    `fill`: how many there are, and room; `devices`: what the programs are told, by ifindex.
     """
 
     pin_dir: Path
@@ -102,15 +149,25 @@ class Snapshot:
     reasons: Mapping[Reason, int] = field(default_factory=dict)
     status: AgentStatus | None = None
     agent_alive: bool = False
+    began: float = 0.0
+    packet_programs: bool = False
+    connections: Mapping[bytes, Tracked] = field(default_factory=dict)
+    fill: Fill | None = None
+    node: ToldNode = ToldNode()
+    devices: Mapping[int, ToldDevice] = field(default_factory=dict)
+    local_networks: tuple[Cidr, ...] = ()
+    ranges: tuple[tuple[int, Cidr], ...] = ()
 
 
 def read(pin_dir: Path, parts: Part) -> Snapshot:
     """What is pinned there. NotFoundError when nothing is, KernelError when it cannot be read."""
     pins = find(pin_dir)
-    values: dict[str, Any] = {}
+    values: dict[str, Any] = {"began": time.monotonic()}
     with opened(pins) as maps:
         if parts & (Part.SERVICES | Part.AFFINITY):
             values |= _services(maps)
+        if Part.NAMES in parts:
+            values |= _names(maps)
         if Part.AFFINITY in parts:
             values["affinity"] = tuple(_affinity(maps["affinity"]))
         if Part.MAPS in parts:
@@ -120,6 +177,18 @@ def read(pin_dir: Path, parts: Part) -> Snapshot:
             values["status"] = status
             values["agent_alive"] = status is not None and _alive(status.pid)
             values["reasons"] = _reasons(maps["reasons"])
+        if Part.CONNECTIONS in parts:
+            # In this order: who begins a connection writes `flows` last.
+            values["connections"] = tracked.read(maps["flows"], maps["replies"])
+        if Part.FILL in parts:
+            values["fill"] = tracked.fill(maps["flows"], time.monotonic())
+        if Part.PACKETS in parts:
+            values |= _packets(maps)
+            values["packet_programs"] = any(pins.root.glob("programs-tc-*"))
+        if Part.RANGES in parts:
+            values["ranges"] = tuple(
+                sorted(unpack_range(k) for k, _ in maps["source_ranges"].items())
+            )
     if Part.HOOKS in parts:
         values["hooks"] = tuple(hooks.read(pins))
     return Snapshot(pin_dir, time.monotonic(), time.clock_gettime(time.CLOCK_BOOTTIME), **values)
@@ -149,12 +218,18 @@ def find(pin_dir: Path) -> Pins:
 
 @contextlib.contextmanager
 def opened(pins: Pins) -> Iterator[dict[str, Map]]:
-    """All maps, for as long as the block lasts."""
+    """All maps, for as long as the block lasts. NotFoundError when one is missing."""
     with contextlib.ExitStack() as stack:
-        yield {
-            name: stack.enter_context(load.open_map(pins.maps / name, spec))
-            for name, spec in MAPS.items()
-        }
+        found = {}
+        for name, spec in MAPS.items():
+            try:
+                found[name] = stack.enter_context(load.open_map(pins.maps / name, spec))
+            except KernelError as error:
+                if error.errno != errno.ENOENT:
+                    raise
+                hint = "somebody removed its pin: `kbpf cleanup`, then start the agent again"
+                raise NotFoundError(f"the map {name} is missing", str(pins.maps), hint) from error
+        yield found
 
 
 def _u32(raw: bytes) -> int:
@@ -171,9 +246,35 @@ def _services(maps: Mapping[str, Map]) -> dict[str, Any]:
         "frontends": frontends,
         "sets": sets,
         "backends": {_u32(key): backend_of(raw) for key, raw in maps["backends"].items()},
+        **_names(maps),
+    }
+
+
+def _names(maps: Mapping[str, Map]) -> dict[str, Any]:
+    return {
         "names": {_u32(key): unpack_name(raw) for key, raw in maps["service_names"].items()},
         "host_netns": CONFIG.unpack(maps["config"].lookup(ZERO) or bytes(CONFIG.size))[0],
     }
+
+
+def _packets(maps: Mapping[str, Map]) -> dict[str, Any]:
+    raw = maps["node"].lookup(ZERO) or bytes(NODE.size)
+    own4, own6, flags, low, high, *_ = NODE.unpack(raw)
+    return {
+        "node": ToldNode(
+            tuple(Addr(one) for one in (own4, own6) if any(one)), NodeFlag(flags), low, high
+        ),
+        "devices": {_u32(k): _told(raw) for k, raw in maps["devices"].items()},
+        "local_networks": tuple(
+            sorted(unpack_network(key) for key, _ in maps["local_networks"].items())
+        ),
+        "host_netns": CONFIG.unpack(maps["config"].lookup(ZERO) or bytes(CONFIG.size))[0],
+    }
+
+
+def _told(raw: bytes) -> ToldDevice:
+    role, header, flags, mac = DEVICE.unpack(raw)
+    return ToldDevice(Role(role), header, DeviceFlag(flags), mac)
 
 
 def _affinity(held: Map) -> Iterator[Remembered]:

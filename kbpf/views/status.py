@@ -6,19 +6,23 @@ import msgspec
 
 from kbpf.dataplane.bpf.layout import Reason
 from kbpf.model.status import SourceView
+from kbpf.views import packets
 from kbpf.views.columns import Column, number
+from kbpf.views.packets import PacketView
 from kbpf.views.programs import state
+from kbpf.views.reasons import words
 from kbpf.views.snapshot import Part, Snapshot
 
-NEEDS: Final = Part.STATUS | Part.HOOKS
+NEEDS: Final = Part.STATUS | Part.HOOKS | packets.NEEDS
 
 HEARTBEAT_SECONDS: Final = 10.0
 """The agent writes every 2 s; without a word for this long it is taken as down."""
 
 
 class StatusView(msgspec.Struct, frozen=True):
-    """One agent. `ok`: it runs, has synced, every hook is attached, no Service port is refused
-    and the last change was written.
+    """One agent. `ok`: it runs, has synced, every hook is attached, no Service port is refused,
+    the last change was written, and the packet path is on every device that asks for it, if it is
+    switched on.
 
     `running_seconds` is since its start; `silent_seconds` since its last word. Both are None when
     no agent ever wrote a word here. `counters` are by reason, over all CPUs.
@@ -49,6 +53,7 @@ class StatusView(msgspec.Struct, frozen=True):
     problem_count: int
     problems: tuple[str, ...]
     counters: dict[str, int]
+    packets: PacketView
 
 
 def view(snapshot: Snapshot) -> StatusView:
@@ -57,9 +62,17 @@ def view(snapshot: Snapshot) -> StatusView:
     silent = snapshot.boottime - said.heartbeat if said else None
     running = silent is not None and silent < HEARTBEAT_SECONDS and snapshot.agent_alive
     missing = tuple(f.hook.name for f in snapshot.hooks if state(f) != "attached")
+    path = packets.view(snapshot)
+    sound = path.state != "failed" and not path.failed_count
     return StatusView(
         ok=bool(
-            running and said and said.synced and not missing and not said.refused and not said.error
+            running
+            and said
+            and said.synced
+            and not missing
+            and not said.refused
+            and not said.error
+            and sound
         ),
         running=running,
         synced=bool(said and said.synced),
@@ -85,6 +98,7 @@ def view(snapshot: Snapshot) -> StatusView:
         problem_count=said.problem_count if said else 0,
         problems=said.problems if said else (),
         counters={reason.name.lower(): snapshot.reasons.get(reason, 0) for reason in Reason},
+        packets=path,
     )
 
 
@@ -99,4 +113,5 @@ SOURCE_COLUMNS: Final = (
 COUNTER_COLUMNS: Final = (
     Column("REASON", lambda c: c[0]),
     Column("COUNT", lambda c: number(c[1]), right=True),
+    Column("MEANS", lambda c: words(Reason[c[0].upper()])),
 )

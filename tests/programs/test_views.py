@@ -17,8 +17,10 @@ import yaml
 
 from kbpf.cli import app
 from kbpf.dataplane.bpf.hooks import HOOKS as ALL_HOOKS
+from kbpf.dataplane.bpf.hooks import PROG_SCHED_CLS
 from kbpf.dataplane.bpf.plane import BpfPlane
-from kbpf.kernel import netns
+from kbpf.kernel import netns, probe
+from kbpf.kernel.probe import Probe
 from kbpf.model.config import MapSizes
 from kbpf.model.objects import Protocol
 from kbpf.model.status import AgentStatus, SourceView, encode
@@ -320,16 +322,32 @@ def test_nothing_pinned_and_pins_of_another_version_are_told_apart(site: Site, r
 
 
 def test_check_finds_this_machine_usable_and_leaves_nothing(site: Site, run):
-    before = set(cgroup2().iterdir())
     code, out, _ = run("check", "-o", "json", "--cgroup", str(site.cgroup))
     made = json.loads(out)
     results = {row["name"]: row["result"] for row in made["rows"]}
     assert (code, made["usable"], made["mode"], made["attached"]) == (0, True, "bpf", None)
     assert results["hook connect4"] == results["cgroup links"] == "yes"
     assert {f"hook {name}" for name in HOOK_NAMES} <= results.keys()
-    assert set(cgroup2().iterdir()) == before
+    assert (results["TC programs"], results["bpf_redirect_neigh"]) == ("yes", "yes")
+    assert made["packet_path"]
+    # Whoever else tests on this machine makes and removes cgroups of his own meanwhile.
+    assert not list(cgroup2().glob(f"kbpf-check-{os.getpid()}*"))
     assert not [path for path in site.cgroup.iterdir() if path.is_dir()]
     assert not site.pins.exists()
+
+
+def test_a_helper_that_no_kernel_has_is_told_from_one_with_arguments():
+    """bpf_redirect_neigh takes four: the verifier looks at each."""
+    assert probe.helper(PROG_SCHED_CLS, 0, 152, 1, 0, 0, 0).works
+    assert probe.helper(PROG_SCHED_CLS, 0, 152, 1) == Probe(False, "EACCES")
+    assert probe.helper(PROG_SCHED_CLS, 0, 9999, 1, 0, 0, 0) == Probe(False, "EINVAL")
+
+
+def test_check_takes_the_ports_of_the_agent_that_runs(site: Site, run):
+    site.open(packet_path=True, masquerade_ports=(40_000, 40_009)).apply(desired(), None)
+    _, out, _ = run("check", "-o", "json", "--cgroup", str(site.cgroup))
+    (row,) = [r for r in json.loads(out)["rows"] if r["name"] == "masquerade ports"]
+    assert row["detail"].startswith("40000 to 40009: ")
 
 
 def test_check_without_a_cgroup_is_1_and_says_what_to_do(site: Site, run, tmp_path: Path):

@@ -6,19 +6,22 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 import yaml
 
 from kbpf import __version__
-from kbpf.cli import app, arguments, render
+from kbpf.cli import app, arguments, checks, inspect, packet_checks, render
 from kbpf.cli.checks import CheckRow, verdict
 from kbpf.cli.options import Output
 from kbpf.cli.watch import watch
 from kbpf.config import flags
 from kbpf.errors import ConfigError, NotFoundError
+from kbpf.kernel.devices import Device
 from kbpf.model.address import parse_addr
 from kbpf.model.config import Config, LocalMode
 from kbpf.model.objects import Algorithm, Cidr
+from kbpf.views import connections
 from kbpf.views.columns import Column, span
 from kbpf.views.columns import size as bytes_text
 
@@ -202,6 +205,9 @@ ENDS = [
     Ends(("inspect", "services", "-o", "xml"), 2, "", "xml"),
     Ends(("inspect", "services", "--watch", "-o", "json"), 2, "", "--watch"),
     Ends(("inspect", "service"), 2, "", "NAME"),
+    Ends(("inspect", "connections", "--help"), 0, "socket hooks", ""),
+    *(Ends(("inspect", view, "--pin-dir", "/nowhere"), 1, "", "/nowhere")
+      for view in ("connections", "nat", "sources", "devices", "affinity")),
     Ends(("run", "--mode", "iptables"), 2, "", "iptables"),
     Ends(("run", "--nonsense"), 2, "", "--nonsense"),
     Ends(("run", "extra"), 2, "", "extra"),
@@ -330,6 +336,47 @@ def test_json_and_yaml_say_the_same_in_the_same_order():
     assert as_yaml.splitlines()[0] == "- name: a"
 
 
+class Thing(msgspec.Struct):
+    """A row."""
+
+    name: str
+    count: int
+    parts: tuple[str, ...] = ("x", "y")
+
+
+THINGS = (Thing("a", 1), Thing("a {longer} one", 1000, ()))
+THING_COLUMNS = (
+    Column("NAME", lambda t: t.name),
+    Column("COUNT", lambda t: str(t.count), right=True),
+    Column("MORE", lambda t: "", wide=True),
+)
+
+
+@pytest.mark.parametrize("output", Output)
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_a_stream_of_rows_is_the_same_text(output: Output, count: int):
+    some = THINGS[:count]
+    streamed = "".join(render.stream(iter(some), THING_COLUMNS, output))
+    assert streamed == render.rows(some, THING_COLUMNS, output) + "\n"
+
+
+@pytest.mark.parametrize("output", [Output.JSON, Output.YAML])
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_a_stream_below_a_value_is_one_document(output: Output, count: int):
+    some = THINGS[:count]
+    streamed = "".join(render.stream(iter(some), THING_COLUMNS, output, Thing("above", 5)))
+    whole = {**msgspec.to_builtins(Thing("above", 5)), "rows": msgspec.to_builtins(some)}
+    read = json.loads if output is Output.JSON else yaml.safe_load
+    assert read(streamed) == json.loads(json.dumps(whole))
+    assert streamed.count("\n") == streamed.rstrip("\n").count("\n") + 1
+    if output is Output.JSON:
+        assert streamed == json.dumps(whole, indent=2) + "\n"
+
+
+def test_the_states_that_may_be_asked_for_are_those_that_are_shown():
+    assert tuple(inspect.State) == connections.STATES
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [(0.9, "0s"), (59, "59s"), (61, "1m01s"), (3600, "1h00m"), (90_061, "1d01h")],
@@ -384,6 +431,94 @@ class Means(NamedTuple):
     proof: list[CheckRow] | None
     usable: bool
     attached: bool | None
+
+
+class Node(NamedTuple):
+    """Files below /proc, and a row: its name, its result, words of its detail and its advice."""
+
+    name: str
+    files: dict[str, str]
+    row: str
+    result: str
+    detail: str
+    advice: str = ""
+
+
+RANGE, RESERVED = "sys/net/ipv4/ip_local_port_range", "sys/net/ipv4/ip_local_reserved_ports"
+V4, V6 = "sys/net/ipv4/ip_forward", "sys/net/ipv6/conf/all/forwarding"
+CONF = "sys/net/ipv4/conf"
+PORTS = "masquerade ports"
+NODES = [
+    Node("apart", {RANGE: "32768\t60999\n", RESERVED: "\n"}, PORTS, "yes", "61000 to 65535"),
+    Node("they meet", {RANGE: "32768\t61000\n", RESERVED: "\n"}, PORTS, "no",
+         "may take 61000 to 61000", "ip_local_reserved_ports"),
+    Node("all", {RANGE: "1024 65535", RESERVED: ""}, PORTS, "no", "61000 to 65535", "61000-65535"),
+    Node("reserved", {RANGE: "1024 65535", RESERVED: "8080,61000-65535\n"}, PORTS, "yes",
+         "reserved"),
+    Node("reserved in pieces", {RANGE: "1024 65535", RESERVED: "62000-65535,60000-61999"}, PORTS,
+         "yes", "reserved"),
+    Node("reserved but one", {RANGE: "1024 65535", RESERVED: "61000-62000,62002-65535"}, PORTS,
+         "no", "too", "61000-65535"),
+    Node("as far as they meet", {RANGE: "1024 61001", RESERVED: "61000,61001"}, PORTS, "yes", ""),
+    Node("not readable", {}, PORTS, "unknown", "ip_local_port_range"),
+    Node("forwards", {V4: "1\n"}, "IPv4 forwarding", "yes", ""),
+    Node("does not", {V4: "0\n"}, "IPv4 forwarding", "no", "ip_forward = 0",
+         "sysctl -w net.ipv4.ip_forward=1"),
+    Node("v6 forwards", {V6: "2"}, "IPv6 forwarding", "yes", ""),
+    Node("v6 does not", {V6: "0"}, "IPv6 forwarding", "no", "",
+         "sysctl -w net.ipv6.conf.all.forwarding=1"),
+    Node("no v6", {}, "IPv6 forwarding", "unknown", "no IPv6"),
+    Node("loose", {f"{CONF}/all/rp_filter": "0", f"{CONF}/eth0/rp_filter": "2"}, "rp_filter",
+         "yes", "not strict"),
+    Node("strict", {f"{CONF}/all/rp_filter": "0", f"{CONF}/eth0/rp_filter": "1"}, "rp_filter",
+         "yes", "strict (1) on eth0: "),
+    Node("strict by all", {f"{CONF}/all/rp_filter": "1", f"{CONF}/eth0/rp_filter": "0"},
+         "rp_filter", "yes", "strict (1) on eth0: "),
+    Node("the greater one counts", {f"{CONF}/all/rp_filter": "2", f"{CONF}/eth0/rp_filter": "1"},
+         "rp_filter", "yes", "not strict"),
+    Node("it has gone", {f"{CONF}/all/rp_filter": "1"}, "rp_filter", "yes", "not strict"),
+    Node("SCTP", {"net/protocols": "protocol size\nSCTPv6 1\nTCP 2\n"}, "SCTP sockets", "yes", ""),
+    Node("no SCTP", {"net/protocols": "protocol size\nTCP 2\n"}, "SCTP sockets", "no",
+         "not loaded"),
+    Node("conntrack", {"sys/net/netfilter/nf_conntrack_max": "1"}, "without conntrack", "yes",
+         "others use it"),
+    Node("no conntrack", {}, "without conntrack", "yes", "not needed"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("node", NODES, ids=lambda node: f"{node.row}: {node.name}")
+def test_what_check_says_of_a_node(node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    devices = (Device(1, "lo", loopback=True), Device(2, "eth0"), Device(3, "c0", "bridge"))
+    monkeypatch.setattr(packet_checks, "list_devices", lambda: devices)
+    for name, text in node.files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (row,) = [r for r in packet_checks.rows(Path("/nowhere"), tmp_path) if r.name == node.row]
+    assert row.result == node.result
+    assert node.detail in row.detail
+    assert node.advice in row.advice
+    assert bool(row.advice) == bool(node.advice)
+    assert not row.needed
+
+
+@pytest.mark.parametrize(
+    ("result", "needed", "usable", "packet_path"),
+    [
+        ("yes", False, True, True),
+        ("no", False, True, False),
+        ("unknown", False, True, False),
+        ("no", True, False, False),
+    ],
+)
+def test_what_the_packet_path_lacks_keeps_nothing_else(
+    result: str, needed: bool, usable: bool, packet_path: bool
+):
+    rows = [CheckRow("x", "yes", True, "", ""), CheckRow("y", result, needed, "", "", True)]
+    made = verdict(rows)
+    assert (made.usable, made.packet_path) == (usable, packet_path)
+    page = checks.page(made)
+    assert ("the packet path can be used" in page) == packet_path
+    assert ("the packet path cannot be used: y" in page) == (usable and not packet_path)
 
 
 MEANS = [

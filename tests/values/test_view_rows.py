@@ -8,17 +8,42 @@ from msgspec.structs import replace
 
 from kbpf.cli.attached import MOST_BACKENDS, targets
 from kbpf.dataplane.bpf.hooks import HOOKS
-from kbpf.dataplane.bpf.layout import ClientKind, Reason, ServiceFlag, ServiceValue
+from kbpf.dataplane.bpf.layout import (
+    NAT,
+    ClientKind,
+    DeviceFlag,
+    NodeFlag,
+    Reason,
+    Role,
+    ServiceFlag,
+    ServiceValue,
+    TcpState,
+    Way,
+    pack_target,
+)
 from kbpf.errors import NotFoundError
 from kbpf.kernel import libbpf
 from kbpf.kernel.libbpf import LinkInfo
 from kbpf.model.address import Addr, parse_addr
 from kbpf.model.desired import Backend, FrontendAddress, ServicePortKey
-from kbpf.model.objects import Protocol
-from kbpf.model.status import AgentStatus
-from kbpf.views import affinity, maps, programs, service, services, status
+from kbpf.model.objects import Cidr, Protocol
+from kbpf.model.status import AgentStatus, DeviceFailure, PacketStatus
+from kbpf.views import (
+    affinity,
+    connections,
+    maps,
+    nat,
+    packets,
+    programs,
+    reasons,
+    service,
+    services,
+    sources,
+    status,
+)
 from kbpf.views.hooks import HookFacts
-from kbpf.views.snapshot import MapFacts, Remembered, Snapshot
+from kbpf.views.snapshot import MapFacts, Remembered, Snapshot, ToldDevice, ToldNode
+from kbpf.views.tracked import FLOW, IDENTITY, REPLY, SNAT, Fill, Tracked
 
 PINS = Path("/pins")
 TCP, UDP = Protocol.TCP, Protocol.UDP
@@ -214,6 +239,229 @@ def test_how_the_agent_is_doing(doing: Doing):
     assert (seen.ok, seen.running) == doing.says
     assert set(seen.counters) == {reason.name.lower() for reason in Reason}
     assert seen.hooks_attached + len(seen.hooks_missing) == seen.hooks == len(HOOKS)
+
+
+# ---- the packet path ---------------------------------------------------------------------------
+
+NOW = 1000.0
+NANO = 1_000_000_000
+
+
+def target(text: str, protocol: int = TCP) -> bytes:
+    host, _, port = text.rpartition(":")
+    return pack_target(parse_addr(host), int(port), protocol)
+
+
+def track(
+    client: str = "198.51.100.7:2000",
+    to: str = "10.244.0.1:8080",
+    snat: str = "",
+    idle: float = 10.0,
+    state: int = TcpState.ESTABLISHED,
+    left: float = 50.0,
+    parts: int = 0,
+    protocol: int = TCP,
+    way: int = Way.STACK,
+    device: int = 0,
+    port: int = 0,
+) -> Tracked:
+    """A connection to Service 1, `idle` seconds ago, with `left` seconds to live."""
+    host, _, snat_port = (snat or "[::]:0").rpartition(":")
+    address, number = target(client)[:16], target(client)[16:18]
+    raw = NAT.pack(
+        int((NOW - idle) * NANO), address + number + bytes([protocol, 0]), target("192.0.2.1:80"),
+        target(to, protocol), parse_addr(host.strip("[]")), int(snat_port).to_bytes(2, "big"),
+        port.to_bytes(2, "big") if port else number, 1, 5, state, 0, way, device,
+    )  # fmt: skip
+    whole = FLOW | REPLY | (SNAT if snat else 0)
+    return Tracked(raw, int((NOW + left) * NANO), parts or whole)
+
+
+def tracking(*found: Tracked, **more: Any) -> Snapshot:
+    held = {one.raw[IDENTITY]: one for one in found}
+    return snapshot(connections=held, names={1: key("web")}, began=NOW - 1, **more)
+
+
+class Shown(NamedTuple):
+    """An entry, and what some fields of its row are."""
+
+    name: str
+    entry: Tracked
+    fields: dict[str, Any]
+
+
+SNATTED = "198.18.0.1:61000"
+SHOWN = [
+    Shown("all of it is there", track(), {"lost": (), "seen_as": "198.51.100.7:2000"}),
+    Shown("masqueraded", track(snat=SNATTED), {"seen_as": SNATTED, "masqueraded": True}),
+    Shown("its way in is lost", track(parts=REPLY), {"lost": ("flow",)}),
+    Shown("its way back is lost", track(parts=FLOW), {"lost": ("reply",)}),
+    Shown("its source is lost", track(snat=SNATTED, parts=FLOW | REPLY), {"lost": ("source",)}),
+    Shown("all but one is lost", track(snat=SNATTED, parts=SNAT), {"lost": ("flow", "reply")}),
+    Shown("it may have begun meanwhile", track(parts=REPLY, idle=0.5), {"lost": ()}),
+    Shown("another port before the backend", track(port=7), {"seen_as": "198.51.100.7:7"}),
+    Shown("a moment before its end", track(left=0.001), {"expired": False}),
+    Shown("past its end", track(left=-0.001), {"expired": True}),
+    Shown("from device to device", track(way=Way.REDIRECT), {"way": "redirect"}),
+    Shown("a way of another version", track(way=9), {"way": "9"}),
+    Shown("a state of another version", track(state=9), {"state": "9"}),
+    Shown("the node's own, by loopback", track(device=1), {"device": "lo"}),
+    Shown("the node's own, by one that is gone", track(device=1 << 30), {"device": "#1073741824"}),
+    Shown("SCTP", track(protocol=Protocol.SCTP), {"protocol": "SCTP"}),
+    Shown("a last use in the future", track(idle=-5), {"idle_seconds": 0.0}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("shown", SHOWN, ids=lambda shown: shown.name)
+def test_what_is_told_of_a_connection(shown: Shown):
+    held = tracking(shown.entry)
+    found = connections.select(held, connections.Wanted(expired=True)).connections
+    (row,) = connections.rows(held, found)
+    assert {name: getattr(row, name) for name in shown.fields} == shown.fields
+    assert row.service == "default/web:http"
+    for column in connections.COLUMNS:
+        assert isinstance(column.text(row), str)
+
+
+def test_connections_come_by_service_then_client():
+    clients = ["10.0.0.2:9", "10.0.0.10:1", "9.255.255.255:5", "10.0.0.2:1000"]
+    held = tracking(*map(track, clients))
+    rows = connections.rows(held, connections.select(held).connections)
+    assert [r.client for r in rows] == [
+        "9.255.255.255:5", "10.0.0.2:9", "10.0.0.2:1000", "10.0.0.10:1",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("used", "alarm"), [(79, False), (80, True), (100, True)])
+def test_ports_alarm_at_80_percent(used: int, alarm: bool):
+    entries = [track(f"10.0.0.1:{i}", snat=f"198.18.0.1:{61_000 + i}") for i in range(used)]
+    held = tracking(
+        *entries, track("10.0.0.2:1"), track("10.0.0.3:1", snat="198.18.0.1:5", left=-1),
+        node=ToldNode((parse_addr("198.18.0.1"),), NodeFlag(0), 61_000, 61_099),
+    )  # fmt: skip
+    found = nat.translated(held)
+    (row,) = nat.view(held, found).usage
+    assert (row.used, row.ports, row.percent, row.alarm) == (used, 100, float(used), alarm)
+    assert len(list(nat.rows(held, found))) == used
+
+
+def test_ports_are_counted_for_each_backend_and_protocol_the_fullest_first():
+    held = tracking(
+        track("10.0.0.1:1", "10.244.0.9:80", "198.18.0.1:1"),
+        track("10.0.0.1:2", "10.244.0.1:80", "198.18.0.1:1"),
+        track("10.0.0.1:3", "10.244.0.1:80", "198.18.0.1:2", state=TcpState.CLOSED),
+        track("10.0.0.1:4", "10.244.0.1:80", "198.18.0.1:1", protocol=UDP),
+    )
+    found = nat.view(held, nat.translated(held))
+    assert [(u.backend, u.protocol, u.used, u.closed, u.alarm) for u in found.usage] == [
+        ("10.244.0.1:80", "TCP", 2, 1, False),
+        ("10.244.0.1:80", "UDP", 1, 0, False),
+        ("10.244.0.9:80", "TCP", 1, 0, False),
+    ]
+
+
+class Path_(NamedTuple):
+    """What the agent says of the packet path, whether programs are pinned, and what is shown."""
+
+    name: str
+    said: PacketStatus | None
+    pinned: bool
+    state: str
+    why: str = ""
+
+
+PATHS = [
+    Path_("it is there", PacketStatus(True), True, "on"),
+    Path_("it is not wanted", PacketStatus(False), False, "off", "--packet-path true"),
+    Path_("it was refused", PacketStatus(True, "no clsact"), False, "failed", "no clsact"),
+    Path_("devices refuse it", PacketStatus(True, "no clsact"), True, "failed", "no clsact"),
+    Path_("it comes soon", PacketStatus(True), False, "off", "not attached yet"),
+    Path_("nobody says, but it serves", None, True, "on"),
+    Path_("nobody says, and it is not there", None, False, "off", "no packet programs"),
+    Path_("it goes with the next start", PacketStatus(False), True, "on"),
+]
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.name)
+def test_whether_the_packet_path_is_there(path: Path_):
+    said = replace(AGENT, packets=path.said)
+    held = snapshot(
+        status=said,
+        agent_alive=True,
+        hooks=ATTACHED,
+        packet_programs=path.pinned,
+        fill=Fill(1, 1, 9),
+    )
+    seen = packets.view(held)
+    assert seen.state == path.state
+    assert path.why in seen.why
+    assert bool(seen.why) == (path.state != "on") == bool(packets.words(held))
+    assert status.view(held).ok == (path.state != "failed")
+
+
+def test_a_device_without_the_packet_path_is_not_well():
+    failed = PacketStatus(True, failed=(DeviceFailure("up0", "no"),), failed_count=1)
+    held = snapshot(
+        status=replace(AGENT, packets=failed), agent_alive=True, hooks=ATTACHED,
+        packet_programs=True,
+    )  # fmt: skip
+    assert not status.view(held).ok
+
+
+@pytest.mark.parametrize(
+    ("created", "fill", "forgotten", "alarm"),
+    [
+        (10, Fill(10, 10, 100), 0, False),
+        (250, Fill(100, 79, 100), 150, False),
+        (250, Fill(100, 80, 100), 150, True),
+        (5, Fill(10, 10, 100), None, False),  # the counters are younger
+    ],
+)
+def test_what_has_no_entry_any_more(created: int, fill: Fill, forgotten: int | None, alarm: bool):
+    held = snapshot(fill=fill, reasons={Reason.NEW_FLOW: created}, packet_programs=True)
+    seen = packets.view(held)
+    assert (seen.forgotten, seen.alarm, seen.connections) == (forgotten, alarm, fill.live)
+
+
+def test_every_reason_has_words_of_its_own():
+    assert reasons.WORDS.keys() == set(Reason)
+    assert len(set(reasons.WORDS.values())) == len(Reason)
+
+
+PODS = [
+    (NodeFlag(0), ""),
+    (NodeFlag.LOCAL_NETWORKS, ""),
+    (NodeFlag.DETECTS_LOCAL, "devices"),
+    (NodeFlag.DETECTS_LOCAL | NodeFlag.LOCAL_NETWORKS, "networks"),
+]
+
+
+@pytest.mark.parametrize(("flags", "pods"), PODS)
+def test_who_counts_as_a_pod(flags: NodeFlag, pods: str):
+    held = snapshot(
+        node=ToldNode(flags=flags),
+        local_networks=(Cidr(parse_addr("10.244.0.0"), 112), Cidr(parse_addr("fd00::"), 64)),
+        devices={
+            2: ToldDevice(Role.POD, 14, DeviceFlag.LOCAL | DeviceFlag.PEER, bytes(6)),
+            3: ToldDevice(Role.HOST, 14, DeviceFlag(0), bytes(6)),
+        },
+    )
+    seen = sources.view(held)
+    assert (seen.pods, seen.local_devices) == (pods, 1)
+    assert seen.local_networks == ("10.244.0.0/16", "fd00::/64")
+
+
+def test_ranges_without_a_vip_and_a_vip_without_ranges_are_shown():
+    restricted = int(ServiceFlag.LOAD_BALANCER | ServiceFlag.RESTRICTED)
+    held = snapshot(
+        frontends={at("192.0.2.1"): value(1, flags=restricted), at("10.96.0.1"): value(1)},
+        names={1: key("web")},
+        ranges=((2, Cidr(parse_addr("0.0.0.0"), 96)),),
+    )
+    assert [(r.service, r.ranges, r.addresses) for r in sources.view(held).services] == [
+        ("default/web:http", (), ("192.0.2.1:80/TCP",)),
+        ("id 2, not named", ("0.0.0.0/0",), ()),
+    ]
 
 
 # ---- what check --attached dials ---------------------------------------------------------------

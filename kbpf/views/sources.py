@@ -1,0 +1,98 @@
+"""Who may dial what: loadBalancerSourceRanges, and who counts as a pod of this node."""
+
+from collections.abc import Iterable
+from typing import Final
+
+import msgspec
+
+from kbpf.dataplane.bpf.layout import DeviceFlag, NodeFlag, Reason, ServiceFlag
+from kbpf.model.address import family_of, format_addr
+from kbpf.model.objects import Cidr
+from kbpf.views.backends import service_text
+from kbpf.views.columns import Column
+from kbpf.views.snapshot import Part, Snapshot
+
+NEEDS: Final = Part.SERVICES | Part.RANGES | Part.PACKETS | Part.STATUS
+
+
+class SourcesRow(msgspec.Struct, frozen=True):
+    """A Service port whose LoadBalancer VIPs are not for everybody. `ranges` is empty when nobody
+    may dial them; `addresses` are the VIPs, empty when ranges are left over from one that has none.
+    """
+
+    service: str
+    family: int
+    ranges: tuple[str, ...]
+    addresses: tuple[str, ...]
+
+
+class SourcesView(msgspec.Struct, frozen=True):
+    """`not_allowed`: packets that began no connection, since their client is in no range.
+    `left_alone`: connections by sockets of this node to such VIPs; the packet path decides.
+
+    `pods`: by what a client counts as a pod of this node where a ClusterIP masquerades all others:
+    ``devices``, ``networks``, or "" where none is asked. `local_networks`: these networks;
+    `local_devices`: how many devices pods' packets come in by.
+    """
+
+    not_allowed: int
+    left_alone: int
+    services: tuple[SourcesRow, ...]
+    pods: str
+    local_networks: tuple[str, ...]
+    local_devices: int
+
+
+def cidr_text(cidr: Cidr) -> str:
+    """``192.0.2.0/24`` or ``2001:db8::/32``."""
+    bits = cidr.bits - 96 if family_of(cidr.address) == 4 and cidr.bits >= 96 else cidr.bits
+    return f"{format_addr(cidr.address)}/{bits}"
+
+
+def view(snapshot: Snapshot) -> SourcesView:
+    """All of it."""
+    node = snapshot.node
+    return SourcesView(
+        not_allowed=snapshot.reasons.get(Reason.NOT_ALLOWED, 0),
+        left_alone=snapshot.reasons.get(Reason.NEEDS_SOURCE, 0),
+        services=tuple(_rows(snapshot)),
+        pods=_pods(node.flags),
+        local_networks=tuple(cidr_text(one) for one in snapshot.local_networks),
+        local_devices=sum(DeviceFlag.LOCAL in one.flags for one in snapshot.devices.values()),
+    )
+
+
+def _pods(flags: NodeFlag) -> str:
+    if NodeFlag.DETECTS_LOCAL not in flags:
+        return ""
+    return "networks" if NodeFlag.LOCAL_NETWORKS in flags else "devices"
+
+
+def _rows(snapshot: Snapshot) -> Iterable[SourcesRow]:
+    ranges: dict[int, list[str]] = {}
+    for service_id, cidr in snapshot.ranges:
+        ranges.setdefault(service_id, []).append(cidr_text(cidr))
+    guarded: dict[int, list[str]] = {}
+    for at, value in sorted(snapshot.frontends.items()):
+        if value.flags & ServiceFlag.RESTRICTED:
+            guarded.setdefault(value.id, []).append(str(at))
+    found = []
+    for service_id in ranges.keys() | guarded.keys():
+        key = snapshot.names.get(service_id)
+        found.append(
+            SourcesRow(
+                service_text(key, service_id),
+                key.family if key else 0,
+                tuple(ranges.get(service_id, ())),
+                tuple(guarded.get(service_id, ())),
+            )
+        )
+    return sorted(found, key=lambda row: (row.service, row.family))
+
+
+COLUMNS: Final = (
+    Column("SERVICE", lambda r: r.service),
+    Column("VIPS", lambda r: ", ".join(r.addresses) or "-"),
+    Column("ALLOWED", lambda r: ", ".join(r.ranges) or "nobody"),
+    Column("FAMILY", lambda r: f"IPv{r.family}" if r.family else "-", wide=True),
+)

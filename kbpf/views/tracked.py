@@ -1,0 +1,147 @@
+"""The packet path's tracked connections, out of the maps `flows` and `replies` (bpf/track.h).
+
+A connection has two or three entries: client → frontend in `flows`; backend → client' in
+`replies`, and backend → snat beside it when the source is translated. Each has the whole of a
+`struct nat`, equal but for the time of its last packet, so the entries of one connection are known
+by its addresses (`IDENTITY`). There may be a hundred thousand: they stay bytes until one is shown.
+"""
+
+from functools import cache, lru_cache
+from struct import Struct
+from typing import Final, NamedTuple
+
+import msgspec
+
+from kbpf.dataplane.bpf.layout import idle_seconds
+from kbpf.kernel.libbpf import Map
+from kbpf.model.address import format_endpoint
+
+FLOW, REPLY, SNAT = 1, 2, 4
+PARTS: Final = {FLOW: "flow", REPLY: "reply", SNAT: "source"}
+"""What a part is for: the client's packets, the backend's, and the backend's to the node."""
+
+NANO: Final = 1_000_000_000
+_BACKEND: Final = slice(48, 68)
+_SNAT: Final = slice(68, 84)
+_SNAT_PORT: Final = slice(84, 86)
+_CLIENT_PORT: Final = slice(86, 88)
+_TIMES: Final = Struct("=Q18xB69xB")
+"""Of a struct nat: last use, protocol, state."""
+IDENTITY: Final = slice(8, 88)
+"""Of a struct nat: client, frontend, backend, the translated source and both their ports."""
+BOTH_ENDS: Final = slice(8, 48)
+"""Of a struct nat: client and frontend, which is the key in `flows`."""
+NOWHERE: Final = bytes(16)
+
+
+class Tracked(msgspec.Struct, gc=False):
+    """One connection. `raw` is the struct nat of the entry that a packet met last; `over` is when
+    its time is over, in ns of CLOCK_MONOTONIC: when that of its last entry is. `parts` are those
+    that are there.
+    """
+
+    raw: bytes
+    over: int
+    parts: int
+
+    @property
+    def last_used(self) -> int:
+        """ns, CLOCK_MONOTONIC."""
+        return int.from_bytes(self.raw[:8], "little")
+
+    @property
+    def key(self) -> bytes:
+        """Client and frontend, as they stand in `flows`. Sorts by address, then port."""
+        return self.raw[BOTH_ENDS]
+
+    @property
+    def state(self) -> int:
+        """enum tcp_state."""
+        return self.raw[96]
+
+    @property
+    def client(self) -> bytes:
+        """Its address."""
+        return self.raw[8:24]
+
+    @property
+    def backend(self) -> bytes:
+        """struct target."""
+        return self.raw[_BACKEND]
+
+    @property
+    def snat(self) -> bytes:
+        """The node's address that stands for the client's; 16 times 0 if none does."""
+        return self.raw[_SNAT]
+
+    @property
+    def service(self) -> int:
+        """Its id."""
+        return int.from_bytes(self.raw[88:92], "little")
+
+
+class Fill(NamedTuple):
+    """How many connections `flows` has, how many are not over yet, and room for how many."""
+
+    entries: int
+    live: int
+    room: int
+
+
+def read(flows: Map, replies: Map) -> dict[bytes, Tracked]:
+    """All connections, by IDENTITY."""
+    found: dict[bytes, Tracked] = {}
+    for _, raw in flows.items():
+        _add(found, raw, FLOW)
+    for key, raw in replies.items():
+        _add(found, raw, part_of(key, raw))
+    return found
+
+
+def part_of(key: bytes, raw: bytes) -> int:
+    """Which of a connection's entries in `replies` has this key."""
+    to, port = key[20:36], key[36:38]
+    part = REPLY if to == raw[8:24] and port == raw[_CLIENT_PORT] else 0
+    if to == raw[_SNAT] and port == raw[_SNAT_PORT]:
+        part |= SNAT
+    return part
+
+
+def _add(found: dict[bytes, Tracked], raw: bytes, part: int) -> None:
+    last, protocol, state = _TIMES.unpack_from(raw)
+    over = last + _hold(protocol, state)
+    identity = raw[IDENTITY]
+    known = found.get(identity)
+    if known is None:
+        found[identity] = Tracked(raw, over, part)
+        return
+    known.parts |= part
+    known.over = max(known.over, over)
+    if last > known.last_used:
+        known.raw = raw
+
+
+@cache
+def _hold(protocol: int, state: int) -> int:
+    """ns."""
+    return idle_seconds(protocol, state) * NANO
+
+
+def fill(flows: Map, now: float) -> Fill:
+    """How full it is. `now`: CLOCK_MONOTONIC, seconds."""
+    entries = live = 0
+    at = int(now * NANO)
+    for _, raw in flows.items():
+        last, protocol, state = _TIMES.unpack_from(raw)
+        entries += 1
+        live += at <= last + _hold(protocol, state)
+    return Fill(entries, live, flows.max_entries)
+
+
+def endpoint(target: bytes) -> str:
+    """A struct target as ``address:port``."""
+    return format_endpoint(target[:16], target[16] << 8 | target[17])
+
+
+shared_endpoint: Final = lru_cache(1 << 16)(endpoint)
+"""The same for those that many connections have: frontends and backends."""
