@@ -28,6 +28,7 @@
 #define TCP_SYN 0x02
 #define TCP_RST 0x04
 #define TCP_ACK 0x10
+#define NO_SEGMENT 0x100 /* not a flag: what asks is an ICMP error about the flow */
 
 struct ip4_header {
 	u8 version_length; /* version << 4 | length in words */

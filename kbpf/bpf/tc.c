@@ -93,7 +93,7 @@ static __always_inline bool backend_lives(u32 id)
 
 /* Whether a packet of a flow that is known has to choose anew: a SYN, unless it repeats one that
  * nobody has answered yet, and UDP whose backend is gone. */
-static __always_inline bool begins_anew(const struct nat *nat, u8 flags)
+static __always_inline bool begins_anew(const struct nat *nat, u32 flags)
 {
 	if (nat->client.protocol == PROTO_TCP)
 		return (flags & (TCP_SYN | TCP_ACK)) == TCP_SYN &&
@@ -215,7 +215,7 @@ static __always_inline bool step_back(const struct tuple *t, const struct nat *n
 }
 
 /* Fills `s`; false: no flow of ours, or nothing to do here. */
-static __always_inline bool translate_in(struct tuple *t, u8 flags, struct step *s)
+static __always_inline bool translate_in(struct tuple *t, u32 flags, struct step *s)
 {
 	struct nat *nat = flows.lookup(t);
 	u64 now = bpf_ktime_get_ns();
@@ -256,7 +256,7 @@ enum leaving {
 };
 
 /* What it becomes when it goes out. */
-static __always_inline enum leaving translate_out(struct tuple *t, u8 flags, struct tuple *new,
+static __always_inline enum leaving translate_out(struct tuple *t, u32 flags, struct tuple *new,
 						  bool *masqueraded)
 {
 	struct nat *nat = replies.lookup(t);
@@ -426,8 +426,10 @@ int tc_new(struct __sk_buff *skb)
 	v = choose(&p.tuple.to, &who, &c);
 	if (v == PASS)
 		return finish(TC_NEXT, c.reason);
-	if (v == REFUSE)
+	if (v == REFUSE) {
+		skb->cb[0] = c.reason;
 		tails.call(skb, TAIL_REFUSE);
+	}
 	if (v != TRANSLATE)
 		return finish(TC_SHOT, c.reason);
 	describe(&nat, &p, &c);
@@ -500,8 +502,10 @@ int tc_host_new(struct __sk_buff *skb)
 	v = choose(&p.tuple.to, &who, &c);
 	if (v == PASS)
 		return finish(TC_NEXT, c.reason);
-	if (v == REFUSE)
+	if (v == REFUSE) {
+		skb->cb[0] = c.reason;
 		tails.call(skb, TAIL_REFUSE);
+	}
 	if (v != TRANSLATE)
 		return finish(TC_SHOT, c.reason);
 	describe(&nat, &p, &c);
@@ -549,17 +553,16 @@ int tc_host(struct __sk_buff *skb)
 /* Sends the answer back by the device that the question came in by; to this node's own, in. */
 int tc_refuse(struct __sk_buff *skb)
 {
-	u32 ifindex = skb->ifindex;
+	u32 ifindex = skb->ifindex, why = skb->cb[0];
 	struct device *device = devices.lookup(&ifindex);
 	struct packet p = {};
 
 	if (!device || !parse(skb, device->l2, &p))
-		return finish(TC_SHOT, NO_ENDPOINTS);
+		return finish(TC_SHOT, why);
 	if ((p.protocol == PROTO_TCP ? refuse_tcp(skb, &p) : refuse_with_icmp(skb, &p)) ||
 	    swap_link(skb, device->l2))
 		return finish(TC_SHOT, NOT_REWRITTEN);
-	return finish(bpf_redirect(ifindex, skb->ingress_ifindex ? 0 : BPF_F_INGRESS),
-		      NO_ENDPOINTS);
+	return finish(bpf_redirect(ifindex, skb->ingress_ifindex ? 0 : BPF_F_INGRESS), why);
 }
 
 /* ---- every packet -------------------------------------------------------------------------- */
@@ -626,6 +629,13 @@ int tc_ingress(struct __sk_buff *skb)
 	return TC_NEXT;
 }
 
+/* Whether a packet of the node's own is for a Service. NodePorts are its own addresses: what goes
+ * there leaves by no device. */
+static __always_inline bool dials_service(struct packet *p)
+{
+	return service_at(&p->tuple.to) || cluster_ips.lookup(&p->tuple.to.address);
+}
+
 int tc_egress(struct __sk_buff *skb)
 {
 	u32 ifindex = skb->ifindex;
@@ -643,7 +653,7 @@ int tc_egress(struct __sk_buff *skb)
 	if (masqueraded)
 		mark_masqueraded(skb, false);
 	if (leaving == LEAVES_AS_IT_IS && !skb->ingress_ifindex && device->role == ROLE_HOST &&
-	    (starts_flow(&p) || flows.lookup(&p.tuple)))
+	    (starts_flow(&p) ? dials_service(&p) : flows.lookup(&p.tuple) != NULL))
 		tails.call(skb, TAIL_HOST);
 	return TC_NEXT;
 }
@@ -664,8 +674,8 @@ static __always_inline int translate_error(struct __sk_buff *skb, bool in)
 	    !carried.tuple.to.protocol)
 		return TC_NEXT;
 	with = reversed(&carried.tuple);
-	known = in ? translate_in(&with, TCP_ACK, &s)
-		   : translate_out(&with, TCP_ACK, &becomes, &s.masqueraded) == LEAVES_CHANGED;
+	known = in ? translate_in(&with, NO_SEGMENT, &s)
+		   : translate_out(&with, NO_SEGMENT, &becomes, &s.masqueraded) == LEAVES_CHANGED;
 	if (s.masqueraded)
 		mark_masqueraded(skb, in);
 	if (!known)

@@ -57,10 +57,12 @@ static __always_inline bool expired(const struct nat *nat, u64 now)
 
 /* A packet went through: `back` when it came from the backend. Returns whether that changed the
  * state, which then is to be told to the flow's other entries. */
-static __always_inline bool touch(struct nat *nat, u8 flags, bool back, u64 now)
+static __always_inline bool touch(struct nat *nat, u32 flags, bool back, u64 now)
 {
 	u8 state = nat->state, fins = nat->fins;
 
+	if (flags & NO_SEGMENT)
+		return false;
 	nat->last_used = now;
 	if (nat->client.protocol != PROTO_TCP) {
 		if (back)

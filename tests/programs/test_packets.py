@@ -591,6 +591,25 @@ def test_a_datagram_is_refused(path: Path_, v: int, build: object, size: int, lo
 
 
 @both
+@pytest.mark.parametrize("build", [lambda a, b: tcp(a, b, flags="S"), udp, sctp],
+                         ids=["tcp", "udp", "sctp"])  # fmt: skip
+def test_a_port_of_a_cluster_ip_that_no_service_has(path: Path_, v: int, build: object) -> None:
+    """Refused; an address of another kind may well have other ports: it passes."""
+    before = path.site.reasons()
+    own = client(v)
+    retval, got = path.run("tc_ingress", build(own, end(f"{NET[v]}{IP}", 81)))
+    assert retval == TC_ACT_REDIRECT
+    found = parse(got, l2=False)
+    about = found.embedded or parse(build(own, end(f"{NET[v]}{IP}", 81)), l2=False)
+    assert (about.source, about.destination) == (own, end(f"{NET[v]}{IP}", 81))
+    assert found.protocol in ("tcp", "icmp", "icmp6")
+    counted = path.site.reasons() - before
+    assert (counted[Reason.UNKNOWN_PORT], counted[Reason.NO_ENDPOINTS]) == (1, 0)
+    other = build(own, end(f"{NET[v]}{CLUSTER}", 81))
+    assert path.run("tc_ingress", other) == (TC_ACT_UNSPEC, other)
+
+
+@both
 @pytest.mark.parametrize("build", [lambda a, b: tcp(a, b, flags="S"), udp], ids=["tcp", "udp"])
 def test_who_is_not_let_in_is_dropped(path: Path_, v: int, build: object) -> None:
     before = path.site.reasons()[Reason.NOT_ALLOWED]
@@ -689,6 +708,17 @@ def test_a_syn_on_a_flow_that_was_answered_begins_anew(path: Path_, v: int) -> N
     before = path.site.reasons()[Reason.NEW_FLOW]
     path.go("tc_ingress", syn, tcp(own, pod(v), flags="S", seq=77))
     assert path.site.reasons()[Reason.NEW_FLOW] == before, "the same SYN once more"
+
+
+@both
+def test_an_error_is_no_answer(path: Path_, v: int) -> None:
+    """A SYN that a router cannot deliver: nobody has answered, whoever sent the error."""
+    own = client(v)
+    _, inside = path.run("tc_ingress", tcp(own, vip(v, CLUSTER), flags="S"))
+    _, sent = path.run("tc_egress", inside)
+    _, got = path.run("tc_ingress", icmp_error("host unreachable", ROUTER[v], sent))
+    assert parse(got, l2=False).destination == CLIENT[v], "it is the client's"
+    assert states(path, own) == {TcpState.NEW}
 
 
 def segment(path: Path_, v: int, own: str, flags: str, source: str = "") -> str:
