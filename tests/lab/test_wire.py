@@ -20,7 +20,7 @@ import pytest
 from kbpf.kernel import netns
 from tests.support import packets
 from tests.support.judge import checksums, difference, reassembled
-from tests.support.lab import Place, inside, ip, run, settled
+from tests.support.lab import PATIENCE, Place, inside, ip, run, settled
 from tests.support.packets import (
     destination,
     echo,
@@ -64,7 +64,7 @@ class Lab:
 
         def make() -> socket.socket:
             made = socket.socket(socket.AF_INET6, kind)
-            made.settimeout(5)
+            made.settimeout(PATIENCE)
             made.bind((address, port))
             return made
 
@@ -140,7 +140,7 @@ def told(answer: bytes) -> tuple[str, str]:
 def test_a_server_answers_a_hand_made_connection(wire: Wire, client: str, server: str) -> None:
     answer = wire.dial_tcp(end(client, 4001), end(server, WEB), b"hello\n")
     assert told(answer) == ("server", client)
-    wire.none(0, lambda packet: packet.protocol == "tcp")
+    wire.none(0, lambda packet: packet.protocol == "tcp" and "R" in packet.flags)
 
 
 def test_a_connection_stays_as_long_as_it_is_wanted(wire: Wire) -> None:
@@ -414,7 +414,7 @@ def test_what_is_left_to_the_hardware_is_seen_by_others_unfinished(lab: Lab) -> 
 
     def listen() -> socket.socket:
         made = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
-        made.settimeout(5)
+        made.settimeout(PATIENCE)
         made.bind(("c0", 0x0800))
         return made
 
@@ -457,6 +457,13 @@ def test_what_was_not_expected_stays_and_is_told(wire: Wire) -> None:
     assert [str(packet.embedded) for packet in wire.heard] == [str(parse(asked, l2=False))]
     wire.forget()
     wire.none(0.05)
+
+
+def test_what_has_arrived_is_heard_though_the_thread_lags_behind(lab: Lab, wire: Wire) -> None:
+    with Wire(lab.wire.netns, "c0", tap=True) as other, wire._changed:  # the thread's lock
+        wire.send(echo(CLIENT, SERVER, b"late"))
+        other.expect(lambda packet: packet.source == SERVER)
+        assert [packet.payload for packet in wire.heard] == [b"late"]
 
 
 def test_nothing_is_what_comes_when_nothing_is_sent(wire: Wire) -> None:

@@ -31,7 +31,7 @@ class Stream:
     _FLIGHT = 32_000
     """Bytes on their way at once, if the other side's window has room for them."""
 
-    def __init__(self, wire: "Wire", source: str, to: str, seconds: float = 5.0) -> None:
+    def __init__(self, wire: "Wire", source: str, to: str, seconds: float = 30.0) -> None:
         self.wire = wire
         self.source = source
         self.to = to
@@ -53,15 +53,24 @@ class Stream:
         self.wire.forget(self._is_coming)
         self._emit("S", mss=self.MSS)
         self._seq = self._seq + 1 & _MASK
-        first = self._next(refused=ConnectionRefusedError)
+        first = self._handshake()
         assert isinstance(first.transport, Tcp)
-        assert first.flags == "SA", f"no handshake: {first}"
-        assert first.transport.acknowledgement == self._seq, f"an answer to another SYN: {first}"
         self._acked = self._seq
         self._window = first.transport.window
         self._ack = first.transport.sequence + 1 & _MASK
         self._open = True
         self._emit("A")
+
+    def _handshake(self) -> Packet:
+        """The answer to our SYN. What an earlier connection of the same ends says once more, when
+        our answer came late, does not acknowledge it.
+        """
+        while True:
+            first = self._next(refused=ConnectionRefusedError)
+            assert isinstance(first.transport, Tcp)
+            if first.transport.acknowledgement == self._seq:
+                assert first.flags == "SA", f"no handshake: {first}"
+                return first
 
     def send(self, payload: bytes) -> None:
         """Sends it all; returns when the last of it is on its way."""

@@ -55,6 +55,9 @@ _SUM_AT = {6: 16, 17: 6}
 _NOISE = frozenset((130, 131, 132, 133, 134, 135, 136, 137, 143))
 """ICMPv6: multicast listeners and neighbour discovery."""
 _ASK_AGAIN = 0.2
+_PATIENCE = 30.0
+_STATISTICS = 6
+"""PACKET_STATISTICS: how many packets have come for the socket, and were dropped, since asked."""
 
 
 def any_packet(_: Packet) -> bool:
@@ -103,6 +106,8 @@ class Wire:
         self._heard: deque[Packet] = deque()
         self._neighbours: dict[str, str] = {}
         self._broken: list[str] = []
+        self._come = self._read_so_far = 0
+        """Packets that the kernel has put into the socket, and that the thread has done with."""
 
     # ---- open and closed -----------------------------------------------------------------------
 
@@ -212,7 +217,7 @@ class Wire:
         asking = str(ip_address(source))
         return self.neighbour(hop, asking if asking in own or not own else own[0])
 
-    def neighbour(self, address: str, asking: str, seconds: float = 5.0) -> str:
+    def neighbour(self, address: str, asking: str, seconds: float = _PATIENCE) -> str:
         """The MAC of an address on this link, for one of ours that asks."""
         deadline = time.monotonic() + seconds
         with self._changed:
@@ -247,13 +252,16 @@ class Wire:
                 raw, sender = self._socket.recvfrom(1 << 18)
             except OSError:
                 continue  # the device is down; it may come back
-            if sender[2] == _OTHER_HOST and not self._tap:
-                continue
             try:
-                self._take(raw)
+                if sender[2] != _OTHER_HOST or self._tap:
+                    self._take(raw)
             except Exception as error:
                 with self._changed:
                     self._broken.append(f"{error}: {raw[_VIRTIO.size :][:64].hex()}")
+            finally:
+                with self._changed:
+                    self._read_so_far += 1
+                    self._changed.notify_all()
 
     def _take(self, raw: bytes) -> None:
         flags, _, _, gso, start, offset = _VIRTIO.unpack_from(raw)
@@ -296,18 +304,29 @@ class Wire:
             self._neighbours[address] = mac
             self._changed.notify_all()
 
+    def _catch_up(self) -> None:
+        """Waits, with the lock held, until the thread has read what has arrived until now."""
+        raw = self._socket.getsockopt(_SOL_PACKET, _STATISTICS, 8)
+        come, dropped = struct.unpack("=II", raw)  # the first has the second in it
+        self._come += come - dropped
+        goal = self._come
+        done = self._changed.wait_for(lambda: self._read_so_far >= goal, _PATIENCE)
+        assert done, f"{self._read_so_far} of {goal} packets are read"
+
     @property
     def heard(self) -> tuple[Packet, ...]:
         """What has arrived and nobody has expected yet."""
         with self._changed:
+            self._catch_up()
             return tuple(self._heard)
 
     def forget(self, predicate: Predicate = any_packet) -> None:
         """Drops what has arrived until now."""
         with self._changed:
+            self._catch_up()
             self._heard = deque(p for p in self._heard if not predicate(p))
 
-    def soon(self, predicate: Predicate = any_packet, seconds: float = 5.0) -> Packet | None:
+    def soon(self, predicate: Predicate = any_packet, seconds: float = _PATIENCE) -> Packet | None:
         """The first packet like this that nobody has expected yet, as soon as it is there; None
         when it does not come. Others stay.
         """
@@ -316,7 +335,7 @@ class Wire:
             self._heard = deque(p for p in self._heard if p is not found)
             return found
 
-    def expect(self, predicate: Predicate = any_packet, seconds: float = 5.0) -> Packet:
+    def expect(self, predicate: Predicate = any_packet, seconds: float = _PATIENCE) -> Packet:
         """soon(), or AssertionError with all that was heard instead."""
         found = self.soon(predicate, seconds)
         assert found is not None, f"not within {seconds} s; {self.told()}"
@@ -325,6 +344,7 @@ class Wire:
     def none(self, seconds: float, predicate: Predicate = any_packet) -> None:
         """Nothing like this is there, and nothing comes for so long."""
         with self._changed:
+            self._catch_up()
             found = self._changed.wait_for(lambda: self._first(predicate), seconds)
             assert found is None, f"{found} arrived; {self.told()}"
 
@@ -338,7 +358,7 @@ class Wire:
 
     # ---- talking -------------------------------------------------------------------------------
 
-    def ask(self, packet: bytes, seconds: float = 5.0) -> Packet:
+    def ask(self, packet: bytes, seconds: float = _PATIENCE) -> Packet:
         """Sends it; the first packet that comes back from where it went."""
         asked = parse(packet, l2=False)
         back = between(asked.destination, asked.source)
@@ -347,7 +367,7 @@ class Wire:
         return self.expect(lambda p: back(p) and p.protocol == asked.protocol, seconds)
 
     @contextlib.contextmanager
-    def connected(self, source: str, to: str, seconds: float = 5.0) -> Iterator[Stream]:
+    def connected(self, source: str, to: str, seconds: float = _PATIENCE) -> Iterator[Stream]:
         """A TCP connection, reset at the end unless it was closed."""
         stream = Stream(self, source, to, seconds)
         stream.open()
@@ -356,7 +376,9 @@ class Wire:
         finally:
             stream.reset()
 
-    def dial_tcp(self, source: str, to: str, payload: bytes = b"", seconds: float = 5.0) -> bytes:
+    def dial_tcp(
+        self, source: str, to: str, payload: bytes = b"", seconds: float = _PATIENCE
+    ) -> bytes:
         """Connects, sends, closes its side; all that came until the other side closed too.
         ConnectionRefusedError, ConnectionResetError, TimeoutError, or HostError with what an
         ICMP error said.
