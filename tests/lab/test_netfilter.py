@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -247,3 +248,168 @@ def test_without_the_packet_path_there_is_no_rule(field: Field, closed: Node) ->
             assert ours(closed, tool) == []
     finally:
         field.agent.stop()
+
+
+# ---- rules of a CNI, and of others ---------------------------------------------------------------
+
+
+def strict(field: Field, node: Node) -> None:
+    """Every device takes only what it would send the answer by."""
+    on(node, "sh", "-c", "for f in /proc/sys/net/ipv4/conf/*/rp_filter; do echo 1 > $f; done")
+
+
+def invalid(field: Field, node: Node) -> None:
+    """What conntrack knows nothing of is dropped, wherever it goes. Not the redirects that a node
+    sends by itself when a packet leaves where it came in, whoever made it do so.
+    """
+    on(
+        node,
+        "nft",
+        "-f",
+        "-",
+        stdin="""
+        table inet strict {
+            chain judge { icmpv6 type nd-redirect return; ct state invalid counter drop comment "invalid"; }
+            chain forward { type filter hook forward priority -10; jump judge; }
+            chain input { type filter hook input priority -10; jump judge; }
+            chain output { type filter hook output priority -10; jump judge; }
+        }""",
+    )
+
+
+def masquerade(field: Field, node: Node) -> None:
+    """As the bridge plugin's ipMasq: pods leave as the node, other nodes' pods included."""
+    invalid(field, node)
+    on(
+        node,
+        "nft",
+        "-f",
+        "-",
+        stdin=f"""
+        table inet cni {{ chain postrouting {{ type nat hook postrouting priority srcnat;
+            ip saddr 10.244.{node.number}.0/24 oifname != "p*" counter masquerade
+            ip6 saddr fd00:10:244:{node.number}::/64 oifname != "p*" counter masquerade
+        }}; }}""",
+    )
+
+
+def flannel(field: Field, node: Node) -> None:
+    """FLANNEL-POSTRTG and FLANNEL-FWD, and Docker's policy."""
+    invalid(field, node)
+    for tool, cluster, own, multicast in (
+        ("iptables", "10.244.0.0/16", f"10.244.{node.number}.0/24", "224.0.0.0/4"),
+        ("ip6tables", "fd00:10:244::/48", f"fd00:10:244:{node.number}::/64", "ff00::/8"),
+    ):
+        out = "MASQUERADE --random-fully"
+        tables(
+            node, tool, "-t nat -N FLANNEL-POSTRTG",
+            "-t nat -A FLANNEL-POSTRTG -m mark --mark 0x4000/0x4000 -j RETURN",
+            f"-t nat -A FLANNEL-POSTRTG -s {own} -d {cluster} -j RETURN",
+            f"-t nat -A FLANNEL-POSTRTG -s {cluster} -d {own} -j RETURN",
+            f"-t nat -A FLANNEL-POSTRTG ! -s {cluster} -d {own} -j RETURN",
+            f"-t nat -A FLANNEL-POSTRTG -s {cluster} ! -d {multicast} -j {out}",
+            f"-t nat -A FLANNEL-POSTRTG ! -s {cluster} -d {cluster} -j {out}",
+            "-t nat -A POSTROUTING -j FLANNEL-POSTRTG",
+            "-N FLANNEL-FWD", f"-A FLANNEL-FWD -s {cluster} -j ACCEPT",
+            f"-A FLANNEL-FWD -d {cluster} -j ACCEPT", "-A FORWARD -j FLANNEL-FWD",
+            "-P FORWARD DROP",
+        )  # fmt: skip
+
+
+def calico(field: Field, node: Node) -> None:
+    """Workload chains that drop what no policy allows and no conntrack knows, a reverse path filter
+    in raw, and outgoing NAT. The policy of each pod lets the client, the nodes and pods in, by the
+    addresses that they have before anybody masquerades.
+    """
+    strict(field, node)
+    invalid(field, node)
+    for tool, pool, friends in (
+        ("iptables", "10.244.0.0/16", ("198.18.0.0/24", "10.244.0.0/16")),
+        ("ip6tables", "fd00:10:244::/48", ("fd00:198:18::/64", "fd00:10:244::/48")),
+    ):
+        known = "-m conntrack --ctstate"
+        tables(
+            node, tool,
+            "-t raw -N cali-PREROUTING", "-t raw -I PREROUTING -j cali-PREROUTING",
+            "-t raw -A cali-PREROUTING -j MARK --set-xmark 0x0/0xf0000",
+            "-t raw -A cali-PREROUTING -i p+ -j MARK --set-xmark 0x40000/0x40000",
+            "-t raw -A cali-PREROUTING -m mark --mark 0x40000/0x40000 "
+            "-m rpfilter --validmark --invert -j DROP",
+            "-N cali-tw", f"-A cali-tw {known} RELATED,ESTABLISHED -j ACCEPT",
+            f"-A cali-tw {known} INVALID -j DROP",
+            *(f"-A cali-tw -s {net} -j MARK --set-xmark 0x10000/0x10000" for net in friends),
+            "-A cali-tw -m mark --mark 0x10000/0x10000 -j RETURN", "-A cali-tw -j DROP",
+            "-N cali-FORWARD", "-I FORWARD -j cali-FORWARD",
+            "-A cali-FORWARD -j MARK --set-xmark 0x0/0xe0000",
+            "-A cali-FORWARD -o p+ -j cali-tw",
+            f"-A cali-FORWARD -i p+ {known} INVALID -j DROP",
+            "-A cali-FORWARD -m mark --mark 0x10000/0x10000 -j ACCEPT",
+            f"-A cali-FORWARD -i p+ {known} RELATED,ESTABLISHED -j ACCEPT",
+            "-A cali-FORWARD -i p+ -j ACCEPT",
+            "-t nat -N cali-POSTROUTING", "-t nat -I POSTROUTING -j cali-POSTROUTING",
+            f"-t nat -A cali-POSTROUTING -s {pool} ! -d {pool} -j MASQUERADE --random-fully",
+            "-P FORWARD DROP",
+        )  # fmt: skip
+
+
+def kube_proxy(field: Field, node: Node) -> None:
+    """What its iptables mode leaves behind: POSTROUTING masquerades what is marked once more."""
+    invalid(field, node)
+    for tool in POLICY:
+        tables(
+            node, tool, "-N KUBE-FORWARD", "-I FORWARD -j KUBE-FORWARD",
+            "-A KUBE-FORWARD -m conntrack --ctstate INVALID -j DROP",
+            "-A KUBE-FORWARD -m mark --mark 0x4000/0x4000 -j ACCEPT",
+            "-A KUBE-FORWARD -m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT",
+            "-t nat -N KUBE-POSTROUTING", "-t nat -I POSTROUTING -j KUBE-POSTROUTING",
+            "-t nat -A KUBE-POSTROUTING -m mark ! --mark 0x4000/0x4000 -j RETURN",
+            "-t nat -A KUBE-POSTROUTING -j MARK --xor-mark 0x4000",
+            "-t nat -A KUBE-POSTROUTING -j MASQUERADE --random-fully",
+        )  # fmt: skip
+
+
+RULES = {
+    "strict rp_filter": strict,
+    "no invalid ones": invalid,
+    "a CNI's masquerade": masquerade,
+    "flannel": flannel,
+    "Calico": calico,
+    "kube-proxy's leftovers": kube_proxy,
+}
+
+
+@pytest.fixture(params=RULES)
+def ruled(request: pytest.FixtureRequest, field: Field) -> Iterator[str]:
+    """Both nodes have these rules; at the end none of them has dropped a packet as invalid."""
+    for node in field.lab.nodes:
+        RULES[request.param](field, node)
+    if request.param in ("flannel", "Calico"):
+        for node in field.lab.nodes:
+            guarded(node)
+    yield request.param
+    for node in field.lab.nodes:
+        assert dropped(node) == 0, on(node, "nft", "list", "ruleset")
+
+
+def dropped(node: Node) -> int:
+    """How many packets conntrack knew nothing of."""
+    listed = on(node, "nft", "list", "ruleset")
+    return sum(map(int, re.findall(r'invalid counter packets (\d+).*"invalid"', listed)))
+
+
+@both_families
+def test_all_ways_work_beside(field: Field, ruled: str, v6: bool) -> None:
+    """A CNI that masquerades pods to other nodes' pods, too, hides them as it hides them always; the
+    kernel's own masquerade takes the node's address on the device to the pod.
+    """
+    for row in (*masqueraded(v6), *plain(v6)):
+        sees = row.backend_sees
+        if ruled == "a CNI's masquerade" and row.client == "a2!" and row.outcome == "b1":
+            sees = (NODES6 if v6 else NODES4)[0]
+        if ruled == "kube-proxy's leftovers" and row.outcome == "a1" and _is_own(sees):
+            sees = "fd00:10:244:1::1" if v6 else "10.244.1.1"
+        check(field, replace(row, backend_sees=sees))
+
+
+def _is_own(address: str) -> bool:
+    return address in (NODES4[0], NODES6[0])
