@@ -6,15 +6,20 @@ the rules are taken away again. The rules are those that the projects write, cut
 packets.
 """
 
+import contextlib
 import re
+import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import product
 
 import pytest
 
+from tests.support import packets
 from tests.support.cluster import Object
 from tests.support.dial import REFUSED, Dial
 from tests.support.field import (
@@ -27,9 +32,13 @@ from tests.support.field import (
     at,
     both_families,
     check,
+    split,
+    there,
 )
-from tests.support.lab import Node, inside, until
+from tests.support.kube_objects import slice_port
+from tests.support.lab import Node, inside, ip, until
 from tests.support.lab import run as command
+from tests.support.wire import Wire
 
 POLICY = ("iptables", "ip6tables")
 OURS = "kbpf: masqueraded, mark 0x4000"
@@ -269,8 +278,11 @@ def invalid(field: Field, node: Node) -> None:
         "-",
         stdin="""
         table inet strict {
-            chain judge { icmpv6 type nd-redirect return; ct state invalid counter drop comment "invalid"; }
-            chain forward { type filter hook forward priority -10; jump judge; }
+            chain judge {
+                icmpv6 type nd-redirect return
+                ct state invalid counter drop comment "invalid"
+            }
+            chain forward { type filter hook forward priority -10; counter; jump judge; }
             chain input { type filter hook input priority -10; jump judge; }
             chain output { type filter hook output priority -10; jump judge; }
         }""",
@@ -399,7 +411,7 @@ def dropped(node: Node) -> int:
 
 @both_families
 def test_all_ways_work_beside(field: Field, ruled: str, v6: bool) -> None:
-    """A CNI that masquerades pods to other nodes' pods, too, hides them as it hides them always; the
+    """A CNI that masquerades pods even to other nodes' pods hides them as it hides them always; the
     kernel's own masquerade takes the node's address on the device to the pod.
     """
     for row in (*masqueraded(v6), *plain(v6)):
@@ -413,3 +425,265 @@ def test_all_ways_work_beside(field: Field, ruled: str, v6: bool) -> None:
 
 def _is_own(address: str) -> bool:
     return address in (NODES4[0], NODES6[0])
+
+
+# ---- how connections go, for conntrack -----------------------------------------------------------
+
+PORT = 7000
+"""Nobody serves on it in the pods but served()."""
+BYTES = 1 << 20
+PATIENCE = 10.0
+
+
+@pytest.fixture(scope="module")
+def ends(field: Field) -> Field:
+    """Services 41 (local), 42 (remote) and 43 (local, Local) lead to PORT."""
+    for number, who in ((41, "a1"), (42, "b1"), (43, "a1")):
+        more = {"external_policy": "Local"} if number == 43 else {}
+        service, *_ = field.all_ways(number, "", **more)
+        slices = (field.slice(f"web-{number}", who, slice_port(PORT), v6=v6) for v6 in (0, 1))
+        field.create(service, *slices)
+    field.settle()
+    return field
+
+
+@contextlib.contextmanager
+def connected(field: Field, to: str, backend: str) -> Iterator[tuple[socket.socket, ...]]:
+    """The client's socket and the backend's, connected through a Service."""
+    host, number = split(to)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(
+            there(field[backend], lambda: socket.create_server(("", PORT), family=family))
+        )
+        client = stack.enter_context(
+            there(field["outside"], lambda: socket.socket(family, socket.SOCK_STREAM))
+        )
+        for each in (listener, client):
+            each.settimeout(PATIENCE)
+        client.connect((host, number))
+        server = stack.enter_context(listener.accept()[0])
+        server.settimeout(PATIENCE)
+        yield client, server
+
+
+def moved(sender: socket.socket, receiver: socket.socket, size: int = BYTES) -> None:
+    """So many bytes get there."""
+    with ThreadPoolExecutor(1) as pool:
+        sent = pool.submit(sender.sendall, bytes(size))
+        got = 0
+        while got < size and (piece := receiver.recv(1 << 16)):
+            got += len(piece)
+        sent.result()
+    assert got == size
+
+
+def abort(end: socket.socket) -> None:
+    """RST instead of FIN."""
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    end.close()
+
+
+def hears_reset(end: socket.socket) -> None:
+    with pytest.raises(ConnectionResetError):
+        _drain(end)
+
+
+def _drain(end: socket.socket) -> None:
+    while end.recv(1 << 16):
+        pass
+
+
+def client_closes(client: socket.socket, server: socket.socket) -> None:
+    client.close()
+    assert server.recv(1) == b""
+
+
+def server_closes(client: socket.socket, server: socket.socket) -> None:
+    server.close()
+    assert client.recv(1) == b""
+
+
+def half_closed(client: socket.socket, server: socket.socket) -> None:
+    client.shutdown(socket.SHUT_WR)
+    assert server.recv(1) == b""
+    moved(server, client)
+    server.close()
+    assert client.recv(1) == b""
+
+
+def client_aborts(client: socket.socket, server: socket.socket) -> None:
+    abort(client)
+    hears_reset(server)
+
+
+def server_aborts(client: socket.socket, server: socket.socket) -> None:
+    abort(server)
+    hears_reset(client)
+
+
+def server_leaves_unread(client: socket.socket, server: socket.socket) -> None:
+    """Its RST meets data that are on their way."""
+    client.sendall(bytes(50_000))
+    server.close()
+    hears_reset(client)
+
+
+ENDINGS = [
+    client_closes, server_closes, half_closed, client_aborts, server_aborts, server_leaves_unread,
+]  # fmt: skip
+
+
+@pytest.fixture
+def judged(field: Field) -> Iterator[None]:
+    """Invalid packets are dropped on both nodes, and there were none."""
+    for node in field.lab.nodes:
+        invalid(field, node)
+    yield
+    for node in field.lab.nodes:
+        assert dropped(node) == 0, on(node, "nft", "list", "ruleset")
+
+
+@both_families
+@pytest.mark.parametrize(("number", "backend"), [(41, "a1"), (42, "b1"), (43, "a1")])
+@pytest.mark.usefixtures("judged")
+def test_no_packet_is_invalid_however_a_connection_ends(
+    ends: Field, number: int, backend: str, v6: bool
+) -> None:
+    for kind in ("NodePort", "VIP"):
+        for ending in ENDINGS:
+            with connected(ends, at(kind, number, v6), backend) as (client, server):
+                moved(client, server)
+                moved(server, client)
+                ending(client, server)
+
+
+@both_families
+@pytest.mark.parametrize("number", [11, 12, 14])
+@pytest.mark.parametrize("aborted", [False, True], ids=["FIN", "RST"])
+@pytest.mark.usefixtures("judged")
+def test_late_packets_are_not_invalid(
+    field: Field, monkeypatch: pytest.MonkeyPatch, number: int, aborted: bool, v6: bool
+) -> None:
+    """All that the client has sent after its SYN comes once more when the connection has ended."""
+    sent: list[bytes] = []
+    own = ("[fd00:198:18::c8]" if v6 else "198.18.0.200") + f":{4000 + number + 100 * aborted}"
+    with Wire(field.lab.outside, field.lab.prefix, "198.18.0.200/24", "fd00:198:18::c8/64") as wire:
+        send = wire.send
+        with wire.connected(own, at("NodePort", number, v6)) as stream:
+            monkeypatch.setattr(wire, "send", lambda one: (sent.append(one), send(one)))
+            stream.send(b"hello\n")
+            assert b"name" in stream.receive(lambda data: b"}" in data)
+            if aborted:
+                stream.reset()
+            else:
+                stream.send(b"bye\n")
+                stream.close()
+        before = {node.number: seen(node) for node in field.lab.nodes}
+        for one in sent:
+            send(one)
+        on_the_way = field.lab.nodes[0 if number != 12 else 1]
+        until(
+            "the late packets have come",
+            lambda: seen(on_the_way) >= before[on_the_way.number] + len(sent),
+        )
+
+
+def seen(node: Node) -> int:
+    """How many packets the stack of this node has been given to forward."""
+    listed = on(node, "nft", "list", "chain", "inet", "strict", "forward")
+    return sum(map(int, re.findall(r"counter packets (\d+)", listed)))
+
+
+def test_the_judge_knows_an_invalid_packet(field: Field) -> None:
+    """Else the tests above would say nothing."""
+    node = field.lab.nodes[0]
+    invalid(field, node)
+    ip(f"route add {field['a1'].ip}/32 via {node.ip}", netns=field.lab.outside)
+    with Wire(field.lab.outside, field.lab.prefix, "198.18.0.200/24", gateways=(node.ip,)) as wire:
+        wire.send(packets.tcp("198.18.0.200:4999", f"{field['a1'].ip}:8080", flags="SA", ack=1))
+        until("it is dropped", lambda: dropped(node) == 1)
+    ip(f"route del {field['a1'].ip}/32", netns=field.lab.outside)
+
+
+@both_families
+@pytest.mark.usefixtures("judged")
+def test_a_packet_that_is_too_long_for_the_way_is_not_invalid(ends: Field, v6: bool) -> None:
+    """Only these of a masqueraded flow go up the stack, which knows what to answer."""
+    first, second = ends.lab.nodes
+    pod, hop = (ends["b1"].ip6, second.ip6) if v6 else (ends["b1"].ip, second.ip)
+    route = f"{pod}/{128 if v6 else 32} via {hop}"
+    ip(f"route add {route} mtu lock 1300", netns=first.netns)
+    try:
+        with connected(ends, at("NodePort", 42, v6), "b1") as (client, server):
+            moved(client, server)
+            moved(server, client)
+    finally:
+        ip(f"route del {route}", netns=first.netns)
+        for family in ("-4", "-6"):
+            command("ip", "-n", str(ends.lab.outside), family, "route", "flush", "cache")
+
+
+# ---- answers that come in by another device ------------------------------------------------------
+
+
+@pytest.fixture
+def second(field: Field) -> Iterator[None]:
+    """A second way between the nodes, by which node-2 answers; node-1 asks by the first one."""
+    first, other = field.lab.nodes
+    ip(f"link add x1 type veth peer name x2 netns {other.netns}", netns=first.netns)
+    for node in (first, other):
+        on(node, "sh", "-c", "for f in /proc/sys/net/ipv4/conf/*/rp_filter; do echo 0 > $f; done")
+    for number, node in enumerate((first, other), 1):
+        ip(f"addr add 198.19.0.{number}/30 dev x{number}", f"link set x{number} up",
+           f"addr add fd00:198:19::{number}/64 dev x{number} nodad", netns=node.netns)  # fmt: skip
+    ip(
+        *("route add 198.18.0.1/32 via 198.19.0.1", "route replace 10.244.1.0/24 via 198.19.0.1"),
+        *("route add fd00:198:18::1/128 via fd00:198:19::1",
+          "route replace fd00:10:244:1::/64 via fd00:198:19::1"),
+        netns=other.netns,
+    )  # fmt: skip
+    listed = command("ip", "-n", first.netns, "-o", "link", "show", "x1")
+    key = struct.pack("=I", int(listed.partition(":")[0]))
+    until("the agent knows it", lambda: key in field.agent.entries("devices"))
+    yield
+    ip("link del x1", netns=first.netns)
+    ip(
+        "route add 10.244.1.0/24 via 198.18.0.1", "route add fd00:10:244:1::/64 via fd00:198:18::1",
+        netns=other.netns,
+    )  # fmt: skip
+
+
+def remote(v6: bool) -> Iterator[Dial]:
+    """The ways to node-2's pod."""
+    return (row for row in (*masqueraded(v6), *plain(v6)) if row.outcome == "b1")
+
+
+def came_by_x1(field: Field) -> int:
+    """Packets that node-1 has received there."""
+    text = on(field.lab.nodes[0], "cat", "/proc/net/dev")
+    found = re.search(r"x1:\s*\d+\s+(\d+)", text)
+    assert found
+    return int(found[1])
+
+
+@both_families
+@pytest.mark.usefixtures("second", "judged")
+def test_answers_may_come_in_by_another_device(field: Field, v6: bool) -> None:
+    for row in remote(v6):
+        before = came_by_x1(field)
+        check(field, row)
+        assert came_by_x1(field) > before, f"{row.name}: this is what it is about"
+
+
+@pytest.mark.usefixtures("second", "judged")
+def test_with_a_strict_rp_filter_what_is_masqueraded_may(field: Field) -> None:
+    """Its answers go on before the stack sees them. An answer to a pod's own address is the
+    kernel's to judge, as it is without kbpf.
+    """
+    strict(field, field.lab.nodes[0])
+    for row in remote(False):
+        if row.client == "outside":
+            check(field, row)
+        else:
+            check(field, replace(row, outcome=DROPPED))
