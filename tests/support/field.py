@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from kbpf.kernel import netns
+from kbpf.model.config import Config
 from tests.support.cluster import UNROUTED, Cluster, Object, mark, shows
 from tests.support.dial import REFUSED, UNSERVED, Dial, explain
 from tests.support.kube_objects import node
@@ -25,6 +26,8 @@ OUT4, OUT6 = "198.18.0.254", "fd00:198:18::fe"
 NODES4, NODES6 = ("198.18.0.1", "198.18.0.2"), ("fd00:198:18::1", "fd00:198:18::2")
 ROUTED = ("10.96.0.0/16", "192.0.2.0/24", "203.0.113.0/24")
 ROUTED6 = ("fd00:10:96::/112", "2001:db8::/32")
+FORWARDINGS = ("stack", "direct") if hasattr(Config(), "forwarding") else ("stack",)
+"""The ways to a backend, `--forwarding`: what each side sees is the same."""
 WAIT = 0.4
 """For what must not be answered."""
 
@@ -135,6 +138,11 @@ class Field(Cluster):
         rows = [{"ip": f"192.0.2.{number}"}, {"ip": f"2001:db8::{number}"}]
         made[0]["status"] = {"loadBalancer": {"ingress": rows}}
         return made
+
+
+def forward(how: str) -> tuple[str, ...]:
+    """The arguments of an agent that forwards like this."""
+    return ("--forwarding", how) if len(FORWARDINGS) > 1 else ()
 
 
 KINDS = ("NodePort", "ExternalIP", "VIP", "ClusterIP")

@@ -16,15 +16,20 @@ import contextlib
 import json
 import os
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kbpf.dataplane.bpf.layout import Reason
 
 PATIENCE = 60.0
 """Seconds for what takes moments. A deadline costs nothing when all is well, and a machine that
@@ -473,6 +478,19 @@ class Agent:
 
         with Map.open(self.pin_dir / f"maps-{schema_hash()}" / name) as found:
             return dict(found.items())
+
+    def reasons(self) -> "Counter[Reason]":
+        """How often its programs have decided so, on all processors."""
+        from kbpf.dataplane.bpf.layout import Reason
+
+        found = self.entries("reasons")
+        return Counter(
+            {
+                reason: sum(struct.unpack(f"={len(counts) // 8}Q", counts))
+                for reason in Reason
+                for counts in [found[struct.pack("=I", reason)]]
+            }
+        )
 
     def dump(self) -> dict[str, dict[str, str]]:
         """All entries of the agent's maps, as hex."""

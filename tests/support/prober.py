@@ -5,10 +5,12 @@ imports nothing of kbpf. A server answers each line (TCP) or datagram (UDP) with
 the client's address as it saw it, so that a test knows what each side saw.
 """
 
+import hashlib
 import json
 import os
 import select
 import socket
+import struct
 import sys
 import threading
 import time
@@ -16,6 +18,9 @@ from collections import Counter
 
 PATIENCE = 30.0
 """Seconds for an answer: nothing here takes one, but who should answer may not get a turn."""
+SIZE = struct.Struct("!Q")
+CHUNK = 1 << 16
+_RETRANSMITTED = 100  # offset of tcpi_total_retrans in struct tcp_info
 FAMILIES = {"4": socket.AF_INET, "6": socket.AF_INET6, "mapped": socket.AF_INET6}
 
 
@@ -46,6 +51,23 @@ def finish(s, timeout):
         raise TimeoutError
     if code := s.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
         raise OSError(code, os.strerror(code))
+
+
+def retransmitted(s):
+    """How many segments of this connection were sent again."""
+    info = s.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RETRANSMITTED + 4)
+    return struct.unpack_from("=I", info, _RETRANSMITTED)[0]
+
+
+def filled(s, data):
+    """The buffer, full; OSError when the other side ends before it is."""
+    view = memoryview(data)
+    while view:
+        got = s.recv_into(view, min(len(view), 1 << 20))
+        if not got:
+            raise ConnectionResetError(104, f"{len(view)} bytes are missing")
+        view = view[got:]
+    return data
 
 
 class Server:
@@ -95,6 +117,33 @@ class Server:
             except OSError:
                 return
 
+    def bulk(self, *ports):
+        """Serves bulk(): a size, so many bytes, and the way back. Size 0: an echo without end."""
+        for port in ports:
+            listener = self._bind("::", port, True)
+            threading.Thread(target=self._bulk, args=(listener,)).start()
+        return {}
+
+    def _bulk(self, listener):
+        while True:
+            connection, _ = listener.accept()
+            threading.Thread(target=self._exchange, args=(connection,)).start()
+
+    def _exchange(self, connection):
+        with connection:
+            try:
+                (size,) = SIZE.unpack(filled(connection, bytearray(SIZE.size)))
+                if not size:
+                    while piece := connection.recv(CHUNK):
+                        connection.sendall(piece)
+                    return
+                data = filled(connection, bytearray(size))
+                connection.sendall(hashlib.sha256(data).digest())
+                connection.sendall(data)
+                connection.sendall(SIZE.pack(retransmitted(connection)))
+            except OSError:
+                return
+
     def _udp(self, s):
         port = s.getsockname()[1]
         while True:
@@ -109,6 +158,7 @@ class Client:
     def __init__(self):
         self.kept = {}
         self.load = None
+        self.streams = {}
 
     def _socket(self, family, kind, bind=None):
         s = socket.socket(FAMILIES[family], kind)
@@ -185,6 +235,49 @@ class Client:
             s.close()
         return answer
 
+    def bulk(self, host, port, size, family="4", timeout=30.0):
+        """So many bytes to a Server.bulk() and back. What each side got must be what was sent:
+        `there` and `back`; `retransmitted` by both; `seconds` for each way.
+        """
+        s = self._socket(family, socket.SOCK_STREAM)
+        s.settimeout(timeout)
+        data = os.urandom(size)
+        digest = hashlib.sha256(data).digest()
+        with s:
+            try:
+                began = time.monotonic()
+                s.connect((host, port))
+                s.sendall(SIZE.pack(size))
+                s.sendall(data)
+                there = filled(s, bytearray(len(digest)))
+                turned = time.monotonic()
+                back = filled(s, bytearray(size))
+                seconds = [turned - began, time.monotonic() - turned]
+                (theirs,) = SIZE.unpack(filled(s, bytearray(SIZE.size)))
+            except OSError as error:
+                return {"error": errno_name(error)}
+            return {
+                "there": there == digest,
+                "back": hashlib.sha256(back).digest() == digest,
+                "retransmitted": [retransmitted(s), theirs],
+                "seconds": [round(each, 2) for each in seconds],
+            }
+
+    def start_stream(self, keep, host, port, family="4", timeout=10.0):
+        """From now on bytes to a Server.bulk() and back, both at once."""
+        s = self._socket(family, socket.SOCK_STREAM)
+        s.settimeout(timeout)
+        s.connect((host, port))
+        s.sendall(SIZE.pack(0))
+        self.streams[keep] = Stream(s)
+        return {}
+
+    def peek_stream(self, keep):
+        return self.streams[keep].result()
+
+    def stop_stream(self, keep):
+        return self.streams.pop(keep).stop()
+
     def drop(self, keep):
         self.kept.pop(keep).close()
         return {}
@@ -230,6 +323,61 @@ class Client:
         return self.load.result()
 
 
+class Stream:
+    """Sends without end over a connected socket, and compares what comes back."""
+
+    def __init__(self, s):
+        self.socket = s
+        self.block = os.urandom(CHUNK - 1)  # an odd period: what is shifted is not the same
+        self.ended = threading.Event()
+        self.sent = self.got = 0
+        self.error = ""
+        self.longest = 0.0
+        self.threads = [threading.Thread(target=each) for each in (self._send, self._receive)]
+        for thread in self.threads:
+            thread.start()
+
+    def _send(self):
+        try:
+            while not self.ended.is_set():
+                self.socket.sendall(self.block)
+                self.sent += len(self.block)
+                time.sleep(0.002)  # the test is about what is lost, not about a busy machine
+            self.socket.shutdown(socket.SHUT_WR)
+        except OSError as error:
+            self.error = self.error or errno_name(error)
+
+    def _receive(self):
+        last = time.monotonic()
+        twice = self.block * 2
+        try:
+            while piece := self.socket.recv(CHUNK // 2):
+                now = time.monotonic()
+                self.longest, last = max(self.longest, now - last), now
+                at = self.got % len(self.block)
+                if piece != twice[at : at + len(piece)]:
+                    self.error = self.error or f"other bytes after {self.got}"
+                self.got += len(piece)
+        except OSError as error:
+            self.error = self.error or errno_name(error)
+
+    def result(self):
+        return {
+            "got": self.got,
+            "error": self.error,
+            "longest": round(self.longest, 3),
+            "retransmitted": retransmitted(self.socket),
+        }
+
+    def stop(self):
+        self.ended.set()
+        for thread in self.threads:
+            thread.join()
+        complete = self.got == self.sent
+        with self.socket:
+            return {**self.result(), "complete": complete}
+
+
 class Load:
     def __init__(self, dial, threads, pause, arguments):
         self.ended = threading.Event()
@@ -269,8 +417,10 @@ class Load:
 def main():
     server, client = Server(), Client()
     handlers = {"serve": server.serve, "seen": lambda: {"udp": dict(server.udp_seen)}}
+    handlers["serve_bulk"] = lambda ports: server.bulk(*ports)
     for name in (
         "tcp", "udp", "talk", "hear", "drop", "many", "start_load", "stop_load", "peek_load",
+        "bulk", "start_stream", "peek_stream", "stop_stream",
     ):  # fmt: skip
         handlers[name] = getattr(client, name)
     print(json.dumps({"pid": os.getpid()}), flush=True)
