@@ -14,7 +14,7 @@ from kbpf.cli import render
 from kbpf.dataplane.bpf import artifact, compile
 from kbpf.dataplane.bpf.hooks import HELPER_SET_RETVAL, HOOKS, PROG_CGROUP_SOCK_ADDR, UNITS
 from kbpf.errors import CompileError, KernelError
-from kbpf.kernel import libbpf, mounts, netfilter, probe, sysctl
+from kbpf.kernel import libbpf, mounts, probe
 from kbpf.kernel.probe import Probe
 from kbpf.views.columns import Column
 
@@ -86,8 +86,6 @@ def rows(cgroup: Path | None, pin_dir: Path, cache: Path) -> Iterator[CheckRow]:
         "clients stay with a backend that is gone until they connect anew",
         needed=False,
     )  # fmt: skip
-    yield from _forwarding()
-    yield _forward_chains()
 
 
 def _capabilities() -> CheckRow:
@@ -177,41 +175,6 @@ def _cgroup(cgroup: Path | None, can_load: bool) -> Iterator[CheckRow]:
     if found.works and can_load:
         attached = probe.cgroup_link(root, PROG_CGROUP_SOCK_ADDR, CONNECT4)
         yield row("cgroup links", attached, "Linux 5.7 brought them")
-
-
-def _forwarding() -> Iterator[CheckRow]:
-    """Only the packet path needs it. It is the CNI's to set, as with kube-proxy."""
-    for name in ("net.ipv4.ip_forward", "net.ipv6.conf.all.forwarding"):
-        try:
-            value = sysctl.read(name)
-            found = Probe(value != "0", "" if value != "0" else f"{name} is 0")
-        except KernelError as error:
-            found = Probe(None, str(error))
-        advice = f"for --packet-path: sysctl -w {name}=1; without it no packet gets to a pod"
-        yield row(name, found, advice, needed=False)
-
-
-def _forward_chains() -> CheckRow:
-    """Whether a FORWARD that is closed can be made to let masqueraded packets pass."""
-    name = "rule in FORWARD"
-    advice = "for --packet-path: let packets with the mark 0x4000 pass FORWARD yourself"
-    legacy = netfilter.legacy_tables()
-    if legacy:
-        reason = f"iptables-legacy has a filter table ({', '.join(legacy)}); it is not looked at"
-        return row(name, Probe(False, reason), advice, needed=False)
-    found = netfilter.available()
-    if not found.works:
-        unknown = CheckRow(name, "unknown", False, found.reason, "")
-        return unknown if "python3" not in found.reason else msgspec.structs.replace(
-            unknown, advice="install python3-nftables, if FORWARD drops or rejects by default"
-        )  # fmt: skip
-    try:
-        chains = netfilter.forward_chains()
-    except KernelError as error:
-        return row(name, Probe(None, str(error)), "", needed=False)
-    closed = [str(chain) for chain in chains if chain.is_closed]
-    detail = f"closed, so the agent keeps it: {', '.join(closed)}" if closed else "not needed"
-    return row(name, found, "", needed=False, detail=detail)
 
 
 class Verdict(msgspec.Struct, frozen=True):

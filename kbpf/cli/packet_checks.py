@@ -5,14 +5,14 @@ node that decide whether packets get through. All of it is read, or tried on not
 import errno
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from kbpf.cli.checks import ROOT, CheckRow, row
 from kbpf.dataplane.bpf.devices import Role, decide
 from kbpf.dataplane.bpf.hooks import PROG_SCHED_CLS
-from kbpf.dataplane.bpf.layout import NODE, U32
+from kbpf.dataplane.bpf.layout import NODE, U32, NodeFlag
 from kbpf.errors import KernelError, NotFoundError
-from kbpf.kernel import libbpf, probe, tc
+from kbpf.kernel import libbpf, netfilter, probe, sysctl, tc
 from kbpf.kernel.devices import list_devices
 from kbpf.kernel.libbpf import Map
 from kbpf.kernel.probe import Probe
@@ -32,8 +32,11 @@ def rows(pin_dir: Path, proc: Path = PROC) -> Iterator[CheckRow]:
     """Everything, in the order in which a packet would meet it. `proc` is where /proc is."""
     yield from _kernel()
     yield _sctp(proc)
-    yield _ports(masquerade_ports(pin_dir), proc)
+    node = node_of(pin_dir)
+    yield _ports((node.low, node.high), proc)
     yield from _forwarding(proc)
+    yield _way(node.flags)
+    yield _forward_chains(node.mark)
     yield _rp_filter(proc)
     yield _conntrack(proc)
 
@@ -102,15 +105,66 @@ def _sctp(proc: Path) -> CheckRow:
 # ---- settings of the node ------------------------------------------------------------------------
 
 
-def masquerade_ports(pin_dir: Path) -> Ports:
-    """Those that the running agent gives to translated sources, else the default ones."""
+class Node(NamedTuple):
+    """Settings of the packet path: ports for translated sources, and the mark of their packets."""
+
+    flags: NodeFlag
+    low: int
+    high: int
+    mark: int
+
+
+def node_of(pin_dir: Path) -> Node:
+    """Those of the agent here, running or not, else the default ones."""
+    default = Config()
     try:
-        pins = snapshot.find(pin_dir)
-        with Map.open(pins.maps / "node") as node:
-            _, _, _, low, high, *_ = NODE.unpack(node.lookup(U32.pack(0)) or bytes(NODE.size))
+        with Map.open(snapshot.find(pin_dir).maps / "node") as node:
+            raw = node.lookup(U32.pack(0)) or bytes(NODE.size)
     except (KernelError, NotFoundError):
-        return Config().masquerade_ports
-    return (low, high) if high else Config().masquerade_ports
+        raw = bytes(NODE.size)
+    _, _, flags, low, high, mark = NODE.unpack(raw)
+    if not high:
+        return Node(NodeFlag(0), *default.masquerade_ports, 1 << default.masquerade_bit)
+    return Node(NodeFlag(flags), low, high, mark)
+
+
+def _way(flags: NodeFlag) -> CheckRow:
+    detail = "stack: the host's netfilter sees what is for pods of this node"
+    if NodeFlag.DIRECT in flags:
+        detail = (
+            "direct: what is for pods of this node passes by the host's iptables and nftables, "
+            "conntrack, and network policies built on them"
+        )
+    return row("--forwarding", Probe(True), "", needed=False, detail=detail)
+
+
+def _forward_chains(mark: int) -> CheckRow:
+    """Whether masqueraded packets get through the node's FORWARD (kernel/netfilter.py)."""
+    name = "FORWARD"
+    lets_pass = f"let packets with mark {mark:#x} pass there"
+    can = netfilter.available()
+    if not can.works:
+        # A kernel without nf_tables has no such chains; a missing library only hides them.
+        advice = f"install python3-nftables; or, if FORWARD drops or rejects, {lets_pass}"
+        hidden = "python3" in can.reason
+        return CheckRow(name, "unknown", False, can.reason, advice if hidden else "")
+    try:
+        closed = [str(chain) for chain in netfilter.forward_chains() if chain.is_closed]
+        foreign = [*netfilter.other_drops(), *netfilter.legacy_tables()]
+    except KernelError as error:
+        return CheckRow(name, "unknown", False, str(error), error.hint)
+    if foreign:
+        where = ", ".join(
+            one if " " in one else f"{one} filter (iptables-legacy)" for one in foreign
+        )
+        detail = f"the agent does not look into {where}, which may drop masqueraded packets"
+        return CheckRow(name, "no", False, detail, lets_pass)
+    detail = "no chain drops all that it does not know"
+    if closed:
+        detail = (
+            f"closed: {', '.join(closed)}; the agent keeps a rule there for masqueraded packets"
+        )
+    return row(name, Probe(True), "", needed=False, detail=detail)
 
 
 def _ports(ports: Ports, proc: Path) -> CheckRow:
@@ -127,31 +181,16 @@ def _ports(ports: Ports, proc: Path) -> CheckRow:
             name, Probe(True), "", needed=False,
             detail=f"{text}: sockets of this node take theirs from {low} to {high}",
         )  # fmt: skip
-    if covered(first, last, reserved):
+    if set(range(first, last + 1)) <= sysctl.parse_ports(reserved):
         detail = f"{text}: reserved, so that no socket takes one by chance"
         return row(name, Probe(True), "", needed=False, detail=detail)
     return row(
         name, Probe(False, f"{text}: sockets of this node may take {first} to {last}, too; such a "
                     "connection and a translated one of the same port break each other"),
-        f"add {ports[0]}-{ports[1]} to net.ipv4.ip_local_reserved_ports, or keep "
-        "net.ipv4.ip_local_port_range below",
+        f"the agent adds {ports[0]}-{ports[1]} to net.ipv4.ip_local_reserved_ports; where it must "
+        "not, do so, or keep net.ipv4.ip_local_port_range below",
         needed=False,
     )  # fmt: skip
-
-
-def covered(first: int, last: int, reserved: str) -> bool:
-    """Whether a list as ``8080,9000-9100`` has all of these ports."""
-    at = first
-    for low, high in sorted(_ranges(reserved)):
-        if low <= at <= high:
-            at = high + 1
-    return at > last
-
-
-def _ranges(text: str) -> Iterator[Ports]:
-    for word in filter(None, text.strip().split(",")):
-        low, _, high = word.partition("-")
-        yield int(low), int(high or low)
 
 
 def _forwarding(proc: Path) -> Iterator[CheckRow]:

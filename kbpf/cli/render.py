@@ -6,6 +6,7 @@ would wrap it.
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -16,6 +17,8 @@ from kbpf.views.columns import Column
 GAP = "   "
 SEPARATOR = "\0"
 """Of cells that wait for the width of their columns: no text has it."""
+CHUNK = 512
+"""Rows that are measured together."""
 
 
 def table(rows: Iterable[Any], columns: Sequence[Column], wide: bool = False) -> str:
@@ -71,11 +74,13 @@ def stream(
 def _table(found: Iterable[Any], columns: Sequence[Column], wide: bool) -> Iterator[str]:
     shown = [c for c in columns if wide or not c.wide]
     widths = [len(c.title) for c in shown]
+    texts = [c.text for c in shown]
     packed = [SEPARATOR.join(c.title for c in shown)]
-    for row in found:
-        cells = [c.text(row) for c in shown]
-        widths = list(map(max, widths, map(len, cells)))
-        packed.append(SEPARATOR.join(cells))
+    rows = iter(found)
+    while some := [[text(row) for text in texts] for row in islice(rows, CHUNK)]:
+        longest = [max(map(len, cells)) for cells in zip(*some, strict=True)]
+        widths = list(map(max, widths, longest))
+        packed.extend(map(SEPARATOR.join, some))
     form = GAP.join(
         f"{{:{'>' if c.right else '<'}{w}}}" for c, w in zip(shown, widths, strict=True)
     )
@@ -85,6 +90,7 @@ def _table(found: Iterable[Any], columns: Sequence[Column], wide: bool) -> Itera
 
 def _json(found: Iterable[Any], above: Any) -> Iterator[str]:
     outer = "" if above is None else "  "
+    pad = outer + "  "
     if above is None:
         first = "["
     else:
@@ -92,7 +98,7 @@ def _json(found: Iterable[Any], above: Any) -> Iterator[str]:
     begun = False
     for row in found:
         text = msgspec.json.format(msgspec.json.encode(row), indent=2).decode()
-        yield (",\n" if begun else f"{first}\n") + indent(text, outer + "  ")
+        yield (",\n" if begun else f"{first}\n") + pad + text.replace("\n", f"\n{pad}")
         begun = True
     end = "\n" if above is None else "\n}\n"
     yield f"\n{outer}]{end}" if begun else f"{first}]{end}"

@@ -170,6 +170,17 @@ def forward_chains() -> tuple[Chain, ...]:
     return tuple(sorted(found, key=str))
 
 
+def other_drops() -> tuple[str, ...]:
+    """Base chains at the forward hook, in other tables than those, that drop by their policy."""
+    found = []
+    for one in _asked({"list": {"chains": None}}):
+        chain = one.get("chain", {})
+        where = chain.get("family", ""), chain.get("table", "")
+        if where not in TABLES and (chain.get("hook"), chain.get("policy")) == ("forward", "drop"):
+            found.append(" ".join((*where, str(chain["name"]))))
+    return tuple(sorted(found))
+
+
 def _rules(family: str, table: str, name: str) -> tuple[Rule, ...]:
     listed = _asked({"list": {"chain": {"family": family, "table": table, "name": name}}})
     return tuple(

@@ -131,7 +131,7 @@ def _services(snapshot: Snapshot, wanted: str) -> frozenset[int]:
 
 def rows(snapshot: Snapshot, connections: Iterable[Tracked]) -> Iterator[ConnectionRow]:
     """One at a time: there may be a hundred thousand."""
-    current = {one.key for one in snapshot.connections.values() if one.parts & FLOW}
+    current: frozenset[bytes] | None = None
     name = cache(lambda i: service_text(snapshot.names.get(i), i))
     device = cache(device_name)
     now = int(snapshot.monotonic * tracked.NANO)
@@ -142,7 +142,11 @@ def rows(snapshot: Snapshot, connections: Iterable[Tracked]) -> Iterator[Connect
             NAT.unpack(raw)
         )
         masqueraded = snat != tracked.NOWHERE
-        replaced = not one.parts & FLOW and one.key in current
+        replaced = False
+        if not one.parts & FLOW:
+            if current is None:
+                current = _keys(snapshot)
+            replaced = one.key in current
         left = (one.over - now) / tracked.NANO
         dialled = endpoint(client)
         yield ConnectionRow(
@@ -164,6 +168,11 @@ def rows(snapshot: Snapshot, connections: Iterable[Tracked]) -> Iterator[Connect
             way=_WAYS.get(way, str(way)),
             device=device(index) if index else "",
         )
+
+
+def _keys(snapshot: Snapshot) -> frozenset[bytes]:
+    """Client and frontend of all that is in `flows`."""
+    return frozenset(one.key for one in snapshot.connections.values() if one.parts & FLOW)
 
 
 def _lost(parts: int, masqueraded: bool) -> tuple[str, ...]:
@@ -211,6 +220,8 @@ def _seen(row: ConnectionRow) -> str:
 
 
 def _note(row: ConnectionRow) -> str:
+    if not (row.lost or row.replaced or row.device):
+        return ""
     notes = [f"lost: {', '.join(row.lost)}"] if row.lost else []
     notes += ["replaced by a newer one"] if row.replaced else []
     notes += [f"this node's own, by {row.device}"] if row.device else []

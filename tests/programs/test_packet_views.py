@@ -16,8 +16,11 @@ import msgspec
 import pytest
 import yaml
 
-from kbpf.cli import app
-from kbpf.dataplane.bpf import load
+from kbpf.agent.agent import Agent
+from kbpf.cli import app, packet_checks
+from kbpf.cli.checks import CheckRow
+from kbpf.dataplane.bpf import compile, load
+from kbpf.dataplane.bpf.devices import DeviceReport, Devices
 from kbpf.dataplane.bpf.flatten import SOURCES, flatten
 from kbpf.dataplane.bpf.layout import (
     DEVICE,
@@ -32,13 +35,15 @@ from kbpf.dataplane.bpf.layout import (
 )
 from kbpf.dataplane.bpf.load import Pins
 from kbpf.dataplane.bpf.plane import BpfPlane
+from kbpf.errors import CompileError, KernelError
 from kbpf.kernel import netns
 from kbpf.kernel.libbpf import Program
 from kbpf.kernel.testrun import TC_ACT_SHOT, run
 from kbpf.model.address import parse_addr
+from kbpf.model.config import Config
 from kbpf.model.desired import DesiredState
 from kbpf.model.objects import Protocol
-from kbpf.model.status import encode
+from kbpf.model.status import MOST_FAILURES, DeviceFailure, encode
 from tests.programs.test_views import words
 from tests.support.lab import ip
 from tests.support.lab import run as command
@@ -641,6 +646,107 @@ def test_a_packet_path_that_is_not_there_is_1_and_says_why(wire: Wire, call: Run
         assert "NOT on 3" in out
         assert "no clsact" in out
         assert "and 2 more devices" in out
+
+
+@pytest.fixture
+def without(site: Site, monkeypatch: pytest.MonkeyPatch) -> BpfPlane:
+    """A plane whose packet programs cannot be had."""
+    obtain = compile.obtain
+
+    def refuse(unit: str, cache: Path) -> Any:
+        if unit == "tc":
+            raise CompileError("no such header", "tc.c", "install it")
+        return obtain(unit, cache)
+
+    monkeypatch.setattr(compile, "obtain", refuse)
+    return site.open(packet_path=True, devices=("up*",), excluded_devices=("wg0",))
+
+
+def test_why_there_is_no_packet_path_reaches_whoever_asks(
+    site: Site, without: BpfPlane, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From the failure to the words of the agent, and from there to the page."""
+    without.apply(world(), None)
+    agent = Agent(Config(pin_dir=site.pins, packet_path=True), without, lambda _: ())
+    said = agent.status().packets
+    assert said is not None
+    assert (said.wanted, said.devices, said.excluded) == (True, ("up*",), ("wg0",))
+    assert "no such header (tc.c); install it" in said.problem
+    without.write_status(encode(words(packets=said)))
+    assert app.call(["inspect", "status", "--pin-dir", str(site.pins)]) == 1
+    assert "failed: no such header (tc.c); install it" in capsys.readouterr().out
+
+
+def test_devices_that_failed_reach_the_status(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = {f"d{i:02}": f"why {i}" for i in range(MOST_FAILURES + 5)}
+    monkeypatch.setattr(Devices, "status", lambda _: DeviceReport(failed=failed))
+    said = wire.plane.packet_status()
+    assert (said.wanted, said.problem, said.failed_count) == (True, "", MOST_FAILURES + 5)
+    assert said.failed[0] == DeviceFailure("d00", "why 0")
+    assert len(said.failed) == MOST_FAILURES
+
+
+def test_a_problem_with_devices_is_over_when_it_is(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> Any:
+        raise KernelError("rtnetlink refuses", "up0")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Devices, "sync", refuse)
+        plane = site.open(packet_path=True, devices=("nothing",), excluded_devices=("*",))
+        plane.apply(world(), None)
+        assert plane.packet_status().problem == "rtnetlink refuses (up0)"
+        with pytest.raises(KernelError):
+            plane.look_at_devices()
+    plane.look_at_devices()
+    assert plane.packet_status().problem == ""
+
+
+def test_what_was_begun_and_what_was_made_anew_is_counted(wire: Wire, show, call: Run) -> None:
+    before = json.loads(call("status", "-o", "json")[1])["packets"]
+    wire.talk(4, MASKED, 2000, "S <SA A")
+    wire.talk(4, MASKED, 2001, "?")
+    with wire.site.pinned("flows") as flows:
+        (key,) = [k for k, _ in flows.items() if k[16:18] == (2000).to_bytes(2, "big")]
+        assert flows.delete(key)
+    (row,) = [r for r in show("connections") if r["protocol"] == "TCP"]
+    assert row["lost"] == ["flow"]
+    answer = tcp(end(POD[4], 8080), row["seen_as"], flags="A")
+    assert parse(wire.pass_(answer), l2=False).destination == end(CLIENT[4], 2000)
+    (row,) = [r for r in show("connections") if r["protocol"] == "TCP"]
+    assert row["lost"] == []
+    after = json.loads(call("status", "-o", "json")[1])["packets"]
+    assert after["created"] - before["created"] == 2
+    assert after["mended"] - before["mended"] == 1
+    assert after["forgotten"] == after["created"] - 2
+    out = call("status")[1]
+    assert f"{after['created']} since the counters began" in out
+    assert "connections that a packet began" in out
+
+
+def test_a_chain_that_nobody_looks_into_is_said(wire: Wire) -> None:
+    """In another table than those that iptables and CNIs share."""
+
+    def row() -> CheckRow:
+        where = Path("/run/netns") / str(wire.site.node)
+        found = netns.inside(where, lambda: list(packet_checks.rows(wire.site.pins)))
+        (one,) = [row for row in found if row.name == "FORWARD"]
+        return one
+
+    def nft(text: str) -> None:
+        command("ip", "netns", "exec", str(wire.site.node), "nft", text)
+
+    hook = "type filter hook forward priority 0"
+    assert row().result == "yes"
+    nft(f"table inet fw {{ chain in {{ {hook}; policy accept; }}; }}")
+    try:
+        assert row().result == "yes"
+        nft(f"table inet fw {{ chain shut {{ {hook}; policy drop; }}; }}")
+        assert row().result == "no"
+        assert "inet fw shut" in row().detail
+    finally:
+        nft("delete table inet fw")
 
 
 # ---- off, or gone --------------------------------------------------------------------------------

@@ -18,6 +18,8 @@ from kbpf.cli.watch import watch
 from kbpf.config import flags
 from kbpf.errors import ConfigError, NotFoundError
 from kbpf.kernel.devices import Device
+from kbpf.kernel.netfilter import Chain
+from kbpf.kernel.probe import Probe
 from kbpf.model.address import parse_addr
 from kbpf.model.config import Config, LocalMode
 from kbpf.model.objects import Algorithm, Cidr
@@ -499,6 +501,47 @@ def test_what_check_says_of_a_node(node: Node, tmp_path: Path, monkeypatch: pyte
     assert node.advice in row.advice
     assert bool(row.advice) == bool(node.advice)
     assert not row.needed
+
+
+class Chains(NamedTuple):
+    """What nf_tables says, and the row: its result, words of its detail and of its advice."""
+
+    name: str
+    row: tuple[str, str, str]
+    available: Probe = Probe(True)
+    chains: tuple[Chain, ...] = ()
+    others: tuple[str, ...] = ()
+    legacy: tuple[str, ...] = ()
+
+
+OPEN, SHUT = Chain("ip", "filter", "FORWARD", False), Chain("ip", "filter", "FORWARD", True)
+FORWARDS = [
+    Chains("no chain", ("yes", "no chain drops", "")),
+    Chains("an open one", ("yes", "no chain drops", ""), chains=(OPEN,)),
+    Chains("a closed one", ("yes", "closed: ip filter FORWARD", ""), chains=(SHUT,)),
+    Chains("another table", ("no", "into inet fw forward,", "with mark 0x4000"),
+           others=("inet fw forward",)),
+    Chains("the old iptables", ("no", "ip6 filter (iptables-legacy)", "with mark 0x4000"),
+           chains=(SHUT,), legacy=("ip6",)),
+    Chains("no library", ("unknown", "python3", "install python3-nftables"),
+           Probe(None, "python3-nftables is missing")),
+    Chains("no nf_tables", ("unknown", "no nf_tables", ""), Probe(None, "has no nf_tables")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("forward", FORWARDS, ids=lambda forward: forward.name)
+def test_what_check_says_of_forward(forward: Chains, monkeypatch: pytest.MonkeyPatch):
+    netfilter = packet_checks.netfilter
+    monkeypatch.setattr(netfilter, "available", lambda: forward.available)
+    monkeypatch.setattr(netfilter, "forward_chains", lambda: forward.chains)
+    monkeypatch.setattr(netfilter, "other_drops", lambda: forward.others)
+    monkeypatch.setattr(netfilter, "legacy_tables", lambda: forward.legacy)
+    (row,) = [r for r in packet_checks.rows(Path("/nowhere")) if r.name == "FORWARD"]
+    result, detail, advice = forward.row
+    assert row.result == result
+    assert detail in row.detail
+    assert advice in row.advice
+    assert bool(row.advice) == bool(advice)
 
 
 @pytest.mark.parametrize(
