@@ -8,6 +8,7 @@ node's own namespace would either knock at a backend or prove little: UDP alone,
 address that getpeername() is told.)
 """
 
+import os
 from collections.abc import Iterator
 from functools import partial
 from typing import Final
@@ -81,7 +82,7 @@ def rows(snapshot: Snapshot) -> Iterator[CheckRow]:
         action = partial(_dial, at, backends)
         name = f"dial {at}"
         try:
-            with cgroups.temporary(connect.cgroup, "kbpf-check-dial") as folder:
+            with cgroups.temporary(connect.cgroup, f"kbpf-check-dial-{os.getpid()}") as folder:
                 arrived, shown = sandbox.run(action, folder)
         except KernelError as error:
             hint = "see `kbpf inspect service` and the agent's log"

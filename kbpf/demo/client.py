@@ -16,7 +16,7 @@ from typing import Final
 
 from kbpf.demo.tally import Report, Tally, encode
 
-TIMEOUT_SECONDS: Final = 2.0
+TIMEOUT_SECONDS: Final = 5.0
 REPORT_SECONDS: Final = 0.2
 EACH_UDP: Final = 10
 

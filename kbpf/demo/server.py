@@ -15,7 +15,7 @@ def _http(listener: socket.socket, name: str) -> None:
     while True:
         connection, _ = listener.accept()
         with connection:
-            connection.settimeout(1.0)
+            connection.settimeout(5.0)
             try:
                 connection.recv(4096)
                 connection.sendall(answer % (len(body), body))

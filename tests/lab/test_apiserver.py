@@ -22,7 +22,7 @@ from tests.support.faults import Cut, FaultProxy, Request
 from tests.support.kube import Connection, Kube, KubeError, Object
 from tests.support.kube_objects import endpoint, endpoint_slice, node, port, service
 
-SECONDS = 10.0  # nothing here takes one
+SECONDS = 60.0  # nothing here takes one
 STREAMING = {
     "sendInitialEvents": "true",
     "resourceVersionMatch": "NotOlderThan",
@@ -148,11 +148,14 @@ def test_every_kind_of_object_can_be_written_changed_and_deleted(kube: Kube) -> 
     assert kube.list("Node")["items"] == []
 
 
-def test_a_thousand_slices_are_written_in_seconds(kube: Kube) -> None:
-    started = time.monotonic()
-    kube.create_many(endpoint_slice("web", endpoint("10.1.0.1"), name=f"s{n}") for n in range(1000))
-    assert time.monotonic() - started < 30
-    assert len(kube.list("EndpointSlice")["items"]) == 1000
+def test_many_slices_are_written_over_few_connections(faults: FaultProxy, kube: Kube) -> None:
+    """A thousand take seconds, because nobody shakes hands a thousand times."""
+    with faults.kube() as through:
+        slices = (endpoint_slice("web", endpoint("10.1.0.1"), name=f"s{n}") for n in range(300))
+        through.create_many(slices)
+    assert len(kube.list("EndpointSlice")["items"]) == 300
+    assert faults.count("create") == 300
+    assert faults.accepted <= 4
 
 
 def test_initial_events_end_with_the_annotated_bookmark(kube: Kube) -> None:
@@ -207,22 +210,21 @@ def test_a_killed_server_refuses_connections(apiserver: ApiServer) -> None:
 
 
 def test_a_server_in_a_network_namespace_is_dialled_from_outside() -> None:
-    name = f"kbpf-api-{os.getpid()}"
-    inside, outside = f"api-i-{os.getpid()}", f"api-o-{os.getpid()}"
+    name, outside = (f"kbpf-api-{os.getpid()}-{end}" for end in "io")
     with contextlib.ExitStack() as stack:
-        ip(f"netns add {name}")
-        stack.callback(ip, f"netns del {name}")
+        for each in (name, outside):
+            ip(f"netns add {each}")
+            stack.callback(ip, f"netns del {each}")
         ip(f"-n {name} link set lo up")
-        ip(f"link add {outside} type veth peer name {inside} netns {name}")
-        ip(f"addr add 198.18.254.1/30 dev {outside}")
-        ip(f"link set {outside} up")
-        ip(f"-n {name} addr add 198.18.254.2/30 dev {inside}")
-        ip(f"-n {name} link set {inside} up")
+        ip(f"-n {outside} link add out type veth peer name in netns {name}")
+        for where, device, address in ((outside, "out", 1), (name, "in", 2)):
+            ip(f"-n {where} addr add 198.18.254.{address}/30 dev {device}")
+            ip(f"-n {where} link set {device} up")
         server = stack.enter_context(ApiServer(netns=name, addresses=["198.18.254.2"]))
         assert server.url.startswith("https://198.18.254.2:")
         proxy = stack.enter_context(FaultProxy(server))
         for url, netns in (
-            (server.url, None),
+            (server.url, outside),
             (server.url, name),
             (server.url_at("127.0.0.1"), name),
             (proxy.url, name),
@@ -426,7 +428,7 @@ def test_a_hanging_server_accepts_and_says_nothing_until_healed(
         pytest.raises(TimeoutError),
     ):
         hasty.list("Node")
-    assert faults.accepted == accepted + 1
+    until(lambda: faults.accepted == accepted + 1)
     add_slice(kube, "late")
     with pytest.raises(queue.Empty):
         watcher.events.get(timeout=0.5)
@@ -474,9 +476,14 @@ def test_a_request_is_delayed(faults: FaultProxy, kube: Kube, proxied: Kube) -> 
     faults.delay(0.4, times=1, verb="list")
     started = time.monotonic()
     proxied.list("Node")
-    middle = time.monotonic()
-    proxied.list("Node")
-    assert middle - started >= 0.4 > time.monotonic() - middle
+    assert time.monotonic() - started >= 0.4
+
+    def is_quick() -> bool:
+        started = time.monotonic()
+        proxied.list("Node")
+        return time.monotonic() - started < 0.4
+
+    until(is_quick)  # the first one, unless the machine has others to serve
 
 
 def test_a_held_request_is_served_when_healed(

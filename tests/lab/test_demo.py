@@ -60,7 +60,7 @@ def live(cache: Path) -> Iterator[subprocess.Popen[str]]:
     finally:
         if child.poll() is None:
             child.terminate()
-        child.communicate(timeout=30)
+        child.communicate(timeout=START_SECONDS)
 
 
 def line_with(stream: IO[str], word: str) -> str:
@@ -99,7 +99,7 @@ def test_a_signal_ends_the_live_demo_well(live: subprocess.Popen[str], number: s
     line_with(live.stdout, "three backends serve")
     assert traces(live.pid)
     live.send_signal(number)
-    _, err = live.communicate(timeout=30)
+    _, err = live.communicate(timeout=START_SECONDS)
     assert (live.returncode, err) == (0, "")
     assert traces(live.pid) == []
 
@@ -118,7 +118,7 @@ def test_an_interrupt_before_the_end_of_once_is_130(cache: Path):
     child = demo("--once", "--requests", "100000000", cache=cache)
     until("it is under way", lambda: traces(child.pid), START_SECONDS)
     child.send_signal(signal.SIGINT)
-    out, _ = child.communicate(timeout=30)
+    out, _ = child.communicate(timeout=START_SECONDS)
     assert (child.returncode, out) == (130, "")
     assert traces(child.pid) == []
 
@@ -169,7 +169,7 @@ def test_an_agent_that_ends_fails_the_demo(cache: Path):
 
 def test_a_folder_that_is_no_cgroup_is_1(tmp_path: Path, cache: Path):
     child = demo("--once", "--cgroup", str(tmp_path), cache=cache)
-    _, err = child.communicate(timeout=30)
+    _, err = child.communicate(timeout=START_SECONDS)
     assert child.returncode == 1
     assert "cgroup v2" in err
     assert list(tmp_path.iterdir()) == []

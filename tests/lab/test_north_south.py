@@ -178,7 +178,7 @@ def heavy(field: Field) -> Field:
     return field
 
 
-def bulk(client: Place, to: str, backend: Place, size: int, seconds: float = 20.0) -> None:
+def bulk(client: Place, to: str, backend: Place, size: int, seconds: float = 60.0) -> None:
     """So many bytes to the backend and back, and each must be right."""
     data = random.Random(size).randbytes(size)
     host, number = split(to)
@@ -441,7 +441,7 @@ def test_a_device_that_comes_later(field: Field) -> None:
     ifindex = command("ip", "-n", home.netns, "-o", "link", "show", f"p{len(home.pods)}")
     key = struct.pack("=I", int(ifindex.partition(":")[0]))
     until("the agent knows it", lambda: key in field.agent.entries("devices"))
-    until("it is served", lambda: "name" in client.tcp("10.96.0.13", 80, timeout=0.2))
+    until("it is served", lambda: "name" in client.tcp("10.96.0.13", 80, timeout=1.0))
     with field.given(*field.all_ways(54, "late")):
         check(field, Dial("from it", "late!", at("ClusterIP", 13), "a1 b1", "tcp", pod.ip))
         check(field, Dial("to it", "outside", at("VIP", 54), "late", "tcp", NODES4[0]))

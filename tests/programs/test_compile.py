@@ -70,7 +70,7 @@ class Tree:
             capture_output=True,
             text=True,
             check=False,
-            timeout=60,
+            timeout=240,
         )
         assert done.returncode == 0, done.stderr
         assert done.stderr == "", "the compiler's words stay with us"

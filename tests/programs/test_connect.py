@@ -16,7 +16,7 @@ import pytest
 
 from kbpf.dataplane.bpf.layout import Reason
 from kbpf.model.objects import Protocol
-from tests.support.lab import Node, Place, ip, settled
+from tests.support.lab import PATIENCE, Node, Place, ip, settled
 from tests.support.plane import Site, desired, service, sites, within
 
 MPTCP = 262
@@ -214,7 +214,7 @@ def test_mptcp_dials_as_tcp(ground: Ground, host: str):
         except OSError as error:
             return b"", errno.errorcode[error.errno or 0]
         with s:
-            s.settimeout(2)
+            s.settimeout(PATIENCE)
             s.connect((host, 80))
             s.sendall(b"bye\n")
             return s.recv(4096), s.getpeername()[0]
@@ -231,7 +231,7 @@ def test_a_socket_that_failed_may_dial_again(ground: Ground):
 
     def dial() -> tuple[int, bytes, str]:
         with socket.socket() as s:
-            s.settimeout(2)
+            s.settimeout(PATIENCE)
             first = s.connect_ex(("10.96.0.2", 80))
             s.connect(("10.96.0.1", 80))
             s.sendall(b"bye\n")

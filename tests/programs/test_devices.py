@@ -22,7 +22,7 @@ from kbpf.kernel.devices import (
 from kbpf.kernel.libbpf import Link, Program
 from kbpf.kernel.tc import ATTACH_TYPE, Direction, How
 from tests.programs.test_tc import Net, both_ways, idle, insn, program_id
-from tests.support.lab import ip, run, until
+from tests.support.lab import PATIENCE, ip, run, until
 
 Places = dict[tuple[str, Direction], int]
 
@@ -137,7 +137,7 @@ def watching(net: Net, changed: Callable[[], None]) -> Iterator[threading.Thread
         yield thread
     finally:
         stop.set()
-        thread.join(5)
+        thread.join(PATIENCE)
     assert not thread.is_alive()
 
 
@@ -151,7 +151,7 @@ def test_watching_begins_with_a_look(net: Net):
 def test_each_change_is_told(net: Net):
     news = threading.Semaphore(0)
     with watching(net, news.release):
-        assert news.acquire(timeout=5), "nothing was told at the begin"
+        assert news.acquire(timeout=PATIENCE), "nothing was told at the begin"
         for change in (
             "link add one type bridge",
             "addr add 192.0.2.1/24 dev one",
@@ -164,7 +164,7 @@ def test_each_change_is_told(net: Net):
             while news.acquire(blocking=False):
                 pass
             net.ip(change)
-            assert news.acquire(timeout=5), change
+            assert news.acquire(timeout=PATIENCE), change
 
 
 def test_news_that_was_lost_is_news(net: Net):
@@ -174,14 +174,14 @@ def test_news_that_was_lost_is_news(net: Net):
     def changed() -> None:
         calls[0] += 1
         begun.set()
-        go_on.wait(30)
+        go_on.wait(4 * PATIENCE)
 
     def lost() -> int:
         lines = Path("/proc/thread-self/net/netlink").read_text().splitlines()[1:]
         return sum(int(line.split()[8]) for line in lines)  # Drops
 
     with watching(net, changed) as thread:
-        assert begun.wait(5)
+        assert begun.wait(PATIENCE)
         for _ in range(20):
             if net.inside(lost):
                 break

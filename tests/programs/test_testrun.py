@@ -195,7 +195,9 @@ def test_a_repeated_run_goes_on_with_the_packet_of_the_run_before(program: Loade
     )
     done = run(program(body), frame(SYN), repeat=5)
     assert difference(done.packet_out, frame(SYN)) == "ip ttl: 59, want 64"
-    assert 0 < run(program(put(0, 0)), frame(SYN), repeat=10_000).nanoseconds < 10_000
+    idle = program(put(0, 0))
+    times = [run(idle, frame(SYN), repeat=10_000).nanoseconds for _ in range(5)]
+    assert 0 < min(times) < 10_000, "each run's, not the sum"
 
 
 def test_of_a_redirect_only_the_verdict_is_seen(program: Loader) -> None:

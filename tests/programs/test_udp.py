@@ -19,7 +19,7 @@ from kbpf.dataplane.bpf.plane import BpfPlane
 from kbpf.model.address import V4_PREFIX
 from kbpf.model.desired import DesiredState, ServiceState
 from kbpf.model.objects import Protocol
-from tests.support.lab import Node, Place, until
+from tests.support.lab import PATIENCE, Node, Place, until
 from tests.support.plane import Site, desired, service, sites, within
 
 SOCKET_MAPS = ("sock_peers", "udp_peers", "udp_flows", "udp_reverse", "udp_heads")
@@ -161,7 +161,7 @@ def test_answers_may_come_in_any_order(ground: Ground):
 
     def ask() -> dict[str, str]:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-            s.settimeout(2)
+            s.settimeout(PATIENCE)
             for host in ("10.96.0.1", "10.96.0.2"):
                 s.sendto(b"hello\n", (host, 53))
             answers = [s.recvfrom(4096) for _ in range(2)]
@@ -218,7 +218,7 @@ def test_a_socket_that_connects_elsewhere_forgets_the_service(ground: Ground):
     def dial() -> list[Any]:
         seen = []
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-            s.settimeout(2)
+            s.settimeout(PATIENCE)
             for to in (("10.96.0.1", 53), plain, ("10.96.0.1", 53), (ground["one"].ip, 8080)):
                 s.connect(to)
                 s.send(b"hello\n")
@@ -440,7 +440,7 @@ def test_a_connected_socket_that_names_the_service_again_stays_with_its_backend(
         answered = 0
         for _ in range(40):
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-                s.settimeout(1)
+                s.settimeout(PATIENCE)
                 s.connect(("10.96.0.1", 53))
                 s.sendto(b"hello\n", ("10.96.0.1", 53))
                 answered += bool(s.recv(4096))

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from kbpf.kernel.probe import Probe
 from kbpf.model.config import MapSizes
 from kbpf.model.objects import Protocol
 from kbpf.model.status import AgentStatus, SourceView, encode
-from tests.support.lab import cgroup2, remove_cgroup
+from tests.support.lab import cgroup2, remove_cgroup, until
 from tests.support.plane import Site, desired, service
 
 UDP = Protocol.UDP
@@ -183,7 +184,7 @@ def test_backends_know_who_uses_them(show):
 
 def test_affinity_shows_the_host_after_it_dialled(show, site: Site):
     assert show("affinity") == []
-    site.place("host").tcp("10.96.0.2", 80, timeout=1)
+    site.place("host").tcp("10.96.0.2", 80)
     (row,) = show("affinity")
     assert (row["client"], row["kind"], row["service"]) == ("host", "netns", "default/kept")
     assert row["backend"] == "127.0.0.1:1"
@@ -246,14 +247,12 @@ def test_hooks_of_a_cgroup_that_is_gone_are_detached(site: Site, run):
     opened.open()
     opened.apply(WORLD, None)
     remove_cgroup(other)
-    deadline = time.monotonic() + 10  # the kernel detaches when the last reference has gone
-    while True:
+
+    def are_detached() -> bool:
         _, out, _ = run("inspect", "programs", "-o", "json")
-        states = {row["state"] for row in json.loads(out)}
-        if states == {"detached"} or time.monotonic() > deadline:
-            break
-        time.sleep(0.02)
-    assert states == {"detached"}
+        return {row["state"] for row in json.loads(out)} == {"detached"}
+
+    until("the last reference to it has gone, and the kernel has detached them", are_detached)
 
 
 # ---- status ------------------------------------------------------------------------------------
@@ -274,8 +273,8 @@ def test_status_of_a_healthy_agent_is_0(written, run):
 
 
 def test_status_counts_what_the_programs_did(written, run, site: Site):
-    site.place("host").tcp("10.96.0.4", 80, timeout=1)
-    site.place("host").tcp("10.96.0.4", 80, timeout=1)
+    site.place("host").tcp("10.96.0.4", 80)
+    site.place("host").tcp("10.96.0.4", 80)
     counters = json.loads(run("inspect", "status", "-o", "json")[1])["counters"]
     assert counters["no_endpoints"] == 2
     assert counters["translated"] == 0
@@ -437,14 +436,15 @@ def test_cleanup_removes_all_and_says_so_and_then_there_is_nothing(site: Site, r
 
 
 def test_after_cleanup_nothing_is_translated(site: Site, run):
-    site.place("server").serve(18081, address="127.0.0.1")
+    own = str(ip_address("127.64.0.0") + os.getpid())  # another run may be under way
+    site.place("server").serve(18081, address=own)
     opened = site.open()
-    opened.apply(desired(service("web", "127.96.0.1:80", "127.0.0.1:18081")), None)
+    opened.apply(desired(service("web", f"{own}:18080", f"{own}:18081")), None)
     host = site.place("host")
-    assert host.tcp("127.96.0.1", 80)["name"] == "server"
+    assert host.tcp(own, 18080)["name"] == "server"
     opened.close()
     assert run("cleanup")[0] == 0
-    assert host.tcp("127.96.0.1", 80)["error"] == "ECONNREFUSED"
+    assert host.tcp(own, 18080)["error"] == "ECONNREFUSED"
 
 
 def test_cleanup_refuses_what_is_not_ours(site: Site, run):

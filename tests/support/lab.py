@@ -273,7 +273,7 @@ class Lab:
     """The machine's own little cluster."""
 
     def __init__(self, nodes: int = 2, name: str = "", apart: bool = False) -> None:
-        self.prefix = f"kb{name}{os.getpid() % 100_000}"
+        self.prefix = f"kb{name}{os.getpid()}"
         self.outside = f"{self.prefix}o" if apart else None
         self.folder = Path(tempfile.mkdtemp(prefix="kbpf-lab-"))
         self._netns: list[str] = []
