@@ -21,6 +21,7 @@ PATIENCE = 30.0
 SIZE = struct.Struct("!Q")
 CHUNK = 1 << 16
 _RETRANSMITTED = 100  # offset of tcpi_total_retrans in struct tcp_info
+_RTO_TIME = 244
 FAMILIES = {"4": socket.AF_INET, "6": socket.AF_INET6, "mapped": socket.AF_INET6}
 
 
@@ -59,6 +60,14 @@ def retransmitted(s):
     return struct.unpack_from("=I", info, _RETRANSMITTED)[0]
 
 
+def timer_seconds(s):
+    """How long this end has waited for lost segments, by the retransmission timer; 0 from a kernel
+    that does not say it (before v6.7).
+    """
+    info = s.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RTO_TIME + 4)
+    return struct.unpack_from("=I", info, _RTO_TIME)[0] / 1000 if len(info) > _RTO_TIME else 0.0
+
+
 def filled(s, data):
     """The buffer, full; OSError when the other side ends before it is."""
     view = memoryview(data)
@@ -76,6 +85,7 @@ class Server:
     def __init__(self):
         self.name = ""
         self.udp_seen = Counter()
+        self.timer_seconds = 0.0
 
     def serve(self, name, tcp=(), udp=(), address="::"):
         self.name = name
@@ -136,6 +146,7 @@ class Server:
                 if not size:
                     while piece := connection.recv(CHUNK):
                         connection.sendall(piece)
+                    self.timer_seconds = max(self.timer_seconds, timer_seconds(connection))
                     return
                 data = filled(connection, bytearray(size))
                 connection.sendall(hashlib.sha256(data).digest())
@@ -143,6 +154,11 @@ class Server:
                 connection.sendall(SIZE.pack(retransmitted(connection)))
             except OSError:
                 return
+
+    def seen(self):
+        """Datagrams by port, and the longest wait of an echo for lost segments since asked last."""
+        waited, self.timer_seconds = self.timer_seconds, 0.0
+        return {"udp": dict(self.udp_seen), "timer_seconds": waited}
 
     def _udp(self, s):
         port = s.getsockname()[1]
@@ -367,6 +383,7 @@ class Stream:
             "error": self.error,
             "longest": round(self.longest, 3),
             "retransmitted": retransmitted(self.socket),
+            "timer_seconds": timer_seconds(self.socket),
         }
 
     def stop(self):
@@ -416,7 +433,7 @@ class Load:
 
 def main():
     server, client = Server(), Client()
-    handlers = {"serve": server.serve, "seen": lambda: {"udp": dict(server.udp_seen)}}
+    handlers = {"serve": server.serve, "seen": server.seen}
     handlers["serve_bulk"] = lambda ports: server.bulk(*ports)
     for name in (
         "tcp", "udp", "talk", "hear", "drop", "many", "start_load", "stop_load", "peek_load",
