@@ -18,8 +18,7 @@ from kbpf import __version__
 from kbpf.agent.inbox import Inbox, Item, Wake
 from kbpf.dataplane.base import DataPlane
 from kbpf.errors import KbpfError, PinsGone
-from kbpf.kernel import netlink
-from kbpf.kernel.devices import watch_devices
+from kbpf.kernel import addresses
 from kbpf.model.address import Addr
 from kbpf.model.config import Config, LocalMode
 from kbpf.model.desired import ServicePortKey
@@ -33,6 +32,9 @@ log = logging.getLogger("kbpf.agent")
 
 HEARTBEAT_SECONDS: Final = 2.0
 RETRY_SECONDS: Final = 1.0
+READY_SECONDS: Final = 0.1
+"""So often the data plane is asked whether it is done with the first apply."""
+
 LATENCIES: Final = 4096
 """So many of the last events tell how long it takes from an event's arrival to the map."""
 
@@ -64,6 +66,7 @@ class Agent:
         self._refused: dict[str, str] = {}
         self._error = ""
         self._missing = False
+        self._ready = False  # whether the data plane is done with the first apply
         self._started = time.clock_gettime(time.CLOCK_BOOTTIME)
         self._status_due = 0.0
         self._applied = 0
@@ -82,22 +85,15 @@ class Agent:
         Raises what open() or a source's start() raises. Traffic is as it was after the end.
         """
         self._plane.open()
-        addresses = threading.Thread(
-            target=netlink.watch_addresses,
+        watch = threading.Thread(
+            target=addresses.watch_addresses,
             args=(lambda: self._inbox.put(Wake("addresses")), self._stop),
             name="addresses",
             daemon=True,
         )
-        devices = threading.Thread(
-            target=watch_devices,
-            args=(lambda: self._inbox.put(Wake("devices")), self._stop),
-            name="devices",
-            daemon=True,
-        )
         try:
-            self._addresses = netlink.local_addresses()
-            addresses.start()
-            devices.start()
+            self._addresses = addresses.local_addresses()
+            watch.start()
             for source in self._sources:
                 source.start()
             self._tell_what_is_passed_by()
@@ -131,8 +127,6 @@ class Agent:
         self._pending.everything |= touched.everything
         if any(isinstance(item, Wake) and item.why == "addresses" for item in items):
             self._look_at_addresses()
-        if any(isinstance(item, Wake) and item.why == "devices" for item in items):
-            self._look_at_devices()
         if self._synced:
             caught_up = self._complete
             self._bring_up_to_date()
@@ -145,10 +139,13 @@ class Agent:
                 )
         self._report_problems(bool(events))
         now = time.monotonic()
+        if self._complete and not self._ready and self._plane.ready():
+            self._ready, self._status_due = True, 0.0
         if items:
             self._status_due = min(self._status_due, now + STATUS_PAUSE_SECONDS)
         if now >= self._status_due:
-            self._status_due = now + HEARTBEAT_SECONDS
+            pause = HEARTBEAT_SECONDS if self._ready or not self._complete else READY_SECONDS
+            self._status_due = now + pause
             self._write_status()
 
     @property
@@ -156,16 +153,10 @@ class Agent:
         return self._world.synced >= set(Kind)
 
     def _look_at_addresses(self) -> None:
-        addresses = netlink.local_addresses()
-        if addresses != self._addresses:
-            self._addresses = addresses
+        found = addresses.local_addresses()
+        if found != self._addresses:
+            self._addresses = found
             self._pending.everything = True
-
-    def _look_at_devices(self) -> None:
-        try:
-            self._plane.look_at_devices()
-        except KbpfError as error:
-            log.error("devices are not looked at: %s", error)
 
     def _bring_up_to_date(self) -> None:
         if self._pending or not self._complete:
@@ -260,7 +251,7 @@ class Agent:
             node=self._config.node_name,
             started=self._started,
             heartbeat=time.clock_gettime(time.CLOCK_BOOTTIME),
-            synced=self._complete,
+            synced=self._complete and self._ready,
             services=len(self._world.names()),
             service_ports=len(self._desired.state.services),
             applied=self._applied,

@@ -75,7 +75,12 @@ def _agent(view: StatusView) -> Iterator[tuple[str, str]]:
     if view.version:
         yield "node", view.node
         yield "mode", f"{view.mode} (kbpf {view.version})"
-        yield "synced", "yes" if view.synced else "no: not all sources have answered yet"
+        yield (
+            "synced",
+            "yes"
+            if view.synced
+            else "no: not all sources have answered, or not all devices have the programs yet",
+        )
         refused = f"; {view.refused} of them NOT PROGRAMMED" if view.refused else ""
         yield "services", f"{view.services} ({view.service_ports} Service ports{refused})"
         yield "applied", f"{view.applied} times, the last in {view.last_apply_ms:g} ms"

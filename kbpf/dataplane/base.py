@@ -44,8 +44,8 @@ class DataPlane(Protocol):
     def tick(self, now: float) -> float | None:
         """Does what was put off and is due at `now` (time.monotonic); when to come next."""
 
-    def look_at_devices(self) -> None:
-        """Network devices came or went."""
+    def ready(self) -> bool:
+        """Whether what the first apply() began is done; it may go on in the background."""
 
     def packet_status(self) -> PacketStatus | None:
         """How the packet path is doing; None where there is no such thing."""

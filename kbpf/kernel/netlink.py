@@ -1,92 +1,180 @@
-"""The addresses of this network namespace: listing them, and hearing of changes.
+"""Rtnetlink: asking the kernel about its network, and hearing of changes.
 
-Thirty lines of rtnetlink instead of pyroute2, whose import costs the agent 19 MB.
+By hand instead of pyroute2, whose import costs the agent 19 MB. What is said in it about devices,
+addresses and queueing disciplines is in modules of their own.
 """
 
-import contextlib
+import errno
 import select
 import socket
 import struct
 import threading
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Iterator
+from typing import Final, NamedTuple, Self
 
 from kbpf.errors import KernelError
-from kbpf.model.address import V4_PREFIX, Addr
 
-RTM_GETADDR: Final = 22
-RTM_NEWADDR: Final = 20
 NLMSG_ERROR: Final = 2
 NLMSG_DONE: Final = 3
-DUMP: Final = 0x301  # NLM_F_REQUEST | NLM_F_DUMP
-GROUPS: Final = 0x10 | 0x100  # RTMGRP_IPV4_IFADDR | RTMGRP_IPV6_IFADDR
-IFA_ADDRESS: Final = 1
-IFA_LOCAL: Final = 2
-SCOPE_LINK: Final = 253
-SCOPE_HOST: Final = 254
+REQUEST_ACK: Final = 0x5  # NLM_F_REQUEST | NLM_F_ACK
+REQUEST_DUMP: Final = 0x301  # NLM_F_REQUEST | NLM_F_DUMP
+INTERRUPTED: Final = 0x10  # NLM_F_DUMP_INTR
+SOL_NETLINK: Final = 270
+NETLINK_CAP_ACK: Final = 10
+NETLINK_EXT_ACK: Final = 11
+GROUP_LINK: Final = 0x1  # RTMGRP_LINK
+GROUP_ADDRESSES: Final = 0x10 | 0x100  # RTMGRP_IPV4_IFADDR, RTMGRP_IPV6_IFADDR
+
+DUMP_TRIES: Final = 5
+"""A dump that a change ran into is asked for again; in a storm the last one has to do, because
+whoever watches is told of the change anyway."""
+
+MOST_NEWS: Final = 1024
+"""Datagrams that are taken at a time: a storm must not keep anybody from acting on it."""
 
 _HEADER: Final = struct.Struct("=IHHII")
-_IFADDR: Final = struct.Struct("=BBBBI")
 _ATTRIBUTE: Final = struct.Struct("=HH")
+_NUMBER: Final = struct.Struct("=i")
 
 
-def _open(groups: int = 0) -> socket.socket:
-    try:
-        netlink = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE)
-        netlink.bind((0, groups))
-    except OSError as error:
-        raise KernelError(
-            "cannot open a netlink socket", "rtnetlink", errno=error.errno or 0
-        ) from error
-    return netlink
+class Message(NamedTuple):
+    """One netlink message without its header."""
+
+    kind: int
+    flags: int
+    body: bytes
 
 
-def _address(message: bytes) -> Addr | None:
-    """The address of one RTM_NEWADDR; None for loopback and link-local ones."""
-    _, _, _, scope, _ = _IFADDR.unpack_from(message)
-    if scope in (SCOPE_HOST, SCOPE_LINK):
-        return None
-    found: dict[int, bytes] = {}
-    rest = message[_IFADDR.size :]
-    while len(rest) >= _ATTRIBUTE.size:
-        length, kind = _ATTRIBUTE.unpack_from(rest)
+class News(NamedTuple):
+    """Messages that nobody asked for; `lost`: there were more than fit (ENOBUFS)."""
+
+    messages: list[Message]
+    lost: bool
+
+
+def attribute(kind: int, value: bytes) -> bytes:
+    """One attribute, padded."""
+    return _ATTRIBUTE.pack(4 + len(value), kind) + value + bytes(-len(value) % 4)
+
+
+def attributes(raw: bytes) -> dict[int, bytes]:
+    """The attributes by type, without the flags for nesting and byte order."""
+    found = {}
+    while len(raw) >= _ATTRIBUTE.size:
+        length, kind = _ATTRIBUTE.unpack_from(raw)
         if length < _ATTRIBUTE.size:
             break
-        found[kind] = rest[_ATTRIBUTE.size : length]
-        rest = rest[(length + 3) & ~3 :]
-    raw = found.get(IFA_LOCAL, found.get(IFA_ADDRESS, b""))
-    if len(raw) == 4:
-        return Addr(V4_PREFIX + raw)
-    return Addr(raw) if len(raw) == 16 else None
+        found[kind & 0x3FFF] = raw[_ATTRIBUTE.size : length]
+        raw = raw[(length + 3) & ~3 :]
+    return found
 
 
-def local_addresses() -> tuple[Addr, ...]:
-    """All addresses that others can reach this namespace by, sorted; no loopback, no link-local."""
-    found: set[Addr] = set()
-    with _open() as netlink:
-        body = _IFADDR.pack(socket.AF_UNSPEC, 0, 0, 0, 0)
-        netlink.send(_HEADER.pack(_HEADER.size + len(body), RTM_GETADDR, DUMP, 1, 0) + body)
+def text(raw: bytes) -> str:
+    """A string as the kernel writes it: it ends with a zero byte."""
+    return raw.partition(b"\0")[0].decode("utf-8", "backslashreplace")
+
+
+def number(raw: bytes | None) -> int:
+    """A number of 32 bits; 0 if there is none."""
+    return int(_NUMBER.unpack(raw)[0]) if raw else 0
+
+
+class Rtnetlink:
+    """A conversation with the network namespace that this thread is in when it begins."""
+
+    def __init__(self, groups: int = 0) -> None:
+        try:
+            self.socket = socket.socket(
+                socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, socket.NETLINK_ROUTE
+            )
+            self.socket.bind((0, groups))
+            # Errors come with the kernel's own words instead of our request.
+            self.socket.setsockopt(SOL_NETLINK, NETLINK_CAP_ACK, 1)
+            self.socket.setsockopt(SOL_NETLINK, NETLINK_EXT_ACK, 1)
+        except OSError as error:
+            raise KernelError(
+                "cannot open a netlink socket", "rtnetlink", errno=error.errno or 0
+            ) from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends it."""
+        self.socket.close()
+
+    def ask(self, kind: int, body: bytes, flags: int = 0) -> list[Message]:
+        """What the kernel says before it acknowledges. A refusal's hint is the kernel's words."""
+        return self._talk(kind, flags | REQUEST_ACK, body)
+
+    def dump(self, kind: int, body: bytes) -> list[Message]:
+        """Everything of one kind."""
+        found: list[Message] = []
+        for _ in range(DUMP_TRIES):
+            found = self._talk(kind, REQUEST_DUMP, body)
+            if not any(message.flags & INTERRUPTED for message in found):
+                break
+        return found
+
+    def news(self) -> News:
+        """What was told since the last time; nothing if nothing waits."""
+        found: list[Message] = []
+        lost = False
+        for _ in range(MOST_NEWS):
+            try:
+                found += _messages(self.socket.recv(1 << 16, socket.MSG_DONTWAIT))
+            except BlockingIOError:
+                break
+            except OSError as error:
+                if error.errno != errno.ENOBUFS:
+                    raise KernelError(
+                        "cannot hear of changes", "rtnetlink", errno=error.errno or 0
+                    ) from error
+                lost = True
+        return News(found, lost)
+
+    def _talk(self, kind: int, flags: int, body: bytes) -> list[Message]:
+        self.socket.send(_HEADER.pack(_HEADER.size + len(body), kind, flags, 1, 0) + body)
+        found: list[Message] = []
         while True:
-            data = netlink.recv(1 << 16)
-            while len(data) >= _HEADER.size:
-                length, kind, *_ = _HEADER.unpack_from(data)
-                if kind in (NLMSG_DONE, NLMSG_ERROR):
-                    return tuple(sorted(found))
-                address = _address(data[_HEADER.size : length])
-                if kind == RTM_NEWADDR and address is not None:
-                    found.add(address)
-                data = data[(length + 3) & ~3 :]
+            for message in _messages(self.socket.recv(1 << 16)):
+                if message.kind in (NLMSG_ERROR, NLMSG_DONE):
+                    _refusal(message)
+                    return found
+                found.append(message)
 
 
-def watch_addresses(changed: Callable[[], None], stop: threading.Event) -> None:
+def _messages(data: bytes) -> Iterator[Message]:
+    """What one datagram says."""
+    while len(data) >= _HEADER.size:
+        length, kind, flags, *_ = _HEADER.unpack_from(data)
+        if length < _HEADER.size:
+            break
+        yield Message(kind, flags, data[_HEADER.size : length])
+        data = data[(length + 3) & ~3 :]
+
+
+def watch(groups: int, changed: Callable[[], None], stop: threading.Event) -> None:
     """Calls `changed` at once, for what happened before there was somebody to hear it, and after
-    each change of an address, until `stop` is set. Runs in its thread.
+    each change that these groups tell of, until `stop` is set. Runs in its thread.
     """
-    with _open(GROUPS) as netlink:
+    with Rtnetlink(groups) as netlink:
         changed()
         while not stop.is_set():
-            ready, _, _ = select.select([netlink], [], [], 0.5)
+            ready, _, _ = select.select([netlink.socket], [], [], 0.5)
             if ready:
-                with contextlib.suppress(OSError):  # ENOBUFS: news was lost, so there is news
-                    netlink.recv(1 << 16)
+                netlink.news()
                 changed()
+
+
+def _refusal(message: Message) -> None:
+    """Raises what the end of an answer says: 0 or -errno; our header and the words behind it."""
+    code = -number(message.body[:4])
+    if not code:
+        return
+    words = attributes(message.body[4 + _HEADER.size :]) if message.kind == NLMSG_ERROR else {}
+    hint = text(words.get(1, b"")) or ("it needs CAP_NET_ADMIN" if code == errno.EPERM else "")
+    raise KernelError("rtnetlink refuses", hint=hint, errno=code)

@@ -20,7 +20,7 @@ import errno
 import socket
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
@@ -29,8 +29,8 @@ from typing import Final, Self
 
 from kbpf.errors import KernelError
 from kbpf.kernel import libbpf
-from kbpf.kernel.devices import Message, Rtnetlink, attribute, attributes, text
 from kbpf.kernel.libbpf import Link, Program
+from kbpf.kernel.netlink import Message, Rtnetlink, attribute, attributes, text
 from kbpf.kernel.probe import Probe
 
 PROG_SCHED_CLS: Final = 3
@@ -185,11 +185,15 @@ class Tc:
             if error.errno != errno.ENODEV:
                 raise _failed("detach", found, error) from error
 
-    def sweep(self) -> int:
-        """Removes pins and marks of devices that are gone from here; how many."""
+    def sweep(self, only: Collection[int] | None = None) -> int:
+        """Removes pins and marks of devices that are gone from here; how many. `only`: of these,
+        by ifindex.
+        """
         qdiscs, swept = self._qdiscs(), 0
         for path in self._kept():
-            if path.is_dir() and int(path.name.partition("-")[0]) not in qdiscs:
+            if only is not None and _ifindex(path) not in only:
+                continue
+            if path.is_dir() and _ifindex(path) not in qdiscs:
                 path.rmdir()
             elif not path.is_dir() and self._link(path) is None:
                 _end(path)
@@ -323,6 +327,12 @@ class Tc:
             self._netlink.ask(RTM_DELQDISC, _TCMSG.pack(0, ifindex, *CLSACT, 0))
             self._seen.pop(ifindex, None)
             self._disown(ifindex)
+
+
+def _ifindex(path: Path) -> int:
+    """Of the device that a pin or a mark is about; 0 for what is no such thing."""
+    number, _, _ = path.name.partition("-")
+    return int(number) if number.isdigit() else 0
 
 
 def _end(pin: Path) -> None:

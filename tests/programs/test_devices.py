@@ -2,22 +2,23 @@
 
 import json
 import os
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 
-from kbpf.dataplane.bpf.devices import DeviceReport, Devices, Pick, Role
+from kbpf.dataplane.bpf.attach import DeviceReport, Devices, Pick
+from kbpf.dataplane.bpf.devices import Role
 from kbpf.kernel import netns
 from kbpf.kernel.devices import (
     ARPHRD_ETHER,
     ARPHRD_NONE,
     NO_MAC,
+    Change,
     Device,
+    Watch,
     list_devices,
-    watch_devices,
 )
 from kbpf.kernel.libbpf import Link, Program
 from kbpf.kernel.tc import ATTACH_TYPE, Direction, How
@@ -122,78 +123,69 @@ def test_many_devices_are_all_listed(net: Net):
 # ---- watching ----------------------------------------------------------------------------------
 
 
-@contextmanager
-def watching(net: Net, changed: Callable[[], None]) -> Iterator[threading.Thread]:
-    """The watch thread, at work."""
-    stop = threading.Event()
-
-    def work() -> None:
-        netns.enter(Path("/run/netns") / net.name)
-        watch_devices(changed, stop)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    try:
-        yield thread
-    finally:
-        stop.set()
-        thread.join(PATIENCE)
-    assert not thread.is_alive()
+@pytest.fixture
+def wake() -> Iterator[int]:
+    """A descriptor that ends a wait when it is written to."""
+    fd = os.eventfd(0, os.EFD_NONBLOCK)
+    yield fd
+    os.close(fd)
 
 
-def test_watching_begins_with_a_look(net: Net):
-    calls, stop = [], threading.Event()
-    stop.set()
-    net.inside(lambda: watch_devices(lambda: calls.append(1), stop))
-    assert calls == [1]
-
-
-def test_each_change_is_told(net: Net):
-    news = threading.Semaphore(0)
-    with watching(net, news.release):
-        assert news.acquire(timeout=PATIENCE), "nothing was told at the begin"
+def test_each_change_is_told(net: Net, wake: int):
+    with net.inside(Watch) as watch:
+        assert watch.wait(0, wake) == Change(False)
         for change in (
             "link add one type bridge",
             "addr add 192.0.2.1/24 dev one",
             "addr add 2001:db8::1/64 dev one nodad",
             "link set here master one",
             "link set here name there",
+            "link set there address 02:00:00:00:00:07",
+            "link set there nomaster",
             "link set there down",
-            "link del one",
         ):
-            while news.acquire(blocking=False):
-                pass
             net.ip(change)
-            assert news.acquire(timeout=PATIENCE), change
+            assert watch.wait(PATIENCE, wake) == Change(True), change
+            while watch.wait(0.05, wake).any:
+                pass
 
 
-def test_news_that_was_lost_is_news(net: Net):
-    """The watcher is held up until the kernel has thrown news away, and goes on afterwards."""
-    begun, go_on, calls = threading.Event(), threading.Event(), [0]
+def test_what_ends_is_named(net: Net, pods: str, wake: int):
+    net.ip("link add one type bridge", "link add two type veth peer name three")
+    index = {name: net.index(name) for name in ("one", "two", "three")}
+    with net.inside(Watch) as watch:
+        net.ip("link del one")
+        assert watch.wait(PATIENCE, wake) == Change(True, {index["one"]})
+        net.ip(f"link set three netns {pods}")
+        gone: set[int] = set()
+        until("it is told", lambda: gone.update(watch.wait(0.1, wake).gone or ()) or gone)
+        assert gone == {index["three"]}
 
-    def changed() -> None:
-        calls[0] += 1
-        begun.set()
-        go_on.wait(4 * PATIENCE)
+
+def test_a_wait_can_be_ended(net: Net, wake: int):
+    with net.inside(Watch) as watch:
+        os.eventfd_write(wake, 1)
+        assert watch.wait(60, wake) == Change(False)
+
+
+def test_news_that_was_lost_is_news(net: Net, wake: int):
+    """Nobody listens until the kernel has thrown news away; then all goes on."""
 
     def lost() -> int:
         lines = Path("/proc/thread-self/net/netlink").read_text().splitlines()[1:]
         return sum(int(line.split()[8]) for line in lines)  # Drops
 
-    with watching(net, changed) as thread:
-        assert begun.wait(PATIENCE)
+    with net.inside(Watch) as watch:
         for _ in range(20):
             if net.inside(lost):
                 break
             net.ip(*(f"link add a{i} type veth peer name b{i}" for i in range(50)))
             net.ip(*(f"link del a{i}" for i in range(50)))
         assert net.inside(lost)
-        go_on.set()
-        until("it looks again", lambda: calls[0] > 1)
-        before = calls[0]
+        assert watch.wait(PATIENCE, wake) == Change(True, None)
+        until("all is heard", lambda: watch.wait(0.05, wake) == Change(False))
         net.ip("link add one type bridge")
-        until("it still hears", lambda: calls[0] > before)
-        assert thread.is_alive()
+        assert watch.wait(PATIENCE, wake).any
 
 
 # ---- keeping programs in step ------------------------------------------------------------------

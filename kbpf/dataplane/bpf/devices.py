@@ -1,6 +1,4 @@
-"""Which devices carry the packet programs, and keeping their attachments in step.
-
-Choosing is pure: decide() and choose() map a listing to roles. `Devices` makes it so.
+"""Which devices carry the packet programs: pure functions that map a listing to roles.
 
 A **host** device is where traffic from outside comes in, and replies of backends on other nodes:
 uplinks and overlays. A **pod** device is where packets of this node's own pods come in. The first
@@ -30,23 +28,13 @@ rule that holds decides:
 Whether a device is up does not matter: the program then is there before the first packet is.
 """
 
-import logging
-import shutil
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping
 from enum import StrEnum
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Final, NamedTuple
 
-from kbpf.errors import KernelError
 from kbpf.kernel.devices import Device
-from kbpf.kernel.libbpf import Program
-from kbpf.kernel.tc import OURS, Attachment, Direction, How, Mark, Tc
 from kbpf.model.config import Config, LocalMode
-
-log = logging.getLogger("kbpf.dataplane")
 
 OWN_PREFIX: Final = "kbpf-"
 CABLES: Final = frozenset(("veth", "netkit"))
@@ -153,149 +141,3 @@ def _by_kind(device: Device, ports: Collection[Device], named: bool) -> Choice:
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-# ---- making it so --------------------------------------------------------------------------
-
-
-Pick = Callable[[Device, Role, Direction], Program | None]
-"""Which program belongs there; None: none."""
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceReport:
-    """What one sync() did, and what holds now.
-
-    `choices`: by ifindex. `attached`: everything of ours. `failed`: device name → why; a device
-    with an error keeps what it had and is tried again by the next sync().
-    """
-
-    choices: Mapping[int, Choice] = field(default_factory=dict)
-    attached: tuple[Attachment, ...] = ()
-    added: int = 0
-    replaced: int = 0
-    removed: int = 0
-    failed: Mapping[str, str] = field(default_factory=dict)
-
-
-class Devices:
-    """The attachments of one agent on the devices of the network namespace of the caller.
-
-    Pins are in `<pin_dir>/devices/`: `<ifindex>-<direction>` for a TCX link, an empty folder
-    `<ifindex>-clsact` for a qdisc that we made. What an earlier agent attached is read back each
-    time, so there is nothing to adopt, and a sync() after somebody removed a program repairs it.
-    One thread calls.
-    """
-
-    def __init__(
-        self,
-        pin_dir: Path,
-        patterns: tuple[str, ...] = (),
-        excluded: tuple[str, ...] = (),
-        how: How | None = None,
-        mark: Mark = OURS,
-    ) -> None:
-        self._folder = pin_dir / "devices"
-        self._patterns = patterns
-        self._excluded = excluded
-        self._how = how
-        self._mark = mark
-        self._report = DeviceReport()
-
-    def status(self) -> DeviceReport:
-        """What the last sync() said."""
-        return self._report
-
-    def decide(self, devices: Iterable[Device]) -> Mapping[int, Choice]:
-        """As the function of this name, with what the operator said."""
-        return decide(devices, self._patterns, self._excluded)
-
-    def sync(self, devices: Iterable[Device], pick: Pick) -> DeviceReport:
-        """Attaches, replaces and detaches until every device in this listing has the programs
-        that `pick` gives for its role, and no others of ours.
-
-        An error of one device is reported and stops none of the others. KernelError if nothing
-        can be read at all. Making links takes some 25 ms per device, so the first sync() of a node
-        with many pods belongs into a thread that nobody waits for.
-        """
-        listed = tuple(devices)
-        choices = self.decide(listed)
-        failed: dict[str, str] = {}
-        with self._tc() as tc:
-            tc.sweep()
-            step = _Step(tc, tc.everything())
-            # Host devices first: making many links takes its time (tc.py).
-            for device in sorted(listed, key=lambda d: choices[d.ifindex].role is not Role.HOST):
-                role = choices[device.ifindex].role
-                try:
-                    for direction in Direction:
-                        program = None if role is Role.SKIPPED else pick(device, role, direction)
-                        step.put(device.ifindex, direction, program)
-                except KernelError as error:
-                    failed[device.name] = str(error)
-        for name in sorted(failed.keys() - self._report.failed.keys()):
-            log.warning("device=%s %s", name, failed[name])
-        if step.did:
-            log.info("devices %s", " ".join(f"{k}={n}" for k, n in sorted(step.did.items())))
-        self._report = DeviceReport(choices, step.attached, **step.did, failed=failed)
-        return self._report
-
-    def remove(self) -> int:
-        """Takes everything of ours away, from all devices; how many attachments there were.
-
-        KernelError, after all the others are gone, if one cannot be removed.
-        """
-        errors = []
-        with self._tc() as tc:
-            found = tc.everything()
-            for one in found:
-                try:
-                    tc.detach(one)
-                except KernelError as error:
-                    errors.append(error)
-            tc.sweep()
-        if errors:
-            raise errors[0]
-        # What may be left are marks of qdiscs that others use by now.
-        shutil.rmtree(self._folder, ignore_errors=True)
-        self._report = DeviceReport()
-        return len(found)
-
-    def _tc(self) -> Tc:
-        return Tc(self._folder, self._how, self._mark)
-
-
-class _Step:
-    """One sync() under way: what we hold by place, and what was done."""
-
-    def __init__(self, tc: Tc, found: Iterable[Attachment]) -> None:
-        self._tc = tc
-        self._held: dict[tuple[int, Direction], tuple[Attachment, ...]] = {}
-        self.did: Counter[str] = Counter()
-        for one in found:
-            place = one.ifindex, one.direction
-            self._held[place] = (*self._held.get(place, ()), one)
-
-    @property
-    def attached(self) -> tuple[Attachment, ...]:
-        """What we hold now."""
-        return tuple(one for place in sorted(self._held) for one in self._held[place])
-
-    def put(self, ifindex: int, direction: Direction, program: Program | None) -> None:
-        """Makes this program, or none, what we have there; in one way only."""
-        place = ifindex, direction
-        have = self._held.get(place, ())
-        same = [one for one in have if one.how is self._tc.how]
-        if program is not None and [one.program for one in same] != [program.info().id]:
-            made = self._tc.attach(ifindex, direction, program)
-            if made is None:  # the device is gone, and with it all that was there
-                self._held.pop(place, None)
-                return
-            self.did["replaced" if have else "added"] += 1
-            self._held[place] = have = (*(one for one in have if one not in same), made)
-        for one in have:  # only now, so that no packet meets neither
-            if program is None or one.how is not self._tc.how:
-                self._tc.detach(one)
-                self._held[place] = tuple(kept for kept in self._held[place] if kept != one)
-        if program is None and have:
-            self.did["removed"] += len(have)

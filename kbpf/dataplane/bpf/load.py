@@ -64,10 +64,13 @@ class Pins:
         return self.root / maps.name.replace("maps-", "layout-")
 
     def others(self, kind: str, keep: Path) -> list[Path]:
-        """Folders of this kind that are not the current one: of another version, or unfinished."""
+        """Folders of this kind that are not the current one: of another version, unfinished, or
+        kept for what still runs.
+        """
         if not self.root.exists():
             return []
-        found = [p for p in self.root.iterdir() if p.name.startswith((f"{kind}-", f"new-{kind}-"))]
+        names = (f"{kind}-", f"new-{kind}-", f"old-{kind}-")
+        found = [p for p in self.root.iterdir() if p.name.startswith(names)]
         return sorted(p for p in found if p != keep)
 
 
@@ -221,6 +224,7 @@ class Programs:
         self._retval = retval
         self._loaded: dict[str, Program] = {}
         self._own: dict[str, Map] = {}
+        self._behind: Mapping[str, Map] | None = None  # maps to load over
 
     @property
     def key(self) -> str:
@@ -231,7 +235,19 @@ class Programs:
         """Takes the pinned programs if they are these over these maps, else loads; whether it
         loaded. Nothing is attached yet.
         """
-        self.close()
+        self._drop()
+        self._behind = maps
+        if not (adopted := self._adopt(maps)):
+            self._load_all(maps)
+        self._behind = None
+        return not adopted
+
+    def fall_behind(self, maps: Mapping[str, Map]) -> None:
+        """These maps are about to be replaced: until load() went well, publish() has to load."""
+        self._behind = maps
+
+    def _adopt(self, maps: Mapping[str, Map]) -> bool:
+        """Takes the pinned programs if they are these over these maps; whether it did."""
         folder = self._pins.programs(self.key)
         if folder.is_dir():
             for pin in sorted(folder.iterdir()):
@@ -240,16 +256,18 @@ class Programs:
                 else:
                     self._loaded[pin.name] = Program.open(pin)
             if self._over(maps):
-                return False
-            self.close()
+                return True
+            self._drop()
+        return False
+
+    def _load_all(self, maps: Mapping[str, Map]) -> None:
         try:
             self._make_own()
             for name in programs_of(self._artifact.unit):
                 self._load_one(name, {**maps, **self._own})
         except BaseException:
-            self.close()
+            self._drop()
             raise
-        return True
 
     def _make_own(self) -> None:
         """Makes the maps of `own`."""
@@ -279,24 +297,18 @@ class Programs:
         """Whether an attached program reads today's `services` beside an old copy of what is
         behind it: after a flip it would not find the new set.
         """
-        now = {m.id for m in maps.values()}
-        for pin in self._pins.links.iterdir() if self._pins.links.is_dir() else ():
-            with Link.open(pin) as link, libbpf.program_by_id(link.info().program) as program:
-                reads = set(program.info().map_ids)
-            if maps["services"].id in reads and not reads <= now:
-                return True
-        return False
+        now, services = {m.id for m in maps.values()}, maps["services"].id
+        return any(services in reads and not reads <= now for reads in self._read_now())
+
+    def _read_now(self) -> Iterator[set[int]]:
+        """The ids of the maps that attached programs read, but for their own ones."""
+        raise NotImplementedError
 
     def publish(self) -> int:
         """Pins the programs and attaches each in place of what its hook ran before; how many
         attachments changed. Each hook goes from the old program to the new one at once.
         """
-        folder = self._pins.programs(self.key)
-        fresh = self._pins.root / f"new-programs-{self.key}"
-        shutil.rmtree(fresh, ignore_errors=True)
-        fresh.mkdir(mode=0o700)
-        for name, held in (*self._loaded.items(), *self._own.items()):
-            held.pin(fresh / name)
+        folder, fresh = self._pins.programs(self.key), self._pin()
         changed = self._attach_all()
         shutil.rmtree(folder, ignore_errors=True)
         fresh.rename(folder)
@@ -304,11 +316,28 @@ class Programs:
             shutil.rmtree(other, ignore_errors=True)
         return changed
 
+    def _pin(self) -> Path:
+        """Pins the programs in a folder that is not published yet. What could not be loaded when
+        the maps grew is loaded now.
+        """
+        if self._behind is not None:
+            self.load(self._behind)
+        fresh = self._pins.root / f"new-programs-{self.key}"
+        shutil.rmtree(fresh, ignore_errors=True)
+        fresh.mkdir(mode=0o700)
+        for name, held in (*self._loaded.items(), *self._own.items()):
+            held.pin(fresh / name)
+        return fresh
+
     def _attach_all(self) -> int:
         raise NotImplementedError
 
     def close(self) -> None:
         """Closes the descriptors. Pins and attachments stay."""
+        self._drop()
+
+    def _drop(self) -> None:
+        """Closes what is loaded."""
         close_all((*self._loaded.values(), *self._own.values()))
         self._loaded, self._own = {}, {}
 
@@ -335,6 +364,11 @@ class SocketPrograms(Programs):
         finally:
             os.close(cgroup)
         return changed
+
+    def _read_now(self) -> Iterator[set[int]]:
+        for pin in self._pins.links.iterdir() if self._pins.links.is_dir() else ():
+            with Link.open(pin) as link, libbpf.program_by_id(link.info().program) as program:
+                yield set(program.info().map_ids)
 
     def _detach(self, hook: Hook) -> bool:
         """Ends what an earlier version had there: its maps may be nobody's by now."""

@@ -1,26 +1,51 @@
 """The packet path: the programs of the unit `tc`, on the devices that packets come in or go out by.
 
 It is apart from the socket hooks: when a kernel refuses these programs, Services still work for
-the sockets of the node and its pods, and the log says what is missing.
+the sockets of the node and its pods, and the log says what is missing. The devices are kept by a
+thread of their own (keeper.py).
 """
 
+import itertools
 import shutil
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from kbpf.dataplane.bpf.artifact import Artifact
-from kbpf.dataplane.bpf.devices import DeviceReport, Devices, Role
+from kbpf.dataplane.bpf.attach import Devices, Pick
+from kbpf.dataplane.bpf.devices import Choice, Role
 from kbpf.dataplane.bpf.facts import DeviceFacts, NodeFacts
 from kbpf.dataplane.bpf.hooks import PACKET_PROGRAMS, TAILS, TAILS_MAP
+from kbpf.dataplane.bpf.keeper import Keeper, KeeperStatus
 from kbpf.dataplane.bpf.layout import U32
-from kbpf.dataplane.bpf.load import Pins, Programs
+from kbpf.dataplane.bpf.load import Pins, Programs, close_all
 from kbpf.kernel import libbpf
-from kbpf.kernel.devices import Device, list_devices
+from kbpf.kernel.devices import Device
 from kbpf.kernel.libbpf import Map, Program
 from kbpf.kernel.tc import Direction
 from kbpf.model.config import Config
 from kbpf.model.desired import DesiredState
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Programs over one set of maps, as the keeper takes them."""
+
+    programs: Mapping[str, Program]
+    own: Mapping[str, Map]
+
+    @property
+    def pick(self) -> Pick:
+        """The same for all roles: the programs ask the map `devices`."""
+        return self._pick
+
+    def _pick(self, _: Device, __: Role, direction: Direction) -> Program | None:
+        return self.programs["tc_ingress" if direction is Direction.INGRESS else "tc_egress"]
+
+    def close(self) -> None:
+        """Closes the descriptors."""
+        close_all((*self.programs.values(), *self.own.values()))
 
 
 class PacketPath(Programs):
@@ -31,12 +56,14 @@ class PacketPath(Programs):
     def __init__(self, pins: Pins, artifact: Artifact, config: Config) -> None:
         super().__init__(pins, artifact, retval=True)
         self._config = config
-        self._devices = Devices(pins.root, config.devices, config.excluded_devices)
+        devices = Devices(pins.root, config.devices, config.excluded_devices)
+        self._keeper = Keeper(devices, self._tell, self._settle)
         self._facts: tuple[NodeFacts, DeviceFacts] | None = None
 
     def load(self, maps: Mapping[str, Map]) -> bool:
-        """See Programs.load(). What the programs know of devices is read back."""
-        self._facts = NodeFacts(self._config, maps), DeviceFacts(self._config, maps)
+        """See Programs.load(). What is attached goes on with the programs that it has."""
+        if self._facts is None:  # their maps do not grow
+            self._facts = NodeFacts(self._config, maps), DeviceFacts(self._config, maps)
         loaded = super().load(maps)
         for program in PACKET_PROGRAMS:
             if loaded and program.tail >= 0:
@@ -52,24 +79,60 @@ class PacketPath(Programs):
         assert self._facts is not None
         self._facts[0].tell(desired)
 
-    def _attach_all(self) -> int:
-        report = self.look()
-        return report.added + report.replaced + report.removed
-
-    def status(self) -> DeviceReport:
-        """What the last look() said."""
-        return self._devices.status()
-
-    def look(self) -> DeviceReport:
-        """Brings the attachments in step with the devices that there are now."""
+    def _tell(self, there: tuple[Device, ...], choices: Mapping[int, Choice]) -> None:
         assert self._facts is not None
-        there = list_devices()
-        # Before they run on it, the programs must know a device.
-        self._facts[1].tell(there, self._devices.decide(there))
-        return self._devices.sync(there, self._pick)
+        self._facts[1].tell(there, choices)
 
-    def _pick(self, _: Device, __: Role, direction: Direction) -> Program | None:
-        return self._loaded["tc_ingress" if direction is Direction.INGRESS else "tc_egress"]
+    def publish(self) -> int:
+        """Pins the programs and hands them to the keeper; 0. Returns when nothing that was
+        attached runs older ones any more; devices that have none yet follow. keeper.py has the
+        order, and why.
+        """
+        if not self._loaded and self._behind is None:
+            return 0  # they are published
+        fresh = self._pin()
+        made = Loaded(self._loaded, self._own)
+        self._loaded, self._own = {}, {}
+        self._keeper.publish(made, lambda: self._put_in_place(fresh))
+        return 0
+
+    def _put_in_place(self, fresh: Path) -> None:
+        """The older ones are kept beside: what still runs needs their tail calls."""
+        folder = self._pins.programs(self.key)
+        if folder.is_dir():
+            number = itertools.count()
+            while (old := self._pins.root / f"old-{folder.name}-{next(number)}").exists():
+                pass
+            folder.rename(old)
+        fresh.rename(folder)
+
+    def _settle(self) -> None:
+        """All devices run the programs that are pinned now."""
+        folder = self._pins.programs(self.key)
+        for other in self._pins.others(f"programs-{self._artifact.unit}", folder):
+            if not other.name.startswith("new-"):  # the writer is at work there
+                shutil.rmtree(other, ignore_errors=True)
+
+    def _read_now(self) -> Iterator[set[int]]:
+        """By the pins: the programs that look into `services` are reached by tail calls."""
+        for folder in self._pins.others(f"programs-{self._artifact.unit}", Path()):
+            if folder.name.startswith("new-") or not (folder / TAILS_MAP).exists():
+                continue
+            reads: set[int] = set()
+            for name in {p.name for p in folder.iterdir()} - {TAILS_MAP}:
+                with Program.open(folder / name) as program:
+                    reads |= set(program.info().map_ids)
+            with Map.open(folder / TAILS_MAP) as tails:
+                yield reads - {tails.id}
+
+    def status(self) -> KeeperStatus:
+        """How the devices are doing."""
+        return self._keeper.status()
+
+    def close(self) -> None:
+        """Ends the keeper first: it uses maps and programs."""
+        self._keeper.close()
+        super().close()
 
 
 def remove(pins: Pins) -> int:

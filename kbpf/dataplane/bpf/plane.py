@@ -18,6 +18,7 @@ from kbpf.dataplane.bpf import adopt, beside, compile, load, packet, udp
 from kbpf.dataplane.bpf.beside import Beside
 from kbpf.dataplane.bpf.hooks import HELPER_SET_RETVAL, PROG_CGROUP_SOCK_ADDR
 from kbpf.dataplane.bpf.ids import BackendTable, Ids
+from kbpf.dataplane.bpf.keeper import KeeperStatus
 from kbpf.dataplane.bpf.layout import (
     AFFINITY_KEY,
     CONFIG,
@@ -286,6 +287,8 @@ class BpfPlane:
             }
         )
         if bigger:
+            for programs in self._all_programs():
+                programs.fall_behind(self._tables.maps)
             self._tables.grow(bigger)
             for programs in self._all_programs():
                 programs.load(self._tables.maps)
@@ -293,7 +296,7 @@ class BpfPlane:
         if self._stray is None:
             publish = bool(bigger)
         else:
-            publish = self._programs.out_of_step(self._tables.maps)
+            publish = any(p.out_of_step(self._tables.maps) for p in self._all_programs())
         if publish:
             self._publish()
 
@@ -337,32 +340,26 @@ class BpfPlane:
         changed = self._programs.publish()
         if self._packets is not None:
             try:
-                changed += self._packets.publish()
-                self.packet_problem = ""
+                self._packets.publish()
             except KernelError as error:
-                log.error("no packet path on the devices: %s", error)
-                self.packet_problem = str(error)
+                log.error("the packet path is not whole: %s", error)
         return changed
 
     def _all_programs(self) -> tuple[Programs, ...]:
         return (self._programs, *([self._packets] if self._packets else ()))
 
-    def look_at_devices(self) -> None:
-        """Brings the packet path to devices that came, and forgets those that went."""
-        if self._packets is not None and self._stray is None:
-            try:
-                self._packets.look()
-            except KernelError as error:
-                self.packet_problem = str(error)
-                raise
-            self.packet_problem = ""
+    def ready(self) -> bool:
+        """Whether all devices had their turn. See base.DataPlane."""
+        status = self._packets.status() if self._packets is not None else None
+        return status is None or status.ready or bool(status.problem)
 
     def packet_status(self) -> PacketStatus:
         """See base.DataPlane."""
-        failed = self._packets.status().failed if self._packets else {}
+        status = self._packets.status() if self._packets is not None else KeeperStatus()
+        failed = status.failed
         return PacketStatus(
             wanted=self._config.packet_path,
-            problem=self.packet_problem,
+            problem=self.packet_problem or status.problem,
             devices=self._config.devices,
             excluded=self._config.excluded_devices,
             failed=tuple(
@@ -483,10 +480,12 @@ class BpfPlane:
         }
 
     def close(self) -> None:
-        """Lets go of all descriptors; pins and attachments stay."""
-        self._tables.close()
+        """Lets go of all descriptors; pins and attachments stay. Programs go first: a thread of
+        theirs uses maps.
+        """
         if hasattr(self, "_programs"):
             load.close_all(self._all_programs())
+        self._tables.close()
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1

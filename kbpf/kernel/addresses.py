@@ -1,0 +1,48 @@
+"""The addresses of this network namespace: listing them, and hearing of changes."""
+
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from typing import Final
+
+from kbpf.kernel import netlink
+from kbpf.kernel.netlink import GROUP_ADDRESSES, Rtnetlink, attributes
+from kbpf.model.address import V4_PREFIX, Addr
+
+RTM_NEWADDR: Final = 20
+RTM_GETADDR: Final = 22
+IFA_ADDRESS: Final = 1
+IFA_LOCAL: Final = 2
+SCOPE_LINK: Final = 253
+SCOPE_HOST: Final = 254
+
+IFADDR: Final = struct.Struct("=BBBBI")
+"""Family, prefix length, flags, scope, ifindex."""
+
+
+def local_addresses() -> tuple[Addr, ...]:
+    """All addresses that others can reach this namespace by, sorted; no loopback, no link-local."""
+    with Rtnetlink() as netlink:
+        told = netlink.dump(RTM_GETADDR, IFADDR.pack(socket.AF_UNSPEC, 0, 0, 0, 0))
+    found = {_address(message.body) for message in told if message.kind == RTM_NEWADDR}
+    return tuple(sorted(address for address in found if address is not None))
+
+
+def _address(body: bytes) -> Addr | None:
+    """The address of one RTM_NEWADDR; None for loopback and link-local ones."""
+    _, _, _, scope, _ = IFADDR.unpack_from(body)
+    if scope in (SCOPE_HOST, SCOPE_LINK):
+        return None
+    found = attributes(body[IFADDR.size :])
+    raw = found.get(IFA_LOCAL, found.get(IFA_ADDRESS, b""))
+    if len(raw) == 4:
+        return Addr(V4_PREFIX + raw)
+    return Addr(raw) if len(raw) == 16 else None
+
+
+def watch_addresses(changed: Callable[[], None], stop: threading.Event) -> None:
+    """Calls `changed` at once and after each change of an address, until `stop` is set. Runs in
+    its thread.
+    """
+    netlink.watch(GROUP_ADDRESSES, changed, stop)
