@@ -11,15 +11,21 @@ from pathlib import Path
 
 import pytest
 
+from kbpf.agent.agent import Agent
 from kbpf.dataplane.bpf import keeper, layout
+from kbpf.dataplane.bpf.layout import NODE, NodeFlag, pack_network
 from kbpf.dataplane.bpf.plane import BpfPlane
 from kbpf.errors import KernelError
 from kbpf.kernel import libbpf, netns
 from kbpf.kernel.libbpf import Map, Program
 from kbpf.kernel.tc import Attachment, Direction, Tc
+from kbpf.model.config import Config, LocalMode
 from kbpf.model.desired import ServiceState
+from kbpf.model.events import Kind, ObjectKey, Synced, Upsert
+from kbpf.model.objects import Node as KubeNode
+from kbpf.source.fields import parse_cidr
 from tests.support.lab import PATIENCE, ip, until
-from tests.support.plane import Site, desired, service, sites
+from tests.support.plane import SIZES, Site, desired, service, sites
 
 START = {"services": 8, "service_names": 8, "backend_slots": 16, "backends": 8, "set_members": 8}
 
@@ -215,3 +221,35 @@ def test_programs_that_could_not_be_loaded_are_loaded_by_the_next_apply(
     node.apply(*many(100, "10.0.0.2:80"))
     assert len(list((node.site.pins / "links").iterdir())) == links
     assert node.in_step()
+
+
+def test_pod_networks_that_come_later_reach_the_programs(
+    site: Site, caplog: pytest.LogCaptureFixture
+):
+    """From the Node's event to the maps; until then it is said once that nobody is detected."""
+    config = Config(
+        node_name="me", packet_path=True, detect_local_mode=LocalMode.NODE_CIDR, sizes=SIZES
+    )
+    plane = site.open(
+        packet_path=True, detect_local_mode=LocalMode.NODE_CIDR, excluded_devices=("*",)
+    )
+    agent = Agent(config, plane, lambda _: ())
+
+    def flags() -> NodeFlag:
+        return NodeFlag(NODE.unpack(site.entries("node")[bytes(4)])[2])
+
+    def hears(*cidrs: str) -> None:
+        said = KubeNode("me", pod_cidrs=tuple(parse_cidr(text, "") for text in cidrs))
+        agent.step([Upsert(ObjectKey(Kind.NODE, "", "me"), said)])
+
+    agent.step([Synced(kind) for kind in Kind])
+    hears()
+    assert flags() == NodeFlag(0)
+    hears("10.1.0.0/24", "fd00:1::/64")
+    assert flags() == NodeFlag.DETECTS_LOCAL | NodeFlag.LOCAL_NETWORKS
+    both = {pack_network(parse_cidr(text, "")) for text in ("10.1.0.0/24", "fd00:1::/64")}
+    assert site.entries("local_networks").keys() == both
+    hears("10.2.0.0/24")
+    assert site.entries("local_networks").keys() == {pack_network(parse_cidr("10.2.0.0/24", ""))}
+    told = [line for line in caplog.messages if line.startswith("detect-local-mode=NodeCIDR")]
+    assert len(told) == 1
