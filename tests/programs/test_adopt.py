@@ -27,12 +27,13 @@ from kbpf.kernel import libbpf
 from kbpf.kernel.libbpf import Link, Map
 from kbpf.model.config import MapSizes
 from kbpf.model.desired import DesiredState
-from kbpf.model.objects import Protocol
+from kbpf.model.objects import Algorithm, Protocol
 from tests.support import plane as plane_support
 from tests.support.lab import until
 from tests.support.plane import HOOKS, Site, desired, dump, service, sites
 
 UDP = Protocol.UDP
+MAGLEV = Algorithm.MAGLEV
 A, B, C, D = (f"10.244.0.{i}:8080" for i in range(1, 5))
 A6, B6 = "[fd00::1]:8080", "[fd00::2]:8080"
 WEB, MORE, VIP = "10.96.0.1:80", "NodePort=0.0.0.0:30080", "LoadBalancer=192.0.2.1:80"
@@ -69,6 +70,38 @@ STATES: dict[str, DesiredState] = {
     "a Service that lost all its frontends": desired(
         service("new", f"{WEB} {MORE}", f"{B}"), service("web", "", f"{A} {B}")
     ),
+    "weights": desired(
+        service(
+            "web", f"{WEB} {MORE}", f"{A} {B} {C}", cluster_weights=(1, 3, 2), affinity_timeout=60
+        ),
+        service("one", "10.96.0.9:80", A),
+    ),
+    "other weights": desired(
+        service(
+            "web",
+            f"{WEB} {VIP}",
+            f"{A} {B} {C}",
+            local=f"{A} {B}",
+            external_local=True,
+            cluster_weights=(2, 3, 2),
+            local_weights=(5, 1),
+        ),
+    ),
+    "Maglev": desired(
+        service("web", f"{WEB} {MORE}", f"{A} {B} {C}", algorithm=MAGLEV),
+        service("one", "10.96.0.9:80", A, algorithm=MAGLEV),
+        service("none", "10.96.0.10:80", algorithm=MAGLEV),
+    ),
+    "Maglev with weights": desired(
+        service(
+            "web",
+            f"{WEB} {MORE}",
+            f"{A} {B} {C}",
+            algorithm=MAGLEV,
+            cluster_weights=(1, 3, 2),
+            affinity_timeout=60,
+        ),
+    ),
     "shared backends": desired(
         service("web", WEB, f"{A} {B} {C}"),
         service("twin", "10.96.0.8:80", f"{A} {B} {C}", affinity_timeout=5),
@@ -86,7 +119,7 @@ def quick_starts() -> Iterator[None]:
         patch.setattr(libbpf, "BATCH", 4)
         sizes = MapSizes(
             frontends=256,
-            slots=1024,
+            slots=8192,
             backends=256,
             sockets=64,
             flows=64,
@@ -296,8 +329,10 @@ def links(site: Site) -> dict[str, tuple[int, int]]:
     return found
 
 
-def test_a_restart_without_news_writes_nothing(site: Site):
-    site.open().apply(OLD, None)
+@pytest.mark.parametrize("which", ["old", "weights", "Maglev", "Maglev with weights"])
+def test_a_restart_without_news_writes_nothing(site: Site, which: str):
+    state = STATES.get(which, OLD)
+    site.open().apply(state, None)
     before, attached = site.dump(), links(site)
     maps = {name: site.pinned(name).id for name in layout.MAPS}
     assert attached.keys() == HOOKS
@@ -305,7 +340,7 @@ def test_a_restart_without_news_writes_nothing(site: Site):
         plane = site.open()
         assert plane.compiled is False
         assert site.dump() == before
-        report = plane.apply(OLD, None)
+        report = plane.apply(state, None)
         assert dict(report.writes) == {}
         assert report.refused == {}
         plane.flush()

@@ -43,7 +43,7 @@ HOMES = {
 """Where an outside library may be imported: folders and files. Others have no home yet."""
 
 PURE = frozenset(
-    ("__future__", "abc", "bisect", "collections", "copy", "dataclasses", "enum", "errno",
+    ("__future__", "abc", "array", "bisect", "collections", "copy", "dataclasses", "enum", "errno",
      "fractions", "functools", "hashlib", "heapq", "ipaddress", "itertools", "json", "math",
      "operator", "re", "string", "struct", "types", "typing", "zlib")
 )  # fmt: skip

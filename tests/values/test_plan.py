@@ -12,15 +12,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kbpf.dataplane.bpf import plan
 from kbpf.dataplane.bpf.ids import BackendTable, Ids
 from kbpf.dataplane.bpf.layout import KIND_FLAGS, Meta, ServiceFlag, ServiceValue
 from kbpf.dataplane.bpf.plan import Planner, Programmed, Writes, need, policy_flags
 from kbpf.model.address import format_addr
 from kbpf.model.desired import Backend, FrontendAddress, ServicePortKey, ServiceState
-from kbpf.model.objects import Protocol
+from kbpf.model.objects import Algorithm, Protocol
+from kbpf.policy.spread import slots
 from tests.support.plane import at, backends, service
 
 UDP = Protocol.UDP
+MAGLEV = Algorithm.MAGLEV
 WEB, NODE_PORT, VIP = "10.96.0.1:80", "NodePort=0.0.0.0:30080", "LoadBalancer=192.0.2.1:80"
 A, B, C = "10.0.0.1:80", "10.0.0.2:80", "10.0.0.3:80"
 
@@ -49,7 +52,7 @@ def written(writes: Writes) -> dict[str, Any]:
     found = {
         "names": [key.name for _, key in writes.names],
         "backends": [str(one) for _, one in writes.backends],
-        "slots": [ids for _, ids in writes.slots],
+        "slots": [list(ids) for _, ids in writes.slots],
         "members": [ids for _, ids in writes.members],
         "flips": sorted(str(one) for one in writes.flips),
         "removed": sorted(str(one) for one in writes.removed),
@@ -120,6 +123,24 @@ ROWS = [
         {"flips": [AT_VIP], "shut out": ["10.1.0.0"]}),
     Row("deleted with its ranges", web(frontends=VIP, ranges="10.1.0.0/16"), None,
         {"removed": [AT_VIP], "retired": [2], "shut out": ["10.1.0.0"]}),
+    Row("new with weights", None, web(cluster_weights=(1, 2)),
+        {"names": ["web"], "backends": [A, B], "slots": [[1, 2, 2]], "flips": [AT]}),
+    Row("the same weights", web(cluster_weights=(1, 2)), web(cluster_weights=(1, 2)), {}),
+    Row("other weights", web(cluster_weights=(1, 2)), web(cluster_weights=(3, 1)),
+        {"slots": [[1, 1, 1, 2]], "flips": [AT], "retired": [2]}),
+    Row("no weights any more", web(cluster_weights=(1, 2)), web(),
+        {"slots": [[1, 2]], "flips": [AT], "retired": [2]}),
+    Row("each set has its own", web(local=f"{A} {B}", local_weights=(2, 1)),
+        web(local=f"{A} {B}", local_weights=(2, 1), cluster_weights=(1, 3)),
+        {"slots": [[1, 2, 2, 2]], "flips": [AT], "retired": [2]}),
+    Row("members are there once", None, web(cluster_weights=(1, 2), affinity_timeout=9),
+        {"names": ["web"], "backends": [A, B], "slots": [[1, 2, 2]], "members": [[1, 2]],
+         "flips": [AT]}),
+    Row("Maglev with one backend", None, web(A, algorithm=MAGLEV),
+        {"names": ["web"], "backends": [A], "slots": [[1]], "flips": [AT]}),
+    Row("Maglev without endpoints", web("", algorithm=MAGLEV), web("", algorithm=MAGLEV), {}),
+    Row("from random to Maglev with nobody in it is a flip", web(""), web("", algorithm=MAGLEV),
+        {"flips": [AT]}),
     Row("deleted", web(local=A), None, {"removed": [AT], "retired": [2, 1]}),
     Row("TCP clients are never cut", web(), web(A), {"slots": [[1]], "flips": [AT],
                                                      "retired": [2]}),
@@ -197,6 +218,21 @@ def test_a_frontend_that_moves_is_flipped_and_never_removed():
         assert {str(one) for one in ended.removed} == {AT_VIP}
 
 
+def test_a_maglev_set_is_its_table():
+    agent = Agent()
+    state = web(f"{A} {B} {C}", algorithm=MAGLEV, affinity_timeout=5)
+    writes = agent.plan(state)
+    ((number, ids),) = writes.slots
+    assert list(ids) == [1 + i for i in slots(state.cluster, state.cluster_spread)]
+    assert len(ids) == 251
+    (value,) = writes.flips.values()
+    assert (value.cluster_set, value.cluster_size) == (number, 251)
+    assert ServiceFlag(value.flags) & ServiceFlag.MAGLEV
+    assert writes.members == [(number, [1, 2, 3])]
+    assert written(agent.plan(state)) == {}
+    assert len(agent.plan(web(f"{A} {B} {C}", affinity_timeout=5)).slots[0][1]) == 3
+
+
 class Need(NamedTuple):
     """How many entries a change needs at most."""
 
@@ -213,6 +249,17 @@ NEEDS = [
     Need("one more of three", web(), web(f"{A} {B} {C}"), (0, 0, 0, 3, 0, 1)),
     Need("one less", web(), web(A), (0, 0, 0, 1, 0, 0)),
     Need("a local set of its own", web(), web(local=C), (0, 0, 0, 1, 0, 1)),
+    Need("weights", web(), web(cluster_weights=(2, 3)), (0, 0, 0, 5, 0, 0)),
+    Need(
+        "the same weights",
+        web(cluster_weights=(2, 3)),
+        web(cluster_weights=(2, 3)),
+        (0, 0, 0, 0, 0, 0),
+    ),
+    Need("Maglev", web(), web(algorithm=MAGLEV, affinity_timeout=9), (0, 0, 0, 251, 2, 0)),
+    Need(
+        "Maglev for both sets", None, web(local=f"{A} {C}", algorithm=MAGLEV), (1, 1, 0, 502, 0, 3)
+    ),
     Need("affinity", web(), web(affinity_timeout=9), (0, 0, 0, 2, 2, 0)),
     Need("who only serves", dns(A), dns(A, serving=f"{A} {B} {C}"), (0, 0, 0, 0, 0, 2)),
     Need(
@@ -288,8 +335,10 @@ class Maps:
     def retire(self, agent: Agent, writes: Writes) -> Iterator[None]:
         """Step 5."""
         for old in writes.retired.sets:
-            for index, one in enumerate(old.backends):
+            for one in old.backends:
                 self.members.discard((old.id, agent.table.id_of(one)))
+                yield
+            for index in range(old.size):
                 del self.slots[old.id, index]
                 yield
         gone = [
@@ -319,22 +368,34 @@ class Maps:
 
 
 def wanted(states: Mapping[str, ServiceState]) -> dict[FrontendAddress, Any]:
-
     return {
-        f.at: (policy_flags(s) | KIND_FLAGS[f.kind], s.affinity_timeout, s.cluster, s.local)
+        f.at: (
+            policy_flags(s) | KIND_FLAGS[f.kind], s.affinity_timeout,
+            tuple(s.cluster[i] for i in slots(s.cluster, s.cluster_spread)),
+            tuple(s.local[i] for i in slots(s.local, s.local_spread)),
+        )
         for s in states.values()
         for f in s.frontends
-    }
+    }  # fmt: skip
+
+
+def weights(to: str, heavy: int) -> tuple[int, ...]:
+    """The first one's is `heavy`, the others' 1."""
+    count = len(to.split())
+    return (heavy, *(1,) * (count - 1)) if count > 1 and heavy > 1 else ()
 
 
 endpoints = st.lists(st.sampled_from([A, B, C]), unique=True).map(" ".join)
 states = st.builds(
-    lambda name, protocol, n, to, local, extra, affinity: service(
+    lambda name, protocol, n, to, local, extra, affinity, heavy, algorithm: service(
         name, " ".join(f"10.96.{ord(name)}.{i}:80" for i in range(1, n + 1)), to, protocol,
         local=local, serving=" ".join({*to.split(), *extra.split()}), affinity_timeout=affinity,
+        cluster_weights=weights(to, heavy), local_weights=weights(local, heavy),
+        algorithm=algorithm,
     ),
     st.sampled_from("abc"), st.sampled_from([Protocol.TCP, UDP]), st.integers(0, 3),
-    endpoints, endpoints, endpoints, st.sampled_from([0, 0, 7]),
+    endpoints, endpoints, endpoints, st.sampled_from([0, 0, 7]), st.sampled_from([1, 1, 2, 3]),
+    st.sampled_from([Algorithm.RANDOM, Algorithm.RANDOM, MAGLEV]),
 )  # fmt: skip
 
 
@@ -342,6 +403,13 @@ states = st.builds(
 @given(st.lists(st.tuples(st.lists(states, max_size=3), st.booleans()), max_size=6))
 def test_at_every_point_every_frontend_has_a_whole_set(batches):
     """Old or new, nothing between; retired at once or much later, it ends the same."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kbpf.policy.spread.PRIMES", (7, 11))
+        patch.setattr(plan, "_table", slots)  # which remembers tables of other sizes
+        follow(batches)
+
+
+def follow(batches: list[tuple[list[ServiceState], bool]]) -> None:
     agent, maps, now = Agent(), Maps(), {}
     waiting: list[Writes] = []
     for batch, retire in batches:

@@ -5,6 +5,7 @@ backends, a frontend only when its value is what its Service port says. The rest
 until the first complete apply(), which replaces or removes it.
 """
 
+from array import array
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from kbpf.dataplane.bpf.layout import (
     unpack_name,
     unpack_range,
 )
-from kbpf.dataplane.bpf.plan import EMPTY, Programmed, ProgrammedSet
+from kbpf.dataplane.bpf.plan import EMPTY, Programmed, ProgrammedSet, fingerprint
 from kbpf.kernel.libbpf import Map
 from kbpf.model.address import Addr
 from kbpf.model.desired import Backend, Frontend, FrontendAddress, ServicePortKey
@@ -28,7 +29,9 @@ from kbpf.model.objects import Cidr, Protocol
 
 _KINDS = {int(flag): kind for kind, flag in KIND_FLAGS.items()}
 Contents = Mapping[str, Mapping[bytes, bytes]]
-READ = ("services", "service_names", "backend_slots", "backends", "set_members", "source_ranges")
+Sets = Mapping[int, "array[int]"]
+"""Set id → its slots, each as index and backend id in one number: there may be millions."""
+READ = ("services", "service_names", "backends", "set_members", "source_ranges")
 _KIND_BITS = ServiceFlag(sum(KIND_FLAGS.values()))
 
 
@@ -71,7 +74,7 @@ def read(maps: Mapping[str, Map]) -> Adopted:
     contents = {name: dict(maps[name].items()) for name in READ}
     found.fill = {name: len(entries) for name, entries in contents.items()}
     by_id = _backends(contents, found)
-    sets = _sets(contents, by_id, found)
+    sets = _sets(maps["backend_slots"], found)
     members = defaultdict(set)
     for raw, _ in contents["set_members"].items():
         set_id, backend = PAIR.unpack(raw)
@@ -80,9 +83,9 @@ def read(maps: Mapping[str, Map]) -> Adopted:
     for key, raw in contents["services"].items():
         value = ServiceValue.unpack(raw)
         entries[value.id].append((address_of(key), value))
-    owned = _services(contents, entries, sets, members, found)
+    owned = _services(contents, entries, _Found(sets, members, by_id, found.backends), found)
     _ranges(contents, found)
-    _strays(contents, owned, found)
+    _strays(contents, sets, owned, found)
     return found
 
 
@@ -113,25 +116,48 @@ def _backends(contents: Contents, found: Adopted) -> dict[int, Backend]:
     return by_id
 
 
-def _sets(
-    contents: Contents, by_id: Mapping[int, Backend], found: Adopted
-) -> dict[int, dict[int, Backend]]:
-    sets: dict[int, dict[int, Backend]] = defaultdict(dict)
-    for key, raw in contents["backend_slots"].items():
+def _sets(slots: Map, found: Adopted) -> Sets:
+    sets: dict[int, array[int]] = defaultdict(lambda: array("Q"))
+    count = 0
+    for count, (key, raw) in enumerate(slots.items(), 1):  # noqa: B007
         set_id, index = PAIR.unpack(key)
-        found.highest_set = max(found.highest_set, set_id)
-        backend = by_id.get(int.from_bytes(raw, "little"))
-        # A set that names the second id of a backend is not taken over: it is written anew.
-        if backend is not None and found.backends[backend] == int.from_bytes(raw, "little"):
-            sets[set_id][index] = backend
+        sets[set_id].append(index << 32 | int.from_bytes(raw, "little"))
+    found.fill["backend_slots"] = count
+    found.highest_set = max(sets, default=0)
     return sets
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What sets are put together from: slots, members by set id, backends by id and the reverse."""
+
+    slots: Sets
+    members: Mapping[int, set[int]]
+    by_id: Mapping[int, Backend]
+    ids: Mapping[Backend, int]
+
+    def whole(self, set_id: int, size: int) -> ProgrammedSet:
+        """The set, or EMPTY unless all its slots lead to backends. One that names the second id of
+        a backend is not taken over: it is written anew.
+        """
+        places = sorted(self.slots.get(set_id, ()))
+        if not set_id or [place >> 32 for place in places] != list(range(size)):
+            return EMPTY
+        chosen = [place & 0xFFFF_FFFF for place in places]
+        distinct = set(chosen)
+        if any(self.ids.get(self.by_id[i]) != i if i in self.by_id else True for i in distinct):
+            return EMPTY
+        backends = tuple(sorted(self.by_id[i] for i in distinct))
+        position = {self.ids[backend]: at for at, backend in enumerate(backends)}
+        table = fingerprint([position[i] for i in chosen])
+        members = self.members.get(set_id, set()) == distinct
+        return ProgrammedSet(set_id, backends, members, size, None, table)
 
 
 def _services(
     contents: Contents,
     entries: Mapping[int, list[tuple[FrontendAddress, ServiceValue]]],
-    sets: Mapping[int, Mapping[int, Backend]],
-    members: Mapping[int, set[int]],
+    sets: _Found,
     found: Adopted,
 ) -> dict[int, bool]:
     owned: dict[int, bool] = {}
@@ -148,7 +174,7 @@ def _services(
             found.unused_names[name] = service_id
             continue
         named.add(service_id)
-        owner = _one(service_id, entries[service_id], sets, members, found)
+        owner = _one(service_id, entries[service_id], sets, found)
         found.programmed[name] = owner
         owned |= {s.id: s.members for s in (owner.cluster, owner.local)}
     for service_id, values in entries.items():
@@ -161,8 +187,7 @@ def _services(
 def _one(
     service_id: int,
     values: list[tuple[FrontendAddress, ServiceValue]],
-    sets: Mapping[int, Mapping[int, Backend]],
-    members: Mapping[int, set[int]],
+    sets: _Found,
     found: Adopted,
 ) -> Programmed:
     """The Service port as most of its frontends tell it."""
@@ -172,8 +197,8 @@ def _one(
         ServiceFlag(first.flags & ~int(_KIND_BITS | ServiceFlag.RESTRICTED)),
         first.affinity_timeout,
         (),
-        _whole(first.cluster_set, first.cluster_size, sets, members, found),
-        _whole(first.local_set, first.local_size, sets, members, found),
+        sets.whole(first.cluster_set, first.cluster_size),
+        sets.whole(first.local_set, first.local_size),
     )
     good = []
     for at, value in sorted(values):
@@ -187,25 +212,9 @@ def _one(
     )
 
 
-def _whole(
-    set_id: int,
-    size: int,
-    sets: Mapping[int, Mapping[int, Backend]],
-    members: Mapping[int, set[int]],
-    found: Adopted,
-) -> ProgrammedSet:
-    slots = sets.get(set_id, {})
-    if not set_id or set(slots) != set(range(size)):
-        return EMPTY
-    backends = tuple(slots[i] for i in range(size))
-    has_members = members.get(set_id, set()) == {found.backends[b] for b in backends}
-    return ProgrammedSet(set_id, backends, has_members)
-
-
-def _strays(contents: Contents, owned: Mapping[int, bool], found: Adopted) -> None:
-    for key, _ in contents["backend_slots"].items():
-        if PAIR.unpack(key)[0] not in owned:
-            found.stray_slots.append(key)
+def _strays(contents: Contents, sets: Sets, owned: Mapping[int, bool], found: Adopted) -> None:
+    for set_id in sets.keys() - owned.keys():
+        found.stray_slots += [PAIR.pack(set_id, place >> 32) for place in sets[set_id]]
     for key, _ in contents["set_members"].items():
         if not owned.get(PAIR.unpack(key)[0], False):
             found.stray_members.append(key)

@@ -5,6 +5,7 @@ in host order except ports, which are in network order as the socket hooks give 
 """
 
 import hashlib
+from array import array
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
 from struct import Struct
@@ -213,6 +214,14 @@ STATUS_SIZE: Final = 32_768
 def pack_target(address: Addr | bytes, port: int, protocol: int) -> bytes:
     """struct target, from its parts."""
     return TARGET.pack(address, port.to_bytes(2, "big"), protocol)
+
+
+def pack_slots(set_id: int, size: int) -> bytes:
+    """All keys of a set in backend_slots: struct slot, back to back."""
+    keys = array("I", bytes(8 * size))
+    keys[0::2] = array("I", [set_id]) * size
+    keys[1::2] = array("I", range(size))
+    return keys.tobytes()
 
 
 def pack_range(service_id: int, cidr: Cidr) -> bytes:

@@ -9,8 +9,11 @@ The order, and why:
 A crash between any two steps leaves every frontend with a complete set, old or new.
 """
 
-from collections.abc import Iterable
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from hashlib import blake2b
 from typing import Final
 
 import msgspec
@@ -18,25 +21,63 @@ import msgspec
 from kbpf.dataplane.bpf.ids import BackendTable, Ids
 from kbpf.dataplane.bpf.layout import KIND_FLAGS, ServiceFlag, ServiceValue
 from kbpf.model.desired import (
+    EVENLY,
     Backend,
     BackendSet,
     Frontend,
     FrontendAddress,
     ServicePortKey,
     ServiceState,
+    Spread,
 )
-from kbpf.model.objects import Cidr, Protocol
+from kbpf.model.objects import Algorithm, Cidr, Protocol
+from kbpf.policy.spread import slot_count, slots
 
 
 class ProgrammedSet(msgspec.Struct, frozen=True):
-    """A set in the kernel: its id (0: empty, no slots), who is in it, whether in set_members."""
+    """A set in the kernel: its id (0: empty, no slots), who is in it (sorted, each once), whether
+    in set_members, and how many slots it has.
+
+    `spread`: what the slots were made of. None when they were found in the maps; then `table` is
+    their fingerprint().
+    """
 
     id: int = 0
     backends: BackendSet = ()
     members: bool = False
+    size: int = 0
+    spread: Spread | None = EVENLY
+    table: bytes = b""
+
+    def stays(self, backends: BackendSet, spread: Spread, members: bool) -> bool:
+        """Whether the set is just what is wanted."""
+        if self.backends != backends:
+            return False
+        if not backends:
+            return True
+        if self.spread is None:
+            return self.members == members and self.table == _table_of(backends, spread)
+        return self.members == members and self.spread == spread
 
 
 EMPTY: Final = ProgrammedSet()
+
+
+def fingerprint(table: Sequence[int]) -> bytes:
+    """Equal for equal slots (indexes into the set's backends); b"" for one each, in order."""
+    if all(index == at for at, index in enumerate(table)):
+        return b""
+    return blake2b(array("I", table), digest_size=16).digest()
+
+
+@lru_cache(maxsize=2)
+def _table(backends: BackendSet, spread: Spread) -> tuple[int, ...]:
+    """The slots; kept for a moment, since a Service's sets are often the same."""
+    return slots(backends, spread)
+
+
+def _table_of(backends: BackendSet, spread: Spread) -> bytes:
+    return b"" if spread == EVENLY else fingerprint(_table(backends, spread))
 
 
 class Programmed(msgspec.Struct, frozen=True):
@@ -59,9 +100,9 @@ class Programmed(msgspec.Struct, frozen=True):
             int(self.flags | KIND_FLAGS[frontend.kind] | restricted),
             self.affinity_timeout,
             self.cluster.id,
-            len(self.cluster.backends),
+            self.cluster.size,
             self.local.id,
-            len(self.local.backends),
+            self.local.size,
         )
 
 
@@ -92,7 +133,7 @@ class Writes:
 
     names: list[tuple[int, ServicePortKey]] = field(default_factory=list)
     backends: list[tuple[int, Backend]] = field(default_factory=list)
-    slots: list[tuple[int, list[int]]] = field(default_factory=list)
+    slots: list[tuple[int, Sequence[int]]] = field(default_factory=list)
     members: list[tuple[int, list[int]]] = field(default_factory=list)
     flips: dict[FrontendAddress, ServiceValue] = field(default_factory=dict)
     removed: set[FrontendAddress] = field(default_factory=set)
@@ -149,8 +190,9 @@ class Planner:
             service_id = self._ids.service()
             self.writes.names.append((service_id, key))
         affine = new.affinity_timeout > 0
-        cluster = self._set(old.cluster if old else EMPTY, new.cluster, affine)
-        local = self._set(old.local if old else EMPTY, new.local, affine)
+        had, had_local = (old.cluster, old.local) if old else (EMPTY, EMPTY)
+        cluster = self._set(had, new.cluster, new.cluster_spread, affine)
+        local = self._set(had_local, new.local, new.local_spread, affine)
         serving = new.serving if key.protocol == Protocol.UDP else ()
         self._serving(service_id, old.serving if old else (), serving)
         if old and old.affinity_timeout and not affine:
@@ -161,15 +203,20 @@ class Planner:
             serving, new.source_ranges,
         )  # fmt: skip
 
-    def _set(self, old: ProgrammedSet, backends: BackendSet, affine: bool) -> ProgrammedSet:
-        if old.backends == backends and (old.members == affine or not backends):
-            return old
+    def _set(
+        self, old: ProgrammedSet, backends: BackendSet, spread: Spread, affine: bool
+    ) -> ProgrammedSet:
+        if old.stays(backends, spread, affine):
+            return msgspec.structs.replace(old, spread=spread) if old.spread is None else old
         new = EMPTY
         if backends:
             self.writes.backends += self._table.hold(backends)
             ids = [self._table.id_of(b) for b in backends]
-            new = ProgrammedSet(self._ids.set(), backends, affine)
-            self.writes.slots.append((new.id, ids))
+            places: Sequence[int] = ids
+            if spread != EVENLY:
+                places = array("I", [ids[index] for index in _table(backends, spread)])
+            new = ProgrammedSet(self._ids.set(), backends, affine, len(places), spread)
+            self.writes.slots.append((new.id, places))
             if affine:
                 self.writes.members.append((new.id, ids))
         self._retire(old)
@@ -223,6 +270,8 @@ def policy_flags(state: ServiceState) -> ServiceFlag:
         flags |= ServiceFlag.EXTERNAL_LOCAL
     if state.any_endpoints:
         flags |= ServiceFlag.ANY_ENDPOINTS
+    if state.algorithm is Algorithm.MAGLEV:
+        flags |= ServiceFlag.MAGLEV
     return flags
 
 
@@ -233,22 +282,30 @@ def need(old: Programmed | None, new: ServiceState | None, table: BackendTable) 
     old_at = {f.at for f in old.frontends} if old else set()
     affine = new.affinity_timeout > 0
     serving = new.serving if new.key.protocol == Protocol.UDP else ()
-    slots, held = 0, set(serving if not old or old.serving != serving else ())
-    for had, wanted in (
-        (old.cluster if old else EMPTY, new.cluster),
-        (old.local if old else EMPTY, new.local),
-    ):
-        if had.backends != wanted or had.members != affine:
-            slots += len(wanted)
+    places, members = 0, 0
+    held = set(serving if not old or old.serving != serving else ())
+    for had, wanted, spread in _sets(old, new):
+        if not had.stays(wanted, spread, affine):
+            places += slot_count(len(wanted), spread)
+            members += len(wanted)
             held.update(wanted)
     return {
         "services": sum(f.at not in old_at for f in new.frontends),
         "service_names": 0 if old else 1,
         "source_ranges": len(set(new.source_ranges) - set(old.source_ranges if old else ())),
-        "backend_slots": slots,
-        "set_members": slots if affine else 0,
+        "backend_slots": places,
+        "set_members": members if affine else 0,
         "backends": table.unknown(held),
     }
+
+
+def _sets(
+    old: Programmed | None, new: ServiceState
+) -> Iterable[tuple[ProgrammedSet, BackendSet, Spread]]:
+    """Both sets: what is programmed, and what is wanted."""
+    had, had_local = (old.cluster, old.local) if old else (EMPTY, EMPTY)
+    yield had, new.cluster, new.cluster_spread
+    yield had_local, new.local, new.local_spread
 
 
 def leaving(
@@ -260,22 +317,23 @@ def leaving(
     """How many entries are on their way out, by map: what waits for its grace period, and what
     this change puts out of use.
     """
-    slots = members = 0
+    places = members = 0
     sets = []
     for retired in waiting:
-        slots += len(retired.slot_keys)
+        places += len(retired.slot_keys)
         members += len(retired.member_keys)
         sets += [*(s for s in retired.sets)]
         sets += [ProgrammedSet(0, backends) for backends in retired.release]
-    if old is not None:
-        affine = new is not None and new.affinity_timeout > 0
-        wanted = (new.cluster, new.local) if new else ((), ())
-        pairs = zip((old.cluster, old.local), wanted, strict=True)
-        sets += [had for had, now in pairs if had.backends != now or had.members != affine]
-    slots += sum(len(s.backends) for s in sets if s.id)
+    if old is not None and new is not None:
+        affine = new.affinity_timeout > 0
+        pairs = _sets(old, new)
+        sets += [had for had, to, spread in pairs if not had.stays(to, spread, affine)]
+    elif old is not None:
+        sets += [old.cluster, old.local]
+    places += sum(s.size for s in sets if s.id)
     members += sum(len(s.backends) for s in sets if s.id and s.members)
     return {
-        "backend_slots": slots,
+        "backend_slots": places,
         "set_members": members,
         "backends": table.only_in(s.backends for s in sets),
     }

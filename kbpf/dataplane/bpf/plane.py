@@ -7,6 +7,7 @@ for the grace period in a queue that tick() empties; nobody sleeps.
 import logging
 import os
 import time
+from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Final
@@ -29,6 +30,7 @@ from kbpf.dataplane.bpf.layout import (
     Meta,
     pack_name,
     pack_range,
+    pack_slots,
     pack_target,
 )
 from kbpf.dataplane.bpf.load import Pins, Programs, SocketPrograms
@@ -429,15 +431,16 @@ class BpfPlane:
         return done
 
     def _retire(self, retired: Retired) -> None:
+        slots = list(retired.slot_keys)
         for old in retired.sets:
-            retired.slot_keys += [PAIR.pack(old.id, i) for i in range(len(old.backends))]
+            slots.append(pack_slots(old.id, old.size))
             if old.members:
                 ids = map(self._table.id_of, old.backends)
                 retired.member_keys += [PAIR.pack(old.id, i) for i in ids]
         for backends in (*(s.backends for s in retired.sets), *retired.release):
             retired.backend_ids += self._table.release(backends)
         drop = self._tables.drop
-        drop("backend_slots", retired.slot_keys)
+        drop("backend_slots", slots)
         drop("set_members", retired.member_keys)
         drop("backends", map(U32.pack, retired.backend_ids))
         drop("service_names", map(U32.pack, retired.names))
@@ -526,9 +529,9 @@ def _target(backend: Backend | FrontendAddress) -> bytes:
 
 
 def _slots(writes: Writes) -> Iterable[tuple[bytes, bytes]]:
+    """All slots of a set at once: keys and values back to back."""
     for set_id, ids in writes.slots:
-        for index, backend_id in enumerate(ids):
-            yield PAIR.pack(set_id, index), U32.pack(backend_id)
+        yield pack_slots(set_id, len(ids)), array("I", ids).tobytes()
 
 
 def _members(writes: Writes) -> Iterable[tuple[bytes, bytes]]:

@@ -23,6 +23,9 @@ log = logging.getLogger("kbpf.dataplane")
 OVERLAP: Final = 2
 """A map may be so many times as big as its limit while old sets wait beside new ones."""
 
+PIECE: Final = 1 << 21
+"""Bytes of keys: more than that are not gathered before they are written."""
+
 HEADROOM: Final = 0.8
 """A map that would be fuller than this is made twice as big, or more."""
 
@@ -58,22 +61,32 @@ class Tables:
     def put(
         self, name: str, entries: Iterable[tuple[bytes, bytes]], new: int | None = None
     ) -> None:
-        """Writes entries; `new` of them were not there before (None: all)."""
+        """Writes entries, each one or several back to back; `new` of them were not there before
+        (None: all). Many are written in pieces, as soon as there are PIECE bytes of keys.
+        """
         keys, values = bytearray(), bytearray()
+        count = 0
         for key, value in entries:
             keys += key
             values += value
-        if not keys:
-            return
+            if len(keys) >= PIECE:
+                count += self._put(name, bytes(keys), bytes(values))
+                keys, values = bytearray(), bytearray()
+        count += self._put(name, bytes(keys), bytes(values))
+        self.fill[name] += count if new is None else new
+
+    def _put(self, name: str, keys: bytes, values: bytes) -> int:
+        """Entries back to back, and how many they are."""
         target = self.maps[name]
         count = len(keys) // target.key_size
         if count == 1:
-            target.update(bytes(keys), bytes(values))
+            target.update(keys, values)
             self.calls += 1
-        else:
-            self.calls += target.update_batch(bytes(keys), bytes(values))
-        self.writes[name] += count
-        self.fill[name] += count if new is None else new
+        elif count:
+            self.calls += target.update_batch(keys, values)
+        if count:
+            self.writes[name] += count
+        return count
 
     def drop(self, name: str, keys: Iterable[bytes]) -> None:
         """Deletes entries."""
