@@ -23,7 +23,9 @@ struct asker {
 	struct affinity_key key; /* but for the service: whom affinity knows */
 	u64 netns;               /* cookie; 0 for packets */
 	bool outside;            /* not this node, nor a pod of it: the external policy holds */
-	bool by_packet;          /* the key is the client's address */
+	bool by_packet;          /* the key is the client's address, and the hashes are there */
+	u32 client_hash;         /* of the client's address */
+	u32 flow_hash;           /* of client, frontend, ports and protocol */
 };
 
 struct choice {
@@ -130,33 +132,43 @@ static __always_inline u32 affinity_find(const struct affinity_key *key, u32 set
 	return set_members.lookup(&member) ? member.backend : 0;
 }
 
-static __always_inline u32 random_slot(u32 set, u32 size)
+/* The place in a set that a client without a history gets. A slot at random is right for every
+ * set, since shares are counts of slots. A packet's Maglev slot follows from who it is from, so
+ * another node chooses the same; a socket at connect() or sendto() has no port yet, and its flow
+ * stays on this node anyway. */
+static __always_inline u32 choose_slot(const struct service *service, u32 size,
+				       const struct asker *who)
 {
-	struct slot slot = {.set = set};
-	u32 *id;
+	if (who->by_packet && (service->flags & SERVICE_MAGLEV))
+		return (service->affinity_timeout ? who->client_hash : who->flow_hash) % size;
+	return ((u64)bpf_get_prandom_u32() * size) >> 32;
+}
 
-	slot.index = ((u64)bpf_get_prandom_u32() * size) >> 32;
-	id = backend_slots.lookup(&slot);
+static __always_inline u32 backend_at(u32 set, u32 index)
+{
+	struct slot slot = {.set = set, .index = index};
+	u32 *id = backend_slots.lookup(&slot);
+
 	return id ? *id : 0;
 }
 
-/* A backend id out of a set, by affinity or at random; 0 if the set is gone. */
+/* A backend id out of a set, by affinity or by its slot; 0 if the set is gone. */
 static __always_inline u32 pick_backend(const struct service *service, u32 set, u32 size,
-					const struct affinity_key *client, enum reason *reason)
+					const struct asker *who, enum reason *reason)
 {
 	struct affinity last = {.last_used = bpf_ktime_get_ns()};
-	struct affinity_key key = *client;
+	struct affinity_key key = who->key;
 
 	*reason = TRANSLATED;
 	if (!service->affinity_timeout)
-		return random_slot(set, size);
+		return backend_at(set, choose_slot(service, size, who));
 	key.service = service->id;
 	last.backend =
 		affinity_find(&key, set, service->affinity_timeout * 1000000000ULL, last.last_used);
 	if (last.backend)
 		*reason = TRANSLATED_BY_AFFINITY;
 	else
-		last.backend = random_slot(set, size);
+		last.backend = backend_at(set, choose_slot(service, size, who));
 	if (last.backend)
 		affinity.update(&key, &last);
 	return last.backend;
@@ -219,7 +231,7 @@ static __always_inline enum verdict choose_once(const struct target *to, const s
 		out->reason = elsewhere ? NO_LOCAL_ENDPOINTS : NO_ENDPOINTS;
 		return elsewhere ? DROP : REFUSE;
 	}
-	out->backend_id = pick_backend(&service, set, size, &who->key, &out->reason);
+	out->backend_id = pick_backend(&service, set, size, who, &out->reason);
 	backend = backends.lookup(&out->backend_id);
 	if (!out->backend_id || !backend) {
 		out->reason = SET_VANISHED;

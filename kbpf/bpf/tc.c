@@ -11,6 +11,7 @@
 #include "addr.h"
 #include "maps.h"
 #include "lookup.h"
+#include "hash.h"
 #include "packet.h"
 #include "sctp.h"
 #include "rewrite.h"
@@ -423,6 +424,7 @@ int tc_new(struct __sk_buff *skb)
 		return TC_NEXT;
 	who.outside = !(device->flags & DEVICE_LOCAL);
 	who.key.client = p.tuple.from.address;
+	set_hashes(&who, &p.tuple);
 	v = choose(&p.tuple.to, &who, &c);
 	if (v == PASS)
 		return finish(TC_NEXT, c.reason);
@@ -499,6 +501,7 @@ int tc_host_new(struct __sk_buff *skb)
 	if (!device || !parse(skb, device->l2, &p))
 		return TC_NEXT;
 	who.key.client = p.tuple.from.address;
+	set_hashes(&who, &p.tuple);
 	v = choose(&p.tuple.to, &who, &c);
 	if (v == PASS)
 		return finish(TC_NEXT, c.reason);
