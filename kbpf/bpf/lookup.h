@@ -146,9 +146,11 @@ static __always_inline u32 choose_slot(const struct service *service, u32 size,
 
 static __always_inline u32 backend_at(u32 set, u32 index)
 {
-	struct slot slot = {.set = set, .index = index};
-	u32 *id = backend_slots.lookup(&slot);
+	struct slot slot = {.set = set};
+	u32 *id;
 
+	slot.index = index;
+	id = backend_slots.lookup(&slot);
 	return id ? *id : 0;
 }
 

@@ -55,8 +55,9 @@ def _behind(value: ServiceValue, snapshot: Snapshot) -> tuple[Backend, ...]:
         return ()
     local = ServiceFlag.INTERNAL_LOCAL in flags
     slots = snapshot.sets.get(value.local_set if local else value.cluster_set, {})
-    found = tuple(snapshot.backends[b] for b in slots.values() if b in snapshot.backends)
-    return found if len(found) == len(slots) else ()
+    distinct = sorted(set(slots.values()))
+    found = tuple(snapshot.backends[b] for b in distinct if b in snapshot.backends)
+    return found if len(found) == len(distinct) else ()
 
 
 def rows(snapshot: Snapshot) -> Iterator[CheckRow]:

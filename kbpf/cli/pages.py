@@ -31,6 +31,7 @@ def _service(detail: ServiceDetail) -> Iterator[str]:
                 ("service id", str(row.id)),
                 ("internal policy", row.internal_policy),
                 ("external policy", row.external_policy),
+                ("algorithm", row.algorithm),
                 ("affinity", affinity),
             )
         )
@@ -46,7 +47,8 @@ def _sets(name: str, sets: Sequence[SetRow]) -> Iterator[str]:
         yield f"  {name} set: empty"
     for one in sets:
         missing = f", {one.missing} MISSING" if one.missing else ""
-        yield f"  {name} set {one.id}: {one.size} backends{missing}"
+        slots = f" in {one.size} slots" if one.size > len(one.backends) else ""
+        yield f"  {name} set {one.id}: {len(one.backends)} backends{slots}{missing}"
         yield render.indent(render.table(one.backends, BACKEND_COLUMNS), "    ")
 
 

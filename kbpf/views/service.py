@@ -1,6 +1,7 @@
-"""One Service in full: every frontend, every backend set, every place in it."""
+"""One Service in full: every frontend, every backend set, and how much each backend gets."""
 
 import difflib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
@@ -16,16 +17,20 @@ __all__ = ["NEEDS", "ServiceDetail", "details"]
 
 
 class BackendRow(msgspec.Struct, frozen=True):
-    """A place of a set. An address of "" means that the backend is missing."""
+    """A backend of a set: its first slot, how many it has, and what part of all that is (0 to 1).
+    An address of "" means that the backend is missing.
+    """
 
     index: int
     id: int
     address: str
     port: int
+    slots: int
+    share: float
 
 
 class SetRow(msgspec.Struct, frozen=True):
-    """A backend set. `missing`: places that should lead to a backend and do not."""
+    """A backend set. `size`: its slots; `missing`: those that lead to no backend and should."""
 
     id: int
     size: int
@@ -81,15 +86,26 @@ def _detail(row: ServiceRow, snapshot: Snapshot) -> ServiceDetail:
 def _sets(sizes: Mapping[int, int], snapshot: Snapshot) -> Iterator[SetRow]:
     for set_id, size in sorted(sizes.items()):
         slots = snapshot.sets.get(set_id, {})
-        places = tuple(_place(index, slots.get(index, 0), snapshot) for index in range(size))
-        yield SetRow(set_id, size, sum(not p.address for p in places), places)
+        first: dict[int, int] = {}
+        counts: Counter[int] = Counter()
+        for index in range(size):
+            backend_id = slots.get(index, 0)
+            counts[backend_id] += 1
+            first.setdefault(backend_id, index)
+        rows = tuple(
+            _backend(index, backend_id, counts[backend_id], size, snapshot)
+            for backend_id, index in first.items()
+        )
+        yield SetRow(set_id, size, sum(row.slots for row in rows if not row.address), rows)
 
 
-def _place(index: int, backend_id: int, snapshot: Snapshot) -> BackendRow:
+def _backend(index: int, backend_id: int, slots: int, size: int, snapshot: Snapshot) -> BackendRow:
+    share = round(slots / size, 4)
     backend = snapshot.backends.get(backend_id)
     if backend is None:
-        return BackendRow(index, backend_id, "", 0)
-    return BackendRow(index, backend_id, format_addr(backend.address), backend.port)
+        return BackendRow(index, backend_id, "", 0, slots, share)
+    address = format_addr(backend.address)
+    return BackendRow(index, backend_id, address, backend.port, slots, share)
 
 
 FRONTEND_COLUMNS: Final = (
@@ -106,7 +122,8 @@ def _address(place: BackendRow) -> str:
 
 
 BACKEND_COLUMNS: Final = (
-    Column("INDEX", lambda b: number(b.index), right=True),
     Column("ID", lambda b: number(b.id), right=True),
     Column("BACKEND", _address),
+    Column("SLOTS", lambda b: number(b.slots), right=True),
+    Column("SHARE", lambda b: f"{b.share:.1%}", right=True),
 )

@@ -1,6 +1,6 @@
 """Services as the maps hold them: one row per Service port and family."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -9,6 +9,7 @@ from kbpf.dataplane.bpf.adopt import frontend_of
 from kbpf.dataplane.bpf.layout import ServiceFlag, ServiceValue
 from kbpf.model.address import ANY4, ANY6, format_addr
 from kbpf.model.desired import FrontendAddress, ServicePortKey
+from kbpf.model.objects import Algorithm
 from kbpf.views.columns import Column, endpoint, number
 from kbpf.views.snapshot import Part, Snapshot
 
@@ -55,6 +56,7 @@ class ServiceRow(msgspec.Struct, frozen=True):
     frontends: tuple[FrontendRow, ...]
     internal_policy: str
     external_policy: str
+    algorithm: str
     affinity_seconds: int
     backends_cluster: int
     backends_local: int | None
@@ -72,7 +74,7 @@ def rows(snapshot: Snapshot) -> tuple[ServiceRow, ...]:
     """All Service ports, by name; frontends that nobody owns come last."""
     behind = _by_service(snapshot)
     found = [
-        _row(service_id, snapshot.names.get(service_id), behind.get(service_id, []))
+        _row(service_id, snapshot.names.get(service_id), behind.get(service_id, []), snapshot.sets)
         for service_id in snapshot.names.keys() | behind.keys()
     ]
     return tuple(
@@ -91,6 +93,7 @@ def _row(
     service_id: int,
     key: ServicePortKey | None,
     entries: Sequence[tuple[FrontendAddress, ServiceValue]],
+    sets: Mapping[int, Mapping[int, int]],
 ) -> ServiceRow:
     frontends = tuple(sorted(map(_frontend, entries), key=_dialled_first))
     values = [value for _, value in entries]
@@ -106,10 +109,21 @@ def _row(
         frontends=frontends,
         internal_policy=POLICY[ServiceFlag.INTERNAL_LOCAL in flags],
         external_policy=POLICY[ServiceFlag.EXTERNAL_LOCAL in flags],
+        algorithm=str(Algorithm.MAGLEV if ServiceFlag.MAGLEV in flags else Algorithm.RANDOM),
         affinity_seconds=max((v.affinity_timeout for v in values), default=0),
-        backends_cluster=max((v.cluster_size for v in values), default=0),
-        backends_local=max(v.local_size for v in values) if wants_local else None,
+        backends_cluster=_most({(v.cluster_set, v.cluster_size) for v in values}, sets),
+        backends_local=_most({(v.local_set, v.local_size) for v in values}, sets)
+        if wants_local
+        else None,
     )
+
+
+def _most(found: Iterable[tuple[int, int]], sets: Mapping[int, Mapping[int, int]]) -> int:
+    """Backends of the largest of these sets (id, slots): there may be fewer than slots. A slot
+    that is missing counts as one.
+    """
+    slots = ((sets.get(set_id, {}), size) for set_id, size in found)
+    return max((len(set(s.values())) + max(0, size - len(s)) for s, size in slots), default=0)
 
 
 def _frontend(entry: tuple[FrontendAddress, ServiceValue]) -> FrontendRow:
@@ -169,6 +183,7 @@ COLUMNS: Final = (
     Column("FRONTENDS", _frontends),
     Column("BACKENDS", _backends),
     Column("POLICY", _policy),
+    Column("ALGORITHM", lambda r: r.algorithm, wide=True),
     Column("AFFINITY", lambda r: f"{r.affinity_seconds}s" if r.affinity_seconds else "-"),
     Column("FAMILY", lambda r: f"IPv{r.family}" if r.family else "-", wide=True),
     Column("ID", lambda r: number(r.id), wide=True, right=True),

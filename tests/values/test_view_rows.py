@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import pytest
 from msgspec.structs import replace
 
+from kbpf.cli import pages
 from kbpf.cli.attached import MOST_BACKENDS, targets
 from kbpf.dataplane.bpf.hooks import HOOKS
 from kbpf.dataplane.bpf.layout import (
@@ -100,6 +101,28 @@ def test_a_place_that_leads_nowhere_is_missing():
         (5, "10.244.0.1"), (6, ""), (0, ""),
     ]  # fmt: skip
     assert detail.cluster[0].missing == 2
+
+
+def test_a_backend_is_shown_once_with_its_share():
+    """A weighted or Maglev set has more slots than backends."""
+    held = snapshot(
+        frontends={at("10.96.0.1"): value(1, size=4, flags=CLUSTER_IP | int(ServiceFlag.MAGLEV))},
+        names={1: key("web")},
+        sets={1: {0: 6, 1: 5, 2: 6, 3: 6}},
+        backends={5: backend(1), 6: backend(2)},
+    )
+    (detail,) = service.details(held, "web")
+    (one,) = detail.cluster
+    assert (one.size, one.missing) == (4, 0)
+    assert [(b.id, b.index, b.slots, b.share) for b in one.backends] == [
+        (6, 0, 3, 0.75), (5, 1, 1, 0.25),
+    ]  # fmt: skip
+    assert (detail.service.algorithm, detail.service.backends_cluster) == ("maglev", 2)
+    assert [[c.text(b) for c in service.BACKEND_COLUMNS] for b in one.backends] == [
+        ["6", "10.244.0.2:8080", "3", "75.0%"], ["5", "10.244.0.1:8080", "1", "25.0%"],
+    ]  # fmt: skip
+    assert "cluster set 1: 2 backends in 4 slots" in pages.service([detail])
+    assert "algorithm         maglev" in pages.service([detail])
 
 
 NAMES = {1: key("web"), 2: key("web", "shop"), 3: key("dns", "kube-system")}
