@@ -335,6 +335,13 @@ class Map(Fd):
 
     def items(self) -> Iterator[tuple[bytes, bytes]]:
         """All entries, each once unless it is written meanwhile; read in batches."""
+        ks, vs = self.key_size, self.value_size
+        for keys, values in self.batches():
+            for i in range(len(keys) // ks):
+                yield keys[i * ks : (i + 1) * ks], values[i * vs : (i + 1) * vs]
+
+    def batches(self) -> Iterator[tuple[bytes, bytes]]:
+        """The same, many keys and their values at a time, back to back."""
         cursor_in: Any = None
         cursor = ctypes.create_string_buffer(max(8, self.key_size))
         room = BATCH
@@ -354,7 +361,11 @@ class Map(Fd):
                 return
             if result < 0 and result != -errno.ENOENT:
                 _check(result, "cannot read", f"map {self.name}")
-            yield from self._pairs(keys, values, count.value)
+            n = count.value
+            yield (
+                bytes(memoryview(keys)[: n * self.key_size]),
+                bytes(memoryview(values)[: n * self.value_size]),
+            )
             if result == -errno.ENOENT:
                 return
             cursor_in = ctypes.create_string_buffer(cursor.raw, len(cursor.raw))

@@ -119,9 +119,11 @@ def _backends(contents: Contents, found: Adopted) -> dict[int, Backend]:
 def _sets(slots: Map, found: Adopted) -> Sets:
     sets: dict[int, array[int]] = defaultdict(lambda: array("Q"))
     count = 0
-    for count, (key, raw) in enumerate(slots.items(), 1):  # noqa: B007
-        set_id, index = PAIR.unpack(key)
-        sets[set_id].append(index << 32 | int.from_bytes(raw, "little"))
+    for keys, values in slots.batches():
+        pairs, ids = array("I", keys), array("I", values)
+        for set_id, index, backend_id in zip(pairs[0::2], pairs[1::2], ids, strict=True):
+            sets[set_id].append(index << 32 | backend_id)
+        count += len(ids)
     found.fill["backend_slots"] = count
     found.highest_set = max(sets, default=0)
     return sets
