@@ -289,6 +289,15 @@ def test_of_two_copies_the_one_that_counts_has_the_name():
         assert (numbers(found.cluster), found.cluster_weights) == ((1, 2), (3, 1))
 
 
+def test_of_copies_that_are_the_same_the_last_name_counts():
+    """Whatever the order of the slices."""
+    first = piece(end(1), end(2), pods=("p", "x"), name="s1")
+    second = piece(end(1), pods=("q",), name="s2")
+    for pieces in ((first, second), (second, first)):
+        found = ask(Weights(pods=(("p", 3), ("q", 5))), *pieces)
+        assert (numbers(found.cluster), found.cluster_weights) == ((1, 2), (5, 1))
+
+
 ENDS = st.builds(
     Endpoint, st.sampled_from([addr(n) for n in (1, 2, 3)]), ready=st.booleans(),
     node=st.sampled_from(["me", "you", ""]), zone=st.sampled_from(["a", "b", ""]),
