@@ -11,7 +11,7 @@ from typing import Final
 
 from kbpf.errors import KernelError
 
-PATIENCE_SECONDS: Final = 5.0
+PATIENCE_SECONDS: Final = 30.0
 
 
 def make(path: Path) -> Path:

@@ -126,10 +126,11 @@ def test_an_interrupt_before_the_end_of_once_is_130(cache: Path):
 def test_what_a_killed_demo_leaves_the_next_one_removes(live: subprocess.Popen[str], cache: Path):
     line_with(live.stdout, "three backends serve")
     live.kill()
-    live.wait()
+    os.waitid(os.P_PID, live.pid, os.WEXITED | os.WNOWAIT)  # while it is there, nobody else removes
     processes = [trace for trace in traces(live.pid) if trace.startswith("/proc")]
     until("its children died with it", lambda: not any(map(os.path.exists, processes)))
     assert traces(live.pid)
+    live.wait()
     child = demo("--once", cache=cache)
     assert child.communicate(timeout=START_SECONDS)[1] == ""
     assert child.returncode == 0
