@@ -22,7 +22,7 @@ from kbpf.kernel import addresses
 from kbpf.model.address import Addr
 from kbpf.model.config import Config, LocalMode
 from kbpf.model.desired import ServicePortKey
-from kbpf.model.events import Delete, Kind, Upsert
+from kbpf.model.events import NEEDED, Delete, Kind, Upsert
 from kbpf.model.status import MOST_PROBLEMS, AgentStatus, SourceView, encode
 from kbpf.policy.desired import Desired
 from kbpf.policy.world import Touched, World
@@ -125,6 +125,7 @@ class Agent:
         touched = self._world.apply(events)
         self._pending.services |= touched.services
         self._pending.everything |= touched.everything
+        self._pending.pods |= touched.pods
         if any(isinstance(item, Wake) and item.why == "addresses" for item in items):
             self._look_at_addresses()
         if self._synced:
@@ -150,7 +151,7 @@ class Agent:
 
     @property
     def _synced(self) -> bool:
-        return self._world.synced >= set(Kind)
+        return self._world.synced >= NEEDED
 
     def _look_at_addresses(self) -> None:
         found = addresses.local_addresses()
@@ -211,8 +212,9 @@ class Agent:
         self._refused = refused
 
     def _sound(self) -> bool:
-        """Whether everything that there is could be read."""
-        return not self._world.rejected and all(s.status().sound for s in self._sources)
+        """Whether everything that there is could be read. Pods serve nothing."""
+        rejected = any(key.kind is not Kind.POD for key in self._world.rejected)
+        return not rejected and all(s.status().sound for s in self._sources)
 
     def _wait(self) -> float:
         """Seconds until something is due."""
@@ -239,6 +241,7 @@ class Agent:
             lines += [f"{state.key}: {at} belongs to {winner}" for at, winner in state.lost]
         for source in self._sources:
             lines += source.status().problems
+        lines += self._plane.problems()
         return sorted(set(lines))
 
     def status(self) -> AgentStatus:

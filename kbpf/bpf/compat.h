@@ -12,6 +12,18 @@ static __always_inline u64 netns_cookie(void *ctx)
 	return ((u64(*)(void *))122)(ctx);
 }
 
+/* Linux v5.7: 0f09abd105da, the cgroup v2 folder of the current process: its inode number. */
+static __always_inline u64 current_cgroup(void)
+{
+	return ((u64(*)(void))80)();
+}
+
+/* Linux v5.7: 0f09abd105da, the one above it at this level (the root is 0), or itself; 0 below. */
+static __always_inline u64 ancestor_cgroup(int level)
+{
+	return ((u64(*)(int))123)(level);
+}
+
 /* Linux v5.18: b44123b4a3dc, the errno that a refused system call returns. */
 static __always_inline long set_retval(int error)
 {

@@ -19,6 +19,9 @@
 #define FLOW_IDLE_NS (120ULL * 1000000000)
 /* Flows that release walks; what is left after these is taken by the LRU. */
 #define FLOWS_PER_SOCKET 32
+/* A pod's cgroup is looked for among the uppermost so many, and the process' own. kubelet's are at
+ * level 2 to 4, or 6 where a node is itself a container. */
+#define CGROUP_LEVELS 10
 
 /* A number for this socket that no other socket ever has. Before Linux v5.10 (92acdc58ab11) socket
  * cookies were unique within their network namespace only, so its cookie is mixed in; both count
@@ -94,12 +97,55 @@ static __always_inline void remember_peer(u64 socket, enum verdict v, const stru
 		count(NOT_RECORDED);
 }
 
+static __always_inline bool is_exempt_cgroup(u64 id)
+{
+	return exempt_cgroups.lookup(&id) != NULL;
+}
+
+/* Whether this process, or a cgroup that it is in, asked to be left alone. */
+static __always_inline bool is_exempt(void)
+{
+	if (is_exempt_cgroup(current_cgroup()))
+		return true;
+#pragma unroll
+	for (int level = 1; level <= CGROUP_LEVELS; level++) {
+		u64 id = ancestor_cgroup(level);
+
+		if (!id)
+			return false;
+		if (is_exempt_cgroup(id))
+			return true;
+	}
+	return false;
+}
+
+/* Whether the packet path is to serve this socket: its packets keep the Service's address. */
+static __always_inline bool is_left_to_packets(u64 netns)
+{
+	u32 flags = config_flags();
+
+	if ((flags & CONFIG_HOST_ONLY) && !is_host(netns))
+		return true;
+	return (flags & CONFIG_EXEMPTIONS) && is_exempt();
+}
+
+/* choose(), for a socket that asks for the first time. */
+static __always_inline enum verdict choose_for(const struct target *to, u64 netns, struct choice *c)
+{
+	struct asker who = asker_of(netns);
+
+	if (is_left_to_packets(netns)) {
+		c->reason = LEFT_TO_PACKETS;
+		return PASS;
+	}
+	return choose(to, &who, c);
+}
+
 /* connect(): `to` becomes the backend. */
 static __always_inline enum verdict dial(void *ctx, struct target *to, enum reason *reason)
 {
-	struct asker who = asker_of(netns_cookie(ctx));
 	struct choice c = {};
-	enum verdict v = choose(to, &who, &c);
+	enum verdict v = choose_for(to, netns_cookie(ctx), &c);
 
 	remember_peer(socket_id(ctx), v, to, &c);
 	if (v == TRANSLATE)
@@ -190,11 +236,11 @@ static __always_inline bool peer_find(u64 socket, const struct target *to, struc
 	return backends.lookup(&c->backend_id) && udp_peers.lookup(&socket) == peer;
 }
 
-/* sendmsg() with an address on a UDP socket: `to` becomes the backend. */
+/* sendmsg() with an address on a UDP socket: `to` becomes the backend. A flow that is in use goes
+ * on with its backend also when its socket is left to the packet path by now. */
 static __always_inline enum verdict send(void *ctx, struct target *to, enum reason *reason)
 {
 	struct flow_key key = {.socket = socket_id(ctx), .to = *to};
-	struct asker who = asker_of(netns_cookie(ctx));
 	u64 now = bpf_ktime_get_ns();
 	struct choice c = {};
 	enum verdict v = TRANSLATE;
@@ -207,7 +253,7 @@ static __always_inline enum verdict send(void *ctx, struct target *to, enum reas
 	if (flow_find(&key, now, &c.backend, &c.service)) {
 		c.reason = TRANSLATED_BY_FLOW;
 	} else {
-		v = choose(to, &who, &c);
+		v = choose_for(to, netns_cookie(ctx), &c);
 		if (v == TRANSLATE)
 			create_flow(&key, &c, now);
 	}

@@ -250,6 +250,15 @@ static __always_inline bool translate_in(struct tuple *t, u32 flags, struct step
 	return true;
 }
 
+/* Whether this begins a connection that the flow is not about: the client dials the backend itself,
+ * from a port that it used through a Service until that connection ended. A new one through a
+ * Service would be a new flow by now, since it came in by translate_in(). */
+static __always_inline bool has_other_owner(const struct nat *nat, u8 flags)
+{
+	return nat->client.protocol == PROTO_TCP && (flags & TCP_SYN) &&
+	       nat->state >= STATE_CLOSING;
+}
+
 enum leaving {
 	LEAVES_AS_IT_IS = 0, /* no flow of ours */
 	LEAVES_DONE = 1,     /* one of ours, and it says already what it has to */
@@ -268,6 +277,10 @@ static __always_inline enum leaving translate_out(struct tuple *t, u32 flags, st
 	if (nat) {
 		if (!same_address(&t->to.address, &nat->client.address) || gone(nat, now))
 			return LEAVES_AS_IT_IS;
+		if (has_other_owner(nat, flags)) {
+			replies.delete(t);
+			return LEAVES_AS_IT_IS;
+		}
 		*masqueraded = has_snat(nat);
 		if (touch(nat, flags, true, now))
 			tell_all(nat);
@@ -279,6 +292,10 @@ static __always_inline enum leaving translate_out(struct tuple *t, u32 flags, st
 	nat = replies.lookup(&back);
 	if (!nat || gone(nat, now))
 		return LEAVES_AS_IT_IS;
+	if (has_other_owner(nat, flags)) {
+		replies.delete(&back);
+		return LEAVES_AS_IT_IS;
+	}
 	if (!same_address(&t->from.address, &nat->client.address))
 		return LEAVES_DONE; /* redirected: it has the node's address */
 	if (touch(nat, flags, false, now))

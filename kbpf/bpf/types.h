@@ -133,6 +133,7 @@ enum config_flags {
 	CONFIG_LOCALHOST_NODE_PORTS = 1 << 1, /* NodePorts answer on loopback, for the host only */
 	CONFIG_HOST_ONLY = 1 << 2,            /* sockets of pods are left to the packet path */
 	CONFIG_EXEMPTIONS = 1 << 3,           /* exempt_cgroups has entries */
+	CONFIG_SOCKETS_OFF = 1 << 4,          /* no hook is attached; for people only */
 };
 
 struct config {
@@ -264,5 +265,6 @@ enum reason {
 	NEW_FLOW = 14,          /* a packet began a connection, which is tracked now */
 	MENDED = 15,            /* the LRU took a part of a connection that lives; made anew */
 	NO_ROUTE = 16,          /* from this node's own socket to the backend: dropped */
-	REASONS = 17,
+	LEFT_TO_PACKETS = 17,   /* a socket that is not for the hooks to serve */
+	REASONS = 18,
 };

@@ -6,18 +6,25 @@ Service. Only a connection that the hooks translate can arrive, and where it arr
 backend; no packet leaves the namespace, so the real backends notice nothing. (A connect() from the
 node's own namespace would either knock at a backend or prove little: UDP alone, and only the
 address that getpeername() is told.)
+
+With --socket-lb hostNamespaceOnly it is the other way round: only sockets of the node's own network
+are led anywhere. There the child connects in the node's own namespace, without a packet (dial.py,
+silently()), and one in a namespace of its own must get nowhere.
 """
 
 import os
-from collections.abc import Iterator
+import socket
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Final
 
 from kbpf.cli.checks import CheckRow
 from kbpf.dataplane.bpf.layout import ServiceFlag, ServiceValue
 from kbpf.errors import KernelError
-from kbpf.kernel import cgroups, sandbox
+from kbpf.kernel import cgroups, dial, netns, sandbox
 from kbpf.model.address import family_of, format_addr
+from kbpf.model.config import SocketLb
 from kbpf.model.desired import Backend, FrontendAddress
 from kbpf.model.objects import Protocol
 from kbpf.views.snapshot import Part, Snapshot
@@ -62,6 +69,9 @@ def _behind(value: ServiceValue, snapshot: Snapshot) -> tuple[Backend, ...]:
 
 def rows(snapshot: Snapshot) -> Iterator[CheckRow]:
     """Whether the hooks are attached, and whether they do what they should."""
+    if snapshot.socket_lb is SocketLb.OFF:
+        yield _none_attached(snapshot)
+        return
     missing = [f.hook.name for f in snapshot.hooks if f.hook.required and not f.attached]
     yield CheckRow(
         "attached", "no" if missing else "yes", True, ", ".join(missing) or "all needed hooks",
@@ -78,18 +88,65 @@ def rows(snapshot: Snapshot) -> Iterator[CheckRow]:
         yield _unproven(
             "no ClusterIP with backends is programmed", "create a Service and try again"
         )
+    if snapshot.socket_lb is SocketLb.HOST_ONLY:
+        yield from _host_only(found, snapshot.host_netns, connect.cgroup)
+        return
     with_names = any(f.hook.name.startswith("getpeername") and f.attached for f in snapshot.hooks)
     for at, backends in found:
-        action = partial(_dial, at, backends)
         name = f"dial {at}"
         try:
-            with cgroups.temporary(connect.cgroup, f"kbpf-check-dial-{os.getpid()}") as folder:
-                arrived, shown = sandbox.run(action, folder)
+            arrived, shown = _run(partial(_dial, at, backends), connect.cgroup)
         except KernelError as error:
             hint = "see `kbpf inspect service` and the agent's log"
             yield CheckRow(name, "no", True, str(error), hint)
             continue
-        yield _judge(name, at, tuple(arrived), tuple(shown), with_names)
+        yield _judge(name, at, arrived, shown, with_names)
+
+
+def _none_attached(snapshot: Snapshot) -> CheckRow:
+    left = [f.hook.name for f in snapshot.hooks if f.attached]
+    return CheckRow(
+        "attached", "no" if left else "yes", True,
+        f"still there: {', '.join(left)}" if left else "no hook, as --socket-lb off wants it",
+        "restart the agent" if left else "",
+    )  # fmt: skip
+
+
+def _host_only(found: Sequence[Target], host_netns: int, cgroup: Path) -> Iterator[CheckRow]:
+    """The node's own sockets are led to a backend, and those of another namespace are not."""
+    if netns.cookie() != host_netns:
+        yield _unproven("this is not the node's own network", "run it on the host")
+        return
+    for at, backends in found:
+        kind = socket.SOCK_STREAM if at.protocol is Protocol.TCP else socket.SOCK_DGRAM
+        dialled = (format_addr(at.address), at.port)
+        name = f"dial {at} from the host"
+        try:
+            arrived, shown = _run(partial(dial.silently, dialled, kind), cgroup, apart=False)
+        except KernelError as error:
+            yield CheckRow(name, "no", True, str(error), "see the agent's log")
+            continue
+        if arrived not in {(format_addr(b.address), b.port) for b in backends}:
+            detail = f"led to {arrived[0]} port {arrived[1]}, which is no backend"
+            yield CheckRow(name, "no", True, detail, "see the agent's log")
+            continue
+        yield _judge(name, at, arrived, shown, with_names=True)
+    for at, backends in found[:1]:
+        name = f"leave {at} from a pod"
+        try:
+            arrived, _ = _run(partial(_dial, at, backends), cgroup)
+        except KernelError:
+            yield CheckRow(name, "yes", True, "it is for the packet path", "")
+            continue
+        detail = f"led to {arrived[0]} port {arrived[1]}"
+        yield CheckRow(name, "no", True, detail, "see the agent's log")
+
+
+def _run(action: Callable[[], object], cgroup: Path, apart: bool = True) -> tuple[Place, Place]:
+    """Where it arrived and what the client was shown, from a cgroup below this one."""
+    with cgroups.temporary(cgroup, f"kbpf-check-dial-{os.getpid()}") as folder:
+        arrived, shown = sandbox.run(action, folder, apart)
+    return tuple(arrived), tuple(shown)
 
 
 def _unproven(why: str, advice: str) -> CheckRow:
@@ -109,7 +166,6 @@ def _judge(
 
 def _dial(at: FrontendAddress, backends: tuple[Backend, ...]) -> tuple[Place, Place]:
     """In the sandbox."""
-    from kbpf.kernel import dial
     from kbpf.kernel.links import Links
 
     prefix = 32 if family_of(at.address) == 4 else 128

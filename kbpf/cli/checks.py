@@ -12,7 +12,15 @@ import msgspec
 
 from kbpf.cli import render
 from kbpf.dataplane.bpf import artifact, compile
-from kbpf.dataplane.bpf.hooks import HELPER_SET_RETVAL, HOOKS, PROG_CGROUP_SOCK_ADDR, UNITS
+from kbpf.dataplane.bpf.hooks import (
+    HELPER_ANCESTOR_CGROUP,
+    HELPER_CURRENT_CGROUP,
+    HELPER_SET_RETVAL,
+    HOOKS,
+    OPTIONAL_HELPERS,
+    PROG_CGROUP_SOCK_ADDR,
+    UNITS,
+)
 from kbpf.errors import CompileError, KernelError
 from kbpf.kernel import libbpf, mounts, probe
 from kbpf.kernel.probe import Probe
@@ -162,6 +170,11 @@ def _hooks() -> Iterator[CheckRow]:
         "at once",
         needed=False,
     )  # fmt: skip
+    for number in (HELPER_CURRENT_CGROUP, HELPER_ANCESTOR_CGROUP):
+        name, since, argument = OPTIONAL_HELPERS[number]
+        advice = f"Linux {since} brought it; without it no pod or cgroup can be exempt"
+        found = probe.helper(PROG_CGROUP_SOCK_ADDR, CONNECT4, number, argument)
+        yield row(name, found, advice, needed=False)
 
 
 def _cgroup(cgroup: Path | None, can_load: bool) -> Iterator[CheckRow]:
@@ -221,6 +234,8 @@ def page(made: Verdict) -> str:
         cannot = f"cannot be used: {', '.join(made.packets_missing)}"
         result += f"\nthe packet path {'can be used' if made.packet_path else cannot}"
     if made.attached is not None:
-        result += "\nthe hooks " + ("work" if made.attached else "are not proven to work")
+        result += "\nthe hooks " + (
+            "do what they should" if made.attached else "are not proven to work"
+        )
     parts.append(result)
     return "\n\n".join(parts)

@@ -89,6 +89,8 @@ def _agent(view: StatusView) -> Iterator[tuple[str, str]]:
         yield "event to map", _delay(view)
     missing = f"; missing: {', '.join(view.hooks_missing)}" if view.hooks_missing else ""
     yield "hooks", f"{view.hooks_attached} of {view.hooks} attached{missing}"
+    exempt = f", but for {view.exempt_cgroups} exempt cgroups" if view.exempt_cgroups else ""
+    yield "socket-lb", f"{view.socket_lb}{exempt}"
     yield "pins", view.pin_dir
     if view.error:
         yield "error", view.error

@@ -65,10 +65,10 @@ def sources_of(config: Config) -> Callable[[Callable[[Item], None]], Sequence[So
         from kbpf.source.cluster import Cluster
         from kbpf.source.kubeconfig import find_access
         from kbpf.source.reflector import Reflector
-        from kbpf.source.resource import SERVICES, SLICES, own_node
+        from kbpf.source.resource import SERVICES, SLICES, exempt_pods, own_node
 
         cluster = Cluster(find_access(config.kubeconfig, config.master))
-        watched = (SERVICES, SLICES, own_node(config.node_name))
+        watched = (SERVICES, SLICES, own_node(config.node_name), exempt_pods(config.node_name))
         return [Reflector(cluster, resource, put) for resource in watched]
 
     return make

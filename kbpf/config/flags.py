@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from kbpf.errors import ConfigError, ObjectError
 from kbpf.model.address import parse_addr
-from kbpf.model.config import Config, LocalMode, MapSizes
+from kbpf.model.config import Config, LocalMode, MapSizes, SocketLb
 from kbpf.model.objects import Algorithm, Cidr
 
 Reader = Callable[[str, str], Any]
@@ -156,6 +156,21 @@ NODE: Final = "This node"
 LOGGING: Final = "Logging"
 SIZES: Final = "Sizes of the maps (entries at most)"
 
+
+def _socket_lb(text: str, where: str) -> SocketLb:
+    return SocketLb(_choice(tuple(SocketLb), text, where))
+
+
+def _cgroups(text: str, where: str) -> tuple[str, ...]:
+    """Patterns of folders below the cgroup v2 root. That of the root would be everybody."""
+    found = tuple(word.strip("/") for word in _words(text, where))
+    if not all(found):
+        raise ConfigError(
+            "the root of all cgroups cannot be exempt", where, "use --socket-lb off for everybody"
+        )
+    return found
+
+
 _MODE = partial(_choice, ("auto", "bpf"))
 _FORWARDING = partial(_choice, ("stack", "direct"))
 _LEVEL = partial(_choice, ("debug", "info", "warning", "error"))
@@ -203,6 +218,13 @@ FLAGS: Final = (
     Flag("--algorithm", "algorithm", _algorithm, "random|maglev", NODE,
          "how a backend is chosen for Services without the annotation kbpf.io/algorithm "
          "(default random)"),
+    Flag("--socket-lb", "socket_lb", _socket_lb, "off|hostNamespaceOnly|on", NODE,
+         "whose sockets are led to a backend at connect(): nobody's, those of the node's own "
+         "network, or everybody's (default on); the others need --packet-path true"),
+    Flag("--socket-lb-exempt", "socket_lb_exempt", _cgroups, "PATTERNS", NODE,
+         "cgroups whose processes are left to the packet path, as folders below the cgroup v2 "
+         "root with commas between them; patterns as system.slice/istio* will do (a pod says it "
+         "by the label kbpf.io/socket-lb=off)"),
     Flag("--packet-path", "packet_path", _truth, "true|false", NODE,
          "whether traffic from outside of the node, and of pods that the socket hooks do not see, "
          "is balanced per packet (default false)"),
@@ -288,4 +310,10 @@ def _together(made: Config) -> Config:
             raise ConfigError(
                 f"{mode} says nothing by itself", "--detect-local-mode", f"add {name}"
             )
+    if made.socket_lb is not SocketLb.ON and not made.packet_path:
+        raise ConfigError(
+            f"with {made.socket_lb} nobody would serve the sockets that the hooks leave alone",
+            "--socket-lb",
+            "add --packet-path true, or leave out --socket-lb",
+        )
     return made

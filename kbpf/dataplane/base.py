@@ -50,6 +50,9 @@ class DataPlane(Protocol):
     def packet_status(self) -> PacketStatus | None:
         """How the packet path is doing; None where there is no such thing."""
 
+    def problems(self) -> tuple[str, ...]:
+        """What is not as it should be, a line each, though nothing was refused."""
+
     def write_status(self, text: bytes) -> None:
         """Leaves the agent's own words where `kbpf inspect status` finds them."""
 

@@ -14,8 +14,9 @@ from kbpf.errors import KbpfError, KernelError
 from kbpf.kernel import cgroups, netns
 
 
-def run(action: Callable[[], Any], cgroup: Path | None = None) -> Any:
-    """What `action` gives (anything that JSON can say), run in an empty network namespace.
+def run(action: Callable[[], Any], cgroup: Path | None = None, apart: bool = True) -> Any:
+    """What `action` gives (anything that JSON can say), run in an empty network namespace; not
+    `apart`: in our own.
 
     The namespace and the child are gone afterwards. A KbpfError there is one here, by its text.
     """
@@ -23,7 +24,7 @@ def run(action: Callable[[], Any], cgroup: Path | None = None) -> Any:
     child = os.fork()
     if child == 0:
         os.close(reading)
-        _child(action, cgroup, writing)
+        _child(action, cgroup, writing, apart)
     os.close(writing)
     with os.fdopen(reading) as pipe:
         text = pipe.read()
@@ -34,12 +35,13 @@ def run(action: Callable[[], Any], cgroup: Path | None = None) -> Any:
     return answer["result"]
 
 
-def _child(action: Callable[[], Any], cgroup: Path | None, writing: int) -> None:
+def _child(action: Callable[[], Any], cgroup: Path | None, writing: int, apart: bool) -> None:
     code = 1
     try:
         if cgroup is not None:
             cgroups.join(cgroup)
-        netns.leave()
+        if apart:
+            netns.leave()
         answer = {"result": action()}
         code = 0
     except KbpfError as error:

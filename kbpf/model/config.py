@@ -7,6 +7,14 @@ from pathlib import Path
 from kbpf.model.objects import Algorithm, Cidr
 
 
+class SocketLb(StrEnum):
+    """Whose sockets are served at connect(). Everybody else's packets need the packet path."""
+
+    OFF = "off"
+    HOST_ONLY = "hostNamespaceOnly"
+    ON = "on"
+
+
 @dataclass(frozen=True, slots=True)
 class MapSizes:
     """How many entries the maps may hold at most; they start smaller and grow on demand.
@@ -41,6 +49,8 @@ class Config:
     `node_port_addresses`: networks in which the node's own addresses serve NodePorts; empty
     means the primary addresses (nftables mode's default, reference 2.3).
     `all_node_port_addresses`: every address of the node instead.
+    `socket_lb`: whose sockets the hooks serve, but for processes in a cgroup whose path below the
+    cgroup v2 root matches one of `socket_lb_exempt` (fnmatch).
     `packet_path`: whether packets from outside and from unhooked pods are balanced, on `devices`
     (patterns; empty: chosen by their kind) but for `excluded_devices`. `masquerade_ports`: the
     ports, both included, for sources that become the node's address. `masquerade_bit`: which bit
@@ -65,6 +75,8 @@ class Config:
     localhost_node_ports: bool = True
     algorithm: Algorithm = Algorithm.RANDOM
     sizes: MapSizes = field(default_factory=MapSizes)
+    socket_lb: SocketLb = SocketLb.ON
+    socket_lb_exempt: tuple[str, ...] = ()
     packet_path: bool = False
     devices: tuple[str, ...] = ()
     excluded_devices: tuple[str, ...] = ()

@@ -141,14 +141,20 @@ def _spread(algorithm: Algorithm, weights: tuple[int, ...]) -> Spread:
 
 
 class DesiredState(msgspec.Struct, frozen=True):
-    """Everything that a data plane has to make true. `masquerade_as`: the node's own address for
-    translated sources, at most one of each family. `local_networks`: clients in them are pods of
-    this node, at most one network of each family; none: by their devices. Do not change
-    `services` in place after it was handed out, other than by the one writer between two calls of
-    apply().
+    """Everything that a data plane has to make true.
+
+    `masquerade_as`: the node's own address for translated sources, at most one of each family.
+    `local_networks`: clients in them are pods of this node, at most one network of each family;
+    none: by their devices. `exempt_pods`: uids of pods of this node whose sockets are left alone;
+    not `pods_known`: nobody has told yet, so what was exempt stays so.
+
+    Do not change `services` in place after it was handed out, other than by the one writer between
+    two calls of apply().
     """
 
     services: Mapping[ServicePortKey, ServiceState]
     node_addresses: tuple[Addr, ...] = ()
     masquerade_as: tuple[Addr, ...] = ()
     local_networks: tuple[Cidr, ...] = ()
+    exempt_pods: tuple[str, ...] = ()
+    pods_known: bool = True

@@ -1,11 +1,11 @@
 """What a source says. The same four words from an API server and from a folder of YAML."""
 
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 
-from kbpf.model.objects import EndpointSlice, Node, Service
+from kbpf.model.objects import EndpointSlice, Node, Pod, Service
 
 
 class Kind(StrEnum):
@@ -14,6 +14,11 @@ class Kind(StrEnum):
     SERVICE = "Service"
     SLICE = "EndpointSlice"
     NODE = "Node"
+    POD = "Pod"
+
+
+NEEDED: Final = frozenset(Kind) - {Kind.POD}
+"""Without all of these nothing is programmed. Pods only say who is left alone."""
 
 
 class ObjectKey(NamedTuple):
@@ -32,7 +37,7 @@ class Upsert(msgspec.Struct, frozen=True):
     """The object is there, and this is what it says now. `received` is time.monotonic()."""
 
     key: ObjectKey
-    object: Service | EndpointSlice | Node
+    object: Service | EndpointSlice | Node | Pod
     received: float = 0.0
 
 

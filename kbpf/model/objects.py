@@ -188,3 +188,12 @@ class Node(msgspec.Struct, frozen=True):
     zone: str = ""
     pod_cidrs: tuple[Cidr, ...] = ()
     skipped: tuple[str, ...] = ()
+
+
+class Pod(msgspec.Struct, frozen=True):
+    """A Pod whose sockets are to be left alone. `node` is "" when it is on none yet."""
+
+    namespace: str
+    name: str
+    uid: str
+    node: str = ""

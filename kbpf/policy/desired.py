@@ -10,7 +10,8 @@ from collections.abc import Collection, Iterable, Sequence
 from kbpf.model.address import Addr
 from kbpf.model.config import Config
 from kbpf.model.desired import DesiredState, ServicePortKey, ServiceState
-from kbpf.model.objects import Algorithm, Cidr, EndpointSlice, Node, Service, ServiceName
+from kbpf.model.events import Kind
+from kbpf.model.objects import Algorithm, Cidr, EndpointSlice, Node, Pod, Service, ServiceName
 from kbpf.policy.endpoints import choose, external_local
 from kbpf.policy.frontends import (
     Claims,
@@ -64,8 +65,9 @@ def desired_state(
     node: Node,
     local_addresses: Collection[Addr],
     config: Config,
+    pods: Iterable[Pod] | None = (),
 ) -> DesiredState:
-    """Everything at once, conflicts resolved."""
+    """Everything at once, conflicts resolved. `pods` are those that are exempt; None: not known."""
     by_service: defaultdict[ServiceName, list[EndpointSlice]] = defaultdict(list)
     for piece in slices:
         by_service[piece.service_name].append(piece)
@@ -81,7 +83,13 @@ def desired_state(
         node_addresses=node_port_addresses(node, local_addresses, config),
         masquerade_as=masquerade_addresses(node, local_addresses),
         local_networks=local_networks(node, config),
+        exempt_pods=_uids(pods or ()),
+        pods_known=pods is not None,
     )
+
+
+def _uids(pods: Iterable[Pod]) -> tuple[str, ...]:
+    return tuple(sorted(pod.uid for pod in pods))
 
 
 class Desired:
@@ -96,6 +104,8 @@ class Desired:
         self._node_addresses: tuple[Addr, ...] = ()
         self._masquerade_as: tuple[Addr, ...] = ()
         self._local_networks: tuple[Cidr, ...] = ()
+        self._exempt_pods: tuple[str, ...] = ()
+        self._pods_known = False
 
     @property
     def state(self) -> DesiredState:
@@ -103,9 +113,17 @@ class Desired:
         return DesiredState(self._services, *self.node)
 
     @property
-    def node(self) -> tuple[tuple[Addr, ...], tuple[Addr, ...], tuple[Cidr, ...]]:
-        """What of it no Service decides: node_addresses, masquerade_as, local_networks."""
-        return self._node_addresses, self._masquerade_as, self._local_networks
+    def node(
+        self,
+    ) -> tuple[tuple[Addr, ...], tuple[Addr, ...], tuple[Cidr, ...], tuple[str, ...], bool]:
+        """What of it no Service decides: all but its first field, in their order."""
+        return (
+            self._node_addresses,
+            self._masquerade_as,
+            self._local_networks,
+            self._exempt_pods,
+            self._pods_known,
+        )
 
     def update(
         self, world: World, touched: Touched, local_addresses: Collection[Addr], config: Config
@@ -117,6 +135,8 @@ class Desired:
         self._node_addresses = node_port_addresses(world.node, local_addresses, config)
         self._masquerade_as = masquerade_addresses(world.node, local_addresses)
         self._local_networks = local_networks(world.node, config)
+        self._exempt_pods = _uids(world.pods)
+        self._pods_known = Kind.POD in world.synced
         names: Iterable[ServiceName] = touched.services
         if touched.everything:
             names = {*world.names(), *self._keys}

@@ -4,7 +4,7 @@ Rules kept here:
 - What an object says stays in force until it is upserted or deleted; a Rejected changes nothing.
 - An upsert that says nothing new touches nothing.
 - Slices are kept by the Service that they name, so they may come before it or outlive it.
-- Of all Nodes, only the one that we run on counts.
+- Of all Nodes, only the one that we run on counts; of all Pods, those on it.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -12,28 +12,32 @@ from dataclasses import dataclass, field
 from typing import assert_never
 
 from kbpf.model.events import Delete, Event, Kind, ObjectKey, Rejected, Synced, Upsert
-from kbpf.model.objects import EndpointSlice, Node, Service, ServiceName
+from kbpf.model.objects import EndpointSlice, Node, Pod, Service, ServiceName
 
 
 @dataclass(slots=True)
 class Touched:
-    """What has to be computed again: these Services, or everything since our Node changed."""
+    """What has to be computed again: these Services, or everything since our Node changed;
+    and whether other Pods are exempt than before.
+    """
 
     services: set[ServiceName] = field(default_factory=set)
     everything: bool = False
+    pods: bool = False
 
     def __bool__(self) -> bool:
-        return self.everything or bool(self.services)
+        return self.everything or self.pods or bool(self.services)
 
 
 class World:
-    """Services, EndpointSlices and our own Node, as last told. One thread only."""
+    """Services, EndpointSlices, exempt Pods and our own Node, as last told. One thread only."""
 
     def __init__(self, node_name: str) -> None:
         self._node = Node(node_name)
         self._services: dict[ServiceName, Service] = {}
         self._slices: dict[ObjectKey, EndpointSlice] = {}
         self._by_service: dict[ServiceName, tuple[EndpointSlice, ...]] = {}
+        self._pods: dict[ObjectKey, Pod] = {}
         self._rejected: dict[ObjectKey, str] = {}
         self._skipped: dict[ObjectKey, tuple[str, ...]] = {}
         self._synced: frozenset[Kind] = frozenset()
@@ -61,6 +65,11 @@ class World:
             found[key] = (*found.get(key, ()), *lines)
         return found
 
+    @property
+    def pods(self) -> Collection[Pod]:
+        """The Pods of our node whose sockets are to be left alone."""
+        return self._pods.values()
+
     def names(self) -> Collection[ServiceName]:
         """The Services that exist."""
         return self._services.keys()
@@ -78,6 +87,7 @@ class World:
         touched = Touched()
         for event in events:
             if isinstance(event, Synced):
+                touched.pods |= event.kind is Kind.POD and Kind.POD not in self._synced
                 self._synced |= {event.kind}
             elif event.key.kind is not Kind.NODE or event.key.name == self._node.name:
                 self._apply(event, touched)
@@ -90,8 +100,9 @@ class World:
             return
         self._rejected.pop(key, None)
         said = event.object if isinstance(event, Upsert) else None
-        if said is not None and said.skipped:
-            self._skipped[key] = said.skipped
+        skipped = () if said is None or isinstance(said, Pod) else said.skipped
+        if skipped:
+            self._skipped[key] = skipped
         else:
             self._skipped.pop(key, None)
         match key.kind:
@@ -104,6 +115,9 @@ class World:
             case Kind.NODE:
                 assert said is None or isinstance(said, Node)
                 self._put_node(said or Node(key.name), touched)
+            case Kind.POD:
+                assert said is None or isinstance(said, Pod)
+                self._put_pod(key, said, touched)
             case _:
                 assert_never(key.kind)
 
@@ -145,6 +159,17 @@ class World:
         old, self._node = self._node, new
         if _read_of(old) != _read_of(new):
             touched.everything = True
+
+    def _put_pod(self, key: ObjectKey, new: Pod | None, touched: Touched) -> None:
+        if new is not None and new.node not in ("", self._node.name):
+            new = None
+        if new == self._pods.get(key):
+            return
+        touched.pods = True
+        if new is None:
+            del self._pods[key]
+        else:
+            self._pods[key] = new
 
 
 def _read_of(node: Node) -> tuple[object, ...]:

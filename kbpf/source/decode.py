@@ -11,6 +11,7 @@ Rules (reference 1.2, 1.3; where kube-proxy trusts the API server's checks, we m
   object, as in an API server.
 """
 
+import re
 from collections.abc import Callable
 from functools import lru_cache
 from sys import intern
@@ -25,6 +26,7 @@ from kbpf.model.objects import (
     Endpoint,
     EndpointSlice,
     Node,
+    Pod,
     Protocol,
     Service,
     ServicePort,
@@ -49,10 +51,11 @@ from kbpf.source.fields import (
     unicast_at,
 )
 
-Object = Service | EndpointSlice | Node
+Object = Service | EndpointSlice | Node | Pod
 
 AFFINITY_SECONDS: Final = 10800
 _PROTOCOLS: Final = {"TCP": Protocol.TCP, "UDP": Protocol.UDP, "SCTP": Protocol.SCTP}
+_UID: Final = re.compile(r"[0-9A-Za-z-]{1,64}")  # it names a folder
 _TYPES: Final = ("ClusterIP", "NodePort", "LoadBalancer", "ExternalName")
 
 
@@ -181,6 +184,24 @@ def node(obj: wire.Node) -> Node:
     )
 
 
+def pod(obj: wire.Pod) -> Pod | None:
+    """Which Pod it is, if the label kbpf.io/socket-lb says "off"; else None. Raises ObjectError."""
+    meta = obj.metadata
+    if meta.labels is None or meta.labels.socket_lb != "off":
+        return None
+    uid = meta.uid or ""
+    if not _UID.fullmatch(uid):
+        raise ObjectError(
+            f"metadata.uid: {shown(uid)!r} is no uid" if uid else "metadata.uid: missing"
+        )
+    return Pod(
+        namespace=intern(meta.namespace or ""),
+        name=meta.name,
+        uid=uid,
+        node=intern((obj.spec and obj.spec.node_name) or ""),
+    )
+
+
 def _item(
     kind: Kind,
     data: Any,
@@ -204,14 +225,14 @@ def _item(
         return Item(key, version, None, str(error))
 
 
-def _key(kind: Kind, meta: wire.Meta) -> ObjectKey:
+def _key(kind: Kind, meta: wire.Meta | wire.PodMeta) -> ObjectKey:
     if not meta.name:
         raise ObjectError(f"not a {kind}: metadata.name: missing")
     space = "" if kind is Kind.NODE else intern(shown(meta.namespace or ""))
     return ObjectKey(kind, space, shown(meta.name))
 
 
-def _check_names(kind: Kind, meta: wire.Meta) -> None:
+def _check_names(kind: Kind, meta: wire.Meta | wire.PodMeta) -> None:
     """Raises ObjectError unless the name and namespace are what the API server accepts."""
     check = label_at if kind is Kind.SERVICE else subdomain_at
     check(meta.name, "metadata.name")
@@ -355,5 +376,6 @@ _READERS: Final = {
         (Kind.SERVICE, wire.Service, service),
         (Kind.SLICE, wire.EndpointSlice, endpoint_slice),
         (Kind.NODE, wire.Node, node),
+        (Kind.POD, wire.Pod, pod),
     )
 }

@@ -21,8 +21,18 @@ from kbpf.source import decode
 from kbpf.source.fields import field_error, shown
 from kbpf.source.unknown import unknown_fields
 
-API_VERSIONS: Final = {"Service": "v1", "EndpointSlice": "discovery.k8s.io/v1", "Node": "v1"}
-_A: Final = {"Service": "a Service", "EndpointSlice": "an EndpointSlice", "Node": "a Node"}
+API_VERSIONS: Final = {
+    "Service": "v1",
+    "EndpointSlice": "discovery.k8s.io/v1",
+    "Node": "v1",
+    "Pod": "v1",
+}
+_A: Final = {
+    "Service": "a Service",
+    "EndpointSlice": "an EndpointSlice",
+    "Node": "a Node",
+    "Pod": "a Pod",
+}
 
 
 class Found(NamedTuple):

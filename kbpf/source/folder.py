@@ -54,7 +54,7 @@ class _File:
 
 
 class Folder:
-    """Services, EndpointSlices and our own Node from the files of one folder."""
+    """Services, EndpointSlices, exempt Pods and our own Node from the files of one folder."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Folder:
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """All three: a kind of which no file speaks is synced and empty."""
+        """All of them: a kind of which no file speaks is synced and empty."""
         return tuple(Kind)
 
     def start(self) -> None:

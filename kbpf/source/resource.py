@@ -12,6 +12,7 @@ from kbpf.model.events import Kind
 from kbpf.source import wire
 
 PAGE: Final = 500
+SOCKET_LB_LABEL: Final = "kbpf.io/socket-lb"
 _STATUS: Final = msgspec.json.Decoder(wire.Status)
 
 
@@ -78,12 +79,28 @@ def own_node(name: str) -> Resource:
     return Resource(Kind.NODE, "nodes", "/api/v1/nodes", fields=f"metadata.name={name}")
 
 
+def exempt_pods(node: str) -> Resource:
+    """The Pods of our node that ask to be left alone: none, in most clusters."""
+    return Resource(
+        Kind.POD,
+        "pods",
+        "/api/v1/pods",
+        labels=f"{SOCKET_LB_LABEL}=off",
+        fields=f"spec.nodeName={node}",
+    )
+
+
 class Refused(SourceError):
     """The API server answered with something other than 200. `message` is its own text."""
 
     status = 0
     retry_after = 0.0
     message = ""
+
+
+def _role(resource: Resource) -> str:
+    """Who has the right: kube-proxy's own role knows no Pods."""
+    return "manifests/rbac.yaml" if resource.kind is Kind.POD else "ClusterRole system:node-proxier"
 
 
 def refused(resource: Resource, status: int, reason: str, body: bytes, where: str) -> Refused:
@@ -96,7 +113,7 @@ def refused(resource: Resource, status: int, reason: str, body: bytes, where: st
     name = resource.name
     hints = {
         401: f"the credentials from {where} are not valid (any more)",
-        403: f"grant list and watch on {name} to {user} (ClusterRole system:node-proxier)",
+        403: f"grant list and watch on {name} to {user} ({_role(resource)})",
         404: f"{resource.path} is not known there: is it Kubernetes 1.21 or later?",
     }
     error = Refused(f"{status} {reason}".rstrip(), hint=hints.get(status, message[:200]))

@@ -48,6 +48,7 @@ SHAPES: Final = {
         _TOP,
         spec=_shape("podCIDR podCIDRs providerID unschedulable taints configSource externalID"),
     ),
+    Kind.POD: _shape(_TOP),
 }
 
 

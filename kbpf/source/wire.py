@@ -1,4 +1,4 @@
-"""Services, EndpointSlices and Nodes as the JSON comes: only the fields that decide something.
+"""Services, EndpointSlices, Nodes and Pods as the JSON comes: only the fields that decide.
 
 Rules: whatever may be null or missing is optional here and gets its meaning in decode.py; what we
 do not list is skipped by msgspec without being built. Kubernetes' spelling of names ends here.
@@ -214,6 +214,35 @@ class Node(msgspec.Struct, frozen=True, gc=False, rename=spelling):
     metadata: Meta
     spec: NodeSpec | None = None
     status: NodeStatus | None = None
+
+
+class PodLabels(msgspec.Struct, frozen=True, gc=False, rename={"socket_lb": "kbpf.io/socket-lb"}):
+    """The one label of a Pod that we read."""
+
+    socket_lb: str | None = None
+
+
+class PodMeta(msgspec.Struct, frozen=True, gc=False, rename=spelling):
+    """metadata of a Pod."""
+
+    name: str = ""
+    namespace: str | None = None
+    resource_version: str | None = None
+    uid: str | None = None
+    labels: PodLabels | None = None
+
+
+class PodSpec(msgspec.Struct, frozen=True, gc=False, rename=spelling):
+    """spec of a Pod: where it runs."""
+
+    node_name: str | None = None
+
+
+class Pod(msgspec.Struct, frozen=True, gc=False, rename=spelling):
+    """A Pod."""
+
+    metadata: PodMeta
+    spec: PodSpec | None = None
 
 
 class ListMeta(

@@ -4,6 +4,7 @@ from typing import Final
 
 import msgspec
 
+from kbpf.model.config import SocketLb
 from kbpf.views.columns import Column, number, yes
 from kbpf.views.hooks import HookFacts
 from kbpf.views.snapshot import Part, Snapshot
@@ -12,8 +13,9 @@ NEEDS: Final = Part.HOOKS
 
 
 class ProgramRow(msgspec.Struct, frozen=True):
-    """A hook. `state` is ``attached``, ``missing`` (no link is pinned) or ``detached`` (its cgroup
-    was removed). `cgroup` is "" when its folder is not visible from here.
+    """A hook. `state` is ``attached``, ``missing`` (no link is pinned), ``off`` (none is wanted:
+    --socket-lb off) or ``detached`` (its cgroup was removed). `cgroup` is "" when its folder is not
+    visible from here.
     """
 
     hook: str
@@ -31,23 +33,23 @@ class ProgramRow(msgspec.Struct, frozen=True):
 
 def rows(snapshot: Snapshot) -> tuple[ProgramRow, ...]:
     """One row for every hook there is, missing ones included."""
-    return tuple(map(_row, snapshot.hooks))
+    return tuple(_row(facts, snapshot.socket_lb) for facts in snapshot.hooks)
 
 
-def state(facts: HookFacts) -> str:
+def state(facts: HookFacts, mode: SocketLb) -> str:
     """In one word."""
     if facts.link is None:
-        return "missing"
+        return "off" if mode is SocketLb.OFF else "missing"
     return "attached" if facts.attached else "detached"
 
 
-def _row(facts: HookFacts) -> ProgramRow:
+def _row(facts: HookFacts, mode: SocketLb) -> ProgramRow:
     link, program = facts.link, facts.program
     return ProgramRow(
         hook=facts.hook.name,
         serves=facts.hook.what,
         required=facts.hook.required,
-        state=state(facts),
+        state=state(facts, mode),
         program=link.program if link else None,
         tag=program.tag if program else "",
         instructions=program.insns if program else None,

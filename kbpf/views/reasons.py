@@ -22,6 +22,7 @@ WORDS: Final = {
     Reason.NEW_FLOW: "connections that a packet began, and that are tracked since",
     Reason.MENDED: "connections of which a part was lost for want of room, and made anew",
     Reason.NO_ROUTE: "dropped: this node's own socket has no route to the backend",
+    Reason.LEFT_TO_PACKETS: "sockets left alone: --socket-lb says so, or they are exempt",
 }
 
 

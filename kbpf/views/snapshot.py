@@ -26,6 +26,7 @@ from kbpf.dataplane.bpf.layout import (
     PAIR,
     U32,
     ClientKind,
+    ConfigFlag,
     DeviceFlag,
     NodeFlag,
     Reason,
@@ -41,6 +42,7 @@ from kbpf.errors import KernelError, NotFoundError
 from kbpf.kernel import libbpf
 from kbpf.kernel.libbpf import Map
 from kbpf.model.address import Addr
+from kbpf.model.config import SocketLb
 from kbpf.model.desired import Backend, FrontendAddress, ServicePortKey
 from kbpf.model.objects import Cidr
 from kbpf.model.status import AgentStatus, decode
@@ -129,7 +131,7 @@ class Snapshot:
 
     `frontends`: address → what stands behind; `names`: service id → Service port;
     `sets`: set id → {index: backend id}; `backends`: id → address. `agent_alive`: a process with
-    the agent's id is there.
+    the agent's id is there. `socket_lb`: whom the hooks serve; `exempt_cgroups`: but for so many.
 
     Of the packet path: `packet_programs`: its programs are pinned; `connections`: see tracked.py;
     `fill`: how many there are, and room; `devices`: what the programs are told, by ifindex.
@@ -146,6 +148,8 @@ class Snapshot:
     affinity: tuple[Remembered, ...] = ()
     maps: tuple[MapFacts, ...] = ()
     hooks: tuple[HookFacts, ...] = ()
+    socket_lb: SocketLb = SocketLb.ON
+    exempt_cgroups: int = 0
     reasons: Mapping[Reason, int] = field(default_factory=dict)
     status: AgentStatus | None = None
     agent_alive: bool = False
@@ -172,6 +176,8 @@ def read(pin_dir: Path, parts: Part) -> Snapshot:
             values["affinity"] = tuple(_affinity(maps["affinity"]))
         if Part.MAPS in parts:
             values["maps"] = tuple(_facts(name, held) for name, held in maps.items())
+        if Part.HOOKS in parts:
+            values |= _whom(maps)
         if Part.STATUS in parts:
             status = decode(maps["agent_status"].lookup(ZERO) or b"")
             values["status"] = status
@@ -275,6 +281,16 @@ def _packets(maps: Mapping[str, Map]) -> dict[str, Any]:
 def _told(raw: bytes) -> ToldDevice:
     role, header, flags, mac = DEVICE.unpack(raw)
     return ToldDevice(Role(role), header, DeviceFlag(flags), mac)
+
+
+def _whom(maps: Mapping[str, Map]) -> dict[str, Any]:
+    _, raw = CONFIG.unpack(maps["config"].lookup(ZERO) or bytes(CONFIG.size))
+    mode, flags = SocketLb.ON, ConfigFlag(raw)
+    if ConfigFlag.SOCKETS_OFF in flags:
+        mode = SocketLb.OFF
+    elif ConfigFlag.HOST_ONLY in flags:
+        mode = SocketLb.HOST_ONLY
+    return {"socket_lb": mode, "exempt_cgroups": sum(1 for _ in maps["exempt_cgroups"].items())}
 
 
 def _affinity(held: Map) -> Iterator[Remembered]:

@@ -20,9 +20,9 @@ HEARTBEAT_SECONDS: Final = 10.0
 
 
 class StatusView(msgspec.Struct, frozen=True):
-    """One agent. `ok`: it runs, has synced, every hook is attached, no Service port is refused,
-    the last change was written, and the packet path is on every device that asks for it, if it is
-    switched on.
+    """One agent. `ok`: it runs, has synced, every hook that is wanted is attached, no Service port
+    is refused, the last change was written, and the packet path is on every device that asks for
+    it, if it is switched on.
 
     `running_seconds` is since its start; `silent_seconds` since its last word. Both are None when
     no agent ever wrote a word here. `counters` are by reason, over all CPUs.
@@ -50,6 +50,8 @@ class StatusView(msgspec.Struct, frozen=True):
     hooks_attached: int
     hooks: int
     hooks_missing: tuple[str, ...]
+    socket_lb: str
+    exempt_cgroups: int
     problem_count: int
     problems: tuple[str, ...]
     counters: dict[str, int]
@@ -61,7 +63,8 @@ def view(snapshot: Snapshot) -> StatusView:
     said = snapshot.status
     silent = snapshot.boottime - said.heartbeat if said else None
     running = silent is not None and silent < HEARTBEAT_SECONDS and snapshot.agent_alive
-    missing = tuple(f.hook.name for f in snapshot.hooks if state(f) != "attached")
+    states = {f.hook.name: state(f, snapshot.socket_lb) for f in snapshot.hooks}
+    missing = tuple(name for name, word in states.items() if word not in ("attached", "off"))
     path = packets.view(snapshot)
     sound = path.state != "failed" and not path.failed_count
     return StatusView(
@@ -92,9 +95,11 @@ def view(snapshot: Snapshot) -> StatusView:
         event_to_map_p99_ms=said.event_to_map_p99_ms if said else 0.0,
         error=said.error if said else "",
         sources=said.sources if said else (),
-        hooks_attached=len(snapshot.hooks) - len(missing),
+        hooks_attached=sum(word == "attached" for word in states.values()),
         hooks=len(snapshot.hooks),
         hooks_missing=missing,
+        socket_lb=str(snapshot.socket_lb),
+        exempt_cgroups=snapshot.exempt_cgroups,
         problem_count=said.problem_count if said else 0,
         problems=said.problems if said else (),
         counters={reason.name.lower(): snapshot.reasons.get(reason, 0) for reason in Reason},

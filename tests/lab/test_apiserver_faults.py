@@ -25,7 +25,7 @@ from tests.support.lab import ip, until
 from tests.support.load import under_load
 
 HOST, NAME = "10.96.0.20", "web-20"
-RESOURCES = ("services", "endpointslices", "nodes")
+RESOURCES = ("services", "endpointslices", "nodes", "pods")
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def web(faulty: Cluster) -> Iterator[Cluster]:
     faulty.proxy.heal()
     faulty.start(faulty.agent)
     with faulty.given(*faulty.web(20, "a1")):
-        faulty.proxy.wait_for_watches(3)
+        faulty.proxy.wait_for_watches(4)
         faulty.proxy.forget()
         yield faulty
 
@@ -75,6 +75,10 @@ def test_it_asks_for_what_kube_proxy_asks_for_and_once(web: Cluster) -> None:
         },
         "endpointslices": {"labelSelector": "!service.kubernetes.io/headless"},
         "nodes": {"fieldSelector": "metadata.name=node-1"},
+        "pods": {
+            "labelSelector": "kbpf.io/socket-lb=off",
+            "fieldSelector": "spec.nodeName=node-1",
+        },
     }
     web.agent.kill()
     web.proxy.forget()
@@ -120,11 +124,11 @@ def test_an_outage(web: Cluster, fault: Callable[[FaultProxy], None]) -> None:
 @pytest.mark.parametrize("how", list(Cut), ids=lambda how: how.name)
 def test_a_watch_that_ends_is_taken_up_where_it_was(web: Cluster, how: Cut) -> None:
     web.settle()
-    assert web.proxy.cut_watches(how) == 3
+    assert web.proxy.cut_watches(how) == 4
     web.change(web.slice(NAME, "a2"))
     expect(web, f"{HOST}:80", "a2")
     assert whole_lists(web.proxy) == 0
-    web.proxy.wait_for_watches(3)
+    web.proxy.wait_for_watches(4)
 
 
 @pytest.mark.parametrize("how", ["event", "answer"])
@@ -139,8 +143,8 @@ def test_a_version_that_is_too_old_means_a_new_list(web: Cluster, how: str) -> N
         load.goes_on()
         web.change(web.slice(NAME, "a2"))
         expect(web, f"{HOST}:80", "a2")
-    web.proxy.wait_for_watches(3)
-    assert whole_lists(web.proxy) == 3, "one for each resource"
+    web.proxy.wait_for_watches(4)
+    assert whole_lists(web.proxy) == 4, "one for each resource"
 
 
 def test_what_vanished_unheard_is_deleted_by_the_new_list(web: Cluster) -> None:
@@ -171,7 +175,7 @@ def test_without_streaming_lists_pages_are_read(web: Cluster) -> None:
         web.change(web.slice(NAME, "a2"))
         expect(web, f"{HOST}:80", "a2")
     for resource in RESOURCES:
-        assert web.proxy.count("list", resource) == 1
+        assert len(web.proxy.wait_for_requests(1, "list", resource)) == 1
 
 
 @pytest.mark.parametrize(
@@ -189,7 +193,7 @@ def test_errors_are_met_with_patience(
         web.proxy.wait_for_requests(times, "watch", "endpointslices")
         web.change(web.slice(NAME, "a2"))
         expect(web, f"{HOST}:80", "a2")
-    web.proxy.wait_for_watches(3)
+    web.proxy.wait_for_watches(4)
     for resource in RESOURCES:
         at = [request.at for request in web.proxy.requests("watch", resource)]
         assert len(at) == times + 1
@@ -252,20 +256,20 @@ def test_a_stream_that_has_not_told_its_end_deletes_nothing(web: Cluster) -> Non
     web.agent.kill()
     web.proxy.forget()
     web.start(web.agent, wait=False)
-    web.proxy.wait_for_watches(3)
+    web.proxy.wait_for_watches(4)
     until("it has started", web.agent.own_status)
     assert not web.agent.own_status()["synced"]
     assert web.served() == before
 
     def synced_by_pages() -> bool:
         """A stream that has begun and broke off is followed by pages; one may not have begun."""
-        if not web.agent.own_status()["synced"]:
+        if not all(source["synced"] for source in web.agent.own_status()["sources"]):
             web.proxy.cut_watches(Cut.RESET)
             return False
         return True
 
     until("all are listed by pages", synced_by_pages)
-    assert web.proxy.count("list") == 3
+    assert web.proxy.count("list") == 4
     assert web.served() == before
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import kbpf
+from kbpf.cli import app
 from tests.support.cluster import Cluster
 from tests.support.dial import UNSERVED, Dial, check
 from tests.support.fault_wire import Request
@@ -108,10 +109,18 @@ def test_no_permission(web: Cluster) -> None:
         web.agent.wait_synced()
         web.change(web.slice(NAME, "a2"))
         expect(web, f"{HOST}:80", "a2")
+        # Kubernetes' own role says nothing of Pods, without which Services are served all the same.
         until(
-            "it is well",
-            lambda: not any(source["error"] for source in web.agent.status()["sources"]),
+            "nothing else is wrong",
+            lambda: [s["name"] for s in web.agent.status()["sources"] if s["error"]] == ["pods"],
         )
+        (line,) = [line for line in complaints(web) if "cannot list pods: 403" in line]
+        assert "grant list and watch on pods to nobody (manifests/rbac.yaml)" in line
+        assert line.partition("error=")[2].strip("'\"").startswith("SourceError")
+        said = web.agent.status()
+        assert (said["synced"], said["error"]) == (True, "")
+        assert not {s["name"]: s["synced"] for s in said["sources"]}["pods"]
+        assert app.call(["inspect", "status", "--pin-dir", str(web.agent.pin_dir)]) == 0
     finally:
         web.kube.request("DELETE", f"{BINDINGS}/nobody")
 

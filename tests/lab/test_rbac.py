@@ -10,7 +10,7 @@ from kbpf.model.events import Event, Kind, Synced
 from kbpf.source.cluster import Cluster
 from kbpf.source.kubeconfig import find_access
 from kbpf.source.reflector import Reflector
-from kbpf.source.resource import SERVICES, SLICES, own_node
+from kbpf.source.resource import SERVICES, SLICES, exempt_pods, own_node
 from tests.support.apiserver import ApiServer
 from tests.support.kube import Kube
 from tests.support.kube_objects import service
@@ -53,7 +53,8 @@ def test_the_agents_sources_sync_with_it(apiserver: ApiServer, token: str, tmp_p
     path.write_text(json.dumps(config))
     heard: list[Event] = []
     cluster = Cluster(find_access(path))
-    sources = [Reflector(cluster, r, heard.append) for r in (SERVICES, SLICES, own_node("n"))]
+    watched = (SERVICES, SLICES, own_node("n"), exempt_pods("n"))
+    sources = [Reflector(cluster, r, heard.append) for r in watched]
     try:
         for source in sources:
             source.start()
@@ -70,7 +71,9 @@ REFUSED = [
     ("it changes no Service", "POST", "/api/v1/namespaces/default/services"),
     ("it reads no Secrets", "GET", "/api/v1/secrets"),
     ("it reads no ConfigMaps", "GET", "/api/v1/configmaps"),
-    ("it lists no Pods", "GET", "/api/v1/pods"),
+    ("it changes no Pod", "DELETE", "/api/v1/namespaces/default/pods/x"),
+    ("it reads no Pod alone", "GET", "/api/v1/namespaces/default/pods/x"),
+    ("it reads no Pod's log", "GET", "/api/v1/namespaces/default/pods/x/log"),
 ]
 
 

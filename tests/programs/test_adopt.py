@@ -458,7 +458,7 @@ def test_programs_of_another_build_are_replaced_in_their_place(
     }
     assert not {p for _, p in after.values()} & {p for _, p in attached.values()}
     assert site.dump() == before
-    assert [p.name for p in site.pins.glob("programs-*")] == ["programs-sock-another-r"]
+    assert [p.name for p in site.pins.glob("programs-*")] == ["programs-sock-another-all"]
 
 
 INVALID = b"\xff" + bytes(7)  # no such instruction

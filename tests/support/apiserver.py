@@ -9,7 +9,8 @@ the load balancers' status). Rules:
 - Nothing is left: the children die with the thread that started them (PR_SET_PDEATHSIG, which
   follows the thread and not the process: don't start a server in a thread that ends).
 - Users are tokens, and RBAC decides: `admin` may do all, `kbpf` is the user system:kube-proxy
-  whom Kubernetes itself binds to system:node-proxier, `nobody` is known and may do nothing.
+  whom Kubernetes itself binds to system:node-proxier, and we to what manifests/rbac.yaml says of
+  Pods; `nobody` is known and may do nothing.
 """
 
 import base64
@@ -37,6 +38,18 @@ USERS = {  # our name → the user's name and groups in Kubernetes
     "admin": ("admin", "system:masters"),
     "kbpf": ("system:kube-proxy", ""),
     "nobody": ("nobody", ""),
+}
+RBAC = "/apis/rbac.authorization.k8s.io/v1"
+JSON = {"Content-Type": "application/json"}
+_GROUP = "rbac.authorization.k8s.io"
+PODS = {
+    "clusterroles": {
+        "rules": [{"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]}]
+    },
+    "clusterrolebindings": {
+        "roleRef": {"apiGroup": _GROUP, "kind": "ClusterRole", "name": "kbpf-pods"},
+        "subjects": [{"apiGroup": _GROUP, "kind": "User", "name": "system:kube-proxy"}],
+    },
 }
 
 
@@ -123,9 +136,21 @@ class ApiServer:
             self._prepare()
             self._start_etcd()
             self._start_server()
+            self._grant_pods()
         except BaseException:
             self.stop()
             raise
+
+    def _grant_pods(self) -> None:
+        """What kube-proxy's own role has not."""
+        with self.kube() as kube:
+            for kind, more in PODS.items():
+                body = {"metadata": {"name": "kbpf-pods"}, **more}
+                status, answer = kube.request(
+                    "POST", f"{RBAC}/{kind}", json.dumps(body).encode(), JSON
+                )
+                if status != 201:
+                    raise ServerDied(f"{kind}: {status} {answer[:300]!r}")
 
     def stop(self) -> None:
         """Kill both, free the port and remove the folder; nothing to do is no error."""

@@ -27,6 +27,8 @@ _KINDS: dict[str, tuple[str, str, bool]] = {  # kind → API group path, resourc
     "Namespace": ("/api/v1", "namespaces", False),
     "Node": ("/api/v1", "nodes", False),
     "Service": ("/api/v1", "services", True),
+    "Pod": ("/api/v1", "pods", True),
+    "ServiceAccount": ("/api/v1", "serviceaccounts", True),
     "EndpointSlice": ("/apis/discovery.k8s.io/v1", "endpointslices", True),
     "Event": ("/apis/events.k8s.io/v1", "events", True),
     "ServiceCIDR": ("/apis/networking.k8s.io/v1", "servicecidrs", False),

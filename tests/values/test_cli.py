@@ -21,7 +21,7 @@ from kbpf.kernel.devices import Device
 from kbpf.kernel.netfilter import Chain
 from kbpf.kernel.probe import Probe
 from kbpf.model.address import parse_addr
-from kbpf.model.config import Config, LocalMode
+from kbpf.model.config import Config, LocalMode, SocketLb
 from kbpf.model.objects import Algorithm, Cidr
 from kbpf.views import connections
 from kbpf.views.columns import Column, span
@@ -74,6 +74,13 @@ SAID = [
          "node_port_addresses", (cidr("192.0.2.0", 120),)),
     Said("all of IPv4 is not all of IPv6", {"--nodeport-addresses": "0.0.0.0/0"}, {},
          "node_port_addresses", (cidr("0.0.0.0", 96),)),
+    Said("sockets of everybody", {}, {}, "socket_lb", SocketLb.ON),
+    Said("sockets of nobody", {"--socket-lb": "off", "--packet-path": "true"}, {}, "socket_lb",
+         SocketLb.OFF),
+    Said("sockets of the host", {"--packet-path": "true"}, {"KBPF_SOCKET_LB": "hostNamespaceOnly"},
+         "socket_lb", SocketLb.HOST_ONLY),
+    Said("exempt cgroups", {"--socket-lb-exempt": "/system.slice/istio*/, a/b"}, {},
+         "socket_lb_exempt", ("system.slice/istio*", "a/b")),
     Said("a size", {"--max-backends": "5000"}, {}, "backends", 5000),
     Said("a size by variable", {}, {"KBPF_MAX_FLOWS": "7"}, "flows", 7),
     Said("up the stack by default", {}, {}, "forwarding", "stack"),
@@ -150,6 +157,14 @@ WRONG = [
     Wrong({"--masquerade-bit": "32"}, {}, ("'32'", "--masquerade-bit", "0 to 31")),
     Wrong({"--masquerade-bit": "-1"}, {}, ("'-1'",)),
     Wrong({"--localhost-nodeports": "maybe"}, {}, ("maybe", "true or false")),
+    Wrong({"--socket-lb": "pods"}, {}, ("pods", "off or hostNamespaceOnly or on")),
+    Wrong({"--socket-lb": "off"}, {}, ("off", "--socket-lb", "--packet-path true")),
+    Wrong(
+        {"--socket-lb": "hostNamespaceOnly", "--packet-path": "false"},
+        {},
+        ("hostNamespaceOnly", "--packet-path true"),
+    ),
+    Wrong({"--socket-lb-exempt": "a,/"}, {}, ("root", "--socket-lb-exempt", "off")),
     Wrong({"--source": "a", "--kubeconfig": "b"}, {}, ("--source", "--kubeconfig")),
     Wrong({"--source": "a"}, {"KBPF_MASTER": "https://x"}, ("--master",)),
 ]  # fmt: skip

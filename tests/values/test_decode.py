@@ -15,6 +15,7 @@ from kbpf.model.objects import (
     Endpoint,
     EndpointSlice,
     Node,
+    Pod,
     Protocol,
     Service,
     ServicePort,
@@ -605,6 +606,44 @@ def test_one_pod_network_alone_counts():
     item = read(Kind.NODE, {"metadata": {"name": "n1"}, "spec": {"podCIDR": "10.1.0.0/24"}})
     assert isinstance(item.object, Node)
     assert item.object.pod_cidrs == (cidr("10.1.0.0", 120),)
+
+
+class Labelled(NamedTuple):
+    """metadata and spec of a Pod, and what is made of it: a Pod, None, or words of the error."""
+
+    name: str
+    meta: dict[str, Any]
+    spec: dict[str, Any]
+    made: Pod | str | None
+
+
+UID = "0f4b1c5e-7d2a-4a8e-9d3f-1a2b3c4d5e6f"
+OFF = {"kbpf.io/socket-lb": "off"}
+PODS = [
+    Labelled("off", {"labels": OFF, "uid": UID}, {"nodeName": "n1"}, Pod("ns", "x", UID, "n1")),
+    Labelled("on no node yet", {"labels": OFF, "uid": UID}, {}, Pod("ns", "x", UID)),
+    Labelled("a uid that is no UUID", {"labels": OFF, "uid": "abc1"}, {}, Pod("ns", "x", "abc1")),
+    Labelled("no labels", {"uid": UID}, {}, None),
+    Labelled("other labels", {"labels": {"app": "x"}, "uid": UID}, {}, None),
+    Labelled("on", {"labels": {"kbpf.io/socket-lb": "on"}, "uid": UID}, {}, None),
+    Labelled("not a word of ours", {"labels": {"kbpf.io/socket-lb": "OFF"}, "uid": UID}, {}, None),
+    Labelled("no uid", {"labels": OFF}, {}, "metadata.uid: missing"),
+    Labelled("a uid that is a path", {"labels": OFF, "uid": "../.."}, {}, "metadata.uid: '../..'"),
+    Labelled("a uid that is a pattern", {"labels": OFF, "uid": "*"}, {}, "metadata.uid: '*'"),
+    Labelled("a uid of a wrong type", {"labels": OFF, "uid": 5}, {}, "metadata.uid"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", PODS, ids=lambda row: row.name)
+def test_a_pod_counts_when_its_label_says_off(row: Labelled):
+    meta = {"name": "x", "namespace": "ns", **row.meta}
+    item = read(Kind.POD, {"metadata": meta, "spec": {**row.spec, "containers": [{"name": 5}]}})
+    if isinstance(row.made, str):
+        assert item.object is None
+        assert row.made in item.error
+    else:
+        assert (item.object, item.error) == (row.made, "")
+    assert item.key == ObjectKey(Kind.POD, "ns", "x")
 
 
 @pytest.mark.parametrize(

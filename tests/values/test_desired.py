@@ -20,6 +20,7 @@ from kbpf.model.objects import (
     Endpoint,
     EndpointSlice,
     Node,
+    Pod,
     Protocol,
     Service,
     ServiceName,
@@ -57,7 +58,7 @@ def piece(*ends: Endpoint, service: str = "web") -> EndpointSlice:
     return EndpointSlice("ns", f"{service}-1", service, 4, ends, HTTP)
 
 
-def up(said: Service | EndpointSlice | Node) -> Upsert:
+def up(said: Service | EndpointSlice | Node | Pod) -> Upsert:
     match said:
         case Node():
             return Upsert(ObjectKey(Kind.NODE, "", said.name), said)
@@ -65,9 +66,11 @@ def up(said: Service | EndpointSlice | Node) -> Upsert:
             return Upsert(ObjectKey(Kind.SERVICE, said.namespace, said.name), said)
         case EndpointSlice():
             return Upsert(ObjectKey(Kind.SLICE, said.namespace, said.name), said)
+        case Pod():
+            return Upsert(ObjectKey(Kind.POD, said.namespace, said.name), said)
 
 
-def gone(said: Service | EndpointSlice | Node) -> Delete:
+def gone(said: Service | EndpointSlice | Node | Pod) -> Delete:
     return Delete(up(said).key)
 
 
@@ -446,7 +449,12 @@ NODES = st.builds(
     Node, st.sampled_from(["me", "me", "you"]), st.sampled_from([(), LOCAL[1:]]),
     st.sampled_from(["", "a", "b"]),
 )  # fmt: skip
-OBJECTS = st.sampled_from([SERVICES, SERVICES, SLICES, SLICES, SLICES, NODES]).flatmap(lambda x: x)
+PODS = st.builds(
+    Pod, SPACES, st.sampled_from(["p1", "p2"]), st.sampled_from(["u1", "u2", "u3"]), NODE_NAMES
+)
+OBJECTS = st.sampled_from([SERVICES, SERVICES, SLICES, SLICES, SLICES, NODES, PODS]).flatmap(
+    lambda x: x
+)
 UPSERTS = OBJECTS.map(up)
 WORDS = [
     OBJECTS.map(gone),
@@ -461,9 +469,9 @@ CONFIGS = st.sampled_from(
 )
 
 
-def last_words(events: Iterable[Event]) -> dict[ObjectKey, Service | EndpointSlice | Node]:
+def last_words(events: Iterable[Event]) -> dict[ObjectKey, Service | EndpointSlice | Node | Pod]:
     """The objects after all events, without a World."""
-    found: dict[ObjectKey, Service | EndpointSlice | Node] = {}
+    found: dict[ObjectKey, Service | EndpointSlice | Node | Pod] = {}
     for event in events:
         if isinstance(event, Upsert):
             found[event.key] = event.object
@@ -517,9 +525,12 @@ def test_any_events_in_any_batches_end_in_the_state_of_the_final_objects(events,
     services = [said for said in objects.values() if isinstance(said, Service)]
     slices = [said for said in objects.values() if isinstance(said, EndpointSlice)]
     node = objects.get(ObjectKey(Kind.NODE, "", "me"), Node("me"))
-    whole = desired_state(services, slices, node, LOCAL, config)
-    assert desired.state == whole
-    assert whole == desired_state(services[::-1], slices[::-1], node, LOCAL, config)
+    pods = [said for said in objects.values() if isinstance(said, Pod) and said.node != "you"]
+    known = Synced(Kind.POD) in events
+    whole = desired_state(services, slices, node, LOCAL, config, pods)
+    assert desired.state == replace(whole, pods_known=known)
+    assert whole.exempt_pods == tuple(sorted(pod.uid for pod in pods))
+    assert whole == desired_state(services[::-1], slices[::-1], node, LOCAL, config, pods[::-1])
     expected = oracle.state(services, slices, node, config)
     assert {as_tuple(key): as_oracle(state) for key, state in whole.services.items()} == expected
     ports = oracle.node_port_addresses(node, LOCAL, config)
@@ -538,6 +549,8 @@ def test_everything_deleted_leaves_nothing(events):
         if isinstance(event, Upsert) and isinstance(event.object, Service):
             desired.update(world, world.apply([event]), LOCAL, Config())
             alone = desired_state([event.object], (), world.node, LOCAL, Config())
-            assert desired.state == alone, "no claim is left behind"
+            assert desired.state == replace(alone, pods_known=desired.state.pods_known), (
+                "no claim is left behind"
+            )
             desired.update(world, world.apply([Delete(event.key)]), LOCAL, Config())
     assert desired.update(world, Touched(everything=True), LOCAL, Config()) == set()

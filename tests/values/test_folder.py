@@ -99,7 +99,7 @@ def run(tmp_path) -> Run:
     return Run(tmp_path)
 
 
-SYNCED = ["synced Service", "synced EndpointSlice", "synced Node"]
+SYNCED = ["synced Service", "synced EndpointSlice", "synced Node", "synced Pod"]
 
 
 # --- what a file says ---
@@ -589,9 +589,9 @@ def running(tmp_path) -> Iterator[Callable[[], Run]]:
 def test_a_change_is_seen_within_half_a_second_and_stop_ends_it(running, tmp_path):
     (tmp_path / "a.yaml").write_text(WEB)
     run = running()
-    until("it is read", lambda: len(run.events) == 4)
+    until("it is read", lambda: len(run.events) == len(SYNCED) + 1)
     (tmp_path / "a.yaml").write_text(WEB.replace("port: 80", "port: 81"))
-    until("the change is seen", lambda: len(run.events) == 5)
+    until("the change is seen", lambda: len(run.events) == len(SYNCED) + 2)
     run.folder.stop()
     until("it has ended", lambda: run.folder.status().state is SourceState.STOPPED)
     assert 3 * POLL_SECONDS < 0.5, "a change is read at the second look, and begins in the first"
@@ -609,7 +609,7 @@ def test_a_fault_of_ours_does_not_end_the_thread(tmp_path, caplog):
 
     folder = Folder(tmp_path, put, poll_seconds=0.01)
     folder.start()
-    until("it is read", lambda: len(said) == 4)
+    until("it is read", lambda: len(said) == len(SYNCED) + 1)
     folder.stop()
     assert isinstance(said[0], Upsert)
     assert "no room" in caplog.text

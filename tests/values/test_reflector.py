@@ -22,7 +22,7 @@ from kbpf.source.known import Known
 from kbpf.source.kubeconfig import Access
 from kbpf.source.pace import Pace
 from kbpf.source.reflector import Reflector
-from kbpf.source.resource import SERVICES, SLICES, Resource, own_node
+from kbpf.source.resource import SERVICES, SLICES, Resource, exempt_pods, own_node
 from tests.support.lab import until
 from tests.support.scripted import Exchange, ScriptedServer, Step, quiet
 
@@ -198,10 +198,15 @@ def test_a_streaming_list_is_asked_for_as_kube_proxy_selects(start):
     [
         (SLICES, "/apis/discovery.k8s.io/v1/endpointslices", {"labelSelector": f"!{HEADLESS}"}),
         (own_node("n1"), "/api/v1/nodes", {"fieldSelector": "metadata.name=n1"}),
+        (
+            exempt_pods("n1"),
+            "/api/v1/pods",
+            {"labelSelector": "kbpf.io/socket-lb=off", "fieldSelector": "spec.nodeName=n1"},
+        ),
     ],
-    ids=("slices", "our node"),
+    ids=("slices", "our node", "exempt pods of our node"),
 )
-def test_slices_and_our_node_are_selected_too(start, resource, path, selector):
+def test_slices_our_node_and_its_pods_are_selected_too(start, resource, path, selector):
     run = start(PAGES, listed(), resource=resource)
     run.server.wait(3)
     for request in run.server.requests:

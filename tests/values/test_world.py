@@ -12,6 +12,7 @@ from kbpf.model.objects import (
     Endpoint,
     EndpointSlice,
     Node,
+    Pod,
     Protocol,
     Service,
     ServiceName,
@@ -28,12 +29,13 @@ ONE = EndpointSlice(
     (Endpoint(parse_addr("10.1.0.1")),), (SlicePort("", Protocol.TCP, 8080),),
 )  # fmt: skip
 TWO = replace(ONE, name="web-2")
+POD = Pod("ns", "p1", "1234", "me")
 ME = Node("me", (parse_addr("10.0.0.1"),), "a")
 NAME = ServiceName("ns", "web")
 OTHER = ServiceName("ns", "other")
 
 
-def key(said: Service | EndpointSlice | Node) -> ObjectKey:
+def key(said: Service | EndpointSlice | Node | Pod) -> ObjectKey:
     match said:
         case Service():
             return ObjectKey(Kind.SERVICE, said.namespace, said.name)
@@ -41,13 +43,15 @@ def key(said: Service | EndpointSlice | Node) -> ObjectKey:
             return ObjectKey(Kind.SLICE, said.namespace, said.name)
         case Node():
             return ObjectKey(Kind.NODE, "", said.name)
+        case Pod():
+            return ObjectKey(Kind.POD, said.namespace, said.name)
 
 
-def up(said: Service | EndpointSlice | Node) -> Upsert:
+def up(said: Service | EndpointSlice | Node | Pod) -> Upsert:
     return Upsert(key(said), said)
 
 
-def gone(said: Service | EndpointSlice | Node) -> Delete:
+def gone(said: Service | EndpointSlice | Node | Pod) -> Delete:
     return Delete(key(said))
 
 
@@ -59,9 +63,10 @@ class Row(NamedTuple):
     now: list[Event]
     services: tuple[ServiceName, ...] = ()
     everything: bool = False
+    pods: bool = False
 
 
-ALL = [up(ME), up(WEB), up(ONE)]
+ALL = [up(ME), up(WEB), up(ONE), up(POD)]
 ROWS = [
     Row("nothing", ALL, []),
     Row("a new Service", [], [up(WEB)], (NAME,)),
@@ -86,6 +91,16 @@ ROWS = [
     Row("our Node changes in what policy does not read", ALL, [up(replace(ME, skipped=("x",)))]),
     Row("our Node goes", ALL, [gone(ME)], (), True),
     Row("another Node comes", ALL, [up(replace(ME, name="you", zone="b"))]),
+    Row("a Pod comes", [], [up(POD)], pods=True),
+    Row("the same Pod again", ALL, [up(POD)]),
+    Row("a Pod of the same name comes anew", ALL, [up(replace(POD, uid="99"))], pods=True),
+    Row("a Pod goes", ALL, [gone(POD)], pods=True),
+    Row("a Pod that was never there goes", [], [gone(POD)]),
+    Row("a Pod of another node", [], [up(replace(POD, node="you"))]),
+    Row("a Pod that a folder says is nowhere", [], [up(replace(POD, node=""))], pods=True),
+    Row("a rejected Pod touches nothing", ALL, [Rejected(key(POD), "bad")]),
+    Row("Pods are known for the first time", ALL, [Synced(Kind.POD)], pods=True),
+    Row("Pods are listed again", [*ALL, Synced(Kind.POD)], [Synced(Kind.POD)]),
     Row("another Node goes", ALL, [gone(replace(ME, name="you"))]),
 ]  # fmt: skip
 
@@ -95,8 +110,8 @@ def test_what_is_touched(row: Row):
     world = World("me")
     world.apply(row.before)
     touched = world.apply(row.now)
-    assert touched == Touched(set(row.services), row.everything)
-    assert bool(touched) is (row.everything or bool(row.services))
+    assert touched == Touched(set(row.services), row.everything, row.pods)
+    assert bool(touched) is (row.everything or row.pods or bool(row.services))
 
 
 def test_it_remembers_what_is_in_force():

@@ -1,5 +1,6 @@
 """The hooks: which program goes where. A new hook is one row here and one function in the C."""
 
+import errno
 from dataclasses import dataclass
 from typing import Final
 
@@ -82,4 +83,13 @@ def programs_of(unit: str) -> tuple[str, ...]:
 
 
 HELPER_SET_RETVAL: Final = 187
-"""bpf_set_retval, Linux v5.18: where a kernel lacks it, the loader takes the calls out."""
+HELPER_CURRENT_CGROUP: Final = 80
+HELPER_ANCESTOR_CGROUP: Final = 123
+OPTIONAL_HELPERS: Final = {
+    HELPER_SET_RETVAL: ("bpf_set_retval", "5.18", -errno.ECONNREFUSED),
+    HELPER_CURRENT_CGROUP: ("bpf_get_current_cgroup_id", "5.7", 0),
+    HELPER_ANCESTOR_CGROUP: ("bpf_get_current_ancestor_cgroup_id", "5.7", 1),
+}
+"""Number → name, the kernel that brought it to these hooks, an argument to try it with. Where a
+kernel lacks one, the loader takes the calls out (r0 = 0).
+"""

@@ -107,6 +107,7 @@ class ConfigFlag(IntFlag):
     LOCALHOST_NODE_PORTS = 1 << 1
     HOST_ONLY = 1 << 2
     EXEMPTIONS = 1 << 3
+    SOCKETS_OFF = 1 << 4
 
 
 class ClientKind(IntEnum):
@@ -136,6 +137,7 @@ class Reason(IntEnum):
     NEW_FLOW = 14
     MENDED = 15
     NO_ROUTE = 16
+    LEFT_TO_PACKETS = 17
 
 
 class Target(NamedTuple):
@@ -347,7 +349,7 @@ MAPS: Final = {
         _plain("cluster_ips", 16, 4, 16_384, "frontends"),
         MapSpec("exempt_cgroups", libbpf.MAP_HASH, U64.size, 4, 4096, libbpf.F_NO_PREALLOC),
         MapSpec("config", libbpf.MAP_ARRAY, 4, CONFIG.size, 1),
-        MapSpec("reasons", libbpf.MAP_PERCPU_ARRAY, 4, 8, len(Reason), version=3),
+        MapSpec("reasons", libbpf.MAP_PERCPU_ARRAY, 4, 8, len(Reason), version=4),
         MapSpec("meta", libbpf.MAP_ARRAY, 4, META.size, 1),
         MapSpec("agent_status", libbpf.MAP_ARRAY, 4, STATUS_SIZE, 1),
     )

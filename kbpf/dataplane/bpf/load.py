@@ -23,8 +23,9 @@ from typing import Final, Protocol
 from kbpf.dataplane.bpf import layout
 from kbpf.dataplane.bpf.artifact import Artifact, Bytecode
 from kbpf.dataplane.bpf.hooks import (
-    HELPER_SET_RETVAL,
     HOOKS,
+    OPTIONAL_HELPERS,
+    PROG_CGROUP_SOCK_ADDR,
     TAILS_MAP,
     Hook,
     programs_of,
@@ -181,18 +182,29 @@ def check_artifact(artifact: Artifact) -> None:
             )
 
 
-def link_code(code: Bytecode, maps: Mapping[str, Map], has_set_retval: bool) -> bytes:
+def missing_helpers() -> frozenset[int]:
+    """Those of OPTIONAL_HELPERS that this kernel's socket hooks may not call."""
+    connect4 = next(hook for hook in HOOKS if hook.name == "connect4").attach_type
+    return frozenset(
+        number
+        for number, (_, _, argument) in OPTIONAL_HELPERS.items()
+        if not probe.helper(PROG_CGROUP_SOCK_ADDR, connect4, number, argument).works
+    )
+
+
+def link_code(
+    code: Bytecode, maps: Mapping[str, Map], lacks: frozenset[int] = frozenset()
+) -> bytes:
     """Bytecode for this kernel: map descriptors put in, calls that it lacks taken out."""
     insns = bytearray(code.insns)
     for reference in code.references:
         at = reference.insn * 8
         insns[at + 1] = (insns[at + 1] & 0x0F) | PSEUDO_MAP_FD << 4
         insns[at + 4 : at + 8] = maps[reference.map].fd.to_bytes(4, "little")
-    if not has_set_retval:
-        call = probe.call(HELPER_SET_RETVAL)
-        for at in range(0, len(insns), 8):
-            if insns[at : at + 8] == call:
-                insns[at : at + 8] = RETURN_0
+    calls = [probe.call(number) for number in sorted(lacks)]
+    for at in range(0, len(insns), 8):
+        if insns[at : at + 8] in calls:
+            insns[at : at + 8] = RETURN_0
     return bytes(insns)
 
 
@@ -217,11 +229,11 @@ class Programs:
     own: tuple[str, ...] = ()
     """Maps that belong to these programs alone and live and die with them."""
 
-    def __init__(self, pins: Pins, artifact: Artifact, retval: bool) -> None:
+    def __init__(self, pins: Pins, artifact: Artifact, lacks: frozenset[int] = frozenset()) -> None:
         check_artifact(artifact)
         self._pins = pins
         self._artifact = artifact
-        self._retval = retval
+        self._lacks = lacks
         self._loaded: dict[str, Program] = {}
         self._own: dict[str, Map] = {}
         self._behind: Mapping[str, Map] | None = None  # maps to load over
@@ -229,7 +241,8 @@ class Programs:
     @property
     def key(self) -> str:
         """What decides the bytecode: sources, and what the kernel lacks."""
-        return f"{self._artifact.unit}-{self._artifact.source}-{'r' if self._retval else 'n'}"
+        lacks = "-".join(map(str, sorted(self._lacks)))
+        return f"{self._artifact.unit}-{self._artifact.source}-{lacks or 'all'}"
 
     def load(self, maps: Mapping[str, Map]) -> bool:
         """Takes the pinned programs if they are these over these maps, else loads; whether it
@@ -277,7 +290,7 @@ class Programs:
         code = next(code for code in self._artifact.programs if code.name == name)
         kind, attach_type, required = type_of(name)
         try:
-            insns = link_code(code, maps, self._retval)
+            insns = link_code(code, maps, self._lacks)
             self._loaded[name] = Program.load(name, kind, attach_type, insns)
         except KernelError as error:
             if required:
@@ -345,8 +358,10 @@ class Programs:
 class SocketPrograms(Programs):
     """The unit `sock`, attached to a cgroup by pinned links."""
 
-    def __init__(self, pins: Pins, artifact: Artifact, cgroup: Path, retval: bool) -> None:
-        super().__init__(pins, artifact, retval)
+    def __init__(
+        self, pins: Pins, artifact: Artifact, cgroup: Path, lacks: frozenset[int] = frozenset()
+    ) -> None:
+        super().__init__(pins, artifact, lacks)
         self._cgroup = cgroup
 
     def _attach_all(self) -> int:
@@ -441,6 +456,19 @@ def detach(pin: Path) -> None:
     with contextlib.suppress(KernelError), Link.open(pin) as link:
         link.detach()
     pin.unlink()
+
+
+def detach_sockets(pins: Pins) -> int:
+    """Ends what is attached to the socket hooks, and removes their programs; how many there were.
+    Whoever is connected stays so. The folder of links stays, empty.
+    """
+    pins.links.mkdir(mode=0o700, exist_ok=True)
+    links = sorted(pins.links.iterdir())
+    for link in links:
+        detach(link)
+    for folder in pins.others("programs-sock", Path()):
+        shutil.rmtree(folder, ignore_errors=True)
+    return len(links)
 
 
 def remove(pins: Pins) -> int:

@@ -54,7 +54,7 @@ class PacketPath(Programs):
     own = (TAILS_MAP,)
 
     def __init__(self, pins: Pins, artifact: Artifact, config: Config) -> None:
-        super().__init__(pins, artifact, retval=True)
+        super().__init__(pins, artifact)
         self._config = config
         devices = Devices(pins.root, config.devices, config.excluded_devices)
         self._keeper = Keeper(devices, self._tell, self._settle)

@@ -10,6 +10,7 @@ import time
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -17,7 +18,8 @@ import msgspec
 from kbpf.dataplane.base import Report
 from kbpf.dataplane.bpf import adopt, beside, compile, load, packet, udp
 from kbpf.dataplane.bpf.beside import Beside
-from kbpf.dataplane.bpf.hooks import HELPER_SET_RETVAL, PROG_CGROUP_SOCK_ADDR
+from kbpf.dataplane.bpf.exempt import Exemptions
+from kbpf.dataplane.bpf.hooks import HELPER_SET_RETVAL
 from kbpf.dataplane.bpf.ids import BackendTable, Ids
 from kbpf.dataplane.bpf.keeper import KeeperStatus
 from kbpf.dataplane.bpf.layout import (
@@ -38,9 +40,9 @@ from kbpf.dataplane.bpf.packet import PacketPath
 from kbpf.dataplane.bpf.plan import Planner, Programmed, Retired, Writes, leaving, need
 from kbpf.dataplane.bpf.tables import Tables
 from kbpf.errors import CapacityError, KbpfError, KernelError, PinsGone
-from kbpf.kernel import mounts, netns, probe
+from kbpf.kernel import mounts, netns
 from kbpf.model.address import Addr
-from kbpf.model.config import Config
+from kbpf.model.config import Config, SocketLb
 from kbpf.model.desired import (
     Backend,
     DesiredState,
@@ -60,6 +62,9 @@ to one that the machine held up for longer."""
 
 SHORT_GRACE_SECONDS: Final = 0.1
 """When there is no room for new sets, old ones go after this already."""
+
+LEAVING: Final = ConfigFlag.HOST_ONLY | ConfigFlag.EXEMPTIONS | ConfigFlag.SOCKETS_OFF
+"""What a restart takes over: whom the hooks leave alone."""
 
 ZERO: Final = U32.pack(0)
 ONE: Final = U32.pack(1)
@@ -83,6 +88,10 @@ class BpfPlane:
         self._refused: dict[ServicePortKey, str] = {}
         self._stray: adopt.Adopted | None = None  # until the first complete apply
         self._lock = -1
+        self._flags = ConfigFlag(0)
+        self._host_netns = 0
+        self._waits = False  # the packet path has to serve before the hooks leave somebody alone
+        self._sockets: SocketPrograms | None = None
         self._packets: PacketPath | None = None
         self._beside = Beside(self._pins, config)
         self.packet_problem = ""
@@ -104,19 +113,44 @@ class BpfPlane:
             )
         mounts.ensure_bpffs(self._config.pin_dir)
         self._lock = load.lock(self._pins)
-        artifact, self.compiled = compile.obtain("sock", self._config.cache_dir)
+        sockets = self._obtain_sockets(cgroup)
         adopted = self._tables.open()
-        retval = bool(probe.helper(PROG_CGROUP_SOCK_ADDR, 10, HELPER_SET_RETVAL, -111).works)
-        self._write_config(retval)
-        self._programs = SocketPrograms(self._pins, artifact, cgroup, retval)
-        self._programs.load(self._tables.maps)
+        self._write_config()
+        if sockets is not None:
+            sockets.load(self._tables.maps)
+        self._sockets = sockets
         self._packets = self._open_packet_path()
+        self._exemptions = self._open_exemptions(cgroup)
         self._adopt()
         log.info("opened pin_dir=%s cgroup=%s adopted=%s", self._pins.root, cgroup, adopted)
 
+    def _obtain_sockets(self, cgroup: Path) -> SocketPrograms | None:
+        """The socket programs, not loaded yet; None where they are switched off."""
+        mode = self._config.socket_lb
+        if mode is SocketLb.OFF:
+            return None
+        if mode is SocketLb.HOST_ONLY and netns.cookie() is None:
+            raise KernelError(
+                "this kernel does not tell the node's sockets from those of pods",
+                f"--socket-lb {mode}",
+                "SO_NETNS_COOKIE is missing (Linux 5.14): use --socket-lb on or off",
+            )
+        artifact, self.compiled = compile.obtain("sock", self._config.cache_dir)
+        return SocketPrograms(self._pins, artifact, cgroup, load.missing_helpers())
+
+    def _open_exemptions(self, cgroup: Path) -> Exemptions:
+        try:
+            root = mounts.cgroup_root()
+        except KernelError:  # only a part of it is visible
+            root = cgroup
+        patterns = self._config.socket_lb_exempt
+        made = Exemptions(root, cgroup, patterns, self._tables, self._leave_alone)
+        made.adopt()
+        return made
+
     def _open_packet_path(self) -> PacketPath | None:
         """The packet path, or None where it is switched off or cannot be had: the socket hooks
-        do without it.
+        do without it, if they serve everybody.
         """
         if not self._config.packet_path:
             return None
@@ -125,18 +159,29 @@ class BpfPlane:
             packets = PacketPath(self._pins, artifact, self._config)
             packets.load(self._tables.maps)
         except KbpfError as error:
+            if self._config.socket_lb is not SocketLb.ON:
+                raise
             log.error("no packet path: only sockets of this node are served: %s", error)
             self.packet_problem = str(error)
             return None
         return packets
 
-    def _write_config(self, retval: bool) -> None:
-        flags = ConfigFlag(0)
-        if retval:
+    def _write_config(self) -> None:
+        """What follows from the machine and the settings; whom the hooks leave alone stays as it
+        was, until the packet path serves (_publish).
+        """
+        self._host_netns = netns.cookie() or 0
+        _, before = CONFIG.unpack(self._tables.maps["config"].lookup(ZERO) or bytes(CONFIG.size))
+        flags = ConfigFlag(before) & LEAVING
+        if HELPER_SET_RETVAL not in load.missing_helpers():
             flags |= ConfigFlag.SET_RETVAL
         if self._config.localhost_node_ports:
             flags |= ConfigFlag.LOCALHOST_NODE_PORTS
-        self._tables.maps["config"].update(ZERO, CONFIG.pack(netns.cookie() or 0, flags))
+        self._set_flags(flags)
+
+    def _set_flags(self, flags: ConfigFlag) -> None:
+        self._tables.maps["config"].update(ZERO, CONFIG.pack(self._host_netns, flags))
+        self._flags = flags
 
     def _adopt(self) -> None:
         maps = self._tables.maps
@@ -198,9 +243,9 @@ class BpfPlane:
                 writes.removed |= self._stray.stray_frontends - writes.flips.keys()
             writes.new_frontends -= len(self._stray.stray_frontends & writes.flips.keys())
         ips = self._count_cluster_ips(after, sound)
-        self._grow(writes, len(set(desired.node_addresses) - self._addresses), len(ips[0]))
         if self._packets is not None:
             self._packets.describe_node(desired)
+        self._grow(writes, len(set(desired.node_addresses) - self._addresses), len(ips[0]))
         self._write(writes, set(desired.node_addresses), ips)
         for key, owner in after.items():
             if owner is None:
@@ -216,6 +261,7 @@ class BpfPlane:
             self._sweep(found, writes.retired)
         if writes.retired:
             self._queue.append((self._clock(), writes.retired))
+        self._exemptions.want(desired.exempt_pods, desired.pods_known, self._clock())
         written, calls = self._tables.counted()
         return Report(written, calls, dict(self._refused))
 
@@ -336,19 +382,50 @@ class BpfPlane:
             self._cut(writes.retired)
 
     def _publish(self) -> int:
-        """Attaches everything; how many attachments changed. What the devices refuse must not
-        keep the sockets from being served.
+        """Attaches everything; how many attachments of hooks changed. What the devices refuse must
+        not keep the sockets from being served.
         """
-        changed = self._programs.publish()
+        changed = 0
         if self._packets is not None:
             try:
                 self._packets.publish()
             except KernelError as error:
                 log.error("the packet path is not whole: %s", error)
+        if self._sockets is not None:
+            changed += self._sockets.publish()
+        self._leave_alone()
         return changed
 
+    def _leave_alone(self) -> None:
+        """Tells the programs whom to leave alone, or takes the hooks away, once the packet path
+        serves those; until then it stays as it was. Who is not to be left alone any more is served
+        by the hooks at once.
+        """
+        mode, before = self._config.socket_lb, self._flags
+        wanted = ConfigFlag(0) if self._exemptions.is_empty else ConfigFlag.EXEMPTIONS
+        if mode is not SocketLb.ON:
+            off = mode is SocketLb.OFF
+            wanted |= ConfigFlag.SOCKETS_OFF if off else ConfigFlag.HOST_ONLY
+        self._waits = not self._serves_packets()
+        if self._waits:
+            if ConfigFlag.SOCKETS_OFF in before:
+                before |= ConfigFlag.HOST_ONLY
+            wanted &= before
+        elif self._sockets is None:
+            load.detach_sockets(self._pins)
+        flags = self._flags & ~LEAVING | wanted
+        if flags != self._flags:
+            self._set_flags(flags)
+
+    def _serves_packets(self) -> bool:
+        """Whether the packet path is on all devices that it can be on, or not wanted at all."""
+        if self._packets is None:
+            return not self._config.packet_path
+        status = self._packets.status()
+        return status.ready and not status.problem
+
     def _all_programs(self) -> tuple[Programs, ...]:
-        return (self._programs, *([self._packets] if self._packets else ()))
+        return tuple(p for p in (self._sockets, self._packets) if p is not None)
 
     def ready(self) -> bool:
         """Whether all devices had their turn. See base.DataPlane."""
@@ -417,7 +494,13 @@ class BpfPlane:
         self._retire_until(now - GRACE_SECONDS)
         if self._packets is not None and self._stray is None:
             self._beside.look(now)
-        return self._queue[0][0] + GRACE_SECONDS if self._queue else None
+        if self._waits:
+            self._leave_alone()
+        later = self._exemptions.tick(now) if self._stray is None else None
+        due = [later] if later is not None else []
+        if self._queue:
+            due.append(self._queue[0][0] + GRACE_SECONDS)
+        return min(due, default=None)
 
     def flush(self) -> None:
         """Retires everything now, without the grace period: for tests."""
@@ -461,6 +544,13 @@ class BpfPlane:
         status = self._tables.maps["agent_status"]
         status.update(ZERO, text[: status.value_size].ljust(status.value_size, b"\0"))
 
+    def problems(self) -> tuple[str, ...]:
+        """See base.DataPlane."""
+        lines = self._exemptions.problems(self._clock())
+        if self._packets is None and not self._exemptions.is_empty:
+            lines = (*lines, "exempt cgroups are served by nobody: --packet-path is not on")
+        return lines
+
     def _check_pins(self) -> None:
         """Somebody may have removed the pins beside us: then nothing that we write is seen."""
         try:
@@ -486,8 +576,7 @@ class BpfPlane:
         """Lets go of all descriptors; pins and attachments stay. Programs go first: a thread of
         theirs uses maps.
         """
-        if hasattr(self, "_programs"):
-            load.close_all(self._all_programs())
+        load.close_all(self._all_programs())
         self._tables.close()
         if self._lock >= 0:
             os.close(self._lock)
