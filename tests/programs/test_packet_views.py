@@ -37,18 +37,20 @@ from kbpf.dataplane.bpf.layout import (
 from kbpf.dataplane.bpf.load import Pins
 from kbpf.dataplane.bpf.plane import BpfPlane
 from kbpf.errors import CompileError, KernelError
-from kbpf.kernel import netns
+from kbpf.kernel import netns, tc
 from kbpf.kernel.libbpf import Program
+from kbpf.kernel.probe import Probe
 from kbpf.kernel.testrun import TC_ACT_SHOT, run
 from kbpf.model.address import parse_addr
 from kbpf.model.config import Config
 from kbpf.model.desired import DesiredState
 from kbpf.model.objects import Protocol
 from kbpf.model.status import MOST_FAILURES, DeviceFailure, encode
+from kbpf.views import devices, snapshot
 from tests.programs.test_views import words
 from tests.support.lab import ip, until
 from tests.support.lab import run as command
-from tests.support.packets import frame, tcp, udp
+from tests.support.packets import frame, sctp, tcp, udp
 from tests.support.parse import parse
 from tests.support.plane import Site, desired, service, sites
 
@@ -57,7 +59,7 @@ NODE = {4: "198.18.0.1", 6: "fd00:198:18::1"}
 CLIENT = {4: "198.51.100.7", 6: "2001:db8:9::7"}
 POD = {4: "10.244.1.2", 6: "fd00:10:244:1::2"}
 VIP = {4: "192.0.2.", 6: "2001:db8::"}
-MASKED, LOCAL, ALSO, GUARDED, NOBODY, KEPT = 1, 2, 3, 4, 5, 6
+MASKED, LOCAL, ALSO, GUARDED, NOBODY, KEPT, SCTP = 1, 2, 3, 4, 5, 6, 7
 LOW, HIGH = 61_000, 61_999
 
 
@@ -84,6 +86,8 @@ def world(backend: int = 8080) -> DesiredState:
                 one(NOBODY, "nobody", restricted=True),
                 one(KEPT, "kept", affinity_timeout=600),
             ]
+    vip, pod = f"LoadBalancer={end(f'{VIP[4]}{SCTP}', 80)}", end(POD[4], 80)
+    made.append(service("sctp", vip, pod, Protocol.SCTP))
     state = desired(*made)
     addresses = tuple(parse_addr(NODE[v]) for v in (4, 6))
     return msgspec.structs.replace(state, masquerade_as=addresses)
@@ -103,9 +107,9 @@ class Wire:
             packet = run(self._programs[name], frame(packet)).packet_out[14:]
         return packet
 
-    def verdict(self, packet: bytes) -> int:
+    def verdict(self, packet: bytes, program: str = "tc_ingress") -> int:
         """What is said of it when it comes in."""
-        return run(self._programs["tc_ingress"], frame(packet)).retval
+        return run(self._programs[program], frame(packet)).retval
 
     def talk(self, v: int, which: int, port: int, said: str) -> None:
         """A conversation of a client with a VIP. `said`: TCP flags with blanks between them, or
@@ -340,6 +344,27 @@ def test_a_port_that_had_to_change_is_shown(wire: Wire, show) -> None:
     assert first["seen_as"] != first["client"] == second["client"] == second["seen_as"]
     assert first["seen_as"].startswith(f"{CLIENT[4]}:")
     assert not first["masqueraded"]
+
+
+@pytest.mark.parametrize("v", [4, 6], ids=["v4", "v6"])
+def test_the_nodes_own_connections_say_by_which_device(wire: Wire, show, call: Run, v: int) -> None:
+    """A socket that the hooks have left alone: its SYN is seen when it leaves."""
+    syn = tcp(end(NODE[v], 2000), end(f"{VIP[v]}{MASKED}", 80), flags="S")
+    wire.verdict(syn, "tc_egress")
+    (row,) = show("connections")
+    assert (row["device"], row["way"], row["masqueraded"]) == ("lo", "redirect", False)
+    assert row["client"] == row["seen_as"] == end(NODE[v], 2000)
+    assert (row["state"], row["lost"]) == ("new", [])
+    assert "this node's own, by lo" in call("connections")[1]
+
+
+def test_sctp_is_shown_as_such(wire: Wire, show) -> None:
+    wire.verdict(sctp(end(CLIENT[4], 2000), end(f"{VIP[4]}{SCTP}", 80)))
+    (row,) = show("connections")
+    assert (row["protocol"], row["service"]) == ("SCTP", "default/sctp")
+    assert (row["state"], row["idle_seconds"] + row["expires_seconds"]) == (
+        "new", pytest.approx(30, abs=0.01),
+    )  # fmt: skip
 
 
 LOST = [
@@ -598,6 +623,30 @@ def test_a_device_without_its_program_is_a_problem(wire: Wire, show) -> None:
         assert late["problem"] == "a program is missing"
     finally:
         ip("link del late0", netns=wire.site.node)
+
+
+def test_an_elder_kernel_has_filters_and_says_so(
+    wire: Wire, artifact_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without TCX the same programs are on clsact qdiscs."""
+    monkeypatch.setattr(tc, "tcx", lambda: Probe(False, "EINVAL"))
+    where = Path("/run/netns") / str(wire.site.node)
+    with sites(artifact_cache) as make:
+        site = make(node=wire.site.node)
+        plane = site.open(packet_path=True, devices=("out0",), excluded_devices=("cni0",))
+        netns.inside(where, lambda: plane.apply(world(), None))
+
+        def rows() -> dict[str, Any]:
+            held = snapshot.read(site.pins, devices.NEEDS)
+            return {row.device: row for row in devices.rows(held, devices.look(held))}
+
+        out0 = netns.inside(where, rows)["out0"]
+        assert (out0.ingress, out0.egress) == ("tc_ingress (clsact)", "tc_egress (clsact)")
+        (row,) = [r for r in packet_checks.rows(site.pins) if r.name == "TCX"]
+        assert row.result == "no"
+        assert "clsact qdiscs are used instead" in row.detail
+        assert "CONFIG_NET_CLS_BPF" in row.advice
+        netns.inside(where, plane.remove)
 
 
 def test_the_devices_of_another_namespace_are_not_shown_for_the_agents(
