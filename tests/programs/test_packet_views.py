@@ -427,12 +427,13 @@ def test_what_has_expired_is_shown_when_asked_for_and_no_longer_translated(
     assert wire.pass_(answer) == answer, "the programs say the same"
 
 
-def test_a_connection_lives_as_long_as_one_of_its_entries(wire: Wire, show) -> None:
+@pytest.mark.parametrize("old", ["flows", "replies"])
+def test_a_connection_lives_as_long_as_one_of_its_entries(wire: Wire, show, old: str) -> None:
     """Datagrams one way: the entry of the other direction has seen none."""
     wire.talk(4, MASKED, 2000, "? <!")
     age(wire, 110)
     wire.talk(4, MASKED, 2000, "?")
-    with wire.site.pinned("replies") as found:
+    with wire.site.pinned(old) as found:
         for key, raw in list(found.items()):
             found.update(key, bytes(8) + raw[8:])
     (row,) = show("connections")

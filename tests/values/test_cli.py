@@ -477,6 +477,8 @@ NODES = [
     Node("reserved but one", {RANGE: "1024 65535", RESERVED: "61000-62000,62002-65535"}, PORTS,
          "no", "too", "61000-65535"),
     Node("as far as they meet", {RANGE: "1024 61001", RESERVED: "61000,61001"}, PORTS, "yes", ""),
+    Node("as far as they meet, above", {RANGE: "62000 65535", RESERVED: "62000-65535"}, PORTS,
+         "yes", "reserved"),
     Node("not readable", {}, PORTS, "unknown", "ip_local_port_range"),
     Node("forwards", {V4: "1\n"}, "IPv4 forwarding", "yes", ""),
     Node("does not", {V4: "0\n"}, "IPv4 forwarding", "no", "ip_forward = 0",
