@@ -147,7 +147,6 @@ def rows(snapshot: Snapshot, connections: Iterable[Tracked]) -> Iterator[Connect
             if current is None:
                 current = _keys(snapshot)
             replaced = one.key in current
-        left = (one.over - now) / tracked.NANO
         dialled = endpoint(client)
         yield ConnectionRow(
             service=name(service),
@@ -160,9 +159,9 @@ def rows(snapshot: Snapshot, connections: Iterable[Tracked]) -> Iterator[Connect
             else (dialled if port == client[16:18] else endpoint(client[:16] + port)),
             masqueraded=masqueraded,
             state=state_name(state),
-            idle_seconds=round(max(0, now - last) / tracked.NANO, 3),
-            expires_seconds=round(left, 3),
-            expired=left < 0,
+            idle_seconds=max(0, now - last) // tracked.MILLI / 1000,
+            expires_seconds=(one.over - now) // tracked.MILLI / 1000,
+            expired=one.over < now,
             lost=() if replaced or last >= began else _lost(one.parts, masqueraded),
             replaced=replaced,
             way=_WAYS.get(way, str(way)),

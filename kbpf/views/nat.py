@@ -125,7 +125,7 @@ def rows(snapshot: Snapshot, found: Iterable[Tracked]) -> Iterator[SourceRow]:
             client=endpoint(client),
             service=name(service),
             state=state_name(state),
-            idle_seconds=round(max(0, now - last) / tracked.NANO, 3),
+            idle_seconds=max(0, now - last) // tracked.MILLI / 1000,
         )
 
 

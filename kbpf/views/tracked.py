@@ -21,6 +21,8 @@ PARTS: Final = {FLOW: "flow", REPLY: "reply", SNAT: "source"}
 """What a part is for: the client's packets, the backend's, and the backend's to the node."""
 
 NANO: Final = 1_000_000_000
+MILLI: Final = 1_000_000
+"""ns in a ms, in which times are shown: cheaper than rounding a float."""
 _BACKEND: Final = slice(48, 68)
 _SNAT: Final = slice(68, 84)
 _SNAT_PORT: Final = slice(84, 86)
