@@ -24,7 +24,9 @@ from kbpf.dataplane.bpf.layout import (
 )
 from kbpf.errors import NotFoundError
 from kbpf.kernel import libbpf
+from kbpf.kernel.devices import Device
 from kbpf.kernel.libbpf import LinkInfo
+from kbpf.kernel.tc import Attachment, Direction, How
 from kbpf.model.address import Addr, parse_addr
 from kbpf.model.desired import Backend, FrontendAddress, ServicePortKey
 from kbpf.model.objects import Cidr, Protocol
@@ -32,6 +34,7 @@ from kbpf.model.status import AgentStatus, DeviceFailure, PacketStatus
 from kbpf.views import (
     affinity,
     connections,
+    devices,
     maps,
     nat,
     packets,
@@ -429,6 +432,56 @@ def test_a_device_without_the_packet_path_is_not_well():
         packet_programs=True,
     )  # fmt: skip
     assert not status.view(held).ok
+
+
+IN, OUT = (Attachment(2, direction, How.TCX, 7) for direction in Direction)
+UPLINK, POD = Device(2, "eth0"), Device(2, "cali0", "veth", peer_netns=1)
+EXCLUDED = PacketStatus(True, excluded=("eth*",))
+
+
+class Played(NamedTuple):
+    """A device, what is on it, what the agent says; its row: (role, ingress, problem's words)."""
+
+    name: str
+    device: Device
+    on: tuple[Attachment, ...]
+    said: PacketStatus
+    row: tuple[str, str, str]
+
+
+PLAYED = [
+    Played("an uplink", UPLINK, (IN, OUT), PacketStatus(True), ("host", "tc_x (tcx)", "")),
+    Played("a pod's", POD, (IN, OUT), PacketStatus(True), ("pod", "tc_x (tcx)", "")),
+    Played("one direction", UPLINK, (OUT,), PacketStatus(True), ("host", "", "missing")),
+    Played("nothing on it", UPLINK, (), PacketStatus(True), ("host", "", "missing")),
+    Played("excluded", UPLINK, (), EXCLUDED, ("skipped", "", "")),
+    Played("excluded, but there", UPLINK, (IN,), EXCLUDED,
+           ("skipped", "tc_x (tcx)", "should have no program")),
+    Played("others are named", UPLINK, (), PacketStatus(True, devices=("up*",)),
+           ("skipped", "", "")),
+    Played("it was refused", UPLINK, (),
+           PacketStatus(True, failed=(DeviceFailure("eth0", "no clsact"),), failed_count=1),
+           ("host", "", "no clsact")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("played", PLAYED, ids=lambda played: played.name)
+def test_the_part_of_a_device(played: Played):
+    told = ToldDevice(Role.HOST, 14, DeviceFlag.PEER, bytes(6))
+    held = snapshot(
+        status=replace(AGENT, packets=played.said), packet_programs=True, devices={2: told}
+    )
+    (row,) = devices.rows(held, devices.Found((played.device,), played.on, {7: "tc_x"}))
+    role, ingress, problem = played.row
+    assert (row.role, row.ingress, row.flags, row.header) == (role, ingress, ("peer",), 14)
+    assert problem in row.problem
+    assert bool(row.problem) == bool(problem)
+    assert row.why
+
+
+def test_where_the_packet_path_is_off_no_program_is_missed():
+    (row,) = devices.rows(snapshot(), devices.Found((UPLINK,), (), {}))
+    assert (row.role, row.problem, row.header) == ("host", "", None)
 
 
 @pytest.mark.parametrize(
