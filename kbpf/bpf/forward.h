@@ -133,6 +133,9 @@ static __always_inline int send_off(struct __sk_buff *skb, const struct device *
 			return TC_SHOT;
 		return redirect_peer(route->ifindex);
 	}
+	/* The kernel drops what has no link header to take off, as packets of tun or WireGuard. */
+	if (!from->l2 && bpf_skb_change_head(skb, ETH_HEADER, 0))
+		return TC_SHOT;
 	hop.address = route->destination;
 	return redirect_neigh(route->ifindex, &hop);
 }
