@@ -391,7 +391,7 @@ class Agent:
         self.code: Path | None = None
         """Where to start it: a folder with another kbpf/ in it; None for ours."""
         self.module = "kbpf"
-        """What is run: kbpf, or what stands in for it (tests/support/odd_agent.py)."""
+        """What is run: kbpf, or what stands in for it (tests/support/clsact_agent.py)."""
         node.agent = self
 
     @property
