@@ -10,7 +10,9 @@ import pytest
 from kbpf.dataplane.bpf import exempt, load
 from kbpf.dataplane.bpf.exempt import Exemptions, matching, pod_folders
 from kbpf.dataplane.bpf.hooks import HELPER_CURRENT_CGROUP, OPTIONAL_HELPERS
+from kbpf.dataplane.bpf.keeper import KeeperStatus
 from kbpf.dataplane.bpf.layout import ConfigFlag, Reason
+from kbpf.dataplane.bpf.packet import PacketPath
 from kbpf.dataplane.bpf.plane import BpfPlane
 from kbpf.errors import KernelError
 from kbpf.kernel import netns
@@ -316,5 +318,36 @@ def test_whom_the_hooks_leave_alone_outlasts_a_restart_until_the_first_apply(
         assert picks(client, "10.96.0.1:80") == ["ENETUNREACH"]
         there(lambda: plane.apply(WORLD, None))
         assert picks(client, "10.96.0.1:80") == [LOCAL[0]]
+    finally:
+        run("ip", "netns", "del", own)
+
+
+@pytest.mark.parametrize("mode", [SocketLb.HOST_ONLY, SocketLb.OFF])
+def test_nobody_is_left_alone_before_the_packet_path_serves(
+    served: tuple[Site, Place], monkeypatch: pytest.MonkeyPatch, mode: SocketLb
+) -> None:
+    site, client = served
+    own = f"{site.name}h"
+    run("ip", "netns", "add", own)
+    try:
+        site.open().apply(WORLD, None)
+
+        def start() -> BpfPlane:
+            plane = site.open(packet_path=True, socket_lb=mode)
+            plane.apply(WORLD, None)
+            return plane
+
+        with monkeypatch.context() as patch:
+            patch.setattr(PacketPath, "status", lambda _: KeeperStatus())
+            plane = netns.inside(Path("/run/netns") / own, start)
+            plane.tick(time.monotonic())
+            assert {pin.name for pin in (site.pins / "links").iterdir()} == HOOKS
+            assert picks(client, "10.96.0.1:80") == [LOCAL[0]]
+
+        def left_alone() -> bool:
+            plane.tick(time.monotonic())
+            return picks(client, "10.96.0.1:80") == ["ENETUNREACH"]
+
+        until("the packet path serves", left_alone)
     finally:
         run("ip", "netns", "del", own)
