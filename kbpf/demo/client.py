@@ -76,11 +76,13 @@ def say(report: Report) -> None:
     print(encode(report), flush=True)
 
 
-def wait_until_served(to: Place) -> None:
-    """Before the first pass of the agent there is no route to the Service."""
+def wait_until_served(ask: Callable[[Place], str], to: Place) -> None:
+    """Before the agent has attached the hooks that this takes, there is no route to the Service, or
+    the answer is its backend's. It attaches one after the other, those of UDP behind TCP's.
+    """
     while True:
         try:
-            ask_tcp(to)
+            ask(to)
         except OSError:
             time.sleep(0.02)
         else:
@@ -90,7 +92,8 @@ def wait_until_served(to: Place) -> None:
 def ask_many(address: str, tcp_port: int, udp_port: int, requests: int, rate: float) -> None:
     """All requests, in one thread, one after the other."""
     web, dns = (address, tcp_port), (address, udp_port)
-    wait_until_served(web)
+    wait_until_served(ask_tcp, web)
+    wait_until_served(ask_udp, dns)
     say(Report())
     tcp, udp = Count(), Count()
     began = last = time.monotonic()
