@@ -5,7 +5,7 @@ import sys
 
 from benchmarks.common import emit, say
 
-ALL = ("connect", "packets", "scale", "change")
+ALL = ("connect", "packets", "scale", "change", "nodeport")
 
 
 def main(names: list[str]) -> None:

@@ -481,16 +481,15 @@ class Agent:
 
     def reasons(self) -> "Counter[Reason]":
         """How often its programs have decided so, on all processors."""
-        from kbpf.dataplane.bpf.layout import Reason
+        from kbpf.dataplane.bpf.layout import Reason, schema_hash
+        from kbpf.kernel.libbpf import Map
 
-        found = self.entries("reasons")
-        return Counter(
-            {
-                reason: sum(struct.unpack(f"={len(counts) // 8}Q", counts))
-                for reason in Reason
-                for counts in [found[struct.pack("=I", reason)]]
-            }
-        )
+        counts: Counter[Reason] = Counter()
+        with Map.open(self.pin_dir / f"maps-{schema_hash()}" / "reasons") as found:
+            for reason in Reason:
+                raw = found.lookup(struct.pack("=I", reason)) or b""
+                counts[reason] = sum(struct.unpack(f"={len(raw) // 8}Q", raw))
+        return counts
 
     def dump(self) -> dict[str, dict[str, str]]:
         """All entries of the agent's maps, as hex."""

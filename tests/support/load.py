@@ -37,14 +37,17 @@ def under_load(
     port: int = 80,
     protocol: str = "tcp",
     answers: str = "",
+    pause: float = 0.002,
 ) -> Iterator[Load]:
-    """A load from these clients for as long as the block lasts. `answers`: who may answer."""
+    """A load from these clients for as long as the block lasts. `answers`: who may answer;
+    `pause`: between two connections of a thread, in seconds.
+    """
     load = Load(tuple(places[client] for client in clients))
     family = "6" if ":" in host else "4"
     for place in load.places:
         # A pause: the test is about what fails, not about a machine that has no time left.
         place.ask(
-            "start_load", host=host, port=port, family=family, threads=2, pause=0.002,
+            "start_load", host=host, port=port, family=family, threads=2, pause=pause,
             protocol=protocol,
         )  # fmt: skip
     results = []

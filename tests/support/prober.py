@@ -5,6 +5,7 @@ imports nothing of kbpf. A server answers each line (TCP) or datagram (UDP) with
 the client's address as it saw it, so that a test knows what each side saw.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -279,6 +280,31 @@ class Client:
                 "seconds": [round(each, 2) for each in seconds],
             }
 
+    def datagrams(self, host, port, sockets, each, family="4", timeout=PATIENCE):
+        """So many sockets, connected, with so many datagrams each, in turns: who answered how
+        often. An answer more than were asked for is an error.
+        """
+        names, errors = Counter(), Counter()
+        with contextlib.ExitStack() as stack:
+            opened = []
+            for _ in range(sockets):
+                s = stack.enter_context(self._socket(family, socket.SOCK_DGRAM))
+                s.settimeout(timeout)
+                s.connect((host, port))
+                opened.append(s)
+            for _ in range(each):
+                for s in opened:
+                    try:
+                        s.send(b"hello")
+                        names[json.loads(s.recv(4096))["name"]] += 1
+                    except OSError as error:
+                        errors[errno_name(error)] += 1
+            for s in opened:
+                s.setblocking(False)
+                with contextlib.suppress(BlockingIOError):
+                    errors[f"one more: {s.recv(4096)}"] += 1
+        return {"names": names, "errors": errors}
+
     def start_stream(self, keep, host, port, family="4", timeout=10.0):
         """From now on bytes to a Server.bulk() and back, both at once."""
         s = self._socket(family, socket.SOCK_STREAM)
@@ -437,7 +463,7 @@ def main():
     handlers["serve_bulk"] = lambda ports: server.bulk(*ports)
     for name in (
         "tcp", "udp", "talk", "hear", "drop", "many", "start_load", "stop_load", "peek_load",
-        "bulk", "start_stream", "peek_stream", "stop_stream",
+        "bulk", "datagrams", "start_stream", "peek_stream", "stop_stream",
     ):  # fmt: skip
         handlers[name] = getattr(client, name)
     print(json.dumps({"pid": os.getpid()}), flush=True)
