@@ -167,14 +167,45 @@ static __always_inline bool parse_v6(struct __sk_buff *skb, struct packet *p)
 	return parse_ports(skb, p);
 }
 
+/* The verifier walks on from here once for each way that it came: versions by protocols by
+ * fragments by extension headers, and all that follows that often. What was written to the packet's
+ * context and is read from there is any number to it, so that all these ways become one. */
+static __always_inline void forget_the_way(struct __sk_buff *skb, struct packet *p)
+{
+	u32 facts;
+
+	skb->cb[1] = p->l4;
+	skb->cb[2] = p->protocol | p->fragment << 8 | p->v6 << 16 | p->tuple.to.protocol << 24;
+	skb->cb[3] = p->tcp_flags | p->icmp_type << 8 | p->tos << 16 | p->ttl << 24;
+	skb->cb[4] = p->tuple.from.port | (u32)p->tuple.to.port << 16;
+	asm volatile("" ::: "memory");
+	p->l4 = skb->cb[1];
+	facts = skb->cb[2];
+	p->protocol = facts;
+	p->fragment = facts >> 8;
+	p->v6 = facts >> 16;
+	p->tuple.from.protocol = p->tuple.to.protocol = facts >> 24;
+	facts = skb->cb[3];
+	p->tcp_flags = facts;
+	p->icmp_type = facts >> 8;
+	p->tos = facts >> 16;
+	p->ttl = facts >> 24;
+	facts = skb->cb[4];
+	p->tuple.from.port = facts;
+	p->tuple.to.port = facts >> 16;
+}
+
 /* Fills `p`; false for what is no IP, or cut short: such packets pass. `l2`: the length of the
  * link header, 0 on devices that have none. */
 static __always_inline bool parse(struct __sk_buff *skb, u32 l2, struct packet *p)
 {
 	p->l3 = l2;
-	if (skb->protocol == __builtin_bswap16(ETH_P_IP))
-		return parse_v4(skb, p);
-	if (skb->protocol == __builtin_bswap16(ETH_P_IPV6))
-		return parse_v6(skb, p);
-	return false;
+	if (skb->protocol == __builtin_bswap16(ETH_P_IP)) {
+		if (!parse_v4(skb, p))
+			return false;
+	} else if (skb->protocol != __builtin_bswap16(ETH_P_IPV6) || !parse_v6(skb, p)) {
+		return false;
+	}
+	forget_the_way(skb, p);
+	return true;
 }

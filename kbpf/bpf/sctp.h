@@ -12,47 +12,78 @@
 
 #define SCTP_CHECK 8
 #define CRC32C_POLYNOMIAL 0x82f63b78
-#define X_TO_THE_0 0x80000000
-#define X_TO_THE_8 0x00800000
 
+/* The lowest bit, for a multiplication. The compiler would make a branch or a mask of it, and there
+ * are verifiers that walk both ways of either, at each of some thousand bits. */
+static __always_inline u32 lowest_bit(u32 value)
+{
+	value &= 1;
+	asm volatile("" : "+r"(value));
+	return value;
+}
+
+/* a · b modulo the polynomial. `a` is a constant, of which only the bits that are set cost. No
+ * loop, no branch: the verifier walks through this once. */
 static __always_inline u32 crc_multiply(u32 a, u32 b)
 {
 	u32 product = 0;
 
-#pragma clang loop unroll(disable)
+#pragma unroll
 	for (int i = 0; i < 32; i++) {
-		product ^= b & -(a >> 31);
-		a <<= 1;
-		b = (b >> 1) ^ (CRC32C_POLYNOMIAL & -(b & 1));
+		if (a & (0x80000000 >> i))
+			product ^= b;
+		b = (b >> 1) ^ lowest_bit(b) * CRC32C_POLYNOMIAL;
 	}
 	return product;
 }
 
-/* What changing the first four bytes of `length` by `change` does to the checksum. */
+/* Times a power of x, if the lowest bit of `wanted` says so. */
+static __always_inline u32 crc_advance(u32 crc, u32 wanted, u32 power)
+{
+	return crc ^ lowest_bit(wanted) * (crc ^ crc_multiply(power, crc));
+}
+
+/* What changing the first four bytes of `length` by `change` does to the checksum. The constants
+ * are x^8, x^16, x^32, ... modulo the polynomial: one, two, four, ... bytes. */
 static __always_inline u32 crc_difference(u32 change, u32 length)
 {
-	u32 power = X_TO_THE_8;
-
-#pragma clang loop unroll(disable)
-	for (int bit = 0; bit < 16; bit++) {
-		/* No branch, of which the verifier would walk both sides at each bit. */
-		u32 mask = -((length >> bit) & 1);
-
-		change = crc_multiply((power & mask) | (X_TO_THE_0 & ~mask), change);
-		power = crc_multiply(power, power);
-	}
+	change = crc_advance(change, length >> 0, 0x00800000);
+	change = crc_advance(change, length >> 1, 0x00008000);
+	change = crc_advance(change, length >> 2, 0x82f63b78);
+	change = crc_advance(change, length >> 3, 0x6ea2d55c);
+	change = crc_advance(change, length >> 4, 0x18b8ea18);
+	change = crc_advance(change, length >> 5, 0x510ac59a);
+	change = crc_advance(change, length >> 6, 0xb82be955);
+	change = crc_advance(change, length >> 7, 0xb8fdb1e7);
+	change = crc_advance(change, length >> 8, 0x88e56f72);
+	change = crc_advance(change, length >> 9, 0x74c360a4);
+	change = crc_advance(change, length >> 10, 0xe4172b16);
+	change = crc_advance(change, length >> 11, 0x0d65762a);
+	change = crc_advance(change, length >> 12, 0x35d73a62);
+	change = crc_advance(change, length >> 13, 0x28461564);
+	change = crc_advance(change, length >> 14, 0xbf455269);
+	change = crc_advance(change, length >> 15, 0xe2ea32dc);
 	return change;
 }
 
-static __always_inline int change_sctp_ports(struct __sk_buff *skb, const struct packet *p,
-					     const struct ports *old, struct ports *new)
+/* What the ports of this packet change by; 0: nothing, or it is no SCTP. */
+static __always_inline u32 sctp_change(const struct packet *p, const struct tuple *new)
+{
+	struct ports old = {p->tuple.from.port, p->tuple.to.port};
+	struct ports now = {new->from.port, new->to.port};
+
+	return p->protocol == PROTO_SCTP ? *(u32 *)&old ^ *(u32 *)&now : 0;
+}
+
+/* Makes the checksum right for ports that were changed. */
+static __always_inline int change_sctp_check(struct __sk_buff *skb, const struct packet *p,
+					     u32 change)
 {
 	u32 check;
 
-	/* The checksum covers the other fragments too, and how long they are nobody knows yet. */
+	/* It covers the other fragments too, and how long they are nobody knows yet. */
 	if (p->fragment != WHOLE || bpf_skb_load_bytes(skb, p->l4 + SCTP_CHECK, &check, 4))
 		return -1;
-	check ^= crc_difference(*(u32 *)old ^ *(u32 *)new, ip_length(skb, p) - (p->l4 - p->l3));
-	return bpf_skb_store_bytes(skb, p->l4, new, sizeof(*new), BPF_F_RECOMPUTE_CSUM) ||
-	       bpf_skb_store_bytes(skb, p->l4 + SCTP_CHECK, &check, 4, BPF_F_RECOMPUTE_CSUM);
+	check ^= crc_difference(change, ip_length(skb, p) - (p->l4 - p->l3));
+	return bpf_skb_store_bytes(skb, p->l4 + SCTP_CHECK, &check, 4, BPF_F_RECOMPUTE_CSUM);
 }

@@ -21,8 +21,6 @@
 
 #define TC_NEXT (-1) /* pass, and let whoever is behind us on this device have its say */
 #define TC_SHOT 2
-#define FIRST_PORT 1024 /* for the port of client' of the node's own flows */
-#define LAST_PORT 65535
 #define CHANGES 8 /* tries to find a free port of client' */
 #define FRESH_TRIES                                                                                \
 	24 /* of SNAT_TRIES, before a port that closed lately will do: the backend may             \
@@ -37,7 +35,9 @@ enum tail {
 	TAIL_HOST_NEW = 5,
 	TAIL_INGRESS = 6,
 	TAIL_WAY = 7,
-	TAILS = 8,
+	TAIL_CLAIM = 8,
+	TAIL_SCTP = 9,
+	TAILS = 10,
 };
 
 BPF_F_TABLE("hash", u32, struct device, devices, 64, BPF_F_NO_PREALLOC);
@@ -45,6 +45,10 @@ BPF_TABLE("array", u32, struct node, node, 1);
 BPF_F_TABLE("lpm_trie", struct network_key, u32, local_networks, 64, BPF_F_NO_PREALLOC);
 BPF_TABLE("lru_hash", struct fragment_key, struct ports, fragments, 64);
 BPF_TABLE("prog", u32, u32, tails, TAILS);
+
+/* 0 -> the flow that is being made, on its way from the program that chose its backend to the one
+ * that writes its entries. On one CPU there is only one: nothing else runs at TC meanwhile. */
+BPF_TABLE("percpu_array", u32, struct nat, pending, 1);
 
 #include "forward.h"
 
@@ -61,6 +65,21 @@ static __always_inline int finish(int action, enum reason reason)
 {
 	count(reason);
 	return action;
+}
+
+/* The end of a packet that was rewritten. SCTP's checksum takes thousands of instructions, which
+ * are in a program of their own; what bpf_redirect*() was told before holds there too. */
+static __always_inline int complete(struct __sk_buff *skb, const struct packet *p,
+				    const struct tuple *new, int action)
+{
+	u32 change = sctp_change(p, new);
+
+	if (!change)
+		return action;
+	skb->cb[0] = change;
+	skb->cb[1] = action;
+	tails.call(skb, TAIL_SCTP);
+	return finish(TC_SHOT, NOT_REWRITTEN);
 }
 
 /* Later fragments have no ports: they take those of the first one. False: not known. */
@@ -379,16 +398,14 @@ static __always_inline bool claim_snat(struct nat *nat, const struct node *n, u6
 
 /* Writes all of a new flow's entries. The port of client' comes first, since the snat half tells
  * it; then the reply half is told the snat port. */
-static __always_inline enum reason create(struct nat *nat, const struct node *n, bool masquerade)
+static __always_inline enum reason create(struct nat *nat, const struct node *n)
 {
 	struct tuple key;
 
-	if (masquerade)
-		nat->snat = is_v4(&nat->client.address) ? n->snat4 : n->snat6;
 	if (!claim_reply(nat, n, nat->last_used))
 		return NO_SNAT_PORT;
 	key = reply_of(nat);
-	if (masquerade) {
+	if (has_snat(nat)) {
 		if (!claim_snat(nat, n, nat->last_used)) {
 			replies.delete(&key);
 			return NO_SNAT_PORT;
@@ -424,7 +441,17 @@ static __always_inline bool may_pass_stack(const struct node *n, const struct de
 	return (n->flags & NODE_DIRECT) || (masquerade && from->role == ROLE_HOST);
 }
 
-/* Writes the entries of a new flow, and goes back to where known flows are served. */
+/* Goes on with a new flow in the program that writes its entries. */
+static __always_inline int hand_over(struct __sk_buff *skb, const struct nat *nat)
+{
+	u32 zero = 0;
+
+	pending.update(&zero, (struct nat *)nat);
+	tails.call(skb, TAIL_CLAIM);
+	return finish(TC_SHOT, NOT_RECORDED);
+}
+
+/* Chooses a backend for who is not known yet. */
 int tc_new(struct __sk_buff *skb)
 {
 	u32 zero = 0, ifindex = skb->ifindex;
@@ -434,7 +461,6 @@ int tc_new(struct __sk_buff *skb)
 	struct packet p = {};
 	struct choice c = {};
 	struct nat nat = {};
-	bool masquerade;
 	enum verdict v;
 
 	if (!device || !n || !parse(skb, device->l2, &p))
@@ -452,12 +478,62 @@ int tc_new(struct __sk_buff *skb)
 	if (v != TRANSLATE)
 		return finish(TC_SHOT, c.reason);
 	describe(&nat, &p, &c);
-	masquerade = masquerades(&c, n, device, &nat.client.address);
-	c.reason = create(&nat, n, masquerade);
-	if (c.reason != NEW_FLOW)
+	if (masquerades(&c, n, device, &nat.client.address))
+		nat.snat = p.v6 ? n->snat6 : n->snat4;
+	return hand_over(skb, &nat);
+}
+
+/* The same for this node's own, by a socket that the hooks have left alone. What it sends leaves by
+ * the device to the backend; the answers come in by the device that it sends by, where they are
+ * expected. It needs no other source: it has the node's. */
+int tc_host_new(struct __sk_buff *skb)
+{
+	u32 ifindex = skb->ifindex;
+	struct device *device = devices.lookup(&ifindex);
+	struct asker who = {.by_packet = true};
+	struct packet p = {};
+	struct choice c = {};
+	struct nat nat = {};
+	enum verdict v;
+
+	if (!device || !parse(skb, device->l2, &p))
+		return TC_NEXT;
+	who.key.client = p.tuple.from.address;
+	set_hashes(&who, &p.tuple);
+	v = choose(&p.tuple.to, &who, &c);
+	if (v == PASS)
+		return finish(TC_NEXT, c.reason);
+	if (v == REFUSE) {
+		skb->cb[0] = c.reason;
+		tails.call(skb, TAIL_REFUSE);
+	}
+	if (v != TRANSLATE)
 		return finish(TC_SHOT, c.reason);
+	describe(&nat, &p, &c);
+	nat.way = WAY_REDIRECT;
+	nat.device = ifindex;
+	return hand_over(skb, &nat);
+}
+
+/* Writes the entries of a new flow, and goes back to where known flows are served. */
+int tc_claim(struct __sk_buff *skb)
+{
+	u32 zero = 0, ifindex = skb->ifindex;
+	struct device *device = devices.lookup(&ifindex);
+	struct node *n = node.lookup(&zero);
+	struct nat *found = pending.lookup(&zero), nat;
+	enum reason reason;
+
+	if (!device || !n || !found)
+		return finish(TC_SHOT, NOT_RECORDED);
+	nat = *found;
+	reason = create(&nat, n);
+	if (reason != NEW_FLOW)
+		return finish(TC_SHOT, reason);
 	count(NEW_FLOW);
-	if (may_pass_stack(n, device, masquerade))
+	if (nat.device)
+		tails.call(skb, TAIL_HOST);
+	else if (may_pass_stack(n, device, has_snat(&nat)))
 		tails.call(skb, TAIL_WAY);
 	tails.call(skb, TAIL_INGRESS);
 	return finish(TC_SHOT, NOT_REWRITTEN);
@@ -501,44 +577,7 @@ int tc_way(struct __sk_buff *skb)
 	return finish(TC_SHOT, NOT_REWRITTEN);
 }
 
-/* A new connection of this node's own to a Service, by a socket that the hooks have left alone.
- * What it sends leaves by the device to the backend; the answers come in by the device that it
- * sends by, where they are expected. It needs no other source: it has the node's. */
-int tc_host_new(struct __sk_buff *skb)
-{
-	u32 ifindex = skb->ifindex;
-	struct device *device = devices.lookup(&ifindex);
-	struct node plain = {.port_low = FIRST_PORT, .port_high = LAST_PORT};
-	struct asker who = {.by_packet = true};
-	struct packet p = {};
-	struct choice c = {};
-	struct nat nat = {};
-	enum verdict v;
-
-	if (!device || !parse(skb, device->l2, &p))
-		return TC_NEXT;
-	who.key.client = p.tuple.from.address;
-	set_hashes(&who, &p.tuple);
-	v = choose(&p.tuple.to, &who, &c);
-	if (v == PASS)
-		return finish(TC_NEXT, c.reason);
-	if (v == REFUSE) {
-		skb->cb[0] = c.reason;
-		tails.call(skb, TAIL_REFUSE);
-	}
-	if (v != TRANSLATE)
-		return finish(TC_SHOT, c.reason);
-	describe(&nat, &p, &c);
-	nat.way = WAY_REDIRECT;
-	nat.device = ifindex;
-	c.reason = create(&nat, &plain, false);
-	if (c.reason != NEW_FLOW)
-		return finish(TC_SHOT, c.reason);
-	count(NEW_FLOW);
-	tails.call(skb, TAIL_HOST);
-	return finish(TC_SHOT, NOT_REWRITTEN);
-}
-
+/* Known flows of this node's own. */
 int tc_host(struct __sk_buff *skb)
 {
 	u32 ifindex = skb->ifindex;
@@ -567,7 +606,7 @@ int tc_host(struct __sk_buff *skb)
 		return finish(TC_SHOT, NO_ROUTE);
 	if (rewrite(skb, &p, &out))
 		return finish(TC_SHOT, NOT_REWRITTEN);
-	return send_off(skb, device, to, &route);
+	return complete(skb, &p, &out, send_off(skb, device, to, &route));
 }
 
 /* Sends the answer back by the device that the question came in by; to this node's own, in. */
@@ -602,20 +641,24 @@ static __always_inline int deliver(struct __sk_buff *skb, const struct device *f
 static __always_inline int go_on(struct __sk_buff *skb, struct packet *p,
 				 const struct device *device, struct step *s)
 {
-	struct route route;
+	struct tuple *new = &s->up;
 	struct device *to = NULL;
+	struct route route;
+	int action = TC_NEXT;
 
 	if (s->way == WAY_REDIRECT && !s->device)
 		to = find_route(skb, p, &s->out.from, &s->out.to, &route);
-	if (rewrite(skb, p, to ? &s->out : &s->up))
+	if (to)
+		new = &s->out;
+	if (rewrite(skb, p, new) || (to && age(skb, p)))
 		return finish(TC_SHOT, NOT_REWRITTEN);
-	if (s->device)
-		return deliver(skb, device, s->device);
-	if (!to && s->masqueraded)
+	if (to)
+		action = send_off(skb, device, to, &route);
+	else if (s->device)
+		action = deliver(skb, device, s->device);
+	else if (s->masqueraded)
 		mark_masqueraded(skb, true);
-	if (!to)
-		return TC_NEXT;
-	return age(skb, p) ? finish(TC_SHOT, NOT_REWRITTEN) : send_off(skb, device, to, &route);
+	return complete(skb, p, new, action);
 }
 
 /* What both directions begin with. False: not for us. */
@@ -672,10 +715,24 @@ int tc_egress(struct __sk_buff *skb)
 		return finish(TC_SHOT, NOT_REWRITTEN);
 	if (masqueraded)
 		mark_masqueraded(skb, false);
+	if (leaving == LEAVES_CHANGED)
+		return complete(skb, &p, &to, TC_NEXT);
 	if (leaving == LEAVES_AS_IT_IS && !skb->ingress_ifindex && device->role == ROLE_HOST &&
 	    (starts_flow(&p) ? dials_service(&p) : flows.lookup(&p.tuple) != NULL))
 		tails.call(skb, TAIL_HOST);
 	return TC_NEXT;
+}
+
+/* SCTP's checksum, after its ports were changed. */
+int tc_sctp(struct __sk_buff *skb)
+{
+	u32 ifindex = skb->ifindex, change = skb->cb[0], action = skb->cb[1];
+	struct device *device = devices.lookup(&ifindex);
+	struct packet p = {};
+
+	if (!device || !parse(skb, device->l2, &p) || change_sctp_check(skb, &p, change))
+		return finish(TC_SHOT, NOT_REWRITTEN);
+	return action;
 }
 
 /* ---- ICMP errors --------------------------------------------------------------------------- */

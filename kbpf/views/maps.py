@@ -41,6 +41,7 @@ PURPOSE: Final = {
     "replies": "packet path: backend and client → the same, for answers",
     "fragments": "packet path: ports of datagrams that come in fragments",
     "devices": "packet path: devices, and on which side of the node they are",
+    "pending": "packet path: the connection that is being made, on each CPU",
     "node": "packet path: the node's own addresses and ports for translated sources",
     "config": "settings that the programs read",
     "reasons": "what the programs decided, counted",

@@ -60,8 +60,10 @@ PACKET_PROGRAMS: Final = (
     PacketProgram("tc_host", tail=4),
     PacketProgram("tc_host_new", tail=5),
     PacketProgram("tc_way", tail=7),
+    PacketProgram("tc_claim", tail=8),
+    PacketProgram("tc_sctp", tail=9),
 )
-TAILS: Final = 8
+TAILS: Final = 10
 TAILS_MAP: Final = "tails"
 
 UNITS: Final = ("sock", "tc")

@@ -341,6 +341,7 @@ MAPS: Final = {
         _lru("replies", TUPLE.size, NAT.size, "connections", packet=True),
         MapSpec("fragments", libbpf.MAP_LRU_HASH, FRAGMENT_KEY.size, PORTS.size, 4096, packet=True),
         MapSpec("devices", libbpf.MAP_HASH, 4, DEVICE.size, 4096, libbpf.F_NO_PREALLOC),
+        MapSpec("pending", libbpf.MAP_PERCPU_ARRAY, 4, NAT.size, 1),
         MapSpec("node", libbpf.MAP_ARRAY, 4, NODE.size, 1),
         MapSpec(
             "local_networks", libbpf.MAP_LPM_TRIE, NETWORK_KEY.size, 4, 64, libbpf.F_NO_PREALLOC
