@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 C_FILES := $(wildcard kbpf/bpf/*.c kbpf/bpf/*.h)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv packages demo test lint format bench clean
+.PHONY: help venv packages demo test test-kernels lint format bench clean
 
 help: ## what there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -ts '	'
@@ -45,6 +45,10 @@ format: venv ## rewrite everything in the house's format
 test: venv lint ## everything, against a real API server and real sockets
 	$(BIN)/python -m tests.support.go_build
 	$(BIN)/python -m pytest $(PYTEST)
+
+test-kernels: venv ## a part of it inside of Debian's kernels; kernels="5.10 6.1" of them
+	@tools/packages kernels
+	$(BIN)/python -m tests.kernels $(kernels)
 
 bench: venv ## speed and memory, JSON out
 	$(BIN)/python -m benchmarks

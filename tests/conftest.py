@@ -1,3 +1,3 @@
 """What every test may ask for."""
 
-pytest_plugins = ["tests.support.fixtures_apiserver"]
+pytest_plugins = ["tests.support.features", "tests.support.fixtures_apiserver"]

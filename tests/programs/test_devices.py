@@ -23,6 +23,7 @@ from kbpf.kernel.devices import (
 from kbpf.kernel.libbpf import Link, Program
 from kbpf.kernel.tc import ATTACH_TYPE, Direction, How
 from tests.programs.test_tc import Net, both_ways, idle, insn, program_id
+from tests.support.features import needs
 from tests.support.lab import PATIENCE, ip, run, until
 
 Places = dict[tuple[str, Direction], int]
@@ -316,6 +317,7 @@ def test_a_direction_without_a_program_has_none(node: Net, kit: dict[Role, Progr
 
 
 @pytest.mark.parametrize(("old", "new"), [(How.TCX, How.CLSACT), (How.CLSACT, How.TCX)])
+@needs("tcx")
 def test_the_other_way_takes_over(node: Net, kit: dict[Role, Program], old: How, new: How):
     sync(node, Devices(node.folder, how=old), by_role(kit))
     report = sync(node, Devices(node.folder, how=new), by_role(kit))
@@ -423,6 +425,7 @@ def test_removed_means_that_nothing_is_left_but_what_others_have(
         assert node.filters(Direction.INGRESS, "up0") == []
 
 
+@needs("tcx")
 def test_remove_ends_what_an_earlier_agent_had_in_either_way(node: Net, kit: dict[Role, Program]):
     sync(node, Devices(node.folder, patterns=("up0",), how=How.CLSACT), by_role(kit))
     (node.folder / "devices").rename(node.folder / "lost")  # a pin folder that went away

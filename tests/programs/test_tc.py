@@ -21,6 +21,7 @@ from kbpf.errors import KernelError
 from kbpf.kernel import libbpf, netns
 from kbpf.kernel.libbpf import MAP_ARRAY, Link, Map, Program
 from kbpf.kernel.tc import ATTACH_TYPE, PROG_SCHED_CLS, Attachment, Direction, How, Mark, Tc, tcx
+from tests.support.features import needs
 from tests.support.lab import ip, run, until
 
 T = TypeVar("T")
@@ -30,7 +31,7 @@ FRAME = bytes(6) + bytes(6) + ETHERTYPE.to_bytes(2, "big") + bytes(50)
 NEXT = -1  # TC_ACT_UNSPEC and TCX_NEXT: on to whoever comes next
 _numbers = itertools.count(1)
 
-both_ways = pytest.mark.parametrize("how", list(How))
+both_ways = pytest.mark.parametrize("how", [pytest.param(How.TCX, marks=needs("tcx")), How.CLSACT])
 both_directions = pytest.mark.parametrize("direction", list(Direction))
 
 
@@ -275,6 +276,7 @@ def test_the_programs_live_without_whoever_attached_them(net: Net, seen: Map, ho
     until("the frame is counted", lambda: counts(seen)[0] == 1)
 
 
+@needs("tcx")
 def test_a_pin_is_not_believed_for_its_name(net: Net, programs: list[Program]):
     here, far = net.index("here"), net.index("far")
     net.attach(How.TCX, programs[0])
@@ -282,6 +284,7 @@ def test_a_pin_is_not_believed_for_its_name(net: Net, programs: list[Program]):
     assert net.attached("far") == net.attached("here") == ()
 
 
+@needs("tcx")
 def test_the_same_again_changes_nothing(net: Net, programs: list[Program]):
     def links() -> list[int]:
         with Link.open(net.folder / f"{net.index('here')}-ingress") as link:
@@ -314,6 +317,7 @@ def test_detached_means_that_nothing_is_left(
     until("the frame is counted", lambda: counts(seen) == [0, 1, 0, 0])
 
 
+@needs("tcx")
 def test_an_attachment_that_was_cut_short_is_done_anew(net: Net, programs: list[Program]):
     index = net.index("here")
     with net.inside(lambda: Link.attach(programs[0], index, 46)) as link:
@@ -327,6 +331,7 @@ def test_an_attachment_that_was_cut_short_is_done_anew(net: Net, programs: list[
 
 
 @both_directions
+@needs("tcx")
 def test_others_at_tcx_keep_their_places(net: Net, programs: list[Program], direction: Direction):
     index, kind = net.index("here"), ATTACH_TYPE[direction]
     one, other, ours, newer = programs
@@ -513,6 +518,7 @@ def test_a_device_that_goes_under_our_hands_is_an_answer(
     assert net.ours(how, work) is None
 
 
+@needs("tcx")
 def test_a_device_that_goes_just_before_the_replacement_is_an_answer(
     net: Net, programs: list[Program], monkeypatch: pytest.MonkeyPatch
 ):
@@ -538,6 +544,7 @@ def test_another_device_with_the_same_number_is_another_device(
     assert [one.program for one in net.attached("again")] == [program_id(programs[1])]
 
 
+@needs("tcx")
 def test_a_device_that_moves_away_is_let_go(net: Net, programs: list[Program]):
     net.attach(How.TCX, programs[0])
     index, elsewhere = net.index("here"), f"{net.name}b"
@@ -579,6 +586,7 @@ def test_without_privileges_the_probe_does_not_know():
     assert os.waitpid(child, 0)[1] == 0
 
 
+@needs("tcx")
 def test_a_program_that_is_there_by_another_link_is_an_error_that_says_so(
     net: Net, programs: list[Program]
 ):

@@ -383,7 +383,8 @@ class Agent:
         self.node = node
         self.pin_dir = Path("/sys/fs/bpf") / node.netns
         self.log = node.lab.folder / f"{node.name}.log"
-        self._cache = cache or Path(tempfile.gettempdir()) / "kbpf-test-cache"
+        given = os.environ.get("KBPF_TEST_ARTIFACTS")  # compiled elsewhere: see plane.py
+        self._cache = cache or Path(given or Path(tempfile.gettempdir()) / "kbpf-test-cache")
         self._arguments = arguments
         self._process: subprocess.Popen[bytes] | None = None
         self._started = 0.0

@@ -1,0 +1,128 @@
+"""One boot of a kernel over this machine's own files, and one command inside.
+
+virtme-ng shows the guest the whole file system over 9p, read-only or with overlays that vanish:
+the working tree and its .venv are simply there. What Python reads from is shared once more, for
+the guest to mount it with a cache (guest.sh): importing pytest takes three minutes without. One
+folder can be written by the guest: its results. A guest has a time limit, and its console is kept
+whatever comes of it.
+"""
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.kernels.debian import Kernel
+
+ROOT = Path(__file__).parents[2]
+VNG = "vng"
+SILENT_SECONDS = 60.0
+"""A guest that has not said its version by then does not boot."""
+KVM_SILENT_SECONDS = 15.0
+"""The same with KVM, where it takes one: some hosts offer a KVM that runs no stock kernel."""
+ALIVE = b"Linux version"
+DONE = "exit"
+"""The guest's last file: the command's exit code. Without it the guest ended otherwise."""
+GUEST = Path(__file__).with_name("guest.sh")
+SHARES = tuple(
+    dict.fromkeys(
+        (ROOT, Path(sys.prefix).resolve(), Path(os.__file__).parent, Path("/usr/lib/python3"))
+    )
+)
+MEMORY, CPUS = "2G", "2"
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a boot ended. `code` is the command's, None when the guest did not get that far: then
+    `why` says it, and `log` is where to look.
+    """
+
+    code: int | None
+    why: str
+    seconds: float
+    log: Path
+
+
+def boot(kernel: Kernel, command: list[str], results: Path, seconds: float, kvm: bool) -> Ending:
+    """Boots, runs the command in the working tree as root, and waits for the power-off. The
+    command finds a folder for its results in $RESULTS; they are in `results` afterwards.
+    """
+    results.mkdir(parents=True, exist_ok=True)
+    log = results / "console.log"
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="kbpf-kernels-") as name, log.open("wb") as out:
+        exchange = Path(name)
+        shutil.copy(GUEST, exchange)
+        child = subprocess.Popen(
+            _vng(kernel, command, exchange, kvm),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+            start_new_session=True,
+            cwd="/",  # the guest's too: a share that is somebody's cannot be mounted anew
+        )
+        try:
+            silent = KVM_SILENT_SECONDS if kvm else SILENT_SECONDS
+            why = _watch(child, log, silent, seconds)
+        finally:
+            _end(child)
+        (exchange / GUEST.name).unlink()
+        shutil.copytree(exchange, results, dirs_exist_ok=True)
+    took = time.monotonic() - started
+    code = (results / DONE).read_text().strip() if (results / DONE).is_file() else ""
+    if code.isdigit():
+        return Ending(int(code), "", took, log)
+    return Ending(None, why or "the guest ended early", took, log)
+
+
+def _vng(kernel: Kernel, command: list[str], exchange: Path, kvm: bool) -> list[str]:
+    inside = shlex.join(["sh", str(exchange / GUEST.name), str(exchange), str(ROOT), *command])
+    return [
+        VNG, "--verbose", "--run", str(kernel.image), "--user", "root", "--memory", MEMORY,
+        "--cpus", CPUS, *([] if kvm else ["--disable-kvm"]), "--force-9p",
+        f"--rwdir={exchange}", *(f"--rodir={share}" for share in _outermost(SHARES)),
+        "--exec", inside,
+    ]  # fmt: skip
+
+
+def _outermost(folders: Sequence[Path]) -> list[Path]:
+    """Those that are in no other of them."""
+    return [one for one in folders if not any(other in one.parents for other in folders)]
+
+
+def _watch(child: "subprocess.Popen[bytes]", log: Path, silent: float, seconds: float) -> str:
+    """Waits for the end, or for a reason to end it: "" or what is wrong."""
+    started = time.monotonic()
+    heard = False
+    while child.poll() is None:
+        passed = time.monotonic() - started
+        heard = heard or ALIVE in log.read_bytes()
+        if not heard and passed > silent:
+            return f"the kernel said nothing in {silent:.0f} s"
+        if passed > seconds:
+            return f"the guest hung: not done in {seconds:.0f} s"
+        time.sleep(0.2)
+    return ""
+
+
+def _end(child: "subprocess.Popen[bytes]") -> None:
+    """Ends vng and the emulator, which are a session of their own."""
+    if child.poll() is None:
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+
+
+def kvm_boots(kernel: Kernel, results: Path) -> bool:
+    """Whether /dev/kvm is there and boots this kernel: tried."""
+    if not os.access("/dev/kvm", os.R_OK | os.W_OK):
+        return False
+    return boot(kernel, ["true"], results, SILENT_SECONDS, kvm=True).code == 0

@@ -1,0 +1,129 @@
+"""Kernel x feature x result: what a pytest run in a guest says of each feature.
+
+A feature is one or more test files; its result is read from pytest's JUnit file. A file that has
+no result at all is a failure: the guest hung, or the tests were not collected.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+from xml.etree import ElementTree
+
+import msgspec
+
+WORKS, LACKS, FAILS = "works", "lacks", "FAILS"
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """What a row of the table is about, and the tests that prove it."""
+
+    name: str
+    tests: tuple[str, ...]
+
+
+class Result(msgspec.Struct, frozen=True):
+    """One cell. `lacking`: why tests were left out, in the words of the marked table
+    (support/features.py); `failed`: the tests' names. `processed`: of programs, what the verifier
+    walked through.
+    """
+
+    kernel: str
+    release: str
+    feature: str
+    result: str
+    passed: int
+    skipped: int
+    seconds: float
+    lacking: tuple[str, ...]
+    failed: tuple[str, ...]
+    processed: dict[str, int] = {}
+
+    @property
+    def cell(self) -> str:
+        """What the table shows."""
+        if self.result == FAILS:
+            return f"FAILS ({len(self.failed)} of {len(self.failed) + self.passed})"
+        if self.processed:
+            return f"{self.passed} (at most {max(self.processed.values()):,} insns)"
+        left_out = f", {self.skipped} lacking" if self.skipped else ""
+        return f"{self.passed}{left_out}" if self.passed else LACKS
+
+
+class Case(msgspec.Struct, frozen=True):
+    """One test of a JUnit file."""
+
+    file: str
+    name: str
+    seconds: float
+    failed: bool
+    skipped: str
+    properties: dict[str, str]
+
+    @classmethod
+    def of(cls, element: ElementTree.Element) -> Self:
+        """The test case of this element."""
+        skipped = element.find("skipped")
+        broken = element.find("failure") is not None or element.find("error") is not None
+        return cls(
+            element.get("classname", "").replace(".", "/") + ".py",
+            element.get("name", ""),
+            float(element.get("time", "0")),
+            broken,
+            skipped.get("message", "") if skipped is not None else "",
+            {p.get("name", ""): p.get("value", "") for p in element.iter("property")},
+        )
+
+
+def read(path: Path) -> list[Case]:
+    """All cases of a JUnit file; none when there is no whole file."""
+    try:
+        tree = ElementTree.parse(path)
+    except (OSError, ElementTree.ParseError):
+        return []
+    return [Case.of(element) for element in tree.iter("testcase")]
+
+
+def results(
+    kernel: str, release: str, features: Sequence[Feature], cases: Iterable[Case]
+) -> list[Result]:
+    """One result for each feature."""
+    known = list(cases)
+    return [_result(kernel, release, f, [c for c in known if c.file in f.tests]) for f in features]
+
+
+def _result(kernel: str, release: str, feature: Feature, cases: list[Case]) -> Result:
+    failed = tuple(c.name for c in cases if c.failed)
+    missing = set(feature.tests) - {c.file for c in cases}
+    skipped = [c for c in cases if c.skipped]
+    passed = len(cases) - len(failed) - len(skipped)
+    wrong = (*failed, *(f"{path}: no result" for path in sorted(missing)))
+    return Result(
+        kernel=kernel,
+        release=release,
+        feature=feature.name,
+        result=FAILS if wrong else WORKS if passed else LACKS,
+        passed=passed,
+        skipped=len(skipped),
+        seconds=round(sum(c.seconds for c in cases), 1),
+        lacking=tuple(sorted({c.skipped for c in skipped})),
+        failed=wrong,
+        processed={
+            c.name: int(c.properties["processed"]) for c in cases if "processed" in c.properties
+        },
+    )
+
+
+def page(rows: Sequence[Result], features: Sequence[Feature]) -> str:
+    """The table, and below it what is lacking where and what failed."""
+    kernels = list(dict.fromkeys((r.kernel, r.release) for r in rows))
+    cells = {(r.kernel, r.feature): r.cell for r in rows}
+    lines = [["feature", *(f"{kernel} ({release})" for kernel, release in kernels)]]
+    lines += [[f.name, *(cells.get((k, f.name), "-") for k, _ in kernels)] for f in features]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    out = ["  ".join(w.ljust(n) for w, n in zip(line, widths, strict=True)) for line in lines]
+    for row in rows:
+        out += [f"{row.kernel} lacks: {why} ({row.feature})" for why in row.lacking]
+        out += [f"{row.kernel} FAILS: {row.feature}: {name}" for name in row.failed]
+    return "\n".join(line.rstrip() for line in out)

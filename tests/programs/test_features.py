@@ -1,0 +1,47 @@
+"""What this kernel can do: the tests' own table of it is right, and `kbpf check` says the same."""
+
+from pathlib import Path
+
+import pytest
+
+from kbpf.cli import checks, packet_checks
+from kbpf.cli.checks import CheckRow
+from tests.support.features import FEATURES, lacking
+
+SETTINGS = frozenset(
+    ("masquerade ports", "IPv4 forwarding", "IPv6 forwarding", "--forwarding", "FORWARD",
+     "rp_filter", "without conntrack")
+)  # fmt: skip
+"""Rows about the node, not about its kernel."""
+INSTALLED = frozenset(("BCC", "LLVM", "compiled programs"))
+"""Rows about what is installed."""
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_the_table_is_right(name: str) -> None:
+    assert bool(FEATURES[name].tried()) is not bool(lacking(name))
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> tuple[CheckRow, ...]:
+    FEATURES["sctp"].tried()  # which loads the module; check only looks
+    pins, cache = Path("/sys/fs/bpf/kbpf-no-pins"), tmp_path_factory.mktemp("cache")
+    return (*checks.rows(None, pins, cache), *packet_checks.rows(pins))
+
+
+def test_check_says_exactly_what_this_kernel_lacks(rows: tuple[CheckRow, ...]) -> None:
+    about_kernel = [row for row in rows if row.name not in SETTINGS | INSTALLED]
+    assert {row.name for row in about_kernel if row.result == "unknown"} == set()
+    lacks = {feature.check for name, feature in FEATURES.items() if lacking(name)} - {""}
+    assert {row.name for row in about_kernel if row.result == "no"} == lacks
+
+
+def test_check_says_that_this_kernel_will_do(rows: tuple[CheckRow, ...]) -> None:
+    made = checks.verdict(rows)
+    assert (made.usable, made.missing) == (True, ())
+
+
+def test_what_is_lacking_has_advice(rows: tuple[CheckRow, ...]) -> None:
+    silent = SETTINGS | INSTALLED | {"SCTP sockets"}
+    lacks = [row for row in rows if row.result == "no" and row.name not in silent]
+    assert [row.name for row in lacks if "Linux" not in row.advice] == []

@@ -1,0 +1,101 @@
+"""The one table of what kernels lack, and the one reason why a test may be left out.
+
+A test that needs something which not every kernel has says so: `@needs("tcx")`. It is left out
+where the table says that the kernel lacks it, with the table's words as the reason. The table is
+no excuse: tests/programs/test_features.py tries each feature, and fails where the table is wrong.
+"""
+
+import contextlib
+import os
+import re
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+from kbpf.dataplane.bpf.hooks import HELPER_SET_RETVAL, PROG_CGROUP_SOCK_ADDR
+from kbpf.kernel import probe, tc
+
+CONNECT4 = 10
+IPPROTO_SCTP, IPPROTO_MPTCP = 132, 262
+DEBIAN = "KBPF_TEST_DEBIAN_KERNEL"
+"""Set where the kernel is Debian's own (tests/kernels): what it is built with is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """`since`: the Linux that brought it, (0, 0) for one that any may have been built without;
+    `unbuilt`: those of Debian's kernels that are. `tried`: whether it is there. `check`: the row of
+    `kbpf check` that says so, "" without one.
+    """
+
+    what: str
+    tried: Callable[[], bool | None]
+    since: tuple[int, int] = (0, 0)
+    unbuilt: tuple[tuple[int, int], ...] = ()
+    check: str = ""
+
+
+def _socket(kind: int, protocol: int) -> bool:
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, kind, protocol):
+        return True
+    return False
+
+
+def _set_retval() -> bool | None:
+    return probe.helper(PROG_CGROUP_SOCK_ADDR, CONNECT4, HELPER_SET_RETVAL, -111).works
+
+
+FEATURES = {
+    "tcx": Feature("TCX links", lambda: tc.tcx().works, (6, 6), check="TCX"),
+    "set_retval": Feature("bpf_set_retval", _set_retval, (5, 18), check="bpf_set_retval"),
+    "netns_cookie": Feature(
+        "SO_NETNS_COOKIE",
+        lambda: probe.netns_cookie_option().works,
+        (5, 14),
+        check="SO_NETNS_COOKIE",
+    ),
+    "sctp": Feature(
+        "SCTP sockets", lambda: _socket(socket.SOCK_STREAM, IPPROTO_SCTP), check="SCTP sockets"
+    ),
+    "mptcp": Feature(
+        "MPTCP sockets", lambda: _socket(socket.SOCK_STREAM, IPPROTO_MPTCP), unbuilt=((5, 10),)
+    ),
+}
+
+
+def release() -> tuple[int, int]:
+    """The kernel that runs: (6, 1) for 6.1.0-50-amd64."""
+    found = re.match(r"(\d+)\.(\d+)", os.uname().release)
+    assert found is not None
+    return int(found[1]), int(found[2])
+
+
+def lacking(name: str) -> str:
+    """Why this kernel lacks a feature, or "" where it has it."""
+    feature = FEATURES[name]
+    if feature.since > (0, 0):
+        brought = ".".join(map(str, feature.since))
+        return f"{feature.what}: Linux {brought} brought it" if release() < feature.since else ""
+    built = release() not in feature.unbuilt if os.environ.get(DEBIAN) else feature.tried()
+    return "" if built else f"{feature.what}: this kernel was built without"
+
+
+def needs(*names: str) -> pytest.MarkDecorator:
+    """Marks a test, or a row of one, that needs features."""
+    assert FEATURES.keys() >= set(names)
+    return pytest.mark.needs(*names)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Makes the mark known."""
+    config.addinivalue_line("markers", "needs(feature, ...): of tests/support/features.py")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Leaves a test out whose kernel lacks what it needs."""
+    for mark in item.iter_markers("needs"):
+        for name in mark.args:
+            if why := lacking(name):
+                pytest.skip(why)

@@ -1,0 +1,81 @@
+"""What the verifier says of our programs: loaded as the agent loads them, with its counts asked.
+
+The kernel gives up on a program when it has walked through LIMIT instructions, branches counted
+each time that they are walked. How many it takes differs by kernel: each prunes by other rules.
+"""
+
+import ctypes
+import re
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from kbpf.dataplane.bpf import load
+from kbpf.dataplane.bpf.artifact import Artifact
+from kbpf.dataplane.bpf.hooks import TAILS, TAILS_MAP, type_of
+from kbpf.dataplane.bpf.layout import MAPS
+from kbpf.kernel import libbpf
+from kbpf.kernel.libbpf import Map
+
+LIMIT = 1_000_000
+LOG_SIZE = 1 << 24
+STATISTICS, INSTRUCTIONS = 4, 1
+TAIL = 5
+"""Lines of the log that a refusal shows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """One program. `size`: its instructions; `processed`: those that the verifier walked through.
+    `refusal`: the last lines of its log, "" when the program loads. `seconds` is its time.
+    """
+
+    unit: str
+    program: str
+    size: int
+    processed: int
+    seconds: float
+    refusal: str
+
+
+def verify(artifact: Artifact) -> Iterator[Verified]:
+    """Loads every program of a unit over maps of its own, and lets it go again."""
+    lacks = load.missing_helpers()
+    with ExitStack() as own:
+        maps = {name: own.enter_context(load.make_map(spec, 64)) for name, spec in MAPS.items()}
+        tails = Map.create(libbpf.MAP_PROG_ARRAY, TAILS_MAP, 4, 4, TAILS)
+        maps[TAILS_MAP] = own.enter_context(tails)
+        for code in artifact.programs:
+            insns = load.link_code(code, maps, lacks)
+            started = time.monotonic()
+            fd, log = _load(code.name, insns, STATISTICS)
+            seconds = time.monotonic() - started
+            refusal = ""
+            if fd >= 0:
+                libbpf.Program(fd, code.name).close()
+            else:
+                _, why = _load(code.name, insns, INSTRUCTIONS)
+                refusal = "\n".join([f"errno {-fd}", *why.splitlines()[-TAIL:]])
+            counts = re.findall(r"processed (\d+) insns", log)
+            processed = int(counts[-1]) if counts else 0
+            yield Verified(artifact.unit, code.name, len(insns) // 8, processed, seconds, refusal)
+
+
+def _load(name: str, insns: bytes, level: int) -> tuple[int, str]:
+    """bpf_prog_load() as the loader does it; the descriptor or -errno, and the verifier's log."""
+    kind, attach_type, _ = type_of(name)
+    log = ctypes.create_string_buffer(LOG_SIZE)
+    opts = libbpf._ProgLoadOpts(
+        sz=ctypes.sizeof(libbpf._ProgLoadOpts),
+        attempts=5,
+        expected_attach_type=attach_type,
+        log_level=level,
+        log_size=LOG_SIZE,
+        log_buf=ctypes.addressof(log),
+    )
+    count = ctypes.c_size_t(len(insns) // 8)
+    fd = libbpf._lib().bpf_prog_load(
+        kind, name[:15].encode(), libbpf.LICENSE, insns, count, ctypes.byref(opts)
+    )
+    return int(fd), log.value.decode("ascii", "replace")

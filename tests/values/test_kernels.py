@@ -1,0 +1,100 @@
+"""`make test-kernels` itself: no guest that hangs or dies passes for one whose tests did."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.kernels import machine, table
+from tests.kernels.debian import Kernel
+from tests.kernels.table import FAILS, LACKS, WORKS, Feature
+from tests.support.lab import until
+
+ALIVE = "echo 'Linux version 5.10'"
+EXIT = 'for word; do case $word in --rwdir=*) echo {code} > "${{word#*=}}/exit";; esac; done'
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "why"),
+    [
+        (f"{ALIVE}; {EXIT.format(code=0)}", 0, ""),
+        (f"{ALIVE}; {EXIT.format(code=1)}", 1, ""),
+        (f"{ALIVE}; {EXIT.format(code='')}", None, "the guest ended early"),
+        (f"{ALIVE}; exit 0", None, "the guest ended early"),
+        (f"{ALIVE}; sleep 60", None, "the guest hung"),
+        ("sleep 60", None, "the kernel said nothing"),
+    ],
+    ids=["passes", "fails", "cut short", "dies", "hangs", "silent"],
+)
+def test_how_a_boot_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, code: int | None, why: str
+) -> None:
+    vng = tmp_path / "vng"
+    vng.write_text(f"#!/bin/sh\n{script}\n")
+    vng.chmod(0o755)
+    monkeypatch.setattr(machine, "VNG", str(vng))
+    monkeypatch.setattr(machine, "SILENT_SECONDS", 3 if "Linux" in script else 0.2)
+    kernel = Kernel("5.10", "5.10.0-1-amd64", Path("/nowhere/vmlinuz"))
+    ending = machine.boot(kernel, ["true"], tmp_path / "results", 2.0, kvm=False)
+    assert ending.code == code
+    assert ending.why.startswith(why)
+    assert ("Linux version" in ending.log.read_text()) is ("Linux" in script)
+
+
+def test_a_guest_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    vng = tmp_path / "vng"
+    vng.write_text(f"#!/bin/sh\n{ALIVE}\nsleep 60 & echo $! > {tmp_path}/pid; wait\n")
+    vng.chmod(0o755)
+    monkeypatch.setattr(machine, "VNG", str(vng))
+    machine.boot(Kernel("x", "x", Path("/x")), ["true"], tmp_path / "results", 1.0, kvm=False)
+    state = Path("/proc", (tmp_path / "pid").read_text().strip(), "stat")
+    until("it has ended", lambda: not state.exists() or ") Z " in state.read_text())
+
+
+JUNIT = """<testsuites><testsuite>
+<testcase classname="tests.programs.test_a" name="one" time="1.5"/>
+<testcase classname="tests.programs.test_a" name="two" time="1"><failure message="no"/></testcase>
+<testcase classname="tests.programs.test_b" name="three" time="1">
+  <skipped message="TCX links: Linux 6.6 brought it"/></testcase>
+<testcase classname="tests.programs.test_c" name="load[x]" time="1">
+  <properties><property name="processed" value="314268"/></properties></testcase>
+</testsuite></testsuites>"""
+A, B, C, NONE = (
+    Feature(name, (f"tests/programs/test_{name}.py",)) for name in ("a", "b", "c", "none")
+)
+
+
+@pytest.mark.parametrize(
+    ("feature", "result", "cell"),
+    [
+        (A, FAILS, "FAILS (1 of 2)"),
+        (B, LACKS, "lacks"),
+        (C, WORKS, "1 (at most 314,268 insns)"),
+        (NONE, FAILS, "FAILS (1 of 1)"),
+    ],
+    ids=lambda value: value.name if isinstance(value, Feature) else "",
+)
+def test_what_the_table_says(tmp_path: Path, feature: Feature, result: str, cell: str) -> None:
+    (tmp_path / "junit.xml").write_text(JUNIT)
+    cases = table.read(tmp_path / "junit.xml")
+    (found,) = table.results("5.10", "5.10.0-1", [feature], cases)
+    assert (found.result, found.cell) == (result, cell)
+
+
+@pytest.mark.parametrize("text", [None, "", JUNIT[:-20]], ids=["none", "empty", "half"])
+def test_without_a_whole_report_every_feature_fails(tmp_path: Path, text: str | None) -> None:
+    if text is not None:
+        (tmp_path / "junit.xml").write_text(text)
+    found = table.results("5.10", "5.10.0-1", [A, B], table.read(tmp_path / "junit.xml"))
+    assert [one.result for one in found] == [FAILS, FAILS]
+
+
+def test_the_page_names_what_failed_and_what_is_lacking(tmp_path: Path) -> None:
+    (tmp_path / "junit.xml").write_text(JUNIT)
+    rows = table.results("5.10", "5.10.0-1", [A, B], table.read(tmp_path / "junit.xml"))
+    assert table.page(rows, [A, B]).splitlines() == [
+        "feature  5.10 (5.10.0-1)",
+        "a        FAILS (1 of 2)",
+        "b        lacks",
+        "5.10 FAILS: a: two",
+        "5.10 lacks: TCX links: Linux 6.6 brought it (b)",
+    ]
