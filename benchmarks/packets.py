@@ -72,7 +72,7 @@ def _programs() -> Iterator[dict[str, Program]]:
             state = msgspec.structs.replace(desired(*many, one), masquerade_as=(parse_addr(NODE),))
             netns.inside(Path("/run/netns") / where, lambda: plane.apply(state, None))
             with site.pinned("devices") as devices:
-                value = DEVICE.pack(Role.HOST, 14, DeviceFlag(0), bytes(6))
+                value = DEVICE.pack(Role.HOST, 14, DeviceFlag(0), bytes(6), bytes(16), bytes(16))
                 devices.update(U32.pack(1), value)
             folder = next(site.pins.glob("programs-tc-*"))
             made = {name: Program.open(folder / name) for name in ("tc_ingress", "tc_egress")}

@@ -441,12 +441,43 @@ static __always_inline bool may_pass_stack(const struct node *n, const struct de
 	return (n->flags & NODE_DIRECT) || (masquerade && from->role == ROLE_HOST);
 }
 
-/* Goes on with a new flow in the program that writes its entries. */
-static __always_inline int hand_over(struct __sk_buff *skb, const struct nat *nat)
+/* Goes on with a new flow in another program: there is not room for all in one. */
+static __always_inline int hand_over(struct __sk_buff *skb, const struct nat *nat, u32 tail)
 {
 	u32 zero = 0;
 
 	pending.update(&zero, (struct nat *)nat);
+	tails.call(skb, tail);
+	return finish(TC_SHOT, NOT_RECORDED);
+}
+
+/* Decides by which way the packets of a new flow leave, and which address of the node they get. */
+int tc_way(struct __sk_buff *skb)
+{
+	u32 zero = 0, ifindex = skb->ifindex;
+	struct device *device = devices.lookup(&ifindex), *to;
+	struct node *n = node.lookup(&zero);
+	struct nat *nat = pending.lookup(&zero);
+	struct target source, backend;
+	struct packet p = {};
+	struct route route;
+	struct address own;
+
+	if (!device || !n || !nat || !parse(skb, device->l2, &p))
+		return finish(TC_SHOT, NOT_RECORDED);
+	source = nat->client;
+	backend = nat->backend;
+	if (has_snat(nat))
+		source.address = nat->snat;
+	to = find_route(skb, &p, &source, &backend, &route);
+	if (to && has_snat(nat)) {
+		own = p.v6 ? to->snat6 : to->snat4;
+		if (!is_any(&own))
+			nat->snat = own;
+	}
+	if (to && may_pass_stack(n, device, has_snat(nat)) &&
+	    ((n->flags & NODE_DIRECT) || to->role == ROLE_HOST))
+		nat->way = WAY_REDIRECT;
 	tails.call(skb, TAIL_CLAIM);
 	return finish(TC_SHOT, NOT_RECORDED);
 }
@@ -480,7 +511,8 @@ int tc_new(struct __sk_buff *skb)
 	describe(&nat, &p, &c);
 	if (masquerades(&c, n, device, &nat.client.address))
 		nat.snat = p.v6 ? n->snat6 : n->snat4;
-	return hand_over(skb, &nat);
+	return hand_over(skb, &nat,
+			 has_snat(&nat) || (n->flags & NODE_DIRECT) ? TAIL_WAY : TAIL_CLAIM);
 }
 
 /* The same for this node's own, by a socket that the hooks have left alone. What it sends leaves by
@@ -512,68 +544,25 @@ int tc_host_new(struct __sk_buff *skb)
 	describe(&nat, &p, &c);
 	nat.way = WAY_REDIRECT;
 	nat.device = ifindex;
-	return hand_over(skb, &nat);
+	return hand_over(skb, &nat, TAIL_CLAIM);
 }
 
 /* Writes the entries of a new flow, and goes back to where known flows are served. */
 int tc_claim(struct __sk_buff *skb)
 {
-	u32 zero = 0, ifindex = skb->ifindex;
-	struct device *device = devices.lookup(&ifindex);
+	u32 zero = 0;
 	struct node *n = node.lookup(&zero);
 	struct nat *found = pending.lookup(&zero), nat;
 	enum reason reason;
 
-	if (!device || !n || !found)
+	if (!n || !found)
 		return finish(TC_SHOT, NOT_RECORDED);
 	nat = *found;
 	reason = create(&nat, n);
 	if (reason != NEW_FLOW)
 		return finish(TC_SHOT, reason);
 	count(NEW_FLOW);
-	if (nat.device)
-		tails.call(skb, TAIL_HOST);
-	else if (may_pass_stack(n, device, has_snat(&nat)))
-		tails.call(skb, TAIL_WAY);
-	tails.call(skb, TAIL_INGRESS);
-	return finish(TC_SHOT, NOT_REWRITTEN);
-}
-
-static __always_inline void set_way(struct nat *entry, const struct nat *nat)
-{
-	if (entry && same_flow(entry, nat))
-		entry->way = nat->way;
-}
-
-/* Decides by which way the packets of a new flow leave. */
-int tc_way(struct __sk_buff *skb)
-{
-	u32 zero = 0, ifindex = skb->ifindex;
-	struct device *device = devices.lookup(&ifindex), *to;
-	struct node *n = node.lookup(&zero);
-	struct target source = {};
-	struct packet p = {};
-	struct route route;
-	struct nat *nat;
-	struct tuple key;
-
-	if (!device || !n || !parse(skb, device->l2, &p))
-		return TC_NEXT;
-	nat = flows.lookup(&p.tuple);
-	if (!nat)
-		return finish(TC_SHOT, NOT_RECORDED);
-	source = nat->client;
-	if (has_snat(nat))
-		source.address = nat->snat;
-	to = find_route(skb, &p, &source, &nat->backend, &route);
-	if (to && ((n->flags & NODE_DIRECT) || to->role == ROLE_HOST)) {
-		nat->way = WAY_REDIRECT;
-		key = reply_of(nat);
-		set_way(replies.lookup(&key), nat);
-		key = snat_reply_of(nat);
-		set_way(replies.lookup(&key), nat);
-	}
-	tails.call(skb, TAIL_INGRESS);
+	tails.call(skb, nat.device ? TAIL_HOST : TAIL_INGRESS);
 	return finish(TC_SHOT, NOT_REWRITTEN);
 }
 

@@ -211,6 +211,8 @@ struct device {
 	u32 flags;
 	u8 mac[6];
 	u8 pad[2];
+	struct address snat4; /* its own, for translated sources; all 0: the node's */
+	struct address snat6;
 };
 
 enum node_flags {
@@ -222,7 +224,7 @@ enum node_flags {
 
 /* node: what the packet path needs to know of the node. */
 struct node {
-	struct address snat4;
+	struct address snat4; /* for devices that have no address */
 	struct address snat6;
 	u32 flags;
 	u16 port_low; /* ports for translated sources, host order, both included */

@@ -21,6 +21,7 @@ Reader = Callable[[str, str], Any]
 """(text, where it stood) → value, or ConfigError."""
 
 MOST_ENTRIES: Final = 1 << 30
+LEAST_CONNECTIONS: Final = 1000
 MOST_PORTS: Final = 65_535
 LONGEST_NAME: Final = 15  # IFNAMSIZ - 1
 
@@ -95,7 +96,7 @@ def _ports(text: str, where: str) -> tuple[int, int]:
         ends = int(low), int(high)
         if 0 < ends[0] <= ends[1] <= MOST_PORTS:
             return ends
-    raise ConfigError(f"not a range of ports: {text!r}", where, "write it as 61000-65535")
+    raise ConfigError(f"not a range of ports: {text!r}", where, "write it as 1024-29999")
 
 
 def _bit(text: str, where: str) -> int:
@@ -220,14 +221,14 @@ FLAGS: Final = (
          "(default random)"),
     Flag("--socket-lb", "socket_lb", _socket_lb, "off|hostNamespaceOnly|on", NODE,
          "whose sockets are led to a backend at connect(): nobody's, those of the node's own "
-         "network, or everybody's (default on); the others need --packet-path true"),
+         "network, or everybody's (default on); the others need the packet path"),
     Flag("--socket-lb-exempt", "socket_lb_exempt", _cgroups, "PATTERNS", NODE,
          "cgroups whose processes are left to the packet path, as folders below the cgroup v2 "
          "root with commas between them; patterns as system.slice/istio* will do (a pod says it "
          "by the label kbpf.io/socket-lb=off)"),
     Flag("--packet-path", "packet_path", _truth, "true|false", NODE,
          "whether traffic from outside of the node, and of pods that the socket hooks do not see, "
-         "is balanced per packet (default false)"),
+         "is balanced per packet (default true)"),
     Flag("--device", "devices", _words, "NAMES", NODE,
          "devices to other machines, with commas between them; patterns as *.100 will do "
          "(default: chosen by their kind)"),
@@ -235,7 +236,7 @@ FLAGS: Final = (
          "devices that packets are left alone on"),
     Flag("--masquerade-ports", "masquerade_ports", _ports, "LOW-HIGH", NODE,
          "the node's ports for clients whose address becomes the node's; kept clear of the node's "
-         "own sockets (default 61000-65535)"),
+         "own sockets (default 1024-29999)"),
     Flag("--masquerade-bit", "masquerade_bit", _bit, "NUMBER", NODE,
          "the bit of the mark that packets of such clients carry through the node's stack "
          "(default 14, as kube-proxy's)"),
@@ -304,6 +305,12 @@ def _together(made: Config) -> Config:
             "--source",
             "leave out --source, or --kubeconfig and --master",
         )
+    if made.sizes.connections < LEAST_CONNECTIONS:
+        raise ConfigError(
+            f"too few connections: {made.sizes.connections}",
+            "--max-connections",
+            f"give {LEAST_CONNECTIONS} or more: the kernel hands out places in portions",
+        )
     for mode, name in NEEDS.items():
         flag = next(flag for flag in FLAGS if flag.name == name)
         if made.detect_local_mode is mode and not getattr(made, flag.field):
@@ -314,6 +321,6 @@ def _together(made: Config) -> Config:
         raise ConfigError(
             f"with {made.socket_lb} nobody would serve the sockets that the hooks leave alone",
             "--socket-lb",
-            "add --packet-path true, or leave out --socket-lb",
+            "leave out --packet-path false, or --socket-lb",
         )
     return made

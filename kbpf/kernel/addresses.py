@@ -14,6 +14,9 @@ RTM_NEWADDR: Final = 20
 RTM_GETADDR: Final = 22
 IFA_ADDRESS: Final = 1
 IFA_LOCAL: Final = 2
+IFA_F_SECONDARY: Final = 0x01  # of IPv6: temporary
+IFA_F_DEPRECATED: Final = 0x20
+IFA_F_TENTATIVE: Final = 0x40
 SCOPE_LINK: Final = 253
 SCOPE_HOST: Final = 254
 
@@ -25,11 +28,20 @@ def local_addresses() -> tuple[Addr, ...]:
     """All addresses that others can reach this namespace by, sorted; no loopback, no link-local."""
     with Rtnetlink() as netlink:
         told = netlink.dump(RTM_GETADDR, IFADDR.pack(socket.AF_UNSPEC, 0, 0, 0, 0))
-    found = {_address(message.body) for message in told if message.kind == RTM_NEWADDR}
+    found = {address_of(message.body) for message in told if message.kind == RTM_NEWADDR}
     return tuple(sorted(address for address in found if address is not None))
 
 
-def _address(body: bytes) -> Addr | None:
+def source_of(body: bytes) -> Addr | None:
+    """The address of one RTM_NEWADDR, if the kernel would choose it for what it sends: none that
+    is secondary, temporary, on its way out, or not yet known to be unique.
+    """
+    flags = IFADDR.unpack_from(body)[2]
+    unfit = flags & (IFA_F_SECONDARY | IFA_F_DEPRECATED | IFA_F_TENTATIVE)
+    return None if unfit else address_of(body)
+
+
+def address_of(body: bytes) -> Addr | None:
     """The address of one RTM_NEWADDR; None for loopback and link-local ones."""
     _, _, _, scope, _ = IFADDR.unpack_from(body)
     if scope in (SCOPE_HOST, SCOPE_LINK):

@@ -3,11 +3,11 @@
 import select
 import socket
 import struct
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from kbpf.kernel.addresses import IFADDR, RTM_GETADDR, RTM_NEWADDR, SCOPE_LINK
+from kbpf.kernel.addresses import IFADDR, RTM_GETADDR, RTM_NEWADDR, SCOPE_LINK, source_of
 from kbpf.kernel.netlink import (
     GROUP_ADDRESSES,
     GROUP_LINK,
@@ -17,6 +17,7 @@ from kbpf.kernel.netlink import (
     number,
     text,
 )
+from kbpf.model.address import Addr
 
 ARPHRD_ETHER: Final = 1
 ARPHRD_NONE: Final = 0xFFFE
@@ -53,6 +54,8 @@ class Device:
     `has_subnet`: it has an address with neighbours: no link-local one, and shorter than a /32
     or /128.
     `mac`: its own address, 6 bytes; zeros if its link type has none of that length.
+    `sources`: addresses that the kernel would send from by it, its first choice of each family
+    first.
     """
 
     ifindex: int
@@ -68,6 +71,7 @@ class Device:
     peer_netns: int | None = None
     has_subnet: bool = False
     mac: bytes = NO_MAC
+    sources: tuple[Addr, ...] = ()
 
     @property
     def has_header(self) -> bool:
@@ -86,7 +90,9 @@ def list_devices() -> tuple[Device, ...]:
         links = netlink.dump(RTM_GETLINK, _IFINFO.pack(0, 0, 0, 0, 0) + _EXTENDED)
         addresses = netlink.dump(RTM_GETADDR, IFADDR.pack(0, 0, 0, 0, 0))
     subnets = {index for m in addresses for index in _subnet(m)}
-    found = {d.ifindex: d for m in links if m.kind == RTM_NEWLINK for d in [_device(m, subnets)]}
+    sources = _sources(addresses)
+    links = [m for m in links if m.kind == RTM_NEWLINK]
+    found = {d.ifindex: d for m in links for d in [_device(m, subnets, sources)]}
     return tuple(found[index] for index in sorted(found))
 
 
@@ -98,7 +104,18 @@ def _subnet(message: Message) -> tuple[int, ...]:
     return (index,) if good else ()
 
 
-def _device(message: Message, subnets: set[int]) -> Device:
+def _sources(messages: Iterable[Message]) -> Mapping[int, tuple[Addr, ...]]:
+    """By ifindex, in the kernel's order."""
+    found: dict[int, tuple[Addr, ...]] = {}
+    for message in messages:
+        address = source_of(message.body) if message.kind == RTM_NEWADDR else None
+        if address is not None:
+            index = IFADDR.unpack_from(message.body)[4]
+            found[index] = (*found.get(index, ()), address)
+    return found
+
+
+def _device(message: Message, subnets: set[int], sources: Mapping[int, tuple[Addr, ...]]) -> Device:
     _, link_type, index, flags, _ = _IFINFO.unpack_from(message.body)
     found = attributes(message.body[_IFINFO.size :])
     info = attributes(found.get(18, b""))  # IFLA_LINKINFO
@@ -117,6 +134,7 @@ def _device(message: Message, subnets: set[int]) -> Device:
         peer_netns=None if elsewhere is None else number(elsewhere),
         has_subnet=index in subnets,
         mac=_mac(found.get(1, b"")),  # IFLA_ADDRESS
+        sources=sources.get(index, ()),
     )
 
 

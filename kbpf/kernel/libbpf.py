@@ -26,6 +26,7 @@ MAP_LPM_TRIE: Final = 11
 F_NO_PREALLOC: Final = 1
 F_ALLOW_MULTI: Final = 2
 ANY: Final = 0
+NOEXIST: Final = 1
 EXIST: Final = 2
 
 ENOTSUPP: Final = 524
@@ -273,6 +274,14 @@ class Map(Fd):
     def _written(self, result: int) -> None:
         where = f"map {self.name}, {self.max_entries} entries"
         _check(result, "the map is full" if result == -errno.E2BIG else "cannot write", where)
+
+    def add(self, key: bytes, value: bytes) -> bool:
+        """Writes one entry unless its key is there; whether it was written."""
+        result = _lib().bpf_map_update_elem(self.fd, key, value, ctypes.c_uint64(NOEXIST))
+        if result == -errno.EEXIST:
+            return False
+        self._written(result)
+        return True
 
     def replace(self, key: bytes, value: bytes) -> bool:
         """Writes one entry if its key is there; whether it was."""

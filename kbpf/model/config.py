@@ -77,11 +77,11 @@ class Config:
     sizes: MapSizes = field(default_factory=MapSizes)
     socket_lb: SocketLb = SocketLb.ON
     socket_lb_exempt: tuple[str, ...] = ()
-    packet_path: bool = False
+    packet_path: bool = True
     devices: tuple[str, ...] = ()
     excluded_devices: tuple[str, ...] = ()
     masquerade_all: bool = False
-    masquerade_ports: tuple[int, int] = (61_000, 65_535)
+    masquerade_ports: tuple[int, int] = (1024, 29_999)
     masquerade_bit: int = 14
     forwarding: str = "stack"
     detect_local_mode: LocalMode = LocalMode.NONE

@@ -12,7 +12,7 @@ from kbpf.views.snapshot import Part, Snapshot
 NEEDS: Final = Part.STATUS | Part.PACKETS | Part.FILL
 
 ALARM: Final = 0.8
-SWITCH: Final = "switched off; `kbpf run --packet-path true` switches it on"
+SWITCH: Final = "switched off by --packet-path false"
 
 
 class PacketView(msgspec.Struct, frozen=True):

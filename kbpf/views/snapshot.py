@@ -279,7 +279,7 @@ def _packets(maps: Mapping[str, Map]) -> dict[str, Any]:
 
 
 def _told(raw: bytes) -> ToldDevice:
-    role, header, flags, mac = DEVICE.unpack(raw)
+    role, header, flags, mac, *_ = DEVICE.unpack(raw)
     return ToldDevice(Role(role), header, DeviceFlag(flags), mac)
 
 

@@ -227,7 +227,7 @@ def test_hooks_stay_while_the_packet_path_cannot_be_had(field: Field, tmp_path: 
     agent = field.agent
     agent.start(wait=False, extra=("--socket-lb", OFF, "--packet-path", "false"))
     assert agent.wait_ended() == 2
-    assert "--packet-path true" in agent.tail()
+    assert "--packet-path false" in agent.tail()
     assert {pin.name for pin in (agent.pin_dir / "links").iterdir()} == HOOKS
     for protocol, to in DIALS:
         assert dial(field["a2"], protocol, to)["name"] == "a1"

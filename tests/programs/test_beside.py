@@ -24,6 +24,7 @@ from tests.support.lab import run as command
 
 T = TypeVar("T")
 USUAL = (32768, 60999)
+CONFIG = Config(masquerade_ports=(61_000, 65_535))
 WIDE = (1024, 65535)
 
 
@@ -34,7 +35,7 @@ class House:
         self.where = where
         self.pins = Pins(folder)
         self.clock = itertools.count(0, LOOK_SECONDS)
-        self.beside = Beside(self.pins, Config())
+        self.beside = Beside(self.pins, CONFIG)
 
     def do(self, action: Callable[[], T]) -> T:
         return netns.inside(Path("/run/netns") / self.where, action)
@@ -45,7 +46,7 @@ class House:
     def look(self, **changed: object) -> None:
         """One look of the agent; of a new one with other settings, if any are given."""
         if changed:
-            self.beside = Beside(self.pins, replace(Config(), **changed))
+            self.beside = Beside(self.pins, replace(CONFIG, **changed))
         now = float(next(self.clock))
         self.do(lambda: self.beside.look(now))
 

@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from kbpf.kernel.devices import (
 )
 from kbpf.kernel.libbpf import Link, Program
 from kbpf.kernel.tc import ATTACH_TYPE, Direction, How
+from kbpf.model.address import format_addr
 from tests.programs.test_tc import Net, both_ways, idle, insn, program_id
 from tests.support.features import needs
 from tests.support.lab import PATIENCE, ip, run, until
@@ -67,12 +69,17 @@ def test_devices_are_listed_as_they_are(net: Net, pods: str):
         "tuntap add tun0 mode tun",
         "tuntap add tap0 mode tap",
         "addr add 192.0.2.1/24 dev br0",
+        "addr add 192.0.2.2/24 dev br0",  # secondary: not the kernel's choice
         "addr add 198.51.100.1/32 dev port0",
         "addr add fe80::5/64 dev port0 nodad",
         "addr add 2001:db8::1/128 dev vx0 nodad",
         "addr add 2001:db8:1::1/64 dev mv0 nodad",
     )
     found = listed(net)
+    sources = {name: [format_addr(a) for a in d.sources] for name, d in found.items() if d.sources}
+    assert sources["br0"] == ["192.0.2.1"]
+    assert sources["port0"] == ["198.51.100.1"]
+    found = {name: replace(device, sources=()) for name, device in found.items()}
     index = {name: device.ifindex for name, device in found.items()}
     shown = json.loads(run("ip", "-n", net.name, "-j", "link"))
     macs = {

@@ -287,7 +287,7 @@ def test_an_exemption_without_the_packet_path_is_reported(
     tree("mesh")
     plane = site.open(socket_lb_exempt=(f"{below}/mesh",))
     plane.apply(WORLD, None)
-    assert any("--packet-path is not on" in line for line in plane.problems())
+    assert any("the packet path is off" in line for line in plane.problems())
 
 
 def test_whom_the_hooks_leave_alone_outlasts_a_restart_until_the_first_apply(

@@ -163,7 +163,7 @@ def wire(node: Wire) -> Wire:
         with node.site.pinned(name) as found:
             found.delete_batch(b"".join(key for key, _ in found.items()))
     with node.site.pinned("devices") as devices:
-        devices.update(U32.pack(1), DEVICE.pack(Role.HOST, 14, 0, bytes(6)))
+        devices.update(U32.pack(1), DEVICE.pack(Role.HOST, 14, 0, bytes(6), bytes(16), bytes(16)))
     said = words(packets=node.plane.packet_status())
     node.plane.write_status(encode(said))
     return node
@@ -806,7 +806,7 @@ def test_where_the_packet_path_is_off_it_is_said(
     assert code == 0
     assert out
     assert err.startswith("kbpf: the packet path is off: ")
-    assert ("--packet-path true" in err) == told
+    assert ("--packet-path false" in err) == told
 
 
 def test_off_is_well_when_it_was_asked_for(site: Site, capsys: pytest.CaptureFixture[str]) -> None:

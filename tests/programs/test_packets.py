@@ -107,10 +107,14 @@ class Path_:
             path = Path(f"/proc/sys/net/{family}/conf/all/forwarding")
             self.inside(lambda: path.write_text(f"{on:d}"))  # noqa: B023
 
-    def tell(self, ifindex: int, role: Role, flags: DeviceFlag) -> None:
-        """What the programs know of a device."""
+    def tell(
+        self, ifindex: int, role: Role, flags: DeviceFlag, own: tuple[str, str] | None = None
+    ) -> None:
+        """What the programs know of a device. `own`: its addresses."""
+        four, six = (parse_addr(one) for one in own) if own else (bytes(16), bytes(16))
         with self.site.pinned("devices") as devices:
-            devices.update(U32.pack(ifindex), DEVICE.pack(role, 14, flags, bytes(6)))
+            value = DEVICE.pack(role, 14, flags, bytes(6), four, six)
+            devices.update(U32.pack(ifindex), value)
 
     def come_from(self, role: Role, flags: DeviceFlag | None = None) -> None:
         """Loopback is such a device."""
@@ -152,7 +156,7 @@ def path(artifact_cache: Path) -> Iterator[Path_]:
         ip("link set lo up", netns=where)
         with sites(artifact_cache) as make:
             site = make(node=where)
-            plane = site.open(packet_path=True)
+            plane = site.open(packet_path=True, masquerade_ports=(LOW, HIGH))
             addresses = tuple(parse_addr(NODE[v]) for v in (4, 6))
             state = msgspec.structs.replace(desired(*services()), masquerade_as=addresses)
             netns.inside(Path("/run/netns") / where, lambda: plane.apply(state, None))
@@ -924,6 +928,22 @@ def test_the_longest_that_the_way_allows(way_out: Path_, v: int) -> None:
     data = os.urandom(MTU - (28 if v == 4 else 48))
     past_as_node(way_out, udp(client(v), vip(v, CLUSTER), data),
                  lambda a, b: udp(a, b, data, ttl=63), pod(v), v)  # fmt: skip
+
+
+@both
+def test_its_source_is_an_address_of_the_device_that_it_leaves_by(way_out: Path_, v: int) -> None:
+    """As MASQUERADE does it: an overlay's answers come back by the overlay."""
+    overlay = {4: "10.244.9.0", 6: "fd00:10:244:9::"}
+    way_out.tell(way_out.out, Role.HOST, DeviceFlag(0), (overlay[4], overlay[6]))
+    own, front, back = client(v), vip(v, CLUSTER), pod(v)
+    try:
+        _, got = way_out.run("tc_ingress", udp(own, front, b"?"))
+        source = parse(got, l2=False).source
+        past(way_out, udp(own, front, b"?"), udp(source, back, b"?", ttl=63))
+        past(way_out, udp(back, source, b"!"), udp(front, own, b"!", ttl=63))
+    finally:
+        way_out.tell(way_out.out, Role.HOST, DeviceFlag(0))
+    assert source.rpartition(":")[0].strip("[]") == overlay[v]
 
 
 @both

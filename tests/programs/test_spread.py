@@ -125,7 +125,10 @@ class Path_:
         self.plane.flush()
         self.forget()
         with self.site.pinned("devices") as devices:
-            devices.update(U32.pack(1), DEVICE.pack(Role.POD, 14, DeviceFlag.LOCAL, bytes(6)))
+            devices.update(
+                U32.pack(1),
+                DEVICE.pack(Role.POD, 14, DeviceFlag.LOCAL, bytes(6), bytes(16), bytes(16)),
+            )
 
     def forget(self) -> None:
         """All connections."""

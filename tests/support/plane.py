@@ -153,7 +153,8 @@ class Site:
         **settings: Any,
     ) -> BpfPlane:
         """A data plane that is not opened yet."""
-        given = {"pin_dir": self.pins, "cgroup": self.cgroup, "cache_dir": self.cache, **settings}
+        given = {"pin_dir": self.pins, "cgroup": self.cgroup, "cache_dir": self.cache}
+        given |= {"packet_path": False, **settings}
         made = BpfPlane(Config(sizes=sizes or SIZES, **given), clock)
         self._planes.append(made)
         return made

@@ -16,6 +16,7 @@ from kbpf.cli.checks import CheckRow, verdict
 from kbpf.cli.options import Output
 from kbpf.cli.watch import watch
 from kbpf.config import flags
+from kbpf.dataplane.bpf.layout import NodeFlag
 from kbpf.errors import ConfigError, NotFoundError
 from kbpf.kernel.devices import Device
 from kbpf.kernel.netfilter import Chain
@@ -150,7 +151,8 @@ WRONG = [
     Wrong({"--pod-bridge-interface": "a-name-of-16-ch."}, {}, ("a-name-of-16-ch.", "15")),
     Wrong({"--pod-interface-name-prefix": "a b"}, {}, ("'a b'",)),
     Wrong({"--algorithm": "ring"}, {}, ("ring", "random or maglev")),
-    Wrong({"--masquerade-ports": "61000"}, {}, ("'61000'", "--masquerade-ports", "61000-65535")),
+    Wrong({"--masquerade-ports": "61000"}, {}, ("'61000'", "--masquerade-ports", "1024-29999")),
+    Wrong({"--max-connections": "999"}, {}, ("999", "--max-connections", "1000")),
     Wrong({"--masquerade-ports": "0-9"}, {}, ("'0-9'",)),
     Wrong({"--masquerade-ports": "9-8"}, {}, ("'9-8'",)),
     Wrong({"--masquerade-ports": "1-65536"}, {}, ("'1-65536'",)),
@@ -158,11 +160,12 @@ WRONG = [
     Wrong({"--masquerade-bit": "-1"}, {}, ("'-1'",)),
     Wrong({"--localhost-nodeports": "maybe"}, {}, ("maybe", "true or false")),
     Wrong({"--socket-lb": "pods"}, {}, ("pods", "off or hostNamespaceOnly or on")),
-    Wrong({"--socket-lb": "off"}, {}, ("off", "--socket-lb", "--packet-path true")),
+    Wrong({"--socket-lb": "off", "--packet-path": "false"}, {},
+          ("off", "--socket-lb", "--packet-path false")),
     Wrong(
         {"--socket-lb": "hostNamespaceOnly", "--packet-path": "false"},
         {},
-        ("hostNamespaceOnly", "--packet-path true"),
+        ("hostNamespaceOnly", "--packet-path false"),
     ),
     Wrong({"--socket-lb-exempt": "a,/"}, {}, ("root", "--socket-lb-exempt", "off")),
     Wrong({"--source": "a", "--kubeconfig": "b"}, {}, ("--source", "--kubeconfig")),
@@ -509,6 +512,8 @@ NODES = [
 def test_what_check_says_of_a_node(node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     devices = (Device(1, "lo", loopback=True), Device(2, "eth0"), Device(3, "c0", "bridge"))
     monkeypatch.setattr(packet_checks, "list_devices", lambda: devices)
+    told = packet_checks.Node(NodeFlag(0), 61_000, 65_535, 1 << 14)
+    monkeypatch.setattr(packet_checks, "node_of", lambda _: told)
     for name, text in node.files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)

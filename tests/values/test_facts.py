@@ -1,5 +1,6 @@
 """What the packet path's programs are told: of each device, of the node, and in which order."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -9,7 +10,7 @@ from kbpf.dataplane.bpf.facts import DeviceFacts, NodeFacts, describe
 from kbpf.dataplane.bpf.layout import DEVICE, NODE, U32, DeviceFlag, NodeFlag, unpack_network
 from kbpf.dataplane.bpf.layout import Role as Told
 from kbpf.kernel.devices import ARPHRD_NONE, Device
-from kbpf.model.address import parse_addr
+from kbpf.model.address import Addr, parse_addr
 from kbpf.model.config import Config, LocalMode
 from kbpf.model.desired import DesiredState
 from kbpf.model.objects import Cidr
@@ -63,10 +64,39 @@ ROWS = [
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_what_is_said_of_a_device(row: Row):
-    role, length, flags, mac = DEVICE.unpack(describe(row.device, row.role, row.config))
+    role, length, flags, mac, *_ = DEVICE.unpack(describe(row.device, row.role, row.config))
     assert (role, DeviceFlag(flags)) == (Told.HOST if row.role is HOST else Told.POD, row.flags)
     assert length == (0 if row.device is WG0 else 14)
     assert mac == row.device.mac
+
+
+class Source(NamedTuple):
+    """A device's addresses and the node's own, and what sources become on it."""
+
+    name: str
+    sources: str
+    preferred: str
+    gets: tuple[str, str]
+
+
+SOURCES = [
+    Source("none", "", "", ("::", "::")),
+    Source("none, though the node has some", "", "192.0.2.1 fd00::1", ("::", "::")),
+    Source("the kernel's first choice", "10.0.0.1 10.0.0.2 fd00::1", "", ("10.0.0.1", "fd00::1")),
+    Source("the node's own, if it is here", "10.0.0.1 10.0.0.2", "10.0.0.2", ("10.0.0.2", "::")),
+    Source("not the node's own elsewhere", "10.0.0.1 fd00::1", "10.9.9.9 fd00::1",
+           ("10.0.0.1", "fd00::1")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", SOURCES, ids=lambda row: row.name)
+def test_what_sources_become_on_a_device(row: Source):
+    def addrs(text: str) -> tuple[Addr, ...]:
+        return tuple(parse_addr(word) for word in text.split())
+
+    device = replace(ETH0, sources=addrs(row.sources))
+    told = DEVICE.unpack(describe(device, HOST, Config(), addrs(row.preferred)))
+    assert told[-2:] == tuple(bytes(parse_addr(one)) for one in row.gets)
 
 
 class Table:
@@ -151,7 +181,7 @@ def test_the_flags_of_the_node(row: Flags):
     told = Maps()
     NodeFacts(row.config, told.maps).tell(state(*row.networks, own="192.0.2.1 2001:db8::1"))
     four, six = parse_addr("192.0.2.1"), parse_addr("2001:db8::1")
-    assert told.node == (four, six, row.flags, 61_000, 65_535, 1 << 14)
+    assert told.node == (four, six, row.flags, 1024, 29_999, 1 << 14)
     assert told.networks == nets(*row.networks)
 
 

@@ -73,7 +73,7 @@ LAYOUTS = [
            "last_used client frontend backend snat snat_port client_port service backend_id "
            "state fins way device"),
     Layout("network_key", layout.NETWORK_KEY, "bits address"),
-    Layout("device", layout.DEVICE, "role l2 flags mac"),
+    Layout("device", layout.DEVICE, "role l2 flags mac snat4 snat6"),
     Layout("node", layout.NODE, "snat4 snat6 flags port_low port_high mark"),
     Layout("fragment_key", layout.FRAGMENT_KEY, "from to id protocol"),
     Layout("meta", layout.META, "next_service next_backend next_set"),

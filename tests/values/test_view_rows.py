@@ -398,7 +398,7 @@ class Path_(NamedTuple):
 
 PATHS = [
     Path_("it is there", PacketStatus(True), True, "on"),
-    Path_("it is not wanted", PacketStatus(False), False, "off", "--packet-path true"),
+    Path_("it is not wanted", PacketStatus(False), False, "off", "--packet-path false"),
     Path_("it was refused", PacketStatus(True, "no clsact"), False, "failed", "no clsact"),
     Path_("devices refuse it", PacketStatus(True, "no clsact"), True, "failed", "no clsact"),
     Path_("it comes soon", PacketStatus(True), False, "off", "not attached yet"),

@@ -19,7 +19,7 @@ from kbpf.dataplane.bpf.layout import (
     unpack_network,
 )
 from kbpf.kernel.devices import Device
-from kbpf.model.address import family_of
+from kbpf.model.address import Addr, family_of
 from kbpf.model.config import Config, LocalMode
 from kbpf.model.desired import DesiredState
 
@@ -101,11 +101,17 @@ class DeviceFacts:
         self._config = config
         self._devices = maps["devices"]
         self._told = dict(self._devices.items())
+        self.preferred: tuple[Addr, ...] = ()
+        """The node's own addresses for translated sources: first choice on a device that has one
+        of them. Another thread may set it.
+        """
 
     def tell(self, there: Iterable[Device], choices: Mapping[int, Choice]) -> None:
         """Writes what is news; before a program runs on a new device."""
         wanted = {
-            U32.pack(device.ifindex): describe(device, choices[device.ifindex].role, self._config)
+            U32.pack(device.ifindex): describe(
+                device, choices[device.ifindex].role, self._config, self.preferred
+            )
             for device in there
             if choices[device.ifindex].role in ROLES
         }
@@ -118,11 +124,23 @@ class DeviceFacts:
             del self._told[key]
 
 
-def describe(device: Device, role: Role, config: Config) -> bytes:
-    """struct device."""
+def describe(device: Device, role: Role, config: Config, preferred: tuple[Addr, ...] = ()) -> bytes:
+    """struct device. A translated source is an address of the device that the packet leaves by,
+    as kube-proxy's MASQUERADE makes it: so answers come back the way that the question went, and
+    no overlay or reverse path filter stops them.
+    """
     flags = DeviceFlag(0)
     if is_local(device, role, config):
         flags |= DeviceFlag.LOCAL
     if reaches_pod(device, role):
         flags |= DeviceFlag.PEER
-    return DEVICE.pack(ROLES[role], ETH_HEADER if device.has_header else 0, flags, device.mac)
+    first = {family_of(address): address for address in reversed(device.sources)}
+    first |= {family_of(a): a for a in reversed(preferred) if a in device.sources}
+    return DEVICE.pack(
+        ROLES[role],
+        ETH_HEADER if device.has_header else 0,
+        flags,
+        device.mac,
+        first.get(4, NOWHERE),
+        first.get(6, NOWHERE),
+    )

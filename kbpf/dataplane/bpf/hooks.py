@@ -25,15 +25,16 @@ class Hook:
 
 
 HOOKS: Final = (
-    Hook("connect4", "sock", PROG_CGROUP_SOCK_ADDR, 10, "4.17", True, "connect() on IPv4 sockets"),
-    Hook("connect6", "sock", PROG_CGROUP_SOCK_ADDR, 11, "4.17", True, "connect() on IPv6 sockets"),
-    Hook("sendmsg4", "sock", PROG_CGROUP_SOCK_ADDR, 14, "4.18", True, "sendto() on UDP, IPv4"),
-    Hook("sendmsg6", "sock", PROG_CGROUP_SOCK_ADDR, 15, "4.18", True, "sendto() on UDP, IPv6"),
+    # Answers before questions: a hook that is attached serves at once.
     Hook("recvmsg4", "sock", PROG_CGROUP_SOCK_ADDR, 19, "5.2", True, "recvfrom() on UDP, IPv4"),
     Hook("recvmsg6", "sock", PROG_CGROUP_SOCK_ADDR, 20, "5.2", True, "recvfrom() on UDP, IPv6"),
     Hook("getpeername4", "sock", PROG_CGROUP_SOCK_ADDR, 29, "5.8", False, "getpeername(), IPv4"),
     Hook("getpeername6", "sock", PROG_CGROUP_SOCK_ADDR, 30, "5.8", False, "getpeername(), IPv6"),
     Hook("sock_release", "sock", PROG_CGROUP_SOCK, 34, "5.9", False, "close()"),
+    Hook("sendmsg4", "sock", PROG_CGROUP_SOCK_ADDR, 14, "4.18", True, "sendto() on UDP, IPv4"),
+    Hook("sendmsg6", "sock", PROG_CGROUP_SOCK_ADDR, 15, "4.18", True, "sendto() on UDP, IPv6"),
+    Hook("connect4", "sock", PROG_CGROUP_SOCK_ADDR, 10, "4.17", True, "connect() on IPv4 sockets"),
+    Hook("connect6", "sock", PROG_CGROUP_SOCK_ADDR, 11, "4.17", True, "connect() on IPv6 sockets"),
 )
 
 

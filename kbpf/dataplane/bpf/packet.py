@@ -77,6 +77,7 @@ class PacketPath(Programs):
     def describe_node(self, desired: DesiredState) -> None:
         """Tells the programs what of a desired state no Service decides."""
         assert self._facts is not None
+        self._facts[1].preferred = desired.masquerade_as
         self._facts[0].tell(desired)
 
     def _tell(self, there: tuple[Device, ...], choices: Mapping[int, Choice]) -> None:

@@ -459,6 +459,7 @@ class BpfPlane:
         found, self._stray = self._stray, None
         assert found is not None
         changed = self._publish()
+        self._tables.catch_up()
         if self._packets is None and not self.packet_problem:
             packet.remove(self._pins)
             if beside.may_hold(self._pins):
@@ -548,7 +549,7 @@ class BpfPlane:
         """See base.DataPlane."""
         lines = self._exemptions.problems(self._clock())
         if self._packets is None and not self._exemptions.is_empty:
-            lines = (*lines, "exempt cgroups are served by nobody: --packet-path is not on")
+            lines = (*lines, "exempt cgroups are served by nobody: the packet path is off")
         return lines
 
     def _check_pins(self) -> None:

@@ -41,6 +41,7 @@ class Tables:
         self.fill: Counter[str] = Counter()
         self.writes: Counter[str] = Counter()
         self.calls = 0
+        self._left: list[tuple[str, Map]] = []  # LRU maps that programs may still write to
 
     def open(self) -> bool:
         """Opens the pinned maps or makes new ones; whether they were adopted."""
@@ -56,6 +57,8 @@ class Tables:
     def close(self) -> None:
         """Lets go of the descriptors."""
         load.close_all(self.maps.values())
+        load.close_all(old for _, old in self._left)
+        self._left = []
         self.maps = {}
 
     def put(
@@ -144,9 +147,8 @@ class Tables:
     def grow(self, sizes: Mapping[str, int]) -> None:
         """Replaces maps by bigger copies, pins included. Programs still read the old ones.
 
-        An LRU map gets the size that the configuration asks for now, which may be smaller. What
-        the programs write to the old one until they change over is lost: a socket or two whose
-        peer is not remembered.
+        An LRU map gets the size that the configuration asks for now, which may be smaller; what
+        the programs write to the old one until they change over comes after by catch_up().
         """
         for name, entries in sizes.items():
             old = self.maps[name]
@@ -157,5 +159,23 @@ class Tables:
                 bigger.update_batch(b"".join(k for k, _ in pairs), b"".join(v for _, v in pairs))
             load.replace_pin(self._pins, bigger, name)
             self.maps[name] = bigger
-            old.close()
+            if MAPS[name].kind == libbpf.MAP_LRU_HASH:
+                self._left.append((name, old))
+            else:
+                old.close()
             log.info("map resized map=%s entries=%d", name, entries)
+
+    def catch_up(self) -> None:
+        """Brings over what programs wrote to old LRU maps after these were copied: connections
+        that began meanwhile. To be called when no program reads the old ones any more.
+        """
+        for name, old in self._left:
+            new = self.maps[name]
+            known = {key for key, _ in new.items()}
+            late = [(key, value) for key, value in old.items() if key not in known]
+            for key, value in late[-new.max_entries :]:
+                new.add(key, value)  # what is there is newer
+            if late:
+                log.info("map caught up map=%s entries=%d", name, len(late))
+            old.close()
+        self._left = []
