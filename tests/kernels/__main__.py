@@ -32,7 +32,8 @@ FEATURES = (
     Feature("sockets: UDP", ("tests/programs/test_udp.py",)),
     Feature("TCX and clsact", ("tests/programs/test_tc.py", "tests/programs/test_devices.py")),
     Feature("packets", ("tests/programs/test_packets.py",)),
-    Feature("lab: north-south", ("tests/lab/test_north_south.py",)),
+    Feature("lab: core flows", ("tests/lab/test_clsact.py",)),
+    Feature("lab: SCTP", ("tests/lab/test_sctp.py",)),
 )
 MINUTES = 15
 PYTEST = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider")
