@@ -46,9 +46,9 @@ test: venv lint ## everything, against a real API server and real sockets
 	$(BIN)/python -m tests.support.go_build
 	$(BIN)/python -m pytest $(PYTEST)
 
-test-kernels: venv ## a part of it inside of Debian's kernels; kernels="5.10 6.1" of them
+test-kernels: venv ## a part of it inside of Debian's kernels; kernels="5.10 6.1" only="loading"
 	@tools/packages kernels
-	$(BIN)/python -m tests.kernels $(kernels)
+	$(BIN)/python -m tests.kernels $(kernels) $(if $(only),--only $(only))
 
 bench: venv ## speed and memory, JSON out
 	$(BIN)/python -m benchmarks

@@ -26,14 +26,14 @@ from tests.support.plane import ARTIFACTS
 
 BUILD = machine.ROOT / "build" / "kernels"
 FEATURES = (
-    Feature("programs load", ("tests/programs/test_verifier.py",)),
-    Feature("kbpf check", ("tests/programs/test_features.py",)),
-    Feature("sockets: TCP", ("tests/programs/test_connect.py",)),
-    Feature("sockets: UDP", ("tests/programs/test_udp.py",)),
-    Feature("TCX and clsact", ("tests/programs/test_tc.py", "tests/programs/test_devices.py")),
+    Feature("loading", ("tests/programs/test_verifier.py",)),
+    Feature("check", ("tests/programs/test_features.py",)),
+    Feature("tcp", ("tests/programs/test_connect.py",)),
+    Feature("udp", ("tests/programs/test_udp.py",)),
+    Feature("attaching", ("tests/programs/test_tc.py", "tests/programs/test_devices.py")),
     Feature("packets", ("tests/programs/test_packets.py",)),
-    Feature("lab: core flows", ("tests/lab/test_clsact.py",)),
-    Feature("lab: SCTP", ("tests/lab/test_sctp.py",)),
+    Feature("lab", ("tests/lab/test_clsact.py",)),
+    Feature("sctp", ("tests/lab/test_sctp.py",)),
 )
 MINUTES = 15
 PYTEST = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider")
@@ -44,16 +44,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="tests.kernels", description=__doc__)
     parser.add_argument("kernels", nargs="*", default=list(debian.SUITES), metavar="KERNEL",
                         help=f"of {', '.join(debian.SUITES)}; else all")  # fmt: skip
-    parser.add_argument("--only", action="append", metavar="FEATURE",
+    parser.add_argument("--only", nargs="+", default=[f.name for f in FEATURES], metavar="FEATURE",
                         help=f"of {', '.join(f.name for f in FEATURES)}; else all")  # fmt: skip
     parser.add_argument("--minutes", type=float, default=MINUTES, help="time limit of a kernel")
     parser.add_argument("--refresh", action="store_true", help="look for newer kernel packages")
     given = parser.parse_args()
     if unknown := set(given.kernels) - debian.SUITES.keys():
         parser.error(f"no such kernel: {', '.join(sorted(unknown))}")
-    features = [f for f in FEATURES if not given.only or f.name in given.only]
-    if not features:
-        parser.error("no such feature")
+    if unknown := set(given.only) - {f.name for f in FEATURES}:
+        parser.error(f"no such feature: {', '.join(sorted(unknown))}")
+    features = [f for f in FEATURES if f.name in given.only]
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # or guests would outlive us
     prepare()
