@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from kbpf.dataplane.bpf.layout import Reason
 from tests.support.cluster import HOST_PORT, Object
 from tests.support.dial import REFUSED, UNSERVED, Dial
 from tests.support.field import (
@@ -27,6 +28,7 @@ from tests.support.field import (
     NODES6,
     OUT4,
     OUT6,
+    WAIT,
     Field,
     at,
     both_families,
@@ -35,11 +37,14 @@ from tests.support.field import (
     split,
     there,
 )
+from tests.support.judge import checksums
 from tests.support.kube_objects import slice_port
 from tests.support.lab import Agent, Place, inside, ip, settled, until
 from tests.support.lab import run as command
 from tests.support.load import under_load
 from tests.support.offloads import offload
+from tests.support.parse import Packet
+from tests.support.wire import Wire
 
 # ---- rows ----------------------------------------------------------------------------------------
 
@@ -145,9 +150,53 @@ def unhooked() -> Iterator[Dial]:
         yield Dial(f"{say} a backend in the node's network", "a2!", to, "a-net", protocol, pod)
 
 
-@pytest.mark.parametrize("row", [*rows(), *ranges(), *unhooked()], ids=lambda row: row.name)
+def unknown_ports() -> Iterator[Dial]:
+    """Nobody has them."""
+    for protocol, v6, who in product(("tcp", "udp"), (False, True), ("outside", "a2!")):
+        to = at("ClusterIP", 11, v6).removesuffix(":80") + ":81"
+        say = f"{protocol} {'v6' if v6 else 'v4'}"
+        yield Dial(f"{say} ClusterIP: unknown port, {who}", who, to, REFUSED, protocol)
+
+
+ROWS = (*rows(), *ranges(), *unhooked(), *unknown_ports())
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_dial(field: Field, row: Dial) -> None:
     check(field, row)
+
+
+PORT_UNREACHABLE = {False: ("icmp", 3, 3), True: ("icmp6", 1, 4)}
+NO_ROUTE = {False: ("icmp", 3, 1), True: ("icmp6", 1, 0)}
+
+
+@both_families
+@pytest.mark.parametrize("name", ["outside", "a2!"])
+def test_who_answers_for_an_unknown_port(field: Field, name: str, v6: bool) -> None:
+    """A program, as the ClusterIP; for other addresses the node's stack, in its own name."""
+    client = field[name]
+    device = field.lab.prefix if name == "outside" else "eth0"
+
+    own = client.ip6 if v6 else client.ip
+
+    def dial(kind: str, protocol: str) -> Packet:
+        host = split(at(kind, 11, v6))[0]
+        with Wire(client.netns, device, tap=True) as tap:
+            client.many(1, host, 81, protocol=protocol, connected=True, timeout=WAIT)
+            return tap.expect(lambda p: p.transport is not None and p.ip.destination == own)
+
+    before = field.agent.reasons()[Reason.UNKNOWN_PORT]
+    host = split(at("ClusterIP", 11, v6))[0]
+    reset, error = dial("ClusterIP", "tcp"), dial("ClusterIP", "udp")
+    assert reset.ip.source == error.ip.source == host
+    assert set(reset.transport.flags) == set("RA")
+    assert (error.protocol, error.transport.type, error.transport.code) == PORT_UNREACHABLE[v6]
+    assert checksums(reset) == []
+    assert field.agent.reasons()[Reason.UNKNOWN_PORT] - before == 2
+    for kind, protocol in product(("ExternalIP", "VIP"), ("tcp", "udp")):
+        error = dial(kind, protocol)
+        assert error.ip.source != split(at(kind, 11, v6))[0]
+        assert (error.protocol, error.transport.type, error.transport.code) == NO_ROUTE[v6]
 
 
 @both_families
