@@ -351,3 +351,26 @@ def test_nobody_is_left_alone_before_the_packet_path_serves(
         until("the packet path serves", left_alone)
     finally:
         run("ip", "netns", "del", own)
+
+
+@pytest.mark.parametrize("mode", [SocketLb.HOST_ONLY, SocketLb.OFF])
+def test_a_first_start_waits_for_the_packet_path(
+    served: tuple[Site, Place], monkeypatch: pytest.MonkeyPatch, mode: SocketLb
+) -> None:
+    """Where no hook was ever attached, the pins do not count as gone."""
+    site, _ = served
+    own = f"{site.name}h"
+    run("ip", "netns", "add", own)
+    monkeypatch.setattr(PacketPath, "status", lambda _: KeeperStatus())
+
+    def start() -> None:
+        plane = site.open(packet_path=True, socket_lb=mode)
+        plane.apply(WORLD, None)
+        plane.tick(time.monotonic())
+        plane.write_status(b"{}")
+        plane.apply(WORLD, None)
+
+    try:
+        netns.inside(Path("/run/netns") / own, start)
+    finally:
+        run("ip", "netns", "del", own)

@@ -393,6 +393,8 @@ class BpfPlane:
                 log.error("the packet path is not whole: %s", error)
         if self._sockets is not None:
             changed += self._sockets.publish()
+        else:  # by this folder _check_pins() knows that nobody has removed the pins
+            self._pins.links.mkdir(mode=0o700, exist_ok=True)
         self._leave_alone()
         return changed
 
