@@ -15,6 +15,7 @@
 #define AF_INET6 10
 #define FIB_SUCCESS 0
 #define FIB_NO_NEIGHBOUR 7 /* found, but for the neighbour's address: the kernel asks for it */
+#define FIB_TOO_LONG 8
 #define IP4_TTL 8
 #define IP6_HOPS 7
 #define TCP_WORDS 12
@@ -75,20 +76,21 @@ static __always_inline u16 wire_length(struct __sk_buff *skb, const struct packe
 }
 
 /* The way of a packet that will go from here to there. Gives the device that it leaves by, or NULL:
- * then the stack has to see to it. `route->vlan[0]` is 1 where the MAC addresses are known. */
+ * then the stack has to see to it. `route->vlan[0]` is 1 where the MAC addresses are known.
+ * `any_packet`: the way of the whole flow, whether or not this packet can take it. */
 static __always_inline struct device *find_route(struct __sk_buff *skb, const struct packet *p,
 						 const struct target *from, const struct target *to,
-						 struct route *route)
+						 struct route *route, bool any_packet)
 {
 	long result;
 
-	if (p->ttl <= 1)
+	if (!any_packet && p->ttl <= 1)
 		return NULL;
 	__builtin_memset(route, 0, sizeof(*route));
 	route->protocol = p->protocol;
 	route->source_port = from->port;
 	route->destination_port = to->port;
-	route->length = wire_length(skb, p);
+	route->length = any_packet ? 1 : wire_length(skb, p);
 	route->ifindex = skb->ifindex;
 	if (p->v6) {
 		route->family = AF_INET6;
@@ -101,7 +103,8 @@ static __always_inline struct device *find_route(struct __sk_buff *skb, const st
 		route->destination.word[0] = to->address.word[3];
 	}
 	result = fib_lookup(skb, route);
-	if (result != FIB_SUCCESS && result != FIB_NO_NEIGHBOUR)
+	if (result != FIB_SUCCESS && result != FIB_NO_NEIGHBOUR &&
+	    !(any_packet && result == FIB_TOO_LONG)) /* before v5.12 `length` is not asked */
 		return NULL;
 	route->vlan[0] = result == FIB_SUCCESS;
 	return devices.lookup(&route->ifindex);

@@ -469,7 +469,7 @@ int tc_way(struct __sk_buff *skb)
 	backend = nat->backend;
 	if (has_snat(nat))
 		source.address = nat->snat;
-	to = find_route(skb, &p, &source, &backend, &route);
+	to = find_route(skb, &p, &source, &backend, &route, true);
 	if (to && has_snat(nat)) {
 		own = p.v6 ? to->snat6 : to->snat4;
 		if (!is_any(&own))
@@ -590,7 +590,7 @@ int tc_host(struct __sk_buff *skb)
 	out.from = nat->client;
 	out.from.port = nat->client_port;
 	out.to = nat->backend;
-	to = find_route(skb, &p, &out.from, &out.to, &route);
+	to = find_route(skb, &p, &out.from, &out.to, &route, false);
 	if (!to)
 		return finish(TC_SHOT, NO_ROUTE);
 	if (rewrite(skb, &p, &out))
@@ -636,7 +636,7 @@ static __always_inline int go_on(struct __sk_buff *skb, struct packet *p,
 	int action = TC_NEXT;
 
 	if (s->way == WAY_REDIRECT && !s->device)
-		to = find_route(skb, p, &s->out.from, &s->out.to, &route);
+		to = find_route(skb, p, &s->out.from, &s->out.to, &route, false);
 	if (to)
 		new = &s->out;
 	if (rewrite(skb, p, new) || (to && age(skb, p)))

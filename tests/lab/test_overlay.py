@@ -100,18 +100,24 @@ class PodNetwork(Field):
         ip(
             f"link add vx0 address 02:00:00:00:42:0{n} mtu {OVERLAY_MTU} type vxlan id 42"
             f" dstport 4789 local {node.ip} dev eth0 nolearning",
-            f"addr add 10.244.{n}.0/32 dev vx0",
-            f"addr add fd00:42::{n}/64 dev vx0 nodad",
             "link set vx0 up",
             f"neigh add 10.244.{m}.0 lladdr 02:00:00:00:42:0{m} dev vx0 nud permanent",
             f"neigh add fd00:42::{m} lladdr 02:00:00:00:42:0{m} dev vx0 nud permanent",
             netns=node.netns,
         )
+        if self.kind == "answers":  # else sources are the node's, and answers need no overlay
+            overlay = (
+                f"addr add 10.244.{n}.0/32 dev vx0",
+                f"addr add fd00:42::{n}/64 dev vx0 nodad",
+            )
+            ip(*overlay, netns=node.netns)
         run(
             *("bridge", "-n", node.netns, "fdb", "append", f"02:00:00:00:42:0{m}"),
             *("dev", "vx0", "dst", other.ip),
         )
-        self._route(node, other, f"via 10.244.{m}.0 dev vx0 onlink", f"via fd00:42::{m}")
+        self._route(
+            node, other, f"via 10.244.{m}.0 dev vx0 onlink", f"via fd00:42::{m} dev vx0 onlink"
+        )
 
     def _gpe(self, node: Node, other: Node) -> None:
         ip(
@@ -161,9 +167,16 @@ class PodNetwork(Field):
                 netns=router,
             )
             self._route(node, other, f"via 172.31.{n}.254", f"via fd00:31:{n}::fe")
+            ip(
+                f"route add 172.31.{m}.0/24 via 172.31.{n}.254",
+                f"route add fd00:31:{m}::/64 via fd00:31:{n}::fe",
+                netns=node.netns,
+            )
         for node, router in zip(self.lab.nodes[::-1], routers, strict=True):
             m, n = node.number, 3 - node.number
             ip(
+                f"route add 172.31.{m}.0/24 via 172.31.3.{m}",
+                f"route add fd00:31:{m}::/64 via fd00:31:3::{m}",
                 f"route add 10.244.{m}.0/24 via 172.31.3.{m}",
                 f"route add fd00:10:244:{m}::/64 via fd00:31:3::{m}",
                 f"route add {node.ip} via 172.31.3.{m}",
@@ -233,6 +246,19 @@ def host_of(end: str) -> str:
     return split(end)[0] if "]" in end or end.count(":") == 1 else end
 
 
+SOURCES = {
+    "answers": {False: "10.244.1.0", True: "fd00:42::1"},
+    "routers": {False: "172.31.1.1", True: "fd00:31:1::1"},
+}
+"""Where the device to the other node has addresses of its own, these are node-1's sources, as with
+MASQUERADE; elsewhere the Node's InternalIP.
+"""
+
+
+def source_of(net: PodNetwork, v6: bool) -> str:
+    return SOURCES.get(net.kind, {}).get(v6) or address(net.lab.nodes[0].host, v6)
+
+
 # ---- who sees whom -------------------------------------------------------------------------------
 
 
@@ -240,7 +266,8 @@ def host_of(end: str) -> str:
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
 def test_what_each_side_sees_of_a_remote_backend(net: PodNetwork, protocol: str, v6: bool) -> None:
     first, second = net.lab.nodes
-    client, pod, own = (address(p, v6) for p in (net["outside"], net["b1"], first.host))
+    client, pod = address(net["outside"], v6), address(net["b1"], v6)
+    own = source_of(net, v6)
     to = at("NodePort", 61 if protocol == "tcp" else 62, v6)
     device = WAYS[net.kind]
     back = "eth0" if net.kind == "vxlan" else device
@@ -355,7 +382,7 @@ def pod_mtu(net: PodNetwork, name: str, mtu: int) -> Iterator[None]:
 @both_families
 def test_a_transfer_finds_the_path_mtu_both_ways(net: PodNetwork, v6: bool) -> None:
     """Pods and clients believe in 1500 bytes. Each hears of its own packets."""
-    client, pod, own = net["outside"], net["b1"], address(net.lab.nodes[0].host, v6)
+    client, pod, own = net["outside"], net["b1"], source_of(net, v6)
     host, port = split(at("NodePort", 65, v6))
     mtu = FOUND.get(net.kind, OVERLAY_MTU)
     _forget(client, pod)
@@ -412,6 +439,8 @@ def test_a_large_datagram_is_told_what_fits(
     fits.
     """
     client, pod, own = net["outside"], net[name], address(net.lab.nodes[0].host, v6)
+    if name == "b1":
+        own = source_of(net, v6)
     to = at("NodePort", number, v6)
     way = FOUND.get(net.kind, OVERLAY_MTU) if name == "b1" else 1500
     fitting = [mtu for mtu in (way, narrow) if 0 < mtu < 1500]

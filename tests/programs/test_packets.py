@@ -961,6 +961,18 @@ def test_a_flow_keeps_its_way_but_for_what_does_not_fit(way_out: Path_, v: int) 
 
 
 @both
+@pytest.mark.parametrize("first", [{"ttl": 1}, {"size": MTU}], ids=["ttl", "size"])
+def test_a_first_packet_that_cannot_go_decides_nothing(
+    way_out: Path_, v: int, first: dict[str, int]
+) -> None:
+    own, front, back = client(v), vip(v, CLUSTER), pod(v)
+    data, ttl = os.urandom(first.get("size", 1)), first.get("ttl", 64)
+    inside = way_out.go("tc_ingress", udp(own, front, data, ttl=ttl), udp(own, back, data, ttl=ttl))
+    source = masked(way_out, inside, lambda a, b: udp(a, b, data, ttl=ttl), back, v)
+    past(way_out, udp(own, front, b"?"), udp(source, back, b"?", ttl=63))
+
+
+@both
 @pytest.mark.parametrize("role", Role)
 def test_direct_goes_past_the_stack_whoever_asks(way_out: Path_, v: int, role: Role) -> None:
     way_out.node(NodeFlag.DIRECT)
