@@ -191,12 +191,26 @@ def test_who_answers_for_an_unknown_port(field: Field, name: str, v6: bool) -> N
     assert reset.ip.source == error.ip.source == host
     assert set(reset.transport.flags) == set("RA")
     assert (error.protocol, error.transport.type, error.transport.code) == PORT_UNREACHABLE[v6]
-    assert checksums(reset) == []
+    assert checksums(reset) == checksums(error) == []
     assert field.agent.reasons()[Reason.UNKNOWN_PORT] - before == 2
     for kind, protocol in product(("ExternalIP", "VIP"), ("tcp", "udp")):
         error = dial(kind, protocol)
         assert error.ip.source != split(at(kind, 11, v6))[0]
         assert (error.protocol, error.transport.type, error.transport.code) == NO_ROUTE[v6]
+
+
+@both_families
+def test_a_refusal_survives_a_device_that_fills_in_checksums(field: Field, v6: bool) -> None:
+    """The pod leaves them to its device, and the way back to the pod has one that cannot either:
+    there the kernel fills them in, in what has become an error.
+    """
+    home = field.lab.nodes[0].netns
+    offload(home, "p2", "tx", False)
+    try:
+        for kind, number in (("ClusterIP", 26), ("VIP", 26), ("NodePort", 26)):
+            check(field, Dial(kind, "a2!", at(kind, number, v6), REFUSED, "udp"))
+    finally:
+        offload(home, "p2", "tx", True)
 
 
 @both_families
