@@ -21,10 +21,8 @@
 
 #define TC_NEXT (-1) /* pass, and let whoever is behind us on this device have its say */
 #define TC_SHOT 2
-#define CHANGES 8 /* tries to find a free port of client' */
-#define FRESH_TRIES                                                                                \
-	24 /* of SNAT_TRIES, before a port that closed lately will do: the backend may             \
-	    * still have it in TIME_WAIT */
+#define CHANGES 8     /* tries to find a free port of client' */
+#define FRESH_TRIES 8 /* of SNAT_TRIES, before a port that a backend may still keep will do */
 
 enum tail {
 	TAIL_NEW = 0,
@@ -371,7 +369,9 @@ static __always_inline bool claim_reply(struct nat *nat, const struct node *n, u
 }
 
 /* Finds a port of the node for this flow, in the range that the node's own sockets keep away from:
- * the client's own if it is one of those and free, else any. */
+ * the client's own if it is one of those and free, else any. That of a connection that has ended
+ * will do at once; only if the backend has closed first, and so keeps it in TIME_WAIT, others are
+ * tried before. */
 static __always_inline bool claim_snat(struct nat *nat, const struct node *n, u64 now)
 {
 	u16 size = n->port_high - n->port_low + 1, own = __builtin_bswap16(nat->client_port);
@@ -387,7 +387,8 @@ static __always_inline bool claim_snat(struct nat *nat, const struct node *n, u6
 			return true;
 		other = replies.lookup(&key);
 		if (!other || gone(other, now) ||
-		    (i >= FRESH_TRIES && other->state == STATE_CLOSED)) {
+		    (other->state == STATE_CLOSED &&
+		     (i >= FRESH_TRIES || !(other->fins & FIN_BACKEND_FIRST)))) {
 			replies.update(&key, nat);
 			return true;
 		}

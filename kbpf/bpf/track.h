@@ -70,8 +70,11 @@ static __always_inline bool touch(struct nat *nat, u32 flags, bool back, u64 now
 	} else if (flags & TCP_RST) {
 		nat->state = STATE_CLOSED;
 	} else if (flags & TCP_FIN) {
-		nat->fins |= back ? 2 : 1;
-		nat->state = nat->fins == 3 ? STATE_CLOSED : STATE_CLOSING;
+		if (back && !fins)
+			nat->fins = FIN_BACKEND_FIRST;
+		nat->fins |= back ? FIN_BACKEND : FIN_CLIENT;
+		nat->state = (nat->fins & FIN_CLIENT) && (nat->fins & FIN_BACKEND) ? STATE_CLOSED
+										   : STATE_CLOSING;
 	} else if (state == STATE_NEW && (back || (flags & (TCP_SYN | TCP_ACK)) == TCP_ACK)) {
 		nat->state = STATE_ESTABLISHED;
 	}

@@ -170,6 +170,12 @@ enum tcp_state {
 	STATE_CLOSED = 3,      /* both FINs, or RST */
 };
 
+enum fins {
+	FIN_CLIENT = 1 << 0,
+	FIN_BACKEND = 1 << 1,
+	FIN_BACKEND_FIRST = 1 << 2, /* so the backend keeps the port in TIME_WAIT */
+};
+
 /* How the packets of a flow leave this node, decided by its first one. */
 enum way {
 	WAY_STACK = 0,    /* up the stack, which routes them; the source changes when they leave */
@@ -188,7 +194,7 @@ struct nat {
 	u32 service;
 	u32 backend_id;
 	u8 state; /* enum tcp_state */
-	u8 fins;  /* 1: the client's, 2: the backend's */
+	u8 fins;  /* enum fins */
 	u8 way;   /* enum way */
 	u8 pad;
 	u32 device; /* the client is this node: the device that it sends by; else 0 */

@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import os
 import socket
+import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -24,6 +25,7 @@ from kbpf.dataplane.bpf.layout import (
     NETWORK_KEY,
     U32,
     DeviceFlag,
+    Fin,
     NodeFlag,
     Reason,
     Role,
@@ -122,11 +124,11 @@ class Path_:
             flags = DeviceFlag.LOCAL if role is Role.POD else DeviceFlag(0)
         self.tell(1, role, flags)
 
-    def node(self, flags: NodeFlag) -> None:
+    def node(self, flags: NodeFlag, low: int = LOW, high: int = HIGH) -> None:
         """What the programs know of the node."""
         with self.site.pinned("node") as node:
             value = bytearray(node.lookup(U32.pack(0)) or b"")
-            value[32:36] = U32.pack(flags)
+            value[32:40] = struct.pack("=IHH", flags, low, high)
             node.update(U32.pack(0), bytes(value))
 
     def run(
@@ -748,6 +750,26 @@ ENDS = {
 
 
 @both
+@pytest.mark.parametrize("way", ["nothing", "one side closes", *ENDS])
+def test_whose_port_is_used_again(path: Path_, v: int, way: str) -> None:
+    """A range of one port. That of an ended connection will do; before others are tried, unless
+    the backend has closed first: it still has the port in TIME_WAIT.
+    """
+    lonely = LOW + next(PORTS)
+    path.node(NodeFlag(0), lonely, lonely)
+    own, source = established(path, v, "tcp")
+    for flags in ENDS.get(way, ("FA",) if way == "one side closes" else ()):
+        back = flags.startswith("<")
+        segment(path, v, own, flags.lstrip("<"), source if back else "")
+    before, other = path.site.reasons()[Reason.NO_SNAT_PORT], client(v)
+    retval, _ = path.run("tc_ingress", tcp(other, vip(v, CLUSTER), flags="S"))
+    assert (retval == TC_ACT_SHOT) == (way not in ENDS)
+    assert path.site.reasons()[Reason.NO_SNAT_PORT] - before == (way not in ENDS)
+    first = {Fin(NAT.unpack(raw)[10]) & Fin.BACKEND_FIRST for raw in entries_of(path, own)}
+    assert first == {Fin.BACKEND_FIRST if "backend first" in way else Fin(0)}
+
+
+@both
 @pytest.mark.parametrize("way", ENDS)
 def test_a_connection_that_ends_ends_in_all_of_its_entries(path: Path_, v: int, way: str) -> None:
     """Else its port of the node would be kept for an hour, or for a day."""
@@ -822,10 +844,15 @@ def address(host: str) -> bytes:
     return bytes(parse_addr(host))
 
 
+def entries_of(path: Path_, own: str) -> list[bytes]:
+    """The entries of this client's flow."""
+    values = [*path.site.entries("flows").values(), *path.site.entries("replies").values()]
+    return [raw for raw in values if owner(raw) == own]
+
+
 def states(path: Path_, own: str) -> set[int]:
     """What the entries of this client's flow say."""
-    values = [*path.site.entries("flows").values(), *path.site.entries("replies").values()]
-    return {NAT.unpack(raw)[9] for raw in values if owner(raw) == own}
+    return {NAT.unpack(raw)[9] for raw in entries_of(path, own)}
 
 
 # ---- past the stack ------------------------------------------------------------------------------

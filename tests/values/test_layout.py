@@ -85,6 +85,7 @@ NAMES: list[tuple[str, int]] = [
     *((f"CLIENT_{kind.name}", int(kind)) for kind in layout.ClientKind),
     *((str(reason.name), int(reason)) for reason in layout.Reason),
     *((f"STATE_{state.name}", int(state)) for state in layout.TcpState),
+    *((f"FIN_{fin.name}", int(fin)) for fin in layout.Fin),
     *((f"WAY_{way.name}", int(way)) for way in layout.Way),
     *((f"ROLE_{role.name}", int(role)) for role in layout.Role),
     *((f"NODE_{flag.name}", int(flag)) for flag in layout.NodeFlag),
@@ -179,8 +180,8 @@ def test_every_struct_and_every_number_was_compared():
     assert defined - {"address"} == {row.c for row in LAYOUTS}
     enums = re.findall(r"^enum (\w+) \{(.*?)^\};", TYPES, re.M | re.S)
     assert [name for name, _ in enums] == [
-        "service_flags", "client_kind", "config_flags", "tcp_state", "way", "role", "device_flags",
-        "node_flags", "verdict", "reason",
+        "service_flags", "client_kind", "config_flags", "tcp_state", "fins", "way", "role",
+        "device_flags", "node_flags", "verdict", "reason",
     ]  # fmt: skip
     words = {
         word for name, body in enums if name != "verdict"

@@ -93,6 +93,14 @@ def idle_seconds(protocol: int, state: int) -> int:
     return IDLE_SECONDS_OTHERS[TcpState(min(state, TcpState.ESTABLISHED))]
 
 
+class Fin(IntFlag):
+    """enum fins: who has closed."""
+
+    CLIENT = 1 << 0
+    BACKEND = 1 << 1
+    BACKEND_FIRST = 1 << 2
+
+
 class Way(IntEnum):
     """enum way: how the packets of a flow leave this node."""
 
