@@ -141,7 +141,9 @@ HOPS = {"a1": 1, "b1": 2}
 def test_every_node_is_a_hop(
     field: Forwarding, number: int, who: str, base: int, protocol: str, v6: bool
 ) -> None:
-    """By any way: TTL, checksums, the node's port, and one flow for each connection."""
+    """By any way: TTL, checksums, a port of the node, and one flow for each connection. Connections
+    that follow each other may have the same port of the node.
+    """
     own, client = (NODES6[0], OUT6) if v6 else (NODES4[0], OUT4)
     sees = client if number == 3 else own
     to = at("NodePort", base + number, v6)
@@ -165,7 +167,7 @@ def test_every_node_is_a_hop(
         assert [checksums(p) for p in (asked, arrived, left, answered)] == [[], [], [], []]
         assert asked.ip.ttl - arrived.ip.ttl == HOPS[who]
         assert left.ip.ttl - answered.ip.ttl == HOPS[who]
-        assert field.agent.reasons()[Reason.NEW_FLOW] - before == len(clients) == len(sources)
+        assert field.agent.reasons()[Reason.NEW_FLOW] - before == len(clients)
         assert {address for address, _ in sources} == {sees}
         if number == 3:
             assert sources == set(map(split, clients)), "who is not masqueraded keeps the port"
