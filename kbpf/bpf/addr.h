@@ -35,6 +35,15 @@ static __always_inline bool is_loopback(const struct address *a)
 	return !a->word[0] && !a->word[1] && !a->word[2] && a->word[3] == __builtin_bswap32(1);
 }
 
+/* A source that the stack takes no packet from. */
+static __always_inline bool is_martian(const struct address *a)
+{
+	if (is_v4(a))
+		return !(a->word[3] & 0xff) || (a->word[3] & 0xff) == 127 ||
+		       (a->word[3] & 0xff) >= 224;
+	return is_any(a) || is_loopback(a) || (a->word[0] & 0xff) == 0xff;
+}
+
 static __always_inline bool same_address(const struct address *a, const struct address *b)
 {
 	return a->word[0] == b->word[0] && a->word[1] == b->word[1] && a->word[2] == b->word[2] &&

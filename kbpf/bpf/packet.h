@@ -28,6 +28,8 @@
 #define TCP_SYN 0x02
 #define TCP_RST 0x04
 #define TCP_ACK 0x10
+#define SCTP_CHUNK 12
+#define SCTP_INIT 1
 #define NO_SEGMENT 0x100 /* not a flag: what asks is an ICMP error about the flow */
 
 struct ip4_header {
@@ -104,6 +106,12 @@ static __always_inline bool parse_ports(struct __sk_buff *skb, struct packet *p)
 		return false;
 	p->tuple.from.port = ports.source;
 	p->tuple.to.port = ports.destination;
+	if (p->protocol == PROTO_SCTP) { /* what begins is told as TCP tells it */
+		u8 chunk = 0;
+
+		bpf_skb_load_bytes(skb, p->l4 + SCTP_CHUNK, &chunk, 1);
+		p->tcp_flags = chunk == SCTP_INIT ? TCP_SYN : 0;
+	}
 	if (p->protocol == PROTO_TCP) /* inside of an ICMP error they may be cut off: then 0 */
 		bpf_skb_load_bytes(skb, p->l4 + 13, &p->tcp_flags, 1);
 	return true;
@@ -138,6 +146,8 @@ static __always_inline bool parse_v6(struct __sk_buff *skb, struct packet *p)
 
 	if (bpf_skb_load_bytes(skb, p->l3, &ip, sizeof(ip)))
 		return false;
+	if (is_v4(&ip.source) || is_v4(&ip.destination))
+		return false;
 	p->tuple.from.address = ip.source;
 	p->tuple.to.address = ip.destination;
 	p->protocol = ip.next;
@@ -160,6 +170,8 @@ static __always_inline bool parse_v6(struct __sk_buff *skb, struct packet *p)
 			p->fragment = offset & IP6_OFFSET ? LATER : offset & 1 ? FIRST : WHOLE;
 			p->id = extension.id;
 			p->l4 += sizeof(extension);
+			if (p->fragment == LATER) /* what follows are no headers */
+				break;
 		} else {
 			p->l4 += (extension.words + 1) * 8;
 		}

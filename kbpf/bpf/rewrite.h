@@ -35,7 +35,7 @@ static __always_inline int change_pseudo(struct __sk_buff *skb, const struct pac
 	u32 check = check_offset(p->protocol);
 	u64 flags = BPF_F_PSEUDO_HDR;
 
-	if (p->protocol == PROTO_UDP && !p->v6)
+	if (p->protocol == PROTO_UDP)
 		flags |= BPF_F_MARK_MANGLED_0; /* 0 means "no checksum", and stays that */
 	if (check && p->fragment != LATER &&
 	    bpf_l4_csum_replace(skb, p->l4 + check, 0, diff, flags))
@@ -75,7 +75,7 @@ static __always_inline int change_ports(struct __sk_buff *skb, const struct pack
 		return 0;
 	if (p->protocol == PROTO_SCTP) /* complete() sees to the checksum */
 		return bpf_skb_store_bytes(skb, p->l4, &new, sizeof(new), BPF_F_RECOMPUTE_CSUM);
-	if (p->protocol == PROTO_UDP && !p->v6) {
+	if (p->protocol == PROTO_UDP) {
 		flags |= BPF_F_MARK_MANGLED_0;
 		if (bpf_skb_load_bytes(skb, p->l4 + UDP_CHECK, &sum, sizeof(sum)))
 			return -1;

@@ -84,6 +84,8 @@ static __always_inline int change_sctp_check(struct __sk_buff *skb, const struct
 	/* It covers the other fragments too, and how long they are nobody knows yet. */
 	if (p->fragment != WHOLE || bpf_skb_load_bytes(skb, p->l4 + SCTP_CHECK, &check, 4))
 		return -1;
+	if (!check) /* CHECKSUM_PARTIAL: whoever fills it in adds up what is there */
+		return 0;
 	check ^= crc_difference(change, ip_length(skb, p) - (p->l4 - p->l3));
 	return bpf_skb_store_bytes(skb, p->l4 + SCTP_CHECK, &check, 4, BPF_F_RECOMPUTE_CSUM);
 }

@@ -24,6 +24,12 @@
 #define CHANGES 8     /* tries to find a free port of client' */
 #define FRESH_TRIES 8 /* of SNAT_TRIES, before a port that a backend may still keep will do */
 
+#define HALF_OPEN_SECONDS 5 /* an unanswered SYN keeps a port that others want for so long */
+#define VLAN_ID 0x0fff
+#define OTHER_HOST 3 /* PACKET_OTHERHOST */
+
+#define NO_ADDRESS __builtin_bswap32(1) /* ::1, for a source that has to change and cannot */
+
 enum tail {
 	TAIL_NEW = 0,
 	TAIL_ICMP_IN = 1,
@@ -68,7 +74,7 @@ static __always_inline int finish(int action, enum reason reason)
 /* The end of a packet that was rewritten. SCTP's checksum takes thousands of instructions, which
  * are in a program of their own; what bpf_redirect*() was told before holds there too. */
 static __always_inline int complete(struct __sk_buff *skb, const struct packet *p,
-				    const struct tuple *new, int action)
+				    const struct tuple *new, int action, u32 l3)
 {
 	u32 change = sctp_change(p, new);
 
@@ -76,6 +82,7 @@ static __always_inline int complete(struct __sk_buff *skb, const struct packet *
 		return action;
 	skb->cb[0] = change;
 	skb->cb[1] = action;
+	skb->cb[2] = l3;
 	tails.call(skb, TAIL_SCTP);
 	return finish(TC_SHOT, NOT_REWRITTEN);
 }
@@ -109,14 +116,16 @@ static __always_inline bool backend_lives(u32 id)
 	return backends.lookup(&id) != NULL;
 }
 
-/* Whether a packet of a flow that is known has to choose anew: a SYN, unless it repeats one that
- * nobody has answered yet, and UDP whose backend is gone. */
+/* Whether a packet of a flow that is known has to choose anew: a SYN after both sides have closed
+ * or the backend has gone, and UDP whose backend is gone. Any other SYN may be a repeated one,
+ * whose answer was lost, or a forged one: it goes where the connection is, and the backend decides.
+ */
 static __always_inline bool begins_anew(const struct nat *nat, u32 flags)
 {
-	if (nat->client.protocol == PROTO_TCP)
-		return (flags & (TCP_SYN | TCP_ACK)) == TCP_SYN &&
-		       (nat->state != STATE_NEW || !backend_lives(nat->backend_id));
-	return !backend_lives(nat->backend_id);
+	if (nat->client.protocol == PROTO_UDP)
+		return !backend_lives(nat->backend_id);
+	return (flags & (TCP_SYN | TCP_ACK)) == TCP_SYN &&
+	       (both_closed(nat) || !backend_lives(nat->backend_id));
 }
 
 /* The half of a flow that the LRU took is made from the one that is there. */
@@ -135,14 +144,16 @@ static __always_inline void mend(struct tuple *key, const struct nat *nat, bool 
 
 static __always_inline bool same_flow(const struct nat *a, const struct nat *b)
 {
-	return same_target(&a->frontend, &b->frontend) && same_target(&a->client, &b->client);
+	return same_target(&a->frontend, &b->frontend) && same_target(&a->client, &b->client) &&
+	       same_target(&a->backend, &b->backend) && a->client_port == b->client_port &&
+	       a->snat_port == b->snat_port;
 }
 
 static __always_inline void tell(struct nat *other, const struct nat *nat)
 {
 	if (!other || other == nat || !same_flow(other, nat))
 		return;
-	other->fins |= nat->fins;
+	other->fins = nat->state == STATE_NEW ? 0 : other->fins | nat->fins;
 	other->state = nat->state;
 }
 
@@ -260,6 +271,10 @@ static __always_inline bool translate_in(struct tuple *t, u32 flags, struct step
 		tell_all(nat);
 	half = reply_of(nat);
 	mend(&half, nat, true);
+	if (has_snat(nat)) {
+		half = snat_reply_of(nat);
+		mend(&half, nat, true);
+	}
 	if (back) {
 		half = flow_of(nat);
 		mend(&half, nat, false);
@@ -272,8 +287,7 @@ static __always_inline bool translate_in(struct tuple *t, u32 flags, struct step
  * Service would be a new flow by now, since it came in by translate_in(). */
 static __always_inline bool has_other_owner(const struct nat *nat, u8 flags)
 {
-	return nat->client.protocol == PROTO_TCP && (flags & TCP_SYN) &&
-	       nat->state >= STATE_CLOSING;
+	return nat->client.protocol == PROTO_TCP && (flags & TCP_SYN) && is_ending(nat);
 }
 
 enum leaving {
@@ -387,6 +401,8 @@ static __always_inline bool claim_snat(struct nat *nat, const struct node *n, u6
 			return true;
 		other = replies.lookup(&key);
 		if (!other || gone(other, now) ||
+		    (i >= FRESH_TRIES && is_half_open(other) &&
+		     elapsed(other->last_used, now) > HALF_OPEN_SECONDS * SECOND) ||
 		    (other->state == STATE_CLOSED &&
 		     (i >= FRESH_TRIES || !(other->fins & FIN_BACKEND_FIRST)))) {
 			replies.update(&key, nat);
@@ -419,7 +435,7 @@ static __always_inline enum reason create(struct nat *nat, const struct node *n)
 
 static __always_inline bool starts_flow(const struct packet *p)
 {
-	return p->protocol != PROTO_TCP || (p->tcp_flags & (TCP_SYN | TCP_ACK)) == TCP_SYN;
+	return p->protocol == PROTO_UDP || (p->tcp_flags & (TCP_SYN | TCP_ACK)) == TCP_SYN;
 }
 
 static __always_inline void describe(struct nat *nat, const struct packet *p,
@@ -471,6 +487,9 @@ int tc_way(struct __sk_buff *skb)
 	if (has_snat(nat))
 		source.address = nat->snat;
 	to = find_route(skb, &p, &source, &backend, &route, true);
+	/* A bridge brings the answers of its pods to each other past us, unless they are for us. */
+	if (to && !has_snat(nat) && route.ifindex == ifindex && to->role == ROLE_POD)
+		nat->snat = p.v6 ? n->snat6 : n->snat4;
 	if (to && has_snat(nat)) {
 		own = p.v6 ? to->snat6 : to->snat4;
 		if (!is_any(&own))
@@ -497,6 +516,9 @@ int tc_new(struct __sk_buff *skb)
 
 	if (!device || !n || !parse(skb, device->l2, &p))
 		return TC_NEXT;
+	if (is_martian(&p.tuple.from.address) || node_addresses.lookup(&p.tuple.from.address) ||
+	    same_address(&p.tuple.from.address, p.v6 ? &n->snat6 : &n->snat4))
+		return TC_NEXT; /* the stack drops it; past the stack it must not go, either */
 	who.outside = !(device->flags & DEVICE_LOCAL);
 	who.key.client = p.tuple.from.address;
 	set_hashes(&who, &p.tuple);
@@ -510,10 +532,17 @@ int tc_new(struct __sk_buff *skb)
 	if (v != TRANSLATE)
 		return finish(TC_SHOT, c.reason);
 	describe(&nat, &p, &c);
-	if (masquerades(&c, n, device, &nat.client.address))
+	if (masquerades(&c, n, device, &nat.client.address)) {
 		nat.snat = p.v6 ? n->snat6 : n->snat4;
-	return hand_over(skb, &nat,
-			 has_snat(&nat) || (n->flags & NODE_DIRECT) ? TAIL_WAY : TAIL_CLAIM);
+		if (is_any(&nat.snat)) /* the device may have one; tc_claim takes no other */
+			nat.snat.word[3] = NO_ADDRESS;
+	}
+	return hand_over(
+		skb, &nat,
+		has_snat(&nat) || (n->flags & NODE_DIRECT) ||
+				(device->role == ROLE_POD && !(device->flags & DEVICE_PEER))
+			? TAIL_WAY
+			: TAIL_CLAIM);
 }
 
 /* The same for this node's own, by a socket that the hooks have left alone. What it sends leaves by
@@ -559,6 +588,8 @@ int tc_claim(struct __sk_buff *skb)
 	if (!n || !found)
 		return finish(TC_SHOT, NOT_RECORDED);
 	nat = *found;
+	if (nat.snat.word[3] == NO_ADDRESS && !nat.snat.word[0] && !nat.snat.word[2])
+		return finish(TC_SHOT, NO_SNAT_PORT);
 	reason = create(&nat, n);
 	if (reason != NEW_FLOW)
 		return finish(TC_SHOT, reason);
@@ -596,7 +627,7 @@ int tc_host(struct __sk_buff *skb)
 		return finish(TC_SHOT, NO_ROUTE);
 	if (rewrite(skb, &p, &out))
 		return finish(TC_SHOT, NOT_REWRITTEN);
-	return complete(skb, &p, &out, send_off(skb, device, to, &route));
+	return complete(skb, &p, &out, send_off(skb, device, to, &route), ETH_HEADER);
 }
 
 /* Sends the answer back by the device that the question came in by; to this node's own, in. */
@@ -648,14 +679,21 @@ static __always_inline int go_on(struct __sk_buff *skb, struct packet *p,
 		action = deliver(skb, device, s->device);
 	else if (s->masqueraded)
 		mark_masqueraded(skb, true);
-	return complete(skb, p, new, action);
+	return complete(skb, p, new, action, to ? ETH_HEADER : device->l2);
+}
+
+/* Frames of a VLAN come again by its own device; frames for another machine, which a promiscuous
+ * device shows, the stack would drop. */
+static __always_inline bool is_for_others(struct __sk_buff *skb)
+{
+	return (skb->vlan_present && (skb->vlan_tci & VLAN_ID)) || skb->pkt_type == OTHER_HOST;
 }
 
 /* What both directions begin with. False: not for us. */
 static __always_inline bool take(struct __sk_buff *skb, const struct device *device,
 				 struct packet *p, u32 icmp)
 {
-	if (!device || !parse(skb, device->l2, p))
+	if (!device || is_for_others(skb) || !parse(skb, device->l2, p))
 		return false;
 	if (is_icmp_error(p)) {
 		tails.call(skb, icmp);
@@ -706,7 +744,7 @@ int tc_egress(struct __sk_buff *skb)
 	if (masqueraded)
 		mark_masqueraded(skb, false);
 	if (leaving == LEAVES_CHANGED)
-		return complete(skb, &p, &to, TC_NEXT);
+		return complete(skb, &p, &to, TC_NEXT, device->l2);
 	if (leaving == LEAVES_AS_IT_IS && !skb->ingress_ifindex && device->role == ROLE_HOST &&
 	    (starts_flow(&p) ? dials_service(&p) : flows.lookup(&p.tuple) != NULL))
 		tails.call(skb, TAIL_HOST);
@@ -716,11 +754,10 @@ int tc_egress(struct __sk_buff *skb)
 /* SCTP's checksum, after its ports were changed. */
 int tc_sctp(struct __sk_buff *skb)
 {
-	u32 ifindex = skb->ifindex, change = skb->cb[0], action = skb->cb[1];
-	struct device *device = devices.lookup(&ifindex);
+	u32 change = skb->cb[0], action = skb->cb[1], l3 = skb->cb[2];
 	struct packet p = {};
 
-	if (!device || !parse(skb, device->l2, &p) || change_sctp_check(skb, &p, change))
+	if (!parse(skb, l3, &p) || change_sctp_check(skb, &p, change))
 		return finish(TC_SHOT, NOT_REWRITTEN);
 	return action;
 }

@@ -47,12 +47,29 @@ static __always_inline u64 timeout_of(const struct nat *nat)
 		return 24 * 3600 * SECOND;
 	if (nat->state == STATE_CLOSING)
 		return 3600 * SECOND;
+	if (nat->state == STATE_ANSWERED)
+		return 60 * SECOND;
 	return 120 * SECOND;
 }
 
 static __always_inline bool expired(const struct nat *nat, u64 now)
 {
 	return elapsed(nat->last_used, now) > timeout_of(nat);
+}
+
+static __always_inline bool both_closed(const struct nat *nat)
+{
+	return (nat->fins & FIN_CLIENT) && (nat->fins & FIN_BACKEND);
+}
+
+static __always_inline bool is_ending(const struct nat *nat)
+{
+	return nat->state == STATE_CLOSING || nat->state == STATE_CLOSED;
+}
+
+static __always_inline bool is_half_open(const struct nat *nat)
+{
+	return nat->state == STATE_NEW || nat->state == STATE_ANSWERED;
 }
 
 /* A packet went through: `back` when it came from the backend. Returns whether that changed the
@@ -73,9 +90,17 @@ static __always_inline bool touch(struct nat *nat, u32 flags, bool back, u64 now
 		if (back && !fins)
 			nat->fins = FIN_BACKEND_FIRST;
 		nat->fins |= back ? FIN_BACKEND : FIN_CLIENT;
-		nat->state = (nat->fins & FIN_CLIENT) && (nat->fins & FIN_BACKEND) ? STATE_CLOSED
-										   : STATE_CLOSING;
-	} else if (state == STATE_NEW && (back || (flags & (TCP_SYN | TCP_ACK)) == TCP_ACK)) {
+		nat->state =
+			both_closed(nat) || state == STATE_CLOSED ? STATE_CLOSED : STATE_CLOSING;
+	} else if (!back && is_ending(nat) && (flags & (TCP_SYN | TCP_ACK)) == TCP_SYN) {
+		nat->state = STATE_NEW; /* the backend decides whether it is a new one */
+		nat->fins = 0;
+	} else if (state == STATE_CLOSED && !both_closed(nat) && (flags & TCP_ACK)) {
+		nat->state = STATE_CLOSING; /* a reset that nobody has believed */
+	} else if (state == STATE_NEW && back && (flags & TCP_SYN)) {
+		nat->state = STATE_ANSWERED;
+	} else if ((state == STATE_NEW || state == STATE_ANSWERED) && !back &&
+		   (flags & (TCP_SYN | TCP_ACK)) == TCP_ACK) {
 		nat->state = STATE_ESTABLISHED;
 	}
 	return nat->state != state || nat->fins != fins;

@@ -168,6 +168,7 @@ enum tcp_state {
 	STATE_ESTABLISHED = 1, /* answered; UDP: seen both ways */
 	STATE_CLOSING = 2,     /* one side has sent FIN (the kernel's CLOSE_WAIT) */
 	STATE_CLOSED = 3,      /* both FINs, or RST */
+	STATE_ANSWERED = 4,    /* the backend's SYN-ACK seen, and nothing more of the client */
 };
 
 enum fins {

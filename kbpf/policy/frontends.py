@@ -104,9 +104,9 @@ def source_ranges(service: Service, node: Node, family: int) -> tuple[Cidr, ...]
 
 def masquerade_addresses(node: Node, local_addresses: Collection[Addr]) -> tuple[Addr, ...]:
     """The node's own address of each family, for translated sources: the Node's first one, or
-    while no address of the Node is known the first local one.
+    where the Node object has none of that family the first local one.
     """
-    known = node.addresses or tuple(sorted(local_addresses))
+    known = (*node.addresses, *sorted(local_addresses))
     first = {family_of(addr): addr for addr in reversed(known) if not _is_loopback(addr)}
     return tuple(sorted(first.values()))
 

@@ -97,7 +97,7 @@ class Path_:
         self.programs = programs
         self.where = where
         self.folder = next(site.pins.glob("programs-tc-*"))
-        self.out = 0
+        self.out, self.out_mac = 0, ""
 
     def inside(self, action: Callable[[], T]) -> T:
         """In the node's network."""
@@ -136,9 +136,9 @@ class Path_:
     ) -> tuple[int, bytes]:
         """The verdict, and the packet without its link header."""
         program, given = self.programs[name], context.pack() if context else None
-        done = self.inside(
-            lambda: run(program, frame(packet), context=given, checksum_complete=complete)
-        )
+        to = self.out_mac if context and context.ifindex == self.out != 0 else MAC_B
+        sent = frame(packet, to=to)
+        done = self.inside(lambda: run(program, sent, context=given, checksum_complete=complete))
         return done.retval, done.packet_out[14:]
 
     def go(self, name: str, packet: bytes, want: bytes) -> bytes:
@@ -292,6 +292,53 @@ def test_udp_without_a_checksum_has_none_afterwards(path: Path_) -> None:
     sent = udp(own, vip(4, CLUSTER), b"?", checksum="zero")
     inside = path.go("tc_ingress", sent, udp(own, pod(4), b"?", checksum="zero"))
     masked(path, inside, lambda a, b: udp(a, b, b"?", checksum="zero"), pod(4), 4)
+
+
+@both
+def test_a_sum_of_zero_is_written_as_ones(path: Path_, v: int) -> None:
+    """0 means "no checksum": IPv6 would drop it (RFC 768, 8200)."""
+    own, front = client(v), vip(v, LOCAL)
+    payloads = (struct.pack("!H", n) for n in range(1 << 16))
+    is_ones = lambda raw: parse(raw, l2=False).transport.checksum == 0xFFFF  # noqa: E731
+    payload = next(one for one in payloads if is_ones(udp(own, pod(v), one)))
+    path.go("tc_ingress", udp(own, front, payload), udp(own, pod(v), payload))
+
+
+def test_udp_without_a_checksum_has_none_in_ipv6_either(path: Path_) -> None:
+    own = client(6)
+    sent = udp(own, vip(6, LOCAL), b"?", checksum="zero")
+    _, got = path.run("tc_ingress", sent, complete=True)
+    assert difference(got, udp(own, pod(6), b"?", checksum="zero"), l2=False) == ""
+
+
+MARTIANS = {
+    4: ("127.0.0.1", "0.0.0.0", "224.0.0.1", "255.255.255.255"),
+    6: ("::1", "::", "ff02::1"),
+}
+
+
+@both
+def test_sources_that_the_stack_would_drop_pass_to_it(path: Path_, v: int) -> None:
+    """Past it they would get an answer that is for somebody of the node's own."""
+    for bad in (*MARTIANS[v], NODE[v]):
+        packet = udp(end(bad, next(PORTS)), vip(v, CLUSTER), b"?")
+        assert path.run("tc_ingress", packet) == (TC_ACT_UNSPEC, packet), bad
+
+
+def test_mapped_addresses_on_the_wire_are_not_those_of_ipv4(path: Path_) -> None:
+    own = client(4)
+    host, port = own.split(":")
+    packet = tcp(end(f"::ffff:{host}", int(port)), end("::ffff:192.0.2.1", 80), flags="S")
+    assert path.run("tc_ingress", packet) == (TC_ACT_UNSPEC, packet)
+    assert entries_of(path, own) == []
+
+
+@both
+def test_frames_for_another_machine_are_left_alone(path: Path_, v: int) -> None:
+    """A promiscuous device shows them, too."""
+    packet = udp(client(v), vip(v, CLUSTER), b"?")
+    done = run(path.programs["tc_ingress"], frame(packet, to="02:00:00:00:00:77"))
+    assert (done.retval, done.packet_out[14:]) == (TC_ACT_UNSPEC, packet)
 
 
 class Masquerade(NamedTuple):
@@ -638,10 +685,10 @@ def test_sctp_with_equal_ports_keeps_its_checksum(path: Path_, v: int) -> None:
 
 
 @both
-@pytest.mark.parametrize("length", [0, 4, 60, 1400, 3001])
+@pytest.mark.parametrize("length", [4, 60, 1400, 3001])
 def test_sctp_ports_change_with_the_checksum(path: Path_, v: int, length: int) -> None:
     """CRC32c covers all of the packet, of which the program reads the ports only."""
-    chunks = os.urandom(length)
+    chunks = b"\1" + os.urandom(length - 1)  # INIT
     own, front, back = client(v), vip(v, CLUSTER), pod(v)
     inside = path.go("tc_ingress", sctp(own, front, chunks), sctp(own, back, chunks))
     source = masked(path, inside, lambda a, b: sctp(a, b, chunks), back, v)
@@ -660,10 +707,17 @@ def test_sctp_that_was_wrong_stays_wrong(path: Path_, v: int) -> None:
 
 
 @both
+def test_a_checksum_that_a_device_is_to_fill_in_stays_empty(path: Path_, v: int) -> None:
+    """A pod's SCTP has none yet (CHECKSUM_PARTIAL): what stands there would be added up, too."""
+    _, got = path.run("tc_ingress", sctp(client(v), vip(v, CLUSTER), checksum="zero"))
+    assert parse(got, l2=False).transport.checksum == 0  # type: ignore[union-attr]
+
+
+@both
 def test_fragments_of_sctp_to_another_port_are_dropped(path: Path_, v: int) -> None:
     """The checksum is in the first piece, and covers the others, whose length is not known."""
     number = next(PORTS)
-    whole = sctp(client(v), vip(v, CLUSTER), os.urandom(2000), **_id(v, number))
+    whole = sctp(client(v), vip(v, CLUSTER), b"\1" + os.urandom(1999), **_id(v, number))
     before = path.site.reasons()[Reason.NOT_REWRITTEN]
     first, *_ = fragments(whole, 1280, id=number)
     assert path.run("tc_ingress", first)[0] == TC_ACT_SHOT
@@ -706,17 +760,111 @@ def test_strangers_pass_untouched(path: Path_, name: str, stranger: str, v: int)
 # ---- TCP's states --------------------------------------------------------------------------------
 
 
+ALIVE = {
+    "the answer was lost": ("<SA", "S"),
+    "somebody forges a SYN": ("<SA", "A", "S"),
+    "somebody forges FIN and SYN": ("<SA", "A", "FA", "S"),
+    "somebody forges RST and SYN": ("<SA", "A", "R", "S"),
+    "somebody forges the backend's RST": ("<SA", "A", "<R"),
+}
+
+
 @both
-def test_a_syn_on_a_flow_that_was_answered_begins_anew(path: Path_, v: int) -> None:
-    """A client's port used again: the new connection is masked as the old one was not."""
-    own, _ = established(path, v, "tcp")
+@pytest.mark.parametrize("story", ALIVE)
+def test_a_connection_that_may_live_keeps_its_way(path: Path_, v: int, story: str) -> None:
+    """Whether a SYN or a RST is true only its two ends know; till they do, nothing changes."""
+    own = client(v)
+    source = segment(path, v, own, "S")
     before = path.site.reasons()[Reason.NEW_FLOW]
-    syn = tcp(own, vip(v, CLUSTER), flags="S", seq=77)
-    path.go("tc_ingress", syn, tcp(own, pod(v), flags="S", seq=77))
-    assert path.site.reasons()[Reason.NEW_FLOW] > before, "chosen anew"
+    for flags in ALIVE[story]:
+        back = flags.startswith("<")
+        segment(path, v, own, flags.lstrip("<"), source if back else "")
+    assert segment(path, v, own, "A") == source
+    segment(path, v, own, "A", source)
+    assert path.site.reasons()[Reason.NEW_FLOW] == before
+    assert states(path, own) <= {TcpState.ESTABLISHED, TcpState.CLOSING}
+
+
+@both
+def test_a_syn_after_both_have_closed_begins_anew(path: Path_, v: int) -> None:
+    """A client's port used again. Late packets of the old connection do not end the new one."""
+    own, source = established(path, v, "tcp")
+    segment(path, v, own, "FA")
+    segment(path, v, own, "FA", source)
     before = path.site.reasons()[Reason.NEW_FLOW]
-    path.go("tc_ingress", syn, tcp(own, pod(v), flags="S", seq=77))
-    assert path.site.reasons()[Reason.NEW_FLOW] == before, "the same SYN once more"
+    again = segment(path, v, own, "S")
+    assert path.site.reasons()[Reason.NEW_FLOW] == before + 1, "chosen anew"
+    assert segment(path, v, own, "S") == again, "the same SYN once more"
+    assert path.site.reasons()[Reason.NEW_FLOW] == before + 1
+    segment(path, v, own, "SA", again)
+    segment(path, v, own, "A")
+    if again != source:
+        path.run("tc_ingress", tcp(pod(v), source, flags="RA"))
+    found = {NAT.unpack(raw)[9] for raw in path.site.entries("flows").values() if owner(raw) == own}
+    assert found == {TcpState.ESTABLISHED}
+
+
+@both
+def test_a_syn_that_nobody_confirms_holds_its_port_for_a_minute(path: Path_, v: int) -> None:
+    """The backend answers whoever asks: only the client's own word makes a connection of it."""
+    own = client(v)
+    source = segment(path, v, own, "S")
+    segment(path, v, own, "SA", source)
+    assert states(path, own) == {TcpState.ANSWERED}
+    lonely = int(source.rpartition(":")[2])
+    path.node(NodeFlag(0), lonely, lonely)
+    syn = tcp(client(v), vip(v, CLUSTER), flags="S")
+    assert path.run("tc_ingress", syn)[0] == TC_ACT_SHOT, "not yet"
+    with path.site.pinned("replies") as replies:
+        for key, raw in list(replies.items()):
+            if owner(raw) == own:
+                (used,) = struct.unpack_from("=Q", raw)
+                replies.update(key, struct.pack("=Q", used - 6 * 10**9) + raw[8:])
+    assert path.run("tc_ingress", syn)[0] == TC_ACT_UNSPEC, "whoever wants it"
+
+
+@both
+def test_an_association_outlives_its_endpoint(path: Path_, v: int) -> None:
+    """As a TCP connection does (reference 2.4); and only INIT begins one."""
+    own = client(v)
+    data = sctp(own, vip(v, CLUSTER), b"\0" * 8)
+    assert path.run("tc_ingress", data) == (TC_ACT_UNSPEC, data)
+    path.run("tc_ingress", sctp(own, vip(v, CLUSTER)))
+    with path.site.pinned("backends") as backends:
+        kept = list(backends.items())
+        try:
+            for key, _ in kept:
+                backends.delete(key)
+            _, got = path.run("tc_ingress", data)
+            assert parse(got, l2=False).destination == pod(v)
+        finally:
+            for key, value in kept:
+                backends.update(key, value)
+
+
+@both
+def test_a_fin_after_a_reset_is_the_end_all_the_same(path: Path_, v: int) -> None:
+    own, source = established(path, v, "tcp")
+    segment(path, v, own, "R")
+    segment(path, v, own, "FA", source)
+    assert states(path, own) == {TcpState.CLOSED}
+
+
+@both
+def test_any_entry_that_the_lru_took_is_made_again(path: Path_, v: int) -> None:
+    """Also the one that the backend's answers to the node's address find."""
+    own = client(v)
+    _, inside = path.run("tc_ingress", udp(own, vip(v, CLUSTER), b"?"))
+    source = parse(path.run("tc_egress", inside)[1], l2=False).source
+    before = path.site.reasons()[Reason.MENDED]
+    with path.site.pinned("replies") as replies:
+        for key, raw in list(replies.items()):
+            if owner(raw) == own:
+                replies.delete(key)
+    _, inside = path.run("tc_ingress", udp(own, vip(v, CLUSTER), b"?"))
+    assert parse(path.run("tc_egress", inside)[1], l2=False).source == source
+    path.go("tc_ingress", udp(pod(v), source, b"!"), udp(pod(v), own, b"!"))
+    assert path.site.reasons()[Reason.MENDED] == before + 2
 
 
 @both
@@ -864,8 +1012,12 @@ MTU = 1400
 @pytest.fixture(scope="module")
 def way_out(path: Path_) -> Iterator[Path_]:
     """A device with an address of the node, behind which everything else is."""
-    ip("link add out type veth peer name gate", f"link set out mtu {MTU} up", "link set gate up",
-       netns=path.where)  # fmt: skip
+    ip(
+        "link add out address 02:00:00:00:00:01 type veth peer name gate",
+        f"link set out mtu {MTU} up",
+        "link set gate up",
+        netns=path.where,
+    )
     for v, bits in ((4, 24), (6, 64)):
         there = f"neigh add {GATE[v]} lladdr 02:00:00:00:00:02 dev out nud permanent"
         address = f"addr add {NODE[v]}/{bits} dev out" + (" nodad" if v == 6 else "")
@@ -873,7 +1025,7 @@ def way_out(path: Path_) -> Iterator[Path_]:
     path.forward(True)
     index = path.inside(lambda: socket.if_nametoindex("out"))
     path.tell(index, Role.HOST, DeviceFlag(0))
-    path.out = index
+    path.out, path.out_mac = index, "02:00:00:00:00:01"
     yield path
     path.forward(False)
     with path.site.pinned("devices") as devices:

@@ -10,7 +10,8 @@ from typing import Literal, NamedTuple, TypedDict, Unpack
 ICMP, TCP, UDP, ICMP6, SCTP = 1, 6, 17, 58, 132
 HOP_BY_HOP, ROUTING, FRAGMENT, DESTINATION = 0, 43, 44, 60
 
-MAC_A, MAC_B = "02:00:00:00:00:0a", "02:00:00:00:00:0b"
+MAC_A, MAC_B = "02:00:00:00:00:0a", "00:00:00:00:00:00"
+"""B is loopback, on which test runs are: a frame for another MAC is somebody else's there."""
 """Who sends a frame, and to whom, unless it is said."""
 BROADCAST = "ff:ff:ff:ff:ff:ff"
 

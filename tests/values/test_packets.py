@@ -223,7 +223,7 @@ def test_what_is_built_is_read(raw: bytes, want: dict[str, Any]) -> None:
     assert got == want
     assert checksums(found) == []
     assert (found.packet, found.missing, found.trailer) == (raw, 0, b"")
-    assert difference(found, parse(raw, l2=False)).startswith("ethernet destination: 02:")
+    assert difference(found, parse(raw, l2=False)).startswith("ethernet destination: ")
 
 
 @pytest.mark.parametrize("kind", ERRORS)

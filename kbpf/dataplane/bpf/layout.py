@@ -70,6 +70,7 @@ class TcpState(IntEnum):
     ESTABLISHED = 1
     CLOSING = 2
     CLOSED = 3
+    ANSWERED = 4
 
 
 IDLE_SECONDS: Final = {
@@ -77,6 +78,7 @@ IDLE_SECONDS: Final = {
     TcpState.ESTABLISHED: 24 * 3600,
     TcpState.CLOSING: 3600,
     TcpState.CLOSED: 120,
+    TcpState.ANSWERED: 60,
 }
 """How long a tracked TCP connection holds without a packet: timeout_of() in track.h."""
 
@@ -89,7 +91,8 @@ def idle_seconds(protocol: int, state: int) -> int:
     the C has it: as the last one.
     """
     if protocol == Protocol.TCP:
-        return IDLE_SECONDS[TcpState(min(state, TcpState.CLOSED))]
+        known = state in TcpState.__members__.values()
+        return IDLE_SECONDS[TcpState(state) if known else TcpState.CLOSED]
     return IDLE_SECONDS_OTHERS[TcpState(min(state, TcpState.ESTABLISHED))]
 
 

@@ -63,8 +63,10 @@ def _forget_flows(maps: dict[str, Map], gone: Gone) -> None:
 
 
 def _forget_packets(maps: dict[str, Map], gone: Gone) -> None:
-    """Flows of the packet path: both halves go, and the next datagram chooses anew."""
-    for name in ("flows", "replies"):
+    """Flows of the packet path: both halves go, and the next datagram chooses anew. Twice, since a
+    packet that comes in between makes one half from the other.
+    """
+    for name in ("flows", "replies", "flows", "replies"):
         doomed = []
         for key, raw in maps[name].items():
             if key[18:19] == _UDP:
