@@ -264,7 +264,7 @@ class Said(NamedTuple):
 
 SAID = [
     Said("a SYN", MASKED, "S", "new", 120),
-    Said("a SYN that is answered", MASKED, "S <SA", "established", 86_400),
+    Said("a SYN that is answered", MASKED, "S <SA", "answered", 60),
     Said("the client is done", MASKED, "S <SA A FA", "closing", 3600),
     Said("the backend is done", MASKED, "S <SA A <FA", "closing", 3600),
     Said("both are done", MASKED, "S <SA A FA <FA", "closed", 120),
@@ -390,7 +390,7 @@ def test_a_part_that_made_room_is_named_and_one_row_is_left(
 
 def test_what_is_left_of_a_connection_before_is_told_apart(wire: Wire, show) -> None:
     """A client's port used again, and the backend is another one by now."""
-    wire.talk(4, MASKED, 2000, "S <SA A")
+    wire.talk(4, MASKED, 2000, "S <SA A FA <FA")
     try:
         wire.plane.apply(world(backend=8081), None)
         wire.pass_(tcp(end(CLIENT[4], 2000), end(f"{VIP[4]}{MASKED}", 80), flags="S"))
@@ -398,7 +398,7 @@ def test_what_is_left_of_a_connection_before_is_told_apart(wire: Wire, show) -> 
         wire.plane.apply(world(), None)
     rows = {row["backend"]: row for row in show("connections")}
     old, new = rows[f"{POD[4]}:8080"], rows[f"{POD[4]}:8081"]
-    assert (old["replaced"], old["lost"], old["state"]) == (True, [], "established")
+    assert (old["replaced"], old["lost"], old["state"]) == (True, [], "closed")
     assert (new["replaced"], new["lost"], new["state"]) == (False, [], "new")
 
 

@@ -16,6 +16,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from kbpf.dataplane.bpf.layout import DEVICE, U32, DeviceFlag, Reason, Role, ServiceValue
@@ -23,6 +24,7 @@ from kbpf.dataplane.bpf.plane import BpfPlane
 from kbpf.kernel import netns
 from kbpf.kernel.libbpf import Program
 from kbpf.kernel.testrun import TC_ACT_SHOT, run
+from kbpf.model.address import parse_addr
 from kbpf.model.desired import Backend, ServiceState
 from kbpf.model.objects import Algorithm, Protocol
 from tests.support import oracle
@@ -119,9 +121,9 @@ class Path_:
 
     def serve(self, *services: ServiceState) -> None:
         """Exactly these, and no connection is known."""
-        netns.inside(
-            Path("/run/netns") / self.where, lambda: self.plane.apply(desired(*services), None)
-        )
+        own = tuple(parse_addr(one) for one in ("198.18.0.1", "fd00:198:18::1"))
+        state = msgspec.structs.replace(desired(*services), masquerade_as=own)
+        netns.inside(Path("/run/netns") / self.where, lambda: self.plane.apply(state, None))
         self.plane.flush()
         self.forget()
         with self.site.pinned("devices") as devices:
