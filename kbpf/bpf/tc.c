@@ -382,6 +382,20 @@ static __always_inline bool claim_reply(struct nat *nat, const struct node *n, u
 	return false;
 }
 
+/* A flow that loses its port: its client may not go on with it. */
+static __always_inline void forget(const struct nat *nat)
+{
+	struct tuple key = flow_of(nat);
+	struct nat *entry = flows.lookup(&key);
+
+	if (entry && same_flow(entry, nat))
+		flows.delete(&key);
+	key = reply_of(nat);
+	entry = replies.lookup(&key);
+	if (entry && same_flow(entry, nat))
+		replies.delete(&key);
+}
+
 /* Finds a port of the node for this flow, in the range that the node's own sockets keep away from:
  * the client's own if it is one of those and free, else any. That of a connection that has ended
  * will do at once; only if the backend has closed first, and so keeps it in TIME_WAIT, others are
@@ -405,6 +419,11 @@ static __always_inline bool claim_snat(struct nat *nat, const struct node *n, u6
 		     elapsed(other->last_used, now) > HALF_OPEN_SECONDS * SECOND) ||
 		    (other->state == STATE_CLOSED &&
 		     (i >= FRESH_TRIES || !(other->fins & FIN_BACKEND_FIRST)))) {
+			if (other) {
+				struct nat old = *other;
+
+				forget(&old);
+			}
 			replies.update(&key, nat);
 			return true;
 		}

@@ -909,12 +909,14 @@ def test_whose_port_is_used_again(path: Path_, v: int, way: str) -> None:
     for flags in ENDS.get(way, ("FA",) if way == "one side closes" else ()):
         back = flags.startswith("<")
         segment(path, v, own, flags.lstrip("<"), source if back else "")
+    first = {Fin(NAT.unpack(raw)[10]) & Fin.BACKEND_FIRST for raw in entries_of(path, own)}
     before, other = path.site.reasons()[Reason.NO_SNAT_PORT], client(v)
     retval, _ = path.run("tc_ingress", tcp(other, vip(v, CLUSTER), flags="S"))
     assert (retval == TC_ACT_SHOT) == (way not in ENDS)
     assert path.site.reasons()[Reason.NO_SNAT_PORT] - before == (way not in ENDS)
-    first = {Fin(NAT.unpack(raw)[10]) & Fin.BACKEND_FIRST for raw in entries_of(path, own)}
     assert first == {Fin.BACKEND_FIRST if "backend first" in way else Fin(0)}
+    left = set() if way in ENDS else {own}
+    assert {owner(raw) for raw in entries_of(path, own)} == left, "nothing of the old one"
 
 
 @both

@@ -8,7 +8,7 @@ backend directly, not through a Service, are nobody's business here: only what s
 """
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Final
 
 from kbpf.dataplane.bpf.layout import FLOW, FLOW_KEY, NAT, PEER, Target, pack_target
@@ -63,17 +63,22 @@ def _forget_flows(maps: dict[str, Map], gone: Gone) -> None:
 
 
 def _forget_packets(maps: dict[str, Map], gone: Gone) -> None:
-    """Flows of the packet path: both halves go, and the next datagram chooses anew. Twice, since a
-    packet that comes in between makes one half from the other.
+    """Flows of the packet path: both halves go, and the next datagram chooses anew. What was found
+    is deleted once more, since a packet that comes in between makes one half from the other.
     """
-    for name in ("flows", "replies", "flows", "replies"):
-        doomed = []
-        for key, raw in maps[name].items():
-            if key[18:19] == _UDP:
-                _, _, frontend, backend, _, _, _, service, *_ = NAT.unpack(raw)
-                if gone(service, frontend, backend):
-                    doomed.append(key)
-        maps[name].delete_batch(b"".join(doomed))
+    doomed = {name: b"".join(_doomed(maps[name], gone)) for name in ("flows", "replies")}
+    for _ in range(2):
+        for name, keys in doomed.items():
+            maps[name].delete_batch(keys)
+
+
+def _doomed(held: Map, gone: Gone) -> Iterator[bytes]:
+    """The keys of flows that have lost their backend."""
+    for key, raw in held.items():
+        if key[18:19] == _UDP:
+            _, _, frontend, backend, _, _, _, service, *_ = NAT.unpack(raw)
+            if gone(service, frontend, backend):
+                yield key
 
 
 def _destroy(doomed: dict[int, bytes]) -> int:
