@@ -26,6 +26,9 @@ OVERLAP: Final = 2
 PIECE: Final = 1 << 21
 """Bytes of keys: more than that are not gathered before they are written."""
 
+TIMED: Final = frozenset(("flows", "replies", "udp_flows", "affinity"))
+"""LRU maps whose values begin with the time of their last use, in ns, 8 bytes, host order."""
+
 HEADROOM: Final = 0.8
 """A map that would be fuller than this is made twice as big, or more."""
 
@@ -167,15 +170,24 @@ class Tables:
 
     def catch_up(self) -> None:
         """Brings over what programs wrote to old LRU maps after these were copied: connections
-        that began meanwhile. To be called when no program reads the old ones any more.
+        that began meanwhile, and what became of others. To be called when no program reads the old
+        ones any more.
         """
         for name, old in self._left:
-            new = self.maps[name]
-            known = {key for key, _ in new.items()}
-            late = [(key, value) for key, value in old.items() if key not in known]
-            for key, value in late[-new.max_entries :]:
-                new.add(key, value)  # what is there is newer
+            new, late = self.maps[name], 0
+            there = dict(new.items())
+            for key, value in old.items():
+                have = there.get(key)
+                if have is None:
+                    late += new.add(key, value)
+                elif name in TIMED and _last_used(value) > _last_used(have):
+                    new.update(key, value)  # the copy was made before this
+                    late += 1
             if late:
-                log.info("map caught up map=%s entries=%d", name, len(late))
+                log.info("map caught up map=%s entries=%d", name, late)
             old.close()
         self._left = []
+
+
+def _last_used(value: bytes) -> int:
+    return int.from_bytes(value[:8], "little")
