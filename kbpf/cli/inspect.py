@@ -73,6 +73,7 @@ class State(StrEnum):
     ESTABLISHED = "established"
     CLOSING = "closing"
     CLOSED = "closed"
+    ANSWERED = "answered"
 
 
 Limit = Annotated[int, typer.Option("--limit", min=0, metavar="N", help="At most so many; 0: all.")]

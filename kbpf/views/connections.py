@@ -33,7 +33,8 @@ class ConnectionRow(msgspec.Struct, frozen=True, gc=False):
 
     `seen_as`: the source that the backend sees: the node's (`masqueraded`) or the client's, whose
     port may be another one when two connections would look the same to the backend.
-    `state`: new (no answer yet), established, closing (one side has said that it is done) or
+    `state`: new (no answer yet), answered (by the backend
+    only), established, closing (one side has said that it is done) or
     closed; what is not TCP is new or established. `expires_seconds` is negative when its time is
     over (`expired`): its packets are no longer translated, and the entry goes when room is needed.
     `lost`: parts that had to make room for others, ``flow``, ``reply`` or ``source``; the next
