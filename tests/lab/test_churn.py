@@ -140,8 +140,9 @@ def test_datagrams_from_many_ports(field: Field, name: str, v6: bool) -> None:
     """Each is answered to the socket that asked, and the backend got as many as were sent."""
     backend = field[name]
     before = backend.ask("seen")["udp"].get("8080", 0)
-    with field.given(*field.all_ways(75, name, "UDP")):
-        host, port = split(at("NodePort", 75, v6))
+    number = {"a1": 75, "b1": 79}[name]  # no flows of each other's sockets
+    with field.given(*field.all_ways(number, name, "UDP")):
+        host, port = split(at("NodePort", number, v6))
         got = field["outside"].ask(
             "datagrams", host=host, port=port, family="6" if v6 else "4",
             sockets=SOCKETS, each=DATAGRAMS // SOCKETS,

@@ -66,10 +66,12 @@ def _forget_packets(maps: dict[str, Map], gone: Gone) -> None:
     """Flows of the packet path: both halves go, and the next datagram chooses anew. What was found
     is deleted once more, since a packet that comes in between makes one half from the other.
     """
-    doomed = {name: b"".join(_doomed(maps[name], gone)) for name in ("flows", "replies")}
-    for _ in range(2):
-        for name, keys in doomed.items():
-            maps[name].delete_batch(keys)
+    doomed = {}
+    for name in ("flows", "replies"):  # flows at once: they are what a client's packets follow
+        doomed[name] = b"".join(_doomed(maps[name], gone))
+        maps[name].delete_batch(doomed[name])
+    for name, keys in doomed.items():
+        maps[name].delete_batch(keys)
 
 
 def _doomed(held: Map, gone: Gone) -> Iterator[bytes]:
