@@ -271,13 +271,12 @@ static __always_inline bool translate_in(struct tuple *t, u32 flags, struct step
 		tell_all(nat);
 	half = reply_of(nat);
 	mend(&half, nat, true);
-	if (has_snat(nat)) {
-		half = snat_reply_of(nat);
-		mend(&half, nat, true);
-	}
 	if (back) {
 		half = flow_of(nat);
 		mend(&half, nat, false);
+	} else if (has_snat(nat)) {
+		half = snat_reply_of(nat); /* an answer was found by it */
+		mend(&half, nat, true);
 	}
 	return true;
 }
@@ -285,7 +284,7 @@ static __always_inline bool translate_in(struct tuple *t, u32 flags, struct step
 /* Whether this begins a connection that the flow is not about: the client dials the backend itself,
  * from a port that it used through a Service until that connection ended. A new one through a
  * Service would be a new flow by now, since it came in by translate_in(). */
-static __always_inline bool has_other_owner(const struct nat *nat, u8 flags)
+static __always_inline bool has_other_owner(const struct nat *nat, u32 flags)
 {
 	return nat->client.protocol == PROTO_TCP && (flags & TCP_SYN) && is_ending(nat);
 }
@@ -419,11 +418,8 @@ static __always_inline bool claim_snat(struct nat *nat, const struct node *n, u6
 		     elapsed(other->last_used, now) > HALF_OPEN_SECONDS * SECOND) ||
 		    (other->state == STATE_CLOSED &&
 		     (i >= FRESH_TRIES || !(other->fins & FIN_BACKEND_FIRST)))) {
-			if (other) {
-				struct nat old = *other;
-
-				forget(&old);
-			}
+			if (other)
+				forget(other);
 			replies.update(&key, nat);
 			return true;
 		}
@@ -457,9 +453,25 @@ static __always_inline bool starts_flow(const struct packet *p)
 	return p->protocol == PROTO_UDP || (p->tcp_flags & (TCP_SYN | TCP_ACK)) == TCP_SYN;
 }
 
-static __always_inline void describe(struct nat *nat, const struct packet *p,
-				     const struct choice *c)
+/* Chooses a backend for who is not known yet, and describes the flow. False: it comes to nothing,
+ * and `action` says what becomes of the packet. */
+static __always_inline bool begin(struct __sk_buff *skb, struct packet *p, struct asker *who,
+				  struct choice *c, struct nat *nat, int *action)
 {
+	enum verdict v;
+
+	who->by_packet = true;
+	who->key.client = p->tuple.from.address;
+	set_hashes(who, &p->tuple);
+	v = choose(&p->tuple.to, who, c);
+	if (v == REFUSE) {
+		skb->cb[0] = c->reason;
+		tails.call(skb, TAIL_REFUSE);
+	}
+	if (v != TRANSLATE) {
+		*action = finish(v == PASS ? TC_NEXT : TC_SHOT, c->reason);
+		return false;
+	}
 	nat->last_used = bpf_ktime_get_ns();
 	nat->client = p->tuple.from;
 	nat->frontend = p->tuple.to;
@@ -467,14 +479,16 @@ static __always_inline void describe(struct nat *nat, const struct packet *p,
 	nat->client_port = p->tuple.from.port;
 	nat->service = c->service;
 	nat->backend_id = c->backend_id;
+	return true;
 }
 
-/* Whether a flow may go past the stack: those for backends on other nodes, since the stack does
- * not forward what has its own address; those for pods of this node when the operator wants it. */
-static __always_inline bool may_pass_stack(const struct node *n, const struct device *from,
-					   bool masquerade)
+/* Whether a flow goes past the stack: those for backends on other nodes, since the stack does not
+ * forward what has its own address; those for pods of this node when the operator wants it. */
+static __always_inline bool passes_stack(const struct node *n, const struct device *from,
+					 const struct device *to, bool masquerade)
 {
-	return (n->flags & NODE_DIRECT) || (masquerade && from->role == ROLE_HOST);
+	return (n->flags & NODE_DIRECT) ||
+	       (masquerade && from->role == ROLE_HOST && to->role == ROLE_HOST);
 }
 
 /* Goes on with a new flow in another program: there is not room for all in one. */
@@ -514,8 +528,7 @@ int tc_way(struct __sk_buff *skb)
 		if (!is_any(&own))
 			nat->snat = own;
 	}
-	if (to && may_pass_stack(n, device, has_snat(nat)) &&
-	    ((n->flags & NODE_DIRECT) || to->role == ROLE_HOST))
+	if (to && passes_stack(n, device, to, has_snat(nat)))
 		nat->way = WAY_REDIRECT;
 	tails.call(skb, TAIL_CLAIM);
 	return finish(TC_SHOT, NOT_RECORDED);
@@ -527,11 +540,11 @@ int tc_new(struct __sk_buff *skb)
 	u32 zero = 0, ifindex = skb->ifindex;
 	struct device *device = devices.lookup(&ifindex);
 	struct node *n = node.lookup(&zero);
-	struct asker who = {.by_packet = true};
+	struct asker who = {};
 	struct packet p = {};
 	struct choice c = {};
 	struct nat nat = {};
-	enum verdict v;
+	int action;
 
 	if (!device || !n || !parse(skb, device->l2, &p))
 		return TC_NEXT;
@@ -539,18 +552,8 @@ int tc_new(struct __sk_buff *skb)
 	    same_address(&p.tuple.from.address, p.v6 ? &n->snat6 : &n->snat4))
 		return TC_NEXT; /* the stack drops it; past the stack it must not go, either */
 	who.outside = !(device->flags & DEVICE_LOCAL);
-	who.key.client = p.tuple.from.address;
-	set_hashes(&who, &p.tuple);
-	v = choose(&p.tuple.to, &who, &c);
-	if (v == PASS)
-		return finish(TC_NEXT, c.reason);
-	if (v == REFUSE) {
-		skb->cb[0] = c.reason;
-		tails.call(skb, TAIL_REFUSE);
-	}
-	if (v != TRANSLATE)
-		return finish(TC_SHOT, c.reason);
-	describe(&nat, &p, &c);
+	if (!begin(skb, &p, &who, &c, &nat, &action))
+		return action;
 	if (masquerades(&c, n, device, &nat.client.address)) {
 		nat.snat = p.v6 ? n->snat6 : n->snat4;
 		if (is_any(&nat.snat)) /* the device may have one; tc_claim takes no other */
@@ -571,26 +574,16 @@ int tc_host_new(struct __sk_buff *skb)
 {
 	u32 ifindex = skb->ifindex;
 	struct device *device = devices.lookup(&ifindex);
-	struct asker who = {.by_packet = true};
+	struct asker who = {};
 	struct packet p = {};
 	struct choice c = {};
 	struct nat nat = {};
-	enum verdict v;
+	int action;
 
 	if (!device || !parse(skb, device->l2, &p))
 		return TC_NEXT;
-	who.key.client = p.tuple.from.address;
-	set_hashes(&who, &p.tuple);
-	v = choose(&p.tuple.to, &who, &c);
-	if (v == PASS)
-		return finish(TC_NEXT, c.reason);
-	if (v == REFUSE) {
-		skb->cb[0] = c.reason;
-		tails.call(skb, TAIL_REFUSE);
-	}
-	if (v != TRANSLATE)
-		return finish(TC_SHOT, c.reason);
-	describe(&nat, &p, &c);
+	if (!begin(skb, &p, &who, &c, &nat, &action))
+		return action;
 	nat.way = WAY_REDIRECT;
 	nat.device = ifindex;
 	return hand_over(skb, &nat, TAIL_CLAIM);
@@ -607,7 +600,7 @@ int tc_claim(struct __sk_buff *skb)
 	if (!n || !found)
 		return finish(TC_SHOT, NOT_RECORDED);
 	nat = *found;
-	if (nat.snat.word[3] == NO_ADDRESS && !nat.snat.word[0] && !nat.snat.word[2])
+	if (is_loopback(&nat.snat)) /* NO_ADDRESS still */
 		return finish(TC_SHOT, NO_SNAT_PORT);
 	reason = create(&nat, n);
 	if (reason != NEW_FLOW)

@@ -8,7 +8,8 @@
  * after the stack and the node's netfilter have seen who talks to whom. So nothing on the node
  * ever sees a foreign packet with the node's own source address (a martian), and policy that
  * somebody keeps in nftables sees client and pod. client' is the client, but for its port when
- * another of its flows to the same backend has taken it.
+ * another of its flows to the same backend has taken it. A flow that goes past the stack
+ * (forward.h) changes both at ingress.
  *
  * Two maps of LRU entries, each with the whole of a `struct nat`, so that either can make the
  * other anew when the LRU took it:
@@ -99,8 +100,7 @@ static __always_inline bool touch(struct nat *nat, u32 flags, bool back, u64 now
 		nat->state = STATE_CLOSING; /* a reset that nobody has believed */
 	} else if (state == STATE_NEW && back && (flags & TCP_SYN)) {
 		nat->state = STATE_ANSWERED;
-	} else if ((state == STATE_NEW || state == STATE_ANSWERED) && !back &&
-		   (flags & (TCP_SYN | TCP_ACK)) == TCP_ACK) {
+	} else if (is_half_open(nat) && !back && (flags & (TCP_SYN | TCP_ACK)) == TCP_ACK) {
 		nat->state = STATE_ESTABLISHED;
 	}
 	return nat->state != state || nat->fins != fins;
