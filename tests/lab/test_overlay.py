@@ -34,7 +34,7 @@ from tests.support.field import (
 )
 from tests.support.judge import checksums
 from tests.support.kube_objects import slice_port
-from tests.support.lab import Node, Place, inside, ip, run, until
+from tests.support.lab import Node, Place, ip, let_forward, run, until
 from tests.support.parse import Icmp, Packet
 from tests.support.tunnel import Tunnel
 from tests.support.wire import Wire
@@ -133,13 +133,7 @@ class PodNetwork(Field):
         routers = [f"{self.lab.prefix}r{node.number}" for node in self.lab.nodes]
         for name in routers:
             self.lab.add_netns(name)
-            run(
-                *inside(name, None, "sh", "-c"),
-                "echo 1 > /proc/sys/net/ipv4/ip_forward;"
-                "echo 1 > /proc/sys/net/ipv6/conf/all/forwarding;"
-                "echo 0 > /proc/sys/net/ipv4/icmp_ratelimit;"
-                "echo 0 > /proc/sys/net/ipv6/icmp/ratelimit",
-            )
+            let_forward(name)
         ip(
             f"link add mid mtu {ROUTERS_MTU} type veth"
             f" peer name mid mtu {ROUTERS_MTU} netns {routers[1]}",

@@ -19,7 +19,7 @@ from tests.support.cluster import UNROUTED, Cluster, Object, mark, shows
 from tests.support.dial import REFUSED, UNSERVED, Dial, explain
 from tests.support.kube_objects import node
 from tests.support.lab import PATIENCE, Agent, Lab, Node, Place, ip, until
-from tests.support.scenario import file_of
+from tests.support.scenario import file_of, put
 
 DROPPED = "timeout"
 OUT4, OUT6 = "198.18.0.254", "fd00:198:18::fe"
@@ -96,12 +96,7 @@ class Field(Cluster):
 
     def create(self, *objects: Object) -> None:
         for obj in objects:
-            self._put(file_of(obj), yaml.safe_dump(obj))
-
-    def _put(self, name: str, text: str) -> None:
-        temporary = self.folder / f".{name}"
-        temporary.write_text(text)
-        temporary.rename(self.folder / name)
+            put(self.folder, file_of(obj), yaml.safe_dump(obj))
 
     def delete(self, *objects: Object) -> None:
         for obj in objects:
@@ -113,7 +108,7 @@ class Field(Cluster):
 
     def settle(self, *agents: Agent, seconds: float = PATIENCE) -> None:
         self._marks += 1
-        self._put("~mark.yaml", yaml.safe_dump_all(mark(self._marks)))
+        put(self.folder, "~mark.yaml", yaml.safe_dump_all(mark(self._marks)))
         for agent in agents or self.agents:
             until(
                 f"{agent.node.name} has applied everything",

@@ -62,6 +62,18 @@ def ip(*lines: str, netns: str | None = None) -> None:
     run("ip", *where, "-batch", "-", stdin="\n".join(lines))
 
 
+def let_forward(where: str) -> None:
+    """This network namespace is a router."""
+    run(
+        *inside(where, None, "sh", "-c"),
+        "echo 1 > /proc/sys/net/ipv4/ip_forward;"
+        "echo 1 > /proc/sys/net/ipv6/conf/all/forwarding;"
+        # an error that the kernel holds back would look like silence
+        "echo 0 > /proc/sys/net/ipv4/icmp_ratelimit;"
+        "echo 0 > /proc/sys/net/ipv6/icmp/ratelimit",
+    )
+
+
 def inside(netns: str | None, cgroup: Path | None, *command: str) -> list[str]:
     """The command line that runs a command in a network namespace and a cgroup.
 
@@ -335,14 +347,7 @@ class Lab:
             f"link set n{number} up",
             netns=self.fabric,
         )
-        run(
-            *inside(node.netns, None, "sh", "-c"),
-            "echo 1 > /proc/sys/net/ipv4/ip_forward;"
-            "echo 1 > /proc/sys/net/ipv6/conf/all/forwarding;"
-            # an error that the kernel holds back would look like silence
-            "echo 0 > /proc/sys/net/ipv4/icmp_ratelimit;"
-            "echo 0 > /proc/sys/net/ipv6/icmp/ratelimit",
-        )
+        let_forward(node.netns)
         ip(
             "link set lo up",
             f"addr add {node.ip}/24 dev eth0",

@@ -93,16 +93,10 @@ class FolderNode(cluster.Places):
     def write(self, objects: Sequence[Object], name: str = "") -> None:
         """One file each, or all in the file of this name."""
         if name:
-            self._put(name, yaml.safe_dump_all(objects))
+            put(self.folder, name, yaml.safe_dump_all(objects))
             return
         for obj in objects:
-            self._put(file_of(obj), yaml.safe_dump(obj))
-
-    def _put(self, name: str, text: str) -> None:
-        """At once, as who cares for half files does it."""
-        temporary = self.folder / f".{name}"
-        temporary.write_text(text)
-        temporary.rename(self.folder / name)
+            put(self.folder, file_of(obj), yaml.safe_dump(obj))
 
     def remove(self, objects: Iterable[Object]) -> None:
         """Their files go."""
@@ -121,6 +115,13 @@ class FolderNode(cluster.Places):
         self._marks += 1
         self.write(cluster.mark(self._marks), "~mark.yaml")
         until("the agent has applied everything", lambda: cluster.shows(self.agent, self._marks))
+
+
+def put(folder: Path, name: str, text: str) -> None:
+    """A file, at once, as who cares for half files does it."""
+    temporary = folder / f".{name}"
+    temporary.write_text(text)
+    temporary.rename(folder / name)
 
 
 def file_of(obj: Object) -> str:
