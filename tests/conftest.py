@@ -1,3 +1,14 @@
 """What every test may ask for."""
 
+import os
+
+from hypothesis import HealthCheck, settings
+
 pytest_plugins = ["tests.support.features", "tests.support.fixtures_apiserver"]
+
+# The same commit gets the same verdict: the examples follow from the test's text. Who looks for new
+# ones says HYPOTHESIS_PROFILE=search. No clock decides: the machine may be busy.
+_NO_CLOCK = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("same", _NO_CLOCK, derandomize=True)
+settings.register_profile("search", _NO_CLOCK, max_examples=2_000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))

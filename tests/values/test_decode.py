@@ -698,7 +698,7 @@ JSON = st.recursive(
 
 
 @given(kind=st.sampled_from(list(Kind)), body=JSON)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_whatever_an_object_holds_reading_it_never_crashes(kind, body):
     obj = {**body} if isinstance(body, dict) else {"spec": body}
     obj["metadata"] = {"name": "x", "labels": {OF_SERVICE: "web"}}

@@ -508,7 +508,7 @@ def as_tuple(key: ServicePortKey) -> tuple:
     return (key.namespace, key.name, key.port, int(key.protocol), key.family)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(EVENTS, st.lists(st.integers(1, 4), max_size=6), CONFIGS)
 def test_any_events_in_any_batches_end_in_the_state_of_the_final_objects(events, cuts, config):
     world, desired = World("me"), Desired()
@@ -537,7 +537,7 @@ def test_any_events_in_any_batches_end_in_the_state_of_the_final_objects(events,
     assert {oracle.text(addr) for addr in whole.node_addresses} == ports
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(EVENTS)
 def test_everything_deleted_leaves_nothing(events):
     world, desired = World("me"), Desired()

@@ -437,7 +437,7 @@ SERVICES = st.builds(
 NODES = st.builds(Node, st.sampled_from(["me", "me", ""]), zone=st.sampled_from(["a", "b", ""]))
 
 
-@settings(deadline=None, max_examples=400)
+@settings(max_examples=400)
 @given(SLICES, SERVICES, NODES)
 def test_any_endpoints_are_chosen_as_the_naive_model_does(slices, service, node):
     port = service.ports[0]
@@ -451,7 +451,7 @@ def test_any_endpoints_are_chosen_as_the_naive_model_does(slices, service, node)
         assert (chosen.any_endpoints, chosen.mode) == (expected.any_endpoints, expected.mode)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(SLICES, SERVICES, NODES)
 def test_the_reasons_agree_with_the_sets(slices, service, node):
     chosen = choose(slices, service.ports[0], service, node, 4)

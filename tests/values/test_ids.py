@@ -88,7 +88,7 @@ def test_adopted_backends_stay_until_swept():
     assert table.id_of(backend(1)) == 11
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.lists(st.integers(1, 6), unique=True, max_size=4), max_size=20), st.randoms())
 def test_held_backends_have_one_id_and_others_none(groups: list[list[int]], chance):
     """Against a plain model: a list of holders."""

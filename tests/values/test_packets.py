@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.support import packets
@@ -416,7 +416,6 @@ built = st.one_of(
 )
 
 
-@settings(deadline=None)
 @given(st.sampled_from([(ends4, headers4), (ends6, headers6)]), bodies, st.data())
 def test_every_number_comes_back(families: Any, body: bytes, data: st.DataObject) -> None:
     ends, ip = data.draw(families[0]), data.draw(families[1])
@@ -436,14 +435,12 @@ def test_every_number_comes_back(families: Any, body: bytes, data: st.DataObject
                 assert found.payload == body
 
 
-@settings(deadline=None)
 @given(built)
 def test_what_is_built_is_right(raw: bytes) -> None:
     assert checksums(raw, l2=False) == []
     assert difference(raw, bytes(raw), l2=False) == ""
 
 
-@settings(deadline=None)
 @given(built, st.data())
 def test_one_wrong_bit_in_a_segment_is_noticed(raw: bytes, data: st.DataObject) -> None:
     segment = parse(raw, l2=False).segment
@@ -456,7 +453,6 @@ def test_one_wrong_bit_in_a_segment_is_noticed(raw: bytes, data: st.DataObject) 
     assert difference(found, raw, l2=False) != ""
 
 
-@settings(deadline=None)
 @given(built, st.data())
 def test_no_other_bit_goes_unsaid(raw: bytes, data: st.DataObject) -> None:
     at = data.draw(st.integers(0, len(raw) * 8 - 1))
@@ -469,7 +465,6 @@ def test_no_other_bit_goes_unsaid(raw: bytes, data: st.DataObject) -> None:
     assert difference(found, raw, l2=False) != ""
 
 
-@settings(deadline=None)
 @given(built, st.integers(160, 400), st.randoms(use_true_random=False))
 def test_fragments_fit_and_make_the_packet_again(
     raw: bytes, mtu: int, order: random.Random
@@ -487,7 +482,6 @@ def test_fragments_fit_and_make_the_packet_again(
             reassembled(*pieces[1:])
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=120))
 def test_junk_is_read_or_refused(junk: bytes) -> None:
     for first in (b"", b"\x45", b"\x60", b"\x60\0\0\0\0\x40\0\x40"):

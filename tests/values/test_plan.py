@@ -399,7 +399,7 @@ states = st.builds(
 )  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.lists(states, max_size=3), st.booleans()), max_size=6))
 def test_at_every_point_every_frontend_has_a_whole_set(batches):
     """Old or new, nothing between; retired at once or much later, it ends the same."""

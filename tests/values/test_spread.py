@@ -4,10 +4,11 @@ import subprocess
 import sys
 from collections import Counter
 from hashlib import blake2b
+from statistics import mean
 from typing import Final
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kbpf.model.desired import EVENLY, Backend, Spread
@@ -130,7 +131,6 @@ COUNTS: Final = st.integers(2, 45)
 PLACES: Final = st.integers(0, 60_000)
 
 
-@settings(deadline=None)
 @given(COUNTS, PLACES)
 def test_maglev_shares_differ_by_one_slot(count, start):
     found = Counter(slots(many(count, start), Spread(MAGLEV)))
@@ -139,7 +139,6 @@ def test_maglev_shares_differ_by_one_slot(count, start):
     assert max(found.values()) - min(found.values()) <= 1
 
 
-@settings(deadline=None)
 @given(WEIGHTS.filter(lambda w: len(w) > 1), PLACES)
 def test_maglev_shares_follow_the_weights(weights, start):
     count = len(weights)
@@ -152,7 +151,6 @@ def test_maglev_shares_follow_the_weights(weights, start):
         assert abs(found[index] - exact) <= 1 + 0.01 * exact
 
 
-@settings(deadline=None)
 @given(COUNTS, PLACES, st.randoms(use_true_random=False), st.booleans())
 def test_any_order_gives_the_same_table(count, start, random, with_weights):
     plain = many(count, start)
@@ -167,7 +165,6 @@ def test_any_order_gives_the_same_table(count, start, random, with_weights):
     assert tables[0] == tables[1]
 
 
-@settings(deadline=None)
 @given(COUNTS, PLACES, st.booleans())
 def test_the_table_is_the_papers(count, start, with_weights):
     """Against a model that writes every permutation down."""
@@ -177,22 +174,33 @@ def test_the_table_is_the_papers(count, start, with_weights):
     assert list(maglev(plain, weights, 251)) == oracle.maglev(named, weights, 251)
 
 
-@settings(deadline=None)
-@given(st.integers(3, 40), PLACES, st.integers(0, 39), st.booleans())
-def test_few_move_when_one_leaves(count, start, which, with_weights):
+@pytest.mark.parametrize("with_weights", [False, True])
+@pytest.mark.parametrize("count", [3, 4, 5, 8, 16, 40])
+def test_few_move_when_one_leaves(count, with_weights):
+    """On the average: a single table of a few backends may come out worse."""
+    shares = [
+        moved_when_one_leaves(count, start, leaver, with_weights)
+        for start in range(0, 5_000, 250)
+        for leaver in range(0, count, max(1, count // 4))
+    ]
+    assert mean(shares) <= 0.06, "all others would move at random: (n - 2) / (n - 1)"
+
+
+def moved_when_one_leaves(count: int, start: int, leaver: int, with_weights: bool) -> float:
+    """The share of the slots that change hands though their backend stays."""
     before = many(count, start)
-    gone = before[which % count]
     weights = {one: 1 + i % 3 for i, one in enumerate(before)} if with_weights else {}
-    after = tuple(one for one in before if one != gone)
     size = table_size(count, with_weights)
+    gone = before[leaver]
 
     def table(some: tuple[Backend, ...]) -> list[Backend]:
         return [some[i] for i in maglev(some, [weights[one] for one in some if weights], size)]
 
-    pairs = list(zip(table(before), table(after), strict=True))
-    moved = sum(old not in (gone, new) for old, new in pairs)
+    pairs = list(
+        zip(table(before), table(tuple(one for one in before if one != gone)), strict=True)
+    )
     assert all(new != gone for _, new in pairs)
-    assert moved <= 0.15 * size, "all others would move at random: (n - 2) / (n - 1)"
+    return sum(old not in (gone, new) for old, new in pairs) / size
 
 
 @given(st.integers(0, 300), st.sampled_from(Algorithm))

@@ -196,7 +196,7 @@ LINES = [
     tail=st.sampled_from([b"", b'{"type":"AD', b"\n"]),
     initial=st.booleans(),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_any_chunking_says_the_same(lines, cuts, tail, initial):
     data = b"".join(lines) + tail
     whole = WatchStream(Kind.SERVICE, "0", initial=initial)
