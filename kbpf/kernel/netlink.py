@@ -9,7 +9,7 @@ import select
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple, Self
 
 from kbpf.errors import KernelError
@@ -31,6 +31,9 @@ whoever watches is told of the change anyway."""
 
 MOST_NEWS: Final = 1024
 """Datagrams that are taken at a time: a storm must not keep anybody from acting on it."""
+
+AT_ONCE: Final = 64
+"""Requests in one datagram: their answers must fit into the socket's buffer."""
 
 _HEADER: Final = struct.Struct("=IHHII")
 _ATTRIBUTE: Final = struct.Struct("=HH")
@@ -79,13 +82,22 @@ def number(raw: bytes | None) -> int:
     return int(_NUMBER.unpack(raw)[0]) if raw else 0
 
 
-class Rtnetlink:
+class Request(NamedTuple):
+    """One message of many that are sent together; `flags` beside those of REQUEST_ACK."""
+
+    kind: int
+    body: bytes
+    flags: int = 0
+
+
+class Netlink:
     """A conversation with the network namespace that this thread is in when it begins."""
 
-    def __init__(self, groups: int = 0) -> None:
+    def __init__(self, protocol: int, name: str, groups: int = 0) -> None:
+        self._name = name
         try:
             self.socket = socket.socket(
-                socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, socket.NETLINK_ROUTE
+                socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, protocol
             )
             self.socket.bind((0, groups))
             # Errors come with the kernel's own words instead of our request.
@@ -93,7 +105,7 @@ class Rtnetlink:
             self.socket.setsockopt(SOL_NETLINK, NETLINK_EXT_ACK, 1)
         except OSError as error:
             raise KernelError(
-                "cannot open a netlink socket", "rtnetlink", errno=error.errno or 0
+                "cannot open a netlink socket", name, errno=error.errno or 0
             ) from error
 
     def __enter__(self) -> Self:
@@ -119,6 +131,32 @@ class Rtnetlink:
                 break
         return found
 
+    def many(self, requests: Sequence[Request]) -> list[int]:
+        """Asks for all of them, in order, whatever becomes of the others; an errno for each, 0 for
+        those that were done. AT_ONCE of them cost two system calls.
+        """
+        codes: list[int] = []
+        for start in range(0, len(requests), AT_ONCE):
+            codes += self._send_together(requests[start : start + AT_ONCE])
+        return codes
+
+    def _send_together(self, requests: Sequence[Request]) -> list[int]:
+        text = bytearray()
+        for number_, (kind, body, flags) in enumerate(requests):
+            padding = bytes(-len(body) % 4)
+            length = _HEADER.size + len(body)
+            text += _HEADER.pack(length, kind, flags | REQUEST_ACK, number_, 0) + body + padding
+        self.socket.send(text)
+        codes: dict[int, int] = {}
+        while len(codes) < len(requests):
+            data = self.socket.recv(1 << 16)
+            while len(data) >= _HEADER.size:
+                length, kind, _, asked, _ = _HEADER.unpack_from(data)
+                if kind == NLMSG_ERROR:
+                    codes[asked] = -number(data[_HEADER.size : _HEADER.size + 4])
+                data = data[max(_HEADER.size, (length + 3) & ~3) :]
+        return [codes[asked] for asked in range(len(requests))]
+
     def news(self) -> News:
         """What was told since the last time; nothing if nothing waits."""
         found: list[Message] = []
@@ -131,7 +169,7 @@ class Rtnetlink:
             except OSError as error:
                 if error.errno != errno.ENOBUFS:
                     raise KernelError(
-                        "cannot hear of changes", "rtnetlink", errno=error.errno or 0
+                        "cannot hear of changes", self._name, errno=error.errno or 0
                     ) from error
                 lost = True
         return News(found, lost)
@@ -142,9 +180,16 @@ class Rtnetlink:
         while True:
             for message in _messages(self.socket.recv(1 << 16)):
                 if message.kind in (NLMSG_ERROR, NLMSG_DONE):
-                    _refusal(message)
+                    _refusal(message, self._name)
                     return found
                 found.append(message)
+
+
+class Rtnetlink(Netlink):
+    """Devices, addresses and the like."""
+
+    def __init__(self, groups: int = 0) -> None:
+        super().__init__(socket.NETLINK_ROUTE, "rtnetlink", groups)
 
 
 def _messages(data: bytes) -> Iterator[Message]:
@@ -170,11 +215,11 @@ def watch(groups: int, changed: Callable[[], None], stop: threading.Event) -> No
                 changed()
 
 
-def _refusal(message: Message) -> None:
+def _refusal(message: Message, name: str) -> None:
     """Raises what the end of an answer says: 0 or -errno; our header and the words behind it."""
     code = -number(message.body[:4])
     if not code:
         return
     words = attributes(message.body[4 + _HEADER.size :]) if message.kind == NLMSG_ERROR else {}
     hint = text(words.get(1, b"")) or ("it needs CAP_NET_ADMIN" if code == errno.EPERM else "")
-    raise KernelError("rtnetlink refuses", hint=hint, errno=code)
+    raise KernelError(f"{name} refuses", hint=hint, errno=code)

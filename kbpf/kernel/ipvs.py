@@ -1,0 +1,267 @@
+"""IPVS: virtual services and their real servers in the network namespace of the calling thread.
+
+Messages are made and read here instead of by pyroute2, whose encoder takes a millisecond for each
+(a node with 10,000 Services has 100,000 servers) and which writes IPv6 prefixes wrongly; a test
+reads with pyroute2 what is written here. Many changes go in one datagram: `Ipvs.change()`.
+"""
+
+import errno
+import os
+import socket
+import struct
+from collections.abc import Iterable, Sequence
+from enum import IntEnum, IntFlag
+from typing import Final, NamedTuple
+
+from kbpf.errors import KernelError
+from kbpf.kernel.netlink import Netlink, Request, attribute, attributes, number, text
+from kbpf.model.address import ANY4, ANY6, V4_PREFIX, Addr, family_of, format_endpoint
+
+FAMILY: Final = "IPVS"
+HINT: Final = "load the kernel module ip_vs (modprobe ip_vs)"
+NETLINK_GENERIC: Final = 16
+NESTED: Final = 0x8000
+CREATE_EXCLUSIVELY: Final = 0x600  # NLM_F_CREATE | NLM_F_EXCL
+
+_GENERIC: Final = struct.Struct("=BBH")  # command, version, reserved
+_FLAGS: Final = struct.Struct("=II")
+_U16: Final = struct.Struct("=H")
+_U32: Final = struct.Struct("=I")
+_PORT: Final = struct.Struct(">H")
+_GET_FAMILY: Final = _GENERIC.pack(3, 1, 0)
+_CONTROL: Final = 0x10
+_FAMILY_ID: Final = 1
+_FAMILY_NAME: Final = 2
+_ATTR_SERVICE: Final = 1
+_ATTR_DEST: Final = 2
+
+
+class Command(IntEnum):
+    """linux/ip_vs.h; DEL_DEST and the like."""
+
+    NEW_SERVICE = 1
+    SET_SERVICE = 2
+    DEL_SERVICE = 3
+    GET_SERVICE = 4
+    NEW_SERVER = 5
+    SET_SERVER = 6
+    DEL_SERVER = 7
+    GET_SERVER = 8
+
+
+class ServiceFlag(IntFlag):
+    """What the operator may set of IP_VS_SVC_F_*. The last two belong to the scheduler: `sh` and
+    `mh` take the next server for one without weight, and hash the client's port too.
+    """
+
+    PERSISTENT = 0x01
+    FALLBACK = 0x08
+    BY_PORT = 0x10
+
+
+class Service(NamedTuple):
+    """The key of a virtual service: an address and port, or, with a mark, all packets that carry
+    it; then the address says the family only, and the protocol nothing.
+    """
+
+    protocol: int
+    address: Addr
+    port: int
+    mark: int = 0
+
+    def __str__(self) -> str:
+        if self.mark:
+            return f"mark {self.mark:#x} IPv{family_of(self.address)}"
+        return f"{format_endpoint(self.address, self.port)}/{self.protocol}"
+
+
+class Settings(NamedTuple):
+    """How a virtual service spreads. `persistence` in seconds, 0 for none."""
+
+    scheduler: str
+    persistence: int = 0
+    flags: ServiceFlag = ServiceFlag(0)
+
+
+class Server(NamedTuple):
+    """The key of a real server in its virtual service."""
+
+    address: Addr
+    port: int
+
+    def __str__(self) -> str:
+        return format_endpoint(self.address, self.port)
+
+
+class Load(NamedTuple):
+    """A real server as the kernel has it, with its connections."""
+
+    server: Server
+    weight: int
+    active: int
+    inactive: int
+
+
+class Change(NamedTuple):
+    """One change; `weight` goes with a server, `settings` without."""
+
+    command: Command
+    service: Service
+    settings: Settings | None = None
+    server: Server | None = None
+    weight: int = 0
+
+    def __str__(self) -> str:
+        words = self.command.name.lower().replace("_", " ")
+        return f"{words} {self.service}" + (f" -> {self.server}" if self.server else "")
+
+
+# ---- bytes ---------------------------------------------------------------------------------------
+
+
+def encode(change: Change) -> bytes:
+    """The message's body: command and attributes."""
+    parts = [_GENERIC.pack(change.command, 1, 0), _nest(_ATTR_SERVICE, _service(change))]
+    if change.server is not None:
+        parts.append(_nest(_ATTR_DEST, _server(change.server, change.weight)))
+    return b"".join(parts)
+
+
+def _nest(kind: int, value: bytes) -> bytes:
+    return attribute(kind | NESTED, value)
+
+
+def _service(change: Change) -> bytes:
+    service, settings = change.service, change.settings
+    v4 = family_of(service.address) == 4
+    parts = [attribute(1, _U16.pack(socket.AF_INET if v4 else socket.AF_INET6))]
+    if service.mark:
+        parts.append(attribute(5, _U32.pack(service.mark)))
+    else:
+        parts.append(attribute(2, _U16.pack(service.protocol)))
+        parts.append(attribute(3, _raw(service.address)))
+        parts.append(attribute(4, _PORT.pack(service.port)))
+    if settings is not None:
+        flags = settings.flags | (ServiceFlag.PERSISTENT if settings.persistence else 0)
+        parts.append(attribute(6, settings.scheduler.encode() + b"\0"))
+        parts.append(attribute(7, _FLAGS.pack(flags, sum(ServiceFlag))))
+        parts.append(attribute(8, _U32.pack(settings.persistence)))
+        # Whose persistence is shared: a mask in network order, or the length of an IPv6 prefix.
+        parts.append(attribute(9, b"\xff\xff\xff\xff" if v4 else _U32.pack(128)))
+    return b"".join(parts)
+
+
+def _server(server: Server, weight: int) -> bytes:
+    v4 = family_of(server.address) == 4
+    return b"".join(
+        (
+            attribute(11, _U16.pack(socket.AF_INET if v4 else socket.AF_INET6)),
+            attribute(1, _raw(server.address)),
+            attribute(2, _PORT.pack(server.port)),
+            attribute(3, _U32.pack(0)),  # masquerading: the address is translated
+            attribute(4, _U32.pack(weight)),
+            attribute(5, _U32.pack(0)),
+            attribute(6, _U32.pack(0)),
+        )
+    )
+
+
+def _raw(address: Addr) -> bytes:
+    return address[12:] if family_of(address) == 4 else address
+
+
+def _address(raw: bytes, family: int) -> Addr:
+    """The kernel writes 16 bytes for either family."""
+    return Addr(V4_PREFIX + raw[:4]) if family == socket.AF_INET else Addr(raw[:16])
+
+
+def decode_service(body: bytes) -> tuple[Service, Settings]:
+    """From the body of an answer to GET_SERVICE."""
+    found = attributes(attributes(body[_GENERIC.size :])[_ATTR_SERVICE])
+    family = _U16.unpack(found[1])[0]
+    any_ = ANY4 if family == socket.AF_INET else ANY6
+    mark = number(found.get(5)) & 0xFFFFFFFF
+    flags = _FLAGS.unpack(found[7])[0]
+    settings = Settings(
+        text(found[6]),
+        number(found.get(8)) if flags & ServiceFlag.PERSISTENT else 0,
+        ServiceFlag(flags & (ServiceFlag.FALLBACK | ServiceFlag.BY_PORT)),
+    )
+    if mark:
+        return Service(socket.IPPROTO_TCP, any_, 0, mark), settings
+    address = _address(found[3], family)
+    port = _PORT.unpack(found[4])[0]
+    return Service(_U16.unpack(found[2])[0], address, port), settings
+
+
+def decode_server(body: bytes, family: int) -> Load:
+    """From the body of an answer to GET_SERVER; `family` is that of the service, 4 or 6."""
+    found = attributes(attributes(body[_GENERIC.size :])[_ATTR_DEST])
+    usual = socket.AF_INET if family == 4 else socket.AF_INET6
+    own = _U16.unpack(found[11])[0] if 11 in found else usual
+    server = Server(_address(found[1], own), _PORT.unpack(found[2])[0])
+    return Load(server, number(found[4]), number(found.get(7)), number(found.get(8)))
+
+
+# ---- talking -------------------------------------------------------------------------------------
+
+
+class Ipvs:
+    """A conversation. KernelError with ENOENT where the kernel has no IPVS."""
+
+    def __init__(self) -> None:
+        self._netlink = Netlink(NETLINK_GENERIC, "IPVS")
+        try:
+            self._kind = self._find()
+        except KernelError:
+            self.close()
+            raise
+
+    def _find(self) -> int:
+        body = _GET_FAMILY + attribute(_FAMILY_NAME, FAMILY.encode() + b"\0")
+        try:
+            answer = self._netlink.ask(_CONTROL, body)
+        except KernelError as error:
+            raise KernelError("this kernel has no IPVS", "", HINT, error.errno) from error
+        found = attributes(answer[0].body[_GENERIC.size :])
+        return int(_U16.unpack(found[_FAMILY_ID])[0])
+
+    def close(self) -> None:
+        """Ends it."""
+        self._netlink.close()
+
+    def services(self) -> list[tuple[Service, Settings]]:
+        """All virtual services, whoever made them."""
+        asked = self._netlink.dump(self._kind, _GENERIC.pack(Command.GET_SERVICE, 1, 0))
+        return [decode_service(message.body) for message in asked]
+
+    def servers(self, service: Service) -> list[Load]:
+        """The real servers of a virtual service; none if it is not there."""
+        body = encode(Change(Command.GET_SERVER, service))
+        family = family_of(service.address)
+        try:
+            asked = self._netlink.dump(self._kind, body)
+        except KernelError as error:
+            if error.errno in (errno.ESRCH, errno.ENOENT):
+                return []
+            raise
+        return [decode_server(message.body, family) for message in asked]
+
+    def try_(self, changes: Sequence[Change]) -> list[int]:
+        """An errno for each change, in order; 0 for those that were made."""
+        creates = (Command.NEW_SERVICE, Command.NEW_SERVER)
+        return self._netlink.many(
+            [
+                Request(self._kind, encode(c), CREATE_EXCLUSIVELY if c.command in creates else 0)
+                for c in changes
+            ]
+        )
+
+    def change(self, changes: Sequence[Change], allowed: Iterable[int] = ()) -> None:
+        """Makes all of them. KernelError names the first that was refused, but for these errnos;
+        those after it were tried all the same.
+        """
+        fine = {0, *allowed}
+        for change, code in zip(changes, self.try_(changes), strict=True):
+            if code not in fine:
+                raise KernelError(f"cannot {change}", "IPVS", os.strerror(code), code)
