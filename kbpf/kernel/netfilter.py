@@ -160,7 +160,7 @@ def generation() -> int:
 def forward_chains() -> tuple[Chain, ...]:
     """The base chains at the forward hook in the tables that iptables and CNIs share."""
     found = []
-    for one in _asked({"list": {"chains": None}}):
+    for one in transaction({"list": {"chains": None}}):
         chain = one.get("chain", {})
         where = chain.get("family", ""), chain.get("table", "")
         if where in TABLES and (chain.get("hook"), chain.get("type")) == ("forward", "filter"):
@@ -173,7 +173,7 @@ def forward_chains() -> tuple[Chain, ...]:
 def other_drops() -> tuple[str, ...]:
     """Base chains at the forward hook, in other tables than those, that drop by their policy."""
     found = []
-    for one in _asked({"list": {"chains": None}}):
+    for one in transaction({"list": {"chains": None}}):
         chain = one.get("chain", {})
         where = chain.get("family", ""), chain.get("table", "")
         if where not in TABLES and (chain.get("hook"), chain.get("policy")) == ("forward", "drop"):
@@ -182,7 +182,7 @@ def other_drops() -> tuple[str, ...]:
 
 
 def _rules(family: str, table: str, name: str) -> tuple[Rule, ...]:
-    listed = _asked({"list": {"chain": {"family": family, "table": table, "name": name}}})
+    listed = transaction({"list": {"chain": {"family": family, "table": table, "name": name}}})
     return tuple(
         Rule(int(rule["handle"]), str(rule.get("comment", "")), refuses_all(rule.get("expr", ())))
         for rule in (one["rule"] for one in listed if "rule" in one)
@@ -237,14 +237,26 @@ def accept_marked(chain: Chain, mark: int) -> None:
         made = {"insert": {"rule": {**rule, "handle": others[place].handle}}}
     else:
         made = {"add": {"rule": rule}}
-    _asked(made, *_deletions(chain))
+    transaction(made, *_deletions(chain))
+
+
+def let_pass(chain: Chain, mark: int) -> str:
+    """Sees to it that packets with this mark pass the chain, by a rule if it is closed and by none
+    if it is open; what had to be done, in words, or "".
+    """
+    if not chain.is_closed:
+        return "FORWARD is open again: rule removed" if remove_ours(chain) else ""
+    if chain.holds(mark):
+        return ""
+    accept_marked(chain, mark)
+    return "FORWARD is closed: masqueraded packets are let pass"
 
 
 def remove_ours(chain: Chain) -> int:
     """Takes our rules out of the chain; how many there were."""
     deletions = _deletions(chain)
     if deletions:
-        _asked(*deletions)
+        transaction(*deletions)
     return len(deletions)
 
 
@@ -257,8 +269,10 @@ def _deletions(chain: Chain) -> list[Json]:
     ]
 
 
-def _asked(*commands: Json) -> list[Json]:
-    """What libnftables answers to these commands, which are one transaction."""
+def transaction(*commands: Json, hint: str = HINT) -> list[Json]:
+    """What libnftables answers to these commands, which are one transaction. KernelError, with
+    ENOENT if something that they name is not there.
+    """
     try:
         import nftables
 
@@ -273,7 +287,5 @@ def _asked(*commands: Json) -> list[Json]:
         said = str(problem).strip().splitlines()
         first = said[0].removeprefix("internal:0:0-0: Error: ") if said else "no reason given"
         gone = "No such file" in str(problem)
-        raise KernelError(
-            f"nf_tables refuses: {first}", "", HINT, errno.ENOENT if gone else 0
-        )  # fmt: skip
+        raise KernelError(f"nf_tables refuses: {first}", "", hint, errno.ENOENT if gone else 0)
     return list(answer["nftables"]) if answer else []

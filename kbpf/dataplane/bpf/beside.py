@@ -66,15 +66,8 @@ class Beside:
             self._generation = generation  # of before: our own changes are looked at, too
 
     def _keep_rule(self, chain: netfilter.Chain) -> None:
-        if not chain.is_closed:
-            if netfilter.remove_ours(chain):
-                log.info("FORWARD is open again: rule removed chain=%r", str(chain))
-        elif not chain.holds(self._mark):
-            netfilter.accept_marked(chain, self._mark)
-            log.info(
-                "FORWARD is closed: masqueraded packets are let pass chain=%r mark=%#x",
-                str(chain), self._mark,
-            )  # fmt: skip
+        if done := netfilter.let_pass(chain, self._mark):
+            log.info("%s chain=%r mark=%#x", done, str(chain), self._mark)
 
     def _say_what_is_missing(self) -> None:
         for name in FORWARDING:
