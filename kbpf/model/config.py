@@ -60,6 +60,9 @@ class Config:
     `detect_local_mode`: who counts as a pod of this node (reference 2.1, 2.2). `cluster_cidrs`,
     `pod_bridge_interface` and `pod_interface_name_prefix` belong to one mode each.
     `algorithm`: of Services that do not say by annotation.
+    `ipvs_scheduler`: IPVS' word for how Services without an algorithm or weights of their own are
+    spread. `ipvs_device` holds their addresses, `nft_table` is of the family inet, and `state_dir`
+    holds what a bpffs cannot. `strict_arp`: only addresses of the asked device are answered for.
     """
 
     node_name: str = ""
@@ -88,5 +91,10 @@ class Config:
     cluster_cidrs: tuple[Cidr, ...] = ()
     pod_bridge_interface: str = ""
     pod_interface_name_prefix: str = ""
+    ipvs_scheduler: str = "rr"
+    ipvs_device: str = "kbpf-ipvs0"
+    nft_table: str = "kbpf"
+    state_dir: Path = Path("/run/kbpf")
+    strict_arp: bool = False
     log_format: str = "text"
     log_level: str = "info"

@@ -1,0 +1,1 @@
+"""The IPVS data plane: virtual services of the kernel, and an nftables table of our own."""

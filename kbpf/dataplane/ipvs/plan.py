@@ -1,0 +1,430 @@
+"""From Service ports to IPVS virtual services, and to what nftables has to know beside them.
+
+IPVS knows one list of real servers per virtual service, whoever asks. All that depends on the
+client, or is no connection to a backend, is nftables': refusing and dropping, source ranges,
+masquerading, and the short circuit of external frontends with a Local policy: connections of this
+node and its pods carry a mark, and a virtual service by that mark has the Cluster endpoints
+(reference 2.1).
+
+A frontend without backends has a virtual service without real servers. nftables lets nobody new
+get there, and connections that backends still have when they leave can be drained.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Final, NamedTuple
+
+import msgspec
+
+from kbpf.model.address import ANY4, ANY6, Addr, family_of
+from kbpf.model.desired import (
+    BackendSet,
+    DesiredState,
+    Frontend,
+    FrontendKind,
+    ServicePortKey,
+    ServiceState,
+    Spread,
+)
+from kbpf.model.objects import Algorithm, Cidr, Protocol
+
+WHOLE: Final = 128
+"""The prefix length of one address."""
+
+
+class Virtual(NamedTuple):
+    """A virtual service: an address and port, or (`mark` not 0) all packets with a mark; then the
+    address only says the family, and the protocol is TCP, as the kernel has it.
+    """
+
+    protocol: Protocol
+    address: Addr
+    port: int
+    mark: int = 0
+
+
+class End(NamedTuple):
+    """A real server of a virtual service."""
+
+    address: Addr
+    port: int
+
+
+class Pool(msgspec.Struct, frozen=True):
+    """What stands behind a virtual service. `persistence` in seconds, 0 for none. `by_port`: a
+    scheduler that hashes takes the client's port as well. A weight of 0: it is drained.
+    """
+
+    scheduler: str
+    persistence: int = 0
+    by_port: bool = False
+    servers: tuple[tuple[End, int], ...] = ()
+
+
+class SetName(StrEnum):
+    """The sets of our table; each is there twice, for IPv4 (`NAME4`) and IPv6 (`NAME6`).
+
+    Elements are (address, protocol, port) but for: VIRTUAL_IPS: (address,); HAIRPINS: (backend's
+    address, protocol, port, the same address); SOURCES: (network, address, protocol, port);
+    SHORT_CIRCUITS: a map, (address, protocol, port, mark); LOCAL_NETWORKS: (network,); NODE_IPS:
+    (address,);
+    OWN_MARKS: (the ANY address of the family, mark).
+    """
+
+    OWN = "own"  # is a virtual service of ours, or may be: others are not touched
+    OWN_MARKS = "own_marks"
+    VIRTUAL_IPS = "virtual_ips"  # they are on the dummy device
+    SERVED = "served"  # has real servers
+    REFUSED = "refused"  # no endpoints anywhere
+    DROPPED = "dropped"  # a Local policy, and endpoints elsewhere only
+    MASQUERADED = "masqueraded"  # whoever asks
+    MASQUERADED_OUTSIDE = "masqueraded_outside"  # who is no pod of this node
+    HAIRPINS = "hairpins"
+    RESTRICTED = "restricted"  # source ranges apply
+    SOURCES = "sources"
+    SHORT_CIRCUITS = "short_circuits"
+    LOCAL_NETWORKS = "local_networks"  # of pods of this node
+    NODE_IPS = "node_ips"  # all that the node has itself
+
+
+NOTES: Final = frozenset((SetName.OWN, SetName.OWN_MARKS))
+LATE: Final = frozenset((SetName.SERVED, SetName.SHORT_CIRCUITS))
+"""They lead to virtual services, which have to be there."""
+
+Part = Addr | Cidr | Protocol | int
+Element = tuple[SetName, tuple[Part, ...]]
+
+
+class Programmed(msgspec.Struct, frozen=True):
+    """What one Service port needs in the kernel. `serving`: of UDP, whose flows may go on."""
+
+    pools: Mapping[Virtual, Pool]
+    elements: frozenset[Element]
+    serving: frozenset[End] | None = None
+
+
+NOTHING: Final = Programmed({}, frozenset())
+NODE: Final = ServicePortKey("", "", "", Protocol.TCP, 0)
+"""Stands for what the node itself needs."""
+
+
+class Ground(NamedTuple):
+    """What of a desired state and the settings no Service decides.
+
+    `own_addresses`: all that the node has itself; they are never put on the dummy device.
+    `detects_local`: pods of this node can be told from others.
+    """
+
+    node_addresses: tuple[Addr, ...] = ()
+    own_addresses: frozenset[Addr] = frozenset()
+    scheduler: str = "rr"
+    masquerade_all: bool = False
+    detects_local: bool = False
+
+
+def program_node(desired: DesiredState, ground: Ground) -> Programmed:
+    """The node's own elements."""
+    elements: set[Element] = set()
+    elements |= {(SetName.LOCAL_NETWORKS, (n,)) for n in _outermost(desired.local_networks)}
+    own = {*ground.node_addresses, *ground.own_addresses}
+    elements |= {(SetName.NODE_IPS, (address,)) for address in own}
+    return Programmed({}, frozenset(elements))
+
+
+def wants_mark(state: ServiceState) -> bool:
+    """Whether who is on this node may get other endpoints than who is outside."""
+    external = any(f.kind is not FrontendKind.CLUSTER_IP for f in state.frontends)
+    return external and state.external_local and bool(state.cluster)
+
+
+def program(state: ServiceState, ground: Ground, mark: int = 0) -> Programmed:
+    """What this Service port needs. `mark`: for its short circuit, if wants_mark()."""
+    pools: dict[Virtual, Pool] = {}
+    elements: set[Element] = set()
+    for frontend in state.frontends:
+        is_cluster_ip = frontend.kind is FrontendKind.CLUSTER_IP
+        local = state.internal_local if is_cluster_ip else state.external_local
+        pool = _pool(state, local, ground.scheduler)
+        for address in _addresses(frontend, state.key.family, ground):
+            at = (address, frontend.at.protocol, frontend.at.port)
+            if frontend.kind is not FrontendKind.NODE_PORT and address not in ground.own_addresses:
+                elements.add((SetName.VIRTUAL_IPS, (address,)))
+            pools[Virtual(frontend.at.protocol, address, frontend.at.port)] = pool
+            elements.add((_answer(state, local, pool), at))
+            elements.update(_around(state, frontend, at, ground))
+            if mark and not is_cluster_ip:
+                elements.add((SetName.SHORT_CIRCUITS, (*at, mark)))
+    if mark:
+        pools[marked(state.key.family, mark)] = _short_circuit(state, ground.scheduler)
+    for virtual, pool in pools.items():
+        elements.add(note(virtual))
+        for end, _ in pool.servers:
+            hairpin = (end.address, state.key.protocol, end.port, end.address)
+            elements.add((SetName.HAIRPINS, hairpin))
+    serving = _ends(state.serving) if state.key.protocol is Protocol.UDP else None
+    return Programmed(pools, frozenset(elements), serving)
+
+
+def _addresses(frontend: Frontend, family: int, ground: Ground) -> Iterable[Addr]:
+    if frontend.kind is not FrontendKind.NODE_PORT:
+        return (frontend.at.address,)
+    return (a for a in ground.node_addresses if family_of(a) == family)
+
+
+def _answer(state: ServiceState, local: bool, pool: Pool) -> SetName:
+    """What a new connection gets (reference 2.1)."""
+    if pool.servers:
+        return SetName.SERVED
+    return SetName.DROPPED if local and state.any_endpoints else SetName.REFUSED
+
+
+def _around(
+    state: ServiceState, frontend: Frontend, at: tuple[Part, ...], ground: Ground
+) -> Iterable[Element]:
+    """Masquerading (reference 2.2) and source ranges."""
+    if frontend.kind is FrontendKind.CLUSTER_IP:
+        if ground.masquerade_all:
+            yield SetName.MASQUERADED, at
+        elif ground.detects_local:
+            yield SetName.MASQUERADED_OUTSIDE, at
+    elif not state.external_local:
+        yield SetName.MASQUERADED, at
+    if frontend.restricted:
+        yield SetName.RESTRICTED, at
+        for network in _outermost(_allowed(state, frontend, ground)):
+            yield SetName.SOURCES, (network, *at)
+
+
+def _allowed(state: ServiceState, frontend: Frontend, ground: Ground) -> tuple[Cidr, ...]:
+    """The node dials an address of its dummy device from that same address: who lets in the node
+    lets in that.
+    """
+    own = (*ground.node_addresses, *ground.own_addresses)
+    if any(one.contains(address) for one in state.source_ranges for address in own):
+        return (*state.source_ranges, Cidr(frontend.at.address, WHOLE))
+    return state.source_ranges
+
+
+def _outermost(networks: Iterable[Cidr]) -> list[Cidr]:
+    """Without those that lie in another: a set of intervals refuses overlaps."""
+    kept: list[Cidr] = []
+    for network in sorted(set(networks), key=lambda one: one.bits):
+        if not any(other.contains(network.address) for other in kept):
+            kept.append(network)
+    return kept
+
+
+def marked(family: int, mark: int) -> Virtual:
+    """The virtual service of a mark."""
+    return Virtual(Protocol.TCP, ANY4 if family == 4 else ANY6, 0, mark)
+
+
+def note(virtual: Virtual) -> Element:
+    """Says that this virtual service is ours."""
+    if virtual.mark:
+        return SetName.OWN_MARKS, (virtual.address, virtual.mark)
+    return SetName.OWN, (virtual.address, virtual.protocol, virtual.port)
+
+
+def noted(element: Element) -> Virtual | None:
+    """The virtual service that an element of OWN or OWN_MARKS names."""
+    match element:
+        case SetName.OWN, (bytes() as address, Protocol() as protocol, int() as port):
+            return Virtual(protocol, Addr(address), port)
+        case SetName.OWN_MARKS, (bytes() as address, int() as mark):
+            return marked(family_of(address), mark)
+    return None
+
+
+def _pool(state: ServiceState, local: bool, usual: str) -> Pool:
+    backends = state.local if local else state.cluster
+    spread = state.local_spread if local else state.cluster_spread
+    weights = spread.weights or (1,) * len(backends)
+    servers = tuple((End(b.address, b.port), w) for b, w in zip(backends, weights, strict=True))
+    scheduler = _scheduler(spread, usual)
+    by_port = scheduler in ("mh", "sh") and not state.affinity_timeout
+    return Pool(scheduler, state.affinity_timeout, by_port, servers)
+
+
+def _scheduler(spread: Spread, usual: str) -> str:
+    """Maglev is `mh`. A plain round robin or a plain least-connection knows no weights."""
+    if spread.algorithm is Algorithm.MAGLEV:
+        return "mh"
+    if spread.weights:
+        return {"rr": "wrr", "lc": "wlc"}.get(usual, usual)
+    return usual
+
+
+def _short_circuit(state: ServiceState, usual: str) -> Pool:
+    """The Cluster endpoints. A persistent service by mark would not translate ports (Linux,
+    ip_vs_sched_persist()): affinity is by a hash of the client's address instead.
+    """
+    pool = _pool(state, False, usual)
+    if pool.persistence:
+        return Pool("sh", 0, False, pool.servers)
+    return pool
+
+
+def _ends(backends: BackendSet) -> frozenset[End]:
+    return frozenset(End(one.address, one.port) for one in backends)
+
+
+# ---- what changes ------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Changes:
+    """Everything that one apply() does, by step.
+
+    1. New elements, but for LATE: who is not let in is known before anybody could be let in, and
+       what is ours is noted before it is there;
+    2. `new_pools` and `changed_pools` (old, new). Of a changed pool new real servers come first;
+       those that leave are drained, or, where they are in `cut`, removed at once;
+    3. LATE elements: from here on nftables lets connections pass to IPVS. With the same step old
+       ones go: what has left is refused, not half served;
+    4. `old_pools`;
+    5. the notes of what was ours.
+    """
+
+    new_elements: set[Element] = field(default_factory=set)
+    new_pools: dict[Virtual, Pool] = field(default_factory=dict)
+    changed_pools: dict[Virtual, tuple[Pool, Pool]] = field(default_factory=dict)
+    cut: set[tuple[Virtual, End]] = field(default_factory=set)
+    old_elements: set[Element] = field(default_factory=set)
+    old_pools: dict[Virtual, Pool] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return any(getattr(self, name) for name in self.__slots__)
+
+    def steps(self) -> "Steps":
+        """The elements, by step."""
+        notes = {e for e in self.old_elements if e[0] in NOTES}
+        late = {e for e in self.new_elements if e[0] in LATE}
+        first = self.new_elements - late
+        replaced = {_room(e) for e in first} - {None}
+        early = {e for e in self.old_elements if _room(e) in replaced}
+        return Steps(early, first, self.old_elements - early - notes, late, notes)
+
+
+class Steps(NamedTuple):
+    """Elements in the order in which they change: `early` go and `first` come in one transaction,
+    so do `gone` and `late`; `notes` go at the end.
+    """
+
+    early: set[Element]
+    first: set[Element]
+    gone: set[Element]
+    late: set[Element]
+    notes: set[Element]
+
+
+def _room(element: Element) -> tuple[SetName, tuple[Part, ...]] | None:
+    """Where intervals must not overlap: old ones there go before new ones can come."""
+    name, parts = element
+    if name is SetName.SOURCES:
+        return name, parts[1:]
+    return (name, ()) if name is SetName.LOCAL_NETWORKS else None
+
+
+class Ledger:
+    """What all Service ports together need: the same element may be wanted by several."""
+
+    def __init__(self) -> None:
+        self._elements: Counter[Element] = Counter()
+        self._pools: dict[Virtual, Pool] = {}
+        self.by_key: dict[ServicePortKey, Programmed] = {}
+
+    @property
+    def pools(self) -> Mapping[Virtual, Pool]:
+        """All virtual services."""
+        return self._pools
+
+    @property
+    def elements(self) -> frozenset[Element]:
+        """All elements of all sets."""
+        return frozenset(self._elements)
+
+    def holds(self, element: Element) -> bool:
+        """Whether somebody wants it."""
+        return element in self._elements
+
+    def change(self, after: Mapping[ServicePortKey, Programmed]) -> Changes:
+        """Takes these Service ports as they are to be (NOTHING: gone); what has to be done."""
+        changes = Changes()
+        before = {key: self.by_key.get(key, NOTHING) for key in after}
+        old_pools: dict[Virtual, Pool] = {}
+        new_pools: dict[Virtual, Pool] = {}
+        for key, new in after.items():
+            old_pools |= before[key].pools
+            new_pools |= new.pools
+            self._count(new.elements - before[key].elements, 1, changes)
+        for key, new in after.items():
+            self._count(before[key].elements - new.elements, -1, changes)
+            if new is NOTHING:
+                self.by_key.pop(key, None)
+            else:
+                self.by_key[key] = new
+        self._pools |= new_pools
+        for virtual in old_pools.keys() - new_pools.keys():
+            del self._pools[virtual]
+        serving = {v: after[k].serving for k in after for v in after[k].pools}
+        _compare(old_pools, new_pools, serving, changes)
+        return changes
+
+    def difference(
+        self, elements: frozenset[Element], pools: Mapping[Virtual, Pool], sound: bool
+    ) -> Changes:
+        """What has to be done where the kernel holds these. Not `sound`: nothing goes."""
+        wanted = self.elements
+        changes = Changes(new_elements=set(wanted - elements))
+        serving = {v: p.serving for p in self.by_key.values() for v in p.pools}
+        _compare(pools, self._pools, serving, changes)
+        if sound:
+            changes.old_elements = set(elements - wanted)
+        else:
+            changes.old_pools.clear()
+            changes.old_elements = {e for e in elements - wanted if self._contradicts(e)}
+        return changes
+
+    def _contradicts(self, element: Element) -> bool:
+        """Whether this says something else of a frontend that is known now."""
+        name, parts = element
+        if name in NOTES or name in (SetName.VIRTUAL_IPS, SetName.HAIRPINS):
+            return False
+        if name in (SetName.LOCAL_NETWORKS, SetName.NODE_IPS):
+            return True
+        at = parts[1:] if name is SetName.SOURCES else parts[:3]
+        return (SetName.OWN, at) in self._elements
+
+    def _count(self, elements: Iterable[Element], by: int, changes: Changes) -> None:
+        for element in elements:
+            had = self._elements[element]
+            self._elements[element] = had + by
+            if had == 0:
+                changes.new_elements.add(element)
+            elif had + by == 0:
+                del self._elements[element]
+                changes.old_elements.add(element)
+
+
+def _compare(
+    old: Mapping[Virtual, Pool],
+    new: Mapping[Virtual, Pool],
+    serving: Mapping[Virtual, frozenset[End] | None],
+    changes: Changes,
+) -> None:
+    """Pools that come, change and go. UDP to what serves no more is cut (reference 2.4)."""
+    for virtual, pool in new.items():
+        had = old.get(virtual)
+        if had is None:
+            changes.new_pools[virtual] = pool
+        elif had != pool:
+            changes.changed_pools[virtual] = (had, pool)
+            still = serving.get(virtual)
+            if still is not None:
+                left = {end for end, _ in had.servers} - {end for end, _ in pool.servers}
+                changes.cut |= {(virtual, end) for end in left - still}
+    for virtual in old.keys() - new.keys():
+        changes.old_pools[virtual] = old[virtual]

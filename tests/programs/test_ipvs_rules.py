@@ -1,0 +1,283 @@
+"""The table of the IPVS data plane on any kernel with nf_tables: what it refuses, drops, lets pass
+and masquerades is seen by packets, from the node itself and from a neighbour. There is no IPVS
+here: a listener on the virtual addresses, which are on the loopback device, stands in for it.
+"""
+
+import json
+import os
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import pytest
+
+from kbpf.dataplane.ipvs import rules
+from kbpf.dataplane.ipvs.plan import Element, SetName
+from kbpf.dataplane.ipvs.rules import Style
+from kbpf.kernel import netfilter, netns
+from kbpf.model.address import ANY4, ANY6, parse_addr
+from kbpf.model.objects import Cidr, Protocol
+from tests.support.lab import Place, ip, run, settled
+
+T = TypeVar("T")
+STYLE = Style("kbpf", 14)
+VIP, VIP6, OWN, OWN6 = "10.96.0.1", "fd00:96::1", "198.18.7.1", "fd00:7::1"
+NEIGHBOUR, NEIGHBOUR6 = "198.18.7.2", "fd00:7::2"
+
+
+class House:
+    """A node and its neighbour."""
+
+    def __init__(self) -> None:
+        self.here, self.there = f"kbir{os.getpid()}", f"kbis{os.getpid()}"
+        for name in (self.here, self.there):
+            run("ip", "netns", "add", name)
+        ip(f"link add eth0 type veth peer name eth0 netns {self.there}", netns=self.here)
+        ip("link set lo up", f"addr add {VIP}/32 dev lo", f"addr add {VIP6}/128 dev lo nodad",
+           f"addr add {OWN}/24 dev eth0", f"addr add {OWN6}/64 dev eth0 nodad",
+           "link set eth0 up", netns=self.here)  # fmt: skip
+        ip("link set lo up", f"addr add {NEIGHBOUR}/24 dev eth0",
+           f"addr add {NEIGHBOUR6}/64 dev eth0 nodad", "link set eth0 up",
+           f"route add {VIP} via {OWN}", f"route add {VIP6} via {OWN6}",
+           netns=self.there)  # fmt: skip
+        settled(self.here, VIP6, OWN6)
+        settled(self.there, NEIGHBOUR6)
+        for setting in ("ipv4/icmp_ratelimit", "ipv6/icmp/ratelimit"):
+            self.do(lambda s=setting: Path(f"/proc/sys/net/{s}").write_text("0"))
+        self.node = Place("node", self.here, None)
+        self.neighbour = Place("neighbour", self.there, None)
+        for place in (self.node, self.neighbour):
+            place.serve(80, 81, 82, 83, 90, 30080, udp=(80, 81, 82, 83, 90))
+        self.do(lambda: netfilter.transaction(*rules.table(STYLE)))
+
+    def do(self, action: Callable[[], T]) -> T:
+        return netns.inside(Path("/run/netns") / self.here, action)
+
+    def read(self) -> frozenset[Element]:
+        return self.do(lambda: rules.read(netfilter.transaction(rules.listing(STYLE))))
+
+    def become(self, *wanted: Element) -> None:
+        """The sets hold this and nothing else; one transaction."""
+        there = self.read()
+        commands = [*rules.removal(STYLE, there - {*wanted}),
+                    *rules.addition(STYLE, {*wanted} - there)]  # fmt: skip
+        if commands:
+            self.do(lambda: netfilter.transaction(*commands))
+
+    def close(self) -> None:
+        self.node.close()
+        self.neighbour.close()
+        for name in (self.here, self.there):
+            run("ip", "netns", "del", name)
+
+
+@pytest.fixture(scope="module")
+def house() -> Iterator[House]:
+    made = House()
+    yield made
+    made.close()
+
+
+def at(name: SetName, address: str, port: int, *more: int) -> tuple[Element, ...]:
+    """Of TCP and of UDP."""
+    return tuple(
+        (name, (parse_addr(address), p, port, *more)) for p in (Protocol.TCP, Protocol.UDP)
+    )
+
+
+def source(network: str, bits: int, address: str, port: int) -> tuple[Element, ...]:
+    cidr = Cidr(parse_addr(network), bits)
+    return tuple((SetName.SOURCES, (cidr, *parts)) for _, parts in at(SetName.OWN, address, port))
+
+
+IPS = tuple((SetName.VIRTUAL_IPS, (parse_addr(one),)) for one in (VIP, VIP6))
+EVERYTHING = (
+    *IPS,
+    *at(SetName.OWN, VIP, 80),
+    *at(SetName.SERVED, VIP, 80),
+    *at(SetName.SERVED, VIP6, 80),
+    *at(SetName.REFUSED, VIP, 81),
+    *at(SetName.REFUSED, VIP6, 81),
+    *at(SetName.DROPPED, VIP, 82),
+    *at(SetName.DROPPED, VIP6, 82),
+    *at(SetName.REFUSED, OWN, 81),
+    *at(SetName.DROPPED, OWN, 82),
+    *at(SetName.SERVED, VIP, 83),
+    *at(SetName.SERVED, VIP6, 83),
+    *at(SetName.RESTRICTED, VIP, 83),
+    *at(SetName.RESTRICTED, VIP6, 83),
+    *source(VIP, 128, VIP, 83),
+    *source("198.18.8.0", 120, VIP, 83),
+    *source("fd00:7::", 64, VIP6, 83),
+    *source("0.0.0.0", 96, VIP, 84),
+    *source("::", 0, VIP6, 84),
+    *at(SetName.SHORT_CIRCUITS, VIP, 85, 0x6B620001),
+    *at(SetName.MASQUERADED, VIP, 80),
+    *at(SetName.MASQUERADED_OUTSIDE, VIP, 84),
+    (SetName.HAIRPINS, (parse_addr("fd00::1"), Protocol.SCTP, 80, parse_addr("fd00::1"))),
+    (SetName.LOCAL_NETWORKS, (Cidr(parse_addr("10.1.0.0"), 112),)),
+    (SetName.OWN_MARKS, (ANY4, 0x6B620001)),
+    (SetName.OWN_MARKS, (ANY6, 0x6B620002)),
+)
+
+
+def test_what_is_written_is_read_again(house: House):
+    house.become(*EVERYTHING)
+    assert house.read() == frozenset(EVERYTHING)
+    house.become()
+    assert house.read() == frozenset()
+
+
+def test_opening_again_keeps_the_elements(house: House):
+    house.become(*EVERYTHING)
+    before = house.do(lambda: run("nft", "list", "table", "inet", "kbpf"))
+    house.do(lambda: netfilter.transaction(*rules.table(STYLE)))
+    assert house.do(lambda: run("nft", "list", "table", "inet", "kbpf")) == before
+
+
+class Row(NamedTuple):
+    """Who dials what, and what comes of it: passes, refused or dropped."""
+
+    client: str
+    to: str
+    port: int
+    outcome: str
+
+
+PASSES, REFUSED, DROPPED = "node", "ECONNREFUSED", "timeout"
+ROWS = [
+    *(Row(client, to, 80, PASSES) for client in ("node", "neighbour") for to in (VIP, VIP6)),
+    *(Row(client, to, 81, REFUSED) for client in ("node", "neighbour") for to in (VIP, VIP6, OWN)),
+    *(Row(client, to, 82, DROPPED) for client in ("node", "neighbour") for to in (VIP, VIP6, OWN)),
+    *(Row(client, to, 90, REFUSED) for client in ("node", "neighbour") for to in (VIP, VIP6)),
+    *(Row(client, OWN, 90, PASSES) for client in ("node", "neighbour")),  # nobody's business
+    Row("node", VIP, 83, PASSES),  # from the address itself
+    Row("neighbour", VIP, 83, DROPPED),
+    Row("node", VIP6, 83, DROPPED),
+    Row("neighbour", VIP6, 83, PASSES),
+]
+
+
+@pytest.mark.parametrize("protocol", ["tcp", "udp"])
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.client} {row.to} {row.port}")
+def test_packets(house: House, row: Row, protocol: str):
+    house.become(*EVERYTHING)
+    place = getattr(house, row.client)
+    more = {"timeout": 0.5} if row.outcome == DROPPED else {}
+    if protocol == "udp":
+        answer = place.udp(row.to, row.port, connected=row.outcome == REFUSED, **more)
+        if row.outcome != PASSES and row.client == "node":
+            # The kernel tells who sends that the datagram was not sent, and not why.
+            assert answer == {"error": "EPERM", "at_once": True}
+            return
+    else:
+        answer = place.tcp(row.to, row.port, **more)
+    assert answer.get("name", answer.get("error")) == row.outcome
+
+
+def test_without_elements_nothing_is_touched(house: House):
+    house.become()
+    assert house.neighbour.tcp(VIP, 81)["name"] == "node"
+    assert house.neighbour.tcp(OWN, 82)["name"] == "node"
+
+
+def test_a_connection_that_is_established_goes_on(house: House):
+    house.become(*IPS, *at(SetName.SERVED, VIP, 80))
+    house.neighbour.tcp(VIP, 80, keep="k")
+    house.become(*IPS, *at(SetName.REFUSED, VIP, 80))
+    assert house.neighbour.ask("talk", keep="k")["name"] == "node"
+    assert house.neighbour.tcp(VIP, 80)["error"] == REFUSED
+    house.neighbour.ask("drop", keep="k")
+
+
+def test_ping_passes(house: House):
+    house.become(*EVERYTHING)
+
+    def ping() -> bytes:
+        with socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP) as s:
+            s.settimeout(30)
+            s.sendto(bytes((8, 0, 0xF7, 0xFF)) + bytes(4), (VIP, 0))
+            return s.recv(100)[20:]
+
+    assert netns.inside(Path("/run/netns") / house.there, ping)[:1] == b"\0"
+
+
+@pytest.mark.parametrize(("bind", "to", "seen"), [(VIP, NEIGHBOUR, OWN), (VIP6, NEIGHBOUR6, OWN6)])
+def test_nobody_outside_sees_a_virtual_address(house: House, bind: str, to: str, seen: str):
+    house.become(*IPS)
+    assert house.node.tcp(to, 80, bind=bind)["client"] == seen
+    house.become()
+    assert house.node.tcp(to, 80, bind=bind)["client"] == bind
+
+
+def counted(house: House, chain: str) -> list[int]:
+    """Packets by rule, of a chain whose rules were given a counter behind their matches."""
+    listed = json.loads(house.do(lambda: run("nft", "-j", "list", "chain", "inet", "see", chain)))
+    return [e["counter"]["packets"] for one in listed["nftables"] if "rule" in one
+            for e in one["rule"]["expr"] if "counter" in e]  # fmt: skip
+
+
+class Marked(NamedTuple):
+    """A style, who dials which port, and the mark that IPVS would see."""
+
+    name: str
+    style: Style
+    client: str
+    port: int
+    mark: int
+
+
+SHORT = at(SetName.SHORT_CIRCUITS, VIP, 80, 0x6B620001)
+MARKS = [
+    Marked("short circuit, the node", STYLE, "node", 80, 0x6B620001),
+    Marked("short circuit, outside", STYLE, "neighbour", 80, 0),
+    Marked("short circuit, a pod's device", Style("kbpf", 14, "eth*"), "neighbour", 80, 0x6B620001),
+    Marked("masqueraded, outside", STYLE, "neighbour", 81, 0x4000),
+    Marked("masqueraded, the node", STYLE, "node", 81, 0x4000),
+    Marked("masqueraded, by another bit", Style("kbpf", 3), "neighbour", 81, 0x8),
+    Marked("from outside only", STYLE, "neighbour", 82, 0x4000),
+    Marked("from outside only, the node", STYLE, "node", 82, 0),
+    Marked("from outside only, a pod's device", Style("kbpf", 14, "eth0"), "neighbour", 82, 0),
+]
+
+
+@pytest.mark.parametrize("row", MARKS, ids=lambda row: row.name)
+def test_marks(house: House, row: Marked):
+    """Another table looks at the marks where IPVS would: behind our chains."""
+    house.do(lambda: netfilter.transaction(*rules.table(row.style)))
+    served = (e for port in (80, 81, 82) for e in at(SetName.SERVED, VIP, port))
+    house.become(*IPS, *served, *SHORT, *at(SetName.MASQUERADED, VIP, 81),
+                 *at(SetName.MASQUERADED_OUTSIDE, VIP, 82))  # fmt: skip
+    hook, priority = ("output", -98) if row.client == "node" else ("input", 98)
+    house.do(lambda: run("nft", "-f", "-", stdin=f"""
+        table inet see {{ chain seen {{ type filter hook {hook} priority {priority};
+            ip daddr {VIP} tcp dport {row.port} tcp flags syn meta mark {row.mark} counter
+            ip daddr {VIP} tcp dport {row.port} tcp flags syn meta mark != {row.mark} counter
+        }}
+        }}
+        """))  # fmt: skip
+    try:
+        assert getattr(house, row.client).tcp(VIP, row.port)["name"] == "node"
+        assert counted(house, "seen") == [1, 0]
+    finally:
+        house.do(lambda: run("nft", "delete", "table", "inet", "see"))
+        house.do(lambda: netfilter.transaction(*rules.table(STYLE)))
+
+
+def test_local_networks_are_pods(house: House):
+    """Who is in one of them is led by the mark: the refusal behind it is not met."""
+    network = (SetName.LOCAL_NETWORKS, (Cidr(parse_addr("198.18.7.0"), 120),))
+    elements = (*IPS, *at(SetName.DROPPED, VIP, 80), *SHORT)
+    house.become(*elements)
+    assert house.neighbour.tcp(VIP, 80, timeout=0.5)["error"] == DROPPED
+    house.become(*elements, network)
+    assert house.neighbour.tcp(VIP, 80)["name"] == "node"
+
+
+def test_removal_takes_all(house: House):
+    before = house.do(lambda: run("nft", "list", "ruleset"))
+    assert "table inet kbpf" in before
+    house.do(lambda: netfilter.transaction(*rules.no_table(STYLE)))
+    assert house.do(lambda: run("nft", "list", "ruleset")) == ""
+    house.do(lambda: netfilter.transaction(*rules.table(STYLE)))

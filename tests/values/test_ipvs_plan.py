@@ -1,0 +1,443 @@
+"""What a Service port needs of IPVS and nftables: every row of reference 2.1 and 2.2 that IPVS can
+express, and what changes with a change.
+"""
+
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kbpf.dataplane.ipvs.plan import (
+    NODE,
+    NOTHING,
+    Changes,
+    Element,
+    End,
+    Ground,
+    Ledger,
+    Programmed,
+    SetName,
+    Virtual,
+    note,
+    noted,
+    program,
+    program_node,
+    wants_mark,
+)
+from kbpf.model.address import format_addr, format_endpoint, parse_addr
+from kbpf.model.desired import DesiredState, ServicePortKey, ServiceState
+from kbpf.model.objects import Algorithm, Cidr, Protocol
+from tests.support.plane import desired, service
+
+UDP = Protocol.UDP
+A, B = "10.0.0.1:8080", "10.0.0.2:8080"
+BOTH = f"{A} {B}"
+NODE_IP, NODE_IP6 = "198.18.0.1", "fd00::1"
+CLUSTER, PORT, VIP, EXTERNAL = "10.96.0.1:80", "NodePort=0.0.0.0:30080", \
+    "LoadBalancer=192.0.2.1:80", "ExternalIP=192.0.2.2:80"  # fmt: skip
+ALL = f"{CLUSTER} {PORT} {VIP} {EXTERNAL}"
+MARK = 0x6B620001
+
+
+def ground(**more: Any) -> Ground:
+    addresses = tuple(map(parse_addr, (NODE_IP, NODE_IP6)))
+    return Ground(addresses, **{"own_addresses": frozenset(addresses), **more})
+
+
+def shown(parts: tuple[Any, ...]) -> str:
+    words = []
+    for part in parts:
+        if isinstance(part, Cidr):
+            mapped = format_addr(part.address).count(".") == 3
+            words.append(f"{format_addr(part.address)}/{part.bits - 96 * mapped}")
+        elif isinstance(part, bytes):
+            words.append(format_addr(part))
+        else:
+            words.append(part.name if isinstance(part, Protocol) else str(part))
+    return " ".join(words)
+
+
+def sets(programmed: Programmed, *names: SetName) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for name, parts in programmed.elements:
+        if name in names:
+            found.setdefault(str(name), set()).add(shown(parts))
+    return found
+
+
+def pools(programmed: Programmed) -> dict[str, str]:
+    """Virtual service → scheduler, persistence, servers."""
+    found = {}
+    for virtual, pool in programmed.pools.items():
+        at = format_endpoint(virtual.address, virtual.port)
+        name = f"mark {virtual.mark:#x}" if virtual.mark else f"{at}/{virtual.protocol.name}"
+        servers = [f"{format_endpoint(*end)}*{weight}" for end, weight in pool.servers]
+        found[name] = " ".join([f"{pool.scheduler},{pool.persistence}", *servers])
+    return found
+
+
+# ---- reference 2.1: what a new connection gets -------------------------------------------------
+
+
+class Answer(NamedTuple):
+    """A Service port, and for each of its frontends the servers of outsiders ("a b"), or refused
+    or dropped; `here`: whom the node and its pods get at external ones, "" for the same.
+    """
+
+    name: str
+    state: dict[str, Any]
+    cluster_ip: str
+    external: str
+    here: str = ""
+
+
+AB, JUST_A = "10.0.0.1 10.0.0.2", "10.0.0.1"
+ANSWERS = [
+    Answer("endpoints", {"to": BOTH}, AB, AB),
+    Answer("no endpoint anywhere", {}, "refused", "refused"),
+    Answer("internal Local, some here", {"to": BOTH, "local": A, "internal_local": True},
+           JUST_A, AB),
+    Answer("internal Local, only elsewhere", {"to": BOTH, "internal_local": True}, "dropped", AB),
+    Answer("internal Local, none anywhere", {"internal_local": True}, "refused", "refused"),
+    Answer("external Local, some here", {"to": BOTH, "local": A, "external_local": True},
+           AB, JUST_A, AB),
+    Answer("external Local, only elsewhere", {"to": BOTH, "external_local": True},
+           AB, "dropped", AB),
+    Answer("external Local, none anywhere", {"external_local": True}, "refused", "refused"),
+    Answer("both Local, some here",
+           {"to": BOTH, "local": A, "external_local": True, "internal_local": True},
+           JUST_A, JUST_A, AB),
+    Answer("both Local, only elsewhere",
+           {"to": BOTH, "external_local": True, "internal_local": True}, "dropped", "dropped", AB),
+]  # fmt: skip
+
+
+def made(row: Answer, frontends: str = ALL) -> tuple[ServiceState, Programmed]:
+    state = service("web", frontends, **row.state)
+    return state, program(state, ground(), MARK if wants_mark(state) else 0)
+
+
+def answer(programmed: Programmed, at: str) -> str:
+    """What an outsider's connection gets."""
+    found = sets(programmed, SetName.SERVED, SetName.REFUSED, SetName.DROPPED)
+    (name,) = [name for name, ats in found.items() if at in ats]
+    address, protocol, port = at.split()
+    pool = programmed.pools[Virtual(Protocol[protocol], parse_addr(address), int(port))]
+    servers = " ".join(format_addr(end.address) for end, _ in pool.servers)
+    assert bool(servers) == (name == "served")
+    return servers or name
+
+
+@pytest.mark.parametrize("row", ANSWERS, ids=lambda row: row.name)
+def test_who_gets_what(row: Answer):
+    _, programmed = made(row)
+    assert answer(programmed, "10.96.0.1 TCP 80") == row.cluster_ip
+    externals = ("198.18.0.1 TCP 30080", "192.0.2.1 TCP 80", "192.0.2.2 TCP 80")
+    assert [answer(programmed, at) for at in externals] == [row.external] * 3
+    short = sets(programmed, SetName.SHORT_CIRCUITS).get("short_circuits", set())
+    assert short == ({f"{at} {MARK}" for at in externals} if row.here else set())
+    marked = {name: to for name, to in pools(programmed).items() if "mark" in name}
+    wanted = "rr,0 10.0.0.1:8080*1 10.0.0.2:8080*1"
+    assert marked == ({f"mark {MARK:#x}": wanted} if row.here else {})
+
+
+def test_a_cluster_ip_alone_has_no_short_circuit():
+    state = service("web", CLUSTER, BOTH, external_local=True)
+    assert not wants_mark(state)
+
+
+def test_node_ports_are_of_their_family():
+    v6 = service("web", "[fd00:96::1]:80 NodePort=[::]:30080", "[fd00::9]:80")
+    assert set(pools(program(v6, ground()))) == {"[fd00:96::1]:80/TCP", f"[{NODE_IP6}]:30080/TCP"}
+    assert set(pools(program(service("web", PORT, A), ground()))) == {f"{NODE_IP}:30080/TCP"}
+    assert pools(program(service("web", PORT, A), Ground())) == {}
+
+
+def test_the_dummy_device_has_all_but_the_nodes_own():
+    state = service("web", f"{ALL} ExternalIP={NODE_IP}:80", A)
+    ips = sets(program(state, ground()), SetName.VIRTUAL_IPS)["virtual_ips"]
+    assert ips == {"10.96.0.1", "192.0.2.1", "192.0.2.2"}
+    assert f"{NODE_IP}:80/TCP" in pools(program(state, ground()))
+
+
+# ---- source ranges -----------------------------------------------------------------------------
+
+
+class Ranges(NamedTuple):
+    name: str
+    ranges: str
+    let_in: set[str]
+
+
+RANGES = [
+    Ranges("one", "203.0.113.0/24", {"203.0.113.0/24"}),
+    Ranges("one in another", "10.0.0.0/8 10.1.0.0/16", {"10.0.0.0/8"}),
+    Ranges("the node in it: the address itself too", "198.18.0.0/24",
+           {"198.18.0.0/24", "192.0.2.1/32"}),
+    Ranges("all", "0.0.0.0/0", {"0.0.0.0/0"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", RANGES, ids=lambda row: row.name)
+def test_source_ranges_are_of_load_balancers_alone(row: Ranges):
+    programmed = program(service("web", ALL, A, ranges=row.ranges), ground())
+    found = sets(programmed, SetName.RESTRICTED, SetName.SOURCES)
+    assert found["restricted"] == {"192.0.2.1 TCP 80"}
+    assert found["sources"] == {f"{one} 192.0.2.1 TCP 80" for one in row.let_in}
+
+
+# ---- reference 2.2: masquerading ---------------------------------------------------------------
+
+
+class Masquerade(NamedTuple):
+    """`always` and `outside`: frontends that are masqueraded for all, and for who is no pod."""
+
+    name: str
+    state: dict[str, Any]
+    ground: dict[str, Any]
+    always: str = ""
+    outside: str = ""
+
+
+CLUSTER_IP = "10.96.0.1"
+EXTERNALS = "192.0.2.1 192.0.2.2 198.18.0.1"
+MASQUERADES = [
+    Masquerade("nobody is told from others", {}, {}, EXTERNALS),
+    Masquerade("pods of this node are known", {}, {"detects_local": True}, EXTERNALS, CLUSTER_IP),
+    Masquerade("masqueradeAll", {}, {"masquerade_all": True}, f"{CLUSTER_IP} {EXTERNALS}"),
+    Masquerade("masqueradeAll, pods known", {}, {"masquerade_all": True, "detects_local": True},
+               f"{CLUSTER_IP} {EXTERNALS}"),
+    Masquerade("external Local", {"external_local": True, "local": A}, {}),
+    Masquerade("external Local, pods known", {"external_local": True, "local": A},
+               {"detects_local": True}, "", CLUSTER_IP),
+    Masquerade("internal Local", {"internal_local": True, "local": A}, {}, EXTERNALS),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", MASQUERADES, ids=lambda row: row.name)
+def test_who_is_masqueraded(row: Masquerade):
+    programmed = program(service("web", ALL, BOTH, **row.state), ground(**row.ground))
+    found = sets(programmed, SetName.MASQUERADED, SetName.MASQUERADED_OUTSIDE)
+    names = {name: {at.split()[0] for at in ats} for name, ats in found.items()}
+    assert names.get("masqueraded", set()) == set(row.always.split())
+    assert names.get("masqueraded_outside", set()) == set(row.outside.split())
+
+
+def test_hairpins_are_all_servers_of_all_sets():
+    state = service("web", ALL, BOTH, external_local=True)
+    found = sets(program(state, ground(), MARK), SetName.HAIRPINS)["hairpins"]
+    assert found == {f"10.0.0.{i} TCP 8080 10.0.0.{i}" for i in (1, 2)}
+
+
+# ---- how they are spread -----------------------------------------------------------------------
+
+
+class Spread(NamedTuple):
+    name: str
+    state: dict[str, Any]
+    scheduler: str
+    pool: str
+    marked: str
+
+
+SPREADS = [
+    Spread("plain", {}, "rr", "rr,0", "rr,0"),
+    Spread("least connections", {}, "lc", "lc,0", "lc,0"),
+    Spread("weights", {"cluster_weights": (3, 1)}, "rr", "wrr,0", "wrr,0"),
+    Spread("weights and lc", {"cluster_weights": (3, 1)}, "lc", "wlc,0", "wlc,0"),
+    Spread("weights and sh", {"cluster_weights": (3, 1)}, "sh", "sh,0", "sh,0"),
+    Spread("Maglev", {"algorithm": Algorithm.MAGLEV}, "rr", "mh,0", "mh,0"),
+    Spread("affinity", {"affinity_timeout": 10800}, "rr", "rr,10800", "sh,0"),
+]
+
+
+@pytest.mark.parametrize("row", SPREADS, ids=lambda row: row.name)
+def test_spread(row: Spread):
+    state = service("web", f"{CLUSTER} {VIP}", BOTH, external_local=True, **row.state)
+    found = pools(program(state, ground(scheduler=row.scheduler), MARK))
+    weights = row.state.get("cluster_weights", (1, 1))
+    servers = " ".join(f"{at}*{w}" for at, w in zip(BOTH.split(), weights, strict=True))
+    assert found["10.96.0.1:80/TCP"] == f"{row.pool} {servers}"
+    assert found[f"mark {MARK:#x}"] == f"{row.marked} {servers}"
+
+
+@pytest.mark.parametrize(("more", "by_port"), [({}, True), ({"affinity_timeout": 9}, False)])
+def test_the_port_is_hashed_unless_clients_are_to_stay(more: dict[str, Any], by_port: bool):
+    state = service("web", CLUSTER, BOTH, algorithm=Algorithm.MAGLEV, **more)
+    (pool,) = program(state, ground()).pools.values()
+    assert pool.by_port == by_port
+
+
+# ---- changes -----------------------------------------------------------------------------------
+
+
+def plan(ledger: Ledger, *states: ServiceState, gone: tuple[ServicePortKey, ...] = ()) -> Changes:
+    after = {s.key: program(s, ground(), MARK if wants_mark(s) else 0) for s in states}
+    return ledger.change({**after, **dict.fromkeys(gone, NOTHING)})
+
+
+def names(elements: set[Element]) -> set[str]:
+    return {name for name, _ in elements}
+
+
+def test_every_virtual_service_is_noted_first_and_forgotten_last():
+    ledger, state = Ledger(), service("web", ALL, BOTH, external_local=True)
+    steps = plan(ledger, state).steps()
+    assert {noted(e) for e in steps.first} - {None} == set(ledger.pools)
+    assert names(steps.late) == {"served", "short_circuits"}
+    assert not steps.early | steps.gone | steps.notes
+    steps = plan(ledger, gone=(state.key,)).steps()
+    assert names(steps.notes) == {"own", "own_marks"}
+    assert {"served", "short_circuits", "virtual_ips"} <= names(steps.gone)
+    assert not steps.early | steps.first | steps.late
+    assert (dict(ledger.pools), ledger.elements, ledger.by_key) == ({}, frozenset(), {})
+
+
+def test_a_note_reads_as_what_it_was_written_for():
+    for virtual in program(service("web", ALL, BOTH, external_local=True), ground(), MARK).pools:
+        assert noted(note(virtual)) == virtual
+
+
+def test_who_loses_the_last_endpoint_is_refused_before_it_is_no_more_served():
+    ledger = Ledger()
+    plan(ledger, service("web", CLUSTER, A))
+    changes = plan(ledger, service("web", CLUSTER))
+    steps = changes.steps()
+    assert (names(steps.first), names(steps.gone)) == ({"refused"}, {"served", "hairpins"})
+    assert len(changes.changed_pools) == 1
+    assert not changes.old_pools
+
+
+def test_overlapping_ranges_are_replaced_in_one_step():
+    ledger = Ledger()
+    plan(ledger, service("web", VIP, A, ranges="10.0.0.0/8"))
+    steps = plan(ledger, service("web", VIP, A, ranges="10.1.0.0/16")).steps()
+    assert [names(step) for step in steps] == [{"sources"}, {"sources"}, set(), set(), set()]
+
+
+def test_what_two_want_stays_until_both_are_gone():
+    ledger = Ledger()
+    one = service("one", "10.96.0.1:80", A)
+    two = service("two", "10.96.0.1:81", A)
+    plan(ledger, one, two)
+    first = plan(ledger, gone=(one.key,))
+    assert not names(first.old_elements) & {"virtual_ips", "hairpins"}
+    second = plan(ledger, gone=(two.key,))
+    assert names(second.old_elements) >= {"virtual_ips", "hairpins"}
+
+
+def test_a_frontend_that_moves_is_changed_not_made():
+    ledger = Ledger()
+    old, new = service("old", CLUSTER, A), service("new", CLUSTER, B)
+    plan(ledger, old)
+    changes = plan(ledger, new, gone=(old.key,))
+    assert (len(changes.changed_pools), changes.new_pools, changes.old_pools) == (1, {}, {})
+    assert (SetName.SERVED, (parse_addr("10.96.0.1"), Protocol.TCP, 80)) in ledger.elements
+
+
+class Cut(NamedTuple):
+    """Backends before and after, and which of them is cut."""
+
+    name: str
+    protocol: Protocol
+    before: str
+    after: str
+    serving: str
+    cut: set[str]
+
+
+CUTS = [
+    Cut("UDP stops serving", UDP, BOTH, A, A, {"10.0.0.2"}),
+    Cut("UDP leaves the set, serves on", UDP, BOTH, A, BOTH, set()),
+    Cut("UDP, the last stops", UDP, A, "", "", {"10.0.0.1"}),
+    Cut("TCP stops serving", Protocol.TCP, BOTH, A, A, set()),
+    Cut("SCTP stops serving", Protocol.SCTP, BOTH, A, A, set()),
+]
+
+
+@pytest.mark.parametrize("row", CUTS, ids=lambda row: row.name)
+def test_what_is_cut(row: Cut):
+    ledger = Ledger()
+    plan(ledger, service("dns", CLUSTER, row.before, row.protocol))
+    changes = plan(ledger, service("dns", CLUSTER, row.after, row.protocol, serving=row.serving))
+    assert {format_addr(end.address) for _, end in changes.cut} == row.cut
+    again = Ledger()  # after a restart, by what the kernel holds
+    old = {virtual: had for virtual, (had, _) in changes.changed_pools.items()}
+    plan(again, service("dns", CLUSTER, row.after, row.protocol, serving=row.serving))
+    assert again.difference(again.elements, old, True).cut == changes.cut
+
+
+STATES = [
+    service("web", ALL, BOTH),
+    service("web", CLUSTER, A),
+    service("web", ALL, "", ranges="10.0.0.0/8"),
+    service("web", ALL, BOTH, external_local=True, ranges="10.1.0.0/16"),
+    service("dns", "10.96.0.1:53", A, UDP),
+    service("dns", "10.96.0.1:53", BOTH, UDP, affinity_timeout=5),
+    service("other", "10.96.0.2:80 NodePort=0.0.0.0:30099", BOTH, internal_local=True),
+]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.lists(st.tuples(st.sampled_from(STATES), st.booleans()), max_size=3)))
+def test_the_way_there_does_not_matter(rounds: list[list[tuple[ServiceState, bool]]]):
+    """A model of the kernel that takes the steps ends with what the last states want; nothing is
+    removed that is not there, and nothing added twice that must not be.
+    """
+    ledger, elements, held = Ledger(), set[Element](), dict[Virtual, Any]()
+    last: dict[ServicePortKey, ServiceState] = {}
+    for one in rounds:
+        batch = {state.key: (state, there) for state, there in one}
+        for key, (state, there) in batch.items():
+            last[key] = state
+            if not there:
+                del last[key]
+        states = [state for state, there in batch.values() if there]
+        gone = tuple(key for key, (_, there) in batch.items() if not there)
+        changes = plan(ledger, *states, gone=gone)
+        steps = changes.steps()
+        for removed, added in ((steps.early, steps.first), (steps.gone, steps.late),
+                               (steps.notes, set())):  # fmt: skip
+            assert removed <= elements
+            assert not added & elements
+            elements = elements - removed | added
+        for virtual in changes.old_pools:
+            del held[virtual]
+        assert not held.keys() & changes.new_pools.keys()
+        held |= changes.new_pools
+        held |= {v: new for v, (_, new) in changes.changed_pools.items()}
+    whole = Ledger()
+    plan(whole, *last.values())
+    assert elements == whole.elements == ledger.elements
+    assert held == whole.pools == ledger.pools
+    assert not ledger.difference(frozenset(elements), held, True)
+
+
+def test_unsound_takes_nothing_away():
+    ledger, known = Ledger(), Ledger()
+    plan(known, service("web", CLUSTER, A), service("lost", "10.96.0.9:80", A))
+    plan(ledger, service("web", CLUSTER, ""))
+    changes = ledger.difference(known.elements, known.pools, sound=False)
+    assert {shown(parts) for _, parts in changes.old_elements} == {"10.96.0.1 TCP 80"}
+    assert names(changes.old_elements) == {"served"}
+    assert not changes.old_pools
+    assert len(ledger.difference(known.elements, known.pools, sound=True).old_pools) == 1
+
+
+def test_networks_of_the_node():
+    networks = (Cidr(parse_addr("10.1.0.0"), 112), Cidr(parse_addr("fd00::"), 64))
+    programmed = program_node(DesiredState({}, (), (), networks), ground())
+    assert sets(programmed, *SetName) == {
+        "local_networks": {"10.1.0.0/16", "fd00::/64"},
+        "node_ips": {NODE_IP, NODE_IP6},
+    }
+    assert NODE not in desired(*STATES).services
+
+
+def test_ends_sort_like_backends():
+    """What is read from the kernel compares equal with what was planned."""
+    (pool, *_) = program(service("web", CLUSTER, "10.0.0.2:9 10.0.0.2:8 10.0.0.1:80"),
+                         ground()).pools.values()  # fmt: skip
+    assert list(pool.servers) == sorted(pool.servers)
+    assert isinstance(pool.servers[0][0], End)
