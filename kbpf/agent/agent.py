@@ -92,7 +92,7 @@ class Agent:
             daemon=True,
         )
         try:
-            self._addresses = addresses.local_addresses()
+            self._addresses = self._local_addresses()
             watch.start()
             for source in self._sources:
                 source.start()
@@ -153,8 +153,12 @@ class Agent:
     def _synced(self) -> bool:
         return self._world.synced >= NEEDED
 
+    def _local_addresses(self) -> tuple[Addr, ...]:
+        """Those of the node itself: the IPVS data plane has a device for the others."""
+        return addresses.local_addresses(but=self._config.ipvs_device)
+
     def _look_at_addresses(self) -> None:
-        found = addresses.local_addresses()
+        found = self._local_addresses()
         if found != self._addresses:
             self._addresses = found
             self._pending.everything = True

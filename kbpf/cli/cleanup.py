@@ -12,8 +12,18 @@ import msgspec
 import typer
 
 from kbpf.cli import render
-from kbpf.cli.options import DEFAULT, CacheDir, Output, OutputOption, PinDir
+from kbpf.cli.options import (
+    DEFAULT,
+    CacheDir,
+    IpvsDevice,
+    NftTable,
+    Output,
+    OutputOption,
+    PinDir,
+    StateDir,
+)
 from kbpf.errors import ConfigError, KernelError
+from kbpf.model.config import Config
 from kbpf.views.columns import Column
 
 if TYPE_CHECKING:
@@ -44,12 +54,20 @@ def cleanup(
     output: OutputOption = Output.TABLE,
     pin_dir: PinDir = DEFAULT.pin_dir,
     cache_dir: CacheDir = DEFAULT.cache_dir,
+    ipvs_device: IpvsDevice = DEFAULT.ipvs_device,
+    nft_table: NftTable = DEFAULT.nft_table,
+    state_dir: StateDir = DEFAULT.state_dir,
 ) -> None:
     """Detach and remove all that kbpf keeps in the kernel. Services stop working on this node.
 
     Stop the agent first. Sockets that are connected stay connected.
     """
-    found = [*remove_pins(pin_dir, force), *(remove_artifacts(cache_dir) if cache else ())]
+    config = Config(ipvs_device=ipvs_device, nft_table=nft_table, state_dir=state_dir)
+    found = [
+        *remove_pins(pin_dir, force),
+        *remove_ipvs(config, force),
+        *(remove_artifacts(cache_dir) if cache else ()),
+    ]
     if output in (Output.JSON, Output.YAML) or found:
         print(render.rows(found, COLUMNS, output))
     else:
@@ -91,6 +109,28 @@ def remove_pins(pin_dir: Path, force: bool = False) -> Iterator[Removed]:
             pin_dir.rmdir()
     if not pin_dir.exists():
         yield Removed("folder", str(pin_dir))
+
+
+def remove_ipvs(config: Config, force: bool = False) -> Iterator[Removed]:
+    """What mode ipvs keeps: nothing is looked for where no agent of that mode has been."""
+    from kbpf.dataplane.ipvs import plane
+
+    folder = config.state_dir / config.ipvs_device
+    if not folder.is_dir():
+        return
+    fd = -1
+    try:
+        fd = plane.lock(folder, patience=0.0)
+    except KernelError:
+        if not force:
+            raise
+    try:
+        gone = plane.remove(config)
+    finally:
+        if fd >= 0:
+            os.close(fd)
+    yield from (Removed("on the node", what) for what in gone)
+    yield Removed("folder", str(folder))
 
 
 @contextlib.contextmanager

@@ -37,6 +37,24 @@ CacheDir = Annotated[
         "--cache-dir", envvar="KBPF_CACHE_DIR", help="Where the compiled programs are kept."
     ),
 ]
+IpvsDevice = Annotated[
+    str,
+    typer.Option(
+        "--ipvs-device", envvar="KBPF_IPVS_DEVICE", help="Mode ipvs: the device, as given to `run`."
+    ),
+]
+NftTable = Annotated[
+    str,
+    typer.Option(
+        "--nft-table", envvar="KBPF_NFT_TABLE", help="Mode ipvs: the table, as given to `run`."
+    ),
+]
+StateDir = Annotated[
+    Path,
+    typer.Option(
+        "--state-dir", envvar="KBPF_STATE_DIR", help="Mode ipvs: the folder, as given to `run`."
+    ),
+]
 CGroup = Annotated[
     Path | None,
     typer.Option(

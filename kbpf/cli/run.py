@@ -8,10 +8,9 @@ import time
 from collections.abc import Callable, Sequence
 from types import FrameType
 
+from kbpf.agent import mode
 from kbpf.agent.agent import Agent
 from kbpf.agent.inbox import Item
-from kbpf.dataplane.bpf.plane import BpfPlane
-from kbpf.errors import ConfigError
 from kbpf.model.config import Config
 from kbpf.source.base import Source
 
@@ -81,9 +80,7 @@ def serve(config: Config) -> None:
 
         check_folder(config.source)
     set_up_logging(config)
-    if config.mode not in ("auto", "bpf"):
-        raise ConfigError(f"unknown mode {config.mode!r}", "--mode", "use auto or bpf")
-    agent = Agent(config, BpfPlane(config), sources_of(config))
+    agent = Agent(config, mode.choose(config), sources_of(config))
 
     def stop(number: int, _: FrameType | None) -> None:
         agent.stop()

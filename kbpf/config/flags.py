@@ -135,6 +135,12 @@ def _networks(text: str, where: str) -> tuple[Cidr, ...]:
     return tuple(read_cidr(word.strip(), where) for word in text.split(",") if word.strip())
 
 
+def _table(text: str, where: str) -> str:
+    if not text.isidentifier() or not text.isascii():
+        raise ConfigError(f"not a table's name: {text!r}", where, "use letters, digits and _")
+    return text
+
+
 def _local_mode(text: str, where: str) -> LocalMode:
     if not text:
         return LocalMode.NONE
@@ -172,7 +178,11 @@ def _cgroups(text: str, where: str) -> tuple[str, ...]:
     return found
 
 
-_MODE = partial(_choice, ("auto", "bpf"))
+_MODE = partial(_choice, ("auto", "bpf", "ipvs"))
+_SCHEDULER = partial(
+    _choice,
+    ("rr", "wrr", "lc", "wlc", "lblc", "lblcr", "sh", "mh", "dh", "sed", "nq", "fo"),
+)
 _FORWARDING = partial(_choice, ("stack", "direct"))
 _LEVEL = partial(_choice, ("debug", "info", "warning", "error"))
 _FORMAT = partial(_choice, ("text", "json"))
@@ -203,7 +213,20 @@ FLAGS: Final = (
          "a folder of Kubernetes YAML instead of an API server; watched for changes"),
     Flag("--hostname-override", "node_name", _text, "NAME", NODE,
          "this node's name in Kubernetes (default: the hostname)"),
-    Flag("--mode", "mode", _MODE, "auto|bpf", NODE, "the data plane (default auto)"),
+    Flag("--mode", "mode", _MODE, "auto|bpf|ipvs", NODE,
+         "the data plane: BPF, which auto is, or IPVS and nftables (default auto)"),
+    Flag("--ipvs-scheduler", "ipvs_scheduler", _SCHEDULER, "NAME", NODE,
+         "mode ipvs: how a backend is chosen for Services without an algorithm or weights of their "
+         "own: rr, wrr, lc, wlc, lblc, lblcr, sh, mh, dh, sed, nq or fo (default rr)"),
+    Flag("--ipvs-strict-arp", "strict_arp", _truth, "true|false", NODE,
+         "mode ipvs: whether the node keeps from answering ARP for addresses of Services "
+         "(default false)"),
+    Flag("--ipvs-device", "ipvs_device", _device, "NAME", NODE,
+         f"mode ipvs: the dummy device for addresses of Services (default {Config().ipvs_device})"),
+    Flag("--nft-table", "nft_table", _table, "NAME", NODE,
+         f"mode ipvs: the nftables table, of the family inet (default {Config().nft_table})"),
+    Flag("--state-dir", "state_dir", _absolute, "DIR", NODE,
+         f"mode ipvs: a folder for the agent's lock and status (default {Config().state_dir})"),
     Flag("--pin-dir", "pin_dir", _absolute, "DIR", NODE,
          "where maps and attachments are kept over restarts: a folder in a bpffs "
          f"(default {Config().pin_dir})"),

@@ -24,12 +24,27 @@ IFADDR: Final = struct.Struct("=BBBBI")
 """Family, prefix length, flags, scope, ifindex."""
 
 
-def local_addresses() -> tuple[Addr, ...]:
-    """All addresses that others can reach this namespace by, sorted; no loopback, no link-local."""
+def local_addresses(but: str = "") -> tuple[Addr, ...]:
+    """All addresses that others can reach this namespace by, sorted; no loopback, no link-local,
+    and none of the device `but`.
+    """
     with Rtnetlink() as netlink:
         told = netlink.dump(RTM_GETADDR, IFADDR.pack(socket.AF_UNSPEC, 0, 0, 0, 0))
-    found = {address_of(message.body) for message in told if message.kind == RTM_NEWADDR}
+    hidden = _index(but)
+    found = {
+        address_of(message.body)
+        for message in told
+        if message.kind == RTM_NEWADDR and IFADDR.unpack_from(message.body)[4] != hidden
+    }
     return tuple(sorted(address for address in found if address is not None))
+
+
+def _index(name: str) -> int:
+    """0 if there is no such device."""
+    try:
+        return socket.if_nametoindex(name) if name else 0
+    except OSError:
+        return 0
 
 
 def source_of(body: bytes) -> Addr | None:

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 import pytest
 
 from kbpf.dataplane.bpf.hooks import HELPER_SET_RETVAL, PROG_CGROUP_SOCK_ADDR
-from kbpf.kernel import probe, tc
+from kbpf.errors import KernelError
+from kbpf.kernel import modules, probe, tc
+from kbpf.kernel.ipvs import Ipvs
 
 CONNECT4 = 10
 IPPROTO_SCTP, IPPROTO_MPTCP = 132, 262
@@ -43,6 +45,14 @@ def _socket(kind: int, protocol: int) -> bool:
     return False
 
 
+def _ipvs() -> bool:
+    modules.load(("ip_vs",))
+    with contextlib.suppress(KernelError):
+        Ipvs().close()
+        return True
+    return False
+
+
 def _set_retval() -> bool | None:
     return probe.helper(PROG_CGROUP_SOCK_ADDR, CONNECT4, HELPER_SET_RETVAL, -111).works
 
@@ -59,6 +69,7 @@ FEATURES = {
     "sctp": Feature(
         "SCTP sockets", lambda: _socket(socket.SOCK_STREAM, IPPROTO_SCTP), check="SCTP sockets"
     ),
+    "ipvs": Feature("IPVS", _ipvs),
     "mptcp": Feature(
         "MPTCP sockets", lambda: _socket(socket.SOCK_STREAM, IPPROTO_MPTCP), unbuilt=((5, 10),)
     ),

@@ -1,0 +1,509 @@
+"""The IPVS data plane on a kernel that has IPVS: two nodes of the lab, one of them with the plane,
+whose pods serve; connections come from the node, its pods, the other node and outside.
+"""
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import pytest
+
+from kbpf.dataplane.ipvs import plane as ipvs_plane
+from kbpf.dataplane.ipvs.plane import IpvsPlane
+from kbpf.kernel import netns
+from kbpf.kernel.ipvs import Change, Command, Ipvs, Server, Service, Settings
+from kbpf.model.address import parse_addr
+from kbpf.model.config import Config, LocalMode
+from kbpf.model.desired import DesiredState, ServiceState
+from kbpf.model.objects import Algorithm, Cidr, Protocol
+from tests.support.features import needs
+from tests.support.lab import Lab, Place, ip, run, until
+from tests.support.plane import desired, service
+
+T = TypeVar("T")
+UDP = Protocol.UDP
+DEVICE = "kbpf-test0"
+
+
+pytestmark = needs("ipvs")
+
+VIP4, VIP6, LB4, EXT4 = "10.96.0.1", "fd00:96::1", "192.0.2.1", "192.0.2.2"
+
+
+class Ground:
+    """The lab, the places in it, and a plane on node 1."""
+
+    def __init__(self, lab: Lab, folder: Path) -> None:
+        self.lab, self.folder = lab, folder
+        self.node = lab.nodes[0]
+        self.a, self.b = self.node.pod("a"), self.node.pod("b")
+        for pod in (self.a, self.b):
+            pod.serve(8080, 8081, udp=(5353,))
+        self.outside = Place("outside", lab.outside, None)
+        ip(
+            *(f"route add {net} via {self.node.ip}" for net in ("10.96.0.0/16", "192.0.2.0/24")),
+            f"route add fd00:96::/64 via {self.node.ip6}",
+            netns=lab.outside,
+        )
+        self.places = {"a": self.a, "b": self.b, "host": self.node.host, "outside": self.outside}
+        self.config = Config(ipvs_device=DEVICE, state_dir=folder)
+        self.plane = IpvsPlane(self.config)
+        self.start()
+
+    def start(self, **changed: Any) -> IpvsPlane:
+        """A new agent's plane, after the one before has ended."""
+        self.plane.close()
+        self.plane = IpvsPlane(replace(self.config, **changed))
+        self.do(self.plane.open)
+        return self.plane
+
+    def do(self, action: Callable[[], T]) -> T:
+        return netns.inside(Path("/run/netns") / self.node.netns, action)
+
+    def state(self, *services: ServiceState, **more: Any) -> DesiredState:
+        return replace_state(desired(*services, nodes=f"{self.node.ip} {self.node.ip6}"), more)
+
+    def apply(self, *services: ServiceState, sound: bool = True, **more: Any) -> None:
+        """These and nothing else."""
+        wanted = self.state(*services, **more)
+        self.do(lambda: self.plane.apply(wanted, None, sound))
+
+    def kernel(self) -> dict[str, dict[str, int]]:
+        """Virtual services, their real servers and weights."""
+
+        def read() -> dict[str, dict[str, int]]:
+            face = Ipvs()
+            try:
+                return {
+                    str(s): {str(load.server): load.weight for load in face.servers(s)}
+                    for s, _ in face.services()
+                }
+            finally:
+                face.close()
+
+        return self.do(read)
+
+    def traces(self) -> str:
+        """All that a plane leaves in a node's network."""
+        links = run("ip", "-n", self.node.netns, "-br", "link", "show", "type", "dummy")
+        rules = self.do(lambda: run("nft", "list", "tables"))
+        return "".join((*map(str, self.kernel().items()), links, rules))
+
+
+def replace_state(state: DesiredState, more: dict[str, Any]) -> DesiredState:
+    import msgspec
+
+    return msgspec.structs.replace(state, **more)
+
+
+@pytest.fixture(scope="module")
+def ground(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
+    with Lab(nodes=1, name="iv", apart=True) as lab:
+        made = Ground(lab, tmp_path_factory.mktemp("state"))
+        try:
+            yield made
+        finally:
+            made.do(made.plane.remove)
+            made.outside.close()
+
+
+def a_and_b(ground: Ground, port: int, v6: bool = False) -> str:
+    return " ".join(f"[{p.ip6}]:{port}" if v6 else f"{p.ip}:{port}" for p in (ground.a, ground.b))
+
+
+class Row(NamedTuple):
+    """Who dials what, who answers (or how it fails), and whom the backend sees."""
+
+    name: str
+    client: str
+    to: str
+    outcome: str
+    sees: str = ""
+    protocol: str = "tcp"
+
+
+REFUSED, DROPPED = "ECONNREFUSED", "timeout"
+
+
+def services(ground: Ground) -> list[ServiceState]:
+    two, one = a_and_b(ground, 8080), f"{ground.a.ip}:8080"
+    v6 = a_and_b(ground, 8080, True)
+    udp, udp6 = a_and_b(ground, 5353), a_and_b(ground, 5353, True)
+    return [
+        service("web", f"{VIP4}:80 NodePort=0.0.0.0:30080 LoadBalancer={LB4}:80", two),
+        service("web6", f"[{VIP6}]:80 NodePort=[::]:30080", v6),
+        service("dns", f"{VIP4}:53 NodePort=0.0.0.0:30053", udp, protocol=UDP),
+        service("dns6", f"[{VIP6}]:53", udp6, protocol=UDP),
+        service("empty", f"{VIP4}:81 NodePort=0.0.0.0:30081 LoadBalancer={LB4}:81", ""),
+        service("empty6", f"[{VIP6}]:81", ""),
+        service("emptyu", f"{VIP4}:82", "", protocol=UDP),
+        service("inner", f"{VIP4}:83", two, internal_local=True, local=""),
+        service("outer", f"{VIP4}:84 NodePort=0.0.0.0:30084 LoadBalancer={LB4}:84", two,
+                external_local=True, local=one),
+        service("none", f"{VIP4}:85 NodePort=0.0.0.0:30085 LoadBalancer={LB4}:85", two,
+                external_local=True, local=""),
+        service("ranges", f"{VIP4}:86 LoadBalancer={LB4}:86 ExternalIP={EXT4}:86", two,
+                ranges="198.18.0.1/32 10.244.1.2/32"),
+        service("self", f"{VIP4}:87 LoadBalancer={LB4}:87", one),
+        service("sticky", f"{VIP4}:88 LoadBalancer={LB4}:88", two, affinity_timeout=100),
+        service("stuck", f"{VIP4}:89 LoadBalancer={LB4}:89", two, affinity_timeout=100,
+                external_local=True, local=""),
+        service("maglev", f"{VIP4}:90", two, algorithm=Algorithm.MAGLEV),
+        service("weighty", f"{VIP4}:91", two, cluster_weights=(3, 1)),
+    ]  # fmt: skip
+
+
+NODE = "198.18.0.1"
+NODES = "the node"
+OWN = {"198.18.0.1", "10.244.1.1", "fd00:198:18::1", "fd00:10:244:1::1"}
+OUT = "198.18.0.254"
+ROWS = [
+    Row("ClusterIP, pod", "b", f"{VIP4}:80", "a!", "10.244.1.3"),
+    Row("ClusterIP, host", "host", f"{VIP4}:80", "a b", NODES),
+    Row("ClusterIP, outside", "outside", f"{VIP4}:80", "a b", NODES),
+    Row("ClusterIP, v6, outside", "outside", f"{VIP6}:80", "a b", NODES),
+    Row("ClusterIP, v6, host", "host", f"{VIP6}:80", "a b", NODES),
+    Row("ClusterIP, v6, pod", "b", f"{VIP6}:80", "a!", "fd00:10:244:1::3"),
+    Row("ClusterIP, UDP, outside", "outside", f"{VIP4}:53", "a b", NODES, "udp"),
+    Row("ClusterIP, UDP, host", "host", f"{VIP4}:53", "a b", NODES, "udp"),
+    Row("ClusterIP, UDP, v6", "outside", f"{VIP6}:53", "a b", NODES, "udp"),
+    Row("NodePort, outside", "outside", f"{NODE}:30080", "a b", NODES),
+    Row("NodePort, host", "host", f"{NODE}:30080", "a b", NODES),
+    Row("NodePort, v6", "outside", "fd00:198:18::1:30080", "a b", NODES),
+    Row("NodePort, UDP", "outside", f"{NODE}:30053", "a b", NODES, "udp"),
+    Row("LoadBalancer", "outside", f"{LB4}:80", "a b", NODES),
+    Row("no endpoints, host", "host", f"{VIP4}:81", REFUSED),
+    Row("no endpoints, pod", "a", f"{VIP4}:81", REFUSED),
+    Row("no endpoints, outside", "outside", f"{LB4}:81", REFUSED),
+    Row("no endpoints, NodePort", "outside", f"{NODE}:30081", REFUSED),
+    Row("no endpoints, NodePort, host", "host", f"{NODE}:30081", REFUSED),
+    Row("no endpoints, v6", "outside", f"{VIP6}:81", REFUSED),
+    Row("no endpoints, v6, host", "host", f"{VIP6}:81", REFUSED),
+    Row("no endpoints, UDP", "outside", f"{VIP4}:82", REFUSED, "", "udp"),
+    Row("unknown port", "outside", f"{VIP4}:9999", REFUSED),
+    Row("unknown port, v6", "a", f"{VIP6}:9999", REFUSED),
+    Row("internal Local, none here", "a", f"{VIP4}:83", DROPPED),
+    Row("internal Local, none here, host", "host", f"{VIP4}:83", DROPPED),
+    Row("external Local, outside", "outside", f"{LB4}:84", "a", OUT),
+    Row("external Local, outside, NodePort", "outside", f"{NODE}:30084", "a", OUT),
+    Row("external Local, pod of this node", "b", f"{LB4}:84", "a b"),
+    Row("external Local, host", "host", f"{LB4}:84", "a b", NODES),
+    Row("external Local, host, NodePort", "host", f"{NODE}:30084", "a b"),
+    Row("external Local, ClusterIP", "outside", f"{VIP4}:84", "a b", NODES),
+    Row("external Local, none here, outside", "outside", f"{LB4}:85", DROPPED),
+    Row("external Local, none here, NodePort", "outside", f"{NODE}:30085", DROPPED),
+    Row("external Local, none here, pod", "b", f"{LB4}:85", "a b"),
+    Row("external Local, none here, host", "host", f"{LB4}:85", "a b", NODES),
+    Row("ranges, outside", "outside", f"{LB4}:86", DROPPED),
+    Row("ranges, ClusterIP", "outside", f"{VIP4}:86", "a b", NODES),
+    Row("ranges, ExternalIP", "outside", f"{EXT4}:86", "a b", NODES),
+    Row("ranges, allowed pod", "a", f"{LB4}:86", "a b", NODES),
+    Row("ranges, other pod", "b", f"{LB4}:86", DROPPED),
+    Row("ranges, node", "host", f"{LB4}:86", "a b", NODES),
+    Row("hairpin", "a", f"{VIP4}:87", "a", NODES),
+    Row("Maglev", "outside", f"{VIP4}:90", "a b", NODES),
+    Row("weights", "outside", f"{VIP4}:91", "a b", NODES),
+]
+
+
+@pytest.fixture(scope="module")
+def applied(ground: Ground) -> Ground:
+    ground.start(detect_local_mode=LocalMode.CLUSTER_CIDR)
+    networks = (Cidr(parse_addr("10.244.1.0"), 120), Cidr(parse_addr("fd00:10:244:1::"), 64))
+    ground.apply(*services(ground), local_networks=networks)
+    return ground
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_who_answers(applied: Ground, row: Row):
+    host, _, port = row.to.rpartition(":")
+    fails = row.outcome in (REFUSED, DROPPED)
+    place = applied.places[row.client]
+    timeout = 2.0 if row.outcome == DROPPED else 30.0
+
+    def dial() -> dict[str, Any]:
+        if row.protocol == "udp":
+            return place.udp(host, int(port), timeout=timeout, connected=True)
+        return place.tcp(host, int(port), timeout=timeout)
+
+    answers = [dial() for _ in range(1 if fails else 12)]
+    if fails:
+        assert {answer.get("error") for answer in answers} == {row.outcome}, answers
+        return
+    assert not [a for a in answers if "error" in a], answers
+    # A pod that reaches itself is seen as the node.
+    others = [a for a in answers if a["name"] != row.client]
+    names = {a["name"] for a in (others if "!" in row.outcome else answers)}
+    assert names == set(row.outcome.rstrip("!").split()), answers
+    if row.sees:
+        seen = {a["client"] for a in (others if "!" in row.outcome else answers)}
+        assert seen <= (OWN if row.sees == NODES else {row.sees}), answers
+
+
+def test_affinity(applied: Ground):
+    for port in (88, 89):
+        place = applied.outside if port == 88 else applied.b
+        names = {place.tcp(LB4, port)["name"] for _ in range(6)}
+        assert len(names) == 1, port
+
+
+def test_drained_then_gone(applied: Ground):
+    """A connection outlives its backend's leaving; new ones go elsewhere; then it is removed."""
+    ground, at = applied, f"{VIP4}:70"
+    ground.apply(service("drain", at, a_and_b(ground, 8080)))
+    kept = [ground.outside.tcp(VIP4, 70, keep=f"k{i}")["name"] for i in range(4)]
+    assert set(kept) == {"a", "b"}
+    ground.apply(service("drain", at, f"{ground.a.ip}:8080"))
+    weights = ground.kernel()[f"{at}/6"]
+    assert weights == {f"{ground.a.ip}:8080": 1, f"{ground.b.ip}:8080": 0}
+    for i, name in enumerate(kept):
+        assert ground.outside.ask("talk", keep=f"k{i}")["name"] == name
+    assert {ground.outside.tcp(VIP4, 70)["name"] for _ in range(4)} == {"a"}
+    ground.start()  # a restart drains on
+    ground.apply(service("drain", at, f"{ground.a.ip}:8080"))
+    assert ground.kernel()[f"{at}/6"] == weights
+    ground.apply(service("drain", at, ""))
+    assert ground.outside.tcp(VIP4, 70)["error"] == REFUSED
+    for i, name in enumerate(kept):
+        assert ground.outside.ask("talk", keep=f"k{i}")["name"] == name
+    ground.apply(service("drain", at, a_and_b(ground, 8080)))
+    assert set(ground.kernel()[f"{at}/6"].values()) == {1}
+    for i in range(4):
+        ground.outside.ask("drop", keep=f"k{i}")
+
+
+def test_drained_without_connections_goes(applied: Ground):
+    ground, at = applied, f"{VIP4}:71"
+    ground.apply(service("drain", at, a_and_b(ground, 8080)))
+    ground.apply(service("drain", at, f"{ground.a.ip}:8080"))
+
+    def ticked() -> bool:
+        ground.do(lambda: ground.plane.tick(ground.plane._clock()))
+        return ground.kernel()[f"{at}/6"] == {f"{ground.a.ip}:8080": 1}
+
+    until("it is removed", ticked)
+
+
+def test_udp_moves_at_once(applied: Ground):
+    """A client with one port is led on when its backend stops serving, and refused without any."""
+    ground, at = applied, f"{VIP4}:72"
+    b_only, a_only = f"{ground.b.ip}:5353", f"{ground.a.ip}:5353"
+    ground.apply(service("moves", at, b_only, protocol=UDP))
+    assert ground.outside.udp(VIP4, 72, keep="u", connected=True)["name"] == "b"
+    ground.apply(service("moves", at, a_only, protocol=UDP))
+
+    def again() -> str:
+        got = ground.outside.udp(VIP4, 72, keep="u", connected=True, timeout=1.0)
+        return str(got.get("name", got.get("error")))
+
+    until("a answers", lambda: again() == "a")
+    ground.apply(service("moves", at, "", protocol=UDP))
+    until("it is refused", lambda: again() == REFUSED)
+
+
+def test_foreign_services_stay(applied: Ground):
+    ground = applied
+    theirs = Service(6, parse_addr("203.0.113.1"), 80)
+
+    def make() -> None:
+        face = Ipvs()
+        face.change([
+            Change(Command.NEW_SERVICE, theirs, Settings("rr")),
+            Change(Command.NEW_SERVER, theirs, None, Server(parse_addr("10.0.0.1"), 80), 1),
+        ])  # fmt: skip
+        face.close()
+
+    ground.do(make)
+    ground.apply(service("web", f"{VIP4}:80", a_and_b(ground, 8080)))
+    ground.start()
+    ground.apply(service("web", f"{VIP4}:80", a_and_b(ground, 8080)))
+    assert set(ground.kernel()) == {f"{VIP4}:80/6", "203.0.113.1:80/6"}
+    ground.do(lambda: ipvs_plane.remove(ground.plane._config))
+    assert set(ground.kernel()) == {"203.0.113.1:80/6"}
+
+    def unmake() -> None:
+        face = Ipvs()
+        face.change([Change(Command.DEL_SERVICE, theirs)])
+        face.close()
+
+    ground.do(unmake)
+    ground.start()
+
+
+def test_what_an_unsound_start_does_not_know_stays(applied: Ground):
+    ground = applied
+    web, other = (service(name, f"{VIP4}:{port}", a_and_b(ground, 8080))
+                  for name, port in (("web", 80), ("other", 81)))  # fmt: skip
+    ground.apply(web, other)
+    ground.start()
+    ground.apply(web, sound=False)
+    assert ground.outside.tcp(VIP4, 81)["name"] in "ab"
+    ground.apply(web)
+    assert ground.outside.tcp(VIP4, 81)["error"] == REFUSED
+    assert set(ground.kernel()) == {f"{VIP4}:80/6"}
+
+
+def test_a_lost_table_is_made_good(applied: Ground):
+    ground = applied
+    ground.apply(*services(ground))
+    before = ground.kernel()
+    ground.do(lambda: run("nft", "flush", "ruleset"))
+    ground.start()
+    ground.apply(*services(ground))
+    assert {k: v for k, v in ground.kernel().items() if "mark" not in k}.items() <= before.items()
+    assert ground.outside.tcp(LB4, 80)["client"] in OWN
+    assert ground.outside.tcp(VIP4, 81)["error"] == REFUSED
+
+
+def test_a_flush_under_way_is_made_good(applied: Ground):
+    ground = applied
+    ground.apply(*services(ground))
+    elements = ground.do(ground.plane._read_elements)
+    ground.do(lambda: ground.plane.tick(0.0))
+    ground.do(lambda: run("nft", "flush", "ruleset"))
+    ground.do(lambda: ground.plane.tick(1e9))
+    assert ground.do(ground.plane._read_elements) == elements
+    assert ground.outside.tcp(VIP4, 81)["error"] == REFUSED
+    ground.start()
+
+
+def test_a_closed_forward_lets_answers_pass(applied: Ground):
+    """What goes to backends does not meet it, what comes back does."""
+    ground = applied
+    ground.apply(*services(ground))
+    base = "type filter hook forward priority 0; policy drop;"
+    closed = f"table ip filter {{ chain FORWARD {{ {base}\n}}\n}}\n"
+    ground.do(lambda: run("nft", "-f", "-", stdin=closed))
+    try:
+        assert ground.outside.tcp(VIP4, 80, timeout=1.0)["error"] == DROPPED
+        ground.do(lambda: ground.plane.tick(1e9))
+        for host, port in ((VIP4, 80), (NODE, 30080), (LB4, 84)):
+            assert ground.outside.tcp(host, port)["name"] in ("a", "b")
+        assert ground.a.tcp(ground.b.ip, 8080, timeout=1.0)["error"] == DROPPED
+        ground.do(ground.plane.remove)
+        assert "kbpf" not in ground.do(lambda: run("nft", "list", "ruleset"))
+    finally:
+        ground.do(lambda: run("nft", "delete", "table", "ip", "filter"))
+    ground.start()
+
+
+def test_restart_changes_nothing(applied: Ground):
+    ground = applied
+    ground.apply(*services(ground))
+    ground.start()
+    elements = ground.do(ground.plane._read_elements)
+    wanted = ground.state(*services(ground))
+    report = ground.do(lambda: ground.plane.apply(wanted, None, True))
+    assert report.writes == {}
+    assert ground.do(ground.plane._read_elements) == elements
+
+
+def test_many_at_once(applied: Ground):
+    """1,000 servers: nobody says how long it may take; the report says how many writes it was."""
+    ground = applied
+    many = [
+        service(f"m{i}", f"10.96.{1 + i // 250}.{1 + i % 250}:80",
+                " ".join(f"10.99.{i}.{j}:80" for j in range(1, 11)))
+        for i in range(100)
+    ]  # fmt: skip
+    import time
+
+    begun = time.monotonic()
+    ground.apply(*many)
+    print("1,000 servers took", round(time.monotonic() - begun, 2), "s")
+    assert sum(map(len, ground.kernel().values())) == 1000
+    begun = time.monotonic()
+    ground.start()
+    ground.apply(*many)
+    print("adopting took", round(time.monotonic() - begun, 2), "s")
+
+
+def test_remove_leaves_nothing(applied: Ground):
+    ground = applied
+    ground.apply(*services(ground))
+    assert DEVICE in ground.traces()
+    assert "kbpf" in ground.traces()
+    ground.do(ground.plane.remove)
+    assert ground.traces() == ""
+    assert not list(ground.folder.rglob("*"))
+    ground.start()
+
+
+SERVICE = """
+apiVersion: v1
+kind: Service
+metadata: {name: web, namespace: default}
+spec:
+  type: NodePort
+  clusterIP: 10.96.0.1
+  clusterIPs: [10.96.0.1]
+  ipFamilies: [IPv4]
+  ports: [{name: http, port: 80, nodePort: 30080, protocol: TCP}]
+---
+apiVersion: discovery.k8s.io/v1
+kind: EndpointSlice
+metadata: {name: web-1, namespace: default, labels: {kubernetes.io/service-name: web}}
+addressType: IPv4
+ports: [{name: http, port: 8080, protocol: TCP}]
+endpoints: [{addresses: [POD], conditions: {ready: true}}]
+---
+apiVersion: v1
+kind: Node
+metadata: {name: node-1}
+status: {addresses: [{type: InternalIP, address: 198.18.0.1}]}
+"""
+
+
+def test_the_agent(applied: Ground, tmp_path: Path):
+    """`kbpf run --mode ipvs`: serves, follows a change, outlives a kill; cleanup removes all."""
+    ground = applied
+    ground.do(ground.plane.remove)
+    folder, log = tmp_path / "objects", (tmp_path / "log").open("wb")
+    folder.mkdir()
+    where = ("--ipvs-device", DEVICE, "--state-dir", str(ground.folder),
+             "--pin-dir", "/sys/fs/bpf/kbpf-no-ipvs")  # fmt: skip
+    enter = ("nsenter", f"--net=/run/netns/{ground.node.netns}")
+    kbpf = (*enter, sys.executable, "-m", "kbpf")
+
+    def objects(pod: Place) -> None:
+        new = tmp_path / "new.yaml"
+        new.write_text(SERVICE.replace("POD", pod.ip))
+        new.rename(folder / "all.yaml")
+
+    def agent() -> "subprocess.Popen[bytes]":
+        return subprocess.Popen(
+            [*kbpf, "run", "--mode", "ipvs", "--source", str(folder),
+             "--hostname-override", "node-1", *where], stderr=log)  # fmt: skip
+
+    def names(host: str, port: int) -> set[str]:
+        return {str(ground.outside.tcp(host, port, timeout=1.0).get("name")) for _ in range(3)}
+
+    objects(ground.a)
+    first = agent()
+    try:
+        until("a serves", lambda: names(VIP4, 80) == {"a"})
+        assert names(NODE, 30080) == {"a"}
+        objects(ground.b)
+        until("b serves", lambda: names(VIP4, 80) == {"b"})
+    finally:
+        first.kill()
+        first.wait()
+    assert names(VIP4, 80) == {"b"}
+    refused = subprocess.run([*kbpf, "run", "--mode", "bpf", "--source", str(folder), *where],
+                             capture_output=True, text=True, check=False)  # fmt: skip
+    assert refused.returncode != 0
+    assert "kbpf cleanup" in refused.stderr
+    objects(ground.a)
+    second = agent()
+    try:
+        until("a serves again", lambda: names(NODE, 30080) == {"a"})
+    finally:
+        second.terminate()
+        assert second.wait(60) == 0
+    assert names(NODE, 30080) == {"a"}
+    run(*kbpf, "cleanup", *where)
+    assert ground.traces() == ""
+    ground.start()
