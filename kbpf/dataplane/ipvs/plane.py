@@ -311,15 +311,13 @@ class IpvsPlane:
             for end, weight in pool.servers:
                 yield _of_server(Command.NEW_SERVER, virtual, end, weight)
         for virtual, (old, new) in changes.changed_pools.items():
-            yield from self._alter(virtual, old, new, changes.cut)
+            yield from self._alter(virtual, old, new)
         for virtual, end in changes.cut:
             if end in self._draining.get(virtual, ()):
                 yield _of_server(Command.DEL_SERVER, virtual, end)
                 self._draining[virtual].discard(end)
 
-    def _alter(
-        self, virtual: Virtual, old: Pool, new: Pool, cut: Collection[tuple[Virtual, End]]
-    ) -> Iterator[ipvs.Change]:
+    def _alter(self, virtual: Virtual, old: Pool, new: Pool) -> Iterator[ipvs.Change]:
         """Who comes is there before who leaves is drained."""
         draining = self._draining.setdefault(virtual, set())
         weights, wanted = dict(old.servers), dict(new.servers)
@@ -330,10 +328,7 @@ class IpvsPlane:
                 yield _of_server(Command.SET_SERVER, virtual, end, weight)
                 draining.discard(end)
         for end in (weights.keys() | draining) - wanted.keys():
-            if (virtual, end) in cut:
-                yield _of_server(Command.DEL_SERVER, virtual, end)
-                draining.discard(end)
-            elif end not in draining or weights.get(end):
+            if end not in draining or weights.get(end):
                 yield _of_server(Command.SET_SERVER, virtual, end, 0)
                 draining.add(end)
         if not draining:
