@@ -134,8 +134,8 @@ def _rule(style: Style, chain: str, *words: Json) -> Json:
 
 def _service_rules(style: Style, hook: str, family: int) -> Iterator[tuple[Json, ...]]:
     """What a new connection meets, in this order."""
-    at, source = _at(family), _payload(L3[family], "saddr")
-    allowed = {"concat": [source, *at["concat"]]}
+    at = _at(family)
+    allowed = {"concat": [_payload(L3[family], "saddr"), *_at(family, CT_PROTOCOL)["concat"]]}
     yield (
         _in(at, SetName.RESTRICTED, family),
         _in(allowed, SetName.SOURCES, family, "!="),
@@ -192,6 +192,9 @@ def _postrouting(style: Style) -> Iterator[tuple[Json, ...]]:
 
 MARK: Final[Json] = {"meta": {"key": "mark"}}
 L4: Final[Json] = {"meta": {"key": "l4proto"}}
+CT_PROTOCOL: Final[Json] = {"ct": {"key": "protocol", "dir": "original"}}
+"""For a set of intervals. There libnftables (1.0.6) swaps the bytes of L4, in twos though it is one
+byte, which newer kernels refuse (EOPNOTSUPP in 7.2)."""
 PORT_UNREACHABLE: Final[Json] = {"reject": {"type": "icmpx", "expr": "port-unreachable"}}
 
 
@@ -199,8 +202,8 @@ def _payload(protocol: str, name: str) -> Json:
     return {"payload": {"protocol": protocol, "field": name}}
 
 
-def _at(family: int) -> Json:
-    return {"concat": [_payload(L3[family], "daddr"), L4, _payload("th", "dport")]}
+def _at(family: int, protocol: Json = L4) -> Json:
+    return {"concat": [_payload(L3[family], "daddr"), protocol, _payload("th", "dport")]}
 
 
 def _match(left: Json, right: Any, operator: str = "==") -> Json:
