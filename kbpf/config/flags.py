@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from kbpf.errors import ConfigError, ObjectError
 from kbpf.model.address import parse_addr
-from kbpf.model.config import Config, LocalMode, MapSizes, SocketLb
+from kbpf.model.config import Config, LocalMode, MapSizes, Serving, SocketLb
 from kbpf.model.objects import Algorithm, Cidr
 
 Reader = Callable[[str, str], Any]
@@ -28,8 +28,8 @@ LONGEST_NAME: Final = 15  # IFNAMSIZ - 1
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """A flag: its name, the field of Config (or, with a dot, of MapSizes) that it sets, how it is
-    read, what stands for its value in the help, under which heading, and the help.
+    """A flag: its name, the field of Config (or, with a dot, of one of its parts) that it sets, how
+    it is read, what stands for its value in the help, under which heading, and the help.
     """
 
     name: str
@@ -158,8 +158,37 @@ def _device(text: str, where: str) -> str:
     return text
 
 
+def _listen(port: int, text: str, where: str) -> str:
+    """Addresses to listen on, each with a port, which may be left out; "" for none."""
+    return ",".join(_address(word.strip(), port, where) for word in text.split(",") if word.strip())
+
+
+def _address(text: str, port: int, where: str) -> str:
+    host, colon, number = text.rpartition(":")
+    if not colon or text.endswith("]") or (":" in host and not host.startswith("[")):
+        host, number = text, str(port)  # an address alone
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    try:
+        address = ipaddress.ip_address(bare)
+    except ValueError:
+        address = None
+    good = number.isascii() and number.isdigit() and 0 < int(number) <= MOST_PORTS
+    if address is None or not good:
+        raise ConfigError(
+            f"not an address to listen on: {text!r}", where, f"write it as 0.0.0.0:{port}"
+        )
+    return f"[{address}]:{number}" if address.version == 6 else f"{address}:{number}"
+
+
+def _count(text: str, where: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise ConfigError(f"not a number: {text!r}", where, "give a whole number, 0 or more")
+    return int(text)
+
+
 CLUSTER: Final = "Where Services come from"
 NODE: Final = "This node"
+SERVING: Final = "Health and metrics"
 LOGGING: Final = "Logging"
 SIZES: Final = "Sizes of the maps (entries at most)"
 
@@ -278,6 +307,18 @@ FLAGS: Final = (
          "the bridge that pods are on, for BridgeInterface"),
     Flag("--pod-interface-name-prefix", "pod_interface_name_prefix", _device, "PREFIX", NODE,
          "how the names of pods' devices begin, for InterfaceNamePrefix"),
+    Flag("--healthz-bind-address", "serving.healthz", partial(_listen, 10256), "IP:PORT", SERVING,
+         "where /healthz and /livez answer; empty: nowhere (default 0.0.0.0:10256, so all of both "
+         "families)"),
+    Flag("--metrics-bind-address", "serving.metrics", partial(_listen, 10249), "IP:PORT", SERVING,
+         "where /metrics, /proxyMode and /configz answer; empty: nowhere (default "
+         "127.0.0.1:10249)"),
+    Flag("--bind-address-hard-fail", "serving.hard_fail", _truth, "true|false", SERVING,
+         "whether one of these addresses that is taken ends the agent; else it is tried again "
+         "(default false)"),
+    Flag("--metrics-services", "serving.service_series", _count, "NUMBER", SERVING,
+         "so many Services at most have series of their own: those with the most connections "
+         "(default 1000)"),
     Flag("--log-level", "log_level", _LEVEL, "LEVEL", LOGGING,
          "debug, info, warning or error (default info)"),
     Flag("--log-format", "log_format", _FORMAT, "text|json", LOGGING,
@@ -299,9 +340,13 @@ def config(given: Mapping[str, str], environ: Mapping[str, str]) -> Config:
     nobody said it.
     """
     values = dict(_read_all(given, environ))
-    sizes = {k.partition(".")[2]: v for k, v in values.items() if k.startswith("sizes.")}
+    parts: dict[str, Any] = {"sizes": MapSizes(), "serving": Serving()}
+    for name, value in values.items():
+        part, dot, of = name.partition(".")
+        if dot:
+            parts[part] = replace(parts[part], **{of: value})
     plain = {k: v for k, v in values.items() if "." not in k and k != "node_ports"}
-    made = Config(**plain, sizes=MapSizes(**sizes))
+    made = Config(**plain, **parts)
     match values.get("node_ports", "primary"):
         case "all":
             made = replace(made, all_node_port_addresses=True)

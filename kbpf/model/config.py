@@ -32,6 +32,25 @@ class MapSizes:
     affinity: int = 65_536
 
 
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """Where the agent answers questions about itself, and about Services' health.
+
+    `healthz` (/healthz, /livez) and `metrics` (/metrics, /proxyMode, /configz) are ``IP:PORT``, an
+    IPv6 address in brackets, several with commas between them; "" switches the server off. A
+    wildcard of either family means both, as in Go. `hard_fail`: an address that cannot be had ends
+    the agent, instead of being tried again.
+    `late_seconds`: what has waited for so long to be programmed makes the agent unhealthy:
+    kube-proxy's 2 x syncPeriod. `service_series`: so many Services at most have their own series.
+    """
+
+    healthz: str = "0.0.0.0:10256"
+    metrics: str = "127.0.0.1:10249"
+    hard_fail: bool = False
+    late_seconds: float = 60.0
+    service_series: int = 1000
+
+
 class LocalMode(StrEnum):
     """How pods of this node are told from others: kube-proxy's words."""
 
@@ -63,6 +82,7 @@ class Config:
     `ipvs_scheduler`: IPVS' word for how Services without an algorithm or weights of their own are
     spread. `ipvs_device` holds their addresses, `nft_table` is of the family inet, and `state_dir`
     holds what a bpffs cannot. `strict_arp`: only addresses of the asked device are answered for.
+    `serving`: health checks and metrics.
     """
 
     node_name: str = ""
@@ -96,5 +116,6 @@ class Config:
     nft_table: str = "kbpf"
     state_dir: Path = Path("/run/kbpf")
     strict_arp: bool = False
+    serving: Serving = field(default_factory=Serving)
     log_format: str = "text"
     log_level: str = "info"

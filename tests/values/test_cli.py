@@ -110,6 +110,18 @@ SAID = [
          (65_535, 65_535)),
     Said("kube-proxy's bit", {}, {}, "masquerade_bit", 14),
     Said("another bit", {"--masquerade-bit": "31"}, {}, "masquerade_bit", 31),
+    Said("kube-proxy's port of health", {}, {}, "healthz", "0.0.0.0:10256"),
+    Said("a port of health", {"--healthz-bind-address": "192.0.2.1:8"}, {}, "healthz",
+         "192.0.2.1:8"),
+    Said("an address of health without a port", {"--healthz-bind-address": "::"}, {}, "healthz",
+         "[::]:10256"),
+    Said("no port of health", {"--healthz-bind-address": ""}, {}, "healthz", ""),
+    Said("ports of metrics", {"--metrics-bind-address": "[2001:db8::1]:9, 127.0.0.2"}, {},
+         "metrics", "[2001:db8::1]:9,127.0.0.2:10249"),
+    Said("a bracketed address alone", {"--metrics-bind-address": "[::1]"}, {}, "metrics",
+         "[::1]:10249"),
+    Said("a port that has to be had", {"--bind-address-hard-fail": "true"}, {}, "hard_fail", True),
+    Said("no series of Services", {"--metrics-services": "0"}, {}, "service_series", 0),
     Said("other sizes stay", {"--max-backends": "5000"}, {}, "slots", Config().sizes.slots),
 ]  # fmt: skip
 
@@ -117,9 +129,12 @@ SAID = [
 @pytest.mark.parametrize("said", SAID, ids=lambda said: said.name)
 def test_what_is_said_is_set(said: Said):
     made = flags.config(said.given, said.environ)
-    assert getattr(made, said.field, None) == said.value or (
-        getattr(made.sizes, said.field, None) == said.value
-    )
+    found = [
+        getattr(part, said.field)
+        for part in (made, made.sizes, made.serving)
+        if hasattr(part, said.field)
+    ]
+    assert found == [said.value]
 
 
 class Wrong(NamedTuple):
@@ -158,6 +173,10 @@ WRONG = [
     Wrong({"--masquerade-ports": "1-65536"}, {}, ("'1-65536'",)),
     Wrong({"--masquerade-bit": "32"}, {}, ("'32'", "--masquerade-bit", "0 to 31")),
     Wrong({"--masquerade-bit": "-1"}, {}, ("'-1'",)),
+    Wrong({"--healthz-bind-address": "localhost:1"}, {}, ("localhost:1", "10256")),
+    Wrong({"--healthz-bind-address": "0.0.0.0:0"}, {}, ("0.0.0.0:0",)),
+    Wrong({"--metrics-bind-address": "127.0.0.1:x"}, {}, ("127.0.0.1:x", "10249")),
+    Wrong({"--metrics-services": "-1"}, {}, ("'-1'", "--metrics-services")),
     Wrong({"--localhost-nodeports": "maybe"}, {}, ("maybe", "true or false")),
     Wrong({"--socket-lb": "pods"}, {}, ("pods", "off or hostNamespaceOnly or on")),
     Wrong({"--socket-lb": "off", "--packet-path": "false"}, {},
@@ -190,10 +209,9 @@ def test_every_flag_is_in_the_help_of_run():
 
 def test_every_flag_names_a_field_of_the_config():
     known = set(Config.__slots__) | {"node_ports"}
-    sizes = set(Config().sizes.__slots__)
     for flag in flags.FLAGS:
         head, _, tail = flag.field.partition(".")
-        assert tail in sizes if tail else head in known
+        assert tail in getattr(Config(), head).__slots__ if tail else head in known
 
 
 def test_the_node_has_this_machines_name_unless_it_is_said(monkeypatch: pytest.MonkeyPatch):
