@@ -1,0 +1,69 @@
+"""A real kube-proxy on a node of the lab, in any of its modes, beside kbpf or in its place.
+
+Built from its Go module (`go_build`). It runs in the node's network namespace, so its rules and
+conntrack are that namespace's own and are gone with it. It ends as kubelet ends it: its rules stay.
+"""
+
+import subprocess
+from pathlib import Path
+from typing import Self
+
+from tests.support import go_build
+from tests.support.lab import DIE_WITH_US, PATIENCE, Node, inside
+
+MODES = ("nftables", "iptables")
+QUIET = (
+    # Sysctls of the whole machine: not a namespace's to set, and not needed here.
+    "--conntrack-max-per-core=0",
+    "--conntrack-min=0",
+    "--conntrack-tcp-timeout-established=0",
+    "--conntrack-tcp-timeout-close-wait=0",
+)
+
+
+class KubeProxy:
+    """`kube-proxy` on one node. `arguments` are further flags."""
+
+    def __init__(self, node: Node, mode: str, kubeconfig: Path, *arguments: str) -> None:
+        self.node, self.mode = node, mode
+        self.log = node.lab.folder / f"kube-proxy-{node.name}.log"
+        self._command = (
+            *(str(go_build.build("kube-proxy")), "--proxy-mode", mode),
+            *("--kubeconfig", str(kubeconfig), "--hostname-override", node.name),
+            *(*QUIET, *arguments),
+        )
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> Self:
+        """Starts it. Its first rules come when it has listed everything: wait for what they do."""
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [*DIE_WITH_US, *inside(self.node.netns, None, *self._command)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+        return self
+
+    def stop(self) -> None:
+        """SIGTERM, as kubelet does; what it has programmed stays."""
+        if self._process is not None:
+            self._process.terminate()
+            self._process.wait(PATIENCE)
+            self._process = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its process has not ended."""
+        return self._process is not None and self._process.poll() is None
+
+    def tail(self, lines: int = 25) -> str:
+        """The end of its log."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
