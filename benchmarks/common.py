@@ -1,14 +1,17 @@
 """What the benchmarks share: interleaved runs, medians, ratios, and the JSON that they print."""
 
 import json
+import os
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from tests.support.lab import inside, run
 
 
 def say(text: str) -> None:
@@ -16,11 +19,33 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def interleave(rounds: int, sides: Mapping[str, Callable[[], float]]) -> dict[str, list[float]]:
+def chosen(names: Iterable[str]) -> list[str]:
+    """Those whose names have one of the words of $KBPF_BENCH_ONLY in them; without it all."""
+    words = os.environ.get("KBPF_BENCH_ONLY", "").split()
+    return [name for name in names if not words or any(word in name for word in words)]
+
+
+def first(processor: int) -> tuple[str, ...]:
+    """What a command begins with to run on this processor, before all others."""
+    return ("taskset", "-c", str(processor), "nice", "-n", "-20")
+
+
+def sysctl(netns: str | None, **settings: int) -> None:
+    """Sets what is below net in a network namespace; "__" stands for the dots of the name."""
+    lines = (f"echo {v} > /proc/sys/net/{k.replace('__', '/')}" for k, v in settings.items())
+    run(*inside(netns, None, "sh", "-ec", ";".join(lines)))
+
+
+def rounds(usual: int = 15) -> int:
+    """How often each side is measured: $KBPF_BENCH_ROUNDS, or as many as is usual."""
+    return int(os.environ.get("KBPF_BENCH_ROUNDS", usual))
+
+
+def interleave(count: int, sides: Mapping[str, Callable[[], float]]) -> dict[str, list[float]]:
     """Each side once per round, in an order that turns, so that a drift of the machine hits all."""
     results: dict[str, list[float]] = {name: [] for name in sides}
     names = list(sides)
-    for number in range(rounds):
+    for number in range(count):
         for name in names[number % len(names) :] + names[: number % len(names)]:
             results[name].append(sides[name]())
     return results

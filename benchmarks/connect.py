@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import build_c, goal, interleave, median, ratio, say
+from benchmarks.common import build_c, goal, interleave, median, ratio, say, sysctl
 from tests.support.lab import Agent, Lab, Place, cgroup2, inside, until
 
 PORT = 9000
@@ -54,7 +54,7 @@ def objects(count: int, backend: str) -> dict[str, Any]:
 
 def dial(program: Path, place: Place, cgroup: Path, address: str, port: int) -> float:
     """Connections per second."""
-    command = inside(place.netns, cgroup, str(program), "dial", address, str(port), str(SECONDS))
+    command = inside(place.netns, cgroup, str(program), "short", address, str(port), str(SECONDS))
     out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     done, failed, seconds = out.split()
     if int(failed):
@@ -93,10 +93,10 @@ def measure(lab: Lab, program: Path, count: int) -> dict[str, Any]:
 
 def run() -> dict[str, Any]:
     """By number of Services."""
-    program = build_c("short")
+    program = build_c("load")
     with Lab(1, "bench") as lab:
         node = lab.nodes[0]
-        node.pod("client")
+        sysctl(node.pod("client").netns, ipv4__tcp_max_tw_buckets=0)
         backend = node.pod("backend")
         server = subprocess.Popen(
             inside(backend.netns, backend.cgroup, str(program), "serve", backend.ip, str(PORT))

@@ -1,101 +1,337 @@
-"""Short TCP connections through a NodePort, against direct ones to the backend by its route.
+"""From outside through a NodePort: kbpf beside a real kube-proxy, and the routed path as the limit.
 
-The client is a machine outside of the cluster; backends are a pod of the node that is dialled and
-one of another node. Sides of each round, with `--forwarding stack` and, where there is one, with
-`direct`:
-  local, direct     to the local pod's address, routed by its node
-  local, NodePort   through the NodePort
-  remote, ...       the same with the pod of the other node
-The goals are those of the packet path's issue; what a real kube-proxy reaches stands beside them
-there.
+Each way has two nodes of its own, all of the same shape: a client outside dials the first, and the
+backend is a pod on that node (local) or on the second (remote). The ways:
+
+  direct     the pod's own address; both nodes route, and nothing else. What the others could reach
+  stack      kbpf, `--forwarding stack`
+  forwarded  kbpf, `--forwarding direct`
+  nftables   kube-proxy in this mode, as built from its Go module
+  iptables   the same
+
+Packets of every way cross the same nodes in both directions: the remote pod's answers to the direct
+way go back through the first node too, as those do that a load balancer has masqueraded. All ways
+are up at the same time, on one API server, with the same Services; each round measures all of them,
+in an order that turns. Client and server have one processor, and precedence on it: what is measured
+is what the whole of a connection, request or byte costs, wherever that is spent.
+KBPF_BENCH_CPUS=0,1 gives them one each (client, servers): then waking the other one up is part of
+it, for all ways.
+
+Proof that a way is what it says: its own counters grow by exactly as many connections as were
+dialled (`_proof`), before and after the rounds; and in every run the server has seen as many, and
+from whom it should: the client for direct, else the first node.
 """
 
-import socket
+import contextlib
+import os
+import re
+import statistics
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from benchmarks.common import build_c, interleave, median, ratio, say
-from tests.support.field import FORWARDINGS, Field, at, forward, split, there
-from tests.support.kube_objects import slice_port
-from tests.support.lab import inside, ip, until
+from benchmarks.common import (
+    build_c,
+    chosen,
+    first,
+    goal,
+    interleave,
+    ratio,
+    rounds,
+    say,
+    sysctl,
+)
+from kbpf.dataplane.bpf.layout import Reason
+from tests.support.apiserver import ApiServer
+from tests.support.kube_objects import endpoint, endpoint_slice, node, port, service, slice_port
+from tests.support.kube_proxy import KubeProxy
+from tests.support.lab import Agent, Lab, Node, Place, inside, ip, until
+from tests.support.lab import run as command
 
-PORT, ROUNDS, SECONDS = 9000, 11, 1.0
-BACKENDS = {"local": (71, "a1"), "remote": (72, "b1")}
-
-
-def dial(field: Field, program: Path, processes: int, host: str, port: int) -> float:
-    """Connections per second, of so many processes together."""
-    command = inside(field.lab.outside, None, str(program), "dial", host, str(port), str(SECONDS))
-    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-               for _ in range(processes)]  # fmt: skip
-    rate = 0.0
-    for each in running:
-        done, failed, seconds = each.communicate()[0].split()
-        if int(failed):
-            raise SystemExit(f"{failed} of {done} connections to {host}:{port} failed")
-        rate += int(done) / float(seconds)
-    return rate
-
-
-def sides(field: Field, program: Path, processes: int) -> dict[str, Callable[[], float]]:
-    """What is compared, by name."""
-    found: dict[str, Callable[[], float]] = {}
-    for name, (number, who) in BACKENDS.items():
-        found[f"{name}, direct"] = partial(dial, field, program, processes, field[who].ip, PORT)
-        host, port = split(at("NodePort", number))
-        found[f"{name}, NodePort"] = partial(dial, field, program, processes, host, port)
-    return found
-
-
-def measure(program: Path, how: str) -> dict[str, Any]:
-    """One way of forwarding."""
-    with Field(*forward(how), name="np", pods=(1, 1)) as field:
-        servers = []
-        try:
-            for number, who in BACKENDS.values():
-                pod = field[who]
-                command = inside(pod.netns, None, str(program), "serve", pod.ip, str(PORT))
-                servers.append(subprocess.Popen(command))
-                service, *_ = field.all_ways(number, "")
-                field.create(service, field.slice(f"web-{number}", who, slice_port(PORT)))
-            for node in field.lab.nodes:
-                ip(f"route add 10.244.{node.number}.0/24 via {node.ip}", netns=field.lab.outside)
-            field.settle()
-            for _, who in BACKENDS.values():
-                until(f"{who} serves", partial(_serves, field, field[who].ip))
-            results = {}
-            for processes in (1, 2):
-                compared = sides(field, program, processes)
-                for side in compared.values():
-                    side()  # neighbours, caches
-                rates = interleave(ROUNDS, compared)
-                results[f"{processes} clients"] = {
-                    "per_second": {name: median(values) for name, values in rates.items()},
-                    **{
-                        f"{name}_by_direct": ratio(rates, f"{name}, NodePort", f"{name}, direct")
-                        for name in BACKENDS
-                    },
-                }
-                say(f"{how}, {processes}: {results[f'{processes} clients']}")
-            return results
-        finally:
-            for server in servers:
-                server.kill()
-                server.wait()
+PORT = 9000
+SECONDS = 0.3
+PROOF = 500
+CLUSTER = "10.244.0.0/16,fd00:10:244::/32"
+CLIENT_ON, SERVERS_ON = map(int, os.environ.get("KBPF_BENCH_CPUS", "0,0").split(","))
+WAYS = ("direct", "stack", "forwarded", "nftables", "iptables")
+KBPF = {"stack": "stack", "forwarded": "direct"}
+KUBE_PROXY = ("nftables", "iptables")
+KINDS = {
+    "short": "short connections a second",
+    "requests": "requests a second, one kept connection",
+    "upload": "MB a second, to the pod",
+    "download": "MB a second, from the pod",
+}
+BACKENDS = ("local", "remote")
 
 
-def _serves(field: Field, address: str) -> bool:
-    def connects() -> bool:
-        with socket.socket() as s:
-            return s.connect_ex((address, PORT)) == 0
+@dataclass
+class Way:
+    """One way from the client to a pod of `front` and one of `back`."""
 
-    return bool(there(field["outside"], connects))
+    name: str
+    number: int
+    front: Node
+    back: Node
+    pods: Mapping[str, Place]
+    agent: Agent | None = None
+    servers: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def at(self, backend: str) -> tuple[str, int]:
+        """What the client dials."""
+        if self.name == "direct":
+            return self.pods[backend].ip, PORT
+        return self.front.ip, self.node_port(backend)
+
+    def node_port(self, backend: str) -> int:
+        """Of this way's Service in front of this pod."""
+        return 30100 + 10 * self.number + BACKENDS.index(backend)
+
+    def objects(self, backend: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        """That Service, and its slice."""
+        name = f"{self.name}-{backend}"
+        home = self.front if backend == "local" else self.back
+        row = port(80, node_port=self.node_port(backend))
+        end = endpoint(self.pods[backend].ip, node=home.name)
+        return (
+            service(name, row, type="NodePort"),
+            endpoint_slice(name, end, ports=[slice_port(PORT)]),
+        )
+
+
+class World:
+    """All ways, up and serving."""
+
+    def __init__(self, ways: tuple[str, ...] = WAYS) -> None:
+        self.program = build_c("load")
+        self._names = ways
+        self._stack = contextlib.ExitStack()
+        self.ways: dict[str, Way] = {}
+
+    def __enter__(self) -> Self:
+        with self._stack:
+            enter = self._stack.enter_context
+            self.lab = enter(Lab(2 * len(self._names), "np", apart=True))
+            api = enter(ApiServer(addresses=(self.lab.outside_ip,), netns=self.lab.outside))
+            self.config = api.kubeconfig(self.lab.folder / "kubeconfig")
+            sysctl(self.lab.outside, ipv4__tcp_max_tw_buckets=0)
+            with api.kube() as kube:
+                for each in self.lab.nodes:
+                    for which in ("all", "eth0"):
+                        sysctl(each.netns, **{f"ipv4__conf__{which}__send_redirects": 0})
+                    kube.create(node(each.name, each.ip, each.ip6))
+                for number, name in enumerate(self._names):
+                    self._way(number, name)
+                for way in self.ways.values():
+                    for obj in (obj for backend in BACKENDS for obj in way.objects(backend)):
+                        kube.create(obj)
+            for way in self.ways.values():
+                self._balance(way)
+            for way in self.ways.values():
+                for backend in BACKENDS:
+                    until(f"{way.name}, {backend}", partial(self._answers, way, backend))
+            self._stack = self._stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _way(self, number: int, name: str) -> None:
+        """Its pods serve."""
+        front, back = self.lab.nodes[2 * number : 2 * number + 2]
+        way = Way(name, number, front, back, {"local": front.pod("a1"), "remote": back.pod("b1")})
+        self.ways[name] = way
+        for pod in way.pods.values():
+            serve = (*first(SERVERS_ON), str(self.program), "serve", pod.ip, str(PORT), "2")
+            server = subprocess.Popen(inside(pod.netns, pod.cgroup, *serve))
+            self._stack.callback(server.wait)
+            self._stack.callback(server.kill)
+        if name == "direct":
+            nets = (f"10.244.{home.number}.0/24 via {front.ip}" for home in (front, back))
+            ip(*(f"route add {net}" for net in nets), netns=self.lab.outside)
+            ip(f"route add {self.lab.outside_ip} via {front.ip}", netns=back.netns)
+
+    def _balance(self, way: Way) -> None:
+        """Who balances there begins, on both nodes."""
+        for home in (way.front, way.back):
+            if way.name in KBPF:
+                how = ("--packet-path", "true", "--forwarding", KBPF[way.name])
+                agent = Agent(home, *how, "--cluster-cidr", CLUSTER)
+                agent.start(extra=("--kubeconfig", str(self.config)))
+                way.agent = way.agent or agent
+            elif way.name in KUBE_PROXY:
+                proxy = KubeProxy(home, way.name, self.config, "--cluster-cidr", CLUSTER)
+                self._stack.enter_context(proxy)
+
+    def _answers(self, way: Way, backend: str) -> bool:
+        done, _, _ = self.load(way, backend, "short", 0.1, 1)
+        return done == 1
+
+    # ---- load ------------------------------------------------------------------------------
+
+    def load(
+        self, way: Way, backend: str, kind: str, seconds: float, count: int = 0
+    ) -> tuple[int, int, float]:
+        """Done, failed, seconds."""
+        host, number = way.at(backend)
+        what = (str(self.program), kind, host, str(number), str(seconds), str(count))
+        done, failed, took = command(
+            *inside(self.lab.outside, None, *first(CLIENT_ON), *what)
+        ).split()
+        return int(done), int(failed), float(took)
+
+    def seen(self, way: Way, backend: str) -> dict[str, int]:
+        """How many connections this way's pod has had, by who came."""
+        pod = way.pods[backend]
+        lines = command(*inside(pod.netns, None, str(self.program), "seen", pod.ip, str(PORT)))
+        return {host: int(count) for host, count in (one.split() for one in lines.splitlines())}
+
+    def _comes_as(self, way: Way) -> set[str]:
+        """Whose address its pods see: the client's own, or of the node that balances."""
+        if way.name == "direct":
+            return {self.lab.outside_ip}
+        return {way.front.ip, f"10.244.{way.front.number}.1"}
+
+    def measure(self, way: Way, backend: str, kind: str) -> float:
+        """So many a second (bytes: MB); the run counts only if all of it went this way."""
+        before = self.seen(way, backend)
+        done, failed, took = self.load(way, backend, kind, SECONDS)
+        after = self.seen(way, backend)
+        came = {host: n - before.get(host, 0) for host, n in after.items() if n != before.get(host)}
+        expected = done if kind == "short" else 1
+        if failed or sum(came.values()) != expected or not set(came) <= self._comes_as(way):
+            raise SystemExit(
+                f"{way.name}, {backend}, {kind}: {failed} failed, {expected} of {came}"
+            )
+        return done / took / (1e6 if kind.endswith("load") else 1)
+
+
+# ---- what a way has counted ----------------------------------------------------------------------
+
+
+def _counted(way: Way, backend: str) -> int:
+    """How many connections to this backend's NodePort the way's own means have balanced so far."""
+    if way.agent is not None:
+        return way.agent.reasons()[Reason.NEW_FLOW]
+    if way.name == "iptables":
+        return _iptables_counter(way, backend)
+    return 0
+
+
+def _iptables_counter(way: Way, backend: str) -> int:
+    """Packets that the rule of this NodePort has sent on: the first one of each connection."""
+    rules = command(*inside(way.front.netns, None, "iptables-save", "-c", "-t", "nat"))
+    rule = rf"\[(\d+):\d+\] -A KUBE-NODEPORTS -p tcp .*--dport {way.node_port(backend)} .*KUBE-EXT-"
+    found = re.search(rule, rules)
+    if found is None:
+        raise SystemExit(f"no rule of kube-proxy for {way.node_port(backend)}:\n{rules}")
+    return int(found[1])
+
+
+@contextlib.contextmanager
+def _nft_counter(way: Way, backend: str) -> Iterator[Callable[[], int]]:
+    """kube-proxy's rules in this mode do not count. So while this lasts a counter stands in the
+    chain that the NodePort's element of the map leads to.
+    """
+    inner = partial(command, *inside(way.front.netns, None), "nft")
+    elements = inner("list", "map", "ip", "kube-proxy", "service-nodeports")
+    found = re.search(rf"tcp \. {way.node_port(backend)} : goto (\S+?)[,\s]", elements)
+    if found is None:
+        raise SystemExit(f"no chain of kube-proxy for {way.node_port(backend)}:\n{elements}")
+    rule = ("rule", "ip", "kube-proxy", f"{found[1]}")
+    made = inner("--echo", "--handle", "insert", *rule, "counter")
+    number = re.search(r"handle (\d+)", made)
+    assert number is not None, made
+
+    def count() -> int:
+        listed = inner("list", "chain", "ip", "kube-proxy", found[1])
+        packets = re.search(r"counter packets (\d+)", listed)
+        assert packets is not None, listed
+        return int(packets[1])
+
+    try:
+        yield count
+    finally:
+        inner("delete", *rule, "handle", number[1])
+
+
+def _proof(world: World, way: Way, backend: str) -> int:
+    """By how much the way's own counter grew while PROOF connections were made; SystemExit if that
+    is not the same number.
+    """
+    with contextlib.ExitStack() as stack:
+        count: Callable[[], int] = partial(_counted, way, backend)
+        if way.name == "nftables":
+            count = stack.enter_context(_nft_counter(way, backend))
+        before = count()
+        done, failed, _ = world.load(way, backend, "short", 60, PROOF)
+        grown = count() - before
+    expected = 0 if way.name == "direct" else PROOF
+    if (done, failed, grown) != (PROOF, 0, expected):
+        raise SystemExit(f"{way.name}, {backend}: {done} done, {failed} failed, {grown} counted")
+    return grown
+
+
+def prove(world: World) -> dict[str, int]:
+    """All of them, by way and backend."""
+    return {
+        f"{name}, {backend}": _proof(world, way, backend)
+        for name, way in world.ways.items()
+        for backend in BACKENDS
+    }
+
+
+# ---- results -------------------------------------------------------------------------------------
+
+
+def _cell(world: World, kind: str, backend: str) -> dict[str, Any]:
+    """One kind of load to one backend, all ways."""
+    sides = {name: partial(world.measure, way, backend, kind) for name, way in world.ways.items()}
+    rates = interleave(rounds(), sides)
+    medians = {name: statistics.median(values) for name, values in rates.items()}
+    proxies = [name for name in KUBE_PROXY if name in medians]
+    better = max(proxies, key=lambda name: medians[name])
+    cell: dict[str, Any] = {
+        "unit": KINDS[kind],
+        "median": {name: round(value, 1) for name, value in medians.items()},
+        "better_kube_proxy": better,
+        "by_direct": {n: ratio(rates, n, "direct") for n in medians if n != "direct"},
+        "by_kube_proxy": {n: ratio(rates, n, better) for n in medians if n in KBPF},
+    }
+    for name, found in cell["by_kube_proxy"].items():
+        found["goal"] = goal(found["median"], at_least=1.0)
+        if name == "forwarded" and kind == "short":
+            limit = cell["by_direct"][name]
+            limit["goal"] = goal(limit["median"], at_least=1.0)
+    say(f"{backend}, {kind}: {cell['median']}")
+    return cell
+
+
+def table(cells: Mapping[str, Mapping[str, Any]]) -> str:
+    """For people: a line for each cell and way."""
+    head = f"{'':20}{'way':12}{'median':>12}{'/ direct':>10}{'/ kube-proxy':>14}{'quartiles':>16}"
+    lines = [head]
+    for name, cell in cells.items():
+        lines.append(f"{name}: {cell['unit']}; the better kube-proxy: {cell['better_kube_proxy']}")
+        for way, value in cell["median"].items():
+            limit, proxy = cell["by_direct"].get(way), cell["by_kube_proxy"].get(way)
+            lines.append(
+                f"{'':20}{way:12}{value:12,.0f}"
+                + (f"{limit['median']:10.3f}" if limit else f"{'':10}")
+                + (f"{proxy['median']:14.3f}" if proxy else f"{'':14}")
+                + (f"{proxy['low']:10.3f}{proxy['high']:6.3f}" if proxy else "")
+            )
+    return "\n".join(lines)
 
 
 def run() -> dict[str, Any]:
-    """By way of forwarding."""
-    program = build_c("short")
-    return {how: measure(program, how) for how in FORWARDINGS}
+    """Everything, with the proofs around it."""
+    with World() as world:
+        proof = {"before": prove(world)}
+        names = {f"{backend}, {kind}": (kind, backend) for kind in KINDS for backend in BACKENDS}
+        cells = {name: _cell(world, *names[name]) for name in chosen(names)}
+        proof["after"] = prove(world)
+    say(table(cells))
+    return {"rounds": rounds(), "cells": cells, "proof": {"dialled": PROOF, "counted": proof}}
