@@ -56,11 +56,12 @@ def cgroup_root(
 ) -> Path:
     """The root of the cgroup v2 hierarchy, on machines that also have v1 (hybrid) too.
 
-    Raises KernelError where there is none, or where only a part of it is visible. In a cgroup
-    namespace of our own a part calls itself "/" in mountinfo; the inode tells it from the root.
+    Raises KernelError where there is none, or where only a part of it is visible. The inode tells
+    which: in a cgroup namespace of our own, as a container has it, mountinfo calls a part "/" and
+    the root of the host's hierarchy "/../..".
     """
     found = [m for m in (mounts() if seen is None else seen) if m.kind == "cgroup2"]
-    whole = [m for m in found if m.root == "/" and inode(m.path) == CGROUP_ROOT_INODE]
+    whole = [m for m in found if inode(m.path) == CGROUP_ROOT_INODE]
     if whole:
         return min(whole, key=lambda m: len(m.path.parts)).path
     if found:
@@ -114,7 +115,9 @@ def is_bpffs(path: Path) -> bool:
 def ensure_bpffs(pin_dir: Path) -> None:
     """Makes the folder exist in a bpffs, mounting one where it is missing.
 
-    Below /sys/fs/bpf the mount goes to /sys/fs/bpf, as everywhere; else to the folder itself.
+    Below /sys/fs/bpf the mount goes to /sys/fs/bpf, as everywhere; else to the folder itself. Not
+    where something else is mounted there: so a container is given the node's /sys/fs/bpf, and a
+    bpffs over it would end with the container, and the pins with it.
     """
     ancestor = pin_dir
     try:
@@ -125,7 +128,14 @@ def ensure_bpffs(pin_dir: Path) -> None:
             "cannot look at the folder for pins", str(ancestor), "run as root", error.errno or 0
         ) from error
     if not is_bpffs(ancestor):
-        mount_bpffs(BPF_FS if pin_dir.is_relative_to(BPF_FS) else pin_dir)
+        place = BPF_FS if pin_dir.is_relative_to(BPF_FS) else pin_dir
+        if any(m.path == place for m in mounts()):
+            raise KernelError(
+                "what is mounted here is no bpffs",
+                str(place),
+                f"on the node: mount -t bpf bpf {place}",
+            )
+        mount_bpffs(place)
     try:
         pin_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:

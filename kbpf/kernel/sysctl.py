@@ -1,5 +1,8 @@
 """Settings below /proc/sys of the network namespace of the calling thread, and sets of ports as
 the kernel writes them there.
+
+In a container /proc/sys cannot be written. Its pod gets the node's /proc/sys/net a second time, at
+HOST_ROOT; whose settings are shown there depends on who looks, as at the first.
 """
 
 import errno
@@ -10,6 +13,7 @@ from typing import Final
 from kbpf.errors import KernelError
 
 ROOT: Final = Path("/proc/sys")
+HOST_ROOT: Final = Path("/host/proc/sys")
 LOCAL_PORTS: Final = "net.ipv4.ip_local_port_range"
 """Where the kernel takes ports for sockets that do not ask for one; of both families."""
 RESERVED_PORTS: Final = "net.ipv4.ip_local_reserved_ports"
@@ -19,10 +23,16 @@ Range = tuple[int, int]
 """Ports, both ends included."""
 
 
+def path_of(name: str, root: Path = ROOT, host: Path = HOST_ROOT) -> Path:
+    """The file of a setting; the one below `host` where there is one."""
+    file = name.replace(".", "/")
+    return host / file if (host / file).exists() else root / file
+
+
 def read(name: str) -> str:
     """The value of a setting, without the line's end."""
     try:
-        return (ROOT / name.replace(".", "/")).read_text().strip()
+        return path_of(name).read_text().strip()
     except OSError as error:
         raise KernelError(
             f"cannot read the setting {name}", str(ROOT), "mount /proc", error.errno or 0
@@ -32,7 +42,7 @@ def read(name: str) -> str:
 def write(name: str, value: str) -> None:
     """Sets it; KernelError with EROFS or EACCES in a container that must not."""
     try:
-        (ROOT / name.replace(".", "/")).write_text(f"{value}\n")
+        path_of(name).write_text(f"{value}\n")
     except OSError as error:
         raise KernelError(
             f"cannot set {name}", str(ROOT), f"on the node: sysctl -w {name}={value}",

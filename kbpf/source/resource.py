@@ -100,7 +100,9 @@ class Refused(SourceError):
 
 def _role(resource: Resource) -> str:
     """Who has the right: kube-proxy's own role knows no Pods."""
-    return "manifests/rbac.yaml" if resource.kind is Kind.POD else "ClusterRole system:node-proxier"
+    if resource.kind is Kind.POD:
+        return "manifests/base/rbac.yaml"
+    return "ClusterRole system:node-proxier"
 
 
 def refused(resource: Resource, status: int, reason: str, body: bytes, where: str) -> Refused:

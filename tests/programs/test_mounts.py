@@ -29,6 +29,7 @@ HYBRID = """\
 35 33 0:31 / /sys/fs/cgroup/cpu rw,nosuid shared:11 - cgroup cgroup rw,cpu"""
 V1 = "35 33 0:31 / /sys/fs/cgroup/cpu rw shared:11 - cgroup cgroup rw,cpu"
 POD = "99 1 0:26 /kubepods/pod1 /sys/fs/cgroup rw,relatime master:9 - cgroup2 cgroup rw"
+HOST = "98 1 0:26 /../../.. /host/sys/fs/cgroup rw,relatime master:9 - cgroup2 cgroup rw"
 PLACE = "40 25 0:26 / /mnt/my\\040cgroups rw - cgroup2 none rw"
 
 
@@ -47,11 +48,13 @@ ROWS = [
     Row("pure v2", PURE, "/sys/fs/cgroup"),
     Row("hybrid", HYBRID, "/sys/fs/cgroup/unified"),
     Row("several: the one nearest to the root", f"{PLACE}\n{HYBRID}\n{PURE}", "/mnt/my cgroups"),
-    Row("a part and the whole", f"{POD}\n{PLACE}", "/mnt/my cgroups"),
+    Row("a part and the whole", f"{POD}\n{PLACE}", "/mnt/my cgroups", ("/sys/fs/cgroup",)),
+    Row("a container that was given the node's", f"{PURE}\n{HOST}", "/host/sys/fs/cgroup",
+        ("/sys/fs/cgroup",)),
     Row("v1 only", V1, "no cgroup v2 hierarchy is mounted (/proc/self/mountinfo); "),
     Row("nothing", "", "no cgroup v2 hierarchy is mounted (/proc/self/mountinfo); "),
     Row("only a part is visible", POD, "only a part of the cgroup v2 hierarchy is mounted "
-        "(/sys/fs/cgroup shows /kubepods/pod1); "),
+        "(/sys/fs/cgroup shows /kubepods/pod1); ", ("/sys/fs/cgroup",)),
     Row("a cgroup namespace", PURE, "only a part of the cgroup v2 hierarchy is mounted "
         "(/sys/fs/cgroup shows a part of it); ", ("/sys/fs/cgroup",)),
     Row("a cgroup namespace and the whole", f"{PURE}\n{PLACE}", "/mnt/my cgroups",
@@ -139,11 +142,12 @@ def test_a_cgroup_namespace_of_our_own_does_not_show_the_root():
     assert error.startswith("only a part of the cgroup v2 hierarchy is mounted (")
 
 
-def elsewhere(code: str) -> str:
-    """What this Python prints in a mount namespace of its own without any bpffs."""
+def elsewhere(code: str, *more: str) -> str:
+    """What this Python prints in a mount namespace of its own without any bpffs, but `more`."""
     lines = [
         "mount --make-rprivate /",
         "while umount -l /sys/fs/bpf 2>/dev/null; do :; done",
+        *more,
         'exec "$@"',
     ]
     done = subprocess.run(
@@ -178,6 +182,21 @@ def test_a_pin_folder_elsewhere_becomes_a_mount_of_its_own(tmp_path: Path):
     pins = tmp_path / "deep" / "pins"
     assert elsewhere(MAKE.format(pins=str(pins))) == f"True 0o700 ['{pins}']"
     assert not is_bpffs(pins), "and not on this machine"
+
+
+def test_a_container_on_a_node_without_a_bpffs_does_not_mount_one_for_itself():
+    """Its pins would end with it. A hostPath is a bind mount, here of what sysfs has there."""
+    code = (
+        "from pathlib import Path\n"
+        "from kbpf.kernel import mounts\n"
+        "try: mounts.ensure_bpffs(Path('/sys/fs/bpf/kbpf'))\n"
+        "except mounts.KernelError as error: print(error)\n"
+        "print([m.kind for m in mounts.mounts() if m.path == mounts.BPF_FS])\n"
+    )
+    said, kinds = elsewhere(code, "mount --bind /sys/fs/bpf /sys/fs/bpf").splitlines()
+    assert "what is mounted here is no bpffs (/sys/fs/bpf)" in said
+    assert "on the node: mount -t bpf bpf /sys/fs/bpf" in said
+    assert kinds == "['sysfs']"
 
 
 def test_a_bpffs_that_is_there_is_left_alone():
