@@ -9,8 +9,8 @@ the load balancers' status). Rules:
 - Nothing is left: the children die with the thread that started them (PR_SET_PDEATHSIG, which
   follows the thread and not the process: don't start a server in a thread that ends).
 - Users are tokens, and RBAC decides: `admin` may do all, `kbpf` is the user system:kube-proxy
-  whom Kubernetes itself binds to system:node-proxier, and we to what manifests/rbac.yaml says of
-  Pods; `nobody` is known and may do nothing.
+  whom Kubernetes itself binds to system:node-proxier, and we to what manifests/base/rbac.yaml says
+  of Pods; `nobody` is known and may do nothing.
 """
 
 import base64
@@ -275,6 +275,7 @@ class ApiServer:
             "--tls-private-key-file=server.key",
             "--token-auth-file=tokens.csv",
             "--authorization-mode=RBAC",
+            "--allow-privileged=true",  # as kubeadm sets it: its kube-proxy is
             "--service-account-issuer=https://kubernetes.default.svc",
             "--service-account-key-file=accounts.crt",
             "--service-account-signing-key-file=accounts.key",

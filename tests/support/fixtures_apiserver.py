@@ -1,11 +1,13 @@
-"""pytest plugin: the fixture `apiserver`, one real API server for the whole run.
+"""pytest plugin: the fixture `apiserver`, one real API server for the whole run, and the programs
+`kubectl` and `helm`.
 
-Its programs are built (once, minutes) when collection ends and only if a test asks for them, by
-`programs` or a fixture that does: a test's own time limit must not have to cover that. A build that
-fails fails these tests.
+Programs are built (once, minutes) when collection ends and only if a test asks for them, by a
+fixture of BUILDS or one that does: a test's own time limit must not have to cover that. A build
+that fails fails these tests.
 """
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -13,29 +15,51 @@ from tests.support import go_build
 from tests.support.apiserver import ApiServer
 from tests.support.faults import FaultProxy
 
-_FAILED = pytest.StashKey[go_build.BuildError]()
+BUILDS = {"programs": go_build.DEFAULT, "kubectl": ("kubectl",), "helm": ("helm",)}
+"""Fixture → what it needs built."""
+_FAILED = pytest.StashKey[dict[str, go_build.BuildError]]()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Build what the collected tests need."""
+    session.config.stash[_FAILED] = {}
     if session.config.option.collectonly:
         return
-    if not any("programs" in getattr(item, "fixturenames", ()) for item in session.items):
-        return
+    wanted = {name for item in session.items for name in getattr(item, "fixturenames", ())}
     capture = session.config.pluginmanager.getplugin("capturemanager")
-    try:
-        with capture.global_and_fixture_disabled():
-            for name in go_build.DEFAULT:
-                go_build.build(name)
-    except go_build.BuildError as error:
-        session.config.stash[_FAILED] = error
+    for fixture, names in BUILDS.items():
+        if fixture not in wanted:
+            continue
+        try:
+            with capture.global_and_fixture_disabled():
+                for name in names:
+                    go_build.build(name)
+        except go_build.BuildError as error:
+            session.config.stash[_FAILED][fixture] = error
+
+
+def _built(request: pytest.FixtureRequest, fixture: str) -> tuple[Path, ...]:
+    if (error := request.config.stash[_FAILED].get(fixture)) is not None:
+        raise error
+    return tuple(go_build.build(name) for name in BUILDS[fixture])
 
 
 @pytest.fixture(scope="session")
 def programs(request: pytest.FixtureRequest) -> None:
     """kube-apiserver and etcd are there; for fixtures that start them themselves."""
-    if (error := request.config.stash.get(_FAILED, None)) is not None:
-        raise error
+    _built(request, "programs")
+
+
+@pytest.fixture(scope="session")
+def kubectl(request: pytest.FixtureRequest) -> Path:
+    """The program; `kubectl kustomize` is kustomize."""
+    return _built(request, "kubectl")[0]
+
+
+@pytest.fixture(scope="session")
+def helm(request: pytest.FixtureRequest) -> Path:
+    """The program."""
+    return _built(request, "helm")[0]
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,9 @@
 """The real programs that the tests run against, built from their Go modules and kept.
 
-kube-apiserver and etcd (and kube-proxy and kubectl, when a test asks for them) are built by the
-go.mod and go.sum files under go/, so a clone pins every byte of them. The result is kept outside
-the clone, in $KBPF_CACHE or else ~/.cache/kbpf-tests, in a folder named by all that it depends
-on. Rules:
+kube-apiserver and etcd (and kube-proxy, kubectl and helm, when a test asks for them) are built by
+the go.mod and go.sum files under go/, so a clone pins every byte of them. The result is kept
+outside the clone, in $KBPF_CACHE or else ~/.cache/kbpf-tests, in a folder named by all that it
+depends on. Rules:
 
 - A program is complete or absent: it is built beside its place and renamed into it, under a lock,
   so several test runs may ask at once.
@@ -52,7 +52,10 @@ PROGRAMS = {
     "kube-apiserver": Program("apiserver", "k8s.io/kubernetes/cmd/kube-apiserver", True),
     "kube-proxy": Program("apiserver", "k8s.io/kubernetes/cmd/kube-proxy", False),
     "kubectl": Program("apiserver", "k8s.io/kubernetes/cmd/kubectl", False),
+    "helm": Program("helm", "helm.sh/helm/v3/cmd/helm", False),
 }
+CLUSTER = ("apiserver", "etcd")
+"""Modules whose programs share a folder; each other module has one of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +84,7 @@ def build(name: str, say: Say = to_stderr) -> Path:
     if (given := _given(name, program)) is not None:
         return given
     go = find_go(say)
-    path = cache() / _key(go) / name
+    path = cache() / _key(go, program.module) / name
     if path.exists():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -186,14 +189,16 @@ def _flags(program: Program) -> list[str]:
     return [*flags, "-tags=selinux,notest,grpcnotrace", "-ldflags=-s -w " + " ".join(stamps)]
 
 
-def _key(go: Go) -> str:
+def _key(go: Go, module: str) -> str:
     """Return the name of the cache's folder: a digest of all that decides the binaries' bytes."""
+    modules = CLUSTER if module in CLUSTER else (module,)
     digest = hashlib.sha256(f"{go.version} {platform.machine()}\n".encode())
     for name, program in sorted(PROGRAMS.items()):
-        digest.update(" ".join([name, program.package, *_flags(program), "\n"]).encode())
-    for module in sorted({program.module for program in PROGRAMS.values()}):
+        if program.module in modules:
+            digest.update(" ".join([name, program.package, *_flags(program), "\n"]).encode())
+    for each in modules:
         for file in ("go.mod", "go.sum"):
-            digest.update((MODULES / module / file).read_bytes())
+            digest.update((MODULES / each / file).read_bytes())
     return digest.hexdigest()[:16]
 
 

@@ -29,6 +29,8 @@ _KINDS: dict[str, tuple[str, str, bool]] = {  # kind → API group path, resourc
     "Service": ("/api/v1", "services", True),
     "Pod": ("/api/v1", "pods", True),
     "ServiceAccount": ("/api/v1", "serviceaccounts", True),
+    "ConfigMap": ("/api/v1", "configmaps", True),
+    "DaemonSet": ("/apis/apps/v1", "daemonsets", True),
     "EndpointSlice": ("/apis/discovery.k8s.io/v1", "endpointslices", True),
     "Event": ("/apis/events.k8s.io/v1", "events", True),
     "ServiceCIDR": ("/apis/networking.k8s.io/v1", "servicecidrs", False),
@@ -134,6 +136,13 @@ class Kube:
     def get(self, kind: str, name: str, namespace: str = "default") -> Object:
         """GET one object."""
         return self._send("GET", path_of(kind, namespace, name))
+
+    def token(self, account: str, namespace: str) -> str:
+        """A new token of a ServiceAccount, as a kubelet asks for it."""
+        wanted = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {}}
+        path = path_of("ServiceAccount", namespace, account)
+        answer = self._send("POST", f"{path}/token", wanted)
+        return str(answer["status"]["token"])
 
     def list(
         self, kind: str, namespace: str | None = None, query: Mapping[str, str] | None = None
