@@ -43,11 +43,12 @@ format: venv ## rewrite everything in the house's format
 	$(BIN)/clang-format -i $(C_FILES)
 
 test: venv lint ## everything, against a real API server and real sockets
-	$(BIN)/python -m tests.support.go_build
+	@tools/packages tests
+	$(BIN)/python -m tests.support.go_build etcd kube-apiserver kubectl helm
 	$(BIN)/python -m pytest $(PYTEST)
 
 test-kernels: venv ## a part of it inside of Debian's kernels; kernels="5.10 6.1" only="loading"
-	@tools/packages kernels
+	@tools/packages tests kernels
 	$(BIN)/python -m tests.kernels $(kernels) $(if $(only),--only $(only))
 
 bench: venv ## speed and memory, JSON out

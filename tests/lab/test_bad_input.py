@@ -115,7 +115,7 @@ def test_no_permission(web: Cluster) -> None:
             lambda: [s["name"] for s in web.agent.status()["sources"] if s["error"]] == ["pods"],
         )
         (line,) = [line for line in complaints(web) if "cannot list pods: 403" in line]
-        assert "grant list and watch on pods to nobody (manifests/rbac.yaml)" in line
+        assert "grant list and watch on pods to nobody (manifests/base/rbac.yaml)" in line
         assert line.partition("error=")[2].strip("'\"").startswith("SourceError")
         said = web.agent.status()
         assert (said["synced"], said["error"]) == (True, "")

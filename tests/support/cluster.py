@@ -15,7 +15,7 @@ No Service address is routed: without kbpf, dialling one is EHOSTUNREACH at once
 
 import contextlib
 import ipaddress
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -61,7 +61,11 @@ class Places:
         for place in (hosted, home.host):
             self.places[place.name] = place
         self.home |= {place.name: home for place in (*home.pods, *home.places, home.host)}
-        self.agents.append(Agent(home, *arguments))
+        self.agents.append(self.agent_on(home, *arguments))
+
+    def agent_on(self, home: Node, *arguments: str) -> Agent:
+        """What runs there."""
+        return Agent(home, *arguments)
 
     def __getitem__(self, name: str) -> Place:
         return self.places[name]
@@ -108,14 +112,18 @@ class Cluster(Places):
             self.api = enter(ApiServer(addresses=(outside,), netns=self.lab.outside))
             self.kube = enter(self.api.kube())
             self.proxy = enter(FaultProxy(self.api, bind=outside)) if faulty else None
-            for number, each in enumerate(self.lab.nodes, 1):
-                self.kube.create(node(each.name, each.ip, each.ip6, zone=f"zone-{number}"))
-            for agent in self.agents:
-                agent.start(wait=False, extra=("--kubeconfig", str(self.kubeconfig())))
-            for agent in self.agents:
-                agent.wait_synced()
+            self.bring_up()
             self._stack = self._stack.pop_all()
         return self
+
+    def bring_up(self) -> None:
+        """The Nodes, and their agents."""
+        for number, each in enumerate(self.lab.nodes, 1):
+            self.kube.create(node(each.name, each.ip, each.ip6, zone=f"zone-{number}"))
+        for agent in self.agents:
+            agent.start(wait=False, extra=("--kubeconfig", str(self.kubeconfig())))
+        for agent in self.agents:
+            agent.wait_synced()
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
@@ -199,11 +207,11 @@ class Cluster(Places):
                 if error.status != 404:
                     raise
 
-    def change(self, *objects: Object) -> None:
-        """Replaces them, and waits until the agents have seen it."""
+    def change(self, *objects: Object, agents: Sequence[Agent] = ()) -> None:
+        """Replaces them, and waits until the agents (all, if none is named) have seen it."""
         for obj in objects:
             self.kube.replace(obj)
-        self.settle()
+        self.settle(*agents)
 
     def settle(self, *agents: Agent, seconds: float = PATIENCE) -> None:
         """Returns when the agents (all, if none is named) have applied what was written so far."""

@@ -418,8 +418,7 @@ class Agent:
             *("--pin-dir", str(self.pin_dir), "--cgroup", str(self.node.cgroup)),
             *("--cache-dir", str(self._cache), *self._arguments, *extra),
         )
-        self._started = time.clock_gettime(time.CLOCK_BOOTTIME)
-        self._log_start = self.log.stat().st_size if self.log.exists() else 0
+        self.begin()
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 [*DIE_WITH_US, *inside(self.node.netns, self.node.cgroup / "host", *command)],
@@ -429,6 +428,11 @@ class Agent:
         if wait:
             self.wait_synced()
         return self
+
+    def begin(self) -> None:
+        """What is written from now on is of the process that is started next."""
+        self._started = time.clock_gettime(time.CLOCK_BOOTTIME)
+        self._log_start = self.log.stat().st_size if self.log.exists() else 0
 
     def wait_synced(self, seconds: float = 2 * PATIENCE) -> None:
         """Until the process that was started last has programmed everything once."""

@@ -1,0 +1,217 @@
+"""manifests/ at a real API server: it takes every object, grants the account what it says and no
+more, and turns kubeadm's kube-proxy into kbpf.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kbpf.model.events import Event, Kind, Synced
+from kbpf.source.cluster import Cluster
+from kbpf.source.kubeconfig import find_access
+from kbpf.source.reflector import Reflector
+from kbpf.source.resource import SERVICES, SLICES, exempt_pods, own_node
+from tests.support.apiserver import ApiServer
+from tests.support.kubectl import OVERLAYS, Kubectl, kustomize
+from tests.support.lab import until
+
+NAMES = sorted(path.name for path in OVERLAYS.iterdir())
+SPACE = "kube-system"
+ACCOUNT = f"system:serviceaccount:{SPACE}:kbpf"
+
+
+@pytest.fixture(scope="module")
+def admin(apiserver: ApiServer, kubectl: Path, tmp_path_factory: pytest.TempPathFactory) -> Kubectl:
+    return Kubectl(kubectl, apiserver, tmp_path_factory.mktemp("kubectl"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_server_takes_it(admin: Kubectl, kubectl: Path, name: str):
+    folder = str(OVERLAYS / name)
+    said = admin("--warnings-as-errors", "apply", "--dry-run=server", "-k", folder)
+    assert len(said.splitlines()) == len(kustomize(kubectl, OVERLAYS / name))
+    assert all(line.endswith("(server dry run)") for line in said.splitlines()), said
+
+
+# ---- rights ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def beside(admin: Kubectl) -> Iterator[None]:
+    """The overlay side-by-side is applied; its account has the rights of the base and no others."""
+    folder = str(OVERLAYS / "side-by-side")
+    admin("apply", "-k", folder)
+    yield
+    admin("delete", "-k", folder, "--ignore-not-found", "--wait=false")
+
+
+GRANTED = {
+    "services": {"list", "watch"},
+    "nodes": {"list", "watch"},
+    "pods": {"list", "watch"},
+    "endpointslices.discovery.k8s.io": {"list", "watch"},
+    "events": {"create", "patch", "update"},
+    "events.events.k8s.io": {"create", "patch", "update"},
+}
+ANYBODY = re.compile(r"selfsubject\S+\.(authorization|authentication)\.k8s\.io")
+"""What each account may ask about itself."""
+
+
+def test_it_may_do_what_the_table_says_and_no_more(admin: Kubectl, beside: None):
+    text = admin("auth", "can-i", "--list", f"--as={ACCOUNT}", "-n", SPACE)
+    rows = {}
+    for line in text.splitlines()[1:]:
+        found = re.fullmatch(r"(\S+)?\s+\[(.*?)\]\s+\[(.*?)\]\s+\[(.*?)\]", line)
+        assert found is not None, line
+        resource, urls, names, verbs = found.groups()
+        if resource and not ANYBODY.fullmatch(resource):
+            assert (urls, names) == ("", "")
+            rows[resource] = set(verbs.split())
+    assert rows == GRANTED
+
+
+def test_the_agents_sources_sync_with_it(
+    admin: Kubectl, beside: None, apiserver: ApiServer, tmp_path: Path
+):
+    config = json.loads(apiserver.kubeconfig(tmp_path / "config").read_text())
+    with apiserver.kube() as kube:
+        config["users"][0]["user"]["token"] = kube.token("kbpf", SPACE)
+    path = tmp_path / "kubeconfig"
+    path.write_text(json.dumps(config))
+    heard: list[Event] = []
+    cluster = Cluster(find_access(path))
+    watched = (SERVICES, SLICES, own_node("n"), exempt_pods("n"))
+    sources = [Reflector(cluster, r, heard.append) for r in watched]
+    try:
+        for source in sources:
+            source.start()
+        until(
+            "all have synced",
+            lambda: {e.kind for e in heard if isinstance(e, Synced)} == set(Kind),
+        )
+    finally:
+        for source in sources:
+            source.stop()
+
+
+# ---- in the place of kubeadm's kube-proxy ------------------------------------------------
+
+
+KUBEADM = """
+# What kubeadm 1.36 makes, but for the image and the addresses.
+apiVersion: v1
+kind: ServiceAccount
+metadata: {name: kube-proxy, namespace: kube-system}
+---
+apiVersion: v1
+kind: ConfigMap
+metadata:
+  name: kube-proxy
+  namespace: kube-system
+  labels: {app: kube-proxy}
+data:
+  config.conf: "mode: ''"
+  kubeconfig.conf: "server: https://198.51.100.1:6443"
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: ClusterRoleBinding
+metadata: {name: "kubeadm:node-proxier"}
+roleRef: {apiGroup: rbac.authorization.k8s.io, kind: ClusterRole, name: "system:node-proxier"}
+subjects: [{kind: ServiceAccount, name: kube-proxy, namespace: kube-system}]
+---
+apiVersion: apps/v1
+kind: DaemonSet
+metadata:
+  name: kube-proxy
+  namespace: kube-system
+  labels: {k8s-app: kube-proxy}
+spec:
+  selector: {matchLabels: {k8s-app: kube-proxy}}
+  updateStrategy: {type: RollingUpdate}
+  template:
+    metadata: {labels: {k8s-app: kube-proxy}}
+    spec:
+      priorityClassName: system-node-critical
+      containers:
+        - name: kube-proxy
+          image: registry.example/kube-proxy:v1.36.3
+          imagePullPolicy: IfNotPresent
+          command:
+            - /usr/local/bin/kube-proxy
+            - --config=/var/lib/kube-proxy/config.conf
+            - --hostname-override=$(NODE_NAME)
+          securityContext: {privileged: true}
+          volumeMounts:
+            - {mountPath: /var/lib/kube-proxy, name: kube-proxy}
+            - {mountPath: /run/xtables.lock, name: xtables-lock}
+            - {mountPath: /lib/modules, name: lib-modules, readOnly: true}
+          env: [{name: NODE_NAME, valueFrom: {fieldRef: {fieldPath: spec.nodeName}}}]
+      hostNetwork: true
+      serviceAccountName: kube-proxy
+      volumes:
+        - {name: kube-proxy, configMap: {name: kube-proxy}}
+        - {name: xtables-lock, hostPath: {path: /run/xtables.lock, type: FileOrCreate}}
+        - {name: lib-modules, hostPath: {path: /lib/modules}}
+      tolerations: [{operator: Exists}]
+      nodeSelector: {kubernetes.io/os: linux}
+"""
+
+
+def test_apply_turns_kubeadms_kube_proxy_into_kbpf(admin: Kubectl, kubectl: Path):
+    """The same DaemonSet, another template, so the controller rolls; the ConfigMap is untouched;
+    `kubectl rollout restart` changes the template again.
+    """
+    folder = str(OVERLAYS / "kubeadm")
+    admin("create", "-f", "-", stdin=KUBEADM)
+    try:
+        before = {each["kind"]: each for each in objects(admin)}
+        said = admin("apply", "-k", folder)
+        assert "daemonset.apps/kube-proxy configured" in said, "not created: it was there"
+        after = {each["kind"]: each for each in objects(admin)}
+        assert after["ConfigMap"] == before["ConfigMap"]
+        one, other = (each["DaemonSet"]["metadata"] for each in (before, after))
+        assert one["uid"] == other["uid"]
+        assert one["generation"] < other["generation"]
+
+        (wanted,) = (
+            e for e in kustomize(kubectl, OVERLAYS / "kubeadm") if e["kind"] == "DaemonSet"
+        )
+        assert_has(after["DaemonSet"]["spec"]["template"], wanted["spec"]["template"])
+        (container,) = after["DaemonSet"]["spec"]["template"]["spec"]["containers"]
+        assert container["command"][0] == "kbpf"
+        assert container["securityContext"]["privileged"] is False
+
+        admin("-n", SPACE, "rollout", "restart", "ds", "kube-proxy")
+        (last,) = admin.objects("-n", SPACE, "get", "ds", "-l", "k8s-app=kube-proxy")
+        assert last["metadata"]["generation"] == other["generation"] + 1
+        assert "unchanged" in admin("apply", "-k", folder), "a second time it changes nothing"
+    finally:
+        admin("delete", "-f", "-", "--ignore-not-found", "--wait=false", stdin=KUBEADM)
+        admin("delete", "-k", folder, "--ignore-not-found", "--wait=false")
+
+
+def objects(admin: Kubectl) -> list[dict]:
+    names = ["serviceaccount/kube-proxy", "configmap/kube-proxy", "daemonset/kube-proxy"]
+    return admin.objects("-n", SPACE, "get", *names)
+
+
+def assert_has(found: object, wanted: object, where: str = "template") -> None:
+    """All that is wanted stands there; the server adds defaults, and keeps what others wrote."""
+    if isinstance(wanted, dict):
+        assert isinstance(found, dict), where
+        for key, value in wanted.items():
+            assert key in found, f"{where}.{key}"
+            assert_has(found[key], value, f"{where}.{key}")
+    elif (
+        isinstance(wanted, list) and wanted and isinstance(wanted[0], dict) and "name" in wanted[0]
+    ):
+        rows = {(each["name"], each.get("mountPath")): each for each in found}  # type: ignore
+        for value in wanted:
+            assert_has(
+                rows[value["name"], value.get("mountPath")], value, f"{where}[{value['name']}]"
+            )
+    else:
+        assert found == wanted, where

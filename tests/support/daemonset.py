@@ -1,0 +1,259 @@
+"""A lab whose agents are the pods of a real DaemonSet, without a kubelet.
+
+There is no kubelet and no DaemonSet controller here. Kubelets is the fake that stands for both: it
+reads DaemonSets, ConfigMaps, ServiceAccounts and Nodes from the API server, decides where a pod has
+to run, and runs its container by runc exactly as the spec says (pods.py). What differs from a node:
+
+- a node's cgroup root is a cgroup of the machine's, so the agent is told where it is (KBPF_CGROUP);
+- hostPaths are folders of this node's own, as several nodes share one machine (see host_paths());
+- the image is the machine's own /usr and this tree, unless a test brings one;
+- no probe is asked.
+"""
+
+import hashlib
+import json
+import shutil
+import sys
+import sysconfig
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tests.support.cluster import Cluster
+from tests.support.kube import Kube, Object
+from tests.support.kube_objects import node
+from tests.support.kubectl import Kubectl, copy_of_manifests
+from tests.support.lab import Agent, Node
+from tests.support.plane import BPFFS
+from tests.support.pods import Container, Host, Image, oci_config, this_machine
+
+ROOT = Path(__file__).parents[2]
+SPACE = "kube-system"
+CONTROL_PLANE = {
+    "key": "node-role.kubernetes.io/control-plane",
+    "effect": "NoSchedule",
+}
+LINUX = {"kubernetes.io/os": "linux"}
+
+
+class PodAgent(Agent):
+    """The DaemonSet's container on one node, as an agent of the lab."""
+
+    def __init__(self, home: Node) -> None:
+        super().__init__(home)
+        self.bpffs = BPFFS / home.netns
+        self.bpffs.mkdir()
+        self.pin_dir = self.bpffs / "kbpf"
+        self.folder = home.lab.folder / f"kubelet-{home.name}"
+        self.runs = ""  # which pod template, by its digest
+        self._container: Container | None = None
+        self._count = 0
+
+    def host_paths(self) -> dict[str, Path]:
+        """Each hostPath of the node → where it is on this machine."""
+        return {
+            "/sys/fs/bpf": self.bpffs,
+            "/sys/fs/cgroup": self.node.cgroup,
+            "/proc/sys/net": Path("/proc/sys/net"),
+            "/run/netns": Path("/run/netns"),
+            "/run/kbpf": self.folder / "run",
+            "/var/cache/kbpf": self._cache,
+        }
+
+    def launch(self, template: Object, volumes: Mapping[str, Path], account: Path) -> None:
+        """Runs the pod's container. The log and the maps are where those of an Agent are."""
+        self._count += 1
+        folder = self.folder / f"pod-{self._count}"
+        (folder / "rootfs").mkdir(parents=True)
+        (folder / "tmp").mkdir()
+        host = Host(
+            self.node.netns,
+            self.node.name,
+            self.host_paths(),
+            {**volumes, "tmp": folder / "tmp"},
+            account,
+        )
+        self.begin()
+        self._container = Container(
+            oci_config(template["spec"], self.image(folder / "rootfs"), host),
+            folder,
+            f"{self.node.netns}-{self._count}",
+            self.node.cgroup / "host",
+            self.log,
+        )
+        self._process = self._container.process
+        self.runs = digest(template)
+
+    def image(self, rootfs: Path) -> Image:
+        """What the container sees of the image."""
+        made = this_machine(rootfs, ROOT, Path(sys.prefix))
+        scripts = sysconfig.get_path("scripts")
+        return Image(
+            made.root,
+            made.shown,
+            f"{scripts}:{made.path}",
+            {"KBPF_CGROUP": "/host/sys/fs/cgroup", "PYTHONDONTWRITEBYTECODE": "1"},
+        )
+
+    @property
+    def pid(self) -> int:
+        """Of the container's process, as the machine sees it."""
+        assert self._container is not None
+        state = self._container.state()
+        assert state is not None
+        return int(state["pid"])
+
+    def stop(self) -> int:
+        """SIGTERM, as kubelet does; the exit code."""
+        return self._end("TERM")
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self._end("KILL")
+
+    def _end(self, signal: str) -> int:
+        assert self._container is not None
+        code = self._container.stop(signal)
+        self.forget()
+        return code
+
+    def forget(self) -> None:
+        """A container that has ended is removed."""
+        assert self._container is not None
+        self._container.close()
+        self.runs = ""
+
+    def close(self) -> None:
+        """Ends it and removes its pins."""
+        if self._container is not None:
+            self._container.close()
+        self.remove_pins()
+        shutil.rmtree(self.bpffs, ignore_errors=True)
+
+
+class Kubelets:
+    """The fake of the module's first lines, for all nodes of a lab."""
+
+    def __init__(self, kube: Kube, ca: Path, agents: Sequence["PodAgent"]) -> None:
+        self._kube = kube
+        self._ca = ca
+        self._agents = {agent.node.name: agent for agent in agents}
+
+    def sync(self) -> None:
+        """Ends pods that should not run, or not so; then starts those that are missing, and waits
+        until each has synced: one node after the other, as a rolling update.
+        """
+        nodes = {each["metadata"]["name"]: each for each in self._kube.list("Node")["items"]}
+        sets = self._kube.list("DaemonSet", SPACE)["items"]
+        for name, agent in self._agents.items():
+            wanted = [
+                each["spec"]["template"]
+                for each in sets
+                if name in nodes and runs_on(each["spec"]["template"]["spec"], nodes[name])
+            ]
+            assert len(wanted) <= 1, "one agent on a node"
+            if agent.runs and not agent.is_running:
+                agent.forget()
+            if agent.runs and (not wanted or agent.runs != digest(wanted[0])):
+                assert agent.stop() == 0, agent.tail()
+            if wanted and not agent.runs:
+                self._start(agent, wanted[0])
+                agent.wait_synced()
+
+    def launch(self, agent: PodAgent) -> None:
+        """Starts its pod, whatever becomes of it."""
+        (only,) = self._kube.list("DaemonSet", SPACE)["items"]
+        self._start(agent, only["spec"]["template"])
+
+    def _start(self, agent: PodAgent, template: Object) -> None:
+        spec = template["spec"]
+        volumes = {}
+        for volume in spec["volumes"]:
+            if given := volume.get("configMap"):
+                volumes[volume["name"]] = self._config_map(agent, given["name"])
+        agent.launch(template, volumes, self._account(agent, spec["serviceAccountName"]))
+
+    def delete_pod(self, agent: PodAgent) -> None:
+        """`kubectl delete pod`: it ends; sync() makes another."""
+        assert agent.stop() == 0, agent.tail()
+
+    def _config_map(self, agent: PodAgent, name: str) -> Path:
+        folder = agent.folder / "configmaps" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        for file, text in self._kube.get("ConfigMap", name, SPACE)["data"].items():
+            (folder / f"{file}.new").write_text(text)
+            (folder / f"{file}.new").rename(folder / file)
+        return folder
+
+    def _account(self, agent: PodAgent, name: str) -> Path:
+        folder = agent.folder / "serviceaccount"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "token").write_text(self._kube.token(name, SPACE))
+        (folder / "namespace").write_text(SPACE)
+        shutil.copy(self._ca, folder / "ca.crt")
+        return folder
+
+
+def digest(template: Object) -> str:
+    """What tells a pod template from another, as a controller's revision hash does."""
+    return hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def runs_on(spec: Object, given: Object) -> bool:
+    """Whether a DaemonSet's pod runs on this Node: labels are selected, taints tolerated."""
+    labels = given["metadata"].get("labels", {})
+    if not spec.get("nodeSelector", {}).items() <= labels.items():
+        return False
+    rows = spec.get("tolerations", [])
+    return all(
+        any(_tolerates(row, taint) for row in rows) for taint in given["spec"].get("taints", [])
+    )
+
+
+def _tolerates(row: Object, taint: Object) -> bool:
+    if row.get("effect") not in (None, "", taint["effect"]):
+        return False
+    if row.get("operator", "Equal") == "Exists":
+        return row.get("key") in (None, "", taint["key"])
+    return row.get("key") == taint["key"] and row.get("value", "") == taint.get("value", "")
+
+
+class PodCluster(Cluster):
+    """A cluster in which `kubectl apply -k` brings kbpf to the nodes. The first one is a control
+    plane with its taint; the last one joins later, with join().
+    """
+
+    def __init__(self, kubectl: Path, nodes: int, name: str) -> None:
+        super().__init__(nodes, name)
+        self._kubectl = kubectl
+        self.pod_agents: list[PodAgent] = []
+
+    def agent_on(self, home: Node, *arguments: str) -> Agent:
+        """A pod."""
+        assert not arguments, "the pod's spec says all"
+        self.pod_agents.append(PodAgent(home))
+        return self.pod_agents[-1]
+
+    def bring_up(self) -> None:
+        """All but the last Node, and what `kubectl apply -k` brings there."""
+        self.kubectl = Kubectl(self._kubectl, self.api, self.lab.folder)
+        self.kubelets = Kubelets(self.kube, self.api.authority.crt, self.pod_agents)
+        manifests = copy_of_manifests(self.lab.folder, self.api.url, "10.244.0.0/16")
+        self.overlay = manifests / "overlays" / "kubeadm-new"
+        for each in self.lab.nodes[:-1]:
+            self._register(each)
+        self.kubectl("apply", "-k", str(self.overlay))
+        self.kubelets.sync()
+
+    def _register(self, each: Node) -> None:
+        made = node(
+            each.name, each.ip, each.ip6, labels=LINUX, pod_cidrs=[f"10.244.{each.number}.0/24"]
+        )
+        if each.number == 1:
+            made["spec"]["taints"] = [CONTROL_PLANE]
+        self.kube.create(made)
+
+    def join(self) -> PodAgent:
+        """The last node joins; its agent, once it has synced."""
+        self._register(self.lab.nodes[-1])
+        self.kubelets.sync()
+        return self.pod_agents[-1]

@@ -1,0 +1,120 @@
+"""What the DaemonSet of each overlay says, and that the chart makes the same objects.
+
+The server's word on them is asked in tests/lab/test_manifests.py, what they do in
+tests/lab/test_daemonset.py.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.kube import Object
+from tests.support.kubectl import MANIFESTS, OVERLAYS, call, documents, kustomize
+
+NAMES = sorted(path.name for path in OVERLAYS.iterdir())
+VALUES = {
+    "kubeadm": (),
+    "kubeadm-new": ("values-kubeadm-new.yaml",),
+    "side-by-side": ("values-side-by-side.yaml",),
+}
+KUBE_PROXY, OWN = "kube-proxy", "kbpf"
+CALLED = {"kubeadm": KUBE_PROXY, "kubeadm-new": KUBE_PROXY, "side-by-side": OWN}
+
+
+def daemonset(objects: list[Object]) -> Object:
+    (found,) = (each for each in objects if each["kind"] == "DaemonSet")
+    return found
+
+
+def container(objects: list[Object]) -> Object:
+    (found,) = daemonset(objects)["spec"]["template"]["spec"]["containers"]
+    return found
+
+
+def pod(objects: list[Object]) -> Object:
+    return daemonset(objects)["spec"]["template"]["spec"]
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def overlay(request: pytest.FixtureRequest, kubectl: Path) -> tuple[str, list[Object]]:
+    return request.param, kustomize(kubectl, OVERLAYS / request.param)
+
+
+def test_every_overlay_is_known():
+    assert set(NAMES) == set(VALUES) == set(CALLED)
+
+
+ROWS: list[tuple[str, Callable[[list[Object]], object], object]] = [
+    ("it tolerates everything", lambda o: pod(o)["tolerations"], [{"operator": "Exists"}]),
+    ("it is in the node's network", lambda o: pod(o)["hostNetwork"], True),
+    ("and sees no process of the node", lambda o: pod(o).get("hostPID", False), False),
+    ("its priority", lambda o: pod(o)["priorityClassName"], "system-node-critical"),
+    ("Linux only", lambda o: pod(o)["nodeSelector"]["kubernetes.io/os"], "linux"),
+    ("it rolls", lambda o: daemonset(o)["spec"]["updateStrategy"]["type"], "RollingUpdate"),
+    ("not privileged", lambda o: container(o)["securityContext"]["privileged"], False),
+    (
+        "no further privileges",
+        lambda o: container(o)["securityContext"]["allowPrivilegeEscalation"],
+        False,
+    ),
+    (
+        "a root that cannot be written",
+        lambda o: container(o)["securityContext"]["readOnlyRootFilesystem"],
+        True,
+    ),
+    (
+        "its capabilities",
+        lambda o: container(o)["securityContext"]["capabilities"],
+        {"drop": ["ALL"], "add": ["BPF", "NET_ADMIN", "PERFMON", "SYS_ADMIN", "SYS_RESOURCE"]},
+    ),
+    ("no limit that slows it down", lambda o: "cpu" in container(o)["resources"]["limits"], False),
+]
+
+
+@pytest.mark.parametrize(("name", "look", "wanted"), ROWS, ids=[row[0] for row in ROWS])
+def test_what_the_pod_is(
+    overlay: tuple[str, list[Object]],
+    name: str,
+    look: Callable[[list[Object]], object],
+    wanted: object,
+):
+    assert look(overlay[1]) == wanted, name
+
+
+def test_names_and_labels(overlay: tuple[str, list[Object]]):
+    """As kubeadm has them, or of its own: never a mixture."""
+    name, objects = overlay
+    wanted = CALLED[name]
+    found = daemonset(objects)
+    label = {"k8s-app": wanted}
+    assert found["metadata"]["name"] == wanted
+    assert found["metadata"]["labels"] == label
+    assert found["spec"]["selector"]["matchLabels"] == label
+    assert found["spec"]["template"]["metadata"]["labels"] == label
+    assert container(objects)["name"] == wanted
+    assert pod(objects)["serviceAccountName"] == wanted
+    (config,) = (v["configMap"]["name"] for v in pod(objects)["volumes"] if "configMap" in v)
+    assert config == wanted
+    made = {(each["kind"], each["metadata"]["name"]) for each in objects}
+    assert ("ServiceAccount", wanted) in made
+    assert (("ConfigMap", wanted) in made) == (name != "kubeadm"), "kubeadm's own stays"
+    for each in objects:
+        for subject in each.get("subjects", []):
+            if subject["kind"] == "ServiceAccount":
+                assert (subject["name"], subject["namespace"]) == (wanted, "kube-system")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_chart_makes_the_same_objects(name: str, kubectl: Path, helm: Path):
+    chart = MANIFESTS / "chart"
+    command = [str(helm), "template", "kbpf", str(chart), "-n", "kube-system"]
+    values = [f"--values={chart / file}" for file in VALUES[name]]
+    text = call([*command, "--kube-version=1.36", *values], chart)
+    assert by_name(documents(text)) == by_name(kustomize(kubectl, OVERLAYS / name))
+
+
+def by_name(objects: list[Object]) -> dict[tuple[str, str], Object]:
+    made = {(each["kind"], each["metadata"]["name"]): each for each in objects}
+    assert len(made) == len(objects)
+    return made
