@@ -4,15 +4,24 @@ Rules kept here:
 - What an object says stays in force until it is upserted or deleted; a Rejected changes nothing.
 - An upsert that says nothing new touches nothing.
 - Slices are kept by the Service that they name, so they may come before it or outlive it.
-- Of all Nodes, only the one that we run on counts; of all Pods, those on it.
+- Of all Nodes, only the one that we run on counts; of all Pods, those on it. What our Node said
+  stays in force when it is deleted, as with kube-proxy: a node that serves has to be somewhere.
+- The API server's own Service keeps its last endpoints when it is left with none: a server that
+  ends takes itself out of the list, and nobody who finds it by this Service, we perhaps among them,
+  would ever hear of the next one.
 """
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import assert_never
+from typing import Final, assert_never
 
+from msgspec.structs import replace
+
+from kbpf.model.address import Addr
 from kbpf.model.events import Delete, Event, Kind, ObjectKey, Rejected, Synced, Upsert
 from kbpf.model.objects import EndpointSlice, Node, Pod, Service, ServiceName
+
+API_SERVER: Final = ServiceName("default", "kubernetes")
 
 
 @dataclass(slots=True)
@@ -32,11 +41,13 @@ class Touched:
 class World:
     """Services, EndpointSlices, exempt Pods and our own Node, as last told. One thread only."""
 
-    def __init__(self, node_name: str) -> None:
-        self._node = Node(node_name)
+    def __init__(self, node_name: str, bind_address: Addr | None = None) -> None:
+        self._own = (bind_address,) if bind_address else ()
+        self._node = Node(node_name, self._own)
         self._services: dict[ServiceName, Service] = {}
         self._slices: dict[ObjectKey, EndpointSlice] = {}
         self._by_service: dict[ServiceName, tuple[EndpointSlice, ...]] = {}
+        self._api_server: dict[ObjectKey, EndpointSlice] = {}  # its slices as they were said last
         self._pods: dict[ObjectKey, Pod] = {}
         self._rejected: dict[ObjectKey, str] = {}
         self._skipped: dict[ObjectKey, tuple[str, ...]] = {}
@@ -111,10 +122,14 @@ class World:
                 self._put_service(ServiceName(key.namespace, key.name), said, touched)
             case Kind.SLICE:
                 assert said is None or isinstance(said, EndpointSlice)
-                self._put_slice(key, said, touched)
+                if API_SERVER in (said.service_name if said else None, self._service_of(key)):
+                    self._put_slice_of_api_server(key, said, touched)
+                else:
+                    self._put_slice(key, said, touched)
             case Kind.NODE:
                 assert said is None or isinstance(said, Node)
-                self._put_node(said or Node(key.name), touched)
+                if said is not None:
+                    self._put_node(said, touched)
             case Kind.POD:
                 assert said is None or isinstance(said, Pod)
                 self._put_pod(key, said, touched)
@@ -129,6 +144,28 @@ class World:
         else:
             self._services[name] = new
         touched.services.add(name)
+
+    def _service_of(self, key: ObjectKey) -> ServiceName | None:
+        """The Service that the slice of this key named last."""
+        if key in self._api_server:
+            return API_SERVER
+        known = self._slices.get(key)
+        return known.service_name if known is not None else None
+
+    def _put_slice_of_api_server(
+        self, key: ObjectKey, new: EndpointSlice | None, touched: Touched
+    ) -> None:
+        """All of its slices become as they were said, once one of them has somebody who serves."""
+        said = self._api_server
+        said.pop(key, None)
+        if new is not None and new.service_name == API_SERVER:
+            said[key] = new
+        elif new is not None:
+            self._put_slice(key, new, touched)
+        if any(end.ready for piece in said.values() for end in piece.endpoints):
+            there = {k for k, piece in self._slices.items() if piece.service_name == API_SERVER}
+            for each in there | said.keys():
+                self._put_slice(each, said.get(each), touched)
 
     def _put_slice(self, key: ObjectKey, new: EndpointSlice | None, touched: Touched) -> None:
         old = self._slices.get(key)
@@ -156,6 +193,9 @@ class World:
             self._by_service.pop(name, None)
 
     def _put_node(self, new: Node, touched: Touched) -> None:
+        if self._own:
+            others = (address for address in new.addresses if address not in self._own)
+            new = replace(new, addresses=(*self._own, *others))
         old, self._node = self._node, new
         if _read_of(old) != _read_of(new):
             touched.everything = True

@@ -89,7 +89,10 @@ ROWS = [
     Row("our Node gets pod networks", ALL,
         [up(replace(ME, pod_cidrs=(Cidr(parse_addr("10.1.0.0"), 120),)))], (), True),
     Row("our Node changes in what policy does not read", ALL, [up(replace(ME, skipped=("x",)))]),
-    Row("our Node goes", ALL, [gone(ME)], (), True),
+    Row("our Node goes: what it said stays in force", ALL, [gone(ME)]),
+    Row("our Node goes and comes again", [*ALL, gone(ME)], [up(ME)]),
+    Row("our Node goes and comes with another address", [*ALL, gone(ME)],
+        [up(replace(ME, addresses=(parse_addr("10.0.0.2"),)))], (), True),
     Row("another Node comes", ALL, [up(replace(ME, name="you", zone="b"))]),
     Row("a Pod comes", [], [up(POD)], pods=True),
     Row("the same Pod again", ALL, [up(POD)]),
@@ -125,7 +128,7 @@ def test_it_remembers_what_is_in_force():
     assert world.service(NAME) is None
     assert not world.names()
     assert world.slices(NAME) == (TWO,)
-    assert world.node == Node("me")
+    assert world.node == ME
     world.apply([gone(TWO)])
     assert world.slices(NAME) == ()
 
@@ -156,6 +159,65 @@ def test_an_unknown_node_has_the_name_that_we_run_under():
     world = World("me")
     world.apply([up(replace(ME, name="you"))])
     assert world.node == Node("me")
+
+
+def test_a_bind_address_goes_before_what_the_node_says_of_its_family():
+    own, other = parse_addr("10.0.0.9"), parse_addr("fd00::1")
+    world = World("me", own)
+    assert world.node.addresses == (own,)
+    world.apply([up(replace(ME, addresses=(*ME.addresses, other, own)))])
+    assert world.node.addresses == (own, *ME.addresses, other)
+
+
+def of_api_server(name: str, *ready: bool, service: str = "kubernetes") -> EndpointSlice:
+    ends = tuple(
+        Endpoint(parse_addr(f"198.18.0.{i}"), is_ready, is_ready, False)
+        for i, is_ready in enumerate(ready, 1)
+    )
+    return EndpointSlice("default", name, service, 4, ends, ONE.ports)
+
+
+class Serves(NamedTuple):
+    """Events about the API server's own slices, and which of them are in force after the last."""
+
+    name: str
+    events: list[Event]
+    in_force: tuple[EndpointSlice, ...]
+
+
+UP, TWO_UP = of_api_server("kubernetes", True), of_api_server("kubernetes", True, True)
+EMPTY, UNREADY = of_api_server("kubernetes"), of_api_server("kubernetes", False)
+SECOND, SECOND_EMPTY = of_api_server("second", True), of_api_server("second")
+SERVES = [
+    Serves("one that serves", [up(UP)], (UP,)),
+    Serves("one that changes", [up(UP), up(TWO_UP)], (TWO_UP,)),
+    Serves("none from the start: nobody is kept", [up(EMPTY)], ()),
+    Serves("none any more: the last one stays", [up(UP), up(EMPTY)], (UP,)),
+    Serves("not ready any more", [up(UP), up(UNREADY)], (UP,)),
+    Serves("the slice is deleted", [up(UP), gone(UP)], (UP,)),
+    Serves("deleted, and made anew", [up(UP), gone(UP), up(TWO_UP)], (TWO_UP,)),
+    Serves("empty for a while", [up(TWO_UP), up(EMPTY), up(EMPTY), up(UP)], (UP,)),
+    Serves("one of two empties", [up(UP), up(SECOND), up(SECOND_EMPTY)], (UP, SECOND_EMPTY)),
+    Serves("both go, then one comes", [up(UP), up(SECOND), gone(UP), gone(SECOND), up(SECOND)],
+           (SECOND,)),
+    Serves("both go", [up(UP), up(SECOND), gone(UP), up(SECOND_EMPTY)], (SECOND,)),
+    Serves("it changes hands: the other Service's slice is no longer ours",
+           [up(UP), up(SECOND), up(of_api_server("second", True, service="other"))], (UP,)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", SERVES, ids=lambda row: row.name)
+def test_the_api_servers_own_service_keeps_its_last_endpoints(row: Serves):
+    world = World("me")
+    for event in row.events:
+        world.apply([event])
+    assert world.slices(ServiceName("default", "kubernetes")) == row.in_force
+
+
+def test_other_services_may_be_left_with_none():
+    world = World("me")
+    world.apply([up(ONE), up(replace(ONE, endpoints=()))])
+    assert world.slices(NAME) == (replace(ONE, endpoints=()),)
 
 
 def test_a_rejected_object_keeps_what_it_said_before():
