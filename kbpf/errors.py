@@ -31,6 +31,14 @@ class ConfigError(KbpfError):
     """The operator's settings or flags are wrong."""
 
 
+class ConfigErrors(ConfigError):
+    """Several settings that are wrong; `str()` is one line for all of them."""
+
+    def __init__(self, errors: tuple[ConfigError, ...]) -> None:
+        super().__init__(" | ".join(map(str, errors)))
+        self.errors = errors
+
+
 class ObjectError(KbpfError):
     """A Kubernetes object that cannot be used; the rest stays served."""
 
@@ -58,8 +66,13 @@ class KernelError(KbpfError):
         super().__init__(what, where, hint)
         self.errno = errno
 
+    @property
+    def reason(self) -> str:
+        """The errno's name, "" without one."""
+        return errno_names.errorcode.get(self.errno, "")
+
     def __str__(self) -> str:
-        name = errno_names.errorcode.get(self.errno, "")
+        name = self.reason
         place = f" ({self.where})" if self.where else ""
         reason = f": {name}" if name else ""
         hint = f"; {self.hint}" if self.hint else ""

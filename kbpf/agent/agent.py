@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from kbpf import __version__
+from kbpf.agent import conntrack
 from kbpf.agent.inbox import Inbox, Item, Wake
 from kbpf.dataplane.base import DataPlane
 from kbpf.errors import KbpfError, PinsGone
@@ -55,7 +56,8 @@ class Agent:
         self._plane = plane
         self._inbox = Inbox()
         self._sources = sources(self._inbox.put)
-        self._world = World(config.node_name)
+        self._world = World(config.node_name, config.bind_address)
+        self._conntrack = conntrack.Keeper(config.conntrack)
         self._desired = Desired()
         self._pending = Touched()
         self._retry: set[ServicePortKey] | None = set()
@@ -70,6 +72,7 @@ class Agent:
         self._started = time.clock_gettime(time.CLOCK_BOOTTIME)
         self._status_due = 0.0
         self._applied = 0
+        self._last_apply = float("-inf")  # time.monotonic()
         self._last_apply_ms = 0.0
         self._latencies: deque[float] = deque(maxlen=LATENCIES)
         self._known_problems: frozenset[str] = frozenset()
@@ -121,6 +124,7 @@ class Agent:
 
     def step(self, items: Sequence[Item]) -> None:
         """One round: what came in, what follows from it, what was put off."""
+        self._conntrack.look(time.monotonic())
         events = [item for item in items if not isinstance(item, Wake)]
         touched = self._world.apply(events)
         self._pending.services |= touched.services
@@ -164,7 +168,7 @@ class Agent:
             self._pending.everything = True
 
     def _bring_up_to_date(self) -> None:
-        if self._pending or not self._complete:
+        if (self._pending and self._pause() <= 0) or not self._complete:
             touched, self._pending = self._pending, Touched()
             node = self._desired.node
             changed = self._desired.update(self._world, touched, self._addresses, self._config)
@@ -177,6 +181,10 @@ class Agent:
         whole = not self._settled and self._sound()
         if self._retry is None or self._retry or self._refused or self._error or whole:
             self._apply(self._retry)
+
+    def _pause(self) -> float:
+        """Seconds until changes may be programmed again."""
+        return self._last_apply + self._config.min_sync_period - time.monotonic()
 
     def _tell_what_is_missing(self) -> None:
         """Once: who counts as a pod is not known. kube-proxy goes on without it, too."""
@@ -205,6 +213,7 @@ class Agent:
                 log.error("not programmed, trying again: %s", error)
             self._error = str(error)
             return
+        self._last_apply = time.monotonic()
         self._last_apply_ms = (time.perf_counter() - start) * 1000
         self._applied += 1
         if not self._complete or self._error:
@@ -232,6 +241,8 @@ class Agent:
                 later = now + RETRY_SECONDS
             if later is not None:
                 due.append(later)
+        if self._pending and self._complete:
+            due.append(now + max(0.0, self._pause()))
         if self._error or self._refused:
             due.append(now + RETRY_SECONDS)
         return max(0.0, min(due) - now)

@@ -1,9 +1,12 @@
-"""What a child process asks of the kernel for itself."""
+"""What a process asks of the kernel for itself."""
 
 import ctypes
 import os
 import signal
+from pathlib import Path
 from typing import Final
+
+from kbpf.errors import KernelError
 
 PR_SET_PDEATHSIG: Final = 1
 
@@ -15,3 +18,16 @@ def die_with(parent: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def set_oom_score_adj(value: int) -> None:
+    """How soon the kernel ends this process for want of memory: -1000 never, 1000 first."""
+    path = Path("/proc/self/oom_score_adj")
+    try:
+        if path.read_text().strip() != str(value):
+            path.write_text(str(value))
+    except OSError as error:
+        raise KernelError(
+            f"cannot set oom_score_adj to {value}", str(path),
+            "going below what it was needs CAP_SYS_RESOURCE", error.errno or 0,
+        ) from error  # fmt: skip

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
+from kbpf.model.address import Addr
 from kbpf.model.objects import Algorithm, Cidr
 
 
@@ -51,6 +52,24 @@ class Serving:
     service_series: int = 1000
 
 
+@dataclass(frozen=True, slots=True)
+class Conntrack:
+    """What the kernel's conntrack is set to at the start: kube-proxy's settings and defaults. Times
+    are whole seconds; 0 leaves what is there.
+
+    Entries: `max_per_core` for each CPU, `least` at least; `max_per_core` 0 leaves what is there,
+    whatever `least` says.
+    """
+
+    max_per_core: int = 32_768
+    least: int = 131_072
+    tcp_established: int = 86_400
+    tcp_close_wait: int = 3_600
+    tcp_be_liberal: bool = False
+    udp: int = 0
+    udp_stream: int = 0
+
+
 class LocalMode(StrEnum):
     """How pods of this node are told from others: kube-proxy's words."""
 
@@ -83,6 +102,10 @@ class Config:
     spread. `ipvs_device` holds their addresses, `nft_table` is of the family inet, and `state_dir`
     holds what a bpffs cannot. `strict_arp`: only addresses of the asked device are answered for.
     `serving`: health checks and metrics.
+    `proxy_mode`: kube-proxy's word for the mode that it was asked for, "" when nobody did.
+    `bind_address`: overrides what the Node says is its first address of that family; nothing is
+    bound to it. `min_sync_period`: changes are programmed at least so many seconds apart, 0: at
+    once. `oom_score_adj`: of this process. `conntrack`: what the kernel's is set to.
     """
 
     node_name: str = ""
@@ -117,5 +140,10 @@ class Config:
     state_dir: Path = Path("/run/kbpf")
     strict_arp: bool = False
     serving: Serving = field(default_factory=Serving)
+    proxy_mode: str = ""
+    bind_address: Addr | None = None
+    min_sync_period: float = 0.0
+    oom_score_adj: int = -999
+    conntrack: Conntrack = field(default_factory=Conntrack)
     log_format: str = "text"
     log_level: str = "info"
