@@ -9,19 +9,41 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Final
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
 
-from kbpf.config import flags
-from kbpf.errors import ConfigError
+from kbpf.config import flags, load
+from kbpf.config.load import Loaded
+from kbpf.errors import ConfigError, ConfigErrors
 from kbpf.model.config import Config
 
 SUMMARY: Final = (
     "Serves the Services of this node, until SIGTERM or Ctrl-C; they work on afterwards."
 )
 EPILOG: Final = (
-    "Each flag has an environment variable too: --pin-dir is KBPF_PIN_DIR. A flag beats it."
+    "Each flag has an environment variable too: --pin-dir is KBPF_PIN_DIR. A flag beats it, and it "
+    "beats the file. kube-proxy's own flags do nothing where the file has a "
+    "KubeProxyConfiguration."
 )
+FILE_VARIABLE: Final = "KBPF_CONFIG"
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the command line and the environment ask for: the flags as they were given
+    ({name: text}), the file, and what to do instead of serving.
+    """
+
+    given: Mapping[str, str]
+    environ: Mapping[str, str]
+    file: Path | None = None
+    write_to: Path | None = None
+    init_only: bool = False
+
+    def load(self, data: bytes | None = None) -> Loaded:
+        """The settings, with this text of the file, if there is one. Raises ConfigError."""
+        return load.load(self.given, self.environ, data, str(self.file))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -29,41 +51,78 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         "kbpf run", description=SUMMARY, epilog=EPILOG, allow_abbrev=False, add_help=False
     )
+    file = made.add_argument_group("A file")
+    file.add_argument(
+        "--config", metavar="FILE", help="a KubeProxyConfiguration, a KbpfConfiguration, or both; "
+        "when it changes the agent begins anew with it"
+    )  # fmt: skip
+    file.add_argument(
+        "--write-config-to", metavar="FILE", help="write all settings as they are, and end"
+    )
+    file.add_argument(
+        "--init-only", **_ALONE, help="set the kernel's conntrack, which needs to be root, and end"
+    )  # fmt: skip
     groups: dict[str, argparse._ArgumentGroup] = {}
     for flag in flags.FLAGS:
         if flag.group not in groups:
             groups[flag.group] = made.add_argument_group(flag.group)
-        groups[flag.group].add_argument(flag.name, metavar=flag.metavar, help=flag.help)
+        groups[flag.group].add_argument(
+            flag.name, *flag.aliases, dest=flag.name, help=flag.help,
+            **(_ALONE if flag.may_stand_alone else {"metavar": flag.metavar}),
+        )  # fmt: skip
     made.add_argument_group("Help").add_argument(
         "-h", "--help", action="help", help="show this and end"
     )
     return made
 
 
-def config(arguments: Sequence[str], environ: Mapping[str, str]) -> Config:
-    """The settings; SystemExit(2) with a message when they are wrong, SystemExit(0) after help."""
-    reader = parser()
-    given = vars(reader.parse_args(arguments))
-    texts = {
-        flag.name: text
-        for flag in flags.FLAGS
-        if (text := given[flag.name.strip("-").replace("-", "_")]) is not None
-    }
+_ALONE: Final[dict[str, Any]] = {"metavar": "true|false", "nargs": "?", "const": "true"}
+
+
+def asked(arguments: Sequence[str], environ: Mapping[str, str]) -> Asked:
+    """What is asked for; SystemExit(2) with a message for wrong usage, SystemExit(0) after help."""
+    found = vars(parser().parse_args(arguments))
+    given = {flag.name: text for flag in flags.FLAGS if (text := found[flag.name]) is not None}
+    file = found["config"] or environ.get(FILE_VARIABLE)
+    return Asked(
+        given=given,
+        environ=environ,
+        file=Path(file) if file else None,
+        write_to=Path(found["write_config_to"]) if found["write_config_to"] else None,
+        init_only=(found["init_only"] or "false").lower() == "true",
+    )
+
+
+def loaded(request: Asked, data: bytes | None) -> Loaded:
+    """The settings; SystemExit(2) with a line for each that is wrong."""
     try:
-        made = flags.config(texts, environ)
+        return request.load(data)
     except ConfigError as error:
-        print(f"kbpf run: {error}", file=sys.stderr)
+        errors = error.errors if isinstance(error, ConfigErrors) else (error,)
+        for each in errors:
+            print(f"kbpf run: {each}", file=sys.stderr)
         raise SystemExit(2) from None
-    if made.node_name:
-        return made
+
+
+def named(config: Config) -> Config:
+    """With this machine's name, if nobody said the Node's."""
+    if config.node_name:
+        return config
     from kbpf.source.cluster import default_node_name
 
-    return replace(made, node_name=default_node_name())
+    return replace(config, node_name=default_node_name())
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Runs the agent."""
-    settings = config(arguments, os.environ)
+    """Runs the agent, or does what is asked for instead."""
+    request = asked(arguments, os.environ)
+    data = load.read_file(request.file) if request.file is not None else None
+    settings = loaded(request, data)
+    if request.write_to is not None:
+        from kbpf.config.write import write
+
+        write(settings.config, request.write_to)
+        return
     from kbpf.cli.run import serve
 
-    serve(settings)
+    serve(request, settings, data)

@@ -2,17 +2,26 @@
 
 import json
 import logging
+import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from types import FrameType
 
-from kbpf.agent import mode
+from kbpf.agent import conntrack, mode
 from kbpf.agent.agent import Agent
 from kbpf.agent.inbox import Item
+from kbpf.cli.arguments import Asked, named
+from kbpf.config.follow import Follower
+from kbpf.config.load import Loaded
+from kbpf.errors import KernelError
+from kbpf.kernel import process
 from kbpf.model.config import Config
 from kbpf.source.base import Source
+
+log = logging.getLogger("kbpf")
 
 
 class JsonLines(logging.Formatter):
@@ -73,18 +82,51 @@ def sources_of(config: Config) -> Callable[[Callable[[Item], None]], Sequence[So
     return make
 
 
-def serve(config: Config) -> None:
-    """Runs the agent until SIGTERM or SIGINT. Traffic goes on afterwards."""
+def serve(request: Asked, loaded: Loaded, data: bytes | None) -> None:
+    """Runs the agent until SIGTERM or SIGINT. Traffic goes on afterwards. `data`: the text of the
+    configuration file, if there is one; another one makes this process begin anew.
+    """
+    config = named(loaded.config)
     if config.source is not None:  # before anything is made in the kernel
         from kbpf.source.folder import check_folder
 
         check_folder(config.source)
     set_up_logging(config)
+    for note in loaded.notes:
+        log.log(logging.WARNING if note.is_warning else logging.INFO, "%s", note.text)
+    if request.init_only:
+        conntrack.Keeper(config.conntrack).look(time.monotonic())
+        return
+    protect(config)
     agent = Agent(config, mode.choose(config), sources_of(config))
+    ended = threading.Event()
 
     def stop(number: int, _: FrameType | None) -> None:
+        ended.set()
         agent.stop()
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
+    follower = None
+    if request.file is not None and data is not None:
+        follower = Follower(request.file, data, request.load, agent.stop)
+        follower.start(ended)
     agent.run()
+    if follower is not None and follower.is_over and not ended.is_set():
+        begin_anew()
+
+
+def protect(config: Config) -> None:
+    """From being ended for want of memory, as kube-proxy is. Without the right to it: told."""
+    try:
+        process.set_oom_score_adj(config.oom_score_adj)
+    except KernelError as error:
+        log.info("%s", error)
+
+
+def begin_anew() -> None:
+    """The same command in the same process: nobody has to start it again. What is programmed
+    serves meanwhile.
+    """
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

@@ -15,7 +15,7 @@ from kbpf.cli import app, arguments, checks, inspect, packet_checks, render
 from kbpf.cli.checks import CheckRow, verdict
 from kbpf.cli.options import Output
 from kbpf.cli.watch import watch
-from kbpf.config import flags
+from kbpf.config import flags, load
 from kbpf.dataplane.bpf.layout import NodeFlag
 from kbpf.errors import ConfigError, NotFoundError
 from kbpf.kernel.devices import Device
@@ -128,7 +128,7 @@ SAID = [
 
 @pytest.mark.parametrize("said", SAID, ids=lambda said: said.name)
 def test_what_is_said_is_set(said: Said):
-    made = flags.config(said.given, said.environ)
+    made = load.config(said.given, said.environ)
     found = [
         getattr(part, said.field)
         for part in (made, made.sizes, made.serving)
@@ -195,7 +195,7 @@ WRONG = [
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: str(wrong.given or wrong.environ))
 def test_what_is_wrong_is_named_with_its_place(wrong: Wrong):
     with pytest.raises(ConfigError) as caught:
-        flags.config(wrong.given, wrong.environ)
+        load.config(wrong.given, wrong.environ)
     for word in wrong.words:
         assert word in str(caught.value)
 
@@ -210,14 +210,64 @@ def test_every_flag_is_in_the_help_of_run():
 def test_every_flag_names_a_field_of_the_config():
     known = set(Config.__slots__) | {"node_ports"}
     for flag in flags.FLAGS:
-        head, _, tail = flag.field.partition(".")
+        head, _, tail = (flag.field or "mode").partition(".")  # none: kube-proxy's, not used
         assert tail in getattr(Config(), head).__slots__ if tail else head in known
 
 
 def test_the_node_has_this_machines_name_unless_it_is_said(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("socket.gethostname", lambda: "Node-7")
-    assert arguments.config([], {}).node_name == "node-7"
-    assert arguments.config(["--hostname-override", "n1"], {}).node_name == "n1"
+    assert arguments.named(Config()).node_name == "node-7"
+    said = arguments.asked(["--hostname-override", " N1 "], {}).load(None).config
+    assert arguments.named(said).node_name == "n1"
+
+
+class Typed(NamedTuple):
+    """A command line as people type it, and the flags that it gives."""
+
+    line: str
+    given: dict[str, str]
+
+
+TYPED = [
+    Typed("--config=/c --hostname-override=n1", {"--hostname-override": "n1"}),
+    Typed("--masquerade-all", {"--masquerade-all": "true"}),
+    Typed("--masquerade-all=false", {"--masquerade-all": "false"}),
+    Typed("--masquerade-all false --pin-dir /p",
+          {"--masquerade-all": "false", "--pin-dir": "/p"}),
+    Typed("--masquerade-all --pin-dir /p", {"--masquerade-all": "true", "--pin-dir": "/p"}),
+    Typed("-v=4", {"-v": "4"}),
+    Typed("-v4", {"-v": "4"}),
+    Typed("--v=4", {"-v": "4"}),
+    Typed("--v 4", {"-v": "4"}),
+    Typed("--iptables-masquerade-bit 3", {"--masquerade-bit": "3"}),
+    Typed("--iptables-localhost-nodeports=false", {"--localhost-nodeports": "false"}),
+    Typed("--logging-format json", {"--log-format": "json"}),
+    Typed("--ipvs-min-sync-period 5s", {"--min-sync-period": "5s"}),
+    Typed("--conntrack-tcp-be-liberal", {"--conntrack-tcp-be-liberal": "true"}),
+    Typed("--feature-gates=A=true,B=false", {"--feature-gates": "A=true,B=false"}),
+    Typed("--oom-score-adj=-998", {"--oom-score-adj": "-998"}),
+    Typed("--oom-score-adj -998", {"--oom-score-adj": "-998"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("typed", TYPED, ids=lambda typed: typed.line)
+def test_flags_are_typed_as_for_kube_proxy(typed: Typed):
+    assert arguments.asked(typed.line.split(), {}).given == typed.given
+
+
+def test_the_file_is_named_by_flag_or_variable():
+    assert arguments.asked([], {}).file is None
+    assert arguments.asked([], {"KBPF_CONFIG": "/a"}).file == Path("/a")
+    assert arguments.asked(["--config", "/b"], {"KBPF_CONFIG": "/a"}).file == Path("/b")
+
+
+def test_settings_are_written_instead_of_serving(tmp_path: Path):
+    source, target = tmp_path / "in", tmp_path / "out"
+    source.write_text("apiVersion: kbpf.io/v1alpha1\nkind: KbpfConfiguration\npinDir: /p\n")
+    assert app.call(["run", "--config", str(source), "--write-config-to", str(target)]) == 0
+    written = list(yaml.safe_load_all(target.read_text()))
+    assert [each["kind"] for each in written] == ["KubeProxyConfiguration", "KbpfConfiguration"]
+    assert written[1]["pinDir"] == "/p"
 
 
 # ---- exit codes --------------------------------------------------------------------------------
@@ -254,6 +304,11 @@ ENDS = [
     Ends(("run", "--source", "/nowhere", "--pin-dir", "/proc/no"), 1, "", "ConfigError: no such "
          "folder of objects (/nowhere)"),
     Ends(("run", "--source", "/etc/hostname", "--pin-dir", "/proc/no"), 1, "", "--source DIR"),
+    Ends(("run", "--config", "/nowhere"), 1, "", "cannot read the configuration"),
+    Ends(("run", "--mode", "x", "--pin-dir", "y"), 2, "", "(--pin-dir)"),
+    Ends(("run", "--masquerade-all", "--v=4", "-v", "2", "--proxy-mode", "x"), 2, "",
+         "(--proxy-mode)"),
+    Ends(("run", "--masquerade-all=maybe"), 2, "", "maybe"),
     Ends(("inspect", "services", "--pin-dir", "/nowhere"), 1, "", "/nowhere"),
     Ends(("inspect", "status", "--pin-dir", "/nowhere"), 1, "", "kbpf run"),
     Ends(("check", "--attached", "--pin-dir", "/nowhere"), 1, "", "/nowhere"),

@@ -1,0 +1,134 @@
+"""The text of a configuration file → its documents, as plain values, and those as structs.
+
+Rules:
+- Values are taken as kube-proxy takes them: ``hostnameOverride: 7`` is an error, and
+  ``2001:10:1:2:3:4:5:6`` is an address (YAML 1.1 would make it a number of base 60). null is as
+  good as nothing.
+- An unknown field and a field that stands twice are told and do no harm, as with kube-proxy, which
+  decodes strictly first and then leniently. All else is an error with its path, and all errors are
+  told at once.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from kbpf.config.notes import Note
+from kbpf.errors import ConfigError
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+KUBE_PROXY: Final = "KubeProxyConfiguration"
+OWN: Final = "KbpfConfiguration"
+VERSIONS: Final = {KUBE_PROXY: "kubeproxy.config.k8s.io/v1alpha1", OWN: "kbpf.io/v1alpha1"}
+
+
+@dataclass(frozen=True, slots=True)
+class Documents:
+    """What a file holds, without kind and apiVersion; None for a document that is not there."""
+
+    kube_proxy: Mapping[str, Any] | None = None
+    own: Mapping[str, Any] | None = None
+    notes: tuple[Note, ...] = ()
+
+
+@dataclass(slots=True)
+class Findings:
+    """What is found wrong, and what is only told, while documents are read."""
+
+    errors: list[ConfigError] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
+
+
+def parse(data: bytes, where: str) -> Documents:
+    """The documents of a file. Raises ConfigError when it is no YAML, or holds something else."""
+    import yaml  # only with --config: 1.3 MB
+
+    from kbpf.config.yaml_loader import Loader
+
+    notes: list[Note] = []
+    found: dict[str, Mapping[str, Any]] = {}
+    try:
+        for document in Loader.documents(data, notes):
+            if document is not None:
+                kind, values = _document(document, where)
+                if kind in found:
+                    raise ConfigError(f"{kind} stands twice", where, "leave one of them out")
+                found[kind] = values
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or str(error)
+        raise ConfigError(f"not YAML: {problem}", f"{where}{line}") from error
+    if not found:
+        raise ConfigError("nothing in it", where, f"write a document of kind {KUBE_PROXY} or {OWN}")
+    return Documents(found.get(KUBE_PROXY), found.get(OWN), tuple(notes))
+
+
+def _document(document: object, where: str) -> tuple[str, Mapping[str, Any]]:
+    """Its kind, and what else it says."""
+    if not isinstance(document, dict):
+        raise ConfigError("a document is no object", where, "begin it with apiVersion and kind")
+    kind, version = document.get("kind"), document.get("apiVersion")
+    if kind not in VERSIONS:
+        known = " or ".join(VERSIONS)
+        raise ConfigError(f"kind: {kind!r} is not read", where, f"write {known}")
+    if version != VERSIONS[kind]:
+        raise ConfigError(
+            f"{kind}.apiVersion: {version!r} is not read", where, f"write {VERSIONS[kind]}"
+        )
+    return kind, {str(k): v for k, v in document.items() if k not in ("kind", "apiVersion")}
+
+
+def decode(kind: type[T], values: Mapping[str, Any], path: str, found: Findings) -> T:
+    """The struct that these values say, with defaults for what is missing or wrong. `path` leads to
+    it; what is wrong is added to `found`.
+    """
+    fields = {known.encode_name: known for known in msgspec.structs.fields(kind)}
+    given: dict[str, Any] = {}
+    for name, value in values.items():
+        where = f"{path}.{name}"
+        if name not in fields:
+            found.notes.append(_unknown(where, name, fields))
+        elif value is not None:
+            below = fields[name].type
+            try:
+                given[fields[name].name] = _value(below, value, where, found)
+            except msgspec.ValidationError as error:
+                found.errors.append(ConfigError(_in_words(error), where))
+    return kind(**given)
+
+
+def _value(kind: Any, value: object, where: str, found: Findings) -> Any:
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        if not isinstance(value, dict):
+            raise msgspec.ValidationError("Expected `object`")
+        return decode(kind, {str(k): v for k, v in value.items()}, where, found)
+    return msgspec.convert(value, kind)
+
+
+def _in_words(error: msgspec.ValidationError) -> str:
+    text, _, place = str(error).partition(" - at ")
+    text = text.replace("`", "").replace(" | null", "")
+    at = place.strip("`").removeprefix("$")
+    return (f"{at}: " if at else "") + text[0].lower() + text[1:]
+
+
+def _unknown(where: str, name: str, fields: Mapping[str, object]) -> Note:
+    known = {field.lower(): field for field in fields}
+    near = get_close_matches(name.lower(), known, 1, 0.75)
+    hint = f"is {known[near[0]]} meant?" if near else "it is not used"
+    return Note(f"{where} is no field that is known; {hint}", is_warning=True)
+
+
+def leaves(kind: type[msgspec.Struct], path: str) -> Iterator[str]:
+    """The paths of all fields that hold a value, in order."""
+    for known in msgspec.structs.fields(kind):
+        where = f"{path}.{known.encode_name}"
+        if isinstance(known.type, type) and issubclass(known.type, msgspec.Struct):
+            yield from leaves(known.type, where)
+        else:
+            yield where

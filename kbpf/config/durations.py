@@ -1,0 +1,40 @@
+"""Times as Go writes them: ``30s``, ``1h0m0s``, ``250ms``."""
+
+import re
+from typing import Final
+
+from kbpf.errors import ConfigError
+
+UNITS: Final = {
+    "ns": 1e-9,
+    "us": 1e-6,
+    "µs": 1e-6,  # U+00B5 MICRO SIGN
+    "μs": 1e-6,  # U+03BC GREEK SMALL LETTER MU
+    "ms": 1e-3,
+    "s": 1.0,
+    "m": 60.0,
+    "h": 3600.0,
+}
+_PART: Final = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)(ns|us|µs|μs|ms|s|m|h)")
+
+
+def parse(text: str, where: str) -> float:
+    """Seconds. ConfigError where Go's time.ParseDuration refuses; "" is no time either."""
+    sign, rest = (-1.0, text[1:]) if text.startswith("-") else (1.0, text.removeprefix("+"))
+    if rest == "0":
+        return 0.0
+    parts = _PART.findall(rest)
+    if not parts or "".join(number + unit for number, unit in parts) != rest:
+        raise ConfigError(f"not a time: {text!r}", where, "write it as 30s, 5m or 1h30m")
+    return sign * sum(float(number) * UNITS[unit] for number, unit in parts)
+
+
+def write(seconds: float) -> str:
+    """As Go writes it, to the millisecond: ``1h0m0s``, ``1m30s``, ``0s``, ``1.5s``."""
+    whole, thousandths = divmod(round(seconds * 1000), 1000)
+    minutes, rest = divmod(whole, 60)
+    hours, minutes = divmod(minutes, 60)
+    text = f"{rest}.{thousandths:03}".rstrip("0") + "s" if thousandths else f"{rest}s"
+    if hours:
+        return f"{hours}h{minutes}m{text}"
+    return f"{minutes}m{text}" if minutes else text

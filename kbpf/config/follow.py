@@ -1,0 +1,102 @@
+"""The configuration file, watched while the agent runs.
+
+Rules:
+- What counts is the text that the path leads to: a ConfigMap's mount changes by a symbolic link
+  that is swapped, an editor renames, others write in place. The file is looked at each half second,
+  by time, size and inode, and read when it looks the same at two looks.
+- The same text, or another one that says the same, changes nothing.
+- A text that is wrong changes nothing either; each is told once, with all that is wrong in it.
+- Else `changed` is called, once, and the watch is over: who serves begins anew with it.
+"""
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from kbpf.config.load import Loaded
+from kbpf.errors import ConfigError, ConfigErrors
+
+log = logging.getLogger("kbpf.config")
+
+LOOK_SECONDS: Final = 0.5
+
+Stamp = tuple[int, ...]
+"""What changes when a file changes; () while there is none."""
+
+
+class Follower:
+    """Watches one file for an agent that runs with what `data` says. `read` makes settings of a
+    text; ConfigError if it is wrong.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        data: bytes,
+        read: Callable[[bytes], Loaded],
+        changed: Callable[[], None],
+    ) -> None:
+        self._path, self._data, self._read, self._changed = path, data, read, changed
+        self._config = read(data).config
+        self._stamp: Stamp | None = None  # of the text that was judged last
+        self._before: Stamp | None = None  # of the last look
+        self.is_over = False
+
+    def start(self, stop: threading.Event) -> None:
+        """Watches in a thread of its own until `stop` is set."""
+        threading.Thread(target=self._run, args=(stop,), name="config", daemon=True).start()
+
+    def _run(self, stop: threading.Event) -> None:
+        while not stop.is_set() and not self.is_over:
+            try:
+                self.look()
+            except Exception:  # the thread's one: a fault of ours must not end the watch
+                log.exception("the configuration is not watched path=%s", self._path)
+            stop.wait(LOOK_SECONDS)
+
+    def look(self) -> None:
+        """Looks once."""
+        stamp = _stamp(self._path)
+        before, self._before = self._before, stamp
+        if stamp == self._stamp or stamp != before:
+            return
+        self._stamp = stamp
+        try:
+            data = self._path.read_bytes()
+        except OSError as error:
+            log.error(
+                "configuration cannot be read, going on with what it said: %s path=%s",
+                error.strerror, self._path,
+            )  # fmt: skip
+            return
+        if data != self._data:
+            self._data = data
+            self._judge(data)
+
+    def _judge(self, data: bytes) -> None:
+        try:
+            loaded = self._read(data)
+        except ConfigError as error:
+            errors = error.errors if isinstance(error, ConfigErrors) else (error,)
+            log.error(
+                "configuration is wrong, going on with what it said before: %s",
+                " | ".join(map(str, errors)),
+            )
+            return
+        if loaded.config == self._config:
+            log.info("configuration changed and says the same path=%s", self._path)
+            return
+        log.info("configuration changed, beginning anew with it path=%s", self._path)
+        self.is_over = True
+        self._changed()
+
+
+def _stamp(path: Path) -> Stamp:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return ()
+    return (found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino, found.st_dev)

@@ -1,0 +1,190 @@
+"""Flags, environment and file → the Config, and what there is to tell about them.
+
+Who wins:
+- A flag beats its variable, and that beats the file.
+- But kube-proxy's own flags, and their variables, do nothing where the file has kube-proxy's own
+  document: so it is with kube-proxy's --config, and its DaemonSets count on it. What was ignored is
+  named in one line.
+- Of the file's two documents ours wins where both say something (localhostNodePorts, logLevel).
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from kbpf.config import documents, kubeproxy, own
+from kbpf.config.documents import KUBE_PROXY, OWN, Documents, Findings
+from kbpf.config.flags import BY_NAME, FLAGS, KUBE_PROXYS
+from kbpf.config.kubeproxy import KubeProxyConfiguration
+from kbpf.config.notes import Note
+from kbpf.config.own import KbpfConfiguration
+from kbpf.config.values import Values
+from kbpf.errors import ConfigError, ConfigErrors
+from kbpf.model.config import Config, Conntrack, LocalMode, MapSizes, Serving, SocketLb
+
+LEAST_CONNECTIONS: Final = 1000
+NODE_PORTS: Final = range(30_000, 32_768)
+"""Where an API server takes NodePorts from, unless it is told otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The settings, and the lines for the log. `node_name` is "" when nobody said it."""
+
+    config: Config
+    notes: tuple[Note, ...] = ()
+
+
+def read_file(path: Path) -> bytes:
+    """The text of a configuration file."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read the configuration: {error.strerror}", str(path), "give --config FILE"
+        ) from error
+
+
+def config(given: Mapping[str, str], environ: Mapping[str, str]) -> Config:
+    """The Config that these flags ({name: text}) and variables say."""
+    return load(given, environ).config
+
+
+def load(
+    given: Mapping[str, str],
+    environ: Mapping[str, str],
+    data: bytes | None = None,
+    where: str = "--config",
+) -> Loaded:
+    """The same with the text of a file, which comes from `where`. Raises ConfigError, or all of
+    them as ConfigErrors.
+    """
+    said = documents.parse(data, where) if data is not None else Documents()
+    found = Findings(notes=list(said.notes))
+    made = Values()
+    if said.kube_proxy is not None:
+        proxy = documents.decode(KubeProxyConfiguration, said.kube_proxy, KUBE_PROXY, found)
+        made.take(kubeproxy.settings(proxy))
+        found.notes += kubeproxy.notes(proxy)
+    if said.own is not None:
+        made.take(own.settings(documents.decode(KbpfConfiguration, said.own, OWN, found)))
+    made.take(_flags(given, environ, said.kube_proxy is not None, found.notes))
+    errors = (*found.errors, *made.errors)
+    if not errors:
+        result = _config(made)
+        errors = tuple(_contradictions(result, made))
+    if errors:
+        raise errors[0] if len(errors) == 1 else ConfigErrors(errors)
+    return Loaded(result, (*found.notes, *_notes(result, made)))
+
+
+def _flags(
+    given: Mapping[str, str], environ: Mapping[str, str], has_file: bool, notes: list[Note]
+) -> Values:
+    """What flags and variables say. `has_file`: kube-proxy's document is there."""
+    made = Values()
+    ignored: list[str] = []
+    for flag in FLAGS:
+        if flag.name in given:
+            place, text = flag.name, given[flag.name]
+        elif flag.field and environ.get(flag.variable):
+            place, text = flag.variable, environ[flag.variable]
+        else:
+            continue
+        if has_file and flag.name in KUBE_PROXYS:
+            ignored.append(place)
+        elif not flag.field:
+            notes.append(Note(f"{place} is accepted and not used: {flag.help}"))
+        else:
+            made.read(flag.field, place, text, flag.read)
+    if ignored:
+        notes.append(
+            Note(
+                f"ignored, as kube-proxy does with --config: {', '.join(ignored)}; say it in the "
+                f"file's {KUBE_PROXY}",
+                is_warning=True,
+            )
+        )
+    return made
+
+
+def _config(made: Values) -> Config:
+    """The fields put together, with what follows from others."""
+    parts: dict[str, Any] = {
+        "sizes": MapSizes(), "serving": Serving(), "conntrack": Conntrack()
+    }  # fmt: skip
+    for name, value in made.found.items():
+        part, dot, of = name.partition(".")
+        if dot:
+            parts[part] = replace(parts[part], **{of: value})
+    plain = {k: v for k, v in made.found.items() if "." not in k and k != "node_ports"}
+    result = Config(**plain, **parts)
+    as_proxy = "all" if result.proxy_mode in ("iptables", "ipvs") else "primary"
+    match made.get("node_ports", as_proxy):
+        case "all":
+            result = replace(result, all_node_port_addresses=True)
+        case tuple(networks):
+            result = replace(result, node_port_addresses=networks)
+    if result.cluster_cidrs and not result.detect_local_mode:
+        result = replace(result, detect_local_mode=LocalMode.CLUSTER_CIDR)
+    return result
+
+
+NEEDS: Final = {
+    LocalMode.BRIDGE: "--pod-bridge-interface",
+    LocalMode.PREFIX: "--pod-interface-name-prefix",
+}
+"""The flag without which a mode is refused. ClusterCIDR without a network detects nothing, as
+with kube-proxy, whose configuration files often have it so."""
+
+
+def _contradictions(made: Config, said: Values) -> Iterator[ConfigError]:
+    """What does not go together."""
+    place = _placing(said)
+    if made.source is not None and (made.kubeconfig is not None or made.master):
+        yield ConfigError(
+            "a folder and an API server cannot both be the source",
+            place("source"),
+            "leave out --source, or --kubeconfig and --master",
+        )
+    if made.sizes.connections < LEAST_CONNECTIONS:
+        yield ConfigError(
+            f"too few connections: {made.sizes.connections}",
+            place("sizes.connections"),
+            f"give {LEAST_CONNECTIONS} or more: the kernel hands out places in portions",
+        )
+    for mode, name in NEEDS.items():
+        if made.detect_local_mode is mode and not getattr(made, BY_NAME[name].field):
+            yield ConfigError(
+                f"{mode} says nothing by itself", place("detect_local_mode"), f"add {name}"
+            )
+    if made.socket_lb is not SocketLb.ON and not made.packet_path:
+        yield ConfigError(
+            f"with {made.socket_lb} nobody would serve the sockets that the hooks leave alone",
+            place("socket_lb"),
+            "leave out --packet-path false, or --socket-lb",
+        )
+
+
+def _notes(made: Config, said: Values) -> Iterator[Note]:
+    """What is probably not meant."""
+    place = _placing(said)
+    low, high = made.masquerade_ports
+    if made.packet_path and low < NODE_PORTS.stop and high >= NODE_PORTS.start:
+        yield Note(
+            f"{place('masquerade_ports')} {low}-{high} meets {NODE_PORTS.start}-"
+            f"{NODE_PORTS.stop - 1}, where API servers take NodePorts from: a client of the one "
+            "may be taken for a client of the other; choose ports below or above",
+            is_warning=True,
+        )
+    if made.cluster_cidrs and made.detect_local_mode is not LocalMode.CLUSTER_CIDR:
+        yield Note(
+            f"{place('cluster_cidrs')} is not used: pods are told by {made.detect_local_mode}"
+        )
+
+
+def _placing(said: Values) -> Callable[[str], str]:
+    """Field → where it was said, or the flag that would say it."""
+    names = {flag.field: flag.name for flag in FLAGS}
+    return lambda field: said.places.get(field) or names[field]

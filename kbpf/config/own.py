@@ -1,0 +1,148 @@
+"""Our own document in the configuration file: KbpfConfiguration. It has what kube-proxy's cannot
+say, and each field is one flag: the same rule, the same words of complaint.
+"""
+
+from collections.abc import Mapping
+from operator import attrgetter
+from types import MappingProxyType
+from typing import Any, Final
+
+import msgspec
+
+from kbpf.config.documents import OWN
+from kbpf.config.flags import BY_NAME
+from kbpf.config.values import Values
+
+Names = tuple[str, ...] | None
+
+
+def spelling(name: str) -> str:
+    """The name of a field as the document has it: ``packetPath``, ``socketLB``."""
+    first, *rest = name.split("_")
+    return first + "".join("LB" if word == "lb" else word.capitalize() for word in rest)
+
+
+class SocketLb(msgspec.Struct, frozen=True, rename=spelling):
+    """Whose sockets are led to a backend at connect(). YAML reads on and off as true and false."""
+
+    mode: str | bool | None = None
+    exempt: Names = None
+
+
+class PacketPath(msgspec.Struct, frozen=True, rename=spelling):
+    """What is balanced per packet, and how."""
+
+    enabled: bool | None = None
+    devices: Names = None
+    exclude_devices: Names = None
+    masquerade_ports: str | None = None
+    forwarding: str | None = None
+
+
+class Ipvs(msgspec.Struct, frozen=True, rename=spelling):
+    """Of the mode ipvs; its scheduler and strictARP are kube-proxy's."""
+
+    device: str | None = None
+    nft_table: str | None = None
+    state_dir: str | None = None
+
+
+class MapSizes(msgspec.Struct, frozen=True, rename=spelling):
+    """How many entries the maps may hold at most."""
+
+    frontends: int | None = None
+    slots: int | None = None
+    backends: int | None = None
+    sockets: int | None = None
+    connections: int | None = None
+    flows: int | None = None
+    affinity: int | None = None
+
+
+class Metrics(msgspec.Struct, frozen=True, rename=spelling):
+    """What /metrics tells."""
+
+    services: int | None = None
+
+
+class KbpfConfiguration(msgspec.Struct, frozen=True, rename=spelling):
+    """The document, without kind and apiVersion. None: not said."""
+
+    mode: str | None = None
+    master: str | None = None
+    source: str | None = None
+    pin_dir: str | None = None
+    cgroup: str | None = None
+    cache_dir: str | None = None
+    algorithm: str | None = None
+    localhost_node_ports: bool | None = None
+    socket_lb: SocketLb = SocketLb()
+    packet_path: PacketPath = PacketPath()
+    ipvs: Ipvs = Ipvs()
+    map_sizes: MapSizes = MapSizes()
+    metrics: Metrics = Metrics()
+    log_level: str | None = None
+
+
+FLAG_OF: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "mode": "--mode",
+        "master": "--master",
+        "source": "--source",
+        "pinDir": "--pin-dir",
+        "cgroup": "--cgroup",
+        "cacheDir": "--cache-dir",
+        "algorithm": "--algorithm",
+        "localhostNodePorts": "--localhost-nodeports",
+        "socketLB.mode": "--socket-lb",
+        "socketLB.exempt": "--socket-lb-exempt",
+        "packetPath.enabled": "--packet-path",
+        "packetPath.devices": "--device",
+        "packetPath.excludeDevices": "--exclude-device",
+        "packetPath.masqueradePorts": "--masquerade-ports",
+        "packetPath.forwarding": "--forwarding",
+        "ipvs.device": "--ipvs-device",
+        "ipvs.nftTable": "--nft-table",
+        "ipvs.stateDir": "--state-dir",
+        "mapSizes.frontends": "--max-frontends",
+        "mapSizes.slots": "--max-slots",
+        "mapSizes.backends": "--max-backends",
+        "mapSizes.sockets": "--max-sockets",
+        "mapSizes.connections": "--max-connections",
+        "mapSizes.flows": "--max-flows",
+        "mapSizes.affinity": "--max-affinity",
+        "metrics.services": "--metrics-services",
+        "logLevel": "--log-level",
+    }
+)
+"""Path in the document → the flag that says the same."""
+
+_ATTRIBUTES: Final = {
+    path: "".join("_" + c.lower() if c.isupper() else c for c in path.replace("LB", "Lb"))
+    for path in FLAG_OF
+}
+
+
+def settings(said: KbpfConfiguration) -> Values:
+    """The fields of Config that the document decides. What is empty says nothing."""
+    made = Values(f"{OWN}.")
+    for path, name in FLAG_OF.items():
+        text = _text(attrgetter(_ATTRIBUTES[path])(said), path)
+        if text:
+            made.read(BY_NAME[name].field, path, text, BY_NAME[name].read)
+    return made
+
+
+def _text(value: Any, path: str) -> str:
+    """As it would stand behind the flag."""
+    match value:
+        case None:
+            return ""
+        case bool() if path == "socketLB.mode":
+            return "on" if value else "off"
+        case bool():
+            return str(value).lower()
+        case tuple():
+            return ",".join(value)
+        case _:
+            return str(value)

@@ -1,0 +1,290 @@
+"""Text → value, with what is wrong as a ConfigError that names where the text stood.
+
+The flags, the environment and both documents of a configuration file are read by these, so that one
+setting has one rule.
+"""
+
+import ipaddress
+from collections.abc import Callable, Collection
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from kbpf.config import durations
+from kbpf.errors import ConfigError, ObjectError
+from kbpf.model.address import ANY4, ANY6, Addr, family_of, parse_addr
+from kbpf.model.config import LocalMode, SocketLb
+from kbpf.model.objects import Algorithm, Cidr
+
+Reader = Callable[[str, str], Any]
+"""(text, where it stood) → value, or ConfigError."""
+
+MOST_ENTRIES: Final = 1 << 30
+MOST_PORTS: Final = 65_535
+LONGEST_NAME: Final = 15  # IFNAMSIZ - 1
+DEBUG_VERBOSITY: Final = 4
+"""From this verbosity of Kubernetes' own on we log what is for developers."""
+
+
+def text(text: str, where: str) -> str:
+    return text
+
+
+def path(text: str, where: str) -> Path:
+    return Path(text)
+
+
+def absolute(text: str, where: str) -> Path:
+    path = Path(text)
+    if not path.is_absolute():
+        raise ConfigError(f"not an absolute path: {text!r}", where, "begin it with /")
+    return path
+
+
+def words(text: str, where: str) -> tuple[str, ...]:
+    found = tuple(word.strip() for word in text.split(",") if word.strip())
+    if not found:
+        raise ConfigError("no names", where, "give names with commas between them")
+    return found
+
+
+def choice(choices: tuple[str, ...], text: str, where: str) -> str:
+    if text not in choices:
+        raise ConfigError(f"unknown value {text!r}", where, f"use {' or '.join(choices)}")
+    return text
+
+
+def truth(text: str, where: str) -> bool:
+    return choice(("true", "false"), text.lower(), where) == "true"
+
+
+def algorithm(text: str, where: str) -> Algorithm:
+    return Algorithm(choice(tuple(Algorithm), text, where))
+
+
+def socket_lb(text: str, where: str) -> SocketLb:
+    return SocketLb(choice(tuple(SocketLb), text, where))
+
+
+mode: Final = partial(choice, ("auto", "bpf", "ipvs"))
+proxy_mode: Final = partial(choice, ("", "iptables", "nftables", "ipvs"))
+SCHEDULERS: Final = (
+    "rr", "wrr", "lc", "wlc", "lblc", "lblcr", "sh", "mh", "dh", "sed", "nq", "fo"
+)  # fmt: skip
+scheduler: Final = partial(choice, SCHEDULERS)
+forwarding: Final = partial(choice, ("stack", "direct"))
+log_level: Final = partial(choice, ("debug", "info", "warning", "error"))
+log_format: Final = partial(choice, ("text", "json"))
+
+
+def verbosity(text: str, where: str) -> str:
+    """The log level of a verbosity as Kubernetes counts it."""
+    return "debug" if number(text, where, range(1 << 31)) >= DEBUG_VERBOSITY else "info"
+
+
+def node_name(text: str, where: str) -> str:
+    """As kube-proxy takes it: without blanks around it, in lower case."""
+    if text and not text.strip():
+        raise ConfigError("not a name: blanks", where, "give the Node's name, or leave it out")
+    return text.strip().lower()
+
+
+# ---- numbers -------------------------------------------------------------------------------------
+
+
+def number(text: str, where: str, allowed: range) -> int:
+    digits = text.removeprefix("-")
+    found = int(text) if digits.isascii() and digits.isdigit() else allowed.stop
+    if found not in allowed:
+        least, most = allowed.start, allowed.stop - 1
+        raise ConfigError(f"not a number from {least} to {most}: {text!r}", where)
+    return found
+
+
+def count(text: str, where: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise ConfigError(f"not a number: {text!r}", where, "give a whole number, 0 or more")
+    return int(text)
+
+
+def oom_score(text: str, where: str) -> int:
+    return number(text, where, range(-1000, 1001))
+
+
+def entries(text: str, where: str) -> int:
+    number = int(text) if text.isascii() and text.isdigit() else 0
+    if not 0 < number <= MOST_ENTRIES:
+        raise ConfigError(
+            f"not a number of entries: {text!r}", where, f"give a whole number, 1 to {MOST_ENTRIES}"
+        )
+    return number
+
+
+def ports(text: str, where: str) -> tuple[int, int]:
+    low, _, high = text.partition("-")
+    if all(part.isascii() and part.isdigit() for part in (low, high)):
+        ends = int(low), int(high)
+        if 0 < ends[0] <= ends[1] <= MOST_PORTS:
+            return ends
+    raise ConfigError(f"not a range of ports: {text!r}", where, "write it as 1024-29999")
+
+
+def bit(text: str, where: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) < 32):
+        raise ConfigError(f"not a bit of the mark: {text!r}", where, "give a number, 0 to 31")
+    return int(text)
+
+
+# ---- times ---------------------------------------------------------------------------------------
+
+
+def seconds(text: str, where: str) -> float:
+    """0 or more."""
+    found = durations.parse(text, where)
+    if found < 0:
+        raise ConfigError(f"less than 0: {text}", where, "write it as 30s, 5m or 1h30m")
+    return found
+
+
+def whole_seconds(text: str, where: str) -> int:
+    """What is over is dropped, as kube-proxy drops it."""
+    return int(seconds(text, where))
+
+
+def period(text: str, where: str) -> float:
+    """More than 0."""
+    found = seconds(text, where)
+    if not found:
+        raise ConfigError(f"not more than 0: {text}", where, "write it as 30s, 5m or 1h30m")
+    return found
+
+
+def late(text: str, where: str) -> float:
+    """When a change is late: twice the period, as with kube-proxy."""
+    return 2 * period(text, where)
+
+
+# ---- addresses -----------------------------------------------------------------------------------
+
+
+def cidr(text: str, where: str) -> Cidr:
+    """A network; its host bits need not be zero."""
+    address, _, length = text.partition("/")
+    hint = "write it as 192.0.2.0/24 or 2001:db8::/32"
+    try:
+        addr = parse_addr(address)
+    except ObjectError as error:
+        raise ConfigError(f"not a network: {text!r}", where, hint) from error
+    shift, most = (0, 128) if ":" in address else (96, 32)
+    if not (length.isascii() and length.isdigit() and int(length) <= most):
+        raise ConfigError(f"not a network: {text!r}", where, hint)
+    network = ipaddress.IPv6Network((addr, shift + int(length)), strict=False)
+    return Cidr(parse_addr(str(network.network_address)), network.prefixlen)
+
+
+def networks(text: str, where: str) -> tuple[Cidr, ...]:
+    """Networks; none in an empty text, as kube-proxy reads it."""
+    return tuple(cidr(word.strip(), where) for word in text.split(",") if word.strip())
+
+
+def cluster_cidrs(text: str, where: str) -> tuple[Cidr, ...]:
+    """One network, or one of each family: kube-proxy refuses more in a file."""
+    found = networks(text, where)
+    families = [family_of(network.address) for network in found]
+    if len(set(families)) != len(families):
+        raise ConfigError(
+            f"more than one network of a family: {text!r}", where, "give one of each at most"
+        )
+    return found
+
+
+def node_ports(text: str, where: str) -> str | tuple[Cidr, ...]:
+    """`primary` and `all` stay words; anything else is networks."""
+    if text == "all":
+        return text
+    return node_port_words([word.strip() for word in text.split(",") if word.strip()], where)
+
+
+def node_port_words(words: Collection[str], where: str) -> str | tuple[Cidr, ...]:
+    """As kube-proxy reads the list: `primary`, or networks, but not both."""
+    if not words:
+        raise ConfigError("no networks", where, "give networks, or `primary` or `all`")
+    if "primary" in words:
+        if len(words) > 1:
+            raise ConfigError(
+                "can't use both 'primary' and networks", where, "give one or the other"
+            )
+        return "primary"
+    return tuple(cidr(word, where) for word in words)
+
+
+def bind_address(text: str, where: str) -> Addr | None:
+    """An address of the node; None for the unspecified ones, which override nothing."""
+    found = address(text, where)
+    return None if found in (ANY4, ANY6) else found
+
+
+def address(text: str, where: str) -> Addr:
+    try:
+        return parse_addr(text)
+    except (ObjectError, ValueError) as error:
+        raise ConfigError(f"not an IP address: {text!r}", where) from error
+
+
+def listen(port: int, text: str, where: str) -> str:
+    """Addresses to listen on, each with a port, which may be left out; "" for none."""
+    return ",".join(_listen(word.strip(), port, where) for word in text.split(",") if word.strip())
+
+
+def _listen(text: str, port: int, where: str) -> str:
+    host, colon, number = text.rpartition(":")
+    if not colon or text.endswith("]") or (":" in host and not host.startswith("[")):
+        host, number = text, str(port)  # an address alone
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    try:
+        address = ipaddress.ip_address(bare)
+    except ValueError:
+        address = None
+    good = number.isascii() and number.isdigit() and 0 < int(number) <= MOST_PORTS
+    if address is None or not good:
+        raise ConfigError(
+            f"not an address to listen on: {text!r}", where, f"write it as 0.0.0.0:{port}"
+        )
+    return f"[{address}]:{number}" if address.version == 6 else f"{address}:{number}"
+
+
+healthz: Final = partial(listen, 10_256)
+metrics: Final = partial(listen, 10_249)
+
+
+def local_mode(text: str, where: str) -> LocalMode:
+    if not text:
+        return LocalMode.NONE
+    return LocalMode(choice(tuple(filter(None, LocalMode)), text, where))
+
+
+def device(text: str, where: str) -> str:
+    """A device's name, or how it begins."""
+    if len(text) > LONGEST_NAME or "/" in text or any(c.isspace() for c in text):
+        raise ConfigError(
+            f"not the name of a device: {text!r}",
+            where,
+            f"at most {LONGEST_NAME} characters, without / and blanks",
+        )
+    return text
+
+
+def table(text: str, where: str) -> str:
+    if not text.isidentifier() or not text.isascii():
+        raise ConfigError(f"not a table's name: {text!r}", where, "use letters, digits and _")
+    return text
+
+
+def cgroups(text: str, where: str) -> tuple[str, ...]:
+    """Patterns of folders below the cgroup v2 root. That of the root would be everybody."""
+    found = tuple(word.strip("/") for word in words(text, where))
+    if not all(found):
+        raise ConfigError(
+            "the root of all cgroups cannot be exempt", where, "use --socket-lb off for everybody"
+        )
+    return found

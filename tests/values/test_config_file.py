@@ -1,0 +1,699 @@
+"""The configuration file: kube-proxy's document, our own, who wins, what is told, what is written.
+
+Rules are those of kube-proxy 1.36 (pkg/proxy/apis/config, cmd/kube-proxy/app/options.go).
+"""
+
+import re
+import textwrap
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from kbpf.config import documents, durations, flags, load, own, write
+from kbpf.config.kubeproxy import ACCEPTED, KubeProxyConfiguration
+from kbpf.config.load import Loaded
+from kbpf.errors import ConfigError, ConfigErrors
+from kbpf.model.address import parse_addr
+from kbpf.model.config import Config, Conntrack, LocalMode, MapSizes, Serving, SocketLb
+from kbpf.model.objects import Algorithm, Cidr
+
+ROOT = Path(__file__).parents[2]
+PROXY = "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n"
+OWN = "apiVersion: kbpf.io/v1alpha1\nkind: KbpfConfiguration\n"
+
+KUBEADM = """
+    apiVersion: kubeproxy.config.k8s.io/v1alpha1
+    bindAddress: 0.0.0.0
+    bindAddressHardFail: false
+    clientConnection:
+      acceptContentTypes: ""
+      burst: 0
+      contentType: ""
+      kubeconfig: /var/lib/kube-proxy/kubeconfig.conf
+      qps: 0
+    clusterCIDR: 10.244.0.0/16
+    configSyncPeriod: 0s
+    conntrack:
+      maxPerCore: null
+      min: null
+      tcpBeLiberal: false
+      tcpCloseWaitTimeout: null
+      tcpEstablishedTimeout: null
+      udpStreamTimeout: 0s
+      udpTimeout: 0s
+    detectLocal:
+      bridgeInterface: ""
+      interfaceNamePrefix: ""
+    detectLocalMode: ""
+    enableProfiling: false
+    healthzBindAddress: ""
+    hostnameOverride: ""
+    iptables:
+      localhostNodePorts: null
+      masqueradeAll: false
+      masqueradeBit: null
+      minSyncPeriod: 0s
+      syncPeriod: 0s
+    ipvs:
+      excludeCIDRs: null
+      minSyncPeriod: 0s
+      scheduler: ""
+      strictARP: false
+      syncPeriod: 0s
+      tcpFinTimeout: 0s
+      tcpTimeout: 0s
+      udpTimeout: 0s
+    kind: KubeProxyConfiguration
+    logging:
+      flushFrequency: 0
+      options:
+        json:
+          infoBufferSize: "0"
+        text:
+          infoBufferSize: "0"
+      verbosity: 0
+    metricsBindAddress: ""
+    mode: ""
+    nftables:
+      masqueradeAll: false
+      masqueradeBit: null
+      minSyncPeriod: 0s
+      syncPeriod: 0s
+    nodePortAddresses: null
+    oomScoreAdj: null
+    portRange: ""
+    showHiddenMetricsForVersion: ""
+    winkernel:
+      enableDSR: false
+      forwardHealthCheckVip: false
+      networkName: ""
+      rootHnsEndpointName: ""
+      sourceVip: ""
+"""
+"""What `kubeadm init --pod-network-cidr 10.244.0.0/16` writes."""
+
+
+def cidr(address: str, bits: int) -> Cidr:
+    return Cidr(parse_addr(address), bits)
+
+
+def proxy(text: str = "", **flags: str) -> Loaded:
+    """With kube-proxy's document, and flags by name."""
+    return loaded(PROXY + textwrap.dedent(text), **flags)
+
+
+def ours(text: str = "", **flags: str) -> Loaded:
+    return loaded(OWN + textwrap.dedent(text), **flags)
+
+
+def loaded(text: str, **given: str) -> Loaded:
+    return load.load({f"--{k.replace('_', '-')}": v for k, v in given.items()}, {}, text.encode())
+
+
+def field(config: Config, path: str) -> Any:
+    found: Any = config
+    for name in path.split("."):
+        found = getattr(found, name)
+    return found
+
+
+def told(made: Loaded) -> str:
+    return "\n".join(note.text for note in made.notes)
+
+
+# ---- kube-proxy's document -----------------------------------------------------------------------
+
+
+def test_kubeadms_file_is_kube_proxys_defaults_and_nothing_to_warn_of():
+    made = loaded(textwrap.dedent(KUBEADM))
+    assert made.config == Config(
+        kubeconfig=Path("/var/lib/kube-proxy/kubeconfig.conf"),
+        detect_local_mode=LocalMode.CLUSTER_CIDR,
+        cluster_cidrs=(cidr("10.244.0.0", 112),),
+        all_node_port_addresses=True,
+        localhost_node_ports=True,
+        masquerade_bit=14,
+        oom_score_adj=-999,
+        serving=Serving("0.0.0.0:10256", "127.0.0.1:10249", False, 60.0),
+        conntrack=Conntrack(32768, 131072, 86400, 3600, False, 0, 0),
+    )
+    assert [note for note in made.notes if note.is_warning] == []
+    assert [note.text for note in made.notes] == [
+        "KubeProxyConfiguration.nodePortAddresses is unset: NodePorts answer on all addresses of "
+        'the node; consider ["primary"]'
+    ]
+
+
+class Says(NamedTuple):
+    """A field of the document, and the field of Config that it decides."""
+
+    text: str
+    field: str
+    value: object
+
+
+SAYS = [
+    Says("clientConnection: {kubeconfig: /k}", "kubeconfig", Path("/k")),
+    Says("clientConnection: {kubeconfig: ''}", "kubeconfig", None),
+    Says("hostnameOverride: ' Node-1 '", "node_name", "node-1"),
+    Says("bindAddress: 192.0.2.7", "bind_address", parse_addr("192.0.2.7")),
+    Says("bindAddress: 'fd00::7'", "bind_address", parse_addr("fd00::7")),
+    Says("bindAddress: 2001:10:1:2:3:4:5:6", "bind_address", parse_addr("2001:10:1:2:3:4:5:6")),
+    Says("bindAddress: 0.0.0.0", "bind_address", None),
+    Says("bindAddress: '::'", "bind_address", None),
+    Says("bindAddress: '::'", "serving.healthz", "[::]:10256"),
+    Says("bindAddress: '::'", "serving.metrics", "[::1]:10249"),
+    Says("bindAddress: 192.0.2.7", "serving.healthz", "0.0.0.0:10256"),
+    Says("healthzBindAddress: 192.0.2.7", "serving.healthz", "192.0.2.7:10256"),
+    Says("healthzBindAddress: '192.0.2.7:1'", "serving.healthz", "192.0.2.7:1"),
+    Says("healthzBindAddress: 'fd00::1'", "serving.healthz", "[fd00::1]:10256"),
+    Says("metricsBindAddress: 0.0.0.0", "serving.metrics", "0.0.0.0:10249"),
+    Says("metricsBindAddress: '[::]:9'", "serving.metrics", "[::]:9"),
+    Says("metricsBindAddress: ''", "serving.metrics", "127.0.0.1:10249"),
+    Says("bindAddressHardFail: true", "serving.hard_fail", True),
+    Says("mode: ''", "proxy_mode", ""),
+    Says("mode: iptables", "proxy_mode", "iptables"),
+    Says("mode: nftables", "proxy_mode", "nftables"),
+    Says("mode: ipvs", "proxy_mode", "ipvs"),
+    Says("mode: ipvs", "mode", "auto"),
+    Says("iptables: {masqueradeBit: 3}", "masquerade_bit", 3),
+    Says("iptables: {masqueradeBit: 0}", "masquerade_bit", 0),
+    Says("mode: ipvs\niptables: {masqueradeBit: 3}", "masquerade_bit", 3),
+    Says("mode: nftables\niptables: {masqueradeBit: 3}", "masquerade_bit", 14),
+    Says("mode: nftables\nnftables: {masqueradeBit: 4}", "masquerade_bit", 4),
+    Says("nftables: {masqueradeBit: 4}", "masquerade_bit", 14),
+    Says("iptables: {masqueradeAll: true}", "masquerade_all", True),
+    Says("nftables: {masqueradeAll: true}", "masquerade_all", False),
+    Says("mode: nftables\nnftables: {masqueradeAll: true}", "masquerade_all", True),
+    Says("mode: nftables\niptables: {masqueradeAll: true}", "masquerade_all", False),
+    Says("mode: ipvs\niptables: {masqueradeAll: true}", "masquerade_all", True),
+    Says("iptables: {syncPeriod: 1m}", "serving.late_seconds", 120.0),
+    Says("iptables: {syncPeriod: 0s}", "serving.late_seconds", 60.0),
+    Says("mode: nftables\nnftables: {syncPeriod: 5s}", "serving.late_seconds", 10.0),
+    Says("mode: ipvs\nipvs: {syncPeriod: 5s}", "serving.late_seconds", 10.0),
+    Says("nftables: {syncPeriod: 5s}", "serving.late_seconds", 60.0),
+    Says("iptables: {minSyncPeriod: 0s}", "min_sync_period", 0.0),
+    Says("iptables: {minSyncPeriod: 10s}", "min_sync_period", 10.0),
+    Says("mode: nftables\nnftables: {minSyncPeriod: 1500ms}", "min_sync_period", 1.5),
+    Says("mode: ipvs\nipvs: {minSyncPeriod: 2s}", "min_sync_period", 2.0),
+    Says("ipvs: {scheduler: mh}", "ipvs_scheduler", "mh"),
+    Says("ipvs: {scheduler: ''}", "ipvs_scheduler", "rr"),
+    Says("ipvs: {strictARP: true}", "strict_arp", True),
+    Says("iptables: {localhostNodePorts: false}", "localhost_node_ports", False),
+    Says("iptables: {localhostNodePorts: true}", "localhost_node_ports", True),
+    Says("iptables: {localhostNodePorts: null}", "localhost_node_ports", True),
+    Says("mode: nftables", "localhost_node_ports", False),
+    Says("mode: ipvs", "localhost_node_ports", False),
+    Says("nodePortAddresses: [primary]", "localhost_node_ports", False),
+    Says("nodePortAddresses: [10.0.0.0/8]", "localhost_node_ports", False),
+    Says("nodePortAddresses: [10.0.0.0/8, 127.0.0.0/8]", "localhost_node_ports", True),
+    Says("nodePortAddresses: [127.0.0.1/32]", "localhost_node_ports", True),
+    Says("nodePortAddresses: [0.0.0.0/0]", "localhost_node_ports", True),
+    Says("nodePortAddresses: ['fd00::/8']", "localhost_node_ports", True),
+    Says("nodePortAddresses: []", "all_node_port_addresses", True),
+    Says("nodePortAddresses: null", "all_node_port_addresses", True),
+    Says("mode: ipvs", "all_node_port_addresses", True),
+    Says("mode: nftables", "all_node_port_addresses", False),
+    Says("nodePortAddresses: [primary]", "all_node_port_addresses", False),
+    Says("nodePortAddresses: [primary]", "node_port_addresses", ()),
+    Says("nodePortAddresses: [10.0.0.0/8, 'fd00::/8']", "node_port_addresses",
+         (cidr("10.0.0.0", 104), cidr("fd00::", 8))),
+    Says("detectLocalMode: ''", "detect_local_mode", LocalMode.NONE),
+    Says("clusterCIDR: 10.0.0.0/8", "detect_local_mode", LocalMode.CLUSTER_CIDR),
+    Says("clusterCIDR: '10.0.0.0/8,fd00::/48'", "cluster_cidrs",
+         (cidr("10.0.0.0", 104), cidr("fd00::", 48))),
+    Says("detectLocalMode: ClusterCIDR", "detect_local_mode", LocalMode.CLUSTER_CIDR),
+    Says("detectLocalMode: NodeCIDR", "detect_local_mode", LocalMode.NODE_CIDR),
+    Says("detectLocalMode: NodeCIDR\nclusterCIDR: 10.0.0.0/8", "cluster_cidrs", ()),
+    Says("detectLocalMode: BridgeInterface\ndetectLocal: {bridgeInterface: cni0}",
+         "pod_bridge_interface", "cni0"),
+    Says("detectLocalMode: InterfaceNamePrefix\ndetectLocal: {interfaceNamePrefix: cali}",
+         "pod_interface_name_prefix", "cali"),
+    Says("oomScoreAdj: 0", "oom_score_adj", 0),
+    Says("oomScoreAdj: null", "oom_score_adj", -999),
+    Says("conntrack: {maxPerCore: 0}", "conntrack.max_per_core", 0),
+    Says("conntrack: {maxPerCore: 7}", "conntrack.max_per_core", 7),
+    Says("conntrack: {min: 0}", "conntrack.least", 0),
+    Says("conntrack: {tcpEstablishedTimeout: 0s}", "conntrack.tcp_established", 0),
+    Says("conntrack: {tcpEstablishedTimeout: 2h}", "conntrack.tcp_established", 7200),
+    Says("conntrack: {tcpEstablishedTimeout: null}", "conntrack.tcp_established", 86400),
+    Says("conntrack: {tcpCloseWaitTimeout: 1m30s}", "conntrack.tcp_close_wait", 90),
+    Says("conntrack: {tcpBeLiberal: true}", "conntrack.tcp_be_liberal", True),
+    Says("conntrack: {udpTimeout: 30s}", "conntrack.udp", 30),
+    Says("conntrack: {udpStreamTimeout: 2m}", "conntrack.udp_stream", 120),
+    Says("logging: {format: json}", "log_format", "json"),
+    Says("logging: {verbosity: 4}", "log_level", "debug"),
+    Says("logging: {verbosity: 2}", "log_level", "info"),
+    Says("iptables: null", "masquerade_bit", 14),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", SAYS, ids=lambda row: f"{row.text} → {row.field}")
+def test_what_kube_proxys_document_says_is_set(row: Says):
+    assert field(proxy(row.text).config, row.field) == row.value
+
+
+class Wrong(NamedTuple):
+    """A document that is refused; each line of words belongs to one complaint."""
+
+    text: str
+    words: tuple[str, ...]
+
+
+P = "KubeProxyConfiguration."
+WRONG = [
+    Wrong("mode: userspace", (f"'userspace' ({P}mode); use iptables",)),
+    Wrong("mode: kernelspace", (f"({P}mode)",)),
+    Wrong("bindAddress: here", (f"'here' ({P}bindAddress)",)),
+    Wrong("healthzBindAddress: '0.0.0.0:0'", (f"0.0.0.0:0' ({P}healthzBindAddress)",)),
+    Wrong("metricsBindAddress: 'localhost:1'", (f"({P}metricsBindAddress)",)),
+    Wrong("iptables: {masqueradeBit: 32}", (f"'32' ({P}iptables.masqueradeBit)",)),
+    Wrong("mode: nftables\niptables: {masqueradeBit: -1}", (f"({P}iptables.masqueradeBit)",)),
+    Wrong("mode: nftables\nnftables: {masqueradeBit: 32}", (f"({P}nftables.masqueradeBit)",)),
+    Wrong("iptables: {syncPeriod: -1s}", (f"({P}iptables.syncPeriod)",)),
+    Wrong("iptables: {syncPeriod: soon}", (f"'soon' ({P}iptables.syncPeriod)",)),
+    Wrong("iptables: {syncPeriod: 30}", (f"expected str, got int ({P}iptables.syncPeriod)",)),
+    Wrong("iptables: {minSyncPeriod: 31s}", (f"30s ({P}iptables.minSyncPeriod)",)),
+    Wrong("mode: ipvs\nipvs: {minSyncPeriod: -1s}", (f"({P}ipvs.minSyncPeriod)",)),
+    Wrong("mode: ipvs\nipvs: {tcpTimeout: -1s}", (f"({P}ipvs.tcpTimeout)",)),
+    Wrong("mode: ipvs\nipvs: {excludeCIDRs: [10.0.0.0/8, x]}", (f"'x' ({P}ipvs.excludeCIDRs[1])",)),
+    Wrong("mode: ipvs\nipvs: {scheduler: best}", (f"'best' ({P}ipvs.scheduler)",)),
+    Wrong("configSyncPeriod: -1s", (f"({P}configSyncPeriod)",)),
+    Wrong("nodePortAddresses: [primary, 10.0.0.0/8]", (f"'primary' and networks ({P}nodePort",)),
+    Wrong("nodePortAddresses: [10.0.0.0/8, primary]", (f"'primary' and networks ({P}nodePort",)),
+    Wrong("nodePortAddresses: [all]", (f"'all' ({P}nodePortAddresses)",)),
+    Wrong("nodePortAddresses: primary", (f"expected array, got str ({P}nodePortAddresses)",)),
+    Wrong("detectLocalMode: Cluster", (f"'Cluster' ({P}detectLocalMode)",)),
+    Wrong("detectLocalMode: BridgeInterface", (f"({P}detectLocal.bridgeInterface)",)),
+    Wrong("detectLocalMode: InterfaceNamePrefix", (f"({P}detectLocal.interfaceNamePrefix)",)),
+    Wrong("clusterCIDR: 10.0.0.0", (f"'10.0.0.0' ({P}clusterCIDR)",)),
+    Wrong("clusterCIDR: '10.0.0.0/8,10.1.0.0/16'", (f"more than one network of a family: '10.0.0.0"
+          f"/8,10.1.0.0/16' ({P}clusterCIDR)",)),
+    Wrong("oomScoreAdj: 1001", (f"'1001' ({P}oomScoreAdj)",)),
+    Wrong("oomScoreAdj: low", (f"expected int, got str ({P}oomScoreAdj)",)),
+    Wrong("conntrack: {maxPerCore: -1}", (f"-1 ({P}conntrack.maxPerCore)",)),
+    Wrong("conntrack: {min: -1}", (f"-1 ({P}conntrack.min)",)),
+    Wrong("conntrack: {tcpEstablishedTimeout: -1s}", (f"({P}conntrack.tcpEstablishedTimeout)",)),
+    Wrong("conntrack: {udpTimeout: -1s}", (f"({P}conntrack.udpTimeout)",)),
+    Wrong("conntrack: []", (f"expected object ({P}conntrack)",)),
+    Wrong("clientConnection: {burst: -1}", (f"-1 ({P}clientConnection.burst)",)),
+    Wrong("logging: {format: xml}", (f"'xml' ({P}logging.format)",)),
+    Wrong("hostnameOverride: 7", (f"expected str, got int ({P}hostnameOverride)",)),
+    Wrong("hostnameOverride: ' '", (f"({P}hostnameOverride)",)),
+    Wrong("bindAddressHardFail: 'yes'", (f"expected bool, got str ({P}bindAddressHardFail)",)),
+    Wrong("mode: x\noomScoreAdj: 5000\nbindAddress: 1\nclusterCIDR: y",
+          (f"({P}bindAddress)", f"({P}oomScoreAdj)", f"({P}mode)", f"({P}clusterCIDR)")),
+]  # fmt: skip
+
+
+def complaints(text: str, **given: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        loaded(text, **given)
+    error = caught.value
+    return [str(each) for each in (error.errors if isinstance(error, ConfigErrors) else (error,))]
+
+
+@pytest.mark.parametrize("row", WRONG, ids=lambda row: row.text)
+def test_all_that_is_wrong_is_named_at_once_with_its_path(row: Wrong):
+    lines = complaints(PROXY + row.text)
+    assert len(lines) == len(row.words)
+    for words, line in zip(row.words, lines, strict=True):
+        assert words in line
+
+
+NOT_USED = [
+    ("featureGates: {A: true}", "featureGates"),
+    ("clientConnection: {acceptContentTypes: a/b}", "clientConnection.acceptContentTypes"),
+    ("clientConnection: {contentType: application/vnd.kubernetes.protobuf}",
+     "clientConnection.contentType"),
+    ("clientConnection: {qps: 50}", "clientConnection.qps"),
+    ("clientConnection: {burst: 100}", "clientConnection.burst"),
+    ("logging: {flushFrequency: 1s}", "logging.flushFrequency"),
+    ("logging: {vmodule: [{filePattern: a, verbosity: 9}]}", "logging.vmodule"),
+    ("logging: {options: {json: {splitStream: true}}}", "logging.options"),
+    ("showHiddenMetricsForVersion: '1.35'", "showHiddenMetricsForVersion"),
+    ("enableProfiling: true", "enableProfiling"),
+    ("iptables: {snatNodeInternalIP: true}", "iptables.snatNodeInternalIP"),
+    ("ipvs: {excludeCIDRs: [10.0.0.0/8]}", "ipvs.excludeCIDRs"),
+    ("ipvs: {tcpTimeout: 1s}", "ipvs.tcpTimeout"),
+    ("ipvs: {tcpFinTimeout: 1s}", "ipvs.tcpFinTimeout"),
+    ("ipvs: {udpTimeout: 1s}", "ipvs.udpTimeout"),
+    ("winkernel: {enableDSR: true}", "winkernel"),
+    ("windowsRunAsService: true", "windowsRunAsService"),
+    ("portRange: 1-2", "portRange"),
+    ("udpIdleTimeout: 250ms", "udpIdleTimeout"),
+    ("configSyncPeriod: 1m", "configSyncPeriod"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "path"), NOT_USED, ids=[path for _, path in NOT_USED])
+def test_what_is_accepted_and_not_used_is_one_line_and_changes_nothing(text: str, path: str):
+    made = proxy(text)
+    assert made.config == proxy().config
+    lines = [note.text for note in made.notes if f"{P}{path} is accepted and not used" in note.text]
+    assert len(lines) == 1
+    assert len(made.notes) == len(proxy().notes) + 1
+
+
+def test_every_row_of_what_is_accepted_is_tried():
+    assert {path for path, _, _ in ACCEPTED} == {path for _, path in NOT_USED}
+
+
+TOLD = [
+    ("mode: nftables", "KbpfConfiguration.mode"),
+    ("mode: ipvs", "KbpfConfiguration.mode"),
+    ("ipvs: {scheduler: wrr}", "kbpf.io/algorithm"),
+    ("", "nodePortAddresses is unset"),
+    ("", "clusterCIDR is empty"),
+    ("detectLocalMode: NodeCIDR\nclusterCIDR: 10.0.0.0/8", "clusterCIDR is not used"),
+    ("clusterCIDRs: 10.0.0.0/8", "clusterCIDRs is no field that is known; is clusterCIDR meant?"),
+    ("conntrack: {maximum: 8}", "conntrack.maximum is no field that is known"),
+    ("mode: ''\nmode: ''", "mode stands twice"),
+]
+
+
+@pytest.mark.parametrize(("text", "words"), TOLD, ids=[f"{w}: {t}" for t, w in TOLD])
+def test_what_the_operator_should_know_is_told(text: str, words: str):
+    assert told(proxy(text)).count(words) == 1
+
+
+def test_an_unknown_field_does_no_harm():
+    assert proxy("futureField: {a: 1}\nmasquerade: x").config == proxy().config
+    assert ours("packetPath: {future: 1}").config == ours().config
+
+
+def test_of_a_field_that_stands_twice_the_last_counts():
+    assert proxy("oomScoreAdj: 1\noomScoreAdj: 2").config.oom_score_adj == 2
+
+
+# ---- our own document ----------------------------------------------------------------------------
+
+OURS = [
+    Says("mode: ipvs", "mode", "ipvs"),
+    Says("master: https://192.0.2.1:6443", "master", "https://192.0.2.1:6443"),
+    Says("source: /objects", "source", Path("/objects")),
+    Says("pinDir: /sys/fs/bpf/x", "pin_dir", Path("/sys/fs/bpf/x")),
+    Says("cgroup: /sys/fs/cgroup/x", "cgroup", Path("/sys/fs/cgroup/x")),
+    Says("cacheDir: /c", "cache_dir", Path("/c")),
+    Says("algorithm: maglev", "algorithm", Algorithm.MAGLEV),
+    Says("localhostNodePorts: false", "localhost_node_ports", False),
+    Says("socketLB: {mode: hostNamespaceOnly}", "socket_lb", SocketLb.HOST_ONLY),
+    Says("socketLB: {mode: off}", "socket_lb", SocketLb.OFF),
+    Says("socketLB: {mode: 'on'}", "socket_lb", SocketLb.ON),
+    Says("socketLB: {exempt: [system.slice/a*, b]}", "socket_lb_exempt", ("system.slice/a*", "b")),
+    Says("packetPath: {enabled: false}", "packet_path", False),
+    Says("packetPath: {devices: [eth0, bond*]}", "devices", ("eth0", "bond*")),
+    Says("packetPath: {excludeDevices: [eth1]}", "excluded_devices", ("eth1",)),
+    Says("packetPath: {masqueradePorts: 50000-50099}", "masquerade_ports", (50_000, 50_099)),
+    Says("packetPath: {forwarding: direct}", "forwarding", "direct"),
+    Says("ipvs: {device: svc0}", "ipvs_device", "svc0"),
+    Says("ipvs: {nftTable: services}", "nft_table", "services"),
+    Says("ipvs: {stateDir: /run/x}", "state_dir", Path("/run/x")),
+    Says("mapSizes: {frontends: 7}", "sizes.frontends", 7),
+    Says("mapSizes: {slots: 7}", "sizes.slots", 7),
+    Says("mapSizes: {backends: 7}", "sizes.backends", 7),
+    Says("mapSizes: {sockets: 7}", "sizes.sockets", 7),
+    Says("mapSizes: {connections: 7000}", "sizes.connections", 7000),
+    Says("mapSizes: {flows: 7}", "sizes.flows", 7),
+    Says("mapSizes: {affinity: 7}", "sizes.affinity", 7),
+    Says("metrics: {services: 0}", "serving.service_series", 0),
+    Says("logLevel: warning", "log_level", "warning"),
+    Says("mode: ''\ncgroup: null\npacketPath: {devices: []}", "mode", "auto"),
+]
+
+
+@pytest.mark.parametrize("row", OURS, ids=lambda row: row.text)
+def test_what_our_document_says_is_set(row: Says):
+    made = ours(row.text)
+    assert field(made.config, row.field) == row.value
+    assert made.notes == ()
+
+
+def test_every_field_of_our_document_is_tried():
+    said = {path for row in OURS[:-1] for path in _paths(row.text)}
+    assert said == set(own.FLAG_OF)
+    leaves = [path.partition(".")[2] for path in documents.leaves(own.KbpfConfiguration, "K")]
+    assert leaves == list(own.FLAG_OF)
+
+
+def _paths(text: str) -> list[str]:
+    head, _, tail = text.partition(": ")
+    below = re.match(r"\{(\w+):", tail)
+    return [f"{head}.{below[1]}" if below else head]
+
+
+O = "KbpfConfiguration."  # noqa: E741
+OURS_WRONG = [
+    Wrong("mode: iptables", (f"'iptables' ({O}mode); use auto or bpf or ipvs",)),
+    Wrong("pinDir: kbpf", (f"'kbpf' ({O}pinDir)",)),
+    Wrong("packetPath: {masqueradePorts: 7}", (f"got int ({O}packetPath.masqueradePorts)",)),
+    Wrong("packetPath: {masqueradePorts: 9-8}", (f"'9-8' ({O}packetPath.masqueradePorts)",)),
+    Wrong("packetPath: {enabled: maybe}", (f"got str ({O}packetPath.enabled)",)),
+    Wrong("packetPath: true", (f"expected object ({O}packetPath)",)),
+    Wrong("mapSizes: {slots: 0}", (f"'0' ({O}mapSizes.slots)",)),
+    Wrong("mapSizes: {connections: 5}", (f"5 ({O}mapSizes.connections)",)),
+    Wrong("socketLB: {mode: pods}", (f"'pods' ({O}socketLB.mode)",)),
+    Wrong("socketLB: {exempt: [/]}", (f"({O}socketLB.exempt)",)),
+    Wrong("socketLB: {mode: off}\npacketPath: {enabled: false}", (f"({O}socketLB.mode)",)),
+    Wrong("source: /a\nmaster: https://b", (f"({O}source)",)),
+    Wrong("mode: x\nlogLevel: y\nmapSizes: {flows: -1}",
+          (f"({O}mode)", f"({O}mapSizes.flows)", f"({O}logLevel)")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", OURS_WRONG, ids=lambda row: row.text)
+def test_what_is_wrong_in_our_document_is_named_with_its_path(row: Wrong):
+    lines = complaints(OWN + row.text)
+    assert len(lines) == len(row.words)
+    for words, line in zip(row.words, lines, strict=True):
+        assert words in line
+
+
+FILES = [
+    ("", "nothing in it"),
+    ("# nothing\n---\n", "nothing in it"),
+    ("a: [", "not YAML"),
+    ("- a", "no object"),
+    ("kind: KubeProxyConfiguration", "KubeProxyConfiguration.apiVersion: None"),
+    ("kind: KubeProxyConfiguration\napiVersion: kubeproxy.config.k8s.io/v1", "v1alpha1"),
+    ("kind: KbpfConfiguration\napiVersion: v1", "kbpf.io/v1alpha1"),
+    ("kind: ConfigMap\napiVersion: v1", "'ConfigMap' is not read"),
+    (f"{OWN}---\n{OWN}", "KbpfConfiguration stands twice"),
+]
+
+
+@pytest.mark.parametrize(("text", "words"), FILES, ids=[words for _, words in FILES])
+def test_a_file_that_is_something_else_is_refused(text: str, words: str):
+    (line,) = complaints(text)
+    assert words in line
+    assert "--config" in line
+
+
+def test_json_is_yaml():
+    version = "kubeproxy.config.k8s.io/v1alpha1"
+    text = f'{{"kind":"KubeProxyConfiguration","apiVersion":"{version}","mode":""}}'
+    assert loaded(text).config == proxy().config
+
+
+# ---- who wins ------------------------------------------------------------------------------------
+
+
+class Wins(NamedTuple):
+    """The file, flags by name, and what follows; `ignored`: flags that one warning names."""
+
+    name: str
+    text: str
+    given: dict[str, str]
+    field: str
+    value: object
+    ignored: tuple[str, ...] = ()
+
+
+WINS = [
+    Wins("a name on the command line beats the file's", f"{PROXY}hostnameOverride: a",
+         {"hostname_override": "B"}, "node_name", "b"),
+    Wins("a master on the command line counts", PROXY, {"master": "https://x"}, "master",
+         "https://x"),
+    Wins("verbosity on the command line beats the file's", f"{PROXY}logging: {{verbosity: 0}}",
+         {"log_level": "debug"}, "log_level", "debug"),
+    Wins("kube-proxy's own flags are ignored", f"{PROXY}clusterCIDR: 10.0.0.0/8",
+         {"cluster_cidr": "192.168.0.0/16", "kubeconfig": "/k"}, "cluster_cidrs",
+         (cidr("10.0.0.0", 104),), ("--cluster-cidr", "--kubeconfig")),
+    Wins("also what the file does not say", PROXY, {"masquerade_all": "true"}, "masquerade_all",
+         False, ("--masquerade-all",)),
+    Wins("also a wrong one", PROXY, {"proxy_mode": "userspace"}, "proxy_mode", "",
+         ("--proxy-mode",)),
+    Wins("our own flags beat the file", f"{OWN}pinDir: /a", {"pin_dir": "/b"}, "pin_dir",
+         Path("/b")),
+    Wins("our own flags count beside kube-proxy's file", PROXY, {"pin_dir": "/b"}, "pin_dir",
+         Path("/b")),
+    Wins("kube-proxy's flags count without its document", OWN, {"cluster_cidr": "10.0.0.0/8"},
+         "cluster_cidrs", (cidr("10.0.0.0", 104),)),
+    Wins("our document beats kube-proxy's", f"{PROXY}mode: nftables\n---\n"
+         f"{OWN}localhostNodePorts: true", {}, "localhost_node_ports", True),
+    Wins("in whatever order they stand", f"{OWN}localhostNodePorts: true\n---\n{PROXY}"
+         "mode: nftables", {}, "localhost_node_ports", True),
+    Wins("our flag beats both", f"{PROXY}---\n{OWN}logLevel: error", {"log_level": "info"},
+         "log_level", "info"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", WINS, ids=lambda row: row.name)
+def test_who_wins(row: Wins):
+    made = loaded(row.text, **row.given)
+    assert field(made.config, row.field) == row.value
+    warned = [note.text for note in made.notes if note.text.startswith("ignored")]
+    assert len(warned) == bool(row.ignored)
+    for name in row.ignored:
+        assert name in warned[0]
+
+
+def test_a_variable_is_ignored_as_its_flag_is():
+    given = {"KBPF_CLUSTER_CIDR": "192.168.0.0/16", "KBPF_PIN_DIR": "/b"}
+    made = load.load({}, given, PROXY.encode())
+    assert made.config.cluster_cidrs == ()
+    assert made.config.pin_dir == Path("/b")
+    assert "KBPF_CLUSTER_CIDR" in told(made)
+
+
+def test_wrong_flags_and_wrong_documents_are_told_together():
+    lines = complaints(f"{PROXY}mode: x\n---\n{OWN}mode: y", pin_dir="z")
+    assert [re.search(r"\((.*?)\)", line)[1] for line in lines] == [
+        "KubeProxyConfiguration.mode", "KbpfConfiguration.mode", "--pin-dir"
+    ]  # fmt: skip
+
+
+MODES = [
+    ({}, False),
+    ({"--proxy-mode": "iptables"}, True),
+    ({"--proxy-mode": "ipvs"}, True),
+    ({"--proxy-mode": "nftables"}, False),
+    ({"--proxy-mode": "iptables", "--nodeport-addresses": "primary"}, False),
+]
+
+
+@pytest.mark.parametrize(("given", "everywhere"), MODES, ids=str)
+def test_where_node_ports_answer_by_default_depends_on_kube_proxys_mode(given, everywhere):
+    assert load.config(given, {}).all_node_port_addresses is everywhere
+
+
+NOTED = [
+    ({"--masquerade-ports": "30500-31000"}, "--masquerade-ports 30500-31000 meets 30000-32767"),
+    ({"--masquerade-ports": "1024-30000"}, "30000"),
+    ({"--detect-local-mode": "NodeCIDR", "--cluster-cidr": "10.0.0.0/8"},
+     "--cluster-cidr is not used: pods are told by NodeCIDR"),
+    ({"--feature-gates": "A=true"}, "--feature-gates is accepted and not used"),
+    ({"--profiling": "true"}, "--profiling is accepted and not used"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "words"), NOTED, ids=[words for _, words in NOTED])
+def test_what_is_probably_not_meant_is_told_once(given: dict[str, str], words: str):
+    (note,) = load.load(given, {}).notes
+    assert words in note.text
+
+
+@pytest.mark.parametrize("given", [{}, {"--masquerade-ports": "32768-40000"},
+    {"--masquerade-ports": "1024-29999"}, {"--cluster-cidr": "10.0.0.0/8"},
+    {"--masquerade-ports": "30000-31000", "--packet-path": "false"}], ids=str)  # fmt: skip
+def test_what_is_in_order_is_not_told(given: dict[str, str]):
+    assert load.load(given, {}).notes == ()
+
+
+# ---- writing -------------------------------------------------------------------------------------
+
+WRITTEN = [
+    Config(),
+    Config(node_name="n1", kubeconfig=Path("/k"), proxy_mode="iptables",
+           all_node_port_addresses=True, min_sync_period=2.5, oom_score_adj=5,
+           conntrack=Conntrack(0, 7, 60, 0, True, 30, 5400),
+           serving=Serving("[::]:1", "127.0.0.1:2,192.0.2.1:3", True, 90.0, 5)),
+    Config(proxy_mode="nftables", masquerade_bit=3, masquerade_all=True, localhost_node_ports=False,
+           bind_address=parse_addr("fd00::1"), log_format="json", log_level="debug",
+           detect_local_mode=LocalMode.CLUSTER_CIDR,
+           cluster_cidrs=(cidr("10.0.0.0", 104), cidr("fd00::", 48))),
+    Config(proxy_mode="ipvs", mode="ipvs", ipvs_scheduler="wrr", strict_arp=True, ipvs_device="i0",
+           nft_table="t", state_dir=Path("/s"), log_level="error", algorithm=Algorithm.MAGLEV,
+           detect_local_mode=LocalMode.BRIDGE, pod_bridge_interface="cni0"),
+    Config(node_port_addresses=(cidr("10.0.0.0", 104), cidr("fd00::", 8)), source=Path("/o"),
+           pin_dir=Path("/p"), cgroup=Path("/c"), cache_dir=Path("/d"), socket_lb=SocketLb.OFF,
+           socket_lb_exempt=("a*", "b"), devices=("e*",), excluded_devices=("f",),
+           masquerade_ports=(5, 6), forwarding="direct", master="",
+           sizes=MapSizes(1, 2, 3, 4, 5, 6000, 7)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("config", WRITTEN, ids=range(len(WRITTEN)))
+def test_what_is_written_says_the_same(config: Config):
+    made = loaded(write.text(config))
+    mode = config.detect_local_mode or LocalMode.CLUSTER_CIDR
+    assert made.config == load.replace(config, detect_local_mode=mode)
+    assert "no field" not in told(made)
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path):
+    target = tmp_path / "config.yaml"
+    write.write(Config(), target)
+    assert loaded(target.read_text()).config.pin_dir == Config().pin_dir
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+    with pytest.raises(ConfigError, match="cannot write the configuration"):
+        write.write(Config(), tmp_path / "no" / "config.yaml")
+
+
+# ---- durations -----------------------------------------------------------------------------------
+
+TIMES = [
+    ("0", 0.0, "0s"), ("0s", 0.0, "0s"), ("1s", 1.0, "1s"), ("1h0m0s", 3600.0, "1h0m0s"),
+    ("90s", 90.0, "1m30s"), ("1.5s", 1.5, "1.5s"), ("250ms", 0.25, "0.25s"), ("24h", 86400.0,
+    "24h0m0s"), ("-1s", -1.0, None), ("+2m", 120.0, "2m0s"), ("1h1ms", 3600.001, "1h0m0.001s"),
+    (".5s", 0.5, "0.5s"), ("5us", 5e-6, None), ("5µs", 5e-6, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "seconds", "again"), TIMES, ids=[row[0] for row in TIMES])
+def test_times_are_gos(text: str, seconds: float, again: str | None):
+    assert durations.parse(text, "") == pytest.approx(seconds)
+    if again is not None:
+        assert durations.write(seconds) == again
+
+
+@pytest.mark.parametrize("text", ["", "5", "s", "1d", "1 s", "1s x", "--1s", "1h-1m", "."])
+def test_what_go_refuses_is_no_time(text: str):
+    with pytest.raises(ConfigError, match=r"not a time.*\(here\)"):
+        durations.parse(text, "here")
+
+
+# ---- the page ------------------------------------------------------------------------------------
+
+
+def table(heading: str) -> dict[str, list[str]]:
+    """First column without its marks → the other columns, of the table below this heading."""
+    text = (ROOT / "docs/configuration.md").read_text()
+    section = re.search(rf"^## {heading}\n(.*?)(?=^## |\Z)", text, re.S | re.M)
+    assert section is not None
+    rows = [line.strip("|").split("|") for line in section[1].splitlines() if line.startswith("|")]
+    return {row[0].strip().strip("`"): [cell.strip() for cell in row[1:]] for row in rows[2:]}
+
+
+def test_the_page_has_every_field_of_kube_proxys_document():
+    leaves = [path.partition(".")[2] for path in documents.leaves(KubeProxyConfiguration, "K")]
+    assert list(table("KubeProxyConfiguration")) == leaves
+
+
+def test_the_page_has_every_field_of_ours_with_its_flag():
+    rows = table("KbpfConfiguration")
+    assert list(rows) == list(own.FLAG_OF)
+    assert {path: cells[0].strip("`") for path, cells in rows.items()} == dict(own.FLAG_OF)
+
+
+def test_every_flag_is_on_the_page_and_those_that_do_something_have_a_field():
+    rows = table("Flags")
+    assert list(rows) == [flag.name for flag in flags.FLAGS]
+    ours, theirs = set(own.FLAG_OF.values()), set(table("KubeProxyConfiguration"))
+    for flag in flags.FLAGS:
+        field = rows[flag.name][0].strip("`")
+        if flag.name in ours:
+            assert own.FLAG_OF[field.removeprefix("KbpfConfiguration.")] == flag.name
+        elif flag.field:
+            assert field in theirs
