@@ -73,7 +73,7 @@ class Machine:
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     made = Machine(tmp_path)
-    monkeypatch.setattr(sysctl, "ROOT", tmp_path)
+    monkeypatch.setattr(sysctl, "path_of", lambda name: tmp_path / name.replace(".", "/"))
     monkeypatch.setattr(conntrack, "HASHSIZE", made.hashsize)
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     return made
