@@ -24,16 +24,23 @@ static __always_inline u32 hash_end(u32 hash, u32 bytes)
 	return hash ^ hash >> 16;
 }
 
-/* Fills in the hashes of who sends this. A loop, since the stack has no room for more. */
+/* A loop, since the stack has no room for more; and nothing else in it, or the compiler may let the
+ * body fall through to its head, which Linux 5.10 and 6.1 refuse (a "back-edge" that is no jump).
+ */
+static __always_inline u32 hash_words(u32 hash, const u32 *words, int from, int to)
+{
+#pragma clang loop unroll(disable)
+	for (int i = from; i < to; i++)
+		hash = hash_word(hash, words[i]);
+	return hash;
+}
+
+/* Fills in the hashes of who sends this. */
 static __always_inline void set_hashes(struct asker *who, struct tuple *t)
 {
-	u32 *words = (u32 *)t, hash = HASH_SEED;
+	const u32 *words = (const u32 *)t;
+	u32 hash = hash_words(HASH_SEED, words, 0, 4);
 
-#pragma clang loop unroll(disable)
-	for (int i = 0; i < sizeof(*t) / 4; i++) {
-		hash = hash_word(hash, words[i]);
-		if (i == 3)
-			who->client_hash = hash_end(hash, 16);
-	}
-	who->flow_hash = hash_end(hash, sizeof(*t));
+	who->client_hash = hash_end(hash, 16);
+	who->flow_hash = hash_end(hash_words(hash, words, 4, sizeof(*t) / 4), sizeof(*t));
 }

@@ -158,8 +158,9 @@ static __always_inline bool parse_v6(struct __sk_buff *skb, struct packet *p)
 	for (int i = 0; i < EXTENSIONS; i++) {
 		u8 kind = p->protocol;
 
-		if (kind != PROTO_HOP_BY_HOP && kind != PROTO_ROUTING && kind != PROTO_FRAGMENT &&
-		    kind != PROTO_DESTINATION)
+		if (p->fragment == LATER || /* what follows are no headers */
+		    (kind != PROTO_HOP_BY_HOP && kind != PROTO_ROUTING && kind != PROTO_FRAGMENT &&
+		     kind != PROTO_DESTINATION))
 			break;
 		if (bpf_skb_load_bytes(skb, p->l4, &extension, sizeof(extension)))
 			return false;
@@ -170,8 +171,6 @@ static __always_inline bool parse_v6(struct __sk_buff *skb, struct packet *p)
 			p->fragment = offset & IP6_OFFSET ? LATER : offset & 1 ? FIRST : WHOLE;
 			p->id = extension.id;
 			p->l4 += sizeof(extension);
-			if (p->fragment == LATER) /* what follows are no headers */
-				break;
 		} else {
 			p->l4 += (extension.words + 1) * 8;
 		}

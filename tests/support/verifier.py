@@ -6,6 +6,7 @@ each time that they are walked. How many it takes differs by kernel: each prunes
 
 import ctypes
 import re
+import struct
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -79,3 +80,41 @@ def _load(name: str, insns: bytes, level: int) -> tuple[int, str]:
         kind, name[:15].encode(), libbpf.LICENSE, insns, count, ctypes.byref(opts)
     )
     return int(fd), log.value.decode("ascii", "replace")
+
+
+def fall_back(insns: bytes) -> list[tuple[int, int]]:
+    """Where a loop is closed by an instruction that is no jump: from, to. Linux 5.10 and 6.1 refuse
+    such a program before they walk it (check_cfg()), newer ones do not. Goes through the program as
+    they do: the way straight on first.
+    """
+    code = [struct.unpack_from("=BBhi", insns, at) for at in range(0, len(insns), 8)]
+    on_the_way, done = {0}, set[int]()
+    way = [(0, _leads(code, 0))]
+    found = []
+    while way:
+        at, leads = way[-1]
+        to, is_jump = next(leads, (-1, False))
+        if to < 0:
+            way.pop()
+            on_the_way.discard(at)
+            done.add(at)
+        elif to in on_the_way and not is_jump:
+            found.append((at, to))
+        elif to not in on_the_way | done:
+            on_the_way.add(to)
+            way.append((to, _leads(code, to)))
+    return found
+
+
+def _leads(code: list[tuple[int, int, int, int]], at: int) -> Iterator[tuple[int, bool]]:
+    """What comes after an instruction, and whether by a jump, its "no" included."""
+    opcode, _, offset, _ = code[at]
+    kind, is_branch = opcode & 0xF0, opcode & 0x07 in (0x05, 0x06)  # BPF_JMP, BPF_JMP32
+    if is_branch and kind == 0x90:  # exit
+        return
+    if not is_branch or kind == 0x80:  # a call
+        yield at + 1, False
+        return
+    if kind:  # all but "jump always"
+        yield at + 1, True
+    yield at + offset + 1, True
