@@ -34,11 +34,16 @@ class ObjectKey(NamedTuple):
 
 
 class Upsert(msgspec.Struct, frozen=True):
-    """The object is there, and this is what it says now. `received` is time.monotonic()."""
+    """The object is there, and this is what it says now. `received` is time.monotonic().
+
+    `triggered` is when an EndpointSlice's change began, as its annotation
+    endpoints.kubernetes.io/last-change-trigger-time says (RFC 3339); "" if it says nothing.
+    """
 
     key: ObjectKey
     object: Service | EndpointSlice | Node | Pod
     received: float = 0.0
+    triggered: str = ""
 
 
 class Delete(msgspec.Struct, frozen=True):

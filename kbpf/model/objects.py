@@ -180,7 +180,8 @@ class Node(msgspec.Struct, frozen=True):
     """Our own Node. `addresses` are its InternalIPs, then ExternalIPs, in the object's order.
 
     `skipped` says, a line each, which addresses were left out because they are malformed: an API
-    server does not check them.
+    server does not check them. `leaving`: it is being deleted, or about to be by the cluster
+    autoscaler, so LoadBalancers should send it nothing new.
     """
 
     name: str
@@ -188,6 +189,7 @@ class Node(msgspec.Struct, frozen=True):
     zone: str = ""
     pod_cidrs: tuple[Cidr, ...] = ()
     skipped: tuple[str, ...] = ()
+    leaving: bool = False
 
 
 class Pod(msgspec.Struct, frozen=True):

@@ -128,8 +128,7 @@ class World:
                     self._put_slice(key, said, touched)
             case Kind.NODE:
                 assert said is None or isinstance(said, Node)
-                if said is not None:
-                    self._put_node(said, touched)
+                self._put_node(said or replace(self._node, leaving=True), touched)
             case Kind.POD:
                 assert said is None or isinstance(said, Pod)
                 self._put_pod(key, said, touched)

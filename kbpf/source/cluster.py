@@ -42,11 +42,18 @@ class Login(NamedTuple):
     expires: float = float("inf")
 
 
-class Cluster:
-    """An API server. Used by several connections at once."""
+Asked = Callable[[str, str, str, float], None]
+"""(host, method, status or <error>, seconds): a request has been answered, or has failed."""
 
-    def __init__(self, access: Access) -> None:
+
+class Cluster:
+    """An API server. Used by several connections at once. `asked` is told of each request, by any
+    thread.
+    """
+
+    def __init__(self, access: Access, asked: Asked = lambda *_: None) -> None:
         self.access = access
+        self.asked = asked
         self._lock = threading.Lock()
         self._plugin_login: Login | None = None
         self._tls: ssl.SSLContext | None = None

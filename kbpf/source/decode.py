@@ -54,18 +54,22 @@ from kbpf.source.fields import (
 Object = Service | EndpointSlice | Node | Pod
 
 AFFINITY_SECONDS: Final = 10800
+TO_BE_DELETED: Final = "ToBeDeletedByClusterAutoscaler"
 _PROTOCOLS: Final = {"TCP": Protocol.TCP, "UDP": Protocol.UDP, "SCTP": Protocol.SCTP}
 _UID: Final = re.compile(r"[0-9A-Za-z-]{1,64}")  # it names a folder
 _TYPES: Final = ("ClusterIP", "NodePort", "LoadBalancer", "ExternalName")
 
 
 class Item(NamedTuple):
-    """One object read. Without `error`, `object` None means that it is selected out."""
+    """One object read. Without `error`, `object` None means that it is selected out. `triggered`:
+    see Upsert.
+    """
 
     key: ObjectKey
     version: str
     object: Object | None
     error: str = ""
+    triggered: str = ""
 
 
 def read(kind: Kind, data: bytes | msgspec.Raw) -> Item:
@@ -159,7 +163,7 @@ def endpoint_slice(obj: wire.EndpointSlice) -> EndpointSlice | None:
 
 
 def node(obj: wire.Node) -> Node:
-    """What kube-proxy uses of a Node: addresses, zone, pod networks."""
+    """What kube-proxy uses of a Node: addresses, zone, pod networks, whether it is to go."""
     skipped: list[str] = []
     listed = list(enumerate((obj.status and obj.status.addresses) or ()))
     addresses = [
@@ -181,6 +185,8 @@ def node(obj: wire.Node) -> Node:
         zone=intern((labels and labels.zone) or ""),
         pod_cidrs=tuple(cidr for cidr in cidrs if cidr is not None),
         skipped=tuple(skipped),
+        leaving=bool(obj.metadata.deletion_timestamp)
+        or any(taint.key == TO_BE_DELETED for taint in spec.taints or ()),
     )
 
 
@@ -220,9 +226,12 @@ def _item(
     key, version = _key(kind, obj.metadata), obj.metadata.resource_version or ""
     try:
         _check_names(kind, obj.metadata)
-        return Item(key, version, model(obj))
+        made = model(obj)
     except ObjectError as error:
         return Item(key, version, None, str(error))
+    if kind is Kind.SLICE and (own := obj.metadata.annotations) is not None:
+        return Item(key, version, made, "", own.triggered or "")
+    return Item(key, version, made)
 
 
 def _key(kind: Kind, meta: wire.Meta | wire.PodMeta) -> ObjectKey:

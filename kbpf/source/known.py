@@ -47,7 +47,9 @@ class Known:
         if item.version and self._versions.get(key) == item.version:
             return None
         self._versions[key] = item.version
-        return Rejected(key, item.error) if item.object is None else Upsert(key, item.object, now)
+        if item.object is None:
+            return Rejected(key, item.error)
+        return Upsert(key, item.object, now, item.triggered)
 
     def _gone(self, key: ObjectKey, now: float) -> Delete:
         del self._versions[key]

@@ -15,6 +15,7 @@ import http.client
 import socket
 import ssl
 import threading
+import time
 import urllib.parse
 from collections.abc import Callable
 from typing import Final, TypeVar
@@ -103,22 +104,24 @@ class Connection:
                 each.close()
         self._http = self._sock = self._raw = None
 
-    def request(self, path: str, *, method: str = "GET", silence: float = 0.0) -> Response:
+    def request(
+        self, path: str, *, method: str = "GET", silence: float = 0.0, body: bytes | None = None
+    ) -> Response:
         """The answer's head, of whatever status. Raises SourceError.
 
-        `silence`: seconds without a byte of the body that are too long.
+        `silence`: seconds without a byte of the body that are too long. `body`: JSON.
         """
         if self._raw is not None and not self._raw.isclosed():
             self.drop()
         kept = self._http is not None and self._http.sock is not None
         try:
-            raw = self._send(method, path)
+            raw = self._send(method, path, body)
         except ConnectionError as error:
             self.drop()
             if not kept:
                 raise self._explained(error) from error
             # The server closed the idle connection: that is no failure yet.
-            raw = self.guarded(lambda: self._send(method, path))
+            raw = self.guarded(lambda: self._send(method, path, body))
         except (OSError, http.client.HTTPException) as error:
             self.drop()
             raise self._explained(error) from error
@@ -137,7 +140,19 @@ class Connection:
             self.drop()
             raise self._explained(error) from error
 
-    def _send(self, method: str, path: str) -> http.client.HTTPResponse:
+    def _send(self, method: str, path: str, body: bytes | None) -> http.client.HTTPResponse:
+        """The answer's head; whoever counts is told, also when there is none."""
+        start, code = time.monotonic(), "<error>"
+        try:
+            raw = self._exchange(method, path, body)
+            code = str(raw.status)
+            return raw
+        finally:
+            if not self._closed:
+                host = f"{self._host}:{self._port}"
+                self._cluster.asked(host, method, code, time.monotonic() - start)
+
+    def _exchange(self, method: str, path: str, body: bytes | None) -> http.client.HTTPResponse:
         login = self._cluster.login(lambda: self._closed)
         if self._http is None or self._http.sock is None:
             self.drop()
@@ -148,7 +163,9 @@ class Connection:
         headers = {"Accept": "application/json", "User-Agent": "kbpf"}
         if login.authorization:
             headers["Authorization"] = login.authorization
-        self._http.request(method, self._base + path, headers=headers)
+        if body is not None:
+            headers["Content-Type"] = "application/json"
+        self._http.request(method, self._base + path, body, headers)
         return self._http.getresponse()
 
     def _open(self, login: Login) -> None:

@@ -62,6 +62,23 @@ class ServiceMeta(Meta, frozen=True, gc=False, rename=spelling):
     annotations: Annotations | None = None
 
 
+class SliceAnnotations(
+    msgspec.Struct,
+    frozen=True,
+    gc=False,
+    rename={"triggered": "endpoints.kubernetes.io/last-change-trigger-time"},
+):
+    """The one of an EndpointSlice that we read."""
+
+    triggered: str | None = None
+
+
+class SliceMeta(Meta, frozen=True, gc=False, rename=spelling):
+    """metadata of an EndpointSlice."""
+
+    annotations: SliceAnnotations | None = None
+
+
 class HasMeta(msgspec.Struct, frozen=True, gc=False, rename=spelling):
     """Any object: enough to say which one it is."""
 
@@ -182,7 +199,7 @@ class SlicePort(msgspec.Struct, frozen=True, gc=False, rename=spelling):
 class EndpointSlice(msgspec.Struct, frozen=True, gc=False, rename=spelling):
     """An EndpointSlice, discovery.k8s.io/v1."""
 
-    metadata: Meta
+    metadata: SliceMeta
     address_type: str | None = None
     endpoints: tuple[Endpoint, ...] | None = None
     ports: tuple[SlicePort, ...] | None = None
@@ -195,11 +212,24 @@ class NodeAddress(msgspec.Struct, frozen=True, gc=False, rename=spelling):
     address: str = ""
 
 
+class Taint(msgspec.Struct, frozen=True, gc=False, rename=spelling):
+    """spec.taints[] of a Node."""
+
+    key: str | None = None
+
+
 class NodeSpec(msgspec.Struct, frozen=True, gc=False, rename=spelling):
-    """spec of a Node: its pod networks."""
+    """spec of a Node: its pod networks, and who is to stay away."""
 
     pod_cidr: str | None = None
     pod_cidrs: tuple[str, ...] | None = None
+    taints: tuple[Taint, ...] | None = None
+
+
+class NodeMeta(Meta, frozen=True, gc=False, rename=spelling):
+    """metadata of a Node."""
+
+    deletion_timestamp: str | None = None
 
 
 class NodeStatus(msgspec.Struct, frozen=True, gc=False, rename=spelling):
@@ -211,7 +241,7 @@ class NodeStatus(msgspec.Struct, frozen=True, gc=False, rename=spelling):
 class Node(msgspec.Struct, frozen=True, gc=False, rename=spelling):
     """A Node."""
 
-    metadata: Meta
+    metadata: NodeMeta
     spec: NodeSpec | None = None
     status: NodeStatus | None = None
 

@@ -23,6 +23,7 @@ from kbpf.errors import ConfigError, SourceError
 from kbpf.source import cluster as cluster_module
 from kbpf.source.cluster import Cluster, default_node_name
 from kbpf.source.kubeconfig import Access, find_access, in_cluster
+from kbpf.source.poster import Poster
 from kbpf.source.transport import Connection, Silent
 from tests.support.certs import Authority
 from tests.support.lab import PATIENCE, until
@@ -290,6 +291,28 @@ def test_a_token_file_is_read_for_each_request(connect, tmp_path):
         token.write_text("three")
         connection.request("/x").read()
         assert headers(server) == ["Bearer one", "Bearer two", "Bearer three"]
+
+
+def test_requests_are_counted_with_their_outcome():
+    told: list[tuple[str, str, str]] = []
+
+    def asked(host: str, method: str, code: str, seconds: float) -> None:
+        assert seconds >= 0
+        told.append((host, method, code))
+
+    with ScriptedServer(ok, unauthorized, lambda exchange: exchange.reset()) as server:
+        cluster = Cluster(Access(server.url, "the test"), asked)
+        for status in (200, 401):  # each by a connection of its own: the server reads no bodies
+            assert Poster(cluster).post("/a", b'{"x": 1}') == status
+        poster = Poster(cluster)
+        with pytest.raises(SourceError):
+            poster.post("/c", b"{}")
+        poster.close()
+        with pytest.raises(SourceError, match="stopped"):
+            poster.post("/d", b"{}")
+        assert server.requests[0].headers["content-type"] == "application/json"
+        host = server.url.removeprefix("http://")
+    assert told == [(host, "POST", code) for code in ("200", "401", "<error>")]
 
 
 def test_a_path_below_the_server_is_kept(connect):

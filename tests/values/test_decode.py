@@ -27,6 +27,7 @@ TCP, UDP, SCTP = Protocol.TCP, Protocol.UDP, Protocol.SCTP
 PROXY_NAME = "service.kubernetes.io/service-proxy-name"
 HEADLESS = "service.kubernetes.io/headless"
 OF_SERVICE = "kubernetes.io/service-name"
+TRIGGER = "endpoints.kubernetes.io/last-change-trigger-time"
 
 
 def read(kind: Kind, obj: dict[str, Any]) -> decode.Item:
@@ -600,6 +601,38 @@ def test_a_node_says_internal_addresses_first_its_zone_and_its_pod_networks():
 
 def test_a_bare_node_has_nothing():
     assert read(Kind.NODE, {"metadata": {"name": "n1"}}).object == Node("n1")
+
+
+GOING = "ToBeDeletedByClusterAutoscaler"
+LEAVING = [
+    ("it is being deleted", {"deletionTimestamp": "2026-01-01T00:00:00Z"}, {}, True),
+    ("the autoscaler is about to", {}, {"taints": [{"key": "a"}, {"key": GOING}]}, True),
+    ("another taint", {}, {"taints": [{"key": "node.kubernetes.io/unschedulable"}]}, False),
+    ("a taint without a key", {}, {"taints": [{"effect": "NoSchedule"}]}, False),
+    ("cordoned", {}, {"unschedulable": True}, False),
+]
+
+
+@pytest.mark.parametrize(("name", "meta", "spec", "leaving"), LEAVING, ids=[r[0] for r in LEAVING])
+def test_a_node_that_is_to_get_nothing_new(name, meta, spec, leaving):
+    item = read(Kind.NODE, {"metadata": {"name": "n1"} | meta, "spec": spec})
+    assert item.object == Node("n1", leaving=leaving)
+
+
+@pytest.mark.parametrize(
+    ("annotations", "triggered"),
+    [
+        (None, ""),
+        ({"a": "b"}, ""),
+        ({TRIGGER: "2026-11-21T22:31:37Z"}, "2026-11-21T22:31:37Z"),
+    ],
+)
+def test_a_slice_may_say_when_its_change_began(annotations, triggered):
+    meta = {"name": "a", "namespace": "ns", "labels": {OF_SERVICE: "web"}}
+    body = {"metadata": meta | {"annotations": annotations}, "addressType": "IPv4"}
+    item = read(Kind.SLICE, body)
+    assert item.triggered == triggered
+    assert item.object == read(Kind.SLICE, {"metadata": meta, "addressType": "IPv4"}).object
 
 
 def test_one_pod_network_alone_counts():

@@ -128,7 +128,7 @@ def test_it_remembers_what_is_in_force():
     assert world.service(NAME) is None
     assert not world.names()
     assert world.slices(NAME) == (TWO,)
-    assert world.node == ME
+    assert world.node == replace(ME, leaving=True)
     world.apply([gone(TWO)])
     assert world.slices(NAME) == ()
 
