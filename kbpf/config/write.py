@@ -1,5 +1,6 @@
 """The Config → the text of a file that says the same: all settings, said one by one."""
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,6 +41,15 @@ def text(config: Config) -> str:
         {"apiVersion": VERSIONS[OWN], "kind": OWN, **ours(config)},
     )
     return "---\n".join(yaml.safe_dump(each, sort_keys=False) for each in documents)
+
+
+def configz(config: Config) -> bytes:
+    """Both documents as JSON, by their groups: what /configz shows, as kube-proxy does."""
+    made = {
+        VERSIONS[kind].partition("/")[0]: {"kind": kind, "apiVersion": VERSIONS[kind], **fields}
+        for kind, fields in ((KUBE_PROXY, kube_proxy(config)), (OWN, ours(config)))
+    }
+    return json.dumps(made, separators=(",", ":")).encode()
 
 
 def kube_proxy(config: Config) -> dict[str, Any]:

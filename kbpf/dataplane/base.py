@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kbpf.model.desired import DesiredState, ServicePortKey
+from kbpf.model.measures import Measures
 from kbpf.model.status import PacketStatus
 
 
@@ -52,6 +53,11 @@ class DataPlane(Protocol):
 
     def problems(self) -> tuple[str, ...]:
         """What is not as it should be, a line each, though nothing was refused."""
+
+    def measure(self) -> Measures:
+        """What is counted in the kernel, for metrics. Any thread but one at a time, also while
+        another one writes.
+        """
 
     def write_status(self, text: bytes) -> None:
         """Leaves the agent's own words where `kbpf inspect status` finds them."""

@@ -8,13 +8,17 @@ import msgspec
 
 
 class SourceView(msgspec.Struct, frozen=True):
-    """One watch."""
+    """One watch. `failures`: tries that failed in a row. `silent_seconds`: since it heard anything,
+    0 before it did.
+    """
 
     name: str
     state: str
     synced: bool
     resource_version: str
     error: str
+    failures: int = 0
+    silent_seconds: float = 0.0
 
 
 class DeviceFailure(msgspec.Struct, frozen=True):
@@ -62,6 +66,7 @@ class AgentStatus(msgspec.Struct, frozen=True):
     refused: int = 0
     error: str = ""
     packets: PacketStatus | None = None
+    without_endpoints: int = 0
 
 
 MOST_PROBLEMS = 50

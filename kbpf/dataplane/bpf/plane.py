@@ -36,6 +36,7 @@ from kbpf.dataplane.bpf.layout import (
     pack_target,
 )
 from kbpf.dataplane.bpf.load import Pins, Programs, SocketPrograms
+from kbpf.dataplane.bpf.measure import Meter
 from kbpf.dataplane.bpf.packet import PacketPath
 from kbpf.dataplane.bpf.plan import Planner, Programmed, Retired, Writes, leaving, need
 from kbpf.dataplane.bpf.tables import Tables
@@ -51,6 +52,7 @@ from kbpf.model.desired import (
     ServicePortKey,
     ServiceState,
 )
+from kbpf.model.measures import Measures
 from kbpf.model.objects import Cidr, Protocol
 from kbpf.model.status import MOST_FAILURES, DeviceFailure, PacketStatus
 
@@ -97,6 +99,8 @@ class BpfPlane:
         self.packet_problem = ""
         self._kept: adopt.Adopted | None = None  # what an unsound first apply left as it was
         self._unsure = False  # whether what is kept here is what the maps hold
+        self._meter = Meter(self._pins, config.sizes)
+        self._read_again = 0
         self.compiled = False
 
     # ---- opening ---------------------------------------------------------------------------
@@ -219,6 +223,7 @@ class BpfPlane:
         """
         if self._unsure:
             self._adopt()
+            self._read_again += 1
             touched = None
         self._unsure = True
         if sound and self._kept is not None:
@@ -541,6 +546,10 @@ class BpfPlane:
 
     # ---- the rest --------------------------------------------------------------------------
 
+    def measure(self) -> Measures:
+        """See base.DataPlane."""
+        return self._meter.read(dict(self._tables.fill), {"maps_read_again": self._read_again})
+
     def write_status(self, text: bytes) -> None:
         """Leaves the agent's own words beside the maps, for `kbpf inspect status`."""
         self._check_pins()
@@ -552,8 +561,7 @@ class BpfPlane:
         lines = self._exemptions.problems(self._clock())
         if self._packets is None and not self._exemptions.is_empty:
             lines = (*lines, "exempt cgroups are served by nobody: the packet path is off")
-        unmatched = self._packets.unmatched if self._packets is not None else ()
-        return (*lines, *(f"--device {pattern} names no device" for pattern in unmatched))
+        return lines
 
     def _check_pins(self) -> None:
         """Somebody may have removed the pins beside us: then nothing that we write is seen."""

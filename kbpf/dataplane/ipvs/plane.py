@@ -44,6 +44,7 @@ from kbpf.kernel.ipvs import Command, Ipvs, Server, Service, ServiceFlag, Settin
 from kbpf.model.address import Addr
 from kbpf.model.config import Config, LocalMode
 from kbpf.model.desired import DesiredState, FrontendKind, ServicePortKey, ServiceState
+from kbpf.model.measures import Measures
 from kbpf.model.objects import Protocol
 from kbpf.model.status import PacketStatus
 
@@ -409,6 +410,10 @@ class IpvsPlane:
     def problems(self) -> tuple[str, ...]:
         """What was said once."""
         return tuple(self._told)
+
+    def measure(self) -> Measures:
+        """See base.DataPlane. IPVS' own counters are not read yet."""
+        return Measures()
 
     def write_status(self, text: bytes) -> None:
         """Into the state folder, by a rename."""

@@ -1,0 +1,251 @@
+"""Where the agent answers: its ports, what stands behind each, and what happens when one is taken.
+
+The writer tells the desk what it did; watch threads tell it what came; the HTTP thread reads. All
+that has to do with ports is done in the HTTP thread. An address that cannot be had is said once as
+an Event and in the log, and tried again each 5 s, as kube-proxy does.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from kbpf.errors import ConfigError, KbpfError
+from kbpf.model.address import Addr, format_addr
+from kbpf.model.config import Config
+from kbpf.model.measures import Measures
+from kbpf.model.objects import ServiceName
+from kbpf.model.status import AgentStatus
+from kbpf.policy.checks import HealthCheck
+from kbpf.serve import exposition, health, page
+from kbpf.serve.events import About, Events, Post
+from kbpf.serve.health import Health
+from kbpf.serve.http import JSON, NOT_FOUND, WILDCARDS, Answer, Handler, Port, Request, Server
+from kbpf.serve.record import Record
+
+log = logging.getLogger("kbpf.serve")
+
+AGAIN_SECONDS: Final = 5.0
+FRESH_SECONDS: Final = 1.0
+"""A page of metrics is made once in that time, however many ask."""
+
+FLUSH_SECONDS: Final = 3.0
+ACTION: Final = "StartKubeProxy"
+
+
+@dataclass(slots=True)
+class _Check:
+    """The health check of one Service: what it says, and the ports that are open for it."""
+
+    says: HealthCheck
+    at: tuple[Addr, ...] | None
+    ports: list[Port] = field(default_factory=list)
+    failed: str = ""
+
+
+class Desk:
+    """See the module. start() before anything else, stop() at the end."""
+
+    def __init__(
+        self,
+        config: Config,
+        mode: str = "",
+        measure: Callable[[], Measures] = Measures,
+        post: Post | None = None,
+        configz: bytes = b"{}",
+        record: Record | None = None,
+    ) -> None:
+        self._config, self._mode, self._measure, self._configz = config, mode, measure, configz
+        self._serving = config.serving
+        self.record = record or Record()
+        self.health = Health(config.serving.late_seconds)
+        self.events = Events(post, config.node_name)
+        self._node = About("Node", config.node_name)
+        self._server = Server()
+        self._eligible = True
+        self._status: AgentStatus | None = None
+        self._checks: dict[ServiceName, _Check] = {}
+        self._page = (0.0, b"")
+
+    def start(self) -> None:
+        """Answers from now on. ConfigError when an address is taken and that is not to be."""
+        self._server.start()
+        for text, handler, reason in (
+            (self._serving.healthz, self._healthz, "FailedToStartProxierHealthcheck"),
+            (self._serving.metrics, self._metrics, "FailedToStartMetricServer"),
+        ):
+            for address in filter(None, text.split(",")):
+                self._open(address, handler, reason, first=True)
+
+    def stop(self) -> None:
+        """Answers nobody any more."""
+        self.events.stop()
+        self._server.stop()
+
+    # ---- what the agent says ---------------------------------------------------------------
+
+    def begun(self, version: str) -> None:
+        """The agent serves: kube-proxy's first word."""
+        note = f"kbpf {version} mode {self._mode}"
+        self.events.say(self._node, "Starting", ACTION, note, warning=False)
+
+    def node_is_leaving(self, leaving: bool) -> None:
+        """Whether LoadBalancers should send this node nothing new."""
+        self._eligible = not leaving
+
+    def show(self, status: AgentStatus) -> None:
+        """How the agent is doing, for /metrics."""
+        self._status = status
+
+    def check(self, wanted: Mapping[ServiceName, HealthCheck], at: tuple[Addr, ...] | None) -> None:
+        """These health checks, and no others, answer on these addresses; None: on all."""
+        told = dict(wanted)
+        self._server.do(lambda: self._sync_checks(told, at))
+
+    # ---- ports -----------------------------------------------------------------------------
+
+    def _open(self, address: str, handler: Handler, reason: str, first: bool = False) -> None:
+        host, _, port = address.rpartition(":")
+        try:
+            self._server.listen(host.strip("[]"), int(port), handler)
+        except OSError as error:
+            problem = f"cannot listen on {address}: {error.strerror}"
+            if first:
+                self.events.say(self._node, reason, ACTION, problem)
+            if first and self._serving.hard_fail:
+                self.events.flush(FLUSH_SECONDS)
+                raise ConfigError(
+                    problem, "--bind-address-hard-fail", "end who listens there, or choose another"
+                ) from error
+            if first:
+                log.error("%s; trying again each %d s", problem, AGAIN_SECONDS)
+            self._server.later(AGAIN_SECONDS, lambda: self._open(address, handler, reason))
+        else:
+            log.log(logging.DEBUG if first else logging.INFO, "listening address=%s", address)
+
+    # ---- health checks of Services, in the HTTP thread -------------------------------------
+
+    def _sync_checks(
+        self, wanted: Mapping[ServiceName, HealthCheck], at: tuple[Addr, ...] | None
+    ) -> None:
+        for name, check in list(self._checks.items()):
+            kept = wanted.get(name)
+            if kept is None or kept.port != check.says.port or check.at != at:
+                self._close_check(self._checks.pop(name))
+        for name, says in wanted.items():
+            if name in self._checks:
+                self._checks[name].says = says
+            else:
+                self._checks[name] = _Check(says, at)
+                self._open_check(name, self._checks[name])
+
+    def _close_check(self, check: _Check) -> None:
+        for port in check.ports:
+            self._server.close(port)
+        check.ports = []
+
+    def _open_check(self, name: ServiceName, check: _Check) -> None:
+        if self._checks.get(name) is not check:
+            return  # it went, or changed its port, while it waited
+        hosts = WILDCARDS if check.at is None else tuple(map(format_addr, check.at))
+        try:
+            for host in hosts:
+                self._open_one(name, check, host)
+        except OSError as error:
+            self._close_check(check)
+            problem = (
+                f"node {self._config.node_name} failed to start healthcheck "
+                f'"{name}" on port {check.says.port}: {error.strerror}'
+            )
+            if not check.failed:
+                log.error("%s; trying again each %d s", problem, AGAIN_SECONDS)
+            check.failed = problem
+            about = About("Service", name.name, name.namespace)
+            self.events.say(about, "FailedToStartServiceHealthcheck", "Listen", problem)
+            self._server.later(AGAIN_SECONDS, lambda: self._open_check(name, check))
+        else:
+            check.failed = ""
+
+    def _open_one(self, name: ServiceName, check: _Check, host: str) -> None:
+        v6 = ":" in host
+
+        def answer(_: Request) -> Answer:
+            says = check.says
+            healthy = self.health.verdict().healthy
+            return health.service_check(name, says.v6 if v6 else says.v4, healthy)
+
+        try:
+            port = self._server.listen(host, check.says.port, answer, one_family=True)
+        except OSError:
+            if host == "::" and not _has_ipv6():
+                return
+            raise
+        check.ports.append(port)
+
+    # ---- answers ---------------------------------------------------------------------------
+
+    def _healthz(self, request: Request) -> Answer:
+        match request.path:
+            case "/healthz":
+                answer = health.healthz(self.health.verdict(), self._eligible)
+            case "/livez":
+                answer = health.livez(self.health.verdict())
+            case _:
+                return NOT_FOUND
+        self.record.answered(request.path[1:], answer.status)
+        return answer
+
+    def _metrics(self, request: Request) -> Answer:
+        answers: dict[str, Callable[[], Answer]] = {
+            "/metrics": lambda: Answer(200, self._fresh_page(), exposition.CONTENT_TYPE),
+            "/metrics/slis": lambda: Answer(200, SLIS, exposition.CONTENT_TYPE),
+            "/healthz": lambda: Answer(200, VERBOSE if "verbose" in request.query else b"ok"),
+            "/healthz/ping": lambda: Answer(200, b"ok"),
+            "/proxyMode": lambda: Answer(200, self._mode.encode()),
+            "/configz": lambda: Answer(200, self._configz, JSON),
+        }
+        return answers.get(request.path, lambda: NOT_FOUND)()
+
+    def _fresh_page(self) -> bytes:
+        made, body = self._page
+        if not body or time.monotonic() - made >= FRESH_SECONDS:
+            body = self.metrics()
+            self._page = (time.monotonic(), body)
+        return body
+
+    def metrics(self) -> bytes:
+        """The page of metrics."""
+        start = time.perf_counter()
+        lines = self.record.lines()
+        if self._status is not None:
+            lines += page.agent(self._status, self._config)
+        failed = sum(bool(check.failed) for check in self._checks.values())
+        counts = page.Served(self.events.sent, self.events.dropped, len(self._checks), failed)
+        lines += page.served(counts, self.health.verdict().healthy, self._eligible)
+        try:
+            lines += page.kernel(self._measure(), self._serving.service_series)
+        except KbpfError as error:
+            log.warning("the data plane's counts are left out of /metrics: %s", error)
+        lines += page.process()
+        lines += exposition.family(
+            "kbpf_scrape_seconds", "gauge", "How long it took to make this page",
+            [("", time.perf_counter() - start)],
+        )  # fmt: skip
+        return "\n".join(lines).encode() + b"\n"
+
+
+def _has_ipv6() -> bool:
+    try:
+        with open("/proc/net/if_inet6"):
+            return True
+    except OSError:
+        return False
+
+
+VERBOSE: Final = b"[+]ping ok\nhealthz check passed\n"
+SLIS: Final = b"""\
+# HELP kubernetes_healthcheck [STABLE] This metric records the result of a single healthcheck.
+# TYPE kubernetes_healthcheck gauge
+kubernetes_healthcheck{name="ping",type="healthz"} 1
+"""

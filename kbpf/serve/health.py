@@ -1,0 +1,135 @@
+"""Whether the agent keeps up, and whether the node should get traffic: /healthz, /livez and the
+health checks of Services.
+
+kube-proxy's rules and bodies (its healthcheck package, 1.36; reference 3.1, 3.2):
+- The agent is healthy unless a change has waited for `late` seconds to be programmed. Before the
+  first complete pass it is healthy too.
+- /livez says that. /healthz says it and whether the node is eligible: not being deleted, and not
+  about to be by the cluster autoscaler.
+- A Service's health check says whether this node has ready endpoints of it, and the former.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from kbpf.model.objects import ServiceName
+from kbpf.serve.http import JSON, Answer
+
+FAMILIES: Final = ("IPv4", "IPv6")
+NEVER: Final = "0001-01-01T00:00:00Z"
+"""Go's zero time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How the agent is doing. Times are ns since the epoch; `updated` is None before the first
+    complete pass.
+    """
+
+    healthy: bool
+    updated: int | None
+    now: int
+
+
+class Health:
+    """What is waiting to be programmed, and since when. Any thread may call.
+
+    A change is queued(), then taken() by the writer, and settled() when it is programmed or turned
+    out to say nothing. What comes in between is counted from its own time.
+    """
+
+    def __init__(
+        self,
+        late_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+        now: Callable[[], int] = time.time_ns,
+    ) -> None:
+        self._late, self._clock, self._now = late_seconds, clock, now
+        self._lock = threading.Lock()
+        self._waiting: float | None = None  # since when, what nobody has taken
+        self._taken: float | None = None
+        self._updated: int | None = None
+
+    def queued(self) -> None:
+        """Something came that may have to be programmed."""
+        if self._waiting is None:
+            with self._lock:
+                self._waiting = self._clock() if self._waiting is None else self._waiting
+
+    def taken(self) -> None:
+        """Everything that was queued is in the writer's hands. To be called before it is taken, so
+        that nothing that comes meanwhile counts as done with it.
+        """
+        with self._lock:
+            if self._taken is None:
+                self._taken = self._waiting
+            self._waiting = None
+
+    def settled(self, programmed: bool) -> None:
+        """All that was taken is done with; `programmed`: the data plane was written just now."""
+        with self._lock:
+            self._taken = None
+            if programmed:
+                self._updated = self._now()
+
+    def verdict(self) -> Verdict:
+        """How it is now."""
+        with self._lock:
+            since = self._waiting if self._taken is None else self._taken
+            late = since is not None and self._clock() - since >= self._late
+            return Verdict(not late or self._updated is None, self._updated, self._now())
+
+
+def healthz(verdict: Verdict, eligible: bool) -> Answer:
+    """The answer of /healthz."""
+    return _answer(verdict, verdict.healthy and eligible, {"nodeEligible": eligible})
+
+
+def livez(verdict: Verdict) -> Answer:
+    """The answer of /livez."""
+    return _answer(verdict, verdict.healthy, {})
+
+
+def _answer(verdict: Verdict, good: bool, more: dict[str, bool]) -> Answer:
+    updated = go_time(verdict.updated)
+    body: dict[str, object] = {
+        # As old versions said it: recent, if all is well.
+        "lastUpdated": go_time(verdict.now) if good else updated,
+        "currentTime": go_time(verdict.now),
+        **more,
+        "healthy": verdict.healthy,
+    }
+    if verdict.updated is not None:
+        one = {"lastUpdated": updated, "healthy": verdict.healthy}
+        body["status"] = dict.fromkeys(FAMILIES, one)
+    text = json.dumps(body, separators=(",", ":"))
+    return Answer(200 if good else 503, text.encode(), JSON)
+
+
+def go_time(moment: int | None) -> str:
+    """ns since the epoch as Go writes a time in JSON: RFC 3339, no zeros at the end."""
+    if moment is None:
+        return NEVER
+    seconds, rest = divmod(moment, 1_000_000_000)
+    fraction = f".{rest:09d}".rstrip("0") if rest else ""
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds)) + fraction + "Z"
+
+
+def service_check(name: ServiceName, endpoints: int, healthy: bool) -> Answer:
+    """The answer of a Service's healthCheckNodePort. `endpoints`: those on this node."""
+    body = (
+        "{\n"
+        '\t"service": {\n'
+        f'\t\t"namespace": {json.dumps(name.namespace)},\n'
+        f'\t\t"name": {json.dumps(name.name)}\n'
+        "\t},\n"
+        f'\t"localEndpoints": {endpoints},\n'
+        f'\t"serviceProxyHealthy": {str(healthy).lower()}\n'
+        "}"
+    )
+    weight = (("X-Load-Balancing-Endpoint-Weight", str(endpoints)),)
+    return Answer(200 if endpoints and healthy else 503, body.encode(), JSON, weight)

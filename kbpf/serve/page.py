@@ -1,0 +1,204 @@
+"""/metrics: what it says of the agent itself and of its data plane, beside kube-proxy's series.
+
+Pure but for `process()`: values go in, lines come out. Names begin with kbpf_; docs/observe.md
+lists them all and says what to make of them. A Service has a series only while it has connections,
+and at most `most` of them have: a cluster has thousands, and each node would export them all.
+"""
+
+import os
+import resource
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from heapq import nlargest
+from pathlib import Path
+
+from kbpf.model.config import Config
+from kbpf.model.measures import Measures, Traffic
+from kbpf.model.status import AgentStatus, PacketStatus
+from kbpf.serve.exposition import family, labels
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What the servers themselves count: Events that were sent and that were not, health checks
+    that are wanted and that could not get their port.
+    """
+
+    events_sent: int = 0
+    events_dropped: int = 0
+    checks: int = 0
+    checks_failed: int = 0
+
+
+def agent(status: AgentStatus, config: Config) -> Iterator[str]:
+    """How the agent is doing."""
+    yield from _gauge("build_info", "The version, as a label", _one(version=status.version))
+    yield from _gauge(
+        "mode_info", "The data plane that serves, what was asked for, and how it is set",
+        _one(mode=status.mode, asked=config.mode, forwarding=config.forwarding,
+             socket_lb=str(config.socket_lb), algorithm=str(config.algorithm)),
+    )  # fmt: skip
+    for name, text, value in (
+        ("synced", "1 when everything has been programmed once", status.synced),
+        ("services", "Services that are known", status.services),
+        ("service_ports", "Service ports, one for each family, that are wanted",
+         status.service_ports),
+        ("service_ports_refused", "Service ports that could not be programmed", status.refused),
+        ("service_ports_without_endpoints", "Service ports that refuse every connection",
+         status.without_endpoints),
+        ("problems", "Lines that `kbpf inspect status` lists as problems", status.problem_count),
+        ("sync_failing", "1 while the kernel refuses to be written", bool(status.error)),
+        ("last_sync_seconds", "How long the last pass took", status.last_apply_ms / 1000),
+    ):  # fmt: skip
+        yield from _gauge(name, text, [("", value)])
+    yield from _counter("syncs_total", "Passes that were written", [("", status.applied)])
+    yield from _gauge(
+        "event_to_map_seconds", "From an event's arrival until it is in force, of the last 4096",
+        [(labels(quantile="0.5"), status.event_to_map_p50_ms / 1000),
+         (labels(quantile="0.99"), status.event_to_map_p99_ms / 1000)],
+    )  # fmt: skip
+    yield from _sources(status)
+    yield from _packets(status.packets)
+
+
+def _sources(status: AgentStatus) -> Iterator[str]:
+    told = [(labels(source=source.name), source) for source in status.sources]
+    for name, text, values in (
+        ("synced", "1 when the source has listed all once", [s.synced for _, s in told]),
+        ("watching", "1 while its watch stands", [s.state == "watching" for _, s in told]),
+        ("failures", "Tries in a row that failed", [s.failures for _, s in told]),
+        ("silent_seconds", "Since it last heard anything", [s.silent_seconds for _, s in told]),
+    ):
+        samples = zip((at for at, _ in told), map(float, values), strict=True)
+        yield from _gauge(f"source_{name}", text, list(samples))
+
+
+def _packets(packets: PacketStatus | None) -> Iterator[str]:
+    if packets is None:
+        return
+    state = "off" if not packets.wanted else "failed" if packets.problem else "on"
+    yield from _gauge(
+        "packet_path", "1 for the state that the packet path is in",
+        [(labels(state=each), each == state) for each in ("on", "off", "failed")],
+    )  # fmt: skip
+    yield from _gauge(
+        "packet_path_failed_devices", "Devices that it could not be brought to",
+        [("", packets.failed_count)],
+    )  # fmt: skip
+
+
+def kernel(measures: Measures, most: int) -> Iterator[str]:
+    """What the data plane counts."""
+    tables = [(labels(map=table.name), table) for table in measures.tables]
+    yield from _gauge(
+        "map_entries", "Entries of a map",
+        [(at, table.entries) for at, table in tables if table.entries is not None],
+    )  # fmt: skip
+    yield from _gauge(
+        "map_max_entries", "Room of a map now; those that the agent writes grow",
+        [(at, table.room) for at, table in tables],
+    )  # fmt: skip
+    yield from _gauge(
+        "map_limit_entries", "How far a map may grow (--max-...)",
+        [(at, table.limit) for at, table in tables],
+    )  # fmt: skip
+    yield from _gauge(
+        "map_bytes", "Kernel memory of a map",
+        [(at, table.bytes) for at, table in tables if table.bytes is not None],
+    )  # fmt: skip
+    yield from _counter(
+        "decisions_total", "Connections, datagrams and packets, by what was decided and why",
+        [(labels(reason=one.reason, verdict=one.verdict), one.times)
+         for one in measures.decisions],
+    )  # fmt: skip
+    yield from _counter(
+        "repairs_total", "How often the kernel was put right",
+        [(labels(what=what), count) for what, count in measures.repairs],
+    )  # fmt: skip
+    yield from _traffic(measures.traffic, most)
+
+
+def _traffic(traffic: tuple[Traffic, ...], most: int) -> Iterator[str]:
+    shown = traffic
+    if len(traffic) > most:
+        shown = tuple(nlargest(most, traffic, lambda one: (one.connections, one[:4])))
+    yield from _gauge(
+        "service_connections", "Connections of a Service port now",
+        [(_port(*one[:4]), one.connections) for one in shown],
+    )  # fmt: skip
+    yield from _gauge(
+        "connections", "Connections of all Services now",
+        [("", sum(one.connections for one in traffic))],
+    )  # fmt: skip
+    yield from _gauge(
+        "service_series_left_out", "Service ports with connections and no series of their own",
+        [("", len(traffic) - len(shown))],
+    )  # fmt: skip
+
+
+@lru_cache(1 << 14)
+def _port(namespace: str, service: str, port: str, protocol: str) -> str:
+    return labels(namespace=namespace, service=service, port=port, protocol=protocol)
+
+
+def served(found: Served, healthy: bool, eligible: bool) -> Iterator[str]:
+    """How the servers are doing."""
+    yield from _gauge(
+        "healthy", "What /livez says: 1 while nothing waits too long", [("", healthy)]
+    )
+    yield from _gauge("node_eligible", "0 when the node is about to be removed", [("", eligible)])
+    yield from _counter(
+        "events_total", "Kubernetes Events, sent and given up",
+        [(labels(outcome="sent"), found.events_sent),
+         (labels(outcome="dropped"), found.events_dropped)],
+    )  # fmt: skip
+    yield from _gauge(
+        "service_health_checks", "Services with a healthCheckNodePort", [("", found.checks)]
+    )
+    yield from _gauge(
+        "service_health_checks_failed", "Of these, how many could not get their port",
+        [("", found.checks_failed)],
+    )  # fmt: skip
+
+
+def process() -> Iterator[str]:
+    """The process, under the names that every client library gives."""
+    pages = [int(word) for word in Path("/proc/self/statm").read_text().split()[:2]]
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for name, kind, text, value in (
+        ("cpu_seconds_total", "counter", "Total user and system CPU time spent in seconds.",
+         used.ru_utime + used.ru_stime),
+        ("max_fds", "gauge", "Maximum number of open file descriptors.", soft),
+        ("open_fds", "gauge", "Number of open file descriptors.",
+         len(os.listdir("/proc/self/fd"))),
+        ("resident_memory_bytes", "gauge", "Resident memory size in bytes.",
+         pages[1] * resource.getpagesize()),
+        ("start_time_seconds", "gauge",
+         "Start time of the process since unix epoch in seconds.", _started()),
+        ("virtual_memory_bytes", "gauge", "Virtual memory size in bytes.",
+         pages[0] * resource.getpagesize()),
+    ):  # fmt: skip
+        yield from family(f"process_{name}", kind, text, [("", value)])
+
+
+@cache
+def _started() -> float:
+    """Seconds since the epoch."""
+    words = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    up = int(words[19]) / os.sysconf("SC_CLK_TCK")
+    return round(time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + up, 2)
+
+
+def _one(**values: str) -> list[tuple[str, float]]:
+    return [(labels(**values), 1)]
+
+
+def _gauge(name: str, text: str, samples: list[tuple[str, float]]) -> Iterator[str]:
+    return family(f"kbpf_{name}", "gauge", text, samples)
+
+
+def _counter(name: str, text: str, samples: list[tuple[str, float]]) -> Iterator[str]:
+    return family(f"kbpf_{name}", "counter", text, samples)

@@ -1,0 +1,186 @@
+"""kube-proxy's own series, under its names and with its buckets, so that dashboards go on working.
+
+Those are here that do not depend on a mode (kube-proxy 1.36, pkg/proxy/metrics; reference 4); what
+belongs to iptables or nftables is not exported. Beside them the requests to the API server, as
+client-go counts them. The agent's threads record, the HTTP thread reads; one lock for all.
+"""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from typing import Final
+
+from kbpf.serve.exposition import Histogram, family, histograms, labels
+
+FAMILIES: Final = {4: "IPv4", 6: "IPv6"}
+BOTH: Final = tuple(FAMILIES)
+SYNC_BUCKETS: Final = tuple(0.001 * 2**n for n in range(15))
+PROGRAMMING_BUCKETS: Final = (
+    0.0,  # a slip of theirs, and so a bucket of every dashboard
+    0.25,
+    0.5,
+    *range(1, 60),
+    *range(60, 120, 5),
+    *range(120, 301, 30),
+)
+REQUEST_BUCKETS: Final = (0.005, 0.025, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0)
+
+
+def _by_family() -> dict[int, Histogram]:
+    return {each: Histogram(SYNC_BUCKETS) for each in FAMILIES}
+
+
+class Record:
+    """What has happened since the agent began."""
+
+    def __init__(self, now: Callable[[], float] = time.time) -> None:
+        self._now = now
+        self._lock = threading.Lock()
+        self._sync, self._full, self._partial = _by_family(), _by_family(), _by_family()
+        self._programming = {each: Histogram(PROGRAMMING_BUCKETS) for each in FAMILIES}
+        self._last = dict.fromkeys(FAMILIES, 0.0)
+        self._queued = dict.fromkeys(FAMILIES, 0.0)
+        self._changes = {"service": 0, "endpoint": 0}
+        self._waiting = {"service": 0, "endpoint": 0}
+        self._no_local = {(policy, each): 0 for policy in ("external", "internal") for each in BOTH}
+        self._asked: dict[str, Counter[str]] = {"healthz": Counter(), "livez": Counter()}
+        self._requests: Counter[tuple[str, str, str]] = Counter()
+        self._latency: dict[tuple[str, str], Histogram] = {}
+        self._failures = 0
+
+    # ---- what the agent says ---------------------------------------------------------------
+
+    def changes(self, services: int, endpoints: int) -> None:
+        """So many events came; they wait until synced()."""
+        with self._lock:
+            for kind, count in (("service", services), ("endpoint", endpoints)):
+                self._changes[kind] += count
+                self._waiting[kind] += count
+            self._queued = dict.fromkeys(FAMILIES, self._now())
+
+    def unchanged(self) -> None:
+        """What came said nothing new."""
+        with self._lock:
+            self._waiting = dict.fromkeys(self._waiting, 0)
+
+    def synced(self, seconds: float, full: bool, families: Collection[int] = BOTH) -> None:
+        """The data plane was written, in so many seconds; `full`: all of it was looked at."""
+        with self._lock:
+            for each in families:
+                self._sync[each].observe(seconds)
+                (self._full if full else self._partial)[each].observe(seconds)
+                self._last[each] = self._now()
+            self._waiting = dict.fromkeys(self._waiting, 0)
+
+    def failed(self) -> None:
+        """The data plane could not be written."""
+        with self._lock:
+            self._failures += 1
+
+    def programmed(self, family: int, triggered: float) -> None:
+        """An EndpointSlice's change of that time (seconds since the epoch) is in force now."""
+        with self._lock:
+            self._programming[family].observe(max(0.0, self._now() - triggered))
+
+    def no_local_endpoints(self, policy: str, family: int, count: int) -> None:
+        """So many Service ports have policy Local, and endpoints only elsewhere."""
+        with self._lock:
+            self._no_local[policy, family] = count
+
+    def answered(self, path: str, status: int) -> None:
+        """/healthz or /livez was asked for."""
+        with self._lock:
+            self._asked[path][str(status)] += 1
+
+    def requested(self, host: str, method: str, code: str, seconds: float) -> None:
+        """The API server was asked something. `code`: the status, or <error> when none came."""
+        with self._lock:
+            self._requests[code, host, method] += 1
+            if code != "<error>":
+                key = (host, method)
+                if key not in self._latency:
+                    self._latency[key] = Histogram(REQUEST_BUCKETS)
+                self._latency[key].observe(seconds)
+
+    # ---- what is read ----------------------------------------------------------------------
+
+    def lines(self) -> list[str]:
+        """All of it, as exposition."""
+        with self._lock:
+            return [*self._rules(), *self._health(), *self._api(), *self._own()]
+
+    def _rules(self) -> Iterator[str]:
+        prefix = "kubeproxy_sync_proxy_rules"
+        for name, text, found in (
+            ("kubeproxy_sync_proxy_rules", "SyncProxyRules latency in seconds", self._sync),
+            ("kubeproxy_sync_full_proxy_rules",
+             "SyncProxyRules latency in seconds for full resyncs", self._full),
+            ("kubeproxy_sync_partial_proxy_rules",
+             "SyncProxyRules latency in seconds for partial resyncs", self._partial),
+        ):  # fmt: skip
+            yield from histograms(
+                f"{name}_duration_seconds", f"[ALPHA] {text}",
+                ((labels(ip_family=FAMILIES[f]), h) for f, h in found.items()),
+            )  # fmt: skip
+        yield from histograms(
+            "kubeproxy_network_programming_duration_seconds",
+            "[ALPHA] In Cluster Network Programming Latency in seconds",
+            ((labels(ip_family=FAMILIES[f]), h) for f, h in self._programming.items()),
+        )
+        for name, text, times in (
+            ("last_timestamp", "The last time proxy rules were successfully synced", self._last),
+            ("last_queued_timestamp", "The last time a sync of proxy rules was queued",
+             self._queued),
+        ):  # fmt: skip
+            yield from family(
+                f"{prefix}_{name}_seconds", "gauge", f"[ALPHA] {text}",
+                ((labels(ip_family=FAMILIES[f]), at) for f, at in times.items()),
+            )  # fmt: skip
+        for kind in ("endpoint", "service"):
+            word = kind.capitalize()
+            yield from family(
+                f"{prefix}_{kind}_changes_pending", "gauge",
+                f"[ALPHA] Pending proxy rules {word} changes", [("", self._waiting[kind])],
+            )  # fmt: skip
+            yield from family(
+                f"{prefix}_{kind}_changes_total", "counter",
+                f"[ALPHA] Cumulative proxy rules {word} changes", [("", self._changes[kind])],
+            )  # fmt: skip
+        yield from family(
+            f"{prefix}_no_local_endpoints_total", "gauge",
+            "[ALPHA] Number of services with a Local traffic policy and no endpoints",
+            ((labels(ip_family=FAMILIES[f], traffic_policy=policy), count)
+             for (policy, f), count in self._no_local.items()),
+        )  # fmt: skip
+
+    def _health(self) -> Iterator[str]:
+        for path, codes in self._asked.items():
+            yield from family(
+                f"kubeproxy_proxy_{path}_total", "counter",
+                f"[ALPHA] Cumulative proxy {path} HTTP status",
+                ((labels(code=code), count) for code, count in sorted(codes.items())),
+            )  # fmt: skip
+
+    def _api(self) -> Iterator[str]:
+        yield from family(
+            "rest_client_requests_total", "counter",
+            "[ALPHA] Number of HTTP requests, partitioned by status code, method, and host.",
+            ((labels(code=code, host=host, method=method), count)
+             for (code, host, method), count in sorted(self._requests.items())),
+        )  # fmt: skip
+        yield from histograms(
+            "rest_client_request_duration_seconds",
+            "[ALPHA] Request latency in seconds. Broken down by verb, and host.",
+            (
+                (labels(host=host, verb=verb), h)
+                for (host, verb), h in sorted(self._latency.items())
+            ),
+        )
+
+    def _own(self) -> Iterator[str]:
+        yield from family(
+            "kbpf_sync_failures_total", "counter",
+            "Passes that the kernel refused; what was serving goes on serving",
+            [("", self._failures)],
+        )  # fmt: skip

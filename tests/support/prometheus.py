@@ -1,0 +1,96 @@
+"""Reads the Prometheus text format, strictly, and without kbpf: what Prometheus would refuse is an
+error here.
+"""
+
+import math
+import re
+from typing import NamedTuple
+
+_SAMPLE = re.compile(
+    r"(?P<name>[a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(?P<labels>.*)\})? "
+    r"(?P<value>[-+]?(?:[0-9.]+(?:e[-+]?[0-9]+)?|Inf)|NaN)"
+)
+_LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\\n]|\\[\\"n])*)"(?:,|$)')
+_SUFFIXES = ("_bucket", "_sum", "_count")
+_UNESCAPED = {"\\\\": "\\", '\\"': '"', "\\n": "\n"}
+
+Labels = frozenset[tuple[str, str]]
+
+
+class Family(NamedTuple):
+    """One metric: its type, its help, and the values by name and labels."""
+
+    kind: str
+    help: str
+    samples: dict[tuple[str, Labels], float]
+
+    def value(self, **labels: str) -> float:
+        """Of the one sample that has these labels among its own."""
+        found = [v for (_, own), v in self.samples.items() if own >= set(labels.items())]
+        assert len(found) == 1, (labels, found)
+        return found[0]
+
+    @property
+    def label_names(self) -> frozenset[str]:
+        """All names of labels."""
+        return frozenset(name for _, labels in self.samples for name, _ in labels)
+
+    @property
+    def bounds(self) -> list[float]:
+        """The buckets' upper bounds."""
+        return sorted({float(v) for _, labels in self.samples for k, v in labels if k == "le"})
+
+
+def parse(text: str) -> dict[str, Family]:
+    """The families of a page, by name."""
+    assert text.endswith("\n")
+    found: dict[str, Family] = {}
+    helps: dict[str, str] = {}
+    current = ""
+    for line in text.splitlines():
+        if line.startswith("# HELP "):
+            _, _, name, words = line.split(" ", 3)
+            helps[name] = words
+        elif line.startswith("# TYPE "):
+            _, _, current, kind = line.split(" ")
+            assert current not in found, f"{current} comes twice"
+            found[current] = Family(kind, helps[current], {})
+        else:
+            _add(found[current], current, line)
+    for name, family in found.items():
+        if family.kind == "histogram":
+            _check(name, family)
+    return found
+
+
+def _add(family: Family, current: str, line: str) -> None:
+    match = _SAMPLE.fullmatch(line)
+    assert match, f"no sample: {line!r}"
+    name, inside = match["name"], match["labels"] or ""
+    base = name
+    if family.kind in ("histogram", "summary"):
+        base = next((name.removesuffix(s) for s in _SUFFIXES if name.endswith(s)), name)
+    assert base == current, f"{name} stands under {current}"
+    pairs = _LABEL.findall(inside)
+    assert "".join(m[0] for m in _LABEL.finditer(inside)) == inside, line
+    labels = frozenset((k, re.sub(r"\\.", lambda m: _UNESCAPED[m[0]], v)) for k, v in pairs)
+    assert len(labels) == len(pairs) == len({k for k, _ in pairs}), line
+    assert (name, labels) not in family.samples, f"comes twice: {line}"
+    family.samples[name, labels] = float(match["value"])
+
+
+def _check(name: str, family: Family) -> None:
+    """Buckets grow, the last is +Inf and says what _count says."""
+    series: dict[Labels, list[tuple[float, float]]] = {}
+    for (sample, labels), value in family.samples.items():
+        if sample == f"{name}_bucket":
+            bound = next(float(v) for k, v in labels if k == "le")
+            rest = frozenset(pair for pair in labels if pair[0] != "le")
+            series.setdefault(rest, []).append((bound, value))
+    for labels, buckets in series.items():
+        buckets.sort()
+        counts = [count for _, count in buckets]
+        assert counts == sorted(counts), name
+        assert math.isinf(buckets[-1][0]), name
+        assert counts[-1] == family.samples[f"{name}_count", labels], name
+        assert (f"{name}_sum", labels) in family.samples, name

@@ -1,0 +1,237 @@
+"""/healthz, /livez and the health checks of Services, byte for byte as kube-proxy 1.36.3 answers
+(tests/lab/test_observe.py asks a real one).
+"""
+
+import json
+from typing import NamedTuple
+
+import pytest
+
+from kbpf.model.address import parse_addr
+from kbpf.model.objects import Endpoint, EndpointSlice, Protocol, Service, ServiceName, SlicePort
+from kbpf.policy.checks import HealthCheck, health_check
+from kbpf.serve.health import Health, Verdict, go_time, healthz, livez, service_check
+from kbpf.serve.http import Answer
+
+SYNCED, NOW = 1_795_300_289_792_282_716, 1_795_300_297_135_646_100
+AT, THEN = "2026-11-21T22:31:37.1356461Z", "2026-11-21T22:31:29.792282716Z"
+
+
+def told(good: bool) -> str:
+    one = f'{{"lastUpdated":"{THEN}","healthy":{str(good).lower()}}}'
+    return f'"status":{{"IPv4":{one},"IPv6":{one}}}'
+
+
+class Asked(NamedTuple):
+    """What is so, the path, and the status and body that go back."""
+
+    name: str
+    verdict: Verdict
+    eligible: bool
+    path: str
+    status: int
+    body: str
+
+
+WELL, LATE = Verdict(True, SYNCED, NOW), Verdict(False, SYNCED, NOW)
+FIRST = Verdict(True, None, NOW)
+ASKED = [
+    Asked("well", WELL, True, "/healthz", 200,
+          f'{{"lastUpdated":"{AT}","currentTime":"{AT}","nodeEligible":true,"healthy":true,'
+          f'{told(True)}}}'),
+    Asked("well: livez does not speak of the node", WELL, True, "/livez", 200,
+          f'{{"lastUpdated":"{AT}","currentTime":"{AT}","healthy":true,{told(True)}}}'),
+    Asked("the node is leaving", WELL, False, "/healthz", 503,
+          f'{{"lastUpdated":"{THEN}","currentTime":"{AT}","nodeEligible":false,"healthy":true,'
+          f'{told(True)}}}'),
+    Asked("the node is leaving: livez does not mind", WELL, False, "/livez", 200,
+          f'{{"lastUpdated":"{AT}","currentTime":"{AT}","healthy":true,{told(True)}}}'),
+    Asked("late", LATE, True, "/healthz", 503,
+          f'{{"lastUpdated":"{THEN}","currentTime":"{AT}","nodeEligible":true,"healthy":false,'
+          f'{told(False)}}}'),
+    Asked("late: livez", LATE, True, "/livez", 503,
+          f'{{"lastUpdated":"{THEN}","currentTime":"{AT}","healthy":false,{told(False)}}}'),
+    Asked("starting", FIRST, True, "/healthz", 200,
+          f'{{"lastUpdated":"{AT}","currentTime":"{AT}","nodeEligible":true,"healthy":true}}'),
+    Asked("starting on a node that is leaving", FIRST, False, "/healthz", 503,
+          f'{{"lastUpdated":"0001-01-01T00:00:00Z","currentTime":"{AT}","nodeEligible":false,'
+          f'"healthy":true}}'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("asked", ASKED, ids=lambda asked: asked.name)
+def test_what_goes_back(asked: Asked):
+    whole = asked.path == "/healthz"
+    answer = healthz(asked.verdict, asked.eligible) if whole else livez(asked.verdict)
+    assert answer == Answer(asked.status, asked.body.encode(), "application/json")
+
+
+@pytest.mark.parametrize(
+    ("moment", "text"),
+    [
+        (1_795_300_297_000_000_000, "2026-11-21T22:31:37Z"),
+        (1_795_300_297_100_000_000, "2026-11-21T22:31:37.1Z"),
+        (1_795_300_297_000_000_010, "2026-11-21T22:31:37.00000001Z"),
+        (0, "1970-01-01T00:00:00Z"),
+        (None, "0001-01-01T00:00:00Z"),
+    ],
+)
+def test_a_time_as_go_writes_it(moment: int | None, text: str):
+    assert go_time(moment) == text
+
+
+# ---- when it is healthy ------------------------------------------------------------------------
+
+
+class Step(NamedTuple):
+    """At `at` seconds this is done; then it is healthy or not."""
+
+    at: float
+    do: str
+    healthy: bool
+
+
+LIVES = {
+    "nothing to do for a day": [Step(0, "programmed", True), Step(86_400, "", True)],
+    "a change is late after 60 s": [
+        Step(0, "programmed", True), Step(10, "queued", True), Step(69.9, "", True),
+        Step(70, "", False),
+    ],
+    "the oldest change counts": [
+        Step(0, "programmed", True), Step(0, "queued", True), Step(50, "queued", True),
+        Step(60, "", False),
+    ],
+    "what is programmed is done with": [
+        Step(0, "programmed", True), Step(0, "queued", True), Step(1, "taken", True),
+        Step(2, "programmed", True), Step(100, "", True),
+    ],
+    "what said nothing new is done with": [
+        Step(0, "programmed", True), Step(0, "queued", True), Step(1, "taken", True),
+        Step(2, "nothing new", True), Step(100, "", True),
+    ],
+    "what comes while others are written counts from its own time": [
+        Step(0, "programmed", True), Step(0, "queued", True), Step(1, "taken", True),
+        Step(50, "queued", True), Step(55, "programmed", True), Step(109, "", True),
+        Step(110, "", False),
+    ],
+    "taken and refused by the kernel, again and again": [
+        Step(0, "programmed", True), Step(0, "queued", True), Step(1, "taken", True),
+        Step(30, "taken", True), Step(60, "", False), Step(61, "programmed", True),
+    ],
+    "healthy while it starts, however long that takes": [
+        Step(0, "queued", True), Step(1, "taken", True), Step(600, "", True),
+        Step(601, "programmed", True),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("steps", LIVES.values(), ids=LIVES.keys())
+def test_when_it_is_healthy(steps: list[Step]):
+    now = 0.0
+    health = Health(60.0, lambda: now, lambda: round(now * 1e9))
+    for step in steps:
+        now = step.at
+        match step.do:
+            case "queued":
+                health.queued()
+            case "taken":
+                health.taken()
+            case "programmed" | "nothing new":
+                health.settled(step.do == "programmed")
+        assert health.verdict().healthy is step.healthy, step
+
+
+def test_the_time_of_the_last_pass_is_told():
+    now = 5.0
+    health = Health(60.0, lambda: now, lambda: round(now * 1e9))
+    assert health.verdict() == Verdict(True, None, 5_000_000_000)
+    health.settled(True)
+    now = 7.0
+    health.settled(False)
+    assert health.verdict() == Verdict(True, 5_000_000_000, 7_000_000_000)
+
+
+# ---- health checks of Services -----------------------------------------------------------------
+
+BODY = """{
+\t"service": {
+\t\t"namespace": "default",
+\t\t"name": "web"
+\t},
+\t"localEndpoints": %d,
+\t"serviceProxyHealthy": %s
+}"""
+
+
+@pytest.mark.parametrize(
+    ("endpoints", "healthy", "status"),
+    [(1, True, 200), (7, True, 200), (0, True, 503), (1, False, 503), (0, False, 503)],
+)
+def test_what_a_service_answers(endpoints: int, healthy: bool, status: int):
+    answer = service_check(ServiceName("default", "web"), endpoints, healthy)
+    assert answer.body.decode() == BODY % (endpoints, str(healthy).lower())
+    assert (answer.status, answer.kind) == (status, "application/json")
+    assert answer.headers == (("X-Load-Balancing-Endpoint-Weight", str(endpoints)),)
+    assert json.loads(answer.body)["localEndpoints"] == endpoints
+
+
+WEB = Service(
+    "default", "web", "LoadBalancer",
+    (parse_addr("10.96.0.1"), parse_addr("fd00::1")), (), external_local=True,
+    health_check_node_port=31_999,
+)  # fmt: skip
+
+
+def end(address: str, node: str = "n1", ready: bool = True, terminating: bool = False) -> Endpoint:
+    return Endpoint(parse_addr(address), ready, True, terminating, node)
+
+
+def piece(*ends: Endpoint, family: int = 4, ports: int = 1, name: str = "a") -> EndpointSlice:
+    made = tuple(SlicePort(f"p{i}", Protocol.TCP, 80 + i) for i in range(ports))
+    return EndpointSlice("default", name, "web", family, ends, made)
+
+
+class Counted(NamedTuple):
+    """Slices, and what is counted of each family."""
+
+    name: str
+    slices: tuple[EndpointSlice, ...]
+    v4: int
+    v6: int
+
+
+COUNTED = [
+    Counted("nothing", (), 0, 0),
+    Counted("one here", (piece(end("10.0.0.1")),), 1, 0),
+    Counted("one elsewhere", (piece(end("10.0.0.1", "n2")),), 0, 0),
+    Counted("on no node", (piece(end("10.0.0.1", "")),), 0, 0),
+    Counted("one that is not ready", (piece(end("10.0.0.1", ready=False)),), 0, 0),
+    Counted("one that terminates and still serves",
+            (piece(end("10.0.0.1", ready=False, terminating=True)),), 0, 0),
+    Counted("two ports of one", (piece(end("10.0.0.1"), ports=2),), 1, 0),
+    Counted("a slice without ports", (piece(end("10.0.0.1"), ports=0),), 0, 0),
+    Counted("the same in two slices",
+            (piece(end("10.0.0.1")), piece(end("10.0.0.1"), end("10.0.0.2"), name="b")), 2, 0),
+    Counted("each family its own",
+            (piece(end("10.0.0.1")), piece(end("fd00::2"), end("fd00::3"), family=6, name="b")),
+            1, 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", COUNTED, ids=lambda row: row.name)
+def test_which_endpoints_count(row: Counted):
+    assert health_check(WEB, row.slices, "n1") == HealthCheck(31_999, row.v4, row.v6)
+
+
+def test_a_service_of_one_family_says_the_same_in_both():
+    single = Service(
+        "default", "web", "LoadBalancer", WEB.cluster_ips[:1], (), external_local=True,
+        health_check_node_port=31_999,
+    )  # fmt: skip
+    assert health_check(single, (piece(end("10.0.0.1")),), "n1") == HealthCheck(31_999, 1, 1)
+
+
+def test_who_has_no_health_check():
+    assert health_check(None, (), "n1") is None
+    plain = Service("default", "web", "LoadBalancer", WEB.cluster_ips, ())
+    assert health_check(plain, (), "n1") is None

@@ -1,0 +1,309 @@
+"""/metrics: kube-proxy's series as kube-proxy has them, and ours beside them, read by a parser that
+knows nothing of kbpf.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import msgspec
+import pytest
+
+from kbpf.config.write import configz
+from kbpf.errors import KernelError
+from kbpf.model.address import parse_addr
+from kbpf.model.config import Config, Serving
+from kbpf.model.measures import Decision, Measures, Table, Traffic
+from kbpf.model.objects import Cidr
+from kbpf.model.status import AgentStatus, PacketStatus, SourceView
+from kbpf.serve.desk import Desk
+from kbpf.serve.exposition import Histogram, labels, number
+from kbpf.serve.record import Record
+from tests.support.prometheus import Family, parse
+
+SYNC = [0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.024, 2.048, 4.096,
+        8.192, 16.384, math.inf]  # fmt: skip
+PROGRAMMING = [0, 0.25, 0.5, *range(1, 60), 60, 65, 70, 75, 80, 85, 90, 95, 100, 105, 110, 115, 120,
+               150, 180, 210, 240, 270, 300, math.inf]  # fmt: skip
+REQUESTS = [0.005, 0.025, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, math.inf]
+
+STATUS = AgentStatus(
+    version="9.9", pid=1, mode="bpf", node="n1", started=1.0, heartbeat=2.0, synced=True,
+    services=7, service_ports=9, applied=11, last_apply_ms=250.0, event_to_map_p50_ms=2.0,
+    event_to_map_p99_ms=40.0,
+    sources=(SourceView("services", "watching", True, "5", "", 0, 1.5),
+             SourceView("nodes", "retrying", True, "5", "gone", 3, 70.0)),
+    problems=(), problem_count=4, refused=2, error="no",
+    packets=PacketStatus(True, "", failed_count=1),
+    without_endpoints=5,
+)  # fmt: skip
+MEASURES = Measures(
+    tables=(Table("services", 10, 64, 256, 4096), Table("replies", None, 64, 64, None)),
+    decisions=(Decision("translated", "translate", 100), Decision("no_route", "drop", 3)),
+    traffic=(
+        Traffic("a", "web", "http", "TCP", 5),
+        Traffic("a", "dns", "", "UDP", 9),
+        Traffic("b", "web", 'od"d\\\n', "TCP", 1),
+    ),
+    repairs=(("maps_read_again", 2),),
+)
+
+
+DEFAULT = Serving()
+
+
+def page(serving: Serving = DEFAULT, **given: object) -> dict[str, Family]:
+    desk = Desk(Config(serving=serving), "bpf", lambda: MEASURES, **given)  # type: ignore[arg-type]
+    desk.show(STATUS)
+    return parse(desk.metrics().decode())
+
+
+class Value(NamedTuple):
+    """A series and its value."""
+
+    name: str
+    labels: dict[str, str]
+    value: float
+
+
+VALUES = [
+    Value("kbpf_build_info", {"version": "9.9"}, 1),
+    Value("kbpf_mode_info", {"mode": "bpf", "asked": "auto", "socket_lb": "on"}, 1),
+    Value("kbpf_synced", {}, 1),
+    Value("kbpf_services", {}, 7),
+    Value("kbpf_service_ports", {}, 9),
+    Value("kbpf_service_ports_refused", {}, 2),
+    Value("kbpf_service_ports_without_endpoints", {}, 5),
+    Value("kbpf_problems", {}, 4),
+    Value("kbpf_sync_failing", {}, 1),
+    Value("kbpf_syncs_total", {}, 11),
+    Value("kbpf_last_sync_seconds", {}, 0.25),
+    Value("kbpf_event_to_map_seconds", {"quantile": "0.99"}, 0.04),
+    Value("kbpf_source_watching", {"source": "services"}, 1),
+    Value("kbpf_source_watching", {"source": "nodes"}, 0),
+    Value("kbpf_source_failures", {"source": "nodes"}, 3),
+    Value("kbpf_source_silent_seconds", {"source": "nodes"}, 70),
+    Value("kbpf_packet_path", {"state": "on"}, 1),
+    Value("kbpf_packet_path", {"state": "failed"}, 0),
+    Value("kbpf_packet_path_failed_devices", {}, 1),
+    Value("kbpf_map_entries", {"map": "services"}, 10),
+    Value("kbpf_map_max_entries", {"map": "services"}, 64),
+    Value("kbpf_map_limit_entries", {"map": "services"}, 256),
+    Value("kbpf_map_bytes", {"map": "services"}, 4096),
+    Value("kbpf_decisions_total", {"reason": "no_route", "verdict": "drop"}, 3),
+    Value("kbpf_repairs_total", {"what": "maps_read_again"}, 2),
+    Value("kbpf_connections", {}, 15),
+    Value("kbpf_service_connections", {"service": "dns", "protocol": "UDP"}, 9),
+    Value("kbpf_service_connections", {"namespace": "b", "port": 'od"d\\\n'}, 1),
+    Value("kbpf_service_series_left_out", {}, 0),
+    Value("kbpf_healthy", {}, 1),
+    Value("kbpf_node_eligible", {}, 1),
+    Value("kbpf_events_total", {"outcome": "sent"}, 0),
+]
+
+
+@pytest.mark.parametrize("row", VALUES, ids=lambda row: f"{row.name} {row.labels}")
+def test_ours(row: Value):
+    assert page()[row.name].value(**row.labels) == row.value
+
+
+def test_what_is_not_counted_has_no_series():
+    found = page()
+    for name in ("kbpf_map_entries", "kbpf_map_bytes"):
+        assert {dict(own)["map"] for _, own in found[name].samples} == {"services"}
+
+
+def test_the_services_with_the_most_connections_have_series():
+    found = page(Serving(service_series=2))
+    assert sorted(found["kbpf_service_connections"].samples.values()) == [5, 9]
+    assert found["kbpf_service_series_left_out"].value() == 1
+    assert found["kbpf_connections"].value() == 15
+    assert not page(Serving(service_series=0))["kbpf_service_connections"].samples
+
+
+def test_the_process_has_its_usual_series():
+    found = page()
+    assert found["process_resident_memory_bytes"].value() > 1e6
+    assert found["process_open_fds"].value() > 2
+    assert found["process_cpu_seconds_total"].value() > 0
+    assert 1.6e9 < found["process_start_time_seconds"].value() < 1e11
+
+
+def test_a_counter_ends_in_total_and_all_have_a_prefix():
+    for name, family in page().items():
+        assert name.startswith(("kbpf_", "kubeproxy_", "rest_client_", "process_")), name
+        assert name.endswith("_total") is (family.kind == "counter") or (
+            name == "kubeproxy_sync_proxy_rules_no_local_endpoints_total"  # kube-proxy's own slip
+        ), name
+
+
+# ---- kube-proxy's ------------------------------------------------------------------------------
+
+
+class Theirs(NamedTuple):
+    """A family of kube-proxy 1.36 that belongs to no mode, its type and labels, and buckets."""
+
+    name: str
+    kind: str
+    labels: set[str]
+    bounds: Sequence[float] = ()
+
+
+FAMILY = {"ip_family"}
+THEIRS = [
+    Theirs("kubeproxy_sync_proxy_rules_duration_seconds", "histogram", FAMILY, SYNC),
+    Theirs("kubeproxy_sync_full_proxy_rules_duration_seconds", "histogram", FAMILY, SYNC),
+    Theirs("kubeproxy_sync_partial_proxy_rules_duration_seconds", "histogram", FAMILY, SYNC),
+    Theirs("kubeproxy_network_programming_duration_seconds", "histogram", FAMILY, PROGRAMMING),
+    Theirs("kubeproxy_sync_proxy_rules_last_timestamp_seconds", "gauge", FAMILY),
+    Theirs("kubeproxy_sync_proxy_rules_last_queued_timestamp_seconds", "gauge", FAMILY),
+    Theirs("kubeproxy_sync_proxy_rules_endpoint_changes_pending", "gauge", set()),
+    Theirs("kubeproxy_sync_proxy_rules_endpoint_changes_total", "counter", set()),
+    Theirs("kubeproxy_sync_proxy_rules_service_changes_pending", "gauge", set()),
+    Theirs("kubeproxy_sync_proxy_rules_service_changes_total", "counter", set()),
+    Theirs("kubeproxy_sync_proxy_rules_no_local_endpoints_total", "gauge",
+           {"ip_family", "traffic_policy"}),
+    Theirs("kubeproxy_proxy_healthz_total", "counter", {"code"}),
+    Theirs("kubeproxy_proxy_livez_total", "counter", {"code"}),
+    Theirs("rest_client_requests_total", "counter", {"code", "method", "host"}),
+    Theirs("rest_client_request_duration_seconds", "histogram", {"verb", "host"}, REQUESTS),
+]  # fmt: skip
+
+
+def busy() -> Record:
+    record = Record(lambda: 1000.0)
+    record.changes(3, 5)
+    record.synced(0.0015, full=True)
+    record.synced(0.5, full=False, families=(4,))
+    record.failed()
+    record.programmed(6, 990.0)
+    record.programmed(4, 2000.0)  # a clock that is ahead of ours
+    record.no_local_endpoints("external", 4, 2)
+    record.answered("healthz", 503)
+    record.answered("livez", 200)
+    record.requested("h:6443", "GET", "200", 0.3)
+    record.requested("h:6443", "GET", "<error>", 9.0)
+    record.changes(1, 0)
+    return record
+
+
+@pytest.mark.parametrize("row", THEIRS, ids=lambda row: row.name)
+def test_theirs(row: Theirs):
+    family = page(record=busy())[row.name]
+    assert (family.kind, family.label_names - {"le"}) == (row.kind, row.labels)
+    assert family.bounds == list(row.bounds)
+    assert family.help.startswith("[ALPHA] ")
+
+
+COUNTED = [
+    Value("kubeproxy_sync_proxy_rules_service_changes_total", {}, 4),
+    Value("kubeproxy_sync_proxy_rules_service_changes_pending", {}, 1),
+    Value("kubeproxy_sync_proxy_rules_endpoint_changes_total", {}, 5),
+    Value("kubeproxy_sync_proxy_rules_endpoint_changes_pending", {}, 0),
+    Value("kubeproxy_sync_proxy_rules_last_timestamp_seconds", {"ip_family": "IPv6"}, 1000),
+    Value("kubeproxy_sync_proxy_rules_last_queued_timestamp_seconds", {"ip_family": "IPv4"}, 1000),
+    Value("kubeproxy_sync_proxy_rules_no_local_endpoints_total",
+          {"ip_family": "IPv4", "traffic_policy": "external"}, 2),
+    Value("kubeproxy_proxy_healthz_total", {"code": "503"}, 1),
+    Value("rest_client_requests_total", {"code": "<error>", "method": "GET"}, 1),
+    Value("rest_client_requests_total", {"code": "200", "host": "h:6443"}, 1),
+    Value("kbpf_sync_failures_total", {}, 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", COUNTED, ids=lambda row: f"{row.name} {row.labels}")
+def test_what_is_counted(row: Value):
+    assert page(record=busy())[row.name].value(**row.labels) == row.value
+
+
+def at_most(family: Family, bound: float, **own: str) -> float:
+    wanted = {*own.items()}
+    for (name, told), value in family.samples.items():
+        le = dict(told).get("le")
+        if name.endswith("_bucket") and wanted <= told and le and float(le) == bound:
+            return value
+    raise AssertionError(bound)
+
+
+def test_what_the_histograms_hold():
+    found = page(record=busy())
+    sync = found["kubeproxy_sync_proxy_rules_duration_seconds"]
+    assert [at_most(sync, b, ip_family="IPv4") for b in (0.001, 0.002, 0.256, 0.512)] == [
+        0,
+        1,
+        1,
+        2,
+    ]
+    assert at_most(sync, math.inf, ip_family="IPv6") == 1
+    full = found["kubeproxy_sync_full_proxy_rules_duration_seconds"]
+    assert at_most(full, math.inf, ip_family="IPv4") == 1
+    took = found["kubeproxy_network_programming_duration_seconds"]
+    assert [at_most(took, b, ip_family="IPv6") for b in (9, 10)] == [0, 1]
+    assert at_most(took, 0.25, ip_family="IPv4") == 1
+    asked = found["rest_client_request_duration_seconds"]
+    assert [at_most(asked, b) for b in (0.25, 0.5, math.inf)] == [0, 1, 1]
+
+
+# ---- the format --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (True, "1"), (3.0, "3"), (-2, "-2"), (0.25, "0.25"),
+     (1795300289.55, "1795300289.55"), (float("inf"), "+Inf"), (1e300, "1e+300")],
+)  # fmt: skip
+def test_numbers(value: float, text: str):
+    assert number(value) == text
+
+
+def test_labels():
+    assert labels() == ""
+    assert labels(a="b", c='d"\\\n') == '{a="b",c="d\\"\\\\\\n"}'
+
+
+def test_a_bound_belongs_to_its_bucket():
+    made = Histogram((1.0, 2.0))
+    for value in (1.0, 1.5, 2.0, 2.1):
+        made.observe(value)
+    assert list(made.lines("x", '{f="4"}')) == [
+        'x_bucket{f="4",le="1"} 1',
+        'x_bucket{f="4",le="2"} 3',
+        'x_bucket{f="4",le="+Inf"} 4',
+        'x_sum{f="4"} 6.6',
+        'x_count{f="4"} 4',
+    ]
+
+
+def test_a_page_is_made_without_a_status_and_without_a_kernel():
+    def refuses() -> Measures:
+        raise KernelError("no maps")
+
+    found = parse(Desk(Config(), "bpf", refuses).metrics().decode())
+    assert "kubeproxy_sync_proxy_rules_duration_seconds" in found
+    assert "kbpf_healthy" in found
+    assert "kbpf_map_entries" not in found
+
+
+def test_a_plane_without_a_packet_path_says_nothing_of_it():
+    desk = Desk(Config(), "ipvs")
+    desk.show(replace_status(packets=None))
+    assert "kbpf_packet_path" not in parse(desk.metrics().decode())
+
+
+def replace_status(**change: object) -> AgentStatus:
+    return msgspec.structs.replace(STATUS, **change)
+
+
+def test_configz_shows_what_is_in_force():
+    made = replace(Config(), cluster_cidrs=(Cidr(parse_addr("10.1.0.0"), 112),), masquerade_bit=5)
+    shown = json.loads(configz(made))
+    theirs = shown["kubeproxy.config.k8s.io"]
+    assert theirs["kind"] == "KubeProxyConfiguration"
+    assert theirs["clusterCIDR"] == "10.1.0.0/16"
+    assert theirs["iptables"]["masqueradeBit"] == 5
+    assert theirs["nodePortAddresses"] == ["primary"]
+    ours = shown["kbpf.io"]
+    assert ours["kind"] == "KbpfConfiguration"
+    assert ours["mapSizes"]["frontends"] == Config().sizes.frontends
