@@ -12,21 +12,24 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Final
 
 from kbpf import __version__
 from kbpf.agent import conntrack
 from kbpf.agent.inbox import Inbox, Item, Wake
+from kbpf.agent.tally import Tally
 from kbpf.dataplane.base import DataPlane
 from kbpf.errors import KbpfError, PinsGone
 from kbpf.kernel import addresses
 from kbpf.model.address import Addr
-from kbpf.model.config import Config, LocalMode
+from kbpf.model.config import Config, LocalMode, Serving
 from kbpf.model.desired import ServicePortKey
 from kbpf.model.events import NEEDED, Delete, Kind, Upsert
 from kbpf.model.status import MOST_PROBLEMS, AgentStatus, SourceView, encode
 from kbpf.policy.desired import Desired
 from kbpf.policy.world import Touched, World
+from kbpf.serve.desk import Desk
 from kbpf.source.base import Source
 
 log = logging.getLogger("kbpf.agent")
@@ -51,11 +54,14 @@ class Agent:
         config: Config,
         plane: DataPlane,
         sources: Callable[[Callable[[Item], None]], Sequence[Source]],
+        desk: Desk | None = None,
     ) -> None:
         self._config = config
         self._plane = plane
         self._inbox = Inbox()
-        self._sources = sources(self._inbox.put)
+        self._desk = desk or Desk(replace(config, serving=Serving(healthz="", metrics="")))
+        self._tally = Tally(config, self._desk)
+        self._sources = sources(self._put)
         self._world = World(config.node_name, config.bind_address)
         self._conntrack = conntrack.Keeper(config.conntrack)
         self._desired = Desired()
@@ -87,7 +93,20 @@ class Agent:
 
         Raises what open() or a source's start() raises. Traffic is as it was after the end.
         """
-        self._plane.open()
+        try:
+            self._desk.start()  # before open(): compiling takes a while, and kubelet asks
+            self._plane.open()
+            self._run()
+        finally:
+            self._desk.stop()
+
+    def _put(self, item: Item) -> None:
+        """Where sources leave what they say."""
+        if isinstance(item, Upsert | Delete):
+            self._desk.health.queued()
+        self._inbox.put(item)
+
+    def _run(self) -> None:
         watch = threading.Thread(
             target=addresses.watch_addresses,
             args=(lambda: self._inbox.put(Wake("addresses")), self._stop),
@@ -101,6 +120,7 @@ class Agent:
                 source.start()
             self._tell_what_is_passed_by()
             log.info("started node=%s mode=%s", self._config.node_name, self._plane.name)
+            self._desk.begun(__version__)
             self._serve()
         finally:
             self._stop.set()
@@ -119,14 +139,16 @@ class Agent:
     def _serve(self) -> None:
         wait = 0.0
         while not self._stop.is_set():
-            self._conntrack.look(time.monotonic())
+            self._desk.health.taken()
             self.step(self._inbox.take(wait))
             wait = self._wait()
 
     def step(self, items: Sequence[Item]) -> None:
         """One round: what came in, what follows from it, what was put off."""
+        self._conntrack.look(time.monotonic())
         events = [item for item in items if not isinstance(item, Wake)]
         touched = self._world.apply(events)
+        self._tally.heard(events, touched)
         self._pending.services |= touched.services
         self._pending.everything |= touched.everything
         self._pending.pods |= touched.pods
@@ -142,6 +164,8 @@ class Agent:
                     for event in events
                     if isinstance(event, Upsert | Delete) and event.received
                 )
+        if not self._pending and not self._error:
+            self._tally.settled(self._world, self._desired.state)
         self._report_problems(bool(events))
         now = time.monotonic()
         if self._complete and not self._ready and self._plane.ready():
@@ -174,6 +198,7 @@ class Agent:
             changed = self._desired.update(self._world, touched, self._addresses, self._config)
             if self._retry is not None:
                 self._retry |= changed
+            self._tally.changed(changed, self._desired.state)
             self._tell_what_is_missing()
             if self._desired.node != node or not self._complete:
                 self._apply(None if not self._complete else self._retry)
@@ -206,16 +231,19 @@ class Agent:
         try:
             sound = self._sound()
             report = self._plane.apply(self._desired.state, keys, sound)
+            seconds = time.perf_counter() - start
             self._settled = self._settled or sound
             self._plane.tick(time.monotonic())
         except KbpfError as error:
             if str(error) != self._error:
                 log.error("not programmed, trying again: %s", error)
             self._error = str(error)
+            self._desk.record.failed()
             return
         self._last_apply = time.monotonic()
         self._last_apply_ms = (time.perf_counter() - start) * 1000
         self._applied += 1
+        self._tally.applied(keys, seconds)
         if not self._complete or self._error:
             self._status_due = 0.0  # good news is told at once
         self._retry, self._error, self._complete = set(), "", True
@@ -262,6 +290,7 @@ class Agent:
     def status(self) -> AgentStatus:
         """How the agent is doing. Call from its thread."""
         problems = self._problems()
+        now = time.monotonic()
         return AgentStatus(
             version=__version__,
             pid=os.getpid(),
@@ -277,7 +306,15 @@ class Agent:
             event_to_map_p50_ms=self._latency(0.5),
             event_to_map_p99_ms=self._latency(0.99),
             sources=tuple(
-                SourceView(s.name, str(s.state), s.synced, s.resource_version, s.error)
+                SourceView(
+                    s.name,
+                    str(s.state),
+                    s.synced,
+                    s.resource_version,
+                    s.error,
+                    s.failures,
+                    round(now - s.last_contact, 1) if s.last_contact else 0.0,
+                )
                 for s in (source.status() for source in self._sources)
             ),
             problems=tuple(problems[:MOST_PROBLEMS]),
@@ -285,6 +322,7 @@ class Agent:
             refused=len(self._refused),
             error=self._error,
             packets=self._plane.packet_status(),
+            without_endpoints=self._tally.without_endpoints,
         )
 
     def _latency(self, quantile: float) -> float:
@@ -306,8 +344,10 @@ class Agent:
         self._known_problems = lines
 
     def _write_status(self) -> None:
+        status = self.status()
+        self._desk.show(status)
         try:
-            self._plane.write_status(encode(self.status()))
+            self._plane.write_status(encode(status))
         except PinsGone:
             raise
         except KbpfError as error:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from kbpf.agent import conntrack, mode
 from kbpf.agent.agent import Agent
@@ -16,10 +17,18 @@ from kbpf.agent.inbox import Item
 from kbpf.cli.arguments import Asked, named
 from kbpf.config.follow import Follower
 from kbpf.config.load import Loaded
+from kbpf.config.write import configz
 from kbpf.errors import KernelError
 from kbpf.kernel import process
 from kbpf.model.config import Config
+from kbpf.serve.desk import Desk
+from kbpf.serve.events import Post
+from kbpf.serve.record import Record
 from kbpf.source.base import Source
+
+if TYPE_CHECKING:
+    from kbpf.source.cluster import Asked as AskedApi
+    from kbpf.source.cluster import Cluster
 
 log = logging.getLogger("kbpf")
 
@@ -62,24 +71,43 @@ def set_up_logging(config: Config) -> None:
     root.propagate = False
 
 
-def sources_of(config: Config) -> Callable[[Callable[[Item], None]], Sequence[Source]]:
+def connect(config: Config, asked: "AskedApi") -> "Cluster | None":
+    """The API server that the configuration names, if it does not name a folder."""
+    if config.source is not None:
+        return None
+    from kbpf.source.cluster import Cluster
+    from kbpf.source.kubeconfig import find_access
+
+    return Cluster(find_access(config.kubeconfig, config.master), asked)
+
+
+def sources_of(
+    config: Config, cluster: "Cluster | None"
+) -> Callable[[Callable[[Item], None]], Sequence[Source]]:
     """How to make the sources that the configuration asks for."""
 
     def make(put: Callable[[Item], None]) -> Sequence[Source]:
-        if config.source is not None:
+        if cluster is None:
             from kbpf.source.folder import Folder
 
+            assert config.source is not None
             return [Folder(config.source, put, node_name=config.node_name)]
-        from kbpf.source.cluster import Cluster
-        from kbpf.source.kubeconfig import find_access
         from kbpf.source.reflector import Reflector
         from kbpf.source.resource import SERVICES, SLICES, exempt_pods, own_node
 
-        cluster = Cluster(find_access(config.kubeconfig, config.master))
         watched = (SERVICES, SLICES, own_node(config.node_name), exempt_pods(config.node_name))
         return [Reflector(cluster, resource, put) for resource in watched]
 
     return make
+
+
+def _poster(cluster: "Cluster | None") -> Post | None:
+    """How Events are sent."""
+    if cluster is None:
+        return None
+    from kbpf.source.poster import Poster
+
+    return Poster(cluster).post
 
 
 def serve(request: Asked, loaded: Loaded, data: bytes | None) -> None:
@@ -98,7 +126,11 @@ def serve(request: Asked, loaded: Loaded, data: bytes | None) -> None:
         conntrack.Keeper(config.conntrack).look(time.monotonic())
         return
     protect(config)
-    agent = Agent(config, mode.choose(config), sources_of(config))
+    record = Record()
+    cluster = connect(config, record.requested)
+    plane = mode.choose(config)
+    desk = Desk(config, plane.name, plane.measure, _poster(cluster), configz(config), record)
+    agent = Agent(config, plane, sources_of(config, cluster), desk)
     ended = threading.Event()
 
     def stop(number: int, _: FrameType | None) -> None:

@@ -1,0 +1,408 @@
+"""What an agent says of itself, beside what a real kube-proxy says that has the same objects.
+
+node-1 runs kbpf, node-2 runs kube-proxy. Both are asked the same, and the answers must be the same:
+status, headers, bodies (but for times), the names of series with their types, labels and buckets.
+"""
+
+import contextlib
+import json
+import re
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+
+import pytest
+
+from tests.support.apiserver import ApiServer
+from tests.support.kube import Kube, Object
+from tests.support.kube_objects import endpoint, endpoint_slice, node, port, service
+from tests.support.kube_proxy import KubeProxy
+from tests.support.lab import PATIENCE, Agent, Lab, Node, until
+from tests.support.prometheus import Family, parse
+from tests.support.sockets import bound, connect
+from tests.support.web import Got, get
+
+HEALTH, METRICS, CHECK = 10256, 10249, 31_999
+TRIGGER = "endpoints.kubernetes.io/last-change-trigger-time"
+AUTOSCALER = {"key": "ToBeDeletedByClusterAutoscaler", "effect": "NoSchedule"}
+
+
+class Site:
+    """Two nodes with the same objects, one of kbpf and one of kube-proxy."""
+
+    def __init__(self, lab: Lab, kube: Kube, agent: Agent, proxy: KubeProxy) -> None:
+        self.kube, self.agent, self.proxy = kube, agent, proxy
+        self.ours, self.theirs = lab.nodes
+
+    @property
+    def nodes(self) -> tuple[Node, Node]:
+        return self.ours, self.theirs
+
+    def metrics(self, which: Node | None = None) -> dict[str, Family]:
+        """The page of metrics; ours is at most a second old, so ask until it says what it must."""
+        found = get((which or self.ours).netns, "127.0.0.1", METRICS, "/metrics")
+        return parse(found.body.decode())
+
+
+@pytest.fixture(scope="module")
+def site(programs: None) -> Iterator[Site]:
+    with contextlib.ExitStack() as stack:
+        lab = stack.enter_context(Lab(2, "ob", apart=True))
+        api = stack.enter_context(ApiServer(addresses=(lab.outside_ip,), netns=lab.outside))
+        kube = stack.enter_context(api.kube())
+        for each in lab.nodes:
+            kube.create(node(each.name, each.ip, each.ip6))
+        config = api.kubeconfig(lab.folder / "kubeconfig", "kbpf")
+        # Both have to answer on the same addresses: kube-proxy's nftables mode would choose others.
+        every = "0.0.0.0/0,::/0"
+        proxy = KubeProxy(lab.nodes[1], "nftables", config, f"--nodeport-addresses={every}")
+        stack.enter_context(proxy)
+        agent = Agent(lab.nodes[0], "--kubeconfig", str(config)).start()
+        made = Site(lab, kube, agent, proxy)
+        until("kube-proxy has synced", lambda: has_synced(made), 120)
+        yield made
+
+
+def has_synced(site: Site) -> bool:
+    assert site.proxy.is_running, site.proxy.tail()
+    with contextlib.suppress(OSError):
+        return b'"status"' in get(site.theirs.netns, "127.0.0.1", HEALTH, "/livez").body
+    return False
+
+
+@pytest.fixture
+def web(site: Site) -> Iterator[str]:
+    """A Service with a health check and an endpoint on each node."""
+    site.kube.create(
+        service("web", port(80), type="LoadBalancer", external_policy="Local",
+                families=("IPv4", "IPv6"), health_check_node_port=CHECK)
+    )  # fmt: skip
+    for family, addresses in (("IPv4", ("10.244.1.2", "10.244.2.2")),
+                              ("IPv6", ("fd00:10:244:1::2", "fd00:10:244:2::2"))):  # fmt: skip
+        ends = [
+            endpoint(at, node=each.name) for at, each in zip(addresses, site.nodes, strict=True)
+        ]
+        site.kube.create(endpoint_slice("web", *ends, family=family))
+    yield "web"
+    clear(site.kube)
+
+
+def clear(kube: Kube) -> None:
+    """Removes all Services and slices but that of the API server."""
+    for kind in ("Service", "EndpointSlice"):
+        for obj in kube.list(kind)["items"]:
+            meta = obj["metadata"]
+            owner = meta.get("labels", {}).get("kubernetes.io/service-name", meta["name"])
+            if owner != "kubernetes":
+                kube.delete(kind, meta["name"], meta["namespace"])
+
+
+# ---- the same answers --------------------------------------------------------------------------
+
+ASKED = [
+    (HEALTH, "/healthz", "GET"),
+    (HEALTH, "/livez", "GET"),
+    (HEALTH, "/healthz", "POST"),
+    (HEALTH, "/healthz", "HEAD"),
+    (HEALTH, "/", "GET"),
+    (HEALTH, "/readyz", "GET"),
+    (METRICS, "/healthz", "GET"),
+    (METRICS, "/healthz?verbose", "GET"),
+    (METRICS, "/livez", "GET"),
+    (METRICS, "/", "GET"),
+]
+
+
+def plain(got: Got) -> tuple[int, dict[str, str], str]:
+    """Without what differs from one moment to the next: times."""
+    headers = {k: v for k, v in got.headers.items() if k not in ("Date", "Content-Length")}
+    return got.status, headers, re.sub(r'"\d{4}-[^"]*Z"', '"TIME"', got.body.decode())
+
+
+@pytest.mark.parametrize(("number", "path", "method"), ASKED)
+def test_kube_proxys_answer(site: Site, number: int, path: str, method: str):
+    ours, theirs = (get(n.netns, "127.0.0.1", number, path, method) for n in site.nodes)
+    assert plain(ours) == plain(theirs)
+
+
+def test_both_families_answer(site: Site):
+    for each in site.nodes:
+        assert get(each.netns, each.ip6, HEALTH, "/healthz").status == 200
+        assert get(each.netns, each.ip, HEALTH, "/healthz").status == 200
+
+
+def test_metrics_are_for_this_machine_only(site: Site):
+    for each in site.nodes:
+        with pytest.raises(ConnectionRefusedError):
+            get(each.netns, each.ip, METRICS, "/metrics")
+
+
+def test_the_mode_and_the_settings(site: Site):
+    mode = get(site.ours.netns, "127.0.0.1", METRICS, "/proxyMode")
+    theirs = get(site.theirs.netns, "127.0.0.1", METRICS, "/proxyMode")
+    assert mode.body == b"bpf"
+    assert plain(mode)[:2] == plain(theirs)[:2]
+    ours, theirs = (
+        json.loads(get(n.netns, "127.0.0.1", METRICS, "/configz").body) for n in site.nodes
+    )
+    assert theirs.keys() <= ours.keys()
+    group = "kubeproxy.config.k8s.io"
+    assert ours[group].keys() <= theirs[group].keys()
+    assert ours[group]["kind"] == theirs[group]["kind"]
+    for name in ("healthzBindAddress", "metricsBindAddress", "bindAddressHardFail"):
+        assert ours[group][name] == theirs[group][name]
+
+
+# ---- health checks of Services -----------------------------------------------------------------
+
+
+def check(site: Site, which: Node, v6: bool = False) -> tuple[int, dict[str, str], str] | None:
+    host = which.ip6 if v6 else which.ip
+    with contextlib.suppress(OSError):
+        return plain(get(which.netns, host, CHECK, "/any/path?x"))
+    return None
+
+
+def agree(site: Site, status: int, weight: int, v6: bool = False) -> None:
+    """Both come to say this, in the same words."""
+
+    def said() -> bool:
+        both = [check(site, each, v6) for each in site.nodes]
+        head = both[0] and (both[0][0], both[0][1]["X-Load-Balancing-Endpoint-Weight"])
+        return both[0] == both[1] and head == (status, str(weight))
+
+    until(f"both say {status} with weight {weight}", said)
+
+
+def test_health_checks_say_what_kube_proxys_say(site: Site, web: str):
+    here = [("10.244.1.2", site.ours), ("10.244.2.2", site.theirs)]
+
+    def ends(**conditions: bool) -> None:
+        made = [endpoint(at, node=each.name, **conditions) for at, each in here]
+        site.kube.replace(endpoint_slice("web", *made))
+
+    agree(site, 200, 1)
+    agree(site, 200, 1, v6=True)
+    ends(ready=False, serving=True, terminating=True)
+    agree(site, 503, 0)
+    agree(site, 200, 1, v6=True)  # each family has its own endpoints
+    ends(ready=True)
+    agree(site, 200, 1)
+    two = [
+        endpoint(f"10.244.{number}.{i}", node=each.name)
+        for number, each in enumerate(site.nodes, 1)
+        for i in (2, 3)
+    ]
+    site.kube.replace(endpoint_slice("web", *two))
+    agree(site, 200, 2)
+    site.kube.patch("Service", "web", {"spec": {"externalTrafficPolicy": "Cluster"}})
+    until("nobody answers any more", lambda: [check(site, n) for n in site.nodes] == [None, None])
+    assert get(site.ours.netns, "127.0.0.1", METRICS, "/metrics").status == 200
+
+
+def test_a_taken_port_of_a_health_check_is_tried_again_and_said(site: Site):
+    number = 31_998
+    taken = bound(site.ours.netns, "0.0.0.0", number)
+    taken.listen()
+    try:
+        site.kube.create(
+            service("late", port(80), type="LoadBalancer", external_policy="Local",
+                    health_check_node_port=number)
+        )  # fmt: skip
+        [event] = until("it is said", lambda: said_of(site, "Service", "late"))
+        assert event["reason"] == "FailedToStartServiceHealthcheck"
+        assert (event["type"], event["action"]) == ("Warning", "Listen")
+        assert f"on port {number}" in event["note"]
+        assert 'node node-1 failed to start healthcheck "default/late"' in event["note"]
+        page = until_metrics(site, "kbpf_service_health_checks_failed", 1)
+        assert page["kbpf_service_health_checks"].value() == 1
+        # The other family is not half a health check.
+        with pytest.raises(ConnectionRefusedError):
+            get(site.ours.netns, site.ours.ip6, number)
+    finally:
+        taken.close()
+
+    def answers() -> bool:
+        with contextlib.suppress(OSError):
+            return get(site.ours.netns, site.ours.ip, number).status == 503
+        return False
+
+    until("it has its port", answers)
+    until_metrics(site, "kbpf_service_health_checks_failed", 0)
+    clear(site.kube)
+
+
+def until_metrics(site: Site, name: str, value: float, **labels: str) -> dict[str, Family]:
+    def page() -> dict[str, Family] | None:
+        found = site.metrics()
+        return found if found[name].value(**labels) == value else None
+
+    return until(f"{name} {labels} is {value}", page)
+
+
+# ---- the node ----------------------------------------------------------------------------------
+
+
+def test_a_node_that_leaves_is_not_eligible(site: Site):
+    def answers() -> list[tuple[int, dict[str, str], str]]:
+        found = []
+        for path in ("/healthz", "/livez"):
+            found += [plain(get(n.netns, "127.0.0.1", HEALTH, path)) for n in site.nodes]
+        return found
+
+    def statuses() -> list[int]:
+        return [status for status, *_ in answers()]
+
+    for each in site.nodes:
+        site.kube.patch("Node", each.name, {"spec": {"taints": [AUTOSCALER]}})
+    until("both say so", lambda: statuses() == [503, 503, 200, 200])
+    ours, theirs, *livez = answers()
+    assert ours == theirs
+    assert livez[0] == livez[1]
+    for each in site.nodes:
+        site.kube.patch("Node", each.name, {"spec": {"taints": None, "unschedulable": True}})
+    until("both are well", lambda: statuses() == [200] * 4)
+    for each in site.nodes:
+        site.kube.patch("Node", each.name, {"spec": {"unschedulable": None}})
+
+
+# ---- events ------------------------------------------------------------------------------------
+
+
+def said_of(site: Site, kind: str, name: str) -> list[Object]:
+    """The Events about an object."""
+    found = site.kube.list("Event")["items"]
+    return [e for e in found if (e["regarding"]["kind"], e["regarding"]["name"]) == (kind, name)]
+
+
+def test_both_say_that_they_start(site: Site):
+    events = [said_of(site, "Node", each.name)[0] for each in site.nodes]
+
+    def shape(event: Object) -> Object:
+        same = ("reason", "type", "action", "reportingController")
+        return {k: event[k] for k in same} | {
+            "regarding": event["regarding"] | {"name": "NODE"},
+            "namespace": event["metadata"]["namespace"],
+            "fields": sorted(event.keys() - {"note"}),
+        }
+
+    assert shape(events[0]) == shape(events[1])
+    assert "kbpf" in events[0]["note"]
+    assert events[0]["metadata"]["name"].startswith("node-1.")
+
+
+# ---- metrics -----------------------------------------------------------------------------------
+
+OF_A_MODE = re.compile(r"kubeproxy_(conntrack_|iptables_|sync_proxy_rules_(ip|nf)tables_).*")
+"""Series of kube-proxy that belong to netfilter."""
+
+
+def test_every_series_of_kube_proxy_that_belongs_to_no_mode(site: Site, web: str):
+    agree(site, 200, 1)
+    for each in site.nodes:
+        for path in ("/healthz", "/livez"):
+            get(each.netns, "127.0.0.1", HEALTH, path)
+    now = datetime.fromtimestamp(time.time() + 1, UTC).isoformat().replace("+00:00", "Z")
+    change = {"metadata": {"annotations": {TRIGGER: now}}, "endpoints": []}
+    site.kube.patch("EndpointSlice", "web-ipv4", change)
+    agree(site, 503, 0)
+    name = "kubeproxy_network_programming_duration_seconds"
+
+    def timed(which: Node) -> float:
+        found = site.metrics(which).get(name)
+        values = found.samples.items() if found else ()
+        return sum(v for (sample, _), v in values if sample == f"{name}_count")
+
+    for each in site.nodes:
+        until(f"{each.name} has timed the change", lambda each=each: timed(each) == 1)
+    theirs, ours = site.metrics(site.theirs), site.metrics()
+    wanted = [n for n in theirs if n.startswith("kubeproxy_") and not OF_A_MODE.fullmatch(n)]
+    wanted += ["rest_client_requests_total", "rest_client_request_duration_seconds"]
+    wanted += [n for n in theirs if n.startswith("process_") and "network" not in n]
+    wanted.remove("process_virtual_memory_max_bytes")
+    assert len(wanted) >= 18
+    for each in wanted:
+        assert (ours[each].kind, ours[each].help) == (theirs[each].kind, theirs[each].help)
+        assert ours[each].label_names == theirs[each].label_names, each
+        assert ours[each].bounds == theirs[each].bounds, each
+
+
+def test_what_happens_is_counted(site: Site, web: str):
+    agree(site, 200, 1)
+    before = site.metrics()
+    total = "kubeproxy_sync_proxy_rules_endpoint_changes_total"
+    was = before[total].value()
+    syncs = before["kbpf_syncs_total"].value()
+    site.kube.replace(endpoint_slice("web", endpoint("10.244.2.9", node=site.theirs.name)))
+    until("the change is counted", lambda: site.metrics()[total].value() > was)
+    after = until_metrics(
+        site, "kubeproxy_sync_proxy_rules_no_local_endpoints_total", 1,
+        ip_family="IPv4", traffic_policy="external",
+    )  # fmt: skip
+    assert after["kubeproxy_sync_proxy_rules_endpoint_changes_pending"].value() == 0
+    assert after["kbpf_syncs_total"].value() > syncs
+    at = after["kubeproxy_sync_proxy_rules_last_timestamp_seconds"].value(ip_family="IPv4")
+    assert at >= before["kubeproxy_sync_proxy_rules_last_timestamp_seconds"].value(ip_family="IPv4")
+
+
+def test_the_data_plane_is_counted(site: Site, web: str):
+    agree(site, 200, 1)
+    site.ours.host.tcp(site.kube.get("Service", "web")["spec"]["clusterIP"], 80, timeout=0.1)
+    page = site.metrics()
+
+    def decided() -> float:
+        return site.metrics()["kbpf_decisions_total"].value(reason="translated")
+
+    until("the connection is counted", decided)
+    fill = page["kbpf_map_entries"]
+    assert fill.value(map="services") >= 3
+    assert page["kbpf_map_limit_entries"].value(map="services") == 262_144
+    assert page["kbpf_map_bytes"].value(map="services") > 4096
+    assert page["kbpf_synced"].value() == page["kbpf_healthy"].value() == 1
+    assert page["kbpf_source_watching"].value(source="services") == 1
+    assert page["kbpf_mode_info"].value(mode="bpf") == 1
+
+
+# ---- addresses that are taken ------------------------------------------------------------------
+
+
+def test_an_address_that_is_taken_is_tried_again_or_ends_the_agent(site: Site):
+    taken = bound(site.theirs.netns, "127.0.0.1", 9)
+    taken.listen()
+    config = str(site.agent.log.parent / "kubeconfig")
+    agent = Agent(site.theirs, "--kubeconfig", config, "--packet-path", "false",
+                  "--healthz-bind-address", "127.0.0.1:9",
+                  "--metrics-bind-address", "127.0.0.1:8")  # fmt: skip
+    try:
+        agent.start(wait=False, extra=("--bind-address-hard-fail", "true"))
+        assert agent.wait_ended() == 1
+        assert "cannot listen on 127.0.0.1:9" in agent.tail()
+        events = until("it is said", lambda: failed(site))
+        assert events[0]["type"] == "Warning"
+        assert "Address already in use" in events[0]["note"]
+        agent.start()
+        assert get(site.theirs.netns, "127.0.0.1", 8, "/proxyMode").body == b"bpf"
+        taken.close()
+
+        def answers() -> bool:
+            with contextlib.suppress(OSError):
+                return get(site.theirs.netns, "127.0.0.1", 9, "/healthz").status == 200
+            return False
+
+        until("it has its address", answers)
+    finally:
+        taken.close()
+        agent.close()
+
+
+def failed(site: Site) -> list[Object]:
+    found = said_of(site, "Node", site.theirs.name)
+    return [event for event in found if event["reason"] == "FailedToStartProxierHealthcheck"]
+
+
+def test_while_the_agent_is_asked_nonsense_it_answers_others(site: Site):
+    with contextlib.ExitStack() as stack:
+        for _ in range(300):
+            sock = stack.enter_context(connect(site.ours.netns, "127.0.0.1", HEALTH, PATIENCE))
+            sock.sendall(b"GET /healthz HTTP/1.1\r\nX: ")
+        assert get(site.ours.netns, site.ours.ip, HEALTH, "/healthz").status == 200
