@@ -140,12 +140,12 @@ class Agent:
         wait = 0.0
         while not self._stop.is_set():
             self._desk.health.taken()
+            self._conntrack.look(time.monotonic())
             self.step(self._inbox.take(wait))
             wait = self._wait()
 
     def step(self, items: Sequence[Item]) -> None:
         """One round: what came in, what follows from it, what was put off."""
-        self._conntrack.look(time.monotonic())
         events = [item for item in items if not isinstance(item, Wake)]
         touched = self._world.apply(events)
         self._tally.heard(events, touched)

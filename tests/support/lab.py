@@ -398,6 +398,8 @@ class Agent:
         """Where to start it: a folder with another kbpf/ in it; None for ours."""
         self.module = "kbpf"
         """What is run: kbpf, or what stands in for it (tests/support/clsact_agent.py)."""
+        self.wrapper: tuple[str, ...] = ()
+        """A command that executes the agent's, which follows it."""
         node.agent = self
 
     @property
@@ -414,6 +416,7 @@ class Agent:
     def start(self, wait: bool = True, extra: tuple[str, ...] = ()) -> "Agent":
         """Starts it, and waits until it has synced."""
         command = (
+            *self.wrapper,
             *(sys.executable, "-m", self.module, "run", "--hostname-override", self.node.name),
             *("--pin-dir", str(self.pin_dir), "--cgroup", str(self.node.cgroup)),
             *("--cache-dir", str(self._cache), *self._arguments, *extra),

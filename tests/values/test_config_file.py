@@ -17,81 +17,11 @@ from kbpf.errors import ConfigError, ConfigErrors
 from kbpf.model.address import parse_addr
 from kbpf.model.config import Config, Conntrack, LocalMode, MapSizes, Serving, SocketLb
 from kbpf.model.objects import Algorithm, Cidr
+from tests.support import kubeadm
 
 ROOT = Path(__file__).parents[2]
 PROXY = "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n"
 OWN = "apiVersion: kbpf.io/v1alpha1\nkind: KbpfConfiguration\n"
-
-KUBEADM = """
-    apiVersion: kubeproxy.config.k8s.io/v1alpha1
-    bindAddress: 0.0.0.0
-    bindAddressHardFail: false
-    clientConnection:
-      acceptContentTypes: ""
-      burst: 0
-      contentType: ""
-      kubeconfig: /var/lib/kube-proxy/kubeconfig.conf
-      qps: 0
-    clusterCIDR: 10.244.0.0/16
-    configSyncPeriod: 0s
-    conntrack:
-      maxPerCore: null
-      min: null
-      tcpBeLiberal: false
-      tcpCloseWaitTimeout: null
-      tcpEstablishedTimeout: null
-      udpStreamTimeout: 0s
-      udpTimeout: 0s
-    detectLocal:
-      bridgeInterface: ""
-      interfaceNamePrefix: ""
-    detectLocalMode: ""
-    enableProfiling: false
-    healthzBindAddress: ""
-    hostnameOverride: ""
-    iptables:
-      localhostNodePorts: null
-      masqueradeAll: false
-      masqueradeBit: null
-      minSyncPeriod: 0s
-      syncPeriod: 0s
-    ipvs:
-      excludeCIDRs: null
-      minSyncPeriod: 0s
-      scheduler: ""
-      strictARP: false
-      syncPeriod: 0s
-      tcpFinTimeout: 0s
-      tcpTimeout: 0s
-      udpTimeout: 0s
-    kind: KubeProxyConfiguration
-    logging:
-      flushFrequency: 0
-      options:
-        json:
-          infoBufferSize: "0"
-        text:
-          infoBufferSize: "0"
-      verbosity: 0
-    metricsBindAddress: ""
-    mode: ""
-    nftables:
-      masqueradeAll: false
-      masqueradeBit: null
-      minSyncPeriod: 0s
-      syncPeriod: 0s
-    nodePortAddresses: null
-    oomScoreAdj: null
-    portRange: ""
-    showHiddenMetricsForVersion: ""
-    winkernel:
-      enableDSR: false
-      forwardHealthCheckVip: false
-      networkName: ""
-      rootHnsEndpointName: ""
-      sourceVip: ""
-"""
-"""What `kubeadm init --pod-network-cidr 10.244.0.0/16` writes."""
 
 
 def cidr(address: str, bits: int) -> Cidr:
@@ -126,7 +56,7 @@ def told(made: Loaded) -> str:
 
 
 def test_kubeadms_file_is_kube_proxys_defaults_and_nothing_to_warn_of():
-    made = loaded(textwrap.dedent(KUBEADM))
+    made = loaded(kubeadm.config("10.244.0.0/16"))
     assert made.config == Config(
         kubeconfig=Path("/var/lib/kube-proxy/kubeconfig.conf"),
         detect_local_mode=LocalMode.CLUSTER_CIDR,

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import pytest
 
-from kbpf.dataplane.bpf.devices import Role, choose, decide
+from kbpf.dataplane.bpf.devices import Role, choose, decide, unmatched
 from kbpf.kernel.devices import ARPHRD_ETHER, ARPHRD_NONE, Device
 
 HOST, POD, SKIPPED = Role.HOST, Role.POD, Role.SKIPPED
@@ -277,6 +277,22 @@ def test_the_order_of_the_listing_does_not_matter(shape: Shape):
     assert choose(reversed(listing), shape.patterns, shape.excluded) == choose(
         listing, shape.patterns, shape.excluded
     )
+
+
+NAMED = [
+    ((), ()),
+    (("eth0",), ()),
+    (("eth*", "cali?"), ()),
+    (("eth2",), ("eth2",)),
+    (("nosuch*", "eth0", "eth"), ("nosuch*", "eth")),
+    (("lo",), ()),
+]
+
+
+@pytest.mark.parametrize(("patterns", "missing"), NAMED, ids=str)
+def test_what_names_no_device_is_known(patterns: tuple[str, ...], missing: tuple[str, ...]):
+    listing = devices((LO, ETH0, Row("cali1", "veth/pod", POD)))
+    assert unmatched(listing, patterns) == missing
 
 
 def test_a_port_whose_master_is_not_listed_is_a_port():

@@ -7,6 +7,7 @@ import pytest
 
 from kbpf.config import load
 from kbpf.config.follow import Follower
+from tests.support.kubeadm import Mount
 
 A = b"apiVersion: kbpf.io/v1alpha1\nkind: KbpfConfiguration\nalgorithm: maglev\n"
 SAME = A + b"# the same\n"
@@ -114,19 +115,10 @@ def test_a_file_that_is_being_written_is_not_judged(site: Site, caplog: pytest.L
 
 
 def test_a_config_map_is_changed_by_a_link_that_is_swapped(tmp_path: Path):
-    """As kubelet does it: FILE → ..data/FILE, ..data → ..TIMESTAMP."""
-
-    def version(name: str, data: bytes) -> None:
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.conf").write_bytes(data)
-        beside = tmp_path / "..data_tmp"
-        beside.symlink_to(name)
-        beside.rename(tmp_path / "..data")
-
-    version("..1", A)
-    (tmp_path / "config.conf").symlink_to("..data/config.conf")
-    site = Site(tmp_path / "config.conf")
-    version("..2", A)
+    mount = Mount(tmp_path / "mount")
+    mount.put(config_conf=A.decode())
+    site = Site(mount.folder / "config.conf")
+    mount.put(config_conf=A.decode())
     assert site.look() == 0
-    version("..3", B)
+    mount.put(config_conf=B.decode())
     assert site.look() == 1

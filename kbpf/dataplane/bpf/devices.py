@@ -93,6 +93,12 @@ def decide(
     return {index: one(device) for index, device in sorted(known.items())}
 
 
+def unmatched(devices: Iterable[Device], patterns: Iterable[str]) -> tuple[str, ...]:
+    """The patterns that name no device, in order."""
+    names = [device.name for device in devices]
+    return tuple(p for p in patterns if not any(fnmatchcase(name, p) for name in names))
+
+
 def is_local(device: Device, role: Role, config: Config) -> bool:
     """Whether what comes in by this device comes from pods of this node (reference 2.1, 2.2), as
     far as devices say so: networks, where they decide, are asked first.

@@ -6,6 +6,7 @@ thread of their own (keeper.py).
 """
 
 import itertools
+import logging
 import shutil
 import struct
 from collections.abc import Iterator, Mapping
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from kbpf.dataplane.bpf.artifact import Artifact
 from kbpf.dataplane.bpf.attach import Devices, Pick
-from kbpf.dataplane.bpf.devices import Choice, Role
+from kbpf.dataplane.bpf.devices import Choice, Role, unmatched
 from kbpf.dataplane.bpf.facts import DeviceFacts, NodeFacts
 from kbpf.dataplane.bpf.hooks import PACKET_PROGRAMS, TAILS, TAILS_MAP
 from kbpf.dataplane.bpf.keeper import Keeper, KeeperStatus
@@ -26,6 +27,8 @@ from kbpf.kernel.libbpf import Map, Program
 from kbpf.kernel.tc import Direction
 from kbpf.model.config import Config
 from kbpf.model.desired import DesiredState
+
+log = logging.getLogger("kbpf.dataplane")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,8 @@ class PacketPath(Programs):
         devices = Devices(pins.root, config.devices, config.excluded_devices)
         self._keeper = Keeper(devices, self._tell, self._settle)
         self._facts: tuple[NodeFacts, DeviceFacts] | None = None
+        self.unmatched: tuple[str, ...] = ()
+        """What of --device names nothing, at the last look."""
 
     def load(self, maps: Mapping[str, Map]) -> bool:
         """See Programs.load(). What is attached goes on with the programs that it has."""
@@ -82,6 +87,13 @@ class PacketPath(Programs):
 
     def _tell(self, there: tuple[Device, ...], choices: Mapping[int, Choice]) -> None:
         assert self._facts is not None
+        before, self.unmatched = self.unmatched, unmatched(there, self._config.devices)
+        for pattern in self.unmatched:
+            if pattern not in before:
+                log.warning("--device %s names no device; waiting for one", pattern)
+        for pattern in before:
+            if pattern not in self.unmatched:
+                log.info("--device %s names a device now", pattern)
         self._facts[1].tell(there, choices)
 
     def publish(self) -> int:

@@ -561,7 +561,8 @@ class BpfPlane:
         lines = self._exemptions.problems(self._clock())
         if self._packets is None and not self._exemptions.is_empty:
             lines = (*lines, "exempt cgroups are served by nobody: the packet path is off")
-        return lines
+        unmatched = self._packets.unmatched if self._packets is not None else ()
+        return (*lines, *(f"--device {pattern} names no device" for pattern in unmatched))
 
     def _check_pins(self) -> None:
         """Somebody may have removed the pins beside us: then nothing that we write is seen."""

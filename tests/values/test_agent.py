@@ -1,0 +1,100 @@
+"""The one writer with a data plane that only counts, and a clock of the test's own."""
+
+from collections.abc import Collection
+
+import pytest
+
+from kbpf.agent import agent as module
+from kbpf.agent.agent import Agent
+from kbpf.dataplane.base import Report
+from kbpf.model.address import parse_addr
+from kbpf.model.config import Config
+from kbpf.model.desired import DesiredState, ServicePortKey
+from kbpf.model.events import Kind, ObjectKey, Synced, Upsert
+from kbpf.model.objects import Protocol, Service, ServicePort
+
+
+class Counting:
+    """A data plane that notes which Services each apply() touched; None: all."""
+
+    name = "counting"
+
+    def __init__(self) -> None:
+        self.applied: list[set[str] | None] = []
+
+    def apply(
+        self, _: DesiredState, touched: Collection[ServicePortKey] | None, sound: bool = True
+    ) -> Report:
+        self.applied.append(None if touched is None else {key.name for key in touched})
+        return Report()
+
+    def __getattr__(self, name: str):
+        return {"ready": lambda: True, "problems": tuple}.get(name, lambda *_: None)
+
+
+class Clock:
+    """In place of the module `time`."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __getattr__(self, _: str):
+        return lambda *_: self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(module, "time", made)
+    return made
+
+
+def service(name: str) -> Upsert:
+    ports = (ServicePort("", Protocol.TCP, 80),)
+    made = Service("ns", name, "ClusterIP", (parse_addr(f"10.96.0.{ord(name)}"),), ports)
+    return Upsert(ObjectKey(Kind.SERVICE, "ns", name), made)
+
+
+def begun(period: float) -> tuple[Agent, Counting]:
+    plane = Counting()
+    agent = Agent(Config("me", min_sync_period=period), plane, lambda _: ())
+    agent.step([Synced(kind) for kind in Kind])
+    assert plane.applied == [None]
+    return agent, plane
+
+
+def test_changes_are_programmed_at_once_unless_somebody_asks_for_a_pause(clock: Clock):
+    agent, plane = begun(0.0)
+    for name in "abc":
+        agent.step([service(name)])
+    assert plane.applied[1:] == [{"a"}, {"b"}, {"c"}]
+
+
+def test_changes_within_the_pause_are_programmed_together_after_it(clock: Clock):
+    agent, plane = begun(5.0)
+    for name in "abc":
+        clock.now += 1.0
+        agent.step([service(name)])
+    assert plane.applied[1:] == []
+    clock.now += 1.9
+    agent.step([])
+    assert plane.applied[1:] == []
+    clock.now += 0.2
+    agent.step([])
+    assert plane.applied[1:] == [{"a", "b", "c"}]
+    clock.now += 5.0
+    agent.step([service("d")])
+    assert plane.applied[2:] == [{"d"}], "after the pause a change is programmed at once"
+
+
+def test_it_waits_no_longer_than_the_pause(clock: Clock):
+    agent, _ = begun(0.4)
+    agent.step([service("a")])
+    assert agent._wait() == pytest.approx(0.4)
+    clock.now += 0.3
+    assert agent._wait() == pytest.approx(0.1)
+
+
+def test_the_first_apply_does_not_wait(clock: Clock):
+    clock.now = 0.5  # a machine that has just started
+    begun(3600.0)
