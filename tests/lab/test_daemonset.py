@@ -149,6 +149,30 @@ def test_a_node_joins(web: PodCluster) -> None:
         expect(web, client, f"[{HOST6}]:80", "a1 b1 c1")
 
 
+@pytest.mark.parametrize("probe", ["startupProbe", "livenessProbe", "readinessProbe"])
+def test_its_probes(pods: PodCluster, probe: str) -> None:
+    """Asked as a kubelet asks them: at the node's address."""
+    agent = pods.pod_agents[1]
+    (found,) = pods.kubectl.objects(*SPACE, "get", "ds", "kube-proxy")
+    asked = found["spec"]["template"]["spec"]["containers"][0][probe]["httpGet"]
+    url = f"http://{agent.node.ip}:{asked['port']}{asked['path']}"
+    ask = inside(agent.node.netns, None, "/usr/bin/python3", "-S", "-c", ASK, url)
+    assert run(*ask).strip() == "200"
+
+
+ASK = "import sys, urllib.request as r; print(r.urlopen(sys.argv[1], timeout=60).status)"
+
+
+def test_its_account_may_send_events(pods: PodCluster) -> None:
+    """Of each start on a node."""
+
+    def reported() -> set[str]:
+        rows = pods.kube.list("Event")["items"]
+        return {row["regarding"]["name"] for row in rows if row["reason"] == "Starting"}
+
+    until("both nodes' agents have", lambda: {"node-1", "node-2"} <= reported())
+
+
 # ---- what the container may do -----------------------------------------------------------
 
 
@@ -164,10 +188,12 @@ def test_the_container_has_what_the_spec_grants_and_no_more(pods: PodCluster) ->
 
 
 def test_it_sets_what_has_to_be_set_below_proc_sys(pods: PodCluster) -> None:
-    """A container's own /proc/sys is read-only. Here: the ports of masqueraded clients are kept
-    clear of the node's sockets.
+    """A container's own /proc/sys is read-only. Here: conntrack's times as kube-proxy has them, and
+    the ports of masqueraded clients are kept clear of the node's sockets.
     """
     agent = pods.pod_agents[0]
+    close_wait = "/proc/sys/net/netfilter/nf_conntrack_tcp_timeout_close_wait"
+    until("conntrack is set", lambda: node_file(agent, close_wait) == "3600")
     ports = "/proc/sys/net/ipv4/ip_local_port_range"
     before = node_file(agent, ports)
     try:

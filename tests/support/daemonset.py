@@ -7,7 +7,7 @@ to run, and runs its container by runc exactly as the spec says (pods.py). What 
 - a node's cgroup root is a cgroup of the machine's, so the agent is told where it is (KBPF_CGROUP);
 - hostPaths are folders of this node's own, as several nodes share one machine (see host_paths());
 - the image is the machine's own /usr and this tree, unless a test brings one;
-- no probe is asked.
+- no probe is asked, unless a test does.
 """
 
 import hashlib
