@@ -212,7 +212,14 @@ class Agent:
         return self._last_apply + self._config.min_sync_period - time.monotonic()
 
     def _tell_what_is_missing(self) -> None:
-        """Once: who counts as a pod is not known. kube-proxy goes on without it, too."""
+        """Once: what is not known of this node. kube-proxy goes on without it, too."""
+        known = self._world.node_known or self._config.source is not None
+        if not known and not self._complete:
+            log.warning(
+                "there is no Node %s yet (--hostname-override): until it is told, NodePorts answer "
+                "on all addresses of this node, and it is in no zone",
+                self._config.node_name,
+            )
         mode = self._config.detect_local_mode
         by_network = mode in (LocalMode.CLUSTER_CIDR, LocalMode.NODE_CIDR)
         missing = by_network and not self._desired.state.local_networks

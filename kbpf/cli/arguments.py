@@ -51,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         "kbpf run", description=SUMMARY, epilog=EPILOG, allow_abbrev=False, add_help=False
     )
-    file = made.add_argument_group("A file")
+    file = made.add_argument_group("A file, and what to do instead of serving")
     file.add_argument(
         "--config", metavar="FILE", help="a KubeProxyConfiguration, a KbpfConfiguration, or both; "
         "when it changes the agent begins anew with it"
@@ -61,6 +61,9 @@ def parser() -> argparse.ArgumentParser:
     )
     file.add_argument(
         "--init-only", **_ALONE, help="set the kernel's conntrack, which needs to be root, and end"
+    )  # fmt: skip
+    file.add_argument(
+        "--cleanup", **_ALONE, help="kube-proxy's; here it is a command: kbpf cleanup"
     )  # fmt: skip
     groups: dict[str, argparse._ArgumentGroup] = {}
     for flag in flags.FLAGS:
@@ -81,7 +84,10 @@ _ALONE: Final[dict[str, Any]] = {"metavar": "true|false", "nargs": "?", "const":
 
 def asked(arguments: Sequence[str], environ: Mapping[str, str]) -> Asked:
     """What is asked for; SystemExit(2) with a message for wrong usage, SystemExit(0) after help."""
-    found = vars(parser().parse_args(arguments))
+    reader = parser()
+    found = vars(reader.parse_args(arguments))
+    if found["cleanup"] == "true":
+        reader.error("--cleanup is a command here: kbpf cleanup")
     given = {flag.name: text for flag in flags.FLAGS if (text := found[flag.name]) is not None}
     file = found["config"] or environ.get(FILE_VARIABLE)
     return Asked(

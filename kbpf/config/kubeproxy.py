@@ -317,6 +317,8 @@ def _seconds(text: str, where: str) -> float:
 
 # ---- what is accepted and not done ---------------------------------------------------------------
 
+PROTOBUF: Final = "application/vnd.kubernetes.protobuf"
+"""kube-proxy's default."""
 FLUSHES: Final = (0, "", "0s", "5s", 5_000_000_000)
 """kube-proxy's default, in the forms in which it may stand."""
 
@@ -326,7 +328,7 @@ ACCEPTED: Final[tuple[tuple[str, Said, str], ...]] = (
     ("clientConnection.acceptContentTypes", lambda c: c.client_connection.accept_content_types,
      "the API server is asked for JSON"),
     ("clientConnection.contentType",
-     lambda c: c.client_connection.content_type not in ("", "application/json"),
+     lambda c: c.client_connection.content_type not in ("", PROTOBUF, "application/json"),
      "the API server is asked for JSON"),
     ("clientConnection.qps", lambda c: c.client_connection.qps not in (0, 5),
      "there are four watches and nothing to slow down"),

@@ -21,6 +21,7 @@ from kbpf.config.notes import Note
 from kbpf.config.own import KbpfConfiguration
 from kbpf.config.values import Values
 from kbpf.errors import ConfigError, ConfigErrors
+from kbpf.model.address import family_of
 from kbpf.model.config import Config, Conntrack, LocalMode, MapSizes, Serving, SocketLb
 
 LEAST_CONNECTIONS: Final = 1000
@@ -176,6 +177,13 @@ def _notes(made: Config, said: Values) -> Iterator[Note]:
             f"{place('masquerade_ports')} {low}-{high} meets {NODE_PORTS.start}-"
             f"{NODE_PORTS.stop - 1}, where API servers take NodePorts from: a client of the one "
             "may be taken for a client of the other; choose ports below or above",
+            is_warning=True,
+        )
+    families = {family_of(cidr.address) for cidr in made.node_port_addresses}
+    if len(families) == 1 and len({family_of(cidr.address) for cidr in made.cluster_cidrs}) == 2:
+        yield Note(
+            f"{place('node_ports')} has IPv{families.pop()} networks only, and pods have addresses "
+            "of both families: NodePorts answer on all addresses of the other",
             is_warning=True,
         )
     if made.cluster_cidrs and made.detect_local_mode is not LocalMode.CLUSTER_CIDR:

@@ -44,6 +44,7 @@ class World:
     def __init__(self, node_name: str, bind_address: Addr | None = None) -> None:
         self._own = (bind_address,) if bind_address else ()
         self._node = Node(node_name, self._own)
+        self._node_known = False
         self._services: dict[ServiceName, Service] = {}
         self._slices: dict[ObjectKey, EndpointSlice] = {}
         self._by_service: dict[ServiceName, tuple[EndpointSlice, ...]] = {}
@@ -57,6 +58,11 @@ class World:
     def node(self) -> Node:
         """Our Node; with nothing but its name while it is not known."""
         return self._node
+
+    @property
+    def node_known(self) -> bool:
+        """Whether our Node has ever been told."""
+        return self._node_known
 
     @property
     def synced(self) -> frozenset[Kind]:
@@ -195,7 +201,7 @@ class World:
         if self._own:
             others = (address for address in new.addresses if address not in self._own)
             new = replace(new, addresses=(*self._own, *others))
-        old, self._node = self._node, new
+        old, self._node, self._node_known = self._node, new, True
         if _read_of(old) != _read_of(new):
             touched.everything = True
 

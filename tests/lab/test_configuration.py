@@ -5,12 +5,14 @@ what it sets on the node.
 
 import contextlib
 import json
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
+from kbpf.cli.app import call
 from tests.support import kubeadm, plane
 from tests.support.cluster import Cluster
 from tests.support.dial import Dial, check
@@ -156,6 +158,7 @@ def test_kubeadms_files_are_read_as_they_are(cluster: Kubeadm) -> None:
     assert "WARNING kbpf ignored" not in said
     assert "no field" not in said
     assert "nodePortAddresses is unset" in said
+    assert said.count("there is no Node node-1 yet") == 1
     reaches(cluster, "a2", "10.96.0.20:80", "a1")
     reaches(cluster, "host-1", "127.0.0.1:30020", "a1")
     for address in (cluster.lab.nodes[0].ip, ON_EVERY):
@@ -375,3 +378,21 @@ def test_an_agent_in_a_pod_is_told_where_the_api_server_is(cluster: Kubeadm) -> 
     finally:
         cluster.agent.wrapper = ()
         cluster.agent.start(extra=("--config", str(cluster.mount.folder / "config.conf")))
+
+
+def test_kube_proxy_reads_what_we_write_and_the_other_way_round(
+    kube_proxy: Path, tmp_path: Path
+) -> None:
+    """The real one, strictly: it finds no field that it does not know."""
+    theirs, ours, again = (tmp_path / name for name in ("theirs", "ours", "again"))
+    run(str(kube_proxy), "--write-config-to", str(theirs))
+    assert call(["run", "--config", str(theirs), "--write-config-to", str(ours)]) == 0
+    command = (str(kube_proxy), "--config", str(ours), "--write-config-to", str(again))
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "lenient" not in done.stderr
+    before, after = yaml.safe_load(theirs.read_text()), yaml.safe_load(again.read_text())
+    # What is empty or zero there is said here, or the other way round.
+    for config in (before, after):
+        config["nodePortAddresses"] = config["nodePortAddresses"] or []
+        config["ipvs"]["scheduler"] = config["ipvs"]["scheduler"] or "rr"
+    assert after == before

@@ -1,5 +1,5 @@
 """pytest plugin: the fixture `apiserver`, one real API server for the whole run, and the programs
-`kubectl` and `helm`.
+`kubectl`, `helm` and `kube_proxy`.
 
 Programs are built (once, minutes) when collection ends and only if a test asks for them, by a
 fixture of BUILDS or one that does: a test's own time limit must not have to cover that. A build
@@ -15,7 +15,12 @@ from tests.support import go_build
 from tests.support.apiserver import ApiServer
 from tests.support.faults import FaultProxy
 
-BUILDS = {"programs": go_build.DEFAULT, "kubectl": ("kubectl",), "helm": ("helm",)}
+BUILDS = {
+    "programs": go_build.DEFAULT,
+    "kubectl": ("kubectl",),
+    "helm": ("helm",),
+    "kube_proxy": ("kube-proxy",),
+}
 """Fixture → what it needs built."""
 _FAILED = pytest.StashKey[dict[str, go_build.BuildError]]()
 
@@ -54,6 +59,12 @@ def programs(request: pytest.FixtureRequest) -> None:
 def kubectl(request: pytest.FixtureRequest) -> Path:
     """The program; `kubectl kustomize` is kustomize."""
     return _built(request, "kubectl")[0]
+
+
+@pytest.fixture(scope="session")
+def kube_proxy(request: pytest.FixtureRequest) -> Path:
+    """The program that kbpf replaces."""
+    return _built(request, "kube_proxy")[0]
 
 
 @pytest.fixture(scope="session")

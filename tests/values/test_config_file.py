@@ -255,8 +255,7 @@ def test_all_that_is_wrong_is_named_at_once_with_its_path(row: Wrong):
 NOT_USED = [
     ("featureGates: {A: true}", "featureGates"),
     ("clientConnection: {acceptContentTypes: a/b}", "clientConnection.acceptContentTypes"),
-    ("clientConnection: {contentType: application/vnd.kubernetes.protobuf}",
-     "clientConnection.contentType"),
+    ("clientConnection: {contentType: application/cbor}", "clientConnection.contentType"),
     ("clientConnection: {qps: 50}", "clientConnection.qps"),
     ("clientConnection: {burst: 100}", "clientConnection.burst"),
     ("logging: {flushFrequency: 1s}", "logging.flushFrequency"),
@@ -513,6 +512,8 @@ NOTED = [
     ({"--masquerade-ports": "1024-30000"}, "30000"),
     ({"--detect-local-mode": "NodeCIDR", "--cluster-cidr": "10.0.0.0/8"},
      "--cluster-cidr is not used: pods are told by NodeCIDR"),
+    ({"--cluster-cidr": "10.0.0.0/8,fd00::/48", "--nodeport-addresses": "192.0.2.0/24"},
+     "--nodeport-addresses has IPv4 networks only"),
     ({"--feature-gates": "A=true"}, "--feature-gates is accepted and not used"),
     ({"--profiling": "true"}, "--profiling is accepted and not used"),
 ]  # fmt: skip
@@ -526,7 +527,11 @@ def test_what_is_probably_not_meant_is_told_once(given: dict[str, str], words: s
 
 @pytest.mark.parametrize("given", [{}, {"--masquerade-ports": "32768-40000"},
     {"--masquerade-ports": "1024-29999"}, {"--cluster-cidr": "10.0.0.0/8"},
-    {"--masquerade-ports": "30000-31000", "--packet-path": "false"}], ids=str)  # fmt: skip
+    {"--masquerade-ports": "30000-31000", "--packet-path": "false"},
+    {"--cluster-cidr": "10.0.0.0/8", "--nodeport-addresses": "192.0.2.0/24"},
+    {"--cluster-cidr": "10.0.0.0/8,fd00::/48", "--nodeport-addresses": "primary"},
+    {"--cluster-cidr": "10.0.0.0/8,fd00::/48",
+     "--nodeport-addresses": "192.0.2.0/24,2001:db8::/32"}], ids=str)  # fmt: skip
 def test_what_is_in_order_is_not_told(given: dict[str, str]):
     assert load.load(given, {}).notes == ()
 

@@ -1,5 +1,7 @@
 """What the kernel's conntrack is set to, and what happens where it cannot be set."""
 
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -7,6 +9,7 @@ import pytest
 
 from kbpf.agent import conntrack
 from kbpf.agent.conntrack import Keeper, wanted
+from kbpf.cli import app
 from kbpf.errors import KernelError
 from kbpf.kernel import sysctl
 from kbpf.model.config import Conntrack
@@ -155,3 +158,18 @@ def test_without_the_module_it_is_told_and_set_when_it_is_loaded(
     assert machine.values()["max"] == 262_144, "it looks now and then only"
     keeper.look(40.0)
     assert machine.values()["max"] == 131_072
+
+
+@pytest.fixture
+def quiet() -> Iterator[None]:
+    """The log as it was, after a command that sets it up."""
+    ours = logging.getLogger("kbpf")
+    before = ours.handlers[:], ours.level, ours.propagate
+    yield
+    ours.handlers[:], ours.level, ours.propagate = before
+
+
+def test_init_only_sets_it_and_ends(machine: Machine, quiet: None):
+    machine.load()
+    assert app.call(["run", "--init-only", "--conntrack-min", "200000", "--log-level=error"]) == 0
+    assert machine.values()["max"] == 200_000

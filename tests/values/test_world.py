@@ -159,6 +159,9 @@ def test_an_unknown_node_has_the_name_that_we_run_under():
     world = World("me")
     world.apply([up(replace(ME, name="you"))])
     assert world.node == Node("me")
+    assert not world.node_known
+    world.apply([up(ME), gone(ME)])
+    assert world.node_known
 
 
 def test_a_bind_address_goes_before_what_the_node_says_of_its_family():
