@@ -51,6 +51,19 @@ def cleanup(
         bool, typer.Option("--cache", help="Also the compiled programs in --cache-dir.")
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Even while the agent runs.")] = False,
+    kube_proxy: Annotated[
+        bool,
+        typer.Option(
+            "--kube-proxy", help="Not of kbpf: what a kube-proxy that was stopped has left here."
+        ),
+    ] = False,
+    keep_connections: Annotated[
+        bool,
+        typer.Option(
+            "--keep-connections",
+            help="Serve nothing new from now on; connections that are there go on.",
+        ),
+    ] = False,
     output: OutputOption = Output.TABLE,
     pin_dir: PinDir = DEFAULT.pin_dir,
     cache_dir: CacheDir = DEFAULT.cache_dir,
@@ -60,18 +73,64 @@ def cleanup(
 ) -> None:
     """Detach and remove all that kbpf keeps in the kernel. Services stop working on this node.
 
-    Stop the agent first. Sockets that are connected stay connected.
+    Stop the agent first. Sockets that are connected stay connected; connections that were
+    translated by packet break, unless --keep-connections is said first.
     """
+    if sum((kube_proxy, keep_connections, cache)) > 1:
+        raise ConfigError(
+            "--kube-proxy, --keep-connections and --cache do different things", "",
+            "call it once for each",
+        )  # fmt: skip
     config = Config(ipvs_device=ipvs_device, nft_table=nft_table, state_dir=state_dir)
-    found = [
-        *remove_pins(pin_dir, force),
-        *remove_ipvs(config, force),
-        *(remove_artifacts(cache_dir) if cache else ()),
-    ]
+    where = f"in {pin_dir}" + (f" and {cache_dir}" if cache else "")
+    if kube_proxy:
+        found, where = [*remove_kube_proxy(force)], "of kube-proxy"
+    elif keep_connections:
+        found = [*remove_frontends(pin_dir, force)]
+    else:
+        found = [
+            *remove_pins(pin_dir, force),
+            *remove_ipvs(config, force),
+            *(remove_artifacts(cache_dir) if cache else ()),
+        ]
     if output in (Output.JSON, Output.YAML) or found:
         print(render.rows(found, COLUMNS, output))
     else:
-        print(f"nothing to remove in {pin_dir}" + (f" and {cache_dir}" if cache else ""))
+        print(f"nothing to remove {where}")
+
+
+def remove_kube_proxy(force: bool = False) -> Iterator[Removed]:
+    """What a kube-proxy has left. KernelError while one runs, unless `force`: it would put it all
+    back.
+    """
+    from kbpf.agent import leftovers
+    from kbpf.kernel import handover, netfilter
+
+    if (pids := leftovers.running()) and not force:
+        raise KernelError(
+            "nothing is removed: kube-proxy runs here", f"pid {pids[0]}",
+            "stop it first, or use --force",
+        )  # fmt: skip
+    yield from (Removed("of kube-proxy", what) for what in leftovers.remove())
+    for family in handover.there() if netfilter.available().works else ():
+        print(
+            f"kbpf: table {family} {handover.TABLE} stays for connections that kube-proxy has "
+            "translated; the agent removes it when they have ended",
+            file=sys.stderr,
+        )
+
+
+def remove_frontends(pin_dir: Path, force: bool = False) -> Iterator[Removed]:
+    """What new connections are known by: they pass from now on. An agent would put it back."""
+    from kbpf.dataplane.bpf import load
+    from kbpf.dataplane.bpf.load import Pins
+
+    if _look(pin_dir) is None:
+        return
+    with _alone(Pins(pin_dir), force):
+        gone = load.forget_frontends(Pins(pin_dir))
+    if gone:
+        yield Removed("frontends", f"{gone} in {pin_dir}")
 
 
 def remove_pins(pin_dir: Path, force: bool = False) -> Iterator[Removed]:

@@ -34,7 +34,7 @@ FEATURES = (
     Feature("packets", ("tests/programs/test_packets.py",)),
     Feature("lab", ("tests/lab/test_clsact.py",)),
     Feature("sctp", ("tests/lab/test_sctp.py",)),
-    Feature("ipvs", ("tests/programs/test_ipvs.py",)),
+    Feature("ipvs", ("tests/programs/test_ipvs.py", "tests/programs/test_leftovers.py")),
 )
 MINUTES = 15
 PYTEST = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider")

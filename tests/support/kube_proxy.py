@@ -59,6 +59,15 @@ class KubeProxy:
             self._process.wait(PATIENCE)
             self._process = None
 
+    def has_programmed(self, node_port: int) -> bool:
+        """Whether its rules lead this TCP NodePort to somebody, whoever serves it now."""
+        if self.mode == "nftables":
+            words, sign = ("nft", "list", "table", "ip", "kube-proxy"), f"tcp . {node_port} : goto"
+        else:
+            words, sign = ("iptables-save", "-t", "nat"), f"--dport {node_port} -j KUBE-EXT"
+        command = inside(self.node.netns, None, *words)
+        return sign in subprocess.run(command, capture_output=True, text=True, check=False).stdout
+
     @property
     def is_running(self) -> bool:
         """Whether its process has not ended."""

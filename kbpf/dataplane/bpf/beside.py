@@ -1,7 +1,8 @@
 """What the packet path needs of a node that others have set up too: that a closed FORWARD chain
-lets masqueraded packets pass, and that no socket of the node takes their ports.
+lets masqueraded packets pass, and that no socket of the node takes their ports. And what a
+kube-proxy's connections needed after it had gone is taken away when they are over.
 
-Both are looked at again every few seconds, since others write there as well; a look at rules that
+All is looked at again every few seconds, since others write there as well; a look at rules that
 nobody changed is one message to the kernel. What cannot be done is said once, with what to do, and
 stops nothing.
 """
@@ -14,7 +15,7 @@ from typing import Final
 
 from kbpf.dataplane.bpf.load import Pins
 from kbpf.errors import KbpfError, KernelError
-from kbpf.kernel import netfilter, sysctl
+from kbpf.kernel import handover, netfilter, sysctl
 from kbpf.model.config import Config
 
 log = logging.getLogger("kbpf.dataplane")
@@ -23,6 +24,8 @@ NOTE: Final = "beside"
 """A folder in the pin folder: we may have put something into the node. It has an empty one for each
 range of ports that we have reserved (``61000-65535``), since a bpffs holds no files."""
 LOOK_SECONDS: Final = 2.0
+HANDOVER_SECONDS: Final = 30.0
+"""Between two looks at whether the last connection of a kube-proxy has ended."""
 PASSING: Final = frozenset((errno.ENOENT, *netfilter.UNKNOWN))
 """The ruleset changed under our hands: next time; or there is no nf_tables: nothing to do."""
 FORWARDING: Final = ("net.ipv4.ip_forward", "net.ipv6.conf.all.forwarding")
@@ -37,6 +40,7 @@ class Beside:
         self._mark = 1 << config.masquerade_bit
         self._generation = -1
         self._due = float("-inf")
+        self._handover_due = float("-inf")
         self._told: set[str] = set()
 
     def look(self, now: float) -> None:
@@ -51,6 +55,15 @@ class Beside:
             self._reserved.keep(self._ports)
         with self._saying_problems():
             self._keep_rules()
+        with self._saying_problems():
+            self._end_handover(now)
+
+    def _end_handover(self, now: float) -> None:
+        if self._generation < 0 or now < self._handover_due:  # without nf_tables there is none
+            return
+        self._handover_due = now + HANDOVER_SECONDS
+        for family in handover.end():
+            log.info("the last connection of kube-proxy is over family=%s", family)
 
     def _keep_rules(self) -> None:
         try:
@@ -175,6 +188,7 @@ def remove(pins: Pins) -> tuple[str, ...]:
     if netfilter.available().works:
         for chain in netfilter.forward_chains():
             gone += [f"rule in {chain}"] * netfilter.remove_ours(chain)
+        gone += [f"table {family} {handover.TABLE}" for family in handover.end(force=True)]
     if Reserved(pins).release():
         gone.append(f"ports in {sysctl.RESERVED_PORTS}")
     with contextlib.suppress(OSError):

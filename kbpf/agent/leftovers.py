@@ -1,0 +1,276 @@
+"""What a kube-proxy leaves on a node when it ends, and how it goes.
+
+kube-proxy keeps its rules when it stops, in whatever mode it ran. Here they are taken away, and
+nothing else is: chains and sets by the names that kube-proxy gives them, rules of others' chains
+only where they jump to those. What it shares with kubelet stays: the chain KUBE-FIREWALL, which
+guards the loopback addresses of the node.
+
+nf_tables (iptables' own tables there, and kube-proxy's of mode nftables) is spoken to by
+libnftables, all in one transaction; the tables of iptables-legacy by its own programs, if there are
+any such tables. Connections that kube-proxy has translated go on, see kernel/handover.py.
+
+All of it is about the network namespace of the calling thread.
+"""
+
+import os
+import re
+import socket
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from kbpf.errors import KernelError
+from kbpf.kernel import dummy, handover, ipset, ipvs, legacy, netfilter, nfacct
+from kbpf.kernel.netfilter import Json
+from kbpf.model.address import Addr
+
+NFT_TABLE: Final = "kube-proxy"
+DEVICE: Final = "kube-ipvs0"
+CHAINS: Final = {
+    "nat": frozenset(
+        ("KUBE-SERVICES", "KUBE-NODEPORTS", "KUBE-POSTROUTING", "KUBE-MARK-MASQ",
+         "KUBE-NODE-PORT", "KUBE-LOAD-BALANCER", "KUBE-PROXY-CANARY")
+    ),
+    "filter": frozenset(
+        ("KUBE-SERVICES", "KUBE-EXTERNAL-SERVICES", "KUBE-NODEPORTS", "KUBE-FORWARD",
+         "KUBE-PROXY-FIREWALL", "KUBE-NODE-PORT", "KUBE-SOURCE-RANGES-FIREWALL",
+         "KUBE-IPVS-FILTER", "KUBE-IPVS-OUT-FILTER", "KUBE-PROXY-CANARY")
+    ),
+    "mangle": frozenset(("KUBE-PROXY-CANARY",)),
+}  # fmt: skip
+"""Table of iptables → chains of kube-proxy in it, in modes iptables and ipvs."""
+OF_SERVICES: Final = re.compile(r"KUBE-(SVC|SVL|EXT|FW|SEP|XLB)-[A-Z2-7]{16}")
+"""Chains in `nat` for one Service port or endpoint; XLB until Kubernetes 1.24."""
+SETS: Final = re.compile(
+    r"KUBE-(6-)?(LOOP-BACK|CLUSTER-IP|IPVS-IPS|HEALTH-CHECK-NODE-PORT|EXTERNAL-IP(-LOCAL)?|"
+    r"LOAD-BALANCER(-LOCAL|-FW|-SOURCE-IP|-SOURCE-CIDR)?|NODE-PORT(-LOCAL)?-(TCP|UDP|SCTP-HASH))"
+)
+PORT_SETS: Final = re.compile(r"KUBE-(6-)?NODE-PORT(-LOCAL)?-(TCP|UDP|SCTP-HASH)")
+PROTOCOLS: Final = {
+    "TCP": socket.IPPROTO_TCP,
+    "UDP": socket.IPPROTO_UDP,
+    "SCTP-HASH": socket.IPPROTO_SCTP,
+}
+COUNTERS: Final = ("ct_state_invalid_dropped_pkts", "localhost_nps_accepted_pkts")
+FAMILIES: Final = ("ip", "ip6")
+
+
+def is_chain(table: str, name: str) -> bool:
+    """Whether kube-proxy gives this name to a chain of that table of iptables."""
+    return name in CHAINS.get(table, ()) or (table == "nat" and bool(OF_SERVICES.fullmatch(name)))
+
+
+class Chain(NamedTuple):
+    """A chain of nf_tables. `base`: packets come to it by a hook."""
+
+    family: str
+    table: str
+    name: str
+    base: bool = False
+
+    @property
+    def is_kube_proxys(self) -> bool:
+        """Whether kube-proxy has made it."""
+        return self.family in FAMILIES and is_chain(self.table, self.name)
+
+
+class Jump(NamedTuple):
+    """A rule of a chain of others, whose target is a chain of kube-proxy."""
+
+    chain: Chain
+    handle: int
+
+
+# ---- nf_tables -----------------------------------------------------------------------------------
+
+
+def nft_commands(chains: Sequence[Chain], jumps: Iterable[Jump]) -> Iterator[Json]:
+    """What removes kube-proxy's own of these chains, and these jumps to them, in this order: jumps,
+    what is in the chains, chains. Nothing then is in the way of anything.
+    """
+    ours = [chain for chain in chains if chain.is_kube_proxys]
+    for chain, handle in jumps:
+        where = {"family": chain.family, "table": chain.table, "chain": chain.name}
+        yield {"delete": {"rule": {**where, "handle": handle}}}
+    for what in ("flush", "delete"):
+        for family, table, name, _ in ours:
+            yield {what: {"chain": {"family": family, "table": table, "name": name}}}
+
+
+def jumps_in(chain: Chain, listed: Iterable[Json]) -> Iterator[Jump]:
+    """The rules among these that jump to a chain of kube-proxy."""
+    for rule in (one["rule"] for one in listed if "rule" in one):
+        targets = (
+            expression[verb]["target"]
+            for expression in rule.get("expr", ())
+            for verb in ("jump", "goto")
+            if verb in expression
+        )
+        if any(is_chain(chain.table, target) for target in targets):
+            yield Jump(chain, int(rule["handle"]))
+
+
+def _remove_nft() -> Iterator[str]:
+    if not netfilter.available().works:
+        return
+    chains = list(_chains())
+    ours = [chain for chain in chains if chain.is_kube_proxys]
+    used = {(chain.family, chain.table) for chain in ours}
+    jumps = [jump for chain in chains if chain.base and (chain.family, chain.table) in used
+             for jump in jumps_in(chain, _rules(chain))]  # fmt: skip
+    tables = [family for family in FAMILIES if _has_table(family)]
+    commands = [
+        *nft_commands(chains, jumps),
+        *({"delete": {"table": {"family": family, "name": NFT_TABLE}}} for family in tables),
+    ]
+    if not commands:
+        return
+    touched = {family for family, _ in used} | set(tables)
+    kept = [family for family in FAMILIES if family in touched and handover.translated(family)]
+    first = [command for family in kept for command in handover.begin(family)]
+    netfilter.transaction(*first, *commands, hint="does a chain of others jump to KUBE-* chains?")
+    for family, table in sorted(used):
+        here = (family, table)
+        count = sum((chain.family, chain.table) == here for chain in ours)
+        led = sum((jump.chain.family, jump.chain.table) == here for jump in jumps)
+        yield f"{family} {table}: {count} chains, {led} jumps to them"
+    yield from (f"table {family} {NFT_TABLE}" for family in tables)
+
+
+def _chains() -> Iterator[Chain]:
+    for one in netfilter.transaction({"list": {"chains": None}}):
+        if chain := one.get("chain"):
+            yield Chain(chain["family"], chain["table"], chain["name"], "hook" in chain)
+
+
+def _rules(chain: Chain) -> list[Json]:
+    where = {"family": chain.family, "table": chain.table, "name": chain.name}
+    return netfilter.transaction({"list": {"chain": where}})
+
+
+def _has_table(family: str) -> bool:
+    listed = [one.get("table", {}) for one in netfilter.transaction({"list": {"tables": None}})]
+    return any((one.get("family"), one.get("name")) == (family, NFT_TABLE) for one in listed)
+
+
+# ---- iptables-legacy -----------------------------------------------------------------------------
+
+
+def legacy_removal(table: str, saved: str) -> tuple[str, int, int]:
+    """What iptables-restore has to be told to remove kube-proxy's chains from a table as
+    iptables-save shows it, how many chains and how many jumps to them; "" if there is nothing.
+    """
+    lines = saved.splitlines()
+    found = [words[0][1:] for words in map(str.split, lines) if words and words[0][0] == ":"]
+    chains = [name for name in found if is_chain(table, name)]
+    jumps = [line for line in lines if _jumps_in(line, table)]
+    if not chains:
+        return "", 0, 0
+    told = [
+        f"*{table}",
+        *(f":{name} - [0:0]" for name in chains),
+        *(line.replace("-A", "-D", 1) for line in jumps),
+        *(f"-X {name}" for name in chains),
+        "COMMIT\n",
+    ]
+    return "\n".join(told), len(chains), len(jumps)
+
+
+def _jumps_in(line: str, table: str) -> bool:
+    """Whether this is a rule of a chain of others that jumps to one of kube-proxy."""
+    words = line.split()
+    if words[:1] != ["-A"] or is_chain(table, words[1]):
+        return False
+    at = next((i for i, word in enumerate(words) if word in ("-j", "-g")), len(words))
+    return is_chain(table, "".join(words[at + 1 : at + 2]))
+
+
+def _remove_legacy() -> Iterator[str]:
+    for family in FAMILIES:
+        for table in (name for name in legacy.tables(family) if name in CHAINS):
+            told, chains, jumps = legacy_removal(table, legacy.save(family, table))
+            if told:
+                if handover.translated(family) and netfilter.available().works:
+                    netfilter.transaction(*handover.begin(family))
+                legacy.restore(family, told)
+                yield f"{family} {table}, legacy: {chains} chains, {jumps} jumps to them"
+
+
+# ---- IPVS ----------------------------------------------------------------------------------------
+
+
+def is_virtual_service(
+    service: ipvs.Service, addresses: frozenset[Addr], ports: frozenset[tuple[int, int]]
+) -> bool:
+    """Whether kube-proxy has made it: at one of the addresses that it keeps on kube-ipvs0, or for a
+    NodePort, `ports` being (protocol, port). Others' have neither.
+    """
+    return not service.mark and (
+        service.address in addresses or (service.protocol, service.port) in ports
+    )
+
+
+def _remove_ipvs() -> Iterator[str]:
+    """The device tells that kube-proxy was here in this mode; it goes last."""
+    try:
+        index = socket.if_nametoindex(DEVICE)
+    except OSError:
+        return
+    addresses, _ = dummy.addresses(index)
+    ports = frozenset(
+        (PROTOCOLS[found[3]], port)
+        for found in map(PORT_SETS.fullmatch, ipset.names())
+        if found
+        for port in ipset.ports(found[0])
+    )
+    try:
+        conversation = ipvs.Ipvs()
+    except KernelError:
+        pass  # no IPVS, no virtual services
+    else:
+        try:
+            there = [service for service, _ in conversation.services()]
+            gone = [one for one in there if is_virtual_service(one, addresses, ports)]
+            delete = ipvs.Command.DEL_SERVICE
+            conversation.change([ipvs.Change(delete, service) for service in gone])
+        finally:
+            conversation.close()
+        if gone:
+            yield f"{len(gone)} virtual services of IPVS"
+    if dummy.remove(DEVICE):
+        yield f"device {DEVICE}"
+
+
+def _remove_sets() -> Iterator[str]:
+    """After the rules that ask them."""
+    gone = ipset.destroy(name for name in ipset.names() if SETS.fullmatch(name))
+    if gone:
+        yield f"{len(gone)} ip sets"
+
+
+# ---- all of it -----------------------------------------------------------------------------------
+
+
+def remove() -> Iterator[str]:
+    """Removes it all; what was there, in words. Nothing there is nothing said."""
+    yield from _remove_nft()
+    yield from _remove_legacy()
+    yield from _remove_ipvs()
+    yield from _remove_sets()
+    yield from (f"counter {name}" for name in nfacct.delete(COUNTERS))
+    if netfilter.available().works:
+        yield from (f"table {family} {handover.TABLE}" for family in handover.end())
+
+
+def running() -> tuple[int, ...]:
+    """Process ids of kube-proxies in this network namespace, as far as we see processes."""
+    here = os.readlink("/proc/thread-self/ns/net")
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            ours = (path / "comm").read_text().strip() == "kube-proxy"
+            if ours and os.readlink(path / "ns/net") == here:
+                found.append(int(path.name))
+        except OSError:
+            continue  # it has ended
+    return tuple(found)

@@ -1,0 +1,198 @@
+"""What a kube-proxy in mode ipvs has left, beside what others have, in a network namespace of its
+own. (Its other modes are tried with a real one: tests/lab/test_leftovers.py.) And the table that
+stays while connections of a kube-proxy do.
+"""
+
+import json
+import os
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+from pyroute2 import IPSet
+
+from kbpf.agent import leftovers
+from kbpf.dataplane.bpf import beside
+from kbpf.dataplane.bpf.beside import HANDOVER_SECONDS, Beside
+from kbpf.dataplane.bpf.load import Pins
+from kbpf.kernel import handover, ipset, netfilter, netns
+from kbpf.kernel.ipvs import Change, Command, Ipvs, Service, Settings
+from kbpf.kernel.netlink import Netlink
+from kbpf.model.address import parse_addr
+from kbpf.model.config import Config
+from tests.support.features import needs
+from tests.support.lab import inside, ip
+from tests.support.lab import run as command
+
+T = TypeVar("T")
+
+
+class House:
+    """A network namespace."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def do(self, action: Callable[[], T]) -> T:
+        return netns.inside(Path("/run/netns") / self.where, action)
+
+    def run(self, *words: str, stdin: str | None = None) -> str:
+        return command(*inside(self.where, None, *words), stdin=stdin)
+
+    def sets(self, **types: str) -> None:
+        """Makes IP sets, "_" in a name standing for "-"."""
+
+        def make() -> None:
+            with IPSet() as face:
+                for name, kind in types.items():
+                    ranged = {"bitmap_ports_range": (0, 65535)} if kind == "bitmap:port" else {}
+                    face.create(name.replace("_", "-"), kind, **ranged)
+
+        self.do(make)
+
+
+@pytest.fixture
+def house() -> Iterator[House]:
+    where = f"kble{os.getpid()}"
+    command("ip", "netns", "add", where)
+    try:
+        yield House(where)
+    finally:
+        command("ip", "netns", "del", where)
+
+
+OURS = {"KUBE_CLUSTER_IP": "hash:ip,port", "KUBE_NODE_PORT_TCP": "bitmap:port"}
+
+
+def test_sets_and_the_device_go_and_others_stay(house: House) -> None:
+    house.sets(mine="hash:ip", KUBE_MINE="hash:ip", **OURS)
+    ip(
+        "link add kube-ipvs0 type bridge",
+        "addr add 10.96.0.1/32 dev kube-ipvs0",
+        "link add mine type bridge",
+        netns=house.where,
+    )
+    assert house.do(lambda: list(leftovers.remove())) == ["device kube-ipvs0", "2 ip sets"]
+    assert house.do(ipset.names) == ("KUBE-MINE", "mine")
+    assert [row["ifname"] for row in json.loads(house.run("ip", "-j", "link"))] == ["lo", "mine"]
+    assert house.do(lambda: list(leftovers.remove())) == []
+
+
+def test_the_ports_of_a_set_are_read(house: House) -> None:
+    house.sets(**OURS)
+
+    def fill() -> None:
+        with IPSet() as face:
+            for port in (30080, 32767):
+                face.add("KUBE-NODE-PORT-TCP", port, etype="port")
+
+    house.do(fill)
+    assert house.do(lambda: ipset.ports("KUBE-NODE-PORT-TCP")) == {30080, 32767}
+    assert house.do(lambda: ipset.ports("KUBE-CLUSTER-IP")) == frozenset()
+    assert house.do(lambda: ipset.ports("no such set")) == frozenset()
+
+
+@needs("ipvs")
+def test_virtual_services_go_and_others_stay(house: House) -> None:
+    house.sets(**OURS)
+    ip(
+        "link set lo up",
+        "addr add 198.18.0.1/32 dev lo",
+        "link add kube-ipvs0 type dummy",
+        "addr add 10.96.0.1/32 dev kube-ipvs0",
+        netns=house.where,
+    )
+    theirs = [
+        Service(socket.IPPROTO_TCP, parse_addr("10.96.0.1"), 443),
+        Service(socket.IPPROTO_TCP, parse_addr("198.18.0.1"), 30080),
+    ]
+    others = [
+        Service(socket.IPPROTO_TCP, parse_addr("198.18.0.1"), 80),
+        Service(socket.IPPROTO_UDP, parse_addr("198.18.0.1"), 30080),
+    ]
+
+    def fill() -> None:
+        with IPSet() as face:
+            face.add("KUBE-NODE-PORT-TCP", 30080, etype="port")
+        new = [Change(Command.NEW_SERVICE, one, Settings("rr")) for one in theirs + others]
+        talk = Ipvs()
+        talk.change(new)
+        talk.close()
+
+    def left() -> set[Service]:
+        talk = Ipvs()
+        found = {service for service, _ in talk.services()}
+        talk.close()
+        return found
+
+    house.do(fill)
+    assert house.do(lambda: list(leftovers.remove())) == [
+        "2 virtual services of IPVS",
+        "device kube-ipvs0",
+        "2 ip sets",
+    ]
+    assert house.do(left) == set(others)
+
+
+# ---- the table that stays ------------------------------------------------------------------------
+
+
+def translate_one(house: House, family: str) -> None:
+    """A connection whose destination is translated; it is over, and remembered for two minutes."""
+    host = {"ip": "127.0.0.1", "ip6": "::1"}[family]
+    house.run("ip", "link", "set", "lo", "up")
+    to = f"[{host}]:82" if family == "ip6" else f"{host}:82"
+    rules = (
+        f"add table {family} theirs",
+        f"add chain {family} theirs out {{ type nat hook output priority -100 ; }}",
+        f"add rule {family} theirs out tcp dport 81 dnat to {to}",
+    )
+    house.run("nft", "-f", "-", stdin="\n".join(rules))
+
+    def talk() -> None:
+        kind = socket.AF_INET6 if family == "ip6" else socket.AF_INET
+        with socket.socket(kind) as server, socket.socket(kind) as client:
+            server.bind((host, 82))
+            server.listen()
+            client.connect((host, 81))
+            server.accept()[0].close()
+
+    house.do(talk)
+
+
+def forget_connections() -> None:
+    """All that conntrack knows."""
+    with Netlink(handover.NETLINK_NETFILTER, "conntrack") as netlink:
+        netlink.ask(1 << 8 | 2, bytes(4))  # NFNL_SUBSYS_CTNETLINK, IPCTNL_MSG_CT_DELETE
+
+
+@pytest.mark.parametrize("family", ["ip", "ip6"])
+def test_the_table_stays_as_long_as_a_connection_does(
+    house: House, family: str, tmp_path: Path
+) -> None:
+    """The agent looks at once when it starts, and then every so often."""
+    assert not house.do(lambda: handover.translated(family))
+    translate_one(house, family)
+    assert house.do(lambda: handover.translated(family))
+    for _ in range(2):
+        house.do(lambda: netfilter.transaction(*handover.begin(family)))
+    assert house.do(handover.there) == (family,)
+    assert house.run("nft", "list", "table", family, handover.TABLE).count("ct state") == 1
+    agent = Beside(Pins(tmp_path), Config())
+    house.do(lambda: agent.look(0.0))
+    assert house.do(handover.there) == (family,)
+    house.do(forget_connections)
+    house.do(lambda: agent.look(HANDOVER_SECONDS / 2))
+    assert house.do(handover.there) == (family,)
+    house.do(lambda: agent.look(HANDOVER_SECONDS + 1))
+    assert house.do(handover.there) == ()
+    assert f"table {family} theirs" in house.run("nft", "list", "tables")
+
+
+def test_cleanup_of_kbpf_takes_it_away_in_any_case(house: House, tmp_path: Path) -> None:
+    translate_one(house, "ip")
+    house.do(lambda: netfilter.transaction(*handover.begin("ip")))
+    assert house.do(lambda: beside.remove(Pins(tmp_path))) == (f"table ip {handover.TABLE}",)
+    assert house.do(handover.there) == ()
