@@ -447,6 +447,36 @@ def test_after_cleanup_nothing_is_translated(site: Site, run):
     assert host.tcp(own, 18080)["error"] == "ECONNREFUSED"
 
 
+def test_after_keep_connections_nothing_new_is_translated_and_the_old_goes_on(site: Site, run):
+    own = str(ip_address("127.64.0.0") + os.getpid())
+    site.place("server").serve(18081, address=own)
+    opened = site.open()
+    opened.apply(desired(service("web", f"{own}:18080", f"{own}:18081")), None)
+    host = site.place("host")
+    assert host.tcp(own, 18080, keep="held")["name"] == "server"
+    before = site.entries("sock_peers")
+    code, out, err = run("cleanup", "--keep-connections")
+    assert (code, out) == (1, ""), "an agent would put it back"
+    assert "stop the agent first" in err
+    opened.close()
+    code, out, err = run("cleanup", "--keep-connections", "-o", "json")
+    assert (code, err) == (0, "")
+    assert json.loads(out) == [{"kind": "frontends", "path": f"1 in {site.pins}"}]
+    assert host.tcp(own, 18080)["error"] == "ECONNREFUSED", "by the host: nobody listens there"
+    assert host.tcp(own, 18081)["name"] == "server", "a port of what was a ClusterIP"
+    assert host.ask("talk", keep="held")["name"] == "server"
+    assert site.entries("sock_peers") == before
+    assert site.dump()["frontends"] == {}
+    assert run("cleanup", "--keep-connections")[1].startswith("nothing to remove")
+    assert run("cleanup")[0] == 0
+
+
+def test_cleanup_does_one_thing_at_a_time(run):
+    code, out, err = run("cleanup", "--kube-proxy", "--keep-connections")
+    assert (code, out) == (1, "")
+    assert "different things" in err
+
+
 def test_cleanup_refuses_what_is_not_ours(site: Site, run):
     opened = site.open()
     opened.apply(WORLD, None)

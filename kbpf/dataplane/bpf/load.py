@@ -479,3 +479,16 @@ def remove(pins: Pins) -> int:
     if pins.root.is_dir():
         shutil.rmtree(pins.root)
     return len(links)
+
+
+def forget_frontends(pins: Pins) -> int:
+    """Takes away what new connections are known by; how many frontends there were. What is
+    translated already goes on. ClusterIPs go first: a port of theirs without a Service is refused.
+    """
+    counts = dict.fromkeys(("cluster_ips", "services"), 0)
+    for folder in sorted(pins.root.glob("maps-*")):
+        for name in counts:
+            if (folder / name).exists():
+                with Map.open(folder / name) as found:
+                    counts[name] += sum(found.delete(key) for key, _ in list(found.items()))
+    return counts["services"]
