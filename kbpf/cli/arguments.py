@@ -49,8 +49,9 @@ class Asked:
 def parser() -> argparse.ArgumentParser:
     """The flags of config/flags.py, by heading."""
     made = argparse.ArgumentParser(
-        "kbpf run", description=SUMMARY, epilog=EPILOG, allow_abbrev=False, add_help=False
-    )
+        "kbpf run", "kbpf run [--config FILE] [flag ...]", SUMMARY, EPILOG,
+        allow_abbrev=False, add_help=False,
+    )  # fmt: skip
     file = made.add_argument_group("A file, and what to do instead of serving")
     file.add_argument(
         "--config", metavar="FILE", help="a KubeProxyConfiguration, a KbpfConfiguration, or both; "

@@ -55,7 +55,10 @@ def choice(choices: tuple[str, ...], text: str, where: str) -> str:
 
 
 def truth(text: str, where: str) -> bool:
-    return choice(("true", "false"), text.lower(), where) == "true"
+    """As Go reads it, in any case; the complaint names the usual words."""
+    known = {"1": "true", "t": "true", "0": "false", "f": "false"}
+    word = text.lower()
+    return choice(("true", "false"), known.get(word, word), where) == "true"
 
 
 def algorithm(text: str, where: str) -> Algorithm:

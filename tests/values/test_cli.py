@@ -64,6 +64,8 @@ SAID = [
          "algorithm", Algorithm.MAGLEV),
     Said("no NodePorts on loopback", {"--localhost-nodeports": "False"}, {},
          "localhost_node_ports", False),
+    Said("Go's short truth", {"--masquerade-all": "T"}, {}, "masquerade_all", True),
+    Said("Go's short untruth", {"--localhost-nodeports": "0"}, {}, "localhost_node_ports", False),
     Said("NodePorts on primary addresses", {"--nodeport-addresses": "primary"}, {},
          "node_port_addresses", ()),
     Said("NodePorts on all addresses", {"--nodeport-addresses": "all"}, {},

@@ -611,6 +611,18 @@ def table(heading: str) -> dict[str, list[str]]:
     return {row[0].strip().strip("`"): [cell.strip() for cell in row[1:]] for row in rows[2:]}
 
 
+def test_the_pages_example_can_be_loaded_and_its_complaint_is_ours():
+    page = (ROOT / "docs/configuration.md").read_text()
+    example = re.search(r"```yaml\n(.*?)```", page, re.S)
+    assert example is not None
+    made = loaded(example[1])
+    assert made.notes == ()
+    assert made.config.devices == ("eth0",)
+    assert made.config.sizes.connections == 262_144
+    (line,) = complaints(OWN + "packetPath: {masqueradePorts: 9-8}")
+    assert f"kbpf run: {line}" in page.replace("\n", " ")
+
+
 def test_the_page_has_every_field_of_kube_proxys_document():
     leaves = [path.partition(".")[2] for path in documents.leaves(KubeProxyConfiguration, "K")]
     assert list(table("KubeProxyConfiguration")) == leaves
