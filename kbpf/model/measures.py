@@ -25,22 +25,17 @@ class Decision(NamedTuple):
     times: int
 
 
-class Traffic(NamedTuple):
-    """A Service port, both families together, and how many connections it has now."""
-
-    namespace: str
-    service: str
-    port: str
-    protocol: str
-    connections: int
+PortName = tuple[str, str, str, str]
+"""A Service port, both families together: namespace, Service, port, protocol."""
 
 
 class Measures(msgspec.Struct, frozen=True):
-    """`traffic` has only Service ports with connections. `repairs`: how often the kernel was found
-    otherwise than it should be, or could be, and was put right; by what.
+    """`connections`: how many each Service port has now, if it has any; there may be tens of
+    thousands. `repairs`: how often the kernel was found otherwise than it should be, or could be,
+    and was put right; by what.
     """
 
     tables: tuple[Table, ...] = ()
     decisions: tuple[Decision, ...] = ()
-    traffic: tuple[Traffic, ...] = ()
+    connections: tuple[tuple[PortName, int], ...] = ()
     repairs: tuple[tuple[str, int], ...] = ()

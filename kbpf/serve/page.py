@@ -15,7 +15,7 @@ from heapq import nlargest
 from pathlib import Path
 
 from kbpf.model.config import Config
-from kbpf.model.measures import Measures, Traffic
+from kbpf.model.measures import Measures, PortName
 from kbpf.model.status import AgentStatus, PacketStatus
 from kbpf.serve.exposition import family, labels
 
@@ -117,24 +117,24 @@ def kernel(measures: Measures, most: int) -> Iterator[str]:
         "repairs_total", "How often the kernel was put right",
         [(labels(what=what), count) for what, count in measures.repairs],
     )  # fmt: skip
-    yield from _traffic(measures.traffic, most)
+    yield from _connections(measures.connections, most)
 
 
-def _traffic(traffic: tuple[Traffic, ...], most: int) -> Iterator[str]:
-    shown = traffic
-    if len(traffic) > most:
-        shown = tuple(nlargest(most, traffic, lambda one: (one.connections, one[:4])))
+def _connections(found: tuple[tuple[PortName, int], ...], most: int) -> Iterator[str]:
+    shown = list(found)
+    if len(shown) > most:
+        shown = nlargest(most, shown, lambda one: (one[1], one[0]))
     yield from _gauge(
         "service_connections", "Connections of a Service port now",
-        [(_port(*one[:4]), one.connections) for one in shown],
+        [(_port(*name), count) for name, count in shown],
     )  # fmt: skip
     yield from _gauge(
         "connections", "Connections of all Services now",
-        [("", sum(one.connections for one in traffic))],
+        [("", sum(count for _, count in found))],
     )  # fmt: skip
     yield from _gauge(
         "service_series_left_out", "Service ports with connections and no series of their own",
-        [("", len(traffic) - len(shown))],
+        [("", len(found) - len(shown))],
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.apiserver import ApiServer
 from tests.support.kube import Kube, Object
-from tests.support.kube_objects import endpoint, endpoint_slice, node, port, service
+from tests.support.kube_objects import endpoint, endpoint_slice, node, port, service, slice_port
 from tests.support.kube_proxy import KubeProxy
 from tests.support.lab import PATIENCE, Agent, Lab, Node, until
 from tests.support.prometheus import Family, parse
@@ -406,3 +406,51 @@ def test_while_the_agent_is_asked_nonsense_it_answers_others(site: Site):
             sock = stack.enter_context(connect(site.ours.netns, "127.0.0.1", HEALTH, PATIENCE))
             sock.sendall(b"GET /healthz HTTP/1.1\r\nX: ")
         assert get(site.ours.netns, site.ours.ip, HEALTH, "/healthz").status == 200
+
+
+def test_connections_are_counted_by_service(site: Site):
+    pod = site.ours.pod("backend").serve(8080)
+    number = 30_080
+    site.kube.create(
+        service("counted", port(80, "http", target=8080, node_port=number), type="NodePort")
+    )
+    ends = [endpoint(pod.ip, node=site.ours.name)]
+    site.kube.create(endpoint_slice("counted", *ends, ports=[slice_port(8080, "http")]))
+    outside, name = site.ours.lab.outside, "kbpf_service_connections"
+    until("it is served", lambda: "name" in dial(site, number))
+    with contextlib.ExitStack() as stack:
+        for _ in range(3):
+            stack.enter_context(connect(outside, site.ours.ip, number, PATIENCE))
+
+        def counted() -> float:
+            found = {
+                dict(own)["service"]: v for (_, own), v in site.metrics()[name].samples.items()
+            }
+            return found.get("counted", 0)
+
+        until("the open connections are counted", lambda: counted() >= 3)
+    page = site.metrics()
+    assert page["kbpf_connections"].value() >= 3
+    assert page["kbpf_map_entries"].value(map="flows") >= 3
+    clear(site.kube)
+
+
+def dial(site: Site, number: int) -> dict:
+    """One connection from outside: who answered."""
+    with contextlib.suppress(OSError), connect(site.ours.lab.outside, site.ours.ip, number, 1) as s:
+        s.sendall(b"x\n")
+        return {"name": s.recv(100)}
+    return {}
+
+
+def test_at_info_a_line_is_no_object(site: Site):
+    before = len(site.agent.lines())
+    wanted = [service(f"many-{i}", port(80)) for i in range(200)]
+    site.kube.create_many(wanted)
+    site.kube.create_many(
+        [endpoint_slice(f"many-{i}", endpoint(f"10.244.9.{i}")) for i in range(200)]
+    )
+    until_metrics(site, "kbpf_services", 201)
+    clear(site.kube)
+    until_metrics(site, "kbpf_services", 1)
+    assert len(site.agent.lines()) - before < 20, site.agent.tail(40)

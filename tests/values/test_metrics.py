@@ -15,7 +15,7 @@ from kbpf.config.write import configz
 from kbpf.errors import KernelError
 from kbpf.model.address import parse_addr
 from kbpf.model.config import Config, Serving
-from kbpf.model.measures import Decision, Measures, Table, Traffic
+from kbpf.model.measures import Decision, Measures, Table
 from kbpf.model.objects import Cidr
 from kbpf.model.status import AgentStatus, PacketStatus, SourceView
 from kbpf.serve.desk import Desk
@@ -42,10 +42,10 @@ STATUS = AgentStatus(
 MEASURES = Measures(
     tables=(Table("services", 10, 64, 256, 4096), Table("replies", None, 64, 64, None)),
     decisions=(Decision("translated", "translate", 100), Decision("no_route", "drop", 3)),
-    traffic=(
-        Traffic("a", "web", "http", "TCP", 5),
-        Traffic("a", "dns", "", "UDP", 9),
-        Traffic("b", "web", 'od"d\\\n', "TCP", 1),
+    connections=(
+        (("a", "web", "http", "TCP"), 5),
+        (("a", "dns", "", "UDP"), 9),
+        (("b", "web", 'od"d\\\n', "TCP"), 1),
     ),
     repairs=(("maps_read_again", 2),),
 )

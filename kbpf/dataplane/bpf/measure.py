@@ -3,13 +3,13 @@
 Any thread may ask: the pinned maps are opened anew each time, so nothing is shared with the writer,
 who replaces maps as they grow. Connections of a Service are counted where they stand: those of the
 packet path in `flows`, those of the socket hooks in `sock_peers`, `udp_peers` and `udp_flows`. That
-costs nothing per packet or per connection; a walk over 100,000 of them takes some 30 ms, most of it
-in the kernel.
+costs nothing per packet or per connection; counting 100,000 of them takes some 60 ms, most of it in
+the kernel, so it is done the less often the longer it takes.
 """
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from kbpf.dataplane.bpf import load
@@ -18,19 +18,18 @@ from kbpf.dataplane.bpf.layout import (
     MAPS,
     NAT,
     PEER,
+    SERVICE_NAME,
     U32,
     Reason,
     TcpState,
     idle_seconds,
-    unpack_name,
 )
 from kbpf.dataplane.bpf.load import Pins
 from kbpf.errors import KernelError
 from kbpf.kernel import libbpf
 from kbpf.kernel.libbpf import Map
 from kbpf.model.config import MapSizes
-from kbpf.model.desired import ServicePortKey
-from kbpf.model.measures import Decision, Measures, Table, Traffic
+from kbpf.model.measures import Decision, Measures, PortName, Table
 from kbpf.model.objects import Protocol
 
 VERDICTS: Final = {
@@ -59,75 +58,108 @@ COUNTED: Final = frozenset(("flows", *SOCKETS, "affinity"))
 """LRU maps whose entries are counted; the others are as full as one of these."""
 
 NANO: Final = 1_000_000_000
+SHARE: Final = 0.005
+"""Of a processor's time: connections are not counted again before they have cost no more."""
+
+
+MANY: Final = 256
+"""More names than that are read all at once."""
+
+_PROTOCOLS: Final = {int(protocol): protocol.name for protocol in Protocol}
 
 
 class Meter:
     """Reads the maps below one pin folder. One thread at a time."""
 
-    def __init__(self, pins: Pins, sizes: MapSizes) -> None:
-        self._pins, self._sizes = pins, sizes
-        self._names: dict[int, ServicePortKey] = {}  # ids are never used twice
+    def __init__(
+        self, pins: Pins, sizes: MapSizes, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._pins, self._sizes, self._clock = pins, sizes, clock
+        self._ports: list[PortName] = []
+        self._places: dict[PortName, int] = {}  # in that list
+        self._place: dict[int, int] = {}  # the same by id, and these are never used twice
+        self._counted: dict[str, int] = {}
+        self._connections: tuple[tuple[PortName, int], ...] = ()
+        self._due = 0.0
 
     def read(self, fill: Mapping[str, int], repairs: Mapping[str, int]) -> Measures:
         """All of it. `fill`: entries of the maps that the agent writes. What cannot be read, since
-        it is just being replaced or was removed, is left out.
+        it is just being replaced or was removed, is left out. Connections are as they were counted
+        last, if it is too early to count again.
         """
-        connections: Counter[int] = Counter()
-        tables, decisions = [], []
+        tables: list[Table] = []
+        decisions: tuple[Decision, ...] = ()
+        by_id: Counter[int] | None = Counter() if self._clock() >= self._due else None
+        start = time.thread_time()
         for name, spec in MAPS.items():
             try:
                 with load.open_map(self._pins.maps / name, spec) as held:
-                    entries = fill.get(name)
-                    if name in COUNTED:
-                        entries = _count(name, held, connections)
+                    if by_id is not None and name in COUNTED:
+                        self._counted[name] = _count(name, held, by_id)
                     if name == "reasons":
-                        decisions = [_decision(held, reason) for reason in Reason]
+                        decisions = tuple(_decision(held, reason) for reason in Reason)
                     if spec.kind in (libbpf.MAP_HASH, libbpf.MAP_LRU_HASH):
+                        entries = self._counted.get(name, fill.get(name))
                         room = held.max_entries
                         limit = max(room, spec.limit(self._sizes))
                         tables.append(Table(name, entries, room, limit, held.memory()))
             except KernelError:
                 continue
-        return Measures(
-            tuple(tables), tuple(decisions), tuple(self._traffic(connections)), (*repairs.items(),)
-        )
+        if by_id is not None:
+            self._connections = self._by_name(by_id)
+            self._due = self._clock() + (time.thread_time() - start) / SHARE
+        return Measures(tuple(tables), decisions, self._connections, (*repairs.items(),))
 
-    def _traffic(self, connections: Counter[int]) -> Iterator[Traffic]:
-        self._learn(connections)
-        total: Counter[tuple[str, str, str, str]] = Counter()
-        for service_id, count in connections.items():
-            key = self._names.get(service_id)
-            if key is not None:
-                total[key.namespace, key.name, key.port, key.protocol.name] += count
-        return (Traffic(*key, count) for key, count in total.items())
+    def _by_name(self, by_id: Mapping[int, int]) -> tuple[tuple[PortName, int], ...]:
+        self._learn(by_id)
+        place, totals = self._place, [0] * len(self._ports)
+        for service_id, count in by_id.items():
+            if service_id in place:
+                totals[place[service_id]] += count
+        return tuple(pair for pair in zip(self._ports, totals, strict=True) if pair[1])
 
     def _learn(self, wanted: Mapping[int, object]) -> None:
-        """The names of these ids; others are forgotten."""
-        self._names = {i: key for i, key in self._names.items() if i in wanted}
-        unknown = [i for i in wanted if i not in self._names]
+        """The names of these ids; others are forgotten when they are many."""
+        if len(self._place) > 2 * len(wanted):
+            self._place, self._ports, self._places = {}, [], {}
+        unknown = {U32.pack(i): i for i in wanted if i not in self._place}
         if not unknown:
             return
         try:
             with load.open_map(self._pins.maps / "service_names", MAPS["service_names"]) as names:
-                for i in unknown:
-                    raw = names.lookup(U32.pack(i))
+                found: Iterable[tuple[bytes, bytes | None]]
+                if len(unknown) > MANY:
+                    found = ((key, raw) for key, raw in names.items() if key in unknown)
+                else:
+                    found = ((key, names.lookup(key)) for key in unknown)
+                for key, raw in found:
                     if raw is not None:
-                        self._names[i] = unpack_name(raw)
+                        self._place[unknown[key]] = self._place_of(raw)
         except KernelError:
             return
 
+    def _place_of(self, raw: bytes) -> int:
+        """Where the count of this struct service_name is kept; the same for both families."""
+        namespace, service, port, protocol, _ = SERVICE_NAME.unpack(raw)
+        texts = (text.rstrip(b"\0").decode(errors="replace") for text in (namespace, service, port))
+        name: PortName = (*texts, _PROTOCOLS.get(protocol, str(protocol)))
+        if name not in self._places:
+            self._places[name] = len(self._ports)
+            self._ports.append(name)
+        return self._places[name]
 
-def _count(name: str, held: Map, connections: Counter[int]) -> int:
+
+def _count(name: str, held: Map, by_id: Counter[int]) -> int:
     """Adds the connections in it by their Service's id; how many entries it has."""
     entries = 0
     now = time.monotonic_ns()
     for keys, values in held.batches():
         entries += len(keys) // held.key_size
         if name == "flows":
-            connections.update(_live(values, now))
+            by_id.update(_live(values, now))
         elif name in SOCKETS:
             size, at = SOCKETS[name]
-            connections.update(memoryview(values).cast("I")[at // 4 :: size // 4])
+            by_id.update(memoryview(values).cast("I")[at // 4 :: size // 4])
     return entries
 
 

@@ -1,0 +1,148 @@
+"""The dashboard and the alerts ask only for what an agent exports: every series, label and value.
+
+`page` is the page of metrics of test_metrics.py, made by the code that an agent runs; the reasons
+and maps are those of the data plane.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+
+from kbpf.dataplane.bpf.layout import MAPS, Reason
+from kbpf.dataplane.bpf.measure import VERDICTS
+from tests.support.prometheus import Family
+from tests.values.test_metrics import busy
+from tests.values.test_metrics import page as page_of_metrics
+
+FOLDER = Path(__file__).parents[2] / "manifests" / "monitoring"
+DOCS = Path(__file__).parents[2] / "docs" / "observe.md"
+ADDED = frozenset(("job", "instance", "le"))
+"""Labels that Prometheus adds, and that of buckets."""
+
+SELECTOR = re.compile(r"\b([a-z_:]+)\b(?:\{([^}]*)\})?")
+OURS = ("kbpf_", "kubeproxy_", "rest_client_", "process_", "up")
+MATCHER = re.compile(r'([a-z_]+)(=~|!=|!~|=)"([^"]*)"')
+KNOWN_VALUES = {
+    "reason": {reason.name.lower() for reason in Reason},
+    "verdict": {"translate", *VERDICTS.values()},
+    "state": {"on", "off", "failed"},
+    "source": {"services", "endpointslices", "nodes", "pods"},
+    "quantile": {"0.5", "0.99"},
+    "map": set(MAPS),
+}
+
+
+class Query(NamedTuple):
+    """An expression, and where it stands."""
+
+    where: str
+    text: str
+
+
+def rules() -> list[dict[str, Any]]:
+    read = yaml.safe_load((FOLDER / "rules.yaml").read_text())
+    return [rule for group in read["groups"] for rule in group["rules"]]
+
+
+def dashboard() -> dict[str, Any]:
+    return json.loads((FOLDER / "grafana-dashboard.json").read_text())
+
+
+def queries() -> Iterator[Query]:
+    for rule in rules():
+        yield Query(f"alert {rule['alert']}", rule["expr"])
+    for panel in dashboard()["panels"]:
+        for target in panel.get("targets", ()):
+            yield Query(f"panel {panel['title']}", target["expr"])
+    for variable in dashboard()["templating"]["list"]:
+        if variable["type"] == "query":
+            yield Query(f"variable {variable['name']}", variable["query"])
+
+
+@pytest.fixture(scope="module")
+def page() -> dict[str, Family]:
+    return page_of_metrics(record=busy())
+
+
+def family_of(page: dict[str, Family], name: str) -> Family | None:
+    for base in (name, *(name.removesuffix(s) for s in ("_bucket", "_sum", "_count"))):
+        if base in page:
+            return page[base]
+    return None
+
+
+@pytest.mark.parametrize("query", list(queries()), ids=lambda query: query.where)
+def test_every_series_is_exported(query: Query, page: dict[str, Family]):
+    names = [m for m in SELECTOR.finditer(query.text) if m[1].startswith(OURS)]
+    assert names, query.text
+    for match in names:
+        name, inside = match[1], match[2] or ""
+        if name == "up":
+            continue
+        found = family_of(page, name)
+        assert found is not None, name
+        assert (found.kind == "histogram") is name.endswith(("_bucket", "_sum", "_count"))
+        for label, how, value in MATCHER.findall(inside):
+            assert label in found.label_names | ADDED, f"{name} has no label {label}"
+            if label in KNOWN_VALUES and how in ("=", "=~", "!="):
+                assert set(value.split("|")) <= KNOWN_VALUES[label], f"{label}={value}"
+
+
+@pytest.mark.parametrize("query", list(queries()), ids=lambda query: query.where)
+def test_labels_that_are_kept_are_there(query: Query, page: dict[str, Family]):
+    """What `by (...)` keeps is a label of a series of the expression."""
+    names = [m[1] for m in SELECTOR.finditer(query.text) if m[1].startswith(OURS)]
+    known = ADDED.union(*(f.label_names for n in names if (f := family_of(page, n))))
+    for kept in re.findall(r"by \(([^)]*)\)", query.text):
+        assert set(re.split(r",\s*", kept)) <= known, kept
+
+
+@pytest.mark.parametrize("query", list(queries()), ids=lambda query: query.where)
+def test_only_counters_have_a_rate(query: Query, page: dict[str, Family]):
+    rated = set(re.findall(r"rate\(([a-z_]+)", query.text))
+    for match in SELECTOR.finditer(query.text):
+        found = family_of(page, match[1])
+        if found is not None:
+            assert (match[1] in rated) is (found.kind in ("counter", "histogram")) or match[
+                1
+            ] == "kubeproxy_sync_proxy_rules_no_local_endpoints_total", match[1]
+
+
+def test_parentheses_are_closed():
+    for query in queries():
+        for pair in ("()", "{}", "[]"):
+            assert query.text.count(pair[0]) == query.text.count(pair[1]), query
+
+
+def test_every_alert_says_what_it_is_about_and_the_docs_what_to_do():
+    text = DOCS.read_text()
+    names = [rule["alert"] for rule in rules()]
+    assert len(names) == len(set(names)) > 8
+    for rule in rules():
+        assert rule["labels"]["severity"] in ("critical", "warning")
+        assert rule["for"]
+        assert set(rule["annotations"]) == {"summary", "description"}
+        assert f"`{rule['alert']}`" in text
+
+
+def test_every_series_is_documented(page: dict[str, Family]):
+    text = DOCS.read_text()
+    for name in page:
+        assert f"`{name}`" in text, name
+
+
+def test_panels_do_not_lie_upon_each_other():
+    taken: set[tuple[int, int]] = set()
+    ids = [panel["id"] for panel in dashboard()["panels"]]
+    assert len(ids) == len(set(ids))
+    for panel in dashboard()["panels"]:
+        at = panel["gridPos"]
+        cells = {(at["x"] + i, at["y"] + j) for i in range(at["w"]) for j in range(at["h"])}
+        assert not cells & taken, panel["title"]
+        assert at["x"] + at["w"] <= 24
+        taken |= cells
