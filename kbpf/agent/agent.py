@@ -78,7 +78,10 @@ class Agent:
         self._started = time.clock_gettime(time.CLOCK_BOOTTIME)
         self._status_due = 0.0
         self._applied = 0
-        self._last_apply = float("-inf")  # time.monotonic()
+        self._last_apply = float("-inf")  # time.monotonic(), as the next
+        self._resync_due = 0.0  # none before the first apply
+        self._repaired = ""  # what the last apply wrote
+        self._node_missed = False
         self._last_apply_ms = 0.0
         self._latencies: deque[float] = deque(maxlen=LATENCIES)
         self._known_problems: frozenset[str] = frozenset()
@@ -203,9 +206,19 @@ class Agent:
             if self._desired.node != node or not self._complete:
                 self._apply(None if not self._complete else self._retry)
                 return
+        self._resync()
         whole = not self._settled and self._sound()
         if self._retry is None or self._retry or self._refused or self._error or whole:
             self._apply(self._retry)
+
+    def _resync(self) -> None:
+        """Now and then all that is programmed is compared with what it should be."""
+        if time.monotonic() < self._resync_due or self._error or self._retry:
+            return
+        self._plane.doubt()
+        self._apply(None)
+        if self._repaired:
+            log.warning("others had changed what was programmed; repaired: %s", self._repaired)
 
     def _pause(self) -> float:
         """Seconds until changes may be programmed again."""
@@ -214,7 +227,8 @@ class Agent:
     def _tell_what_is_missing(self) -> None:
         """Once: what is not known of this node. kube-proxy goes on without it, too."""
         known = self._world.node_known or self._config.source is not None
-        if not known and not self._complete:
+        if not known and not self._node_missed:
+            self._node_missed = True
             log.warning(
                 "there is no Node %s yet (--hostname-override): until it is told, NodePorts answer "
                 "on all addresses of this node, and it is in no zone",
@@ -248,6 +262,9 @@ class Agent:
             self._desk.record.failed()
             return
         self._last_apply = time.monotonic()
+        if keys is None:
+            self._resync_due = self._last_apply + self._config.config_sync_period
+        self._repaired = " ".join(f"{name}={n}" for name, n in sorted(report.writes.items()) if n)
         self._last_apply_ms = (time.perf_counter() - start) * 1000
         self._applied += 1
         self._tally.applied(keys, seconds)

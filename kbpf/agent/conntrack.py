@@ -6,11 +6,14 @@ gone nobody else would set it. Rules (reference 2.4; kube-proxy's pkg/proxy/conn
   were more before.
 - The table of hashes grows to a quarter of the entries, and never shrinks.
 - What cannot be written is one line for all of it, with what to do; kube-proxy ends there.
+- In a network namespace other than the machine's, where the number of entries has no file that
+  could be written, it is the machine's to set: that is no warning.
 - A node without nf_conntrack has nothing to set: it is looked for again now and then.
 """
 
 import logging
 import os
+import stat
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -82,6 +85,9 @@ class Keeper:
         why: list[str] = []
         for name, value in self._wanted:
             try:
+                if name == MAXIMUM and not sysctl.path_of(name).stat().st_mode & stat.S_IWUSR:
+                    log.info("%s=%d is the machine's to set", name, value)
+                    continue
                 if sysctl.read(name) != str(value):
                     sysctl.write(name, str(value))
                     log.info("set %s=%d", name, value)

@@ -92,7 +92,6 @@ def _unused() -> Iterator[Flag]:
         ("feature-gates", "there are no feature gates"),
         ("kube-api-content-type", "the API server is asked for JSON"),
         ("kube-api-qps kube-api-burst", "there are few requests, and nothing to slow down"),
-        ("config-sync-period", "a watch that breaks lists anew, the others need no resync"),
         ("show-hidden-metrics-for-version", "no metric is hidden"),
         ("ipvs-exclude-cidrs", "IPVS services of others are never touched"),
         ("ipvs-tcp-timeout ipvs-tcpfin-timeout ipvs-udp-timeout", "IPVS keeps the node's times"),
@@ -196,6 +195,8 @@ FLAGS: Final = (
     Flag("--min-sync-period", "min_sync_period", readers.seconds, "TIME", NODE,
          "changes are programmed at least so far apart (default 0s: at once)",
          ("--iptables-min-sync-period", "--ipvs-min-sync-period")),
+    Flag("--config-sync-period", "config_sync_period", readers.period, "TIME", NODE,
+         "so often all that is programmed is compared with what it should be (default 15m)"),
     Flag("--oom-score-adj", "oom_score_adj", readers.oom_score, "NUMBER", NODE,
          "of the agent's process, -1000 to 1000 (default -999)"),
     *_conntrack(),
@@ -231,7 +232,7 @@ _ITS_OWN: Final = (
     "kubeconfig proxy-mode bind-address nodeport-addresses localhost-nodeports masquerade-bit "
     "masquerade-all detect-local-mode cluster-cidr pod-bridge-interface pod-interface-name-prefix "
     "healthz-bind-address metrics-bind-address bind-address-hard-fail sync-period min-sync-period "
-    "oom-score-adj ipvs-scheduler ipvs-strict-arp"
+    "config-sync-period oom-score-adj ipvs-scheduler ipvs-strict-arp"
 )
 KUBE_PROXYS: Final = frozenset(
     {f"--{name}" for name in _ITS_OWN.split()}

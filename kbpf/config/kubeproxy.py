@@ -172,7 +172,9 @@ def _identity(said: KubeProxyConfiguration, made: Values) -> None:
     if said.logging.format:
         made.read("log_format", "logging.format", said.logging.format, readers.log_format)
     made.read("log_level", "logging.verbosity", str(said.logging.verbosity), readers.verbosity)
-    _period(made, "configSyncPeriod", said.config_sync_period, readers.period)
+    period = _period(made, "configSyncPeriod", said.config_sync_period, readers.period)
+    if period:
+        made.put("config_sync_period", "configSyncPeriod", period)
 
 
 def _servers(said: KubeProxyConfiguration, made: Values) -> None:
@@ -354,8 +356,6 @@ ACCEPTED: Final[tuple[tuple[str, Said, str], ...]] = (
     ("portRange", lambda c: c.port_range, "kube-proxy does not use it either"),
     ("udpIdleTimeout", lambda c: _is_time(c.udp_idle_timeout),
      "kube-proxy does not use it either"),
-    ("configSyncPeriod", lambda c: _is_time(c.config_sync_period) and c.config_sync_period
-     not in ("15m", "15m0s"), "a watch that goes on needs no resync, one that breaks lists anew"),
 )  # fmt: skip
 """Path, whether it is said, and why nothing follows from it."""
 

@@ -82,6 +82,7 @@ def kube_proxy(config: Config) -> dict[str, Any]:
             "udpStreamTimeout": durations.write(conntrack.udp_stream),
             "udpTimeout": durations.write(conntrack.udp),
         },
+        "configSyncPeriod": durations.write(config.config_sync_period),
         "detectLocal": {
             "bridgeInterface": config.pod_bridge_interface,
             "interfaceNamePrefix": config.pod_interface_name_prefix,

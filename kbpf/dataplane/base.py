@@ -42,6 +42,11 @@ class DataPlane(Protocol):
         desired state does not know of stays, until a call that is sound.
         """
 
+    def doubt(self) -> None:
+        """Others may have changed what is programmed: the next apply() reads it all, and writes
+        what differs.
+        """
+
     def tick(self, now: float) -> float | None:
         """Does what was put off and is due at `now` (time.monotonic); when to come next."""
 

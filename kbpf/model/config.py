@@ -105,7 +105,8 @@ class Config:
     `proxy_mode`: kube-proxy's word for the mode that it was asked for, "" when nobody did.
     `bind_address`: overrides what the Node says is its first address of that family; nothing is
     bound to it. `min_sync_period`: changes are programmed at least so many seconds apart, 0: at
-    once. `oom_score_adj`: of this process. `conntrack`: what the kernel's is set to.
+    once. `config_sync_period`: so often, in seconds, all that is programmed is read and compared.
+    `oom_score_adj`: of this process. `conntrack`: what the kernel's is set to.
     """
 
     node_name: str = ""
@@ -143,6 +144,7 @@ class Config:
     proxy_mode: str = ""
     bind_address: Addr | None = None
     min_sync_period: float = 0.0
+    config_sync_period: float = 900.0
     oom_score_adj: int = -999
     conntrack: Conntrack = field(default_factory=Conntrack)
     log_format: str = "text"

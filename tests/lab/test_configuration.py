@@ -13,6 +13,8 @@ import pytest
 import yaml
 
 from kbpf.cli.app import call
+from kbpf.dataplane.bpf import layout
+from kbpf.kernel.libbpf import Map
 from tests.support import kubeadm, plane
 from tests.support.cluster import Cluster
 from tests.support.dial import Dial, check
@@ -396,3 +398,16 @@ def test_kube_proxy_reads_what_we_write_and_the_other_way_round(
         config["nodePortAddresses"] = config["nodePortAddresses"] or []
         config["ipvs"]["scheduler"] = config["ipvs"]["scheduler"] or "rr"
     assert after == before
+
+
+def test_what_others_change_in_the_maps_is_repaired(cluster: Kubeadm) -> None:
+    """With configSyncPeriod; until then nobody looks."""
+    before = cluster.served()
+    with cluster.configured("configSyncPeriod: 1s"):
+        path = cluster.agent.pin_dir / f"maps-{layout.schema_hash()}" / "services"
+        with Map.open(path) as services:
+            for key, _ in list(services.items()):
+                services.delete(key)
+        cluster.says("others had changed what was programmed; repaired: ")
+        until("all is served again", lambda: cluster.served() == before)
+        reaches(cluster, "a2", "10.96.0.20:80", "a1")

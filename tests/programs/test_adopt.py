@@ -348,6 +348,31 @@ def test_a_restart_without_news_writes_nothing(site: Site, which: str):
         assert {name: site.pinned(name).id for name in layout.MAPS} == maps
 
 
+def test_what_others_have_changed_is_found_and_repaired(site: Site):
+    plane = site.open()
+    plane.apply(OLD, None)
+    plane.flush()
+    before, attached = site.dump(), links(site)
+    plane.doubt()
+    assert dict(plane.apply(OLD, None).writes) == {}, "nothing had changed"
+    plane.flush()
+    assert (site.dump(), links(site)) == (before, attached)
+    with site.pinned("services") as services:
+        gone = sorted(key for key, _ in services.items())[0]
+        assert services.delete(gone)
+    with site.pinned("backends") as backends:
+        assert backends.delete(sorted(key for key, _ in backends.items())[0])
+    assert site.dump() != before
+    plane.apply(OLD, ())
+    assert site.dump() != before, "nobody has doubted"
+    plane.doubt()
+    writes = plane.apply(OLD, None).writes
+    assert writes["services"]
+    assert writes["backends"]
+    plane.flush()
+    assert site.dump() == before
+
+
 def test_nothing_ends_before_the_first_apply(site: Site):
     """An agent that starts knows of no Service yet: what stands is served."""
     site.open().apply(OLD, None)

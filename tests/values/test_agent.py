@@ -11,7 +11,7 @@ from kbpf.model.address import parse_addr
 from kbpf.model.config import Config
 from kbpf.model.desired import DesiredState, ServicePortKey
 from kbpf.model.events import Kind, ObjectKey, Synced, Upsert
-from kbpf.model.objects import Protocol, Service, ServicePort
+from kbpf.model.objects import Node, Protocol, Service, ServicePort
 
 
 class Counting:
@@ -21,12 +21,17 @@ class Counting:
 
     def __init__(self) -> None:
         self.applied: list[set[str] | None] = []
+        self.doubts = 0
+        self.writes: dict[str, int] = {}
 
     def apply(
         self, _: DesiredState, touched: Collection[ServicePortKey] | None, sound: bool = True
     ) -> Report:
         self.applied.append(None if touched is None else {key.name for key in touched})
-        return Report()
+        return Report(self.writes)
+
+    def doubt(self) -> None:
+        self.doubts += 1
 
     def __getattr__(self, name: str):
         return {"ready": lambda: True, "problems": tuple}.get(name, lambda *_: None)
@@ -58,7 +63,8 @@ def service(name: str) -> Upsert:
 def begun(period: float) -> tuple[Agent, Counting]:
     plane = Counting()
     agent = Agent(Config("me", min_sync_period=period), plane, lambda _: ())
-    agent.step([Synced(kind) for kind in Kind])
+    node = Upsert(ObjectKey(Kind.NODE, "", "me"), Node("me"))
+    agent.step([node, *(Synced(kind) for kind in Kind)])
     assert plane.applied == [None]
     return agent, plane
 
@@ -93,6 +99,39 @@ def test_it_waits_no_longer_than_the_pause(clock: Clock):
     assert agent._wait() == pytest.approx(0.4)
     clock.now += 0.3
     assert agent._wait() == pytest.approx(0.1)
+
+
+def test_a_node_that_is_missing_is_told_once(clock: Clock, caplog: pytest.LogCaptureFixture):
+    agent = Agent(Config("me"), Counting(), lambda _: ())
+    agent.step([Synced(kind) for kind in Kind])
+    agent.step([service("a")])
+    agent.step([])
+    assert ["there is no Node me yet" in line for line in caplog.messages] == [True]
+
+
+def test_now_and_then_all_is_compared(clock: Clock, caplog: pytest.LogCaptureFixture):
+    agent, plane = begun(0.0)
+    clock.now += 899.0
+    agent.step([service("a")])
+    assert (plane.doubts, plane.applied[1:]) == (0, [{"a"}])
+    clock.now += 2.0
+    agent.step([])
+    agent.step([])
+    assert (plane.doubts, plane.applied[2:]) == (1, [None])
+    assert caplog.records == []
+    clock.now += 901.0
+    plane.writes = {"services": 2, "backends": 0}
+    agent.step([])
+    assert plane.doubts == 2
+    (record,) = caplog.records
+    assert record.getMessage().endswith("repaired: services=2")
+    plane.writes = {}
+    clock.now += 901.0
+    agent.step([service("b")])
+    assert plane.applied[4:] == [{"b"}], "news goes first"
+    agent.step([])
+    assert (plane.doubts, plane.applied[5:]) == (3, [None])
+    assert len(caplog.records) == 1
 
 
 def test_the_first_apply_does_not_wait(clock: Clock):

@@ -160,6 +160,8 @@ SAYS = [
          "pod_bridge_interface", "cni0"),
     Says("detectLocalMode: InterfaceNamePrefix\ndetectLocal: {interfaceNamePrefix: cali}",
          "pod_interface_name_prefix", "cali"),
+    Says("configSyncPeriod: 0s", "config_sync_period", 900.0),
+    Says("configSyncPeriod: 1m", "config_sync_period", 60.0),
     Says("oomScoreAdj: 0", "oom_score_adj", 0),
     Says("oomScoreAdj: null", "oom_score_adj", -999),
     Says("conntrack: {maxPerCore: 0}", "conntrack.max_per_core", 0),
@@ -272,7 +274,6 @@ NOT_USED = [
     ("windowsRunAsService: true", "windowsRunAsService"),
     ("portRange: 1-2", "portRange"),
     ("udpIdleTimeout: 250ms", "udpIdleTimeout"),
-    ("configSyncPeriod: 1m", "configSyncPeriod"),
 ]  # fmt: skip
 
 
@@ -541,7 +542,8 @@ def test_what_is_in_order_is_not_told(given: dict[str, str]):
 WRITTEN = [
     Config(),
     Config(node_name="n1", kubeconfig=Path("/k"), proxy_mode="iptables",
-           all_node_port_addresses=True, min_sync_period=2.5, oom_score_adj=5,
+           all_node_port_addresses=True, min_sync_period=2.5, config_sync_period=61.0,
+           oom_score_adj=5,
            conntrack=Conntrack(0, 7, 60, 0, True, 30, 5400),
            serving=Serving("[::]:1", "127.0.0.1:2,192.0.2.1:3", True, 90.0, 5)),
     Config(proxy_mode="nftables", masquerade_bit=3, masquerade_all=True, localhost_node_ports=False,

@@ -134,6 +134,19 @@ def test_what_cannot_be_set_is_one_line_with_all_values(
     assert "EROFS" in line
 
 
+def test_a_namespace_leaves_the_number_of_entries_to_the_machine(
+    machine: Machine, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level("INFO", "kbpf.agent")
+    machine.load()
+    (machine.sysctls / "nf_conntrack_max").chmod(0o444)
+    Keeper(Conntrack()).look(1.0)
+    assert machine.values()["max"] == 262_144
+    assert machine.values()["tcp_timeout_close_wait"] == 3_600
+    assert "nf_conntrack_max=131072 is the machine's to set" in caplog.text
+    assert {record.levelname for record in caplog.records} == {"INFO"}
+
+
 def test_the_rest_is_set_where_the_table_of_hashes_cannot_grow(
     machine: Machine, caplog: pytest.LogCaptureFixture
 ):

@@ -232,6 +232,11 @@ class BpfPlane:
         self._unsure = False
         return report
 
+    def doubt(self) -> None:
+        """See base.DataPlane."""
+        self._unsure = True
+        self._tables.counted()  # what was written until now is none of the next report's
+
     def _apply(
         self, desired: DesiredState, touched: Collection[ServicePortKey] | None, sound: bool
     ) -> Report:

@@ -158,6 +158,10 @@ class IpvsPlane:
         self._settled = settled or sound
         return report
 
+    def doubt(self) -> None:
+        """See base.DataPlane."""
+        self._settled = False
+
     def _look_at_ground(self, desired: DesiredState, keys: Collection[ServicePortKey]) -> Ground:
         """The node's own addresses are looked at when there are new ones among the frontends."""
         own = self._ground.own_addresses if self._ground is not None else None
