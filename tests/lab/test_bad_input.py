@@ -388,7 +388,8 @@ def test_a_cgroup_that_is_not_there_is_waited_for(web: Cluster) -> None:
 
 def test_a_second_agent_leaves_the_first_one_alone(web: Cluster) -> None:
     first = web.agent
-    second = type(first)(first.node, "--kubeconfig", str(web.kubeconfig()))
+    ports = ("--healthz-bind-address=", "--metrics-bind-address=")
+    second = type(first)(first.node, "--kubeconfig", str(web.kubeconfig()), *ports)
     second.log = second.log.with_suffix(".second.log")
     try:
         second.start(wait=False)

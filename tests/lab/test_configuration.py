@@ -411,3 +411,16 @@ def test_what_others_change_in_the_maps_is_repaired(cluster: Kubeadm) -> None:
         cluster.says("others had changed what was programmed; repaired: ")
         until("all is served again", lambda: cluster.served() == before)
         reaches(cluster, "a2", "10.96.0.20:80", "a1")
+        looks_again(cluster)
+        said = repairs(cluster)
+        looks_again(cluster)
+        assert repairs(cluster) == said, "it has found nothing"
+
+
+def looks_again(cluster: Kubeadm) -> None:
+    looks = cluster.agent.status()["applied"] + 2
+    until("it looks again", lambda: cluster.agent.status()["applied"] >= looks)
+
+
+def repairs(cluster: Kubeadm) -> int:
+    return sum("others had changed" in line for line in cluster.agent.lines())
