@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 C_FILES := $(wildcard kbpf/bpf/*.c kbpf/bpf/*.h)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv packages demo test test-kernels lint format bench clean
+.PHONY: help venv packages demo test test-kernels test-image lint format bench clean
 
 help: ## what there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -ts '	'
@@ -50,6 +50,10 @@ test: venv lint ## everything, against a real API server and real sockets
 test-kernels: venv ## a part of it inside of Debian's kernels; kernels="5.10 6.1" only="loading"
 	@tools/packages tests kernels
 	$(BIN)/python -m tests.kernels $(kernels) $(if $(only),--only $(only))
+
+test-image: venv ## the container image: built, started, its size; minutes when nothing is cached
+	@tools/packages tests image
+	KBPF_TEST_IMAGE=1 $(BIN)/python -m pytest -s tests/image
 
 bench: venv ## speed and memory, JSON out
 	$(BIN)/python -m benchmarks

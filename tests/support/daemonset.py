@@ -102,6 +102,26 @@ class PodAgent(Agent):
         assert state is not None
         return int(state["pid"])
 
+    def use_cache(self, folder: Path) -> None:
+        """The node's /var/cache/kbpf from now on; else one that all tests share."""
+        self._cache = folder
+
+    def usage(self) -> dict[str, float]:
+        """What the container's cgroup has used: bytes at most and now, seconds of processor time.
+
+        cgroup v1, where runc puts it on machines that have both.
+        """
+        root = Path("/sys/fs/cgroup")
+
+        def count(controller: str, file: str) -> int:
+            return int((root / controller / self.node.netns / file).read_text())
+
+        return {
+            "peak": count("memory", "memory.max_usage_in_bytes"),
+            "now": count("memory", "memory.usage_in_bytes"),
+            "cpu": count("cpuacct", "cpuacct.usage") / 1e9,
+        }
+
     def stop(self) -> int:
         """SIGTERM, as kubelet does; the exit code."""
         return self._end("TERM")
@@ -240,11 +260,12 @@ class PodCluster(Cluster):
         manifests = copy_of_manifests(self.lab.folder, self.api.url, "10.244.0.0/16")
         self.overlay = manifests / "overlays" / "kubeadm-new"
         for each in self.lab.nodes[:-1]:
-            self._register(each)
+            self.register(each)
         self.kubectl("apply", "-k", str(self.overlay))
         self.kubelets.sync()
 
-    def _register(self, each: Node) -> None:
+    def register(self, each: Node) -> None:
+        """Its Node, as kubelet and kubeadm make it."""
         made = node(
             each.name, each.ip, each.ip6, labels=LINUX, pod_cidrs=[f"10.244.{each.number}.0/24"]
         )
@@ -254,6 +275,6 @@ class PodCluster(Cluster):
 
     def join(self) -> PodAgent:
         """The last node joins; its agent, once it has synced."""
-        self._register(self.lab.nodes[-1])
+        self.register(self.lab.nodes[-1])
         self.kubelets.sync()
         return self.pod_agents[-1]

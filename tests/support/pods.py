@@ -101,7 +101,7 @@ def oci_config(spec: Object, image: Image, host: Host) -> Object:
             "readonlyPaths": READ_ONLY,
             "seccomp": _seccomp(security["seccompProfile"], capabilities),
             "resources": {"memory": {"limit": _bytes(container["resources"]["limits"]["memory"])}},
-            "cgroupsPath": f"/{host.name}",
+            "cgroupsPath": f"/{host.netns}",
         },
     }
 
