@@ -1,3 +1,4 @@
+#!/bin/sh
 # Makes a guest a machine that the tests can run on, runs a command, and leaves its exit code:
 # sh guest.sh RESULTS TREE COMMAND...
 set -eu
@@ -12,12 +13,8 @@ grep ' 9p ' /proc/mounts | while read -r tag at rest; do
 	mount -t 9p -o ro,version=9p2000.L,trans=virtio,access=any,msize=524288,cache=loose "$tag" "$at"
 done
 
-mountpoint -q /sys/fs/bpf || mount -t bpf bpf /sys/fs/bpf
-ip link set lo up
-# What the kernel would load by itself it loads slowly under emulation.
-modprobe -qa sctp udp_diag vxlan dummy tun || echo "not all modules are there"
-
 cd "$tree"
+sh vagrant/provision/kernel.sh
 export RESULTS="$results"
 code=0
 "$@" || code=$?

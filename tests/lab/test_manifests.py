@@ -3,11 +3,14 @@ more, and turns kubeadm's kube-proxy into kbpf.
 """
 
 import json
+import os
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from kbpf.model.events import Event, Kind, Synced
 from kbpf.source.cluster import Cluster
@@ -18,6 +21,7 @@ from tests.support.apiserver import ApiServer
 from tests.support.kubectl import OVERLAYS, Kubectl, kustomize
 from tests.support.lab import until
 
+VAGRANT = Path(__file__).parents[2] / "vagrant"
 NAMES = sorted(path.name for path in OVERLAYS.iterdir())
 SPACE = "kube-system"
 ACCOUNT = f"system:serviceaccount:{SPACE}:kbpf"
@@ -190,6 +194,33 @@ def test_apply_turns_kubeadms_kube_proxy_into_kbpf(admin: Kubectl, kubectl: Path
         assert "unchanged" in admin("apply", "-k", folder), "a second time it changes nothing"
     finally:
         admin("delete", "-f", "-", "--ignore-not-found", "--wait=false", stdin=KUBEADM)
+        admin("delete", "-k", folder, "--ignore-not-found", "--wait=false")
+
+
+def test_the_way_of_the_vagrant_cluster(
+    admin: Kubectl, kubectl: Path, apiserver: ApiServer, tmp_path: Path
+):
+    """kbpf.sh does what docs/install.md says for a cluster without kube-proxy."""
+    config = apiserver.kubeconfig(tmp_path / "config", "admin")
+    environment = {
+        "PATH": os.environ["PATH"],
+        "HOME": str(tmp_path),
+        "KUBECTL": f"{kubectl} --kubeconfig={config}",
+    }
+    script = VAGRANT / "kubeadm" / "provision" / "kbpf.sh"
+    server, pods = "https://192.0.2.1:6443", "10.9.0.0/16,fd00:9::/56"
+    try:
+        subprocess.run(
+            ["sh", script, server, pods, VAGRANT.parent], env=environment, check=True, timeout=120
+        )
+        (files,) = admin.objects("-n", SPACE, "get", "configmap/kube-proxy")
+        reached = yaml.safe_load(files["data"]["kubeconfig.conf"])
+        assert reached["clusters"][0]["cluster"]["server"] == server
+        assert yaml.safe_load(files["data"]["config.conf"])["clusterCIDR"] == pods
+        (found,) = admin.objects("-n", SPACE, "get", "ds/kube-proxy")
+        assert found["spec"]["template"]["spec"]["containers"][0]["command"][0] == "kbpf"
+    finally:
+        folder = str(OVERLAYS / "kubeadm-new")
         admin("delete", "-k", folder, "--ignore-not-found", "--wait=false")
 
 

@@ -3,6 +3,7 @@
 import json
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -43,7 +44,7 @@ class Kubectl:
 
 def kustomize(program: Path, folder: Path) -> list[Object]:
     """The objects of a kustomization."""
-    return documents(call([str(program), "kustomize", str(folder)], folder))
+    return documents(call([str(program), "kustomize", str(folder)], Path(tempfile.gettempdir())))
 
 
 def documents(text: str) -> list[Object]:

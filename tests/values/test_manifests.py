@@ -106,11 +106,11 @@ def test_names_and_labels(overlay: tuple[str, list[Object]]):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_chart_makes_the_same_objects(name: str, kubectl: Path, helm: Path):
+def test_the_chart_makes_the_same_objects(name: str, kubectl: Path, helm: Path, tmp_path: Path):
     chart = MANIFESTS / "chart"
     command = [str(helm), "template", "kbpf", str(chart), "-n", "kube-system"]
     values = [f"--values={chart / file}" for file in VALUES[name]]
-    text = call([*command, "--kube-version=1.36", *values], chart)
+    text = call([*command, "--kube-version=1.36", *values], tmp_path)
     assert by_name(documents(text)) == by_name(kustomize(kubectl, OVERLAYS / name))
 
 

@@ -1,0 +1,13 @@
+#!/bin/sh
+# kbpf in the place of kube-proxy: kbpf.sh API-SERVER POD-NETWORK [TREE]
+#
+# What docs/install.md says to do by hand. KUBECTL is the command, with its arguments.
+set -eu
+server=$1 pods=$2 tree=${3:-/kbpf}
+
+copy=$(mktemp -d)
+trap 'rm -rf "$copy"' EXIT
+cp -r "$tree/manifests/." "$copy"
+sed -i "s|https://CONTROL-PLANE-ENDPOINT:6443|$server|" "$copy/overlays/kubeadm-new/kubeconfig.conf"
+sed -i "s|^clusterCIDR: .*|clusterCIDR: \"$pods\"|" "$copy/overlays/kubeadm-new/config.conf"
+${KUBECTL:-kubectl} apply -k "$copy/overlays/kubeadm-new"

@@ -1,0 +1,26 @@
+#!/bin/sh
+# Runs a command in a root, with the machine's kernel and the tree: enter.sh ROOT TREE COMMAND...
+#
+# The mounts are in a mount namespace of the command's own: they end with it.
+set -eu
+if [ "${KBPF_ENTERED:-}" != 1 ]; then
+	KBPF_ENTERED=1 exec unshare --mount --propagation slave sh "$0" "$@"
+fi
+root=$1 tree=$2
+shift 2
+
+for each in proc sys dev run; do
+	mkdir -p "$root/$each"
+	mount --rbind "/$each" "$root/$each"
+done
+if [ -d /lib/modules ]; then
+	mkdir -p "$root/lib/modules"
+	mount --bind /lib/modules "$root/lib/modules"
+fi
+mkdir -p "$root$tree"
+mount --bind "$tree" "$root$tree"
+cp /etc/resolv.conf "$root/etc/resolv.conf"
+
+unset KBPF_ENTERED
+# shellcheck disable=SC2016
+exec chroot "$root" sh -c 'cd "$1" && shift && exec "$@"' sh "$tree" "$@"

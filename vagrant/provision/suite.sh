@@ -1,0 +1,7 @@
+#!/bin/sh
+# The whole suite on this machine's kernel: suite.sh [PYTEST ARGUMENTS...]
+set -eu
+tree=/kbpf
+sh "$tree/vagrant/provision/kernel.sh"
+exec sh "$tree/vagrant/provision/enter.sh" /var/lib/kbpf-tests "$tree" \
+	env HOME=/root make test "PYTEST=$*"
