@@ -1,0 +1,92 @@
+"""Every command of docs/install.md, as it stands there, at a real API server.
+
+There is no kubelet, so what is looked at is the DaemonSet that each way ends in. The image is built
+by tests/image.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.lab.test_manifests import KUBEADM
+from tests.support.apiserver import ApiServer
+from tests.support.kube import Object
+from tests.support.kube_objects import node
+from tests.support.kubectl import MANIFESTS, OVERLAYS, Kubectl
+from tests.support.lab import PATIENCE
+
+DOC = MANIFESTS.parent / "docs" / "install.md"
+BLOCKS = [block for _, block in re.findall(r"^(```sh)\n(.*?)^```", DOC.read_text(), re.M | re.S)]
+BUILD = "buildah build"
+ENDS_IN = [
+    # how a block can be told, the DaemonSet that it ends in, its image
+    ("kubectl kustomize", "kube-proxy", "REGISTRY/kbpf:0.1.0"),
+    ("kubectl apply -k manifests/overlays/kubeadm\n", "kube-proxy", "kbpf:0.1.0"),
+    ("cd manifests/overlays/kubeadm-new", "kube-proxy", "kbpf:0.1.0"),
+    ("--take-ownership", "kube-proxy", "kbpf:0.1.0"),
+    ("values-kubeadm-new.yaml", "kube-proxy", "kbpf:0.1.0"),
+    ("values-side-by-side.yaml", "kbpf", "kbpf:0.1.0"),
+]
+REPLACES = (
+    "kubectl kustomize",
+    "kubectl apply -k manifests/overlays/kubeadm\n",
+    "--take-ownership",
+)
+"""Where kubeadm's kube-proxy is there before."""
+
+
+def test_every_block_has_its_row():
+    rows = [[row[0] for row in ENDS_IN if row[0] in block] for block in BLOCKS]
+    assert [block for block, found in zip(BLOCKS, rows, strict=True) if not found] == [
+        block for block in BLOCKS if block.startswith(BUILD)
+    ]
+    assert sorted(row for found in rows for row in found) == sorted(row[0] for row in ENDS_IN)
+
+
+@pytest.fixture
+def admin(apiserver: ApiServer, kubectl: Path, tmp_path: Path) -> Iterator[Kubectl]:
+    """Afterwards nothing of kbpf is there."""
+    made = Kubectl(kubectl, apiserver, tmp_path)
+    yield made
+    made("delete", "-f", "-", "--ignore-not-found", "--wait=false", stdin=KUBEADM)
+    for overlay in sorted(OVERLAYS.iterdir()):
+        made("delete", "-k", str(overlay), "--ignore-not-found", "--wait=false")
+    made("-n", "kube-system", "delete", "secret", "-l", "owner=helm", "--wait=false")
+    made("delete", "node", "doc", "--ignore-not-found")
+
+
+@pytest.mark.parametrize("row", ENDS_IN, ids=lambda row: row[0].strip())
+def test_a_way_to_install(
+    admin: Kubectl, apiserver: ApiServer, kubectl: Path, helm: Path, tmp_path: Path,
+    row: tuple[str, str, str],
+):  # fmt: skip
+    told, name, image = row
+    (block,) = [each for each in BLOCKS if told in each]
+    if told in REPLACES:
+        admin("create", "-f", "-", stdin=KUBEADM)
+    with apiserver.kube() as kube:
+        kube.create(node("doc", "192.0.2.1"))
+    shutil.copytree(MANIFESTS, tmp_path / "manifests")
+    (tmp_path / "bin").mkdir()
+    for program in (kubectl, helm):
+        (tmp_path / "bin" / program.name).symlink_to(program)
+    environment = {
+        "HOME": str(tmp_path),
+        "PATH": f"{tmp_path}/bin:{os.environ['PATH']}",
+        "KUBECONFIG": str(apiserver.kubeconfig(tmp_path / "config", "admin")),
+    }
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", block], cwd=tmp_path, env=environment, text=True,
+        capture_output=True, check=False, timeout=2 * PATIENCE,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found: list[Object] = admin.objects("-n", "kube-system", "get", "ds")
+    assert [each["metadata"]["name"] for each in found] == [name]
+    (container,) = found[0]["spec"]["template"]["spec"]["containers"]
+    assert container["image"] == image
+    assert container["command"][0] == "kbpf"
