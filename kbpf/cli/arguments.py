@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from kbpf import __version__
 from kbpf.config import flags, load
 from kbpf.config.load import Loaded
 from kbpf.errors import ConfigError, ConfigErrors
@@ -74,8 +75,10 @@ def parser() -> argparse.ArgumentParser:
             flag.name, *flag.aliases, dest=flag.name, help=flag.help,
             **(_ALONE if flag.may_stand_alone else {"metavar": flag.metavar}),
         )  # fmt: skip
-    made.add_argument_group("Help").add_argument(
-        "-h", "--help", action="help", help="show this and end"
+    about = made.add_argument_group("Help")
+    about.add_argument("-h", "--help", action="help", help="show this and end")
+    about.add_argument(
+        "--version", action="version", version=f"kbpf {__version__}", help="show it and end"
     )
     return made
 

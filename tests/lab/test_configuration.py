@@ -5,6 +5,7 @@ what it sets on the node.
 
 import contextlib
 import json
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from kbpf.cli import arguments
 from kbpf.cli.app import call
+from kbpf.config import load
 from kbpf.dataplane.bpf import layout
 from kbpf.kernel.libbpf import Map
 from tests.support import kubeadm, plane
@@ -382,6 +385,14 @@ def test_an_agent_in_a_pod_is_told_where_the_api_server_is(cluster: Kubeadm) -> 
         cluster.agent.start(extra=("--config", str(cluster.mount.folder / "config.conf")))
 
 
+def test_every_flag_of_kube_proxy_is_known(kube_proxy: Path) -> None:
+    said = run(str(kube_proxy), "--help")
+    theirs = set(re.findall(r"^ +(?:-\w, )?(--[a-z0-9-]+)", said, re.M))
+    ours = set(re.findall(r"--[a-z0-9-]+", arguments.parser().format_help()))
+    assert len(theirs) > 50
+    assert theirs <= ours
+
+
 def test_kube_proxy_reads_what_we_write_and_the_other_way_round(
     kube_proxy: Path, tmp_path: Path
 ) -> None:
@@ -389,6 +400,7 @@ def test_kube_proxy_reads_what_we_write_and_the_other_way_round(
     theirs, ours, again = (tmp_path / name for name in ("theirs", "ours", "again"))
     run(str(kube_proxy), "--write-config-to", str(theirs))
     assert call(["run", "--config", str(theirs), "--write-config-to", str(ours)]) == 0
+    assert not [note for note in load.load({}, {}, theirs.read_bytes()).notes if note.is_warning]
     command = (str(kube_proxy), "--config", str(ours), "--write-config-to", str(again))
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "lenient" not in done.stderr

@@ -311,6 +311,7 @@ ENDS = [
     Ends(("run", "--masquerade-all", "--v=4", "-v", "2", "--proxy-mode", "x"), 2, "",
          "(--proxy-mode)"),
     Ends(("run", "--masquerade-all=maybe"), 2, "", "maybe"),
+    Ends(("run", "--version"), 0, __version__, ""),
     Ends(("run", "--cleanup"), 2, "", "kbpf cleanup"),
     Ends(("inspect", "services", "--pin-dir", "/nowhere"), 1, "", "/nowhere"),
     Ends(("inspect", "status", "--pin-dir", "/nowhere"), 1, "", "kbpf run"),
