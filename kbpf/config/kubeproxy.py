@@ -23,6 +23,7 @@ from kbpf.model.objects import Cidr
 
 MODES: Final = ("iptables", "nftables", "ipvs")
 SYNC_SECONDS: Final = 30.0
+DEFAULT_BIT: Final = 14
 
 
 def spelling(name: str) -> str:
@@ -192,38 +193,41 @@ def _mode(said: KubeProxyConfiguration, made: Values) -> None:
     if said.mode not in ("", *MODES):
         made.wrong("mode", f"unknown value {said.mode!r}", f"use {' or '.join(MODES)}, or none")
     made.put("proxy_mode", "mode", said.mode)
-    nft = said.mode == "nftables"
-    name, periods = "iptables", (said.iptables.sync_period, said.iptables.min_sync_period)
-    if nft:
-        name, periods = "nftables", (said.nftables.sync_period, said.nftables.min_sync_period)
-    elif said.mode == "ipvs":
-        name, periods = "ipvs", (said.ipvs.sync_period, said.ipvs.min_sync_period)
-    most = _period(made, f"{name}.syncPeriod", periods[0], readers.period) or SYNC_SECONDS
-    made.put("serving.late_seconds", f"{name}.syncPeriod", 2 * most)
-    least = _period(made, f"{name}.minSyncPeriod", periods[1], readers.seconds)
-    if least:
-        made.put("min_sync_period", f"{name}.minSyncPeriod", least)
-    if least > most:
-        made.wrong(f"{name}.minSyncPeriod", f"longer than syncPeriod, {durations.write(most)}")
-    made.put(
-        "masquerade_all",
-        f"{'nftables' if nft else 'iptables'}.masqueradeAll",
-        said.nftables.masquerade_all if nft else said.iptables.masquerade_all,
-    )
-    for mode, bit in (
-        ("iptables", said.iptables.masquerade_bit),
-        ("nftables", said.nftables.masquerade_bit),
-    ):
-        at = f"{mode}.masqueradeBit"
-        if bit is not None and (mode == "nftables") == nft:
-            made.read("masquerade_bit", at, str(bit), readers.bit)
-        elif bit is not None and mode == "iptables" and bit not in range(32):
-            made.wrong(at, f"not a bit of the mark: {bit}", "give a number, 0 to 31")
+    _periods(said, made)
+    _masquerade(said, made)
     made.put("strict_arp", "ipvs.strictARP", said.ipvs.strict_arp)
     if said.mode == "ipvs":
         _ipvs(said.ipvs, made)
     elif said.ipvs.scheduler in readers.SCHEDULERS:
         made.put("ipvs_scheduler", "ipvs.scheduler", said.ipvs.scheduler)
+
+
+def _periods(said: KubeProxyConfiguration, made: Values) -> None:
+    """Those of the mode's own section."""
+    sections: dict[str, Iptables | Ipvs | Nftables]
+    sections = {"nftables": said.nftables, "ipvs": said.ipvs}
+    name = said.mode if said.mode in sections else "iptables"
+    section = sections.get(name, said.iptables)
+    most = _period(made, f"{name}.syncPeriod", section.sync_period, readers.period) or SYNC_SECONDS
+    made.put("serving.late_seconds", f"{name}.syncPeriod", 2 * most)
+    least = _period(made, f"{name}.minSyncPeriod", section.min_sync_period, readers.seconds)
+    if least:
+        made.put("min_sync_period", f"{name}.minSyncPeriod", least)
+    if least > most:
+        made.wrong(f"{name}.minSyncPeriod", f"longer than syncPeriod, {durations.write(most)}")
+
+
+def _masquerade(said: KubeProxyConfiguration, made: Values) -> None:
+    """Those of nftables in its mode, else those of iptables, whose bit is checked in any mode."""
+    bit, whole = said.iptables.masquerade_bit, said.iptables.masquerade_all
+    if bit is not None:
+        made.read("masquerade_bit", "iptables.masqueradeBit", str(bit), readers.bit)
+    made.put("masquerade_all", "iptables.masqueradeAll", whole)
+    if said.mode == "nftables":
+        made.put("masquerade_all", "nftables.masqueradeAll", said.nftables.masquerade_all)
+        bit = said.nftables.masquerade_bit
+        text = str(DEFAULT_BIT if bit is None else bit)
+        made.read("masquerade_bit", "nftables.masqueradeBit", text, readers.bit)
 
 
 def _ipvs(said: Ipvs, made: Values) -> None:
