@@ -212,8 +212,11 @@ class Agent:
             self._apply(self._retry)
 
     def _resync(self) -> None:
-        """Now and then all that is programmed is compared with what it should be."""
-        if time.monotonic() < self._resync_due or self._error or self._retry:
+        """Now and then all that is programmed is compared with what it should be, if everything
+        could be read that says so.
+        """
+        late = time.monotonic() >= self._resync_due
+        if not late or self._error or self._retry or not self._sound():
             return
         self._plane.doubt()
         self._apply(None)

@@ -10,7 +10,7 @@ from kbpf.dataplane.base import Report
 from kbpf.model.address import parse_addr
 from kbpf.model.config import Config
 from kbpf.model.desired import DesiredState, ServicePortKey
-from kbpf.model.events import Kind, ObjectKey, Synced, Upsert
+from kbpf.model.events import Kind, ObjectKey, Rejected, Synced, Upsert
 from kbpf.model.objects import Node, Protocol, Service, ServicePort
 
 
@@ -132,6 +132,16 @@ def test_now_and_then_all_is_compared(clock: Clock, caplog: pytest.LogCaptureFix
     agent.step([])
     assert (plane.doubts, plane.applied[5:]) == (3, [None])
     assert len(caplog.records) == 1
+
+
+def test_nothing_is_compared_with_what_could_not_be_read(clock: Clock):
+    agent, plane = begun(0.0)
+    clock.now += 901.0
+    agent.step([Rejected(ObjectKey(Kind.SERVICE, "ns", "a"), "bad")])
+    assert plane.doubts == 0
+    agent.step([service("a")])
+    agent.step([])
+    assert plane.doubts == 1
 
 
 def test_the_first_apply_does_not_wait(clock: Clock):
