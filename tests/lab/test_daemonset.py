@@ -17,7 +17,7 @@ import pytest
 
 from tests.support.daemonset import PodAgent, PodCluster
 from tests.support.dial import UNSERVED, Dial, check
-from tests.support.lab import inside, run, until
+from tests.support.lab import cgroup2, inside, run, until
 from tests.support.load import Load, under_load
 from tests.support.pods import CAPABILITIES, capabilities_here
 
@@ -163,6 +163,21 @@ def test_its_probes(pods: PodCluster, probe: str) -> None:
 ASK = "import sys, urllib.request as r; print(r.urlopen(sys.argv[1], timeout=60).status)"
 
 
+IN_THE_POD = [
+    ("inspect", "status"),
+    ("inspect", "service", "default/kubernetes"),
+    ("check",),
+    ("check", "--attached"),
+]
+
+
+@pytest.mark.parametrize("command", IN_THE_POD, ids=" ".join)
+def test_kbpf_in_the_pod(pods: PodCluster, command: tuple[str, ...]) -> None:
+    """`kubectl exec`: the container can do what its own checks ask for."""
+    done = pods.pod_agents[0].exec("kbpf", *command)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_its_account_may_send_events(pods: PodCluster) -> None:
     """Of each start on a node."""
 
@@ -185,6 +200,18 @@ def test_the_container_has_what_the_spec_grants_and_no_more(pods: PodCluster) ->
         assert int(facts[kind], 16) == sum(1 << CAPABILITIES[name] for name in wanted), kind
     assert (int(facts["CapInh"], 16), int(facts["CapAmb"], 16)) == (0, 0)
     assert (facts["NoNewPrivs"], facts["Seccomp"]) == ("1", "2")
+
+
+def test_it_finds_the_nodes_cgroup_root(pods: PodCluster) -> None:
+    """It has a cgroup namespace of its own. The lab tells its agents where the root is, since that
+    of a lab's node is no real one; here the container is given the machine's, and told nothing.
+    """
+    agent = pods.pod_agents[0]
+    code = "from kbpf.kernel import mounts; print(mounts.cgroup_root())"
+    said = pods.kubelets.try_out(
+        agent, ["python3", "-c", code], {"/sys/fs/cgroup": Path("/sys/fs/cgroup")}
+    )
+    assert said == f"/host{cgroup2()}"
 
 
 def test_it_sets_what_has_to_be_set_below_proc_sys(pods: PodCluster) -> None:

@@ -12,11 +12,14 @@ to run, and runs its container by runc exactly as the spec says (pods.py). What 
 
 import hashlib
 import json
+import re
 import shutil
+import subprocess
 import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from tests.support.cluster import Cluster
 from tests.support.kube import Kube, Object
@@ -61,27 +64,49 @@ class PodAgent(Agent):
 
     def launch(self, template: Object, volumes: Mapping[str, Path], account: Path) -> None:
         """Runs the pod's container. The log and the maps are where those of an Agent are."""
+        self.begin()
+        self._container = self._make(template["spec"], volumes, account, self.log)
+        self._process = self._container.process
+        self.runs = digest(template)
+
+    def try_out(
+        self, spec: Object, volumes: Mapping[str, Path], account: Path, paths: Mapping[str, Path]
+    ) -> str:
+        """What another container of the node prints, with these hostPaths elsewhere."""
+        log = self.folder / "tried"
+        made = self._make(spec, volumes, account, log, paths)
+        try:
+            code = made.wait()
+        finally:
+            made.close()
+        said = log.read_text().strip()
+        log.unlink()
+        assert code == 0, said
+        return said
+
+    def _make(
+        self,
+        spec: Object,
+        volumes: Mapping[str, Path],
+        account: Path,
+        log: Path,
+        paths: Mapping[str, Path] = MappingProxyType({}),
+    ) -> Container:
         self._count += 1
         folder = self.folder / f"pod-{self._count}"
         (folder / "rootfs").mkdir(parents=True)
         (folder / "tmp").mkdir()
+        name = f"{self.node.netns}-{self._count}"
         host = Host(
             self.node.netns,
             self.node.name,
-            self.host_paths(),
+            name,
+            {**self.host_paths(), **paths},
             {**volumes, "tmp": folder / "tmp"},
             account,
         )
-        self.begin()
-        self._container = Container(
-            oci_config(template["spec"], self.image(folder / "rootfs"), host),
-            folder,
-            f"{self.node.netns}-{self._count}",
-            self.node.cgroup / "host",
-            self.log,
-        )
-        self._process = self._container.process
-        self.runs = digest(template)
+        config = oci_config(spec, self.image(folder / "rootfs"), host)
+        return Container(config, folder, name, self.node.cgroup / "host", log)
 
     def image(self, rootfs: Path) -> Image:
         """What the container sees of the image."""
@@ -102,6 +127,16 @@ class PodAgent(Agent):
         assert state is not None
         return int(state["pid"])
 
+    @property
+    def _cgroup(self) -> str:
+        """Of the container that was started last, below the root of a hierarchy."""
+        return f"{self.node.netns}-{self._count}"
+
+    def exec(self, *command: str) -> "subprocess.CompletedProcess[str]":
+        """`kubectl exec` in the pod."""
+        assert self._container is not None
+        return self._container.exec(*command)
+
     def use_cache(self, folder: Path) -> None:
         """The node's /var/cache/kbpf from now on; else one that all tests share."""
         self._cache = folder
@@ -109,13 +144,22 @@ class PodAgent(Agent):
     def usage(self) -> dict[str, float]:
         """What the container's cgroup has used: bytes at most and now, seconds of processor time.
 
-        cgroup v1, where runc puts it on machines that have both.
+        On machines that have v1 and v2 runc puts it into v1's controllers.
         """
         root = Path("/sys/fs/cgroup")
 
         def count(controller: str, file: str) -> int:
-            return int((root / controller / self.node.netns / file).read_text())
+            return int((root / controller / self._cgroup / file).read_text())
 
+        if (root / "cgroup.controllers").exists():
+            (used,) = re.findall(
+                r"^usage_usec (\d+)$", (root / self._cgroup / "cpu.stat").read_text(), re.M
+            )
+            return {
+                "peak": count("", "memory.peak"),
+                "now": count("", "memory.current"),
+                "cpu": int(used) / 1e6,
+            }
         return {
             "peak": count("memory", "memory.max_usage_in_bytes"),
             "now": count("memory", "memory.usage_in_bytes"),
@@ -184,13 +228,26 @@ class Kubelets:
         (only,) = self._kube.list("DaemonSet", SPACE)["items"]
         self._start(agent, only["spec"]["template"])
 
+    def try_out(self, agent: PodAgent, command: list[str], paths: Mapping[str, Path]) -> str:
+        """What a command prints in another container of the pod's kind, with these hostPaths."""
+        (only,) = self._kube.list("DaemonSet", SPACE)["items"]
+        spec = only["spec"]["template"]["spec"]
+        (container,) = spec["containers"]
+        spec["containers"] = [{**container, "command": command}]
+        volumes, account = self._needs(agent, spec)
+        return agent.try_out(spec, volumes, account, paths)
+
     def _start(self, agent: PodAgent, template: Object) -> None:
-        spec = template["spec"]
+        volumes, account = self._needs(agent, template["spec"])
+        agent.launch(template, volumes, account)
+
+    def _needs(self, agent: PodAgent, spec: Object) -> tuple[dict[str, Path], Path]:
+        """The volumes that come from the API server, and the account's."""
         volumes = {}
         for volume in spec["volumes"]:
             if given := volume.get("configMap"):
                 volumes[volume["name"]] = self._config_map(agent, given["name"])
-        agent.launch(template, volumes, self._account(agent, spec["serviceAccountName"]))
+        return volumes, self._account(agent, spec["serviceAccountName"])
 
     def delete_pod(self, agent: PodAgent) -> None:
         """`kubectl delete pod`: it ends; sync() makes another."""

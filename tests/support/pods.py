@@ -53,12 +53,13 @@ class Image:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """The node: its network namespace, where each hostPath of it is on this machine, and folders
-    that stand for volumes of other kinds (by the volume's name).
+    """The node: its network namespace and name, the container's own name, where each hostPath is on
+    this machine, and folders that stand for volumes of other kinds (by the volume's name).
     """
 
     netns: str
     name: str
+    container: str
     paths: Mapping[str, Path]
     volumes: Mapping[str, Path]
     service_account: Path
@@ -101,7 +102,7 @@ def oci_config(spec: Object, image: Image, host: Host) -> Object:
             "readonlyPaths": READ_ONLY,
             "seccomp": _seccomp(security["seccompProfile"], capabilities),
             "resources": {"memory": {"limit": _bytes(container["resources"]["limits"]["memory"])}},
-            "cgroupsPath": f"/{host.netns}",
+            "cgroupsPath": f"/{host.container}",
         },
     }
 
@@ -248,6 +249,10 @@ class Container:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(PATIENCE)
         shutil.rmtree(self._folder / "runc", ignore_errors=True)
+
+    def exec(self, *command: str) -> "subprocess.CompletedProcess[str]":
+        """Runs a command in it, as `kubectl exec` does."""
+        return self._runc("exec", self._name, *command)
 
     def state(self) -> dict[str, Any] | None:
         """What runc says of it (its process id is "pid"); None where there is none."""
