@@ -222,6 +222,20 @@ def test_nobody_is_waited_for_longer_than_that(
         until("its connection is ended", lambda: not more(sock))
 
 
+def test_a_kept_connection_has_no_more_time_for_its_next_request(site: Site, clock: list[float]):
+    with site.connect() as sock:
+        sock.sendall(b"GET /1 HTTP/1.1\r\n\r\n")
+        found = b""
+        while not found.endswith(b"GET /1"):
+            found += sock.recv(4096)
+        for byte in b"GE":  # the second one gives no more time
+            sock.sendall(bytes([byte]))
+            assert site.get()  # by now it was read
+            clock[0] += http.HEAD_SECONDS / 2
+        site.server.do(lambda: None)
+        until("its connection is ended", lambda: not more(sock))
+
+
 def test_a_page_is_whole_for_who_reads_slowly(site: Site):
     with deaf(site) as sock:
         until("it has answered", lambda: sock.recv(1, socket.MSG_PEEK))

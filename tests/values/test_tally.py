@@ -117,6 +117,7 @@ def test_what_changes_nothing_is_not_told():
     rig.hear(service(), endpoints(HERE))
     rig.hear(endpoints(HERE))
     rig.hear(service())
+    rig.hear(endpoints(HERE, THERE))  # it has one here, as before
     rig.end()
     assert len(rig.desk.told) == 1
 
