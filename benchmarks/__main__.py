@@ -5,7 +5,7 @@ import sys
 
 from benchmarks.common import emit, say
 
-ALL = ("connect", "packets", "scale", "pod", "change", "nodeport", "scrape")
+ALL = ("connect", "packets", "scale", "pod", "change", "nodeport", "clusterip", "scrape")
 
 
 def main(names: list[str]) -> None:

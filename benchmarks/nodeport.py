@@ -27,10 +27,10 @@ import os
 import re
 import statistics
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from benchmarks.common import (
     build_c,
@@ -79,11 +79,9 @@ class Way:
     agent: Agent | None = None
     servers: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
-    def at(self, backend: str) -> tuple[str, int]:
-        """What the client dials."""
-        if self.name == "direct":
-            return self.pods[backend].ip, PORT
-        return self.front.ip, self.node_port(backend)
+    def vip(self, backend: str) -> str:
+        """The ClusterIP of this way's Service in front of this pod."""
+        return f"10.96.{1 + self.number}.{1 + BACKENDS.index(backend)}"
 
     def node_port(self, backend: str) -> int:
         """Of this way's Service in front of this pod."""
@@ -96,9 +94,21 @@ class Way:
         row = port(80, node_port=self.node_port(backend))
         end = endpoint(self.pods[backend].ip, node=home.name)
         return (
-            service(name, row, type="NodePort"),
+            service(name, row, type="NodePort", cluster_ip=self.vip(backend)),
             endpoint_slice(name, end, ports=[slice_port(PORT)]),
         )
+
+
+class Frontend(NamedTuple):
+    """Where a Service is dialled, and by what each way counts that: kbpf's reason, the rule of
+    iptables, the map of nftables and its element; patterns, but for the map.
+    """
+
+    at: tuple[str, int]
+    reason: Reason
+    rule: str
+    map: str
+    element: str
 
 
 class World:
@@ -169,17 +179,40 @@ class World:
         done, _, _ = self.load(way, backend, "short", 0.1, 1)
         return done == 1
 
+    # ---- what is dialled -------------------------------------------------------------------
+
+    def frontend(self, way: Way, backend: str) -> Frontend:
+        """What the client of this way dials, if it is not the pod."""
+        number = way.node_port(backend)
+        return Frontend(
+            (way.front.ip, number),
+            Reason.NEW_FLOW,
+            rf"-A KUBE-NODEPORTS -p tcp .*--dport {number} .*KUBE-EXT-",
+            "service-nodeports",
+            rf"tcp \. {number}",
+        )
+
+    def enter(self, _: Way) -> list[str]:
+        """How a command of the client's begins."""
+        return inside(self.lab.outside, None)
+
+    def comes_as(self, way: Way) -> set[str]:
+        """Whose address its pods see: the client's own, or of the node that balances."""
+        if way.name == "direct":
+            return {self.lab.outside_ip}
+        return {way.front.ip, f"10.244.{way.front.number}.1"}
+
     # ---- load ------------------------------------------------------------------------------
 
     def load(
         self, way: Way, backend: str, kind: str, seconds: float, count: int = 0
     ) -> tuple[int, int, float]:
         """Done, failed, seconds."""
-        host, number = way.at(backend)
+        host, number = self.frontend(way, backend).at
+        if way.name == "direct":
+            host, number = way.pods[backend].ip, PORT
         what = (str(self.program), kind, host, str(number), str(seconds), str(count))
-        done, failed, took = command(
-            *inside(self.lab.outside, None, *first(CLIENT_ON), *what)
-        ).split()
+        done, failed, took = command(*self.enter(way), *first(CLIENT_ON), *what).split()
         return int(done), int(failed), float(took)
 
     def seen(self, way: Way, backend: str) -> dict[str, int]:
@@ -188,12 +221,6 @@ class World:
         lines = command(*inside(pod.netns, None, str(self.program), "seen", pod.ip, str(PORT)))
         return {host: int(count) for host, count in (one.split() for one in lines.splitlines())}
 
-    def _comes_as(self, way: Way) -> set[str]:
-        """Whose address its pods see: the client's own, or of the node that balances."""
-        if way.name == "direct":
-            return {self.lab.outside_ip}
-        return {way.front.ip, f"10.244.{way.front.number}.1"}
-
     def measure(self, way: Way, backend: str, kind: str) -> float:
         """So many a second (bytes: MB); the run counts only if all of it went this way."""
         before = self.seen(way, backend)
@@ -201,7 +228,7 @@ class World:
         after = self.seen(way, backend)
         came = {host: n - before.get(host, 0) for host, n in after.items() if n != before.get(host)}
         expected = done if kind == "short" else 1
-        if failed or sum(came.values()) != expected or not set(came) <= self._comes_as(way):
+        if failed or sum(came.values()) != expected or not set(came) <= self.comes_as(way):
             raise SystemExit(
                 f"{way.name}, {backend}, {kind}: {failed} failed, {expected} of {came}"
             )
@@ -211,35 +238,34 @@ class World:
 # ---- what a way has counted ----------------------------------------------------------------------
 
 
-def _counted(way: Way, backend: str) -> int:
-    """How many connections to this backend's NodePort the way's own means have balanced so far."""
+def _counted(way: Way, frontend: Frontend) -> int:
+    """How many connections to this frontend the way's own means have balanced so far."""
     if way.agent is not None:
-        return way.agent.reasons()[Reason.NEW_FLOW]
+        return way.agent.reasons()[frontend.reason]
     if way.name == "iptables":
-        return _iptables_counter(way, backend)
+        return _iptables_counter(way, frontend.rule)
     return 0
 
 
-def _iptables_counter(way: Way, backend: str) -> int:
-    """Packets that the rule of this NodePort has sent on: the first one of each connection."""
+def _iptables_counter(way: Way, rule: str) -> int:
+    """Packets that this rule has sent on: the first one of each connection."""
     rules = command(*inside(way.front.netns, None, "iptables-save", "-c", "-t", "nat"))
-    rule = rf"\[(\d+):\d+\] -A KUBE-NODEPORTS -p tcp .*--dport {way.node_port(backend)} .*KUBE-EXT-"
-    found = re.search(rule, rules)
+    found = re.search(rf"\[(\d+):\d+\] {rule}", rules)
     if found is None:
-        raise SystemExit(f"no rule of kube-proxy for {way.node_port(backend)}:\n{rules}")
+        raise SystemExit(f"no rule of kube-proxy like {rule}:\n{rules}")
     return int(found[1])
 
 
 @contextlib.contextmanager
-def _nft_counter(way: Way, backend: str) -> Iterator[Callable[[], int]]:
+def _nft_counter(way: Way, frontend: Frontend) -> Iterator[Callable[[], int]]:
     """kube-proxy's rules in this mode do not count. So while this lasts a counter stands in the
-    chain that the NodePort's element of the map leads to.
+    chain that the frontend's element of the map leads to.
     """
     inner = partial(command, *inside(way.front.netns, None), "nft")
-    elements = inner("list", "map", "ip", "kube-proxy", "service-nodeports")
-    found = re.search(rf"tcp \. {way.node_port(backend)} : goto (\S+?)[,\s]", elements)
+    elements = inner("list", "map", "ip", "kube-proxy", frontend.map)
+    found = re.search(rf"{frontend.element} : goto (\S+?)[,\s]", elements)
     if found is None:
-        raise SystemExit(f"no chain of kube-proxy for {way.node_port(backend)}:\n{elements}")
+        raise SystemExit(f"no chain of kube-proxy for {frontend.element}:\n{elements}")
     rule = ("rule", "ip", "kube-proxy", f"{found[1]}")
     made = inner("--echo", "--handle", "insert", *rule, "counter")
     number = re.search(r"handle (\d+)", made)
@@ -261,10 +287,11 @@ def _proof(world: World, way: Way, backend: str) -> int:
     """By how much the way's own counter grew while PROOF connections were made; SystemExit if that
     is not the same number.
     """
+    frontend = world.frontend(way, backend)
     with contextlib.ExitStack() as stack:
-        count: Callable[[], int] = partial(_counted, way, backend)
+        count: Callable[[], int] = partial(_counted, way, frontend)
         if way.name == "nftables":
-            count = stack.enter_context(_nft_counter(way, backend))
+            count = stack.enter_context(_nft_counter(way, frontend))
         before = count()
         done, failed, _ = world.load(way, backend, "short", 60, PROOF)
         grown = count() - before
@@ -328,9 +355,14 @@ def table(cells: Mapping[str, Mapping[str, Any]]) -> str:
 
 def run() -> dict[str, Any]:
     """Everything, with the proofs around it."""
-    with World() as world:
+    return compare(World())
+
+
+def compare(made: World, kinds: Iterable[str] = KINDS) -> dict[str, Any]:
+    """All ways of this world, by cell; the table goes to stderr."""
+    with made as world:
         proof = {"before": prove(world)}
-        names = {f"{backend}, {kind}": (kind, backend) for kind in KINDS for backend in BACKENDS}
+        names = {f"{backend}, {kind}": (kind, backend) for kind in kinds for backend in BACKENDS}
         cells = {name: _cell(world, *names[name]) for name in chosen(names)}
         proof["after"] = prove(world)
     say(table(cells))

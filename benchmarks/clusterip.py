@@ -1,0 +1,40 @@
+"""A process of a node dials a ClusterIP: kbpf at its sockets, beside a real kube-proxy and, as the
+limit, the pod's own address. Otherwise as nodeport.py, whose ways these are.
+
+Where kbpf translates at connect(), nothing is left to be done per packet.
+"""
+
+from typing import Any
+
+from benchmarks.common import sysctl
+from benchmarks.nodeport import Frontend, Way, World, compare
+from kbpf.dataplane.bpf.layout import Reason
+from tests.support.lab import inside
+
+WAYS = ("direct", "stack", "nftables", "iptables")
+
+
+class FromTheNode(World):
+    """The clients are on the first nodes, in their cgroups."""
+
+    def frontend(self, way: Way, backend: str) -> Frontend:
+        vip = way.vip(backend)
+        return Frontend(
+            (vip, 80),
+            Reason.TRANSLATED,
+            rf"-A KUBE-SERVICES -d {vip}/32 -p tcp .*KUBE-SVC-",
+            "service-ips",
+            rf"{vip} \. tcp \. 80",
+        )
+
+    def enter(self, way: Way) -> list[str]:
+        sysctl(way.front.netns, ipv4__tcp_max_tw_buckets=0)
+        return inside(way.front.netns, way.front.host.cgroup, "env")
+
+    def comes_as(self, way: Way) -> set[str]:
+        return {way.front.ip, f"10.244.{way.front.number}.1"}
+
+
+def run() -> dict[str, Any]:
+    """Everything, with the proofs around it."""
+    return compare(FromTheNode(WAYS), ("short", "requests"))
