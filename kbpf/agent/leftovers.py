@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from kbpf.errors import KernelError
-from kbpf.kernel import dummy, handover, ipset, ipvs, legacy, netfilter, nfacct
+from kbpf.kernel import conntrack, dummy, handover, ipset, ipvs, legacy, netfilter, nfacct
 from kbpf.kernel.netfilter import Json
 from kbpf.model.address import Addr
 
@@ -126,7 +126,7 @@ def _remove_nft() -> Iterator[str]:
     if not commands:
         return
     touched = {family for family, _ in used} | set(tables)
-    kept = [family for family in FAMILIES if family in touched and handover.translated(family)]
+    kept = [family for family in FAMILIES if family in touched and conntrack.translated(family)]
     first = [command for family in kept for command in handover.begin(family)]
     netfilter.transaction(*first, *commands, hint="does a chain of others jump to KUBE-* chains?")
     for family, table in sorted(used):
@@ -190,7 +190,7 @@ def _remove_legacy() -> Iterator[str]:
         for table in (name for name in legacy.tables(family) if name in CHAINS):
             told, chains, jumps = legacy_removal(table, legacy.save(family, table))
             if told:
-                if handover.translated(family) and netfilter.available().works:
+                if conntrack.translated(family) and netfilter.available().works:
                     netfilter.transaction(*handover.begin(family))
                 legacy.restore(family, told)
                 yield f"{family} {table}, legacy: {chains} chains, {jumps} jumps to them"

@@ -122,13 +122,13 @@ def remove_kube_proxy(force: bool = False) -> Iterator[Removed]:
 
 def remove_frontends(pin_dir: Path, force: bool = False) -> Iterator[Removed]:
     """What new connections are known by: they pass from now on. An agent would put it back."""
-    from kbpf.dataplane.bpf import load
+    from kbpf.dataplane.bpf import beyond
     from kbpf.dataplane.bpf.load import Pins
 
     if _look(pin_dir) is None:
         return
     with _alone(Pins(pin_dir), force):
-        gone = load.forget_frontends(Pins(pin_dir))
+        gone = beyond.leave(Pins(pin_dir))
     if gone:
         yield Removed("frontends", f"{gone} in {pin_dir}")
 
@@ -137,7 +137,7 @@ def remove_pins(pin_dir: Path, force: bool = False) -> Iterator[Removed]:
     """Attachments, programs and maps, and the bpffs if it was mounted for them. ConfigError when
     the folder holds anything else, KernelError while an agent works there, unless `force`.
     """
-    from kbpf.dataplane.bpf import beside, load, packet
+    from kbpf.dataplane.bpf import beside, beyond, load, packet
     from kbpf.dataplane.bpf.load import Pins
     from kbpf.kernel import mounts
 
@@ -148,6 +148,7 @@ def remove_pins(pin_dir: Path, force: bool = False) -> Iterator[Removed]:
     with _alone(Pins(pin_dir), force):
         links = sorted((pin_dir / "links").iterdir()) if (pin_dir / "links").is_dir() else []
         folders = [path for path in inside if path.name not in ("links", "devices", "beside")]
+        beyond.end(Pins(pin_dir))
         on_node = beside.remove(Pins(pin_dir))
         on_devices = packet.remove(Pins(pin_dir))
         try:

@@ -23,6 +23,8 @@ PARTS: Final = {FLOW: "flow", REPLY: "reply", SNAT: "source"}
 NANO: Final = 1_000_000_000
 MILLI: Final = 1_000_000
 """ns in a ms, in which times are shown: cheaper than rounding a float."""
+_CLIENT: Final = slice(8, 28)
+_FRONTEND: Final = slice(28, 48)
 _BACKEND: Final = slice(48, 68)
 _SNAT: Final = slice(68, 84)
 _SNAT_PORT: Final = slice(84, 86)
@@ -110,6 +112,8 @@ def part_of(key: bytes, raw: bytes) -> int:
 
 
 def _add(found: dict[bytes, Tracked], raw: bytes, part: int) -> None:
+    if raw[_CLIENT] == raw[_FRONTEND]:  # a port of somebody else's (dataplane/bpf/beyond.py)
+        return
     last, protocol, state = _TIMES.unpack_from(raw)
     over = last + _hold(protocol, state)
     identity = raw[IDENTITY]

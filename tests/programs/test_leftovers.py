@@ -17,7 +17,8 @@ from kbpf.agent import leftovers
 from kbpf.dataplane.bpf import beside
 from kbpf.dataplane.bpf.beside import HANDOVER_SECONDS, Beside
 from kbpf.dataplane.bpf.load import Pins
-from kbpf.kernel import handover, ipset, netfilter, netns
+from kbpf.kernel import conntrack, handover, ipset, netfilter, netns
+from kbpf.kernel.conntrack import Connection
 from kbpf.kernel.ipvs import Change, Command, Ipvs, Service, Settings
 from kbpf.kernel.netlink import Netlink
 from kbpf.model.address import parse_addr
@@ -151,20 +152,23 @@ def translate_one(house: House, family: str) -> None:
     )
     house.run("nft", "-f", "-", stdin="\n".join(rules))
 
-    def talk() -> None:
-        kind = socket.AF_INET6 if family == "ip6" else socket.AF_INET
-        with socket.socket(kind) as server, socket.socket(kind) as client:
-            server.bind((host, 82))
-            server.listen()
-            client.connect((host, 81))
-            server.accept()[0].close()
+    house.do(lambda: dial(family))
 
-    house.do(talk)
+
+def dial(family: str) -> None:
+    """A connection to port 81 of loopback that comes out at port 82, and ends."""
+    host, kind = {"ip": ("127.0.0.1", socket.AF_INET), "ip6": ("::1", socket.AF_INET6)}[family]
+    with socket.socket(kind) as server, socket.socket(kind) as client:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind((host, 82))
+        server.listen()
+        client.connect((host, 81))
+        server.accept()[0].close()
 
 
 def forget_connections() -> None:
     """All that conntrack knows."""
-    with Netlink(handover.NETLINK_NETFILTER, "conntrack") as netlink:
+    with Netlink(conntrack.NETLINK_NETFILTER, "conntrack") as netlink:
         netlink.ask(1 << 8 | 2, bytes(4))  # NFNL_SUBSYS_CTNETLINK, IPCTNL_MSG_CT_DELETE
 
 
@@ -173,9 +177,9 @@ def test_the_table_stays_as_long_as_a_connection_does(
     house: House, family: str, tmp_path: Path
 ) -> None:
     """The agent looks at once when it starts, and then every so often."""
-    assert not house.do(lambda: handover.translated(family))
+    assert not house.do(lambda: conntrack.translated(family))
     translate_one(house, family)
-    assert house.do(lambda: handover.translated(family))
+    assert house.do(lambda: conntrack.translated(family))
     for _ in range(2):
         house.do(lambda: netfilter.transaction(*handover.begin(family)))
     assert house.do(handover.there) == (family,)
@@ -189,6 +193,21 @@ def test_the_table_stays_as_long_as_a_connection_does(
     house.do(lambda: agent.look(HANDOVER_SECONDS + 1))
     assert house.do(handover.there) == ()
     assert f"table {family} theirs" in house.run("nft", "list", "tables")
+
+
+def test_who_is_masqueraded_is_read_as_the_backend_sees_it(house: House) -> None:
+    """Both ends are translated; a connection with one end only is none of these."""
+    translate_one(house, "ip")
+    assert house.do(conntrack.masqueraded) == []
+    rules = (
+        "add chain ip theirs in { type nat hook postrouting priority 100 ; }",
+        "add rule ip theirs in tcp dport 82 snat to 127.0.0.9:1234",
+    )
+    house.run("nft", "-f", "-", stdin="\n".join(rules))
+    house.do(forget_connections)
+    house.do(lambda: dial("ip"))
+    here, there = parse_addr("127.0.0.9"), parse_addr("127.0.0.1")
+    assert house.do(conntrack.masqueraded) == [Connection(6, here, 1234, there, 82)]
 
 
 def test_cleanup_of_kbpf_takes_it_away_in_any_case(house: House, tmp_path: Path) -> None:

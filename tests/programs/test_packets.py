@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 import pytest
 
-from kbpf.dataplane.bpf import compile
+from kbpf.dataplane.bpf import beyond, compile
 from kbpf.dataplane.bpf.hooks import PACKET_PROGRAMS
 from kbpf.dataplane.bpf.layout import (
     DEVICE,
@@ -32,7 +32,8 @@ from kbpf.dataplane.bpf.layout import (
     Target,
     TcpState,
 )
-from kbpf.kernel import netns
+from kbpf.kernel import conntrack, netns
+from kbpf.kernel.conntrack import Connection
 from kbpf.kernel.libbpf import Program
 from kbpf.kernel.testrun import (
     TC_ACT_REDIRECT,
@@ -43,6 +44,7 @@ from kbpf.kernel.testrun import (
 )
 from kbpf.model.address import format_addr, parse_addr
 from kbpf.model.objects import Protocol
+from kbpf.views import tracked
 from tests.support import packets
 from tests.support.datagrams import MAC_A, MAC_B
 from tests.support.judge import checksums, difference, reassembled
@@ -1248,3 +1250,62 @@ def test_no_program_tires_the_verifier(path: Path_) -> None:
             facts = Path(f"/proc/self/fdinfo/{program.fd}").read_text()
             walked[one.name] = int(facts.partition("verified_insns:")[2].split()[0])
     assert {name: n for name, n in walked.items() if n > WALKED} == {}
+
+
+# ---- ports of others -----------------------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize("kind", BACK)
+def test_a_port_that_conntrack_has_given_is_left_to_it(
+    path: Path_, v: int, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client that a kube-proxy has masqueraded: nothing of it is ours, and the port is taken."""
+    lonely = LOW + next(PORTS)
+    path.node(NodeFlag(0), lonely, lonely)
+    node, back = end(NODE[v], lonely), pod(v)
+    protocol = {"tcp": Protocol.TCP, "udp": Protocol.UDP}[kind]
+    theirs = Connection(protocol, parse_addr(NODE[v]), lonely, parse_addr(POD[v]), 8080)
+    other = theirs._replace(source_port=lonely + 1)
+    monkeypatch.setattr(conntrack, "masqueraded", lambda: [theirs, other])
+    with path.site.pinned("replies") as replies:
+        assert beyond.hold_theirs(replies, (lonely, lonely)) == 1
+        assert beyond.hold_theirs(replies, (lonely, lonely)) == 0
+    before = path.site.reasons()[Reason.NO_SNAT_PORT]
+    assert path.run("tc_ingress", KINDS[kind](client(v), vip(v, CLUSTER)))[0] == TC_ACT_SHOT
+    assert path.site.reasons()[Reason.NO_SNAT_PORT] == before + 1
+    for packet in (SENT[kind](node, back), BACK[kind](back, node), SENT[kind](back, node)):
+        name = "tc_egress" if parse(packet, l2=False).source == node else "tc_ingress"
+        assert path.run(name, packet) == (TC_ACT_UNSPEC, packet), name
+    kept = [raw for raw in path.site.entries("replies").values() if beyond.is_held(raw)]
+    assert [owner(raw) for raw in kept if owner(raw) == node] == [node]
+    with path.site.pinned("flows") as flows, path.site.pinned("replies") as replies:
+        shown = tracked.read(flows, replies).values()
+    assert node not in {owner(one.raw) for one in shown}
+
+
+@both
+def test_what_our_ports_stand_for_is_told_to_conntrack(path: Path_, v: int) -> None:
+    """Each masqueraded flow once, as its packets leave; not those that have ended, nor others'."""
+    own, source = established(path, v, "tcp")
+    ended, gone = established(path, v, "tcp")
+    segment(path, v, ended, "FA")
+    segment(path, v, ended, "FA", gone)
+    established(path, v, "udp", LOCAL)
+    maps = {name: path.site.pinned(name) for name in ("flows", "replies")}
+    with maps["flows"], maps["replies"]:
+        path.inside(lambda: beyond.hold_ours(maps))
+        told = list(beyond.masqueraded(raw for each in maps.values() for _, raw in each.items()))
+        ours = Connection(6, parse_addr(NODE[v]), port_of(source), parse_addr(POD[v]), 8080)
+        assert told.count(ours) == 1
+        assert path.inside(lambda: conntrack.hold([ours], 60)) == 0, "it is there"
+        over = ours._replace(source_port=port_of(gone))
+        assert path.inside(lambda: conntrack.release([over])) == 0, "it never was"
+        assert path.inside(lambda: conntrack.release([ours])) == 1
+        beyond.forget_ended(maps)
+    assert entries_of(path, ended) == []
+    assert len(entries_of(path, own)) == 3
+
+
+def port_of(text: str) -> int:
+    return int(text.rpartition(":")[2])

@@ -13,9 +13,11 @@ import logging
 from collections.abc import Iterator
 from typing import Final
 
+from kbpf.dataplane.bpf import beyond
 from kbpf.dataplane.bpf.load import Pins
 from kbpf.errors import KbpfError, KernelError
 from kbpf.kernel import handover, netfilter, sysctl
+from kbpf.kernel.libbpf import Map
 from kbpf.model.config import Config
 
 log = logging.getLogger("kbpf.dataplane")
@@ -24,6 +26,8 @@ NOTE: Final = "beside"
 """A folder in the pin folder: we may have put something into the node. It has an empty one for each
 range of ports that we have reserved (``61000-65535``), since a bpffs holds no files."""
 LOOK_SECONDS: Final = 2.0
+HOLD_LOOKS: Final = 3
+"""So many looks at whom others have masqueraded: before and after our programs are everywhere."""
 HANDOVER_SECONDS: Final = 30.0
 """Between two looks at whether the last connection of a kube-proxy has ended."""
 PASSING: Final = frozenset((errno.ENOENT, *netfilter.UNKNOWN))
@@ -36,11 +40,14 @@ class Beside:
 
     def __init__(self, pins: Pins, config: Config) -> None:
         self._ports = frozenset(range(config.masquerade_ports[0], config.masquerade_ports[1] + 1))
+        self._pins = pins
         self._reserved = Reserved(pins)
         self._mark = 1 << config.masquerade_bit
         self._generation = -1
         self._due = float("-inf")
         self._handover_due = float("-inf")
+        self._looks = 0
+        self._masquerade_ports = config.masquerade_ports
         self._told: set[str] = set()
 
     def look(self, now: float) -> None:
@@ -51,12 +58,25 @@ class Beside:
             self._reserved.begin()
             self._say_what_is_missing()
         self._due = now + LOOK_SECONDS
+        self._looks += 1
+        if self._looks <= HOLD_LOOKS:
+            with self._saying_problems():
+                self._hold_theirs()
         with self._saying_problems():
             self._reserved.keep(self._ports)
         with self._saying_problems():
             self._keep_rules()
         with self._saying_problems():
             self._end_handover(now)
+
+    def _hold_theirs(self) -> None:
+        """Clients that a kube-proxy before us has masqueraded keep their ports."""
+        path = self._pins.maps / "replies"
+        if path.exists():
+            with Map.open(path) as replies:
+                count = beyond.hold_theirs(replies, self._masquerade_ports)
+            if count:
+                log.info("ports that conntrack has given are left to it count=%d", count)
 
     def _end_handover(self, now: float) -> None:
         if self._generation < 0 or now < self._handover_due:  # without nf_tables there is none
