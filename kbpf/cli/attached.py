@@ -19,8 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from kbpf.cli.checks import CheckRow
 from kbpf.dataplane.bpf.layout import ServiceFlag, ServiceValue
+from kbpf.dataplane.checks import CheckRow
 from kbpf.errors import KernelError
 from kbpf.kernel import cgroups, dial, netns, sandbox
 from kbpf.model.address import family_of, format_addr

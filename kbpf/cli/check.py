@@ -21,8 +21,14 @@ def check(
     --attached, does), else 1.
     """
     from kbpf.cli import checks, packet_checks
+    from kbpf.dataplane.bpf import checks as bpf_checks
+    from kbpf.dataplane.ipvs import checks as ipvs_checks
 
-    found = (*checks.rows(cgroup, pin_dir, cache_dir), *packet_checks.rows(pin_dir))
+    found = (
+        *bpf_checks.rows(cgroup, pin_dir, cache_dir),
+        *packet_checks.rows(pin_dir),
+        *ipvs_checks.rows(),
+    )
     proof = None
     if attached:
         from kbpf.cli import attached as proving

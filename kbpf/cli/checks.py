@@ -1,57 +1,20 @@
-"""What `kbpf check` looks at: one row per thing, found out by trying it, with what to do about it.
+"""What the rows of `kbpf check` mean, and how they are shown."""
 
-A new kernel feature is a function in kernel/probe.py and a row here.
-"""
-
-import re
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
 
 from kbpf.cli import render
-from kbpf.dataplane.bpf import artifact, compile
-from kbpf.dataplane.bpf.hooks import (
-    HELPER_ANCESTOR_CGROUP,
-    HELPER_CURRENT_CGROUP,
-    HELPER_SET_RETVAL,
-    HOOKS,
-    OPTIONAL_HELPERS,
-    PROG_CGROUP_SOCK_ADDR,
-    UNITS,
-)
-from kbpf.errors import CompileError, KernelError
-from kbpf.kernel import libbpf, mounts, probe
-from kbpf.kernel.probe import Probe
+from kbpf.dataplane.checks import CheckRow
 from kbpf.views.columns import Column
-
-CONNECT4: Final = 10
-HELPER_NETNS_COOKIE: Final = 122
-
-ROOT: Final = (
-    "run as root, or give the container CAP_BPF, CAP_NET_ADMIN, CAP_PERFMON, CAP_SYS_ADMIN"
-)
-
-
-class CheckRow(msgspec.Struct, frozen=True):
-    """`result` is yes, no or unknown; `needed`: without it mode bpf does not work. `packets`:
-    without it the packet path does not work.
-
-    `detail` is what was found and what it means, `advice` what to do, "" when nothing is.
-    """
-
-    name: str
-    result: str
-    needed: bool
-    detail: str
-    advice: str
-    packets: bool = False
 
 
 def _needed(row: CheckRow) -> str:
     if row.needed:
         return "yes"
+    if row.ipvs:
+        return "for ipvs"
     return "for packets" if row.packets else "no"
 
 
@@ -63,142 +26,17 @@ COLUMNS: Final = (
 )
 
 
-def row(name: str, found: Probe, advice: str, needed: bool = True, detail: str = "") -> CheckRow:
-    """A row out of a probe. What could not be found out has a reason, and no advice of its own."""
-    result = {True: "yes", False: "no", None: "unknown"}[found.works]
-    wanted = advice if found.works is False else ""
-    return CheckRow(name, result, needed, found.reason or detail, wanted)
-
-
-def rows(cgroup: Path | None, pin_dir: Path, cache: Path) -> Iterator[CheckRow]:
-    """Everything, in the order in which the agent would meet it."""
-    yield _capabilities()
-    library = _libbpf()
-    yield library
-    if library.result == "yes":
-        yield row("bpf(2)", probe.map_works(libbpf.MAP_ARRAY), ROOT)
-    yield _bpffs(pin_dir)
-    yield from _compiler(cache)
-    if library.result == "yes":
-        yield from _maps()
-        yield from _hooks()
-    yield from _cgroup(cgroup, library.result == "yes")
-    yield row(
-        "SO_NETNS_COOKIE", probe.netns_cookie_option(),
-        "Linux 5.14 brought it; without it NodePorts do not answer on the host's loopback",
-        needed=False,
-    )  # fmt: skip
-    yield row(
-        "SOCK_DESTROY for UDP", probe.udp_destroy(),
-        "the kernel needs CONFIG_INET_UDP_DIAG and CONFIG_INET_DIAG_DESTROY; without it UDP "
-        "clients stay with a backend that is gone until they connect anew",
-        needed=False,
-    )  # fmt: skip
-
-
-def _capabilities() -> CheckRow:
-    missing = probe.missing_capabilities()
-    found = Probe(not missing, f"missing {', '.join(missing)}" if missing else "")
-    return row("privileges", found, ROOT)
-
-
-def _libbpf() -> CheckRow:
-    try:
-        found, detail = Probe(True), libbpf.version()
-    except KernelError as error:
-        found, detail = Probe(False, str(error)), ""
-    return row("libbpf1", found, "install libbpf1", detail=detail)
-
-
-def _bpffs(pin_dir: Path) -> CheckRow:
-    ancestor = pin_dir
-    try:
-        while not ancestor.exists():
-            ancestor = ancestor.parent
-        mounted = mounts.is_bpffs(ancestor)
-    except OSError as error:
-        return row("bpffs", Probe(None, f"{ancestor}: {error.strerror}"), ROOT)
-    if mounted:
-        return row("bpffs", Probe(True), "", detail=f"{pin_dir} is in one")
-    known = "bpf" in Path("/proc/filesystems").read_text().split()
-    detail = "not mounted; the agent mounts it" if known else "the kernel has none"
-    return row("bpffs", Probe(known), "the kernel needs CONFIG_BPF_SYSCALL", detail=detail)
-
-
-def _compiler(cache: Path) -> Iterator[CheckRow]:
-    """BCC and LLVM, or what was compiled ahead of time: one of the two is needed."""
-    have = compile.tools()
-    try:
-        made = all(artifact.find(unit, cache, have) is not None for unit in UNITS)
-    except CompileError as error:
-        yield row("BPF sources", Probe(False, str(error)), "install kbpf anew")
-        return
-    version = re.search(r"__version__ = '([^']+)'", have or "")
-    llvm = sorted(set(re.findall(r"libLLVM-(\d+)", have or "")))
-    advice = f"install python3-bpfcc, or put artifacts into {cache} with `kbpf compile`"
-    missing = Probe(False, "not installed")
-    yield row(
-        "BCC", Probe(True) if have else missing, advice, needed=not made,
-        detail=version[1] if version else "",
-    )  # fmt: skip
-    yield row(
-        "LLVM", Probe(True) if llvm else missing, advice, needed=not made, detail=", ".join(llvm)
-    )
-    yield row(
-        "compiled programs", Probe(made), "`kbpf compile` makes the first start faster",
-        needed=not have, detail=f"in {cache}" if made else f"not in {cache}",
-    )  # fmt: skip
-
-
-def _maps() -> Iterator[CheckRow]:
-    no_prealloc = probe.map_works(libbpf.MAP_HASH, libbpf.F_NO_PREALLOC)
-    yield row("hash maps without preallocation", no_prealloc, "use Linux 5.7 or newer")
-    yield row("LRU hash maps", probe.map_works(libbpf.MAP_LRU_HASH), "use Linux 5.7 or newer")
-    yield row("batch operations", probe.batches(), "Linux 5.6 brought them: use 5.7 or newer")
-
-
-def _hooks() -> Iterator[CheckRow]:
-    for hook in HOOKS:
-        found = probe.loads(hook.kind, hook.attach_type)
-        advice = f"Linux {hook.since} brought it; it is for {hook.what}"
-        yield row(f"hook {hook.name}", found, advice, hook.required, hook.what)
-    cookie = probe.loads(PROG_CGROUP_SOCK_ADDR, CONNECT4, probe.call(HELPER_NETNS_COOKIE))
-    yield row("bpf_get_netns_cookie", cookie, "Linux 5.7 brought it")
-    yield row(
-        "bpf_set_retval", probe.helper(PROG_CGROUP_SOCK_ADDR, CONNECT4, HELPER_SET_RETVAL, -111),
-        "Linux 5.18 brought it; without it clients of a Service without endpoints are not refused "
-        "at once",
-        needed=False,
-    )  # fmt: skip
-    for number in (HELPER_CURRENT_CGROUP, HELPER_ANCESTOR_CGROUP):
-        name, since, argument = OPTIONAL_HELPERS[number]
-        advice = f"Linux {since} brought it; without it no pod or cgroup can be exempt"
-        found = probe.helper(PROG_CGROUP_SOCK_ADDR, CONNECT4, number, argument)
-        yield row(name, found, advice, needed=False)
-
-
-def _cgroup(cgroup: Path | None, can_load: bool) -> Iterator[CheckRow]:
-    try:
-        root = cgroup or mounts.cgroup_root()
-    except KernelError as error:
-        yield row("cgroup v2", Probe(False, error.what), error.hint)
-        return
-    found = Probe(True) if mounts.is_cgroup2(root) else Probe(False, f"{root} is in none")
-    yield row("cgroup v2", found, "name a folder of it with --cgroup", detail=str(root))
-    if found.works and can_load:
-        attached = probe.cgroup_link(root, PROG_CGROUP_SOCK_ADDR, CONNECT4)
-        yield row("cgroup links", attached, "Linux 5.7 brought them")
-
-
 class Verdict(msgspec.Struct, frozen=True):
-    """All rows, and what follows from them. `mode` is "bpf" or "none"; `attached` is None unless
-    it was asked. `packet_path`: whether it can be switched on; `packets_missing` is why not.
+    """All rows, and what follows from them. `mode` is what `--mode auto` would take: "bpf", "ipvs"
+    or "none"; `missing` and `ipvs_missing` are why one of them is not to be had. `attached` is None
+    unless it was asked. `packet_path`: whether it can be switched on; `packets_missing` is why not.
     """
 
     usable: bool
     mode: str
     attached: bool | None
     missing: tuple[str, ...]
+    ipvs_missing: tuple[str, ...]
     packet_path: bool
     packets_missing: tuple[str, ...]
     rows: tuple[CheckRow, ...]
@@ -209,11 +47,16 @@ def verdict(found: Sequence[CheckRow], proof: Sequence[CheckRow] | None = None) 
     missing = tuple(row.name for row in found if row.needed and row.result != "yes")
     attached = None if proof is None else all(row.result == "yes" for row in proof)
     lacking = tuple(row.name for row in found if row.packets and row.result != "yes")
+    ipvs = [row for row in found if row.ipvs]
+    ipvs_missing = tuple(row.name for row in ipvs if row.result != "yes")
+    instead = "ipvs" if ipvs and not ipvs_missing else "none"
+    mode = instead if missing else "bpf"
     return Verdict(
-        usable=not missing,
-        mode="none" if missing else "bpf",
+        usable=mode != "none",
+        mode=mode,
         attached=attached,
         missing=missing,
+        ipvs_missing=ipvs_missing,
         packet_path=not missing and not lacking,
         packets_missing=lacking,
         rows=(*found, *(proof or ())),
@@ -226,16 +69,21 @@ def page(made: Verdict) -> str:
     advice = [f"{row.name}: {row.advice}" for row in made.rows if row.advice]
     if advice:
         parts.append("what to do\n" + render.indent("\n".join(advice)))
-    if made.usable:
-        result = "mode bpf can be used on this machine"
-    else:
-        result = f"mode bpf cannot be used: {', '.join(made.missing)}"
-    if made.usable:
+    result = _mode("bpf", made.missing)
+    if not made.missing:
         cannot = f"cannot be used: {', '.join(made.packets_missing)}"
         result += f"\nthe packet path {'can be used' if made.packet_path else cannot}"
+    if any(row.ipvs for row in made.rows):
+        result += "\n" + _mode("ipvs", made.ipvs_missing)
     if made.attached is not None:
         result += "\nthe hooks " + (
             "do what they should" if made.attached else "are not proven to work"
         )
     parts.append(result)
     return "\n\n".join(parts)
+
+
+def _mode(name: str, missing: Sequence[str]) -> str:
+    if missing:
+        return f"mode {name} cannot be used: {', '.join(missing)}"
+    return f"mode {name} can be used on this machine"

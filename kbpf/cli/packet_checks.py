@@ -7,10 +7,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from kbpf.cli.checks import ROOT, CheckRow, row
+from kbpf.dataplane.bpf.checks import ROOT
 from kbpf.dataplane.bpf.devices import Role, decide
 from kbpf.dataplane.bpf.hooks import PROG_SCHED_CLS
 from kbpf.dataplane.bpf.layout import NODE, U32, NodeFlag
+from kbpf.dataplane.checks import CheckRow, row
 from kbpf.errors import KernelError, NotFoundError
 from kbpf.kernel import libbpf, netfilter, probe, sysctl, tc
 from kbpf.kernel.devices import list_devices

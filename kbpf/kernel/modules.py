@@ -3,8 +3,13 @@
 import shutil
 import subprocess
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
 
-MODPROBE_SECONDS = 60.0
+from kbpf.kernel.probe import Probe
+
+MODPROBE_SECONDS: Final = 60.0
+LOADED: Final = Path("/sys/module")
 
 
 def load(names: Iterable[str]) -> bool:
@@ -15,9 +20,24 @@ def load(names: Iterable[str]) -> bool:
     if modprobe is None:
         return False
     for name in names:
-        subprocess.run(
-            [modprobe, "--quiet", "--", name],
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            timeout=MODPROBE_SECONDS, check=False,
-        )  # fmt: skip
+        _run(modprobe, "--quiet", "--", name)
     return True
+
+
+def known(name: str) -> Probe:
+    """Whether a module is there, loaded or to be loaded; nothing is loaded by asking."""
+    if (LOADED / name).is_dir():
+        return Probe(True)
+    modprobe = shutil.which("modprobe")
+    if modprobe is None:
+        return Probe(None, "not loaded, and there is no modprobe to ask")
+    if _run(modprobe, "--dry-run", "--quiet", "--", name):
+        return Probe(False, f"no module {name}")
+    return Probe(True, "not loaded; it is when it is needed")
+
+
+def _run(*command: str) -> int:
+    return subprocess.run(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        timeout=MODPROBE_SECONDS, check=False,
+    ).returncode  # fmt: skip

@@ -269,9 +269,9 @@ def _deletions(chain: Chain) -> list[Json]:
     ]
 
 
-def transaction(*commands: Json, hint: str = HINT) -> list[Json]:
+def transaction(*commands: Json, hint: str = HINT, dry: bool = False) -> list[Json]:
     """What libnftables answers to these commands, which are one transaction. KernelError, with
-    ENOENT if something that they name is not there.
+    ENOENT if something that they name is not there. `dry`: the kernel only looks at them.
     """
     try:
         import nftables
@@ -282,6 +282,7 @@ def transaction(*commands: Json, hint: str = HINT) -> list[Json]:
             f"libnftables cannot be loaded: {error}", "", "install python3-nftables"
         ) from error
     library.set_handle_output(True)
+    library.set_dry_run(dry)
     code, answer, problem = library.json_cmd({"nftables": list(commands)})
     if code:
         said = str(problem).strip().splitlines()

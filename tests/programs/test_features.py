@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 
 from kbpf.cli import checks, packet_checks
-from kbpf.cli.checks import CheckRow
+from kbpf.dataplane.bpf import checks as bpf_checks
+from kbpf.dataplane.checks import CheckRow
+from kbpf.dataplane.ipvs import checks as ipvs_checks
 from tests.support.features import FEATURES, lacking
 
 SETTINGS = frozenset(
@@ -26,7 +28,7 @@ def test_the_table_is_right(name: str) -> None:
 def rows(tmp_path_factory: pytest.TempPathFactory) -> tuple[CheckRow, ...]:
     FEATURES["sctp"].tried()  # which loads the module; check only looks
     pins, cache = Path("/sys/fs/bpf/kbpf-no-pins"), tmp_path_factory.mktemp("cache")
-    return (*checks.rows(None, pins, cache), *packet_checks.rows(pins))
+    return (*bpf_checks.rows(None, pins, cache), *packet_checks.rows(pins))
 
 
 def test_check_says_exactly_what_this_kernel_lacks(rows: tuple[CheckRow, ...]) -> None:
@@ -39,6 +41,18 @@ def test_check_says_exactly_what_this_kernel_lacks(rows: tuple[CheckRow, ...]) -
 def test_check_says_that_this_kernel_will_do(rows: tuple[CheckRow, ...]) -> None:
     made = checks.verdict(rows)
     assert (made.usable, made.missing) == (True, ())
+
+
+def test_check_says_whether_mode_ipvs_can_be_had() -> None:
+    """Nothing is loaded by asking: a test of IPVS loads it by FEATURES."""
+    rows = tuple(ipvs_checks.rows())
+    made = checks.verdict([CheckRow("BPF", "no", True, "", ""), *rows])
+    lacks = bool(lacking("ipvs"))
+    assert made.mode == ("none" if lacks else "ipvs")
+    assert made.usable is not lacks
+    assert ("IPVS" in made.ipvs_missing) is lacks
+    assert {row.result for row in rows if row.name in ("nf_tables", "nftables rules")} == {"yes"}
+    assert [row.name for row in rows if row.result == "no" and not row.advice] == []
 
 
 def test_what_is_lacking_has_advice(rows: tuple[CheckRow, ...]) -> None:

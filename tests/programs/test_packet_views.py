@@ -18,7 +18,6 @@ import yaml
 
 from kbpf.agent.agent import Agent
 from kbpf.cli import app, packet_checks
-from kbpf.cli.checks import CheckRow
 from kbpf.dataplane.bpf import compile, load
 from kbpf.dataplane.bpf.attach import Devices
 from kbpf.dataplane.bpf.flatten import SOURCES, flatten
@@ -36,6 +35,7 @@ from kbpf.dataplane.bpf.layout import (
 )
 from kbpf.dataplane.bpf.load import Pins
 from kbpf.dataplane.bpf.plane import BpfPlane
+from kbpf.dataplane.checks import CheckRow
 from kbpf.errors import CompileError, KernelError
 from kbpf.kernel import netns, tc
 from kbpf.kernel.libbpf import Program

@@ -12,11 +12,12 @@ import yaml
 
 from kbpf import __version__
 from kbpf.cli import app, arguments, checks, inspect, packet_checks, render
-from kbpf.cli.checks import CheckRow, verdict
+from kbpf.cli.checks import verdict
 from kbpf.cli.options import Output
 from kbpf.cli.watch import watch
 from kbpf.config import flags, load
 from kbpf.dataplane.bpf.layout import NodeFlag
+from kbpf.dataplane.checks import CheckRow
 from kbpf.errors import ConfigError, NotFoundError
 from kbpf.kernel.devices import Device
 from kbpf.kernel.netfilter import Chain
@@ -672,6 +673,26 @@ MEANS = [
     Means([check_row("yes")], [check_row("yes"), check_row("no")], True, False),
     Means([check_row("yes")], [check_row("unknown")], True, False),
 ]
+
+
+IPVS = CheckRow("IPVS", "yes", False, "", "", ipvs=True)
+NO_IPVS = CheckRow("IPVS", "no", False, "", "", ipvs=True)
+
+
+@pytest.mark.parametrize(
+    ("rows", "mode", "says"),
+    [
+        ([check_row("yes"), IPVS], "bpf", "mode ipvs can be used"),
+        ([check_row("yes"), NO_IPVS], "bpf", "mode ipvs cannot be used: IPVS"),
+        ([check_row("no"), IPVS], "ipvs", "mode bpf cannot be used"),
+        ([check_row("no"), NO_IPVS], "none", "mode ipvs cannot be used: IPVS"),
+    ],
+)
+def test_what_check_says_of_the_modes(rows: list[CheckRow], mode: str, says: str):
+    """`mode` is what --mode auto would take."""
+    made = verdict(rows)
+    assert (made.mode, made.usable) == (mode, mode != "none")
+    assert says in checks.page(made)
 
 
 @pytest.mark.parametrize("means", MEANS)
