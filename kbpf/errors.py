@@ -79,5 +79,13 @@ class KernelError(KbpfError):
         return " ".join(f"{self.what}{place}{reason}{hint}".split())
 
 
+class ProgramRefused(KernelError):
+    """The kernel does not take a program."""
+
+
+class AttachRefused(KernelError):
+    """The kernel takes a program, but not where it belongs."""
+
+
 class PinsGone(KernelError):
     """Somebody removed what this agent keeps in the kernel."""

@@ -123,7 +123,7 @@ class Agent:
                 source.start()
             self._tell_what_is_passed_by()
             log.info("started node=%s mode=%s", self._config.node_name, self._plane.name)
-            self._desk.begun(__version__)
+            self._desk.begun(__version__, self._plane.choice())
             self._serve()
         finally:
             self._stop.set()
@@ -350,6 +350,7 @@ class Agent:
             error=self._error,
             packets=self._plane.packet_status(),
             without_endpoints=self._tally.without_endpoints,
+            choice=self._plane.choice(),
         )
 
     def _latency(self, quantile: float) -> float:

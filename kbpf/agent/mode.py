@@ -1,29 +1,279 @@
-"""Which data plane serves.
+"""Which data plane serves, and how one follows the other.
 
-Two at once would both translate: what another mode has left on the node is to be removed first, by
-`kbpf cleanup`, and its absence is checked before anything is made.
+`--mode bpf` and `--mode ipvs` are what they say, or the agent ends with what is missing. `auto` is
+BPF where it can be had, else IPVS: a refusal to open it, or to attach at the first apply, decides,
+and what `kbpf check` says of this machine is the reason. The decision holds until the agent is
+started again.
+
+What an agent of the other mode has left serves until this one's first complete apply; then it is
+retired (base.Remains). No agent of the other mode can start meanwhile.
 """
 
-from kbpf.dataplane.base import DataPlane
-from kbpf.errors import ConfigError
+import logging
+from collections.abc import Callable, Collection, Sequence
+from enum import StrEnum
+from typing import Final, NamedTuple
+
+from kbpf.dataplane.base import DataPlane, Remains, Report
+from kbpf.dataplane.checks import CheckRow
+from kbpf.errors import (
+    AttachRefused,
+    CompileError,
+    KbpfError,
+    KernelError,
+    PinsGone,
+    ProgramRefused,
+)
 from kbpf.model.config import Config
+from kbpf.model.desired import DesiredState, ServicePortKey
+from kbpf.model.measures import Measures
+from kbpf.model.status import ModeChoice, PacketStatus
 
-CLEANUP = "stop its agent and run `kbpf cleanup` with the same folders"
+log = logging.getLogger("kbpf.agent")
+
+RETRY_SECONDS: Final = 5.0
 
 
-def choose(config: Config) -> DataPlane:
-    """The data plane of these settings, not opened. ConfigError while another mode's is there."""
-    if config.mode == "ipvs":
-        if (config.pin_dir / "links").is_dir():
-            raise ConfigError(
-                "mode ipvs finds BPF programs of kbpf attached", str(config.pin_dir), CLEANUP
-            )
+class Reason(StrEnum):
+    """Why BPF is not to be had: words for logs, status, metrics and Events."""
+
+    NO_LIBRARY = "libbpf missing"
+    NO_BPF = "no bpf(2)"
+    NO_PRIVILEGES = "no privileges"
+    OLD_KERNEL = "kernel below the tier"
+    NO_CGROUP = "no cgroup v2"
+    NO_COMPILER = "BCC missing"
+    NOT_COMPILED = "compile failure"
+    REFUSED = "verifier refusal"
+    NOT_ATTACHED = "attach failure"
+
+
+BY_ROW: Final = {
+    "privileges": Reason.NO_PRIVILEGES,
+    "libbpf1": Reason.NO_LIBRARY,
+    "bpf(2)": Reason.NO_BPF,
+    "bpffs": Reason.NO_BPF,
+    "BCC": Reason.NO_COMPILER,
+    "LLVM": Reason.NO_COMPILER,
+    "BPF sources": Reason.NOT_COMPILED,
+    "cgroup v2": Reason.NO_CGROUP,
+}
+"""What a missing row of `kbpf check` means; any other one that is needed: OLD_KERNEL."""
+BY_ERROR: Final[Sequence[tuple[type[KbpfError], Reason]]] = (
+    (CompileError, Reason.NOT_COMPILED),
+    (ProgramRefused, Reason.REFUSED),
+    (AttachRefused, Reason.NOT_ATTACHED),
+)
+"""What an error means where nothing is missing; another one is no reason to do without BPF."""
+
+
+def reason_of(error: KbpfError, rows: Sequence[CheckRow]) -> Reason | None:
+    """Why BPF is not to be had, by this error and what `kbpf check` says; None if it is, and
+    something else is the matter.
+    """
+    if isinstance(error, PinsGone):
+        return None
+    for row in rows:
+        if row.needed and row.result != "yes":
+            return BY_ROW.get(row.name, Reason.OLD_KERNEL)
+    return next((reason for kind, reason in BY_ERROR if isinstance(error, kind)), None)
+
+
+class Kit(NamedTuple):
+    """How to get the data planes, what others left of them, and what `kbpf check` says of BPF."""
+
+    bpf: Callable[[], DataPlane]
+    ipvs: Callable[[], DataPlane]
+    bpf_remains: Callable[[], Remains]
+    ipvs_remains: Callable[[], Remains]
+    rows: Callable[[], Sequence[CheckRow]]
+
+
+class Chosen:
+    """The data plane of `--mode`, and the end of the other's remains. A DataPlane itself: see base.
+    One thread calls.
+    """
+
+    def __init__(self, asked: str, kit: Kit) -> None:
+        self._asked = asked
+        self._kit = kit
+        self._choice = ModeChoice(asked, "ipvs" if asked == "ipvs" else "bpf")
+        self._plane = kit.ipvs() if asked == "ipvs" else kit.bpf()
+        self._remains: Remains | None = None
+        self._applied = False  # once
+        self._serves = False  # and it knew of all objects
+        self._problem = ""
+
+    @property
+    def name(self) -> str:
+        """Of the mode that serves."""
+        return self._plane.name
+
+    def choice(self) -> ModeChoice:
+        """Which it is, and why."""
+        return self._choice
+
+    def open(self) -> None:
+        """See base.DataPlane. In mode auto what keeps BPF from opening makes it IPVS; if that is
+        not to be had either, the error is BPF's.
+        """
+        try:
+            self._open()
+        except KbpfError as error:
+            if not self._fall_back(error):
+                raise
+
+    def _open(self) -> None:
+        self._take_remains()
+        try:
+            self._plane.open()
+        except KbpfError:
+            self._let_go_of_remains()
+            raise
+
+    def _take_remains(self) -> None:
+        kit = self._kit
+        remains = (kit.ipvs_remains if self._choice.mode == "bpf" else kit.bpf_remains)()
+        if remains.take():
+            log.info("mode=%s finds what mode %s left: it serves until this one does",
+                     self._choice.mode, remains.name)  # fmt: skip
+            self._remains = remains
+
+    def _let_go_of_remains(self) -> None:
+        if self._remains is not None:
+            self._remains.close()
+            self._remains = None
+
+    def _fall_back(self, error: KbpfError) -> bool:
+        """Whether IPVS has taken BPF's place, opened."""
+        if self._asked != "auto" or self._choice.mode != "bpf":
+            return False
+        reason = reason_of(error, self._kit.rows())
+        if reason is None:
+            return False
+        self._plane.close()
+        self._let_go_of_remains()
+        before = self._plane, self._choice
+        self._plane = self._kit.ipvs()
+        self._choice = ModeChoice(self._asked, "ipvs", str(reason), str(error))
+        try:
+            self._open()
+        except KbpfError as second:
+            log.error("mode ipvs cannot take the place of bpf: %s", second)
+            self._plane, self._choice = before
+            return False
+        log.warning("mode=ipvs, since BPF is not to be had here: %s: %s", reason, error)
+        return True
+
+    def apply(
+        self,
+        desired: DesiredState,
+        touched: Collection[ServicePortKey] | None,
+        sound: bool = True,
+    ) -> Report:
+        """See base.DataPlane. A first apply that BPF cannot do is IPVS' in mode auto."""
+        try:
+            report = self._plane.apply(desired, touched, sound)
+        except KernelError as error:
+            if self._applied or not self._fall_back(error):
+                raise
+            report = self._plane.apply(desired, None, sound)
+        self._applied = True
+        self._serves = self._serves or sound
+        return report
+
+    def doubt(self) -> None:
+        """See base.DataPlane."""
+        self._plane.doubt()
+
+    def tick(self, now: float) -> float | None:
+        """See base.DataPlane. What is left of the other mode goes as soon as this one serves."""
+        due = self._plane.tick(now)
+        later = self._retire(now) if self._serves and self._plane.ready() else None
+        return min((one for one in (due, later) if one is not None), default=None)
+
+    def _retire(self, now: float) -> float | None:
+        if self._remains is None:
+            return None
+        try:
+            later = self._remains.retire(now)
+        except KbpfError as error:
+            if str(error) != self._problem:
+                log.warning("what mode %s left is not removed, trying again: %s",
+                            self._remains.name, error)  # fmt: skip
+            self._problem = str(error)
+            return now + RETRY_SECONDS
+        self._problem = ""
+        if later is None:
+            log.info("nothing is left of mode %s", self._remains.name)
+            self._let_go_of_remains()
+        return later
+
+    def ready(self) -> bool:
+        """See base.DataPlane."""
+        return self._plane.ready()
+
+    def packet_status(self) -> PacketStatus | None:
+        """See base.DataPlane."""
+        return self._plane.packet_status()
+
+    def problems(self) -> tuple[str, ...]:
+        """See base.DataPlane."""
+        lines = self._plane.problems()
+        if self._remains is not None and self._serves:
+            lines = (*lines, *self._remains.problems())
+        return (*lines, self._problem) if self._problem else lines
+
+    def measure(self) -> Measures:
+        """See base.DataPlane."""
+        return self._plane.measure()
+
+    def write_status(self, text: bytes) -> None:
+        """See base.DataPlane."""
+        self._plane.write_status(text)
+
+    def close(self) -> None:
+        """See base.DataPlane. Remains stay; the next agent finds them."""
+        self._let_go_of_remains()
+        self._plane.close()
+
+    def remove(self) -> None:
+        """See base.DataPlane."""
+        self._let_go_of_remains()
+        self._plane.remove()
+
+
+def choose(config: Config) -> Chosen:
+    """The data plane of these settings, not opened. Nothing of BPF is imported in mode ipvs, and
+    nothing of IPVS before it is needed.
+    """
+    return Chosen(config.mode, _kit(config))
+
+
+def _kit(config: Config) -> Kit:
+    def bpf() -> DataPlane:
+        from kbpf.dataplane.bpf.plane import BpfPlane
+
+        return BpfPlane(config)
+
+    def ipvs() -> DataPlane:
         from kbpf.dataplane.ipvs.plane import IpvsPlane
 
         return IpvsPlane(config)
-    left = config.state_dir / config.ipvs_device
-    if left.is_dir():
-        raise ConfigError(f"mode {config.mode} finds IPVS services of kbpf", str(left), CLEANUP)
-    from kbpf.dataplane.bpf.plane import BpfPlane
 
-    return BpfPlane(config)
+    def bpf_remains() -> Remains:
+        from kbpf.dataplane.bpf.remains import BpfRemains
+
+        return BpfRemains(config)
+
+    def ipvs_remains() -> Remains:
+        from kbpf.dataplane.ipvs.remains import IpvsRemains
+
+        return IpvsRemains(config)
+
+    def rows() -> tuple[CheckRow, ...]:
+        from kbpf.dataplane.bpf import checks
+
+        return tuple(checks.rows(config.cgroup, config.pin_dir, config.cache_dir))
+
+    return Kit(bpf, ipvs, bpf_remains, ipvs_remains, rows)

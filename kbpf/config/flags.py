@@ -127,7 +127,8 @@ FLAGS: Final = (
          "the node's own address of this family, over what its Node object says; nothing is bound "
          "to it"),
     Flag("--mode", "mode", readers.mode, "auto|bpf|ipvs", NODE,
-         "the data plane: BPF, which auto is, or IPVS and nftables (default auto)"),
+         "the data plane: BPF, IPVS with nftables, or BPF where it can be had and else IPVS "
+         "(default auto)"),
     Flag("--ipvs-scheduler", "ipvs_scheduler", readers.scheduler, "NAME", NODE,
          "mode ipvs: how a backend is chosen for Services without an algorithm or weights of their "
          "own: rr, wrr, lc, wlc, lblc, lblcr, sh, mh, dh, sed, nq or fo (default rr)"),

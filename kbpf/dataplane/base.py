@@ -6,7 +6,7 @@ from typing import Protocol
 
 from kbpf.model.desired import DesiredState, ServicePortKey
 from kbpf.model.measures import Measures
-from kbpf.model.status import PacketStatus
+from kbpf.model.status import ModeChoice, PacketStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,12 @@ class Report:
 class DataPlane(Protocol):
     """Makes a desired state true, in O(change). One thread calls."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """Of the mode: "bpf" or "ipvs"."""
+
+    def choice(self) -> ModeChoice:
+        """Which mode this is, and why."""
 
     def open(self) -> None:
         """Prepares everything that can fail, and adopts what an earlier agent left."""
@@ -72,3 +77,28 @@ class DataPlane(Protocol):
 
     def remove(self) -> None:
         """Removes every trace from the kernel."""
+
+
+class Remains(Protocol):
+    """What an agent of another mode has left on this node and that still serves. One thread calls.
+
+    `name` is that mode's.
+    """
+
+    name: str
+
+    def take(self) -> bool:
+        """Whether there is anything; then no agent of that mode can start until close().
+        KernelError while one runs.
+        """
+
+    def retire(self, now: float) -> float | None:
+        """Ends what serves nobody any more: nothing new comes here, connections that live go on
+        where the kernel lets them. When to come again (time.monotonic), None when nothing is left.
+        """
+
+    def problems(self) -> tuple[str, ...]:
+        """What still goes on, a line each."""
+
+    def close(self) -> None:
+        """Lets go. What is there stays."""

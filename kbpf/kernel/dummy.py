@@ -56,6 +56,11 @@ def ensure(name: str) -> int:
         with contextlib.suppress(KernelError):  # a kernel without IPv6
             netlink.ask(RTM_NEWLINK, _LINK + named + no_link_local)
         netlink.ask(RTM_NEWLINK, _IFINFO.pack(0, 0, 0, IFF_UP, IFF_UP) + named)
+    return index(name)
+
+
+def index(name: str) -> int:
+    """Its ifindex; OSError if it is not there."""
     return socket.if_nametoindex(name)
 
 

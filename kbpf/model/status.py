@@ -44,6 +44,18 @@ class PacketStatus(msgspec.Struct, frozen=True):
     failed_count: int = 0
 
 
+class ModeChoice(msgspec.Struct, frozen=True):
+    """Which data plane serves. `asked` is what --mode says, `mode` is "bpf" or "ipvs". Where `auto`
+    could not take BPF, `reason` is why in a few words that are always the same (agent/mode.py), and
+    `why` is all that is known of it; both are "" otherwise.
+    """
+
+    asked: str
+    mode: str
+    reason: str = ""
+    why: str = ""
+
+
 class AgentStatus(msgspec.Struct, frozen=True):
     """Times are seconds of CLOCK_BOOTTIME, which all processes of the machine share."""
 
@@ -67,6 +79,7 @@ class AgentStatus(msgspec.Struct, frozen=True):
     error: str = ""
     packets: PacketStatus | None = None
     without_endpoints: int = 0
+    choice: ModeChoice | None = None
 
 
 MOST_PROBLEMS = 50

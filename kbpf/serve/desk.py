@@ -16,7 +16,7 @@ from kbpf.model.address import Addr, format_addr
 from kbpf.model.config import Config
 from kbpf.model.measures import Measures
 from kbpf.model.objects import ServiceName
-from kbpf.model.status import AgentStatus
+from kbpf.model.status import AgentStatus, ModeChoice
 from kbpf.policy.checks import HealthCheck
 from kbpf.serve import exposition, health, page
 from kbpf.serve.events import About, Events, Post
@@ -65,6 +65,7 @@ class Desk:
         self._server = Server()
         self._eligible = True
         self._status: AgentStatus | None = None
+        self._choice: ModeChoice | None = None
         self._checks: dict[ServiceName, _Check] = {}
         self._page = (0.0, b"")
 
@@ -85,10 +86,18 @@ class Desk:
 
     # ---- what the agent says ---------------------------------------------------------------
 
-    def begun(self, version: str) -> None:
-        """The agent serves: kube-proxy's first word."""
+    def begun(self, version: str, choice: ModeChoice) -> None:
+        """The agent serves: kube-proxy's first word, and which mode it is in."""
+        self._chosen(choice)
         note = f"kbpf {version} mode {self._mode}"
         self.events.say(self._node, "Starting", ACTION, note, warning=False)
+
+    def _chosen(self, choice: ModeChoice) -> None:
+        self._mode = choice.mode
+        if choice.reason and choice != self._choice:
+            note = f"mode {choice.mode}, since BPF is not to be had: {choice.reason}: {choice.why}"
+            self.events.say(self._node, "BpfUnavailable", ACTION, note)
+        self._choice = choice
 
     def node_is_leaving(self, leaving: bool) -> None:
         """Whether LoadBalancers should send this node nothing new."""
@@ -97,6 +106,8 @@ class Desk:
     def show(self, status: AgentStatus) -> None:
         """How the agent is doing, for /metrics."""
         self._status = status
+        if status.choice is not None:
+            self._chosen(status.choice)
 
     def check(self, wanted: Mapping[ServiceName, HealthCheck], at: tuple[Addr, ...] | None) -> None:
         """These health checks, and no others, answer on these addresses; None: on all."""

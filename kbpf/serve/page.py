@@ -37,7 +37,8 @@ def agent(status: AgentStatus, config: Config) -> Iterator[str]:
     yield from _gauge("build_info", "The version, as a label", _one(version=status.version))
     yield from _gauge(
         "mode_info", "The data plane that serves, what was asked for, and how it is set",
-        _one(mode=status.mode, asked=config.mode, forwarding=config.forwarding,
+        _one(mode=status.mode, asked=config.mode,
+             reason=status.choice.reason if status.choice else "", forwarding=config.forwarding,
              socket_lb=str(config.socket_lb), algorithm=str(config.algorithm)),
     )  # fmt: skip
     for name, text, value in (

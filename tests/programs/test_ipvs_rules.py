@@ -211,6 +211,29 @@ def test_nobody_outside_sees_a_virtual_address(house: House, bind: str, to: str,
     assert house.node.tcp(to, 80, bind=bind)["client"] == bind
 
 
+ALIAS = "198.18.9.9"
+
+
+def test_marked_packets_of_others_keep_their_source(house: House):
+    """The packet path of BPF marks by the same bit, while one mode follows the other."""
+    house.become(*IPS, *at(SetName.MASQUERADED, VIP, 80),
+                 (SetName.NODE_IPS, (parse_addr(OWN),)))  # fmt: skip
+    ip(f"addr add {ALIAS}/32 dev lo", netns=house.here)
+    ip(f"route add {ALIAS} via {OWN}", netns=house.there)
+    house.do(lambda: run("nft", "-f", "-", stdin="""
+        table inet bpf { chain out { type filter hook output priority -90;
+            tcp dport 80 meta mark set meta mark | 0x4000
+        }
+        }
+        """))  # fmt: skip
+    try:
+        assert house.node.tcp(NEIGHBOUR, 80, bind=ALIAS)["client"] == ALIAS
+    finally:
+        house.do(lambda: run("nft", "delete", "table", "inet", "bpf"))
+        ip(f"addr del {ALIAS}/32 dev lo", netns=house.here)
+        ip(f"route del {ALIAS}", netns=house.there)
+
+
 def counted(house: House, chain: str) -> list[int]:
     """Packets by rule, of a chain whose rules were given a counter behind their matches."""
     listed = json.loads(house.do(lambda: run("nft", "-j", "list", "chain", "inet", "see", chain)))

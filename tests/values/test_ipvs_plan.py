@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kbpf.dataplane.ipvs import rules
 from kbpf.dataplane.ipvs.plan import (
     NODE,
     NOTHING,
@@ -25,7 +26,9 @@ from kbpf.dataplane.ipvs.plan import (
     program_node,
     wants_mark,
 )
+from kbpf.dataplane.ipvs.plane import style_of
 from kbpf.model.address import format_addr, format_endpoint, parse_addr
+from kbpf.model.config import Config
 from kbpf.model.desired import DesiredState, ServicePortKey, ServiceState
 from kbpf.model.objects import Algorithm, Cidr, Protocol
 from tests.support.plane import desired, service
@@ -441,3 +444,28 @@ def test_ends_sort_like_backends():
                          ground()).pools.values()  # fmt: skip
     assert list(pool.servers) == sorted(pool.servers)
     assert isinstance(pool.servers[0][0], End)
+
+
+@pytest.mark.parametrize(
+    ("taken", "left"),
+    [
+        ((1024, 29999), (30000, 65535)),
+        ((61000, 65535), (1024, 60999)),
+        ((20000, 30000), (30001, 65535)),
+        ((40000, 50000), (1024, 39999)),
+    ],
+)
+def test_masqueraded_ports_are_others_than_those_of_mode_bpf(
+    taken: tuple[int, int], left: tuple[int, int]
+):
+    assert style_of(Config(masquerade_ports=taken)).ports == left
+
+
+def test_nothing_is_done_to_a_packet_before_all_matches_are_met():
+    """A rule that changes the mark and then does not match has changed it all the same."""
+    made = [one["add"]["rule"]["expr"] for one in rules.table(rules.Style())
+            if "rule" in one.get("add", {})]  # fmt: skip
+    assert len(made) > 50
+    for words in made:
+        is_match = ["match" in word for word in words]
+        assert is_match == sorted(is_match, reverse=True), words

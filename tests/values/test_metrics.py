@@ -4,6 +4,7 @@ knows nothing of kbpf.
 
 import json
 import math
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -17,7 +18,7 @@ from kbpf.model.address import parse_addr
 from kbpf.model.config import Config, Serving
 from kbpf.model.measures import Decision, Measures, Table
 from kbpf.model.objects import Cidr
-from kbpf.model.status import AgentStatus, PacketStatus, SourceView
+from kbpf.model.status import AgentStatus, ModeChoice, PacketStatus, SourceView
 from kbpf.serve.desk import Desk
 from kbpf.serve.exposition import Histogram, labels, number
 from kbpf.serve.record import Record
@@ -290,6 +291,30 @@ def test_a_plane_without_a_packet_path_says_nothing_of_it():
     desk = Desk(Config(), "ipvs")
     desk.show(replace_status(packets=None))
     assert "kbpf_packet_path" not in parse(desk.metrics().decode())
+
+
+def test_why_it_is_not_bpf_is_a_label_and_an_event_said_once():
+    made: list[dict[str, object]] = []
+    said = threading.Event()
+
+    def post(path: str, body: bytes) -> int:
+        made.append(json.loads(body))
+        if len(made) == 2:
+            said.set()
+        return 201
+
+    desk = Desk(Config(), "bpf", post=post)
+    choice = ModeChoice("auto", "ipvs", "no cgroup v2", "no cgroup v2 hierarchy is mounted")
+    desk.begun("1", choice)
+    assert said.wait(30)
+    desk.show(replace_status(mode="ipvs", choice=choice))
+    found = parse(desk.metrics().decode())
+    labels = {"mode": "ipvs", "asked": "auto", "reason": "no cgroup v2"}
+    assert found["kbpf_mode_info"].value(**labels) == 1
+    desk.stop()
+    assert [(one["type"], one["reason"]) for one in made] == [
+        ("Warning", "BpfUnavailable"), ("Normal", "Starting")]  # fmt: skip
+    assert "no cgroup v2 hierarchy is mounted" in str(made[0]["note"])
 
 
 def replace_status(**change: object) -> AgentStatus:

@@ -199,13 +199,14 @@ def may_hold(pins: Pins) -> bool:
     return (pins.root / NOTE).is_dir()
 
 
-def remove(pins: Pins) -> tuple[str, ...]:
-    """Takes our rules out of the chains, and our ports from the reserved ones; what was there.
+def remove(pins: Pins, rules: bool = True) -> tuple[str, ...]:
+    """Takes our rules (unless they serve another mode) out of the chains, and our ports from the
+    reserved ones; what was there.
 
     KernelError if the kernel refuses. Without nf_tables or its library there can be nothing of it.
     """
     gone = []
-    if netfilter.available().works:
+    if rules and netfilter.available().works:
         for chain in netfilter.forward_chains():
             gone += [f"rule in {chain}"] * netfilter.remove_ours(chain)
         gone += [f"table {family} {handover.TABLE}" for family in handover.end(force=True)]

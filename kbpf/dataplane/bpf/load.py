@@ -32,7 +32,7 @@ from kbpf.dataplane.bpf.hooks import (
     type_of,
 )
 from kbpf.dataplane.bpf.layout import MAPS, MapSpec
-from kbpf.errors import KernelError
+from kbpf.errors import AttachRefused, KernelError, ProgramRefused
 from kbpf.kernel import libbpf, probe
 from kbpf.kernel.libbpf import Link, Map, Program
 from kbpf.model.config import MapSizes
@@ -294,7 +294,7 @@ class Programs:
             self._loaded[name] = Program.load(name, kind, attach_type, insns)
         except KernelError as error:
             if required:
-                raise
+                raise ProgramRefused(error.what, error.where, error.hint, error.errno) from error
             log.warning("left out: %s", error)
 
     def _over(self, maps: Mapping[str, Map]) -> bool:
@@ -411,7 +411,7 @@ class SocketPrograms(Programs):
         try:
             link = Link.attach(program, cgroup, hook.attach_type)
         except KernelError as error:
-            raise KernelError(
+            raise AttachRefused(
                 f"cannot attach {hook.name}",
                 f"cgroup {self._cgroup}",
                 "the kernel needs cgroup BPF links (5.7), the process CAP_BPF and CAP_NET_ADMIN",

@@ -54,7 +54,7 @@ from kbpf.model.desired import (
 )
 from kbpf.model.measures import Measures
 from kbpf.model.objects import Cidr, Protocol
-from kbpf.model.status import MOST_FAILURES, DeviceFailure, PacketStatus
+from kbpf.model.status import MOST_FAILURES, DeviceFailure, ModeChoice, PacketStatus
 
 log = logging.getLogger("kbpf.dataplane")
 
@@ -102,6 +102,10 @@ class BpfPlane:
         self._meter = Meter(self._pins, config.sizes)
         self._read_again = 0
         self.compiled = False
+
+    def choice(self) -> ModeChoice:
+        """See base.DataPlane."""
+        return ModeChoice(self.name, self.name)
 
     # ---- opening ---------------------------------------------------------------------------
 

@@ -44,6 +44,11 @@ class Virtual(NamedTuple):
     port: int
     mark: int = 0
 
+    @property
+    def family(self) -> int:
+        """4 or 6."""
+        return family_of(self.address)
+
 
 class End(NamedTuple):
     """A real server of a virtual service."""

@@ -18,7 +18,8 @@ from typing import Final
 from msgspec.structs import replace
 
 from kbpf.dataplane.base import Report
-from kbpf.dataplane.ipvs import rules
+from kbpf.dataplane.ipvs import notes, rules
+from kbpf.dataplane.ipvs.notes import Notes
 from kbpf.dataplane.ipvs.plan import (
     NODE,
     NOTHING,
@@ -46,7 +47,7 @@ from kbpf.model.config import Config, LocalMode
 from kbpf.model.desired import DesiredState, FrontendKind, ServicePortKey, ServiceState
 from kbpf.model.measures import Measures
 from kbpf.model.objects import Protocol
-from kbpf.model.status import PacketStatus
+from kbpf.model.status import ModeChoice, PacketStatus
 
 log = logging.getLogger("kbpf.dataplane")
 
@@ -83,8 +84,13 @@ class IpvsPlane:
         self._missing: set[str] = set()  # schedulers
         self._clear()
 
+    def choice(self) -> ModeChoice:
+        """See base.DataPlane."""
+        return ModeChoice(self.name, self.name)
+
     def _clear(self) -> None:
         self._ledger = Ledger()
+        self._notes = Notes(self._state)
         self._ground: Ground | None = None
         self._marks: dict[ServicePortKey, int] = {}
         self._old_marks: dict[tuple[Part, ...], int] = {}  # by frontend, of an earlier agent
@@ -190,6 +196,7 @@ class IpvsPlane:
         after = {NODE: program_node(desired, ground)}
         for key in sorted(keys):
             state = desired.services.get(key)
+            self._notes.note(key, state)
             if state is None:
                 self._marks.pop(key, None)
                 after[key] = NOTHING
@@ -420,15 +427,8 @@ class IpvsPlane:
         return Measures()
 
     def write_status(self, text: bytes) -> None:
-        """Into the state folder, by a rename."""
-        try:
-            new = self._state / "status.new"
-            new.write_bytes(text)
-            new.rename(self._state / "status")
-        except OSError as error:
-            raise KernelError(
-                "cannot write the status", str(self._state), "", error.errno or 0
-            ) from error
+        """Into the state folder, with the names of what is programmed."""
+        self._notes.write(text)
 
     def close(self) -> None:
         """See base.DataPlane."""
@@ -453,7 +453,16 @@ def style_of(config: Config) -> rules.Style:
         local = config.pod_bridge_interface
     elif config.detect_local_mode is LocalMode.PREFIX:
         local = f"{config.pod_interface_name_prefix}*"
-    return rules.Style(config.nft_table, config.masquerade_bit, local)
+    return rules.Style(
+        config.nft_table, config.masquerade_bit, local, beside(config.masquerade_ports)
+    )
+
+
+def beside(ports: tuple[int, int]) -> tuple[int, int]:
+    """The larger range of unprivileged ports that has none of these."""
+    low, high = ports
+    above, below = (high + 1, 65535), (1024, low - 1)
+    return above if above[1] - above[0] >= below[1] - below[0] else below
 
 
 def lock(folder: Path, patience: float = PATIENCE_SECONDS) -> int:
@@ -477,9 +486,10 @@ def lock(folder: Path, patience: float = PATIENCE_SECONDS) -> int:
         time.sleep(0.05)
 
 
-def remove(config: Config) -> tuple[str, ...]:
+def remove(config: Config, forward: bool = True) -> tuple[str, ...]:
     """Every trace of an agent with these settings, in an order that leaves nobody half served;
-    what there was. KernelError if the kernel refuses.
+    what there was. Rules in FORWARD stay if another mode needs them (not `forward`). KernelError if
+    the kernel refuses.
     """
     style, gone = style_of(config), []
     try:
@@ -501,13 +511,12 @@ def remove(config: Config) -> tuple[str, ...]:
     if dummy.remove(config.ipvs_device):
         gone.append(f"device {config.ipvs_device}")
     if elements is not None:
-        for chain in netfilter.forward_chains():
+        for chain in netfilter.forward_chains() if forward else ():
             netfilter.remove_ours(chain)
         netfilter.transaction(*rules.no_table(style), hint=ROOT)
         gone.append(f"nftables inet {style.table}")
     folder = config.state_dir / config.ipvs_device
-    for name in ("status", "status.new"):
-        (folder / name).unlink(missing_ok=True)
+    notes.remove(folder)
     for one in (folder, config.state_dir):
         with contextlib.suppress(OSError):
             one.rmdir()

@@ -45,11 +45,13 @@ INTERVALS: Final = frozenset((SetName.SOURCES, SetName.LOCAL_NETWORKS))
 class Style(NamedTuple):
     """What decides the chains: `bit` of the mark says that a packet is to be masqueraded; `local`
     names devices that pods of this node are behind ("cni0", "veth*"), if they are known by that.
+    `ports`, both included, are for masqueraded connections.
     """
 
     table: str = "kbpf"
     bit: int = 14
     local: str = ""
+    ports: tuple[int, int] = (30000, 65535)
 
     @property
     def mark(self) -> int:
@@ -171,21 +173,40 @@ def _from_here(style: Style, hook: str, family: int) -> Iterator[tuple[Json, ...
 
 def _answers(style: Style, family: int, name: SetName) -> tuple[Json, ...]:
     """Answers of backends carry the mark, so that a closed FORWARD can let them pass."""
-    asked = {"ct": {"key": f"{L3[family]} daddr", "dir": "original"}}
     reply = _match({"ct": {"key": "direction"}}, "reply")
-    return reply, _in(asked, name, family), _mark({"|": [MARK, style.mark]})
+    return reply, _asked(family, name), _mark({"|": [MARK, style.mark]})
+
+
+def _asked(family: int, name: SetName) -> Json:
+    """Connections to these addresses, whatever has become of their packets: those of IPVS. What BPF
+    has translated, and carries the same mark, was for its backend from the beginning.
+    """
+    return _in({"ct": {"key": f"{L3[family]} daddr", "dir": "original"}}, name, family)
 
 
 def _postrouting(style: Style) -> Iterator[tuple[Json, ...]]:
-    masquerade: Json = {"masquerade": {"flags": ["random", "fully-random"]}}
-    marked = {"&": [MARK, style.mark]}
-    yield _match(marked, style.mark), _mark({"^": [MARK, style.mark]}), masquerade
+    marked = _match({"&": [MARK, style.mark]}, style.mark)
     for family in FAMILIES:
         source, at = _payload(L3[family], "saddr"), _at(family)
-        to_itself = {"concat": [*at["concat"], source]}
-        yield _in(to_itself, SetName.HAIRPINS, family), masquerade
+        to_itself = _in({"concat": [*at["concat"], source]}, SetName.HAIRPINS, family)
+        for name in (SetName.VIRTUAL_IPS, SetName.NODE_IPS):
+            asked = _asked(family, name)
+            for is_one, masquerade in _masquerade(style):
+                yield is_one, marked, asked, _mark({"^": [MARK, style.mark]}), masquerade
+                yield is_one, to_itself, asked, masquerade
         # Who dials an address of this machine does so from that address.
-        yield _in(source, SetName.VIRTUAL_IPS, family), masquerade
+        for is_one, masquerade in _masquerade(style):
+            yield is_one, _in(source, SetName.VIRTUAL_IPS, family), masquerade
+
+
+def _masquerade(style: Style) -> Iterator[tuple[Json, Json]]:
+    """For each protocol that has ports. They are others than those of mode bpf, whose connections
+    may go on beside ours.
+    """
+    flags = ["random", "fully-random"]
+    for protocol in ("tcp", "udp", "sctp"):
+        ports = {"range": list(style.ports)}
+        yield _match(L4, protocol), {"masquerade": {"port": ports, "flags": flags}}
 
 
 # ---- words ---------------------------------------------------------------------------------------

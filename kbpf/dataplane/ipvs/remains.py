@@ -1,0 +1,106 @@
+"""What an agent of mode ipvs has left, once another data plane serves.
+
+New connections do not get here any more; those that IPVS knows go on by it. So a virtual address
+goes with all its virtual services as soon as none of them has connections, and what is left of the
+table with the last of them.
+"""
+
+import contextlib
+import errno
+import os
+from collections.abc import Container, Iterable
+from typing import Final
+
+from kbpf.dataplane.ipvs import plane, rules
+from kbpf.dataplane.ipvs.plan import Element, SetName, Virtual, noted
+from kbpf.errors import KernelError
+from kbpf.kernel import dummy, ipvs, netfilter
+from kbpf.kernel.ipvs import Command, Ipvs, Service
+from kbpf.model.address import Addr
+from kbpf.model.config import Config
+
+LOOK_SECONDS: Final = 2.0
+"""So often IPVS is asked for its connections."""
+
+
+class IpvsRemains:
+    """base.Remains of the agent with this device, table and state folder."""
+
+    name = "ipvs"
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._folder = config.state_dir / config.ipvs_device
+        self._style = plane.style_of(config)
+        self._lock = -1
+        self._due = 0.0
+        self._live = 0
+
+    def take(self) -> bool:
+        """See base.Remains."""
+        if not self._folder.is_dir():
+            return False
+        self._lock = plane.lock(self._folder)
+        return True
+
+    def retire(self, now: float) -> float | None:
+        """See base.Remains."""
+        if now < self._due:
+            return self._due
+        self._due = now + LOOK_SECONDS
+        elements = self._elements()
+        ours = [v for element in elements if (v := noted(element)) is not None]
+        if ours:
+            with contextlib.closing(Ipvs()) as face:
+                self._live = self._end_idle(face, ours, elements)
+        if ours and self._live:
+            return self._due
+        plane.remove(self._config, forward=False)
+        return None
+
+    def _elements(self) -> frozenset[Element]:
+        try:
+            return rules.read(netfilter.transaction(rules.listing(self._style)))
+        except KernelError as error:
+            if error.errno != errno.ENOENT:
+                raise
+            return frozenset()
+
+    def _end_idle(self, face: Ipvs, ours: Iterable[Virtual], elements: frozenset[Element]) -> int:
+        """How many connections go on."""
+        loads = {virtual: _connections(face, virtual) for virtual in ours}
+        busy = {virtual.address for virtual, count in loads.items() if count}
+        idle = [v for v in loads if v.address not in busy and not v.mark]
+        face.change([ipvs.Change(Command.DEL_SERVICE, Service(*v)) for v in sorted(idle)],
+                    (errno.ESRCH,))  # fmt: skip
+        gone = {virtual.address for virtual in idle}
+        self._drop_addresses(gone)
+        if rest := [e for e in elements if _is_about(e, gone)]:
+            netfilter.transaction(*rules.removal(self._style, rest))
+        return sum(loads.values())
+
+    def _drop_addresses(self, gone: Iterable[Addr]) -> None:
+        with contextlib.suppress(OSError):  # the device is not there any more
+            dummy.drop(dummy.index(self._config.ipvs_device), gone)
+
+    def problems(self) -> tuple[str, ...]:
+        """See base.Remains."""
+        return (f"{self._live} connections go on by IPVS",) if self._live else ()
+
+    def close(self) -> None:
+        """See base.Remains."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def _connections(face: Ipvs, virtual: Virtual) -> int:
+    return sum(load.active + load.inactive for load in face.servers(Service(*virtual)))
+
+
+def _is_about(element: Element, addresses: Container[object]) -> bool:
+    """Whether this speaks of frontends at one of these addresses."""
+    name, parts = element
+    if name in (SetName.HAIRPINS, SetName.LOCAL_NETWORKS, SetName.NODE_IPS, SetName.OWN_MARKS):
+        return False
+    return (parts[1] if name is SetName.SOURCES else parts[0]) in addresses
