@@ -1,20 +1,31 @@
-"""`kbpf inspect ...`: what the kernel holds, out of the pinned maps. The agent may be down."""
+"""`kbpf inspect ...`: what the kernel holds, in pinned maps or in IPVS. The agent may be down."""
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kbpf.cli import render
-from kbpf.cli.options import DEFAULT, Output, OutputOption, PinDir, Watch
+from kbpf.cli.options import (
+    DEFAULT,
+    IpvsDevice,
+    Output,
+    OutputOption,
+    PinDir,
+    StateDir,
+    Watch,
+)
 from kbpf.errors import ObjectError
 from kbpf.model.address import Addr, parse_addr
 from kbpf.views.columns import Column
 from kbpf.views.snapshot import Part, Snapshot
+
+if TYPE_CHECKING:
+    from kbpf.views.node import Where
 
 app = typer.Typer(
     no_args_is_help=True, help="Show what is programmed; works with the agent down.",
@@ -33,17 +44,30 @@ def _show(page: Callable[[], str], output: Output, again: bool = False) -> None:
     watch(page)
 
 
+def _where(pin_dir: Path, state_dir: Path, device: str) -> "Where":
+    from kbpf.views.node import Where
+
+    return Where(pin_dir, state_dir / device)
+
+
 def _rows(
-    pin_dir: Path,
+    where: "Where",
     parts: Part,
     make: Callable[[Snapshot], Sequence[Any]],
     columns: Sequence[Column],
     output: Output,
     again: bool = False,
 ) -> None:
-    from kbpf.views import snapshot
+    from kbpf.views import node
 
-    _show(lambda: render.rows(make(snapshot.read(pin_dir, parts)), columns, output), output, again)
+    _show(lambda: render.rows(make(node.read(where, parts)), columns, output), output, again)
+
+
+def _pins(pin_dir: Path, parts: Part, state_dir: Path, device: str) -> Snapshot:
+    """For views of maps, hooks and devices."""
+    from kbpf.views import node
+
+    return node.read_pins(_where(pin_dir, state_dir, device), parts)
 
 
 def _note(text: str) -> None:
@@ -85,6 +109,8 @@ def services(
     output: OutputOption = Output.TABLE,
     again: Watch = False,
     pin_dir: PinDir = DEFAULT.pin_dir,
+    state_dir: StateDir = DEFAULT.state_dir,
+    ipvs_device: IpvsDevice = DEFAULT.ipvs_device,
 ) -> None:
     """All Service ports: addresses, policies, how many backends."""
     from kbpf.views import services as view
@@ -92,7 +118,7 @@ def services(
     def some(snapshot: Snapshot) -> Sequence[view.ServiceRow]:
         return [r for r in view.rows(snapshot) if namespace in ("", r.namespace)]
 
-    _rows(pin_dir, view.NEEDS, some, view.COLUMNS, output, again)
+    _rows(_where(pin_dir, state_dir, ipvs_device), view.NEEDS, some, view.COLUMNS, output, again)
 
 
 @app.command("service")
@@ -101,13 +127,17 @@ def service(
     namespace: Annotated[str, typer.Option("-n", "--namespace", help="Its namespace.")] = "",
     output: OutputOption = Output.TABLE,
     pin_dir: PinDir = DEFAULT.pin_dir,
+    state_dir: StateDir = DEFAULT.state_dir,
+    ipvs_device: IpvsDevice = DEFAULT.ipvs_device,
 ) -> None:
     """One Service in full: its frontends, its backend sets, its backends."""
     from kbpf.cli import pages
+    from kbpf.views import node
     from kbpf.views import service as view
-    from kbpf.views import snapshot
 
-    found = view.details(snapshot.read(pin_dir, view.NEEDS), name, namespace)
+    found = view.details(
+        node.read(_where(pin_dir, state_dir, ipvs_device), view.NEEDS), name, namespace
+    )
     if output in (Output.JSON, Output.YAML):
         print(render.document(found, output))
     else:
@@ -115,19 +145,30 @@ def service(
 
 
 @app.command("backends")
-def backends(output: OutputOption = Output.TABLE, pin_dir: PinDir = DEFAULT.pin_dir) -> None:
+def backends(
+    output: OutputOption = Output.TABLE,
+    pin_dir: PinDir = DEFAULT.pin_dir,
+    state_dir: StateDir = DEFAULT.state_dir,
+    ipvs_device: IpvsDevice = DEFAULT.ipvs_device,
+) -> None:
     """All backends, and which Services use them."""
     from kbpf.views import backends as view
 
-    _rows(pin_dir, view.NEEDS, view.rows, view.COLUMNS, output)
+    _rows(_where(pin_dir, state_dir, ipvs_device), view.NEEDS, view.rows, view.COLUMNS, output)
 
 
 @app.command("affinity")
-def affinity(output: OutputOption = Output.TABLE, pin_dir: PinDir = DEFAULT.pin_dir) -> None:
+def affinity(
+    output: OutputOption = Output.TABLE,
+    pin_dir: PinDir = DEFAULT.pin_dir,
+    state_dir: StateDir = DEFAULT.state_dir,
+    ipvs_device: IpvsDevice = DEFAULT.ipvs_device,
+) -> None:
     """Which client is kept at which backend."""
     from kbpf.views import affinity as view
 
-    _rows(pin_dir, view.NEEDS, view.rows, view.COLUMNS, output)
+    held = _pins(pin_dir, view.NEEDS, state_dir, ipvs_device)
+    print(render.rows(view.rows(held), view.COLUMNS, output))
 
 
 @app.command("connections")
@@ -148,26 +189,26 @@ def connections(
     limit: Limit = 0,
     output: OutputOption = Output.TABLE,
     pin_dir: PinDir = DEFAULT.pin_dir,
+    state_dir: StateDir = DEFAULT.state_dir,
+    ipvs_device: IpvsDevice = DEFAULT.ipvs_device,
 ) -> None:
-    """The connections that the packet path tracks: who, to whom, as whom, in which state.
+    """The connections that the packet path or IPVS tracks: who, to whom, as whom, in which state.
 
     Not shown: connections that the socket hooks translated. They cost nothing per packet, nobody
     tracks them but the kernel itself, and `ss` lists them with their backends.
     """
     from kbpf.views import connections as view
-    from kbpf.views import packets, snapshot
+    from kbpf.views import node
 
     wanted = view.Wanted(
         service, _address(client, "--client"), _address(backend, "--backend"),
         str(state or ""), expired,
     )  # fmt: skip
-    held = snapshot.read(pin_dir, view.NEEDS)
-    found, over = view.select(held, wanted)
-    shown = islice(found, limit or None)
-    _stream(view.rows(held, shown), view.COLUMNS, output)
-    _note(packets.words(held))
-    _note(_more(len(found), limit, "connections"))
-    _note(f"and {over} whose time is over: --expired shows them" if over else "")
+    found = node.find_connections(_where(pin_dir, state_dir, ipvs_device), wanted, limit)
+    _stream(found.rows, view.COLUMNS, output)
+    _note(found.words)
+    _note(_more(found.total, limit, "connections"))
+    _note(f"and {found.over} whose time is over: --expired shows them" if found.over else "")
 
 
 def _more(count: int, limit: int, what: str) -> str:
@@ -176,16 +217,20 @@ def _more(count: int, limit: int, what: str) -> str:
 
 @app.command("nat")
 def nat(
-    limit: Limit = 0, output: OutputOption = Output.TABLE, pin_dir: PinDir = DEFAULT.pin_dir
+    limit: Limit = 0,
+    output: OutputOption = Output.TABLE,
+    pin_dir: PinDir = DEFAULT.pin_dir,
+    state_dir: StateDir = DEFAULT.state_dir,
+    ipvs_device: IpvsDevice = DEFAULT.ipvs_device,
 ) -> None:
     """Translated sources: as whom the node speaks for whom, and how many of its ports are in use
     before each backend; `!` from 80 % on.
     """
     from kbpf.cli import pages
     from kbpf.views import nat as view
-    from kbpf.views import packets, snapshot
+    from kbpf.views import packets
 
-    held = snapshot.read(pin_dir, view.NEEDS)
+    held = _pins(pin_dir, view.NEEDS, state_dir, ipvs_device)
     found = view.translated(held)
     above = view.view(held, found)
     if output not in (Output.JSON, Output.YAML):
@@ -196,15 +241,20 @@ def nat(
 
 
 @app.command("sources")
-def sources(output: OutputOption = Output.TABLE, pin_dir: PinDir = DEFAULT.pin_dir) -> None:
+def sources(
+    output: OutputOption = Output.TABLE,
+    pin_dir: PinDir = DEFAULT.pin_dir,
+    state_dir: StateDir = DEFAULT.state_dir,
+    ipvs_device: IpvsDevice = DEFAULT.ipvs_device,
+) -> None:
     """Who may dial the LoadBalancer VIPs that are not for everybody, and who counts as a pod of
     this node.
     """
     from kbpf.cli import pages
-    from kbpf.views import packets, snapshot
+    from kbpf.views import packets
     from kbpf.views import sources as view
 
-    held = snapshot.read(pin_dir, view.NEEDS)
+    held = _pins(pin_dir, view.NEEDS, state_dir, ipvs_device)
     found = view.view(held)
     if output in (Output.JSON, Output.YAML):
         print(render.document(found, output))
@@ -214,30 +264,47 @@ def sources(output: OutputOption = Output.TABLE, pin_dir: PinDir = DEFAULT.pin_d
 
 
 @app.command("devices")
-def devices(output: OutputOption = Output.TABLE, pin_dir: PinDir = DEFAULT.pin_dir) -> None:
+def devices(
+    output: OutputOption = Output.TABLE,
+    pin_dir: PinDir = DEFAULT.pin_dir,
+    state_dir: StateDir = DEFAULT.state_dir,
+    ipvs_device: IpvsDevice = DEFAULT.ipvs_device,
+) -> None:
     """Network devices: to other machines or to pods, which program each runs, and why not."""
     from kbpf.views import devices as view
-    from kbpf.views import packets, snapshot
+    from kbpf.views import packets
 
-    held = snapshot.read(pin_dir, view.NEEDS)
+    held = _pins(pin_dir, view.NEEDS, state_dir, ipvs_device)
     print(render.rows(view.rows(held, view.look(held)), view.COLUMNS, output))
     _note(packets.words(held))
 
 
 @app.command("maps")
-def maps(output: OutputOption = Output.TABLE, pin_dir: PinDir = DEFAULT.pin_dir) -> None:
+def maps(
+    output: OutputOption = Output.TABLE,
+    pin_dir: PinDir = DEFAULT.pin_dir,
+    state_dir: StateDir = DEFAULT.state_dir,
+    ipvs_device: IpvsDevice = DEFAULT.ipvs_device,
+) -> None:
     """How full the maps are; `!` from 80 % on."""
     from kbpf.views import maps as view
 
-    _rows(pin_dir, view.NEEDS, view.rows, view.COLUMNS, output)
+    held = _pins(pin_dir, view.NEEDS, state_dir, ipvs_device)
+    print(render.rows(view.rows(held), view.COLUMNS, output))
 
 
 @app.command("programs")
-def programs(output: OutputOption = Output.TABLE, pin_dir: PinDir = DEFAULT.pin_dir) -> None:
+def programs(
+    output: OutputOption = Output.TABLE,
+    pin_dir: PinDir = DEFAULT.pin_dir,
+    state_dir: StateDir = DEFAULT.state_dir,
+    ipvs_device: IpvsDevice = DEFAULT.ipvs_device,
+) -> None:
     """What is attached to each hook."""
     from kbpf.views import programs as view
 
-    _rows(pin_dir, view.NEEDS, view.rows, view.COLUMNS, output)
+    held = _pins(pin_dir, view.NEEDS, state_dir, ipvs_device)
+    print(render.rows(view.rows(held), view.COLUMNS, output))
 
 
 @app.command("status")
@@ -245,19 +312,21 @@ def status(
     output: OutputOption = Output.TABLE,
     again: Watch = False,
     pin_dir: PinDir = DEFAULT.pin_dir,
+    state_dir: StateDir = DEFAULT.state_dir,
+    ipvs_device: IpvsDevice = DEFAULT.ipvs_device,
 ) -> None:
     """How the agent is doing. Ends with 1 unless it runs, has synced, all hooks are attached, all
     Service ports are programmed and the packet path, if it is switched on, is on all its devices.
     """
     from kbpf.cli import pages
-    from kbpf.views import snapshot
+    from kbpf.views import node
     from kbpf.views import status as view
 
     well = True
 
     def page() -> str:
         nonlocal well
-        now = view.view(snapshot.read(pin_dir, view.NEEDS))
+        now = view.view(node.read(_where(pin_dir, state_dir, ipvs_device), view.NEEDS))
         well = now.ok
         if output in (Output.JSON, Output.YAML):
             return render.document(now, output)

@@ -61,22 +61,29 @@ def status(view: StatusView) -> str:
         more = view.problem_count - len(view.problems)
         lines = [*view.problems, *([f"and {more} more"] if more > 0 else [])]
         parts.append("problems\n" + render.indent("\n".join(lines)))
-    parts.append("packet path\n" + render.indent(render.facts(_packets(view.packets))))
-    if view.packets.failed:
-        more = view.packets.failed_count - len(view.packets.failed)
-        parts.append(
-            render.table(view.packets.failed, packets_view.FAILURE_COLUMNS)
-            + (f"\nand {more} more devices" if more > 0 else "")
-        )
-    parts.append(render.table(view.counters.items(), status_view.COUNTER_COLUMNS))
+    if view.packets is not None:
+        parts += _packet_path(view.packets)
+        parts.append(render.table(view.counters.items(), status_view.COUNTER_COLUMNS))
     return "\n\n".join(parts)
+
+
+def _packet_path(path: PacketView) -> Iterator[str]:
+    yield "packet path\n" + render.indent(render.facts(_packets(path)))
+    if path.failed:
+        more = path.failed_count - len(path.failed)
+        yield render.table(path.failed, packets_view.FAILURE_COLUMNS) + (
+            f"\nand {more} more devices" if more > 0 else ""
+        )
 
 
 def _agent(view: StatusView) -> Iterator[tuple[str, str]]:
     yield "agent", _running(view)
     if view.version:
         yield "node", view.node
-        yield "mode", f"{view.mode} (kbpf {view.version})"
+        asked = f", asked for: {view.mode_asked}" if view.mode_asked else ""
+        yield "mode", f"{view.mode}{asked} (kbpf {view.version})"
+        if view.mode_reason:
+            yield "not bpf", f"{view.mode_reason}: {view.mode_why}"
         yield (
             "synced",
             "yes"
@@ -87,11 +94,12 @@ def _agent(view: StatusView) -> Iterator[tuple[str, str]]:
         yield "services", f"{view.services} ({view.service_ports} Service ports{refused})"
         yield "applied", f"{view.applied} times, the last in {view.last_apply_ms:g} ms"
         yield "event to map", _delay(view)
-    missing = f"; missing: {', '.join(view.hooks_missing)}" if view.hooks_missing else ""
-    yield "hooks", f"{view.hooks_attached} of {view.hooks} attached{missing}"
-    exempt = f", but for {view.exempt_cgroups} exempt cgroups" if view.exempt_cgroups else ""
-    yield "socket-lb", f"{view.socket_lb}{exempt}"
-    yield "pins", view.pin_dir
+    if view.packets is not None:
+        missing = f"; missing: {', '.join(view.hooks_missing)}" if view.hooks_missing else ""
+        yield "hooks", f"{view.hooks_attached} of {view.hooks} attached{missing}"
+        exempt = f", but for {view.exempt_cgroups} exempt cgroups" if view.exempt_cgroups else ""
+        yield "socket-lb", f"{view.socket_lb}{exempt}"
+    yield "pins" if view.packets is not None else "state", view.pin_dir
     if view.error:
         yield "error", view.error
     if view.problem_count:

@@ -9,15 +9,18 @@ import errno
 import os
 import socket
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum, IntFlag
+from pathlib import Path
 from typing import Final, NamedTuple
 
 from kbpf.errors import KernelError
 from kbpf.kernel.netlink import Netlink, Request, attribute, attributes, number, text
-from kbpf.model.address import ANY4, ANY6, V4_PREFIX, Addr, family_of, format_endpoint
+from kbpf.model.address import ANY4, ANY6, V4_PREFIX, Addr, family_of, format_endpoint, parse_addr
+from kbpf.model.objects import Protocol
 
 FAMILY: Final = "IPVS"
+CONNECTIONS: Final = Path("/proc/thread-self/net/ip_vs_conn")
 HINT: Final = "load the kernel module ip_vs (modprobe ip_vs)"
 NETLINK_GENERIC: Final = 16
 NESTED: Final = 0x8000
@@ -114,6 +117,50 @@ class Change(NamedTuple):
     def __str__(self) -> str:
         words = self.command.name.lower().replace("_", " ")
         return f"{words} {self.service}" + (f" -> {self.server}" if self.server else "")
+
+
+class Connection(NamedTuple):
+    """A connection that IPVS tracks: addresses with ports, IPVS' word for its state, and in how
+    many seconds it is forgotten unless a packet comes.
+    """
+
+    protocol: Protocol
+    client: tuple[Addr, int]
+    frontend: tuple[Addr, int]
+    server: tuple[Addr, int]
+    state: str
+    expires: int
+
+
+def connections(path: Path = CONNECTIONS) -> tuple[Connection, ...]:
+    """All of this network namespace. KernelError if they cannot be read."""
+    try:
+        text_ = path.read_text()
+    except OSError as error:
+        raise KernelError(
+            "cannot read the connections of IPVS", str(path), HINT, error.errno or 0
+        ) from error
+    return tuple(parse_connections(text_))
+
+
+def parse_connections(lines: str) -> Iterator[Connection]:
+    """From the kernel's list. What only remembers where a client belongs has no port of the client
+    and is left out, and so is what is of no protocol that Services have.
+    """
+    for line in lines.splitlines()[1:]:
+        kind, *words = line.split()
+        if kind not in Protocol.__members__ or len(words) < 8 or int(words[1], 16) == 0:
+            continue
+        client, frontend, server = (
+            (_proc_address(words[i]), int(words[i + 1], 16)) for i in (0, 2, 4)
+        )
+        yield Connection(Protocol[kind], client, frontend, server, words[6], int(words[7]))
+
+
+def _proc_address(word: str) -> Addr:
+    if ":" in word:
+        return parse_addr(word)
+    return Addr(V4_PREFIX + bytes.fromhex(word))
 
 
 # ---- bytes ---------------------------------------------------------------------------------------

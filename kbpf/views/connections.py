@@ -40,7 +40,9 @@ class ConnectionRow(msgspec.Struct, frozen=True, gc=False):
     `lost`: parts that had to make room for others, ``flow``, ``reply`` or ``source``; the next
     packet that finds another part makes them anew. `replaced`: the client has begun anew from the
     same port; what is shown is what is left of the connection before.
-    `way`: up the node's ``stack``, or ``redirect``: from device to device.
+    `way`: up the node's ``stack``, or ``redirect``: from device to device; ``ipvs``: by IPVS, which
+    knows neither for how long nothing has come (`idle_seconds` None) nor what source the backend
+    sees (`seen_as` "").
     `device`: the client is this node itself, and sends by that device; else "".
     """
 
@@ -52,7 +54,7 @@ class ConnectionRow(msgspec.Struct, frozen=True, gc=False):
     seen_as: str
     masqueraded: bool
     state: str
-    idle_seconds: float
+    idle_seconds: float | None
     expires_seconds: float
     expired: bool
     lost: tuple[str, ...]
@@ -102,7 +104,7 @@ def select(snapshot: Snapshot, wanted: Wanted = Wanted()) -> Selected:
 
 def _tests(snapshot: Snapshot, wanted: Wanted) -> Iterator[Callable[[Tracked], bool]]:
     if wanted.service:
-        ids = _services(snapshot, wanted.service)
+        ids = of_service(snapshot, wanted.service)
         yield lambda one: one.service in ids
     if wanted.client is not None:
         client = bytes(wanted.client)
@@ -115,7 +117,8 @@ def _tests(snapshot: Snapshot, wanted: Wanted) -> Iterator[Callable[[Tracked], b
         yield lambda one: one.state == state
 
 
-def _services(snapshot: Snapshot, wanted: str) -> frozenset[int]:
+def of_service(snapshot: Snapshot, wanted: str) -> frozenset[int]:
+    """The ids of a Service, NAME or NAMESPACE/NAME. NotFoundError if it is not programmed."""
     namespace, _, name = wanted.rpartition("/")
 
     def same(key: ServicePortKey) -> bool:
@@ -214,6 +217,8 @@ def _expires(row: ConnectionRow) -> str:
 
 
 def _seen(row: ConnectionRow) -> str:
+    if not row.seen_as:
+        return "-"
     if row.masqueraded:
         return f"{row.seen_as} (node)"
     return "the client" if row.seen_as == row.client else row.seen_as
@@ -236,7 +241,7 @@ COLUMNS: Final = (
     Column("BACKEND", lambda r: r.backend),
     Column("BACKEND-SEES", _seen),
     Column("STATE", lambda r: r.state),
-    Column("IDLE", lambda r: span(r.idle_seconds), right=True),
+    Column("IDLE", lambda r: "-" if r.idle_seconds is None else span(r.idle_seconds), right=True),
     Column("EXPIRES-IN", _expires, right=True),
     Column("WAY", lambda r: r.way, wide=True),
     Column("NOTE", _note),

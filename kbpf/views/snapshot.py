@@ -181,7 +181,7 @@ def read(pin_dir: Path, parts: Part) -> Snapshot:
         if Part.STATUS in parts:
             status = decode(maps["agent_status"].lookup(ZERO) or b"")
             values["status"] = status
-            values["agent_alive"] = status is not None and _alive(status.pid)
+            values["agent_alive"] = status is not None and alive(status.pid)
             values["reasons"] = _reasons(maps["reasons"])
         if Part.CONNECTIONS in parts:
             # In this order: who begins a connection writes `flows` last.
@@ -307,7 +307,7 @@ def _facts(name: str, held: Map) -> MapFacts:
     return MapFacts(name, held.type, entries, held.max_entries, held.memory())
 
 
-def _alive(pid: int) -> bool:
+def alive(pid: int) -> bool:
     """Whether this process runs; one that only waits to be reaped does not."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()

@@ -25,7 +25,9 @@ class StatusView(msgspec.Struct, frozen=True):
     it, if it is switched on.
 
     `running_seconds` is since its start; `silent_seconds` since its last word. Both are None when
-    no agent ever wrote a word here. `counters` are by reason, over all CPUs.
+    no agent ever wrote a word here. `counters` are by reason, over all CPUs. `mode_reason` and
+    `mode_why`: why --mode auto could not take BPF, "" if it has. Mode ipvs has no hooks, no
+    counters and no packet path (`packets` None).
     """
 
     ok: bool
@@ -35,6 +37,9 @@ class StatusView(msgspec.Struct, frozen=True):
     version: str
     node: str
     mode: str
+    mode_asked: str
+    mode_reason: str
+    mode_why: str
     pid: int
     running_seconds: float | None
     silent_seconds: float | None
@@ -55,7 +60,7 @@ class StatusView(msgspec.Struct, frozen=True):
     problem_count: int
     problems: tuple[str, ...]
     counters: dict[str, int]
-    packets: PacketView
+    packets: PacketView | None
 
 
 def view(snapshot: Snapshot) -> StatusView:
@@ -65,8 +70,9 @@ def view(snapshot: Snapshot) -> StatusView:
     running = silent is not None and silent < HEARTBEAT_SECONDS and snapshot.agent_alive
     states = {f.hook.name: state(f, snapshot.socket_lb) for f in snapshot.hooks}
     missing = tuple(name for name, word in states.items() if word not in ("attached", "off"))
-    path = packets.view(snapshot)
-    sound = path.state != "failed" and not path.failed_count
+    choice = said.choice if said else None
+    path = None if choice is not None and choice.mode == "ipvs" else packets.view(snapshot)
+    sound = path is None or (path.state != "failed" and not path.failed_count)
     return StatusView(
         ok=bool(
             running
@@ -83,6 +89,9 @@ def view(snapshot: Snapshot) -> StatusView:
         version=said.version if said else "",
         node=said.node if said else "",
         mode=said.mode if said else "",
+        mode_asked=choice.asked if choice else "",
+        mode_reason=choice.reason if choice else "",
+        mode_why=choice.why if choice else "",
         pid=said.pid if said else 0,
         running_seconds=round(snapshot.boottime - said.started, 1) if said else None,
         silent_seconds=round(silent, 1) if silent is not None else None,
@@ -102,7 +111,9 @@ def view(snapshot: Snapshot) -> StatusView:
         exempt_cgroups=snapshot.exempt_cgroups,
         problem_count=said.problem_count if said else 0,
         problems=said.problems if said else (),
-        counters={reason.name.lower(): snapshot.reasons.get(reason, 0) for reason in Reason},
+        counters={reason.name.lower(): snapshot.reasons.get(reason, 0) for reason in Reason}
+        if path is not None
+        else {},
         packets=path,
     )
 

@@ -2,6 +2,9 @@
 whose pods serve; connections come from the node, its pods, the other node and outside.
 """
 
+import json
+import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -13,7 +16,7 @@ import pytest
 
 from kbpf.dataplane.ipvs import plane as ipvs_plane
 from kbpf.dataplane.ipvs.plane import IpvsPlane
-from kbpf.kernel import netns
+from kbpf.kernel import netns, sysctl
 from kbpf.kernel.ipvs import Change, Command, Ipvs, Server, Service, Settings
 from kbpf.model.address import parse_addr
 from kbpf.model.config import Config, LocalMode
@@ -304,6 +307,49 @@ def test_udp_moves_at_once(applied: Ground):
     until("it is refused", lambda: again() == REFUSED)
 
 
+def test_one_port_of_a_client_again_and_again(applied: Ground):
+    """Whether its last connection is over or not, and whoever serves by now."""
+    ground, at = applied, f"{VIP4}:73"
+
+    def dial() -> str:
+        with socket.socket() as s:
+            s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            s.settimeout(30)
+            s.bind((OUT, 45000))
+            s.connect((VIP4, 73))
+            s.sendall(b"hello\n")
+            return str(json.loads(s.recv(4096))["name"])
+
+    outside = Path("/run/netns") / str(ground.lab.outside)
+    for name in ("a", "b") * 4:
+        ground.apply(service("port", at, f"{getattr(ground, name).ip}:8080"))
+        assert [netns.inside(outside, dial) for _ in range(3)] == [name] * 3
+
+
+def test_strict_arp(applied: Ground):
+    """Nobody on the network hears that the node has an address of its dummy device."""
+    ground, lab = applied, applied.lab
+    settings = ("net.ipv4.conf.all.arp_ignore", "net.ipv4.conf.all.arp_announce")
+    ip(f"route add {LB4}/32 dev {lab.prefix}", netns=lab.outside)
+
+    def answer() -> str:
+        run("ip", "-n", str(lab.outside), "neigh", "flush", "dev", lab.prefix)
+        got = ground.outside.tcp(LB4, 80, timeout=30.0)
+        return str(got.get("error", "served"))
+
+    try:
+        ground.start(strict_arp=True)
+        ground.apply(*services(ground))
+        assert ground.do(lambda: [sysctl.read(name) for name in settings]) == ["1", "2"]
+        assert answer() == "EHOSTUNREACH"
+        ground.do(lambda: [sysctl.write(name, "0") for name in settings])
+        assert answer() == "served"
+    finally:
+        ip(f"route del {LB4}/32 dev {lab.prefix}", netns=lab.outside)
+        ground.start()
+
+
 def test_foreign_services_stay(applied: Ground):
     ground = applied
     theirs = Service(6, parse_addr("203.0.113.1"), 80)
@@ -492,14 +538,20 @@ def test_the_agent(applied: Ground, tmp_path: Path):
         first.kill()
         first.wait()
     assert names(VIP4, 80) == {"b"}
-    refused = subprocess.run([*kbpf, "run", "--mode", "bpf", "--source", str(folder), *where],
-                             capture_output=True, text=True, check=False)  # fmt: skip
-    assert refused.returncode != 0
-    assert "kbpf cleanup" in refused.stderr
+    inspect = ("inspect", "service", "web", "-o", "json", *where)
+    (row,) = json.loads(run(*kbpf, *inspect))
+    assert [f["kind"] for f in row["service"]["frontends"]] == ["ClusterIP", "NodePort"]
+    (one,) = row["cluster"]
+    assert [backend["address"] for backend in one["backends"]] == [ground.b.ip]
+    rows = json.loads(run(*kbpf, "inspect", "connections", "--service", "web", "-o", "json",
+                          *where))  # fmt: skip
+    assert {row["backend"] for row in rows} >= {f"{ground.b.ip}:8080"}
     objects(ground.a)
     second = agent()
     try:
         until("a serves again", lambda: names(NODE, 30080) == {"a"})
+        status = json.loads(run(*kbpf, "inspect", "status", "-o", "json", *where))
+        assert (status["ok"], status["mode"], status["mode_asked"]) == (True, "ipvs", "ipvs")
     finally:
         second.terminate()
         assert second.wait(60) == 0
