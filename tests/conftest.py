@@ -4,7 +4,11 @@ import os
 
 from hypothesis import HealthCheck, settings
 
-pytest_plugins = ["tests.support.features", "tests.support.fixtures_apiserver"]
+pytest_plugins = [
+    "tests.support.features",
+    "tests.support.modes",
+    "tests.support.fixtures_apiserver",
+]
 
 # The same commit gets the same verdict: the examples follow from the test's text. Who looks for new
 # ones says HYPOTHESIS_PROFILE=search. No clock decides: the machine may be busy.

@@ -35,8 +35,14 @@ FEATURES = (
     Feature("lab", ("tests/lab/test_clsact.py",)),
     Feature("sctp", ("tests/lab/test_sctp.py",)),
     Feature("ipvs", ("tests/programs/test_ipvs.py", "tests/programs/test_leftovers.py")),
+    Feature("modes", ("tests/lab/test_modes.py",)),
+    *(
+        Feature(f"ipvs-{name}", (f"tests/lab/test_{name}.py",), "ipvs")
+        for name in ("services", "policy", "affinity", "updates", "north_south")
+    ),
 )
-MINUTES = 15
+MODES = ("bpf", "ipvs")
+MINUTES = 20
 PYTEST = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider")
 
 
@@ -99,17 +105,24 @@ def run(
     say(f"{kernel.family}: {ending.why or 'done'} after {ending.seconds:.0f} s, see {ending.log}")
     if ending.code is None:
         say(tail(ending.log))
-    cases = table.read(results / "junit.xml")
+    cases = [case for mode in MODES for case in table.read(results / f"junit-{mode}.xml", mode)]
     return table.results(kernel.family, kernel.release, features, cases)
 
 
 def command(features: list[Feature]) -> list[str]:
-    """What runs inside."""
-    tests = [test for feature in features for test in feature.tests]
+    """What runs inside: pytest, once for each mode of the lab's agents."""
+    return ["sh", "-c", "; ".join(_pytest(mode, features) for mode in MODES)]
+
+
+def _pytest(mode: str, features: list[Feature]) -> str:
+    tests = [test for feature in features if feature.mode == mode for test in feature.tests]
+    if not tests:
+        return ":"
     variables = {
         **pycache(),
         DEBIAN: "1",
         ARTIFACTS: str(BUILD / "artifacts"),
+        "KBPF_TEST_MODE": mode,
         "PYTHONDONTWRITEBYTECODE": "1",
         # Else pytest reads every installed package's metadata: minutes over 9p.
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
@@ -119,7 +132,7 @@ def command(features: list[Feature]) -> list[str]:
         *PYTEST, "-v", "--tb=short", "--color=no", "-p", "pytest_timeout",
         "-o", "junit_family=xunit1", *tests,
     ])  # fmt: skip
-    return ["sh", "-c", f'{words} --junitxml="$RESULTS/junit.xml"']
+    return f'{words} --junitxml="$RESULTS/junit-{mode}.xml"'
 
 
 def tail(log: Path, lines: int = 40) -> str:

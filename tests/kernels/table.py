@@ -17,10 +17,11 @@ WORKS, LACKS, FAILS = "works", "lacks", "FAILS"
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """What a row of the table is about, and the tests that prove it."""
+    """What a row of the table is about, and the tests that prove it; the lab's agents' mode."""
 
     name: str
     tests: tuple[str, ...]
+    mode: str = "bpf"
 
 
 class Result(msgspec.Struct, frozen=True):
@@ -60,9 +61,10 @@ class Case(msgspec.Struct, frozen=True):
     failed: bool
     skipped: str
     properties: dict[str, str]
+    mode: str = "bpf"
 
     @classmethod
-    def of(cls, element: ElementTree.Element) -> Self:
+    def of(cls, element: ElementTree.Element, mode: str = "bpf") -> Self:
         """The test case of this element."""
         skipped = element.find("skipped")
         broken = element.find("failure") is not None or element.find("error") is not None
@@ -73,16 +75,17 @@ class Case(msgspec.Struct, frozen=True):
             broken,
             skipped.get("message", "") if skipped is not None else "",
             {p.get("name", ""): p.get("value", "") for p in element.iter("property")},
+            mode,
         )
 
 
-def read(path: Path) -> list[Case]:
+def read(path: Path, mode: str = "bpf") -> list[Case]:
     """All cases of a JUnit file; none when there is no whole file."""
     try:
         tree = ElementTree.parse(path)
     except (OSError, ElementTree.ParseError):
         return []
-    return [Case.of(element) for element in tree.iter("testcase")]
+    return [Case.of(element, mode) for element in tree.iter("testcase")]
 
 
 def results(
@@ -90,7 +93,10 @@ def results(
 ) -> list[Result]:
     """One result for each feature."""
     known = list(cases)
-    return [_result(kernel, release, f, [c for c in known if c.file in f.tests]) for f in features]
+    return [
+        _result(kernel, release, f, [c for c in known if c.file in f.tests and c.mode == f.mode])
+        for f in features
+    ]
 
 
 def _result(kernel: str, release: str, feature: Feature, cases: list[Case]) -> Result:

@@ -5,10 +5,12 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.cluster import Cluster
+from tests.support.folder_cluster import FolderCluster
+from tests.support.modes import PACKETS
 
 
 @pytest.fixture(scope="session")
 def cluster(programs: None) -> Iterator[Cluster]:
     """Two nodes. A test uses Services of its own, and removes them."""
-    with Cluster(2, "s") as made:
+    with FolderCluster(2, "s") if PACKETS else Cluster(2, "s") as made:
         yield made

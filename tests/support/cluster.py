@@ -19,12 +19,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from kbpf.model.address import Addr
+from kbpf.model.objects import Protocol
 from tests.support import plane
 from tests.support.apiserver import ApiServer
 from tests.support.faults import FaultProxy
 from tests.support.kube import KubeError, Object
 from tests.support.kube_objects import endpoint, endpoint_slice, node, port, service, slice_port
-from tests.support.lab import PATIENCE, Agent, Lab, Node, Place, ip, until
+from tests.support.lab import MODE, PATIENCE, Agent, Lab, Node, Place, ip, until
 
 POD_PORTS = (8080, 8081)
 HOST_PORT = 9080
@@ -54,7 +56,8 @@ class Places:
         for index in range(1, pods + 1):
             pod = home.pod(f"{letter}{index}").serve(*POD_PORTS, udp=POD_PORTS)
             self.places[pod.name] = pod
-            _unroute(pod.netns)
+            if MODE == "bpf":  # others serve packets only
+                _unroute(pod.netns)
         hosted = home.host_network_pod(f"{letter}-net")
         for address in (hosted.ip, hosted.ip6):  # bound, so that UDP answers come from it
             hosted.serve(HOST_PORT, udp=(HOST_PORT,), address=address)
@@ -77,7 +80,10 @@ class Places:
 
     def served(self, agent: Agent | None = None) -> dict[str, dict[str, Any]]:
         """Frontend → what stands behind it, without ids and without the cluster's own mark."""
-        found = plane.dump((agent or self.agent).entries)["frontends"]
+        one = agent or self.agent
+        if one.mode == "ipvs":
+            return {at: behind for at, behind in one.behind().items() if behind["service"] != MARK}
+        found = plane.dump(one.entries)["frontends"]
         return {at: behind for at, behind in found.items() if behind["service"] != MARK}
 
     def seen_as(self, client: str, server: str, v6: bool) -> str:
@@ -242,10 +248,25 @@ def mark(number: int) -> tuple[Object, Object]:
 
 
 def shows(agent: Agent, number: int) -> bool:
-    """Whether this mark is programmed."""
+    """Whether this mark is programmed, with all that was to be before it."""
     at = 1000 + number
+    if agent.mode == "ipvs":
+        return _shows_ipvs(agent, at)
     key = ipaddress.ip_address("::ffff:10.96.0.250").packed + at.to_bytes(2, "big") + b"\x06\0"
     if key not in agent.entries("services"):
         return False
     behind = plane.dump(agent.entries)["frontends"].get(f"10.96.0.250:{at}/TCP")
     return behind is not None and behind["cluster"] == [f"10.255.0.1:{at}/TCP"]
+
+
+def _shows_ipvs(agent: Agent, at: int) -> bool:
+    """The notes of what is gone are the last that goes."""
+    servers = agent.virtual_services().get(f"10.96.0.250:{at}/6", {})
+    sets = agent.elements()
+    answers = {parts for name in ("served", "refused", "dropped") for parts in sets.get(name, ())}
+    mark_ = (Addr(ipaddress.ip_address("::ffff:10.96.0.250").packed), Protocol.TCP, at)
+    return (
+        servers.get(f"10.255.0.1:{at}") == 1
+        and mark_ in sets.get("served", ())
+        and answers == set(sets.get("own", ()))
+    )

@@ -31,9 +31,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kbpf.dataplane.bpf.layout import Reason
 
-PATIENCE = 60.0
+PATIENCE = 240.0 if os.environ.get("KBPF_TEST_DEBIAN_KERNEL") else 60.0
 """Seconds for what takes moments. A deadline costs nothing when all is well, and a machine that
-has other things to do may stop any process for some seconds.
+has other things to do may stop any process for some seconds; under emulation (features.DEBIAN) an
+agent may take a minute to start.
 """
 PROBER = Path(__file__).with_name("prober.py")
 DIE_WITH_US = ("setpriv", "--pdeathsig", "KILL", "--")
@@ -381,12 +382,18 @@ class Lab:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
+MODE = os.environ.get("KBPF_TEST_MODE", "bpf")
+"""Which data plane the lab's agents have: "bpf" or "ipvs". tests.kernels runs files with both."""
+
+
 class Agent:
     """`kbpf run` on one node."""
 
     def __init__(self, node: Node, *arguments: str, cache: Path | None = None) -> None:
         self.node = node
         self.pin_dir = Path("/sys/fs/bpf") / node.netns
+        self.state_dir = node.lab.folder / f"state-{node.name}"
+        self.mode = MODE
         self.log = node.lab.folder / f"{node.name}.log"
         given = os.environ.get("KBPF_TEST_ARTIFACTS")  # compiled elsewhere: see plane.py
         self._cache = cache or Path(given or Path(tempfile.gettempdir()) / "kbpf-test-cache")
@@ -419,6 +426,8 @@ class Agent:
             *self.wrapper,
             *(sys.executable, "-m", self.module, "run", "--hostname-override", self.node.name),
             *("--pin-dir", str(self.pin_dir), "--cgroup", str(self.node.cgroup)),
+            *(() if self.mode == "bpf" else ("--mode", self.mode)),
+            *("--state-dir", str(self.state_dir)),
             *("--cache-dir", str(self._cache), *self._arguments, *extra),
         )
         self.begin()
@@ -439,7 +448,10 @@ class Agent:
 
     def wait_synced(self, seconds: float = 2 * PATIENCE) -> None:
         """Until the process that was started last has programmed everything once."""
-        until(f"the agent of {self.node.name} has synced", self._is_synced, seconds)
+        try:
+            until(f"the agent of {self.node.name} has synced", self._is_synced, seconds)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.status()}\n{self.tail()}") from None
 
     def _is_synced(self) -> bool:
         assert self._process is not None
@@ -471,7 +483,14 @@ class Agent:
         return "\n".join(self.lines()[-lines:])
 
     def status(self) -> dict[str, Any] | None:
-        """What it says of itself, out of its pinned map."""
+        """What it says of itself, out of its pinned map, or its state folder."""
+        if self.mode == "ipvs":
+            with contextlib.suppress(OSError):
+                said: dict[str, Any] = json.loads(
+                    (self.state_dir / "kbpf-ipvs0" / "status").read_bytes()
+                )
+                return said
+            return None
         from kbpf.dataplane.bpf.layout import schema_hash
         from kbpf.errors import KbpfError
         from kbpf.kernel.libbpf import Map
@@ -504,6 +523,53 @@ class Agent:
                 counts[reason] = sum(struct.unpack(f"={len(raw) // 8}Q", raw))
         return counts
 
+    def elements(self) -> dict[str, list[tuple[Any, ...]]]:
+        """Of the nftables table of mode ipvs, by set."""
+        from kbpf.dataplane.ipvs import rules
+        from kbpf.kernel import netfilter, netns
+
+        found: dict[str, list[tuple[Any, ...]]] = {}
+        asked = rules.listing(rules.Style())
+        place = Path("/run/netns") / self.node.netns
+        for name, parts in rules.read(netns.inside(place, lambda: netfilter.transaction(asked))):
+            found.setdefault(name, []).append(parts)
+        return found
+
+    def virtual_services(self) -> dict[str, dict[str, int]]:
+        """In the kernel: ``10.96.0.1:80/6`` → real server → weight."""
+        from kbpf.kernel import netns
+        from kbpf.kernel.ipvs import Ipvs
+
+        def read() -> dict[str, dict[str, int]]:
+            with contextlib.closing(Ipvs()) as face:
+                return {
+                    str(s): {str(load.server): load.weight for load in face.servers(s)}
+                    for s, _ in face.services()
+                }
+
+        return netns.inside(Path("/run/netns") / self.node.netns, read)
+
+    def behind(self) -> dict[str, dict[str, Any]]:
+        """Frontend → its Service and who stands behind it, in mode ipvs: see cluster.served()."""
+        from kbpf.kernel import netns
+        from kbpf.views import ipvs
+
+        folder = self.state_dir / "kbpf-ipvs0"
+        held = netns.inside(Path("/run/netns") / self.node.netns, lambda: ipvs.read(folder))
+
+        def members(set_id: int) -> list[str]:
+            ids = sorted(set(held.sets.get(set_id, {}).values()))
+            return sorted(f"{held.backends[i]}/{held.backends[i].protocol.name}" for i in ids)
+
+        return {
+            str(at): {
+                "service": str(held.names[value.id].service),
+                "cluster": members(value.cluster_set),
+                "local": members(value.local_set),
+            }
+            for at, value in held.frontends.items()
+        }
+
     def dump(self) -> dict[str, dict[str, str]]:
         """All entries of the agent's maps, as hex."""
         from kbpf.dataplane.bpf.layout import schema_hash
@@ -535,7 +601,7 @@ class Agent:
         self.remove_pins()
 
     def remove_pins(self) -> None:
-        """Detaches all that it has left; it must have ended."""
+        """Detaches all that it has left; it must have ended. IPVS ends with the namespace."""
         if self.pin_dir.exists():
             shutil.rmtree(self.pin_dir / "links", ignore_errors=True)
             shutil.rmtree(self.pin_dir, ignore_errors=True)
