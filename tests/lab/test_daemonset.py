@@ -17,6 +17,7 @@ import pytest
 
 from tests.support.daemonset import PodAgent, PodCluster
 from tests.support.dial import UNSERVED, Dial, check
+from tests.support.kubectl import MANIFESTS
 from tests.support.lab import cgroup2, inside, run, until
 from tests.support.load import Load, under_load
 from tests.support.pods import CAPABILITIES, capabilities_here
@@ -147,6 +148,29 @@ def test_a_node_joins(web: PodCluster) -> None:
     for client in ("c2", "host-3", "a2"):
         expect(web, client, f"{HOST}:80", "a1 b1 c1")
         expect(web, client, f"[{HOST6}]:80", "a1 b1 c1")
+
+
+def test_kbpf_is_taken_off_the_nodes(web: PodCluster) -> None:
+    """By a DaemonSet whose pods get ready when their node is clean; nothing before has ended it."""
+    agents, cleanup = running(web), str(MANIFESTS / "cleanup")
+    web.kubectl("delete", "-k", str(web.overlay))
+    web.kubelets.sync()
+    expect(web, "a2", f"{HOST}:80")
+    web.kubectl("apply", "-k", cleanup)
+    try:
+        (found,) = web.kubectl.objects(*SPACE, "get", "ds")
+        (container,) = found["spec"]["template"]["spec"]["containers"]
+        ready = container["readinessProbe"]["exec"]["command"]
+        for agent in agents:
+            web.kubelets.launch(agent)
+            until("its pod is ready", lambda agent=agent: agent.exec(*ready).returncode == 0)
+            assert agent.is_running, "and stays: it would be started again"
+            agent.kill()
+            assert list(agent.bpffs.iterdir()) == []
+        for client, to in (("a2", f"{HOST}:80"), ("host-2", f"[{HOST6}]:80")):
+            expect(web, client, to, UNSERVED)
+    finally:
+        web.kubectl("delete", "-k", cleanup)
 
 
 @pytest.mark.parametrize("probe", ["startupProbe", "livenessProbe", "readinessProbe"])

@@ -18,7 +18,7 @@ from kbpf.source.kubeconfig import find_access
 from kbpf.source.reflector import Reflector
 from kbpf.source.resource import SERVICES, SLICES, exempt_pods, own_node
 from tests.support.apiserver import ApiServer
-from tests.support.kubectl import OVERLAYS, Kubectl, kustomize
+from tests.support.kubectl import MANIFESTS, OVERLAYS, Kubectl, kustomize
 from tests.support.lab import until
 
 VAGRANT = Path(__file__).parents[2] / "vagrant"
@@ -32,11 +32,11 @@ def admin(apiserver: ApiServer, kubectl: Path, tmp_path_factory: pytest.TempPath
     return Kubectl(kubectl, apiserver, tmp_path_factory.mktemp("kubectl"))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*(f"overlays/{name}" for name in NAMES), "cleanup"])
 def test_the_server_takes_it(admin: Kubectl, kubectl: Path, name: str):
-    folder = str(OVERLAYS / name)
-    said = admin("--warnings-as-errors", "apply", "--dry-run=server", "-k", folder)
-    assert len(said.splitlines()) == len(kustomize(kubectl, OVERLAYS / name))
+    folder = MANIFESTS / name
+    said = admin("--warnings-as-errors", "apply", "--dry-run=server", "-k", str(folder))
+    assert len(said.splitlines()) == len(kustomize(kubectl, folder))
     assert all(line.endswith("(server dry run)") for line in said.splitlines()), said
 
 

@@ -62,7 +62,7 @@ class PodAgent(Agent):
             "/var/cache/kbpf": self._cache,
         }
 
-    def launch(self, template: Object, volumes: Mapping[str, Path], account: Path) -> None:
+    def launch(self, template: Object, volumes: Mapping[str, Path], account: Path | None) -> None:
         """Runs the pod's container. The log and the maps are where those of an Agent are."""
         self.begin()
         self._container = self._make(template["spec"], volumes, account, self.log)
@@ -70,7 +70,11 @@ class PodAgent(Agent):
         self.runs = digest(template)
 
     def try_out(
-        self, spec: Object, volumes: Mapping[str, Path], account: Path, paths: Mapping[str, Path]
+        self,
+        spec: Object,
+        volumes: Mapping[str, Path],
+        account: Path | None,
+        paths: Mapping[str, Path],
     ) -> str:
         """What another container of the node prints, with these hostPaths elsewhere."""
         log = self.folder / "tried"
@@ -88,7 +92,7 @@ class PodAgent(Agent):
         self,
         spec: Object,
         volumes: Mapping[str, Path],
-        account: Path,
+        account: Path | None,
         log: Path,
         paths: Mapping[str, Path] = MappingProxyType({}),
     ) -> Container:
@@ -241,12 +245,14 @@ class Kubelets:
         volumes, account = self._needs(agent, template["spec"])
         agent.launch(template, volumes, account)
 
-    def _needs(self, agent: PodAgent, spec: Object) -> tuple[dict[str, Path], Path]:
-        """The volumes that come from the API server, and the account's."""
+    def _needs(self, agent: PodAgent, spec: Object) -> tuple[dict[str, Path], Path | None]:
+        """The volumes that come from the API server, and the account's, if it wants one."""
         volumes = {}
         for volume in spec["volumes"]:
             if given := volume.get("configMap"):
                 volumes[volume["name"]] = self._config_map(agent, given["name"])
+        if not spec.get("automountServiceAccountToken", True):
+            return volumes, None
         return volumes, self._account(agent, spec["serviceAccountName"])
 
     def delete_pod(self, agent: PodAgent) -> None:

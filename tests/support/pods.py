@@ -62,7 +62,7 @@ class Host:
     container: str
     paths: Mapping[str, Path]
     volumes: Mapping[str, Path]
-    service_account: Path
+    service_account: Path | None
 
 
 def this_machine(folder: Path, *more: Path) -> Image:
@@ -148,15 +148,10 @@ def _own_mounts(image: Image) -> list[Object]:
 
 def _volume_mounts(spec: Object, container: Object, host: Host) -> list[Object]:
     volumes = {volume["name"]: volume for volume in spec["volumes"]}
-    made = [
-        _mount(
-            "/var/run/secrets/kubernetes.io/serviceaccount",
-            "bind",
-            str(host.service_account),
-            "bind",
-            "ro",
-        )
-    ]
+    made = []
+    if host.service_account is not None:
+        secrets = "/var/run/secrets/kubernetes.io/serviceaccount"
+        made.append(_mount(secrets, "bind", str(host.service_account), "bind", "ro"))
     for row in container["volumeMounts"]:
         assert row.keys() <= {"name", "mountPath", "readOnly", "mountPropagation"}, row
         propagation = {"HostToContainer": "rslave", "None": "rprivate"}
