@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 import pytest
 
-from kbpf.dataplane.bpf import beyond, compile
+from kbpf.dataplane.bpf import beside, beyond, compile
 from kbpf.dataplane.bpf.hooks import PACKET_PROGRAMS
 from kbpf.dataplane.bpf.layout import (
     DEVICE,
@@ -32,6 +32,7 @@ from kbpf.dataplane.bpf.layout import (
     Target,
     TcpState,
 )
+from kbpf.dataplane.bpf.load import Pins
 from kbpf.kernel import conntrack, netns
 from kbpf.kernel.conntrack import Connection
 from kbpf.kernel.libbpf import Program
@@ -43,6 +44,7 @@ from kbpf.kernel.testrun import (
     run,
 )
 from kbpf.model.address import format_addr, parse_addr
+from kbpf.model.config import Config
 from kbpf.model.objects import Protocol
 from kbpf.views import tracked
 from tests.support import packets
@@ -1254,6 +1256,9 @@ def test_no_program_tires_the_verifier(path: Path_) -> None:
 
 # ---- ports of others -----------------------------------------------------------------------------
 
+LONELY = itertools.count(50_000)
+"""Ports that no other test's flow has: they are not in its range."""
+
 
 @both
 @pytest.mark.parametrize("kind", BACK)
@@ -1261,7 +1266,7 @@ def test_a_port_that_conntrack_has_given_is_left_to_it(
     path: Path_, v: int, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A client that a kube-proxy has masqueraded: nothing of it is ours, and the port is taken."""
-    lonely = LOW + next(PORTS)
+    lonely = next(LONELY)
     path.node(NodeFlag(0), lonely, lonely)
     node, back = end(NODE[v], lonely), pod(v)
     protocol = {"tcp": Protocol.TCP, "udp": Protocol.UDP}[kind]
@@ -1284,9 +1289,27 @@ def test_a_port_that_conntrack_has_given_is_left_to_it(
     assert node not in {owner(one.raw) for one in shown}
 
 
+def test_an_agent_that_starts_leaves_them(path: Path_, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that were given while its programs came onto the devices; later there are none."""
+    ports = [next(LONELY) for _ in range(beside.HOLD_LOOKS + 1)]
+    backend = parse_addr(POD[4])
+    given = [Connection(Protocol.TCP, parse_addr(NODE[4]), one, backend, 8080) for one in ports]
+    agent = beside.Beside(Pins(path.site.pins), Config(masquerade_ports=(50_000, 60_000)))
+    for number in range(len(given)):
+        told = given[: number + 1]
+        monkeypatch.setattr(conntrack, "masqueraded", lambda told=told: told)
+        path.inside(lambda: agent.look(number * beside.LOOK_SECONDS))  # noqa: B023
+    held = {owner(raw) for raw in path.site.entries("replies").values() if beyond.is_held(raw)}
+    assert [end(NODE[4], one) in held for one in ports] == [True] * beside.HOLD_LOOKS + [False]
+
+
 @both
 def test_what_our_ports_stand_for_is_told_to_conntrack(path: Path_, v: int) -> None:
     """Each masqueraded flow once, as its packets leave; not those that have ended, nor others'."""
+    for name in ("flows", "replies"):
+        with path.site.pinned(name) as entries:
+            for key, _ in list(entries.items()):
+                entries.delete(key)
     own, source = established(path, v, "tcp")
     ended, gone = established(path, v, "tcp")
     segment(path, v, ended, "FA")
