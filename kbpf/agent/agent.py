@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -80,7 +80,7 @@ class Agent:
         self._applied = 0
         self._last_apply = float("-inf")  # time.monotonic(), as the next
         self._resync_due = 0.0  # none before the first apply
-        self._repaired = ""  # what the last apply wrote
+        self._written: Mapping[str, int] = {}  # by the last apply, entries by map
         self._node_missed = False
         self._last_apply_ms = 0.0
         self._latencies: deque[float] = deque(maxlen=LATENCIES)
@@ -220,8 +220,13 @@ class Agent:
             return
         self._plane.doubt()
         self._apply(None)
-        if self._repaired:
-            log.warning("others had changed what was programmed; repaired: %s", self._repaired)
+        if self._error:
+            return
+        repaired = {name: n for name, n in sorted(self._written.items()) if n}
+        self._desk.record.compared(sum(repaired.values()))
+        if repaired:
+            words = " ".join(f"{name}={n}" for name, n in repaired.items())
+            log.warning("others had changed what was programmed; repaired: %s", words)
 
     def _pause(self) -> float:
         """Seconds until changes may be programmed again."""
@@ -267,7 +272,7 @@ class Agent:
         self._last_apply = time.monotonic()
         if keys is None:
             self._resync_due = self._last_apply + self._config.config_sync_period
-        self._repaired = " ".join(f"{name}={n}" for name, n in sorted(report.writes.items()) if n)
+        self._written = report.writes
         self._last_apply_ms = (time.perf_counter() - start) * 1000
         self._applied += 1
         self._tally.applied(keys, seconds)

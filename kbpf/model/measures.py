@@ -31,11 +31,9 @@ PortName = tuple[str, str, str, str]
 
 class Measures(msgspec.Struct, frozen=True):
     """`connections`: how many each Service port has now, if it has any; there may be tens of
-    thousands. `repairs`: how often the kernel was found otherwise than it should be, or could be,
-    and was put right; by what.
+    thousands.
     """
 
     tables: tuple[Table, ...] = ()
     decisions: tuple[Decision, ...] = ()
     connections: tuple[tuple[PortName, int], ...] = ()
-    repairs: tuple[tuple[str, int], ...] = ()

@@ -114,10 +114,6 @@ def kernel(measures: Measures, most: int) -> Iterator[str]:
         [(labels(reason=one.reason, verdict=one.verdict), one.times)
          for one in measures.decisions],
     )  # fmt: skip
-    yield from _counter(
-        "repairs_total", "How often the kernel was put right",
-        [(labels(what=what), count) for what, count in measures.repairs],
-    )  # fmt: skip
     yield from _connections(measures.connections, most)
 
 

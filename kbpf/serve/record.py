@@ -48,6 +48,8 @@ class Record:
         self._requests: Counter[tuple[str, str, str]] = Counter()
         self._latency: dict[tuple[str, str], Histogram] = {}
         self._failures = 0
+        self._comparisons = 0
+        self._drift = 0
 
     # ---- what the agent says ---------------------------------------------------------------
 
@@ -77,6 +79,14 @@ class Record:
         """The data plane could not be written."""
         with self._lock:
             self._failures += 1
+
+    def compared(self, repaired: int) -> None:
+        """All that is programmed was compared with what it should be, and so many entries that
+        others had changed were put right.
+        """
+        with self._lock:
+            self._comparisons += 1
+            self._drift += repaired
 
     def programmed(self, family: int, triggered: float) -> None:
         """An EndpointSlice's change of that time (seconds since the epoch) is in force now."""
@@ -183,4 +193,14 @@ class Record:
             "kbpf_sync_failures_total", "counter",
             "Passes that the kernel refused; what was serving goes on serving",
             [("", self._failures)],
+        )  # fmt: skip
+        yield from family(
+            "kbpf_comparisons_total", "counter",
+            "How often all that is programmed was compared with what it should be",
+            [("", self._comparisons)],
+        )  # fmt: skip
+        yield from family(
+            "kbpf_drift_entries_total", "counter",
+            "Entries that others had changed, found by that and put right",
+            [("", self._drift)],
         )  # fmt: skip

@@ -26,6 +26,8 @@ from tests.support.kube_objects import node
 from tests.support.kubeadm import Mount
 from tests.support.lab import inside, ip, run, until
 from tests.support.load import under_load
+from tests.support.prometheus import parse
+from tests.support.web import get
 
 SPACE = "kube-system"
 PODS = "10.244.0.0/16,fd00:10:244::/48"
@@ -427,6 +429,8 @@ def test_what_others_change_in_the_maps_is_repaired(cluster: Kubeadm) -> None:
         said = repairs(cluster)
         looks_again(cluster)
         assert repairs(cluster) == said, "it has found nothing"
+        page = get(cluster.agent.node.netns, "127.0.0.1", 10249, "/metrics").body.decode()
+        assert parse(page)["kbpf_drift_entries_total"].value() > 0
 
 
 def looks_again(cluster: Kubeadm) -> None:

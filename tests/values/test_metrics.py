@@ -48,7 +48,6 @@ MEASURES = Measures(
         (("a", "dns", "", "UDP"), 9),
         (("b", "web", 'od"d\\\n', "TCP"), 1),
     ),
-    repairs=(("maps_read_again", 2),),
 )
 
 
@@ -94,7 +93,6 @@ VALUES = [
     Value("kbpf_map_limit_entries", {"map": "services"}, 256),
     Value("kbpf_map_bytes", {"map": "services"}, 4096),
     Value("kbpf_decisions_total", {"reason": "no_route", "verdict": "drop"}, 3),
-    Value("kbpf_repairs_total", {"what": "maps_read_again"}, 2),
     Value("kbpf_connections", {}, 15),
     Value("kbpf_service_connections", {"service": "dns", "protocol": "UDP"}, 9),
     Value("kbpf_service_connections", {"namespace": "b", "port": 'od"d\\\n'}, 1),
@@ -179,6 +177,8 @@ def busy() -> Record:
     record.synced(0.0015, full=True)
     record.synced(0.5, full=False, families=(4,))
     record.failed()
+    for repaired in (0, 2, 5):
+        record.compared(repaired)
     record.programmed(6, 990.0)
     record.programmed(4, 2000.0)  # a clock that is ahead of ours
     record.no_local_endpoints("external", 4, 2)
@@ -211,6 +211,8 @@ COUNTED = [
     Value("rest_client_requests_total", {"code": "<error>", "method": "GET"}, 1),
     Value("rest_client_requests_total", {"code": "200", "host": "h:6443"}, 1),
     Value("kbpf_sync_failures_total", {}, 1),
+    Value("kbpf_comparisons_total", {}, 3),
+    Value("kbpf_drift_entries_total", {}, 7),
 ]  # fmt: skip
 
 

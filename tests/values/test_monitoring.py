@@ -104,7 +104,7 @@ def test_labels_that_are_kept_are_there(query: Query, page: dict[str, Family]):
 
 @pytest.mark.parametrize("query", list(queries()), ids=lambda query: query.where)
 def test_only_counters_have_a_rate(query: Query, page: dict[str, Family]):
-    rated = set(re.findall(r"rate\(([a-z_]+)", query.text))
+    rated = set(re.findall(r"(?:rate|increase)\(([a-z_]+)", query.text))
     for match in SELECTOR.finditer(query.text):
         found = family_of(page, match[1])
         if found is not None:

@@ -82,7 +82,7 @@ class Meter:
         self._connections: tuple[tuple[PortName, int], ...] = ()
         self._due = 0.0
 
-    def read(self, fill: Mapping[str, int], repairs: Mapping[str, int]) -> Measures:
+    def read(self, fill: Mapping[str, int]) -> Measures:
         """All of it. `fill`: entries of the maps that the agent writes. What cannot be read, since
         it is just being replaced or was removed, is left out. Connections are as they were counted
         last, if it is too early to count again.
@@ -108,7 +108,7 @@ class Meter:
         if by_id is not None:
             self._connections = self._by_name(by_id)
             self._due = self._clock() + (time.thread_time() - start) / SHARE
-        return Measures(tuple(tables), decisions, self._connections, (*repairs.items(),))
+        return Measures(tuple(tables), decisions, self._connections)
 
     def _by_name(self, by_id: Mapping[int, int]) -> tuple[tuple[PortName, int], ...]:
         self._learn(by_id)

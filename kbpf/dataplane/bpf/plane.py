@@ -100,7 +100,6 @@ class BpfPlane:
         self._kept: adopt.Adopted | None = None  # what an unsound first apply left as it was
         self._unsure = False  # whether what is kept here is what the maps hold
         self._meter = Meter(self._pins, config.sizes)
-        self._read_again = 0
         self.compiled = False
 
     def choice(self) -> ModeChoice:
@@ -227,7 +226,6 @@ class BpfPlane:
         """
         if self._unsure:
             self._adopt()
-            self._read_again += 1
             touched = None
         self._unsure = True
         if sound and self._kept is not None:
@@ -557,7 +555,7 @@ class BpfPlane:
 
     def measure(self) -> Measures:
         """See base.DataPlane."""
-        return self._meter.read(dict(self._tables.fill), {"maps_read_again": self._read_again})
+        return self._meter.read(dict(self._tables.fill))
 
     def write_status(self, text: bytes) -> None:
         """Leaves the agent's own words beside the maps, for `kbpf inspect status`."""
