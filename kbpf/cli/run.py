@@ -149,7 +149,10 @@ def serve(request: Asked, loaded: Loaded, data: bytes | None) -> None:
 
 
 def protect(config: Config) -> None:
-    """From being ended for want of memory, as kube-proxy is. Without the right to it: told."""
+    """From being ended for want of memory, as kube-proxy is. Without the right to it: told. And
+    from a want of descriptors.
+    """
+    process.allow_many_files()
     try:
         process.set_oom_score_adj(config.oom_score_adj)
     except KernelError as error:

@@ -1,7 +1,9 @@
 """What a process asks of the kernel for itself."""
 
+import contextlib
 import ctypes
 import os
+import resource
 import signal
 from pathlib import Path
 from typing import Final
@@ -18,6 +20,16 @@ def die_with(parent: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def allow_many_files() -> None:
+    """As many open files as this process may allow itself, as Go's programs do: each Service's
+    health check takes two. What cannot be raised stays.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def set_oom_score_adj(value: int) -> None:

@@ -41,6 +41,9 @@ BACKLOG: Final = 128
 NO_ROOM_SECONDS: Final = 1.0
 """So long nobody is let in when the process has no descriptors left."""
 
+FAULT_SECONDS: Final = 0.1
+"""After a fault of our own: one that stays must not take a processor."""
+
 NO_ROOM: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 WILDCARDS: Final = ("0.0.0.0", "::")
 JSON: Final = "application/json"
@@ -158,6 +161,7 @@ class Server:
                 self._round()
             except Exception:  # the thread's one: no client and no handler may end it
                 log.exception("a round of the HTTP server failed")
+                time.sleep(FAULT_SECONDS)
         for client in list(self._clients):
             self._drop(client)
         for port in list(self._ports):
