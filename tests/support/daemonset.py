@@ -318,14 +318,18 @@ class PodCluster(Cluster):
 
     def bring_up(self) -> None:
         """All but the last Node, and what `kubectl apply -k` brings there."""
+        self.prepare()
+        self.kubectl("apply", "-k", str(self.overlay))
+        self.kubelets.sync()
+
+    def prepare(self) -> None:
+        """All but the last Node; `overlay` is what an operator would apply."""
         self.kubectl = Kubectl(self._kubectl, self.api, self.lab.folder)
         self.kubelets = Kubelets(self.kube, self.api.authority.crt, self.pod_agents)
         manifests = copy_of_manifests(self.lab.folder, self.api.url, "10.244.0.0/16")
         self.overlay = manifests / "overlays" / "kubeadm-new"
         for each in self.lab.nodes[:-1]:
             self.register(each)
-        self.kubectl("apply", "-k", str(self.overlay))
-        self.kubelets.sync()
 
     def register(self, each: Node) -> None:
         """Its Node, as kubelet and kubeadm make it."""
