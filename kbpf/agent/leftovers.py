@@ -210,19 +210,26 @@ def is_virtual_service(
     )
 
 
-def _remove_ipvs() -> Iterator[str]:
-    """The device tells that kube-proxy was here in this mode; it goes last."""
+def _remove_ipvs(own: str) -> Iterator[str]:
+    """The device tells that kube-proxy was here in this mode; it goes last. Where kbpf itself keeps
+    addresses on its device `own`, virtual services at them are its own by now, and so are those of
+    NodePorts.
+    """
     try:
         index = socket.if_nametoindex(DEVICE)
     except OSError:
         return
     addresses, _ = dummy.addresses(index)
-    ports = frozenset(
-        (PROTOCOLS[found[3]], port)
-        for found in map(PORT_SETS.fullmatch, ipset.names())
-        if found
-        for port in ipset.ports(found[0])
-    )
+    ports: frozenset[tuple[int, int]] = frozenset()
+    try:
+        addresses -= dummy.addresses(socket.if_nametoindex(own))[0]
+    except OSError:  # there is none
+        ports = frozenset(
+            (PROTOCOLS[found[3]], port)
+            for found in map(PORT_SETS.fullmatch, ipset.names())
+            if found
+            for port in ipset.ports(found[0])
+        )
     try:
         conversation = ipvs.Ipvs()
     except KernelError:
@@ -251,11 +258,13 @@ def _remove_sets() -> Iterator[str]:
 # ---- all of it -----------------------------------------------------------------------------------
 
 
-def remove() -> Iterator[str]:
-    """Removes it all; what was there, in words. Nothing there is nothing said."""
+def remove(own: str = "") -> Iterator[str]:
+    """Removes it all; what was there, in words. Nothing there is nothing said. `own`: the device of
+    kbpf's mode ipvs.
+    """
     yield from _remove_nft()
     yield from _remove_legacy()
-    yield from _remove_ipvs()
+    yield from _remove_ipvs(own)
     yield from _remove_sets()
     yield from (f"counter {name}" for name in nfacct.delete(COUNTERS))
     if netfilter.available().works:

@@ -84,7 +84,7 @@ def cleanup(
     config = Config(ipvs_device=ipvs_device, nft_table=nft_table, state_dir=state_dir)
     where = f"in {pin_dir}" + (f" and {cache_dir}" if cache else "")
     if kube_proxy:
-        found, where = [*remove_kube_proxy(force)], "of kube-proxy"
+        found, where = [*remove_kube_proxy(ipvs_device, force)], "of kube-proxy"
     elif keep_connections:
         found = [*remove_frontends(pin_dir, force)]
     else:
@@ -99,9 +99,9 @@ def cleanup(
         print(f"nothing to remove {where}")
 
 
-def remove_kube_proxy(force: bool = False) -> Iterator[Removed]:
-    """What a kube-proxy has left. KernelError while one runs, unless `force`: it would put it all
-    back.
+def remove_kube_proxy(own: str, force: bool = False) -> Iterator[Removed]:
+    """What a kube-proxy has left; `own` is the device of mode ipvs. KernelError while one runs,
+    unless `force`: it would put it all back.
     """
     from kbpf.agent import leftovers
     from kbpf.kernel import handover, netfilter
@@ -111,7 +111,7 @@ def remove_kube_proxy(force: bool = False) -> Iterator[Removed]:
             "nothing is removed: kube-proxy runs here", f"pid {pids[0]}",
             "stop it first, or use --force",
         )  # fmt: skip
-    yield from (Removed("of kube-proxy", what) for what in leftovers.remove())
+    yield from (Removed("of kube-proxy", what) for what in leftovers.remove(own))
     for family in handover.there() if netfilter.available().works else ():
         print(
             f"kbpf: table {family} {handover.TABLE} stays for connections that kube-proxy has "

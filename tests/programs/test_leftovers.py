@@ -129,6 +129,14 @@ def test_virtual_services_go_and_others_stay(house: House) -> None:
         return found
 
     house.do(fill)
+    ip(
+        "link add kbpf-ipvs0 type dummy",
+        "addr add 10.96.0.1/32 dev kbpf-ipvs0",
+        netns=house.where,
+    )
+    house.do(lambda: list(leftovers._remove_ipvs("kbpf-ipvs0")))
+    assert house.do(left) == {*theirs, *others}, "those are kbpf's by now"
+    ip("link add kube-ipvs0 type dummy", "addr add 10.96.0.1/32 dev kube-ipvs0", netns=house.where)
     assert house.do(lambda: list(leftovers.remove())) == [
         "2 virtual services of IPVS",
         "device kube-ipvs0",
