@@ -113,7 +113,7 @@ def objects() -> Iterator[dict[str, object]]:
 
 
 @pytest.fixture(scope="module")
-def ground() -> Iterator[Ground]:
+def ground(programs: None, kube_proxy: Path) -> Iterator[Ground]:
     with (
         Lab(1, "lo", apart=True) as lab,
         ApiServer(addresses=(lab.outside_ip,), netns=lab.outside) as api,

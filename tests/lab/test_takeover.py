@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -141,7 +142,7 @@ class World:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_there_and_back(mode: str) -> None:
+def test_there_and_back(programs: None, kube_proxy: Path, mode: str) -> None:
     """Begins on nodes whose kernel has never tracked a connection, so that kbpf's are in the middle
     when kube-proxy's rules make it begin.
     """
