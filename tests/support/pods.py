@@ -95,7 +95,12 @@ def oci_config(spec: Object, image: Image, host: Host) -> Object:
             "capabilities": dict.fromkeys(("bounding", "effective", "permitted"), capabilities),
             "noNewPrivileges": not security["allowPrivilegeEscalation"],
         },
-        "mounts": [*_own_mounts(image), *_volume_mounts(spec, container, host)],
+        "mounts": [
+            *_own_mounts(),
+            *_volume_mounts(spec, container, host),
+            # Last: what is shown may lie below a volume, as a clone in /tmp does.
+            *(_mount(str(path), "bind", str(path), "bind", "ro") for path in image.shown),
+        ],
         "linux": {
             "namespaces": [*namespaces, {"type": "network", "path": f"/run/netns/{host.netns}"}],
             "maskedPaths": MASKED,
@@ -135,15 +140,14 @@ def _bytes(quantity: str) -> int:
     return int(quantity[:-2]) * UNITS[quantity[-2:]]
 
 
-def _own_mounts(image: Image) -> list[Object]:
+def _own_mounts() -> list[Object]:
     """What every container has."""
-    made: list[Object] = [
+    return [
         _mount("/proc", "proc", "proc"),
         _mount("/dev", "tmpfs", "tmpfs", "nosuid", "mode=755", "size=65536k"),
         *(_mount(device, "bind", device, "bind") for device in DEVICES),
         _mount("/sys", "bind", "/sys", "bind", "ro"),
     ]
-    return made + [_mount(str(path), "bind", str(path), "bind", "ro") for path in image.shown]
 
 
 def _volume_mounts(spec: Object, container: Object, host: Host) -> list[Object]:
