@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.support.daemonset import PodAgent, PodCluster
+from tests.support.daemonset import PodAgent, PodCluster, asked
 from tests.support.dial import UNSERVED, Dial, check
 from tests.support.kubectl import MANIFESTS
 from tests.support.lab import cgroup2, inside, run, until
@@ -178,13 +178,9 @@ def test_its_probes(pods: PodCluster, probe: str) -> None:
     """Asked as a kubelet asks them: at the node's address."""
     agent = pods.pod_agents[1]
     (found,) = pods.kubectl.objects(*SPACE, "get", "ds", "kube-proxy")
-    asked = found["spec"]["template"]["spec"]["containers"][0][probe]["httpGet"]
-    url = f"http://{agent.node.ip}:{asked['port']}{asked['path']}"
-    ask = inside(agent.node.netns, None, "/usr/bin/python3", "-S", "-c", ASK, url)
-    assert run(*ask).strip() == "200"
-
-
-ASK = "import sys, urllib.request as r; print(r.urlopen(sys.argv[1], timeout=60).status)"
+    probe_of = found["spec"]["template"]["spec"]["containers"][0][probe]["httpGet"]
+    port, path = probe_of["port"], probe_of["path"]
+    until("it is well", lambda: asked(agent, port, path) == 200)
 
 
 IN_THE_POD = [
@@ -198,8 +194,18 @@ IN_THE_POD = [
 @pytest.mark.parametrize("command", IN_THE_POD, ids=" ".join)
 def test_kbpf_in_the_pod(pods: PodCluster, command: tuple[str, ...]) -> None:
     """`kubectl exec`: the container can do what its own checks ask for."""
-    done = pods.pod_agents[0].exec("kbpf", *command)
-    assert done.returncode == 0, done.stdout + done.stderr
+    said = []
+
+    def well() -> bool:
+        done = pods.pod_agents[0].exec("kbpf", *command)
+        said[:] = [done.stdout, done.stderr]
+        return done.returncode == 0
+
+    try:
+        until("it ends with 0", well)
+    except AssertionError as error:
+        error.add_note("\n".join(said))
+        raise
 
 
 def test_its_account_may_send_events(pods: PodCluster) -> None:

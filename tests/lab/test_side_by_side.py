@@ -7,15 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.daemonset import PodCluster
+from tests.support.daemonset import PodCluster, asked
 from tests.support.dial import UNSERVED, Dial, check
 from tests.support.kube_proxy import KubeProxy
 from tests.support.kubectl import OVERLAYS
-from tests.support.lab import inside, ip, run, until
+from tests.support.lab import ip, until
 from tests.support.load import under_load
 
 HOST = "10.96.0.20"
-ASK = "import sys, urllib.request as r; print(r.urlopen(sys.argv[1], timeout=60).status)"
 
 
 class Trial(PodCluster):
@@ -56,9 +55,7 @@ def test_a_trial_on_one_node(trial: Trial) -> None:
         trial.settle(agent)
         check(trial, Dial("needs none by kbpf", "a2", f"{HOST}:80", "a1 b1"))
         for port in (10256, 10356):  # kube-proxy's and ours
-            url = f"http://{agent.node.ip}:{port}/healthz"
-            ask = inside(agent.node.netns, None, "/usr/bin/python3", "-S", "-c", ASK, url)
-            assert run(*ask).strip() == "200", port
+            until(f"{port} is well", lambda port=port: asked(agent, port, "/healthz") == 200)
         trial.kubectl("label", "node", "node-1", "kbpf.io/node-")
         assert running() == []
         trial.kubectl("delete", "-k", str(trial.overlay))

@@ -25,7 +25,7 @@ from tests.support.cluster import Cluster
 from tests.support.kube import Kube, Object
 from tests.support.kube_objects import node
 from tests.support.kubectl import Kubectl, copy_of_manifests
-from tests.support.lab import Agent, Node
+from tests.support.lab import Agent, Node, inside
 from tests.support.plane import BPFFS
 from tests.support.pods import Container, Host, Image, oci_config, this_machine
 
@@ -196,6 +196,22 @@ class PodAgent(Agent):
             self._container.close()
         self.remove_pins()
         shutil.rmtree(self.bpffs, ignore_errors=True)
+
+
+ASK = """
+import http.client, sys
+connection = http.client.HTTPConnection(sys.argv[1], int(sys.argv[2]), timeout=60)
+connection.request("GET", sys.argv[3])
+print(connection.getresponse().status)
+"""
+
+
+def asked(agent: PodAgent, port: int, path: str) -> int:
+    """What a probe of the pod gets, at the node's address as a kubelet asks; 0: nobody answers."""
+    words = ("/usr/bin/python3", "-S", "-c", ASK, agent.node.ip, str(port), path)
+    command = inside(agent.node.netns, None, *words)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return int(done.stdout or 0)
 
 
 class Kubelets:
