@@ -9,13 +9,14 @@ import contextlib
 import itertools
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-from tests.support.daemonset import PodAgent, PodCluster, asked
+from tests.support.daemonset import ROOT, PodAgent, PodCluster, asked
 from tests.support.dial import UNSERVED, Dial, check
 from tests.support.kubectl import MANIFESTS
 from tests.support.lab import cgroup2, inside, run, until
@@ -102,6 +103,36 @@ def test_rollout_restart(web: PodCluster) -> None:
         assert not {agent.runs for agent in running(web)} & set(before), "all are others"
         load.goes_on()
     adopted(running(web))
+
+
+def test_rolling_update_to_a_version_with_another_layout_and_back(
+    web: PodCluster, tmp_path: Path
+) -> None:
+    """Its maps are others, so what they hold is copied; its programs take the hooks over."""
+    other = tmp_path / "kbpf"
+    shutil.copytree(ROOT / "kbpf", other, ignore=shutil.ignore_patterns("__pycache__"))
+    layout = other / "dataplane" / "bpf" / "layout.py"
+    layout.write_text(
+        layout.read_text() + "\n\nfor _name in ('services', 'backends', 'sock_peers'):\n"
+        "    MAPS[_name] = __import__('dataclasses').replace(MAPS[_name], version=99)\n"
+    )
+    agents = running(web)
+    with connections(web) as load:
+        for image in ("kbpf:0.2.0", "kbpf:0.1.0"):
+            before = [sorted(p.name for p in agent.pin_dir.glob("maps-*")) for agent in agents]
+            for agent in agents:
+                agent.versions = {"kbpf:0.2.0": other}
+            web.kubectl(*SPACE, "set", "image", "ds/kube-proxy", f"kube-proxy={image}")
+            web.kubelets.sync()
+            load.goes_on()
+            for agent, names in zip(agents, before, strict=True):
+                until(
+                    "it has maps of its own, and the others are gone",
+                    lambda agent=agent, names=names: set(names).isdisjoint(
+                        p.name for p in agent.pin_dir.glob("maps-*")
+                    ),
+                )
+    expect(web, "b2", f"{HOST}:80")
 
 
 def test_pods_are_deleted(web: PodCluster) -> None:

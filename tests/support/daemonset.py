@@ -10,6 +10,7 @@ to run, and runs its container by runc exactly as the spec says (pods.py). What 
 - no probe is asked, unless a test does.
 """
 
+import contextlib
 import hashlib
 import json
 import re
@@ -18,9 +19,13 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
+from kbpf.errors import KbpfError
+from kbpf.kernel.libbpf import Map
 from tests.support.cluster import Cluster
 from tests.support.kube import Kube, Object
 from tests.support.kube_objects import node
@@ -48,6 +53,8 @@ class PodAgent(Agent):
         self.pin_dir = self.bpffs / "kbpf"
         self.folder = home.lab.folder / f"kubelet-{home.name}"
         self.runs = ""  # which pod template, by its digest
+        self.versions: dict[str, Path] = {}
+        """Names of images → what their kbpf/ is; all others have this tree's."""
         self._container: Container | None = None
         self._count = 0
 
@@ -109,7 +116,11 @@ class PodAgent(Agent):
             {**volumes, "tmp": folder / "tmp"},
             account,
         )
-        config = oci_config(spec, self.image(folder / "rootfs"), host)
+        image = self.image(folder / "rootfs")
+        (container,) = spec["containers"]
+        if (other := self.versions.get(container["image"])) is not None:
+            image = replace(image, instead={ROOT / "kbpf": other})
+        config = oci_config(spec, image, host)
         return Container(config, folder, name, self.node.cgroup / "host", log)
 
     def image(self, rootfs: Path) -> Image:
@@ -122,6 +133,15 @@ class PodAgent(Agent):
             f"{scripts}:{made.path}",
             {"KBPF_CGROUP": "/host/sys/fs/cgroup", "PYTHONDONTWRITEBYTECODE": "1"},
         )
+
+    def status(self) -> dict[str, Any] | None:
+        """What the agent that was started last says, whichever version's maps it has."""
+        found = []
+        for path in self.pin_dir.glob("maps-*/agent_status"):
+            with contextlib.suppress(KbpfError), Map.open(path) as opened:
+                raw = (opened.lookup(bytes(4)) or b"").rstrip(b"\0")
+                found += [json.loads(raw)] if raw else []
+        return max(found, key=lambda each: each["started"], default=None)
 
     @property
     def pid(self) -> int:

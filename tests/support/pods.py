@@ -41,14 +41,15 @@ DEVICES = ["/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom",
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """What the container's root is: a folder, and in it mounts that are shown read-only. `path`:
-    where commands are looked for.
+    """What the container's root is: a folder, and in it mounts that are shown read-only; `instead`:
+    what is shown in the place of a part of them. `path`: where commands are looked for.
     """
 
     root: Path
     shown: tuple[Path, ...] = ()
     path: str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
     env: Mapping[str, str] = field(default_factory=dict)
+    instead: Mapping[Path, Path] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +101,7 @@ def oci_config(spec: Object, image: Image, host: Host) -> Object:
             *_volume_mounts(spec, container, host),
             # Last: what is shown may lie below a volume, as a clone in /tmp does.
             *(_mount(str(path), "bind", str(path), "bind", "ro") for path in image.shown),
+            *(_mount(str(to), "bind", str(of), "bind", "ro") for to, of in image.instead.items()),
         ],
         "linux": {
             "namespaces": [*namespaces, {"type": "network", "path": f"/run/netns/{host.netns}"}],
