@@ -67,6 +67,12 @@ enum fragment {
 	LATER = 2, /* has no ports: they are known from the first one */
 };
 
+/* One direction: who sends to whom. `from.protocol` and `to.protocol` are the same. */
+struct tuple {
+	struct target from;
+	struct target to;
+};
+
 struct packet {
 	struct tuple tuple;
 	u32 l3; /* offset of the IP header */

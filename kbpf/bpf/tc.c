@@ -11,8 +11,8 @@
 #include "addr.h"
 #include "maps.h"
 #include "lookup.h"
-#include "hash.h"
 #include "packet.h"
+#include "hash.h"
 #include "sctp.h"
 #include "rewrite.h"
 #include "icmp.h"
@@ -24,6 +24,7 @@
 #define CHANGES 8     /* tries to find a free port of client' */
 #define FRESH_TRIES 8 /* of SNAT_TRIES, before a port that a backend may still keep will do */
 
+#define MEND_SHIFT 26       /* of nanoseconds: a flow looks for its entries once in 67 ms */
 #define HALF_OPEN_SECONDS 5 /* an unanswered SYN keeps a port that others want for so long */
 #define VLAN_ID 0x0fff
 #define OTHER_HOST 3 /* PACKET_OTHERHOST */
@@ -128,20 +129,6 @@ static __always_inline bool begins_anew(const struct nat *nat, u32 flags)
 	       (both_closed(nat) || !backend_lives(nat->backend_id));
 }
 
-/* The half of a flow that the LRU took is made from the one that is there. */
-static __always_inline void mend(struct tuple *key, const struct nat *nat, bool reply)
-{
-	long missing = reply ? !replies.lookup(key) : !flows.lookup(key);
-
-	if (!missing)
-		return;
-	count(MENDED);
-	if (reply)
-		replies.update(key, (struct nat *)nat);
-	else
-		flows.update(key, (struct nat *)nat);
-}
-
 static __always_inline bool same_flow(const struct nat *a, const struct nat *b)
 {
 	return same_target(&a->frontend, &b->frontend) && same_target(&a->client, &b->client) &&
@@ -149,47 +136,55 @@ static __always_inline bool same_flow(const struct nat *a, const struct nat *b)
 	       a->snat_port == b->snat_port;
 }
 
-static __always_inline void tell(struct nat *other, const struct nat *nat)
-{
-	if (!other || other == nat || !same_flow(other, nat))
-		return;
-	other->fins = nat->state == STATE_NEW ? 0 : other->fins | nat->fins;
-	other->state = nat->state;
-}
-
 /* Whether a flow has ended by time. An entry that only the quiet side's packets find grows old
  * while the other side still sends: UDP in one direction. */
 static __always_inline bool gone(const struct nat *nat, u64 now)
 {
-	struct tuple key;
+	struct ends key;
 	struct nat *other;
 
 	if (!expired(nat, now))
 		return false;
-	key = reply_of(nat);
-	other = replies.lookup(&key);
+	key = answer_of(nat);
+	other = flows.lookup(&key);
 	if (other && same_flow(other, nat) && !expired(other, now))
 		return false;
-	key = flow_of(nat);
+	key = question_of(nat);
 	other = flows.lookup(&key);
 	return !other || !same_flow(other, nat) || expired(other, now);
 }
 
-/* Each entry sees a part of the packets only; what opens or ends the connection holds for all. */
-static __always_inline void tell_all(const struct nat *nat)
+static __always_inline void tell(struct ends *key, const struct nat *nat)
 {
-	struct tuple key = flow_of(nat);
-	struct nat *other = flows.lookup(&key);
+	struct nat *other = flows.lookup(key);
 
-	tell(other, nat);
-	key = reply_of(nat);
-	other = replies.lookup(&key);
-	tell(other, nat);
+	if (!other) {
+		count(MENDED);
+		flows.insert(key, (struct nat *)nat);
+	} else if (other != nat && same_flow(other, nat)) {
+		other->fins = nat->state == STATE_NEW ? 0 : other->fins | nat->fins;
+		other->state = nat->state;
+	}
+}
+
+/* A packet of a known flow. Each entry sees a part of the packets only; what opens or ends the
+ * connection holds for all, and then, and now and then, the entries that the LRU took are made anew
+ * from this one. */
+static __always_inline void keep(struct nat *nat, u32 flags, bool back, u64 now)
+{
+	bool due = (now ^ nat->last_used) >> MEND_SHIFT;
+	struct ends key;
+
+	if ((flags & NO_SEGMENT) || (!touch(nat, flags, back, now) && !due))
+		return;
+	key = question_of(nat);
+	tell(&key, nat);
+	key = answer_of(nat);
+	tell(&key, nat);
 	if (!has_snat(nat))
 		return;
-	key = snat_reply_of(nat);
-	other = replies.lookup(&key);
-	tell(other, nat);
+	key = snat_answer_of(nat);
+	tell(&key, nat);
 }
 
 /* The mark of masqueraded flows' packets, both ways, while they are in the node's stack: whoever
@@ -246,14 +241,14 @@ static __always_inline bool step_back(const struct tuple *t, const struct nat *n
 /* Fills `s`; false: no flow of ours, or nothing to do here. */
 static __always_inline bool translate_in(struct tuple *t, u32 flags, struct step *s)
 {
-	struct nat *nat = flows.lookup(t);
+	struct nat *nat = flow_between(t);
 	u64 now = bpf_ktime_get_ns();
-	bool back = !nat;
-	struct tuple half;
+	bool back;
 
-	if (back)
-		nat = replies.lookup(t);
-	if (!nat || gone(nat, now))
+	if (!nat)
+		return false;
+	back = !is_question(t, nat);
+	if ((back && !is_answer(t, nat)) || gone(nat, now))
 		return false;
 	s->up = *t;
 	s->masqueraded = has_snat(nat) && !(back && expired(nat, now));
@@ -267,17 +262,7 @@ static __always_inline bool translate_in(struct tuple *t, u32 flags, struct step
 		return false;
 	}
 	s->way = nat->way;
-	if (touch(nat, flags, back, now))
-		tell_all(nat);
-	half = reply_of(nat);
-	mend(&half, nat, true);
-	if (back) {
-		half = flow_of(nat);
-		mend(&half, nat, false);
-	} else if (has_snat(nat)) {
-		half = snat_reply_of(nat); /* an answer was found by it */
-		mend(&half, nat, true);
-	}
+	keep(nat, flags, back, now);
 	return true;
 }
 
@@ -293,43 +278,41 @@ enum leaving {
 	LEAVES_AS_IT_IS = 0, /* no flow of ours */
 	LEAVES_DONE = 1,     /* one of ours, and it says already what it has to */
 	LEAVES_CHANGED = 2,
+	LEAVES_FOR_SERVICE = 3, /* this node's own, and there is a flow for it */
 };
 
 /* What it becomes when it goes out. */
 static __always_inline enum leaving translate_out(struct tuple *t, u32 flags, struct tuple *new,
 						  bool *masqueraded)
 {
-	struct nat *nat = replies.lookup(t);
+	struct nat *nat = flow_between(t);
 	u64 now = bpf_ktime_get_ns();
-	struct tuple back;
+	bool back;
 
 	*new = *t;
-	if (nat) {
-		if (!same_address(&t->to.address, &nat->client.address) || gone(nat, now))
-			return LEAVES_AS_IT_IS;
-		if (has_other_owner(nat, flags)) {
-			replies.delete(t);
-			return LEAVES_AS_IT_IS;
-		}
+	if (!nat)
+		return LEAVES_AS_IT_IS;
+	back = is_answer(t, nat) && same_address(&t->to.address, &nat->client.address);
+	if (!back && !is_translated(t, nat))
+		return nat->device && is_question(t, nat) ? LEAVES_FOR_SERVICE : LEAVES_AS_IT_IS;
+	if (gone(nat, now))
+		return LEAVES_AS_IT_IS;
+	if (has_other_owner(nat, flags)) {
+		struct ends key = ends_of(&t->from, &t->to);
+
+		flows.delete(&key);
+		return LEAVES_AS_IT_IS;
+	}
+	if (back) {
 		*masqueraded = has_snat(nat);
-		if (touch(nat, flags, true, now))
-			tell_all(nat);
+		keep(nat, flags, true, now);
 		new->from = nat->frontend;
 		new->to.port = nat->client.port;
 		return LEAVES_CHANGED;
 	}
-	back = reversed(t);
-	nat = replies.lookup(&back);
-	if (!nat || gone(nat, now))
-		return LEAVES_AS_IT_IS;
-	if (has_other_owner(nat, flags)) {
-		replies.delete(&back);
-		return LEAVES_AS_IT_IS;
-	}
 	if (!same_address(&t->from.address, &nat->client.address))
 		return LEAVES_DONE; /* redirected: it has the node's address */
-	if (touch(nat, flags, false, now))
-		tell_all(nat);
+	keep(nat, flags, false, now);
 	if (!has_snat(nat))
 		return LEAVES_DONE;
 	*masqueraded = true;
@@ -358,20 +341,20 @@ static __always_inline bool masquerades(const struct choice *c, const struct nod
 	return !(device->flags & DEVICE_LOCAL);
 }
 
-/* Writes the half that the backend's answers find. Another flow of this client to the same
- * backend, through another frontend, may have it: then the port of client' is another one. */
-static __always_inline bool claim_reply(struct nat *nat, const struct node *n, u64 now)
+/* Writes the entry that the backend's answers to client' find. Another flow of this client to the
+ * same backend, through another frontend, may have it: then the port of client' is another one. */
+static __always_inline bool claim_answer(struct nat *nat, const struct node *n, u64 now)
 {
 	for (int i = 0; i < CHANGES; i++) {
-		struct tuple key = reply_of(nat);
+		struct ends key = answer_of(nat);
 		struct nat *other;
 
-		if (!replies.insert(&key, nat))
+		if (!flows.insert(&key, nat))
 			return true;
-		other = replies.lookup(&key);
+		other = flows.lookup(&key);
 		if (!other || gone(other, now) || other->state == STATE_CLOSED ||
 		    same_target(&other->frontend, &nat->frontend)) {
-			replies.update(&key, nat);
+			flows.update(&key, nat);
 			return true;
 		}
 		nat->client_port = __builtin_bswap16(n->port_low +
@@ -384,15 +367,15 @@ static __always_inline bool claim_reply(struct nat *nat, const struct node *n, u
 /* A flow that loses its port: its client may not go on with it. */
 static __always_inline void forget(const struct nat *nat)
 {
-	struct tuple key = flow_of(nat);
+	struct ends key = question_of(nat);
 	struct nat *entry = flows.lookup(&key);
 
 	if (entry && same_flow(entry, nat))
 		flows.delete(&key);
-	key = reply_of(nat);
-	entry = replies.lookup(&key);
+	key = answer_of(nat);
+	entry = flows.lookup(&key);
 	if (entry && same_flow(entry, nat))
-		replies.delete(&key);
+		flows.delete(&key);
 }
 
 /* Finds a port of the node for this flow, in the range that the node's own sockets keep away from:
@@ -407,12 +390,12 @@ static __always_inline bool claim_snat(struct nat *nat, const struct node *n, u6
 	if (own < n->port_low || own > n->port_high)
 		nat->snat_port = __builtin_bswap16(n->port_low + bpf_get_prandom_u32() % size);
 	for (int i = 0; i < SNAT_TRIES; i++) {
-		struct tuple key = snat_reply_of(nat);
+		struct ends key = snat_answer_of(nat);
 		struct nat *other;
 
-		if (!replies.insert(&key, nat))
+		if (!flows.insert(&key, nat))
 			return true;
-		other = replies.lookup(&key);
+		other = flows.lookup(&key);
 		if (!other || gone(other, now) ||
 		    (i >= FRESH_TRIES && is_half_open(other) &&
 		     elapsed(other->last_used, now) > HALF_OPEN_SECONDS * SECOND) ||
@@ -420,7 +403,7 @@ static __always_inline bool claim_snat(struct nat *nat, const struct node *n, u6
 		     (i >= FRESH_TRIES || !(other->fins & FIN_BACKEND_FIRST)))) {
 			if (other)
 				forget(other);
-			replies.update(&key, nat);
+			flows.update(&key, nat);
 			return true;
 		}
 		nat->snat_port = __builtin_bswap16(n->port_low + bpf_get_prandom_u32() % size);
@@ -428,23 +411,29 @@ static __always_inline bool claim_snat(struct nat *nat, const struct node *n, u6
 	return false;
 }
 
-/* Writes all of a new flow's entries. The port of client' comes first, since the snat half tells
- * it; then the reply half is told the snat port. */
+/* Writes all of a new flow's entries. The port of client' comes first, since the entry of snat
+ * tells it; then the entry of client' is told the snat port, where it lies: nobody sees it before
+ * the client's own entry is there. */
 static __always_inline enum reason create(struct nat *nat, const struct node *n)
 {
-	struct tuple key;
+	struct nat *answer;
+	struct ends key;
 
-	if (!claim_reply(nat, n, nat->last_used))
+	if (!claim_answer(nat, n, nat->last_used))
 		return NO_SNAT_PORT;
-	key = reply_of(nat);
 	if (has_snat(nat)) {
-		if (!claim_snat(nat, n, nat->last_used)) {
-			replies.delete(&key);
+		bool claimed = claim_snat(nat, n, nat->last_used);
+
+		key = answer_of(nat);
+		if (!claimed) {
+			flows.delete(&key);
 			return NO_SNAT_PORT;
 		}
-		replies.update(&key, nat);
+		answer = flows.lookup(&key);
+		if (answer)
+			answer->snat_port = nat->snat_port;
 	}
-	key = flow_of(nat);
+	key = question_of(nat);
 	return flows.update(&key, nat) ? NOT_RECORDED : NEW_FLOW;
 }
 
@@ -623,14 +612,14 @@ int tc_host(struct __sk_buff *skb)
 
 	if (!device || !parse(skb, device->l2, &p) || !fragment_ports(&p))
 		return TC_NEXT;
-	nat = flows.lookup(&p.tuple);
-	if (!nat || !nat->device || gone(nat, now) || begins_anew(nat, p.tcp_flags)) {
+	nat = flow_between(&p.tuple);
+	if (!nat || !nat->device || !is_question(&p.tuple, nat) || gone(nat, now) ||
+	    begins_anew(nat, p.tcp_flags)) {
 		if (starts_flow(&p))
 			tails.call(skb, TAIL_HOST_NEW);
 		return TC_NEXT;
 	}
-	if (touch(nat, p.tcp_flags, false, now))
-		tell_all(nat);
+	keep(nat, p.tcp_flags, false, now);
 	out.from = nat->client;
 	out.from.port = nat->client_port;
 	out.to = nat->backend;
@@ -757,8 +746,9 @@ int tc_egress(struct __sk_buff *skb)
 		mark_masqueraded(skb, false);
 	if (leaving == LEAVES_CHANGED)
 		return complete(skb, &p, &to, TC_NEXT, device->l2);
-	if (leaving == LEAVES_AS_IT_IS && !skb->ingress_ifindex && device->role == ROLE_HOST &&
-	    (starts_flow(&p) ? dials_service(&p) : flows.lookup(&p.tuple) != NULL))
+	if ((leaving == LEAVES_FOR_SERVICE ||
+	     (leaving == LEAVES_AS_IT_IS && starts_flow(&p) && dials_service(&p))) &&
+	    !skb->ingress_ifindex && device->role == ROLE_HOST)
 		tails.call(skb, TAIL_HOST);
 	return TC_NEXT;
 }

@@ -11,19 +11,23 @@
  * another of its flows to the same backend has taken it. A flow that goes past the stack
  * (forward.h) changes both at ingress.
  *
- * Two maps of LRU entries, each with the whole of a `struct nat`, so that either can make the
- * other anew when the LRU took it:
+ * A flow has up to three entries in one map. Each has the whole of a `struct nat`, so that any can
+ * make the others anew when the LRU took them:
  *
- *   flows     client → frontend
- *   replies   backend → client'   and, when the source is translated, backend → snat
+ *   client, frontend      its questions, as they come in
+ *   client', backend      its questions as they leave, and the answers
+ *   snat, backend         answers to the node, when the source is translated
+ *
+ * A key does not tell who of the two sends: whichever way a packet goes, one look-up finds its
+ * flow, or that it has none. Look-ups are most of what a packet costs here: each goes to two places
+ * in memory that are in no cache.
  */
 #pragma once
 
 #define SECOND 1000000000ULL
 #define SNAT_TRIES 32
 
-BPF_TABLE("lru_hash", struct tuple, struct nat, flows, 64);
-BPF_TABLE("lru_hash", struct tuple, struct nat, replies, 64);
+BPF_TABLE("lru_hash", struct ends, struct nat, flows, 64);
 
 static __always_inline bool has_snat(const struct nat *nat)
 {
@@ -35,6 +39,59 @@ static __always_inline struct tuple reversed(const struct tuple *t)
 	struct tuple r = {.from = t->to, .to = t->from};
 
 	return r;
+}
+
+/* Any order will do that is one: by address, its last word first, then by port. */
+static __always_inline bool goes_first(const struct target *a, const struct target *b)
+{
+	if (a->address.word[3] != b->address.word[3])
+		return a->address.word[3] < b->address.word[3];
+	if (a->port != b->port)
+		return a->port < b->port;
+	if (a->address.word[2] != b->address.word[2])
+		return a->address.word[2] < b->address.word[2];
+	if (a->address.word[1] != b->address.word[1])
+		return a->address.word[1] < b->address.word[1];
+	return a->address.word[0] < b->address.word[0];
+}
+
+static __always_inline struct ends ends_of(const struct target *a, const struct target *b)
+{
+	struct ends e;
+
+	if (goes_first(a, b)) {
+		e.first = *a;
+		e.second = *b;
+	} else {
+		e.first = *b;
+		e.second = *a;
+	}
+	return e;
+}
+
+static __always_inline struct nat *flow_between(const struct tuple *t)
+{
+	struct ends key = ends_of(&t->from, &t->to);
+
+	return flows.lookup(&key);
+}
+
+/* What a packet is to the flow that was found for it. */
+static __always_inline bool is_question(const struct tuple *t, const struct nat *nat)
+{
+	return same_target(&t->from, &nat->client) && same_target(&t->to, &nat->frontend);
+}
+
+/* To client' or snat; and what is no question. */
+static __always_inline bool is_answer(const struct tuple *t, const struct nat *nat)
+{
+	return same_target(&t->from, &nat->backend);
+}
+
+/* From client' or snat. */
+static __always_inline bool is_translated(const struct tuple *t, const struct nat *nat)
+{
+	return same_target(&t->to, &nat->backend);
 }
 
 /* How long an entry holds without a packet: as kube-proxy sets the kernel's conntrack. */
@@ -106,27 +163,25 @@ static __always_inline bool touch(struct nat *nat, u32 flags, bool back, u64 now
 	return nat->state != state || nat->fins != fins;
 }
 
-/* The four tuples of a flow. */
-static __always_inline struct tuple flow_of(const struct nat *nat)
+/* The keys of a flow. */
+static __always_inline struct ends question_of(const struct nat *nat)
 {
-	struct tuple t = {.from = nat->client, .to = nat->frontend};
-
-	return t;
+	return ends_of(&nat->client, &nat->frontend);
 }
 
-static __always_inline struct tuple reply_of(const struct nat *nat)
+static __always_inline struct ends answer_of(const struct nat *nat)
 {
-	struct tuple t = {.from = nat->backend, .to = nat->client};
+	struct target client = nat->client;
 
-	t.to.port = nat->client_port;
-	return t;
+	client.port = nat->client_port;
+	return ends_of(&client, &nat->backend);
 }
 
-static __always_inline struct tuple snat_reply_of(const struct nat *nat)
+static __always_inline struct ends snat_answer_of(const struct nat *nat)
 {
-	struct tuple t = {.from = nat->backend, .to = nat->client};
+	struct target source = nat->client;
 
-	t.to.address = nat->snat;
-	t.to.port = nat->snat_port;
-	return t;
+	source.address = nat->snat;
+	source.port = nat->snat_port;
+	return ends_of(&source, &nat->backend);
 }

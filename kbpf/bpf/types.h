@@ -157,10 +157,10 @@ struct ports {
 	__be16 destination;
 };
 
-/* One direction: who sends to whom. `from.protocol` and `to.protocol` are the same. */
-struct tuple {
-	struct target from;
-	struct target to;
+/* flows: who talks with whom, in the order of ends_of(), which does not tell who sends. */
+struct ends {
+	struct target first;
+	struct target second;
 };
 
 enum tcp_state {
@@ -183,7 +183,7 @@ enum way {
 	WAY_REDIRECT = 1, /* from ingress to the next device, whole, past the stack */
 };
 
-/* flows, replies: a tracked connection, whole in each of its entries (track.h). */
+/* flows: a tracked connection, whole in each of its entries (track.h). */
 struct nat {
 	u64 last_used; /* ns, CLOCK_MONOTONIC */
 	struct target client;

@@ -184,8 +184,7 @@ def read(pin_dir: Path, parts: Part) -> Snapshot:
             values["agent_alive"] = status is not None and alive(status.pid)
             values["reasons"] = _reasons(maps["reasons"])
         if Part.CONNECTIONS in parts:
-            # In this order: who begins a connection writes `flows` last.
-            values["connections"] = tracked.read(maps["flows"], maps["replies"])
+            values["connections"] = tracked.read(maps["flows"])
         if Part.FILL in parts:
             values["fill"] = tracked.fill(maps["flows"], time.monotonic())
         if Part.PACKETS in parts:

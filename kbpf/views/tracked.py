@@ -1,9 +1,9 @@
-"""The packet path's tracked connections, out of the maps `flows` and `replies` (bpf/track.h).
+"""The packet path's tracked connections, out of the map `flows` (bpf/track.h).
 
-A connection has two or three entries: client → frontend in `flows`; backend → client' in
-`replies`, and backend → snat beside it when the source is translated. Each has the whole of a
-`struct nat`, equal but for the time of its last packet, so the entries of one connection are known
-by its addresses (`IDENTITY`). There may be a hundred thousand: they stay bytes until one is shown.
+A connection has two or three entries: client and frontend; client' and backend; and snat and
+backend when the source is translated. Each has the whole of a `struct nat`, equal but for the time
+of its last packet, so the entries of one connection are known by its addresses (`IDENTITY`). There
+may be a hundred thousand: they stay bytes until one is shown.
 """
 
 from functools import cache, lru_cache
@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from kbpf.dataplane.bpf.layout import idle_seconds
+from kbpf.dataplane.bpf.layout import MAPS, idle_seconds
 from kbpf.kernel.libbpf import Map
 from kbpf.model.address import format_endpoint
 
@@ -34,7 +34,7 @@ _TIMES: Final = Struct("=Q18xB69xB")
 IDENTITY: Final = slice(8, 88)
 """Of a struct nat: client, frontend, backend, the translated source and both their ports."""
 BOTH_ENDS: Final = slice(8, 48)
-"""Of a struct nat: client and frontend, which is the key in `flows`."""
+"""Of a struct nat: client and frontend."""
 NOWHERE: Final = bytes(16)
 
 
@@ -55,7 +55,7 @@ class Tracked(msgspec.Struct, gc=False):
 
     @property
     def key(self) -> bytes:
-        """Client and frontend, as they stand in `flows`. Sorts by address, then port."""
+        """Client and frontend. Sorts by address, then port."""
         return self.raw[BOTH_ENDS]
 
     @property
@@ -85,30 +85,43 @@ class Tracked(msgspec.Struct, gc=False):
 
 
 class Fill(NamedTuple):
-    """How many connections `flows` has, how many are not over yet, and room for how many."""
+    """How many connections `flows` has, how many are not over yet, and room for how many; `used` is
+    the share of the map (0 to 1) that those have which are not over.
+    """
 
     entries: int
     live: int
     room: int
+    used: float
 
 
-def read(flows: Map, replies: Map) -> dict[bytes, Tracked]:
+def read(flows: Map) -> dict[bytes, Tracked]:
     """All connections, by IDENTITY."""
     found: dict[bytes, Tracked] = {}
-    for _, raw in flows.items():
-        _add(found, raw, FLOW)
-    for key, raw in replies.items():
+    for key, raw in flows.items():
         _add(found, raw, part_of(key, raw))
     return found
 
 
 def part_of(key: bytes, raw: bytes) -> int:
-    """Which of a connection's entries in `replies` has this key."""
-    to, port = key[20:36], key[36:38]
-    part = REPLY if to == raw[8:24] and port == raw[_CLIENT_PORT] else 0
+    """Which of a connection's entries has this key; more than one where a backend is its own
+    frontend.
+    """
+    part = FLOW if _is_flow(key, raw) else 0
+    backend, one, other = raw[_BACKEND], key[:20], key[20:]
+    if backend not in (one, other):
+        return part
+    end = other if one == backend else one
+    to, port = end[:16], end[16:18]
+    if to == raw[8:24] and port == raw[_CLIENT_PORT]:
+        part |= REPLY
     if to == raw[_SNAT] and port == raw[_SNAT_PORT]:
         part |= SNAT
     return part
+
+
+def _is_flow(key: bytes, raw: bytes) -> bool:
+    return key == raw[BOTH_ENDS] or key == raw[_FRONTEND] + raw[_CLIENT]
 
 
 def _add(found: dict[bytes, Tracked], raw: bytes, part: int) -> None:
@@ -135,13 +148,16 @@ def _hold(protocol: int, state: int) -> int:
 
 def fill(flows: Map, now: float) -> Fill:
     """How full it is. `now`: CLOCK_MONOTONIC, seconds."""
-    entries = live = 0
+    entries = live = used = 0
     at = int(now * NANO)
-    for _, raw in flows.items():
+    for key, raw in flows.items():
         last, protocol, state = _TIMES.unpack_from(raw)
-        entries += 1
-        live += at <= last + _hold(protocol, state)
-    return Fill(entries, live, flows.max_entries)
+        lives, is_flow = at <= last + _hold(protocol, state), _is_flow(key, raw)
+        used += lives
+        entries += is_flow
+        live += is_flow and lives
+    room = flows.max_entries
+    return Fill(entries, live, room // MAPS["flows"].per, used / room)
 
 
 def endpoint(target: bytes) -> str:

@@ -21,6 +21,7 @@ from kbpf.dataplane.bpf import beside, beyond, compile
 from kbpf.dataplane.bpf.hooks import PACKET_PROGRAMS
 from kbpf.dataplane.bpf.layout import (
     DEVICE,
+    ENDS,
     NAT,
     NETWORK_KEY,
     U32,
@@ -460,10 +461,10 @@ def test_nobody_marks_a_connection_that_ended_by_time(path: Path_, v: int) -> No
     through, _ = marked(path, "tc_ingress", udp(own, vip(v, CLUSTER)), 0)
     assert parse(through, l2=False).destination == back
     assert marked(path, "tc_ingress", udp(back, own), 0)[1] == MARK
-    with path.site.pinned("replies") as replies:
-        for key, raw in list(replies.items()):
+    with path.site.pinned("flows") as flows:
+        for key, raw in list(flows.items()):
             aged = NAT.unpack(raw)
-            replies.update(key, NAT.pack(0, *aged[1:]))
+            flows.update(key, NAT.pack(0, *aged[1:]))
     assert marked(path, "tc_ingress", udp(back, own), 0)[1] == 0
 
 
@@ -804,8 +805,10 @@ def test_a_syn_after_both_have_closed_begins_anew(path: Path_, v: int) -> None:
     segment(path, v, own, "A")
     if again != source:
         path.run("tc_ingress", tcp(pod(v), source, flags="RA"))
-    found = {NAT.unpack(raw)[9] for raw in path.site.entries("flows").values() if owner(raw) == own}
-    assert found == {TcpState.ESTABLISHED}
+    question = {own, vip(v, CLUSTER)}
+    entries = path.site.entries("flows").items()
+    (raw,) = [raw for key, raw in entries if set(ends(key)) == question]
+    assert NAT.unpack(raw)[9] == TcpState.ESTABLISHED
 
 
 @both
@@ -819,11 +822,7 @@ def test_a_syn_that_nobody_confirms_holds_its_port_for_a_minute(path: Path_, v: 
     path.node(NodeFlag(0), lonely, lonely)
     syn = tcp(client(v), vip(v, CLUSTER), flags="S")
     assert path.run("tc_ingress", syn)[0] == TC_ACT_SHOT, "not yet"
-    with path.site.pinned("replies") as replies:
-        for key, raw in list(replies.items()):
-            if owner(raw) == own:
-                (used,) = struct.unpack_from("=Q", raw)
-                replies.update(key, struct.pack("=Q", used - 6 * 10**9) + raw[8:])
+    age(path, own, 6)
     assert path.run("tc_ingress", syn)[0] == TC_ACT_UNSPEC, "whoever wants it"
 
 
@@ -861,10 +860,11 @@ def test_any_entry_that_the_lru_took_is_made_again(path: Path_, v: int) -> None:
     _, inside = path.run("tc_ingress", udp(own, vip(v, CLUSTER), b"?"))
     source = parse(path.run("tc_egress", inside)[1], l2=False).source
     before = path.site.reasons()[Reason.MENDED]
-    with path.site.pinned("replies") as replies:
-        for key, raw in list(replies.items()):
-            if owner(raw) == own:
-                replies.delete(key)
+    with path.site.pinned("flows") as flows:
+        for key, raw in list(flows.items()):
+            if owner(raw) == own and pod(v) in ends(key):
+                flows.delete(key)
+    age(path, own, 1)
     _, inside = path.run("tc_ingress", udp(own, vip(v, CLUSTER), b"?"))
     assert parse(path.run("tc_egress", inside)[1], l2=False).source == source
     path.go("tc_ingress", udp(pod(v), source, b"!"), udp(pod(v), own, b"!"))
@@ -893,7 +893,7 @@ def segment(path: Path_, v: int, own: str, flags: str, source: str = "") -> str:
     return found.source
 
 
-ENDS = {
+CLOSES = {
     "both close, the client first": ("FA", "<FA", "A"),
     "both close, the backend first": ("<FA", "FA", "<A"),
     "the client resets": ("R",),
@@ -902,7 +902,7 @@ ENDS = {
 
 
 @both
-@pytest.mark.parametrize("way", ["nothing", "one side closes", *ENDS])
+@pytest.mark.parametrize("way", ["nothing", "one side closes", *CLOSES])
 def test_whose_port_is_used_again(path: Path_, v: int, way: str) -> None:
     """A range of one port. That of an ended connection will do; before others are tried, unless
     the backend has closed first: it still has the port in TIME_WAIT.
@@ -910,21 +910,21 @@ def test_whose_port_is_used_again(path: Path_, v: int, way: str) -> None:
     lonely = LOW + next(PORTS)
     path.node(NodeFlag(0), lonely, lonely)
     own, source = established(path, v, "tcp")
-    for flags in ENDS.get(way, ("FA",) if way == "one side closes" else ()):
+    for flags in CLOSES.get(way, ("FA",) if way == "one side closes" else ()):
         back = flags.startswith("<")
         segment(path, v, own, flags.lstrip("<"), source if back else "")
     first = {Fin(NAT.unpack(raw)[10]) & Fin.BACKEND_FIRST for raw in entries_of(path, own)}
     before, other = path.site.reasons()[Reason.NO_SNAT_PORT], client(v)
     retval, _ = path.run("tc_ingress", tcp(other, vip(v, CLUSTER), flags="S"))
-    assert (retval == TC_ACT_SHOT) == (way not in ENDS)
-    assert path.site.reasons()[Reason.NO_SNAT_PORT] - before == (way not in ENDS)
+    assert (retval == TC_ACT_SHOT) == (way not in CLOSES)
+    assert path.site.reasons()[Reason.NO_SNAT_PORT] - before == (way not in CLOSES)
     assert first == {Fin.BACKEND_FIRST if "backend first" in way else Fin(0)}
-    left = set() if way in ENDS else {own}
+    left = set() if way in CLOSES else {own}
     assert {owner(raw) for raw in entries_of(path, own)} == left, "nothing of the old one"
 
 
 @both
-@pytest.mark.parametrize("way", ENDS)
+@pytest.mark.parametrize("way", CLOSES)
 def test_a_connection_that_ends_ends_in_all_of_its_entries(path: Path_, v: int, way: str) -> None:
     """Else its port of the node would be kept for an hour, or for a day."""
     own = client(v)
@@ -932,7 +932,7 @@ def test_a_connection_that_ends_ends_in_all_of_its_entries(path: Path_, v: int, 
     segment(path, v, own, "SA", source)
     segment(path, v, own, "A")
     assert states(path, own) == {TcpState.ESTABLISHED}
-    for flags in ENDS[way]:
+    for flags in CLOSES[way]:
         segment(path, v, own, flags.strip("<"), source if "<" in flags else "")
     assert states(path, own) == {TcpState.CLOSED}
 
@@ -957,16 +957,22 @@ def test_a_local_connection_ends_too(path: Path_, v: int) -> None:
     assert states(path, own) == {TcpState.CLOSED}
 
 
+QUIET = {
+    "question": lambda v, found: vip(v, CLUSTER) in found,
+    "answer": lambda v, found: any(one.startswith(end(NODE[v], 0)[:-1]) for one in found),
+}
+
+
 @both
-@pytest.mark.parametrize("map_name", ["flows", "replies"])
-def test_a_flow_lives_as_long_as_either_side_sends(path: Path_, v: int, map_name: str) -> None:
+@pytest.mark.parametrize("quiet", QUIET)
+def test_a_flow_lives_as_long_as_either_side_sends(path: Path_, v: int, quiet: str) -> None:
     """Datagrams one way for a long time: the entry for the other way has seen none of them."""
     own = client(v)
     source = masked(path, path.run("tc_ingress", udp(own, vip(v, CLUSTER), b"?"))[1],
                     lambda a, b: udp(a, b, b"?"), pod(v), v)  # fmt: skip
-    with path.site.pinned(map_name) as found:
+    with path.site.pinned("flows") as found:
         for key, raw in list(found.items()):
-            if owner(raw) == own and (map_name == "flows" or key[20:36] == address(NODE[v])):
+            if owner(raw) == own and QUIET[quiet](v, ends(key)):
                 found.update(key, bytes(8) + raw[8:])
     inside = path.go("tc_ingress", udp(pod(v), source, b"!"), udp(pod(v), own, b"!"))
     path.go("tc_egress", inside, udp(vip(v, CLUSTER), own, b"!"))
@@ -979,11 +985,10 @@ def test_a_flow_that_is_quiet_for_long_is_none(path: Path_, v: int) -> None:
     own = client(v)
     source = masked(path, path.run("tc_ingress", udp(own, vip(v, CLUSTER), b"?"))[1],
                     lambda a, b: udp(a, b, b"?"), pod(v), v)  # fmt: skip
-    for name in ("flows", "replies"):
-        with path.site.pinned(name) as found:
-            for key, raw in list(found.items()):
-                if owner(raw) == own:
-                    found.update(key, bytes(8) + raw[8:])
+    with path.site.pinned("flows") as found:
+        for key, raw in list(found.items()):
+            if owner(raw) == own:
+                found.update(key, bytes(8) + raw[8:])
     answer = udp(pod(v), source, b"!")
     assert path.run("tc_ingress", answer) == (TC_ACT_UNSPEC, answer)
 
@@ -994,14 +999,24 @@ def owner(raw: bytes) -> str:
     return end(format_addr(found.address), found.port)
 
 
-def address(host: str) -> bytes:
-    return bytes(parse_addr(host))
+def ends(key: bytes) -> tuple[str, str]:
+    """Both ends of an entry's key."""
+    one, other = (Target.unpack(half) for half in ENDS.unpack(key))
+    return end(format_addr(one.address), one.port), end(format_addr(other.address), other.port)
+
+
+def age(path: Path_, own: str, seconds: int) -> None:
+    """As if this client's flow had been quiet for so long."""
+    with path.site.pinned("flows") as flows:
+        for key, raw in list(flows.items()):
+            if owner(raw) == own:
+                (used,) = struct.unpack_from("=Q", raw)
+                flows.update(key, struct.pack("=Q", used - seconds * 10**9) + raw[8:])
 
 
 def entries_of(path: Path_, own: str) -> list[bytes]:
     """The entries of this client's flow."""
-    values = [*path.site.entries("flows").values(), *path.site.entries("replies").values()]
-    return [raw for raw in values if owner(raw) == own]
+    return [raw for raw in path.site.entries("flows").values() if owner(raw) == own]
 
 
 def states(path: Path_, own: str) -> set[int]:

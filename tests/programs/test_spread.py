@@ -134,7 +134,7 @@ class Path_:
 
     def forget(self) -> None:
         """All connections."""
-        for name in ("flows", "replies", "affinity"):
+        for name in ("flows", "affinity"):
             with self.site.pinned(name) as found:
                 for key in [key for key, _ in found.items()]:
                     found.delete(key)

@@ -67,7 +67,7 @@ LAYOUTS = [
     Layout("service_name", layout.SERVICE_NAME, "namespace name port protocol family"),
     Layout("config", layout.CONFIG, "host_netns flags"),
     Layout("source_key", layout.SOURCE_KEY, "bits service client"),
-    Layout("tuple", layout.TUPLE, "from to"),
+    Layout("ends", layout.ENDS, "first second"),
     Layout("ports", layout.PORTS, "source destination"),
     Layout("nat", layout.NAT,
            "last_used client frontend backend snat snat_port client_port service backend_id "
@@ -285,7 +285,7 @@ def test_maps_start_no_bigger_than_they_may_get():
     for spec in layout.MAPS.values():
         assert 0 < spec.start(sizes) <= spec.limit(sizes)
         if spec.sized_by:
-            assert spec.limit(sizes) == getattr(sizes, spec.sized_by)
+            assert spec.limit(sizes) == getattr(sizes, spec.sized_by) * spec.per
         if not spec.grows:
             assert spec.start(sizes) == spec.limit(sizes)
 

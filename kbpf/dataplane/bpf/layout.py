@@ -210,7 +210,7 @@ FLOW: Final = Struct("=Q20s20sII")
 REVERSE: Final = Struct("=20sI")
 SERVICE_NAME: Final = Struct("=64s64s64sBB2x")
 SOURCE_KEY: Final = Struct("=II16s")
-TUPLE: Final = Struct("=20s20s")
+ENDS: Final = Struct("=20s20s")
 NETWORK_KEY: Final = Struct("=I16s")
 NAT: Final = Struct("=Q20s20s20s16s2s2sIIBBBxI")
 DEVICE: Final = Struct("=III6s2x16s16s")
@@ -285,6 +285,7 @@ class MapSpec:
     `entries`: where it starts. `grows`: the agent is its only writer, so it can be copied into a
     bigger one while programs read it.
     `packet`: only the packet path uses it; without that it is as small as can be.
+    `per`: so many entries for each that MapSizes counts.
     `version`: raise it when the meaning of the map changes and its sizes do not.
     """
 
@@ -298,6 +299,7 @@ class MapSpec:
     grows: bool = False
     version: int = 1
     packet: bool = False
+    per: int = 1
 
     @property
     def shape(self) -> tuple[str, int, int, int, int]:
@@ -306,7 +308,7 @@ class MapSpec:
 
     def limit(self, sizes: MapSizes) -> int:
         """How many entries it may hold at most."""
-        return int(getattr(sizes, self.sized_by)) if self.sized_by else self.entries
+        return int(getattr(sizes, self.sized_by)) * self.per if self.sized_by else self.entries
 
     def start(self, sizes: MapSizes, packet_path: bool = True) -> int:
         """How many entries it is made for at first. LRU maps start at their limit."""
@@ -322,8 +324,10 @@ def _plain(name: str, key: int, value: int, entries: int, sized_by: str) -> MapS
     )
 
 
-def _lru(name: str, key: int, value: int, sized_by: str, packet: bool = False) -> MapSpec:
-    return MapSpec(name, libbpf.MAP_LRU_HASH, key, value, 0, 0, sized_by, packet=packet)
+def _lru(
+    name: str, key: int, value: int, sized_by: str, packet: bool = False, per: int = 1
+) -> MapSpec:
+    return MapSpec(name, libbpf.MAP_LRU_HASH, key, value, 0, 0, sized_by, packet=packet, per=per)
 
 
 MAPS: Final = {
@@ -348,8 +352,7 @@ MAPS: Final = {
             65_536,
             libbpf.F_NO_PREALLOC,
         ),
-        _lru("flows", TUPLE.size, NAT.size, "connections", packet=True),
-        _lru("replies", TUPLE.size, NAT.size, "connections", packet=True),
+        _lru("flows", ENDS.size, NAT.size, "connections", packet=True, per=2),
         MapSpec("fragments", libbpf.MAP_LRU_HASH, FRAGMENT_KEY.size, PORTS.size, 4096, packet=True),
         MapSpec("devices", libbpf.MAP_HASH, 4, DEVICE.size, 4096, libbpf.F_NO_PREALLOC),
         MapSpec("pending", libbpf.MAP_PERCPU_ARRAY, 4, NAT.size, 1),

@@ -26,7 +26,7 @@ OVERLAP: Final = 2
 PIECE: Final = 1 << 21
 """Bytes of keys: more than that are not gathered before they are written."""
 
-TIMED: Final = frozenset(("flows", "replies", "udp_flows", "affinity"))
+TIMED: Final = frozenset(("flows", "udp_flows", "affinity"))
 """LRU maps whose values begin with the time of their last use, in ns, 8 bytes, host order."""
 
 HEADROOM: Final = 0.8

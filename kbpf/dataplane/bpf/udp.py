@@ -63,15 +63,12 @@ def _forget_flows(maps: dict[str, Map], gone: Gone) -> None:
 
 
 def _forget_packets(maps: dict[str, Map], gone: Gone) -> None:
-    """Flows of the packet path: both halves go, and the next datagram chooses anew. What was found
-    is deleted once more, since a packet that comes in between makes one half from the other.
+    """Flows of the packet path: all entries go, and the next datagram chooses anew. What was found
+    is deleted once more, since a packet that comes in between makes one entry from another.
     """
-    doomed = {}
-    for name in ("flows", "replies"):  # flows at once: they are what a client's packets follow
-        doomed[name] = b"".join(_doomed(maps[name], gone))
-        maps[name].delete_batch(doomed[name])
-    for name, keys in doomed.items():
-        maps[name].delete_batch(keys)
+    doomed = b"".join(_doomed(maps["flows"], gone))
+    for _ in range(2):
+        maps["flows"].delete_batch(doomed)
 
 
 def _doomed(held: Map, gone: Gone) -> Iterator[bytes]:
