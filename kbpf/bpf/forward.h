@@ -110,6 +110,37 @@ static __always_inline struct device *find_route(struct __sk_buff *skb, const st
 	return devices.lookup(&route->ifindex);
 }
 
+/* The same, for a packet of a flow: what was found is good for a second. A router that changes, or
+ * a pod that goes, is noticed by then at the latest. */
+static __always_inline struct device *flow_route(struct __sk_buff *skb, const struct packet *p,
+						 const struct tuple *t, struct way_out *out,
+						 struct route *route, u64 now)
+{
+	u16 length = wire_length(skb, p);
+	struct device *to;
+
+	if (out->ifindex && length <= out->length && elapsed(out->found, now) < SECOND) {
+		route->family = p->v6 ? AF_INET6 : AF_INET;
+		route->ifindex = out->ifindex;
+		route->destination = out->next;
+		route->vlan[0] = out->resolved;
+		__builtin_memcpy(route->own_mac, out->own_mac, 6);
+		__builtin_memcpy(route->next_mac, out->next_mac, 6);
+		return p->ttl > 1 ? devices.lookup(&route->ifindex) : NULL;
+	}
+	to = find_route(skb, p, &t->from, &t->to, route, false);
+	if (!to)
+		return NULL;
+	out->found = now;
+	out->next = route->destination;
+	out->ifindex = route->ifindex;
+	__builtin_memcpy(out->own_mac, route->own_mac, 6);
+	__builtin_memcpy(out->next_mac, route->next_mac, 6);
+	out->length = length;
+	out->resolved = route->vlan[0];
+	return to;
+}
+
 /* One hop less to go. Not 0: the packet may be half written. */
 static __always_inline int age(struct __sk_buff *skb, const struct packet *p)
 {
@@ -131,8 +162,11 @@ static __always_inline int send_off(struct __sk_buff *skb, const struct device *
 
 	if ((to->flags & DEVICE_PEER) && to->role == ROLE_POD && route->vlan[0] &&
 	    from->l2 == ETH_HEADER && to->l2 == ETH_HEADER && skb->ingress_ifindex) {
-		if (bpf_skb_store_bytes(skb, 0, route->next_mac, 6, 0) ||
-		    bpf_skb_store_bytes(skb, 6, route->own_mac, 6, 0))
+		u8 link[12];
+
+		__builtin_memcpy(link, route->next_mac, 6);
+		__builtin_memcpy(link + 6, route->own_mac, 6);
+		if (bpf_skb_store_bytes(skb, 0, link, sizeof(link), 0))
 			return TC_SHOT;
 		return redirect_peer(route->ifindex);
 	}

@@ -45,20 +45,26 @@ static __always_inline int change_pseudo(struct __sk_buff *skb, const struct pac
 	return 0;
 }
 
-static __always_inline int change_address(struct __sk_buff *skb, const struct packet *p, u32 at4,
-					  u32 at6, struct address *old, struct address *new)
+/* Both at once, though most often only one is another: they lie side by side in the header. */
+static __always_inline int change_addresses(struct __sk_buff *skb, const struct packet *p,
+					    struct tuple *old, struct tuple *new)
 {
 	__wsum diff;
 
 	if (p->v6) {
-		diff = bpf_csum_diff((__be32 *)old, sizeof(*old), (__be32 *)new, sizeof(*new), 0);
-		if (bpf_skb_store_bytes(skb, p->l3 + at6, new, sizeof(*new), 0))
+		struct address was[2] = {old->from.address, old->to.address};
+		struct address is[2] = {new->from.address, new->to.address};
+
+		diff = bpf_csum_diff((__be32 *)was, sizeof(was), (__be32 *)is, sizeof(is), 0);
+		if (bpf_skb_store_bytes(skb, p->l3 + IP6_SOURCE, is, sizeof(is), 0))
 			return -1;
 	} else {
-		diff = bpf_csum_diff(&old->word[3], 4, &new->word[3], 4, 0);
-		if (bpf_l3_csum_replace(skb, p->l3 + IP4_CHECK, 0, diff, 0))
-			return -1;
-		if (bpf_skb_store_bytes(skb, p->l3 + at4, &new->word[3], 4, 0))
+		__be32 was[2] = {old->from.address.word[3], old->to.address.word[3]};
+		__be32 is[2] = {new->from.address.word[3], new->to.address.word[3]};
+
+		diff = bpf_csum_diff(was, sizeof(was), is, sizeof(is), 0);
+		if (bpf_l3_csum_replace(skb, p->l3 + IP4_CHECK, 0, diff, 0) ||
+		    bpf_skb_store_bytes(skb, p->l3 + IP4_SOURCE, is, sizeof(is), 0))
 			return -1;
 	}
 	return change_pseudo(skb, p, diff);
@@ -95,12 +101,9 @@ static __always_inline int rewrite(struct __sk_buff *skb, struct packet *p, stru
 {
 	struct tuple *old = &p->tuple;
 
-	if (!same_address(&old->from.address, &new->from.address) &&
-	    change_address(skb, p, IP4_SOURCE, IP6_SOURCE, &old->from.address, &new->from.address))
-		return -1;
-	if (!same_address(&old->to.address, &new->to.address) &&
-	    change_address(skb, p, IP4_DESTINATION, IP6_DESTINATION, &old->to.address,
-			   &new->to.address))
+	if ((differ(&old->from.address, &new->from.address) |
+	     differ(&old->to.address, &new->to.address)) &&
+	    change_addresses(skb, p, old, new))
 		return -1;
 	if (change_ports(skb, p, old, new))
 		return -1;

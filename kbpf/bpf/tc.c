@@ -22,9 +22,9 @@
 #define TC_NEXT (-1) /* pass, and let whoever is behind us on this device have its say */
 #define TC_SHOT 2
 #define CHANGES 8     /* tries to find a free port of client' */
+#define ASKED 16      /* flows, whether anybody needs them, by each new one */
 #define FRESH_TRIES 8 /* of SNAT_TRIES, before a port that a backend may still keep will do */
 
-#define MEND_SHIFT 26       /* of nanoseconds: a flow looks for its entries once in 67 ms */
 #define HALF_OPEN_SECONDS 5 /* an unanswered SYN keeps a port that others want for so long */
 #define VLAN_ID 0x0fff
 #define OTHER_HOST 3 /* PACKET_OTHERHOST */
@@ -42,7 +42,9 @@ enum tail {
 	TAIL_WAY = 7,
 	TAIL_CLAIM = 8,
 	TAIL_SCTP = 9,
-	TAILS = 10,
+	TAIL_PLACE = 10,
+	TAIL_ROOM = 11,
+	TAILS = 12,
 };
 
 BPF_F_TABLE("hash", u32, struct device, devices, 64, BPF_F_NO_PREALLOC);
@@ -158,33 +160,63 @@ static __always_inline void tell(struct ends *key, const struct nat *nat)
 {
 	struct nat *other = flows.lookup(key);
 
-	if (!other) {
-		count(MENDED);
-		flows.insert(key, (struct nat *)nat);
-	} else if (other != nat && same_flow(other, nat)) {
-		other->fins = nat->state == STATE_NEW ? 0 : other->fins | nat->fins;
-		other->state = nat->state;
-	}
+	if (!other || other == nat || !same_flow(other, nat))
+		return;
+	other->fins = nat->state == STATE_NEW ? 0 : other->fins | nat->fins;
+	other->state = nat->state;
 }
 
 /* A packet of a known flow. Each entry sees a part of the packets only; what opens or ends the
- * connection holds for all, and then, and now and then, the entries that the LRU took are made anew
- * from this one. */
+ * connection holds for all. */
 static __always_inline void keep(struct nat *nat, u32 flags, bool back, u64 now)
 {
-	bool due = (now ^ nat->last_used) >> MEND_SHIFT;
 	struct ends key;
 
-	if ((flags & NO_SEGMENT) || (!touch(nat, flags, back, now) && !due))
+	if (!touch(nat, flags, back, now))
 		return;
-	key = question_of(nat);
-	tell(&key, nat);
+	if (nat->part != PART_QUESTION) {
+		key = question_of(nat);
+		tell(&key, nat);
+	}
+	if (nat->part != PART_ANSWER) {
+		key = answer_of(nat);
+		tell(&key, nat);
+	}
+	if (nat->part != PART_SNAT_ANSWER && has_snat(nat)) {
+		key = snat_answer_of(nat);
+		tell(&key, nat);
+	}
+}
+
+/* Deletes an entry if it is still this flow's. */
+static __always_inline void leave(struct ends *key, const struct nat *nat)
+{
+	struct nat *entry = flows.lookup(key);
+
+	if (entry && same_flow(entry, nat))
+		flows.delete(key);
+}
+
+/* Deletes what a flow's answers find. */
+static __always_inline void forget_answers(const struct nat *nat)
+{
+	struct ends key;
+
+	if (has_snat(nat)) {
+		key = snat_answer_of(nat);
+		leave(&key, nat);
+	}
 	key = answer_of(nat);
-	tell(&key, nat);
-	if (!has_snat(nat))
-		return;
-	key = snat_answer_of(nat);
-	tell(&key, nat);
+	leave(&key, nat);
+}
+
+/* Deletes a flow. Its own entry is the last one: by that it is found. */
+static __always_inline void forget(const struct nat *nat)
+{
+	struct ends key = question_of(nat);
+
+	forget_answers(nat);
+	leave(&key, nat);
 }
 
 /* The mark of masqueraded flows' packets, both ways, while they are in the node's stack: whoever
@@ -203,6 +235,8 @@ static __always_inline void mark_masqueraded(struct __sk_buff *skb, bool in)
 struct step {
 	struct tuple up;  /* for the stack */
 	struct tuple out; /* for the next device */
+	struct nat *nat;  /* where it was found */
+	u64 now;
 	u32 device;       /* not 0: for this node, as if it came in there */
 	u8 way;           /* enum way */
 	bool masqueraded; /* to be marked in the stack; also where nothing else is to be done */
@@ -242,7 +276,7 @@ static __always_inline bool step_back(const struct tuple *t, const struct nat *n
 static __always_inline bool translate_in(struct tuple *t, u32 flags, struct step *s)
 {
 	struct nat *nat = flow_between(t);
-	u64 now = bpf_ktime_get_ns();
+	u64 now = now_ns();
 	bool back;
 
 	if (!nat)
@@ -262,6 +296,8 @@ static __always_inline bool translate_in(struct tuple *t, u32 flags, struct step
 		return false;
 	}
 	s->way = nat->way;
+	s->nat = nat;
+	s->now = now;
 	keep(nat, flags, back, now);
 	return true;
 }
@@ -286,7 +322,7 @@ static __always_inline enum leaving translate_out(struct tuple *t, u32 flags, st
 						  bool *masqueraded)
 {
 	struct nat *nat = flow_between(t);
-	u64 now = bpf_ktime_get_ns();
+	u64 now = now_ns();
 	bool back;
 
 	*new = *t;
@@ -364,20 +400,6 @@ static __always_inline bool claim_answer(struct nat *nat, const struct node *n, 
 	return false;
 }
 
-/* A flow that loses its port: its client may not go on with it. */
-static __always_inline void forget(const struct nat *nat)
-{
-	struct ends key = question_of(nat);
-	struct nat *entry = flows.lookup(&key);
-
-	if (entry && same_flow(entry, nat))
-		flows.delete(&key);
-	key = answer_of(nat);
-	entry = flows.lookup(&key);
-	if (entry && same_flow(entry, nat))
-		flows.delete(&key);
-}
-
 /* Finds a port of the node for this flow, in the range that the node's own sockets keep away from:
  * the client's own if it is one of those and free, else any. That of a connection that has ended
  * will do at once; only if the backend has closed first, and so keeps it in TIME_WAIT, others are
@@ -401,7 +423,7 @@ static __always_inline bool claim_snat(struct nat *nat, const struct node *n, u6
 		     elapsed(other->last_used, now) > HALF_OPEN_SECONDS * SECOND) ||
 		    (other->state == STATE_CLOSED &&
 		     (i >= FRESH_TRIES || !(other->fins & FIN_BACKEND_FIRST)))) {
-			if (other)
+			if (other) /* its client may not go on with it */
 				forget(other);
 			flows.update(&key, nat);
 			return true;
@@ -409,6 +431,95 @@ static __always_inline bool claim_snat(struct nat *nat, const struct node *n, u6
 		nat->snat_port = __builtin_bswap16(n->port_low + bpf_get_prandom_u32() % size);
 	}
 	return false;
+}
+
+/* Whether somebody may still talk by a flow that began before all others that are tracked. */
+static __always_inline bool is_needed(const struct nat *nat, u64 now)
+{
+	return !is_half_open(nat) && nat->state != STATE_CLOSED && !gone(nat, now);
+}
+
+/* Asks the oldest flows whether anybody needs them; one goes that nobody does, the others get
+ * places behind all. */
+static __always_inline void make_room(u64 *there, u64 now)
+{
+	struct nat *nat = NULL;
+
+	for (int i = 0; i < ASKED; i++) {
+		struct ends oldest;
+
+		if (order.pop(&oldest))
+			return;
+		nat = flows.lookup(&oldest);
+		if (!nat || nat->part != PART_QUESTION) {
+			nat = NULL;
+			break; /* it is gone already */
+		}
+		if (!is_needed(nat, now))
+			break;
+		if (order.push(&oldest, 0)) {
+			count(EVICTED);
+			break;
+		}
+		if (i == ASKED - 1)
+			return;
+	}
+	__sync_fetch_and_add(there, -1);
+	if (nat)
+		forget(nat);
+}
+
+/* The oldest flow goes, needed or not. */
+static __always_inline void evict(u64 now)
+{
+	struct ends oldest;
+	struct nat *nat;
+
+	if (order.pop(&oldest))
+		return;
+	nat = flows.lookup(&oldest);
+	if (!nat || nat->part != PART_QUESTION)
+		return;
+	if (is_needed(nat, now))
+		count(EVICTED);
+	forget(nat);
+}
+
+/* Finds a place for a new flow. The queue has room for an eighth more than the operator allows: so
+ * a long row of flows that are needed is passed (tc_room) before one of them has to go. */
+static __always_inline bool find_place(struct ends *key, const struct node *n, u64 now)
+{
+	u32 zero = 0;
+	u64 *there = tracked.lookup(&zero);
+
+	if (!there)
+		return false;
+	if (!order.push(key, 0)) {
+		__sync_fetch_and_add(there, 1);
+		return true;
+	}
+	*there = n->connections + n->connections / 8; /* whatever was counted */
+	evict(now);
+	return !order.push(key, 0);
+}
+
+/* What was there before of the same client and frontend goes, or its place in the queue is found.
+ * False: another flow that lives has this key for its answers. */
+static __always_inline bool claim_question(struct ends *key, const struct nat *nat,
+					   const struct node *n)
+{
+	struct nat *old = flows.lookup(key);
+
+	if (!old)
+		return find_place(key, n, nat->last_used);
+	if (old->part == PART_QUESTION) {
+		forget_answers(old);
+		return true;
+	}
+	if (!gone(old, nat->last_used) && old->state != STATE_CLOSED)
+		return false;
+	flows.delete(key);
+	return find_place(key, n, nat->last_used);
 }
 
 /* Writes all of a new flow's entries. The port of client' comes first, since the entry of snat
@@ -419,11 +530,14 @@ static __always_inline enum reason create(struct nat *nat, const struct node *n)
 	struct nat *answer;
 	struct ends key;
 
+	nat->part = PART_ANSWER;
 	if (!claim_answer(nat, n, nat->last_used))
 		return NO_SNAT_PORT;
 	if (has_snat(nat)) {
-		bool claimed = claim_snat(nat, n, nat->last_used);
+		bool claimed;
 
+		nat->part = PART_SNAT_ANSWER;
+		claimed = claim_snat(nat, n, nat->last_used);
 		key = answer_of(nat);
 		if (!claimed) {
 			flows.delete(&key);
@@ -434,7 +548,11 @@ static __always_inline enum reason create(struct nat *nat, const struct node *n)
 			answer->snat_port = nat->snat_port;
 	}
 	key = question_of(nat);
-	return flows.update(&key, nat) ? NOT_RECORDED : NEW_FLOW;
+	nat->part = PART_QUESTION;
+	if (!flows.update(&key, nat))
+		return NEW_FLOW;
+	forget_answers(nat);
+	return NOT_RECORDED;
 }
 
 static __always_inline bool starts_flow(const struct packet *p)
@@ -461,7 +579,7 @@ static __always_inline bool begin(struct __sk_buff *skb, struct packet *p, struc
 		*action = finish(v == PASS ? TC_NEXT : TC_SHOT, c->reason);
 		return false;
 	}
-	nat->last_used = bpf_ktime_get_ns();
+	nat->last_used = now_ns();
 	nat->client = p->tuple.from;
 	nat->frontend = p->tuple.to;
 	nat->backend = c->backend;
@@ -519,7 +637,7 @@ int tc_way(struct __sk_buff *skb)
 	}
 	if (to && passes_stack(n, device, to, has_snat(nat)))
 		nat->way = WAY_REDIRECT;
-	tails.call(skb, TAIL_CLAIM);
+	tails.call(skb, TAIL_PLACE);
 	return finish(TC_SHOT, NOT_RECORDED);
 }
 
@@ -553,7 +671,7 @@ int tc_new(struct __sk_buff *skb)
 		has_snat(&nat) || (n->flags & NODE_DIRECT) ||
 				(device->role == ROLE_POD && !(device->flags & DEVICE_PEER))
 			? TAIL_WAY
-			: TAIL_CLAIM);
+			: TAIL_PLACE);
 }
 
 /* The same for this node's own, by a socket that the hooks have left alone. What it sends leaves by
@@ -575,7 +693,43 @@ int tc_host_new(struct __sk_buff *skb)
 		return action;
 	nat.way = WAY_REDIRECT;
 	nat.device = ifindex;
-	return hand_over(skb, &nat, TAIL_CLAIM);
+	return hand_over(skb, &nat, TAIL_PLACE);
+}
+
+/* Finds a place among the tracked flows for a new one. */
+int tc_place(struct __sk_buff *skb)
+{
+	u32 zero = 0;
+	struct nat *nat = pending.lookup(&zero);
+	struct node *n = node.lookup(&zero);
+	u64 *there = tracked.lookup(&zero);
+	struct ends key;
+
+	if (!nat || !n || !there)
+		return finish(TC_SHOT, NOT_RECORDED);
+	key = question_of(nat);
+	if (!claim_question(&key, nat, n))
+		return finish(TC_SHOT, NOT_RECORDED);
+	skb->cb[0] = 2;
+	tails.call(skb, *there > n->connections ? TAIL_ROOM : TAIL_CLAIM);
+	return finish(TC_SHOT, NOT_RECORDED);
+}
+
+/* Makes room by up to two flows for each that begins beyond what the operator allows. */
+int tc_room(struct __sk_buff *skb)
+{
+	u32 zero = 0;
+	struct nat *nat = pending.lookup(&zero);
+	struct node *n = node.lookup(&zero);
+	u64 *there = tracked.lookup(&zero);
+
+	if (!nat || !n || !there)
+		return finish(TC_SHOT, NOT_RECORDED);
+	make_room(there, nat->last_used);
+	if (--skb->cb[0] && *there > n->connections)
+		tails.call(skb, TAIL_ROOM);
+	tails.call(skb, TAIL_CLAIM);
+	return finish(TC_SHOT, NOT_RECORDED);
 }
 
 /* Writes the entries of a new flow, and goes back to where known flows are served. */
@@ -608,7 +762,7 @@ int tc_host(struct __sk_buff *skb)
 	struct route route;
 	struct tuple out;
 	struct nat *nat;
-	u64 now = bpf_ktime_get_ns();
+	u64 now = now_ns();
 
 	if (!device || !parse(skb, device->l2, &p) || !fragment_ports(&p))
 		return TC_NEXT;
@@ -623,7 +777,7 @@ int tc_host(struct __sk_buff *skb)
 	out.from = nat->client;
 	out.from.port = nat->client_port;
 	out.to = nat->backend;
-	to = find_route(skb, &p, &out.from, &out.to, &route, false);
+	to = flow_route(skb, &p, &out, &nat->out, &route, now);
 	if (!to)
 		return finish(TC_SHOT, NO_ROUTE);
 	if (rewrite(skb, &p, &out))
@@ -669,7 +823,7 @@ static __always_inline int go_on(struct __sk_buff *skb, struct packet *p,
 	int action = TC_NEXT;
 
 	if (s->way == WAY_REDIRECT && !s->device)
-		to = find_route(skb, p, &s->out.from, &s->out.to, &route, false);
+		to = flow_route(skb, p, &s->out, &s->nat->out, &route, s->now);
 	if (to)
 		new = &s->out;
 	if (rewrite(skb, p, new) || (to && age(skb, p)))

@@ -11,8 +11,7 @@
  * another of its flows to the same backend has taken it. A flow that goes past the stack
  * (forward.h) changes both at ingress.
  *
- * A flow has up to three entries in one map. Each has the whole of a `struct nat`, so that any can
- * make the others anew when the LRU took them:
+ * A flow has up to three entries in one map, each with the whole of a `struct nat`:
  *
  *   client, frontend      its questions, as they come in
  *   client', backend      its questions as they leave, and the answers
@@ -21,13 +20,21 @@
  * A key does not tell who of the two sends: whichever way a packet goes, one look-up finds its
  * flow, or that it has none. Look-ups are most of what a packet costs here: each goes to two places
  * in memory that are in no cache.
+ *
+ * The first of these keys also stands in a queue, in the order in which flows began. When it is
+ * full a new flow takes the place of the oldest one that nobody needs any more: it has ended, or
+ * nobody has answered it since. So a flood of connections that are never made drives out only its
+ * own kind. An LRU map would do without the queue; but it costs more than all else that a new
+ * connection costs, it takes entries one by one, and a flood drives out what is idle.
  */
 #pragma once
 
 #define SECOND 1000000000ULL
 #define SNAT_TRIES 32
 
-BPF_TABLE("lru_hash", struct ends, struct nat, flows, 64);
+BPF_F_TABLE("hash", struct ends, struct nat, flows, 64, BPF_F_NO_PREALLOC);
+BPF_QUEUE(order, struct ends, 64);
+BPF_TABLE("array", u32, u64, tracked, 1); /* 0 -> how many keys are in the queue */
 
 static __always_inline bool has_snat(const struct nat *nat)
 {
@@ -82,7 +89,7 @@ static __always_inline bool is_question(const struct tuple *t, const struct nat 
 	return same_target(&t->from, &nat->client) && same_target(&t->to, &nat->frontend);
 }
 
-/* To client' or snat; and what is no question. */
+/* To client' or snat; if it is no question. */
 static __always_inline bool is_answer(const struct tuple *t, const struct nat *nat)
 {
 	return same_target(&t->from, &nat->backend);

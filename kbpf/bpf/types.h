@@ -183,7 +183,27 @@ enum way {
 	WAY_REDIRECT = 1, /* from ingress to the next device, whole, past the stack */
 };
 
-/* flows: a tracked connection, whole in each of its entries (track.h). */
+/* Which entry of a flow this is (track.h). */
+enum part {
+	PART_QUESTION = 0,
+	PART_ANSWER = 1,
+	PART_SNAT_ANSWER = 2,
+};
+
+/* Where the packets of a flow went last that go past the stack: whoever asks for their way with
+ * each one pays more for that than for all else. */
+struct way_out {
+	u64 found;           /* ns, CLOCK_MONOTONIC */
+	struct address next; /* hop, as struct bpf_fib_lookup has it */
+	u32 ifindex;
+	u8 own_mac[6];
+	u8 next_mac[6];
+	u16 length;  /* a packet of so many bytes from the IP header on has fitted */
+	u8 resolved; /* the MAC addresses are known */
+	u8 pad[5];
+};
+
+/* flows: a tracked connection, whole in each of its entries (track.h) but for `part` and `out`. */
 struct nat {
 	u64 last_used; /* ns, CLOCK_MONOTONIC */
 	struct target client;
@@ -194,11 +214,12 @@ struct nat {
 	__be16 client_port; /* of client' */
 	u32 service;
 	u32 backend_id;
-	u8 state; /* enum tcp_state */
-	u8 fins;  /* enum fins */
-	u8 way;   /* enum way */
-	u8 pad;
-	u32 device; /* the client is this node: the device that it sends by; else 0 */
+	u8 state;           /* enum tcp_state */
+	u8 fins;            /* enum fins */
+	u8 way;             /* enum way */
+	u8 part;            /* enum part */
+	u32 device;         /* the client is this node: the device that it sends by; else 0 */
+	struct way_out out; /* of packets that are found by this entry */
 };
 
 enum role {
@@ -236,7 +257,8 @@ struct node {
 	u32 flags;
 	u16 port_low; /* ports for translated sources, host order, both included */
 	u16 port_high;
-	u32 mark; /* on packets of masqueraded flows while they are in the node's stack */
+	u32 mark;        /* on packets of masqueraded flows while they are in the node's stack */
+	u32 connections; /* beyond so many each new flow asks the oldest to go */
 };
 
 /* fragments: the ports of a datagram whose first fragment was seen. */
@@ -272,7 +294,7 @@ enum reason {
 	NOT_ALLOWED = 12,       /* not in the Service's source ranges: dropped */
 	UNKNOWN_PORT = 13,      /* of a ClusterIP: refused */
 	NEW_FLOW = 14,          /* a packet began a connection, which is tracked now */
-	MENDED = 15,            /* the LRU took a part of a connection that lives; made anew */
+	EVICTED = 15,           /* a connection that lives had to make room for a new one */
 	NO_ROUTE = 16,          /* from this node's own socket to the backend: dropped */
 	LEFT_TO_PACKETS = 17,   /* a socket that is not for the hooks to serve */
 	REASONS = 18,

@@ -123,7 +123,7 @@ def node_of(pin_dir: Path) -> Node:
             raw = node.lookup(U32.pack(0)) or bytes(NODE.size)
     except (KernelError, NotFoundError):
         raw = bytes(NODE.size)
-    _, _, flags, low, high, mark = NODE.unpack(raw)
+    _, _, flags, low, high, mark, _ = NODE.unpack(raw)
     if not high:
         return Node(NodeFlag(0), *default.masquerade_ports, 1 << default.masquerade_bit)
     return Node(NodeFlag(flags), low, high, mark)

@@ -119,8 +119,8 @@ def _packets(view: PacketView) -> Iterator[tuple[str, str]]:
     if view.forgotten:
         gone = f"; {view.forgotten} have made room, or were begun anew"
     yield "created", f"{view.created} since the counters began{gone}"
-    mended = "parts of connections that made room while they lived, made anew"
-    yield "mended", f"{view.mended} {mended}" if view.mended else "0"
+    evicted = "connections that lived, and had to make room for new ones"
+    yield "evicted", f"{view.evicted} {evicted}" if view.evicted else "0"
 
 
 def nat(view: NatView) -> str:

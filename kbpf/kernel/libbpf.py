@@ -22,6 +22,7 @@ MAP_PROG_ARRAY: Final = 3
 MAP_PERCPU_ARRAY: Final = 6
 MAP_LRU_HASH: Final = 9
 MAP_LPM_TRIE: Final = 11
+MAP_QUEUE: Final = 22
 
 F_NO_PREALLOC: Final = 1
 F_ALLOW_MULTI: Final = 2
@@ -279,6 +280,14 @@ class Map(Fd):
         """Writes one entry unless its key is there; whether it was written."""
         result = _lib().bpf_map_update_elem(self.fd, key, value, ctypes.c_uint64(NOEXIST))
         if result == -errno.EEXIST:
+            return False
+        self._written(result)
+        return True
+
+    def push(self, value: bytes) -> bool:
+        """Puts a value at the end of a queue; False when that is full."""
+        result = _lib().bpf_map_update_elem(self.fd, None, value, ctypes.c_uint64(ANY))
+        if result == -errno.E2BIG:
             return False
         self._written(result)
         return True

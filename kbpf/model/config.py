@@ -20,8 +20,8 @@ class SocketLb(StrEnum):
 class MapSizes:
     """How many entries the maps may hold at most; they start smaller and grow on demand.
 
-    `sockets`, `flows`, `connections` and `affinity` are LRU maps: full means that the oldest
-    entry goes. `connections` are those of the packet path; each has two or three entries.
+    `sockets`, `flows` and `affinity` are LRU maps: full means that the oldest entry goes.
+    `connections` are those of the packet path: beyond it those make room that nobody needs.
     """
 
     frontends: int = 262_144

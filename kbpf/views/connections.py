@@ -37,9 +37,8 @@ class ConnectionRow(msgspec.Struct, frozen=True, gc=False):
     only), established, closing (one side has said that it is done) or
     closed; what is not TCP is new or established. `expires_seconds` is negative when its time is
     over (`expired`): its packets are no longer translated, and the entry goes when room is needed.
-    `lost`: parts that had to make room for others, ``flow``, ``reply`` or ``source``; the next
-    packet that finds another part makes them anew. `replaced`: the client has begun anew from the
-    same port; what is shown is what is left of the connection before.
+    `lost`: parts that went to other connections, ``flow``, ``reply`` or ``source``. `replaced`: the
+    client has begun anew from the same port; this is what is left of the connection before.
     `way`: up the node's ``stack``, or ``redirect``: from device to device; ``ipvs``: by IPVS, which
     knows neither for how long nothing has come (`idle_seconds` None) nor what source the backend
     sees (`seen_as` "").
@@ -142,9 +141,8 @@ def rows(snapshot: Snapshot, connections: Iterable[Tracked]) -> Iterator[Connect
     began = int(snapshot.began * tracked.NANO)
     for one in connections:
         raw = one.raw
-        last, client, frontend, backend, snat, snat_port, port, service, _, state, _, way, index = (
-            NAT.unpack(raw)
-        )
+        last, client, frontend, backend, snat, snat_port, port, service, *rest = NAT.unpack(raw)
+        _, state, _, way, _, index, _ = rest
         masqueraded = snat != tracked.NOWHERE
         replaced = False
         if not one.parts & FLOW:

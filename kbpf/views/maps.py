@@ -17,6 +17,7 @@ TYPES: Final = {
     libbpf.MAP_ARRAY: "array",
     libbpf.MAP_PERCPU_ARRAY: "percpu_array",
     libbpf.MAP_LRU_HASH: "lru_hash",
+    libbpf.MAP_QUEUE: "queue",
     libbpf.MAP_LPM_TRIE: "lpm_trie",
 }
 
@@ -37,7 +38,9 @@ PURPOSE: Final = {
     "exempt_cgroups": "cgroups whose processes the socket hooks leave alone",
     "local_networks": "packet path: clients that count as pods of this node",
     "source_ranges": "who may dial a LoadBalancer VIP that is not for everybody",
-    "flows": "packet path: both ends of a packet → how it is translated; full: the oldest goes",
+    "flows": "packet path: both ends of a packet → how it is translated; full: see order",
+    "order": "packet path: connections, the oldest first; full: one that is not needed goes",
+    "tracked": "packet path: how many connections are in that order",
     "fragments": "packet path: ports of datagrams that come in fragments",
     "devices": "packet path: devices, and on which side of the node they are",
     "pending": "packet path: the connection that is being made, on each CPU",

@@ -20,12 +20,11 @@ class PacketView(msgspec.Struct, frozen=True):
 
     `state`: ``on``; ``off``, as it was asked for; or ``failed``, which `why` explains.
     `connections`: those whose time is not over; `entries`: with those whose is, which stay until
-    their room is needed. `room`: most that there may be; if their sources are translated, which
-    takes a third entry, two thirds of it. `alarm`: 80 % of all entries are in use, so connections
-    that live are forgotten soon.
+    their room is needed. `room`: most that there may be. `alarm`: 80 % of it are in use, so
+    connections that live are forgotten soon.
     `created`: connections since the counters began; `forgotten` of them have no entry any more:
     it went to make room, or to a new connection from the same port. None while that cannot be
-    told. `mended`: parts of connections that had to make room while they lived, made anew.
+    told. `evicted`: those that lived and had to make room for new ones.
     """
 
     state: str
@@ -40,7 +39,7 @@ class PacketView(msgspec.Struct, frozen=True):
     alarm: bool
     created: int
     forgotten: int | None
-    mended: int
+    evicted: int
 
 
 def view(snapshot: Snapshot) -> PacketView:
@@ -60,11 +59,11 @@ def view(snapshot: Snapshot) -> PacketView:
         connections=fill.live if fill else 0,
         entries=entries,
         room=fill.room if fill else 0,
-        alarm=fill is not None and state == "on" and fill.used >= ALARM,
+        alarm=fill is not None and state == "on" and fill.live >= ALARM * fill.room,
         created=created,
         # Fewer than there are: the counters are younger than the map.
         forgotten=created - entries if created >= entries else None,
-        mended=snapshot.reasons.get(Reason.MENDED, 0),
+        evicted=snapshot.reasons.get(Reason.EVICTED, 0),
     )
 
 

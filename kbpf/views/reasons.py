@@ -20,7 +20,7 @@ WORDS: Final = {
     Reason.NOT_ALLOWED: "dropped: the client is not in the Service's source ranges",
     Reason.UNKNOWN_PORT: "refused: a ClusterIP, but a port that no Service has",
     Reason.NEW_FLOW: "connections that a packet began, and that are tracked since",
-    Reason.MENDED: "connections of which a part was lost for want of room, and made anew",
+    Reason.EVICTED: "connections that lived, and had to make room for new ones",
     Reason.NO_ROUTE: "dropped: this node's own socket has no route to the backend",
     Reason.LEFT_TO_PACKETS: "sockets left alone: --socket-lb says so, or they are exempt",
 }

@@ -12,6 +12,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from kbpf.dataplane.bpf.flows import BOTH_ENDS, is_held, is_question
 from kbpf.dataplane.bpf.layout import MAPS, idle_seconds
 from kbpf.kernel.libbpf import Map
 from kbpf.model.address import format_endpoint
@@ -23,8 +24,6 @@ PARTS: Final = {FLOW: "flow", REPLY: "reply", SNAT: "source"}
 NANO: Final = 1_000_000_000
 MILLI: Final = 1_000_000
 """ns in a ms, in which times are shown: cheaper than rounding a float."""
-_CLIENT: Final = slice(8, 28)
-_FRONTEND: Final = slice(28, 48)
 _BACKEND: Final = slice(48, 68)
 _SNAT: Final = slice(68, 84)
 _SNAT_PORT: Final = slice(84, 86)
@@ -33,8 +32,6 @@ _TIMES: Final = Struct("=Q18xB69xB")
 """Of a struct nat: last use, protocol, state."""
 IDENTITY: Final = slice(8, 88)
 """Of a struct nat: client, frontend, backend, the translated source and both their ports."""
-BOTH_ENDS: Final = slice(8, 48)
-"""Of a struct nat: client and frontend."""
 NOWHERE: Final = bytes(16)
 
 
@@ -85,14 +82,11 @@ class Tracked(msgspec.Struct, gc=False):
 
 
 class Fill(NamedTuple):
-    """How many connections `flows` has, how many are not over yet, and room for how many; `used` is
-    the share of the map (0 to 1) that those have which are not over.
-    """
+    """How many connections `flows` has, how many are not over yet, and room for how many."""
 
     entries: int
     live: int
     room: int
-    used: float
 
 
 def read(flows: Map) -> dict[bytes, Tracked]:
@@ -107,7 +101,7 @@ def part_of(key: bytes, raw: bytes) -> int:
     """Which of a connection's entries has this key; more than one where a backend is its own
     frontend.
     """
-    part = FLOW if _is_flow(key, raw) else 0
+    part = FLOW if is_question(raw) else 0
     backend, one, other = raw[_BACKEND], key[:20], key[20:]
     if backend not in (one, other):
         return part
@@ -120,12 +114,8 @@ def part_of(key: bytes, raw: bytes) -> int:
     return part
 
 
-def _is_flow(key: bytes, raw: bytes) -> bool:
-    return key == raw[BOTH_ENDS] or key == raw[_FRONTEND] + raw[_CLIENT]
-
-
 def _add(found: dict[bytes, Tracked], raw: bytes, part: int) -> None:
-    if raw[_CLIENT] == raw[_FRONTEND]:  # a port of somebody else's (dataplane/bpf/beyond.py)
+    if is_held(raw):  # a port of somebody else's
         return
     last, protocol, state = _TIMES.unpack_from(raw)
     over = last + _hold(protocol, state)
@@ -148,16 +138,14 @@ def _hold(protocol: int, state: int) -> int:
 
 def fill(flows: Map, now: float) -> Fill:
     """How full it is. `now`: CLOCK_MONOTONIC, seconds."""
-    entries = live = used = 0
+    entries = live = 0
     at = int(now * NANO)
-    for key, raw in flows.items():
+    for _, raw in flows.items():
         last, protocol, state = _TIMES.unpack_from(raw)
-        lives, is_flow = at <= last + _hold(protocol, state), _is_flow(key, raw)
-        used += lives
-        entries += is_flow
-        live += is_flow and lives
-    room = flows.max_entries
-    return Fill(entries, live, room // MAPS["flows"].per, used / room)
+        if is_question(raw):
+            entries += 1
+            live += at <= last + _hold(protocol, state)
+    return Fill(entries, live, int(flows.max_entries / MAPS["flows"].per))
 
 
 def endpoint(target: bytes) -> str:

@@ -18,6 +18,7 @@ import msgspec
 import pytest
 
 from kbpf.dataplane.bpf import beside, beyond, compile
+from kbpf.dataplane.bpf.flows import is_held
 from kbpf.dataplane.bpf.hooks import PACKET_PROGRAMS
 from kbpf.dataplane.bpf.layout import (
     DEVICE,
@@ -854,24 +855,6 @@ def test_a_fin_after_a_reset_is_the_end_all_the_same(path: Path_, v: int) -> Non
 
 
 @both
-def test_any_entry_that_the_lru_took_is_made_again(path: Path_, v: int) -> None:
-    """Also the one that the backend's answers to the node's address find."""
-    own = client(v)
-    _, inside = path.run("tc_ingress", udp(own, vip(v, CLUSTER), b"?"))
-    source = parse(path.run("tc_egress", inside)[1], l2=False).source
-    before = path.site.reasons()[Reason.MENDED]
-    with path.site.pinned("flows") as flows:
-        for key, raw in list(flows.items()):
-            if owner(raw) == own and pod(v) in ends(key):
-                flows.delete(key)
-    age(path, own, 1)
-    _, inside = path.run("tc_ingress", udp(own, vip(v, CLUSTER), b"?"))
-    assert parse(path.run("tc_egress", inside)[1], l2=False).source == source
-    path.go("tc_ingress", udp(pod(v), source, b"!"), udp(pod(v), own, b"!"))
-    assert path.site.reasons()[Reason.MENDED] == before + 2
-
-
-@both
 def test_an_error_is_no_answer(path: Path_, v: int) -> None:
     """A SYN that a router cannot deliver: nobody has answered, whoever sent the error."""
     own = client(v)
@@ -1288,19 +1271,19 @@ def test_a_port_that_conntrack_has_given_is_left_to_it(
     theirs = Connection(protocol, parse_addr(NODE[v]), lonely, parse_addr(POD[v]), 8080)
     other = theirs._replace(source_port=lonely + 1)
     monkeypatch.setattr(conntrack, "masqueraded", lambda: [theirs, other])
-    with path.site.pinned("replies") as replies:
-        assert beyond.hold_theirs(replies, (lonely, lonely)) == 1
-        assert beyond.hold_theirs(replies, (lonely, lonely)) == 0
+    with path.site.pinned("flows") as flows, path.site.pinned("order") as order:
+        assert beyond.hold_theirs(flows, order, (lonely, lonely)) == 1
+        assert beyond.hold_theirs(flows, order, (lonely, lonely)) == 0
     before = path.site.reasons()[Reason.NO_SNAT_PORT]
     assert path.run("tc_ingress", KINDS[kind](client(v), vip(v, CLUSTER)))[0] == TC_ACT_SHOT
     assert path.site.reasons()[Reason.NO_SNAT_PORT] == before + 1
     for packet in (SENT[kind](node, back), BACK[kind](back, node), SENT[kind](back, node)):
         name = "tc_egress" if parse(packet, l2=False).source == node else "tc_ingress"
         assert path.run(name, packet) == (TC_ACT_UNSPEC, packet), name
-    kept = [raw for raw in path.site.entries("replies").values() if beyond.is_held(raw)]
+    kept = [raw for raw in path.site.entries("flows").values() if is_held(raw)]
     assert [owner(raw) for raw in kept if owner(raw) == node] == [node]
-    with path.site.pinned("flows") as flows, path.site.pinned("replies") as replies:
-        shown = tracked.read(flows, replies).values()
+    with path.site.pinned("flows") as flows:
+        shown = tracked.read(flows).values()
     assert node not in {owner(one.raw) for one in shown}
 
 
@@ -1330,17 +1313,16 @@ def test_what_our_ports_stand_for_is_told_to_conntrack(path: Path_, v: int) -> N
     segment(path, v, ended, "FA")
     segment(path, v, ended, "FA", gone)
     established(path, v, "udp", LOCAL)
-    maps = {name: path.site.pinned(name) for name in ("flows", "replies")}
-    with maps["flows"], maps["replies"]:
-        path.inside(lambda: beyond.hold_ours(maps))
-        told = list(beyond.masqueraded(raw for each in maps.values() for _, raw in each.items()))
+    with path.site.pinned("flows") as flows:
+        path.inside(lambda: beyond.hold_ours(flows))
+        told = list(beyond.masqueraded(raw for _, raw in flows.items()))
         ours = Connection(6, parse_addr(NODE[v]), port_of(source), parse_addr(POD[v]), 8080)
         assert told.count(ours) == 1
         assert path.inside(lambda: conntrack.hold([ours], 60)) == 0, "it is there"
         over = ours._replace(source_port=port_of(gone))
         assert path.inside(lambda: conntrack.release([over])) == 0, "it never was"
         assert path.inside(lambda: conntrack.release([ours])) == 1
-        beyond.forget_ended(maps)
+        beyond.forget_ended(flows)
     assert entries_of(path, ended) == []
     assert len(entries_of(path, own)) == 3
 

@@ -11,7 +11,7 @@ from kbpf.dataplane.bpf.layout import DEVICE, NODE, U32, DeviceFlag, NodeFlag, u
 from kbpf.dataplane.bpf.layout import Role as Told
 from kbpf.kernel.devices import ARPHRD_NONE, Device
 from kbpf.model.address import Addr, parse_addr
-from kbpf.model.config import Config, LocalMode
+from kbpf.model.config import Config, LocalMode, MapSizes
 from kbpf.model.desired import DesiredState
 from kbpf.model.objects import Cidr
 from kbpf.source.fields import parse_cidr
@@ -133,7 +133,8 @@ class Maps:
     @property
     def node(self) -> tuple[bytes, bytes, NodeFlag, int, int, int]:
         (value,) = self.maps["node"].entries.values()
-        four, six, flags, low, high, mark = NODE.unpack(value)
+        four, six, flags, low, high, mark, room = NODE.unpack(value)
+        assert room == MapSizes().connections
         return four, six, NodeFlag(flags), low, high, mark
 
     def take(self) -> list[str]:

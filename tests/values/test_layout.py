@@ -71,10 +71,11 @@ LAYOUTS = [
     Layout("ports", layout.PORTS, "source destination"),
     Layout("nat", layout.NAT,
            "last_used client frontend backend snat snat_port client_port service backend_id "
-           "state fins way device"),
+           "state fins way part device out"),
+    Layout("way_out", layout.WAY_OUT, "found next ifindex own_mac next_mac length resolved"),
     Layout("network_key", layout.NETWORK_KEY, "bits address"),
     Layout("device", layout.DEVICE, "role l2 flags mac snat4 snat6"),
-    Layout("node", layout.NODE, "snat4 snat6 flags port_low port_high mark"),
+    Layout("node", layout.NODE, "snat4 snat6 flags port_low port_high mark connections"),
     Layout("fragment_key", layout.FRAGMENT_KEY, "from to id protocol"),
     Layout("meta", layout.META, "next_service next_backend next_set"),
 ]  # fmt: skip
@@ -87,6 +88,7 @@ NAMES: list[tuple[str, int]] = [
     *((f"STATE_{state.name}", int(state)) for state in layout.TcpState),
     *((f"FIN_{fin.name}", int(fin)) for fin in layout.Fin),
     *((f"WAY_{way.name}", int(way)) for way in layout.Way),
+    *((f"PART_{part.name}", int(part)) for part in layout.FlowPart),
     *((f"ROLE_{role.name}", int(role)) for role in layout.Role),
     *((f"NODE_{flag.name}", int(flag)) for flag in layout.NodeFlag),
     *((f"DEVICE_{flag.name}", int(flag)) for flag in layout.DeviceFlag),
@@ -180,7 +182,7 @@ def test_every_struct_and_every_number_was_compared():
     assert defined - {"address"} == {row.c for row in LAYOUTS}
     enums = re.findall(r"^enum (\w+) \{(.*?)^\};", TYPES, re.M | re.S)
     assert [name for name, _ in enums] == [
-        "service_flags", "client_kind", "config_flags", "tcp_state", "fins", "way", "role",
+        "service_flags", "client_kind", "config_flags", "tcp_state", "fins", "way", "part", "role",
         "device_flags", "node_flags", "verdict", "reason",
     ]  # fmt: skip
     words = {
@@ -223,7 +225,9 @@ def test_the_maps_are_made_as_the_programs_expect():
     for arguments in re.findall(r"^BPF_(?:F_)?TABLE\(([^;]*?)\);", text, re.M | re.S):
         kind, _, _, name, _, *flags = (part.strip().strip('"') for part in arguments.split(","))
         found[name] = (kind, flags == ["BPF_F_NO_PREALLOC"])
-    kinds = {1: "hash", 2: "array", 6: "percpu_array", 9: "lru_hash", 11: "lpm_trie"}
+    found |= dict.fromkeys(re.findall(r"^BPF_QUEUE\((\w+),", text, re.M), ("queue", False))
+    kinds = {1: "hash", 2: "array", 6: "percpu_array", 9: "lru_hash", 11: "lpm_trie",
+             22: "queue"}  # fmt: skip
     assert found.pop("tails") == ("prog", False), "made with the programs, not with the maps"
     ours = {spec.name: (kinds[spec.kind], spec.flags == 1) for spec in layout.MAPS.values()}
     for name in ("service_names", "meta", "agent_status"):  # the programs never read them
@@ -285,7 +289,7 @@ def test_maps_start_no_bigger_than_they_may_get():
     for spec in layout.MAPS.values():
         assert 0 < spec.start(sizes) <= spec.limit(sizes)
         if spec.sized_by:
-            assert spec.limit(sizes) == getattr(sizes, spec.sized_by) * spec.per
+            assert spec.limit(sizes) == int(getattr(sizes, spec.sized_by) * spec.per)
         if not spec.grows:
             assert spec.start(sizes) == spec.limit(sizes)
 

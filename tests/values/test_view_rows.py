@@ -297,7 +297,7 @@ def track(
     raw = NAT.pack(
         int((NOW - idle) * NANO), address + number + bytes([protocol, 0]), target("192.0.2.1:80"),
         target(to, protocol), parse_addr(host.strip("[]")), int(snat_port).to_bytes(2, "big"),
-        port.to_bytes(2, "big") if port else number, 1, 5, state, 0, way, device,
+        port.to_bytes(2, "big") if port else number, 1, 5, state, 0, way, 0, device, bytes(48),
     )  # fmt: skip
     whole = FLOW | REPLY | (SNAT if snat else 0)
     return Tracked(raw, int((NOW + left) * NANO), parts or whole)
@@ -416,7 +416,7 @@ def test_whether_the_packet_path_is_there(path: Path_):
         agent_alive=True,
         hooks=ATTACHED,
         packet_programs=path.pinned,
-        fill=Fill(1, 1, 9, 0.1),
+        fill=Fill(1, 1, 9),
     )
     seen = packets.view(held)
     assert seen.state == path.state
@@ -487,10 +487,10 @@ def test_where_the_packet_path_is_off_no_program_is_missed():
 @pytest.mark.parametrize(
     ("created", "fill", "forgotten", "alarm"),
     [
-        (10, Fill(10, 10, 100, 0.1), 0, False),
-        (250, Fill(100, 79, 100, 0.79), 150, False),
-        (250, Fill(100, 80, 100, 0.8), 150, True),
-        (5, Fill(10, 10, 100, 0.1), None, False),  # the counters are younger
+        (10, Fill(10, 10, 100), 0, False),
+        (250, Fill(100, 79, 100), 150, False),
+        (250, Fill(100, 80, 100), 150, True),
+        (5, Fill(10, 10, 100), None, False),  # the counters are younger
     ],
 )
 def test_what_has_no_entry_any_more(created: int, fill: Fill, forgotten: int | None, alarm: bool):

@@ -71,10 +71,10 @@ class Beside:
 
     def _hold_theirs(self) -> None:
         """Clients that a kube-proxy before us has masqueraded keep their ports."""
-        path = self._pins.maps / "replies"
-        if path.exists():
-            with Map.open(path) as replies:
-                count = beyond.hold_theirs(replies, self._masquerade_ports)
+        maps = self._pins.maps
+        if (maps / "order").exists():
+            with Map.open(maps / "flows") as flows, Map.open(maps / "order") as order:
+                count = beyond.hold_theirs(flows, order, self._masquerade_ports)
             if count:
                 log.info("ports that conntrack has given are left to it count=%d", count)
 

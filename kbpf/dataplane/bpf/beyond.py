@@ -5,20 +5,22 @@ whom it translates (kube-proxy's clients), our programs for whom they translate,
 of the other. Where one of the two comes after the other, both are at work for a while: answers to
 the one's client would be taken for the other's. So each is told of the other's connections:
 
-    hold_theirs   entries in `replies` that change no packet, for what conntrack has masqueraded
+    hold_theirs   entries in `flows` that change no packet, for what conntrack has masqueraded
     hold_ours     entries in conntrack for what our programs have masqueraded
 
-An entry of the first kind has the node itself as its client, and no other source (`is_held`). It
-holds as long as an established connection does, from the last packet that was seen of it.
+An entry of the first kind has the node itself as its client, the backend as its frontend, and no
+Service (`flows.is_held`). It holds as long as an established connection does, from the last packet
+that was seen of it, and makes room as one.
 """
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 from kbpf.dataplane.bpf import load
-from kbpf.dataplane.bpf.layout import NAT, TUPLE, Target, TcpState, Way
+from kbpf.dataplane.bpf.flows import ends
+from kbpf.dataplane.bpf.layout import NAT, FlowPart, Target, TcpState, Way
 from kbpf.dataplane.bpf.load import Pins
 from kbpf.errors import KernelError
 from kbpf.kernel import conntrack
@@ -28,10 +30,7 @@ from kbpf.model.address import Addr
 
 HOLD_SECONDS: Final = 24 * 3600
 """As long as a connection that nobody uses is kept, by kube-proxy and by us."""
-MAPS: Final = ("flows", "replies")
 _NOBODY: Final = bytes(16)
-
-Maps = Mapping[str, Map]
 
 
 def held(connection: Connection, now: int) -> tuple[bytes, bytes]:
@@ -40,25 +39,20 @@ def held(connection: Connection, now: int) -> tuple[bytes, bytes]:
     backend = Target(connection.to, connection.to_port, connection.protocol).pack()
     port = connection.source_port.to_bytes(2, "big")
     value = NAT.pack(
-        now, node.pack(), node.pack(), backend, _NOBODY, bytes(2), port,
-        0, 0, TcpState.ESTABLISHED, 0, Way.STACK, 0,
+        now, node.pack(), backend, backend, _NOBODY, bytes(2), port,
+        0, 0, TcpState.ESTABLISHED, 0, Way.STACK, FlowPart.QUESTION, 0, bytes(48),
     )  # fmt: skip
-    return TUPLE.pack(backend, node.pack()), value
+    return ends(backend, node.pack()), value
 
 
-def is_held(raw: bytes) -> bool:
-    """Whether a struct nat is of such an entry."""
-    return raw[8:28] == raw[28:48]
-
-
-def hold_theirs(replies: Map, ports: tuple[int, int]) -> int:
+def hold_theirs(flows: Map, order: Map, ports: tuple[int, int]) -> int:
     """Makes our programs keep away from those ports, of `ports`, that conntrack has given to
     masqueraded clients; how many are new. KernelError if conntrack cannot be read.
     """
     low, high = ports
     now = time.monotonic_ns()
     found = (held(one, now) for one in conntrack.masqueraded() if low <= one.source_port <= high)
-    return sum(replies.add(key, value) for key, value in found)
+    return sum(flows.add(key, value) and order.push(key) for key, value in found)
 
 
 def masqueraded(entries: Iterable[bytes]) -> Iterator[Connection]:
@@ -76,19 +70,14 @@ def masqueraded(entries: Iterable[bytes]) -> Iterator[Connection]:
             yield one
 
 
-def _entries(maps: Maps) -> Iterator[bytes]:
-    for each in maps.values():
-        yield from (raw for _, raw in each.items())
-
-
 def is_over(raw: bytes) -> bool:
     """Whether the connection of a struct nat has ended."""
     return bool(NAT.unpack(raw)[9] == TcpState.CLOSED)
 
 
-def hold_ours(maps: Maps) -> int:
+def hold_ours(flows: Map) -> int:
     """Makes conntrack keep away from the ports of our connections; how many are new."""
-    live = (raw for raw in _entries(maps) if not is_over(raw))
+    live = (raw for _, raw in flows.items() if not is_over(raw))
     return conntrack.hold(masqueraded(live), HOLD_SECONDS)
 
 
@@ -96,33 +85,29 @@ def leave(pins: Pins) -> int:
     """New connections are somebody else's from now on, and find the ports of ours taken; how many
     frontends there were. Twice, since some began in between.
     """
-    with _maps(pins) as maps:
-        hold_ours(maps)
+    if not (pins.maps / "flows").exists():
+        return load.forget_frontends(pins)
+    with Map.open(pins.maps / "flows") as flows:
+        hold_ours(flows)
         gone = load.forget_frontends(pins)
-        forget_ended(maps)
-        hold_ours(maps)
+        forget_ended(flows)
+        hold_ours(flows)
     return gone
 
 
 def end(pins: Pins) -> None:
     """Takes out of conntrack what leave() has made."""
-    with _maps(pins) as maps, contextlib.suppress(KernelError):  # nothing of it is of harm
-        conntrack.release(masqueraded(_entries(maps)))
+    if not (pins.maps / "flows").exists():
+        return
+    with (
+        Map.open(pins.maps / "flows") as flows,
+        contextlib.suppress(KernelError),  # nothing of it is of harm
+    ):
+        conntrack.release(masqueraded(raw for _, raw in flows.items()))
 
 
-@contextlib.contextmanager
-def _maps(pins: Pins) -> Iterator[Maps]:
-    """The maps of connections, those that are there."""
-    with contextlib.ExitStack() as stack:
-        paths = (pins.maps / name for name in MAPS)
-        yield {path.name: stack.enter_context(Map.open(path)) for path in paths if path.exists()}
-
-
-def forget_ended(maps: Maps) -> int:
+def forget_ended(flows: Map) -> int:
     """Deletes the entries of connections that have ended, so that nothing is taken for one of them;
     how many there were.
     """
-    gone = 0
-    for each in maps.values():
-        gone += sum(each.delete(key) for key, raw in list(each.items()) if is_over(raw))
-    return gone
+    return sum(flows.delete(key) for key, raw in list(flows.items()) if is_over(raw))

@@ -128,8 +128,9 @@ def _child(unit: str, out: Path) -> None:
 
 
 def _map_names(text: str) -> list[str]:
-    names = re.findall(r"^BPF_(?:F_)?TABLE\(([^;]*?)\);", text, re.M | re.S)
-    return [[part.strip() for part in arguments.split(",")][3] for arguments in names]
+    tables = re.findall(r"^BPF_(?:F_)?TABLE\(([^;]*?)\);", text, re.M | re.S)
+    names = [[part.strip() for part in arguments.split(",")][3] for arguments in tables]
+    return names + re.findall(r"^BPF_QUEUE\((\w+),", text, re.M)
 
 
 def _bytecode(name: str, raw: bytes, by_fd: dict[int, str]) -> artifact.Bytecode:

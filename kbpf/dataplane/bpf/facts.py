@@ -77,7 +77,8 @@ class NodeFacts:
         flags = node_flags(self._config, bool(desired.local_networks))
         own4, own6 = first.get(4, NOWHERE), first.get(6, NOWHERE)
         mark = 1 << self._config.masquerade_bit
-        return NODE.pack(own4, own6, flags, *self._config.masquerade_ports, mark)
+        ports, sizes = self._config.masquerade_ports, self._config.sizes
+        return NODE.pack(own4, own6, flags, *ports, mark, sizes.connections)
 
 
 def node_flags(config: Config, networks: bool) -> NodeFlag:

@@ -62,9 +62,11 @@ PACKET_PROGRAMS: Final = (
     PacketProgram("tc_host_new", tail=5),
     PacketProgram("tc_way", tail=7),
     PacketProgram("tc_claim", tail=8),
+    PacketProgram("tc_place", tail=10),
+    PacketProgram("tc_room", tail=11),
     PacketProgram("tc_sctp", tail=9),
 )
-TAILS: Final = 10
+TAILS: Final = 12
 TAILS_MAP: Final = "tails"
 
 UNITS: Final = ("sock", "tc")
@@ -96,3 +98,5 @@ OPTIONAL_HELPERS: Final = {
 """Number → name, the kernel that brought it to these hooks, an argument to try it with. Where a
 kernel lacks one, the loader takes the calls out (r0 = 0).
 """
+OPTIONAL_PACKET_HELPERS: Final = (160,)
+"""The same for the packet path: bpf_ktime_get_coarse_ns (5.11), which only is faster."""

@@ -111,6 +111,14 @@ class Way(IntEnum):
     REDIRECT = 1
 
 
+class FlowPart(IntEnum):
+    """enum part: which entry of a flow this is."""
+
+    QUESTION = 0
+    ANSWER = 1
+    SNAT_ANSWER = 2
+
+
 class ConfigFlag(IntFlag):
     """enum config_flags."""
 
@@ -146,7 +154,7 @@ class Reason(IntEnum):
     NOT_ALLOWED = 12
     UNKNOWN_PORT = 13
     NEW_FLOW = 14
-    MENDED = 15
+    EVICTED = 15
     NO_ROUTE = 16
     LEFT_TO_PACKETS = 17
 
@@ -212,13 +220,16 @@ SERVICE_NAME: Final = Struct("=64s64s64sBB2x")
 SOURCE_KEY: Final = Struct("=II16s")
 ENDS: Final = Struct("=20s20s")
 NETWORK_KEY: Final = Struct("=I16s")
-NAT: Final = Struct("=Q20s20s20s16s2s2sIIBBBxI")
+NAT: Final = Struct("=Q20s20s20s16s2s2sIIBBBBI48s")
+WAY_OUT: Final = Struct("=Q16sI6s6sHB5x")
 DEVICE: Final = Struct("=III6s2x16s16s")
-NODE: Final = Struct("=16s16sIHHI")
+NODE: Final = Struct("=16s16sIHHII")
 FRAGMENT_KEY: Final = Struct("=16s16sII")
 PORTS: Final = Struct("=2s2s")
 CONFIG: Final = Struct("=QI4x")
 META: Final = Struct("=III4x")
+SLACK: Final = 1.125
+"""So much more room than asked for have the tracked flows: see find_place() in tc.c."""
 UNUSED: Final = 64
 """Entries of a map that nobody uses: the kernel has none of 0."""
 STATUS_SIZE: Final = 32_768
@@ -299,19 +310,24 @@ class MapSpec:
     grows: bool = False
     version: int = 1
     packet: bool = False
-    per: int = 1
+    per: float = 1
 
     @property
     def shape(self) -> tuple[str, int, int, int, int]:
         """What must be the same for one map to be taken for the other."""
         return self.name, self.kind, self.key_size, self.value_size, self.version
 
+    @property
+    def fixed(self) -> bool:
+        """Whether programs write it, so that it has the size that the configuration asks for."""
+        return bool(self.sized_by) and not self.grows
+
     def limit(self, sizes: MapSizes) -> int:
         """How many entries it may hold at most."""
-        return int(getattr(sizes, self.sized_by)) * self.per if self.sized_by else self.entries
+        return int(getattr(sizes, self.sized_by) * self.per) if self.sized_by else self.entries
 
     def start(self, sizes: MapSizes, packet_path: bool = True) -> int:
-        """How many entries it is made for at first. LRU maps start at their limit."""
+        """How many entries it is made for at first: what programs write, for all."""
         limit = self.limit(sizes)
         if self.packet and not packet_path:
             return min(UNUSED, limit)
@@ -324,10 +340,8 @@ def _plain(name: str, key: int, value: int, entries: int, sized_by: str) -> MapS
     )
 
 
-def _lru(
-    name: str, key: int, value: int, sized_by: str, packet: bool = False, per: int = 1
-) -> MapSpec:
-    return MapSpec(name, libbpf.MAP_LRU_HASH, key, value, 0, 0, sized_by, packet=packet, per=per)
+def _lru(name: str, key: int, value: int, sized_by: str) -> MapSpec:
+    return MapSpec(name, libbpf.MAP_LRU_HASH, key, value, 0, 0, sized_by)
 
 
 MAPS: Final = {
@@ -352,7 +366,28 @@ MAPS: Final = {
             65_536,
             libbpf.F_NO_PREALLOC,
         ),
-        _lru("flows", ENDS.size, NAT.size, "connections", packet=True, per=2),
+        MapSpec(
+            "flows",
+            libbpf.MAP_HASH,
+            ENDS.size,
+            NAT.size,
+            0,
+            libbpf.F_NO_PREALLOC,
+            sized_by="connections",
+            packet=True,
+            per=3 * SLACK,
+        ),
+        MapSpec(
+            "order",
+            libbpf.MAP_QUEUE,
+            0,
+            ENDS.size,
+            0,
+            sized_by="connections",
+            packet=True,
+            per=SLACK,
+        ),
+        MapSpec("tracked", libbpf.MAP_ARRAY, 4, U64.size, 1),
         MapSpec("fragments", libbpf.MAP_LRU_HASH, FRAGMENT_KEY.size, PORTS.size, 4096, packet=True),
         MapSpec("devices", libbpf.MAP_HASH, 4, DEVICE.size, 4096, libbpf.F_NO_PREALLOC),
         MapSpec("pending", libbpf.MAP_PERCPU_ARRAY, 4, NAT.size, 1),
@@ -364,7 +399,7 @@ MAPS: Final = {
         _plain("cluster_ips", 16, 4, 16_384, "frontends"),
         MapSpec("exempt_cgroups", libbpf.MAP_HASH, U64.size, 4, 4096, libbpf.F_NO_PREALLOC),
         MapSpec("config", libbpf.MAP_ARRAY, 4, CONFIG.size, 1),
-        MapSpec("reasons", libbpf.MAP_PERCPU_ARRAY, 4, 8, len(Reason), version=4),
+        MapSpec("reasons", libbpf.MAP_PERCPU_ARRAY, 4, 8, len(Reason), version=5),
         MapSpec("meta", libbpf.MAP_ARRAY, 4, META.size, 1),
         MapSpec("agent_status", libbpf.MAP_ARRAY, 4, STATUS_SIZE, 1),
     )

@@ -25,7 +25,9 @@ from kbpf.dataplane.bpf.artifact import Artifact, Bytecode
 from kbpf.dataplane.bpf.hooks import (
     HOOKS,
     OPTIONAL_HELPERS,
+    OPTIONAL_PACKET_HELPERS,
     PROG_CGROUP_SOCK_ADDR,
+    PROG_SCHED_CLS,
     TAILS_MAP,
     Hook,
     programs_of,
@@ -189,6 +191,15 @@ def missing_helpers() -> frozenset[int]:
         number
         for number, (_, _, argument) in OPTIONAL_HELPERS.items()
         if not probe.helper(PROG_CGROUP_SOCK_ADDR, connect4, number, argument).works
+    )
+
+
+def missing_packet_helpers() -> frozenset[int]:
+    """Those of OPTIONAL_PACKET_HELPERS that this kernel's packet programs may not call."""
+    return frozenset(
+        number
+        for number in OPTIONAL_PACKET_HELPERS
+        if not probe.helper(PROG_SCHED_CLS, 0, number).works
     )
 
 

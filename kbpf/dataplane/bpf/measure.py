@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from kbpf.dataplane.bpf import load
+from kbpf.dataplane.bpf.flows import PART
 from kbpf.dataplane.bpf.layout import (
     FLOW,
     MAPS,
@@ -20,6 +21,7 @@ from kbpf.dataplane.bpf.layout import (
     PEER,
     SERVICE_NAME,
     U32,
+    FlowPart,
     Reason,
     TcpState,
     idle_seconds,
@@ -45,7 +47,7 @@ VERDICTS: Final = {
     Reason.NOT_ALLOWED: "drop",
     Reason.NO_ROUTE: "drop",
     Reason.NEW_FLOW: "note",
-    Reason.MENDED: "note",
+    Reason.EVICTED: "note",
     Reason.NOT_RECORDED: "note",
 }
 """Any other reason means that it was translated. A note counts what happened beside a verdict."""
@@ -55,7 +57,7 @@ SOCKETS: Final = {"sock_peers": (PEER.size, 40), "udp_peers": (PEER.size, 40),
 """Of the value: its length, and where the Service's id stands."""
 
 COUNTED: Final = frozenset(("flows", *SOCKETS, "affinity"))
-"""LRU maps whose entries are counted; the others are as full as one of these."""
+"""Maps that programs write, whose entries are counted; the others are as full as one of these."""
 
 NANO: Final = 1_000_000_000
 SHARE: Final = 0.005
@@ -164,17 +166,22 @@ def _count(name: str, held: Map, by_id: Counter[int]) -> int:
 
 
 def _live(values: bytes, now: int) -> list[int]:
-    """The Services of those struct nat, back to back, whose time is not over."""
+    """The Services of the connections among those struct nat, back to back, whose time is not
+    over: of each the entry that is the client's own.
+    """
     size = NAT.size
     columns = zip(
         memoryview(values).cast("I")[88 // 4 :: size // 4],
         memoryview(values).cast("Q")[0 :: size // 8],
         values[26::size],
         values[96::size],
+        values[PART::size],
         strict=True,
     )
     return [
-        service for service, last, protocol, state in columns if last + _HOLD[protocol, state] > now
+        service
+        for service, last, protocol, state, part in columns
+        if part == FlowPart.QUESTION and last + _HOLD[protocol, state] > now
     ]
 
 

@@ -20,7 +20,7 @@ from kbpf.dataplane.bpf.facts import DeviceFacts, NodeFacts
 from kbpf.dataplane.bpf.hooks import PACKET_PROGRAMS, TAILS, TAILS_MAP
 from kbpf.dataplane.bpf.keeper import Keeper, KeeperStatus
 from kbpf.dataplane.bpf.layout import U32
-from kbpf.dataplane.bpf.load import Pins, Programs, close_all
+from kbpf.dataplane.bpf.load import Pins, Programs, close_all, missing_packet_helpers
 from kbpf.kernel import libbpf
 from kbpf.kernel.devices import Device
 from kbpf.kernel.libbpf import Map, Program
@@ -57,7 +57,7 @@ class PacketPath(Programs):
     own = (TAILS_MAP,)
 
     def __init__(self, pins: Pins, artifact: Artifact, config: Config) -> None:
-        super().__init__(pins, artifact)
+        super().__init__(pins, artifact, missing_packet_helpers())
         self._config = config
         devices = Devices(pins.root, config.devices, config.excluded_devices)
         self._keeper = Keeper(devices, self._tell, self._settle)

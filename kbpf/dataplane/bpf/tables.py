@@ -2,16 +2,19 @@
 
 A plain map grows by copy and switch: the agent is its only writer, so a copy is complete; the
 programs are loaded over the bigger map and change over hook by hook, and both maps say the same
-until then. LRU maps have a fixed size, because full only means that the oldest entry goes.
+until then. Maps that programs write have a fixed size, because full only means that the oldest
+entry goes.
 """
 
 import logging
+import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
 from kbpf.dataplane.bpf import load
-from kbpf.dataplane.bpf.layout import MAPS
+from kbpf.dataplane.bpf.flows import BOTH_ENDS, in_order, is_question, last_used, newest
+from kbpf.dataplane.bpf.layout import MAPS, U32, U64
 from kbpf.dataplane.bpf.load import Pins
 from kbpf.errors import CapacityError
 from kbpf.kernel import libbpf
@@ -27,7 +30,10 @@ PIECE: Final = 1 << 21
 """Bytes of keys: more than that are not gathered before they are written."""
 
 TIMED: Final = frozenset(("flows", "udp_flows", "affinity"))
-"""LRU maps whose values begin with the time of their last use, in ns, 8 bytes, host order."""
+"""Those of them whose values begin with the time of their last use, in ns, 8 bytes, host order."""
+
+TICK: Final = 20_000_000
+"""ns: the programs' clock is behind by a tick of the kernel at most."""
 
 HEADROOM: Final = 0.8
 """A map that would be fuller than this is made twice as big, or more."""
@@ -44,7 +50,8 @@ class Tables:
         self.fill: Counter[str] = Counter()
         self.writes: Counter[str] = Counter()
         self.calls = 0
-        self._left: list[tuple[str, Map]] = []  # LRU maps that programs may still write to
+        self._left: list[tuple[str, Map]] = []  # that programs may still write to
+        self._copied = 0  # when these were copied, in ns, CLOCK_MONOTONIC
 
     def open(self) -> bool:
         """Opens the pinned maps or makes new ones; whether they were adopted."""
@@ -52,7 +59,7 @@ class Tables:
         wanted = {
             name: spec.start(self._sizes, self._packet_path)
             for name, spec in MAPS.items()
-            if spec.kind == libbpf.MAP_LRU_HASH
+            if spec.fixed
         }
         self.grow({n: size for n, size in wanted.items() if size != self.maps[n].max_entries})
         return adopted
@@ -150,44 +157,69 @@ class Tables:
     def grow(self, sizes: Mapping[str, int]) -> None:
         """Replaces maps by bigger copies, pins included. Programs still read the old ones.
 
-        An LRU map gets the size that the configuration asks for now, which may be smaller; what
-        the programs write to the old one until they change over comes after by catch_up().
+        One that programs write gets the size that the configuration asks for now, which may be
+        smaller; what they write to the old one until they change over comes after by catch_up().
         """
+        self._copied = int(1e9 * time.monotonic()) - TICK
         for name, entries in sizes.items():
-            old = self.maps[name]
-            bigger = load.make_map(MAPS[name], entries)
-            pairs = list(old.items())
-            pairs = pairs[-entries:]
-            if pairs:
+            old, spec = self.maps[name], MAPS[name]
+            bigger = load.make_map(spec, entries)
+            if spec.kind == libbpf.MAP_QUEUE:
+                queued = sum(map(bigger.push, in_order(self.maps["flows"].items())))
+                self.maps["tracked"].update(U32.pack(0), U64.pack(queued))
+            elif pairs := _that_fit(name, old, entries):
                 bigger.update_batch(b"".join(k for k, _ in pairs), b"".join(v for _, v in pairs))
             load.replace_pin(self._pins, bigger, name)
             self.maps[name] = bigger
-            if MAPS[name].kind == libbpf.MAP_LRU_HASH:
+            if spec.fixed:
                 self._left.append((name, old))
             else:
                 old.close()
             log.info("map resized map=%s entries=%d", name, entries)
 
     def catch_up(self) -> None:
-        """Brings over what programs wrote to old LRU maps after these were copied: connections
-        that began meanwhile, and what became of others. To be called when no program reads the old
-        ones any more.
+        """Brings over what programs wrote to old maps after these were copied: connections that
+        began meanwhile, and what became of others. To be called when no program reads the old ones
+        any more.
         """
         for name, old in self._left:
-            new, late = self.maps[name], 0
-            there = dict(new.items())
-            for key, value in old.items():
-                have = there.get(key)
-                if have is None:
-                    late += new.add(key, value)
-                elif name in TIMED and _last_used(value) > _last_used(have):
-                    new.update(key, value)  # the copy was made before this
-                    late += 1
-            if late:
-                log.info("map caught up map=%s entries=%d", name, late)
+            if MAPS[name].kind != libbpf.MAP_QUEUE:  # that follows `flows`
+                late = self._bring(name, old)
+                if late:
+                    log.info("map caught up map=%s entries=%d", name, late)
             old.close()
         self._left = []
 
+    def _bring(self, name: str, old: Map) -> int:
+        """How many entries came over."""
+        new, late = self.maps[name], 0
+        there = dict(new.items())
+        news = (pair for pair in old.items() if self._is_news(name, *pair, there))
+        for key, value in self._with_places(news) if name == "flows" else news:
+            new.update(key, value)
+            late += 1
+        return late
 
-def _last_used(value: bytes) -> int:
-    return int.from_bytes(value[:8], "little")
+    def _is_news(self, name: str, key: bytes, value: bytes, there: Mapping[bytes, bytes]) -> bool:
+        have = there.get(key)
+        if name not in TIMED:
+            return have is None
+        return last_used(value) > (self._copied if have is None else last_used(have))
+
+    def _with_places(self, news: Iterable[tuple[bytes, bytes]]) -> Iterator[tuple[bytes, bytes]]:
+        """Entries of flows, those only that are in the queue or find a place there."""
+        held = list(news)
+        there = {raw[BOTH_ENDS] for _, raw in self.maps["flows"].items()}
+        for key, raw in held:
+            is_new = is_question(raw) and raw[BOTH_ENDS] not in there
+            if is_new and self.maps["order"].push(key):
+                there.add(raw[BOTH_ENDS])
+        return (pair for pair in held if pair[1][BOTH_ENDS] in there)
+
+
+def _that_fit(name: str, old: Map, entries: int) -> list[tuple[bytes, bytes]]:
+    """What goes into a map of so many entries."""
+    pairs = list(old.items())
+    if name == "flows" and entries < old.max_entries:
+        return newest(pairs, int(entries / MAPS[name].per))
+    return pairs[-entries:]

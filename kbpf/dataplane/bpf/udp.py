@@ -8,9 +8,10 @@ backend directly, not through a Service, are nobody's business here: only what s
 """
 
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Final
 
+from kbpf.dataplane.bpf.flows import is_question
 from kbpf.dataplane.bpf.layout import FLOW, FLOW_KEY, NAT, PEER, Target, pack_target
 from kbpf.errors import KernelError
 from kbpf.kernel import netns, sockdiag
@@ -63,21 +64,17 @@ def _forget_flows(maps: dict[str, Map], gone: Gone) -> None:
 
 
 def _forget_packets(maps: dict[str, Map], gone: Gone) -> None:
-    """Flows of the packet path: all entries go, and the next datagram chooses anew. What was found
-    is deleted once more, since a packet that comes in between makes one entry from another.
+    """Flows of the packet path: all entries go, and the next datagram chooses anew. The client's
+    own go last: without them the others would never make room.
     """
-    doomed = b"".join(_doomed(maps["flows"], gone))
-    for _ in range(2):
-        maps["flows"].delete_batch(doomed)
-
-
-def _doomed(held: Map, gone: Gone) -> Iterator[bytes]:
-    """The keys of flows that have lost their backend."""
-    for key, raw in held.items():
+    questions, answers = bytearray(), bytearray()
+    for key, raw in maps["flows"].items():
         if key[18:19] == _UDP:
             _, _, frontend, backend, _, _, _, service, *_ = NAT.unpack(raw)
             if gone(service, frontend, backend):
-                yield key
+                (questions if is_question(raw) else answers).extend(key)
+    maps["flows"].delete_batch(bytes(answers))
+    maps["flows"].delete_batch(bytes(questions))
 
 
 def _destroy(doomed: dict[int, bytes]) -> int:

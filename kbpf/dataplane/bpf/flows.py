@@ -1,0 +1,65 @@
+"""The packet path's map `flows`, as bytes: which entries a flow has (bpf/track.h).
+
+Each entry has the whole of a struct nat. The client's own, client and frontend, is the one that the
+queue `order` has, and without which the others are nothing.
+"""
+
+from collections.abc import Iterable
+from typing import Final
+
+from kbpf.dataplane.bpf.layout import FlowPart
+
+CLIENT: Final = slice(8, 28)
+FRONTEND: Final = slice(28, 48)
+BACKEND: Final = slice(48, 68)
+SERVICE: Final = slice(88, 92)
+PART: Final = 99
+BOTH_ENDS: Final = slice(8, 48)
+"""Of a struct nat: client and frontend."""
+
+Pair = tuple[bytes, bytes]
+
+
+def ends(one: bytes, other: bytes) -> bytes:
+    """The key of two ends, in the order of ends_of() in track.h: by address, the last word of it
+    first, then by port; each as the machine reads the four or two bytes.
+    """
+
+    def place(target: bytes) -> tuple[int, ...]:
+        words = [int.from_bytes(target[at : at + 4], "little") for at in (12, 8, 4, 0)]
+        return words[0], int.from_bytes(target[16:18], "little"), *words[1:]
+
+    first, second = sorted((one, other), key=place)
+    return first + second
+
+
+def is_question(raw: bytes) -> bool:
+    """Whether this entry is the client's own."""
+    return raw[PART] == FlowPart.QUESTION
+
+
+def is_held(raw: bytes) -> bool:
+    """Whether it stands for a port that conntrack has given away (beyond.py)."""
+    return raw[FRONTEND] == raw[BACKEND] and not any(raw[SERVICE])
+
+
+def last_used(raw: bytes) -> int:
+    """ns, CLOCK_MONOTONIC: the first field of every value that has a time."""
+    return int.from_bytes(raw[:8], "little")
+
+
+def in_order(entries: Iterable[Pair]) -> list[bytes]:
+    """The keys for the queue, that of the flow which was quiet longest first."""
+    found = [(last_used(raw), key) for key, raw in entries if is_question(raw)]
+    return [key for _, key in sorted(found)]
+
+
+def newest(entries: Iterable[Pair], count: int) -> list[Pair]:
+    """What belongs to so many flows, those that were used last."""
+    held = list(entries)
+    questions = sorted(
+        ((last_used(raw), raw[BOTH_ENDS]) for key, raw in held if is_question(raw)),
+        reverse=True,
+    )
+    kept = {ends for _, ends in questions[:count]}
+    return [(key, raw) for key, raw in held if raw[BOTH_ENDS] in kept]

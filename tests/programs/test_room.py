@@ -1,0 +1,282 @@
+"""What makes room when as many connections are tracked as there may be, and what stays."""
+
+import ctypes
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kbpf.dataplane.bpf.flows import is_question
+from kbpf.dataplane.bpf.layout import (
+    DEVICE,
+    MAPS,
+    NAT,
+    U32,
+    U64,
+    DeviceFlag,
+    Reason,
+    Role,
+    Target,
+)
+from kbpf.kernel import libbpf, netns
+from kbpf.kernel.libbpf import Program
+from kbpf.kernel.testrun import TC_ACT_SHOT, run
+from kbpf.model.address import parse_addr
+from kbpf.model.config import MapSizes
+from kbpf.model.objects import Protocol
+from tests.support.lab import ip
+from tests.support.lab import run as command
+from tests.support.packets import frame, tcp, udp
+from tests.support.parse import parse
+from tests.support.plane import Site, desired, service, sites
+
+ROOM = 32
+MOST = 36
+"""With the eighth more that is there for such that are needed."""
+NODE, CLIENT, POD = "198.18.0.1", "198.51.100.7", "10.244.1.2:8080"
+VIPS = {"kept": "192.0.2.1:80", "translated": "192.0.2.2:80"}
+"""By what becomes of the client's address: so a flow has two or three entries."""
+PARTS = {"kept": 2, "translated": 3}
+HOUR = 3600 * 10**9
+
+
+class Flows:
+    """The programs over small maps, and what is tracked there."""
+
+    def __init__(self, site: Site) -> None:
+        self.site, self.kind, self.before = site, "", 0
+        self.programs: dict[str, Program] = {}
+
+    def start(self, room: int) -> None:
+        """The agent, with room for so many."""
+        plane = self.site.open(MapSizes(connections=room), packet_path=True)
+        made = [
+            service(f"{name}-{protocol.name}".lower(), f"LoadBalancer={vip}", POD, protocol,
+                    local=POD, external_local=name == "kept")
+            for name, vip in VIPS.items()
+            for protocol in (Protocol.TCP, Protocol.UDP)
+        ]  # fmt: skip
+        state = msgspec.structs.replace(desired(*made), masquerade_as=(parse_addr(NODE),))
+        netns.inside(Path("/run/netns") / str(self.site.node), lambda: plane.apply(state, None))
+        with self.site.pinned("devices") as devices:
+            value = DEVICE.pack(Role.HOST, 14, DeviceFlag(0), bytes(6), bytes(16), bytes(16))
+            devices.update(U32.pack(1), value)
+        self.close()
+        folder = next(self.site.pins.glob("programs-tc-*"))
+        self.programs = {n: Program.open(folder / n) for n in ("tc_ingress", "tc_egress")}
+
+    def close(self) -> None:
+        """Lets go of the programs."""
+        for program in self.programs.values():
+            program.close()
+
+    def forget(self) -> None:
+        """Nothing is tracked; the queue still has the keys of what was."""
+        with self.site.pinned("flows") as flows:
+            flows.delete_batch(b"".join(key for key, _ in flows.items()))
+
+    def empty(self) -> None:
+        """As at the beginning."""
+        self.forget()
+        with self.site.pinned("order") as order, self.site.pinned("tracked") as tracked:
+            taken = ctypes.create_string_buffer(order.value_size)
+            while libbpf._lib().bpf_map_lookup_and_delete_elem(order.fd, None, taken) == 0:
+                pass
+            tracked.update(U32.pack(0), U64.pack(0))
+
+    def talk(self, port: int, script: str) -> None:
+        """From this port of the client: "S <SA A" are TCP segments, "? <!" datagrams; the backend's
+        begin with <.
+        """
+        own, vip = f"{CLIENT}:{port}", VIPS[self.kind]
+        seen = own
+        for word in script.split():
+            build = udp if word in ("?", "<!") else tcp
+            more = {} if build is udp else {"flags": word.lstrip("<")}
+            back = word.startswith("<")
+            packet = build(POD, seen, **more) if back else build(own, vip, **more)
+            done = run(self.programs["tc_ingress"], frame(packet))
+            assert done.retval != TC_ACT_SHOT, (port, word)
+            done = run(self.programs["tc_egress"], done.packet_out)
+            if not back:
+                seen = parse(done.packet_out[14:], l2=False).source
+
+    def ports(self) -> dict[int, int]:
+        """Ports of the client that have a flow, and how many entries each has; none is without the
+        client's own.
+        """
+        found: dict[int, int] = {}
+        questions = set()
+        for raw in self.site.entries("flows").values():
+            port = Target.unpack(NAT.unpack(raw)[1]).port
+            found[port] = found.get(port, 0) + 1
+            if is_question(raw):
+                questions.add(port)
+        assert questions == found.keys()
+        return found
+
+    def whole(self, ports: Iterator[int] | range | list[int]) -> dict[int, int]:
+        """As ports() has flows that nothing was taken from."""
+        return dict.fromkeys(ports, PARTS[self.kind])
+
+    def evicted(self) -> int:
+        """Connections that lived, and had to make room in this test."""
+        return self.site.reasons()[Reason.EVICTED] - self.before
+
+    def age(self, port: int, nanoseconds: int) -> None:
+        """As if this flow had been quiet for so long."""
+        with self.site.pinned("flows") as flows:
+            for key, raw in list(flows.items()):
+                if Target.unpack(NAT.unpack(raw)[1]).port == port:
+                    last = int.from_bytes(raw[:8], "little") - nanoseconds
+                    flows.update(key, max(0, last).to_bytes(8, "little") + raw[8:])
+
+
+@pytest.fixture(scope="module")
+def site(artifact_cache: Path) -> Iterator[Site]:
+    where = f"kbpo{os.getpid()}"
+    command("ip", "netns", "add", where)
+    try:
+        ip("link set lo up", netns=where)
+        with sites(artifact_cache) as make:
+            yield make(node=where)
+    finally:
+        command("ip", "netns", "del", where)
+
+
+@pytest.fixture(scope="module")
+def started(site: Site) -> Iterator[Flows]:
+    made = Flows(site)
+    made.start(ROOM)
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=PARTS)
+def flows(started: Flows, request: pytest.FixtureRequest) -> Flows:
+    started.kind = request.param
+    started.empty()
+    started.before = started.site.reasons()[Reason.EVICTED]
+    return started
+
+
+LIVES = "S <SA A"
+OLDEST = {
+    "half open": ("S", True),
+    "answered, but the client says no more": ("S <SA", True),
+    "established": (LIVES, False),
+    "the client has closed": (f"{LIVES} FA", False),
+    "the backend has closed": (f"{LIVES} <FA", False),
+    "both have closed": (f"{LIVES} FA <FA A", True),
+    "reset by the client": (f"{LIVES} R", True),
+    "reset by the backend": (f"{LIVES} <R", True),
+    "datagrams one way": ("?", True),
+    "datagrams both ways": ("? <!", False),
+}
+"""What the oldest flow is, and whether it makes room."""
+
+
+@pytest.mark.parametrize("kind", OLDEST)
+def test_the_oldest_goes_that_nobody_needs(flows: Flows, kind: str) -> None:
+    script, goes = OLDEST[kind]
+    for port, each in enumerate([script] + [LIVES] * (ROOM - 1), 1000):
+        flows.talk(port, each)
+    assert flows.ports() == flows.whole(range(1000, 1000 + ROOM)), "there is room for all"
+    flows.talk(5000, LIVES)
+    assert flows.ports() == flows.whole([*range(1000 + goes, 1000 + ROOM), 5000])
+    assert flows.evicted() == 0
+
+
+def test_when_all_are_needed_one_goes_and_is_counted(flows: Flows) -> None:
+    for port in range(1000, 1000 + MOST):
+        flows.talk(port, LIVES)
+    assert flows.ports() == flows.whole(range(1000, 1000 + MOST))
+    assert flows.evicted() == 0
+    flows.talk(5000, LIVES)
+    there = flows.ports()
+    assert len(there) == MOST
+    assert 5000 in there
+    assert there == flows.whole(list(there)), "nobody lost a part"
+    assert flows.evicted() == 1
+
+
+def test_what_ended_by_time_makes_room(flows: Flows) -> None:
+    """It would live, but for the hours."""
+    for port in range(1000, 1000 + ROOM):
+        flows.talk(port, "? <!")
+    flows.age(1003, HOUR // 2)
+    flows.talk(5000, LIVES)
+    assert flows.ports() == flows.whole([*(set(range(1000, 1000 + ROOM)) - {1003}), 5000])
+    assert flows.evicted() == 0
+
+
+def test_a_flood_drives_out_its_own_kind_only(flows: Flows) -> None:
+    """Connections that nobody makes, from everywhere; and each finds room at first."""
+    for port in range(1000, 1000 + ROOM // 2):
+        flows.talk(port, LIVES)
+    for port in range(20_000, 20_000 + 20 * ROOM):
+        flows.talk(port, "S")
+    there = flows.ports()
+    assert flows.whole(range(1000, 1000 + ROOM // 2)).items() <= there.items()
+    assert len(there) in (ROOM, ROOM + 1)
+    assert max(there) == 20_000 + 20 * ROOM - 1
+    assert flows.evicted() == 0
+
+
+def test_connections_that_end_make_room_for_ever(flows: Flows) -> None:
+    """Many times as many as there is room for, and never an entry too many."""
+    for port in range(20_000, 20_000 + 20 * ROOM):
+        flows.talk(port, f"{LIVES} FA <FA A")
+    there = flows.ports()
+    assert len(there) in (ROOM - 1, ROOM, ROOM + 1)
+    assert there == flows.whole(range(20_000 + 20 * ROOM - len(there), 20_000 + 20 * ROOM))
+    assert flows.evicted() == 0
+
+
+def test_a_port_that_is_used_again_has_one_place(flows: Flows) -> None:
+    """The new connection takes that of the one before, whose entries go."""
+    for _ in range(5 * ROOM):
+        flows.talk(1000, f"{LIVES} FA <FA A")
+    for port in range(1000, 1000 + ROOM):
+        flows.talk(port, LIVES)
+    assert flows.ports() == flows.whole(range(1000, 1000 + ROOM))
+    assert flows.evicted() == 0
+
+
+def test_keys_of_flows_that_are_gone_hold_no_place(flows: Flows) -> None:
+    """The agent has ended them: so many that their keys fill the queue."""
+    for port in range(1000, 1000 + ROOM):
+        flows.talk(port, LIVES)
+    flows.forget()
+    for port in range(2000, 2000 + ROOM):
+        flows.talk(port, LIVES)
+    assert flows.ports() == flows.whole(range(2000, 2000 + ROOM))
+    assert flows.evicted() == 0
+
+
+@pytest.mark.parametrize("room", [ROOM // 2, 2 * ROOM])
+def test_another_size_keeps_the_newest_and_their_order(flows: Flows, room: int) -> None:
+    """As after a restart with another --max-connections. Who was quiet longest is asked first."""
+    ports = range(1000, 1000 + ROOM)
+    for port in ports:
+        flows.talk(port, LIVES)
+    for port in (ports[-2], ports[-4]):
+        flows.talk(port, "R")
+    for number, port in enumerate(ports):
+        flows.age(port, (ROOM - number) * 10**9)
+    flows.start(room)
+    with flows.site.pinned("flows") as held:
+        assert held.max_entries == int(room * MAPS["flows"].per)
+    left = set(ports[-room:])
+    assert flows.ports() == flows.whole([*left])
+    for port in range(5000, 5000 + room - len(left)):
+        flows.talk(port, LIVES)
+    flows.talk(6000, LIVES)
+    left -= {ports[-4], ports[-2]}
+    there = flows.ports()
+    assert left <= there.keys()
+    assert ports[-4] not in there or room > ROOM
+    assert 6000 in there
+    flows.start(ROOM)
