@@ -1297,17 +1297,16 @@ def test_an_agent_that_starts_leaves_them(path: Path_, monkeypatch: pytest.Monke
         told = given[: number + 1]
         monkeypatch.setattr(conntrack, "masqueraded", lambda told=told: told)
         path.inside(lambda: agent.look(number * beside.LOOK_SECONDS))  # noqa: B023
-    held = {owner(raw) for raw in path.site.entries("replies").values() if beyond.is_held(raw)}
+    held = {owner(raw) for raw in path.site.entries("flows").values() if is_held(raw)}
     assert [end(NODE[4], one) in held for one in ports] == [True] * beside.HOLD_LOOKS + [False]
 
 
 @both
 def test_what_our_ports_stand_for_is_told_to_conntrack(path: Path_, v: int) -> None:
     """Each masqueraded flow once, as its packets leave; not those that have ended, nor others'."""
-    for name in ("flows", "replies"):
-        with path.site.pinned(name) as entries:
-            for key, _ in list(entries.items()):
-                entries.delete(key)
+    with path.site.pinned("flows") as entries:
+        for key, _ in list(entries.items()):
+            entries.delete(key)
     own, source = established(path, v, "tcp")
     ended, gone = established(path, v, "tcp")
     segment(path, v, ended, "FA")
