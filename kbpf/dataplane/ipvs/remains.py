@@ -37,10 +37,17 @@ class IpvsRemains:
         self._live = 0
 
     def take(self) -> bool:
-        """See base.Remains."""
-        if not self._folder.is_dir():
+        """See base.Remains. The folder may have been a container's; the device is the node's."""
+        if not (self._folder.is_dir() or self._has_device()):
             return False
         self._lock = plane.lock(self._folder)
+        return True
+
+    def _has_device(self) -> bool:
+        try:
+            dummy.index(self._config.ipvs_device)
+        except OSError:
+            return False
         return True
 
     def retire(self, now: float) -> float | None:
