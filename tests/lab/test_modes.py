@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,7 +24,7 @@ SLOWLY = 240.0
 @pytest.fixture(scope="module")
 def field() -> Iterator[Field]:
     """Services 81 (local), 82 (remote), 83 (both), 84 (none), 85 (Local, both); UDP at 93."""
-    with Field(name="md", pods=(2, 1)) as made:
+    with Field(name="md", pods=(3, 1)) as made:
         for number, who, policy in SETS:
             made.create(*made.all_ways(number, who, external_policy=policy))
         made.create(*made.all_ways(93, "a1 b1", "UDP"))
@@ -36,8 +37,9 @@ SETS = ((81, "a1", "Cluster"), (82, "b1", "Cluster"), (83, "a1 b1", "Cluster"),
 
 
 def become(agent: Agent, mode: str) -> None:
-    """The same node, restarted with another --mode."""
+    """The same node, restarted with another --mode; its state folder was a container's."""
     agent.stop()
+    shutil.rmtree(agent.state_dir, ignore_errors=True)
     agent.mode = mode
     agent.start()
 
@@ -50,7 +52,7 @@ def serves(field: Field) -> None:
         Dial("NodePort, remote", "outside", at("NodePort", 82), "b1", "tcp", own),
         Dial("VIP, Local", "outside", at("VIP", 85), "a1", "tcp", "198.18.0.254"),
         Dial("nobody", "outside", at("VIP", 84), REFUSED),
-        Dial("a pod", "a2", at("ClusterIP", 82), "b1", "tcp", field["a2"].ip),
+        Dial("a pod", "a3", at("ClusterIP", 82), "b1", "tcp", field["a3"].ip),
         Dial("UDP", "outside", at("NodePort", 93), "a1 b1", "udp", own),
     ):
         check(field, row)
@@ -111,12 +113,15 @@ def test_another_mode(field: Field, mode: str) -> None:
     if field.agent.mode == mode:  # this test alone
         become(field.agent, OTHER[mode])
     kept = Kept(field)
+    # Not from a pod that dials the same backends by a hook: IPVS takes their answers for those of a
+    # connection through it from the same port (docs/ipvs.md).
+    pod = "a3" if mode == "ipvs" else "a2!"
     with contextlib.ExitStack() as stack:
         loads = [
             stack.enter_context(under_load(field, *to, pause=0.05, **how))
             for *to, how in (
                 (split(at("NodePort", 83))[0], "outside", {"port": 30083, "answers": "a1 b1"}),
-                ("10.96.0.83", "a2", "host-1", {"answers": "a1 b1"}),
+                ("10.96.0.83", pod, "host-1", {"answers": "a1 b1"}),
             )
         ]
         become(field.agent, mode)

@@ -15,6 +15,7 @@ from tests.support.cluster import Cluster
 from tests.support.kube import KubeError, Object
 from tests.support.kube_objects import node
 from tests.support.lab import Lab
+from tests.support.modes import ARGUMENTS
 from tests.support.scenario import file_of, put
 
 
@@ -91,7 +92,7 @@ class FolderCluster(Cluster):
             folder.mkdir()
             self.kube = FolderKube(folder)  # type: ignore[assignment]
             for letter, each in zip("abcdef", self.lab.nodes, strict=False):
-                self.settle_in(letter, each, pods, "--source", str(folder))
+                self.settle_in(letter, each, pods, "--source", str(folder), *ARGUMENTS)
             for number, each in enumerate(self.lab.nodes, 1):
                 self.kube.create(node(each.name, each.ip, each.ip6, zone=f"zone-{number}"))
             for agent in self.agents:
