@@ -82,7 +82,7 @@ class Kept:
         """Those that do not go on, with what they got."""
         found = {}
         for client, kind, number in self.WAYS:
-            answer = self.field[client].ask("talk", keep=f"{client}{kind}{number}", timeout=5.0)
+            answer = self.field[client].ask("talk", keep=f"{client}{kind}{number}", timeout=60.0)
             if "name" not in answer:
                 found[f"{client} {kind} {number}"] = answer
         return found

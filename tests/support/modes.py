@@ -27,6 +27,7 @@ FRONTENDS = "each frontend has an affinity of its own"
 DELETED = "connections end with their Service"
 LEFT_ALONE = "about VIPs that the socket hooks leave to the packet path: here they are enforced"
 PODS = "without --detect-local-mode pods are not known (as with kube-proxy)"
+OTHER_PORTS = "other ports of external addresses are refused: the addresses are the node's here"
 MAPS = "about the maps, the programs or the packets of BPF"
 
 CANNOT: dict[str, str] = {
@@ -38,6 +39,7 @@ CANNOT: dict[str, str] = {
     r"test_policy.*short circuit.*127": LOOPBACK,
     r"test_policy.*none here: 127\.0\.0\.1": LOOPBACK,
     r"test_policy.*source ranges: left alone": LEFT_ALONE,
+    r"test_policy.*external IP, another port": OTHER_PORTS,
     # tests/lab/test_services.py
     r"test_services.*no endpoints, UDP, IPv6": EPERM,
     # tests/lab/test_affinity.py
