@@ -9,6 +9,7 @@ import errno
 import os
 import socket
 import struct
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum, IntFlag
 from pathlib import Path
@@ -26,6 +27,8 @@ NETLINK_GENERIC: Final = 16
 NESTED: Final = 0x8000
 CREATE_EXCLUSIVELY: Final = 0x600  # NLM_F_CREATE | NLM_F_EXCL
 
+_STATS64: Final = 12
+_COUNTED: Final = (1, 4, 5)  # of its attributes: connections, bytes in, bytes out
 _GENERIC: Final = struct.Struct("=BBH")  # command, version, reserved
 _FLAGS: Final = struct.Struct("=II")
 _U16: Final = struct.Struct("=H")
@@ -94,6 +97,14 @@ class Server(NamedTuple):
 
     def __str__(self) -> str:
         return format_endpoint(self.address, self.port)
+
+
+class Counts(NamedTuple):
+    """Of a virtual service since it was made: connections, bytes from and to clients."""
+
+    connections: int
+    bytes_in: int
+    bytes_out: int
 
 
 class Load(NamedTuple):
@@ -241,6 +252,14 @@ def decode_service(body: bytes) -> tuple[Service, Settings]:
     return Service(_U16.unpack(found[2])[0], address, port), settings
 
 
+def decode_counts(body: bytes) -> tuple[Service, Counts]:
+    """From the same answer as decode_service(). All 0 before Linux v4.1, which has 32 bits only."""
+    found = attributes(attributes(body[_GENERIC.size :])[_ATTR_SERVICE])
+    counts = attributes(found.get(_STATS64, b""))
+    numbers = (int.from_bytes(counts.get(kind, b""), sys.byteorder) for kind in _COUNTED)
+    return decode_service(body)[0], Counts(*numbers)
+
+
 def decode_server(body: bytes, family: int) -> Load:
     """From the body of an answer to GET_SERVER; `family` is that of the service, 4 or 6."""
     found = attributes(attributes(body[_GENERIC.size :])[_ATTR_DEST])
@@ -281,6 +300,11 @@ class Ipvs:
         """All virtual services, whoever made them."""
         asked = self._netlink.dump(self._kind, _GENERIC.pack(Command.GET_SERVICE, 1, 0))
         return [decode_service(message.body) for message in asked]
+
+    def counts(self) -> list[tuple[Service, Counts]]:
+        """What each virtual service has had, whoever made it."""
+        asked = self._netlink.dump(self._kind, _GENERIC.pack(Command.GET_SERVICE, 1, 0))
+        return [decode_counts(message.body) for message in asked]
 
     def servers(self, service: Service) -> list[Load]:
         """The real servers of a virtual service; none if it is not there."""

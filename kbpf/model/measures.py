@@ -29,11 +29,20 @@ PortName = tuple[str, str, str, str]
 """A Service port, both families together: namespace, Service, port, protocol."""
 
 
+class Totals(NamedTuple):
+    """Since counting began: connections, and bytes from and to clients."""
+
+    connections: int
+    bytes_in: int
+    bytes_out: int
+
+
 class Measures(msgspec.Struct, frozen=True):
     """`connections`: how many each Service port has now, if it has any; there may be tens of
-    thousands.
+    thousands. None where that is not counted. `totals`: what each has had, where that is.
     """
 
     tables: tuple[Table, ...] = ()
     decisions: tuple[Decision, ...] = ()
-    connections: tuple[tuple[PortName, int], ...] = ()
+    connections: tuple[tuple[PortName, int], ...] | None = ()
+    totals: tuple[tuple[PortName, Totals], ...] = ()

@@ -15,7 +15,7 @@ from heapq import nlargest
 from pathlib import Path
 
 from kbpf.model.config import Config
-from kbpf.model.measures import Measures, PortName
+from kbpf.model.measures import Measures, PortName, Totals
 from kbpf.model.status import AgentStatus, PacketStatus
 from kbpf.serve.exposition import family, labels
 
@@ -114,7 +114,9 @@ def kernel(measures: Measures, most: int) -> Iterator[str]:
         [(labels(reason=one.reason, verdict=one.verdict), one.times)
          for one in measures.decisions],
     )  # fmt: skip
-    yield from _connections(measures.connections, most)
+    if measures.connections is not None:
+        yield from _connections(measures.connections, most)
+    yield from _totals(measures.totals, most)
 
 
 def _connections(found: tuple[tuple[PortName, int], ...], most: int) -> Iterator[str]:
@@ -135,9 +137,25 @@ def _connections(found: tuple[tuple[PortName, int], ...], most: int) -> Iterator
     )  # fmt: skip
 
 
+def _totals(found: tuple[tuple[PortName, Totals], ...], most: int) -> Iterator[str]:
+    shown = nlargest(most, found, lambda one: (one[1].connections, one[0]))
+    yield from _counter(
+        "service_connections_total", "Connections of a Service port that have begun (mode ipvs)",
+        [(_port(*name), had.connections) for name, had in shown],
+    )  # fmt: skip
+    yield from _counter(
+        "service_bytes_total", "Bytes from clients (in) and to them (out) (mode ipvs)",
+        [
+            (_port(*name, direction=direction), count)
+            for name, had in shown
+            for direction, count in (("in", had.bytes_in), ("out", had.bytes_out))
+        ],
+    )  # fmt: skip
+
+
 @lru_cache(1 << 14)
-def _port(namespace: str, service: str, port: str, protocol: str) -> str:
-    return labels(namespace=namespace, service=service, port=port, protocol=protocol)
+def _port(namespace: str, service: str, port: str, protocol: str, **more: str) -> str:
+    return labels(namespace=namespace, service=service, port=port, protocol=protocol, **more)
 
 
 def served(found: Served, healthy: bool, eligible: bool) -> Iterator[str]:

@@ -15,12 +15,14 @@ from typing import Any, NamedTuple, TypeVar
 import pytest
 
 from kbpf.dataplane.ipvs import plane as ipvs_plane
+from kbpf.dataplane.ipvs.measure import Meter
 from kbpf.dataplane.ipvs.plane import IpvsPlane
 from kbpf.kernel import netns, sysctl
 from kbpf.kernel.ipvs import Change, Command, Ipvs, Server, Service, Settings
 from kbpf.model.address import parse_addr
 from kbpf.model.config import Config, LocalMode
 from kbpf.model.desired import DesiredState, ServiceState
+from kbpf.model.measures import Totals
 from kbpf.model.objects import Algorithm, Cidr, Protocol
 from tests.support.features import needs
 from tests.support.lab import Lab, Place, ip, run, until
@@ -244,6 +246,31 @@ def test_who_answers(applied: Ground, row: Row):
     if row.sees:
         seen = {a["client"] for a in (others if "!" in row.outcome else answers)}
         assert seen <= (OWN if row.sees == NODES else {row.sees}), answers
+
+
+def test_what_services_have_had_is_counted(applied: Ground):
+    """By Service port, whatever frontend was dialled: for metrics."""
+
+    def had() -> Totals:
+        meter = Meter()
+        found = applied.do(lambda: meter.read(applied.plane._ledger.by_key))
+        assert found.connections is None
+        return dict(found.totals).get(("default", "web", "", "TCP"), Totals(0, 0, 0))
+
+    before = had()
+    for address in (f"{VIP4}:80", f"{LB4}:80", f"{NODE}:30080"):
+        host, _, port = address.rpartition(":")
+        assert "error" not in applied.outside.tcp(host, int(port))
+
+    def is_counted() -> bool:  # the kernel adds up what each CPU has, each 2 s
+        after = had()
+        return (
+            after.connections >= before.connections + 3
+            and after.bytes_in > before.bytes_in
+            and after.bytes_out > before.bytes_out
+        )
+
+    until("connections and bytes are counted", is_counted)
 
 
 def test_affinity(applied: Ground):

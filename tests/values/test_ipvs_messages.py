@@ -7,7 +7,7 @@ import pytest
 from pyroute2.netlink.generic.ipvs import ipvsmsg
 
 from kbpf.kernel import ipvs
-from kbpf.kernel.ipvs import Change, Command, Load, Server, Service, ServiceFlag, Settings
+from kbpf.kernel.ipvs import Change, Command, Counts, Load, Server, Service, ServiceFlag, Settings
 from kbpf.kernel.netlink import attribute
 from kbpf.model.address import ANY4, ANY6, Addr, parse_addr
 
@@ -99,6 +99,19 @@ SERVICES = [
 def test_what_was_said_is_read_again(service: Service, settings: Settings):
     body = ipvs.encode(Change(Command.NEW_SERVICE, service, settings))
     assert ipvs.decode_service(body) == (service, settings)
+
+
+def test_what_a_service_has_had_is_read():
+    """Numbers of 64 bits in an attribute of their own; those of 32 bits before it may be full."""
+    said = ipvs.encode(Change(Command.NEW_SERVICE, WEB, Settings("rr")))[4:]
+    whole = ipvs.attributes(said)[1]
+    numbers = {1: 1 << 33, 2: 5, 3: 6, 4: 1 << 40, 5: (1 << 41) + 1, 6: 9}
+    stats = b"".join(attribute(kind, n.to_bytes(8, "little")) for kind, n in numbers.items())
+    small = b"".join(attribute(kind, b"\xff" * 4) for kind in numbers)
+    body = whole + attribute(10 | 0x8000, small) + attribute(12 | 0x8000, stats)
+    told = b"\1\1\0\0" + attribute(1 | 0x8000, body)
+    assert ipvs.decode_counts(told) == (WEB, Counts(1 << 33, 1 << 40, (1 << 41) + 1))
+    assert ipvs.decode_counts(b"\1\1\0\0" + attribute(1 | 0x8000, whole)) == (WEB, Counts(0, 0, 0))
 
 
 @pytest.mark.parametrize("address", ["10.0.0.1", "fd00::9"])

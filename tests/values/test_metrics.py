@@ -16,7 +16,7 @@ from kbpf.config.write import configz
 from kbpf.errors import KernelError
 from kbpf.model.address import parse_addr
 from kbpf.model.config import Config, Serving
-from kbpf.model.measures import Decision, Measures, Table
+from kbpf.model.measures import Decision, Measures, Table, Totals
 from kbpf.model.objects import Cidr
 from kbpf.model.status import AgentStatus, ModeChoice, PacketStatus, SourceView
 from kbpf.serve.desk import Desk
@@ -48,6 +48,7 @@ MEASURES = Measures(
         (("a", "dns", "", "UDP"), 9),
         (("b", "web", 'od"d\\\n', "TCP"), 1),
     ),
+    totals=((("a", "web", "", "TCP"), Totals(7, 700, 7000)),),
 )
 
 
@@ -97,6 +98,9 @@ VALUES = [
     Value("kbpf_service_connections", {"service": "dns", "protocol": "UDP"}, 9),
     Value("kbpf_service_connections", {"namespace": "b", "port": 'od"d\\\n'}, 1),
     Value("kbpf_service_series_left_out", {}, 0),
+    Value("kbpf_service_connections_total", {"service": "web"}, 7),
+    Value("kbpf_service_bytes_total", {"service": "web", "direction": "in"}, 700),
+    Value("kbpf_service_bytes_total", {"service": "web", "direction": "out"}, 7000),
     Value("kbpf_healthy", {}, 1),
     Value("kbpf_node_eligible", {}, 1),
     Value("kbpf_events_total", {"outcome": "sent"}, 0),
@@ -287,6 +291,11 @@ def test_a_page_is_made_without_a_status_and_without_a_kernel():
     assert "kubeproxy_sync_proxy_rules_duration_seconds" in found
     assert "kbpf_healthy" in found
     assert "kbpf_map_entries" not in found
+
+
+def test_who_does_not_count_connections_has_no_series_of_them():
+    found = parse(Desk(Config(), "ipvs", lambda: Measures(connections=None)).metrics().decode())
+    assert not {"kbpf_connections", "kbpf_service_connections"} & found.keys()
 
 
 def test_a_plane_without_a_packet_path_says_nothing_of_it():

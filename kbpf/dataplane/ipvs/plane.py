@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from kbpf.dataplane.base import Report
 from kbpf.dataplane.ipvs import notes, rules
+from kbpf.dataplane.ipvs.measure import Meter
 from kbpf.dataplane.ipvs.notes import Notes
 from kbpf.dataplane.ipvs.plan import (
     NODE,
@@ -82,6 +83,7 @@ class IpvsPlane:
         self._lock = -1
         self._told: dict[str, None] = {}
         self._missing: set[str] = set()  # schedulers
+        self._meter = Meter()
         self._clear()
 
     def choice(self) -> ModeChoice:
@@ -423,8 +425,8 @@ class IpvsPlane:
         return tuple(self._told)
 
     def measure(self) -> Measures:
-        """See base.DataPlane. IPVS' own counters are not read yet."""
-        return Measures()
+        """See base.DataPlane."""
+        return self._meter.read(dict(self._ledger.by_key))
 
     def write_status(self, text: bytes) -> None:
         """Into the state folder, with the names of what is programmed."""
