@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from kbpf.dataplane.bpf import beside, load, packet
+from kbpf.dataplane.bpf.flows import BOTH_ENDS, is_held, is_question
 from kbpf.dataplane.bpf.layout import MAPS, TcpState, idle_seconds
 from kbpf.dataplane.bpf.load import Pins
 from kbpf.errors import KernelError
@@ -71,10 +72,12 @@ class BpfRemains:
         at = int(time.monotonic() * NANO)
         with self._map("flows") as flows:
             found = dict(flows.items()) if flows is not None else {}
-            over = [key for key, raw in found.items() if not _lives(raw, at)]
+            alive = {raw[BOTH_ENDS] for raw in found.values() if is_question(raw)
+                     and not is_held(raw) and _lives(raw, at)}  # fmt: skip
+            over = [key for key, raw in found.items() if raw[BOTH_ENDS] not in alive]
             if flows is not None and over:
                 flows.delete_batch(b"".join(over))
-        return len(found) - len(over)
+        return len(alive)
 
     @contextmanager
     def _map(self, name: str) -> Iterator[Map | None]:
