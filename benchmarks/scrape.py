@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.common import goal, median, say
 from benchmarks.scale import slice_of
-from kbpf.dataplane.bpf.layout import ENDS, NAT, PEER, U32, U64, FlowPart, TcpState, schema_hash
+from kbpf.dataplane.bpf.layout import NAT, PEER, U32, U64, FlowPart, TcpState, schema_hash
 from kbpf.kernel.libbpf import Map
 from tests.support.kube_objects import node, port, service
 from tests.support.lab import Agent, Lab
@@ -80,17 +80,18 @@ def fill_sockets(agent: Agent) -> None:
 
 
 def fill_flows(agent: Agent) -> None:
-    """As many tracked connections as there may be."""
+    """As many tracked connections as there may be, each with both its entries."""
     known = ids(agent)
     now = time.monotonic_ns()
     keys, values = bytearray(), bytearray()
     for number in range(FLOWS):
         client = number.to_bytes(16) + b"\x01\x02\x06\x00"
-        keys += ENDS.pack(client, client)
-        values += NAT.pack(
-            now, client, client, client, b"", b"", b"", known[number % len(known)], 0,
-            TcpState.ESTABLISHED, 0, 0, FlowPart.QUESTION, 0, bytes(48),
-        )  # fmt: skip
+        for part in (FlowPart.QUESTION, FlowPart.ANSWER):
+            keys += bytes([part]) * 20 + client
+            values += NAT.pack(
+                now, client, client, client, b"", b"", b"", known[number % len(known)], 0,
+                TcpState.ESTABLISHED, 0, 0, part, 0, b"",
+            )  # fmt: skip
     with pinned(agent, "flows") as flows:
         flows.update_batch(bytes(keys), bytes(values))
 
