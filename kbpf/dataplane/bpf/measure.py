@@ -3,8 +3,8 @@
 Any thread may ask: the pinned maps are opened anew each time, so nothing is shared with the writer,
 who replaces maps as they grow. Connections of a Service are counted where they stand: those of the
 packet path in `flows`, those of the socket hooks in `sock_peers`, `udp_peers` and `udp_flows`. That
-costs nothing per packet or per connection; counting 100,000 of them takes some 120 ms, most of it in
-the kernel, so it is done the less often the longer it takes.
+costs nothing per packet or per connection; counting 100,000 of them takes 120 ms, most of it in the
+kernel, so it is done the less often the longer it takes.
 """
 
 import time
