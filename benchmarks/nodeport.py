@@ -78,8 +78,6 @@ class Way:
     pods: Mapping[str, Place]
     agent: Agent | None = None
     servers: list[subprocess.Popen[bytes]] = field(default_factory=list)
-    kept: int = 0
-    """How many connections were measured that carried more than one request."""
 
     def vip(self, backend: str) -> str:
         """The ClusterIP of this way's Service in front of this pod."""
@@ -230,7 +228,6 @@ class World:
         after = self.seen(way, backend)
         came = {host: n - before.get(host, 0) for host, n in after.items() if n != before.get(host)}
         expected = done if kind == "short" else 1
-        way.kept += kind != "short"
         if failed or sum(came.values()) != expected or not set(came) <= self.comes_as(way):
             raise SystemExit(
                 f"{way.name}, {backend}, {kind}: {failed} failed, {expected} of {came}"
@@ -299,10 +296,7 @@ def _proof(world: World, way: Way, backend: str) -> int:
         done, failed, _ = world.load(way, backend, "short", 60, PROOF)
         grown = count() - before
     expected = 0 if way.name == "direct" else PROOF
-    # kbpf does not count a SYN as a new flow where the same port's last one ended by a reset: those
-    # of the kept connections that were measured here.
-    slack = way.kept if way.agent is not None else 0
-    if (done, failed) != (PROOF, 0) or not expected - slack <= grown <= expected:
+    if (done, failed, grown) != (PROOF, 0, expected):
         raise SystemExit(f"{way.name}, {backend}: {done} done, {failed} failed, {grown} counted")
     return grown
 
