@@ -42,7 +42,8 @@ class Verified:
 
 def verify(artifact: Artifact) -> Iterator[Verified]:
     """Loads every program of a unit over maps of its own, and lets it go again."""
-    lacks = load.missing_helpers()
+    packets = artifact.unit == "tc"
+    lacks = load.missing_packet_helpers() if packets else load.missing_helpers()
     with ExitStack() as own:
         maps = {name: own.enter_context(load.make_map(spec, 64)) for name, spec in MAPS.items()}
         tails = Map.create(libbpf.MAP_PROG_ARRAY, TAILS_MAP, 4, 4, TAILS)
