@@ -60,7 +60,8 @@ class FolderKube:
         return self._objects[self._file(kind, name, namespace)]
 
     def _file(self, kind: str, name: str, namespace: str) -> str:
-        file = file_of({"kind": kind, "metadata": {"name": name, "namespace": namespace}})
+        meta = {"name": name, "namespace": namespace or "default"}
+        file = file_of({"kind": kind, "metadata": meta})
         if file not in self._objects:
             raise KubeError(404, file, b"{}")
         return file
