@@ -44,7 +44,8 @@ enum tail {
 	TAIL_SCTP = 9,
 	TAIL_PLACE = 10,
 	TAIL_ROOM = 11,
-	TAILS = 12,
+	TAIL_FORGET = 12,
+	TAILS = 13,
 };
 
 BPF_F_TABLE("hash", u32, struct device, devices, 64, BPF_F_NO_PREALLOC);
@@ -240,6 +241,7 @@ struct step {
 	u32 device;       /* not 0: for this node, as if it came in there */
 	u8 way;           /* enum way */
 	bool masqueraded; /* to be marked in the stack; also where nothing else is to be done */
+	bool anew;        /* the flow that was found has ended */
 };
 
 /* A packet of the client. */
@@ -289,6 +291,7 @@ static __always_inline bool translate_in(struct tuple *t, u32 flags, struct step
 	if (!back) {
 		if (begins_anew(nat, flags)) {
 			s->masqueraded = false;
+			s->anew = true;
 			return false;
 		}
 		step_forth(nat, s);
@@ -641,6 +644,23 @@ int tc_way(struct __sk_buff *skb)
 	return finish(TC_SHOT, NOT_RECORDED);
 }
 
+/* What begins anew and is for no Service any more: what follows is not for the backend of before.
+ */
+int tc_forget(struct __sk_buff *skb)
+{
+	u32 ifindex = skb->ifindex;
+	struct device *device = devices.lookup(&ifindex);
+	struct packet p = {};
+	struct nat *old;
+
+	if (!device || !parse(skb, device->l2, &p))
+		return TC_NEXT;
+	old = flow_between(&p.tuple);
+	if (old && old->part == PART_QUESTION && is_question(&p.tuple, old))
+		forget(old);
+	return TC_NEXT;
+}
+
 /* Chooses a backend for who is not known yet. */
 int tc_new(struct __sk_buff *skb)
 {
@@ -651,6 +671,7 @@ int tc_new(struct __sk_buff *skb)
 	struct packet p = {};
 	struct choice c = {};
 	struct nat nat = {};
+	u32 anew;
 	int action;
 
 	if (!device || !n || !parse(skb, device->l2, &p))
@@ -659,8 +680,12 @@ int tc_new(struct __sk_buff *skb)
 	    same_address(&p.tuple.from.address, p.v6 ? &n->snat6 : &n->snat4))
 		return TC_NEXT; /* the stack drops it; past the stack it must not go, either */
 	who.outside = !(device->flags & DEVICE_LOCAL);
-	if (!begin(skb, &p, &who, &c, &nat, &action))
+	anew = skb->cb[0];
+	if (!begin(skb, &p, &who, &c, &nat, &action)) {
+		if (anew && action == TC_NEXT)
+			tails.call(skb, TAIL_FORGET);
 		return action;
+	}
 	if (masquerades(&c, n, device, &nat.client.address)) {
 		nat.snat = p.v6 ? n->snat6 : n->snat4;
 		if (is_any(&nat.snat)) /* the device may have one; tc_claim takes no other */
@@ -870,8 +895,10 @@ int tc_ingress(struct __sk_buff *skb)
 		return go_on(skb, &p, device, &s);
 	if (s.masqueraded)
 		mark_masqueraded(skb, true);
-	if (starts_flow(&p))
+	if (starts_flow(&p)) {
+		skb->cb[0] = s.anew;
 		tails.call(skb, TAIL_NEW);
+	}
 	return TC_NEXT;
 }
 

@@ -33,6 +33,7 @@ from kbpf.dataplane.bpf.layout import (
     Role,
     Target,
     TcpState,
+    pack_target,
 )
 from kbpf.dataplane.bpf.load import Pins
 from kbpf.kernel import conntrack, netns
@@ -810,6 +811,30 @@ def test_a_syn_after_both_have_closed_begins_anew(path: Path_, v: int) -> None:
     entries = path.site.entries("flows").items()
     (raw,) = [raw for key, raw in entries if set(ends(key)) == question]
     assert NAT.unpack(raw)[9] == TcpState.ESTABLISHED
+
+
+@both
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_connection_to_what_is_no_service_any_more_is_none_of_ours(
+    path: Path_, v: int, closed: bool
+) -> None:
+    """The node itself answers there by now, from the same port of the client."""
+    own, source = established(path, v, "tcp")
+    if closed:
+        segment(path, v, own, "FA")
+        segment(path, v, own, "FA", source)
+    key = pack_target(parse_addr(f"{NET[v]}{CLUSTER}"), 80, 6)
+    with path.site.pinned("services") as frontends:
+        value = frontends.lookup(key)
+        assert value is not None
+        frontends.delete(key)
+        try:
+            for flags in ("S", "A"):
+                packet = tcp(own, vip(v, CLUSTER), flags=flags)
+                assert (path.run("tc_ingress", packet)[1] == packet) == closed, flags
+        finally:
+            frontends.update(key, value)
+    assert (entries_of(path, own) == []) == closed
 
 
 @both

@@ -64,9 +64,10 @@ PACKET_PROGRAMS: Final = (
     PacketProgram("tc_claim", tail=8),
     PacketProgram("tc_place", tail=10),
     PacketProgram("tc_room", tail=11),
+    PacketProgram("tc_forget", tail=12),
     PacketProgram("tc_sctp", tail=9),
 )
-TAILS: Final = 12
+TAILS: Final = 13
 TAILS_MAP: Final = "tails"
 
 UNITS: Final = ("sock", "tc")
