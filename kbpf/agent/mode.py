@@ -103,6 +103,7 @@ class Chosen:
         self._applied = False  # once
         self._serves = False  # and it knew of all objects
         self._problem = ""
+        self._alone = False  # IPVS was tried in vain
 
     @property
     def name(self) -> str:
@@ -145,22 +146,25 @@ class Chosen:
             self._remains = None
 
     def _fall_back(self, error: KbpfError) -> bool:
-        """Whether IPVS has taken BPF's place, opened."""
-        if self._asked != "auto" or self._choice.mode != "bpf":
+        """Whether IPVS has taken BPF's place, opened. If it cannot, the error says so too, BPF's
+        plane is a new one that is not opened, and IPVS is not tried again.
+        """
+        if self._asked != "auto" or self._choice.mode != "bpf" or self._alone:
             return False
         reason = reason_of(error, self._kit.rows())
         if reason is None:
             return False
         self._plane.close()
         self._let_go_of_remains()
-        before = self._plane, self._choice
+        before = self._choice
         self._plane = self._kit.ipvs()
         self._choice = ModeChoice(self._asked, "ipvs", str(reason), str(error))
         try:
             self._open()
         except KbpfError as second:
-            log.error("mode ipvs cannot take the place of bpf: %s", second)
-            self._plane, self._choice = before
+            instead = f"mode ipvs cannot take its place: {second}"
+            error.hint = f"{error.hint}; {instead}" if error.hint else instead
+            self._plane, self._choice, self._alone = self._kit.bpf(), before, True
             return False
         log.warning("mode=ipvs, since BPF is not to be had here: %s: %s", reason, error)
         return True
@@ -175,7 +179,10 @@ class Chosen:
         try:
             report = self._plane.apply(desired, touched, sound)
         except KernelError as error:
+            tried = self._alone
             if self._applied or not self._fall_back(error):
+                if self._alone and not tried:  # it was closed for IPVS
+                    self._open()
                 raise
             report = self._plane.apply(desired, None, sound)
         self._applied = True

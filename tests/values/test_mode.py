@@ -251,13 +251,30 @@ def test_what_fails_later_is_no_reason():
     assert house.chosen.name == "bpf"
 
 
-def test_without_either_the_error_is_that_of_bpf(caplog: pytest.LogCaptureFixture):
+def test_without_either_the_error_is_that_of_bpf_and_says_so():
     house = House("auto", [check("cgroup v2")])
-    house.bpf.fails["open"], house.ipvs.fails["open"] = [KERNEL], [KernelError("no IPVS")]
+    error = KernelError("no link", "cgroup", "look")
+    house.bpf.fails["open"], house.ipvs.fails["open"] = [error], [KernelError("no IPVS")]
     with pytest.raises(KernelError) as raised:
         house.chosen.open()
-    assert raised.value is KERNEL
-    assert "no IPVS" in caplog.text
+    assert raised.value is error
+    assert str(error) == "no link (cgroup); look; mode ipvs cannot take its place: no IPVS"
+    assert house.chosen.choice() == ModeChoice("auto", "bpf")
+
+
+def test_what_cannot_be_had_at_the_first_apply_is_tried_once_and_then_waited_for():
+    """The BPF plane was closed for IPVS: it is opened again, and gets its next chance."""
+    house = House("auto", [check("cgroup v2")])
+    house.bpf.fails["apply"] = [KernelError("no cgroup"), KernelError("no cgroup")]
+    house.ipvs.fails["open"] = [KernelError("no IPVS")]
+    house.chosen.open()
+    for _ in range(2):
+        with pytest.raises(KernelError, match="no cgroup"):
+            house.chosen.apply(NOTHING, None)
+    house.chosen.apply(NOTHING, None)
+    assert house.does.count("bpf open") == 2
+    assert house.does.count("ipvs open") == 1
+    assert house.does[-1].startswith("bpf apply")
     assert house.chosen.choice() == ModeChoice("auto", "bpf")
 
 
