@@ -120,7 +120,7 @@ static __always_inline struct device *flow_route(struct __sk_buff *skb, const st
 	struct device *to;
 
 	if (out->ifindex && length <= out->length && elapsed(out->found, now) < SECOND) {
-		route->family = p->v6 ? AF_INET6 : AF_INET;
+		route->family = out->family;
 		route->ifindex = out->ifindex;
 		route->destination = out->next;
 		route->vlan[0] = out->resolved;
@@ -131,13 +131,17 @@ static __always_inline struct device *flow_route(struct __sk_buff *skb, const st
 	to = find_route(skb, p, &t->from, &t->to, route, false);
 	if (!to)
 		return NULL;
-	out->found = now;
+	out->length = 0; /* nobody else may take what is half written */
+	asm volatile("" ::: "memory");
 	out->next = route->destination;
+	out->family = route->family;
 	out->ifindex = route->ifindex;
 	__builtin_memcpy(out->own_mac, route->own_mac, 6);
 	__builtin_memcpy(out->next_mac, route->next_mac, 6);
-	out->length = length;
 	out->resolved = route->vlan[0];
+	out->found = now;
+	asm volatile("" ::: "memory");
+	out->length = length;
 	return to;
 }
 

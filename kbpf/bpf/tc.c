@@ -152,6 +152,12 @@ static __always_inline bool gone(const struct nat *nat, u64 now)
 	other = flows.lookup(&key);
 	if (other && same_flow(other, nat) && !expired(other, now))
 		return false;
+	if (has_snat(nat)) {
+		key = snat_answer_of(nat);
+		other = flows.lookup(&key);
+		if (other && same_flow(other, nat) && !expired(other, now))
+			return false;
+	}
 	key = question_of(nat);
 	other = flows.lookup(&key);
 	return !other || !same_flow(other, nat) || expired(other, now);
@@ -310,7 +316,8 @@ static __always_inline bool translate_in(struct tuple *t, u32 flags, struct step
  * Service would be a new flow by now, since it came in by translate_in(). */
 static __always_inline bool has_other_owner(const struct nat *nat, u32 flags)
 {
-	return nat->client.protocol == PROTO_TCP && (flags & TCP_SYN) && is_ending(nat);
+	return nat->client.protocol == PROTO_TCP && (flags & (TCP_SYN | TCP_ACK)) == TCP_SYN &&
+	       is_ending(nat);
 }
 
 enum leaving {
@@ -336,7 +343,7 @@ static __always_inline enum leaving translate_out(struct tuple *t, u32 flags, st
 		return nat->device && is_question(t, nat) ? LEAVES_FOR_SERVICE : LEAVES_AS_IT_IS;
 	if (gone(nat, now))
 		return LEAVES_AS_IT_IS;
-	if (has_other_owner(nat, flags)) {
+	if (!back && has_other_owner(nat, flags)) {
 		struct ends key = ends_of(&t->from, &t->to);
 
 		flows.delete(&key);
@@ -392,10 +399,9 @@ static __always_inline bool claim_answer(struct nat *nat, const struct node *n, 
 			return true;
 		other = flows.lookup(&key);
 		if (!other || gone(other, now) || other->state == STATE_CLOSED ||
-		    same_target(&other->frontend, &nat->frontend)) {
-			flows.update(&key, nat);
-			return true;
-		}
+		    (same_target(&other->frontend, &nat->frontend) &&
+		     same_target(&other->client, &nat->client)))
+			return !flows.update(&key, nat);
 		nat->client_port = __builtin_bswap16(n->port_low +
 						     bpf_get_prandom_u32() %
 							     (u16)(n->port_high - n->port_low + 1));
@@ -428,8 +434,7 @@ static __always_inline bool claim_snat(struct nat *nat, const struct node *n, u6
 		     (i >= FRESH_TRIES || !(other->fins & FIN_BACKEND_FIRST)))) {
 			if (other) /* its client may not go on with it */
 				forget(other);
-			flows.update(&key, nat);
-			return true;
+			return !flows.update(&key, nat);
 		}
 		nat->snat_port = __builtin_bswap16(n->port_low + bpf_get_prandom_u32() % size);
 	}
@@ -443,10 +448,11 @@ static __always_inline bool is_needed(const struct nat *nat, u64 now)
 }
 
 /* Asks the oldest flows whether anybody needs them; one goes that nobody does, the others get
- * places behind all. */
+ * places behind all. A handshake of this moment has the place of a connection before it, from the
+ * same port: it goes only if there is nobody else, and its key is counted until it comes again. */
 static __always_inline void make_room(u64 *there, u64 now)
 {
-	struct nat *nat = NULL;
+	struct nat *nat = NULL, *young = NULL;
 
 	for (int i = 0; i < ASKED; i++) {
 		struct ends oldest;
@@ -455,19 +461,23 @@ static __always_inline void make_room(u64 *there, u64 now)
 			return;
 		nat = flows.lookup(&oldest);
 		if (!nat || nat->part != PART_QUESTION) {
-			nat = NULL;
-			break; /* it is gone already */
+			__sync_fetch_and_add(there, -1);
+			return; /* it is gone already */
 		}
-		if (!is_needed(nat, now))
+		if (is_half_open(nat) && elapsed(nat->last_used, now) < SECOND)
+			young = nat;
+		else if (!is_needed(nat, now))
 			break;
 		if (order.push(&oldest, 0)) {
 			count(EVICTED);
 			break;
 		}
-		if (i == ASKED - 1)
-			return;
+		nat = NULL;
 	}
-	__sync_fetch_and_add(there, -1);
+	if (nat)
+		__sync_fetch_and_add(there, -1);
+	else
+		nat = young;
 	if (nat)
 		forget(nat);
 }
@@ -547,8 +557,11 @@ static __always_inline enum reason create(struct nat *nat, const struct node *n)
 			return NO_SNAT_PORT;
 		}
 		answer = flows.lookup(&key);
-		if (answer)
-			answer->snat_port = nat->snat_port;
+		if (!answer) {
+			forget_answers(nat);
+			return NOT_RECORDED;
+		}
+		answer->snat_port = nat->snat_port;
 	}
 	key = question_of(nat);
 	nat->part = PART_QUESTION;

@@ -200,7 +200,8 @@ struct way_out {
 	u8 next_mac[6];
 	u16 length;  /* a packet of so many bytes from the IP header on has fitted */
 	u8 resolved; /* the MAC addresses are known */
-	u8 pad[5];
+	u8 family;   /* of `next`, which may be IPv6 for a packet of IPv4 */
+	u8 pad[4];
 };
 
 /* flows: a tracked connection, whole in each of its entries (track.h) but for `part` and `out`. */

@@ -989,6 +989,33 @@ def test_a_flow_lives_as_long_as_either_side_sends(path: Path_, v: int, quiet: s
 
 
 @both
+def test_answers_to_the_node_keep_a_flow(path: Path_, v: int) -> None:
+    """Past the stack nothing but these is seen of a backend that sends on and on."""
+    own = client(v)
+    source = masked(path, path.run("tc_ingress", udp(own, vip(v, CLUSTER), b"?"))[1],
+                    lambda a, b: udp(a, b, b"?"), pod(v), v)  # fmt: skip
+    with path.site.pinned("flows") as found:
+        for key, raw in list(found.items()):
+            if owner(raw) == own and source not in ends(key):
+                found.update(key, bytes(8) + raw[8:])
+    before = path.site.reasons()[Reason.NEW_FLOW]
+    path.run("tc_ingress", udp(own, vip(v, CLUSTER), b"?"))
+    assert path.site.reasons()[Reason.NEW_FLOW] == before
+
+
+@both
+def test_a_repeated_answer_to_a_syn_ends_nothing(path: Path_, v: int) -> None:
+    """The backend has not heard yet that the client has asked, and is done."""
+    own, source = established(path, v, "tcp")
+    segment(path, v, own, "FA")
+    for flags in ("SA", "A"):
+        _, inside = path.run("tc_ingress", tcp(pod(v), source, flags=flags))
+        _, out = path.run("tc_egress", inside)
+        assert parse(out, l2=False).source == vip(v, CLUSTER), flags
+    assert len(entries_of(path, own)) == 3
+
+
+@both
 def test_a_flow_that_is_quiet_for_long_is_none(path: Path_, v: int) -> None:
     own = client(v)
     source = masked(path, path.run("tc_ingress", udp(own, vip(v, CLUSTER), b"?"))[1],

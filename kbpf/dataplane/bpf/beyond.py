@@ -52,7 +52,17 @@ def hold_theirs(flows: Map, order: Map, ports: tuple[int, int]) -> int:
     low, high = ports
     now = time.monotonic_ns()
     found = (held(one, now) for one in conntrack.masqueraded() if low <= one.source_port <= high)
-    return sum(flows.add(key, value) and order.push(key) for key, value in found)
+    return sum(_hold(flows, order, key, value) for key, value in found)
+
+
+def _hold(flows: Map, order: Map, key: bytes, value: bytes) -> bool:
+    """What has no place in the queue would stay for ever."""
+    if not flows.add(key, value):
+        return False
+    if order.push(key):
+        return True
+    flows.delete(key)
+    return False
 
 
 def masqueraded(entries: Iterable[bytes]) -> Iterator[Connection]:

@@ -14,6 +14,8 @@ FRONTEND: Final = slice(28, 48)
 BACKEND: Final = slice(48, 68)
 SERVICE: Final = slice(88, 92)
 PART: Final = 99
+CHOSEN: Final = slice(8, 96)
+"""Of a struct nat: all that was decided when the flow began."""
 BOTH_ENDS: Final = slice(8, 48)
 """Of a struct nat: client and frontend."""
 

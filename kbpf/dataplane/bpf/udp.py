@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Collection
 from typing import Final
 
-from kbpf.dataplane.bpf.flows import is_question
+from kbpf.dataplane.bpf.flows import CHOSEN, is_question
 from kbpf.dataplane.bpf.layout import FLOW, FLOW_KEY, NAT, PEER, Target, pack_target
 from kbpf.errors import KernelError
 from kbpf.kernel import netns, sockdiag
@@ -65,16 +65,20 @@ def _forget_flows(maps: dict[str, Map], gone: Gone) -> None:
 
 def _forget_packets(maps: dict[str, Map], gone: Gone) -> None:
     """Flows of the packet path: all entries go, and the next datagram chooses anew. The client's
-    own go last: without them the others would never make room.
+    own go last: without them the others would never make room. A flow that has begun anew since it
+    was read stays.
     """
-    questions, answers = bytearray(), bytearray()
+    questions: list[tuple[bytes, bytes]] = []
+    answers: list[tuple[bytes, bytes]] = []
     for key, raw in maps["flows"].items():
         if key[18:19] == _UDP:
             _, _, frontend, backend, _, _, _, service, *_ = NAT.unpack(raw)
             if gone(service, frontend, backend):
-                (questions if is_question(raw) else answers).extend(key)
-    maps["flows"].delete_batch(bytes(answers))
-    maps["flows"].delete_batch(bytes(questions))
+                (questions if is_question(raw) else answers).append((key, raw))
+    for key, raw in (*answers, *questions):
+        now = maps["flows"].lookup(key)
+        if now is not None and now[CHOSEN] == raw[CHOSEN]:
+            maps["flows"].delete(key)
 
 
 def _destroy(doomed: dict[int, bytes]) -> int:
