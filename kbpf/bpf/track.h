@@ -32,7 +32,7 @@
 #define SECOND 1000000000ULL
 #define SNAT_TRIES 32
 
-BPF_F_TABLE("hash", struct ends, struct nat, flows, 64, BPF_F_NO_PREALLOC);
+BPF_TABLE("hash", struct ends, struct nat, flows, 64);
 BPF_QUEUE(order, struct ends, 64);
 BPF_TABLE("array", u32, u64, tracked, 1); /* 0 -> how many keys are in the queue */
 

@@ -372,7 +372,7 @@ MAPS: Final = {
             ENDS.size,
             NAT.size,
             0,
-            libbpf.F_NO_PREALLOC,
+            0,
             sized_by="connections",
             packet=True,
             per=3 * SLACK,
