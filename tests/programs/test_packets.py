@@ -74,6 +74,9 @@ PORTS = itertools.count(2000)
 QUOTED = {f"{icmp} embedded {what}" for icmp in ("icmp", "icmp6") for what in ("tcp", "udp")}
 """Checksums that stay as they are: as a rule most of what they cover is not there."""
 LOW, HIGH = 61_000, 65_535
+"""Of these a masqueraded flow gets any, and keeps it while the tests after it run."""
+LONELY = itertools.count(50_000)
+"""Ports of the node that no other test's flow has: they are not in that range."""
 
 T = TypeVar("T")
 
@@ -201,9 +204,11 @@ def services() -> Iterator[object]:
 
 
 @pytest.fixture(autouse=True)
-def _outside(path: Path_) -> None:
+def _outside(path: Path_) -> Iterator[None]:
     path.come_from(Role.HOST)
     path.node(NodeFlag(0))
+    with path.site.telling():
+        yield
 
 
 # ---- there and back ------------------------------------------------------------------------------
@@ -259,12 +264,12 @@ def test_local_there_and_back(path: Path_, v: int, kind: str) -> None:
 
 @both
 def test_a_free_port_of_the_range_is_kept(path: Path_, v: int) -> None:
-    own = client(v, 61_234)
-    _, inside = path.run("tc_ingress", udp(own, vip(v, CLUSTER), b"?"))
-    assert masked(path, inside, lambda a, b: udp(a, b, b"?"), pod(v), v) == end(NODE[v], 61_234)
-    other = end(ROUTER[v], 61_234)
-    _, inside = path.run("tc_ingress", udp(other, vip(v, CLUSTER), b"?"))
-    assert masked(path, inside, lambda a, b: udp(a, b, b"?"), pod(v), v) != end(NODE[v], 61_234)
+    free, last = next(LONELY), next(LONELY)
+    path.node(NodeFlag(0), free, last)
+    for own, port in ((CLIENT[v], free), (ROUTER[v], last)):
+        _, inside = path.run("tc_ingress", udp(end(own, free), vip(v, CLUSTER), b"?"))
+        _, out = path.run("tc_egress", inside)
+        assert parse(out, l2=False).source == end(NODE[v], port), own
 
 
 @both
@@ -522,7 +527,8 @@ SENT = {
 def established(path: Path_, v: int, kind: str, which: int = CLUSTER) -> tuple[str, str]:
     """A flow that was answered: the client, and as what the backend sees it."""
     own = client(v)
-    _, inside = path.run("tc_ingress", KINDS[kind](own, vip(v, which)))
+    verdict, inside = path.run("tc_ingress", KINDS[kind](own, vip(v, which)))
+    assert verdict != TC_ACT_SHOT
     _, out = path.run("tc_egress", inside)
     source = parse(out, l2=False).source
     _, inside = path.run("tc_ingress", BACK[kind](pod(v), source))
@@ -846,9 +852,10 @@ def test_a_syn_that_nobody_confirms_holds_its_port_for_a_minute(path: Path_, v: 
     assert states(path, own) == {TcpState.ANSWERED}
     lonely = int(source.rpartition(":")[2])
     path.node(NodeFlag(0), lonely, lonely)
+    age(path, own, -60)  # young still, however long this test takes
     syn = tcp(client(v), vip(v, CLUSTER), flags="S")
     assert path.run("tc_ingress", syn)[0] == TC_ACT_SHOT, "not yet"
-    age(path, own, 6)
+    age(path, own, 66)
     assert path.run("tc_ingress", syn)[0] == TC_ACT_UNSPEC, "whoever wants it"
 
 
@@ -894,7 +901,8 @@ def segment(path: Path_, v: int, own: str, flags: str, source: str = "") -> str:
     """One from the client, or with the backend's view of it, `source`, one back; that view."""
     back = bool(source)
     packet = tcp(pod(v), source, flags=flags) if back else tcp(own, vip(v, CLUSTER), flags=flags)
-    _, inside = path.run("tc_ingress", packet)
+    verdict, inside = path.run("tc_ingress", packet)
+    assert verdict != TC_ACT_SHOT
     _, out = path.run("tc_egress", inside)
     found = parse(out, l2=False)
     assert found.destination == (own if back else pod(v))
@@ -909,16 +917,20 @@ CLOSES = {
 }
 
 
+LIVES = {"nothing": ("A",), "one side closes": ("A", "FA")}
+
+
 @both
-@pytest.mark.parametrize("way", ["nothing", "one side closes", *CLOSES])
+@pytest.mark.parametrize("way", [*LIVES, *CLOSES])
 def test_whose_port_is_used_again(path: Path_, v: int, way: str) -> None:
     """A range of one port. That of an ended connection will do; before others are tried, unless
     the backend has closed first: it still has the port in TIME_WAIT.
     """
-    lonely = LOW + next(PORTS)
+    lonely = next(LONELY)
     path.node(NodeFlag(0), lonely, lonely)
     own, source = established(path, v, "tcp")
-    for flags in CLOSES.get(way, ("FA",) if way == "one side closes" else ()):
+    assert source == end(NODE[v], lonely)
+    for flags in {**LIVES, **CLOSES}[way]:
         back = flags.startswith("<")
         segment(path, v, own, flags.lstrip("<"), source if back else "")
     first = {Fin(NAT.unpack(raw)[10]) & Fin.BACKEND_FIRST for raw in entries_of(path, own)}
@@ -1305,9 +1317,6 @@ def test_no_program_tires_the_verifier(path: Path_) -> None:
 
 
 # ---- ports of others -----------------------------------------------------------------------------
-
-LONELY = itertools.count(50_000)
-"""Ports that no other test's flow has: they are not in its range."""
 
 
 @both

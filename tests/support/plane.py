@@ -202,6 +202,13 @@ class Site:
                 )
         return counts
 
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        """Prints what the programs have counted meanwhile: pytest shows it where a test fails."""
+        before = self.reasons()
+        yield
+        print("counted:", {one.name: count for one, count in (self.reasons() - before).items()})
+
     def dump(self) -> dict[str, Any]:
         """What is served, without ids; see dump()."""
         return dump(self.entries)
