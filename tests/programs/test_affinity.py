@@ -192,13 +192,13 @@ def test_services_do_not_share_it(ground: Ground):
 
 
 def test_it_ends_after_the_timeout(ground: Ground):
-    ground.serve(web(1, 2, 3, timeout=10))
+    ground.serve(web(1, 2, 3, timeout=60))
     picks(ground.one, WEB)
-    ground.age(9)
+    ground.age(40)
     assert ground.how(ground.one) is Reason.TRANSLATED_BY_AFFINITY
-    ground.age(9)
+    ground.age(40)
     assert ground.how(ground.one) is Reason.TRANSLATED_BY_AFFINITY, "the dial before renewed it"
-    ground.age(10)
+    ground.age(60)
     assert ground.how(ground.one) is Reason.TRANSLATED
 
 

@@ -158,7 +158,7 @@ def node(artifact_cache: Path) -> Iterator[Wire]:
 
 
 @pytest.fixture
-def wire(node: Wire) -> Wire:
+def wire(node: Wire) -> Iterator[Wire]:
     """Nothing is tracked yet, and loopback is the way outside."""
     for name in ("flows", "affinity"):
         with node.site.pinned(name) as found:
@@ -167,7 +167,8 @@ def wire(node: Wire) -> Wire:
         devices.update(U32.pack(1), DEVICE.pack(Role.HOST, 14, 0, bytes(6), bytes(16), bytes(16)))
     said = words(packets=node.plane.packet_status())
     node.plane.write_status(encode(said))
-    return node
+    with node.site.telling():
+        yield node
 
 
 Run = Callable[..., tuple[int, str, str]]
@@ -441,7 +442,7 @@ def test_a_connection_lives_as_long_as_one_of_its_entries(
 ) -> None:
     """Datagrams one way: the entry of the other direction has seen none."""
     wire.talk(4, MASKED, 2000, "? <!")
-    age(wire, 110)
+    age(wire, 60)
     wire.talk(4, MASKED, 2000, "?")
     with wire.site.pinned("flows") as found:
         lives = key_between(found, one, other)
@@ -548,7 +549,7 @@ def test_translated_sources_and_how_many_ports_they_take(wire: Wire, show, call:
 
 def test_a_port_that_is_not_found_is_counted(wire: Wire, show, call: Run) -> None:
     """All ports of the range are taken before this backend, by connections that live."""
-    wire.talk(4, MASKED, 61_000, "?")
+    wire.talk(4, MASKED, 61_000, "? <!")
     with wire.site.pinned("flows") as found:
         key = key_between(found, NODE[4], POD[4])
         raw = found.lookup(key)
