@@ -11,11 +11,9 @@ are loaded *and* the maps behind them are filled; a refusal on the way changes n
 """
 
 import contextlib
-import fcntl
 import logging
 import os
 import shutil
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Final, Protocol
@@ -37,11 +35,11 @@ from kbpf.dataplane.bpf.layout import MAPS, MapSpec
 from kbpf.errors import AttachRefused, KernelError, ProgramRefused
 from kbpf.kernel import libbpf, probe
 from kbpf.kernel.libbpf import Link, Map, Program
+from kbpf.kernel.process import LOCK_SECONDS, lock_folder
 from kbpf.model.config import MapSizes
 
 log = logging.getLogger("kbpf.dataplane")
 
-LOCK_SECONDS: Final = 5.0
 BEHIND_SERVICES: Final = frozenset(("backend_slots", "backends", "set_members"))
 """Where a value of `services` leads to: what it says holds for these maps only."""
 PSEUDO_MAP_FD: Final = 1
@@ -78,25 +76,9 @@ class Pins:
 
 
 def lock(pins: Pins, patience: float = LOCK_SECONDS) -> int:
-    """A descriptor that makes this process the only writer below the pin folder. It is let go
-    when it is closed or the process ends, however. An agent that is on its way out is waited for.
-    """
-    fd = os.open(pins.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    deadline = time.monotonic() + patience
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return fd
-        except OSError as error:
-            if time.monotonic() > deadline:
-                os.close(fd)
-                raise KernelError(
-                    "another agent is at work here",
-                    str(pins.root),
-                    "stop it, or give this one a folder of its own with --pin-dir",
-                    errno=error.errno or 0,
-                ) from error
-        time.sleep(0.05)
+    """A descriptor that makes this process the only writer below the pin folder."""
+    hint = "stop it, or give this one a folder of its own with --pin-dir"
+    return lock_folder(pins.root, patience, hint)
 
 
 @contextlib.contextmanager

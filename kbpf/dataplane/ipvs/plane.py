@@ -7,7 +7,6 @@ the next one finds what there is, and never touches what others have made.
 
 import contextlib
 import errno
-import fcntl
 import logging
 import os
 import time
@@ -43,6 +42,7 @@ from kbpf.dataplane.ipvs.plan import (
 from kbpf.errors import KernelError
 from kbpf.kernel import dummy, ipvs, modules, netfilter, sysctl
 from kbpf.kernel.ipvs import Command, Ipvs, Server, Service, ServiceFlag, Settings
+from kbpf.kernel.process import LOCK_SECONDS, lock_folder
 from kbpf.model.address import Addr
 from kbpf.model.config import Config, LocalMode
 from kbpf.model.desired import DesiredState, FrontendKind, ServicePortKey, ServiceState
@@ -67,7 +67,6 @@ FIRST_MARK: Final = 0x6B620000
 """Marks of short circuits count up from here, "kb"; the masquerade bit is left out."""
 FALLBACK: Final[Mapping[str, str]] = {"mh": "wrr", "sh": "wrr"}
 """What takes the place of a scheduler that the kernel does not have."""
-PATIENCE_SECONDS: Final = 5.0
 
 
 class IpvsPlane:
@@ -467,25 +466,14 @@ def beside(ports: tuple[int, int]) -> tuple[int, int]:
     return above if above[1] - above[0] >= below[1] - below[0] else below
 
 
-def lock(folder: Path, patience: float = PATIENCE_SECONDS) -> int:
+def lock(folder: Path, patience: float = LOCK_SECONDS) -> int:
     """A descriptor that makes this process the only one at work with this device and table."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        return lock_folder(folder, patience, "stop it first")
     except OSError as error:
         raise KernelError("cannot make the state folder", str(folder), "run as root",
                           error.errno or 0) from error  # fmt: skip
-    deadline = time.monotonic() + patience
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return fd
-        except OSError as error:
-            if time.monotonic() > deadline:
-                os.close(fd)
-                raise KernelError("another agent is at work here", str(folder), "stop it first",
-                                  error.errno or 0) from error  # fmt: skip
-        time.sleep(0.05)
 
 
 def remove(config: Config, forward: bool = True) -> tuple[str, ...]:
