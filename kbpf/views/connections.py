@@ -12,6 +12,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from kbpf.dataplane.bpf.flows import IDENTITY, NANO
 from kbpf.dataplane.bpf.layout import NAT, TcpState, Way
 from kbpf.errors import NotFoundError
 from kbpf.model.address import Addr
@@ -87,7 +88,7 @@ class Selected(NamedTuple):
 def select(snapshot: Snapshot, wanted: Wanted = Wanted()) -> Selected:
     """Those that are wanted. NotFoundError for a Service that is not programmed."""
     tests = tuple(_tests(snapshot, wanted))
-    now = int(snapshot.monotonic * tracked.NANO)
+    now = int(snapshot.monotonic * NANO)
     found, over = [], 0
     for one in snapshot.connections.values():
         if tests and not all(test(one) for test in tests):
@@ -97,7 +98,7 @@ def select(snapshot: Snapshot, wanted: Wanted = Wanted()) -> Selected:
         else:
             found.append(one)
     name = cache(lambda i: service_text(snapshot.names.get(i), i))
-    found.sort(key=lambda one: (name(one.service), one.raw[tracked.IDENTITY]))
+    found.sort(key=lambda one: (name(one.service), one.raw[IDENTITY]))
     return Selected(tuple(found), over)
 
 
@@ -137,8 +138,8 @@ def rows(snapshot: Snapshot, connections: Iterable[Tracked]) -> Iterator[Connect
     current: frozenset[bytes] | None = None
     name = cache(lambda i: service_text(snapshot.names.get(i), i))
     device = cache(device_name)
-    now = int(snapshot.monotonic * tracked.NANO)
-    began = int(snapshot.began * tracked.NANO)
+    now = int(snapshot.monotonic * NANO)
+    began = int(snapshot.began * NANO)
     for one in connections:
         raw = one.raw
         last, client, frontend, backend, snat, snat_port, port, service, *rest = NAT.unpack(raw)

@@ -8,6 +8,8 @@ from typing import Final
 
 import msgspec
 
+from kbpf.dataplane.bpf import flows
+from kbpf.dataplane.bpf.flows import NANO
 from kbpf.dataplane.bpf.layout import NAT, Reason, TcpState
 from kbpf.model.address import format_addr
 from kbpf.views import tracked
@@ -65,13 +67,18 @@ class NatView(msgspec.Struct, frozen=True):
 
 def translated(snapshot: Snapshot) -> tuple[Tracked, ...]:
     """Connections with a translated source whose time is not over, by that source and backend."""
-    now = int(snapshot.monotonic * tracked.NANO)
+    now = int(snapshot.monotonic * NANO)
     found = [
         one
         for one in snapshot.connections.values()
         if one.parts & SNAT and one.over >= now
     ]  # fmt: skip
-    return tuple(sorted(found, key=lambda one: (one.backend, one.raw[68:86], one.key)))
+    return tuple(
+        sorted(
+            found,
+            key=lambda one: (one.backend, one.raw[flows.SNAT], one.raw[flows.SNAT_PORT], one.key),
+        )
+    )
 
 
 def view(snapshot: Snapshot, found: Iterable[Tracked]) -> NatView:
@@ -115,7 +122,7 @@ def _usage(found: Iterable[Tracked], ports: int) -> tuple[UsageRow, ...]:
 def rows(snapshot: Snapshot, found: Iterable[Tracked]) -> Iterator[SourceRow]:
     """One at a time: there may be a hundred thousand."""
     name = cache(lambda i: service_text(snapshot.names.get(i), i))
-    now = int(snapshot.monotonic * tracked.NANO)
+    now = int(snapshot.monotonic * NANO)
     for one in found:
         last, client, _, backend, snat, port, _, service, _, state, *_ = NAT.unpack(one.raw)
         yield SourceRow(

@@ -6,14 +6,22 @@ of its last packet, so the entries of one connection are known by its addresses 
 may be a hundred thousand: they stay bytes until one is shown.
 """
 
-from functools import cache, lru_cache
-from struct import Struct
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 import msgspec
 
-from kbpf.dataplane.bpf.flows import BOTH_ENDS, is_held, is_question
-from kbpf.dataplane.bpf.layout import MAPS, idle_seconds
+from kbpf.dataplane.bpf import flows
+from kbpf.dataplane.bpf.flows import (
+    BOTH_ENDS,
+    IDENTITY,
+    NANO,
+    is_held,
+    is_question,
+    last_used,
+    over,
+)
+from kbpf.dataplane.bpf.layout import MAPS
 from kbpf.kernel.libbpf import Map
 from kbpf.model.address import format_endpoint
 
@@ -21,17 +29,8 @@ FLOW, REPLY, SNAT = 1, 2, 4
 PARTS: Final = {FLOW: "flow", REPLY: "reply", SNAT: "source"}
 """What a part is for: the client's packets, the backend's, and the backend's to the node."""
 
-NANO: Final = 1_000_000_000
 MILLI: Final = 1_000_000
 """ns in a ms, in which times are shown: cheaper than rounding a float."""
-_BACKEND: Final = slice(48, 68)
-_SNAT: Final = slice(68, 84)
-_SNAT_PORT: Final = slice(84, 86)
-_CLIENT_PORT: Final = slice(86, 88)
-_TIMES: Final = Struct("=Q18xB69xB")
-"""Of a struct nat: last use, protocol, state."""
-IDENTITY: Final = slice(8, 88)
-"""Of a struct nat: client, frontend, backend, the translated source and both their ports."""
 NOWHERE: Final = bytes(16)
 
 
@@ -48,7 +47,7 @@ class Tracked(msgspec.Struct, gc=False):
     @property
     def last_used(self) -> int:
         """ns, CLOCK_MONOTONIC."""
-        return int.from_bytes(self.raw[:8], "little")
+        return last_used(self.raw)
 
     @property
     def key(self) -> bytes:
@@ -58,27 +57,27 @@ class Tracked(msgspec.Struct, gc=False):
     @property
     def state(self) -> int:
         """enum tcp_state."""
-        return self.raw[96]
+        return self.raw[flows.STATE]
 
     @property
     def client(self) -> bytes:
         """Its address."""
-        return self.raw[8:24]
+        return self.raw[flows.CLIENT][:16]
 
     @property
     def backend(self) -> bytes:
         """struct target."""
-        return self.raw[_BACKEND]
+        return self.raw[flows.BACKEND]
 
     @property
     def snat(self) -> bytes:
         """The node's address that stands for the client's; 16 times 0 if none does."""
-        return self.raw[_SNAT]
+        return self.raw[flows.SNAT]
 
     @property
     def service(self) -> int:
         """Its id."""
-        return int.from_bytes(self.raw[88:92], "little")
+        return int.from_bytes(self.raw[flows.SERVICE], "little")
 
 
 class Fill(NamedTuple):
@@ -89,10 +88,10 @@ class Fill(NamedTuple):
     room: int
 
 
-def read(flows: Map) -> dict[bytes, Tracked]:
-    """All connections, by IDENTITY."""
+def read(held: Map) -> dict[bytes, Tracked]:
+    """All connections in this map `flows`, by IDENTITY."""
     found: dict[bytes, Tracked] = {}
-    for key, raw in flows.items():
+    for key, raw in held.items():
         _add(found, raw, part_of(key, raw))
     return found
 
@@ -102,14 +101,14 @@ def part_of(key: bytes, raw: bytes) -> int:
     frontend.
     """
     part = FLOW if is_question(raw) else 0
-    backend, one, other = raw[_BACKEND], key[:20], key[20:]
+    backend, one, other = raw[flows.BACKEND], key[:20], key[20:]
     if backend not in (one, other):
         return part
     end = other if one == backend else one
     to, port = end[:16], end[16:18]
-    if to == raw[8:24] and port == raw[_CLIENT_PORT]:
+    if to == raw[flows.CLIENT][:16] and port == raw[flows.CLIENT_PORT]:
         part |= REPLY
-    if to == raw[_SNAT] and port == raw[_SNAT_PORT]:
+    if to == raw[flows.SNAT] and port == raw[flows.SNAT_PORT]:
         part |= SNAT
     return part
 
@@ -117,35 +116,26 @@ def part_of(key: bytes, raw: bytes) -> int:
 def _add(found: dict[bytes, Tracked], raw: bytes, part: int) -> None:
     if is_held(raw):  # a port of somebody else's
         return
-    last, protocol, state = _TIMES.unpack_from(raw)
-    over = last + _hold(protocol, state)
     identity = raw[IDENTITY]
     known = found.get(identity)
     if known is None:
-        found[identity] = Tracked(raw, over, part)
+        found[identity] = Tracked(raw, over(raw), part)
         return
     known.parts |= part
-    known.over = max(known.over, over)
-    if last > known.last_used:
+    known.over = max(known.over, over(raw))
+    if last_used(raw) > known.last_used:
         known.raw = raw
 
 
-@cache
-def _hold(protocol: int, state: int) -> int:
-    """ns."""
-    return idle_seconds(protocol, state) * NANO
-
-
-def fill(flows: Map, now: float) -> Fill:
-    """How full it is. `now`: CLOCK_MONOTONIC, seconds."""
+def fill(held: Map, now: float) -> Fill:
+    """How full this map `flows` is. `now`: CLOCK_MONOTONIC, seconds."""
     entries = live = 0
     at = int(now * NANO)
-    for _, raw in flows.items():
-        last, protocol, state = _TIMES.unpack_from(raw)
+    for _, raw in held.items():
         if is_question(raw):
             entries += 1
-            live += at <= last + _hold(protocol, state)
-    return Fill(entries, live, int(flows.max_entries / MAPS["flows"].per))
+            live += at <= over(raw)
+    return Fill(entries, live, int(held.max_entries / MAPS["flows"].per))
 
 
 def endpoint(target: bytes) -> str:

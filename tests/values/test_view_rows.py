@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from kbpf.cli import pages
 from kbpf.cli.attached import MOST_BACKENDS, targets
+from kbpf.dataplane.bpf.flows import IDENTITY
 from kbpf.dataplane.bpf.hooks import HOOKS
 from kbpf.dataplane.bpf.layout import (
     NAT,
@@ -47,7 +48,7 @@ from kbpf.views import (
 )
 from kbpf.views.hooks import HookFacts
 from kbpf.views.snapshot import MapFacts, Remembered, Snapshot, ToldDevice, ToldNode
-from kbpf.views.tracked import FLOW, IDENTITY, REPLY, SNAT, Fill, Tracked
+from kbpf.views.tracked import FLOW, REPLY, SNAT, Fill, Tracked
 
 PINS = Path("/pins")
 TCP, UDP = Protocol.TCP, Protocol.UDP

@@ -5,21 +5,43 @@ queue `order` has, and without which the others are nothing.
 """
 
 from collections.abc import Iterable
+from struct import Struct
 from typing import Final
 
-from kbpf.dataplane.bpf.layout import FlowPart
+from kbpf.dataplane.bpf.layout import FlowPart, idle_seconds
 
 CLIENT: Final = slice(8, 28)
+PROTOCOL: Final = 26
 FRONTEND: Final = slice(28, 48)
 BACKEND: Final = slice(48, 68)
+SNAT: Final = slice(68, 84)
+SNAT_PORT: Final = slice(84, 86)
+CLIENT_PORT: Final = slice(86, 88)
 SERVICE: Final = slice(88, 92)
+STATE: Final = 96
 PART: Final = 99
 CHOSEN: Final = slice(8, 96)
 """Of a struct nat: all that was decided when the flow began."""
+IDENTITY: Final = slice(8, 88)
+"""Of a struct nat: client, frontend, backend, the translated source and both their ports."""
 BOTH_ENDS: Final = slice(8, 48)
 """Of a struct nat: client and frontend."""
+_TIMES: Final = Struct("=Q18xB69xB")
+"""Of a struct nat: last use, protocol, state."""
+
+NANO: Final = 1_000_000_000
 
 Pair = tuple[bytes, bytes]
+
+
+class _Holds(dict[tuple[int, int], int]):
+    def __missing__(self, key: tuple[int, int]) -> int:
+        self[key] = idle_seconds(*key) * NANO
+        return self[key]
+
+
+HOLDS: Final = _Holds()
+"""Protocol and state → ns that an entry holds without a packet."""
 
 
 def ends(one: bytes, other: bytes) -> bytes:
@@ -50,6 +72,12 @@ def last_used(raw: bytes) -> int:
     return int.from_bytes(raw[:8], "little")
 
 
+def over(raw: bytes) -> int:
+    """ns, CLOCK_MONOTONIC: when the time of this entry is over, if no packet comes."""
+    last, protocol, state = _TIMES.unpack_from(raw)
+    return int(last) + HOLDS[protocol, state]
+
+
 def in_order(entries: Iterable[Pair]) -> list[bytes]:
     """The keys for the queue, that of the flow which was quiet longest first."""
     found = [(last_used(raw), key) for key, raw in entries if is_question(raw)]
@@ -63,5 +91,5 @@ def newest(entries: Iterable[Pair], count: int) -> list[Pair]:
         ((last_used(raw), raw[BOTH_ENDS]) for key, raw in held if is_question(raw)),
         reverse=True,
     )
-    kept = {ends for _, ends in questions[:count]}
+    kept = {both for _, both in questions[:count]}
     return [(key, raw) for key, raw in held if raw[BOTH_ENDS] in kept]

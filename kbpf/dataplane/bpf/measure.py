@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from kbpf.dataplane.bpf import load
-from kbpf.dataplane.bpf.flows import PART
+from kbpf.dataplane.bpf.flows import HOLDS, PART, PROTOCOL, SERVICE, STATE
 from kbpf.dataplane.bpf.layout import (
     FLOW,
     MAPS,
@@ -23,8 +23,6 @@ from kbpf.dataplane.bpf.layout import (
     U32,
     FlowPart,
     Reason,
-    TcpState,
-    idle_seconds,
 )
 from kbpf.dataplane.bpf.load import Pins
 from kbpf.errors import KernelError
@@ -59,7 +57,6 @@ SOCKETS: Final = {"sock_peers": (PEER.size, 40), "udp_peers": (PEER.size, 40),
 COUNTED: Final = frozenset(("flows", *SOCKETS, "affinity"))
 """Maps that programs write, whose entries are counted; the others are as full as one of these."""
 
-NANO: Final = 1_000_000_000
 SHARE: Final = 0.005
 """Of a processor's time: connections are not counted again before they have cost no more."""
 
@@ -171,31 +168,18 @@ def _live(values: bytes, now: int) -> list[int]:
     """
     size = NAT.size
     columns = zip(
-        memoryview(values).cast("I")[88 // 4 :: size // 4],
+        memoryview(values).cast("I")[SERVICE.start // 4 :: size // 4],
         memoryview(values).cast("Q")[0 :: size // 8],
-        values[26::size],
-        values[96::size],
+        values[PROTOCOL::size],
+        values[STATE::size],
         values[PART::size],
         strict=True,
     )
     return [
         service
         for service, last, protocol, state, part in columns
-        if part == FlowPart.QUESTION and last + _HOLD[protocol, state] > now
+        if part == FlowPart.QUESTION and last + HOLDS[protocol, state] > now
     ]
-
-
-class _Holds(dict[tuple[int, int], int]):
-    """Protocol and state → ns that a connection holds without a packet."""
-
-    def __missing__(self, key: tuple[int, int]) -> int:
-        self[key] = idle_seconds(*key) * NANO
-        return self[key]
-
-
-_HOLD: Final = _Holds(
-    {(Protocol.TCP, state): idle_seconds(Protocol.TCP, state) * NANO for state in TcpState}
-)
 
 
 def _decision(held: Map, reason: Reason) -> Decision:

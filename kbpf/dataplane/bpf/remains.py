@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from typing import Final
 
 from kbpf.dataplane.bpf import beside, load, packet
-from kbpf.dataplane.bpf.flows import BOTH_ENDS, is_held, is_question
-from kbpf.dataplane.bpf.layout import MAPS, TcpState, idle_seconds
+from kbpf.dataplane.bpf.flows import BOTH_ENDS, PROTOCOL, STATE, is_held, is_question, over
+from kbpf.dataplane.bpf.layout import MAPS, TcpState
 from kbpf.dataplane.bpf.load import Pins
 from kbpf.errors import KernelError
 from kbpf.kernel import mounts
@@ -23,7 +23,6 @@ from kbpf.model.objects import Protocol
 
 LOOK_SECONDS: Final = 5.0
 """So often the connections are counted."""
-NANO: Final = 1_000_000_000
 
 
 class BpfRemains:
@@ -69,14 +68,14 @@ class BpfRemains:
         """Connections of the packet path that go on. Sockets that were connected by a hook talk to
         their backends without us. What has ended is forgotten: a client may use the port again.
         """
-        at = int(time.monotonic() * NANO)
+        at = time.monotonic_ns()
         with self._map("flows") as flows:
             found = dict(flows.items()) if flows is not None else {}
             alive = {raw[BOTH_ENDS] for raw in found.values() if is_question(raw)
                      and not is_held(raw) and _lives(raw, at)}  # fmt: skip
-            over = [key for key, raw in found.items() if raw[BOTH_ENDS] not in alive]
-            if flows is not None and over:
-                flows.delete_batch(b"".join(over))
+            ended = [key for key, raw in found.items() if raw[BOTH_ENDS] not in alive]
+            if flows is not None and ended:
+                flows.delete_batch(b"".join(ended))
         return len(alive)
 
     @contextmanager
@@ -121,7 +120,6 @@ class BpfRemains:
 
 def _lives(nat: bytes, at: int) -> bool:
     """Whether this struct nat is of a connection that goes on, at this time (ns, monotonic)."""
-    last, protocol, state = int.from_bytes(nat[:8], "little"), nat[26], nat[96]
-    if protocol == Protocol.UDP or state == TcpState.CLOSED:
+    if nat[PROTOCOL] == Protocol.UDP or nat[STATE] == TcpState.CLOSED:
         return False
-    return at <= last + idle_seconds(protocol, state) * NANO
+    return at <= over(nat)
