@@ -21,7 +21,7 @@ from kbpf.errors import KernelError
 from kbpf.kernel import libbpf, netns
 from kbpf.kernel.libbpf import MAP_ARRAY, Link, Map, Program
 from kbpf.kernel.tc import ATTACH_TYPE, PROG_SCHED_CLS, Attachment, Direction, How, Mark, Tc, tcx
-from tests.support.features import needs
+from tests.support.features import lacking, needs
 from tests.support.lab import ip, run, until
 
 T = TypeVar("T")
@@ -132,7 +132,11 @@ class Net:
         return [line.split(" handle ")[1].split()[1] for line in lines if "direct-action" in line]
 
     def tcx(self, direction: Direction, device: str = "here") -> list[int]:
-        """The ids of the programs at TCX, in the order in which they run."""
+        """The ids of the programs at TCX, in the order in which they run; none where the kernel
+        lacks it.
+        """
+        if lacking("tcx"):
+            return []
         index = self.index(device)
         return list(self.inside(lambda: libbpf.attached(index, ATTACH_TYPE[direction])))
 
