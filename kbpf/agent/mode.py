@@ -126,6 +126,7 @@ class Chosen:
 
     def _open(self) -> None:
         self._take_remains()
+        self._plane.follow(self._remains is not None)
         try:
             self._plane.open()
         except KbpfError:
@@ -168,6 +169,9 @@ class Chosen:
             return False
         log.warning("mode=ipvs, since BPF is not to be had here: %s: %s", reason, error)
         return True
+
+    def follow(self, other: bool) -> None:
+        """See base.DataPlane. Two modes are all there are."""
 
     def apply(
         self,
@@ -214,6 +218,7 @@ class Chosen:
         if later is None:
             log.info("nothing is left of mode %s", self._remains.name)
             self._let_go_of_remains()
+            self._plane.follow(False)
         return later
 
     def ready(self) -> bool:

@@ -3,6 +3,9 @@
  * a helper that the kernel lacks by `r0 = 0`; a flag in the map `config` says so. */
 #pragma once
 
+#define AF_INET 2
+#define AF_INET6 10
+#define EADDRINUSE 98
 #define ECONNREFUSED 111
 #define ETIMEDOUT 110
 
@@ -22,6 +25,28 @@ static __always_inline u64 current_cgroup(void)
 static __always_inline u64 ancestor_cgroup(int level)
 {
 	return ((u64(*)(int))123)(level);
+}
+
+/* struct sockaddr_in, sockaddr_in6 */
+struct socket_v4 {
+	u16 family;
+	__be16 port;
+	__be32 address;
+	u32 pad[2];
+};
+
+struct socket_v6 {
+	u16 family;
+	__be16 port;
+	__be32 flow;
+	__be32 address[4];
+	u32 scope;
+};
+
+/* Linux v4.17: d74bad4e74ee; with a port v5.8: 8086fbaf4934. In connect() only. */
+static __always_inline int bind_socket(void *ctx, void *own, int size)
+{
+	return ((int (*)(void *, void *, int))64)(ctx, own, size);
 }
 
 /* Linux v5.11: d055126180564, CLOCK_MONOTONIC_COARSE: of the last tick, without asking the

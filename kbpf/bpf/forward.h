@@ -11,8 +11,6 @@
  */
 #pragma once
 
-#define AF_INET 2
-#define AF_INET6 10
 #define FIB_SUCCESS 0
 #define FIB_NO_NEIGHBOUR 7 /* found, but for the neighbour's address: the kernel asks for it */
 #define FIB_TOO_LONG 8

@@ -22,6 +22,11 @@
 /* A pod's cgroup is looked for among the uppermost so many, and the process' own. kubelet's are at
  * level 2 to 4, or 6 where a node is itself a container. */
 #define CGROUP_LEVELS 10
+/* Ports beyond those that the kernel gives sockets by itself (ip_local_port_range), and tries to
+ * find a free one of them. */
+#define SPARE_LOW 61000
+#define SPARE_PORTS 4536
+#define SPARE_TRIES 8
 
 /* A number for this socket that no other socket ever has. Before Linux v5.10 (92acdc58ab11) socket
  * cookies were unique within their network namespace only, so its cookie is mixed in; both count
@@ -139,6 +144,19 @@ static __always_inline enum verdict choose_for(const struct target *to, u64 netn
 		return PASS;
 	}
 	return choose(to, &who, c);
+}
+
+/* Where another data plane still knows connections of a pod by their ports: whether this socket,
+ * which is about to talk to a backend of theirs directly, needs one that none of them has. Else the
+ * answers are taken for theirs. */
+static __always_inline bool needs_spare_port(void *ctx, enum verdict v)
+{
+	return v == TRANSLATE && (config_flags() & CONFIG_FOLLOWS) && !is_host(netns_cookie(ctx));
+}
+
+static __always_inline __be16 spare_port(void)
+{
+	return __builtin_bswap16(SPARE_LOW + bpf_get_prandom_u32() % SPARE_PORTS);
 }
 
 /* connect(): `to` becomes the backend. */
@@ -362,12 +380,37 @@ static __always_inline void write_v6(struct bpf_sock_addr *ctx, const struct tar
 	ctx->user_port = t->port;
 }
 
+/* A socket that has a port already keeps it: the kernel gives no second one. */
+static __always_inline void bind_v4(struct bpf_sock_addr *ctx)
+{
+	struct socket_v4 own = {.family = AF_INET};
+
+	for (int i = 0; i < SPARE_TRIES; i++) {
+		own.port = spare_port();
+		if (bind_socket(ctx, &own, sizeof(own)) != -EADDRINUSE)
+			return;
+	}
+}
+
+static __always_inline void bind_v6(struct bpf_sock_addr *ctx)
+{
+	struct socket_v6 own = {.family = AF_INET6};
+
+	for (int i = 0; i < SPARE_TRIES; i++) {
+		own.port = spare_port();
+		if (bind_socket(ctx, &own, sizeof(own)) != -EADDRINUSE)
+			return;
+	}
+}
+
 int connect4(struct bpf_sock_addr *ctx)
 {
 	struct target to = target_v4(ctx);
 	enum reason reason;
 	enum verdict v = dial(ctx, &to, &reason);
 
+	if (needs_spare_port(ctx, v))
+		bind_v4(ctx);
 	if (v == TRANSLATE)
 		write_v4(ctx, &to);
 	return finish(v, reason);
@@ -379,6 +422,8 @@ int connect6(struct bpf_sock_addr *ctx)
 	enum reason reason;
 	enum verdict v = dial(ctx, &to, &reason);
 
+	if (needs_spare_port(ctx, v))
+		bind_v6(ctx);
 	if (v == TRANSLATE)
 		write_v6(ctx, &to);
 	return finish(v, reason);

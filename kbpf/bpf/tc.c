@@ -45,7 +45,14 @@ enum tail {
 	TAIL_PLACE = 10,
 	TAIL_ROOM = 11,
 	TAIL_FORGET = 12,
-	TAILS = 13,
+	TAIL_YIELD = 13,
+	TAILS = 14,
+};
+
+/* Of a packet that begins a flow, in cb[0]. */
+enum begins {
+	BEGINS_AGAIN = 1 << 0, /* where a flow of ours has ended */
+	BEGINS_OURS = 1 << 1,  /* no other data plane got it before */
 };
 
 BPF_F_TABLE("hash", u32, struct device, devices, 64, BPF_F_NO_PREALLOC);
@@ -53,6 +60,10 @@ BPF_TABLE("array", u32, struct node, node, 1);
 BPF_F_TABLE("lpm_trie", struct network_key, u32, local_networks, 64, BPF_F_NO_PREALLOC);
 BPF_TABLE("lru_hash", struct fragment_key, struct ports, fragments, 64);
 BPF_TABLE("prog", u32, u32, tails, TAILS);
+
+/* client and frontend -> by what its SYNs are known: connections that another data plane got while
+ * we yielded to it. Full: the oldest goes, and if its SYN comes once more it begins anew. */
+BPF_TABLE("lru_hash", struct ends, u32, yielded, 64);
 
 /* 0 -> the flow that is being made, on its way from the program that chose its backend to the one
  * that writes its entries. On one CPU there is only one: nothing else runs at TC meanwhile. */
@@ -388,13 +399,21 @@ static __always_inline bool masquerades(const struct choice *c, const struct nod
 }
 
 /* Writes the entry that the backend's answers to client' find. Another flow of this client to the
- * same backend, through another frontend, may have it: then the port of client' is another one. */
+ * same backend, through another frontend, may have it: then the port of client' is another one. So
+ * it is where another data plane knows connections of this client by its ports: in the node's stack
+ * it would take the answers for theirs. */
 static __always_inline bool claim_answer(struct nat *nat, const struct node *n, u64 now)
 {
-	for (int i = 0; i < CHANGES; i++) {
-		struct ends key = answer_of(nat);
-		struct nat *other;
+	u16 size = n->port_high - n->port_low + 1;
 
+	for (int i = 0; i < CHANGES; i++) {
+		struct nat *other;
+		struct ends key;
+
+		if (i || (n->flags & NODE_FOLLOWS))
+			nat->client_port =
+				__builtin_bswap16(n->port_low + bpf_get_prandom_u32() % size);
+		key = answer_of(nat);
 		if (!flows.insert(&key, nat))
 			return true;
 		other = flows.lookup(&key);
@@ -402,9 +421,6 @@ static __always_inline bool claim_answer(struct nat *nat, const struct node *n, 
 		    (same_target(&other->frontend, &nat->frontend) &&
 		     same_target(&other->client, &nat->client)))
 			return !flows.update(&key, nat);
-		nat->client_port = __builtin_bswap16(n->port_low +
-						     bpf_get_prandom_u32() %
-							     (u16)(n->port_high - n->port_low + 1));
 	}
 	return false;
 }
@@ -674,6 +690,40 @@ int tc_forget(struct __sk_buff *skb)
 	return TC_NEXT;
 }
 
+/* What begins while another data plane serves is its own, until we are on all devices. A SYN that
+ * comes again goes where the first one went, also when we lead by then: two backends that answer
+ * one client break its connection. SYNs are known by their numbers, SCTP's INIT by its tag. */
+int tc_yield(struct __sk_buff *skb)
+{
+	u32 zero = 0, ifindex = skb->ifindex, number = 0, *known, how = skb->cb[0];
+	struct device *device = devices.lookup(&ifindex);
+	struct node *n = node.lookup(&zero);
+	struct packet p = {};
+	struct ends key;
+	bool theirs;
+
+	if (!device || !n || !parse(skb, device->l2, &p))
+		return TC_NEXT;
+	theirs = n->flags & NODE_YIELDS;
+	if (p.protocol != PROTO_UDP) {
+		bpf_skb_load_bytes(skb, p.l4 + (p.protocol == PROTO_SCTP ? SCTP_CHUNK + 4 : 4),
+				   &number, sizeof(number));
+		key = ends_of(&p.tuple.from, &p.tuple.to);
+		known = yielded.lookup(&key);
+		if (theirs)
+			yielded.update(&key, &number);
+		else
+			theirs = known && *known == number;
+	}
+	if (theirs && (how & BEGINS_AGAIN))
+		tails.call(skb, TAIL_FORGET);
+	if (theirs)
+		return TC_NEXT;
+	skb->cb[0] = how | BEGINS_OURS;
+	tails.call(skb, TAIL_NEW);
+	return finish(TC_SHOT, NOT_RECORDED);
+}
+
 /* Chooses a backend for who is not known yet. */
 int tc_new(struct __sk_buff *skb)
 {
@@ -684,18 +734,20 @@ int tc_new(struct __sk_buff *skb)
 	struct packet p = {};
 	struct choice c = {};
 	struct nat nat = {};
-	u32 anew;
 	int action;
+	u32 how;
 
 	if (!device || !n || !parse(skb, device->l2, &p))
 		return TC_NEXT;
 	if (is_martian(&p.tuple.from.address) || node_addresses.lookup(&p.tuple.from.address) ||
 	    same_address(&p.tuple.from.address, p.v6 ? &n->snat6 : &n->snat4))
 		return TC_NEXT; /* the stack drops it; past the stack it must not go, either */
+	how = skb->cb[0];
+	if ((n->flags & (NODE_YIELDS | NODE_FOLLOWS)) && !(how & BEGINS_OURS))
+		tails.call(skb, TAIL_YIELD);
 	who.outside = !(device->flags & DEVICE_LOCAL);
-	anew = skb->cb[0];
 	if (!begin(skb, &p, &who, &c, &nat, &action)) {
-		if (anew && action == TC_NEXT)
+		if ((how & BEGINS_AGAIN) && action == TC_NEXT)
 			tails.call(skb, TAIL_FORGET);
 		return action;
 	}
@@ -909,7 +961,7 @@ int tc_ingress(struct __sk_buff *skb)
 	if (s.masqueraded)
 		mark_masqueraded(skb, true);
 	if (starts_flow(&p)) {
-		skb->cb[0] = s.anew;
+		skb->cb[0] = s.anew ? BEGINS_AGAIN : 0;
 		tails.call(skb, TAIL_NEW);
 	}
 	return TC_NEXT;

@@ -134,6 +134,7 @@ enum config_flags {
 	CONFIG_HOST_ONLY = 1 << 2,            /* sockets of pods are left to the packet path */
 	CONFIG_EXEMPTIONS = 1 << 3,           /* exempt_cgroups has entries */
 	CONFIG_SOCKETS_OFF = 1 << 4,          /* no hook is attached; for people only */
+	CONFIG_FOLLOWS = 1 << 5,              /* as NODE_FOLLOWS */
 };
 
 struct config {
@@ -249,6 +250,8 @@ enum node_flags {
 	NODE_DETECTS_LOCAL = 1 << 1,  /* who is no pod and asks a ClusterIP gets our address */
 	NODE_LOCAL_NETWORKS = 1 << 2, /* local_networks says who is a pod, not the device */
 	NODE_DIRECT = 1 << 3,         /* pods are reached past the stack */
+	NODE_YIELDS = 1 << 4,         /* another data plane serves: what begins is its own */
+	NODE_FOLLOWS = 1 << 5,        /* one has served, and what it began goes on */
 };
 
 /* node: what the packet path needs to know of the node. */

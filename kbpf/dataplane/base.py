@@ -32,6 +32,11 @@ class DataPlane(Protocol):
     def choice(self) -> ModeChoice:
         """Which mode this is, and why."""
 
+    def follow(self, other: bool) -> None:
+        """Told before open(), and again when it changes: whether another data plane has connections
+        on this node, which go on (Remains). ready() says when this one may take its place.
+        """
+
     def open(self) -> None:
         """Prepares everything that can fail, and adopts what an earlier agent left."""
 
@@ -56,7 +61,9 @@ class DataPlane(Protocol):
         """Does what was put off and is due at `now` (time.monotonic); when to come next."""
 
     def ready(self) -> bool:
-        """Whether what the first apply() began is done; it may go on in the background."""
+        """Whether what the first apply() began is done, and all that begins is served by this data
+        plane; it may go on in the background.
+        """
 
     def packet_status(self) -> PacketStatus | None:
         """How the packet path is doing; None where there is no such thing."""

@@ -42,6 +42,7 @@ PURPOSE: Final = {
     "order": "packet path: connections, the oldest first; full: one that is not needed goes",
     "tracked": "packet path: how many connections are in that order",
     "fragments": "packet path: ports of datagrams that come in fragments",
+    "yielded": "packet path: connections that another data plane got while it served",
     "devices": "packet path: devices, and on which side of the node they are",
     "pending": "packet path: the connection that is being made, on each CPU",
     "node": "packet path: the node's own addresses and ports for translated sources",

@@ -113,15 +113,12 @@ def test_another_mode(field: Field, mode: str) -> None:
     if field.agent.mode == mode:  # this test alone
         become(field.agent, OTHER[mode])
     kept = Kept(field)
-    # Not from a pod that dials the same backends by a hook: IPVS takes their answers for those of a
-    # connection through it from the same port (docs/ipvs.md).
-    pod = "a3" if mode == "ipvs" else "a2!"
     with contextlib.ExitStack() as stack:
         loads = [
             stack.enter_context(under_load(field, *to, pause=0.05, **how))
             for *to, how in (
                 (split(at("NodePort", 83))[0], "outside", {"port": 30083, "answers": "a1 b1"}),
-                ("10.96.0.83", pod, "host-1", {"answers": "a1 b1"}),
+                ("10.96.0.83", "a2!", "a3", "host-1", {"answers": "a1 b1"}),
             )
         ]
         become(field.agent, mode)

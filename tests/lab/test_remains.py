@@ -1,5 +1,8 @@
 """What an agent of mode bpf has left, on its way out: it leads nobody new, what it has begun goes
 on, and with the last connection it is gone. Who serves then is another test's (test_modes.py).
+
+And the way in: what begins while another data plane serves stays its own. Rules of nftables stand
+for IPVS here, which not every kernel has.
 """
 
 import time
@@ -8,12 +11,14 @@ from dataclasses import replace
 
 import pytest
 
+from kbpf.dataplane.bpf.layout import NODE, NodeFlag
 from kbpf.dataplane.bpf.remains import BpfRemains
 from kbpf.errors import KernelError
 from kbpf.model.config import Config
 from tests.support.dial import REFUSED, UNSERVED, Dial
 from tests.support.field import NODES4, Field, at, check, split, there
-from tests.support.lab import PATIENCE, run, until
+from tests.support.lab import PATIENCE, Agent, run, until
+from tests.support.yielding_agent import HOLD
 
 
 @pytest.fixture
@@ -108,3 +113,66 @@ def test_an_agent_that_comes_back_meanwhile_serves_again(field: Field) -> None:
     for number, who in ((81, "a1"), (82, "b1")):
         check(field, Dial("again", "outside", at("VIP", number), who, "tcp", NODES4[0]))
         check(field, Dial("again", "a2", at("ClusterIP", number), who, "tcp", field["a2"].ip))
+
+
+OTHER = """table ip other {
+  chain before {
+    type nat hook prerouting priority -100;
+    ip daddr 198.18.0.1 tcp dport 30081 dnat to POD:8080
+  }
+  chain after {
+    type nat hook postrouting priority 100;
+    ct status dnat masquerade
+  }
+  chain lose {
+    type filter hook postrouting priority 300;
+    ip protocol tcp ct status dnat tcp flags & (syn|ack) == syn|ack drop
+  }
+}
+"""
+
+
+def test_a_connection_that_another_data_plane_got_stays_its_own(field: Field) -> None:
+    """Its answer is lost while the packet programs are put on the devices, and its SYN comes again
+    when they lead: to the backend that it had at first. The other one's is a2, ours a1.
+    """
+    agent, home = field.agent, field.lab.nodes[0]
+    agent.stop()
+    remains = remains_of(field)
+    assert there(home.host, remains.take)
+    until("nothing is left", lambda: there(home.host, lambda: remains.retire(1e9)) is None)
+    remains.close()
+    nft = ("nsenter", f"--net=/run/netns/{home.netns}", "nft")
+    run(*nft, "-f", "-", stdin=OTHER.replace("POD", field["a2"].ip))
+    row = Dial("new", "outside", at("NodePort", 81), "a1", "tcp", NODES4[0])
+    (agent.state_dir / "kbpf-ipvs0").mkdir(parents=True)  # what mode ipvs is known by
+    (agent.state_dir / HOLD).touch()
+    agent.module = "tests.support.yielding_agent"
+    try:
+        agent.start(wait=False)
+        until("it yields", lambda: NodeFlag.YIELDS in stance(agent))
+        field["outside"].ask("begin", host=NODES4[0], port=30081, keep="begun")
+        until("it is noted", lambda: agent.entries("yielded"))
+        assert field["outside"].tcp(NODES4[0], 30081, timeout=0.5)["error"] == "timeout"
+        (agent.state_dir / HOLD).unlink()
+        agent.wait_synced()
+        until("it leads", lambda: NodeFlag.YIELDS not in stance(agent))
+        check(field, row)
+        assert "error" in field["outside"].ask("go_on", keep="begun", timeout=0.1)
+        run(*nft, "flush", "chain", "ip", "other", "lose")
+        answer = field["outside"].ask("go_on", keep="begun")
+        assert answer.get("name") == "a2"
+        assert field["outside"].ask("talk", keep="begun")["name"] == "a2"
+        check(field, row)
+        until("it is alone", lambda: stance(agent) == NodeFlag(0))
+    finally:
+        run(*nft, "delete", "table", "ip", "other")
+
+
+def stance(agent: Agent) -> NodeFlag:
+    """What its programs are told about another data plane."""
+    try:
+        told = agent.entries("node")[bytes(4)]
+    except KernelError:  # there is no such map yet
+        return NodeFlag(0)
+    return NodeFlag(NODE.unpack(told)[2]) & (NodeFlag.YIELDS | NodeFlag.FOLLOWS)

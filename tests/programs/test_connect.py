@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import pytest
 
-from kbpf.dataplane.bpf.layout import Reason
+from kbpf.dataplane.bpf.layout import CONFIG, ConfigFlag, Reason
 from kbpf.model.objects import Protocol
 from tests.support.features import needs
 from tests.support.lab import PATIENCE, Node, Place, ip, settled
@@ -259,6 +259,65 @@ def test_nonblocking_refusal_comes_at_once(ground: Ground):
 
     assert within(ground["pod"], lambda: dial("10.96.0.2")) == errno.ECONNREFUSED
     assert within(ground["pod"], lambda: dial("10.96.0.1")) == errno.EINPROGRESS
+
+
+@pytest.fixture
+def followed(ground: Ground) -> Iterator[None]:
+    """Another data plane has connections on the node."""
+    with ground.site.pinned("config") as config:
+        before = config.lookup(bytes(4)) or b""
+        netns, flags = CONFIG.unpack(before)
+        config.update(bytes(4), CONFIG.pack(netns, flags | ConfigFlag.FOLLOWS))
+        yield
+        config.update(bytes(4), before)
+
+
+SPARE = range(61_000, 65_536)
+PORTS = {
+    "tcp": ("pod", socket.AF_INET, socket.SOCK_STREAM, "10.96.0.1", True),
+    "tcp, IPv6": ("pod", socket.AF_INET6, socket.SOCK_STREAM, "fd00:96::1", True),
+    "tcp, v4-mapped": ("pod", socket.AF_INET6, socket.SOCK_STREAM, "::ffff:10.96.0.1", True),
+    "udp, connected": ("pod", socket.AF_INET, socket.SOCK_DGRAM, "10.96.0.1", True),
+    "to no Service": ("pod", socket.AF_INET, socket.SOCK_STREAM, "{one}", False),
+    "the host": pytest.param(
+        ("host", socket.AF_INET, socket.SOCK_STREAM, "10.96.0.1", False),
+        marks=needs("netns_cookie"),
+    ),
+}
+"""Who dials by what socket where, and whether it gets a port of SPARE."""
+
+
+@pytest.mark.parametrize("row", PORTS.values(), ids=PORTS)
+def test_beside_another_a_pods_port_is_one_that_it_does_not_know(
+    ground: Ground, followed: None, row: tuple[str, int, int, str, bool]
+):
+    """IPVS would take the answers for those of a connection that the pod made through it."""
+    who, family, kind, host, spare = row
+    to = (ground["one"].ip, 8080) if host == "{one}" else (host, 80)
+
+    def dial(port: int = 0) -> tuple[bytes, int]:
+        with socket.socket(family, kind) as s:
+            s.settimeout(PATIENCE)
+            if port:
+                s.bind(("", port))
+            s.connect(to)
+            s.sendall(b"bye\n")
+            return s.recv(4096), s.getsockname()[1]
+
+    ports = [within(ground[who], dial)[1] for _ in range(3)]
+    assert [port in SPARE for port in ports] == [spare] * 3
+    assert len(set(ports)) > 1
+    answer, port = within(ground[who], lambda: dial(3333))
+    assert (b'"name"' in answer, port) == (True, 3333)
+
+
+def test_without_another_the_kernel_chooses_the_port(ground: Ground):
+    def dial() -> int:
+        with socket.create_connection(("10.96.0.1", 80), PATIENCE) as s:
+            port: int = s.getsockname()[1]
+            return port
+
+    assert within(ground["pod"], dial) not in SPARE
 
 
 def test_closing_frees_what_the_socket_held(ground: Ground):

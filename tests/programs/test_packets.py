@@ -211,6 +211,75 @@ def _outside(path: Path_) -> Iterator[None]:
         yield
 
 
+# ---- beside another data plane ---------------------------------------------------------------
+
+BEGINS = {
+    "tcp": lambda a, b, number: tcp(a, b, flags="S", seq=number),
+    "sctp": lambda a, b, number: sctp(a, b, init(number)),
+}
+
+
+def init(tag: int) -> bytes:
+    return packets.chunk(1, struct.pack("!IIHHI", tag, 65536, 10, 10, 1))
+
+
+@both
+@pytest.mark.parametrize("kind", BEGINS)
+def test_what_begins_while_another_serves_stays_its_own(path: Path_, v: int, kind: str) -> None:
+    own, front, build = client(v), vip(v, LOCAL), BEGINS[kind]
+    path.node(NodeFlag.YIELDS)
+    first = build(own, front, 7)
+    path.go("tc_ingress", first, first)
+    path.node(NodeFlag.FOLLOWS)
+    path.go("tc_ingress", first, first)
+    assert translated(path, build(own, front, 8)), "another connection by the same port"
+    assert translated(path, build(client(v), front, 7)), "another client"
+    path.node(NodeFlag(0))
+    own = client(v)
+    path.go("tc_ingress", build(own, front, 9), build(own, pod(v), 9))
+
+
+def translated(path: Path_, packet: bytes) -> bool:
+    _, got = path.run("tc_ingress", packet)
+    return got[:1] == packet[:1] and got != packet
+
+
+@both
+def test_datagrams_are_the_others_while_it_serves(path: Path_, v: int) -> None:
+    own, front = client(v), vip(v, LOCAL)
+    question = udp(own, front, b"?")
+    path.node(NodeFlag.YIELDS)
+    path.go("tc_ingress", question, question)
+    path.node(NodeFlag.FOLLOWS)
+    assert translated(path, question)
+
+
+@both
+def test_a_flow_of_ours_goes_on_while_another_serves(path: Path_, v: int) -> None:
+    """But for what begins anew: of that nothing is ours."""
+    own, front, back = client(v), vip(v, LOCAL), pod(v)
+    path.go("tc_ingress", tcp(own, front, flags="S"), tcp(own, back, flags="S"))
+    path.go("tc_egress", tcp(back, own, flags="SA"), tcp(front, own, flags="SA"))
+    path.node(NodeFlag.YIELDS)
+    path.go("tc_ingress", tcp(own, front, b"data"), tcp(own, back, b"data"))
+    path.go("tc_ingress", tcp(own, front, flags="FA"), tcp(own, back, flags="FA"))
+    path.go("tc_egress", tcp(back, own, flags="FA"), tcp(front, own, flags="FA"))
+    for packet in (tcp(own, front, flags="S", seq=9), tcp(own, front, b"data", seq=10)):
+        path.go("tc_ingress", packet, packet)
+
+
+@both
+def test_beside_another_a_client_gets_a_port_that_it_does_not_know(path: Path_, v: int) -> None:
+    own, front, back = client(v), vip(v, LOCAL), pod(v)
+    path.node(NodeFlag.FOLLOWS)
+    _, got = path.run("tc_ingress", tcp(own, front, flags="S"))
+    source = parse(got, l2=False).source
+    host, _, port = source.rpartition(":")
+    assert (host.strip("[]"), LOW <= int(port) <= HIGH) == (CLIENT[v], True)
+    path.go("tc_ingress", tcp(own, front, b"data"), tcp(source, back, b"data"))
+    path.go("tc_egress", tcp(back, source, b"data"), tcp(front, own, b"data"))
+
+
 # ---- there and back ------------------------------------------------------------------------------
 
 KINDS = {

@@ -204,6 +204,21 @@ class Client:
             s.close()
         return answer
 
+    def begin(self, host, port, keep, family="4"):
+        """Begins to connect, and goes on with other things."""
+        s = self._socket(family, socket.SOCK_STREAM)
+        self.kept[keep] = s
+        begin(s, (host, port))
+        return {}
+
+    def go_on(self, keep, timeout=PATIENCE):
+        """What becomes of what was begun: who answers, or an error."""
+        try:
+            finish(self.kept[keep], timeout)
+        except OSError as error:
+            return {"error": errno_name(error)}
+        return self.talk(keep, timeout)
+
     def talk(self, keep, timeout=PATIENCE):
         """One more line over a kept connection, or one more datagram on a kept UDP socket."""
         s = self.kept[keep]
@@ -462,8 +477,8 @@ def main():
     handlers = {"serve": server.serve, "seen": server.seen}
     handlers["serve_bulk"] = lambda ports: server.bulk(*ports)
     for name in (
-        "tcp", "udp", "talk", "hear", "drop", "many", "start_load", "stop_load", "peek_load",
-        "bulk", "datagrams", "start_stream", "peek_stream", "stop_stream",
+        "tcp", "udp", "begin", "go_on", "talk", "hear", "drop", "many", "start_load", "stop_load",
+        "peek_load", "bulk", "datagrams", "start_stream", "peek_stream", "stop_stream",
     ):  # fmt: skip
         handlers[name] = getattr(client, name)
     print(json.dumps({"pid": os.getpid()}), flush=True)

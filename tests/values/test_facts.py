@@ -186,6 +186,48 @@ def test_the_flags_of_the_node(row: Flags):
     assert told.networks == nets(*row.networks)
 
 
+YIELDS, FOLLOWS = NodeFlag.YIELDS, NodeFlag.FOLLOWS
+STANCES = {
+    "nobody else": (False, None, NodeFlag(0)),
+    "nobody else any more": (False, YIELDS, NodeFlag(0)),
+    "another one, nothing was told yet": (True, None, YIELDS),
+    "another one, an earlier agent yielded": (True, YIELDS, YIELDS),
+    "another one, an earlier agent led": (True, NodeFlag.DIRECT, FOLLOWS),
+    "another one, an earlier agent followed it": (True, FOLLOWS, FOLLOWS),
+}
+"""Another data plane on the node; what an earlier agent had told, None: nothing; what is told."""
+
+
+@pytest.mark.parametrize("name", STANCES)
+def test_the_stance_towards_another_data_plane(name: str):
+    followed, before, wanted = STANCES[name]
+    told = Maps()
+    if before is not None:
+        facts = NodeFacts(Config(), told.maps)
+        facts.tell(state(own="192.0.2.1"))
+        facts.stand(before)
+        told.take()
+    facts = NodeFacts(Config(), told.maps, followed)
+    facts.tell(state(own="192.0.2.1"))
+    assert told.node[2] == wanted
+
+
+def test_a_change_of_stance_changes_nothing_else():
+    told = Maps()
+    facts = NodeFacts(Config(masquerade_all=True), told.maps, True)
+    facts.stand(YIELDS)
+    assert told.take() == [], "there is nothing yet to be changed"
+    facts.tell(state(own="192.0.2.1"))
+    before = told.node
+    assert before[2] == NodeFlag.MASQUERADE_ALL | YIELDS
+    told.take()
+    facts.stand(FOLLOWS)
+    assert told.take() == ["put node"]
+    assert told.node == (*before[:2], NodeFlag.MASQUERADE_ALL | FOLLOWS, *before[3:])
+    facts.tell(state(own="192.0.2.1"))
+    assert told.take() == []
+
+
 def test_there_is_no_moment_without_the_networks():
     told = Maps()
     facts = NodeFacts(NETWORKS, told.maps)

@@ -92,6 +92,7 @@ class Fake:
     does: list[str]
     fails: dict[str, list[KbpfError]] = dataclasses.field(default_factory=dict)
     is_ready: bool = True
+    follows: bool = False
 
     def _do(self, verb: str) -> None:
         self.does.append(f"{self.name} {verb}")
@@ -100,6 +101,11 @@ class Fake:
 
     def choice(self) -> ModeChoice:
         return ModeChoice("", self.name)
+
+    def follow(self, other: bool) -> None:
+        if other != self.follows:
+            self._do("follows" if other else "is alone")
+        self.follows = other
 
     def open(self) -> None:
         self._do("open")
@@ -288,14 +294,16 @@ def test_the_new_serves_before_the_old_goes(mode: str):
     old = f"old {OTHER[mode]}"
     house = House(mode, there=OTHER[mode])
     house.chosen.open()
-    assert house.does == [f"{old} take", f"{mode} open"]
+    assert house.does == [f"{old} take", f"{mode} follows", f"{mode} open"]
     assert house.chosen.tick(0.0) is None
     house.chosen.apply(NOTHING, None)
     assert house.chosen.tick(5.0) == 12.0
     assert house.chosen.problems() == ("some go on",)
     assert house.chosen.tick(12.0) is None
     house.chosen.tick(20.0)
-    assert house.does[2:] == [f"{mode} apply", f"{old} retire", f"{old} retire", f"{old} close"]
+    assert house.does[3:] == [
+        f"{mode} apply", f"{old} retire", f"{old} retire", f"{old} close", f"{mode} is alone",
+    ]  # fmt: skip
     assert house.chosen.problems() == ()
 
 
@@ -342,5 +350,5 @@ def test_falling_back_lets_go_of_what_ipvs_left_before_it_opens():
     house = House("auto", there="ipvs")
     house.bpf.fails["open"] = [ProgramRefused("connect4")]
     house.start()
-    assert house.does == ["old ipvs take", "bpf open", "old ipvs close", "bpf close", "ipvs open",
-                          "ipvs apply"]  # fmt: skip
+    assert house.does == ["old ipvs take", "bpf follows", "bpf open", "old ipvs close", "bpf close",
+                          "ipvs open", "ipvs apply"]  # fmt: skip

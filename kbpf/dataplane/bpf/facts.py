@@ -25,6 +25,7 @@ from kbpf.model.desired import DesiredState
 
 ETH_HEADER: Final = 14
 NOWHERE: Final = bytes(16)
+NEUTRAL: Final = NodeFlag(0)
 ROLES: Final = {Role.HOST: layout.Role.HOST, Role.POD: layout.Role.POD}
 ZERO: Final = U32.pack(0)
 ONE: Final = U32.pack(1)
@@ -44,13 +45,17 @@ class Table(Protocol):
 
 
 class NodeFacts:
-    """The node's own addresses, its settings, and the networks of its pods."""
+    """The node's own addresses, its settings, and the networks of its pods.
 
-    def __init__(self, config: Config, maps: Mapping[str, Table]) -> None:
+    `stance` towards another data plane on this node: NodeFlag.YIELDS, FOLLOWS, or none of them.
+    """
+
+    def __init__(self, config: Config, maps: Mapping[str, Table], followed: bool = False) -> None:
         self._config = config
         self._node = maps["node"]
         self._networks = maps["local_networks"]
         self._told = b""
+        self.stance = stance_of(dict(self._node.items()).get(ZERO, b"")) if followed else NEUTRAL
         self._known = {unpack_network(key) for key, _ in self._networks.items()}
 
     def tell(self, desired: DesiredState) -> None:
@@ -71,14 +76,31 @@ class NodeFacts:
             self._networks.delete(pack_network(cidr))
             self._known.discard(cidr)
 
+    def stand(self, stance: NodeFlag) -> None:
+        """Changes what is told already, but for the rest of it."""
+        self.stance = stance
+        if self._told:
+            own4, own6, flags, *more = NODE.unpack(self._told)
+            flags = NodeFlag(flags) & ~(NodeFlag.YIELDS | NodeFlag.FOLLOWS) | stance
+            self._told = NODE.pack(own4, own6, flags, *more)
+            self._node.update(ZERO, self._told)
+
     def _value(self, desired: DesiredState) -> bytes:
         """struct node."""
         first = {family_of(a): bytes(a) for a in desired.masquerade_as}
-        flags = node_flags(self._config, bool(desired.local_networks))
+        flags = node_flags(self._config, bool(desired.local_networks)) | self.stance
         own4, own6 = first.get(4, NOWHERE), first.get(6, NOWHERE)
         mark = 1 << self._config.masquerade_bit
         ports, sizes = self._config.masquerade_ports, self._config.sizes
         return NODE.pack(own4, own6, flags, *ports, mark, sizes.connections)
+
+
+def stance_of(told: bytes) -> NodeFlag:
+    """Where another data plane has connections on this node: programs that have led, by the struct
+    node that they were told, go on leading; else they yield at first.
+    """
+    flags = NodeFlag(NODE.unpack(told)[2]) if any(told) else NodeFlag.YIELDS
+    return NodeFlag.YIELDS if NodeFlag.YIELDS in flags else NodeFlag.FOLLOWS
 
 
 def node_flags(config: Config, networks: bool) -> NodeFlag:

@@ -65,9 +65,10 @@ PACKET_PROGRAMS: Final = (
     PacketProgram("tc_place", tail=10),
     PacketProgram("tc_room", tail=11),
     PacketProgram("tc_forget", tail=12),
+    PacketProgram("tc_yield", tail=13),
     PacketProgram("tc_sctp", tail=9),
 )
-TAILS: Final = 13
+TAILS: Final = 14
 TAILS_MAP: Final = "tails"
 
 UNITS: Final = ("sock", "tc")

@@ -47,6 +47,8 @@ class NodeFlag(IntFlag):
     DETECTS_LOCAL = 1 << 1
     LOCAL_NETWORKS = 1 << 2
     DIRECT = 1 << 3
+    YIELDS = 1 << 4
+    FOLLOWS = 1 << 5
 
 
 class DeviceFlag(IntFlag):
@@ -127,6 +129,7 @@ class ConfigFlag(IntFlag):
     HOST_ONLY = 1 << 2
     EXEMPTIONS = 1 << 3
     SOCKETS_OFF = 1 << 4
+    FOLLOWS = 1 << 5
 
 
 class ClientKind(IntEnum):
@@ -389,6 +392,7 @@ MAPS: Final = {
         ),
         MapSpec("tracked", libbpf.MAP_ARRAY, 4, U64.size, 1),
         MapSpec("fragments", libbpf.MAP_LRU_HASH, FRAGMENT_KEY.size, PORTS.size, 4096, packet=True),
+        MapSpec("yielded", libbpf.MAP_LRU_HASH, ENDS.size, U32.size, 8192, packet=True),
         MapSpec("devices", libbpf.MAP_HASH, 4, DEVICE.size, 4096, libbpf.F_NO_PREALLOC),
         MapSpec("pending", libbpf.MAP_PERCPU_ARRAY, 4, NAT.size, 1),
         MapSpec("node", libbpf.MAP_ARRAY, 4, NODE.size, 1),

@@ -12,14 +12,15 @@ import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from kbpf.dataplane.bpf.artifact import Artifact
 from kbpf.dataplane.bpf.attach import Devices, Pick
 from kbpf.dataplane.bpf.devices import Choice, Role, unmatched
-from kbpf.dataplane.bpf.facts import DeviceFacts, NodeFacts
+from kbpf.dataplane.bpf.facts import NEUTRAL, DeviceFacts, NodeFacts
 from kbpf.dataplane.bpf.hooks import PACKET_PROGRAMS, TAILS, TAILS_MAP
 from kbpf.dataplane.bpf.keeper import Keeper, KeeperStatus
-from kbpf.dataplane.bpf.layout import U32
+from kbpf.dataplane.bpf.layout import U32, NodeFlag
 from kbpf.dataplane.bpf.load import Pins, Programs, close_all, missing_packet_helpers
 from kbpf.kernel import libbpf
 from kbpf.kernel.devices import Device
@@ -29,6 +30,13 @@ from kbpf.model.config import Config
 from kbpf.model.desired import DesiredState
 
 log = logging.getLogger("kbpf.dataplane")
+
+YIELD_SECONDS: Final = 4.0
+"""So long all programs are in place before they lead, where another data plane serves: to put one
+on a device costs packets (clsact: the kernel drops what leaves meanwhile), and a SYN that was lost
+comes again after one second, and after two more (RFC 6298)."""
+ASK_SECONDS: Final = 0.5
+"""So often the devices are asked about meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +64,14 @@ class PacketPath(Programs):
 
     own = (TAILS_MAP,)
 
-    def __init__(self, pins: Pins, artifact: Artifact, config: Config) -> None:
+    def __init__(
+        self, pins: Pins, artifact: Artifact, config: Config, followed: bool = False
+    ) -> None:
+        """`followed`: another data plane has connections on this node."""
         super().__init__(pins, artifact, missing_packet_helpers())
         self._config = config
+        self._followed = followed
+        self._in_place: float | None = None  # since when
         devices = Devices(pins.root, config.devices, config.excluded_devices)
         self._keeper = Keeper(devices, self._tell, self._settle)
         self._facts: tuple[NodeFacts, DeviceFacts] | None = None
@@ -68,7 +81,8 @@ class PacketPath(Programs):
     def load(self, maps: Mapping[str, Map]) -> bool:
         """See Programs.load(). What is attached goes on with the programs that it has."""
         if self._facts is None:  # their maps do not grow
-            self._facts = NodeFacts(self._config, maps), DeviceFacts(self._config, maps)
+            node = NodeFacts(self._config, maps, self._followed)
+            self._facts = node, DeviceFacts(self._config, maps)
         loaded = super().load(maps)
         for program in PACKET_PROGRAMS:
             if loaded and program.tail >= 0:
@@ -84,6 +98,35 @@ class PacketPath(Programs):
         assert self._facts is not None
         self._facts[1].preferred = desired.masquerade_as
         self._facts[0].tell(desired)
+
+    @property
+    def yields(self) -> bool:
+        """Whether what begins is another data plane's."""
+        return self._facts is not None and NodeFlag.YIELDS in self._facts[0].stance
+
+    def lead(self, now: float) -> float | None:
+        """Leads what begins from here on, once all has been in place for YIELD_SECONDS; when to ask
+        again (time.monotonic), None if it leads.
+        """
+        if not self.yields:
+            return None
+        assert self._facts is not None
+        status = self.status()
+        if not (status.ready or status.problem):
+            self._in_place = None
+            return now + ASK_SECONDS
+        if self._in_place is None:
+            self._in_place = now
+        if now < self._in_place + YIELD_SECONDS:
+            return self._in_place + YIELD_SECONDS
+        self._facts[0].stand(NodeFlag.FOLLOWS)
+        log.info("the packet path leads")
+        return None
+
+    def alone(self) -> None:
+        """Nothing is left of the other data plane."""
+        if self._facts is not None:
+            self._facts[0].stand(NEUTRAL)
 
     def _tell(self, there: tuple[Device, ...], choices: Mapping[int, Choice]) -> None:
         assert self._facts is not None

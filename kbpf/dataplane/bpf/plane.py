@@ -100,11 +100,22 @@ class BpfPlane:
         self._kept: adopt.Adopted | None = None  # what an unsound first apply left as it was
         self._unsure = False  # whether what is kept here is what the maps hold
         self._meter = Meter(self._pins, config.sizes)
+        self._follows = False  # another data plane
         self.compiled = False
 
     def choice(self) -> ModeChoice:
         """See base.DataPlane."""
         return ModeChoice(self.name, self.name)
+
+    def follow(self, other: bool) -> None:
+        """See base.DataPlane."""
+        self._follows = other
+        if other:
+            return
+        if self._packets is not None:
+            self._packets.alone()
+        if ConfigFlag.FOLLOWS in self._flags:
+            self._set_flags(self._flags & ~ConfigFlag.FOLLOWS)
 
     # ---- opening ---------------------------------------------------------------------------
 
@@ -163,7 +174,7 @@ class BpfPlane:
             return None
         try:
             artifact, _ = compile.obtain("tc", self._config.cache_dir)
-            packets = PacketPath(self._pins, artifact, self._config)
+            packets = PacketPath(self._pins, artifact, self._config, self._follows)
             packets.load(self._tables.maps)
         except KbpfError as error:
             if self._config.socket_lb is not SocketLb.ON:
@@ -184,6 +195,8 @@ class BpfPlane:
             flags |= ConfigFlag.SET_RETVAL
         if self._config.localhost_node_ports:
             flags |= ConfigFlag.LOCALHOST_NODE_PORTS
+        if self._follows:
+            flags |= ConfigFlag.FOLLOWS
         self._set_flags(flags)
 
     def _set_flags(self, flags: ConfigFlag) -> None:
@@ -436,15 +449,17 @@ class BpfPlane:
         if self._packets is None:
             return not self._config.packet_path
         status = self._packets.status()
-        return status.ready and not status.problem
+        return status.ready and not status.problem and not self._packets.yields
 
     def _all_programs(self) -> tuple[Programs, ...]:
         return tuple(p for p in (self._sockets, self._packets) if p is not None)
 
     def ready(self) -> bool:
-        """Whether all devices had their turn. See base.DataPlane."""
-        status = self._packets.status() if self._packets is not None else None
-        return status is None or status.ready or bool(status.problem)
+        """Whether all devices had their turn, and their programs lead. See base.DataPlane."""
+        if self._packets is None:
+            return True
+        status = self._packets.status()
+        return (status.ready or bool(status.problem)) and not self._packets.yields
 
     def packet_status(self) -> PacketStatus:
         """See base.DataPlane."""
@@ -507,15 +522,16 @@ class BpfPlane:
         beside itself. See base.DataPlane.
         """
         self._retire_until(now - GRACE_SECONDS)
+        due = []
         if self._packets is not None and self._stray is None:
             self._beside.look(now)
+            due.append(self._packets.lead(now))
         if self._waits:
             self._leave_alone()
-        later = self._exemptions.tick(now) if self._stray is None else None
-        due = [later] if later is not None else []
+        due.append(self._exemptions.tick(now) if self._stray is None else None)
         if self._queue:
             due.append(self._queue[0][0] + GRACE_SECONDS)
-        return min(due, default=None)
+        return min((one for one in due if one is not None), default=None)
 
     def flush(self) -> None:
         """Retires everything now, without the grace period: for tests."""

@@ -13,7 +13,7 @@ from typing import Final
 
 from kbpf.dataplane.bpf import beside, load, packet
 from kbpf.dataplane.bpf.flows import BOTH_ENDS, PROTOCOL, STATE, is_held, is_question, over
-from kbpf.dataplane.bpf.layout import MAPS, TcpState
+from kbpf.dataplane.bpf.layout import MAPS, NODE, U32, NodeFlag, TcpState
 from kbpf.dataplane.bpf.load import Pins
 from kbpf.errors import KernelError
 from kbpf.kernel import mounts
@@ -59,10 +59,20 @@ class BpfRemains:
         return None
 
     def _lead_nobody(self) -> None:
+        self._yield()
         load.forget_frontends(self._pins)
         with self._map("backends") as found:  # a UDP flow whose backend is gone chooses anew
             if found is not None and (keys := b"".join(key for key, _ in found.items())):
                 found.delete_batch(keys)
+
+    def _yield(self) -> None:
+        """Programs that are there when mode bpf comes back do not lead before all is in place."""
+        with self._map("node") as found:
+            told = found.lookup(bytes(U32.size)) if found is not None else None
+            if found is not None and told and any(told):
+                own4, own6, flags, *more = NODE.unpack(told)
+                flags = (NodeFlag(flags) | NodeFlag.YIELDS) & ~NodeFlag.FOLLOWS
+                found.update(bytes(U32.size), NODE.pack(own4, own6, flags, *more))
 
     def _count(self) -> int:
         """Connections of the packet path that go on. Sockets that were connected by a hook talk to

@@ -101,6 +101,9 @@ class IpvsPlane:
         self._generation = -1
         self._settled = False  # whether what the kernel holds is what the ledger says
 
+    def follow(self, other: bool) -> None:
+        """See base.DataPlane. BPF's programs know their own connections, and see packets first."""
+
     # ---- opening ---------------------------------------------------------------------------
 
     def open(self) -> None:

@@ -33,7 +33,7 @@ class IpvsRemains:
         self._folder = config.state_dir / config.ipvs_device
         self._style = plane.style_of(config)
         self._lock = -1
-        self._due = 0.0
+        self._due: float | None = None
         self._live = 0
 
     def take(self) -> bool:
@@ -51,10 +51,12 @@ class IpvsRemains:
         return True
 
     def retire(self, now: float) -> float | None:
-        """See base.Remains."""
-        if now < self._due:
+        """See base.Remains. At first nothing: a packet may be on its way to IPVS still."""
+        waits = self._due is None or now < self._due
+        if self._due is None or not waits:
+            self._due = now + LOOK_SECONDS
+        if waits:
             return self._due
-        self._due = now + LOOK_SECONDS
         elements = self._elements()
         ours = [v for element in elements if (v := noted(element)) is not None]
         if ours:
