@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kbpf.dataplane.bpf import load
-from kbpf.dataplane.bpf.adopt import address_of
+from kbpf.dataplane.bpf.adopt import address_of, is_sound
 from kbpf.dataplane.bpf.layout import (
     AFFINITY,
     AFFINITY_KEY,
@@ -241,8 +241,13 @@ def _u32(raw: bytes) -> int:
     return int.from_bytes(raw, "little")
 
 
+def _sound(maps: Mapping[str, Map], name: str) -> Iterator[tuple[bytes, bytes]]:
+    """The agent tells of damaged entries, and removes them when it starts."""
+    return ((key, raw) for key, raw in maps[name].items() if is_sound(name, key, raw))
+
+
 def _services(maps: Mapping[str, Map]) -> dict[str, Any]:
-    frontends = {address_of(key): ServiceValue.unpack(raw) for key, raw in maps["services"].items()}
+    frontends = {address_of(key): ServiceValue.unpack(raw) for key, raw in _sound(maps, "services")}
     sets: dict[int, dict[int, int]] = {}
     for key, raw in maps["backend_slots"].items():
         set_id, index = PAIR.unpack(key)
@@ -250,14 +255,14 @@ def _services(maps: Mapping[str, Map]) -> dict[str, Any]:
     return {
         "frontends": frontends,
         "sets": sets,
-        "backends": {_u32(key): backend_of(raw) for key, raw in maps["backends"].items()},
+        "backends": {_u32(key): backend_of(raw) for key, raw in _sound(maps, "backends")},
         **_names(maps),
     }
 
 
 def _names(maps: Mapping[str, Map]) -> dict[str, Any]:
     return {
-        "names": {_u32(key): unpack_name(raw) for key, raw in maps["service_names"].items()},
+        "names": {_u32(key): unpack_name(raw) for key, raw in _sound(maps, "service_names")},
         "host_netns": CONFIG.unpack(maps["config"].lookup(ZERO) or bytes(CONFIG.size))[0],
     }
 

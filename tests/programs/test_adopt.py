@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from kbpf.cli import app
 from kbpf.dataplane.base import Report
 from kbpf.dataplane.bpf import artifact, compile, hooks, layout
 from kbpf.dataplane.bpf import plane as plane_module
@@ -371,6 +372,53 @@ def test_what_others_have_changed_is_found_and_repaired(site: Site):
     assert writes["backends"]
     plane.flush()
     assert site.dump() == before
+
+
+DAMAGES = {
+    "services, a protocol": ("services", lambda key, raw: (key[:18] + b"\x63" + key[19:], raw)),
+    "services, behind the key": ("services", lambda key, raw: (key[:19] + b"\x01", raw)),
+    "services, all of a value": ("services", lambda key, raw: (key, b"\xff" * len(raw))),
+    "services, a size": ("services", lambda key, raw: (key, raw[:16] + b"\xff" * 4 + raw[20:])),
+    "services, no flags": ("services", lambda key, raw: (key, raw[:4] + bytes(4) + raw[8:])),
+    "service_names": ("service_names", lambda key, raw: (key, b"\xff" * len(raw))),
+    "service_names, an id": ("service_names", lambda key, raw: (b"\xff" * 4, raw)),
+    "backends": ("backends", lambda key, raw: (key, b"\xff" * len(raw))),
+    "backends, an id": ("backends", lambda key, raw: (b"\xff" * 4, raw)),
+    "backend_slots, a set": ("backend_slots", lambda key, raw: (b"\xff" * 4 + key[4:], raw)),
+    "backend_slots": ("backend_slots", lambda key, raw: (key, b"\xff" * 4)),
+    "set_members": ("set_members", lambda key, raw: (b"\xff" * 8, raw)),
+}
+"""Of one entry in the map: what it has become, or what stands beside it."""
+UNTOLD = {"services, a size", "services, no flags", "backend_slots, a set", "backend_slots",
+        "set_members"}  # fmt: skip
+"""Not these: they say what an agent could have written, only not to such a set or Service."""
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("which", [0, -1], ids=["first", "last"])
+def test_what_is_damaged_is_told_and_written_anew(
+    site: Site, damage: str, which: int, caplog: pytest.LogCaptureFixture
+):
+    """Everything else is served meanwhile; people can look at it, too."""
+    plane = site.open()
+    plane.apply(OLD, None)
+    plane.flush()
+    before = site.dump()
+    name, change = DAMAGES[damage]
+    with site.pinned(name) as held:
+        key, raw = change(*sorted(held.items())[which])
+        held.update(key, raw)
+    assert app.call(["inspect", "services", "--pin-dir", str(site.pins)]) == 0
+    plane = site.open()
+    told = [r.getMessage() for r in caplog.records if "damaged" in r.getMessage()]
+    assert [f"map={name} entries=1 keys={key.hex()}" in one for one in told] == (
+        [] if damage in UNTOLD else [True]
+    )
+    plane.apply(OLD, None)
+    plane.flush()
+    assert site.dump() == before
+    plane = site.open()
+    assert dict(plane.apply(OLD, None).writes) == {}
 
 
 def test_nothing_ends_before_the_first_apply(site: Site):

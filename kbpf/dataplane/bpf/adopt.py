@@ -2,16 +2,20 @@
 
 Nothing is trusted that does not hold together: a set counts only when all its slots lead to
 backends, a frontend only when its value is what its Service port says. The rest is stray: served
-until the first complete apply(), which replaces or removes it.
+until the first complete apply(), which replaces or removes it. What no agent can have written is
+damaged: it is told, counts as if it were not there, and goes with the strays.
 """
 
+import logging
 from array import array
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from msgspec.structs import replace
 
+from kbpf.dataplane.bpf.ids import LIMIT
 from kbpf.dataplane.bpf.layout import (
     KIND_FLAGS,
     PAIR,
@@ -27,12 +31,21 @@ from kbpf.model.address import Addr
 from kbpf.model.desired import Backend, Frontend, FrontendAddress, ServicePortKey
 from kbpf.model.objects import Cidr, Protocol
 
+log = logging.getLogger("kbpf.dataplane")
+
 _KINDS = {int(flag): kind for kind, flag in KIND_FLAGS.items()}
 Contents = Mapping[str, Mapping[bytes, bytes]]
 Sets = Mapping[int, "array[int]"]
 """Set id → its slots, each as index and backend id in one number: there may be millions."""
 READ = ("services", "service_names", "backends", "set_members", "source_ranges")
 _KIND_BITS = ServiceFlag(sum(KIND_FLAGS.values()))
+_PROTOCOLS: Final = frozenset(map(int, Protocol))
+_NAMED_PROTOCOL: Final = 3 * 64
+"""Where it stands in a struct service_name; in a struct target it is byte 18."""
+TOO_HIGH: Final = LIMIT // 2
+"""Ids count up from 1: nobody comes that far. Were they believed, there would be none left."""
+MOST_TOLD: Final = 3
+"""Keys of damaged entries in one line of the log."""
 
 
 @dataclass(slots=True)
@@ -41,7 +54,8 @@ class Adopted:
 
     programmed: dict[ServicePortKey, Programmed] = field(default_factory=dict)
     backends: dict[Backend, int] = field(default_factory=dict)
-    duplicate_backends: list[int] = field(default_factory=list)
+    stray_backends: list[int] = field(default_factory=list)
+    damaged_frontends: list[bytes] = field(default_factory=list)
     stray_frontends: set[FrontendAddress] = field(default_factory=set)
     stray_names: set[int] = field(default_factory=set)
     unused_names: dict[ServicePortKey, int] = field(default_factory=dict)
@@ -68,11 +82,22 @@ def frontend_of(at: FrontendAddress, value: ServiceValue) -> Frontend | None:
     return Frontend(at, kind, bool(value.flags & ServiceFlag.RESTRICTED))
 
 
+def is_sound(name: str, key: bytes, raw: bytes) -> bool:
+    """Whether an agent can have written this entry of the map of that name."""
+    match name:
+        case "services":
+            return key[18] in _PROTOCOLS and not key[19]
+        case "backends":
+            return raw[18] in _PROTOCOLS and int.from_bytes(key, "little") < TOO_HIGH
+        case "service_names":
+            return raw[_NAMED_PROTOCOL] in _PROTOCOLS and int.from_bytes(key, "little") < TOO_HIGH
+    return True
+
+
 def read(maps: Mapping[str, Map]) -> Adopted:
     """Everything that the maps hold."""
     found = Adopted()
-    contents = {name: dict(maps[name].items()) for name in READ}
-    found.fill = {name: len(entries) for name, entries in contents.items()}
+    contents = {name: _sound(name, maps[name], found) for name in READ}
     by_id = _backends(contents, found)
     sets = _sets(maps["backend_slots"], found)
     members = defaultdict(set)
@@ -80,13 +105,45 @@ def read(maps: Mapping[str, Map]) -> Adopted:
         set_id, backend = PAIR.unpack(raw)
         members[set_id].add(backend)
     entries = defaultdict(list)
+    damaged = []
     for key, raw in contents["services"].items():
-        value = ServiceValue.unpack(raw)
-        entries[value.id].append((address_of(key), value))
+        value, at = ServiceValue.unpack(raw), address_of(key)
+        if max(value.id, value.cluster_set, value.local_set) < TOO_HIGH:
+            entries[value.id].append((at, value))
+        else:
+            damaged.append(key)
+            found.stray_frontends.add(at)
+    _tell("services", damaged)
     owned = _services(contents, entries, _Found(sets, members, by_id, found.backends), found)
     _ranges(contents, found)
     _strays(contents, sets, owned, found)
     return found
+
+
+def _sound(name: str, held: Map, found: Adopted) -> dict[bytes, bytes]:
+    """The entries that are to be believed; the others are told, and to be removed."""
+    contents = dict(held.items())
+    found.fill[name] = len(contents)
+    damaged = [key for key, raw in contents.items() if not is_sound(name, key, raw)]
+    for key in damaged:
+        del contents[key]
+    _tell(name, damaged)
+    match name:
+        case "services":
+            found.damaged_frontends = damaged
+        case "backends":
+            found.stray_backends = [int.from_bytes(key, "little") for key in damaged]
+        case "service_names":
+            found.stray_names = {int.from_bytes(key, "little") for key in damaged}
+    return contents
+
+
+def _tell(name: str, damaged: Sequence[bytes]) -> None:
+    if damaged:
+        log.error(
+            "damaged entries are left out, and removed or written anew map=%s entries=%d keys=%s",
+            name, len(damaged), ",".join(key.hex() for key in damaged[:MOST_TOLD]),
+        )  # fmt: skip
 
 
 def _ranges(contents: Contents, found: Adopted) -> None:
@@ -110,7 +167,7 @@ def _backends(contents: Contents, found: Adopted) -> dict[int, Backend]:
         by_id[backend_id] = backend
         found.highest_backend = max(found.highest_backend, backend_id)
         if backend in found.backends:
-            found.duplicate_backends.append(backend_id)
+            found.stray_backends.append(backend_id)
         else:
             found.backends[backend] = backend_id
     return by_id
@@ -125,7 +182,7 @@ def _sets(slots: Map, found: Adopted) -> Sets:
             sets[set_id].append(index << 32 | backend_id)
         count += len(ids)
     found.fill["backend_slots"] = count
-    found.highest_set = max(sets, default=0)
+    found.highest_set = max((number for number in sets if number < TOO_HIGH), default=0)
     return sets
 
 
@@ -143,7 +200,7 @@ class _Found:
         a backend is not taken over: it is written anew.
         """
         places = sorted(self.slots.get(set_id, ()))
-        if not set_id or [place >> 32 for place in places] != list(range(size)):
+        if not set_id or len(places) != size or [p >> 32 for p in places] != list(range(size)):
             return EMPTY
         chosen = [place & 0xFFFF_FFFF for place in places]
         distinct = set(chosen)

@@ -505,7 +505,8 @@ class BpfPlane:
         retired.names += sorted({*found.stray_names, *found.unused_names.values()})
         retired.slot_keys += found.stray_slots
         retired.member_keys += found.stray_members
-        retired.backend_ids += self._table.sweep() + found.duplicate_backends
+        retired.backend_ids += self._table.sweep() + found.stray_backends
+        self._tables.drop("services", found.damaged_frontends)
         owners = self._programmed.values()
         live = {(o.id, backend) for o in owners for backend in o.serving}
         fronts = {
