@@ -25,6 +25,8 @@ from kbpf.model.address import family_of
 from kbpf.model.config import Config, Conntrack, LocalMode, MapSizes, Serving, SocketLb
 
 LEAST_CONNECTIONS: Final = 1000
+"""Each new one asks up to 32 of the oldest whether they are needed (make_room() in tc.c): there must
+be many more."""
 NODE_PORTS: Final = range(30_000, 32_768)
 """Where an API server takes NodePorts from, unless it is told otherwise."""
 
@@ -153,7 +155,7 @@ def _contradictions(made: Config, said: Values) -> Iterator[ConfigError]:
         yield ConfigError(
             f"too few connections: {made.sizes.connections}",
             place("sizes.connections"),
-            f"give {LEAST_CONNECTIONS} or more: the kernel hands out places in portions",
+            f"give {LEAST_CONNECTIONS} or more: with few, those that are in use have to go",
         )
     for mode, name in NEEDS.items():
         if made.detect_local_mode is mode and not getattr(made, BY_NAME[name].field):

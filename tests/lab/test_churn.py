@@ -104,13 +104,12 @@ def test_all_ports_for_masqueraded_connections_are_taken(how: str) -> None:
 
 
 FULL = 1000
-"""Entries. The kernel hands them out to processors in portions of 128: what is much smaller loses
-entries that were made a moment ago."""
+"""Connections: the fewest that the agent takes."""
 
 
 @pytest.mark.parametrize("how", FORWARDINGS)
 def test_full_maps_of_connections(how: str) -> None:
-    """New connections always work; those that are used stay: what the LRU takes is mended."""
+    """New connections always work; those that are used stay: who has ended makes room."""
     with Field(*forward(how), "--max-connections", str(FULL), name="fm", pods=(1, 1)) as field:
         field.create(*field.all_ways(73, "a1"), *field.all_ways(74, "b1"))
         field.settle()
