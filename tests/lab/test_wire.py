@@ -19,6 +19,7 @@ import pytest
 
 from kbpf.kernel import netns
 from tests.support import packets
+from tests.support.features import needs
 from tests.support.judge import checksums, difference, reassembled
 from tests.support.lab import PATIENCE, Place, inside, ip, run, settled
 from tests.support.packets import (
@@ -482,6 +483,7 @@ def test_a_wire_leaves_nothing(lab: Lab) -> None:
     assert ours() == before
 
 
+@needs("tun")
 def test_a_device_without_a_link_header(lab: Lab) -> None:
     """tun: what is written into its descriptor arrives, what is sent can be read there."""
     tunsetiff, tun_without_info = 0x400454CA, 0x1001
@@ -491,8 +493,6 @@ def test_a_device_without_a_link_header(lab: Lab) -> None:
         fcntl.ioctl(made, tunsetiff, struct.pack("16sH22x", b"t0", tun_without_info))
         return made
 
-    if not Path("/dev/net/tun").exists():
-        pytest.skip("this kernel has no tun device")
     far = lab.inside(make)
     try:
         ip("link set t0 up", netns=lab.netns)

@@ -3,7 +3,6 @@
 The programs are a few instructions by hand, so that this holds whatever becomes of ours.
 """
 
-import contextlib
 import errno
 import os
 import struct
@@ -24,6 +23,7 @@ from kbpf.kernel.testrun import (
     SkbContext,
     run,
 )
+from tests.support.features import needs
 from tests.support.judge import difference
 from tests.support.lab import ip
 from tests.support.lab import run as command
@@ -85,17 +85,6 @@ def program() -> Iterator[Loader]:
     yield make
     for one in made:
         one.close()
-
-
-@contextlib.contextmanager
-def not_by_every_kernel(what: str) -> Iterator[None]:
-    """A kernel that does not know it says EINVAL."""
-    try:
-        yield
-    except KernelError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        pytest.skip(f"this kernel does not make {what}")
 
 
 @pytest.mark.parametrize("verdict", [TC_ACT_OK, TC_ACT_SHOT, 0x1234])
@@ -237,23 +226,21 @@ def test_the_packet_has_a_socket_that_no_arriving_packet_would_have(program: Loa
     assert run(program(body), frame(SYN)).retval == 1
 
 
+@needs("checksum_complete")
 def test_a_complete_checksum_is_held_against_the_packet(program: Loader) -> None:
-    """Linux v6.11 has it; before, the flag is refused."""
     careless = program(store_byte(TTL, 42, 0) + put(0, 0))
     careful = program(store_byte(TTL, 42, RECOMPUTE_CSUM) + put(0, 0))
-    with not_by_every_kernel("CHECKSUM_COMPLETE"):
-        run(careful, frame(SYN), checksum_complete=True)
+    run(careful, frame(SYN), checksum_complete=True)
     with pytest.raises(KernelError) as wrong:
         run(careless, frame(SYN), checksum_complete=True)
     assert wrong.value.errno == errno.EBADMSG
 
 
+@needs("parts")
 def test_the_packet_may_have_a_part_that_is_not_linear(program: Loader) -> None:
-    """Behind v6.18; before, all of it is linear whatever is asked for."""
     body = load(0, 1, DATA_END) + load(2, 1, DATA) + insn(0x1F, 0, 2)
     packet = frame(udp("198.51.100.7:53", "192.0.2.1:53", bytes(1000)))
-    with not_by_every_kernel("a packet in parts"):
-        done = run(program(body), packet, context=SkbContext(linear=42).pack())
+    done = run(program(body), packet, context=SkbContext(linear=42).pack())
     assert done.retval == 42
 
 

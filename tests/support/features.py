@@ -6,18 +6,23 @@ no excuse: tests/programs/test_features.py tries each feature, and fails where t
 """
 
 import contextlib
+import errno
 import os
 import re
 import socket
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 
-from kbpf.dataplane.bpf.hooks import HELPER_SET_RETVAL, PROG_CGROUP_SOCK_ADDR
+from kbpf.dataplane.bpf.hooks import HELPER_SET_RETVAL, PROG_CGROUP_SOCK_ADDR, PROG_SCHED_CLS
 from kbpf.errors import KernelError
 from kbpf.kernel import modules, probe, tc
 from kbpf.kernel.ipvs import Ipvs
+from kbpf.kernel.libbpf import Program
+from kbpf.kernel.testrun import SkbContext, run
+from tests.support.packets import frame, udp
 
 CONNECT4 = 10
 IPPROTO_SCTP, IPPROTO_MPTCP = 132, 262
@@ -57,6 +62,27 @@ def _set_retval() -> bool | None:
     return probe.helper(PROG_CGROUP_SOCK_ADDR, CONNECT4, HELPER_SET_RETVAL, -111).works
 
 
+def _tun() -> bool:
+    modules.load(("tun",))
+    with contextlib.suppress(OSError), open("/dev/net/tun", "rb"):
+        return True
+    return False
+
+
+def _run(context: bytes | None = None, checksum_complete: bool = False) -> bool:
+    """Whether a program can be run on one packet in this way: else the kernel says EINVAL."""
+    nothing = struct.pack("=BBhiBBhi", 0xB7, 0, 0, 0, 0x95, 0, 0, 0)  # return 0
+    packet = frame(udp("198.51.100.7:53", "192.0.2.1:53", bytes(1000)))
+    with Program.load("kbpf_try", PROG_SCHED_CLS, 0, nothing) as program:
+        try:
+            run(program, packet, context=context, checksum_complete=checksum_complete)
+        except KernelError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            return False
+    return True
+
+
 FEATURES = {
     "tcx": Feature("TCX links", lambda: tc.tcx().works, (6, 6), check="TCX"),
     "set_retval": Feature("bpf_set_retval", _set_retval, (5, 18), check="bpf_set_retval"),
@@ -72,6 +98,13 @@ FEATURES = {
     "ipvs": Feature("IPVS", _ipvs),
     "mptcp": Feature(
         "MPTCP sockets", lambda: _socket(socket.SOCK_STREAM, IPPROTO_MPTCP), unbuilt=((5, 10),)
+    ),
+    "tun": Feature("tun devices", _tun),
+    "checksum_complete": Feature(
+        "a test run's CHECKSUM_COMPLETE", lambda: _run(checksum_complete=True), (6, 11)
+    ),
+    "parts": Feature(
+        "a test run's packet in parts", lambda: _run(SkbContext(linear=42).pack()), (6, 19)
     ),
 }
 
