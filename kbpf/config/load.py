@@ -25,8 +25,7 @@ from kbpf.model.address import family_of
 from kbpf.model.config import Config, Conntrack, LocalMode, MapSizes, Serving, SocketLb
 
 LEAST_CONNECTIONS: Final = 1000
-"""Each new one asks up to 32 of the oldest whether they are needed (make_room() in tc.c): there must
-be many more."""
+"""A new one asks up to 32 of the oldest whether they are needed: there have to be many more."""
 NODE_PORTS: Final = range(30_000, 32_768)
 """Where an API server takes NodePorts from, unless it is told otherwise."""
 
