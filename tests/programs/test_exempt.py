@@ -7,13 +7,15 @@ from typing import NamedTuple, TypeVar
 
 import pytest
 
-from kbpf.dataplane.bpf import exempt, load
+from kbpf.dataplane.bpf import exempt
+from kbpf.dataplane.bpf import plane as plane_module
 from kbpf.dataplane.bpf.exempt import Exemptions, matching, pod_folders
 from kbpf.dataplane.bpf.hooks import HELPER_CURRENT_CGROUP, OPTIONAL_HELPERS
 from kbpf.dataplane.bpf.keeper import KeeperStatus
 from kbpf.dataplane.bpf.layout import ConfigFlag, Reason
 from kbpf.dataplane.bpf.packet import PacketPath
 from kbpf.dataplane.bpf.plane import BpfPlane
+from kbpf.dataplane.bpf.programs import missing_helpers
 from kbpf.errors import KernelError
 from kbpf.kernel import netns
 from kbpf.model.config import SocketLb
@@ -264,8 +266,8 @@ def test_without_the_helpers_the_programs_load_and_translate(
 ) -> None:
     """As on a kernel that has none of them: nobody can be exempt there."""
     site, client = served
-    has = load.missing_helpers()
-    monkeypatch.setattr(load, "missing_helpers", lambda: frozenset(OPTIONAL_HELPERS))
+    has = missing_helpers()
+    monkeypatch.setattr(plane_module, "missing_helpers", lambda: frozenset(OPTIONAL_HELPERS))
     plane = site.open()
     plane.apply(WORLD, None)
     assert picks(client, "10.96.0.1:80") == [LOCAL[0]]

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from kbpf.dataplane.bpf import load
+from kbpf.dataplane.bpf import load, programs
 from kbpf.dataplane.bpf.artifact import Artifact
 from kbpf.dataplane.bpf.hooks import TAILS, TAILS_MAP, type_of
 from kbpf.dataplane.bpf.layout import MAPS
@@ -43,13 +43,13 @@ class Verified:
 def verify(artifact: Artifact) -> Iterator[Verified]:
     """Loads every program of a unit over maps of its own, and lets it go again."""
     packets = artifact.unit == "tc"
-    lacks = load.missing_packet_helpers() if packets else load.missing_helpers()
+    lacks = programs.missing_packet_helpers() if packets else programs.missing_helpers()
     with ExitStack() as own:
         maps = {name: own.enter_context(load.make_map(spec, 64)) for name, spec in MAPS.items()}
         tails = Map.create(libbpf.MAP_PROG_ARRAY, TAILS_MAP, 4, 4, TAILS)
         maps[TAILS_MAP] = own.enter_context(tails)
         for code in artifact.programs:
-            insns = load.link_code(code, maps, lacks)
+            insns = programs.link_code(code, maps, lacks)
             started = time.monotonic()
             fd, log = _load(code.name, insns, STATISTICS)
             seconds = time.monotonic() - started

@@ -21,7 +21,8 @@ from kbpf.dataplane.bpf.facts import NEUTRAL, DeviceFacts, NodeFacts
 from kbpf.dataplane.bpf.hooks import PACKET_PROGRAMS, TAILS, TAILS_MAP
 from kbpf.dataplane.bpf.keeper import Keeper, KeeperStatus
 from kbpf.dataplane.bpf.layout import U32, NodeFlag
-from kbpf.dataplane.bpf.load import Pins, Programs, close_all, missing_packet_helpers
+from kbpf.dataplane.bpf.load import Pins, close_all
+from kbpf.dataplane.bpf.programs import Programs, missing_packet_helpers
 from kbpf.kernel import libbpf
 from kbpf.kernel.devices import Device
 from kbpf.kernel.libbpf import Map, Program

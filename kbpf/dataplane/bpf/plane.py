@@ -35,10 +35,11 @@ from kbpf.dataplane.bpf.layout import (
     pack_slots,
     pack_target,
 )
-from kbpf.dataplane.bpf.load import Pins, Programs, SocketPrograms
+from kbpf.dataplane.bpf.load import Pins
 from kbpf.dataplane.bpf.measure import Meter
 from kbpf.dataplane.bpf.packet import PacketPath
 from kbpf.dataplane.bpf.plan import Planner, Programmed, Retired, Writes, leaving, need
+from kbpf.dataplane.bpf.programs import Programs, SocketPrograms, missing_helpers
 from kbpf.dataplane.bpf.tables import Tables
 from kbpf.errors import CapacityError, KbpfError, KernelError, PinsGone
 from kbpf.kernel import mounts, netns
@@ -154,7 +155,7 @@ class BpfPlane:
                 "SO_NETNS_COOKIE is missing (Linux 5.14): use --socket-lb on or off",
             )
         artifact, self.compiled = compile.obtain("sock", self._config.cache_dir)
-        return SocketPrograms(self._pins, artifact, cgroup, load.missing_helpers())
+        return SocketPrograms(self._pins, artifact, cgroup, missing_helpers())
 
     def _open_exemptions(self, cgroup: Path) -> Exemptions:
         try:
@@ -191,7 +192,7 @@ class BpfPlane:
         self._host_netns = netns.cookie() or 0
         _, before = CONFIG.unpack(self._tables.maps["config"].lookup(ZERO) or bytes(CONFIG.size))
         flags = ConfigFlag(before) & LEAVING
-        if HELPER_SET_RETVAL not in load.missing_helpers():
+        if HELPER_SET_RETVAL not in missing_helpers():
             flags |= ConfigFlag.SET_RETVAL
         if self._config.localhost_node_ports:
             flags |= ConfigFlag.LOCALHOST_NODE_PORTS
