@@ -173,19 +173,19 @@ def remove_pins(pin_dir: Path, force: bool = False) -> Iterator[Removed]:
 
 def remove_ipvs(config: Config, force: bool = False) -> Iterator[Removed]:
     """What mode ipvs keeps: nothing is looked for where no agent of that mode has been."""
-    from kbpf.dataplane.ipvs import plane
+    from kbpf.dataplane.ipvs import traces
 
     folder = config.state_dir / config.ipvs_device
     if not folder.is_dir():
         return
     fd = -1
     try:
-        fd = plane.lock(folder, patience=0.0)
+        fd = traces.lock(folder, patience=0.0)
     except KernelError:
         if not force:
             raise
     try:
-        gone = plane.remove(config)
+        gone = traces.remove(config)
     finally:
         if fd >= 0:
             os.close(fd)

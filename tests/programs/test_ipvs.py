@@ -2,6 +2,7 @@
 whose pods serve; connections come from the node, its pods, the other node and outside.
 """
 
+import contextlib
 import json
 import socket
 import struct
@@ -14,7 +15,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import pytest
 
-from kbpf.dataplane.ipvs import plane as ipvs_plane
+from kbpf.config.readers import SCHEDULERS
+from kbpf.dataplane.ipvs import traces
 from kbpf.dataplane.ipvs.measure import Meter
 from kbpf.dataplane.ipvs.plane import IpvsPlane
 from kbpf.kernel import netns, sysctl
@@ -280,6 +282,22 @@ def test_affinity(applied: Ground):
         assert len(names) == 1, port
 
 
+def test_every_scheduler_can_be_had(applied: Ground):
+    ground = applied
+    for name in SCHEDULERS:
+        ground.start(ipvs_scheduler=name)
+        ground.apply(service("one", f"{VIP4}:72", a_and_b(ground, 8080)))
+        assert ground.do(_schedulers) == {name}
+        assert ground.outside.tcp(VIP4, 72).get("name") in ("a", "b"), name
+        assert ground.plane.problems() == ()
+    ground.start()
+
+
+def _schedulers() -> set[str]:
+    with contextlib.closing(Ipvs()) as face:
+        return {settings.scheduler for _, settings in face.services()}
+
+
 def test_drained_then_gone(applied: Ground):
     """A connection outlives its backend's leaving; new ones go elsewhere; then it is removed."""
     ground, at = applied, f"{VIP4}:70"
@@ -394,7 +412,7 @@ def test_foreign_services_stay(applied: Ground):
     ground.start()
     ground.apply(service("web", f"{VIP4}:80", a_and_b(ground, 8080)))
     assert set(ground.kernel()) == {f"{VIP4}:80/6", "203.0.113.1:80/6"}
-    ground.do(lambda: ipvs_plane.remove(ground.plane._config))
+    ground.do(lambda: traces.remove(ground.plane._config))
     assert set(ground.kernel()) == {"203.0.113.1:80/6"}
 
     def unmake() -> None:

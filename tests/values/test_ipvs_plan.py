@@ -9,14 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kbpf.dataplane.ipvs import rules
+from kbpf.dataplane.ipvs.ledger import Changes, Ledger
 from kbpf.dataplane.ipvs.plan import (
     NODE,
     NOTHING,
-    Changes,
     Element,
     End,
     Ground,
-    Ledger,
     Programmed,
     SetName,
     Virtual,
@@ -26,7 +25,7 @@ from kbpf.dataplane.ipvs.plan import (
     program_node,
     wants_mark,
 )
-from kbpf.dataplane.ipvs.plane import style_of
+from kbpf.dataplane.ipvs.traces import style_of
 from kbpf.model.address import format_addr, format_endpoint, parse_addr
 from kbpf.model.config import Config
 from kbpf.model.desired import DesiredState, ServicePortKey, ServiceState

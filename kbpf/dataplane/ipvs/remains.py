@@ -11,7 +11,7 @@ import os
 from collections.abc import Container, Iterable
 from typing import Final
 
-from kbpf.dataplane.ipvs import plane, rules
+from kbpf.dataplane.ipvs import rules, traces
 from kbpf.dataplane.ipvs.plan import Element, SetName, Virtual, noted
 from kbpf.errors import KernelError
 from kbpf.kernel import dummy, ipvs, netfilter
@@ -31,7 +31,7 @@ class IpvsRemains:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._folder = config.state_dir / config.ipvs_device
-        self._style = plane.style_of(config)
+        self._style = traces.style_of(config)
         self._lock = -1
         self._due: float | None = None
         self._live = 0
@@ -40,7 +40,7 @@ class IpvsRemains:
         """See base.Remains. The folder may have been a container's; the device is the node's."""
         if not (self._folder.is_dir() or self._has_device()):
             return False
-        self._lock = plane.lock(self._folder)
+        self._lock = traces.lock(self._folder)
         return True
 
     def _has_device(self) -> bool:
@@ -64,7 +64,7 @@ class IpvsRemains:
                 self._live = self._end_idle(face, ours, elements)
         if ours and self._live:
             return self._due
-        plane.remove(self._config, forward=False)
+        traces.remove(self._config, forward=False)
         return None
 
     def _elements(self) -> frozenset[Element]:
