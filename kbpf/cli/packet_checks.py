@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 from kbpf.dataplane.bpf.checks import ROOT
 from kbpf.dataplane.bpf.devices import Role, decide
-from kbpf.dataplane.bpf.hooks import PROG_SCHED_CLS
+from kbpf.dataplane.bpf.hooks import HELPER_COARSE_NS, PROG_SCHED_CLS
 from kbpf.dataplane.bpf.layout import NODE, U32, NodeFlag
 from kbpf.dataplane.checks import CheckRow, row
 from kbpf.errors import KernelError, NotFoundError
@@ -65,6 +65,12 @@ def _kernel() -> Iterator[CheckRow]:
         "Linux 5.10 brought it; without it pods are reached by the host's stack alone",
         needed=False,
         detail="straight into a pod, past the host's stack, where that is asked for",
+    )  # fmt: skip
+    yield row(
+        "bpf_ktime_get_coarse_ns", probe.helper(PROG_SCHED_CLS, 0, HELPER_COARSE_NS),
+        "Linux 5.11 brought it; without it each packet reads the processor's clock",
+        needed=False,
+        detail="the time of the last tick, at no cost",
     )  # fmt: skip
 
 

@@ -1,5 +1,9 @@
 """What this kernel can do: the tests' own table of it is right, and `kbpf check` says the same."""
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,7 +12,7 @@ from kbpf.cli import checks, packet_checks
 from kbpf.dataplane.bpf import checks as bpf_checks
 from kbpf.dataplane.checks import CheckRow
 from kbpf.dataplane.ipvs import checks as ipvs_checks
-from tests.support.features import FEATURES, lacking
+from tests.support.features import BY_KERNEL, DEBIAN, FEATURES, family, lacking
 
 SETTINGS = frozenset(
     ("masquerade ports", "IPv4 forwarding", "IPv6 forwarding", "--forwarding", "FORWARD",
@@ -36,6 +40,27 @@ def test_check_says_exactly_what_this_kernel_lacks(rows: tuple[CheckRow, ...]) -
     assert {row.name for row in about_kernel if row.result == "unknown"} == set()
     lacks = {feature.check for name, feature in FEATURES.items() if lacking(name)} - {""}
     assert {row.name for row in about_kernel if row.result == "no"} == lacks
+
+
+def test_check_says_it_on_the_command_line() -> None:
+    """In each of Debian's kernels exactly the rows of a table say "no"."""
+    for name in ("sctp", "ipvs"):
+        FEATURES[name].tried()
+    done = subprocess.run(
+        [sys.executable, "-m", "kbpf", "check", "-o", "json"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = json.loads(done.stdout)
+    others = SETTINGS | INSTALLED | {row.name for row in ipvs_checks.rows()}
+    lacks = {row["name"] for row in said["rows"] if row["result"] == "no"} - others
+    if DEBIAN in os.environ:
+        assert lacks == BY_KERNEL[family()]
+    else:
+        assert lacks == {f.check for name, f in FEATURES.items() if lacking(name)} - {""}
+    assert (said["usable"], said["mode"], said["missing"]) == (True, "bpf", [])
+    assert (said["packet_path"], said["packets_missing"]) == (True, [])
+    assert bool(said["ipvs_missing"]) is bool(lacking("ipvs"))
 
 
 def test_check_says_that_this_kernel_will_do(rows: tuple[CheckRow, ...]) -> None:

@@ -16,7 +16,12 @@ from dataclasses import dataclass
 
 import pytest
 
-from kbpf.dataplane.bpf.hooks import HELPER_SET_RETVAL, PROG_CGROUP_SOCK_ADDR, PROG_SCHED_CLS
+from kbpf.dataplane.bpf.hooks import (
+    HELPER_COARSE_NS,
+    HELPER_SET_RETVAL,
+    PROG_CGROUP_SOCK_ADDR,
+    PROG_SCHED_CLS,
+)
 from kbpf.errors import KernelError
 from kbpf.kernel import modules, probe, tc
 from kbpf.kernel.ipvs import Ipvs
@@ -58,6 +63,10 @@ def _ipvs() -> bool:
     return False
 
 
+def _coarse_clock() -> bool | None:
+    return probe.helper(tc.PROG_SCHED_CLS, 0, HELPER_COARSE_NS).works
+
+
 def _set_retval() -> bool | None:
     return probe.helper(PROG_CGROUP_SOCK_ADDR, CONNECT4, HELPER_SET_RETVAL, -111).works
 
@@ -92,6 +101,9 @@ FEATURES = {
         (5, 14),
         check="SO_NETNS_COOKIE",
     ),
+    "coarse_clock": Feature(
+        "bpf_ktime_get_coarse_ns", _coarse_clock, (5, 11), check="bpf_ktime_get_coarse_ns"
+    ),
     "sctp": Feature(
         "SCTP sockets", lambda: _socket(socket.SOCK_STREAM, IPPROTO_SCTP), check="SCTP sockets"
     ),
@@ -107,6 +119,22 @@ FEATURES = {
         "a test run's packet in parts", lambda: _run(SkbContext(linear=42).pack()), (6, 19)
     ),
 }
+
+BY_KERNEL = {
+    "5.10": {"TCX", "bpf_set_retval", "SO_NETNS_COOKIE", "bpf_ktime_get_coarse_ns"},
+    "6.1": {"TCX"},
+    "6.12": set[str](),
+    "newest": set[str](),
+}
+"""What `kbpf check` says that Debian's kernels lack: exactly these rows. The same stands in
+docs/limits.md, "By kernel".
+"""
+
+
+def family() -> str:
+    """Which of BY_KERNEL runs."""
+    found = ".".join(map(str, release()))
+    return found if found in BY_KERNEL else "newest"
 
 
 def release() -> tuple[int, int]:

@@ -100,5 +100,6 @@ OPTIONAL_HELPERS: Final = {
 """Number → name, the kernel that brought it to these hooks, an argument to try it with. Where a
 kernel lacks one, the loader takes the calls out (r0 = 0).
 """
-OPTIONAL_PACKET_HELPERS: Final = (160,)
+HELPER_COARSE_NS: Final = 160
+OPTIONAL_PACKET_HELPERS: Final = (HELPER_COARSE_NS,)
 """The same for the packet path: bpf_ktime_get_coarse_ns (5.11), which only is faster."""
