@@ -1,8 +1,8 @@
 """vagrant/ and the shell scripts of this project: they can be read by those who run them.
 
-The machines themselves need boxes, which no test can fetch. What is not Vagrant's own runs
-elsewhere: provision/kernel.sh in each guest of `make test-kernels`, kubeadm/provision/kbpf.sh in
-tests/lab/test_manifests.py, provision/enter.sh below.
+The machines themselves need boxes, which no test can fetch. What is not Vagrant's own runs below,
+and in each guest of `make test-kernels`, whose first command is provision/kernel.sh;
+kubeadm/provision/kbpf.sh runs in tests/lab/test_manifests.py.
 """
 
 import os
@@ -62,7 +62,72 @@ def test_shellcheck(script: Path):
     assert done.returncode == 0, done.stdout
 
 
-def test_a_command_enters_a_root_with_this_kernel_and_the_tree(tmp_path: Path):
+TOOLS = ("sh", "busybox", "mkdir", "mount", "mountpoint", "unshare", "chroot", "cp", "cat", "touch",
+         "rm", "uname", "ln", "ip", "env")  # fmt: skip
+STUB = """#!/bin/sh
+echo "${0##*/} $*" >>SAID
+"""
+BOOTSTRAP = """#!/bin/sh
+echo "${0##*/} $*" >>SAID
+for root; do case $root in /*) break ;; esac; done
+mkdir -p "$root/etc" "$root/inside"
+cp BUSYBOX "$root/inside/busybox"
+for name in sh env; do ln -s busybox "$root/inside/$name"; done
+printf '#!/inside/sh\\necho "in %s: make $*" >>said\\n' "$root" >"$root/inside/make"
+/bin/chmod 755 "$root/inside/make"
+"""
+INSTALLS = {
+    "apt-get": ["apt-get update -qq", "apt-get install -y -qq --no-install-recommends debootstrap "
+                "debian-archive-keyring ca-certificates", "apt-get install -y -qq linux-modules"],
+    "dnf": ["dnf install -y -q debootstrap iproute", "dnf install -y -q kernel-modules-extra"],
+}  # fmt: skip
+"""A distribution's packager, and what it is asked for (how it begins)."""
+
+
+@pytest.mark.parametrize("packager", INSTALLS)
+def test_a_machine_is_provisioned(packager: str, tmp_path: Path):
+    """machine.sh and suite.sh with all that they call: packages and a Debian are stand-ins, what
+    is done to this kernel, the root and its mounts are real. /var/lib is the test's own.
+    """
+    tree, tools, said = tmp_path / "tree", tmp_path / "tools", tmp_path / "tree" / "said"
+    shutil.copytree(VAGRANT, tree / "vagrant")
+    tools.mkdir()
+    for name in TOOLS:
+        if found := shutil.which(name):
+            (tools / name).symlink_to(found)
+    for name, text in ((packager, STUB), ("debootstrap", BOOTSTRAP)):
+        (tools / name).write_text(
+            text.replace("SAID", str(said)).replace("BUSYBOX", "/bin/busybox")
+        )
+        (tools / name).chmod(0o755)
+
+    def provision(script: str, *arguments: str) -> list[str]:
+        command = f"mount -t tmpfs none /var/lib && exec sh {script} " + '"$@"'
+        done = subprocess.run(
+            ["unshare", "--mount", "--net", "sh", "-c", f"{command}", "sh", *arguments],
+            env={"PATH": f"{tools}:/inside", "KBPF_TREE": str(tree), "HOME": str(tmp_path)},
+            capture_output=True, text=True, check=False, timeout=PATIENCE,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        lines = said.read_text().splitlines()
+        said.unlink()
+        return lines
+
+    machine = tree / "vagrant/provision/machine.sh"
+    *installed, debian, made = provision(str(machine), str(tree))
+    wanted = INSTALLS[packager]
+    assert [line.startswith(w) for line, w in zip(installed, wanted, strict=True)] == [
+        True for _ in wanted
+    ], installed
+    assert debian.startswith("debootstrap --variant=minbase")
+    assert debian.endswith("bookworm /var/lib/kbpf-tests http://deb.debian.org/debian")
+    assert made == "in /var/lib/kbpf-tests: make venv"
+    both = f"sh {machine} {tree} && exec sh {machine.with_name('suite.sh')}"
+    *_, last = provision("-c", f"{both} -k hints")
+    assert last == "in /var/lib/kbpf-tests: make test PYTEST=-k hints"
+
+
+def test_a_command_enters_a_root(tmp_path: Path):
     """A root of busybox alone. The mounts end with the command."""
     root, tree = tmp_path / "root", tmp_path / "tree"
     (root / "bin").mkdir(parents=True)

@@ -1,7 +1,7 @@
 #!/bin/sh
-# The whole suite on this machine's kernel: suite.sh [PYTEST ARGUMENTS...]
+# The whole suite on this machine's kernel: suite.sh [PYTEST ARGUMENTS...]. KBPF_TREE is where it is.
 set -eu
-tree=/kbpf
+tree=${KBPF_TREE:-/kbpf}
 sh "$tree/vagrant/provision/kernel.sh"
 exec sh "$tree/vagrant/provision/enter.sh" /var/lib/kbpf-tests "$tree" \
 	env HOME=/root make test "PYTEST=$*"
