@@ -13,7 +13,7 @@ from kbpf.dataplane.bpf.hooks import HELPER_COARSE_NS, PROG_SCHED_CLS
 from kbpf.dataplane.bpf.layout import NODE, U32, NodeFlag
 from kbpf.dataplane.checks import CheckRow, row
 from kbpf.errors import KernelError, NotFoundError
-from kbpf.kernel import libbpf, netfilter, probe, sysctl, tc
+from kbpf.kernel import bpf, netfilter, probe, sysctl, tc
 from kbpf.kernel.devices import list_devices
 from kbpf.kernel.libbpf import Map
 from kbpf.kernel.probe import Probe
@@ -47,7 +47,7 @@ def rows(pin_dir: Path, proc: Path = PROC) -> Iterator[CheckRow]:
 
 def _kernel() -> Iterator[CheckRow]:
     try:
-        libbpf.version()
+        bpf.version()
     except KernelError:
         return  # it has a row of its own, and nothing can be tried without it
     yield _packets(

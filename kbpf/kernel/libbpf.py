@@ -1,20 +1,17 @@
-"""Maps, programs, links and pins, through Debian's libbpf1 by ctypes.
+"""Maps, programs, links and pins, by the calls of bpf.py.
 
-Only the low-level calls that wrap one bpf(2) command each: no ELF, no skeletons. Descriptors are
-owned by the object that holds them; `close()` or a `with` block ends them. Every failure is a
-KernelError with errno kept, raised in `_check()` and nowhere else.
+Descriptors are owned by the object that holds them; `close()` or a `with` block ends them.
 """
 
 import ctypes
 import errno
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, Self
 
-from kbpf.errors import KernelError
+from kbpf.kernel import bpf
 
 MAP_HASH: Final = 1
 MAP_ARRAY: Final = 2
@@ -41,181 +38,15 @@ LICENSE: Final = b"Dual BSD/GPL"
 VERIFIER: Final = "report it, with what `kbpf check` says; what was attached goes on"
 """What to do when the verifier says no to who may load programs."""
 _LOG_SIZE: Final = 1 << 20
-_CAP_SYS_ADMIN: Final = 1 << 21
-"""It stands for the two below."""
-_CAP_PERFMON_BPF: Final = 1 << 38 | 1 << 39
 
 
-class _MapCreateOpts(ctypes.Structure):
-    _fields_ = (
-        ("sz", ctypes.c_size_t),
-        ("btf_fd", ctypes.c_uint32),
-        ("btf_key_type_id", ctypes.c_uint32),
-        ("btf_value_type_id", ctypes.c_uint32),
-        ("btf_vmlinux_value_type_id", ctypes.c_uint32),
-        ("inner_map_fd", ctypes.c_uint32),
-        ("map_flags", ctypes.c_uint32),
-        ("map_extra", ctypes.c_uint64),
-        ("numa_node", ctypes.c_uint32),
-        ("map_ifindex", ctypes.c_uint32),
-    )
-
-
-class _ProgLoadOpts(ctypes.Structure):
-    _fields_ = (
-        ("sz", ctypes.c_size_t),
-        ("attempts", ctypes.c_int),
-        ("expected_attach_type", ctypes.c_int),
-        ("prog_btf_fd", ctypes.c_uint32),
-        ("prog_flags", ctypes.c_uint32),
-        ("prog_ifindex", ctypes.c_uint32),
-        ("kern_version", ctypes.c_uint32),
-        ("attach_btf_id", ctypes.c_uint32),
-        ("attach_prog_fd", ctypes.c_uint32),
-        ("attach_btf_obj_fd", ctypes.c_uint32),
-        ("fd_array", ctypes.c_void_p),
-        ("func_info", ctypes.c_void_p),
-        ("func_info_cnt", ctypes.c_uint32),
-        ("func_info_rec_size", ctypes.c_uint32),
-        ("line_info", ctypes.c_void_p),
-        ("line_info_cnt", ctypes.c_uint32),
-        ("line_info_rec_size", ctypes.c_uint32),
-        ("log_level", ctypes.c_uint32),
-        ("log_size", ctypes.c_uint32),
-        ("log_buf", ctypes.c_void_p),
-    )
-
-
-class _BatchOpts(ctypes.Structure):
-    _fields_ = (
-        ("sz", ctypes.c_size_t),
-        ("elem_flags", ctypes.c_uint64),
-        ("flags", ctypes.c_uint64),
-    )
-
-
-class _MapInfo(ctypes.Structure):
-    _fields_ = (
-        ("type", ctypes.c_uint32),
-        ("id", ctypes.c_uint32),
-        ("key_size", ctypes.c_uint32),
-        ("value_size", ctypes.c_uint32),
-        ("max_entries", ctypes.c_uint32),
-        ("map_flags", ctypes.c_uint32),
-        ("name", ctypes.c_char * 16),
-    )
-
-
-class _ProgInfo(ctypes.Structure):
-    _fields_ = (
-        ("type", ctypes.c_uint32),
-        ("id", ctypes.c_uint32),
-        ("tag", ctypes.c_uint8 * 8),
-        ("jited_prog_len", ctypes.c_uint32),
-        ("xlated_prog_len", ctypes.c_uint32),
-        ("jited_prog_insns", ctypes.c_uint64),
-        ("xlated_prog_insns", ctypes.c_uint64),
-        ("load_time", ctypes.c_uint64),
-        ("created_by_uid", ctypes.c_uint32),
-        ("nr_map_ids", ctypes.c_uint32),
-        ("map_ids", ctypes.c_uint64),
-        ("name", ctypes.c_char * 16),
-    )
-
-
-class _LinkInfo(ctypes.Structure):
-    _fields_ = (
-        ("type", ctypes.c_uint32),
-        ("id", ctypes.c_uint32),
-        ("prog_id", ctypes.c_uint32),
-        ("pad", ctypes.c_uint32),
-        ("cgroup_id", ctypes.c_uint64),
-        ("attach_type", ctypes.c_uint32),
-        ("rest", ctypes.c_uint32 * 8),
-    )
-
-
-@lru_cache(maxsize=1)
-def _lib() -> Any:
-    try:
-        lib = ctypes.CDLL("libbpf.so.1", use_errno=True)
-    except OSError as error:
-        raise KernelError("cannot load libbpf.so.1", "", f"install libbpf1 ({error})") from error
-    lib.libbpf_set_print(None)  # the verifier's log is asked for, never printed behind our back
-    return lib
-
-
-def version() -> str:
-    """libbpf's own version. KernelError when it is not installed."""
-    text = _lib().libbpf_version_string
-    text.restype = ctypes.c_char_p
-    return str(text().decode()).removeprefix("v")
-
-
-def _check(result: int, what: str, where: str = "", hint: str = "") -> int:
-    """libbpf 1.x returns -errno. The result, or KernelError."""
-    if result >= 0:
-        return result
-    code = -int(result)
-    if not hint and code in (errno.EPERM, errno.EACCES):
-        hint = "it needs root or CAP_BPF, CAP_NET_ADMIN and CAP_PERFMON"
-    if not hint and code == errno.ENOSYS:
-        hint = "this kernel has no bpf(2)"
-    raise KernelError(what, where, hint, errno=code)
-
-
-def _privileged() -> bool:
-    """Whether this process may have programs checked as root's are."""
-    text = Path("/proc/self/status").read_text()
-    held = next((line.split()[1] for line in text.splitlines() if line.startswith("CapEff:")), "0")
-    bits = int(held, 16)
-    return bool(bits & _CAP_SYS_ADMIN) or bits & _CAP_PERFMON_BPF == _CAP_PERFMON_BPF
-
-
-class Fd:
-    """A descriptor with an owner."""
-
-    def __init__(self, fd: int, name: str = "") -> None:
-        self.fd = fd
-        self.name = name
-
-    def close(self) -> None:
-        """Ends it; a second call does nothing."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def pin(self, path: Path) -> None:
-        """Gives the object a name in a bpffs, which keeps it alive."""
-        _check(_lib().bpf_obj_pin(self.fd, os.fsencode(path)), "cannot pin", str(path))
-
-
-def _get(path: Path) -> int:
-    return _check(_lib().bpf_obj_get(os.fsencode(path)), "cannot open the pin", str(path))
-
-
-def _info(fd: int, info: ctypes.Structure, where: str) -> None:
-    size = ctypes.c_uint32(ctypes.sizeof(info))
-    _check(
-        _lib().bpf_obj_get_info_by_fd(fd, ctypes.byref(info), ctypes.byref(size)),
-        "cannot read the info",
-        where,
-    )
-
-
-class Map(Fd):
+class Map(bpf.Fd):
     """A BPF map: keys and values are bytes, in the layout of the C."""
 
     def __init__(self, fd: int, name: str) -> None:
         super().__init__(fd, name)
-        info = _MapInfo()
-        _info(fd, info, f"map {name}")
+        info = bpf.RawMapInfo()
+        bpf.read_info(fd, info, f"map {name}")
         self.type: int = info.type
         self.id: int = info.id
         self.key_size: int = info.key_size
@@ -228,16 +59,16 @@ class Map(Fd):
         cls, kind: int, name: str, key_size: int, value_size: int, max_entries: int, flags: int = 0
     ) -> Self:
         """A new map. The name is cut to the kernel's 15 characters."""
-        opts = _MapCreateOpts(sz=ctypes.sizeof(_MapCreateOpts), map_flags=flags)
-        fd = _lib().bpf_map_create(
+        opts = bpf.MapCreateOpts(sz=ctypes.sizeof(bpf.MapCreateOpts), map_flags=flags)
+        fd = bpf.lib().bpf_map_create(
             kind, name[:15].encode(), key_size, value_size, max_entries, ctypes.byref(opts)
         )
-        return cls(_check(fd, "cannot create the map", f"{name}, {max_entries} entries"), name)
+        return cls(bpf.check(fd, "cannot create the map", f"{name}, {max_entries} entries"), name)
 
     @classmethod
     def open(cls, path: Path) -> Self:
         """The map that is pinned there."""
-        return cls(_get(path), path.name)
+        return cls(bpf.opened(path), path.name)
 
     def memory(self) -> int | None:
         """Bytes that the kernel says it takes; None where it does not say.
@@ -255,10 +86,10 @@ class Map(Fd):
     def lookup(self, key: bytes) -> bytes | None:
         """The value, or None. A per-CPU map gives the values of all CPUs, 8-byte aligned."""
         out = ctypes.create_string_buffer(self._room())
-        result = _lib().bpf_map_lookup_elem(self.fd, key, out)
+        result = bpf.lib().bpf_map_lookup_elem(self.fd, key, out)
         if result == -errno.ENOENT:
             return None
-        _check(result, "cannot read", f"map {self.name}")
+        bpf.check(result, "cannot read", f"map {self.name}")
         return out.raw
 
     def _room(self) -> int:
@@ -270,15 +101,15 @@ class Map(Fd):
         """Writes one entry. A full map is a KernelError with E2BIG; which setting bounds a map,
         if any does, is known to who sizes them.
         """
-        self._written(_lib().bpf_map_update_elem(self.fd, key, value, ctypes.c_uint64(flags)))
+        self._written(bpf.lib().bpf_map_update_elem(self.fd, key, value, ctypes.c_uint64(flags)))
 
     def _written(self, result: int) -> None:
         where = f"map {self.name}, {self.max_entries} entries"
-        _check(result, "the map is full" if result == -errno.E2BIG else "cannot write", where)
+        bpf.check(result, "the map is full" if result == -errno.E2BIG else "cannot write", where)
 
     def add(self, key: bytes, value: bytes) -> bool:
         """Writes one entry unless its key is there; whether it was written."""
-        result = _lib().bpf_map_update_elem(self.fd, key, value, ctypes.c_uint64(NOEXIST))
+        result = bpf.lib().bpf_map_update_elem(self.fd, key, value, ctypes.c_uint64(NOEXIST))
         if result == -errno.EEXIST:
             return False
         self._written(result)
@@ -286,7 +117,7 @@ class Map(Fd):
 
     def push(self, value: bytes) -> bool:
         """Puts a value at the end of a queue; False when that is full."""
-        result = _lib().bpf_map_update_elem(self.fd, None, value, ctypes.c_uint64(ANY))
+        result = bpf.lib().bpf_map_update_elem(self.fd, None, value, ctypes.c_uint64(ANY))
         if result == -errno.E2BIG:
             return False
         self._written(result)
@@ -294,7 +125,7 @@ class Map(Fd):
 
     def replace(self, key: bytes, value: bytes) -> bool:
         """Writes one entry if its key is there; whether it was."""
-        result = _lib().bpf_map_update_elem(self.fd, key, value, ctypes.c_uint64(EXIST))
+        result = bpf.lib().bpf_map_update_elem(self.fd, key, value, ctypes.c_uint64(EXIST))
         if result == -errno.ENOENT:
             return False
         self._written(result)
@@ -302,22 +133,22 @@ class Map(Fd):
 
     def delete(self, key: bytes) -> bool:
         """Whether it was there."""
-        result = _lib().bpf_map_delete_elem(self.fd, key)
+        result = bpf.lib().bpf_map_delete_elem(self.fd, key)
         if result == -errno.ENOENT:
             return False
-        _check(result, "cannot delete", f"map {self.name}")
+        bpf.check(result, "cannot delete", f"map {self.name}")
         return True
 
     def update_batch(self, keys: bytes, values: bytes) -> int:
         """Writes all entries, given back to back; how many calls it took."""
         total, calls = len(keys) // self.key_size, 0
-        opts = _BatchOpts(sz=ctypes.sizeof(_BatchOpts))
+        opts = bpf.BatchOpts(sz=ctypes.sizeof(bpf.BatchOpts))
         for start in range(0, total, BATCH):
             n = min(BATCH, total - start)
             count = ctypes.c_uint32(n)
             k = keys[start * self.key_size : (start + n) * self.key_size]
             v = values[start * self.value_size : (start + n) * self.value_size]
-            result = _lib().bpf_map_update_batch(
+            result = bpf.lib().bpf_map_update_batch(
                 self.fd, k, v, ctypes.byref(count), ctypes.byref(opts)
             )
             calls += 1
@@ -332,11 +163,11 @@ class Map(Fd):
     def delete_batch(self, keys: bytes) -> int:
         """Deletes all keys; one that is absent is no error. How many calls it took."""
         total, start, calls = len(keys) // self.key_size, 0, 0
-        opts = _BatchOpts(sz=ctypes.sizeof(_BatchOpts))
+        opts = bpf.BatchOpts(sz=ctypes.sizeof(bpf.BatchOpts))
         while start < total:
             count = ctypes.c_uint32(min(BATCH, total - start))
             k = keys[start * self.key_size : (start + count.value) * self.key_size]
-            result = _lib().bpf_map_delete_batch(
+            result = bpf.lib().bpf_map_delete_batch(
                 self.fd, k, ctypes.byref(count), ctypes.byref(opts)
             )
             calls += 1
@@ -348,7 +179,7 @@ class Map(Fd):
             if result == -errno.ENOENT:
                 start += 1  # the batch stops at an absent key: go on behind it
             else:
-                _check(result, "cannot delete", f"map {self.name}")
+                bpf.check(result, "cannot delete", f"map {self.name}")
         return calls
 
     def items(self) -> Iterator[tuple[bytes, bytes]]:
@@ -363,12 +194,12 @@ class Map(Fd):
         cursor_in: Any = None
         cursor = ctypes.create_string_buffer(max(8, self.key_size))
         room = BATCH
-        opts = _BatchOpts(sz=ctypes.sizeof(_BatchOpts))
+        opts = bpf.BatchOpts(sz=ctypes.sizeof(bpf.BatchOpts))
         while True:
             keys = ctypes.create_string_buffer(room * self.key_size)
             values = ctypes.create_string_buffer(room * self.value_size)
             count = ctypes.c_uint32(room)
-            result = _lib().bpf_map_lookup_batch(
+            result = bpf.lib().bpf_map_lookup_batch(
                 self.fd, cursor_in, cursor, keys, values, ctypes.byref(count), ctypes.byref(opts)
             )
             if result == -errno.ENOSPC:  # one bucket holds more than the buffers do
@@ -378,7 +209,7 @@ class Map(Fd):
                 yield from self._one_by_one()
                 return
             if result < 0 and result != -errno.ENOENT:
-                _check(result, "cannot read", f"map {self.name}")
+                bpf.check(result, "cannot read", f"map {self.name}")
             n = count.value
             yield (
                 bytes(memoryview(keys)[: n * self.key_size]),
@@ -392,7 +223,7 @@ class Map(Fd):
         """All entries, a key at a time."""
         key: bytes | None = None
         following = ctypes.create_string_buffer(self.key_size)
-        while _lib().bpf_map_get_next_key(self.fd, key, following) == 0:
+        while bpf.lib().bpf_map_get_next_key(self.fd, key, following) == 0:
             key = following.raw
             value = self.lookup(key)
             if value is not None:
@@ -408,10 +239,10 @@ class Map(Fd):
 @lru_cache(maxsize=1)
 def possible_cpus() -> int:
     """How many values a per-CPU map holds for each key."""
-    return _check(_lib().libbpf_num_possible_cpus(), "cannot count the CPUs")
+    return bpf.check(bpf.lib().libbpf_num_possible_cpus(), "cannot count the CPUs")
 
 
-class Program(Fd):
+class Program(bpf.Fd):
     """A loaded program."""
 
     @classmethod
@@ -419,13 +250,13 @@ class Program(Fd):
         """Loads bytecode whose map references are patched. A refusal carries the last lines of
         the verifier's log.
         """
-        opts = _ProgLoadOpts(
-            sz=ctypes.sizeof(_ProgLoadOpts), attempts=5, expected_attach_type=attach_type
+        opts = bpf.ProgLoadOpts(
+            sz=ctypes.sizeof(bpf.ProgLoadOpts), attempts=5, expected_attach_type=attach_type
         )
 
         def attempt() -> int:
             return int(
-                _lib().bpf_prog_load(
+                bpf.lib().bpf_prog_load(
                     kind,
                     name[:15].encode(),
                     LICENSE,
@@ -445,20 +276,20 @@ class Program(Fd):
             return cls(again, name)
         lines = [line for line in log.value.decode("ascii", "replace").splitlines() if line]
         reason = " | ".join(line for line in lines[-3:] if not line.startswith("processed"))
-        hint = VERIFIER if lines and _privileged() else ""
-        _check(fd, f"the kernel refuses the program {name}", reason[-300:], hint)
+        hint = VERIFIER if lines and bpf.privileged() else ""
+        bpf.check(fd, f"the kernel refuses the program {name}", reason[-300:], hint)
         raise AssertionError("unreachable")
 
     @classmethod
     def open(cls, path: Path) -> Self:
         """The program that is pinned there."""
-        return cls(_get(path), path.name)
+        return cls(bpf.opened(path), path.name)
 
     def info(self) -> "ProgramInfo":
         """What the kernel says of it."""
         ids = (ctypes.c_uint32 * 64)()
-        info = _ProgInfo(nr_map_ids=64, map_ids=ctypes.addressof(ids))
-        _info(self.fd, info, f"program {self.name}")
+        info = bpf.RawProgInfo(nr_map_ids=64, map_ids=ctypes.addressof(ids))
+        bpf.read_info(self.fd, info, f"program {self.name}")
         return ProgramInfo(
             id=info.id,
             name=info.name.decode(),
@@ -479,34 +310,36 @@ class ProgramInfo:
     map_ids: tuple[int, ...]
 
 
-class Link(Fd):
+class Link(bpf.Fd):
     """A program that is attached as long as this descriptor or a pin of it lives."""
 
     @classmethod
     def attach(cls, program: Program, cgroup_fd: int, attach_type: int) -> Self:
         """Attaches to a cgroup, beside whatever else is attached there (Linux v5.7)."""
-        fd = _lib().bpf_link_create(program.fd, cgroup_fd, attach_type, None)
-        return cls(_check(fd, f"cannot attach {program.name}", "cgroup"), program.name)
+        fd = bpf.lib().bpf_link_create(program.fd, cgroup_fd, attach_type, None)
+        return cls(bpf.check(fd, f"cannot attach {program.name}", "cgroup"), program.name)
 
     @classmethod
     def open(cls, path: Path) -> Self:
         """The link that is pinned there."""
-        return cls(_get(path), path.name)
+        return cls(bpf.opened(path), path.name)
 
     def update(self, program: Program) -> None:
         """Replaces the program at once: every call runs either the old or the new one."""
-        _check(
-            _lib().bpf_link_update(self.fd, program.fd, None), f"cannot replace {self.name}", "link"
+        bpf.check(
+            bpf.lib().bpf_link_update(self.fd, program.fd, None),
+            f"cannot replace {self.name}",
+            "link",
         )
 
     def detach(self) -> None:
         """Ends the attachment now. Removing a pin ends it too, but some milliseconds later."""
-        _check(_lib().bpf_link_detach(self.fd), f"cannot detach {self.name}", "link")
+        bpf.check(bpf.lib().bpf_link_detach(self.fd), f"cannot detach {self.name}", "link")
 
     def info(self) -> "LinkInfo":
         """What it attaches, and where. A cgroup that is gone has id 0."""
-        info = _LinkInfo()
-        _info(self.fd, info, f"link {self.name}")
+        info = bpf.RawLinkInfo()
+        bpf.read_info(self.fd, info, f"link {self.name}")
         return LinkInfo(info.id, info.prog_id, info.cgroup_id, info.attach_type)
 
 
@@ -522,7 +355,7 @@ class LinkInfo:
 
 def program_by_id(program_id: int, name: str = "") -> Program:
     """Opens a program that is loaded."""
-    fd = _check(_lib().bpf_prog_get_fd_by_id(program_id), "no such program", str(program_id))
+    fd = bpf.check(bpf.lib().bpf_prog_get_fd_by_id(program_id), "no such program", str(program_id))
     return Program(fd, name or str(program_id))
 
 
@@ -531,8 +364,8 @@ def attached(cgroup_fd: int, attach_type: int) -> tuple[int, ...]:
     ids = (ctypes.c_uint32 * 64)()
     count = ctypes.c_uint32(64)
     flags = ctypes.c_uint32(0)
-    _check(
-        _lib().bpf_prog_query(
+    bpf.check(
+        bpf.lib().bpf_prog_query(
             cgroup_fd, attach_type, 0, ctypes.byref(flags), ids, ctypes.byref(count)
         ),
         "cannot query the cgroup",

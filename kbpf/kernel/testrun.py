@@ -26,7 +26,8 @@ import struct
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Self
 
-from kbpf.kernel.libbpf import Program, _check, _lib
+from kbpf.kernel import bpf
+from kbpf.kernel.libbpf import Program
 
 TC_ACT_OK: Final = 0
 TC_ACT_SHOT: Final = 2
@@ -161,8 +162,8 @@ def run(
         repeat=repeat,
         flags=_CHECKSUM_COMPLETE if checksum_complete else 0,
     )
-    _check(
-        _lib().bpf_prog_test_run_opts(program.fd, ctypes.byref(opts)),
+    bpf.check(
+        bpf.lib().bpf_prog_test_run_opts(program.fd, ctypes.byref(opts)),
         f"cannot run the program {program.name}",
         f"packet of {len(packet)} bytes",
     )

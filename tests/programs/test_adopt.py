@@ -24,7 +24,7 @@ from kbpf.dataplane.bpf import artifact, compile, hooks, layout
 from kbpf.dataplane.bpf import plane as plane_module
 from kbpf.dataplane.bpf.plane import BpfPlane
 from kbpf.errors import KernelError
-from kbpf.kernel import libbpf
+from kbpf.kernel import bpf, libbpf
 from kbpf.kernel.libbpf import Link, Map
 from kbpf.model.config import MapSizes
 from kbpf.model.desired import DesiredState
@@ -573,7 +573,7 @@ class Killer:
 
     ENTRIES = ((Map, "update"), (Map, "delete"), (Map, "replace"))
     OTHERS = (
-        (libbpf.Fd, "pin"), (Link, "attach"), (Link, "update"),
+        (bpf.Fd, "pin"), (Link, "attach"), (Link, "update"),
         (os, "rename"), (os, "unlink"), (os, "rmdir"), (os, "mkdir"),
     )  # fmt: skip
 
@@ -651,10 +651,10 @@ def live(site: Site) -> dict[str, dict[str, Any]]:
 
 def read_map(number: int) -> tuple[str, dict[bytes, bytes]]:
     """Name and entries of the map with this id; entries of those only that the agent grows."""
-    fd = libbpf._check(libbpf._lib().bpf_map_get_fd_by_id(number), "no such map")
+    fd = bpf.check(bpf.lib().bpf_map_get_fd_by_id(number), "no such map")
     with Map(fd, str(number)) as opened:
-        info = libbpf._MapInfo()
-        libbpf._info(fd, info, "map")
+        info = bpf.RawMapInfo()
+        bpf.read_info(fd, info, "map")
         (name,) = (name for name in layout.MAPS if name[:15] == info.name.decode())
         return name, dict(opened.items()) if layout.MAPS[name].grows else {}
 

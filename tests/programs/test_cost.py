@@ -14,7 +14,7 @@ import pytest
 
 from kbpf.dataplane.base import Report
 from kbpf.dataplane.bpf.plane import BpfPlane
-from kbpf.kernel import libbpf
+from kbpf.kernel import bpf
 from kbpf.model.desired import DesiredState, ServicePortKey, ServiceState
 from kbpf.model.objects import Protocol
 from tests.support.plane import Site, service, sites
@@ -44,9 +44,9 @@ class CountingLib:
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     """Calls of libbpf inside the block: each of them is one bpf(2)."""
     calls: Counter[str] = Counter()
-    lib = CountingLib(libbpf._lib(), calls)
+    lib = CountingLib(bpf.lib(), calls)
     with monkeypatch.context() as patch:
-        patch.setattr(libbpf, "_lib", lambda: lib)
+        patch.setattr(bpf, "lib", lambda: lib)
         yield calls
 
 

@@ -23,7 +23,7 @@ from kbpf.dataplane.bpf.layout import (
     Target,
 )
 from kbpf.errors import KernelError
-from kbpf.kernel import libbpf, netns
+from kbpf.kernel import bpf, netns
 from kbpf.kernel.libbpf import Program
 from kbpf.kernel.testrun import TC_ACT_SHOT, run
 from kbpf.model.address import parse_addr
@@ -86,7 +86,7 @@ class Flows:
         self.forget()
         with self.site.pinned("order") as order, self.site.pinned("tracked") as tracked:
             taken = ctypes.create_string_buffer(order.value_size)
-            while libbpf._lib().bpf_map_lookup_and_delete_elem(order.fd, None, taken) == 0:
+            while bpf.lib().bpf_map_lookup_and_delete_elem(order.fd, None, taken) == 0:
                 pass
             tracked.update(U32.pack(0), U64.pack(0))
 

@@ -247,7 +247,7 @@ def test_the_packet_may_have_a_part_that_is_not_linear(program: Loader) -> None:
 # ---- what the kernel refuses -------------------------------------------------------------------
 
 ADVICE = (
-    "from kbpf.kernel.libbpf import Program, KernelError\n"
+    "from kbpf.errors import KernelError\nfrom kbpf.kernel.libbpf import Program\n"
     "try: Program.load('cow', 3, 0, bytes.fromhex('9500000000000000'))\n"  # exit without r0
     "except KernelError as error: print(error.errno, error)\n"
 )

@@ -16,7 +16,7 @@ from kbpf.dataplane.bpf import load, programs
 from kbpf.dataplane.bpf.artifact import Artifact
 from kbpf.dataplane.bpf.hooks import TAILS, TAILS_MAP, type_of
 from kbpf.dataplane.bpf.layout import MAPS
-from kbpf.kernel import libbpf
+from kbpf.kernel import bpf, libbpf
 from kbpf.kernel.libbpf import Map
 
 LIMIT = 1_000_000
@@ -68,8 +68,8 @@ def _load(name: str, insns: bytes, level: int) -> tuple[int, str]:
     """bpf_prog_load() as the loader does it; the descriptor or -errno, and the verifier's log."""
     kind, attach_type, _ = type_of(name)
     log = ctypes.create_string_buffer(LOG_SIZE)
-    opts = libbpf._ProgLoadOpts(
-        sz=ctypes.sizeof(libbpf._ProgLoadOpts),
+    opts = bpf.ProgLoadOpts(
+        sz=ctypes.sizeof(bpf.ProgLoadOpts),
         attempts=5,
         expected_attach_type=attach_type,
         log_level=level,
@@ -77,7 +77,7 @@ def _load(name: str, insns: bytes, level: int) -> tuple[int, str]:
         log_buf=ctypes.addressof(log),
     )
     count = ctypes.c_size_t(len(insns) // 8)
-    fd = libbpf._lib().bpf_prog_load(
+    fd = bpf.lib().bpf_prog_load(
         kind, name[:15].encode(), libbpf.LICENSE, insns, count, ctypes.byref(opts)
     )
     return int(fd), log.value.decode("ascii", "replace")

@@ -21,7 +21,7 @@ from kbpf.dataplane.bpf.hooks import (
 )
 from kbpf.dataplane.checks import CheckRow, row
 from kbpf.errors import CompileError, KernelError
-from kbpf.kernel import libbpf, mounts, probe
+from kbpf.kernel import bpf, libbpf, mounts, probe
 from kbpf.kernel.probe import Probe
 
 CONNECT4: Final = 10
@@ -66,7 +66,7 @@ def _capabilities() -> CheckRow:
 
 def _libbpf() -> CheckRow:
     try:
-        found, detail = Probe(True), libbpf.version()
+        found, detail = Probe(True), bpf.version()
     except KernelError as error:
         found, detail = Probe(False, str(error)), ""
     return row("libbpf1", found, "install libbpf1", detail=detail)

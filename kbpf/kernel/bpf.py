@@ -1,0 +1,181 @@
+"""bpf(2) by Debian's libbpf1 and ctypes: the library, what its calls take and give, descriptors.
+
+Only the low-level calls that wrap one bpf(2) command each: no ELF, no skeletons. Every failure is a
+KernelError with errno kept, raised in `check()` and nowhere else.
+"""
+
+import ctypes
+import errno
+import os
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Final, Self
+
+from kbpf.errors import KernelError
+
+_CAP_SYS_ADMIN: Final = 1 << 21
+"""It stands for the two below."""
+_CAP_PERFMON_BPF: Final = 1 << 38 | 1 << 39
+
+
+class MapCreateOpts(ctypes.Structure):
+    _fields_ = (
+        ("sz", ctypes.c_size_t),
+        ("btf_fd", ctypes.c_uint32),
+        ("btf_key_type_id", ctypes.c_uint32),
+        ("btf_value_type_id", ctypes.c_uint32),
+        ("btf_vmlinux_value_type_id", ctypes.c_uint32),
+        ("inner_map_fd", ctypes.c_uint32),
+        ("map_flags", ctypes.c_uint32),
+        ("map_extra", ctypes.c_uint64),
+        ("numa_node", ctypes.c_uint32),
+        ("map_ifindex", ctypes.c_uint32),
+    )
+
+
+class ProgLoadOpts(ctypes.Structure):
+    _fields_ = (
+        ("sz", ctypes.c_size_t),
+        ("attempts", ctypes.c_int),
+        ("expected_attach_type", ctypes.c_int),
+        ("prog_btf_fd", ctypes.c_uint32),
+        ("prog_flags", ctypes.c_uint32),
+        ("prog_ifindex", ctypes.c_uint32),
+        ("kern_version", ctypes.c_uint32),
+        ("attach_btf_id", ctypes.c_uint32),
+        ("attach_prog_fd", ctypes.c_uint32),
+        ("attach_btf_obj_fd", ctypes.c_uint32),
+        ("fd_array", ctypes.c_void_p),
+        ("func_info", ctypes.c_void_p),
+        ("func_info_cnt", ctypes.c_uint32),
+        ("func_info_rec_size", ctypes.c_uint32),
+        ("line_info", ctypes.c_void_p),
+        ("line_info_cnt", ctypes.c_uint32),
+        ("line_info_rec_size", ctypes.c_uint32),
+        ("log_level", ctypes.c_uint32),
+        ("log_size", ctypes.c_uint32),
+        ("log_buf", ctypes.c_void_p),
+    )
+
+
+class BatchOpts(ctypes.Structure):
+    _fields_ = (
+        ("sz", ctypes.c_size_t),
+        ("elem_flags", ctypes.c_uint64),
+        ("flags", ctypes.c_uint64),
+    )
+
+
+class RawMapInfo(ctypes.Structure):
+    _fields_ = (
+        ("type", ctypes.c_uint32),
+        ("id", ctypes.c_uint32),
+        ("key_size", ctypes.c_uint32),
+        ("value_size", ctypes.c_uint32),
+        ("max_entries", ctypes.c_uint32),
+        ("map_flags", ctypes.c_uint32),
+        ("name", ctypes.c_char * 16),
+    )
+
+
+class RawProgInfo(ctypes.Structure):
+    _fields_ = (
+        ("type", ctypes.c_uint32),
+        ("id", ctypes.c_uint32),
+        ("tag", ctypes.c_uint8 * 8),
+        ("jited_prog_len", ctypes.c_uint32),
+        ("xlated_prog_len", ctypes.c_uint32),
+        ("jited_prog_insns", ctypes.c_uint64),
+        ("xlated_prog_insns", ctypes.c_uint64),
+        ("load_time", ctypes.c_uint64),
+        ("created_by_uid", ctypes.c_uint32),
+        ("nr_map_ids", ctypes.c_uint32),
+        ("map_ids", ctypes.c_uint64),
+        ("name", ctypes.c_char * 16),
+    )
+
+
+class RawLinkInfo(ctypes.Structure):
+    _fields_ = (
+        ("type", ctypes.c_uint32),
+        ("id", ctypes.c_uint32),
+        ("prog_id", ctypes.c_uint32),
+        ("pad", ctypes.c_uint32),
+        ("cgroup_id", ctypes.c_uint64),
+        ("attach_type", ctypes.c_uint32),
+        ("rest", ctypes.c_uint32 * 8),
+    )
+
+
+@lru_cache(maxsize=1)
+def lib() -> Any:
+    try:
+        lib = ctypes.CDLL("libbpf.so.1", use_errno=True)
+    except OSError as error:
+        raise KernelError("cannot load libbpf.so.1", "", f"install libbpf1 ({error})") from error
+    lib.libbpf_set_print(None)  # the verifier's log is asked for, never printed behind our back
+    return lib
+
+
+def version() -> str:
+    """libbpf's own version. KernelError when it is not installed."""
+    text = lib().libbpf_version_string
+    text.restype = ctypes.c_char_p
+    return str(text().decode()).removeprefix("v")
+
+
+def check(result: int, what: str, where: str = "", hint: str = "") -> int:
+    """libbpf 1.x returns -errno. The result, or KernelError."""
+    if result >= 0:
+        return result
+    code = -int(result)
+    if not hint and code in (errno.EPERM, errno.EACCES):
+        hint = "it needs root or CAP_BPF, CAP_NET_ADMIN and CAP_PERFMON"
+    if not hint and code == errno.ENOSYS:
+        hint = "this kernel has no bpf(2)"
+    raise KernelError(what, where, hint, errno=code)
+
+
+def privileged() -> bool:
+    """Whether this process may have programs checked as root's are."""
+    text = Path("/proc/self/status").read_text()
+    held = next((line.split()[1] for line in text.splitlines() if line.startswith("CapEff:")), "0")
+    bits = int(held, 16)
+    return bool(bits & _CAP_SYS_ADMIN) or bits & _CAP_PERFMON_BPF == _CAP_PERFMON_BPF
+
+
+class Fd:
+    """A descriptor with an owner."""
+
+    def __init__(self, fd: int, name: str = "") -> None:
+        self.fd = fd
+        self.name = name
+
+    def close(self) -> None:
+        """Ends it; a second call does nothing."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def pin(self, path: Path) -> None:
+        """Gives the object a name in a bpffs, which keeps it alive."""
+        check(lib().bpf_obj_pin(self.fd, os.fsencode(path)), "cannot pin", str(path))
+
+
+def opened(path: Path) -> int:
+    return check(lib().bpf_obj_get(os.fsencode(path)), "cannot open the pin", str(path))
+
+
+def read_info(fd: int, info: ctypes.Structure, where: str) -> None:
+    size = ctypes.c_uint32(ctypes.sizeof(info))
+    check(
+        lib().bpf_obj_get_info_by_fd(fd, ctypes.byref(info), ctypes.byref(size)),
+        "cannot read the info",
+        where,
+    )
