@@ -11,6 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, Self
 
+from kbpf.errors import KernelError
 from kbpf.kernel import bpf
 
 MAP_HASH: Final = 1
@@ -139,6 +140,20 @@ class Map(bpf.Fd):
         bpf.check(result, "cannot delete", f"map {self.name}")
         return True
 
+    def take(self, key: bytes) -> bytes | None:
+        """Deletes an entry of a hash map; what it was, or None if it was not there. In one step,
+        but before Linux v5.14.
+        """
+        out = ctypes.create_string_buffer(self.value_size)
+        result = bpf.lib().bpf_map_lookup_and_delete_elem(self.fd, key, out)
+        if result == -ENOTSUPP:
+            was = self.lookup(key)
+            return was if was is not None and self.delete(key) else None
+        if result == -errno.ENOENT:
+            return None
+        bpf.check(result, "cannot take out", f"map {self.name}")
+        return out.raw
+
     def update_batch(self, keys: bytes, values: bytes) -> int:
         """Writes all entries, given back to back; how many calls it took."""
         total, calls = len(keys) // self.key_size, 0
@@ -191,33 +206,39 @@ class Map(bpf.Fd):
 
     def batches(self) -> Iterator[tuple[bytes, bytes]]:
         """The same, many keys and their values at a time, back to back."""
-        cursor_in: Any = None
-        cursor = ctypes.create_string_buffer(max(8, self.key_size))
-        room = BATCH
-        opts = bpf.BatchOpts(sz=ctypes.sizeof(bpf.BatchOpts))
+        cursor: bytes | None = None
         while True:
+            try:
+                keys, values, cursor = self.batch(cursor)
+            except KernelError as error:
+                if error.errno != ENOTSUPP or cursor is not None:
+                    raise
+                yield from self._one_by_one()  # LPM tries before v5.14
+                return
+            yield keys, values
+            if cursor is None:
+                return
+
+    def batch(self, cursor: bytes | None) -> tuple[bytes, bytes, bytes | None]:
+        """One of these, and where the next one begins; None at the beginning, and at the end."""
+        following = ctypes.create_string_buffer(max(8, self.key_size))
+        opts = bpf.BatchOpts(sz=ctypes.sizeof(bpf.BatchOpts))
+        room, result = BATCH, -errno.ENOSPC
+        while result == -errno.ENOSPC:  # one bucket holds more than the buffers do
             keys = ctypes.create_string_buffer(room * self.key_size)
             values = ctypes.create_string_buffer(room * self.value_size)
             count = ctypes.c_uint32(room)
             result = bpf.lib().bpf_map_lookup_batch(
-                self.fd, cursor_in, cursor, keys, values, ctypes.byref(count), ctypes.byref(opts)
+                self.fd, cursor, following, keys, values, ctypes.byref(count), ctypes.byref(opts)
             )
-            if result == -errno.ENOSPC:  # one bucket holds more than the buffers do
-                room *= 2
-                continue
-            if result == -ENOTSUPP and cursor_in is None:  # LPM tries before v5.14
-                yield from self._one_by_one()
-                return
-            if result < 0 and result != -errno.ENOENT:
-                bpf.check(result, "cannot read", f"map {self.name}")
-            n = count.value
-            yield (
-                bytes(memoryview(keys)[: n * self.key_size]),
-                bytes(memoryview(values)[: n * self.value_size]),
-            )
-            if result == -errno.ENOENT:
-                return
-            cursor_in = ctypes.create_string_buffer(cursor.raw, len(cursor.raw))
+            room *= 2
+        if result != -errno.ENOENT:
+            bpf.check(result, "cannot read", f"map {self.name}")
+        return (
+            bytes(memoryview(keys)[: count.value * self.key_size]),
+            bytes(memoryview(values)[: count.value * self.value_size]),
+            None if result == -errno.ENOENT else following.raw,
+        )
 
     def _one_by_one(self) -> Iterator[tuple[bytes, bytes]]:
         """All entries, a key at a time."""

@@ -2,14 +2,19 @@
 
 import contextlib
 import ctypes
+import itertools
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
 
-from kbpf.dataplane.bpf.flows import is_question
+from kbpf.dataplane.bpf import flows as fields
+from kbpf.dataplane.bpf import orphans
+from kbpf.dataplane.bpf.flows import ends, is_question
 from kbpf.dataplane.bpf.layout import (
     DEVICE,
     MAPS,
@@ -21,10 +26,11 @@ from kbpf.dataplane.bpf.layout import (
     Reason,
     Role,
     Target,
+    pack_target,
 )
 from kbpf.errors import KernelError
-from kbpf.kernel import bpf, netns
-from kbpf.kernel.libbpf import Program
+from kbpf.kernel import bpf, libbpf, netns
+from kbpf.kernel.libbpf import Map, Program
 from kbpf.kernel.testrun import TC_ACT_SHOT, run
 from kbpf.model.address import parse_addr
 from kbpf.model.config import MapSizes
@@ -55,7 +61,7 @@ class Flows:
 
     def start(self, room: int) -> None:
         """The agent, with room for so many."""
-        plane = self.site.open(MapSizes(connections=room), packet_path=True)
+        plane = self.plane = self.site.open(MapSizes(connections=room), packet_path=True)
         made = [
             service(f"{name}-{protocol.name}".lower(), f"LoadBalancer={vip}", POD, protocol,
                     local=POD, external_local=name == "kept")
@@ -316,3 +322,150 @@ def test_another_size_keeps_the_newest_and_their_order(flows: Flows, room: int) 
     assert ports[-4] not in there or room > ROOM
     assert 6000 in there
     flows.start(ROOM)
+
+
+# ---- what has no place ---------------------------------------------------------------------------
+
+OTHER_POD = "10.244.1.3"
+NOW = itertools.count(1e9, orphans.LOOK_SECONDS)
+"""When the agent looks."""
+
+
+class Lost(NamedTuple):
+    """A conversation of two CPUs that have chosen differently, and whether, so many seconds later,
+    the answers go that are not those of the question.
+    """
+
+    name: str
+    script: str
+    seconds: int
+    goes: bool
+
+
+LOST = [
+    Lost("a question, young", "?", 29, False),
+    Lost("a question", "?", 31, True),
+    Lost("answered, young", "? <!", 119, False),
+    Lost("answered", "? <!", 121, True),
+    Lost("a SYN", "S", 121, True),
+    Lost("TCP, young", LIVES, 23 * 3600, False),
+    Lost("TCP", LIVES, 25 * 3600, True),
+]
+
+
+def lose(flows: Flows, port: int) -> dict[bytes, bytes]:
+    """The entries that the other CPU has made for the flow of this port: it took another backend,
+    and if the source is translated one more took another port of the node.
+    """
+    made = {}
+    for raw in flows.site.entries("flows").values():
+        if is_question(raw) or Target.unpack(raw[fields.CLIENT]).port != port:
+            continue
+        client, pod = (
+            raw[fields.CLIENT],
+            pack_target(parse_addr(OTHER_POD), 8080, raw[fields.PROTOCOL]),
+        )
+        if raw[fields.PART] == FlowPart.ANSWER:
+            made[ends(client, pod)] = raw[: fields.BACKEND.start] + pod + raw[fields.BACKEND.stop :]
+        else:
+            number = (port + 18_000).to_bytes(2, "big")
+            node = raw[fields.SNAT] + number + client[18:]
+            other = raw[: fields.SNAT_PORT.start] + number + raw[fields.SNAT_PORT.stop :]
+            made[ends(node, raw[fields.BACKEND])] = other
+    with flows.site.pinned("flows") as held:
+        for key, raw in made.items():
+            held.update(key, raw)
+    return made
+
+
+def remove(held: Map, seconds: float) -> int:
+    """Orphans that are gone then."""
+    at = time.monotonic_ns() + int(seconds * 1e9)
+    return sum(orphans.remove(held, *batch, at) for batch in list(held.batches()))
+
+
+@pytest.mark.parametrize("row", LOST, ids=lambda row: row.name)
+def test_answers_that_no_question_leads_to_go_when_their_time_is_over(
+    flows: Flows, row: Lost
+) -> None:
+    """Those of the flow itself stay, though theirs is over, too: the flow makes room as a whole."""
+    flows.talk(2000, row.script)
+    flows.talk(2001, "?")
+    whole = flows.site.entries("flows")
+    made = lose(flows, 2000)
+    assert len(made) == PARTS[flows.kind] - 1
+    with flows.site.pinned("flows") as held:
+        assert remove(held, row.seconds) == (len(made) if row.goes else 0)
+    assert flows.site.entries("flows") == whole | ({} if row.goes else made)
+
+
+def test_answers_go_whose_question_is_gone(flows: Flows) -> None:
+    flows.talk(2000, "?")
+    flows.talk(2001, "?")
+    with flows.site.pinned("flows") as held:
+        for key, raw in list(held.items()):
+            if is_question(raw) and Target.unpack(raw[fields.CLIENT]).port == 2000:
+                held.delete(key)
+        assert remove(held, 29) == 0
+        assert remove(held, 31) == PARTS[flows.kind] - 1
+    assert flows.ports() == flows.whole([2001])
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["at once", "before v5.14"])
+def test_what_is_made_anew_at_that_moment_stays(
+    flows: Flows, monkeypatch: pytest.MonkeyPatch, at_once: bool
+) -> None:
+    """Another flow has taken the port, or the backend, after the entry was looked at."""
+    if not at_once:
+        lib = Without(bpf.lib())
+        monkeypatch.setattr(bpf, "lib", lambda: lib)
+    flows.talk(2000, "?")
+    made = lose(flows, 2000)
+    anew = {key: raw[:-1] + b"\1" for key, raw in made.items()}
+    take = Map.take
+
+    def late(self: Map, key: bytes) -> bytes | None:
+        self.update(key, anew[key])
+        return take(self, key)
+
+    with flows.site.pinned("flows") as held:
+        with monkeypatch.context() as patch:
+            patch.setattr(Map, "take", late)
+            assert remove(held, 31) == 0
+        assert anew.items() <= dict(held.items()).items()
+        assert remove(held, 31) == len(made)
+        assert held.take(next(iter(made))) is None, "it is gone"
+
+
+class Without:
+    """libbpf on a kernel that takes nothing out of a hash map in one step."""
+
+    def __init__(self, lib: Any) -> None:
+        self._lib = lib
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "bpf_map_lookup_and_delete_elem":
+            return lambda *_: -libbpf.ENOTSUPP
+        return getattr(self._lib, name)
+
+
+def test_the_agent_looks_for_them_a_part_at_a_time(
+    flows: Flows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And begins again."""
+    monkeypatch.setattr(libbpf, "BATCH", 8)
+    ports = range(2000, 2000 + ROOM // 2)
+    node = Path("/run/netns") / str(flows.site.node)
+    for port in ports:
+        flows.talk(port, "?")
+    for _ in range(2):
+        made = {key for port in ports for key in lose(flows, port)}
+        for port in ports:
+            flows.age(port, MINUTE)
+        left = []
+        for now in itertools.islice(NOW, 100):
+            netns.inside(node, lambda: flows.plane.tick(now))  # noqa: B023
+            left.append(len(made & flows.site.entries("flows").keys()))
+        assert left[0] > 0, "not all at once"
+        assert left[-1] == 0
+        assert flows.ports() == flows.whole(ports)

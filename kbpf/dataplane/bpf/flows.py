@@ -4,11 +4,11 @@ Each entry has the whole of a struct nat. The client's own, client and frontend,
 queue `order` has, and without which the others are nothing.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from struct import Struct
 from typing import Final
 
-from kbpf.dataplane.bpf.layout import FlowPart, idle_seconds
+from kbpf.dataplane.bpf.layout import NAT, FlowPart, idle_seconds
 
 CLIENT: Final = slice(8, 28)
 PROTOCOL: Final = 26
@@ -76,6 +76,19 @@ def over(raw: bytes) -> int:
     """ns, CLOCK_MONOTONIC: when the time of this entry is over, if no packet comes."""
     last, protocol, state = _TIMES.unpack_from(raw)
     return int(last) + HOLDS[protocol, state]
+
+
+def columns(values: bytes) -> Iterator[tuple[int, int, int, int, int]]:
+    """Of structs nat, back to back: Service, last use (ns), protocol, state, part."""
+    size = NAT.size
+    return zip(
+        memoryview(values).cast("I")[SERVICE.start // 4 :: size // 4],
+        memoryview(values).cast("Q")[0 :: size // 8],
+        values[PROTOCOL::size],
+        values[STATE::size],
+        values[PART::size],
+        strict=True,
+    )
 
 
 def in_order(entries: Iterable[Pair]) -> list[bytes]:

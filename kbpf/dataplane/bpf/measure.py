@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from kbpf.dataplane.bpf import load
-from kbpf.dataplane.bpf.flows import HOLDS, PART, PROTOCOL, SERVICE, STATE
+from kbpf.dataplane.bpf.flows import HOLDS, columns
 from kbpf.dataplane.bpf.layout import (
     FLOW,
     MAPS,
-    NAT,
     PEER,
     SERVICE_NAME,
     U32,
@@ -166,18 +165,9 @@ def _live(values: bytes, now: int) -> list[int]:
     """The Services of the connections among those struct nat, back to back, whose time is not
     over: of each the entry that is the client's own.
     """
-    size = NAT.size
-    columns = zip(
-        memoryview(values).cast("I")[SERVICE.start // 4 :: size // 4],
-        memoryview(values).cast("Q")[0 :: size // 8],
-        values[PROTOCOL::size],
-        values[STATE::size],
-        values[PART::size],
-        strict=True,
-    )
     return [
         service
-        for service, last, protocol, state, part in columns
+        for service, last, protocol, state, part in columns(values)
         if part == FlowPart.QUESTION and last + HOLDS[protocol, state] > now
     ]
 

@@ -37,6 +37,7 @@ from kbpf.dataplane.bpf.layout import (
 )
 from kbpf.dataplane.bpf.load import Pins
 from kbpf.dataplane.bpf.measure import Meter
+from kbpf.dataplane.bpf.orphans import Orphans
 from kbpf.dataplane.bpf.packet import PacketPath
 from kbpf.dataplane.bpf.plan import Planner, Programmed, Retired, Writes, leaving, need
 from kbpf.dataplane.bpf.programs import Programs, SocketPrograms, missing_helpers
@@ -97,6 +98,7 @@ class BpfPlane:
         self._sockets: SocketPrograms | None = None
         self._packets: PacketPath | None = None
         self._beside = Beside(self._pins, config)
+        self._orphans = Orphans()
         self.packet_problem = ""
         self._kept: adopt.Adopted | None = None  # what an unsound first apply left as it was
         self._unsure = False  # whether what is kept here is what the maps hold
@@ -527,6 +529,7 @@ class BpfPlane:
         due = []
         if self._packets is not None and self._stray is None:
             self._beside.look(now)
+            self._orphans.look(self._tables.maps["flows"], now)
             due.append(self._packets.lead(now))
         if self._waits:
             self._leave_alone()
