@@ -5,7 +5,17 @@ import sys
 
 from benchmarks.common import emit, say
 
-ALL = ("connect", "packets", "scale", "pod", "change", "nodeport", "clusterip", "scrape")
+ALL = (
+    "connect",
+    "accounting",
+    "packets",
+    "scale",
+    "pod",
+    "change",
+    "nodeport",
+    "clusterip",
+    "scrape",
+)
 
 
 def main(names: list[str]) -> None:

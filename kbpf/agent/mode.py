@@ -26,7 +26,7 @@ from kbpf.errors import (
 )
 from kbpf.model.config import Config
 from kbpf.model.desired import DesiredState, ServicePortKey
-from kbpf.model.measures import Measures
+from kbpf.model.measures import Measures, Pause, Traffic
 from kbpf.model.status import ModeChoice, PacketStatus
 
 log = logging.getLogger("kbpf.agent")
@@ -239,6 +239,10 @@ class Chosen:
     def measure(self) -> Measures:
         """See base.DataPlane."""
         return self._plane.measure()
+
+    def count(self, pause: Pause) -> Traffic:
+        """See base.DataPlane."""
+        return self._plane.count(pause)
 
     def write_status(self, text: bytes) -> None:
         """See base.DataPlane."""

@@ -32,7 +32,7 @@ class Tally:
         self._no_local: dict[str, set[ServicePortKey]] = {policy: set() for policy in POLICIES}
         self._empty: set[ServicePortKey] = set()
         self._checks: dict[ServiceName, HealthCheck] = {}
-        self._told: tuple[object, ...] = ()
+        self._told: tuple[object, ...] = ({}, None)
         self._touched = Touched()
         self._programmed = False
 
@@ -110,9 +110,9 @@ class Tally:
                 self._checks.pop(name, None)
             else:
                 self._checks[name] = check
-        at = desired.node_addresses if self._config.node_port_addresses else None
-        told = (dict(self._checks), at)
-        if (names or at is not None) and told != self._told:
+        everywhere = self._config.all_node_port_addresses or not self._checks
+        told = (dict(self._checks), None if everywhere else desired.node_addresses)
+        if told != self._told:
             self._desk.check(*told)
             self._told = told
 

@@ -57,3 +57,9 @@ BPF_TABLE("array", u32, struct config, config, 1);
 
 /* reason -> how often. Programs count, per CPU. */
 BPF_TABLE("percpu_array", u32, u64, reasons, REASONS);
+
+/* (service, backend) -> what its connections came to. Programs write; the agent deletes, some time
+ * after the backend is gone. Full: what is new there is not counted. Shared by all CPUs, since it
+ * is written at the beginning and the end of a connection only: per CPU, a node with 64 of them
+ * would need, and read at each scrape, 64 times as much. */
+BPF_F_TABLE("hash", struct count_key, struct counts, counts, 64, BPF_F_NO_PREALLOC);

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: (GPL-2.0 OR BSD-2-Clause) */
-/* Service addresses for the sockets of a node and its pods: the nine cgroup programs.
+/* Service addresses for the sockets of a node and its pods: the ten cgroup programs.
  *
  * connect() on a frontend is pointed at a backend, once; no packet is touched afterwards.
  * Unconnected UDP is pointed at a backend per datagram, to the same one as long as the flow is
@@ -13,6 +13,7 @@
 #include "addr.h"
 #include "maps.h"
 #include "lookup.h"
+#include "account.h"
 
 /* An unconnected socket's flow keeps its backend this long after its last datagram: what the
  * kernel's conntrack gives to UDP streams, and so what kube-proxy's clients are used to. */
@@ -138,12 +139,15 @@ static __always_inline bool is_left_to_packets(u64 netns)
 static __always_inline enum verdict choose_for(const struct target *to, u64 netns, struct choice *c)
 {
 	struct asker who = asker_of(netns);
+	enum verdict v;
 
 	if (is_left_to_packets(netns)) {
 		c->reason = LEFT_TO_PACKETS;
 		return PASS;
 	}
-	return choose(to, &who, c);
+	v = choose(to, &who, c);
+	account_begin(c, v);
+	return v;
 }
 
 /* Where another data plane still knows connections of a pod by their ports: whether this socket,
@@ -334,6 +338,100 @@ static __always_inline void forget_flows(u64 socket)
 	udp_heads.delete(&socket);
 }
 
+/* ---- the end of TCP connections -------------------------------------------------------------
+ *
+ * At the end of a connection the kernel knows how much went each way, what was sent again, how long
+ * the way was, and whether it ended in good order. A socket that connect() has pointed at a backend
+ * asks to be told of its end, and its entry of sock_peers is kept until then: close() comes before
+ * the last byte has gone.
+ */
+
+static __always_inline bool is_kept(const struct peer *peer)
+{
+	return peer->backend.pad && is_accounting(CONFIG_ENDS);
+}
+
+static __always_inline void ask_for_end(struct bpf_sock_ops *ctx)
+{
+	u64 socket = socket_id(ctx);
+	struct peer *peer = sock_peers.lookup(&socket);
+
+	if (!peer)
+		return;
+	if (!bpf_sock_ops_cb_flags_set(ctx,
+				       ctx->bpf_sock_ops_cb_flags | BPF_SOCK_OPS_STATE_CB_FLAG))
+		peer->backend.pad = 1;
+}
+
+/* Whether the other side has taken our FIN, and we its: each counts as a byte. An end from
+ * FIN_WAIT2 may be one before its FIN has come; then a byte is missing. */
+static __always_inline bool fin_was_taken(u32 state)
+{
+	return state == BPF_TCP_FIN_WAIT2 || state == BPF_TCP_CLOSING || state == BPF_TCP_LAST_ACK;
+}
+
+static __always_inline bool fin_has_come(u32 state)
+{
+	return state == BPF_TCP_CLOSE_WAIT || fin_was_taken(state);
+}
+
+/* `but`: what of `bytes` is none. */
+static __always_inline u64 payload(u64 bytes, u64 but)
+{
+	return bytes > but ? bytes - but : 0;
+}
+
+static __always_inline void account_end(struct bpf_sock_ops *ctx, const struct peer *peer)
+{
+	struct counts *to = counts_of(peer->service, peer->backend_id);
+	u32 before = ctx->args[0];
+	u64 bytes;
+
+	if (!to)
+		return;
+	add(&to->ended, 1);
+	if (ctx->total_retrans)
+		add(&to->retransmits, ctx->total_retrans);
+	if (before == BPF_TCP_SYN_SENT) {
+		add(&to->unanswered, 1);
+		return;
+	}
+	if (before == BPF_TCP_ESTABLISHED || before == BPF_TCP_FIN_WAIT1 ||
+	    before == BPF_TCP_CLOSE_WAIT)
+		add(&to->broken, 1);
+	bytes = payload(ctx->bytes_acked, 1 + fin_was_taken(before)); /* the SYN is one */
+	add(&to->bytes_in, bytes);
+	bytes = payload(ctx->bytes_received, fin_has_come(before));
+	add(&to->bytes_out, bytes);
+	if (ctx->srtt_us) {
+		add(&to->rtt_us, ctx->srtt_us >> 3);
+		add(&to->rtts, 1);
+	}
+}
+
+/* Called several times for each TCP connection of the node, at either end of it. */
+int sock_ops(struct bpf_sock_ops *ctx)
+{
+	u32 op = ctx->op;
+	struct peer *peer;
+	u64 socket;
+
+	if (op == BPF_SOCK_OPS_TCP_CONNECT_CB) {
+		if (is_accounting(CONFIG_ENDS))
+			ask_for_end(ctx);
+		return 1;
+	}
+	if (op != BPF_SOCK_OPS_STATE_CB || ctx->args[1] != BPF_TCP_CLOSE)
+		return 1;
+	socket = socket_id(ctx);
+	peer = sock_peers.lookup(&socket);
+	if (!peer || !peer->backend.pad)
+		return 1;
+	account_end(ctx, peer);
+	sock_peers.delete(&socket);
+	return 1;
+}
+
 /* ---- the hooks: the only lines that know a family ------------------------------------------ */
 
 /* MPTCP sockets dial as what they are on the wire. */
@@ -490,8 +588,10 @@ int getpeername6(struct bpf_sock_addr *ctx)
 int sock_release(struct bpf_sock *ctx)
 {
 	u64 socket = socket_id(ctx);
+	struct peer *peer = peer_of(socket, ctx->protocol);
 
-	forget_peer(socket, ctx->protocol);
+	if (peer && !is_kept(peer))
+		forget_peer(socket, ctx->protocol);
 	if (ctx->protocol == PROTO_UDP)
 		forget_flows(socket);
 	return 1;

@@ -93,7 +93,7 @@ struct affinity {
 /* sock_peers: what a connected socket believes to talk to, and what it talks to. */
 struct peer {
 	struct target frontend;
-	struct target backend;
+	struct target backend; /* its `pad` is not 0 where account.h removes the entry */
 	u32 service;
 	u32 backend_id;
 };
@@ -135,6 +135,8 @@ enum config_flags {
 	CONFIG_EXEMPTIONS = 1 << 3,           /* exempt_cgroups has entries */
 	CONFIG_SOCKETS_OFF = 1 << 4,          /* no hook is attached; for people only */
 	CONFIG_FOLLOWS = 1 << 5,              /* as NODE_FOLLOWS */
+	CONFIG_ACCOUNTING = 1 << 6,           /* connections that begin are counted by backend */
+	CONFIG_ENDS = 1 << 7,                 /* and what they come to */
 };
 
 struct config {
@@ -302,4 +304,26 @@ enum reason {
 	NO_ROUTE = 16,          /* from this node's own socket to the backend: dropped */
 	LEFT_TO_PACKETS = 17,   /* a socket that is not for the hooks to serve */
 	REASONS = 18,
+};
+
+/* ---- accounting (account.h) ---- */
+
+/* counts: a Service port and one of its backends; 0: connections that got none. */
+struct count_key {
+	u32 service;
+	u32 backend;
+};
+
+/* What connections came to. Every field only grows. `in` is from clients, `out` to them. */
+struct counts {
+	u64 begun;
+	u64 refused;    /* by us, or dropped: no backend would do */
+	u64 unanswered; /* TCP: ended before the backend took it */
+	u64 broken;     /* TCP: ended by a reset or a time-out */
+	u64 ended;      /* TCP: those two included */
+	u64 bytes_in;
+	u64 bytes_out;
+	u64 retransmits; /* TCP: segments that the client's side sent again */
+	u64 rtt_us;      /* TCP: round trips to the backend, smoothed, at the end: their sum */
+	u64 rtts;        /* how many that is the sum of */
 };

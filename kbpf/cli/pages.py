@@ -10,7 +10,13 @@ from kbpf.views import status as status_view
 from kbpf.views.columns import span
 from kbpf.views.nat import NatView
 from kbpf.views.packets import PacketView
-from kbpf.views.service import BACKEND_COLUMNS, FRONTEND_COLUMNS, ServiceDetail, SetRow
+from kbpf.views.service import (
+    BACKEND_COLUMNS,
+    FRONTEND_COLUMNS,
+    TRAFFIC_COLUMNS,
+    ServiceDetail,
+    SetRow,
+)
 from kbpf.views.sources import SourcesView
 from kbpf.views.status import StatusView
 
@@ -40,6 +46,9 @@ def _service(detail: ServiceDetail) -> Iterator[str]:
     yield from _sets("cluster", detail.cluster)
     if row.backends_local is not None:
         yield from _sets("local", detail.local)
+    if detail.traffic:
+        yield "  connections since counting began"
+        yield render.indent(render.table(detail.traffic, TRAFFIC_COLUMNS), "    ")
 
 
 def _sets(name: str, sets: Sequence[SetRow]) -> Iterator[str]:

@@ -129,7 +129,7 @@ def serve(request: Asked, loaded: Loaded, data: bytes | None) -> None:
     record = Record()
     cluster = connect(config, record.requested)
     plane = mode.choose(config)
-    desk = Desk(config, plane.name, plane.measure, _poster(cluster), configz(config), record)
+    desk = Desk(config, plane.name, plane, _poster(cluster), configz(config), record)
     agent = Agent(config, plane, sources_of(config, cluster), desk)
     ended = threading.Event()
 

@@ -60,6 +60,8 @@ def _sizes() -> Iterator[Flag]:
         "connections": "connections of the packet path; the oldest goes",
         "flows": "UDP flows of unconnected sockets; the oldest goes",
         "affinity": "clients with session affinity; the oldest goes",
+        "counts": "pairs of a Service and a backend whose connections are counted; what comes "
+        "later is not",
     }
     default = MapSizes()
     for name, what in told.items():
@@ -216,6 +218,12 @@ FLAGS: Final = (
     Flag("--metrics-services", "serving.service_series", readers.count, "NUMBER", SERVING,
          "so many Services at most have series of their own: those with the most connections "
          "(default 1000)"),
+    Flag("--metrics-backends", "serving.backend_series", readers.count, "NUMBER", SERVING,
+         "so many backends at most have series of their own, for each Service that they serve: "
+         "those with the most connections (default 0)"),
+    Flag("--accounting", "accounting", readers.accounting, "off|connections|full", SERVING,
+         "what is counted of connections by Service and backend: those that begin, or also what "
+         "they come to: failures, bytes, segments sent again, round trips (default connections)"),
     Flag("-v", "log_level", readers.verbosity, "NUMBER", LOGGING,
          "verbosity as Kubernetes counts it: from 4 on it is debug", ("--v",)),
     Flag("--log-level", "log_level", readers.log_level, "LEVEL", LOGGING,

@@ -57,12 +57,15 @@ class MapSizes(msgspec.Struct, frozen=True, rename=spelling):
     connections: int | None = None
     flows: int | None = None
     affinity: int | None = None
+    counts: int | None = None
 
 
 class Metrics(msgspec.Struct, frozen=True, rename=spelling):
-    """What /metrics tells."""
+    """What /metrics tells. YAML reads off as false."""
 
     services: int | None = None
+    backends: int | None = None
+    accounting: str | bool | None = None
 
 
 class KbpfConfiguration(msgspec.Struct, frozen=True, rename=spelling):
@@ -111,7 +114,10 @@ FLAG_OF: Final[Mapping[str, str]] = MappingProxyType(
         "mapSizes.connections": "--max-connections",
         "mapSizes.flows": "--max-flows",
         "mapSizes.affinity": "--max-affinity",
+        "mapSizes.counts": "--max-counts",
         "metrics.services": "--metrics-services",
+        "metrics.backends": "--metrics-backends",
+        "metrics.accounting": "--accounting",
         "logLevel": "--log-level",
     }
 )
@@ -138,7 +144,7 @@ def _text(value: Any, path: str) -> str:
     match value:
         case None:
             return ""
-        case bool() if path == "socketLB.mode":
+        case bool() if path in ("socketLB.mode", "metrics.accounting"):
             return "on" if value else "off"
         case bool():
             return str(value).lower()

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kbpf.model.desired import DesiredState, ServicePortKey
-from kbpf.model.measures import Measures
+from kbpf.model.measures import Measures, Pause, Traffic
 from kbpf.model.status import ModeChoice, PacketStatus
 
 
@@ -72,8 +72,13 @@ class DataPlane(Protocol):
         """What is not as it should be, a line each, though nothing was refused."""
 
     def measure(self) -> Measures:
-        """What is counted in the kernel, for metrics. Any thread but one at a time, also while
-        another one writes.
+        """What is known at once of the kernel's own counting, for metrics. Any thread but one at a
+        time, also while another one writes.
+        """
+
+    def count(self, pause: Pause) -> Traffic:
+        """What takes long to count. As measure(), and beside it. `pause` is called between pieces
+        of the work.
         """
 
     def write_status(self, text: bytes) -> None:

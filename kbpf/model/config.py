@@ -16,12 +16,21 @@ class SocketLb(StrEnum):
     ON = "on"
 
 
+class Accounting(StrEnum):
+    """What is counted of connections by Service and backend, beside those that there are."""
+
+    OFF = "off"
+    CONNECTIONS = "connections"
+    FULL = "full"
+
+
 @dataclass(frozen=True, slots=True)
 class MapSizes:
     """How many entries the maps may hold at most; they start smaller and grow on demand.
 
     `sockets`, `flows` and `affinity` are LRU maps: full means that the oldest entry goes.
     `connections` are those of the packet path: beyond it those make room that nobody needs.
+    `counts` are pairs of a Service port and a backend whose connections are counted.
     """
 
     frontends: int = 262_144
@@ -31,6 +40,7 @@ class MapSizes:
     flows: int = 65_536
     connections: int = 131_072
     affinity: int = 65_536
+    counts: int = 131_072
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +52,8 @@ class Serving:
     wildcard of either family means both, as in Go. `hard_fail`: an address that cannot be had ends
     the agent, instead of being tried again.
     `late_seconds`: what has waited for so long to be programmed makes the agent unhealthy:
-    kube-proxy's 2 x syncPeriod. `service_series`: so many Services at most have their own series.
+    kube-proxy's 2 x syncPeriod. `service_series`: so many Services at most have their own series,
+    `backend_series`: so many of their backends.
     """
 
     healthz: str = "0.0.0.0:10256"
@@ -50,6 +61,7 @@ class Serving:
     hard_fail: bool = False
     late_seconds: float = 60.0
     service_series: int = 1000
+    backend_series: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +113,8 @@ class Config:
     `ipvs_scheduler`: IPVS' word for how Services without an algorithm or weights of their own are
     spread. `ipvs_device` holds their addresses, `nft_table` is of the family inet, and `state_dir`
     holds what a bpffs cannot. `strict_arp`: only addresses of the asked device are answered for.
-    `serving`: health checks and metrics.
+    `serving`: health checks and metrics. `accounting`: what is counted of connections by
+    Service and backend: nothing, their beginning, or their end, too.
     `proxy_mode`: kube-proxy's word for the mode that it was asked for, "" when nobody did.
     `bind_address`: overrides what the Node says is its first address of that family; nothing is
     bound to it. `min_sync_period`: changes are programmed at least so many seconds apart, 0: at
@@ -141,6 +154,7 @@ class Config:
     state_dir: Path = Path("/run/kbpf")
     strict_arp: bool = False
     serving: Serving = field(default_factory=Serving)
+    accounting: Accounting = Accounting.CONNECTIONS
     proxy_mode: str = ""
     bind_address: Addr | None = None
     min_sync_period: float = 0.0

@@ -1,6 +1,7 @@
 """What a data plane counts, read at one moment: the metrics are made of it."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -30,19 +31,65 @@ PortName = tuple[str, str, str, str]
 
 
 class Totals(NamedTuple):
-    """Since counting began: connections, and bytes from and to clients."""
+    """Since counting began. `begun`: connections and flows of datagrams. `bytes_in` is from
+    clients, `bytes_out` to them; of a TCP socket they are known at its end.
 
-    connections: int
-    bytes_in: int
-    bytes_out: int
+    `refused`: dialled in vain, since no backend would do. `unanswered`: the backend never took the
+    connection; `broken`: it ended by a reset or a time-out; `ended`: those two included.
+    `retransmits`: segments that the client's side sent again. `rtt_us`: the round trips to the
+    backend, in microseconds, the sum of `rtts` connections.
+    """
+
+    begun: int = 0
+    refused: int = 0
+    unanswered: int = 0
+    broken: int = 0
+    ended: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    retransmits: int = 0
+    rtt_us: int = 0
+    rtts: int = 0
+
+
+BEGUN: Final = frozenset(("begun", "refused"))
+FULL: Final = frozenset(Totals._fields)
+PACKETS: Final = frozenset(("begun", "bytes_in", "bytes_out"))
+"""Which numbers of Totals there are: by the setting of --accounting, and by IPVS."""
+
+
+class Pair(NamedTuple):
+    """A Service port and one of its backends (``address:port``): `now`, connections that there are,
+    and what it has had.
+    """
+
+    name: PortName
+    backend: str
+    now: int
+    totals: Totals
 
 
 class Measures(msgspec.Struct, frozen=True):
-    """`connections`: how many each Service port has now, if it has any; there may be tens of
-    thousands. None where that is not counted. `totals`: what each has had, where that is.
+    """What is known at once. `tables`: `entries` of those that programs write is what it was when
+    connections were counted last.
     """
 
     tables: tuple[Table, ...] = ()
     decisions: tuple[Decision, ...] = ()
-    connections: tuple[tuple[PortName, int], ...] | None = ()
+
+
+class Traffic(msgspec.Struct, frozen=True):
+    """What takes long to count. `connections`: how many each Service port has now, if it has any;
+    there may be tens of thousands. None where that is not counted. `totals`: what each has had,
+    where that is; `known`: which of its numbers are counted. `backends`: the busiest, as many as
+    are wanted.
+    """
+
+    connections: tuple[tuple[PortName, int], ...] | None = None
     totals: tuple[tuple[PortName, Totals], ...] = ()
+    known: frozenset[str] = frozenset()
+    backends: tuple[Pair, ...] = ()
+
+
+Pause = Callable[[], None]
+"""Called by who counts, between two pieces of the work."""

@@ -5,20 +5,22 @@ that has to do with ports is done in the HTTP thread. An address that cannot be 
 an Event and in the log, and tried again each 5 s, as kube-proxy does.
 """
 
+import errno
 import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Protocol
 
 from kbpf.errors import ConfigError, KbpfError
 from kbpf.model.address import Addr, format_addr
 from kbpf.model.config import Config
-from kbpf.model.measures import Measures
+from kbpf.model.measures import Measures, Pause, Traffic
 from kbpf.model.objects import ServiceName
 from kbpf.model.status import AgentStatus, ModeChoice
 from kbpf.policy.checks import HealthCheck
 from kbpf.serve import exposition, health, page
+from kbpf.serve.counting import Counting
 from kbpf.serve.events import About, Events, Post
 from kbpf.serve.health import Health
 from kbpf.serve.http import JSON, NOT_FOUND, WILDCARDS, Answer, Handler, Port, Request, Server
@@ -32,6 +34,16 @@ FRESH_SECONDS: Final = 1.0
 
 FLUSH_SECONDS: Final = 3.0
 ACTION: Final = "StartKubeProxy"
+
+
+class Plane(Protocol):
+    """What the desk asks a data plane for: see dataplane.base."""
+
+    def measure(self) -> Measures:
+        """What is known at once."""
+
+    def count(self, pause: Pause) -> Traffic:
+        """What takes long."""
 
 
 @dataclass(slots=True)
@@ -51,13 +63,14 @@ class Desk:
         self,
         config: Config,
         mode: str = "",
-        measure: Callable[[], Measures] = Measures,
+        plane: Plane | None = None,
         post: Post | None = None,
         configz: bytes = b"{}",
         record: Record | None = None,
     ) -> None:
-        self._config, self._mode, self._measure, self._configz = config, mode, measure, configz
+        self._config, self._mode, self._plane, self._configz = config, mode, plane, configz
         self._serving = config.serving
+        self._counting = Counting(plane.count, self._traffic) if plane is not None else None
         self.record = record or Record()
         self.health = Health(config.serving.late_seconds)
         self.events = Events(post, config.node_name)
@@ -72,6 +85,8 @@ class Desk:
     def start(self) -> None:
         """Answers from now on. ConfigError when an address is taken and that is not to be."""
         self._server.start()
+        if self._counting is not None:
+            self._counting.start()
         for text, handler, reason in (
             (self._serving.healthz, self._healthz, "FailedToStartProxierHealthcheck"),
             (self._serving.metrics, self._metrics, "FailedToStartMetricServer"),
@@ -81,6 +96,8 @@ class Desk:
 
     def stop(self) -> None:
         """Answers nobody any more."""
+        if self._counting is not None:
+            self._counting.stop()
         self.events.stop()
         self._server.stop()
 
@@ -159,10 +176,8 @@ class Desk:
     def _open_check(self, name: ServiceName, check: _Check) -> None:
         if self._checks.get(name) is not check:
             return  # it went, or changed its port, while it waited
-        hosts = WILDCARDS if check.at is None else tuple(map(format_addr, check.at))
         try:
-            for host in hosts:
-                self._open_one(name, check, host)
+            self._open_on_addresses(name, check)
         except OSError as error:
             self._close_check(check)
             problem = (
@@ -178,7 +193,17 @@ class Desk:
         else:
             check.failed = ""
 
-    def _open_one(self, name: ServiceName, check: _Check, host: str) -> None:
+    def _open_on_addresses(self, name: ServiceName, check: _Check) -> None:
+        """On those that NodePorts have; a family of which the node has none of them, on all."""
+        own = [format_addr(address) for address in check.at or ()]
+        for wildcard in WILDCARDS:
+            hosts = [host for host in own if (":" in host) is (":" in wildcard)]
+            opened = [self._open_one(name, check, host) for host in hosts]
+            if not any(opened):
+                self._open_one(name, check, wildcard)
+
+    def _open_one(self, name: ServiceName, check: _Check, host: str) -> bool:
+        """Whether it is an address of this node."""
         v6 = ":" in host
 
         def answer(_: Request) -> Answer:
@@ -188,11 +213,12 @@ class Desk:
 
         try:
             port = self._server.listen(host, check.says.port, answer, one_family=True)
-        except OSError:
-            if host == "::" and not _has_ipv6():
-                return
+        except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL or (host == "::" and not _has_ipv6()):
+                return False
             raise
         check.ports.append(port)
+        return True
 
     # ---- answers ---------------------------------------------------------------------------
 
@@ -225,8 +251,16 @@ class Desk:
             self._page = (time.monotonic(), body)
         return body
 
+    def count(self) -> None:
+        """Counts now what is otherwise counted behind the page."""
+        if self._counting is not None:
+            self._counting.count()
+
+    def _traffic(self, found: Traffic) -> list[str]:
+        return list(page.traffic(found, self._serving.service_series))
+
     def metrics(self) -> bytes:
-        """The page of metrics."""
+        """The page of metrics, with what was counted last."""
         start = time.perf_counter()
         lines = self.record.lines()
         if self._status is not None:
@@ -234,16 +268,18 @@ class Desk:
         failed = sum(bool(check.failed) for check in self._checks.values())
         counts = page.Served(self.events.sent, self.events.dropped, len(self._checks), failed)
         lines += page.served(counts, self.health.verdict().healthy, self._eligible)
-        try:
-            lines += page.kernel(self._measure(), self._serving.service_series)
-        except KbpfError as error:
-            log.warning("the data plane's counts are left out of /metrics: %s", error)
+        if self._plane is not None:
+            try:
+                lines += page.kernel(self._plane.measure())
+            except KbpfError as error:
+                log.warning("the data plane's counts are left out of /metrics: %s", error)
         lines += page.process()
         lines += exposition.family(
             "kbpf_scrape_seconds", "gauge", "How long it took to make this page",
             [("", time.perf_counter() - start)],
         )  # fmt: skip
-        return "\n".join(lines).encode() + b"\n"
+        counted = self._counting.lines() if self._counting is not None else b""
+        return "\n".join(lines).encode() + b"\n" + counted
 
 
 def _has_ipv6() -> bool:

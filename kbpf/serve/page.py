@@ -8,14 +8,15 @@ and at most `most` of them have: a cluster has thousands, and each node would ex
 import os
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from heapq import nlargest
 from pathlib import Path
+from typing import Final, NamedTuple
 
 from kbpf.model.config import Config
-from kbpf.model.measures import Measures, PortName, Totals
+from kbpf.model.measures import Measures, Pair, Totals, Traffic
 from kbpf.model.status import AgentStatus, PacketStatus
 from kbpf.serve.exposition import family, labels
 
@@ -90,8 +91,8 @@ def _packets(packets: PacketStatus | None) -> Iterator[str]:
     )  # fmt: skip
 
 
-def kernel(measures: Measures, most: int) -> Iterator[str]:
-    """What the data plane counts."""
+def kernel(measures: Measures) -> Iterator[str]:
+    """What the data plane knows at once."""
     tables = [(labels(map=table.name), table) for table in measures.tables]
     yield from _gauge(
         "map_entries", "Entries of a map",
@@ -114,48 +115,103 @@ def kernel(measures: Measures, most: int) -> Iterator[str]:
         [(labels(reason=one.reason, verdict=one.verdict), one.times)
          for one in measures.decisions],
     )  # fmt: skip
-    if measures.connections is not None:
-        yield from _connections(measures.connections, most)
-    yield from _totals(measures.totals, most)
 
 
-def _connections(found: tuple[tuple[PortName, int], ...], most: int) -> Iterator[str]:
-    shown = list(found)
-    if len(shown) > most:
-        shown = nlargest(most, shown, lambda one: (one[1], one[0]))
-    yield from _gauge(
-        "service_connections", "Connections of a Service port now",
-        [(_port(*name), count) for name, count in shown],
-    )  # fmt: skip
-    yield from _gauge(
-        "connections", "Connections of all Services now",
-        [("", sum(count for _, count in found))],
-    )  # fmt: skip
+def traffic(found: Traffic, most: int) -> Iterator[str]:
+    """What connections there are and what they came to, of the `most` busiest Service ports."""
+    now, had = dict(found.connections or ()), dict(found.totals)
+    names = list(now.keys() | had.keys())
+    if len(names) > most:
+        none = Totals()
+        names = nlargest(most, names, lambda one: (had.get(one, none).begun + now.get(one, 0), one))
+    inside = {name: _port(*name) for name in names}
+    if found.connections is not None:
+        yield from _gauge(
+            "service_connections", "Connections of a Service port now",
+            [(f"{{{inside[name]}}}", now[name]) for name in names if name in now],
+        )  # fmt: skip
+        yield from _gauge(
+            "connections", "Connections of all Services now", [("", sum(now.values()))]
+        )
     yield from _gauge(
         "service_series_left_out", "Service ports with connections and no series of their own",
-        [("", len(found) - len(shown))],
+        [("", len(now.keys() | had.keys()) - len(names))],
     )  # fmt: skip
+    rows = [_Row(inside[name], name[3], had[name]) for name in names if name in had]
+    yield from _outcome("service", "a Service port", rows, found.known)
+    if found.backends:
+        yield from _backends(found.backends, found.known)
 
 
-def _totals(found: tuple[tuple[PortName, Totals], ...], most: int) -> Iterator[str]:
-    shown = nlargest(most, found, lambda one: (one[1].connections, one[0]))
-    yield from _counter(
-        "service_connections_total", "Connections of a Service port that have begun (mode ipvs)",
-        [(_port(*name), had.connections) for name, had in shown],
+def _backends(found: tuple[Pair, ...], known: Collection[str]) -> Iterator[str]:
+    rows = [
+        _Row(f"{_port(*one.name)},{labels(backend=one.backend)[1:-1]}", one.name[3], one.totals)
+        for one in found
+    ]
+    yield from _gauge(
+        "backend_connections", "Connections of a backend now",
+        [(f"{{{row.labels}}}", one.now) for row, one in zip(rows, found, strict=True)],
     )  # fmt: skip
-    yield from _counter(
-        "service_bytes_total", "Bytes from clients (in) and to them (out) (mode ipvs)",
-        [
-            (_port(*name, direction=direction), count)
-            for name, had in shown
-            for direction, count in (("in", had.bytes_in), ("out", had.bytes_out))
-        ],
-    )  # fmt: skip
+    yield from _outcome("backend", "a backend", rows, known)
 
 
-@lru_cache(1 << 14)
-def _port(namespace: str, service: str, port: str, protocol: str, **more: str) -> str:
-    return labels(namespace=namespace, service=service, port=port, protocol=protocol, **more)
+class _Row(NamedTuple):
+    """Whose it is, as labels without braces, and what it had."""
+
+    labels: str
+    protocol: str
+    had: Totals
+
+
+FAILURES: Final = {
+    "refused": ("service",), "unanswered": ("service", "backend"), "broken": ("service", "backend")
+}  # fmt: skip
+"""Numbers of Totals that count failures, and what has them."""
+
+
+def _outcome(prefix: str, whose: str, rows: list[_Row], known: Collection[str]) -> Iterator[str]:
+    """What connections came to, as far as that is known. Only of TCP it is known how they end."""
+    tcp = [row for row in rows if row.protocol == "TCP"]
+    if "begun" in known:
+        yield from _counter(
+            f"{prefix}_connections_total", f"Connections of {whose} that have begun",
+            [(f"{{{row.labels}}}", row.had.begun) for row in rows],
+        )  # fmt: skip
+    reasons = [one for one, whom in FAILURES.items() if one in known and prefix in whom]
+    if reasons:
+        yield from _counter(
+            f"{prefix}_failures_total", f"Connections of {whose} that failed, by why",
+            [
+                (f'{{{row.labels},reason="{reason}"}}', getattr(row.had, reason))
+                for reason in reasons
+                for row in (rows if reason == "refused" else tcp)
+            ],
+        )  # fmt: skip
+    if "bytes_in" in known:
+        yield from _counter(
+            f"{prefix}_bytes_total", "Bytes from clients (in) and to them (out)",
+            [
+                (f'{{{row.labels},direction="{way}"}}', count)
+                for row in rows
+                for way, count in (("in", row.had.bytes_in), ("out", row.had.bytes_out))
+            ],
+        )  # fmt: skip
+    if "rtts" in known:
+        for name, text, values in (
+            ("retransmits", "Segments that clients of this node had to send again",
+             [row.had.retransmits for row in tcp]),
+            ("round_trip_seconds", "Round trips to the backend, the sum of ...",
+             [row.had.rtt_us / 1e6 for row in tcp]),
+            ("round_trips", "... so many connections that have ended",
+             [row.had.rtts for row in tcp]),
+        ):  # fmt: skip
+            samples = zip((f"{{{row.labels}}}" for row in tcp), values, strict=True)
+            yield from _counter(f"{prefix}_{name}_total", text, list(samples))
+
+
+def _port(namespace: str, service: str, port: str, protocol: str) -> str:
+    """As labels, without braces."""
+    return labels(namespace=namespace, service=service, port=port, protocol=protocol)[1:-1]
 
 
 def served(found: Served, healthy: bool, eligible: bool) -> Iterator[str]:

@@ -28,6 +28,7 @@ PURPOSE: Final = {
     "backends": "backend id → address and port",
     "set_members": "who is in a set, for Services with session affinity",
     "affinity": "client and Service → backend it is kept at; full: the oldest goes",
+    "counts": "Service and backend → what their connections came to",
     "sock_peers": "connected socket → frontend and backend; full: the oldest goes",
     "udp_peers": "connected UDP socket → frontend and backend; full: the oldest is not ended",
     "udp_flows": "unconnected UDP socket and frontend → backend; full: the oldest goes",

@@ -14,8 +14,8 @@ NEEDS: Final = Part.HOOKS
 
 class ProgramRow(msgspec.Struct, frozen=True):
     """A hook. `state` is ``attached``, ``missing`` (no link is pinned), ``off`` (none is wanted:
-    --socket-lb off) or ``detached`` (its cgroup was removed). `cgroup` is "" when its folder is not
-    visible from here.
+    --socket-lb off; or it only counts, and --accounting is not full or the kernel cannot) or
+    ``detached`` (its cgroup was removed). `cgroup` is "" when its folder is not visible from here.
     """
 
     hook: str
@@ -39,7 +39,7 @@ def rows(snapshot: Snapshot) -> tuple[ProgramRow, ...]:
 def state(facts: HookFacts, mode: SocketLb) -> str:
     """In one word."""
     if facts.link is None:
-        return "off" if mode is SocketLb.OFF else "missing"
+        return "off" if mode is SocketLb.OFF or facts.hook.counts else "missing"
     return "attached" if facts.attached else "detached"
 
 

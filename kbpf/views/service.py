@@ -7,11 +7,17 @@ from typing import Final
 
 import msgspec
 
+from kbpf.dataplane.bpf.measure import GONE, NO_BACKEND
 from kbpf.errors import NotFoundError
 from kbpf.model.address import format_addr
+from kbpf.model.measures import Totals
 from kbpf.views.columns import Column, endpoint, number
-from kbpf.views.services import NEEDS, ServiceRow, rows
-from kbpf.views.snapshot import Snapshot
+from kbpf.views.columns import size as size_text
+from kbpf.views.services import NEEDS as SERVICES
+from kbpf.views.services import ServiceRow, rows
+from kbpf.views.snapshot import Part, Snapshot
+
+NEEDS: Final = SERVICES | Part.TRAFFIC
 
 __all__ = ["NEEDS", "ServiceDetail", "details"]
 
@@ -38,6 +44,28 @@ class SetRow(msgspec.Struct, frozen=True):
     backends: tuple[BackendRow, ...]
 
 
+class TrafficRow(msgspec.Struct, frozen=True):
+    """A backend, and what connections to it came to since counting began; bytes of a connection
+    through a socket count when it ends. `backend` is an address, ``none`` for connections that got
+    none, ``gone`` for backends that are no more. `open`: connections now. `refused`: since no
+    backend would do. `unanswered` and `broken` are known of TCP sockets of this node and its pods,
+    as are `retransmits` and `round_trip_ms`, the mean of `round_trips` connections.
+    """
+
+    id: int
+    backend: str
+    open: int
+    begun: int
+    refused: int
+    unanswered: int
+    broken: int
+    bytes_in: int
+    bytes_out: int
+    retransmits: int
+    round_trip_ms: float | None
+    round_trips: int
+
+
 class ServiceDetail(msgspec.Struct, frozen=True):
     """One Service port with the backends behind it. Several sets of one kind: it is being changed
     just now.
@@ -46,6 +74,7 @@ class ServiceDetail(msgspec.Struct, frozen=True):
     service: ServiceRow
     cluster: tuple[SetRow, ...]
     local: tuple[SetRow, ...]
+    traffic: tuple[TrafficRow, ...] = ()
 
 
 def details(snapshot: Snapshot, name: str, namespace: str = "") -> tuple[ServiceDetail, ...]:
@@ -61,7 +90,11 @@ def details(snapshot: Snapshot, name: str, namespace: str = "") -> tuple[Service
         raise NotFoundError(
             f"no Service {wanted} is programmed", str(snapshot.pin_dir), _near(name, everything)
         )
-    return tuple(_detail(row, snapshot) for row in found)
+    ids = snapshot.totals.keys() | snapshot.open.keys()
+    return tuple(
+        _detail(row, snapshot, [backend for service, backend in ids if service == row.id])
+        for row in found
+    )
 
 
 def _near(name: str, everything: Iterable[ServiceRow]) -> str:
@@ -77,10 +110,39 @@ def _near(name: str, everything: Iterable[ServiceRow]) -> str:
     return "`kbpf inspect services` lists all" if by_name else "no Service is"
 
 
-def _detail(row: ServiceRow, snapshot: Snapshot) -> ServiceDetail:
+def _detail(row: ServiceRow, snapshot: Snapshot, used: Iterable[int]) -> ServiceDetail:
+    """`used`: the ids of backends that it has, or had, connections to."""
     cluster = {f.cluster_set: f.cluster_size for f in row.frontends if f.cluster_set}
     local = {f.local_set: f.local_size for f in row.frontends if f.local_set}
-    return ServiceDetail(row, tuple(_sets(cluster, snapshot)), tuple(_sets(local, snapshot)))
+    return ServiceDetail(
+        row,
+        tuple(_sets(cluster, snapshot)),
+        tuple(_sets(local, snapshot)),
+        tuple(_traffic(row.id, backend, snapshot) for backend in sorted(used)),
+    )
+
+
+def _traffic(service: int, backend: int, snapshot: Snapshot) -> TrafficRow:
+    had = snapshot.totals.get((service, backend), Totals())
+    known = snapshot.backends.get(backend)
+    if known is not None:
+        where = endpoint(format_addr(known.address), known.port)
+    else:
+        where = {NO_BACKEND: "none", GONE: "gone"}.get(backend, f"id {backend}, gone")
+    return TrafficRow(
+        id=backend,
+        backend=where,
+        open=snapshot.open.get((service, backend), 0),
+        begun=had.begun,
+        refused=had.refused,
+        unanswered=had.unanswered,
+        broken=had.broken,
+        bytes_in=had.bytes_in,
+        bytes_out=had.bytes_out,
+        retransmits=had.retransmits,
+        round_trip_ms=round(had.rtt_us / had.rtts / 1000, 3) if had.rtts else None,
+        round_trips=had.rtts,
+    )
 
 
 def _sets(sizes: Mapping[int, int], snapshot: Snapshot) -> Iterator[SetRow]:
@@ -127,3 +189,20 @@ BACKEND_COLUMNS: Final = (
     Column("SLOTS", lambda b: number(b.slots), right=True),
     Column("SHARE", lambda b: f"{b.share:.1%}", right=True),
 )
+
+TRAFFIC_COLUMNS: Final = (
+    Column("BACKEND", lambda t: t.backend),
+    Column("OPEN", lambda t: number(t.open), right=True),
+    Column("BEGUN", lambda t: number(t.begun), right=True),
+    Column("REFUSED", lambda t: number(t.refused), right=True),
+    Column("UNANSWERED", lambda t: number(t.unanswered), right=True),
+    Column("BROKEN", lambda t: number(t.broken), right=True),
+    Column("IN", lambda t: size_text(t.bytes_in), right=True),
+    Column("OUT", lambda t: size_text(t.bytes_out), right=True),
+    Column("RETRANSMITS", lambda t: number(t.retransmits), right=True),
+    Column("ROUND-TRIP", lambda t: _milliseconds(t.round_trip_ms), right=True),
+)
+
+
+def _milliseconds(time: float | None) -> str:
+    return "-" if time is None else f"{time:.3g}ms"

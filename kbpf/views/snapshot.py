@@ -37,6 +37,7 @@ from kbpf.dataplane.bpf.layout import (
     unpack_range,
 )
 from kbpf.dataplane.bpf.load import Pins
+from kbpf.dataplane.bpf.measure import WALKED, Census, Ids, totals_in
 from kbpf.dataplane.bpf.udp import backend_of
 from kbpf.errors import KernelError, NotFoundError
 from kbpf.kernel import libbpf
@@ -44,6 +45,7 @@ from kbpf.kernel.libbpf import Map
 from kbpf.model.address import Addr
 from kbpf.model.config import SocketLb
 from kbpf.model.desired import Backend, FrontendAddress, ServicePortKey
+from kbpf.model.measures import Totals
 from kbpf.model.objects import Cidr
 from kbpf.model.status import AgentStatus, decode
 from kbpf.views import hooks, tracked
@@ -68,6 +70,7 @@ class Part(Flag):
     FILL = auto()
     PACKETS = auto()
     RANGES = auto()
+    TRAFFIC = auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +138,9 @@ class Snapshot:
 
     Of the packet path: `packet_programs`: its programs are pinned; `connections`: see tracked.py;
     `fill`: how many there are, and room; `devices`: what the programs are told, by ifindex.
+
+    `totals`: what connections came to, and `open`, how many there are, by the ids of a Service port
+    and a backend.
     """
 
     pin_dir: Path
@@ -161,6 +167,8 @@ class Snapshot:
     devices: Mapping[int, ToldDevice] = field(default_factory=dict)
     local_networks: tuple[Cidr, ...] = ()
     ranges: tuple[tuple[int, Cidr], ...] = ()
+    totals: Mapping[Ids, Totals] = field(default_factory=dict)
+    open: Mapping[Ids, int] = field(default_factory=dict)
 
 
 def read(pin_dir: Path, parts: Part) -> Snapshot:
@@ -194,6 +202,8 @@ def read(pin_dir: Path, parts: Part) -> Snapshot:
             values["ranges"] = tuple(
                 sorted(unpack_range(k) for k, _ in maps["source_ranges"].items())
             )
+        if Part.TRAFFIC in parts:
+            values |= _traffic(maps)
     if Part.HOOKS in parts:
         values["hooks"] = tuple(hooks.read(pins))
     return Snapshot(pin_dir, time.monotonic(), time.clock_gettime(time.CLOCK_BOOTTIME), **values)
@@ -280,6 +290,16 @@ def _packets(maps: Mapping[str, Map]) -> dict[str, Any]:
         ),
         "host_netns": CONFIG.unpack(maps["config"].lookup(ZERO) or bytes(CONFIG.size))[0],
     }
+
+
+def _traffic(maps: Mapping[str, Map]) -> dict[str, Any]:
+    census, totals = Census(), dict[Ids, Totals]()
+    for name in WALKED:
+        for _ in census.take(maps[name], True):
+            pass
+    for _ in totals_in(maps["counts"], totals):
+        pass
+    return {"open": census.pairs, "totals": totals}
 
 
 def _told(raw: bytes) -> ToldDevice:

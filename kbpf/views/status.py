@@ -105,7 +105,7 @@ def view(snapshot: Snapshot) -> StatusView:
         error=said.error if said else "",
         sources=said.sources if said else (),
         hooks_attached=sum(word == "attached" for word in states.values()),
-        hooks=len(snapshot.hooks),
+        hooks=sum(not (f.hook.counts and f.link is None) for f in snapshot.hooks),
         hooks_missing=missing,
         socket_lb=str(snapshot.socket_lb),
         exempt_cgroups=snapshot.exempt_cgroups,

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.apiserver import ApiServer
+from tests.support.features import needs
 from tests.support.kube import Kube, Object
 from tests.support.kube_objects import endpoint, endpoint_slice, node, port, service, slice_port
 from tests.support.kube_proxy import KubeProxy
@@ -59,7 +60,7 @@ def site(programs: None, kube_proxy: Path) -> Iterator[Site]:
         every = "0.0.0.0/0,::/0"
         proxy = KubeProxy(lab.nodes[1], "nftables", config, f"--nodeport-addresses={every}")
         stack.enter_context(proxy)
-        agent = Agent(lab.nodes[0], "--kubeconfig", str(config))
+        agent = Agent(lab.nodes[0], "--kubeconfig", str(config), "--accounting", "full")
         with few_files():
             agent.start()
         made = Site(lab, kube, agent, proxy)
@@ -213,6 +214,15 @@ def test_health_checks_say_what_kube_proxys_say(site: Site, web: str):
     site.kube.patch("Service", "web", {"spec": {"externalTrafficPolicy": "Cluster"}})
     until("nobody answers any more", lambda: [check(site, n) for n in site.nodes] == [None, None])
     assert get(site.ours.netns, "127.0.0.1", METRICS, "/metrics").status == 200
+
+
+def test_health_checks_answer_on_primary_addresses_only(site: Site, web: str):
+    """As kube-proxy's do with `nodePortAddresses: [primary]`, which is our default."""
+    agree(site, 200, 1)
+    agree(site, 200, 1, v6=True)
+    for host in ("127.0.0.1", "::1"):
+        with pytest.raises(ConnectionRefusedError):
+            get(site.ours.netns, host, CHECK)
 
 
 def test_a_taken_port_of_a_health_check_is_tried_again_and_said(site: Site):
@@ -439,23 +449,55 @@ def test_connections_are_counted_by_service(site: Site):
     )
     ends = [endpoint(pod.ip, node=site.ours.name)]
     site.kube.create(endpoint_slice("counted", *ends, ports=[slice_port(8080, "http")]))
-    outside, name = site.ours.lab.outside, "kbpf_service_connections"
+    outside = site.ours.lab.outside
     until("it is served", lambda: "name" in dial(site, number))
     with contextlib.ExitStack() as stack:
         for _ in range(3):
             stack.enter_context(connect(outside, site.ours.ip, number, PATIENCE))
 
-        def counted() -> float:
-            found = {
-                dict(own)["service"]: v for (_, own), v in site.metrics()[name].samples.items()
-            }
-            return found.get("counted", 0)
-
-        until("the open connections are counted", lambda: counted() >= 3)
+        until("the open connections are counted",
+              lambda: counted(site, "kbpf_service_connections") >= 3)  # fmt: skip
     page = site.metrics()
     assert page["kbpf_connections"].value() >= 3
     assert page["kbpf_map_entries"].value(map="flows") >= 3
     clear(site.kube)
+
+
+@needs("sock_ops")
+def test_what_connections_came_to_is_counted_by_service(site: Site):
+    pod, vip = site.ours.pod("other").serve(8080), "10.96.0.77"
+    numbers = {"counted": 8080, "closed": 8081}
+    for at, (name, target) in enumerate(numbers.items()):
+        site.kube.create(
+            service(name, port(80, "http", target=target), cluster_ip=f"10.96.0.{77 + at}")
+        )
+        site.kube.create(
+            endpoint_slice(name, endpoint(pod.ip, node=site.ours.name),
+                           ports=[slice_port(target, "http")])
+        )  # fmt: skip
+    until("it is served", lambda: "name" in pod.tcp(vip, 80))
+    reasons = {"of": "closed", "reason": "unanswered"}
+    until("it is refused, and that is counted",
+          lambda: pod.tcp("10.96.0.78", 80)["error"] == "ECONNREFUSED"
+          and counted(site, "kbpf_service_failures_total", **reasons))  # fmt: skip
+    for name, least in (
+        ("kbpf_service_connections_total", 1),
+        ("kbpf_service_round_trips_total", 1),
+        ("kbpf_service_round_trip_seconds_total", 1e-9),
+    ):
+        until(name, lambda: counted(site, name) >= least)  # noqa: B023
+    for way, least in (("in", len(b"bye\n")), ("out", len(b'{"name": "other"'))):
+        until(f"bytes {way}",
+              lambda: counted(site, "kbpf_service_bytes_total", direction=way) >= least)  # noqa: B023  # fmt: skip
+    assert not counted(site, "kbpf_service_failures_total", reason="unanswered")
+    clear(site.kube)
+
+
+def counted(site: Site, name: str, of: str = "counted", **labels: str) -> float:
+    """A series of this Service; 0 where there is none."""
+    found = site.metrics().get(name)
+    wanted = {*labels.items(), ("service", of)}
+    return sum(v for (_, own), v in found.samples.items() if own >= wanted) if found else 0
 
 
 def dial(site: Site, number: int) -> dict:

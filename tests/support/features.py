@@ -21,6 +21,7 @@ from kbpf.dataplane.bpf.hooks import (
     HELPER_SET_RETVAL,
     PROG_CGROUP_SOCK_ADDR,
     PROG_SCHED_CLS,
+    PROG_SOCK_OPS,
 )
 from kbpf.errors import KernelError
 from kbpf.kernel import modules, probe, tc
@@ -29,7 +30,8 @@ from kbpf.kernel.libbpf import Program
 from kbpf.kernel.testrun import SkbContext, run
 from tests.support.packets import frame, udp
 
-CONNECT4 = 10
+CONNECT4, SOCK_OPS = 10, 3
+HELPER_NETNS_COOKIE = 122
 IPPROTO_SCTP, IPPROTO_MPTCP = 132, 262
 DEBIAN = "KBPF_TEST_DEBIAN_KERNEL"
 """Set where the kernel is Debian's own (tests/kernels): what it is built with is known."""
@@ -92,6 +94,10 @@ def _run(context: bytes | None = None, checksum_complete: bool = False) -> bool:
     return True
 
 
+def _sock_ops() -> bool | None:
+    return probe.loads(PROG_SOCK_OPS, SOCK_OPS, probe.call(HELPER_NETNS_COOKIE)).works
+
+
 FEATURES = {
     "tcx": Feature("TCX links", lambda: tc.tcx().works, (6, 6), check="TCX"),
     "set_retval": Feature("bpf_set_retval", _set_retval, (5, 18), check="bpf_set_retval"),
@@ -103,6 +109,12 @@ FEATURES = {
     ),
     "coarse_clock": Feature(
         "bpf_ktime_get_coarse_ns", _coarse_clock, (5, 11), check="bpf_ktime_get_coarse_ns"
+    ),
+    "sock_ops": Feature(
+        "bpf_get_netns_cookie at sock_ops",
+        _sock_ops,
+        (5, 15),
+        check="hook sock_ops",
     ),
     "sctp": Feature(
         "SCTP sockets", lambda: _socket(socket.SOCK_STREAM, IPPROTO_SCTP), check="SCTP sockets"

@@ -48,6 +48,7 @@ HOOKS = frozenset(
     ("connect4", "connect6", "sendmsg4", "sendmsg6", "recvmsg4", "recvmsg6",
      "getpeername4", "getpeername6", "sock_release")
 )  # fmt: skip
+"""Those that an agent attaches if it is not asked for more."""
 SIZES = MapSizes(sockets=4096, flows=4096, connections=4096, affinity=4096)
 """LRU maps are allocated whole: the usual sizes cost a tenth of a second and 40 MB each time."""
 ARTIFACTS = "KBPF_TEST_ARTIFACTS"

@@ -15,7 +15,7 @@ from kbpf.config.kubeproxy import ACCEPTED, KubeProxyConfiguration
 from kbpf.config.load import Loaded
 from kbpf.errors import ConfigError, ConfigErrors
 from kbpf.model.address import parse_addr
-from kbpf.model.config import Config, Conntrack, LocalMode, MapSizes, Serving, SocketLb
+from kbpf.model.config import Accounting, Config, Conntrack, LocalMode, MapSizes, Serving, SocketLb
 from kbpf.model.objects import Algorithm, Cidr
 from tests.support import kubeadm
 
@@ -347,7 +347,11 @@ OURS = [
     Says("mapSizes: {connections: 7000}", "sizes.connections", 7000),
     Says("mapSizes: {flows: 7}", "sizes.flows", 7),
     Says("mapSizes: {affinity: 7}", "sizes.affinity", 7),
+    Says("mapSizes: {counts: 7}", "sizes.counts", 7),
     Says("metrics: {services: 0}", "serving.service_series", 0),
+    Says("metrics: {backends: 7}", "serving.backend_series", 7),
+    Says("metrics: {accounting: full}", "accounting", Accounting.FULL),
+    Says("metrics: {accounting: off}", "accounting", Accounting.OFF),
     Says("logLevel: warning", "log_level", "warning"),
     Says("mode: ''\ncgroup: null\npacketPath: {devices: []}", "mode", "auto"),
 ]

@@ -2,14 +2,17 @@
 (tests/lab/test_observe.py asks a real one).
 """
 
+import errno
 import json
 from typing import NamedTuple
 
 import pytest
 
 from kbpf.model.address import parse_addr
+from kbpf.model.config import Config
 from kbpf.model.objects import Endpoint, EndpointSlice, Protocol, Service, ServiceName, SlicePort
 from kbpf.policy.checks import HealthCheck, health_check
+from kbpf.serve.desk import Desk
 from kbpf.serve.health import Health, Verdict, go_time, healthz, livez, service_check
 from kbpf.serve.http import Answer
 
@@ -235,3 +238,45 @@ def test_who_has_no_health_check():
     assert health_check(None, (), "n1") is None
     plain = Service("default", "web", "LoadBalancer", WEB.cluster_ips, ())
     assert health_check(plain, (), "n1") is None
+
+
+# ---- where it answers --------------------------------------------------------------------------
+
+
+class Opened(NamedTuple):
+    """Addresses that NodePorts have, those of the node, and where a check listens then."""
+
+    name: str
+    at: tuple[str, ...] | None
+    own: tuple[str, ...]
+    on: tuple[str, ...]
+
+
+OPENED = [
+    Opened("all", None, ("10.0.0.1",), ("0.0.0.0", "::")),
+    Opened("of both families", ("10.0.0.1", "fd00::1"), ("10.0.0.1", "fd00::1"),
+           ("10.0.0.1", "fd00::1")),
+    Opened("two of one, none of the other", ("10.0.0.1", "10.0.0.2"), ("10.0.0.1", "10.0.0.2"),
+           ("10.0.0.1", "10.0.0.2", "::")),
+    Opened("one is no address of the node", ("10.0.0.1", "10.0.0.2", "fd00::1"),
+           ("10.0.0.2", "fd00::1"), ("10.0.0.2", "fd00::1")),
+    Opened("none is", ("10.0.0.1", "fd00::1"), (), ("0.0.0.0", "::")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", OPENED, ids=lambda row: row.name)
+def test_where_a_check_listens(row: Opened, monkeypatch: pytest.MonkeyPatch):
+    """As kube-proxy: a family without an address to listen on has all."""
+    opened: list[str] = []
+    desk = Desk(Config())
+
+    def listen(host: str, port: int, *_: object, **__: object) -> object:
+        if host not in (*row.own, "0.0.0.0", "::"):
+            raise OSError(errno.EADDRNOTAVAIL, "not ours")
+        opened.append(host)
+        return object()
+
+    monkeypatch.setattr(desk._server, "listen", listen)
+    at = None if row.at is None else tuple(map(parse_addr, row.at))
+    desk._sync_checks({ServiceName("a", "web"): HealthCheck(31_999, 1, 1)}, at)
+    assert tuple(opened) == row.on

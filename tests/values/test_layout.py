@@ -23,6 +23,7 @@ from kbpf.dataplane.bpf.flatten import SOURCES, flatten
 from kbpf.model.address import ANY4, ANY6, V4_PREFIX, Addr, parse_addr
 from kbpf.model.config import MapSizes
 from kbpf.model.desired import FrontendKind, ServicePortKey
+from kbpf.model.measures import Totals
 from kbpf.model.objects import Protocol
 
 TYPES = (SOURCES / "types.h").read_text()
@@ -77,6 +78,8 @@ LAYOUTS = [
     Layout("device", layout.DEVICE, "role l2 flags mac snat4 snat6"),
     Layout("node", layout.NODE, "snat4 snat6 flags port_low port_high mark connections"),
     Layout("fragment_key", layout.FRAGMENT_KEY, "from to id protocol"),
+    Layout("count_key", layout.PAIR, "service backend"),
+    Layout("counts", layout.COUNTS, " ".join(Totals._fields)),
     Layout("meta", layout.META, "next_service next_backend next_set"),
 ]  # fmt: skip
 

@@ -16,11 +16,23 @@ from kbpf.config.write import configz
 from kbpf.errors import KernelError
 from kbpf.model.address import parse_addr
 from kbpf.model.config import Config, Serving
-from kbpf.model.measures import Decision, Measures, Table, Totals
+from kbpf.model.measures import (
+    BEGUN,
+    FULL,
+    PACKETS,
+    Decision,
+    Measures,
+    Pair,
+    Pause,
+    Table,
+    Totals,
+    Traffic,
+)
 from kbpf.model.objects import Cidr
 from kbpf.model.status import AgentStatus, ModeChoice, PacketStatus, SourceView
 from kbpf.serve.desk import Desk
 from kbpf.serve.exposition import Histogram, labels, number
+from kbpf.serve.page import FAILURES
 from kbpf.serve.record import Record
 from tests.support.prometheus import Family, parse
 
@@ -43,21 +55,47 @@ STATUS = AgentStatus(
 MEASURES = Measures(
     tables=(Table("services", 10, 64, 256, 4096), Table("replies", None, 64, 64, None)),
     decisions=(Decision("translated", "translate", 100), Decision("no_route", "drop", 3)),
+)
+WEB = ("a", "web", "http", "TCP")
+HAD = Totals(
+    begun=7, refused=1, unanswered=2, broken=3, ended=6, bytes_in=700, bytes_out=7000,
+    retransmits=4, rtt_us=1_500, rtts=3,
+)  # fmt: skip
+TRAFFIC = Traffic(
     connections=(
-        (("a", "web", "http", "TCP"), 5),
+        (WEB, 5),
         (("a", "dns", "", "UDP"), 9),
         (("b", "web", 'od"d\\\n', "TCP"), 1),
     ),
-    totals=((("a", "web", "", "TCP"), Totals(7, 700, 7000)),),
+    totals=((WEB, HAD), (("a", "dns", "", "UDP"), Totals(begun=20))),
+    known=FULL,
+    backends=(Pair(WEB, "10.244.1.2:8080", 4, HAD),),
 )
 
 
 DEFAULT = Serving()
 
 
-def page(serving: Serving = DEFAULT, **given: object) -> dict[str, Family]:
-    desk = Desk(Config(serving=serving), "bpf", lambda: MEASURES, **given)  # type: ignore[arg-type]
+class Counts(NamedTuple):
+    """A data plane that counts this."""
+
+    measures: Measures = MEASURES
+    traffic: Traffic = TRAFFIC
+
+    def measure(self) -> Measures:
+        return self.measures
+
+    def count(self, pause: Pause) -> Traffic:
+        return self.traffic
+
+
+COUNTS = Counts()
+
+
+def page(serving: Serving = DEFAULT, plane: Counts = COUNTS, **given: object) -> dict[str, Family]:
+    desk = Desk(Config(serving=serving), "bpf", plane, **given)  # type: ignore[arg-type]
     desk.show(STATUS)
+    desk.count()
     return parse(desk.metrics().decode())
 
 
@@ -99,8 +137,23 @@ VALUES = [
     Value("kbpf_service_connections", {"namespace": "b", "port": 'od"d\\\n'}, 1),
     Value("kbpf_service_series_left_out", {}, 0),
     Value("kbpf_service_connections_total", {"service": "web"}, 7),
+    Value("kbpf_service_connections_total", {"service": "dns"}, 20),
     Value("kbpf_service_bytes_total", {"service": "web", "direction": "in"}, 700),
     Value("kbpf_service_bytes_total", {"service": "web", "direction": "out"}, 7000),
+    Value("kbpf_service_failures_total", {"service": "web", "reason": "refused"}, 1),
+    Value("kbpf_service_failures_total", {"service": "web", "reason": "unanswered"}, 2),
+    Value("kbpf_service_failures_total", {"service": "web", "reason": "broken"}, 3),
+    Value("kbpf_service_failures_total", {"service": "dns", "reason": "refused"}, 0),
+    Value("kbpf_service_retransmits_total", {"service": "web"}, 4),
+    Value("kbpf_service_round_trip_seconds_total", {"service": "web"}, 0.0015),
+    Value("kbpf_service_round_trips_total", {"service": "web"}, 3),
+    Value("kbpf_backend_connections", {"service": "web", "backend": "10.244.1.2:8080"}, 4),
+    Value("kbpf_backend_connections_total", {"backend": "10.244.1.2:8080"}, 7),
+    Value("kbpf_backend_failures_total", {"service": "web", "reason": "unanswered"}, 2),
+    Value("kbpf_backend_bytes_total", {"service": "web", "direction": "out"}, 7000),
+    Value("kbpf_backend_retransmits_total", {"service": "web"}, 4),
+    Value("kbpf_backend_round_trip_seconds_total", {"service": "web"}, 0.0015),
+    Value("kbpf_backend_round_trips_total", {"service": "web"}, 3),
     Value("kbpf_healthy", {}, 1),
     Value("kbpf_node_eligible", {}, 1),
     Value("kbpf_events_total", {"outcome": "sent"}, 0),
@@ -121,6 +174,7 @@ def test_what_is_not_counted_has_no_series():
 def test_the_services_with_the_most_connections_have_series():
     found = page(Serving(service_series=2))
     assert sorted(found["kbpf_service_connections"].samples.values()) == [5, 9]
+    assert sorted(found["kbpf_service_connections_total"].samples.values()) == [7, 20]
     assert found["kbpf_service_series_left_out"].value() == 1
     assert found["kbpf_connections"].value() == 15
     assert not page(Serving(service_series=0))["kbpf_service_connections"].samples
@@ -284,18 +338,58 @@ def test_a_bound_belongs_to_its_bucket():
 
 
 def test_a_page_is_made_without_a_status_and_without_a_kernel():
-    def refuses() -> Measures:
-        raise KernelError("no maps")
+    class Refuses(Counts):
+        def measure(self) -> Measures:
+            raise KernelError("no maps")
 
-    found = parse(Desk(Config(), "bpf", refuses).metrics().decode())
+        def count(self, pause: Pause) -> Traffic:
+            raise KernelError("no maps")
+
+    desk = Desk(Config(), "bpf", Refuses())
+    desk.count()
+    found = parse(desk.metrics().decode())
     assert "kubeproxy_sync_proxy_rules_duration_seconds" in found
     assert "kbpf_healthy" in found
     assert "kbpf_map_entries" not in found
 
 
 def test_who_does_not_count_connections_has_no_series_of_them():
-    found = parse(Desk(Config(), "ipvs", lambda: Measures(connections=None)).metrics().decode())
+    found = page(plane=Counts(traffic=Traffic(totals=TRAFFIC.totals, known=PACKETS)))
     assert not {"kbpf_connections", "kbpf_service_connections"} & found.keys()
+
+
+OUTCOMES = ("connections", "failures", "bytes", "retransmits", "round_trip_seconds", "round_trips")
+KNOWN = [
+    ("nothing", frozenset(), ()),
+    ("what begins", BEGUN, ("connections", "failures")),
+    ("by IPVS", PACKETS, ("connections", "bytes")),
+    ("all", FULL, OUTCOMES),
+]
+
+
+@pytest.mark.parametrize(("name", "known", "there"), KNOWN, ids=lambda v: str(v)[:20])
+def test_what_is_not_known_has_no_series(name: str, known: frozenset[str], there: Sequence[str]):
+    found = page(plane=Counts(traffic=msgspec.structs.replace(TRAFFIC, known=known)))
+    assert {one for one in OUTCOMES if f"kbpf_service_{one}_total" in found} == set(there)
+    reasons = {v for name, _ in found.items() if name == "kbpf_service_failures_total"
+               for _, own in found[name].samples for k, v in own if k == "reason"}  # fmt: skip
+    assert reasons == {reason for reason in FAILURES if reason in known}
+
+
+def test_how_it_ends_is_known_of_tcp_only():
+    found = page()
+    for name in ("retransmits", "round_trips", "round_trip_seconds"):
+        told = found[f"kbpf_service_{name}_total"]
+        assert {dict(own)["service"] for _, own in told.samples} == {"web"}
+    failures = found["kbpf_service_failures_total"]
+    assert {dict(own)["reason"] for _, own in failures.samples if ("service", "dns") in own} == {
+        "refused"
+    }
+
+
+def test_backends_have_series_only_where_they_are_asked_for():
+    found = page(plane=Counts(traffic=msgspec.structs.replace(TRAFFIC, backends=())))
+    assert not [name for name in found if name.startswith("kbpf_backend_")]
 
 
 def test_a_plane_without_a_packet_path_says_nothing_of_it():

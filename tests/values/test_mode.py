@@ -22,7 +22,7 @@ from kbpf.errors import (
     ProgramRefused,
 )
 from kbpf.model.desired import DesiredState, ServicePortKey
-from kbpf.model.measures import Measures
+from kbpf.model.measures import Measures, Pause, Traffic
 from kbpf.model.status import ModeChoice, PacketStatus
 
 NOTHING = DesiredState({})
@@ -136,6 +136,9 @@ class Fake:
 
     def measure(self) -> Measures:
         return Measures()
+
+    def count(self, pause: Pause) -> Traffic:
+        return Traffic()
 
     def write_status(self, text: bytes) -> None:
         self._do("status")

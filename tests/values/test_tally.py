@@ -3,6 +3,8 @@
 import time
 from datetime import UTC, datetime
 
+import pytest
+
 from kbpf.agent.tally import Tally
 from kbpf.model.address import Addr, parse_addr
 from kbpf.model.config import Config
@@ -122,14 +124,24 @@ def test_what_changes_nothing_is_not_told():
     assert len(rig.desk.told) == 1
 
 
-def test_health_checks_answer_on_all_addresses_unless_networks_are_named():
-    rig = Rig()
+OWN = (parse_addr("192.0.2.1"),)
+WHERE = [
+    ("primary: all while there is no Node", {}, (), OWN),
+    ("primary", {}, ("192.0.2.7", "192.0.2.8"), (parse_addr("192.0.2.7"),)),
+    ("networks", {"node_port_addresses": (Cidr(parse_addr("192.0.2.0"), 120),)}, (), OWN),
+    ("all", {"all_node_port_addresses": True}, ("192.0.2.7",), None),
+]
+
+
+@pytest.mark.parametrize(("name", "settings", "addresses", "at"), WHERE, ids=lambda v: str(v)[:30])
+def test_health_checks_answer_where_node_ports_do(name, settings, addresses, at):
+    rig = Rig(Config(node_name=HERE, **settings))
+    rig.hear(Upsert(ObjectKey(Kind.NODE, "", HERE), Node(HERE, tuple(map(parse_addr, addresses)))))
+    assert not rig.desk.told, "there is none"
     rig.hear(service())
-    assert rig.desk.told[-1][1] is None
-    named = Config(node_name=HERE, node_port_addresses=(Cidr(parse_addr("192.0.2.0"), 120),))
-    rig = Rig(named)
-    rig.hear(service())
-    assert rig.desk.told[-1][1] == (parse_addr("192.0.2.1"),)
+    assert rig.desk.told[-1][1] == at
+    rig.hear(gone(Kind.SERVICE, "web"))
+    assert rig.desk.told[-1] == ({}, None)
 
 
 def test_a_policy_that_finds_nobody_here():

@@ -23,6 +23,7 @@ from kbpf.dataplane.bpf.layout import (
     Way,
     pack_target,
 )
+from kbpf.dataplane.bpf.measure import GONE
 from kbpf.errors import NotFoundError
 from kbpf.kernel import libbpf
 from kbpf.kernel.devices import Device
@@ -30,6 +31,7 @@ from kbpf.kernel.libbpf import LinkInfo
 from kbpf.kernel.tc import Attachment, Direction, How
 from kbpf.model.address import Addr, parse_addr
 from kbpf.model.desired import Backend, FrontendAddress, ServicePortKey
+from kbpf.model.measures import Totals
 from kbpf.model.objects import Cidr, Protocol
 from kbpf.model.status import AgentStatus, DeviceFailure, PacketStatus
 from kbpf.views import (
@@ -127,6 +129,33 @@ def test_a_backend_is_shown_once_with_its_share():
     ]  # fmt: skip
     assert "cluster set 1: 2 backends in 4 slots" in pages.service([detail])
     assert "algorithm         maglev" in pages.service([detail])
+
+
+def test_what_connections_to_each_backend_came_to():
+    """Of this Service alone; who got no backend comes first, backends that are gone last."""
+    good = Totals(begun=40, ended=39, bytes_in=2048, bytes_out=5 << 20, rtt_us=60_000, rtts=30)
+    held = snapshot(
+        frontends={at("10.96.0.1"): value(1), at("10.96.0.2"): value(2)},
+        names={1: key("web"), 2: key("other")},
+        sets={1: {0: 5}},
+        backends={5: backend(1), 6: backend(2)},
+        totals={
+            (1, GONE): Totals(begun=7), (1, 5): good, (2, 6): good, (1, 0): Totals(refused=3),
+            (1, 9): Totals(begun=2, unanswered=1, broken=1, retransmits=4),
+        },
+        open={(1, 5): 1, (2, 6): 8, (1, 6): 2},
+    )  # fmt: skip
+    (detail,) = service.details(held, "web")
+    assert [[c.text(t) for c in service.TRAFFIC_COLUMNS] for t in detail.traffic] == [
+        ["none", "0", "0", "3", "0", "0", "0B", "0B", "0", "-"],
+        ["10.244.0.1:8080", "1", "40", "0", "0", "0", "2.0KiB", "5.0MiB", "0", "2ms"],
+        ["10.244.0.2:8080", "2", "0", "0", "0", "0", "0B", "0B", "0", "-"],
+        ["id 9, gone", "0", "2", "0", "1", "1", "0B", "0B", "4", "-"],
+        ["gone", "0", "7", "0", "0", "0", "0B", "0B", "0", "-"],
+    ]
+    assert "connections since counting began" in pages.service([detail])
+    (without,) = service.details(snapshot(names={1: key("web")}), "web")
+    assert "since counting began" not in pages.service([without])
 
 
 NAMES = {1: key("web"), 2: key("web", "shop"), 3: key("dns", "kube-system")}
@@ -266,6 +295,17 @@ def test_how_the_agent_is_doing(doing: Doing):
     assert (seen.ok, seen.running) == doing.says
     assert set(seen.counters) == {reason.name.lower() for reason in Reason}
     assert seen.hooks_attached + len(seen.hooks_missing) == seen.hooks == len(HOOKS)
+
+
+def test_a_hook_that_only_counts_may_be_off():
+    """As a kernel that lacks it has it, and --accounting=false."""
+    without = tuple(HookFacts(f.hook) if f.hook.counts else f for f in ATTACHED)
+    seen = status.view(snapshot(status=AGENT, agent_alive=True, hooks=without))
+    assert seen.ok
+    assert (seen.hooks_attached, seen.hooks, seen.hooks_missing) == (
+        len(HOOKS) - 1, len(HOOKS) - 1, ())  # fmt: skip
+    off = [row for row in programs.rows(snapshot(hooks=without)) if row.state == "off"]
+    assert [row.hook for row in off] == ["sock_ops"]
 
 
 # ---- the packet path ---------------------------------------------------------------------------

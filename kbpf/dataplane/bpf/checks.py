@@ -121,7 +121,9 @@ def _maps() -> Iterator[CheckRow]:
 
 def _hooks() -> Iterator[CheckRow]:
     for hook in HOOKS:
-        found = probe.loads(hook.kind, hook.attach_type)
+        # What only counts is of no use without this helper, which those hooks got later.
+        body = probe.call(HELPER_NETNS_COOKIE) if hook.counts else b""
+        found = probe.loads(hook.kind, hook.attach_type, body)
         advice = f"Linux {hook.since} brought it; it is for {hook.what}"
         yield row(f"hook {hook.name}", found, advice, hook.required, hook.what)
     cookie = probe.loads(PROG_CGROUP_SOCK_ADDR, CONNECT4, probe.call(HELPER_NETNS_COOKIE))

@@ -78,11 +78,14 @@ def over(raw: bytes) -> int:
     return int(last) + HOLDS[protocol, state]
 
 
-def columns(values: bytes) -> Iterator[tuple[int, int, int, int, int]]:
-    """Of structs nat, back to back: Service, last use (ns), protocol, state, part."""
-    size = NAT.size
+def columns(values: bytes) -> Iterator[tuple[int, int, int, int, int, int]]:
+    """Of structs nat, back to back: ids of Service and backend, last use (ns), protocol, state,
+    part.
+    """
+    size, words = NAT.size, memoryview(values).cast("I")
     return zip(
-        memoryview(values).cast("I")[SERVICE.start // 4 :: size // 4],
+        words[SERVICE.start // 4 :: size // 4],
+        words[SERVICE.stop // 4 :: size // 4],
         memoryview(values).cast("Q")[0 :: size // 8],
         values[PROTOCOL::size],
         values[STATE::size],

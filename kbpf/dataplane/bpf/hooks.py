@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Final
 
 PROG_CGROUP_SOCK: Final = 9
+PROG_SOCK_OPS: Final = 13
 PROG_CGROUP_SOCK_ADDR: Final = 18
 
 
@@ -13,6 +14,7 @@ class Hook:
     """A program's name, its unit (file) and types as in linux/bpf.h, the kernel that brought it.
 
     `required`: without it no Service works for any socket, so the data plane is not usable.
+    `counts`: it serves nobody, so it is attached only with --accounting full.
     """
 
     name: str
@@ -22,6 +24,7 @@ class Hook:
     since: str
     required: bool = False
     what: str = ""
+    counts: bool = False
 
 
 HOOKS: Final = (
@@ -31,11 +34,13 @@ HOOKS: Final = (
     Hook("getpeername4", "sock", PROG_CGROUP_SOCK_ADDR, 29, "5.8", False, "getpeername(), IPv4"),
     Hook("getpeername6", "sock", PROG_CGROUP_SOCK_ADDR, 30, "5.8", False, "getpeername(), IPv6"),
     Hook("sock_release", "sock", PROG_CGROUP_SOCK, 34, "5.9", False, "close()"),
+    Hook("sock_ops", "sock", PROG_SOCK_OPS, 3, "5.15", False, "what TCP connections come to",
+         counts=True),
     Hook("sendmsg4", "sock", PROG_CGROUP_SOCK_ADDR, 14, "4.18", True, "sendto() on UDP, IPv4"),
     Hook("sendmsg6", "sock", PROG_CGROUP_SOCK_ADDR, 15, "4.18", True, "sendto() on UDP, IPv6"),
     Hook("connect4", "sock", PROG_CGROUP_SOCK_ADDR, 10, "4.17", True, "connect() on IPv4 sockets"),
     Hook("connect6", "sock", PROG_CGROUP_SOCK_ADDR, 11, "4.17", True, "connect() on IPv6 sockets"),
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,6 +130,8 @@ class ConfigFlag(IntFlag):
     EXEMPTIONS = 1 << 3
     SOCKETS_OFF = 1 << 4
     FOLLOWS = 1 << 5
+    ACCOUNTING = 1 << 6
+    ENDS = 1 << 7
 
 
 class ClientKind(IntEnum):
@@ -231,6 +233,7 @@ FRAGMENT_KEY: Final = Struct("=16s16sII")
 PORTS: Final = Struct("=2s2s")
 CONFIG: Final = Struct("=QI4x")
 META: Final = Struct("=III4x")
+COUNTS: Final = Struct("=10Q")
 SLACK: Final = 1.125
 """So much more room than asked for have the tracked flows: see find_place() in tc.c."""
 UNUSED: Final = 64
@@ -403,6 +406,9 @@ MAPS: Final = {
         _plain("cluster_ips", 16, 4, 16_384, "frontends"),
         MapSpec("exempt_cgroups", libbpf.MAP_HASH, U64.size, 4, 4096, libbpf.F_NO_PREALLOC),
         MapSpec("config", libbpf.MAP_ARRAY, 4, CONFIG.size, 1),
+        MapSpec(
+            "counts", libbpf.MAP_HASH, PAIR.size, COUNTS.size, 0, libbpf.F_NO_PREALLOC, "counts"
+        ),
         MapSpec("reasons", libbpf.MAP_PERCPU_ARRAY, 4, 8, len(Reason), version=5),
         MapSpec("meta", libbpf.MAP_ARRAY, 4, META.size, 1),
         MapSpec("agent_status", libbpf.MAP_ARRAY, 4, STATUS_SIZE, 1),

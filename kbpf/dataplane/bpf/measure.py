@@ -1,34 +1,53 @@
 """What the maps count, for metrics.
 
 Any thread may ask: the pinned maps are opened anew each time, so nothing is shared with the writer,
-who replaces maps as they grow. Connections of a Service are counted where they stand: those of the
-packet path in `flows`, those of the socket hooks in `sock_peers`, `udp_peers` and `udp_flows`. That
-costs nothing per packet or per connection; counting 100,000 of them takes 120 ms, most of it in the
-kernel, so it is done the less often the longer it takes.
+who replaces maps as they grow. read() is what is known at once. count() walks the maps where
+connections stand: those of the packet path in `flows`, those of the socket hooks in `sock_peers`,
+`udp_peers` and `udp_flows`; and `counts`, where the programs add up what connections came to. That
+takes 120 ms for 100,000 connections, most of it in the kernel.
+
+What a backend that is gone has had is kept with its Service, so that no sum ever falls: count()
+moves it to the backend GONE now and then.
 """
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from heapq import nlargest
 from typing import Final
 
 from kbpf.dataplane.bpf import load
 from kbpf.dataplane.bpf.flows import HOLDS, columns
 from kbpf.dataplane.bpf.layout import (
+    COUNTS,
     FLOW,
     MAPS,
+    PAIR,
     PEER,
     SERVICE_NAME,
     U32,
     FlowPart,
     Reason,
+    Target,
 )
 from kbpf.dataplane.bpf.load import Pins
 from kbpf.errors import KernelError
 from kbpf.kernel import libbpf
 from kbpf.kernel.libbpf import Map
-from kbpf.model.config import MapSizes
-from kbpf.model.measures import Decision, Measures, PortName, Table
+from kbpf.model.address import format_endpoint
+from kbpf.model.config import Accounting, Config
+from kbpf.model.measures import (
+    BEGUN,
+    FULL,
+    Decision,
+    Measures,
+    Pair,
+    Pause,
+    PortName,
+    Table,
+    Totals,
+    Traffic,
+)
 from kbpf.model.objects import Protocol
 
 VERDICTS: Final = {
@@ -49,80 +68,173 @@ VERDICTS: Final = {
 }
 """Any other reason means that it was translated. A note counts what happened beside a verdict."""
 
-SOCKETS: Final = {"sock_peers": (PEER.size, 40), "udp_peers": (PEER.size, 40),
-                  "udp_flows": (FLOW.size, 52)}  # fmt: skip
-"""Of the value: its length, and where the Service's id stands."""
+SOCKETS: Final = {"sock_peers": (PEER.size, 40, 44), "udp_peers": (PEER.size, 40, 44),
+                  "udp_flows": (FLOW.size, 52, 48)}  # fmt: skip
+"""Of the value: its length, and where the ids of the Service and of the backend stand."""
 
-COUNTED: Final = frozenset(("flows", *SOCKETS, "affinity"))
+WALKED: Final = ("flows", *SOCKETS, "affinity")
 """Maps that programs write, whose entries are counted; the others are as full as one of these."""
 
-SHARE: Final = 0.005
-"""Of a processor's time: connections are not counted again before they have cost no more."""
+SWEEP_SECONDS: Final = 300.0
+"""So often what backends that are gone have had is moved to GONE."""
 
-
+NO_BACKEND: Final = 0
+GONE: Final = 0xFFFF_FFFF
 MANY: Final = 256
 """More names than that are read all at once."""
 
 _PROTOCOLS: Final = {int(protocol): protocol.name for protocol in Protocol}
+_ZERO: Final = Totals()
+KNOWN: Final = {
+    Accounting.OFF: frozenset[str](), Accounting.CONNECTIONS: BEGUN, Accounting.FULL: FULL
+}  # fmt: skip
+Ids = tuple[int, int]
+"""Of a Service port and of a backend."""
 
 
 class Meter:
-    """Reads the maps below one pin folder. One thread at a time."""
+    """Reads the maps below one pin folder. One thread reads and one counts."""
 
     def __init__(
-        self, pins: Pins, sizes: MapSizes, clock: Callable[[], float] = time.monotonic
+        self, pins: Pins, config: Config, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._pins, self._sizes, self._clock = pins, sizes, clock
+        self._pins, self._config, self._clock = pins, config, clock
         self._ports: list[PortName] = []
         self._places: dict[PortName, int] = {}  # in that list
         self._place: dict[int, int] = {}  # the same by id, and these are never used twice
-        self._counted: dict[str, int] = {}
-        self._connections: tuple[tuple[PortName, int], ...] = ()
-        self._due = 0.0
+        self._entries: Mapping[str, int] = {}
+        self._sweep_due = clock() + SWEEP_SECONDS
+
+    # ---- what is known at once -------------------------------------------------------------
 
     def read(self, fill: Mapping[str, int]) -> Measures:
-        """All of it. `fill`: entries of the maps that the agent writes. What cannot be read, since
-        it is just being replaced or was removed, is left out. Connections are as they were counted
-        last, if it is too early to count again.
+        """Tables and decisions. `fill`: entries of the maps that the agent writes. What cannot be
+        read, since it is just being replaced or was removed, is left out.
         """
         tables: list[Table] = []
         decisions: tuple[Decision, ...] = ()
-        by_id: Counter[int] | None = Counter() if self._clock() >= self._due else None
-        start = time.thread_time()
+        entries = {**fill, **self._entries}
         for name, spec in MAPS.items():
+            if spec.kind not in (libbpf.MAP_HASH, libbpf.MAP_LRU_HASH) and name != "reasons":
+                continue
             try:
                 with load.open_map(self._pins.maps / name, spec) as held:
-                    if by_id is not None and name in COUNTED:
-                        self._counted[name] = _count(name, held, by_id)
                     if name == "reasons":
                         decisions = tuple(_decision(held, reason) for reason in Reason)
-                    if spec.kind in (libbpf.MAP_HASH, libbpf.MAP_LRU_HASH):
-                        entries = self._counted.get(name, fill.get(name))
-                        room = held.max_entries
-                        limit = max(room, spec.limit(self._sizes))
-                        tables.append(Table(name, entries, room, limit, held.memory()))
+                        continue
+                    room = held.max_entries
+                    limit = max(room, spec.limit(self._config.sizes))
+                    tables.append(Table(name, entries.get(name), room, limit, held.memory()))
             except KernelError:
                 continue
-        if by_id is not None:
-            self._connections = self._by_name(by_id)
-            self._due = self._clock() + (time.thread_time() - start) / SHARE
-        return Measures(tuple(tables), decisions, self._connections)
+        return Measures(tuple(tables), decisions)
+
+    # ---- what takes long -------------------------------------------------------------------
+
+    def count(self, pause: Pause) -> Traffic:
+        """Connections and what they came to, by Service port."""
+        wanted, now = self._config.serving.backend_series, Census()
+        for name in WALKED:
+            self._walk(name, lambda held: now.take(held, bool(wanted)), pause)
+        had: dict[Ids, Totals] = {}
+        self._walk("counts", lambda held: totals_in(held, had), pause)
+        self._entries = {**now.entries, "counts": len(had)}
+        known = self._learn({*now.services, *(service for service, _ in had)})
+        pause()
+        if known and self._clock() >= self._sweep_due:
+            self._sweep(had)
+            self._sweep_due = self._clock() + SWEEP_SECONDS
+        return Traffic(
+            self._by_name(now.services),
+            tuple(self._totals_by_name(had)),
+            KNOWN[self._config.accounting],
+            self._busiest(had, now.pairs, wanted),
+        )
+
+    def _walk(self, name: str, take: Callable[[Map], Iterable[None]], pause: Pause) -> None:
+        """Through a map, if it can be read."""
+        try:
+            with load.open_map(self._pins.maps / name, MAPS[name]) as held:
+                for _ in take(held):
+                    pause()
+        except KernelError:
+            return
 
     def _by_name(self, by_id: Mapping[int, int]) -> tuple[tuple[PortName, int], ...]:
-        self._learn(by_id)
         place, totals = self._place, [0] * len(self._ports)
         for service_id, count in by_id.items():
             if service_id in place:
                 totals[place[service_id]] += count
         return tuple(pair for pair in zip(self._ports, totals, strict=True) if pair[1])
 
-    def _learn(self, wanted: Mapping[int, object]) -> None:
-        """The names of these ids; others are forgotten when they are many."""
+    def _totals_by_name(self, had: Mapping[Ids, Totals]) -> Iterator[tuple[PortName, Totals]]:
+        place = self._place
+        sums: dict[int, Totals] = {}
+        for (service_id, _), more in had.items():
+            if (at := place.get(service_id)) is not None:
+                before = sums.get(at)
+                sums[at] = more if before is None else _sum(before, more)
+        return ((self._ports[at], total) for at, total in sums.items())
+
+    def _busiest(
+        self, had: Mapping[Ids, Totals], now: Mapping[Ids, int], most: int
+    ) -> tuple[Pair, ...]:
+        """Those of the most connections, with the addresses of their backends."""
+        if not most:
+            return ()
+        known = [ids for ids in had if ids[1] not in (NO_BACKEND, GONE) and ids[0] in self._place]
+        chosen = nlargest(most, known, lambda ids: (had[ids].begun, ids))
+        found: dict[tuple[PortName, str], Pair] = {}
+        try:
+            with load.open_map(self._pins.maps / "backends", MAPS["backends"]) as held:
+                for ids in chosen:
+                    raw = held.lookup(U32.pack(ids[1]))
+                    if raw is None:
+                        continue
+                    target = Target.unpack(raw)
+                    name = self._ports[self._place[ids[0]]]
+                    where = format_endpoint(target.address, target.port)
+                    found[name, where] = Pair(name, where, now.get(ids, 0), had[ids])
+        except KernelError:
+            return ()
+        return tuple(found.values())
+
+    def _sweep(self, had: Mapping[Ids, Totals]) -> None:
+        """Moves what backends that are gone have had, and drops what Services that are gone have
+        had. What a program adds between the two steps is lost: a byte count of somebody's last
+        second.
+        """
+        try:
+            with (
+                load.open_map(self._pins.maps / "counts", MAPS["counts"]) as counts,
+                load.open_map(self._pins.maps / "backends", MAPS["backends"]) as backends,
+            ):
+                living = {U32.unpack(key)[0] for key, _ in backends.items()}
+                living |= {NO_BACKEND, GONE}
+                gone = dict[int, Totals]()
+                for (service, backend), total in had.items():
+                    if service not in self._place:
+                        counts.delete(PAIR.pack(service, backend))
+                    elif backend not in living:
+                        gone[service] = _sum(gone.get(service, _ZERO), total)
+                for service, total in gone.items():
+                    kept = _sum(had.get((service, GONE), _ZERO), total)
+                    counts.update(PAIR.pack(service, GONE), COUNTS.pack(*kept))
+                for service, backend in had:
+                    if service in gone and backend not in living:
+                        counts.delete(PAIR.pack(service, backend))
+        except KernelError:
+            return
+
+    def _learn(self, wanted: set[int]) -> bool:
+        """The names of these ids; others are forgotten when they are many. Whether they could be
+        read: an id without one is of a Service that is gone.
+        """
         if len(self._place) > 2 * len(wanted):
             self._place, self._ports, self._places = {}, [], {}
         unknown = {U32.pack(i): i for i in wanted if i not in self._place}
         if not unknown:
-            return
+            return True
         try:
             with load.open_map(self._pins.maps / "service_names", MAPS["service_names"]) as names:
                 found: Iterable[tuple[bytes, bytes | None]]
@@ -134,7 +246,8 @@ class Meter:
                     if raw is not None:
                         self._place[unknown[key]] = self._place_of(raw)
         except KernelError:
-            return
+            return False
+        return True
 
     def _place_of(self, raw: bytes) -> int:
         """Where the count of this struct service_name is kept; the same for both families."""
@@ -147,29 +260,59 @@ class Meter:
         return self._places[name]
 
 
-def _count(name: str, held: Map, by_id: Counter[int]) -> int:
-    """Adds the connections in it by their Service's id; how many entries it has."""
-    entries = 0
-    now = time.monotonic_ns()
-    for keys, values in held.batches():
-        entries += len(keys) // held.key_size
-        if name == "flows":
-            by_id.update(_live(values, now))
-        elif name in SOCKETS:
-            size, at = SOCKETS[name]
-            by_id.update(memoryview(values).cast("I")[at // 4 :: size // 4])
-    return entries
-
-
-def _live(values: bytes, now: int) -> list[int]:
-    """The Services of the connections among those struct nat, back to back, whose time is not
-    over: of each the entry that is the client's own.
+class Census:
+    """Connections that there are: by Service, by Service and backend where that is wanted, and
+    entries by map.
     """
-    return [
-        service
-        for service, last, protocol, state, part in columns(values)
+
+    def __init__(self) -> None:
+        self.services: Counter[int] = Counter()
+        self.pairs: Counter[Ids] = Counter()
+        self.entries: dict[str, int] = {}
+
+    def take(self, held: Map, with_backends: bool) -> Iterator[None]:
+        """Adds what is in this map, a piece at a time."""
+        name, now = held.name, time.monotonic_ns()
+        self.entries[name] = 0
+        for keys, values in held.batches():
+            self.entries[name] += len(keys) // held.key_size
+            if name != "affinity":
+                services, backends = _live(values, now) if name == "flows" else _peers(name, values)
+                self.services.update(services)
+                if with_backends:
+                    self.pairs.update(zip(services, backends, strict=True))
+            yield
+
+
+def _peers(name: str, values: bytes) -> tuple[list[int], list[int]]:
+    """The ids of Service and backend of each socket, these values back to back."""
+    size, service, backend = SOCKETS[name]
+    words = memoryview(values).cast("I")
+    return words[service // 4 :: size // 4].tolist(), words[backend // 4 :: size // 4].tolist()
+
+
+def _live(values: bytes, now: int) -> tuple[list[int], list[int]]:
+    """The ids of Service and backend of the connections among those struct nat, back to back, whose
+    time is not over: of each the entry that is the client's own.
+    """
+    found = [
+        (service, backend)
+        for service, backend, last, protocol, state, part in columns(values)
         if part == FlowPart.QUESTION and last + HOLDS[protocol, state] > now
     ]
+    return [service for service, _ in found], [backend for _, backend in found]
+
+
+def totals_in(held: Map, had: dict[Ids, Totals]) -> Iterator[None]:
+    """What is in `counts`, a piece at a time."""
+    for keys, values in held.batches():
+        ids = PAIR.iter_unpack(keys)
+        had.update(zip(ids, map(Totals._make, COUNTS.iter_unpack(values)), strict=True))
+        yield
+
+
+def _sum(a: Totals, b: Totals) -> Totals:
+    return Totals._make(x + y for x, y in zip(a, b, strict=True))
 
 
 def _decision(held: Map, reason: Reason) -> Decision:

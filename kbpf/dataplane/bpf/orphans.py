@@ -55,7 +55,7 @@ def remove(flows: Map, keys: bytes, values: bytes, at: int) -> int:
 def _over(flows: Map, keys: bytes, values: bytes, at: int) -> Iterator[Pair]:
     """Answers whose time is over. As a rule another entry of the flow is younger."""
     size, room = flows.key_size, flows.value_size
-    for number, (_, last, protocol, state, part) in enumerate(columns(values)):
+    for number, (_, _, last, protocol, state, part) in enumerate(columns(values)):
         if part != FlowPart.QUESTION and last + HOLDS[protocol, state] < at:
             yield (
                 keys[number * size : (number + 1) * size],

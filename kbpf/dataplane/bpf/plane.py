@@ -45,7 +45,7 @@ from kbpf.dataplane.bpf.tables import Tables
 from kbpf.errors import CapacityError, KbpfError, KernelError, PinsGone
 from kbpf.kernel import mounts, netns
 from kbpf.model.address import Addr
-from kbpf.model.config import Config, SocketLb
+from kbpf.model.config import Accounting, Config, SocketLb
 from kbpf.model.desired import (
     Backend,
     DesiredState,
@@ -54,7 +54,7 @@ from kbpf.model.desired import (
     ServicePortKey,
     ServiceState,
 )
-from kbpf.model.measures import Measures
+from kbpf.model.measures import Measures, Pause, Traffic
 from kbpf.model.objects import Cidr, Protocol
 from kbpf.model.status import MOST_FAILURES, DeviceFailure, ModeChoice, PacketStatus
 
@@ -102,7 +102,7 @@ class BpfPlane:
         self.packet_problem = ""
         self._kept: adopt.Adopted | None = None  # what an unsound first apply left as it was
         self._unsure = False  # whether what is kept here is what the maps hold
-        self._meter = Meter(self._pins, config.sizes)
+        self._meter = Meter(self._pins, config)
         self._follows = False  # another data plane
         self.compiled = False
 
@@ -157,7 +157,9 @@ class BpfPlane:
                 "SO_NETNS_COOKIE is missing (Linux 5.14): use --socket-lb on or off",
             )
         artifact, self.compiled = compile.obtain("sock", self._config.cache_dir)
-        return SocketPrograms(self._pins, artifact, cgroup, missing_helpers())
+        lacks = missing_helpers()
+        ends = self._config.accounting is Accounting.FULL
+        return SocketPrograms(self._pins, artifact, cgroup, lacks, ends)
 
     def _open_exemptions(self, cgroup: Path) -> Exemptions:
         try:
@@ -200,6 +202,10 @@ class BpfPlane:
             flags |= ConfigFlag.LOCALHOST_NODE_PORTS
         if self._follows:
             flags |= ConfigFlag.FOLLOWS
+        if self._config.accounting is not Accounting.OFF:
+            flags |= ConfigFlag.ACCOUNTING
+        if self._config.accounting is Accounting.FULL:
+            flags |= ConfigFlag.ENDS
         self._set_flags(flags)
 
     def _set_flags(self, flags: ConfigFlag) -> None:
@@ -577,6 +583,10 @@ class BpfPlane:
     def measure(self) -> Measures:
         """See base.DataPlane."""
         return self._meter.read(dict(self._tables.fill))
+
+    def count(self, pause: Pause) -> Traffic:
+        """See base.DataPlane."""
+        return self._meter.count(pause)
 
     def write_status(self, text: bytes) -> None:
         """Leaves the agent's own words beside the maps, for `kbpf inspect status`."""

@@ -159,7 +159,8 @@ class Programs:
         except KernelError as error:
             if required:
                 raise ProgramRefused(error.what, error.where, error.hint, error.errno) from error
-            log.warning("left out: %s", error)
+            expected = any(hook.counts for hook in HOOKS if hook.name == name)
+            log.log(logging.INFO if expected else logging.WARNING, "left out: %s", error)
 
     def _over(self, maps: Mapping[str, Map]) -> bool:
         ids = {m.id for m in (*maps.values(), *self._own.values())}
@@ -223,10 +224,16 @@ class SocketPrograms(Programs):
     """The unit `sock`, attached to a cgroup by pinned links."""
 
     def __init__(
-        self, pins: Pins, artifact: Artifact, cgroup: Path, lacks: frozenset[int] = frozenset()
+        self,
+        pins: Pins,
+        artifact: Artifact,
+        cgroup: Path,
+        lacks: frozenset[int] = frozenset(),
+        counts: bool = False,
     ) -> None:
         super().__init__(pins, artifact, lacks)
         self._cgroup = cgroup
+        self._counts = counts  # whether hooks that serve nobody are wanted
 
     def _attach_all(self) -> int:
         self._pins.links.mkdir(mode=0o700, exist_ok=True)
@@ -236,10 +243,15 @@ class SocketPrograms(Programs):
             cgroup_id = os.fstat(cgroup).st_ino
             for hook in HOOKS:
                 program = self._loaded.get(hook.name)
-                if program is not None:
-                    changed += self._attach(hook, program, cgroup, cgroup_id)
-                elif hook.unit == self._artifact.unit:
+                if hook.counts and not self._counts:
                     changed += self._detach(hook)
+                elif program is not None:
+                    changed += self._attach(hook, program, cgroup, cgroup_id)
+                elif hook.unit == self._artifact.unit and self._detach(hook):
+                    log.warning(
+                        "detached, since this kernel refuses its new program hook=%s", hook.name
+                    )
+                    changed += 1
         finally:
             os.close(cgroup)
         return changed
@@ -255,7 +267,6 @@ class SocketPrograms(Programs):
         if not pin.exists():
             return False
         detach(pin)
-        log.warning("detached, since this kernel refuses its new program hook=%s", hook.name)
         return True
 
     def _attach(self, hook: Hook, program: Program, cgroup: int, cgroup_id: int) -> bool:

@@ -6,6 +6,7 @@ until then. Maps that programs write have a fixed size, because full only means 
 entry goes.
 """
 
+import errno
 import logging
 import time
 from collections import Counter
@@ -16,7 +17,7 @@ from kbpf.dataplane.bpf import load
 from kbpf.dataplane.bpf.flows import BOTH_ENDS, in_order, is_question, last_used, newest
 from kbpf.dataplane.bpf.layout import MAPS, U32, U64
 from kbpf.dataplane.bpf.load import Pins
-from kbpf.errors import CapacityError
+from kbpf.errors import CapacityError, KernelError
 from kbpf.kernel import libbpf
 from kbpf.kernel.libbpf import Map
 from kbpf.model.config import MapSizes
@@ -196,7 +197,12 @@ class Tables:
         there = dict(new.items())
         news = (pair for pair in old.items() if self._is_news(name, *pair, there))
         for key, value in self._with_places(news) if name == "flows" else news:
-            new.update(key, value)
+            try:
+                new.update(key, value)
+            except KernelError as error:
+                if error.errno != errno.E2BIG:  # it was made smaller
+                    raise
+                break
             late += 1
         return late
 

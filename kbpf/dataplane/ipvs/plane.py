@@ -13,11 +13,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Final
 
 from kbpf.dataplane.base import Report
-from kbpf.dataplane.ipvs import traces
+from kbpf.dataplane.ipvs import measure, traces
 from kbpf.dataplane.ipvs.holdings import Holdings
 from kbpf.dataplane.ipvs.ledger import Changes, Ledger
 from kbpf.dataplane.ipvs.marks import Marks
-from kbpf.dataplane.ipvs.measure import Meter
 from kbpf.dataplane.ipvs.notes import Notes
 from kbpf.dataplane.ipvs.plan import (
     NODE,
@@ -36,7 +35,7 @@ from kbpf.kernel import netfilter, sysctl
 from kbpf.model.address import Addr
 from kbpf.model.config import Config, LocalMode
 from kbpf.model.desired import DesiredState, FrontendKind, ServicePortKey, ServiceState
-from kbpf.model.measures import Measures
+from kbpf.model.measures import Measures, Pause, Traffic
 from kbpf.model.status import ModeChoice, PacketStatus
 
 log = logging.getLogger("kbpf.dataplane")
@@ -65,7 +64,6 @@ class IpvsPlane:
         self._state = config.state_dir / config.ipvs_device
         self._lock = -1
         self._told: dict[str, None] = {}
-        self._meter = Meter()
         self._clear()
 
     def choice(self) -> ModeChoice:
@@ -249,7 +247,11 @@ class IpvsPlane:
 
     def measure(self) -> Measures:
         """See base.DataPlane."""
-        return self._meter.read(dict(self._ledger.by_key))
+        return Measures()
+
+    def count(self, pause: Pause) -> Traffic:
+        """See base.DataPlane."""
+        return measure.count(dict(self._ledger.by_key), pause)
 
     def write_status(self, text: bytes) -> None:
         """Into the state folder, with the names of what is programmed."""

@@ -1,0 +1,95 @@
+"""What `--accounting full` costs a short TCP connection.
+
+Two nodes of one shape, one with that and one with `connections`; client and backend are pods of the
+same node, both hooked, so the kernel calls `sock_ops` at either end. Sides of each round, on both:
+  bare     direct to the backend, client and backend outside of the hooked cgroup
+  direct   direct to the backend, hooked: what it costs those who do not use a Service
+  service  through the ClusterIP
+What is compared is service by bare, of the one node and of the other.
+"""
+
+import json
+import subprocess
+from typing import Any
+
+from benchmarks.common import build_c, first, goal, interleave, median, rounds, say, sysctl
+from benchmarks.connect import PORT, VIP, _probe, objects
+from tests.support.lab import Agent, Lab, Node, cgroup2, inside, until
+
+SECONDS = 0.3
+NAMES = ("full", "connections")
+SERVICES = 1_000
+BARE_PORT = PORT + 1
+
+
+def run() -> dict[str, Any]:
+    """By side: connections a second of each node; and the ratio of ratios."""
+    program = build_c("load")
+    with Lab(2, "acc", apart=True) as lab:
+        servers = []
+        agents = {}
+        for node, counts in zip(lab.nodes, ("full", "connections"), strict=True):
+            client, backend = node.pod("client"), node.pod("backend")
+            sysctl(client.netns, ipv4__tcp_max_tw_buckets=0)
+            for cgroup, port in ((backend.cgroup, PORT), (cgroup2(), BARE_PORT)):
+                command = inside(
+                    backend.netns, cgroup, str(program), "serve", backend.ip, str(port)
+                )
+                servers.append(subprocess.Popen(command))
+            folder = lab.folder / f"source-{node.name}"
+            folder.mkdir()
+            (folder / "objects.json").write_text(json.dumps(objects(SERVICES, backend.ip)))
+            agents[counts] = Agent(node, "--source", str(folder), "--accounting", counts).start()
+            host, address = node.host, backend.ip
+            until("it listens", lambda: "error" not in _probe(host, address), 5)  # noqa: B023
+        try:
+            return measure(lab.nodes, str(program))
+        finally:
+            for server in servers:
+                server.kill()
+                server.wait()
+            for agent in agents.values():
+                agent.close()
+
+
+def measure(nodes: list[Node], program: str) -> dict[str, Any]:
+    """All sides, in turns."""
+    sides = {}
+    for node, name in zip(nodes, NAMES, strict=True):
+        client, backend = node.pods
+        for side, cgroup, address, port in (
+            ("bare", cgroup2(), backend.ip, BARE_PORT),
+            ("direct", client.cgroup, backend.ip, PORT),
+            ("service", client.cgroup, VIP, 80),
+        ):
+            command = inside(
+                client.netns, cgroup, *first(0), program, "short", address, str(port), str(SECONDS)
+            )
+            sides[f"{name}_{side}"] = lambda command=command: dial(command)
+    for side in sides.values():
+        side()  # neighbours, caches
+    results = interleave(rounds(31), sides)
+    found: dict[str, Any] = {name: median(values) for name, values in results.items()}
+    for side in ("direct", "service"):
+        shares = {name: best(results, f"{name}_{side}", f"{name}_bare") for name in NAMES}
+        found[f"{side}_by_bare"] = shares
+        share = shares["full"] / shares["connections"]
+        found[f"{side}_full_by_connections"] = goal(round(share, 4), at_least=0.99)
+        say(f"{side}: {found[f'{side}_full_by_connections']}")
+    return found
+
+
+def best(results: dict[str, list[float]], one: str, other: str) -> float:
+    """The ratio of the best tenths: what else runs on the machine only ever takes away."""
+    count = max(1, len(results[one]) // 10)
+    tops = [sum(sorted(results[name])[-count:]) for name in (one, other)]
+    return round(tops[0] / tops[1], 4)
+
+
+def dial(command: list[str]) -> float:
+    """Connections per second."""
+    out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    done, failed, seconds = out.split()
+    if int(failed):
+        raise SystemExit(f"{failed} of {done} connections failed: {command}")
+    return int(done) / float(seconds)

@@ -1,0 +1,38 @@
+/* SPDX-License-Identifier: (GPL-2.0 OR BSD-2-Clause) */
+/* What connections come to, counted by Service and backend at their beginning and at their end:
+ * nothing is paid for what is in between.
+ */
+#pragma once
+
+static __always_inline bool is_accounting(u32 what)
+{
+	return config_flags() & what;
+}
+
+static __always_inline struct counts *counts_of(u32 service, u32 backend)
+{
+	struct count_key key = {.service = service, .backend = backend};
+	struct counts *found = counts.lookup(&key), none = {};
+
+	if (found || !service)
+		return found;
+	counts.insert(&key, &none);
+	return counts.lookup(&key);
+}
+
+static __always_inline void add(u64 *sum, u64 more)
+{
+	__sync_fetch_and_add(sum, more);
+}
+
+/* A connection, or a flow of datagrams, was given a backend, or none. */
+static __always_inline void account_begin(const struct choice *c, enum verdict v)
+{
+	struct counts *to;
+
+	if (v == PASS || !is_accounting(CONFIG_ACCOUNTING))
+		return;
+	to = counts_of(c->service, v == TRANSLATE ? c->backend_id : 0);
+	if (to)
+		add(v == TRANSLATE ? &to->begun : &to->refused, 1);
+}
