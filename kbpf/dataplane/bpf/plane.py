@@ -7,7 +7,6 @@ for the grace period in a queue that tick() empties; nobody sleeps.
 import logging
 import os
 import time
-from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
@@ -16,25 +15,14 @@ from typing import Final
 import msgspec
 
 from kbpf.dataplane.base import Report
-from kbpf.dataplane.bpf import adopt, beside, compile, load, packet, udp
+from kbpf.dataplane.bpf import adopt, beside, compile, load, packet, udp, writing
 from kbpf.dataplane.bpf.beside import Beside
+from kbpf.dataplane.bpf.cluster_ips import ClusterIps
 from kbpf.dataplane.bpf.exempt import Exemptions
 from kbpf.dataplane.bpf.hooks import HELPER_SET_RETVAL
 from kbpf.dataplane.bpf.ids import BackendTable, Ids
 from kbpf.dataplane.bpf.keeper import KeeperStatus
-from kbpf.dataplane.bpf.layout import (
-    AFFINITY_KEY,
-    CONFIG,
-    META,
-    PAIR,
-    U32,
-    ConfigFlag,
-    Meta,
-    pack_name,
-    pack_range,
-    pack_slots,
-    pack_target,
-)
+from kbpf.dataplane.bpf.layout import CONFIG, META, ConfigFlag, Meta
 from kbpf.dataplane.bpf.load import Pins
 from kbpf.dataplane.bpf.measure import Meter
 from kbpf.dataplane.bpf.orphans import Orphans
@@ -42,18 +30,12 @@ from kbpf.dataplane.bpf.packet import PacketPath
 from kbpf.dataplane.bpf.plan import Planner, Programmed, Retired, Writes, leaving, need
 from kbpf.dataplane.bpf.programs import Programs, SocketPrograms, missing_helpers
 from kbpf.dataplane.bpf.tables import Tables
+from kbpf.dataplane.bpf.writing import ZERO, target
 from kbpf.errors import CapacityError, KbpfError, KernelError, PinsGone
 from kbpf.kernel import mounts, netns
 from kbpf.model.address import Addr
 from kbpf.model.config import Accounting, Config, SocketLb
-from kbpf.model.desired import (
-    Backend,
-    DesiredState,
-    FrontendAddress,
-    FrontendKind,
-    ServicePortKey,
-    ServiceState,
-)
+from kbpf.model.desired import DesiredState, ServicePortKey, ServiceState
 from kbpf.model.measures import Measures, Pause, Traffic
 from kbpf.model.objects import Cidr, Protocol
 from kbpf.model.status import MOST_FAILURES, DeviceFailure, ModeChoice, PacketStatus
@@ -70,9 +52,6 @@ SHORT_GRACE_SECONDS: Final = 0.1
 LEAVING: Final = ConfigFlag.HOST_ONLY | ConfigFlag.EXEMPTIONS | ConfigFlag.SOCKETS_OFF
 """What a restart takes over: whom the hooks leave alone."""
 
-ZERO: Final = U32.pack(0)
-ONE: Final = U32.pack(1)
-
 
 class BpfPlane:
     """DataPlane on BPF socket hooks. See base.DataPlane for the verbs."""
@@ -86,8 +65,7 @@ class BpfPlane:
         self._tables = Tables(self._pins, config.sizes, config.packet_path)
         self._programmed: dict[ServicePortKey, Programmed] = {}
         self._addresses: set[Addr] = set()
-        self._cluster_ips: Counter[Addr] = Counter()  # how many frontends each has
-        self._refusing: set[Addr] = set()  # those of them that the map holds
+        self._cluster_ips = ClusterIps()
         self._queue: deque[tuple[float, Retired]] = deque()
         self._refused: dict[ServicePortKey, str] = {}
         self._stray: adopt.Adopted | None = None  # until the first complete apply
@@ -227,9 +205,9 @@ class BpfPlane:
         self._tables.fill = Counter(found.fill)
         self._addresses = {Addr(key) for key, _ in maps["node_addresses"].items()}
         self._tables.fill["node_addresses"] = len(self._addresses)
-        self._cluster_ips = _cluster_ips(found.programmed.values())
-        self._refusing = {Addr(key) for key, _ in maps["cluster_ips"].items()}
-        self._tables.fill["cluster_ips"] = len(self._refusing)
+        refusing = (Addr(key) for key, _ in maps["cluster_ips"].items())
+        self._cluster_ips = ClusterIps(found.programmed.values(), refusing)
+        self._tables.fill["cluster_ips"] = len(self._cluster_ips)
         self._queue.clear()  # what was to be retired is found again as stray
         self._stray, self._kept = found, None
 
@@ -291,7 +269,7 @@ class BpfPlane:
         elif self._kept is not None and sound:
             found, self._kept = self._kept, None
             ours = {f.at for o in self._programmed.values() for f in o.frontends}
-            self._tables.drop("services", [_target(at) for at in found.stray_frontends - ours])
+            self._tables.drop("services", map(target, found.stray_frontends - ours))
             self._sweep(found, writes.retired)
         if writes.retired:
             self._queue.append((self._clock(), writes.retired))
@@ -343,17 +321,11 @@ class BpfPlane:
         self, after: Mapping[ServicePortKey, Programmed | None], sound: bool
     ) -> tuple[set[Addr], set[Addr]]:
         """ClusterIPs that come and go with this change."""
-        change = _cluster_ips(o for o in after.values() if o is not None)
-        change.subtract(_cluster_ips(self._programmed[k] for k in after if k in self._programmed))
-        for address, count in change.items():
-            self._cluster_ips[address] += count
-            if not self._cluster_ips[address]:
-                del self._cluster_ips[address]
-        seen: Collection[Addr] = change
-        if self._stray is not None or self._kept is not None:  # nobody knows what the map holds
-            seen = self._cluster_ips.keys() | self._refusing
-        new = {a for a in seen if a in self._cluster_ips and a not in self._refusing}
-        gone = {a for a in seen if a in self._refusing and a not in self._cluster_ips}
+        new, gone = self._cluster_ips.change(
+            (self._programmed[key] for key in after if key in self._programmed),
+            (owner for owner in after.values() if owner is not None),
+            everything=self._stray is not None or self._kept is not None,
+        )
         return new, gone if sound else set()
 
     def _grow(self, writes: Writes, addresses: int, cluster_ips: int) -> None:
@@ -385,32 +357,9 @@ class BpfPlane:
     def _write(
         self, writes: Writes, addresses: set[Addr], cluster_ips: tuple[set[Addr], set[Addr]]
     ) -> None:
-        """The order of plan.py. ClusterIPs refuse their other ports only after those that they
-        have are there.
-        """
-        put, drop = self._tables.put, self._tables.drop
-        meta = self._ids.unsaved()
-        if meta is not None:
-            put("meta", [(ZERO, META.pack(*meta))], new=0)
-            self._ids.saved(meta)
-        put("source_ranges", ((pack_range(i, cidr), ONE) for i, cidr in writes.new_ranges))
-        put("service_names", ((U32.pack(i), pack_name(key)) for i, key in writes.names))
-        put("backends", ((U32.pack(i), _target(b)) for i, b in writes.backends))
-        put("backend_slots", _slots(writes))
-        put("set_members", _members(writes))
-        put("node_addresses", ((a, ONE) for a in addresses - self._addresses))
-        put(
-            "services",
-            ((pack_target(*at), value.pack()) for at, value in writes.flips.items()),
-            writes.new_frontends,
-        )
-        put("cluster_ips", ((a, ONE) for a in cluster_ips[0]))
-        drop("services", (pack_target(*at) for at in writes.removed))
-        drop("cluster_ips", cluster_ips[1])
-        self._refusing |= cluster_ips[0]
-        self._refusing -= cluster_ips[1]
-        drop("source_ranges", (pack_range(i, cidr) for i, cidr in writes.old_ranges))
-        drop("node_addresses", self._addresses - addresses)
+        nodes = addresses - self._addresses, self._addresses - addresses
+        writing.write(self._tables, self._ids, writes, nodes, cluster_ips)
+        self._cluster_ips.written(*cluster_ips)
         self._addresses = addresses
         if writes.retired.cut or writes.retired.left:
             self._cut(writes.retired)
@@ -556,27 +505,11 @@ class BpfPlane:
         return done
 
     def _retire(self, retired: Retired) -> None:
-        slots = list(retired.slot_keys)
-        for old in retired.sets:
-            slots.append(pack_slots(old.id, old.size))
-            if old.members:
-                ids = map(self._table.id_of, old.backends)
-                retired.member_keys += [PAIR.pack(old.id, i) for i in ids]
-        for backends in (*(s.backends for s in retired.sets), *retired.release):
-            retired.backend_ids += self._table.release(backends)
-        drop = self._tables.drop
-        drop("backend_slots", slots)
-        drop("set_members", retired.member_keys)
-        drop("backends", map(U32.pack, retired.backend_ids))
-        drop("service_names", map(U32.pack, retired.names))
+        writing.retire(self._tables, self._table, retired)
         if retired.cut or retired.left:
             self._cut(retired)
         if retired.forget_affinity:
-            entries = self._tables.maps["affinity"].items()
-            drop(
-                "affinity",
-                [k for k, _ in entries if AFFINITY_KEY.unpack(k)[1] in retired.forget_affinity],
-            )
+            writing.forget_affinity(self._tables, retired.forget_affinity)
 
     # ---- the rest --------------------------------------------------------------------------
 
@@ -642,12 +575,6 @@ class BpfPlane:
         load.remove(self._pins)
 
 
-def _cluster_ips(owners: Iterable[Programmed]) -> Counter[Addr]:
-    return Counter(
-        f.at.address for o in owners for f in o.frontends if f.kind is FrontendKind.CLUSTER_IP
-    )
-
-
 def _claim_ranges(writes: Writes, found: Iterable[tuple[int, Cidr]]) -> None:
     """Ranges that were found without their Service: those that are wanted stay, the rest goes."""
     stray, wanted = set(found), set(writes.new_ranges)
@@ -662,19 +589,3 @@ def _without_moved(refused: Programmed, writes: Writes) -> Programmed:
     kept = tuple(f for f in refused.frontends if f.at not in writes.flips)
     writes.new_frontends -= len(refused.frontends) - len(kept)
     return msgspec.structs.replace(refused, frontends=kept)
-
-
-def _target(backend: Backend | FrontendAddress) -> bytes:
-    return pack_target(backend.address, backend.port, backend.protocol)
-
-
-def _slots(writes: Writes) -> Iterable[tuple[bytes, bytes]]:
-    """All slots of a set at once: keys and values back to back."""
-    for set_id, ids in writes.slots:
-        yield pack_slots(set_id, len(ids)), array("I", ids).tobytes()
-
-
-def _members(writes: Writes) -> Iterable[tuple[bytes, bytes]]:
-    for set_id, ids in writes.members:
-        for backend_id in ids:
-            yield PAIR.pack(set_id, backend_id), ONE
