@@ -52,7 +52,7 @@ from kbpf.model.objects import Protocol
 from kbpf.views import tracked
 from tests.support import packets
 from tests.support.datagrams import MAC_A, MAC_B
-from tests.support.features import lacking
+from tests.support.features import lacking, needs
 from tests.support.judge import checksums, difference, reassembled
 from tests.support.lab import ip
 from tests.support.lab import run as command
@@ -1357,6 +1357,7 @@ def test_a_socket_of_the_node_is_refused(way_out: Path_, v: int) -> None:
 
 
 @both
+@needs("came_in_by")
 def test_what_others_forward_is_not_the_nodes_own(way_out: Path_, v: int) -> None:
     """It came in by a device, where it was looked at."""
     packet = udp(client(v), vip(v, CLUSTER), b"?")
@@ -1380,6 +1381,7 @@ def test_no_program_is_longer_than_it_may(artifact_cache: Path) -> None:
     assert {name: n for name, n in found.items() if n > INSTRUCTIONS} == {}
 
 
+@needs("verified_insns")
 def test_no_program_tires_the_verifier(path: Path_) -> None:
     walked = {}
     for one in PACKET_PROGRAMS:

@@ -13,6 +13,7 @@ import socket
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -80,11 +81,21 @@ def _tun() -> bool:
     return False
 
 
+def _nothing() -> Program:
+    """A program that returns 0."""
+    insns = struct.pack("=BBhiBBhi", 0xB7, 0, 0, 0, 0x95, 0, 0, 0)
+    return Program.load("kbpf_try", PROG_SCHED_CLS, 0, insns)
+
+
+def _verified_insns() -> bool:
+    with _nothing() as program:
+        return "verified_insns:" in Path(f"/proc/self/fdinfo/{program.fd}").read_text()
+
+
 def _run(context: bytes | None = None, checksum_complete: bool = False) -> bool:
     """Whether a program can be run on one packet in this way: else the kernel says EINVAL."""
-    nothing = struct.pack("=BBhiBBhi", 0xB7, 0, 0, 0, 0x95, 0, 0, 0)  # return 0
     packet = frame(udp("198.51.100.7:53", "192.0.2.1:53", bytes(1000)))
-    with Program.load("kbpf_try", PROG_SCHED_CLS, 0, nothing) as program:
+    with _nothing() as program:
         try:
             run(program, packet, context=context, checksum_complete=checksum_complete)
         except KernelError as error:
@@ -127,6 +138,12 @@ FEATURES = {
     "checksum_complete": Feature(
         "a test run's CHECKSUM_COMPLETE", lambda: _run(checksum_complete=True), (6, 11)
     ),
+    "came_in_by": Feature(
+        "a test run's ingress_ifindex",
+        lambda: _run(SkbContext(ingress_ifindex=1).pack()),
+        (5, 15),
+    ),
+    "verified_insns": Feature("verified_insns of a program", _verified_insns, (5, 16)),
     "parts": Feature(
         "a test run's packet in parts", lambda: _run(SkbContext(linear=42).pack()), (6, 19)
     ),
