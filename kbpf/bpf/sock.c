@@ -354,7 +354,7 @@ static __always_inline bool is_kept(const struct peer *peer)
 static __always_inline void ask_for_end(struct bpf_sock_ops *ctx)
 {
 	u64 socket = socket_id(ctx);
-	struct peer *peer = sock_peers.lookup(&socket);
+	struct peer *peer = peer_of(socket, PROTO_TCP);
 
 	if (!peer)
 		return;
@@ -424,11 +424,11 @@ int sock_ops(struct bpf_sock_ops *ctx)
 	if (op != BPF_SOCK_OPS_STATE_CB || ctx->args[1] != BPF_TCP_CLOSE)
 		return 1;
 	socket = socket_id(ctx);
-	peer = sock_peers.lookup(&socket);
+	peer = peer_of(socket, PROTO_TCP);
 	if (!peer || !peer->backend.pad)
 		return 1;
 	account_end(ctx, peer);
-	sock_peers.delete(&socket);
+	forget_peer(socket, PROTO_TCP);
 	return 1;
 }
 
