@@ -12,8 +12,10 @@ moves it to the backend GONE now and then.
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Set
 from heapq import nlargest
+from itertools import chain
+from operator import add
 from typing import Final
 
 from kbpf.dataplane.bpf import load
@@ -136,19 +138,19 @@ class Meter:
         wanted, now = self._config.serving.backend_series, Census()
         for name in WALKED:
             self._walk(name, lambda held: now.take(held, bool(wanted)), pause)
-        had: dict[Ids, Totals] = {}
-        self._walk("counts", lambda held: totals_in(held, had), pause)
-        self._entries = {**now.entries, "counts": len(had)}
-        known = self._learn({*now.services, *(service for service, _ in had)})
+        had = _Sums(wanted)
+        self._walk("counts", had.take, pause)
+        self._entries = {**now.entries, "counts": had.entries}
+        known = self._learn(now.services.keys() | had.services.keys())
         pause()
         if known and self._clock() >= self._sweep_due:
-            self._sweep(had)
+            self._sweep(had.services)
             self._sweep_due = self._clock() + SWEEP_SECONDS
         return Traffic(
             self._by_name(now.services),
-            tuple(self._totals_by_name(had)),
+            tuple(self._totals_by_name(had.services)),
             KNOWN[self._config.accounting],
-            self._busiest(had, now.pairs, wanted),
+            self._with_addresses(had.busiest, now.pairs),
         )
 
     def _walk(self, name: str, take: Callable[[Map], Iterable[None]], pause: Pause) -> None:
@@ -167,42 +169,36 @@ class Meter:
                 totals[place[service_id]] += count
         return tuple(pair for pair in zip(self._ports, totals, strict=True) if pair[1])
 
-    def _totals_by_name(self, had: Mapping[Ids, Totals]) -> Iterator[tuple[PortName, Totals]]:
-        place = self._place
+    def _totals_by_name(self, had: Mapping[int, Totals]) -> Iterator[tuple[PortName, Totals]]:
         sums: dict[int, Totals] = {}
-        for (service_id, _), more in had.items():
-            if (at := place.get(service_id)) is not None:
-                before = sums.get(at)
-                sums[at] = more if before is None else _sum(before, more)
+        for service_id, more in had.items():
+            if (at := self._place.get(service_id)) is not None:
+                sums[at] = _sum(sums[at], more) if at in sums else more
         return ((self._ports[at], total) for at, total in sums.items())
 
-    def _busiest(
-        self, had: Mapping[Ids, Totals], now: Mapping[Ids, int], most: int
+    def _with_addresses(
+        self, busiest: Iterable[tuple[Totals, Ids]], now: Mapping[Ids, int]
     ) -> tuple[Pair, ...]:
-        """Those of the most connections, with the addresses of their backends."""
-        if not most:
-            return ()
-        known = [ids for ids in had if ids[1] not in (NO_BACKEND, GONE) and ids[0] in self._place]
-        chosen = nlargest(most, known, lambda ids: (had[ids].begun, ids))
+        """Those whose Service and backend are still there."""
         found: dict[tuple[PortName, str], Pair] = {}
         try:
             with load.open_map(self._pins.maps / "backends", MAPS["backends"]) as held:
-                for ids in chosen:
+                for total, ids in busiest:
                     raw = held.lookup(U32.pack(ids[1]))
-                    if raw is None:
+                    if raw is None or ids[0] not in self._place:
                         continue
                     target = Target.unpack(raw)
                     name = self._ports[self._place[ids[0]]]
                     where = format_endpoint(target.address, target.port)
-                    found[name, where] = Pair(name, where, now.get(ids, 0), had[ids])
+                    found[name, where] = Pair(name, where, now.get(ids, 0), total)
         except KernelError:
             return ()
         return tuple(found.values())
 
-    def _sweep(self, had: Mapping[Ids, Totals]) -> None:
-        """Moves what backends that are gone have had, and drops what Services that are gone have
-        had. What a program adds between the two steps is lost: a byte count of somebody's last
-        second.
+    def _sweep(self, asked: Container[int]) -> None:
+        """Moves what backends that are gone have had, and drops what those of these Services have
+        had that are gone. What a program adds between the two steps is lost: a byte count of
+        somebody's last second.
         """
         try:
             with (
@@ -211,22 +207,25 @@ class Meter:
             ):
                 living = {U32.unpack(key)[0] for key, _ in backends.items()}
                 living |= {NO_BACKEND, GONE}
-                gone = dict[int, Totals]()
-                for (service, backend), total in had.items():
-                    if service not in self._place:
-                        counts.delete(PAIR.pack(service, backend))
-                    elif backend not in living:
-                        gone[service] = _sum(gone.get(service, _ZERO), total)
+                over: list[bytes] = []
+                gone: dict[int, Totals] = {}
+                for key, raw in counts.items():
+                    service, backend = PAIR.unpack(key)
+                    if service not in self._place and service in asked:
+                        over.append(key)
+                    elif backend not in living and backends.lookup(U32.pack(backend)) is None:
+                        over.append(key)
+                        gone[service] = _sum(gone.get(service, _ZERO), Totals(*COUNTS.unpack(raw)))
                 for service, total in gone.items():
-                    kept = _sum(had.get((service, GONE), _ZERO), total)
-                    counts.update(PAIR.pack(service, GONE), COUNTS.pack(*kept))
-                for service, backend in had:
-                    if service in gone and backend not in living:
-                        counts.delete(PAIR.pack(service, backend))
+                    key = PAIR.pack(service, GONE)
+                    kept = Totals(*COUNTS.unpack(counts.lookup(key) or bytes(COUNTS.size)))
+                    counts.update(key, COUNTS.pack(*_sum(kept, total)))
+                for key in over:
+                    counts.delete(key)
         except KernelError:
             return
 
-    def _learn(self, wanted: set[int]) -> bool:
+    def _learn(self, wanted: Set[int]) -> bool:
         """The names of these ids; others are forgotten when they are many. Whether they could be
         read: an id without one is of a Service that is gone.
         """
@@ -284,6 +283,38 @@ class Census:
             yield
 
 
+class _Sums:
+    """What connections came to, by Service; and the busiest pairs of Service and backend, `most` of
+    them. There may be 131,072 pairs, of which no more is kept.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.entries = 0
+        self.services: dict[int, Totals] = {}
+        self.busiest: list[tuple[Totals, Ids]] = []
+
+    def take(self, held: Map) -> Iterator[None]:
+        """Adds what is in `counts`, a piece at a time."""
+        services = self.services
+        for keys, values in held.batches():
+            for (service, _), total in _pairs(keys, values):
+                services[service] = _sum(services.get(service, _ZERO), total)
+                self.entries += 1
+            if self._most:
+                pairs = (
+                    (total, ids)
+                    for ids, total in _pairs(keys, values)
+                    if ids[1] not in (NO_BACKEND, GONE)
+                )
+                self.busiest = nlargest(self._most, chain(self.busiest, pairs))
+            yield
+
+
+def _pairs(keys: bytes, values: bytes) -> Iterator[tuple[Ids, Totals]]:
+    return zip(PAIR.iter_unpack(keys), map(Totals._make, COUNTS.iter_unpack(values)), strict=True)
+
+
 def _peers(name: str, values: bytes) -> tuple[list[int], list[int]]:
     """The ids of Service and backend of each socket, these values back to back."""
     size, service, backend = SOCKETS[name]
@@ -306,13 +337,12 @@ def _live(values: bytes, now: int) -> tuple[list[int], list[int]]:
 def totals_in(held: Map, had: dict[Ids, Totals]) -> Iterator[None]:
     """What is in `counts`, a piece at a time."""
     for keys, values in held.batches():
-        ids = PAIR.iter_unpack(keys)
-        had.update(zip(ids, map(Totals._make, COUNTS.iter_unpack(values)), strict=True))
+        had.update(_pairs(keys, values))
         yield
 
 
 def _sum(a: Totals, b: Totals) -> Totals:
-    return Totals._make(x + y for x, y in zip(a, b, strict=True))
+    return Totals._make(map(add, a, b))
 
 
 def _decision(held: Map, reason: Reason) -> Decision:
