@@ -27,6 +27,7 @@ from tests.support.faults import FaultProxy
 from tests.support.kube import KubeError, Object
 from tests.support.kube_objects import endpoint, endpoint_slice, node, port, service, slice_port
 from tests.support.lab import MODE, PATIENCE, Agent, Lab, Node, Place, ip, until
+from tests.support.podnet import gate
 
 POD_PORTS = (8080, 8081)
 HOST_PORT = 9080
@@ -91,27 +92,36 @@ class Places:
         here, there, home = self.places[client], self.places[server], self.home[client]
         if here in home.pods:
             return here.ip6 if v6 else here.ip
+        if there in home.pods:
+            return gate(home.number, v6)
+        if there in self.home[server].pods:
+            return home.lab.network.seen_elsewhere(home, v6)
         if self.home[server] is not home:
             return home.ip6 if v6 else home.ip
-        if there in home.pods:  # the node's own address in the pods' network
-            return f"fd00:10:244:{home.number}::1" if v6 else f"10.244.{home.number}.1"
         return there.ip6 if v6 else there.ip
 
 
 class Cluster(Places):
     """See the module. A context manager; `faulty` puts a fault proxy before the API server."""
 
-    def __init__(self, nodes: int = 2, name: str = "", pods: int = 3, faulty: bool = False) -> None:
+    def __init__(
+        self,
+        nodes: int = 2,
+        name: str = "",
+        pods: int = 3,
+        faulty: bool = False,
+        network: str = "routed",
+    ) -> None:
         super().__init__()
-        self._shape = (nodes, name, pods, faulty)
+        self._shape = (nodes, name, pods, faulty, network)
         self._stack = contextlib.ExitStack()
         self._marks = 0
 
     def __enter__(self) -> Self:
-        nodes, name, pods, faulty = self._shape
+        nodes, name, pods, faulty, network = self._shape
         with self._stack:
             enter = self._stack.enter_context
-            self.lab = enter(Lab(nodes, name, apart=True))
+            self.lab = enter(Lab(nodes, name, apart=True, network=network))
             for letter, each in zip("abcdef", self.lab.nodes, strict=False):
                 self.settle_in(letter, each, pods)
             outside = self.lab.outside_ip

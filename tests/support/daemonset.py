@@ -1,24 +1,23 @@
 """A lab whose agents are the pods of a real DaemonSet, without a kubelet.
 
-There is no kubelet and no DaemonSet controller here. Kubelets is the fake that stands for both: it
-reads DaemonSets, ConfigMaps, ServiceAccounts and Nodes from the API server, decides where a pod has
-to run, and runs its container by runc exactly as the spec says (pods.py). What differs from a node:
+There is no kubelet and no DaemonSet controller here: kubelets.py has the fake that stands for both,
+which runs each container by runc exactly as the spec says (pods.py). What differs from a node:
 
 - a node's cgroup root is a cgroup of the machine's, so the agent is told where it is (KBPF_CGROUP);
 - hostPaths are folders of this node's own, as several nodes share one machine (see host_paths());
-- the image is the machine's own /usr and this tree, unless a test brings one;
+- the image is the machine's own /usr and this tree, unless a test brings one; kube-proxy's is the
+  machine's /usr and the program that the tests have built;
 - no probe is asked, unless a test does.
 """
 
 import contextlib
-import hashlib
 import json
 import re
 import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -26,16 +25,17 @@ from typing import Any
 
 from kbpf.errors import KbpfError
 from kbpf.kernel.libbpf import Map
+from tests.support import go_build
 from tests.support.cluster import Cluster
-from tests.support.kube import Kube, Object
+from tests.support.kube import Object
 from tests.support.kube_objects import node
 from tests.support.kubectl import Kubectl, copy_of_manifests
-from tests.support.lab import Agent, Node, inside
+from tests.support.kubelets import SPACE, Kubelets, digest
+from tests.support.lab import PATIENCE, Agent, Node, inside, until
 from tests.support.plane import BPFFS
 from tests.support.pods import Container, Host, Image, oci_config, this_machine
 
 ROOT = Path(__file__).parents[2]
-SPACE = "kube-system"
 CONTROL_PLANE = {
     "key": "node-role.kubernetes.io/control-plane",
     "effect": "NoSchedule",
@@ -53,6 +53,7 @@ class PodAgent(Agent):
         self.pin_dir = self.bpffs / "kbpf"
         self.folder = home.lab.folder / f"kubelet-{home.name}"
         self.runs = ""  # which pod template, by its digest
+        self._is_kube_proxy = False
         self.versions: dict[str, Path] = {}
         """Names of images → what their kbpf/ is; all others have this tree's."""
         self._container: Container | None = None
@@ -66,12 +67,16 @@ class PodAgent(Agent):
             "/proc/sys/net": Path("/proc/sys/net"),
             "/run/netns": Path("/run/netns"),
             "/run/kbpf": self.folder / "run",
+            "/run/xtables.lock": self.folder / "xtables.lock",
+            "/lib/modules": self.folder,
             "/var/cache/kbpf": self._cache,
         }
 
     def launch(self, template: Object, volumes: Mapping[str, Path], account: Path | None) -> None:
         """Runs the pod's container. The log and the maps are where those of an Agent are."""
         self.begin()
+        (container,) = template["spec"]["containers"]
+        self._is_kube_proxy = is_kube_proxy(container)
         self._container = self._make(template["spec"], volumes, account, self.log)
         self._process = self._container.process
         self.runs = digest(template)
@@ -95,6 +100,10 @@ class PodAgent(Agent):
         assert code == 0, said
         return said
 
+    def beside(self, spec: Object, volumes: Mapping[str, Path], account: Path | None) -> Container:
+        """Another container of the node, which runs until it is closed."""
+        return self._make(spec, volumes, account, self.folder / "beside.log")
+
     def _make(
         self,
         spec: Object,
@@ -116,8 +125,9 @@ class PodAgent(Agent):
             {**volumes, "tmp": folder / "tmp"},
             account,
         )
-        image = self.image(folder / "rootfs")
+        rootfs = folder / "rootfs"
         (container,) = spec["containers"]
+        image = kube_proxy_image(rootfs) if is_kube_proxy(container) else self.image(rootfs)
         if (other := self.versions.get(container["image"])) is not None:
             image = replace(image, instead={ROOT / "kbpf": other})
         config = oci_config(spec, image, host)
@@ -133,6 +143,15 @@ class PodAgent(Agent):
             f"{scripts}:{made.path}",
             {"KBPF_CGROUP": "/host/sys/fs/cgroup", "PYTHONDONTWRITEBYTECODE": "1"},
         )
+
+    def wait_synced(self, seconds: float = 2 * PATIENCE) -> None:
+        """As an agent of the lab; a kube-proxy: until it says that it is well, which is before it
+        has written its first rule.
+        """
+        if not self._is_kube_proxy:
+            return super().wait_synced(seconds)
+        return until(f"kube-proxy is well: {self.tail()}",
+                     lambda: asked(self, 10256, "/healthz") == 200, seconds)  # fmt: skip
 
     def status(self) -> dict[str, Any] | None:
         """What the agent that was started last says, whichever version's maps it has."""
@@ -160,6 +179,12 @@ class PodAgent(Agent):
         """`kubectl exec` in the pod."""
         assert self._container is not None
         return self._container.exec(*command)
+
+    @property
+    def runc_exec(self) -> tuple[str, ...]:
+        """The command that exec() runs, without what is to be run."""
+        assert self._container is not None
+        return self._container.runc_exec
 
     def use_cache(self, folder: Path) -> None:
         """The node's /var/cache/kbpf from now on; else one that all tests share."""
@@ -191,8 +216,9 @@ class PodAgent(Agent):
         }
 
     def stop(self) -> int:
-        """SIGTERM, as kubelet does; the exit code."""
-        return self._end("TERM")
+        """SIGTERM, as kubelet does; the exit code. A kube-proxy ends by the signal: 0."""
+        code = self._end("TERM")
+        return 0 if self._is_kube_proxy else code
 
     def kill(self) -> None:
         """SIGKILL."""
@@ -218,6 +244,20 @@ class PodAgent(Agent):
         shutil.rmtree(self.bpffs, ignore_errors=True)
 
 
+def is_kube_proxy(container: Object) -> bool:
+    """Whether it is kubeadm's."""
+    return bool(container["command"][0].endswith("/kube-proxy"))
+
+
+def kube_proxy_image(rootfs: Path) -> Image:
+    """What kube-proxy's container sees: the program, and the machine's iptables and nft."""
+    made = this_machine(rootfs)
+    folders = (Path("/usr") / name for name in ("bin", "sbin", "lib", "lib64", "share"))
+    program = {Path("/usr/local/bin/kube-proxy"): go_build.build("kube-proxy")}
+    shown = (*(each for each in folders if each.exists()), Path("/etc"))
+    return replace(made, shown=shown, instead=program)
+
+
 ASK = """
 import http.client, sys
 connection = http.client.HTTPConnection(sys.argv[1], int(sys.argv[2]), timeout=60)
@@ -234,115 +274,13 @@ def asked(agent: PodAgent, port: int, path: str) -> int:
     return int(done.stdout or 0)
 
 
-class Kubelets:
-    """The fake of the module's first lines, for all nodes of a lab."""
-
-    def __init__(self, kube: Kube, ca: Path, agents: Sequence["PodAgent"]) -> None:
-        self._kube = kube
-        self._ca = ca
-        self._agents = {agent.node.name: agent for agent in agents}
-
-    def sync(self) -> None:
-        """Ends pods that should not run, or not so; then starts those that are missing, and waits
-        until each has synced: one node after the other, as a rolling update.
-        """
-        nodes = {each["metadata"]["name"]: each for each in self._kube.list("Node")["items"]}
-        sets = self._kube.list("DaemonSet", SPACE)["items"]
-        for name, agent in self._agents.items():
-            wanted = [
-                each["spec"]["template"]
-                for each in sets
-                if name in nodes and runs_on(each["spec"]["template"]["spec"], nodes[name])
-            ]
-            assert len(wanted) <= 1, "one agent on a node"
-            if agent.runs and not agent.is_running:
-                agent.forget()
-            if agent.runs and (not wanted or agent.runs != digest(wanted[0])):
-                assert agent.stop() == 0, agent.tail()
-            if wanted and not agent.runs:
-                self._start(agent, wanted[0])
-                agent.wait_synced()
-
-    def launch(self, agent: PodAgent) -> None:
-        """Starts its pod, whatever becomes of it."""
-        (only,) = self._kube.list("DaemonSet", SPACE)["items"]
-        self._start(agent, only["spec"]["template"])
-
-    def try_out(self, agent: PodAgent, command: list[str], paths: Mapping[str, Path]) -> str:
-        """What a command prints in another container of the pod's kind, with these hostPaths."""
-        (only,) = self._kube.list("DaemonSet", SPACE)["items"]
-        spec = only["spec"]["template"]["spec"]
-        (container,) = spec["containers"]
-        spec["containers"] = [{**container, "command": command}]
-        volumes, account = self._needs(agent, spec)
-        return agent.try_out(spec, volumes, account, paths)
-
-    def _start(self, agent: PodAgent, template: Object) -> None:
-        volumes, account = self._needs(agent, template["spec"])
-        agent.launch(template, volumes, account)
-
-    def _needs(self, agent: PodAgent, spec: Object) -> tuple[dict[str, Path], Path | None]:
-        """The volumes that come from the API server, and the account's, if it wants one."""
-        volumes = {}
-        for volume in spec["volumes"]:
-            if given := volume.get("configMap"):
-                volumes[volume["name"]] = self._config_map(agent, given["name"])
-        if not spec.get("automountServiceAccountToken", True):
-            return volumes, None
-        return volumes, self._account(agent, spec["serviceAccountName"])
-
-    def delete_pod(self, agent: PodAgent) -> None:
-        """`kubectl delete pod`: it ends; sync() makes another."""
-        assert agent.stop() == 0, agent.tail()
-
-    def _config_map(self, agent: PodAgent, name: str) -> Path:
-        folder = agent.folder / "configmaps" / name
-        folder.mkdir(parents=True, exist_ok=True)
-        for file, text in self._kube.get("ConfigMap", name, SPACE)["data"].items():
-            (folder / f"{file}.new").write_text(text)
-            (folder / f"{file}.new").rename(folder / file)
-        return folder
-
-    def _account(self, agent: PodAgent, name: str) -> Path:
-        folder = agent.folder / "serviceaccount"
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "token").write_text(self._kube.token(name, SPACE))
-        (folder / "namespace").write_text(SPACE)
-        shutil.copy(self._ca, folder / "ca.crt")
-        return folder
-
-
-def digest(template: Object) -> str:
-    """What tells a pod template from another, as a controller's revision hash does."""
-    return hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()[:12]
-
-
-def runs_on(spec: Object, given: Object) -> bool:
-    """Whether a DaemonSet's pod runs on this Node: labels are selected, taints tolerated."""
-    labels = given["metadata"].get("labels", {})
-    if not spec.get("nodeSelector", {}).items() <= labels.items():
-        return False
-    rows = spec.get("tolerations", [])
-    return all(
-        any(_tolerates(row, taint) for row in rows) for taint in given["spec"].get("taints", [])
-    )
-
-
-def _tolerates(row: Object, taint: Object) -> bool:
-    if row.get("effect") not in (None, "", taint["effect"]):
-        return False
-    if row.get("operator", "Equal") == "Exists":
-        return row.get("key") in (None, "", taint["key"])
-    return row.get("key") == taint["key"] and row.get("value", "") == taint.get("value", "")
-
-
 class PodCluster(Cluster):
     """A cluster in which `kubectl apply -k` brings kbpf to the nodes. The first one is a control
     plane with its taint; the last one joins later, with join().
     """
 
-    def __init__(self, kubectl: Path, nodes: int, name: str) -> None:
-        super().__init__(nodes, name)
+    def __init__(self, kubectl: Path, nodes: int, name: str, network: str = "routed") -> None:
+        super().__init__(nodes, name, network=network)
         self._kubectl = kubectl
         self.pod_agents: list[PodAgent] = []
 
@@ -359,9 +297,14 @@ class PodCluster(Cluster):
         self.kubelets.sync()
 
     def prepare(self) -> None:
-        """All but the last Node; `overlay` is what an operator would apply."""
+        """All but the last Node; `overlay` is what an operator would apply. A controller makes each
+        namespace's account.
+        """
+        account = {"name": "default", "namespace": SPACE}
+        self.kube.create({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": account})
         self.kubectl = Kubectl(self._kubectl, self.api, self.lab.folder)
         self.kubelets = Kubelets(self.kube, self.api.authority.crt, self.pod_agents)
+        self._stack.callback(self.kubelets.close)
         manifests = copy_of_manifests(self.lab.folder, self.api.url, "10.244.0.0/16")
         self.overlay = manifests / "overlays" / "kubeadm-new"
         for each in self.lab.nodes[:-1]:

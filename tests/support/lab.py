@@ -1,7 +1,7 @@
 """A small cluster on one machine: nodes, pods and an outside, each a network namespace.
 
     fabric   one bridge that all nodes are on (198.18.0.0/24, fd00:198:18::/64)
-    node n   198.18.0.n, routes to the pods of the others; an agent runs in it
+    node n   198.18.0.n, a way to the pods of the others (podnet.py); an agent runs in it
     pod      10.244.n.i, fd00:10:244:n::i, a veth to its node
     outside  198.18.0.254: where the API server is; this process' own namespace, or one of its own
 
@@ -27,6 +27,8 @@ from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from tests.support import podnet
 
 if TYPE_CHECKING:
     from kbpf.dataplane.bpf.layout import Reason
@@ -61,6 +63,11 @@ def ip(*lines: str, netns: str | None = None) -> None:
     """iproute2 commands, all in one process."""
     where = ["-n", netns] if netns else []
     run("ip", *where, "-batch", "-", stdin="\n".join(lines))
+
+
+def bridge(*lines: str, netns: str) -> None:
+    """Commands of iproute2's bridge, all in one process."""
+    run("bridge", "-n", netns, "-batch", "-", stdin="\n".join(lines))
 
 
 def let_forward(where: str) -> None:
@@ -240,26 +247,10 @@ class Node:
         index = len(self.pods) + 1
         netns = f"{self.netns}p{index}"
         v4, v6 = f"10.244.{self.number}.{index + 1}", f"fd00:10:244:{self.number}::{index + 1}"
-        gate4 = f"10.244.{self.number}.1"
+        shape, pod = self.lab.network, podnet.Pod(index, netns, v4, v6)
         self.lab.add_netns(netns)
-        ip(
-            f"link add p{index} type veth peer name eth0 netns {netns}",
-            f"link set p{index} up",
-            f"route add {v4}/32 dev p{index} src {gate4}",
-            f"route add {v6}/128 dev p{index}",
-            f"addr add fe80::1/64 dev p{index} nodad",
-            netns=self.netns,
-        )
-        ip(
-            "link set lo up",
-            f"addr add {v4}/32 dev eth0",
-            f"addr add {v6}/128 dev eth0 nodad",
-            "link set eth0 up",
-            f"route add {gate4} dev eth0",
-            f"route add default via {gate4}",
-            "route add default via fe80::1 dev eth0",
-            netns=netns,
-        )
+        ip(*shape.cable(self.number, pod), netns=self.netns)
+        ip(*shape.inside(self.number, pod), netns=netns)
         place = Place(name, netns, self.cgroup / f"pod{index}")
         place.ip, place.ip6 = v4, v6
         self.pods.append(place)
@@ -285,8 +276,11 @@ class Node:
 class Lab:
     """The machine's own little cluster."""
 
-    def __init__(self, nodes: int = 2, name: str = "", apart: bool = False) -> None:
+    def __init__(
+        self, nodes: int = 2, name: str = "", apart: bool = False, network: str = "routed"
+    ) -> None:
         self.prefix = f"kb{name}{os.getpid()}"
+        self.network = podnet.SHAPES[network]
         self.outside = f"{self.prefix}o" if apart else None
         self.folder = Path(tempfile.mkdtemp(prefix="kbpf-lab-"))
         self._netns: list[str] = []
@@ -329,11 +323,10 @@ class Lab:
             self.nodes.append(self._node(number))
         for node in self.nodes:
             others = [n for n in self.nodes if n is not node]
-            ip(
-                *(f"route add 10.244.{n.number}.0/24 via {n.ip}" for n in others),
-                *(f"route add fd00:10:244:{n.number}::/64 via {n.ip6}" for n in others),
-                netns=node.netns,
-            )
+            lines, entries = self.network.join(node, others)
+            ip(*lines, netns=node.netns)
+            if entries:
+                bridge(*entries, netns=node.netns)
         for node in self.nodes:
             for other in self.nodes:
                 reachable(node.host, other.ip, other.ip6)
@@ -353,14 +346,13 @@ class Lab:
             "link set lo up",
             f"addr add {node.ip}/24 dev eth0",
             f"addr add {node.ip6}/64 dev eth0 nodad",
-            f"addr add 10.244.{number}.1/32 dev lo",
-            f"addr add fd00:10:244:{number}::1/128 dev lo nodad",
+            *self.network.node(number),
             "link set eth0 up",
             f"route add default via {self.outside_ip}",
             "route add default via fd00:198:18::fe",
             netns=node.netns,
         )
-        settled(node.netns, node.ip6, f"fd00:10:244:{number}::1")
+        settled(node.netns, node.ip6, podnet.gate(number, v6=True))
         node.host = Place(f"host-{number}", node.netns, node.cgroup / "host")
         node.host.ip, node.host.ip6 = node.ip, node.ip6
         return node

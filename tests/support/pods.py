@@ -5,7 +5,8 @@ Nothing is granted that the spec does not ask for: capabilities, no_new_privs, t
 profile (that of containers-common stands for containerd's), a read-only root, the mounts, a
 process namespace of its own, the memory limit. What a field says that is not known here is an
 error, so that nothing is passed over. A capability that the tests themselves have not got cannot be
-granted (SYS_RESOURCE on some machines): then the container does without.
+granted (SYS_RESOURCE on some machines): then the container does without. A privileged container
+(kube-proxy's) has all capabilities that the tests have, no filter, and /proc/sys to write.
 """
 
 import contextlib
@@ -35,6 +36,15 @@ CAPABILITIES = {
     "PERFMON": 38,
     "BPF": 39,
 }
+"""Those that manifests/ ask for, and their numbers."""
+ALL_CAPABILITIES = {
+    **CAPABILITIES,
+    "DAC_OVERRIDE": 1,
+    "KILL": 5,
+    "NET_RAW": 13,
+    "SYS_MODULE": 16,
+}
+"""Those, and more than a kube-proxy needs."""
 UNITS = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
 DEVICES = ["/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty"]
 
@@ -77,48 +87,74 @@ def this_machine(folder: Path, *more: Path) -> Image:
 def oci_config(spec: Object, image: Image, host: Host) -> Object:
     """The runtime's config.json for a Pod's only container."""
     (container,) = spec["containers"]
-    security = container["securityContext"]
     assert spec["hostNetwork"], "pods with a network of their own are no business of this fake"
-    assert not security["privileged"]
-    wanted = set(security["capabilities"]["add"])
-    capabilities = [f"CAP_{name}" for name in sorted(wanted & capabilities_here(wanted))]
-    assert security["capabilities"]["drop"] == ["ALL"]
+    rights = _rights(container["securityContext"])
     env = {"PATH": image.path, **image.env, **_environment(container["env"], host)}
     namespaces: list[Object] = [{"type": n} for n in ("mount", "pid", "ipc", "uts", "cgroup")]
+    limits = container.get("resources", {}).get("limits", {})
     return {
         "ociVersion": "1.0.2",
-        "root": {"path": str(image.root), "readonly": security["readOnlyRootFilesystem"]},
+        "root": {"path": str(image.root), "readonly": rights.read_only},
         "process": {
-            "user": {"uid": security["runAsUser"], "gid": 0},
+            "user": {"uid": 0, "gid": 0},
             "cwd": "/",
             "args": [_substituted(word, env) for word in container["command"]],
             "env": [f"{name}={value}" for name, value in env.items()],
-            "capabilities": dict.fromkeys(("bounding", "effective", "permitted"), capabilities),
-            "noNewPrivileges": not security["allowPrivilegeEscalation"],
+            "capabilities": dict.fromkeys(
+                ("bounding", "effective", "permitted"), rights.capabilities
+            ),
+            "noNewPrivileges": not rights.escalates,
         },
         "mounts": [
-            *_own_mounts(),
-            *_volume_mounts(spec, container, host),
+            *_own_mounts("rw" if rights.privileged else "ro"),
+            *_volume_mounts(spec, container, host, image),
             # Last: what is shown may lie below a volume, as a clone in /tmp does.
             *(_mount(str(path), "bind", str(path), "bind", "ro") for path in image.shown),
             *(_mount(str(to), "bind", str(of), "bind", "ro") for to, of in image.instead.items()),
         ],
         "linux": {
             "namespaces": [*namespaces, {"type": "network", "path": f"/run/netns/{host.netns}"}],
-            "maskedPaths": MASKED,
-            "readonlyPaths": READ_ONLY,
-            "seccomp": _seccomp(security["seccompProfile"], capabilities),
-            "resources": {"memory": {"limit": _bytes(container["resources"]["limits"]["memory"])}},
+            **({} if rights.privileged else {"maskedPaths": MASKED, "readonlyPaths": READ_ONLY}),
+            "seccomp": _seccomp(rights.seccomp, rights.capabilities),
+            "resources": {"memory": {"limit": _bytes(limits["memory"])}} if limits else {},
             "cgroupsPath": f"/{host.container}",
         },
     }
+
+
+@dataclass(frozen=True, slots=True)
+class _Rights:
+    """What a securityContext grants; `capabilities` with the runtime's own names for them."""
+
+    capabilities: list[str]
+    privileged: bool
+    escalates: bool
+    read_only: bool
+    seccomp: Object
+
+
+def _rights(security: Object) -> _Rights:
+    if security["privileged"]:
+        assert security == {"privileged": True}, security
+        granted = [f"CAP_{name}" for name in sorted(capabilities_here(ALL_CAPABILITIES))]
+        return _Rights(granted, True, True, False, {"type": "Unconfined"})
+    wanted = set(security["capabilities"]["add"])
+    assert security["capabilities"]["drop"] == ["ALL"]
+    assert security["runAsUser"] == 0
+    return _Rights(
+        [f"CAP_{name}" for name in sorted(wanted & capabilities_here(wanted))],
+        False,
+        security["allowPrivilegeEscalation"],
+        security["readOnlyRootFilesystem"],
+        security["seccompProfile"],
+    )
 
 
 def capabilities_here(names: Iterable[str]) -> set[str]:
     """Those out of these capabilities that we have."""
     status = Path("/proc/self/status").read_text()
     (bits,) = re.findall(r"^CapPrm:\s*([0-9a-f]+)$", status, re.M)
-    return {name for name in names if int(bits, 16) >> CAPABILITIES[name] & 1}
+    return {name for name in names if int(bits, 16) >> ALL_CAPABILITIES[name] & 1}
 
 
 def _environment(rows: Sequence[Object], host: Host) -> dict[str, str]:
@@ -142,17 +178,20 @@ def _bytes(quantity: str) -> int:
     return int(quantity[:-2]) * UNITS[quantity[-2:]]
 
 
-def _own_mounts() -> list[Object]:
-    """What every container has."""
+def _own_mounts(sys: str) -> list[Object]:
+    """What every container has; /sys is "ro" or "rw"."""
     return [
         _mount("/proc", "proc", "proc"),
         _mount("/dev", "tmpfs", "tmpfs", "nosuid", "mode=755", "size=65536k"),
         *(_mount(device, "bind", device, "bind") for device in DEVICES),
-        _mount("/sys", "bind", "/sys", "bind", "ro"),
+        _mount("/sys", "bind", "/sys", "bind", sys),
     ]
 
 
-def _volume_mounts(spec: Object, container: Object, host: Host) -> list[Object]:
+def _volume_mounts(spec: Object, container: Object, host: Host, image: Image) -> list[Object]:
+    """A place that a shown part of the machine has not got cannot be made, as an image's would be
+    (/lib/modules on machines without modules): then nothing is mounted there.
+    """
     volumes = {volume["name"]: volume for volume in spec["volumes"]}
     made = []
     if host.service_account is not None:
@@ -167,6 +206,9 @@ def _volume_mounts(spec: Object, container: Object, host: Host) -> list[Object]:
             "ro" if row.get("readOnly") else "rw",
         )
         source = _source(volumes[row["name"]], host)
+        place = Path(row["mountPath"]).resolve()
+        if not place.exists() and any(place.is_relative_to(each) for each in image.shown):
+            continue
         made.append(_mount(row["mountPath"], "bind", str(source), *options))
     return made
 
@@ -177,8 +219,12 @@ def _source(volume: Object, host: Host) -> Path:
     if given is None:
         return host.volumes[volume["name"]]
     path = host.paths[given["path"]]
-    if given["type"] == "DirectoryOrCreate":
-        path.mkdir(parents=True, exist_ok=True)
+    match given["type"]:
+        case "DirectoryOrCreate":
+            path.mkdir(parents=True, exist_ok=True)
+        case "FileOrCreate":
+            path.touch()
+            return path
     assert path.is_dir(), (given, path)
     return path
 
@@ -253,7 +299,14 @@ class Container:
 
     def exec(self, *command: str) -> "subprocess.CompletedProcess[str]":
         """Runs a command in it, as `kubectl exec` does."""
-        return self._runc("exec", self._name, *command)
+        return subprocess.run(
+            [*self.runc_exec, *command], capture_output=True, text=True, check=False
+        )
+
+    @property
+    def runc_exec(self) -> tuple[str, ...]:
+        """What stands before a command to run it inside."""
+        return ("runc", *self._state, "exec", self._name)
 
     def state(self) -> dict[str, Any] | None:
         """What runc says of it (its process id is "pid"); None where there is none."""

@@ -1,0 +1,252 @@
+"""The fake that stands for the kubelets of a lab's nodes, and for the DaemonSet controller.
+
+It reads DaemonSets, ConfigMaps, ServiceAccounts and Nodes from the API server, decides where a pod
+has to run, makes the Pod's object, keeps its status and the DaemonSet's, and has the node run the
+container (daemonset.PodAgent). A node has one pod that serves; beside it may be one of
+manifests/cleanup.
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tests.support.kube import Kube, Object, path_of
+from tests.support.lab import until
+from tests.support.pods import Container
+
+if TYPE_CHECKING:
+    from tests.support.daemonset import PodAgent
+
+SPACE = "kube-system"
+
+
+@dataclass(slots=True)
+class _Beside:
+    """A pod that cleans its node: its name, what it runs, and the container."""
+
+    pod: str
+    runs: str
+    container: Container
+    ready: bool = False
+
+
+class Kubelets:
+    """See the module; `agents` are the nodes'."""
+
+    def __init__(self, kube: Kube, ca: Path, agents: Sequence["PodAgent"]) -> None:
+        self._kube = kube
+        self._ca = ca
+        self._agents = {agent.node.name: agent for agent in agents}
+        self._pods: dict[str, str] = {}  # of each node that has one: the name of the serving Pod
+        self._beside: dict[str, _Beside] = {}
+        self._count = 0
+
+    def sync(self) -> None:
+        """Ends pods that should not run, or not so, or that somebody has deleted; then starts those
+        that are missing, and waits until each has synced: one node after the other, as a rolling
+        update.
+        """
+        nodes = {each["metadata"]["name"]: each for each in self._kube.list("Node")["items"]}
+        sets = self._kube.list("DaemonSet", SPACE)["items"]
+        for name in self._agents:
+            wanted = [
+                each
+                for each in sets
+                if name in nodes and runs_on(each["spec"]["template"]["spec"], nodes[name])
+            ]
+            self._sync_serving(name, [each for each in wanted if not cleans(each)])
+            self._sync_cleaning(name, [each for each in wanted if cleans(each)])
+        for each in sets:
+            self._report(each, nodes)
+
+    def _sync_serving(self, name: str, wanted: list[Object]) -> None:
+        assert len(wanted) <= 1, "one agent on a node"
+        agent = self._agents[name]
+        if agent.runs and not agent.is_running:
+            agent.forget()
+        stays = wanted and agent.runs == digest(wanted[0]["spec"]["template"])
+        if agent.runs and not (stays and self._is_wanted(self._pods.get(name, ""))):
+            assert agent.stop() == 0, agent.tail()
+        if not agent.runs:
+            self._remove_pod(self._pods.pop(name, ""))
+        if wanted and not agent.runs:
+            self._start(agent, wanted[0])
+            agent.wait_synced()
+            self._is_ready(self._pods[name])
+
+    def _sync_cleaning(self, name: str, wanted: list[Object]) -> None:
+        """Starts it, waits until it has done what it can, and asks its readiness probe."""
+        agent, now = self._agents[name], self._beside.get(name)
+        runs = digest(wanted[0]["spec"]["template"]) if wanted else ""
+        if now is not None and now.runs != runs:
+            now.container.close()
+            self._remove_pod(self._beside.pop(name).pod)
+        if not wanted or name in self._beside:
+            return
+        template = wanted[0]["spec"]["template"]
+        pod = self._create_pod(name, wanted[0]["metadata"]["name"], template)
+        container = agent.beside(template["spec"], *self._needs(agent, template["spec"]))
+        self._beside[name] = made = _Beside(pod, runs, container)
+        until("it has cleaned up", lambda: _command(container).startswith(b"sleep\0"))
+        (spec,) = template["spec"]["containers"]
+        probe = spec["readinessProbe"]["exec"]["command"]
+        made.ready = container.exec(*probe).returncode == 0
+        if made.ready:
+            self._is_ready(pod)
+
+    def launch(self, agent: "PodAgent") -> None:
+        """Starts its pod, whatever becomes of it."""
+        (only,) = self._kube.list("DaemonSet", SPACE)["items"]
+        self._remove_pod(self._pods.pop(agent.node.name, ""))
+        self._start(agent, only)
+
+    def try_out(self, agent: "PodAgent", command: list[str], paths: Mapping[str, Path]) -> str:
+        """What a command prints in another container of the pod's kind, with these hostPaths."""
+        (only,) = self._kube.list("DaemonSet", SPACE)["items"]
+        spec = only["spec"]["template"]["spec"]
+        (container,) = spec["containers"]
+        spec["containers"] = [{**container, "command": command}]
+        volumes, account = self._needs(agent, spec)
+        return agent.try_out(spec, volumes, account, paths)
+
+    def delete_pod(self, agent: "PodAgent") -> None:
+        """What follows `kubectl delete pod`: it ends; sync() makes another."""
+        assert agent.stop() == 0, agent.tail()
+
+    def runc(self) -> dict[str, tuple[str, ...]]:
+        """Pod → the command that runs another one in its container, as `kubectl exec` does."""
+        running = {name: agent for name, agent in self._agents.items() if agent.is_running}
+        return {self._pods[name]: agent.runc_exec for name, agent in running.items()}
+
+    def close(self) -> None:
+        """Ends what runs beside the agents."""
+        for each in self._beside.values():
+            each.container.close()
+
+    def _start(self, agent: "PodAgent", owner: Object) -> None:
+        template = owner["spec"]["template"]
+        volumes, account = self._needs(agent, template["spec"])
+        name = self._create_pod(agent.node.name, owner["metadata"]["name"], template)
+        self._pods[agent.node.name] = name
+        agent.launch(template, volumes, account)
+
+    # ---- what the API server is told -------------------------------------------------------
+
+    def _is_wanted(self, name: str) -> bool:
+        """Whether nobody has deleted this Pod."""
+        pods = {each["metadata"]["name"]: each for each in self._kube.list("Pod", SPACE)["items"]}
+        return name in pods and "deletionTimestamp" not in pods[name]["metadata"]
+
+    def _create_pod(self, node_name: str, owner: str, template: Object) -> str:
+        self._count += 1
+        name = f"{owner}-{self._count}"
+        meta = {"name": name, "namespace": SPACE, "labels": template["metadata"]["labels"]}
+        spec = {**template["spec"], "nodeName": node_name}
+        self._kube.create({"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": spec})
+        return name
+
+    def _is_ready(self, name: str) -> None:
+        kinds = ("Initialized", "ContainersReady", "Ready")
+        status = {
+            "phase": "Running",
+            "conditions": [{"type": kind, "status": "True"} for kind in kinds],
+        }
+        self._kube.patch("Pod", name, {"status": status}, SPACE, "status")
+
+    def _remove_pod(self, name: str) -> None:
+        """The object, if there is one: a kubelet does so when the containers have ended."""
+        if name:
+            path = f"{path_of('Pod', SPACE, name)}?gracePeriodSeconds=0"
+            code, said = self._kube.request("DELETE", path)
+            assert code in (200, 404), said
+
+    def _report(self, owner: Object, nodes: Mapping[str, Object]) -> None:
+        """What `kubectl rollout status` waits for."""
+        template = owner["spec"]["template"]
+        desired = [name for name, each in nodes.items() if runs_on(template["spec"], each)]
+        runs = digest(template)
+        if cleans(owner):
+            ready = sum(name in self._beside and self._beside[name].ready for name in desired)
+        else:
+            ready = sum(self._agents[name].runs == runs for name in desired)
+        status = {
+            "observedGeneration": owner["metadata"]["generation"],
+            "desiredNumberScheduled": len(desired),
+            "currentNumberScheduled": len(desired),
+            "updatedNumberScheduled": len(desired),
+            "numberReady": ready,
+            "numberAvailable": ready,
+        }
+        name = owner["metadata"]["name"]
+        self._kube.patch("DaemonSet", name, {"status": status}, SPACE, "status")
+
+    # ---- what a pod is given ---------------------------------------------------------------
+
+    def _needs(self, agent: "PodAgent", spec: Object) -> tuple[dict[str, Path], Path | None]:
+        """The volumes that come from the API server, and the account's, if it wants one."""
+        volumes = {}
+        for volume in spec["volumes"]:
+            if given := volume.get("configMap"):
+                volumes[volume["name"]] = self._config_map(agent, given["name"])
+        if not spec.get("automountServiceAccountToken", True):
+            return volumes, None
+        return volumes, self._account(agent, spec["serviceAccountName"])
+
+    def _config_map(self, agent: "PodAgent", name: str) -> Path:
+        folder = agent.folder / "configmaps" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        for file, text in self._kube.get("ConfigMap", name, SPACE)["data"].items():
+            (folder / f"{file}.new").write_text(text)
+            (folder / f"{file}.new").rename(folder / file)
+        return folder
+
+    def _account(self, agent: "PodAgent", name: str) -> Path:
+        folder = agent.folder / "serviceaccount"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "token").write_text(self._kube.token(name, SPACE))
+        (folder / "namespace").write_text(SPACE)
+        shutil.copy(self._ca, folder / "ca.crt")
+        return folder
+
+
+def cleans(owner: Object) -> bool:
+    """Whether this DaemonSet is that of manifests/cleanup."""
+    (container,) = owner["spec"]["template"]["spec"]["containers"]
+    return "kbpf cleanup" in " ".join(container["command"])
+
+
+def _command(container: Container) -> bytes:
+    """What its first process runs now; empty before it runs. An error when it has ended."""
+    assert container.code is None, "it has ended"
+    state = container.state()
+    if state is None or not state["pid"]:
+        return b""
+    return Path(f"/proc/{state['pid']}/cmdline").read_bytes()
+
+
+def digest(template: Object) -> str:
+    """What tells a pod template from another, as a controller's revision hash does."""
+    return hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def runs_on(spec: Object, given: Object) -> bool:
+    """Whether a DaemonSet's pod runs on this Node: labels are selected, taints tolerated."""
+    labels = given["metadata"].get("labels", {})
+    if not spec.get("nodeSelector", {}).items() <= labels.items():
+        return False
+    rows = spec.get("tolerations", [])
+    return all(
+        any(_tolerates(row, taint) for row in rows) for taint in given["spec"].get("taints", [])
+    )
+
+
+def _tolerates(row: Object, taint: Object) -> bool:
+    if row.get("effect") not in (None, "", taint["effect"]):
+        return False
+    if row.get("operator", "Equal") == "Exists":
+        return row.get("key") in (None, "", taint["key"])
+    return row.get("key") == taint["key"] and row.get("value", "") == taint.get("value", "")
