@@ -44,7 +44,7 @@ format: venv ## rewrite everything in the house's format
 
 test: venv lint ## everything, against a real API server and real sockets
 	@tools/packages tests
-	$(BIN)/python -m tests.support.go_build etcd kube-apiserver kube-proxy kubectl helm
+	$(BIN)/python -m tests.support.go_build etcd kube-apiserver kube-proxy kubeadm kubectl helm
 	$(BIN)/python -m pytest $(PYTEST)
 
 test-kernels: venv ## a part of it inside of Debian's kernels; kernels="5.10 6.1" only="loading"

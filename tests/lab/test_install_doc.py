@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.lab.test_manifests import KUBEADM
 from tests.support.apiserver import ApiServer
 from tests.support.kube import Object
 from tests.support.kube_objects import node
+from tests.support.kubeadm import Kubeadm
 from tests.support.kubectl import MANIFESTS, OVERLAYS, Kubectl
 from tests.support.lab import PATIENCE
 
@@ -51,11 +51,19 @@ def test_every_block_has_its_row():
 
 
 @pytest.fixture
-def admin(apiserver: ApiServer, kubectl: Path, tmp_path: Path) -> Iterator[Kubectl]:
+def before(kubeadm: Path, apiserver: ApiServer, tmp_path: Path) -> Kubeadm:
+    """What some of the ways replace."""
+    return Kubeadm(kubeadm, apiserver, tmp_path)
+
+
+@pytest.fixture
+def admin(
+    apiserver: ApiServer, kubectl: Path, before: Kubeadm, tmp_path: Path
+) -> Iterator[Kubectl]:
     """Afterwards nothing of kbpf is there."""
     made = Kubectl(kubectl, apiserver, tmp_path)
     yield made
-    made("delete", "-f", "-", "--ignore-not-found", "--wait=false", stdin=KUBEADM)
+    before.remove_kube_proxy(made)
     for overlay in sorted([*OVERLAYS.iterdir(), MANIFESTS / "cleanup"]):
         made("delete", "-k", str(overlay), "--ignore-not-found", "--wait=false")
     made("-n", "kube-system", "delete", "secret", "-l", "owner=helm", "--wait=false")
@@ -65,12 +73,12 @@ def admin(apiserver: ApiServer, kubectl: Path, tmp_path: Path) -> Iterator[Kubec
 @pytest.mark.parametrize("row", ENDS_IN, ids=lambda row: row[0].strip())
 def test_a_way_to_install(
     admin: Kubectl, apiserver: ApiServer, kubectl: Path, helm: Path, tmp_path: Path,
-    row: tuple[str, str, str],
+    before: Kubeadm, row: tuple[str, str, str],
 ):  # fmt: skip
     told, name, image = row
     (block,) = [each for each in BLOCKS if told in each]
     if told in REPLACES:
-        admin("create", "-f", "-", stdin=KUBEADM)
+        before.install_kube_proxy()
     if told == "kubectl apply -k manifests/cleanup":
         admin("apply", "-k", str(OVERLAYS / "side-by-side"))
     if told == "kubectl delete -k manifests/cleanup":

@@ -18,8 +18,10 @@ from kbpf.source.kubeconfig import find_access
 from kbpf.source.reflector import Reflector
 from kbpf.source.resource import SERVICES, SLICES, exempt_pods, own_node
 from tests.support.apiserver import ApiServer
-from tests.support.kubectl import MANIFESTS, OVERLAYS, Kubectl, kustomize
+from tests.support.kubeadm import Kubeadm
+from tests.support.kubectl import MANIFESTS, OVERLAYS, Kubectl, call, documents, kustomize
 from tests.support.lab import until
+from tests.values.test_manifests import VALUES
 
 VAGRANT = Path(__file__).parents[2] / "vagrant"
 NAMES = sorted(path.name for path in OVERLAYS.iterdir())
@@ -37,6 +39,18 @@ def test_the_server_takes_it(admin: Kubectl, kubectl: Path, name: str):
     folder = MANIFESTS / name
     said = admin("--warnings-as-errors", "apply", "--dry-run=server", "-k", str(folder))
     assert len(said.splitlines()) == len(kustomize(kubectl, folder))
+    assert all(line.endswith("(server dry run)") for line in said.splitlines()), said
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_the_server_takes_what_the_chart_makes(
+    admin: Kubectl, helm: Path, tmp_path: Path, name: str
+):
+    values = [f"--values={MANIFESTS / 'chart' / file}" for file in VALUES[name]]
+    command = [str(helm), "template", "kbpf", str(MANIFESTS / "chart"), "--kube-version=1.36"]
+    text = call([*command, "-n", SPACE, *values], tmp_path)
+    said = admin("--warnings-as-errors", "apply", "--dry-run=server", "-f", "-", stdin=text)
+    assert len(said.splitlines()) == len(documents(text))
     assert all(line.endswith("(server dry run)") for line in said.splitlines()), said
 
 
@@ -104,72 +118,24 @@ def test_the_agents_sources_sync_with_it(
 # ---- in the place of kubeadm's kube-proxy ------------------------------------------------
 
 
-KUBEADM = """
-# What kubeadm 1.36 makes, but for the image and the addresses.
-apiVersion: v1
-kind: ServiceAccount
-metadata: {name: kube-proxy, namespace: kube-system}
----
-apiVersion: v1
-kind: ConfigMap
-metadata:
-  name: kube-proxy
-  namespace: kube-system
-  labels: {app: kube-proxy}
-data:
-  config.conf: "mode: ''"
-  kubeconfig.conf: "server: https://198.51.100.1:6443"
----
-apiVersion: rbac.authorization.k8s.io/v1
-kind: ClusterRoleBinding
-metadata: {name: "kubeadm:node-proxier"}
-roleRef: {apiGroup: rbac.authorization.k8s.io, kind: ClusterRole, name: "system:node-proxier"}
-subjects: [{kind: ServiceAccount, name: kube-proxy, namespace: kube-system}]
----
-apiVersion: apps/v1
-kind: DaemonSet
-metadata:
-  name: kube-proxy
-  namespace: kube-system
-  labels: {k8s-app: kube-proxy}
-spec:
-  selector: {matchLabels: {k8s-app: kube-proxy}}
-  updateStrategy: {type: RollingUpdate}
-  template:
-    metadata: {labels: {k8s-app: kube-proxy}}
-    spec:
-      priorityClassName: system-node-critical
-      containers:
-        - name: kube-proxy
-          image: registry.example/kube-proxy:v1.36.3
-          imagePullPolicy: IfNotPresent
-          command:
-            - /usr/local/bin/kube-proxy
-            - --config=/var/lib/kube-proxy/config.conf
-            - --hostname-override=$(NODE_NAME)
-          securityContext: {privileged: true}
-          volumeMounts:
-            - {mountPath: /var/lib/kube-proxy, name: kube-proxy}
-            - {mountPath: /run/xtables.lock, name: xtables-lock}
-            - {mountPath: /lib/modules, name: lib-modules, readOnly: true}
-          env: [{name: NODE_NAME, valueFrom: {fieldRef: {fieldPath: spec.nodeName}}}]
-      hostNetwork: true
-      serviceAccountName: kube-proxy
-      volumes:
-        - {name: kube-proxy, configMap: {name: kube-proxy}}
-        - {name: xtables-lock, hostPath: {path: /run/xtables.lock, type: FileOrCreate}}
-        - {name: lib-modules, hostPath: {path: /lib/modules}}
-      tolerations: [{operator: Exists}]
-      nodeSelector: {kubernetes.io/os: linux}
-"""
+@pytest.fixture
+def kube_proxy_of_kubeadm(
+    admin: Kubectl, kubeadm: Path, apiserver: ApiServer, tmp_path: Path
+) -> Iterator[None]:
+    """Made by kubeadm."""
+    program = Kubeadm(kubeadm, apiserver, tmp_path)
+    program.install_kube_proxy()
+    yield
+    program.remove_kube_proxy(admin)
 
 
-def test_apply_turns_kubeadms_kube_proxy_into_kbpf(admin: Kubectl, kubectl: Path):
+def test_apply_turns_kubeadms_kube_proxy_into_kbpf(
+    admin: Kubectl, kubectl: Path, kube_proxy_of_kubeadm: None
+):
     """The same DaemonSet, another template, so the controller rolls; the ConfigMap is untouched;
     `kubectl rollout restart` changes the template again.
     """
     folder = str(OVERLAYS / "kubeadm")
-    admin("create", "-f", "-", stdin=KUBEADM)
     try:
         before = {each["kind"]: each for each in objects(admin)}
         said = admin("apply", "-k", folder)
@@ -193,7 +159,6 @@ def test_apply_turns_kubeadms_kube_proxy_into_kbpf(admin: Kubectl, kubectl: Path
         assert last["metadata"]["generation"] == other["generation"] + 1
         assert "unchanged" in admin("apply", "-k", folder), "a second time it changes nothing"
     finally:
-        admin("delete", "-f", "-", "--ignore-not-found", "--wait=false", stdin=KUBEADM)
         admin("delete", "-k", folder, "--ignore-not-found", "--wait=false")
 
 

@@ -1,5 +1,5 @@
 """pytest plugin: the fixture `apiserver`, one real API server for the whole run, and the programs
-`kubectl`, `helm` and `kube_proxy`.
+`kubectl`, `kubeadm`, `helm` and `kube_proxy`.
 
 Programs are built (once, minutes) when collection ends and only if a test asks for them, by a
 fixture of BUILDS or one that does: a test's own time limit must not have to cover that. A build
@@ -18,6 +18,7 @@ from tests.support.faults import FaultProxy
 BUILDS = {
     "programs": go_build.DEFAULT,
     "kubectl": ("kubectl",),
+    "kubeadm": ("kubeadm",),
     "helm": ("helm",),
     "kube_proxy": ("kube-proxy",),
 }
@@ -65,6 +66,12 @@ def kubectl(request: pytest.FixtureRequest) -> Path:
 def kube_proxy(request: pytest.FixtureRequest) -> Path:
     """The program that kbpf replaces."""
     return _built(request, "kube_proxy")[0]
+
+
+@pytest.fixture(scope="session")
+def kubeadm(request: pytest.FixtureRequest) -> Path:
+    """The program that makes the objects which kbpf takes over."""
+    return _built(request, "kubeadm")[0]
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,17 @@
-"""What `kubeadm init` writes into the ConfigMap kube-proxy (1.36), and a ConfigMap's mount."""
+"""A real kubeadm and its add-on kube-proxy, what it writes into the ConfigMap kube-proxy (1.36),
+and a ConfigMap's mount.
 
+tests/lab/test_kubeadm.py holds the texts here to what the program writes.
+"""
+
+import json
 from pathlib import Path
+
+from tests.support import go_build
+from tests.support.apiserver import ApiServer
+from tests.support.kube import Object
+from tests.support.kubectl import Kubectl, call, documents
+from tests.support.lab import inside
 
 KUBECONFIG = "/var/lib/kube-proxy/kubeconfig.conf"
 _CONFIG = """\
@@ -104,6 +115,89 @@ def kubeconfig(server: str, account: Path) -> str:
     kubelet mounts of the service account.
     """
     return _KUBECONFIG.format(server=server, account=account)
+
+
+class Kubeadm:
+    """`kubeadm init phase addon kube-proxy` for a cluster whose control plane is this API server.
+
+    `endpoint`: its controlPlaneEndpoint, HOST:PORT, that of the server if none is given; `pods`:
+    the networking.podSubnet; `proxy`: fields of a KubeProxyConfiguration of the user's own.
+    """
+
+    def __init__(
+        self,
+        program: Path,
+        server: ApiServer,
+        folder: Path,
+        *,
+        endpoint: str = "",
+        pods: str = "10.244.0.0/16",
+        proxy: Object | None = None,
+    ) -> None:
+        self._program, self._netns, self._folder = program, server.netns, folder
+        self._admin = server.kubeconfig(folder / "kubeconfig-kubeadm", "admin")
+        self._config = folder / "kubeadm.yaml"
+        self._config.write_text(
+            "\n---\n".join(
+                json.dumps(each)
+                for each in _cluster(endpoint or server.url.removeprefix("https://"), pods, proxy)
+            )
+        )
+
+    def install_kube_proxy(self) -> None:
+        """Makes its objects, or makes them again as they were."""
+        said = self._addon(f"--kubeconfig={self._admin}")
+        assert "Applied essential addon: kube-proxy" in said, said
+
+    def upload_config(self) -> None:
+        """Keeps what it was told in the ConfigMap kubeadm-config, as `kubeadm init` does."""
+        command = (str(self._program), "init", "phase", "upload-config", "kubeadm",
+                   f"--config={self._config}", f"--kubeconfig={self._admin}")  # fmt: skip
+        call(inside(self._netns, None, *command), self._folder)
+
+    def remove_kube_proxy(self, admin: Kubectl) -> None:
+        """Deletes whatever is there of them."""
+        admin("delete", "-f", "-", "--ignore-not-found", "--wait=false", stdin=self.manifest())
+
+    def kube_proxy(self) -> list[Object]:
+        """Its objects."""
+        return documents(self.manifest())
+
+    def manifest(self) -> str:
+        """Its objects, as kubeadm prints them."""
+        return self._addon("--print-manifest")
+
+    def _addon(self, *arguments: str) -> str:
+        command = (str(self._program), "init", "phase", "addon", "kube-proxy",
+                   f"--config={self._config}", *arguments)  # fmt: skip
+        return call(inside(self._netns, None, *command), self._folder)
+
+
+def _cluster(endpoint: str, pods: str, proxy: Object | None) -> list[Object]:
+    """What kubeadm is told: nothing that it would have to find out on this machine."""
+    api = "kubeadm.k8s.io/v1beta4"
+    made: list[Object] = [
+        {
+            "apiVersion": api,
+            "kind": "InitConfiguration",
+            "localAPIEndpoint": {"advertiseAddress": "198.51.100.1"},
+            "nodeRegistration": {"criSocket": "unix:///run/containerd/containerd.sock"},
+        },
+        {
+            "apiVersion": api,
+            "kind": "ClusterConfiguration",
+            "kubernetesVersion": go_build.kubernetes_version(),
+            "controlPlaneEndpoint": endpoint,
+            "networking": {"podSubnet": pods},
+        },
+    ]
+    if proxy is not None:
+        kind = {
+            "apiVersion": "kubeproxy.config.k8s.io/v1alpha1",
+            "kind": "KubeProxyConfiguration",
+        }
+        made.append(kind | proxy)
+    return made
 
 
 class Mount:

@@ -1,0 +1,193 @@
+"""README.md, "Replace kube-proxy", and docs/migration.md there and back, as they stand there, on a
+cluster in use: kubeadm's own objects, a real kube-proxy on each node, kbpf in their place, and
+kubeadm's again.
+
+Connections are made all the while, by pods, nodes and a client outside, and none may fail; those
+that were established go on. test_takeover.py does the same without Kubernetes' objects, in each
+mode of kube-proxy.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kbpf.dataplane.bpf.layout import Reason
+from tests.support import docs
+from tests.support.daemonset import PodCluster
+from tests.support.kubeadm import Kubeadm
+from tests.support.lab import Place, inside, ip, run, until
+from tests.support.load import Load, under_load
+from tests.support.shell import Shell
+
+HOST, NODE_PORT = "10.96.0.20", 30020
+NOT_OURS = {"conntrack": {"maxPerCore": 0, "min": 0, "tcpCloseWaitTimeout": "0s",
+                          "tcpEstablishedTimeout": "0s"}}  # fmt: skip
+"""Sysctls of the whole machine."""
+
+
+class KubeadmCluster(PodCluster):
+    """Two nodes of a cluster that kubeadm has made, with its kube-proxy; a third has not joined."""
+
+    def __init__(self, kubectl: Path, kubeadm: Path) -> None:
+        super().__init__(kubectl, 3, "k")
+        self._program = kubeadm
+
+    def bring_up(self) -> None:
+        self.prepare()
+        for home in self.lab.nodes:
+            for each in (home.netns, *(pod.netns for pod in home.pods)):
+                ip("route del unreachable 10.96.0.0/16", netns=each)
+        kubeadm = Kubeadm(self._program, self.api, self.lab.folder, proxy=NOT_OURS)
+        kubeadm.upload_config()
+        kubeadm.install_kube_proxy()
+        self.kubelets.sync()
+
+    def rules(self) -> str:
+        """All of nf_tables on the nodes that have joined."""
+        return "".join(
+            run(*inside(node.netns, None, "nft", "list", "ruleset")) for node in self.lab.nodes[:2]
+        )
+
+
+@pytest.fixture
+def cluster(
+    programs: None, kubectl: Path, kubeadm: Path, kube_proxy: Path
+) -> Iterator[KubeadmCluster]:
+    """A Service with a backend on each node; kube-proxy serves it."""
+    with KubeadmCluster(kubectl, kubeadm) as made:
+        outside = Place("outside", made.lab.outside, None)
+        made.places["outside"], made.home["outside"] = outside, made.lab.nodes[0]
+        try:
+            made.create(*made.web(20, "a1 b1", type="NodePort", node_port=NODE_PORT))
+            kube_proxy_serves(made)
+            yield made
+        finally:
+            outside.close()
+
+
+def kube_proxy_serves(cluster: KubeadmCluster) -> None:
+    """Returns when its rules are on each node."""
+    for node in cluster.lab.nodes[:2]:
+        saved = inside(node.netns, None, "iptables-save", "-t", "nat")
+        until(
+            f"kube-proxy's rules on {node.name}",
+            lambda words=saved: f"--dport {NODE_PORT} -j KUBE-EXT" in run(*words),
+        )
+
+
+class InUse:
+    """The cluster's clients, what each keeps open, and the connections that go on all the while."""
+
+    def __init__(self, cluster: KubeadmCluster, load: Load) -> None:
+        first = cluster.lab.nodes[0].ip
+        self._clients = {cluster["a3"]: (HOST, 80), cluster["host-1"]: (HOST, 80)}
+        self._clients[cluster["outside"]] = (first, NODE_PORT)
+        self._load = load
+        self._kept = 0
+
+    def keep(self) -> None:
+        """Each opens one more."""
+        self._kept += 1
+        for client, to in self._clients.items():
+            assert "name" in client.tcp(*to, keep=f"kept {self._kept}")
+
+    def goes_on(self) -> None:
+        """All that was opened, and new ones."""
+        self._load.goes_on()
+        for client in self._clients:
+            for number in range(1, self._kept + 1):
+                answer = client.ask("talk", keep=f"kept {number}")
+                assert "name" in answer, (client.name, number, answer)
+
+    def let_go(self) -> None:
+        """What was opened ends."""
+        for client in self._clients:
+            for number in range(1, self._kept + 1):
+                client.ask("drop", keep=f"kept {number}")
+        self._kept = 0
+
+
+def test_there_and_back(
+    cluster: KubeadmCluster, kubectl: Path, kubeadm: Path, tmp_path: Path
+) -> None:
+    shell = Shell(cluster, tmp_path, kubectl, kubeadm)
+    worker = cluster.lab.nodes[1].ip
+    with (
+        under_load(cluster, HOST, "a2", "host-2", answers="a1 b1", pause=0.01) as sockets,
+        under_load(
+            cluster, worker, "outside", port=NODE_PORT, answers="a1 b1", pause=0.01
+        ) as packets,
+    ):
+        use = InUse(cluster, Load((*sockets.places, *packets.places)))
+        use.keep()
+        to_kbpf(cluster, shell, use)
+        use.keep()
+        use.goes_on()
+        back(cluster, shell, use)
+
+
+def type_in(shell: Shell, use: InUse, block: str) -> str:
+    """Every command of a block, one after the other; what they print."""
+    said = ""
+    for command in docs.commands(block):
+        said += shell(command)
+        use.goes_on()
+    return said
+
+
+def all_well(cluster: KubeadmCluster) -> None:
+    """What one waits for before the rules go."""
+    status = ("kbpf", "inspect", "status")
+    for agent in cluster.pod_agents[:2]:
+        until("it is well", lambda one=agent: one.exec(*status).returncode == 0)
+
+
+def to_kbpf(cluster: KubeadmCluster, shell: Shell, use: InUse) -> None:
+    """By README.md; then migration.md's own, which find little left to do."""
+    image, apply, take_over = docs.section("README.md", "## Replace kube-proxy: ten minutes")
+    assert all(line.startswith("buildah ") for line in docs.commands(image)), "by tests/image"
+    assert "successfully rolled out" in type_in(shell, use, apply)
+    (container,) = container_of(cluster)
+    assert (container["image"], container["command"][0]) == ("REGISTRY/kbpf:0.1.0", "kbpf")
+    all_well(cluster)
+    said = type_in(shell, use, take_over)
+    assert said.count("of kube-proxy ") >= 2, said
+    assert "kube-proxy" not in (rules := cluster.rules())
+    assert set(re.findall(r"KUBE-[A-Z-]+", rules)) <= {"KUBE-FIREWALL"}
+    apply, take_over = docs.section("docs/migration.md", "## To kbpf")
+    type_in(shell, use, apply)
+    all_well(cluster)
+    type_in(shell, use, take_over)
+
+
+def back(cluster: KubeadmCluster, shell: Shell, use: InUse) -> None:
+    """Step by step; what the packet path translates ends with the last one."""
+    bit, delete, kubeadm, keep, clean, gone = docs.section(
+        "docs/migration.md", "## Back to kube-proxy"
+    )
+    type_in(shell, use, bit)
+    type_in(shell, use, delete)
+    type_in(shell, use, kubeadm)
+    (container,) = container_of(cluster)
+    assert container["command"][0] == "/usr/local/bin/kube-proxy"
+    (config,) = cluster.kubectl.objects("-n", "kube-system", "get", "cm/kube-proxy")
+    assert config["data"]["config.conf"].count("masqueradeBit: null") == 2
+    kube_proxy_serves(cluster)
+    type_in(shell, use, keep)
+    before = [agent.reasons()[Reason.NEW_FLOW] for agent in cluster.pod_agents[:2]]
+    use.goes_on()
+    assert [agent.reasons()[Reason.NEW_FLOW] for agent in cluster.pod_agents[:2]] == before
+    use.let_go()
+    use.keep()
+    type_in(shell, use, clean)
+    shell("kubectl -n kube-system rollout status ds kbpf-cleanup --timeout=1s")
+    assert not any(list(agent.bpffs.iterdir()) for agent in cluster.pod_agents[:2])
+    type_in(shell, use, gone)
+
+
+def container_of(cluster: KubeadmCluster) -> list[dict]:
+    """What the DaemonSet kube-proxy runs."""
+    (found,) = cluster.kubectl.objects("-n", "kube-system", "get", "ds/kube-proxy")
+    return found["spec"]["template"]["spec"]["containers"]
