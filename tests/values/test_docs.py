@@ -1,0 +1,118 @@
+"""README.md, CHANGELOG.md and docs/: what they name is there, and what they say to type is run by a
+test (tests/lab/test_docs.py runs what no other does).
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from kbpf.config import flags
+from tests.support import docs
+from tests.support.features import FEATURES
+
+ROOT = docs.ROOT
+PAGES = (*docs.PAGES, "CHANGELOG.md")
+OTHERS = {
+    "--take-ownership": "helm",
+    "--skip-phases": "kubeadm",
+    "--tag": "buildah",
+    "--help": "everybody",
+    "--set": "helm",
+}
+"""Options of other programs."""
+BLOCKS = {
+    ("README.md", "make demo"): "tests/lab/test_docs.py",
+    ("README.md", "buildah build"): "tests/image/test_image.py",
+    ("README.md", "kubectl kustomize"): "tests/lab/test_drop_in.py",
+    ("README.md", "kbpf check --attached"): "tests/lab/test_drop_in.py",
+    ("README.md", "kbpf run --source"): "tests/lab/test_docs.py",
+    ("README.md", "kbpf inspect services"): "tests/lab/test_docs.py",
+    ("docs/configuration.md", "kbpf run --config"): "tests/lab/test_docs.py",
+    ("docs/kernels.md", "kbpf check"): "tests/lab/test_docs.py",
+    ("docs/install.md", ""): "tests/lab/test_install_doc.py",
+    ("docs/migration.md", ""): "tests/lab/test_drop_in.py",
+    ("docs/troubleshoot.md", ""): "tests/lab/test_docs.py",
+}
+"""Page and a part of the block → who runs it. "" is each block of the page."""
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_of_shell_has_somebody_who_runs_it(page: str):
+    wanted = {marker for (on, marker) in BLOCKS if on == page}
+    met = set()
+    for block in docs.blocks(page):
+        found = {marker for marker in wanted if marker in block}
+        assert found, block
+        met |= found
+    assert met == wanted
+    for (on, _), test in BLOCKS.items():
+        name = Path(page).name
+        assert on != page or name in (ROOT / test).read_text(), f"{test} does not read {name}"
+
+
+def anchors(text: str) -> set[str]:
+    """Of its headings, as GitHub makes them."""
+    plain = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    heads = re.findall(r"^#+ (.*)$", plain, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str):
+    text = (ROOT / page).read_text()
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"https?:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / path if path else ROOT / page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target.read_text()), link
+
+
+def test_every_page_is_named_in_the_readme():
+    text = (ROOT / "README.md").read_text()
+    assert [page for page in docs.PAGES[1:] if f"({page})" not in text] == []
+
+
+FILE = re.compile(
+    r"(?:tests|manifests|kbpf|benchmarks|vagrant|tools|docs)/[\w./{},*-]*\w|\btest_\w+\.py"
+)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_that_are_named_are_there(page: str):
+    for span in docs.spans(page):
+        if not FILE.fullmatch(span):
+            continue
+        where = [ROOT] if "/" in span else [ROOT / "tests" / "lab", ROOT / "tests" / "programs"]
+        names = re.sub(r"\{[^}]*\}", "*", span)
+        assert any(list(folder.glob(names)) for folder in where), span
+
+
+def options() -> set[str]:
+    """All that kbpf has: of `run`, by its table; of the other commands, by what they declare."""
+    declared = "".join(path.read_text() for path in (ROOT / "kbpf" / "cli").glob("*.py"))
+    return {*flags.BY_NAME, *re.findall(r"--[a-z][a-z0-9-]+", declared)}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_options_that_are_named_exist(page: str):
+    """`--max-...` and `--conntrack-*` are all that begin so."""
+    known = options() | OTHERS.keys()
+    for span in docs.spans(page):
+        if span.startswith(("kbpf ", "--")):
+            for option, more in re.findall(r"(?<![\w-])(--[a-z0-9-]+)(\*|\.\.\.)?", span):
+                assert any(each == option or (more and each.startswith(option)) for each in known)
+
+
+def test_what_kernels_lack_is_said():
+    """docs/kernels.md has what tests/support/features.py has, as far as operators can see it."""
+    text = (ROOT / "docs" / "kernels.md").read_text().replace("`", "")
+    rows = {row.split("|")[1].strip(): row for row in text.splitlines() if row.startswith("|")}
+    for feature in FEATURES.values():
+        if feature.check and feature.since > (0, 0):
+            row = rows[".".join(map(str, feature.since))]
+            assert re.sub(r"^TCX.*", "TCX", feature.what) in row, feature
+        for release in feature.unbuilt:
+            assert feature.what.split()[0] in rows[".".join(map(str, release))], feature
