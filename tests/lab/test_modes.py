@@ -107,6 +107,12 @@ def left(agent: Agent) -> list[str]:
     )
 
 
+def known(field: Field) -> str:
+    """The connections of IPVS on the node, for who wants to know why one has failed."""
+    where = f"--net=/run/netns/{field.agent.node.netns}"
+    return run("nsenter", where, "cat", "/proc/net/ip_vs_conn")[:20_000]
+
+
 @pytest.mark.parametrize("mode", ["ipvs", "bpf"])
 def test_another_mode(field: Field, mode: str) -> None:
     """No new connection fails, those that are there go on, and in the end nothing is left."""
@@ -121,9 +127,12 @@ def test_another_mode(field: Field, mode: str) -> None:
                 ("10.96.0.83", "a2!", "a3", "host-1", {"answers": "a1 b1"}),
             )
         ]
-        become(field.agent, mode)
-        for load in loads:
-            load.goes_on()
+        try:
+            become(field.agent, mode)
+            for load in loads:
+                load.goes_on()
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{field.agent.tail(40)}\n{known(field)}") from None
     assert kept.talk() == {}
     serves(field)
     status = field.agent.status()

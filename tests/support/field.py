@@ -14,7 +14,6 @@ import pytest
 import yaml
 
 from kbpf.kernel import netns
-from kbpf.model.config import Config
 from tests.support.cluster import UNROUTED, Cluster, Object, mark, shows
 from tests.support.dial import REFUSED, UNSERVED, Dial, explain
 from tests.support.kube_objects import node
@@ -27,8 +26,8 @@ OUT4, OUT6 = "198.18.0.254", "fd00:198:18::fe"
 NODES4, NODES6 = ("198.18.0.1", "198.18.0.2"), ("fd00:198:18::1", "fd00:198:18::2")
 ROUTED = ("10.96.0.0/16", "192.0.2.0/24", "203.0.113.0/24")
 ROUTED6 = ("fd00:10:96::/112", "2001:db8::/32")
-FORWARDINGS = ("stack", "direct") if hasattr(Config(), "forwarding") else ("stack",)
-"""The ways to a backend, `--forwarding`: what each side sees is the same."""
+FORWARDINGS = ("stack",) if PACKETS else ("stack", "direct")
+"""The ways to a backend, `--forwarding`: what each side sees is the same. Mode ipvs has one."""
 WAIT = 0.4
 """For what must not be answered."""
 

@@ -196,8 +196,9 @@ class Client:
             answer = json.loads(s.recv(4096))
             answer["peer"] = list(s.getpeername()[:2])
         except OSError as error:
+            own = s.getsockname()[1]
             s.close()
-            return {"error": errno_name(error), "at_once": not asked}
+            return {"error": errno_name(error), "at_once": not asked, "from": own}
         if keep:
             self.kept[keep] = s
         else:
@@ -455,7 +456,7 @@ class Load:
             with self.lock:
                 if "error" in answer:
                     at = time.monotonic() - self.started
-                    self.errors.append([answer["error"], round(at, 3)])
+                    self.errors.append([answer["error"], round(at, 3), answer.get("from")])
                 else:
                     self.names[answer["name"]] += 1
             if pause:
