@@ -174,13 +174,19 @@ static __always_inline bool gone(const struct nat *nat, u64 now)
 	return !other || !same_flow(other, nat) || expired(other, now);
 }
 
-static __always_inline void tell(struct ends *key, const struct nat *nat)
+/* Another CPU may tell the other way at the same time, of the other FIN. */
+static __always_inline void tell(struct ends *key, struct nat *nat)
 {
 	struct nat *other = flows.lookup(key);
 
 	if (!other || other == nat || !same_flow(other, nat))
 		return;
-	other->fins = nat->state == STATE_NEW ? 0 : other->fins | nat->fins;
+	if (nat->state == STATE_NEW)
+		other->fins = 0;
+	else
+		nat->fins = other->fins |= nat->fins;
+	if (nat->state == STATE_CLOSING && both_closed(nat))
+		nat->state = STATE_CLOSED;
 	other->state = nat->state;
 }
 

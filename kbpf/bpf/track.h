@@ -166,6 +166,8 @@ static __always_inline bool touch(struct nat *nat, u32 flags, bool back, u64 now
 		nat->state = STATE_ANSWERED;
 	} else if (is_half_open(nat) && !back && (flags & (TCP_SYN | TCP_ACK)) == TCP_ACK) {
 		nat->state = STATE_ESTABLISHED;
+	} else if (state == STATE_CLOSING && both_closed(nat)) {
+		nat->state = STATE_CLOSED; /* the FINs met each other, on two CPUs */
 	}
 	return nat->state != state || nat->fins != fins;
 }

@@ -18,7 +18,7 @@ import msgspec
 import pytest
 
 from kbpf.dataplane.bpf import beside, beyond, compile
-from kbpf.dataplane.bpf.flows import is_held
+from kbpf.dataplane.bpf.flows import STATE, is_held
 from kbpf.dataplane.bpf.hooks import PACKET_PROGRAMS
 from kbpf.dataplane.bpf.layout import (
     DEVICE,
@@ -1038,6 +1038,20 @@ def test_half_closed_is_known_in_all_entries(path: Path_, v: int, flags: str, ba
     segment(path, v, own, "SA", source)
     segment(path, v, own, flags, source if back else "")
     assert states(path, own) == {TcpState.CLOSING}
+
+
+@both
+@pytest.mark.parametrize("last", ["client", "backend"])
+def test_fins_that_meet_close_it(path: Path_, v: int, last: str) -> None:
+    """On two CPUs, each of which has seen one of them; the ACK of either tells."""
+    own, source = established(path, v, "tcp")
+    with path.site.pinned("flows") as flows:
+        for key, raw in list(flows.items()):
+            if raw in entries_of(path, own):
+                ends = bytes((TcpState.CLOSING, Fin.CLIENT | Fin.BACKEND))
+                flows.update(key, raw[:STATE] + ends + raw[STATE + 2 :])
+    segment(path, v, own, "A", source if last == "backend" else "")
+    assert states(path, own) == {TcpState.CLOSED}
 
 
 @both
