@@ -1,9 +1,8 @@
 #!/bin/sh
-# Makes a guest a machine that the tests can run on, runs a command, and leaves its exit code:
-# sh guest.sh RESULTS TREE COMMAND...
+# Makes a guest a machine that the tests can run on, runs RESULTS/command, and leaves its exit code:
+# sh guest.sh RESULTS TREE
 set -eu
 results=$1 tree=$2
-shift 2
 
 # The shares that virtme-ng mounted without a cache are mounted anew with one.
 cd /
@@ -17,6 +16,6 @@ cd "$tree"
 sh vagrant/provision/kernel.sh
 export RESULTS="$results"
 code=0
-"$@" || code=$?
+sh "$results/command" || code=$?
 echo "$code" >"$results/exit"
 sync

@@ -23,11 +23,14 @@ from tests.kernels.debian import Kernel
 
 ROOT = Path(__file__).parents[2]
 VNG = "vng"
-SILENT_SECONDS = 60.0
-"""A guest that has not said its version by then does not boot."""
-KVM_SILENT_SECONDS = 15.0
+SILENT_SECONDS = 180.0
+"""A guest that has not said its version by then does not boot: to unpack a kernel takes seconds, or
+a minute where others keep the machine busy."""
+KVM_SILENT_SECONDS, KVM_SECONDS = 15.0, 60.0
 """The same with KVM, where it takes one: some hosts offer a KVM that runs no stock kernel."""
 ALIVE = b"Linux version"
+COMMAND = "command"
+"""The guest's first file: what it is to do."""
 DONE = "exit"
 """The guest's last file: the command's exit code. Without it the guest ended otherwise."""
 GUEST = Path(__file__).with_name("guest.sh")
@@ -61,8 +64,9 @@ def boot(kernel: Kernel, command: list[str], results: Path, seconds: float, kvm:
     with tempfile.TemporaryDirectory(prefix="kbpf-kernels-") as name, log.open("wb") as out:
         exchange = Path(name)
         shutil.copy(GUEST, exchange)
+        (exchange / COMMAND).write_text(shlex.join(command))
         child = subprocess.Popen(
-            _vng(kernel, command, exchange, kvm),
+            _vng(kernel, exchange, kvm),
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
@@ -75,7 +79,8 @@ def boot(kernel: Kernel, command: list[str], results: Path, seconds: float, kvm:
             why = _watch(child, log, silent, seconds)
         finally:
             _end(child)
-        (exchange / GUEST.name).unlink()
+        for own in (GUEST.name, COMMAND):
+            (exchange / own).unlink()
         shutil.copytree(exchange, results, dirs_exist_ok=True)
     took = time.monotonic() - started
     code = (results / DONE).read_text().strip() if (results / DONE).is_file() else ""
@@ -84,8 +89,9 @@ def boot(kernel: Kernel, command: list[str], results: Path, seconds: float, kvm:
     return Ending(None, why or "the guest ended early", took, log)
 
 
-def _vng(kernel: Kernel, command: list[str], exchange: Path, kvm: bool) -> list[str]:
-    inside = shlex.join(["sh", str(exchange / GUEST.name), str(exchange), str(ROOT), *command])
+def _vng(kernel: Kernel, exchange: Path, kvm: bool) -> list[str]:
+    """What it executes is a part of the kernel's command line, which has room for 2048 bytes."""
+    inside = shlex.join(["sh", str(exchange / GUEST.name), str(exchange), str(ROOT)])
     return [
         VNG, "--verbose", "--run", str(kernel.image), "--user", "root", "--memory", MEMORY,
         "--cpus", CPUS, *([] if kvm else ["--disable-kvm"]), "--force-9p",
@@ -125,4 +131,4 @@ def kvm_boots(kernel: Kernel, results: Path) -> bool:
     """Whether /dev/kvm is there and boots this kernel: tried."""
     if not os.access("/dev/kvm", os.R_OK | os.W_OK):
         return False
-    return boot(kernel, ["true"], results, SILENT_SECONDS, kvm=True).code == 0
+    return boot(kernel, ["true"], results, KVM_SECONDS, kvm=True).code == 0
