@@ -6,6 +6,7 @@ of the network. Frontends exist on no device, but for those that a row wants to 
 """
 
 import errno
+import itertools
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -273,6 +274,8 @@ def followed(ground: Ground) -> Iterator[None]:
 
 
 SPARE = range(61_000, 65_536)
+OWN_PORTS = itertools.count(3333)
+"""That sockets bind to: each once, since one that has closed first stays in TIME_WAIT."""
 PORTS = {
     "tcp": ("pod", socket.AF_INET, socket.SOCK_STREAM, "10.96.0.1", True),
     "tcp, IPv6": ("pod", socket.AF_INET6, socket.SOCK_STREAM, "fd00:96::1", True),
@@ -307,7 +310,7 @@ def test_beside_another_a_pods_port_is_one_that_it_does_not_know(
     ports = [within(ground[who], dial)[1] for _ in range(3)]
     assert [port in SPARE for port in ports] == [spare] * 3
     assert len(set(ports)) > 1
-    own = 3333 + list(PORTS.values()).index(row)  # the one before may be in TIME_WAIT still
+    own = next(OWN_PORTS)
     answer, port = within(ground[who], lambda: dial(own))
     assert (b'"name"' in answer, port) == (True, own)
 

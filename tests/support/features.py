@@ -150,11 +150,13 @@ FEATURES = {
 }
 
 BY_KERNEL = {
-    "5.10": {"TCX", "bpf_set_retval", "SO_NETNS_COOKIE", "bpf_ktime_get_coarse_ns"},
+    "5.10": {
+        "TCX", "bpf_set_retval", "SO_NETNS_COOKIE", "bpf_ktime_get_coarse_ns", "hook sock_ops",
+    },
     "6.1": {"TCX"},
     "6.12": set[str](),
     "newest": set[str](),
-}
+}  # fmt: skip
 """What `kbpf check` says that Debian's kernels lack: exactly these rows. The same stands in
 docs/limits.md, "By kernel".
 """
