@@ -75,11 +75,13 @@ static __always_inline u16 wire_length(struct __sk_buff *skb, const struct packe
 
 /* The way of a packet that will go from here to there. Gives the device that it leaves by, or NULL:
  * then the stack has to see to it. `route->vlan[0]` is 1 where the MAC addresses are known.
- * `any_packet`: the way of the whole flow, whether or not this packet can take it. */
+ * `any_packet`: the way of the whole flow, whether or not this packet can take it; `route->length`
+ * is 0 then if it cannot. */
 static __always_inline struct device *find_route(struct __sk_buff *skb, const struct packet *p,
 						 const struct target *from, const struct target *to,
 						 struct route *route, bool any_packet)
 {
+	u16 length = wire_length(skb, p);
 	long result;
 
 	if (!any_packet && p->ttl <= 1)
@@ -88,7 +90,7 @@ static __always_inline struct device *find_route(struct __sk_buff *skb, const st
 	route->protocol = p->protocol;
 	route->source_port = from->port;
 	route->destination_port = to->port;
-	route->length = any_packet ? 1 : wire_length(skb, p);
+	route->length = length;
 	route->ifindex = skb->ifindex;
 	if (p->v6) {
 		route->family = AF_INET6;
@@ -105,7 +107,23 @@ static __always_inline struct device *find_route(struct __sk_buff *skb, const st
 	    !(any_packet && result == FIB_TOO_LONG)) /* before v5.12 `length` is not asked */
 		return NULL;
 	route->vlan[0] = result == FIB_SUCCESS;
-	return devices.lookup(&route->ifindex);
+	route->length = result == FIB_TOO_LONG ? 0 : length;
+	return device_at(route->ifindex);
+}
+
+static __always_inline void remember_way(struct way_out *out, const struct route *route, u64 now)
+{
+	out->length = 0; /* nobody else may take what is half written */
+	asm volatile("" ::: "memory");
+	out->next = route->destination;
+	out->family = route->family;
+	out->ifindex = route->ifindex;
+	__builtin_memcpy(out->own_mac, route->own_mac, 6);
+	__builtin_memcpy(out->next_mac, route->next_mac, 6);
+	out->resolved = route->vlan[0];
+	out->found = now;
+	asm volatile("" ::: "memory");
+	out->length = route->length;
 }
 
 /* The same, for a packet of a flow: what was found is good for a second. A router that changes, or
@@ -124,22 +142,12 @@ static __always_inline struct device *flow_route(struct __sk_buff *skb, const st
 		route->vlan[0] = out->resolved;
 		__builtin_memcpy(route->own_mac, out->own_mac, 6);
 		__builtin_memcpy(route->next_mac, out->next_mac, 6);
-		return p->ttl > 1 ? devices.lookup(&route->ifindex) : NULL;
+		return p->ttl > 1 ? device_at(route->ifindex) : NULL;
 	}
 	to = find_route(skb, p, &t->from, &t->to, route, false);
 	if (!to)
 		return NULL;
-	out->length = 0; /* nobody else may take what is half written */
-	asm volatile("" ::: "memory");
-	out->next = route->destination;
-	out->family = route->family;
-	out->ifindex = route->ifindex;
-	__builtin_memcpy(out->own_mac, route->own_mac, 6);
-	__builtin_memcpy(out->next_mac, route->next_mac, 6);
-	out->resolved = route->vlan[0];
-	out->found = now;
-	asm volatile("" ::: "memory");
-	out->length = length;
+	remember_way(out, route, now);
 	return to;
 }
 

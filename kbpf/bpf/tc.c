@@ -46,7 +46,9 @@ enum tail {
 	TAIL_ROOM = 11,
 	TAIL_FORGET = 12,
 	TAIL_YIELD = 13,
-	TAILS = 14,
+	TAIL_LATE = 14,
+	TAIL_SNAT = 15,
+	TAILS = 16,
 };
 
 /* Of a packet that begins a flow, in cb[0]. */
@@ -56,6 +58,7 @@ enum begins {
 };
 
 BPF_F_TABLE("hash", u32, struct device, devices, 64, BPF_F_NO_PREALLOC);
+BPF_TABLE("array", u32, struct cached_device, device_cache, CACHED_DEVICES);
 BPF_TABLE("array", u32, struct node, node, 1);
 BPF_F_TABLE("lpm_trie", struct network_key, u32, local_networks, 64, BPF_F_NO_PREALLOC);
 BPF_TABLE("lru_hash", struct fragment_key, struct ports, fragments, 64);
@@ -68,6 +71,18 @@ BPF_TABLE("lru_hash", struct ends, u32, yielded, 64);
 /* 0 -> the flow that is being made, on its way from the program that chose its backend to the one
  * that writes its entries. On one CPU there is only one: nothing else runs at TC meanwhile. */
 BPF_TABLE("percpu_array", u32, struct nat, pending, 1);
+
+/* What the agent knows of a device. Each packet asks for up to two, and the kernel gives an array's
+ * element in a tenth of the time that a hash takes. */
+static __always_inline struct device *device_at(u32 ifindex)
+{
+	u32 index = ifindex % CACHED_DEVICES;
+	struct cached_device *cached = device_cache.lookup(&index);
+
+	if (cached && cached->ifindex == ifindex)
+		return &cached->device;
+	return devices.lookup(&ifindex);
+}
 
 #include "forward.h"
 
@@ -150,36 +165,45 @@ static __always_inline bool same_flow(const struct nat *a, const struct nat *b)
 	       a->snat_port == b->snat_port;
 }
 
+/* What stands at this key, if it is still of this flow. */
+static __always_inline struct nat *entry_of(const struct nat *nat, struct ends *key)
+{
+	struct nat *entry = flows.lookup(key);
+
+	return entry && same_flow(entry, nat) ? entry : NULL;
+}
+
+static __always_inline bool holds(const struct nat *entry, u64 now)
+{
+	return entry && !expired(entry, now);
+}
+
 /* Whether a flow has ended by time. An entry that only the quiet side's packets find grows old
  * while the other side still sends: UDP in one direction. */
 static __always_inline bool gone(const struct nat *nat, u64 now)
 {
 	struct ends key;
-	struct nat *other;
 
 	if (!expired(nat, now))
 		return false;
 	key = answer_of(nat);
-	other = flows.lookup(&key);
-	if (other && same_flow(other, nat) && !expired(other, now))
+	if (holds(entry_of(nat, &key), now))
 		return false;
 	if (has_snat(nat)) {
 		key = snat_answer_of(nat);
-		other = flows.lookup(&key);
-		if (other && same_flow(other, nat) && !expired(other, now))
+		if (holds(entry_of(nat, &key), now))
 			return false;
 	}
 	key = question_of(nat);
-	other = flows.lookup(&key);
-	return !other || !same_flow(other, nat) || expired(other, now);
+	return !holds(entry_of(nat, &key), now);
 }
 
 /* Another CPU may tell the other way at the same time, of the other FIN. */
 static __always_inline void tell(struct ends *key, struct nat *nat)
 {
-	struct nat *other = flows.lookup(key);
+	struct nat *other = entry_of(nat, key);
 
-	if (!other || other == nat || !same_flow(other, nat))
+	if (!other)
 		return;
 	if (nat->state == STATE_NEW)
 		other->fins = 0;
@@ -191,33 +215,27 @@ static __always_inline void tell(struct ends *key, struct nat *nat)
 }
 
 /* A packet of a known flow. Each entry sees a part of the packets only; what opens or ends the
- * connection holds for all. */
+ * connection holds for both that come first, one on each side. The entry for the stack is told
+ * nothing: it sees what one of those has let through. */
 static __always_inline void keep(struct nat *nat, u32 flags, bool back, u64 now)
 {
 	struct ends key;
 
-	if (!touch(nat, flags, back, now))
+	if (!touch(nat, flags, back, now) || (nat->part == PART_ANSWER && has_snat(nat)))
 		return;
-	if (nat->part != PART_QUESTION) {
+	if (nat->part != PART_QUESTION)
 		key = question_of(nat);
-		tell(&key, nat);
-	}
-	if (nat->part != PART_ANSWER) {
-		key = answer_of(nat);
-		tell(&key, nat);
-	}
-	if (nat->part != PART_SNAT_ANSWER && has_snat(nat)) {
+	else if (has_snat(nat))
 		key = snat_answer_of(nat);
-		tell(&key, nat);
-	}
+	else
+		key = answer_of(nat);
+	tell(&key, nat);
 }
 
 /* Deletes an entry if it is still this flow's. */
 static __always_inline void leave(struct ends *key, const struct nat *nat)
 {
-	struct nat *entry = flows.lookup(key);
-
-	if (entry && same_flow(entry, nat))
+	if (entry_of(nat, key))
 		flows.delete(key);
 }
 
@@ -230,6 +248,8 @@ static __always_inline void forget_answers(const struct nat *nat)
 		key = snat_answer_of(nat);
 		leave(&key, nat);
 	}
+	if (nat->way == WAY_PAST)
+		return;
 	key = answer_of(nat);
 	leave(&key, nat);
 }
@@ -333,8 +353,14 @@ static __always_inline bool translate_in(struct tuple *t, u32 flags, struct step
  * Service would be a new flow by now, since it came in by translate_in(). */
 static __always_inline bool has_other_owner(const struct nat *nat, u32 flags)
 {
-	return nat->client.protocol == PROTO_TCP && (flags & (TCP_SYN | TCP_ACK)) == TCP_SYN &&
-	       is_ending(nat);
+	struct ends key;
+	struct nat *question;
+
+	if (nat->client.protocol != PROTO_TCP || (flags & (TCP_SYN | TCP_ACK)) != TCP_SYN)
+		return false;
+	key = question_of(nat);
+	question = entry_of(nat, &key);
+	return !question || is_ending(question);
 }
 
 enum leaving {
@@ -557,40 +583,16 @@ static __always_inline bool claim_question(struct ends *key, const struct nat *n
 	return find_place(key, n, nat->last_used);
 }
 
-/* Writes all of a new flow's entries. The port of client' comes first, since the entry of snat
- * tells it; then the entry of client' is told the snat port, where it lies: nobody sees it before
- * the client's own entry is there. */
-static __always_inline enum reason create(struct nat *nat, const struct node *n)
+/* Tells the entry of client' the snat port where it lies: nobody sees it before the client's own
+ * entry is there. */
+static __always_inline bool tell_snat_port(const struct nat *nat)
 {
-	struct nat *answer;
-	struct ends key;
+	struct ends key = answer_of(nat);
+	struct nat *answer = flows.lookup(&key);
 
-	nat->part = PART_ANSWER;
-	if (!claim_answer(nat, n, nat->last_used))
-		return NO_SNAT_PORT;
-	if (has_snat(nat)) {
-		bool claimed;
-
-		nat->part = PART_SNAT_ANSWER;
-		claimed = claim_snat(nat, n, nat->last_used);
-		key = answer_of(nat);
-		if (!claimed) {
-			flows.delete(&key);
-			return NO_SNAT_PORT;
-		}
-		answer = flows.lookup(&key);
-		if (!answer) {
-			forget_answers(nat);
-			return NOT_RECORDED;
-		}
+	if (answer)
 		answer->snat_port = nat->snat_port;
-	}
-	key = question_of(nat);
-	nat->part = PART_QUESTION;
-	if (!flows.update(&key, nat))
-		return NEW_FLOW;
-	forget_answers(nat);
-	return NOT_RECORDED;
+	return answer != NULL;
 }
 
 static __always_inline bool starts_flow(const struct packet *p)
@@ -650,7 +652,7 @@ static __always_inline int hand_over(struct __sk_buff *skb, const struct nat *na
 int tc_way(struct __sk_buff *skb)
 {
 	u32 zero = 0, ifindex = skb->ifindex;
-	struct device *device = devices.lookup(&ifindex), *to;
+	struct device *device = device_at(ifindex), *to;
 	struct node *n = node.lookup(&zero);
 	struct nat *nat = pending.lookup(&zero);
 	struct target source, backend;
@@ -673,8 +675,11 @@ int tc_way(struct __sk_buff *skb)
 		if (!is_any(&own))
 			nat->snat = own;
 	}
-	if (to && passes_stack(n, device, to, has_snat(nat)))
-		nat->way = WAY_REDIRECT;
+	if (to && passes_stack(n, device, to, has_snat(nat))) {
+		nat->way = has_snat(nat) ? WAY_PAST : WAY_REDIRECT;
+		if (route.length)
+			remember_way(&nat->out, &route, nat->last_used);
+	}
 	tails.call(skb, TAIL_PLACE);
 	return finish(TC_SHOT, NOT_RECORDED);
 }
@@ -684,7 +689,7 @@ int tc_way(struct __sk_buff *skb)
 int tc_forget(struct __sk_buff *skb)
 {
 	u32 ifindex = skb->ifindex;
-	struct device *device = devices.lookup(&ifindex);
+	struct device *device = device_at(ifindex);
 	struct packet p = {};
 	struct nat *old;
 
@@ -734,7 +739,7 @@ int tc_yield(struct __sk_buff *skb)
 int tc_new(struct __sk_buff *skb)
 {
 	u32 zero = 0, ifindex = skb->ifindex;
-	struct device *device = devices.lookup(&ifindex);
+	struct device *device = device_at(ifindex);
 	struct node *n = node.lookup(&zero);
 	struct asker who = {};
 	struct packet p = {};
@@ -776,7 +781,7 @@ int tc_new(struct __sk_buff *skb)
 int tc_host_new(struct __sk_buff *skb)
 {
 	u32 ifindex = skb->ifindex;
-	struct device *device = devices.lookup(&ifindex);
+	struct device *device = device_at(ifindex);
 	struct asker who = {};
 	struct packet p = {};
 	struct choice c = {};
@@ -790,6 +795,13 @@ int tc_host_new(struct __sk_buff *skb)
 	nat.way = WAY_REDIRECT;
 	nat.device = ifindex;
 	return hand_over(skb, &nat, TAIL_PLACE);
+}
+
+/* Has the entries of a new flow written. */
+static __always_inline int write(struct __sk_buff *skb, const struct nat *nat)
+{
+	tails.call(skb, nat->way == WAY_PAST ? TAIL_SNAT : TAIL_CLAIM);
+	return finish(TC_SHOT, NOT_RECORDED);
 }
 
 /* Finds a place among the tracked flows for a new one. */
@@ -807,8 +819,9 @@ int tc_place(struct __sk_buff *skb)
 	if (!claim_question(&key, nat, n))
 		return finish(TC_SHOT, NOT_RECORDED);
 	skb->cb[0] = 2;
-	tails.call(skb, *there > n->connections ? TAIL_ROOM : TAIL_CLAIM);
-	return finish(TC_SHOT, NOT_RECORDED);
+	if (*there > n->connections)
+		tails.call(skb, TAIL_ROOM);
+	return write(skb, nat);
 }
 
 /* Makes room by up to two flows for each that begins beyond what the operator allows. */
@@ -824,28 +837,110 @@ int tc_room(struct __sk_buff *skb)
 	make_room(there, nat->last_used);
 	if (--skb->cb[0] && *there > n->connections)
 		tails.call(skb, TAIL_ROOM);
-	tails.call(skb, TAIL_CLAIM);
-	return finish(TC_SHOT, NOT_RECORDED);
+	return write(skb, nat);
 }
 
-/* Writes the entries of a new flow, and goes back to where known flows are served. */
+/* Writes the entry of the client's own packets, the last one: now the flow is there. Goes back to
+ * where known flows are served. */
+static __always_inline int publish(struct __sk_buff *skb, struct nat *nat)
+{
+	struct ends key = question_of(nat);
+
+	nat->part = PART_QUESTION;
+	if (flows.update(&key, nat)) {
+		forget_answers(nat);
+		return finish(TC_SHOT, NOT_RECORDED);
+	}
+	count(NEW_FLOW);
+	tails.call(skb, nat->device ? TAIL_HOST : TAIL_INGRESS);
+	return finish(TC_SHOT, NOT_REWRITTEN);
+}
+
+/* Writes a new flow's entry for its packets in the stack, and its answers. The port of client'
+ * comes before that of snat, whose entry tells it. */
 int tc_claim(struct __sk_buff *skb)
 {
 	u32 zero = 0;
 	struct node *n = node.lookup(&zero);
 	struct nat *found = pending.lookup(&zero), nat;
-	enum reason reason;
 
 	if (!n || !found)
 		return finish(TC_SHOT, NOT_RECORDED);
 	nat = *found;
-	if (is_loopback(&nat.snat)) /* NO_ADDRESS still */
+	nat.part = PART_ANSWER;
+	nat.out.ifindex = 0; /* that of the client's packets */
+	if (!claim_answer(&nat, n, nat.last_used))
 		return finish(TC_SHOT, NO_SNAT_PORT);
-	reason = create(&nat, n);
-	if (reason != NEW_FLOW)
-		return finish(TC_SHOT, reason);
-	count(NEW_FLOW);
-	tails.call(skb, nat.device ? TAIL_HOST : TAIL_INGRESS);
+	if (has_snat(&nat)) {
+		found->client_port = nat.client_port;
+		tails.call(skb, TAIL_SNAT);
+		return finish(TC_SHOT, NOT_RECORDED);
+	}
+	nat.out.ifindex = found->out.ifindex;
+	return publish(skb, &nat);
+}
+
+/* Writes a new flow's entry for answers to the node. */
+int tc_snat(struct __sk_buff *skb)
+{
+	u32 zero = 0;
+	struct node *n = node.lookup(&zero);
+	struct nat *found = pending.lookup(&zero), nat;
+	bool claimed;
+
+	if (!n || !found)
+		return finish(TC_SHOT, NOT_RECORDED);
+	nat = *found;
+	nat.part = PART_SNAT_ANSWER;
+	nat.out.ifindex = 0;
+	claimed = !is_loopback(&nat.snat) /* NO_ADDRESS still */ &&
+		  claim_snat(&nat, n, nat.last_used);
+	if (nat.way != WAY_PAST) {
+		struct ends key = answer_of(&nat);
+		struct nat *answer = flows.lookup(&key);
+
+		if (answer && claimed)
+			answer->snat_port = nat.snat_port;
+		else
+			flows.delete(&key);
+	}
+	if (!claimed)
+		return finish(TC_SHOT, NO_SNAT_PORT);
+	nat.out.ifindex = found->out.ifindex;
+	return publish(skb, &nat);
+}
+
+/* A packet of a flow that goes past the stack has to go up: too long for its way, or an ICMP error.
+ * Writes the entry that such packets find when they leave, and goes back to where they are served.
+ */
+int tc_late(struct __sk_buff *skb)
+{
+	u32 zero = 0, back = skb->cb[0];
+	struct node *n = node.lookup(&zero);
+	struct nat *found = pending.lookup(&zero), *entry, nat;
+	struct ends key;
+
+	if (!n || !found)
+		return finish(TC_SHOT, NOT_RECORDED);
+	nat = *found;
+	nat.part = PART_ANSWER;
+	nat.way = WAY_REDIRECT;
+	nat.out.ifindex = 0;
+	if (!claim_answer(&nat, n, now_ns()))
+		return finish(TC_SHOT, NO_SNAT_PORT);
+	key = question_of(&nat);
+	entry = entry_of(found, &key);
+	if (entry) {
+		entry->client_port = nat.client_port;
+		entry->way = WAY_REDIRECT;
+	}
+	key = snat_answer_of(&nat);
+	entry = entry_of(found, &key);
+	if (entry) {
+		entry->client_port = nat.client_port;
+		entry->way = WAY_REDIRECT;
+	}
+	tails.call(skb, back);
 	return finish(TC_SHOT, NOT_REWRITTEN);
 }
 
@@ -853,7 +948,7 @@ int tc_claim(struct __sk_buff *skb)
 int tc_host(struct __sk_buff *skb)
 {
 	u32 ifindex = skb->ifindex;
-	struct device *device = devices.lookup(&ifindex), *to;
+	struct device *device = device_at(ifindex), *to;
 	struct packet p = {};
 	struct route route;
 	struct tuple out;
@@ -885,7 +980,7 @@ int tc_host(struct __sk_buff *skb)
 int tc_refuse(struct __sk_buff *skb)
 {
 	u32 ifindex = skb->ifindex, why = skb->cb[0];
-	struct device *device = devices.lookup(&ifindex);
+	struct device *device = device_at(ifindex);
 	struct packet p = {};
 
 	if (!device || !parse(skb, device->l2, &p))
@@ -901,13 +996,20 @@ int tc_refuse(struct __sk_buff *skb)
 /* An answer to this node's own: it comes in by the device that the question left by. */
 static __always_inline int deliver(struct __sk_buff *skb, const struct device *from, u32 ifindex)
 {
-	struct device *to = devices.lookup(&ifindex);
+	struct device *to = device_at(ifindex);
 
 	if (ifindex == skb->ifindex || !to || to->l2 != from->l2)
 		return TC_NEXT;
 	if (to->l2 && bpf_skb_store_bytes(skb, 0, to->mac, sizeof(to->mac), 0))
 		return finish(TC_SHOT, NOT_REWRITTEN);
 	return bpf_redirect(ifindex, BPF_F_INGRESS);
+}
+
+/* Has the entry written that a packet needs in the stack, and comes again. */
+static __always_inline int prepare_stack(struct __sk_buff *skb, const struct nat *nat, u32 again)
+{
+	skb->cb[0] = again;
+	return hand_over(skb, nat, TAIL_LATE);
 }
 
 static __always_inline int go_on(struct __sk_buff *skb, struct packet *p,
@@ -918,8 +1020,10 @@ static __always_inline int go_on(struct __sk_buff *skb, struct packet *p,
 	struct route route;
 	int action = TC_NEXT;
 
-	if (s->way == WAY_REDIRECT && !s->device)
+	if (s->way != WAY_STACK && !s->device)
 		to = flow_route(skb, p, &s->out, &s->nat->out, &route, s->now);
+	if (!to && s->way == WAY_PAST)
+		return prepare_stack(skb, s->nat, TAIL_INGRESS);
 	if (to)
 		new = &s->out;
 	if (rewrite(skb, p, new) || (to && age(skb, p)))
@@ -956,7 +1060,7 @@ static __always_inline bool take(struct __sk_buff *skb, const struct device *dev
 int tc_ingress(struct __sk_buff *skb)
 {
 	u32 ifindex = skb->ifindex;
-	struct device *device = devices.lookup(&ifindex);
+	struct device *device = device_at(ifindex);
 	struct packet p = {};
 	struct step s = {};
 
@@ -983,7 +1087,7 @@ static __always_inline bool dials_service(struct packet *p)
 int tc_egress(struct __sk_buff *skb)
 {
 	u32 ifindex = skb->ifindex;
-	struct device *device = devices.lookup(&ifindex);
+	struct device *device = device_at(ifindex);
 	struct packet p = {};
 	bool masqueraded = false;
 	enum leaving leaving;
@@ -998,9 +1102,10 @@ int tc_egress(struct __sk_buff *skb)
 		mark_masqueraded(skb, false);
 	if (leaving == LEAVES_CHANGED)
 		return complete(skb, &p, &to, TC_NEXT, device->l2);
-	if ((leaving == LEAVES_FOR_SERVICE ||
-	     (leaving == LEAVES_AS_IT_IS && starts_flow(&p) && dials_service(&p))) &&
-	    !skb->ingress_ifindex && device->role == ROLE_HOST)
+	if (skb->ingress_ifindex || device->role != ROLE_HOST)
+		return TC_NEXT;
+	if (leaving == LEAVES_FOR_SERVICE ||
+	    (leaving == LEAVES_AS_IT_IS && starts_flow(&p) && dials_service(&p)))
 		tails.call(skb, TAIL_HOST);
 	return TC_NEXT;
 }
@@ -1022,7 +1127,7 @@ int tc_sctp(struct __sk_buff *skb)
 static __always_inline int translate_error(struct __sk_buff *skb, bool in)
 {
 	u32 ifindex = skb->ifindex;
-	struct device *device = devices.lookup(&ifindex);
+	struct device *device = device_at(ifindex);
 	struct packet p = {}, carried = {};
 	struct tuple with, becomes, outer;
 	struct step s = {};
@@ -1038,6 +1143,8 @@ static __always_inline int translate_error(struct __sk_buff *skb, bool in)
 		mark_masqueraded(skb, in);
 	if (!known)
 		return TC_NEXT;
+	if (in && s.way == WAY_PAST)
+		return prepare_stack(skb, s.nat, TAIL_ICMP_IN);
 	if (in)
 		becomes = s.up;
 	outer = p.tuple;

@@ -17,6 +17,10 @@
  *   client', backend      its questions as they leave, and the answers
  *   snat, backend         answers to the node, when the source is translated
  *
+ * The second one of a masqueraded flow is for its packets in the stack, so a flow that goes past
+ * the stack has it only from the first packet on that has to go up (tc_late), and where all go up
+ * it keeps its state by itself: it sees each packet after one of the others has.
+ *
  * A key does not tell who of the two sends: whichever way a packet goes, one look-up finds its
  * flow, or that it has none. Look-ups are most of what a packet costs here: each goes to two places
  * in memory that are in no cache.
@@ -38,7 +42,7 @@ BPF_TABLE("array", u32, u64, tracked, 1); /* 0 -> how many keys are in the queue
 
 static __always_inline bool has_snat(const struct nat *nat)
 {
-	return nat->snat.word[2] || nat->snat.word[3] || nat->snat.word[0] || nat->snat.word[1];
+	return (nat->snat.word[0] | nat->snat.word[1] | nat->snat.word[2] | nat->snat.word[3]) != 0;
 }
 
 static __always_inline struct tuple reversed(const struct tuple *t)

@@ -184,6 +184,7 @@ enum fins {
 enum way {
 	WAY_STACK = 0,    /* up the stack, which routes them; the source changes when they leave */
 	WAY_REDIRECT = 1, /* from ingress to the next device, whole, past the stack */
+	WAY_PAST = 2,     /* the same, masqueraded, and nothing has gone up the stack so far */
 };
 
 /* Which entry of a flow this is (track.h). */
@@ -245,6 +246,14 @@ struct device {
 	u8 pad[2];
 	struct address snat4; /* its own, for translated sources; all 0: the node's */
 	struct address snat6;
+};
+
+#define CACHED_DEVICES 1024
+
+/* device_cache: one device of those whose ifindex leaves the same remainder; 0: none. */
+struct cached_device {
+	u32 ifindex;
+	struct device device;
 };
 
 enum node_flags {

@@ -205,7 +205,7 @@ def device_name(ifindex: int) -> str:
 
 
 _PROTOCOLS: Final = {int(protocol): protocol.name for protocol in Protocol}
-_WAYS: Final = {int(Way.STACK): "stack", int(Way.REDIRECT): "redirect"}
+_WAYS: Final = {int(Way.STACK): "stack", int(Way.REDIRECT): "redirect", int(Way.PAST): "redirect"}
 
 
 # ---- columns -----------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """What the packet path's programs are told: of each device, of the node, and in which order."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -7,7 +8,15 @@ import pytest
 
 from kbpf.dataplane.bpf.devices import Choice, Role
 from kbpf.dataplane.bpf.facts import DeviceFacts, NodeFacts, describe
-from kbpf.dataplane.bpf.layout import DEVICE, NODE, U32, DeviceFlag, NodeFlag, unpack_network
+from kbpf.dataplane.bpf.layout import (
+    CACHED_DEVICE,
+    DEVICE,
+    NODE,
+    U32,
+    DeviceFlag,
+    NodeFlag,
+    unpack_network,
+)
 from kbpf.dataplane.bpf.layout import Role as Told
 from kbpf.kernel.devices import ARPHRD_NONE, Device
 from kbpf.model.address import Addr, parse_addr
@@ -123,7 +132,7 @@ class Maps:
 
     def __init__(self) -> None:
         self.done: list[tuple[str, str]] = []
-        names = ("node", "local_networks", "devices")
+        names = ("node", "local_networks", "devices", "device_cache")
         self.maps = {name: Table(name, self.done) for name in names}
 
     @property
@@ -136,6 +145,13 @@ class Maps:
         four, six, flags, low, high, mark, room = NODE.unpack(value)
         assert room == MapSizes().connections
         return four, six, NodeFlag(flags), low, high, mark
+
+    @property
+    def cached(self) -> dict[int, int]:
+        """Whose place in `device_cache` is whose: ifindex by place."""
+        entries = self.maps["device_cache"].entries
+        numbers = {U32.unpack(k)[0]: CACHED_DEVICE.unpack(v)[0] for k, v in entries.items()}
+        return {place: number for place, number in numbers.items() if number}
 
     def take(self) -> list[str]:
         """What was done since the last time."""
@@ -259,13 +275,17 @@ def test_only_news_of_devices_is_written():
     facts = DeviceFacts(Config(), told.maps)
     choices = {2: Choice(HOST, ""), 4: Choice(SKIPPED, ""), 5: Choice(POD, "")}
     facts.tell((ETH0, CNI0, CALI1), choices)
-    assert told.take() == ["put devices"] * 2
+    assert told.take() == ["put devices"] * 2 + ["put device_cache"] * 2
     assert set(told.maps["devices"].entries) == {U32.pack(2), U32.pack(5)}
     facts.tell((ETH0, CNI0, CALI1), choices)
     assert told.take() == []
     moved = Device(2, "eth0", mac=MAC[::-1])
     facts.tell((moved, CNI0), choices)
-    assert told.take() == ["put devices", "drop devices"]
+    assert told.take() == [
+        *["put device_cache"] * 2,  # nothing is said there of what changes
+        *("put devices", "drop devices"),
+        "put device_cache",
+    ]
     assert told.maps["devices"].entries == {U32.pack(2): describe(moved, HOST, Config())}
 
 
@@ -275,4 +295,37 @@ def test_devices_of_an_earlier_agent_are_known():
     DeviceFacts(Config(), told.maps).tell((ETH0, CALI1), choices)
     told.take()
     DeviceFacts(Config(), told.maps).tell((ETH0,), choices)
-    assert told.take() == ["drop devices"]
+    assert told.take() == ["put device_cache", "drop devices"]
+    assert told.cached == {2: 2}
+
+
+class Cached(NamedTuple):
+    """Devices by ifindex, and whom their places in the cache are left to."""
+
+    name: str
+    before: tuple[int, ...]
+    now: tuple[int, ...]
+    places: Mapping[int, int]
+
+
+CACHED = [
+    Cached("each has its own", (), (2, 5, 1023), {2: 2, 5: 5, 1023: 1023}),
+    Cached("high numbers", (), (1024, 70_001), {0: 1024, 70_001 % 1024: 70_001}),
+    Cached("of two the older one", (), (5, 1029, 2053), {5: 5}),
+    Cached("a new one moves nobody", (5,), (5, 1029), {5: 5}),
+    Cached("the older one goes", (5, 1029), (1029,), {5: 1029}),
+    Cached("all go", (5, 6), (), {}),
+]
+
+
+@pytest.mark.parametrize("row", CACHED, ids=lambda row: row.name)
+def test_the_cache_of_devices(row: Cached):
+    told = Maps()
+    facts = DeviceFacts(Config(), told.maps)
+    for numbers in (row.before, row.now):
+        there = [Device(number, f"eth{number}", mac=MAC) for number in numbers]
+        facts.tell(there, {number: Choice(HOST, "") for number in numbers})
+    assert told.cached == row.places
+    for place, number in row.places.items():
+        value = told.maps["device_cache"].entries[U32.pack(place)]
+        assert value == U32.pack(number) + told.maps["devices"].entries[U32.pack(number)]

@@ -76,12 +76,20 @@ LAYOUTS = [
     Layout("way_out", layout.WAY_OUT, "found next ifindex own_mac next_mac length resolved family"),
     Layout("network_key", layout.NETWORK_KEY, "bits address"),
     Layout("device", layout.DEVICE, "role l2 flags mac snat4 snat6"),
+    Layout("cached_device", layout.CACHED_DEVICE, "ifindex device"),
     Layout("node", layout.NODE, "snat4 snat6 flags port_low port_high mark connections"),
     Layout("fragment_key", layout.FRAGMENT_KEY, "from to id protocol"),
     Layout("count_key", layout.PAIR, "service backend"),
     Layout("counts", layout.COUNTS, " ".join(Totals._fields)),
     Layout("meta", layout.META, "next_service next_backend next_set"),
 ]  # fmt: skip
+
+DEFINED = {
+    "CACHED_DEVICES": layout.CACHED_DEVICES,
+    "PROTO_TCP": int(Protocol.TCP),
+    "PROTO_UDP": int(Protocol.UDP),
+}
+"""Numbers that are no words of an enum."""
 
 NAMES: list[tuple[str, int]] = [
     *((f"SERVICE_{flag.name}", int(flag)) for flag in layout.ServiceFlag),
@@ -96,8 +104,7 @@ NAMES: list[tuple[str, int]] = [
     *((f"NODE_{flag.name}", int(flag)) for flag in layout.NodeFlag),
     *((f"DEVICE_{flag.name}", int(flag)) for flag in layout.DeviceFlag),
     ("REASONS", len(layout.Reason)),
-    ("PROTO_TCP", int(Protocol.TCP)),
-    ("PROTO_UDP", int(Protocol.UDP)),
+    *DEFINED.items(),
     ("sizeof(struct address)", len(ANY4)),
 ]
 
@@ -192,7 +199,7 @@ def test_every_struct_and_every_number_was_compared():
         word for name, body in enums if name != "verdict"
         for word in re.findall(r"^\t([A-Z_]+) =", body, re.M)
     }  # fmt: skip
-    assert words == {name for name, _ in NAMES if name.isupper() and "PROTO" not in name}
+    assert words == {name for name, _ in NAMES if name.isupper() and name not in DEFINED}
 
 
 @pytest.mark.parametrize("wrong", ["CONFIG_SET_RETVAL", "NO_ENDPOINTS"])

@@ -1,5 +1,5 @@
 """What the packet path's programs are told of the node and of its devices: the maps `node`,
-`local_networks` and `devices`.
+`local_networks`, `devices` and `device_cache`.
 
 Each class keeps what its maps hold, so that only news is written; one thread calls each.
 """
@@ -10,6 +10,8 @@ from typing import Final, Protocol
 from kbpf.dataplane.bpf import layout
 from kbpf.dataplane.bpf.devices import Choice, Role, is_local, reaches_pod
 from kbpf.dataplane.bpf.layout import (
+    CACHED_DEVICE,
+    CACHED_DEVICES,
     DEVICE,
     NODE,
     U32,
@@ -26,6 +28,7 @@ from kbpf.model.desired import DesiredState
 ETH_HEADER: Final = 14
 NOWHERE: Final = bytes(16)
 NEUTRAL: Final = NodeFlag(0)
+NO_DEVICE: Final = bytes(CACHED_DEVICE.size)
 ROLES: Final = {Role.HOST: layout.Role.HOST, Role.POD: layout.Role.POD}
 ZERO: Final = U32.pack(0)
 ONE: Final = U32.pack(1)
@@ -124,13 +127,19 @@ class DeviceFacts:
         self._config = config
         self._devices = maps["devices"]
         self._told = dict(self._devices.items())
+        self._cache = maps["device_cache"]
+        self._cached = {U32.unpack(key)[0]: value for key, value in self._cache.items()}
         self.preferred: tuple[Addr, ...] = ()
         """The node's own addresses for translated sources: first choice on a device that has one
         of them. Another thread may set it.
         """
 
     def tell(self, there: Iterable[Device], choices: Mapping[int, Choice]) -> None:
-        """Writes what is news; before a program runs on a new device."""
+        """Writes what is news; before a program runs on a new device.
+
+        An element of an array is not changed at once, as one of a hash is: so the cache has
+        nothing about a device while that changes.
+        """
         wanted = {
             U32.pack(device.ifindex): describe(
                 device, choices[device.ifindex].role, self._config, self.preferred
@@ -138,13 +147,34 @@ class DeviceFacts:
             for device in there
             if choices[device.ifindex].role in ROLES
         }
-        for key, value in wanted.items():
-            if self._told.get(key) != value:
-                self._devices.update(key, value)
-                self._told[key] = value
+        changed = {key: value for key, value in wanted.items() if self._told.get(key) != value}
+        cached = cached_devices(wanted)
+        for index, value in self._cached.items():
+            if value != NO_DEVICE and value != cached.get(index):
+                self._keep(index, NO_DEVICE)
+        for key, value in changed.items():
+            self._devices.update(key, value)
         for key in self._told.keys() - wanted.keys():
             self._devices.delete(key)
-            del self._told[key]
+        self._told = wanted
+        for index, value in cached.items():
+            if value != self._cached.get(index):
+                self._keep(index, value)
+
+    def _keep(self, index: int, value: bytes) -> None:
+        self._cache.update(U32.pack(index), value)
+        self._cached[index] = value
+
+
+def cached_devices(told: Mapping[bytes, bytes]) -> dict[int, bytes]:
+    """What stands at each place of `device_cache`, from what stands in `devices`. Of two devices
+    that have one place the older one has it, so that a new pod moves nobody.
+    """
+    by_age = sorted((U32.unpack(key)[0], value) for key, value in told.items())
+    return {
+        index % CACHED_DEVICES: CACHED_DEVICE.pack(index, value)
+        for index, value in reversed(by_age)
+    }
 
 
 def describe(device: Device, role: Role, config: Config, preferred: tuple[Addr, ...] = ()) -> bytes:

@@ -71,9 +71,11 @@ PACKET_PROGRAMS: Final = (
     PacketProgram("tc_room", tail=11),
     PacketProgram("tc_forget", tail=12),
     PacketProgram("tc_yield", tail=13),
+    PacketProgram("tc_late", tail=14),
+    PacketProgram("tc_snat", tail=15),
     PacketProgram("tc_sctp", tail=9),
 )
-TAILS: Final = 14
+TAILS: Final = 16
 TAILS_MAP: Final = "tails"
 
 UNITS: Final = ("sock", "tc")

@@ -111,6 +111,7 @@ class Way(IntEnum):
 
     STACK = 0
     REDIRECT = 1
+    PAST = 2
 
 
 class FlowPart(IntEnum):
@@ -228,6 +229,8 @@ NETWORK_KEY: Final = Struct("=I16s")
 NAT: Final = Struct("=Q20s20s20s16s2s2sIIBBBBI48s")
 WAY_OUT: Final = Struct("=Q16sI6s6sHBB4x")
 DEVICE: Final = Struct("=III6s2x16s16s")
+CACHED_DEVICE: Final = Struct("=I52s")
+CACHED_DEVICES: Final = 1024
 NODE: Final = Struct("=16s16sIHHII")
 FRAGMENT_KEY: Final = Struct("=16s16sII")
 PORTS: Final = Struct("=2s2s")
@@ -397,6 +400,7 @@ MAPS: Final = {
         MapSpec("fragments", libbpf.MAP_LRU_HASH, FRAGMENT_KEY.size, PORTS.size, 4096, packet=True),
         MapSpec("yielded", libbpf.MAP_LRU_HASH, ENDS.size, U32.size, 8192, packet=True),
         MapSpec("devices", libbpf.MAP_HASH, 4, DEVICE.size, 4096, libbpf.F_NO_PREALLOC),
+        MapSpec("device_cache", libbpf.MAP_ARRAY, 4, CACHED_DEVICE.size, CACHED_DEVICES),
         MapSpec("pending", libbpf.MAP_PERCPU_ARRAY, 4, NAT.size, 1),
         MapSpec("node", libbpf.MAP_ARRAY, 4, NODE.size, 1),
         MapSpec(
