@@ -14,8 +14,6 @@
 #define FIB_SUCCESS 0
 #define FIB_NO_NEIGHBOUR 7 /* found, but for the neighbour's address: the kernel asks for it */
 #define FIB_TOO_LONG 8
-#define IP4_TTL 8
-#define IP6_HOPS 7
 #define TCP_WORDS 12
 
 /* struct bpf_fib_lookup of linux/bpf.h, 64 bytes; later kernels give the unions more names. */
@@ -149,18 +147,6 @@ static __always_inline struct device *flow_route(struct __sk_buff *skb, const st
 		return NULL;
 	remember_way(out, route, now);
 	return to;
-}
-
-/* One hop less to go. Not 0: the packet may be half written. */
-static __always_inline int age(struct __sk_buff *skb, const struct packet *p)
-{
-	u8 old[2] = {p->ttl, p->protocol}, new[2] = {p->ttl - 1, p->protocol};
-
-	if (p->v6)
-		return bpf_skb_store_bytes(skb, p->l3 + IP6_HOPS, new, 1, BPF_F_RECOMPUTE_CSUM);
-	if (bpf_l3_csum_replace(skb, p->l3 + IP4_CHECK, *(u16 *)old, *(u16 *)new, 2))
-		return -1;
-	return bpf_skb_store_bytes(skb, p->l3 + IP4_TTL, new, 1, 0);
 }
 
 /* Sends it off. Into a pod it goes without a queue where that can be; else the kernel writes the

@@ -82,9 +82,10 @@ struct packet {
 	u8 protocol; /* also those that have no ports */
 	u8 fragment;
 	u8 tcp_flags;
-	u8 icmp_type; /* of ICMP and ICMPv6 */
-	u8 ttl;       /* or hops */
-	u8 tos;       /* of IPv4 */
+	u8 icmp_type;  /* of ICMP and ICMPv6 */
+	u8 ttl;        /* or hops */
+	u8 tos;        /* of IPv4 */
+	__sum16 check; /* of IPv4's header */
 };
 
 /* How long the packet is from its IP header on, as that says. */
@@ -135,6 +136,7 @@ static __always_inline bool parse_v4(struct __sk_buff *skb, struct packet *p)
 	p->protocol = ip.protocol;
 	p->ttl = ip.ttl;
 	p->tos = ip.tos;
+	p->check = ip.check;
 	p->l4 = p->l3 + (ip.version_length & 0x0f) * 4;
 	fragment = __builtin_bswap16(ip.fragment);
 	if (fragment & IP_OFFSET)

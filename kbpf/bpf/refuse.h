@@ -95,13 +95,6 @@ struct icmp_header {
 	__be32 unused;
 };
 
-static __always_inline __sum16 fold(__wsum sum)
-{
-	sum = (sum & 0xffff) + (sum >> 16);
-	sum = (sum & 0xffff) + (sum >> 16);
-	return ~sum;
-}
-
 /* The sum that stands for the checksum while a device is still to fill it in. The 0xffff of mapped
  * addresses count for nothing. */
 static __always_inline __sum16 pseudo_sum(const struct packet *p, __be16 length)

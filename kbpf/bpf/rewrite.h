@@ -2,9 +2,11 @@
 /* Writes a changed tuple into a packet, with every checksum that covers it. */
 #pragma once
 
+#define IP4_TTL 8
 #define IP4_CHECK 10
 #define IP4_SOURCE 12
 #define IP4_DESTINATION 16
+#define IP6_HOPS 7
 #define IP6_SOURCE 8
 #define IP6_DESTINATION 24
 #define TCP_CHECK 16
@@ -45,28 +47,62 @@ static __always_inline int change_pseudo(struct __sk_buff *skb, const struct pac
 	return 0;
 }
 
-/* Both at once, though most often only one is another: they lie side by side in the header. */
-static __always_inline int change_addresses(struct __sk_buff *skb, const struct packet *p,
-					    struct tuple *old, struct tuple *new)
+/* What lies side by side in the header of IPv4. */
+struct ip4_middle {
+	u8 ttl;
+	u8 protocol;
+	__sum16 check;
+	__be32 source;
+	__be32 destination;
+};
+
+/* Sums in ones' complement: what is carried out at the top comes in again below (RFC 1624). */
+static __always_inline __wsum wrap(u64 sum)
 {
-	__wsum diff;
+	sum = (sum & 0xffffffff) + (sum >> 32);
+	return (sum & 0xffffffff) + (sum >> 32);
+}
 
-	if (p->v6) {
-		struct address was[2] = {old->from.address, old->to.address};
-		struct address is[2] = {new->from.address, new->to.address};
+static __always_inline __sum16 fold(__wsum sum)
+{
+	sum = (sum & 0xffff) + (sum >> 16);
+	sum = (sum & 0xffff) + (sum >> 16);
+	return ~sum;
+}
 
-		diff = bpf_csum_diff((__be32 *)was, sizeof(was), (__be32 *)is, sizeof(is), 0);
-		if (bpf_skb_store_bytes(skb, p->l3 + IP6_SOURCE, is, sizeof(is), 0))
-			return -1;
-	} else {
-		__be32 was[2] = {old->from.address.word[3], old->to.address.word[3]};
-		__be32 is[2] = {new->from.address.word[3], new->to.address.word[3]};
+/* One store instead of a helper for each part: the header's own checksum is among them. Both
+ * addresses at once, though most often only one is another. */
+static __always_inline int change_v4(struct __sk_buff *skb, const struct packet *p,
+				     const struct tuple *new, u8 ttl)
+{
+	u32 source = p->tuple.from.address.word[3], destination = p->tuple.to.address.word[3];
+	struct ip4_middle is = {
+		.ttl = ttl,
+		.protocol = p->protocol,
+		.source = new->from.address.word[3],
+		.destination = new->to.address.word[3],
+	};
+	u64 diff = (u64)(u32)~source + is.source + (u32)~destination + is.destination;
 
-		diff = bpf_csum_diff(was, sizeof(was), is, sizeof(is), 0);
-		if (bpf_l3_csum_replace(skb, p->l3 + IP4_CHECK, 0, diff, 0) ||
-		    bpf_skb_store_bytes(skb, p->l3 + IP4_SOURCE, is, sizeof(is), 0))
-			return -1;
-	}
+	is.check = fold(
+		wrap(diff + (u16)~p->check + (u16)~p->ttl + ttl)); /* TTL: its word's low byte */
+	if (bpf_skb_store_bytes(skb, p->l3 + IP4_TTL, &is, sizeof(is), 0))
+		return -1;
+	return change_pseudo(skb, p, wrap(diff));
+}
+
+static __always_inline int change_v6(struct __sk_buff *skb, const struct packet *p,
+				     const struct tuple *new, u8 hops)
+{
+	struct address was[2] = {p->tuple.from.address, p->tuple.to.address};
+	struct address is[2] = {new->from.address, new->to.address};
+	__wsum diff = bpf_csum_diff((__be32 *)was, sizeof(was), (__be32 *)is, sizeof(is), 0);
+
+	if (hops != p->ttl &&
+	    bpf_skb_store_bytes(skb, p->l3 + IP6_HOPS, &hops, sizeof(hops), BPF_F_RECOMPUTE_CSUM))
+		return -1;
+	if (bpf_skb_store_bytes(skb, p->l3 + IP6_SOURCE, is, sizeof(is), 0))
+		return -1;
 	return change_pseudo(skb, p, diff);
 }
 
@@ -95,15 +131,16 @@ static __always_inline int change_ports(struct __sk_buff *skb, const struct pack
 	return bpf_skb_store_bytes(skb, p->l4, &new, sizeof(new), 0);
 }
 
-/* Makes the packet say `new`. Not 0: the packet may be half written and has to be dropped. SCTP's
- * checksum is not right yet: complete() goes on with it. */
-static __always_inline int rewrite(struct __sk_buff *skb, struct packet *p, struct tuple *new)
+/* Makes the packet say `new`, with so many hops to go. Not 0: the packet may be half written and
+ * has to be dropped. SCTP's checksum is not right yet: complete() goes on with it. */
+static __always_inline int rewrite(struct __sk_buff *skb, struct packet *p, struct tuple *new,
+				   u8 hops)
 {
 	struct tuple *old = &p->tuple;
 
 	if ((differ(&old->from.address, &new->from.address) |
-	     differ(&old->to.address, &new->to.address)) &&
-	    change_addresses(skb, p, old, new))
+	     differ(&old->to.address, &new->to.address) | (p->ttl ^ hops)) &&
+	    (p->v6 ? change_v6(skb, p, new, hops) : change_v4(skb, p, new, hops)))
 		return -1;
 	if (change_ports(skb, p, old, new))
 		return -1;

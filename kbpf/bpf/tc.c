@@ -463,9 +463,11 @@ static __always_inline bool claim_answer(struct nat *nat, const struct node *n, 
  * tried before. */
 static __always_inline bool claim_snat(struct nat *nat, const struct node *n, u64 now)
 {
-	u16 size = n->port_high - n->port_low + 1, own = __builtin_bswap16(nat->client_port);
+	u16 size = n->port_high - n->port_low + 1, own;
 
-	nat->snat_port = nat->client_port;
+	if (!nat->snat_port) /* else as before: goes_on() */
+		nat->snat_port = nat->client_port;
+	own = __builtin_bswap16(nat->snat_port);
 	if (own < n->port_low || own > n->port_high)
 		nat->snat_port = __builtin_bswap16(n->port_low + bpf_get_prandom_u32() % size);
 	for (int i = 0; i < SNAT_TRIES; i++) {
@@ -475,6 +477,9 @@ static __always_inline bool claim_snat(struct nat *nat, const struct node *n, u6
 		if (!flows.insert(&key, nat))
 			return true;
 		other = flows.lookup(&key);
+		if (other && same_target(&other->frontend, &nat->frontend) &&
+		    same_target(&other->client, &nat->client))
+			return !flows.update(&key, nat);
 		if (!other || gone(other, now) ||
 		    (i >= FRESH_TRIES && is_half_open(other) &&
 		     elapsed(other->last_used, now) > HALF_OPEN_SECONDS * SECOND) ||
@@ -564,17 +569,30 @@ static __always_inline bool find_place(struct ends *key, const struct node *n, u
 	return !order.push(key, 0);
 }
 
+/* Whether a client that uses its port again, and gets the same backend, may keep what its packets
+ * became: then the backend sees what it would see without us. Not if it has closed first, and so
+ * keeps that port in TIME_WAIT: behind one address may be many clients, each with its own clock. */
+static __always_inline bool goes_on(const struct nat *old, const struct nat *nat)
+{
+	return old->way == nat->way && both_closed(old) && !(old->fins & FIN_BACKEND_FIRST) &&
+	       same_target(&old->backend, &nat->backend) && same_address(&old->snat, &nat->snat);
+}
+
 /* What was there before of the same client and frontend goes, or its place in the queue is found.
  * False: another flow that lives has this key for its answers. */
-static __always_inline bool claim_question(struct ends *key, const struct nat *nat,
-					   const struct node *n)
+static __always_inline bool claim_question(struct ends *key, struct nat *nat, const struct node *n)
 {
 	struct nat *old = flows.lookup(key);
 
 	if (!old)
 		return find_place(key, n, nat->last_used);
 	if (old->part == PART_QUESTION) {
-		forget_answers(old);
+		if (goes_on(old, nat)) {
+			nat->client_port = old->client_port;
+			nat->snat_port = old->snat_port;
+		} else {
+			forget_answers(old);
+		}
 		return true;
 	}
 	if (!gone(old, nat->last_used) && old->state != STATE_CLOSED)
@@ -971,7 +989,7 @@ int tc_host(struct __sk_buff *skb)
 	to = flow_route(skb, &p, &out, &nat->out, &route, now);
 	if (!to)
 		return finish(TC_SHOT, NO_ROUTE);
-	if (rewrite(skb, &p, &out))
+	if (rewrite(skb, &p, &out, p.ttl))
 		return finish(TC_SHOT, NOT_REWRITTEN);
 	return complete(skb, &p, &out, send_off(skb, device, to, &route), ETH_HEADER);
 }
@@ -1026,7 +1044,7 @@ static __always_inline int go_on(struct __sk_buff *skb, struct packet *p,
 		return prepare_stack(skb, s->nat, TAIL_INGRESS);
 	if (to)
 		new = &s->out;
-	if (rewrite(skb, p, new) || (to && age(skb, p)))
+	if (rewrite(skb, p, new, to ? p->ttl - 1 : p->ttl)) /* forwarding's only other duty */
 		return finish(TC_SHOT, NOT_REWRITTEN);
 	if (to)
 		action = send_off(skb, device, to, &route);
@@ -1096,7 +1114,7 @@ int tc_egress(struct __sk_buff *skb)
 	if (!take(skb, device, &p, TAIL_ICMP_OUT))
 		return TC_NEXT;
 	leaving = translate_out(&p.tuple, p.tcp_flags, &to, &masqueraded);
-	if (leaving == LEAVES_CHANGED && rewrite(skb, &p, &to))
+	if (leaving == LEAVES_CHANGED && rewrite(skb, &p, &to, p.ttl))
 		return finish(TC_SHOT, NOT_REWRITTEN);
 	if (masqueraded)
 		mark_masqueraded(skb, false);
@@ -1153,7 +1171,7 @@ static __always_inline int translate_error(struct __sk_buff *skb, bool in)
 	if (same_address(&outer.to.address, &with.to.address))
 		outer.to.address = becomes.to.address;
 	becomes = reversed(&becomes);
-	if (rewrite_carried(skb, &p, &carried, &becomes) || rewrite(skb, &p, &outer))
+	if (rewrite_carried(skb, &p, &carried, &becomes) || rewrite(skb, &p, &outer, p.ttl))
 		return finish(TC_SHOT, NOT_REWRITTEN);
 	return TC_NEXT;
 }
