@@ -124,6 +124,21 @@ static __always_inline void remember_way(struct way_out *out, const struct route
 	out->length = route->length;
 }
 
+static __always_inline void hand_on_way(struct way_out *out, const struct way_out *found)
+{
+	out->length = 0;
+	asm volatile("" ::: "memory");
+	out->next = found->next;
+	out->family = found->family;
+	out->ifindex = found->ifindex;
+	__builtin_memcpy(out->own_mac, found->own_mac, 6);
+	__builtin_memcpy(out->next_mac, found->next_mac, 6);
+	out->resolved = found->resolved;
+	out->found = found->found;
+	asm volatile("" ::: "memory");
+	out->length = found->length;
+}
+
 /* The same, for a packet of a flow: what was found is good for a second. A router that changes, or
  * a pod that goes, is noticed by then at the latest. */
 static __always_inline struct device *flow_route(struct __sk_buff *skb, const struct packet *p,

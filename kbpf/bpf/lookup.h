@@ -158,13 +158,14 @@ static __always_inline u32 backend_at(u32 set, u32 index)
 static __always_inline u32 pick_backend(const struct service *service, u32 set, u32 size,
 					const struct asker *who, enum reason *reason)
 {
-	struct affinity last = {.last_used = bpf_ktime_get_ns()};
+	struct affinity last = {};
 	struct affinity_key key = who->key;
 
 	*reason = TRANSLATED;
 	if (!service->affinity_timeout)
 		return backend_at(set, choose_slot(service, size, who));
 	key.service = service->id;
+	last.last_used = bpf_ktime_get_ns();
 	last.backend =
 		affinity_find(&key, set, service->affinity_timeout * 1000000000ULL, last.last_used);
 	if (last.backend)

@@ -463,11 +463,9 @@ static __always_inline bool claim_answer(struct nat *nat, const struct node *n, 
  * tried before. */
 static __always_inline bool claim_snat(struct nat *nat, const struct node *n, u64 now)
 {
-	u16 size = n->port_high - n->port_low + 1, own;
+	u16 size = n->port_high - n->port_low + 1, own = __builtin_bswap16(nat->client_port);
 
-	if (!nat->snat_port) /* else as before: goes_on() */
-		nat->snat_port = nat->client_port;
-	own = __builtin_bswap16(nat->snat_port);
+	nat->snat_port = nat->client_port;
 	if (own < n->port_low || own > n->port_high)
 		nat->snat_port = __builtin_bswap16(n->port_low + bpf_get_prandom_u32() % size);
 	for (int i = 0; i < SNAT_TRIES; i++) {
@@ -477,9 +475,6 @@ static __always_inline bool claim_snat(struct nat *nat, const struct node *n, u6
 		if (!flows.insert(&key, nat))
 			return true;
 		other = flows.lookup(&key);
-		if (other && same_target(&other->frontend, &nat->frontend) &&
-		    same_target(&other->client, &nat->client))
-			return !flows.update(&key, nat);
 		if (!other || gone(other, now) ||
 		    (i >= FRESH_TRIES && is_half_open(other) &&
 		     elapsed(other->last_used, now) > HALF_OPEN_SECONDS * SECOND) ||
@@ -569,30 +564,15 @@ static __always_inline bool find_place(struct ends *key, const struct node *n, u
 	return !order.push(key, 0);
 }
 
-/* Whether a client that uses its port again, and gets the same backend, may keep what its packets
- * became: then the backend sees what it would see without us. Not if it has closed first, and so
- * keeps that port in TIME_WAIT: behind one address may be many clients, each with its own clock. */
-static __always_inline bool goes_on(const struct nat *old, const struct nat *nat)
-{
-	return old->way == nat->way && both_closed(old) && !(old->fins & FIN_BACKEND_FIRST) &&
-	       same_target(&old->backend, &nat->backend) && same_address(&old->snat, &nat->snat);
-}
-
 /* What was there before of the same client and frontend goes, or its place in the queue is found.
  * False: another flow that lives has this key for its answers. */
-static __always_inline bool claim_question(struct ends *key, struct nat *nat, const struct node *n)
+static __always_inline bool claim_question(struct ends *key, const struct nat *old,
+					   const struct nat *nat, const struct node *n)
 {
-	struct nat *old = flows.lookup(key);
-
 	if (!old)
 		return find_place(key, n, nat->last_used);
 	if (old->part == PART_QUESTION) {
-		if (goes_on(old, nat)) {
-			nat->client_port = old->client_port;
-			nat->snat_port = old->snat_port;
-		} else {
-			forget_answers(old);
-		}
+		forget_answers(old);
 		return true;
 	}
 	if (!gone(old, nat->last_used) && old->state != STATE_CLOSED)
@@ -815,11 +795,67 @@ int tc_host_new(struct __sk_buff *skb)
 	return hand_over(skb, &nat, TAIL_PLACE);
 }
 
+/* The flow is there: goes back to where known flows are served. */
+static __always_inline int serve(struct __sk_buff *skb, const struct nat *nat)
+{
+	count(NEW_FLOW);
+	tails.call(skb, nat->device ? TAIL_HOST : TAIL_INGRESS);
+	return finish(TC_SHOT, NOT_REWRITTEN);
+}
+
 /* Has the entries of a new flow written. */
 static __always_inline int write(struct __sk_buff *skb, const struct nat *nat)
 {
 	tails.call(skb, nat->way == WAY_PAST ? TAIL_SNAT : TAIL_CLAIM);
 	return finish(TC_SHOT, NOT_RECORDED);
+}
+
+/* Whether a client that uses its port again has got the same backend again. */
+static __always_inline bool is_like(const struct nat *old, const struct nat *nat)
+{
+	return old->part == PART_QUESTION && old->way == nat->way && old->device == nat->device &&
+	       same_target(&old->client, &nat->client) &&
+	       same_target(&old->frontend, &nat->frontend) &&
+	       same_target(&old->backend, &nat->backend) && same_address(&old->snat, &nat->snat);
+}
+
+static __always_inline void begin_again(struct nat *old, const struct nat *nat)
+{
+	old->last_used = nat->last_used;
+	old->service = nat->service;
+	old->backend_id = nat->backend_id;
+	old->fins = 0;
+	old->state = STATE_NEW;
+}
+
+/* A connection like one that both sides have closed: its entries begin again as they are, and the
+ * backend sees the ports that it would see without us. Not if it has closed first, and so keeps
+ * them in TIME_WAIT: behind one client's address may be many, each with a clock of its own. */
+static __always_inline bool revive(struct nat *old, const struct nat *nat)
+{
+	struct nat *answer = NULL, *snat_answer = NULL;
+	struct ends key;
+
+	if (!is_like(old, nat) || !both_closed(old) || (old->fins & FIN_BACKEND_FIRST))
+		return false;
+	if (old->way != WAY_PAST) {
+		key = answer_of(old);
+		answer = entry_of(old, &key);
+		if (!answer)
+			return false;
+	}
+	if (has_snat(old)) {
+		key = snat_answer_of(old);
+		snat_answer = entry_of(old, &key);
+		if (!snat_answer)
+			return false;
+		begin_again(snat_answer, nat);
+	}
+	if (answer)
+		begin_again(answer, nat);
+	hand_on_way(&old->out, &nat->out);
+	begin_again(old, nat);
+	return true;
 }
 
 /* Finds a place among the tracked flows for a new one. */
@@ -830,11 +866,15 @@ int tc_place(struct __sk_buff *skb)
 	struct node *n = node.lookup(&zero);
 	u64 *there = tracked.lookup(&zero);
 	struct ends key;
+	struct nat *old;
 
 	if (!nat || !n || !there)
 		return finish(TC_SHOT, NOT_RECORDED);
 	key = question_of(nat);
-	if (!claim_question(&key, nat, n))
+	old = flows.lookup(&key);
+	if (old && revive(old, nat))
+		return serve(skb, nat);
+	if (!claim_question(&key, old, nat, n))
 		return finish(TC_SHOT, NOT_RECORDED);
 	skb->cb[0] = 2;
 	if (*there > n->connections)
@@ -858,8 +898,7 @@ int tc_room(struct __sk_buff *skb)
 	return write(skb, nat);
 }
 
-/* Writes the entry of the client's own packets, the last one: now the flow is there. Goes back to
- * where known flows are served. */
+/* Writes the entry of the client's own packets, the last one. */
 static __always_inline int publish(struct __sk_buff *skb, struct nat *nat)
 {
 	struct ends key = question_of(nat);
@@ -869,9 +908,7 @@ static __always_inline int publish(struct __sk_buff *skb, struct nat *nat)
 		forget_answers(nat);
 		return finish(TC_SHOT, NOT_RECORDED);
 	}
-	count(NEW_FLOW);
-	tails.call(skb, nat->device ? TAIL_HOST : TAIL_INGRESS);
-	return finish(TC_SHOT, NOT_REWRITTEN);
+	return serve(skb, nat);
 }
 
 /* Writes a new flow's entry for its packets in the stack, and its answers. The port of client'
