@@ -45,6 +45,17 @@ struct ip4_header {
 	__be32 destination;
 };
 
+/* What most packets begin with: one call reads all that is asked of them. */
+struct ip4_tcp {
+	struct ip4_header ip;
+	struct ports ports;
+	__be32 sequence;
+	__be32 acknowledgement;
+	u8 length;
+	u8 flags;
+	u8 pad[2]; /* the window */
+};
+
 struct ip6_header {
 	__be32 version_class_label;
 	__be16 payload;
@@ -126,11 +137,14 @@ static __always_inline bool parse_ports(struct __sk_buff *skb, struct packet *p)
 
 static __always_inline bool parse_v4(struct __sk_buff *skb, struct packet *p)
 {
+	struct ip4_tcp start;
 	struct ip4_header ip;
+	bool all = !bpf_skb_load_bytes(skb, p->l3, &start, sizeof(start));
 	u16 fragment;
 
-	if (bpf_skb_load_bytes(skb, p->l3, &ip, sizeof(ip)))
+	if (!all && bpf_skb_load_bytes(skb, p->l3, &start.ip, sizeof(start.ip)))
 		return false;
+	ip = start.ip;
 	p->tuple.from.address = v4_mapped(ip.source);
 	p->tuple.to.address = v4_mapped(ip.destination);
 	p->protocol = ip.protocol;
@@ -144,6 +158,14 @@ static __always_inline bool parse_v4(struct __sk_buff *skb, struct packet *p)
 	else if (fragment & IP_MORE_FRAGMENTS)
 		p->fragment = FIRST;
 	p->id = ip.id;
+	if (all && ip.version_length == 0x45 && p->protocol == PROTO_TCP && p->fragment == WHOLE) {
+		p->tuple.from.protocol = PROTO_TCP;
+		p->tuple.to.protocol = PROTO_TCP;
+		p->tuple.from.port = start.ports.source;
+		p->tuple.to.port = start.ports.destination;
+		p->tcp_flags = start.flags;
+		return true;
+	}
 	return parse_ports(skb, p);
 }
 
