@@ -80,10 +80,22 @@ static __always_inline struct ends ends_of(const struct target *a, const struct 
 	return e;
 }
 
+/* Whether a flow was ever tracked here. On many a node there is none, and nobody pays for it. */
+static __always_inline bool tracks_flows(void)
+{
+	u32 zero = 0;
+	u64 *there = tracked.lookup(&zero);
+
+	return there && *there;
+}
+
 static __always_inline struct nat *flow_between(const struct tuple *t)
 {
-	struct ends key = ends_of(&t->from, &t->to);
+	struct ends key;
 
+	if (!tracks_flows())
+		return NULL;
+	key = ends_of(&t->from, &t->to);
 	return flows.lookup(&key);
 }
 
