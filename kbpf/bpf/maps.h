@@ -25,6 +25,10 @@ BPF_TABLE("lru_hash", struct affinity_key, struct affinity, affinity, 64);
  * getpeername() of that socket shows the backend. */
 BPF_TABLE("lru_hash", u64, struct peer, sock_peers, 64);
 
+/* remainder of a socket -> how many with it are in sock_peers, or were driven out. accept() asks
+ * for the peer of sockets that never dialled: here it sees that at once. */
+BPF_TABLE("array", u32, u32, dialled, DIALLED);
+
 /* The same for connected UDP sockets: apart, so that many TCP connections do not drive out those
  * few whose backend's end has to be noticed. Full: a socket that is forgotten is not ended. */
 BPF_TABLE("lru_hash", u64, struct peer, udp_peers, 64);

@@ -68,19 +68,46 @@ static __always_inline int finish(enum verdict v, enum reason reason)
 	return 0;
 }
 
+static __always_inline u32 *dialled_like(u64 socket)
+{
+	u32 index = socket % DIALLED;
+
+	return dialled.lookup(&index);
+}
+
 static __always_inline struct peer *peer_of(u64 socket, u8 protocol)
 {
-	return protocol == PROTO_UDP ? udp_peers.lookup(&socket) : sock_peers.lookup(&socket);
+	u32 *like;
+
+	if (protocol == PROTO_UDP)
+		return udp_peers.lookup(&socket);
+	like = dialled_like(socket);
+	return like && *like ? sock_peers.lookup(&socket) : NULL;
 }
 
 static __always_inline void forget_peer(u64 socket, u8 protocol)
 {
+	u32 *like;
+
 	if (!peer_of(socket, protocol))
 		return;
-	if (protocol == PROTO_UDP)
+	if (protocol == PROTO_UDP) {
 		udp_peers.delete(&socket);
-	else
-		sock_peers.delete(&socket);
+		return;
+	}
+	like = dialled_like(socket);
+	if (!sock_peers.delete(&socket) && like)
+		__sync_fetch_and_add(like, -1);
+}
+
+/* 0: it is written down. What may be there is counted before. */
+static __always_inline int remember_tcp(u64 socket, struct peer *peer)
+{
+	u32 *like = dialled_like(socket);
+
+	if (like && (!*like || !sock_peers.lookup(&socket)))
+		__sync_fetch_and_add(like, 1);
+	return sock_peers.update(&socket, peer);
 }
 
 /* Remembers whom a connected socket talks to. A socket that connects anew, to something that is
@@ -99,7 +126,7 @@ static __always_inline void remember_peer(u64 socket, enum verdict v, const stru
 	peer.service = c->service;
 	peer.backend_id = c->backend_id;
 	if (to->protocol == PROTO_UDP ? udp_peers.update(&socket, &peer)
-				      : sock_peers.update(&socket, &peer))
+				      : remember_tcp(socket, &peer))
 		count(NOT_RECORDED);
 }
 

@@ -705,7 +705,7 @@ int tc_forget(struct __sk_buff *skb)
 int tc_yield(struct __sk_buff *skb)
 {
 	u32 zero = 0, ifindex = skb->ifindex, number = 0, *known, how = skb->cb[0];
-	struct device *device = devices.lookup(&ifindex);
+	struct device *device = device_at(ifindex);
 	struct node *n = node.lookup(&zero);
 	struct packet p = {};
 	struct ends key;
@@ -831,13 +831,18 @@ static __always_inline void begin_again(struct nat *old, const struct nat *nat)
 /* A connection like one that both sides have closed: its entries begin again as they are, and the
  * backend sees the ports that it would see without us. Not if it has closed first, and so keeps
  * them in TIME_WAIT: behind one client's address may be many, each with a clock of its own. */
-static __always_inline bool revive(struct nat *old, const struct nat *nat)
+static __always_inline bool revive(struct nat *old, const struct nat *nat, const struct node *n)
 {
 	struct nat *answer = NULL, *snat_answer = NULL;
+	u16 port = __builtin_bswap16(old->snat_port);
 	struct ends key;
 
 	if (!is_like(old, nat) || !both_closed(old) || (old->fins & FIN_BACKEND_FIRST))
 		return false;
+	if (has_snat(old) && (port < n->port_low || port > n->port_high))
+		return false; /* the range was another one */
+	if (n->flags & NODE_FOLLOWS)
+		return false; /* the port of client' has to be another one: claim_answer() */
 	if (old->way != WAY_PAST) {
 		key = answer_of(old);
 		answer = entry_of(old, &key);
@@ -872,7 +877,7 @@ int tc_place(struct __sk_buff *skb)
 		return finish(TC_SHOT, NOT_RECORDED);
 	key = question_of(nat);
 	old = flows.lookup(&key);
-	if (old && revive(old, nat))
+	if (old && revive(old, nat, n))
 		return serve(skb, nat);
 	if (!claim_question(&key, old, nat, n))
 		return finish(TC_SHOT, NOT_RECORDED);

@@ -98,6 +98,8 @@ struct peer {
 	u32 backend_id;
 };
 
+#define DIALLED 65536 /* places in the map of this name */
+
 /* udp_flows, udp_reverse: an unconnected socket and the frontend, or the backend, it talks to. */
 struct flow_key {
 	u64 socket;

@@ -137,6 +137,12 @@ class Path_:
         with self.site.pinned("device_cache") as cache:
             cache.update(U32.pack(ifindex % CACHED_DEVICES), value)
 
+    def forget_flows(self) -> None:
+        """Those of the tests before."""
+        with self.site.pinned("flows") as entries:
+            for key, _ in list(entries.items()):
+                entries.delete(key)
+
     def come_from(self, role: Role, flags: DeviceFlag | None = None) -> None:
         """Loopback is such a device."""
         if flags is None:
@@ -1038,6 +1044,48 @@ def test_whose_port_is_used_again(path: Path_, v: int, way: str) -> None:
 
 
 @both
+@pytest.mark.parametrize("which", [CLUSTER, LOCAL], ids=["Cluster", "Local"])
+def test_the_same_client_and_backend_again(path: Path_, v: int, which: int) -> None:
+    """From the same port, after both have closed: the backend sees the ports of before, as it would
+    see the client's own without us; the entries are those of before, and count as new ones."""
+    own, source = established(path, v, "tcp", which)
+    close(path, v, own, source, which)
+    before, there = path.site.reasons()[Reason.NEW_FLOW], len(entries_of(path, own))
+    assert open_again(path, v, own, which) == source
+    assert path.site.reasons()[Reason.NEW_FLOW] == before + 1
+    assert states(path, own) == {TcpState.NEW}
+    assert len(entries_of(path, own)) == there
+    assert {NAT.unpack(raw)[10] for raw in entries_of(path, own)} == {0}, "nobody has closed"
+
+
+@both
+def test_a_port_of_another_range_is_not_used_again(path: Path_, v: int) -> None:
+    """The operator has moved the range: sockets of the node may have the old one by now."""
+    lonely, other = next(LONELY), next(LONELY)
+    path.node(NodeFlag(0), lonely, lonely)
+    own, source = established(path, v, "tcp")
+    close(path, v, own, source)
+    path.node(NodeFlag(0), other, other)
+    assert open_again(path, v, own) == end(NODE[v], other)
+    assert len(entries_of(path, own)) == 3, "nothing of the old one"
+
+
+def close(path: Path_, v: int, own: str, source: str, which: int = CLUSTER) -> None:
+    """Both sides do, the client first."""
+    path.run("tc_egress", path.run("tc_ingress", tcp(own, vip(v, which), flags="FA"))[1])
+    path.run("tc_egress", path.run("tc_ingress", tcp(pod(v), source, flags="FA"))[1])
+    assert states(path, own) == {TcpState.CLOSED}
+
+
+def open_again(path: Path_, v: int, own: str, which: int = CLUSTER) -> str:
+    """As whom the backend sees this client's SYN."""
+    _, inside = path.run("tc_ingress", tcp(own, vip(v, which), flags="S"))
+    _, out = path.run("tc_egress", inside)
+    assert parse(out, l2=False).destination == pod(v)
+    return parse(out, l2=False).source
+
+
+@both
 @pytest.mark.parametrize("way", CLOSES)
 def test_a_connection_that_ends_ends_in_all_of_its_entries(path: Path_, v: int, way: str) -> None:
     """Else its port of the node would be kept for an hour, or for a day."""
@@ -1476,9 +1524,7 @@ def test_an_agent_that_starts_leaves_them(path: Path_, monkeypatch: pytest.Monke
 @both
 def test_what_our_ports_stand_for_is_told_to_conntrack(path: Path_, v: int) -> None:
     """Each masqueraded flow once, as its packets leave; not those that have ended, nor others'."""
-    with path.site.pinned("flows") as entries:
-        for key, _ in list(entries.items()):
-            entries.delete(key)
+    path.forget_flows()
     own, source = established(path, v, "tcp")
     ended, gone = established(path, v, "tcp")
     segment(path, v, ended, "FA")

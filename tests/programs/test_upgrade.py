@@ -13,7 +13,7 @@ WEB = service("web", "10.96.0.1:80", "127.0.1.1:8080 127.0.1.2:8080", affinity_t
 
 def another_version(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """From now on the code is that of a version in which this map means something else."""
-    monkeypatch.setitem(layout.MAPS, name, replace(layout.MAPS[name], version=2))
+    monkeypatch.setitem(layout.MAPS, name, replace(layout.MAPS[name], version=99))
 
 
 def link_ids(site: Site) -> dict[str, int]:

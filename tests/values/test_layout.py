@@ -86,6 +86,7 @@ LAYOUTS = [
 
 DEFINED = {
     "CACHED_DEVICES": layout.CACHED_DEVICES,
+    "DIALLED": layout.DIALLED,
     "PROTO_TCP": int(Protocol.TCP),
     "PROTO_UDP": int(Protocol.UDP),
 }

@@ -231,6 +231,7 @@ WAY_OUT: Final = Struct("=Q16sI6s6sHBB4x")
 DEVICE: Final = Struct("=III6s2x16s16s")
 CACHED_DEVICE: Final = Struct("=I52s")
 CACHED_DEVICES: Final = 1024
+DIALLED: Final = 65_536
 NODE: Final = Struct("=16s16sIHHII")
 FRAGMENT_KEY: Final = Struct("=16s16sII")
 PORTS: Final = Struct("=2s2s")
@@ -349,8 +350,8 @@ def _plain(name: str, key: int, value: int, entries: int, sized_by: str) -> MapS
     )
 
 
-def _lru(name: str, key: int, value: int, sized_by: str) -> MapSpec:
-    return MapSpec(name, libbpf.MAP_LRU_HASH, key, value, 0, 0, sized_by)
+def _lru(name: str, key: int, value: int, sized_by: str, version: int = 1) -> MapSpec:
+    return MapSpec(name, libbpf.MAP_LRU_HASH, key, value, 0, 0, sized_by, version=version)
 
 
 MAPS: Final = {
@@ -362,7 +363,9 @@ MAPS: Final = {
         _plain("backends", U32.size, TARGET.size, 65_536, "backends"),
         _plain("set_members", PAIR.size, U32.size, 16_384, "slots"),
         _lru("affinity", AFFINITY_KEY.size, AFFINITY.size, "affinity"),
-        _lru("sock_peers", U64.size, PEER.size, "sockets"),
+        _lru("sock_peers", U64.size, PEER.size, "sockets", version=2),
+        # What is in sock_peers is counted here: whoever makes one anew makes the other.
+        MapSpec("dialled", libbpf.MAP_ARRAY, 4, U32.size, DIALLED),
         _lru("udp_peers", U64.size, PEER.size, "flows"),
         _lru("udp_flows", FLOW_KEY.size, FLOW.size, "flows"),
         _lru("udp_reverse", FLOW_KEY.size, REVERSE.size, "flows"),
