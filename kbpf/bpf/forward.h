@@ -101,11 +101,16 @@ static __always_inline struct device *find_route(struct __sk_buff *skb, const st
 		route->destination.word[0] = to->address.word[3];
 	}
 	result = fib_lookup(skb, route);
-	if (result != FIB_SUCCESS && result != FIB_NO_NEIGHBOUR &&
-	    !(any_packet && result == FIB_TOO_LONG)) /* before v5.12 `length` is not asked */
+	if (any_packet && result == FIB_TOO_LONG) { /* does not say by which device */
+		route->length = 1;
+		route->ifindex = skb->ifindex;
+		result = fib_lookup(skb, route);
+		length = 0;
+	}
+	if (result != FIB_SUCCESS && result != FIB_NO_NEIGHBOUR)
 		return NULL;
 	route->vlan[0] = result == FIB_SUCCESS;
-	route->length = result == FIB_TOO_LONG ? 0 : length;
+	route->length = length; /* the kernel has written the MTU there */
 	return device_at(route->ifindex);
 }
 

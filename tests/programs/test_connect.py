@@ -302,8 +302,7 @@ def test_beside_another_a_pods_port_is_one_that_it_does_not_know(
     def dial(port: int = 0) -> tuple[bytes, int]:
         with socket.socket(family, kind) as s:
             s.settimeout(PATIENCE)
-            if port:  # that the row before has had may be in TIME_WAIT
-                s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if port:
                 s.bind(("", port))
             s.connect(to)
             s.sendall(b"bye\n")
