@@ -43,7 +43,7 @@ format: venv ## rewrite everything in the house's format
 	$(BIN)/clang-format -i $(C_FILES)
 
 test: venv lint ## everything, against a real API server and real sockets
-	@tools/packages tests
+	@tools/packages tests image
 	$(BIN)/python -m tests.support.go_build etcd kube-apiserver kube-proxy kubeadm kubectl helm
 	$(BIN)/python -m pytest $(PYTEST)
 
@@ -51,9 +51,9 @@ test-kernels: venv ## a part of it inside of Debian's kernels; kernels="5.10 6.1
 	@tools/packages tests kernels
 	$(BIN)/python -m tests.kernels $(kernels) $(if $(only),--only $(only))
 
-test-image: venv ## the container image: built, started, its size; minutes when nothing is cached
-	@tools/packages tests image
-	KBPF_TEST_IMAGE=1 $(BIN)/python -m pytest -s tests/image
+test-image: venv ## the container image alone; arm64=1: that for arm64 too, by an emulator: half an hour
+	@tools/packages tests image $(if $(arm64),arm64)
+	$(if $(arm64),KBPF_TEST_ARM64=1 )$(BIN)/python -m pytest -s $(if $(arm64),--timeout=7200) tests/image
 
 bench: venv ## speed and memory, JSON out
 	$(BIN)/python -m benchmarks

@@ -1,4 +1,6 @@
-"""The image: built from the Containerfile, started as the DaemonSet starts it, and how large."""
+"""The image: built from the Containerfile as README.md and docs/install.md say, started as the
+DaemonSet starts it, and how large.
+"""
 
 import shutil
 import subprocess
@@ -49,6 +51,9 @@ class ImageCluster(PodCluster):
         return self.pod_agents[-1]
 
 
+pytestmark = pytest.mark.timeout(1200)  # of which the first build takes some minutes
+
+
 @pytest.fixture(scope="module", params=["kbpf", "slim"])
 def built(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -82,8 +87,8 @@ def test_it_serves_as_the_daemonset_starts_it(
 
 
 def test_its_packages_are_there_for_arm64_too(tmp_path: Path):
-    """Debian's by a simulated installation, PyPI's by their wheels. It is not built here: no
-    emulator for other architectures is needed by anything else.
+    """Debian's by a simulated installation, PyPI's by their wheels. It is built, by an emulator, in
+    test_arm64.py.
     """
     call(
         ["mmdebstrap", "--quiet", "--simulate", "--variant=apt", "--skip=check/qemu",

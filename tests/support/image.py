@@ -1,11 +1,16 @@
 """The container image, built from the Containerfile by buildah over a base that is made here.
 
 No registry is asked: mmdebstrap makes of Debian's packages what debian:bookworm-slim is. The base
-and buildah's store, with the layers of the last build, are kept in the tests' cache.
+and buildah's store, with the layers of the last build, are kept in the tests' cache; what no image
+needs any more is removed after each build. Two runs at once take turns.
+
+For another architecture than this machine's its programs run by an emulator (emulator.py).
 """
 
+import fcntl
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -18,16 +23,19 @@ from kbpf.dataplane.bpf.hooks import UNITS
 from tests.support.go_build import cache
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 900
+SECONDS = 900 if not os.environ.get("KBPF_TEST_ARM64") else 5400
 MIRROR = "http://deb.debian.org/debian"
 LEFT_OUT = ("doc", "man", "locale", "info")  # as in Debian's own slim images
 DEBSTRAP = (
     "mmdebstrap", "--quiet", "--variant=apt", "--include=usr-is-merged",
+    '--aptopt=Acquire::Retries "5"',
     *(f"--dpkgopt=path-exclude=/usr/share/{name}/*" for name in LEFT_OUT),
     # usrmerge brings perl, which Debian's images have not.
     '--customize-hook=chroot "$1" apt-get purge -qq -y usrmerge ^perl-modules ^libperl',
 )  # fmt: skip
 SUITE = "bookworm"
+PYTHON = "python"
+"""The stage that both targets take from."""
 BUNDLE = Path("/etc/ssl/certs/ca-certificates.crt")
 """Whom this machine trusts: pip in the build has to trust the same."""
 
@@ -42,18 +50,19 @@ class Built:
 
 
 @contextmanager
-def image(target: str, folder: Path) -> Iterator[Built]:
-    """The image of a target of the Containerfile. `folder` is for what the build is given."""
-    store = _Buildah(cache() / "image")
-    store.base()
+def image(target: str, folder: Path, architecture: str = "") -> Iterator[Built]:
+    """The image of a target of the Containerfile. `folder` is for what the build is given;
+    `architecture`: as Debian calls it, this machine's if none is said.
+    """
+    store = _Buildah(cache() / "image", architecture)
     context = folder / "context"
     _fill(context)
-    name = f"localhost/kbpf-tests:{target}"
-    store.run(
-        "build", "--isolation=chroot", "--layers", f"--target={target}", f"--tag={name}",
-        f"--build-arg=BASE={store.base_name}", str(context),
-    )  # fmt: skip
-    container = store.run("from", name)
+    with store.alone():
+        store.base()
+        for stage in (PYTHON, target):  # that one has a name too, or its layers would be nobody's
+            name = store.build(stage, context)
+        store.run("rmi", "--prune")
+        container = store.run("from", *store.platform, name)
     try:
         root = Path(store.run("mount", container))
         config = json.loads(store.run("inspect", "--type=image", name))["OCIv1"]["config"]
@@ -81,16 +90,34 @@ def _size(root: Path) -> int:
 class _Buildah:
     """buildah with a store of its own in a folder."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, architecture: str) -> None:
+        self._folder, self._architecture = folder, architecture
         folder.mkdir(parents=True, exist_ok=True)
-        words = " ".join([*DEBSTRAP, SUITE, MIRROR])
+        self._debstrap = (*DEBSTRAP, *([f"--architectures={architecture}"] if architecture else []))
+        self.platform = [f"--platform=linux/{architecture}"] if architecture else []
+        words = " ".join([*self._debstrap, SUITE, MIRROR])
         self.base_name = f"localhost/debian-slim:{hashlib.sha256(words.encode()).hexdigest()[:12]}"
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Nobody else builds meanwhile."""
+        with (self._folder / "lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
 
     def run(self, *arguments: str) -> str:
         """Its output."""
         store = ("--root", str(self._folder / "store"), "--runroot", str(self._folder / "run"))
         return _run("buildah", *store, *arguments)
+
+    def build(self, stage: str, context: Path) -> str:
+        """A stage of the Containerfile; its name."""
+        name = f"localhost/kbpf-tests:{stage}{self._architecture}"
+        self.run(
+            "build", "--isolation=chroot", "--layers", *self.platform, f"--target={stage}",
+            f"--tag={name}", f"--build-arg=BASE={self.base_name}", str(context),
+        )  # fmt: skip
+        return name
 
     def base(self) -> None:
         """Makes the base, if it is not there."""
@@ -98,10 +125,10 @@ class _Buildah:
         if any(self.base_name in (image["names"] or ()) for image in known):
             return
         tar = self._folder / "base.tar"
-        _run(*DEBSTRAP, SUITE, str(tar), MIRROR)
+        _run(*self._debstrap, SUITE, str(tar), MIRROR)
         config = self._folder / "pip.conf"
         config.write_text("[global]\ncert = /etc/pip-ca.crt\n")
-        container = self.run("from", "scratch")
+        container = self.run("from", *self.platform, "scratch")
         self.run("add", container, str(tar), "/")
         self.run("add", container, str(BUNDLE), "/etc/pip-ca.crt")
         self.run("add", container, str(config), "/etc/pip.conf")

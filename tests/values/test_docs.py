@@ -17,6 +17,7 @@ OTHERS = {
     "--take-ownership": "helm",
     "--skip-phases": "kubeadm",
     "--tag": "buildah",
+    "--platform": "buildah",
     "--help": "everybody",
     "--set": "helm",
 }
