@@ -5,6 +5,8 @@ what must have been added for it once it is over, to the byte; nothing else may 
 """
 
 import contextlib
+import errno
+import logging
 import selectors
 import socket
 import struct
@@ -18,12 +20,14 @@ from kbpf.dataplane.bpf.layout import COUNTS, PAIR, PEER, U32, Target, unpack_na
 from kbpf.dataplane.bpf.load import Pins
 from kbpf.dataplane.bpf.measure import GONE, NO_BACKEND, SWEEP_SECONDS, Meter
 from kbpf.dataplane.bpf.plane import BpfPlane
+from kbpf.errors import KernelError
+from kbpf.kernel.libbpf import Link, Program
 from kbpf.model.config import Accounting, Config, MapSizes, Serving
 from kbpf.model.measures import Totals
 from kbpf.model.objects import Protocol
 from kbpf.views import service as view
 from kbpf.views import snapshot
-from tests.support.features import needs
+from tests.support.features import SOCK_OPS, needs
 from tests.support.lab import PATIENCE, Node, Place, until
 from tests.support.plane import Site, desired, service, sites, start_within, within
 
@@ -401,6 +405,27 @@ def test_a_connection_that_outlives_the_switch_leaves_nothing(
     assert ("sock_ops" in hooks_of(site)) is (then is Accounting.FULL)
     ground.client.ask("drop", keep="kept")
     becomes(lambda: site.entries("sock_peers"), {})
+
+
+def test_who_may_not_hear_of_ends_serves_all_the_same(
+    ground: Ground, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """As where somebody has the hook for himself."""
+    start(ground, Accounting.OFF)
+    attach = Link.attach.__func__
+
+    def refuses(cls: type[Link], program: Program, cgroup: int, kind: int) -> Link:
+        if kind == SOCK_OPS:
+            raise KernelError("EPERM", errno=errno.EPERM)
+        return attach(cls, program, cgroup, kind)
+
+    monkeypatch.setattr(Link, "attach", classmethod(refuses))
+    logging.getLogger("kbpf").propagate = True
+    start(ground)
+    assert "sock_ops" not in hooks_of(ground.site)
+    assert "connections' ends are not counted" in caplog.text
+    within(ground.client, lambda: fair("10.96.0.1"))
+    assert not ground.site.entries("sock_peers")
 
 
 # ---- what the agent makes of it ----------------------------------------------------------------

@@ -24,7 +24,9 @@ def link_ids(site: Site) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize("name", ["services", "backend_slots", "backends", "sock_peers", "meta"])
+@pytest.mark.parametrize(
+    "name", ["services", "backend_slots", "backends", "sock_peers", "meta", "counts"]
+)
 def test_what_is_served_stays_the_same(
     site: Site, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

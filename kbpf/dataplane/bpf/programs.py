@@ -246,7 +246,7 @@ class SocketPrograms(Programs):
                 if hook.counts and not self._counts:
                     changed += self._detach(hook)
                 elif program is not None:
-                    changed += self._attach(hook, program, cgroup, cgroup_id)
+                    changed += self._attach_or_tell(hook, program, cgroup, cgroup_id)
                 elif hook.unit == self._artifact.unit and self._detach(hook):
                     log.warning(
                         "detached, since this kernel refuses its new program hook=%s", hook.name
@@ -268,6 +268,16 @@ class SocketPrograms(Programs):
             return False
         detach(pin)
         return True
+
+    def _attach_or_tell(self, hook: Hook, program: Program, cgroup: int, cgroup_id: int) -> bool:
+        """Nobody goes unserved for a hook that only counts: another may have it for itself."""
+        try:
+            return self._attach(hook, program, cgroup, cgroup_id)
+        except AttachRefused as error:
+            if not hook.counts:
+                raise
+            log.warning("connections' ends are not counted: %s", error)
+            return False
 
     def _attach(self, hook: Hook, program: Program, cgroup: int, cgroup_id: int) -> bool:
         pin = self._pins.links / hook.name
