@@ -81,8 +81,8 @@ class Counting:
     def _run(self) -> None:
         while not self._stop.is_set():
             if time.monotonic() - self._last > FOLLOW_SECONDS:
-                self._asked.clear()
                 self._asked.wait(IDLE_SECONDS)
+                self._asked.clear()
                 if self._stop.is_set():
                     return
             start = time.thread_time()
