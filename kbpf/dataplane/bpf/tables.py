@@ -167,7 +167,8 @@ class Tables:
             bigger = load.make_map(spec, entries)
             if spec.kind == libbpf.MAP_QUEUE:
                 queued = sum(map(bigger.push, in_order(self.maps["flows"].items())))
-                self.maps["tracked"].update(U32.pack(0), U64.pack(queued))
+                # Not 0, or nobody looks for a flow that has begun meanwhile.
+                self.maps["tracked"].update(U32.pack(0), U64.pack(max(queued, 1)))
             elif pairs := _that_fit(name, old, entries):
                 bigger.update_batch(b"".join(k for k, _ in pairs), b"".join(v for _, v in pairs))
             load.replace_pin(self._pins, bigger, name)
