@@ -169,6 +169,17 @@ static __always_inline bool parse_v4(struct __sk_buff *skb, struct packet *p)
 	return parse_ports(skb, p);
 }
 
+/* A segment of TCP over IPv4 that begins nothing; false also where that takes more to tell. */
+static __always_inline bool goes_on_v4(struct __sk_buff *skb, u32 l2)
+{
+	struct ip4_tcp start;
+
+	return skb->protocol == __builtin_bswap16(ETH_P_IP) &&
+	       !bpf_skb_load_bytes(skb, l2, &start, sizeof(start)) &&
+	       start.ip.version_length == 0x45 && start.ip.protocol == PROTO_TCP &&
+	       !(start.ip.fragment & __builtin_bswap16(IP_OFFSET)) && !(start.flags & TCP_SYN);
+}
+
 static __always_inline bool parse_v6(struct __sk_buff *skb, struct packet *p)
 {
 	struct ip6_extension extension;

@@ -1108,7 +1108,11 @@ static __always_inline bool is_for_others(struct __sk_buff *skb)
 static __always_inline bool take(struct __sk_buff *skb, const struct device *device,
 				 struct packet *p, u32 icmp)
 {
-	if (!device || is_for_others(skb) || !parse(skb, device->l2, p))
+	if (!device || is_for_others(skb))
+		return false;
+	if (!tracks_flows() && goes_on_v4(skb, device->l2))
+		return false; /* most packets, where nobody from outside is served */
+	if (!parse(skb, device->l2, p))
 		return false;
 	if (is_icmp_error(p)) {
 		tails.call(skb, icmp);
