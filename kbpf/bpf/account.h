@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: (GPL-2.0 OR BSD-2-Clause) */
 /* What connections come to, counted by Service and backend at their beginning and at their end:
- * nothing is paid for what is in between.
- */
+ * nothing is paid for what is in between. */
 #pragma once
 
 static __always_inline bool is_accounting(u32 what)
@@ -12,11 +11,15 @@ static __always_inline bool is_accounting(u32 what)
 static __always_inline struct counts *counts_of(u32 service, u32 backend)
 {
 	struct count_key key = {.service = service, .backend = backend};
-	struct counts *found = counts.lookup(&key), none = {};
+	struct counts *found = counts.lookup(&key), *none;
+	u32 zero = 0;
 
 	if (found || !service)
 		return found;
-	counts.insert(&key, &none);
+	none = no_counts.lookup(&zero);
+	if (!none)
+		return NULL;
+	counts.insert(&key, none);
 	return counts.lookup(&key);
 }
 

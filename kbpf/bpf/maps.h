@@ -67,3 +67,6 @@ BPF_TABLE("percpu_array", u32, u64, reasons, REASONS);
  * is written at the beginning and the end of a connection only: per CPU, a node with 64 of them
  * would need, and read at each scrape, 64 times as much. */
 BPF_F_TABLE("hash", struct count_key, struct counts, counts, 64, BPF_F_NO_PREALLOC);
+
+/* 0 -> what a new entry of `counts` is a copy of: nothing. A program's stack has no room for it. */
+BPF_TABLE("array", u32, struct counts, no_counts, 1);

@@ -12,6 +12,8 @@
 #include "maps.h"
 #include "lookup.h"
 #include "packet.h"
+#include "account.h"
+#include "account_flows.h"
 #include "hash.h"
 #include "sctp.h"
 #include "rewrite.h"
@@ -212,6 +214,8 @@ static __always_inline void tell(struct ends *key, struct nat *nat)
 	if (nat->state == STATE_CLOSING && both_closed(nat))
 		nat->state = STATE_CLOSED;
 	other->state = nat->state;
+	if (other->state == STATE_CLOSED)
+		say_rest(other);
 }
 
 /* A packet of a known flow. Each entry sees a part of the packets only; what opens or ends the
@@ -220,9 +224,11 @@ static __always_inline void tell(struct ends *key, struct nat *nat)
 static __always_inline void keep(struct nat *nat, u32 flags, bool back, u64 now)
 {
 	struct ends key;
+	u8 before = nat->state;
 
 	if (!touch(nat, flags, back, now) || (nat->part == PART_ANSWER && has_snat(nat)))
 		return;
+	account_state(nat, before, both_closed(nat));
 	if (nat->part != PART_QUESTION)
 		key = question_of(nat);
 	else if (has_snat(nat))
@@ -285,6 +291,7 @@ struct step {
 	u8 way;           /* enum way */
 	bool masqueraded; /* to be marked in the stack; also where nothing else is to be done */
 	bool anew;        /* the flow that was found has ended */
+	bool back;        /* from the backend */
 };
 
 /* A packet of the client. */
@@ -344,6 +351,7 @@ static __always_inline bool translate_in(struct tuple *t, u32 flags, struct step
 	s->way = nat->way;
 	s->nat = nat;
 	s->now = now;
+	s->back = back;
 	keep(nat, flags, back, now);
 	return true;
 }
@@ -371,8 +379,8 @@ enum leaving {
 };
 
 /* What it becomes when it goes out. */
-static __always_inline enum leaving translate_out(struct tuple *t, u32 flags, struct tuple *new,
-						  bool *masqueraded)
+static __always_inline enum leaving translate_out(struct tuple *t, u32 flags, u32 bytes,
+						  struct tuple *new, bool *masqueraded)
 {
 	struct nat *nat = flow_between(t);
 	u64 now = now_ns();
@@ -395,6 +403,8 @@ static __always_inline enum leaving translate_out(struct tuple *t, u32 flags, st
 	if (back) {
 		*masqueraded = has_snat(nat);
 		keep(nat, flags, true, now);
+		if (bytes && !has_snat(nat) && nat->way == WAY_STACK) /* not seen when it came in */
+			account_bytes(nat, bytes, flags, true);
 		new->from = nat->frontend;
 		new->to.port = nat->client.port;
 		return LEAVES_CHANGED;
@@ -609,6 +619,8 @@ static __always_inline bool begin(struct __sk_buff *skb, struct packet *p, struc
 	who->key.client = p->tuple.from.address;
 	set_hashes(who, &p->tuple);
 	v = choose(&p->tuple.to, who, c);
+	if (v != TRANSLATE)
+		account_begin(c, v);
 	if (v == REFUSE) {
 		skb->cb[0] = c->reason;
 		tails.call(skb, TAIL_REFUSE);
@@ -799,6 +811,7 @@ int tc_host_new(struct __sk_buff *skb)
 static __always_inline int serve(struct __sk_buff *skb, const struct nat *nat)
 {
 	count(NEW_FLOW);
+	account_flow(nat);
 	tails.call(skb, nat->device ? TAIL_HOST : TAIL_INGRESS);
 	return finish(TC_SHOT, NOT_REWRITTEN);
 }
@@ -1025,6 +1038,7 @@ int tc_host(struct __sk_buff *skb)
 		return TC_NEXT;
 	}
 	keep(nat, p.tcp_flags, false, now);
+	account_bytes(nat, skb->len - p.l3, p.tcp_flags, false);
 	out.from = nat->client;
 	out.from.port = nat->client_port;
 	out.to = nat->backend;
@@ -1086,6 +1100,7 @@ static __always_inline int go_on(struct __sk_buff *skb, struct packet *p,
 		return prepare_stack(skb, s->nat, TAIL_INGRESS);
 	if (to)
 		new = &s->out;
+	account_bytes(s->nat, skb->len - p->l3, p->tcp_flags, s->back);
 	if (rewrite(skb, p, new, to ? p->ttl - 1 : p->ttl)) /* forwarding's only other duty */
 		return finish(TC_SHOT, NOT_REWRITTEN);
 	if (to)
@@ -1159,7 +1174,7 @@ int tc_egress(struct __sk_buff *skb)
 
 	if (!take(skb, device, &p, TAIL_ICMP_OUT))
 		return TC_NEXT;
-	leaving = translate_out(&p.tuple, p.tcp_flags, &to, &masqueraded);
+	leaving = translate_out(&p.tuple, p.tcp_flags, skb->len - p.l3, &to, &masqueraded);
 	if (leaving == LEAVES_CHANGED && rewrite(skb, &p, &to, p.ttl))
 		return finish(TC_SHOT, NOT_REWRITTEN);
 	if (masqueraded)
@@ -1202,7 +1217,8 @@ static __always_inline int translate_error(struct __sk_buff *skb, bool in)
 		return TC_NEXT;
 	with = reversed(&carried.tuple);
 	known = in ? translate_in(&with, NO_SEGMENT, &s)
-		   : translate_out(&with, NO_SEGMENT, &becomes, &s.masqueraded) == LEAVES_CHANGED;
+		   : translate_out(&with, NO_SEGMENT, 0, &becomes, &s.masqueraded) ==
+				LEAVES_CHANGED;
 	if (s.masqueraded)
 		mark_masqueraded(skb, in);
 	if (!known)

@@ -207,7 +207,7 @@ struct way_out {
 	u16 length;  /* a packet of so many bytes from the IP header on has fitted */
 	u8 resolved; /* the MAC addresses are known */
 	u8 family;   /* of `next`, which may be IPv6 for a packet of IPv4 */
-	u8 pad[4];
+	u32 unsaid;  /* bytes of packets that are in no count yet (account.h) */
 };
 
 /* flows: a tracked connection, whole in each of its entries (track.h) but for `part` and `out`. */

@@ -28,6 +28,7 @@ PURPOSE: Final = {
     "backends": "backend id → address and port",
     "set_members": "who is in a set, for Services with session affinity",
     "affinity": "client and Service → backend it is kept at; full: the oldest goes",
+    "no_counts": "what a new entry of counts is a copy of",
     "counts": "Service and backend → what their connections came to",
     "sock_peers": "connected socket → frontend and backend; full: the oldest goes",
     "dialled": "remainder of a socket → how many are in sock_peers, or were driven out",

@@ -457,6 +457,10 @@ def test_connections_are_counted_by_service(site: Site):
 
         until("the open connections are counted",
               lambda: counted(site, "kbpf_service_connections") >= 3)  # fmt: skip
+    until("those that have begun, and what came and went by packet",
+          lambda: counted(site, "kbpf_service_connections_total") >= 4
+          and counted(site, "kbpf_service_bytes_total", direction="in")
+          and counted(site, "kbpf_service_bytes_total", direction="out"))  # fmt: skip
     page = site.metrics()
     assert page["kbpf_connections"].value() >= 3
     assert page["kbpf_map_entries"].value(map="flows") >= 3

@@ -73,7 +73,8 @@ LAYOUTS = [
     Layout("nat", layout.NAT,
            "last_used client frontend backend snat snat_port client_port service backend_id "
            "state fins way part device out"),
-    Layout("way_out", layout.WAY_OUT, "found next ifindex own_mac next_mac length resolved family"),
+    Layout("way_out", layout.WAY_OUT,
+           "found next ifindex own_mac next_mac length resolved family unsaid"),
     Layout("network_key", layout.NETWORK_KEY, "bits address"),
     Layout("device", layout.DEVICE, "role l2 flags mac snat4 snat6"),
     Layout("cached_device", layout.CACHED_DEVICE, "ifindex device"),

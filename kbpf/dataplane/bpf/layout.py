@@ -227,7 +227,7 @@ SOURCE_KEY: Final = Struct("=II16s")
 ENDS: Final = Struct("=20s20s")
 NETWORK_KEY: Final = Struct("=I16s")
 NAT: Final = Struct("=Q20s20s20s16s2s2sIIBBBBI48s")
-WAY_OUT: Final = Struct("=Q16sI6s6sHBB4x")
+WAY_OUT: Final = Struct("=Q16sI6s6sHBBI")
 DEVICE: Final = Struct("=III6s2x16s16s")
 CACHED_DEVICE: Final = Struct("=I52s")
 CACHED_DEVICES: Final = 1024
@@ -416,6 +416,7 @@ MAPS: Final = {
         MapSpec(
             "counts", libbpf.MAP_HASH, PAIR.size, COUNTS.size, 0, libbpf.F_NO_PREALLOC, "counts"
         ),
+        MapSpec("no_counts", libbpf.MAP_ARRAY, 4, COUNTS.size, 1),
         MapSpec("reasons", libbpf.MAP_PERCPU_ARRAY, 4, 8, len(Reason), version=5),
         MapSpec("meta", libbpf.MAP_ARRAY, 4, META.size, 1),
         MapSpec("agent_status", libbpf.MAP_ARRAY, 4, STATUS_SIZE, 1),
