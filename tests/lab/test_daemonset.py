@@ -148,6 +148,8 @@ def expect_masqueraded(
         else network.seen_elsewhere(node, v6)
         for name in ("a1", "b1")
     }  # fmt: skip
+    first = web[client].many(1, host, port, protocol=protocol)
+    assert not first["errors"], (client, host, port, first)  # or each of the others waits as long
     answer = web[client].many(50, host, port, protocol=protocol)
     why = f"{client} to {host}:{port} {protocol}: {answer}\n{node.agent and node.agent.tail()}"
     assert not answer["errors"], why
