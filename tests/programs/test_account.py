@@ -360,6 +360,7 @@ def hooks_of(site: Site) -> set[str]:
     return {pin.name for pin in (site.pins / "links").iterdir()}
 
 
+@needs("set_retval")
 def test_switched_off_nothing_is_counted_and_nothing_kept(ground: Ground):
     start(ground, Accounting.OFF)
     assert "sock_ops" not in hooks_of(ground.site)
@@ -378,6 +379,7 @@ BEGINS = [
 ]
 
 
+@needs("set_retval")
 @pytest.mark.parametrize("row", BEGINS, ids=lambda row: row.name)
 def test_by_default_what_begins_is_counted(ground: Ground, row: Goes):
     start(ground, Config().accounting)
@@ -407,6 +409,7 @@ def test_a_connection_that_outlives_the_switch_leaves_nothing(
     becomes(lambda: site.entries("sock_peers"), {})
 
 
+@needs("sock_ops")
 def test_who_may_not_hear_of_ends_serves_all_the_same(
     ground: Ground, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
