@@ -116,24 +116,6 @@ class Field(Cluster):
                 seconds,
             )
 
-    def all_ways(
-        self, number: int, who: str, protocol: str = "TCP", **options: Any
-    ) -> list[Object]:
-        """A Service with every kind of address in both families, see at()."""
-        made = self.web(
-            number,
-            who,
-            protocol,
-            dual=True,
-            type="LoadBalancer",
-            node_port=30000 + number,
-            external_ips=[f"203.0.113.{number}", f"2001:db8:1::{number}"],
-            **options,
-        )
-        rows = [{"ip": f"192.0.2.{number}"}, {"ip": f"2001:db8::{number}"}]
-        made[0]["status"] = {"loadBalancer": {"ingress": rows}}
-        return made
-
 
 def forward(how: str) -> tuple[str, ...]:
     """The arguments of an agent that forwards like this."""
