@@ -42,10 +42,11 @@ format: venv ## rewrite everything in the house's format
 	$(BIN)/ruff check --fix .
 	$(BIN)/clang-format -i $(C_FILES)
 
-test: venv lint ## everything, against a real API server and real sockets
-	@tools/packages tests image
+test: venv lint ## everything, against a real API server and real sockets, and in two other kernels
+	@tools/packages tests image $(if $(PYTEST),,kernels)
 	$(BIN)/python -m tests.support.go_build etcd kube-apiserver kube-proxy kubeadm kubectl helm
 	$(BIN)/python -m pytest $(PYTEST)
+	$(if $(PYTEST),,$(BIN)/python -m tests.kernels --quick)
 
 test-kernels: venv ## a part of it inside of Debian's kernels; kernels="5.10 6.1" only="loading"
 	@tools/packages tests kernels

@@ -1,7 +1,7 @@
 """Kernel x feature x result: what a pytest run in a guest says of each feature.
 
-A feature is one or more test files; its result is read from pytest's JUnit file. A file that has
-no result at all is a failure: the guest hung, or the tests were not collected.
+A feature is one or more test files, or tests in them (FILE::NAME); its result is read from pytest's
+JUnit file. What has no result at all is a failure: the guest hung, or the tests were not collected.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,11 +23,17 @@ class Feature:
     tests: tuple[str, ...]
     mode: str = "bpf"
 
+    def has(self, test: str, case: "Case") -> bool:
+        """Whether this case is of that one of its tests."""
+        path, _, name = test.partition("::")
+        same = not name or case.name.partition("[")[0] == name
+        return case.mode == self.mode and case.file == path and same
+
 
 class Result(msgspec.Struct, frozen=True):
     """One cell. `lacking`: why tests were left out, in the words of the marked table
-    (support/features.py); `failed`: the tests' names. `processed`: of programs, what the verifier
-    walked through.
+    (support/features.py); `failed`: the tests' names; `why`: what pytest says of them. `processed`:
+    of programs, what the verifier walked through.
     """
 
     kernel: str
@@ -40,6 +46,7 @@ class Result(msgspec.Struct, frozen=True):
     lacking: tuple[str, ...]
     failed: tuple[str, ...]
     processed: dict[str, int] = {}
+    why: dict[str, str] = {}
 
     @property
     def cell(self) -> str:
@@ -62,20 +69,22 @@ class Case(msgspec.Struct, frozen=True):
     skipped: str
     properties: dict[str, str]
     mode: str = "bpf"
+    why: str = ""
 
     @classmethod
     def of(cls, element: ElementTree.Element, mode: str = "bpf") -> Self:
         """The test case of this element."""
         skipped = element.find("skipped")
-        broken = element.find("failure") is not None or element.find("error") is not None
+        wrong = [one for kind in ("failure", "error") for one in element.iter(kind)]
         return cls(
             element.get("classname", "").replace(".", "/") + ".py",
             element.get("name", ""),
             float(element.get("time", "0")),
-            broken,
+            bool(wrong),
             skipped.get("message", "") if skipped is not None else "",
             {p.get("name", ""): p.get("value", "") for p in element.iter("property")},
             mode,
+            "\n".join(one.text or one.get("message", "") for one in wrong),
         )
 
 
@@ -94,17 +103,17 @@ def results(
     """One result for each feature."""
     known = list(cases)
     return [
-        _result(kernel, release, f, [c for c in known if c.file in f.tests and c.mode == f.mode])
+        _result(kernel, release, f, [c for c in known if any(f.has(t, c) for t in f.tests)])
         for f in features
     ]
 
 
 def _result(kernel: str, release: str, feature: Feature, cases: list[Case]) -> Result:
     failed = tuple(c.name for c in cases if c.failed)
-    missing = set(feature.tests) - {c.file for c in cases}
+    missing = [t for t in feature.tests if not any(feature.has(t, case) for case in cases)]
     skipped = [c for c in cases if c.skipped]
     passed = len(cases) - len(failed) - len(skipped)
-    wrong = (*failed, *(f"{path}: no result" for path in sorted(missing)))
+    wrong = (*failed, *(f"{path}: no result" for path in missing))
     return Result(
         kernel=kernel,
         release=release,
@@ -115,6 +124,7 @@ def _result(kernel: str, release: str, feature: Feature, cases: list[Case]) -> R
         seconds=round(sum(c.seconds for c in cases), 1),
         lacking=tuple(sorted({c.skipped for c in skipped})),
         failed=wrong,
+        why={c.name: c.why for c in cases if c.failed},
         processed={
             c.name: int(c.properties["processed"]) for c in cases if "processed" in c.properties
         },
@@ -133,3 +143,12 @@ def page(rows: Sequence[Result], features: Sequence[Feature]) -> str:
         out += [f"{row.kernel} lacks: {why} ({row.feature})" for why in row.lacking]
         out += [f"{row.kernel} FAILS: {row.feature}: {name}" for name in row.failed]
     return "\n".join(line.rstrip() for line in out)
+
+
+def failures(rows: Iterable[Result], lines: int = 40) -> str:
+    """What pytest says of each failure, its last so many lines."""
+    out = []
+    for row in rows:
+        for name, why in row.why.items():
+            out += [f"---- {row.kernel} ({row.release}): {name}", *why.splitlines()[-lines:]]
+    return "\n".join(out)

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels import machine, table
+from tests.kernels import debian, machine, table
 from tests.kernels.debian import Kernel
 from tests.kernels.table import FAILS, LACKS, WORKS, Feature
+from tests.support.features import BY_KERNEL, FEATURES
 from tests.support.lab import until
 
 ALIVE = "echo 'Linux version 5.10'"
@@ -52,7 +53,8 @@ def test_a_guest_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 JUNIT = """<testsuites><testsuite>
 <testcase classname="tests.programs.test_a" name="one" time="1.5"/>
-<testcase classname="tests.programs.test_a" name="two" time="1"><failure message="no"/></testcase>
+<testcase classname="tests.programs.test_a" name="two" time="1">
+  <failure message="no">AssertionError: no</failure></testcase>
 <testcase classname="tests.programs.test_b" name="three" time="1">
   <skipped message="TCX links: Linux 6.6 brought it"/></testcase>
 <testcase classname="tests.programs.test_c" name="load[x]" time="1">
@@ -60,6 +62,10 @@ JUNIT = """<testsuites><testsuite>
 </testsuite></testsuites>"""
 A, B, C, NONE = (
     Feature(name, (f"tests/programs/test_{name}.py",)) for name in ("a", "b", "c", "none")
+)
+ONE, THREE = (
+    Feature(name, tuple(f"tests/programs/test_a.py::{test}" for test in tests))
+    for name, tests in (("one", ("one",)), ("three", ("one", "none")))
 )
 
 
@@ -70,6 +76,8 @@ A, B, C, NONE = (
         (B, LACKS, "lacks"),
         (C, WORKS, "1 (at most 314,268 insns)"),
         (NONE, FAILS, "FAILS (1 of 1)"),
+        (ONE, WORKS, "1"),
+        (THREE, FAILS, "FAILS (1 of 2)"),
     ],
     ids=lambda value: value.name if isinstance(value, Feature) else "",
 )
@@ -78,6 +86,7 @@ def test_what_the_table_says(tmp_path: Path, feature: Feature, result: str, cell
     cases = table.read(tmp_path / "junit.xml")
     (found,) = table.results("5.10", "5.10.0-1", [feature], cases)
     assert (found.result, found.cell) == (result, cell)
+    assert ("AssertionError" in table.failures([found])) is (feature is A)
 
 
 @pytest.mark.parametrize("text", [None, "", JUNIT[:-20]], ids=["none", "empty", "half"])
@@ -98,3 +107,12 @@ def test_the_page_names_what_failed_and_what_is_lacking(tmp_path: Path) -> None:
         "5.10 FAILS: a: two",
         "5.10 lacks: TCX links: Linux 6.6 brought it (b)",
     ]
+
+
+def test_what_check_must_say_follows_from_what_linux_brought() -> None:
+    """tests/support/features.py says it twice: by feature, and by Debian's kernels."""
+    assert BY_KERNEL.keys() == debian.SUITES.keys()
+    for family, rows in BY_KERNEL.items():
+        this = (99, 0) if family == "newest" else tuple(map(int, family.split(".")))
+        lacks = {f.check for f in FEATURES.values() if f.since > this or this in f.unbuilt}
+        assert rows == lacks - {""}, family
