@@ -65,7 +65,8 @@ SOCKETS_ONLY: tuple[tuple[str, Callable[[Dial], bool]], ...] = (
     ("loopback is on no wire", is_loopback),
     ("packets show who sends them; rows_outside has what becomes of them", is_left_alone),
 )
-"""Why a row cannot be a packet here, and which. The other two depths have them."""
+"""Why a row cannot be a packet here, and which. The other two depths have them, and at this one
+test_connect.py has rows of sockets."""
 
 
 def rows(left_out: bool) -> list[tuple[Table, Dial]]:
