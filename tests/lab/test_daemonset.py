@@ -297,7 +297,7 @@ def test_kbpf_is_taken_off_the_nodes(web: PodCluster) -> None:
     web.kubectl("apply", "-k", cleanup)
     try:
         web.kubelets.sync()
-        said = web.kubectl(*SPACE, "rollout", "status", "ds", "kbpf-cleanup", "--timeout=1s")
+        said = web.kubectl(*SPACE, "rollout", "status", "ds", "kbpf-cleanup", DAEMONSET[-1])
         assert "successfully rolled out" in said
         for agent in agents:
             assert list(agent.bpffs.iterdir()) == []

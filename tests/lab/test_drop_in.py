@@ -17,7 +17,7 @@ from kbpf.dataplane.bpf.layout import Reason
 from tests.support import docs
 from tests.support.daemonset import PodCluster
 from tests.support.kubeadm import Kubeadm
-from tests.support.lab import Place, inside, ip, run, until
+from tests.support.lab import PATIENCE, Place, inside, ip, run, until
 from tests.support.load import Load, under_load
 from tests.support.shell import Shell
 
@@ -182,7 +182,7 @@ def back(cluster: KubeadmCluster, shell: Shell, use: InUse) -> None:
     use.let_go()
     use.keep()
     type_in(shell, use, clean)
-    shell("kubectl -n kube-system rollout status ds kbpf-cleanup --timeout=1s")
+    shell(f"kubectl -n kube-system rollout status ds kbpf-cleanup --timeout={PATIENCE:.0f}s")
     assert not any(list(agent.bpffs.iterdir()) for agent in cluster.pod_agents[:2])
     type_in(shell, use, gone)
 

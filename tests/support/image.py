@@ -14,7 +14,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,7 +61,8 @@ def image(target: str, folder: Path, architecture: str = "") -> Iterator[Built]:
         store.base()
         for stage in (PYTHON, target):  # that one has a name too, or its layers would be nobody's
             name = store.build(stage, context)
-        store.run("rmi", "--prune")
+        with suppress(RuntimeError):  # what another run has mounted stays until the next time
+            store.run("rmi", "--prune")
         container = store.run("from", *store.platform, name)
     try:
         root = Path(store.run("mount", container))
