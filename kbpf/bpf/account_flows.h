@@ -50,12 +50,13 @@ static __always_inline void say_rest(struct nat *entry)
 }
 
 /* The state of a TCP connection was `before`. */
-static __always_inline void account_state(const struct nat *nat, u8 before, bool in_order)
+static __always_inline void account_state(struct nat *nat, u8 before, bool in_order)
 {
 	struct counts *to;
 
-	if (nat->state != STATE_CLOSED || before == STATE_CLOSED || !is_accounting(CONFIG_ENDS))
+	if (nat->state != STATE_CLOSED || (nat->fins & FIN_COUNTED) || !is_accounting(CONFIG_ENDS))
 		return;
+	nat->fins |= FIN_COUNTED;
 	to = counts_of(nat->service, nat->backend_id);
 	if (!to)
 		return;

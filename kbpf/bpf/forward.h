@@ -71,19 +71,10 @@ static __always_inline u16 wire_length(struct __sk_buff *skb, const struct packe
 	return headers + (words >> 4) * 4 + skb->gso_size;
 }
 
-/* The way of a packet that will go from here to there. Gives the device that it leaves by, or NULL:
- * then the stack has to see to it. `route->vlan[0]` is 1 where the MAC addresses are known.
- * `any_packet`: the way of the whole flow, whether or not this packet can take it; `route->length`
- * is 0 then if it cannot. */
-static __always_inline struct device *find_route(struct __sk_buff *skb, const struct packet *p,
-						 const struct target *from, const struct target *to,
-						 struct route *route, bool any_packet)
+static __always_inline long ask_way(struct __sk_buff *skb, const struct packet *p,
+				    const struct target *from, const struct target *to,
+				    struct route *route, u16 length)
 {
-	u16 length = wire_length(skb, p);
-	long result;
-
-	if (!any_packet && p->ttl <= 1)
-		return NULL;
 	__builtin_memset(route, 0, sizeof(*route));
 	route->protocol = p->protocol;
 	route->source_port = from->port;
@@ -100,12 +91,28 @@ static __always_inline struct device *find_route(struct __sk_buff *skb, const st
 		route->source.word[0] = from->address.word[3];
 		route->destination.word[0] = to->address.word[3];
 	}
-	result = fib_lookup(skb, route);
-	if (any_packet && result == FIB_TOO_LONG) { /* does not say by which device */
-		route->length = 1;
-		route->ifindex = skb->ifindex;
-		result = fib_lookup(skb, route);
+	return fib_lookup(skb, route);
+}
+
+/* The way of a packet that will go from here to there. Gives the device that it leaves by, or NULL:
+ * then the stack has to see to it. `route->vlan[0]` is 1 where the MAC addresses are known.
+ * `any_packet`: the way of the whole flow, whether or not this packet can take it; `route->length`
+ * is 0 then if it cannot. */
+static __always_inline struct device *find_route(struct __sk_buff *skb, const struct packet *p,
+						 const struct target *from, const struct target *to,
+						 struct route *route, bool any_packet)
+{
+	u16 length = wire_length(skb, p);
+	long result;
+
+	if (!any_packet && p->ttl <= 1)
+		return NULL;
+	result = ask_way(skb, p, from, to, route, length);
+	if (any_packet && result == FIB_TOO_LONG) { /* which does not say by which device */
 		length = 0;
+		result = ask_way(skb, p, from, to, route, 1);
+		if (result == FIB_TOO_LONG) /* before v5.12, which asks the packet; it is found */
+			result = FIB_NO_NEIGHBOUR;
 	}
 	if (result != FIB_SUCCESS && result != FIB_NO_NEIGHBOUR)
 		return NULL;

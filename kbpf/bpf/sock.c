@@ -96,7 +96,7 @@ static __always_inline void forget_peer(u64 socket, u8 protocol)
 		return;
 	}
 	like = dialled_like(socket);
-	if (!sock_peers.delete(&socket) && like)
+	if (!sock_peers.delete(&socket) && like && *like)
 		__sync_fetch_and_add(like, -1);
 }
 
@@ -173,7 +173,8 @@ static __always_inline enum verdict choose_for(const struct target *to, u64 netn
 		return PASS;
 	}
 	v = choose(to, &who, c);
-	account_begin(c, v);
+	if (v == TRANSLATE || (config_flags() & CONFIG_SET_RETVAL)) /* else its packets are asked */
+		account_begin(c, v);
 	return v;
 }
 

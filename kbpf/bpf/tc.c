@@ -1003,10 +1003,14 @@ int tc_late(struct __sk_buff *skb)
 		return finish(TC_SHOT, NO_SNAT_PORT);
 	key = question_of(&nat);
 	entry = entry_of(found, &key);
-	if (entry) {
-		entry->client_port = nat.client_port;
-		entry->way = WAY_REDIRECT;
+	if (!entry) { /* another CPU has done it, with another port of client' */
+		key = answer_of(&nat);
+		leave(&key, &nat);
+		tails.call(skb, back);
+		return finish(TC_SHOT, NOT_REWRITTEN);
 	}
+	entry->client_port = nat.client_port;
+	entry->way = WAY_REDIRECT;
 	key = snat_answer_of(&nat);
 	entry = entry_of(found, &key);
 	if (entry) {

@@ -168,7 +168,7 @@ static __always_inline bool touch(struct nat *nat, u32 flags, bool back, u64 now
 	} else if (flags & TCP_RST) {
 		nat->state = STATE_CLOSED;
 	} else if (flags & TCP_FIN) {
-		if (back && !fins)
+		if (back && !(fins & (FIN_CLIENT | FIN_BACKEND)))
 			nat->fins = FIN_BACKEND_FIRST;
 		nat->fins |= back ? FIN_BACKEND : FIN_CLIENT;
 		nat->state =

@@ -180,6 +180,7 @@ enum fins {
 	FIN_CLIENT = 1 << 0,
 	FIN_BACKEND = 1 << 1,
 	FIN_BACKEND_FIRST = 1 << 2, /* so the backend keeps the port in TIME_WAIT */
+	FIN_COUNTED = 1 << 3,       /* its end is in `counts`; a reset may not be the last one */
 };
 
 /* How the packets of a flow leave this node, decided by its first one. */

@@ -275,7 +275,7 @@ def test_only_news_of_devices_is_written():
     facts = DeviceFacts(Config(), told.maps)
     choices = {2: Choice(HOST, ""), 4: Choice(SKIPPED, ""), 5: Choice(POD, "")}
     facts.tell((ETH0, CNI0, CALI1), choices)
-    assert told.take() == ["put devices"] * 2 + ["put device_cache"] * 2
+    assert told.take() == ["put devices"] * 2 + ["put device_cache"] * 4
     assert set(told.maps["devices"].entries) == {U32.pack(2), U32.pack(5)}
     facts.tell((ETH0, CNI0, CALI1), choices)
     assert told.take() == []
@@ -284,7 +284,7 @@ def test_only_news_of_devices_is_written():
     assert told.take() == [
         *["put device_cache"] * 2,  # nothing is said there of what changes
         *("put devices", "drop devices"),
-        "put device_cache",
+        *["put device_cache"] * 2,
     ]
     assert told.maps["devices"].entries == {U32.pack(2): describe(moved, HOST, Config())}
 
@@ -318,11 +318,35 @@ CACHED = [
 ]
 
 
+def test_who_is_at_a_place_of_the_cache_never_sees_half_a_device():
+    """A program that has found it reads on in it while it changes: role and header stay."""
+    told = Maps()
+    facts, seen = DeviceFacts(Config(), told.maps), []
+    cache = told.maps["device_cache"]
+    write = cache.update
+    cache.update = lambda key, value: (seen.append(value), write(key, value))[1]  # type: ignore
+    moved, other = Device(2, "eth0", mac=MAC[::-1]), Device(1026, "eth1", mac=MAC)
+    for device in (ETH0, moved, other, other):
+        facts.tell((device,), {device.ifindex: Choice(HOST, "")})
+    old, new, last = (
+        describe(each, HOST, Config()) for each in (ETH0, moved, Device(1026, "eth1", mac=MAC))
+    )
+    assert seen == [
+        CACHED_DEVICE.pack(number, value)
+        for number, value in (
+            *((0, old), (2, old)),
+            *((0, old), (0, new), (2, new)),
+            *((0, new),),  # and nothing else until the next time
+            *((0, last), (1026, last)),
+        )
+    ]
+
+
 @pytest.mark.parametrize("row", CACHED, ids=lambda row: row.name)
 def test_the_cache_of_devices(row: Cached):
     told = Maps()
     facts = DeviceFacts(Config(), told.maps)
-    for numbers in (row.before, row.now):
+    for numbers in (row.before, row.now, row.now):  # a place that another leaves waits
         there = [Device(number, f"eth{number}", mac=MAC) for number in numbers]
         facts.tell(there, {number: Choice(HOST, "") for number in numbers})
     assert told.cached == row.places

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from kbpf.dataplane.bpf import beyond
+from kbpf.dataplane.bpf.flows import look_for_flows
 from kbpf.dataplane.bpf.load import Pins
 from kbpf.errors import KbpfError, KernelError
 from kbpf.kernel import handover, netfilter, sysctl
@@ -76,6 +77,8 @@ class Beside:
             with Map.open(maps / "flows") as flows, Map.open(maps / "order") as order:
                 count = beyond.hold_theirs(flows, order, self._masquerade_ports)
             if count:
+                with Map.open(maps / "tracked") as tracked:
+                    look_for_flows(tracked)
                 log.info("ports that conntrack has given are left to it count=%d", count)
 
     def _end_handover(self, now: float) -> None:

@@ -28,7 +28,6 @@ from kbpf.model.desired import DesiredState
 ETH_HEADER: Final = 14
 NOWHERE: Final = bytes(16)
 NEUTRAL: Final = NodeFlag(0)
-NO_DEVICE: Final = bytes(CACHED_DEVICE.size)
 ROLES: Final = {Role.HOST: layout.Role.HOST, Role.POD: layout.Role.POD}
 ZERO: Final = U32.pack(0)
 ONE: Final = U32.pack(1)
@@ -137,8 +136,9 @@ class DeviceFacts:
     def tell(self, there: Iterable[Device], choices: Mapping[int, Choice]) -> None:
         """Writes what is news; before a program runs on a new device.
 
-        An element of an array is not changed at once, as one of a hash is: so the cache has
-        nothing about a device while that changes.
+        An element of an array is not replaced, as one of a hash is, but written over, and programs
+        may be at it: so it is nobody's while it changes, and what stands there stays a device. One
+        that takes the place of another waits for the next time.
         """
         wanted = {
             U32.pack(device.ifindex): describe(
@@ -149,21 +149,32 @@ class DeviceFacts:
         }
         changed = {key: value for key, value in wanted.items() if self._told.get(key) != value}
         cached = cached_devices(wanted)
-        for index, value in self._cached.items():
-            if value != NO_DEVICE and value != cached.get(index):
-                self._keep(index, NO_DEVICE)
+        owners = {index: _owner(value) for index, value in self._cached.items()}
+        for index, owner in owners.items():
+            if owner and self._cached[index] != cached.get(index):
+                self._keep(index, _nobodys(self._cached[index]))
         for key, value in changed.items():
             self._devices.update(key, value)
         for key in self._told.keys() - wanted.keys():
             self._devices.delete(key)
         self._told = wanted
         for index, value in cached.items():
-            if value != self._cached.get(index):
+            if value != self._cached.get(index) and owners.get(index, 0) in (0, _owner(value)):
+                self._keep(index, _nobodys(value))
                 self._keep(index, value)
 
     def _keep(self, index: int, value: bytes) -> None:
         self._cache.update(U32.pack(index), value)
         self._cached[index] = value
+
+
+def _owner(cached: bytes) -> int:
+    """The ifindex in a struct cached_device; 0: it is nobody's."""
+    return int(CACHED_DEVICE.unpack(cached)[0])
+
+
+def _nobodys(cached: bytes) -> bytes:
+    return CACHED_DEVICE.pack(0, CACHED_DEVICE.unpack(cached)[1])
 
 
 def cached_devices(told: Mapping[bytes, bytes]) -> dict[int, bytes]:

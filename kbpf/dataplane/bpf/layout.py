@@ -104,6 +104,7 @@ class Fin(IntFlag):
     CLIENT = 1 << 0
     BACKEND = 1 << 1
     BACKEND_FIRST = 1 << 2
+    COUNTED = 1 << 3
 
 
 class Way(IntEnum):

@@ -14,8 +14,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
 from kbpf.dataplane.bpf import load
-from kbpf.dataplane.bpf.flows import BOTH_ENDS, in_order, is_question, last_used, newest
-from kbpf.dataplane.bpf.layout import MAPS, U32, U64
+from kbpf.dataplane.bpf.flows import (
+    BOTH_ENDS,
+    in_order,
+    is_question,
+    last_used,
+    look_for_flows,
+    newest,
+)
+from kbpf.dataplane.bpf.layout import DIALLED, MAPS, U32, U64
 from kbpf.dataplane.bpf.load import Pins
 from kbpf.errors import CapacityError, KernelError
 from kbpf.kernel import libbpf
@@ -63,6 +70,8 @@ class Tables:
             if spec.fixed
         }
         self.grow({n: size for n, size in wanted.items() if size != self.maps[n].max_entries})
+        if next(iter(self.maps["flows"].items()), None):
+            look_for_flows(self.maps["tracked"])
         return adopted
 
     def close(self) -> None:
@@ -187,10 +196,20 @@ class Tables:
         for name, old in self._left:
             if MAPS[name].kind != libbpf.MAP_QUEUE:  # that follows `flows`
                 late = self._bring(name, old)
+                if name == "sock_peers":
+                    self._count_dialled()
                 if late:
                     log.info("map caught up map=%s entries=%d", name, late)
             old.close()
         self._left = []
+
+    def _count_dialled(self) -> None:
+        """No place says 0 for a socket that is there. Too many cost a look-up, too few a peer."""
+        dialled = self.maps["dialled"]
+        for place in {U64.unpack(key)[0] % DIALLED for key, _ in self.maps["sock_peers"].items()}:
+            key = U32.pack(place)
+            count = U32.unpack(dialled.lookup(key) or key)[0]
+            dialled.update(key, U32.pack(count + 1))
 
     def _bring(self, name: str, old: Map) -> int:
         """How many entries came over."""
