@@ -86,7 +86,7 @@ class FolderCluster(Cluster):
     """Two nodes; see the module."""
 
     def __enter__(self) -> Self:
-        nodes, name, pods, _ = self._shape
+        nodes, name, pods, *_ = self._shape
         with self._stack:
             self.lab = self._stack.enter_context(Lab(nodes, name, apart=True))
             folder = self.lab.folder / "objects"
