@@ -121,24 +121,9 @@ static __always_inline struct device *find_route(struct __sk_buff *skb, const st
 	return device_at(route->ifindex);
 }
 
-static __always_inline void remember_way(struct way_out *out, const struct route *route, u64 now)
-{
-	out->length = 0; /* nobody else may take what is half written */
-	asm volatile("" ::: "memory");
-	out->next = route->destination;
-	out->family = route->family;
-	out->ifindex = route->ifindex;
-	__builtin_memcpy(out->own_mac, route->own_mac, 6);
-	__builtin_memcpy(out->next_mac, route->next_mac, 6);
-	out->resolved = route->vlan[0];
-	out->found = now;
-	asm volatile("" ::: "memory");
-	out->length = route->length;
-}
-
 static __always_inline void hand_on_way(struct way_out *out, const struct way_out *found)
 {
-	out->length = 0;
+	out->length = 0; /* nobody else may take what is half written */
 	asm volatile("" ::: "memory");
 	out->next = found->next;
 	out->family = found->family;
@@ -149,6 +134,22 @@ static __always_inline void hand_on_way(struct way_out *out, const struct way_ou
 	out->found = found->found;
 	asm volatile("" ::: "memory");
 	out->length = found->length;
+}
+
+static __always_inline void remember_way(struct way_out *out, const struct route *route, u64 now)
+{
+	struct way_out found = {
+		.found = now,
+		.next = route->destination,
+		.ifindex = route->ifindex,
+		.length = route->length,
+		.resolved = route->vlan[0],
+		.family = route->family,
+	};
+
+	__builtin_memcpy(found.own_mac, route->own_mac, 6);
+	__builtin_memcpy(found.next_mac, route->next_mac, 6);
+	hand_on_way(out, &found);
 }
 
 /* The same, for a packet of a flow: what was found is good for a second. A router that changes, or

@@ -138,27 +138,26 @@ static __always_inline bool parse_ports(struct __sk_buff *skb, struct packet *p)
 static __always_inline bool parse_v4(struct __sk_buff *skb, struct packet *p)
 {
 	struct ip4_tcp start;
-	struct ip4_header ip;
+	const struct ip4_header *ip = &start.ip;
 	bool all = !bpf_skb_load_bytes(skb, p->l3, &start, sizeof(start));
 	u16 fragment;
 
 	if (!all && bpf_skb_load_bytes(skb, p->l3, &start.ip, sizeof(start.ip)))
 		return false;
-	ip = start.ip;
-	p->tuple.from.address = v4_mapped(ip.source);
-	p->tuple.to.address = v4_mapped(ip.destination);
-	p->protocol = ip.protocol;
-	p->ttl = ip.ttl;
-	p->tos = ip.tos;
-	p->check = ip.check;
-	p->l4 = p->l3 + (ip.version_length & 0x0f) * 4;
-	fragment = __builtin_bswap16(ip.fragment);
+	p->tuple.from.address = v4_mapped(ip->source);
+	p->tuple.to.address = v4_mapped(ip->destination);
+	p->protocol = ip->protocol;
+	p->ttl = ip->ttl;
+	p->tos = ip->tos;
+	p->check = ip->check;
+	p->l4 = p->l3 + (ip->version_length & 0x0f) * 4;
+	fragment = __builtin_bswap16(ip->fragment);
 	if (fragment & IP_OFFSET)
 		p->fragment = LATER;
 	else if (fragment & IP_MORE_FRAGMENTS)
 		p->fragment = FIRST;
-	p->id = ip.id;
-	if (all && ip.version_length == 0x45 && p->protocol == PROTO_TCP && p->fragment == WHOLE) {
+	p->id = ip->id;
+	if (all && ip->version_length == 0x45 && p->protocol == PROTO_TCP && p->fragment == WHOLE) {
 		p->tuple.from.protocol = PROTO_TCP;
 		p->tuple.to.protocol = PROTO_TCP;
 		p->tuple.from.port = start.ports.source;
