@@ -32,11 +32,18 @@ class ConfigError(KbpfError):
 
 
 class ConfigErrors(ConfigError):
-    """Several settings that are wrong; `str()` is one line for all of them."""
+    """All settings that are wrong; `str()` is one line for all of them. `warnings`: what was found
+    beside that. `log_format`: the one that was asked for.
+    """
 
-    def __init__(self, errors: tuple[ConfigError, ...]) -> None:
+    def __init__(
+        self,
+        errors: tuple[ConfigError, ...],
+        warnings: tuple[str, ...] = (),
+        log_format: str = "text",
+    ) -> None:
         super().__init__(" | ".join(map(str, errors)))
-        self.errors = errors
+        self.errors, self.warnings, self.log_format = errors, warnings, log_format
 
 
 class ObjectError(KbpfError):

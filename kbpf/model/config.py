@@ -82,6 +82,17 @@ class Conntrack:
     udp_stream: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class IpvsTimes:
+    """After how many seconds without a packet IPVS forgets a connection; 0 leaves what is there:
+    Linux begins with 900, 120 and 300. `tcp_fin`: after an end's FIN.
+    """
+
+    tcp: int = 0
+    tcp_fin: int = 0
+    udp: int = 0
+
+
 class LocalMode(StrEnum):
     """How pods of this node are told from others: kube-proxy's words."""
 
@@ -97,7 +108,7 @@ class Config:
     """Everything that decides what the agent does. Defaults are kube-proxy's where it has them.
 
     `node_port_addresses`: networks in which the node's own addresses serve NodePorts; empty
-    means the primary addresses (nftables mode's default, reference 2.3).
+    means the primary addresses (nftables mode's default).
     `all_node_port_addresses`: every address of the node instead.
     `socket_lb`: whose sockets the hooks serve, but for processes in a cgroup whose path below the
     cgroup v2 root matches one of `socket_lb_exempt` (fnmatch).
@@ -107,12 +118,13 @@ class Config:
     of the mark (0 to 31) the packets of such flows carry through the node's stack.
     `forwarding`: how a packet gets to a pod of this node: up the `stack`, past the host's
     netfilter, or `direct` to the pod's device.
-    `detect_local_mode`: who counts as a pod of this node (reference 2.1, 2.2). `cluster_cidrs`,
+    `detect_local_mode`: who counts as a pod of this node, as with kube-proxy. `cluster_cidrs`,
     `pod_bridge_interface` and `pod_interface_name_prefix` belong to one mode each.
     `algorithm`: of Services that do not say by annotation.
     `ipvs_scheduler`: IPVS' word for how Services without an algorithm or weights of their own are
     spread. `ipvs_device` holds their addresses, `nft_table` is of the family inet, and `state_dir`
-    holds what a bpffs cannot. `strict_arp`: only addresses of the asked device are answered for.
+    holds what a bpffs cannot. `ipvs_times`: when IPVS forgets idle connections. `strict_arp`: only
+    addresses of the asked device are answered for.
     `serving`: health checks and metrics. `accounting`: what is counted of connections by
     Service and backend: nothing, their beginning, or their end, too.
     `proxy_mode`: kube-proxy's word for the mode that it was asked for, "" when nobody did.
@@ -152,6 +164,7 @@ class Config:
     ipvs_device: str = "kbpf-ipvs0"
     nft_table: str = "kbpf"
     state_dir: Path = Path("/run/kbpf")
+    ipvs_times: IpvsTimes = field(default_factory=IpvsTimes)
     strict_arp: bool = False
     serving: Serving = field(default_factory=Serving)
     accounting: Accounting = Accounting.CONNECTIONS

@@ -13,7 +13,7 @@ from kbpf.model.objects import Algorithm, Cidr, Protocol, ServiceName
 class ServicePortKey(NamedTuple):
     """One port of a Service in one family: what has backend sets and affinity of its own.
 
-    kube-proxy runs one proxier per family, each with its own ServicePorts (reference 1.2).
+    kube-proxy runs one proxier per family, each with its own ServicePorts.
     """
 
     namespace: str
@@ -101,7 +101,8 @@ class ServiceState(msgspec.Struct, frozen=True):
     Who gets no connections by its weight is in neither. `algorithm` holds for both, and the
     weights are those of Spread.
     `serving` holds every endpoint that still serves, selected or not: UDP flows to anything else
-    are cut (reference 2.4). `any_endpoints` chooses between refuse and drop when a set is empty.
+    are cut. `any_endpoints` chooses between refuse and drop when a set is empty.
+    `on_node` are the addresses of endpoints of this node, selected or not.
     `source_ranges` are who may dial restricted frontends, of this family.
     `lost` names frontends that another Service won, with the winner.
     """
@@ -120,6 +121,7 @@ class ServiceState(msgspec.Struct, frozen=True):
     algorithm: Algorithm = Algorithm.RANDOM
     cluster_weights: tuple[int, ...] = ()
     local_weights: tuple[int, ...] = ()
+    on_node: tuple[Addr, ...] = ()
 
     @property
     def cluster_spread(self) -> Spread:

@@ -8,13 +8,14 @@ import msgspec
 
 class Table(NamedTuple):
     """A map or table. `entries` is None where they are not counted, `bytes` where the kernel does
-    not say. `room` is what it has now, `limit` how far it may grow.
+    not say. `room` is what it has now, `limit` how far it may grow; None where an entry stays until
+    its room is needed, so that being full is no sign of anything.
     """
 
     name: str
     entries: int | None
     room: int
-    limit: int
+    limit: int | None
     bytes: int | None
 
 
@@ -69,6 +70,15 @@ class Pair(NamedTuple):
     totals: Totals
 
 
+class Tracked(NamedTuple):
+    """Connections of the packet path: `now`, those that live and would have to be driven out to
+    make room (half open and closed ones make it by themselves); `most`, as many as there may be.
+    """
+
+    now: int
+    most: int
+
+
 class Measures(msgspec.Struct, frozen=True):
     """What is known at once. `tables`: `entries` of those that programs write is what it was when
     connections were counted last.
@@ -82,13 +92,14 @@ class Traffic(msgspec.Struct, frozen=True):
     """What takes long to count. `connections`: how many each Service port has now, if it has any;
     there may be tens of thousands. None where that is not counted. `totals`: what each has had,
     where that is; `known`: which of its numbers are counted. `backends`: the busiest, as many as
-    are wanted.
+    are wanted. `tracked`: None where there is no packet path.
     """
 
     connections: tuple[tuple[PortName, int], ...] | None = None
     totals: tuple[tuple[PortName, Totals], ...] = ()
     known: frozenset[str] = frozenset()
     backends: tuple[Pair, ...] = ()
+    tracked: Tracked | None = None
 
 
 Pause = Callable[[], None]

@@ -54,7 +54,7 @@ class Cidr(NamedTuple):
 
 
 class ServicePort(msgspec.Struct, frozen=True, gc=False):
-    """One entry of spec.ports. `node_port` 0 means none (reference 1.2)."""
+    """One entry of spec.ports. `node_port` 0 means none."""
 
     name: str
     protocol: Protocol
@@ -75,7 +75,7 @@ class Weights(msgspec.Struct, frozen=True):
 
 
 class Service(msgspec.Struct, frozen=True):
-    """A Service that has cluster IPs. What kube-proxy skips never becomes one (reference 1.2).
+    """A Service that has cluster IPs. What kube-proxy skips never becomes one.
 
     `lb_vips` holds only status addresses with ipMode VIP (or none given).
     `affinity_timeout` is in seconds, 0 without session affinity.

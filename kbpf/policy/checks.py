@@ -1,6 +1,6 @@
 """What the health check of a Service says: whether this node has endpoints of it.
 
-kube-proxy's rules (reference 3.2): only a LoadBalancer Service with external policy Local has a
+kube-proxy's rules (service_health.go): only a LoadBalancer Service with external policy Local has a
 healthCheckNodePort. Ready endpoints on this node count, by address: two ports of one Pod are one,
 and those that terminate are none though they may still serve. kube-proxy has a server for each
 family; where the Service has only one, the other family's answers the same here.

@@ -12,7 +12,7 @@ from kbpf.model.config import Config
 from kbpf.model.desired import DesiredState, ServicePortKey, ServiceState
 from kbpf.model.events import Kind
 from kbpf.model.objects import Algorithm, Cidr, EndpointSlice, Node, Pod, Service, ServiceName
-from kbpf.policy.endpoints import choose, external_local
+from kbpf.policy.endpoints import choose, external_local, on_node
 from kbpf.policy.frontends import (
     Claims,
     families,
@@ -55,6 +55,7 @@ def desired_service(
                 algorithm=service.algorithm or algorithm,
                 cluster_weights=chosen.cluster_weights,
                 local_weights=chosen.local_weights,
+                on_node=on_node(slices, node, family),
             )
     return tuple(states.values())
 

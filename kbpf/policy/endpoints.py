@@ -1,6 +1,6 @@
 """Which endpoints serve a Service port on this node, and why.
 
-Rules kept here (kube-proxy's CategorizeEndpoints and endpointslicecache; reference 1.3, 1.4):
+Rules kept here (kube-proxy's endpointslicecache.go, and CategorizeEndpoints in topology.go):
 - A Service's endpoints are the union of its slices of one family. Each slice says for itself
   which number stands behind a port's name.
 - One backend per address and port. kube-proxy lets a local copy replace a remote one and leaves
@@ -134,7 +134,7 @@ class Chosen(msgspec.Struct, frozen=True):
 
 
 def external_local(service: Service, port: ServicePort, family: int) -> bool:
-    """Whether external policy Local counts for this port (reference 1.2, 1.4 step 1)."""
+    """Whether external policy Local counts for this port (serviceport.go)."""
     if not service.external_local:
         return False
     counts = service.type in ("LoadBalancer", "NodePort") or bool(service.external_ips)
@@ -173,6 +173,13 @@ def choose(
         cluster, local, serving, any_endpoints, mode, slices, port, node, family, uses_cluster
     )
     return chosen if service.weights is None else _weighted(chosen, service.weights)
+
+
+def on_node(slices: Iterable[EndpointSlice], node: Node, family: int) -> tuple[Addr, ...]:
+    """The addresses of all endpoints of this node, sorted."""
+    pieces = (piece for piece in slices if piece.family == family)
+    ends = (end for piece in pieces for end in piece.endpoints)
+    return tuple(sorted({end.address for end in ends if _is_local(end, node.name)}))
 
 
 def _weighted(chosen: Chosen, weights: Weights) -> Chosen:
@@ -260,7 +267,7 @@ def _precedence(end: Endpoint, node_name: str) -> tuple[object, ...]:
 
 
 def _mode(ready: Sequence[Endpoint], node: Node) -> TopologyMode:
-    """The topology mode that the hints of the ready endpoints allow (reference 1.4 steps 2, 3)."""
+    """The topology mode that the hints of the ready endpoints allow (topology.go)."""
     if not ready:
         return TopologyMode.NONE
     nodes = [end.node_hints or () for end in ready]

@@ -2,7 +2,7 @@
 who wins when two Service ports claim one address.
 
 Rules kept here:
-- A Service without a cluster IP of a family has no frontends in that family (reference 1.2).
+- A Service without a cluster IP of a family has no frontends in that family.
 - A NodePort is one frontend per family, at ANY4 or ANY6; which addresses that means is the
   node's business, not the Service's. So NodePorts clash among themselves only.
 - A cluster IP beats a load balancer's VIP, and that beats an external IP: whoever may create
@@ -47,7 +47,7 @@ def families(service: Service) -> tuple[int, ...]:
 
 
 def externally_reachable(service: Service, port: ServicePort, family: int) -> bool:
-    """Whether the port answers on anything but its cluster IP (reference 1.4 step 1)."""
+    """Whether the port answers on anything but its cluster IP (serviceport.go)."""
     if port.node_port:
         return True
     if not service.external_ips and not service.lb_vips:
@@ -83,7 +83,7 @@ def restricted(ranges: Iterable[Cidr], family: int) -> bool:
     """Whether source ranges keep any client of this family away from an LB VIP.
 
     Ranges are filtered by family first, and an empty list allows everyone: ranges of the other
-    family alone restrict nothing (reference 1.2; so it is in kube-proxy).
+    family alone restrict nothing, as in kube-proxy.
     """
     ours = [cidr for cidr in ranges if family_of(cidr.address) == family]
     everyone = 96 if family == 4 else 0
@@ -93,7 +93,7 @@ def restricted(ranges: Iterable[Cidr], family: int) -> bool:
 def source_ranges(service: Service, node: Node, family: int) -> tuple[Cidr, ...]:
     """Who may dial the restricted VIPs of this family: the Service's ranges, and when one of them
     holds an address of the node, the VIPs themselves, because what the node sends to a VIP may
-    carry it as its source (reference 2.1).
+    carry it as its source (iptables/proxier.go).
     """
     ours = tuple(cidr for cidr in service.source_ranges if family_of(cidr.address) == family)
     own = (addr for addr in node.addresses if family_of(addr) == family)
@@ -113,7 +113,7 @@ def masquerade_addresses(node: Node, local_addresses: Collection[Addr]) -> tuple
 
 def local_networks(node: Node, config: Config) -> tuple[Cidr, ...]:
     """Where pods of this node have their addresses, by the mode that the operator chose: the
-    first network of each family (reference 2.2). None without such a mode, and while the Node
+    first network of each family. None without such a mode, and while the Node
     has no pod networks.
     """
     match config.detect_local_mode:
@@ -130,7 +130,7 @@ def local_networks(node: Node, config: Config) -> tuple[Cidr, ...]:
 def node_port_addresses(
     node: Node, local_addresses: Collection[Addr], config: Config
 ) -> tuple[Addr, ...]:
-    """The addresses on which NodePorts answer, sorted; never loopback (reference 2.3).
+    """The addresses on which NodePorts answer, sorted; never loopback (nodeport_addresses.go).
 
     By default the Node's first address of each family; all local ones while no address of the
     Node is known. With networks configured, the local addresses in them; a family without any

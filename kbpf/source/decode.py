@@ -1,6 +1,7 @@
 """Wire → model: what kube-proxy reads of an object, checked, with defaults filled in.
 
-Rules (reference 1.2, 1.3; where kube-proxy trusts the API server's checks, we make them):
+Rules (serviceport.go and endpointslicecache.go; where kube-proxy trusts the API server's checks, we
+make them):
 - `None` means that kube-proxy skips the object: to us it does not exist.
 - A name that the API server would refuse spoils the whole object: names are kept in maps, in
   places of their length, and stand in lines for people.
@@ -12,7 +13,7 @@ Rules (reference 1.2, 1.3; where kube-proxy trusts the API server's checks, we m
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from functools import lru_cache
 from sys import intern
 from typing import Any, Final, NamedTuple
@@ -36,19 +37,21 @@ from kbpf.model.objects import (
 from kbpf.source import wire
 from kbpf.source.annotations import read_algorithm, read_weights
 from kbpf.source.fields import (
+    LINK_LOCAL,
     address_at,
+    at,
     field_error,
     is_local,
     label_at,
     label_problem,
     one_of,
     or_skip,
+    parse_at,
     parse_cidr,
     port_at,
     shown,
     special,
     subdomain_at,
-    unicast_at,
 )
 
 Object = Service | EndpointSlice | Node | Pod
@@ -104,15 +107,13 @@ def service(obj: wire.Service) -> Service | None:
     cluster_ips = _cluster_ips(spec)
     if kind == "ExternalName" or not cluster_ips:
         return None
-    external_ips = tuple(
-        unicast_at(text, f"spec.externalIPs[{i}]") for i, text in enumerate(spec.external_ips or ())
-    )
+    skipped: list[str] = []
+    listed = [(f"spec.externalIPs[{i}]", ip) for i, ip in enumerate(spec.external_ips or ())]
     exposed = kind in ("NodePort", "LoadBalancer")
     external_local = is_local(spec.external_traffic_policy, "spec.externalTrafficPolicy")
-    external_local = external_local and (exposed or bool(external_ips))
+    external_local = external_local and (exposed or bool(listed))
     checked = kind == "LoadBalancer" and external_local
     own = obj.metadata.annotations or wire.Annotations()
-    skipped: list[str] = []
     check_port = (spec.health_check_node_port or 0) if checked else 0
     return Service(
         namespace=intern(obj.metadata.namespace or ""),
@@ -120,8 +121,8 @@ def service(obj: wire.Service) -> Service | None:
         type=intern(kind),
         cluster_ips=cluster_ips,
         ports=_service_ports(spec.ports or (), exposed),
-        external_ips=external_ips,
-        lb_vips=_lb_vips(obj.status),
+        external_ips=_dialled(listed, skipped),
+        lb_vips=_lb_vips(obj.status, skipped),
         source_ranges=tuple(
             parse_cidr(text.strip(), f"spec.loadBalancerSourceRanges[{i}]")
             for i, text in enumerate(spec.load_balancer_source_ranges or ())
@@ -281,13 +282,32 @@ def _service_ports(ports: tuple[wire.ServicePort, ...], exposed: bool) -> tuple[
     return tuple(result)
 
 
-def _lb_vips(status: wire.ServiceStatus | None) -> tuple[Addr, ...]:
+def _lb_vips(status: wire.ServiceStatus | None, skipped: list[str]) -> tuple[Addr, ...]:
     ingress = (status and status.load_balancer and status.load_balancer.ingress) or ()
-    return tuple(
-        address_at(entry.ip, f"status.loadBalancer.ingress[{i}].ip")
+    listed = (
+        (f"status.loadBalancer.ingress[{i}].ip", entry.ip)
         for i, entry in enumerate(ingress)
         if entry.ip and entry.ip_mode in (None, "VIP")
     )
+    return _dialled(listed, skipped, (LINK_LOCAL,))
+
+
+def _dialled(
+    listed: Iterable[tuple[str, str]], skipped: list[str], fine: Collection[str] = ()
+) -> tuple[Addr, ...]:
+    """The addresses at these paths but for those that no connection can be made to, or that are
+    every node's own: they are left out, and the Service is served at its others. `fine`: reasons
+    that are none here.
+    """
+    found = []
+    for path, text in listed:
+        address = parse_at(text, path)
+        reason = special(address)
+        if reason and reason not in fine:
+            skipped.append(at(path, f"{text} is {reason}"))
+        else:
+            found.append(address)
+    return tuple(found)
 
 
 def _affinity_timeout(spec: wire.ServiceSpec) -> int:
@@ -355,7 +375,7 @@ def _shared(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _slice_ports(ports: tuple[wire.SlicePort, ...], skipped: list[str]) -> tuple[SlicePort, ...]:
-    """The ports that can serve. No name at all and no number mean "not for us" (reference 1.3)."""
+    """The ports that can serve. No name at all and no number mean "not for us"."""
     result = []
     for i, port in enumerate(ports):
         if port.name is None or not port.port:

@@ -13,6 +13,8 @@ from kbpf.model.objects import Cidr
 
 T = TypeVar("T")
 
+LINK_LOCAL: Final = "a link-local address"
+
 _LABEL: Final = "[a-z0-9](?:[-a-z0-9]*[a-z0-9])?"
 LABEL: Final = re.compile(_LABEL)
 SUBDOMAIN: Final = re.compile(rf"{_LABEL}(?:\.{_LABEL})*")
@@ -70,20 +72,17 @@ def is_local(value: str | None, path: str) -> bool:
     return one_of(value or "Cluster", ("Cluster", "Local"), path) == "Local"
 
 
-def address_at(text: str, path: str) -> Addr:
+def parse_at(text: str, path: str) -> Addr:
     try:
-        address = parse_addr(text)
+        return parse_addr(text)
     except (ObjectError, ValueError):
         raise ObjectError(at(path, f"{text!r} is not an IP address")) from None
+
+
+def address_at(text: str, path: str) -> Addr:
+    address = parse_at(text, path)
     if address in (ANY4, ANY6):
         raise ObjectError(at(path, f"{text} is the unspecified address"))
-    return address
-
-
-def unicast_at(text: str, path: str) -> Addr:
-    address = address_at(text, path)
-    if reason := special(address):
-        raise ObjectError(at(path, f"{text} is {reason}"))
     return address
 
 
@@ -91,7 +90,8 @@ def special(address: Addr) -> str:
     """Why an API server refuses this address as an endpoint or external IP; "" when it doesn't.
 
     Such an address means something else on every node: the node itself, its metadata service.
-    (Global multicast and broadcast pass the API server's check, "probably a bug"; not ours.)
+    (Global multicast and broadcast pass the API server's check, "probably a bug"; not ours. So does
+    whatever somebody writes as a load balancer's address.)
     """
     return _special4(address[12:]) if address[:12] == V4_PREFIX else _special6(address)
 
@@ -101,7 +101,7 @@ def _special4(octets: bytes) -> str:
     if first == 127:
         return "a loopback address"
     if first == 169 and octets[1] == 254:
-        return "a link-local address"
+        return LINK_LOCAL
     if octets == bytes(4):
         return "the unspecified address"
     multicast = 224 <= first < 240
@@ -111,7 +111,7 @@ def _special4(octets: bytes) -> str:
 def _special6(address: bytes) -> str:
     first = address[0]
     if first == 0xFE and address[1] & 0xC0 == 0x80:
-        return "a link-local address"
+        return LINK_LOCAL
     if first == 0xFF:
         return "not a unicast address"
     if first == 0 and int.from_bytes(address) <= 1:

@@ -18,7 +18,7 @@ _STATUS: Final = msgspec.json.Decoder(wire.Status)
 
 @dataclass(frozen=True, slots=True)
 class Resource:
-    """One kind to watch, and what the server shall leave out (reference 1.1)."""
+    """One kind to watch, and what the server shall leave out, as kube-proxy's server.go."""
 
     kind: Kind
     name: str

@@ -2,7 +2,7 @@
 
 It shares no code with kbpf and imports nothing of it: it reads the attributes of the objects that
 it is handed, works on text and plain containers, and does everything again for every question.
-Written from kube-proxy's rules (reference 1.2, 1.3, 1.4, 2.3), for reading, not for speed.
+Written from kube-proxy's rules (pkg/proxy in Kubernetes), for reading, not for speed.
 """
 
 import hashlib

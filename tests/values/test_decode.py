@@ -1,4 +1,6 @@
-"""What kube-proxy reads of each field (reference 1.2, 1.3), and what a bad field does."""
+"""What kube-proxy reads of each field (serviceport.go, endpointslicecache.go), and what a bad one
+does.
+"""
 
 from typing import Any, NamedTuple
 
@@ -246,6 +248,37 @@ def test_load_balancer_status(name, ingress, vips):
     assert item.object.lb_vips == tuple(map(a, vips))
 
 
+SPECIAL = [
+    ("127.0.0.1", "a loopback address"),
+    ("::1", "a loopback address"),
+    ("0.0.0.0", "the unspecified address"),
+    ("::", "the unspecified address"),
+    ("169.254.169.254", "a link-local address"),
+    ("fe80::1", "a link-local address"),
+    ("224.0.0.1", "not a unicast address"),
+    ("239.1.2.3", "not a unicast address"),
+    ("255.255.255.255", "not a unicast address"),
+    ("ff02::1", "not a unicast address"),
+    ("ff0e::1", "not a unicast address"),
+]
+
+
+@pytest.mark.parametrize(("text", "why"), SPECIAL)
+def test_an_address_that_is_nobodys_is_left_out_alone(text: str, why: str):
+    """In whatever mode: no Service may have it, and the others of its Service are served."""
+    listed = ["198.51.100.1", text]
+    status = {"loadBalancer": {"ingress": [{"ip": ip} for ip in ("203.0.113.1", text)]}}
+    made = service(externalIPs=listed, status=status).object
+    assert isinstance(made, Service)
+    # What a load balancer has is not checked by an API server, and link-local can be meant.
+    vips = ("203.0.113.1", text) if "link-local" in why else ("203.0.113.1",)
+    assert (made.external_ips, made.lb_vips) == ((a("198.51.100.1"),), tuple(map(a, vips)))
+    assert made.skipped == (
+        f"spec.externalIPs[1]: {text} is {why}",
+        *([] if text in vips else [f"status.loadBalancer.ingress[1].ip: {text} is {why}"]),
+    )
+
+
 def test_load_balancer_status_counts_for_every_type():
     item = service(status={"loadBalancer": {"ingress": [{"ip": "203.0.113.1"}]}}, type="NodePort")
     assert isinstance(item.object, Service)
@@ -293,7 +326,6 @@ BAD_SERVICES = [
         "spec.clusterIPs: more than one address of a family",
     ),
     ({"externalIPs": ["x"]}, "spec.externalIPs[0]: 'x' is not an IP address"),
-    ({"externalIPs": ["127.0.0.1"]}, "spec.externalIPs[0]: 127.0.0.1 is a loopback address"),
     ({"externalIPs": ["9" * 5000 + ".1.1.1"]}, "is not an IP address"),
     (
         {"loadBalancerSourceRanges": ["10.0.0.0/8", "10.0.0.0/33"]},
@@ -394,8 +426,8 @@ def test_a_port_name_that_is_no_label_spoils_its_service(name):
 
 
 def test_a_bad_load_balancer_address_names_its_field():
-    item = service(status={"loadBalancer": {"ingress": [{"ip": "0.0.0.0"}]}})
-    assert item.error == "status.loadBalancer.ingress[0].ip: 0.0.0.0 is the unspecified address"
+    item = service(status={"loadBalancer": {"ingress": [{"ip": "1.2.3"}]}})
+    assert item.error == "status.loadBalancer.ingress[0].ip: '1.2.3' is not an IP address"
 
 
 @pytest.mark.parametrize(

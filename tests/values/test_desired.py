@@ -1,4 +1,4 @@
-"""The desired state: what each dial gets (reference 2.1), who changes when something does, and
+"""The desired state: what each dial gets, who changes when something does, and
 that the way there does not matter.
 """
 

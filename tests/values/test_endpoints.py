@@ -1,4 +1,4 @@
-"""Which endpoints serve: one row per rule of kube-proxy (reference 1.3, 1.4), then any input at
+"""Which endpoints serve: one row per rule of kube-proxy (topology.go), then any input at
 all against the naive model.
 """
 
@@ -20,7 +20,7 @@ from kbpf.model.objects import (
     ServicePort,
     SlicePort,
 )
-from kbpf.policy.endpoints import Chosen, Reason, TopologyMode, choose, external_local
+from kbpf.policy.endpoints import Chosen, Reason, TopologyMode, choose, external_local, on_node
 from tests.support import oracle
 
 ME = Node("me", zone="a")
@@ -340,6 +340,16 @@ def test_one_copy_of_a_duplicate_counts_whatever_the_order(row: Twins, service: 
 def test_an_endpoint_that_moves_between_slices_is_there_once():
     slices = (piece(end(1), end(2)), piece(end(2), end(3), name="web-2"))
     assert numbers(choose(slices, PORT, CLUSTER, ME, 4).cluster) == (1, 2, 3)
+
+
+def test_who_is_on_this_node_whatever_becomes_of_it():
+    slices = (
+        piece(here(1), end(2), down(3, node="me"), end(4, node="other")),
+        piece(here(1), here(5), name="web-2"),
+        piece(here(6), name="web-6", family=6),
+    )
+    assert [a[-1] for a in on_node(slices, ME, 4)] == [1, 3, 5]
+    assert on_node(slices, Node(""), 4) == ()
 
 
 def test_serving_holds_all_that_serve_whatever_policy_and_hints_say():

@@ -1,5 +1,5 @@
 """What clients dial: a Service's addresses, the node's NodePort addresses, and who wins one
-address that two Services want (reference 1.2, 2.3).
+address that two Services want.
 """
 
 import ipaddress
