@@ -179,7 +179,7 @@ static __always_inline u32 pick_backend(const struct service *service, u32 set, 
 
 /* Whether only endpoints of this node will do. The internal policy holds for a ClusterIP. For all
  * other kinds it is the external one, but who is on this node or in its pods gets the short
- * circuit: Cluster endpoints whatever that policy says (kube-proxy reference 2.1). */
+ * circuit: Cluster endpoints whatever that policy says, as in kube-proxy. */
 static __always_inline bool wants_local(const struct service *service, const struct asker *who)
 {
 	if (service->flags & SERVICE_CLUSTER_IP)

@@ -70,6 +70,13 @@ BPF_TABLE("prog", u32, u32, tails, TAILS);
  * we yielded to it. Full: the oldest goes, and if its SYN comes once more it begins anew. */
 BPF_TABLE("lru_hash", struct ends, u32, yielded, 64);
 
+/* 0 -> until when no flow begins, ns, CLOCK_MONOTONIC. The devices change over to other programs
+ * one after the other; do these keep flows elsewhere, one that began meanwhile would be known on
+ * one of its two devices only. A SYN that is dropped comes again after a second. It is a time, so
+ * that an agent that dies leaves nobody waiting, and a map of its own, which every version of kbpf
+ * shares: its layout must never change. */
+BPF_TABLE("array", u32, u64, paused, 1);
+
 /* 0 -> the flow that is being made, on its way from the program that chose its backend to the one
  * that writes its entries. On one CPU there is only one: nothing else runs at TC meanwhile. */
 BPF_TABLE("percpu_array", u32, struct nat, pending, 1);
@@ -422,8 +429,8 @@ static __always_inline enum leaving translate_out(struct tuple *t, u32 flags, u3
 
 /* ---- a new flow ---------------------------------------------------------------------------- */
 
-/* Whether the backend has to see the node's address instead of the client's (kube-proxy reference
- * 2.2). A client that is its own backend would answer itself past us. */
+/* Whether the backend has to see the node's address instead of the client's, as in
+ * kube-proxy. A client that is its own backend would answer itself past us. */
 static __always_inline bool masquerades(const struct choice *c, const struct node *n,
 					const struct device *device, const struct address *client)
 {
@@ -608,6 +615,14 @@ static __always_inline bool starts_flow(const struct packet *p)
 	return p->protocol == PROTO_UDP || (p->tcp_flags & (TCP_SYN | TCP_ACK)) == TCP_SYN;
 }
 
+static __always_inline bool is_paused(u64 now)
+{
+	u32 zero = 0;
+	u64 *until = paused.lookup(&zero);
+
+	return until && *until > now;
+}
+
 /* Chooses a backend for who is not known yet, and describes the flow. False: it comes to nothing,
  * and `action` says what becomes of the packet. */
 static __always_inline bool begin(struct __sk_buff *skb, struct packet *p, struct asker *who,
@@ -630,6 +645,10 @@ static __always_inline bool begin(struct __sk_buff *skb, struct packet *p, struc
 		return false;
 	}
 	nat->last_used = now_ns();
+	if (is_paused(nat->last_used)) {
+		*action = finish(TC_SHOT, PAUSED);
+		return false;
+	}
 	nat->client = p->tuple.from;
 	nat->frontend = p->tuple.to;
 	nat->backend = c->backend;

@@ -315,7 +315,8 @@ enum reason {
 	EVICTED = 15,           /* a connection that lives had to make room for a new one */
 	NO_ROUTE = 16,          /* from this node's own socket to the backend: dropped */
 	LEFT_TO_PACKETS = 17,   /* a socket that is not for the hooks to serve */
-	REASONS = 18,
+	PAUSED = 18,            /* programs change over to other maps: dropped, to come again */
+	REASONS = 19,
 };
 
 /* ---- accounting (account.h) ---- */

@@ -45,6 +45,7 @@ PURPOSE: Final = {
     "order": "packet path: connections, the oldest first; full: one that is not needed goes",
     "tracked": "packet path: how many connections are in that order",
     "fragments": "packet path: ports of datagrams that come in fragments",
+    "paused": "packet path: until when no flow begins, while programs change over to other maps",
     "yielded": "packet path: connections that another data plane got while it served",
     "devices": "packet path: devices, and on which side of the node they are",
     "device_cache": "packet path: remainder of an ifindex → one of those devices",
@@ -61,7 +62,8 @@ class MapRow(msgspec.Struct, frozen=True):
     """A map. `fill_percent` is None where fullness means nothing (arrays).
 
     `bytes` is None where the kernel does not say. `alarm`: 80 % or more is used. An LRU map may
-    well stay full; then what was used least recently is forgotten early.
+    well stay full; then what was used least recently is forgotten early. Not of `flows`, whose
+    entries stay until their room is needed: `inspect status` has its alarm.
     """
 
     name: str
@@ -89,7 +91,7 @@ def _row(facts: MapFacts) -> MapRow:
         entries=facts.entries,
         room=facts.room,
         fill_percent=fill,
-        alarm=fill is not None and fill >= ALARM_PERCENT,
+        alarm=fill is not None and fill >= ALARM_PERCENT and facts.name != "flows",
         bytes=facts.bytes,
         purpose=PURPOSE.get(facts.name, ""),
     )

@@ -20,8 +20,8 @@ class PacketView(msgspec.Struct, frozen=True):
 
     `state`: ``on``; ``off``, as it was asked for; or ``failed``, which `why` explains.
     `connections`: those whose time is not over; `entries`: with those whose is, which stay until
-    their room is needed. `room`: most that there may be. `alarm`: 80 % of it are in use, so
-    connections that live are forgotten soon.
+    their room is needed. `room`: most that there may be. `alarm`: 80 % of it have connections that
+    would not make room by themselves (half open or closed ones do), so some are broken off soon.
     `created`: connections since the counters began; `forgotten` of them have no entry any more:
     it went to make room, or to a new connection from the same port. None while that cannot be
     told. `evicted`: those that lived and had to make room for new ones.
@@ -59,7 +59,7 @@ def view(snapshot: Snapshot) -> PacketView:
         connections=fill.live if fill else 0,
         entries=entries,
         room=fill.room if fill else 0,
-        alarm=fill is not None and state == "on" and fill.live >= ALARM * fill.room,
+        alarm=fill is not None and state == "on" and fill.needed >= ALARM * fill.room,
         created=created,
         # Fewer than there are: the counters are younger than the map.
         forgotten=created - entries if created >= entries else None,

@@ -22,6 +22,7 @@ WORDS: Final = {
     Reason.NEW_FLOW: "connections that a packet began, and that are tracked since",
     Reason.EVICTED: "connections that lived, and had to make room for new ones",
     Reason.NO_ROUTE: "dropped: this node's own socket has no route to the backend",
+    Reason.PAUSED: "dropped, to come again: the programs changed over to other maps",
     Reason.LEFT_TO_PACKETS: "sockets left alone: --socket-lb says so, or they are exempt",
 }
 

@@ -81,10 +81,13 @@ class Tracked(msgspec.Struct, gc=False):
 
 
 class Fill(NamedTuple):
-    """How many connections `flows` has, how many are not over yet, and room for how many."""
+    """How many connections `flows` has, how many are not over yet, how many of these would have to
+    be driven out, and room for how many.
+    """
 
     entries: int
     live: int
+    needed: int
     room: int
 
 
@@ -129,13 +132,15 @@ def _add(found: dict[bytes, Tracked], raw: bytes, part: int) -> None:
 
 def fill(held: Map, now: float) -> Fill:
     """How full this map `flows` is. `now`: CLOCK_MONOTONIC, seconds."""
-    entries = live = 0
+    entries = live = needed = 0
     at = int(now * NANO)
     for _, raw in held.items():
         if is_question(raw):
             entries += 1
-            live += at <= over(raw)
-    return Fill(entries, live, int(held.max_entries / MAPS["flows"].per))
+            holds = at <= over(raw)
+            live += holds
+            needed += holds and raw[flows.STATE] in flows.NEEDED
+    return Fill(entries, live, needed, int(held.max_entries / MAPS["flows"].per))
 
 
 def endpoint(target: bytes) -> str:

@@ -44,19 +44,20 @@ TURNS: tuple[tuple[str, str], ...] = (
     ("a1/draining b1 a2", ""),
     ("b1 a2", "restart"),
     ("b1/draining a2 b2", "kill"),
-    ("a2 b2", "restart"),
+    ("a2 b2", "larger maps"),
     ("a2/draining b2/draining", ""),
     ("a1 b2/draining", "kill"),
     ("a1 a2 b1 b2", ""),
 )
-"""Who serves, and what happens to the agent meanwhile."""
+"""Who serves, and what happens to the agent meanwhile. After a kill the maps have their size again.
+"""
 
 
 def restart(agent: Agent, how: str) -> None:
     if not how:
         return
     (agent.kill if how == "kill" else agent.stop)()
-    agent.start()
+    agent.start(extra=("--max-connections", "200000") if how == "larger maps" else ())
 
 
 def test_connections_while_everything_changes(field: Field) -> None:

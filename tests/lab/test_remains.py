@@ -18,7 +18,7 @@ from kbpf.model.config import Config
 from tests.support.dial import REFUSED, UNSERVED, Dial
 from tests.support.field import NODES4, Field, at, check, split, there
 from tests.support.lab import PATIENCE, Agent, run, until
-from tests.support.yielding_agent import HOLD
+from tests.support.yielding_agent import CLSACT, HOLD
 
 
 @pytest.fixture
@@ -115,7 +115,7 @@ def test_an_agent_that_comes_back_meanwhile_serves_again(field: Field) -> None:
         check(field, Dial("again", "a2", at("ClusterIP", number), who, "tcp", field["a2"].ip))
 
 
-OTHER = """table ip other {
+OTHER = """table ip NAME {
   chain before {
     type nat hook prerouting priority -100;
     ip daddr 198.18.0.1 tcp dport 30081 dnat to POD:8080
@@ -132,9 +132,12 @@ OTHER = """table ip other {
 """
 
 
-def test_a_connection_that_another_data_plane_got_stays_its_own(field: Field) -> None:
+@pytest.mark.parametrize("who", ["mode ipvs", "kube-proxy"])
+def test_a_connection_that_another_data_plane_got_stays_its_own(field: Field, who: str) -> None:
     """Its answer is lost while the packet programs are put on the devices, and its SYN comes again
     when they lead: to the backend that it had at first. The other one's is a2, ours a1.
+
+    A kube-proxy that has only rules is yielded to where devices lose packets meanwhile.
     """
     agent, home = field.agent, field.lab.nodes[0]
     agent.stop()
@@ -143,9 +146,14 @@ def test_a_connection_that_another_data_plane_got_stays_its_own(field: Field) ->
     until("nothing is left", lambda: there(home.host, lambda: remains.retire(1e9)) is None)
     remains.close()
     nft = ("nsenter", f"--net=/run/netns/{home.netns}", "nft")
-    run(*nft, "-f", "-", stdin=OTHER.replace("POD", field["a2"].ip))
+    table = "kube-proxy" if who == "kube-proxy" else "other"
+    run(*nft, "-f", "-", stdin=OTHER.replace("POD", field["a2"].ip).replace("NAME", table))
     row = Dial("new", "outside", at("NodePort", 81), "a1", "tcp", NODES4[0])
-    (agent.state_dir / "kbpf-ipvs0").mkdir(parents=True)  # what mode ipvs is known by
+    agent.state_dir.mkdir(exist_ok=True)
+    if who == "mode ipvs":
+        (agent.state_dir / "kbpf-ipvs0").mkdir()  # which it is known by
+    else:
+        (agent.state_dir / CLSACT).touch()
     (agent.state_dir / HOLD).touch()
     agent.module = "tests.support.yielding_agent"
     try:
@@ -159,14 +167,14 @@ def test_a_connection_that_another_data_plane_got_stays_its_own(field: Field) ->
         until("it leads", lambda: NodeFlag.YIELDS not in stance(agent))
         check(field, row)
         assert "error" in field["outside"].ask("go_on", keep="begun", timeout=0.1)
-        run(*nft, "flush", "chain", "ip", "other", "lose")
+        run(*nft, "flush", "chain", "ip", table, "lose")
         answer = field["outside"].ask("go_on", keep="begun")
         assert answer.get("name") == "a2"
         assert field["outside"].ask("talk", keep="begun")["name"] == "a2"
         check(field, row)
         until("it is alone", lambda: stance(agent) == NodeFlag(0))
     finally:
-        run(*nft, "delete", "table", "ip", "other")
+        run(*nft, "delete", "table", "ip", table)
 
 
 def stance(agent: Agent) -> NodeFlag:

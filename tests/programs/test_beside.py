@@ -79,13 +79,8 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-def _heard(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """run.set_up_logging() of another test would keep the lines from us."""
-    logger = logging.getLogger("kbpf")
-    before, logger.propagate = logger.propagate, True
+def _heard(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "kbpf")
-    yield
-    logger.propagate = before
 
 
 # ---- ports ---------------------------------------------------------------------------------------

@@ -272,7 +272,8 @@ def test_without_the_helpers_the_programs_load_and_translate(
     plane.apply(WORLD, None)
     assert picks(client, "10.96.0.1:80") == [LOCAL[0]]
     raw = site.entries("config")[bytes(4)]
-    plane._set_flags(plane._flags | ConfigFlag.EXEMPTIONS)
+    assert plane._settings is not None
+    plane._settings.stand(plane._settings.flags | ConfigFlag.EXEMPTIONS)
     with site.pinned("exempt_cgroups") as held:
         held.update(site.cgroup.stat().st_ino.to_bytes(8, "little"), bytes(4))
     assert picks(client, "10.96.0.1:80") == [LOCAL[0]]

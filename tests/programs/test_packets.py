@@ -441,7 +441,7 @@ def test_frames_for_another_machine_are_left_alone(path: Path_, v: int) -> None:
 
 
 class Masquerade(NamedTuple):
-    """Whether the backend sees the node (kube-proxy reference 2.2)."""
+    """Whether the backend sees the node, as with kube-proxy."""
 
     name: str
     role: Role
@@ -961,7 +961,7 @@ def test_a_syn_that_nobody_confirms_holds_its_port_for_a_minute(path: Path_, v: 
 
 @both
 def test_an_association_outlives_its_endpoint(path: Path_, v: int) -> None:
-    """As a TCP connection does (reference 2.4); and only INIT begins one."""
+    """As a TCP connection does; and only INIT begins one."""
     own = client(v)
     data = sctp(own, vip(v, CLUSTER), b"\0" * 8)
     assert path.run("tc_ingress", data) == (TC_ACT_UNSPEC, data)

@@ -6,6 +6,7 @@ import itertools
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,18 +24,25 @@ from kbpf.dataplane.bpf.layout import (
     U64,
     DeviceFlag,
     FlowPart,
+    Former,
     Reason,
     Role,
     Target,
+    TcpState,
     pack_target,
 )
+from kbpf.dataplane.bpf.load import Pins
+from kbpf.dataplane.bpf.measure import Meter
+from kbpf.dataplane.bpf.packet import PacketPath
 from kbpf.errors import KernelError
 from kbpf.kernel import bpf, libbpf, netns
 from kbpf.kernel.libbpf import Map, Program
 from kbpf.kernel.testrun import TC_ACT_SHOT, run
 from kbpf.model.address import parse_addr
-from kbpf.model.config import MapSizes
+from kbpf.model.config import Config, MapSizes
+from kbpf.model.measures import Tracked
 from kbpf.model.objects import Protocol
+from kbpf.views import tracked
 from tests.support.lab import ip
 from tests.support.lab import run as command
 from tests.support.packets import frame, tcp, udp
@@ -131,6 +139,11 @@ class Flows:
     def whole(self, ports: Iterator[int] | range | list[int]) -> dict[int, int]:
         """As ports() has flows that nothing was taken from."""
         return dict.fromkeys(ports, PARTS[self.kind])
+
+    def tracked(self) -> int:
+        """How many the programs believe to be there."""
+        (told,) = U64.unpack(self.site.entries("tracked")[U32.pack(0)])
+        return int(told)
 
     def evicted(self) -> int:
         """Connections that lived, and had to make room in this test."""
@@ -247,6 +260,37 @@ def test_connections_that_end_make_room_for_ever(flows: Flows) -> None:
     assert flows.evicted() == 0
 
 
+@pytest.mark.parametrize("kind", OLDEST)
+def test_who_makes_room_by_himself_is_no_reason_for_an_alarm(flows: Flows, kind: str) -> None:
+    """On a node with many short connections most of what holds is closed already."""
+    script, goes = OLDEST[kind]
+    flows.talk(2000, script)
+    counted = Meter(Pins(flows.site.pins), Config()).count(lambda: None)
+    assert counted.tracked == Tracked(now=not goes, most=ROOM)
+    with flows.site.pinned("flows") as held:
+        filled = tracked.fill(held, time.monotonic())
+    assert (filled.live, filled.needed) == (1, not goes)
+
+
+def test_what_is_over_and_has_its_place_still_does_not_count(flows: Flows) -> None:
+    """Of what metrics say: alarms are for connections that live."""
+    meter = Meter(Pins(flows.site.pins), Config())
+    for port in range(20_000, 20_000 + 3 * ROOM):
+        flows.talk(port, f"{LIVES} FA <FA A")
+        flows.age(port, HOUR)
+    flows.talk(2000, LIVES)
+    entries = len(flows.site.entries("flows"))
+    assert entries >= (ROOM - 1) * PARTS[flows.kind], "as many as there may be"
+    assert meter.count(lambda: None).tracked == Tracked(now=1, most=ROOM)
+    off = Meter(Pins(flows.site.pins), Config(packet_path=False))
+    assert off.count(lambda: None).tracked is None, "the map is as small as can be then"
+    told = {table.name: table for table in meter.read({}).tables}
+    assert told["flows"].entries == entries
+    unbounded = {name for name, table in told.items() if table.limit is None}
+    lru = {name for name, spec in MAPS.items() if spec.kind == libbpf.MAP_LRU_HASH}
+    assert unbounded == {"flows"} | lru, "of which an alarm would never end"
+
+
 def test_a_port_that_is_used_again_has_one_place(flows: Flows) -> None:
     """The new connection takes that of the one before, whose entries go."""
     for _ in range(5 * ROOM):
@@ -322,6 +366,115 @@ def test_another_size_keeps_the_newest_and_their_order(flows: Flows, room: int) 
     assert ports[-4] not in there or room > ROOM
     assert 6000 in there
     flows.start(ROOM)
+
+
+# ---- another version, and the moment of the change -----------------------------------------------
+
+MARKED = 4711
+
+
+def marked(raw: bytes) -> bytes:
+    """What an upgrade makes of a value: recognisable."""
+    return raw[: fields.SERVICE.start] + U32.pack(MARKED) + raw[fields.SERVICE.stop :]
+
+
+def another_layout(monkeypatch: pytest.MonkeyPatch, *former: Former) -> None:
+    """From now on the code is that of a version that lays out `flows` otherwise."""
+    monkeypatch.setitem(MAPS, "flows", replace(MAPS["flows"], version=99, former=former))
+
+
+@pytest.mark.parametrize("knows", [True, False], ids=["known", "unknown"])
+def test_flows_in_the_layout_of_before(
+    flows: Flows, monkeypatch: pytest.MonkeyPatch, knows: bool
+) -> None:
+    """Each is made one of today, with its place: who was quiet longest is asked first."""
+    ports = range(2000, 2000 + ROOM)
+    for port in ports:
+        flows.talk(port, LIVES)
+    flows.talk(ports[7], "R")
+    flows.talk(ports[3], "R")
+    for number, port in enumerate(ports):
+        flows.age(port, (ROOM - number) * MINUTE // 6)
+    another_layout(monkeypatch, *([Former(1, NAT.size, marked)] if knows else []))
+    flows.start(ROOM)
+    assert flows.ports() == (flows.whole(ports) if knows else {})
+    assert {raw[fields.SERVICE] for raw in flows.site.entries("flows").values()} <= {
+        U32.pack(MARKED)
+    }
+    assert flows.tracked() == (ROOM if knows else 1), "0: nobody would look for any"
+    if knows:
+        for port in (5000, 5001, 5002):
+            flows.talk(port, LIVES)
+        assert ports[3] not in flows.ports()
+        assert ports[7] not in flows.ports()
+        assert flows.ports().keys() >= {*ports[8:], 5000, 5001, 5002}
+    monkeypatch.undo()
+    flows.start(ROOM)
+
+
+def test_an_upgrade_that_was_cut_short_is_made_again(
+    flows: Flows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The maps were there, and the agent ended before any program had changed over."""
+    flows.talk(2000, LIVES)
+    another_layout(monkeypatch, Former(1, NAT.size, marked))
+    flows.site.open(MapSizes(connections=ROOM), packet_path=True).close()
+    flows.talk(2001, LIVES)
+    flows.talk(2000, "FA <FA A")
+    flows.start(ROOM)
+    assert flows.ports() == flows.whole([2000, 2001])
+    states = {Target.unpack(NAT.unpack(raw)[1]).port: raw[fields.STATE]
+              for raw in flows.site.entries("flows").values() if is_question(raw)}  # fmt: skip
+    assert states == {2000: TcpState.CLOSED, 2001: TcpState.ESTABLISHED}
+    monkeypatch.undo()
+    flows.start(ROOM)
+
+
+def test_what_begins_before_the_devices_change_over_is_there_when_they_do(
+    flows: Flows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing begins from then on: it would be known on one of its two devices only."""
+    publish, elsewhere = PacketPath.publish, PacketPath.tracks_elsewhere
+    seen: list[tuple[dict[int, int], bool]] = []
+
+    def late(packets: PacketPath, held: Map) -> bool:
+        flows.talk(3000, LIVES)  # through the old programs
+        return elsewhere(packets, held)
+
+    def looking(packets: PacketPath) -> int:
+        if seen:  # they have changed over
+            return publish(packets)
+        syn = frame(tcp(f"{CLIENT}:3001", VIPS[flows.kind], flags="S"))
+        dropped = run(flows.programs["tc_ingress"], syn).retval == TC_ACT_SHOT
+        flows.talk(3000, "A <A")
+        seen.append((flows.ports(), dropped))
+        return publish(packets)
+
+    monkeypatch.setattr(PacketPath, "tracks_elsewhere", late)
+    monkeypatch.setattr(PacketPath, "publish", looking)
+    flows.talk(2000, LIVES)
+    before = flows.site.reasons()[Reason.PAUSED]
+    flows.start(2 * ROOM)
+    assert seen == [(flows.whole([2000, 3000]), True)]
+    assert flows.site.reasons()[Reason.PAUSED] == before + 1
+    monkeypatch.undo()
+    flows.talk(3001, LIVES)
+    assert flows.ports() == flows.whole([2000, 3000, 3001])
+    flows.start(ROOM)
+
+
+@pytest.mark.parametrize(("seconds", "begins"), [(3600, False), (-1, True)])
+def test_a_pause_ends_by_itself(flows: Flows, seconds: int, begins: bool) -> None:
+    flows.talk(2000, LIVES)
+    with flows.site.pinned("paused") as paused:
+        paused.update(U32.pack(0), U64.pack(time.monotonic_ns() + seconds * 10**9))
+        try:
+            syn = frame(tcp(f"{CLIENT}:2001", VIPS[flows.kind], flags="S"))
+            assert (run(flows.programs["tc_ingress"], syn).retval != TC_ACT_SHOT) == begins
+            flows.talk(2000, "A <A FA <FA A")
+        finally:
+            paused.update(U32.pack(0), bytes(8))
+    assert flows.ports().keys() == {2000, 2001} if begins else {2000}
 
 
 # ---- what has no place ---------------------------------------------------------------------------

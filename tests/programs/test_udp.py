@@ -385,7 +385,7 @@ def test_a_late_answer_of_a_backend_that_left_is_not_dressed_up(ground: Ground):
 
 
 def test_a_backend_that_is_only_terminating_keeps_its_clients(ground: Ground):
-    """It left the sets and still serves: kube-proxy leaves its flows alone (reference 2.4)."""
+    """It left the sets and still serves: kube-proxy leaves its flows alone."""
     ground.serve(ground.udp(WEB, "one"))
     pod = ground["pod"]
     pod.udp("10.96.0.1", 53, keep="connected", connected=True)

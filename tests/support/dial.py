@@ -73,7 +73,7 @@ def check(places: Places, row: Dial) -> None:
 def _seen(places: Places, row: Dial, host: str, server: str) -> set[str]:
     """The addresses that the backend may see. By packets the node speaks for itself, for a pod that
     reaches itself, and for who asks an external address, but for its own pods where the policy is
-    Local (reference 2.2; exactly so in tests/programs/test_ipvs.py).
+    Local (as in kube-proxy; exactly so in tests/programs/test_ipvs.py).
     """
     v6 = is_v6(host)
     if row.backend_sees or not PACKETS:

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import os
 import re
+import resource
 import socket
 import struct
 from collections.abc import Callable
@@ -27,7 +28,7 @@ from kbpf.dataplane.bpf.hooks import (
 from kbpf.errors import KernelError
 from kbpf.kernel import modules, probe, tc
 from kbpf.kernel.ipvs import Ipvs
-from kbpf.kernel.libbpf import Program
+from kbpf.kernel.libbpf import MAP_HASH, Program
 from kbpf.kernel.testrun import SkbContext, run
 from tests.support.packets import frame, udp
 
@@ -109,6 +110,17 @@ def _sock_ops() -> bool | None:
     return probe.loads(PROG_SOCK_OPS, SOCK_OPS, probe.call(HELPER_NETNS_COOKIE)).works
 
 
+def _counted_by_cgroup() -> bool:
+    """Whether a map can be made by who may lock no memory."""
+    _nothing().close()  # with the first one libbpf raises the limit, where that is of use
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, hard))
+    try:
+        return probe.map_works(MAP_HASH).works is True
+    finally:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (soft, hard))
+
+
 FEATURES = {
     "tcx": Feature("TCX links", lambda: tc.tcx().works, (6, 6), check="TCX"),
     "set_retval": Feature("bpf_set_retval", _set_retval, (5, 18), check="bpf_set_retval"),
@@ -120,6 +132,9 @@ FEATURES = {
     ),
     "coarse_clock": Feature(
         "bpf_ktime_get_coarse_ns", _coarse_clock, (5, 11), check="bpf_ktime_get_coarse_ns"
+    ),
+    "memory_by_cgroup": Feature(
+        "maps that count against the memory cgroup", _counted_by_cgroup, (5, 11)
     ),
     "sock_ops": Feature(
         "bpf_get_netns_cookie at sock_ops",
@@ -191,9 +206,16 @@ def needs(*names: str) -> pytest.MarkDecorator:
     return pytest.mark.needs(*names)
 
 
+def without(name: str) -> pytest.MarkDecorator:
+    """Marks a test that is about kernels which lack a feature."""
+    assert name in FEATURES
+    return pytest.mark.without(name)
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Makes the mark known."""
+    """Makes the marks known."""
     config.addinivalue_line("markers", "needs(feature, ...): of tests/support/features.py")
+    config.addinivalue_line("markers", "without(feature): for kernels that lack it")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -202,3 +224,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         for name in mark.args:
             if why := lacking(name):
                 pytest.skip(why)
+    for mark in item.iter_markers("without"):
+        if not lacking(mark.args[0]):
+            pytest.skip(f"{FEATURES[mark.args[0]].what}: this kernel has them")

@@ -90,7 +90,8 @@ def service(
     """A Service port. `frontends` are ``address:port``, with ``kind=`` before all but ClusterIPs:
     ``10.96.0.1:80 NodePort=0.0.0.0:30080 LoadBalancer=192.0.2.1:80``.
 
-    Who serves is who is in a set, unless it is said. `ranges` may dial the LoadBalancer addresses.
+    Who serves is who is in a set, unless it is said, and is on this node. `ranges` may dial the
+    LoadBalancer addresses.
     """
     made = []
     for word in frontends.split():
@@ -112,7 +113,11 @@ def service(
         local=here,
         serving=still,
         source_ranges=tuple(sorted(parse_cidr(text, "") for text in ranges.split())),
-        **{"any_endpoints": bool(still), **more},
+        **{
+            "any_endpoints": bool(still),
+            "on_node": tuple(sorted({one.address for one in still})),
+            **more,
+        },
     )
 
 

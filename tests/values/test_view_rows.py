@@ -236,16 +236,19 @@ def test_who_is_kept_and_for_how_long(kept: Kept):
 
 
 @pytest.mark.parametrize(
-    ("kind", "entries", "fill", "alarm"),
+    ("name", "kind", "entries", "fill", "alarm"),
     [
-        (libbpf.MAP_HASH, 79, 79.0, False),
-        (libbpf.MAP_HASH, 80, 80.0, True),
-        (libbpf.MAP_LRU_HASH, 100, 100.0, True),
-        (libbpf.MAP_ARRAY, 100, None, False),
+        ("services", libbpf.MAP_HASH, 79, 79.0, False),
+        ("services", libbpf.MAP_HASH, 80, 80.0, True),
+        ("affinity", libbpf.MAP_LRU_HASH, 100, 100.0, True),
+        ("node", libbpf.MAP_ARRAY, 100, None, False),
+        ("flows", libbpf.MAP_HASH, 100, 100.0, False),
     ],
 )
-def test_the_alarm_is_at_80_percent(kind: int, entries: int, fill: float | None, alarm: bool):
-    (row,) = maps.rows(snapshot(maps=(MapFacts("services", kind, entries, 100, None),)))
+def test_the_alarm_is_at_80_percent(
+    name: str, kind: int, entries: int, fill: float | None, alarm: bool
+):
+    (row,) = maps.rows(snapshot(maps=(MapFacts(name, kind, entries, 100, None),)))
     assert (row.fill_percent, row.alarm) == (fill, alarm)
     assert ("!" in next(c.text(row) for c in maps.COLUMNS if c.title == "FILL")) == alarm
 
@@ -457,7 +460,7 @@ def test_whether_the_packet_path_is_there(path: Path_):
         agent_alive=True,
         hooks=ATTACHED,
         packet_programs=path.pinned,
-        fill=Fill(1, 1, 9),
+        fill=Fill(1, 1, 1, 9),
     )
     seen = packets.view(held)
     assert seen.state == path.state
@@ -528,10 +531,10 @@ def test_where_the_packet_path_is_off_no_program_is_missed():
 @pytest.mark.parametrize(
     ("created", "fill", "forgotten", "alarm"),
     [
-        (10, Fill(10, 10, 100), 0, False),
-        (250, Fill(100, 79, 100), 150, False),
-        (250, Fill(100, 80, 100), 150, True),
-        (5, Fill(10, 10, 100), None, False),  # the counters are younger
+        (10, Fill(10, 10, 10, 100), 0, False),
+        (250, Fill(100, 100, 79, 100), 150, False),  # most make room by themselves
+        (250, Fill(100, 90, 80, 100), 150, True),
+        (5, Fill(10, 10, 10, 100), None, False),  # the counters are younger
     ],
 )
 def test_what_has_no_entry_any_more(created: int, fill: Fill, forgotten: int | None, alarm: bool):

@@ -100,7 +100,7 @@ def unmatched(devices: Iterable[Device], patterns: Iterable[str]) -> tuple[str, 
 
 
 def is_local(device: Device, role: Role, config: Config) -> bool:
-    """Whether what comes in by this device comes from pods of this node (reference 2.1, 2.2), as
+    """Whether what comes in by this device comes from pods of this node, as
     far as devices say so: networks, where they decide, are asked first.
 
     With a mode that names devices only the name counts, as in kube-proxy's rules. Packets of a

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from struct import Struct
 from typing import Final, Protocol
 
-from kbpf.dataplane.bpf.layout import NAT, U64, FlowPart, idle_seconds
+from kbpf.dataplane.bpf.layout import NAT, U64, FlowPart, TcpState, idle_seconds
 
 CLIENT: Final = slice(8, 28)
 PROTOCOL: Final = 26
@@ -28,6 +28,9 @@ BOTH_ENDS: Final = slice(8, 48)
 """Of a struct nat: client and frontend."""
 _TIMES: Final = Struct("=Q18xB69xB")
 """Of a struct nat: last use, protocol, state."""
+
+NEEDED: Final = frozenset((TcpState.ESTABLISHED, TcpState.CLOSING))
+"""States in which a flow does not make room by itself until its time is over: is_needed(), tc.c."""
 
 NANO: Final = 1_000_000_000
 

@@ -6,6 +6,7 @@ in host order except ports, which are in network order as the socket hooks give 
 
 import hashlib
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
 from struct import Struct
@@ -164,6 +165,7 @@ class Reason(IntEnum):
     EVICTED = 15
     NO_ROUTE = 16
     LEFT_TO_PACKETS = 17
+    PAUSED = 18
 
 
 class Target(NamedTuple):
@@ -300,6 +302,17 @@ def _text(raw: bytes) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class Former:
+    """A layout that a map had in an earlier version of kbpf, and what makes today's value of one of
+    its values. The keys are the same.
+    """
+
+    version: int
+    value_size: int
+    convert: Callable[[bytes], bytes]
+
+
+@dataclass(frozen=True, slots=True)
 class MapSpec:
     """A map as the kernel is asked for it.
 
@@ -309,6 +322,8 @@ class MapSpec:
     `packet`: only the packet path uses it; without that it is as small as can be.
     `per`: so many entries for each that MapSizes counts.
     `version`: raise it when the meaning of the map changes and its sizes do not.
+    `former`: layouts before this one. Of a map that programs write what they wrote is lost with an
+    upgrade whose layout is another one and not told here: for `flows`, connections.
     """
 
     name: str
@@ -322,6 +337,7 @@ class MapSpec:
     version: int = 1
     packet: bool = False
     per: float = 1
+    former: tuple[Former, ...] = ()
 
     @property
     def shape(self) -> tuple[str, int, int, int, int]:
@@ -403,6 +419,7 @@ MAPS: Final = {
         MapSpec("tracked", libbpf.MAP_ARRAY, 4, U64.size, 1),
         MapSpec("fragments", libbpf.MAP_LRU_HASH, FRAGMENT_KEY.size, PORTS.size, 4096, packet=True),
         MapSpec("yielded", libbpf.MAP_LRU_HASH, ENDS.size, U32.size, 8192, packet=True),
+        MapSpec("paused", libbpf.MAP_ARRAY, 4, U64.size, 1),
         MapSpec("devices", libbpf.MAP_HASH, 4, DEVICE.size, 4096, libbpf.F_NO_PREALLOC),
         MapSpec("device_cache", libbpf.MAP_ARRAY, 4, CACHED_DEVICE.size, CACHED_DEVICES),
         MapSpec("pending", libbpf.MAP_PERCPU_ARRAY, 4, NAT.size, 1),
@@ -418,11 +435,14 @@ MAPS: Final = {
             "counts", libbpf.MAP_HASH, PAIR.size, COUNTS.size, 0, libbpf.F_NO_PREALLOC, "counts"
         ),
         MapSpec("no_counts", libbpf.MAP_ARRAY, 4, COUNTS.size, 1),
-        MapSpec("reasons", libbpf.MAP_PERCPU_ARRAY, 4, 8, len(Reason), version=5),
+        MapSpec("reasons", libbpf.MAP_PERCPU_ARRAY, 4, 8, len(Reason), version=6),
         MapSpec("meta", libbpf.MAP_ARRAY, 4, META.size, 1),
         MapSpec("agent_status", libbpf.MAP_ARRAY, 4, STATUS_SIZE, 1),
     )
 }
+
+FORGETFUL: Final = {"flows", *(n for n, s in MAPS.items() if s.kind == libbpf.MAP_LRU_HASH)}
+"""Maps of which an entry stays until its room is needed: full is what they become."""
 
 
 def schema_hash() -> str:

@@ -11,12 +11,14 @@ stands under the names above is complete. programs.py has what the programs do t
 
 import contextlib
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
 from kbpf.dataplane.bpf import layout
 from kbpf.dataplane.bpf.layout import MAPS, MapSpec
+from kbpf.dataplane.bpf.moving import Left
 from kbpf.errors import KernelError
 from kbpf.kernel.libbpf import Link, Map
 from kbpf.kernel.process import LOCK_SECONDS, lock_folder
@@ -75,14 +77,24 @@ def building(final: Path) -> Iterator[Path]:
         raise
 
 
-def open_maps(
-    pins: Pins, sizes: MapSizes, packet_path: bool = False
-) -> tuple[dict[str, Map], bool]:
-    """All maps, and whether they were adopted from an earlier agent."""
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """All maps; whether they were adopted from an earlier agent; the names of those that are new,
+    and empty; what another version has laid out otherwise, to be copied from.
+    """
+
+    maps: Mapping[str, Map]
+    adopted: bool
+    fresh: frozenset[str]
+    former: tuple[Left, ...]
+
+
+def open_maps(pins: Pins, sizes: MapSizes, packet_path: bool = False) -> Opened:
+    """Opens what is pinned, and makes what is missing."""
     adopted = pins.maps.is_dir()
-    if not adopted:
-        _make_maps(pins, sizes, packet_path)
-    return {name: open_map(pins.maps / name, spec) for name, spec in MAPS.items()}, adopted
+    fresh = frozenset[str]() if adopted else _make_maps(pins, sizes, packet_path)
+    maps = {name: open_map(pins.maps / name, spec) for name, spec in MAPS.items()}
+    return Opened(maps, adopted, fresh, tuple(_former(pins)))
 
 
 def open_map(path: Path, spec: MapSpec) -> Map:
@@ -97,15 +109,18 @@ def open_map(path: Path, spec: MapSpec) -> Map:
     return found
 
 
-def _make_maps(pins: Pins, sizes: MapSizes, packet_path: bool) -> None:
+def _make_maps(pins: Pins, sizes: MapSizes, packet_path: bool) -> frozenset[str]:
     """New maps; those that another version of kbpf left with the same layout are taken over, so
-    that an upgrade keeps affinity, peers and ids. Its programs go on reading them meanwhile.
+    that an upgrade keeps affinity, peers and ids. Its programs go on reading them meanwhile. The
+    names of those that were not.
     """
     old = pins.others("maps", pins.maps)
     taken = {name: found for name, spec in MAPS.items() if (found := _carried(pins, old, spec))}
     # The flip would lead its programs, which still read the old slots, to new ones.
     if "services" in taken and not taken.keys() >= BEHIND_SERVICES:
         taken.pop("services").close()
+    if "flows" not in taken and "order" in taken:  # it has the keys of those
+        taken.pop("order").close()
     with building(pins.maps) as folder:
         for name, spec in MAPS.items():
             with taken.get(name) or make_map(spec, spec.start(sizes, packet_path)) as made:
@@ -113,17 +128,35 @@ def _make_maps(pins: Pins, sizes: MapSizes, packet_path: bool) -> None:
         pins.layout(pins.maps).mkdir(exist_ok=True)
         for spec in MAPS.values():
             (pins.layout(pins.maps) / f"{spec.name}-{spec.version}").mkdir(exist_ok=True)
+    return frozenset(MAPS.keys() - taken.keys())
 
 
 def _carried(pins: Pins, folders: Iterable[Path], spec: MapSpec) -> Map | None:
     """The map of this name and layout in one of these folders."""
-    for folder in folders:
-        if not (pins.layout(folder) / f"{spec.name}-{spec.version}").is_dir():
-            continue
-        found = Map.open(folder / spec.name)
-        if (found.type, found.key_size, found.value_size) == spec.shape[1:4]:
-            return found
-        found.close()
+    found = (_of_version(pins, f, spec, spec.version, spec.value_size) for f in folders)
+    return next((one for one in found if one is not None), None)
+
+
+def _former(pins: Pins) -> Iterator[Left]:
+    """What is left in a layout that this version can read."""
+    for folder in pins.others("maps", pins.maps):
+        for spec in MAPS.values():
+            for one in spec.former:
+                found = _of_version(pins, folder, spec, one.version, one.value_size)
+                if found is not None:
+                    yield Left(spec.name, found, one.convert)
+
+
+def _of_version(
+    pins: Pins, folder: Path, spec: MapSpec, version: int, value_size: int
+) -> Map | None:
+    """The map of this name in that folder, if it has this layout."""
+    if not (pins.layout(folder) / f"{spec.name}-{version}").is_dir():
+        return None
+    found = Map.open(folder / spec.name)
+    if (found.type, found.key_size, found.value_size) == (spec.kind, spec.key_size, value_size):
+        return found
+    found.close()
     return None
 
 

@@ -19,10 +19,11 @@ from operator import add
 from typing import Final
 
 from kbpf.dataplane.bpf import load
-from kbpf.dataplane.bpf.flows import HOLDS, columns
+from kbpf.dataplane.bpf.flows import HOLDS, NEEDED, columns
 from kbpf.dataplane.bpf.layout import (
     COUNTS,
     FLOW,
+    FORGETFUL,
     MAPS,
     PAIR,
     PEER,
@@ -48,6 +49,7 @@ from kbpf.model.measures import (
     PortName,
     Table,
     Totals,
+    Tracked,
     Traffic,
 )
 from kbpf.model.objects import Protocol
@@ -64,6 +66,7 @@ VERDICTS: Final = {
     Reason.NOT_REWRITTEN: "drop",
     Reason.NOT_ALLOWED: "drop",
     Reason.NO_ROUTE: "drop",
+    Reason.PAUSED: "drop",
     Reason.NEW_FLOW: "note",
     Reason.EVICTED: "note",
     Reason.NOT_RECORDED: "note",
@@ -125,7 +128,8 @@ class Meter:
                         decisions = tuple(_decision(held, reason) for reason in Reason)
                         continue
                     room = held.max_entries
-                    limit = max(room, spec.limit(self._config.sizes))
+                    most = max(room, spec.limit(self._config.sizes))
+                    limit = None if name in FORGETFUL else most
                     tables.append(Table(name, entries.get(name), room, limit, held.memory()))
             except KernelError:
                 continue
@@ -151,6 +155,7 @@ class Meter:
             tuple(self._totals_by_name(had.services)),
             KNOWN[self._config.accounting],
             self._with_addresses(had.busiest, now.pairs),
+            now.tracked if self._config.packet_path else None,
         )
 
     def _walk(self, name: str, take: Callable[[Map], Iterable[None]], pause: Pause) -> None:
@@ -260,27 +265,34 @@ class Meter:
 
 
 class Census:
-    """Connections that there are: by Service, by Service and backend where that is wanted, and
-    entries by map.
+    """Connections that there are: by Service, by Service and backend where that is wanted, those
+    that are tracked; and entries by map.
     """
 
     def __init__(self) -> None:
         self.services: Counter[int] = Counter()
         self.pairs: Counter[Ids] = Counter()
         self.entries: dict[str, int] = {}
+        self.tracked: Tracked | None = None
 
     def take(self, held: Map, with_backends: bool) -> Iterator[None]:
         """Adds what is in this map, a piece at a time."""
         name, now = held.name, time.monotonic_ns()
-        self.entries[name] = 0
+        self.entries[name] = needed = 0
         for keys, values in held.batches():
             self.entries[name] += len(keys) // held.key_size
             if name != "affinity":
-                services, backends = _live(values, now) if name == "flows" else _peers(name, values)
+                if name == "flows":
+                    services, backends, more = _live(values, now)
+                    needed += more
+                else:
+                    services, backends = _peers(name, values)
                 self.services.update(services)
                 if with_backends:
                     self.pairs.update(zip(services, backends, strict=True))
             yield
+        if name == "flows":
+            self.tracked = Tracked(needed, int(held.max_entries / MAPS[name].per))
 
 
 class _Sums:
@@ -322,16 +334,18 @@ def _peers(name: str, values: bytes) -> tuple[list[int], list[int]]:
     return words[service // 4 :: size // 4].tolist(), words[backend // 4 :: size // 4].tolist()
 
 
-def _live(values: bytes, now: int) -> tuple[list[int], list[int]]:
+def _live(values: bytes, now: int) -> tuple[list[int], list[int], int]:
     """The ids of Service and backend of the connections among those struct nat, back to back, whose
-    time is not over: of each the entry that is the client's own.
+    time is not over: of each the entry that is the client's own. And how many of them would not
+    make room by themselves.
     """
     found = [
-        (service, backend)
+        (service, backend, state)
         for service, backend, last, protocol, state, part in columns(values)
         if part == FlowPart.QUESTION and last + HOLDS[protocol, state] > now
     ]
-    return [service for service, _ in found], [backend for _, backend in found]
+    needed = sum(state in NEEDED for _, _, state in found)
+    return [service for service, _, _ in found], [backend for _, backend, _ in found], needed
 
 
 def totals_in(held: Map, had: dict[Ids, Totals]) -> Iterator[None]:

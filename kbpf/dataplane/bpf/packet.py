@@ -140,6 +140,12 @@ class PacketPath(Programs):
                 log.info("--device %s names a device now", pattern)
         self._facts[1].tell(there, choices)
 
+    def tracks_elsewhere(self, flows: Map) -> bool:
+        """Whether there is something to publish, in the place of programs with another `flows`."""
+        if not self._loaded and self._behind is None:
+            return False
+        return any(flows.id not in reads for reads in self._read_now())
+
     def publish(self) -> int:
         """Pins the programs and hands them to the keeper; 0. Returns when nothing that was
         attached runs older ones any more; devices that have none yet follow. keeper.py has the

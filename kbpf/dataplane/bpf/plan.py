@@ -224,7 +224,7 @@ class Planner:
 
     def _serving(self, service_id: int, old: BackendSet, new: BackendSet) -> None:
         """UDP flows may stay with any backend that serves, so its id must live; the others' are
-        cut (kube-proxy, reference 2.4).
+        cut (kube-proxy's conntrack/cleanup.go).
         """
         if old == new:
             return
@@ -235,7 +235,7 @@ class Planner:
 
     def _leave(self, old: Programmed, gone: Iterable[FrontendAddress]) -> None:
         """UDP that was sent there must not go on with the backends of a Service that has left,
-        whoever has the address now (kube-proxy forgets such flows, reference 2.4).
+        whoever has the address now (kube-proxy forgets such flows).
         """
         self.writes.removed.update(gone)
         udp = {(old.id, at) for at in gone if at.protocol == Protocol.UDP}

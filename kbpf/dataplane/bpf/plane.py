@@ -7,28 +7,28 @@ for the grace period in a queue that tick() empties; nobody sleeps.
 import logging
 import os
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Final
 
 import msgspec
 
 from kbpf.dataplane.base import Report
-from kbpf.dataplane.bpf import adopt, beside, compile, load, packet, udp, writing
+from kbpf.dataplane.bpf import adopt, beside, compile, load, moving, packet, udp, writing
 from kbpf.dataplane.bpf.beside import Beside
 from kbpf.dataplane.bpf.cluster_ips import ClusterIps
 from kbpf.dataplane.bpf.exempt import Exemptions
-from kbpf.dataplane.bpf.hooks import HELPER_SET_RETVAL
 from kbpf.dataplane.bpf.ids import BackendTable, Ids
 from kbpf.dataplane.bpf.keeper import KeeperStatus
-from kbpf.dataplane.bpf.layout import CONFIG, META, ConfigFlag, Meta
+from kbpf.dataplane.bpf.layout import META, Meta
 from kbpf.dataplane.bpf.load import Pins
 from kbpf.dataplane.bpf.measure import Meter
 from kbpf.dataplane.bpf.orphans import Orphans
 from kbpf.dataplane.bpf.packet import PacketPath
 from kbpf.dataplane.bpf.plan import Planner, Programmed, Retired, Writes, leaving, need
 from kbpf.dataplane.bpf.programs import Programs, SocketPrograms, missing_helpers
+from kbpf.dataplane.bpf.retiring import GRACE_SECONDS, SHORT_GRACE_SECONDS, Retiring
+from kbpf.dataplane.bpf.settings import HookSettings
 from kbpf.dataplane.bpf.tables import Tables
 from kbpf.dataplane.bpf.writing import ZERO, target
 from kbpf.errors import CapacityError, KbpfError, KernelError, PinsGone
@@ -41,16 +41,6 @@ from kbpf.model.objects import Cidr, Protocol
 from kbpf.model.status import MOST_FAILURES, DeviceFailure, ModeChoice, PacketStatus
 
 log = logging.getLogger("kbpf.dataplane")
-
-GRACE_SECONDS: Final = 1.0
-"""From the flip to deleting the old set. A reader needs microseconds; lookup.h tells what happens
-to one that the machine held up for longer."""
-
-SHORT_GRACE_SECONDS: Final = 0.1
-"""When there is no room for new sets, old ones go after this already."""
-
-LEAVING: Final = ConfigFlag.HOST_ONLY | ConfigFlag.EXEMPTIONS | ConfigFlag.SOCKETS_OFF
-"""What a restart takes over: whom the hooks leave alone."""
 
 
 class BpfPlane:
@@ -66,12 +56,10 @@ class BpfPlane:
         self._programmed: dict[ServicePortKey, Programmed] = {}
         self._addresses: set[Addr] = set()
         self._cluster_ips = ClusterIps()
-        self._queue: deque[tuple[float, Retired]] = deque()
         self._refused: dict[ServicePortKey, str] = {}
         self._stray: adopt.Adopted | None = None  # until the first complete apply
         self._lock = -1
-        self._flags = ConfigFlag(0)
-        self._host_netns = 0
+        self._settings: HookSettings | None = None
         self._waits = False  # the packet path has to serve before the hooks leave somebody alone
         self._sockets: SocketPrograms | None = None
         self._packets: PacketPath | None = None
@@ -95,8 +83,8 @@ class BpfPlane:
             return
         if self._packets is not None:
             self._packets.alone()
-        if ConfigFlag.FOLLOWS in self._flags:
-            self._set_flags(self._flags & ~ConfigFlag.FOLLOWS)
+        if self._settings is not None:
+            self._settings.alone()
 
     # ---- opening ---------------------------------------------------------------------------
 
@@ -114,7 +102,9 @@ class BpfPlane:
         self._lock = load.lock(self._pins)
         sockets = self._obtain_sockets(cgroup)
         adopted = self._tables.open()
-        self._write_config()
+        self._settings = HookSettings(
+            self._config, self._tables.maps["config"], missing_helpers(), self._follows
+        )
         if sockets is not None:
             sockets.load(self._tables.maps)
         self._sockets = sockets
@@ -167,29 +157,6 @@ class BpfPlane:
             return None
         return packets
 
-    def _write_config(self) -> None:
-        """What follows from the machine and the settings; whom the hooks leave alone stays as it
-        was, until the packet path serves (_publish).
-        """
-        self._host_netns = netns.cookie() or 0
-        _, before = CONFIG.unpack(self._tables.maps["config"].lookup(ZERO) or bytes(CONFIG.size))
-        flags = ConfigFlag(before) & LEAVING
-        if HELPER_SET_RETVAL not in missing_helpers():
-            flags |= ConfigFlag.SET_RETVAL
-        if self._config.localhost_node_ports:
-            flags |= ConfigFlag.LOCALHOST_NODE_PORTS
-        if self._follows:
-            flags |= ConfigFlag.FOLLOWS
-        if self._config.accounting is not Accounting.OFF:
-            flags |= ConfigFlag.ACCOUNTING
-        if self._config.accounting is Accounting.FULL:
-            flags |= ConfigFlag.ENDS
-        self._set_flags(flags)
-
-    def _set_flags(self, flags: ConfigFlag) -> None:
-        self._tables.maps["config"].update(ZERO, CONFIG.pack(self._host_netns, flags))
-        self._flags = flags
-
     def _adopt(self) -> None:
         maps = self._tables.maps
         self._ids = Ids(Meta(*META.unpack(maps["meta"].lookup(ZERO) or bytes(META.size))))
@@ -208,7 +175,8 @@ class BpfPlane:
         refusing = (Addr(key) for key, _ in maps["cluster_ips"].items())
         self._cluster_ips = ClusterIps(found.programmed.values(), refusing)
         self._tables.fill["cluster_ips"] = len(self._cluster_ips)
-        self._queue.clear()  # what was to be retired is found again as stray
+        # What was to be retired is found again as stray.
+        self._retiring = Retiring(self._tables, self._table, self._cut)
         self._stray, self._kept = found, None
 
     # ---- applying --------------------------------------------------------------------------
@@ -271,8 +239,7 @@ class BpfPlane:
             ours = {f.at for o in self._programmed.values() for f in o.frontends}
             self._tables.drop("services", map(target, found.stray_frontends - ours))
             self._sweep(found, writes.retired)
-        if writes.retired:
-            self._queue.append((self._clock(), writes.retired))
+        self._retiring.add(self._clock(), writes.retired)
         self._exemptions.want(desired.exempt_pods, desired.pods_known, self._clock())
         written, calls = self._tables.counted()
         return Report(written, calls, dict(self._refused))
@@ -311,9 +278,9 @@ class BpfPlane:
         try:
             self._tables.room(wanted)
         except CapacityError:
-            self._retire_until(self._clock() - SHORT_GRACE_SECONDS)
+            self._retiring.until(self._clock() - SHORT_GRACE_SECONDS)
             wanted = taken + Counter(need(old, new, self._table))  # ids may have been retired
-            waiting = [retired for _, retired in self._queue] + [planner.writes.retired]
+            waiting = [*self._retiring.waiting, planner.writes.retired]
             self._tables.room(wanted, leaving(waiting, old, new, self._table))
         return wanted
 
@@ -361,8 +328,7 @@ class BpfPlane:
         writing.write(self._tables, self._ids, writes, nodes, cluster_ips)
         self._cluster_ips.written(*cluster_ips)
         self._addresses = addresses
-        if writes.retired.cut or writes.retired.left:
-            self._cut(writes.retired)
+        self._cut(writes.retired)
 
     def _publish(self) -> int:
         """Attaches everything; how many attachments of hooks changed. What the devices refuse must
@@ -371,7 +337,7 @@ class BpfPlane:
         changed = 0
         if self._packets is not None:
             try:
-                self._packets.publish()
+                self._change_over(self._packets)
             except KernelError as error:
                 log.error("the packet path is not whole: %s", error)
         if self._sockets is not None:
@@ -381,26 +347,24 @@ class BpfPlane:
         self._leave_alone()
         return changed
 
+    def _change_over(self, packets: PacketPath) -> None:
+        """All devices get the programs that are loaded."""
+        if not packets.tracks_elsewhere(self._tables.maps["flows"]):
+            packets.publish()
+            return
+        self._tables.moves.bring_flows()  # most of them, before anybody has to wait
+        with moving.pause(self._tables.maps["paused"]):
+            self._tables.moves.bring_flows()
+            packets.publish()
+
     def _leave_alone(self) -> None:
-        """Tells the programs whom to leave alone, or takes the hooks away, once the packet path
-        serves those; until then it stays as it was. Who is not to be left alone any more is served
-        by the hooks at once.
-        """
-        mode, before = self._config.socket_lb, self._flags
-        wanted = ConfigFlag(0) if self._exemptions.is_empty else ConfigFlag.EXEMPTIONS
-        if mode is not SocketLb.ON:
-            off = mode is SocketLb.OFF
-            wanted |= ConfigFlag.SOCKETS_OFF if off else ConfigFlag.HOST_ONLY
-        self._waits = not self._serves_packets()
-        if self._waits:
-            if ConfigFlag.SOCKETS_OFF in before:
-                before |= ConfigFlag.HOST_ONLY
-            wanted &= before
-        elif self._sockets is None:
+        """Tells the hooks whom to leave alone, or takes them away, once the packet path serves."""
+        assert self._settings is not None
+        served = self._serves_packets()
+        self._waits = not served
+        if served and self._sockets is None:
             load.detach_sockets(self._pins)
-        flags = self._flags & ~LEAVING | wanted
-        if flags != self._flags:
-            self._set_flags(flags)
+        self._settings.leave_alone(not self._exemptions.is_empty, served)
 
     def _serves_packets(self) -> bool:
         """Whether the packet path is on all devices that it can be on, or not wanted at all."""
@@ -435,6 +399,8 @@ class BpfPlane:
         )
 
     def _cut(self, retired: Retired) -> None:
+        if not (retired.cut or retired.left):
+            return
         ended = udp.cut(self._tables.maps, udp.predicate(retired.cut, retired.left))
         if ended:
             log.info("udp sockets destroyed=%d", ended)
@@ -446,7 +412,7 @@ class BpfPlane:
         found, self._stray = self._stray, None
         assert found is not None
         changed = self._publish()
-        self._tables.catch_up()
+        self._tables.moves.catch_up()
         if self._packets is None and not self.packet_problem:
             packet.remove(self._pins)
             if beside.may_hold(self._pins):
@@ -480,7 +446,7 @@ class BpfPlane:
         """Deletes old sets whose grace period is over, and looks after what the packet path needs
         beside itself. See base.DataPlane.
         """
-        self._retire_until(now - GRACE_SECONDS)
+        self._retiring.until(now - GRACE_SECONDS)
         due = []
         if self._packets is not None and self._stray is None:
             self._beside.look(now)
@@ -489,27 +455,12 @@ class BpfPlane:
         if self._waits:
             self._leave_alone()
         due.append(self._exemptions.tick(now) if self._stray is None else None)
-        if self._queue:
-            due.append(self._queue[0][0] + GRACE_SECONDS)
+        due.append(self._retiring.due)
         return min((one for one in due if one is not None), default=None)
 
     def flush(self) -> None:
         """Retires everything now, without the grace period: for tests."""
-        self._retire_until(float("inf"))
-
-    def _retire_until(self, flipped: float) -> bool:
-        done = False
-        while self._queue and self._queue[0][0] <= flipped:
-            self._retire(self._queue.popleft()[1])
-            done = True
-        return done
-
-    def _retire(self, retired: Retired) -> None:
-        writing.retire(self._tables, self._table, retired)
-        if retired.cut or retired.left:
-            self._cut(retired)
-        if retired.forget_affinity:
-            writing.forget_affinity(self._tables, retired.forget_affinity)
+        self._retiring.until(float("inf"))
 
     # ---- the rest --------------------------------------------------------------------------
 

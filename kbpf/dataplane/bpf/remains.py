@@ -28,7 +28,7 @@ LOOK_SECONDS: Final = 5.0
 class BpfRemains:
     """base.Remains of the agent with this pin folder."""
 
-    name = "bpf"
+    name = "mode bpf"
 
     def __init__(self, config: Config) -> None:
         self._pins = Pins(config.pin_dir)

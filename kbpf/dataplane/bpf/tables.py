@@ -3,29 +3,20 @@
 A plain map grows by copy and switch: the agent is its only writer, so a copy is complete; the
 programs are loaded over the bigger map and change over hook by hook, and both maps say the same
 until then. Maps that programs write have a fixed size, because full only means that the oldest
-entry goes.
+entry goes; moving.py has what becomes of them when it is another one.
 """
 
-import errno
 import logging
-import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 from kbpf.dataplane.bpf import load
-from kbpf.dataplane.bpf.flows import (
-    BOTH_ENDS,
-    in_order,
-    is_question,
-    last_used,
-    look_for_flows,
-    newest,
-)
-from kbpf.dataplane.bpf.layout import DIALLED, MAPS, U32, U64
+from kbpf.dataplane.bpf.flows import look_for_flows
+from kbpf.dataplane.bpf.layout import MAPS
 from kbpf.dataplane.bpf.load import Pins
-from kbpf.errors import CapacityError, KernelError
-from kbpf.kernel import libbpf
+from kbpf.dataplane.bpf.moving import Moves
+from kbpf.errors import CapacityError
 from kbpf.kernel.libbpf import Map
 from kbpf.model.config import MapSizes
 
@@ -36,12 +27,6 @@ OVERLAP: Final = 2
 
 PIECE: Final = 1 << 21
 """Bytes of keys: more than that are not gathered before they are written."""
-
-TIMED: Final = frozenset(("flows", "udp_flows", "affinity"))
-"""Those of them whose values begin with the time of their last use, in ns, 8 bytes, host order."""
-
-TICK: Final = 20_000_000
-"""ns: the programs' clock is behind by a tick of the kernel at most."""
 
 HEADROOM: Final = 0.8
 """A map that would be fuller than this is made twice as big, or more."""
@@ -58,12 +43,14 @@ class Tables:
         self.fill: Counter[str] = Counter()
         self.writes: Counter[str] = Counter()
         self.calls = 0
-        self._left: list[tuple[str, Map]] = []  # that programs may still write to
-        self._copied = 0  # when these were copied, in ns, CLOCK_MONOTONIC
+        self.moves = Moves(self.maps)
 
     def open(self) -> bool:
         """Opens the pinned maps or makes new ones; whether they were adopted."""
-        self.maps, adopted = load.open_maps(self._pins, self._sizes, self._packet_path)
+        opened = load.open_maps(self._pins, self._sizes, self._packet_path)
+        self.maps = dict(opened.maps)
+        self.moves = Moves(self.maps)
+        self.moves.take_over(opened.former, fresh="order" in opened.fresh)
         wanted = {
             name: spec.start(self._sizes, self._packet_path)
             for name, spec in MAPS.items()
@@ -72,13 +59,12 @@ class Tables:
         self.grow({n: size for n, size in wanted.items() if size != self.maps[n].max_entries})
         if next(iter(self.maps["flows"].items()), None):
             look_for_flows(self.maps["tracked"])
-        return adopted
+        return opened.adopted
 
     def close(self) -> None:
         """Lets go of the descriptors."""
         load.close_all(self.maps.values())
-        load.close_all(old for _, old in self._left)
-        self._left = []
+        self.moves.close()
         self.maps = {}
 
     def put(
@@ -168,84 +154,17 @@ class Tables:
         """Replaces maps by bigger copies, pins included. Programs still read the old ones.
 
         One that programs write gets the size that the configuration asks for now, which may be
-        smaller; what they write to the old one until they change over comes after by catch_up().
+        smaller; what they write to the old one until they change over comes after (moving.py).
         """
-        self._copied = int(1e9 * time.monotonic()) - TICK
         for name, entries in sizes.items():
             old, spec = self.maps[name], MAPS[name]
             bigger = load.make_map(spec, entries)
-            if spec.kind == libbpf.MAP_QUEUE:
-                queued = sum(map(bigger.push, in_order(self.maps["flows"].items())))
-                # Not 0, or nobody looks for a flow that has begun meanwhile.
-                self.maps["tracked"].update(U32.pack(0), U64.pack(max(queued, 1)))
-            elif pairs := _that_fit(name, old, entries):
+            if spec.fixed:
+                self.moves.copy(name, old, bigger)
+            elif pairs := list(old.items()):
                 bigger.update_batch(b"".join(k for k, _ in pairs), b"".join(v for _, v in pairs))
             load.replace_pin(self._pins, bigger, name)
             self.maps[name] = bigger
-            if spec.fixed:
-                self._left.append((name, old))
-            else:
+            if not spec.fixed:
                 old.close()
             log.info("map resized map=%s entries=%d", name, entries)
-
-    def catch_up(self) -> None:
-        """Brings over what programs wrote to old maps after these were copied: connections that
-        began meanwhile, and what became of others. To be called when no program reads the old ones
-        any more.
-        """
-        for name, old in self._left:
-            if MAPS[name].kind != libbpf.MAP_QUEUE:  # that follows `flows`
-                late = self._bring(name, old)
-                if name == "sock_peers":
-                    self._count_dialled()
-                if late:
-                    log.info("map caught up map=%s entries=%d", name, late)
-            old.close()
-        self._left = []
-
-    def _count_dialled(self) -> None:
-        """No place says 0 for a socket that is there. Too many cost a look-up, too few a peer."""
-        dialled = self.maps["dialled"]
-        for place in {U64.unpack(key)[0] % DIALLED for key, _ in self.maps["sock_peers"].items()}:
-            key = U32.pack(place)
-            count = U32.unpack(dialled.lookup(key) or key)[0]
-            dialled.update(key, U32.pack(count + 1))
-
-    def _bring(self, name: str, old: Map) -> int:
-        """How many entries came over."""
-        new, late = self.maps[name], 0
-        there = dict(new.items())
-        news = (pair for pair in old.items() if self._is_news(name, *pair, there))
-        for key, value in self._with_places(news) if name == "flows" else news:
-            try:
-                new.update(key, value)
-            except KernelError as error:
-                if error.errno != errno.E2BIG:  # it was made smaller
-                    raise
-                break
-            late += 1
-        return late
-
-    def _is_news(self, name: str, key: bytes, value: bytes, there: Mapping[bytes, bytes]) -> bool:
-        have = there.get(key)
-        if name not in TIMED:
-            return have is None
-        return last_used(value) > (self._copied if have is None else last_used(have))
-
-    def _with_places(self, news: Iterable[tuple[bytes, bytes]]) -> Iterator[tuple[bytes, bytes]]:
-        """Entries of flows, those only that are in the queue or find a place there."""
-        held = list(news)
-        there = {raw[BOTH_ENDS] for _, raw in self.maps["flows"].items()}
-        for key, raw in held:
-            is_new = is_question(raw) and raw[BOTH_ENDS] not in there
-            if is_new and self.maps["order"].push(key):
-                there.add(raw[BOTH_ENDS])
-        return (pair for pair in held if pair[1][BOTH_ENDS] in there)
-
-
-def _that_fit(name: str, old: Map, entries: int) -> list[tuple[bytes, bytes]]:
-    """What goes into a map of so many entries."""
-    pairs = list(old.items())
-    if name == "flows" and entries < old.max_entries:
-        return newest(pairs, int(entries / MAPS[name].per))
-    return pairs[-entries:]

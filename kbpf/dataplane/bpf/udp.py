@@ -1,6 +1,6 @@
 """Ends what UDP clients still hold of a backend that stopped serving.
 
-TCP connections are left alone, as kube-proxy leaves them (reference 2.4). UDP has no end of its
+TCP connections are left alone, as kube-proxy leaves them. UDP has no end of its
 own: a connected socket would talk to the dead address for ever. So such sockets are destroyed in
 every network namespace, and flows of unconnected ones are forgotten. Sockets that went to the
 backend directly, not through a Service, are nobody's business here: only what stands in
