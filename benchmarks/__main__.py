@@ -12,6 +12,7 @@ ALL = (
     "scale",
     "pod",
     "change",
+    "ipvs",
     "nodeport",
     "clusterip",
     "scrape",

@@ -24,17 +24,17 @@ IFADDR: Final = struct.Struct("=BBBBI")
 """Family, prefix length, flags, scope, ifindex."""
 
 
-def local_addresses(but: str = "") -> tuple[Addr, ...]:
+def local_addresses(*but: str) -> tuple[Addr, ...]:
     """All addresses that others can reach this namespace by, sorted; no loopback, no link-local,
-    and none of the device `but`.
+    and none of the devices `but`.
     """
     with Rtnetlink() as netlink:
         told = netlink.dump(RTM_GETADDR, IFADDR.pack(socket.AF_UNSPEC, 0, 0, 0, 0))
-    hidden = _index(but)
+    hidden = {_index(name) for name in but}
     found = {
         address_of(message.body)
         for message in told
-        if message.kind == RTM_NEWADDR and IFADDR.unpack_from(message.body)[4] != hidden
+        if message.kind == RTM_NEWADDR and IFADDR.unpack_from(message.body)[4] not in hidden
     }
     return tuple(sorted(address for address in found if address is not None))
 

@@ -7,6 +7,8 @@ KernelError with errno kept, raised in `check()` and nowhere else.
 import ctypes
 import errno
 import os
+import re
+import resource
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, Self
@@ -129,6 +131,12 @@ def check(result: int, what: str, where: str = "", hint: str = "") -> int:
     if result >= 0:
         return result
     code = -int(result)
+    if not hint and code == errno.EPERM and (limit := locked_limit()) is not None and privileged():
+        hint = (
+            f"before Linux 5.11 maps and programs count against RLIMIT_MEMLOCK, which is {limit} "
+            "bytes here: grant CAP_SYS_RESOURCE, with which it is raised, or start it without "
+            "that limit (ulimit -l unlimited)"
+        )
     if not hint and code in (errno.EPERM, errno.EACCES):
         hint = "it needs root or CAP_BPF, CAP_NET_ADMIN and CAP_PERFMON"
     if not hint and code == errno.ENOSYS:
@@ -142,6 +150,21 @@ def privileged() -> bool:
     held = next((line.split()[1] for line in text.splitlines() if line.startswith("CapEff:")), "0")
     bits = int(held, 16)
     return bool(bits & _CAP_SYS_ADMIN) or bits & _CAP_PERFMON_BPF == _CAP_PERFMON_BPF
+
+
+def locked_limit(release: str = "") -> int | None:
+    """The bytes that maps and programs may take where these count against RLIMIT_MEMLOCK; None
+    where they do not, or there is no limit. libbpf raises it with the first map, if it may.
+    `release` as uname(2) says it.
+
+    By the kernel's number, since it is needed where the kernel refuses everything that could be
+    tried: since 5.11 they count against the memory cgroup.
+    """
+    numbers = re.match(r"(\d+)\.(\d+)", release or os.uname().release)
+    if numbers is None or (int(numbers[1]), int(numbers[2])) >= (5, 11):
+        return None
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if limit == resource.RLIM_INFINITY else limit
 
 
 class Fd:

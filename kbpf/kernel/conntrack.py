@@ -56,10 +56,12 @@ def translated(family: str) -> bool:
 
 
 def masqueraded() -> list[Connection]:
-    """Those of which both ends are changed, as kube-proxy does it for clients from outside."""
-    both = Status.SOURCE | Status.DESTINATION
-    found = (one for family in FAMILIES.values() for one in _dump(family, both))
-    return [connection for told in found if (connection := _behind(told)) is not None]
+    """Those of which both ends are changed, as kube-proxy does it for clients from outside. Where
+    IPVS has led them to a backend only the tuples say so.
+    """
+    found = (one for family in FAMILIES.values() for one in _dump(family, Status.SOURCE))
+    led = (told for told in found if _asked(told) != _answering(told))
+    return [connection for told in led if (connection := _behind(told)) is not None]
 
 
 def hold(connections: Iterable[Connection], seconds: int) -> int:
@@ -105,6 +107,23 @@ def _behind(told: dict[int, bytes]) -> Connection | None:
         return None
     ports = (int.from_bytes(what[kind], "big") for kind in (3, 2))
     return Connection(what[1][0], _address(to), next(ports), _address(source), next(ports))
+
+
+def _asked(told: dict[int, bytes]) -> tuple[bytes, bytes]:
+    """Address and port of whom the client has asked."""
+    return _end(told.get(_ORIGINAL, b""), (2, 4), 3)
+
+
+def _answering(told: dict[int, bytes]) -> tuple[bytes, bytes]:
+    """Address and port of who answers."""
+    return _end(told.get(_REPLY, b""), (1, 3), 2)
+
+
+def _end(tuple_: bytes, kinds: tuple[int, int], port: int) -> tuple[bytes, bytes]:
+    """One end of a connection's tuple: its address, as of either family, and its port."""
+    found = attributes(tuple_)
+    where, what = attributes(found.get(1, b"")), attributes(found.get(2, b""))
+    return where.get(kinds[0], where.get(kinds[1], b"")), what.get(port, b"")
 
 
 def _address(raw: bytes) -> Addr:

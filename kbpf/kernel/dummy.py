@@ -9,8 +9,9 @@ import errno
 import os
 import socket
 import struct
-from collections.abc import Collection, Iterable
-from typing import Final
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
+from typing import Final, NamedTuple
 
 from kbpf.errors import KernelError
 from kbpf.kernel.addresses import (
@@ -20,28 +21,74 @@ from kbpf.kernel.addresses import (
     RTM_GETADDR,
     RTM_NEWADDR,
     SCOPE_HOST,
+    SCOPE_LINK,
 )
-from kbpf.kernel.netlink import Request, Rtnetlink, attribute, attributes
+from kbpf.kernel.netlink import Request, Rtnetlink, attribute, attributes, text
 from kbpf.model.address import V4_PREFIX, Addr, family_of, format_addr
 
 RTM_NEWLINK: Final = 16
 RTM_DELLINK: Final = 17
+RTM_GETLINK: Final = 18
 RTM_DELADDR: Final = 21
 NLM_F_CREATE: Final = 0x400
 NLM_F_EXCL: Final = 0x200
 IFF_UP: Final = 0x1
 FLAGS: Final = 0x02 | 0x80 | 0x200  # IFA_F_NODAD, IFA_F_PERMANENT, IFA_F_NOPREFIXROUTE
 FOREVER: Final = 0xFFFFFFFF
+IPV6_SETTINGS: Final = Path("/proc/sys/net/ipv6/conf")
+BROKEN: Final = frozenset((errno.ENODEV, errno.EPERM))
+"""How the kernel refuses whatever address is asked for."""
+KIND: Final = "dummy"
+ALIAS: Final = "kbpf"
+"""Says that the device is ours."""
 
 _IFINFO: Final = struct.Struct("=BxHiII")
 _CACHE: Final = struct.Struct("=IIII")
 _LINK: Final = _IFINFO.pack(0, 0, 0, 0, 0)
 
 
+class Device(NamedTuple):
+    """What a device is (of a virtual one), and what somebody has written on it."""
+
+    kind: str
+    alias: str
+
+
+def look(name: str) -> Device | None:
+    """The device of this name, of whatever kind; None if there is none."""
+    with Rtnetlink() as netlink:
+        try:
+            found = netlink.ask(RTM_GETLINK, _LINK + attribute(3, name.encode() + b"\0"))[0].body
+        except KernelError as error:
+            if error.errno != errno.ENODEV:
+                raise
+            return None
+    said = attributes(found[_IFINFO.size :])
+    info = attributes(said.get(18, b""))
+    return Device(text(info.get(1, b"")), text(said.get(20, b"")))
+
+
+def is_ours(name: str) -> bool:
+    """Whether this is a dummy device that bears our alias. One without alias and addresses is
+    nobody's: we may have been killed before it had one.
+    """
+    found = look(name)
+    if found is None or found.kind != KIND:
+        return False
+    return found.alias == ALIAS or not (found.alias or addresses_of(name))
+
+
 def ensure(name: str) -> int:
-    """Its ifindex, made and switched on if need be; KernelError when it is of another kind."""
+    """Its ifindex, made and switched on if need be; KernelError when there is one of this name that
+    is not ours.
+    """
+    if index_or_zero(name) and not is_ours(name):
+        raise KernelError(
+            "a device of this name is there, and kbpf has not made it", name,
+            "remove it, or give kbpf another name with --ipvs-device", errno.EEXIST,
+        )  # fmt: skip
     named = attribute(3, name.encode() + b"\0")
-    linkinfo = attribute(18, attribute(1, b"dummy\0"))
+    linkinfo = attribute(18, attribute(1, KIND.encode() + b"\0"))
     # No link-local address of its own: IFLA_AF_SPEC, AF_INET6, IFLA_INET6_ADDR_GEN_MODE none.
     no_link_local = attribute(26, attribute(socket.AF_INET6, attribute(8, b"\1")))
     with Rtnetlink() as netlink:
@@ -55,13 +102,25 @@ def ensure(name: str) -> int:
                 ) from error  # fmt: skip
         with contextlib.suppress(KernelError):  # a kernel without IPv6
             netlink.ask(RTM_NEWLINK, _LINK + named + no_link_local)
-        netlink.ask(RTM_NEWLINK, _IFINFO.pack(0, 0, 0, IFF_UP, IFF_UP) + named)
-    return index(name)
+        alias = attribute(20, ALIAS.encode())
+        netlink.ask(RTM_NEWLINK, _IFINFO.pack(0, 0, 0, IFF_UP, IFF_UP) + named + alias)
+    try:
+        return index(name)
+    except OSError as error:
+        raise KernelError("the device has gone again", name, errno=errno.ENODEV) from error
 
 
 def index(name: str) -> int:
     """Its ifindex; OSError if it is not there."""
     return socket.if_nametoindex(name)
+
+
+def takes_ipv6(name: str) -> bool:
+    """Whether the kernel takes IPv6 addresses at this device."""
+    try:
+        return (IPV6_SETTINGS / name / "disable_ipv6").read_text().strip() == "0"
+    except OSError:
+        return False  # none in this kernel
 
 
 def remove(name: str) -> bool:
@@ -77,33 +136,63 @@ def remove(name: str) -> bool:
     return True
 
 
-def addresses(index: int) -> tuple[frozenset[Addr], frozenset[Addr]]:
-    """The addresses of this device, and those of all others; link-local ones count for neither."""
+def addresses(index: int, *apart: str) -> tuple[frozenset[Addr], frozenset[Addr]]:
+    """The addresses of this device, and those of all others but the devices `apart`; loopback is
+    among them, link-local IPv6 addresses count for neither.
+    """
     with Rtnetlink() as netlink:
         told = netlink.dump(RTM_GETADDR, IFADDR.pack(socket.AF_UNSPEC, 0, 0, 0, 0))
+    left_out = {index_or_zero(name) for name in apart}
     ours: set[Addr] = set()
     others: set[Addr] = set()
     for message in told:
-        if message.kind == RTM_NEWADDR:
-            found = attributes(message.body[IFADDR.size :])
-            raw = found.get(IFA_LOCAL, found.get(IFA_ADDRESS, b""))
-            address = Addr(V4_PREFIX + raw) if len(raw) == 4 else Addr(raw)
-            at = IFADDR.unpack_from(message.body)[4]
-            (ours if at == index else others).add(address)
+        _, _, _, scope, at = IFADDR.unpack_from(message.body)
+        if message.kind != RTM_NEWADDR or scope == SCOPE_LINK or at in left_out:
+            continue
+        found = attributes(message.body[IFADDR.size :])
+        raw = found.get(IFA_LOCAL, found.get(IFA_ADDRESS, b""))
+        address = Addr(V4_PREFIX + raw) if len(raw) == 4 else Addr(raw)
+        (ours if at == index else others).add(address)
     return frozenset(ours), frozenset(others)
 
 
-def add(index: int, wanted: Iterable[Addr]) -> None:
-    """Gives it these addresses; those that it has are fine."""
-    _change(RTM_NEWADDR, index, list(wanted), NLM_F_CREATE | NLM_F_EXCL, (errno.EEXIST,))
+def index_or_zero(name: str) -> int:
+    """Its ifindex, 0 if it is not there."""
+    try:
+        return index(name)
+    except OSError:
+        return 0
+
+
+def addresses_of(name: str) -> frozenset[Addr]:
+    """The addresses of a device, none if it is not there."""
+    try:
+        return addresses(index(name))[0]
+    except OSError:
+        return frozenset()
+
+
+def add(index: int, wanted: Iterable[Addr]) -> dict[Addr, KernelError]:
+    """Gives it these addresses; those that it has are fine. The ones that it cannot have, and why.
+    KernelError when it can have none.
+    """
+    flags = NLM_F_CREATE | NLM_F_EXCL
+    refused = dict(_change(RTM_NEWADDR, index, list(wanted), flags, (errno.EEXIST,)))
+    if broken := next((e for e in refused.values() if e.errno in BROKEN), None):
+        raise broken
+    return refused
 
 
 def drop(index: int, gone: Iterable[Addr]) -> None:
     """Takes them away; those that it does not have are fine."""
-    _change(RTM_DELADDR, index, list(gone), 0, (errno.EADDRNOTAVAIL,))
+    for _, error in _change(RTM_DELADDR, index, list(gone), 0, (errno.EADDRNOTAVAIL,)):
+        raise error
 
 
-def _change(kind: int, index: int, which: list[Addr], flags: int, allowed: Collection[int]) -> None:
+def _change(
+    kind: int, index: int, which: list[Addr], flags: int, allowed: Collection[int]
+) -> Iterator[tuple[Addr, KernelError]]:
+    """All of them; those that are refused."""
     if not which:
         return
     with Rtnetlink() as netlink:
@@ -112,7 +201,8 @@ def _change(kind: int, index: int, which: list[Addr], flags: int, allowed: Colle
         if code and code not in allowed:
             verb = "add" if kind == RTM_NEWADDR else "remove"
             where = f"{format_addr(address)} at device {index}"
-            raise KernelError(f"cannot {verb} the address", where, os.strerror(code), code)
+            error = KernelError(f"cannot {verb} the address", where, os.strerror(code), code)
+            yield address, error
 
 
 def _body(index: int, address: Addr) -> bytes:

@@ -1,20 +1,43 @@
-"""Connections that somebody's rules have translated live on when those rules go.
+"""Connections that somebody else's rules have translated live on when those rules go.
 
-The kernel translates by its table of connections (conntrack), where each has what was once decided
-for it; rules are asked for the first packet only. But it looks into that table only while some rule
-in the network namespace needs it. When the last such rule goes, packets of a connection that is
-half an hour old arrive with the wrong addresses, and it is reset.
+The kernel translates by its tables of connections, where each has what was once decided for it;
+rules are asked for the first packet only. But what they depend on goes with the rules:
+
+- conntrack's table is looked into only while some rule in the network namespace needs it. When the
+  last such rule goes, packets of a connection that is half an hour old arrive with the wrong
+  addresses, and it is reset.
+- IPVS ends a connection with its virtual service, and sees its packets only while the node has the
+  address that they are sent to.
 
 So whoever takes such rules away puts a table of this name in their place, in the same transaction:
-a chain for translation and a rule that asks conntrack, which change nothing. It has to stay until
-the last of these connections is over. All of it is about the namespace of the calling thread.
+a chain for translation and a rule that asks conntrack, which change nothing, and a set of the
+virtual services that stay. These lead nobody new; their addresses are kept on a device of the same
+name. All of it has to stay until the last of these connections is over. It is about the namespace
+of the calling thread.
 """
 
+import errno
+from collections.abc import Collection, Iterable
+from contextlib import closing
 from typing import Any, Final
 
-from kbpf.kernel import conntrack, netfilter
+from kbpf.kernel import conntrack, dummy, ipvs, netfilter, nft
+from kbpf.kernel.ipvs import Command, Service
+from kbpf.model.address import Addr, family_of, format_addr, parse_addr
+from kbpf.model.objects import Protocol
 
 TABLE: Final = "kbpf-handover"
+DEVICE: Final = "kbpf-handover"
+SET: Final = "virtual"
+KUBE_PROXYS: Final = "kube-ipvs0"
+"""The device on which a kube-proxy in mode ipvs keeps the addresses of Services."""
+DEVICES: Final = (KUBE_PROXYS, DEVICE)
+"""What stands on these is none of the node's own addresses."""
+_FAMILY: Final = {4: "ip", 6: "ip6"}
+_ADDRESS: Final = {"ip": "ipv4_addr", "ip6": "ipv6_addr"}
+
+
+# ---- the table -----------------------------------------------------------------------------------
 
 
 def begin(family: str) -> list[netfilter.Json]:
@@ -23,8 +46,10 @@ def begin(family: str) -> list[netfilter.Json]:
     state: dict[str, Any] = {
         "match": {"op": "in", "left": {"ct": {"key": "state"}}, "right": ["established"]}
     }
+    types = ["inet_proto", _ADDRESS[family], "inet_service"]
     return [
         {"add": {"table": {"family": family, "name": TABLE}}},
+        {"add": {"set": {"family": family, "table": TABLE, "name": SET, "type": types}}},
         {"add": {"chain": {**chain, "type": "nat", "hook": "postrouting", "prio": 100}}},
         {"flush": {"chain": chain}},
         {"add": {"rule": {"family": family, "table": TABLE, "chain": "keep", "expr": [state]}}},
@@ -33,16 +58,125 @@ def begin(family: str) -> list[netfilter.Json]:
 
 def there() -> tuple[str, ...]:
     """The families that have the table."""
-    listed = [one.get("table", {}) for one in netfilter.transaction({"list": {"tables": None}})]
-    ours = {table["family"] for table in listed if table.get("name") == TABLE}
-    return tuple(family for family in conntrack.FAMILIES if family in ours)
+    return tuple(family for family in conntrack.FAMILIES if nft.has_table(family, TABLE))
 
 
 def end(force: bool = False) -> tuple[str, ...]:
-    """Removes the tables that nobody needs any more; with `force` all. The families."""
-    gone = tuple(family for family in there() if force or not conntrack.translated(family))
+    """Removes the tables that nobody needs any more, and before them the virtual services that have
+    no connections left; with `force` all. The families.
+    """
+    found = there()
+    if not found:
+        return ()
+    needed = {family_name(service) for service in _end_virtual(found, force)}
+    gone = tuple(
+        family
+        for family in found
+        if force or not (family in needed or conntrack.translated(family))
+    )
     if gone:
         netfilter.transaction(
             *({"delete": {"table": {"family": family, "name": TABLE}}} for family in gone)
         )
     return gone
+
+
+# ---- virtual services of IPVS --------------------------------------------------------------------
+
+
+def family_name(service: Service) -> str:
+    """ "ip" or "ip6"."""
+    return _FAMILY[family_of(service.address)]
+
+
+def keep(services: Collection[Service], addresses: Collection[Addr]) -> None:
+    """These virtual services stay for their connections, and the node keeps these addresses. Who
+    has made them may go afterwards.
+    """
+    families = sorted({family_name(service) for service in services})
+    tables = [command for family in families for command in begin(family)]
+    netfilter.transaction(*tables, *_elements("add", services))
+    for refused in dummy.add(dummy.ensure(DEVICE), addresses).values():
+        raise refused
+
+
+def lead_nobody(face: ipvs.Ipvs, services: Iterable[Service]) -> None:
+    """No new connection gets through these virtual services; those that are there go on."""
+    face.change(
+        [
+            ipvs.Change(Command.SET_SERVER, service, server=load.server)
+            for service in services
+            for load in face.servers(service)
+            if load.weight
+        ],
+        (errno.ESRCH, errno.ENOENT),
+    )
+
+
+def kept(families: Iterable[str]) -> tuple[Service, ...]:
+    """The virtual services that stay, of these families, which have the table."""
+    listed = (
+        one["set"]
+        for family in families
+        for one in netfilter.transaction({"list": {"table": {"family": family, "name": TABLE}}})
+        if one.get("set", {}).get("name") == SET
+    )
+    return tuple(sorted(_read(element) for made in listed for element in made.get("elem", ())))
+
+
+def connections() -> int:
+    """How many connections go on by virtual services that stay."""
+    services = kept(there())
+    if not services:
+        return 0
+    with closing(ipvs.Ipvs()) as face:
+        return sum(face.connections(service) for service in services)
+
+
+def _end_virtual(families: Collection[str], force: bool) -> tuple[Service, ...]:
+    """Removes those without connections; the others. Those that a kube-proxy leads by, which is
+    back, are its own, and forgotten here. Its device alone tells nothing: whoever takes its
+    leftovers away may be at work just now.
+    """
+    services = kept(families)
+    if not services:
+        return ()
+    with closing(ipvs.Ipvs()) as face:
+        back = dummy.index_or_zero(KUBE_PROXYS)
+        theirs = {one for one in services if back and _leads(face, one)}
+        ours = [one for one in services if one not in theirs]
+        busy = () if force else tuple(one for one in ours if back or face.connections(one))
+        ended = [] if back else [one for one in ours if one not in busy]
+        face.change([ipvs.Change(Command.DEL_SERVICE, one) for one in ended], (errno.ESRCH,))
+    gone = [one for one in services if one not in busy]
+    if gone:
+        netfilter.transaction(*_elements("delete", gone))
+    if busy:
+        unused = {one.address for one in gone} - {one.address for one in busy}
+        dummy.drop(dummy.ensure(DEVICE), unused)
+    else:
+        dummy.remove(DEVICE)
+    return busy
+
+
+def _leads(face: ipvs.Ipvs, service: Service) -> bool:
+    """Whether new connections get through."""
+    return any(load.weight for load in face.servers(service))
+
+
+def _elements(verb: str, services: Iterable[Service]) -> list[netfilter.Json]:
+    """Puts them into their sets ("add"), or takes them out ("delete")."""
+    by_family: dict[str, list[Any]] = {}
+    for one in sorted(services):
+        words = [Protocol(one.protocol).name.lower(), format_addr(one.address), one.port]
+        by_family.setdefault(family_name(one), []).append({"concat": words})
+    return [
+        {verb: {"element": {"family": family, "table": TABLE, "name": SET, "elem": elements}}}
+        for family, elements in by_family.items()
+    ]
+
+
+def _read(element: netfilter.Json) -> Service:
+    kind, address, port = element["concat"]
+    protocol = Protocol(kind) if isinstance(kind, int) else Protocol[str(kind).upper()]
+    return Service(protocol, parse_addr(str(address)), int(port))

@@ -27,6 +27,8 @@ NETLINK_GENERIC: Final = 16
 NESTED: Final = 0x8000
 CREATE_EXCLUSIVELY: Final = 0x600  # NLM_F_CREATE | NLM_F_EXCL
 
+_VERBS: Final = {"NEW": "make", "SET": "change", "DEL": "remove", "GET": "read"}
+_NOUNS: Final = {"SERVICE": "virtual service", "SERVER": "real server"}
 _STATS64: Final = 12
 _COUNTED: Final = (1, 4, 5)  # of its attributes: connections, bytes in, bytes out
 _GENERIC: Final = struct.Struct("=BBH")  # command, version, reserved
@@ -40,6 +42,7 @@ _FAMILY_ID: Final = 1
 _FAMILY_NAME: Final = 2
 _ATTR_SERVICE: Final = 1
 _ATTR_DEST: Final = 2
+_TIMES: Final = (4, 5, 6)  # IPVS_CMD_ATTR_TIMEOUT_TCP, _TCP_FIN, _UDP
 
 
 class Command(IntEnum):
@@ -53,6 +56,8 @@ class Command(IntEnum):
     SET_SERVER = 6
     DEL_SERVER = 7
     GET_SERVER = 8
+    SET_CONFIG = 12
+    GET_CONFIG = 13
 
 
 class ServiceFlag(IntFlag):
@@ -107,6 +112,14 @@ class Counts(NamedTuple):
     bytes_out: int
 
 
+class Times(NamedTuple):
+    """After how many seconds IPVS forgets an idle connection; `tcp_fin`: after an end's FIN."""
+
+    tcp: int = 0
+    tcp_fin: int = 0
+    udp: int = 0
+
+
 class Load(NamedTuple):
     """A real server as the kernel has it, with its connections."""
 
@@ -126,7 +139,8 @@ class Change(NamedTuple):
     weight: int = 0
 
     def __str__(self) -> str:
-        words = self.command.name.lower().replace("_", " ")
+        verb, _, noun = self.command.name.partition("_")
+        words = f"{_VERBS[verb]} {_NOUNS[noun]}"
         return f"{words} {self.service}" + (f" -> {self.server}" if self.server else "")
 
 
@@ -183,6 +197,18 @@ def encode(change: Change) -> bytes:
     if change.server is not None:
         parts.append(_nest(_ATTR_DEST, _server(change.server, change.weight)))
     return b"".join(parts)
+
+
+def encode_times(times: Times) -> bytes:
+    """The body that sets them, but for those that are 0."""
+    said = (attribute(kind, _U32.pack(t)) for kind, t in zip(_TIMES, times, strict=True) if t)
+    return _GENERIC.pack(Command.SET_CONFIG, 1, 0) + b"".join(said)
+
+
+def decode_times(body: bytes) -> Times:
+    """From the body of an answer to GET_CONFIG."""
+    found = attributes(body[_GENERIC.size :])
+    return Times(*(number(found.get(kind)) for kind in _TIMES))
 
 
 def _nest(kind: int, value: bytes) -> bytes:
@@ -296,10 +322,30 @@ class Ipvs:
         """Ends it."""
         self._netlink.close()
 
+    def times(self) -> Times:
+        """Those of this network namespace."""
+        body = _GENERIC.pack(Command.GET_CONFIG, 1, 0)
+        return decode_times(self._netlink.ask(self._kind, body)[0].body)
+
+    def set_times(self, times: Times) -> None:
+        """Those that are 0 stay as they are."""
+        self._netlink.ask(self._kind, encode_times(times))
+
     def services(self) -> list[tuple[Service, Settings]]:
         """All virtual services, whoever made them."""
         asked = self._netlink.dump(self._kind, _GENERIC.pack(Command.GET_SERVICE, 1, 0))
         return [decode_service(message.body) for message in asked]
+
+    def settings(self, service: Service) -> Settings | None:
+        """Those of one virtual service; None if it is not there."""
+        body = encode(Change(Command.GET_SERVICE, service))
+        try:
+            (answer, *_) = self._netlink.ask(self._kind, body)
+        except KernelError as error:
+            if error.errno in (errno.ESRCH, errno.ENOENT):
+                return None
+            raise
+        return decode_service(answer.body)[1]
 
     def counts(self) -> list[tuple[Service, Counts]]:
         """What each virtual service has had, whoever made it."""
@@ -317,6 +363,10 @@ class Ipvs:
                 return []
             raise
         return [decode_server(message.body, family) for message in asked]
+
+    def connections(self, service: Service) -> int:
+        """How many a virtual service has, those included that have ended and are remembered."""
+        return sum(load.active + load.inactive for load in self.servers(service))
 
     def try_(self, changes: Sequence[Change]) -> list[int]:
         """An errno for each change, in order; 0 for those that were made."""

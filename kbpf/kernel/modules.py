@@ -1,11 +1,13 @@
 """Kernel modules."""
 
+import errno
 import shutil
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
+from kbpf.errors import KernelError
 from kbpf.kernel.probe import Probe
 
 MODPROBE_SECONDS: Final = 60.0
@@ -14,7 +16,7 @@ LOADED: Final = Path("/sys/module")
 
 def load(names: Iterable[str]) -> bool:
     """Loads those of them that are not built in; False where that cannot be tried. Whether they
-    are there is for their users to find out.
+    are there is for their users to find out. KernelError when modprobe does not end.
     """
     modprobe = shutil.which("modprobe")
     if modprobe is None:
@@ -31,13 +33,23 @@ def known(name: str) -> Probe:
     modprobe = shutil.which("modprobe")
     if modprobe is None:
         return Probe(None, "not loaded, and there is no modprobe to ask")
-    if _run(modprobe, "--dry-run", "--quiet", "--", name):
-        return Probe(False, f"no module {name}")
+    try:
+        if _run(modprobe, "--dry-run", "--quiet", "--", name):
+            return Probe(False, f"no module {name}")
+    except KernelError as error:
+        return Probe(None, error.what)
     return Probe(True, "not loaded; it is when it is needed")
 
 
 def _run(*command: str) -> int:
-    return subprocess.run(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        timeout=MODPROBE_SECONDS, check=False,
-    ).returncode  # fmt: skip
+    """Its exit code."""
+    try:
+        return subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL, timeout=MODPROBE_SECONDS, check=False,
+        ).returncode  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        raise KernelError(
+            f"modprobe has not ended after {MODPROBE_SECONDS:.0f} s", command[-1],
+            "see the kernel's log", errno.ETIMEDOUT,
+        ) from error  # fmt: skip

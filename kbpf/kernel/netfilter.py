@@ -181,6 +181,18 @@ def other_drops() -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
+def closed_inputs() -> tuple[str, ...]:
+    """Base chains at the input hook, in any table, that refuse what nobody in them let in."""
+    found = []
+    for one in transaction({"list": {"chains": None}}):
+        chain = one.get("chain", {})
+        if (chain.get("hook"), chain.get("type")) == ("input", "filter"):
+            where = chain["family"], chain["table"], str(chain["name"])
+            if Chain(*where, chain.get("policy") == "drop", _rules(*where)).is_closed:
+                found.append(" ".join(where))
+    return tuple(sorted(found))
+
+
 def _rules(family: str, table: str, name: str) -> tuple[Rule, ...]:
     listed = transaction({"list": {"chain": {"family": family, "table": table, "name": name}}})
     return tuple(

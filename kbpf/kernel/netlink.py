@@ -4,6 +4,7 @@ By hand instead of pyroute2, whose import costs the agent 19 MB. What is said in
 addresses and queueing disciplines is in modules of their own.
 """
 
+import contextlib
 import errno
 import select
 import socket
@@ -19,6 +20,7 @@ NLMSG_DONE: Final = 3
 REQUEST_ACK: Final = 0x5  # NLM_F_REQUEST | NLM_F_ACK
 REQUEST_DUMP: Final = 0x301  # NLM_F_REQUEST | NLM_F_DUMP
 INTERRUPTED: Final = 0x10  # NLM_F_DUMP_INTR
+SO_RCVBUFFORCE: Final = 33
 SOL_NETLINK: Final = 270
 NETLINK_CAP_ACK: Final = 10
 NETLINK_EXT_ACK: Final = 11
@@ -31,6 +33,9 @@ whoever watches is told of the change anyway."""
 
 MOST_NEWS: Final = 1024
 """Datagrams that are taken at a time: a storm must not keep anybody from acting on it."""
+
+LARGE: Final = 4 << 20
+"""Bytes of a buffer for answers that did not fit into the usual one (net.core.rmem_default)."""
 
 AT_ONCE: Final = 64
 """Requests in one datagram: their answers must fit into the socket's buffer."""
@@ -94,19 +99,24 @@ class Netlink:
     """A conversation with the network namespace that this thread is in when it begins."""
 
     def __init__(self, protocol: int, name: str, groups: int = 0) -> None:
+        self._protocol = protocol
         self._name = name
-        try:
-            self.socket = socket.socket(
-                socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, protocol
-            )
-            self.socket.bind((0, groups))
-            # Errors come with the kernel's own words instead of our request.
-            self.socket.setsockopt(SOL_NETLINK, NETLINK_CAP_ACK, 1)
-            self.socket.setsockopt(SOL_NETLINK, NETLINK_EXT_ACK, 1)
-        except OSError as error:
-            raise KernelError(
-                "cannot open a netlink socket", name, errno=error.errno or 0
-            ) from error
+        self._groups = groups
+        self.socket = self._open()
+
+    def _open(self) -> socket.socket:
+        kind = socket.SOCK_RAW | socket.SOCK_CLOEXEC
+        with _wrapped("cannot open a netlink socket", self._name):
+            made = socket.socket(socket.AF_NETLINK, kind, self._protocol)
+            try:
+                made.bind((0, self._groups))
+                # Errors come with the kernel's own words instead of our request.
+                made.setsockopt(SOL_NETLINK, NETLINK_CAP_ACK, 1)
+                made.setsockopt(SOL_NETLINK, NETLINK_EXT_ACK, 1)
+            except OSError:
+                made.close()
+                raise
+        return made
 
     def __enter__(self) -> Self:
         return self
@@ -123,7 +133,22 @@ class Netlink:
         return self._talk(kind, flags | REQUEST_ACK, body)
 
     def dump(self, kind: int, body: bytes) -> list[Message]:
-        """Everything of one kind."""
+        """Everything of one kind. What does not fit into the socket's buffer is asked for again
+        with a larger one, unless the socket hears of changes, too: some of those are lost then.
+        """
+        try:
+            return self._dump(kind, body)
+        except KernelError as error:
+            if error.errno != errno.ENOBUFS or self._groups:
+                raise
+        self.close()
+        self.socket = self._open()
+        for option in (socket.SO_RCVBUF, SO_RCVBUFFORCE):
+            with contextlib.suppress(OSError):  # the second needs CAP_NET_ADMIN
+                self.socket.setsockopt(socket.SOL_SOCKET, option, LARGE)
+        return self._dump(kind, body)
+
+    def _dump(self, kind: int, body: bytes) -> list[Message]:
         found: list[Message] = []
         for _ in range(DUMP_TRIES):
             found = self._talk(kind, REQUEST_DUMP, body)
@@ -146,10 +171,10 @@ class Netlink:
             padding = bytes(-len(body) % 4)
             length = _HEADER.size + len(body)
             text += _HEADER.pack(length, kind, flags | REQUEST_ACK, number_, 0) + body + padding
-        self.socket.send(text)
+        self._send(text)
         codes: dict[int, int] = {}
         while len(codes) < len(requests):
-            data = self.socket.recv(1 << 16)
+            data = self._receive()
             while len(data) >= _HEADER.size:
                 length, kind, _, asked, _ = _HEADER.unpack_from(data)
                 if kind == NLMSG_ERROR:
@@ -175,14 +200,31 @@ class Netlink:
         return News(found, lost)
 
     def _talk(self, kind: int, flags: int, body: bytes) -> list[Message]:
-        self.socket.send(_HEADER.pack(_HEADER.size + len(body), kind, flags, 1, 0) + body)
+        self._send(_HEADER.pack(_HEADER.size + len(body), kind, flags, 1, 0) + body)
         found: list[Message] = []
         while True:
-            for message in _messages(self.socket.recv(1 << 16)):
+            for message in _messages(self._receive()):
                 if message.kind in (NLMSG_ERROR, NLMSG_DONE):
                     _refusal(message, self._name)
                     return found
                 found.append(message)
+
+    def _send(self, data: bytes | bytearray) -> None:
+        with _wrapped("cannot ask the kernel", self._name):
+            self.socket.send(data)
+
+    def _receive(self) -> bytes:
+        with _wrapped("cannot hear the kernel's answer", self._name):
+            return self.socket.recv(1 << 16)
+
+
+@contextlib.contextmanager
+def _wrapped(what: str, name: str) -> Iterator[None]:
+    """What a socket says becomes a KernelError."""
+    try:
+        yield
+    except OSError as error:
+        raise KernelError(what, name, error.strerror or "", error.errno or 0) from error
 
 
 class Rtnetlink(Netlink):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from kbpf.errors import KernelError
-from kbpf.kernel import cgroups, libbpf, netns, sockdiag
+from kbpf.kernel import bpf, cgroups, libbpf, netns, sockdiag
 from kbpf.kernel.libbpf import Link, Map, Program
 
 RETURN_1: Final = struct.pack("=BBhi", 0xB7, 0, 0, 1) + struct.pack("=BBhi", 0x95, 0, 0, 0)
@@ -28,6 +28,10 @@ CAPABILITIES: Final = {
     "CAP_PERFMON": 38,
     "CAP_BPF": 39,
 }
+
+
+SYS_RESOURCE: Final = {"CAP_SYS_RESOURCE": 24}
+"""For kernels whose limit of locked memory has to be raised."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +78,8 @@ def missing_capabilities(status: str | None = None) -> tuple[str, ...]:
     text = Path("/proc/self/status").read_text() if status is None else status
     facts = dict(line.split(":\t", 1) for line in text.splitlines() if ":\t" in line)
     held = int(facts.get("CapEff", "0"), 16)
-    return tuple(name for name, bit in CAPABILITIES.items() if not held >> bit & 1)
+    wanted = CAPABILITIES | (SYS_RESOURCE if bpf.locked_limit() is not None else {})
+    return tuple(name for name, bit in wanted.items() if not held >> bit & 1)
 
 
 def map_works(kind: int, flags: int = 0) -> Probe:

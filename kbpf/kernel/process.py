@@ -17,6 +17,18 @@ LOCK_SECONDS: Final = 5.0
 """So long an agent that is on its way out is waited for."""
 
 
+INITIAL_PID_NAMESPACE: Final = 0xEFFFFFFC
+"""PROC_PID_INIT_INO: the same number on every Linux."""
+
+
+def sees_all() -> bool:
+    """Whether all processes of the machine are in our PID namespace, and so in /proc."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino == INITIAL_PID_NAMESPACE
+    except OSError:
+        return False
+
+
 def die_with(parent: int) -> None:
     """From now on, and through execve(2), this process is killed when its parent ends, however it
     ends. `parent` is its id: if it has gone already, so does this process now.

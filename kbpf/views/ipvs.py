@@ -96,10 +96,11 @@ class _Ids:
 def snapshot(folder: Path, states: Iterable[ServiceState], held: Held) -> Snapshot:
     """What serves these Service ports, by what the kernel holds."""
     states = sorted(states, key=lambda state: state.key)
-    virtual_ips = {f.at.address for s in states for f in s.frontends}
+    exact = {f.at for s in states for f in s.frontends}
     by_port: dict[tuple[Protocol, int], list[Virtual]] = {}
     for virtual in held:
-        if not virtual.mark and virtual.address not in virtual_ips:
+        at = FrontendAddress(virtual.address, virtual.port, virtual.protocol)
+        if not virtual.mark and at not in exact:
             by_port.setdefault((virtual.protocol, virtual.port), []).append(virtual)
     ids, names = _Ids(), dict[int, ServicePortKey]()
     frontends: dict[FrontendAddress, ServiceValue] = {}

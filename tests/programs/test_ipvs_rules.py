@@ -18,6 +18,7 @@ from kbpf.dataplane.ipvs.rules import Style
 from kbpf.kernel import netfilter, netns
 from kbpf.model.address import ANY4, ANY6, parse_addr
 from kbpf.model.objects import Cidr, Protocol
+from tests.support.dial import SILENCE
 from tests.support.lab import Place, ip, run, settled
 
 T = TypeVar("T")
@@ -115,7 +116,7 @@ EVERYTHING = (
     *at(SetName.SHORT_CIRCUITS, VIP, 85, 0x6B620001),
     *at(SetName.MASQUERADED, VIP, 80),
     *at(SetName.MASQUERADED_OUTSIDE, VIP, 84),
-    (SetName.HAIRPINS, (parse_addr("fd00::1"), Protocol.SCTP, 80, parse_addr("fd00::1"))),
+    (SetName.HAIRPINS, (parse_addr("fd00::1"), parse_addr("fd00::1"))),
     (SetName.LOCAL_NETWORKS, (Cidr(parse_addr("10.1.0.0"), 112),)),
     (SetName.OWN_MARKS, (ANY4, 0x6B620001)),
     (SetName.OWN_MARKS, (ANY6, 0x6B620002)),
@@ -209,6 +210,34 @@ def test_nobody_outside_sees_a_virtual_address(house: House, bind: str, to: str,
     assert house.node.tcp(to, 80, bind=bind)["client"] == seen
     house.become()
     assert house.node.tcp(to, 80, bind=bind)["client"] == bind
+
+
+@pytest.mark.parametrize(
+    ("family", "vip", "to", "seen"),
+    [("ip", VIP, NEIGHBOUR, OWN), ("ip6", VIP6, NEIGHBOUR6, OWN6)],
+    ids=["IPv4", "IPv6"],
+)
+def test_who_is_led_to_itself_sees_the_node(
+    house: House, family: str, vip: str, to: str, seen: str
+):
+    """Translated by another table, as IPVS would: it takes no packet for one of its own."""
+    itself = (SetName.HAIRPINS, (parse_addr(to), parse_addr(to)))
+    house.do(lambda: [Path(f"/proc/sys/net/{name}").write_text("1")
+                      for name in ("ipv4/ip_forward", "ipv6/conf/all/forwarding")])  # fmt: skip
+    house.do(lambda: run("nft", "-f", "-", stdin=f"""
+        table {family} ipvs {{ chain lead {{ type nat hook prerouting priority -100;
+            {family} daddr {vip} tcp dport 80 dnat to {to}
+        }}
+        }}
+        """))  # fmt: skip
+    try:
+        house.become(*IPS, itself)
+        answer = house.neighbour.tcp(vip, 80)
+        assert (answer["name"], answer["client"]) == ("neighbour", seen)
+        house.become(*IPS)
+        assert house.neighbour.tcp(vip, 80, timeout=SILENCE)["error"] == "timeout"
+    finally:
+        house.do(lambda: run("nft", "delete", "table", family, "ipvs"))
 
 
 ALIAS = "198.18.9.9"

@@ -7,7 +7,17 @@ import pytest
 from pyroute2.netlink.generic.ipvs import ipvsmsg
 
 from kbpf.kernel import ipvs
-from kbpf.kernel.ipvs import Change, Command, Counts, Load, Server, Service, ServiceFlag, Settings
+from kbpf.kernel.ipvs import (
+    Change,
+    Command,
+    Counts,
+    Load,
+    Server,
+    Service,
+    ServiceFlag,
+    Settings,
+    Times,
+)
 from kbpf.kernel.netlink import attribute
 from kbpf.model.address import ANY4, ANY6, Addr, parse_addr
 
@@ -86,6 +96,25 @@ def test_bytes():
     )
 
 
+TIMES = [
+    (Times(3600, 60, 10),
+     {"TCP": "10:0e:00:00", "TCP_FIN": "3c:00:00:00", "UDP": "0a:00:00:00"}),
+    (Times(tcp=1), {"TCP": "01:00:00:00"}),
+    (Times(udp=1), {"UDP": "01:00:00:00"}),
+]  # fmt: skip
+"""pyroute2 shows their bytes."""
+
+
+@pytest.mark.parametrize(("times", "said"), TIMES)
+def test_times_that_are_none_are_not_said(times: Times, said: dict[str, str]):
+    body = ipvs.encode_times(times)
+    message = ipvsmsg((len(HEADER) + len(body)).to_bytes(4, "little") + HEADER[4:] + body)
+    message.decode()
+    found = {name.removeprefix("IPVS_CMD_ATTR_TIMEOUT_"): value for name, value in message["attrs"]}
+    assert (message["cmd"], found) == (12, said)
+    assert ipvs.decode_times(body) == times
+
+
 SERVICES = [
     (WEB, Settings("rr")),
     (WEB6, Settings("wrr", 10800)),
@@ -130,5 +159,6 @@ def test_a_server_as_the_kernel_tells_it(address: str):
 
 def test_errors_name_the_service_and_the_server():
     change = Change(Command.NEW_SERVER, WEB, None, Server(parse_addr("10.0.0.1"), 8080), 1)
-    assert str(change) == "new server 10.96.0.1:80/6 -> 10.0.0.1:8080"
-    assert str(Change(Command.DEL_SERVICE, Service(6, ANY6, 0, 7))) == "del service mark 0x7 IPv6"
+    assert str(change) == "make real server 10.96.0.1:80/6 -> 10.0.0.1:8080"
+    gone = Change(Command.DEL_SERVICE, Service(6, ANY6, 0, 7))
+    assert str(gone) == "remove virtual service mark 0x7 IPv6"

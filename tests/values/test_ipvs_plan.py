@@ -1,7 +1,8 @@
-"""What a Service port needs of IPVS and nftables: every row of reference 2.1 and 2.2 that IPVS can
+"""What a Service port needs of IPVS and nftables: each of kube-proxy's rules that IPVS can
 express, and what changes with a change.
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import pytest
@@ -10,12 +11,15 @@ from hypothesis import strategies as st
 
 from kbpf.dataplane.ipvs import rules
 from kbpf.dataplane.ipvs.ledger import Changes, Ledger
+from kbpf.dataplane.ipvs.marks import Marks
+from kbpf.dataplane.ipvs.overlaps import Overlaps
 from kbpf.dataplane.ipvs.plan import (
     NODE,
     NOTHING,
     Element,
     End,
     Ground,
+    Pool,
     Programmed,
     SetName,
     Virtual,
@@ -26,7 +30,7 @@ from kbpf.dataplane.ipvs.plan import (
     wants_mark,
 )
 from kbpf.dataplane.ipvs.traces import style_of
-from kbpf.model.address import format_addr, format_endpoint, parse_addr
+from kbpf.model.address import ANY4, Addr, format_addr, format_endpoint, parse_addr
 from kbpf.model.config import Config
 from kbpf.model.desired import DesiredState, ServicePortKey, ServiceState
 from kbpf.model.objects import Algorithm, Cidr, Protocol
@@ -79,7 +83,7 @@ def pools(programmed: Programmed) -> dict[str, str]:
     return found
 
 
-# ---- reference 2.1: what a new connection gets -------------------------------------------------
+# ---- what a new connection gets ----------------------------------------------------------------
 
 
 class Answer(NamedTuple):
@@ -189,7 +193,7 @@ def test_source_ranges_are_of_load_balancers_alone(row: Ranges):
     assert found["sources"] == {f"{one} 192.0.2.1 TCP 80" for one in row.let_in}
 
 
-# ---- reference 2.2: masquerading ---------------------------------------------------------------
+# ---- masquerading ------------------------------------------------------------------------------
 
 
 class Masquerade(NamedTuple):
@@ -226,10 +230,11 @@ def test_who_is_masqueraded(row: Masquerade):
     assert names.get("masqueraded_outside", set()) == set(row.outside.split())
 
 
-def test_hairpins_are_all_servers_of_all_sets():
-    state = service("web", ALL, BOTH, external_local=True)
-    found = sets(program(state, ground(), MARK), SetName.HAIRPINS)["hairpins"]
-    assert found == {f"10.0.0.{i} TCP 8080 10.0.0.{i}" for i in (1, 2)}
+def test_only_who_is_on_this_node_can_be_led_to_itself():
+    """One element for each address, whatever ports it serves: others do not dial from here."""
+    state = service("web", ALL, BOTH, external_local=True, on_node=(parse_addr("10.0.0.2"),))
+    found = sets(program(state, ground(), MARK), SetName.HAIRPINS)["hairpin_ips"]
+    assert found == {"10.0.0.2 10.0.0.2"}
 
 
 # ---- how they are spread -----------------------------------------------------------------------
@@ -279,6 +284,30 @@ def plan(ledger: Ledger, *states: ServiceState, gone: tuple[ServicePortKey, ...]
     return ledger.change({**after, **dict.fromkeys(gone, NOTHING)})
 
 
+class Planner:
+    """A ledger whose NodePorts give way, as the plane has it."""
+
+    def __init__(self) -> None:
+        self.ledger, self.overlaps = Ledger(), Overlaps()
+        self.states: dict[ServicePortKey, ServiceState] = {}
+
+    def change(self, states: Mapping[ServicePortKey, ServiceState | None]) -> Changes:
+        """These Service ports are so now; None: gone."""
+        keys = set(states)
+        for key, state in states.items():
+            self.states.pop(key, None)
+            if state is not None:
+                self.states[key] = state
+            keys |= self.overlaps.put(key, state)
+        return self.ledger.change({key: self._program(self.states.get(key)) for key in keys})
+
+    def _program(self, state: ServiceState | None) -> Programmed:
+        if state is None:
+            return NOTHING
+        mark = MARK + sum(state.key.name.encode()) if wants_mark(state) else 0
+        return program(state, ground(), mark, self.overlaps.exact)
+
+
 def names(elements: set[Element]) -> set[str]:
     return {name for name, _ in elements}
 
@@ -306,7 +335,7 @@ def test_who_loses_the_last_endpoint_is_refused_before_it_is_no_more_served():
     plan(ledger, service("web", CLUSTER, A))
     changes = plan(ledger, service("web", CLUSTER))
     steps = changes.steps()
-    assert (names(steps.first), names(steps.gone)) == ({"refused"}, {"served", "hairpins"})
+    assert (names(steps.first), names(steps.gone)) == ({"refused"}, {"served", "hairpin_ips"})
     assert len(changes.changed_pools) == 1
     assert not changes.old_pools
 
@@ -324,9 +353,9 @@ def test_what_two_want_stays_until_both_are_gone():
     two = service("two", "10.96.0.1:81", A)
     plan(ledger, one, two)
     first = plan(ledger, gone=(one.key,))
-    assert not names(first.old_elements) & {"virtual_ips", "hairpins"}
+    assert not names(first.old_elements) & {"virtual_ips", "hairpin_ips"}
     second = plan(ledger, gone=(two.key,))
-    assert names(second.old_elements) >= {"virtual_ips", "hairpins"}
+    assert names(second.old_elements) >= {"virtual_ips", "hairpin_ips"}
 
 
 def test_a_frontend_that_moves_is_changed_not_made():
@@ -367,7 +396,12 @@ def test_what_is_cut(row: Cut):
     again = Ledger()  # after a restart, by what the kernel holds
     old = {virtual: had for virtual, (had, _) in changes.changed_pools.items()}
     plan(again, service("dns", CLUSTER, row.after, row.protocol, serving=row.serving))
-    assert again.difference(again.elements, old, True).cut == changes.cut
+    assert again.difference(again.elements, addresses(again), old, True).cut == changes.cut
+
+
+def addresses(ledger: Ledger) -> frozenset[Addr]:
+    """Those that the dummy device should have."""
+    return frozenset(parts[0] for name, parts in ledger.elements if name is SetName.VIRTUAL_IPS)
 
 
 STATES = [
@@ -378,6 +412,9 @@ STATES = [
     service("dns", "10.96.0.1:53", A, UDP),
     service("dns", "10.96.0.1:53", BOTH, UDP, affinity_timeout=5),
     service("other", "10.96.0.2:80 NodePort=0.0.0.0:30099", BOTH, internal_local=True),
+    service("thief", f"10.96.0.3:30080 ExternalIP={NODE_IP}:30080", A, external_local=True),
+    service("thief", f"10.96.0.3:30099 LoadBalancer={NODE_IP}:30099", ranges="10.0.0.0/8"),
+    service("both", f"10.96.0.4:30001 NodePort=0.0.0.0:30001 ExternalIP={NODE_IP}:30001", B),
 ]
 
 
@@ -387,7 +424,8 @@ def test_the_way_there_does_not_matter(rounds: list[list[tuple[ServiceState, boo
     """A model of the kernel that takes the steps ends with what the last states want; nothing is
     removed that is not there, and nothing added twice that must not be.
     """
-    ledger, elements, held = Ledger(), set[Element](), dict[Virtual, Any]()
+    planner, elements, held = Planner(), set[Element](), dict[Virtual, Any]()
+    ledger = planner.ledger
     last: dict[ServicePortKey, ServiceState] = {}
     for one in rounds:
         batch = {state.key: (state, there) for state, there in one}
@@ -395,9 +433,7 @@ def test_the_way_there_does_not_matter(rounds: list[list[tuple[ServiceState, boo
             last[key] = state
             if not there:
                 del last[key]
-        states = [state for state, there in batch.values() if there]
-        gone = tuple(key for key, (_, there) in batch.items() if not there)
-        changes = plan(ledger, *states, gone=gone)
+        changes = planner.change({key: s if there else None for key, (s, there) in batch.items()})
         steps = changes.steps()
         for removed, added in ((steps.early, steps.first), (steps.gone, steps.late),
                                (steps.notes, set())):  # fmt: skip
@@ -409,22 +445,93 @@ def test_the_way_there_does_not_matter(rounds: list[list[tuple[ServiceState, boo
         assert not held.keys() & changes.new_pools.keys()
         held |= changes.new_pools
         held |= {v: new for v, (_, new) in changes.changed_pools.items()}
-    whole = Ledger()
-    plan(whole, *last.values())
+    again = Planner()
+    again.change(last)
+    whole = again.ledger
     assert elements == whole.elements == ledger.elements
     assert held == whole.pools == ledger.pools
-    assert not ledger.difference(frozenset(elements), held, True)
+    assert not ledger.difference(frozenset(elements), addresses(whole), held, True)
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["there", "not there"])
+def test_what_serves_already_is_let_in_with_its_address(there: bool):
+    """A kube-proxy's virtual services, or ours after the table was flushed: from the moment that
+    their address is known as virtual, whatever is not let in is refused.
+    """
+    ledger = Ledger()
+    plan(ledger, service("web", CLUSTER, BOTH))
+    pools = dict(ledger.pools) if there else {}
+    steps = ledger.difference(frozenset(), frozenset(), pools, sound=True).steps()
+    assert "virtual_ips" in names(steps.first)
+    assert ("served" in names(steps.first), "served" in names(steps.late)) == (there, not there)
 
 
 def test_unsound_takes_nothing_away():
     ledger, known = Ledger(), Ledger()
     plan(known, service("web", CLUSTER, A), service("lost", "10.96.0.9:80", A))
     plan(ledger, service("web", CLUSTER, ""))
-    changes = ledger.difference(known.elements, known.pools, sound=False)
+    held = known.elements, addresses(known), known.pools
+    changes = ledger.difference(*held, sound=False)
     assert {shown(parts) for _, parts in changes.old_elements} == {"10.96.0.1 TCP 80"}
     assert names(changes.old_elements) == {"served"}
     assert not changes.old_pools
-    assert len(ledger.difference(known.elements, known.pools, sound=True).old_pools) == 1
+    assert len(ledger.difference(*held, sound=True).old_pools) == 1
+
+
+# ---- NodePorts that meet exact frontends -------------------------------------------------------
+
+PORT_A = service("a", "10.96.0.1:80 NodePort=0.0.0.0:30080", A)
+EXACT = f"10.96.0.2:30080 ExternalIP={NODE_IP}:30080"
+AT_NODE = f"{NODE_IP} TCP 30080"
+
+
+class Overlap(NamedTuple):
+    """What comes and goes, one after the other ("-name": gone); who answers at the node's address
+    and port in the end, and what a new connection gets there.
+    """
+
+    name: str
+    steps: tuple[ServiceState | str, ...]
+    servers: str
+    answer: str
+
+
+B_SERVES, B_EMPTY = service("b", EXACT, B), service("b", EXACT)
+OVERLAPS = [
+    Overlap("a NodePort alone", (PORT_A,), "10.0.0.1", "served"),
+    Overlap("the exact one wins", (PORT_A, B_SERVES), "10.0.0.2", "served"),
+    Overlap("whoever came first", (B_SERVES, PORT_A), "10.0.0.2", "served"),
+    Overlap("without endpoints, too, as in mode bpf", (PORT_A, B_EMPTY), "", "refused"),
+    Overlap("and it has them later", (PORT_A, B_EMPTY, B_SERVES), "10.0.0.2", "served"),
+    Overlap("it goes: the NodePort is back", (PORT_A, B_SERVES, "-b"), "10.0.0.1", "served"),
+    Overlap("the NodePort goes first", (PORT_A, B_SERVES, "-a"), "10.0.0.2", "served"),
+    Overlap("both go", (PORT_A, B_SERVES, "-a", "-b"), "", ""),
+    Overlap("both go, the other way", (PORT_A, B_SERVES, "-b", "-a"), "", ""),
+    Overlap("another address is no concern",
+            (PORT_A, service("b", "10.96.0.2:30080 ExternalIP=192.0.2.2:30080", B)),
+            "10.0.0.1", "served"),
+    Overlap("nor another protocol", (PORT_A, service("b", EXACT, B, UDP)), "10.0.0.1", "served"),
+    Overlap("one Service that is both",
+            (service("a", f"10.96.0.1:80 NodePort=0.0.0.0:30080 LoadBalancer={NODE_IP}:30080", A,
+                     ranges="10.0.0.0/8"),), "10.0.0.1", "served"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", OVERLAPS, ids=lambda row: row.name)
+def test_a_node_port_gives_way_to_an_exact_frontend(row: Overlap):
+    planner = Planner()
+    for step in row.steps:
+        if isinstance(step, str):
+            planner.change({service(step[1:], CLUSTER).key: None})
+        else:
+            planner.change({step.key: step})
+    at = Virtual(Protocol.TCP, parse_addr(NODE_IP), 30080)
+    pool = planner.ledger.pools.get(at, Pool(""))
+    assert " ".join(format_addr(end.address) for end, _ in pool.servers) == row.servers
+    answers = {str(name) for name, parts in planner.ledger.elements
+               if name in (SetName.SERVED, SetName.REFUSED, SetName.DROPPED)
+               and shown(parts) == AT_NODE}  # fmt: skip
+    assert answers == ({row.answer} if row.answer else set())
 
 
 def test_networks_of_the_node():
@@ -468,3 +575,16 @@ def test_nothing_is_done_to_a_packet_before_all_matches_are_met():
     for words in made:
         is_match = ["match" in word for word in words]
         assert is_match == sorted(is_match, reverse=True), words
+
+
+@pytest.mark.parametrize("bit", range(32))
+def test_marks_never_have_the_bit_of_masquerading(bit: int):
+    """Counted up in no time, whatever bit it is; each is another's."""
+    marks = Marks(but=1 << bit)
+    states = [service(f"s{i}", ALL, BOTH, external_local=True) for i in range(5)]
+    found = [marks.of(state) for state in states[:2]]
+    if bit < 16:  # the next one would have it
+        marks.adopt([(SetName.OWN_MARKS, (ANY4, 0x6B620000 + (1 << bit) - 1))])
+    found += [marks.of(state) for state in states[2:]]
+    assert len(set(found)) == 5
+    assert all(0 < mark < 1 << 32 and not mark & 1 << bit for mark in found)

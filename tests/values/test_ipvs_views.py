@@ -12,7 +12,7 @@ from kbpf.dataplane.ipvs.plan import Virtual, marked
 from kbpf.errors import NotFoundError
 from kbpf.kernel.ipvs import Connection, Load, Server, parse_connections
 from kbpf.model.address import parse_addr
-from kbpf.model.desired import ServiceState
+from kbpf.model.desired import FrontendAddress, ServiceState
 from kbpf.model.objects import Algorithm, Protocol
 from kbpf.model.status import AgentStatus, ModeChoice, encode
 from kbpf.views import backends, ipvs, node, service, services, status
@@ -88,6 +88,17 @@ def test_services(held: Snapshot):
     }  # fmt: skip
     restricted = [f.text for row in services.rows(held) for f in row.frontends if f.restricted]
     assert restricted == ["192.0.2.2:80"]
+
+
+@pytest.mark.parametrize("port", [80, 30080])
+def test_a_node_port_beside_an_exact_frontend_at_the_nodes_address(tmp_path: Path, port: int):
+    """At its own port the exact one serves, and the NodePort at another address."""
+    states = (*STATES, state("far", f"10.96.0.5:{port} ExternalIP={NODE}:{port}", C))
+    other = {virtual("198.18.0.9:30080"): loads(f"{A}*3 {B}")} if port == 30080 else {}
+    found = ipvs.snapshot(tmp_path, states, HELD | {virtual(f"{NODE}:{port}"): loads(C)} | other)
+    at = FrontendAddress(parse_addr("0.0.0.0"), 30080, TCP)
+    slots = found.sets[found.frontends[at].cluster_set].values()
+    assert [str(found.backends[one]) for one in slots] == [A, A, A, B]
 
 
 def test_one_service(held: Snapshot):
@@ -182,7 +193,7 @@ def test_connections_of_a_service_that_is_not_there(held: Snapshot):
 
 
 def bare(one: ServiceState) -> ServiceState:
-    return replace(one, cluster=(), local=(), serving=(), source_ranges=(), lost=())
+    return replace(one, cluster=(), local=(), serving=(), source_ranges=(), lost=(), on_node=())
 
 
 def test_what_is_noted_is_read(tmp_path: Path):

@@ -3,6 +3,7 @@ is loaded or made: what is not there yet is looked for where the agent would fin
 """
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Final
 
 from kbpf.dataplane.checks import CheckRow, row
@@ -12,6 +13,8 @@ from kbpf.kernel import modules, netfilter, probe
 from kbpf.kernel.ipvs import Ipvs
 from kbpf.kernel.probe import Probe
 
+DEVICES: Final = Path("/sys/class/net")
+BRIDGE_CALLS: Final = Path("/proc/sys/net/bridge/bridge-nf-call-iptables")
 SCHEDULERS: Final = {
     "wrr": "without it Services with weights get nobody",
     "mh": "without it Maglev is spread by weight",
@@ -39,6 +42,16 @@ def rows() -> Iterator[CheckRow]:
         yield _needed(
             "nftables rules", _rules(), "mode ipvs needs sets, reject and masquerade of nf_tables"
         )
+        yield row(
+            "INPUT", _input(),
+            "let in what is sent to addresses and NodePorts of Services: IPVS gets it by INPUT",
+            needed=False,
+        )  # fmt: skip
+    yield row(
+        "bridged answers", _bridged(),
+        "modprobe br_netfilter and set net.bridge.bridge-nf-call-iptables to 1, or pods behind one "
+        "bridge do not reach each other by Services", needed=False,
+    )  # fmt: skip
 
 
 def _needed(name: str, found: Probe, advice: str) -> CheckRow:
@@ -53,6 +66,26 @@ def _ipvs() -> Probe:
     except KernelError:
         return modules.known("ip_vs")
     return Probe(True)
+
+
+def _input() -> Probe:
+    """Whether the host's firewall lets packets get to IPVS."""
+    try:
+        closed = netfilter.closed_inputs()
+    except KernelError as error:
+        return Probe(None, error.what)
+    return Probe(not closed, f"closed: {', '.join(closed)}" if closed else "")
+
+
+def _bridged() -> Probe:
+    """Whether answers between pods behind one bridge go through the node's stack."""
+    if not any(DEVICES.glob("*/bridge")):
+        return Probe(True, "there is no bridge")
+    try:
+        called = BRIDGE_CALLS.read_text().strip()
+    except OSError:
+        return Probe(False, "br_netfilter is not loaded")
+    return Probe(called == "1", f"{BRIDGE_CALLS.name} is {called}")
 
 
 def _rules() -> Probe:

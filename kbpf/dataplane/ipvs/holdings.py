@@ -6,24 +6,41 @@ connections are gone.
 """
 
 import errno
+import os
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from msgspec.structs import replace
 
-from kbpf.dataplane.base import Report
 from kbpf.dataplane.ipvs import rules
 from kbpf.dataplane.ipvs.ledger import Changes
 from kbpf.dataplane.ipvs.plan import Element, End, Pool, SetName, Virtual, note
-from kbpf.dataplane.ipvs.traces import ROOT
+from kbpf.dataplane.ipvs.traces import ROOT, refuse_others
 from kbpf.errors import KernelError
-from kbpf.kernel import dummy, ipvs, modules, netfilter
-from kbpf.kernel.ipvs import Command, Ipvs, Server, Service, ServiceFlag, Settings
+from kbpf.kernel import dummy, handover, ipvs, modules, netfilter, nft
+from kbpf.kernel.ipvs import Command, Ipvs, Server, Service, ServiceFlag, Settings, Times
 from kbpf.model.address import Addr
 from kbpf.model.objects import Protocol
 
 FALLBACK: Final[Mapping[str, str]] = {"mh": "wrr", "sh": "wrr"}
 """What takes the place of a scheduler that the kernel does not have."""
+GONE: Final[Mapping[Command, frozenset[int]]] = {
+    Command.DEL_SERVICE: frozenset((errno.ESRCH,)),
+    Command.DEL_SERVER: frozenset((errno.ENOENT, errno.ESRCH)),
+}
+"""How the kernel says of what is to be removed that it is not there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusals:
+    """What the kernel has not done, in its words: addresses that it does not take, and virtual
+    services, with what it holds of each instead (None: nothing).
+    """
+
+    addresses: Mapping[Addr, str]
+    virtuals: Mapping[Virtual, str]
+    held: Mapping[Virtual, Pool | None]
 
 
 class Holdings:
@@ -37,22 +54,40 @@ class Holdings:
         self._tell = tell
         self._missing: set[str] = set()  # schedulers
         self._draining: dict[Virtual, set[End]] = {}
+        self._made: nft.Sight | None = None  # of the table, as it was written
+        self.transactions = 0  # of nf_tables, by us
+        self.changes = 0  # of IPVS, by us
+        self._name = device
+        if device in handover.DEVICES:
+            raise KernelError("a device of this name stands for another data plane", device,
+                              "give kbpf another name with --ipvs-device")  # fmt: skip
         self._ipvs = _open_ipvs()
         try:
             self._device = dummy.ensure(device)
-            netfilter.transaction(*rules.table(style), hint=ROOT)
+            self.make_table()
         except KernelError:
             self._ipvs.close()
             raise
+
+    def set_times(self, times: Times) -> None:
+        """When idle connections are forgotten; those that are 0 stay as they are."""
+        if any(times):
+            self._ipvs.set_times(times)
 
     def close(self) -> None:
         """What is there stays."""
         self._ipvs.close()
 
-    def own_addresses(self) -> frozenset[Addr]:
-        """Those that the node has itself, on any other device."""
-        _, own = dummy.addresses(self._device)
+    def own_addresses(self, but: Iterable[str]) -> frozenset[Addr]:
+        """Those that the node has itself, on any other device than these; what kube-proxy keeps on
+        its own goes with that.
+        """
+        _, own = dummy.addresses(self._device, *handover.DEVICES, *but)
         return own
+
+    def families(self) -> frozenset[int]:
+        """Those of which the node takes addresses: 4, and 6 where it is not switched off."""
+        return frozenset((4, 6) if dummy.takes_ipv6(self._name) else (4,))
 
     def draining(self, virtual: Virtual) -> frozenset[End]:
         """Its real servers that have left, and are still there."""
@@ -61,29 +96,31 @@ class Holdings:
     # ---- reading ---------------------------------------------------------------------------
 
     def elements(self) -> frozenset[Element]:
-        """Those of the table's sets; a table that is gone is made anew."""
-        listed = self._listing()
-        if listed is None:
-            netfilter.transaction(*rules.table(self._style), hint=ROOT)
-        return rules.read(listed or ())
+        """Those of the table's sets; a table that is not as we made it is made anew, and so is a
+        device that is gone.
+        """
+        self._device = dummy.ensure(self._name)
+        if not self.is_whole():
+            self.make_table()
+        return rules.read(netfilter.transaction(rules.listing(self._style), hint=ROOT))
 
-    def has_table(self) -> bool:
-        """Somebody may have flushed all rules."""
-        return self._listing() is not None
+    def is_whole(self) -> bool:
+        """Whether the table is the one that we made, with its chains, rules and sets: somebody may
+        have flushed all rules. Who takes elements away is not noticed.
+        """
+        return self._made is not None and self._made == nft.look("inet", self._style.table)
 
-    def _listing(self) -> Sequence[netfilter.Json] | None:
-        try:
-            return netfilter.transaction(rules.listing(self._style), hint=ROOT)
-        except KernelError as error:
-            if error.errno != errno.ENOENT:
-                raise
-            return None
+    def has_device(self) -> bool:
+        """Somebody may have removed it, or have made another one of its name."""
+        return dummy.index_or_zero(self._name) == self._device
 
-    def pools(
-        self, elements: frozenset[Element], ours: Container[Virtual]
-    ) -> tuple[frozenset[Element], dict[Virtual, Pool]]:
-        """What is there of these elements, and our virtual services: those that they note. Those of
-        others in `ours` count, too: kube-proxy's, or our own if our table was lost.
+    def addresses(self) -> frozenset[Addr]:
+        """Those that stand on the device."""
+        return dummy.addresses(self._device)[0]
+
+    def pools(self, elements: frozenset[Element], ours: Container[Virtual]) -> dict[Virtual, Pool]:
+        """Our virtual services: those that these elements note. Those of others in `ours` count,
+        too: kube-proxy's, or our own if our table was lost.
         """
         self._draining.clear()
         pools: dict[Virtual, Pool] = {}
@@ -91,11 +128,14 @@ class Holdings:
             virtual = _virtual(service)
             if virtual is not None and (note(virtual) in elements or virtual in ours):
                 pools[virtual] = self._read_pool(virtual, service, settings)
-        on_device, _ = dummy.addresses(self._device)
-        wanted = set(_addresses(elements))
-        dummy.drop(self._device, on_device - wanted)
-        lost = {(SetName.VIRTUAL_IPS, (address,)) for address in wanted - on_device}
-        return elements - lost, pools
+        return pools
+
+    def _pool(self, virtual: Virtual) -> Pool | None:
+        """One of them; None if it is not there."""
+        self._draining.pop(virtual, None)
+        service = Service(*virtual)
+        settings = self._ipvs.settings(service)
+        return None if settings is None else self._read_pool(virtual, service, settings)
 
     def _read_pool(self, virtual: Virtual, service: Service, settings: Settings) -> Pool:
         servers = []
@@ -107,53 +147,129 @@ class Holdings:
         by_port = bool(settings.flags & ServiceFlag.BY_PORT)
         return Pool(settings.scheduler, settings.persistence, by_port, tuple(sorted(servers)))
 
+    def serves(self, virtual: Virtual | None) -> bool:
+        """Whether IPVS still has this one, if any. If it has not, somebody may have flushed them
+        all, or loaded the module anew, which wants another conversation: that is begun.
+        """
+        if virtual is None or self._ipvs.settings(Service(*virtual)) is not None:
+            return True
+        self._ipvs.close()
+        self._ipvs = _open_ipvs()
+        return False
+
     # ---- changing --------------------------------------------------------------------------
 
-    def carry_out(self, changes: Changes) -> Report:
-        """All steps, in their order; KernelError where the kernel refuses one."""
+    def try_addresses(self, wanted: Iterable[Addr]) -> dict[Addr, str]:
+        """Puts these on the device; those that the kernel does not take, in its words."""
+        return {address: str(e) for address, e in dummy.add(self._device, wanted).items()}
+
+    def make_table(self) -> None:
+        """What is missing of it, and all rules anew. Elements stay. KernelError if somebody else
+        has a table of this name.
+        """
+        refuse_others(self._style.table)
+        wanted = rules.table(self._style)
+        self._nft(wanted)
+        made = nft.look("inet", self._style.table)
+        # Somebody may have flushed it again meanwhile.
+        whole = made is not None and len(made.rules) == sum(
+            "rule" in c.get("add", ()) for c in wanted
+        )
+        self._made = made if whole else None
+
+    def begin(self, changes: Changes) -> Refusals:
+        """The steps 1 and 2, one by one, whatever becomes of the others; KernelError where the
+        kernel does not take the elements, or does not answer.
+        """
         steps, style = changes.steps(), self._style
         self._nft([*rules.removal(style, steps.early), *rules.addition(style, steps.first)])
-        dummy.add(self._device, _addresses(steps.first))
-        made = list(self._additions(changes))
-        self._change(made, (errno.EEXIST,))
+        addresses = self.try_addresses(_addresses(steps.first))
+        virtuals = self._change(dict(self._additions(changes)))
+        return Refusals(
+            addresses,
+            virtuals,
+            {virtual: self._pool(virtual) for virtual in virtuals},
+        )
+
+    def finish(self, changes: Changes) -> None:
+        """The other steps."""
+        steps, style = changes.steps(), self._style
         self._nft([*rules.removal(style, steps.gone), *rules.addition(style, steps.late)])
         removed = [self._of_service(Command.DEL_SERVICE, v) for v in changes.old_pools]
-        self._change(removed, (errno.ESRCH,))
+        self._ipvs.change(removed, GONE[Command.DEL_SERVICE])
+        self.changes += len(removed)
         for virtual in changes.old_pools:
             self._draining.pop(virtual, None)
-        dummy.drop(self._device, _addresses(steps.gone))
+        dummy.drop(self._device, changes.strays | {*_addresses(steps.gone)})
         self._nft(rules.removal(style, steps.notes))
-        counts = {"nft": sum(map(len, steps)), "ipvs": len(made) + len(removed)}
-        return Report({name: n for name, n in counts.items() if n}, sum(counts.values()))
 
-    def _change(self, changes: Sequence[ipvs.Change], allowed: Iterable[int]) -> None:
-        """The next try does without a scheduler that the kernel does not have."""
-        try:
-            self._ipvs.change(changes, allowed)
-        except KernelError as error:
-            wanted = {c.settings.scheduler for c in changes if c.settings is not None}
-            missing = wanted & FALLBACK.keys() - self._missing
-            if error.errno == errno.ENOENT and missing:
-                self._missing |= missing
-                names = ", ".join(sorted(missing))
-                self._tell(f"IPVS may lack a scheduler ({names}); spread by weight: {error}")
-            raise
+    def _change(self, wanted: Mapping[Virtual, Sequence[ipvs.Change]]) -> dict[Virtual, str]:
+        """The words for those that were refused. Where the kernel may not have a scheduler, another
+        one takes its place at once.
+        """
+        made = [(virtual, change) for virtual, some in wanted.items() for change in some]
+        codes = self._ipvs.try_([change for _, change in made])
+        failed: dict[Virtual, list[tuple[ipvs.Change, int]]] = {}
+        for (virtual, change), code in zip(made, codes, strict=True):
+            if code and code not in GONE.get(change.command, ()):
+                failed.setdefault(virtual, []).append((change, code))
+        self.changes += len(made) - sum(map(len, failed.values()))
+        again = self._without_scheduler(failed)
+        refused = {v: _words(*some[0]) for v, some in failed.items() if v not in again}
+        return refused | self._change(again) if again else refused
+
+    def _without_scheduler(
+        self, failed: Mapping[Virtual, Sequence[tuple[ipvs.Change, int]]]
+    ) -> dict[Virtual, list[ipvs.Change]]:
+        """What failed for want of a scheduler that was not known to be missing, without it."""
+        missing = {
+            virtual: change.settings.scheduler
+            for virtual, some in failed.items()
+            for change, code in some
+            if code == errno.ENOENT
+            and change.settings is not None
+            and change.settings.scheduler in FALLBACK.keys() - self._missing
+        }
+        if missing:
+            self._missing |= {*missing.values()}
+            names = ", ".join(sorted({*missing.values()}))
+            self._tell(f"IPVS may lack a scheduler ({names}); spread by weight instead")
+        return {v: [self._spread_else(change) for change, _ in failed[v]] for v in missing}
+
+    def _spread_else(self, change: ipvs.Change) -> ipvs.Change:
+        """The same, without a scheduler that the kernel does not have."""
+        settings = change.settings
+        if settings is None or settings.scheduler not in self._missing:
+            return change
+        instead = Settings(FALLBACK[settings.scheduler], settings.persistence)
+        return change._replace(settings=instead)
 
     def _nft(self, commands: list[netfilter.Json]) -> None:
         if commands:
             netfilter.transaction(*commands, hint=ROOT)
+            self.transactions += 1
 
-    def _additions(self, changes: Changes) -> Iterator[ipvs.Change]:
-        for virtual, pool in changes.new_pools.items():
-            yield self._of_service(Command.NEW_SERVICE, virtual, pool)
-            for end, weight in pool.servers:
-                yield _of_server(Command.NEW_SERVER, virtual, end, weight)
-        for virtual, (old, new) in changes.changed_pools.items():
-            yield from self._alter(virtual, old, new)
+    def _additions(self, changes: Changes) -> Iterator[tuple[Virtual, list[ipvs.Change]]]:
+        """By virtual service."""
+        cut: dict[Virtual, set[End]] = {}
         for virtual, end in changes.cut:
-            if end in self._draining.get(virtual, ()):
-                yield _of_server(Command.DEL_SERVER, virtual, end)
-                self._draining[virtual].discard(end)
+            cut.setdefault(virtual, set()).add(end)
+        for virtual, pool in changes.new_pools.items():
+            made = [self._of_service(Command.NEW_SERVICE, virtual, pool)]
+            made += [_of_server(Command.NEW_SERVER, virtual, end, w) for end, w in pool.servers]
+            yield virtual, made
+        for virtual, (old, new) in changes.changed_pools.items():
+            made = list(self._alter(virtual, old, new))
+            yield virtual, [*made, *self._cut(virtual, cut.pop(virtual, set()))]
+        for virtual, ends in cut.items():
+            yield virtual, list(self._cut(virtual, ends))
+
+    def _cut(self, virtual: Virtual, ends: set[End]) -> Iterator[ipvs.Change]:
+        """Those of them that are drained are removed at once."""
+        draining = self._draining.get(virtual, set())
+        for end in ends & draining:
+            yield _of_server(Command.DEL_SERVER, virtual, end)
+        draining -= ends
 
     def _alter(self, virtual: Virtual, old: Pool, new: Pool) -> Iterator[ipvs.Change]:
         """Who comes is there before who leaves is drained."""
@@ -222,6 +338,10 @@ def _virtual(service: Service) -> Virtual | None:
         return Virtual(Protocol(service.protocol), service.address, service.port, service.mark)
     except ValueError:
         return None
+
+
+def _words(change: ipvs.Change, code: int) -> str:
+    return str(KernelError(f"cannot {change}", "IPVS", os.strerror(code), code))
 
 
 def _of_server(command: Command, virtual: Virtual, end: End, weight: int = 0) -> ipvs.Change:

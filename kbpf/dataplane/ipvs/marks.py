@@ -7,7 +7,7 @@ from kbpf.dataplane.ipvs.plan import Element, Part, SetName, wants_mark
 from kbpf.model.desired import ServicePortKey, ServiceState
 
 FIRST_MARK: Final = 0x6B620000
-"""They count up from here, "kb"; the masquerade bit is left out."""
+"""They count up from here, "kb"; numbers with the masquerade bit are left out."""
 
 
 class Marks:
@@ -48,6 +48,7 @@ class Marks:
 
     def _new(self) -> int:
         self._last += 1
-        while self._last & self._but:
-            self._last += 1
+        while taken := self._last & self._but:
+            above = taken.bit_length()
+            self._last = (self._last >> above) + 1 << above
         return self._last

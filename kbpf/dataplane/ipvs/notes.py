@@ -16,7 +16,8 @@ from kbpf.model.desired import ServicePortKey, ServiceState
 
 STATUS: Final = "status"
 SERVICES: Final = "services"
-FILES: Final = tuple(f"{name}{end}" for name in (STATUS, SERVICES) for end in ("", ".new"))
+NAMES: Final = "names"
+FILES: Final = tuple(f"{name}{end}" for name in (STATUS, SERVICES, NAMES) for end in ("", ".new"))
 
 
 class Notes:
@@ -32,7 +33,9 @@ class Notes:
         if state is None:
             self._written = self._services.pop(key, None) is None and self._written
             return
-        bare = replace(state, cluster=(), local=(), serving=(), source_ranges=(), lost=())
+        bare = replace(
+            state, cluster=(), local=(), serving=(), source_ranges=(), lost=(), on_node=()
+        )
         raw = msgspec.json.encode(bare)
         self._written = self._services.get(key) == raw and self._written
         self._services[key] = raw

@@ -4,13 +4,13 @@ IPVS knows one list of real servers per virtual service, whoever asks. All that 
 client, or is no connection to a backend, is nftables': refusing and dropping, source ranges,
 masquerading, and the short circuit of external frontends with a Local policy: connections of this
 node and its pods carry a mark, and a virtual service by that mark has the Cluster endpoints
-(reference 2.1).
+(kube-proxy's iptables/proxier.go).
 
 A frontend without backends has a virtual service without real servers. nftables lets nobody new
 get there, and connections that backends still have when they leave can be drained.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from enum import StrEnum
 from typing import Final, NamedTuple
 
@@ -21,6 +21,7 @@ from kbpf.model.desired import (
     BackendSet,
     DesiredState,
     Frontend,
+    FrontendAddress,
     FrontendKind,
     ServicePortKey,
     ServiceState,
@@ -69,11 +70,10 @@ class Pool(msgspec.Struct, frozen=True):
 class SetName(StrEnum):
     """The sets of our table; each is there twice, for IPv4 (`NAME4`) and IPv6 (`NAME6`).
 
-    Elements are (address, protocol, port) but for: VIRTUAL_IPS: (address,); HAIRPINS: (backend's
-    address, protocol, port, the same address); SOURCES: (network, address, protocol, port);
-    SHORT_CIRCUITS: a map, (address, protocol, port, mark); LOCAL_NETWORKS: (network,); NODE_IPS:
-    (address,);
-    OWN_MARKS: (the ANY address of the family, mark).
+    Elements are (address, protocol, port) but for: VIRTUAL_IPS: (address,); HAIRPINS:
+    (address of an endpoint on this node, the same address); SOURCES: (network, address, protocol,
+    port); SHORT_CIRCUITS: a map, (address, protocol, port, mark); LOCAL_NETWORKS: (network,);
+    NODE_IPS: (address,); OWN_MARKS: (the ANY address of the family, mark).
     """
 
     OWN = "own"  # is a virtual service of ours, or may be: others are not touched
@@ -84,7 +84,7 @@ class SetName(StrEnum):
     DROPPED = "dropped"  # a Local policy, and endpoints elsewhere only
     MASQUERADED = "masqueraded"  # whoever asks
     MASQUERADED_OUTSIDE = "masqueraded_outside"  # who is no pod of this node
-    HAIRPINS = "hairpins"
+    HAIRPINS = "hairpin_ips"  # who is on this node may be led to itself
     RESTRICTED = "restricted"  # source ranges apply
     SOURCES = "sources"
     SHORT_CIRCUITS = "short_circuits"
@@ -117,7 +117,8 @@ class Ground(NamedTuple):
     """What of a desired state and the settings no Service decides.
 
     `own_addresses`: all that the node has itself; they are never put on the dummy device.
-    `detects_local`: pods of this node can be told from others.
+    `detects_local`: pods of this node can be told from others. `families`: those of which the node
+    takes addresses. `barred`: addresses that the kernel refuses.
     """
 
     node_addresses: tuple[Addr, ...] = ()
@@ -125,6 +126,8 @@ class Ground(NamedTuple):
     scheduler: str = "rr"
     masquerade_all: bool = False
     detects_local: bool = False
+    families: frozenset[int] = frozenset((4, 6))
+    barred: frozenset[Addr] = frozenset()
 
 
 def program_node(desired: DesiredState, ground: Ground) -> Programmed:
@@ -142,15 +145,24 @@ def wants_mark(state: ServiceState) -> bool:
     return external and state.external_local and bool(state.cluster)
 
 
-def program(state: ServiceState, ground: Ground, mark: int = 0) -> Programmed:
-    """What this Service port needs. `mark`: for its short circuit, if wants_mark()."""
+def program(
+    state: ServiceState,
+    ground: Ground,
+    mark: int = 0,
+    exact: Container[FrontendAddress] = (),
+) -> Programmed:
+    """What this Service port needs. `mark`: for its short circuit, if wants_mark(). `exact`: what
+    anybody's frontends other than NodePorts stand on.
+    """
+    if state.key.family not in ground.families:
+        return NOTHING
     pools: dict[Virtual, Pool] = {}
     elements: set[Element] = set()
     for frontend in state.frontends:
         is_cluster_ip = frontend.kind is FrontendKind.CLUSTER_IP
         local = state.internal_local if is_cluster_ip else state.external_local
         pool = _pool(state, local, ground.scheduler)
-        for address in _addresses(frontend, state.key.family, ground):
+        for address in _addresses(frontend, state.key.family, ground, exact):
             at = (address, frontend.at.protocol, frontend.at.port)
             if frontend.kind is not FrontendKind.NODE_PORT and address not in ground.own_addresses:
                 elements.add((SetName.VIRTUAL_IPS, (address,)))
@@ -161,23 +173,28 @@ def program(state: ServiceState, ground: Ground, mark: int = 0) -> Programmed:
                 elements.add((SetName.SHORT_CIRCUITS, (*at, mark)))
     if mark:
         pools[marked(state.key.family, mark)] = _short_circuit(state, ground.scheduler)
-    for virtual, pool in pools.items():
+    for virtual in pools:
         elements.add(note(virtual))
-        for end, _ in pool.servers:
-            hairpin = (end.address, state.key.protocol, end.port, end.address)
-            elements.add((SetName.HAIRPINS, hairpin))
+    elements |= {(SetName.HAIRPINS, (address, address)) for address in state.on_node}
     serving = _ends(state.serving) if state.key.protocol is Protocol.UDP else None
     return Programmed(pools, frozenset(elements), serving)
 
 
-def _addresses(frontend: Frontend, family: int, ground: Ground) -> Iterable[Addr]:
+def _addresses(
+    frontend: Frontend, family: int, ground: Ground, exact: Container[FrontendAddress]
+) -> Iterable[Addr]:
+    """A NodePort gives way to an exact frontend on one of the node's addresses, as with mode bpf
+    and kube-proxy.
+    """
+    at = frontend.at
     if frontend.kind is not FrontendKind.NODE_PORT:
-        return (frontend.at.address,)
-    return (a for a in ground.node_addresses if family_of(a) == family)
+        return () if at.address in ground.barred else (at.address,)
+    own = (a for a in ground.node_addresses if family_of(a) == family)
+    return (a for a in own if FrontendAddress(a, at.port, at.protocol) not in exact)
 
 
 def _answer(state: ServiceState, local: bool, pool: Pool) -> SetName:
-    """What a new connection gets (reference 2.1)."""
+    """What a new connection gets."""
     if pool.servers:
         return SetName.SERVED
     return SetName.DROPPED if local and state.any_endpoints else SetName.REFUSED
@@ -186,7 +203,7 @@ def _answer(state: ServiceState, local: bool, pool: Pool) -> SetName:
 def _around(
     state: ServiceState, frontend: Frontend, at: tuple[Part, ...], ground: Ground
 ) -> Iterable[Element]:
-    """Masquerading (reference 2.2) and source ranges."""
+    """Masquerading and source ranges."""
     if frontend.kind is FrontendKind.CLUSTER_IP:
         if ground.masquerade_all:
             yield SetName.MASQUERADED, at
@@ -237,6 +254,16 @@ def noted(element: Element) -> Virtual | None:
         case SetName.OWN, (bytes() as address, Protocol() as protocol, int() as port):
             return Virtual(protocol, Addr(address), port)
         case SetName.OWN_MARKS, (bytes() as address, int() as mark):
+            return marked(family_of(address), mark)
+    return None
+
+
+def leads_to(element: Element) -> Virtual | None:
+    """The virtual service that new connections meet by this element of LATE."""
+    match element:
+        case SetName.SERVED, (bytes() as address, Protocol() as protocol, int() as port):
+            return Virtual(protocol, Addr(address), port)
+        case SetName.SHORT_CIRCUITS, (bytes() as address, _, _, int() as mark):
             return marked(family_of(address), mark)
     return None
 

@@ -9,15 +9,19 @@ import contextlib
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import astuple
 from typing import Final
 
 from kbpf.dataplane.base import Report
 from kbpf.dataplane.ipvs import measure, traces
+from kbpf.dataplane.ipvs.former import Former
 from kbpf.dataplane.ipvs.holdings import Holdings
 from kbpf.dataplane.ipvs.ledger import Changes, Ledger
 from kbpf.dataplane.ipvs.marks import Marks
 from kbpf.dataplane.ipvs.notes import Notes
+from kbpf.dataplane.ipvs.overlaps import Overlaps
 from kbpf.dataplane.ipvs.plan import (
     NODE,
     NOTHING,
@@ -27,14 +31,22 @@ from kbpf.dataplane.ipvs.plan import (
     Programmed,
     SetName,
     Virtual,
+    noted,
     program,
     program_node,
 )
 from kbpf.errors import KernelError
-from kbpf.kernel import netfilter, sysctl
-from kbpf.model.address import Addr
+from kbpf.kernel import handover, netfilter, sysctl
+from kbpf.kernel.ipvs import Times
+from kbpf.model.address import Addr, family_of
 from kbpf.model.config import Config, LocalMode
-from kbpf.model.desired import DesiredState, FrontendKind, ServicePortKey, ServiceState
+from kbpf.model.desired import (
+    DesiredState,
+    Frontend,
+    FrontendKind,
+    ServicePortKey,
+    ServiceState,
+)
 from kbpf.model.measures import Measures, Pause, Traffic
 from kbpf.model.status import ModeChoice, PacketStatus
 
@@ -47,9 +59,12 @@ SYSCTLS: Final = {
 }
 STRICT_ARP: Final = {"net.ipv4.conf.all.arp_ignore": "1", "net.ipv4.conf.all.arp_announce": "2"}
 FORWARDING: Final = ("net.ipv4.ip_forward", "net.ipv6.conf.all.forwarding")
+NO_IPV6: Final = "IPv6 is switched off on this node: Services have no IPv6 here"
 LOOK_SECONDS: Final = 2.0
 """So often drained real servers are asked whether they still have connections, and the table is
 looked after."""
+HANDOVER_SECONDS: Final = 30.0
+"""Between two looks at whether the last connection of a kube-proxy has ended."""
 
 
 class IpvsPlane:
@@ -63,6 +78,7 @@ class IpvsPlane:
         self._style = traces.style_of(config)
         self._state = config.state_dir / config.ipvs_device
         self._lock = -1
+        self._former: Former | None = None
         self._told: dict[str, None] = {}
         self._clear()
 
@@ -76,8 +92,17 @@ class IpvsPlane:
         self._ground: Ground | None = None
         self._marks = Marks(but=self._style.mark)
         self._look_due = 0.0
-        self._generation = -1
-        self._settled = False  # whether what the kernel holds is what the ledger says
+        self._handover_due = 0.0
+        self._seen = (-1, 0)  # of nf_tables: its generation, and transactions of ours until then
+        self._overlaps = Overlaps()
+        self._desired = DesiredState({})  # of the last apply()
+        self._refused: dict[ServicePortKey, str] = {}
+        self._foreign: set[ServicePortKey] = set()  # of a family that the node does not have
+        self._barred: dict[Addr, str] = {}  # what the kernel does not take at the device
+        self._true = False  # whether the kernel holds what the ledger says
+        self._whole = False  # whether nothing of an earlier agent is left that nobody wants
+        self._left: frozenset[Virtual] = frozenset()  # what is, until then
+        self._begun = False  # whether anything was ever applied
 
     def follow(self, other: bool) -> None:
         """See base.DataPlane. BPF's programs know their own connections, and see packets first."""
@@ -90,14 +115,23 @@ class IpvsPlane:
         """
         self._lock = traces.lock(self._state)
         try:
+            self._former = Former(self._config)
             self._held = Holdings(self._config.ipvs_device, self._style, self._tell)
         except KernelError:
-            os.close(self._lock)
-            self._lock = -1
+            self._let_go()
             raise
         self._set_sysctls()
+        self._set_times()
         self._clear()
         log.info("opened device=%s table=%s", self._config.ipvs_device, self._style.table)
+
+    def _let_go(self) -> None:
+        """Others may have the names now."""
+        if self._former is not None:
+            self._former.close()
+            self._former = None
+        os.close(self._lock)
+        self._lock = -1
 
     def _set_sysctls(self) -> None:
         wanted = SYSCTLS | (STRICT_ARP if self._config.strict_arp else {})
@@ -111,6 +145,12 @@ class IpvsPlane:
             with contextlib.suppress(KernelError):
                 if sysctl.read(name) == "0":
                     self._tell(f"{name} is 0: this node forwards nothing to pods; set it to 1")
+
+    def _set_times(self) -> None:
+        try:
+            self._held.set_times(Times(*astuple(self._config.ipvs_times)))
+        except KernelError as error:
+            self._tell(f"IPVS keeps its times: {error}")
 
     def _tell(self, line: str) -> None:
         if line not in self._told:
@@ -128,31 +168,82 @@ class IpvsPlane:
         """See base.DataPlane. After a KernelError the next call reads again what the kernel holds,
         and makes good what is missing.
         """
-        settled, self._settled = self._settled, False
-        elements = frozenset[Element]() if settled else self._read_elements()
-        everything = set(desired.services) | (self._ledger.by_key.keys() - {NODE})
-        keys = everything if touched is None else set(touched)
-        ground = self._look_at_ground(desired, keys)
-        if ground != self._ground:
-            keys, self._ground = everything, ground
+        true, self._true = self._true, False
+        anew = not true or (sound and not self._whole)
+        elements = self._read_elements() if anew else None
+        keys = {*(desired.services if touched is None else touched), *self._refused}
+        if touched is None:
+            keys |= self._ledger.by_key.keys() - {NODE}
+        for key in list(keys):
+            keys |= self._overlaps.put(key, desired.services.get(key))
+        ground = self._look_at_ground(desired, keys, anew or touched is None)
+        if self._ground is None or ground != self._ground._replace(barred=ground.barred):
+            keys = self._all(desired)
+        self._ground, self._desired = ground, desired
         after = self._program(desired, keys, ground)
+        if elements is None and self._meets_what_is_left(after):
+            elements = self._read_elements()
         changes = self._ledger.change(after)
-        if not settled:
-            changes = self._difference(elements, sound)
+        self._whole = self._whole or sound
+        if elements is not None:
+            changes = self._difference(elements)
         changes.cut.update(self._cut_drained(after))
-        report = self._held.carry_out(changes)
-        self._settled = settled or sound
-        return report
+        written = self._carry_out(changes)
+        if self._barred.keys() - ground.barred:
+            written += self._do_without_barred()
+        self._true = self._begun = True
+        return Report(dict(written), sum(written.values()), dict(self._refused))
 
     def doubt(self) -> None:
         """See base.DataPlane."""
-        self._settled = False
+        self._true = False
 
-    def _look_at_ground(self, desired: DesiredState, keys: Collection[ServicePortKey]) -> Ground:
-        """The node's own addresses are looked at when there are new ones among the frontends."""
-        own = self._ground.own_addresses if self._ground is not None else None
-        if own is None or any(self._is_new(desired.services.get(key), own) for key in keys):
-            own = self._held.own_addresses()
+    def _all(self, desired: DesiredState) -> set[ServicePortKey]:
+        """All Service ports that there are or were."""
+        keys = set(desired.services) | (self._ledger.by_key.keys() - {NODE})
+        for key in keys:
+            self._overlaps.put(key, desired.services.get(key))
+        return keys
+
+    def _meets_what_is_left(self, after: Mapping[ServicePortKey, Programmed]) -> bool:
+        """Whether an earlier agent's virtual service, which nobody wanted yet, is wanted now."""
+        return bool(self._left) and any(not self._left.isdisjoint(p.pools) for p in after.values())
+
+    def _do_without_barred(self) -> Counter[str]:
+        """What stands on addresses that the kernel does not take is taken back."""
+        assert self._ground is not None
+        self._ground = self._ground._replace(barred=frozenset(self._barred))
+        gone = {(SetName.VIRTUAL_IPS, (address,)) for address in self._barred}
+        keys = [k for k, p in self._ledger.by_key.items() if not p.elements.isdisjoint(gone)]
+        after = self._program(self._desired, keys, self._ground)
+        return self._carry_out(self._ledger.change(after))
+
+    def _carry_out(self, changes: Changes) -> Counter[str]:
+        """Writes by kind. What the kernel refuses keeps no other from being programmed."""
+        before = self._held.changes
+        refusals = self._held.begin(changes)
+        self._barred |= refusals.addresses
+        for virtual, key in self._ledger.correct(refusals.held, changes).items():
+            self._refused[key] = refusals.virtuals[virtual]
+        self._held.finish(changes)
+        counts = {"nft": sum(map(len, changes.steps())), "ipvs": self._held.changes - before}
+        return Counter({name: n for name, n in counts.items() if n})
+
+    def _look_at_ground(
+        self, desired: DesiredState, keys: Collection[ServicePortKey], anew: bool
+    ) -> Ground:
+        """What the node itself has is looked at when that is asked for, and when there are new
+        addresses among the frontends; what the kernel did not take is tried again.
+        """
+        had = self._ground
+        if had is None or anew or self._is_new(desired, keys, had):
+            left = self._former.devices if self._former is not None else ()
+            own, families = self._held.own_addresses(left), self._held.families()
+        else:
+            own, families = had.own_addresses, had.families
+        if self._barred:
+            wanted = {f.at.address for f in _frontends(desired, self._refused)} - own
+            self._barred = self._held.try_addresses(self._barred.keys() & wanted)
         mode = self._config.detect_local_mode
         return Ground(
             desired.node_addresses,
@@ -160,14 +251,19 @@ class IpvsPlane:
             self._config.ipvs_scheduler,
             self._config.masquerade_all,
             bool(desired.local_networks) or mode in (LocalMode.BRIDGE, LocalMode.PREFIX),
+            families,
+            frozenset(self._barred),
         )
 
-    def _is_new(self, state: ServiceState | None, own: frozenset[Addr]) -> bool:
-        return state is not None and any(
-            f.kind is not FrontendKind.NODE_PORT
-            and not self._ledger.holds((SetName.VIRTUAL_IPS, (f.at.address,)))
-            and f.at.address not in own
-            for f in state.frontends
+    def _is_new(self, desired: DesiredState, keys: Collection[ServicePortKey], had: Ground) -> bool:
+        """Whether there are addresses among their frontends of which nothing is known."""
+        return any(
+            frontend.kind is not FrontendKind.NODE_PORT
+            and family_of(frontend.at.address) in had.families
+            and frontend.at.address not in had.barred
+            and frontend.at.address not in had.own_addresses
+            and not self._ledger.holds((SetName.VIRTUAL_IPS, (frontend.at.address,)))
+            for frontend in _frontends(desired, keys)
         )
 
     def _program(
@@ -177,12 +273,26 @@ class IpvsPlane:
         for key in sorted(keys):
             state = desired.services.get(key)
             self._notes.note(key, state)
+            self._refused.pop(key, None)
+            self._foreign.discard(key)
             if state is None:
                 self._marks.drop(key)
                 after[key] = NOTHING
             else:
-                after[key] = program(state, ground, self._marks.of(state))
+                after[key] = program(state, ground, self._marks.of(state), self._overlaps.exact)
+                self._note_what_is_left_out(state, ground)
         return after
+
+    def _note_what_is_left_out(self, state: ServiceState, ground: Ground) -> None:
+        """Of a Service port, because the node or its kernel cannot have it."""
+        if state.key.family not in ground.families:
+            if not self._foreign:
+                log.warning("%s", NO_IPV6)
+            self._foreign.add(state.key)
+        elif ground.barred:
+            for frontend in state.frontends:
+                if frontend.at.address in ground.barred:
+                    self._refused[state.key] = self._barred[frontend.at.address]
 
     def _cut_drained(
         self, after: Mapping[ServicePortKey, Programmed]
@@ -199,9 +309,13 @@ class IpvsPlane:
         self._marks.adopt(elements)
         return elements
 
-    def _difference(self, elements: frozenset[Element], sound: bool) -> Changes:
+    def _difference(self, elements: frozenset[Element]) -> Changes:
         """What the kernel lacks, or has too much, where its sets hold these."""
-        return self._ledger.difference(*self._held.pools(elements, self._ledger.pools), sound)
+        held, ledger = self._held, self._ledger
+        pools = held.pools(elements, ledger.pools)
+        left = elements - ledger.elements if not self._whole else ()
+        self._left = frozenset(v for element in left if (v := noted(element)) is not None)
+        return ledger.difference(elements, held.addresses(), pools, self._whole)
 
     # ---- later -----------------------------------------------------------------------------
 
@@ -211,27 +325,54 @@ class IpvsPlane:
         """
         if now >= self._look_due:
             self._look_due = now + LOOK_SECONDS
-            self._held.drain()
-            self._repair()
+            try:
+                self._held.drain()
+            finally:
+                self._look_after()
+            if self._former is not None and self._whole and self._true:
+                self._former.retire(self._ledger.pools)
+        if now >= self._handover_due:
+            self._handover_due = now + HANDOVER_SECONDS
+            for family in handover.end():
+                log.info("the last connection of kube-proxy is over family=%s", family)
         return self._look_due
 
-    def _repair(self) -> None:
-        """Somebody may have flushed all rules. A look at a ruleset that nobody changed is one
-        message to the kernel.
+    def _look_after(self) -> None:
+        """Somebody may have flushed all rules, or closed FORWARD. A look at rulesets that nobody
+        else has changed is one message to the kernel: each transaction of ours is one generation.
         """
-        generation = netfilter.generation()
-        if not self._settled or generation == self._generation:
-            return
-        if not self._held.has_table():
-            log.warning("the nftables table has vanished and is made anew table=%s",
-                        self._style.table)  # fmt: skip
-            self._settled = False
-            self._held.carry_out(self._difference(self._read_elements(), True))
-            self._settled = True
+        seen = netfilter.generation(), self._held.transactions
+        others = seen[0] - self._seen[0] != seen[1] - self._seen[1]
+        try:
+            if others:
+                self._let_pass()
+        finally:
+            if self._begun:
+                self._repair(others)
+        self._seen = seen
+
+    def _let_pass(self) -> None:
         for chain in netfilter.forward_chains():
             if done := netfilter.let_pass(chain, self._style.mark):
                 log.info("%s chain=%r mark=%#x", done, str(chain), self._style.mark)
-        self._generation = generation
+
+    def _repair(self, others: bool) -> None:
+        """What others have destroyed is made anew, and so is what a repair has left undone."""
+        whole = not others or self._held.is_whole()
+        device = self._held.has_device()
+        served = self._held.serves(next(iter(self._ledger.pools), None))
+        if not whole:
+            log.warning("the nftables table is not whole and is made anew table=%s",
+                        self._style.table)  # fmt: skip
+        if not device:
+            log.warning("the device is gone and is made anew device=%s", self._config.ipvs_device)
+        if not served:
+            log.warning("the virtual services are gone and are made anew")
+            self._set_sysctls()
+            self._set_times()
+        if not (self._true and whole and device and served):
+            self._true = False
+            self.apply(self._desired, (), sound=False)
 
     def ready(self) -> bool:
         """Nothing goes on in the background."""
@@ -242,8 +383,9 @@ class IpvsPlane:
         return None
 
     def problems(self) -> tuple[str, ...]:
-        """What was said once."""
-        return tuple(self._told)
+        """What was said once, and what the kernel refuses."""
+        lines = [*self._told, *(f"{key}: {words}" for key, words in self._refused.items())]
+        return (*lines, NO_IPV6) if self._foreign else tuple(lines)
 
     def measure(self) -> Measures:
         """See base.DataPlane."""
@@ -261,10 +403,17 @@ class IpvsPlane:
         """See base.DataPlane."""
         if self._lock >= 0:
             self._held.close()
-            os.close(self._lock)
-            self._lock = -1
+            self._let_go()
 
     def remove(self) -> None:
         """See base.DataPlane."""
         self.close()
         traces.remove(self._config)
+
+
+def _frontends(desired: DesiredState, keys: Iterable[ServicePortKey]) -> Iterator[Frontend]:
+    """Those of these Service ports, as far as they are there."""
+    for key in keys:
+        state = desired.services.get(key)
+        if state is not None:
+            yield from state.frontends

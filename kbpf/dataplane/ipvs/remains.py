@@ -13,7 +13,6 @@ from typing import Final
 
 from kbpf.dataplane.ipvs import rules, traces
 from kbpf.dataplane.ipvs.plan import Element, SetName, Virtual, noted
-from kbpf.errors import KernelError
 from kbpf.kernel import dummy, ipvs, netfilter
 from kbpf.kernel.ipvs import Command, Ipvs, Service
 from kbpf.model.address import Addr
@@ -26,7 +25,7 @@ LOOK_SECONDS: Final = 2.0
 class IpvsRemains:
     """base.Remains of the agent with this device, table and state folder."""
 
-    name = "ipvs"
+    name = "mode ipvs"
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -37,17 +36,10 @@ class IpvsRemains:
         self._live = 0
 
     def take(self) -> bool:
-        """See base.Remains. The folder may have been a container's; the device is the node's."""
-        if not (self._folder.is_dir() or self._has_device()):
+        """See base.Remains."""
+        if not traces.there(self._config):
             return False
         self._lock = traces.lock(self._folder)
-        return True
-
-    def _has_device(self) -> bool:
-        try:
-            dummy.index(self._config.ipvs_device)
-        except OSError:
-            return False
         return True
 
     def retire(self, now: float) -> float | None:
@@ -68,16 +60,13 @@ class IpvsRemains:
         return None
 
     def _elements(self) -> frozenset[Element]:
-        try:
-            return rules.read(netfilter.transaction(rules.listing(self._style)))
-        except KernelError as error:
-            if error.errno != errno.ENOENT:
-                raise
+        if not traces.has_table(self._style.table):
             return frozenset()
+        return rules.read(netfilter.transaction(rules.listing(self._style)))
 
     def _end_idle(self, face: Ipvs, ours: Iterable[Virtual], elements: frozenset[Element]) -> int:
         """How many connections go on."""
-        loads = {virtual: _connections(face, virtual) for virtual in ours}
+        loads = {virtual: face.connections(Service(*virtual)) for virtual in ours}
         busy = {virtual.address for virtual, count in loads.items() if count}
         idle = [v for v in loads if v.address not in busy and not v.mark]
         face.change([ipvs.Change(Command.DEL_SERVICE, Service(*v)) for v in sorted(idle)],
@@ -101,10 +90,6 @@ class IpvsRemains:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
-
-
-def _connections(face: Ipvs, virtual: Virtual) -> int:
-    return sum(load.active + load.inactive for load in face.servers(Service(*virtual)))
 
 
 def _is_about(element: Element, addresses: Container[object]) -> bool:

@@ -35,7 +35,7 @@ TYPES: Final[Mapping[SetName, tuple[str, ...]]] = {
     SetName.LOCAL_NETWORKS: ("ADDRESS",),
     SetName.NODE_IPS: ("ADDRESS",),
     SetName.OWN_MARKS: ("mark",),
-    SetName.HAIRPINS: (*AT, "ADDRESS"),
+    SetName.HAIRPINS: ("ADDRESS", "ADDRESS"),
     SetName.SOURCES: ("ADDRESS", *AT),
 }
 """Of the others: AT. SHORT_CIRCUITS is a map from AT to a mark."""
@@ -187,8 +187,8 @@ def _asked(family: int, name: SetName) -> Json:
 def _postrouting(style: Style) -> Iterator[tuple[Json, ...]]:
     marked = _match({"&": [MARK, style.mark]}, style.mark)
     for family in FAMILIES:
-        source, at = _payload(L3[family], "saddr"), _at(family)
-        to_itself = _in({"concat": [*at["concat"], source]}, SetName.HAIRPINS, family)
+        source, to = _payload(L3[family], "saddr"), _payload(L3[family], "daddr")
+        to_itself = _in({"concat": [source, to]}, SetName.HAIRPINS, family)
         for name in (SetName.VIRTUAL_IPS, SetName.NODE_IPS):
             asked = _asked(family, name)
             for is_one, masquerade in _masquerade(style):

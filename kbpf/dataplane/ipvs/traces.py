@@ -2,13 +2,14 @@
 
 import contextlib
 import errno
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 from kbpf.dataplane.ipvs import notes, rules
-from kbpf.dataplane.ipvs.plan import noted
+from kbpf.dataplane.ipvs.plan import SetName, noted
 from kbpf.errors import KernelError
-from kbpf.kernel import dummy, ipvs, netfilter
+from kbpf.kernel import dummy, handover, ipvs, netfilter, nft
 from kbpf.kernel.ipvs import Command, Ipvs, Service
 from kbpf.kernel.process import LOCK_SECONDS, lock_folder
 from kbpf.model.config import Config, LocalMode
@@ -45,31 +46,89 @@ def lock(folder: Path, patience: float = LOCK_SECONDS) -> int:
                           error.errno or 0) from error  # fmt: skip
 
 
+def has_table(table: str) -> bool:
+    """Whether there is a table of ours by this name: our notes are in it."""
+    return nft.has_set("inet", table, f"{SetName.OWN}4")
+
+
+def refuse_others(table: str) -> None:
+    """KernelError if somebody else has a table of this name. An empty one is nobody's."""
+    found = nft.look("inet", table)
+    if found is not None and found.parts and not has_table(table):
+        raise KernelError(
+            "a table of this name is there, and kbpf has not made it", f"nftables inet {table}",
+            "remove it, or give kbpf another name with --nft-table", errno.EEXIST,
+        )  # fmt: skip
+
+
+def there(config: Config) -> bool:
+    """Whether an agent with these settings has been here: its folder may have been a container's,
+    table and device are the node's.
+    """
+    if (config.state_dir / config.ipvs_device).is_dir() or dummy.is_ours(config.ipvs_device):
+        return True
+    try:
+        return has_table(config.nft_table)
+    except KernelError:  # no nf_tables
+        return False
+
+
+def own_services(table: str) -> set[Service]:
+    """The virtual services that a table of ours notes; none without one."""
+    if not has_table(table):
+        return set()
+    elements = rules.read(netfilter.transaction(rules.listing(rules.Style(table))))
+    return {Service(*v) for element in elements if (v := noted(element)) is not None}
+
+
+def _at_device(name: str) -> set[Service]:
+    """The virtual services at the addresses of our device: all that is known of them without the
+    table.
+    """
+    addresses = dummy.addresses_of(name) if dummy.is_ours(name) else frozenset()
+    if not addresses:
+        return set()
+    try:
+        face = Ipvs()
+    except KernelError:  # no IPVS, no virtual services
+        return set()
+    with contextlib.closing(face):
+        found = (service for service, _ in face.services())
+        return {one for one in found if not one.mark and one.address in addresses}
+
+
+def _kube_proxys(device: str) -> Callable[[Service], bool]:
+    """What tells a virtual service that a kube-proxy has taken over, where there is one of mode
+    ipvs: at an address that it keeps too, or of a NodePort, whose address is not on our `device`.
+    """
+    if not dummy.index_or_zero(handover.KUBE_PROXYS):
+        return lambda _: False
+    theirs = dummy.addresses_of(handover.KUBE_PROXYS)
+    ours = dummy.addresses_of(device)
+    return lambda service: (
+        not service.mark and (service.address in theirs or service.address not in ours)
+    )
+
+
 def remove(config: Config, forward: bool = True) -> tuple[str, ...]:
     """Every trace of an agent with these settings, in an order that leaves nobody half served;
-    what there was. Rules in FORWARD stay if another mode needs them (not `forward`). KernelError if
-    the kernel refuses.
+    what there was. What others have made by these names stays, and what a kube-proxy serves by now;
+    so do rules in FORWARD if another mode needs them (not `forward`). KernelError if the kernel
+    refuses.
     """
     style, gone = style_of(config), []
-    try:
-        elements = rules.read(netfilter.transaction(rules.listing(style)))
-    except KernelError as error:
-        if error.errno != errno.ENOENT:
-            raise
-        elements = None
-    if elements is not None:
-        ours = [v for element in elements if (v := noted(element)) is not None]
-        if ours:
-            face = Ipvs()
-            try:
-                face.change([ipvs.Change(Command.DEL_SERVICE, Service(*v)) for v in sorted(ours)],
-                            (errno.ESRCH,))  # fmt: skip
-            finally:
-                face.close()
-            gone.append(f"{len(ours)} virtual services")
-    if dummy.remove(config.ipvs_device):
+    is_there = has_table(style.table)
+    ours = own_services(style.table) if is_there else _at_device(config.ipvs_device)
+    theirs = _kube_proxys(config.ipvs_device)
+    ours = {service for service in ours if not theirs(service)}
+    if ours:
+        with contextlib.closing(Ipvs()) as face:
+            face.change([ipvs.Change(Command.DEL_SERVICE, one) for one in sorted(ours)],
+                        (errno.ESRCH,))  # fmt: skip
+        gone.append(f"{len(ours)} virtual services")
+    if dummy.is_ours(config.ipvs_device) and dummy.remove(config.ipvs_device):
         gone.append(f"device {config.ipvs_device}")
-    if elements is not None:
+    if is_there:
         for chain in netfilter.forward_chains() if forward else ():
             netfilter.remove_ours(chain)
         netfilter.transaction(*rules.no_table(style), hint=ROOT)

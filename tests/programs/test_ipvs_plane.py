@@ -1,0 +1,513 @@
+"""The IPVS data plane on any kernel with nf_tables: its table, its addresses and its notes are
+real, IPVS is a fake (tests/support/fake_ipvs.py). What packets meet behind a virtual service is
+tried in kernels that have IPVS: test_ipvs.py.
+"""
+
+import fcntl
+import os
+import shutil
+import socket
+from collections import Counter
+from dataclasses import replace
+from errno import EPERM, EROFS
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kbpf.cli import cleanup
+from kbpf.dataplane.checks import CheckRow
+from kbpf.dataplane.ipvs import checks, rules
+from kbpf.dataplane.ipvs.remains import IpvsRemains
+from kbpf.errors import KernelError
+from kbpf.kernel import addresses, dummy, handover, netfilter, sysctl
+from kbpf.kernel.ipvs import Settings, Times
+from kbpf.model.address import parse_addr
+from kbpf.model.config import IpvsTimes
+from tests.support.fake_ipvs import DEVICE, Node, fake_node, tcp
+from tests.support.plane import service
+
+__all__ = ["fake_node"]
+
+VIP, VIP6, KUBE = "10.96.0.1", "fd00:96::1", handover.KUBE_PROXYS
+
+
+# ---- after a kube-proxy --------------------------------------------------------------------------
+
+
+def after_kube_proxy(node: Node) -> None:
+    """One in mode ipvs has served these addresses, and a NodePort, and another one since gone."""
+    node.run("ip", "link", "add", KUBE, "type", "bridge")
+    for address in (VIP, VIP6, "10.96.0.9"):
+        node.run("ip", "addr", "add", address, "dev", KUBE)
+    node.run("ip", "addr", "add", "198.18.0.1/32", "dev", "lo")
+    for frontend in (tcp(VIP, 80), tcp(VIP6, 80), tcp("10.96.0.9", 80), tcp("198.18.0.1", 30080)):
+        node.ipvs.held[frontend] = (Settings("rr"), {})
+
+
+def test_what_kube_proxy_keeps_is_no_address_of_the_node(fake_node: Node):
+    after_kube_proxy(fake_node)
+    fake_node.start()
+    assert fake_node.do(addresses.local_addresses) == tuple(
+        sorted(map(parse_addr, (VIP, VIP6, "10.96.0.9", "198.18.0.1")))
+    )
+    only_own = fake_node.do(lambda: addresses.local_addresses(KUBE))
+    assert only_own == (parse_addr("198.18.0.1"),)
+    held = fake_node.do(lambda: fake_node.plane._held.own_addresses(()))
+    assert held == set(map(parse_addr, ("198.18.0.1", "127.0.0.1", "::1")))
+
+
+def test_mode_ipvs_takes_over_a_kube_proxy_of_mode_ipvs(fake_node: Node):
+    """What it serves is its own from then on, and stays when kube-proxy's leftovers go."""
+    node = fake_node
+    after_kube_proxy(node)
+    node.start()
+    node.run("ip", "addr", "add", "198.18.0.1", "dev", KUBE)  # an ExternalIP, too
+    states = [
+        service("s", f"{VIP}:80 NodePort=0.0.0.0:30080", "10.244.1.2:80"),
+        service("e", "10.96.0.3:80 ExternalIP=198.18.0.1:81", "10.244.1.3:80"),
+        service("s6", f"[{VIP6}]:80", "[fd00:244::2]:80"),
+    ]
+    node.apply(*states, nodes="198.18.0.1")
+    assert node.addresses() == {VIP, VIP6, "10.96.0.3"}
+    node.do(lambda: list(cleanup.remove_kube_proxy(node.config, force=True)))
+    assert KUBE not in node.links()
+    assert node.ipvs.shown() == {
+        f"{VIP}:80/6": {"10.244.1.2:80": 1},
+        f"[{VIP6}]:80/6": {"[fd00:244::2]:80": 1},
+        "198.18.0.1:30080/6": {"10.244.1.2:80": 1},
+        "10.96.0.3:80/6": {"10.244.1.3:80": 1},
+        "198.18.0.1:81/6": {"10.244.1.3:80": 1},
+    }
+    assert node.addresses() == {VIP, VIP6, "10.96.0.3"}
+    assert node.do(lambda: dial(VIP, 80)) == "answered"
+
+
+def dial(address: str, port: int) -> str:
+    """Who listens on all addresses of this network stands in for the backend."""
+    with socket.create_server(("0.0.0.0", port)) as server, socket.socket() as client:
+        client.settimeout(5)
+        client.connect((address, port))
+        server.accept()[0].close()
+        return "answered"
+
+
+def test_an_address_that_the_node_has_too_is_its_own(fake_node: Node):
+    after_kube_proxy(fake_node)
+    fake_node.run("ip", "addr", "add", VIP, "dev", "lo")
+    fake_node.start()
+    fake_node.apply(service("s", f"{VIP}:80", "10.244.1.2:80"))
+    assert fake_node.addresses() == set()
+
+
+# ---- what others do to the table -----------------------------------------------------------------
+
+WEB = service("web", f"{VIP}:80", "10.244.1.2:80")
+EMPTY = service("empty", "10.96.0.2:80")
+
+FLUSHES = {
+    "all rules": "flush ruleset",
+    "the table": "delete table inet kbpf",
+    "the table, and another one has its name": "delete table inet kbpf; add table inet kbpf",
+    "its rules": "flush table inet kbpf",
+    "a chain's rules": "flush chain inet kbpf postrouting",
+    "a chain and a set": "flush chain inet kbpf postrouting; delete chain inet kbpf postrouting; "
+    "flush set inet kbpf hairpin_ips4; delete set inet kbpf hairpin_ips4",
+}
+
+
+def listed(node: Node) -> list[str]:
+    """All lines; sets and chains may be in any order."""
+    return sorted(node.run("nft", "list", "table", "inet", "kbpf").splitlines())
+
+
+@pytest.mark.parametrize("flush", FLUSHES.values(), ids=FLUSHES)
+def test_what_others_take_away_is_made_anew(fake_node: Node, flush: str):
+    fake_node.start()
+    fake_node.apply(WEB, EMPTY)
+    fake_node.tick()
+    before = listed(fake_node)
+    fake_node.run("nft", flush)
+    fake_node.tick()
+    assert listed(fake_node) == before
+
+
+def test_a_flush_before_the_first_look_is_made_anew_too(fake_node: Node):
+    fake_node.start()
+    fake_node.apply(WEB, EMPTY)
+    before = listed(fake_node)
+    fake_node.run("nft", "flush", "table", "inet", "kbpf")
+    fake_node.tick()
+    assert listed(fake_node) == before
+
+
+class Said:
+    """What libnftables is asked from here on: verbs with what they are about."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.words: Counter[str] = Counter()
+        real = netfilter.transaction
+
+        def transaction(*commands: Any, **more: Any) -> Any:
+            for command in commands:
+                for verb, what in command.items():
+                    self.words[f"{verb} {next(iter(what))}"] += 1
+            return real(*commands, **more)
+
+        patch.setattr(netfilter, "transaction", transaction)
+
+    def take(self) -> dict[str, int]:
+        """And begins anew."""
+        words, self.words = self.words, Counter()
+        return dict(words)
+
+
+def test_a_change_costs_what_has_changed(fake_node: Node, monkeypatch: pytest.MonkeyPatch):
+    """Whatever else there is: nothing is listed, neither for a change of ours, nor after it, nor
+    when somebody has changed another table.
+    """
+    node = fake_node
+    node.start()
+    many = [service(f"m{i}", f"10.96.1.{i}:80", f"10.244.2.{i}:80") for i in range(1, 101)]
+    node.apply(*many)
+    node.tick()
+    said = Said(monkeypatch)
+    node.ipvs.calls.clear()
+    new = service("m1", "10.96.1.1:80", "10.244.2.1:80 10.244.3.1:80")
+    report = node.apply(new, *many[1:], touched=[new.key])
+    assert (dict(report.writes), report.calls) == ({"nft": 1, "ipvs": 1}, 2)
+    assert said.take() == {"add element": 1}
+    assert node.ipvs.calls == {"changes": 1}
+    node.tick()
+    assert said.take() == {}
+    node.run("nft", "add", "table", "inet", "theirs")
+    node.tick()
+    assert said.take() == {"list chains": 1}
+    node.tick()
+    assert said.take() == {}
+    assert node.ipvs.calls == {"changes": 1}
+
+
+def test_elements_that_others_take_away_come_back_when_all_is_read_again(fake_node: Node):
+    fake_node.start()
+    fake_node.apply(WEB, EMPTY)
+    before = listed(fake_node)
+    fake_node.run("nft", "flush", "set", "inet", "kbpf", "served4")
+    fake_node.plane.doubt()
+    fake_node.apply(WEB, EMPTY)
+    assert listed(fake_node) == before
+
+
+def test_the_whole_table_is_as_many_rules_as_are_written(fake_node: Node):
+    style = fake_node.start()._style
+    assert sum("rule" in command.get("add", {}) for command in rules.table(style)) > 50
+    assert fake_node.do(fake_node.plane._held.is_whole)
+
+
+def test_flushed_virtual_services_come_back(fake_node: Node):
+    """And IPVS is spoken to anew: with its module loaded again it has another number."""
+    fake_node.start()
+    fake_node.apply(WEB, EMPTY)
+    fake_node.tick()
+    before, opened = fake_node.ipvs.shown(), fake_node.ipvs.calls["opened"]
+    fake_node.ipvs.held.clear()
+    fake_node.tick()
+    assert fake_node.ipvs.shown() == before
+    assert fake_node.ipvs.calls["opened"] == opened + 1
+
+
+# ---- settings ------------------------------------------------------------------------------------
+
+TIMES = [
+    (IpvsTimes(), Times(900, 120, 300)),
+    (IpvsTimes(tcp=86_400), Times(86_400, 120, 300)),
+    (IpvsTimes(7200, 60, 10), Times(7200, 60, 10)),
+]
+
+
+@pytest.mark.parametrize(("asked", "there"), TIMES)
+def test_idle_connections_are_kept_as_long_as_is_asked(
+    fake_node: Node, asked: IpvsTimes, there: Times
+):
+    fake_node.start(replace(fake_node.config, ipvs_times=asked))
+    assert fake_node.ipvs.times == there
+
+
+VS = {
+    "net.ipv4.vs.conntrack": "1",
+    "net.ipv4.vs.expire_nodest_conn": "1",
+    "net.ipv4.vs.expire_quiescent_template": "1",
+}
+ARP = {"net.ipv4.conf.all.arp_ignore": "1", "net.ipv4.conf.all.arp_announce": "2"}
+
+
+@pytest.mark.parametrize(("strict", "wanted"), [(False, VS), (True, VS | ARP)])
+def test_what_is_set_below_proc(
+    fake_node: Node, monkeypatch: pytest.MonkeyPatch, strict: bool, wanted: dict[str, str]
+):
+    """This kernel has no net.ipv4.vs. What is as it should be is not written."""
+    there = dict.fromkeys(VS | ARP, "0") | {"net.ipv4.vs.conntrack": "1"}
+    written: dict[str, str] = {}
+    monkeypatch.setattr(sysctl, "read", lambda name: there.get(name, "1"))
+    monkeypatch.setattr(sysctl, "write", written.__setitem__)
+    fake_node.start(replace(fake_node.config, strict_arp=strict))
+    assert there | written == there | wanted
+    assert "net.ipv4.vs.conntrack" not in written
+    assert fake_node.plane.problems() == ()
+
+
+def test_what_cannot_be_set_is_said_once_and_keeps_nothing_from_serving(
+    fake_node: Node, monkeypatch: pytest.MonkeyPatch
+):
+    """A container's /proc/sys cannot be written."""
+
+    def write(name: str, value: str) -> None:
+        raise KernelError(f"cannot set {name} to {value}", "/proc/sys", errno=EROFS)
+
+    monkeypatch.setattr(sysctl, "read", lambda _: "0")
+    monkeypatch.setattr(sysctl, "write", write)
+    fake_node.start()
+    fake_node.apply(WEB)
+    said = fake_node.plane.problems()
+    assert sum("net.ipv4.vs." in line for line in said) == len(VS)
+    assert len(said) == len(set(said))
+    assert VIP in fake_node.addresses()
+
+
+# ---- what kbpf check says ------------------------------------------------------------------------
+
+HOOK = "type filter hook input priority 0"
+FIREWALLS = {
+    "nobody's": ("table inet fw { chain in { type filter hook forward priority 0; }; }", ""),
+    "open": (f"table inet fw {{ chain in {{ {HOOK}; }}; }}", ""),
+    "closed": (f"table inet fw {{ chain in {{ {HOOK}; policy drop; }}; }}", "inet fw in"),
+    "its last rule": (f"table ip fw {{ chain in {{ {HOOK}; tcp dport 22 accept; reject; }}; }}",
+                      "ip fw in"),
+}  # fmt: skip
+
+
+def said(node: Node, name: str) -> CheckRow:
+    (row,) = node.do(lambda: [one for one in checks.rows() if one.name == name])
+    return row
+
+
+@pytest.mark.parametrize(("table", "closed"), FIREWALLS.values(), ids=FIREWALLS)
+def test_a_closed_input_is_said(fake_node: Node, table: str, closed: str):
+    """Packets to Services would not get to IPVS. Our own chains are no such thing."""
+    fake_node.start()
+    fake_node.run("nft", table)
+    row = said(fake_node, "INPUT")
+    assert (row.result, row.needed, row.ipvs) == ("no" if closed else "yes", False, False)
+    assert row.detail == (f"closed: {closed}" if closed else "")
+    assert bool(row.advice) is bool(closed)
+
+
+BRIDGES = [
+    ("", None, "yes", "there is no bridge"),
+    ("br0/bridge", None, "no", "br_netfilter is not loaded"),
+    ("br0/bridge", "0", "no", "bridge-nf-call-iptables is 0"),
+    ("br0/bridge", "1", "yes", "bridge-nf-call-iptables is 1"),
+]
+
+
+@pytest.mark.parametrize(("bridge", "calls", "result", "detail"), BRIDGES)
+def test_answers_that_go_by_a_bridge_are_said(
+    fake_node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    bridge: str, calls: str | None, result: str, detail: str,
+):  # fmt: skip
+    setting = tmp_path / checks.BRIDGE_CALLS.name
+    (tmp_path / "net" / bridge).mkdir(parents=True)
+    if calls is not None:
+        setting.write_text(f"{calls}\n")
+    monkeypatch.setattr(checks, "DEVICES", tmp_path / "net")
+    monkeypatch.setattr(checks, "BRIDGE_CALLS", setting)
+    row = said(fake_node, "bridged answers")
+    assert (row.result, row.detail) == (result, detail)
+
+
+# ---- what others have by our names ---------------------------------------------------------------
+
+TABLE = "inet kbpf"
+DEVICES = {
+    "of another kind": f"link add {DEVICE} type veth peer name other",
+    "with addresses": f"link add {DEVICE} type bridge\naddr add 192.0.2.7/32 dev {DEVICE}",
+    "somebody's": f"link add {DEVICE} type bridge\nlink set {DEVICE} alias somebody",
+}
+CHAINS = "{ chain input { type filter hook input priority 0; tcp dport 23 drop; }; }"
+TABLES = {
+    "a chain of ours": f"table {TABLE} {CHAINS}",
+    "a set of ours": f"table {TABLE} {{ set served4 {{ type ipv4_addr; }}; }}",
+}
+
+
+def remains(node: Node) -> bool:
+    """Whether the next agent of mode bpf finds something of mode ipvs."""
+    found = IpvsRemains(node.config)
+    try:
+        return node.do(found.take)
+    finally:
+        found.close()
+
+
+def clean(node: Node) -> list[str]:
+    """What `kbpf cleanup` says of it."""
+    return [one.path for one in node.do(lambda: list(cleanup.remove_ipvs(node.config)))]
+
+
+@pytest.mark.parametrize("made", DEVICES.values(), ids=DEVICES)
+def test_a_device_of_others_is_left_alone(fake_node: Node, made: str):
+    fake_node.run("ip", "-batch", "-", stdin=made)
+    before = fake_node.run("ip", "-d", "addr", "show", "dev", DEVICE)
+    with pytest.raises(KernelError, match=rf"kbpf has not made it.*{DEVICE}.*--ipvs-device"):
+        fake_node.start()
+    shutil.rmtree(fake_node.folder)
+    assert not remains(fake_node)
+    assert clean(fake_node) == []
+    assert fake_node.run("ip", "-d", "addr", "show", "dev", DEVICE) == before
+
+
+@pytest.mark.parametrize("name", handover.DEVICES)
+def test_a_name_that_stands_for_another_is_refused(fake_node: Node, name: str):
+    """What is on such a device is taken for another's, and removed with it."""
+    with pytest.raises(KernelError, match=f"another data plane.*{name}.*--ipvs-device"):
+        fake_node.start(replace(fake_node.config, ipvs_device=name))
+    assert fake_node.links() == set()
+
+
+@pytest.mark.parametrize("made", TABLES.values(), ids=TABLES)
+def test_a_table_of_others_is_left_alone(fake_node: Node, made: str):
+    fake_node.run("nft", made)
+    before = listed(fake_node)
+    with pytest.raises(KernelError, match=f"kbpf has not made it.*{TABLE}.*--nft-table"):
+        fake_node.start()
+    assert clean(fake_node) == [f"device {DEVICE}", str(fake_node.folder / DEVICE)]
+    assert listed(fake_node) == before
+
+
+def test_a_table_of_others_that_comes_later_is_an_error(fake_node: Node):
+    fake_node.start()
+    fake_node.apply(WEB)
+    fake_node.run("nft", f"delete table {TABLE}; add {TABLES['a chain of ours']}")
+    before = listed(fake_node)
+    with pytest.raises(KernelError, match="kbpf has not made it"):
+        fake_node.tick()
+    for _ in range(2):
+        with pytest.raises(KernelError, match="kbpf has not made it"):
+            fake_node.apply(WEB)
+    assert listed(fake_node) == before
+
+
+def test_what_is_empty_is_nobodys(fake_node: Node):
+    """We may have been killed before we wrote on it."""
+    fake_node.run("ip", "link", "add", DEVICE, "type", "bridge")
+    fake_node.run("nft", "add", "table", *TABLE.split())
+    fake_node.start()
+    assert f"alias {dummy.ALIAS}" in fake_node.run("ip", "link", "show", DEVICE)
+    fake_node.start()
+
+
+LEFT = {
+    "all": "",
+    "the table": f"ip link del {DEVICE}",
+    "the device": f"nft delete table {TABLE}",
+}
+
+
+@pytest.mark.parametrize("gone", LEFT.values(), ids=LEFT)
+def test_what_is_left_is_found_without_a_folder(fake_node: Node, gone: str):
+    """That may have been a container's, or of the time before a boot."""
+    fake_node.start()
+    fake_node.apply(WEB)
+    fake_node.plane.close()
+    shutil.rmtree(fake_node.folder)
+    if gone:
+        fake_node.run(*gone.split())
+    assert remains(fake_node)
+    shutil.rmtree(fake_node.folder)
+    assert clean(fake_node)
+    assert (fake_node.links(), fake_node.tables()) == (set(), set())
+    assert not fake_node.ipvs.held
+    assert not fake_node.folder.exists()
+    assert not remains(fake_node)
+
+
+# ---- other names after a restart -----------------------------------------------------------------
+
+OTHER_DEVICE, OTHER_TABLE = "kbpf-test1", "other"
+RENAMED = {
+    "the table": {"nft_table": OTHER_TABLE},
+    "the device": {"ipvs_device": OTHER_DEVICE},
+    "both": {"nft_table": OTHER_TABLE, "ipvs_device": OTHER_DEVICE},
+}
+GONE = service("gone", "10.96.0.7:80", "10.244.1.7:80")
+
+
+def folders(node: Node) -> set[str]:
+    return {path.name for path in node.folder.iterdir()}
+
+
+@pytest.mark.parametrize("names", RENAMED.values(), ids=RENAMED)
+def test_what_has_another_name_goes_when_the_new_one_serves(fake_node: Node, names: dict[str, str]):
+    """Not before: not at a start that knows of half of the Services only. What is wanted still is
+    never removed.
+    """
+    node = fake_node
+    node.run("ip", "addr", "add", "198.18.0.1/32", "dev", "lo")
+    node.start()
+    node.apply(WEB, GONE)
+    before = (node.links(), node.tables(), folders(node))
+    node.start(replace(node.config, **names))
+    node.ipvs.refuse = lambda change: EPERM if change.service == tcp(VIP, 80) else 0
+    device, table = node.config.ipvs_device, f"inet {node.config.nft_table}"
+    node.apply(WEB, sound=False)
+    node.tick()
+    both = (node.links(), node.tables(), folders(node))
+    for old, new, mine in zip(before, both, ({device}, {table}, {device}), strict=True):
+        assert new == old | mine
+    assert node.addresses(device) >= {VIP}
+    node.apply(WEB)
+    node.tick()
+    assert (node.links(), node.tables(), folders(node)) == ({device}, {table}, {device})
+    assert node.addresses(device) == {VIP}
+    assert node.ipvs.shown() == {f"{VIP}:80/6": {"10.244.1.2:80": 1}}
+    assert node.do(lambda: dial(VIP, 80)) == "answered"
+
+
+def test_names_of_several_restarts_are_remembered(fake_node: Node):
+    node = fake_node
+    node.start()
+    node.apply(WEB)
+    for names in RENAMED.values():
+        node.start(replace(node.config, **names))
+        node.apply(WEB, sound=False)
+    assert len(node.tables()) == 2
+    node.start(replace(node.config, nft_table="last"))
+    node.apply(WEB)
+    node.tick()
+    assert (node.links(), node.tables()) == ({OTHER_DEVICE}, {"inet last"})
+
+
+@pytest.mark.parametrize("case", ["another agent is at work", "another network", "no names"])
+def test_names_of_others_are_left_alone(fake_node: Node, case: str):
+    node = fake_node
+    node.start()
+    node.apply(GONE)
+    file = node.folder / DEVICE / "names"
+    fd = -1
+    if case == "another network":
+        file.write_text(file.read_text().replace('"network":', '"network":1'))
+    elif case == "no names":
+        file.unlink()
+    node.start(replace(node.config, nft_table=OTHER_TABLE, ipvs_device=OTHER_DEVICE))
+    if case == "another agent is at work":
+        node.plane.close()
+        fd = os.open(node.folder / DEVICE, os.O_RDONLY)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        node.start()
+    node.apply(WEB)
+    node.tick()
+    assert node.links() == {DEVICE, OTHER_DEVICE}
+    assert node.tables() == {"inet kbpf", f"inet {OTHER_TABLE}"}
+    assert tcp("10.96.0.7", 80) in node.ipvs.held
+    if fd >= 0:
+        os.close(fd)

@@ -1,0 +1,51 @@
+"""`python deny.py ERRNO COMMANDS -- WORDS...`: executes WORDS where bpf(2) fails with ERRNO, as in
+a kernel that is older or was built without. COMMANDS: numbers of enum bpf_cmd, with commas between
+them; "" for all.
+"""
+
+import ctypes
+import os
+import platform
+import struct
+import sys
+
+PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2
+ALLOW, ERRNO = 0x7FFF0000, 0x00050000
+LOAD, JUMP_IF, RETURN = 0x20, 0x15, 0x06
+NUMBER, ARGUMENT = 0, 16
+"""Offsets in struct seccomp_data: of the system call's number, and of its first argument."""
+BPF = {"x86_64": 321, "aarch64": 280}
+
+Code = tuple[int, int, int, int]
+
+
+def rules(errno: int, commands: list[int]) -> list[Code]:
+    """Classic BPF: struct sock_filter's code, jt, jf, k."""
+    refuse: Code = (RETURN, 0, 0, ERRNO | errno)
+    allow: Code = (RETURN, 0, 0, ALLOW)
+    made: list[Code] = [(LOAD, 0, 0, NUMBER), (JUMP_IF, 1, 0, BPF[platform.machine()]), allow]
+    if commands:
+        made.append((LOAD, 0, 0, ARGUMENT))
+        for left, command in zip(range(len(commands), 0, -1), commands, strict=True):
+            made.append((JUMP_IF, left, 0, command))
+        made.append(allow)
+    return [*made, refuse]
+
+
+def install(codes: list[Code]) -> None:
+    """For this process and all that it executes."""
+
+    class Program(ctypes.Structure):
+        _fields_ = (("len", ctypes.c_ushort), ("filter", ctypes.c_void_p))
+
+    raw = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *code) for code in codes))
+    program = Program(len(codes), ctypes.addressof(raw))
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0):
+        raise OSError(ctypes.get_errno(), "no seccomp")
+
+
+if __name__ == "__main__":
+    number, numbers, _, *words = sys.argv[1:]
+    install(rules(int(number), [int(n) for n in numbers.split(",") if n]))
+    os.execvp(words[0], words)
