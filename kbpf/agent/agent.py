@@ -21,7 +21,7 @@ from kbpf.agent.inbox import Inbox, Item, Wake
 from kbpf.agent.tally import Tally
 from kbpf.dataplane.base import DataPlane
 from kbpf.errors import KbpfError, PinsGone
-from kbpf.kernel import addresses
+from kbpf.kernel import addresses, handover
 from kbpf.model.address import Addr
 from kbpf.model.config import Config, LocalMode, Serving
 from kbpf.model.desired import ServicePortKey
@@ -72,7 +72,8 @@ class Agent:
         self._complete = False
         self._settled = False  # whether a complete apply knew of all objects
         self._refused: dict[str, str] = {}
-        self._error = ""
+        self._error = ""  # of the last apply
+        self._tick_error = ""  # of what was put off
         self._missing = False
         self._ready = False  # whether the data plane is done with the first apply
         self._started = time.clock_gettime(time.CLOCK_BOOTTIME)
@@ -185,14 +186,15 @@ class Agent:
         return self._world.synced >= NEEDED
 
     def _local_addresses(self) -> tuple[Addr, ...]:
-        """Those of the node itself: the IPVS data plane has a device for the others."""
-        return addresses.local_addresses(but=self._config.ipvs_device)
+        """Those of the node itself: IPVS data planes have devices for the others."""
+        return addresses.local_addresses(self._config.ipvs_device, *handover.DEVICES)
 
     def _look_at_addresses(self) -> None:
         found = self._local_addresses()
         if found != self._addresses:
             self._addresses = found
             self._pending.everything = True
+            self._retry = None  # the data plane looks at its surroundings, too
 
     def _bring_up_to_date(self) -> None:
         if (self._pending and self._pause() <= 0) or not self._complete:
@@ -262,13 +264,13 @@ class Agent:
             report = self._plane.apply(self._desired.state, keys, sound)
             seconds = time.perf_counter() - start
             self._settled = self._settled or sound
-            self._plane.tick(time.monotonic())
         except KbpfError as error:
             if str(error) != self._error:
                 log.error("not programmed, trying again: %s", error)
             self._error = str(error)
             self._desk.record.failed()
             return
+        self._tick(time.monotonic())
         self._last_apply = time.monotonic()
         if keys is None:
             self._resync_due = self._last_apply + self._config.config_sync_period
@@ -280,8 +282,8 @@ class Agent:
             self._status_due = 0.0  # good news is told at once
         self._retry, self._error, self._complete = set(), "", True
         refused = {str(key): line for key, line in report.refused.items()}
-        for key in sorted(refused.keys() - self._refused.keys()):
-            log.error("not programmed: %s: %s", key, refused[key])
+        news = sorted(refused.keys() - self._refused.keys())
+        _tell(logging.ERROR, "not programmed", [f"{key}: {refused[key]}" for key in news])
         self._refused = refused
 
     def _sound(self) -> bool:
@@ -293,19 +295,28 @@ class Agent:
         """Seconds until something is due."""
         now = time.monotonic()
         due = [self._status_due]
-        if self._complete:
-            try:
-                later = self._plane.tick(now)
-            except KbpfError as error:
-                log.error("old sets are not removed, trying again: %s", error)
-                later = now + RETRY_SECONDS
-            if later is not None:
-                due.append(later)
+        if self._complete and (later := self._tick(now)) is not None:
+            due.append(later)
         if self._pending and self._complete:
             due.append(now + max(0.0, self._pause()))
         if self._error or self._refused:
             due.append(now + RETRY_SECONDS)
         return max(0.0, min(due) - now)
+
+    def _tick(self, now: float) -> float | None:
+        """What the data plane has put off; when to come next. A failure is told, and is no reason
+        to program anything again: Services are served.
+        """
+        try:
+            later = self._plane.tick(now)
+        except KbpfError as error:
+            if str(error) != self._tick_error:
+                log.error("what was put off is not done, trying again: %s", error)
+                self._status_due = now
+            self._tick_error = str(error)
+            return now + RETRY_SECONDS
+        self._tick_error = ""
+        return later
 
     # ---- status ----------------------------------------------------------------------------
 
@@ -352,7 +363,7 @@ class Agent:
             problems=tuple(problems[:MOST_PROBLEMS]),
             problem_count=len(problems),
             refused=len(self._refused),
-            error=self._error,
+            error=self._error or self._tick_error,
             packets=self._plane.packet_status(),
             without_endpoints=self._tally.without_endpoints,
             choice=self._plane.choice(),
@@ -372,16 +383,24 @@ class Agent:
         lines = frozenset(
             f"{k}: {line}" for k, found in self._world.problems.items() for line in found
         )
-        for line in sorted(lines - self._known_problems):
-            log.warning("left out: %s", line)
+        _tell(logging.WARNING, "left out", sorted(lines - self._known_problems))
         self._known_problems = lines
 
     def _write_status(self) -> None:
         status = self.status()
-        self._desk.show(status)
         try:
             self._plane.write_status(encode(status))
         except PinsGone:
             raise
         except KbpfError as error:
             log.warning("the status was not written: %s", error)
+        self._desk.show(status)  # last: who finds /readyz finds the rest, too
+
+
+def _tell(level: int, what: str, lines: Sequence[str]) -> None:
+    """A line for each, but not thousands at once: a limit may be met by all Services together."""
+    for line in lines[:MOST_PROBLEMS]:
+        log.log(level, "%s: %s", what, line)
+    if len(lines) > MOST_PROBLEMS:
+        more = len(lines) - MOST_PROBLEMS
+        log.log(level, "%s: and %d more; `kbpf inspect status` has their number", what, more)

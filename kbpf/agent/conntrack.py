@@ -1,7 +1,7 @@
 """The kernel's conntrack, set as kube-proxy sets it at its start: how much it holds, how long.
 
 kbpf needs none of it for itself. But CNIs and the node's own connections do, and with kube-proxy
-gone nobody else would set it. Rules (reference 2.4; kube-proxy's pkg/proxy/conntrack/sysctls.go):
+gone nobody else would set it. Rules (kube-proxy's conntrack/sysctls.go):
 - Only what differs is written, in kube-proxy's order; a number of entries is written even if there
   were more before.
 - The table of hashes grows to a quarter of the entries, and never shrinks.

@@ -7,25 +7,25 @@ guards the loopback addresses of the node.
 
 nf_tables (iptables' own tables there, and kube-proxy's of mode nftables) is spoken to by
 libnftables, all in one transaction; the tables of iptables-legacy by its own programs, if there are
-any such tables. Connections that kube-proxy has translated go on, see kernel/handover.py.
+any such tables. Connections that kube-proxy's rules and its IPVS have translated go on, see
+kernel/handover.py.
 
 All of it is about the network namespace of the calling thread.
 """
 
-import os
+import contextlib
 import re
 import socket
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 from kbpf.errors import KernelError
-from kbpf.kernel import conntrack, dummy, handover, ipset, ipvs, legacy, netfilter, nfacct
+from kbpf.kernel import conntrack, dummy, handover, ipset, ipvs, legacy, netfilter, nfacct, nft
 from kbpf.kernel.netfilter import Json
 from kbpf.model.address import Addr
 
 NFT_TABLE: Final = "kube-proxy"
-DEVICE: Final = "kube-ipvs0"
+DEVICE: Final = handover.KUBE_PROXYS
 CHAINS: Final = {
     "nat": frozenset(
         ("KUBE-SERVICES", "KUBE-NODEPORTS", "KUBE-POSTROUTING", "KUBE-MARK-MASQ",
@@ -43,13 +43,14 @@ OF_SERVICES: Final = re.compile(r"KUBE-(SVC|SVL|EXT|FW|SEP|XLB)-[A-Z2-7]{16}")
 """Chains in `nat` for one Service port or endpoint; XLB until Kubernetes 1.24."""
 SETS: Final = re.compile(
     r"KUBE-(6-)?(LOOP-BACK|CLUSTER-IP|IPVS-IPS|HEALTH-CHECK-NODE-PORT|EXTERNAL-IP(-LOCAL)?|"
-    r"LOAD-BALANCER(-LOCAL|-FW|-SOURCE-IP|-SOURCE-CIDR)?|NODE-PORT(-LOCAL)?-(TCP|UDP|SCTP-HASH))"
+    r"LOAD-BALANCER(-LOCAL|-FW|-SOURCE-IP|-SOURCE-CIDR?)?|NODE-PORT(-LOCAL)?-(TCP|UDP|SCTP-HASH?))"
 )
-PORT_SETS: Final = re.compile(r"KUBE-(6-)?NODE-PORT(-LOCAL)?-(TCP|UDP|SCTP-HASH)")
+"""Two of those for IPv6 are cut to the 31 characters that a name may have."""
+PORT_SETS: Final = re.compile(r"KUBE-(6-)?NODE-PORT(-LOCAL)?-(TCP|UDP|SCTP)(-HASH?)?")
 PROTOCOLS: Final = {
     "TCP": socket.IPPROTO_TCP,
     "UDP": socket.IPPROTO_UDP,
-    "SCTP-HASH": socket.IPPROTO_SCTP,
+    "SCTP": socket.IPPROTO_SCTP,
 }
 COUNTERS: Final = ("ct_state_invalid_dropped_pkts", "localhost_nps_accepted_pkts")
 FAMILIES: Final = ("ip", "ip6")
@@ -149,8 +150,7 @@ def _rules(chain: Chain) -> list[Json]:
 
 
 def _has_table(family: str) -> bool:
-    listed = [one.get("table", {}) for one in netfilter.transaction({"list": {"tables": None}})]
-    return any((one.get("family"), one.get("name")) == (family, NFT_TABLE) for one in listed)
+    return nft.has_table(family, NFT_TABLE)
 
 
 # ---- iptables-legacy -----------------------------------------------------------------------------
@@ -210,40 +210,81 @@ def is_virtual_service(
     )
 
 
-def _remove_ipvs(own: str) -> Iterator[str]:
-    """The device tells that kube-proxy was here in this mode; it goes last. Where kbpf itself keeps
-    addresses on its device `own`, virtual services at them are its own by now, and so are those of
-    NodePorts.
+def virtual_services(
+    face: ipvs.Ipvs, own: str, noted: Collection[ipvs.Service] = ()
+) -> list[ipvs.Service]:
+    """Those of kube-proxy, as its device tells. Where kbpf itself keeps addresses on its device
+    `own`, virtual services at them are its own by now, and so are those of NodePorts, and what is
+    `noted` in its table in any case.
     """
-    try:
-        index = socket.if_nametoindex(DEVICE)
-    except OSError:
-        return
-    addresses, _ = dummy.addresses(index)
+    addresses = dummy.addresses_of(DEVICE) - dummy.addresses_of(own)
     ports: frozenset[tuple[int, int]] = frozenset()
-    try:
-        addresses -= dummy.addresses(socket.if_nametoindex(own))[0]
-    except OSError:  # there is none
+    if not dummy.index_or_zero(own):
         ports = frozenset(
             (PROTOCOLS[found[3]], port)
             for found in map(PORT_SETS.fullmatch, ipset.names())
             if found
             for port in ipset.ports(found[0])
         )
+    there = (service for service, _ in face.services())
+    return [one for one in there if one not in noted and is_virtual_service(one, addresses, ports)]
+
+
+@contextlib.contextmanager
+def _serving(
+    own: str, noted: Collection[ipvs.Service] = ()
+) -> Iterator[tuple[ipvs.Ipvs, list[ipvs.Service]] | None]:
+    """A conversation with IPVS, and kube-proxy's virtual services; None without its device, or
+    without IPVS.
+    """
     try:
-        conversation = ipvs.Ipvs()
+        face = ipvs.Ipvs() if dummy.index_or_zero(DEVICE) else None
     except KernelError:
-        pass  # no IPVS, no virtual services
-    else:
-        try:
-            there = [service for service, _ in conversation.services()]
-            gone = [one for one in there if is_virtual_service(one, addresses, ports)]
-            delete = ipvs.Command.DEL_SERVICE
-            conversation.change([ipvs.Change(delete, service) for service in gone])
-        finally:
-            conversation.close()
-        if gone:
-            yield f"{len(gone)} virtual services of IPVS"
+        face = None
+    if face is None:
+        yield None
+        return
+    with contextlib.closing(face):
+        yield face, virtual_services(face, own, noted)
+
+
+def connections(own: str = "") -> int:
+    """How many connections kube-proxy's IPVS has, also after its leftovers were removed; `own`: the
+    device of kbpf's mode ipvs.
+    """
+    with _serving(own) as found:
+        here = sum(map(found[0].connections, found[1])) if found is not None else 0
+    return here + (handover.connections() if netfilter.available().works else 0)
+
+
+def _keep_busy(own: str, noted: Collection[ipvs.Service]) -> list[ipvs.Service]:
+    """Those of kube-proxy's virtual services that still have connections, which stay for these: not
+    without nf_tables, where nobody could tell afterwards whose they are.
+    """
+    with _serving(own, noted) as found:
+        if found is None or not netfilter.available().works:
+            return []
+        face, services = found
+        busy = [service for service in services if face.connections(service)]
+        if busy:
+            handover.lead_nobody(face, busy)  # first, by which an agent sees that they are kept
+            handover.keep(busy, dummy.addresses_of(DEVICE) & {one.address for one in busy})
+        return busy
+
+
+def _remove_ipvs(
+    own: str, kept: Collection[ipvs.Service], noted: Collection[ipvs.Service] = ()
+) -> Iterator[str]:
+    """All virtual services but those that are `kept`. The device tells that kube-proxy was here in
+    this mode; it goes last.
+    """
+    with _serving(own, noted) as found:
+        if found is not None:
+            face, services = found
+            gone = [one for one in services if one not in kept]
+            face.change([ipvs.Change(ipvs.Command.DEL_SERVICE, one) for one in gone])
+            if gone:
+                yield f"{len(gone)} virtual services of IPVS"
     if dummy.remove(DEVICE):
         yield f"device {DEVICE}"
 
@@ -258,28 +299,29 @@ def _remove_sets() -> Iterator[str]:
 # ---- all of it -----------------------------------------------------------------------------------
 
 
-def remove(own: str = "") -> Iterator[str]:
+def remove(own: str = "", noted: Collection[ipvs.Service] = ()) -> Iterator[str]:
     """Removes it all; what was there, in words. Nothing there is nothing said. `own`: the device of
-    kbpf's mode ipvs.
+    kbpf's mode ipvs; `noted`: the virtual services that its table says are its own.
     """
+    kept = _keep_busy(own, noted)
     yield from _remove_nft()
     yield from _remove_legacy()
-    yield from _remove_ipvs(own)
+    yield from _remove_ipvs(own, kept, noted)
     yield from _remove_sets()
     yield from (f"counter {name}" for name in nfacct.delete(COUNTERS))
     if netfilter.available().works:
         yield from (f"table {family} {handover.TABLE}" for family in handover.end())
 
 
-def running() -> tuple[int, ...]:
-    """Process ids of kube-proxies in this network namespace, as far as we see processes."""
-    here = os.readlink("/proc/thread-self/ns/net")
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            ours = (path / "comm").read_text().strip() == "kube-proxy"
-            if ours and os.readlink(path / "ns/net") == here:
-                found.append(int(path.name))
-        except OSError:
-            continue  # it has ended
-    return tuple(found)
+def has_rules() -> bool:
+    """Whether rules of a kube-proxy lead connections here."""
+    if netfilter.available().works:
+        if any(map(_has_table, FAMILIES)):
+            return True
+        if any(chain.is_kube_proxys and chain.name == "KUBE-SERVICES" for chain in _chains()):
+            return True
+    return any(
+        ":KUBE-SERVICES " in legacy.save(family, "nat")
+        for family in FAMILIES
+        if "nat" in legacy.tables(family)
+    )

@@ -80,13 +80,16 @@ def reason_of(error: KbpfError, rows: Sequence[CheckRow]) -> Reason | None:
 
 
 class Kit(NamedTuple):
-    """How to get the data planes, what others left of them, and what `kbpf check` says of BPF."""
+    """How to get the data planes, what others left of them, what `kbpf check` says of BPF, and what
+    a kube-proxy left that mode bpf has to heed.
+    """
 
     bpf: Callable[[], DataPlane]
     ipvs: Callable[[], DataPlane]
     bpf_remains: Callable[[], Remains]
     ipvs_remains: Callable[[], Remains]
     rows: Callable[[], Sequence[CheckRow]]
+    kube_proxy: Callable[[], Remains]
 
 
 class Chosen:
@@ -99,7 +102,7 @@ class Chosen:
         self._kit = kit
         self._choice = ModeChoice(asked, "ipvs" if asked == "ipvs" else "bpf")
         self._plane = kit.ipvs() if asked == "ipvs" else kit.bpf()
-        self._remains: Remains | None = None
+        self._remains: list[Remains] = []
         self._applied = False  # once
         self._serves = False  # and it knew of all objects
         self._problem = ""
@@ -125,8 +128,12 @@ class Chosen:
                 raise
 
     def _open(self) -> None:
-        self._take_remains()
-        self._plane.follow(self._remains is not None)
+        try:
+            self._take_remains()
+        except KbpfError:
+            self._let_go_of_remains()
+            raise
+        self._plane.follow(bool(self._remains))
         try:
             self._plane.open()
         except KbpfError:
@@ -134,17 +141,17 @@ class Chosen:
             raise
 
     def _take_remains(self) -> None:
-        kit = self._kit
-        remains = (kit.ipvs_remains if self._choice.mode == "bpf" else kit.bpf_remains)()
-        if remains.take():
-            log.info("mode=%s finds what mode %s left: it serves until this one does",
-                     self._choice.mode, remains.name)  # fmt: skip
-            self._remains = remains
+        kit, mode = self._kit, self._choice.mode
+        for get in (kit.ipvs_remains, kit.kube_proxy) if mode == "bpf" else (kit.bpf_remains,):
+            remains = get()
+            if remains.take():
+                log.info("mode=%s finds what %s left: it serves until this one does",
+                         mode, remains.name)  # fmt: skip
+                self._remains.append(remains)
 
     def _let_go_of_remains(self) -> None:
-        if self._remains is not None:
-            self._remains.close()
-            self._remains = None
+        while self._remains:
+            self._remains.pop().close()
 
     def _fall_back(self, error: KbpfError) -> bool:
         """Whether IPVS has taken BPF's place, opened. If it cannot, the error says so too, BPF's
@@ -204,22 +211,26 @@ class Chosen:
         return min((one for one in (due, later) if one is not None), default=None)
 
     def _retire(self, now: float) -> float | None:
-        if self._remains is None:
-            return None
-        try:
-            later = self._remains.retire(now)
-        except KbpfError as error:
-            if str(error) != self._problem:
-                log.warning("what mode %s left is not removed, trying again: %s",
-                            self._remains.name, error)  # fmt: skip
-            self._problem = str(error)
-            return now + RETRY_SECONDS
+        due = []
+        for remains in tuple(self._remains):
+            try:
+                later = remains.retire(now)
+            except KbpfError as error:
+                if str(error) != self._problem:
+                    log.warning("what %s left is not removed, trying again: %s",
+                                remains.name, error)  # fmt: skip
+                self._problem = str(error)
+                return now + RETRY_SECONDS
+            if later is not None:
+                due.append(later)
+                continue
+            log.info("nothing goes on by %s any more", remains.name)
+            remains.close()
+            self._remains.remove(remains)
+            if not self._remains:
+                self._plane.follow(False)
         self._problem = ""
-        if later is None:
-            log.info("nothing is left of mode %s", self._remains.name)
-            self._let_go_of_remains()
-            self._plane.follow(False)
-        return later
+        return min(due, default=None)
 
     def ready(self) -> bool:
         """See base.DataPlane."""
@@ -232,8 +243,8 @@ class Chosen:
     def problems(self) -> tuple[str, ...]:
         """See base.DataPlane."""
         lines = self._plane.problems()
-        if self._remains is not None and self._serves:
-            lines = (*lines, *self._remains.problems())
+        if self._serves:
+            lines = (*lines, *(line for one in self._remains for line in one.problems()))
         return (*lines, self._problem) if self._problem else lines
 
     def measure(self) -> Measures:
@@ -260,8 +271,8 @@ class Chosen:
 
 
 def choose(config: Config) -> Chosen:
-    """The data plane of these settings, not opened. Nothing of BPF is imported in mode ipvs, and
-    nothing of IPVS before it is needed.
+    """The data plane of these settings, not opened. What it is made of is imported when it is
+    needed; in mode ipvs, of BPF, what tells whether that mode has left something.
     """
     return Chosen(config.mode, _kit(config))
 
@@ -292,4 +303,9 @@ def _kit(config: Config) -> Kit:
 
         return tuple(checks.rows(config.cgroup, config.pin_dir, config.cache_dir))
 
-    return Kit(bpf, ipvs, bpf_remains, ipvs_remains, rows)
+    def kube_proxy() -> Remains:
+        from kbpf.agent.predecessor import KubeProxyRemains
+
+        return KubeProxyRemains(config)
+
+    return Kit(bpf, ipvs, bpf_remains, ipvs_remains, rows, kube_proxy)

@@ -125,6 +125,6 @@ def _put(members: set[ServicePortKey], key: ServicePortKey, belongs: bool) -> No
 
 
 def _lacks_local(state: ServiceState, policy: str) -> bool:
-    """Whether this policy is Local, and endpoints are only elsewhere (reference 2.1)."""
+    """Whether this policy is Local, and endpoints are only elsewhere."""
     is_local = state.internal_local if policy == "internal" else state.external_local
     return is_local and state.any_endpoints and not state.local

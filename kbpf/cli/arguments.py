@@ -6,6 +6,7 @@ imported at all.
 """
 
 import argparse
+import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -42,6 +43,12 @@ class Asked:
     write_to: Path | None = None
     init_only: bool = False
 
+    @property
+    def log_format(self) -> str:
+        """As the command line and the environment have it; the file may say otherwise."""
+        name = flags.BY_NAME["--log-format"]
+        return self.given.get(name.name) or self.environ.get(name.variable) or "text"
+
     def load(self, data: bytes | None = None) -> Loaded:
         """The settings, with this text of the file, if there is one. Raises ConfigError."""
         return load.load(self.given, self.environ, data, str(self.file))
@@ -74,6 +81,7 @@ def parser() -> argparse.ArgumentParser:
         groups[flag.group].add_argument(
             flag.name, *flag.aliases, dest=flag.name, help=flag.help,
             **(_ALONE if flag.may_stand_alone else {"metavar": flag.metavar}),
+            action="append" if flag.is_list else "store",
         )  # fmt: skip
     about = made.add_argument_group("Help")
     about.add_argument("-h", "--help", action="help", help="show this and end")
@@ -89,10 +97,14 @@ _ALONE: Final[dict[str, Any]] = {"metavar": "true|false", "nargs": "?", "const":
 def asked(arguments: Sequence[str], environ: Mapping[str, str]) -> Asked:
     """What is asked for; SystemExit(2) with a message for wrong usage, SystemExit(0) after help."""
     reader = parser()
-    found = vars(reader.parse_args(arguments))
+    found = vars(reader.parse_args([_with_hyphens(word) for word in arguments]))
     if found["cleanup"] == "true":
         reader.error("--cleanup is a command here: kbpf cleanup")
-    given = {flag.name: text for flag in flags.FLAGS if (text := found[flag.name]) is not None}
+    given = {
+        flag.name: ",".join(said) if flag.is_list else said
+        for flag in flags.FLAGS
+        if (said := found[flag.name]) is not None
+    }
     file = found["config"] or environ.get(FILE_VARIABLE)
     return Asked(
         given=given,
@@ -103,15 +115,47 @@ def asked(arguments: Sequence[str], environ: Mapping[str, str]) -> Asked:
     )
 
 
+def _with_hyphens(word: str) -> str:
+    """As kube-proxy takes it: ``--masquerade_all`` is ``--masquerade-all``."""
+    if not word.startswith("--"):
+        return word
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value
+
+
 def loaded(request: Asked, data: bytes | None) -> Loaded:
     """The settings; SystemExit(2) with a line for each that is wrong."""
     try:
         return request.load(data)
+    except ConfigErrors as error:
+        for each in error.errors:
+            _tell(error.log_format, logging.ERROR, str(each))
+        for warning in error.warnings:
+            _tell(error.log_format, logging.WARNING, warning)
     except ConfigError as error:
-        errors = error.errors if isinstance(error, ConfigErrors) else (error,)
-        for each in errors:
-            print(f"kbpf run: {each}", file=sys.stderr)
-        raise SystemExit(2) from None
+        _tell(request.log_format, logging.ERROR, str(error))
+    raise SystemExit(2)
+
+
+def _file(request: Asked) -> bytes | None:
+    """The text of the file, if there is one; SystemExit(1) with a line when it cannot be read."""
+    try:
+        return load.read_file(request.file) if request.file is not None else None
+    except ConfigError as error:
+        _tell(request.log_format, logging.ERROR, str(error))
+        raise SystemExit(1) from None
+
+
+def _tell(log_format: str, level: int, text: str) -> None:
+    """A line to stderr, in the form of the log where that is JSON."""
+    if log_format != "json":
+        what = "" if level == logging.ERROR else f"{logging.getLevelName(level).lower()}: "
+        print(f"kbpf run: {what}{text}", file=sys.stderr)
+        return
+    from kbpf.cli.run import JsonLines
+
+    record = logging.LogRecord("kbpf", level, "", 0, "%s", (text,), None)
+    print(JsonLines().format(record), file=sys.stderr)
 
 
 def named(config: Config) -> Config:
@@ -126,12 +170,15 @@ def named(config: Config) -> Config:
 def run(arguments: Sequence[str]) -> None:
     """Runs the agent, or does what is asked for instead."""
     request = asked(arguments, os.environ)
-    data = load.read_file(request.file) if request.file is not None else None
+    data = _file(request)
     settings = loaded(request, data)
     if request.write_to is not None:
         from kbpf.config.write import write
 
         write(settings.config, request.write_to)
+        for note in settings.notes:
+            level = logging.WARNING if note.is_warning else logging.INFO
+            _tell(settings.config.log_format, level, note.text)
         return
     from kbpf.cli.run import serve
 

@@ -47,6 +47,7 @@ COLUMNS: Final = (Column("REMOVED", lambda r: r.kind), Column("PATH", lambda r: 
 
 
 def cleanup(
+    context: typer.Context,
     cache: Annotated[
         bool, typer.Option("--cache", help="Also the compiled programs in --cache-dir.")
     ] = False,
@@ -64,6 +65,15 @@ def cleanup(
             help="Serve nothing new from now on; connections that are there go on.",
         ),
     ] = False,
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            "--config",
+            metavar="FILE",
+            envvar="KBPF_CONFIG",
+            help="The file that `run` was given: what it says of the folders and names below.",
+        ),
+    ] = None,
     output: OutputOption = Output.TABLE,
     pin_dir: PinDir = DEFAULT.pin_dir,
     cache_dir: CacheDir = DEFAULT.cache_dir,
@@ -81,10 +91,16 @@ def cleanup(
             "--kube-proxy, --keep-connections and --cache do different things", "",
             "call it once for each",
         )  # fmt: skip
-    config = Config(ipvs_device=ipvs_device, nft_table=nft_table, state_dir=state_dir)
+    config = Config(
+        pin_dir=pin_dir, cache_dir=cache_dir, ipvs_device=ipvs_device, nft_table=nft_table,
+        state_dir=state_dir,
+    )  # fmt: skip
+    if file is not None:
+        config = _of_file(file, context)
+    pin_dir, cache_dir = config.pin_dir, config.cache_dir
     where = f"in {pin_dir}" + (f" and {cache_dir}" if cache else "")
     if kube_proxy:
-        found, where = [*remove_kube_proxy(ipvs_device, force)], "of kube-proxy"
+        found, where = [*remove_kube_proxy(config, force)], "of kube-proxy"
     elif keep_connections:
         found = [*remove_frontends(pin_dir, force)]
     else:
@@ -99,23 +115,40 @@ def cleanup(
         print(f"nothing to remove {where}")
 
 
-def remove_kube_proxy(own: str, force: bool = False) -> Iterator[Removed]:
-    """What a kube-proxy has left; `own` is the device of mode ipvs. KernelError while one runs,
-    unless `force`: it would put it all back.
+def _of_file(file: Path, context: typer.Context) -> Config:
+    """The settings of the agent that has this file; flags and variables beat it."""
+    from kbpf.config import load
+
+    given = {}
+    for name in ("pin_dir", "cache_dir", "ipvs_device", "nft_table", "state_dir"):
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            given[f"--{name.replace('_', '-')}"] = str(context.params[name])
+    return load.load(given, os.environ, load.read_file(file), str(file)).config
+
+
+def remove_kube_proxy(config: Config, force: bool = False) -> Iterator[Removed]:
+    """What a kube-proxy has left, and kbpf has not made its own. KernelError while one runs, or
+    nobody can tell, unless `force`: it would go on serving by what is gone.
     """
-    from kbpf.agent import leftovers
+    from kbpf.agent import incumbent, leftovers
+    from kbpf.dataplane.ipvs import traces
     from kbpf.kernel import handover, netfilter
 
-    if (pids := leftovers.running()) and not force:
-        raise KernelError(
-            "nothing is removed: kube-proxy runs here", f"pid {pids[0]}",
-            "stop it first, or use --force",
-        )  # fmt: skip
-    yield from (Removed("of kube-proxy", what) for what in leftovers.remove(own))
-    for family in handover.there() if netfilter.available().works else ():
+    if not force:
+        incumbent.refuse_beside_kube_proxy()
+    nft = netfilter.available().works
+    noted = traces.own_services(config.nft_table) if nft else ()
+    found = leftovers.remove(config.ipvs_device, noted)
+    yield from (Removed("of kube-proxy", what) for what in found)
+    if not nft:
+        return
+    for family in handover.there():
+        virtual = len(handover.kept((family,)))
+        more = f", and with it {virtual} virtual services of IPVS" if virtual else ""
         print(
-            f"kbpf: table {family} {handover.TABLE} stays for connections that kube-proxy has "
-            "translated; the agent removes it when they have ended",
+            f"kbpf: table {family} {handover.TABLE} stays{more}, for connections that kube-proxy "
+            "has translated; the agent removes it when they have ended",
             file=sys.stderr,
         )
 
@@ -172,12 +205,13 @@ def remove_pins(pin_dir: Path, force: bool = False) -> Iterator[Removed]:
 
 
 def remove_ipvs(config: Config, force: bool = False) -> Iterator[Removed]:
-    """What mode ipvs keeps: nothing is looked for where no agent of that mode has been."""
+    """What mode ipvs keeps: its folder, or without one its table and its device say so."""
     from kbpf.dataplane.ipvs import traces
 
     folder = config.state_dir / config.ipvs_device
-    if not folder.is_dir():
+    if not traces.there(config):
         return
+    had_folder = folder.is_dir()
     fd = -1
     try:
         fd = traces.lock(folder, patience=0.0)
@@ -190,7 +224,8 @@ def remove_ipvs(config: Config, force: bool = False) -> Iterator[Removed]:
         if fd >= 0:
             os.close(fd)
     yield from (Removed("on the node", what) for what in gone)
-    yield Removed("folder", str(folder))
+    if had_folder:
+        yield Removed("folder", str(folder))
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from kbpf.cli.arguments import Asked, named
 from kbpf.config.follow import Follower
 from kbpf.config.load import Loaded
 from kbpf.config.write import configz
-from kbpf.errors import KernelError
+from kbpf.errors import KbpfError, KernelError
 from kbpf.kernel import process
 from kbpf.model.config import Config
 from kbpf.serve.desk import Desk
@@ -37,24 +37,26 @@ class JsonLines(logging.Formatter):
     """One JSON object per line."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record as JSON, times in RFC 3339 UTC."""
-        return json.dumps(
-            {
-                "time": _time(record, "%Y-%m-%dT%H:%M:%SZ"),
-                "level": record.levelname.lower(),
-                "logger": record.name,
-                "message": record.getMessage(),
-            }
-        )
+        """The record as JSON, times in RFC 3339 UTC. `fault`: where in our code."""
+        made = {
+            "time": _time(record, "%Y-%m-%dT%H:%M:%SZ"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            made["fault"] = self.formatException(record.exc_info)
+        return json.dumps(made)
 
 
 class TextLines(logging.Formatter):
     """`2026-11-21T08:00:00Z INFO kbpf.agent message`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record as one line."""
+        """The record as one line, with more below it only where a fault of ours is told."""
         stamp = _time(record, "%Y-%m-%dT%H:%M:%SZ")
-        return f"{stamp} {record.levelname} {record.name} {record.getMessage()}"
+        line = f"{stamp} {record.levelname} {record.name} {record.getMessage()}"
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
 def _time(record: logging.LogRecord, form: str) -> str:
@@ -115,11 +117,26 @@ def serve(request: Asked, loaded: Loaded, data: bytes | None) -> None:
     configuration file, if there is one; another one makes this process begin anew.
     """
     config = named(loaded.config)
+    set_up_logging(config)
+    try:
+        _serve(config, request, loaded, data)
+    except KbpfError as error:
+        if config.log_format != "json":
+            raise
+        log.error("%s: %s", type(error).__name__, error)  # the last line is JSON, too
+        raise SystemExit(1) from error
+    except Exception as error:
+        if config.log_format != "json":
+            raise
+        log.exception("a fault of kbpf's own ends the agent")
+        raise SystemExit(1) from error
+
+
+def _serve(config: Config, request: Asked, loaded: Loaded, data: bytes | None) -> None:
     if config.source is not None:  # before anything is made in the kernel
         from kbpf.source.folder import check_folder
 
         check_folder(config.source)
-    set_up_logging(config)
     for note in loaded.notes:
         log.log(logging.WARNING if note.is_warning else logging.INFO, "%s", note.text)
     if request.init_only:

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from kbpf.agent import leftovers
-from kbpf.kernel import netns
+from kbpf.agent import incumbent
+from kbpf.kernel import netns, process
+from tests.support import docs, go_build
 from tests.support.apiserver import ApiServer
 from tests.support.kube_objects import endpoint, endpoint_slice, node, port, service, slice_port
 from tests.support.kube_proxy import KubeProxy
@@ -58,6 +59,8 @@ table ip kube-proxy-2 {
 }
 """
 """Of others, by names that come near."""
+UNSEEN = () if process.sees_all() else ("--force",)
+"""Where the tests themselves are in a container."""
 
 
 class Ground:
@@ -82,9 +85,9 @@ class Ground:
     def run(self, *words: str, stdin: str | None = None) -> str:
         return command(*inside(self.home.netns, None, *words), stdin=stdin)
 
-    def cleanup(self) -> subprocess.CompletedProcess[str]:
+    def cleanup(self, *more: str) -> subprocess.CompletedProcess[str]:
         """With pins that are not there: nothing of kbpf is needed."""
-        words = ("cleanup", "--kube-proxy", "--pin-dir", "/sys/fs/bpf/none")
+        words = ("cleanup", "--kube-proxy", "--pin-dir", "/sys/fs/bpf/none", *more)
         where = inside(self.home.netns, None, sys.executable, "-m", "kbpf", *words)
         return subprocess.run(where, capture_output=True, text=True, check=False)
 
@@ -138,16 +141,37 @@ def test_all_of_kube_proxy_goes_and_nothing_else(
         assert refused.returncode == 1
         assert "kube-proxy runs here" in refused.stderr
         elsewhere = Path("/run/netns") / str(ground.home.lab.outside)
-        assert netns.inside(elsewhere, leftovers.running) == ()
+        assert netns.inside(elsewhere, incumbent.look)[::2] == ((), {})
     assert ground.rules(kind) != before
-    done = ground.cleanup()
+    done = ground.cleanup(*UNSEEN)
     assert (done.returncode, done.stderr) == (0, "")
     assert ground.rules(kind) == before
     for table in ("table ip kube-proxy",) if mode == "nftables" else ("ip nat", "ip6 filter"):
         assert f"of kube-proxy   {table}" in done.stdout
-    again = ground.cleanup()
+    again = ground.cleanup(*UNSEEN)
     assert (again.returncode, again.stdout) == (0, "nothing to remove of kube-proxy\n")
     assert ground.rules(kind) == before
+
+
+def test_kube_proxys_own_cleanup_takes_its_legacy_rules(
+    ground: Ground, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """docs/operate.md: for nodes where ours has not got the programs of iptables-legacy."""
+    monkeypatch.setenv("PATH", str(ground.legacy), prepend=os.pathsep)
+    for v6, guard in (("", GUARD), ("6", "")):
+        ground.run(f"ip{v6}tables-legacy-restore", stdin=OTHERS % guard)
+    before = ground.rules("legacy")
+    with KubeProxy(ground.home, "iptables", ground.config) as proxy:
+        until(
+            f"its rules\n{proxy.tail()}",
+            lambda: is_complete(ground.rules("legacy"), "iptables-legacy", ground),
+        )
+    (said,) = (span for span in docs.spans("docs/operate.md") if "kubectl debug node" in span)
+    _, _, command = said.partition(" -- ")
+    assert command == "kube-proxy --cleanup"
+    words = (str(go_build.build("kube-proxy")), "--cleanup")
+    ground.run(*words)
+    assert ground.rules("legacy") == before
 
 
 def is_complete(rules: str, mode: str, ground: Ground) -> bool:

@@ -1,5 +1,5 @@
 """A real kube-proxy, in each mode, gives way to kbpf and comes back, on nodes that are in use: the
-steps of docs/migration.md.
+steps of docs/migration.md. Mode ipvs, of either, needs a kernel with IPVS (tests/kernels).
 
 Connections without end go on all the while, from outside to NodePorts of both nodes and from a pod
 to the ClusterIP, and none may fail. Others are held open from before each step until after it, and
@@ -13,60 +13,104 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+import yaml
 
 from kbpf.dataplane.bpf.layout import Reason
 from tests.support.apiserver import ApiServer
+from tests.support.features import needs
+from tests.support.kube import Object
 from tests.support.kube_objects import endpoint, endpoint_slice, node, port, service, slice_port
 from tests.support.kube_proxy import MODES, KubeProxy
-from tests.support.lab import Agent, Lab, Node, Place, inside, until
+from tests.support.lab import PATIENCE, Agent, Lab, Node, Place, inside, until
 from tests.support.lab import run as command
 from tests.support.load import Load
+from tests.support.scenario import file_of, put
+from tests.support.static_api import StaticApi
 
 NODE_PORT, VIP = 30080, "10.96.0.80"
 CLUSTER = "10.244.0.0/16,fd00:10:244::/32"
+EMULATED = PATIENCE > 60
+PAUSE = 0.05 if EMULATED else 0.002
+JSON = ("--kube-api-content-type", "application/json") if EMULATED else ()
+SLOWLY = 600.0
+"""Seconds: IPVS and conntrack keep what has ended for two minutes."""
+PROGRAMMED = SLOWLY if EMULATED else PATIENCE
+"""Seconds: a kube-proxy in mode ipvs runs a hundred programs first."""
 HELD = 4
 """Connections that each client holds open in each step: to either pod, as chance will have it."""
 
 
 class World:
-    """Two nodes with a pod each, clients outside and in a pod, and whoever balances."""
+    """Two nodes with a pod each, clients outside and in a pod, and whoever balances: on both nodes,
+    where that does not take too long.
+    """
 
-    def __init__(self, stack: ExitStack) -> None:
+    def __init__(self, stack: ExitStack, mode: str) -> None:
+        """`mode` is kbpf's."""
+        self.mode = mode
         self.lab = lab = stack.enter_context(Lab(2, "to", apart=True))
-        api = stack.enter_context(ApiServer(addresses=(lab.outside_ip,), netns=lab.outside))
-        self.config = api.kubeconfig(lab.folder / "kubeconfig")
         first, second = lab.nodes
         pods = first.pod("a1").serve(8080), second.pod("b1").serve(8080)
-        outside = Place("to node-1", lab.outside, None), Place("to node-2", lab.outside, None)
-        for place in outside:
+        self.homes = lab.nodes[:1] if EMULATED else lab.nodes
+        self.dials = {}
+        for home in self.homes:
+            place = Place(f"to {home.name}", lab.outside, None)
             stack.callback(place.close)
-        self.dials = {
-            outside[0]: (first.ip, NODE_PORT),
-            outside[1]: (second.ip, NODE_PORT),
-            first.pod("to the ClusterIP"): (VIP, 80),
-        }
+            self.dials[place] = home.ip, NODE_PORT
+        # Not the pod that dials all the while: docs/ipvs.md, one port through IPVS and directly.
+        self.holds = {**self.dials, first.pod("keeps"): (VIP, 80)}
+        self.dials[first.pod("to the ClusterIP")] = VIP, 80
         options = ("--packet-path", "true", "--cluster-cidr", CLUSTER)
-        self.agents = [Agent(each, *options) for each in lab.nodes]
+        self.agents = [Agent(each, *options) for each in self.homes]
+        for agent in self.agents:
+            agent.mode = mode
         self.proxies: list[KubeProxy] = []
         self.held: list[tuple[Place, str]] = []
         stack.callback(self.stop_proxies)
-        with api.kube() as kube:
-            for each in lab.nodes:
-                kube.create(node(each.name, each.ip, each.ip6))
-            row = port(80, node_port=NODE_PORT)
-            kube.create(service("web", row, type="NodePort", cluster_ip=VIP))
-            ends = [endpoint(pods[0].ip, node=first.name), endpoint(pods[1].ip, node=second.name)]
-            kube.create(endpoint_slice("web", *ends, ports=[slice_port(8080)]))
+        row = port(80, node_port=NODE_PORT)
+        ends = [endpoint(pods[0].ip, node=first.name), endpoint(pods[1].ip, node=second.name)]
+        self.config = lab.folder / "kubeconfig"
+        self.source = self._serve_objects(
+            stack,
+            *(node(each.name, each.ip, each.ip6) for each in lab.nodes),
+            service("web", row, type="NodePort", cluster_ip=VIP),
+            endpoint_slice("web", *ends, ports=[slice_port(8080)]),
+        )
+
+    def _serve_objects(self, stack: ExitStack, *objects: Object) -> tuple[str, str]:
+        """By a real API server, or for kube-proxy by a stand-in, where that one would take minutes
+        to start; where kbpf has them from.
+        """
+        outside = self.lab.outside
+        assert outside is not None
+        if not EMULATED:
+            api = stack.enter_context(ApiServer(addresses=(self.lab.outside_ip,), netns=outside))
+            api.kubeconfig(self.config)
+            with api.kube() as kube:
+                for obj in objects:
+                    kube.create(obj)
+            return "--kubeconfig", str(self.config)
+        stack.enter_context(StaticApi(objects, self.lab.outside_ip, outside)).kubeconfig(
+            self.config
+        )
+        folder = self.lab.folder / "objects"
+        folder.mkdir()
+        for obj in objects:
+            put(folder, file_of(obj), yaml.safe_dump(obj))
+        return "--source", str(folder)
 
     # ---- who balances ----------------------------------------------------------------------
 
     def start_proxies(self, mode: str) -> None:
         """kube-proxy begins on each node; returns when its rules are there."""
-        for home in self.lab.nodes:
-            made = KubeProxy(home, mode, self.config, "--cluster-cidr", CLUSTER).start()
+        for home in self.homes:
+            made = KubeProxy(home, mode, self.config, "--cluster-cidr", CLUSTER, *JSON).start()
             self.proxies.append(made)
         for each in self.proxies:
-            until("kube-proxy's rules", lambda one=each: one.has_programmed(NODE_PORT))
+            try:
+                until("its rules", lambda one=each: one.has_programmed(NODE_PORT), PROGRAMMED)
+            except AssertionError as error:
+                raise AssertionError(f"{error}\n{each.tail()}") from None
 
     def stop_proxies(self) -> None:
         """They end; their rules stay."""
@@ -76,7 +120,7 @@ class World:
     def start_agents(self, *arguments: str) -> None:
         """kbpf begins on each node; returns when it serves."""
         for agent in self.agents:
-            agent.start(wait=False, extra=("--kubeconfig", str(self.config), *arguments))
+            agent.start(wait=False, extra=(*self.source, *arguments))
         for agent in self.agents:
             agent.wait_synced()
 
@@ -88,18 +132,26 @@ class World:
     def kbpf(self, home: Node, *words: str) -> str:
         """A command on that node."""
         assert home.agent is not None
-        where = ("--pin-dir", str(home.agent.pin_dir))
+        where = "--pin-dir", str(home.agent.pin_dir), "--state-dir", str(home.agent.state_dir)
         return command(*inside(home.netns, None, sys.executable, "-m", "kbpf", *words, *where))
 
     def cleanup(self, *options: str) -> list[str]:
         """On each node."""
-        return [self.kbpf(home, "cleanup", *options) for home in self.lab.nodes]
+        return [self.kbpf(home, "cleanup", *options) for home in self.homes]
 
     def rules(self) -> str:
-        """All of nf_tables on both nodes."""
-        return "".join(
-            command(*inside(home.netns, None, "nft", "list", "ruleset")) for home in self.lab.nodes
-        )
+        """All of nf_tables on each node."""
+        return self.everywhere("nft", "list", "ruleset")
+
+    def everywhere(self, *words: str) -> str:
+        """What a command says, on each node."""
+        return "".join(command(*inside(home.netns, None, *words)) for home in self.homes)
+
+    def led(self) -> list[int]:
+        """How many connections the packet path of each node has begun."""
+        if self.mode == "ipvs":
+            return []
+        return [agent.reasons()[Reason.NEW_FLOW] for agent in self.agents]
 
     # ---- who dials -------------------------------------------------------------------------
 
@@ -108,7 +160,7 @@ class World:
         """Each of them connects without end; not one may fail."""
         load = Load(tuple(self.dials))
         for place, (host, number) in self.dials.items():
-            place.ask("start_load", host=host, port=number, threads=2, pause=0.002)
+            place.ask("start_load", host=host, port=number, threads=2, pause=PAUSE)
         try:
             load.goes_on()
             yield load
@@ -120,8 +172,8 @@ class World:
             assert set(result["names"]) == {"a1", "b1"}, name
 
     def hold(self) -> None:
-        """Each of them opens connections and keeps them."""
-        for place, (host, number) in self.dials.items():
+        """Clients open connections and keep them."""
+        for place, (host, number) in self.holds.items():
             for _ in range(HELD):
                 keep = f"held {len(self.held)}"
                 answer = place.tcp(host, number, keep=keep)
@@ -141,13 +193,21 @@ class World:
         self.held = []
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_there_and_back(programs: None, kube_proxy: Path, mode: str) -> None:
+@pytest.mark.timeout(SLOWLY * 6 if EMULATED else 600)
+@pytest.mark.parametrize(
+    ("mode", "ours"),
+    [
+        *((mode, "bpf") for mode in MODES),
+        pytest.param("ipvs", "bpf", marks=needs("ipvs")),
+        pytest.param("ipvs", "ipvs", marks=needs("ipvs")),
+    ],
+)
+def test_there_and_back(programs: None, kube_proxy: Path, mode: str, ours: str) -> None:
     """Begins on nodes whose kernel has never tracked a connection, so that kbpf's are in the middle
     when kube-proxy's rules make it begin.
     """
     with ExitStack() as stack:
-        world = World(stack)
+        world = World(stack, ours)
         world.start_agents()
         with world.load() as load:
             world.hold()
@@ -156,9 +216,11 @@ def test_there_and_back(programs: None, kube_proxy: Path, mode: str) -> None:
             world.cleanup()
             load.goes_on()
             world.hold()
-            kbpf_comes(world, load)
+            kbpf_comes(world, mode, load)
             world.hold()
             world.all_talk()
+        if mode == "ipvs":
+            nothing_stays(world)
 
 
 def kube_proxy_comes(world: World, mode: str, load: Load) -> None:
@@ -171,28 +233,49 @@ def kube_proxy_comes(world: World, mode: str, load: Load) -> None:
     world.stop_agents()
     world.start_proxies(mode)
     world.all_talk()
-    assert all("frontends" in said for said in world.cleanup("--keep-connections"))
-    before = [agent.reasons()[Reason.NEW_FLOW] for agent in world.agents]
+    if world.mode == "ipvs":  # whose connections are in the same table as kube-proxy's
+        assert all("nftables inet kbpf" in said for said in world.cleanup())
+    else:
+        assert all("frontends" in said for said in world.cleanup("--keep-connections"))
+    before = world.led()
     load.goes_on()
     world.hold()
     world.all_talk()
-    assert [agent.reasons()[Reason.NEW_FLOW] for agent in world.agents] == before
+    assert world.led() == before
 
 
-def kbpf_comes(world: World, load: Load) -> None:
+def kbpf_comes(world: World, mode: str, load: Load) -> None:
     """kube-proxy ends, its rules serve on until kbpf does, and are then removed. Connections that
     they have translated go on, by a table that the agent removes when they are over.
     """
     world.stop_proxies()
     world.start_agents()
-    before = [agent.reasons()[Reason.NEW_FLOW] for agent in world.agents]
+    before = world.led()
     load.goes_on()
-    for was, agent in zip(before, world.agents, strict=True):
-        assert agent.reasons()[Reason.NEW_FLOW] > was, agent.node.name
+    for was, now in zip(before, world.led(), strict=True):
+        assert now > was
     assert all("of kube-proxy" in said for said in world.cleanup("--kube-proxy"))
     rules = world.rules()
     assert "kube-proxy" not in rules
     assert set(re.findall(r"KUBE-[A-Z-]+", rules)) <= {"KUBE-FIREWALL"}
-    assert rules.count("table ip kbpf-handover") == len(world.agents)
+    kept = 0 if world.mode == "ipvs" else len(world.agents)  # they go on in its own table
+    assert rules.count("table ip kbpf-handover") == kept
+    assert "kube-ipvs0" not in world.everywhere("ip", "link")
+    if mode == "ipvs":
+        assert world.everywhere("ipset", "list", "-name") == ""
     load.goes_on()
+    world.all_talk()
+
+
+def nothing_stays(world: World) -> None:
+    """With its last connection all of kube-proxy's IPVS is gone. New ones are served still."""
+    world.let_go()
+    if world.mode == "bpf":
+        until(
+            "IPVS has nothing", lambda: not any(map(Agent.virtual_services, world.agents)), SLOWLY
+        )
+        until("the table has gone", lambda: "kbpf-handover" not in world.rules(), SLOWLY)
+        assert "kbpf-handover" not in world.everywhere("ip", "link")
+    with world.load():
+        world.hold()
     world.all_talk()

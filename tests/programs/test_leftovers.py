@@ -7,6 +7,7 @@ import json
 import os
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,14 +18,14 @@ from kbpf.agent import leftovers
 from kbpf.dataplane.bpf import beside
 from kbpf.dataplane.bpf.beside import HANDOVER_SECONDS, Beside
 from kbpf.dataplane.bpf.load import Pins
-from kbpf.kernel import conntrack, handover, ipset, netfilter, netns
+from kbpf.kernel import conntrack, handover, ipset, ipvs, modules, netfilter, netns, sysctl
 from kbpf.kernel.conntrack import Connection
 from kbpf.kernel.ipvs import Change, Command, Ipvs, Service, Settings
 from kbpf.kernel.netlink import Netlink
 from kbpf.model.address import parse_addr
 from kbpf.model.config import Config
 from tests.support.features import needs
-from tests.support.lab import inside, ip
+from tests.support.lab import PATIENCE, inside, ip
 from tests.support.lab import run as command
 
 T = TypeVar("T")
@@ -56,6 +57,7 @@ class House:
 
 @pytest.fixture
 def house() -> Iterator[House]:
+    modules.load(("ip_vs",))
     where = f"kble{os.getpid()}"
     command("ip", "netns", "add", where)
     try:
@@ -134,7 +136,7 @@ def test_virtual_services_go_and_others_stay(house: House) -> None:
         "addr add 10.96.0.1/32 dev kbpf-ipvs0",
         netns=house.where,
     )
-    house.do(lambda: list(leftovers._remove_ipvs("kbpf-ipvs0")))
+    house.do(lambda: list(leftovers._remove_ipvs("kbpf-ipvs0", ())))
     assert house.do(left) == {*theirs, *others}, "those are kbpf's by now"
     ip("link add kube-ipvs0 type dummy", "addr add 10.96.0.1/32 dev kube-ipvs0", netns=house.where)
     assert house.do(lambda: list(leftovers.remove())) == [
@@ -143,6 +145,149 @@ def test_virtual_services_go_and_others_stay(house: House) -> None:
         "2 ip sets",
     ]
     assert house.do(left) == set(others)
+
+
+# ---- connections of IPVS that go on --------------------------------------------------------------
+
+FRONTEND, SERVER = ("10.96.0.1", 80), ("198.18.0.1", 8080)
+BUSY = Service(socket.IPPROTO_TCP, parse_addr("10.96.0.1"), 80)
+IDLE = Service(socket.IPPROTO_TCP, parse_addr("10.96.0.2"), 80)
+AT = ipvs.Server(parse_addr("198.18.0.1"), 8080)
+
+
+class Talk:
+    """A connection through IPVS, from and to the namespace itself."""
+
+    def __init__(self) -> None:
+        with socket.socket() as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(SERVER)
+            listener.listen()
+            self.client = socket.create_connection(FRONTEND, timeout=PATIENCE)
+            self.server, _ = listener.accept()
+
+    def goes_on(self) -> None:
+        """Both ways."""
+        for one, other in ((self.client, self.server), (self.server, self.client)):
+            one.sendall(b"more")
+            assert other.recv(4) == b"more"
+
+    def close(self) -> None:
+        self.client.close()
+        self.server.close()
+
+
+def served(house: House) -> dict[Service, list[int]]:
+    """Virtual services, and the weights of their servers."""
+
+    def read() -> dict[Service, list[int]]:
+        with closing(Ipvs()) as face:
+            return {s: [load.weight for load in face.servers(s)] for s, _ in face.services()}
+
+    return house.do(read)
+
+
+@pytest.fixture
+def talk(house: House) -> Iterator[Talk]:
+    """A kube-proxy in mode ipvs has two virtual services, one of which has a connection."""
+    ip(
+        "link set lo up",
+        "addr add 198.18.0.1/32 dev lo",
+        "link add kube-ipvs0 type dummy",
+        *(f"addr add {at}/32 dev kube-ipvs0" for at in ("10.96.0.1", "10.96.0.2")),
+        netns=house.where,
+    )
+
+    def fill() -> None:
+        new = [Change(Command.NEW_SERVICE, one, Settings("rr")) for one in (BUSY, IDLE)]
+        new += [Change(Command.NEW_SERVER, one, server=AT, weight=1) for one in (BUSY, IDLE)]
+        with closing(Ipvs()) as face:
+            face.change(new)
+
+    house.do(fill)
+    made = house.do(Talk)
+    made.goes_on()
+    yield made
+    made.close()
+
+
+def end_its_server(house: House) -> None:
+    """IPVS forgets the connection; else it remembers what has ended for two minutes."""
+
+    def drop() -> None:
+        with closing(Ipvs()) as face:
+            face.change([Change(Command.DEL_SERVER, BUSY, server=AT)])
+
+    house.do(drop)
+
+
+def lead_again() -> None:
+    """A kube-proxy's first pass."""
+    with closing(Ipvs()) as face:
+        face.change([Change(Command.SET_SERVER, BUSY, server=AT, weight=1)])
+
+
+def names(house: House) -> set[str]:
+    return {row["ifname"] for row in json.loads(house.run("ip", "-j", "link"))}
+
+
+@needs("ipvs")
+def test_a_virtual_service_stays_for_its_connections(house: House, talk: Talk) -> None:
+    """And leads nobody new. With them it goes, and what it needed."""
+    assert house.do(lambda: list(leftovers.remove())) == [
+        "1 virtual services of IPVS",
+        "device kube-ipvs0",
+    ]
+    assert served(house) == {BUSY: [0]}
+    assert names(house) == {"lo", "kbpf-handover"}
+    assert house.do(lambda: handover.kept(handover.there())) == (BUSY,)
+    assert house.do(leftovers.connections) == 1
+    talk.goes_on()
+    assert house.do(handover.end) == ()
+    assert house.do(lambda: list(leftovers.remove())) == []
+    talk.goes_on()
+    end_its_server(house)
+    assert house.do(handover.end) == ("ip",)
+    assert served(house) == {}
+    assert names(house) == {"lo"}
+
+
+@needs("ipvs")
+def test_a_kube_proxy_that_comes_back_has_its_virtual_services(house: House, talk: Talk) -> None:
+    house.do(lambda: list(leftovers.remove()))
+    ip("link add kube-ipvs0 type dummy", "addr add 10.96.0.1/32 dev kube-ipvs0", netns=house.where)
+    assert house.do(handover.end) == (), "it leads by none of them: somebody removes leftovers"
+    assert served(house) == {BUSY: [0]}
+    assert house.do(lambda: handover.kept(handover.there())) == (BUSY,)
+    house.do(lead_again)
+    assert house.do(handover.end) == ("ip",)
+    assert list(served(house)) == [BUSY]
+    assert names(house) == {"lo", "kube-ipvs0"}
+    talk.goes_on()
+
+
+@needs("ipvs")
+def test_cleanup_of_kbpf_ends_them_in_any_case(house: House, talk: Talk, tmp_path: Path) -> None:
+    house.do(lambda: list(leftovers.remove()))
+    assert house.do(lambda: beside.remove(Pins(tmp_path))) == (f"table ip {handover.TABLE}",)
+    assert served(house) == {}
+    assert names(house) == {"lo"}
+
+
+@needs("ipvs")
+def test_who_ipvs_and_masquerade_have_led_is_read_as_the_backend_sees_it(
+    house: House, talk: Talk
+) -> None:
+    rules = (
+        "add table ip theirs",
+        "add chain ip theirs out { type nat hook postrouting priority 100 ; }",
+        "add rule ip theirs out ip daddr 198.18.0.1 tcp dport 8080 snat to 127.0.0.9:1234",
+    )
+    house.run("nft", "-f", "-", stdin="\n".join(rules))
+    house.do(lambda: sysctl.write("net.ipv4.vs.conntrack", "1"))
+    house.do(Talk).close()
+    here = parse_addr("127.0.0.9")
+    assert house.do(conntrack.masqueraded) == [Connection(6, here, 1234, *AT)]
 
 
 # ---- the table that stays ------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from tests.support import go_build
 from tests.support.lab import DIE_WITH_US, PATIENCE, Node, inside
 
 MODES = ("nftables", "iptables")
+"""Those that any kernel has; "ipvs" wants IPVS, and the program ipset."""
 QUIET = (
     # Sysctls of the whole machine: not a namespace's to set, and not needed here.
     "--conntrack-max-per-core=0",
@@ -60,13 +61,8 @@ class KubeProxy:
             self._process = None
 
     def has_programmed(self, node_port: int) -> bool:
-        """Whether its rules lead this TCP NodePort to somebody, whoever serves it now."""
-        if self.mode == "nftables":
-            words, sign = ("nft", "list", "table", "ip", "kube-proxy"), f"tcp . {node_port} : goto"
-        else:
-            words, sign = ("iptables-save", "-t", "nat"), f"--dport {node_port} -j KUBE-EXT"
-        command = inside(self.node.netns, None, *words)
-        return sign in subprocess.run(command, capture_output=True, text=True, check=False).stdout
+        """See has_programmed() below."""
+        return has_programmed(self.node, self.mode, node_port)
 
     @property
     def is_running(self) -> bool:
@@ -76,3 +72,18 @@ class KubeProxy:
     def tail(self, lines: int = 25) -> str:
         """The end of its log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+
+def has_programmed(node: Node, mode: str, node_port: int) -> bool:
+    """Whether rules of a kube-proxy in this mode lead this TCP NodePort to somebody, whoever serves
+    it now.
+    """
+    saved = ("iptables-save", "-t", "nat")
+    words, sign = {
+        "nftables": (("nft", "list", "table", "ip", "kube-proxy"), f"tcp . {node_port} : goto"),
+        "iptables": (saved, f"--dport {node_port} -j KUBE-EXT"),
+        # The last of a pass, which has all that it knows.
+        "ipvs": (saved, "--match-set KUBE-NODE-PORT-TCP dst"),
+    }[mode]
+    command = inside(node.netns, None, *words)
+    return sign in subprocess.run(command, capture_output=True, text=True, check=False).stdout

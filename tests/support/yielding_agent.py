@@ -1,5 +1,5 @@
 """`kbpf`, but the packet path yields to another data plane for as long as there is a file HOLD in
-the folder of its state.
+the folder of its state. With a file CLSACT there the kernel has no TCX.
 """
 
 import sys
@@ -7,16 +7,23 @@ from pathlib import Path
 
 from kbpf.cli.app import main
 from kbpf.dataplane.bpf import packet
+from kbpf.kernel import tc
+from kbpf.kernel.probe import Probe
 
-HOLD = "hold"
+HOLD, CLSACT = "hold", "clsact"
 _lead = packet.PacketPath.lead
 
 
+def _has(name: str) -> bool:
+    return (Path(sys.argv[sys.argv.index("--state-dir") + 1]) / name).exists()
+
+
 def _lead_later(path: packet.PacketPath, now: float) -> float | None:
-    held = Path(sys.argv[sys.argv.index("--state-dir") + 1]) / HOLD
-    return now + packet.ASK_SECONDS if held.exists() else _lead(path, now)
+    return now + packet.ASK_SECONDS if _has(HOLD) else _lead(path, now)
 
 
 if __name__ == "__main__":
+    if _has(CLSACT):
+        tc.tcx = lambda: Probe(False, "switched off by the test")
     packet.PacketPath.lead = _lead_later  # type: ignore[method-assign]
     main()

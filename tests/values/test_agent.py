@@ -6,12 +6,16 @@ import pytest
 
 from kbpf.agent import agent as module
 from kbpf.agent.agent import Agent
+from kbpf.agent.inbox import Wake
 from kbpf.dataplane.base import Report
+from kbpf.errors import KernelError
 from kbpf.model.address import parse_addr
-from kbpf.model.config import Config
+from kbpf.model.config import Config, Serving
 from kbpf.model.desired import DesiredState, ServicePortKey
 from kbpf.model.events import Kind, ObjectKey, Rejected, Synced, Upsert
 from kbpf.model.objects import Node, Protocol, Service, ServicePort
+from kbpf.model.status import MOST_PROBLEMS
+from kbpf.serve.desk import Desk
 
 
 class Counting:
@@ -23,15 +27,22 @@ class Counting:
         self.applied: list[set[str] | None] = []
         self.doubts = 0
         self.writes: dict[str, int] = {}
+        self.refused: dict[ServicePortKey, str] = {}
+        self.error = ""
 
     def apply(
         self, _: DesiredState, touched: Collection[ServicePortKey] | None, sound: bool = True
     ) -> Report:
         self.applied.append(None if touched is None else {key.name for key in touched})
-        return Report(self.writes)
+        return Report(self.writes, 0, self.refused)
 
     def doubt(self) -> None:
         self.doubts += 1
+
+    def tick(self, _: float) -> float | None:
+        if self.error:
+            raise KernelError(self.error)
+        return None
 
     def __getattr__(self, name: str):
         return {"ready": lambda: True, "problems": tuple}.get(name, lambda *_: None)
@@ -134,6 +145,44 @@ def test_now_and_then_all_is_compared(clock: Clock, caplog: pytest.LogCaptureFix
     assert len(caplog.records) == 1
 
 
+def test_a_new_address_makes_the_data_plane_look_around(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+):
+    """Even one that serves no NodePorts: a VIP that comes to this node, say."""
+    agent, plane = begun(0.0)
+    vip = (parse_addr("192.0.2.1"),)
+    for found in (vip, vip, ()):
+        monkeypatch.setattr(module.addresses, "local_addresses", lambda *_, f=found: f)
+        agent.step([Wake("addresses")])
+    agent.step([service("a")])
+    assert plane.applied[1:] == [None, None, {"a"}]
+
+
+def test_what_was_put_off_and_fails_is_told_once_and_again_in_the_status(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+):
+    agent, plane = begun(0.0)
+    for tick, error in (("no", "no"), ("no", "no"), ("", "")):
+        plane.error = tick
+        assert agent._wait() <= 1.0
+        assert agent.status().error == error
+        clock.now += 1.0
+    assert caplog.messages == ["what was put off is not done, trying again: no"]
+
+
+def test_what_cannot_be_put_right_beside_keeps_nobody_from_being_served(clock: Clock):
+    """A FORWARD chain that cannot be changed, say."""
+    plane = Counting()
+    plane.error = "no"
+    agent = Agent(Config("me", min_sync_period=0.0), plane, lambda _: ())
+    node = Upsert(ObjectKey(Kind.NODE, "", "me"), Node("me"))
+    agent.step([node, *(Synced(kind) for kind in Kind)])
+    agent.step([service("a")])
+    assert plane.applied == [None, {"a"}]
+    status = agent.status()
+    assert (status.synced, status.error) == (True, "no")
+
+
 def test_nothing_is_compared_with_what_could_not_be_read(clock: Clock):
     agent, plane = begun(0.0)
     clock.now += 901.0
@@ -147,3 +196,39 @@ def test_nothing_is_compared_with_what_could_not_be_read(clock: Clock):
 def test_the_first_apply_does_not_wait(clock: Clock):
     clock.now = 0.5  # a machine that has just started
     begun(3600.0)
+
+
+def test_kubelet_is_answered_while_the_data_plane_is_opened(monkeypatch: pytest.MonkeyPatch):
+    """The first start on a node compiles for seconds: a probe of its life must not end it."""
+    order: list[str] = []
+
+    class Refuses(Counting):
+        def open(self) -> None:
+            order.append("open")
+            raise KernelError("not today", "here")
+
+    desk = Desk(Config(serving=Serving(healthz="", metrics="")))
+    monkeypatch.setattr(desk, "start", lambda: order.append("answers"))
+    monkeypatch.setattr(desk, "stop", lambda: order.append("ends"))
+    with pytest.raises(KernelError):
+        Agent(Config("me"), Refuses(), lambda _: (), desk).run()
+    assert order == ["answers", "open", "ends"]
+
+
+def test_what_cannot_be_served_is_told_but_not_in_thousands_of_lines(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+):
+    """Whether an object is bad, or a limit is met."""
+    agent, plane = begun(0.0)
+    names = [f"s{number:03}" for number in range(MOST_PROBLEMS + 7)]
+    agent.step([Rejected(ObjectKey(Kind.SERVICE, "ns", name), "bad") for name in names])
+    key = ServicePortKey("ns", "x", "", Protocol.TCP, 4)
+    plane.refused = {key._replace(name=name): "no room" for name in names}
+    agent.step([service("a")])
+    for what in ("left out", "not programmed"):
+        lines = [line for line in caplog.messages if line.startswith(f"{what}: ")]
+        assert len(lines) == MOST_PROBLEMS + 1
+        assert names[0] in lines[0]
+        assert "and 7 more" in lines[-1]
+    agent.step([service("b")])
+    assert sum(line.startswith("not programmed") for line in caplog.messages) == MOST_PROBLEMS + 1

@@ -1,6 +1,7 @@
 """The command line as far as no kernel is needed: flags, formats, exit codes, what is imported."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import yaml
 
 from kbpf import __version__
-from kbpf.cli import app, arguments, checks, inspect, packet_checks, render
+from kbpf.cli import app, arguments, checks, cleanup, inspect, packet_checks, render
 from kbpf.cli.checks import verdict
 from kbpf.cli.options import Output
 from kbpf.cli.watch import watch
@@ -118,6 +119,11 @@ SAID = [
          "192.0.2.1:8"),
     Said("an address of health without a port", {"--healthz-bind-address": "::"}, {}, "healthz",
          "[::]:10256"),
+    Said("an empty kubeconfig is none", {"--kubeconfig": ""}, {}, "kubeconfig", None),
+    Said("an empty address is none", {"--bind-address": ""}, {}, "bind_address", None),
+    Said("no networks are those of the default", {"--nodeport-addresses": ""}, {},
+         "node_port_addresses", ()),
+    Said("an empty word is the default", {"--ipvs-scheduler": ""}, {}, "ipvs_scheduler", "rr"),
     Said("no port of health", {"--healthz-bind-address": ""}, {}, "healthz", ""),
     Said("ports of metrics", {"--metrics-bind-address": "[2001:db8::1]:9, 127.0.0.2"}, {},
          "metrics", "[2001:db8::1]:9,127.0.0.2:10249"),
@@ -176,6 +182,8 @@ WRONG = [
     Wrong({"--masquerade-ports": "1-65536"}, {}, ("'1-65536'",)),
     Wrong({"--masquerade-bit": "32"}, {}, ("'32'", "--masquerade-bit", "0 to 31")),
     Wrong({"--masquerade-bit": "-1"}, {}, ("'-1'",)),
+    Wrong({"--min-sync-period": "31s"}, {}, ("--min-sync-period", "--sync-period, 30s")),
+    Wrong({"--min-sync-period": "2s", "--sync-period": "1s"}, {}, ("--sync-period, 1s",)),
     Wrong({"--healthz-bind-address": "localhost:1"}, {}, ("localhost:1", "10256")),
     Wrong({"--healthz-bind-address": "0.0.0.0:0"}, {}, ("0.0.0.0:0",)),
     Wrong({"--metrics-bind-address": "127.0.0.1:x"}, {}, ("127.0.0.1:x", "10249")),
@@ -248,6 +256,14 @@ TYPED = [
     Typed("--ipvs-min-sync-period 5s", {"--min-sync-period": "5s"}),
     Typed("--conntrack-tcp-be-liberal", {"--conntrack-tcp-be-liberal": "true"}),
     Typed("--feature-gates=A=true,B=false", {"--feature-gates": "A=true,B=false"}),
+    Typed("--masquerade_all --iptables_masquerade_bit=3",
+          {"--masquerade-all": "true", "--masquerade-bit": "3"}),
+    Typed("--pod_bridge_interface=a_b", {"--pod-bridge-interface": "a_b"}),
+    Typed("--nodeport-addresses=10.0.0.0/8 --nodeport-addresses fd00::/8,fe00::/8",
+          {"--nodeport-addresses": "10.0.0.0/8,fd00::/8,fe00::/8"}),
+    Typed("--device eth0 --device=bond*", {"--device": "eth0,bond*"}),
+    Typed("--socket-lb-exempt a --socket-lb-exempt b", {"--socket-lb-exempt": "a,b"}),
+    Typed("--hostname-override a --hostname-override b", {"--hostname-override": "b"}),
     Typed("--oom-score-adj=-998", {"--oom-score-adj": "-998"}),
     Typed("--oom-score-adj -998", {"--oom-score-adj": "-998"}),
 ]  # fmt: skip
@@ -271,6 +287,55 @@ def test_settings_are_written_instead_of_serving(tmp_path: Path):
     written = list(yaml.safe_load_all(target.read_text()))
     assert [each["kind"] for each in written] == ["KubeProxyConfiguration", "KbpfConfiguration"]
     assert written[1]["pinDir"] == "/p"
+
+
+FORMS = [
+    ("flag", "", ("--log-format", "json"), True),
+    ("file", "logging: {format: json}", (), True),
+    ("text", "", (), False),
+]
+
+
+@pytest.mark.parametrize(("name", "more", "flags", "is_json"), FORMS, ids=[f[0] for f in FORMS])
+def test_all_that_is_told_of_a_file_is_told_in_the_form_of_the_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, more: str,
+    flags: tuple[str, ...], is_json: bool,
+):  # fmt: skip
+    """Also when the settings are written instead of serving, and beside what is wrong."""
+    head = "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n"
+    source, target = tmp_path / "in", tmp_path / "out"
+    command = ["run", "--config", str(source), "--write-config-to", str(target), *flags]
+    lines = []
+    for wrong, code in (("", 0), ("\noomScoreAdj: 5000\nbindAddress: x", 2)):
+        source.write_text(f"{head}{more}\nportRange: 1-2\nclusterCIDRs: x{wrong}")
+        assert app.call(command) == code
+        lines.append(capsys.readouterr().err.splitlines())
+    if is_json:
+        made = [[json.loads(line) for line in each] for each in lines]
+        told = [[(one["level"], one["message"]) for one in each] for each in made]
+        assert all(
+            set(one) == {"time", "level", "logger", "message"} for each in made for one in each
+        )
+    else:
+        found = re.compile(r"kbpf run: (?:(warning|info): )?(.*)")
+        told = [[(m[1] or "error", m[2]) for line in each if (m := found.fullmatch(line))]
+                for each in lines]  # fmt: skip
+        assert [len(each) for each in told] == [len(each) for each in lines]
+    unknown = ("warning", "KubeProxyConfiguration.clusterCIDRs is no field that is known; is "
+               "clusterCIDR meant?")  # fmt: skip
+    assert unknown in told[0]
+    assert unknown in told[1]
+    assert {level for level, _ in told[0]} == {"warning", "info"}
+    assert [level for level, _ in told[1]] == ["error", "error", "warning"]
+    for place, message in zip(("oomScoreAdj", "bindAddress"), told[1], strict=False):
+        assert f"(KubeProxyConfiguration.{place})" in message[1]
+
+
+def test_a_file_that_cannot_be_read_is_told_in_the_form_of_the_log(
+    capsys: pytest.CaptureFixture[str],
+):
+    assert app.call(["run", "--config", "/nowhere", "--log-format=json"]) == 1
+    assert "/nowhere" in json.loads(capsys.readouterr().err)["message"]
 
 
 # ---- exit codes --------------------------------------------------------------------------------
@@ -363,6 +428,45 @@ def test_a_reader_that_leaves_is_no_noise():
         assert child.stderr.read() == b""
         child.wait()
     assert child.returncode == 1
+
+
+FILE = """\
+apiVersion: kbpf.io/v1alpha1
+kind: KbpfConfiguration
+pinDir: /sys/fs/bpf/file
+ipvs: {device: file0, nftTable: file, stateDir: /run/file}
+"""
+CLEANED = [
+    ("the file's", (), {}, ("/sys/fs/bpf/file", "file0", "file", "/run/file")),
+    ("a flag beats it", ("--pin-dir", "/sys/fs/bpf/flag", "--nft-table", "flag"), {},
+     ("/sys/fs/bpf/flag", "file0", "flag", "/run/file")),
+    ("a variable beats it", (), {"KBPF_IPVS_DEVICE": "var0"},
+     ("/sys/fs/bpf/file", "var0", "file", "/run/file")),
+    ("a flag that says the default beats it", ("--state-dir", "/run/kbpf"), {},
+     ("/sys/fs/bpf/file", "file0", "file", "/run/kbpf")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "environ", "wanted"), CLEANED, ids=[row[0] for row in CLEANED]
+)
+def test_cleanup_looks_where_the_file_says(
+    name: str, given: tuple[str, ...], environ: dict[str, str], wanted: tuple[str, ...],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+):  # fmt: skip
+    looked: list[object] = []
+    monkeypatch.setattr(cleanup, "remove_pins", lambda pins, _: looked.append(pins) or ())
+
+    def remove_ipvs(config: Config, _: bool) -> tuple[()]:
+        looked.extend((config.ipvs_device, config.nft_table, config.state_dir))
+        return ()
+
+    monkeypatch.setattr(cleanup, "remove_ipvs", remove_ipvs)
+    for variable, text in environ.items():
+        monkeypatch.setenv(variable, text)
+    (tmp_path / "config.conf").write_text(FILE)
+    assert app.call(["cleanup", "--config", str(tmp_path / "config.conf"), *given]) == 0
+    assert tuple(map(str, looked)) == wanted
 
 
 # ---- what is imported --------------------------------------------------------------------------

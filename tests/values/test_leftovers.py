@@ -71,6 +71,8 @@ SETS_ROWS = [
     ("KUBE-HEALTH-CHECK-NODE-PORT", True, False),
     ("KUBE-NODE-PORT-TCP", True, True),
     ("KUBE-6-NODE-PORT-LOCAL-SCTP-HASH", True, True),
+    ("KUBE-6-NODE-PORT-LOCAL-SCTP-HAS", True, True),  # as kube-proxy cuts it
+    ("KUBE-6-LOAD-BALANCER-SOURCE-CID", True, False),
     ("KUBE-NODE-PORT-ICMP", False, False),
     ("KUBE-SRC-ERIFXISQEP7F7OF4", False, False),  # kube-router's
     ("KUBE-MINE", False, False),

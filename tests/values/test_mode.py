@@ -176,13 +176,13 @@ class House:
     def __init__(self, asked: str, rows: Sequence[CheckRow] = GOOD, there: str = "") -> None:
         self.does: list[str] = []
         self.bpf, self.ipvs = Fake("bpf", self.does), Fake("ipvs", self.does)
-        self.rest = {name: Rest(f"old {name}", self.does) for name in ("bpf", "ipvs")}
+        self.rest = {name: Rest(f"old {name}", self.does) for name in ("bpf", "ipvs", "kube-proxy")}
         for name, rest in self.rest.items():
-            rest.there = name == there
+            rest.there = name in there.split()
         self.chosen = Chosen(
             asked,
             Kit(lambda: self.bpf, lambda: self.ipvs, lambda: self.rest["bpf"],
-                lambda: self.rest["ipvs"], lambda: rows),
+                lambda: self.rest["ipvs"], lambda: rows, lambda: self.rest["kube-proxy"]),
         )  # fmt: skip
 
     def start(self, sound: bool = True) -> None:
@@ -308,6 +308,45 @@ def test_the_new_serves_before_the_old_goes(mode: str):
         f"{mode} apply", f"{old} retire", f"{old} retire", f"{old} close", f"{mode} is alone",
     ]  # fmt: skip
     assert house.chosen.problems() == ()
+
+
+def test_bpf_follows_a_kube_proxy_until_that_has_no_connections():
+    old = "old kube-proxy"
+    house = House("bpf", there="kube-proxy")
+    house.chosen.open()
+    assert house.does == [f"{old} take", "bpf follows", "bpf open"]
+    house.chosen.apply(NOTHING, None)
+    assert house.chosen.tick(5.0) == 12.0
+    assert house.chosen.problems() == ("some go on",)
+    assert house.chosen.tick(12.0) is None
+    assert house.does[3:] == ["bpf apply", f"{old} retire", f"{old} retire", f"{old} close",
+                              "bpf is alone"]  # fmt: skip
+
+
+def test_bpf_is_alone_when_the_last_of_two_has_gone():
+    house = House("bpf", there="ipvs kube-proxy")
+    house.rest["kube-proxy"].looks = 3
+    house.start()
+    assert house.chosen.problems() == ("some go on", "some go on")
+    house.chosen.tick(7.0)
+    assert house.does[-2:] == ["old ipvs close", "old kube-proxy retire"]
+    assert house.chosen.problems() == ("some go on",)
+    assert house.chosen.tick(14.0) is None
+    assert house.does[-2:] == ["old kube-proxy close", "bpf is alone"]
+
+
+def test_mode_ipvs_takes_over_a_kube_proxy_without_that():
+    house = House("ipvs", there="kube-proxy")
+    house.start()
+    assert house.does == ["ipvs open", "ipvs apply"]
+
+
+def test_a_refusal_lets_go_of_what_was_taken():
+    house = House("bpf", there="ipvs kube-proxy")
+    house.rest["kube-proxy"].fails["take"] = [KernelError("no")]
+    with pytest.raises(KernelError):
+        house.chosen.open()
+    assert house.does == ["old ipvs take", "old kube-proxy take", "old ipvs close"]
 
 
 @pytest.mark.parametrize("mode", OTHER)
