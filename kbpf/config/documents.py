@@ -4,11 +4,13 @@ Rules:
 - Values are taken as kube-proxy takes them: ``hostnameOverride: 7`` is an error, and
   ``2001:10:1:2:3:4:5:6`` is an address (YAML 1.1 would make it a number of base 60). null is as
   good as nothing.
-- An unknown field and a field that stands twice are told and do no harm, as with kube-proxy, which
-  decodes strictly first and then leniently. All else is an error with its path, and all errors are
-  told at once.
+- A whole number may stand as ``1.048576e+06``: so Helm writes large ones.
+- In kube-proxy's document a field that nobody knows is told and does no harm, as with kube-proxy,
+  which decodes strictly first and then leniently; in ours it is an error. A field that stands twice
+  is told in both. All else is an error with its path, and all errors are told at once.
 """
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -23,6 +25,8 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 KUBE_PROXY: Final = "KubeProxyConfiguration"
 OWN: Final = "KbpfConfiguration"
+TIMES: Final = ("Period", "Timeout")
+"""How the names of fields end that hold a time."""
 VERSIONS: Final = {KUBE_PROXY: "kubeproxy.config.k8s.io/v1alpha1", OWN: "kbpf.io/v1alpha1"}
 
 
@@ -49,6 +53,8 @@ def parse(data: bytes, where: str) -> Documents:
 
     from kbpf.config.yaml_loader import Loader
 
+    data = _json_without_tabs(data)
+
     notes: list[Note] = []
     found: dict[str, Mapping[str, Any]] = {}
     try:
@@ -68,6 +74,15 @@ def parse(data: bytes, where: str) -> Documents:
     return Documents(found.get(KUBE_PROXY), found.get(OWN), tuple(notes))
 
 
+def _json_without_tabs(data: bytes) -> bytes:
+    """JSON is YAML but for this: its words may be set apart by tabs. No word of JSON has one."""
+    try:
+        json.loads(data)
+    except (ValueError, RecursionError):
+        return data
+    return data.replace(b"\t", b" ")
+
+
 def _document(document: object, where: str) -> tuple[str, Mapping[str, Any]]:
     """Its kind, and what else it says."""
     if not isinstance(document, dict):
@@ -83,30 +98,35 @@ def _document(document: object, where: str) -> tuple[str, Mapping[str, Any]]:
     return kind, {str(k): v for k, v in document.items() if k not in ("kind", "apiVersion")}
 
 
-def decode(kind: type[T], values: Mapping[str, Any], path: str, found: Findings) -> T:
+def decode(
+    kind: type[T], values: Mapping[str, Any], path: str, found: Findings, strict: bool = False
+) -> T:
     """The struct that these values say, with defaults for what is missing or wrong. `path` leads to
-    it; what is wrong is added to `found`.
+    it; what is wrong is added to `found`. `strict`: so is a field that nobody knows.
     """
     fields = {known.encode_name: known for known in msgspec.structs.fields(kind)}
     given: dict[str, Any] = {}
     for name, value in values.items():
         where = f"{path}.{name}"
         if name not in fields:
-            found.notes.append(_unknown(where, name, fields))
+            _unknown(where, name, fields, found, strict)
         elif value is not None:
             below = fields[name].type
             try:
-                given[fields[name].name] = _value(below, value, where, found)
+                given[fields[name].name] = _value(below, value, where, found, strict)
             except msgspec.ValidationError as error:
-                found.errors.append(ConfigError(_in_words(error), where))
+                hint = _as_a_time(value) if name.endswith(TIMES) else ""
+                found.errors.append(ConfigError(_in_words(error), where, hint))
     return kind(**given)
 
 
-def _value(kind: Any, value: object, where: str, found: Findings) -> Any:
+def _value(kind: Any, value: object, where: str, found: Findings, strict: bool) -> Any:
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         if not isinstance(value, dict):
             raise msgspec.ValidationError("Expected `object`")
-        return decode(kind, {str(k): v for k, v in value.items()}, where, found)
+        return decode(kind, {str(k): v for k, v in value.items()}, where, found, strict)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
     return msgspec.convert(value, kind)
 
 
@@ -117,11 +137,23 @@ def _in_words(error: msgspec.ValidationError) -> str:
     return (f"{at}: " if at else "") + text[0].lower() + text[1:]
 
 
-def _unknown(where: str, name: str, fields: Mapping[str, object]) -> Note:
+def _as_a_time(value: object) -> str:
+    """What to write for a number, where a time is meant: who writes one means seconds."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return f"write {value:g}s" if is_number else ""
+
+
+def _unknown(
+    where: str, name: str, fields: Mapping[str, object], found: Findings, strict: bool
+) -> None:
     known = {field.lower(): field for field in fields}
     near = get_close_matches(name.lower(), known, 1, 0.75)
-    hint = f"is {known[near[0]]} meant?" if near else "it is not used"
-    return Note(f"{where} is no field that is known; {hint}", is_warning=True)
+    meant = f"is {known[near[0]]} meant?" if near else ""
+    if strict:
+        found.errors.append(ConfigError("no field that is known", where, meant or "leave it out"))
+        return
+    text = f"{where} is no field that is known; {meant or 'it is not used'}"
+    found.notes.append(Note(text, is_warning=True))
 
 
 def leaves(kind: type[msgspec.Struct], path: str) -> Iterator[str]:

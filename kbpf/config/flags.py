@@ -1,7 +1,8 @@
 """The flags of `kbpf run`: one row each. load.py makes a Config of them.
 
 A flag beats its environment variable (`--pin-dir`: KBPF_PIN_DIR), which beats what a file says,
-which beats the default; an empty variable is as good as none. kube-proxy's own flags are another
+which beats the default; an empty flag or variable is as good as none, but for the addresses of
+servers, where it means none. kube-proxy's own flags are another
 matter where there is kube-proxy's own file: see load.py.
 """
 
@@ -40,6 +41,16 @@ class Flag:
     def may_stand_alone(self) -> bool:
         """Whether the flag without a value means `true`, as with kube-proxy."""
         return self.read is readers.truth
+
+    @property
+    def may_be_empty(self) -> bool:
+        """Whether an empty value means something: no server. Else it is as good as none."""
+        return self.read in (readers.healthz, readers.metrics)
+
+    @property
+    def is_list(self) -> bool:
+        """Whether it may stand several times, each with more of them."""
+        return self.read in (readers.words, readers.node_ports, readers.cgroups)
 
 
 CLUSTER: Final = "Where Services come from"
@@ -89,6 +100,22 @@ def _conntrack() -> Iterator[Flag]:
         yield Flag(f"--conntrack-{name}", f"conntrack.{field}", read, kind, CONNTRACK, what)
 
 
+def _ipvs_times() -> Iterator[Flag]:
+    for name, field, what in (
+        ("tcp", "tcp", "an idle TCP connection"),
+        ("tcpfin", "tcp_fin", "a TCP connection whose end has begun"),
+        ("udp", "udp", "a UDP flow"),
+    ):
+        yield Flag(
+            f"--ipvs-{name}-timeout",
+            f"ipvs_times.{field}",
+            readers.whole_seconds,
+            "TIME",
+            NODE,
+            f"mode ipvs: how long {what} is kept; 0 leaves it as it is (default 0s)",
+        )
+
+
 def _unused() -> Iterator[Flag]:
     for names, why in (
         ("feature-gates", "there are no feature gates"),
@@ -96,7 +123,6 @@ def _unused() -> Iterator[Flag]:
         ("kube-api-qps kube-api-burst", "there are few requests, and nothing to slow down"),
         ("show-hidden-metrics-for-version", "no metric is hidden"),
         ("ipvs-exclude-cidrs", "IPVS services of others are never touched"),
-        ("ipvs-tcp-timeout ipvs-tcpfin-timeout ipvs-udp-timeout", "IPVS keeps the node's times"),
         ("healthz-port metrics-port", "use --healthz-bind-address and --metrics-bind-address"),
         ("log-flush-frequency", "each line is written at once"),
         ("vmodule", "there are levels, and nothing by file"),
@@ -137,6 +163,7 @@ FLAGS: Final = (
     Flag("--ipvs-strict-arp", "strict_arp", readers.truth, "true|false", NODE,
          "mode ipvs: whether the node keeps from answering ARP for addresses of Services "
          "(default false)"),
+    *_ipvs_times(),
     Flag("--ipvs-device", "ipvs_device", readers.device, "NAME", NODE,
          f"mode ipvs: the dummy device for addresses of Services (default {Config().ipvs_device})"),
     Flag("--nft-table", "nft_table", readers.table, "NAME", NODE,
@@ -241,11 +268,16 @@ _ITS_OWN: Final = (
     "kubeconfig proxy-mode bind-address nodeport-addresses localhost-nodeports masquerade-bit "
     "masquerade-all detect-local-mode cluster-cidr pod-bridge-interface pod-interface-name-prefix "
     "healthz-bind-address metrics-bind-address bind-address-hard-fail sync-period min-sync-period "
-    "config-sync-period oom-score-adj ipvs-scheduler ipvs-strict-arp"
+    "config-sync-period oom-score-adj ipvs-scheduler ipvs-strict-arp ipvs-tcp-timeout "
+    "ipvs-tcpfin-timeout ipvs-udp-timeout"
 )
 KUBE_PROXYS: Final = frozenset(
     {f"--{name}" for name in _ITS_OWN.split()}
-    | {flag.name for flag in FLAGS if flag.group in (CONNTRACK, UNUSED)}
+    | {
+        flag.name
+        for flag in FLAGS
+        if flag.group in (CONNTRACK, UNUSED) and not flag.name.startswith(("--log-", "--vmodule"))
+    }
 )
 """Flags that kube-proxy does not read when it has a file. It reads --hostname-override, --master
 and those of its log."""

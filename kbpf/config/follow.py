@@ -80,11 +80,9 @@ class Follower:
         try:
             loaded = self._read(data)
         except ConfigError as error:
-            errors = error.errors if isinstance(error, ConfigErrors) else (error,)
-            log.error(
-                "configuration is wrong, going on with what it said before: %s",
-                " | ".join(map(str, errors)),
-            )
+            log.error("configuration is wrong, going on with what it said before: %s", error)
+            for warning in error.warnings if isinstance(error, ConfigErrors) else ():
+                log.warning("%s", warning)
             return
         if loaded.config == self._config:
             log.info("configuration changed and says the same path=%s", self._path)

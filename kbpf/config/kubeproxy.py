@@ -8,6 +8,7 @@ Where a setting depends on the mode (nodePortAddresses, masqueradeBit, the perio
 kube-proxy in that mode reads it: "" is iptables.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
@@ -196,6 +197,7 @@ def _mode(said: KubeProxyConfiguration, made: Values) -> None:
     _periods(said, made)
     _masquerade(said, made)
     made.put("strict_arp", "ipvs.strictARP", said.ipvs.strict_arp)
+    _ipvs_times(said, made)
     if said.mode == "ipvs":
         _ipvs(said.ipvs, made)
     elif said.ipvs.scheduler in readers.SCHEDULERS:
@@ -234,19 +236,29 @@ def _ipvs(said: Ipvs, made: Values) -> None:
     """What kube-proxy checks in this mode only."""
     if said.scheduler:
         made.read("ipvs_scheduler", "ipvs.scheduler", said.scheduler, readers.scheduler)
-    for at, text in (
-        ("ipvs.tcpTimeout", said.tcp_timeout),
-        ("ipvs.tcpFinTimeout", said.tcp_fin_timeout),
-        ("ipvs.udpTimeout", said.udp_timeout),
-    ):
-        made.check(at, text, _seconds)
     for i, text in enumerate(said.exclude_cidrs):
         made.check(f"ipvs.excludeCIDRs[{i}]", text, readers.cidr)
 
 
+def _ipvs_times(said: KubeProxyConfiguration, made: Values) -> None:
+    """What is wrong with them counts in mode ipvs only."""
+    for field, at, text in (
+        ("tcp", "ipvs.tcpTimeout", said.ipvs.tcp_timeout),
+        ("tcp_fin", "ipvs.tcpFinTimeout", said.ipvs.tcp_fin_timeout),
+        ("udp", "ipvs.udpTimeout", said.ipvs.udp_timeout),
+    ):
+        if not text:
+            continue
+        if said.mode == "ipvs":
+            made.read(f"ipvs_times.{field}", at, text, readers.whole_seconds)
+        else:
+            with contextlib.suppress(ConfigError):
+                made.put(f"ipvs_times.{field}", at, readers.whole_seconds(text, at))
+
+
 def _node_ports(said: KubeProxyConfiguration, made: Values) -> None:
     """Where NodePorts answer. Without a word: on all addresses, but in nftables mode on the primary
-    ones. On loopback: only in iptables mode, and where the networks have it (reference 2.3).
+    ones. On loopback: only in iptables mode, and where the networks have it.
     """
     words = said.node_port_addresses or (("primary",) if said.mode == "nftables" else ())
     loopback = not words
@@ -276,9 +288,11 @@ def _local(said: KubeProxyConfiguration, made: Values) -> None:
         ("pod_interface_name_prefix", "interfaceNamePrefix", below.interface_name_prefix,
          "InterfaceNamePrefix"),
     ):  # fmt: skip
+        if mode != needed:
+            continue
         if text:
             made.read(field, f"detectLocal.{at}", text, readers.device)
-        elif mode == needed:
+        else:
             made.wrong(f"detectLocal.{at}", f"{needed} says nothing by itself", "name one")
     if mode in ("", "ClusterCIDR"):
         made.read("cluster_cidrs", "clusterCIDR", said.cluster_cidr, readers.cluster_cidrs)
@@ -314,13 +328,6 @@ def _period(made: Values, at: str, text: str, reader: readers.Reader) -> float:
     return made.check(at, text, read) or 0.0 if text else 0.0
 
 
-def _seconds(text: str, where: str) -> float:
-    found = durations.parse(text, where) if text else 0.0
-    if found < 0:
-        raise ConfigError(f"less than 0: {text}", where, "0s leaves it as it is")
-    return found
-
-
 # ---- what is accepted and not done ---------------------------------------------------------------
 
 PROTOBUF: Final = "application/vnd.kubernetes.protobuf"
@@ -351,10 +358,6 @@ ACCEPTED: Final[tuple[tuple[str, Said, str], ...]] = (
      "clients get an address of the device that they leave by"),
     ("ipvs.excludeCIDRs", lambda c: c.ipvs.exclude_cidrs,
      "IPVS services of others are never touched"),
-    ("ipvs.tcpTimeout", lambda c: _is_time(c.ipvs.tcp_timeout), "IPVS keeps the node's time"),
-    ("ipvs.tcpFinTimeout", lambda c: _is_time(c.ipvs.tcp_fin_timeout),
-     "IPVS keeps the node's time"),
-    ("ipvs.udpTimeout", lambda c: _is_time(c.ipvs.udp_timeout), "IPVS keeps the node's time"),
     ("winkernel", lambda c: c.winkernel != Winkernel(), "this is Linux"),
     ("windowsRunAsService", lambda c: c.windows_run_as_service, "this is Linux"),
     ("portRange", lambda c: c.port_range, "kube-proxy does not use it either"),
@@ -374,10 +377,11 @@ def notes(said: KubeProxyConfiguration) -> Iterator[Note]:
             f"{KUBE_PROXY}.mode {said.mode} says how kube-proxy would do it: kbpf chooses its data "
             "plane by KbpfConfiguration.mode or --mode"
         )
-    if said.ipvs.scheduler or said.ipvs.strict_arp:
+    times = (said.ipvs.tcp_timeout, said.ipvs.tcp_fin_timeout, said.ipvs.udp_timeout)
+    if said.ipvs.scheduler or said.ipvs.strict_arp or any(map(_is_time, times)):
         yield Note(
-            f"{KUBE_PROXY}.ipvs: scheduler and strictARP count where IPVS serves (mode ipvs of "
-            "KbpfConfiguration); BPF chooses by chance, or by kbpf.io/algorithm",
+            f"{KUBE_PROXY}.ipvs: scheduler, strictARP and timeouts count where IPVS serves (mode "
+            "ipvs of KbpfConfiguration); BPF chooses by chance, or by kbpf.io/algorithm",
             is_warning=bool(said.ipvs.scheduler),
         )
     if not said.node_port_addresses and said.mode != "nftables":
@@ -389,6 +393,15 @@ def notes(said: KubeProxyConfiguration) -> Iterator[Note]:
         yield Note(
             f"{KUBE_PROXY}.clusterCIDR is not used: detectLocalMode is {said.detect_local_mode}"
         )
+    for at, name, needed in (
+        ("bridgeInterface", said.detect_local.bridge_interface, "BridgeInterface"),
+        ("interfaceNamePrefix", said.detect_local.interface_name_prefix, "InterfaceNamePrefix"),
+    ):
+        if name and said.detect_local_mode != needed:
+            yield Note(
+                f"{KUBE_PROXY}.detectLocal.{at} is not used: detectLocalMode is "
+                f"{said.detect_local_mode or 'ClusterCIDR'}"
+            )
     if not said.cluster_cidr and said.detect_local_mode in ("", "ClusterCIDR"):
         yield Note(
             f"{KUBE_PROXY}.clusterCIDR is empty: no ClusterIP is masqueraded, and pods of this "

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from kbpf.config import documents, kubeproxy, own
+from kbpf.config import documents, durations, kubeproxy, own
 from kbpf.config.documents import KUBE_PROXY, OWN, Documents, Findings
 from kbpf.config.flags import BY_NAME, FLAGS, KUBE_PROXYS
 from kbpf.config.kubeproxy import KubeProxyConfiguration
@@ -22,7 +22,7 @@ from kbpf.config.own import KbpfConfiguration
 from kbpf.config.values import Values
 from kbpf.errors import ConfigError, ConfigErrors
 from kbpf.model.address import family_of
-from kbpf.model.config import Config, Conntrack, LocalMode, MapSizes, Serving, SocketLb
+from kbpf.model.config import Config, Conntrack, IpvsTimes, LocalMode, MapSizes, Serving, SocketLb
 
 LEAST_CONNECTIONS: Final = 1000
 """A new one asks up to 32 of the oldest whether they are needed: there have to be many more."""
@@ -59,8 +59,8 @@ def load(
     data: bytes | None = None,
     where: str = "--config",
 ) -> Loaded:
-    """The same with the text of a file, which comes from `where`. Raises ConfigError, or all of
-    them as ConfigErrors.
+    """The same with the text of a file, which comes from `where`. Raises ConfigErrors; ConfigError
+    for a file that cannot be taken apart.
     """
     said = documents.parse(data, where) if data is not None else Documents()
     found = Findings(notes=list(said.notes))
@@ -70,14 +70,16 @@ def load(
         made.take(kubeproxy.settings(proxy))
         found.notes += kubeproxy.notes(proxy)
     if said.own is not None:
-        made.take(own.settings(documents.decode(KbpfConfiguration, said.own, OWN, found)))
+        ours = documents.decode(KbpfConfiguration, said.own, OWN, found, strict=True)
+        made.take(own.settings(ours))
     made.take(_flags(given, environ, said.kube_proxy is not None, found.notes))
     errors = (*found.errors, *made.errors)
     if not errors:
         result = _config(made)
         errors = tuple(_contradictions(result, made))
     if errors:
-        raise errors[0] if len(errors) == 1 else ConfigErrors(errors)
+        warnings = tuple(note.text for note in found.notes if note.is_warning)
+        raise ConfigErrors(errors, warnings, made.get("log_format", Config().log_format))
     return Loaded(result, (*found.notes, *_notes(result, made)))
 
 
@@ -88,7 +90,7 @@ def _flags(
     made = Values()
     ignored: list[str] = []
     for flag in FLAGS:
-        if flag.name in given:
+        if given.get(flag.name) or (flag.name in given and flag.may_be_empty):
             place, text = flag.name, given[flag.name]
         elif flag.field and environ.get(flag.variable):
             place, text = flag.variable, environ[flag.variable]
@@ -114,7 +116,8 @@ def _flags(
 def _config(made: Values) -> Config:
     """The fields put together, with what follows from others."""
     parts: dict[str, Any] = {
-        "sizes": MapSizes(), "serving": Serving(), "conntrack": Conntrack()
+        "sizes": MapSizes(), "serving": Serving(), "conntrack": Conntrack(),
+        "ipvs_times": IpvsTimes(),
     }  # fmt: skip
     for name, value in made.found.items():
         part, dot, of = name.partition(".")
@@ -155,6 +158,12 @@ def _contradictions(made: Config, said: Values) -> Iterator[ConfigError]:
             f"too few connections: {made.sizes.connections}",
             place("sizes.connections"),
             f"give {LEAST_CONNECTIONS} or more: with few, those that are in use have to go",
+        )
+    if made.min_sync_period > made.serving.late_seconds / 2:
+        yield ConfigError(
+            f"longer than --sync-period, {durations.write(made.serving.late_seconds / 2)}",
+            place("min_sync_period"),
+            "changes that wait for their turn would make the agent unhealthy",
         )
     for mode, name in NEEDS.items():
         if made.detect_local_mode is mode and not getattr(made, BY_NAME[name].field):

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from kbpf.config import durations
 from kbpf.errors import ConfigError, ObjectError
-from kbpf.model.address import ANY4, ANY6, Addr, family_of, parse_addr
+from kbpf.model.address import ANY4, ANY6, Addr, family_of, format_endpoint, parse_addr
 from kbpf.model.config import Accounting, LocalMode, SocketLb
 from kbpf.model.objects import Algorithm, Cidr
 
@@ -248,16 +248,16 @@ def _listen(text: str, port: int, where: str) -> str:
     if not colon or text.endswith("]") or (":" in host and not host.startswith("[")):
         host, number = text, str(port)  # an address alone
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    try:
-        address = ipaddress.ip_address(bare)
-    except ValueError:
-        address = None
     good = number.isascii() and number.isdigit() and 0 < int(number) <= MOST_PORTS
-    if address is None or not good:
+    try:
+        address = parse_addr(bare) if good else None
+    except (ObjectError, ValueError):
+        address = None
+    if address is None:
         raise ConfigError(
             f"not an address to listen on: {text!r}", where, f"write it as 0.0.0.0:{port}"
         )
-    return f"[{address}]:{number}" if address.version == 6 else f"{address}:{number}"
+    return format_endpoint(address, int(number))
 
 
 healthz: Final = partial(listen, 10_256)

@@ -64,6 +64,9 @@ def kube_proxy(config: Config) -> dict[str, Any]:
     ipvs = {
         "scheduler": config.ipvs_scheduler,
         "strictARP": config.strict_arp,
+        "tcpTimeout": durations.write(config.ipvs_times.tcp),
+        "tcpFinTimeout": durations.write(config.ipvs_times.tcp_fin),
+        "udpTimeout": durations.write(config.ipvs_times.udp),
         "syncPeriod": durations.write(late),
         "minSyncPeriod": durations.write(least),
     }

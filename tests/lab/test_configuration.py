@@ -69,7 +69,7 @@ class Kubeadm(Cluster):
 
     def new_token(self) -> None:
         """A token that holds as long as a Secret of its own; the one before holds no longer."""
-        before, self.secret = self.secret, "second" if self.secret else "first"
+        before, self.secret = self.secret, f"{self.secret}x"
         made = self._post(
             f"/api/v1/namespaces/{SPACE}/secrets",
             json.dumps({"metadata": {"name": self.secret}}).encode(),
@@ -440,3 +440,18 @@ def looks_again(cluster: Kubeadm) -> None:
 
 def repairs(cluster: Kubeadm) -> int:
     return sum("others had changed" in line for line in cluster.agent.lines())
+
+
+def test_each_line_of_a_json_log_is_json_and_none_has_a_token(cluster: Kubeadm) -> None:
+    """At the highest verbosity, while the API server goes and comes, and says no."""
+    with cluster.configured("logging: {format: json, verbosity: 10}"):
+        before = len(cluster.agent.lines())
+        cluster.new_token()
+        restart(cluster)
+        cluster.settle()
+        told = [json.loads(line) for line in cluster.agent.lines()[before:]]
+    assert {"info", "warning"} <= {line["level"] for line in told}
+    assert all({"time", "level", "logger", "message"} == line.keys() for line in told)
+    token = (cluster.account.folder / "token").read_text()
+    assert len(token) > 100
+    assert token not in "\n".join(cluster.agent.lines())

@@ -30,8 +30,9 @@ from typing import IO, Self
 from tests.support import go_build, sockets
 from tests.support.certs import Authority
 from tests.support.kube import Kube
+from tests.support.lab import PATIENCE
 
-START_SECONDS = 60.0  # a start takes 3 to 5; a busy machine of two cores may need far longer
+START_SECONDS = PATIENCE  # a start takes 3 to 5; a busy machine of two cores may need far longer
 STOP_SECONDS = 20.0
 DUAL_STACK = "10.96.0.0/16,fd00:10:96::/112"
 USERS = {  # our name → the user's name and groups in Kubernetes

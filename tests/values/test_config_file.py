@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import yaml
 
 from kbpf.config import documents, durations, flags, load, own, write
 from kbpf.config.kubeproxy import ACCEPTED, KubeProxyConfiguration
@@ -75,6 +76,22 @@ def test_kubeadms_file_is_kube_proxys_defaults_and_nothing_to_warn_of():
     ]
 
 
+def test_a_file_of_an_old_kubeadm_says_the_same():
+    """Of 1.14: without what came later, and with fields that are gone, each of which is told."""
+    new = kubeadm.config("10.244.0.0/16")
+    old = yaml.safe_load(new)
+    for name in ("bindAddressHardFail", "detectLocal", "logging", "nftables"):
+        del old[name]
+    old |= {"resourceContainer": "/kube-proxy", "udpIdleTimeout": "250ms"}
+    old["conntrack"] = {"max": None, "maxPerCore": None, "min": None}
+    made = loaded(yaml.safe_dump(old))
+    assert made.config == loaded(new).config
+    assert [note.text for note in made.notes if note.is_warning] == [
+        "KubeProxyConfiguration.conntrack.max is no field that is known; it is not used",
+        "KubeProxyConfiguration.resourceContainer is no field that is known; it is not used",
+    ]
+
+
 class Says(NamedTuple):
     """A field of the document, and the field of Config that it decides."""
 
@@ -101,6 +118,7 @@ SAYS = [
     Says("metricsBindAddress: 0.0.0.0", "serving.metrics", "0.0.0.0:10249"),
     Says("metricsBindAddress: '[::]:9'", "serving.metrics", "[::]:9"),
     Says("metricsBindAddress: ''", "serving.metrics", "127.0.0.1:10249"),
+    Says("metricsBindAddress: '010.0.0.1:080'", "serving.metrics", "10.0.0.1:80"),
     Says("bindAddressHardFail: true", "serving.hard_fail", True),
     Says("mode: ''", "proxy_mode", ""),
     Says("mode: iptables", "proxy_mode", "iptables"),
@@ -163,10 +181,13 @@ SAYS = [
     Says("configSyncPeriod: 0s", "config_sync_period", 900.0),
     Says("configSyncPeriod: 1m", "config_sync_period", 60.0),
     Says("oomScoreAdj: 0", "oom_score_adj", 0),
+    Says("oomScoreAdj: 5.0", "oom_score_adj", 5),
     Says("oomScoreAdj: null", "oom_score_adj", -999),
     Says("conntrack: {maxPerCore: 0}", "conntrack.max_per_core", 0),
     Says("conntrack: {maxPerCore: 7}", "conntrack.max_per_core", 7),
     Says("conntrack: {min: 0}", "conntrack.least", 0),
+    Says("conntrack: {min: 1.048576e+06}", "conntrack.least", 1_048_576),
+    Says("conntrack: {min: 1e+06}", "conntrack.least", 1_000_000),
     Says("conntrack: {tcpEstablishedTimeout: 0s}", "conntrack.tcp_established", 0),
     Says("conntrack: {tcpEstablishedTimeout: 2h}", "conntrack.tcp_established", 7200),
     Says("conntrack: {tcpEstablishedTimeout: null}", "conntrack.tcp_established", 86400),
@@ -174,6 +195,12 @@ SAYS = [
     Says("conntrack: {tcpBeLiberal: true}", "conntrack.tcp_be_liberal", True),
     Says("conntrack: {udpTimeout: 30s}", "conntrack.udp", 30),
     Says("conntrack: {udpStreamTimeout: 2m}", "conntrack.udp_stream", 120),
+    Says("ipvs: {tcpTimeout: 1h}", "ipvs_times.tcp", 3600),
+    Says("mode: ipvs\nipvs: {tcpTimeout: 1h0m0.9s}", "ipvs_times.tcp", 3600),
+    Says("mode: ipvs\nipvs: {tcpFinTimeout: 30s}", "ipvs_times.tcp_fin", 30),
+    Says("mode: ipvs\nipvs: {udpTimeout: 10s}", "ipvs_times.udp", 10),
+    Says("mode: ipvs\nipvs: {tcpTimeout: 0s}", "ipvs_times.tcp", 0),
+    Says("ipvs: {tcpTimeout: -1s}", "ipvs_times.tcp", 0),
     Says("logging: {format: json}", "log_format", "json"),
     Says("logging: {verbosity: 4}", "log_level", "debug"),
     Says("logging: {verbosity: 2}", "log_level", "info"),
@@ -205,7 +232,11 @@ WRONG = [
     Wrong("mode: nftables\nnftables: {masqueradeBit: 32}", (f"({P}nftables.masqueradeBit)",)),
     Wrong("iptables: {syncPeriod: -1s}", (f"({P}iptables.syncPeriod)",)),
     Wrong("iptables: {syncPeriod: soon}", (f"'soon' ({P}iptables.syncPeriod)",)),
-    Wrong("iptables: {syncPeriod: 30}", (f"expected str, got int ({P}iptables.syncPeriod)",)),
+    Wrong("iptables: {syncPeriod: 30}",
+          (f"expected str, got int ({P}iptables.syncPeriod); write 30s",)),
+    Wrong("configSyncPeriod: 1.5", (f"got float ({P}configSyncPeriod); write 1.5s",)),
+    Wrong("conntrack: {udpTimeout: 0}", (f"got int ({P}conntrack.udpTimeout); write 0s",)),
+    Wrong("conntrack: {udpTimeout: true}", (f"expected str, got bool ({P}conntrack.udpTimeout)",)),
     Wrong("iptables: {minSyncPeriod: 31s}", (f"30s ({P}iptables.minSyncPeriod)",)),
     Wrong("mode: ipvs\nipvs: {minSyncPeriod: -1s}", (f"({P}ipvs.minSyncPeriod)",)),
     Wrong("mode: ipvs\nipvs: {tcpTimeout: -1s}", (f"({P}ipvs.tcpTimeout)",)),
@@ -219,10 +250,14 @@ WRONG = [
     Wrong("detectLocalMode: Cluster", (f"'Cluster' ({P}detectLocalMode)",)),
     Wrong("detectLocalMode: BridgeInterface", (f"({P}detectLocal.bridgeInterface)",)),
     Wrong("detectLocalMode: InterfaceNamePrefix", (f"({P}detectLocal.interfaceNamePrefix)",)),
+    Wrong("detectLocalMode: BridgeInterface\ndetectLocal: {bridgeInterface: a/b}",
+          (f"'a/b' ({P}detectLocal.bridgeInterface)",)),
     Wrong("clusterCIDR: 10.0.0.0", (f"'10.0.0.0' ({P}clusterCIDR)",)),
     Wrong("clusterCIDR: '10.0.0.0/8,10.1.0.0/16'", (f"more than one network of a family: '10.0.0.0"
           f"/8,10.1.0.0/16' ({P}clusterCIDR)",)),
     Wrong("oomScoreAdj: 1001", (f"'1001' ({P}oomScoreAdj)",)),
+    Wrong("oomScoreAdj: 5.5", (f"expected int, got float ({P}oomScoreAdj)",)),
+    Wrong("conntrack: {min: 1e400}", (f"expected int, got float ({P}conntrack.min)",)),
     Wrong("oomScoreAdj: low", (f"expected int, got str ({P}oomScoreAdj)",)),
     Wrong("conntrack: {maxPerCore: -1}", (f"-1 ({P}conntrack.maxPerCore)",)),
     Wrong("conntrack: {min: -1}", (f"-1 ({P}conntrack.min)",)),
@@ -267,9 +302,6 @@ NOT_USED = [
     ("enableProfiling: true", "enableProfiling"),
     ("iptables: {snatNodeInternalIP: true}", "iptables.snatNodeInternalIP"),
     ("ipvs: {excludeCIDRs: [10.0.0.0/8]}", "ipvs.excludeCIDRs"),
-    ("ipvs: {tcpTimeout: 1s}", "ipvs.tcpTimeout"),
-    ("ipvs: {tcpFinTimeout: 1s}", "ipvs.tcpFinTimeout"),
-    ("ipvs: {udpTimeout: 1s}", "ipvs.udpTimeout"),
     ("winkernel: {enableDSR: true}", "winkernel"),
     ("windowsRunAsService: true", "windowsRunAsService"),
     ("portRange: 1-2", "portRange"),
@@ -297,6 +329,14 @@ TOLD = [
     ("", "nodePortAddresses is unset"),
     ("", "clusterCIDR is empty"),
     ("detectLocalMode: NodeCIDR\nclusterCIDR: 10.0.0.0/8", "clusterCIDR is not used"),
+    (
+        "detectLocal: {bridgeInterface: a-name-too-long-for-a-device}",
+        "detectLocal.bridgeInterface is not used: detectLocalMode is ClusterCIDR",
+    ),
+    (
+        "detectLocalMode: NodeCIDR\ndetectLocal: {interfaceNamePrefix: cali}",
+        "detectLocal.interfaceNamePrefix is not used: detectLocalMode is NodeCIDR",
+    ),
     ("clusterCIDRs: 10.0.0.0/8", "clusterCIDRs is no field that is known; is clusterCIDR meant?"),
     ("conntrack: {maximum: 8}", "conntrack.maximum is no field that is known"),
     ("mode: ''\nmode: ''", "mode stands twice"),
@@ -310,7 +350,6 @@ def test_what_the_operator_should_know_is_told(text: str, words: str):
 
 def test_an_unknown_field_does_no_harm():
     assert proxy("futureField: {a: 1}\nmasquerade: x").config == proxy().config
-    assert ours("packetPath: {future: 1}").config == ours().config
 
 
 def test_of_a_field_that_stands_twice_the_last_counts():
@@ -390,6 +429,11 @@ OURS_WRONG = [
     Wrong("socketLB: {mode: pods}", (f"'pods' ({O}socketLB.mode)",)),
     Wrong("socketLB: {exempt: [/]}", (f"({O}socketLB.exempt)",)),
     Wrong("socketLB: {mode: off}\npacketPath: {enabled: false}", (f"({O}socketLB.mode)",)),
+    Wrong("packetPath: {future: 1}",
+          (f"no field that is known ({O}packetPath.future); leave it out",)),
+    Wrong("mapSizes: {conections: 7000}\nsocketLb: {mode: off}\npinDir: x",
+          (f"({O}mapSizes.conections); is connections meant?",
+           f"({O}socketLb); is socketLB meant?", f"({O}pinDir)")),
     Wrong("source: /a\nmaster: https://b", (f"({O}source)",)),
     Wrong("mode: x\nlogLevel: y\nmapSizes: {flows: -1}",
           (f"({O}mode)", f"({O}mapSizes.flows)", f"({O}logLevel)")),
@@ -402,6 +446,15 @@ def test_what_is_wrong_in_our_document_is_named_with_its_path(row: Wrong):
     assert len(lines) == len(row.words)
     for words, line in zip(row.words, lines, strict=True):
         assert words in line
+
+
+def test_beside_what_is_wrong_stands_what_is_only_told():
+    with pytest.raises(ConfigErrors) as caught:
+        proxy("oomScoreAdj: 5000\nclusterCIDRs: 10.0.0.0/8\nenableProfiling: true")
+    (error,) = caught.value.errors
+    assert f"({P}oomScoreAdj)" in str(error)
+    (warning,) = caught.value.warnings
+    assert warning == f"{P}clusterCIDRs is no field that is known; is clusterCIDR meant?"
 
 
 FILES = [
@@ -428,6 +481,8 @@ def test_json_is_yaml():
     version = "kubeproxy.config.k8s.io/v1alpha1"
     text = f'{{"kind":"KubeProxyConfiguration","apiVersion":"{version}","mode":""}}'
     assert loaded(text).config == proxy().config
+    again = loaded(text.replace(",", ",\n\t").replace("{", "{\n\t"))
+    assert again.config == proxy().config
 
 
 # ---- who wins ------------------------------------------------------------------------------------
@@ -447,10 +502,16 @@ class Wins(NamedTuple):
 WINS = [
     Wins("a name on the command line beats the file's", f"{PROXY}hostnameOverride: a",
          {"hostname_override": "B"}, "node_name", "b"),
+    Wins("but an empty one says nothing", f"{PROXY}hostnameOverride: a", {"hostname_override": ""},
+         "node_name", "a"),
+    Wins("nor does an empty flag of ours", f"{OWN}cgroup: /c", {"cgroup": ""}, "cgroup",
+         Path("/c")),
     Wins("a master on the command line counts", PROXY, {"master": "https://x"}, "master",
          "https://x"),
     Wins("verbosity on the command line beats the file's", f"{PROXY}logging: {{verbosity: 0}}",
          {"log_level": "debug"}, "log_level", "debug"),
+    Wins("those of the log that are not used are not ignored as kube-proxy does", PROXY,
+         {"vmodule": "proxier=4", "log_flush_frequency": "1s"}, "log_level", "info"),
     Wins("kube-proxy's own flags are ignored", f"{PROXY}clusterCIDR: 10.0.0.0/8",
          {"cluster_cidr": "192.168.0.0/16", "kubeconfig": "/k"}, "cluster_cidrs",
          (cidr("10.0.0.0", 104),), ("--cluster-cidr", "--kubeconfig")),
@@ -650,3 +711,19 @@ def test_every_flag_is_on_the_page_and_those_that_do_something_have_a_field():
             assert own.FLAG_OF[field.removeprefix("KbpfConfiguration.")] == flag.name
         elif flag.field:
             assert field in theirs
+
+
+def test_the_page_says_which_flags_have_other_names_and_which_are_ignored():
+    for name, (_, others, ignored) in table("Flags").items():
+        flag = flags.BY_NAME[name]
+        assert tuple(re.findall("`(.*?)`", others)) == flag.aliases, name
+        assert (ignored == "yes") is (name in flags.KUBE_PROXYS), name
+
+
+def test_the_pages_defaults_are_ours():
+    made = write.ours(Config())
+    for path, (_, default, _) in table("KbpfConfiguration").items():
+        head, _, tail = path.partition(".")
+        value = made.get(head, {}).get(tail, "") if tail else made.get(head, "")
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+        assert default.strip("`") == text, path
