@@ -228,6 +228,8 @@ class Desk:
                 answer = health.healthz(self.health.verdict(), self._eligible)
             case "/livez":
                 answer = health.livez(self.health.verdict())
+            case "/readyz":
+                return health.readyz(self.health.verdict(), self._status)
             case _:
                 return NOT_FOUND
         self.record.answered(request.path[1:], answer.status)
@@ -238,6 +240,7 @@ class Desk:
             "/metrics": lambda: Answer(200, self._fresh_page(), exposition.CONTENT_TYPE),
             "/metrics/slis": lambda: Answer(200, SLIS, exposition.CONTENT_TYPE),
             "/healthz": lambda: Answer(200, VERBOSE if "verbose" in request.query else b"ok"),
+            "/readyz": lambda: health.readyz(self.health.verdict(), self._status),
             "/healthz/ping": lambda: Answer(200, b"ok"),
             "/proxyMode": lambda: Answer(200, self._mode.encode()),
             "/configz": lambda: Answer(200, self._configz, JSON),

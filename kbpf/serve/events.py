@@ -114,6 +114,8 @@ class Events:
         if self._post is None or self._stop.is_set():
             return
         with self._lock:
+            if self._was_said(about, reason):
+                return
             if not self._allowed(about, reason):
                 self.dropped += 1
                 return
@@ -125,12 +127,15 @@ class Events:
         except queue.Full:
             self.dropped += 1
 
+    def _was_said(self, about: About, reason: str) -> bool:
+        last = self._said.get((about, reason))
+        return last is not None and self._clock() - last < REPEAT_SECONDS
+
     def _allowed(self, about: About, reason: str) -> bool:
         now = self._clock()
         self._tokens = min(BURST, self._tokens + (now - self._filled) / REFILL_SECONDS)
         self._filled = now
-        last = self._said.get((about, reason))
-        if self._tokens < 1 or (last is not None and now - last < REPEAT_SECONDS):
+        if self._tokens < 1:
             return False
         if len(self._said) >= REMEMBERED:
             self._said = {k: at for k, at in self._said.items() if now - at < REPEAT_SECONDS}

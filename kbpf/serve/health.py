@@ -1,11 +1,13 @@
 """Whether the agent keeps up, and whether the node should get traffic: /healthz, /livez and the
 health checks of Services.
 
-kube-proxy's rules and bodies (its healthcheck package, 1.36; reference 3.1, 3.2):
+kube-proxy's rules and bodies (1.36, healthcheck/proxy_health.go, service_health.go):
 - The agent is healthy unless a change has waited for `late` seconds to be programmed. Before the
   first complete pass it is healthy too.
 - /livez says that. /healthz says it and whether the node is eligible: not being deleted, and not
   about to be by the cluster autoscaler.
+- /readyz is ours, kube-proxy has none: whether the agent has programmed everything once, and keeps
+  up since. Its text begins with kbpf's name, by which we tell ourselves from a kube-proxy.
 - A Service's health check says whether this node has ready endpoints of it, and the former.
 """
 
@@ -17,9 +19,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from kbpf.model.objects import ServiceName
+from kbpf.model.status import AgentStatus
 from kbpf.serve.http import JSON, Answer
 
 FAMILIES: Final = ("IPv4", "IPv6")
+NOT_NEEDED: Final = "pods"
+"""The watch without which Services are served all the same."""
 NEVER: Final = "0001-01-01T00:00:00Z"
 """Go's zero time."""
 
@@ -92,6 +97,32 @@ def healthz(verdict: Verdict, eligible: bool) -> Answer:
 def livez(verdict: Verdict) -> Answer:
     """The answer of /livez."""
     return _answer(verdict, verdict.healthy, {})
+
+
+def readyz(verdict: Verdict, status: AgentStatus | None) -> Answer:
+    """The answer of /readyz, one line. `status` None: nothing is known of the agent yet."""
+    why = _why_not(verdict, status)
+    if why:
+        return Answer(503, f"kbpf does not serve: {why}\n".encode())
+    return Answer(200, b"kbpf serves\n")
+
+
+def _why_not(verdict: Verdict, status: AgentStatus | None) -> str:
+    if status is None:
+        return "the data plane is being opened"
+    if not status.synced:
+        missing = [
+            source for source in status.sources if not source.synced and source.name != NOT_NEEDED
+        ]
+        if status.error:
+            return f"not programmed: {status.error}"
+        if missing:
+            first = next((source for source in missing if source.error), missing[0])
+            return f"no list of {first.name} yet" + (first.error and f": {first.error}")
+        return "its first pass is not done"
+    if not verdict.healthy:
+        return "changes wait to be programmed" + (status.error and f": {status.error}")
+    return ""
 
 
 def _answer(verdict: Verdict, good: bool, more: dict[str, bool]) -> Answer:

@@ -18,6 +18,7 @@ import contextlib
 import errno
 import logging
 import os
+import re
 import selectors
 import socket
 import threading
@@ -45,6 +46,9 @@ FAULT_SECONDS: Final = 0.1
 """After a fault of our own: one that stays must not take a processor."""
 
 NO_ROOM: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+HEAD_END: Final = re.compile(rb"\r?\n\r?\n")
+"""Checks of load balancers are often typed by hand, their lines without CR; Go lets them."""
+
 WILDCARDS: Final = ("0.0.0.0", "::")
 JSON: Final = "application/json"
 TEXT: Final = "text/plain; charset=utf-8"
@@ -260,13 +264,13 @@ class Server:
         client.body -= skipped
         if client.body or not client.got:
             return
-        end = client.got.find(b"\r\n\r\n")
-        if end < 0:
+        end = HEAD_END.search(client.got)
+        if end is None:
             if len(client.got) >= HEAD_BYTES:
                 self._answer(client, Answer(431, b"431 Request Header Fields Too Large"), "GET")
             return
-        head = bytes(client.got[:end])
-        del client.got[: end + 4]
+        head = bytes(client.got[: end.start()])
+        del client.got[: end.end()]
         request = _parse(head, client)
         if request is None:
             client.last = True
@@ -346,7 +350,7 @@ def bind(host: str, port: int, one_family: bool = False) -> socket.socket:
 
 def _parse(head: bytes, client: _Client) -> Request | None:
     """The request, or None where it is none. Says in `client` what follows it."""
-    lines = head.decode("latin-1").split("\r\n")
+    lines = head.decode("latin-1").replace("\r\n", "\n").split("\n")
     words = lines[0].split(" ")
     if len(words) != 3 or words[2] not in ("HTTP/1.0", "HTTP/1.1") or not words[0].isascii():
         return None
@@ -356,11 +360,8 @@ def _parse(head: bytes, client: _Client) -> Request | None:
         if not colon or not name or name != name.strip():
             return None
         headers[name.lower()] = value.strip()
-    try:
-        target = urlsplit(words[1])
-    except ValueError:
-        return None
-    if not target.path.startswith("/"):
+    target = _target(words[1])
+    if target is None:
         return None
     length = headers.get("content-length", "0")
     said = headers.get("connection", "").lower()
@@ -369,7 +370,19 @@ def _parse(head: bytes, client: _Client) -> Request | None:
         client.last = True
     else:
         client.body = int(length)
-    return Request(words[0], unquote(target.path), target.query)
+    return Request(words[0], *target)
+
+
+def _target(text: str) -> tuple[str, str] | None:
+    """Path and query of what is asked for: a path, or a whole address as proxies are asked."""
+    if text.startswith("/"):
+        path, _, query = text.partition("?")
+        return unquote(path), query
+    try:
+        url = urlsplit(text)
+    except ValueError:
+        return None
+    return (unquote(url.path), url.query) if url.path.startswith("/") else None
 
 
 def _head(answer: Answer, last: bool) -> bytes:

@@ -103,8 +103,9 @@ def kernel(measures: Measures) -> Iterator[str]:
         [(at, table.room) for at, table in tables],
     )  # fmt: skip
     yield from _gauge(
-        "map_limit_entries", "How far a map may grow (--max-...)",
-        [(at, table.limit) for at, table in tables],
+        "map_limit_entries",
+        "How far a map may grow (--max-...), of those that do not make room by themselves",
+        [(at, table.limit) for at, table in tables if table.limit is not None],
     )  # fmt: skip
     yield from _gauge(
         "map_bytes", "Kernel memory of a map",
@@ -133,6 +134,16 @@ def traffic(found: Traffic, most: int) -> Iterator[str]:
         yield from _gauge(
             "connections", "Connections of all Services now", [("", sum(now.values()))]
         )
+    if found.tracked is not None:
+        yield from _gauge(
+            "tracked_connections",
+            "Connections of the packet path that do not make room for others by themselves",
+            [("", found.tracked.now)],
+        )
+        yield from _gauge(
+            "tracked_connections_limit", "As many as there may be (--max-connections)",
+            [("", found.tracked.most)],
+        )  # fmt: skip
     yield from _gauge(
         "service_series_left_out", "Service ports with connections and no series of their own",
         [("", len(now.keys() | had.keys()) - len(names))],

@@ -8,13 +8,16 @@ import contextlib
 import json
 import re
 import resource
+import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+import yaml
 
+from tests.support import docs
 from tests.support.apiserver import ApiServer
 from tests.support.features import needs
 from tests.support.kube import Kube, Object
@@ -22,6 +25,7 @@ from tests.support.kube_objects import endpoint, endpoint_slice, node, port, ser
 from tests.support.kube_proxy import KubeProxy
 from tests.support.lab import PATIENCE, Agent, Lab, Node, until
 from tests.support.prometheus import Family, parse
+from tests.support.promtool import promtool
 from tests.support.sockets import bound, connect
 from tests.support.web import Got, get
 
@@ -121,7 +125,7 @@ ASKED = [
     (HEALTH, "/healthz", "POST"),
     (HEALTH, "/healthz", "HEAD"),
     (HEALTH, "/", "GET"),
-    (HEALTH, "/readyz", "GET"),
+    (HEALTH, "/ready", "GET"),
     (METRICS, "/healthz", "GET"),
     (METRICS, "/healthz?verbose", "GET"),
     (METRICS, "/livez", "GET"),
@@ -133,6 +137,12 @@ def plain(got: Got) -> tuple[int, dict[str, str], str]:
     """Without what differs from one moment to the next: times."""
     headers = {k: v for k, v in got.headers.items() if k not in ("Date", "Content-Length")}
     return got.status, headers, re.sub(r'"\d{4}-[^"]*Z"', '"TIME"', got.body.decode())
+
+
+@pytest.mark.parametrize("number", [HEALTH, METRICS])
+def test_by_which_path_one_tells_them_apart(site: Site, number: int):
+    ours, theirs = (get(n.netns, "127.0.0.1", number, "/readyz") for n in site.nodes)
+    assert (ours.status, ours.body, theirs.status) == (200, b"kbpf serves\n", 404)
 
 
 @pytest.mark.parametrize(("number", "path", "method"), ASKED)
@@ -291,6 +301,22 @@ def test_a_node_that_leaves_is_not_eligible(site: Site):
         site.kube.patch("Node", each.name, {"spec": {"unschedulable": None}})
 
 
+def test_a_node_that_is_being_deleted_is_not_eligible(site: Site):
+    """Its object waits for a finalizer; when it is gone nothing gets better."""
+
+    def statuses() -> list[int]:
+        return [get(each.netns, "127.0.0.1", HEALTH, "/healthz").status for each in site.nodes]
+
+    for each in site.nodes:
+        site.kube.patch("Node", each.name, {"metadata": {"finalizers": ["x.io/wait"]}})
+        site.kube.delete("Node", each.name)
+    until("both say so", lambda: statuses() == [503, 503])
+    for each in site.nodes:
+        site.kube.patch("Node", each.name, {"metadata": {"finalizers": None}})
+        site.kube.create(node(each.name, each.ip, each.ip6))
+    until("both are well with the new ones", lambda: statuses() == [200, 200])
+
+
 # ---- events ------------------------------------------------------------------------------------
 
 
@@ -388,6 +414,56 @@ def test_the_data_plane_is_counted(site: Site, web: str):
     assert page["kbpf_mode_info"].value(mode="bpf") == 1
 
 
+# ---- Prometheus ----------------------------------------------------------------------------------
+
+SCRAPE = docs.ROOT / "manifests" / "monitoring" / "scrape.yaml"
+
+
+def test_prometheus_reaches_the_metrics(site: Site, tmp_path: Path):
+    """observe.md's setting, and the job that it names: where Prometheus would ask, by its own code,
+    an agent with that setting answers somebody outside of the node.
+    """
+    (setting,) = docs.blocks("docs/observe.md", "yaml")
+    (job,) = yaml.safe_load(SCRAPE.read_text())["scrape_configs"]
+    config = str(site.agent.log.parent / "kubeconfig")
+    head = {"apiVersion": "kubeproxy.config.k8s.io/v1alpha1", "kind": "KubeProxyConfiguration"}
+    said = {**head, **yaml.safe_load(setting), "clientConnection": {"kubeconfig": config}}
+    conf = tmp_path / "config.conf"
+    conf.write_text(yaml.safe_dump(said))
+    found = {one["instance"]: one for one in targets(job, site.nodes, tmp_path)}
+    assert found.keys() == {each.name for each in site.nodes}
+    agent = Agent(site.theirs, "--config", str(conf), "--packet-path", "false")
+    site.proxy.stop()
+    try:
+        agent.start()
+        target = found[site.theirs.name]
+        assert target["job"] == "kube-proxy"
+        host, _, number = target["__address__"].rpartition(":")
+        path = target["__metrics_path__"]
+        page = parse(get(site.ours.lab.outside, host, int(number), path).body.decode())
+        assert page["kbpf_build_info"].samples
+    finally:
+        agent.close()
+        site.proxy.start()
+        until("kube-proxy has synced", lambda: has_synced(site), 120)
+
+
+def targets(job: dict, nodes: Iterable[Node], folder: Path) -> list[dict[str, str]]:
+    """What becomes of these nodes by the job's relabelling. Debian's promtool has no discovery by
+    Kubernetes; what that would find is in its place: kubelet's address, and the node's name.
+    """
+    (sd,) = job.pop("kubernetes_sd_configs")
+    assert sd == {"role": "node"}
+    job["static_configs"] = [
+        {"targets": [f"{each.ip}:10250"], "labels": {"instance": each.name}} for each in nodes
+    ]
+    path = folder / "scrape.yaml"
+    path.write_text(yaml.safe_dump({"scrape_configs": [job]}))
+    command = [promtool(), "check", "service-discovery", path, job["job_name"]]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return [one["labels"] for one in json.loads(done.stdout)]
+
+
 # ---- addresses that are taken ------------------------------------------------------------------
 
 
@@ -457,6 +533,8 @@ def test_connections_are_counted_by_service(site: Site):
 
         until("the open connections are counted",
               lambda: counted(site, "kbpf_service_connections") >= 3)  # fmt: skip
+        until("and as such that take room",
+              lambda: site.metrics()["kbpf_tracked_connections"].value() >= 3)  # fmt: skip
     until("those that have begun, and what came and went by packet",
           lambda: counted(site, "kbpf_service_connections_total") >= 4
           and counted(site, "kbpf_service_bytes_total", direction="in")
@@ -464,6 +542,10 @@ def test_connections_are_counted_by_service(site: Site):
     page = site.metrics()
     assert page["kbpf_connections"].value() >= 3
     assert page["kbpf_map_entries"].value(map="flows") >= 3
+    assert page["kbpf_tracked_connections_limit"].value() == 131_072
+    limited = {dict(own)["map"] for _, own in page["kbpf_map_limit_entries"].samples}
+    assert {"services", "backends"} <= limited
+    assert not {"flows", "sock_peers", "affinity"} & limited
     clear(site.kube)
 
 

@@ -2,19 +2,28 @@
 (tests/lab/test_observe.py asks a real one).
 """
 
+import contextlib
 import errno
 import json
-from typing import NamedTuple
+import socket
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
+from msgspec.structs import replace
 
+from kbpf.errors import ConfigError
 from kbpf.model.address import parse_addr
-from kbpf.model.config import Config
+from kbpf.model.config import Config, Serving
 from kbpf.model.objects import Endpoint, EndpointSlice, Protocol, Service, ServiceName, SlicePort
+from kbpf.model.status import AgentStatus, SourceView
 from kbpf.policy.checks import HealthCheck, health_check
+from kbpf.serve import desk as desk_module
 from kbpf.serve.desk import Desk
-from kbpf.serve.health import Health, Verdict, go_time, healthz, livez, service_check
-from kbpf.serve.http import Answer
+from kbpf.serve.health import Health, Verdict, go_time, healthz, livez, readyz, service_check
+from kbpf.serve.http import Answer, Request
+from tests.support.lab import until
+from tests.support.web import get
 
 SYNCED, NOW = 1_795_300_289_792_282_716, 1_795_300_297_135_646_100
 AT, THEN = "2026-11-21T22:31:37.1356461Z", "2026-11-21T22:31:29.792282716Z"
@@ -81,6 +90,45 @@ def test_what_goes_back(asked: Asked):
 )
 def test_a_time_as_go_writes_it(moment: int | None, text: str):
     assert go_time(moment) == text
+
+
+AGENT = AgentStatus("1", 42, "bpf", "n", 4000.0, 4999.0, True, 3, 4, 7, 1.5, 2.5, 9.5, (), (), 0)
+STARTING = replace(AGENT, synced=False)
+
+
+def watch(name: str, error: str = "", synced: bool = False) -> SourceView:
+    return SourceView(name, "retrying", synced, "", error)
+
+
+READY = [
+    # name, verdict, what the agent says of itself, and what goes back
+    ("it serves", WELL, AGENT, "kbpf serves"),
+    ("nothing is opened yet", FIRST, None, "kbpf does not serve: the data plane is being opened"),
+    ("nothing was listed yet", FIRST,
+     replace(STARTING, sources=(watch("services", synced=True), watch("nodes"))),
+     "kbpf does not serve: no list of nodes yet"),
+    ("it may not list", FIRST,
+     replace(STARTING, sources=(watch("pods", "no"), watch("nodes"), watch("services", "403"))),
+     "kbpf does not serve: no list of services yet: 403"),
+    ("nobody waits for pods", FIRST, replace(STARTING, sources=(watch("pods", "403 pods"),)),
+     "kbpf does not serve: its first pass is not done"),
+    ("the kernel refuses the first pass", FIRST,
+     replace(STARTING, error="no room", sources=(watch("services", synced=True),)),
+     "kbpf does not serve: not programmed: no room"),
+    ("devices wait for their turn", WELL, STARTING,
+     "kbpf does not serve: its first pass is not done"),
+    ("late", LATE, AGENT, "kbpf does not serve: changes wait to be programmed"),
+    ("late, and why", LATE, replace(AGENT, error="no room"),
+     "kbpf does not serve: changes wait to be programmed: no room"),
+    ("the API server went away: what is programmed serves", WELL,
+     replace(AGENT, sources=(watch("services", "refused", synced=True),)), "kbpf serves"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "verdict", "status", "text"), READY, ids=[r[0] for r in READY])
+def test_whether_it_serves(name: str, verdict: Verdict, status: AgentStatus | None, text: str):
+    answer = readyz(verdict, status)
+    assert answer == Answer(200 if text == "kbpf serves" else 503, f"{text}\n".encode())
 
 
 # ---- when it is healthy ------------------------------------------------------------------------
@@ -280,3 +328,124 @@ def test_where_a_check_listens(row: Opened, monkeypatch: pytest.MonkeyPatch):
     at = None if row.at is None else tuple(map(parse_addr, row.at))
     desk._sync_checks({ServiceName("a", "web"): HealthCheck(31_999, 1, 1)}, at)
     assert tuple(opened) == row.on
+
+
+# ---- whose port it is --------------------------------------------------------------------------
+
+
+class Ports:
+    """Stands for the server: a port has one owner, and what waits is done when it is said."""
+
+    def __init__(self) -> None:
+        self.taken: dict[tuple[str, int], object] = {}
+        self.waiting: list[Callable[[], None]] = []
+
+    def listen(self, host: str, port: int, handler: object, **_: object) -> tuple[str, int]:
+        if (host, port) in self.taken:
+            raise OSError(errno.EADDRINUSE, "Address already in use")
+        self.taken[host, port] = handler
+        return host, port
+
+    def close(self, port: tuple[str, int]) -> None:
+        del self.taken[port]
+
+    def later(self, _: float, work: Callable[[], None]) -> None:
+        self.waiting.append(work)
+
+    def wait(self) -> None:
+        """The next try of all that could not be had."""
+        works, self.waiting = self.waiting, []
+        for work in works:
+            work()
+
+
+class Claimed(NamedTuple):
+    """What Services want, one step after the other (each with a try of what waits), and which
+    ports are served for whom at the end; `failed` so many are without theirs.
+    """
+
+    name: str
+    steps: tuple[dict[str, int], ...]
+    served: dict[int, str]
+    failed: int = 0
+
+
+CLAIMED = [
+    Claimed("another number", ({"a": 1}, {"a": 2}), {2: "a"}),
+    Claimed("the same again", ({"a": 1}, {"a": 1}), {1: "a"}),
+    Claimed("none any more", ({"a": 1}, {}), {}),
+    Claimed("two want one", ({"a": 1, "b": 1},), {1: "a"}, 1),
+    Claimed("the second gets it when the first goes", ({"a": 1, "b": 1}, {"b": 1}), {1: "b"}),
+    Claimed("the second goes", ({"a": 1, "b": 1}, {"a": 1}), {1: "a"}),
+    Claimed("both go while one waits", ({"a": 1, "b": 1}, {}), {}),
+    Claimed("the second takes another", ({"a": 1, "b": 1}, {"a": 1, "b": 2}), {1: "a", 2: "b"}),
+    Claimed("they change places", ({"a": 1, "b": 2}, {"a": 2, "b": 1}), {1: "b", 2: "a"}),
+]
+
+
+@pytest.mark.parametrize("row", CLAIMED, ids=lambda row: row.name)
+def test_whose_port_it_is(row: Claimed, monkeypatch: pytest.MonkeyPatch):
+    desk, ports = Desk(Config()), Ports()
+    monkeypatch.setattr(desk, "_server", ports)
+    for wanted in row.steps:
+        told = {ServiceName("x", name): HealthCheck(port, 1, 1) for name, port in wanted.items()}
+        desk._sync_checks(told, None)
+        ports.wait()
+    served = {port: json.loads(ask(handler).body)["service"]["name"]
+              for (host, port), handler in ports.taken.items() if host == "::"}  # fmt: skip
+    assert served == row.served
+    assert len(ports.taken) == 2 * len(served)
+    page = desk.metrics().decode()
+    assert f"\nkbpf_service_health_checks_failed {row.failed}\n" in page
+    assert f"\nkbpf_service_health_checks {len(row.steps[-1])}\n" in page
+
+
+def ask(handler: Any) -> Answer:
+    return handler(Request("GET", "/", ""))
+
+
+# ---- addresses that are taken --------------------------------------------------------------------
+
+TAKEN = {"healthz": "FailedToStartProxierHealthcheck", "metrics": "FailedToStartMetricServer"}
+"""The setting, and the Event when its address cannot be had."""
+
+
+@pytest.mark.parametrize("hard", [False, True], ids=["tried again", "hard"])
+@pytest.mark.parametrize("which", TAKEN)
+def test_an_address_that_is_taken_is_an_event(
+    which: str, hard: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(desk_module, "AGAIN_SECONDS", 0.01)
+    made: list[dict[str, Any]] = []
+
+    def post(path: str, body: bytes) -> int:
+        made.append(json.loads(body))
+        return 201
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        serving = Serving(**{"healthz": "", "metrics": "", which: f"127.0.0.1:{port}"},
+                          hard_fail=hard)  # fmt: skip
+        desk = Desk(Config(serving=serving, node_name="n1"), post=post)
+        try:
+            if hard:
+                with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
+                    desk.start()
+            else:
+                desk.start()
+            until("it is said", lambda: made)
+            if not hard:
+                taken.close()
+                until("it has its address", lambda: answers(port))
+        finally:
+            desk.stop()
+    (event,) = made
+    assert (event["reason"], event["type"]) == (TAKEN[which], "Warning")
+    assert event["regarding"]["name"] == "n1"
+    assert event["note"] == f"cannot listen on 127.0.0.1:{port}: Address already in use"
+
+
+def answers(port: int) -> bool:
+    with contextlib.suppress(OSError):
+        return get(None, "127.0.0.1", port, "/healthz").status == 200
+    return False

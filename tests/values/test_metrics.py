@@ -26,6 +26,7 @@ from kbpf.model.measures import (
     Pause,
     Table,
     Totals,
+    Tracked,
     Traffic,
 )
 from kbpf.model.objects import Cidr
@@ -53,7 +54,11 @@ STATUS = AgentStatus(
     without_endpoints=5,
 )  # fmt: skip
 MEASURES = Measures(
-    tables=(Table("services", 10, 64, 256, 4096), Table("replies", None, 64, 64, None)),
+    tables=(
+        Table("services", 10, 64, 256, 4096),
+        Table("replies", None, 64, 64, None),
+        Table("flows", 60, 64, None, 9),
+    ),
     decisions=(Decision("translated", "translate", 100), Decision("no_route", "drop", 3)),
 )
 WEB = ("a", "web", "http", "TCP")
@@ -70,6 +75,7 @@ TRAFFIC = Traffic(
     totals=((WEB, HAD), (("a", "dns", "", "UDP"), Totals(begun=20))),
     known=FULL,
     backends=(Pair(WEB, "10.244.1.2:8080", 4, HAD),),
+    tracked=Tracked(3, 32),
 )
 
 
@@ -92,9 +98,14 @@ class Counts(NamedTuple):
 COUNTS = Counts()
 
 
-def page(serving: Serving = DEFAULT, plane: Counts = COUNTS, **given: object) -> dict[str, Family]:
+def page(
+    serving: Serving = DEFAULT,
+    plane: Counts = COUNTS,
+    status: AgentStatus = STATUS,
+    **given: object,
+) -> dict[str, Family]:
     desk = Desk(Config(serving=serving), "bpf", plane, **given)  # type: ignore[arg-type]
-    desk.show(STATUS)
+    desk.show(status)
     desk.count()
     return parse(desk.metrics().decode())
 
@@ -131,6 +142,9 @@ VALUES = [
     Value("kbpf_map_max_entries", {"map": "services"}, 64),
     Value("kbpf_map_limit_entries", {"map": "services"}, 256),
     Value("kbpf_map_bytes", {"map": "services"}, 4096),
+    Value("kbpf_map_entries", {"map": "flows"}, 60),
+    Value("kbpf_tracked_connections", {}, 3),
+    Value("kbpf_tracked_connections_limit", {}, 32),
     Value("kbpf_decisions_total", {"reason": "no_route", "verdict": "drop"}, 3),
     Value("kbpf_connections", {}, 15),
     Value("kbpf_service_connections", {"service": "dns", "protocol": "UDP"}, 9),
@@ -167,8 +181,13 @@ def test_ours(row: Value):
 
 def test_what_is_not_counted_has_no_series():
     found = page()
-    for name in ("kbpf_map_entries", "kbpf_map_bytes"):
-        assert {dict(own)["map"] for _, own in found[name].samples} == {"services"}
+    for name, maps in (
+        ("kbpf_map_entries", {"services", "flows"}),
+        ("kbpf_map_bytes", {"services", "flows"}),
+        ("kbpf_map_max_entries", {"services", "replies", "flows"}),
+        ("kbpf_map_limit_entries", {"services", "replies"}),
+    ):
+        assert {dict(own)["map"] for _, own in found[name].samples} == maps
 
 
 def test_the_services_with_the_most_connections_have_series():

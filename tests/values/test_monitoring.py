@@ -10,14 +10,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 import yaml
 
 from kbpf.dataplane.bpf.layout import MAPS, Reason
-from kbpf.dataplane.bpf.measure import VERDICTS
+from kbpf.dataplane.bpf.measure import KNOWN, VERDICTS
+from kbpf.model.config import Config
 from kbpf.serve.page import FAILURES
 from tests.support.prometheus import Family
-from tests.values.test_metrics import busy
+from tests.values.test_metrics import COUNTS, busy
 from tests.values.test_metrics import page as page_of_metrics
 
 FOLDER = Path(__file__).parents[2] / "manifests" / "monitoring"
@@ -140,6 +142,54 @@ def test_every_series_is_documented(page: dict[str, Family]):
     text = DOCS.read_text()
     for name in page:
         assert f"`{name}`" in text, name
+
+
+def needs(text: str, page: dict[str, Family]) -> set[str]:
+    """The settings without which an agent does not export all that this expression asks for."""
+    known = KNOWN[Config().accounting]
+    counted = msgspec.structs.replace(COUNTS.traffic, known=known)
+    exported = page_of_metrics(plane=COUNTS._replace(traffic=counted), record=busy())
+    needed = set()
+    for match in SELECTOR.finditer(text):
+        chosen = {label: value for label, _, value in MATCHER.findall(match[2] or "")}
+        missing = family_of(page, match[1]) and not family_of(exported, match[1])
+        if missing or (match[1] in FAILED and chosen.get("reason") not in known):
+            needed.add("--accounting full")
+        if match[1].startswith("kbpf_backend_"):
+            needed.add("--metrics-backends")
+    return needed
+
+
+def test_what_is_empty_by_default_says_what_it_needs(page: dict[str, Family]):
+    said = {panel["title"]: needs(target["expr"], page)
+            for panel in dashboard()["panels"] for target in panel.get("targets", ())}  # fmt: skip
+    for panel in dashboard()["panels"]:
+        for word in said.get(panel["title"], ()):
+            assert word in panel["description"], panel["title"]
+    assert {title for title, needed in said.items() if needed} == {
+        "Failures of Services", "Bytes of Services", "Round trips to backends",
+        "Segments sent again", "Failures of backends",
+    }  # fmt: skip
+
+
+def test_an_alert_that_is_silent_by_default_says_what_it_needs(page: dict[str, Family]):
+    silent = {rule["alert"]: needed for rule in rules() if (needed := needs(rule["expr"], page))}
+    assert silent == {"KbpfServiceFails": {"--accounting full"}}
+    for alert, needed in silent.items():
+        (row,) = [row for row in DOCS.read_text().splitlines() if row.startswith(f"| `{alert}`")]
+        assert all(word in row for word in needed), row
+
+
+def test_the_job_that_is_shipped_has_a_name_that_the_alerts_look_for():
+    """Where it asks: tests/lab/test_observe.py."""
+    written = yaml.safe_load((FOLDER / "scrape.yaml").read_text())
+    (job,) = written["scrape_configs"]
+    (down,) = [rule for rule in rules() if rule["alert"] == "KbpfDown"]
+    ((label, how, names),) = MATCHER.findall(down["expr"])
+    assert (label, how) == ("job", "=~")
+    assert job["job_name"] in names.split("|")
+    assert all(f"`{name}`" in DOCS.read_text() for name in names.split("|"))
+    assert written["rule_files"] == ["rules.yaml"]
 
 
 def test_panels_do_not_lie_upon_each_other():
