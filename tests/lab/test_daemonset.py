@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeVar
 
 import pytest
 
-from tests.support.daemonset import ROOT, PodAgent, PodCluster, asked
+from tests.support.daemonset import ROOT, PodAgent, PodCluster, answered, asked
 from tests.support.dial import UNSERVED, Dial, check
 from tests.support.kube import Object
 from tests.support.kubectl import MANIFESTS
@@ -158,26 +158,26 @@ def expect_masqueraded(
 
 
 @contextlib.contextmanager
-def connections(cluster: PodCluster) -> Iterator[Load]:
+def connections(cluster: PodCluster, kept: tuple[str, ...] = ("a3", "outside")) -> Iterator[Load]:
     """New ones all the time, of sockets and from outside, of which none may fail; and an
-    established one of each kind, which live on.
+    established one of each kind, by `kept`, which live on.
     """
     port = 30000 + NUMBERS["tcp"]
     worker = cluster.lab.nodes[1].ip
-    kept = {cluster["a3"]: (HOST, 80), cluster["outside"]: (worker, port)}
-    for client, to in kept.items():
-        assert "name" in client.tcp(*to, keep="kept")
+    ways = {"a3": (HOST, 80), "outside": (worker, port)}
+    for name in kept:
+        assert "name" in cluster[name].tcp(*ways[name], keep="kept")
     try:
         with (
             under_load(cluster, HOST, "a2", "host-2") as sockets,
             under_load(cluster, worker, "outside", port=port) as packets,
         ):
             yield Load((*sockets.places, *packets.places))
-        for client in kept:
-            assert "name" in client.ask("talk", keep="kept"), f"established, from {client.name}"
+        for name in kept:
+            assert "name" in cluster[name].ask("talk", keep="kept"), f"established, from {name}"
     finally:
-        for client in kept:
-            client.ask("drop", keep="kept")
+        for name in kept:
+            cluster[name].ask("drop", keep="kept")
 
 
 def adopted(agents: list[PodAgent]) -> None:
@@ -200,41 +200,65 @@ def test_rollout_restart(web: PodCluster) -> None:
     adopted(running(web))
 
 
-TRACKED = {"flows", "order", "tracked", "fragments", "pending"}
-"""Maps with the packet path's connections: of these another layout cannot be made up from Services
-(docs/limits.md).
+LAID_OUT = """
+
+from dataclasses import replace as _replace
+
+_grown = Former(MAPS["flows"].version, NAT.size, lambda value: value + bytes(8))
+MAPS["flows"] = _replace(MAPS["flows"], value_size=NAT.size + 8, former=(_grown,))
+MAPS["pending"] = _replace(MAPS["pending"], value_size=NAT.size + 8)
+NAT = Struct(NAT.format + "8x")
+for _name in set(MAPS) - {"flows", "pending", "paused"}:
+    MAPS[_name] = _replace(MAPS[_name], version=99)
 """
+"""A version in which a connection of the packet path has one more field, and all other maps mean
+something else. `paused` never does: it is how versions talk to each other.
+"""
+IN_C = "	struct way_out out; /* of packets that are found by this entry */\n"
+
+
+@pytest.fixture(scope="module")
+def another_version(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    other = tmp_path_factory.mktemp("version") / "kbpf"
+    shutil.copytree(ROOT / "kbpf", other, ignore=shutil.ignore_patterns("__pycache__"))
+    layout, types = other / "dataplane" / "bpf" / "layout.py", other / "bpf" / "types.h"
+    layout.write_text(layout.read_text() + LAID_OUT)
+    assert IN_C in types.read_text()
+    types.write_text(types.read_text().replace(IN_C, IN_C + "	u64 more;\n"))
+    return other
 
 
 @over_each_network
 def test_rolling_update_to_a_version_with_another_layout_and_back(
-    web: PodCluster, tmp_path: Path
+    web: PodCluster, another_version: Path
 ) -> None:
-    """Its maps are others, so what they hold is copied; its programs take the hooks over."""
-    other = tmp_path / "kbpf"
-    shutil.copytree(ROOT / "kbpf", other, ignore=shutil.ignore_patterns("__pycache__"))
-    layout = other / "dataplane" / "bpf" / "layout.py"
-    layout.write_text(
-        layout.read_text() + f"\n\nfor _name in set(MAPS) - {TRACKED!r}:\n"
-        "    MAPS[_name] = __import__('dataclasses').replace(MAPS[_name], version=99)\n"
-    )
-    agents = running(web)
+    """Its maps are others, so what they hold is copied; its programs take the hooks over. The way
+    back is to a version that does not know the layout: what was established by packets ends there
+    (docs/limits.md), and nothing else.
+    """
     with connections(web) as load:
-        for image in ("kbpf:0.2.0", "kbpf:0.1.0"):
-            before = [sorted(p.name for p in agent.pin_dir.glob("maps-*")) for agent in agents]
-            for agent in agents:
-                agent.versions = {"kbpf:0.2.0": other}
-            web.kubectl(*SPACE, "set", "image", "ds/kube-proxy", f"kube-proxy={image}")
-            web.kubelets.sync()
-            load.goes_on()
-            for agent, names in zip(agents, before, strict=True):
-                until(
-                    "it has maps of its own, and the others are gone",
-                    lambda agent=agent, names=names: set(names).isdisjoint(
-                        p.name for p in agent.pin_dir.glob("maps-*")
-                    ),
-                )
+        update(web, "kbpf:0.2.0", another_version, load)
+    with connections(web, kept=("a3",)) as load:
+        update(web, "kbpf:0.1.0", another_version, load)
     expect(web, "b2", f"{HOST}:80")
+
+
+def update(web: PodCluster, image: str, another_version: Path, load: Load) -> None:
+    """A rolling update to this image, and until no agent has maps of the version before."""
+    agents = running(web)
+    before = [sorted(p.name for p in agent.pin_dir.glob("maps-*")) for agent in agents]
+    for agent in agents:
+        agent.versions = {"kbpf:0.2.0": another_version}
+    web.kubectl(*SPACE, "set", "image", "ds/kube-proxy", f"kube-proxy={image}")
+    web.kubelets.sync()
+    load.goes_on()
+    for agent, names in zip(agents, before, strict=True):
+        until(
+            "it has maps of its own, and the others are gone",
+            lambda agent=agent, names=names: set(names).isdisjoint(
+                p.name for p in agent.pin_dir.glob("maps-*")
+            ),
+        )
 
 
 @over_each_network
@@ -289,11 +313,24 @@ def test_a_node_joins(web: PodCluster) -> None:
 
 
 def test_kbpf_is_taken_off_the_nodes(web: PodCluster) -> None:
-    """By a DaemonSet whose pods get ready when their node is clean; nothing before has ended it."""
+    """By a DaemonSet whose pods get ready when their node is clean, and not while an agent runs;
+    nothing before has ended it. Its pins are where the ConfigMap says.
+    """
     agents, cleanup = running(web), str(MANIFESTS / "cleanup")
-    web.kubectl("delete", "-k", str(web.overlay))
+    web.kubectl("apply", "-k", cleanup)
+    web.kubelets.sync()
+    (found,) = web.kubectl.objects(*SPACE, "get", "ds", "kbpf-cleanup")
+    assert found["status"].get("numberReady", 0) == 0
+    assert all(agent.is_running and agent.pin_dir.exists() for agent in agents)
+    web.kubectl("delete", "-k", cleanup)
+    web.kubectl(*SPACE, "delete", "daemonset", "kube-proxy")
     web.kubelets.sync()
     expect(web, "a2", f"{HOST}:80")
+    own = {"apiVersion": "kbpf.io/v1alpha1", "kind": "KbpfConfiguration"}
+    for agent in agents:
+        agent.pin_dir.rename(agent.bpffs / "elsewhere")
+    told = {"data": {"config.conf": json.dumps({**own, "pinDir": "/sys/fs/bpf/elsewhere"})}}
+    web.kubectl(*SPACE, "patch", "cm", "kube-proxy", "--type=merge", "-p", json.dumps(told))
     web.kubectl("apply", "-k", cleanup)
     try:
         web.kubelets.sync()
@@ -316,6 +353,37 @@ def test_its_probes(pods: PodCluster, probe: str) -> None:
     probe_of = found["spec"]["template"]["spec"]["containers"][0][probe]["httpGet"]
     port, path = probe_of["port"], probe_of["path"]
     until("it is well", lambda: asked(agent, port, path) == 200)
+
+
+def may_list(pods: PodCluster, resource: str) -> bool:
+    """Whether the account of kbpf's pods may."""
+    about = {"verb": "list", "group": "", "resource": resource}
+    review = {
+        "apiVersion": "authorization.k8s.io/v1",
+        "kind": "SubjectAccessReview",
+        "spec": {
+            "user": "system:serviceaccount:kube-system:kube-proxy",
+            "resourceAttributes": about,
+        },
+    }
+    said = pods.kubectl("create", "-o", "json", "-f", "-", stdin=json.dumps(review))
+    return bool(json.loads(said)["status"]["allowed"])
+
+
+def test_without_its_rights_it_is_alive_and_not_ready(pods: PodCluster) -> None:
+    """So a rollout stops there, and says why. What is pinned serves."""
+    agent = pods.pod_agents[1]
+    assert may_list(pods, "services")
+    pods.kubectl("delete", "clusterrolebinding", "kbpf", "kubeadm:node-proxier")
+    until("the API server has heard of it", lambda: not may_list(pods, "services"))
+    assert agent.stop() == 0
+    pods.kubelets.launch(agent)
+    until("it is refused", lambda: "403" in answered(agent, 10256, "/readyz")[1])
+    code, said = answered(agent, 10256, "/readyz")
+    assert (code, asked(agent, 10256, "/livez"), asked(agent, 10256, "/healthz")) == (503, 200, 200)
+    assert said.startswith("kbpf does not serve: no list of "), said
+    pods.kubectl("apply", "-k", str(pods.overlay))
+    until("it serves", lambda: asked(agent, 10256, "/readyz") == 200)
 
 
 IN_THE_POD = [

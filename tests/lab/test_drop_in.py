@@ -16,6 +16,7 @@ import pytest
 from kbpf.dataplane.bpf.layout import Reason
 from tests.support import docs
 from tests.support.daemonset import PodCluster
+from tests.support.kube_proxy import MODES, has_programmed
 from tests.support.kubeadm import Kubeadm
 from tests.support.lab import PATIENCE, Place, inside, ip, run, until
 from tests.support.load import Load, under_load
@@ -25,23 +26,29 @@ HOST, NODE_PORT = "10.96.0.20", 30020
 NOT_OURS = {"conntrack": {"maxPerCore": 0, "min": 0, "tcpCloseWaitTimeout": "0s",
                           "tcpEstablishedTimeout": "0s"}}  # fmt: skip
 """Sysctls of the whole machine."""
+BITS = {"iptables": {"masqueradeBit": 16}, "nftables": {"masqueradeBit": 17}}
+"""An operator's own, which have to be there again on the way back."""
 
 
 class KubeadmCluster(PodCluster):
-    """Two nodes of a cluster that kubeadm has made, with its kube-proxy; a third has not joined."""
+    """Two nodes of a cluster that kubeadm has made, with its kube-proxy in this mode; a third has
+    not joined.
+    """
 
-    def __init__(self, kubectl: Path, kubeadm: Path) -> None:
+    def __init__(self, kubectl: Path, kubeadm: Path, mode: str) -> None:
         super().__init__(kubectl, 3, "k")
         self._program = kubeadm
+        self.mode = mode
 
     def bring_up(self) -> None:
         self.prepare()
         for home in self.lab.nodes:
             for each in (home.netns, *(pod.netns for pod in home.pods)):
                 ip("route del unreachable 10.96.0.0/16", netns=each)
-        kubeadm = Kubeadm(self._program, self.api, self.lab.folder, proxy=NOT_OURS)
-        kubeadm.upload_config()
-        kubeadm.install_kube_proxy()
+        proxy = {"mode": self.mode, **NOT_OURS, **BITS}
+        self.kubeadm = Kubeadm(self._program, self.api, self.lab.folder, proxy=proxy)
+        self.kubeadm.upload_config()
+        self.kubeadm.install_kube_proxy()
         self.kubelets.sync()
 
     def rules(self) -> str:
@@ -51,12 +58,12 @@ class KubeadmCluster(PodCluster):
         )
 
 
-@pytest.fixture
+@pytest.fixture(params=MODES)
 def cluster(
-    programs: None, kubectl: Path, kubeadm: Path, kube_proxy: Path
+    request: pytest.FixtureRequest, programs: None, kubectl: Path, kubeadm: Path, kube_proxy: Path
 ) -> Iterator[KubeadmCluster]:
-    """A Service with a backend on each node; kube-proxy serves it."""
-    with KubeadmCluster(kubectl, kubeadm) as made:
+    """A Service with a backend on each node; kube-proxy serves it, in each mode."""
+    with KubeadmCluster(kubectl, kubeadm, request.param) as made:
         outside = Place("outside", made.lab.outside, None)
         made.places["outside"], made.home["outside"] = outside, made.lab.nodes[0]
         try:
@@ -70,10 +77,9 @@ def cluster(
 def kube_proxy_serves(cluster: KubeadmCluster) -> None:
     """Returns when its rules are on each node."""
     for node in cluster.lab.nodes[:2]:
-        saved = inside(node.netns, None, "iptables-save", "-t", "nat")
         until(
             f"kube-proxy's rules on {node.name}",
-            lambda words=saved: f"--dport {NODE_PORT} -j KUBE-EXT" in run(*words),
+            lambda home=node: has_programmed(home, cluster.mode, NODE_PORT),
         )
 
 
@@ -125,6 +131,7 @@ def test_there_and_back(
         to_kbpf(cluster, shell, use)
         use.keep()
         use.goes_on()
+        upgraded(cluster, shell, use)
         back(cluster, shell, use)
 
 
@@ -144,10 +151,18 @@ def all_well(cluster: KubeadmCluster) -> None:
         until("it is well", lambda one=agent: one.exec(*status).returncode == 0)
 
 
+def replace_kube_proxy() -> list[str]:
+    """README.md's blocks: the image, where it is, the change, and what is removed then."""
+    return docs.section("README.md", "## Replace kube-proxy: ten minutes")
+
+
 def to_kbpf(cluster: KubeadmCluster, shell: Shell, use: InUse) -> None:
     """By README.md; then migration.md's own, which find little left to do."""
-    image, apply, take_over = docs.section("README.md", "## Replace kube-proxy: ten minutes")
+    image, where, apply, take_over = replace_kube_proxy()
     assert all(line.startswith("buildah ") for line in docs.commands(image)), "by tests/image"
+    cluster.kubelets.images.remove("kbpf:0.1.0")
+    cluster.kubelets.images.add("REGISTRY/kbpf:0.1.0")
+    type_in(shell, use, where)
     assert "successfully rolled out" in type_in(shell, use, apply)
     (container,) = container_of(cluster)
     assert (container["image"], container["command"][0]) == ("REGISTRY/kbpf:0.1.0", "kbpf")
@@ -162,20 +177,37 @@ def to_kbpf(cluster: KubeadmCluster, shell: Shell, use: InUse) -> None:
     type_in(shell, use, take_over)
 
 
+def upgraded(cluster: KubeadmCluster, shell: Shell, use: InUse) -> None:
+    """install.md, where a `kubeadm upgrade` has put kube-proxy over kbpf."""
+    cluster.kubeadm.install_kube_proxy()
+    cluster.kubelets.sync()
+    (container,) = container_of(cluster)
+    assert container["command"][0] == "/usr/local/bin/kube-proxy"
+    kube_proxy_serves(cluster)
+    use.goes_on()
+    *_, apply = docs.section("docs/install.md", "### In the place of kubeadm's kube-proxy")
+    assert "successfully rolled out" in type_in(shell, use, apply)
+    all_well(cluster)
+    type_in(shell, use, replace_kube_proxy()[-1])
+    assert "KUBE-SERVICES" not in cluster.rules()
+
+
 def back(cluster: KubeadmCluster, shell: Shell, use: InUse) -> None:
     """Step by step; what the packet path translates ends with the last one."""
     bit, delete, kubeadm, keep, clean, gone = docs.section(
         "docs/migration.md", "## Back to kube-proxy"
     )
     type_in(shell, use, bit)
+    assert re.findall(r"masqueradeBit: (\S+)", config_of(cluster)) == ["13", "13"]
     type_in(shell, use, delete)
     type_in(shell, use, kubeadm)
     (container,) = container_of(cluster)
     assert container["command"][0] == "/usr/local/bin/kube-proxy"
-    (config,) = cluster.kubectl.objects("-n", "kube-system", "get", "cm/kube-proxy")
-    assert config["data"]["config.conf"].count("masqueradeBit: null") == 2
+    assert re.findall(r"masqueradeBit: (\S+)", config_of(cluster)) == ["16", "17"]
     kube_proxy_serves(cluster)
     type_in(shell, use, keep)
+    ready = ("rollout", "status", "ds", "kbpf-cleanup", f"--timeout={PATIENCE:.0f}s")
+    assert "successfully rolled out" in cluster.kubectl("-n", "kube-system", *ready)
     before = [agent.reasons()[Reason.NEW_FLOW] for agent in cluster.pod_agents[:2]]
     use.goes_on()
     assert [agent.reasons()[Reason.NEW_FLOW] for agent in cluster.pod_agents[:2]] == before
@@ -191,3 +223,10 @@ def container_of(cluster: KubeadmCluster) -> list[dict]:
     """What the DaemonSet kube-proxy runs."""
     (found,) = cluster.kubectl.objects("-n", "kube-system", "get", "ds/kube-proxy")
     return found["spec"]["template"]["spec"]["containers"]
+
+
+def config_of(cluster: KubeadmCluster) -> str:
+    """What stands in the ConfigMap kube-proxy."""
+    (found,) = cluster.kubectl.objects("-n", "kube-system", "get", "cm/kube-proxy")
+    text: str = found["data"]["config.conf"]
+    return text

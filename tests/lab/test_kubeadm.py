@@ -1,5 +1,6 @@
 """A real kubeadm: the objects of its kube-proxy, ours in their place, and its own again."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -7,17 +8,31 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.support import docs
 from tests.support import kubeadm as support
 from tests.support.apiserver import ApiServer
 from tests.support.kube import Object
 from tests.support.kubeadm import Kubeadm
-from tests.support.kubectl import OVERLAYS, Kubectl, copy_of_manifests, kustomize
+from tests.support.kubectl import OVERLAYS, Kubectl, call, copy_of_manifests, kustomize
 
 SPACE = "kube-system"
 PODS = "10.244.0.0/16,fd00:10:244::/56"
 ENDPOINT = "cluster.example:6443"
 OURS = {("ClusterRole", "kbpf"), ("ClusterRoleBinding", "kbpf")}
 """The rights that kubeadm's role for kube-proxy has not: Pods (docs/operate.md)."""
+
+
+UPGRADES = sorted(set(re.findall(r"kubeadm upgrade (\w+).* --skip-phases=(\S+?)[`\n]",
+                                 (docs.ROOT / "docs" / "install.md").read_text())))  # fmt: skip
+
+
+def test_an_upgrade_can_leave_kube_proxy_out(kubeadm: Path) -> None:
+    """docs/install.md: these commands have such a phase."""
+    assert [command for command, _ in UPGRADES] == ["apply", "node"]
+    for command, phase in UPGRADES:
+        assert "--skip-phases" in call([str(kubeadm), "upgrade", command, "--help"], Path("/"))
+        words = [str(kubeadm), "upgrade", command, "phase", *phase.split("/"), "--help"]
+        assert "Upgrade the kube-proxy addon" in call(words, Path("/"))
 
 
 @pytest.fixture

@@ -71,8 +71,7 @@ GRANTED = {
     "nodes": {"list", "watch"},
     "pods": {"list", "watch"},
     "endpointslices.discovery.k8s.io": {"list", "watch"},
-    "events": {"create", "patch", "update"},
-    "events.events.k8s.io": {"create", "patch", "update"},
+    "events.events.k8s.io": {"create"},
 }
 ANYBODY = re.compile(r"selfsubject\S+\.(authorization|authentication)\.k8s\.io")
 """What each account may ask about itself."""

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.daemonset import PodCluster, asked
+from tests.support.daemonset import PodAgent, PodCluster, asked
 from tests.support.dial import UNSERVED, Dial, check
 from tests.support.kube_proxy import KubeProxy
 from tests.support.kubectl import OVERLAYS
-from tests.support.lab import ip, until
+from tests.support.lab import inside, ip, run, until
 from tests.support.load import under_load
 
 HOST = "10.96.0.20"
@@ -39,6 +39,22 @@ def trial(programs: None, kubectl: Path, kube_proxy: Path) -> Iterator[Trial]:
             assert beside.is_running, beside.tail()
 
 
+def said_starting(trial: Trial) -> list[str]:
+    """What kbpf's Events of its start say; kube-proxy sends its own."""
+    rows = trial.kube.list("Event")["items"]
+    notes = [row.get("note", "") for row in rows if row["reason"] == "Starting"]
+    return [note for note in notes if note.startswith("kbpf ")]
+
+
+def refuses(agent: PodAgent, why: str) -> None:
+    """To remove kube-proxy's rules, which it cannot see the process of."""
+    done = agent.exec("kbpf", "cleanup", "--kube-proxy")
+    assert done.returncode == 1, done.stdout
+    assert why in done.stderr
+    rules = inside(agent.node.netns, None, "nft", "list", "table", "ip", "kube-proxy")
+    assert "service-endpoints" in run(*rules)
+
+
 def test_a_trial_on_one_node(trial: Trial) -> None:
     agent = trial.pod_agents[0]
 
@@ -54,6 +70,8 @@ def test_a_trial_on_one_node(trial: Trial) -> None:
         assert running() == ["node-1"]
         trial.settle(agent)
         check(trial, Dial("needs none by kbpf", "a2", f"{HOST}:80", "a1 b1"))
+        refuses(agent, "kube-proxy runs here (it answers at ")
+        until("the base's own rights are enough to say so", lambda: said_starting(trial))
         for port in (10256, 10356):  # kube-proxy's and ours
             until(f"{port} is well", lambda port=port: asked(agent, port, "/healthz") == 200)
         trial.kubectl("label", "node", "node-1", "kbpf.io/node-")

@@ -7,7 +7,7 @@ which runs each container by runc exactly as the spec says (pods.py). What diffe
 - hostPaths are folders of this node's own, as several nodes share one machine (see host_paths());
 - the image is the machine's own /usr and this tree, unless a test brings one; kube-proxy's is the
   machine's /usr and the program that the tests have built;
-- no probe is asked, unless a test does.
+- of the probes that of readiness is asked, and no other, unless a test does.
 """
 
 import contextlib
@@ -144,14 +144,26 @@ class PodAgent(Agent):
             {"KBPF_CGROUP": "/host/sys/fs/cgroup", "PYTHONDONTWRITEBYTECODE": "1"},
         )
 
-    def wait_synced(self, seconds: float = 2 * PATIENCE) -> None:
-        """As an agent of the lab; a kube-proxy: until it says that it is well, which is before it
-        has written its first rule.
+    def wait_ready(self, spec: Object, seconds: float = 2 * PATIENCE) -> None:
+        """Until its kubelet would call it ready: the container runs, and the readiness probe that
+        it has, if it has one, is answered with 200.
         """
-        if not self._is_kube_proxy:
-            return super().wait_synced(seconds)
-        return until(f"kube-proxy is well: {self.tail()}",
-                     lambda: asked(self, 10256, "/healthz") == 200, seconds)  # fmt: skip
+        (container,) = spec["containers"]
+        probe = container.get("readinessProbe", {}).get("httpGet")
+        said = ""
+
+        def ready() -> bool:
+            nonlocal said
+            assert self.is_running, f"it has ended: {self.tail()}"
+            if probe is None:
+                return self.pid > 0
+            code, said = answered(self, probe["port"], probe["path"])
+            return code == 200
+
+        try:
+            until(f"the pod on {self.node.name} is ready", ready, seconds)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{said}\n{self.tail()}") from None
 
     def status(self) -> dict[str, Any] | None:
         """What the agent that was started last says, whichever version's maps it has."""
@@ -164,11 +176,10 @@ class PodAgent(Agent):
 
     @property
     def pid(self) -> int:
-        """Of the container's process, as the machine sees it."""
+        """Of the container's process, as the machine sees it; 0 before it runs."""
         assert self._container is not None
         state = self._container.state()
-        assert state is not None
-        return int(state["pid"])
+        return int(state["pid"]) if state is not None else 0
 
     @property
     def _cgroup(self) -> str:
@@ -262,16 +273,23 @@ ASK = """
 import http.client, sys
 connection = http.client.HTTPConnection(sys.argv[1], int(sys.argv[2]), timeout=60)
 connection.request("GET", sys.argv[3])
-print(connection.getresponse().status)
+response = connection.getresponse()
+print(response.status, response.read().decode())
 """
 
 
 def asked(agent: PodAgent, port: int, path: str) -> int:
-    """What a probe of the pod gets, at the node's address as a kubelet asks; 0: nobody answers."""
+    """What a probe of the pod gets; 0: nobody answers."""
+    return answered(agent, port, path)[0]
+
+
+def answered(agent: PodAgent, port: int, path: str) -> tuple[int, str]:
+    """The same with the body, asked at the node's address as a kubelet does."""
     words = ("/usr/bin/python3", "-S", "-c", ASK, agent.node.ip, str(port), path)
     command = inside(agent.node.netns, None, *words)
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return int(done.stdout or 0)
+    code, _, body = done.stdout.partition(" ")
+    return int(code or 0), body.strip()
 
 
 class PodCluster(Cluster):

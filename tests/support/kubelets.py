@@ -41,14 +41,16 @@ class Kubelets:
         self._kube = kube
         self._ca = ca
         self._agents = {agent.node.name: agent for agent in agents}
+        self.images = {"kbpf:0.1.0", "kbpf:0.2.0"}
+        """Those that somebody has put where the nodes find them; and all of registry.k8s.io."""
         self._pods: dict[str, str] = {}  # of each node that has one: the name of the serving Pod
         self._beside: dict[str, _Beside] = {}
         self._count = 0
 
     def sync(self) -> None:
         """Ends pods that should not run, or not so, or that somebody has deleted; then starts those
-        that are missing, and waits until each has synced: one node after the other, as a rolling
-        update.
+        that are missing, and waits until each is ready, by its own probe: one node after the other,
+        as a rolling update.
         """
         nodes = {each["metadata"]["name"]: each for each in self._kube.list("Node")["items"]}
         sets = self._kube.list("DaemonSet", SPACE)["items"]
@@ -75,7 +77,7 @@ class Kubelets:
             self._remove_pod(self._pods.pop(name, ""))
         if wanted and not agent.runs:
             self._start(agent, wanted[0])
-            agent.wait_synced()
+            agent.wait_ready(wanted[0]["spec"]["template"]["spec"])
             self._is_ready(self._pods[name])
 
     def _sync_cleaning(self, name: str, wanted: list[Object]) -> None:
@@ -89,12 +91,16 @@ class Kubelets:
             return
         template = wanted[0]["spec"]["template"]
         pod = self._create_pod(name, wanted[0]["metadata"]["name"], template)
+        self._pull(template)
         container = agent.beside(template["spec"], *self._needs(agent, template["spec"]))
         self._beside[name] = made = _Beside(pod, runs, container)
-        until("it has cleaned up", lambda: _command(container).startswith(b"sleep\0"))
+        until(
+            "it has done what it can",
+            lambda: container.code is not None or _command(container).startswith(b"sleep\0"),
+        )
         (spec,) = template["spec"]["containers"]
         probe = spec["readinessProbe"]["exec"]["command"]
-        made.ready = container.exec(*probe).returncode == 0
+        made.ready = container.code is None and container.exec(*probe).returncode == 0
         if made.ready:
             self._is_ready(pod)
 
@@ -132,7 +138,14 @@ class Kubelets:
         volumes, account = self._needs(agent, template["spec"])
         name = self._create_pod(agent.node.name, owner["metadata"]["name"], template)
         self._pods[agent.node.name] = name
+        self._pull(template)
         agent.launch(template, volumes, account)
+
+    def _pull(self, template: Object) -> None:
+        (container,) = template["spec"]["containers"]
+        image = container["image"]
+        there = image in self.images or image.startswith("registry.k8s.io/")
+        assert there, f"ErrImagePull: nobody has pushed {image}"
 
     # ---- what the API server is told -------------------------------------------------------
 
@@ -191,14 +204,19 @@ class Kubelets:
         volumes = {}
         for volume in spec["volumes"]:
             if given := volume.get("configMap"):
-                volumes[volume["name"]] = self._config_map(agent, given["name"])
+                optional = given.get("optional", False)
+                volumes[volume["name"]] = self._config_map(agent, given["name"], optional)
         if not spec.get("automountServiceAccountToken", True):
             return volumes, None
         return volumes, self._account(agent, spec["serviceAccountName"])
 
-    def _config_map(self, agent: "PodAgent", name: str) -> Path:
-        folder = agent.folder / "configmaps" / name
+    def _config_map(self, agent: "PodAgent", name: str, optional: bool) -> Path:
+        there = {each["metadata"]["name"] for each in self._kube.list("ConfigMap", SPACE)["items"]}
+        missing = optional and name not in there
+        folder = agent.folder / "configmaps" / ("none" if missing else name)
         folder.mkdir(parents=True, exist_ok=True)
+        if missing:
+            return folder
         for file, text in self._kube.get("ConfigMap", name, SPACE)["data"].items():
             (folder / f"{file}.new").write_text(text)
             (folder / f"{file}.new").rename(folder / file)
@@ -220,12 +238,14 @@ def cleans(owner: Object) -> bool:
 
 
 def _command(container: Container) -> bytes:
-    """What its first process runs now; empty before it runs. An error when it has ended."""
-    assert container.code is None, "it has ended"
+    """What its first process runs now; empty before it runs."""
     state = container.state()
     if state is None or not state["pid"]:
         return b""
-    return Path(f"/proc/{state['pid']}/cmdline").read_bytes()
+    try:
+        return Path(f"/proc/{state['pid']}/cmdline").read_bytes()
+    except OSError:
+        return b""  # it has ended
 
 
 def digest(template: Object) -> str:

@@ -4,6 +4,7 @@ The server's word on them is asked in tests/lab/test_manifests.py, what they do 
 tests/lab/test_daemonset.py.
 """
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -112,6 +113,29 @@ def test_the_chart_makes_the_same_objects(name: str, kubectl: Path, helm: Path, 
     values = [f"--values={chart / file}" for file in VALUES[name]]
     text = call([*command, "--kube-version=1.36", *values], tmp_path)
     assert by_name(documents(text)) == by_name(kustomize(kubectl, OVERLAYS / name))
+
+
+GIVEN = {
+    "imagePullSecrets": [{"name": "registry"}],
+    "extraArgs": ["--log-level=debug", "--mode=bpf"],
+    "env": [{"name": "KUBERNETES_SERVICE_HOST", "value": "192.0.2.10"}],
+}
+
+
+def test_what_the_charts_values_add(helm: Path, tmp_path: Path):
+    values = tmp_path / "values.yaml"
+    values.write_text(json.dumps(GIVEN))
+    command = [str(helm), "template", "kbpf", str(MANIFESTS / "chart"), "-n", "kube-system"]
+    objects = documents(call([*command, "--kube-version=1.36", f"--values={values}"], tmp_path))
+    assert pod(objects)["imagePullSecrets"] == GIVEN["imagePullSecrets"]
+    assert container(objects)["command"][2:] == [
+        "--config=/var/lib/kube-proxy/config.conf",
+        "--hostname-override=$(NODE_NAME)",
+        *GIVEN["extraArgs"],
+    ]
+    names = [row["name"] for row in container(objects)["env"]]
+    assert names == ["NODE_NAME", "KUBERNETES_SERVICE_HOST"]
+    assert container(objects)["env"][1:] == GIVEN["env"]
 
 
 def by_name(objects: list[Object]) -> dict[tuple[str, str], Object]:
