@@ -9,6 +9,8 @@ fi
 root=$1 tree=$2
 shift 2
 
+# A mount point: `ip -n` and unshare change how mounts of / propagate.
+mount --bind "$root" "$root"
 for each in proc sys dev run; do
 	mkdir -p "$root/$each"
 	mount --rbind "/$each" "$root/$each"

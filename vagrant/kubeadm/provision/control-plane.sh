@@ -1,16 +1,42 @@
 #!/bin/sh
-# The control plane, without kube-proxy and with kbpf: control-plane.sh ADDRESS
+# The control plane, without kube-proxy and with kbpf: control-plane.sh ADDRESS TOKEN
+#
+# Once more does no harm, after a failure neither: what `kubeadm init` has left is undone first.
+# KBPF_TREE is where the tree is.
 set -eu
-address=$1
-pods=10.244.0.0/16
-here=$(dirname "$0")
-[ -e "$here/kbpf.sh" ] || here=/kbpf/vagrant/kubeadm/provision # Vagrant runs a copy
+address=$1 token=$2 tree=${KBPF_TREE:-/kbpf}
+pods=10.244.0.0/16 # flannel's manifest has the same
+flannel=v0.28.9
+ready=/etc/kubernetes/initialised
 
-if [ ! -e /etc/kubernetes/admin.conf ]; then
-	# A token that everybody can read: this cluster is for tests.
-	kubeadm init --skip-phases=addon/kube-proxy --token abcdef.0123456789abcdef \
-		--apiserver-advertise-address="$address" --pod-network-cidr="$pods"
+work=$(mktemp -d)
+doing=""
+trap '[ $? = 0 ] || echo "control-plane.sh: failed at: $doing" >&2; rm -rf "$work"' EXIT
+
+doing="kubeadm init"
+if [ ! -e "$ready" ]; then
+	[ ! -e /etc/kubernetes/pki ] || kubeadm reset --force
+	# Each address is said: on VirtualBox all machines have the same one on their first device. The
+	# token does not end, a worker may come late.
+	release=$(kubeadm version -o short)
+	cat >"$work/init.yaml" <<-END
+		apiVersion: kubeadm.k8s.io/v1beta4
+		kind: InitConfiguration
+		bootstrapTokens: [{token: $token, ttl: 0s}]
+		localAPIEndpoint: {advertiseAddress: $address}
+		nodeRegistration:
+		  kubeletExtraArgs: [{name: node-ip, value: $address}]
+		---
+		apiVersion: kubeadm.k8s.io/v1beta4
+		kind: ClusterConfiguration
+		kubernetesVersion: $release
+		networking: {podSubnet: $pods}
+	END
+	kubeadm init --config="$work/init.yaml" --skip-phases=addon/kube-proxy
+	touch "$ready"
 fi
+
+doing="kubectl's configuration"
 export KUBECONFIG=/etc/kubernetes/admin.conf
 for home in /root /home/vagrant; do
 	[ -d "$home" ] || continue
@@ -18,6 +44,30 @@ for home in /root /home/vagrant; do
 	chown -R --reference="$home" "$home/.kube"
 done
 
-sh "$here/kbpf.sh" "https://$address:6443" "$pods"
-kubectl apply -f https://github.com/flannel-io/flannel/releases/latest/download/kube-flannel.yml
-kubectl -n kube-system rollout status ds/kube-proxy --timeout=5m
+doing="kbpf"
+# First: without it no pod reaches the API server by its ClusterIP, and flannel does so.
+sh "$tree/vagrant/kubeadm/provision/kbpf.sh" "https://$address:6443" "$pods" "$tree"
+kubectl -n kube-system rollout status ds/kube-proxy --timeout=10m
+
+doing="flannel $flannel"
+url=https://github.com/flannel-io/flannel/releases/download/$flannel/kube-flannel.yml
+curl -fsSL --retry 5 -o "$work/kube-flannel.yml" "$url"
+# Its device is that of the node's address, not that of the default route.
+cat >"$work/kustomization.yaml" <<-'END'
+	resources: [kube-flannel.yml]
+	patches:
+	  - target: {kind: DaemonSet, name: kube-flannel-ds}
+	    patch: |
+	      - op: add
+	        path: /spec/template/spec/containers/0/env/-
+	        value: {name: NODE_ADDRESS, valueFrom: {fieldRef: {fieldPath: status.hostIP}}}
+	      - op: add
+	        path: /spec/template/spec/containers/0/args/-
+	        value: --iface=$(NODE_ADDRESS)
+END
+kubectl apply -k "$work"
+kubectl -n kube-flannel rollout status ds/kube-flannel-ds --timeout=10m
+
+doing="the cluster's DNS"
+# The first pods with an address of their own that need the API server.
+kubectl -n kube-system rollout status deploy/coredns --timeout=10m

@@ -1,10 +1,18 @@
 #!/bin/sh
-# A machine that kubeadm can use, with kbpf's image in containerd: node.sh VERSION ADDRESS
+# A machine that kubeadm can use, with kbpf's image in containerd: node.sh VERSION
+#
+# Once more does no harm: Kubernetes stays as it is, the image is built anew. KBPF_TREE is where the
+# tree is.
 set -eu
-version=$1 address=$2
+version=$1 tree=${KBPF_TREE:-/kbpf}
+image=docker.io/library/kbpf:0.1.0 # what the manifests call kbpf:0.1.0
 export DEBIAN_FRONTEND=noninteractive
 
-# ---- what kubeadm asks of a node
+work=$(mktemp -d)
+doing=""
+trap '[ $? = 0 ] || echo "node.sh: failed at: $doing" >&2; rm -rf "$work"' EXIT
+
+doing="swap, modules, sysctls"
 swapoff -a
 sed -i '/\sswap\s/d' /etc/fstab
 printf 'overlay\nbr_netfilter\n' >/etc/modules-load.d/kubernetes.conf
@@ -17,25 +25,35 @@ cat >/etc/sysctl.d/kubernetes.conf <<-END
 END
 sysctl --quiet --system
 
-# ---- containerd, kubeadm
+doing="Debian's packages"
 apt-get update -qq
 apt-get install -y -qq --no-install-recommends ca-certificates curl gpg containerd runc buildah
-mkdir -p /etc/containerd /etc/apt/keyrings
-containerd config default | sed 's/SystemdCgroup = false/SystemdCgroup = true/' \
-	>/etc/containerd/config.toml
-systemctl restart containerd
-url=https://pkgs.k8s.io/core:/stable:/$version/deb
-curl -fsSL "$url/Release.key" | gpg --dearmor --yes -o /etc/apt/keyrings/kubernetes.gpg
-echo "deb [signed-by=/etc/apt/keyrings/kubernetes.gpg] $url/ /" \
-	>/etc/apt/sources.list.d/kubernetes.list
-apt-get update -qq
-apt-get install -y -qq kubelet kubeadm kubectl
-# Vagrant's machines have a first network that all share the address of.
-echo "KUBELET_EXTRA_ARGS=--node-ip=$address" >/etc/default/kubelet
 
-# ---- kbpf
-archive=$(mktemp -d)/kbpf.tar
-buildah build --quiet --tag docker.io/library/kbpf:0.1.0 /kbpf
-buildah push --quiet docker.io/library/kbpf:0.1.0 "docker-archive:$archive:docker.io/library/kbpf:0.1.0"
-ctr --namespace k8s.io images import "$archive"
-rm -r "$(dirname "$archive")"
+doing="containerd's configuration"
+# Its own defaults: Debian's file has CNI's plugins elsewhere.
+containerd config default >"$work/default"
+sed 's/SystemdCgroup = false/SystemdCgroup = true/' "$work/default" >"$work/config.toml"
+grep -q 'SystemdCgroup = true' "$work/config.toml"
+mkdir -p /etc/containerd
+cp "$work/config.toml" /etc/containerd/config.toml
+systemctl restart containerd
+
+doing="Kubernetes $version"
+# Held, last of all: a newer kubelet would not be the control plane's. What is held is left alone.
+if [ -z "$(apt-mark showhold kubeadm)" ]; then
+	url=https://pkgs.k8s.io/core:/stable:/$version/deb
+	curl -fsSL --retry 5 -o "$work/Release.key" "$url/Release.key"
+	mkdir -p /etc/apt/keyrings
+	gpg --dearmor --yes -o /etc/apt/keyrings/kubernetes.gpg "$work/Release.key"
+	echo "deb [signed-by=/etc/apt/keyrings/kubernetes.gpg] $url/ /" \
+		>/etc/apt/sources.list.d/kubernetes.list
+	apt-get update -qq
+	apt-get install -y -qq kubelet kubeadm kubectl
+	apt-mark hold kubelet kubeadm kubectl >/dev/null
+fi
+
+doing="kbpf's image"
+# In a chroot with the machine's own network: a network of buildah's would want more packages.
+buildah build --quiet --isolation=chroot --layers --tag "$image" "$tree"
+buildah push --quiet "$image" "docker-archive:$work/kbpf.tar:$image"
+ctr --namespace k8s.io images import "$work/kbpf.tar"

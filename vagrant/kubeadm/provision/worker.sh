@@ -1,6 +1,28 @@
 #!/bin/sh
-# A worker joins: worker.sh ADDRESS-OF-THE-CONTROL-PLANE
+# A worker joins: worker.sh ADDRESS CONTROL-PLANE TOKEN
+#
+# It waits for the control plane, which libvirt makes at the same time. Once more does no harm, after a
+# failure neither: what `kubeadm join` has left is undone first.
 set -eu
-[ ! -e /etc/kubernetes/kubelet.conf ] || exit 0
-exec kubeadm join "$1:6443" --token abcdef.0123456789abcdef \
-	--discovery-token-unsafe-skip-ca-verification
+address=$1 control_plane=$2 token=$3
+ready=/etc/kubernetes/joined
+[ ! -e "$ready" ] || exit 0
+
+config=$(mktemp)
+trap '[ $? = 0 ] || echo "worker.sh: failed at: kubeadm join" >&2; rm -f "$config"' EXIT
+
+[ ! -e /etc/kubernetes/pki ] || kubeadm reset --force
+cat >"$config" <<-END
+	apiVersion: kubeadm.k8s.io/v1beta4
+	kind: JoinConfiguration
+	discovery:
+	  bootstrapToken:
+	    apiServerEndpoint: $control_plane:6443
+	    token: $token
+	    unsafeSkipCAVerification: true
+	nodeRegistration:
+	  kubeletExtraArgs: [{name: node-ip, value: $address}]
+	timeouts: {discovery: 60m}
+END
+kubeadm join --config="$config"
+touch "$ready"
