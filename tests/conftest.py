@@ -1,7 +1,10 @@
 """What every test may ask for."""
 
+import logging
 import os
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 pytest_plugins = [
@@ -16,3 +19,12 @@ _NO_CLOCK = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow]
 settings.register_profile("same", _NO_CLOCK, derandomize=True)
 settings.register_profile("search", _NO_CLOCK, max_examples=2_000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
+
+
+@pytest.fixture(autouse=True)
+def _log() -> Iterator[None]:
+    """What `kbpf run` in this process does to the log is undone: others listen there."""
+    log = logging.getLogger("kbpf")
+    before = log.handlers[:], log.level, log.propagate
+    yield
+    log.handlers[:], log.level, log.propagate = before

@@ -38,7 +38,12 @@ FEATURES = (
     Feature("check", ("tests/programs/test_features.py",)),
     Feature(
         "provisioning",
-        _of("tests/values/test_vagrant.py", "a_machine_is_provisioned", "a_command_enters_a_root"),
+        _of(
+            "tests/values/test_vagrant.py",
+            "a_machine_is_provisioned",
+            "a_machine_of_busybox_is_provisioned",
+            "a_command_enters_a_root",
+        ),
     ),
     Feature("tcp", ("tests/programs/test_connect.py",)),
     Feature("udp", ("tests/programs/test_udp.py",)),
@@ -47,7 +52,10 @@ FEATURES = (
     Feature("lab", ("tests/lab/test_clsact.py",)),
     Feature("sctp", ("tests/lab/test_sctp.py",)),
     Feature("ipvs", ("tests/programs/test_ipvs.py", "tests/programs/test_leftovers.py")),
+    Feature("fallback", ("tests/programs/test_fallback.py",)),
     Feature("modes", ("tests/lab/test_modes.py",)),
+    Feature("memory", ("tests/lab/test_locked_memory.py",)),
+    Feature("takeover", ("tests/lab/test_takeover.py",)),
     *(
         Feature(f"ipvs-{name}", (f"tests/lab/test_{name}.py",), "ipvs")
         for name in ("services", "policy", "affinity", "updates", "north_south", "sctp")
@@ -61,6 +69,8 @@ QUICK = (
                          "check_says_exactly_what_this_kernel_lacks",
                          "check_says_that_this_kernel_will_do",
                          "check_says_whether_mode_ipvs_can_be_had")),
+    Feature("provisioning", _of("tests/values/test_vagrant.py",
+                                "a_machine_of_busybox_is_provisioned")),
     Feature("tcp", _of("tests/programs/test_connect.py", "dial")),
     Feature("udp", _of("tests/programs/test_udp.py", "connected_sockets_are_destroyed")),
     Feature("attaching", (

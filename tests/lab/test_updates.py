@@ -63,12 +63,20 @@ def test_a_backend_that_left_gets_no_new_connections(cluster: Cluster) -> None:
 
 def test_established_connections_outlive_their_endpoint(cluster: Cluster) -> None:
     """As in kube-proxy: TCP is never cut, so that a pod can end what it has begun."""
-    made = cluster.web(122, "a1")
     client = cluster["b3"]
-    with cluster.given(*made):
+    with cluster.given(*cluster.web(122, "a1")):
         assert client.tcp("10.96.0.122", 80, keep="old")["name"] == "a1"
         cluster.change(cluster.slice("web-122", "b1"))
+        expect(cluster, "10.96.0.122:80", "b1")
         assert client.ask("talk", keep="old")["name"] == "a1"
+        client.ask("drop", keep="old")
+
+
+def test_established_connections_outlive_their_service(cluster: Cluster) -> None:
+    made = cluster.web(149, "a1")
+    client = cluster["b3"]
+    with cluster.given(*made):
+        assert client.tcp("10.96.0.149", 80, keep="old")["name"] == "a1"
         cluster.delete(*made)
         cluster.settle()
         assert client.ask("talk", keep="old")["name"] == "a1"

@@ -2,8 +2,11 @@
 test (tests/lab/test_docs.py runs what no other does).
 """
 
+import os
 import re
+import subprocess
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -25,7 +28,8 @@ OTHERS = {
 BLOCKS = {
     ("README.md", "make demo"): "tests/lab/test_docs.py",
     ("README.md", "buildah build"): "tests/image/test_image.py",
-    ("README.md", "kubectl kustomize"): "tests/lab/test_drop_in.py",
+    ("README.md", "newName"): "tests/lab/test_drop_in.py",
+    ("README.md", "kubectl apply -k"): "tests/lab/test_drop_in.py",
     ("README.md", "kbpf check --attached"): "tests/lab/test_drop_in.py",
     ("README.md", "kbpf run --source"): "tests/lab/test_docs.py",
     ("README.md", "kbpf inspect services"): "tests/lab/test_docs.py",
@@ -50,6 +54,40 @@ def test_every_block_of_shell_has_somebody_who_runs_it(page: str):
     for (on, _), test in BLOCKS.items():
         name = Path(page).name
         assert on != page or name in (ROOT / test).read_text(), f"{test} does not read {name}"
+
+
+KUBECTL = """\
+#!/bin/sh
+case "$*" in
+*"get pods"*) printf 'pod/ill\\npod/well\\n' ;;
+*"exec pod/ill -- kbpf inspect status"*) echo "ill is not well"; exit 1 ;;
+*cleanup*) echo "$*" >>CALLS ;;
+esac
+"""
+"""Of a cluster of two nodes."""
+TAKE_OVER = [(page, block) for page in PAGES[:-1] for block in docs.blocks(page)
+             if "cleanup --kube-proxy" in block]  # fmt: skip
+
+
+@pytest.mark.parametrize(("page", "block"), TAKE_OVER, ids=[row[0] for row in TAKE_OVER])
+def test_a_node_where_kbpf_does_not_serve_keeps_kube_proxys_rules(
+    page: str, block: str, tmp_path: Path
+):
+    """By an ordinary shell, which goes on after a command that fails; and it is told."""
+    calls = tmp_path / "calls"
+    kubectl = tmp_path / "kubectl"
+    kubectl.write_text(KUBECTL.replace("CALLS", str(calls)))
+    kubectl.chmod(0o755)
+    done = subprocess.run(
+        ["bash", "-c", block], capture_output=True, text=True, check=False,
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+    )  # fmt: skip
+    assert "ill is not well" in done.stdout
+    assert calls.read_text() == "-n kube-system exec pod/well -- kbpf cleanup --kube-proxy\n"
+
+
+def test_both_pages_say_how_to_take_over():
+    assert {page for page, _ in TAKE_OVER} == {"README.md", "docs/migration.md"}
 
 
 def anchors(text: str) -> set[str]:
@@ -117,3 +155,59 @@ def test_what_kernels_lack_is_said():
             assert re.sub(r"^TCX.*", "TCX", feature.what) in row, feature
         for release in feature.unbuilt:
             assert feature.what.split()[0] in rows[".".join(map(str, release))], feature
+
+
+# ---- figures -------------------------------------------------------------------------------------
+
+
+class Figures(NamedTuple):
+    """How a row of README.md begins, what the heading has of the table in performance.md that it is
+    from, and how the rows there begin.
+    """
+
+    row: str
+    table: str
+    measured: str
+
+
+FIGURES = [
+    Figures("short connections to a ClusterIP", "kbpf |", "short connections"),
+    Figures("short connections to a NodePort", "kbpf `stack` |", "short connections"),
+    Figures("requests on a kept connection to a NodePort", "kbpf `stack` |", "requests"),
+]
+
+
+def cells(row: str) -> list[str]:
+    """Of a row of a table."""
+    return [cell.strip() for cell in row.strip("|").split("|")]
+
+
+def tables(page: str) -> list[list[list[str]]]:
+    """All that have a heading, without the line below it."""
+    found = re.findall(r"(?:^\|.*\n)+", (ROOT / page).read_text(), re.MULTILINE)
+    return [[cells(row) for row in table.splitlines() if "---" not in row] for table in found]
+
+
+@pytest.mark.parametrize("figures", FIGURES, ids=lambda figures: figures.row)
+def test_readme_has_the_figures_that_were_measured(figures: Figures):
+    (readme,) = [row for table in tables("README.md") for row in table
+                 if row[0].startswith(figures.row)]  # fmt: skip
+    (table,) = [t for t in tables("docs/performance.md") if figures.table in " | ".join(t[0])]
+    columns = [next(at for at, name in enumerate(table[0]) if name.startswith(word))
+               for word in ("iptables", "kube-proxy nftables", "kbpf")]  # fmt: skip
+    rows = {row[0]: row for row in table if row[1].startswith(figures.measured)}
+    wanted = [
+        ", ".join(rows[where][at].split(" / ")[0] for where in ("local", "remote"))
+        for at in columns
+    ]
+    assert [cell.strip("*") for cell in readme[1:]] == wanted
+
+
+def test_readme_has_the_times_and_the_memory_that_were_measured():
+    measured = {row[0]: row[1] for table in tables("docs/performance.md") for row in table}
+    text = (ROOT / "README.md").read_text()
+    p50, p99 = next(v for k, v in measured.items() if "map written" in k).split(" / ")
+    assert f"after {p50} ms in the agent; 99 % after {p99}" in text
+    start, memory = (next(v for k, v in measured.items() if k.startswith(word)).split(" / ")[-1]
+                     for word in ("process start", "resident memory"))  # fmt: skip
+    assert f"in force after {start}; {memory}" in text
