@@ -106,7 +106,7 @@ class Chosen:
         self._applied = False  # once
         self._serves = False  # and it knew of all objects
         self._problem = ""
-        self._alone = False  # IPVS was tried in vain
+        self._in_vain: dict[str, str] = {}  # BPF's error: its hint since IPVS was tried, too
 
     @property
     def name(self) -> str:
@@ -154,10 +154,14 @@ class Chosen:
             self._remains.pop().close()
 
     def _fall_back(self, error: KbpfError) -> bool:
-        """Whether IPVS has taken BPF's place, opened. If it cannot, the error says so too, BPF's
-        plane is a new one that is not opened, and IPVS is not tried again.
+        """Whether IPVS has taken BPF's place, opened. If it cannot, the error says so too, each
+        time that it comes; BPF's plane is a new one that is not opened, and IPVS is not tried
+        again.
         """
-        if self._asked != "auto" or self._choice.mode != "bpf" or self._alone:
+        if self._asked != "auto" or self._choice.mode != "bpf":
+            return False
+        if self._in_vain:
+            error.hint = self._in_vain.get(str(error), error.hint)
             return False
         reason = reason_of(error, self._kit.rows())
         if reason is None:
@@ -170,9 +174,10 @@ class Chosen:
         try:
             self._open()
         except KbpfError as second:
-            instead = f"mode ipvs cannot take its place: {second}"
+            said, instead = str(error), f"mode ipvs cannot take its place: {second}"
             error.hint = f"{error.hint}; {instead}" if error.hint else instead
-            self._plane, self._choice, self._alone = self._kit.bpf(), before, True
+            self._in_vain[said] = error.hint
+            self._plane, self._choice = self._kit.bpf(), before
             return False
         log.warning("mode=ipvs, since BPF is not to be had here: %s: %s", reason, error)
         return True
@@ -190,9 +195,9 @@ class Chosen:
         try:
             report = self._plane.apply(desired, touched, sound)
         except KernelError as error:
-            tried = self._alone
+            tried = bool(self._in_vain)
             if self._applied or not self._fall_back(error):
-                if self._alone and not tried:  # it was closed for IPVS
+                if self._in_vain and not tried:  # it was closed for IPVS
                     self._open()
                 raise
             report = self._plane.apply(desired, None, sound)
