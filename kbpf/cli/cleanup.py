@@ -138,7 +138,7 @@ def remove_kube_proxy(config: Config, force: bool = False) -> Iterator[Removed]:
     if not force:
         incumbent.refuse_beside_kube_proxy()
     nft = netfilter.available().works
-    noted = traces.own_services(config.nft_table) if nft else ()
+    noted = (traces.own_services(config.nft_table) if nft else None) or ()
     found = leftovers.remove(config.ipvs_device, noted)
     yield from (Removed("of kube-proxy", what) for what in found)
     if not nft:

@@ -23,16 +23,13 @@ from kbpf.kernel.addresses import (
     SCOPE_HOST,
     SCOPE_LINK,
 )
+from kbpf.kernel.devices import IFF_UP, RTM_DELLINK, RTM_GETLINK, RTM_NEWLINK
 from kbpf.kernel.netlink import Request, Rtnetlink, attribute, attributes, text
 from kbpf.model.address import V4_PREFIX, Addr, family_of, format_addr
 
-RTM_NEWLINK: Final = 16
-RTM_DELLINK: Final = 17
-RTM_GETLINK: Final = 18
 RTM_DELADDR: Final = 21
 NLM_F_CREATE: Final = 0x400
 NLM_F_EXCL: Final = 0x200
-IFF_UP: Final = 0x1
 FLAGS: Final = 0x02 | 0x80 | 0x200  # IFA_F_NODAD, IFA_F_PERMANENT, IFA_F_NOPREFIXROUTE
 FOREVER: Final = 0xFFFFFFFF
 IPV6_SETTINGS: Final = Path("/proc/sys/net/ipv6/conf")

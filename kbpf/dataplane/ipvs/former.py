@@ -6,20 +6,18 @@ goes when the new one serves; virtual services that are wanted still have become
 """
 
 import contextlib
-import errno
 import logging
 import os
-from collections.abc import Container, Iterator
+from collections.abc import Container
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
 from kbpf.dataplane.ipvs import notes, rules, traces
-from kbpf.dataplane.ipvs.plan import Virtual, noted
+from kbpf.dataplane.ipvs.plan import Virtual
 from kbpf.errors import KernelError
-from kbpf.kernel import dummy, ipvs, netfilter
-from kbpf.kernel.ipvs import Command, Ipvs, Service
+from kbpf.kernel import dummy, netfilter
 from kbpf.model.config import Config
 
 log = logging.getLogger("kbpf.dataplane")
@@ -112,18 +110,8 @@ def _read(folder: Path) -> Names | None:
 
 
 def _remove_table(table: str, wanted: Container[Virtual]) -> None:
-    if not traces.has_table(table):
+    if (services := traces.own_services(table)) is None:
         return
-    style = rules.Style(table)
-    elements = rules.read(netfilter.transaction(rules.listing(style)))
-    gone = sorted(_unwanted(map(noted, elements), wanted))
-    if gone:
-        with contextlib.closing(Ipvs()) as face:
-            changes = [ipvs.Change(Command.DEL_SERVICE, one) for one in gone]
-            face.change(changes, (errno.ESRCH,))
-    netfilter.transaction(*rules.no_table(style), hint=traces.ROOT)
+    traces.end_services([one for one in services if traces.virtual_of(one) not in wanted])
+    netfilter.transaction(*rules.no_table(rules.Style(table)), hint=traces.ROOT)
     log.info("what is left under another name is removed table=%s", table)
-
-
-def _unwanted(virtuals: Iterator[Virtual | None], wanted: Container[Virtual]) -> Iterator[Service]:
-    return (Service(*one) for one in virtuals if one is not None and one not in wanted)

@@ -16,12 +16,11 @@ from msgspec.structs import replace
 from kbpf.dataplane.ipvs import rules
 from kbpf.dataplane.ipvs.ledger import Changes
 from kbpf.dataplane.ipvs.plan import Element, End, Pool, SetName, Virtual, note
-from kbpf.dataplane.ipvs.traces import ROOT, refuse_others
+from kbpf.dataplane.ipvs.traces import ROOT, refuse_others, virtual_of
 from kbpf.errors import KernelError
 from kbpf.kernel import dummy, handover, ipvs, modules, netfilter, nft
 from kbpf.kernel.ipvs import Command, Ipvs, Server, Service, ServiceFlag, Settings, Times
 from kbpf.model.address import Addr
-from kbpf.model.objects import Protocol
 
 FALLBACK: Final[Mapping[str, str]] = {"mh": "wrr", "sh": "wrr"}
 """What takes the place of a scheduler that the kernel does not have."""
@@ -125,7 +124,7 @@ class Holdings:
         self._draining.clear()
         pools: dict[Virtual, Pool] = {}
         for service, settings in self._ipvs.services():
-            virtual = _virtual(service)
+            virtual = virtual_of(service)
             if virtual is not None and (note(virtual) in elements or virtual in ours):
                 pools[virtual] = self._read_pool(virtual, service, settings)
         return pools
@@ -330,14 +329,6 @@ def _open_ipvs() -> Ipvs:
 
 
 # ---- words of the two sides ----------------------------------------------------------------------
-
-
-def _virtual(service: Service) -> Virtual | None:
-    """None for protocols that no Service has."""
-    try:
-        return Virtual(Protocol(service.protocol), service.address, service.port, service.mark)
-    except ValueError:
-        return None
 
 
 def _words(change: ipvs.Change, code: int) -> str:

@@ -2,17 +2,18 @@
 
 import contextlib
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Final
 
 from kbpf.dataplane.ipvs import notes, rules
-from kbpf.dataplane.ipvs.plan import SetName, noted
+from kbpf.dataplane.ipvs.plan import SetName, Virtual, noted
 from kbpf.errors import KernelError
 from kbpf.kernel import dummy, handover, ipvs, netfilter, nft
 from kbpf.kernel.ipvs import Command, Ipvs, Service
 from kbpf.kernel.process import LOCK_SECONDS, lock_folder
 from kbpf.model.config import Config, LocalMode
+from kbpf.model.objects import Protocol
 
 ROOT: Final = "run as root"
 
@@ -73,12 +74,28 @@ def there(config: Config) -> bool:
         return False
 
 
-def own_services(table: str) -> set[Service]:
-    """The virtual services that a table of ours notes; none without one."""
+def own_services(table: str) -> set[Service] | None:
+    """The virtual services that a table of ours notes; None without one."""
     if not has_table(table):
-        return set()
+        return None
     elements = rules.read(netfilter.transaction(rules.listing(rules.Style(table))))
     return {Service(*v) for element in elements if (v := noted(element)) is not None}
+
+
+def virtual_of(service: Service) -> Virtual | None:
+    """None for protocols that no Service has."""
+    try:
+        return Virtual(Protocol(service.protocol), service.address, service.port, service.mark)
+    except ValueError:
+        return None
+
+
+def end_services(gone: Collection[Service]) -> None:
+    """They are gone, whoever has removed them. KernelError if the kernel refuses."""
+    if gone:
+        with contextlib.closing(Ipvs()) as face:
+            face.change([ipvs.Change(Command.DEL_SERVICE, one) for one in sorted(gone)],
+                        (errno.ESRCH,))  # fmt: skip
 
 
 def _at_device(name: str) -> set[Service]:
@@ -117,18 +134,16 @@ def remove(config: Config, forward: bool = True) -> tuple[str, ...]:
     refuses.
     """
     style, gone = style_of(config), []
-    is_there = has_table(style.table)
-    ours = own_services(style.table) if is_there else _at_device(config.ipvs_device)
+    noted_there = own_services(style.table)
+    ours = _at_device(config.ipvs_device) if noted_there is None else noted_there
     theirs = _kube_proxys(config.ipvs_device)
     ours = {service for service in ours if not theirs(service)}
+    end_services(ours)
     if ours:
-        with contextlib.closing(Ipvs()) as face:
-            face.change([ipvs.Change(Command.DEL_SERVICE, one) for one in sorted(ours)],
-                        (errno.ESRCH,))  # fmt: skip
         gone.append(f"{len(ours)} virtual services")
     if dummy.is_ours(config.ipvs_device) and dummy.remove(config.ipvs_device):
         gone.append(f"device {config.ipvs_device}")
-    if is_there:
+    if noted_there is not None:
         for chain in netfilter.forward_chains() if forward else ():
             netfilter.remove_ours(chain)
         netfilter.transaction(*rules.no_table(style), hint=ROOT)
