@@ -33,6 +33,8 @@ def _of(path: str, *tests: str) -> tuple[str, ...]:
     return tuple(f"{path}::test_{name}" for name in tests)
 
 
+LAB = ("services", "policy", "affinity", "updates", "north_south", "sctp")
+"""The lab's tests that run in both modes."""
 FEATURES = (
     Feature("loading", ("tests/programs/test_verifier.py",)),
     Feature("check", ("tests/programs/test_features.py",)),
@@ -50,16 +52,13 @@ FEATURES = (
     Feature("attaching", ("tests/programs/test_tc.py", "tests/programs/test_devices.py")),
     Feature("packets", ("tests/programs/test_packets.py",)),
     Feature("lab", ("tests/lab/test_clsact.py",)),
-    Feature("sctp", ("tests/lab/test_sctp.py",)),
     Feature("ipvs", ("tests/programs/test_ipvs.py", "tests/programs/test_leftovers.py")),
     Feature("fallback", ("tests/programs/test_fallback.py",)),
     Feature("modes", ("tests/lab/test_modes.py",)),
     Feature("memory", ("tests/lab/test_locked_memory.py",)),
     Feature("takeover", ("tests/lab/test_takeover.py",)),
-    *(
-        Feature(f"ipvs-{name}", (f"tests/lab/test_{name}.py",), "ipvs")
-        for name in ("services", "policy", "affinity", "updates", "north_south", "sctp")
-    ),
+    *(Feature(name, (f"tests/lab/test_{name}.py",)) for name in LAB),
+    *(Feature(f"ipvs-{name}", (f"tests/lab/test_{name}.py",), "ipvs") for name in LAB),
 )
 MODES = ("bpf", "ipvs")
 MINUTES, QUICK_MINUTES = 20, 15
