@@ -61,31 +61,48 @@ PORT_UNREACHABLE = {False: ("icmp", 3, 3), True: ("icmp6", 1, 4)}
 NO_ROUTE = {False: ("icmp", 3, 1), True: ("icmp6", 1, 0)}
 
 
-@both_families
-@pytest.mark.parametrize("name", ["outside", "a2!"])
-def test_who_answers_for_an_unknown_port(field: Field, name: str, v6: bool) -> None:
-    """A program, as the ClusterIP; for other addresses the node's stack, in its own name."""
+def refusal(field: Field, name: str, kind: str, protocol: str, v6: bool) -> Packet:
+    """What comes back to this client from port 81 of Service 11, which has none."""
     client = field[name]
     device = field.lab.prefix if name == "outside" else "eth0"
+    own, host = client.ip6 if v6 else client.ip, split(at(kind, 11, v6))[0]
+    with Wire(client.netns, device, tap=True) as tap:
+        client.many(1, host, 81, protocol=protocol, connected=True, timeout=WAIT)
+        return tap.expect(lambda p: p.transport is not None and p.ip.destination == own)
 
-    own = client.ip6 if v6 else client.ip
 
-    def dial(kind: str, protocol: str) -> Packet:
-        host = split(at(kind, 11, v6))[0]
-        with Wire(client.netns, device, tap=True) as tap:
-            client.many(1, host, 81, protocol=protocol, connected=True, timeout=WAIT)
-            return tap.expect(lambda p: p.transport is not None and p.ip.destination == own)
+CLIENTS = pytest.mark.parametrize("name", ["outside", "a2!"])
 
-    before = field.agent.reasons()[Reason.UNKNOWN_PORT]
+
+@both_families
+@CLIENTS
+def test_who_answers_for_an_unknown_port(field: Field, name: str, v6: bool) -> None:
+    """The ClusterIP."""
     host = split(at("ClusterIP", 11, v6))[0]
-    reset, error = dial("ClusterIP", "tcp"), dial("ClusterIP", "udp")
+    reset, error = (refusal(field, name, "ClusterIP", each, v6) for each in ("tcp", "udp"))
     assert reset.ip.source == error.ip.source == host
     assert set(reset.transport.flags) == set("RA")
     assert (error.protocol, error.transport.type, error.transport.code) == PORT_UNREACHABLE[v6]
-    assert checksums(reset) == checksums(error) == []
+
+
+@both_families
+@CLIENTS
+def test_a_program_answers_for_an_unknown_port(field: Field, name: str, v6: bool) -> None:
+    """It counts them, and what it says and quotes has right checksums: the stack quotes what a
+    device was still to fill in.
+    """
+    before = field.agent.reasons()[Reason.UNKNOWN_PORT]
+    for protocol in ("tcp", "udp"):
+        assert checksums(refusal(field, name, "ClusterIP", protocol, v6)) == []
     assert field.agent.reasons()[Reason.UNKNOWN_PORT] - before == 2
+
+
+@both_families
+@CLIENTS
+def test_the_node_answers_for_an_unknown_port_outside(field: Field, name: str, v6: bool) -> None:
+    """Of addresses that are not the cluster's: its stack, in its own name, for it has no route."""
     for kind, protocol in product(("ExternalIP", "VIP"), ("tcp", "udp")):
-        error = dial(kind, protocol)
+        error = refusal(field, name, kind, protocol, v6)
         assert error.ip.source != split(at(kind, 11, v6))[0]
         assert (error.protocol, error.transport.type, error.transport.code) == NO_ROUTE[v6]
 

@@ -48,7 +48,8 @@ CANNOT: dict[str, str] = {
     r"test_after_the_timeout_a_client_may_go_elsewhere": MAPS,
     # tests/lab/test_north_south.py
     r"test_north_south.*short circuit": PODS,
-    r"test_who_answers_for_an_unknown_port": MAPS,
+    r"test_a_program_answers_for_an_unknown_port": MAPS,
+    r"test_the_node_answers_for_an_unknown_port_outside": OTHER_PORTS,
     r"test_a_device_that_comes_later": MAPS,
     r"test_after_a_restart_nothing_is_attached_anew": MAPS,
     r"test_switched_off_nothing_is_left_on_a_device": MAPS,
