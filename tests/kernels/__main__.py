@@ -61,7 +61,7 @@ FEATURES = (
     *(Feature(f"ipvs-{name}", (f"tests/lab/test_{name}.py",), "ipvs") for name in LAB),
 )
 MODES = ("bpf", "ipvs")
-MINUTES, QUICK_MINUTES = 20, 15
+MINUTES, QUICK_MINUTES = 240, 15
 QUICK = (
     FEATURES[0],
     Feature("check", _of("tests/programs/test_features.py", "the_table_is_right",

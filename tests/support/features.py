@@ -41,8 +41,8 @@ DEBIAN = "KBPF_TEST_DEBIAN_KERNEL"
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """`since`: the Linux that brought it, (0, 0) for one that any may have been built without;
-    `unbuilt`: those of Debian's kernels that are. `tried`: whether it is there. `check`: the row of
+    """`since`: the Linux that brought it, (0, 0) for one that no version tells of; `unbuilt`: those
+    of Debian's kernels that lack it then. `tried`: whether it is there. `check`: the row of
     `kbpf check` that says so, "" without one.
     """
 
@@ -150,8 +150,10 @@ FEATURES = {
         "MPTCP sockets", lambda: _socket(socket.SOCK_STREAM, IPPROTO_MPTCP), unbuilt=((5, 10),)
     ),
     "tun": Feature("tun devices", _tun),
-    "checksum_complete": Feature(
-        "a test run's CHECKSUM_COMPLETE", lambda: _run(checksum_complete=True), (6, 11)
+    "checksum_complete": Feature(  # Linux 6.11 brought it, and its stable kernels since then
+        "a test run's CHECKSUM_COMPLETE",
+        lambda: _run(checksum_complete=True),
+        unbuilt=((5, 10),),
     ),
     "came_in_by": Feature(
         "a test run's ingress_ifindex",
