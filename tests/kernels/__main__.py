@@ -33,7 +33,10 @@ def _of(path: str, *tests: str) -> tuple[str, ...]:
     return tuple(f"{path}::test_{name}" for name in tests)
 
 
-LAB = ("services", "policy", "affinity", "updates", "north_south", "sctp")
+LAB = (
+    "services", "policy", "affinity", "updates", "north_south", "sctp", "datagrams", "local_mode",
+    "source_folder",
+)  # fmt: skip
 """The lab's tests that run in both modes."""
 FEATURES = (
     Feature("loading", ("tests/programs/test_verifier.py",)),
