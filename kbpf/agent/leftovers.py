@@ -74,6 +74,11 @@ class Chain(NamedTuple):
         """Whether kube-proxy has made it."""
         return self.family in FAMILIES and is_chain(self.table, self.name)
 
+    @property
+    def accepts(self) -> bool:
+        """Whether kube-proxy has it for what is to pass a closed FORWARD."""
+        return (self.table, self.name) == ("filter", "KUBE-FORWARD")
+
 
 class Jump(NamedTuple):
     """A rule of a chain of others, whose target is a chain of kube-proxy."""
@@ -129,6 +134,7 @@ def _remove_nft() -> Iterator[str]:
     touched = {family for family, _ in used} | set(tables)
     kept = [family for family in FAMILIES if family in touched and conntrack.translated(family)]
     first = [command for family in kept for command in handover.begin(family)]
+    _let_established_pass({*kept, *handover.there()} & {one.family for one in ours if one.accepts})
     netfilter.transaction(*first, *commands, hint="does a chain of others jump to KUBE-* chains?")
     for family, table in sorted(used):
         here = (family, table)
@@ -136,6 +142,16 @@ def _remove_nft() -> Iterator[str]:
         led = sum((jump.chain.family, jump.chain.table) == here for jump in jumps)
         yield f"{family} {table}: {count} chains, {led} jumps to them"
     yield from (f"table {family} {NFT_TABLE}" for family in tables)
+
+
+def _let_established_pass(families: Collection[str]) -> None:
+    """Where kube-proxy's rules let what is established pass FORWARD, a rule of ours does before
+    they go: not a packet is lost between.
+    """
+    if families:
+        begun = (command for each in sorted(families) for command in handover.begin(each, True))
+        netfilter.transaction(*begun)
+        handover.let_pass(netfilter.forward_chains())
 
 
 def _chains() -> Iterator[Chain]:

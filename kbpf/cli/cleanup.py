@@ -145,7 +145,9 @@ def remove_kube_proxy(config: Config, force: bool = False) -> Iterator[Removed]:
         return
     for family in handover.there():
         virtual = len(handover.kept((family,)))
-        more = f", and with it {virtual} virtual services of IPVS" if virtual else ""
+        with_it = [f"{virtual} virtual services of IPVS"] if virtual else []
+        with_it += [f"a rule in {chain}" for chain in handover.passing(family)]
+        more = f", and with it {' and '.join(with_it)}" if with_it else ""
         print(
             f"kbpf: table {family} {handover.TABLE} stays{more}, for connections that kube-proxy "
             "has translated; the agent removes it when they have ended",

@@ -14,6 +14,12 @@ a chain for translation and a rule that asks conntrack, which change nothing, an
 virtual services that stay. These lead nobody new; their addresses are kept on a device of the same
 name. All of it has to stay until the last of these connections is over. It is about the namespace
 of the calling thread.
+
+And kube-proxy lets packets of established connections pass a FORWARD that is closed, by its chain
+KUBE-FORWARD: only the first packet of a connection has its mark. Where that goes, the table has a
+second set, which is empty and says so, and a rule of ours takes its place in each closed chain,
+behind what others wrote there on purpose (netfilter.Chain.place): it is there before kube-proxy's
+goes, is put right like the one for masqueraded packets, and goes with the table.
 """
 
 import errno
@@ -21,7 +27,8 @@ from collections.abc import Collection, Iterable
 from contextlib import closing
 from typing import Any, Final
 
-from kbpf.kernel import conntrack, dummy, ipvs, netfilter, nft
+from kbpf.errors import KernelError
+from kbpf.kernel import conntrack, dummy, ipvs, netfilter, nft, xtables
 from kbpf.kernel.ipvs import Command, Service
 from kbpf.model.address import Addr, family_of, format_addr, parse_addr
 from kbpf.model.objects import Protocol
@@ -29,6 +36,10 @@ from kbpf.model.objects import Protocol
 TABLE: Final = "kbpf-handover"
 DEVICE: Final = "kbpf-handover"
 SET: Final = "virtual"
+PASSING: Final = "forward"
+"""A set without elements: there is a rule in FORWARD, where that is closed."""
+TRIES: Final = 10
+"""So often the rule is put when others change rules at the same moment."""
 KUBE_PROXYS: Final = "kube-ipvs0"
 """The device on which a kube-proxy in mode ipvs keeps the addresses of Services."""
 DEVICES: Final = (KUBE_PROXYS, DEVICE)
@@ -40,20 +51,24 @@ _ADDRESS: Final = {"ip": "ipv4_addr", "ip6": "ipv6_addr"}
 # ---- the table -----------------------------------------------------------------------------------
 
 
-def begin(family: str) -> list[netfilter.Json]:
-    """The commands that make the table; nothing changes where it is already."""
+def begin(family: str, passing: bool = False) -> list[netfilter.Json]:
+    """The commands that make the table; nothing changes where it is already. `passing`: what is
+    established is to pass FORWARD, too, which let_pass() then sees to.
+    """
     chain = {"family": family, "table": TABLE, "name": "keep"}
     state: dict[str, Any] = {
         "match": {"op": "in", "left": {"ct": {"key": "state"}}, "right": ["established"]}
     }
     types = ["inet_proto", _ADDRESS[family], "inet_service"]
+    sets: dict[str, Any] = {SET: types, **({PASSING: "mark"} if passing else {})}
     return [
         {"add": {"table": {"family": family, "name": TABLE}}},
-        {"add": {"set": {"family": family, "table": TABLE, "name": SET, "type": types}}},
+        *({"add": {"set": {"family": family, "table": TABLE, "name": name, "type": kind}}}
+          for name, kind in sets.items()),
         {"add": {"chain": {**chain, "type": "nat", "hook": "postrouting", "prio": 100}}},
         {"flush": {"chain": chain}},
         {"add": {"rule": {"family": family, "table": TABLE, "chain": "keep", "expr": [state]}}},
-    ]
+    ]  # fmt: skip
 
 
 def there() -> tuple[str, ...]:
@@ -76,9 +91,70 @@ def end(force: bool = False) -> tuple[str, ...]:
     )
     if gone:
         netfilter.transaction(
-            *({"delete": {"table": {"family": family, "name": TABLE}}} for family in gone)
+            *_rules(gone),
+            *({"delete": {"table": {"family": family, "name": TABLE}}} for family in gone),
         )
     return gone
+
+
+# ---- the rule in FORWARD -------------------------------------------------------------------------
+
+
+def let_pass(chains: Iterable[netfilter.Chain]) -> tuple[str, ...]:
+    """Sees to it that the rule is in those FORWARD chains where it has to be, once, and in no
+    other; what was done, in words. `chains`: as they are now, or were a moment ago.
+    """
+    done: list[str] = []
+    for _ in range(TRIES):
+        if not any(map(_is_wrong, chains)):
+            return tuple(done)
+        generation = netfilter.generation()  # of before the look: what changes since is noticed
+        chains = netfilter.forward_chains()
+        wrong = next(filter(_is_wrong, chains), None)
+        if wrong is None:
+            continue
+        try:
+            done.append(_put_right(wrong, generation))
+        except KernelError as error:
+            if error.errno not in (errno.ERESTART, errno.ENOENT):
+                raise
+    raise KernelError("others change all rules again and again", "nf_tables", "", errno.ERESTART)
+
+
+def passing(family: str) -> tuple[netfilter.Chain, ...]:
+    """The chains of this family that have the rule."""
+    chains = netfilter.forward_chains()
+    return tuple(chain for chain in chains if chain.family == family and chain.handovers)
+
+
+def _is_wanted(chain: netfilter.Chain) -> bool:
+    return chain.is_closed and nft.has_set(chain.family, TABLE, PASSING)
+
+
+def _is_wrong(chain: netfilter.Chain) -> bool:
+    return not chain.hands_over if _is_wanted(chain) else bool(chain.handovers)
+
+
+def _put_right(chain: netfilter.Chain, generation: int) -> str:
+    if not _is_wanted(chain):
+        netfilter.transaction(*netfilter.deletions(chain, chain.handovers))
+        return f"connections of kube-proxy need no rule any more in {chain}"
+    where = chain.family, chain.table, chain.name
+    old = [rule.handle for rule in chain.handovers]
+    xtables.accept_established(where, netfilter.HANDOVER, chain.before, old, generation)
+    return f"established connections of kube-proxy are let pass in {chain}"
+
+
+def _rules(families: Collection[str]) -> list[netfilter.Json]:
+    """The commands that remove the rule from the chains of these families."""
+    if not any(nft.has_set(family, TABLE, PASSING) for family in families):
+        return []
+    return [
+        command
+        for family in families
+        for chain in passing(family)
+        for command in netfilter.deletions(chain, chain.handovers)
+    ]
 
 
 # ---- virtual services of IPVS --------------------------------------------------------------------

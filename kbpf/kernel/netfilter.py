@@ -1,11 +1,12 @@
-"""The one rule that kbpf keeps in somebody else's table: masqueraded packets pass a closed FORWARD.
+"""What kbpf writes into somebody else's table: masqueraded packets pass a closed FORWARD.
 
 iptables (by nf_tables) and many CNIs keep `table ip filter` and `table ip6 filter` with a base
 chain at the forward hook. Where that chain drops or rejects what nobody in it let pass, packets
 that the packet path has translated and marked would be lost. kube-proxy puts a jump at the head of
 the chain. Ours stands behind everything that somebody wrote there on purpose, so that it takes the
 place of the final refusal and overrules no one: a policy that rejects packets to one pod rejects
-ours too, whoever came first.
+ours too, whoever came first. (So does a second rule, for as long as connections of a kube-proxy go
+on that has left: kernel/handover.py.)
 
 Spoken by libnftables in JSON; the chain stays readable for iptables. Rules are known as ours by
 their comment, and each change is one transaction. All of it is about the network namespace of the
@@ -15,7 +16,7 @@ calling thread.
 import errno
 import socket
 import struct
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -25,6 +26,8 @@ from kbpf.kernel.probe import Probe
 
 COMMENT: Final = "kbpf: masqueraded"
 """How the comment of a rule of ours begins; the mark follows."""
+HANDOVER: Final = "kbpf-handover: connections of kube-proxy"
+"""The comment of the rule for those that a kube-proxy has left."""
 TABLES: Final = (("ip", "filter"), ("ip6", "filter"))
 LEGACY: Final = {
     "ip": Path("/proc/thread-self/net/ip_tables_names"),
@@ -53,8 +56,18 @@ class Rule:
 
     @property
     def is_ours(self) -> bool:
-        """Whether kbpf has put it there."""
+        """Whether kbpf has put it there for what it masquerades."""
         return self.comment.startswith(COMMENT)
+
+    @property
+    def is_handover(self) -> bool:
+        """Whether kbpf has put it there for what a kube-proxy has begun."""
+        return self.comment == HANDOVER
+
+    @property
+    def is_others(self) -> bool:
+        """Whether kbpf has nothing to do with it."""
+        return not (self.is_ours or self.is_handover)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +88,17 @@ class Chain:
     @property
     def others(self) -> tuple[Rule, ...]:
         """The rules that are not ours."""
-        return tuple(rule for rule in self.rules if not rule.is_ours)
+        return tuple(rule for rule in self.rules if rule.is_others)
+
+    @property
+    def ours(self) -> tuple[Rule, ...]:
+        """The rules of ours for what kbpf masquerades."""
+        return tuple(rule for rule in self.rules if rule.is_ours)
+
+    @property
+    def handovers(self) -> tuple[Rule, ...]:
+        """The rules of ours for what a kube-proxy has begun."""
+        return tuple(rule for rule in self.rules if rule.is_handover)
 
     @property
     def place(self) -> int:
@@ -83,10 +106,26 @@ class Chain:
         refusing = (i for i, rule in enumerate(self.others) if rule.refuses_all)
         return next(refusing, len(self.others))
 
+    @property
+    def before(self) -> int | None:
+        """The handle of the rule that comes behind ours; None if no rule of others does."""
+        return self.others[self.place].handle if self.place < len(self.others) else None
+
     def holds(self, mark: int) -> bool:
         """Whether exactly one rule of ours is there, in its place, for this mark."""
-        ours = [i for i, rule in enumerate(self.rules) if rule.is_ours]
-        return ours == [self.place] and self.rules[ours[0]].comment == comment_of(mark)
+        return self._in_place(self.ours) and self.ours[0].comment == comment_of(mark)
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether exactly one rule is there for what a kube-proxy has begun, in its place."""
+        return self._in_place(self.handovers)
+
+    def _in_place(self, ours: Sequence[Rule]) -> bool:
+        """Whether it is one, and as many rules of others come before it as have to."""
+        if len(ours) != 1:
+            return False
+        before = self.rules[: self.rules.index(ours[0])]
+        return sum(rule.is_others for rule in before) == self.place
 
     def __str__(self) -> str:
         return f"{self.family} {self.table} {self.name}"
@@ -227,7 +266,6 @@ def accept_marked(chain: Chain, mark: int) -> None:
 
     KernelError with ENOENT when the chain has changed meanwhile: look at it again.
     """
-    others, place = chain.others, chain.place
     rule: Json = {
         "family": chain.family,
         "table": chain.table,
@@ -245,11 +283,11 @@ def accept_marked(chain: Chain, mark: int) -> None:
             {"accept": None},
         ],
     }
-    if place < len(others):
-        made = {"insert": {"rule": {**rule, "handle": others[place].handle}}}
+    if chain.before is not None:
+        made = {"insert": {"rule": {**rule, "handle": chain.before}}}
     else:
         made = {"add": {"rule": rule}}
-    transaction(made, *_deletions(chain))
+    transaction(made, *deletions(chain, chain.ours))
 
 
 def let_pass(chain: Chain, mark: int) -> str:
@@ -266,19 +304,15 @@ def let_pass(chain: Chain, mark: int) -> str:
 
 def remove_ours(chain: Chain) -> int:
     """Takes our rules out of the chain; how many there were."""
-    deletions = _deletions(chain)
-    if deletions:
-        transaction(*deletions)
-    return len(deletions)
+    if chain.ours:
+        transaction(*deletions(chain, chain.ours))
+    return len(chain.ours)
 
 
-def _deletions(chain: Chain) -> list[Json]:
+def deletions(chain: Chain, rules: Iterable[Rule]) -> list[Json]:
+    """The commands that take these rules out of the chain."""
     where = {"family": chain.family, "table": chain.table, "chain": chain.name}
-    return [
-        {"delete": {"rule": {**where, "handle": rule.handle}}}
-        for rule in chain.rules
-        if rule.is_ours
-    ]
+    return [{"delete": {"rule": {**where, "handle": rule.handle}}} for rule in rules]
 
 
 def transaction(*commands: Json, hint: str = HINT, dry: bool = False) -> list[Json]:

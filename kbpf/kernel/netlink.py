@@ -17,6 +17,7 @@ from kbpf.errors import KernelError
 
 NLMSG_ERROR: Final = 2
 NLMSG_DONE: Final = 3
+REQUEST: Final = 0x1  # NLM_F_REQUEST
 REQUEST_ACK: Final = 0x5  # NLM_F_REQUEST | NLM_F_ACK
 REQUEST_DUMP: Final = 0x301  # NLM_F_REQUEST | NLM_F_DUMP
 INTERRUPTED: Final = 0x10  # NLM_F_DUMP_INTR
@@ -168,9 +169,7 @@ class Netlink:
     def _send_together(self, requests: Sequence[Request]) -> list[int]:
         text = bytearray()
         for number_, (kind, body, flags) in enumerate(requests):
-            padding = bytes(-len(body) % 4)
-            length = _HEADER.size + len(body)
-            text += _HEADER.pack(length, kind, flags | REQUEST_ACK, number_, 0) + body + padding
+            text += _message(kind, flags | REQUEST_ACK, number_, body)
         self._send(text)
         codes: dict[int, int] = {}
         while len(codes) < len(requests):
@@ -181,6 +180,20 @@ class Netlink:
                     codes[asked] = -number(data[_HEADER.size : _HEADER.size + 4])
                 data = data[max(_HEADER.size, (length + 3) & ~3) :]
         return [codes[asked] for asked in range(len(requests))]
+
+    def batch(self, begin: Request, requests: Sequence[Request], end: Request) -> None:
+        """Asks for all of them or none. KernelError with the first refusal."""
+        framed = ((begin, 0), *((one, REQUEST_ACK) for one in requests), (end, 0))
+        text = bytearray()
+        for number_, ((kind, body, flags), more) in enumerate(framed):
+            text += _message(kind, flags | more | REQUEST, number_, body)
+        self._send(text)
+        done = 0
+        while done < len(requests):
+            for message in _messages(self._receive()):
+                if message.kind == NLMSG_ERROR:
+                    _refusal(message, self._name)
+                    done += 1
 
     def news(self) -> News:
         """What was told since the last time; nothing if nothing waits."""
@@ -232,6 +245,12 @@ class Rtnetlink(Netlink):
 
     def __init__(self, groups: int = 0) -> None:
         super().__init__(socket.NETLINK_ROUTE, "rtnetlink", groups)
+
+
+def _message(kind: int, flags: int, number_: int, body: bytes) -> bytes:
+    """One of several in a datagram, padded."""
+    head = _HEADER.pack(_HEADER.size + len(body), kind, flags, number_, 0)
+    return head + body + bytes(-len(body) % 4)
 
 
 def _messages(data: bytes) -> Iterator[Message]:

@@ -3,7 +3,7 @@ steps of docs/migration.md. Mode ipvs, of either, needs a kernel with IPVS (test
 
 Connections without end go on all the while, from outside to NodePorts of both nodes and from a pod
 to the ClusterIP, and none may fail. Others are held open from before each step until after it, and
-all of them have to go on.
+all of them have to go on, also where FORWARD is closed.
 """
 
 import re
@@ -16,6 +16,8 @@ import pytest
 import yaml
 
 from kbpf.dataplane.bpf.layout import Reason
+from kbpf.kernel import conntrack, netns
+from kbpf.kernel.netlink import Netlink
 from tests.support.apiserver import ApiServer
 from tests.support.features import needs
 from tests.support.kube import Object
@@ -279,3 +281,59 @@ def nothing_stays(world: World) -> None:
     with world.load():
         world.hold()
     world.all_talk()
+
+
+@pytest.mark.timeout(SLOWLY * 6 if EMULATED else 600)
+@pytest.mark.parametrize(
+    ("mode", "ours"),
+    [
+        ("iptables", "bpf"),
+        pytest.param("iptables", "ipvs", marks=needs("ipvs")),
+        pytest.param("ipvs", "bpf", marks=needs("ipvs")),
+        pytest.param("ipvs", "ipvs", marks=needs("ipvs")),
+    ],
+)
+def test_a_forward_that_is_closed_cuts_no_connection(
+    programs: None, kube_proxy: Path, mode: str, ours: str
+) -> None:
+    """It lets nothing pass by itself, as beside a CNI that counts on kube-proxy's rules: a client
+    outside asks the node for a pod, which is masqueraded, so kube-proxy marks the first packet.
+    """
+    with ExitStack() as stack:
+        world = World(stack, ours)
+        home = world.homes[0]
+        world.holds = {place: to for place, to in world.dials.items() if to == (home.ip, NODE_PORT)}
+        command(*inside(home.netns, None, "iptables", "-w", "-P", "FORWARD", "DROP"))
+        world.start_proxies(mode)
+        world.hold()
+        world.all_talk()
+        world.stop_proxies()
+        world.start_agents()
+        world.cleanup("--kube-proxy")
+        assert "KUBE-FORWARD" not in world.rules()
+        world.all_talk()
+        begun_by_kube_proxy = len(established(home))
+        world.stop_agents()
+        world.start_agents()
+        world.hold()
+        world.all_talk()
+        assert len(established(home)) == begun_by_kube_proxy == (mode != ours)
+        world.let_go()
+        netns.inside(Path("/run/netns") / home.netns, forget_connections)
+        until("the rule has gone", lambda: not established(home), SLOWLY)
+        assert "kbpf-handover" not in command(*inside(home.netns, None, "nft", "list", "tables"))
+        world.hold()
+        world.all_talk()
+
+
+def established(home: Node) -> list[str]:
+    """The rules in FORWARD that let pass what is established, as iptables reads them."""
+    saved = command(*inside(home.netns, None, "iptables-save", "-t", "filter"))
+    rules = [line for line in saved.splitlines() if line.startswith("-A FORWARD")]
+    return [rule for rule in rules if "--ctstate RELATED,ESTABLISHED" in rule]
+
+
+def forget_connections() -> None:
+    """All that conntrack knows: else it remembers those that have ended for two minutes."""
+    with Netlink(conntrack.NETLINK_NETFILTER, "conntrack") as netlink:
+        netlink.ask(1 << 8 | 2, bytes(4))  # NFNL_SUBSYS_CTNETLINK, IPCTNL_MSG_CT_DELETE

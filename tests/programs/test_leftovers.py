@@ -3,8 +3,10 @@ own. (Its other modes are tried with a real one: tests/lab/test_leftovers.py.) A
 stays while connections of a kube-proxy do.
 """
 
+import itertools
 import json
 import os
+import re
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -15,12 +17,14 @@ import pytest
 from pyroute2 import IPSet
 
 from kbpf.agent import leftovers
+from kbpf.cli import cleanup
 from kbpf.dataplane.bpf import beside
 from kbpf.dataplane.bpf.beside import HANDOVER_SECONDS, Beside
 from kbpf.dataplane.bpf.load import Pins
 from kbpf.kernel import conntrack, handover, ipset, ipvs, modules, netfilter, netns, sysctl
 from kbpf.kernel.conntrack import Connection
 from kbpf.kernel.ipvs import Change, Command, Ipvs, Service, Settings
+from kbpf.kernel.netfilter import HANDOVER
 from kbpf.kernel.netlink import Netlink
 from kbpf.model.address import parse_addr
 from kbpf.model.config import Config
@@ -368,3 +372,168 @@ def test_cleanup_of_kbpf_takes_it_away_in_any_case(house: House, tmp_path: Path)
     house.do(lambda: netfilter.transaction(*handover.begin("ip")))
     assert house.do(lambda: beside.remove(Pins(tmp_path))) == (f"table ip {handover.TABLE}",)
     assert house.do(handover.there) == ()
+
+
+# ---- a closed FORWARD ----------------------------------------------------------------------------
+
+POLICY = {"ip": "iptables", "ip6": "ip6tables"}
+FORWARD = """\
+*filter
+:FORWARD %s [0:0]
+:KUBE-FORWARD - [0:0]
+-A FORWARD -j KUBE-FORWARD
+-A FORWARD -p tcp -m tcp --dport 1 -j DROP
+%s
+-A KUBE-FORWARD -m conntrack --ctstate INVALID -j DROP
+-A KUBE-FORWARD -m mark --mark 0x4000/0x4000 -j ACCEPT
+-A KUBE-FORWARD -m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT
+COMMIT
+"""
+REFUSES, THEIRS = "-A FORWARD -j REJECT", "-A FORWARD -p tcp -m tcp --dport 1 -j DROP"
+PASSES = (
+    f'-A FORWARD -m conntrack --ctstate RELATED,ESTABLISHED -m comment --comment "{HANDOVER}" '
+    "-j ACCEPT"
+)
+CLOSED = {"a policy": ("DROP", ""), "a last rule": ("ACCEPT", REFUSES)}
+
+
+def forward(house: House, family: str) -> list[str]:
+    """The rules in FORWARD, as iptables reads them."""
+    saved = house.run(f"{POLICY[family]}-nft-save", "-t", "filter")
+    assert "KUBE-FORWARD" not in saved
+    refused = f"{REFUSES} --reject-with icmp6?-port-unreachable"
+    lines = (re.sub(refused, REFUSES, line) for line in saved.splitlines())
+    return [line for line in lines if line.startswith("-A FORWARD")]
+
+
+@pytest.fixture(params=POLICY)
+def left(request: pytest.FixtureRequest, house: House) -> str:
+    """A family of which a connection is translated, as by a kube-proxy."""
+    translate_one(house, request.param)
+    return str(request.param)
+
+
+def stop_kube_proxy(house: House, family: str, how: str = "a policy") -> list[str]:
+    """What it has left in FORWARD, and the rest of that, is cleaned up; what stays of others."""
+    policy, last = CLOSED[how]
+    house.run(f"{POLICY[family]}-nft-restore", stdin=FORWARD % (policy, last))
+    house.do(lambda: list(leftovers.remove()))
+    return [THEIRS, *filter(None, [last])]
+
+
+@pytest.mark.parametrize("how", CLOSED)
+def test_what_is_established_passes_a_closed_forward_until_it_is_over(
+    house: House, left: str, how: str
+) -> None:
+    """By one rule, behind those that mean something, and iptables can still say them all."""
+    others = stop_kube_proxy(house, left, how)
+    house.do(lambda: list(leftovers.remove()))
+    assert forward(house, left) == [others[0], PASSES, *others[1:]]
+    house.do(forget_connections)
+    assert house.do(handover.end) == (left,)
+    assert forward(house, left) == others
+
+
+def test_what_ipvs_leads_passes_too(house: House) -> None:
+    """Of that conntrack says that nothing is translated; the table is there all the same."""
+    house.run("iptables-nft-restore", stdin=FORWARD % ("DROP", ""))
+    house.do(lambda: netfilter.transaction(*handover.begin("ip")))
+    assert not house.do(lambda: conntrack.translated("ip"))
+    house.do(lambda: list(leftovers._remove_nft()))
+    assert forward(house, "ip") == [THEIRS, PASSES]
+
+
+def test_the_operator_is_told_of_the_rule(
+    house: House, left: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    house.run(f"{POLICY[left]}-nft-restore", stdin=FORWARD % ("DROP", ""))
+    house.do(lambda: list(cleanup.remove_kube_proxy(Config(), force=True)))
+    assert capsys.readouterr().err == (
+        f"kbpf: table {left} kbpf-handover stays, and with it a rule in {left} filter FORWARD, for "
+        "connections that kube-proxy has translated; the agent removes it when they have ended\n"
+    )
+
+
+def test_an_open_forward_has_no_rule(house: House) -> None:
+    translate_one(house, "ip")
+    house.run("iptables-nft-restore", stdin=FORWARD % ("ACCEPT", ""))
+    house.do(lambda: list(leftovers.remove()))
+    assert house.do(handover.there) == ("ip",)
+    assert forward(house, "ip") == [THEIRS]
+
+
+def test_a_closed_forward_has_none_without_connections(house: House) -> None:
+    stop_kube_proxy(house, "ip")
+    assert forward(house, "ip") == [THEIRS]
+
+
+def test_what_kube_proxy_never_let_pass_does_not(house: House) -> None:
+    """In mode nftables its table is its own, and overrules nobody's policy."""
+    translate_one(house, "ip")
+    house.run("iptables-nft", "-P", "FORWARD", "DROP")
+    house.run("nft", "add", "table", "ip", "kube-proxy")
+    house.do(lambda: list(leftovers.remove()))
+    assert house.do(handover.there) == ("ip",)
+    assert forward(house, "ip") == []
+
+
+def test_an_agent_puts_the_rule_right(house: House, left: str, tmp_path: Path) -> None:
+    """One that knows nothing of how it came; beside its own rule, in whatever order."""
+    stop_kube_proxy(house, left)
+    tool = f"{POLICY[left]}-nft"
+    times = itertools.count(0.0, beside.LOOK_SECONDS)
+    agent = Beside(Pins(tmp_path), Config())
+
+    def looked() -> list[str]:
+        house.do(lambda: agent.look(next(times)))
+        house.do(lambda: agent.look(next(times)))
+        rules = forward(house, left)
+        ours = [rule for rule in rules if "kbpf: masqueraded" in rule]
+        assert len(ours) == ("DROP" in house.run(tool, "-S", "FORWARD").splitlines()[0])
+        return [rule for rule in rules if rule not in ours]
+
+    assert looked() == [THEIRS, PASSES]
+    house.run(tool, "-A", "FORWARD", "-p", "tcp", "--dport", "2", "-j", "DROP")
+    other = THEIRS.replace("dport 1", "dport 2")
+    assert looked() == [THEIRS, other, PASSES]
+    house.run(tool, "-F", "FORWARD")
+    assert looked() == [PASSES]
+    before = house.do(netfilter.generation)
+    assert looked() == [PASSES]
+    assert house.do(netfilter.generation) == before
+    house.run(tool, "-P", "FORWARD", "ACCEPT")
+    assert looked() == []
+    house.run(tool, "-P", "FORWARD", "DROP")
+    assert looked() == [PASSES]
+    house.run("nft", "delete", "table", left, handover.TABLE)
+    assert looked() == []
+
+
+def test_cleanup_of_kbpf_takes_the_rule_in_any_case(
+    house: House, left: str, tmp_path: Path
+) -> None:
+    others = stop_kube_proxy(house, left)
+    assert PASSES in forward(house, left)
+    assert house.do(lambda: beside.remove(Pins(tmp_path))) == (f"table {left} {handover.TABLE}",)
+    assert forward(house, left) == others
+
+
+def test_two_who_put_the_rule_at_once_put_one(
+    house: House, left: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one is done between the look and the change."""
+    house.run(f"{POLICY[left]}-nft-restore", stdin=FORWARD % ("DROP", ""))
+    real, once = netfilter.forward_chains, iter([True])
+
+    def look() -> tuple[netfilter.Chain, ...]:
+        seen = real()
+        if next(once, False):
+            handover.let_pass(seen)
+        return seen
+
+    house.do(lambda: netfilter.transaction(*handover.begin(left, passing=True)))
+    chains = house.do(real)
+    monkeypatch.setattr(netfilter, "forward_chains", look)
+    assert house.do(lambda: handover.let_pass(chains)) == ()
+    monkeypatch.undo()
+    assert house.run(f"{POLICY[left]}-nft-save").count(HANDOVER) == 1

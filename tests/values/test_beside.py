@@ -5,7 +5,7 @@ from typing import NamedTuple
 import pytest
 
 from kbpf.kernel import sysctl
-from kbpf.kernel.netfilter import Chain, Rule, comment_of, refuses_all
+from kbpf.kernel.netfilter import HANDOVER, Chain, Rule, comment_of, refuses_all
 
 MARK = 0x4000
 COUNTER = {"counter": {"packets": 7, "bytes": 9}}
@@ -54,7 +54,8 @@ def test_what_refuses_everything(row: Row):
 
 class Place(NamedTuple):
     """A chain: "." some rule of others, "!" one that refuses all, "o" ours, "m" ours for another
-    mark. Whether it is closed, where ours belongs, and whether it is so.
+    mark, "h" ours for what a kube-proxy has begun. Whether it is closed, where ours belongs, and
+    whether it is so; and whether "h" is there, too.
     """
 
     rules: str
@@ -62,6 +63,7 @@ class Place(NamedTuple):
     closed: bool
     place: int
     holds: bool
+    hands_over: bool = False
 
 
 PLACES = [
@@ -80,20 +82,26 @@ PLACES = [
     Place("..!o", False, True, 2, False),
     Place("..o!..", True, True, 2, True),
     Place("o..", False, False, 2, False),
+    Place("...h", True, True, 3, False, True),
+    Place("...ho", True, True, 3, True, True),
+    Place("...oh", True, True, 3, True, True),
+    Place("..oh!", False, True, 2, True, True),
+    Place("..h!o", False, True, 2, False, True),
+    Place("..h.o", True, True, 3, True, False),
+    Place("..hh", True, True, 2, False, False),
 ]
 
 
 @pytest.mark.parametrize("row", PLACES, ids=lambda row: f"{row.rules!r} drops={row.drops}")
 def test_the_place_of_our_rule(row: Place):
-    comments = {"o": comment_of(MARK), "m": comment_of(1)}
+    comments = {"o": comment_of(MARK), "m": comment_of(1), "h": HANDOVER}
     rules = tuple(Rule(i, comments.get(kind, "kbpf's friend"), kind == "!")
                   for i, kind in enumerate(row.rules))  # fmt: skip
     chain = Chain("ip", "filter", "FORWARD", row.drops, rules)
-    found = chain.is_closed, chain.place, chain.holds(MARK)
-    assert found == (row.closed, row.place, row.holds)
-    assert [rule.handle for rule in rules if rule.is_ours] == [
-        i for i, kind in enumerate(row.rules) if kind in "om"
-    ]
+    found = chain.is_closed, chain.place, chain.holds(MARK), chain.hands_over
+    assert found == (row.closed, row.place, row.holds, row.hands_over)
+    for kinds, ours in (("om", chain.ours), ("h", chain.handovers)):
+        assert [r.handle for r in ours] == [i for i, k in enumerate(row.rules) if k in kinds]
 
 
 @pytest.mark.parametrize(

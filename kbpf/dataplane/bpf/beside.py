@@ -31,7 +31,7 @@ HOLD_LOOKS: Final = 3
 """So many looks at whom others have masqueraded: before and after our programs are everywhere."""
 HANDOVER_SECONDS: Final = 30.0
 """Between two looks at whether the last connection of a kube-proxy has ended."""
-PASSING: Final = frozenset((errno.ENOENT, *netfilter.UNKNOWN))
+PASSING: Final = frozenset((errno.ENOENT, errno.ERESTART, *netfilter.UNKNOWN))
 """The ruleset changed under our hands: next time; or there is no nf_tables: nothing to do."""
 FORWARDING: Final = ("net.ipv4.ip_forward", "net.ipv6.conf.all.forwarding")
 
@@ -93,8 +93,11 @@ class Beside:
             generation = netfilter.generation()
             if generation == self._generation:
                 return
-            for chain in netfilter.forward_chains():
+            chains = netfilter.forward_chains()
+            for chain in chains:
                 self._keep_rule(chain)
+            for done in handover.let_pass(chains):
+                log.info("%s", done)
         except KernelError as error:
             if error.errno not in PASSING:
                 raise
@@ -213,6 +216,7 @@ def remove(pins: Pins, rules: bool = True) -> tuple[str, ...]:
         for chain in netfilter.forward_chains():
             gone += [f"rule in {chain}"] * netfilter.remove_ours(chain)
         gone += [f"table {family} {handover.TABLE}" for family in handover.end(force=True)]
+        handover.let_pass(netfilter.forward_chains())  # somebody else may have taken the table
     if Reserved(pins).release():
         gone.append(f"ports in {sysctl.RESERVED_PORTS}")
     with contextlib.suppress(OSError):

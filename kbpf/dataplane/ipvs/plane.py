@@ -352,9 +352,12 @@ class IpvsPlane:
         self._seen = seen
 
     def _let_pass(self) -> None:
-        for chain in netfilter.forward_chains():
+        chains = netfilter.forward_chains()
+        for chain in chains:
             if done := netfilter.let_pass(chain, self._style.mark):
                 log.info("%s chain=%r mark=%#x", done, str(chain), self._style.mark)
+        for done in handover.let_pass(chains):
+            log.info("%s", done)
 
     def _repair(self, others: bool) -> None:
         """What others have destroyed is made anew, and so is what a repair has left undone."""
