@@ -52,6 +52,11 @@ def refuse_beside_kube_proxy() -> None:
         raise error
 
 
+def is_seen(sight: Sight) -> bool:
+    """Whether one runs here for certain."""
+    return bool(sight.pids) or Who.KUBE_PROXY in sight.answers.values()
+
+
 def objection(sight: Sight) -> KernelError | None:
     """Why kube-proxy's rules are not to be taken away."""
     runs = "nothing is removed: kube-proxy runs here"

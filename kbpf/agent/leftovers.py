@@ -15,7 +15,6 @@ All of it is about the network namespace of the calling thread.
 
 import contextlib
 import re
-import socket
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
@@ -46,12 +45,6 @@ SETS: Final = re.compile(
     r"LOAD-BALANCER(-LOCAL|-FW|-SOURCE-IP|-SOURCE-CIDR?)?|NODE-PORT(-LOCAL)?-(TCP|UDP|SCTP-HASH?))"
 )
 """Two of those for IPv6 are cut to the 31 characters that a name may have."""
-PORT_SETS: Final = re.compile(r"KUBE-(6-)?NODE-PORT(-LOCAL)?-(TCP|UDP|SCTP)(-HASH?)?")
-PROTOCOLS: Final = {
-    "TCP": socket.IPPROTO_TCP,
-    "UDP": socket.IPPROTO_UDP,
-    "SCTP": socket.IPPROTO_SCTP,
-}
 COUNTERS: Final = ("ct_state_invalid_dropped_pkts", "localhost_nps_accepted_pkts")
 FAMILIES: Final = ("ip", "ip6")
 
@@ -234,14 +227,7 @@ def virtual_services(
     `noted` in its table in any case.
     """
     addresses = dummy.addresses_of(DEVICE) - dummy.addresses_of(own)
-    ports: frozenset[tuple[int, int]] = frozenset()
-    if not dummy.index_or_zero(own):
-        ports = frozenset(
-            (PROTOCOLS[found[3]], port)
-            for found in map(PORT_SETS.fullmatch, ipset.names())
-            if found
-            for port in ipset.ports(found[0])
-        )
+    ports = frozenset() if dummy.index_or_zero(own) else handover.node_ports()
     there = (service for service, _ in face.services())
     return [one for one in there if one not in noted and is_virtual_service(one, addresses, ports)]
 

@@ -208,7 +208,9 @@ def remove_pins(pin_dir: Path, force: bool = False) -> Iterator[Removed]:
 
 def remove_ipvs(config: Config, force: bool = False) -> Iterator[Removed]:
     """What mode ipvs keeps: its folder, or without one its table and its device say so."""
+    from kbpf.agent import incumbent
     from kbpf.dataplane.ipvs import traces
+    from kbpf.kernel import dummy, handover
 
     folder = config.state_dir / config.ipvs_device
     if not traces.there(config):
@@ -221,7 +223,9 @@ def remove_ipvs(config: Config, force: bool = False) -> Iterator[Removed]:
         if not force:
             raise
     try:
-        gone = traces.remove(config)
+        kube_proxy = bool(dummy.index_or_zero(handover.KUBE_PROXYS))
+        runs = kube_proxy and incumbent.is_seen(incumbent.look())
+        gone = traces.remove(config, kube_proxy_runs=runs)
     finally:
         if fd >= 0:
             os.close(fd)

@@ -23,12 +23,13 @@ goes, is put right like the one for masqueraded packets, and goes with the table
 """
 
 import errno
+import re
 from collections.abc import Collection, Iterable
 from contextlib import closing
 from typing import Any, Final
 
 from kbpf.errors import KernelError
-from kbpf.kernel import conntrack, dummy, ipvs, netfilter, nft, xtables
+from kbpf.kernel import conntrack, dummy, ipset, ipvs, netfilter, nft, xtables
 from kbpf.kernel.ipvs import Command, Service
 from kbpf.model.address import Addr, family_of, format_addr, parse_addr
 from kbpf.model.objects import Protocol
@@ -44,8 +45,16 @@ KUBE_PROXYS: Final = "kube-ipvs0"
 """The device on which a kube-proxy in mode ipvs keeps the addresses of Services."""
 DEVICES: Final = (KUBE_PROXYS, DEVICE)
 """What stands on these is none of the node's own addresses."""
+PORT_SETS: Final = re.compile(r"KUBE-(6-)?NODE-PORT(-LOCAL)?-(TCP|UDP|SCTP)(-HASH?)?")
+"""Its IP sets with the NodePorts that it has; one is cut to the 31 characters of a name."""
 _FAMILY: Final = {4: "ip", 6: "ip6"}
 _ADDRESS: Final = {"ip": "ipv4_addr", "ip6": "ipv6_addr"}
+
+
+def node_ports() -> frozenset[tuple[int, int]]:
+    """(protocol, port) of each NodePort that a kube-proxy in mode ipvs has, running or not."""
+    found = filter(None, map(PORT_SETS.fullmatch, ipset.names()))
+    return frozenset((Protocol[one[3]], port) for one in found for port in ipset.ports(one[0]))
 
 
 # ---- the table -----------------------------------------------------------------------------------

@@ -14,7 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pyroute2 import IPSet
 
+from kbpf.agent import incumbent
+from kbpf.agent.incumbent import Sight, Who
 from kbpf.cli import cleanup
 from kbpf.dataplane.checks import CheckRow
 from kbpf.dataplane.ipvs import checks, rules
@@ -81,6 +84,44 @@ def test_mode_ipvs_takes_over_a_kube_proxy_of_mode_ipvs(fake_node: Node):
     }
     assert node.addresses() == {VIP, VIP6, "10.96.0.3"}
     assert node.do(lambda: dial(VIP, 80)) == "answered"
+
+
+ITS_SETS = {
+    "no sets": ({}, False, set()),
+    "a NodePort in its set": ({"KUBE-NODE-PORT-TCP": 30080}, False, {"198.18.0.1:30080/6"}),
+    "one of another protocol": ({"KUBE-NODE-PORT-UDP": 30080}, False, set()),
+    "it runs": ({}, True, {"198.18.0.1:30080/6", "198.18.0.1:30081/6", "198.18.0.1:81/6"}),
+}
+
+
+@pytest.mark.parametrize(("sets", "runs", "stay"), ITS_SETS.values(), ids=ITS_SETS)
+def test_what_a_kube_proxy_has_not_is_not_left_to_it(
+    fake_node: Node, monkeypatch: pytest.MonkeyPatch,
+    sets: dict[str, int], runs: bool, stay: set[str],
+):  # fmt: skip
+    """Its device is there still, with its addresses. It alone would never remove our NodePorts, and
+    nobody could tell whose they are.
+    """
+    node = fake_node
+    after_kube_proxy(node)
+    node.start()
+    known = service("s", f"{VIP}:80 NodePort=0.0.0.0:30080", "10.244.1.2:80")
+    frontends = "10.96.0.3:80 NodePort=0.0.0.0:30081 ExternalIP=198.18.0.1:81"
+    node.apply(known, service("o", frontends, "10.244.1.3:80"), nodes="198.18.0.1")
+    node.plane.close()
+
+    def fill() -> None:
+        with IPSet() as face:
+            for name, port in sets.items():
+                face.create(name, "bitmap:port", bitmap_ports_range=(0, 65535))
+                face.add(name, port, etype="port")
+
+    node.do(fill)
+    who = Who.KUBE_PROXY if runs else Who.OTHER
+    monkeypatch.setattr(incumbent, "look", lambda: Sight((), False, {"127.0.0.1 port 10256": who}))
+    clean(node)
+    at_its_device = {f"{VIP}:80/6", f"[{VIP6}]:80/6", "10.96.0.9:80/6"}
+    assert node.ipvs.shown().keys() == at_its_device | stay
 
 
 def dial(address: str, port: int) -> str:

@@ -3,7 +3,6 @@
 import pytest
 
 from kbpf.agent.leftovers import (
-    PORT_SETS,
     SETS,
     Chain,
     Jump,
@@ -13,6 +12,7 @@ from kbpf.agent.leftovers import (
     legacy_removal,
     nft_commands,
 )
+from kbpf.kernel.handover import PORT_SETS
 from kbpf.kernel.ipvs import Service
 from kbpf.model.address import parse_addr
 

@@ -114,20 +114,27 @@ def _at_device(name: str) -> set[Service]:
         return {one for one in found if not one.mark and one.address in addresses}
 
 
-def _kube_proxys(device: str) -> Callable[[Service], bool]:
+def _kube_proxys(device: str, runs: bool) -> Callable[[Service], bool]:
     """What tells a virtual service that a kube-proxy has taken over, where there is one of mode
-    ipvs: at an address that it keeps too, or of a NodePort, whose address is not on our `device`.
+    ipvs: at an address that it keeps too, or of a NodePort in one of its sets. If it `runs`, these
+    may not be filled yet: any whose address is not on our `device`.
     """
     if not dummy.index_or_zero(handover.KUBE_PROXYS):
         return lambda _: False
     theirs = dummy.addresses_of(handover.KUBE_PROXYS)
     ours = dummy.addresses_of(device)
-    return lambda service: (
-        not service.mark and (service.address in theirs or service.address not in ours)
-    )
+    ports = handover.node_ports()
+
+    def is_its(service: Service) -> bool:
+        if service.mark or service.address in theirs:
+            return not service.mark
+        port = service.protocol, service.port
+        return service.address not in ours and (runs or port in ports)
+
+    return is_its
 
 
-def remove(config: Config, forward: bool = True) -> tuple[str, ...]:
+def remove(config: Config, forward: bool = True, kube_proxy_runs: bool = False) -> tuple[str, ...]:
     """Every trace of an agent with these settings, in an order that leaves nobody half served;
     what there was. What others have made by these names stays, and what a kube-proxy serves by now;
     so do rules in FORWARD if another mode needs them (not `forward`). KernelError if the kernel
@@ -136,7 +143,7 @@ def remove(config: Config, forward: bool = True) -> tuple[str, ...]:
     style, gone = style_of(config), []
     noted_there = own_services(style.table)
     ours = _at_device(config.ipvs_device) if noted_there is None else noted_there
-    theirs = _kube_proxys(config.ipvs_device)
+    theirs = _kube_proxys(config.ipvs_device, kube_proxy_runs)
     ours = {service for service in ours if not theirs(service)}
     end_services(ours)
     if ours:
