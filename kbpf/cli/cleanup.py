@@ -1,6 +1,7 @@
 """`kbpf cleanup`: removes every trace from this node. Services stop working."""
 
 import contextlib
+import errno
 import os
 import re
 import sys
@@ -51,7 +52,9 @@ def cleanup(
     cache: Annotated[
         bool, typer.Option("--cache", help="Also the compiled programs in --cache-dir.")
     ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Even while the agent runs.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Even while the agent runs; not one of mode ipvs.")
+    ] = False,
     kube_proxy: Annotated[
         bool,
         typer.Option(
@@ -104,9 +107,10 @@ def cleanup(
     elif keep_connections:
         found = [*remove_frontends(pin_dir, force)]
     else:
+        refuse_beside_ipvs(config)
         found = [
             *remove_pins(pin_dir, force),
-            *remove_ipvs(config, force),
+            *remove_ipvs(config),
             *(remove_artifacts(cache_dir) if cache else ()),
         ]
     if output in (Output.JSON, Output.YAML) or found:
@@ -206,8 +210,32 @@ def remove_pins(pin_dir: Path, force: bool = False) -> Iterator[Removed]:
         yield Removed("folder", str(pin_dir))
 
 
-def remove_ipvs(config: Config, force: bool = False) -> Iterator[Removed]:
-    """What mode ipvs keeps: its folder, or without one its table and its device say so."""
+def refuse_beside_ipvs(config: Config) -> None:
+    """KernelError while an agent holds what mode ipvs keeps. Whatever is removed it makes anew."""
+    folder = config.state_dir / config.ipvs_device
+    if folder.is_dir():
+        os.close(_lock(folder))
+
+
+def _lock(folder: Path) -> int:
+    from kbpf.dataplane.ipvs import traces
+
+    try:
+        return traces.lock(folder, patience=0.0)
+    except KernelError as error:
+        if error.errno != errno.EAGAIN:
+            raise
+        raise KernelError(
+            "nothing is removed: an agent is at work here", str(folder),
+            "stop the agent first: it would make anew what it serves by IPVS, so not even with "
+            "--force", error.errno,
+        ) from error  # fmt: skip
+
+
+def remove_ipvs(config: Config) -> Iterator[Removed]:
+    """What mode ipvs keeps: its folder, or without one its table and its device say so. KernelError
+    while an agent is at work with it.
+    """
     from kbpf.agent import incumbent
     from kbpf.dataplane.ipvs import traces
     from kbpf.kernel import dummy, handover
@@ -216,19 +244,13 @@ def remove_ipvs(config: Config, force: bool = False) -> Iterator[Removed]:
     if not traces.there(config):
         return
     had_folder = folder.is_dir()
-    fd = -1
-    try:
-        fd = traces.lock(folder, patience=0.0)
-    except KernelError:
-        if not force:
-            raise
+    fd = _lock(folder)
     try:
         kube_proxy = bool(dummy.index_or_zero(handover.KUBE_PROXYS))
         runs = kube_proxy and incumbent.is_seen(incumbent.look())
         gone = traces.remove(config, kube_proxy_runs=runs)
     finally:
-        if fd >= 0:
-            os.close(fd)
+        os.close(fd)
     yield from (Removed("on the node", what) for what in gone)
     if had_folder:
         yield Removed("folder", str(folder))

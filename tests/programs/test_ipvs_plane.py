@@ -18,7 +18,7 @@ from pyroute2 import IPSet
 
 from kbpf.agent import incumbent
 from kbpf.agent.incumbent import Sight, Who
-from kbpf.cli import cleanup
+from kbpf.cli import app, cleanup
 from kbpf.dataplane.checks import CheckRow
 from kbpf.dataplane.ipvs import checks, rules
 from kbpf.dataplane.ipvs.remains import IpvsRemains
@@ -470,6 +470,38 @@ def test_what_is_left_is_found_without_a_folder(fake_node: Node, gone: str):
     assert not fake_node.ipvs.held
     assert not fake_node.folder.exists()
     assert not remains(fake_node)
+
+
+@pytest.mark.parametrize("force", [(), ("--force",)], ids=["", "forced"])
+def test_nothing_is_removed_beside_an_agent_that_runs(
+    fake_node: Node, tmp_path: Path, capsys: pytest.CaptureFixture[str], force: tuple[str, ...]
+):
+    """It would make all anew within seconds, with its lock on a folder that is gone."""
+    node = fake_node
+    node.run("nft", "add table ip filter; add chain ip filter FORWARD "
+             "{ type filter hook forward priority 0; policy drop; }")  # fmt: skip
+    node.start()
+    node.apply(WEB)
+    node.tick()
+
+    def there() -> tuple[Any, ...]:
+        rules_ = sorted(node.run("nft", "list", "ruleset").splitlines())
+        return rules_, node.addresses(), node.ipvs.shown(), folders(node)
+
+    before = there()
+    assert "kbpf: masqueraded" in "".join(before[0])
+    where = {"--pin-dir": tmp_path / "pins", "--ipvs-device": DEVICE, "--state-dir": node.folder}
+    words = ["cleanup", *force, *(str(one) for pair in where.items() for one in pair)]
+    assert node.do(lambda: app.call(words)) == 1
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert "nothing is removed: an agent is at work here" in err
+    assert "not even with --force" in err
+    assert there() == before
+    node.plane.close()
+    assert node.do(lambda: app.call(words)) == 0
+    assert (node.links(), node.tables()) == (set(), {"ip filter"})
+    assert not node.ipvs.held
 
 
 # ---- other names after a restart -----------------------------------------------------------------

@@ -457,7 +457,7 @@ def test_cleanup_looks_where_the_file_says(
     looked: list[object] = []
     monkeypatch.setattr(cleanup, "remove_pins", lambda pins, _: looked.append(pins) or ())
 
-    def remove_ipvs(config: Config, _: bool) -> tuple[()]:
+    def remove_ipvs(config: Config) -> tuple[()]:
         looked.extend((config.ipvs_device, config.nft_table, config.state_dir))
         return ()
 
