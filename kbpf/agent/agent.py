@@ -21,7 +21,7 @@ from kbpf.agent.inbox import Inbox, Item, Wake
 from kbpf.agent.tally import Tally
 from kbpf.dataplane.base import DataPlane
 from kbpf.errors import KbpfError, PinsGone
-from kbpf.kernel import addresses, handover
+from kbpf.kernel import addresses, dummy, handover
 from kbpf.model.address import Addr
 from kbpf.model.config import Config, LocalMode, Serving
 from kbpf.model.desired import ServicePortKey
@@ -186,8 +186,11 @@ class Agent:
         return self._world.synced >= NEEDED
 
     def _local_addresses(self) -> tuple[Addr, ...]:
-        """Those of the node itself: IPVS data planes have devices for the others."""
-        return addresses.local_addresses(self._config.ipvs_device, *handover.DEVICES)
+        """Those of the node itself: IPVS data planes have devices for the others, and ours may have
+        had another name.
+        """
+        apart = (self._config.ipvs_device, *handover.DEVICES, *dummy.ours())
+        return addresses.local_addresses(*apart)
 
     def _look_at_addresses(self) -> None:
         found = self._local_addresses()

@@ -9,7 +9,7 @@ import errno
 import os
 import socket
 import struct
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -60,9 +60,20 @@ def look(name: str) -> Device | None:
             if error.errno != errno.ENODEV:
                 raise
             return None
-    said = attributes(found[_IFINFO.size :])
+    return _read(attributes(found[_IFINFO.size :]))
+
+
+def _read(said: Mapping[int, bytes]) -> Device:
     info = attributes(said.get(18, b""))
     return Device(text(info.get(1, b"")), text(said.get(20, b"")))
+
+
+def ours() -> tuple[str, ...]:
+    """The names of all dummy devices that bear our alias."""
+    with Rtnetlink() as netlink:
+        told = netlink.dump(RTM_GETLINK, _LINK)
+    found = (attributes(message.body[_IFINFO.size :]) for message in told)
+    return tuple(text(said[3]) for said in found if _read(said) == (KIND, ALIAS))
 
 
 def is_ours(name: str) -> bool:

@@ -17,6 +17,7 @@ import pytest
 from pyroute2 import IPSet
 
 from kbpf.agent import incumbent
+from kbpf.agent.agent import Agent
 from kbpf.agent.incumbent import Sight, Who
 from kbpf.cli import app, cleanup
 from kbpf.dataplane.checks import CheckRow
@@ -544,6 +545,19 @@ def test_what_has_another_name_goes_when_the_new_one_serves(fake_node: Node, nam
     assert node.addresses(device) == {VIP}
     assert node.ipvs.shown() == {f"{VIP}:80/6": {"10.244.1.2:80": 1}}
     assert node.do(lambda: dial(VIP, 80)) == "answered"
+
+
+def test_addresses_of_a_former_device_are_none_of_the_node(fake_node: Node):
+    """IPv6 ones look like the node's own. Those of somebody's dummy device are."""
+    node = fake_node
+    node.run("ip", "link", "add", "theirs", "type", "bridge")
+    node.run("ip", "addr", "add", "fd00:99::1/128", "dev", "theirs")
+    node.start()
+    node.apply(service("s6", f"[{VIP6}]:80", "[fd00:244::2]:80"))
+    assert node.addresses() == {VIP6}
+    for device in (DEVICE, OTHER_DEVICE):
+        agent = Agent(replace(node.config, ipvs_device=device), node.plane, lambda _: ())
+        assert node.do(agent._local_addresses) == (parse_addr("fd00:99::1"),)
 
 
 def test_names_of_several_restarts_are_remembered(fake_node: Node):
