@@ -43,12 +43,14 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 def verdict(found: Sequence[CheckRow], proof: Sequence[CheckRow] | None = None) -> Verdict:
-    """What the rows mean. A needed thing that could not be found out counts as missing."""
+    """What the rows mean. A needed thing that could not be found out counts as missing; but not for
+    mode ipvs, which may have modules loaded that nobody can ask for from here.
+    """
     missing = tuple(row.name for row in found if row.needed and row.result != "yes")
     attached = None if proof is None else all(row.result == "yes" for row in proof)
     lacking = tuple(row.name for row in found if row.packets and row.result != "yes")
     ipvs = [row for row in found if row.ipvs]
-    ipvs_missing = tuple(row.name for row in ipvs if row.result != "yes")
+    ipvs_missing = tuple(row.name for row in ipvs if row.result == "no")
     instead = "ipvs" if ipvs and not ipvs_missing else "none"
     mode = instead if missing else "bpf"
     return Verdict(
@@ -75,6 +77,9 @@ def page(made: Verdict) -> str:
         result += f"\nthe packet path {'can be used' if made.packet_path else cannot}"
     if any(row.ipvs for row in made.rows):
         result += "\n" + _mode("ipvs", made.ipvs_missing)
+        unknown = [row.name for row in made.rows if row.ipvs and row.result == "unknown"]
+        if unknown and not made.ipvs_missing:
+            result += f", unless this is missing: {', '.join(unknown)}"
     if made.attached is not None:
         result += "\nthe hooks " + (
             "do what they should" if made.attached else "are not proven to work"

@@ -69,7 +69,7 @@ def test_check_says_that_this_kernel_will_do(rows: tuple[CheckRow, ...]) -> None
 
 
 def test_check_says_whether_mode_ipvs_can_be_had() -> None:
-    """Nothing is loaded by asking: a test of IPVS loads it by FEATURES."""
+    """IPVS is not loaded by asking, on all kernels: a test of it loads it by FEATURES."""
     rows = tuple(ipvs_checks.rows())
     made = checks.verdict([CheckRow("BPF", "no", True, "", ""), *rows])
     lacks = bool(lacking("ipvs"))

@@ -9,7 +9,7 @@ import shutil
 import socket
 from collections import Counter
 from dataclasses import replace
-from errno import EPERM, EROFS
+from errno import ENOENT, EPERM, EROFS
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,9 @@ from kbpf.dataplane.checks import CheckRow
 from kbpf.dataplane.ipvs import checks, rules
 from kbpf.dataplane.ipvs.remains import IpvsRemains
 from kbpf.errors import KernelError
-from kbpf.kernel import addresses, dummy, handover, netfilter, sysctl
-from kbpf.kernel.ipvs import Settings, Times
+from kbpf.kernel import addresses, dummy, handover, modules, netfilter, sandbox, sysctl
+from kbpf.kernel.ipvs import Ipvs, Settings, Times
+from kbpf.kernel.probe import Probe
 from kbpf.model.address import parse_addr
 from kbpf.model.config import IpvsTimes
 from tests.support.fake_ipvs import DEVICE, Node, fake_node, tcp
@@ -342,6 +343,53 @@ def test_a_closed_input_is_said(fake_node: Node, table: str, closed: str):
     assert (row.result, row.needed, row.ipvs) == ("no" if closed else "yes", False, False)
     assert row.detail == (f"closed: {closed}" if closed else "")
     assert bool(row.advice) is bool(closed)
+
+
+NEEDS_SCHEDULER = "IPVS scheduler rr"
+TRIED = [
+    ("IPVS", {}, "yes", ""),
+    (NEEDS_SCHEDULER, {}, "yes", "loaded"),
+    ("dummy devices", {}, "yes", "loaded"),
+    ("IPVS scheduler mh", {"without": "mh"}, "no", "no module ip_vs_mh"),
+    ("IPVS", {"ipvs": False}, "no", "no modprobe here"),
+    (NEEDS_SCHEDULER, {"ipvs": False}, "unknown", "no modprobe to ask"),
+    (NEEDS_SCHEDULER, {"sandbox": False}, "unknown", "no modprobe to ask"),
+    ("dummy devices", {"sandbox": False}, "unknown", "no modprobe to ask"),
+    (NEEDS_SCHEDULER, {"sandbox": False, "loaded": "ip_vs_rr"}, "yes", ""),
+]
+
+
+@pytest.mark.parametrize(("name", "case", "result", "detail"), TRIED)
+def test_where_modprobe_is_missing_modules_are_tried(
+    fake_node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    name: str, case: dict[str, Any], result: str, detail: str,
+):  # fmt: skip
+    """As in our own image: the kernel loads by itself what is asked for."""
+
+    def broken(*_: Any) -> Any:
+        raise KernelError("cannot make a network namespace", errno=ENOENT)
+
+    monkeypatch.setattr(modules.shutil, "which", lambda _: None)
+    monkeypatch.setattr(modules, "LOADED", tmp_path)
+    (tmp_path / case.get("loaded", "another")).mkdir()
+    missing = case.get("without")
+    fake_node.ipvs.refuse = lambda c: ENOENT if c.settings and c.settings[0] == missing else 0
+    if not case.get("ipvs", True):
+        monkeypatch.setattr(Ipvs, "__init__", broken)
+    if not case.get("sandbox", True):
+        monkeypatch.setattr(sandbox, "run", broken)
+    row = said(fake_node, name)
+    assert (row.result, detail in row.detail) == (result, True)
+    assert bool(row.advice) is (result == "no")
+    assert (fake_node.ipvs.held, fake_node.links()) == ({}, set()), "tried elsewhere"
+
+
+def test_nf_tables_that_cannot_be_spoken_to_are_missing(
+    fake_node: Node, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(netfilter, "available", lambda: Probe(None, "python3-nftables is missing"))
+    row = said(fake_node, "nf_tables")
+    assert (row.result, row.advice.split(";")[0]) == ("no", "install python3-nftables")
 
 
 BRIDGES = [

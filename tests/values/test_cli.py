@@ -781,6 +781,7 @@ MEANS = [
 
 IPVS = CheckRow("IPVS", "yes", False, "", "", ipvs=True)
 NO_IPVS = CheckRow("IPVS", "no", False, "", "", ipvs=True)
+UNSURE = CheckRow("dummy devices", "unknown", False, "", "", ipvs=True)
 
 
 @pytest.mark.parametrize(
@@ -790,6 +791,12 @@ NO_IPVS = CheckRow("IPVS", "no", False, "", "", ipvs=True)
         ([check_row("yes"), NO_IPVS], "bpf", "mode ipvs cannot be used: IPVS"),
         ([check_row("no"), IPVS], "ipvs", "mode bpf cannot be used"),
         ([check_row("no"), NO_IPVS], "none", "mode ipvs cannot be used: IPVS"),
+        ([check_row("no"), NO_IPVS, UNSURE], "none", "mode ipvs cannot be used: IPVS"),
+        (
+            [check_row("no"), IPVS, UNSURE],
+            "ipvs",
+            "mode ipvs can be used on this machine, unless this is missing: dummy devices",
+        ),
     ],
 )
 def test_what_check_says_of_the_modes(rows: list[CheckRow], mode: str, says: str):

@@ -1,17 +1,24 @@
 """What IPVS needs of this kernel and machine: one row per thing, with what to do about it. Nothing
-is loaded or made: what is not there yet is looked for where the agent would find it.
+is made here. What modprobe does not know of is tried in a network namespace of its own, since the
+kernel loads by itself what is asked for: our image has no modprobe.
 """
 
-from collections.abc import Iterator
+import errno
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from kbpf.dataplane.checks import CheckRow, row
 from kbpf.dataplane.ipvs import rules
 from kbpf.errors import KernelError
-from kbpf.kernel import modules, netfilter, probe
-from kbpf.kernel.ipvs import Ipvs
+from kbpf.kernel import dummy, modules, netfilter, probe, sandbox
+from kbpf.kernel.ipvs import Change, Command, Ipvs, Service, Settings
 from kbpf.kernel.probe import Probe
+from kbpf.model.address import parse_addr
 
 DEVICES: Final = Path("/sys/class/net")
 BRIDGE_CALLS: Final = Path("/proc/sys/net/bridge/bridge-nf-call-iptables")
@@ -26,18 +33,21 @@ def rows() -> Iterator[CheckRow]:
     """Everything, in the order in which the agent would meet it."""
     lacks = "CAP_NET_ADMIN" in probe.missing_capabilities()
     yield _needed("CAP_NET_ADMIN", Probe(not lacks, "missing" if lacks else ""), "run as root")
-    yield _needed("IPVS", _ipvs(), "the kernel needs CONFIG_IP_VS, or its module ip_vs")
-    yield _needed(
-        "IPVS scheduler rr", modules.known("ip_vs_rr"), "the kernel needs CONFIG_IP_VS_RR"
-    )
+    there, advice = _ipvs()
+    yield _needed("IPVS", there, advice)
+    scheduler = partial(_scheduler, tried=there.works is True)
+    yield _needed("IPVS scheduler rr", scheduler("rr"), "the kernel needs CONFIG_IP_VS_RR")
     for name, without in SCHEDULERS.items():
         yield row(
-            f"IPVS scheduler {name}", modules.known(f"ip_vs_{name}"),
+            f"IPVS scheduler {name}", scheduler(name),
             f"the kernel needs CONFIG_IP_VS_{name.upper()}; {without}", needed=False,
         )  # fmt: skip
-    yield _needed("dummy devices", modules.known("dummy"), "the kernel needs CONFIG_DUMMY")
+    yield _needed("dummy devices", _known("dummy", _make_device), "the kernel needs CONFIG_DUMMY")
     found = netfilter.available()
-    yield _needed("nf_tables", found, "install python3-nftables; the kernel needs CONFIG_NF_TABLES")
+    yield _needed(
+        "nf_tables", Probe(found.works is True, found.reason),
+        "install python3-nftables; the kernel needs CONFIG_NF_TABLES",
+    )  # fmt: skip
     if found.works:
         yield _needed(
             "nftables rules", _rules(), "mode ipvs needs sets, reject and masquerade of nf_tables"
@@ -60,12 +70,61 @@ def _needed(name: str, found: Probe, advice: str) -> CheckRow:
     return CheckRow(made.name, made.result, False, made.detail, made.advice, ipvs=True)
 
 
-def _ipvs() -> Probe:
+def _ipvs() -> tuple[Probe, str]:
+    """And what to do if it is not there. The kernel loads it by itself since Linux 6.1."""
+    advice = "the kernel needs CONFIG_IP_VS, or its module ip_vs"
     try:
         Ipvs().close()
-    except KernelError:
-        return modules.known("ip_vs")
-    return Probe(True)
+    except KernelError as error:
+        if error.errno != errno.ENOENT or shutil.which("modprobe") is not None:
+            return modules.known("ip_vs"), advice
+        found = Probe(False, "not loaded, and there is no modprobe here to load it")
+        return found, f"on the node: modprobe ip_vs; {advice}"
+    return Probe(True), advice
+
+
+def _scheduler(name: str, tried: bool) -> Probe:
+    """Nothing can be tried where IPVS is not there."""
+    module = f"ip_vs_{name}"
+    return _known(module, partial(_make_service, name)) if tried else modules.known(module)
+
+
+def _known(module: str, make: Callable[[], int]) -> Probe:
+    """Whether modprobe knows of this module, or else whether `make`, which needs it, gives 0 and no
+    errno.
+    """
+    known = modules.known(module)
+    if known.works:
+        return known
+    try:
+        code = sandbox.run(make)
+    except KernelError:  # nobody lets us have a namespace
+        return known
+    if code in (errno.ENOENT, errno.EOPNOTSUPP):
+        return Probe(False, f"no module {module}")
+    if code:
+        return Probe(None, f"cannot be tried: {errno.errorcode.get(code, code)}")
+    return Probe(True, "loaded, or built in")
+
+
+def _make_device() -> int:
+    """In a network namespace of its own."""
+    try:
+        dummy.ensure("kbpf-check")
+    except KernelError as error:
+        return error.errno
+    return 0
+
+
+def _make_service(scheduler: str) -> int:
+    """In a network namespace of its own."""
+    service = Service(socket.IPPROTO_TCP, parse_addr("192.0.2.1"), 80)
+    try:
+        with closing(Ipvs()) as face:
+            made = face.try_([Change(Command.NEW_SERVICE, service, Settings(scheduler))])
+    except KernelError as error:
+        return error.errno
+    return made[0]
 
 
 def _input() -> Probe:
