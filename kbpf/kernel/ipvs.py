@@ -16,12 +16,17 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from kbpf.errors import KernelError
+from kbpf.kernel import sysctl
 from kbpf.kernel.netlink import Netlink, Request, attribute, attributes, number, text
 from kbpf.model.address import ANY4, ANY6, V4_PREFIX, Addr, family_of, format_endpoint, parse_addr
 from kbpf.model.objects import Protocol
 
 FAMILY: Final = "IPVS"
 CONNECTIONS: Final = Path("/proc/thread-self/net/ip_vs_conn")
+CONNTRACK: Final = "net.ipv4.vs.conntrack"
+"""Whether IPVS keeps its connections in conntrack as well, by which they can be masqueraded."""
+USUAL: Final = "net.ipv4.vs.expire_nodest_conn"
+"""A setting that IPVS always has."""
 HINT: Final = "load the kernel module ip_vs (modprobe ip_vs)"
 NETLINK_GENERIC: Final = 16
 NESTED: Final = 0x8000
@@ -43,6 +48,21 @@ _FAMILY_NAME: Final = 2
 _ATTR_SERVICE: Final = 1
 _ATTR_DEST: Final = 2
 _TIMES: Final = (4, 5, 6)  # IPVS_CMD_ATTR_TIMEOUT_TCP, _TCP_FIN, _UDP
+
+
+def knows_conntrack() -> bool | None:
+    """Whether this kernel's IPVS has CONNTRACK (CONFIG_IP_VS_NFCT); None where none of its settings
+    are to be seen.
+    """
+    for name, known in ((CONNTRACK, True), (USUAL, False)):
+        try:
+            sysctl.read(name)
+        except KernelError as error:
+            if error.errno != errno.ENOENT:
+                return None
+        else:
+            return known
+    return None
 
 
 class Command(IntEnum):

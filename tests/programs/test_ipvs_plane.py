@@ -384,6 +384,38 @@ def test_where_modprobe_is_missing_modules_are_tried(
     assert (fake_node.ipvs.held, fake_node.links()) == ({}, set()), "tried elsewhere"
 
 
+NFCT = [
+    ("it is not there", {"net.ipv4.vs.expire_nodest_conn": "0"}, "no"),
+    ("all are there", VS, "yes"),
+    ("IPVS is not loaded, or hidden", {}, "unknown"),
+]
+
+
+@pytest.mark.parametrize(("name", "settings", "result"), NFCT, ids=[row[0] for row in NFCT])
+def test_ipvs_without_conntrack_masquerades_nobody(
+    fake_node: Node, monkeypatch: pytest.MonkeyPatch,
+    name: str, settings: dict[str, str], result: str,
+):  # fmt: skip
+    """Which an agent must not only mention."""
+
+    def read(setting: str) -> str:
+        if setting.startswith("net.ipv4.vs.") and setting not in settings:
+            raise KernelError(f"cannot read the setting {setting}", "/proc/sys", errno=ENOENT)
+        return "1"
+
+    monkeypatch.setattr(sysctl, "read", read)
+    row = said(fake_node, "IPVS with conntrack")
+    assert (row.result, row.ipvs, "CONFIG_IP_VS_NFCT" in row.advice) == (
+        result, True, result == "no",
+    )  # fmt: skip
+    if result == "no":
+        with pytest.raises(KernelError, match=r"masquerades nobody.*CONFIG_IP_VS_NFCT.*mode bpf"):
+            fake_node.start()
+        assert (fake_node.links(), fake_node.tables()) == (set(), set())
+    else:
+        fake_node.start()
+
+
 def test_nf_tables_that_cannot_be_spoken_to_are_missing(
     fake_node: Node, monkeypatch: pytest.MonkeyPatch
 ):

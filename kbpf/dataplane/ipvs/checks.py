@@ -15,7 +15,7 @@ from typing import Final
 from kbpf.dataplane.checks import CheckRow, row
 from kbpf.dataplane.ipvs import rules
 from kbpf.errors import KernelError
-from kbpf.kernel import dummy, modules, netfilter, probe, sandbox
+from kbpf.kernel import dummy, ipvs, modules, netfilter, probe, sandbox
 from kbpf.kernel.ipvs import Change, Command, Ipvs, Service, Settings
 from kbpf.kernel.probe import Probe
 from kbpf.model.address import parse_addr
@@ -35,6 +35,10 @@ def rows() -> Iterator[CheckRow]:
     yield _needed("CAP_NET_ADMIN", Probe(not lacks, "missing" if lacks else ""), "run as root")
     there, advice = _ipvs()
     yield _needed("IPVS", there, advice)
+    yield _needed(
+        "IPVS with conntrack", _conntrack(),
+        "the kernel needs CONFIG_IP_VS_NFCT; without it nobody is masqueraded",
+    )  # fmt: skip
     scheduler = partial(_scheduler, tried=there.works is True)
     yield _needed("IPVS scheduler rr", scheduler("rr"), "the kernel needs CONFIG_IP_VS_RR")
     for name, without in SCHEDULERS.items():
@@ -81,6 +85,11 @@ def _ipvs() -> tuple[Probe, str]:
         found = Probe(False, "not loaded, and there is no modprobe here to load it")
         return found, f"on the node: modprobe ip_vs; {advice}"
     return Probe(True), advice
+
+
+def _conntrack() -> Probe:
+    found = ipvs.knows_conntrack()
+    return Probe(found, "IPVS is not loaded, or /proc/sys hidden" if found is None else "")
 
 
 def _scheduler(name: str, tried: bool) -> Probe:

@@ -62,6 +62,7 @@ class Holdings:
                               "give kbpf another name with --ipvs-device")  # fmt: skip
         self._ipvs = _open_ipvs()
         try:
+            _refuse_without_conntrack()
             self._device = dummy.ensure(device)
             self.make_table()
         except KernelError:
@@ -326,6 +327,14 @@ def _open_ipvs() -> Ipvs:
         if error.errno != errno.ENOENT or not modules.load(("ip_vs",)):
             raise
     return Ipvs()
+
+
+def _refuse_without_conntrack() -> None:
+    if ipvs.knows_conntrack() is False:
+        raise KernelError(
+            "this kernel's IPVS masquerades nobody", f"there is no {ipvs.CONNTRACK}",
+            "the kernel needs CONFIG_IP_VS_NFCT; or use --mode bpf",
+        )  # fmt: skip
 
 
 # ---- words of the two sides ----------------------------------------------------------------------
