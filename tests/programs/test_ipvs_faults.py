@@ -5,6 +5,7 @@ is real: nftables, netlink, addresses.
 
 import errno
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -187,6 +188,41 @@ def test_a_scheduler_that_the_kernel_lacks_is_replaced_at_once(fake_node: Node):
     now = service("other", "10.96.0.2:80", B, algorithm=Algorithm.MAGLEV)
     assert refused(node, hashed, now, touched=[now.key]) == {}
     assert node.ipvs.held[tcp("10.96.0.2", 80)][0].scheduler == "wrr"
+
+
+LACKS = [
+    ("lblc", {"lblc"}, "wrr"),
+    ("lblc", {"lblc", "wrr"}, "rr"),
+    ("mh", {"mh", "wrr"}, "rr"),
+]
+
+
+@pytest.mark.parametrize(("asked", "lacks", "gets"), LACKS)
+def test_any_scheduler_but_the_simplest_may_be_missing(
+    fake_node: Node, asked: str, lacks: set[str], gets: str
+):
+    """It is said once for each, and what is there then counts as what was asked for."""
+    node = fake_node
+    node.start(replace(node.config, ipvs_scheduler=asked))
+    node.ipvs.refuse = lambda c: errno.ENOENT if c.settings and c.settings.scheduler in lacks else 0
+    assert refused(node, WEB) == {}
+    assert refused(node, WEB, OTHER, touched=[OTHER.key]) == {}
+    assert {settings.scheduler for settings, _ in node.ipvs.held.values()} == {gets}
+    said = [line for line in node.plane.problems() if "scheduler" in line]
+    assert len(said) == len(lacks)
+    assert gets in said[-1]
+    node.plane.doubt()
+    assert node.apply(WEB, OTHER).writes == {}, "nobody has changed it"
+    assert [line for line in node.plane.problems() if "scheduler" in line] == said
+
+
+def test_a_kernel_without_any_scheduler_refuses_all(fake_node: Node):
+    node = fake_node
+    node.start()
+    node.ipvs.refuse = lambda c: errno.ENOENT if c.settings else 0
+    words = refused(node, WEB, OTHER)
+    assert words.keys() == {"web", "other"}
+    assert "ENOENT" in words["web"]
 
 
 def fresh(node: Node, *services: ServiceState) -> Node:

@@ -23,7 +23,7 @@ from kbpf.model.address import parse_addr
 DEVICES: Final = Path("/sys/class/net")
 BRIDGE_CALLS: Final = Path("/proc/sys/net/bridge/bridge-nf-call-iptables")
 SCHEDULERS: Final = {
-    "wrr": "without it Services with weights get nobody",
+    "wrr": "without it weights are not heeded",
     "mh": "without it Maglev is spread by weight",
     "sh": "without it a short circuit has no affinity",
 }

@@ -11,8 +11,6 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass
 from typing import Final
 
-from msgspec.structs import replace
-
 from kbpf.dataplane.ipvs import rules
 from kbpf.dataplane.ipvs.ledger import Changes
 from kbpf.dataplane.ipvs.plan import Element, End, Pool, SetName, Virtual, note
@@ -22,8 +20,8 @@ from kbpf.kernel import dummy, handover, ipvs, modules, netfilter, nft
 from kbpf.kernel.ipvs import Command, Ipvs, Server, Service, ServiceFlag, Settings, Times
 from kbpf.model.address import Addr
 
-FALLBACK: Final[Mapping[str, str]] = {"mh": "wrr", "sh": "wrr"}
-"""What takes the place of a scheduler that the kernel does not have."""
+WEIGHTED, SIMPLEST = "wrr", "rr"
+"""Schedulers: what takes the place of one that the kernel does not have, and that one's place."""
 GONE: Final[Mapping[Command, frozenset[int]]] = {
     Command.DEL_SERVICE: frozenset((errno.ESRCH,)),
     Command.DEL_SERVER: frozenset((errno.ENOENT, errno.ESRCH)),
@@ -228,12 +226,12 @@ class Holdings:
             for change, code in some
             if code == errno.ENOENT
             and change.settings is not None
-            and change.settings.scheduler in FALLBACK.keys() - self._missing
+            and change.settings.scheduler not in {SIMPLEST, *self._missing}
         }
-        if missing:
-            self._missing |= {*missing.values()}
-            names = ", ".join(sorted({*missing.values()}))
-            self._tell(f"IPVS may lack a scheduler ({names}); spread by weight instead")
+        self._missing |= {*missing.values()}
+        for name in sorted({*missing.values()}):
+            self._tell(f"IPVS may lack the scheduler {name} (CONFIG_IP_VS_{name.upper()}): "
+                       f"{self._instead(name)} takes its place")  # fmt: skip
         return {v: [self._spread_else(change) for change, _ in failed[v]] for v in missing}
 
     def _spread_else(self, change: ipvs.Change) -> ipvs.Change:
@@ -241,8 +239,14 @@ class Holdings:
         settings = change.settings
         if settings is None or settings.scheduler not in self._missing:
             return change
-        instead = Settings(FALLBACK[settings.scheduler], settings.persistence)
+        instead = Settings(self._instead(settings.scheduler), settings.persistence)
         return change._replace(settings=instead)
+
+    def _instead(self, scheduler: str) -> str:
+        """This one, or what takes its place."""
+        while scheduler in self._missing:
+            scheduler = SIMPLEST if scheduler == WEIGHTED else WEIGHTED
+        return scheduler
 
     def _nft(self, commands: list[netfilter.Json]) -> None:
         if commands:
@@ -287,7 +291,7 @@ class Holdings:
                 draining.add(end)
         if not draining:
             del self._draining[virtual]
-        if replace(old, servers=()) != replace(new, servers=()):
+        if self._settings(old) != self._settings(new):
             yield self._of_service(Command.SET_SERVICE, virtual, new)
 
     def _of_service(
@@ -298,7 +302,7 @@ class Holdings:
 
     def _settings(self, pool: Pool) -> Settings:
         if pool.scheduler in self._missing:
-            return Settings(FALLBACK[pool.scheduler], pool.persistence)
+            return Settings(self._instead(pool.scheduler), pool.persistence)
         hashes = pool.scheduler in ("mh", "sh")
         flags = ServiceFlag.FALLBACK if hashes else ServiceFlag(0)
         if pool.by_port:
