@@ -134,6 +134,8 @@ class Agent:
         log.info("stopped; what is programmed goes on serving")
 
     def _tell_what_is_passed_by(self) -> None:
+        if self._plane.name == "ipvs":
+            return  # which has no packet path
         if self._config.packet_path and self._config.forwarding == "direct":
             log.info(
                 "forwarding=direct: balanced packets to pods of this node pass by the host's "

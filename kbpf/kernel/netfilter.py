@@ -196,11 +196,15 @@ def generation() -> int:
     return 0
 
 
-def forward_chains() -> tuple[Chain, ...]:
+def list_chains() -> list[Json]:
+    """All chains, without their rules: what the following look at, if they are not given it."""
+    return [one["chain"] for one in transaction({"list": {"chains": None}}) if "chain" in one]
+
+
+def forward_chains(listed: Iterable[Json] | None = None) -> tuple[Chain, ...]:
     """The base chains at the forward hook in the tables that iptables and CNIs share."""
     found = []
-    for one in transaction({"list": {"chains": None}}):
-        chain = one.get("chain", {})
+    for chain in list_chains() if listed is None else listed:
         where = chain.get("family", ""), chain.get("table", "")
         if where in TABLES and (chain.get("hook"), chain.get("type")) == ("forward", "filter"):
             name = str(chain["name"])
@@ -209,22 +213,24 @@ def forward_chains() -> tuple[Chain, ...]:
     return tuple(sorted(found, key=str))
 
 
-def other_drops() -> tuple[str, ...]:
+def other_drops(listed: Iterable[Json] | None = None) -> tuple[str, ...]:
     """Base chains at the forward hook, in other tables than those, that drop by their policy."""
     found = []
-    for one in transaction({"list": {"chains": None}}):
-        chain = one.get("chain", {})
+    for chain in list_chains() if listed is None else listed:
         where = chain.get("family", ""), chain.get("table", "")
         if where not in TABLES and (chain.get("hook"), chain.get("policy")) == ("forward", "drop"):
             found.append(" ".join((*where, str(chain["name"]))))
     return tuple(sorted(found))
 
 
-def closed_inputs() -> tuple[str, ...]:
-    """Base chains at the input hook, in any table, that refuse what nobody in them let in."""
+def closed_inputs(listed: Iterable[Json] | None = None, but: str = "") -> tuple[str, ...]:
+    """Base chains at the input hook, in any table, that refuse what nobody in them let in. Rules
+    of our own table, `but`, are not read.
+    """
     found = []
-    for one in transaction({"list": {"chains": None}}):
-        chain = one.get("chain", {})
+    for chain in list_chains() if listed is None else listed:
+        if (chain["family"], chain["table"]) == ("inet", but):
+            continue
         if (chain.get("hook"), chain.get("type")) == ("input", "filter"):
             where = chain["family"], chain["table"], str(chain["name"])
             if Chain(*where, chain.get("policy") == "drop", _rules(*where)).is_closed:

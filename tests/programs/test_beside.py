@@ -316,6 +316,15 @@ def test_without_the_library_it_is_told_once(
     assert house.remove() == ()
 
 
+def test_a_chain_of_others_that_drops_is_told_of(house: House, caplog: pytest.LogCaptureFixture):
+    house.run("nft", "-f", "-", stdin=OPEN[1])
+    for _ in range(2):
+        house.look()
+    said = [line for line in told(caplog) if "inet filter forward" in line]
+    assert len(said) == 1
+    assert "let packets with mark 0x4000 pass there" in said[0]
+
+
 def test_a_table_of_the_old_iptables_is_told_of(
     house: House, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):

@@ -5,9 +5,11 @@ tried in kernels that have IPVS: test_ipvs.py.
 
 import fcntl
 import os
+import re
 import shutil
 import socket
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 from errno import ENOENT, EPERM, EROFS
 from pathlib import Path
@@ -20,15 +22,16 @@ from kbpf.agent import incumbent
 from kbpf.agent.agent import Agent
 from kbpf.agent.incumbent import Sight, Who
 from kbpf.cli import app, cleanup
+from kbpf.config.flags import BY_NAME, FLAGS
 from kbpf.dataplane.checks import CheckRow
-from kbpf.dataplane.ipvs import checks, rules
+from kbpf.dataplane.ipvs import checks, idle, rules
 from kbpf.dataplane.ipvs.remains import IpvsRemains
 from kbpf.errors import KernelError
 from kbpf.kernel import addresses, dummy, handover, modules, netfilter, sandbox, sysctl
 from kbpf.kernel.ipvs import Ipvs, Settings, Times
 from kbpf.kernel.probe import Probe
 from kbpf.model.address import parse_addr
-from kbpf.model.config import IpvsTimes
+from kbpf.model.config import Accounting, IpvsTimes, MapSizes, Serving, SocketLb
 from tests.support.fake_ipvs import DEVICE, Node, fake_node, tcp
 from tests.support.plane import service
 
@@ -315,6 +318,97 @@ def test_what_cannot_be_set_is_said_once_and_keeps_nothing_from_serving(
     assert sum("net.ipv4.vs." in line for line in said) == len(VS)
     assert len(said) == len(set(said))
     assert VIP in fake_node.addresses()
+
+
+# ---- what is said at the start ---------------------------------------------------------------
+
+WALLS = {
+    "none": ("table ip filter { chain FORWARD { type filter hook forward priority 0; policy drop; "
+             "}; }", ()),
+    "INPUT": ("table inet fw { chain in { type filter hook input priority 0; policy drop; }; }",
+              ("INPUT is closed by inet fw in",)),
+    "FORWARD": ("table inet fw { chain on { type filter hook forward priority 0; policy drop; }; }",
+                ("FORWARD is closed by inet fw on, which is not touched; let packets with mark "
+                 "0x4000 pass there",)),
+    "both": ("table inet fw { chain in { type filter hook input priority 0; drop; }; "
+             "chain on { type filter hook forward priority 0; policy drop; }; }",
+             ("FORWARD is closed by inet fw on", "INPUT is closed by inet fw in")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("table", "lines"), WALLS.values(), ids=WALLS)
+def test_firewalls_that_cut_it_off_are_told_at_the_start_and_when_they_change(
+    fake_node: Node, caplog: pytest.LogCaptureFixture, table: str, lines: tuple[str, ...]
+):
+    """Once each, until they go and come again; what stands in the status is what is so now."""
+    node, logged = fake_node, lambda: told(caplog.messages)
+    node.run("nft", table)
+    node.start()
+    assert beginnings(logged(), lines)
+    node.apply(WEB)
+    for _ in range(2):
+        node.run("nft", "add table inet somebody; delete table inet somebody")
+        node.tick()
+    assert beginnings(logged(), lines)
+    assert beginnings(told(node.plane.problems()), lines)
+    name = table.split("{", maxsplit=1)[0].strip()
+    node.run("nft", "delete", *name.split())
+    node.tick()
+    assert told(node.plane.problems()) == []
+    node.run("nft", table)
+    node.tick()
+    assert beginnings(logged(), lines * 2)
+
+
+def told(lines: Iterable[str]) -> list[str]:
+    """Those about firewalls."""
+    return [line for line in lines if re.match("INPUT is|FORWARD is closed by|iptables-", line)]
+
+
+def beginnings(lines: list[str], wanted: tuple[str, ...]) -> bool:
+    """Whether they begin so, one by one."""
+    return len(lines) == len(wanted) and all(map(str.startswith, lines, wanted))
+
+
+def test_a_filter_table_of_the_old_iptables_is_told(
+    fake_node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "names").write_text("filter\n")
+    monkeypatch.setitem(netfilter.LEGACY, "ip", tmp_path / "names")
+    fake_node.start()
+    forward, inputs = told(fake_node.plane.problems())
+    assert "for ip, which is not looked at; if its FORWARD drops" in forward
+    assert "if its INPUT drops" in inputs
+
+
+IDLE: list[tuple[dict[str, Any], str]] = [
+    ({}, ""),
+    ({"socket_lb": SocketLb.OFF}, "--socket-lb"),
+    ({"forwarding": "direct", "accounting": Accounting.FULL}, "--forwarding, --accounting"),
+    ({"sizes": MapSizes(frontends=1000, counts=1)}, "--max-frontends, --max-counts"),
+    ({"serving": Serving(backend_series=5)}, "--metrics-backends"),
+    ({"packet_path": False, "devices": ("eth0",)}, "--packet-path, --device"),
+    ({"masquerade_all": True, "ipvs_scheduler": "lc", "strict_arp": True}, ""),
+]
+
+
+@pytest.mark.parametrize(("given", "names"), IDLE, ids=[row[1] or str(row[0]) for row in IDLE])
+def test_settings_that_do_nothing_here_are_named_once(
+    fake_node: Node, caplog: pytest.LogCaptureFixture, given: dict[str, Any], names: str
+):
+    caplog.set_level("INFO")
+    fake_node.start(replace(fake_node.config, **given))
+    fake_node.apply(WEB)
+    fake_node.tick()
+    line = f"settings that do nothing in mode ipvs: {names} (docs/ipvs.md)"
+    assert [one for one in caplog.messages if "do nothing" in one] == ([line] if names else [])
+
+
+def test_the_settings_that_do_nothing_have_the_names_of_their_flags():
+    for field, name in idle.SETTINGS.items():
+        assert BY_NAME[name].field == field
+    sizes = {flag.name for flag in FLAGS if flag.field.startswith("sizes.")}
+    assert sizes <= set(idle.SETTINGS.values())
 
 
 # ---- what kbpf check says ------------------------------------------------------------------------

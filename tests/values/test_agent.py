@@ -80,6 +80,17 @@ def begun(period: float) -> tuple[Agent, Counting]:
     return agent, plane
 
 
+@pytest.mark.parametrize(("mode", "told"), [("bpf", 1), ("ipvs", 0)])
+def test_what_direct_forwarding_passes_by_is_told_where_there_is_such_a_thing(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, mode: str, told: int
+):
+    plane = Counting()
+    plane.name = mode
+    caplog.set_level("INFO")
+    Agent(Config("me", forwarding="direct"), plane, lambda _: ())._tell_what_is_passed_by()
+    assert sum("forwarding=direct" in line for line in caplog.messages) == told
+
+
 def test_changes_are_programmed_at_once_unless_somebody_asks_for_a_pause(clock: Clock):
     agent, plane = begun(0.0)
     for name in "abc":

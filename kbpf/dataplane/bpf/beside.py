@@ -13,6 +13,7 @@ import logging
 from collections.abc import Iterator
 from typing import Final
 
+from kbpf.dataplane import firewalls
 from kbpf.dataplane.bpf import beyond
 from kbpf.dataplane.bpf.flows import look_for_flows
 from kbpf.dataplane.bpf.load import Pins
@@ -113,11 +114,8 @@ class Beside:
             with contextlib.suppress(KernelError):
                 if sysctl.read(name) == "0":
                     self._warn(f"{name} is 0: this node forwards nothing to pods; set it to 1")
-        for family in netfilter.legacy_tables():
-            self._warn(
-                f"iptables-legacy has a filter table for {family}, which is not looked at; "
-                f"if its FORWARD drops, let packets with mark {self._mark:#x} pass there"
-            )
+        for line in firewalls.forward(self._mark):
+            self._warn(line)
 
     @contextlib.contextmanager
     def _saying_problems(self) -> Iterator[None]:

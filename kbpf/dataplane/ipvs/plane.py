@@ -14,8 +14,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import astuple
 from typing import Final
 
+from kbpf.dataplane import firewalls
 from kbpf.dataplane.base import Report
-from kbpf.dataplane.ipvs import measure, traces
+from kbpf.dataplane.ipvs import idle, measure, traces
 from kbpf.dataplane.ipvs.former import Former
 from kbpf.dataplane.ipvs.holdings import Holdings
 from kbpf.dataplane.ipvs.ledger import Changes, Ledger
@@ -99,6 +100,7 @@ class IpvsPlane:
         self._refused: dict[ServicePortKey, str] = {}
         self._foreign: set[ServicePortKey] = set()  # of a family that the node does not have
         self._barred: dict[Addr, str] = {}  # what the kernel does not take at the device
+        self._firewalls: tuple[str, ...] = ()  # what is said of them
         self._true = False  # whether the kernel holds what the ledger says
         self._whole = False  # whether nothing of an earlier agent is left that nobody wants
         self._left: frozenset[Virtual] = frozenset()  # what is, until then
@@ -124,6 +126,10 @@ class IpvsPlane:
         self._set_times()
         self._clear()
         log.info("opened device=%s table=%s", self._config.ipvs_device, self._style.table)
+        if names := idle.given(self._config):
+            log.info("settings that do nothing in mode ipvs: %s (docs/ipvs.md)", ", ".join(names))
+        with contextlib.suppress(KernelError):  # the first tick() looks again
+            self._look_at_firewalls(netfilter.list_chains())
 
     def _let_go(self) -> None:
         """Others may have the names now."""
@@ -151,6 +157,15 @@ class IpvsPlane:
             self._held.set_times(Times(*astuple(self._config.ipvs_times)))
         except KernelError as error:
             self._tell(f"IPVS keeps its times: {error}")
+
+    def _look_at_firewalls(self, listed: Collection[netfilter.Json]) -> None:
+        """Those of others; what was not so before is told."""
+        style = self._style
+        found = (*firewalls.forward(style.mark, listed), *firewalls.inputs(style.table, listed))
+        for line in found:
+            if line not in self._firewalls:
+                log.warning("%s", line)
+        self._firewalls = found
 
     def _tell(self, line: str) -> None:
         if line not in self._told:
@@ -345,14 +360,16 @@ class IpvsPlane:
         others = seen[0] - self._seen[0] != seen[1] - self._seen[1]
         try:
             if others:
-                self._let_pass()
+                listed = netfilter.list_chains()
+                self._look_at_firewalls(listed)
+                self._let_pass(listed)
         finally:
             if self._begun:
                 self._repair(others)
         self._seen = seen
 
-    def _let_pass(self) -> None:
-        chains = netfilter.forward_chains()
+    def _let_pass(self, listed: Iterable[netfilter.Json]) -> None:
+        chains = netfilter.forward_chains(listed)
         for chain in chains:
             if done := netfilter.let_pass(chain, self._style.mark):
                 log.info("%s chain=%r mark=%#x", done, str(chain), self._style.mark)
@@ -387,7 +404,11 @@ class IpvsPlane:
 
     def problems(self) -> tuple[str, ...]:
         """What was said once, and what the kernel refuses."""
-        lines = [*self._told, *(f"{key}: {words}" for key, words in self._refused.items())]
+        lines = [
+            *self._told,
+            *self._firewalls,
+            *(f"{key}: {words}" for key, words in self._refused.items()),
+        ]
         return (*lines, NO_IPV6) if self._foreign else tuple(lines)
 
     def measure(self) -> Measures:
