@@ -7,11 +7,13 @@ import errno
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import pytest
 
 from kbpf.dataplane.ipvs import rules, traces
+from kbpf.dataplane.ipvs.holdings import Holdings
 from kbpf.dataplane.ipvs.plan import SetName
 from kbpf.errors import KernelError
 from kbpf.kernel import dummy, netfilter
@@ -361,10 +363,15 @@ class Killed(BaseException):
 
 
 class Clockwork:
-    """Counts what is asked of the kernel, and kills when the count is down."""
+    """Counts what is asked of the kernel, and kills when the count is down, or does what `error`
+    says instead; then what is read counts as well.
+    """
 
-    def __init__(self, node: Node, patch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self, node: Node, patch: pytest.MonkeyPatch, error: KernelError | None = None
+    ) -> None:
         self.left = -1
+        self.error = error or Killed()
         node.ipvs.refuse = lambda _: self.count()
         real = netfilter.transaction
 
@@ -376,6 +383,9 @@ class Clockwork:
         patch.setattr(netfilter, "transaction", transaction)
         for name in ("add", "drop"):
             patch.setattr(dummy, name, self.counted(getattr(dummy, name)))
+        for name in ("elements", "own_addresses", "families", "addresses", "pools"):
+            if error is not None:
+                patch.setattr(Holdings, name, self.counted(getattr(Holdings, name)))
 
     def counted(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*words: Any) -> Any:
@@ -386,7 +396,7 @@ class Clockwork:
 
     def count(self) -> int:
         if self.left == 0:
-            raise Killed
+            raise self.error
         self.left -= 1
         return 0
 
@@ -465,3 +475,83 @@ def held(node: Node) -> Any:
         for service, (settings, servers) in node.ipvs.held.items()
     )
     return sets, dummy.addresses_of(DEVICE), services
+
+
+# ---- an apply that fails -------------------------------------------------------------------------
+
+
+class Way(NamedTuple):
+    """What is programmed, what becomes of it, and the names of what has changed by that; `knows`:
+    of a next agent, which by then knows only of these.
+    """
+
+    name: str
+    old: list[ServiceState]
+    new: list[ServiceState]
+    touched: str
+    knows: list[ServiceState] | None = None
+
+
+PORT = service("a", "10.96.0.1:80 NodePort=0.0.0.0:30080", A)
+EXACT = service("b", f"10.96.0.2:30080 ExternalIP={OWN}:30080", B)
+LONE = service("c", "10.96.0.3:80", A)
+WAYS = [
+    Way("an exact frontend comes", [PORT], [PORT, EXACT], "b"),
+    Way("it goes", [PORT, EXACT], [PORT], "b"),
+    Way("both move on", [PORT, EXACT], [LONE], "a b c"),
+    Way("known later than by the agent before", [PORT, EXACT], [PORT, EXACT], "b", [PORT]),
+    Way("they meet what is left", [PORT, EXACT, LONE], [PORT, EXACT, LONE], "b c", [PORT]),
+]
+
+
+@pytest.mark.parametrize("ticks", [False, True], ids=["tried again", "repaired before"])
+@pytest.mark.parametrize("way", WAYS, ids=lambda row: row.name)
+def test_a_failed_apply_makes_the_next_one_whole(
+    fake_node: Node, monkeypatch: pytest.MonkeyPatch, way: Way, ticks: bool
+):
+    """Whatever the kernel does not answer: the neighbours of what has changed are not forgotten,
+    and all of it can go.
+    """
+    node, busy = fake_node, KernelError("busy", errno=errno.EBUSY)
+    node.run("ip", "addr", "add", f"{OWN}/32", "dev", "lo")
+    clock = Clockwork(node, monkeypatch, busy)
+    rests = [[one for one in way.new if one != gone] for gone in (PORT, EXACT)]
+    states = (way.new, rests[0], way.new, rests[1], way.new, [])
+    goals = [node.do(partial(alone, node, some)) for some in states]
+    failures = 0
+    while found := node.do(partial(failed, node, clock, way, failures, ticks)):
+        assert found == goals[0], f"failed at call {failures}"
+        for i, (old, new) in enumerate(pairwise(states), 1):
+            changed = {*old} ^ {*new}
+            node.apply(*new, nodes=OWN, touched=[one.key for one in changed])
+            node.do(node.plane._held.drain)
+            assert node.do(partial(held, node)) == goals[i], f"failed at call {failures}, then {i}"
+        failures += 1
+    assert failures > 2
+
+
+def failed(node: Node, clock: Clockwork, way: Way, after: int, ticks: bool) -> Any:
+    """What the kernel holds when this was tried, failed at that call, and was tried again; None if
+    all was done by then.
+    """
+    alone(node, way.old)
+    sound = way.knows is None
+    if way.knows is not None:
+        node.plane.close()
+        node.plane.open()
+        node.plane.apply(desired(*way.knows, nodes=OWN), None, sound)
+    touched = [one.key for one in (PORT, EXACT, LONE) if one.key.name in way.touched.split()]
+    wanted, clock.left = desired(*way.new, nodes=OWN), after
+    try:
+        node.plane.apply(wanted, touched, sound)
+    except KernelError:
+        pass
+    else:
+        return None
+    finally:
+        clock.left = -1
+    if ticks:
+        node.plane.tick(FOREVER)
+    node.plane.apply(wanted, touched, sound)
+    node.plane._held.drain()
+    return held(node)

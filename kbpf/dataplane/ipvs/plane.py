@@ -98,6 +98,7 @@ class IpvsPlane:
         self._overlaps = Overlaps()
         self._desired = DesiredState({})  # of the last apply()
         self._refused: dict[ServicePortKey, str] = {}
+        self._owed: set[ServicePortKey] = set()  # of an apply() that has failed
         self._foreign: set[ServicePortKey] = set()  # of a family that the node does not have
         self._barred: dict[Addr, str] = {}  # what the kernel does not take at the device
         self._firewalls: tuple[str, ...] = ()  # what is said of them
@@ -181,19 +182,21 @@ class IpvsPlane:
         sound: bool = True,
     ) -> Report:
         """See base.DataPlane. After a KernelError the next call reads again what the kernel holds,
-        and makes good what is missing.
+        and makes good what is missing; it programs those again that this one was about, and whom
+        they meet.
         """
         true, self._true = self._true, False
         anew = not true or (sound and not self._whole)
-        elements = self._read_elements() if anew else None
-        keys = {*(desired.services if touched is None else touched), *self._refused}
+        keys = {*(desired.services if touched is None else touched), *self._refused, *self._owed}
         if touched is None:
             keys |= self._ledger.by_key.keys() - {NODE}
+        self._owed = keys
+        elements = self._read_elements() if anew else None
         for key in list(keys):
             keys |= self._overlaps.put(key, desired.services.get(key))
         ground = self._look_at_ground(desired, keys, anew or touched is None)
         if self._ground is None or ground != self._ground._replace(barred=ground.barred):
-            keys = self._all(desired)
+            keys |= self._all(desired)
         self._ground, self._desired = ground, desired
         after = self._program(desired, keys, ground)
         if elements is None and self._meets_what_is_left(after):
@@ -206,6 +209,7 @@ class IpvsPlane:
         written = self._carry_out(changes)
         if self._barred.keys() - ground.barred:
             written += self._do_without_barred()
+        self._owed = set()
         self._true = self._begun = True
         return Report(dict(written), sum(written.values()), dict(self._refused))
 
