@@ -163,10 +163,12 @@ def services(ground: Ground) -> list[ServiceState]:
                 external_local=True, local=""),
         service("maglev", f"{VIP4}:90", two, algorithm=Algorithm.MAGLEV),
         service("weighty", f"{VIP4}:91", two, cluster_weights=(3, 1)),
+        service("ports", f"{VIP4}:92 NodePort=0.0.0.0:30092", two, external_local=True, local=one),
+        service("ports6", f"[{VIP6}]:92 NodePort=[::]:30092", v6, external_local=True, local=""),
     ]  # fmt: skip
 
 
-NODE = "198.18.0.1"
+NODE, NODE6 = "198.18.0.1", "fd00:198:18::1"
 NODES = "the node"
 OWN = {"198.18.0.1", "10.244.1.1", "fd00:198:18::1", "fd00:10:244:1::1"}
 OUT = "198.18.0.254"
@@ -207,6 +209,10 @@ ROWS = [
     Row("external Local, none here, NodePort", "outside", f"{NODE}:30085", DROPPED),
     Row("external Local, none here, pod", "b", f"{LB4}:85", "a b"),
     Row("external Local, none here, host", "host", f"{LB4}:85", "a b", NODES),
+    Row("external Local, NodePort alone, outside", "outside", f"{NODE}:30092", "a", OUT),
+    Row("external Local, NodePort alone, pod", "b", f"{NODE}:30092", "a b"),
+    Row("external Local, NodePort alone, host", "host", f"{NODE}:30092", "a b"),
+    Row("external Local, NodePort alone, v6, host", "host", f"{NODE6}:30092", "a b"),
     Row("ranges, outside", "outside", f"{LB4}:86", DROPPED),
     Row("ranges, ClusterIP", "outside", f"{VIP4}:86", "a b", NODES),
     Row("ranges, ExternalIP", "outside", f"{EXT4}:86", "a b", NODES),
@@ -696,12 +702,23 @@ def test_a_closed_forward_lets_answers_pass(applied: Ground):
 
 
 def test_restart_changes_nothing(applied: Ground):
-    ground = applied
-    ground.apply(*services(ground))
-    ground.start()
-    elements = ground.do(ground.plane._read_elements)
-    assert ground.apply(*services(ground)).writes == {}
+    """Not the mark of a short circuit either, by which connections go on."""
+    ground, more = applied, {"local_networks": (PODS4, PODS6)}
+    ats = ((NODE, 30092), (NODE6, 30092), (NODE, 30084), (LB4, 84))
+    dials = [(place, *at) for place in (ground.node.host, ground.b) for at in ats]
+    ground.start(detect_local_mode=LocalMode.CLUSTER_CIDR)
+    ground.apply(*services(ground), **more)
+    kept = [place.tcp(host, port, keep=f"r{i}").get("name")
+            for i, (place, host, port) in enumerate(dials)]  # fmt: skip
+    assert {*kept} <= {"a", "b"}, kept
+    ground.start(detect_local_mode=LocalMode.CLUSTER_CIDR)
+    elements, kernel = ground.do(ground.plane._read_elements), ground.kernel()
+    assert ground.apply(*services(ground), **more).writes == {}
     assert ground.do(ground.plane._read_elements) == elements
+    assert ground.kernel() == kernel
+    for i, (place, *_) in enumerate(dials):
+        assert place.ask("talk", keep=f"r{i}").get("name") == kept[i], dials[i][1:]
+        place.ask("drop", keep=f"r{i}")
 
 
 def test_a_change_costs_what_has_changed(applied: Ground):

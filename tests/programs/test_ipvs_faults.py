@@ -468,7 +468,7 @@ def held(node: Node) -> Any:
     """Sets, addresses, virtual services; what mark a short circuit has is all the same."""
     style = traces.style_of(node.config)
     listed = rules.read(netfilter.transaction(rules.listing(style)))
-    marked = (SetName.SHORT_CIRCUITS, SetName.OWN_MARKS)
+    marked = (SetName.SHORT_CIRCUITS, SetName.OWN_MARKS, SetName.MARKS)
     sets = sorted((n, parts[:-1] if n in marked else parts) for n, parts in listed)
     services = sorted(
         (service._replace(mark=bool(service.mark)), settings, sorted(servers.items()))

@@ -25,6 +25,7 @@ from kbpf.cli import app, cleanup
 from kbpf.config.flags import BY_NAME, FLAGS
 from kbpf.dataplane.checks import CheckRow
 from kbpf.dataplane.ipvs import checks, idle, rules
+from kbpf.dataplane.ipvs.plan import SetName
 from kbpf.dataplane.ipvs.remains import IpvsRemains
 from kbpf.errors import KernelError
 from kbpf.kernel import addresses, dummy, handover, modules, netfilter, sandbox, sysctl
@@ -32,6 +33,8 @@ from kbpf.kernel.ipvs import Ipvs, Settings, Times
 from kbpf.kernel.probe import Probe
 from kbpf.model.address import parse_addr
 from kbpf.model.config import Accounting, IpvsTimes, MapSizes, Serving, SocketLb
+from kbpf.model.desired import ServiceState
+from kbpf.model.objects import Protocol
 from tests.support.fake_ipvs import DEVICE, Node, fake_node, tcp
 from tests.support.plane import service
 
@@ -144,6 +147,91 @@ def test_an_address_that_the_node_has_too_is_its_own(fake_node: Node):
     fake_node.start()
     fake_node.apply(service("s", f"{VIP}:80", "10.244.1.2:80"))
     assert fake_node.addresses() == set()
+
+
+# ---- marks of short circuits ---------------------------------------------------------------------
+
+NODE, A = "198.18.0.1", "10.244.1.2:80"
+LOCAL = {"external_local": True}
+MARKED = {
+    "a NodePort alone": [service("p", f"{VIP}:80 NodePort=0.0.0.0:30080", A, **LOCAL)],
+    "IPv6": [service("p", f"[{VIP6}]:80 NodePort=[::]:30080", "[fd00:244::2]:80", **LOCAL)],
+    "both families, TCP and UDP": [
+        service("p4", f"{VIP}:80 NodePort=0.0.0.0:30080", A, **LOCAL),
+        service("p6", f"[{VIP6}]:80 NodePort=[::]:30080", "[fd00:244::2]:80", **LOCAL),
+        service("u4", f"{VIP}:80 NodePort=0.0.0.0:30080", A, Protocol.UDP, **LOCAL),
+    ],
+    "an exact frontend meets a NodePort": [
+        service("exact", f"10.96.0.2:30080 ExternalIP={NODE}:30080", "10.244.1.3:80", **LOCAL),
+        service("a", f"{VIP}:80 NodePort=0.0.0.0:30080", A, **LOCAL),
+    ],
+    "it has a lower name": [
+        service("exact", f"10.96.0.2:30080 ExternalIP={NODE}:30080", "10.244.1.3:80", **LOCAL),
+        service("z", f"{VIP}:80 NodePort=0.0.0.0:30080", A, **LOCAL),
+    ],
+    "all kinds": [
+        service("all", f"{VIP}:80 NodePort=0.0.0.0:30080 LoadBalancer=192.0.2.1:80"
+                " ExternalIP=192.0.2.2:80", A, **LOCAL),
+        service("other", "10.96.0.2:80 LoadBalancer=192.0.2.3:80", A, **LOCAL),
+    ],
+}  # fmt: skip
+NODES = f"{NODE} 198.18.0.2 fd00:18::1"
+
+
+@pytest.mark.parametrize("sound", [True, False], ids=["sound", "unsound"])
+@pytest.mark.parametrize("states", MARKED.values(), ids=MARKED)
+def test_a_restart_changes_no_mark(fake_node: Node, states: list[ServiceState], sound: bool):
+    """Connections end with their virtual service."""
+    node = fake_node
+    node.run("ip", "addr", "add", f"{NODE}/32", "dev", "lo")
+    node.start()
+    node.apply(*states, nodes=NODES)
+    before = listed(node), dict(node.ipvs.held)
+    assert sum("mark" in str(one) for one in node.ipvs.held) == len(states)
+    for _ in range(2):
+        node.start()
+        assert node.apply(*reversed(states), nodes=NODES, sound=sound).writes == {}
+        assert (listed(node), node.ipvs.held) == before
+
+
+def test_what_stands_elsewhere_in_the_end_takes_its_mark_along(fake_node: Node):
+    """While no agent was there an address of the node has come, another one has gone, and two
+    Services have got a frontend of others': an exact one, and a NodePort.
+    """
+    node = fake_node
+    p, q, r, s = ("p", f"{VIP}:80"), ("q", f"{VIP}:81"), ("r", f"{VIP}:82"), ("s", f"{VIP}:83")
+    lb, other, last = (f"LoadBalancer=192.0.2.1:{port}" for port in (80, 82, 83))
+    before = {p: "NodePort=0.0.0.0:30080", q: f"NodePort=0.0.0.0:30081 {lb}",
+              r: f"NodePort=0.0.0.0:30082 {other}", s: last}  # fmt: skip
+    after = {p: f"NodePort=0.0.0.0:30080 {lb}", q: "NodePort=0.0.0.0:30081",
+             r: other, s: f"NodePort=0.0.0.0:30082 {last}"}  # fmt: skip
+    old, new = (
+        [service(name, f"{at} {more}", A, **LOCAL) for (name, at), more in some.items()]
+        for some in (before, after)
+    )
+    node.start()
+    node.apply(*old, nodes=f"{NODE} 198.18.0.2")
+    had = [marks(node, port) for port in (30080, 30081, 82, 83)]
+    assert len(set[int]().union(*had)) == 4
+    for sound in (False, True):
+        node.start()
+        node.apply(*new, nodes="198.18.0.2 198.18.0.3", sound=sound)
+        assert [marks(node, port) for port in (30080, 30081, 82, 83)] == had
+        assert marks(node, 80) == had[0]
+        stays = set() if sound else had[2]  # at the address that has gone
+        assert marks(node, 30082) == had[3] | stays
+        assert {one.mark for one in node.ipvs.held} == {0}.union(*had)
+
+
+def marks(node: Node, port: int) -> set[int]:
+    """Those that lead to short circuits at this port."""
+    style = rules.Style(node.config.nft_table)
+    read = node.do(lambda: rules.read(netfilter.transaction(rules.listing(style))))
+    return {
+        int(str(parts[3]))
+        for name, parts in read
+        if name is SetName.SHORT_CIRCUITS and parts[2] == port
+    }
 
 
 # ---- what others do to the table -----------------------------------------------------------------

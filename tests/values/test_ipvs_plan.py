@@ -577,6 +577,17 @@ def test_nothing_is_done_to_a_packet_before_all_matches_are_met():
         assert is_match == sorted(is_match, reverse=True), words
 
 
+def test_a_mark_that_means_something_else_by_now_is_not_taken_over():
+    """Somebody has given another --masquerade-bit."""
+    state = service("web", PORT, BOTH, external_local=True)
+    noted = [(SetName.MARKS, (ANY4, Protocol.TCP, 30080, MARK))]
+    same, other = Marks(but=1 << 1), Marks(but=1 << 0)
+    same.adopt(noted)
+    other.adopt(noted)
+    assert same.of(state) == MARK
+    assert other.of(state) > MARK
+
+
 @pytest.mark.parametrize("bit", range(32))
 def test_marks_never_have_the_bit_of_masquerading(bit: int):
     """Counted up in no time, whatever bit it is; each is another's."""

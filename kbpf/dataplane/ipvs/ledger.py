@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from kbpf.dataplane.ipvs.plan import (
     LATE,
+    MAPS,
     NOTES,
     NOTHING,
     Element,
@@ -78,8 +79,12 @@ class Steps(NamedTuple):
 
 
 def _room(element: Element) -> tuple[SetName, tuple[Part, ...]] | None:
-    """Where intervals must not overlap: old ones there go before new ones can come."""
+    """Where intervals must not overlap, or there is one place only: old ones there go before new
+    ones can come.
+    """
     name, parts = element
+    if name in MAPS:
+        return name, parts[:-1]
     if name is SetName.SOURCES:
         return name, parts[1:]
     return (name, ()) if name is SetName.LOCAL_NETWORKS else None
@@ -179,7 +184,10 @@ class Ledger:
             changes.strays = {address for address in addresses if address not in spoken_of}
         else:
             changes.old_pools.clear()
-            changes.old_elements = {e for e in elements - wanted if self._contradicts(e)}
+            rooms = {_room(e) for e in changes.new_elements} - {None}
+            changes.old_elements = {
+                e for e in elements - wanted if self._contradicts(e) or _room(e) in rooms
+            }
         return changes
 
     def _contradicts(self, element: Element) -> bool:

@@ -1,9 +1,10 @@
 """Marks of short circuits: which Service port has which."""
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Final
 
-from kbpf.dataplane.ipvs.plan import Element, Part, SetName, wants_mark
+from kbpf.dataplane.ipvs.plan import Element, Part, SetName, externals, wants_mark
 from kbpf.model.desired import ServicePortKey, ServiceState
 
 FIRST_MARK: Final = 0x6B620000
@@ -17,16 +18,18 @@ class Marks:
         """`but`: bits that mean something else."""
         self._but = but
         self._of: dict[ServicePortKey, int] = {}
+        self._taken: set[int] = set()
         self._old: dict[tuple[Part, ...], int] = {}  # by frontend, of an earlier agent
         self._last = FIRST_MARK
 
     def adopt(self, elements: Iterable[Element]) -> None:
         """What stands in the sets goes on meaning what it meant."""
+        self._old.clear()
         for name, parts in elements:
             mark = parts[-1]
-            if name in (SetName.SHORT_CIRCUITS, SetName.OWN_MARKS) and isinstance(mark, int):
+            if name in (SetName.MARKS, SetName.OWN_MARKS) and isinstance(mark, int):
                 self._last = max(self._last, mark)
-                if name is SetName.SHORT_CIRCUITS:
+                if name is SetName.MARKS and not mark & self._but:
                     self._old[parts[:-1]] = mark
 
     def of(self, state: ServiceState) -> int:
@@ -35,16 +38,20 @@ class Marks:
             self.drop(state.key)
             return 0
         if state.key not in self._of:
-            ats = ((f.at.address, f.at.protocol, f.at.port) for f in state.frontends)
-            known = next((self._old.pop(at) for at in ats if at in self._old), 0)
-            if known in self._of.values():
-                known = 0
-            self._of[state.key] = known or self._new()
+            mark = self._known(state) or self._new()
+            self._of[state.key] = mark
+            self._taken.add(mark)
         return self._of[state.key]
 
     def drop(self, key: ServicePortKey) -> None:
         """The Service port is gone."""
-        self._of.pop(key, None)
+        self._taken.discard(self._of.pop(key, 0))
+
+    def _known(self, state: ServiceState) -> int:
+        """The one that most of its frontends have had; 0 if there is none, or others have it."""
+        had = Counter(self._old.pop(at, 0) for at in externals(state))
+        free = had.keys() - self._taken - {0}
+        return min(free, key=lambda mark: (-had[mark], mark), default=0)
 
     def _new(self) -> int:
         self._last += 1

@@ -72,8 +72,8 @@ class SetName(StrEnum):
 
     Elements are (address, protocol, port) but for: VIRTUAL_IPS: (address,); HAIRPINS:
     (address of an endpoint on this node, the same address); SOURCES: (network, address, protocol,
-    port); SHORT_CIRCUITS: a map, (address, protocol, port, mark); LOCAL_NETWORKS: (network,);
-    NODE_IPS: (address,); OWN_MARKS: (the ANY address of the family, mark).
+    port); SHORT_CIRCUITS and MARKS: maps, (address, protocol, port, mark); LOCAL_NETWORKS:
+    (network,); NODE_IPS: (address,); OWN_MARKS: (the ANY address of the family, mark).
     """
 
     OWN = "own"  # is a virtual service of ours, or may be: others are not touched
@@ -88,10 +88,13 @@ class SetName(StrEnum):
     RESTRICTED = "restricted"  # source ranges apply
     SOURCES = "sources"
     SHORT_CIRCUITS = "short_circuits"
+    MARKS = "marks"  # of frontends, a NodePort is one: no rule asks, the next agent does
     LOCAL_NETWORKS = "local_networks"  # of pods of this node
     NODE_IPS = "node_ips"  # all that the node has itself
 
 
+MAPS: Final = frozenset((SetName.SHORT_CIRCUITS, SetName.MARKS))
+"""To one mark from each frontend."""
 NOTES: Final = frozenset((SetName.OWN, SetName.OWN_MARKS))
 LATE: Final = frozenset((SetName.SERVED, SetName.SHORT_CIRCUITS))
 """They lead to virtual services, which have to be there."""
@@ -141,8 +144,13 @@ def program_node(desired: DesiredState, ground: Ground) -> Programmed:
 
 def wants_mark(state: ServiceState) -> bool:
     """Whether who is on this node may get other endpoints than who is outside."""
-    external = any(f.kind is not FrontendKind.CLUSTER_IP for f in state.frontends)
-    return external and state.external_local and bool(state.cluster)
+    return state.external_local and bool(state.cluster) and bool(externals(state))
+
+
+def externals(state: ServiceState) -> list[tuple[Part, ...]]:
+    """What its external frontends stand on: (address, protocol, port)."""
+    ats = (f.at for f in state.frontends if f.kind is not FrontendKind.CLUSTER_IP)
+    return [(at.address, at.protocol, at.port) for at in ats]
 
 
 def program(
@@ -173,6 +181,7 @@ def program(
                 elements.add((SetName.SHORT_CIRCUITS, (*at, mark)))
     if mark:
         pools[marked(state.key.family, mark)] = _short_circuit(state, ground.scheduler)
+        elements |= {(SetName.MARKS, (*at, mark)) for at in externals(state)}
     for virtual in pools:
         elements.add(note(virtual))
     elements |= {(SetName.HAIRPINS, (address, address)) for address in state.on_node}

@@ -2,7 +2,8 @@
 
 What it has made is known by the kernel alone: the sets OWN and OWN_MARKS of its table name every
 virtual service of its own before that is there and until it is gone, so whatever kills an agent,
-the next one finds what there is, and never touches what others have made.
+the next one finds what there is, and never touches what others have made. MARKS says whose short
+circuit has which mark.
 """
 
 import contextlib

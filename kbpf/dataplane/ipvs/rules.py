@@ -15,7 +15,7 @@ that. Elements are those of plan.py; what is said of a family is said twice, for
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
-from kbpf.dataplane.ipvs.plan import Element, Part, SetName
+from kbpf.dataplane.ipvs.plan import MAPS, Element, Part, SetName
 from kbpf.model.address import ANY4, ANY6, Addr, family_of, format_addr, parse_addr
 from kbpf.model.objects import Cidr, Protocol
 
@@ -38,7 +38,7 @@ TYPES: Final[Mapping[SetName, tuple[str, ...]]] = {
     SetName.HAIRPINS: ("ADDRESS", "ADDRESS"),
     SetName.SOURCES: ("ADDRESS", *AT),
 }
-"""Of the others: AT. SHORT_CIRCUITS is a map from AT to a mark."""
+"""Of the others: AT. MAPS are from AT to a mark."""
 INTERVALS: Final = frozenset((SetName.SOURCES, SetName.LOCAL_NETWORKS))
 
 
@@ -90,7 +90,7 @@ def _set(style: Style, name: SetName, family: int) -> Iterator[Json]:
     }
     if name in INTERVALS:
         made["flags"] = ["interval"]
-    if name is SetName.SHORT_CIRCUITS:
+    if name in MAPS:
         yield {"add": {"map": {**made, "map": "mark"}}}
     else:
         yield {"add": {"set": made}}
@@ -285,7 +285,7 @@ def _family_of(parts: tuple[Part, ...]) -> int:
 def _written(name: SetName, parts: tuple[Part, ...], key_only: bool) -> Any:
     if name is SetName.OWN_MARKS:
         return parts[1]
-    if name is SetName.SHORT_CIRCUITS:
+    if name in MAPS:
         key = _written(SetName.SERVED, parts[:-1], True)
         return key if key_only else [key, parts[-1]]
     words = [_word(part) for part in parts]
@@ -327,7 +327,7 @@ def read(listed: Iterable[Json]) -> frozenset[Element]:
 def _parts(name: SetName, family: int, text: Any) -> tuple[Part, ...]:
     if name is SetName.OWN_MARKS:
         return (ANY4 if family == 4 else ANY6, int(text))
-    if name is SetName.SHORT_CIRCUITS:
+    if name in MAPS:
         return (*_parts(SetName.SERVED, family, text[0]), int(text[1]))
     words = text["concat"] if isinstance(text, dict) and "concat" in text else [text]
     types = TYPES.get(name, AT)
