@@ -822,6 +822,33 @@ def test_addresses_of_a_former_device_are_none_of_the_node(fake_node: Node):
         assert node.do(agent._local_addresses) == (parse_addr("fd00:99::1"),)
 
 
+@pytest.mark.parametrize("names", RENAMED.values(), ids=RENAMED)
+def test_marks_go_on_under_another_name(fake_node: Node, names: dict[str, str]):
+    """Packets that the former table has marked meet the same Service as before, and no other,
+    also as long as not all is known; connections by a mark go on.
+    """
+    node = fake_node
+    node.start()
+    x, y, z = (
+        service(name, f"10.96.0.{i}:80 NodePort=0.0.0.0:3008{i}", f"10.244.1.{i}:80", **LOCAL)
+        for i, name in enumerate("xyz")
+    )
+    node.apply(y, z, nodes=NODE)
+    of_y, of_z = marks(node, 30081), marks(node, 30082)
+    before = {one: held for one, held in node.ipvs.held.items() if one.mark}
+    node.start(replace(node.config, **names))
+    for sound, states in ((False, (x, z)), (False, (x, y, z)), (True, (x, y, z))):
+        node.plane.doubt()
+        node.apply(*states, nodes=NODE, sound=sound)
+        assert marks(node, 30082) == of_z
+        assert not marks(node, 30080) & (of_y | of_z)
+        assert before.items() <= node.ipvs.held.items()
+    node.tick()
+    assert marks(node, 30081) == of_y
+    assert before.items() <= node.ipvs.held.items()
+    assert len(node.tables()) == 1
+
+
 def test_names_of_several_restarts_are_remembered(fake_node: Node):
     node = fake_node
     node.start()

@@ -8,14 +8,14 @@ goes when the new one serves; virtual services that are wanted still have become
 import contextlib
 import logging
 import os
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
 from kbpf.dataplane.ipvs import notes, rules, traces
-from kbpf.dataplane.ipvs.plan import Virtual
+from kbpf.dataplane.ipvs.plan import Element, Virtual
 from kbpf.errors import KernelError
 from kbpf.kernel import dummy, netfilter
 from kbpf.model.config import Config
@@ -72,18 +72,25 @@ class Former:
         """Those that are left."""
         return tuple(names.device for names in self._locks)
 
+    def elements(self) -> Iterator[frozenset[Element]]:
+        """Those of the sets of each table that is left, of this device and the newest first."""
+        for table in self._left():
+            yield traces.elements(table) or frozenset()
+
+    def _left(self) -> tuple[str, ...]:
+        """Tables of other names."""
+        all_ = (*self._tables, *(table for names in self._locks for table in names.tables))
+        return tuple(dict.fromkeys(name for name in all_ if name not in self._own.tables))
+
     def retire(self, wanted: Container[Virtual]) -> None:
         """Removes it all, but for virtual services that are wanted."""
         if not (self._tables or self._locks):
             return
-        for table in self._tables:
+        for table in self._left():
             _remove_table(table, wanted)
         self._put(self._own.tables)
         self._tables = ()
         for names, fd in list(self._locks.items()):
-            for table in names.tables:
-                if table not in self._own.tables:
-                    _remove_table(table, wanted)
             if dummy.is_ours(names.device):
                 dummy.remove(names.device)
             folder = self._folder.with_name(names.device)

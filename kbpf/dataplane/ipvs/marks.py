@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable
+from itertools import chain
 from typing import Final
 
 from kbpf.dataplane.ipvs.plan import Element, Part, SetName, externals, wants_mark
@@ -22,15 +23,17 @@ class Marks:
         self._old: dict[tuple[Part, ...], int] = {}  # by frontend, of an earlier agent
         self._last = FIRST_MARK
 
-    def adopt(self, elements: Iterable[Element]) -> None:
-        """What stands in the sets goes on meaning what it meant."""
+    def adopt(self, *tables: Iterable[Element]) -> None:
+        """What stands in the sets goes on meaning what it meant; in those of the first table, if
+        they do not agree.
+        """
         self._old.clear()
-        for name, parts in elements:
+        for name, parts in chain.from_iterable(tables):
             mark = parts[-1]
             if name in (SetName.MARKS, SetName.OWN_MARKS) and isinstance(mark, int):
                 self._last = max(self._last, mark)
                 if name is SetName.MARKS and not mark & self._but:
-                    self._old[parts[:-1]] = mark
+                    self._old.setdefault(parts[:-1], mark)
 
     def of(self, state: ServiceState) -> int:
         """Of its short circuit; 0 if it needs none."""

@@ -324,9 +324,11 @@ class IpvsPlane:
                     yield virtual, end
 
     def _read_elements(self) -> frozenset[Element]:
-        """Marks of short circuits go on meaning what they meant."""
+        """Marks of short circuits go on meaning what they meant, in a table of a former name too:
+        its rules mark packets for as long as it is there.
+        """
         elements = self._held.elements()
-        self._marks.adopt(elements)
+        self._marks.adopt(elements, *(self._former.elements() if self._former is not None else ()))
         return elements
 
     def _difference(self, elements: frozenset[Element]) -> Changes:

@@ -49,7 +49,7 @@ class IpvsRemains:
             self._due = now + LOOK_SECONDS
         if waits:
             return self._due
-        elements = self._elements()
+        elements = traces.elements(self._style.table) or frozenset()
         ours = [v for element in elements if (v := noted(element)) is not None]
         if ours:
             with contextlib.closing(Ipvs()) as face:
@@ -58,11 +58,6 @@ class IpvsRemains:
             return self._due
         traces.remove(self._config, forward=False)
         return None
-
-    def _elements(self) -> frozenset[Element]:
-        if not traces.has_table(self._style.table):
-            return frozenset()
-        return rules.read(netfilter.transaction(rules.listing(self._style)))
 
     def _end_idle(self, face: Ipvs, ours: Iterable[Virtual], elements: frozenset[Element]) -> int:
         """How many connections go on."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from kbpf.dataplane.ipvs import notes, rules
-from kbpf.dataplane.ipvs.plan import SetName, Virtual, noted
+from kbpf.dataplane.ipvs.plan import Element, SetName, Virtual, noted
 from kbpf.errors import KernelError
 from kbpf.kernel import dummy, handover, ipvs, netfilter, nft
 from kbpf.kernel.ipvs import Command, Ipvs, Service
@@ -74,12 +74,18 @@ def there(config: Config) -> bool:
         return False
 
 
-def own_services(table: str) -> set[Service] | None:
-    """The virtual services that a table of ours notes; None without one."""
+def elements(table: str) -> frozenset[Element] | None:
+    """Those of the sets of a table of ours; None without one."""
     if not has_table(table):
         return None
-    elements = rules.read(netfilter.transaction(rules.listing(rules.Style(table))))
-    return {Service(*v) for element in elements if (v := noted(element)) is not None}
+    return rules.read(netfilter.transaction(rules.listing(rules.Style(table))))
+
+
+def own_services(table: str) -> set[Service] | None:
+    """The virtual services that a table of ours notes; None without one."""
+    if (found := elements(table)) is None:
+        return None
+    return {Service(*v) for element in found if (v := noted(element)) is not None}
 
 
 def virtual_of(service: Service) -> Virtual | None:
