@@ -312,29 +312,114 @@ def _schedulers() -> set[str]:
         return {settings.scheduler for _, settings in face.services()}
 
 
-def test_drained_then_gone(applied: Ground):
+class Drain(NamedTuple):
+    """Who dials a Service, and where; by a short circuit, if its external policy is Local."""
+
+    name: str
+    client: str
+    host: str
+    port: int
+    local: bool = True
+
+
+DRAINS = [
+    Drain("ClusterIP, outside", "outside", VIP4, 70, local=False),
+    Drain("short circuit, NodePort, host", "host", NODE, 30070),
+    Drain("short circuit, NodePort, v6, host", "host", NODE6, 30070),
+    Drain("short circuit, LoadBalancer, pod", "b", LB4, 70),
+]
+
+
+@pytest.mark.parametrize("row", DRAINS, ids=lambda row: row.name)
+def test_drained_then_gone(applied: Ground, row: Drain):
     """A connection outlives its backend's leaving; new ones go elsewhere; then it is removed."""
-    ground, at = applied, f"{VIP4}:70"
-    ground.apply(service("drain", at, a_and_b(ground, 8080)))
-    kept = [ground.outside.tcp(VIP4, 70, keep=f"k{i}")["name"] for i in range(4)]
+    ground, place, v6 = applied, applied.places[row.client], ":" in row.host
+    frontends = (f"[{VIP6}]:70 NodePort=[::]:30070" if v6
+                 else f"{VIP4}:70 NodePort=0.0.0.0:30070 LoadBalancer={LB4}:70")  # fmt: skip
+    both = a_and_b(ground, 8080, v6)
+    a, b = both.split()
+
+    def start() -> None:
+        ground.start(detect_local_mode=LocalMode.CLUSTER_CIDR)
+
+    def apply(to: str) -> None:
+        state = service("drain", frontends, to, external_local=row.local)
+        ground.apply(state, local_networks=(PODS4, PODS6))
+
+    def weights() -> dict[str, int]:
+        found = ground.kernel()
+        (at,) = (at for at in found if (at.startswith("mark") if row.local
+                                        else at == f"{VIP4}:70/6"))  # fmt: skip
+        return found[at]
+
+    def dial(**more: Any) -> dict[str, Any]:
+        return place.tcp(row.host, row.port, **more)
+
+    def all_talk() -> None:
+        said = [place.ask("talk", keep=f"k{i}").get("name") for i in range(4)]
+        assert said == kept
+
+    start()
+    apply(both)
+    kept = [dial(keep=f"k{i}").get("name") for i in range(4)]
     assert set(kept) == {"a", "b"}
-    ground.apply(service("drain", at, f"{ground.a.ip}:8080"))
-    weights = ground.kernel()[f"{at}/6"]
-    assert weights == {f"{ground.a.ip}:8080": 1, f"{ground.b.ip}:8080": 0}
-    for i, name in enumerate(kept):
-        assert ground.outside.ask("talk", keep=f"k{i}")["name"] == name
-    assert {ground.outside.tcp(VIP4, 70)["name"] for _ in range(4)} == {"a"}
-    ground.start()  # a restart drains on
-    ground.apply(service("drain", at, f"{ground.a.ip}:8080"))
-    assert ground.kernel()[f"{at}/6"] == weights
-    ground.apply(service("drain", at, ""))
-    assert ground.outside.tcp(VIP4, 70)["error"] == REFUSED
-    for i, name in enumerate(kept):
-        assert ground.outside.ask("talk", keep=f"k{i}")["name"] == name
-    ground.apply(service("drain", at, a_and_b(ground, 8080)))
-    assert set(ground.kernel()[f"{at}/6"].values()) == {1}
+    apply(a)
+    assert weights() == {a: 1, b: 0}
+    all_talk()
+    assert {dial().get("name") for _ in range(4)} == {"a"}
+    start()  # a restart drains on
+    apply(a)
+    assert weights() == {a: 1, b: 0}
+    apply("")
+    assert dial().get("error") == REFUSED
+    all_talk()
+    start()
+    apply("")
+    assert weights() == {a: 0, b: 0}
+    assert dial().get("error") == REFUSED
+    all_talk()
+    apply(both)
+    assert weights() == {a: 1, b: 1}
+    all_talk()
     for i in range(4):
-        ground.outside.ask("drop", keep=f"k{i}")
+        place.ask("drop", keep=f"k{i}")
+
+
+def test_a_policy_that_is_cluster_now_keeps_what_is_there(applied: Ground):
+    """A connection by a short circuit goes on, and the short circuit goes after it."""
+    ground, two = applied, a_and_b(applied, 8080)
+    local, cluster = (
+        service("policy", f"{VIP4}:74 NodePort=0.0.0.0:30074", two, external_local=is_local)
+        for is_local in (True, False)
+    )
+
+    def dial() -> socket.socket:
+        made = socket.create_connection((NODE, 30074), timeout=30)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        return made
+
+    def talk() -> str:
+        connection.sendall(b"hello\n")
+        return str(json.loads(connection.recv(4096))["name"])
+
+    def marks() -> set[str]:
+        ground.do(lambda: ground.plane.tick(ground.plane._clock()))
+        return {at for at in ground.kernel() if at.startswith("mark")}
+
+    ground.start()
+    ground.apply(local)
+    connection = ground.do(dial)
+    name, mark = talk(), marks()
+    assert len(mark) == 1
+    for state in (cluster, local, cluster):  # nobody else dials: IPVS remembers it for 2 minutes
+        ground.apply(state)
+        assert (talk(), marks()) == (name, mark)
+        ground.start()
+        ground.apply(state)
+        assert (talk(), marks()) == (name, mark)
+    connection.close()  # by a reset, which IPVS remembers for 10 s
+    until("the short circuit is gone", lambda: not marks(), seconds=120)
+    assert ground.node.host.tcp(NODE, 30074).get("name") in ("a", "b")
 
 
 def test_drained_without_connections_goes(applied: Ground):

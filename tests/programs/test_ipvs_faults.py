@@ -555,3 +555,45 @@ def failed(node: Node, clock: Clockwork, way: Way, after: int, ticks: bool) -> A
     node.plane.apply(wanted, touched, sound)
     node.plane._held.drain()
     return held(node)
+
+
+LOCAL = service("a", "10.96.0.1:80 NodePort=0.0.0.0:30080", A, external_local=True)
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["it fails", "the agent is killed"])
+def test_a_short_circuit_goes_whole_in_the_end(
+    fake_node: Node, monkeypatch: pytest.MonkeyPatch, ends: bool
+):
+    """Whatever call on the way the agent, or the kernel, is stopped at."""
+    node, stops = fake_node, 0
+    node.run("ip", "addr", "add", f"{OWN}/32", "dev", "lo")
+    clock = Clockwork(node, monkeypatch, None if ends else KernelError("busy", errno=errno.EBUSY))
+    goal = node.do(partial(alone, node, [PORT]))
+    while found := node.do(partial(stopped, node, clock, stops, ends)):
+        assert found == goal, f"stopped at call {stops}"
+        stops += 1
+    assert stops > 2
+
+
+def stopped(node: Node, clock: Clockwork, after: int, ends: bool) -> Any:
+    """What is there when the policy is Cluster, and the tick after it was stopped at that call, and
+    another one not; None if all was done by then.
+    """
+    alone(node, [LOCAL])
+    node.plane.apply(desired(PORT, nodes=OWN), [PORT.key])
+    assert any(one.mark for one in node.ipvs.held)
+    clock.left = after
+    try:
+        node.plane.tick(1.0)
+    except (KernelError, Killed):
+        pass
+    else:
+        return None
+    finally:
+        clock.left = -1
+    if ends:
+        node.plane.close()
+        node.plane.open()
+        node.plane.apply(desired(PORT, nodes=OWN), None)
+    node.plane.tick(FOREVER)
+    return held(node)

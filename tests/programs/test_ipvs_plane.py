@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from errno import ENOENT, EPERM, EROFS
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from pyroute2 import IPSet
@@ -24,8 +24,8 @@ from kbpf.agent.incumbent import Sight, Who
 from kbpf.cli import app, cleanup
 from kbpf.config.flags import BY_NAME, FLAGS
 from kbpf.dataplane.checks import CheckRow
-from kbpf.dataplane.ipvs import checks, idle, rules
-from kbpf.dataplane.ipvs.plan import SetName
+from kbpf.dataplane.ipvs import checks, idle, rules, traces
+from kbpf.dataplane.ipvs.plan import Element, SetName
 from kbpf.dataplane.ipvs.remains import IpvsRemains
 from kbpf.errors import KernelError
 from kbpf.kernel import addresses, dummy, handover, modules, netfilter, sandbox, sysctl
@@ -223,15 +223,133 @@ def test_what_stands_elsewhere_in_the_end_takes_its_mark_along(fake_node: Node):
         assert {one.mark for one in node.ipvs.held} == {0}.union(*had)
 
 
+class End(NamedTuple):
+    """What becomes of a Service with a short circuit to A and B, one connection to A by which is
+    left. Weights: of the servers of the virtual service by mark as long as it is there, and once it
+    is idle; None: it has gone.
+    """
+
+    name: str
+    after: ServiceState | None
+    busy: dict[str, int] | None
+    idle: dict[str, int] | None = None
+
+
+B = "10.244.1.3:80"
+FRONTENDS = f"{VIP}:80 NodePort=0.0.0.0:30080 LoadBalancer=192.0.2.1:80"
+UDP = Protocol.UDP
+BOTH_GO = service("m", FRONTENDS, f"{A} {B}", **LOCAL)
+BOTH_GO_UDP = service("m", FRONTENDS, f"{A} {B}", UDP, **LOCAL)
+ENDS = [
+    End("all go on", BOTH_GO, {A: 1, B: 1}, {A: 1, B: 1}),
+    End("one endpoint is left", service("m", FRONTENDS, B, **LOCAL), {A: 0, B: 1}, {B: 1}),
+    End("no endpoint is left", service("m", FRONTENDS, **LOCAL), {A: 0}, {}),
+    End("none that is ready", service("m", FRONTENDS, serving=A, **LOCAL), {A: 0}, {}),
+    End("Cluster now", service("m", FRONTENDS, f"{A} {B}"), {A: 1, B: 1}),
+    End("Cluster now, and others", service("m", FRONTENDS, B), {A: 0, B: 1}),
+    End("Cluster now, and none", service("m", FRONTENDS), {A: 0}),
+    End("Cluster now, at another port",
+        service("m", f"{VIP}:80 NodePort=0.0.0.0:30089 LoadBalancer=192.0.2.1:80", A),
+        {A: 1}),
+    End("a ClusterIP alone", service("m", f"{VIP}:80", f"{A} {B}"), None),
+    End("deleted", None, None),
+    End("UDP, Cluster now", service("m", FRONTENDS, f"{A} {B}", UDP), {A: 1, B: 1}),
+    End("UDP, one stops serving", service("m", FRONTENDS, B, UDP, **LOCAL), {B: 1}, {B: 1}),
+    End("UDP, Cluster now, and it stops serving", service("m", FRONTENDS, B, UDP), None),
+    End("UDP, one serves on", service("m", FRONTENDS, B, UDP, serving=f"{A} {B}", **LOCAL),
+        {A: 0, B: 1}, {B: 1}),
+    End("UDP, none serves", service("m", FRONTENDS, "", UDP, **LOCAL), {}, {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("restart", [False, True], ids=["", "and a restart"])
+@pytest.mark.parametrize("row", ENDS, ids=lambda row: row.name)
+def test_connections_by_a_mark_outlive_its_endpoints_and_its_policy(
+    fake_node: Node, row: End, restart: bool
+):
+    """As those by other virtual services do, across a restart too: which ends none, and begins with
+    the same or with other things wanted.
+    """
+    node = fake_node
+    before = BOTH_GO_UDP if row.name.startswith("UDP") else BOTH_GO
+    first = () if row.after is None else (row.after,)
+    node.start()
+    node.apply(*first, nodes=NODE)
+    goal = without_marks(node)
+    for anew in (False, True):
+        node.apply(before, nodes=NODE)
+        assert at_mark(node) == {A: 1, B: 1}
+        (one,) = (one for one in node.ipvs.held if one.mark)
+        (server,) = (end for end in node.ipvs.held[one][1] if str(end) == A)
+        node.ipvs.connections[one, server] = (0, 1)
+        if anew:
+            node.start()
+        node.apply(*first, nodes=NODE)
+        if restart:
+            node.start()
+            node.apply(*first, nodes=NODE)
+        for _ in range(2):
+            node.tick()
+            node.plane.doubt()
+            node.apply(*first, nodes=NODE)
+            assert at_mark(node) == row.busy
+            assert {other.mark for other in node.ipvs.held} <= {0, one.mark}
+            assert without_marks(node) == goal
+        node.ipvs.connections.clear()
+        node.tick()
+        node.apply(*first, nodes=NODE)
+        assert at_mark(node) == row.idle
+        names = {name for name, _ in read(node)}
+        assert (row.idle is None) == names.isdisjoint((SetName.MARKS, SetName.OWN_MARKS))
+
+
+def test_a_policy_that_is_local_again_finds_its_mark(fake_node: Node):
+    """Also when it comes while an older connection goes on."""
+    node = fake_node
+    node.start()
+    for _ in range(2):
+        node.apply(BOTH_GO, nodes=NODE)
+        (one,) = (one for one in node.ipvs.held if one.mark)
+        (server, _) = node.ipvs.held[one][1]
+        node.ipvs.connections[one, server] = (1, 0)
+        node.apply(service("m", FRONTENDS, A), nodes=NODE)
+        node.tick()
+        node.apply(BOTH_GO, nodes=NODE, touched=[BOTH_GO.key])
+        node.tick()
+        assert marks(node, 30080) == {one.mark}
+        node.ipvs.connections.clear()
+        node.tick()
+        assert at_mark(node) == {A: 1, B: 1}
+
+
+def at_mark(node: Node) -> dict[str, int] | None:
+    """The weights of the servers of the one virtual service that is by mark; None without one."""
+    found = [servers for one, servers in node.ipvs.shown().items() if "mark" in one]
+    assert len(found) < 2
+    return found[0] if found else None
+
+
+def without_marks(node: Node) -> frozenset[Element]:
+    """Where new connections are led."""
+    return frozenset(
+        (name, parts[:-1] if name is SetName.SHORT_CIRCUITS else parts)
+        for name, parts in read(node)
+        if name not in (SetName.MARKS, SetName.OWN_MARKS)
+    )
+
+
 def marks(node: Node, port: int) -> set[int]:
     """Those that lead to short circuits at this port."""
-    style = rules.Style(node.config.nft_table)
-    read = node.do(lambda: rules.read(netfilter.transaction(rules.listing(style))))
     return {
         int(str(parts[3]))
-        for name, parts in read
+        for name, parts in read(node)
         if name is SetName.SHORT_CIRCUITS and parts[2] == port
     }
+
+
+def read(node: Node) -> frozenset[Element]:
+    """All elements of the table."""
+    return node.do(lambda: traces.elements(node.config.nft_table)) or frozenset()
 
 
 # ---- what others do to the table -----------------------------------------------------------------

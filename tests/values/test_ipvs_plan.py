@@ -88,7 +88,8 @@ def pools(programmed: Programmed) -> dict[str, str]:
 
 class Answer(NamedTuple):
     """A Service port, and for each of its frontends the servers of outsiders ("a b"), or refused
-    or dropped; `here`: whom the node and its pods get at external ones, "" for the same.
+    or dropped; `here`: whom the node and its pods get at external ones, "" for the same, by a mark
+    that leads nobody yet if there is one.
     """
 
     name: str
@@ -144,13 +145,27 @@ def test_who_gets_what(row: Answer):
     short = sets(programmed, SetName.SHORT_CIRCUITS).get("short_circuits", set())
     assert short == ({f"{at} {MARK}" for at in externals} if row.here else set())
     marked = {name: to for name, to in pools(programmed).items() if "mark" in name}
-    wanted = "rr,0 10.0.0.1:8080*1 10.0.0.2:8080*1"
-    assert marked == ({f"mark {MARK:#x}": wanted} if row.here else {})
+    wanted = "rr,0 10.0.0.1:8080*1 10.0.0.2:8080*1" if row.here else "rr,0"
+    local = row.state.get("external_local", False)
+    assert marked == ({f"mark {MARK:#x}": wanted} if local else {})
+    noted = sets(programmed, SetName.MARKS).get("marks", set())
+    ats = ("0.0.0.0 TCP 30080", *externals[1:])
+    assert noted == ({f"{at} {MARK}" for at in ats} if local else set())
 
 
 def test_a_cluster_ip_alone_has_no_short_circuit():
     state = service("web", CLUSTER, BOTH, external_local=True)
     assert not wants_mark(state)
+
+
+def test_a_short_circuit_that_is_not_wanted_any_more_leads_nobody():
+    """It goes on for its connections, with the endpoints that there are."""
+    before = program(service("web", ALL, A, external_local=True), ground(), MARK)
+    after = program(service("web", ALL, BOTH), ground(), MARK)
+    kinds = SetName.MARKS, SetName.OWN_MARKS
+    assert sets(after, *kinds) == sets(before, *kinds) != {}
+    assert sets(after, SetName.SHORT_CIRCUITS) == {}
+    assert pools(after)[f"mark {MARK:#x}"] == f"rr,0 {A}*1 {B}*1"
 
 
 def test_node_ports_are_of_their_family():

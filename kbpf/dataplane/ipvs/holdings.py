@@ -155,6 +155,10 @@ class Holdings:
         self._ipvs = _open_ipvs()
         return False
 
+    def is_idle(self, virtual: Virtual) -> bool:
+        """Whether it has no connections, nor remembers any that have ended."""
+        return not self._ipvs.connections(Service(*virtual))
+
     # ---- changing --------------------------------------------------------------------------
 
     def try_addresses(self, wanted: Iterable[Addr]) -> dict[Addr, str]:

@@ -20,6 +20,7 @@ class Marks:
         self._but = but
         self._of: dict[ServicePortKey, int] = {}
         self._taken: set[int] = set()
+        self.unwanted: dict[ServicePortKey, int] = {}
         self._old: dict[tuple[Part, ...], int] = {}  # by frontend, of an earlier agent
         self._last = FIRST_MARK
 
@@ -32,23 +33,32 @@ class Marks:
             mark = parts[-1]
             if name in (SetName.MARKS, SetName.OWN_MARKS) and isinstance(mark, int):
                 self._last = max(self._last, mark)
-                if name is SetName.MARKS and not mark & self._but:
+                is_free = mark not in self._taken and not mark & self._but
+                if name is SetName.MARKS and is_free:
                     self._old.setdefault(parts[:-1], mark)
 
     def of(self, state: ServiceState) -> int:
-        """Of its short circuit; 0 if it needs none."""
-        if not wants_mark(state):
-            self.drop(state.key)
+        """Of its short circuit; 0 if it has none. One that it wants no more is `unwanted`, and
+        stays its own until drop() says that nobody needs it, or its external frontends go.
+        """
+        key, wants = state.key, wants_mark(state)
+        if not externals(state):
+            self.drop(key)
             return 0
-        if state.key not in self._of:
-            mark = self._known(state) or self._new()
-            self._of[state.key] = mark
+        mark = self._of.get(key) or self._known(state) or (self._new() if wants else 0)
+        if mark:
+            self._of[key] = mark
             self._taken.add(mark)
-        return self._of[state.key]
+        if mark and not wants:
+            self.unwanted[key] = mark
+        else:
+            self.unwanted.pop(key, None)
+        return mark
 
     def drop(self, key: ServicePortKey) -> None:
-        """The Service port is gone."""
+        """The Service port is gone, or what its mark has led to."""
         self._taken.discard(self._of.pop(key, 0))
+        self.unwanted.pop(key, None)
 
     def _known(self, state: ServiceState) -> int:
         """The one that most of its frontends have had; 0 if there is none, or others have it."""

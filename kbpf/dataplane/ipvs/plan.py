@@ -6,8 +6,9 @@ masquerading, and the short circuit of external frontends with a Local policy: c
 node and its pods carry a mark, and a virtual service by that mark has the Cluster endpoints
 (kube-proxy's iptables/proxier.go).
 
-A frontend without backends has a virtual service without real servers. nftables lets nobody new
-get there, and connections that backends still have when they leave can be drained.
+A frontend without backends has a virtual service without real servers, and so has a short circuit.
+nftables lets nobody new get there, and connections that backends still have when they leave can be
+drained. For the same reason a short circuit that is not wanted any more stays for a while.
 """
 
 from collections.abc import Container, Iterable, Mapping
@@ -144,7 +145,7 @@ def program_node(desired: DesiredState, ground: Ground) -> Programmed:
 
 def wants_mark(state: ServiceState) -> bool:
     """Whether who is on this node may get other endpoints than who is outside."""
-    return state.external_local and bool(state.cluster) and bool(externals(state))
+    return state.external_local and bool(externals(state))
 
 
 def externals(state: ServiceState) -> list[tuple[Part, ...]]:
@@ -159,13 +160,15 @@ def program(
     mark: int = 0,
     exact: Container[FrontendAddress] = (),
 ) -> Programmed:
-    """What this Service port needs. `mark`: for its short circuit, if wants_mark(). `exact`: what
-    anybody's frontends other than NodePorts stand on.
+    """What this Service port needs. `mark`: of its short circuit, if it has one; where it wants
+    none (any more) that leads nobody new. `exact`: what anybody's frontends other than NodePorts
+    stand on.
     """
     if state.key.family not in ground.families:
         return NOTHING
     pools: dict[Virtual, Pool] = {}
     elements: set[Element] = set()
+    leads = mark and wants_mark(state) and state.cluster
     for frontend in state.frontends:
         is_cluster_ip = frontend.kind is FrontendKind.CLUSTER_IP
         local = state.internal_local if is_cluster_ip else state.external_local
@@ -177,7 +180,7 @@ def program(
             pools[Virtual(frontend.at.protocol, address, frontend.at.port)] = pool
             elements.add((_answer(state, local, pool), at))
             elements.update(_around(state, frontend, at, ground))
-            if mark and not is_cluster_ip:
+            if leads and not is_cluster_ip:
                 elements.add((SetName.SHORT_CIRCUITS, (*at, mark)))
     if mark:
         pools[marked(state.key.family, mark)] = _short_circuit(state, ground.scheduler)
@@ -248,6 +251,14 @@ def _outermost(networks: Iterable[Cidr]) -> list[Cidr]:
 def marked(family: int, mark: int) -> Virtual:
     """The virtual service of a mark."""
     return Virtual(Protocol.TCP, ANY4 if family == 4 else ANY6, 0, mark)
+
+
+def unmarked(programmed: Programmed, virtual: Virtual) -> Programmed:
+    """The same without this virtual service, whose mark leads nobody."""
+    gone = {note(virtual)}
+    gone |= {e for e in programmed.elements if e[0] is SetName.MARKS and e[1][-1] == virtual.mark}
+    pools = {one: pool for one, pool in programmed.pools.items() if one != virtual}
+    return Programmed(pools, programmed.elements - gone, programmed.serving)
 
 
 def note(virtual: Virtual) -> Element:

@@ -33,9 +33,11 @@ from kbpf.dataplane.ipvs.plan import (
     Programmed,
     SetName,
     Virtual,
+    marked,
     noted,
     program,
     program_node,
+    unmarked,
 )
 from kbpf.errors import KernelError
 from kbpf.kernel import handover, netfilter, sysctl
@@ -400,6 +402,22 @@ class IpvsPlane:
         if not (self._true and whole and device and served):
             self._true = False
             self.apply(self._desired, (), sound=False)
+        else:
+            self._end_short_circuits()
+
+    def _end_short_circuits(self) -> None:
+        """Those that nobody wants any more go with their last connection."""
+        after: dict[ServicePortKey, Programmed] = {}
+        for key, mark in self._marks.unwanted.items():
+            virtual, had = marked(key.family, mark), self._ledger.by_key.get(key, NOTHING)
+            if virtual in had.pools and self._held.is_idle(virtual):
+                after[key] = unmarked(had, virtual)
+        if after:
+            self._true = False
+            for key in after:
+                self._marks.drop(key)
+            self._carry_out(self._ledger.change(after))
+            self._true = True
 
     def ready(self) -> bool:
         """Nothing goes on in the background."""
