@@ -9,6 +9,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -469,6 +470,54 @@ def test_one_port_of_a_client_again_and_again(applied: Ground):
     for name in ("a", "b") * 4:
         ground.apply(service("port", at, f"{getattr(ground, name).ip}:8080"))
         assert [netns.inside(outside, dial) for _ in range(3)] == [name] * 3
+
+
+RETRANSMITTED = 100
+"""Where tcpi_total_retrans stands in struct tcp_info (linux/tcp.h)."""
+
+
+def closes_first(listener: socket.socket, name: str) -> None:
+    """Each client is told the name, and the end."""
+    with contextlib.suppress(OSError):
+        while True:
+            with listener.accept()[0] as s:
+                s.recv(100)
+                s.sendall(name.encode())
+                s.shutdown(socket.SHUT_WR)
+                s.recv(1)
+
+
+def test_one_port_whose_last_connection_the_server_has_ended(applied: Ground):
+    """IPVS remembers it as in TIME_WAIT, net.ipv4.vs.conn_reuse_mode: the next one with this port
+    is served, by who serves by now, and not by its second SYN (kubernetes/kubernetes#81775).
+    """
+    ground, at = applied, f"{VIP4}:73"
+    outside = Path("/run/netns") / str(ground.lab.outside)
+
+    def dial() -> tuple[str, int]:
+        with socket.socket() as s:
+            s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            s.settimeout(30)
+            s.bind((OUT, 45001))
+            s.connect((VIP4, 73))
+            s.sendall(b"hello\n")
+            name = s.recv(4096).decode()
+            assert s.recv(1) == b""
+            info = s.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192)
+            return name, int.from_bytes(info[RETRANSMITTED:][:4], sys.byteorder)
+
+    with contextlib.ExitStack() as stack:
+        for name in ("a", "b"):
+            where = Path("/run/netns") / getattr(ground, name).netns
+            listener = netns.inside(where, lambda: socket.create_server(("", 8099)))
+            thread = threading.Thread(target=closes_first, args=(listener, name), daemon=True)
+            thread.start()
+            stack.enter_context(listener)
+            stack.callback(thread.join)
+            stack.callback(listener.shutdown, socket.SHUT_RDWR)
+        for name in ("a", "b") * 3:
+            ground.apply(service("port", at, f"{getattr(ground, name).ip}:8099"))
+            assert [netns.inside(outside, dial) for _ in range(3)] == [(name, 0)] * 3
 
 
 def test_strict_arp(applied: Ground):
