@@ -108,6 +108,8 @@ class Agent:
         """Where sources leave what they say."""
         if isinstance(item, Upsert | Delete):
             self._desk.health.queued()
+            if item.key.kind in (Kind.SERVICE, Kind.SLICE):
+                self._desk.record.queued()
         self._inbox.put(item)
 
     def _run(self) -> None:

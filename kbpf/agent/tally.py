@@ -94,8 +94,7 @@ class Tally:
         """All that came is done with: programmed, or it said nothing new."""
         programmed, self._programmed = self._programmed, False
         self._desk.health.settled(programmed)
-        if not programmed:
-            self._desk.record.unchanged()
+        self._desk.record.settled()
         self._desk.node_is_leaving(world.node.leaving)
         self._look_at_checks(world, desired)
 

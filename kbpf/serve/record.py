@@ -41,6 +41,7 @@ class Record:
         self._programming = {each: Histogram(PROGRAMMING_BUCKETS) for each in FAMILIES}
         self._last = dict.fromkeys(FAMILIES, 0.0)
         self._queued = dict.fromkeys(FAMILIES, 0.0)
+        self._coming = 0
         self._changes = {"service": 0, "endpoint": 0}
         self._waiting = {"service": 0, "endpoint": 0}
         self._no_local = {(policy, each): 0 for policy in ("external", "internal") for each in BOTH}
@@ -53,18 +54,29 @@ class Record:
 
     # ---- what the agent says ---------------------------------------------------------------
 
-    def changes(self, services: int, endpoints: int) -> None:
-        """So many events came; they wait until synced()."""
+    def queued(self) -> None:
+        """An event of a Service or an EndpointSlice came, for the writer to take: any thread."""
         with self._lock:
+            self._queued = dict.fromkeys(FAMILIES, self._now())
+            self._coming += 1
+
+    def changes(self, services: int, endpoints: int) -> None:
+        """The writer took so many events; they wait until synced()."""
+        with self._lock:
+            self._coming = max(0, self._coming - services - endpoints)
             for kind, count in (("service", services), ("endpoint", endpoints)):
                 self._changes[kind] += count
                 self._waiting[kind] += count
-            self._queued = dict.fromkeys(FAMILIES, self._now())
 
-    def unchanged(self) -> None:
-        """What came said nothing new."""
+    def settled(self) -> None:
+        """All that the writer took is done with: programmed, or it said nothing new to a family.
+        Unless more has come meanwhile, both families are as was asked for last, as of now.
+        """
         with self._lock:
             self._waiting = dict.fromkeys(self._waiting, 0)
+            for each, last in self._last.items():
+                if not self._coming and 0.0 < last < self._queued[each]:
+                    self._last[each] = self._now()
 
     def synced(self, seconds: float, full: bool, families: Collection[int] = BOTH) -> None:
         """The data plane was written, in so many seconds; `full`: all of it was looked at."""
@@ -145,7 +157,7 @@ class Record:
         ):  # fmt: skip
             yield from family(
                 f"{prefix}_{name}_seconds", "gauge", f"[ALPHA] {text}",
-                ((labels(ip_family=FAMILIES[f]), at) for f, at in times.items()),
+                ((labels(ip_family=FAMILIES[f]), at) for f, at in times.items() if at),
             )  # fmt: skip
         for kind in ("endpoint", "service"):
             word = kind.capitalize()

@@ -16,6 +16,8 @@ from kbpf.model.events import Kind, ObjectKey, Rejected, Synced, Upsert
 from kbpf.model.objects import Node, Protocol, Service, ServicePort
 from kbpf.model.status import MOST_PROBLEMS
 from kbpf.serve.desk import Desk
+from kbpf.serve.record import Record
+from tests.support.prometheus import parse
 
 
 class Counting:
@@ -243,3 +245,45 @@ def test_what_cannot_be_served_is_told_but_not_in_thousands_of_lines(
         assert "and 7 more" in lines[-1]
     agent.step([service("b")])
     assert sum(line.startswith("not programmed") for line in caplog.messages) == MOST_PROBLEMS + 1
+
+
+def test_what_was_asked_for_last_is_done_in_both_families(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+):
+    """A Service of one family, an event that says nothing new, and a data plane that refuses."""
+    desk = Desk(Config("me", serving=Serving(healthz="", metrics="")), record=Record(clock.time))
+    plane = Counting()
+    agent = Agent(Config("me"), plane, lambda _: (), desk)
+
+    def come(*items: Upsert | Synced) -> None:
+        for item in items:
+            clock.now += 1.0
+            agent._put(item)
+        clock.now += 1.0
+        agent.step(agent._inbox.take(0.0))
+
+    def behind() -> list[float]:
+        found = parse(desk.metrics().decode())
+        prefix = "kubeproxy_sync_proxy_rules_last"
+        asked = found[f"{prefix}_queued_timestamp_seconds"]
+        done = found[f"{prefix}_timestamp_seconds"]
+        return [asked.value(ip_family=f) - done.value(ip_family=f) for f in ("IPv4", "IPv6")]
+
+    come(service("a"), *(Synced(kind) for kind in Kind))
+    assert max(behind()) <= 0
+    for _ in range(2):
+        clock.now += 600.0
+        come(service("b"))
+        assert max(behind()) <= 0, "one of IPv4, and the same again"
+
+    def refuse(*_: object) -> Report:
+        raise KernelError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(plane, "apply", refuse)
+        clock.now += 600.0
+        come(service("c"))
+        assert min(behind()) > 600
+    clock.now += 60.0
+    agent.step([])
+    assert max(behind()) <= 0

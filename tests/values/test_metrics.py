@@ -250,6 +250,7 @@ THEIRS = [
 
 def busy() -> Record:
     record = Record(lambda: 1000.0)
+    record.queued()
     record.changes(3, 5)
     record.synced(0.0015, full=True)
     record.synced(0.5, full=False, families=(4,))
@@ -296,6 +297,65 @@ COUNTED = [
 @pytest.mark.parametrize("row", COUNTED, ids=lambda row: f"{row.name} {row.labels}")
 def test_what_is_counted(row: Value):
     assert page(record=busy())[row.name].value(**row.labels) == row.value
+
+
+class Ticking:
+    """A clock of which each reading is a second after the one before."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+def behind(record: Record) -> dict[str, float]:
+    """How much later each family was asked for than it was done."""
+    found = page(record=record)
+    prefix = "kubeproxy_sync_proxy_rules_last"
+    asked, done = found[f"{prefix}_queued_timestamp_seconds"], found[f"{prefix}_timestamp_seconds"]
+    return {
+        name: asked.value(ip_family=name) - done.value(ip_family=name) for name in ("IPv4", "IPv6")
+    }
+
+
+def test_what_is_done_is_never_older_than_what_was_asked_for():
+    """kube-proxy asks by family; an event here is for both until the policy has seen it."""
+    record = Record(Ticking())
+    record.queued()
+    assert not page(record=record)["kubeproxy_sync_proxy_rules_last_timestamp_seconds"].samples
+    record.changes(1, 0)
+    record.settled()
+    assert not page(record=record)["kubeproxy_sync_proxy_rules_last_timestamp_seconds"].samples
+    record.synced(0.1, full=True)
+    record.settled()
+    assert max(behind(record).values()) <= 0
+    for families in ((4,), (6,), ()):
+        record.queued()
+        assert min(behind(record).values()) > 0, "it waits"
+        record.changes(0, 1)
+        assert min(behind(record).values()) > 0, "it is not programmed"
+        if families:
+            record.synced(0.1, full=False, families=families)
+        record.settled()
+        assert max(behind(record).values()) <= 0, families
+    still = behind(record)
+    record.settled()
+    assert behind(record) == still, "nobody asked"
+
+
+def test_what_came_during_a_pass_still_waits_after_it():
+    record = Record(Ticking())
+    record.synced(0.1, full=True)
+    record.queued()
+    record.changes(0, 1)
+    record.queued()
+    record.settled()
+    assert min(behind(record).values()) > 0
+    record.changes(0, 1)
+    record.settled()
+    assert max(behind(record).values()) <= 0
 
 
 def at_most(family: Family, bound: float, **own: str) -> float:
