@@ -4,7 +4,8 @@ kbpf needs none of it for itself. But CNIs and the node's own connections do, an
 gone nobody else would set it. Rules (kube-proxy's conntrack/sysctls.go):
 - Only what differs is written, in kube-proxy's order; a number of entries is written even if there
   were more before.
-- The table of hashes grows to a quarter of the entries, and never shrinks.
+- The table of hashes grows to a quarter of the entries, and never shrinks. kube-proxy sets it below
+  /sys, which a pod may not write; a sysctl is the same number.
 - What cannot be written is one line for all of it, with what to do; kube-proxy ends there.
 - In a network namespace other than the machine's, where the number of entries has no file that
   could be written, it is the machine's to set: that is no warning.
@@ -29,6 +30,7 @@ MOST: Final = 1_048_576
 LOOK_SECONDS: Final = 10.0
 PREFIX: Final = "net.netfilter."
 MAXIMUM: Final = f"{PREFIX}nf_conntrack_max"
+BUCKETS: Final = f"{PREFIX}nf_conntrack_buckets"
 HASHSIZE: Final = Path("/sys/module/nf_conntrack/parameters/hashsize")
 HASH_SHARE: Final = 4
 
@@ -95,19 +97,29 @@ class Keeper:
                 failed.append(f"{name}={value}")
                 why.append(error.reason)
                 continue
-            if name == MAXIMUM and not _grow(value // HASH_SHARE):
-                failed.append(f"{HASHSIZE}={value // HASH_SHARE}")
-                why.append("hashsize")
+            if name == MAXIMUM and (reason := _grow(value // HASH_SHARE)):
+                failed.append(f"{BUCKETS}={value // HASH_SHARE}")
+                why.append(reason)
         if failed:
             log.warning(
-                "conntrack is not set as kube-proxy would: %s (%s); set it on the node, or give "
-                "the container a /proc/sys that can be written",
+                "conntrack is not set as kube-proxy would: %s (%s); set it on the node, or mount "
+                "its /proc/sys/net at /host/proc/sys/net, to be written",
                 " ".join(failed), ", ".join(dict.fromkeys(why)),
             )  # fmt: skip
 
 
-def _grow(least: int) -> bool:
-    """Makes the table of hashes as large, if it is smaller; False if that cannot be."""
+def _grow(least: int) -> str:
+    """Makes the table of hashes as large, if it is smaller; why that cannot be, or ""."""
+    try:
+        if int(sysctl.read(BUCKETS)) < least:
+            sysctl.write(BUCKETS, str(least))
+            log.info("set %s=%d", BUCKETS, least)
+    except KernelError as error:
+        return "" if _grow_by_parameter(least) else error.reason
+    return ""
+
+
+def _grow_by_parameter(least: int) -> bool:
     try:
         if int(HASHSIZE.read_text()) < least:
             HASHSIZE.write_text(str(least))

@@ -65,12 +65,19 @@ class Machine:
         self.hashsize.write_text("65536\n")
         defaults = {"max": 262_144, "tcp_timeout_established": 432_000,
                     "tcp_timeout_close_wait": 60, "tcp_be_liberal": 0}  # fmt: skip
-        for name, value in {**defaults, **values}.items():
+        for name, value in {**defaults, **values, "buckets": 65_536}.items():
             (self.sysctls / f"nf_conntrack_{name}").write_text(f"{value}\n")
 
     def values(self) -> dict[str, int]:
+        """But the table of hashes."""
         found = self.sysctls.glob("nf_conntrack_*")
-        return {path.name.removeprefix("nf_conntrack_"): int(path.read_text()) for path in found}
+        names = {path.name.removeprefix("nf_conntrack_"): path for path in found}
+        return {name: int(p.read_text()) for name, p in names.items() if name != "buckets"}
+
+    @property
+    def buckets(self) -> Path:
+        """The table of hashes, as a sysctl."""
+        return self.sysctls / "nf_conntrack_buckets"
 
 
 @pytest.fixture
@@ -104,7 +111,26 @@ def test_the_table_of_hashes_grows_with_the_entries_and_never_shrinks(
     machine.load()
     Keeper(Conntrack(max_per_core=1, least=most)).look(1.0)
     assert machine.values()["max"] == most
-    assert int(machine.hashsize.read_text()) == hashes
+    assert int(machine.buckets.read_text()) == hashes
+    assert int(machine.hashsize.read_text()) == 65_536, "a container cannot write it"
+
+
+@pytest.mark.parametrize("kept", ["another errno", "no such setting"])
+def test_the_table_of_hashes_grows_by_the_modules_parameter_where_there_is_no_other_way(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kept: str
+):
+    machine.load()
+    if kept == "no such setting":
+        machine.buckets.unlink()
+    write = sysctl.write
+
+    def all_but_one(name: str, value: str) -> None:
+        (refuse if name.endswith("_buckets") else write)(name, value)
+
+    monkeypatch.setattr(sysctl, "write", all_but_one)
+    Keeper(Conntrack(least=1_000_000)).look(1.0)
+    assert int(machine.hashsize.read_text()) == 250_000
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
 def test_what_is_right_is_not_written(machine: Machine, monkeypatch: pytest.MonkeyPatch):
@@ -152,10 +178,13 @@ def test_the_rest_is_set_where_the_table_of_hashes_cannot_grow(
 ):
     machine.load()
     machine.hashsize.unlink()
+    machine.buckets.unlink()
+    machine.buckets.mkdir()  # nobody can write it, not even root
     Keeper(Conntrack(least=1_000_000)).look(1.0)
     assert machine.values()["tcp_timeout_close_wait"] == 3_600
     (record,) = caplog.records
-    assert "hashsize=250000" in record.getMessage()
+    assert "net.netfilter.nf_conntrack_buckets=250000 (EISDIR)" in record.getMessage()
+    assert "at /host/proc/sys/net" in record.getMessage()
 
 
 def test_without_the_module_it_is_told_and_set_when_it_is_loaded(
