@@ -178,8 +178,8 @@ FLAGS: Final = (
     Flag("--cache-dir", "cache_dir", readers.path, "DIR", NODE,
          f"where the compiled programs are kept (default {Config().cache_dir})"),
     Flag("--nodeport-addresses", "node_ports", readers.node_ports, "CIDRS", NODE,
-         "where NodePorts answer: networks with commas between them, `primary` (the Node's own "
-         "addresses) or `all` (default primary)"),
+         "where NodePorts answer: networks with commas between them, among which `primary` (the "
+         "Node's own addresses), `localhost` and `all` may stand (default primary)"),
     Flag("--localhost-nodeports", "localhost_node_ports", readers.truth, "true|false", NODE,
          "whether NodePorts answer on loopback, for the host's own processes (default true)",
          ("--iptables-localhost-nodeports",)),

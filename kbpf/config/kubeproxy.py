@@ -258,7 +258,8 @@ def _ipvs_times(said: KubeProxyConfiguration, made: Values) -> None:
 
 def _node_ports(said: KubeProxyConfiguration, made: Values) -> None:
     """Where NodePorts answer. Without a word: on all addresses, but in nftables mode on the primary
-    ones. On loopback: only in iptables mode, and where the networks have it.
+    ones. On loopback: only in iptables mode, and where the networks have it (in nftables mode a
+    feature gate of kube-proxy 1.37 has it for TCP, which is off).
     """
     words = said.node_port_addresses or (("primary",) if said.mode == "nftables" else ())
     loopback = not words
@@ -266,9 +267,12 @@ def _node_ports(said: KubeProxyConfiguration, made: Values) -> None:
         made.put("node_ports", "nodePortAddresses", "all")
     else:
         found = made.read("node_ports", "nodePortAddresses", words, readers.node_port_words)
+        loopback = found == "all"
         if isinstance(found, tuple):
-            four = [cidr for cidr in found if family_of(cidr.address) == 4]
-            loopback = not four or any(map(_holds_loopback, four))
+            networks = [each for each in found if isinstance(each, Cidr)]
+            four = [each for each in networks if family_of(each.address) == 4]
+            has_four = four or "primary" in found
+            loopback = not has_four or any(map(_holds_loopback, four))
     wanted = said.iptables.localhost_node_ports is not False and said.mode in ("", "iptables")
     made.put("localhost_node_ports", "iptables.localhostNodePorts", wanted and loopback)
 
@@ -355,7 +359,8 @@ ACCEPTED: Final[tuple[tuple[str, Said, str], ...]] = (
      "no metric is hidden"),
     ("enableProfiling", lambda c: c.enable_profiling, "there is no /debug/pprof of Go"),
     ("iptables.snatNodeInternalIP", lambda c: c.iptables.snat_node_internal_ip,
-     "clients get an address of the device that they leave by"),
+     "clients get an address of the device that they leave by, which need not be the node's "
+     "InternalIP, by which policies may know it"),
     ("ipvs.excludeCIDRs", lambda c: c.ipvs.exclude_cidrs,
      "IPVS services of others are never touched"),
     ("winkernel", lambda c: c.winkernel != Winkernel(), "this is Linux"),
@@ -365,13 +370,16 @@ ACCEPTED: Final[tuple[tuple[str, Said, str], ...]] = (
      "kube-proxy does not use it either"),
 )  # fmt: skip
 """Path, whether it is said, and why nothing follows from it."""
+WARNED_OF: Final = frozenset(("iptables.snatNodeInternalIP",))
+"""Of these: backends may see another address than the operator has asked for."""
 
 
 def notes(said: KubeProxyConfiguration) -> Iterator[Note]:
     """A line for each field that is accepted and does nothing, and for what kube-proxy warns of."""
     for path, is_said, why in ACCEPTED:
         if is_said(said):
-            yield Note(f"{KUBE_PROXY}.{path} is accepted and not used: {why}")
+            text = f"{KUBE_PROXY}.{path} is accepted and not used: {why}"
+            yield Note(text, is_warning=path in WARNED_OF)
     if said.mode in MODES:
         yield Note(
             f"{KUBE_PROXY}.mode {said.mode} says how kube-proxy would do it: kbpf chooses its data "
@@ -388,6 +396,11 @@ def notes(said: KubeProxyConfiguration) -> Iterator[Note]:
         yield Note(
             f"{KUBE_PROXY}.nodePortAddresses is unset: NodePorts answer on all addresses of the "
             'node; consider ["primary"]'
+        )
+    if "localhost" in said.node_port_addresses and said.mode in ("nftables", "ipvs"):
+        yield Note(
+            f"{KUBE_PROXY}.nodePortAddresses: localhost does nothing in mode {said.mode}, as with "
+            "kube-proxy; KbpfConfiguration.localhostNodePorts: true makes NodePorts answer there"
         )
     if said.cluster_cidr and said.detect_local_mode not in ("", "ClusterCIDR"):
         yield Note(

@@ -129,8 +129,10 @@ def _config(made: Values) -> Config:
     match made.get("node_ports", as_proxy):
         case "all":
             result = replace(result, all_node_port_addresses=True)
-        case tuple(networks):
-            result = replace(result, node_port_addresses=networks)
+        case tuple(said):
+            networks = tuple(each for each in said if each != "primary")
+            beside = bool(networks) and "primary" in said
+            result = replace(result, node_port_addresses=networks, primary_node_ports=beside)
     if result.cluster_cidrs and not result.detect_local_mode:
         result = replace(result, detect_local_mode=LocalMode.CLUSTER_CIDR)
     return result
@@ -190,7 +192,8 @@ def _notes(made: Config, said: Values) -> Iterator[Note]:
             is_warning=True,
         )
     families = {family_of(cidr.address) for cidr in made.node_port_addresses}
-    if len(families) == 1 and len({family_of(cidr.address) for cidr in made.cluster_cidrs}) == 2:
+    other_is_all = len(families) == 1 and not made.primary_node_ports
+    if other_is_all and len({family_of(cidr.address) for cidr in made.cluster_cidrs}) == 2:
         yield Note(
             f"{place('node_ports')} has IPv{families.pop()} networks only, and pods have addresses "
             "of both families: NodePorts answer on all addresses of the other",

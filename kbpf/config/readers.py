@@ -205,24 +205,30 @@ def cluster_cidrs(text: str, where: str) -> tuple[Cidr, ...]:
     return found
 
 
-def node_ports(text: str, where: str) -> str | tuple[Cidr, ...]:
-    """`primary` and `all` stay words; anything else is networks."""
-    if text == "all":
-        return text
+LOOPBACK: Final = ("127.0.0.0/8", "::1/128")
+"""What `localhost` means."""
+
+NodePorts = str | tuple[Cidr | str, ...]
+"""The word `all`, or networks, among which the word `primary` may stand."""
+
+
+def node_ports(text: str, where: str) -> NodePorts:
     return node_port_words([word.strip() for word in text.split(",") if word.strip()], where)
 
 
-def node_port_words(words: Collection[str], where: str) -> str | tuple[Cidr, ...]:
-    """As kube-proxy reads the list: `primary`, or networks, but not both."""
+def node_port_words(words: Collection[str], where: str) -> NodePorts:
+    """As kube-proxy reads the list: networks and words for networks, in any combination (kube-proxy
+    from 1.37 on; before, `primary` had to stand alone, and there were no other words).
+    """
     if not words:
-        raise ConfigError("no networks", where, "give networks, or `primary` or `all`")
-    if "primary" in words:
-        if len(words) > 1:
-            raise ConfigError(
-                "can't use both 'primary' and networks", where, "give one or the other"
-            )
-        return "primary"
-    return tuple(cidr(word, where) for word in words)
+        raise ConfigError("no networks", where, "give networks, or `primary`, `localhost` or `all`")
+    found: list[Cidr | str] = []
+    for word in words:
+        if word == "localhost":
+            found += [cidr(each, where) for each in LOOPBACK]
+        else:
+            found.append(word if word in ("primary", "all") else cidr(word, where))
+    return "all" if "all" in found else tuple(found)
 
 
 def bind_address(text: str, where: str) -> Addr | None:

@@ -135,7 +135,8 @@ def _plain(value: Any, path: str) -> Any:
 def _node_ports(config: Config) -> list[str]:
     if config.all_node_port_addresses:
         return list(EVERYWHERE) if config.proxy_mode == "nftables" else []
-    return [_cidr(cidr) for cidr in config.node_port_addresses] or ["primary"]
+    networks = [_cidr(cidr) for cidr in config.node_port_addresses]
+    return ["primary", *networks] if config.primary_node_ports or not networks else networks
 
 
 def _cidr(cidr: Cidr) -> str:

@@ -109,6 +109,7 @@ class Config:
 
     `node_port_addresses`: networks in which the node's own addresses serve NodePorts; empty
     means the primary addresses (nftables mode's default).
+    `primary_node_ports`: the primary addresses beside these networks.
     `all_node_port_addresses`: every address of the node instead.
     `socket_lb`: whose sockets the hooks serve, but for processes in a cgroup whose path below the
     cgroup v2 root matches one of `socket_lb_exempt` (fnmatch).
@@ -143,6 +144,7 @@ class Config:
     cgroup: Path | None = None
     cache_dir: Path = Path("/var/cache/kbpf")
     node_port_addresses: tuple[Cidr, ...] = ()
+    primary_node_ports: bool = False
     all_node_port_addresses: bool = False
     localhost_node_ports: bool = True
     algorithm: Algorithm = Algorithm.RANDOM

@@ -134,16 +134,22 @@ def node_port_addresses(
 
     By default the Node's first address of each family; all local ones while no address of the
     Node is known. With networks configured, the local addresses in them; a family without any
-    network listed matches all of its local addresses.
+    network listed matches all of its local addresses. With both, both: the Node's address counts as
+    a network of its family, and a Node without one has none there, as by default.
     """
+    first = {family_of(addr): addr for addr in reversed(node.addresses)}
+    primary = {addr for addr in first.values() if not _is_loopback(addr)}
     local = {addr for addr in local_addresses if not _is_loopback(addr)}
     if config.all_node_port_addresses:
         chosen = local
     elif config.node_port_addresses:
-        chosen = {addr for addr in local if _is_listed(addr, config.node_port_addresses)}
+        networks = config.node_port_addresses
+        if config.primary_node_ports:
+            chosen = primary | {a for a in local if any(cidr.contains(a) for cidr in networks)}
+        else:
+            chosen = {addr for addr in local if _is_listed(addr, networks)}
     elif node.addresses:
-        first = {family_of(addr): addr for addr in reversed(node.addresses)}
-        chosen = {addr for addr in first.values() if not _is_loopback(addr)}
+        chosen = primary
     else:
         chosen = local
     return tuple(sorted(chosen - _UNSPECIFIED))

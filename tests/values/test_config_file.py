@@ -165,6 +165,24 @@ SAYS = [
     Says("mode: nftables", "all_node_port_addresses", False),
     Says("nodePortAddresses: [primary]", "all_node_port_addresses", False),
     Says("nodePortAddresses: [primary]", "node_port_addresses", ()),
+    Says("nodePortAddresses: [primary]", "primary_node_ports", False),
+    Says("nodePortAddresses: [10.0.0.0/8]", "primary_node_ports", False),
+    Says("nodePortAddresses: [primary, 10.0.0.0/8]", "primary_node_ports", True),
+    Says("nodePortAddresses: [10.0.0.0/8, primary]", "node_port_addresses",
+         (cidr("10.0.0.0", 104),)),
+    Says("nodePortAddresses: [10.0.0.0/8, primary]", "localhost_node_ports", False),
+    Says("nodePortAddresses: [localhost]", "node_port_addresses",
+         (cidr("127.0.0.0", 104), cidr("::1", 128))),
+    Says("nodePortAddresses: [localhost]", "localhost_node_ports", True),
+    Says("nodePortAddresses: [primary, localhost]", "primary_node_ports", True),
+    Says("nodePortAddresses: [primary, localhost]", "localhost_node_ports", True),
+    Says("mode: nftables\nnodePortAddresses: [primary, localhost]", "localhost_node_ports", False),
+    Says("nodePortAddresses: [all]", "all_node_port_addresses", True),
+    Says("nodePortAddresses: [all]", "localhost_node_ports", True),
+    Says("nodePortAddresses: [primary, all, localhost]", "all_node_port_addresses", True),
+    Says("nodePortAddresses: [primary, all, localhost]", "primary_node_ports", False),
+    Says("mode: nftables\nnodePortAddresses: [all]", "all_node_port_addresses", True),
+    Says("mode: nftables\nnodePortAddresses: [all]", "localhost_node_ports", False),
     Says("nodePortAddresses: [10.0.0.0/8, 'fd00::/8']", "node_port_addresses",
          (cidr("10.0.0.0", 104), cidr("fd00::", 8))),
     Says("detectLocalMode: ''", "detect_local_mode", LocalMode.NONE),
@@ -243,9 +261,9 @@ WRONG = [
     Wrong("mode: ipvs\nipvs: {excludeCIDRs: [10.0.0.0/8, x]}", (f"'x' ({P}ipvs.excludeCIDRs[1])",)),
     Wrong("mode: ipvs\nipvs: {scheduler: best}", (f"'best' ({P}ipvs.scheduler)",)),
     Wrong("configSyncPeriod: -1s", (f"({P}configSyncPeriod)",)),
-    Wrong("nodePortAddresses: [primary, 10.0.0.0/8]", (f"'primary' and networks ({P}nodePort",)),
-    Wrong("nodePortAddresses: [10.0.0.0/8, primary]", (f"'primary' and networks ({P}nodePort",)),
-    Wrong("nodePortAddresses: [all]", (f"'all' ({P}nodePortAddresses)",)),
+    Wrong("nodePortAddresses: [primary, second]", (f"'second' ({P}nodePortAddresses)",)),
+    Wrong("nodePortAddresses: [all, 10.0.0.0/33]", (f"'10.0.0.0/33' ({P}nodePortAddresses)",)),
+    Wrong("nodePortAddresses: [Localhost]", (f"'Localhost' ({P}nodePortAddresses)",)),
     Wrong("nodePortAddresses: primary", (f"expected array, got str ({P}nodePortAddresses)",)),
     Wrong("detectLocalMode: Cluster", (f"'Cluster' ({P}detectLocalMode)",)),
     Wrong("detectLocalMode: BridgeInterface", (f"({P}detectLocal.bridgeInterface)",)),
@@ -318,6 +336,13 @@ def test_what_is_accepted_and_not_used_is_one_line_and_changes_nothing(text: str
     assert len(made.notes) == len(proxy().notes) + 1
 
 
+def test_what_changes_the_address_that_backends_see_is_a_warning():
+    for text, warns in (("true", True), ("false", False), ("null", False)):
+        made = proxy(f"iptables: {{snatNodeInternalIP: {text}}}")
+        lines = [note.is_warning for note in made.notes if "snatNodeInternalIP" in note.text]
+        assert lines == [True] * warns
+
+
 def test_every_row_of_what_is_accepted_is_tried():
     assert {path for path, _, _ in ACCEPTED} == {path for _, path in NOT_USED}
 
@@ -328,6 +353,10 @@ TOLD = [
     ("ipvs: {scheduler: wrr}", "kbpf.io/algorithm"),
     ("", "nodePortAddresses is unset"),
     ("", "clusterCIDR is empty"),
+    (
+        "mode: nftables\nnodePortAddresses: [localhost]",
+        "KbpfConfiguration.localhostNodePorts: true",
+    ),
     ("detectLocalMode: NodeCIDR\nclusterCIDR: 10.0.0.0/8", "clusterCIDR is not used"),
     (
         "detectLocal: {bridgeInterface: a-name-too-long-for-a-device}",
@@ -596,6 +625,7 @@ def test_what_is_probably_not_meant_is_told_once(given: dict[str, str], words: s
     {"--masquerade-ports": "30000-31000", "--packet-path": "false"},
     {"--cluster-cidr": "10.0.0.0/8", "--nodeport-addresses": "192.0.2.0/24"},
     {"--cluster-cidr": "10.0.0.0/8,fd00::/48", "--nodeport-addresses": "primary"},
+    {"--cluster-cidr": "10.0.0.0/8,fd00::/48", "--nodeport-addresses": "primary,192.0.2.0/24"},
     {"--cluster-cidr": "10.0.0.0/8,fd00::/48",
      "--nodeport-addresses": "192.0.2.0/24,2001:db8::/32"}], ids=str)  # fmt: skip
 def test_what_is_in_order_is_not_told(given: dict[str, str]):
@@ -618,6 +648,8 @@ WRITTEN = [
     Config(proxy_mode="ipvs", mode="ipvs", ipvs_scheduler="wrr", strict_arp=True, ipvs_device="i0",
            nft_table="t", state_dir=Path("/s"), log_level="error", algorithm=Algorithm.MAGLEV,
            detect_local_mode=LocalMode.BRIDGE, pod_bridge_interface="cni0"),
+    Config(node_port_addresses=(cidr("10.0.0.0", 104),), primary_node_ports=True,
+           localhost_node_ports=False),
     Config(node_port_addresses=(cidr("10.0.0.0", 104), cidr("fd00::", 8)), source=Path("/o"),
            pin_dir=Path("/p"), cgroup=Path("/c"), cache_dir=Path("/d"), socket_lb=SocketLb.OFF,
            socket_lb_exempt=("a*", "b"), devices=("e*",), excluded_devices=("f",),

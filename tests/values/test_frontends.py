@@ -172,6 +172,19 @@ NODE_ROWS = [
         ("fd00::5", "fe80::1"), (), LOCAL, ("172.16.0.0/12",)),
     NodeRow("loopback networks are the socket hook's business",
         ("fd00::5", "fe80::1"), (), LOCAL, ("127.0.0.0/8",)),
+    NodeRow("the primary addresses and a network: each counts, in both families",
+        ("10.0.0.5", "192.168.1.5", "fd00::5"), ("10.0.0.5", "fd00::5", "fd00::6"), LOCAL,
+        ("192.168.0.0/16", "primary")),
+    NodeRow("the primary addresses and a network, of a Node with one family",
+        ("10.0.0.5", "192.168.1.5"), ("10.0.0.5",), LOCAL, ("primary", "192.168.0.0/16")),
+    NodeRow("the primary addresses and loopback", ("10.0.0.5", "fd00::5"), ("10.0.0.5", "fd00::5"),
+        LOCAL, ("primary", "127.0.0.0/8", "::1/128")),
+    NodeRow("loopback of both families alone", (), ("10.0.0.5",), LOCAL,
+        ("127.0.0.0/8", "::1/128")),
+    NodeRow("the primary addresses and a network, Node not known: the network",
+        ("192.168.1.5",), (), LOCAL, ("primary", "192.168.0.0/16")),
+    NodeRow("a primary address that is loopback", ("192.168.1.5",), ("127.0.0.1",), LOCAL,
+        ("primary", "192.168.0.0/16")),
     NodeRow("nothing known, nothing served", ()),
     NodeRow("each address once", ("10.0.0.5",), (), ("10.0.0.5", "10.0.0.5", "0.0.0.0", "::")),
 ]  # fmt: skip
@@ -179,9 +192,11 @@ NODE_ROWS = [
 
 @pytest.mark.parametrize("row", NODE_ROWS, ids=lambda row: row.name)
 def test_the_addresses_of_node_ports(row: NodeRow):
+    networks = [text for text in row.networks if text != "primary"]
     config = Config(
-        node_port_addresses=cidrs(*row.networks), all_node_port_addresses=row.everything
-    )
+        node_port_addresses=cidrs(*networks), all_node_port_addresses=row.everything,
+        primary_node_ports="primary" in row.networks,
+    )  # fmt: skip
     found = node_port_addresses(Node("me", addrs(*row.node)), addrs(*row.local), config)
     assert found == tuple(sorted(addrs(*row.expected)))
 
