@@ -15,13 +15,16 @@ import typer
 from kbpf.cli import render
 from kbpf.cli.options import (
     DEFAULT,
+    NAMES,
     CacheDir,
+    ConfigNames,
     IpvsDevice,
     NftTable,
     Output,
     OutputOption,
     PinDir,
     StateDir,
+    warn,
 )
 from kbpf.errors import ConfigError, KernelError
 from kbpf.model.config import Config
@@ -68,15 +71,7 @@ def cleanup(
             help="Serve nothing new from now on; connections that are there go on.",
         ),
     ] = False,
-    file: Annotated[
-        Path | None,
-        typer.Option(
-            "--config",
-            metavar="FILE",
-            envvar="KBPF_CONFIG",
-            help="The file that `run` was given: what it says of the folders and names below.",
-        ),
-    ] = None,
+    file: ConfigNames = None,
     output: OutputOption = Output.TABLE,
     pin_dir: PinDir = DEFAULT.pin_dir,
     cache_dir: CacheDir = DEFAULT.cache_dir,
@@ -98,9 +93,13 @@ def cleanup(
         pin_dir=pin_dir, cache_dir=cache_dir, ipvs_device=ipvs_device, nft_table=nft_table,
         state_dir=state_dir,
     )  # fmt: skip
-    if file is not None:
-        config = _of_file(file, context)
-    pin_dir, cache_dir = config.pin_dir, config.cache_dir
+    if kube_proxy:
+        needed = {"ipvs_device", "nft_table"}
+    elif keep_connections:
+        needed = {"pin_dir"}
+    else:
+        needed = {"pin_dir", "ipvs_device", "nft_table", "state_dir"}
+    _insist(context, file, needed | ({"cache_dir"} if cache else set()))
     where = f"in {pin_dir}" + (f" and {cache_dir}" if cache else "")
     if kube_proxy:
         found, where = [*remove_kube_proxy(config, force)], "of kube-proxy"
@@ -119,16 +118,18 @@ def cleanup(
         print(f"nothing to remove {where}")
 
 
-def _of_file(file: Path, context: typer.Context) -> Config:
-    """The settings of the agent that has this file; flags and variables beat it."""
-    from kbpf.config import load
-
-    given = {}
-    for name in ("pin_dir", "cache_dir", "ipvs_device", "nft_table", "state_dir"):
+def _insist(context: typer.Context, file: Path | None, needed: set[str]) -> None:
+    """ConfigError if one of these names may stand in the file and cannot be read there, unless a
+    flag or a variable says it: what is not removed would be taken for gone. All else is told.
+    """
+    names = context.meta[NAMES]
+    if names is None:
+        return
+    for name in sorted(needed & names.unreadable.keys()):
         source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            given[f"--{name.replace('_', '-')}"] = str(context.params[name])
-    return load.load(given, os.environ, load.read_file(file), str(file)).config
+        if source is None or source.name not in ("COMMANDLINE", "ENVIRONMENT"):
+            raise names.unreadable[name]
+    warn(file, names.wrong)
 
 
 def remove_kube_proxy(config: Config, force: bool = False) -> Iterator[Removed]:

@@ -1,14 +1,21 @@
 """Options that several commands share. Defaults and environment variables are those of `kbpf run`,
-so that one setting of the environment serves all.
+so that one setting of the environment serves all; and so do those of the file that `run` was given.
+A flag beats a variable, and that beats the file.
 """
 
+import sys
+from collections.abc import Iterable
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from kbpf.errors import ConfigError
 from kbpf.model.config import Config
+
+if TYPE_CHECKING:
+    from kbpf.config.names import Names
 
 DEFAULT: Final = Config()
 
@@ -64,3 +71,59 @@ CGroup = Annotated[
 Watch = Annotated[
     bool, typer.Option("-w", "--watch", help="Show it again every 2 s, until Ctrl-C.")
 ]
+
+
+# ---- the file that `run` was given ---------------------------------------------------------------
+
+
+def take(context: typer.Context, file: Path | None) -> "Names | None":
+    """What the file says becomes the default of the other options; None without a file."""
+    if file is None:
+        return None
+    from kbpf.config import names
+
+    found = names.of_file(file)
+    said = {name: str(value) for name, value in found.said.items()}
+    context.default_map = {**(context.default_map or {}), **said}
+    return found
+
+
+def warn(file: Path | None, wrong: Iterable[ConfigError]) -> None:
+    """One line for all that is wrong in the file and does not end the command."""
+    if lines := "; ".join(map(str, wrong)):
+        print(f"kbpf: what can be read of {file} counts, but not all can: {lines}", file=sys.stderr)
+
+
+def _take_and_warn(context: typer.Context, file: Path | None) -> Path | None:
+    found = take(context, file)
+    warn(file, found.wrong if found is not None else ())
+    return file
+
+
+NAMES: Final = "kbpf.names"
+"""Where _take_and_note() leaves the Names in the context."""
+
+
+def _take_and_note(context: typer.Context, file: Path | None) -> Path | None:
+    context.meta[NAMES] = take(context, file)
+    return file
+
+
+_FILE_HELP: Final = "The file that `run` was given: what it says of the folders and names below."
+
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--config", metavar="FILE", envvar="KBPF_CONFIG", is_eager=True, callback=_take_and_warn,
+        help=_FILE_HELP,
+    ),
+]  # fmt: skip
+"""For commands that look: what is wrong in it is told."""
+ConfigNames = Annotated[
+    Path | None,
+    typer.Option(
+        "--config", metavar="FILE", envvar="KBPF_CONFIG", is_eager=True, callback=_take_and_note,
+        help=_FILE_HELP,
+    ),
+]  # fmt: skip
+"""For those that have to know the names: it leaves them to the command."""

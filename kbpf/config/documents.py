@@ -47,8 +47,10 @@ class Findings:
     notes: list[Note] = field(default_factory=list)
 
 
-def parse(data: bytes, where: str) -> Documents:
-    """The documents of a file. Raises ConfigError when it is no YAML, or holds something else."""
+def parse(data: bytes, where: str, wrong: list[ConfigError] | None = None) -> Documents:
+    """The documents of a file. Raises ConfigError when it is no YAML, or holds something else; with
+    `wrong` what it holds else is noted there, and left out.
+    """
     import yaml  # only with --config: 1.3 MB
 
     from kbpf.config.yaml_loader import Loader
@@ -59,17 +61,23 @@ def parse(data: bytes, where: str) -> Documents:
     found: dict[str, Mapping[str, Any]] = {}
     try:
         for document in Loader.documents(data, notes):
-            if document is not None:
+            if document is None:
+                continue
+            try:
                 kind, values = _document(document, where)
                 if kind in found:
                     raise ConfigError(f"{kind} stands twice", where, "leave one of them out")
                 found[kind] = values
+            except ConfigError as error:
+                if wrong is None:
+                    raise
+                wrong.append(error)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or str(error)
         raise ConfigError(f"not YAML: {problem}", f"{where}{line}") from error
-    if not found:
+    if not found and not wrong:
         raise ConfigError("nothing in it", where, f"write a document of kind {KUBE_PROXY} or {OWN}")
     return Documents(found.get(KUBE_PROXY), found.get(OWN), tuple(notes))
 

@@ -16,7 +16,7 @@ from kbpf.cli import app, arguments, checks, cleanup, inspect, packet_checks, re
 from kbpf.cli.checks import verdict
 from kbpf.cli.options import Output
 from kbpf.cli.watch import watch
-from kbpf.config import flags, load
+from kbpf.config import flags, load, names
 from kbpf.dataplane.bpf.layout import NodeFlag
 from kbpf.dataplane.checks import CheckRow
 from kbpf.errors import ConfigError, NotFoundError
@@ -460,6 +460,16 @@ def test_cleanup_looks_where_the_file_says(
     name: str, given: tuple[str, ...], environ: dict[str, str], wanted: tuple[str, ...],
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ):  # fmt: skip
+    for variable, text in environ.items():
+        monkeypatch.setenv(variable, text)
+    code, looked = cleaned(monkeypatch, tmp_path, FILE, *given)
+    assert (code, looked) == (0, wanted)
+
+
+def cleaned(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, *given: str
+) -> tuple[int, tuple[str, ...]]:
+    """Its exit code, and where it looks."""
     looked: list[object] = []
     monkeypatch.setattr(cleanup, "remove_pins", lambda pins, _: looked.append(pins) or ())
 
@@ -468,11 +478,87 @@ def test_cleanup_looks_where_the_file_says(
         return ()
 
     monkeypatch.setattr(cleanup, "remove_ipvs", remove_ipvs)
-    for variable, text in environ.items():
-        monkeypatch.setenv(variable, text)
-    (tmp_path / "config.conf").write_text(FILE)
-    assert app.call(["cleanup", "--config", str(tmp_path / "config.conf"), *given]) == 0
-    assert tuple(map(str, looked)) == wanted
+    (tmp_path / "config.conf").write_text(text)
+    code = app.call(["cleanup", "--config", str(tmp_path / "config.conf"), *given])
+    return code, tuple(map(str, looked))
+
+
+PROXYS = "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n"
+SAID = ("/sys/fs/bpf/file", "file0", "file", "/run/file")
+ALL = ("pin_dir", "cgroup", "cache_dir", "ipvs_device", "nft_table", "state_dir")
+
+
+class Slip(NamedTuple):
+    """A file, what of it is told, and which names cannot be read for it."""
+
+    name: str
+    text: str
+    told: str
+    names: tuple[str, ...] = ()
+
+
+SLIPS = [
+    Slip("nothing", FILE, ""),
+    Slip("a field of kube-proxy's", f"{FILE}---\n{PROXYS}mode: best\n", "'best'"),
+    Slip("two fields, each of a document", f"{FILE}algorithm: x\n---\n{PROXYS}oomScoreAdj: a\n",
+         "KubeProxyConfiguration.oomScoreAdj"),
+    Slip("a field of ours", f"{FILE}algorithm: best\n", "KbpfConfiguration.algorithm"),
+    Slip("a field of ours that nobody knows", f"{FILE}colour: red\n", "KbpfConfiguration.colour"),
+    Slip("kube-proxy's version", f"{FILE}---\n{PROXYS.replace('v1alpha1', 'v9')}", "/v9"),
+    Slip("kube-proxy's document twice", f"{FILE}---\n{PROXYS}---\n{PROXYS}", "stands twice"),
+    Slip("what does not go together", f"{FILE}socketLB: {{mode: off}}\n"
+         "packetPath: {enabled: false}\n", ""),
+    Slip("a name", f"{FILE}pinDir: not/absolute\n", "not/absolute", ("pin_dir",)),
+    Slip("a name's type", f"{FILE}cgroup: 5\n", "got int", ("cgroup",)),
+    Slip("a name's spelling", FILE.replace("pinDir", "pinDirs"), "is pinDir meant", ("pin_dir",)),
+    Slip("a name twice, one of them misspelt", f"{FILE}pinDirs: /x\n", "is pinDir meant"),
+    Slip("the spelling of names' section", FILE.replace("ipvs", "ipv"), "is ipvs meant",
+         ("ipvs_device", "nft_table", "state_dir")),
+    Slip("the spelling of one below", FILE.replace("nftTable", "nftTables"), "is nftTable meant",
+         ("nft_table",)),
+    Slip("names' section", FILE.replace("ipvs: {", "ipvs: [5] #"), "expected object",
+         ("ipvs_device", "nft_table", "state_dir")),
+    Slip("our version", f"{FILE.replace('v1alpha1', 'v9')}---\n{PROXYS}", "/v9", ALL),
+    Slip("ours twice", f"{FILE}---\n{FILE}", "stands twice", ALL),
+    Slip("a kind beside ours", f"{FILE}---\nkind: Pod\n", "'Pod'"),
+    Slip("a kind, and it may be ours", FILE.replace("KbpfC", "C"), "'Configuration'", ALL),
+    Slip("YAML", f"{FILE}---\na: b: c\n", "not YAML", ALL),
+    Slip("all: it is empty", "", "nothing in it", ALL),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", SLIPS, ids=lambda row: row.name)
+def test_a_name_counts_if_it_can_be_read_whatever_else_is_wrong(row: Slip):
+    found = names.read(row.text.encode(), "FILE")
+    assert row.told in "; ".join(map(str, found.wrong))
+    assert bool(found.wrong) == bool(row.told)
+    assert found.unreadable.keys() == set(row.names)
+    if set(row.names) != set(ALL):
+        said = dict(zip(("pin_dir", "ipvs_device", "nft_table", "state_dir"), SAID, strict=True))
+        assert {name: str(value) for name, value in found.said.items()} == {
+            name: value for name, value in said.items() if name not in row.names
+        }
+
+
+@pytest.mark.parametrize("row", SLIPS, ids=lambda row: row.name)
+def test_cleanup_needs_the_names_and_nothing_else(
+    row: Slip, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    code, looked = cleaned(monkeypatch, tmp_path, row.text)
+    err = capsys.readouterr().err
+    assert row.told in err
+    assert err.count("\n") == bool(row.told)
+    needed = {"pin_dir", "ipvs_device", "nft_table", "state_dir"} & {*row.names}
+    assert (code, looked) == ((1, ()) if needed else (0, SAID))
+
+
+def test_cleanup_needs_no_name_of_the_file_that_a_flag_or_a_variable_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    text = f"{FILE}pinDir: not/absolute\n"
+    assert cleaned(monkeypatch, tmp_path, text, "--pin-dir=/a") == (0, ("/a", *SAID[1:]))
+    monkeypatch.setenv("KBPF_PIN_DIR", "/b")
+    assert cleaned(monkeypatch, tmp_path, text) == (0, ("/b", *SAID[1:]))
 
 
 # ---- what is imported --------------------------------------------------------------------------
