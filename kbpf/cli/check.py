@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from kbpf.cli import render
-from kbpf.cli.options import DEFAULT, CacheDir, CGroup, Output, OutputOption, PinDir
+from kbpf.cli.options import DEFAULT, CacheDir, CGroup, ConfigFile, Output, OutputOption, PinDir
 
 
 def check(
@@ -13,6 +13,7 @@ def check(
         bool, typer.Option("--attached", help="Also prove by real connections that the hooks work.")
     ] = False,
     output: OutputOption = Output.TABLE,
+    config: ConfigFile = None,
     cgroup: CGroup = None,
     pin_dir: PinDir = DEFAULT.pin_dir,
     cache_dir: CacheDir = DEFAULT.cache_dir,

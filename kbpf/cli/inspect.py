@@ -12,6 +12,7 @@ import typer
 from kbpf.cli import render
 from kbpf.cli.options import (
     DEFAULT,
+    ConfigFile,
     IpvsDevice,
     Output,
     OutputOption,
@@ -108,6 +109,7 @@ def services(
     namespace: Annotated[str, typer.Option("-n", "--namespace", help="Only this namespace.")] = "",
     output: OutputOption = Output.TABLE,
     again: Watch = False,
+    config: ConfigFile = None,
     pin_dir: PinDir = DEFAULT.pin_dir,
     state_dir: StateDir = DEFAULT.state_dir,
     ipvs_device: IpvsDevice = DEFAULT.ipvs_device,
@@ -126,6 +128,7 @@ def service(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Its name, or NAMESPACE/NAME.")],
     namespace: Annotated[str, typer.Option("-n", "--namespace", help="Its namespace.")] = "",
     output: OutputOption = Output.TABLE,
+    config: ConfigFile = None,
     pin_dir: PinDir = DEFAULT.pin_dir,
     state_dir: StateDir = DEFAULT.state_dir,
     ipvs_device: IpvsDevice = DEFAULT.ipvs_device,
@@ -147,6 +150,7 @@ def service(
 @app.command("backends")
 def backends(
     output: OutputOption = Output.TABLE,
+    config: ConfigFile = None,
     pin_dir: PinDir = DEFAULT.pin_dir,
     state_dir: StateDir = DEFAULT.state_dir,
     ipvs_device: IpvsDevice = DEFAULT.ipvs_device,
@@ -160,6 +164,7 @@ def backends(
 @app.command("affinity")
 def affinity(
     output: OutputOption = Output.TABLE,
+    config: ConfigFile = None,
     pin_dir: PinDir = DEFAULT.pin_dir,
     state_dir: StateDir = DEFAULT.state_dir,
     ipvs_device: IpvsDevice = DEFAULT.ipvs_device,
@@ -188,6 +193,7 @@ def connections(
     ] = False,
     limit: Limit = 0,
     output: OutputOption = Output.TABLE,
+    config: ConfigFile = None,
     pin_dir: PinDir = DEFAULT.pin_dir,
     state_dir: StateDir = DEFAULT.state_dir,
     ipvs_device: IpvsDevice = DEFAULT.ipvs_device,
@@ -219,6 +225,7 @@ def _more(count: int, limit: int, what: str) -> str:
 def nat(
     limit: Limit = 0,
     output: OutputOption = Output.TABLE,
+    config: ConfigFile = None,
     pin_dir: PinDir = DEFAULT.pin_dir,
     state_dir: StateDir = DEFAULT.state_dir,
     ipvs_device: IpvsDevice = DEFAULT.ipvs_device,
@@ -243,6 +250,7 @@ def nat(
 @app.command("sources")
 def sources(
     output: OutputOption = Output.TABLE,
+    config: ConfigFile = None,
     pin_dir: PinDir = DEFAULT.pin_dir,
     state_dir: StateDir = DEFAULT.state_dir,
     ipvs_device: IpvsDevice = DEFAULT.ipvs_device,
@@ -266,6 +274,7 @@ def sources(
 @app.command("devices")
 def devices(
     output: OutputOption = Output.TABLE,
+    config: ConfigFile = None,
     pin_dir: PinDir = DEFAULT.pin_dir,
     state_dir: StateDir = DEFAULT.state_dir,
     ipvs_device: IpvsDevice = DEFAULT.ipvs_device,
@@ -282,6 +291,7 @@ def devices(
 @app.command("maps")
 def maps(
     output: OutputOption = Output.TABLE,
+    config: ConfigFile = None,
     pin_dir: PinDir = DEFAULT.pin_dir,
     state_dir: StateDir = DEFAULT.state_dir,
     ipvs_device: IpvsDevice = DEFAULT.ipvs_device,
@@ -296,6 +306,7 @@ def maps(
 @app.command("programs")
 def programs(
     output: OutputOption = Output.TABLE,
+    config: ConfigFile = None,
     pin_dir: PinDir = DEFAULT.pin_dir,
     state_dir: StateDir = DEFAULT.state_dir,
     ipvs_device: IpvsDevice = DEFAULT.ipvs_device,
@@ -311,6 +322,7 @@ def programs(
 def status(
     output: OutputOption = Output.TABLE,
     again: Watch = False,
+    config: ConfigFile = None,
     pin_dir: PinDir = DEFAULT.pin_dir,
     state_dir: StateDir = DEFAULT.state_dir,
     ipvs_device: IpvsDevice = DEFAULT.ipvs_device,

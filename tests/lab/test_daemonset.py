@@ -411,6 +411,39 @@ def test_kbpf_in_the_pod(pods: PodCluster, command: tuple[str, ...]) -> None:
         raise
 
 
+def test_kbpf_in_the_pod_looks_where_the_configmap_says(web: PodCluster) -> None:
+    """Of the agent's folders. Its pins are elsewhere; nobody tells the commands."""
+    agents = running(web)
+    (daemonset,) = web.kubectl.objects(*SPACE, "get", "ds", "kube-proxy")
+    (told,) = web.kubectl.objects(*SPACE, "get", "cm", "kube-proxy")
+    own = {"apiVersion": "kbpf.io/v1alpha1", "kind": "KbpfConfiguration"}
+    text = json.dumps({**own, "pinDir": "/sys/fs/bpf/elsewhere"})
+    told = {"data": {"config.conf": f"{told['data']['config.conf']}\n---\n{text}\n"}}
+    web.kubectl(*SPACE, "delete", "daemonset", "kube-proxy")
+    web.kubelets.sync()
+    try:
+        for agent in agents:
+            agent.pin_dir = agent.pin_dir.rename(agent.bpffs / "elsewhere")
+        web.kubectl(*SPACE, "patch", "cm", "kube-proxy", "--type=merge", "-p", json.dumps(told))
+        kept = {key: daemonset["metadata"][key] for key in ("name", "namespace", "labels")}
+        web.kube.create({**daemonset, "metadata": kept, "status": {}})
+        web.kubelets.sync()
+        adopted(agents)
+        done = agents[0].exec("kbpf", "inspect", "services", "-o", "json")
+        assert (done.returncode, done.stderr) == (0, "")
+        assert {"web-20", "web-22"} <= {row["name"] for row in json.loads(done.stdout)}
+        for command in (("inspect", "status"), ("check", "--attached")):
+            done = agents[0].exec("kbpf", *command)
+            assert done.returncode == 0, done
+    finally:
+        web.kubectl(*SPACE, "delete", "daemonset", "kube-proxy", "--ignore-not-found")
+        web.kubelets.sync()
+        for agent in agents:
+            agent.pin_dir = agent.bpffs / "kbpf"
+            if (agent.bpffs / "elsewhere").exists():
+                (agent.bpffs / "elsewhere").rename(agent.pin_dir)
+
+
 def test_its_account_may_send_events(pods: PodCluster) -> None:
     """Of each start on a node."""
 

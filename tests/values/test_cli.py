@@ -17,6 +17,7 @@ from kbpf.cli.checks import verdict
 from kbpf.cli.options import Output
 from kbpf.cli.watch import watch
 from kbpf.config import flags, load, names
+from kbpf.dataplane.bpf import checks as bpf_checks
 from kbpf.dataplane.bpf.layout import NodeFlag
 from kbpf.dataplane.checks import CheckRow
 from kbpf.errors import ConfigError, NotFoundError
@@ -26,7 +27,7 @@ from kbpf.kernel.probe import Probe
 from kbpf.model.address import parse_addr
 from kbpf.model.config import Config, LocalMode, SocketLb
 from kbpf.model.objects import Algorithm, Cidr
-from kbpf.views import connections
+from kbpf.views import connections, node
 from kbpf.views.columns import Column, span
 from kbpf.views.columns import size as bytes_text
 
@@ -559,6 +560,92 @@ def test_cleanup_needs_no_name_of_the_file_that_a_flag_or_a_variable_says(
     assert cleaned(monkeypatch, tmp_path, text, "--pin-dir=/a") == (0, ("/a", *SAID[1:]))
     monkeypatch.setenv("KBPF_PIN_DIR", "/b")
     assert cleaned(monkeypatch, tmp_path, text) == (0, ("/b", *SAID[1:]))
+
+
+LOOKS = [
+    (("inspect", "services"), "/sys/fs/bpf/file", "/run/file/file0"),
+    (("inspect", "status"), "/sys/fs/bpf/file", "/run/file/file0"),
+    (("inspect", "maps"), "/sys/fs/bpf/file", "/run/file/file0"),
+    (("inspect", "connections", "--state-dir", "/flag"), "/sys/fs/bpf/file", "/flag/file0"),
+    (("inspect", "nat", "--pin-dir", "/flag"), "/flag", "/run/file/file0"),
+    (("inspect", "devices", "--ipvs-device=kbpf-ipvs0"), "/sys/fs/bpf/file",
+     "/run/file/kbpf-ipvs0"),
+]  # fmt: skip
+
+
+def looked_for(monkeypatch: pytest.MonkeyPatch, *command: str) -> tuple[str, str]:
+    """Where `kbpf inspect` looks: the pins, and the folder of mode ipvs."""
+    looked: list[node.Where] = []
+
+    def look(where: node.Where, *_: object) -> None:
+        looked.append(where)
+        raise ConfigError("seen")
+
+    for name in ("read", "read_pins", "find_connections"):
+        monkeypatch.setattr(node, name, look)
+    assert app.call(command) == 1
+    return str(looked[0].pins), str(looked[0].state)
+
+
+@pytest.mark.parametrize("by_variable", [True, False])
+@pytest.mark.parametrize(("command", "pins", "ipvs"), LOOKS, ids=str)
+def test_inspect_looks_where_the_file_says_and_where_a_flag_says_otherwise(
+    command: tuple[str, ...], pins: str, ipvs: str, by_variable: bool,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+):  # fmt: skip
+    file = tmp_path / "config.conf"
+    file.write_text(FILE)
+    given = () if by_variable else ("--config", str(file))
+    if by_variable:
+        monkeypatch.setenv("KBPF_CONFIG", str(file))
+    assert looked_for(monkeypatch, *command, *given) == (pins, ipvs)
+    assert capsys.readouterr().err == "kbpf: ConfigError: seen\n"
+    monkeypatch.setenv("KBPF_PIN_DIR", "/variable")
+    flagged = pins if pins == "/flag" else "/variable"
+    assert looked_for(monkeypatch, *command, *given)[0] == flagged
+
+
+BAD_FILES = [
+    (f"{FILE}algorithm: best\n", "algorithm", "/sys/fs/bpf/file", "/run/file/file0"),
+    (f"{FILE}pinDir: no/where\n", "no/where", "/sys/fs/bpf/kbpf", "/run/file/file0"),
+    ("a: b: c", "not YAML", "/sys/fs/bpf/kbpf", "/run/kbpf/kbpf-ipvs0"),
+    (None, "cannot read", "/sys/fs/bpf/kbpf", "/run/kbpf/kbpf-ipvs0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "told", "pins", "ipvs"), BAD_FILES, ids=[row[1] for row in BAD_FILES]
+)
+def test_inspect_warns_of_a_file_and_looks_all_the_same(
+    text: str | None, told: str, pins: str, ipvs: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+):  # fmt: skip
+    file = tmp_path / "config.conf"
+    if text is not None:
+        file.write_text(text)
+    monkeypatch.setenv("KBPF_CONFIG", str(file))
+    assert looked_for(monkeypatch, "inspect", "status") == (pins, ipvs)
+    warning, seen = capsys.readouterr().err.splitlines()
+    assert told in warning
+    assert str(file) in warning
+    assert seen.endswith("seen")
+
+
+def test_check_looks_where_the_file_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    looked: list[tuple[object, ...]] = []
+
+    def look(*where: object) -> None:
+        looked.append(where)
+        raise ConfigError("seen")
+
+    monkeypatch.setattr(bpf_checks, "rows", look)
+    file = tmp_path / "config.conf"
+    file.write_text(f"{FILE}cgroup: /cg\ncacheDir: /cache\n")
+    monkeypatch.setenv("KBPF_CONFIG", str(file))
+    assert app.call(["check"]) == 1
+    assert app.call(["check", "--cgroup", "/flag"]) == 1
+    pins = Path("/sys/fs/bpf/file")
+    assert looked == [(Path(cgroup), pins, Path("/cache")) for cgroup in ("/cg", "/flag")]
 
 
 # ---- what is imported --------------------------------------------------------------------------

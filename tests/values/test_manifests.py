@@ -134,8 +134,21 @@ def test_what_the_charts_values_add(helm: Path, tmp_path: Path):
         *GIVEN["extraArgs"],
     ]
     names = [row["name"] for row in container(objects)["env"]]
-    assert names == ["NODE_NAME", "KUBERNETES_SERVICE_HOST"]
-    assert container(objects)["env"][1:] == GIVEN["env"]
+    assert names == ["NODE_NAME", "KBPF_CONFIG", "KUBERNETES_SERVICE_HOST"]
+    assert container(objects)["env"][2:] == GIVEN["env"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_commands_in_the_pod_know_the_agents_file(name: str, kubectl: Path):
+    found = container(kustomize(kubectl, OVERLAYS / name))
+    (told,) = (row["value"] for row in found["env"] if row["name"] == "KBPF_CONFIG")
+    assert f"--config={told}" in found["command"]
+
+
+def test_the_cleanups_pods_name_each_file_themselves(kubectl: Path):
+    """There may be none, and then the defaults count."""
+    found = container(kustomize(kubectl, MANIFESTS / "cleanup"))
+    assert "KBPF_CONFIG" not in {row["name"] for row in found["env"]}
 
 
 def by_name(objects: list[Object]) -> dict[tuple[str, str], Object]:
