@@ -172,6 +172,8 @@ class Agent:
                     for event in events
                     if isinstance(event, Upsert | Delete) and event.received
                 )
+        for look in self._plane.ended():
+            self._desk.record.ended(look)
         if not self._pending and not self._error:
             self._tally.settled(self._world, self._desired.state)
         self._report_problems(bool(events))

@@ -26,7 +26,7 @@ from kbpf.errors import (
 )
 from kbpf.model.config import Config
 from kbpf.model.desired import DesiredState, ServicePortKey
-from kbpf.model.measures import Measures, Pause, Traffic
+from kbpf.model.measures import Ended, Measures, Pause, Traffic
 from kbpf.model.status import ModeChoice, PacketStatus
 
 log = logging.getLogger("kbpf.agent")
@@ -236,6 +236,10 @@ class Chosen:
                 self._plane.follow(False)
         self._problem = ""
         return min(due, default=None)
+
+    def ended(self) -> tuple[Ended, ...]:
+        """See base.DataPlane."""
+        return self._plane.ended()
 
     def ready(self) -> bool:
         """See base.DataPlane."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kbpf.model.desired import DesiredState, ServicePortKey
-from kbpf.model.measures import Measures, Pause, Traffic
+from kbpf.model.measures import Ended, Measures, Pause, Traffic
 from kbpf.model.status import ModeChoice, PacketStatus
 
 
@@ -59,6 +59,9 @@ class DataPlane(Protocol):
 
     def tick(self, now: float) -> float | None:
         """Does what was put off and is due at `now` (time.monotonic); when to come next."""
+
+    def ended(self) -> tuple[Ended, ...]:
+        """The looks for UDP of backends that have left, since this was asked last."""
 
     def ready(self) -> bool:
         """Whether what the first apply() began is done, and all that begins is served by this data

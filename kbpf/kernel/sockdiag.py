@@ -91,12 +91,12 @@ def destroy(netlink: socket.socket, target: DiagSocket) -> bool:
     return True
 
 
-def destroy_connected_udp(doomed: Callable[[DiagSocket], bool]) -> int:
-    """Destroys every connected UDP socket of this network namespace that is doomed; how many."""
-    ended = 0
+def destroy_connected_udp(doomed: Callable[[DiagSocket], bool]) -> list[DiagSocket]:
+    """Destroys every connected UDP socket of this network namespace that is doomed; which."""
+    ended: list[DiagSocket] = []
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETLINK_SOCK_DIAG) as netlink:
         for family in (socket.AF_INET, socket.AF_INET6):
             for found in connected_udp(netlink, family):
-                if doomed(found):
-                    ended += destroy(netlink, found)
+                if doomed(found) and destroy(netlink, found):
+                    ended.append(found)
     return ended

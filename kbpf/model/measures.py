@@ -1,6 +1,6 @@
 """What a data plane counts, read at one moment: the metrics are made of it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple
 
 import msgspec
@@ -77,6 +77,15 @@ class Tracked(NamedTuple):
 
     now: int
     most: int
+
+
+class Ended(NamedTuple):
+    """One look for UDP that goes on to a backend that serves no more: the seconds that it took, and
+    how many flows and connected sockets it has ended, by family (4, 6), of those that it was for.
+    """
+
+    seconds: float
+    flows: Mapping[int, int]
 
 
 class Measures(msgspec.Struct, frozen=True):

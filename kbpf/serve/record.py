@@ -1,7 +1,8 @@
 """kube-proxy's own series, under its names and with its buckets, so that dashboards go on working.
 
-Those are here that do not depend on a mode (kube-proxy 1.36, metrics/metrics.go); what
-belongs to iptables or nftables is not exported. Beside them the requests to the API server, as
+Those are here that do not depend on a mode (kube-proxy 1.36, metrics/metrics.go), and those of its
+conntrack reconciler, which every mode has; what belongs to iptables or nftables is not exported.
+Beside them the requests to the API server, as
 client-go counts them. The agent's threads record, the HTTP thread reads; one lock for all.
 """
 
@@ -11,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from typing import Final
 
+from kbpf.model.measures import Ended
 from kbpf.serve.exposition import Histogram, family, histograms, labels
 
 FAMILIES: Final = {4: "IPv4", 6: "IPv6"}
@@ -48,6 +50,8 @@ class Record:
         self._asked: dict[str, Counter[str]] = {"healthz": Counter(), "livez": Counter()}
         self._requests: Counter[tuple[str, str, str]] = Counter()
         self._latency: dict[tuple[str, str], Histogram] = {}
+        self._reconciled = _by_family()
+        self._ended = dict.fromkeys(FAMILIES, 0)
         self._failures = 0
         self._comparisons = 0
         self._drift = 0
@@ -86,6 +90,13 @@ class Record:
                 (self._full if full else self._partial)[each].observe(seconds)
                 self._last[each] = self._now()
             self._waiting = dict.fromkeys(self._waiting, 0)
+
+    def ended(self, look: Ended) -> None:
+        """UDP of backends that serve no more was looked for."""
+        with self._lock:
+            for each, flows in look.flows.items():
+                self._reconciled[each].observe(look.seconds)
+                self._ended[each] += flows
 
     def failed(self) -> None:
         """The data plane could not be written."""
@@ -130,7 +141,7 @@ class Record:
     def lines(self) -> list[str]:
         """All of it, as exposition."""
         with self._lock:
-            return [*self._rules(), *self._health(), *self._api(), *self._own()]
+            return [*self._rules(), *self._conntrack(), *self._health(), *self._api(), *self._own()]
 
     def _rules(self) -> Iterator[str]:
         prefix = "kubeproxy_sync_proxy_rules"
@@ -174,6 +185,19 @@ class Record:
             "[ALPHA] Number of services with a Local traffic policy and no endpoints",
             ((labels(ip_family=FAMILIES[f], traffic_policy=policy), count)
              for (policy, f), count in self._no_local.items()),
+        )  # fmt: skip
+
+    def _conntrack(self) -> Iterator[str]:
+        prefix = "kubeproxy_conntrack_reconciler"
+        yield from histograms(
+            f"{prefix}_sync_duration_seconds",
+            "[ALPHA] ReconcileConntrackFlowsLatency latency in seconds",
+            ((labels(ip_family=FAMILIES[f]), h) for f, h in self._reconciled.items()),
+        )
+        yield from family(
+            f"{prefix}_deleted_entries_total", "counter",
+            "[ALPHA] Cumulative conntrack flows deleted by conntrack reconciler",
+            ((labels(ip_family=FAMILIES[f]), count) for f, count in self._ended.items()),
         )  # fmt: skip
 
     def _health(self) -> Iterator[str]:

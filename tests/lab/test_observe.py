@@ -344,8 +344,12 @@ def test_both_say_that_they_start(site: Site):
 
 # ---- metrics -----------------------------------------------------------------------------------
 
-OF_A_MODE = re.compile(r"kubeproxy_(conntrack_|iptables_|sync_proxy_rules_(ip|nf)tables_).*")
-"""Series of kube-proxy that belong to netfilter."""
+OF_A_MODE = re.compile(r"kubeproxy_(iptables_|sync_proxy_rules_(ip|nf)tables_).*")
+"""Series of kube-proxy that belong to iptables or nftables."""
+RECONCILER = {
+    f"kubeproxy_conntrack_reconciler_{name}" for name in ("sync_duration_seconds",
+                                                          "deleted_entries_total")
+}  # fmt: skip
 
 
 def test_every_series_of_kube_proxy_that_belongs_to_no_mode(site: Site, web: str):
@@ -366,16 +370,42 @@ def test_every_series_of_kube_proxy_that_belongs_to_no_mode(site: Site, web: str
 
     for each in site.nodes:
         until(f"{each.name} has timed the change", lambda each=each: timed(each) >= 1)
+    prefix = "kubeproxy_sync_proxy_rules_endpoint_changes"
+    before = {each.name: site.metrics(each)[f"{prefix}_total"].value() for each in site.nodes}
+    dns = endpoint_slice("dns", endpoint("10.244.1.2"), ports=[slice_port(53, protocol="UDP")])
+    site.kube.create(service("dns", port(53, protocol="UDP")))
+    site.kube.create(dns)
+
+    def knows(which: Node) -> bool:
+        found = site.metrics(which)
+        is_told = found[f"{prefix}_total"].value() > before[which.name]
+        return is_told and not found[f"{prefix}_pending"].value()
+
+    for each in site.nodes:
+        until(f"{each.name} has the backend", lambda each=each: knows(each))
+    site.kube.patch("EndpointSlice", "dns-ipv4", {"endpoints": []})
+    for each in site.nodes:
+        until(f"{each.name} has looked for UDP", lambda each=each: looked(site, each) >= 1)
     theirs, ours = site.metrics(site.theirs), site.metrics()
     wanted = [n for n in theirs if n.startswith("kubeproxy_") and not OF_A_MODE.fullmatch(n)]
     wanted += ["rest_client_requests_total", "rest_client_request_duration_seconds"]
     wanted += [n for n in theirs if n.startswith("process_") and "network" not in n]
     wanted.remove("process_virtual_memory_max_bytes")
-    assert len(wanted) >= 18
+    assert len(wanted) >= 20
+    assert set(wanted) >= RECONCILER
     for each in wanted:
         assert (ours[each].kind, ours[each].help) == (theirs[each].kind, theirs[each].help)
         assert ours[each].label_names == theirs[each].label_names, each
         assert ours[each].bounds == theirs[each].bounds, each
+
+
+def looked(site: Site, which: Node) -> float:
+    """How often a node has looked for flows of IPv4 whose backend went."""
+    (name,) = (each for each in RECONCILER if each.endswith("_seconds"))
+    found = site.metrics(which).get(name)
+    if found is None:
+        return 0
+    return found.samples.get((f"{name}_count", frozenset({("ip_family", "IPv4")})), 0)
 
 
 def test_what_happens_is_counted(site: Site, web: str):

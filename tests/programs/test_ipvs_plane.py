@@ -9,7 +9,7 @@ import re
 import shutil
 import socket
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from errno import ENOENT, EPERM, EROFS
 from pathlib import Path
@@ -29,7 +29,7 @@ from kbpf.dataplane.ipvs.plan import Element, SetName
 from kbpf.dataplane.ipvs.remains import IpvsRemains
 from kbpf.errors import KernelError
 from kbpf.kernel import addresses, dummy, handover, modules, netfilter, sandbox, sysctl
-from kbpf.kernel.ipvs import Ipvs, Settings, Times
+from kbpf.kernel.ipvs import Ipvs, Server, Service, Settings, Times
 from kbpf.kernel.probe import Probe
 from kbpf.model.address import parse_addr
 from kbpf.model.config import Accounting, IpvsTimes, MapSizes, Serving, SocketLb
@@ -1005,3 +1005,38 @@ def test_names_of_others_are_left_alone(fake_node: Node, case: str):
     assert tcp("10.96.0.7", 80) in node.ipvs.held
     if fd >= 0:
         os.close(fd)
+
+
+# ---- UDP whose backend serves no more ------------------------------------------------------------
+
+
+def test_flows_of_udp_that_are_ended_are_counted_and_those_of_tcp_live_on(fake_node: Node):
+    node = fake_node
+    node.start()
+
+    def apply(to: str, to6: str, **more: str) -> list[Mapping[int, int]]:
+        node.apply(
+            service("dns", f"{VIP}:53", to, Protocol.UDP, **more),
+            service("dns6", f"[{VIP6}]:53", to6, Protocol.UDP),
+            service("web", f"{VIP}:80", to),
+        )
+        return [look.flows for look in node.plane.ended()]
+
+    one, two, three = "10.244.1.2:53", "10.244.1.3:53", "[fd00:244::2]:53"
+    assert apply(f"{one} {two}", three) == []
+    for virtual, to, flows in (
+        (udp(VIP, 53), ("10.244.1.2", 53), (1, 4)),
+        (udp(VIP, 53), ("10.244.1.3", 53), (0, 9)),
+        (udp(VIP6, 53), ("fd00:244::2", 53), (2, 0)),
+        (tcp(VIP, 80), ("10.244.1.2", 53), (50, 50)),
+    ):
+        node.ipvs.connections[virtual, Server(parse_addr(to[0]), to[1])] = flows
+    assert apply(two, three, serving=f"{one} {two}") == [], "it goes on serving what it has"
+    assert apply(two, three) == [{4: 5}], "it has stopped"
+    assert apply(two, three) == []
+    assert apply("", "") == [{4: 9, 6: 2}]
+    assert node.plane.ended() == ()
+
+
+def udp(address: str, port: int) -> Service:
+    return Service(socket.IPPROTO_UDP, parse_addr(address), port)

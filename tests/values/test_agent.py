@@ -13,6 +13,7 @@ from kbpf.model.address import parse_addr
 from kbpf.model.config import Config, Serving
 from kbpf.model.desired import DesiredState, ServicePortKey
 from kbpf.model.events import Kind, ObjectKey, Rejected, Synced, Upsert
+from kbpf.model.measures import Ended
 from kbpf.model.objects import Node, Protocol, Service, ServicePort
 from kbpf.model.status import MOST_PROBLEMS
 from kbpf.serve.desk import Desk
@@ -47,7 +48,7 @@ class Counting:
         return None
 
     def __getattr__(self, name: str):
-        return {"ready": lambda: True, "problems": tuple}.get(name, lambda *_: None)
+        return {"ready": lambda: True, "problems": tuple, "ended": tuple}.get(name, lambda *_: None)
 
 
 class Clock:
@@ -287,3 +288,17 @@ def test_what_was_asked_for_last_is_done_in_both_families(
     clock.now += 60.0
     agent.step([])
     assert max(behind()) <= 0
+
+
+def test_what_was_ended_is_told_once(clock: Clock, monkeypatch: pytest.MonkeyPatch):
+    """By the pass of this step, or by a tick since the one before."""
+    desk = Desk(Config("me", serving=Serving(healthz="", metrics="")))
+    plane = Counting()
+    agent = Agent(Config("me"), plane, lambda _: (), desk)
+    ended = [(Ended(0.5, {4: 3}), Ended(0.25, {4: 1, 6: 2})), ()]
+    monkeypatch.setattr(plane, "ended", lambda: ended.pop(0), raising=False)
+    agent.step([])
+    agent.step([])
+    found = parse(desk.metrics().decode())
+    total = found["kubeproxy_conntrack_reconciler_deleted_entries_total"]
+    assert [total.value(ip_family=f) for f in ("IPv4", "IPv6")] == [4, 2]

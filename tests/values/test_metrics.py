@@ -21,6 +21,7 @@ from kbpf.model.measures import (
     FULL,
     PACKETS,
     Decision,
+    Ended,
     Measures,
     Pair,
     Pause,
@@ -241,6 +242,8 @@ THEIRS = [
     Theirs("kubeproxy_sync_proxy_rules_service_changes_total", "counter", set()),
     Theirs("kubeproxy_sync_proxy_rules_no_local_endpoints_total", "gauge",
            {"ip_family", "traffic_policy"}),
+    Theirs("kubeproxy_conntrack_reconciler_sync_duration_seconds", "histogram", FAMILY, SYNC),
+    Theirs("kubeproxy_conntrack_reconciler_deleted_entries_total", "counter", FAMILY),
     Theirs("kubeproxy_proxy_healthz_total", "counter", {"code"}),
     Theirs("kubeproxy_proxy_livez_total", "counter", {"code"}),
     Theirs("rest_client_requests_total", "counter", {"code", "method", "host"}),
@@ -254,6 +257,8 @@ def busy() -> Record:
     record.changes(3, 5)
     record.synced(0.0015, full=True)
     record.synced(0.5, full=False, families=(4,))
+    record.ended(Ended(0.0015, {4: 3, 6: 0}))
+    record.ended(Ended(0.5, {4: 2}))
     record.failed()
     for repaired in (0, 2, 5):
         record.compared(repaired)
@@ -285,6 +290,8 @@ COUNTED = [
     Value("kubeproxy_sync_proxy_rules_last_queued_timestamp_seconds", {"ip_family": "IPv4"}, 1000),
     Value("kubeproxy_sync_proxy_rules_no_local_endpoints_total",
           {"ip_family": "IPv4", "traffic_policy": "external"}, 2),
+    Value("kubeproxy_conntrack_reconciler_deleted_entries_total", {"ip_family": "IPv4"}, 5),
+    Value("kubeproxy_conntrack_reconciler_deleted_entries_total", {"ip_family": "IPv6"}, 0),
     Value("kubeproxy_proxy_healthz_total", {"code": "503"}, 1),
     Value("rest_client_requests_total", {"code": "<error>", "method": "GET"}, 1),
     Value("rest_client_requests_total", {"code": "200", "host": "h:6443"}, 1),
@@ -379,6 +386,9 @@ def test_what_the_histograms_hold():
     assert at_most(sync, math.inf, ip_family="IPv6") == 1
     full = found["kubeproxy_sync_full_proxy_rules_duration_seconds"]
     assert at_most(full, math.inf, ip_family="IPv4") == 1
+    looks = found["kubeproxy_conntrack_reconciler_sync_duration_seconds"]
+    assert [at_most(looks, b, ip_family="IPv4") for b in (0.001, 0.002, math.inf)] == [0, 1, 2]
+    assert at_most(looks, math.inf, ip_family="IPv6") == 1
     took = found["kubeproxy_network_programming_duration_seconds"]
     assert [at_most(took, b, ip_family="IPv6") for b in (9, 10)] == [0, 1]
     assert at_most(took, 0.25, ip_family="IPv4") == 1

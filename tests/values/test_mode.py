@@ -22,7 +22,7 @@ from kbpf.errors import (
     ProgramRefused,
 )
 from kbpf.model.desired import DesiredState, ServicePortKey
-from kbpf.model.measures import Measures, Pause, Traffic
+from kbpf.model.measures import Ended, Measures, Pause, Traffic
 from kbpf.model.status import ModeChoice, PacketStatus
 
 NOTHING = DesiredState({})
@@ -124,6 +124,9 @@ class Fake:
 
     def tick(self, now: float) -> float | None:
         return None
+
+    def ended(self) -> tuple[Ended, ...]:
+        return ()
 
     def ready(self) -> bool:
         return self.is_ready

@@ -33,10 +33,10 @@ from kbpf.dataplane.bpf.tables import Tables
 from kbpf.dataplane.bpf.writing import ZERO, target
 from kbpf.errors import CapacityError, KbpfError, KernelError, PinsGone
 from kbpf.kernel import mounts, netns
-from kbpf.model.address import Addr
+from kbpf.model.address import Addr, family_of
 from kbpf.model.config import Accounting, Config, SocketLb
 from kbpf.model.desired import DesiredState, ServicePortKey, ServiceState
-from kbpf.model.measures import Measures, Pause, Traffic
+from kbpf.model.measures import Ended, Measures, Pause, Traffic
 from kbpf.model.objects import Cidr, Protocol
 from kbpf.model.status import MOST_FAILURES, DeviceFailure, ModeChoice, PacketStatus
 
@@ -176,6 +176,7 @@ class BpfPlane:
         self._cluster_ips = ClusterIps(found.programmed.values(), refusing)
         self._tables.fill["cluster_ips"] = len(self._cluster_ips)
         # What was to be retired is found again as stray.
+        self._ended: list[Ended] = []
         self._retiring = Retiring(self._tables, self._table, self._cut)
         self._stray, self._kept = found, None
 
@@ -401,9 +402,15 @@ class BpfPlane:
     def _cut(self, retired: Retired) -> None:
         if not (retired.cut or retired.left):
             return
-        ended = udp.cut(self._tables.maps, udp.predicate(retired.cut, retired.left))
-        if ended:
-            log.info("udp sockets destroyed=%d", ended)
+        families = {family_of(backend.address) for _, backend in retired.cut}
+        families |= {family_of(at.address) for _, at in retired.left}
+        self._end(udp.predicate(retired.cut, retired.left), families)
+
+    def _end(self, gone: udp.Gone, families: Collection[int]) -> None:
+        start = time.perf_counter()
+        flows = udp.cut(self._tables.maps, gone)
+        seconds = time.perf_counter() - start
+        self._ended.append(Ended(seconds, {each: flows[each] for each in families}))
 
     def _complete(self, retired: Retired, sound: bool) -> None:
         """The end of the first apply: attach, and retire what was adopted and nobody claims. That
@@ -436,9 +443,7 @@ class BpfPlane:
         fronts = {
             (o.id, f.at) for o in owners for f in o.frontends if f.at.protocol == Protocol.UDP
         }
-        ended = udp.cut(self._tables.maps, udp.all_but(live, fronts))
-        if ended:
-            log.info("udp sockets destroyed=%d", ended)
+        self._end(udp.all_but(live, fronts), (4, 6))
 
     # ---- the end of what is old ------------------------------------------------------------
 
@@ -457,6 +462,11 @@ class BpfPlane:
         due.append(self._exemptions.tick(now) if self._stray is None else None)
         due.append(self._retiring.due)
         return min((one for one in due if one is not None), default=None)
+
+    def ended(self) -> tuple[Ended, ...]:
+        """See base.DataPlane."""
+        found, self._ended = tuple(self._ended), []
+        return found
 
     def flush(self) -> None:
         """Retires everything now, without the grace period: for tests."""

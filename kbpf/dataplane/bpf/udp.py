@@ -8,6 +8,7 @@ backend directly, not through a Service, are nobody's business here: only what s
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection
 from typing import Final
 
@@ -38,36 +39,47 @@ Gone = Callable[[int, bytes, bytes], bool]
 """(service id, frontend, backend), the two as struct target: whether that is no more."""
 
 
-def cut(maps: dict[str, Map], gone: Gone) -> int:
+def cut(maps: dict[str, Map], gone: Gone) -> Counter[int]:
     """Forgets flows and destroys sockets whose backend serves no more, or whose frontend is no
-    more the Service's that chose it. How many sockets were destroyed.
+    more the Service's that chose it. How many of either, by family.
     """
-    _forget_flows(maps, gone)
-    _forget_packets(maps, gone)
+    ended = _forget_flows(maps, gone) + _forget_packets(maps, gone)
     doomed = {}
     for key, raw in maps["udp_peers"].items():
         frontend, backend, service, _ = PEER.unpack(raw)
         if gone(service, frontend, backend):
             doomed[int.from_bytes(key, "little") & COOKIE_MASK] = backend
-    return _destroy(doomed) if doomed else 0
+    sockets = _destroy(doomed) if doomed else Counter()
+    if sockets:
+        log.info("udp sockets destroyed=%d", sockets.total())
+    return ended + sockets
 
 
-def _forget_flows(maps: dict[str, Map], gone: Gone) -> None:
+def _forget_flows(maps: dict[str, Map], gone: Gone) -> Counter[int]:
     """A flow loses its backend, so that its next datagram chooses anew. The entry itself stays
     in its socket's list, which close() walks.
     """
+    ended: Counter[int] = Counter()
     for key, raw in maps["udp_flows"].items():
         last_used, backend, following, backend_id, service = FLOW.unpack(raw)
         if backend_id and gone(service, key[8:28], backend):
             maps["udp_flows"].replace(key, FLOW.pack(last_used, backend, following, 0, service))
             maps["udp_reverse"].delete(FLOW_KEY.pack(int.from_bytes(key[:8], "little"), backend))
+            ended[_family(backend)] += 1
+    return ended
 
 
-def _forget_packets(maps: dict[str, Map], gone: Gone) -> None:
+def _family(raw: bytes) -> int:
+    """Of a struct target."""
+    return family_of(raw[:16])
+
+
+def _forget_packets(maps: dict[str, Map], gone: Gone) -> Counter[int]:
     """Flows of the packet path: all entries go, and the next datagram chooses anew. The client's
     own go last: without them the others would never make room. A flow that has begun anew since it
     was read stays.
     """
+    ended: Counter[int] = Counter()
     questions: list[tuple[bytes, bytes]] = []
     answers: list[tuple[bytes, bytes]] = []
     for key, raw in maps["flows"].items():
@@ -79,9 +91,12 @@ def _forget_packets(maps: dict[str, Map], gone: Gone) -> None:
         now = maps["flows"].lookup(key)
         if now is not None and now[CHOSEN] == raw[CHOSEN]:
             maps["flows"].delete(key)
+            if is_question(raw):
+                ended[_family(NAT.unpack(raw)[3])] += 1
+    return ended
 
 
-def _destroy(doomed: dict[int, bytes]) -> int:
+def _destroy(doomed: dict[int, bytes]) -> Counter[int]:
     def is_doomed(found: sockdiag.DiagSocket) -> bool:
         backend = doomed.get(found.cookie & COOKIE_MASK)
         if backend is None:
@@ -89,10 +104,11 @@ def _destroy(doomed: dict[int, bytes]) -> int:
         target = Target.unpack(backend)
         return target.address == found.address and target.port == found.port
 
-    ended = 0
+    ended: Counter[int] = Counter()
     for path in netns.all_namespaces():
         try:
-            ended += netns.inside(path, lambda: sockdiag.destroy_connected_udp(is_doomed))
+            found = netns.inside(path, lambda: sockdiag.destroy_connected_udp(is_doomed))
+            ended.update(family_of(one.address) for one in found)
         except KernelError as error:
             log.warning("UDP sockets in one network namespace were not looked at: %s", error)
     return ended

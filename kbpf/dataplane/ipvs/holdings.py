@@ -7,6 +7,7 @@ connections are gone.
 
 import errno
 import os
+import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -18,7 +19,8 @@ from kbpf.dataplane.ipvs.traces import ROOT, refuse_others, virtual_of
 from kbpf.errors import KernelError
 from kbpf.kernel import dummy, handover, ipvs, modules, netfilter, nft
 from kbpf.kernel.ipvs import Command, Ipvs, Server, Service, ServiceFlag, Settings, Times
-from kbpf.model.address import Addr
+from kbpf.model.address import Addr, family_of
+from kbpf.model.measures import Ended
 
 WEIGHTED, SIMPLEST = "wrr", "rr"
 """Schedulers: what takes the place of one that the kernel does not have, and that one's place."""
@@ -54,6 +56,7 @@ class Holdings:
         self._made: nft.Sight | None = None  # of the table, as it was written
         self.transactions = 0  # of nf_tables, by us
         self.changes = 0  # of IPVS, by us
+        self._ended: list[Ended] = []
         self._name = device
         if device in handover.DEVICES:
             raise KernelError("a device of this name stands for another data plane", device,
@@ -86,6 +89,11 @@ class Holdings:
     def families(self) -> frozenset[int]:
         """Those of which the node takes addresses: 4, and 6 where it is not switched off."""
         return frozenset((4, 6) if dummy.takes_ipv6(self._name) else (4,))
+
+    def take_ended(self) -> tuple[Ended, ...]:
+        """What was ended since this was asked last."""
+        found, self._ended = tuple(self._ended), []
+        return found
 
     def draining(self, virtual: Virtual) -> frozenset[End]:
         """Its real servers that have left, and are still there."""
@@ -186,7 +194,11 @@ class Holdings:
         steps, style = changes.steps(), self._style
         self._nft([*rules.removal(style, steps.early), *rules.addition(style, steps.first)])
         addresses = self.try_addresses(_addresses(steps.first))
+        start = time.perf_counter()
+        flows = self._flows(changes.cut)
         virtuals = self._change(dict(self._additions(changes)))
+        if flows:
+            self._ended.append(Ended(time.perf_counter() - start, flows))
         return Refusals(
             addresses,
             virtuals,
@@ -204,6 +216,21 @@ class Holdings:
             self._draining.pop(virtual, None)
         dummy.drop(self._device, changes.strays | {*_addresses(steps.gone)})
         self._nft(rules.removal(style, steps.notes))
+
+    def _flows(self, cut: Iterable[tuple[Virtual, End]]) -> dict[int, int]:
+        """How many the kernel forgets with these real servers, at the next packet of each, by
+        family.
+        """
+        ends: dict[Virtual, set[End]] = {}
+        for virtual, end in cut:
+            ends.setdefault(virtual, set()).add(end)
+        found: dict[int, int] = {}
+        for virtual, some in ends.items():
+            loads = self._ipvs.servers(Service(*virtual))
+            flows = sum(one.active + one.inactive for one in loads if End(*one.server) in some)
+            family = family_of(virtual.address)
+            found[family] = found.get(family, 0) + flows
+        return found
 
     def _change(self, wanted: Mapping[Virtual, Sequence[ipvs.Change]]) -> dict[Virtual, str]:
         """The words for those that were refused. Where the kernel may not have a scheduler, another

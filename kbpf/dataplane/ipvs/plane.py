@@ -51,7 +51,7 @@ from kbpf.model.desired import (
     ServicePortKey,
     ServiceState,
 )
-from kbpf.model.measures import Measures, Pause, Traffic
+from kbpf.model.measures import Ended, Measures, Pause, Traffic
 from kbpf.model.status import ModeChoice, PacketStatus
 
 log = logging.getLogger("kbpf.dataplane")
@@ -418,6 +418,10 @@ class IpvsPlane:
                 self._marks.drop(key)
             self._carry_out(self._ledger.change(after))
             self._true = True
+
+    def ended(self) -> tuple[Ended, ...]:
+        """See base.DataPlane."""
+        return self._held.take_ended()
 
     def ready(self) -> bool:
         """Nothing goes on in the background."""
