@@ -387,6 +387,8 @@ DAMAGES = {
     "backend_slots, a set": ("backend_slots", lambda key, raw: (b"\xff" * 4 + key[4:], raw)),
     "backend_slots": ("backend_slots", lambda key, raw: (key, b"\xff" * 4)),
     "set_members": ("set_members", lambda key, raw: (b"\xff" * 8, raw)),
+    "meta": ("meta", lambda key, raw: (key, b"\xff" * len(raw))),
+    "meta, one number": ("meta", lambda key, raw: (key, raw[:4] + b"\0\0\0\x80" + raw[8:])),
 }
 """Of one entry in the map: what it has become, or what stands beside it."""
 UNTOLD = {"services, a size", "services, no flags", "backend_slots, a set", "backend_slots",
@@ -419,6 +421,26 @@ def test_what_is_damaged_is_told_and_written_anew(
     assert site.dump() == before
     plane = site.open()
     assert dict(plane.apply(OLD, None).writes) == {}
+
+
+@pytest.mark.parametrize("number", [1 << 31, (1 << 32) - 2, (1 << 32) - 1])
+@pytest.mark.parametrize("which", [0, 1, 2], ids=["services", "backends", "sets"])
+def test_ids_go_on_behind_what_is_there_when_their_counters_are_damaged(
+    site: Site, which: int, number: int
+):
+    """None is left behind such a number: each start would end, and the next one, too."""
+    site.open().apply(OLD, None)
+    with site.pinned("meta") as held:
+        before = layout.META.unpack(held.lookup(bytes(4)) or b"")
+        damaged = (*before[:which], number, *before[which + 1 :])
+        held.update(bytes(4), layout.META.pack(*damaged))
+    for state in (NEW, OLD, NEW):
+        plane = site.open()
+        assert plane.apply(state, None).refused == {}
+        plane.flush()
+    (raw,) = site.entries("meta").values()
+    after = layout.META.unpack(raw)
+    assert all(old <= new < 1 << 31 for old, new in zip(before, after, strict=True)), after
 
 
 def test_nothing_ends_before_the_first_apply(site: Site):

@@ -18,7 +18,10 @@ from msgspec.structs import replace
 from kbpf.dataplane.bpf.ids import LIMIT
 from kbpf.dataplane.bpf.layout import (
     KIND_FLAGS,
+    META,
     PAIR,
+    U32,
+    Meta,
     ServiceFlag,
     ServiceValue,
     Target,
@@ -118,6 +121,15 @@ def read(maps: Mapping[str, Map]) -> Adopted:
     _ranges(contents, found)
     _strays(contents, sets, owned, found)
     return found
+
+
+def next_ids(meta: Map) -> Meta:
+    """The ids to give out next, as the map has them; 0 for one that is not to be believed."""
+    key = U32.pack(0)
+    numbers = META.unpack(meta.lookup(key) or bytes(META.size))
+    if max(numbers) >= TOO_HIGH:
+        _tell("meta", [key])
+    return Meta(*(number if number < TOO_HIGH else 0 for number in numbers))
 
 
 def _sound(name: str, held: Map, found: Adopted) -> dict[bytes, bytes]:

@@ -20,7 +20,6 @@ from kbpf.dataplane.bpf.cluster_ips import ClusterIps
 from kbpf.dataplane.bpf.exempt import Exemptions
 from kbpf.dataplane.bpf.ids import BackendTable, Ids
 from kbpf.dataplane.bpf.keeper import KeeperStatus
-from kbpf.dataplane.bpf.layout import META, Meta
 from kbpf.dataplane.bpf.load import Pins
 from kbpf.dataplane.bpf.measure import Meter
 from kbpf.dataplane.bpf.orphans import Orphans
@@ -159,7 +158,7 @@ class BpfPlane:
 
     def _adopt(self) -> None:
         maps = self._tables.maps
-        self._ids = Ids(Meta(*META.unpack(maps["meta"].lookup(ZERO) or bytes(META.size))))
+        self._ids = Ids(adopt.next_ids(maps["meta"]))
         self._table = BackendTable(self._ids)
         found = adopt.read(maps)
         self._ids.at_least(found.highest_service, found.highest_backend, found.highest_set)
