@@ -325,6 +325,25 @@ def test_connected_sockets_are_destroyed(ground: Ground, row: End, client: str):
         place.ask("drop", keep=keep)
 
 
+@pytest.mark.parametrize("how", ["destroyed", "dissolved"])
+def test_a_socket_that_was_connected_asks_the_service_anew(ground: Ground, how: str):
+    """Its backend left, and serves another Service still. (An IPv6 socket hears nobody but its old
+    peer then: the kernel forgets that address for sending only.)
+    """
+    ground.serve(ground.udp(WEB, "one"), ground.udp(DNS, "one"))
+    pod = ground["pod"]
+    assert pod.udp("10.96.0.1", 53, keep="s", connected=True)["name"] == "one"
+    if how == "dissolved":
+        pod.ask("dissolve", keep="s")
+        assert pod.udp("10.96.0.1", 53, keep="s")["name"] == "one", "as long as it serves"
+    ground.serve(ground.udp(WEB, "two"), ground.udp(DNS, "one"))
+    if how == "destroyed":
+        assert pod.ask("hear", keep="s")["error"] in CUT
+    answer = pod.udp("10.96.0.1", 53, keep="s")
+    assert (answer.get("name"), answer.get("peer")) == ("two", ["10.96.0.1", 53])
+    pod.ask("drop", keep="s")
+
+
 def test_ipv6_and_mapped_connected_sockets_are_destroyed(ground: Ground):
     ground.serve(ground.udp(WEB, "one"), ground.udp(WEB6, "one"))
     pod = ground["pod"]

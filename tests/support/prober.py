@@ -6,6 +6,7 @@ the client's address as it saw it, so that a test knows what each side saw.
 """
 
 import contextlib
+import ctypes
 import hashlib
 import json
 import os
@@ -23,6 +24,7 @@ SIZE = struct.Struct("!Q")
 CHUNK = 1 << 16
 _RETRANSMITTED = 100  # offset of tcpi_total_retrans in struct tcp_info
 _RTO_TIME = 244
+LIBC = ctypes.CDLL(None, use_errno=True)
 FAMILIES = {"4": socket.AF_INET, "6": socket.AF_INET6, "mapped": socket.AF_INET6}
 
 
@@ -238,6 +240,13 @@ class Client:
             return {"heard": len(s.recv(4096))}
         except OSError as error:
             return {"error": errno_name(error)}
+
+    def dissolve(self, keep):
+        """A kept UDP socket is connected to nobody any more."""
+        unspecified = bytes(16)
+        if LIBC.connect(self.kept[keep].fileno(), unspecified, len(unspecified)):
+            raise OSError(ctypes.get_errno(), "connect to AF_UNSPEC")
+        return {}
 
     def udp(self, host, port, family="4", timeout=PATIENCE, keep=None, connected=False):
         """A datagram and its answer, or an error, see tcp(). `keep`: on a socket that stays, made
@@ -478,8 +487,8 @@ def main():
     handlers = {"serve": server.serve, "seen": server.seen}
     handlers["serve_bulk"] = lambda ports: server.bulk(*ports)
     for name in (
-        "tcp", "udp", "begin", "go_on", "talk", "hear", "drop", "many", "start_load", "stop_load",
-        "peek_load", "bulk", "datagrams", "start_stream", "peek_stream", "stop_stream",
+        "tcp", "udp", "begin", "go_on", "talk", "hear", "dissolve", "drop", "many", "start_load",
+        "stop_load", "peek_load", "bulk", "datagrams", "start_stream", "peek_stream", "stop_stream",
     ):  # fmt: skip
         handlers[name] = getattr(client, name)
     print(json.dumps({"pid": os.getpid()}), flush=True)

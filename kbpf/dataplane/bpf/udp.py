@@ -2,8 +2,9 @@
 
 TCP connections are left alone, as kube-proxy leaves them. UDP has no end of its
 own: a connected socket would talk to the dead address for ever. So such sockets are destroyed in
-every network namespace, and flows of unconnected ones are forgotten. Sockets that went to the
-backend directly, not through a Service, are nobody's business here: only what stands in
+every network namespace, and flows of unconnected ones are forgotten. A socket whose owner goes on
+with it, or has dissolved its connection before, is led to that backend no more. Sockets that went
+to the backend directly, not through a Service, are nobody's business here: only what stands in
 `udp_peers` is destroyed.
 """
 
@@ -13,7 +14,7 @@ from collections.abc import Callable, Collection
 from typing import Final
 
 from kbpf.dataplane.bpf.flows import CHOSEN, is_question
-from kbpf.dataplane.bpf.layout import FLOW, FLOW_KEY, NAT, PEER, Target, pack_target
+from kbpf.dataplane.bpf.layout import FLOW, FLOW_KEY, NAT, PEER, TARGET, Target, pack_target
 from kbpf.errors import KernelError
 from kbpf.kernel import netns, sockdiag
 from kbpf.kernel.libbpf import Map
@@ -26,6 +27,8 @@ log = logging.getLogger("kbpf.dataplane")
 COOKIE_MASK: Final = (1 << 44) - 1
 """sock.c, socket_id(): the low bits are the socket's cookie, but for what is mixed in above."""
 
+BACKEND: Final = slice(TARGET.size, 2 * TARGET.size)
+"""Where it stands in a struct peer."""
 _UDP: Final = bytes([Protocol.UDP])
 
 
@@ -44,15 +47,30 @@ def cut(maps: dict[str, Map], gone: Gone) -> Counter[int]:
     more the Service's that chose it. How many of either, by family.
     """
     ended = _forget_flows(maps, gone) + _forget_packets(maps, gone)
-    doomed = {}
-    for key, raw in maps["udp_peers"].items():
-        frontend, backend, service, _ = PEER.unpack(raw)
-        if gone(service, frontend, backend):
-            doomed[int.from_bytes(key, "little") & COOKIE_MASK] = backend
-    sockets = _destroy(doomed) if doomed else Counter()
+    sockets = _end_sockets(maps["udp_peers"], gone)
     if sockets:
         log.info("udp sockets destroyed=%d", sockets.total())
     return ended + sockets
+
+
+def _end_sockets(peers: Map, gone: Gone) -> Counter[int]:
+    """Destroys connected sockets, and forgets whom they were connected to: who goes on with such a
+    socket chooses anew.
+    """
+    doomed = {}
+    for key, raw in peers.items():
+        frontend, backend, service, _ = PEER.unpack(raw)
+        if gone(service, frontend, backend):
+            doomed[key] = raw
+    if not doomed:
+        return Counter()
+    ended = _destroy(
+        {int.from_bytes(key, "little") & COOKIE_MASK: raw[BACKEND] for key, raw in doomed.items()}
+    )
+    for key, raw in doomed.items():
+        if peers.lookup(key) == raw:
+            peers.delete(key)
+    return ended
 
 
 def _forget_flows(maps: dict[str, Map], gone: Gone) -> Counter[int]:
