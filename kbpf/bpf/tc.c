@@ -267,7 +267,27 @@ static __always_inline void forget_answers(const struct nat *nat)
 	leave(&key, nat);
 }
 
-/* Deletes a flow. Its own entry is the last one: by that it is found. */
+/* Deletes a flow's entries but for this one, which is still to be read: an element that is deleted
+ * may be another flow's at once. */
+static __always_inline void forget_others(const struct nat *nat)
+{
+	struct ends key;
+
+	if (nat->part != PART_SNAT_ANSWER && has_snat(nat)) {
+		key = snat_answer_of(nat);
+		leave(&key, nat);
+	}
+	if (nat->part != PART_ANSWER && nat->way != WAY_PAST) {
+		key = answer_of(nat);
+		leave(&key, nat);
+	}
+	if (nat->part != PART_QUESTION) {
+		key = question_of(nat);
+		leave(&key, nat);
+	}
+}
+
+/* Deletes the flow of a question. Its entry is the last one: by that it is found. */
 static __always_inline void forget(const struct nat *nat)
 {
 	struct ends key = question_of(nat);
@@ -498,7 +518,7 @@ static __always_inline bool claim_snat(struct nat *nat, const struct node *n, u6
 		    (other->state == STATE_CLOSED &&
 		     (i >= FRESH_TRIES || !(other->fins & FIN_BACKEND_FIRST)))) {
 			if (other) /* its client may not go on with it */
-				forget(other);
+				forget_others(other);
 			return !flows.update(&key, nat);
 		}
 		nat->snat_port = __builtin_bswap16(n->port_low + bpf_get_prandom_u32() % size);
