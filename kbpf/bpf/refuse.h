@@ -6,7 +6,9 @@
  * checksum is still to be filled in by a device, too.
  *
  * UDP and SCTP: an ICMP "port unreachable" that carries the beginning of the packet. It comes from
- * the address that was dialled, as the answer of a host without that port would.
+ * the address that was dialled, as the answer of a host without that port would. SCTP whose
+ * checksum a device is still to fill in, that of this node's pods, is dropped: can_refuse() has
+ * why.
  */
 #pragma once
 
@@ -82,9 +84,13 @@ static __always_inline int refuse_tcp(struct __sk_buff *skb, const struct packet
 }
 
 /* What an error carries at most: an IP header with its options or extension headers (60 bytes in
- * IPv4; as many as these in IPv6), and the first 8 bytes of what follows it. */
-#define CARRIED4 68
-#define CARRIED6 104
+ * IPv4; as many as these in IPv6), and the first bytes of what follows it. Of SCTP those are its
+ * header and an INIT up to its tag: who gets an error without it does not believe it (RFC 9260,
+ * section 10). */
+#define CARRIED4 80
+#define CARRIED6 116
+#define CARRIED_PORTS 8
+#define CARRIED_TAG (SCTP_CHUNK + 8)
 #define CARRIED_MINIMUM 28
 #define barrier_var(v) asm volatile("" : "+r"(v))
 
@@ -131,7 +137,7 @@ static __always_inline int settle_check(struct __sk_buff *skb, const struct pack
 static __always_inline u32 carry(struct __sk_buff *skb, const struct packet *p, u8 *carried,
 				 u32 most, u32 room)
 {
-	u64 length = p->l4 - p->l3 + 8;
+	u64 length = p->l4 - p->l3 + (p->protocol == PROTO_SCTP ? CARRIED_TAG : CARRIED_PORTS);
 
 	/* Two comparisons that stay two: of one, the verifier does not see the lower bound. */
 	if (length > most)
@@ -201,6 +207,17 @@ static __always_inline int refuse_v6(struct __sk_buff *skb, const struct packet 
 	sum = bpf_csum_diff(NULL, 0, (__be32 *)carried, sizeof(carried), sum);
 	head.icmp.check = fold(sum);
 	return bpf_skb_store_bytes(skb, p->l3, &head, sizeof(head), 0);
+}
+
+/* Whether it can be answered so. A CRC that a device is still to fill in would be filled in inside
+ * of the error, too, and there is no value that such a calculation gives back, as for UDP. */
+static __always_inline bool can_refuse(struct __sk_buff *skb, const struct packet *p)
+{
+	u32 check = 0;
+
+	if (p->protocol == PROTO_SCTP)
+		bpf_skb_load_bytes(skb, p->l4 + SCTP_CHECK, &check, sizeof(check));
+	return p->protocol != PROTO_SCTP || check;
 }
 
 static __always_inline int refuse_with_icmp(struct __sk_buff *skb, const struct packet *p)

@@ -1100,7 +1100,7 @@ int tc_refuse(struct __sk_buff *skb)
 	struct device *device = device_at(ifindex);
 	struct packet p = {};
 
-	if (!device || !parse(skb, device->l2, &p))
+	if (!device || !parse(skb, device->l2, &p) || !can_refuse(skb, &p))
 		return finish(TC_SHOT, why);
 	if ((p.protocol == PROTO_TCP ? refuse_tcp(skb, &p) : refuse_with_icmp(skb, &p)) ||
 	    swap_link(skb, device->l2))

@@ -744,6 +744,21 @@ def test_a_datagram_is_refused(path: Path_, v: int, build: object, size: int, lo
     assert about is not None
     assert sent.startswith(about.packet)
     assert (about.source, about.destination) == (own, front)
+    headers = len(sent) - len(build(own, front, data)) + (20 if v == 4 else 40)
+    carries = 8 if build is udp else 12 + 8  # up to the tag of an INIT, without which Linux heeds
+    assert len(about.packet) - headers == carries  # no error about SCTP (RFC 9260, section 10)
+
+
+@both
+@pytest.mark.parametrize("why", [Reason.NO_ENDPOINTS, Reason.UNKNOWN_PORT], ids=lambda r: r.name)
+def test_sctp_that_a_device_is_to_finish_is_refused_by_silence(
+    path: Path_, v: int, why: Reason
+) -> None:
+    """It would fill in a CRC in the error, too, whose own checksum knows nothing of that."""
+    before = path.site.reasons()
+    front = vip(v, NONE) if why is Reason.NO_ENDPOINTS else end(f"{NET[v]}{IP}", 81)
+    assert path.run("tc_ingress", sctp(client(v), front, checksum="zero"))[0] == TC_ACT_SHOT
+    assert path.site.reasons() - before == {why: 1}
 
 
 @both
