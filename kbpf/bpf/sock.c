@@ -191,12 +191,29 @@ static __always_inline __be16 spare_port(void)
 	return __builtin_bswap16(SPARE_LOW + bpf_get_prandom_u32() % SPARE_PORTS);
 }
 
-/* connect(): `to` becomes the backend. */
+/* Whether connect() succeeds though nobody listens there: that of UDP says nothing to anybody yet,
+ * and it fails with no other proxy. ping, getaddrinfo() and others only ask so for the address that
+ * they would have. Who sends something is refused then, by the packet path: without one nobody
+ * would tell, and connect() does. */
+static __always_inline bool says_nothing(const struct target *to, const struct choice *c)
+{
+	return to->protocol == PROTO_UDP && c->reason == UNKNOWN_PORT &&
+	       (config_flags() & CONFIG_PACKETS);
+}
+
+/* connect(): `to` becomes the backend. Since Linux v6.1 it has a hook for ping's sockets, too,
+ * which have no port. */
 static __always_inline enum verdict dial(void *ctx, struct target *to, enum reason *reason)
 {
 	struct choice c = {};
-	enum verdict v = choose_for(to, netns_cookie(ctx), &c);
+	enum verdict v = PASS;
 
+	if (to->protocol == PROTO_TCP || to->protocol == PROTO_UDP)
+		v = choose_for(to, netns_cookie(ctx), &c);
+	if (says_nothing(to, &c)) {
+		c.reason = LEFT_TO_PACKETS;
+		v = PASS;
+	}
 	remember_peer(socket_id(ctx), v, to, &c);
 	if (v == TRANSLATE)
 		*to = c.backend;

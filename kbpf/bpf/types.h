@@ -139,6 +139,7 @@ enum config_flags {
 	CONFIG_FOLLOWS = 1 << 5,              /* as NODE_FOLLOWS */
 	CONFIG_ACCOUNTING = 1 << 6,           /* connections that begin are counted by backend */
 	CONFIG_ENDS = 1 << 7,                 /* and what they come to */
+	CONFIG_PACKETS = 1 << 8,              /* the packet path refuses what is to be refused */
 };
 
 struct config {

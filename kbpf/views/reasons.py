@@ -23,7 +23,7 @@ WORDS: Final = {
     Reason.EVICTED: "connections that lived, and had to make room for new ones",
     Reason.NO_ROUTE: "dropped: this node's own socket has no route to the backend",
     Reason.PAUSED: "dropped, to come again: the programs changed over to other maps",
-    Reason.LEFT_TO_PACKETS: "sockets left alone: --socket-lb says so, or they are exempt",
+    Reason.LEFT_TO_PACKETS: "sockets left alone: --socket-lb, exempt, or no Service has the port",
 }
 
 

@@ -10,12 +10,12 @@ from itertools import product
 
 import pytest
 
-from kbpf.dataplane.bpf.layout import Reason
+from kbpf.dataplane.bpf.layout import ConfigFlag, Reason
 from tests.support.cluster import HOST_PORT, UNROUTED
 from tests.support.dial import REFUSED, Dial
-from tests.support.field import DROPPED, NODES4, NODES6, Field, at, both_families, check
+from tests.support.field import DROPPED, NODES4, NODES6, Field, at, both_families, check, split
 from tests.support.kube_objects import slice_port
-from tests.support.lab import inside, ip
+from tests.support.lab import Agent, inside, ip, until
 from tests.support.lab import run as command
 
 OFF, ON = "off", "on"
@@ -100,6 +100,27 @@ def test_what_never_leaves_by_a_device_is_not_served(field: Field, v6: bool) -> 
             to = at(kind, base + 7, v6)
             check(field, Dial("an own port", "host-1", to, DROPPED, protocol))
             assert field.agent.reasons()[Reason.NO_ROUTE] > before
+
+
+@both_families
+@pytest.mark.parametrize("field", [ON], indirect=True)
+@pytest.mark.parametrize("who", ["host-1", "a2"])
+def test_connect_of_udp_fails_for_no_port(field: Field, v6: bool, who: str) -> None:
+    """So ping (1025) and getaddrinfo() (musl's: 65535) learn their own address. Who sends something
+    there is refused by the packet path.
+    """
+    until("it is known to serve", lambda: ConfigFlag.PACKETS in config_flags(field.agent))
+    host, _ = split(at("ClusterIP", 11, v6))
+    for port in (1025, 65535, 80):  # 80 is TCP's
+        before = field.agent.reasons()[Reason.UNKNOWN_PORT]
+        answer = field[who].udp(host, port, connected=True)
+        assert answer == {"error": REFUSED, "at_once": False}, field.agent.tail(5)
+        assert field.agent.reasons()[Reason.UNKNOWN_PORT] == before + 1
+
+
+def config_flags(agent: Agent) -> ConfigFlag:
+    (raw,) = agent.entries("config").values()
+    return ConfigFlag(int.from_bytes(raw[8:12], "little"))
 
 
 LETS_IN = {9: ("host-1",), 10: ("a2", "a2!")}

@@ -5,6 +5,7 @@ that one must see, and which reason the program must have counted: so no row is 
 of the network. Frontends exist on no device, but for those that a row wants to be left alone.
 """
 
+import contextlib
 import errno
 import itertools
 import socket
@@ -70,6 +71,7 @@ def world(pods: dict[str, Place], node: Node):
         service("near", "10.96.0.3:80 ExternalIP=192.0.2.3:80", one, local=two,
                 internal_local=True),
         service("elsewhere", "10.96.0.4:80 ExternalIP=192.0.2.4:80", one, internal_local=True),
+        service("empty-dns", "10.96.0.9:53", "", UDP),
         service("nowhere", "10.96.0.5:80", internal_local=True),
         service("serving", "10.96.0.7:80", internal_local=True, serving=one),
         service("outer", "10.96.0.6:80 NodePort=0.0.0.0:30086 LoadBalancer=192.0.2.6:80 "
@@ -263,15 +265,85 @@ def test_nonblocking_refusal_comes_at_once(ground: Ground):
     assert within(ground["pod"], lambda: dial("10.96.0.1")) == errno.EINPROGRESS
 
 
-@pytest.fixture
-def followed(ground: Ground) -> Iterator[None]:
-    """Another data plane has connections on the node."""
+@contextlib.contextmanager
+def told(ground: Ground, flag: ConfigFlag) -> Iterator[None]:
+    """The hooks are told this, too."""
     with ground.site.pinned("config") as config:
         before = config.lookup(bytes(4)) or b""
         netns, flags = CONFIG.unpack(before)
-        config.update(bytes(4), CONFIG.pack(netns, flags | ConfigFlag.FOLLOWS))
+        config.update(bytes(4), CONFIG.pack(netns, flags | flag))
         yield
         config.update(bytes(4), before)
+
+
+@pytest.fixture
+def followed(ground: Ground) -> Iterator[None]:
+    """Another data plane has connections on the node."""
+    with told(ground, ConfigFlag.FOLLOWS):
+        yield
+
+
+@pytest.fixture
+def answered(ground: Ground) -> Iterator[None]:
+    """There is a packet path, which refuses what the hooks let pass."""
+    with told(ground, ConfigFlag.PACKETS):
+        yield
+
+
+def own_address(host: str, port: int, protocol: int = 0) -> str:
+    """What ping, and getaddrinfo() for each address that it found, ask for: as whom this socket
+    would speak to that host. Or the errno.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM, protocol) as s:
+        if code := s.connect_ex((host, port)):
+            return errno.errorcode[code]
+        assert s.getpeername()[0] == host
+        return s.getsockname()[0].removeprefix("::ffff:")
+
+
+PORT_OF_PING, PORT_OF_MUSL = 1025, 65535
+
+
+@needs("set_retval")
+@pytest.mark.parametrize("host", ["10.96.0.1", "fd00:96::1", "::ffff:10.96.0.1"])
+@pytest.mark.parametrize("port", [PORT_OF_PING, PORT_OF_MUSL])
+def test_udp_may_connect_to_a_port_that_no_service_has(
+    ground: Ground, answered: None, host: str, port: int
+):
+    """Nothing is sent yet. What is sent all the same is refused: by the packet path, or at once."""
+    pod, before = ground["pod"], ground.site.reasons()
+    own = within(pod, lambda: own_address(host, port))
+    assert own == (pod.ip6 if host.startswith("fd00") else pod.ip)
+    assert ground.site.reasons() - before == {Reason.LEFT_TO_PACKETS: 1}
+    assert pod.udp(host, port) == {"error": REFUSED, "at_once": True}
+    assert pod.tcp(host, port)["at_once"] is True
+    assert (ground.site.reasons() - before)[Reason.UNKNOWN_PORT] == 2
+
+
+@needs("set_retval")
+def test_udp_may_not_connect_to_a_service_without_endpoints(ground: Ground, answered: None):
+    """Whoever names the port of a Service means to talk to it."""
+    before = ground.site.reasons()
+    assert within(ground["pod"], lambda: own_address("10.96.0.9", 53)) == REFUSED
+    assert ground.site.reasons() - before == {Reason.NO_ENDPOINTS: 1}
+
+
+@pytest.mark.parametrize("host", ["10.96.0.1", "fd00:96::1"])
+@pytest.mark.parametrize("packets", [False, True], ids=["no packet path", "packet path"])
+def test_ping_may_connect(ground: Ground, host: str, packets: bool):
+    """Its sockets have no port, and what they send is nobody's business. (From v6.1 on their
+    connect() has a hook.)
+    """
+    pod, v6 = ground["pod"], ":" in host
+    protocol = socket.IPPROTO_ICMPV6 if v6 else socket.IPPROTO_ICMP
+
+    def ask() -> str:
+        Path("/proc/sys/net/ipv4/ping_group_range").write_text("0 0")
+        return own_address(host, 1, protocol)
+
+    with told(ground, ConfigFlag.PACKETS if packets else ConfigFlag(0)):
+        assert within(pod, ask) == (pod.ip6 if v6 else pod.ip)
 
 
 SPARE = range(61_000, 65_536)

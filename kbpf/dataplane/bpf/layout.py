@@ -135,6 +135,7 @@ class ConfigFlag(IntFlag):
     FOLLOWS = 1 << 5
     ACCOUNTING = 1 << 6
     ENDS = 1 << 7
+    PACKETS = 1 << 8
 
 
 class ClientKind(IntEnum):

@@ -12,8 +12,10 @@ from kbpf.kernel import netns
 from kbpf.kernel.libbpf import Map
 from kbpf.model.config import Accounting, Config, SocketLb
 
-LEAVING: Final = ConfigFlag.HOST_ONLY | ConfigFlag.EXEMPTIONS | ConfigFlag.SOCKETS_OFF
-"""What a restart takes over: whom the hooks leave alone."""
+LEAVING: Final = (
+    ConfigFlag.HOST_ONLY | ConfigFlag.EXEMPTIONS | ConfigFlag.SOCKETS_OFF | ConfigFlag.PACKETS
+)
+"""What a restart takes over: whom the hooks leave alone, and whether packets are served then."""
 
 
 class HookSettings:
@@ -60,6 +62,8 @@ class HookSettings:
         if mode is not SocketLb.ON:
             off = mode is SocketLb.OFF
             wanted |= ConfigFlag.SOCKETS_OFF if off else ConfigFlag.HOST_ONLY
+        if self._config.packet_path:
+            wanted |= ConfigFlag.PACKETS
         if not served:
             if ConfigFlag.SOCKETS_OFF in before:
                 before |= ConfigFlag.HOST_ONLY
