@@ -75,11 +75,41 @@ def admin(
     made("delete", "node", "doc", "--ignore-not-found")
 
 
+class Clone:
+    """Where an operator types what the page says: an ordinary shell, with manifests/."""
+
+    def __init__(self, folder: Path, apiserver: ApiServer, *programs: Path) -> None:
+        self._folder = folder
+        shutil.copytree(MANIFESTS, folder / "manifests")
+        (folder / "bin").mkdir()
+        for program in programs:
+            (folder / "bin" / program.name).symlink_to(program)
+        self._environment = {
+            "HOME": str(folder),
+            "PATH": f"{folder}/bin:{os.environ['PATH']}",
+            "KUBECONFIG": str(apiserver.kubeconfig(folder / "config", "admin")),
+        }
+
+    def __call__(self, command: str) -> str:
+        """What it prints that ends well."""
+        done = subprocess.run(
+            ["bash", "-c", command], cwd=self._folder, env=self._environment, text=True,
+            capture_output=True, check=False, timeout=2 * PATIENCE,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+
+@pytest.fixture
+def clone(apiserver: ApiServer, kubectl: Path, helm: Path, tmp_path: Path) -> Clone:
+    """With both programs."""
+    return Clone(tmp_path, apiserver, kubectl, helm)
+
+
 @pytest.mark.parametrize("row", ENDS_IN, ids=lambda row: row[0].strip())
 def test_a_way_to_install(
-    admin: Kubectl, apiserver: ApiServer, kubectl: Path, helm: Path, tmp_path: Path,
-    before: Kubeadm, row: tuple[str, str],
-):  # fmt: skip
+    admin: Kubectl, apiserver: ApiServer, clone: Clone, before: Kubeadm, row: tuple[str, str]
+):
     """After the block that says where the image is, in an ordinary shell."""
     told, name = row
     (where,) = [each for each in OURS if "newName" in each]
@@ -94,20 +124,7 @@ def test_a_way_to_install(
         admin("apply", "-k", str(MANIFESTS / "cleanup"))
     with apiserver.kube() as kube:
         kube.create(node("doc", "192.0.2.1"))
-    shutil.copytree(MANIFESTS, tmp_path / "manifests")
-    (tmp_path / "bin").mkdir()
-    for program in (kubectl, helm):
-        (tmp_path / "bin" / program.name).symlink_to(program)
-    environment = {
-        "HOME": str(tmp_path),
-        "PATH": f"{tmp_path}/bin:{os.environ['PATH']}",
-        "KUBECONFIG": str(apiserver.kubeconfig(tmp_path / "config", "admin")),
-    }
-    done = subprocess.run(
-        ["bash", "-c", f"{where}\n{block}"], cwd=tmp_path, env=environment, text=True,
-        capture_output=True, check=False, timeout=2 * PATIENCE,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    clone(f"{where}\n{block}")
     found: list[Object] = admin.objects("-n", "kube-system", "get", "ds")
     assert [each["metadata"]["name"] for each in found] == ([name] if name else [])
     if not found:
@@ -115,3 +132,19 @@ def test_a_way_to_install(
     (container,) = found[0]["spec"]["template"]["spec"]["containers"]
     assert container["image"] == IMAGE
     assert "kbpf" in " ".join(container["command"])
+
+
+def test_by_helm_the_drop_in_outlives_a_trial(admin: Kubectl, clone: Clone, before: Kubeadm):
+    """Both releases at once, as the page makes them; then the trial goes."""
+    before.install_kube_proxy()
+    for told in ("values-side-by-side.yaml", "--take-ownership"):
+        (block,) = [each for each in OURS if told in each]
+        clone("\n".join(line for line in block.splitlines() if "label nodes" not in line))
+    trial, drop_in = ("kbpf-side-by-side", "kbpf")
+    clone("helm uninstall kbpf-trial -n kube-system")
+    for kind in ("clusterrole", "clusterrolebinding"):
+        there = {each["metadata"]["name"] for each in admin.objects("get", kind)}
+        assert drop_in in there
+        assert trial not in there
+    found = admin.objects("-n", "kube-system", "get", "ds")
+    assert [each["metadata"]["name"] for each in found] == ["kube-proxy"]

@@ -114,6 +114,51 @@ def test_the_agents_sources_sync_with_it(
             source.stop()
 
 
+ORDERS = [("side-by-side", "kubeadm"), ("kubeadm", "side-by-side")]
+
+
+@pytest.mark.parametrize(("first", "second"), ORDERS)
+def test_a_trial_and_a_drop_in_leave_each_others_objects_alone(
+    admin: Kubectl, kubectl: Path, first: str, second: str
+):
+    """Whichever comes first: applying the one over the other changes nothing of it, neither does
+    `delete -k` of the one that has been there before; each account keeps its rights.
+    """
+    accounts = {"side-by-side": "kbpf", "kubeadm": "kube-proxy"}
+    try:
+        admin("apply", "-k", str(OVERLAYS / first))
+        before = versions(admin, kubectl, first)
+        admin("apply", "-k", str(OVERLAYS / second))
+        assert versions(admin, kubectl, first) == before
+        for name, account in accounts.items():
+            until(f"{name} has its rights", lambda account=account: may_watch(admin, account))
+        before = versions(admin, kubectl, second)
+        admin("delete", "-k", str(OVERLAYS / first), "--wait=false")
+        until(f"{first} has none", lambda: not may_watch(admin, accounts[first]))
+        assert may_watch(admin, accounts[second])
+        assert versions(admin, kubectl, second) == before
+    finally:
+        for name in (first, second):
+            folder = str(OVERLAYS / name)
+            admin("delete", "-k", folder, "--ignore-not-found", "--wait=false")
+
+
+def may_watch(admin: Kubectl, account: str) -> bool:
+    """What only our own ClusterRole grants: system:node-proxier knows no Pods."""
+    user = f"--as=system:serviceaccount:{SPACE}:{account}"
+    return admin("auth", "can-i", "--list", user).count("pods ") == 1
+
+
+def versions(admin: Kubectl, kubectl: Path, name: str) -> dict[tuple[str, str], tuple[str, str]]:
+    """Of each object of an overlay: which one it is, and which state of it."""
+    made = {}
+    for each in kustomize(kubectl, OVERLAYS / name):
+        key = each["kind"], each["metadata"]["name"]
+        (found,) = admin.objects("-n", SPACE, "get", "/".join(key))
+        made[key] = found["metadata"]["uid"], found["metadata"]["resourceVersion"]
+    return made
+
+
 # ---- in the place of kubeadm's kube-proxy ------------------------------------------------
 
 

@@ -37,6 +37,7 @@ BLOCKS = {
     ("docs/kernels.md", "kbpf check"): "tests/lab/test_docs.py",
     ("docs/install.md", ""): "tests/lab/test_install_doc.py",
     ("docs/migration.md", ""): "tests/lab/test_drop_in.py",
+    ("docs/migration.md", "overlays/side-by-side"): "tests/lab/test_side_by_side.py",
     ("docs/troubleshoot.md", ""): "tests/lab/test_docs.py",
 }
 """Page and a part of the block → who runs it. "" is each block of the page."""

@@ -115,6 +115,22 @@ def test_the_chart_makes_the_same_objects(name: str, kubectl: Path, helm: Path, 
     assert by_name(documents(text)) == by_name(kustomize(kubectl, OVERLAYS / name))
 
 
+IN_PLACE = [name for name in NAMES if CALLED[name] == KUBE_PROXY]
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_a_trial_shares_no_object_with_what_may_follow_it(name: str, kubectl: Path):
+    """So neither overlay changes or deletes what is the other's, in a namespace or not."""
+    trial, after = (by_name(kustomize(kubectl, OVERLAYS / each)) for each in ("side-by-side", name))
+    assert trial.keys() & after.keys() == set()
+
+
+def test_overlays_in_one_place_say_the_same_of_what_both_have(kubectl: Path):
+    """One may be applied over the other."""
+    one, other = (by_name(kustomize(kubectl, OVERLAYS / name)) for name in IN_PLACE)
+    assert {key: one[key] for key in one.keys() & other.keys()} == one
+
+
 GIVEN = {
     "imagePullSecrets": [{"name": "registry"}],
     "extraArgs": ["--log-level=debug", "--mode=bpf"],
