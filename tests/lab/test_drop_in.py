@@ -194,10 +194,11 @@ def upgraded(cluster: KubeadmCluster, shell: Shell, use: InUse) -> None:
 
 def back(cluster: KubeadmCluster, shell: Shell, use: InUse) -> None:
     """Step by step; what the packet path translates ends with the last one."""
-    bit, delete, kubeadm, keep, clean, gone = docs.section(
+    bit, all_have_it, delete, kubeadm, keep, clean, gone = docs.section(
         "docs/migration.md", "## Back to kube-proxy"
     )
     type_in(shell, use, bit)
+    type_in(shell, use, all_have_it)
     assert re.findall(r"masqueradeBit: (\S+)", config_of(cluster)) == ["13", "13"]
     type_in(shell, use, delete)
     type_in(shell, use, kubeadm)

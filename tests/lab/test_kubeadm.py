@@ -94,7 +94,11 @@ def test_the_config_map(
     kube = [yaml.safe_load(each["data"]["kubeconfig.conf"]) for each in (theirs, own)]
     assert kube[0] == kube[1]
     files = [yaml.safe_load(each["data"]["config.conf"]) for each in (theirs, own)]
-    files[1]["clientConnection"] = files[0]["clientConnection"] | files[1]["clientConnection"]
+    for part in ("clientConnection", "iptables", "nftables"):
+        theirs, own = (each[part] for each in files)
+        assert theirs | own == theirs
+        files[1][part] = theirs
+        assert not any(set_fields({k: v for k, v in theirs.items() if k not in own}))
     assert files[0] | files[1] == files[0]
     assert not any(set_fields({k: v for k, v in files[0].items() if k not in files[1]}))
 

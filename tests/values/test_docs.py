@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import yaml
 
 from kbpf.config import flags
-from tests.support import docs
+from tests.support import docs, kubeadm
 from tests.support.features import FEATURES
+from tests.support.kubectl import MANIFESTS
 
 ROOT = docs.ROOT
 PAGES = (*docs.PAGES, "CHANGELOG.md")
@@ -85,6 +87,69 @@ def test_a_node_where_kbpf_does_not_serve_keeps_kube_proxys_rules(
     )  # fmt: skip
     assert "ill is not well" in done.stdout
     assert calls.read_text() == "-n kube-system exec pod/well -- kbpf cleanup --kube-proxy\n"
+
+
+CONFIG_MAPS = """\
+#!/bin/sh
+echo "$*" >>CALLS
+case "$*" in
+*jsonpath*) cat before ;;
+*"get configmap"*) cat map.yaml ;;
+*replace*) cat >replaced.yaml ;;
+esac
+"""
+"""A cluster whose ConfigMap kube-proxy is map.yaml."""
+BIT = docs.section("docs/migration.md", "## Back to kube-proxy")[0]
+
+
+def change_bit(folder: Path, config: str) -> "subprocess.CompletedProcess[str]":
+    """The block that gives kbpf another bit, by an ordinary shell, where this is config.conf."""
+    kubectl = folder / "kubectl"
+    kubectl.write_text(CONFIG_MAPS.replace("CALLS", "calls"))
+    kubectl.chmod(0o755)
+    (folder / "before").write_text(config)
+    made = {"kind": "ConfigMap", "data": {"config.conf": config}}
+    (folder / "map.yaml").write_text(yaml.safe_dump(made, default_style="|"))
+    return subprocess.run(
+        ["bash", "-c", BIT], capture_output=True, text=True, check=False, cwd=folder,
+        env={"PATH": f"{folder}:{os.environ['PATH']}"},
+    )  # fmt: skip
+
+
+def shipped() -> dict[str, str]:
+    """Every config.conf that manifests/ has, by the file that it is from."""
+    made = {}
+    for path in sorted(MANIFESTS.rglob("*")):
+        if path.name == "config.conf":
+            made[str(path.relative_to(MANIFESTS))] = path.read_text()
+        elif path.match("chart/values*.yaml"):
+            files = yaml.safe_load(path.read_text())["config"].get("files")
+            made |= {path.name: files["config.conf"]} if files else {}
+    assert len(made) == 4
+    return made
+
+
+@pytest.mark.parametrize("name", [*shipped(), "kubeadm's own"])
+def test_the_way_back_changes_the_bit_in_each_config_of_ours(name: str, tmp_path: Path):
+    config = (shipped() | {"kubeadm's own": kubeadm.config("10.244.0.0/16")})[name]
+    done = change_bit(tmp_path, config)
+    assert done.returncode == 0, done.stderr
+    map_ = yaml.safe_load((tmp_path / "replaced.yaml").read_text())
+    before, after = (yaml.safe_load(text) for text in (config, map_["data"]["config.conf"]))
+    for mode in ("iptables", "nftables"):
+        assert before[mode].pop("masqueradeBit") is None
+        assert after[mode].pop("masqueradeBit") == 13
+    assert before == after
+    assert "rollout restart" in (tmp_path / "calls").read_text()
+
+
+def test_the_way_back_says_so_where_there_is_no_bit_to_change(tmp_path: Path):
+    """And changes nothing."""
+    done = change_bit(tmp_path, "kind: KubeProxyConfiguration\n")
+    assert done.returncode == 1
+    assert "has no masqueradeBit" in done.stderr
+    assert not (tmp_path / "replaced.yaml").exists()
+    assert "rollout" not in (tmp_path / "calls").read_text()
 
 
 def test_both_pages_say_how_to_take_over():
