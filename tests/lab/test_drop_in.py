@@ -8,6 +8,7 @@ mode of kube-proxy.
 """
 
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -218,6 +219,77 @@ def back(cluster: KubeadmCluster, shell: Shell, use: InUse) -> None:
     shell(f"kubectl -n kube-system rollout status ds kbpf-cleanup --timeout={PATIENCE:.0f}s")
     assert not any(list(agent.bpffs.iterdir()) for agent in cluster.pod_agents[:2])
     type_in(shell, use, gone)
+
+
+NOT_PUSHED, NOT_READY = "kbpf:not-pushed", "kbpf:not-ready"
+
+
+@pytest.fixture
+def not_ready(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A kbpf that serves and says that it does not."""
+    other = tmp_path_factory.mktemp("not-ready") / "kbpf"
+    shutil.copytree(docs.ROOT / "kbpf", other, ignore=shutil.ignore_patterns("__pycache__"))
+    with (other / "serve" / "health.py").open("a") as file:
+        file.write("\n\ndef readyz(*_: object) -> Answer:\n    return Answer(503, b'')\n")
+    return other
+
+
+@pytest.mark.parametrize("cluster", MODES[:1], indirect=True)
+def test_if_it_does_not_serve(
+    cluster: KubeadmCluster, kubectl: Path, kubeadm: Path, tmp_path: Path, not_ready: Path
+) -> None:
+    """migration.md: the rollout has stopped at the first node, and kube-proxy comes back there.
+
+    With an image that nobody has pushed; then with one that does not get ready, and has put its
+    programs where they come first.
+    """
+    shell = Shell(cluster, tmp_path, kubectl, kubeadm)
+    kustomization = tmp_path / "manifests" / "base" / "kustomization.yaml"
+    told = kustomization.read_text()
+    first, second = cluster.pod_agents[:2]
+    first.versions = {NOT_READY: not_ready}
+    cluster.kubelets.images.add(NOT_READY)
+    cluster.kubelets.never_ready = {NOT_PUSHED, NOT_READY}
+    before, other = container_of(cluster), second.runs
+    *_, keep, clean, gone = docs.section("docs/migration.md", "## Back to kube-proxy")
+    touched, slow = cluster.lab.nodes[0].ip, 0.01
+    with (
+        under_load(cluster, HOST, "a2", "host-2", answers="a1 b1", pause=slow) as sockets,
+        under_load(
+            cluster, touched, "outside", port=NODE_PORT, answers="a1 b1", pause=slow
+        ) as packets,
+    ):
+        use = InUse(cluster, Load((*sockets.places, *packets.places)))
+        use.keep()
+        for image in (NOT_PUSHED, NOT_READY):
+            tag = image.partition(":")[2]
+            kustomization.write_text(told.replace("newTag: 0.1.0", f"newTag: {tag}"))
+            does_not_roll_out(shell, use)
+            assert (first.is_running, second.runs) == (image == NOT_READY, other)
+            if first.is_running:
+                until("it serves", lambda: (first.status() or {}).get("synced"))
+                use.keep()
+            (undo,) = docs.section("docs/migration.md", "## If it does not serve")
+            assert "registry.k8s.io/kube-proxy" in type_in(shell, use, undo)
+            assert container_of(cluster) == before
+            assert second.runs == other, "its kube-proxy has gone on all the while"
+            assert list(first.bpffs.iterdir()) == ([first.pin_dir] if image == NOT_READY else [])
+        kube_proxy_serves(cluster)
+        type_in(shell, use, keep)
+        use.let_go()
+        use.keep()
+        type_in(shell, use, clean)
+        assert list(first.bpffs.iterdir()) == []
+        type_in(shell, use, gone)
+
+
+def does_not_roll_out(shell: Shell, use: InUse) -> None:
+    """Step 2, for a second instead of ten minutes."""
+    block, _ = docs.section("docs/migration.md", "## To kbpf")
+    apply, status = docs.commands(block)
+    shell(apply)
+    use.goes_on()
+    shell("! " + status.replace("--timeout=10m", "--timeout=1s"))
 
 
 def container_of(cluster: KubeadmCluster) -> list[dict]:

@@ -31,6 +31,7 @@ _KINDS: dict[str, tuple[str, str, bool]] = {  # kind → API group path, resourc
     "ServiceAccount": ("/api/v1", "serviceaccounts", True),
     "ConfigMap": ("/api/v1", "configmaps", True),
     "DaemonSet": ("/apis/apps/v1", "daemonsets", True),
+    "ControllerRevision": ("/apis/apps/v1", "controllerrevisions", True),
     "EndpointSlice": ("/apis/discovery.k8s.io/v1", "endpointslices", True),
     "Event": ("/apis/events.k8s.io/v1", "events", True),
     "ServiceCIDR": ("/apis/networking.k8s.io/v1", "servicecidrs", False),

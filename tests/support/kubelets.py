@@ -2,8 +2,9 @@
 
 It reads DaemonSets, ConfigMaps, ServiceAccounts and Nodes from the API server, decides where a pod
 has to run, makes the Pod's object, keeps its status and the DaemonSet's, and has the node run the
-container (daemonset.PodAgent). A node has one pod that serves; beside it may be one of
-manifests/cleanup.
+container (daemonset.PodAgent). It keeps the templates that a DaemonSet has had, too, as
+ControllerRevisions, for `kubectl rollout undo`. A node has one pod that serves; beside it may be
+one of manifests/cleanup.
 """
 
 import hashlib
@@ -43,6 +44,10 @@ class Kubelets:
         self._agents = {agent.node.name: agent for agent in agents}
         self.images = {"kbpf:0.1.0", "kbpf:0.2.0"}
         """Those that somebody has put where the nodes find them; and all of registry.k8s.io."""
+        self.never_ready: set[str] = set()
+        """Those whose pods nobody waits for: a rollout stops there, since it may take no further
+        node away (maxUnavailable). What is not among `images` too is not even pulled.
+        """
         self._pods: dict[str, str] = {}  # of each node that has one: the name of the serving Pod
         self._beside: dict[str, _Beside] = {}
         self._count = 0
@@ -50,22 +55,28 @@ class Kubelets:
     def sync(self) -> None:
         """Ends pods that should not run, or not so, or that somebody has deleted; then starts those
         that are missing, and waits until each is ready, by its own probe: one node after the other,
-        as a rolling update.
+        as a rolling update, which stops at a pod that does not get ready.
         """
         nodes = {each["metadata"]["name"]: each for each in self._kube.list("Node")["items"]}
         sets = self._kube.list("DaemonSet", SPACE)["items"]
+        for each in sets:
+            self._keep_revision(each)
+        is_stopped = False
         for name in self._agents:
             wanted = [
                 each
                 for each in sets
                 if name in nodes and runs_on(each["spec"]["template"]["spec"], nodes[name])
             ]
-            self._sync_serving(name, [each for each in wanted if not cleans(each)])
+            if not is_stopped:
+                serving = [each for each in wanted if not cleans(each)]
+                is_stopped = not self._sync_serving(name, serving)
             self._sync_cleaning(name, [each for each in wanted if cleans(each)])
         for each in sets:
             self._report(each, nodes)
 
-    def _sync_serving(self, name: str, wanted: list[Object]) -> None:
+    def _sync_serving(self, name: str, wanted: list[Object]) -> bool:
+        """Whether what runs there is ready."""
         assert len(wanted) <= 1, "one agent on a node"
         agent = self._agents[name]
         if agent.runs and not agent.is_running:
@@ -75,10 +86,13 @@ class Kubelets:
             assert agent.stop() == 0, agent.tail()
         if not agent.runs:
             self._remove_pod(self._pods.pop(name, ""))
+        gets_ready = not wanted or image_of(wanted[0]) not in self.never_ready
         if wanted and not agent.runs:
             self._start(agent, wanted[0])
-            agent.wait_ready(wanted[0]["spec"]["template"]["spec"])
-            self._is_ready(self._pods[name])
+            if gets_ready:
+                agent.wait_ready(wanted[0]["spec"]["template"]["spec"])
+                self._is_ready(self._pods[name])
+        return gets_ready
 
     def _sync_cleaning(self, name: str, wanted: list[Object]) -> None:
         """Starts it, waits until it has done what it can, and asks its readiness probe."""
@@ -91,7 +105,7 @@ class Kubelets:
             return
         template = wanted[0]["spec"]["template"]
         pod = self._create_pod(name, wanted[0]["metadata"]["name"], template)
-        self._pull(template)
+        assert self._pulls(wanted[0])
         container = agent.beside(template["spec"], *self._needs(agent, template["spec"]))
         self._beside[name] = made = _Beside(pod, runs, container)
         until(
@@ -138,14 +152,15 @@ class Kubelets:
         volumes, account = self._needs(agent, template["spec"])
         name = self._create_pod(agent.node.name, owner["metadata"]["name"], template)
         self._pods[agent.node.name] = name
-        self._pull(template)
-        agent.launch(template, volumes, account)
+        if self._pulls(owner):
+            agent.launch(template, volumes, account)
 
-    def _pull(self, template: Object) -> None:
-        (container,) = template["spec"]["containers"]
-        image = container["image"]
+    def _pulls(self, owner: Object) -> bool:
+        """Whether the image is there; one of which no test has said that it is not has to be."""
+        image = image_of(owner)
         there = image in self.images or image.startswith("registry.k8s.io/")
-        assert there, f"ErrImagePull: nobody has pushed {image}"
+        assert there or image in self.never_ready, f"ErrImagePull: nobody has pushed {image}"
+        return there
 
     # ---- what the API server is told -------------------------------------------------------
 
@@ -183,19 +198,48 @@ class Kubelets:
         desired = [name for name, each in nodes.items() if runs_on(template["spec"], each)]
         runs = digest(template)
         if cleans(owner):
+            updated = len(desired)
             ready = sum(name in self._beside and self._beside[name].ready for name in desired)
         else:
-            ready = sum(self._agents[name].runs == runs for name in desired)
+            updated = sum(self._agents[name].runs == runs for name in desired)
+            ready = updated if image_of(owner) not in self.never_ready else 0
         status = {
             "observedGeneration": owner["metadata"]["generation"],
             "desiredNumberScheduled": len(desired),
             "currentNumberScheduled": len(desired),
-            "updatedNumberScheduled": len(desired),
+            "updatedNumberScheduled": updated,
             "numberReady": ready,
             "numberAvailable": ready,
         }
         name = owner["metadata"]["name"]
         self._kube.patch("DaemonSet", name, {"status": status}, SPACE, "status")
+
+    def _keep_revision(self, owner: Object) -> None:
+        """The template that this DaemonSet has now, as the newest of those that it has had."""
+        meta = owner["metadata"]
+        data = {"spec": {"template": {**owner["spec"]["template"], "$patch": "replace"}}}
+        kept = [
+            each
+            for each in self._kube.list("ControllerRevision", SPACE)["items"]
+            if each["metadata"]["ownerReferences"][0]["uid"] == meta["uid"]
+        ]
+        newest = max(kept, key=lambda each: int(each["revision"]), default=None)
+        if newest is not None and newest["data"] == data:
+            return
+        for each in kept:
+            if each["data"] == data:  # again; a controller gives it another number
+                self._kube.delete("ControllerRevision", each["metadata"]["name"], SPACE)
+        number = 1 if newest is None else newest["revision"] + 1
+        reference = {"apiVersion": "apps/v1", "kind": "DaemonSet", "name": meta["name"],
+                     "uid": meta["uid"], "controller": True}  # fmt: skip
+        made = {
+            "name": f"{meta['name']}-{meta['uid'][:8]}-{number}",
+            "namespace": SPACE,
+            "labels": owner["spec"]["template"]["metadata"]["labels"],
+            "ownerReferences": [reference],
+        }
+        self._kube.create({"apiVersion": "apps/v1", "kind": "ControllerRevision", "metadata": made,
+                           "data": data, "revision": number})  # fmt: skip
 
     # ---- what a pod is given ---------------------------------------------------------------
 
@@ -235,6 +279,12 @@ def cleans(owner: Object) -> bool:
     """Whether this DaemonSet is that of manifests/cleanup."""
     (container,) = owner["spec"]["template"]["spec"]["containers"]
     return "kbpf cleanup" in " ".join(container["command"])
+
+
+def image_of(owner: Object) -> str:
+    """What a DaemonSet's pods run."""
+    (container,) = owner["spec"]["template"]["spec"]["containers"]
+    return str(container["image"])
 
 
 def _command(container: Container) -> bytes:

@@ -21,6 +21,7 @@ PAGES = (*docs.PAGES, "CHANGELOG.md")
 OTHERS = {
     "--take-ownership": "helm",
     "--skip-phases": "kubeadm",
+    "--to-revision": "kubectl",
     "--tag": "buildah",
     "--platform": "buildah",
     "--help": "everybody",
