@@ -153,17 +153,22 @@ def all_well(cluster: KubeadmCluster) -> None:
 
 
 def replace_kube_proxy() -> list[str]:
-    """README.md's blocks: the image, where it is, the change, and what is removed then."""
+    """README.md's blocks: the image, where it is, its pull, the change, what is removed then."""
     return docs.section("README.md", "## Replace kube-proxy: ten minutes")
 
 
 def to_kbpf(cluster: KubeadmCluster, shell: Shell, use: InUse) -> None:
     """By README.md; then migration.md's own, which find little left to do."""
-    image, where, apply, take_over = replace_kube_proxy()
+    image, where, pull, apply, take_over = replace_kube_proxy()
     assert all(line.startswith("buildah ") for line in docs.commands(image)), "by tests/image"
     cluster.kubelets.images.remove("kbpf:0.1.0")
     cluster.kubelets.images.add("REGISTRY/kbpf:0.1.0")
     type_in(shell, use, where)
+    assert "successfully rolled out" in type_in(shell, use, pull)
+    pulled = [cluster.kubelets.pulled[node.name] for node in cluster.lab.nodes[:2]]
+    assert all("REGISTRY/kbpf:0.1.0" in images for images in pulled), "before kube-proxy ends"
+    (container,) = container_of(cluster)
+    assert container["command"][0] == "/usr/local/bin/kube-proxy"
     assert "successfully rolled out" in type_in(shell, use, apply)
     (container,) = container_of(cluster)
     assert (container["image"], container["command"][0]) == ("REGISTRY/kbpf:0.1.0", "kbpf")
@@ -172,7 +177,8 @@ def to_kbpf(cluster: KubeadmCluster, shell: Shell, use: InUse) -> None:
     assert said.count("of kube-proxy ") >= 2, said
     assert "kube-proxy" not in (rules := cluster.rules())
     assert set(re.findall(r"KUBE-[A-Z-]+", rules)) <= {"KUBE-FIREWALL"}
-    apply, take_over = docs.section("docs/migration.md", "## To kbpf")
+    pull, apply, take_over = docs.section("docs/migration.md", "## To kbpf")
+    type_in(shell, use, pull)
     type_in(shell, use, apply)
     all_well(cluster)
     type_in(shell, use, take_over)
@@ -285,8 +291,8 @@ def test_if_it_does_not_serve(
 
 def does_not_roll_out(shell: Shell, use: InUse) -> None:
     """Step 2, for a second instead of ten minutes."""
-    block, _ = docs.section("docs/migration.md", "## To kbpf")
-    apply, status = docs.commands(block)
+    _, block, _ = docs.section("docs/migration.md", "## To kbpf")
+    apply, status, _ = docs.commands(block)
     shell(apply)
     use.goes_on()
     shell("! " + status.replace("--timeout=10m", "--timeout=1s"))

@@ -34,7 +34,7 @@ def admin(apiserver: ApiServer, kubectl: Path, tmp_path_factory: pytest.TempPath
     return Kubectl(kubectl, apiserver, tmp_path_factory.mktemp("kubectl"))
 
 
-@pytest.mark.parametrize("name", [*(f"overlays/{name}" for name in NAMES), "cleanup"])
+@pytest.mark.parametrize("name", [*(f"overlays/{name}" for name in NAMES), "cleanup", "prepull"])
 def test_the_server_takes_it(admin: Kubectl, kubectl: Path, name: str):
     folder = MANIFESTS / name
     said = admin("--warnings-as-errors", "apply", "--dry-run=server", "-k", str(folder))

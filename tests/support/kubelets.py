@@ -4,7 +4,7 @@ It reads DaemonSets, ConfigMaps, ServiceAccounts and Nodes from the API server, 
 has to run, makes the Pod's object, keeps its status and the DaemonSet's, and has the node run the
 container (daemonset.PodAgent). It keeps the templates that a DaemonSet has had, too, as
 ControllerRevisions, for `kubectl rollout undo`. A node has one pod that serves; beside it may be
-one of manifests/cleanup.
+those of manifests/cleanup and manifests/prepull.
 """
 
 import hashlib
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 SPACE = "kube-system"
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Beside:
-    """A pod that cleans its node: its name, what it runs, and the container."""
+    """A pod that does not serve: its name, what it runs, and the container."""
 
     pod: str
     runs: str
     container: Container
-    ready: bool = False
+    ready: bool
 
 
 class Kubelets:
@@ -49,7 +49,9 @@ class Kubelets:
         node away (maxUnavailable). What is not among `images` too is not even pulled.
         """
         self._pods: dict[str, str] = {}  # of each node that has one: the name of the serving Pod
-        self._beside: dict[str, _Beside] = {}
+        self.pulled: dict[str, set[str]] = {name: set() for name in self._agents}
+        """The images that each node has."""
+        self._beside: dict[tuple[str, str], _Beside] = {}  # by node and DaemonSet
         self._count = 0
 
     def sync(self) -> None:
@@ -69,9 +71,9 @@ class Kubelets:
                 if name in nodes and runs_on(each["spec"]["template"]["spec"], nodes[name])
             ]
             if not is_stopped:
-                serving = [each for each in wanted if not cleans(each)]
+                serving = [each for each in wanted if not is_beside(each)]
                 is_stopped = not self._sync_serving(name, serving)
-            self._sync_cleaning(name, [each for each in wanted if cleans(each)])
+            self._sync_beside(name, [each for each in wanted if is_beside(each)])
         for each in sets:
             self._report(each, nodes)
 
@@ -94,29 +96,37 @@ class Kubelets:
                 self._is_ready(self._pods[name])
         return gets_ready
 
-    def _sync_cleaning(self, name: str, wanted: list[Object]) -> None:
+    def _sync_beside(self, name: str, wanted: list[Object]) -> None:
+        """Those that should not run, or not so, end; those that are missing start."""
+        sets = {each["metadata"]["name"]: each for each in wanted}
+        for key in [key for key in self._beside if key[0] == name]:
+            owner = sets.get(key[1])
+            if owner is None or digest(owner["spec"]["template"]) != self._beside[key].runs:
+                made = self._beside.pop(key)
+                made.container.close()
+                self._remove_pod(made.pod)
+        for owner_name, owner in sets.items():
+            if (name, owner_name) not in self._beside:
+                self._beside[name, owner_name] = self._start_beside(self._agents[name], owner)
+
+    def _start_beside(self, agent: "PodAgent", owner: Object) -> _Beside:
         """Starts it, waits until it has done what it can, and asks its readiness probe."""
-        agent, now = self._agents[name], self._beside.get(name)
-        runs = digest(wanted[0]["spec"]["template"]) if wanted else ""
-        if now is not None and now.runs != runs:
-            now.container.close()
-            self._remove_pod(self._beside.pop(name).pod)
-        if not wanted or name in self._beside:
-            return
-        template = wanted[0]["spec"]["template"]
-        pod = self._create_pod(name, wanted[0]["metadata"]["name"], template)
-        assert self._pulls(wanted[0])
+        template = owner["spec"]["template"]
+        pod = self._create_pod(agent.node.name, owner["metadata"]["name"], template)
+        assert self._pulls(agent, owner)
         container = agent.beside(template["spec"], *self._needs(agent, template["spec"]))
-        self._beside[name] = made = _Beside(pod, runs, container)
         until(
             "it has done what it can",
             lambda: container.code is not None or _command(container).startswith(b"sleep\0"),
         )
         (spec,) = template["spec"]["containers"]
-        probe = spec["readinessProbe"]["exec"]["command"]
-        made.ready = container.code is None and container.exec(*probe).returncode == 0
-        if made.ready:
+        probe = spec.get("readinessProbe", {}).get("exec", {}).get("command")
+        ready = container.code is None
+        if ready and probe:
+            ready = container.exec(*probe).returncode == 0
+        if ready:
             self._is_ready(pod)
+        return _Beside(pod, digest(template), container, ready)
 
     def launch(self, agent: "PodAgent") -> None:
         """Starts its pod, whatever becomes of it."""
@@ -152,14 +162,16 @@ class Kubelets:
         volumes, account = self._needs(agent, template["spec"])
         name = self._create_pod(agent.node.name, owner["metadata"]["name"], template)
         self._pods[agent.node.name] = name
-        if self._pulls(owner):
+        if self._pulls(agent, owner):
             agent.launch(template, volumes, account)
 
-    def _pulls(self, owner: Object) -> bool:
-        """Whether the image is there; one of which no test has said that it is not has to be."""
+    def _pulls(self, agent: "PodAgent", owner: Object) -> bool:
+        """Whether the image can be had; one of which no test has said that it cannot has to be."""
         image = image_of(owner)
         there = image in self.images or image.startswith("registry.k8s.io/")
         assert there or image in self.never_ready, f"ErrImagePull: nobody has pushed {image}"
+        if there:
+            self.pulled[agent.node.name].add(image)
         return there
 
     # ---- what the API server is told -------------------------------------------------------
@@ -197,9 +209,10 @@ class Kubelets:
         template = owner["spec"]["template"]
         desired = [name for name, each in nodes.items() if runs_on(template["spec"], each)]
         runs = digest(template)
-        if cleans(owner):
+        if is_beside(owner):
             updated = len(desired)
-            ready = sum(name in self._beside and self._beside[name].ready for name in desired)
+            pods = [self._beside.get((name, owner["metadata"]["name"])) for name in desired]
+            ready = sum(pod is not None and pod.ready for pod in pods)
         else:
             updated = sum(self._agents[name].runs == runs for name in desired)
             ready = updated if image_of(owner) not in self.never_ready else 0
@@ -246,7 +259,7 @@ class Kubelets:
     def _needs(self, agent: "PodAgent", spec: Object) -> tuple[dict[str, Path], Path | None]:
         """The volumes that come from the API server, and the account's, if it wants one."""
         volumes = {}
-        for volume in spec["volumes"]:
+        for volume in spec.get("volumes", ()):
             if given := volume.get("configMap"):
                 optional = given.get("optional", False)
                 volumes[volume["name"]] = self._config_map(agent, given["name"], optional)
@@ -275,10 +288,11 @@ class Kubelets:
         return folder
 
 
-def cleans(owner: Object) -> bool:
-    """Whether this DaemonSet is that of manifests/cleanup."""
+def is_beside(owner: Object) -> bool:
+    """Whether this DaemonSet is that of manifests/cleanup or manifests/prepull."""
     (container,) = owner["spec"]["template"]["spec"]["containers"]
-    return "kbpf cleanup" in " ".join(container["command"])
+    command = " ".join(container["command"])
+    return "kbpf cleanup" in command or command.startswith("sleep ")
 
 
 def image_of(owner: Object) -> str:

@@ -89,14 +89,14 @@ def oci_config(spec: Object, image: Image, host: Host) -> Object:
     (container,) = spec["containers"]
     assert spec["hostNetwork"], "pods with a network of their own are no business of this fake"
     rights = _rights(container["securityContext"])
-    env = {"PATH": image.path, **image.env, **_environment(container["env"], host)}
+    env = {"PATH": image.path, **image.env, **_environment(container.get("env", ()), host)}
     namespaces: list[Object] = [{"type": n} for n in ("mount", "pid", "ipc", "uts", "cgroup")]
     limits = container.get("resources", {}).get("limits", {})
     return {
         "ociVersion": "1.0.2",
         "root": {"path": str(image.root), "readonly": rights.read_only},
         "process": {
-            "user": {"uid": 0, "gid": 0},
+            "user": {"uid": rights.user, "gid": rights.user},
             "cwd": "/",
             "args": [_substituted(word, env) for word in container["command"]],
             "env": [f"{name}={value}" for name, value in env.items()],
@@ -131,6 +131,7 @@ class _Rights:
     escalates: bool
     read_only: bool
     seccomp: Object
+    user: int = 0
 
 
 def _rights(security: Object) -> _Rights:
@@ -138,15 +139,16 @@ def _rights(security: Object) -> _Rights:
         assert security == {"privileged": True}, security
         granted = [f"CAP_{name}" for name in sorted(capabilities_here(ALL_CAPABILITIES))]
         return _Rights(granted, True, True, False, {"type": "Unconfined"})
-    wanted = set(security["capabilities"]["add"])
+    wanted = set(security["capabilities"].get("add", ()))
     assert security["capabilities"]["drop"] == ["ALL"]
-    assert security["runAsUser"] == 0
+    assert security["runAsUser"] == 0 or not wanted, "other users are given none"
     return _Rights(
         [f"CAP_{name}" for name in sorted(wanted & capabilities_here(wanted))],
         False,
         security["allowPrivilegeEscalation"],
         security["readOnlyRootFilesystem"],
         security["seccompProfile"],
+        security["runAsUser"],
     )
 
 
@@ -192,12 +194,12 @@ def _volume_mounts(spec: Object, container: Object, host: Host, image: Image) ->
     """A place that a shown part of the machine has not got cannot be made, as an image's would be
     (/lib/modules on machines without modules): then nothing is mounted there.
     """
-    volumes = {volume["name"]: volume for volume in spec["volumes"]}
+    volumes = {volume["name"]: volume for volume in spec.get("volumes", ())}
     made = []
     if host.service_account is not None:
         secrets = "/var/run/secrets/kubernetes.io/serviceaccount"
         made.append(_mount(secrets, "bind", str(host.service_account), "bind", "ro"))
-    for row in container["volumeMounts"]:
+    for row in container.get("volumeMounts", ()):
         assert row.keys() <= {"name", "mountPath", "readOnly", "mountPropagation"}, row
         propagation = {"HostToContainer": "rslave", "None": "rprivate"}
         options = (

@@ -32,6 +32,7 @@ BLOCKS = {
     ("README.md", "make demo"): "tests/lab/test_docs.py",
     ("README.md", "buildah build"): "tests/image/test_image.py",
     ("README.md", "newName"): "tests/lab/test_drop_in.py",
+    ("README.md", "manifests/prepull"): "tests/lab/test_drop_in.py",
     ("README.md", "kubectl apply -k"): "tests/lab/test_drop_in.py",
     ("README.md", "kbpf check --attached"): "tests/lab/test_drop_in.py",
     ("README.md", "kbpf run --source"): "tests/lab/test_docs.py",

@@ -131,6 +131,28 @@ def test_overlays_in_one_place_say_the_same_of_what_both_have(kubectl: Path):
     assert {key: one[key] for key in one.keys() & other.keys()} == one
 
 
+def test_what_pulls_the_image_does_and_may_do_nothing_else(kubectl: Path):
+    """The image is that of all others; nothing of the node, and nothing at the API server."""
+    (found,) = objects = kustomize(kubectl, MANIFESTS / "prepull")
+    base = kustomize(kubectl, MANIFESTS / "base")
+    assert container(objects)["image"] == container(base)["image"]
+    assert container(objects)["imagePullPolicy"] == container(base)["imagePullPolicy"]
+    for key in ("nodeSelector", "tolerations"):
+        assert pod(objects)[key] == pod(base)[key], "every node that gets the agent"
+    assert container(objects)["command"] == ["sleep", "infinity"]
+    assert container(objects)["securityContext"] == {
+        "runAsUser": 65534,
+        "privileged": False,
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+    assert pod(objects)["automountServiceAccountToken"] is False
+    assert "volumes" not in pod(objects)
+    assert found["metadata"]["name"] not in CALLED.values()
+
+
 GIVEN = {
     "imagePullSecrets": [{"name": "registry"}],
     "extraArgs": ["--log-level=debug", "--mode=bpf"],
