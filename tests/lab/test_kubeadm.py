@@ -125,7 +125,10 @@ def test_what_other_tests_take_for_kubeadms(made: dict[tuple[str, str], Object])
 def test_the_daemonset_is_found_scheduled_and_told_as_kubeadms(
     made: dict[tuple[str, str], Object], ours: dict[tuple[str, str], Object]
 ) -> None:
-    """Names, labels, nodes, priority, account, the file and the flags; the template is ours."""
+    """Names, labels, nodes, priority, account, the file, the flags and the environment, in which
+    ours says once more where the file is, for commands in the pod; the template is ours.
+    """
+    more = {"name": "KBPF_CONFIG", "value": "/var/lib/kube-proxy/config.conf"}
 
     def facts(objects: dict[tuple[str, str], Object]) -> Object:
         found = objects["DaemonSet", "kube-proxy"]
@@ -141,7 +144,7 @@ def test_the_daemonset_is_found_scheduled_and_told_as_kubeadms(
             "update": found["spec"]["updateStrategy"]["type"],
             "name": container["name"],
             "arguments": [word for word in container["command"] if word.startswith("--")],
-            "env": container["env"],
+            "env": [each for each in container["env"] if each != more],
             "files": {
                 mount["mountPath"]: volumes[mount["name"]]["configMap"]
                 for mount in container["volumeMounts"]
