@@ -5,7 +5,7 @@ import ctypes
 import itertools
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -95,13 +95,20 @@ class Flows:
         with self.site.pinned("flows") as flows:
             flows.delete_batch(b"".join(key for key, _ in flows.items()))
 
+    def drain(self) -> list[bytes]:
+        """The keys in the queue, the oldest first; it is empty then."""
+        found = []
+        with self.site.pinned("order") as order:
+            taken = ctypes.create_string_buffer(order.value_size)
+            while bpf.lib().bpf_map_lookup_and_delete_elem(order.fd, None, taken) == 0:
+                found.append(taken.raw)
+        return found
+
     def empty(self) -> None:
         """As at the beginning."""
         self.forget()
-        with self.site.pinned("order") as order, self.site.pinned("tracked") as tracked:
-            taken = ctypes.create_string_buffer(order.value_size)
-            while bpf.lib().bpf_map_lookup_and_delete_elem(order.fd, None, taken) == 0:
-                pass
+        self.drain()
+        with self.site.pinned("tracked") as tracked:
             tracked.update(U32.pack(0), U64.pack(0))
 
     def talk(self, port: int, script: str) -> None:
@@ -426,6 +433,46 @@ def test_an_upgrade_that_was_cut_short_is_made_again(
     states = {Target.unpack(NAT.unpack(raw)[1]).port: raw[fields.STATE]
               for raw in flows.site.entries("flows").values() if is_question(raw)}  # fmt: skip
     assert states == {2000: TcpState.CLOSED, 2001: TcpState.ESTABLISHED}
+    monkeypatch.undo()
+    flows.start(ROOM)
+
+
+class Killed(Exception):
+    """The agent ends here."""
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 3, 7, 8, 9, 20])
+def test_killed_while_it_takes_flows_over_the_next_one_has_a_place_for_each(
+    flows: Flows, monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    """After so many writes to the new maps. A flow without a place would never make room."""
+    ports = range(2000, 2008)
+    for port in ports:
+        flows.talk(port, LIVES)
+    for number, port in enumerate(ports):
+        flows.age(port, number * MINUTE // 6)
+    another_layout(monkeypatch, Former(1, NAT.size, marked))
+    left = itertools.count(-steps)
+
+    def killing(real: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def step(into: Map, *arguments: Any) -> Any:
+            if into.name == name and next(left) >= 0:
+                raise Killed
+            return real(into, *arguments)
+
+        return step
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Map, "push", killing(Map.push, "order"))
+        patch.setattr(Map, "update", killing(Map.update, "flows"))
+        with pytest.raises(Killed):
+            flows.site.open(MapSizes(connections=ROOM), packet_path=True)
+    flows.start(ROOM)
+    assert flows.ports() == flows.whole(ports)
+    held = flows.site.entries("flows")
+    places = [Target.unpack(held[key][fields.CLIENT]).port for key in flows.drain()]
+    assert list(dict.fromkeys(places)) == sorted(ports, reverse=True), "who was quiet longest first"
+    assert len(places) <= len(ports) + 1
     monkeypatch.undo()
     flows.start(ROOM)
 

@@ -10,6 +10,7 @@ begins while the devices change over (pause()): those that are there are in both
 import errno
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -91,29 +92,34 @@ class Moves:
         """
         self._left += former
         at = _now()
+        if fresh:
+            self._fill_queue(self._maps["order"])  # with those that came as they are
         for left in self._left:
-            self._bring(left, queued=fresh)
+            self._bring(left)
         self._copied |= {left.name: at for left in self._left}
         if fresh:
-            self._fill_queue(self._maps["order"])
+            self._count_places(sum(is_question(raw) for _, raw in self._maps["flows"].items()))
 
     def copy(self, name: str, old: Map, new: Map) -> None:
         """Fills a map of another size, which is about to be the one of this name."""
         self._copied[name] = _now()
         if new.type == libbpf.MAP_QUEUE:
-            self._fill_queue(new)
+            self._count_places(self._fill_queue(new))
         elif pairs := _that_fit(name, old, new.max_entries):
             new.update_batch(b"".join(k for k, _ in pairs), b"".join(v for _, v in pairs))
         self._left.append(Left(name, old))
 
-    def _fill_queue(self, order: Map) -> None:
-        """Gives each flow a place in an empty queue. `tracked` is never 0 where programs have
-        served: nobody would look for a flow that they have begun meanwhile.
+    def _fill_queue(self, order: Map) -> int:
+        """Gives each flow a place in an empty queue; how many there are."""
+        return sum(map(order.push, in_order(self._maps["flows"].items())))
+
+    def _count_places(self, places: int) -> None:
+        """`tracked` is never 0 where programs have served: nobody would look for a flow that they
+        have begun meanwhile.
         """
         tracked = self._maps["tracked"]
-        queued = sum(map(order.push, in_order(self._maps["flows"].items())))
-        if queued or tracked.lookup(ZERO) != bytes(U64.size):
-            tracked.update(ZERO, U64.pack(max(queued, 1)))
+        if places or tracked.lookup(ZERO) != bytes(U64.size):
+            tracked.update(ZERO, U64.pack(max(places, 1)))
 
     def bring_flows(self) -> None:
         """Brings over the connections that began since this was done, or they were copied. To be
@@ -152,11 +158,11 @@ class Moves:
             count = U32.unpack(dialled.lookup(key) or key)[0]
             dialled.update(key, U32.pack(count + 1))
 
-    def _bring(self, left: Left, queued: bool = False) -> int:
-        """How many entries came over. `queued`: flows get their places later."""
+    def _bring(self, left: Left) -> int:
+        """How many entries came over."""
         new, late = self._maps[left.name], 0
         news: Entries = self._news(left)
-        if left.name == "flows" and not queued:
+        if left.name == "flows":
             news = self._with_places(list(news))
         for key, value in news:
             try:
@@ -177,15 +183,23 @@ class Moves:
                 yield key, value
 
     def _with_places(self, news: Sequence[tuple[bytes, bytes]]) -> Entries:
-        """Entries of flows, those only that are in the queue or find a place there."""
-        there: dict[bytes, bool] = {}
+        """Entries of flows, those only that are in the queue or find a place there: that comes
+        before the flow, and the client's own entry last. So no flow is without a place, wherever
+        this ends. Who was quiet longest comes first.
+        """
+        others: defaultdict[bytes, list[tuple[bytes, bytes]]] = defaultdict(list)
         for key, raw in news:
-            if is_question(raw):
-                there[raw[BOTH_ENDS]] = self._is_there(raw) or self._maps["order"].push(key)
-        for _, raw in news:
-            if raw[BOTH_ENDS] not in there:
-                there[raw[BOTH_ENDS]] = self._is_there(raw)
-        return (pair for pair in news if there[pair[1][BOTH_ENDS]])
+            if not is_question(raw):
+                others[raw[BOTH_ENDS]].append((key, raw))
+        questions = [pair for pair in news if is_question(pair[1])]
+        for key, raw in sorted(questions, key=lambda pair: last_used(pair[1])):
+            parts = others.pop(raw[BOTH_ENDS], [])
+            if self._is_there(raw) or self._maps["order"].push(key):
+                yield from parts
+                yield key, raw
+        for parts in others.values():
+            if self._is_there(parts[0][1]):
+                yield from parts
 
     def _is_there(self, raw: bytes) -> bool:
         """Whether the client's own entry of this flow is."""
