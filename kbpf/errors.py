@@ -94,5 +94,9 @@ class AttachRefused(KernelError):
     """The kernel takes a program, but not where it belongs."""
 
 
+class DevicesBehind(KernelError):
+    """Devices go on with older programs for now. They are looked after: nobody has to come back."""
+
+
 class PinsGone(KernelError):
     """Somebody removed what this agent keeps in the kernel."""

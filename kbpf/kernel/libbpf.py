@@ -54,6 +54,8 @@ class Map(bpf.Fd):
         self.value_size: int = info.value_size
         self.max_entries: int = info.max_entries
         self.flags: int = info.map_flags
+        self.short_name: str = info.name.decode()
+        """As the kernel has it: 15 characters at most."""
 
     @classmethod
     def create(
@@ -372,6 +374,12 @@ class LinkInfo:
     program: int
     cgroup: int
     attach_type: int
+
+
+def map_by_id(map_id: int) -> Map:
+    """Opens a map that somebody holds."""
+    fd = bpf.check(bpf.lib().bpf_map_get_fd_by_id(map_id), "no such map", str(map_id))
+    return Map(fd, str(map_id))
 
 
 def program_by_id(program_id: int, name: str = "") -> Program:

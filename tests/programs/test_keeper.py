@@ -13,7 +13,7 @@ import pytest
 from kbpf.dataplane.bpf import keeper as module
 from kbpf.dataplane.bpf.attach import Devices, Pick
 from kbpf.dataplane.bpf.keeper import Keeper, KeeperStatus
-from kbpf.errors import KernelError
+from kbpf.errors import DevicesBehind, KernelError
 from kbpf.kernel import libbpf, netns
 from kbpf.kernel.libbpf import Program
 from kbpf.kernel.tc import ATTACH_TYPE, Attachment, Direction, How, Tc
@@ -309,6 +309,34 @@ def test_a_device_that_refuses_is_told_stops_no_other_and_is_tried_again(
         until("it is told", lambda: not node.keeper.status().failed and node.settled)
 
 
+@in_both_ways
+def test_a_device_that_keeps_older_programs_is_said_until_it_has_newer_ones(
+    node: Site, first: Made, second: Made, monkeypatch: pytest.MonkeyPatch
+):
+    """The others have theirs by then, and who publishes waits no longer."""
+    monkeypatch.setattr(module, "RETRY_SECONDS", 0.1)
+    node.ready(first)
+    assert node.keeper.everywhere
+    with Program.load("wrong", 8, 0, insn(0xB7, 0, 0, 1) + insn(0x95)) as wrong:  # CGROUP_SKB
+        second.others["cali1"] = wrong
+        with pytest.raises(DevicesBehind, match=r"not all devices .* \(cali1\)"):
+            node.publish(second)
+        assert node.runs() == {name: {first.id if name == "cali1" else second.id} for name in ALL}
+        assert not node.keeper.everywhere
+        second.others.clear()
+        until("it is swapped", lambda: node.keeper.everywhere)
+        assert node.has(second)
+
+
+def test_a_device_that_never_had_any_holds_nobody_up(node: Site, first: Made, second: Made):
+    with Program.load("wrong", 8, 0, insn(0xB7, 0, 0, 1) + insn(0x95)) as wrong:  # CGROUP_SKB
+        first.others["cali1"] = second.others["cali1"] = wrong
+        node.ready(first)
+        node.publish(second)
+        assert node.keeper.everywhere
+        assert node.has(second, ALL - {"cali1"})
+
+
 @pytest.mark.parametrize("error", [KernelError("no answer"), RuntimeError("a slip")])
 def test_the_thread_outlives_every_error(
     node: Site, first: Made, error: Exception, monkeypatch: pytest.MonkeyPatch
@@ -320,7 +348,7 @@ def test_the_thread_outlives_every_error(
         raise error
 
     monkeypatch.setattr(module, "list_devices", broken)
-    with pytest.raises(KernelError, match="not all devices have the new programs"):
+    with pytest.raises(DevicesBehind, match="not all devices have the new programs"):
         node.publish(first)
     assert str(error) in node.keeper.status().problem
     monkeypatch.setattr(module, "list_devices", listing)
@@ -335,7 +363,7 @@ def test_nobody_waits_for_ever(
     node.ready(first)
     monkeypatch.setattr(module, "STUCK_SECONDS", 0.3)
     node.gate = Gate("up0")
-    with pytest.raises(KernelError, match="nothing was done for"):
+    with pytest.raises(DevicesBehind, match="nothing was done for"):
         node.publish(second)
     assert "nothing was done" in node.keeper.status().problem
     node.gate.open.set()

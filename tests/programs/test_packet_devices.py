@@ -2,27 +2,34 @@
 
 import errno
 import os
+import shutil
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kbpf.agent.agent import Agent
+from kbpf.dataplane.bpf import flows as fields
 from kbpf.dataplane.bpf import keeper, layout
 from kbpf.dataplane.bpf.layout import NODE, NodeFlag, pack_network
+from kbpf.dataplane.bpf.packet import PacketPath
 from kbpf.dataplane.bpf.plane import BpfPlane
 from kbpf.errors import KernelError
 from kbpf.kernel import libbpf, netns
-from kbpf.kernel.libbpf import Map, Program
+from kbpf.kernel.libbpf import Link, Map, Program
 from kbpf.kernel.tc import Attachment, Direction, Tc
+from kbpf.model.address import parse_addr
 from kbpf.model.config import Config, LocalMode
 from kbpf.model.desired import ServiceState
 from kbpf.model.events import Kind, ObjectKey, Synced, Upsert
 from kbpf.model.objects import Node as KubeNode
+from kbpf.model.objects import Protocol
 from kbpf.source.fields import parse_cidr
 from tests.support.lab import PATIENCE, ip, until
 from tests.support.plane import SIZES, Site, desired, service, sites
@@ -76,6 +83,29 @@ class Node:
     def kept(self) -> list[str]:
         """Folders of older programs."""
         return [path.name for path in self.site.pins.iterdir() if path.name.startswith("old-")]
+
+    def lost(self) -> list[str]:
+        """Frontends that programs which may be attached would refuse: they do not find a slot of
+        the set, or its backend.
+        """
+        found = []
+        for folder in self.site.pins.glob("*programs-tc-*"):
+            if folder.name.startswith("new-") or not (folder / "tc_new").exists():
+                continue
+            with Program.open(folder / "tc_new") as program:
+                ids = program.info().map_ids
+            maps = {}
+            for number in ids:
+                with libbpf.map_by_id(number) as held:
+                    if held.short_name in START:
+                        maps[held.short_name] = dict(held.items())
+            for at, raw in maps["services"].items():
+                value = layout.ServiceValue.unpack(raw)
+                for index in range(value.cluster_size):
+                    slot = maps["backend_slots"].get(layout.PAIR.pack(value.cluster_set, index))
+                    if slot is None or slot not in maps["backends"]:
+                        found.append(f"{folder.name} {layout.Target.unpack(at)}")
+        return found
 
     def in_step(self) -> bool:
         """Whether all that runs reads the maps that are pinned now."""
@@ -221,6 +251,131 @@ def test_programs_that_could_not_be_loaded_are_loaded_by_the_next_apply(
     node.apply(*many(100, "10.0.0.2:80"))
     assert len(list((node.site.pins / "links").iterdir())) == links
     assert node.in_step()
+
+
+def endpoints(count: int, network: int) -> str:
+    """So many that what frontends lead to has to grow, and they have not."""
+    return " ".join(f"10.0.{network}.{number}:80" for number in range(1, count + 1))
+
+
+def test_nothing_is_flipped_that_attached_programs_would_not_find(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+):
+    """The packet programs cannot be loaded over what has grown, however often it is tried."""
+    node.apply(*many(3, "10.0.0.1:80"))
+    ready(node)
+    old = node.attached()
+    load = Program.load
+
+    def refuse(name: str, *arguments: object) -> Program:
+        if name.startswith("tc_"):
+            raise KernelError("no room", name, errno=errno.ENOMEM)
+        return load(name, *arguments)
+
+    monkeypatch.setattr(Program, "load", refuse)
+    for _ in range(3):
+        with pytest.raises(KernelError, match="no room"):
+            node.apply(*many(3, endpoints(50, 1)))
+        assert node.attached() == old
+        assert node.lost() == []
+    monkeypatch.setattr(Program, "load", load)
+    node.apply(*many(3, endpoints(50, 1)))
+    assert node.in_step()
+    until("what nobody runs is gone", lambda: not node.kept())
+    assert node.lost() == []
+
+
+def test_a_device_that_refuses_for_ever_finds_all_that_it_knows(node: Node):
+    """And the sockets are served meanwhile."""
+    node.apply(*many(3, "10.0.0.1:80"))
+    ready(node)
+    node.broken = "here"
+    for number in (2, 3, 4):
+        node.apply(*many(3, endpoints(30 * number, number)))
+        node.plane.flush()
+        assert len(node.kept()) >= 1
+        assert node.lost() == []
+    with (
+        Link.open(node.site.pins / "links" / "connect4") as link,
+        libbpf.program_by_id(link.info().program) as program,
+        node.site.pinned("services") as services,
+    ):
+        assert services.id in program.info().map_ids
+    node.broken = ""
+    until("it is made good", lambda: node.in_step() and not node.kept())
+
+
+@pytest.mark.parametrize("when", ["listed", "opened"])
+def test_older_programs_that_go_while_they_are_looked_at_are_nobodys(
+    node: Node, monkeypatch: pytest.MonkeyPatch, when: str
+):
+    """The thread of the devices removes them when all have newer ones."""
+    node.apply(*many(3, "10.0.0.1:80"))
+    ready(node)
+    (folder,) = node.site.pins.glob("programs-tc-*")
+    old = node.site.pins / f"old-{folder.name}-7"
+    elsewhere, there = PacketPath.tracks_elsewhere, []
+
+    def leave(packets: PacketPath, flows: Map) -> bool:
+        old.mkdir()
+        for pin in folder.iterdir():
+            with (Map if pin.name == "tails" else Program).open(pin) as held:
+                held.pin(old / pin.name)
+        there.append(old)
+        return elsewhere(packets, flows)
+
+    where, name = {"listed": (Path, "iterdir"), "opened": (Program, "open")}[when]
+    real = getattr(where, name)
+
+    def late(path: Path) -> Any:
+        if there and path in (old, old / "tc_new"):
+            there.clear()
+            shutil.rmtree(old)
+        return real(path)
+
+    monkeypatch.setattr(PacketPath, "tracks_elsewhere", leave)
+    monkeypatch.setattr(where, name, late)
+    node.apply(*many(100, "10.0.0.2:80"))
+    assert not there
+    assert node.in_step()
+
+
+def test_what_is_written_to_old_maps_comes_over_when_the_last_device_has_left_them(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+):
+    """Another layout and another size. Only then is what the version before has left removed."""
+    node.apply(*many(3, "10.0.0.1:80"))
+    ready(node)
+    flows, former = node.site.pinned("flows"), node.site.maps
+    monkeypatch.setitem(layout.MAPS, "reasons", replace(layout.MAPS["reasons"], version=99))
+    node.broken = "here"
+    node.site.close_planes()
+    node.plane = node.site.open(replace(SIZES, connections=8192), packet_path=True)
+    node.apply(*many(3, "10.0.0.1:80"))
+    until("it is told", lambda: node.failed() == ["here"])
+    client, frontend = (
+        layout.pack_target(parse_addr(address), port, Protocol.TCP)
+        for address, port in (("198.51.100.7", 2000), ("10.96.0.1", 80))
+    )
+    raw = bytearray(layout.NAT.size)
+    raw[:8] = time.monotonic_ns().to_bytes(8, "little")
+    raw[fields.CLIENT], raw[fields.FRONTEND] = client, frontend
+    raw[fields.PART] = layout.FlowPart.QUESTION
+    begun = {fields.ends(client, frontend): bytes(raw)}
+    flows.update(*next(iter(begun.items())))
+    node.plane.tick(time.monotonic())
+    assert node.site.entries("flows") == {}
+    assert former.exists()
+    node.broken = ""
+
+    def over() -> bool:
+        node.plane.tick(time.monotonic())
+        return not former.exists()
+
+    until("it has changed over", over)
+    assert node.attached().keys() == {"here", "far"}
+    assert node.site.entries("flows") == begun
+    flows.close()
 
 
 def test_pod_networks_that_come_later_reach_the_programs(

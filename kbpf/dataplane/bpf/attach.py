@@ -45,8 +45,9 @@ class Stage(IntEnum):
     DONE = 4
 
 
-GoOn = Callable[[Stage], bool]
-"""Asked before each device of a stage, and at the end; False ends the pass."""
+GoOn = Callable[[Stage, Collection[str]], bool]
+"""Asked before each device of a stage, and at the end; False ends the pass. It is told the devices
+that could not be swapped: they go on with older programs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,7 @@ class Devices:
         devices: Iterable[Device],
         pick: Pick,
         gone: Collection[int] | None = None,
-        go_on: GoOn = lambda _: True,
+        go_on: GoOn = lambda *_: True,
     ) -> DeviceReport:
         """Attaches, replaces and detaches until every device in this listing has the programs
         that `pick` gives for its role, and no others of ours.
@@ -187,6 +188,7 @@ class _Step:
         self.held = held
         self.did: Counter[str] = Counter()
         self.failed: dict[str, str] = {}
+        self.behind: set[str] = set()
         self._vanished: set[int] = set()
         self._ids: dict[int, int] = {}  # by descriptor: asking costs a system call
 
@@ -201,14 +203,16 @@ class _Step:
             for device in listed:
                 if device.name in self.failed or not self._belongs(device, stage):
                     continue
-                if not go_on(stage):
+                if not go_on(stage, self.behind):
                     return False
                 try:
                     for direction in Direction:
                         self._put(device, direction)
                 except KernelError as error:
                     self.failed[device.name] = str(error)
-        return go_on(Stage.DONE)
+                    if stage is Stage.SWAP and self._runs_older(device):
+                        self.behind.add(device.name)
+        return go_on(Stage.DONE, self.behind)
 
     def _belongs(self, device: Device, stage: Stage) -> bool:
         """Whether this device has something to be done in this stage."""
@@ -227,6 +231,16 @@ class _Step:
                 return role is Role.POD and not all(have)
             case _:
                 return False
+
+    def _runs_older(self, device: Device) -> bool:
+        """Whether something is attached there that does not belong there now."""
+        role = self._choices[device.ifindex].role
+        for direction in Direction:
+            program = self._pick(device, role, direction)
+            wanted = None if program is None else self._id(program)
+            if any(one.program != wanted for one in self.held.get((device.ifindex, direction), ())):
+                return True
+        return False
 
     def _id(self, program: Program) -> int:
         if program.fd not in self._ids:

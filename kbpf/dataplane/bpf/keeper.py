@@ -8,8 +8,9 @@ where the order matters. When maps grow, new programs come over new maps:
 2. publish() hands them over. The thread ends what it does with the device in hand, and begins a
    pass with them (attach.py): first what is attached is swapped. What is attached from now on gets
    them too.
-3. Only when all are swapped publish() returns, and the writer writes what the old programs would
-   not understand: `services` is shared, what it leads to has grown.
+3. Only when all are swapped publish() returns, and the writer writes. A device that refuses does
+   not hold it up for ever: DevicesBehind says that the programs were taken all the same. What runs
+   there reads a `services` of its own (tables.py), and is swapped as soon as that can be.
 4. The old programs' pins, which keep their tail calls alive, go after a pass in which nothing
    failed: a device that kept its old program goes on with it, whole.
 
@@ -27,8 +28,9 @@ from typing import Final, Protocol
 
 from kbpf.dataplane.bpf.attach import Devices, Pick, Stage
 from kbpf.dataplane.bpf.devices import Choice
-from kbpf.errors import KbpfError, KernelError
+from kbpf.errors import DevicesBehind, KbpfError
 from kbpf.kernel.devices import Device, Watch, list_devices
+from kbpf.model.status import MOST_FAILURES
 
 log = logging.getLogger("kbpf.dataplane")
 
@@ -82,6 +84,7 @@ class Keeper:
         self._changed = threading.Condition()
         self._wanted: Generation | None = None  # these are under the condition's lock
         self._swapped = False
+        self._behind: frozenset[str] = frozenset()  # devices that could not be swapped
         self._status = KeeperStatus()
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -93,18 +96,24 @@ class Keeper:
         with self._changed:
             return self._status
 
+    @property
+    def everywhere(self) -> bool:
+        """Whether nothing that was attached runs older programs than the last ones published."""
+        with self._changed:
+            return self._swapped
+
     def publish(self, generation: Generation, enter: Callable[[], None] = lambda: None) -> None:
         """Hands over programs, and waits until nothing that was attached runs older ones. `enter`
-        is called before, while nothing can settle.
+        is called before, while nothing can settle; after that the programs are the thread's own.
 
-        KernelError if nothing goes on for STUCK_SECONDS, or the thread cannot look at devices.
-        It goes on trying then; the programs are its own all the same.
+        DevicesBehind if a device cannot be swapped, nothing goes on for STUCK_SECONDS, or the
+        thread cannot look at devices. It goes on trying then.
         """
         with self._changed:
             enter()
             before, self._wanted = self._wanted, generation
             unused = before if before is not self._current else None
-            self._swapped = False
+            self._swapped, self._behind = False, frozenset()
             self._status = replace(self._status, problem="")
             if self._thread is None:
                 self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -117,13 +126,18 @@ class Keeper:
 
     def _wait(self) -> None:
         with self._changed:
-            while not self._swapped and not self._status.problem:
+            while not (self._swapped or self._behind or self._status.problem):
                 if not self._changed.wait(STUCK_SECONDS):
                     stuck = f"nothing was done for {STUCK_SECONDS:.0f} s"
                     self._status = replace(self._status, problem=stuck)
             if not self._swapped:
-                hint = f"{self._status.problem}; the agent goes on trying"
-                raise KernelError("not all devices have the new programs", "", hint)
+                names = ", ".join(sorted(self._behind)[:MOST_FAILURES])
+                hint = f"{self._status.problem or 'they go on with older ones'}"
+                raise DevicesBehind(
+                    "not all devices have the new programs",
+                    names,
+                    f"{hint}; the agent goes on trying",
+                )
 
     def close(self) -> None:
         """Ends the thread, after the device that it has in hand, and closes the programs. What is
@@ -198,12 +212,14 @@ class Keeper:
         assert self._current is not None
         return self._current.pick
 
-    def _go_on(self, stage: Stage) -> bool:
+    def _go_on(self, stage: Stage, behind: Collection[str]) -> bool:
         """Tells who waits how far we are; False if newer programs are wanted, or the end is."""
         with self._changed:
             if self._wanted is not self._current or self._stopping:
                 return False
-            self._swapped = self._swapped or stage > Stage.SWAP
+            if stage > Stage.SWAP:
+                self._swapped = self._swapped or not behind
+                self._behind = frozenset(behind)
             self._changed.notify_all()
             return True
 

@@ -28,6 +28,9 @@ BEHIND_SERVICES: Final = frozenset(("backend_slots", "backends", "set_members"))
 """Where a value of `services` leads to: what it says holds for these maps only."""
 
 
+NEW_MAP: Final = "new-map-"
+
+
 class Pins:
     """The folder of pins of one agent."""
 
@@ -179,7 +182,11 @@ def close_all(things: Iterable[Closable]) -> None:
 
 
 def remove_old_maps(pins: Pins) -> None:
-    """Maps and layouts of other versions, once nobody reads them any more."""
+    """Maps and layouts of other versions, once nobody reads them any more, and bigger maps that an
+    agent left half done.
+    """
+    for fresh in pins.root.glob(f"{NEW_MAP}*"):
+        fresh.unlink()
     for kind, keep in (("maps", pins.maps), ("layout", pins.layout(pins.maps))):
         for other in pins.others(kind, keep):
             shutil.rmtree(other, ignore_errors=True)
@@ -187,7 +194,7 @@ def remove_old_maps(pins: Pins) -> None:
 
 def replace_pin(pins: Pins, made: Map, name: str) -> None:
     """Puts a map in the place of the pinned one of that name."""
-    fresh = pins.root / f"new-map-{name}"
+    fresh = pins.root / f"{NEW_MAP}{name}"
     fresh.unlink(missing_ok=True)
     made.pin(fresh)
     fresh.rename(pins.maps / name)

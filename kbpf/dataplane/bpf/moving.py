@@ -11,7 +11,7 @@ import errno
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
@@ -131,24 +131,32 @@ class Moves:
                 self._bring(left)
         self._copied["flows"] = at
 
-    def catch_up(self) -> None:
+    def catch_up(self, still_read: Collection[str] = ()) -> None:
         """Brings over what programs wrote to old maps after these were copied: what became of
-        connections, and sockets. To be called when no program reads the old ones any more.
+        connections, and sockets. To be called when no program reads the old ones any more, but for
+        those of these names: they are brought again by the next call.
         """
         for left in self._left:
-            if MAPS[left.name].kind != libbpf.MAP_QUEUE:  # that follows `flows`
-                late = self._bring(left)
-                if left.name == "sock_peers":
-                    self._count_dialled()
-                if late:
-                    log.info("map caught up map=%s entries=%d", left.name, late)
-        self.close()
+            if MAPS[left.name].kind == libbpf.MAP_QUEUE:  # that follows `flows`
+                continue
+            at = _now()
+            late = self._bring(left)
+            self._copied[left.name] = at
+            if left.name == "sock_peers":
+                self._count_dialled()
+            if late:
+                log.info("map caught up map=%s entries=%d", left.name, late)
+        self._drop(left for left in self._left if left.name not in still_read)
 
     def close(self) -> None:
         """Lets go of the old maps."""
-        for left in self._left:
+        self._drop(self._left)
+
+    def _drop(self, over: Iterable[Left]) -> None:
+        gone = list(over)
+        self._left = [left for left in self._left if left not in gone]
+        for left in gone:
             left.close()
-        self._left = []
 
     def _count_dialled(self) -> None:
         """No place says 0 for a socket that is there. Too many cost a look-up, too few a peer."""

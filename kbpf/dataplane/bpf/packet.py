@@ -5,6 +5,7 @@ the sockets of the node and its pods, and the log says what is missing. The devi
 thread of their own (keeper.py).
 """
 
+import errno
 import itertools
 import logging
 import shutil
@@ -23,6 +24,7 @@ from kbpf.dataplane.bpf.keeper import Keeper, KeeperStatus
 from kbpf.dataplane.bpf.layout import U32, NodeFlag
 from kbpf.dataplane.bpf.load import Pins, close_all
 from kbpf.dataplane.bpf.programs import Programs, missing_packet_helpers
+from kbpf.errors import KernelError
 from kbpf.kernel import libbpf
 from kbpf.kernel.devices import Device
 from kbpf.kernel.libbpf import Map, Program
@@ -150,14 +152,26 @@ class PacketPath(Programs):
         """Pins the programs and hands them to the keeper; 0. Returns when nothing that was
         attached runs older ones any more; devices that have none yet follow. keeper.py has the
         order, and why.
+
+        DevicesBehind: they were handed over, but something still runs older ones. Any other error:
+        nothing has changed, and the next call tries again.
         """
         if not self._loaded and self._behind is None:
             return 0  # they are published
         fresh = self._pin()
         made = Loaded(self._loaded, self._own)
-        self._loaded, self._own = {}, {}
-        self._keeper.publish(made, lambda: self._put_in_place(fresh))
+        self._keeper.publish(made, lambda: self._hand_over(fresh))
         return 0
+
+    def _hand_over(self, fresh: Path) -> None:
+        """From here on the programs are the keeper's."""
+        self._put_in_place(fresh)
+        self._loaded, self._own = {}, {}
+
+    @property
+    def everywhere(self) -> bool:
+        """Whether nothing that was attached runs older programs than those of now."""
+        return not self._loaded and self._behind is None and self._keeper.everywhere
 
     def _put_in_place(self, fresh: Path) -> None:
         """The older ones are kept beside: what still runs needs their tail calls."""
@@ -181,12 +195,13 @@ class PacketPath(Programs):
         for folder in self._pins.others(f"programs-{self._artifact.unit}", Path()):
             if folder.name.startswith("new-") or not (folder / TAILS_MAP).exists():
                 continue
-            reads: set[int] = set()
-            for name in {p.name for p in folder.iterdir()} - {TAILS_MAP}:
-                with Program.open(folder / name) as program:
-                    reads |= set(program.info().map_ids)
-            with Map.open(folder / TAILS_MAP) as tails:
-                yield reads - {tails.id}
+            try:
+                reads = _read_by(folder)
+            except (KernelError, FileNotFoundError) as error:
+                if error.errno != errno.ENOENT:
+                    raise
+                continue  # the keeper has just removed it: nobody runs these any more
+            yield reads
 
     def status(self) -> KeeperStatus:
         """How the devices are doing."""
@@ -196,6 +211,16 @@ class PacketPath(Programs):
         """Ends the keeper first: it uses maps and programs."""
         self._keeper.close()
         super().close()
+
+
+def _read_by(folder: Path) -> set[int]:
+    """The ids of the maps that the programs pinned there read, but for their tail calls."""
+    reads: set[int] = set()
+    for name in {p.name for p in folder.iterdir()} - {TAILS_MAP}:
+        with Program.open(folder / name) as program:
+            reads |= set(program.info().map_ids)
+    with Map.open(folder / TAILS_MAP) as tails:
+        return reads - {tails.id}
 
 
 def remove(pins: Pins) -> int:

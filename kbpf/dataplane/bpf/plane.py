@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
@@ -30,7 +31,7 @@ from kbpf.dataplane.bpf.retiring import GRACE_SECONDS, SHORT_GRACE_SECONDS, Reti
 from kbpf.dataplane.bpf.settings import HookSettings
 from kbpf.dataplane.bpf.tables import Tables
 from kbpf.dataplane.bpf.writing import ZERO, target
-from kbpf.errors import CapacityError, KbpfError, KernelError, PinsGone
+from kbpf.errors import CapacityError, DevicesBehind, KbpfError, KernelError, PinsGone
 from kbpf.kernel import mounts, netns
 from kbpf.model.address import Addr, family_of
 from kbpf.model.config import Accounting, Config, SocketLb
@@ -40,6 +41,9 @@ from kbpf.model.objects import Cidr, Protocol
 from kbpf.model.status import MOST_FAILURES, DeviceFailure, ModeChoice, PacketStatus
 
 log = logging.getLogger("kbpf.dataplane")
+
+CHANGE_SECONDS: Final = 1.0
+"""So often the devices are asked whether all have changed over."""
 
 
 class BpfPlane:
@@ -62,6 +66,7 @@ class BpfPlane:
         self._waits = False  # the packet path has to serve before the hooks leave somebody alone
         self._sockets: SocketPrograms | None = None
         self._packets: PacketPath | None = None
+        self._changing = False  # over from maps that an earlier agent has left
         self._beside = Beside(self._pins, config)
         self._orphans = Orphans()
         self.packet_problem = ""
@@ -307,6 +312,7 @@ class BpfPlane:
                 "cluster_ips": cluster_ips,
             }
         )
+        services = self._tables.maps["services"].id
         if bigger:
             for programs in self._all_programs():
                 programs.fall_behind(self._tables.maps)
@@ -317,7 +323,8 @@ class BpfPlane:
         if self._stray is None:
             publish = bool(bigger)
         else:
-            publish = any(p.out_of_step(self._tables.maps) for p in self._all_programs())
+            maps = self._tables.maps
+            publish = any(p.out_of_step(services, maps) for p in self._all_programs())
         if publish:
             self._publish()
 
@@ -331,14 +338,14 @@ class BpfPlane:
         self._cut(writes.retired)
 
     def _publish(self) -> int:
-        """Attaches everything; how many attachments of hooks changed. What the devices refuse must
-        not keep the sockets from being served.
+        """Attaches everything; how many attachments of hooks changed. A device that refuses must
+        not keep the sockets from being served: it goes on with what it has, whole.
         """
         changed = 0
         if self._packets is not None:
             try:
                 self._change_over(self._packets)
-            except KernelError as error:
+            except DevicesBehind as error:
                 log.error("the packet path is not whole: %s", error)
         if self._sockets is not None:
             changed += self._sockets.publish()
@@ -418,18 +425,29 @@ class BpfPlane:
         found, self._stray = self._stray, None
         assert found is not None
         changed = self._publish()
-        self._tables.moves.catch_up()
         if self._packets is None and not self.packet_problem:
             packet.remove(self._pins)
             if beside.may_hold(self._pins):
                 beside.remove(self._pins)
-        load.remove_old_maps(self._pins)
+        self._catch_up()
         log.info("attached hooks_changed=%d", changed)
         if sound:
             self._sweep(found, retired)
             return
         log.warning("kept what an earlier agent left: not all objects could be read")
         self._kept = found
+
+    def _catch_up(self) -> None:
+        """What was written to the maps of before comes after, and they go: those that devices read
+        only when all of these have changed over.
+        """
+        self._changing = self._packets is not None and not self._packets.everywhere
+        if self._changing:
+            assert self._packets is not None
+            self._tables.moves.catch_up(self._packets.reads)
+            return
+        self._tables.moves.catch_up()
+        load.remove_old_maps(self._pins)
 
     def _sweep(self, found: adopt.Adopted, retired: Retired) -> None:
         retired.names += sorted({*found.stray_names, *found.unused_names.values()})
@@ -456,6 +474,8 @@ class BpfPlane:
             self._beside.look(now)
             self._orphans.look(self._tables.maps["flows"], now)
             due.append(self._packets.lead(now))
+            if self._changing:
+                due.append(self._end_change(now))
         if self._waits:
             self._leave_alone()
         due.append(self._exemptions.tick(now) if self._stray is None else None)
@@ -466,6 +486,14 @@ class BpfPlane:
         """See base.DataPlane."""
         found, self._ended = tuple(self._ended), []
         return found
+
+    def _end_change(self, now: float) -> float | None:
+        """Ends what the first apply had to put off; when to come next."""
+        assert self._packets is not None
+        if not self._packets.everywhere:
+            return now + CHANGE_SECONDS
+        self._catch_up()
+        return None
 
     def flush(self) -> None:
         """Retires everything now, without the grace period: for tests."""

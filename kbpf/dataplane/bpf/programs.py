@@ -171,16 +171,21 @@ class Programs:
             and all(set(program.info().map_ids) <= ids for program in self._loaded.values())
         )
 
-    def out_of_step(self, maps: Mapping[str, Map]) -> bool:
-        """Whether an attached program reads today's `services` beside an old copy of what is
-        behind it: after a flip it would not find the new set.
+    def out_of_step(self, services: int, maps: Mapping[str, Map]) -> bool:
+        """Whether an attached program reads the `services` of this id, which we have written until
+        now, and not the rest of these maps: it would not see what is written to them.
         """
-        now, services = {m.id for m in maps.values()}, maps["services"].id
+        now = {m.id for m in maps.values()}
         return any(services in reads and not reads <= now for reads in self._read_now())
 
     def _read_now(self) -> Iterator[set[int]]:
         """The ids of the maps that attached programs read, but for their own ones."""
         raise NotImplementedError
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """The names of the maps that these programs read."""
+        return frozenset(shape.name for shape in self._artifact.maps)
 
     def publish(self) -> int:
         """Pins the programs and attaches each in place of what its hook ran before; how many

@@ -2,8 +2,10 @@
 
 A plain map grows by copy and switch: the agent is its only writer, so a copy is complete; the
 programs are loaded over the bigger map and change over hook by hook, and both maps say the same
-until then. Maps that programs write have a fixed size, because full only means that the oldest
-entry goes; moving.py has what becomes of them when it is another one.
+until then. `services` and what its values lead to are copied together: a program that cannot
+change over goes on with what was there, whole. Maps that programs write have a fixed size, because
+full only means that the oldest entry goes; moving.py has what becomes of them when it is another
+one.
 """
 
 import logging
@@ -133,14 +135,20 @@ class Tables:
                 )
 
     def too_small(self, more: Mapping[str, int]) -> dict[str, int]:
-        """Maps that so many more entries would overfill, and the sizes that they need."""
-        return {
+        """Maps that so many more entries would overfill, and the sizes that they need; with one of
+        those that frontends lead to all the others of them.
+        """
+        bigger = {
             name: bigger
             for name, count in more.items()
             if count
             and (bigger := self._size_for(name, self.fill[name] + count))
             > self.maps[name].max_entries
         }
+        together = load.BEHIND_SERVICES | {"services"}
+        if together.isdisjoint(bigger):
+            return bigger
+        return {name: self.maps[name].max_entries for name in sorted(together)} | bigger
 
     def _size_for(self, name: str, wanted: int) -> int:
         size, most = self.maps[name].max_entries, self.limit(name)
