@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 
 from kbpf.dataplane.bpf import layout
+from kbpf.dataplane.bpf.moving import Moves
+from kbpf.dataplane.bpf.plane import BpfPlane
+from kbpf.dataplane.bpf.programs import SocketPrograms
 from kbpf.kernel import libbpf
 from kbpf.kernel.libbpf import Link
 from kbpf.model.desired import ServicePortKey, ServiceState
@@ -144,6 +147,50 @@ def test_lru_maps_get_the_size_that_is_asked_for_and_keep_what_they_hold(
                 assert found.max_entries == entries
                 assert dict(found.items()) == before
         host.ask("drop", keep="s")
+        assert site.entries("udp_peers") == {}, "the programs read the new map"
+
+
+class Killed(Exception):
+    """The agent ends here."""
+
+
+@pytest.mark.parametrize(
+    ("owner", "method"),
+    [(BpfPlane, "apply"), (SocketPrograms, "publish"), (Moves, "catch_up")],
+    ids=["before it applies", "before the hooks change over", "before it has caught up"],
+)
+def test_killed_while_maps_get_another_size_the_next_one_knows_all_sockets(
+    node: Node,
+    host: Place,
+    artifact_cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    owner: type,
+    method: str,
+):
+    """Those from before the end, and those after it, of hooks that nobody looked after then."""
+
+    def killing(*_: object) -> None:
+        raise Killed
+
+    def dial(keep: str) -> None:
+        assert host.udp("10.96.0.1", 53, keep=keep, connected=True)["peer"] == ["10.96.0.1", 53]
+
+    state = desired(*many(1, f"{LOCAL[1]}:1"))
+    with sites(artifact_cache) as make:
+        site = make(cgroup=node.cgroup, node=node.netns)
+        site.open(replace(SIZES, flows=512)).apply(state, None)
+        host.serve(udp=(1,))
+        dial("before")
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, method, killing)
+            with pytest.raises(Killed):
+                site.open(replace(SIZES, flows=1024)).apply(state, None)
+        site.close_planes()
+        dial("after")
+        site.open(replace(SIZES, flows=1024)).apply(state, None)
+        assert len(site.entries("udp_peers")) == 2
+        for keep in ("before", "after"):
+            host.ask("drop", keep=keep)
         assert site.entries("udp_peers") == {}, "the programs read the new map"
 
 

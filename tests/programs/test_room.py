@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from kbpf.dataplane.bpf import flows as fields
-from kbpf.dataplane.bpf import orphans
+from kbpf.dataplane.bpf import load, orphans
 from kbpf.dataplane.bpf.flows import ends, is_question
 from kbpf.dataplane.bpf.layout import (
     DEVICE,
@@ -33,7 +33,10 @@ from kbpf.dataplane.bpf.layout import (
 )
 from kbpf.dataplane.bpf.load import Pins
 from kbpf.dataplane.bpf.measure import Meter
+from kbpf.dataplane.bpf.moving import Moves
 from kbpf.dataplane.bpf.packet import PacketPath
+from kbpf.dataplane.bpf.plane import BpfPlane
+from kbpf.dataplane.bpf.programs import SocketPrograms
 from kbpf.errors import KernelError
 from kbpf.kernel import bpf, libbpf, netns
 from kbpf.kernel.libbpf import Map, Program
@@ -78,6 +81,10 @@ class Flows:
         ]  # fmt: skip
         state = msgspec.structs.replace(desired(*made), masquerade_as=(parse_addr(NODE),))
         netns.inside(Path("/run/netns") / str(self.site.node), lambda: plane.apply(state, None))
+        self.hold()
+
+    def hold(self) -> None:
+        """Uses the programs that are pinned now, on a device of ours."""
         with self.site.pinned("devices") as devices:
             value = DEVICE.pack(Role.HOST, 14, DeviceFlag(0), bytes(6), bytes(16), bytes(16))
             devices.update(U32.pack(1), value)
@@ -474,6 +481,64 @@ def test_killed_while_it_takes_flows_over_the_next_one_has_a_place_for_each(
     assert list(dict.fromkeys(places)) == sorted(ports, reverse=True), "who was quiet longest first"
     assert len(places) <= len(ports) + 1
     monkeypatch.undo()
+    flows.start(ROOM)
+
+
+class End(NamedTuple):
+    """Where an agent ends while its maps get another size: before this method, if its last argument
+    is that. `new`: the devices have the new programs by then.
+    """
+
+    owner: Any
+    method: str
+    last: str = ""
+    new: bool = False
+
+
+ENDS = {
+    "before it applies": End(BpfPlane, "apply"),
+    "before any is pinned": End(load, "replace_pin", "flows"),
+    "before the queue is pinned": End(load, "replace_pin", "order"),
+    "before the programs are handed over": End(PacketPath, "publish"),
+    "before the hooks change over": End(SocketPrograms, "publish", new=True),
+    "before it has caught up": End(Moves, "catch_up", new=True),
+}
+
+
+@pytest.mark.parametrize("then", [2 * ROOM, ROOM], ids=["the same again", "as before"])
+@pytest.mark.parametrize("where", ENDS)
+def test_killed_while_maps_get_another_size_the_next_one_knows_all_that_began(
+    flows: Flows, monkeypatch: pytest.MonkeyPatch, where: str, then: int
+) -> None:
+    """Before the end, and after it by what was attached then; and each has a place."""
+    end = ENDS[where]
+    real = getattr(end.owner, end.method)
+
+    def killing(*arguments: Any) -> Any:
+        if not end.last or arguments[-1] == end.last:
+            raise Killed
+        return real(*arguments)
+
+    flows.talk(2000, LIVES)
+    with monkeypatch.context() as patch:
+        patch.setattr(end.owner, end.method, killing)
+        with pytest.raises(Killed):
+            flows.start(2 * ROOM)
+    flows.site.close_planes()
+    if end.new:
+        flows.hold()
+    flows.talk(3000, LIVES)
+    flows.talk(2000, "FA <FA A")
+    flows.start(then)
+    assert flows.ports() == flows.whole([2000, 3000])
+    states = {Target.unpack(NAT.unpack(raw)[1]).port: raw[fields.STATE]
+              for raw in flows.site.entries("flows").values() if is_question(raw)}  # fmt: skip
+    assert states == {2000: TcpState.CLOSED, 3000: TcpState.ESTABLISHED}
+    with flows.site.pinned("flows") as held:
+        assert held.max_entries == int(then * MAPS["flows"].per)
+        known = dict(held.items())
+    places = [known[key] for key in flows.drain() if key in known]
+    assert {Target.unpack(raw[fields.CLIENT]).port for raw in places} == {2000, 3000}
     flows.start(ROOM)
 
 

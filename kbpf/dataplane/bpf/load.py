@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from kbpf.dataplane.bpf import layout
+from kbpf.dataplane.bpf.hooks import TAILS_MAP
 from kbpf.dataplane.bpf.layout import MAPS, MapSpec
 from kbpf.dataplane.bpf.moving import Left
 from kbpf.errors import KernelError
-from kbpf.kernel.libbpf import Link, Map
+from kbpf.kernel import libbpf
+from kbpf.kernel.libbpf import Link, Map, Program
 from kbpf.kernel.process import LOCK_SECONDS, lock_folder
 from kbpf.model.config import MapSizes
 
@@ -83,7 +85,8 @@ def building(final: Path) -> Iterator[Path]:
 @dataclass(frozen=True, slots=True)
 class Opened:
     """All maps; whether they were adopted from an earlier agent; the names of those that are new,
-    and empty; what another version has laid out otherwise, to be copied from.
+    and empty; what has to be copied from: what another version has laid out otherwise, and what
+    programs write that is not pinned.
     """
 
     maps: Mapping[str, Map]
@@ -97,7 +100,7 @@ def open_maps(pins: Pins, sizes: MapSizes, packet_path: bool = False) -> Opened:
     adopted = pins.maps.is_dir()
     fresh = frozenset[str]() if adopted else _make_maps(pins, sizes, packet_path)
     maps = {name: open_map(pins.maps / name, spec) for name, spec in MAPS.items()}
-    return Opened(maps, adopted, fresh, tuple(_former(pins)))
+    return Opened(maps, adopted, fresh, (*_former(pins), *_orphaned(pins, maps)))
 
 
 def open_map(path: Path, spec: MapSpec) -> Map:
@@ -148,6 +151,48 @@ def _former(pins: Pins) -> Iterator[Left]:
                 found = _of_version(pins, folder, spec, one.version, one.value_size)
                 if found is not None:
                     yield Left(spec.name, found, one.convert)
+
+
+def _orphaned(pins: Pins, maps: Mapping[str, Map]) -> Iterator[Left]:
+    """What pinned programs write to and is not pinned itself: an agent gave it another size, and
+    ended while they changed over.
+    """
+    if pins.others("maps", pins.maps):
+        return  # programs of another version: its maps are told by their folder
+    for number in sorted(_read_by_pinned(pins) - {held.id for held in maps.values()}):
+        found = libbpf.map_by_id(number)
+        shape = found.type, found.key_size, found.value_size
+        spec = MAPS.get(found.short_name)
+        if spec and spec.fixed and shape == (spec.kind, spec.key_size, spec.value_size):
+            yield Left(spec.name, found)
+        else:
+            found.close()
+
+
+def _read_by_pinned(pins: Pins) -> set[int]:
+    """The ids of the maps of all programs that may be attached."""
+    links = sorted(pins.links.iterdir()) if pins.links.is_dir() else []
+    reads: set[int] = set()
+    for pin in links:
+        with Link.open(pin) as link, libbpf.program_by_id(link.info().program) as program:
+            reads |= set(program.info().map_ids)
+    for folder in pins.others("programs-tc", Path()):
+        if not folder.name.startswith("new-"):
+            reads |= read_by(folder)
+    return reads
+
+
+def read_by(folder: Path) -> set[int]:
+    """The ids of the maps that the programs pinned there read, but for their tail calls."""
+    reads: set[int] = set()
+    for pin in folder.iterdir():
+        if pin.name != TAILS_MAP:
+            with Program.open(pin) as program:
+                reads |= set(program.info().map_ids)
+    if (folder / TAILS_MAP).exists():
+        with Map.open(folder / TAILS_MAP) as tails:
+            reads.discard(tails.id)
+    return reads
 
 
 def _of_version(

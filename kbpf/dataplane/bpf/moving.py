@@ -95,7 +95,8 @@ class Moves:
         if fresh:
             self._fill_queue(self._maps["order"])  # with those that came as they are
         for left in self._left:
-            self._bring(left)
+            if MAPS[left.name].kind != libbpf.MAP_QUEUE:  # that follows `flows`
+                self._bring(left)
         self._copied |= {left.name: at for left in self._left}
         if fresh:
             self._count_places(sum(is_question(raw) for _, raw in self._maps["flows"].items()))

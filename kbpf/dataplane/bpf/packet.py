@@ -22,7 +22,7 @@ from kbpf.dataplane.bpf.facts import NEUTRAL, DeviceFacts, NodeFacts
 from kbpf.dataplane.bpf.hooks import PACKET_PROGRAMS, TAILS, TAILS_MAP
 from kbpf.dataplane.bpf.keeper import Keeper, KeeperStatus
 from kbpf.dataplane.bpf.layout import U32, NodeFlag
-from kbpf.dataplane.bpf.load import Pins, close_all
+from kbpf.dataplane.bpf.load import Pins, close_all, read_by
 from kbpf.dataplane.bpf.programs import Programs, missing_packet_helpers
 from kbpf.errors import KernelError
 from kbpf.kernel import libbpf
@@ -196,7 +196,7 @@ class PacketPath(Programs):
             if folder.name.startswith("new-") or not (folder / TAILS_MAP).exists():
                 continue
             try:
-                reads = _read_by(folder)
+                reads = read_by(folder)
             except (KernelError, FileNotFoundError) as error:
                 if error.errno != errno.ENOENT:
                     raise
@@ -211,16 +211,6 @@ class PacketPath(Programs):
         """Ends the keeper first: it uses maps and programs."""
         self._keeper.close()
         super().close()
-
-
-def _read_by(folder: Path) -> set[int]:
-    """The ids of the maps that the programs pinned there read, but for their tail calls."""
-    reads: set[int] = set()
-    for name in {p.name for p in folder.iterdir()} - {TAILS_MAP}:
-        with Program.open(folder / name) as program:
-            reads |= set(program.info().map_ids)
-    with Map.open(folder / TAILS_MAP) as tails:
-        return reads - {tails.id}
 
 
 def remove(pins: Pins) -> int:

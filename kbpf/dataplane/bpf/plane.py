@@ -347,6 +347,9 @@ class BpfPlane:
                 self._change_over(self._packets)
             except DevicesBehind as error:
                 log.error("the packet path is not whole: %s", error)
+        elif not self.packet_problem:
+            self._tables.pin(packet=True)
+        self._tables.pin(packet=False)
         if self._sockets is not None:
             changed += self._sockets.publish()
         else:  # by this folder _check_pins() knows that nobody has removed the pins
@@ -357,11 +360,13 @@ class BpfPlane:
     def _change_over(self, packets: PacketPath) -> None:
         """All devices get the programs that are loaded."""
         if not packets.tracks_elsewhere(self._tables.maps["flows"]):
+            self._tables.pin(packet=True)
             packets.publish()
             return
         self._tables.moves.bring_flows()  # most of them, before anybody has to wait
         with moving.pause(self._tables.maps["paused"]):
             self._tables.moves.bring_flows()
+            self._tables.pin(packet=True)
             packets.publish()
 
     def _leave_alone(self) -> None:

@@ -30,6 +30,9 @@ OVERLAP: Final = 2
 PIECE: Final = 1 << 21
 """Bytes of keys: more than that are not gathered before they are written."""
 
+FLOWS: Final = frozenset(("flows", "order"))
+"""Tracked connections, and the queue that has a key of each."""
+
 HEADROOM: Final = 0.8
 """A map that would be fuller than this is made twice as big, or more."""
 
@@ -46,10 +49,12 @@ class Tables:
         self.writes: Counter[str] = Counter()
         self.calls = 0
         self.moves = Moves(self.maps)
+        self._unpinned: set[str] = set()  # of another size, until programs change over to them
 
     def open(self) -> bool:
         """Opens the pinned maps or makes new ones; whether they were adopted."""
         opened = load.open_maps(self._pins, self._sizes, self._packet_path)
+        self._unpinned = set()
         self.maps = dict(opened.maps)
         self.moves = Moves(self.maps)
         self.moves.take_over(opened.former, fresh="order" in opened.fresh)
@@ -58,7 +63,10 @@ class Tables:
             for name, spec in MAPS.items()
             if spec.fixed
         }
-        self.grow({n: size for n, size in wanted.items() if size != self.maps[n].max_entries})
+        resized = {n for n, size in wanted.items() if size != self.maps[n].max_entries}
+        if not resized.isdisjoint(FLOWS):  # the keys of one are those of the other
+            resized |= FLOWS
+        self.grow({n: size for n, size in wanted.items() if n in resized})
         if next(iter(self.maps["flows"].items()), None):
             look_for_flows(self.maps["tracked"])
         return opened.adopted
@@ -162,17 +170,28 @@ class Tables:
         """Replaces maps by bigger copies, pins included. Programs still read the old ones.
 
         One that programs write gets the size that the configuration asks for now, which may be
-        smaller; what they write to the old one until they change over comes after (moving.py).
+        smaller; what they write to the old one until they change over comes after (moving.py). The
+        old one stays pinned until then, see pin().
         """
         for name, entries in sizes.items():
             old, spec = self.maps[name], MAPS[name]
             bigger = load.make_map(spec, entries)
             if spec.fixed:
                 self.moves.copy(name, old, bigger)
+                self._unpinned.add(name)
             elif pairs := list(old.items()):
                 bigger.update_batch(b"".join(k for k, _ in pairs), b"".join(v for _, v in pairs))
-            load.replace_pin(self._pins, bigger, name)
             self.maps[name] = bigger
             if not spec.fixed:
+                load.replace_pin(self._pins, bigger, name)
                 old.close()
             log.info("map resized map=%s entries=%d", name, entries)
+
+    def pin(self, packet: bool) -> None:
+        """Pins the maps of another size, those that only the packet path uses or the others: to be
+        called right before programs change over to them. Where this process ends in between, the
+        next one finds what these have written by the programs (load.py).
+        """
+        for name in sorted(n for n in self._unpinned if MAPS[n].packet is packet):
+            load.replace_pin(self._pins, self.maps[name], name)
+            self._unpinned.discard(name)
