@@ -6,7 +6,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from kbpf.agent.agent import Agent
+from kbpf.dataplane.bpf import compile, keeper, layout
 from kbpf.dataplane.bpf import flows as fields
-from kbpf.dataplane.bpf import keeper, layout
 from kbpf.dataplane.bpf.layout import NODE, NodeFlag, pack_network
 from kbpf.dataplane.bpf.packet import PacketPath
 from kbpf.dataplane.bpf.plane import BpfPlane
-from kbpf.errors import KernelError
+from kbpf.errors import CompileError, KernelError
 from kbpf.kernel import libbpf, netns
 from kbpf.kernel.libbpf import Link, Map, Program
 from kbpf.kernel.tc import Attachment, Direction, Tc
@@ -340,6 +340,115 @@ def test_older_programs_that_go_while_they_are_looked_at_are_nobodys(
     assert node.in_step()
 
 
+@pytest.fixture
+def no_compiler(begun: Node, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """From the next start on the packet programs cannot be had; until it is called."""
+    obtain, gone = compile.obtain, [True]
+
+    def refuse(unit: str, cache: Path) -> Any:
+        if gone and unit == "tc":
+            raise CompileError("no such header", "tc.c", "install it")
+        return obtain(unit, cache)
+
+    monkeypatch.setattr(compile, "obtain", refuse)
+    return gone.clear
+
+
+@pytest.fixture
+def begun(node: Node) -> Node:
+    """An agent with a packet path has served, and ended."""
+    node.apply(*many(3, "10.0.0.1:80"))
+    ready(node)
+    node.site.close_planes()
+    assert node.attached().keys() == {"here", "far"}
+    return node
+
+
+def test_programs_that_an_agent_has_left_serve_until_they_cannot_follow(
+    begun: Node, no_compiler: Callable[[], None]
+):
+    """The next one has none of its own; and puts them there as soon as it has."""
+    node = begun
+    old = node.attached()
+    node.open()
+    node.apply(*many(3, "10.0.0.2:80"))
+    assert node.attached() == old
+    assert node.in_step()
+    node.apply(*many(3, endpoints(50, 1)))
+    assert node.attached() == {}
+    assert node.plane.packet_status().problem
+    no_compiler()
+    node.plane.doubt()
+    node.apply(*many(3, endpoints(50, 1)))
+    ready(node)
+    assert node.plane.packet_status().problem == ""
+    assert node.attached().keys() == {"here", "far"}
+    assert node.in_step()
+
+
+@pytest.mark.parametrize("works", [True, False], ids=["at once", "not at all"])
+def test_programs_over_maps_of_another_layout_go_when_sockets_are_served(
+    begun: Node, no_compiler: object, monkeypatch: pytest.MonkeyPatch, works: bool
+):
+    """These are served, whatever devices say."""
+    node = begun
+    old = node.attached()
+    monkeypatch.setitem(layout.MAPS, "services", replace(layout.MAPS["services"], version=99))
+    node.open()
+    assert node.attached() == old, "they serve until the maps are filled"
+    if not works:
+
+        def refuse(*_: object) -> None:
+            raise KernelError("broken by hand", errno=errno.EIO)
+
+        monkeypatch.setattr(Tc, "detach", refuse)
+    node.apply(*many(3, "10.0.0.2:80"))
+    assert node.attached() == ({} if works else old)
+    with (
+        Link.open(node.site.pins / "links" / "connect4") as link,
+        libbpf.program_by_id(link.info().program) as program,
+        node.site.pinned("services") as services,
+    ):
+        assert services.id in program.info().map_ids
+
+
+def test_connections_of_programs_that_were_left_come_over_when_there_are_new_ones(
+    begun: Node, no_compiler: Callable[[], None]
+):
+    """Those are over maps of another size."""
+    node, sizes = begun, replace(SIZES, connections=8192)
+    old = node.attached()
+    with node.site.pinned("flows") as flows:
+        node.plane = node.site.open(sizes, packet_path=True)
+        node.apply(*many(3, "10.0.0.1:80"))
+        assert node.attached() == old
+        assert node.site.pinned("flows").id == flows.id, "what is in use is pinned"
+        began = begin(flows)
+    no_compiler()
+    node.plane.doubt()
+    node.apply(*many(3, "10.0.0.1:80"))
+    ready(node)
+    assert node.in_step()
+    with node.site.pinned("flows") as flows:
+        assert flows.max_entries == int(8192 * layout.MAPS["flows"].per)
+        assert dict(flows.items()) == began
+
+
+def begin(flows: Map) -> dict[bytes, bytes]:
+    """A connection in this map."""
+    client, frontend = (
+        layout.pack_target(parse_addr(address), port, Protocol.TCP)
+        for address, port in (("198.51.100.7", 2000), ("10.96.0.1", 80))
+    )
+    raw = bytearray(layout.NAT.size)
+    raw[:8] = time.monotonic_ns().to_bytes(8, "little")
+    raw[fields.CLIENT], raw[fields.FRONTEND] = client, frontend
+    raw[fields.PART] = layout.FlowPart.QUESTION
+    made = {fields.ends(client, frontend): bytes(raw)}
+    flows.update(*next(iter(made.items())))
+    return made
+
+
 def test_what_is_written_to_old_maps_comes_over_when_the_last_device_has_left_them(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ):
@@ -353,16 +462,7 @@ def test_what_is_written_to_old_maps_comes_over_when_the_last_device_has_left_th
     node.plane = node.site.open(replace(SIZES, connections=8192), packet_path=True)
     node.apply(*many(3, "10.0.0.1:80"))
     until("it is told", lambda: node.failed() == ["here"])
-    client, frontend = (
-        layout.pack_target(parse_addr(address), port, Protocol.TCP)
-        for address, port in (("198.51.100.7", 2000), ("10.96.0.1", 80))
-    )
-    raw = bytearray(layout.NAT.size)
-    raw[:8] = time.monotonic_ns().to_bytes(8, "little")
-    raw[fields.CLIENT], raw[fields.FRONTEND] = client, frontend
-    raw[fields.PART] = layout.FlowPart.QUESTION
-    begun = {fields.ends(client, frontend): bytes(raw)}
-    flows.update(*next(iter(begun.items())))
+    begun = begin(flows)
     node.plane.tick(time.monotonic())
     assert node.site.entries("flows") == {}
     assert former.exists()

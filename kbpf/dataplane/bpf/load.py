@@ -28,6 +28,8 @@ from kbpf.model.config import MapSizes
 
 BEHIND_SERVICES: Final = frozenset(("backend_slots", "backends", "set_members"))
 """Where a value of `services` leads to: what it says holds for these maps only."""
+FLIPPED: Final = BEHIND_SERVICES | {"services"}
+"""What a program has to read to see what is flipped."""
 
 
 NEW_MAP: Final = "new-map-"

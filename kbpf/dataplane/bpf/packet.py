@@ -22,7 +22,7 @@ from kbpf.dataplane.bpf.facts import NEUTRAL, DeviceFacts, NodeFacts
 from kbpf.dataplane.bpf.hooks import PACKET_PROGRAMS, TAILS, TAILS_MAP
 from kbpf.dataplane.bpf.keeper import Keeper, KeeperStatus
 from kbpf.dataplane.bpf.layout import U32, NodeFlag
-from kbpf.dataplane.bpf.load import Pins, close_all, read_by
+from kbpf.dataplane.bpf.load import FLIPPED, Pins, close_all, read_by
 from kbpf.dataplane.bpf.programs import Programs, missing_packet_helpers
 from kbpf.errors import KernelError
 from kbpf.kernel import libbpf
@@ -211,6 +211,21 @@ class PacketPath(Programs):
         """Ends the keeper first: it uses maps and programs."""
         self._keeper.close()
         super().close()
+
+
+def is_there(pins: Pins) -> bool:
+    """Whether an agent has left packet programs."""
+    return bool(_left(pins))
+
+
+def follows(pins: Pins, maps: Mapping[str, Map]) -> bool:
+    """Whether the packet programs that an agent has left see all that is flipped in these maps."""
+    needed = {maps[name].id for name in FLIPPED}
+    return all(needed <= read_by(folder) for folder in _left(pins))
+
+
+def _left(pins: Pins) -> list[Path]:
+    return [p for p in pins.others("programs-tc", Path()) if not p.name.startswith("new-")]
 
 
 def remove(pins: Pins) -> int:

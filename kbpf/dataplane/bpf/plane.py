@@ -21,6 +21,7 @@ from kbpf.dataplane.bpf.cluster_ips import ClusterIps
 from kbpf.dataplane.bpf.exempt import Exemptions
 from kbpf.dataplane.bpf.ids import BackendTable, Ids
 from kbpf.dataplane.bpf.keeper import KeeperStatus
+from kbpf.dataplane.bpf.layout import MAPS
 from kbpf.dataplane.bpf.load import Pins
 from kbpf.dataplane.bpf.measure import Meter
 from kbpf.dataplane.bpf.orphans import Orphans
@@ -159,6 +160,7 @@ class BpfPlane:
             log.error("no packet path: only sockets of this node are served: %s", error)
             self.packet_problem = str(error)
             return None
+        self.packet_problem = ""
         return packets
 
     def _adopt(self) -> None:
@@ -208,7 +210,9 @@ class BpfPlane:
         return report
 
     def doubt(self) -> None:
-        """See base.DataPlane."""
+        """See base.DataPlane. And whether the packet path can be had now."""
+        if self._packets is None and self.packet_problem:
+            self._packets = self._open_packet_path()
         self._unsure = True
         self._tables.counted()  # what was written until now is none of the next report's
 
@@ -347,8 +351,8 @@ class BpfPlane:
                 self._change_over(self._packets)
             except DevicesBehind as error:
                 log.error("the packet path is not whole: %s", error)
-        elif not self.packet_problem:
-            self._tables.pin(packet=True)
+        else:
+            self._without_packets()
         self._tables.pin(packet=False)
         if self._sockets is not None:
             changed += self._sockets.publish()
@@ -356,6 +360,21 @@ class BpfPlane:
             self._pins.links.mkdir(mode=0o700, exist_ok=True)
         self._leave_alone()
         return changed
+
+    def _without_packets(self) -> None:
+        """What another agent has left on devices, though we cannot have it now, goes on as long as
+        it sees what is flipped: then it serves as before. Else it is taken off.
+        """
+        if self.packet_problem and packet.is_there(self._pins):
+            if packet.follows(self._pins, self._tables.maps):
+                return
+            try:
+                gone = packet.remove(self._pins)
+            except KernelError as error:
+                log.error("older packet programs stay, and know no changes: %s", error)
+                return
+            log.warning("older packet programs are taken off attachments=%d", gone)
+        self._tables.pin(packet=True)
 
     def _change_over(self, packets: PacketPath) -> None:
         """All devices get the programs that are loaded."""
@@ -446,13 +465,16 @@ class BpfPlane:
         """What was written to the maps of before comes after, and they go: those that devices read
         only when all of these have changed over.
         """
-        self._changing = self._packets is not None and not self._packets.everywhere
-        if self._changing:
-            assert self._packets is not None
-            self._tables.moves.catch_up(self._packets.reads)
-            return
-        self._tables.moves.catch_up()
-        load.remove_old_maps(self._pins)
+        still_read: Collection[str] = ()
+        if self._packets is None:
+            if self.packet_problem and packet.is_there(self._pins):
+                still_read = [name for name, spec in MAPS.items() if spec.packet]
+        elif not self._packets.everywhere:
+            still_read = self._packets.reads
+        self._tables.moves.catch_up(still_read)
+        self._changing = bool(still_read)
+        if not self._changing:
+            load.remove_old_maps(self._pins)
 
     def _sweep(self, found: adopt.Adopted, retired: Retired) -> None:
         retired.names += sorted({*found.stray_names, *found.unused_names.values()})

@@ -153,10 +153,9 @@ class Tables:
             and (bigger := self._size_for(name, self.fill[name] + count))
             > self.maps[name].max_entries
         }
-        together = load.BEHIND_SERVICES | {"services"}
-        if together.isdisjoint(bigger):
+        if load.FLIPPED.isdisjoint(bigger):
             return bigger
-        return {name: self.maps[name].max_entries for name in sorted(together)} | bigger
+        return {name: self.maps[name].max_entries for name in sorted(load.FLIPPED)} | bigger
 
     def _size_for(self, name: str, wanted: int) -> int:
         size, most = self.maps[name].max_entries, self.limit(name)
