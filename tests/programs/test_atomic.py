@@ -149,12 +149,16 @@ def read(protocol: Protocol, counters: Counters, number: int) -> list[Dialled]:
 
 
 def pick_tcp() -> str:
-    """As pick(), over a connection that a server takes; it ends with a reset, not in TIME_WAIT."""
+    """As pick(), over a connection that a server answers: one that it is still to take would be in
+    its backlog, and who overruns that waits for a second. It ends with a reset, not in TIME_WAIT.
+    """
     with socket.socket() as s:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("=ii", 1, 0))
         s.settimeout(PATIENCE)
         try:
             s.connect((HOST, PORT))
+            s.sendall(b"who\n")
+            s.recv(1)
         except OSError as error:
             return str(error)
         return s.getsockname()[0]

@@ -9,7 +9,7 @@ from kbpf.cli.app import main
 from kbpf.dataplane.base import Report
 from kbpf.dataplane.ipvs import plane
 from kbpf.model.desired import DesiredState, ServicePortKey
-from kbpf.model.measures import Pause, Traffic
+from kbpf.model.measures import Ended, Pause, Traffic
 
 
 class FakePlane(plane.IpvsPlane):
@@ -29,6 +29,9 @@ class FakePlane(plane.IpvsPlane):
 
     def tick(self, now: float) -> float | None:
         return None
+
+    def ended(self) -> tuple[Ended, ...]:
+        return ()
 
     def count(self, pause: Pause) -> Traffic:
         return Traffic()
