@@ -687,12 +687,21 @@ static __always_inline bool passes_stack(const struct node *n, const struct devi
 	       (masquerade && from->role == ROLE_HOST && to->role == ROLE_HOST);
 }
 
-/* Goes on with a new flow in another program: there is not room for all in one. */
-static __always_inline int hand_over(struct __sk_buff *skb, const struct nat *nat, u32 tail)
+/* Where a new flow is described, nothing of it yet: the stack has no room, and other programs go on
+ * with it. */
+static __always_inline struct nat *blank(void)
 {
 	u32 zero = 0;
+	struct nat *nat = pending.lookup(&zero);
 
-	pending.update(&zero, (struct nat *)nat);
+	if (nat)
+		__builtin_memset(nat, 0, sizeof(*nat));
+	return nat;
+}
+
+/* Goes on with what `pending` describes in another program: there is not room for all in one. */
+static __always_inline int hand_over(struct __sk_buff *skb, u32 tail)
+{
 	tails.call(skb, tail);
 	return finish(TC_SHOT, NOT_RECORDED);
 }
@@ -793,11 +802,11 @@ int tc_new(struct __sk_buff *skb)
 	struct asker who = {};
 	struct packet p = {};
 	struct choice c = {};
-	struct nat nat = {};
+	struct nat *nat = blank();
 	int action;
 	u32 how;
 
-	if (!device || !n || !parse(skb, device->l2, &p))
+	if (!device || !n || !nat || !parse(skb, device->l2, &p))
 		return TC_NEXT;
 	if (is_martian(&p.tuple.from.address) || node_addresses.lookup(&p.tuple.from.address) ||
 	    same_address(&p.tuple.from.address, p.v6 ? &n->snat6 : &n->snat4))
@@ -806,22 +815,21 @@ int tc_new(struct __sk_buff *skb)
 	if ((n->flags & (NODE_YIELDS | NODE_FOLLOWS)) && !(how & BEGINS_OURS))
 		tails.call(skb, TAIL_YIELD);
 	who.outside = !(device->flags & DEVICE_LOCAL);
-	if (!begin(skb, &p, &who, &c, &nat, &action)) {
+	if (!begin(skb, &p, &who, &c, nat, &action)) {
 		if ((how & BEGINS_AGAIN) && action == TC_NEXT)
 			tails.call(skb, TAIL_FORGET);
 		return action;
 	}
-	if (masquerades(&c, n, device, &nat.client.address)) {
-		nat.snat = p.v6 ? n->snat6 : n->snat4;
-		if (is_any(&nat.snat)) /* the device may have one; tc_claim takes no other */
-			nat.snat.word[3] = NO_ADDRESS;
+	if (masquerades(&c, n, device, &nat->client.address)) {
+		nat->snat = p.v6 ? n->snat6 : n->snat4;
+		if (is_any(&nat->snat)) /* the device may have one; tc_claim takes no other */
+			nat->snat.word[3] = NO_ADDRESS;
 	}
 	return hand_over(
-		skb, &nat,
-		has_snat(&nat) || (n->flags & NODE_DIRECT) ||
-				(device->role == ROLE_POD && !(device->flags & DEVICE_PEER))
-			? TAIL_WAY
-			: TAIL_PLACE);
+		skb, has_snat(nat) || (n->flags & NODE_DIRECT) ||
+				     (device->role == ROLE_POD && !(device->flags & DEVICE_PEER))
+			     ? TAIL_WAY
+			     : TAIL_PLACE);
 }
 
 /* The same for this node's own, by a socket that the hooks have left alone. What it sends leaves by
@@ -834,16 +842,16 @@ int tc_host_new(struct __sk_buff *skb)
 	struct asker who = {};
 	struct packet p = {};
 	struct choice c = {};
-	struct nat nat = {};
+	struct nat *nat = blank();
 	int action;
 
-	if (!device || !parse(skb, device->l2, &p))
+	if (!device || !nat || !parse(skb, device->l2, &p))
 		return TC_NEXT;
-	if (!begin(skb, &p, &who, &c, &nat, &action))
+	if (!begin(skb, &p, &who, &c, nat, &action))
 		return action;
-	nat.way = WAY_REDIRECT;
-	nat.device = ifindex;
-	return hand_over(skb, &nat, TAIL_PLACE);
+	nat->way = WAY_REDIRECT;
+	nat->device = ifindex;
+	return hand_over(skb, TAIL_PLACE);
 }
 
 /* The flow is there: goes back to where known flows are served. */
@@ -1125,8 +1133,11 @@ static __always_inline int deliver(struct __sk_buff *skb, const struct device *f
 /* Has the entry written that a packet needs in the stack, and comes again. */
 static __always_inline int prepare_stack(struct __sk_buff *skb, const struct nat *nat, u32 again)
 {
+	u32 zero = 0;
+
 	skb->cb[0] = again;
-	return hand_over(skb, nat, TAIL_LATE);
+	pending.update(&zero, (struct nat *)nat);
+	return hand_over(skb, TAIL_LATE);
 }
 
 static __always_inline int go_on(struct __sk_buff *skb, struct packet *p,

@@ -259,6 +259,8 @@ def update(web: PodCluster, image: str, another_version: Path, load: Load) -> No
                 p.name for p in agent.pin_dir.glob("maps-*")
             ),
         )
+        status = agent.status()["packets"]
+        assert (status["problem"], status["failed"]) == ("", []), "the packet path came along"
 
 
 @over_each_network
