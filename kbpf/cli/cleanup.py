@@ -151,7 +151,7 @@ def remove_kube_proxy(config: Config, force: bool = False) -> Iterator[Removed]:
     for family in handover.there():
         virtual = len(handover.kept((family,)))
         with_it = [f"{virtual} virtual services of IPVS"] if virtual else []
-        with_it += [f"a rule in {chain}" for chain in handover.passing(family)]
+        with_it += [f"a rule in {chain}" for chain in handover.passing((family,))]
         more = f", and with it {' and '.join(with_it)}" if with_it else ""
         print(
             f"kbpf: table {family} {handover.TABLE} stays{more}, for connections that kube-proxy "

@@ -4,10 +4,10 @@ A flag beats a variable, and that beats the file.
 """
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -109,21 +109,14 @@ def _take_and_note(context: typer.Context, file: Path | None) -> Path | None:
     return file
 
 
-_FILE_HELP: Final = "The file that `run` was given: what it says of the folders and names below."
+def _file_option(callback: Callable[[typer.Context, Path | None], Path | None]) -> Any:
+    return typer.Option(
+        "--config", metavar="FILE", envvar="KBPF_CONFIG", is_eager=True, callback=callback,
+        help="The file that `run` was given: what it says of the folders and names below.",
+    )  # fmt: skip
 
-ConfigFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--config", metavar="FILE", envvar="KBPF_CONFIG", is_eager=True, callback=_take_and_warn,
-        help=_FILE_HELP,
-    ),
-]  # fmt: skip
+
+ConfigFile = Annotated[Path | None, _file_option(_take_and_warn)]
 """For commands that look: what is wrong in it is told."""
-ConfigNames = Annotated[
-    Path | None,
-    typer.Option(
-        "--config", metavar="FILE", envvar="KBPF_CONFIG", is_eager=True, callback=_take_and_note,
-        help=_FILE_HELP,
-    ),
-]  # fmt: skip
+ConfigNames = Annotated[Path | None, _file_option(_take_and_note)]
 """For those that have to know the names: it leaves them to the command."""

@@ -8,18 +8,13 @@ from collections.abc import Iterable
 from kbpf.errors import KernelError
 from kbpf.kernel import netfilter
 
-UNSEEN = "iptables-legacy has a filter table for {}, which is not looked at"
-
 
 def forward(mark: int, listed: Iterable[netfilter.Json] | None = None) -> tuple[str, ...]:
     """About masqueraded packets on their way through FORWARD. Nothing of what cannot be read.
     `listed`: see netfilter.list_chains().
     """
     let_pass = f"let packets with mark {mark:#x} pass there"
-    lines = [
-        f"{UNSEEN.format(family)}; if its FORWARD drops, {let_pass}"
-        for family in netfilter.legacy_tables()
-    ]
+    lines = _unseen("FORWARD", let_pass)
     with contextlib.suppress(KernelError):
         lines += [
             f"FORWARD is closed by {chain}, which is not touched; {let_pass}"
@@ -31,13 +26,18 @@ def forward(mark: int, listed: Iterable[netfilter.Json] | None = None) -> tuple[
 def inputs(table: str, listed: Iterable[netfilter.Json] | None = None) -> tuple[str, ...]:
     """About packets on their way to IPVS, but for rules of our own table. As above."""
     let_in = "let in what is sent to addresses and NodePorts of Services, which IPVS gets by INPUT"
-    lines = [
-        f"{UNSEEN.format(family)}; if its INPUT drops, {let_in}"
-        for family in netfilter.legacy_tables()
-    ]
+    lines = _unseen("INPUT", let_in)
     with contextlib.suppress(KernelError):
         lines += [
             f"INPUT is closed by {chain}; {let_in}"
             for chain in netfilter.closed_inputs(listed, but=table)
         ]
     return tuple(lines)
+
+
+def _unseen(chain: str, advice: str) -> list[str]:
+    return [
+        f"iptables-legacy has a filter table for {family}, which is not looked at; "
+        f"if its {chain} drops, {advice}"
+        for family in netfilter.legacy_tables()
+    ]

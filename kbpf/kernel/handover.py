@@ -130,10 +130,10 @@ def let_pass(chains: Iterable[netfilter.Chain]) -> tuple[str, ...]:
     raise KernelError("others change all rules again and again", "nf_tables", "", errno.ERESTART)
 
 
-def passing(family: str) -> tuple[netfilter.Chain, ...]:
-    """The chains of this family that have the rule."""
+def passing(families: Collection[str]) -> tuple[netfilter.Chain, ...]:
+    """The chains of these families that have the rule."""
     chains = netfilter.forward_chains()
-    return tuple(chain for chain in chains if chain.family == family and chain.handovers)
+    return tuple(chain for chain in chains if chain.family in families and chain.handovers)
 
 
 def _is_wanted(chain: netfilter.Chain) -> bool:
@@ -160,8 +160,7 @@ def _rules(families: Collection[str]) -> list[netfilter.Json]:
         return []
     return [
         command
-        for family in families
-        for chain in passing(family)
+        for chain in passing(families)
         for command in netfilter.deletions(chain, chain.handovers)
     ]
 
