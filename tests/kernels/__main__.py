@@ -1,7 +1,8 @@
 """`python -m tests.kernels [KERNEL...]`: a part of the suite inside of Debian's kernels.
 
 Compiles the programs here, boots each kernel over the working tree (machine.py), runs the tests of
-FEATURES inside, and prints one table: kernel x feature x result. Everything is kept in
+FEATURES inside, and prints one table: kernel x feature x result. Emulated kernels run beside each
+other, one for each processor. Everything is kept in
 build/kernels: table.json, and for each kernel its console and what pytest wrote.
 Ends with 1 when anything failed, a guest that hung or died included.
 """
@@ -14,7 +15,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
@@ -112,19 +113,35 @@ def main() -> int:
 def report(
     families: Sequence[str], features: Sequence[Feature], minutes: float, refresh: bool
 ) -> int:
-    """Boots these kernels one after the other, and prints the table; the exit code."""
+    """Boots these kernels, as many at once as there are processors for, and prints the table; the
+    exit code.
+    """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # or guests would outlive us
     prepare()
     kernels = [debian.fetch(family, refresh) for family in families]
     kvm = machine.kvm_boots(kernels[-1], BUILD / "kvm")
     say(f"kvm: {'yes' if kvm else 'no, the emulator'}")
     rows: list[table.Result] = []
-    for kernel in kernels:
-        rows += run(kernel, features, minutes * 60, kvm)
+    endings: list[str] = []
+    # The emulator runs a guest on one processor (machine.EMULATED).
+    with ThreadPoolExecutor(1 if kvm else os.cpu_count()) as pool:
+        try:
+            done = list(pool.map(lambda kernel: run(kernel, features, minutes * 60, kvm), kernels))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            machine.end_all()
+            raise
+    for kernel, (found, ending) in zip(kernels, done, strict=True):
+        rows += found
+        if ending.code is None or table.without_result(found):
+            endings.append(
+                f"{kernel.family}: {ending.say()}; its console ends so:\n{ending.tail()}"
+            )
     (BUILD / "table.json").write_bytes(msgspec.json.format(msgspec.json.encode(rows)))
     if text := table.failures(rows):
         say(text)
-    print(table.page(rows, features))
+    # Last of all, and in the same stream: of a long run often only the last lines are kept.
+    print("\n".join((table.page(rows, features), *endings)))
     return int(any(row.result == table.FAILS for row in rows))
 
 
@@ -149,17 +166,17 @@ def pycache() -> dict[str, str]:
 
 def run(
     kernel: debian.Kernel, features: Sequence[Feature], seconds: float, kvm: bool
-) -> list[table.Result]:
-    """Boots a kernel, runs the features' tests inside; a result for each of them."""
+) -> tuple[list[table.Result], machine.Ending]:
+    """Boots a kernel, runs the features' tests inside; a result for each of them, and how the guest
+    ended.
+    """
     results = BUILD / kernel.family
     shutil.rmtree(results, ignore_errors=True)
     say(f"{kernel.family}: booting {kernel.release}")
     ending = machine.boot(kernel, command(features), results, seconds, kvm)
-    say(f"{kernel.family}: {ending.why or 'done'} after {ending.seconds:.0f} s, see {ending.log}")
-    if ending.code is None:
-        say(tail(ending.log))
+    say(f"{kernel.family}: {ending.say()}")
     cases = [case for mode in MODES for case in table.read(results / f"junit-{mode}.xml", mode)]
-    return table.results(kernel.family, kernel.release, features, cases)
+    return table.results(kernel.family, kernel.release, features, cases), ending
 
 
 def command(features: Sequence[Feature]) -> list[str]:
@@ -186,11 +203,6 @@ def _pytest(mode: str, features: Sequence[Feature]) -> str:
         "-o", "junit_family=xunit1", *tests,
     ])  # fmt: skip
     return f'{words} --junitxml="$RESULTS/junit-{mode}.xml"'
-
-
-def tail(log: Path, lines: int = 40) -> str:
-    """The last lines of a console."""
-    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
 
 
 def say(line: str) -> None:

@@ -40,6 +40,18 @@ SHARES = tuple(
     )
 )
 MEMORY, CPUS = "2G", "2"
+EMULATED = (
+    "--disable-kvm", "--qemu-opts=-accel tcg,thread=single",
+    "--append", "tsc=reliable no_timer_check",
+)  # fmt: skip
+"""What keeps an emulated guest alive on a busy machine: without it one boot in fifty or so died or
+hung. Its CPUs take turns: where they run at once, one of them sometimes executes the breakpoint of
+a code patch that the other has just ended (`Oops: int3`); taking turns is no slower. Its clock is
+not judged by others (the watchdog's comparisons hang, watchdog_check_skew()), and a timer whose
+ticks come late is no reason to give up (`IO-APIC + timer doesn't work!`).
+"""
+
+_running: set["subprocess.Popen[bytes]"] = set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +64,15 @@ class Ending:
     why: str
     seconds: float
     log: Path
+
+    def say(self) -> str:
+        """How it ended, in a line."""
+        how = self.why or ("done" if self.code == 0 else f"its command ended with {self.code}")
+        return f"{how} after {self.seconds:.0f} s, see {self.log}"
+
+    def tail(self, lines: int = 40) -> str:
+        """The console's last lines."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
 
 def boot(kernel: Kernel, command: list[str], results: Path, seconds: float, kvm: bool) -> Ending:
@@ -74,10 +95,12 @@ def boot(kernel: Kernel, command: list[str], results: Path, seconds: float, kvm:
             start_new_session=True,
             cwd="/",  # the guest's too: a share that is somebody's cannot be mounted anew
         )
+        _running.add(child)
         try:
             silent = KVM_SILENT_SECONDS if kvm else SILENT_SECONDS
             why = _watch(child, log, silent, seconds)
         finally:
+            _running.discard(child)
             _end(child)
         for own in (GUEST.name, COMMAND):
             (exchange / own).unlink()
@@ -94,7 +117,7 @@ def _vng(kernel: Kernel, exchange: Path, kvm: bool) -> list[str]:
     inside = shlex.join(["sh", str(exchange / GUEST.name), str(exchange), str(ROOT)])
     return [
         VNG, "--verbose", "--run", str(kernel.image), "--user", "root", "--memory", MEMORY,
-        "--cpus", CPUS, *([] if kvm else ["--disable-kvm"]), "--force-9p",
+        "--cpus", CPUS, *([] if kvm else EMULATED), "--force-9p",
         f"--rwdir={exchange}", *(f"--rodir={share}" for share in _outermost(SHARES)),
         "--exec", inside,
     ]  # fmt: skip
@@ -125,6 +148,12 @@ def _end(child: "subprocess.Popen[bytes]") -> None:
     if child.poll() is None:
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
+
+
+def end_all() -> None:
+    """Ends every guest that another thread waits for: each of them is told that it ended early."""
+    for child in tuple(_running):
+        _end(child)
 
 
 def kvm_boots(kernel: Kernel, results: Path) -> bool:

@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 import msgspec
 
 WORKS, LACKS, FAILS = "works", "lacks", "FAILS"
+NO_RESULT = "no result"
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,7 @@ def _result(kernel: str, release: str, feature: Feature, cases: list[Case]) -> R
     missing = [t for t in feature.tests if not any(feature.has(t, case) for case in cases)]
     skipped = [c for c in cases if c.skipped]
     passed = len(cases) - len(failed) - len(skipped)
-    wrong = (*failed, *(f"{path}: no result" for path in missing))
+    wrong = (*failed, *(f"{path}: {NO_RESULT}" for path in missing))
     return Result(
         kernel=kernel,
         release=release,
@@ -129,6 +130,11 @@ def _result(kernel: str, release: str, feature: Feature, cases: list[Case]) -> R
             c.name: int(c.properties["processed"]) for c in cases if "processed" in c.properties
         },
     )
+
+
+def without_result(rows: Iterable[Result]) -> bool:
+    """Whether a test that was to run told nothing."""
+    return any(name.endswith(NO_RESULT) for row in rows for name in row.failed)
 
 
 def page(rows: Sequence[Result], features: Sequence[Feature]) -> str:

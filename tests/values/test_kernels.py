@@ -1,9 +1,13 @@
 """`make test-kernels` itself: no guest that hangs or dies passes for one whose tests did."""
 
+import os
+import signal
+import threading
 from pathlib import Path
 
 import pytest
 
+from tests.kernels import __main__ as kernels
 from tests.kernels import debian, machine, table
 from tests.kernels.debian import Kernel
 from tests.kernels.table import FAILS, LACKS, WORKS, Feature
@@ -29,10 +33,7 @@ EXIT = 'for word; do case $word in --rwdir=*) echo {code} > "${{word#*=}}/exit";
 def test_how_a_boot_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, code: int | None, why: str
 ) -> None:
-    vng = tmp_path / "vng"
-    vng.write_text(f"#!/bin/sh\n{script}\n")
-    vng.chmod(0o755)
-    monkeypatch.setattr(machine, "VNG", str(vng))
+    _stand_in(tmp_path, monkeypatch, script)
     monkeypatch.setattr(machine, "SILENT_SECONDS", 3 if "Linux" in script else 0.2)
     kernel = Kernel("5.10", "5.10.0-1-amd64", Path("/nowhere/vmlinuz"))
     ending = machine.boot(kernel, ["true"], tmp_path / "results", 2.0, kvm=False)
@@ -42,13 +43,65 @@ def test_how_a_boot_ends(
 
 
 def test_a_guest_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    vng = tmp_path / "vng"
-    vng.write_text(f"#!/bin/sh\n{ALIVE}\nsleep 60 & echo $! > {tmp_path}/pid; wait\n")
-    vng.chmod(0o755)
-    monkeypatch.setattr(machine, "VNG", str(vng))
+    _stand_in(tmp_path, monkeypatch, f"{ALIVE}; sleep 60 & echo $! > {tmp_path}/pid; wait")
     machine.boot(Kernel("x", "x", Path("/x")), ["true"], tmp_path / "results", 1.0, kvm=False)
     state = Path("/proc", (tmp_path / "pid").read_text().strip(), "stat")
     until("it has ended", lambda: not state.exists() or ") Z " in state.read_text())
+
+
+@pytest.fixture
+def no_fetch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are not fetched, nothing is compiled, there is no KVM and two processors."""
+    monkeypatch.setattr(kernels, "BUILD", tmp_path)
+    monkeypatch.setattr(kernels, "prepare", lambda: None)
+    monkeypatch.setattr(debian, "fetch", lambda name, _: Kernel(name, f"{name}-1", tmp_path))
+    monkeypatch.setattr(machine, "kvm_boots", lambda *_: False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+
+
+def _stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    vng = tmp_path / "vng"
+    vng.write_text(f"#!/bin/sh\n{script}\n")
+    vng.chmod(0o755)
+    monkeypatch.setattr(machine, "VNG", str(vng))
+
+
+@pytest.mark.usefixtures("no_fetch")
+def test_emulated_guests_run_beside_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    both = f"while [ $(ls {tmp_path}/met-* | wc -l) -lt 2 ]; do sleep 0.1; done"
+    _stand_in(
+        tmp_path, monkeypatch, f"{ALIVE}; touch {tmp_path}/met-$$; {both}; {EXIT.format(code=0)}"
+    )
+    kernels.report(["5.10", "6.1"], [A], 0.5, False)
+    said = capsys.readouterr()
+    assert "hung" not in said.err
+    assert said.out.splitlines()[0].split() == ["feature", "5.10", "(5.10-1)", "6.1", "(6.1-1)"]
+
+
+@pytest.mark.usefixtures("no_fetch")
+def test_no_guest_outlives_who_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _stand_in(tmp_path, monkeypatch, f"{ALIVE}; touch {tmp_path}/pid-$$; exec sleep 60")
+
+    def stop() -> None:
+        until("two guests run", lambda: len(list(tmp_path.glob("pid-*"))) == 2)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    stopper = threading.Thread(target=stop)
+    stopper.start()
+    old = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit):
+            kernels.report(["5.10", "6.1", "6.12"], [A], 0.5, False)
+    finally:
+        signal.signal(signal.SIGTERM, old)
+    stopper.join()
+    pids = [one.name.removeprefix("pid-") for one in tmp_path.glob("pid-*")]
+    assert len(pids) == 2, "the third was never begun"
+    assert not [pid for pid in pids if Path("/proc", pid).exists()]
 
 
 JUNIT = """<testsuites><testsuite>
@@ -106,6 +159,33 @@ def test_the_page_names_what_failed_and_what_is_lacking(tmp_path: Path) -> None:
         "b        lacks",
         "5.10 FAILS: a: two",
         "5.10 lacks: TCX links: Linux 6.6 brought it (b)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("code", "why", "said"),
+    [
+        (None, "the guest hung", "5.10: the guest hung after 7 s"),
+        (139, "", "5.10: its command ended with 139 after 7 s"),
+    ],
+    ids=["the guest", "pytest"],
+)
+@pytest.mark.usefixtures("no_fetch")
+def test_what_is_known_of_a_guest_without_results_is_said_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    code: int | None, why: str, said: str,
+) -> None:  # fmt: skip
+    log = tmp_path / "console.log"
+    log.write_text("Linux version 5.10\nKernel panic - not syncing\n")
+    monkeypatch.setattr(machine, "boot", lambda *_: machine.Ending(code, why, 7.0, log))
+    assert kernels.report(["5.10"], [A], 1.0, False) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "feature  5.10 (5.10-1)",
+        "a        FAILS (1 of 1)",
+        "5.10 FAILS: a: tests/programs/test_a.py: no result",
+        f"{said}, see {log}; its console ends so:",
+        "Linux version 5.10",
+        "Kernel panic - not syncing",
     ]
 
 
