@@ -339,7 +339,7 @@ def test_a_restart_without_news_writes_nothing(site: Site, which: str):
     assert attached.keys() == HOOKS
     for _ in range(2):
         plane = site.open()
-        assert plane.compiled is False
+        assert plane._attached.compiled is False
         assert site.dump() == before
         report = plane.apply(state, None)
         assert dict(report.writes) == {}

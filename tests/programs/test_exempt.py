@@ -7,8 +7,7 @@ from typing import NamedTuple, TypeVar
 
 import pytest
 
-from kbpf.dataplane.bpf import exempt
-from kbpf.dataplane.bpf import plane as plane_module
+from kbpf.dataplane.bpf import attached, exempt
 from kbpf.dataplane.bpf.exempt import Exemptions, matching, pod_folders
 from kbpf.dataplane.bpf.hooks import HELPER_CURRENT_CGROUP, OPTIONAL_HELPERS
 from kbpf.dataplane.bpf.keeper import KeeperStatus
@@ -267,13 +266,13 @@ def test_without_the_helpers_the_programs_load_and_translate(
     """As on a kernel that has none of them: nobody can be exempt there."""
     site, client = served
     has = missing_helpers()
-    monkeypatch.setattr(plane_module, "missing_helpers", lambda: frozenset(OPTIONAL_HELPERS))
+    monkeypatch.setattr(attached, "missing_helpers", lambda: frozenset(OPTIONAL_HELPERS))
     plane = site.open()
     plane.apply(WORLD, None)
     assert picks(client, "10.96.0.1:80") == [LOCAL[0]]
     raw = site.entries("config")[bytes(4)]
-    assert plane._settings is not None
-    plane._settings.stand(plane._settings.flags | ConfigFlag.EXEMPTIONS)
+    assert plane._attached.settings is not None
+    plane._attached.settings.stand(plane._attached.settings.flags | ConfigFlag.EXEMPTIONS)
     with site.pinned("exempt_cgroups") as held:
         held.update(site.cgroup.stat().st_ino.to_bytes(8, "little"), bytes(4))
     assert picks(client, "10.96.0.1:80") == [LOCAL[0]]

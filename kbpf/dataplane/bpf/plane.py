@@ -9,42 +9,30 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from pathlib import Path
-from typing import Final
 
 import msgspec
 
 from kbpf.dataplane.base import Report
-from kbpf.dataplane.bpf import adopt, beside, compile, load, moving, packet, udp, writing
-from kbpf.dataplane.bpf.beside import Beside
+from kbpf.dataplane.bpf import adopt, load, udp, writing
+from kbpf.dataplane.bpf.attached import Attached
 from kbpf.dataplane.bpf.cluster_ips import ClusterIps
-from kbpf.dataplane.bpf.exempt import Exemptions
 from kbpf.dataplane.bpf.ids import BackendTable, Ids
-from kbpf.dataplane.bpf.keeper import KeeperStatus
-from kbpf.dataplane.bpf.layout import MAPS
 from kbpf.dataplane.bpf.load import Pins
 from kbpf.dataplane.bpf.measure import Meter
-from kbpf.dataplane.bpf.orphans import Orphans
-from kbpf.dataplane.bpf.packet import PacketPath
 from kbpf.dataplane.bpf.plan import Planner, Programmed, Retired, Writes, leaving, need
-from kbpf.dataplane.bpf.programs import Programs, SocketPrograms, missing_helpers
 from kbpf.dataplane.bpf.retiring import GRACE_SECONDS, SHORT_GRACE_SECONDS, Retiring
-from kbpf.dataplane.bpf.settings import HookSettings
 from kbpf.dataplane.bpf.tables import Tables
 from kbpf.dataplane.bpf.writing import ZERO, target
-from kbpf.errors import CapacityError, DevicesBehind, KbpfError, KernelError, PinsGone
-from kbpf.kernel import mounts, netns
+from kbpf.errors import CapacityError, KernelError, PinsGone
+from kbpf.kernel import mounts
 from kbpf.model.address import Addr, family_of
-from kbpf.model.config import Accounting, Config, SocketLb
+from kbpf.model.config import Config
 from kbpf.model.desired import DesiredState, ServicePortKey, ServiceState
 from kbpf.model.measures import Ended, Measures, Pause, Traffic
 from kbpf.model.objects import Cidr, Protocol
-from kbpf.model.status import MOST_FAILURES, DeviceFailure, ModeChoice, PacketStatus
+from kbpf.model.status import ModeChoice, PacketStatus
 
 log = logging.getLogger("kbpf.dataplane")
-
-CHANGE_SECONDS: Final = 1.0
-"""So often the devices are asked whether all have changed over."""
 
 
 class BpfPlane:
@@ -63,19 +51,10 @@ class BpfPlane:
         self._refused: dict[ServicePortKey, str] = {}
         self._stray: adopt.Adopted | None = None  # until the first complete apply
         self._lock = -1
-        self._settings: HookSettings | None = None
-        self._waits = False  # the packet path has to serve before the hooks leave somebody alone
-        self._sockets: SocketPrograms | None = None
-        self._packets: PacketPath | None = None
-        self._changing = False  # over from maps that an earlier agent has left
-        self._beside = Beside(self._pins, config)
-        self._orphans = Orphans()
-        self.packet_problem = ""
+        self._attached = Attached(config, self._pins, self._tables)
         self._kept: adopt.Adopted | None = None  # what an unsound first apply left as it was
         self._unsure = False  # whether what is kept here is what the maps hold
         self._meter = Meter(self._pins, config)
-        self._follows = False  # another data plane
-        self.compiled = False
 
     def choice(self) -> ModeChoice:
         """See base.DataPlane."""
@@ -83,13 +62,7 @@ class BpfPlane:
 
     def follow(self, other: bool) -> None:
         """See base.DataPlane."""
-        self._follows = other
-        if other:
-            return
-        if self._packets is not None:
-            self._packets.alone()
-        if self._settings is not None:
-            self._settings.alone()
+        self._attached.follow(other)
 
     # ---- opening ---------------------------------------------------------------------------
 
@@ -105,63 +78,11 @@ class BpfPlane:
             )
         mounts.ensure_bpffs(self._config.pin_dir)
         self._lock = load.lock(self._pins)
-        sockets = self._obtain_sockets(cgroup)
+        self._attached.compile(cgroup)
         adopted = self._tables.open()
-        self._settings = HookSettings(
-            self._config, self._tables.maps["config"], missing_helpers(), self._follows
-        )
-        if sockets is not None:
-            sockets.load(self._tables.maps)
-        self._sockets = sockets
-        self._packets = self._open_packet_path()
-        self._exemptions = self._open_exemptions(cgroup)
+        self._attached.load(cgroup)
         self._adopt()
         log.info("opened pin_dir=%s cgroup=%s adopted=%s", self._pins.root, cgroup, adopted)
-
-    def _obtain_sockets(self, cgroup: Path) -> SocketPrograms | None:
-        """The socket programs, not loaded yet; None where they are switched off."""
-        mode = self._config.socket_lb
-        if mode is SocketLb.OFF:
-            return None
-        if mode is SocketLb.HOST_ONLY and netns.cookie() is None:
-            raise KernelError(
-                "this kernel does not tell the node's sockets from those of pods",
-                f"--socket-lb {mode}",
-                "SO_NETNS_COOKIE is missing (Linux 5.14): use --socket-lb on or off",
-            )
-        artifact, self.compiled = compile.obtain("sock", self._config.cache_dir)
-        lacks = missing_helpers()
-        ends = self._config.accounting is Accounting.FULL
-        return SocketPrograms(self._pins, artifact, cgroup, lacks, ends)
-
-    def _open_exemptions(self, cgroup: Path) -> Exemptions:
-        try:
-            root = mounts.cgroup_root()
-        except KernelError:  # only a part of it is visible
-            root = cgroup
-        patterns = self._config.socket_lb_exempt
-        made = Exemptions(root, cgroup, patterns, self._tables, self._leave_alone)
-        made.adopt()
-        return made
-
-    def _open_packet_path(self) -> PacketPath | None:
-        """The packet path, or None where it is switched off or cannot be had: the socket hooks
-        do without it, if they serve everybody.
-        """
-        if not self._config.packet_path:
-            return None
-        try:
-            artifact, _ = compile.obtain("tc", self._config.cache_dir)
-            packets = PacketPath(self._pins, artifact, self._config, self._follows)
-            packets.load(self._tables.maps)
-        except KbpfError as error:
-            if self._config.socket_lb is not SocketLb.ON:
-                raise
-            log.error("no packet path: only sockets of this node are served: %s", error)
-            self.packet_problem = str(error)
-            return None
-        self.packet_problem = ""
-        return packets
 
     def _adopt(self) -> None:
         maps = self._tables.maps
@@ -211,8 +132,7 @@ class BpfPlane:
 
     def doubt(self) -> None:
         """See base.DataPlane. And whether the packet path can be had now."""
-        if self._packets is None and self.packet_problem:
-            self._packets = self._open_packet_path()
+        self._attached.try_again()
         self._unsure = True
         self._tables.counted()  # what was written until now is none of the next report's
 
@@ -232,8 +152,7 @@ class BpfPlane:
                 writes.removed |= self._stray.stray_frontends - writes.flips.keys()
             writes.new_frontends -= len(self._stray.stray_frontends & writes.flips.keys())
         ips = self._count_cluster_ips(after, sound)
-        if self._packets is not None:
-            self._packets.describe_node(desired)
+        self._attached.describe_node(desired)
         self._grow(writes, len(set(desired.node_addresses) - self._addresses), len(ips[0]))
         self._write(writes, set(desired.node_addresses), ips)
         for key, owner in after.items():
@@ -249,7 +168,7 @@ class BpfPlane:
             self._tables.drop("services", map(target, found.stray_frontends - ours))
             self._sweep(found, writes.retired)
         self._retiring.add(self._clock(), writes.retired)
-        self._exemptions.want(desired.exempt_pods, desired.pods_known, self._clock())
+        self._attached.exemptions.want(desired.exempt_pods, desired.pods_known, self._clock())
         written, calls = self._tables.counted()
         return Report(written, calls, dict(self._refused))
 
@@ -318,19 +237,10 @@ class BpfPlane:
         )
         services = self._tables.maps["services"].id
         if bigger:
-            for programs in self._all_programs():
-                programs.fall_behind(self._tables.maps)
-            self._tables.grow(bigger)
-            for programs in self._all_programs():
-                programs.load(self._tables.maps)
+            self._attached.grow(bigger)
         # In the first apply they wait until the maps are filled, unless they read what is filled.
-        if self._stray is None:
-            publish = bool(bigger)
-        else:
-            maps = self._tables.maps
-            publish = any(p.out_of_step(services, maps) for p in self._all_programs())
-        if publish:
-            self._publish()
+        if bool(bigger) if self._stray is None else self._attached.out_of_step(services):
+            self._attached.publish()
 
     def _write(
         self, writes: Writes, addresses: set[Addr], cluster_ips: tuple[set[Addr], set[Addr]]
@@ -340,94 +250,6 @@ class BpfPlane:
         self._cluster_ips.written(*cluster_ips)
         self._addresses = addresses
         self._cut(writes.retired)
-
-    def _publish(self) -> int:
-        """Attaches everything; how many attachments of hooks changed. A device that refuses must
-        not keep the sockets from being served: it goes on with what it has, whole.
-        """
-        changed = 0
-        if self._packets is not None:
-            try:
-                self._change_over(self._packets)
-            except DevicesBehind as error:
-                log.error("the packet path is not whole: %s", error)
-        else:
-            self._without_packets()
-        self._tables.pin(packet=False)
-        if self._sockets is not None:
-            changed += self._sockets.publish()
-        else:  # by this folder _check_pins() knows that nobody has removed the pins
-            self._pins.links.mkdir(mode=0o700, exist_ok=True)
-        self._leave_alone()
-        return changed
-
-    def _without_packets(self) -> None:
-        """What another agent has left on devices, though we cannot have it now, goes on as long as
-        it sees what is flipped: then it serves as before. Else it is taken off.
-        """
-        if self.packet_problem and packet.is_there(self._pins):
-            if packet.follows(self._pins, self._tables.maps):
-                return
-            try:
-                gone = packet.remove(self._pins)
-            except KernelError as error:
-                log.error("older packet programs stay, and know no changes: %s", error)
-                return
-            log.warning("older packet programs are taken off attachments=%d", gone)
-        self._tables.pin(packet=True)
-
-    def _change_over(self, packets: PacketPath) -> None:
-        """All devices get the programs that are loaded."""
-        if not packets.tracks_elsewhere(self._tables.maps["flows"]):
-            self._tables.pin(packet=True)
-            packets.publish()
-            return
-        self._tables.moves.bring_flows()  # most of them, before anybody has to wait
-        with moving.pause(self._tables.maps["paused"]):
-            self._tables.moves.bring_flows()
-            self._tables.pin(packet=True)
-            packets.publish()
-
-    def _leave_alone(self) -> None:
-        """Tells the hooks whom to leave alone, or takes them away, once the packet path serves."""
-        assert self._settings is not None
-        served = self._serves_packets()
-        self._waits = not served
-        if served and self._sockets is None:
-            load.detach_sockets(self._pins)
-        self._settings.leave_alone(not self._exemptions.is_empty, served)
-
-    def _serves_packets(self) -> bool:
-        """Whether the packet path is on all devices that it can be on, or not wanted at all."""
-        if self._packets is None:
-            return not self._config.packet_path
-        status = self._packets.status()
-        return status.ready and not status.problem and not self._packets.yields
-
-    def _all_programs(self) -> tuple[Programs, ...]:
-        return tuple(p for p in (self._sockets, self._packets) if p is not None)
-
-    def ready(self) -> bool:
-        """Whether all devices had their turn, and their programs lead. See base.DataPlane."""
-        if self._packets is None:
-            return True
-        status = self._packets.status()
-        return (status.ready or bool(status.problem)) and not self._packets.yields
-
-    def packet_status(self) -> PacketStatus:
-        """See base.DataPlane."""
-        status = self._packets.status() if self._packets is not None else KeeperStatus()
-        failed = status.failed
-        return PacketStatus(
-            wanted=self._config.packet_path,
-            problem=self.packet_problem or status.problem,
-            devices=self._config.devices,
-            excluded=self._config.excluded_devices,
-            failed=tuple(
-                DeviceFailure(name, failed[name]) for name in sorted(failed)[:MOST_FAILURES]
-            ),
-            failed_count=len(failed),
-        )
 
     def _cut(self, retired: Retired) -> None:
         if not (retired.cut or retired.left):
@@ -448,33 +270,15 @@ class BpfPlane:
         """
         found, self._stray = self._stray, None
         assert found is not None
-        changed = self._publish()
-        if self._packets is None and not self.packet_problem:
-            packet.remove(self._pins)
-            if beside.may_hold(self._pins):
-                beside.remove(self._pins)
-        self._catch_up()
+        changed = self._attached.publish()
+        self._attached.remove_unwanted()
+        self._attached.catch_up()
         log.info("attached hooks_changed=%d", changed)
         if sound:
             self._sweep(found, retired)
             return
         log.warning("kept what an earlier agent left: not all objects could be read")
         self._kept = found
-
-    def _catch_up(self) -> None:
-        """What was written to the maps of before comes after, and they go: those that devices read
-        only when all of these have changed over.
-        """
-        still_read: Collection[str] = ()
-        if self._packets is None:
-            if self.packet_problem and packet.is_there(self._pins):
-                still_read = [name for name, spec in MAPS.items() if spec.packet]
-        elif not self._packets.everywhere:
-            still_read = self._packets.reads
-        self._tables.moves.catch_up(still_read)
-        self._changing = bool(still_read)
-        if not self._changing:
-            load.remove_old_maps(self._pins)
 
     def _sweep(self, found: adopt.Adopted, retired: Retired) -> None:
         retired.names += sorted({*found.stray_names, *found.unused_names.values()})
@@ -496,31 +300,13 @@ class BpfPlane:
         beside itself. See base.DataPlane.
         """
         self._retiring.until(now - GRACE_SECONDS)
-        due = []
-        if self._packets is not None and self._stray is None:
-            self._beside.look(now)
-            self._orphans.look(self._tables.maps["flows"], now)
-            due.append(self._packets.lead(now))
-            if self._changing:
-                due.append(self._end_change(now))
-        if self._waits:
-            self._leave_alone()
-        due.append(self._exemptions.tick(now) if self._stray is None else None)
-        due.append(self._retiring.due)
+        due = (self._attached.tick(now, self._stray is None), self._retiring.due)
         return min((one for one in due if one is not None), default=None)
 
     def ended(self) -> tuple[Ended, ...]:
         """See base.DataPlane."""
         found, self._ended = tuple(self._ended), []
         return found
-
-    def _end_change(self, now: float) -> float | None:
-        """Ends what the first apply had to put off; when to come next."""
-        assert self._packets is not None
-        if not self._packets.everywhere:
-            return now + CHANGE_SECONDS
-        self._catch_up()
-        return None
 
     def flush(self) -> None:
         """Retires everything now, without the grace period: for tests."""
@@ -542,13 +328,17 @@ class BpfPlane:
         status = self._tables.maps["agent_status"]
         status.update(ZERO, text[: status.value_size].ljust(status.value_size, b"\0"))
 
+    def ready(self) -> bool:
+        """See base.DataPlane."""
+        return self._attached.ready()
+
+    def packet_status(self) -> PacketStatus:
+        """See base.DataPlane."""
+        return self._attached.packet_status()
+
     def problems(self) -> tuple[str, ...]:
         """See base.DataPlane."""
-        lines = self._exemptions.problems(self._clock())
-        if self._packets is None and not self._exemptions.is_empty:
-            lines = (*lines, "exempt cgroups are served by nobody: the packet path is off")
-        unmatched = self._packets.unmatched if self._packets is not None else ()
-        return (*lines, *(f"--device {pattern} names no device" for pattern in unmatched))
+        return self._attached.problems(self._clock())
 
     def _check_pins(self) -> None:
         """Somebody may have removed the pins beside us: then nothing that we write is seen."""
@@ -575,7 +365,7 @@ class BpfPlane:
         """Lets go of all descriptors; pins and attachments stay. Programs go first: a thread of
         theirs uses maps.
         """
-        load.close_all(self._all_programs())
+        self._attached.close()
         self._tables.close()
         if self._lock >= 0:
             os.close(self._lock)
@@ -584,9 +374,7 @@ class BpfPlane:
     def remove(self) -> None:
         """Detaches and removes everything below the pin folder."""
         self.close()
-        packet.remove(self._pins)
-        if beside.may_hold(self._pins):
-            beside.remove(self._pins)
+        self._attached.remove_packet_path()
         load.remove(self._pins)
 
 

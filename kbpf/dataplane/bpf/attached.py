@@ -1,0 +1,304 @@
+"""What the data plane attaches: the socket hooks and the packet path, whom they leave alone, and
+how both come over from what an earlier agent has left.
+
+Maps come first: plane.py fills them, then publish() has all programs read them, then catch_up()
+lets go of those that nobody reads any more.
+"""
+
+import logging
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Final
+
+from kbpf.dataplane.bpf import beside, compile, load, moving, packet
+from kbpf.dataplane.bpf.beside import Beside
+from kbpf.dataplane.bpf.exempt import Exemptions
+from kbpf.dataplane.bpf.keeper import KeeperStatus
+from kbpf.dataplane.bpf.layout import MAPS
+from kbpf.dataplane.bpf.load import Pins
+from kbpf.dataplane.bpf.orphans import Orphans
+from kbpf.dataplane.bpf.packet import PacketPath
+from kbpf.dataplane.bpf.programs import Programs, SocketPrograms, missing_helpers
+from kbpf.dataplane.bpf.settings import HookSettings
+from kbpf.dataplane.bpf.tables import Tables
+from kbpf.errors import DevicesBehind, KbpfError, KernelError
+from kbpf.kernel import mounts, netns
+from kbpf.model.config import Accounting, Config, SocketLb
+from kbpf.model.desired import DesiredState
+from kbpf.model.status import MOST_FAILURES, DeviceFailure, PacketStatus
+
+log = logging.getLogger("kbpf.dataplane")
+
+CHANGE_SECONDS: Final = 1.0
+"""So often the devices are asked whether all have changed over."""
+
+
+class Attached:
+    """The programs of both kinds, over one folder of pins."""
+
+    def __init__(self, config: Config, pins: Pins, tables: Tables) -> None:
+        self._config, self._pins, self._tables = config, pins, tables
+        self.settings: HookSettings | None = None
+        self._waits = False  # the packet path has to serve before the hooks leave somebody alone
+        self._sockets: SocketPrograms | None = None
+        self._packets: PacketPath | None = None
+        self._problem = ""  # why there is no packet path though it is wanted
+        self._changing = False  # over from maps that an earlier agent has left
+        self._beside = Beside(pins, config)
+        self._orphans = Orphans()
+        self._follows = False  # another data plane
+        self.compiled = False
+
+    def follow(self, other: bool) -> None:
+        """Whether another data plane has connections here. See base.DataPlane."""
+        self._follows = other
+        if other:
+            return
+        if self._packets is not None:
+            self._packets.alone()
+        if self.settings is not None:
+            self.settings.alone()
+
+    # ---- opening ---------------------------------------------------------------------------
+
+    def compile(self, cgroup: Path) -> None:
+        """Takes the artifact of the socket programs, or makes it; nothing is in the kernel yet.
+        Raises CompileError or KernelError.
+        """
+        mode = self._config.socket_lb
+        self._sockets = None
+        if mode is SocketLb.OFF:
+            return
+        if mode is SocketLb.HOST_ONLY and netns.cookie() is None:
+            raise KernelError(
+                "this kernel does not tell the node's sockets from those of pods",
+                f"--socket-lb {mode}",
+                "SO_NETNS_COOKIE is missing (Linux 5.14): use --socket-lb on or off",
+            )
+        artifact, self.compiled = compile.obtain("sock", self._config.cache_dir)
+        lacks = missing_helpers()
+        ends = self._config.accounting is Accounting.FULL
+        self._sockets = SocketPrograms(self._pins, artifact, cgroup, lacks, ends)
+
+    def load(self, cgroup: Path) -> None:
+        """Loads all programs over the maps, which are open; nothing is attached yet. Raises
+        CompileError or KernelError.
+        """
+        maps = self._tables.maps
+        self.settings = HookSettings(self._config, maps["config"], missing_helpers(), self._follows)
+        if self._sockets is not None:
+            self._sockets.load(maps)
+        self._packets = self._open_packet_path()
+        self.exemptions = self._open_exemptions(cgroup)
+
+    def try_again(self) -> None:
+        """Whether a packet path that could not be had can be had now."""
+        if self._packets is None and self._problem:
+            self._packets = self._open_packet_path()
+
+    def _open_exemptions(self, cgroup: Path) -> Exemptions:
+        try:
+            root = mounts.cgroup_root()
+        except KernelError:  # only a part of it is visible
+            root = cgroup
+        patterns = self._config.socket_lb_exempt
+        made = Exemptions(root, cgroup, patterns, self._tables, self._leave_alone)
+        made.adopt()
+        return made
+
+    def _open_packet_path(self) -> PacketPath | None:
+        """The packet path, or None where it is switched off or cannot be had: the socket hooks
+        do without it, if they serve everybody.
+        """
+        if not self._config.packet_path:
+            return None
+        try:
+            artifact, _ = compile.obtain("tc", self._config.cache_dir)
+            packets = PacketPath(self._pins, artifact, self._config, self._follows)
+            packets.load(self._tables.maps)
+        except KbpfError as error:
+            if self._config.socket_lb is not SocketLb.ON:
+                raise
+            log.error("no packet path: only sockets of this node are served: %s", error)
+            self._problem = str(error)
+            return None
+        self._problem = ""
+        return packets
+
+    # ---- the maps that they read -----------------------------------------------------------
+
+    def describe_node(self, desired: DesiredState) -> None:
+        """What the packet programs are told of the node."""
+        if self._packets is not None:
+            self._packets.describe_node(desired)
+
+    def grow(self, bigger: Mapping[str, int]) -> None:
+        """Makes these maps larger, and loads the programs anew over them."""
+        for programs in self._all_programs():
+            programs.fall_behind(self._tables.maps)
+        self._tables.grow(bigger)
+        for programs in self._all_programs():
+            programs.load(self._tables.maps)
+
+    def out_of_step(self, services: int) -> bool:
+        """Whether attached programs read the `services` of this id and not the rest of the maps.
+        See Programs.out_of_step().
+        """
+        return any(p.out_of_step(services, self._tables.maps) for p in self._all_programs())
+
+    def publish(self) -> int:
+        """Attaches everything; how many attachments of hooks changed. A device that refuses must
+        not keep the sockets from being served: it goes on with what it has, whole.
+        """
+        changed = 0
+        if self._packets is not None:
+            try:
+                self._change_over(self._packets)
+            except DevicesBehind as error:
+                log.error("the packet path is not whole: %s", error)
+        else:
+            self._without_packets()
+        self._tables.pin(packet=False)
+        if self._sockets is not None:
+            changed += self._sockets.publish()
+        else:  # by this folder the plane knows that nobody has removed the pins
+            self._pins.links.mkdir(mode=0o700, exist_ok=True)
+        self._leave_alone()
+        return changed
+
+    def _without_packets(self) -> None:
+        """What another agent has left on devices, though we cannot have it now, goes on as long as
+        it sees what is flipped: then it serves as before. Else it is taken off.
+        """
+        if self._problem and packet.is_there(self._pins):
+            if packet.follows(self._pins, self._tables.maps):
+                return
+            try:
+                gone = packet.remove(self._pins)
+            except KernelError as error:
+                log.error("older packet programs stay, and know no changes: %s", error)
+                return
+            log.warning("older packet programs are taken off attachments=%d", gone)
+        self._tables.pin(packet=True)
+
+    def _change_over(self, packets: PacketPath) -> None:
+        """All devices get the programs that are loaded."""
+        if not packets.tracks_elsewhere(self._tables.maps["flows"]):
+            self._tables.pin(packet=True)
+            packets.publish()
+            return
+        self._tables.moves.bring_flows()  # most of them, before anybody has to wait
+        with moving.pause(self._tables.maps["paused"]):
+            self._tables.moves.bring_flows()
+            self._tables.pin(packet=True)
+            packets.publish()
+
+    def remove_unwanted(self) -> None:
+        """Takes off what an earlier agent had for a packet path, where none is wanted."""
+        if self._packets is None and not self._problem:
+            self.remove_packet_path()
+
+    def remove_packet_path(self) -> None:
+        """Takes its programs off the devices, and what it has beside them. The hooks go with their
+        pins.
+        """
+        packet.remove(self._pins)
+        if beside.may_hold(self._pins):
+            beside.remove(self._pins)
+
+    def catch_up(self) -> None:
+        """What was written to the maps of before comes after, and they go: those that devices read
+        only when all of these have changed over.
+        """
+        still_read: Collection[str] = ()
+        if self._packets is None:
+            if self._problem and packet.is_there(self._pins):
+                still_read = [name for name, spec in MAPS.items() if spec.packet]
+        elif not self._packets.everywhere:
+            still_read = self._packets.reads
+        self._tables.moves.catch_up(still_read)
+        self._changing = bool(still_read)
+        if not self._changing:
+            load.remove_old_maps(self._pins)
+
+    # ---- while it runs ---------------------------------------------------------------------
+
+    def tick(self, now: float, complete: bool) -> float | None:
+        """Looks after what the packet path needs beside itself, and after exempt cgroups; when to
+        come next. `complete`: whether the first apply has ended.
+        """
+        due = []
+        if self._packets is not None and complete:
+            self._beside.look(now)
+            self._orphans.look(self._tables.maps["flows"], now)
+            due.append(self._packets.lead(now))
+            if self._changing:
+                due.append(self._end_change(self._packets, now))
+        if self._waits:
+            self._leave_alone()
+        due.append(self.exemptions.tick(now) if complete else None)
+        return min((one for one in due if one is not None), default=None)
+
+    def _end_change(self, packets: PacketPath, now: float) -> float | None:
+        """Ends what the first apply had to put off; when to come next."""
+        if not packets.everywhere:
+            return now + CHANGE_SECONDS
+        self.catch_up()
+        return None
+
+    def _leave_alone(self) -> None:
+        """Tells the hooks whom to leave alone, or takes them away, once the packet path serves."""
+        assert self.settings is not None
+        served = self._serves_packets()
+        self._waits = not served
+        if served and self._sockets is None:
+            load.detach_sockets(self._pins)
+        self.settings.leave_alone(not self.exemptions.is_empty, served)
+
+    def _serves_packets(self) -> bool:
+        """Whether the packet path is on all devices that it can be on, or not wanted at all."""
+        if self._packets is None:
+            return not self._config.packet_path
+        status = self._packets.status()
+        return status.ready and not status.problem and not self._packets.yields
+
+    def _all_programs(self) -> tuple[Programs, ...]:
+        return tuple(p for p in (self._sockets, self._packets) if p is not None)
+
+    # ---- what is told ----------------------------------------------------------------------
+
+    def ready(self) -> bool:
+        """Whether all devices had their turn, and their programs lead. See base.DataPlane."""
+        if self._packets is None:
+            return True
+        status = self._packets.status()
+        return (status.ready or bool(status.problem)) and not self._packets.yields
+
+    def packet_status(self) -> PacketStatus:
+        """See base.DataPlane."""
+        status = self._packets.status() if self._packets is not None else KeeperStatus()
+        failed = status.failed
+        return PacketStatus(
+            wanted=self._config.packet_path,
+            problem=self._problem or status.problem,
+            devices=self._config.devices,
+            excluded=self._config.excluded_devices,
+            failed=tuple(
+                DeviceFailure(name, failed[name]) for name in sorted(failed)[:MOST_FAILURES]
+            ),
+            failed_count=len(failed),
+        )
+
+    def problems(self, now: float) -> tuple[str, ...]:
+        """See base.DataPlane."""
+        lines = self.exemptions.problems(now)
+        if self._packets is None and not self.exemptions.is_empty:
+            lines = (*lines, "exempt cgroups are served by nobody: the packet path is off")
+        unmatched = self._packets.unmatched if self._packets is not None else ()
+        return (*lines, *(f"--device {pattern} names no device" for pattern in unmatched))
+
+    # ---- the end ---------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Lets go of all descriptors; attachments stay."""
+        load.close_all(self._all_programs())
