@@ -44,7 +44,23 @@ class Sticky:
 
 
 @pytest.fixture
-def sticky(cluster: Cluster) -> Iterator[Sticky]:
+def kept(cluster: Cluster) -> Iterator[None]:
+    """Another Service whose backends are the same: a backend that is nobody's any more is forgotten
+    after a second (GRACE_SECONDS), and so is who was bound to it. A test that takes one away for a
+    while would have to be quicker than that.
+    """
+    ports = (port(80, "a"), port(81, "b"))
+    targets = (slice_port(8080, "a"), slice_port(8081, "b"))
+    made = [
+        service("kept", *ports, cluster_ip="10.96.0.99"),
+        cluster.slice("kept", "a1 a2 b1", *targets),
+    ]
+    with cluster.given(*made):
+        yield
+
+
+@pytest.fixture
+def sticky(cluster: Cluster, kept: None) -> Iterator[Sticky]:
     made = cluster.web(100, "a1", dual=True, affinity_seconds=HOUR)
     with cluster.given(*made):
         yield Sticky(cluster, made)
@@ -111,7 +127,7 @@ def test_all_addresses_of_a_service_share_it(cluster: Cluster) -> None:
         assert answers(cluster, "a3", "192.0.2.101") == {"a2"}
 
 
-def test_ports_have_affinity_of_their_own(cluster: Cluster) -> None:
+def test_ports_have_affinity_of_their_own(cluster: Cluster, kept: None) -> None:
     rows = (port(80, "a"), port(81, "b"))
     targets = (slice_port(8080, "a"), slice_port(8081, "b"))
     made = [
