@@ -18,6 +18,8 @@ from tests.support.kube_objects import port, service, slice_port
 OWN = "198.18.0.1"
 MINUTE, HOUR = 60, 3600
 DIALS = 20
+PORTS = port(80, "a"), port(81, "b")
+TARGETS = slice_port(8080, "a"), slice_port(8081, "b")
 
 
 def answers(cluster: Cluster, client: str, host: str, number: int = 80, **how: object) -> set[str]:
@@ -49,11 +51,9 @@ def kept(cluster: Cluster) -> Iterator[None]:
     after a second (GRACE_SECONDS), and so is who was bound to it. A test that takes one away for a
     while would have to be quicker than that.
     """
-    ports = (port(80, "a"), port(81, "b"))
-    targets = (slice_port(8080, "a"), slice_port(8081, "b"))
     made = [
-        service("kept", *ports, cluster_ip="10.96.0.99"),
-        cluster.slice("kept", "a1 a2 b1", *targets),
+        service("kept", *PORTS, cluster_ip="10.96.0.99"),
+        cluster.slice("kept", "a1 a2 b1", *TARGETS),
     ]
     with cluster.given(*made):
         yield
@@ -128,11 +128,9 @@ def test_all_addresses_of_a_service_share_it(cluster: Cluster) -> None:
 
 
 def test_ports_have_affinity_of_their_own(cluster: Cluster, kept: None) -> None:
-    rows = (port(80, "a"), port(81, "b"))
-    targets = (slice_port(8080, "a"), slice_port(8081, "b"))
     made = [
-        service("sticky-ports", *rows, cluster_ip="10.96.0.102", affinity_seconds=HOUR),
-        cluster.slice("sticky-ports", "a1", *targets),
+        service("sticky-ports", *PORTS, cluster_ip="10.96.0.102", affinity_seconds=HOUR),
+        cluster.slice("sticky-ports", "a1", *TARGETS),
     ]
     with cluster.given(*made):
         one = Sticky(cluster, made)
