@@ -239,7 +239,9 @@ class BpfPlane:
         if bigger:
             self._attached.grow(bigger)
         # In the first apply they wait until the maps are filled, unless they read what is filled.
-        if bool(bigger) if self._stray is None else self._attached.out_of_step(services):
+        first = self._stray is not None
+        publish = self._attached.out_of_step(services) if first else bool(bigger)
+        if publish:
             self._attached.publish()
 
     def _write(
