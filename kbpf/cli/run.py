@@ -19,7 +19,7 @@ from kbpf.config.follow import Follower
 from kbpf.config.load import Loaded
 from kbpf.config.write import configz
 from kbpf.errors import KbpfError, KernelError
-from kbpf.kernel import process
+from kbpf.kernel import children, process
 from kbpf.model.config import Config
 from kbpf.serve.desk import Desk
 from kbpf.serve.events import Post
@@ -178,7 +178,9 @@ def protect(config: Config) -> None:
 
 def begin_anew() -> None:
     """The same command in the same process: nobody has to start it again. What is programmed
-    serves meanwhile.
+    serves meanwhile. The working directory stays, since paths among the arguments may be relative.
     """
     sys.stderr.flush()
-    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    safe = [] if sys.flags.safe_path else ["-P"]
+    command = [sys.executable, *safe, *sys.orig_argv[1:]]
+    os.execve(sys.executable, command, children.environment())

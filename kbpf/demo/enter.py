@@ -8,13 +8,12 @@ import os
 import sys
 from pathlib import Path
 
-from kbpf.kernel import cgroups, netns, process
+from kbpf.kernel import cgroups, children, netns, process
 
 
 def command(namespace: Path, cgroup: Path, *what: str) -> list[str]:
     """The command line that runs `what` there."""
-    mine = [sys.executable, "-m", "kbpf.demo.enter", str(os.getpid())]
-    return [*mine, str(namespace), str(cgroup), *what]
+    return children.python(__spec__.name, str(os.getpid()), str(namespace), str(cgroup), *what)
 
 
 def _enter(parent: str, namespace: str, cgroup: str, *what: str) -> None:

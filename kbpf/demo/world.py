@@ -13,7 +13,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -25,7 +24,7 @@ from kbpf.dataplane.bpf.load import Pins
 from kbpf.demo import enter, manifests
 from kbpf.demo.manifests import Pod
 from kbpf.errors import KbpfError, KernelError
-from kbpf.kernel import cgroups, links, mounts, netns
+from kbpf.kernel import cgroups, children, links, mounts, netns
 from kbpf.kernel.links import Links
 
 PREFIX: Final = "kbpf-demo-"
@@ -44,8 +43,8 @@ class World:
 
     def __init__(self, pods: int, cache_dir: Path, parent: Path | None = None) -> None:
         self._pods = pods
-        self._cache_dir = cache_dir
-        self._parent = parent
+        self._cache_dir = cache_dir.absolute()  # the agent has another working directory
+        self._parent = parent and parent.absolute()
         self._name = f"{PREFIX}{os.getpid()}"
         self._stack = contextlib.ExitStack()
         self._children: list[subprocess.Popen[str]] = []
@@ -118,13 +117,12 @@ class World:
 
     def _start(self, where: str, cgroup: str, *what: str) -> subprocess.Popen[str]:
         """A child of ours in a namespace and a cgroup; Ctrl-C in the terminal does not reach it."""
-        kept = {k: v for k, v in os.environ.items() if not k.startswith("KBPF_")}
-        kept["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+        kept = {k: v for k, v in children.environment().items() if not k.startswith("KBPF_")}
         with self._log().open("ab") as log:
             child = subprocess.Popen(
                 enter.command(self._namespace(where), self._cgroup / cgroup, *what),
-                env=kept, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True,
-                start_new_session=True,
+                cwd=children.DIRECTORY, env=kept, stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True,
             )  # fmt: skip
         self._children.append(child)
         return child
@@ -136,7 +134,7 @@ class World:
         ports = str(manifests.POD_HTTP_PORT), str(manifests.POD_DNS_PORT)
         return self._start(
             f"b{number}", "pods",
-            sys.executable, "-m", "kbpf.demo.server", Pod(number).name, *ports,
+            *children.python("kbpf.demo.server", Pod(number).name, *ports),
         )  # fmt: skip
 
     def ready(self) -> None:
@@ -155,9 +153,11 @@ class World:
         self.serve([])
         return self._start(
             "node", "node",
-            sys.executable, "-m", "kbpf", "run", "--source", str(source),
-            "--hostname-override", manifests.NODE, "--pin-dir", str(self._pins.root),
-            "--cgroup", str(self._cgroup), "--cache-dir", str(self._cache_dir),
+            *children.python(
+                "kbpf", "run", "--source", str(source),
+                "--hostname-override", manifests.NODE, "--pin-dir", str(self._pins.root),
+                "--cgroup", str(self._cgroup), "--cache-dir", str(self._cache_dir),
+            ),
         )  # fmt: skip
 
     def _end_children(self) -> None:
@@ -184,9 +184,11 @@ class World:
     def client(self, requests: int, rate: float) -> IO[str]:
         """Starts the client (client.py says what it does); its lines."""
         child = self._start(
-            "client", "client", sys.executable, "-m", "kbpf.demo.client",
-            manifests.SERVICE_ADDRESS, str(manifests.HTTP_PORT), str(manifests.DNS_PORT),
-            str(requests), str(rate),
+            "client", "client",
+            *children.python(
+                "kbpf.demo.client", manifests.SERVICE_ADDRESS, str(manifests.HTTP_PORT),
+                str(manifests.DNS_PORT), str(requests), str(rate),
+            ),
         )  # fmt: skip
         assert child.stdout is not None
         return child.stdout

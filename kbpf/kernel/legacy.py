@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from kbpf.errors import KernelError
+from kbpf.kernel import children
 
 NAMES: Final = {
     "ip": (Path("/proc/thread-self/net/ip_tables_names"), "iptables-legacy"),
@@ -39,8 +40,9 @@ def _run(*command: str, stdin: str = "") -> str:
     what = f"{command[0]} fails"
     try:
         done = subprocess.run(
-            command, input=stdin, text=True, capture_output=True, timeout=_SECONDS, check=False
-        )
+            command, input=stdin, text=True, capture_output=True, timeout=_SECONDS, check=False,
+            cwd=children.DIRECTORY, env=children.environment(),
+        )  # fmt: skip
     except OSError as error:
         raise KernelError(f"{what}: {error}", command[0], HINT, error.errno or 0) from error
     except subprocess.TimeoutExpired as error:

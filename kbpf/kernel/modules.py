@@ -8,17 +8,23 @@ from pathlib import Path
 from typing import Final
 
 from kbpf.errors import KernelError
+from kbpf.kernel import children
 from kbpf.kernel.probe import Probe
 
 MODPROBE_SECONDS: Final = 60.0
 LOADED: Final = Path("/sys/module")
 
 
+def program() -> str | None:
+    """The path of modprobe; None without one. Not from the working directory."""
+    return shutil.which("modprobe", path=children.search_path())
+
+
 def load(names: Iterable[str]) -> bool:
     """Loads those of them that are not built in; False where that cannot be tried. Whether they
     are there is for their users to find out. KernelError when modprobe does not end.
     """
-    modprobe = shutil.which("modprobe")
+    modprobe = program()
     if modprobe is None:
         return False
     for name in names:
@@ -30,7 +36,7 @@ def known(name: str) -> Probe:
     """Whether a module is there, loaded or to be loaded; nothing is loaded by asking."""
     if (LOADED / name).is_dir():
         return Probe(True)
-    modprobe = shutil.which("modprobe")
+    modprobe = program()
     if modprobe is None:
         return Probe(None, "not loaded, and there is no modprobe to ask")
     try:
@@ -45,7 +51,8 @@ def _run(*command: str) -> int:
     """Its exit code."""
     try:
         return subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            command, cwd=children.DIRECTORY, env=children.environment(),
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL, timeout=MODPROBE_SECONDS, check=False,
         ).returncode  # fmt: skip
     except subprocess.TimeoutExpired as error:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from kbpf.errors import ConfigError, SourceError
+from kbpf.kernel import children
 from kbpf.source.kubeconfig import Access
 
 log = logging.getLogger("kbpf.source")
@@ -194,10 +195,12 @@ def _run_library(kubeconfig: Path, cancelled: Callable[[], bool]) -> Login:
     """What the kubernetes library makes of this kubeconfig's user, from a child process."""
     import subprocess
 
-    command = [sys.executable, "-m", "kbpf.source.cluster", str(kubeconfig)]
+    command = children.python("kbpf.source.cluster", str(kubeconfig.absolute()))
     deadline = time.monotonic() + PLUGIN_SECONDS
     with subprocess.Popen(
         command,
+        cwd=children.DIRECTORY,
+        env=children.environment(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

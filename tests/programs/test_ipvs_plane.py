@@ -669,7 +669,7 @@ def test_where_modprobe_is_missing_modules_are_tried(
     def broken(*_: Any) -> Any:
         raise KernelError("cannot make a network namespace", errno=ENOENT)
 
-    monkeypatch.setattr(modules.shutil, "which", lambda _: None)
+    monkeypatch.setattr(modules, "program", lambda: None)
     monkeypatch.setattr(modules, "LOADED", tmp_path)
     (tmp_path / case.get("loaded", "another")).mkdir()
     missing = case.get("without")

@@ -17,6 +17,7 @@ from typing import Final
 from kbpf.dataplane.bpf import artifact, flatten
 from kbpf.dataplane.bpf.hooks import programs_of
 from kbpf.errors import CompileError
+from kbpf.kernel import children
 from kbpf.kernel.libbpf import Map
 
 TIMEOUT_SECONDS: Final = 300
@@ -64,12 +65,12 @@ def compile_unit(unit: str, cache: Path) -> artifact.Artifact:
     """Runs the child and stores what it made. CompileError names the C file and line."""
     with tempfile.TemporaryDirectory(prefix="kbpf-compile-") as folder:
         out = Path(folder) / "artifact"
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        command = [sys.executable, "-m", __spec__.name, unit, str(out)]
+        command = children.python(__spec__.name, unit, str(out))
         try:
             child = subprocess.run(
                 command,
-                env=environment,
+                cwd=children.DIRECTORY,
+                env=children.environment(),
                 capture_output=True,
                 text=True,
                 timeout=TIMEOUT_SECONDS,

@@ -4,7 +4,6 @@ kernel loads by itself what is asked for: our image has no modprobe.
 """
 
 import errno
-import shutil
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -80,7 +79,7 @@ def _ipvs() -> tuple[Probe, str]:
     try:
         Ipvs().close()
     except KernelError as error:
-        if error.errno != errno.ENOENT or shutil.which("modprobe") is not None:
+        if error.errno != errno.ENOENT or modules.program() is not None:
             return modules.known("ip_vs"), advice
         found = Probe(False, "not loaded, and there is no modprobe here to load it")
         return found, f"on the node: modprobe ip_vs; {advice}"
