@@ -92,6 +92,10 @@ class Agent:
         self._stop.set()
         self._inbox.put(Wake("stop"))
 
+    def connecting(self, cookie: int, address: Addr, port: int) -> None:
+        """See source.cluster.Connecting. Called by any thread, from open() on."""
+        self._plane.claim_socket(cookie)
+
     def run(self) -> None:
         """Opens the data plane, starts the sources and serves until stop().
 

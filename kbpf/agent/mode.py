@@ -209,6 +209,10 @@ class Chosen:
         """See base.DataPlane."""
         self._plane.doubt()
 
+    def claim_socket(self, cookie: int) -> None:
+        """See base.DataPlane."""
+        self._plane.claim_socket(cookie)
+
     def tick(self, now: float) -> float | None:
         """See base.DataPlane. What is left of the other mode goes as soon as this one serves."""
         due = self._plane.tick(now)

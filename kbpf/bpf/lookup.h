@@ -118,6 +118,14 @@ static __always_inline enum found find_service(const struct target *to, u64 netn
 	return read_service(&at, out);
 }
 
+/* Whether the agent talks to the API server by this socket. Of all frontends only ClusterIPs count
+ * for it: those the API server allocates. Any other may be an address that a tenant has written
+ * into a Service, and an agent that is led away by it never hears that the Service was deleted. */
+static __always_inline bool is_agents(u64 cookie)
+{
+	return agent_sockets.lookup(&cookie) != NULL;
+}
+
 /* The backend that this client used last, if still in the set and not too long ago; else 0. */
 static __always_inline u32 affinity_find(const struct affinity_key *key, u32 set, u64 timeout,
 					 u64 now)

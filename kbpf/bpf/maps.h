@@ -53,6 +53,10 @@ BPF_F_TABLE("hash", struct address, u32, cluster_ips, 64, BPF_F_NO_PREALLOC);
 /* cgroup id -> 1: whose processes the socket hooks leave alone. Agent only. */
 BPF_F_TABLE("hash", u64, u32, exempt_cgroups, 64, BPF_F_NO_PREALLOC);
 
+/* socket cookie -> 1: the agent's connections to the API server, see is_agents(). The agent writes
+ * an entry before it connects and deletes the oldest; it never fills the map. */
+BPF_F_TABLE("hash", u64, u32, agent_sockets, 64, BPF_F_NO_PREALLOC);
+
 /* (service, network) -> 1: loadBalancerSourceRanges. Agent only. */
 BPF_F_TABLE("lpm_trie", struct source_key, u32, source_ranges, 64, BPF_F_NO_PREALLOC);
 

@@ -163,8 +163,9 @@ static __always_inline bool is_left_to_packets(u64 netns)
 }
 
 /* choose(), for a socket that asks for the first time. */
-static __always_inline enum verdict choose_for(const struct target *to, u64 netns, struct choice *c)
+static __always_inline enum verdict choose_for(void *ctx, const struct target *to, struct choice *c)
 {
+	u64 netns = netns_cookie(ctx);
 	struct asker who = asker_of(netns);
 	enum verdict v;
 
@@ -173,6 +174,11 @@ static __always_inline enum verdict choose_for(const struct target *to, u64 netn
 		return PASS;
 	}
 	v = choose(to, &who, c);
+	if (c->service && !(c->flags & SERVICE_CLUSTER_IP) &&
+	    is_agents(bpf_get_socket_cookie(ctx))) {
+		c->reason = NOT_A_SERVICE;
+		return PASS;
+	}
 	if (v == TRANSLATE || (config_flags() & CONFIG_SET_RETVAL)) /* else its packets are asked */
 		account_begin(c, v);
 	return v;
@@ -209,7 +215,7 @@ static __always_inline enum verdict dial(void *ctx, struct target *to, enum reas
 	enum verdict v = PASS;
 
 	if (to->protocol == PROTO_TCP || to->protocol == PROTO_UDP)
-		v = choose_for(to, netns_cookie(ctx), &c);
+		v = choose_for(ctx, to, &c);
 	if (says_nothing(to, &c)) {
 		c.reason = LEFT_TO_PACKETS;
 		v = PASS;
@@ -320,7 +326,7 @@ static __always_inline enum verdict send(void *ctx, struct target *to, enum reas
 	if (flow_find(&key, now, &c.backend, &c.service)) {
 		c.reason = TRANSLATED_BY_FLOW;
 	} else {
-		v = choose_for(to, netns_cookie(ctx), &c);
+		v = choose_for(ctx, to, &c);
 		if (v == TRANSLATE)
 			create_flow(&key, &c, now);
 	}

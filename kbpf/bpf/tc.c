@@ -1212,9 +1212,14 @@ int tc_ingress(struct __sk_buff *skb)
 
 /* Whether a packet of the node's own is for a Service. NodePorts are its own addresses: what goes
  * there leaves by no device. */
-static __always_inline bool dials_service(struct packet *p)
+static __always_inline bool dials_service(struct __sk_buff *skb, struct packet *p)
 {
-	return service_at(&p->tuple.to) || cluster_ips.lookup(&p->tuple.to.address);
+	struct service *service = service_at(&p->tuple.to);
+
+	if (service)
+		return (service->flags & SERVICE_CLUSTER_IP) ||
+		       !is_agents(bpf_get_socket_cookie(skb));
+	return cluster_ips.lookup(&p->tuple.to.address);
 }
 
 int tc_egress(struct __sk_buff *skb)
@@ -1238,7 +1243,7 @@ int tc_egress(struct __sk_buff *skb)
 	if (skb->ingress_ifindex || device->role != ROLE_HOST)
 		return TC_NEXT;
 	if (leaving == LEAVES_FOR_SERVICE ||
-	    (leaving == LEAVES_AS_IT_IS && starts_flow(&p) && dials_service(&p)))
+	    (leaving == LEAVES_AS_IT_IS && starts_flow(&p) && dials_service(skb, &p)))
 		tails.call(skb, TAIL_HOST);
 	return TC_NEXT;
 }

@@ -148,6 +148,8 @@ def _serve(config: Config, request: Asked, loaded: Loaded, data: bytes | None) -
     plane = mode.choose(config)
     desk = Desk(config, plane.name, plane, _poster(cluster), configz(config), record)
     agent = Agent(config, plane, sources_of(config, cluster), desk)
+    if cluster is not None:
+        cluster.connecting = agent.connecting
     ended = threading.Event()
 
     def stop(number: int, _: FrameType | None) -> None:

@@ -57,6 +57,11 @@ class DataPlane(Protocol):
         what differs.
         """
 
+    def claim_socket(self, cookie: int) -> None:
+        """The agent is about to connect the socket of this cookie (SO_COOKIE) to the API server: of
+        all addresses of Services only ClusterIPs count for it. Any thread; never fails.
+        """
+
     def tick(self, now: float) -> float | None:
         """Does what was put off and is due at `now` (time.monotonic); when to come next."""
 

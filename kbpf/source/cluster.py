@@ -26,6 +26,7 @@ from typing import Final, NamedTuple
 
 from kbpf.errors import ConfigError, SourceError
 from kbpf.kernel import children
+from kbpf.model.address import Addr
 from kbpf.source.kubeconfig import Access
 
 log = logging.getLogger("kbpf.source")
@@ -43,18 +44,22 @@ class Login(NamedTuple):
     expires: float = float("inf")
 
 
+Connecting = Callable[[int, Addr, int], None]
+"""(cookie of the socket, address, port): a connection to the API server is about to be opened."""
+
 Asked = Callable[[str, str, str, float], None]
 """(host, method, status or <error>, seconds): a request has been answered, or has failed."""
 
 
 class Cluster:
-    """An API server. Used by several connections at once. `asked` is told of each request, by any
-    thread.
+    """An API server. Used by several connections at once. `asked` is told of each request, and
+    `connecting` of each connection before it is opened, by any thread.
     """
 
     def __init__(self, access: Access, asked: Asked = lambda *_: None) -> None:
         self.access = access
         self.asked = asked
+        self.connecting: Connecting = lambda *_: None
         self._lock = threading.Lock()
         self._plugin_login: Login | None = None
         self._tls: ssl.SSLContext | None = None

@@ -14,19 +14,22 @@ import contextlib
 import http.client
 import socket
 import ssl
+import sys
 import threading
 import time
 import urllib.parse
 from collections.abc import Callable
 from typing import Final, TypeVar
 
-from kbpf.errors import SourceError
+from kbpf.errors import ObjectError, SourceError
+from kbpf.model.address import parse_addr
 from kbpf.source.cluster import Cluster, Login
 
 T = TypeVar("T")
 
 CONNECT_SECONDS: Final = 10.0
 ANSWER_SECONDS: Final = 30.0
+SO_COOKIE: Final = 57
 TCP_OPTIONS: Final = (
     (socket.TCP_NODELAY, 1),
     (socket.TCP_KEEPIDLE, 15),
@@ -198,6 +201,7 @@ class Connection:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 for option, value in TCP_OPTIONS:
                     sock.setsockopt(socket.IPPROTO_TCP, option, value)
+                self._announce(sock, str(address[0]))
                 sock.connect(address)
                 return sock
             except OSError:
@@ -205,6 +209,11 @@ class Connection:
                 if self._closed or i == len(found) - 1:
                     raise
         raise OSError("the name has no address")
+
+    def _announce(self, sock: socket.socket, host: str) -> None:
+        cookie = int.from_bytes(sock.getsockopt(socket.SOL_SOCKET, SO_COOKIE, 8), sys.byteorder)
+        with contextlib.suppress(ObjectError):  # fe80::1%eth0: no Service can have it
+            self._cluster.connecting(cookie, parse_addr(host), self._port)
 
     def _explained(self, error: Exception) -> SourceError:
         if self._closed:

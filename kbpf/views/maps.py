@@ -38,6 +38,7 @@ PURPOSE: Final = {
     "udp_heads": "unconnected UDP socket → its newest flow; full: as udp_flows",
     "node_addresses": "addresses of this node that serve NodePorts",
     "cluster_ips": "ClusterIPs, of which a port that no Service has is refused",
+    "agent_sockets": "the agent's connections to the API server, for which only ClusterIPs count",
     "exempt_cgroups": "cgroups whose processes the socket hooks leave alone",
     "local_networks": "packet path: clients that count as pods of this node",
     "source_ranges": "who may dial a LoadBalancer VIP that is not for everybody",

@@ -244,6 +244,8 @@ META: Final = Struct("=III4x")
 COUNTS: Final = Struct("=10Q")
 SLACK: Final = 1.125
 """So much more room than asked for have the tracked flows: see find_place() in tc.c."""
+AGENT_SOCKETS: Final = 256
+"""So many of the agent's newest connections to the API server are known to the programs."""
 UNUSED: Final = 64
 """Entries of a map that nobody uses: the kernel has none of 0."""
 STATUS_SIZE: Final = 32_768
@@ -431,6 +433,7 @@ MAPS: Final = {
         _plain("node_addresses", 16, 4, 4096, "frontends"),
         _plain("cluster_ips", 16, 4, 16_384, "frontends"),
         MapSpec("exempt_cgroups", libbpf.MAP_HASH, U64.size, 4, 4096, libbpf.F_NO_PREALLOC),
+        MapSpec("agent_sockets", libbpf.MAP_HASH, U64.size, 4, AGENT_SOCKETS, libbpf.F_NO_PREALLOC),
         MapSpec("config", libbpf.MAP_ARRAY, 4, CONFIG.size, 1),
         MapSpec(
             "counts", libbpf.MAP_HASH, PAIR.size, COUNTS.size, 0, libbpf.F_NO_PREALLOC, "counts"

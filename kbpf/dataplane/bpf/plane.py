@@ -14,6 +14,7 @@ import msgspec
 
 from kbpf.dataplane.base import Report
 from kbpf.dataplane.bpf import adopt, load, udp, writing
+from kbpf.dataplane.bpf.agent_sockets import AgentSockets
 from kbpf.dataplane.bpf.attached import Attached
 from kbpf.dataplane.bpf.cluster_ips import ClusterIps
 from kbpf.dataplane.bpf.ids import BackendTable, Ids
@@ -55,6 +56,7 @@ class BpfPlane:
         self._kept: adopt.Adopted | None = None  # what an unsound first apply left as it was
         self._unsure = False  # whether what is kept here is what the maps hold
         self._meter = Meter(self._pins, config)
+        self._agent_sockets = AgentSockets()
 
     def choice(self) -> ModeChoice:
         """See base.DataPlane."""
@@ -80,6 +82,7 @@ class BpfPlane:
         self._lock = load.lock(self._pins)
         self._attached.compile(cgroup)
         adopted = self._tables.open()
+        self._agent_sockets.open(self._tables.maps["agent_sockets"])
         self._attached.load(cgroup)
         self._adopt()
         log.info("opened pin_dir=%s cgroup=%s adopted=%s", self._pins.root, cgroup, adopted)
@@ -295,6 +298,10 @@ class BpfPlane:
         }
         self._end(udp.all_but(live, fronts), (4, 6))
 
+    def claim_socket(self, cookie: int) -> None:
+        """See base.DataPlane."""
+        self._agent_sockets.claim(cookie)
+
     # ---- the end of what is old ------------------------------------------------------------
 
     def tick(self, now: float) -> float | None:
@@ -368,6 +375,7 @@ class BpfPlane:
         theirs uses maps.
         """
         self._attached.close()
+        self._agent_sockets.close()
         self._tables.close()
         if self._lock >= 0:
             os.close(self._lock)

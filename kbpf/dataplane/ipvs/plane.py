@@ -216,6 +216,9 @@ class IpvsPlane:
         self._true = self._begun = True
         return Report(dict(written), sum(written.values()), dict(self._refused))
 
+    def claim_socket(self, cookie: int) -> None:
+        """See base.DataPlane. IPVS cannot tell one socket from another: docs/limits.md."""
+
     def doubt(self) -> None:
         """See base.DataPlane."""
         self._true = False
