@@ -6,7 +6,10 @@ and *what to do*. The class says whose fault it is. `str()` is one line:
     KernelError: cannot attach connect4 (cgroup /sys/fs/cgroup): EPERM; give it CAP_BPF
 """
 
+import contextlib
 import errno as errno_names
+from collections.abc import Iterator
+from pathlib import Path
 
 
 class KbpfError(Exception):
@@ -100,3 +103,26 @@ class DevicesBehind(KernelError):
 
 class PinsGone(KernelError):
     """Somebody removed what this agent keeps in the kernel."""
+
+
+@contextlib.contextmanager
+def kernel_errors(what: str, where: str = "") -> Iterator[None]:
+    """An OSError of the block becomes a KernelError: `what` failed, at `where`."""
+    try:
+        yield
+    except OSError as error:
+        raise KernelError(what, where, error.strerror or "", error.errno or 0) from error
+
+
+def unexpected_refusal(error: OSError) -> str:
+    """One line about a system call whose failure no code of ours expects, with the place in our
+    code that made it.
+    """
+    place, here = "", Path(__file__).parent
+    step = error.__traceback__
+    while step is not None:
+        path = Path(step.tb_frame.f_code.co_filename)
+        if path.is_relative_to(here):
+            place = f"{path.relative_to(here.parent)}:{step.tb_lineno}"
+        step = step.tb_next
+    return f"{type(error).__name__}: {error} ({place})"

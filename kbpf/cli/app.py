@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kbpf.errors import KbpfError
+from kbpf.errors import KbpfError, unexpected_refusal
 
 if TYPE_CHECKING:
     from typer import Typer
@@ -34,6 +34,9 @@ def call(arguments: Sequence[str]) -> int:
     except BrokenPipeError:
         # The reader has gone (`| head`). What is still buffered must not complain at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        print(f"kbpf: {unexpected_refusal(error)}", file=sys.stderr)
         return 1
     return code
 

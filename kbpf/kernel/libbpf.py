@@ -378,13 +378,19 @@ class LinkInfo:
 
 def map_by_id(map_id: int) -> Map:
     """Opens a map that somebody holds."""
-    fd = bpf.check(bpf.lib().bpf_map_get_fd_by_id(map_id), "no such map", str(map_id))
+    fd = bpf.check(
+        bpf.lib().bpf_map_get_fd_by_id(map_id), "cannot open the map with this id", str(map_id)
+    )
     return Map(fd, str(map_id))
 
 
 def program_by_id(program_id: int, name: str = "") -> Program:
     """Opens a program that is loaded."""
-    fd = bpf.check(bpf.lib().bpf_prog_get_fd_by_id(program_id), "no such program", str(program_id))
+    fd = bpf.check(
+        bpf.lib().bpf_prog_get_fd_by_id(program_id),
+        "cannot open the program with this id",
+        str(program_id),
+    )
     return Program(fd, name or str(program_id))
 
 

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple, Self
 
-from kbpf.errors import KernelError
+from kbpf.errors import KernelError, kernel_errors
 
 NLMSG_ERROR: Final = 2
 NLMSG_DONE: Final = 3
@@ -107,7 +107,7 @@ class Netlink:
 
     def _open(self) -> socket.socket:
         kind = socket.SOCK_RAW | socket.SOCK_CLOEXEC
-        with _wrapped("cannot open a netlink socket", self._name):
+        with kernel_errors("cannot open a netlink socket", self._name):
             made = socket.socket(socket.AF_NETLINK, kind, self._protocol)
             try:
                 made.bind((0, self._groups))
@@ -223,21 +223,12 @@ class Netlink:
                 found.append(message)
 
     def _send(self, data: bytes | bytearray) -> None:
-        with _wrapped("cannot ask the kernel", self._name):
+        with kernel_errors("cannot ask the kernel", self._name):
             self.socket.send(data)
 
     def _receive(self) -> bytes:
-        with _wrapped("cannot hear the kernel's answer", self._name):
+        with kernel_errors("cannot hear the kernel's answer", self._name):
             return self.socket.recv(1 << 16)
-
-
-@contextlib.contextmanager
-def _wrapped(what: str, name: str) -> Iterator[None]:
-    """What a socket says becomes a KernelError."""
-    try:
-        yield
-    except OSError as error:
-        raise KernelError(what, name, error.strerror or "", error.errno or 0) from error
 
 
 class Rtnetlink(Netlink):

@@ -5,6 +5,7 @@ that could not come back must not go on.
 """
 
 import ctypes
+import errno
 import os
 import socket
 import threading
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final, TypeVar
 
-from kbpf.errors import KernelError
+from kbpf.errors import KernelError, kernel_errors
 
 CLONE_NEWNET: Final = 0x40000000
 SO_NETNS_COOKIE: Final = 71
@@ -21,11 +22,19 @@ T = TypeVar("T")
 
 
 def cookie() -> int | None:
-    """The number that BPF knows this thread's network namespace by (Linux v5.14); None before."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    """The number that BPF knows this thread's network namespace by (Linux v5.14); None before.
+
+    KernelError if the kernel refuses for another reason than that it has no such option.
+    """
+    with (
+        kernel_errors("cannot read the cookie of the network namespace", "SO_NETNS_COOKIE"),
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe,
+    ):
         try:
             raw = probe.getsockopt(socket.SOL_SOCKET, SO_NETNS_COOKIE, 8)
-        except OSError:
+        except OSError as error:
+            if error.errno != errno.ENOPROTOOPT:
+                raise
             return None
     return int.from_bytes(raw, "little")
 

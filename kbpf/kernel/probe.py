@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
-from kbpf.errors import KernelError
+from kbpf.errors import KernelError, kernel_errors
 from kbpf.kernel import bpf, cgroups, libbpf, netns, sockdiag
 from kbpf.kernel.libbpf import Link, Map, Program
 
@@ -123,11 +123,22 @@ def cgroup_link(parent: Path, kind: int, attach_type: int) -> Probe:
 
 def netns_cookie_option() -> Probe:
     """Whether getsockopt(SO_NETNS_COOKIE) tells which network namespace this is (v5.14)."""
-    return Probe(True) if netns.cookie() is not None else Probe(False, "ENOPROTOOPT")
+    try:
+        return Probe(True) if netns.cookie() is not None else Probe(False, "ENOPROTOOPT")
+    except KernelError as error:
+        return _tried(error)
 
 
 def udp_destroy() -> Probe:
     """Whether a connected UDP socket can be destroyed: one of our own, on loopback."""
+    try:
+        with kernel_errors("cannot try to destroy a UDP socket"):
+            return _udp_destroy()
+    except KernelError as error:
+        return _tried(error)
+
+
+def _udp_destroy() -> Probe:
     with (
         socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as server,
         socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client,
@@ -139,9 +150,6 @@ def udp_destroy() -> Probe:
             name = errno.errorcode.get(error.errno or 0, "")
             return Probe(None, f"{name}: no loopback to try it on")
         cookie = int.from_bytes(client.getsockopt(socket.SOL_SOCKET, SO_COOKIE, 8), "little")
-        try:
-            sockdiag.destroy_connected_udp(lambda found: found.cookie == cookie)
-        except KernelError as error:
-            return _tried(error)
+        sockdiag.destroy_connected_udp(lambda found: found.cookie == cookie)
         failed = client.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
     return Probe(True) if failed == errno.ECONNABORTED else Probe(False, "the socket lives on")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from kbpf.errors import KernelError
+from kbpf.errors import KernelError, kernel_errors
 from kbpf.model.address import V4_PREFIX, Addr
 
 NETLINK_SOCK_DIAG: Final = 4
@@ -94,7 +94,10 @@ def destroy(netlink: socket.socket, target: DiagSocket) -> bool:
 def destroy_connected_udp(doomed: Callable[[DiagSocket], bool]) -> list[DiagSocket]:
     """Destroys every connected UDP socket of this network namespace that is doomed; which."""
     ended: list[DiagSocket] = []
-    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETLINK_SOCK_DIAG) as netlink:
+    with (
+        kernel_errors("cannot list the UDP sockets", "sock_diag"),
+        socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETLINK_SOCK_DIAG) as netlink,
+    ):
         for family in (socket.AF_INET, socket.AF_INET6):
             for found in connected_udp(netlink, family):
                 if doomed(found) and destroy(netlink, found):
