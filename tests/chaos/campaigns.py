@@ -1,0 +1,82 @@
+"""The long runs of this folder, for `python -m tests.campaigns`.
+
+Each takes a seed and the minutes that it may take; None: its whole volume.
+"""
+
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from tests.chaos import errnos as faults
+from tests.chaos import kills as ends
+from tests.chaos import soak as endurance
+from tests.chaos.world import Churn, World
+
+KILLS = 200
+PAUSES = 100
+STARVED = 50
+SOAK_MINUTES = 120.0
+
+
+def errnos(seed: int, minutes: float | None) -> None:
+    """Each errno at each of the first calls: 4,000 starts."""
+    outcomes: Counter[str] = Counter()
+    over = _over(minutes)
+    with World("e") as world:
+        for start in range(len(faults.ERRNOS)):
+            for fault in faults.faults(faults.FIRST_CALLS, seed + start):
+                if over():
+                    break
+                outcome = faults.run(world, fault)
+                print(f"{fault}: {outcome}", flush=True)
+                outcomes["serves" if outcome == "serves" else "ended"] += 1
+    print(dict(outcomes))
+
+
+def kills(seed: int, minutes: float | None) -> None:
+    """SIGKILL at random moments under 1,000 changes a second."""
+    order, over, done = random.Random(seed), _over(minutes), 0
+    with World("k") as world, Churn(world).present() as churn, ends.served_throughout(world):
+        world.agent.kill()
+        while done < KILLS and not over():
+            ends.kill(world, churn, order)
+            done += 1
+        world.agent.start()
+    print(f"{done} kills, no connection failed")
+
+
+def pauses(seed: int, minutes: float | None) -> None:
+    """SIGSTOP for up to ten seconds under 1,000 changes a second."""
+    order, over, done = random.Random(seed), _over(minutes), 0
+    with World("p") as world, Churn(world).present() as churn, ends.served_throughout(world):
+        while done < PAUSES and not over():
+            ends.pause(world, churn, order, longest=10.0)
+            done += 1
+    print(f"{done} pauses, no connection failed")
+
+
+def memory(seed: int, minutes: float | None) -> None:
+    """Too little memory, in random limits."""
+    order, over = random.Random(seed), _over(minutes)
+    outcomes: Counter[str] = Counter()
+    with World("m") as world, Churn(world).present() as churn, ends.served_throughout(world):
+        while outcomes.total() < STARVED and not over():
+            limit = order.choice(ends.MEMORY_LIMITS)
+            outcome = ends.starve(world, churn, limit)
+            print(f"{limit} MB: {outcome}", flush=True)
+            outcomes[outcome] += 1
+    print(dict(outcomes))
+
+
+def soak(seed: int, minutes: float | None) -> None:
+    """Two hours of churn."""
+    with World("s") as world:
+        before, after = endurance.soak(world, 60 * (minutes or SOAK_MINUTES))
+    print(f"before: {before}\nafter:  {after}")
+
+
+def _over(minutes: float | None) -> Callable[[], bool]:
+    """Tells whether the time is over."""
+    end = None if minutes is None else time.monotonic() + 60 * minutes
+    return lambda: end is not None and time.monotonic() > end

@@ -1,0 +1,126 @@
+"""The kernel refuses: one errno at the Nth system call of each thread of the agent, by strace.
+
+An agent that meets it ends up serving everything, or ends with one line that says why. In both
+cases the Service that was served before is served all the time, and the next agent, to which the
+kernel refuses nothing, finds its way from whatever the last one has left.
+"""
+
+import errno
+import random
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tests.chaos.world import Churn, World
+from tests.support.lab import until
+
+CALLS = (
+    "bpf", "socket", "bind", "setsockopt", "sendto", "sendmsg", "recvfrom", "recvmsg", "mkdir",
+    "rename", "unlinkat", "rmdir", "mount", "flock", "statfs", "setns",
+)  # fmt: skip
+"""bpf(2), netlink and the file calls that make, name and remove pins."""
+ERRNOS = ("ENOMEM", "ENOSPC", "E2BIG", "EBUSY", "EAGAIN", "EINTR", "ENOBUFS", "EPERM")
+FIRST_CALLS = 500
+PATIENCE = 60.0
+ENDED = re.compile(r"^(kbpf: |\S+ \S+ (ERROR|CRITICAL) )")
+"""How the last line of an agent that gave up begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """`call`: which call of a thread fails, from 1. `fresh`: nothing was pinned before."""
+
+    call: int
+    name: str
+    fresh: bool
+
+    def __str__(self) -> str:
+        return f"{'fresh' if self.fresh else 'adopt'}-{self.call}-{self.name}"
+
+    @property
+    def wrapper(self) -> tuple[str, ...]:
+        """The command that runs an agent with this fault."""
+        calls = ",".join(CALLS)
+        inject = f"inject={calls}:error={self.name}:when={self.call}"
+        quiet = ("-qq", "-o", "/dev/null", "-e", f"trace={calls}", "-e", inject)
+        return ("strace", "-D", "-f", "--seccomp-bpf", *quiet)
+
+
+def faults(count: int, seed: int) -> list[Fault]:
+    """`count` of the first calls, spread evenly; the errnos and the starts take turns."""
+    order = random.Random(seed)
+    step = FIRST_CALLS / count
+    rows = []
+    for index in range(count):
+        call = 1 + int(index * step + order.random() * step)
+        rows.append(
+            Fault(
+                call, ERRNOS[(index + seed) % len(ERRNOS)], (index // len(ERRNOS) + index) % 2 > 0
+            )
+        )
+    return rows
+
+
+def run(world: World, fault: Fault) -> str:
+    """Starts an agent with this fault, has it apply and grow, and checks what is promised.
+
+    Returns how it ended: "serves" or the line that it ended with. Raises AssertionError.
+    """
+    agent = world.agent
+    if agent.is_running:
+        agent.kill()
+    if fault.fresh:
+        agent.remove_pins()
+    assert getattr(errno, fault.name)
+    agent.wrapper = fault.wrapper
+    try:
+        agent.start(wait=False)
+        _watch(world, lambda: _is_settled(world), fault)
+    finally:
+        agent.wrapper = ()
+    churn = Churn(world, files=2)
+    try:
+        churn.write_all()
+        if agent.is_running:
+            _watch(world, lambda: churn.is_programmed() or not agent.is_running, fault)
+        outcome = _outcome(world)
+        if not agent.is_running:
+            agent.start()
+            until("the next agent programs everything", churn.is_programmed, PATIENCE)
+        assert world.stays_served()
+    finally:
+        for path in world.folder.glob("churn-*.json"):
+            path.unlink()
+    until("what is gone is unprogrammed", lambda: not world.programmed(), PATIENCE)
+    return outcome
+
+
+def _watch(world: World, is_done: Callable[[], bool], fault: Fault) -> None:
+    """Waits; what was served before stays served meanwhile."""
+
+    def check() -> bool:
+        if not fault.fresh:
+            assert world.stays_served(), f"not served any more: {world.agent.tail()}"
+        return is_done()
+
+    try:
+        until(f"{fault}: the agent serves or ends", check, PATIENCE)
+    except AssertionError as error:
+        raise AssertionError(f"{error}\n{world.agent.status()}\n{world.agent.tail()}") from None
+
+
+def _is_settled(world: World) -> bool:
+    status = world.agent.own_status()
+    return not world.agent.is_running or (status is not None and bool(status["synced"]))
+
+
+def _outcome(world: World) -> str:
+    lines = world.agent.lines()
+    assert not any(line.startswith("Traceback") for line in lines), "\n".join(lines)
+    if world.agent.is_running:
+        return "serves"
+    code = world.agent.wait_ended()
+    assert code == 1, (code, lines)
+    assert lines, "it ended without a word"
+    assert ENDED.match(lines[-1]), "\n".join(lines)
+    return lines[-1]

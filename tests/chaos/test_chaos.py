@@ -1,0 +1,54 @@
+"""The bounded part of the campaigns in this folder; `make campaigns` runs them whole."""
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from tests.chaos import errnos, kills, soak
+from tests.chaos.world import Churn, World
+
+SEED = 20261122
+KILLS = 5
+PAUSES = 3
+LIMITS_MB = (20, 30, 60)
+SOAK_SECONDS = 10.0
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    """One node for all of them: each begins with whatever the one before has left."""
+    with World("t") as made:
+        yield made
+
+
+@pytest.mark.parametrize("fault", errnos.faults(16, SEED), ids=str)
+def test_the_kernel_refuses_a_call(world: World, fault: errnos.Fault) -> None:
+    errnos.run(world, fault)
+
+
+def test_killed_under_changes(world: World) -> None:
+    order = random.Random(SEED)
+    with Churn(world).present() as churn, kills.served_throughout(world):
+        world.agent.kill()
+        for _ in range(KILLS):
+            kills.kill(world, churn, order)
+        world.agent.start()
+
+
+def test_stopped_under_changes(world: World) -> None:
+    order = random.Random(SEED)
+    with Churn(world).present() as churn, kills.served_throughout(world):
+        for _ in range(PAUSES):
+            kills.pause(world, churn, order)
+
+
+def test_too_little_memory(world: World) -> None:
+    with Churn(world).present() as churn, kills.served_throughout(world):
+        outcomes = [kills.starve(world, churn, limit) for limit in LIMITS_MB]
+    assert outcomes[0] == "killed", "the limit is in force"
+    assert outcomes[-1] == "serves"
+
+
+def test_churn_leaves_nothing_behind(world: World) -> None:
+    soak.soak(world, SOAK_SECONDS)

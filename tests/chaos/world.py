@@ -1,0 +1,133 @@
+"""One node under the campaigns: an agent that reads a folder, and Services whose state is known.
+
+`stays` is a Service that never changes: its connections must succeed at every moment, whatever
+happens to the agent. The Services of a `Churn` change all the time; `Churn.expected()` is what the
+maps must hold once the agent has read the last file.
+"""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from typing import Any, Self
+
+from tests.support import plane
+from tests.support.kube_objects import endpoint, endpoint_slice, node, port, service, slice_port
+from tests.support.lab import Lab, until
+from tests.support.scenario import FolderNode, put
+
+STAYS = "10.96.0.20"
+BATCH = 150
+"""Services in each file of a churn: one that the agent reads well within a poll of the folder."""
+
+
+class World(FolderNode):
+    """The node of a lab of its own. A context manager; the agent serves `stays` when it begins.
+
+    Its maps start small: those of a churn make them grow.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._stack = contextlib.ExitStack()
+        self.lab = self._stack.enter_context(Lab(1, f"x{name}", apart=True))
+        super().__init__(self.lab, self.lab.folder / "objects", pods=2)
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        try:
+            self.write([node("node-1", self.lab.nodes[0].ip), *self.web(20, "a1")])
+            self.agent.module = "tests.support.small_maps_agent"
+            self.agent.start()
+            until("the Service is served", self.stays_served)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        super().__exit__()
+        self._stack.close()
+
+    def stays_served(self) -> bool:
+        """Whether a pod connects to `stays` and hears from its backend."""
+        return self["a2"].tcp(STAYS, 80).get("name") == "a1"
+
+    def backends_of(self, *numbers: int) -> dict[str, list[str]]:
+        """Frontend → backends, read from the pinned maps, of these Services of churns."""
+        wanted = {frontend(number) for number in numbers}
+        found = plane.dump(self.agent.entries)["frontends"]
+        return {at: behind["cluster"] for at, behind in found.items() if at in wanted}
+
+    def programmed(self) -> set[str]:
+        """The frontends of churns in the pinned maps."""
+        found = plane.dump(self.agent.entries)["frontends"]
+        return {at for at in found if at.startswith("10.96.4")}
+
+    def strays(self) -> dict[str, Any]:
+        """Map entries that no frontend leads to, by map."""
+        return dict(plane.dump(self.agent.entries)["strays"])
+
+
+def frontend(number: int) -> str:
+    """Where Service `number` of a churn is served."""
+    return f"10.96.{40 + number // 250}.{1 + number % 250}:80/TCP"
+
+
+class Churn:
+    """`files` files of BATCH Services each; `step()` moves every Service of one file to other
+    backends. Call from one thread.
+    """
+
+    def __init__(self, world: World, files: int = 4) -> None:
+        self._world = world
+        self._rounds = [0] * files
+
+    def __len__(self) -> int:
+        return BATCH * len(self._rounds)
+
+    def write_all(self) -> None:
+        """Every file, as it is now."""
+        for number in range(len(self._rounds)):
+            self._write(number)
+
+    def step(self) -> int:
+        """Changes the file that has waited longest. How many objects have changed."""
+        number = self._rounds.index(min(self._rounds))
+        self._rounds[number] += 1
+        self._write(number)
+        return BATCH
+
+    def expected(self) -> dict[str, list[str]]:
+        """Frontend → its one backend, when all has been read."""
+        return {
+            frontend(number): [f"{self._backend(number)}:8080/TCP"] for number in range(len(self))
+        }
+
+    def is_programmed(self) -> bool:
+        """Whether the maps hold what is expected."""
+        return self._world.backends_of(*range(len(self))) == self.expected()
+
+    @contextlib.contextmanager
+    def present(self) -> Iterator["Churn"]:
+        """The Services exist for as long as the block lasts."""
+        self.write_all()
+        until("the Services of the churn are programmed", self.is_programmed)
+        try:
+            yield self
+        finally:
+            for path in self._world.folder.glob("churn-*.json"):
+                path.unlink()
+
+    def _backend(self, number: int) -> str:
+        file, index = divmod(number, BATCH)
+        return f"10.{200 + file}.{self._rounds[file] % 250}.{1 + index}"  # no other Service's
+
+    def _write(self, file: int) -> None:
+        items: list[dict[str, Any]] = []
+        for number in range(file * BATCH, (file + 1) * BATCH):
+            name = f"churn-{number}"
+            address = frontend(number).partition(":")[0]
+            items.append(service(name, port(80, target=8080), cluster_ip=address))
+            end = endpoint(self._backend(number))
+            items.append(endpoint_slice(name, end, ports=[slice_port(8080)]))
+        text = json.dumps({"apiVersion": "v1", "kind": "List", "items": items})
+        put(self._world.folder, f"churn-{file}.json", text)
