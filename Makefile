@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 C_FILES := $(wildcard kbpf/bpf/*.c kbpf/bpf/*.h)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv packages demo test test-kernels test-image lint format bench clean
+.PHONY: help venv packages demo test test-kernels test-image lint format bench campaigns clean
 
 help: ## what there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -ts '	'
@@ -59,6 +59,11 @@ test-image: venv ## the container image alone; arm64=1: that for arm64 too, by a
 
 bench: venv ## speed and memory, JSON out
 	$(BIN)/python -m benchmarks
+
+campaigns: venv ## long runs that look for faults; only="packets floods" seed=7 minutes=5
+	@tools/packages tests
+	$(BIN)/python -m tests.campaigns $(if $(only),--only $(only)) $(if $(seed),--seed $(seed)) \
+		$(if $(minutes),--minutes $(minutes))
 
 clean: ## what was built here
 	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -1,0 +1,75 @@
+"""Long runs that look for what the suite's bounded parts would not meet: `make campaigns`.
+
+    python -m tests.campaigns                         # all of them
+    python -m tests.campaigns --only packets --seed 7 --minutes 5
+
+A campaign is a function of a seed and of the minutes it may take (None: its whole volume). It
+prints what it measures, and raises if it finds anything, with what is needed to repeat it. Seeds
+and outcomes are appended to build/campaigns/runs.jsonl.
+"""
+
+import argparse
+import importlib
+import json
+import random
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+Campaign = Callable[[int, float | None], None]
+
+CAMPAIGNS: Final[dict[str, str]] = {
+    "packets": "tests.fuzz.long:packets",
+}
+"""Name → module:function. Imported when it runs: not each needs what others need."""
+
+KEPT: Final = Path("build/campaigns/runs.jsonl")
+
+
+def find(name: str) -> Campaign:
+    """The function of a campaign."""
+    module, _, function = CAMPAIGNS[name].partition(":")
+    found: Campaign = getattr(importlib.import_module(module), function)
+    return found
+
+
+def run(name: str, seed: int, minutes: float | None) -> bool:
+    """Runs one, tells how it ended, and keeps that; whether it found nothing."""
+    print(f"== {name}: seed {seed}", flush=True)
+    began, outcome = time.monotonic(), "passed"
+    try:
+        find(name)(seed, minutes)
+    except Exception as error:
+        traceback.print_exc()
+        outcome = f"{type(error).__name__}: {error}"
+    seconds = round(time.monotonic() - began)
+    print(f"== {name}: {outcome.splitlines()[0]} after {seconds} s, seed {seed}", flush=True)
+    KEPT.parent.mkdir(parents=True, exist_ok=True)
+    row = {"name": name, "seed": seed, "minutes": minutes, "seconds": seconds, "outcome": outcome}
+    with KEPT.open("a") as kept:
+        kept.write(json.dumps(row) + "\n")
+    return outcome == "passed"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status 1 if any campaign found something."""
+    parser = argparse.ArgumentParser(prog="python -m tests.campaigns", description=__doc__)
+    parser.add_argument("--only", nargs="*", choices=sorted(CAMPAIGNS), metavar="NAME",
+                        help=f"of {', '.join(sorted(CAMPAIGNS))}")  # fmt: skip
+    parser.add_argument("--seed", type=int, default=None, help="of all; else each its own")
+    parser.add_argument("--minutes", type=float, default=None, help="for each; else all its volume")
+    given = parser.parse_args(arguments)
+    failed = []
+    for name in given.only or CAMPAIGNS:
+        seed = random.SystemRandom().randrange(1 << 32) if given.seed is None else given.seed
+        if not run(name, seed, given.minutes):
+            failed.append(name)
+    print(f"failed: {' '.join(failed)}" if failed else "no campaign found anything", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,5 @@
+"""What the bounded parts of the campaigns need: the programs, compiled once."""
+
+from tests.support.plane import artifact_cache
+
+__all__ = ["artifact_cache"]

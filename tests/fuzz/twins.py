@@ -1,0 +1,359 @@
+"""Two nodes with the same Services: kbpf's programs translate on one, nf_conntrack on the other.
+
+Packets are sent and received at the other ends of the nodes' devices by packet sockets, so no TCP
+stack of this machine takes part.
+"""
+
+import contextlib
+import os
+import select
+import socket
+import struct
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from kbpf.dataplane.bpf import flows
+from kbpf.dataplane.bpf.layout import NAT, Target, TcpState
+from kbpf.kernel.netlink import Netlink, attributes
+from kbpf.model.address import format_addr
+from kbpf.model.config import MapSizes
+from tests.fuzz.node import (
+    BACK_PORT,
+    BACKEND,
+    CLIENT,
+    DEVICES,
+    FRONT_PORT,
+    OWN,
+    POD,
+    PROTOCOLS,
+    VARIANTS,
+    VIP,
+    build,
+    end,
+    inside_of,
+    kbpf_node,
+    mac_of,
+    namespaces,
+)
+from tests.fuzz.segments import IDLE_SECONDS, PAUSE, Speaker
+from tests.support.lab import inside, run
+from tests.support.packets import frame, udp
+
+FIRST_PORT, LAST_PORT = 2000, 60_000
+"""Of clients, one for each sequence of a batch. They are ports that a masqueraded client keeps."""
+MOST_AT_ONCE: Final = 300
+"""Packets before their arrival is waited for: a CPU's backlog has room for 1,000."""
+PATIENCE: Final = 60.0
+SIZES: Final = MapSizes(connections=65_536, sockets=1024, flows=1024, affinity=1024)
+
+
+@dataclass(frozen=True, slots=True)
+class Sequence_:
+    """A script, and the kind of connection that it is played on."""
+
+    script: str
+    protocol: str
+    family: int
+    variant: str
+
+    def __str__(self) -> str:
+        return f"{self.protocol} v{self.family} {self.variant}: {self.script}"
+
+
+class Outcome(NamedTuple):
+    """What a node knows of a connection at the end: nothing ("none"), or its state; whether it may
+    be dropped when others need room; and for how long it is kept without a packet.
+    """
+
+    state: str
+    needed: bool
+    seconds: int
+
+
+NOTHING: Final = Outcome("none", False, 0)
+
+
+@dataclass
+class _Side:
+    """One node, as the packet sockets see it."""
+
+    name: str
+    sockets: dict[str, socket.socket] = field(default_factory=dict)
+    macs: dict[str, str] = field(default_factory=dict)
+    seen_as: dict[tuple[int, int, int], tuple[str, int]] = field(default_factory=dict)
+    """Protocol, family and tag of a sequence: the client as the backend sees it."""
+    marks: int = 0
+
+    def send(self, device: str, packet: bytes) -> None:
+        self.sockets[device].send(frame(packet, self.macs[device]))
+
+    def settle(self) -> None:
+        """Waits until all that was sent has been through the node: packets are taken in order, and
+        so is one that follows them.
+        """
+        self.marks += 1
+        mark = b"mark" + struct.pack("!Q", self.marks)
+        self.send("c0", udp(f"{CLIENT[4]}:9", f"{POD['b0'][4]}:9", mark))
+        deadline = time.monotonic() + PATIENCE
+        while not self._read("b0", mark):
+            left = deadline - time.monotonic()
+            assert left > 0, f"{self.name} does not forward"
+            select.select([self.sockets["b0"]], [], [], left)
+        self._read("r0")
+        self._read("c0")
+
+    def _read(self, device: str, mark: bytes = b"none") -> bool:
+        """Receives all that has arrived, and learns how clients are seen; whether the mark did."""
+        found = False
+        while True:
+            try:
+                raw = self.sockets[device].recv(2048)
+            except BlockingIOError:
+                return found
+            if device != "c0":
+                found |= raw.endswith(mark)
+                self._learn(raw)
+
+    def _learn(self, raw: bytes) -> None:
+        v6 = raw[12:14] == b"\x86\xdd"
+        at, protocol = (54, raw[20]) if v6 else (34, raw[23])
+        if len(raw) < at + 10 or protocol not in (6, 17):
+            return
+        source = raw[22:38] if v6 else raw[26:30]
+        port, to_port = struct.unpack_from("!HH", raw, at)
+        if to_port != BACK_PORT:
+            return
+        (tag,) = struct.unpack_from("!H", raw, at + (18 if protocol == 6 else 8))
+        name = socket.inet_ntop(socket.AF_INET6 if v6 else socket.AF_INET, source)
+        self.seen_as[protocol, 6 if v6 else 4, tag] = (name, port)
+
+
+class Twins:
+    """Both nodes, and what goes in and out of them."""
+
+    def __init__(self, cache: Path) -> None:
+        self.prefix = f"kbw{os.getpid()}"
+        self.kbpf, self.linux = _Side(f"{self.prefix}k"), _Side(f"{self.prefix}l")
+        self._wire = f"{self.prefix}w"
+        self._stack = contextlib.ExitStack()
+        self._cache = cache
+
+    def __enter__(self) -> "Twins":
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(namespaces(self._wire, self.kbpf.name, self.linux.name))
+            for side in (self.kbpf, self.linux):
+                letter = side.name[-1]
+                build(side.name, self._wire, letter)
+                for device in DEVICES:
+                    side.macs[device] = mac_of(side.name, device)
+                    side.sockets[device] = inside_of(
+                        self._wire, lambda name=letter + device: _packet_socket(name)
+                    )
+                    stack.callback(side.sockets[device].close)
+            self._start_linux()
+            self.node = stack.enter_context(
+                kbpf_node(self._cache, self.kbpf.name, SIZES, FIRST_PORT, LAST_PORT)
+            )
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    # ---- making them ---------------------------------------------------------------------------
+
+    def _start_linux(self) -> None:
+        """DNAT and masquerading as kube-proxy's rules have them, and its time-outs."""
+        settings = {
+            "nf_conntrack_tcp_timeout_established": 86_400,
+            "nf_conntrack_tcp_timeout_close_wait": 3_600,
+        }
+        run(*inside(self.linux.name, None, "nft", "-f", "-"), stdin=_ruleset())
+        for name, value in settings.items():
+            path = Path("/proc/sys/net/netfilter") / name
+            inside_of(self.linux.name, lambda p=path, v=value: p.write_text(str(v)))
+
+    # ---- a batch -------------------------------------------------------------------------------
+
+    def play(self, sequences: Sequence[Sequence_]) -> list[tuple[Outcome, Outcome]]:
+        """What kbpf and Linux come to with each, all of them at once."""
+        assert len(sequences) <= LAST_PORT - FIRST_PORT
+        self.forget()
+        sides = (self.kbpf, self.linux)
+        speakers = [
+            [Speaker(each.protocol, FIRST_PORT + n) for n, each in enumerate(sequences)]
+            for _ in sides
+        ]
+        phases = [[part.split() for part in each.script.split(PAUSE)] for each in sequences]
+        for phase in range(max(map(len, phases), default=0)):
+            if phase:
+                time.sleep(IDLE_SECONDS)
+            now = [each[phase] if phase < len(each) else [] for each in phases]
+            for step in range(max(map(len, now))):
+                acting = [n for n, tokens in enumerate(now) if step < len(tokens)]
+                for side, own in zip(sides, speakers, strict=True):
+                    self._step(side, own, sequences, [(n, now[n][step]) for n in acting])
+        return self.read(sequences)
+
+    def _step(
+        self,
+        side: _Side,
+        speakers: Sequence[Speaker],
+        sequences: Sequence[Sequence_],
+        acting: Sequence[tuple[int, str]],
+    ) -> None:
+        for count, (number, token) in enumerate(acting, 1):
+            each, speaker = sequences[number], speakers[number]
+            family, back = each.family, BACKEND[each.variant]
+            if token.startswith("<"):
+                known = side.seen_as.get((PROTOCOLS[each.protocol], family, speaker.tag))
+                usual = CLIENT if each.variant == "kept" else OWN[back]
+                host, port = known or (usual[family], speaker.tag)
+                source, to = end(POD[back][family], BACK_PORT), end(host, port)
+            else:
+                source = end(CLIENT[family], speaker.tag)
+                to = end(VIP[each.variant][family], FRONT_PORT)
+            packet = speaker.packet(token, source, to)
+            if packet is not None:
+                side.send(back if token.startswith("<") else "c0", packet)
+            if count % MOST_AT_ONCE == 0:
+                side.settle()
+        side.settle()
+
+    # ---- what they know ------------------------------------------------------------------------
+
+    def forget(self) -> None:
+        """Neither node knows of a connection."""
+        self.node.forget()
+        inside_of(self.linux.name, _flush)
+        self.kbpf.seen_as.clear()
+        self.linux.seen_as.clear()
+
+    def read(self, sequences: Sequence[Sequence_]) -> list[tuple[Outcome, Outcome]]:
+        """What both know of these, in order."""
+        ours = _read_flows(self.node.site.entries("flows").values())
+        theirs = inside_of(self.linux.name, _read_conntrack)
+        found = []
+        for number, each in enumerate(sequences):
+            key = (
+                PROTOCOLS[each.protocol],
+                end(CLIENT[each.family], FIRST_PORT + number),
+                end(VIP[each.variant][each.family], FRONT_PORT),
+            )
+            found.append((ours.get(key, NOTHING), theirs.get(key, NOTHING)))
+        return found
+
+
+def _packet_socket(device: str) -> socket.socket:
+    made = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
+    made.setsockopt(263, 23, 1)  # SOL_PACKET, PACKET_IGNORE_OUTGOING
+    made.setsockopt(socket.SOL_SOCKET, 33, 64 << 20)  # SO_RCVBUFFORCE
+    made.bind((device, 0x0003))
+    made.setblocking(False)
+    return made
+
+
+def _ruleset() -> str:
+    lines = ["table inet nat {", "chain pre { type nat hook prerouting priority dstnat;"]
+    for variant in VARIANTS:
+        for family, word in ((4, "ip"), (6, "ip6")):
+            to = end(POD[BACKEND[variant]][family], BACK_PORT)
+            for protocol in PROTOCOLS:
+                lines.append(
+                    f"{word} daddr {VIP[variant][family]} {protocol} dport {FRONT_PORT}"
+                    f" dnat {word} to {to}"
+                )
+    lines += ["}", "chain post { type nat hook postrouting priority srcnat;"]
+    for variant in ("masked", "past"):
+        lines += [
+            f"ct original ip daddr {VIP[variant][4]} masquerade",
+            f"ct original ip6 daddr {VIP[variant][6]} masquerade",
+        ]
+    return "\n".join((*lines, "}", "}"))
+
+
+# ---- tables of connections -----------------------------------------------------------------------
+
+_CONNTRACK, _GET, _DELETE = 12, 0x101, 0x102
+_ORIGINAL, _STATUS, _PROTOINFO, _TIMEOUT = 1, 3, 4, 7
+_ASSURED = 1 << 2
+TCP_STATES: Final = (
+    "NONE", "SYN_SENT", "SYN_RECV", "ESTABLISHED", "FIN_WAIT", "CLOSE_WAIT", "LAST_ACK",
+    "TIME_WAIT", "CLOSE", "SYN_SENT2",
+)  # fmt: skip
+SCTP_STATES: Final = (
+    "NONE", "CLOSED", "COOKIE_WAIT", "COOKIE_ECHOED", "ESTABLISHED", "SHUTDOWN_SENT",
+    "SHUTDOWN_RECD", "SHUTDOWN_ACK_SENT", "HEARTBEAT_SENT",
+)  # fmt: skip
+_EARLY_DROP: Final = {
+    6: ("FIN_WAIT", "LAST_ACK", "TIME_WAIT", "CLOSE", "CLOSE_WAIT"),
+    132: ("SHUTDOWN_SENT", "SHUTDOWN_RECD", "SHUTDOWN_ACK_SENT"),
+    17: (),
+}
+"""States in which Linux drops a connection for others although it is assured: can_early_drop()."""
+CLASSES: Final = (3, 10, 30, 60, 120, 210, 300, 3_600, 86_400)
+"""Seconds: the time-outs that either has. What is left of one belongs to the next larger."""
+
+Key = tuple[int, str, str]
+
+
+def _flush() -> None:
+    with Netlink(_CONNTRACK, "conntrack") as netlink:
+        netlink.ask(_DELETE, struct.pack("=BBH", 0, 0, 0))
+
+
+def _read_conntrack() -> dict[Key, Outcome]:
+    found = {}
+    with Netlink(_CONNTRACK, "conntrack") as netlink:
+        messages = netlink.dump(_GET, struct.pack("=BBH", 0, 0, 0))
+    for message in messages:
+        told = attributes(message.body[4:])
+        original = attributes(told[_ORIGINAL])
+        where, what = attributes(original[1]), attributes(original[2])
+        protocol = what[1][0]
+        if protocol not in _EARLY_DROP:
+            continue
+        ends = []
+        for kinds, port in (((1, 3), 2), ((2, 4), 3)):
+            raw = where.get(kinds[0], where.get(kinds[1], b""))
+            kind = socket.AF_INET if len(raw) == 4 else socket.AF_INET6
+            ends.append(end(socket.inet_ntop(kind, raw), int.from_bytes(what[port], "big")))
+        left = int.from_bytes(told[_TIMEOUT], "big")
+        assured = bool(int.from_bytes(told[_STATUS], "big") & _ASSURED)
+        state = _state(protocol, told, assured)
+        needed = assured and state not in _EARLY_DROP[protocol]
+        seconds = next(limit for limit in CLASSES if left <= limit)
+        found[protocol, ends[0], ends[1]] = Outcome(state, needed, seconds)
+    return found
+
+
+def _state(protocol: int, told: dict[int, bytes], assured: bool) -> str:
+    if protocol == 17:
+        return "STREAM" if assured else "DATAGRAMS"
+    info = attributes(told.get(_PROTOINFO, b""))
+    (raw,) = info.values()
+    number = attributes(raw)[1][0]
+    return (TCP_STATES if protocol == 6 else SCTP_STATES)[number]
+
+
+def _read_flows(entries: Iterable[bytes]) -> dict[Key, Outcome]:
+    now = time.monotonic_ns()
+    found: dict[Key, Outcome] = {}
+    over: dict[bytes, int] = {}
+    held = list(entries)
+    for raw in held:
+        both = raw[flows.BOTH_ENDS]
+        over[both] = max(over.get(both, 0), flows.over(raw))
+    for raw in held:
+        if not flows.is_question(raw) or over[raw[flows.BOTH_ENDS]] < now:
+            continue
+        values = NAT.unpack(raw)
+        ends = [Target.unpack(value) for value in values[1:3]]
+        names = [end(format_addr(each.address), each.port) for each in ends]
+        protocol, state = raw[flows.PROTOCOL], TcpState(raw[flows.STATE])
+        seconds = flows.HOLDS[protocol, state] // flows.NANO
+        found[protocol, names[0], names[1]] = Outcome(state.name, state in flows.NEEDED, seconds)
+    return found
