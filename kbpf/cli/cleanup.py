@@ -265,7 +265,9 @@ def _alone(pins: "Pins", force: bool) -> Iterator[None]:
     fd = -1
     try:
         fd = load.lock(pins, patience=0.0)
-    except (KernelError, OSError) as error:
+    except KernelError as error:
+        if error.errno != errno.EAGAIN:
+            raise
         if not force:
             raise KernelError(
                 "nothing is removed: an agent is at work here", str(pins.root),

@@ -43,7 +43,7 @@ def obtain(unit: str, cache: Path, force: bool) -> Compiled:
     else:
         made, compiled = compile.obtain(unit, cache)
     path = cache / artifact.file_name(unit, made.source, made.compiler)
-    if not path.is_file():
+    if artifact.read(path) != made:
         raise CompileError(
             "the programs are compiled but cannot be kept", str(path),
             "give a folder that can be written with --cache-dir",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from kbpf.errors import KernelError
+from kbpf.kernel.folders import PRIVATE
 
 BPF_FS_MAGIC: Final = 0xCAFE4A11
 BPF_FS: Final = Path("/sys/fs/bpf")
@@ -133,11 +134,11 @@ def ensure_bpffs(pin_dir: Path) -> None:
             raise KernelError(
                 "what is mounted here is no bpffs",
                 str(place),
-                f"on the node: mount -t bpf bpf {place}",
+                f"on the node: mount -t bpf -o mode=700 bpf {place}",
             )
         mount_bpffs(place)
     try:
-        pin_dir.mkdir(parents=True, exist_ok=True)
+        pin_dir.mkdir(PRIVATE, parents=True, exist_ok=True)
     except OSError as error:
         raise KernelError(
             "cannot make the folder for pins",
@@ -150,7 +151,7 @@ def ensure_bpffs(pin_dir: Path) -> None:
 def mount_bpffs(path: Path) -> None:
     """Mounts a bpffs, visible to root only."""
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(PRIVATE, parents=True, exist_ok=True)
     except OSError as error:
         raise KernelError(
             "cannot make the mount point for a bpffs", str(path), errno=error.errno or 0
@@ -160,7 +161,7 @@ def mount_bpffs(path: Path) -> None:
         raise KernelError(
             "cannot mount a bpffs",
             str(path),
-            "mount it on the host (mount -t bpf bpf /sys/fs/bpf), or grant CAP_SYS_ADMIN",
+            "on the host: mount -t bpf -o mode=700 bpf /sys/fs/bpf; or grant CAP_SYS_ADMIN",
             errno=ctypes.get_errno(),
         )
 

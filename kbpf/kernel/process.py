@@ -2,21 +2,15 @@
 
 import contextlib
 import ctypes
-import fcntl
 import os
 import resource
 import signal
-import time
 from pathlib import Path
 from typing import Final
 
 from kbpf.errors import KernelError
 
 PR_SET_PDEATHSIG: Final = 1
-LOCK_SECONDS: Final = 5.0
-"""So long an agent that is on its way out is waited for."""
-
-
 INITIAL_PID_NAMESPACE: Final = 0xEFFFFFFC
 """PROC_PID_INIT_INO: the same number on every Linux."""
 
@@ -46,26 +40,6 @@ def allow_many_files() -> None:
     if soft != hard:
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def lock_folder(folder: Path, patience: float, hint: str) -> int:
-    """A descriptor that makes this process the only agent at work in the folder. It is let go when
-    it is closed or the process ends, however. Another's is waited for, so many seconds; then it is
-    a KernelError with this hint.
-    """
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    deadline = time.monotonic() + patience
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return fd
-        except OSError as error:
-            if time.monotonic() > deadline:
-                os.close(fd)
-                raise KernelError(
-                    "another agent is at work here", str(folder), hint, error.errno or 0
-                ) from error
-        time.sleep(0.05)
 
 
 def set_oom_score_adj(value: int) -> None:

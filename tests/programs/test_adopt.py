@@ -501,6 +501,45 @@ def test_a_second_agent_on_the_same_pins_is_turned_away(
     assert "\n" not in str(error.value)
 
 
+SPOILT = [
+    ("another user made it", lambda pins: os.chown(pins, 65534, 65534), "uid 65534 owns it"),
+    (
+        "others may write to it",
+        lambda pins: pins.chmod(0o777),
+        "others may write to it (mode 0777)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "spoil", "reason"), SPOILT, ids=[row[0] for row in SPOILT])
+def test_a_pin_folder_that_others_can_change_is_refused(
+    site: Site, name: str, spoil: Callable[[Path], None], reason: str
+):
+    """A bpffs that was mounted without mode=700 is open to all: who makes the folder first could
+    exchange programs and maps.
+    """
+    site.pins.mkdir(mode=0o700)
+    spoil(site.pins)
+    before = site.pins.stat().st_mode
+    with pytest.raises(KernelError) as error:
+        site.plane().open()
+    assert str(error.value).startswith(f"cannot trust the folder: {reason} ({site.pins}); ")
+    assert (list(site.pins.iterdir()), site.pins.stat().st_mode) == ([], before)
+    site.pins.rmdir()
+    site.open().apply(OLD, None)
+
+
+def test_the_pin_folder_of_an_earlier_version_becomes_private(site: Site):
+    site.open().apply(OLD, None)
+    site.close_planes()
+    assert site.pins.stat().st_mode & 0o7777 == 0o700
+    site.pins.chmod(0o755)
+    attached = links(site)
+    assert dict(site.open().apply(OLD, None).writes) == {}
+    assert site.pins.stat().st_mode & 0o7777 == 0o700
+    assert links(site) == attached
+
+
 def test_a_pinned_map_of_another_shape_is_an_error(site: Site):
     site.open().apply(OLD, None)
     site.close_planes()

@@ -885,6 +885,20 @@ def test_nothing_is_removed_beside_an_agent_that_runs(
     assert not node.ipvs.held
 
 
+def test_a_state_folder_of_another_user_is_refused(fake_node: Node):
+    """/run/kbpf may be anywhere (--state-dir): who makes the folder first could hold its lock."""
+    folder = fake_node.folder / DEVICE
+    folder.mkdir(parents=True)
+    os.chown(folder, 65534, 65534)
+    with pytest.raises(KernelError, match="cannot trust the folder: uid 65534 owns it") as error:
+        fake_node.start()
+    assert str(folder) in str(error.value)
+    assert (fake_node.links(), fake_node.tables()) == (set(), set()), "nothing is made"
+    folder.rmdir()
+    fake_node.start()
+    assert folder.stat().st_mode & 0o7777 == 0o700
+
+
 # ---- other names after a restart -----------------------------------------------------------------
 
 OTHER_DEVICE, OTHER_TABLE = "kbpf-test1", "other"

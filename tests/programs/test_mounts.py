@@ -174,7 +174,7 @@ def test_a_missing_bpffs_is_mounted_where_all_expect_it():
     """Once, for root only, and pins can be made in it."""
     name = f"kbpf-test-{os.getpid()}"
     out = elsewhere(MAKE.format(pins=f"/sys/fs/bpf/{name}"))
-    assert out == "True 0o755 ['/sys/fs/bpf']"
+    assert out == "True 0o700 ['/sys/fs/bpf']"
     assert not (BPFFS / name).exists(), "and not on this machine"
 
 
@@ -195,7 +195,7 @@ def test_a_container_on_a_node_without_a_bpffs_does_not_mount_one_for_itself():
     )
     said, kinds = elsewhere(code, "mount --bind /sys/fs/bpf /sys/fs/bpf").splitlines()
     assert "what is mounted here is no bpffs (/sys/fs/bpf)" in said
-    assert "on the node: mount -t bpf bpf /sys/fs/bpf" in said
+    assert "on the node: mount -t bpf -o mode=700 bpf /sys/fs/bpf" in said
     assert kinds == "['sysfs']"
 
 

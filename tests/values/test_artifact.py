@@ -2,8 +2,10 @@
 
 import hashlib
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import pytest
@@ -191,3 +193,77 @@ def test_a_store_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(OSError, match="No space"):
         artifact.store(made(), tmp_path)
     assert os.listdir(tmp_path) == []
+
+
+# ---- other users -------------------------------------------------------------------------------
+
+NOBODY = 65534
+
+
+class Planted(NamedTuple):
+    """How another user had a hand in the cache, and what the log says of it."""
+
+    name: str
+    spoil: Callable[[Path], object]
+    said: str
+
+
+def exchanged(path: Path, make: Callable[[Path], object]) -> None:
+    path.unlink()
+    make(path)
+
+
+PLANTED = [
+    Planted("the folder is another's", lambda f: os.chown(f.parent, NOBODY, NOBODY),
+            "uid 65534 owns it"),
+    Planted("the group may write to the folder", lambda f: f.parent.chmod(0o775), "mode 0775"),
+    Planted("all may write to the folder", lambda f: f.parent.chmod(0o1777), "mode 1777"),
+    Planted("the file is another's", lambda f: os.chown(f, NOBODY, NOBODY), "uid 65534 owns it"),
+    Planted("the group may write to the file", lambda f: f.chmod(0o664), "mode 0664"),
+    Planted("all may write to the file", lambda f: f.chmod(0o646), "mode 0646"),
+    Planted("a symbolic link", lambda f: (f.rename(f.parent / "x"), f.symlink_to("x")),
+            "Too many levels of symbolic links"),
+    Planted("a FIFO", lambda f: exchanged(f, os.mkfifo), "it is not a regular file"),
+    Planted("a folder", lambda f: exchanged(f, Path.mkdir), "it is not a regular file"),
+    Planted("a device", lambda f: exchanged(f, lambda p: os.mknod(p, 0o600 | stat.S_IFCHR, 0x105)),
+            "it is not a regular file"),
+    Planted("too large", lambda f: os.truncate(f, artifact.FILE_BYTES + 1),
+            "it is larger than 16 MiB"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PLANTED, ids=lambda case: case.name)
+def test_what_another_user_can_have_written_is_not_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, case: Planted
+):
+    path = artifact.store(made(), tmp_path / "cache")
+    artifact._warn.cache_clear()
+    case.spoil(path)
+    for _ in range(2):
+        assert artifact.find("sock", path.parent, TOOLS) is None
+        assert artifact.find("sock", path.parent, None) is None
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert case.said in record.getMessage()
+    assert record.getMessage().endswith(artifact.HINT)
+
+
+@pytest.mark.parametrize("case", PLANTED[:3], ids=lambda case: case.name)
+def test_nothing_is_stored_where_others_may_write(tmp_path: Path, case: Planted):
+    """A file that is written there can be exchanged for a link at any moment."""
+    path = artifact.store(made(), tmp_path / "cache")
+    path.unlink()
+    case.spoil(path)
+    with pytest.raises(CompileError, match="not kept: "):
+        artifact.store(made(), path.parent)
+    assert os.listdir(path.parent) == []
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o002, 0o077, 0])
+def test_what_is_stored_can_be_read_again_with_any_umask(tmp_path: Path, umask: int):
+    before = os.umask(umask)
+    try:
+        path = artifact.store(made(), tmp_path / "cache")
+    finally:
+        os.umask(before)
+    assert artifact.read(path) == made()

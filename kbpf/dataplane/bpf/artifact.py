@@ -2,21 +2,35 @@
 
 The agent never imports BCC. It asks here for the artifact of a unit; the file's name says all
 that it depends on, so an unchanged restart compiles nothing and a changed source never meets old
-bytecode. A file that is damaged is as good as absent.
+bytecode. A file that is damaged is as good as absent, and so is one that another user can have
+written: the hash in it keeps no secret, and its bytecode is loaded by root.
 """
 
+import contextlib
+import errno
+import functools
 import hashlib
+import logging
 import os
 import platform
+import stat
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
 from kbpf.dataplane.bpf import flatten
+from kbpf.errors import CompileError
+from kbpf.kernel.folders import distrust
+
+log = logging.getLogger("kbpf.dataplane")
 
 FORMAT: Final = 1
+FILE_BYTES: Final = 16 * 1024 * 1024
+"""An artifact that is larger is not read; those of today have less than one MiB."""
+HINT: Final = "chown root and chmod go-w the folder and its files, or name another --cache-dir"
 CFLAGS: Final = ("-Wall", "-Wno-unused-function", "-Wno-unused-variable")
 
 
@@ -69,15 +83,19 @@ def file_name(unit: str, source: str, tools: str) -> str:
 
 
 def store(artifact: Artifact, folder: Path) -> Path:
-    """Writes the artifact beside its final name and renames it, so no reader sees half of it."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Writes the artifact beside its final name and renames it, so no reader sees half of it.
+    CompileError for a folder that other users may change.
+    """
+    folder.mkdir(0o755, parents=True, exist_ok=True)
+    if reason := distrust(folder.stat()):
+        raise CompileError(f"not kept: {reason}", str(folder), HINT)
     body = msgspec.msgpack.encode(artifact)
     path = folder / file_name(artifact.unit, artifact.source, artifact.compiler)
     handle, temporary = tempfile.mkstemp(dir=folder, prefix=".kbpf-")
     try:
         with os.fdopen(handle, "wb") as out:
+            os.fchmod(out.fileno(), 0o644)
             out.write(hashlib.sha256(body).digest() + body)
-        os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)  # or a full disk would get fuller at every start
@@ -86,18 +104,24 @@ def store(artifact: Artifact, folder: Path) -> Path:
 
 
 def read(path: Path) -> Artifact | None:
-    """The artifact in this file; None if there is none, or it is damaged or of another format."""
+    """The artifact in this file; None if there is none, or it is damaged, of another format, or
+    not a trusted user's, in a folder of his: the log says so.
+    """
     try:
-        raw = path.read_bytes()
-    except OSError:
-        return None
-    if hashlib.sha256(raw[32:]).digest() != raw[:32]:
-        return None
-    try:
-        artifact = msgspec.msgpack.decode(raw[32:], type=Artifact)
-    except msgspec.DecodeError:
-        return None
-    return artifact if artifact.format == FORMAT else None
+        with _opened_folder(path.parent) as folder:
+            return _decode(_contents(folder, path.name))
+    except OSError as error:
+        if error.errno not in {errno.ENOENT, errno.ENOTDIR}:
+            _warn(str(CompileError(os.strerror(error.errno or 0), str(path), HINT)))
+    except CompileError as error:
+        _warn(str(error))
+    return None
+
+
+@functools.cache
+def _warn(text: str) -> None:
+    """Once, however many units are looked for, and however often."""
+    log.warning("compiled programs are not used, they are compiled again: %s", text)
 
 
 def find(unit: str, folder: Path, tools: str | None) -> Artifact | None:
@@ -114,3 +138,43 @@ def find(unit: str, folder: Path, tools: str | None) -> Artifact | None:
         if artifact is not None and artifact.source == source:
             return artifact
     return None
+
+
+@contextlib.contextmanager
+def _opened_folder(path: Path) -> Iterator[int]:
+    """A descriptor of the folder, which is a trusted user's: nobody can exchange it meanwhile."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        if reason := distrust(os.fstat(fd)):
+            raise CompileError(reason, str(path), HINT)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _contents(folder: int, name: str) -> bytes:
+    """O_NONBLOCK: opening a FIFO would wait for a writer."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    fd = os.open(name, flags, dir_fd=folder)
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise CompileError("it is not a regular file", name, HINT)
+        if found.st_size > FILE_BYTES:
+            raise CompileError(f"it is larger than {FILE_BYTES >> 20} MiB", name, HINT)
+        if reason := distrust(found):
+            raise CompileError(reason, name, HINT)
+        with open(fd, "rb", closefd=False) as file:
+            return file.read(FILE_BYTES)
+    finally:
+        os.close(fd)
+
+
+def _decode(raw: bytes) -> Artifact | None:
+    if hashlib.sha256(raw[32:]).digest() != raw[:32]:
+        return None
+    try:
+        artifact = msgspec.msgpack.decode(raw[32:], type=Artifact)
+    except msgspec.DecodeError:
+        return None
+    return artifact if artifact.format == FORMAT else None

@@ -4,6 +4,7 @@ in two threads crash, and BCC changes the working directory and prints errors to
 The child is this module (`python -m kbpf.dataplane.bpf.compile UNIT FILE`); it alone imports bcc.
 """
 
+import contextlib
 import importlib.util
 import os
 import re
@@ -83,10 +84,8 @@ def compile_unit(unit: str, cache: Path) -> artifact.Artifact:
         made = artifact.read(out) if child.returncode == 0 else None
         if made is None:
             raise _explain(unit, child.stderr, child.returncode)
-    try:
+    with contextlib.suppress(OSError, CompileError):
         artifact.store(made, cache)
-    except OSError:
-        return made
     return made
 
 

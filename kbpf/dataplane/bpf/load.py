@@ -22,8 +22,8 @@ from kbpf.dataplane.bpf.layout import MAPS, MapSpec
 from kbpf.dataplane.bpf.moving import Left
 from kbpf.errors import KernelError
 from kbpf.kernel import libbpf
+from kbpf.kernel.folders import LOCK_SECONDS, lock_folder
 from kbpf.kernel.libbpf import Link, Map, Program
-from kbpf.kernel.process import LOCK_SECONDS, lock_folder
 from kbpf.model.config import MapSizes
 
 BEHIND_SERVICES: Final = frozenset(("backend_slots", "backends", "set_members"))

@@ -10,8 +10,8 @@ from kbpf.dataplane.ipvs import notes, rules
 from kbpf.dataplane.ipvs.plan import Element, SetName, Virtual, noted
 from kbpf.errors import KernelError
 from kbpf.kernel import dummy, handover, ipvs, netfilter, nft
+from kbpf.kernel.folders import LOCK_SECONDS, PRIVATE, lock_folder
 from kbpf.kernel.ipvs import Command, Ipvs, Service
-from kbpf.kernel.process import LOCK_SECONDS, lock_folder
 from kbpf.model.config import Config, LocalMode
 from kbpf.model.objects import Protocol
 
@@ -40,7 +40,7 @@ def beside(ports: tuple[int, int]) -> tuple[int, int]:
 def lock(folder: Path, patience: float = LOCK_SECONDS) -> int:
     """A descriptor that makes this process the only one at work with this device and table."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(PRIVATE, parents=True, exist_ok=True)
         return lock_folder(folder, patience, "stop it first")
     except OSError as error:
         raise KernelError("cannot make the state folder", str(folder), "run as root",
