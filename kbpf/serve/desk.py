@@ -23,7 +23,8 @@ from kbpf.serve import exposition, health, page
 from kbpf.serve.counting import Counting
 from kbpf.serve.events import About, Events, Post
 from kbpf.serve.health import Health
-from kbpf.serve.http import JSON, NOT_FOUND, WILDCARDS, Answer, Handler, Port, Request, Server
+from kbpf.serve.http import NOT_FOUND, WILDCARDS, Handler, Port, Server
+from kbpf.serve.message import JSON, Answer, Request
 from kbpf.serve.record import Record
 
 log = logging.getLogger("kbpf.serve")
@@ -80,7 +81,7 @@ class Desk:
         self._status: AgentStatus | None = None
         self._choice: ModeChoice | None = None
         self._checks: dict[ServiceName, _Check] = {}
-        self._page = (0.0, b"")
+        self._page: tuple[float, Answer | None] = (0.0, None)
 
     def start(self) -> None:
         """Answers from now on. ConfigError when an address is taken and that is not to be."""
@@ -237,7 +238,7 @@ class Desk:
 
     def _metrics(self, request: Request) -> Answer:
         answers: dict[str, Callable[[], Answer]] = {
-            "/metrics": lambda: Answer(200, self._fresh_page(), exposition.CONTENT_TYPE),
+            "/metrics": self._fresh_page,
             "/metrics/slis": lambda: Answer(200, SLIS, exposition.CONTENT_TYPE),
             "/healthz": lambda: Answer(200, VERBOSE if "verbose" in request.query else b"ok"),
             "/readyz": lambda: health.readyz(self.health.verdict(), self._status),
@@ -247,12 +248,15 @@ class Desk:
         }
         return answers.get(request.path, lambda: NOT_FOUND)()
 
-    def _fresh_page(self) -> bytes:
-        made, body = self._page
-        if not body or time.monotonic() - made >= FRESH_SECONDS:
-            body = self.metrics()
-            self._page = (time.monotonic(), body)
-        return body
+    def _fresh_page(self) -> Answer:
+        made, page = self._page
+        if page is None or time.monotonic() - made >= FRESH_SECONDS:
+            page = Answer(200, self._own_metrics(), exposition.CONTENT_TYPE, rest=self._counted())
+            self._page = (time.monotonic(), page)
+        return page
+
+    def _counted(self) -> bytes:
+        return self._counting.lines() if self._counting is not None else b""
 
     def count(self) -> None:
         """Counts now what is otherwise counted behind the page."""
@@ -264,6 +268,10 @@ class Desk:
 
     def metrics(self) -> bytes:
         """The page of metrics, with what was counted last."""
+        return self._own_metrics() + self._counted()
+
+    def _own_metrics(self) -> bytes:
+        """All but what is counted in the background."""
         start = time.perf_counter()
         lines = self.record.lines()
         if self._status is not None:
@@ -281,8 +289,7 @@ class Desk:
             "kbpf_scrape_seconds", "gauge", "How long it took to make this page",
             [("", time.perf_counter() - start)],
         )  # fmt: skip
-        counted = self._counting.lines() if self._counting is not None else b""
-        return "\n".join(lines).encode() + b"\n" + counted
+        return "\n".join(lines).encode() + b"\n"
 
 
 def _has_ipv6() -> bool:

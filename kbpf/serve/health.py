@@ -20,7 +20,7 @@ from typing import Final
 
 from kbpf.model.objects import ServiceName
 from kbpf.model.status import AgentStatus
-from kbpf.serve.http import JSON, Answer
+from kbpf.serve.message import JSON, Answer
 
 FAMILIES: Final = ("IPv4", "IPv6")
 NOT_NEEDED: Final = "pods"

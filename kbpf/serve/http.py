@@ -7,6 +7,9 @@ too. So nothing that a client does or leaves undone costs more than its own conn
   has to be through within ANSWER_SECONDS; a connection without a request goes after IDLE_SECONDS.
 - There are MOST_CONNECTIONS at most; the next one takes the place of who has done nothing for the
   longest. An honest client is answered within a millisecond, so it is never that one.
+- At most MOST_PAGES different large answers are kept for who reads slowly, and HELD_BYTES of them:
+  who holds the oldest is put out. The kernel buffers SOCKET_BYTES each way of a connection.
+- A fault of ours ends the connection that met it, and no other; it is logged once a second at most.
 - Methods and bodies mean nothing: what is asked for is the path, as in kube-proxy's handlers. A
   body is skipped, or ends the connection where it is long.
 
@@ -18,63 +21,65 @@ import contextlib
 import errno
 import logging
 import os
-import re
 import selectors
 import socket
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from email.utils import formatdate
-from http import HTTPStatus
-from typing import Final, NamedTuple
-from urllib.parse import unquote, urlsplit
+from functools import partial
+from typing import Final
+
+from kbpf.kernel import threads
+from kbpf.serve.message import HEAD_END, Answer, Request, head_of, parse
 
 log = logging.getLogger("kbpf.serve")
 
 HEAD_BYTES: Final = 8192
-BODY_BYTES: Final = 65_536
 HEAD_SECONDS: Final = 5.0
 ANSWER_SECONDS: Final = 30.0
 IDLE_SECONDS: Final = 75.0
 MOST_CONNECTIONS: Final = 256
-BACKLOG: Final = 128
+BACKLOG: Final = 4096
+"""Connections that the kernel keeps for us; it takes no more than net.core.somaxconn."""
+
+ACCEPTS: Final = 32
+"""Connections that are let in at a time by one port: others wait, too."""
+
+SOCKET_BYTES: Final = 65_536
+"""The kernel's buffers of a connection, each way; it doubles that."""
+
+LARGE_BYTES: Final = 65_536
+"""An answer of this size and more may be held by slow readers (MOST_PAGES, HELD_BYTES)."""
+
+MOST_PAGES: Final = 3
+HELD_BYTES: Final = 16 << 20
+"""Bytes of large answers that are not the newest one."""
+
 NO_ROOM_SECONDS: Final = 1.0
 """So long nobody is let in when the process has no descriptors left."""
 
-FAULT_SECONDS: Final = 0.1
-"""After a fault of our own: one that stays must not take a processor."""
+DOOR_SECONDS: Final = 0.002
+"""So often new connections are accepted while there is work for others."""
+
+QUIET_SECONDS: Final = 1.0
+"""At most one fault is logged in this time; the others are counted."""
+
+TURN_SECONDS: Final = 5.0
+"""So often the thread says that it makes progress, when there is nothing to do."""
+
+STUCK_SECONDS: Final = 30.0
+"""Without progress for this long the thread counts as stuck."""
 
 NO_ROOM: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-HEAD_END: Final = re.compile(rb"\r?\n\r?\n")
-"""Checks of load balancers are often typed by hand, their lines without CR; Go lets them."""
-
 WILDCARDS: Final = ("0.0.0.0", "::")
-JSON: Final = "application/json"
-TEXT: Final = "text/plain; charset=utf-8"
-
-
-class Request(NamedTuple):
-    """What was asked for. `query` is what stands behind the question mark, undecoded."""
-
-    method: str
-    path: str
-    query: str
-
-
-class Answer(NamedTuple):
-    """What goes back. `headers` are those beside the usual ones."""
-
-    status: int
-    body: bytes
-    kind: str = TEXT
-    headers: tuple[tuple[str, str], ...] = ()
-
-
 Handler = Callable[[Request], Answer]
 """Called in the server's thread."""
 
 NOT_FOUND: Final = Answer(404, b"404 page not found\n")
+REFUSED: Final = {
+    400: Answer(400, b"400 Bad Request"),
+    431: Answer(431, b"431 Request Header Fields Too Large"),
+}
 
 
 class Port:
@@ -89,13 +94,15 @@ class Port:
 class _Client:
     """A connection: what came and is not read yet, and what is still to be sent."""
 
-    __slots__ = ("body", "due", "got", "last", "pending", "port", "sock")
+    __slots__ = ("answer", "body", "due", "got", "last", "pending", "port", "since", "sock")
 
     def __init__(self, sock: socket.socket, port: Port, now: float) -> None:
         self.sock = sock
         self.port = port
         self.got = bytearray()
         self.pending: list[memoryview] = []
+        self.answer: Answer | None = None  # that is being sent, if it is a large one
+        self.since = now  # it is
         self.body = 0  # bytes of a body that are still to be skipped
         self.last = False  # no request after this one
         self.due = now + HEAD_SECONDS
@@ -107,28 +114,33 @@ class Server:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._selector = selectors.DefaultSelector()
+        self._doors = selectors.EpollSelector()  # listening sockets, which go before all others
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._todo: deque[Callable[[], None]] = deque()
         self._later: list[tuple[float, Callable[[], None]]] = []
         self._ports: dict[Port, bool] = {}  # whether it is watched
         self._clients: dict[_Client, None] = {}  # who did something last stands last
         self._stopping = False
-        self._thread: threading.Thread | None = None
+        self._thread: threads.Supervised | None = None
+        self._quiet_until = self._door_due = float("-inf")
+        self._unlogged = 0
+        self.faults = 0
 
     def start(self) -> None:
         """Begins to answer."""
         self._selector.register(self._wake, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._run, name="http", daemon=True)
-        self._thread.start()
+        self._selector.register(self._doors, selectors.EVENT_READ, self._doors)
+        self._thread = threads.start("http", self._run, STUCK_SECONDS)
 
     def stop(self) -> None:
         """Closes everything; back when the thread has ended, or after a second."""
         self._stopping = True
         self._nudge()
         if self._thread is None:
+            self._doors.close()
             self._selector.close()
         else:
-            self._thread.join(1.0)
+            self._thread.stop()
 
     def listen(self, host: str, port: int, handler: Handler, one_family: bool = False) -> Port:
         """A port on this address (see bind()), which answers from now on."""
@@ -161,74 +173,118 @@ class Server:
 
     def _run(self) -> None:
         while not self._stopping:
-            try:
-                self._round()
-            except Exception:  # the thread's one: no client and no handler may end it
-                log.exception("a round of the HTTP server failed")
-                time.sleep(FAULT_SECONDS)
+            threads.beat()
+            self._round()
         for client in list(self._clients):
             self._drop(client)
         for port in list(self._ports):
             self._shut(port)
+        self._doors.close()
         self._selector.close()
 
     def _round(self) -> None:
         for key, _ in self._selector.select(self._wait()):
             match key.data:
-                case Port() as port:
-                    self._accept(port)
                 case _Client() as client if client in self._clients:
-                    self._serve(client)
-                case _:
+                    self._attend(client, self._serve)
+                case selectors.EpollSelector():
+                    self._door_due = float("-inf")
+                case None:
                     with contextlib.suppress(BlockingIOError):
                         os.eventfd_read(self._wake)
-        while self._todo:
-            self._todo.popleft()()
+            self._let_in()
+        for _ in range(len(self._todo)):  # what these leave to be done is for the next round
+            self._do(self._todo.popleft())
+            self._let_in()
         now = self._clock()
         for entry in [entry for entry in self._later if entry[0] <= now]:
             self._later.remove(entry)
-            entry[1]()
+            self._do(entry[1])
         for client in [client for client in self._clients if client.due <= now]:
             self._drop(client)
 
-    def _wait(self) -> float | None:
-        """Seconds until something is due; None: nothing is."""
+    def _let_in(self) -> None:
+        """Accepts, however much there is to do for those who are here: the next one may be a probe,
+        which is answered at once.
+        """
+        now = self._clock()
+        if now < self._door_due:
+            return
+        for key, _ in self._doors.select(0):
+            self._do(partial(self._accept, key.data))
+        self._door_due = self._clock() + DOOR_SECONDS
+
+    def _wait(self) -> float:
+        """Seconds until something is due."""
         due = [entry[0] for entry in self._later]
         due += [client.due for client in self._clients]
-        return max(0.0, min(due) - self._clock()) if due else None
+        now = self._clock()
+        return max(0.0, min([TURN_SECONDS, *(at - now for at in due)]))
+
+    def _do(self, work: Callable[[], None]) -> None:
+        """Work for no client. A fault ends this piece of it."""
+        try:
+            work()
+        except Exception:
+            self._fault("a part of the HTTP server failed")
+
+    def _attend(self, client: _Client, step: Callable[[_Client], None]) -> None:
+        """A step for this client. A fault ends its connection."""
+        try:
+            step(client)
+        except (BlockingIOError, InterruptedError):
+            pass
+        except OSError:
+            self._drop(client)
+        except Exception:
+            self._fault("a connection met a fault and is ended")
+            self._drop(client)
+
+    def _fault(self, what: str) -> None:
+        """Logs the exception in hand, unless one was logged just now."""
+        self.faults += 1
+        now = self._clock()
+        if now < self._quiet_until:
+            self._unlogged += 1
+            return
+        log.exception("%s; faults not logged since the last one: %d", what, self._unlogged)
+        self._quiet_until, self._unlogged = now + QUIET_SECONDS, 0
 
     def _open(self, port: Port) -> None:
         if not port.closed:
             self._ports[port] = True
-            self._selector.register(port.sock, selectors.EVENT_READ, port)
+            self._doors.register(port.sock, selectors.EVENT_READ, port)
 
     def _shut(self, port: Port) -> None:
         if self._ports.pop(port, False):
-            self._selector.unregister(port.sock)
+            self._doors.unregister(port.sock)
         port.sock.close()
 
     def _accept(self, port: Port) -> None:
-        """Lets in who waits, one at a time: many ports may have somebody."""
-        if port.closed:
-            return
-        try:
-            sock, _ = port.sock.accept()
-        except OSError as error:  # gone again, mostly
-            if error.errno in NO_ROOM:
-                self._make_room(port)
-            return
-        if len(self._clients) >= MOST_CONNECTIONS:
-            self._drop(next(iter(self._clients)))
-        sock.setblocking(False)
-        client = _Client(sock, port, self._clock())
-        self._clients[client] = None
-        self._selector.register(sock, selectors.EVENT_READ, client)
+        """Lets in who waits, not too many at a time: other ports may have somebody, too."""
+        for _ in range(ACCEPTS):
+            if port.closed:
+                return
+            try:
+                sock, _ = port.sock.accept()
+            except OSError as error:  # gone again, mostly
+                if error.errno in NO_ROOM:
+                    self._make_room(port)
+                return
+            if len(self._clients) >= MOST_CONNECTIONS:
+                self._drop(next(iter(self._clients)))
+            sock.setblocking(False)
+            client = _Client(sock, port, self._clock())
+            self._clients[client] = None
+            self._selector.register(sock, selectors.EVENT_READ, client)
+            # Most requests are here already; who is answered now cannot be crowded out.
+            self._attend(client, self._read)
 
     def _make_room(self, port: Port) -> None:
         """No descriptors: some are given back, and the port is not looked at for a while."""
         for client in list(self._clients)[: MOST_CONNECTIONS // 4]:
             self._drop(client)
-        self._selector.unregister(port.sock)
+        self._doors.unregister(port.sock)
         self._ports[port] = False
         self._later.append((self._clock() + NO_ROOM_SECONDS, lambda: self._look_again(port)))
 
@@ -237,14 +293,10 @@ class Server:
             self._open(port)
 
     def _serve(self, client: _Client) -> None:
-        try:
-            if client.pending:
-                self._send(client)
-            else:
-                self._read(client)
-        except OSError as error:
-            if not isinstance(error, BlockingIOError | InterruptedError):
-                self._drop(client)
+        if client.pending:
+            self._send(client)
+        else:
+            self._read(client)
 
     def _read(self, client: _Client) -> None:
         data = client.sock.recv(HEAD_BYTES)
@@ -267,32 +319,54 @@ class Server:
         end = HEAD_END.search(client.got)
         if end is None:
             if len(client.got) >= HEAD_BYTES:
-                self._answer(client, Answer(431, b"431 Request Header Fields Too Large"), "GET")
+                self._refuse(client, 431)
             return
-        head = bytes(client.got[: end.start()])
+        head = parse(bytes(client.got[: end.start()]))
         del client.got[: end.end()]
-        request = _parse(head, client)
-        if request is None:
-            client.last = True
-            self._answer(client, Answer(400, b"400 Bad Request"), "GET")
+        if head is None:
+            self._refuse(client, 400)
             return
+        client.body, client.last = head.body, head.last
         try:
-            answer = client.port.handler(request)
+            answer = client.port.handler(head.request)
         except Exception:
-            log.exception("no answer path=%s", request.path)
+            self._fault(f"no answer to {head.request.path!r}")
             answer = Answer(500, b"internal error\n")
-        self._answer(client, answer, request.method)
+        self._answer(client, answer, head.request.method)
 
-    def _answer(self, client: _Client, answer: Answer, method: str) -> None:
-        if answer.status in (400, 431):
-            client.last = True
+    def _refuse(self, client: _Client, status: int) -> None:
+        client.last = True
+        self._answer(client, REFUSED[status])
+
+    def _answer(self, client: _Client, answer: Answer, method: str = "GET") -> None:
         # Many may be sent the same page: it is not copied for each.
-        client.pending = [memoryview(_head(answer, client.last))]
-        if answer.body and method != "HEAD":
-            client.pending.append(memoryview(answer.body))
-        client.due = self._clock() + ANSWER_SECONDS
+        client.pending = [memoryview(head_of(answer, client.last))]
+        if method != "HEAD":
+            client.pending += [memoryview(part) for part in (answer.body, answer.rest) if part]
+        client.since = self._clock()
+        client.due = client.since + ANSWER_SECONDS
         self._selector.modify(client.sock, selectors.EVENT_WRITE, client)
+        if answer.length >= LARGE_BYTES:
+            client.answer = answer
+            self._bound_pages()
         self._send(client)
+
+    def _bound_pages(self) -> None:
+        """Puts out who reads the oldest large answers, until there are few enough of them."""
+        holders = [client for client in self._clients if client.answer is not None]
+        pages: dict[int, list[_Client]] = {}
+        for client in sorted(holders, key=lambda client: client.since):
+            page = id(client.answer)
+            pages[page] = [*pages.pop(page, ()), client]  # the one that was asked for last is last
+        while len(pages) > 1:
+            *older, newest = [clients[0].answer for clients in pages.values()]
+            fresh = {id(part) for part in _parts(newest)}
+            held = {id(part): len(part) for answer in older for part in _parts(answer)}
+            size = sum(length for part, length in held.items() if part not in fresh)
+            if len(pages) <= MOST_PAGES and size <= HELD_BYTES:
+                return
+            for client in pages.pop(next(iter(pages))):
+                self._drop(client)
 
     def _send(self, client: _Client) -> None:
         sent = client.sock.sendmsg(client.pending)
@@ -302,6 +376,7 @@ class Server:
         if client.pending:
             client.pending[0] = client.pending[0][sent:]
             return
+        client.answer = None
         if client.last:
             self._drop(client)
             return
@@ -312,11 +387,7 @@ class Server:
 
     def _resume(self, client: _Client) -> None:
         if client in self._clients and not client.pending:
-            try:
-                self._go_on(client)
-            except OSError as error:
-                if not isinstance(error, BlockingIOError):
-                    self._drop(client)
+            self._attend(client, self._go_on)
 
     def _move_up(self, client: _Client) -> None:
         del self._clients[client]
@@ -324,8 +395,13 @@ class Server:
 
     def _drop(self, client: _Client) -> None:
         if self._clients.pop(client, 0) is None:
-            self._selector.unregister(client.sock)
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(client.sock)
             client.sock.close()
+
+
+def _parts(answer: Answer | None) -> tuple[bytes, ...]:
+    return () if answer is None else (answer.body, answer.rest)
 
 
 def bind(host: str, port: int, one_family: bool = False) -> socket.socket:
@@ -337,6 +413,8 @@ def bind(host: str, port: int, one_family: bool = False) -> socket.socket:
     sock = socket.socket(socket.AF_INET6 if v6 else socket.AF_INET, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):  # what is accepted has the same
+            sock.setsockopt(socket.SOL_SOCKET, buffer, SOCKET_BYTES)
         if v6:
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, not both)
         sock.setblocking(False)
@@ -346,57 +424,3 @@ def bind(host: str, port: int, one_family: bool = False) -> socket.socket:
         sock.close()
         raise
     return sock
-
-
-def _parse(head: bytes, client: _Client) -> Request | None:
-    """The request, or None where it is none. Says in `client` what follows it."""
-    lines = head.decode("latin-1").replace("\r\n", "\n").split("\n")
-    words = lines[0].split(" ")
-    if len(words) != 3 or words[2] not in ("HTTP/1.0", "HTTP/1.1") or not words[0].isascii():
-        return None
-    headers: dict[str, str] = {}
-    for line in lines[1:]:
-        name, colon, value = line.partition(":")
-        if not colon or not name or name != name.strip():
-            return None
-        headers[name.lower()] = value.strip()
-    target = _target(words[1])
-    if target is None:
-        return None
-    length = headers.get("content-length", "0")
-    said = headers.get("connection", "").lower()
-    client.last = "close" in said or (words[2] == "HTTP/1.0" and "keep-alive" not in said)
-    if "transfer-encoding" in headers or not length.isdecimal() or int(length) > BODY_BYTES:
-        client.last = True
-    else:
-        client.body = int(length)
-    return Request(words[0], *target)
-
-
-def _target(text: str) -> tuple[str, str] | None:
-    """Path and query of what is asked for: a path, or a whole address as proxies are asked."""
-    if text.startswith("/"):
-        path, _, query = text.partition("?")
-        return unquote(path), query
-    try:
-        url = urlsplit(text)
-    except ValueError:
-        return None
-    return (unquote(url.path), url.query) if url.path.startswith("/") else None
-
-
-def _head(answer: Answer, last: bool) -> bytes:
-    try:
-        phrase = HTTPStatus(answer.status).phrase
-    except ValueError:
-        phrase = ""
-    lines = [
-        f"HTTP/1.1 {answer.status} {phrase}",
-        f"Content-Type: {answer.kind}",
-        "X-Content-Type-Options: nosniff",
-        *(f"{name}: {value}" for name, value in answer.headers),
-        f"Date: {formatdate(usegmt=True)}",
-        f"Content-Length: {len(answer.body)}",
-        *(("Connection: close",) if last else ()),
-    ]
-    return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n"

@@ -21,7 +21,7 @@ from kbpf.policy.checks import HealthCheck, health_check
 from kbpf.serve import desk as desk_module
 from kbpf.serve.desk import Desk
 from kbpf.serve.health import Health, Verdict, go_time, healthz, livez, readyz, service_check
-from kbpf.serve.http import Answer, Request
+from kbpf.serve.message import Answer, Request
 from tests.support.lab import until
 from tests.support.web import get
 

@@ -8,12 +8,14 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import pytest
 
 from kbpf.serve import http
-from kbpf.serve.http import Answer, Request, Server
+from kbpf.serve.http import Server
+from kbpf.serve.message import Answer, Request
 from tests.support.lab import PATIENCE, until
 
 PAGE = b"x" * 1_500_000
@@ -124,6 +126,15 @@ ROWS = [
         b"400 Bad Request", b"400 Bad Request"),
     Row("a length that is none", b"GET / HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
         b"200 OK", b"GET /"),
+    Row("a length of more digits than int() takes",
+        b"GET /x HTTP/1.1\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n", b"200 OK", b"GET /x"),
+    Row("two lengths", b"GET /x HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
+        b"200 OK", b"GET /x"),
+    Row("a control character in the path", b"GET /\x1b[2J HTTP/1.1\r\n\r\n",
+        b"400 Bad Request", b"400 Bad Request"),
+    Row("a control character in a header", b"GET / HTTP/1.1\r\nX: a\x00b\r\n\r\n",
+        b"400 Bad Request", b"400 Bad Request"),
+    Row("no method", b" / HTTP/1.1\r\n\r\n", b"400 Bad Request", b"400 Bad Request"),
     Row("a head without an end", b"GET /" + b"x" * 8190, b"431 Request Header Fields Too Large",
         b"431 Request Header Fields Too Large"),
 ]  # fmt: skip
@@ -216,6 +227,10 @@ def more(sock: socket.socket) -> bool:
     return False
 
 
+def ended(sock: socket.socket) -> bool:
+    return not more(sock)
+
+
 @pytest.mark.parametrize(
     ("nuisance", "seconds"),
     [(mute, http.HEAD_SECONDS), (slow, http.HEAD_SECONDS), (deaf, http.ANSWER_SECONDS)],
@@ -292,6 +307,70 @@ def socket_that_listens(host: str, port: int) -> socket.socket:
     made = socket.create_server((host, port))
     made.setblocking(False)
     return made
+
+
+# ---- faults of our own -------------------------------------------------------------------------
+
+
+def test_a_fault_ends_one_connection_and_one_is_logged_a_second(
+    site: Site,
+    clock: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    def fails(raw: bytes) -> None:
+        raise ZeroDivisionError(raw)
+
+    with site.connect() as other:
+        other.sendall(b"GET /kept HTTP/1.1\r\n")
+        assert site.get("/me").endswith(b"GET /me"), "the other one was let in before"
+        with monkeypatch.context() as broken:
+            broken.setattr(http, "parse", fails)
+            assert [site.get() for _ in range(20)] == [b""] * 20
+            assert site.server.faults == 20
+            assert len(caplog.records) == 1, "the others are counted"
+            clock[0] += http.QUIET_SECONDS
+            assert site.get() == b""
+        assert "since the last one: 19" in caplog.records[1].message
+        other.sendall(b"Connection: close\r\n\r\n")
+        assert everything(other).endswith(b"GET /kept"), "and this one never noticed"
+
+
+def test_work_for_no_client_may_fail(site: Site, caplog: pytest.LogCaptureFixture):
+    site.server.do(lambda: 1 / 0)
+    site.server.later(0, lambda: 1 / 0)
+    until("both have failed", lambda: site.server.faults == 2)
+    assert site.get("/x").endswith(b"GET /x")
+    assert len(caplog.records) == 1
+
+
+def test_slow_readers_hold_few_pages(site: Site, clock: list[float]):
+    """Each asks for another large page and does not read it: who holds the oldest is put out."""
+    numbers = iter(range(100))
+    pages = site.server.listen(
+        "127.0.0.1", 0, lambda _: Answer(200, PAGE + str(next(numbers)).encode())
+    )
+    other = Site(site.server, pages.sock.getsockname()[1])
+    with contextlib.ExitStack() as stack:
+        readers = []
+        for _ in range(http.MOST_PAGES + 2):
+            readers.append(stack.enter_context(deaf(other)))
+            until("it is being answered", lambda: readers[-1].recv(1, socket.MSG_PEEK))
+            clock[0] += 0.001
+        for reader in readers[:2]:
+            until("who holds the oldest page is put out", partial(ended, reader))
+        kept = readers[2:]
+        assert len(kept) == http.MOST_PAGES
+        for reader in kept:
+            assert more(reader)
+
+
+def test_one_page_may_be_held_by_many(site: Site):
+    with contextlib.ExitStack() as stack:
+        readers = [stack.enter_context(deaf(site)) for _ in range(3 * http.MOST_PAGES)]
+        for reader in readers:
+            until("it is being answered", partial(reader.recv, 1, socket.MSG_PEEK))
+        assert all(more(reader) for reader in readers)
 
 
 # ---- ports -------------------------------------------------------------------------------------

@@ -1,0 +1,237 @@
+"""Requests from a grammar that likes to break rules, to the health and metrics server.
+
+Three questions: does the server's loop ever meet a fault; is what h11 takes for a request the same
+request here; and are honest probes answered in time meanwhile, with how much memory. Every request
+follows from the seed and its number.
+"""
+
+import contextlib
+import random
+import re
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import Final
+
+import h11
+
+from kbpf.serve.http import Server
+from kbpf.serve.message import HEAD_END, Answer, Head, Request, parse
+
+REQUESTS: Final = 1_000_000
+BATCH: Final = 500
+"""Requests of one connection, sent before the next one begins."""
+
+METHODS = (b"GET", b"HEAD", b"POST", b"OPTIONS", b"", b"get", b"G\x00T", b"CONNECT", b"PRI",
+           b"M" * 300, b"G-T", b"G(T", b"\xff")  # fmt: skip
+TARGETS = (b"/", b"/healthz", b"/metrics", b"/livez?verbose=1", b"//x", b"/%", b"/%zz", b"/%00",
+           b"/" + b"%41" * 500, b"*", b"x:443", b"http://h/x?y", b"http://[", b"http://[::1]:80/p",
+           b"http://h", b"/a b", b"/\x1b[2J", b"/\xc3\xa9", b"/?" + b"a=&" * 400, b"",
+           b"http://\xe2\x84\xa1/", b"/" + b"../" * 100, b"//[x/", b"http://a:b:c/")  # fmt: skip
+VERSIONS = (b"HTTP/1.1", b"HTTP/1.1", b"HTTP/1.0", b"HTTP/2.0", b"HTTP/1.2", b"http/1.1", b"HTTP/1",
+            b"", b"HTTP/1.1 x", b"HTTP/11", b"HTTP/1.\xb2")  # fmt: skip
+NAMES = (b"Host", b"Content-Length", b"Transfer-Encoding", b"Connection", b"Expect", b"Upgrade",
+         b"content-LENGTH", b"X", b"X" * 200, b"", b"X Y", b" X", b"X\t", b"X\x00",
+         b"\xe9")  # fmt: skip
+LENGTHS = (b"0", b"3", b"-1", b"+3", b"0x3", b"3, 3", b"3,4", b"65536", b"65537", b"9" * 4299,
+           b"9" * 4301, b"9" * 7000, b"1e3", b"\xb2", b"", b" 3 ", b"000003", b"1_0")  # fmt: skip
+VALUES = (b"close", b"keep-alive", b"x", b"", b"chunked", b"100-continue", b"h2c", b"a\x00b",
+          b"\xff\xfe", b"\x1b]0;x\x07", b"a" * 3000, b"close, x", b"\tx\t", b"\r")  # fmt: skip
+ENDS = (b"\r\n", b"\r\n", b"\r\n", b"\n", b"\r", b"\n\r", b"\r\r\n")
+
+CONTROL: Final = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
+USUAL: Final = Answer(200, b"ok\n")
+PAGE: Final = Answer(200, b"# a page\n" * 20_000)
+
+
+def pick(chance: random.Random, options: tuple[bytes, ...], first: float = 0.5) -> bytes:
+    """One of them; the first more often, so that some requests are right in most of their parts."""
+    return options[0] if chance.random() < first else chance.choice(options)
+
+
+def field(chance: random.Random, end: bytes) -> bytes:
+    name = chance.choice(NAMES[:5]) if chance.random() < 0.8 else chance.choice(NAMES)
+    value = chance.choice(LENGTHS if name.lower() == b"content-length" else VALUES)
+    colon = b": " if chance.random() < 0.9 else chance.choice((b":", b" :", b"", b"::"))
+    return name + colon + value + end
+
+
+def request(seed: int, number: int) -> bytes:
+    """The bytes of one."""
+    chance = random.Random(seed << 32 | number)
+    if chance.random() < 0.02:
+        return chance.randbytes(chance.randrange(1, 400))
+    end = pick(chance, ENDS, 0.7)
+    space = b" " if chance.random() < 0.97 else chance.choice((b"", b"  ", b"\t"))
+    first = (pick(chance, METHODS), pick(chance, TARGETS), pick(chance, VERSIONS, 0.7))
+    raw = space.join(first) + end
+    if chance.random() < 0.7:
+        raw += b"Host: x" + end
+    raw += b"".join(field(chance, end) for _ in range(chance.choice((0, 0, 1, 1, 2, 3, 8))))
+    if chance.random() < 0.05:
+        raw += b" folded" + end
+    raw += end + chance.choice((b"", b"", b"", b"abc", b"\r\n", b"x" * 70_000))
+    if chance.random() < 0.15:  # mutated
+        at, size = chance.randrange(len(raw)), chance.randrange(1, 4)
+        raw = raw[:at] + chance.randbytes(size) + raw[at + chance.randrange(0, 4) :]
+    if chance.random() < 0.05:  # cut
+        raw = raw[: chance.randrange(1, len(raw) + 1)]
+    return raw
+
+
+# ---- what is a request -------------------------------------------------------------------------
+
+
+def by_h11(head: bytes) -> h11.Request | None:
+    """The request that h11 sees in this head; None if it sees none."""
+    connection = h11.Connection(h11.SERVER, max_incomplete_event_size=1 << 20)
+    connection.receive_data(head + b"\r\n\r\n")
+    try:
+        event = connection.next_event()
+    except h11.RemoteProtocolError:
+        return None
+    return event if isinstance(event, h11.Request) else None
+
+
+def excused(head: bytes, theirs: h11.Request) -> bool:
+    """What h11 takes and we refuse on purpose: folded fields, which nobody sends any more, control
+    characters in values, other versions, and targets that are no path.
+    """
+    lines = head.replace(b"\r\n", b"\n").split(b"\n")
+    folded = any(line[:1] in (b" ", b"\t") for line in lines[1:])
+    target: bytes = theirs.target
+    return (
+        folded
+        or any(
+            (byte < 32 and byte != 9) or byte == 127
+            for _, value in theirs.headers
+            for byte in value
+        )
+        or theirs.http_version not in (b"1.0", b"1.1")
+        or not target.startswith((b"/", b"http://"))
+        or (target.startswith(b"http://") and b"/" not in target[len(b"http://") :])
+        or (target.startswith(b"http://") and not _readable(target))
+    )
+
+
+def _readable(target: bytes) -> bool:
+    from urllib.parse import urlsplit
+
+    try:
+        return urlsplit(target.decode("latin-1")).path.startswith("/")
+    except ValueError:
+        return False
+
+
+def compare(raw: bytes) -> str:
+    """What we and h11 see differently in this request, or ""."""
+    end = HEAD_END.search(raw)
+    if end is None:
+        return ""
+    head = raw[: end.start()]
+    ours, theirs = parse(head), by_h11(head)
+    if ours is None:
+        return f"refused, but h11 reads {theirs!r}" if theirs and not excused(head, theirs) else ""
+    if theirs is None:
+        return ""
+    return _differ(ours, theirs)
+
+
+def _differ(ours: Head, theirs: h11.Request) -> str:
+    method, target = theirs.method.decode(), theirs.target.decode("latin-1")
+    if ours.request.method != method:
+        return f"method {ours.request.method!r}, h11 {method!r}"
+    if not target.endswith(ours.request.query):
+        return f"query {ours.request.query!r}, h11 {target!r}"
+    lengths = [value for name, value in theirs.headers if name == b"content-length"]
+    chunked = any(name == b"transfer-encoding" for name, _ in theirs.headers)
+    wanted = int(lengths[0]) if lengths and not chunked else 0
+    if ours.body not in (wanted, 0) or (wanted and not ours.body and not ours.last):
+        return f"body of {ours.body}, h11 {wanted}"
+    close = any(n == b"connection" and b"close" in v.lower() for n, v in theirs.headers)
+    if close and not ours.last:
+        return "goes on after Connection: close"
+    return ""
+
+
+# ---- the server --------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def serving(handler: Callable[[Request], Answer]) -> Iterator[tuple[Server, int]]:
+    """A server, and its port."""
+    server = Server()
+    server.start()
+    try:
+        yield server, server.listen("127.0.0.1", 0, handler).sock.getsockname()[1]
+    finally:
+        server.stop()
+
+
+def handler(asked: Request) -> Answer:
+    """Small answers, and for /metrics one that does not fit into the kernel's buffers."""
+    return PAGE if asked.path == "/metrics" else USUAL
+
+
+def probe(port: int) -> float:
+    """Seconds that an honest probe takes. It fails if the answer is not the usual one."""
+    began = time.monotonic()
+    with socket.create_connection(("127.0.0.1", port), 5) as sock:
+        sock.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        found = b""
+        while data := sock.recv(4096):
+            found += data
+    assert found.startswith(b"HTTP/1.1 200 OK\r\n"), found
+    assert found.endswith(b"\r\n\r\nok\n"), found
+    return time.monotonic() - began
+
+
+def send(port: int, raw: bytes) -> None:
+    """Sends it, however the server takes it, and reads a little of what comes."""
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 5) as sock:
+        sock.setblocking(False)
+        sock.send(raw)
+        sock.recv(4096)
+
+
+def resident() -> int:
+    """Bytes of memory of this process."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+def run(seed: int, count: int, deadline: float = float("inf")) -> dict[str, float]:
+    """Sends `count` requests; raises AssertionError with the number of the one that found
+    something. What was measured.
+    """
+    worst, sent, memory = 0.0, 0, 0
+    with serving(handler) as (server, port):
+        worst_before = max(probe(port) for _ in range(50))
+        start = 0
+        for number in range(count):
+            raw = request(seed, number)
+            difference = compare(raw)
+            assert not difference, f"request {number} of seed {seed}: {difference}: {raw[:200]!r}"
+            send(port, raw)
+            sent += 1
+            if number % BATCH == BATCH - 1:
+                worst = max(worst, probe(port))
+                assert not server.faults, f"faults before request {number} of seed {seed}"
+                start = start or (number >= 10 * BATCH and resident()) or 0
+                memory = max(memory, resident() - start) if start else 0
+                if time.monotonic() > deadline:
+                    break
+        worst = max(worst, probe(port))
+        assert not server.faults
+    return {
+        "requests": sent, "probe_ms": round(worst * 1000, 2),
+        "probe_before_ms": round(worst_before * 1000, 2), "memory_mb": round(memory / 1e6, 2),
+    }  # fmt: skip
+
+
+def requests(seed: int, minutes: float | None) -> None:
+    """The campaign."""
+    deadline = float("inf") if minutes is None else time.monotonic() + minutes * 60
+    found = run(seed, REQUESTS, deadline)
+    print(" ".join(f"{name}={value}" for name, value in found.items()), flush=True)
+    assert found["memory_mb"] < 20
