@@ -23,6 +23,8 @@ Campaign = Callable[[int, float | None], None]
 
 CAMPAIGNS: Final[dict[str, str]] = {
     "packets": "tests.fuzz.long:packets",
+    "http-requests": "tests.fuzz.http_requests:requests",
+    "http-load": "tests.fuzz.http_load:campaign",
 }
 """Name → module:function. Imported when it runs: not each needs what others need."""
 
