@@ -12,6 +12,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 
+def printable(text: str) -> str:
+    """The text with every control character, bidirectional override and the like as an escape
+    (``\\x1b``): names and messages of others must not steer a terminal or forge a line.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 class KbpfError(Exception):
     """What happened, where, and a hint at what to do about it."""
 
@@ -27,7 +36,11 @@ class KbpfError(Exception):
             text += f" ({self.where})"
         if self.hint:
             text += f"; {self.hint}"
-        return " ".join(text.split())
+        return _one_line(text)
+
+
+def _one_line(text: str) -> str:
+    return printable(" ".join(text.split()))
 
 
 class ConfigError(KbpfError):
@@ -86,7 +99,7 @@ class KernelError(KbpfError):
         place = f" ({self.where})" if self.where else ""
         reason = f": {name}" if name else ""
         hint = f"; {self.hint}" if self.hint else ""
-        return " ".join(f"{self.what}{place}{reason}{hint}".split())
+        return _one_line(f"{self.what}{place}{reason}{hint}")
 
 
 class ProgramRefused(KernelError):

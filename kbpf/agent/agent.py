@@ -20,7 +20,7 @@ from kbpf.agent import conntrack
 from kbpf.agent.inbox import Inbox, Item, Wake
 from kbpf.agent.tally import Tally
 from kbpf.dataplane.base import DataPlane
-from kbpf.errors import KbpfError, PinsGone
+from kbpf.errors import KbpfError, PinsGone, printable
 from kbpf.kernel import addresses, dummy, handover
 from kbpf.model.address import Addr
 from kbpf.model.config import Config, LocalMode, Serving
@@ -341,7 +341,7 @@ class Agent:
         for source in self._sources:
             lines += source.status().problems
         lines += self._plane.problems()
-        return sorted(set(lines))
+        return sorted(set(map(printable, lines)))
 
     def status(self) -> AgentStatus:
         """How the agent is doing. Call from its thread."""

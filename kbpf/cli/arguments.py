@@ -17,7 +17,7 @@ from typing import Any, Final
 from kbpf import __version__
 from kbpf.config import flags, load
 from kbpf.config.load import Loaded
-from kbpf.errors import ConfigError, ConfigErrors
+from kbpf.errors import ConfigError, ConfigErrors, printable
 from kbpf.model.config import Config
 
 SUMMARY: Final = (
@@ -150,7 +150,7 @@ def _tell(log_format: str, level: int, text: str) -> None:
     """A line to stderr, in the form of the log where that is JSON."""
     if log_format != "json":
         what = "" if level == logging.ERROR else f"{logging.getLevelName(level).lower()}: "
-        print(f"kbpf run: {what}{text}", file=sys.stderr)
+        print(f"kbpf run: {what}{printable(text)}", file=sys.stderr)
         return
     from kbpf.cli.run import JsonLines
 

@@ -1,7 +1,8 @@
 """Rows to text: aligned columns, JSON or YAML. The same rows in every format.
 
 Nothing is coloured or cut, so what is shown can be piped. JSON and YAML go out as plain text: rich
-would wrap it.
+would wrap it. Control characters and the like go out escaped, in the way of each format: names and
+messages of others must not steer the terminal.
 """
 
 import json
@@ -12,6 +13,7 @@ from typing import Any
 import msgspec
 
 from kbpf.cli.options import Output
+from kbpf.errors import printable
 from kbpf.views.columns import Column
 
 GAP = "   "
@@ -24,7 +26,7 @@ CHUNK = 512
 def table(rows: Iterable[Any], columns: Sequence[Column], wide: bool = False) -> str:
     """A line of titles, then one line per row. A column ends where its longest cell does."""
     shown = [c for c in columns if wide or not c.wide]
-    lines = [[c.title for c in shown], *([c.text(row) for c in shown] for row in rows)]
+    lines = [[c.title for c in shown], *([printable(c.text(row)) for c in shown] for row in rows)]
     widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
     return "\n".join(
         GAP.join(
@@ -41,11 +43,31 @@ def document(value: Any, output: Output) -> str:
     if output is Output.YAML:
         import yaml
 
-        text = yaml.safe_dump(
-            plain, default_flow_style=False, sort_keys=False, allow_unicode=True, width=1 << 20
-        )
-        return str(text).rstrip("\n")
-    return json.dumps(plain, indent=2, ensure_ascii=False)
+        def dump(allow_unicode: bool) -> str:
+            return str(
+                yaml.safe_dump(
+                    plain,
+                    default_flow_style=False,
+                    sort_keys=False,
+                    allow_unicode=allow_unicode,
+                    width=1 << 20,
+                )
+            )
+
+        text = dump(allow_unicode=True)
+        if not all(map(str.isprintable, text.split("\n"))):
+            text = dump(allow_unicode=False)
+        return text.rstrip("\n")
+    return _escaped_json(json.dumps(plain, indent=2, ensure_ascii=False))
+
+
+def _escaped_json(text: str) -> str:
+    """The same value: what cannot be printed stands in strings only, and JSON has an escape for
+    it. json.dumps itself escapes C0 alone.
+    """
+    if all(map(str.isprintable, text.split("\n"))):
+        return text
+    return "".join(c if c == "\n" or c.isprintable() else json.dumps(c)[1:-1] for c in text)
 
 
 def rows(found: Sequence[Any], columns: Sequence[Column], output: Output) -> str:
@@ -77,7 +99,7 @@ def _table(found: Iterable[Any], columns: Sequence[Column], wide: bool) -> Itera
     texts = [c.text for c in shown]
     packed = [SEPARATOR.join(c.title for c in shown)]
     rows = iter(found)
-    while some := [[text(row) for text in texts] for row in islice(rows, CHUNK)]:
+    while some := [[printable(text(row)) for text in texts] for row in islice(rows, CHUNK)]:
         longest = [max(map(len, cells)) for cells in zip(*some, strict=True)]
         widths = list(map(max, widths, longest))
         packed.extend(map(SEPARATOR.join, some))
@@ -97,7 +119,7 @@ def _json(found: Iterable[Any], above: Any) -> Iterator[str]:
         first = document(above, Output.JSON).removesuffix("\n}") + ',\n  "rows": ['
     begun = False
     for row in found:
-        text = msgspec.json.format(msgspec.json.encode(row), indent=2).decode()
+        text = _escaped_json(msgspec.json.format(msgspec.json.encode(row), indent=2).decode())
         yield (",\n" if begun else f"{first}\n") + pad + text.replace("\n", f"\n{pad}")
         begun = True
     end = "\n" if above is None else "\n}\n"
@@ -119,11 +141,13 @@ def _yaml(found: Iterable[Any], above: Any) -> Iterator[str]:
 
 def indent(text: str, by: str = "  ") -> str:
     """Every line moved to the right."""
-    return "\n".join(by + line for line in text.splitlines())
+    return "\n".join(by + printable(line) for line in text.split("\n"))
 
 
 def facts(pairs: Iterable[tuple[str, str]]) -> str:
     """`name  value` lines, the values aligned."""
     known = list(pairs)
     width = max(len(name) for name, _ in known)
-    return "\n".join(f"{name.ljust(width)}{GAP}{value}".rstrip() for name, value in known)
+    return "\n".join(
+        f"{name.ljust(width)}{GAP}{printable(value)}".rstrip() for name, value in known
+    )

@@ -18,7 +18,7 @@ from kbpf.cli.arguments import Asked, named
 from kbpf.config.follow import Follower
 from kbpf.config.load import Loaded
 from kbpf.config.write import configz
-from kbpf.errors import KbpfError, KernelError
+from kbpf.errors import KbpfError, KernelError, printable
 from kbpf.kernel import children, process
 from kbpf.model.config import Config
 from kbpf.serve.desk import Desk
@@ -42,10 +42,10 @@ class JsonLines(logging.Formatter):
             "time": _time(record, "%Y-%m-%dT%H:%M:%SZ"),
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": printable(record.getMessage()),
         }
         if record.exc_info:
-            made["fault"] = self.formatException(record.exc_info)
+            made["fault"] = _fault(self, record)
         return json.dumps(made)
 
 
@@ -55,8 +55,14 @@ class TextLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """The record as one line, with more below it only where a fault of ours is told."""
         stamp = _time(record, "%Y-%m-%dT%H:%M:%SZ")
-        line = f"{stamp} {record.levelname} {record.name} {record.getMessage()}"
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+        line = f"{stamp} {record.levelname} {record.name} {printable(record.getMessage())}"
+        return f"{line}\n{_fault(self, record)}" if record.exc_info else line
+
+
+def _fault(formatter: logging.Formatter, record: logging.LogRecord) -> str:
+    """The traceback; its message may hold what others wrote."""
+    assert record.exc_info
+    return "\n".join(map(printable, formatter.formatException(record.exc_info).split("\n")))
 
 
 def _time(record: logging.LogRecord, form: str) -> str:
@@ -80,7 +86,13 @@ def connect(config: Config, asked: "AskedApi") -> "Cluster | None":
     from kbpf.source.cluster import Cluster
     from kbpf.source.kubeconfig import find_access
 
-    return Cluster(find_access(config.kubeconfig, config.master), asked)
+    fine = config.allow_insecure_api
+    cluster = Cluster(
+        find_access(config.kubeconfig, config.master, allow_insecure=fine), asked, fine
+    )
+    for problem in cluster.problems:
+        log.warning("%s", problem)
+    return cluster
 
 
 def sources_of(
@@ -93,7 +105,8 @@ def sources_of(
             from kbpf.source.folder import Folder
 
             assert config.source is not None
-            return [Folder(config.source, put, node_name=config.node_name)]
+            grace = config.source_empty_grace
+            return [Folder(config.source, put, node_name=config.node_name, empty_seconds=grace)]
         from kbpf.source.reflector import Reflector
         from kbpf.source.resource import SERVICES, SLICES, exempt_pods, own_node
 

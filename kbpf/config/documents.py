@@ -53,6 +53,7 @@ def parse(data: bytes, where: str, wrong: list[ConfigError] | None = None) -> Do
     """
     import yaml  # only with --config: 1.3 MB
 
+    from kbpf import bounded_yaml
     from kbpf.config.yaml_loader import Loader
 
     data = _json_without_tabs(data)
@@ -60,6 +61,7 @@ def parse(data: bytes, where: str, wrong: list[ConfigError] | None = None) -> Do
     notes: list[Note] = []
     found: dict[str, Mapping[str, Any]] = {}
     try:
+        bounded_yaml.check(data, bounded_yaml.CONFIGURATION)
         for document in Loader.documents(data, notes):
             if document is None:
                 continue
@@ -84,6 +86,8 @@ def parse(data: bytes, where: str, wrong: list[ConfigError] | None = None) -> Do
 
 def _json_without_tabs(data: bytes) -> bytes:
     """JSON is YAML but for this: its words may be set apart by tabs. No word of JSON has one."""
+    if b"\t" not in data:
+        return data
     try:
         json.loads(data)
     except (ValueError, RecursionError):

@@ -146,6 +146,12 @@ FLAGS: Final = (
          "the API server's address, over what the kubeconfig says"),
     Flag("--source", "source", readers.path, "DIR", CLUSTER,
          "a folder of Kubernetes YAML instead of an API server; watched for changes"),
+    Flag("--source-empty-grace", "source_empty_grace", readers.seconds, "TIME", CLUSTER,
+         "how long what a folder held stays in force when its last file is gone: it may be a mount "
+         "that is missing (default 1m)"),
+    Flag("--allow-insecure-api", "allow_insecure_api", readers.truth, "true|false", CLUSTER,
+         "whether a token or password may go over http://, and insecure-skip-tls-verify is no "
+         "problem (default false)"),
     Flag("--hostname-override", "node_name", readers.node_name, "NAME", NODE,
          "this node's name in Kubernetes (default: the hostname)"),
     Flag("--proxy-mode", "proxy_mode", readers.proxy_mode, "MODE", NODE,

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from kbpf.config.load import Loaded
+from kbpf.config.load import Loaded, read_file
 from kbpf.errors import ConfigError, ConfigErrors
 
 log = logging.getLogger("kbpf.config")
@@ -65,12 +65,9 @@ class Follower:
             return
         self._stamp = stamp
         try:
-            data = self._path.read_bytes()
-        except OSError as error:
-            log.error(
-                "configuration cannot be read, going on with what it said: %s path=%s",
-                error.strerror, self._path,
-            )  # fmt: skip
+            data = read_file(self._path)
+        except ConfigError as error:
+            log.error("configuration cannot be read, going on with what it said: %s", error)
             return
         if data != self._data:
             self._data = data

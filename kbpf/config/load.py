@@ -26,6 +26,8 @@ from kbpf.model.config import Config, Conntrack, IpvsTimes, LocalMode, MapSizes,
 
 LEAST_CONNECTIONS: Final = 1000
 """A new one asks up to 32 of the oldest whether they are needed: there have to be many more."""
+LONGEST_FILE: Final = 16 << 20
+"""Bytes that are read of a configuration file; bounded_yaml.CONFIGURATION refuses fewer."""
 NODE_PORTS: Final = range(30_000, 32_768)
 """Where an API server takes NodePorts from, unless it is told otherwise."""
 
@@ -39,9 +41,10 @@ class Loaded:
 
 
 def read_file(path: Path) -> bytes:
-    """The text of a configuration file."""
+    """The text of a configuration file. documents.py refuses what is longer than a little."""
     try:
-        return path.read_bytes()
+        with path.open("rb") as file:
+            return file.read(LONGEST_FILE)
     except OSError as error:
         raise ConfigError(
             f"cannot read the configuration: {error.strerror}", str(path), "give --config FILE"

@@ -74,6 +74,8 @@ class KbpfConfiguration(msgspec.Struct, frozen=True, rename=spelling):
     mode: str | None = None
     master: str | None = None
     source: str | None = None
+    source_empty_grace: str | None = None
+    allow_insecure_api: bool | None = None
     pin_dir: str | None = None
     cgroup: str | None = None
     cache_dir: str | None = None
@@ -92,6 +94,8 @@ FLAG_OF: Final[Mapping[str, str]] = MappingProxyType(
         "mode": "--mode",
         "master": "--master",
         "source": "--source",
+        "sourceEmptyGrace": "--source-empty-grace",
+        "allowInsecureApi": "--allow-insecure-api",
         "pinDir": "--pin-dir",
         "cgroup": "--cgroup",
         "cacheDir": "--cache-dir",

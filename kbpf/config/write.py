@@ -127,6 +127,8 @@ def ours(config: Config) -> Mapping[str, Any]:
 def _plain(value: Any, path: str) -> Any:
     if path == "packetPath.masqueradePorts":
         return f"{value[0]}-{value[1]}"
+    if path == "sourceEmptyGrace":
+        return durations.write(value)
     if isinstance(value, tuple):
         return list(value)
     return value if value is None or isinstance(value, bool | int) else str(value)

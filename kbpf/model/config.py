@@ -132,6 +132,8 @@ class Config:
     `bind_address`: overrides what the Node says is its first address of that family; nothing is
     bound to it. `min_sync_period`: changes are programmed at least so many seconds apart, 0: at
     once. `config_sync_period`: so often, in seconds, all that is programmed is read and compared.
+    `source_empty_grace`: seconds that a folder of objects keeps what it held after its last file is
+    gone. `allow_insecure_api`: credentials may go over http://, and an unverified server is fine.
     `oom_score_adj`: of this process. `conntrack`: what the kernel's is set to.
     """
 
@@ -174,6 +176,8 @@ class Config:
     bind_address: Addr | None = None
     min_sync_period: float = 0.0
     config_sync_period: float = 900.0
+    source_empty_grace: float = 60.0
+    allow_insecure_api: bool = False
     oom_score_adj: int = -999
     conntrack: Conntrack = field(default_factory=Conntrack)
     log_format: str = "text"

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from kbpf.errors import printable
 from kbpf.model.objects import ServiceName
 from kbpf.model.status import AgentStatus
 from kbpf.serve.message import JSON, Answer
@@ -103,7 +104,7 @@ def readyz(verdict: Verdict, status: AgentStatus | None) -> Answer:
     """The answer of /readyz, one line. `status` None: nothing is known of the agent yet."""
     why = _why_not(verdict, status)
     if why:
-        return Answer(503, f"kbpf does not serve: {why}\n".encode())
+        return Answer(503, f"kbpf does not serve: {printable(why)}\n".encode())
     return Answer(200, b"kbpf serves\n")
 
 

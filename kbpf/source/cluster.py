@@ -4,7 +4,8 @@ Rules:
 - Plain credentials (token, token file, client certificate, basic, a pod's own) are read here. A
   token file is read for each request, and there are few: one per watch, each 5 to 10 minutes.
 - Exec plugins and auth providers are the library's, in a child process: importing it costs 30 MB.
-  What the child answers is kept until it expires or the API server says 401.
+  What the child answers is kept until it expires or the API server says 401. After a failure, or
+  a second refusal in a row, all watches together wait before it runs again (PluginLogin).
 - Certificate files are looked at before each new connection; a changed one means a new context.
   One that cannot be read then leaves the old one in use.
 """
@@ -13,6 +14,7 @@ import base64
 import json
 import logging
 import os
+import random
 import signal
 import socket
 import ssl
@@ -28,6 +30,7 @@ from kbpf.errors import ConfigError, SourceError
 from kbpf.kernel import children
 from kbpf.model.address import Addr
 from kbpf.source.kubeconfig import Access
+from kbpf.source.pace import Pace
 
 log = logging.getLogger("kbpf.source")
 
@@ -53,15 +56,19 @@ Asked = Callable[[str, str, str, float], None]
 
 class Cluster:
     """An API server. Used by several connections at once. `asked` is told of each request, and
-    `connecting` of each connection before it is opened, by any thread.
+    `connecting` of each connection before it is opened, by any thread. `problems`: lines about
+    what is unsafe in the way that it is reached, unless `allow_insecure`.
     """
 
-    def __init__(self, access: Access, asked: Asked = lambda *_: None) -> None:
+    def __init__(
+        self, access: Access, asked: Asked = lambda *_: None, allow_insecure: bool = False
+    ) -> None:
         self.access = access
+        self.problems = () if allow_insecure else tuple(_problems(access))
         self.asked = asked
         self.connecting: Connecting = lambda *_: None
         self._lock = threading.Lock()
-        self._plugin_login: Login | None = None
+        self._plugin = PluginLogin()
         self._tls: ssl.SSLContext | None = None
         self._tls_stamp: object = None
 
@@ -85,16 +92,16 @@ class Cluster:
         """
         access = self.access
         if access.plugin:
-            return self._ask_plugin(access.plugin, cancelled)
+            return self._plugin.get(access.plugin, cancelled)
         if access.token_file:
             return Login(_bearer(_read_token(access.token_file), access.token_file))
         if access.token:
             return Login(_bearer(access.token, access.where))
         return Login(f"Basic {access.basic}" if access.basic else "")
 
-    def refused(self) -> None:
-        """The API server said 401: a plugin has to be asked again."""
-        self._plugin_login = None
+    def refused(self, login: Login) -> None:
+        """The API server said 401 to these credentials: a plugin has to be asked again."""
+        self._plugin.refused(login)
 
     def tls(self, login: Login) -> ssl.SSLContext | None:
         """The TLS context with certificates as they are on disk now; None for http://."""
@@ -112,17 +119,75 @@ class Cluster:
                     log.warning("new certificates left alone error=%r", str(error))
             return self._tls
 
-    def _ask_plugin(self, kubeconfig: Path, cancelled: Callable[[], bool]) -> Login:
+
+class PluginLogin:
+    """What an exec plugin or auth provider answered last, and when it may be asked again: one
+    back-off for all watches, which fail together.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        chance: Callable[[], float] = random.random,
+    ) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._pace = Pace(chance, first=1.0, longest=60.0)
+        self._login: Login | None = None
+        self._since: float | None = None  # when the last login came, if none has failed since
+        self._due = 0.0
+        self._error: SourceError | None = None
+
+    def get(self, kubeconfig: Path, cancelled: Callable[[], bool]) -> Login:
+        """The credentials, asked for if there are none or they run out. Raises SourceError."""
         while not self._lock.acquire(timeout=0.1):
             if cancelled():
                 raise SourceError("stopped", str(kubeconfig))
         try:
-            kept = self._plugin_login
-            if kept is None or time.time() > kept.expires - EXPIRY_SKEW:
-                kept = self._plugin_login = _run_library(kubeconfig, cancelled)
-            return kept
+            login = self._login
+            if login is None or time.time() > login.expires - EXPIRY_SKEW:
+                login = self._login = self._ask(kubeconfig, cancelled)
+            return login
         finally:
             self._lock.release()
+
+    def refused(self, login: Login) -> None:
+        """These are not valid. The first time another one is asked for at once."""
+        if self._login is login:
+            self._login, self._error = None, None
+            self._wait(failed=False)
+
+    def _ask(self, kubeconfig: Path, cancelled: Callable[[], bool]) -> Login:
+        if self._clock() < self._due:
+            what = "no credentials: the API server refused the last ones"
+            error = self._error or SourceError(what, str(kubeconfig), "the plugin is asked again")
+            raise SourceError(error.what, error.where, error.hint)
+        try:
+            login = _run_library(kubeconfig, cancelled)
+        except SourceError as error:
+            if not cancelled():
+                self._error = error
+                self._wait(failed=True)
+            raise
+        self._since = self._clock()
+        return login
+
+    def _wait(self, *, failed: bool) -> None:
+        now = self._clock()
+        lived = 0.0 if self._since is None else now - self._since
+        self._due, self._since = now + self._pace.after(failed=failed, lived=lived), None
+
+
+def _problems(access: Access) -> Iterator[str]:
+    if access.insecure and access.server.startswith("https:"):
+        yield str(
+            ConfigError(
+                "the API server's certificate is not verified: any machine on the way to it can "
+                "read the credentials and say what this node serves",
+                f"insecure-skip-tls-verify in {access.where}",
+                "set certificate-authority, or allow it with --allow-insecure-api",
+            )
+        )
 
 
 def default_node_name() -> str:

@@ -5,16 +5,22 @@ Rules:
   ``2001:10:1:2:3:4:5:6`` is an address (YAML 1.1 would make it a number of base 60).
 - What an API server would fill in is filled in: namespace `default`, port name "".
 - A field that Kubernetes does not know is a line of complaint; its object is served without it.
-- A text that cannot be parsed is one ObjectError; a bad object in a good text spoils only itself.
+- A text that cannot be parsed, or is beyond MANIFESTS (bounded_yaml.py), is one ObjectError; a bad
+  object in a good text spoils only itself.
+- After MOST_PROBLEMS lines of complaint no more are looked for: each costs a search for its place
+  and for the name that was meant.
 """
 
 import re
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any, Final, NamedTuple
 
 import msgspec
 import yaml
 
+from kbpf import bounded_yaml
+from kbpf.bounded_yaml import MANIFESTS
 from kbpf.errors import ObjectError
 from kbpf.model.events import Kind
 from kbpf.source import decode
@@ -27,6 +33,8 @@ API_VERSIONS: Final = {
     "Node": "v1",
     "Pod": "v1",
 }
+MOST_PROBLEMS: Final = 100
+"""Lines of complaint about one file."""
 _A: Final = {
     "Service": "a Service",
     "EndpointSlice": "an EndpointSlice",
@@ -58,6 +66,8 @@ Placed = tuple[int, str, str, Any]
 
 def parse(name: str, data: bytes) -> Contents:
     """The objects of a file. Raises ObjectError when it is neither YAML nor JSON (by its name)."""
+    if len(data) > MANIFESTS.size:
+        raise ObjectError(f"larger than {MANIFESTS.size >> 20} MiB", name, "split it")
     found: list[Found] = []
     ignored: dict[str, None] = {}
     problems: list[str] = []
@@ -75,14 +85,19 @@ def parse(name: str, data: bytes) -> Contents:
                 where = f"{name}:{lines.of(document, item.error)}"
                 item = item._replace(error=str(ObjectError(item.error, where)))
             found.append(Found(item, where))
-            for field in unknown_fields(Kind(kind), value):
+            for field in islice(unknown_fields(Kind(kind), value), MOST_PROBLEMS - len(problems)):
                 at = f"{name}:{lines.of(document, f'{path}{field.path}:')}"
                 what = f"{item.key}: {shown(path + field.path)} is no field of {_A[kind]}"
                 hint = f"is {field.meant} meant?" if field.meant else "it is not used"
                 problems.append(str(ObjectError(what, at, hint)))
         except ObjectError as error:
-            where = f"{name}:{lines.of(document, error.what)}"
-            problems.append(str(ObjectError(error.what, where)))
+            if len(problems) < MOST_PROBLEMS:
+                where = f"{name}:{lines.of(document, error.what)}"
+                problems.append(str(ObjectError(error.what, where)))
+    if len(problems) == MOST_PROBLEMS:
+        problems.append(
+            f"{name}: and maybe more: only {MOST_PROBLEMS} problems of a file are listed"
+        )
     return Contents(tuple(found), tuple(ignored), tuple(problems))
 
 
@@ -119,6 +134,7 @@ def _load_json(name: str, data: bytes) -> Iterator[Placed]:
 
 def _load_yaml(name: str, data: bytes) -> Iterator[Placed]:
     try:
+        bounded_yaml.check(data, MANIFESTS)
         for number, document in enumerate(yaml.load_all(data, _Loader)):
             kind = _kind(document.get("kind")) if isinstance(document, dict) else ""
             if kind.endswith("List"):
@@ -157,6 +173,7 @@ class _Lines:
         """The line of the field that `error` begins with, or of the nearest thing around it."""
         if self._documents is None:
             try:
+                bounded_yaml.check(self._data, MANIFESTS)
                 self._documents = list(yaml.compose_all(self._data, _Loader))
             except yaml.YAMLError:
                 self._documents = []

@@ -5,7 +5,10 @@ Rules:
   looks the same at two looks, so a half-written file is not taken for a whole one, and a file that
   an editor takes away for a moment is not gone. A change is seen within half a second.
 - A file that does not parse, a bad object, a folder that vanished: what was said before stays in
-  force, and `status().problems` (or `error`) says why, with file and line.
+  force, and `status().problems` (or `error`) says why, with file and line. Whatever happens while
+  one file is read is that file's problem, also when the fault is ours.
+- A folder without any file may be a mount that is gone: what it held stays in force for
+  `empty_seconds`, and `status().problems` says so. Then it is taken at its word.
 - The same object twice: the first file by name wins, the other is reported.
 """
 
@@ -13,11 +16,12 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from kbpf.bounded_yaml import MANIFESTS
 from kbpf.errors import ConfigError, ObjectError, SourceError
 from kbpf.model.events import Delete, Kind, ObjectKey, Rejected, Synced, Upsert
 from kbpf.source.base import Put, SourceState, SourceStatus
@@ -27,6 +31,7 @@ from kbpf.source.documents import Contents, Found, parse
 log = logging.getLogger("kbpf.source")
 
 POLL_SECONDS: Final = 0.15
+EMPTY_SECONDS: Final = 60.0
 SUFFIXES: Final = (".yaml", ".yml", ".json")
 
 
@@ -40,6 +45,9 @@ class Stamp(NamedTuple):
 
 
 EMPTY: Final = Contents()
+EMPTY_LINE: Final = (
+    "the folder has become empty: what it held stays in force for a while (--source-empty-grace)"
+)
 UNREAD: Final = Stamp(0, 0, 0, 0)
 """No file looks like this: it is tried again at each look."""
 
@@ -62,11 +70,13 @@ class Folder:
         put: Put,
         node_name: str = "",
         *,
+        empty_seconds: float = EMPTY_SECONDS,
         poll_seconds: float = POLL_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._path, self._put, self._node_name = path, put, node_name
-        self._poll_seconds, self._clock = poll_seconds, clock
+        self._empty_seconds, self._poll_seconds, self._clock = empty_seconds, poll_seconds, clock
+        self._empty_since: float | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._seen: dict[str, Stamp] = {}
@@ -118,6 +128,8 @@ class Folder:
             self._unwell(error)
             return
         first = not self._status.synced
+        if self._spared(stamps):
+            return
         changed = [
             name
             for name in stamps.keys() | self._files.keys()
@@ -128,7 +140,7 @@ class Folder:
         self._seen = stamps
         for name in sorted(settled):
             self._read(name, stamps.get(name))
-        if settled or first:
+        if settled or first or EMPTY_LINE in self._status.problems:
             self._say()
         self._status = replace(
             self._status,
@@ -150,7 +162,7 @@ class Folder:
         before = self._files.get(name, _File(stamp))
         try:
             with open(self._path / name, "rb") as file:
-                data = file.read()
+                data = file.read(MANIFESTS.size + 1)
                 if _stamp(os.fstat(file.fileno())) != stamp:
                     return  # it is being written: not settled after all
             self._files[name] = _File(stamp, parse(name, data))
@@ -159,6 +171,27 @@ class Folder:
         except OSError as error:
             problem = str(SourceError(f"cannot read it: {error.strerror}", name))
             self._files[name] = replace(before, stamp=UNREAD, problem=problem)
+        except Exception as error:
+            log.exception("file not read, a fault of kbpf's own name=%r", name)
+            hint = "what it held stays in force; please report this"
+            problem = str(SourceError(f"cannot read it: {error!r}", name, hint))
+            self._files[name] = replace(before, stamp=stamp, problem=problem)
+
+    def _spared(self, stamps: Mapping[str, Stamp]) -> bool:
+        """Whether a folder that has become empty is not taken at its word yet."""
+        if stamps or not self._files:
+            self._empty_since = None
+            return False
+        if self._empty_since is None:
+            self._empty_since = self._clock()
+        if self._clock() - self._empty_since >= self._empty_seconds:
+            return False
+        self._seen = {}
+        if EMPTY_LINE not in self._status.problems:
+            log.warning("%s path=%s seconds=%g", EMPTY_LINE, self._path, self._empty_seconds)
+            problems = (*self._status.problems, EMPTY_LINE)
+            self._status = replace(self._status, problems=problems, sound=False)
+        return True
 
     def _say(self) -> None:
         """Put the difference between what the files say now and what was said."""

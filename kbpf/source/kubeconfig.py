@@ -49,10 +49,15 @@ class Access:
 
 
 def find_access(
-    kubeconfig: Path | None, master: str = "", environ: Mapping[str, str] = os.environ
+    kubeconfig: Path | None,
+    master: str = "",
+    environ: Mapping[str, str] = os.environ,
+    *,
+    allow_insecure: bool = False,
 ) -> Access:
     """As kube-proxy finds it: the kubeconfig (`master` overrides its server), `master` alone
-    without credentials, or else the pod's own. Raises ConfigError.
+    without credentials, or else the pod's own. Raises ConfigError, also for a token or password
+    that would go over http:// unless `allow_insecure`.
     """
     if kubeconfig is not None:
         access = read_kubeconfig(kubeconfig)
@@ -61,7 +66,15 @@ def find_access(
         access = Access(server=master, where="--master")
     else:
         access = in_cluster(environ)
-    return replace(access, server=_checked_url(access.server, access.where))
+    access = replace(access, server=_checked_url(access.server, access.where))
+    secret = access.token or access.token_file or access.basic or access.plugin
+    if secret and access.server.startswith("http:") and not allow_insecure:
+        raise ConfigError(
+            f"the token or password would go to {access.server} unencrypted",
+            access.where,
+            "write https://HOST:PORT, or allow it with --allow-insecure-api",
+        )
+    return access
 
 
 def in_cluster(environ: Mapping[str, str], root: Path = SERVICE_ACCOUNT) -> Access:
@@ -183,15 +196,21 @@ def read_kubeconfig(path: Path) -> Access:
 def _load(path: Path) -> _File:
     import yaml  # only with a kubeconfig: 1.3 MB
 
+    from kbpf import bounded_yaml
+    from kbpf.bounded_yaml import KUBECONFIG
+
     loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
-        return msgspec.convert(yaml.load(path.read_bytes(), loader), _File)
+        with path.open("rb") as file:
+            data = file.read(KUBECONFIG.size + 1)
+        bounded_yaml.check(data, KUBECONFIG)
+        return msgspec.convert(yaml.load(data, loader), _File)
     except OSError as error:
         hint = "give the kubeconfig's path with --kubeconfig"
         raise ConfigError(
             f"cannot read the kubeconfig: {error.strerror}", str(path), hint
         ) from error
-    except (yaml.YAMLError, msgspec.ValidationError) as error:
+    except (yaml.YAMLError, msgspec.ValidationError, ValueError, RecursionError) as error:
         raise ConfigError(f"not a kubeconfig: {field_error(error)}", str(path)) from error
 
 

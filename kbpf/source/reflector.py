@@ -100,7 +100,12 @@ class Reflector:
 
     def status(self) -> SourceStatus:
         """How it is doing; from any thread."""
-        return replace(self._status, resource_version=self._version, last_contact=self._contact)
+        return replace(
+            self._status,
+            resource_version=self._version,
+            last_contact=self._contact,
+            problems=self._cluster.problems,
+        )
 
     def run(self, stop: threading.Event) -> None:
         """List and watch until `stop`; stop() sets it and ends what is waited for."""

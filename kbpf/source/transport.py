@@ -84,6 +84,7 @@ class Connection:
         self._lock = threading.Lock()
         self._switch: socket.socket | None = None
         self._closed = False
+        self._login = Login()
 
     @property
     def closed(self) -> bool:
@@ -129,7 +130,7 @@ class Connection:
             self.drop()
             raise self._explained(error) from error
         if raw.status == 401:
-            self._cluster.refused()
+            self._cluster.refused(self._login)
         if self._sock is not None:
             self._sock.settimeout(silence or self._answer_seconds)
         self._raw = raw
@@ -156,7 +157,7 @@ class Connection:
                 self._cluster.asked(host, method, code, time.monotonic() - start)
 
     def _exchange(self, method: str, path: str, body: bytes | None) -> http.client.HTTPResponse:
-        login = self._cluster.login(lambda: self._closed)
+        login = self._login = self._cluster.login(lambda: self._closed)
         if self._http is None or self._http.sock is None:
             self.drop()
             self._open(login)

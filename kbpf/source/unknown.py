@@ -59,9 +59,9 @@ class Unknown(NamedTuple):
     meant: str
 
 
-def unknown_fields(kind: Kind, value: object) -> tuple[Unknown, ...]:
+def unknown_fields(kind: Kind, value: object) -> Iterator[Unknown]:
     """All of them, in the order in which they stand."""
-    return tuple(_unknown(value, SHAPES[kind], ""))
+    return _unknown(value, SHAPES[kind], "")
 
 
 def _unknown(value: object, shape: Shape, path: str) -> Iterator[Unknown]:

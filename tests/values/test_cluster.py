@@ -21,9 +21,11 @@ import yaml
 
 from kbpf.errors import ConfigError, SourceError
 from kbpf.source import cluster as cluster_module
-from kbpf.source.cluster import Cluster, default_node_name
+from kbpf.source.cluster import Cluster, PluginLogin, default_node_name
 from kbpf.source.kubeconfig import Access, find_access, in_cluster
 from kbpf.source.poster import Poster
+from kbpf.source.reflector import Reflector
+from kbpf.source.resource import SERVICES
 from kbpf.source.transport import Connection, Silent
 from tests.support.certs import Authority
 from tests.support.lab import PATIENCE, until
@@ -499,7 +501,8 @@ def test_an_exec_plugin_is_asked_once_and_again_after_401(tmp_path):
     (tmp_path / "answer").write_text(credential(token="tokN"))
     user = exec_user(tmp_path, script)
     with ScriptedServer(ok, unauthorized, ok) as server:
-        access = find_access(write(tmp_path / "kc", {"server": server.url}, user))
+        path = write(tmp_path / "kc", {"server": server.url}, user)
+        access = find_access(path, allow_insecure=True)
         connection = Connection(Cluster(access))
         for _ in range(3):
             connection.request("/x").read()
@@ -537,6 +540,83 @@ def test_an_exec_plugin_that_does_not_work_says_why(tmp_path, name, script, erro
         Cluster(access).login()
     assert str(tmp_path / "kc") in str(caught.value), name
     assert "\n" not in str(caught.value)
+
+
+def test_watches_that_fail_together_do_not_ask_an_exec_plugin_again_and_again(tmp_path):
+    """Four watches ask every 0.2 s for a minute: it runs at 0, 1, 3, 7, 15, 31 and not more."""
+    count = tmp_path / "count"
+    user = exec_user(tmp_path, f"echo x >> {count}; echo no ticket >&2; exit 3")
+    path = write(tmp_path / "kc", {}, user)
+    clock = [100.0]
+    plugin = PluginLogin(lambda: clock[0], lambda: 1.0)
+    for _ in range(300):
+        for _ in range(4):
+            with pytest.raises(SourceError, match=r"no credentials: .*no ticket"):
+                plugin.get(path, lambda: False)
+        clock[0] += 0.2
+    assert count.read_text() == "x\n" * 6
+
+
+def test_credentials_that_are_refused_again_are_not_asked_for_again_at_once(tmp_path):
+    count = tmp_path / "count"
+    user = exec_user(tmp_path, f"echo x >> {count}; echo '{credential(token='t')}'")
+    path = write(tmp_path / "kc", {}, user)
+    clock = [100.0]
+    plugin = PluginLogin(lambda: clock[0], lambda: 1.0)
+    first = plugin.get(path, lambda: False)
+    plugin.refused(first)
+    second = plugin.get(path, lambda: False)
+    plugin.refused(first)  # by another watch, late: that one is gone already
+    assert plugin.get(path, lambda: False) is second
+    plugin.refused(second)
+    with pytest.raises(SourceError, match="the API server refused the last ones"):
+        plugin.get(path, lambda: False)
+    clock[0] += 2.1
+    third = plugin.get(path, lambda: False)
+    clock[0] += 3600.0
+    plugin.refused(third)
+    plugin.get(path, lambda: False)
+    assert count.read_text() == "x\n" * 4
+
+
+@pytest.mark.parametrize(
+    "user",
+    [
+        {"token": "t"},
+        {"tokenFile": "token"},
+        {"username": "a", "password": "b"},
+        {"exec": {"x": 1}},
+    ],
+    ids=("token", "token file", "password", "plugin"),
+)
+def test_credentials_do_not_go_over_http(tmp_path, user):
+    path = write(tmp_path / "kc", {"server": "http://10.0.0.1:8080"}, user)
+    with pytest.raises(ConfigError, match=r"unencrypted .*--allow-insecure-api"):
+        find_access(path)
+    with pytest.raises(ConfigError, match="unencrypted"):
+        find_access(write(tmp_path / "tls", {}, user), "http://10.0.0.1:8080")
+    assert find_access(path, allow_insecure=True).server == "http://10.0.0.1:8080"
+
+
+def test_http_without_credentials_is_the_operators_business(tmp_path):
+    path = write(tmp_path / "kc", {"server": "http://10.0.0.1:8080"}, {})
+    assert find_access(path).server == "http://10.0.0.1:8080"
+
+
+@pytest.mark.parametrize(
+    ("cluster", "allowed", "told"),
+    [
+        ({}, False, False),
+        ({"insecure-skip-tls-verify": True}, False, True),
+        ({"insecure-skip-tls-verify": True}, True, False),
+    ],
+)
+def test_a_server_that_is_not_verified_is_a_problem(tmp_path, cluster, allowed, told):
+    access = find_access(write(tmp_path / "kc", cluster, {"token": "t"}))
+    made = Cluster(access, allow_insecure=allowed)
+    assert any("is not verified" in line for line in made.problems) == told
+    reflector = Reflector(made, SERVICES, lambda event: None)
+    assert reflector.status().problems == made.problems
 
 
 def has_ended(pid: int) -> bool:

@@ -16,7 +16,7 @@ from kbpf.model.events import Delete, Event, Kind, ObjectKey, Rejected, Synced, 
 from kbpf.model.objects import EndpointSlice, Protocol, Service, SlicePort
 from kbpf.source.base import SourceState
 from kbpf.source.documents import parse
-from kbpf.source.folder import POLL_SECONDS, Folder
+from kbpf.source.folder import EMPTY_LINE, POLL_SECONDS, Folder
 from tests.support.lab import until
 
 WEB = """\
@@ -565,6 +565,92 @@ def test_problems_and_ignored_kinds_are_logged_once(run, caplog):
     lines = [record.getMessage() for record in caplog.records]
     assert len([line for line in lines if "kind=Deployment" in line]) == 1
     assert len([line for line in lines if "b.yaml:2" in line]) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"spec: {ports: &a [*a]}", b"- " * 100_000, b"[" * 100_000, b"\xff\xfe\x00", b"{"],
+    ids=("a cycle", "deep", "deep flow", "bytes", "half"),
+)
+def test_one_bad_file_spoils_only_itself(run, text):
+    """It sorts first, and held something before."""
+    run.write("aaa.yaml", service("kept"))
+    run.write("b.yaml", WEB)
+    run.look()
+    (run.path / "aaa.yaml").write_bytes(text)
+    run.write("b.yaml", WEB.replace("port: 80", "port: 81"))
+    run.write("c.yaml", service("new"))
+    assert run.settle() == ["+web", "+new"]
+    (problem,) = run.problems
+    assert "aaa.yaml" in problem
+    assert not run.folder.status().sound
+    run.write("aaa.yaml", service("kept"))
+    assert run.settle() == []
+    assert run.problems == ()
+
+
+def test_a_fault_of_ours_in_one_file_is_its_problem_and_the_others_go_on(run, monkeypatch, caplog):
+    def broken(name, data):
+        if name == "a.yaml":
+            raise RuntimeError("on purpose")
+        return parse(name, data)
+
+    monkeypatch.setattr("kbpf.source.folder.parse", broken)
+    run.write("a.yaml", WEB)
+    run.write("b.yaml", service("b"))
+    assert run.look() == ["+b", *SYNCED]
+    assert run.settle() == []
+    (problem,) = run.problems
+    assert problem.startswith("cannot read it: RuntimeError('on purpose') (a.yaml)")
+    assert caplog.text.count("Traceback") == 1
+
+
+class Clock:
+    now = 7.0
+
+
+@pytest.fixture
+def clocked(tmp_path) -> tuple[Run, Clock]:
+    run, clock = Run(tmp_path), Clock()
+    run.folder = Folder(tmp_path, run.put, "n1", clock=lambda: clock.now, empty_seconds=60.0)
+    run.write("a.yaml", WEB)
+    run.look()
+    (tmp_path / "a.yaml").unlink()
+    return run, clock
+
+
+def test_a_folder_that_becomes_empty_keeps_what_it_held_for_a_while_and_says_so(clocked, caplog):
+    run, clock = clocked
+    for _ in range(5):
+        assert run.settle() == []
+        clock.now += 11.0
+    assert run.problems == (EMPTY_LINE,)
+    assert not run.folder.status().sound
+    assert caplog.text.count(EMPTY_LINE) == 1
+    clock.now += 6.0
+    assert run.settle() == ["-web"]
+    assert run.problems == ()
+
+
+def test_what_comes_back_in_time_was_never_gone(clocked):
+    run, clock = clocked
+    assert run.settle() == []
+    run.write("a.yaml", WEB)
+    assert run.settle() == []
+    assert run.problems == ()
+    assert run.folder.status().sound
+    (run.path / "a.yaml").unlink()
+    clock.now += 59.0
+    assert run.settle() == [], "the time begins again"
+
+
+def test_without_grace_an_empty_folder_is_taken_at_its_word(tmp_path):
+    run = Run(tmp_path)
+    run.folder = Folder(tmp_path, run.put, "n1", empty_seconds=0.0)
+    run.write("a.yaml", WEB)
+    run.look()
+    (tmp_path / "a.yaml").unlink()
+    assert run.settle() == ["-web"]
 
 
 # --- in its thread ---

@@ -120,6 +120,8 @@ READY = [
     ("late", LATE, AGENT, "kbpf does not serve: changes wait to be programmed"),
     ("late, and why", LATE, replace(AGENT, error="no room"),
      "kbpf does not serve: changes wait to be programmed: no room"),
+    ("a message with escapes in it", LATE, replace(AGENT, error="no \x1b[2J\u202eroom\n"),
+     "kbpf does not serve: changes wait to be programmed: no \\x1b[2J\\u202eroom\\n"),
     ("the API server went away: what is programmed serves", WELL,
      replace(AGENT, sources=(watch("services", "refused", synced=True),)), "kbpf serves"),
 ]  # fmt: skip

@@ -22,9 +22,16 @@ class Row(NamedTuple):
 ROWS = [
     Row("started node=%s", ("n1",), "started node=n1"),
     Row("all of it: 100%", (), "all of it: 100%"),
-    Row('said "%s" of \\ and %s', ("ä", "\u2028"), 'said "ä" of \\ and \u2028'),
+    Row('said "%s" of \\ and %s', ("ä", "\u2028"), 'said "ä" of \\ and \\u2028'),
     Row("bytes %r", (b"\xff\n",), r"bytes b'\xff\n'"),
-    Row("half a pair %s", ("\ud800",), "half a pair \ud800"),
+    Row("half a pair %s", ("\ud800",), r"half a pair \ud800"),
+    Row(
+        "kind=%s",
+        ("Foo\n2026-11-22T05:34:13Z ERROR kbpf.agent FORGED",),
+        r"kind=Foo\n2026-11-22T05:34:13Z ERROR kbpf.agent FORGED",
+    ),
+    Row("to a terminal %s", ("\x1b[2J\x9b1m\x7f\r",), r"to a terminal \x1b[2J\x9b1m\x7f\r"),
+    Row("from right to left %s", ("\u202eabc\u2066",), r"from right to left \u202eabc\u2066"),
 ]
 
 

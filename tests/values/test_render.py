@@ -1,0 +1,66 @@
+"""Text of others in tables, pages, JSON and YAML: no byte of it steers the terminal."""
+
+import json
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+
+from kbpf.cli import render
+from kbpf.cli.options import Output
+from kbpf.errors import KbpfError, KernelError, printable
+from kbpf.views.columns import Column
+
+HOSTILE = "a\x1b[2J\x9b1m\x00\x7f\r\n\u202eb\u2066\u200f\u2028c"
+SAFE = r"a\x1b[2J\x9b1m\x00\x7f\r\n\u202eb\u2066\u200f\u2028c"
+
+
+class Row(NamedTuple):
+    """One cell."""
+
+    name: str
+
+
+COLUMNS = (Column("NAME", lambda row: row.name),)
+
+
+def shows(text: str) -> bool:
+    """Whether all of it can be printed, line by line."""
+    return all(line.isprintable() for line in text.split("\n"))
+
+
+@pytest.mark.parametrize("text", ["", "web", "ä ö 中", "a b"])
+def test_what_can_be_printed_stays(text: str) -> None:
+    assert printable(text) == text
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a table", render.table([Row(HOSTILE)], COLUMNS)),
+        ("a stream of rows", "".join(render.stream([Row(HOSTILE)], COLUMNS, Output.TABLE))),
+        ("facts", render.facts([("error", HOSTILE)])),
+        ("an error", str(KbpfError("said " + HOSTILE.replace("\r\n", ""), "x", "y"))),
+        ("a kernel's error", str(KernelError("said \x1b]0;x\x07", "x", errno=1))),
+    ],
+)
+def test_hostile_text_is_escaped(name: str, text: str) -> None:
+    assert shows(text), name
+    assert r"\x1b" in text
+    if name in ("a table", "a stream of rows", "facts"):
+        assert SAFE in text
+
+
+@pytest.mark.parametrize("output", [Output.JSON, Output.YAML])
+@pytest.mark.parametrize("value", [HOSTILE, "ä 中", "plain"])
+def test_documents_are_escaped_in_their_own_way_and_say_the_same(
+    output: Output, value: str
+) -> None:
+    parse: Any = json.loads if output is Output.JSON else yaml.safe_load
+    text = render.document([{"name": value}], output)
+    assert shows(text)
+    assert parse(text) == [{"name": value}]
+    streamed = "".join(render.stream([{"name": value}], COLUMNS, output))
+    assert shows(streamed)
+    assert parse(streamed) == [{"name": value}]
+    assert ("ä" in text) == ("ä" in value), "what can be printed stays as it is"
