@@ -18,15 +18,18 @@ from typing import Final
 from kbpf import __version__
 from kbpf.agent import conntrack
 from kbpf.agent.inbox import Inbox, Item, Wake
+from kbpf.agent.listeners import Listeners
+from kbpf.agent.refusals import Refusals
 from kbpf.agent.tally import Tally
 from kbpf.dataplane.base import DataPlane
 from kbpf.errors import KbpfError, PinsGone, printable
 from kbpf.kernel import addresses, dummy, handover
 from kbpf.model.address import Addr
 from kbpf.model.config import Config, LocalMode, Serving
-from kbpf.model.desired import ServicePortKey
+from kbpf.model.desired import FrontendAddress, ServicePortKey
 from kbpf.model.events import NEEDED, Delete, Kind, Upsert
 from kbpf.model.status import MOST_PROBLEMS, AgentStatus, SourceView, encode
+from kbpf.policy.admission import Server
 from kbpf.policy.desired import Desired
 from kbpf.policy.world import Touched, World
 from kbpf.serve.desk import Desk
@@ -38,6 +41,9 @@ HEARTBEAT_SECONDS: Final = 2.0
 RETRY_SECONDS: Final = 1.0
 READY_SECONDS: Final = 0.1
 """So often the data plane is asked whether it is done with the first apply."""
+
+MOST_SERVERS: Final = 32
+"""So many addresses of API servers that the agent has dialled are kept from Services."""
 
 LATENCIES: Final = 4096
 """So many of the last events tell how long it takes from an event's arrival to the map."""
@@ -61,6 +67,11 @@ class Agent:
         self._inbox = Inbox()
         self._desk = desk or Desk(replace(config, serving=Serving(healthz="", metrics="")))
         self._tally = Tally(config, self._desk)
+        self._refusals = Refusals(self._desk.events)
+        self._servers: tuple[Server, ...] = ()  # that the agent has dialled, the newest last
+        self._listeners = Listeners()
+        self._told: tuple[tuple[Server, ...], frozenset[FrontendAddress]] = ((), frozenset())
+        # the servers and listeners that policy knows of
         self._sources = sources(self._put)
         self._world = World(config.node_name, config.bind_address)
         self._conntrack = conntrack.Keeper(config.conntrack)
@@ -68,6 +79,7 @@ class Agent:
         self._pending = Touched()
         self._retry: set[ServicePortKey] | None = set()
         self._stop = threading.Event()
+        self._lock = threading.Lock()  # of _servers
         self._addresses: tuple[Addr, ...] = ()
         self._complete = False
         self._settled = False  # whether a complete apply knew of all objects
@@ -95,6 +107,11 @@ class Agent:
     def connecting(self, cookie: int, address: Addr, port: int) -> None:
         """See source.cluster.Connecting. Called by any thread, from open() on."""
         self._plane.claim_socket(cookie)
+        with self._lock:
+            if (address, port) in self._servers:
+                return
+            self._servers = (*self._servers, (address, port))[-MOST_SERVERS:]
+        self._inbox.put(Wake("server"))
 
     def run(self) -> None:
         """Opens the data plane, starts the sources and serves until stop().
@@ -161,9 +178,7 @@ class Agent:
         events = [item for item in items if not isinstance(item, Wake)]
         touched = self._world.apply(events)
         self._tally.heard(events, touched)
-        self._pending.services |= touched.services
-        self._pending.everything |= touched.everything
-        self._pending.pods |= touched.pods
+        self._pending.add(touched)
         if any(isinstance(item, Wake) and item.why == "addresses" for item in items):
             self._look_at_addresses()
         if self._synced:
@@ -210,10 +225,16 @@ class Agent:
             self._retry = None  # the data plane looks at its surroundings, too
 
     def _bring_up_to_date(self) -> None:
-        if (self._pending and self._pause() <= 0) or not self._complete:
+        self._listeners.look(time.monotonic())
+        due = self._pending or self._told != (self._servers, self._listeners.ports)
+        if (due and self._pause() <= 0) or not self._complete:
             touched, self._pending = self._pending, Touched()
             node = self._desired.node
-            changed = self._desired.update(self._world, touched, self._addresses, self._config)
+            self._told = self._servers, self._listeners.ports
+            changed = self._desired.update(
+                self._world, touched, self._addresses, self._config, *self._told
+            )
+            self._refusals.changed(changed, self._desired.state.services)
             if self._retry is not None:
                 self._retry |= changed
             self._tally.changed(changed, self._desired.state)
@@ -336,8 +357,7 @@ class Agent:
     def _problems(self) -> list[str]:
         lines = list(self._known_problems)
         lines += [f"{key}: {line}" for key, line in self._refused.items()]
-        for state in self._desired.state.services.values():
-            lines += [f"{state.key}: {at} belongs to {winner}" for at, winner in state.lost]
+        lines += self._refusals.problems()
         for source in self._sources:
             lines += source.status().problems
         lines += self._plane.problems()

@@ -118,7 +118,6 @@ def _ipvs_times() -> Iterator[Flag]:
 
 def _unused() -> Iterator[Flag]:
     for names, why in (
-        ("feature-gates", "there are no feature gates"),
         ("kube-api-content-type", "the API server is asked for JSON"),
         ("kube-api-qps kube-api-burst", "there are few requests, and nothing to slow down"),
         ("show-hidden-metrics-for-version", "no metric is hidden"),
@@ -189,6 +188,12 @@ FLAGS: Final = (
     Flag("--localhost-nodeports", "localhost_node_ports", readers.truth, "true|false", NODE,
          "whether NodePorts answer on loopback, for the host's own processes (default true)",
          ("--iptables-localhost-nodeports",)),
+    Flag("--feature-gates", "external_ips", readers.feature_gates, "NAME=true|false", NODE,
+         "kube-proxy's feature gates: AllowServiceExternalIPs=false is --external-ips off; others "
+         "are not used"),
+    Flag("--external-ips", "external_ips", readers.external_ips, "all|off|CIDRS", NODE,
+         "which ExternalIPs of Services are served: all but addresses of nodes and Pods, none, or "
+         "those in these networks, also where they are a node's or a Pod's (default all)"),
     Flag("--algorithm", "algorithm", readers.algorithm, "random|maglev", NODE,
          "how a backend is chosen for Services without the annotation kbpf.io/algorithm "
          "(default random)"),
@@ -274,8 +279,8 @@ _ITS_OWN: Final = (
     "kubeconfig proxy-mode bind-address nodeport-addresses localhost-nodeports masquerade-bit "
     "masquerade-all detect-local-mode cluster-cidr pod-bridge-interface pod-interface-name-prefix "
     "healthz-bind-address metrics-bind-address bind-address-hard-fail sync-period min-sync-period "
-    "config-sync-period oom-score-adj ipvs-scheduler ipvs-strict-arp ipvs-tcp-timeout "
-    "ipvs-tcpfin-timeout ipvs-udp-timeout"
+    "config-sync-period feature-gates oom-score-adj ipvs-scheduler ipvs-strict-arp "
+    "ipvs-tcp-timeout ipvs-tcpfin-timeout ipvs-udp-timeout"
 )
 KUBE_PROXYS: Final = frozenset(
     {f"--{name}" for name in _ITS_OWN.split()}

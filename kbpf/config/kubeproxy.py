@@ -156,6 +156,8 @@ def settings(said: KubeProxyConfiguration) -> Values:
     _servers(said, made)
     _mode(said, made)
     _node_ports(said, made)
+    if not said.feature_gates.get(readers.EXTERNAL_IPS_GATE, True):
+        made.put("external_ips", f"featureGates.{readers.EXTERNAL_IPS_GATE}", ())
     _local(said, made)
     _conntrack(said.conntrack, made)
     return made
@@ -341,7 +343,8 @@ FLUSHES: Final = (0, "", "0s", "5s", 5_000_000_000)
 
 Said = Callable[[KubeProxyConfiguration], object]
 ACCEPTED: Final[tuple[tuple[str, Said, str], ...]] = (
-    ("featureGates", lambda c: c.feature_gates, "kbpf has no feature gates of Kubernetes"),
+    ("featureGates", lambda c: c.feature_gates.keys() - {readers.EXTERNAL_IPS_GATE},
+     f"kbpf heeds {readers.EXTERNAL_IPS_GATE} and no other feature gate of Kubernetes"),
     ("clientConnection.acceptContentTypes", lambda c: c.client_connection.accept_content_types,
      "the API server is asked for JSON"),
     ("clientConnection.contentType",

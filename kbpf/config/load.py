@@ -8,12 +8,13 @@ Who wins:
 - Of the file's two documents ours wins where both say something (localhostNodePorts, logLevel).
 """
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from kbpf.config import documents, durations, kubeproxy, own
+from kbpf.config import documents, durations, kubeproxy, own, readers
 from kbpf.config.documents import KUBE_PROXY, OWN, Documents, Findings
 from kbpf.config.flags import BY_NAME, FLAGS, KUBE_PROXYS
 from kbpf.config.kubeproxy import KubeProxyConfiguration
@@ -105,6 +106,8 @@ def _flags(
             notes.append(Note(f"{place} is accepted and not used: {flag.help}"))
         else:
             made.read(flag.field, place, text, flag.read)
+            if flag.read is readers.feature_gates:
+                notes += _other_gates(place, text)
     if ignored:
         notes.append(
             Note(
@@ -114,6 +117,12 @@ def _flags(
             )
         )
     return made
+
+
+def _other_gates(place: str, text: str) -> Iterator[Note]:
+    with contextlib.suppress(ConfigError):  # which is told already
+        if others := sorted(readers.gates(text, place).keys() - {readers.EXTERNAL_IPS_GATE}):
+            yield Note(f"{place}: {', '.join(others)} is accepted and not used")
 
 
 def _config(made: Values) -> Config:

@@ -81,6 +81,7 @@ class KbpfConfiguration(msgspec.Struct, frozen=True, rename=spelling):
     cache_dir: str | None = None
     algorithm: str | None = None
     localhost_node_ports: bool | None = None
+    external_ips: str | bool | None = msgspec.field(default=None, name="externalIPs")
     socket_lb: SocketLb = SocketLb()
     packet_path: PacketPath = PacketPath()
     ipvs: Ipvs = Ipvs()
@@ -101,6 +102,7 @@ FLAG_OF: Final[Mapping[str, str]] = MappingProxyType(
         "cacheDir": "--cache-dir",
         "algorithm": "--algorithm",
         "localhostNodePorts": "--localhost-nodeports",
+        "externalIPs": "--external-ips",
         "socketLB.mode": "--socket-lb",
         "socketLB.exempt": "--socket-lb-exempt",
         "packetPath.enabled": "--packet-path",
@@ -127,10 +129,16 @@ FLAG_OF: Final[Mapping[str, str]] = MappingProxyType(
 )
 """Path in the document → the flag that says the same."""
 
-_ATTRIBUTES: Final = {
-    path: "".join("_" + c.lower() if c.isupper() else c for c in path.replace("LB", "Lb"))
-    for path in FLAG_OF
-}
+_CAPITALS: Final = {"LB": "Lb", "IPs": "Ips"}
+
+
+def _attribute(path: str) -> str:
+    for capitals, word in _CAPITALS.items():
+        path = path.replace(capitals, word)
+    return "".join("_" + c.lower() if c.isupper() else c for c in path)
+
+
+_ATTRIBUTES: Final = {path: _attribute(path) for path in FLAG_OF}
 
 
 def settings(said: KbpfConfiguration) -> Values:
@@ -148,7 +156,7 @@ def _text(value: Any, path: str) -> str:
     match value:
         case None:
             return ""
-        case bool() if path in ("socketLB.mode", "metrics.accounting"):
+        case bool() if path in ("externalIPs", "socketLB.mode", "metrics.accounting"):
             return "on" if value else "off"
         case bool():
             return str(value).lower()

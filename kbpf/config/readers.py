@@ -194,6 +194,36 @@ def networks(text: str, where: str) -> tuple[Cidr, ...]:
     return tuple(cidr(word.strip(), where) for word in text.split(",") if word.strip())
 
 
+def external_ips(text: str, where: str) -> str | tuple[Cidr, ...]:
+    """The word `all`, or networks: none for `off`."""
+    if text == "all":
+        return text
+    found = () if text == "off" else networks(text, where)
+    if not found and text != "off":
+        raise ConfigError("no networks", where, "give all, off, or networks")
+    return found
+
+
+EXTERNAL_IPS_GATE: Final = "AllowServiceExternalIPs"
+"""kube-proxy's feature gate, from Kubernetes 1.36 on; false: no rules for ExternalIPs."""
+
+
+def gates(text: str, where: str) -> dict[str, bool]:
+    """Kubernetes' feature gates as a flag has them: ``A=true,B=false``."""
+    found = {}
+    for word in filter(None, (word.strip() for word in text.split(","))):
+        name, equals, value = word.partition("=")
+        if not equals:
+            raise ConfigError(f"not a feature gate: {word!r}", where, "write it as NAME=true")
+        found[name.strip()] = truth(value.strip(), where)
+    return found
+
+
+def feature_gates(text: str, where: str) -> tuple[Cidr, ...] | None:
+    """What they say of ExternalIPs: no networks, or nothing."""
+    return None if gates(text, where).get(EXTERNAL_IPS_GATE, True) else ()
+
+
 def cluster_cidrs(text: str, where: str) -> tuple[Cidr, ...]:
     """One network, or one of each family: kube-proxy refuses more in a file."""
     found = networks(text, where)

@@ -129,6 +129,8 @@ def _plain(value: Any, path: str) -> Any:
         return f"{value[0]}-{value[1]}"
     if path == "sourceEmptyGrace":
         return durations.write(value)
+    if path == "externalIPs":
+        return value if isinstance(value, str) else ",".join(map(_cidr, value)) or "off"
     if isinstance(value, tuple):
         return list(value)
     return value if value is None or isinstance(value, bool | int) else str(value)

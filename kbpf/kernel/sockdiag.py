@@ -3,6 +3,7 @@
 pyroute2's face of it swallows the errors of SOCK_DESTROY, so this speaks netlink itself.
 """
 
+import contextlib
 import errno
 import socket
 import struct
@@ -12,6 +13,8 @@ from typing import Final
 
 from kbpf.errors import KernelError, kernel_errors
 from kbpf.model.address import V4_PREFIX, Addr
+from kbpf.model.desired import FrontendAddress
+from kbpf.model.objects import Protocol
 
 NETLINK_SOCK_DIAG: Final = 4
 SOCK_DIAG_BY_FAMILY: Final = 20
@@ -22,6 +25,8 @@ NLM_F_DUMP: Final = 0x300
 NLMSG_ERROR: Final = 2
 NLMSG_DONE: Final = 3
 ESTABLISHED: Final = 1 << 1
+UNCONNECTED: Final = 1 << 7
+LISTEN: Final = 1 << 10
 
 _HEADER: Final = struct.Struct("=IHHII")
 _REQUEST: Final = struct.Struct("=BBBxI")
@@ -56,9 +61,39 @@ def _parse(message: bytes) -> DiagSocket:
 
 def connected_udp(netlink: socket.socket, family: int) -> list[DiagSocket]:
     """All connected UDP sockets of one family."""
-    body = _REQUEST.pack(family, socket.IPPROTO_UDP, 0, ESTABLISHED) + bytes(_SOCKET_ID)
+    found = _dump(netlink, family, socket.IPPROTO_UDP, ESTABLISHED)
+    return [_parse(message) for message in found]
+
+
+def listening() -> frozenset[FrontendAddress]:
+    """Where sockets of this network namespace listen: TCP, and UDP without a peer. A wildcard is
+    ANY4 or ANY6; that of IPv6 may stand for IPv4, too. Nothing of a protocol without its module.
+    """
+    found = set()
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETLINK_SOCK_DIAG) as netlink:
+        for protocol, state in ((Protocol.TCP, LISTEN), (Protocol.UDP, UNCONNECTED)):
+            for family in (socket.AF_INET, socket.AF_INET6):
+                with contextlib.suppress(KernelError):
+                    found |= {
+                        _bound(message, protocol)
+                        for message in _dump(netlink, family, protocol, state)
+                    }
+    return frozenset(found)
+
+
+def _bound(message: bytes, protocol: Protocol) -> FrontendAddress:
+    raw = message[_ID_AT : _ID_AT + _SOCKET_ID]
+    own = raw[4:20]
+    if message[_HEADER.size] == socket.AF_INET:
+        own = V4_PREFIX + own[:4]
+    return FrontendAddress(Addr(own), int.from_bytes(raw[:2], "big"), protocol)
+
+
+def _dump(netlink: socket.socket, family: int, protocol: int, states: int) -> list[bytes]:
+    """A message for each socket in one of these states."""
+    body = _REQUEST.pack(family, protocol, 0, states) + bytes(_SOCKET_ID)
     _talk(SOCK_DIAG_BY_FAMILY, NLM_F_DUMP, body, netlink)
-    found: list[DiagSocket] = []
+    found: list[bytes] = []
     while True:
         data = netlink.recv(1 << 16)
         while len(data) >= _HEADER.size:
@@ -68,9 +103,12 @@ def connected_udp(netlink: socket.socket, family: int) -> list[DiagSocket]:
             if kind == NLMSG_ERROR:
                 code = -struct.unpack_from("=i", data, _HEADER.size)[0]
                 raise KernelError(
-                    "cannot list UDP sockets", "sock_diag", "the kernel needs udp_diag", errno=code
+                    "cannot list sockets",
+                    "sock_diag",
+                    "the kernel needs tcp_diag and udp_diag",
+                    errno=code,
                 )
-            found.append(_parse(data[:length]))
+            found.append(data[:length])
             data = data[(length + 3) & ~3 :]
 
 

@@ -121,6 +121,8 @@ class Config:
     netfilter, or `direct` to the pod's device.
     `detect_local_mode`: who counts as a pod of this node, as with kube-proxy. `cluster_cidrs`,
     `pod_bridge_interface` and `pod_interface_name_prefix` belong to one mode each.
+    `external_ips`: which ExternalIPs are served: "all" but those that belong to the node or a pod,
+    or those in these networks, of which there may be none.
     `algorithm`: of Services that do not say by annotation.
     `ipvs_scheduler`: IPVS' word for how Services without an algorithm or weights of their own are
     spread. `ipvs_device` holds their addresses, `nft_table` is of the family inet, and `state_dir`
@@ -149,6 +151,7 @@ class Config:
     primary_node_ports: bool = False
     all_node_port_addresses: bool = False
     localhost_node_ports: bool = True
+    external_ips: str | tuple[Cidr, ...] = "all"
     algorithm: Algorithm = Algorithm.RANDOM
     sizes: MapSizes = field(default_factory=MapSizes)
     socket_lb: SocketLb = SocketLb.ON

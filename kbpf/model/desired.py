@@ -59,12 +59,14 @@ class FrontendAddress(NamedTuple):
 
 class Frontend(msgspec.Struct, frozen=True):
     """An address of a Service port. `restricted`: loadBalancerSourceRanges apply to it, so only
-    a hook that sees the client's address may serve it.
+    a hook that sees the client's address may serve it. `at_node`: an ExternalIP or LoadBalancer
+    address that serves NodePorts, so it must not have the port of another Service's NodePort.
     """
 
     at: FrontendAddress
     kind: FrontendKind
     restricted: bool = False
+    at_node: bool = False
 
 
 class Backend(msgspec.Struct, frozen=True, gc=False, order=True):
@@ -104,7 +106,8 @@ class ServiceState(msgspec.Struct, frozen=True):
     are cut. `any_endpoints` chooses between refuse and drop when a set is empty.
     `on_node` are the addresses of endpoints of this node, selected or not.
     `source_ranges` are who may dial restricted frontends, of this family.
-    `lost` names frontends that another Service won, with the winner.
+    `lost` names frontends that another Service won, with the winner; `refused` those that no
+    Service may have, with the reason in words (policy/admission.py).
     """
 
     key: ServicePortKey
@@ -122,6 +125,7 @@ class ServiceState(msgspec.Struct, frozen=True):
     cluster_weights: tuple[int, ...] = ()
     local_weights: tuple[int, ...] = ()
     on_node: tuple[Addr, ...] = ()
+    refused: tuple[tuple[FrontendAddress, str], ...] = ()
 
     @property
     def cluster_spread(self) -> Spread:

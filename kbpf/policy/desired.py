@@ -5,13 +5,33 @@ touched, and ends in the same value whatever the order and the batches of the ev
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
+from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from kbpf.model.address import Addr
 from kbpf.model.config import Config
-from kbpf.model.desired import DesiredState, ServicePortKey, ServiceState
+from kbpf.model.desired import (
+    DesiredState,
+    Frontend,
+    FrontendAddress,
+    FrontendKind,
+    ServicePortKey,
+    ServiceState,
+)
 from kbpf.model.events import Kind
-from kbpf.model.objects import Algorithm, Cidr, EndpointSlice, Node, Pod, Service, ServiceName
+from kbpf.model.objects import (
+    Algorithm,
+    Cidr,
+    EndpointSlice,
+    Node,
+    Pod,
+    Service,
+    ServiceName,
+    ServicePort,
+)
+from kbpf.policy.admission import API_SERVER, Reserved, Server, refusal, reserved
 from kbpf.policy.endpoints import choose, external_local, on_node
 from kbpf.policy.frontends import (
     Claims,
@@ -22,7 +42,17 @@ from kbpf.policy.frontends import (
     node_port_addresses,
     source_ranges,
 )
-from kbpf.policy.world import Touched, World
+from kbpf.policy.world import Touched, World, pod_addresses
+
+
+class Surroundings(NamedTuple):
+    """What decides which frontends a Service may have: see admission.py. `node_ports`: addresses
+    that serve NodePorts.
+    """
+
+    kept: Reserved = Reserved()
+    has_pod: Callable[[Addr], bool] = lambda _: False
+    node_ports: frozenset[Addr] = frozenset()
 
 
 def desired_service(
@@ -30,16 +60,17 @@ def desired_service(
     slices: Sequence[EndpointSlice],
     node: Node,
     algorithm: Algorithm = Algorithm.RANDOM,
+    here: Surroundings = Surroundings(),  # noqa: B008 - a constant
 ) -> tuple[ServiceState, ...]:
-    """One state per port and family that has a cluster IP, with every frontend it asks for.
-    `algorithm`: for a Service that does not say.
+    """One state per port and family that has a cluster IP, with every frontend that it asks for and
+    may have. `algorithm`: for a Service that does not say.
     """
     states: dict[ServicePortKey, ServiceState] = {}
     for family in families(service):
         for port in service.ports:
             key = ServicePortKey(service.namespace, service.name, port.name, port.protocol, family)
             chosen = choose(slices, port, service, node, family)
-            asked = frontends(service, port, family)
+            asked, refused = _admitted(service, port, family, here)
             limited = any(frontend.restricted for frontend in asked)
             states[key] = ServiceState(
                 key=key,
@@ -56,8 +87,32 @@ def desired_service(
                 cluster_weights=chosen.cluster_weights,
                 local_weights=chosen.local_weights,
                 on_node=on_node(slices, node, family),
+                refused=refused,
             )
     return tuple(states.values())
+
+
+def _admitted(
+    service: Service, port: ServicePort, family: int, here: Surroundings
+) -> tuple[tuple[Frontend, ...], tuple[tuple[FrontendAddress, str], ...]]:
+    """The frontends that the port may have, and those that it may not, with the reasons."""
+    asked = frontends(service, port, family)
+    if not service.external_ips and not service.lb_vips:
+        return asked, ()
+    reasons = [refusal(service, port, each, here.kept, here.has_pod) for each in asked]
+    pairs = list(zip(asked, reasons, strict=True))
+    return (
+        tuple(_placed(each, here.node_ports) for each, reason in pairs if not reason),
+        tuple((each.at, reason) for each, reason in pairs if reason),
+    )
+
+
+def _placed(frontend: Frontend, node_ports: Collection[Addr]) -> Frontend:
+    at_node = (
+        frontend.kind in (FrontendKind.EXTERNAL_IP, FrontendKind.LOAD_BALANCER)
+        and frontend.at.address in node_ports
+    )
+    return replace(frontend, at_node=True) if at_node else frontend
 
 
 def desired_state(
@@ -67,21 +122,31 @@ def desired_state(
     local_addresses: Collection[Addr],
     config: Config,
     pods: Iterable[Pod] | None = (),
+    servers: Iterable[Server] = (),
+    listening: Collection[FrontendAddress] = (),
 ) -> DesiredState:
-    """Everything at once, conflicts resolved. `pods` are those that are exempt; None: not known."""
+    """Everything at once, conflicts resolved. `pods` are those that are exempt; None: not known.
+    `servers` and `listening`: see admission.reserved().
+    """
     by_service: defaultdict[ServiceName, list[EndpointSlice]] = defaultdict(list)
+    with_pods: set[Addr] = set()
     for piece in slices:
         by_service[piece.service_name].append(piece)
+        with_pods |= pod_addresses(piece)
+    node_ports = node_port_addresses(node, local_addresses, config)
+    own = by_service.get(API_SERVER, ())
+    kept = reserved(node, local_addresses, servers, listening, own, config)
+    here = Surroundings(kept, with_pods.__contains__, frozenset(node_ports))
     claims = Claims()
     states: list[ServiceState] = []
     for service in services:
         pieces = by_service.get(service.key, ())
-        for state in desired_service(service, pieces, node, config.algorithm):
+        for state in desired_service(service, pieces, node, config.algorithm, here):
             claims.put(state.key, service.created, (), state.frontends)
             states.append(state)
     return DesiredState(
         services={state.key: claims.settle(state) for state in states},
-        node_addresses=node_port_addresses(node, local_addresses, config),
+        node_addresses=node_ports,
         masquerade_as=masquerade_addresses(node, local_addresses),
         local_networks=local_networks(node, config),
         exempt_pods=_uids(pods or ()),
@@ -107,6 +172,11 @@ class Desired:
         self._local_networks: tuple[Cidr, ...] = ()
         self._exempt_pods: tuple[str, ...] = ()
         self._pods_known = False
+        self._here = Surroundings()
+        self._asking: dict[ServiceName, tuple[Addr, ...]] = {}
+        """Services with ExternalIPs or LoadBalancer addresses, and the former."""
+        self._asked: defaultdict[Addr, set[ServiceName]] = defaultdict(set)
+        """ExternalIPs, and the Services that list them."""
 
     @property
     def state(self) -> DesiredState:
@@ -127,9 +197,16 @@ class Desired:
         )
 
     def update(
-        self, world: World, touched: Touched, local_addresses: Collection[Addr], config: Config
+        self,
+        world: World,
+        touched: Touched,
+        local_addresses: Collection[Addr],
+        config: Config,
+        servers: Iterable[Server] = (),
+        listening: Collection[FrontendAddress] = (),
     ) -> set[ServicePortKey]:
         """Bring the state up to date; returns the keys whose state changed, came or went.
+        `servers` and `listening`: see admission.reserved().
 
         Costs what was touched, and no more than all Services when our Node changed.
         """
@@ -138,9 +215,16 @@ class Desired:
         self._local_networks = local_networks(world.node, config)
         self._exempt_pods = _uids(world.pods)
         self._pods_known = Kind.POD in world.synced
-        names: Iterable[ServiceName] = touched.services
+        api_slices = world.slices(API_SERVER)
+        kept = reserved(world.node, local_addresses, servers, listening, api_slices, config)
+        names: Set[ServiceName] = touched.services
         if touched.everything:
             names = {*world.names(), *self._keys}
+        elif kept != self._here.kept:
+            names = names | self._asking.keys()
+        for address in touched.addresses & self._asked.keys():
+            names = {*names, *self._asked[address]}
+        self._here = Surroundings(kept, world.has_pod, frozenset(self._node_addresses))
         fresh: dict[ServicePortKey, ServiceState] = {}
         gone: set[ServicePortKey] = set()
         others: set[ServicePortKey] = set()
@@ -163,11 +247,12 @@ class Desired:
     ) -> dict[ServicePortKey, ServiceState]:
         """The Service's states before conflicts; its claims are renewed, gone and others added."""
         service = world.service(name)
+        self._note_addresses(name, service)
         fresh: dict[ServicePortKey, ServiceState] = {}
         created = ""
         if service is not None:
             created = service.created
-            states = desired_service(service, world.slices(name), world.node, algorithm)
+            states = desired_service(service, world.slices(name), world.node, algorithm, self._here)
             fresh = {state.key: state for state in states}
         known = self._keys.get(name, ())
         for key in known:
@@ -182,6 +267,16 @@ class Desired:
         else:
             self._keys.pop(name, None)
         return fresh
+
+    def _note_addresses(self, name: ServiceName, service: Service | None) -> None:
+        for address in self._asking.pop(name, ()):
+            self._asked[address].discard(name)
+            if not self._asked[address]:
+                del self._asked[address]
+        if service is not None and (service.external_ips or service.lb_vips):
+            self._asking[name] = tuple(dict.fromkeys(service.external_ips))
+            for address in self._asking[name]:
+                self._asked[address].add(name)
 
     def _before(self, key: ServicePortKey) -> ServiceState:
         return self._contested.get(key) or self._services[key]

@@ -5,6 +5,8 @@ Rules kept here:
 - A Service without a cluster IP of a family has no frontends in that family.
 - A NodePort is one frontend per family, at ANY4 or ANY6; which addresses that means is the
   node's business, not the Service's. So NodePorts clash among themselves only.
+- An ExternalIP or LoadBalancer address that is an address of the node loses its port to the Service
+  whose NodePort that is, unless it is the same Service.
 - A cluster IP beats a load balancer's VIP, and that beats an external IP: whoever may create
   Services must not take over the address of another one (CVE-2020-8554). Then the older Service
   wins, then the name. Nothing here depends on the order of events.
@@ -38,6 +40,10 @@ _RANK: Final = {
     FrontendKind.EXTERNAL_IP: 2,
     FrontendKind.NODE_PORT: 3,
 }
+_BELOW_NODE_PORT: Final = 4
+"""The rank of a claim that `at_node` frontends have to the NodePort of their port: it never wins
+against a NodePort, and is there so that who claims one finds them.
+"""
 
 
 def families(service: Service) -> tuple[int, ...]:
@@ -179,17 +185,20 @@ class Claims:
     ) -> set[ServicePortKey]:
         """Claim `new` in place of `old`; returns the *other* keys that may win or lose by it."""
         others: set[ServicePortKey] = set()
-        wanted = {f.at: Claim(_RANK[f.kind], not created, created, key) for f in new}
-        for frontend in old:
-            if frontend.at not in wanted:
-                others.update(self._set(frontend.at, key, None))
+        old, new = tuple(old), tuple(new)
+        below = Claim(_BELOW_NODE_PORT, not created, created, key)
+        wanted = {_node_port_at(f.at): below for f in new if f.at_node}
+        wanted |= {f.at: Claim(_RANK[f.kind], not created, created, key) for f in new}
+        had = {f.at for f in old} | {_node_port_at(f.at) for f in old if f.at_node}
+        for at in had - wanted.keys():
+            others.update(self._set(at, key, None))
         for at, claim in wanted.items():
             others.update(self._set(at, key, claim))
         return others
 
     def settle(self, state: ServiceState) -> ServiceState:
         """The state with only the frontends that it won; the very same state if that is all."""
-        winners = [self._claims[frontend.at][0].key for frontend in state.frontends]
+        winners = [self._winner(frontend, state.key) for frontend in state.frontends]
         if all(winner == state.key for winner in winners):
             return state
         pairs = list(zip(state.frontends, winners, strict=True))
@@ -200,6 +209,13 @@ class Claims:
                 (frontend.at, winner.service) for frontend, winner in pairs if winner != state.key
             ),
         )
+
+    def _winner(self, frontend: Frontend, key: ServicePortKey) -> ServicePortKey:
+        if frontend.at_node:
+            first = self._claims[_node_port_at(frontend.at)][0]
+            if first.rank != _BELOW_NODE_PORT and first.key.service != key.service:
+                return first.key
+        return self._claims[frontend.at][0].key
 
     def _set(
         self, at: FrontendAddress, key: ServicePortKey, claim: Claim | None
@@ -217,6 +233,10 @@ class Claims:
         else:
             self._claims.pop(at, None)
         return (other.key for other in rest)
+
+
+def _node_port_at(at: FrontendAddress) -> FrontendAddress:
+    return at._replace(address=_ANY[family_of(at.address)])
 
 
 def _frontend(addr: Addr, port: ServicePort, kind: FrontendKind, limited: bool = False) -> Frontend:

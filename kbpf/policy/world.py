@@ -13,29 +13,37 @@ Rules kept here:
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Final, assert_never
+from typing import assert_never
 
 from msgspec.structs import replace
 
 from kbpf.model.address import Addr
 from kbpf.model.events import Delete, Event, Kind, ObjectKey, Rejected, Synced, Upsert
 from kbpf.model.objects import EndpointSlice, Node, Pod, Service, ServiceName
-
-API_SERVER: Final = ServiceName("default", "kubernetes")
+from kbpf.policy.admission import API_SERVER
 
 
 @dataclass(slots=True)
 class Touched:
     """What has to be computed again: these Services, or everything since our Node changed;
-    and whether other Pods are exempt than before.
+    and whether other Pods are exempt than before. `addresses`: those that a Pod behind a Service
+    has now, or has no more.
     """
 
     services: set[ServiceName] = field(default_factory=set)
     everything: bool = False
     pods: bool = False
+    addresses: set[Addr] = field(default_factory=set)
 
     def __bool__(self) -> bool:
         return self.everything or self.pods or bool(self.services)
+
+    def add(self, other: "Touched") -> None:
+        """This and that."""
+        self.services |= other.services
+        self.everything |= other.everything
+        self.pods |= other.pods
+        self.addresses |= other.addresses
 
 
 class World:
@@ -50,6 +58,7 @@ class World:
         self._by_service: dict[ServiceName, tuple[EndpointSlice, ...]] = {}
         self._api_server: dict[ObjectKey, EndpointSlice] = {}  # its slices as they were said last
         self._pods: dict[ObjectKey, Pod] = {}
+        self._pod_addresses: dict[Addr, int] = {}  # in how many slices
         self._rejected: dict[ObjectKey, str] = {}
         self._skipped: dict[ObjectKey, tuple[str, ...]] = {}
         self._synced: frozenset[Kind] = frozenset()
@@ -98,6 +107,10 @@ class World:
     def slices(self, name: ServiceName) -> tuple[EndpointSlice, ...]:
         """The slices that name this Service, sorted by their own name."""
         return self._by_service.get(name, ())
+
+    def has_pod(self, address: Addr) -> bool:
+        """Whether a Pod behind any Service has this address."""
+        return address in self._pod_addresses
 
     def apply(self, events: Iterable[Event]) -> Touched:
         """Take in what the sources say, in order; returns what it touches."""
@@ -184,6 +197,23 @@ class World:
             self._slices[key] = new
             self._index(new.service_name, None, new)
             touched.services.add(new.service_name)
+        self._count_pods(old, new, touched)
+
+    def _count_pods(
+        self, old: EndpointSlice | None, new: EndpointSlice | None, touched: Touched
+    ) -> None:
+        before = pod_addresses(old) if old is not None else set()
+        after = pod_addresses(new) if new is not None else set()
+        counts = self._pod_addresses
+        for address in after - before:
+            counts[address] = counts.get(address, 0) + 1
+            if counts[address] == 1:
+                touched.addresses.add(address)
+        for address in before - after:
+            counts[address] -= 1
+            if not counts[address]:
+                del counts[address]
+                touched.addresses.add(address)
 
     def _index(
         self, name: ServiceName, old: EndpointSlice | None, new: EndpointSlice | None
@@ -215,6 +245,14 @@ class World:
             del self._pods[key]
         else:
             self._pods[key] = new
+
+
+def pod_addresses(piece: EndpointSlice) -> set[Addr]:
+    """The addresses of those endpoints that are Pods."""
+    if not piece.packed_pods:
+        return set()
+    pairs = zip(piece.endpoints, piece.pods, strict=True)
+    return {end.address for end, pod in pairs if pod}
 
 
 def _read_of(node: Node) -> tuple[object, ...]:

@@ -13,7 +13,7 @@ make them):
 """
 
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from sys import intern
 from typing import Any, Final, NamedTuple
@@ -289,21 +289,19 @@ def _lb_vips(status: wire.ServiceStatus | None, skipped: list[str]) -> tuple[Add
         for i, entry in enumerate(ingress)
         if entry.ip and entry.ip_mode in (None, "VIP")
     )
-    return _dialled(listed, skipped, (LINK_LOCAL,))
+    return _dialled(listed, skipped)
 
 
-def _dialled(
-    listed: Iterable[tuple[str, str]], skipped: list[str], fine: Collection[str] = ()
-) -> tuple[Addr, ...]:
+def _dialled(listed: Iterable[tuple[str, str]], skipped: list[str]) -> tuple[Addr, ...]:
     """The addresses at these paths but for those that no connection can be made to, or that are
-    every node's own: they are left out, and the Service is served at its others. `fine`: reasons
-    that are none here.
+    every node's own: they are left out, and the Service is served at its others. Link-local ones
+    are refused by policy (policy/admission.py).
     """
     found = []
     for path, text in listed:
         address = parse_at(text, path)
         reason = special(address)
-        if reason and reason not in fine:
+        if reason not in ("", LINK_LOCAL):
             skipped.append(at(path, f"{text} is {reason}"))
         else:
             found.append(address)

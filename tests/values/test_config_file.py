@@ -401,6 +401,14 @@ OURS = [
     Says("cacheDir: /c", "cache_dir", Path("/c")),
     Says("algorithm: maglev", "algorithm", Algorithm.MAGLEV),
     Says("localhostNodePorts: false", "localhost_node_ports", False),
+    Says("externalIPs: all", "external_ips", "all"),
+    Says("externalIPs: off", "external_ips", ()),
+    Says("externalIPs: 'off'", "external_ips", ()),
+    Says(
+        "externalIPs: '192.0.2.0/24,2001:db8::/64'",
+        "external_ips",
+        (Cidr(parse_addr("192.0.2.0"), 120), Cidr(parse_addr("2001:db8::"), 64)),
+    ),
     Says("socketLB: {mode: hostNamespaceOnly}", "socket_lb", SocketLb.HOST_ONLY),
     Says("socketLB: {mode: off}", "socket_lb", SocketLb.OFF),
     Says("socketLB: {mode: 'on'}", "socket_lb", SocketLb.ON),
@@ -563,6 +571,19 @@ WINS = [
          f"{OWN}localhostNodePorts: true", {}, "localhost_node_ports", True),
     Wins("in whatever order they stand", f"{OWN}localhostNodePorts: true\n---\n{PROXY}"
          "mode: nftables", {}, "localhost_node_ports", True),
+    Wins("kube-proxy's gate switches ExternalIPs off",
+         f"{PROXY}featureGates: {{AllowServiceExternalIPs: false}}", {}, "external_ips", ()),
+    Wins("which is on", f"{PROXY}featureGates: {{AllowServiceExternalIPs: true}}", {},
+         "external_ips", "all"),
+    Wins("by the flag, too", OWN, {"feature_gates": "AllowServiceExternalIPs=false"},
+         "external_ips", ()),
+    Wins("but not beside kube-proxy's file", PROXY,
+         {"feature_gates": "AllowServiceExternalIPs=false"}, "external_ips", "all",
+         ("--feature-gates",)),
+    Wins("ours beats the gate", f"{PROXY}featureGates: {{AllowServiceExternalIPs: false}}\n---\n"
+         f"{OWN}externalIPs: 192.0.2.0/24", {}, "external_ips", (cidr("192.0.2.0", 120),)),
+    Wins("so does our flag", f"{PROXY}featureGates: {{AllowServiceExternalIPs: false}}",
+         {"external_ips": "all"}, "external_ips", "all"),
     Wins("our flag beats both", f"{PROXY}---\n{OWN}logLevel: error", {"log_level": "info"},
          "log_level", "info"),
 ]  # fmt: skip
@@ -614,7 +635,8 @@ NOTED = [
      "--cluster-cidr is not used: pods are told by NodeCIDR"),
     ({"--cluster-cidr": "10.0.0.0/8,fd00::/48", "--nodeport-addresses": "192.0.2.0/24"},
      "--nodeport-addresses has IPv4 networks only"),
-    ({"--feature-gates": "A=true"}, "--feature-gates is accepted and not used"),
+    ({"--feature-gates": "A=true,AllowServiceExternalIPs=false"},
+     "--feature-gates: A is accepted and not used"),
     ({"--profiling": "true"}, "--profiling is accepted and not used"),
 ]  # fmt: skip
 

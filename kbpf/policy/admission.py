@@ -1,0 +1,151 @@
+"""Addresses that no Service may take as an ExternalIP or LoadBalancer address (CVE-2020-8554).
+
+A ClusterIP is the API server's own choice and is never refused. ExternalIPs are written by whoever
+may create Services; LoadBalancer addresses are status, which only controllers write. So the rules
+for ExternalIPs are stricter, and `--external-ips` with networks lifts those that an operator may
+have a reason to lift (docs/operate.md, "Addresses that Services may take"). A refused address is
+left as it is without the Service; everything else of the Service is served.
+
+The NodePort of another Service is not decided here but by the claims in frontends.py, since it
+depends on other Services.
+"""
+
+from collections.abc import Callable, Collection, Iterable
+from typing import Final
+
+import msgspec
+
+from kbpf.model.address import ANY4, ANY6, V4_PREFIX, Addr, family_of, parse_addr
+from kbpf.model.config import Config
+from kbpf.model.desired import Frontend, FrontendAddress, FrontendKind
+from kbpf.model.objects import (
+    Cidr,
+    EndpointSlice,
+    Node,
+    Protocol,
+    Service,
+    ServiceName,
+    ServicePort,
+)
+
+API_SERVER: Final = ServiceName("default", "kubernetes")
+
+Server = tuple[Addr, int]
+"""Address and port of an API server."""
+
+_ANY: Final = {4: ANY4, 6: ANY6}
+_LINK_LOCAL4: Final = V4_PREFIX + bytes((169, 254))
+METADATA: Final = frozenset(
+    map(parse_addr, ("fd00:ec2::254", "fd20:ce::254", "100.100.100.200", "168.63.129.16"))
+)
+"""Metadata services of clouds that are not at a link-local address: Amazon's and Google's over
+IPv6, Alibaba's, and Azure's WireServer. 169.254.169.254 is link-local.
+"""
+
+
+class Reserved(msgspec.Struct, frozen=True):
+    """What is not for Services, as known now.
+
+    `servers`: API servers, those of default/kubernetes and those that the agent has dialled.
+    `node`: addresses of our Node object. `local`: those and all others of this machine's devices.
+    `listening`: where processes of the node listen; a wildcard is ANY4 or ANY6. `pods`: networks
+    of this node's pods. `external_ips`: the setting.
+    """
+
+    servers: frozenset[Server] = frozenset()
+    node: frozenset[Addr] = frozenset()
+    local: frozenset[Addr] = frozenset()
+    listening: frozenset[FrontendAddress] = frozenset()
+    pods: tuple[Cidr, ...] = ()
+    external_ips: str | tuple[Cidr, ...] = "all"
+
+
+def reserved(
+    node: Node,
+    local_addresses: Collection[Addr],
+    servers: Iterable[Server],
+    listening: Collection[FrontendAddress],
+    api_slices: Iterable[EndpointSlice],
+    config: Config,
+) -> Reserved:
+    """`servers`: those that the agent has dialled; `api_slices`: those of default/kubernetes."""
+    endpoints = {
+        (end.address, port.port)
+        for piece in api_slices
+        for end in piece.endpoints
+        for port in piece.ports
+        if port.protocol is Protocol.TCP
+    }
+    return Reserved(
+        frozenset(endpoints | set(servers)),
+        frozenset(node.addresses),
+        frozenset(node.addresses) | frozenset(local_addresses),
+        frozenset(listening),
+        node.pod_cidrs,
+        config.external_ips,
+    )
+
+
+def refusal(
+    service: Service,
+    port: ServicePort,
+    frontend: Frontend,
+    kept: Reserved,
+    has_pod: Callable[[Addr], bool],
+) -> str:
+    """Why the Service may not have this frontend, in words; "" if it may. `has_pod`: whether a Pod
+    behind any Service has the address.
+    """
+    if frontend.kind in (FrontendKind.CLUSTER_IP, FrontendKind.NODE_PORT):
+        return ""
+    address = frontend.at.address
+    external = frontend.kind is FrontendKind.EXTERNAL_IP
+    listed = external and _is_listed(address, kept)
+    if external and not listed and kept.external_ips != "all":
+        outside = "it is in none of the networks of --external-ips"
+        return outside if kept.external_ips else "--external-ips is off"
+    if service.key != API_SERVER and (reason := _refusal_everywhere(frontend, kept)):
+        return reason
+    if address in kept.local:
+        return _refusal_here(port, frontend, kept, external and not listed)
+    if not listed and (
+        any(cidr.contains(address) for cidr in kept.pods) or (external and has_pod(address))
+    ):
+        return "it is an address of a Pod, or in the network of this node's Pods"
+    return ""
+
+
+def _refusal_everywhere(frontend: Frontend, kept: Reserved) -> str:
+    """Of what no setting allows."""
+    address, port, protocol = frontend.at
+    if protocol is Protocol.TCP and (address, port) in kept.servers:
+        return "it is an address of the API server"
+    if address in METADATA or _is_link_local(address):
+        return "it is a link-local address, or that of a cloud's metadata service"
+    return ""
+
+
+def _refusal_here(port: ServicePort, frontend: Frontend, kept: Reserved, unlisted: bool) -> str:
+    """Of an address of this machine. One that only a device has may be the Service's own VIP, which
+    kube-vip, MetalLB or keepalived have put there. `unlisted`: an ExternalIP in none of the
+    networks of the setting.
+    """
+    address = frontend.at.address
+    if port.node_port == frontend.at.port:
+        return ""
+    if unlisted and address in kept.node:
+        return "it is an address of this node, which --external-ips does not list"
+    wildcards = (address, _ANY[family_of(address)], ANY6)
+    listens = any(frontend.at._replace(address=at) in kept.listening for at in wildcards)
+    if listens and (unlisted or address in kept.node):
+        return "a process of this node listens there"
+    return ""
+
+
+def _is_listed(address: Addr, kept: Reserved) -> bool:
+    networks = kept.external_ips
+    return isinstance(networks, tuple) and any(cidr.contains(address) for cidr in networks)
+
+
+def _is_link_local(address: Addr) -> bool:
+    return address.startswith(_LINK_LOCAL4) or (address[0] == 0xFE and address[1] & 0xC0 == 0x80)
