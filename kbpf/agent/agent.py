@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 from kbpf import __version__
@@ -23,12 +24,13 @@ from kbpf.agent.refusals import Refusals
 from kbpf.agent.tally import Tally
 from kbpf.dataplane.base import DataPlane
 from kbpf.errors import KbpfError, PinsGone, printable
-from kbpf.kernel import addresses, dummy, handover
+from kbpf.kernel import addresses, dummy, handover, threads
+from kbpf.kernel.threads import Supervised
 from kbpf.model.address import Addr
 from kbpf.model.config import Config, LocalMode, Serving
 from kbpf.model.desired import FrontendAddress, ServicePortKey
 from kbpf.model.events import NEEDED, Delete, Kind, Upsert
-from kbpf.model.status import MOST_PROBLEMS, AgentStatus, SourceView, encode
+from kbpf.model.status import MOST_PROBLEMS, AgentStatus, SourceView, ThreadView, encode
 from kbpf.policy.admission import Server
 from kbpf.policy.desired import Desired
 from kbpf.policy.world import Touched, World
@@ -44,6 +46,8 @@ READY_SECONDS: Final = 0.1
 
 MOST_SERVERS: Final = 32
 """So many addresses of API servers that the agent has dialled are kept from Services."""
+WATCH_SECONDS: Final = 30.0
+"""Without progress for this long the thread `addresses` counts as stuck."""
 
 LATENCIES: Final = 4096
 """So many of the last events tell how long it takes from an event's arrival to the map."""
@@ -134,11 +138,12 @@ class Agent:
         self._inbox.put(item)
 
     def _run(self) -> None:
-        watch = threading.Thread(
-            target=addresses.watch_addresses,
-            args=(lambda: self._inbox.put(Wake("addresses")), self._stop),
-            name="addresses",
-            daemon=True,
+        watch = Supervised(
+            "addresses",
+            partial(
+                addresses.watch_addresses, lambda: self._inbox.put(Wake("addresses")), self._stop
+            ),
+            WATCH_SECONDS,
         )
         try:
             self._addresses = self._local_addresses()
@@ -153,6 +158,7 @@ class Agent:
             self._stop.set()
             for source in self._sources:
                 source.stop()
+            watch.stop()
             self._plane.close()
         log.info("stopped; what is programmed goes on serving")
 
@@ -361,6 +367,7 @@ class Agent:
         for source in self._sources:
             lines += source.status().problems
         lines += self._plane.problems()
+        lines += threads.problems()
         return sorted(set(map(printable, lines)))
 
     def status(self) -> AgentStatus:
@@ -400,6 +407,10 @@ class Agent:
             packets=self._plane.packet_status(),
             without_endpoints=self._tally.without_endpoints,
             choice=self._plane.choice(),
+            threads=tuple(
+                ThreadView(one.name, one.alive, round(one.idle, 1), one.restarts, one.problem)
+                for one in threads.table()
+            ),
         )
 
     def _latency(self, quantile: float) -> float:

@@ -66,6 +66,8 @@ def status(view: StatusView) -> str:
     parts = [render.facts(_agent(view))]
     if view.sources:
         parts.append(render.table(view.sources, status_view.SOURCE_COLUMNS))
+    if view.threads:
+        parts.append(render.table(view.threads, status_view.THREAD_COLUMNS))
     if view.problems:
         more = view.problem_count - len(view.problems)
         lines = [*view.problems, *([f"and {more} more"] if more > 0 else [])]

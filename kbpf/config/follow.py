@@ -13,15 +13,19 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from kbpf.config.load import Loaded, read_file
 from kbpf.errors import ConfigError, ConfigErrors
+from kbpf.kernel import threads
 
 log = logging.getLogger("kbpf.config")
 
 LOOK_SECONDS: Final = 0.5
+LIMIT_SECONDS: Final = 60.0
+"""Without a look for this long the thread counts as stuck: the file system hangs."""
 
 Stamp = tuple[int, ...]
 """What changes when a file changes; () while there is none."""
@@ -47,10 +51,11 @@ class Follower:
 
     def start(self, stop: threading.Event) -> None:
         """Watches in a thread of its own until `stop` is set."""
-        threading.Thread(target=self._run, args=(stop,), name="config", daemon=True).start()
+        threads.start("config", partial(self._run, stop), LIMIT_SECONDS)
 
     def _run(self, stop: threading.Event) -> None:
         while not stop.is_set() and not self.is_over:
+            threads.beat()
             try:
                 self.look()
             except Exception:  # the thread's one: a fault of ours must not end the watch

@@ -1,6 +1,5 @@
 """The devices of this network namespace: listing them, and hearing of changes."""
 
-import select
 import socket
 import struct
 from collections.abc import Collection, Iterable, Mapping
@@ -17,6 +16,7 @@ from kbpf.kernel.netlink import (
     number,
     text,
 )
+from kbpf.kernel.waiting import readable
 from kbpf.model.address import Addr
 
 ARPHRD_ETHER: Final = 1
@@ -164,7 +164,7 @@ class Watch(Rtnetlink):
         """What was told, after waiting at most so long for it, or until the descriptor `wake` is
         readable. A burst of news is one change.
         """
-        select.select([self.socket.fileno(), wake], [], [], seconds)
+        readable([self.socket.fileno(), wake], seconds)
         told, lost = self.news()
         gone = {_IFINFO.unpack_from(m.body)[2] for m in told if _is_end(m)}
         return Change(lost or bool(told), None if lost else gone)

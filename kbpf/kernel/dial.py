@@ -8,7 +8,6 @@ address that is not translated is not reached at all.
 import contextlib
 import ipaddress
 import os
-import select
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from kbpf.errors import KernelError
+from kbpf.kernel.waiting import readable
 
 TIMEOUT_SECONDS: Final = 3.0
 TCP_REPAIR: Final = 19
@@ -108,8 +108,8 @@ def _try(call: Callable[[], object], name: str, to: Place) -> None:
 
 
 def _ready(sockets: Sequence[socket.socket], to: Place) -> socket.socket:
-    ready, _, _ = select.select(sockets, [], [], TIMEOUT_SECONDS)
-    if not ready:
+    by_number = {one.fileno(): one for one in sockets}
+    arrived = readable(by_number, TIMEOUT_SECONDS)
+    if not arrived:
         raise KernelError("nothing arrived", f"{to[0]} port {to[1]}")
-    found: socket.socket = ready[0]
-    return found
+    return by_number[arrived[0]]

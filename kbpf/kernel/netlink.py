@@ -6,7 +6,6 @@ addresses and queueing disciplines is in modules of their own.
 
 import contextlib
 import errno
-import select
 import socket
 import struct
 import threading
@@ -14,6 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple, Self
 
 from kbpf.errors import KernelError, kernel_errors
+from kbpf.kernel import threads
+from kbpf.kernel.waiting import readable
 
 NLMSG_ERROR: Final = 2
 NLMSG_DONE: Final = 3
@@ -44,6 +45,10 @@ AT_ONCE: Final = 64
 _HEADER: Final = struct.Struct("=IHHII")
 _ATTRIBUTE: Final = struct.Struct("=HH")
 _NUMBER: Final = struct.Struct("=i")
+
+
+TURN_SECONDS: Final = 0.5
+"""So often a thread that waits for news looks whether it is to end."""
 
 
 class Message(NamedTuple):
@@ -261,8 +266,8 @@ def watch(groups: int, changed: Callable[[], None], stop: threading.Event) -> No
     with Rtnetlink(groups) as netlink:
         changed()
         while not stop.is_set():
-            ready, _, _ = select.select([netlink.socket], [], [], 0.5)
-            if ready:
+            threads.beat()
+            if readable([netlink.socket.fileno()], TURN_SECONDS):
                 netlink.news()
                 changed()
 

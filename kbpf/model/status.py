@@ -21,6 +21,18 @@ class SourceView(msgspec.Struct, frozen=True):
     silent_seconds: float = 0.0
 
 
+class ThreadView(msgspec.Struct, frozen=True):
+    """A thread of the agent. `idle_seconds`: since it last made progress; some wait for long.
+    `restarts`: how often its work failed and began again. `problem`: why it counts as down, or "".
+    """
+
+    name: str
+    alive: bool
+    idle_seconds: float
+    restarts: int = 0
+    problem: str = ""
+
+
 class DeviceFailure(msgspec.Struct, frozen=True):
     """A device that the packet path could not be brought to, and why."""
 
@@ -80,6 +92,7 @@ class AgentStatus(msgspec.Struct, frozen=True):
     packets: PacketStatus | None = None
     without_endpoints: int = 0
     choice: ModeChoice | None = None
+    threads: tuple[ThreadView, ...] = ()
 
 
 MOST_PROBLEMS = 50

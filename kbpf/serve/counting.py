@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Final
 
 from kbpf.errors import KbpfError
+from kbpf.kernel import threads
 from kbpf.model.measures import Pause, Traffic
 
 log = logging.getLogger("kbpf.serve")
@@ -42,19 +43,18 @@ class Counting:
         self._asked, self._stop = threading.Event(), threading.Event()
         self._last = float("-inf")
         self._complaint = ""
-        self._thread: threading.Thread | None = None
+        self._thread: threads.Supervised | None = None
 
     def start(self) -> None:
         """Begins."""
-        self._thread = threading.Thread(target=self._run, name="counting", daemon=True)
-        self._thread.start()
+        self._thread = threads.start("counting", self._run)
 
     def stop(self) -> None:
         """Counts nothing more; back when the thread has ended, or after a second."""
         self._stop.set()
         self._asked.set()
         if self._thread is not None:
-            self._thread.join(1.0)
+            self._thread.stop()
 
     def lines(self) -> bytes:
         """What was counted last, as lines; empty before anything was. It goes on being counted."""
@@ -85,11 +85,9 @@ class Counting:
                 self._asked.clear()
                 if self._stop.is_set():
                     return
+            threads.beat()
             start = time.thread_time()
-            try:
-                self.count(_Rests(self._stop).rest)
-            except Exception:  # the thread's one: what counts must not end with a fault
-                log.exception("connections are not counted")
+            self.count(_Rests(self._stop).rest)
             cost = time.thread_time() - start
             self._stop.wait(max(INTERVAL_SECONDS, cost / SHARE))
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from kbpf.errors import ConfigError, KbpfError
+from kbpf.kernel import threads
 from kbpf.model.address import Addr, format_addr
 from kbpf.model.config import Config
 from kbpf.model.measures import Measures, Pause, Traffic
@@ -228,7 +229,7 @@ class Desk:
             case "/healthz":
                 answer = health.healthz(self.health.verdict(), self._eligible)
             case "/livez":
-                answer = health.livez(self.health.verdict())
+                answer = health.livez(self.health.verdict(), threads.problems())
             case "/readyz":
                 return health.readyz(self.health.verdict(), self._status)
             case _:

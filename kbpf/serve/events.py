@@ -16,6 +16,7 @@ from typing import Final, NamedTuple
 from urllib.parse import quote
 
 from kbpf.errors import SourceError
+from kbpf.kernel import threads
 
 log = logging.getLogger("kbpf.serve")
 
@@ -102,7 +103,7 @@ class Events:
         self._said: dict[tuple[About, str], float] = {}
         self._tokens, self._filled = float(BURST), clock()
         self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread: threads.Supervised | None = None
         self._complaint = ""
         self.sent = 0
         self.dropped = 0
@@ -120,8 +121,7 @@ class Events:
                 self.dropped += 1
                 return
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="events", daemon=True)
-                self._thread.start()
+                self._thread = threads.start("events", self._run)
         try:
             self._queue.put_nowait(Event(about, warning, reason, action, note, time.time_ns()))
         except queue.Full:
@@ -157,16 +157,19 @@ class Events:
                 self._queue.put_nowait(None)
             except queue.Full:
                 return  # it sees the end before the next one
-            self._thread.join(1.0)
+            self._thread.stop()
 
     # ---- in the thread ---------------------------------------------------------------------
 
     def _run(self) -> None:
         while not self._stop.is_set():
             event = self._queue.get()
-            if event is not None:
-                self._send(event)
-            self._queue.task_done()
+            threads.beat()
+            try:
+                if event is not None:
+                    self._send(event)
+            finally:
+                self._queue.task_done()
 
     def _send(self, event: Event) -> None:
         path, body = encode(event, self._node)

@@ -4,7 +4,8 @@ health checks of Services.
 kube-proxy's rules and bodies (1.36, healthcheck/proxy_health.go, service_health.go):
 - The agent is healthy unless a change has waited for `late` seconds to be programmed. Before the
   first complete pass it is healthy too.
-- /livez says that. /healthz says it and whether the node is eligible: not being deleted, and not
+- /livez says that, and whether a thread of the agent is down or stuck: such an agent is better
+  started again. /healthz says that and whether the node is eligible: not being deleted, and not
   about to be by the cluster autoscaler.
 - /readyz is ours, kube-proxy has none: whether the agent has programmed everything once, and keeps
   up since. Its text begins with kbpf's name, by which we tell ourselves from a kube-proxy.
@@ -14,7 +15,7 @@ kube-proxy's rules and bodies (1.36, healthcheck/proxy_health.go, service_health
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -95,9 +96,10 @@ def healthz(verdict: Verdict, eligible: bool) -> Answer:
     return _answer(verdict, verdict.healthy and eligible, {"nodeEligible": eligible})
 
 
-def livez(verdict: Verdict) -> Answer:
-    """The answer of /livez."""
-    return _answer(verdict, verdict.healthy, {})
+def livez(verdict: Verdict, threads: Sequence[str] = ()) -> Answer:
+    """The answer of /livez. `threads`: those that are down or stuck, a line each."""
+    more = {"threads": list(threads)} if threads else {}
+    return _answer(verdict, verdict.healthy and not threads, more)
 
 
 def readyz(verdict: Verdict, status: AgentStatus | None) -> Answer:
@@ -126,7 +128,7 @@ def _why_not(verdict: Verdict, status: AgentStatus | None) -> str:
     return ""
 
 
-def _answer(verdict: Verdict, good: bool, more: dict[str, bool]) -> Answer:
+def _answer(verdict: Verdict, good: bool, more: Mapping[str, object]) -> Answer:
     updated = go_time(verdict.updated)
     body: dict[str, object] = {
         # As old versions said it: recent, if all is well.

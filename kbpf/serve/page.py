@@ -62,6 +62,7 @@ def agent(status: AgentStatus, config: Config) -> Iterator[str]:
          (labels(quantile="0.99"), status.event_to_map_p99_ms / 1000)],
     )  # fmt: skip
     yield from _sources(status)
+    yield from _threads(status)
     yield from _packets(status.packets)
 
 
@@ -75,6 +76,17 @@ def _sources(status: AgentStatus) -> Iterator[str]:
     ):
         samples = zip((at for at, _ in told), map(float, values), strict=True)
         yield from _gauge(f"source_{name}", text, list(samples))
+
+
+def _threads(status: AgentStatus) -> Iterator[str]:
+    yield from _gauge(
+        "thread_up", "0 while a thread of the agent is down, stuck, or fails again and again",
+        [(labels(thread=one.name), not one.problem) for one in status.threads],
+    )  # fmt: skip
+    yield from _counter(
+        "thread_restarts_total", "How often a thread's work failed and began again",
+        [(labels(thread=one.name), one.restarts) for one in status.threads],
+    )  # fmt: skip
 
 
 def _packets(packets: PacketStatus | None) -> Iterator[str]:

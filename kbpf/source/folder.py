@@ -18,11 +18,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from kbpf.bounded_yaml import MANIFESTS
 from kbpf.errors import ConfigError, ObjectError, SourceError
+from kbpf.kernel import threads
 from kbpf.model.events import Delete, Kind, ObjectKey, Rejected, Synced, Upsert
 from kbpf.source.base import Put, SourceState, SourceStatus
 from kbpf.source.decode import Object
@@ -32,6 +34,8 @@ log = logging.getLogger("kbpf.source")
 
 POLL_SECONDS: Final = 0.15
 EMPTY_SECONDS: Final = 60.0
+LIMIT_SECONDS: Final = 60.0
+"""Without a look for this long the thread counts as stuck: the file system hangs."""
 SUFFIXES: Final = (".yaml", ".yml", ".json")
 
 
@@ -78,7 +82,7 @@ class Folder:
         self._empty_seconds, self._poll_seconds, self._clock = empty_seconds, poll_seconds, clock
         self._empty_since: float | None = None
         self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread: threads.Supervised | None = None
         self._seen: dict[str, Stamp] = {}
         self._files: dict[str, _File] = {}
         self._said: dict[ObjectKey, Object] = {}
@@ -94,16 +98,13 @@ class Folder:
     def start(self) -> None:
         """Begin in a thread of its own. Raises ConfigError when there is no such folder."""
         check_folder(self._path)
-        self._thread = threading.Thread(
-            target=self.run, args=(self._stop,), name="kbpf-folder", daemon=True
-        )
-        self._thread.start()
+        self._thread = threads.start("kbpf-folder", partial(self.run, self._stop), LIMIT_SECONDS)
 
     def stop(self) -> None:
         """End the thread."""
         self._stop.set()
         if self._thread is not None:
-            self._thread.join(1.0)
+            self._thread.stop()
 
     def status(self) -> SourceStatus:
         """How it is doing; from any thread."""
@@ -113,6 +114,7 @@ class Folder:
         """Read everything, then what changes, until `stop`."""
         self._stop = stop
         while not stop.is_set():
+            threads.beat()
             try:
                 self.look()
             except Exception:  # the thread's one: a fault of ours must not end the watch

@@ -20,11 +20,13 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Final, assert_never
 
 import msgspec
 
 from kbpf.errors import ObjectError, SourceError
+from kbpf.kernel import threads
 from kbpf.model.events import Kind, Synced
 from kbpf.source import decode, wire
 from kbpf.source.base import Put, SourceState, SourceStatus
@@ -69,7 +71,7 @@ class Reflector:
         self._pace = Pace(chance)
         self._known = Known()
         self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread: threads.Supervised | None = None
         self._version = ""  # where the watch goes on; "" when a list is needed
         self._may_stream = True
         self._broke_off = False
@@ -86,8 +88,7 @@ class Reflector:
     def start(self) -> None:
         """Begin in a thread of its own."""
         name = f"kbpf-{self._resource.name}"
-        self._thread = threading.Thread(target=self.run, args=(self._stop,), name=name, daemon=True)
-        self._thread.start()
+        self._thread = threads.start(name, partial(self.run, self._stop))
 
     def stop(self) -> None:
         """End whatever it waits for. Back when the thread has ended, or after a second when it
@@ -96,7 +97,7 @@ class Reflector:
         self._stop.set()
         self._connection.close()
         if self._thread is not None:
-            self._thread.join(1.0)
+            self._thread.stop()
 
     def status(self) -> SourceStatus:
         """How it is doing; from any thread."""
@@ -111,6 +112,7 @@ class Reflector:
         """List and watch until `stop`; stop() sets it and ends what is waited for."""
         self._stop = stop
         while not stop.is_set():
+            threads.beat()
             delay = self._round()
             if delay > 0 and not stop.is_set():
                 self._status = replace(self._status, state=SourceState.RETRYING)

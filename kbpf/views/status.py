@@ -5,9 +5,9 @@ from typing import Final
 import msgspec
 
 from kbpf.dataplane.bpf.layout import Reason
-from kbpf.model.status import SourceView
+from kbpf.model.status import SourceView, ThreadView
 from kbpf.views import packets
-from kbpf.views.columns import Column, number
+from kbpf.views.columns import Column, number, span
 from kbpf.views.packets import PacketView
 from kbpf.views.programs import state
 from kbpf.views.reasons import words
@@ -52,6 +52,7 @@ class StatusView(msgspec.Struct, frozen=True):
     event_to_map_p99_ms: float
     error: str
     sources: tuple[SourceView, ...]
+    threads: tuple[ThreadView, ...]
     hooks_attached: int
     hooks: int
     hooks_missing: tuple[str, ...]
@@ -104,6 +105,7 @@ def view(snapshot: Snapshot) -> StatusView:
         event_to_map_p99_ms=said.event_to_map_p99_ms if said else 0.0,
         error=said.error if said else "",
         sources=said.sources if said else (),
+        threads=said.threads if said else (),
         hooks_attached=sum(word == "attached" for word in states.values()),
         hooks=sum(not (f.hook.counts and f.link is None) for f in snapshot.hooks),
         hooks_missing=missing,
@@ -124,6 +126,13 @@ SOURCE_COLUMNS: Final = (
     Column("SYNCED", lambda s: "yes" if s.synced else "no"),
     Column("VERSION", lambda s: s.resource_version or "-"),
     Column("ERROR", lambda s: s.error or "-"),
+)
+
+THREAD_COLUMNS: Final = (
+    Column("THREAD", lambda t: t.name),
+    Column("STATE", lambda t: t.problem or ("running" if t.alive else "ended")),
+    Column("LAST PROGRESS", lambda t: f"{span(t.idle_seconds)} ago", right=True),
+    Column("RESTARTS", lambda t: number(t.restarts), right=True),
 )
 
 COUNTER_COLUMNS: Final = (

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from kbpf.model.measures import Decision, Measures, Table, Tracked, Traffic
-from kbpf.model.status import PacketStatus, SourceView
+from kbpf.model.status import PacketStatus, SourceView, ThreadView
 from kbpf.serve.page import FAILURES
 from kbpf.serve.record import Record
 from tests.support.prometheus import Family
@@ -33,6 +33,7 @@ WELL = msgspec.structs.replace(
     packets=PacketStatus(True),
     sources=tuple(SourceView(name, "watching", True, "5", "", 0, 1.5)
                   for name in ("services", "endpointslices", "nodes", "pods")),
+    threads=(ThreadView("http", True, 0.1), ThreadView("devices", True, 4.0)),
 )  # fmt: skip
 PLANE = Counts(
     Measures(
@@ -89,6 +90,8 @@ ROWS = [
         "the kernel refuses to be written"),
     Row("nothing is programmed", {"kbpf_synced": "0x60"}, "KbpfNotSynced",
         "nothing has been programmed since the start"),
+    Row("a thread is stuck", {'kbpf_thread_up{thread="devices"}': "0x60"}, "KbpfThreadDown",
+        "the agent's thread devices is down", {"thread": "devices"}),
     Row("a limit is reached", {"kbpf_service_ports_refused": "3x60"}, "KbpfServicesRefused",
         "3 Service ports are not programmed"),
     Row("no packet path",

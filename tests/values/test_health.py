@@ -451,3 +451,10 @@ def answers(port: int) -> bool:
     with contextlib.suppress(OSError):
         return get(None, "127.0.0.1", port, "/healthz").status == 200
     return False
+
+
+def test_livez_names_a_thread_that_is_down():
+    answer = livez(WELL, ("thread devices: no progress for 130 s",))
+    assert answer.status == 503
+    assert json.loads(answer.body)["threads"] == ["thread devices: no progress for 130 s"]
+    assert livez(WELL, ()).status == 200

@@ -29,6 +29,7 @@ from typing import Final, Protocol
 from kbpf.dataplane.bpf.attach import Devices, Pick, Stage
 from kbpf.dataplane.bpf.devices import Choice
 from kbpf.errors import DevicesBehind, KbpfError
+from kbpf.kernel import threads
 from kbpf.kernel.devices import Device, Watch, list_devices
 from kbpf.model.status import MOST_FAILURES
 
@@ -40,6 +41,10 @@ LOOK_SECONDS: Final = 30.0
 RETRY_SECONDS: Final = 1.0
 STUCK_SECONDS: Final = 10.0
 """So long nothing goes on: then the writer does not wait any longer."""
+
+
+LIMIT_SECONDS: Final = 120.0
+"""Without progress for this long the thread counts as stuck. It beats at each device."""
 
 
 class Generation(Protocol):
@@ -87,7 +92,7 @@ class Keeper:
         self._behind: frozenset[str] = frozenset()  # devices that could not be swapped
         self._status = KeeperStatus()
         self._stopping = False
-        self._thread: threading.Thread | None = None
+        self._thread: threads.Supervised | None = None
         self._current: Generation | None = None  # of the thread
         self._wake = -1
 
@@ -117,8 +122,7 @@ class Keeper:
             self._status = replace(self._status, problem="")
             if self._thread is None:
                 self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-                self._thread = threading.Thread(target=self._run, name="devices", daemon=True)
-                self._thread.start()
+                self._thread = threads.start("devices", self._run, LIMIT_SECONDS)
         if unused is not None:  # the thread never saw it
             unused.close()
         os.eventfd_write(self._wake, 1)
@@ -150,8 +154,7 @@ class Keeper:
         if thread is None:
             return
         os.eventfd_write(self._wake, 1)
-        thread.join(STUCK_SECONDS)
-        if thread.is_alive():
+        if not thread.stop(STUCK_SECONDS):
             log.error("the thread of the devices is stuck in the kernel; it is left behind")
             return  # with its descriptors
         os.close(self._wake)
@@ -178,6 +181,7 @@ class Keeper:
         full = time.monotonic() + LOOK_SECONDS
         good = self._look(None)
         while not self._stops():
+            threads.beat()
             due = full if good else min(full, time.monotonic() + RETRY_SECONDS)
             change = watch.wait(max(0.0, due - time.monotonic()), self._wake)
             woken = self._wakes()
@@ -214,6 +218,7 @@ class Keeper:
 
     def _go_on(self, stage: Stage, behind: Collection[str]) -> bool:
         """Tells who waits how far we are; False if newer programs are wanted, or the end is."""
+        threads.beat()
         with self._changed:
             if self._wanted is not self._current or self._stopping:
                 return False
@@ -240,4 +245,5 @@ class Keeper:
                 log.error("devices are not looked at, trying again: %s", problem)
             self._status = replace(self._status, problem=problem)
             self._changed.notify_all()
+            threads.beat()
             self._changed.wait_for(lambda: self._stopping, RETRY_SECONDS)
