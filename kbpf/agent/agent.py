@@ -397,6 +397,7 @@ class Agent:
                     s.error,
                     s.failures,
                     round(now - s.last_contact, 1) if s.last_contact else 0.0,
+                    s.drift,
                 )
                 for s in (source.status() for source in self._sources)
             ),

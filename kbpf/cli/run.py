@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kbpf")
 
+RELISTS = 4
+"""All objects are listed again each so many --config-sync-periods."""
+
 
 class JsonLines(logging.Formatter):
     """One JSON object per line."""
@@ -111,7 +114,8 @@ def sources_of(
         from kbpf.source.resource import SERVICES, SLICES, exempt_pods, own_node
 
         watched = (SERVICES, SLICES, own_node(config.node_name), exempt_pods(config.node_name))
-        return [Reflector(cluster, resource, put) for resource in watched]
+        relist = RELISTS * config.config_sync_period
+        return [Reflector(cluster, resource, put, relist=relist) for resource in watched]
 
     return make
 

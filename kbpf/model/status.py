@@ -9,7 +9,8 @@ import msgspec
 
 class SourceView(msgspec.Struct, frozen=True):
     """One watch. `failures`: tries that failed in a row. `silent_seconds`: since it heard anything,
-    0 before it did.
+    0 before it did. `drift`: objects that were not as they should have been when all were listed
+    again.
     """
 
     name: str
@@ -19,6 +20,7 @@ class SourceView(msgspec.Struct, frozen=True):
     error: str
     failures: int = 0
     silent_seconds: float = 0.0
+    drift: int = 0
 
 
 class ThreadView(msgspec.Struct, frozen=True):

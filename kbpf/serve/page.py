@@ -76,6 +76,10 @@ def _sources(status: AgentStatus) -> Iterator[str]:
     ):
         samples = zip((at for at, _ in told), map(float, values), strict=True)
         yield from _gauge(f"source_{name}", text, list(samples))
+    yield from _counter(
+        "source_drift_total", "Objects that differed when all were listed again, without an event",
+        [(at, source.drift) for at, source in told],
+    )  # fmt: skip
 
 
 def _threads(status: AgentStatus) -> Iterator[str]:

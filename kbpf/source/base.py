@@ -33,7 +33,9 @@ class SourceStatus:
     `last_contact` is time.monotonic() of the last byte or good read, 0.0 before the first.
     `failures` counts tries that failed in a row; `error` is the last one's line, "" when well.
     `sound`: False while a whole file cannot be read, and so nobody knows what it says.
-    `problems`: lines about what was read and is left out (folder: files, doubles).
+    `problems`: lines about what was read and is left out (folder: files, doubles), and about what
+    is wrong with the way to the source. `drift`: objects that differed from what was known when all
+    were listed again, though no event can explain it.
     """
 
     name: str
@@ -46,6 +48,7 @@ class SourceStatus:
     error: str = ""
     problems: tuple[str, ...] = ()
     sound: bool = True
+    drift: int = 0
 
 
 class Source(Protocol):

@@ -36,6 +36,10 @@ log = logging.getLogger("kbpf.source")
 
 PLUGIN_SECONDS: Final = 60.0
 EXPIRY_SKEW: Final = 60.0
+PAGES_BYTES: Final = 256 << 20
+"""Of all pages of lists that are in memory at one time."""
+REWOUND_SECONDS: Final = 300.0
+"""Watches that notice it within this time of each other notice the same restore."""
 
 
 class Login(NamedTuple):
@@ -68,7 +72,9 @@ class Cluster:
         self.asked = asked
         self.connecting: Connecting = lambda *_: None
         self._lock = threading.Lock()
+        self.room = PageRoom()
         self._plugin = PluginLogin()
+        self._rewound_at = float("-inf")
         self._tls: ssl.SSLContext | None = None
         self._tls_stamp: object = None
 
@@ -103,6 +109,18 @@ class Cluster:
         """The API server said 401 to these credentials: a plugin has to be asked again."""
         self._plugin.refused(login)
 
+    def rewound(self, name: str, before: str, now: str) -> None:
+        """The server is at a lower version than it was. One warning for all watches of it."""
+        with self._lock:
+            again = time.monotonic() - self._rewound_at < REWOUND_SECONDS
+            self._rewound_at = time.monotonic()
+        if not again:
+            log.warning(
+                "the API server went back from version %r to %r (seen first in %s): it was "
+                "restored, or another one answers at %s; everything is listed again",
+                before, now, name, self.url,
+            )  # fmt: skip
+
     def tls(self, login: Login) -> ssl.SSLContext | None:
         """The TLS context with certificates as they are on disk now; None for http://."""
         access = self.access
@@ -118,6 +136,38 @@ class Cluster:
                         raise
                     log.warning("new certificates left alone error=%r", str(error))
             return self._tls
+
+
+class PageRoom:
+    """Memory for pages of lists, shared by all watches of a server: four lists at once must not
+    take four times what one may.
+    """
+
+    def __init__(self, size: int = PAGES_BYTES) -> None:
+        self._lock = threading.Lock()
+        self._size = self._left = size
+
+    @contextmanager
+    def lease(self) -> Iterator[Callable[[int], None]]:
+        """A function that takes so many bytes more, or raises SourceError. All are given back at
+        the end of the block.
+        """
+        taken = 0
+
+        def take(size: int) -> None:
+            nonlocal taken
+            with self._lock:
+                if size > self._left:
+                    what = f"pages of lists have more than {self._size >> 20} MiB together"
+                    raise SourceError(what)
+                self._left -= size
+                taken += size
+
+        try:
+            yield take
+        finally:
+            with self._lock:
+                self._left += taken
 
 
 class PluginLogin:

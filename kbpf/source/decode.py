@@ -13,6 +13,7 @@ make them):
 """
 
 import re
+import threading
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 from sys import intern
@@ -56,6 +57,13 @@ from kbpf.source.fields import (
 
 Object = Service | EndpointSlice | Node | Pod
 
+MOST_BYTES: Final = 6 << 20
+"""Of one object's JSON. etcd takes 1.5 MiB of protobuf, which are three times as much in JSON."""
+LARGE_BYTES: Final = 256 << 10
+_LARGE: Final = threading.Lock()
+"""One large object is decoded at a time: as structs it takes up to thirty times its text."""
+MOST_SKIPPED: Final = 100
+"""Lines about endpoints of one slice that are left out."""
 AFFINITY_SECONDS: Final = 10800
 TO_BE_DELETED: Final = "ToBeDeletedByClusterAutoscaler"
 _PROTOCOLS: Final = {"TCP": Protocol.TCP, "UDP": Protocol.UDP, "SCTP": Protocol.SCTP}
@@ -65,7 +73,7 @@ _TYPES: Final = ("ClusterIP", "NodePort", "LoadBalancer", "ExternalName")
 
 class Item(NamedTuple):
     """One object read. Without `error`, `object` None means that it is selected out. `triggered`:
-    see Upsert.
+    see Upsert. `uid` and `version` tell objects and their states apart, at one API server.
     """
 
     key: ObjectKey
@@ -73,15 +81,22 @@ class Item(NamedTuple):
     object: Object | None
     error: str = ""
     triggered: str = ""
+    uid: str = ""
 
 
 def read(kind: Kind, data: bytes | msgspec.Raw) -> Item:
     """The object in this JSON. A malformed one is an Item with `error`.
 
-    Raises ObjectError when not even its name can be read.
+    Raises ObjectError when not even its name can be read, or it is longer than MOST_BYTES.
     """
     reader = _READERS[kind]
-    return _item(kind, data, reader.json.decode, _META_JSON.decode, reader.model)
+    size = len(memoryview(data))
+    if size <= LARGE_BYTES:
+        return _item(kind, data, reader.json.decode, _META_JSON.decode, reader.model)
+    if size > MOST_BYTES:
+        raise ObjectError(f"not a {kind}: it has more than {MOST_BYTES >> 20} MiB")
+    with _LARGE:
+        return _item(kind, data, reader.json.decode, _META_JSON.decode, reader.model)
 
 
 def read_value(kind: Kind, value: object) -> Item:
@@ -224,18 +239,19 @@ def _item(
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as worse:
             raise ObjectError(f"not a {kind}: {field_error(worse)}") from error
         return Item(_key(kind, meta), meta.resource_version or "", None, field_error(error))
+    uid = obj.metadata.uid or ""
     key, version = _key(kind, obj.metadata), obj.metadata.resource_version or ""
     try:
         _check_names(kind, obj.metadata)
         made = model(obj)
     except ObjectError as error:
-        return Item(key, version, None, str(error))
+        return Item(key, version, None, str(error), uid=uid)
     if kind is Kind.SLICE and (own := obj.metadata.annotations) is not None:
-        return Item(key, version, made, "", own.triggered or "")
-    return Item(key, version, made)
+        return Item(key, version, made, "", own.triggered or "", uid)
+    return Item(key, version, made, uid=uid)
 
 
-def _key(kind: Kind, meta: wire.Meta | wire.PodMeta) -> ObjectKey:
+def _key(kind: Kind, meta: wire.Meta | wire.PodMeta | wire.Name) -> ObjectKey:
     if not meta.name:
         raise ObjectError(f"not a {kind}: metadata.name: missing")
     space = "" if kind is Kind.NODE else intern(shown(meta.namespace or ""))
@@ -264,6 +280,8 @@ def _cluster_ips(spec: wire.ServiceSpec) -> tuple[Addr, ...]:
 
 def _service_ports(ports: tuple[wire.ServicePort, ...], exposed: bool) -> tuple[ServicePort, ...]:
     result: list[ServicePort] = []
+    names: set[str] = set()
+    numbers: set[tuple[int, Protocol]] = set()
     for i, port in enumerate(ports):
         path = f"spec.ports[{i}]"
         protocol = one_of(port.protocol or "TCP", tuple(_PROTOCOLS), f"{path}.protocol")
@@ -274,10 +292,12 @@ def _service_ports(ports: tuple[wire.ServicePort, ...], exposed: bool) -> tuple[
             port=port_at(port.port, f"{path}.port"),
             node_port=number and port_at(number, f"{path}.nodePort"),
         )
-        if any(made.name == other.name for other in result):
+        if made.name in names:
             raise ObjectError(f"{path}.name: {made.name!r} is used twice")
-        if any((made.port, made.protocol) == (it.port, it.protocol) for it in result):
+        if (made.port, made.protocol) in numbers:
             raise ObjectError(f"{path}.port: {made.port}/{protocol} is used twice")
+        names.add(made.name)
+        numbers.add((made.port, made.protocol))
         result.append(made)
     return tuple(result)
 
@@ -334,12 +354,13 @@ def _endpoints(
         try:
             address = parse_addr(text)
         except (ObjectError, ValueError):
-            problem = f"{text!r} is not an IP address" if end.addresses else "no address"
-            skipped.append(f"endpoints[{i}].addresses: {problem}")
+            problem = f"{text[:64]!r} is not an IP address" if end.addresses else "no address"
+            _leave_out(skipped, f"endpoints[{i}].addresses: {problem}")
             continue
         problem = special(address)
         if problem or (4 if address[:12] == V4_PREFIX else 6) != family:
-            skipped.append(f"endpoints[{i}].addresses: {text} is {problem or f'not IPv{family}'}")
+            why = problem or f"not IPv{family}"
+            _leave_out(skipped, f"endpoints[{i}].addresses: {text} is {why}")
             continue
         is_ready = serving = True
         terminating = False
@@ -354,6 +375,13 @@ def _endpoints(
         result.append(Endpoint(address, is_ready, serving, terminating, where, zone, zones, nodes))
         pods.append(_pod_name(end.target_ref) if end.target_ref is not None else "")
     return tuple(result)
+
+
+def _leave_out(skipped: list[str], line: str) -> None:
+    if len(skipped) < MOST_SKIPPED:
+        skipped.append(line)
+    elif len(skipped) == MOST_SKIPPED:
+        skipped.append("endpoints: and more of them, for whatever reason")
 
 
 def _pod_name(ref: wire.TargetRef) -> str:

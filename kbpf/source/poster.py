@@ -13,7 +13,7 @@ class Poster:
     def post(self, path: str, body: bytes) -> int:
         """The status of the answer to a POST of this JSON. Raises SourceError."""
         response = self._connection.request(path, method="POST", body=body)
-        response.read()
+        response.head_of_body()
         return response.status
 
     def close(self) -> None:

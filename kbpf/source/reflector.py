@@ -11,6 +11,14 @@ Rules:
 - A healthy watch that is mute for 90 s is taken up anew: an API server sends a bookmark each minute
   (none while nothing of the kind has happened since it started; asking again is cheap then). A
   peer that is gone is found by TCP within 30 s, see transport.py.
+- Nothing is read without end: an answer's head and a page have bounds (transport.py), a list has
+  LIST_SECONDS (by pages: PAGES_SECONDS), a line that has begun LINE_SECONDS, a watch what was asked
+  for. A list that takes longer than SLOW_SECONDS is a line in `problems` until it ends.
+- The server's version only grows. One that is lower (a restored etcd, another server behind the
+  address) is one warning and a new list. It is looked for in each bookmark and event, and before
+  a watch is taken up after an outage: a server that knows less than we do may say nothing.
+- Every `relist` seconds (three quarters to five quarters of it) all is listed again, in case
+  something was missed all the same. What differs then is counted as drift and told.
 - A change of health is logged once, not each try.
 """
 
@@ -18,7 +26,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Final, assert_never
@@ -30,19 +38,37 @@ from kbpf.kernel import threads
 from kbpf.model.events import Kind, Synced
 from kbpf.source import decode, wire
 from kbpf.source.base import Put, SourceState, SourceStatus
-from kbpf.source.cluster import Cluster
+from kbpf.source.cluster import PAGES_BYTES, Cluster
 from kbpf.source.fields import field_error
-from kbpf.source.known import Known
+from kbpf.source.known import Known, went_back
 from kbpf.source.pace import Pace
 from kbpf.source.resource import Refused, Resource, refused
 from kbpf.source.transport import ANSWER_SECONDS, Connection, Response, Silent
-from kbpf.source.watch import Changed, Expired, Failed, Garbled, InitialEnd, Said, WatchStream
+from kbpf.source.watch import (
+    Changed,
+    Expired,
+    Failed,
+    Garbled,
+    InitialEnd,
+    Said,
+    WatchStream,
+    WentBack,
+)
 
 log = logging.getLogger("kbpf.source")
 
 SILENCE: Final = 90.0
 WATCH_SECONDS: Final = 300
 LIST_SECONDS: Final = 120.0
+PAGES_SECONDS: Final = 600.0
+PAGE_SECONDS: Final = 120.0
+LINE_SECONDS: Final = 30.0
+SLOW_SECONDS: Final = 30.0
+RELIST_SECONDS: Final = 3600.0
+OUTAGE_TRIES: Final = 2
+"""Tries in a row that fail when a server restarts; a cut connection is one."""
+COUNT_FROM: Final = 1 << 20
+"""Bytes of a page from which on its items are counted before they are made."""
 _PAGE: Final = msgspec.json.Decoder(wire.ListPage)
 
 
@@ -63,6 +89,7 @@ class Reflector:
         chance: Callable[[], float] = random.random,
         wait: Callable[[threading.Event, float], object] = threading.Event.wait,
         silence: float = SILENCE,
+        relist: float = RELIST_SECONDS,
         answer_seconds: float = ANSWER_SECONDS,
     ) -> None:
         self._cluster, self._resource, self._put = cluster, resource, put
@@ -74,6 +101,11 @@ class Reflector:
         self._thread: threads.Supervised | None = None
         self._version = ""  # where the watch goes on; "" when a list is needed
         self._may_stream = True
+        self._heard_through = ""  # the last version that a watch was at
+        self._relist, self._relist_due = relist, 0.0
+        self._verifies = False  # whether the next list is the regular one
+        self._listing_since: float | None = None
+        self._drift = 0
         self._broke_off = False
         self._healthy_since: float | None = None
         self._verb = "list"
@@ -105,8 +137,16 @@ class Reflector:
             self._status,
             resource_version=self._version,
             last_contact=self._contact,
-            problems=self._cluster.problems,
+            problems=(*self._cluster.problems, *self._slow()),
+            drift=self._drift,
         )
+
+    def _slow(self) -> Iterator[str]:
+        since = self._listing_since
+        if since is not None and self._clock() - since > SLOW_SECONDS:
+            what = f"the list of {self._resource.name} has taken more than {SLOW_SECONDS:.0f} s"
+            hint = "its objects are served as they were; is the server slow, or its answer endless?"
+            yield str(SourceError(what, self._cluster.url, hint))
 
     def run(self, stop: threading.Event) -> None:
         """List and watch until `stop`; stop() sets it and ends what is waited for."""
@@ -124,8 +164,11 @@ class Reflector:
         """List if need be, watch until that ends; returns how long to wait then."""
         self._healthy_since = None
         failure: SourceError | None = None
+        if self._version and self._clock() >= self._relist_due:
+            self._verify()
         try:
             if self._version:
+                self._look_back()
                 self._watch()
             elif self._may_stream and not self._broke_off:
                 self._stream_list()
@@ -143,6 +186,7 @@ class Reflector:
             failure = SourceError(f"internal error: {error!r}")
             self._version = ""
             self._known.doubt()
+        self._listing_since = None
         if failure is not None and not self._stop.is_set():
             self._unwell(failure)
         since = self._healthy_since
@@ -156,29 +200,37 @@ class Reflector:
 
     def _list(self) -> None:
         """The whole list, page by page. A 410 between pages (or anything else) starts it anew."""
-        self._status = replace(self._status, state=SourceState.LISTING)
-        self._known.begin_list()
+        begun = self._begin_list()
         token = ""
         while True:
             response = self._ask("list", self._resource.page(token))
-            page = self._page(response.read())
-            for raw in page.items or ():
-                try:
-                    self._take(decode.read(self._resource.kind, raw))
-                except ObjectError as error:
-                    self._known.unreadable()
-                    log.warning(
-                        "object unreadable name=%s error=%r", self._resource.name, error.what
-                    )
-            last, token = token, page.metadata.continue_ or ""
+            what = f"a page of {self._resource.name}"
+            with self._cluster.room.lease() as reserve:
+                meta = self._page(response.read(PAGES_BYTES, PAGE_SECONDS, what, reserve))
+            last, token = token, meta.continue_ or ""
             if not token:
                 break
             if token == last:
                 raise SourceError("the server gives the same page again and again")
-        self._listed(page.metadata.resource_version or "")
+            if self._clock() - begun > PAGES_SECONDS:
+                raise SourceError(f"it has no end after {PAGES_SECONDS:.0f} s")
+        self._listed(meta.resource_version or "")
 
-    def _page(self, body: bytes) -> wire.ListPage:
+    def _page(self, body: bytearray) -> wire.ListMeta:
+        """Say what a page has; its metadata."""
+        page = self._decoded(body)
+        for raw in page.items or ():
+            try:
+                self._take(decode.read(self._resource.kind, raw))
+            except ObjectError as error:
+                self._known.unreadable()
+                log.warning("object unreadable name=%s error=%r", self._resource.name, error.what)
+        return page.metadata
+
+    def _decoded(self, body: bytearray) -> wire.ListPage:
         try:
+            if len(body) > COUNT_FROM:
+                wire.check_items(body)
             return _PAGE.decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             hint = "is this a Kubernetes API server?"
@@ -186,22 +238,63 @@ class Reflector:
 
     def _stream_list(self) -> None:
         """The list and then the watch, as one stream."""
-        self._status = replace(self._status, state=SourceState.LISTING)
+        self._begin_list()
         response = self._ask("list", self._resource.stream(self._seconds()), self._silence)
         self._broke_off = True  # until its end mark has come
-        self._known.begin_list()
         self._follow(response, WatchStream(self._resource.kind, initial=True))
+
+    def _begin_list(self) -> float:
+        """Returns when it was."""
+        self._status = replace(self._status, state=SourceState.LISTING)
+        self._listing_since = self._clock()
+        self._known.begin_list(self._heard_through if self._verifies else "")
+        return self._listing_since
 
     def _listed(self, version: str) -> None:
         for event in self._known.end_list(self._clock()):
             self._put(event)
-        self._version, self._broke_off = version, False
+        if self._known.drift:
+            self._drift += self._known.drift
+            log.warning(
+                "what was known had drifted name=%s objects=%d; all were listed again",
+                self._resource.name, self._known.drift,
+            )  # fmt: skip
+        if went_back(self._heard_through, version):
+            self._cluster.rewound(self._resource.name, self._heard_through, version)
+        self._version = self._heard_through = version
+        self._broke_off = self._verifies = False
+        self._relist_due = self._clock() + self._relist * (0.75 + self._chance() / 2)
+        self._listing_since = None
         self._put(Synced(self._resource.kind))
         if not self._status.synced:
             log.info("source synced name=%s objects=%d", self._resource.name, len(self._known))
         self._status = replace(self._status, synced=True)
 
+    def _verify(self) -> None:
+        """The next list is the regular one."""
+        self._version, self._verifies = "", True
+
     # --- watching ---
+
+    def _look_back(self) -> None:
+        """After an outage: is the server still at our version, or beyond? Raises SourceError, or
+        _Over when a list is due.
+        """
+        if self._status.failures < OUTAGE_TRIES:
+            return
+        response = self._ask("watch", self._resource.newest())
+        with self._cluster.room.lease() as reserve:
+            what = f"a page of {self._resource.name}"
+            page = self._decoded(response.read(PAGES_BYTES, PAGE_SECONDS, what, reserve))
+        version = page.metadata.resource_version or ""
+        if went_back(self._version, version):
+            self._rewound(version)
+
+    def _rewound(self, version: str) -> None:
+        """List again. The version stays that of before for the list to be judged by."""
+        self._cluster.rewound(self._resource.name, self._heard_through, version)
+        self._version, self._heard_through = "", version
+        raise _Over
 
     def _watch(self) -> None:
         response = self._ask(
@@ -216,18 +309,37 @@ class Reflector:
     def _follow(self, response: Response, stream: WatchStream) -> None:
         """Say what comes until it ends. Raises SourceError, or _Over when a list is due."""
         begun, listing = self._clock(), not self._version
+        last_line = line_begun = begun
         while not self._stop.is_set() and (data := response.chunk()):
-            self._contact = self._clock()
+            now = self._contact = self._clock()
             for said in stream.feed(data):
+                last_line = now
                 self._heard(said, stream)
+            if b"\n" in data or not stream.inside_line:
+                line_begun = now
             if not listing or self._version:
-                self._version = stream.resource_version
-            elif self._contact - begun > LIST_SECONDS:
+                self._version = self._heard_through = stream.resource_version
+                self._still_watching(now, begun, last_line, line_begun)
+            elif now - begun > LIST_SECONDS:
                 raise SourceError(f"it has no end after {LIST_SECONDS:.0f} s")
         if not self._version:
             raise SourceError("the stream ended before the list did")
         if stream.close():
             raise SourceError("the stream ended inside a line")
+
+    def _still_watching(
+        self, now: float, begun: float, last_line: float, line_begun: float
+    ) -> None:
+        """Raises SourceError when bytes come and say nothing, and _Over when the time is over."""
+        if now - line_begun > LINE_SECONDS:
+            raise SourceError(f"a line has no end after {LINE_SECONDS:.0f} s")
+        if now - last_line > self._silence:
+            raise Silent("nothing was said in time")
+        if now >= self._relist_due:
+            self._verify()
+            raise _Over
+        if now - begun > 2 * WATCH_SECONDS + LINE_SECONDS:
+            raise _Over  # the server was to end it
 
     def _heard(self, said: Said, stream: WatchStream) -> None:
         match said:
@@ -236,6 +348,9 @@ class Reflector:
             case InitialEnd():
                 self._listed(stream.resource_version)
                 self._well()
+            case WentBack():
+                self._heard_through = said.before
+                self._rewound(said.now)
             case Expired():
                 self._version = ""
                 raise _Over
@@ -271,7 +386,7 @@ class Reflector:
             self._resource,
             response.status,
             response.reason,
-            response.read(),
+            response.head_of_body(),
             self._cluster.access.where,
         )
         error.retry_after = response.retry_after

@@ -34,6 +34,10 @@ class Resource:
         """A page of a LIST of the newest state, or the page that `token` continues."""
         return self._query(limit=str(PAGE), **{"continue": token})
 
+    def newest(self) -> str:
+        """A LIST of one object: what matters is the version at which the server is."""
+        return self._query(limit="1")
+
     def stream(self, seconds: int) -> str:
         """A WATCH that begins with all objects of the newest state, then their end mark."""
         return self._query(

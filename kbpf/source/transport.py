@@ -5,6 +5,9 @@ http.client and ssl (6 MB) instead of the library's urllib3 and client (30 MB). 
   data that is not acknowledged for 30 s (TCP_USER_TIMEOUT).
 - A peer that is there and mute (a hung server, a proxy that lost its backend) is found by reading:
   `silence` seconds without a byte raise Silent.
+- A peer that sends without end, or a byte now and then, is found by bounds of what is read: a head
+  has HEAD_BYTES and HEAD_SECONDS (with all 1xx responses before it), a body that is read whole has
+  its own. Only the body of a watch has neither; reflector.py bounds its lines.
 - close() ends whatever another thread is doing with the connection at once, for ever. It shuts the
   socket down through a duplicate of its descriptor, so no TLS object is touched from two threads.
   Only name resolution cannot be interrupted.
@@ -12,6 +15,7 @@ http.client and ssl (6 MB) instead of the library's urllib3 and client (30 MB). 
 
 import contextlib
 import http.client
+import io
 import socket
 import ssl
 import sys
@@ -19,7 +23,7 @@ import threading
 import time
 import urllib.parse
 from collections.abc import Callable
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 from kbpf.errors import ObjectError, SourceError
 from kbpf.model.address import parse_addr
@@ -29,6 +33,8 @@ T = TypeVar("T")
 
 CONNECT_SECONDS: Final = 10.0
 ANSWER_SECONDS: Final = 30.0
+HEAD_SECONDS: Final = 30.0
+HEAD_BYTES: Final = 256 << 10
 SO_COOKIE: Final = 57
 TCP_OPTIONS: Final = (
     (socket.TCP_NODELAY, 1),
@@ -38,16 +44,82 @@ TCP_OPTIONS: Final = (
     (socket.TCP_USER_TIMEOUT, 30_000),
 )
 LONGEST_RETRY_AFTER: Final = 600
+ERROR_BYTES: Final = 64 << 10
+ERROR_SECONDS: Final = 10.0
+READ_BYTES: Final = 64 << 10
+"""Of a body at once."""
+
+Reserve = Callable[[int], None]
+"""Takes room for so many bytes more; raises SourceError where there is none."""
+
+
+def _free(size: int) -> None:
+    """Room for what is short anyway."""
 
 
 class Silent(SourceError):
     """Nothing came for too long."""
 
 
+class TooMuch(SourceError):
+    """The server sent more, or for longer, than is read."""
+
+
+class _Bounded(io.RawIOBase):
+    """The bytes of one response. Raises TooMuch once `deadline` (time.monotonic()) has passed or
+    `left` bytes have come, and TimeoutError after `silence` seconds without one.
+    """
+
+    def __init__(self, raw: io.RawIOBase, sock: socket.socket, silence: float) -> None:
+        self._raw, self._sock = raw, sock
+        self.silence = silence
+        self.deadline, self.left, self.what = float("inf"), float("inf"), ""
+
+    def bound(self, seconds: float, size: float, what: str) -> None:
+        """From now on; `what` is for the error line."""
+        self.deadline, self.left, self.what = time.monotonic() + seconds, size, what
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def readinto(self, buffer: memoryview) -> int | None:  # type: ignore[override]
+        """As io.RawIOBase."""
+        rest = self.deadline - time.monotonic()
+        if rest <= 0:
+            raise TooMuch(f"{self.what} takes too long")
+        self._sock.settimeout(min(self.silence, rest))
+        try:
+            count = self._raw.readinto(buffer)
+        except TimeoutError:
+            if self.silence < rest:
+                raise
+            raise TooMuch(f"{self.what} takes too long") from None
+        self.left -= count or 0
+        if self.left < 0:
+            raise TooMuch(f"{self.what} has no end")
+        return count
+
+    def close(self) -> None:
+        """The socket stays open if others use it."""
+        self._raw.close()
+        super().close()
+
+
+class _RawResponse(http.client.HTTPResponse):
+    """A response that is read through bounds, its head already."""
+
+    def __init__(self, sock: socket.socket, *args: Any, **options: Any) -> None:
+        super().__init__(sock, *args, **options)
+        self.bounds = _Bounded(self.fp.detach(), sock, ANSWER_SECONDS)
+        self.bounds.bound(HEAD_SECONDS, HEAD_BYTES, "the head of the answer")
+        self.fp = io.BufferedReader(self.bounds, READ_BYTES)
+
+
 class Response:
     """A response whose headers have come."""
 
-    def __init__(self, connection: "Connection", raw: http.client.HTTPResponse) -> None:
+    def __init__(self, connection: "Connection", raw: _RawResponse) -> None:
         self._connection = connection
         self._raw = raw
         self.status = raw.status
@@ -61,11 +133,48 @@ class Response:
 
     def chunk(self) -> bytes:
         """Some bytes as they come, b"" at the clean end. Raises SourceError when cut."""
-        return self._connection.guarded(lambda: self._raw.read1(1 << 16))
+        return self._connection.guarded(lambda: self._raw.read1(READ_BYTES))
 
-    def read(self) -> bytes:
-        """The whole body. Raises SourceError when cut."""
-        return self._connection.guarded(self._raw.read)
+    def read(
+        self,
+        limit: int = ERROR_BYTES,
+        seconds: float = ERROR_SECONDS,
+        what: str = "the answer",
+        reserve: Reserve = _free,
+    ) -> bytearray:
+        """The whole body. Raises SourceError when cut, and when it is longer than `limit` bytes,
+        takes more than `seconds`, or `reserve` refuses room for it. `what` is for the error line.
+        """
+        self._raw.bounds.bound(seconds, limit + READ_BYTES, what)
+        body = bytearray()
+
+        def work() -> bytearray:
+            while data := self._raw.read1(READ_BYTES):
+                if len(body) + len(data) > limit:
+                    raise TooMuch(f"{what} has more than {limit >> 10} KiB")
+                reserve(len(data))
+                body.extend(data)
+            if self._raw.length:  # which read1() does not mind
+                raise http.client.IncompleteRead(b"", self._raw.length)
+            self._at_end()
+            return body
+
+        return self._connection.guarded(work)
+
+    def head_of_body(self) -> bytes:
+        """The first ERROR_BYTES of the body, within ERROR_SECONDS; what has come if it fails."""
+        body = bytearray()
+        with contextlib.suppress(SourceError):
+            self._raw.bounds.bound(ERROR_SECONDS, float("inf"), "the body of an error")
+            while len(body) < ERROR_BYTES and (data := self.chunk()):
+                body.extend(data)
+            self._at_end()
+        return bytes(body[:ERROR_BYTES])
+
+    def _at_end(self) -> None:
+        """Free the connection for the next request, which read1() does for chunked bodies alone."""
+        if self._raw.length == 0:
+            self._raw.read()
 
 
 class Connection:
@@ -80,7 +189,7 @@ class Connection:
         self._base = url.path
         self._http: http.client.HTTPConnection | None = None
         self._sock: socket.socket | None = None
-        self._raw: http.client.HTTPResponse | None = None
+        self._raw: _RawResponse | None = None
         self._lock = threading.Lock()
         self._switch: socket.socket | None = None
         self._closed = False
@@ -126,13 +235,13 @@ class Connection:
                 raise self._explained(error) from error
             # The server closed the idle connection: that is no failure yet.
             raw = self.guarded(lambda: self._send(method, path, body))
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, http.client.HTTPException, TooMuch) as error:
             self.drop()
             raise self._explained(error) from error
         if raw.status == 401:
             self._cluster.refused(self._login)
-        if self._sock is not None:
-            self._sock.settimeout(silence or self._answer_seconds)
+        raw.bounds.bound(float("inf"), float("inf"), "")
+        raw.bounds.silence = silence or self._answer_seconds
         self._raw = raw
         return Response(self, raw)
 
@@ -140,11 +249,11 @@ class Connection:
         """work(), with what goes wrong on the wire as SourceError, and the socket dropped."""
         try:
             return work()
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, http.client.HTTPException, TooMuch) as error:
             self.drop()
             raise self._explained(error) from error
 
-    def _send(self, method: str, path: str, body: bytes | None) -> http.client.HTTPResponse:
+    def _send(self, method: str, path: str, body: bytes | None) -> _RawResponse:
         """The answer's head; whoever counts is told, also when there is none."""
         start, code = time.monotonic(), "<error>"
         try:
@@ -156,7 +265,7 @@ class Connection:
                 host = f"{self._host}:{self._port}"
                 self._cluster.asked(host, method, code, time.monotonic() - start)
 
-    def _exchange(self, method: str, path: str, body: bytes | None) -> http.client.HTTPResponse:
+    def _exchange(self, method: str, path: str, body: bytes | None) -> _RawResponse:
         login = self._login = self._cluster.login(lambda: self._closed)
         if self._http is None or self._http.sock is None:
             self.drop()
@@ -170,7 +279,7 @@ class Connection:
         if body is not None:
             headers["Content-Type"] = "application/json"
         self._http.request(method, self._base + path, body, headers)
-        return self._http.getresponse()
+        return cast("_RawResponse", self._http.getresponse())
 
     def _open(self, login: Login) -> None:
         tls = self._cluster.tls(login)
@@ -184,8 +293,14 @@ class Connection:
                 raise
         self._sock = sock
         self._http = http.client.HTTPConnection(self._host, self._port)
+        self._http.response_class = self._response  # type: ignore[assignment]
         self._http.auto_open = 0  # or it would open one of its own, without TLS
         self._http.sock = sock
+
+    def _response(self, sock: socket.socket, *args: Any, **options: Any) -> _RawResponse:
+        raw = _RawResponse(sock, *args, **options)
+        raw.bounds.silence = self._answer_seconds
+        return raw
 
     def _connect(self) -> socket.socket:
         found = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
@@ -229,6 +344,8 @@ def explained(error: Exception, url: str, where: str) -> SourceError:
         # Only a Service proxy makes this address work: us.
         hint = "this address is a Service itself: give --master https://HOST:PORT of the server"
     match error:
+        case TooMuch():
+            return TooMuch(error.what, url, "is this a Kubernetes API server, and is it well?")
         case SourceError():
             return error
         case ssl.SSLCertVerificationError():

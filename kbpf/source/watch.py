@@ -5,6 +5,7 @@ Rules:
 - `resource_version` is where the watch can be taken up again. It moves with each object (a
   malformed one too, or that one would come again for ever) and each bookmark. In a streaming list
   (`initial`) it stays "" until the end mark: objects of a list come in no order.
+- A version that is lower than the one before is one WentBack: an API server's only grow.
 - Nothing in the bytes raises. What is no event at all is one Garbled, and the stream goes on.
 """
 
@@ -16,9 +17,10 @@ from kbpf.errors import ObjectError
 from kbpf.model.events import Kind
 from kbpf.source import decode, wire
 from kbpf.source.fields import field_error
+from kbpf.source.known import went_back
 
-MAX_LINE: Final = 64 << 20
-"""Bytes without a newline before we give up; an object has 3 MB at most (etcd's limit)."""
+MAX_LINE: Final = 8 << 20
+"""Bytes without a newline before we give up; see decode.MOST_BYTES."""
 
 
 class Changed(msgspec.Struct, frozen=True):
@@ -51,7 +53,14 @@ class Garbled(msgspec.Struct, frozen=True):
     error: str
 
 
-Said = Changed | InitialEnd | Expired | Failed | Garbled
+class WentBack(msgspec.Struct, frozen=True):
+    """The server's version has become lower: it does not know all that it said before."""
+
+    before: str
+    now: str
+
+
+Said = Changed | InitialEnd | Expired | Failed | Garbled | WentBack
 
 _LINE: Final = msgspec.json.Decoder(wire.WatchLine)
 _BOOKMARK: Final = msgspec.json.Decoder(wire.Bookmark)
@@ -80,9 +89,14 @@ class WatchStream:
         self._parts, self._size = [tail], len(tail)
         return [said for line in lines if line.strip() for said in self._line(line)]
 
+    @property
+    def inside_line(self) -> bool:
+        """Whether a line has begun and not ended."""
+        return self._size > 0
+
     def close(self) -> bool:
         """Whether the bytes end inside a line."""
-        return bool(b"".join(self._parts).strip())
+        return any(part.strip() for part in self._parts)
 
     def _too_long(self) -> list[Said]:
         self._parts, self._size = [], 0
@@ -94,8 +108,7 @@ class WatchStream:
             match event.type:
                 case "ADDED" | "MODIFIED" | "DELETED":
                     item = decode.read(self._kind, event.object)
-                    self._moved(item.version)
-                    return [Changed(item, event.type == "DELETED")]
+                    return [Changed(item, event.type == "DELETED"), *self._moved(item.version)]
                 case "BOOKMARK":
                     return self._bookmark(_BOOKMARK.decode(event.object).metadata)
                 case "ERROR":
@@ -105,15 +118,18 @@ class WatchStream:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ObjectError) as error:
             return [Garbled(f"{field_error(error)}: {line[:60]!r}")]
 
-    def _moved(self, version: str) -> None:
-        if version and not self._initial:
-            self.resource_version = version
+    def _moved(self, version: str) -> list[Said]:
+        before = self.resource_version
+        if not version or self._initial:
+            return []
+        self.resource_version = version
+        return [WentBack(before, version)] if went_back(before, version) else []
 
     def _bookmark(self, meta: wire.BookmarkMeta) -> list[Said]:
         ended = self._initial and meta.annotations is not None and meta.annotations.end == "true"
         self._initial = self._initial and not ended
-        self._moved(meta.resource_version)
-        return [InitialEnd()] if ended else []
+        moved = self._moved(meta.resource_version)
+        return [InitialEnd()] if ended else moved
 
 
 def _error(status: wire.Status) -> Said:

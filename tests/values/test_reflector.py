@@ -1,5 +1,6 @@
 """LIST and WATCH against a scripted server: what goes wrong, and what is said and asked then."""
 
+import contextlib
 import itertools
 import json
 import logging
@@ -16,9 +17,9 @@ from kbpf.model.address import parse_addr
 from kbpf.model.events import Delete, Event, Kind, ObjectKey, Rejected, Synced, Upsert
 from kbpf.model.objects import Service
 from kbpf.source.base import SourceState
-from kbpf.source.cluster import Cluster
+from kbpf.source.cluster import Cluster, PageRoom
 from kbpf.source.decode import Item
-from kbpf.source.known import Known
+from kbpf.source.known import Known, went_back
 from kbpf.source.kubeconfig import Access
 from kbpf.source.pace import Pace
 from kbpf.source.reflector import Reflector
@@ -490,9 +491,10 @@ def test_what_was_said_stays_and_the_error_says_what_to_do(start, step, what, hi
         quiet(exchange)
 
     # Four times: the first may fall on a kept connection, which is tried again at once.
-    run = start(listed_a(), *[step] * 4, healed, hold=True)
+    # Then it looks whether the server has gone back.
+    run = start(listed_a(), *[step] * 4, listed(version=10), healed, hold=True)
     run.reflector.start()
-    run.until_watching(6)
+    run.until_watching(7)
     (line,) = seen
     assert line.startswith(f"SourceError: cannot watch services: {what}")
     assert f"({run.server.url})" in line
@@ -543,6 +545,271 @@ def test_a_watch_that_the_server_refuses_for_good_leads_to_a_new_list(start):
     run = start(listed_a(), status(400, "invalid resource version"), LISTED_A)
     run.until(lambda: run.said.count("synced") == 2)
     assert run.all_asked == ["stream", "watch 10", "stream"]
+
+
+# --- a server that goes back ---
+
+
+def as_of(name: str, version: int, uid: str, **spec: Any) -> dict[str, Any]:
+    """A Service with a uid, in a watch's line."""
+    line = added(name, version, **spec)
+    line["object"]["metadata"]["uid"] = uid
+    return line
+
+
+WENT_BACK = "the API server went back from version"
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [
+        ("other content", as_of("a", 5, "u1"), as_of("a", 5, "u1", clusterIP="10.96.0.2")),
+        ("another uid", as_of("a", 5, "u1"), as_of("a", 5, "u2")),
+    ],
+)
+def test_the_same_version_is_not_the_same_object(start, name, before, after):
+    run = start(
+        streamed(before, bookmark(10, end=True), error(410)),
+        streamed(after, bookmark(11, end=True)),
+    )
+    run.until(lambda: run.said.count("synced") == 2)
+    assert run.said == ["+a", "synced", "+a", "synced"], name
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [("a bookmark", bookmark(7)), ("an event", added("b", 7)), ("a deletion", deleted("a", 7))],
+)
+def test_a_version_that_goes_back_is_one_warning_and_a_new_list(start, caplog, name, line):
+    run = start(
+        listed_a(line, then=Exchange.hang),
+        streamed(added("a", 3, clusterIP="10.96.0.2"), bookmark(8, end=True), bookmark(9)),
+    )
+    run.until(lambda: run.said.count("synced") == 2)
+    run.until(lambda: run.reflector.status().resource_version == "9")
+    assert run.all_asked == ["stream", "stream"], name
+    assert [mark for mark in run.said[2:] if mark not in ("+b", "-b", "-a")] == ["+a", "synced"]
+    assert caplog.text.count(WENT_BACK) == 1
+    assert run.waits == []
+    assert run.reflector.status().error == ""
+
+
+def test_what_a_restored_server_does_not_know_is_deleted(start, caplog):
+    run = start(
+        listed_a(added("new", 12), error(410)),
+        streamed(added("a", 5), bookmark(8, end=True)),
+    )
+    run.until(lambda: run.said.count("synced") == 2)
+    assert run.said == ["+a", "synced", "+new", "-new", "synced"]
+    assert caplog.text.count(WENT_BACK) == 1
+
+
+def test_after_an_outage_the_version_is_looked_at_before_the_watch_goes_on(start, caplog):
+    """A server that was restored may say nothing to a watch from its future."""
+    run = start(
+        listed_a(added("new", 12), then=Exchange.cut),
+        *[status(503)] * 2,
+        listed(version=11),
+        streamed(added("a", 5), bookmark(11, end=True)),
+    )
+    run.until(lambda: run.said.count("synced") == 2)
+    assert run.said == ["+a", "synced", "+new", "-new", "synced"]
+    assert [run.server.requests[n].query.get("limit") for n in range(5)] == [
+        None, None, "1", "1", None
+    ]  # fmt: skip
+    assert caplog.text.count(WENT_BACK) == 1
+
+
+def test_after_an_outage_a_server_that_went_on_is_asked_for_no_list(start, caplog):
+    run = start(
+        listed_a(then=Exchange.cut), *[status(503)] * 2, listed(version=30), streamed(bookmark(31))
+    )
+    run.until(lambda: run.reflector.status().resource_version == "31")
+    assert run.asked(4) == "watch 10"
+    assert WENT_BACK not in caplog.text
+
+
+def test_four_watches_that_see_the_same_restore_warn_once(caplog):
+    cluster = Cluster(Access("http://x", "the test"))
+    for name in ("services", "endpointslices", "nodes", "pods"):
+        cluster.rewound(name, "100", "7")
+    assert caplog.text.count(WENT_BACK) == 1
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "back"),
+    [("10", "9", True), ("10", "10", False), ("9", "10", False), ("", "5", False),
+     ("10", "", False), ("10", "x", False), ("x", "1", False), ("9" * 30, "1", False)],
+)  # fmt: skip
+def test_versions_are_compared_as_numbers(before, now, back):
+    assert went_back(before, now) == back
+
+
+# --- the regular list ---
+
+
+def relisted(start: Callable[..., Run], *lines: Any) -> Run:
+    """An hour after `a` and `b` were listed (versions 5 and 6 of 10) all are listed again."""
+
+    def later(exchange: Exchange) -> None:
+        exchange.watch(added("a", 5), added("b", 6), bookmark(10, end=True))
+        run.until(lambda: "synced" in run.said)
+        run.now += 4501.0
+        exchange.line(bookmark(20))
+        exchange.hang()
+
+    run = start(later, streamed(*lines), hold=True)
+    run.reflector.start()
+    run.until(lambda: run.said.count("synced") == 2)
+    assert run.all_asked == ["stream", "stream"]
+    return run
+
+
+DRIFT = [
+    ("nothing", [added("a", 5), added("b", 6)], [], 0),
+    ("a change since", [added("a", 5), added("b", 25)], ["+b"], 0),
+    ("a new one since", [added("a", 5), added("b", 6), added("c", 25)], ["+c"], 0),
+    ("a change that was missed", [added("a", 5), added("b", 15)], ["+b"], 1),
+    ("one that was missed", [added("a", 5), added("b", 6), added("c", 15)], ["+c"], 1),
+    ("a deletion that was missed", [added("a", 5)], ["-b"], 1),
+    ("other content", [added("a", 5), added("b", 6, clusterIP="10.9.9.9")], ["+b"], 1),
+]
+
+
+@pytest.mark.parametrize(("name", "lines", "said", "drift"), DRIFT, ids=[row[0] for row in DRIFT])
+def test_the_regular_list_finds_what_was_missed_and_is_quiet_otherwise(
+    start, caplog, name, lines, said, drift
+):
+    run = relisted(start, *lines, bookmark(30, end=True))
+    assert run.said[3:-1] == said
+    assert run.reflector.status().drift == drift
+    assert ("had drifted" in caplog.text) == bool(drift)
+    assert run.waits == []
+
+
+# --- what has no end ---
+
+
+def test_a_head_that_is_dribbled_ends(start, monkeypatch):
+    monkeypatch.setattr("kbpf.source.transport.HEAD_SECONDS", 0.3)
+
+    def dribble(exchange: Exchange) -> None:
+        with contextlib.suppress(OSError):
+            for byte in b"HTTP/1.1 200 OK\r\nX-Filler: " + b"x" * 10_000:
+                exchange.sock.sendall(bytes([byte]))
+                time.sleep(0.05)
+        exchange.open = False
+
+    run = start(dribble, hold=True)
+    run.reflector.start()
+    run.until(lambda: run.reflector.status().failures)
+    assert "the head of the answer takes too long" in run.reflector.status().error
+
+
+def test_a_page_that_is_dribbled_ends(start, monkeypatch):
+    monkeypatch.setattr("kbpf.source.reflector.PAGE_SECONDS", 0.3)
+
+    def dribble(exchange: Exchange) -> None:
+        exchange.head(200, Content_Length="100000")
+        with contextlib.suppress(OSError):
+            for _ in range(10_000):
+                exchange.sock.sendall(b" ")
+                time.sleep(0.05)
+        exchange.open = False
+
+    run = start(PAGES, dribble)
+    run.until(lambda: run.reflector.status().failures)
+    assert "a page of services takes too long" in run.reflector.status().error
+
+
+def test_a_page_that_is_too_long_ends(start, monkeypatch):
+    monkeypatch.setattr("kbpf.source.reflector.PAGES_BYTES", 200_000)
+
+    def endless(exchange: Exchange) -> None:
+        exchange.head(200)
+        with contextlib.suppress(OSError):
+            while True:
+                exchange.sock.sendall(b" " * 4096)
+        exchange.open = False
+
+    run = start(PAGES, endless)
+    run.until(lambda: run.reflector.status().failures)
+    assert "a page of services has more than 195 KiB" in run.reflector.status().error
+
+
+def test_all_pages_together_have_a_bound():
+    room = PageRoom(100)
+    with room.lease() as one, room.lease() as two:
+        one(60)
+        with pytest.raises(SourceError, match="together"):
+            two(41)
+        two(40)
+    with room.lease() as again:
+        again(100)
+
+
+def test_the_items_of_a_page_have_a_bound(start, monkeypatch):
+    monkeypatch.setattr("kbpf.source.reflector.COUNT_FROM", 10)
+    monkeypatch.setattr("kbpf.source.wire.MOST_ITEMS", 100)
+    many = {"metadata": {"resourceVersion": "5"}, "items": [{}] * 101}
+    run = start(PAGES, lambda e: e.answer(200, many), listed(*[service("a", 1)] * 100))
+    run.until(lambda: "synced" in run.said)
+    assert run.waits == [0.4]
+
+
+def test_a_list_that_takes_long_is_a_problem_while_it_does(start):
+    def step(exchange: Exchange) -> None:
+        exchange.watch(added("a", 5))
+        run.until(lambda: run.said == ["+a"])
+        assert run.reflector.status().problems == ()
+        run.now += 31
+        (line,) = run.reflector.status().problems
+        assert "the list of services has taken more than 30 s" in line
+        exchange.line(bookmark(7, end=True))
+        exchange.hang()
+
+    run = start(step, hold=True)
+    run.reflector.start()
+    run.until(lambda: "synced" in run.said)
+    assert run.reflector.status().problems == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "piece", "steps", "error"),
+    [
+        ("a line without an end", b"x", 3, "a line has no end after 30 s"),
+        ("empty lines alone", b"\n", 5, ""),
+    ],
+)
+def test_a_watch_whose_bytes_say_nothing_is_not_well(start, name, piece, steps, error):
+    seen: list[str] = []
+
+    def step(exchange: Exchange) -> None:
+        listed_a(then=lambda e: None)(exchange)
+        run.until(lambda: "synced" in run.said)
+        with contextlib.suppress(OSError):
+            for _ in range(steps):
+                run.now += 25
+                exchange.line(piece)
+                run.until(
+                    lambda: (
+                        run.reflector.status().last_contact == run.now
+                        or len(run.server.requests) > 1
+                    )
+                )
+        exchange.hang()
+
+    def again(exchange: Exchange) -> None:
+        seen.append(run.reflector.status().error)
+        quiet(exchange)
+
+    run = start(step, again, hold=True)
+    run.reflector.start()
+    run.server.wait(2)
+    run.until(lambda: seen)
+    assert error in seen[0]
+    assert bool(error) == bool(seen[0])
+    assert run.asked(1) == "watch 10"
 
 
 # --- silence ---
@@ -604,7 +871,7 @@ def test_a_watch_that_lived_starts_the_count_again(start):
         exchange.end()
 
     ends = streamed(then=Exchange.end)
-    run = start(*[status(500)] * 3, listed_a(), lives, ends, LISTED_A, hold=True)
+    run = start(*[status(500)] * 3, listed_a(), lives, ends, hold=True)
     run.reflector.start()
     run.server.wait(7)
     # Three failures, a list that ended at once, then at once after the one that lived, then not.
