@@ -10,6 +10,8 @@ backends.
 """
 
 import json
+import resource
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,6 @@ from kbpf.dataplane.bpf.layout import (
     PAIR,
     PEER,
     U32,
-    U64,
     FlowPart,
     TcpState,
     schema_hash,
@@ -45,16 +46,17 @@ def run() -> dict[str, Any]:
         folder = lab.folder / "objects"
         folder.mkdir()
         write(folder, lab.nodes[0].ip)
-        agent = Agent(lab.nodes[0], "--source", str(folder), "--max-sockets", "65536",
-                      "--accounting", "full")  # fmt: skip
+        agent = Agent(lab.nodes[0], "--source", str(folder), "--accounting", "full")
         found: dict[str, Any] = {}
         agent.start()
         found["idle"] = measure(agent)
-        fill_sockets(agent)
+        sockets = fill_sockets(agent)
         fill_counts(agent)
         found["busy"] = measure(agent)
         fill_flows(agent)
         found["full"] = measure(agent)
+        for one in sockets:
+            one.close()
         agent.stop()
         agent.start(extra=("--metrics-services", str(SERVICES), "--metrics-backends", "1000"))
         found["all_series"] = measure(agent)
@@ -86,13 +88,17 @@ def ids(agent: Agent) -> list[int]:
         return [U32.unpack(key)[0] for key, _ in names.items()]
 
 
-def fill_sockets(agent: Agent) -> None:
-    """So many connected sockets for each Service."""
-    known = ids(agent)
-    pairs = [(n * SOCKETS + i, one) for n, one in enumerate(known) for i in range(SOCKETS)]
+def fill_sockets(agent: Agent) -> list[socket.socket]:
+    """So many connected sockets for each Service, to be closed by whoever called this."""
+    wanted = [one for one in ids(agent) for _ in range(SOCKETS)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(wanted) + 1024, len(wanted) + 1024))
+    sockets = []
     with pinned(agent, "sock_peers") as peers:
-        keys = b"".join(U64.pack(1 << 40 | cookie) for cookie, _ in pairs)
-        peers.update_batch(keys, b"".join(PEER.pack(b"", b"", one, 0) for _, one in pairs))
+        for number, one in enumerate(wanted):
+            sockets.append(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+            key = sockets[-1].fileno().to_bytes(4, "little")
+            peers.update(key, PEER.pack(1 + number, b"", b"", one, 0))
+    return sockets
 
 
 def fill_counts(agent: Agent) -> None:

@@ -21,28 +21,18 @@ BPF_F_TABLE("hash", struct member, u32, set_members, 64, BPF_F_NO_PREALLOC);
 /* (client, service) -> backend id, last use. Programs write; agent deletes with the Service. */
 BPF_TABLE("lru_hash", struct affinity_key, struct affinity, affinity, 64);
 
-/* socket -> its peer. connect() writes, release deletes. Full: the oldest goes, and
- * getpeername() of that socket shows the backend. */
-BPF_TABLE("lru_hash", u64, struct peer, sock_peers, 64);
+/* socket -> its peer, in the socket's own storage: freed with it, and nobody else's sockets can
+ * take its place. connect() writes. No memory (the socket's own optmem limit included):
+ * getpeername() shows the backend, and a UDP socket is not ended with its backend. */
+BPF_SK_STORAGE(sock_peers, struct peer);
 
-/* remainder of a socket -> how many with it are in sock_peers, or were driven out. accept() asks
- * for the peer of sockets that never dialled: here it sees that at once. */
-BPF_TABLE("array", u32, u32, dialled, DIALLED);
+/* socket -> what it asked without being connected, likewise. sendmsg() writes, recvmsg() gives
+ * answers their address by it. No memory: each datagram chooses anew. */
+BPF_SK_STORAGE(udp_flows, struct udp_flows);
 
-/* The same for connected UDP sockets: apart, so that many TCP connections do not drive out those
- * few whose backend's end has to be noticed. Full: a socket that is forgotten is not ended. */
-BPF_TABLE("lru_hash", u64, struct peer, udp_peers, 64);
-
-/* (socket, frontend) -> the backend of that flow. sendmsg() writes, release deletes, the agent
- * deletes when the backend stops serving. Full: the oldest goes, and its next datagram chooses
- * anew. */
-BPF_TABLE("lru_hash", struct flow_key, struct flow, udp_flows, 64);
-
-/* (socket, backend) -> frontend, to give replies their address. As udp_flows. */
-BPF_TABLE("lru_hash", struct flow_key, struct reverse, udp_reverse, 64);
-
-/* socket -> frontend of its newest flow: the head of a list for release. As udp_flows. */
-BPF_TABLE("lru_hash", u64, struct target, udp_heads, 64);
+/* (service, backend) -> when (ns, CLOCK_MONOTONIC) the backend stopped serving: a UDP flow that
+ * chose it before chooses anew. Agent writes, and deletes when no flow is older. */
+BPF_F_TABLE("hash", struct cut_key, u64, udp_cuts, 64, BPF_F_NO_PREALLOC);
 
 /* address -> 1: the node's addresses that serve NodePorts. Agent only. */
 BPF_F_TABLE("hash", struct address, u32, node_addresses, 64, BPF_F_NO_PREALLOC);

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: (GPL-2.0 OR BSD-2-Clause) */
-/* Service addresses for the sockets of a node and its pods: the ten cgroup programs.
+/* Service addresses for the sockets of a node and its pods: the nine cgroup programs.
  *
  * connect() on a frontend is pointed at a backend, once; no packet is touched afterwards.
  * Unconnected UDP is pointed at a backend per datagram, to the same one as long as the flow is
@@ -18,8 +18,6 @@
 /* An unconnected socket's flow keeps its backend this long after its last datagram: what the
  * kernel's conntrack gives to UDP streams, and so what kube-proxy's clients are used to. */
 #define FLOW_IDLE_NS (120ULL * 1000000000)
-/* Flows that release walks; what is left after these is taken by the LRU. */
-#define FLOWS_PER_SOCKET 32
 /* A pod's cgroup is looked for among the uppermost so many, and the process' own. kubelet's are at
  * level 2 to 4, or 6 where a node is itself a container. */
 #define CGROUP_LEVELS 10
@@ -68,66 +66,36 @@ static __always_inline int finish(enum verdict v, enum reason reason)
 	return 0;
 }
 
-static __always_inline u32 *dialled_like(u64 socket)
+/* The peer that connect() chose for this socket. */
+static __always_inline struct peer *peer_of(struct bpf_sock *sk)
 {
-	u32 index = socket % DIALLED;
-
-	return dialled.lookup(&index);
-}
-
-static __always_inline struct peer *peer_of(u64 socket, u8 protocol)
-{
-	u32 *like;
-
-	if (protocol == PROTO_UDP)
-		return udp_peers.lookup(&socket);
-	like = dialled_like(socket);
-	return like && *like ? sock_peers.lookup(&socket) : NULL;
-}
-
-static __always_inline void forget_peer(u64 socket, u8 protocol)
-{
-	u32 *like;
-
-	if (!peer_of(socket, protocol))
-		return;
-	if (protocol == PROTO_UDP) {
-		udp_peers.delete(&socket);
-		return;
-	}
-	like = dialled_like(socket);
-	if (!sock_peers.delete(&socket) && like && *like)
-		__sync_fetch_and_add(like, -1);
-}
-
-/* 0: it is written down. What may be there is counted before. */
-static __always_inline int remember_tcp(u64 socket, struct peer *peer)
-{
-	u32 *like = dialled_like(socket);
-
-	if (like && (!*like || !sock_peers.lookup(&socket)))
-		__sync_fetch_and_add(like, 1);
-	return sock_peers.update(&socket, peer);
+	return sk ? sock_peers.sk_storage_get(sk, NULL, 0) : NULL;
 }
 
 /* Remembers whom a connected socket talks to. A socket that connects anew, to something that is
  * no frontend, must not go on showing the old one. */
-static __always_inline void remember_peer(u64 socket, enum verdict v, const struct target *to,
-					  struct choice *c)
+static __always_inline void remember_peer(struct bpf_sock_addr *ctx, enum verdict v,
+					  const struct target *to, const struct choice *c)
 {
-	struct peer peer = {};
+	struct bpf_sock *sk = ctx->sk;
+	struct peer *peer;
 
+	if (!sk)
+		return;
 	if (v != TRANSLATE) {
-		forget_peer(socket, to->protocol);
+		sock_peers.sk_storage_delete(sk);
 		return;
 	}
-	peer.frontend = *to;
-	peer.backend = c->backend;
-	peer.service = c->service;
-	peer.backend_id = c->backend_id;
-	if (to->protocol == PROTO_UDP ? udp_peers.update(&socket, &peer)
-				      : remember_tcp(socket, &peer))
+	peer = sock_peers.sk_storage_get(sk, NULL, BPF_SK_STORAGE_GET_F_CREATE);
+	if (!peer) {
 		count(NOT_RECORDED);
+		return;
+	}
+	peer->socket = socket_id(ctx);
+	peer->frontend = *to;
+	peer->backend = c->backend;
+	peer->service = c->service;
+	peer->backend_id = c->backend_id;
 }
 
 static __always_inline bool is_exempt_cgroup(u64 id)
@@ -209,7 +177,8 @@ static __always_inline bool says_nothing(const struct target *to, const struct c
 
 /* connect(): `to` becomes the backend. Since Linux v6.1 it has a hook for ping's sockets, too,
  * which have no port. */
-static __always_inline enum verdict dial(void *ctx, struct target *to, enum reason *reason)
+static __always_inline enum verdict dial(struct bpf_sock_addr *ctx, struct target *to,
+					 enum reason *reason)
 {
 	struct choice c = {};
 	enum verdict v = PASS;
@@ -220,128 +189,196 @@ static __always_inline enum verdict dial(void *ctx, struct target *to, enum reas
 		c.reason = LEFT_TO_PACKETS;
 		v = PASS;
 	}
-	remember_peer(socket_id(ctx), v, to, &c);
+	remember_peer(ctx, v, to, &c);
 	if (v == TRANSLATE)
 		*to = c.backend;
 	*reason = c.reason;
 	return v;
 }
 
-/* Replies from `backend` to this socket will show `frontend`. The newest question wins: two
- * frontends with one backend, asked from one socket, cannot be told apart by the answer. */
-static __always_inline void remember_reverse(u64 socket, const struct target *frontend,
-					     const struct target *backend, u32 service)
+/* Whether this frontend still is one of this Service's. */
+static __always_inline bool is_frontend_of(const struct target *frontend, u32 id)
 {
-	struct flow_key key = {.socket = socket, .to = *backend};
-	struct reverse *known = udp_reverse.lookup(&key);
-	struct reverse reverse = {.frontend = *frontend, .service = service};
+	struct target at = *frontend;
+	struct service *service = service_at(&at);
 
-	if (known && same_target(&known->frontend, frontend))
-		return;
-	if (udp_reverse.update(&key, &reverse))
-		count(NOT_RECORDED);
-}
-
-/* The way back from a backend that this flow leaves, unless another flow uses it too. */
-static __always_inline void forget_reverse(const struct flow_key *key, const struct target *backend)
-{
-	struct flow_key back = {.socket = key->socket, .to = *backend};
-	struct reverse *reverse = udp_reverse.lookup(&back);
-
-	if (reverse && same_target(&reverse->frontend, &key->to))
-		udp_reverse.delete(&back);
-}
-
-/* A new flow goes to the head of its socket's list. */
-static __always_inline void create_flow(struct flow_key *key, struct choice *c, u64 now)
-{
-	struct target *head = udp_heads.lookup(&key->socket);
-	struct flow *old = udp_flows.lookup(key);
-	struct flow flow = {.last_used = now};
-
-	flow.backend = c->backend;
-	flow.backend_id = c->backend_id;
-	flow.service = c->service;
-	if (old) {
-		flow.next = old->next;
-		if (!same_target(&old->backend, &c->backend))
-			forget_reverse(key, &old->backend);
-	} else if (head) {
-		flow.next = *head;
+	if (!service) {
+		at = node_port_of(frontend);
+		service = service_at(&at);
 	}
-	if (udp_flows.update(key, &flow)) {
+	return service && service->id == id;
+}
+
+/* Whether what this flow chose serves no more: its backend, there or for this Service, or its
+ * frontend. A time of the same tick may be from before. */
+static __always_inline bool is_cut(const struct udp_flow *flow)
+{
+	struct cut_key key = {.service = flow->service, .backend = flow->backend};
+	u32 id = flow->backend_id;
+	u64 *when;
+
+	if (!backends.lookup(&id) || !is_frontend_of(&flow->frontend, flow->service))
+		return true;
+	when = udp_cuts.lookup(&key);
+	return when && flow->chosen <= *when;
+}
+
+static __always_inline u64 last_used(const struct udp_flow *flow)
+{
+	return flow->asked > flow->heard ? flow->asked : flow->heard;
+}
+
+static __always_inline struct udp_flow *flow_at(struct udp_flows *held, u32 place)
+{
+	return place < FLOWS_PER_SOCKET ? &held->flow[place] : NULL;
+}
+
+/* The place of the flow to this frontend; FLOWS_PER_SOCKET if there is none. */
+static __always_inline u32 place_of(const struct udp_flows *held, const struct target *frontend)
+{
+	u32 place = FLOWS_PER_SOCKET;
+
+#pragma unroll
+	for (u32 i = 0; i < FLOWS_PER_SOCKET; i++)
+		if (same_target(&held->flow[i].frontend, frontend))
+			place = i;
+	return place;
+}
+
+/* The place for one more: of those that are free or quiet the one that was used first. */
+static __always_inline u32 oldest_place(const struct udp_flows *held)
+{
+	u64 first = ~0ULL;
+	u32 place = 0;
+
+#pragma unroll
+	for (u32 i = 0; i < FLOWS_PER_SOCKET; i++) {
+		u64 used = last_used(&held->flow[i]);
+
+		if (used < first) {
+			first = used;
+			place = i;
+		}
+	}
+	return place;
+}
+
+/* The flow of the newest question to this backend: two frontends with one backend, asked from one
+ * socket, cannot be told apart by the answer. */
+static __always_inline u32 place_back(const struct udp_flows *held, const struct target *backend)
+{
+	u32 place = FLOWS_PER_SOCKET;
+	u64 newest = 0;
+
+#pragma unroll
+	for (u32 i = 0; i < FLOWS_PER_SOCKET; i++) {
+		const struct udp_flow *flow = &held->flow[i];
+
+		if (flow->asked >= newest && flow->frontend.protocol &&
+		    same_target(&flow->backend, backend)) {
+			newest = flow->asked;
+			place = i;
+		}
+	}
+	return place;
+}
+
+/* Answers and the next datagrams of this socket know the flow from now on. Another thread may send
+ * by the same socket meanwhile: while the place is written it belongs to no frontend. */
+static __always_inline void create_flow(struct bpf_sock_addr *ctx, const struct target *to,
+					const struct choice *c, u64 now)
+{
+	struct bpf_sock *sk = ctx->sk;
+	struct udp_flows *held;
+	struct udp_flow *flow;
+	u32 place;
+
+	held = sk ? udp_flows.sk_storage_get(sk, NULL, BPF_SK_STORAGE_GET_F_CREATE) : NULL;
+	if (!held) {
 		count(NOT_RECORDED);
 		return;
 	}
-	if (!old)
-		udp_heads.update(&key->socket, &key->to);
+	held->socket = socket_id(ctx);
+	place = place_of(held, to);
+	if (place == FLOWS_PER_SOCKET)
+		place = oldest_place(held);
+	flow = flow_at(held, place);
+	if (!flow)
+		return;
+	flow->frontend.protocol = 0;
+	flow->chosen = now;
+	flow->asked = now;
+	flow->heard = 0;
+	flow->backend = c->backend;
+	flow->service = c->service;
+	flow->backend_id = c->backend_id;
+	flow->frontend.address = to->address;
+	flow->frontend.port = to->port;
+	flow->frontend.protocol = to->protocol;
 }
 
-/* The backend of the flow, while it is in use and the backend is there. */
-static __always_inline bool flow_find(struct flow_key *key, u64 now, struct target *backend,
-				      u32 *service)
+/* The backend of the flow, while it is in use and the backend serves. */
+static __always_inline bool flow_find(struct bpf_sock *sk, const struct target *to, u64 now,
+				      struct choice *c)
 {
-	struct flow *flow = udp_flows.lookup(key);
-	u32 id;
+	struct udp_flows *held = sk ? udp_flows.sk_storage_get(sk, NULL, 0) : NULL;
+	struct udp_flow *flow;
 
-	if (!flow || elapsed(flow->last_used, now) > FLOW_IDLE_NS)
+	if (!held)
 		return false;
-	id = flow->backend_id;
-	*backend = flow->backend;
-	*service = flow->service;
-	if (!backends.lookup(&id) || udp_flows.lookup(key) != flow)
+	flow = flow_at(held, place_of(held, to));
+	if (!flow || elapsed(last_used(flow), now) > FLOW_IDLE_NS || is_cut(flow))
 		return false;
-	flow->last_used = now;
-	return true;
+	c->backend = flow->backend;
+	c->backend_id = flow->backend_id;
+	c->service = flow->service;
+	flow->asked = now;
+	return same_target(&flow->frontend, to);
 }
 
 /* A socket that is connected to this very frontend and names it again goes on with the backend
- * that connect() chose: the kernel would not take answers from another one. */
-static __always_inline bool peer_find(u64 socket, const struct target *to, struct choice *c)
+ * that connect() chose: the kernel would not take answers from another one. One that was connected
+ * to it (the agent ends such sockets, or its owner has dissolved the connection) chooses anew. */
+static __always_inline bool peer_find(struct bpf_sock *sk, const struct target *to,
+				      struct choice *c)
 {
-	struct peer *peer = udp_peers.lookup(&socket);
+	struct peer *peer = peer_of(sk);
 
-	if (!peer || !same_target(&peer->frontend, to))
+	if (!peer || sk->state != BPF_TCP_ESTABLISHED || !same_target(&peer->frontend, to))
 		return false;
 	c->backend = peer->backend;
 	c->backend_id = peer->backend_id;
 	c->service = peer->service;
-	return backends.lookup(&c->backend_id) && udp_peers.lookup(&socket) == peer;
+	return backends.lookup(&c->backend_id) != NULL;
 }
 
 /* sendmsg() with an address on a UDP socket: `to` becomes the backend. A flow that is in use goes
  * on with its backend also when its socket is left to the packet path by now. */
-static __always_inline enum verdict send(void *ctx, struct target *to, enum reason *reason)
+static __always_inline enum verdict send(struct bpf_sock_addr *ctx, struct target *to,
+					 enum reason *reason)
 {
-	struct flow_key key = {.socket = socket_id(ctx), .to = *to};
+	struct bpf_sock *sk = ctx->sk;
 	u64 now = bpf_ktime_get_ns();
 	struct choice c = {};
 	enum verdict v = TRANSLATE;
 
-	if (peer_find(key.socket, to, &c)) {
-		*to = c.backend; /* udp_peers knows the way back */
-		*reason = TRANSLATED_BY_FLOW;
-		return TRANSLATE;
-	}
-	if (flow_find(&key, now, &c.backend, &c.service)) {
+	if (peer_find(sk, to, &c) || flow_find(sk, to, now, &c)) {
 		c.reason = TRANSLATED_BY_FLOW;
 	} else {
 		v = choose_for(ctx, to, &c);
 		if (v == TRANSLATE)
-			create_flow(&key, &c, now);
+			create_flow(ctx, to, &c, now);
 	}
-	if (v == TRANSLATE) {
-		remember_reverse(key.socket, to, &c.backend, c.service);
+	if (v == TRANSLATE)
 		*to = c.backend;
-	}
 	*reason = c.reason;
 	return v;
 }
 
 /* recvmsg() and getpeername(): `from` becomes the frontend, if it is our backend. */
-static __always_inline bool reverse_peer(u64 socket, struct target *from)
+static __always_inline bool reverse_peer(struct bpf_sock *sk, struct target *from)
 {
-	struct peer *peer = peer_of(socket, from->protocol);
+	struct peer *peer = peer_of(sk);
 
 	if (!peer || !same_target(&peer->backend, from))
 		return false;
@@ -350,62 +387,32 @@ static __always_inline bool reverse_peer(u64 socket, struct target *from)
 	return true;
 }
 
-static __always_inline bool receive(void *ctx, struct target *from)
+static __always_inline bool receive(struct bpf_sock_addr *ctx, struct target *from)
 {
-	struct flow_key key = {.socket = socket_id(ctx), .to = *from};
-	struct reverse *reverse = udp_reverse.lookup(&key);
+	struct bpf_sock *sk = ctx->sk;
+	struct udp_flows *held = sk ? udp_flows.sk_storage_get(sk, NULL, 0) : NULL;
+	struct udp_flow *flow = held ? flow_at(held, place_back(held, from)) : NULL;
+	u64 now = bpf_ktime_get_ns();
 
-	if (!reverse)
-		return reverse_peer(key.socket, from);
-	*from = reverse->frontend;
+	if (!flow || is_cut(flow))
+		return reverse_peer(sk, from);
+	*from = flow->frontend;
+	if (elapsed(last_used(flow), now) <= FLOW_IDLE_NS) /* else it is over: see udp_cuts */
+		flow->heard = now;
 	count(REVERSED);
 	return true;
-}
-
-static __always_inline void forget_flows(u64 socket)
-{
-	struct target *head = udp_heads.lookup(&socket);
-	struct flow_key key = {.socket = socket};
-	struct flow_key back = {.socket = socket};
-	struct flow *flow;
-
-	if (!head)
-		return;
-	key.to = *head;
-	for (int i = 0; i < FLOWS_PER_SOCKET; i++) {
-		struct target next;
-
-		flow = udp_flows.lookup(&key);
-		if (!flow)
-			break;
-		back.to = flow->backend;
-		next = flow->next;
-		udp_reverse.delete(&back);
-		udp_flows.delete(&key);
-		if (!next.protocol)
-			break;
-		key.to = next;
-	}
-	udp_heads.delete(&socket);
 }
 
 /* ---- the end of TCP connections -------------------------------------------------------------
  *
  * At the end of a connection the kernel knows how much went each way, what was sent again, how long
  * the way was, and whether it ended in good order. A socket that connect() has pointed at a backend
- * asks to be told of its end, and its entry of sock_peers is kept until then: close() comes before
- * the last byte has gone.
+ * asks to be told of its end, which may be long after close().
  */
-
-static __always_inline bool is_kept(const struct peer *peer)
-{
-	return peer->backend.pad && is_accounting(CONFIG_ENDS);
-}
 
 static __always_inline void ask_for_end(struct bpf_sock_ops *ctx)
 {
-	u64 socket = socket_id(ctx);
-	struct peer *peer = peer_of(socket, PROTO_TCP);
+	struct peer *peer = peer_of(ctx->sk);
 
 	if (!peer)
 		return;
@@ -465,7 +472,6 @@ int sock_ops(struct bpf_sock_ops *ctx)
 {
 	u32 op = ctx->op;
 	struct peer *peer;
-	u64 socket;
 
 	if (op == BPF_SOCK_OPS_TCP_CONNECT_CB) {
 		if (is_accounting(CONFIG_ENDS))
@@ -474,12 +480,11 @@ int sock_ops(struct bpf_sock_ops *ctx)
 	}
 	if (op != BPF_SOCK_OPS_STATE_CB || ctx->args[1] != BPF_TCP_CLOSE)
 		return 1;
-	socket = socket_id(ctx);
-	peer = peer_of(socket, PROTO_TCP);
+	peer = peer_of(ctx->sk);
 	if (!peer || !peer->backend.pad)
 		return 1;
+	peer->backend.pad = 0;
 	account_end(ctx, peer);
-	forget_peer(socket, PROTO_TCP);
 	return 1;
 }
 
@@ -622,7 +627,7 @@ int getpeername4(struct bpf_sock_addr *ctx)
 {
 	struct target from = target_v4(ctx);
 
-	if (reverse_peer(socket_id(ctx), &from))
+	if (reverse_peer(ctx->sk, &from))
 		write_v4(ctx, &from);
 	return 1;
 }
@@ -631,19 +636,7 @@ int getpeername6(struct bpf_sock_addr *ctx)
 {
 	struct target from = target_v6(ctx);
 
-	if (reverse_peer(socket_id(ctx), &from))
+	if (reverse_peer(ctx->sk, &from))
 		write_v6(ctx, &from);
-	return 1;
-}
-
-int sock_release(struct bpf_sock *ctx)
-{
-	u64 socket = socket_id(ctx);
-	struct peer *peer = peer_of(socket, ctx->protocol);
-
-	if (peer && !is_kept(peer))
-		forget_peer(socket, ctx->protocol);
-	if (ctx->protocol == PROTO_UDP)
-		forget_flows(socket);
 	return 1;
 }

@@ -92,32 +92,37 @@ struct affinity {
 
 /* sock_peers: what a connected socket believes to talk to, and what it talks to. */
 struct peer {
+	u64 socket; /* its cookie, by which the agent finds it (sock_diag) */
 	struct target frontend;
-	struct target backend; /* its `pad` is not 0 where account.h removes the entry */
+	struct target backend; /* its `pad` is 1 once the end of the connection will be counted */
 	u32 service;
 	u32 backend_id;
 };
 
-#define DIALLED 65536 /* places in the map of this name */
-
-/* udp_flows, udp_reverse: an unconnected socket and the frontend, or the backend, it talks to. */
-struct flow_key {
-	u64 socket;
-	struct target to;
-	u32 pad;
-};
-
-struct flow {
-	u64 last_used; /* ns, CLOCK_MONOTONIC */
+/* udp_flows: what an unconnected socket asked of one frontend. Times: ns, CLOCK_MONOTONIC. */
+struct udp_flow {
+	u64 chosen;             /* the backend was */
+	u64 asked;              /* last datagram to the frontend */
+	u64 heard;              /* last datagram from the backend */
+	struct target frontend; /* protocol 0: this place is free */
 	struct target backend;
-	struct target next; /* frontend of the same socket's next flow; protocol 0 ends the list */
-	u32 backend_id;
 	u32 service;
+	u32 backend_id;
 };
 
-struct reverse {
-	struct target frontend;
+#define FLOWS_PER_SOCKET 12
+
+/* udp_flows: all that an unconnected socket has asked; the next one takes the place that was quiet
+ * longest. */
+struct udp_flows {
+	u64 socket;
+	struct udp_flow flow[FLOWS_PER_SOCKET];
+};
+
+/* udp_cuts: a backend that stopped serving a Service. */
+struct cut_key {
 	u32 service;
+	struct target backend;
 };
 
 /* service_names: for people who look into the maps; the programs never read it. */

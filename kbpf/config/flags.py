@@ -67,9 +67,7 @@ def _sizes() -> Iterator[Flag]:
         "frontends": "addresses that clients dial",
         "slots": "places in all backend sets together",
         "backends": "backends",
-        "sockets": "connected sockets that are remembered; the oldest goes",
         "connections": "connections of the packet path; the oldest goes",
-        "flows": "UDP flows of unconnected sockets; the oldest goes",
         "affinity": "clients with session affinity; the oldest goes",
         "counts": "pairs of a Service and a backend whose connections are counted; what comes "
         "later is not",

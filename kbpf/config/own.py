@@ -53,9 +53,7 @@ class MapSizes(msgspec.Struct, frozen=True, rename=spelling):
     frontends: int | None = None
     slots: int | None = None
     backends: int | None = None
-    sockets: int | None = None
     connections: int | None = None
-    flows: int | None = None
     affinity: int | None = None
     counts: int | None = None
 
@@ -116,9 +114,7 @@ FLAG_OF: Final[Mapping[str, str]] = MappingProxyType(
         "mapSizes.frontends": "--max-frontends",
         "mapSizes.slots": "--max-slots",
         "mapSizes.backends": "--max-backends",
-        "mapSizes.sockets": "--max-sockets",
         "mapSizes.connections": "--max-connections",
-        "mapSizes.flows": "--max-flows",
         "mapSizes.affinity": "--max-affinity",
         "mapSizes.counts": "--max-counts",
         "metrics.services": "--metrics-services",

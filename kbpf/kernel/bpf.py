@@ -60,6 +60,16 @@ class ProgLoadOpts(ctypes.Structure):
     )
 
 
+class LinkCreateOpts(ctypes.Structure):
+    _fields_ = (
+        ("sz", ctypes.c_size_t),
+        ("flags", ctypes.c_uint32),
+        ("target_btf_id", ctypes.c_uint32),
+        ("iter_info", ctypes.c_void_p),
+        ("iter_info_len", ctypes.c_uint32),
+    )
+
+
 class BatchOpts(ctypes.Structure):
     _fields_ = (
         ("sz", ctypes.c_size_t),

@@ -5,6 +5,7 @@ Descriptors are owned by the object that holds them; `close()` or a `with` block
 
 import ctypes
 import errno
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from kbpf.errors import KernelError
-from kbpf.kernel import bpf
+from kbpf.kernel import bpf, sockstorage
 
 MAP_HASH: Final = 1
 MAP_ARRAY: Final = 2
@@ -21,6 +22,7 @@ MAP_PERCPU_ARRAY: Final = 6
 MAP_LRU_HASH: Final = 9
 MAP_LPM_TRIE: Final = 11
 MAP_QUEUE: Final = 22
+MAP_SK_STORAGE: Final = 24
 
 F_NO_PREALLOC: Final = 1
 F_ALLOW_MULTI: Final = 2
@@ -61,11 +63,19 @@ class Map(bpf.Fd):
     def create(
         cls, kind: int, name: str, key_size: int, value_size: int, max_entries: int, flags: int = 0
     ) -> Self:
-        """A new map. The name is cut to the kernel's 15 characters."""
+        """A new map. The name is cut to the kernel's 15 characters. A socket storage has no number
+        of entries.
+        """
         opts = bpf.MapCreateOpts(sz=ctypes.sizeof(bpf.MapCreateOpts), map_flags=flags)
+        if kind == MAP_SK_STORAGE:
+            max_entries = 0
+            types = sockstorage.value_type(value_size)
+            opts.btf_fd, opts.btf_key_type_id, opts.btf_value_type_id = types
         fd = bpf.lib().bpf_map_create(
             kind, name[:15].encode(), key_size, value_size, max_entries, ctypes.byref(opts)
         )
+        if kind == MAP_SK_STORAGE:
+            os.close(opts.btf_fd)
         return cls(bpf.check(fd, "cannot create the map", f"{name}, {max_entries} entries"), name)
 
     @classmethod
@@ -200,14 +210,26 @@ class Map(bpf.Fd):
         return calls
 
     def items(self) -> Iterator[tuple[bytes, bytes]]:
-        """All entries, each once unless it is written meanwhile; read in batches."""
+        """All entries, each once unless it is written meanwhile; read in batches. Those of a socket
+        storage by the first eight bytes of the value, where programs write the socket's cookie.
+        """
         ks, vs = self.key_size, self.value_size
+        if self.type == MAP_SK_STORAGE:
+            for values in sockstorage.values(self.fd, vs):
+                yield from ((values[i : i + 8], values[i : i + vs])
+                            for i in range(0, len(values), vs))  # fmt: skip
+            return
         for keys, values in self.batches():
             for i in range(len(keys) // ks):
                 yield keys[i * ks : (i + 1) * ks], values[i * vs : (i + 1) * vs]
 
     def batches(self) -> Iterator[tuple[bytes, bytes]]:
-        """The same, many keys and their values at a time, back to back."""
+        """The same, many keys and their values at a time, back to back; of a socket storage without
+        keys.
+        """
+        if self.type == MAP_SK_STORAGE:
+            yield from ((b"", values) for values in sockstorage.values(self.fd, self.value_size))
+            return
         cursor: bytes | None = None
         while True:
             try:

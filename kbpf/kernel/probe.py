@@ -93,6 +93,23 @@ def map_works(kind: int, flags: int = 0) -> Probe:
     return Probe(found == bytes(8), "" if found == bytes(8) else "what was written is not read")
 
 
+def socket_storage(readable: bool = False) -> Probe:
+    """Whether values can be kept with sockets (Linux v5.2); `readable`: and all of them read, for
+    which the kernel must have BTF (v5.9).
+    """
+    try:
+        with (
+            Map.create(libbpf.MAP_SK_STORAGE, "kbpf_probe", 4, 8, 0, libbpf.F_NO_PREALLOC) as made,
+            socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as own,
+        ):
+            key = own.fileno().to_bytes(4, "little")
+            made.update(key, b"kept-8by")
+            found = [value for _, value in made.items()] if readable else [made.lookup(key)]
+    except KernelError as error:
+        return _tried(error)
+    return Probe(found == [b"kept-8by"], "" if found == [b"kept-8by"] else "it is not read")
+
+
 def batches() -> Probe:
     """Whether many entries are written and read by one call (Linux v5.6)."""
     try:

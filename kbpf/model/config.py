@@ -28,7 +28,7 @@ class Accounting(StrEnum):
 class MapSizes:
     """How many entries the maps may hold at most; they start smaller and grow on demand.
 
-    `sockets`, `flows` and `affinity` are LRU maps: full means that the oldest entry goes.
+    `affinity` is an LRU map: full means that the oldest entry goes.
     `connections` are those of the packet path: beyond it those make room that nobody needs.
     `counts` are pairs of a Service port and a backend whose connections are counted.
     """
@@ -36,8 +36,6 @@ class MapSizes:
     frontends: int = 262_144
     slots: int = 4_194_304
     backends: int = 1_048_576
-    sockets: int = 65_536
-    flows: int = 65_536
     connections: int = 131_072
     affinity: int = 65_536
     counts: int = 131_072

@@ -19,6 +19,7 @@ TYPES: Final = {
     libbpf.MAP_LRU_HASH: "lru_hash",
     libbpf.MAP_QUEUE: "queue",
     libbpf.MAP_LPM_TRIE: "lpm_trie",
+    libbpf.MAP_SK_STORAGE: "sk_storage",
 }
 
 PURPOSE: Final = {
@@ -30,12 +31,9 @@ PURPOSE: Final = {
     "affinity": "client and Service → backend it is kept at; full: the oldest goes",
     "no_counts": "what a new entry of counts is a copy of",
     "counts": "Service and backend → what their connections came to",
-    "sock_peers": "connected socket → frontend and backend; full: the oldest goes",
-    "dialled": "remainder of a socket → how many are in sock_peers, or were driven out",
-    "udp_peers": "connected UDP socket → frontend and backend; full: the oldest is not ended",
-    "udp_flows": "unconnected UDP socket and frontend → backend; full: the oldest goes",
-    "udp_reverse": "unconnected UDP socket and backend → frontend, for replies; full: as udp_flows",
-    "udp_heads": "unconnected UDP socket → its newest flow; full: as udp_flows",
+    "sock_peers": "connected socket → frontend and backend; of each socket its own",
+    "udp_flows": "unconnected UDP socket → frontends and backends; of each socket its own",
+    "udp_cuts": "Service and UDP backend → since when it serves no more",
     "node_addresses": "addresses of this node that serve NodePorts",
     "cluster_ips": "ClusterIPs, of which a port that no Service has is refused",
     "agent_sockets": "the agent's connections to the API server, for which only ClusterIPs count",

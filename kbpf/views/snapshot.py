@@ -37,7 +37,7 @@ from kbpf.dataplane.bpf.layout import (
     unpack_range,
 )
 from kbpf.dataplane.bpf.load import Pins
-from kbpf.dataplane.bpf.measure import WALKED, Census, Ids, totals_in
+from kbpf.dataplane.bpf.measure import SOCKETS, WALKED, Census, Ids, totals_in
 from kbpf.dataplane.bpf.udp import backend_of
 from kbpf.errors import KernelError, NotFoundError
 from kbpf.kernel import libbpf
@@ -295,8 +295,9 @@ def _packets(maps: Mapping[str, Map]) -> dict[str, Any]:
 def _traffic(maps: Mapping[str, Map]) -> dict[str, Any]:
     census, totals = Census(), dict[Ids, Totals]()
     for name in WALKED:
-        for _ in census.take(maps[name], True):
-            pass
+        with contextlib.suppress(KernelError) if name in SOCKETS else contextlib.nullcontext():
+            for _ in census.take(maps[name], True):
+                pass
     for _ in totals_in(maps["counts"], totals):
         pass
     return {"open": census.pairs, "totals": totals}
@@ -328,6 +329,9 @@ def _facts(name: str, held: Map) -> MapFacts:
     entries = held.max_entries
     if held.type in COUNTED:
         entries = sum(1 for _ in held.items())
+    elif held.type == libbpf.MAP_SK_STORAGE:
+        with contextlib.suppress(KernelError):
+            entries = sum(1 for _ in held.items())
     return MapFacts(name, held.type, entries, held.max_entries, held.memory())
 
 

@@ -19,7 +19,6 @@ import yaml
 
 from tests.support import docs
 from tests.support.apiserver import ApiServer
-from tests.support.features import needs
 from tests.support.kube import Kube, Object
 from tests.support.kube_objects import endpoint, endpoint_slice, node, port, service, slice_port
 from tests.support.kube_proxy import KubeProxy
@@ -575,11 +574,10 @@ def test_connections_are_counted_by_service(site: Site):
     assert page["kbpf_tracked_connections_limit"].value() == 131_072
     limited = {dict(own)["map"] for _, own in page["kbpf_map_limit_entries"].samples}
     assert {"services", "backends"} <= limited
-    assert not {"flows", "sock_peers", "affinity"} & limited
+    assert not {"flows", "affinity"} & limited
     clear(site.kube)
 
 
-@needs("sock_ops")
 def test_what_connections_came_to_is_counted_by_service(site: Site):
     pod, vip = site.ours.pod("other").serve(8080), "10.96.0.77"
     numbers = {"counted": 8080, "closed": 8081}

@@ -9,7 +9,6 @@ import contextlib
 import errno
 import itertools
 import socket
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import NamedTuple
 
 import pytest
 
-from kbpf.dataplane.bpf.layout import CONFIG, DIALLED, U32, U64, ConfigFlag, Reason
+from kbpf.dataplane.bpf.layout import CONFIG, ConfigFlag, Reason
 from kbpf.model.objects import Protocol
 from tests.support.features import needs
 from tests.support.lab import PATIENCE, Node, Place, ip, settled, until
@@ -404,33 +403,6 @@ def test_closing_frees_what_the_socket_held(ground: Ground):
     (own,) = set(ground.site.entries("sock_peers")) - known
     ground["pod"].ask("drop", keep="kept")
     until("it is freed", lambda: own not in ground.site.entries("sock_peers"))
-    until("nor is it counted", lambda: counted_as_dialled(ground.site) == alike(ground.site))
-
-
-def test_a_socket_that_dials_twice_is_counted_once(ground: Ground):
-    """By what is counted getpeername() sees at once that a socket has dialled nobody."""
-
-    def dial() -> None:
-        with socket.socket() as s:
-            s.connect(("10.96.0.1", 80))
-            s.connect_ex(("10.96.0.1", 80))  # is connected; the hook has run all the same
-            assert counted_as_dialled(ground.site) == alike(ground.site)
-
-    within(ground["pod"], dial)
-    until("it is freed", lambda: counted_as_dialled(ground.site) == alike(ground.site))
-
-
-def counted_as_dialled(site: Site) -> dict[int, int]:
-    """The map of this name: how many, by the remainder of their ids; those that are not 0."""
-    entries = site.entries("dialled").items()
-    found = {U32.unpack(key)[0]: U32.unpack(value)[0] for key, value in entries}
-    return {remainder: count for remainder, count in found.items() if count}
-
-
-def alike(site: Site) -> dict[int, int]:
-    """The same, from what is there."""
-    numbers = (U64.unpack(key)[0] for key in site.entries("sock_peers"))
-    return dict(Counter(number % DIALLED for number in numbers))
 
 
 @needs("netns_cookie")

@@ -134,20 +134,20 @@ def test_a_limit_below_the_start_is_kept(site: Site):
 def test_lru_maps_get_the_size_that_is_asked_for_and_keep_what_they_hold(
     node: Node, host: Place, artifact_cache: Path
 ):
+    state = desired(*many(2, f"{LOCAL[1]}:1", affinity_timeout=900))
     with sites(artifact_cache) as make:
         site = make(cgroup=node.cgroup, node=node.netns)
-        site.open(replace(SIZES, flows=512)).apply(desired(*many(1, f"{LOCAL[1]}:1")), None)
-        host.serve(udp=(1,))
-        assert host.udp("10.96.0.1", 53, keep="s", connected=True)["peer"] == ["10.96.0.1", 53]
-        before = site.entries("udp_peers")
+        site.open(replace(SIZES, affinity=512)).apply(state, None)
+        assert picks(host, "10.96.0.1:53") == [LOCAL[1]]
+        before = site.entries("affinity")
         assert len(before) == 1
         for entries in (2048, 256):
-            site.open(replace(SIZES, flows=entries)).apply(desired(*many(1, f"{LOCAL[1]}:1")), None)
-            with site.pinned("udp_peers") as found:
+            site.open(replace(SIZES, affinity=entries)).apply(state, None)
+            with site.pinned("affinity") as found:
                 assert found.max_entries == entries
                 assert dict(found.items()) == before
-        host.ask("drop", keep="s")
-        assert site.entries("udp_peers") == {}, "the programs read the new map"
+        assert picks(host, "10.96.0.2:53") == [LOCAL[1]]
+        assert len(site.entries("affinity")) == 2, "the programs write to the new map"
 
 
 class Killed(Exception):
@@ -159,7 +159,7 @@ class Killed(Exception):
     [(BpfPlane, "apply"), (SocketPrograms, "publish"), (Moves, "catch_up")],
     ids=["before it applies", "before the hooks change over", "before it has caught up"],
 )
-def test_killed_while_maps_get_another_size_the_next_one_knows_all_sockets(
+def test_killed_while_maps_get_another_size_the_next_one_knows_all_clients(
     node: Node,
     host: Place,
     artifact_cache: Path,
@@ -172,26 +172,19 @@ def test_killed_while_maps_get_another_size_the_next_one_knows_all_sockets(
     def killing(*_: object) -> None:
         raise Killed
 
-    def dial(keep: str) -> None:
-        assert host.udp("10.96.0.1", 53, keep=keep, connected=True)["peer"] == ["10.96.0.1", 53]
-
-    state = desired(*many(1, f"{LOCAL[1]}:1"))
+    state = desired(*many(2, f"{LOCAL[1]}:1", affinity_timeout=900))
     with sites(artifact_cache) as make:
         site = make(cgroup=node.cgroup, node=node.netns)
-        site.open(replace(SIZES, flows=512)).apply(state, None)
-        host.serve(udp=(1,))
-        dial("before")
+        site.open(replace(SIZES, affinity=512)).apply(state, None)
+        assert picks(host, "10.96.0.1:53") == [LOCAL[1]]
         with monkeypatch.context() as patch:
             patch.setattr(owner, method, killing)
             with pytest.raises(Killed):
-                site.open(replace(SIZES, flows=1024)).apply(state, None)
+                site.open(replace(SIZES, affinity=1024)).apply(state, None)
         site.close_planes()
-        dial("after")
-        site.open(replace(SIZES, flows=1024)).apply(state, None)
-        assert len(site.entries("udp_peers")) == 2
-        for keep in ("before", "after"):
-            host.ask("drop", keep=keep)
-        assert site.entries("udp_peers") == {}, "the programs read the new map"
+        assert picks(host, "10.96.0.2:53") == [LOCAL[1]]
+        site.open(replace(SIZES, affinity=1024)).apply(state, None)
+        assert len(site.entries("affinity")) == 2
 
 
 # ---- no room -----------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from kbpf.dataplane.bpf.layout import Reason
+from kbpf.dataplane.bpf.layout import FLOWS_PER_SOCKET, UDP_FLOW, Reason
 from kbpf.dataplane.bpf.plane import BpfPlane
 from kbpf.model.address import V4_PREFIX
 from kbpf.model.desired import DesiredState, ServiceState
@@ -23,7 +23,7 @@ from tests.support.features import needs
 from tests.support.lab import PATIENCE, Node, Place, until
 from tests.support.plane import Site, desired, service, sites, within
 
-SOCKET_MAPS = ("sock_peers", "udp_peers", "udp_flows", "udp_reverse", "udp_heads")
+SOCKET_MAPS = ("sock_peers", "udp_flows")
 CUT = ("ECONNABORTED", "EDESTADDRREQ")  # what a destroyed socket's owner gets, by what it calls
 FLOW_IDLE_NS = 120 * 10**9
 WEB, WEB6, DNS = "10.96.0.1:53", "[fd00:96::1]:53", "10.96.0.2:53"
@@ -58,16 +58,16 @@ class Ground:
         """The plane makes exactly these true; nothing is retired yet."""
         self.plane.apply(desired(*services, nodes=f"{self.node.ip} {self.node.ip6}"), None)
 
-    def forget_sockets(self) -> None:
-        """So that one test's failure stays its own."""
-        for name in SOCKET_MAPS:
-            with self.site.pinned(name) as found:
-                for key, _ in list(found.items()):
-                    found.delete(key)
-
     def held(self) -> dict[str, int]:
-        """How much the maps hold for sockets."""
-        return {name: n for name in SOCKET_MAPS if (n := len(self.site.entries(name)))}
+        """How many sockets have a peer, and how many flows there are of all sockets."""
+        flows = sum(map(flows_in, self.site.entries("udp_flows").values()))
+        found = {"sock_peers": len(self.site.entries("sock_peers")), "udp_flows": flows}
+        return {name: count for name, count in found.items() if count}
+
+
+def flows_in(raw: bytes) -> int:
+    """How many places of a struct udp_flows are taken."""
+    return sum(bool(frontend[18]) for _, _, _, frontend, *_ in UDP_FLOW.iter_unpack(raw[8:]))
 
 
 @pytest.fixture(scope="module")
@@ -87,10 +87,7 @@ def ground(whole: Ground) -> Iterator[Ground]:
     whole.plane.flush()
     assert whole.held() == {}
     yield whole
-    try:
-        until("all sockets are forgotten", lambda: whole.held() == {})
-    finally:
-        whole.forget_sockets()
+    until("all sockets are forgotten", lambda: whole.held() == {})
 
 
 class Send(NamedTuple):
@@ -160,7 +157,7 @@ def test_one_socket_talks_to_several_services(ground: Ground):
         answer = pod.udp(host, 53 if name else 8080, keep="s")
         assert answer["name"] == (name or "three")
         assert answer["peer"][0] == host
-    assert ground.held() == {"udp_flows": 2, "udp_reverse": 2, "udp_heads": 1}
+    assert ground.held() == {"udp_flows": 2}
     pod.ask("drop", keep="s")
 
 
@@ -209,15 +206,59 @@ def test_a_flow_stays_with_its_backend_while_that_serves(ground: Ground):
 def test_a_flow_that_was_idle_too_long_chooses_anew(ground: Ground):
     ground.serve(ground.udp(WEB, "one", serving="one two"))
     pod = ground["pod"]
-    assert pod.udp("10.96.0.1", 53, keep="s")["name"] == "one"
-    ground.serve(ground.udp(WEB, "two", serving="one two"))
-    assert pod.udp("10.96.0.1", 53, keep="s")["name"] == "one"
+    for by, next_ in ((0, "one"), (FLOW_IDLE_NS, "two")):
+        ground.serve(ground.udp(WEB, "one", serving="one two"))
+        with socket_of(pod) as s:
+            assert answer(s)[0] == "one"
+            ground.serve(ground.udp(WEB, "two", serving="one two"))
+            age(ground, s, by)
+            assert answer(s)[0] == next_
+
+
+def socket_of(place: Place, kind: int = socket.SOCK_DGRAM) -> socket.socket:
+    """A socket as a process of that place has made it, for this one to use."""
+    here, there = socket.socketpair()
+
+    def make() -> None:
+        with socket.socket(socket.AF_INET, kind) as made:
+            socket.send_fds(there, [b"-"], [made.fileno()])
+
+    with here, there:
+        within(place, make)
+        _, (received, *_), _, _ = socket.recv_fds(here, 1, 1)
+    return socket.socket(fileno=received)
+
+
+def age(ground: Ground, s: socket.socket, by: int) -> None:
+    """Makes this socket's first flow older (ns)."""
     with ground.site.pinned("udp_flows") as flows:
-        ((key, value),) = flows.items()
-        (used,) = struct.unpack_from("=Q", value)
-        flows.update(key, struct.pack("=Q", used - FLOW_IDLE_NS) + value[8:])
-    assert pod.udp("10.96.0.1", 53, keep="s")["name"] == "two"
-    pod.ask("drop", keep="s")  # and nothing is left of the first backend: see the fixture
+        key = s.fileno().to_bytes(4, "little")
+        value = flows.lookup(key)
+        assert value is not None
+        times = (max(0, used - by) for used in struct.unpack_from("=QQQ", value, 8))
+        flows.update(key, value[:8] + struct.pack("=QQQ", *times) + value[32:])
+
+
+def answer(s: socket.socket, to: tuple[str, int] = ("10.96.0.1", 53)) -> tuple[str, Any]:
+    """Who answers a datagram to there, and as whom."""
+    s.settimeout(PATIENCE)
+    s.sendto(b"hello\n", to)
+    data, sender = s.recvfrom(4096)
+    return data.decode().split('"')[3], sender
+
+
+@pytest.mark.parametrize("asks", [True, False], ids=["that asks", "that only listens"])
+def test_a_flow_is_used_by_questions_and_answers(ground: Ground, asks: bool):
+    """As conntrack has it: what comes back keeps it alive as well."""
+    one = (ground["one"].ip, 8080)
+    ground.serve(ground.udp(WEB, "one", serving="one two"))
+    with socket_of(ground["pod"]) as s:
+        answer(s)
+        age(ground, s, FLOW_IDLE_NS - 30 * 10**9)
+        assert answer(s, *([] if asks else [one]))[1] == ("10.96.0.1", 53)
+        age(ground, s, FLOW_IDLE_NS - 30 * 10**9)
+        ground.serve(ground.udp(WEB, "two", serving="one two"))
+        assert answer(s)[0] == "one"
 
 
 def test_a_socket_that_connects_elsewhere_forgets_the_service(ground: Ground):
@@ -254,8 +295,7 @@ def test_closing_a_connected_socket_frees_it(ground: Ground, kind: int):
             s.connect(("10.96.0.1", 53))
             return ground.held()
 
-    name = "udp_peers" if protocol is Protocol.UDP else "sock_peers"
-    assert within(ground["pod"], dial) == {name: 1}
+    assert within(ground["pod"], dial) == {"sock_peers": 1}
     until("it is freed", lambda: ground.held() == {})
 
 
@@ -282,9 +322,8 @@ def test_closing_frees_all_flows(ground: Ground, count: int, cut: bool):
             return before, ground.held()
 
     before, after = within(pod, send)
-    assert before == {"udp_flows": count, "udp_reverse": count, "udp_heads": 1}
-    assert after == before if not cut else after["udp_flows"] == count, "the list is not broken"
-    assert ground.held() == {}
+    assert before == after == {"udp_flows": min(count, FLOWS_PER_SOCKET)}
+    until("it is freed", lambda: ground.held() == {})
 
 
 # ---- the end of a backend ----------------------------------------------------------------------
@@ -362,16 +401,19 @@ def test_a_socket_is_only_destroyed_when_its_peer_is_the_one_that_left(ground: G
     nobody's business has the number of one that is.
     """
     ground.serve(ground.udp(WEB, "one two"))
-    pod = ground["pod"]
-    name = pod.udp("10.96.0.1", 53, keep="s", connected=True)["name"]
-    (other,) = {"one", "two"} - {name}
-    with ground.site.pinned("udp_peers") as peers:
-        ((key, value),) = peers.items()
-        address = V4_PREFIX + socket.inet_aton(ground[other].ip)
-        peers.update(key, value[:20] + address + value[36:])
-    ground.serve(ground.udp(WEB, name))
-    assert pod.ask("talk", keep="s").get("name") == name
-    pod.ask("drop", keep="s")
+    with socket_of(ground["pod"]) as s:
+        s.connect(("10.96.0.1", 53))
+        name, _ = answer(s)
+        (other,) = {"one", "two"} - {name}
+        with ground.site.pinned("sock_peers") as peers:
+            key = s.fileno().to_bytes(4, "little")
+            value = peers.lookup(key)
+            assert value is not None
+            address = V4_PREFIX + socket.inet_aton(ground[other].ip)
+            peers.update(key, value[:28] + address + value[44:])
+        ground.serve(ground.udp(WEB, name))
+        s.send(b"hello\n")
+        assert s.recv(4096).decode().split('"')[3] == name
 
 
 @pytest.mark.parametrize(
@@ -405,13 +447,14 @@ def test_flows_of_unconnected_sockets_choose_anew(ground: Ground, row: End):
 
 
 def test_a_late_answer_of_a_backend_that_left_is_not_dressed_up(ground: Ground):
-    """Its way back is gone with it: nothing says any more that it speaks for the Service."""
-    ground.serve(ground.udp(WEB, "one"))
-    pod = ground["pod"]
-    pod.udp("10.96.0.1", 53, keep="s")
-    ground.serve(ground.udp(WEB, "two"))
-    assert ground.held() == {"udp_flows": 1, "udp_heads": 1}
-    pod.ask("drop", keep="s")
+    """Nothing says any more that it speaks for the Service."""
+    one = (ground["one"].ip, 8080)
+    ground.serve(ground.udp(WEB, "one"), ground.udp(DNS, "one"))
+    with socket_of(ground["pod"]) as s:
+        service_seen = ("one", ("10.96.0.1", 53))
+        assert [answer(s), answer(s, one)] == [service_seen, service_seen]
+        ground.serve(ground.udp(WEB, "two"), ground.udp(DNS, "one"))
+        assert answer(s, one) == ("one", one)
 
 
 def test_a_backend_that_is_only_terminating_keeps_its_clients(ground: Ground):

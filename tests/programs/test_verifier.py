@@ -11,7 +11,6 @@ import pytest
 
 from kbpf.dataplane.bpf import compile
 from kbpf.dataplane.bpf.hooks import UNITS, programs_of
-from tests.support.features import needs
 from tests.support.verifier import LIMIT, Verified, fall_back, verify
 
 ROOM = LIMIT // 2
@@ -24,11 +23,7 @@ def verified(artifact_cache: Path) -> dict[str, Verified]:
     return {one.program: one for artifact in artifacts for one in verify(artifact)}
 
 
-PROGRAMS = [
-    pytest.param(name, marks=[needs("sock_ops")] if name == "sock_ops" else [])
-    for unit in UNITS
-    for name in programs_of(unit)
-]
+PROGRAMS = [name for unit in UNITS for name in programs_of(unit)]
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

@@ -23,7 +23,6 @@ from kbpf.dataplane.bpf.hooks import (
     HELPER_SET_RETVAL,
     PROG_CGROUP_SOCK_ADDR,
     PROG_SCHED_CLS,
-    PROG_SOCK_OPS,
 )
 from kbpf.errors import KernelError
 from kbpf.kernel import modules, probe, tc
@@ -32,8 +31,7 @@ from kbpf.kernel.libbpf import MAP_HASH, Program
 from kbpf.kernel.testrun import SkbContext, run
 from tests.support.packets import frame, udp
 
-CONNECT4, SOCK_OPS = 10, 3
-HELPER_NETNS_COOKIE = 122
+CONNECT4 = 10
 IPPROTO_SCTP, IPPROTO_MPTCP = 132, 262
 DEBIAN = "KBPF_TEST_DEBIAN_KERNEL"
 """Set where the kernel is Debian's own (tests/kernels): what it is built with is known."""
@@ -106,10 +104,6 @@ def _run(context: bytes | None = None, checksum_complete: bool = False) -> bool:
     return True
 
 
-def _sock_ops() -> bool | None:
-    return probe.loads(PROG_SOCK_OPS, SOCK_OPS, probe.call(HELPER_NETNS_COOKIE)).works
-
-
 def _counted_by_cgroup() -> bool:
     """Whether a map can be made by who may lock no memory."""
     _nothing().close()  # with the first one libbpf raises the limit, where that is of use
@@ -135,12 +129,6 @@ FEATURES = {
     ),
     "memory_by_cgroup": Feature(
         "maps that count against the memory cgroup", _counted_by_cgroup, (5, 11)
-    ),
-    "sock_ops": Feature(
-        "bpf_get_netns_cookie at sock_ops",
-        _sock_ops,
-        (5, 15),
-        check="hook sock_ops",
     ),
     "sctp": Feature(
         "SCTP sockets", lambda: _socket(socket.SOCK_STREAM, IPPROTO_SCTP), check="SCTP sockets"
@@ -168,7 +156,7 @@ FEATURES = {
 
 BY_KERNEL = {
     "5.10": {
-        "TCX", "bpf_set_retval", "SO_NETNS_COOKIE", "bpf_ktime_get_coarse_ns", "hook sock_ops",
+        "TCX", "bpf_set_retval", "SO_NETNS_COOKIE", "bpf_ktime_get_coarse_ns",
     },
     "6.1": {"TCX"},
     "6.12": set[str](),

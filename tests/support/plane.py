@@ -46,10 +46,10 @@ from tests.support.lab import Place, cgroup2, ip, remove_cgroup, settled
 BPFFS = Path("/sys/fs/bpf")
 HOOKS = frozenset(
     ("connect4", "connect6", "sendmsg4", "sendmsg6", "recvmsg4", "recvmsg6",
-     "getpeername4", "getpeername6", "sock_release")
+     "getpeername4", "getpeername6")
 )  # fmt: skip
 """Those that an agent attaches if it is not asked for more."""
-SIZES = MapSizes(sockets=4096, flows=4096, connections=4096, affinity=4096)
+SIZES = MapSizes(connections=4096, affinity=4096)
 """LRU maps are allocated whole: the usual sizes cost a tenth of a second and 40 MB each time."""
 ARTIFACTS = "KBPF_TEST_ARTIFACTS"
 """A folder of what `kbpf compile` made elsewhere: under emulation BCC takes forty seconds."""

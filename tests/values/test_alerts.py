@@ -40,7 +40,7 @@ PLANE = Counts(
         tables=(
             Table("services", 1000, 16_384, 262_144, 4096),
             Table("flows", 2640, 3000, None, 4096),  # of connections that are over
-            Table("sock_peers", 65_536, 65_536, None, 4096),
+            Table("affinity", 65_536, 65_536, None, 4096),
         ),
         decisions=(Decision("no_route", "drop", 0), Decision("evicted", "note", 0)),
     ),
@@ -110,7 +110,7 @@ ROWS = [
     Row("Services fill the room that their map has now, and it grows",
         {'kbpf_map_entries{map="services"}': "16384x60"}),
     Row("connections that are over fill their map", {'kbpf_map_entries{map="flows"}': "3000x60"}),
-    Row("sockets fill theirs", {'kbpf_map_entries{map="sock_peers"}': "65536x60"}),
+    Row("clients with affinity fill theirs", {'kbpf_map_entries{map="affinity"}': "65536x60"}),
     Row("connections that live fill their room", {"kbpf_tracked_connections": "900x60"},
         "KbpfConnectionsNearlyFull", "the room for tracked connections is 90% full"),
     Row("half of the room is in use", {"kbpf_tracked_connections": "500x60"}),

@@ -94,7 +94,7 @@ SAID = [
     Said("exempt cgroups", {"--socket-lb-exempt": "/system.slice/istio*/, a/b"}, {},
          "socket_lb_exempt", ("system.slice/istio*", "a/b")),
     Said("a size", {"--max-backends": "5000"}, {}, "backends", 5000),
-    Said("a size by variable", {}, {"KBPF_MAX_FLOWS": "7"}, "flows", 7),
+    Said("a size by variable", {}, {"KBPF_MAX_AFFINITY": "7"}, "affinity", 7),
     Said("up the stack by default", {}, {}, "forwarding", "stack"),
     Said("direct to the pod", {"--forwarding": "direct"}, {}, "forwarding", "direct"),
     Said("nothing is detected by default", {}, {}, "detect_local_mode", LocalMode.NONE),

@@ -424,9 +424,7 @@ OURS = [
     Says("mapSizes: {frontends: 7}", "sizes.frontends", 7),
     Says("mapSizes: {slots: 7}", "sizes.slots", 7),
     Says("mapSizes: {backends: 7}", "sizes.backends", 7),
-    Says("mapSizes: {sockets: 7}", "sizes.sockets", 7),
     Says("mapSizes: {connections: 7000}", "sizes.connections", 7000),
-    Says("mapSizes: {flows: 7}", "sizes.flows", 7),
     Says("mapSizes: {affinity: 7}", "sizes.affinity", 7),
     Says("mapSizes: {counts: 7}", "sizes.counts", 7),
     Says("metrics: {services: 0}", "serving.service_series", 0),
@@ -477,8 +475,8 @@ OURS_WRONG = [
           (f"({O}mapSizes.conections); is connections meant?",
            f"({O}socketLb); is socketLB meant?", f"({O}pinDir)")),
     Wrong("source: /a\nmaster: https://b", (f"({O}source)",)),
-    Wrong("mode: x\nlogLevel: y\nmapSizes: {flows: -1}",
-          (f"({O}mode)", f"({O}mapSizes.flows)", f"({O}logLevel)")),
+    Wrong("mode: x\nlogLevel: y\nmapSizes: {affinity: -1}",
+          (f"({O}mode)", f"({O}mapSizes.affinity)", f"({O}logLevel)")),
 ]  # fmt: skip
 
 
@@ -682,7 +680,7 @@ WRITTEN = [
            pin_dir=Path("/p"), cgroup=Path("/c"), cache_dir=Path("/d"), socket_lb=SocketLb.OFF,
            socket_lb_exempt=("a*", "b"), devices=("e*",), excluded_devices=("f",),
            masquerade_ports=(5, 6), forwarding="direct", master="",
-           sizes=MapSizes(1, 2, 3, 4, 5, 6000, 7)),
+           sizes=MapSizes(1, 2, 3, 6000, 7)),
 ]  # fmt: skip
 
 

@@ -20,6 +20,7 @@ import pytest
 
 from kbpf.dataplane.bpf import layout, udp
 from kbpf.dataplane.bpf.flatten import SOURCES, flatten
+from kbpf.kernel import libbpf
 from kbpf.model.address import ANY4, ANY6, V4_PREFIX, Addr, parse_addr
 from kbpf.model.config import MapSizes
 from kbpf.model.desired import FrontendKind, ServicePortKey
@@ -61,10 +62,10 @@ LAYOUTS = [
     Layout("member", layout.PAIR, "set backend"),
     Layout("affinity_key", layout.AFFINITY_KEY, "client service kind"),
     Layout("affinity", layout.AFFINITY, "last_used backend pad"),
-    Layout("peer", layout.PEER, "frontend backend service backend_id"),
-    Layout("flow_key", layout.FLOW_KEY, "socket to"),
-    Layout("flow", layout.FLOW, "last_used backend next backend_id service"),
-    Layout("reverse", layout.REVERSE, "frontend service"),
+    Layout("peer", layout.PEER, "socket frontend backend service backend_id"),
+    Layout("udp_flow", layout.UDP_FLOW, "chosen asked heard frontend backend service backend_id"),
+    Layout("udp_flows", layout.UDP_FLOWS, "socket flow"),
+    Layout("cut_key", layout.CUT_KEY, "service backend"),
     Layout("service_name", layout.SERVICE_NAME, "namespace name port protocol family"),
     Layout("config", layout.CONFIG, "host_netns flags"),
     Layout("source_key", layout.SOURCE_KEY, "bits service client"),
@@ -87,7 +88,7 @@ LAYOUTS = [
 
 DEFINED = {
     "CACHED_DEVICES": layout.CACHED_DEVICES,
-    "DIALLED": layout.DIALLED,
+    "FLOWS_PER_SOCKET": layout.FLOWS_PER_SOCKET,
     "PROTO_TCP": int(Protocol.TCP),
     "PROTO_UDP": int(Protocol.UDP),
 }
@@ -216,16 +217,16 @@ def test_a_wrong_layout_would_be_noticed(tmp_path: Path):
     one, other = "\tu32 cluster_set;\n", "\tu32 cluster_size;\n"
     types = (
         TYPES.replace(one + other, other + one)
-        .replace("struct reverse {\n", "struct reverse {\n\tu32 more;\n")
+        .replace("struct cut_key {\n", "struct cut_key {\n\tu32 more;\n")
         .replace("\tu32 next_set;\n\tu32 pad;", "\tu64 next_set;")
     )  # fmt: skip
     assert differences(compiled(tmp_path, types=types)) == [
         "service.cluster_set: [16, 4], Python packs (12, 4)",
         "service.cluster_size: [12, 4], Python packs (16, 4)",
-        "struct reverse: 28 bytes, Python packs 24",
-        "struct reverse: Python does not pack ['more']",
-        "reverse.frontend: [4, 20], Python packs (0, 20)",
-        "reverse.service: [24, 4], Python packs (20, 4)",
+        "struct cut_key: 28 bytes, Python packs 24",
+        "struct cut_key: Python does not pack ['more']",
+        "cut_key.service: [4, 4], Python packs (0, 4)",
+        "cut_key.backend: [8, 20], Python packs (4, 20)",
         "meta.next_set: [8, 8], Python packs (8, 4)",
     ]
 
@@ -238,8 +239,10 @@ def test_the_maps_are_made_as_the_programs_expect():
         kind, _, _, name, _, *flags = (part.strip().strip('"') for part in arguments.split(","))
         found[name] = (kind, flags == ["BPF_F_NO_PREALLOC"])
     found |= dict.fromkeys(re.findall(r"^BPF_QUEUE\((\w+),", text, re.M), ("queue", False))
+    storages = re.findall(r"^BPF_SK_STORAGE\((\w+),", text, re.M)
+    found |= dict.fromkeys(storages, ("sk_storage", True))
     kinds = {1: "hash", 2: "array", 6: "percpu_array", 9: "lru_hash", 11: "lpm_trie",
-             22: "queue"}  # fmt: skip
+             22: "queue", 24: "sk_storage"}  # fmt: skip
     assert found.pop("tails") == ("prog", False), "made with the programs, not with the maps"
     ours = {spec.name: (kinds[spec.kind], spec.flags == 1) for spec in layout.MAPS.values()}
     for name in ("service_names", "meta", "agent_status"):  # the programs never read them
@@ -297,9 +300,10 @@ def test_each_kind_of_frontend_has_a_flag_of_its_own():
 
 
 def test_maps_start_no_bigger_than_they_may_get():
-    sizes = MapSizes(frontends=10, slots=20, backends=30, sockets=40, flows=50, affinity=60)
+    sizes = MapSizes(frontends=10, slots=20, backends=30, affinity=60)
     for spec in layout.MAPS.values():
-        assert 0 < spec.start(sizes) <= spec.limit(sizes)
+        some = spec.kind != libbpf.MAP_SK_STORAGE  # of which there is one for each socket
+        assert some <= spec.start(sizes) <= spec.limit(sizes)
         if spec.sized_by:
             assert spec.limit(sizes) == int(getattr(sizes, spec.sized_by) * spec.per)
         if not spec.grows:

@@ -7,7 +7,15 @@ from typing import Any, NamedTuple
 import pytest
 
 from kbpf.dataplane.bpf import udp
-from kbpf.dataplane.bpf.layout import FLOW, FLOW_KEY, NAT, FlowPart, pack_target
+from kbpf.dataplane.bpf.layout import (
+    CUT_KEY,
+    NAT,
+    U64,
+    UDP_FLOW,
+    UDP_FLOWS,
+    FlowPart,
+    pack_target,
+)
 from kbpf.model.address import parse_addr
 from kbpf.model.desired import Backend
 from kbpf.model.objects import Protocol
@@ -32,7 +40,7 @@ class FakeMap(dict[bytes, bytes]):
     def delete(self, key: bytes) -> None:
         self.pop(key, None)
 
-    def replace(self, key: bytes, value: bytes) -> None:
+    def update(self, key: bytes, value: bytes) -> None:  # type: ignore[override]
         self[key] = value
 
 
@@ -80,7 +88,7 @@ def test_flows_of_the_packet_path_that_end(row: Row):
     flows.moves = {
         key: tracked(key[0], TWO, FlowPart(key[1])) for key in flows if key[0] in row.anew
     }
-    maps: Any = {"udp_flows": FakeMap(), "udp_peers": FakeMap(), "flows": flows}
+    maps: Any = {"udp_flows": FakeMap(), "sock_peers": FakeMap(), "flows": flows}
     assert udp.cut(maps, udp.predicate([(1, ONE), (1, SIX)], [])) == row.ended
     gone = {ONE, SIX}
     left = {client for client, backend, protocol in row.entries
@@ -89,15 +97,50 @@ def test_flows_of_the_packet_path_that_end(row: Row):
 
 
 def test_flows_of_unconnected_sockets_that_end():
-    """Each once: what has lost its backend stays in the map."""
+    """They are counted once, and forgotten by the programs: see sock.c, is_cut()."""
     flows = FakeMap()
-    for cookie, backend in enumerate((ONE, ONE, TWO, SIX), 1):
-        key = FLOW_KEY.pack(cookie, pack_target(parse_addr("10.96.0.1"), 53, UDP))
-        end = pack_target(backend.address, backend.port, UDP)
-        flows[key] = FLOW.pack(0, end, bytes(20), 7, 1)
-    maps: Any = {"udp_flows": flows, "udp_reverse": FakeMap(), "udp_peers": FakeMap(),
-                 "flows": FakeMap()}  # fmt: skip
+    for cookie, backends in enumerate(((ONE,), (ONE, TWO), (SIX,)), 1):
+        front = pack_target(parse_addr("10.96.0.1"), 53, UDP)
+        places = b"".join(
+            UDP_FLOW.pack(1, 1, 1, front, pack_target(b.address, b.port, UDP), 1, 7)
+            for b in backends
+        )
+        flows[bytes([cookie])] = UDP_FLOWS.pack(cookie, places)
+    maps: Any = {"udp_flows": flows, "sock_peers": FakeMap(), "flows": FakeMap()}
     gone = udp.predicate([(1, ONE), (1, SIX)], [])
     assert udp.cut(maps, gone) == {4: 2, 6: 1}
-    assert udp.cut(maps, gone) == {}
-    assert len(flows) == 4
+    assert udp.cut(maps, gone, flows=False) == {}
+    assert udp.stale(maps, gone) == {(1, pack_target(b.address, 53, UDP)) for b in (ONE, SIX)}
+
+
+class Cut(NamedTuple):
+    """Backends that end at these seconds, and which of them the map has then, in this order."""
+
+    name: str
+    ends: tuple[tuple[float, Backend], ...]
+    left: tuple[Backend, ...]
+
+
+KEPT = udp.KEPT_NS / 1e9
+CUTS = [
+    Cut("one", ((1, ONE),), (ONE,)),
+    Cut("again", ((1, ONE), (2, TWO), (3, ONE)), (TWO, ONE)),
+    Cut("over when no flow is as old", ((1, ONE), (1 + KEPT, TWO)), (TWO,)),
+    Cut("until then it is kept", ((1, ONE), (KEPT, TWO)), (ONE, TWO)),
+    Cut("the oldest makes room", ((1, ONE), (2, TWO), (3, SIX)), (TWO, SIX)),
+]
+
+
+@pytest.mark.parametrize("row", CUTS, ids=lambda row: row.name)
+@pytest.mark.parametrize("restarts", [False, True])
+def test_backends_that_ended_are_remembered(row: Cut, restarts: bool):
+    held: Any = FakeMap()
+    held.max_entries = 2
+    cuts = udp.Cuts(held)
+    for second, backend in row.ends:
+        if restarts:
+            cuts = udp.Cuts(held)
+        packed = pack_target(backend.address, backend.port, UDP)
+        cuts.add([(1, packed)], int(second * 1e9))
+    wanted = [CUT_KEY.pack(1, pack_target(b.address, b.port, UDP)) for b in row.left]
+    assert [key for key, _ in sorted(held.items(), key=lambda pair: U64.unpack(pair[1]))] == wanted

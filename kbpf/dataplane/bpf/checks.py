@@ -116,14 +116,19 @@ def _maps() -> Iterator[CheckRow]:
     no_prealloc = probe.map_works(libbpf.MAP_HASH, libbpf.F_NO_PREALLOC)
     yield row("hash maps without preallocation", no_prealloc, "use Linux 5.7 or newer")
     yield row("LRU hash maps", probe.map_works(libbpf.MAP_LRU_HASH), "use Linux 5.7 or newer")
+    yield row("socket storage", probe.socket_storage(), "use Linux 5.10 or newer")
+    yield row(
+        "reading socket storage", probe.socket_storage(readable=True),
+        "the kernel needs CONFIG_DEBUG_INFO_BTF; without it connected UDP sockets are not ended "
+        "when their backend is gone, and connections of sockets are not shown",
+        needed=False,
+    )  # fmt: skip
     yield row("batch operations", probe.batches(), "Linux 5.6 brought them: use 5.7 or newer")
 
 
 def _hooks() -> Iterator[CheckRow]:
     for hook in HOOKS:
-        # What only counts is of no use without this helper, which those hooks got later.
-        body = probe.call(HELPER_NETNS_COOKIE) if hook.counts else b""
-        found = probe.loads(hook.kind, hook.attach_type, body)
+        found = probe.loads(hook.kind, hook.attach_type)
         advice = f"Linux {hook.since} brought it; it is for {hook.what}"
         yield row(f"hook {hook.name}", found, advice, hook.required, hook.what)
     cookie = probe.loads(PROG_CGROUP_SOCK_ADDR, CONNECT4, probe.call(HELPER_NETNS_COOKIE))

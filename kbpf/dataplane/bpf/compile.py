@@ -109,15 +109,15 @@ def _explain(unit: str, stderr: str, code: int) -> CompileError:
 def _child(unit: str, out: Path) -> None:
     source, text, have = artifact.source_key(unit), flatten.flatten(unit), tools()
     os.environ["BCC_KERNEL_SOURCE"] = str(flatten.SOURCES)
-    from bcc import BPF
+    from bcc import BPF, lib
 
     module = BPF(text=text, cflags=list(artifact.CFLAGS))
     shapes = {}
     by_fd = {}
     for name in _map_names(text):
-        table = module[name]
-        by_fd[table.map_fd] = name
-        shape = Map(os.dup(table.map_fd), name)  # BCC's own Leaf is per CPU where the map is
+        fd = lib.bpf_table_fd(module.module, name.encode())  # module[name] knows not all types
+        by_fd[fd] = name
+        shape = Map(os.dup(fd), name)  # BCC's own Leaf is per CPU where the map is
         shapes[name] = artifact.MapShape(name, shape.key_size, shape.value_size)
         shape.close()
     programs = tuple(_bytecode(name, module.dump_func(name), by_fd) for name in programs_of(unit))
@@ -130,7 +130,7 @@ def _child(unit: str, out: Path) -> None:
 def _map_names(text: str) -> list[str]:
     tables = re.findall(r"^BPF_(?:F_)?TABLE\(([^;]*?)\);", text, re.M | re.S)
     names = [[part.strip() for part in arguments.split(",")][3] for arguments in tables]
-    return names + re.findall(r"^BPF_QUEUE\((\w+),", text, re.M)
+    return names + re.findall(r"^BPF_(?:QUEUE|SK_STORAGE)\((\w+),", text, re.M)
 
 
 def _bytecode(name: str, raw: bytes, by_fd: dict[int, str]) -> artifact.Bytecode:

@@ -4,7 +4,6 @@ import errno
 from dataclasses import dataclass
 from typing import Final
 
-PROG_CGROUP_SOCK: Final = 9
 PROG_SOCK_OPS: Final = 13
 PROG_CGROUP_SOCK_ADDR: Final = 18
 
@@ -33,8 +32,7 @@ HOOKS: Final = (
     Hook("recvmsg6", "sock", PROG_CGROUP_SOCK_ADDR, 20, "5.2", True, "recvfrom() on UDP, IPv6"),
     Hook("getpeername4", "sock", PROG_CGROUP_SOCK_ADDR, 29, "5.8", False, "getpeername(), IPv4"),
     Hook("getpeername6", "sock", PROG_CGROUP_SOCK_ADDR, 30, "5.8", False, "getpeername(), IPv6"),
-    Hook("sock_release", "sock", PROG_CGROUP_SOCK, 34, "5.9", False, "close()"),
-    Hook("sock_ops", "sock", PROG_SOCK_OPS, 3, "5.15", False, "what TCP connections come to",
+    Hook("sock_ops", "sock", PROG_SOCK_OPS, 3, "5.7", False, "what TCP connections come to",
          counts=True),
     Hook("sendmsg4", "sock", PROG_CGROUP_SOCK_ADDR, 14, "4.18", True, "sendto() on UDP, IPv4"),
     Hook("sendmsg6", "sock", PROG_CGROUP_SOCK_ADDR, 15, "4.18", True, "sendto() on UDP, IPv6"),

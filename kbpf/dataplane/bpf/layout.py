@@ -222,10 +222,11 @@ U64: Final = Struct("=Q")
 PAIR: Final = Struct("=II")  # struct slot, struct member
 AFFINITY_KEY: Final = Struct("=16sII")
 AFFINITY: Final = Struct("=QII")
-PEER: Final = Struct("=20s20sII")
-FLOW_KEY: Final = Struct("=Q20s4x")
-FLOW: Final = Struct("=Q20s20sII")
-REVERSE: Final = Struct("=20sI")
+PEER: Final = Struct("=Q20s20sII")
+UDP_FLOW: Final = Struct("=QQQ20s20sII")
+FLOWS_PER_SOCKET: Final = 12
+UDP_FLOWS: Final = Struct(f"=Q{FLOWS_PER_SOCKET * UDP_FLOW.size}s")
+CUT_KEY: Final = Struct("=I20s")
 SERVICE_NAME: Final = Struct("=64s64s64sBB2x")
 SOURCE_KEY: Final = Struct("=II16s")
 ENDS: Final = Struct("=20s20s")
@@ -235,7 +236,6 @@ WAY_OUT: Final = Struct("=Q16sI6s6sHBBI")
 DEVICE: Final = Struct("=III6s2x16s16s")
 CACHED_DEVICE: Final = Struct("=I52s")
 CACHED_DEVICES: Final = 1024
-DIALLED: Final = 65_536
 NODE: Final = Struct("=16s16sIHHII")
 FRAGMENT_KEY: Final = Struct("=16s16sII")
 PORTS: Final = Struct("=2s2s")
@@ -374,6 +374,11 @@ def _lru(name: str, key: int, value: int, sized_by: str, version: int = 1) -> Ma
     return MapSpec(name, libbpf.MAP_LRU_HASH, key, value, 0, 0, sized_by, version=version)
 
 
+def _storage(name: str, value: int) -> MapSpec:
+    """What a socket has of its own: as many as there are sockets, whose key is their descriptor."""
+    return MapSpec(name, libbpf.MAP_SK_STORAGE, 4, value, 0, libbpf.F_NO_PREALLOC)
+
+
 MAPS: Final = {
     spec.name: spec
     for spec in (
@@ -383,13 +388,9 @@ MAPS: Final = {
         _plain("backends", U32.size, TARGET.size, 65_536, "backends"),
         _plain("set_members", PAIR.size, U32.size, 16_384, "slots"),
         _lru("affinity", AFFINITY_KEY.size, AFFINITY.size, "affinity"),
-        _lru("sock_peers", U64.size, PEER.size, "sockets", version=2),
-        # What is in sock_peers is counted here: whoever makes one anew makes the other.
-        MapSpec("dialled", libbpf.MAP_ARRAY, 4, U32.size, DIALLED),
-        _lru("udp_peers", U64.size, PEER.size, "flows"),
-        _lru("udp_flows", FLOW_KEY.size, FLOW.size, "flows"),
-        _lru("udp_reverse", FLOW_KEY.size, REVERSE.size, "flows"),
-        _lru("udp_heads", U64.size, TARGET.size, "flows"),
+        _storage("sock_peers", PEER.size),
+        _storage("udp_flows", UDP_FLOWS.size),
+        MapSpec("udp_cuts", libbpf.MAP_HASH, CUT_KEY.size, U64.size, 65_536, libbpf.F_NO_PREALLOC),
         MapSpec(
             "source_ranges",
             libbpf.MAP_LPM_TRIE,

@@ -2,8 +2,8 @@
 
 Any thread may ask: the pinned maps are opened anew each time, so nothing is shared with the writer,
 who replaces maps as they grow. read() is what is known at once. count() walks the maps where
-connections stand: those of the packet path in `flows`, those of the socket hooks in `sock_peers`,
-`udp_peers` and `udp_flows`; and `counts`, where the programs add up what connections came to. That
+connections stand: those of the packet path in `flows`, those of the socket hooks in `sock_peers`
+and `udp_flows`; and `counts`, where the programs add up what connections came to. That
 takes 120 ms for 100,000 connections, most of it in the kernel.
 
 What a backend that is gone has had is kept with its Service, so that no sum ever falls: count()
@@ -22,13 +22,14 @@ from kbpf.dataplane.bpf import load
 from kbpf.dataplane.bpf.flows import HOLDS, NEEDED, columns
 from kbpf.dataplane.bpf.layout import (
     COUNTS,
-    FLOW,
     FORGETFUL,
     MAPS,
     PAIR,
     PEER,
     SERVICE_NAME,
     U32,
+    UDP_FLOW,
+    UDP_FLOWS,
     FlowPart,
     Reason,
     Target,
@@ -73,9 +74,8 @@ VERDICTS: Final = {
 }
 """Any other reason means that it was translated. A note counts what happened beside a verdict."""
 
-SOCKETS: Final = {"sock_peers": (PEER.size, 40, 44), "udp_peers": (PEER.size, 40, 44),
-                  "udp_flows": (FLOW.size, 52, 48)}  # fmt: skip
-"""Of the value: its length, and where the ids of the Service and of the backend stand."""
+SOCKETS: Final = ("sock_peers", "udp_flows")
+"""What connected and unconnected sockets hold, of which the kernel must have BTF to show it."""
 
 WALKED: Final = ("flows", *SOCKETS, "affinity")
 """Maps that programs write, whose entries are counted; the others are as full as one of these."""
@@ -279,8 +279,8 @@ class Census:
         """Adds what is in this map, a piece at a time."""
         name, now = held.name, time.monotonic_ns()
         self.entries[name] = needed = 0
-        for keys, values in held.batches():
-            self.entries[name] += len(keys) // held.key_size
+        for _, values in held.batches():
+            self.entries[name] += len(values) // held.value_size
             if name != "affinity":
                 if name == "flows":
                     services, backends, more = _live(values, now)
@@ -328,10 +328,16 @@ def _pairs(keys: bytes, values: bytes) -> Iterator[tuple[Ids, Totals]]:
 
 
 def _peers(name: str, values: bytes) -> tuple[list[int], list[int]]:
-    """The ids of Service and backend of each socket, these values back to back."""
-    size, service, backend = SOCKETS[name]
-    words = memoryview(values).cast("I")
-    return words[service // 4 :: size // 4].tolist(), words[backend // 4 :: size // 4].tolist()
+    """The ids of Service and backend of what these sockets hold, values back to back."""
+    if name == "sock_peers":
+        words = memoryview(values).cast("I")
+        return words[12 :: PEER.size // 4].tolist(), words[13 :: PEER.size // 4].tolist()
+    flows = b"".join(values[at + 8 : at + UDP_FLOWS.size]
+                     for at in range(0, len(values), UDP_FLOWS.size))  # fmt: skip
+    words = memoryview(flows).cast("I")
+    step = UDP_FLOW.size // 4
+    ids = [pair for pair in zip(words[16::step], words[17::step], strict=True) if pair[0]]
+    return [service for service, _ in ids], [backend for _, backend in ids]
 
 
 def _live(values: bytes, now: int) -> tuple[list[int], list[int], int]:

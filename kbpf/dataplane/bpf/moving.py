@@ -26,14 +26,14 @@ from kbpf.dataplane.bpf.flows import (
     last_used,
     newest,
 )
-from kbpf.dataplane.bpf.layout import DIALLED, MAPS, U32, U64
+from kbpf.dataplane.bpf.layout import MAPS, U32, U64
 from kbpf.errors import KernelError
 from kbpf.kernel import libbpf
 from kbpf.kernel.libbpf import Map
 
 log = logging.getLogger("kbpf.dataplane")
 
-TIMED: Final = frozenset(("flows", "udp_flows", "affinity"))
+TIMED: Final = frozenset(("flows", "affinity"))
 """Those of them whose values begin with the time of their last use, in ns, 8 bytes, host order."""
 
 TICK: Final = 20_000_000
@@ -143,8 +143,6 @@ class Moves:
             at = _now()
             late = self._bring(left)
             self._copied[left.name] = at
-            if left.name == "sock_peers":
-                self._count_dialled()
             if late:
                 log.info("map caught up map=%s entries=%d", left.name, late)
         self._drop(left for left in self._left if left.name not in still_read)
@@ -158,14 +156,6 @@ class Moves:
         self._left = [left for left in self._left if left not in gone]
         for left in gone:
             left.close()
-
-    def _count_dialled(self) -> None:
-        """No place says 0 for a socket that is there. Too many cost a look-up, too few a peer."""
-        dialled = self._maps["dialled"]
-        for place in {U64.unpack(key)[0] % DIALLED for key, _ in self._maps["sock_peers"].items()}:
-            key = U32.pack(place)
-            count = U32.unpack(dialled.lookup(key) or key)[0]
-            dialled.update(key, U32.pack(count + 1))
 
     def _bring(self, left: Left) -> int:
         """How many entries came over."""

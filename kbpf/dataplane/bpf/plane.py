@@ -105,6 +105,7 @@ class BpfPlane:
         refusing = (Addr(key) for key, _ in maps["cluster_ips"].items())
         self._cluster_ips = ClusterIps(found.programmed.values(), refusing)
         self._tables.fill["cluster_ips"] = len(self._cluster_ips)
+        self._cuts = udp.Cuts(maps["udp_cuts"])
         # What was to be retired is found again as stray.
         self._ended: list[Ended] = []
         self._retiring = Retiring(self._tables, self._table, self._cut)
@@ -254,20 +255,26 @@ class BpfPlane:
         writing.write(self._tables, self._ids, writes, nodes, cluster_ips)
         self._cluster_ips.written(*cluster_ips)
         self._addresses = addresses
-        self._cut(writes.retired)
+        self._cut(writes.retired, again=False)
 
-    def _cut(self, retired: Retired) -> None:
+    def _cut(self, retired: Retired, again: bool = True) -> None:
+        """`again`: a connect() may have been on its way the first time. Flows of sockets know by
+        their time that they are from before: they are not looked at again.
+        """
         if not (retired.cut or retired.left):
             return
         families = {family_of(backend.address) for _, backend in retired.cut}
         families |= {family_of(at.address) for _, at in retired.left}
-        self._end(udp.predicate(retired.cut, retired.left), families)
+        gone = udp.predicate(retired.cut, retired.left)
+        if not again:
+            self._cuts.add({(i, target(b)) for i, b in retired.cut}, time.monotonic_ns())
+        self._end(gone, families, flows=not again)
 
-    def _end(self, gone: udp.Gone, families: Collection[int]) -> None:
+    def _end(self, gone: udp.Gone, families: Collection[int], flows: bool = True) -> None:
         start = time.perf_counter()
-        flows = udp.cut(self._tables.maps, gone)
+        ended = udp.cut(self._tables.maps, gone, flows)
         seconds = time.perf_counter() - start
-        self._ended.append(Ended(seconds, {each: flows[each] for each in families}))
+        self._ended.append(Ended(seconds, {each: ended[each] for each in families}))
 
     def _complete(self, retired: Retired, sound: bool) -> None:
         """The end of the first apply: attach, and retire what was adopted and nobody claims. That
@@ -296,7 +303,9 @@ class BpfPlane:
         fronts = {
             (o.id, f.at) for o in owners for f in o.frontends if f.at.protocol == Protocol.UDP
         }
-        self._end(udp.all_but(live, fronts), (4, 6))
+        gone = udp.all_but(live, fronts)
+        self._cuts.add(udp.stale(self._tables.maps, gone), time.monotonic_ns())
+        self._end(gone, (4, 6))
 
     def claim_socket(self, cookie: int) -> None:
         """See base.DataPlane."""

@@ -259,7 +259,17 @@ class SocketPrograms(Programs):
                     changed += 1
         finally:
             os.close(cgroup)
-        return changed
+        return changed + self._detach_former()
+
+    def _detach_former(self) -> int:
+        """Ends what an earlier version has attached to hooks that this one does not use; how many
+        there were. Else its program would go on over maps that nobody reads.
+        """
+        known = {hook.name for hook in HOOKS}
+        former = [pin for pin in sorted(self._pins.links.iterdir()) if pin.name not in known]
+        for pin in former:
+            detach(pin)
+        return len(former)
 
     def _read_now(self) -> Iterator[set[int]]:
         for pin in self._pins.links.iterdir() if self._pins.links.is_dir() else ():

@@ -2,19 +2,27 @@
 
 TCP connections are left alone, as kube-proxy leaves them. UDP has no end of its
 own: a connected socket would talk to the dead address for ever. So such sockets are destroyed in
-every network namespace, and flows of unconnected ones are forgotten. A socket whose owner goes on
-with it, or has dissolved its connection before, is led to that backend no more. Sockets that went
+every network namespace. Flows of unconnected ones are the programs' to forget: they find in
+`udp_cuts` that what a flow chose serves no more, and choose anew. Sockets that went
 to the backend directly, not through a Service, are nobody's business here: only what stands in
-`udp_peers` is destroyed.
+`sock_peers` is destroyed.
 """
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Final
 
 from kbpf.dataplane.bpf.flows import CHOSEN, is_question
-from kbpf.dataplane.bpf.layout import FLOW, FLOW_KEY, NAT, PEER, TARGET, Target, pack_target
+from kbpf.dataplane.bpf.layout import (
+    CUT_KEY,
+    NAT,
+    PEER,
+    U64,
+    UDP_FLOW,
+    Target,
+    pack_target,
+)
 from kbpf.errors import KernelError
 from kbpf.kernel import netns, sockdiag
 from kbpf.kernel.libbpf import Map
@@ -27,8 +35,12 @@ log = logging.getLogger("kbpf.dataplane")
 COOKIE_MASK: Final = (1 << 44) - 1
 """sock.c, socket_id(): the low bits are the socket's cookie, but for what is mixed in above."""
 
-BACKEND: Final = slice(TARGET.size, 2 * TARGET.size)
-"""Where it stands in a struct peer."""
+KEPT_NS: Final = 2 * 120 * 1_000_000_000
+"""A flow that has been idle for FLOW_IDLE_NS (sock.c) is over, so no flow that is older than a cut
+can be used after this time; twice, to be sure."""
+
+_SOCKET: Final = 8
+"""Bytes of a socket's id, before its flows."""
 _UDP: Final = bytes([Protocol.UDP])
 
 
@@ -42,49 +54,79 @@ Gone = Callable[[int, bytes, bytes], bool]
 """(service id, frontend, backend), the two as struct target: whether that is no more."""
 
 
-def cut(maps: dict[str, Map], gone: Gone) -> Counter[int]:
-    """Forgets flows and destroys sockets whose backend serves no more, or whose frontend is no
-    more the Service's that chose it. How many of either, by family.
+class Cuts:
+    """The map `udp_cuts`: backends that stopped serving a Service, and when, until no flow is as
+    old. The oldest makes room.
     """
-    ended = _forget_flows(maps, gone) + _forget_packets(maps, gone)
-    sockets = _end_sockets(maps["udp_peers"], gone)
+
+    def __init__(self, held: Map) -> None:
+        self._held = held
+        found = ((U64.unpack(raw)[0], key) for key, raw in held.items())
+        self._times = {key: when for when, key in sorted(found)}
+
+    def add(self, ended: Iterable[tuple[int, bytes]], now: int) -> None:
+        """These, as service id and struct target, from now (ns, CLOCK_MONOTONIC) on."""
+        for service, backend in ended:
+            key = CUT_KEY.pack(service, backend)
+            self._times.pop(key, None)
+            self._make_room(now)
+            self._held.update(key, U64.pack(now))
+            self._times[key] = now
+
+    def _make_room(self, now: int) -> None:
+        while self._times:
+            oldest, when = next(iter(self._times.items()))
+            if now - when < KEPT_NS and len(self._times) < self._held.max_entries:
+                return
+            self._held.delete(oldest)
+            del self._times[oldest]
+
+
+def cut(maps: dict[str, Map], gone: Gone, flows: bool = True) -> Counter[int]:
+    """Destroys sockets and forgets flows whose backend serves no more, or whose frontend is no
+    more the Service's that chose it. How many of either, by family. `flows`: those of unconnected
+    sockets are counted, too.
+    """
+    ended = _forget_packets(maps, gone)
+    try:
+        if flows:
+            ended += Counter(_family(backend) for _, backend in _flows(maps["udp_flows"], gone))
+        sockets = _end_sockets(maps["sock_peers"], gone)
+    except KernelError as error:
+        log.warning("UDP sockets whose backend is gone are not ended: %s", error)
+        return ended
     if sockets:
         log.info("udp sockets destroyed=%d", sockets.total())
     return ended + sockets
 
 
+def stale(maps: dict[str, Map], gone: Gone) -> set[tuple[int, bytes]]:
+    """What flows of sockets have chosen that is gone, as service id and struct target."""
+    try:
+        return set(_flows(maps["udp_flows"], gone))
+    except KernelError as error:
+        log.warning("UDP flows of before are not looked at: %s", error)
+        return set()
+
+
 def _end_sockets(peers: Map, gone: Gone) -> Counter[int]:
-    """Destroys connected sockets, and forgets whom they were connected to: who goes on with such a
-    socket chooses anew.
+    """Destroys connected sockets. Who goes on with such a socket chooses anew, since it is
+    connected no more.
     """
     doomed = {}
-    for key, raw in peers.items():
-        frontend, backend, service, _ = PEER.unpack(raw)
-        if gone(service, frontend, backend):
-            doomed[key] = raw
-    if not doomed:
-        return Counter()
-    ended = _destroy(
-        {int.from_bytes(key, "little") & COOKIE_MASK: raw[BACKEND] for key, raw in doomed.items()}
-    )
-    for key, raw in doomed.items():
-        if peers.lookup(key) == raw:
-            peers.delete(key)
-    return ended
+    for _, raw in peers.items():
+        socket, frontend, backend, service, _ = PEER.unpack(raw)
+        if backend[18:19] == _UDP and gone(service, frontend, backend):
+            doomed[socket & COOKIE_MASK] = backend
+    return _destroy(doomed) if doomed else Counter()
 
 
-def _forget_flows(maps: dict[str, Map], gone: Gone) -> Counter[int]:
-    """A flow loses its backend, so that its next datagram chooses anew. The entry itself stays
-    in its socket's list, which close() walks.
-    """
-    ended: Counter[int] = Counter()
-    for key, raw in maps["udp_flows"].items():
-        last_used, backend, following, backend_id, service = FLOW.unpack(raw)
-        if backend_id and gone(service, key[8:28], backend):
-            maps["udp_flows"].replace(key, FLOW.pack(last_used, backend, following, 0, service))
-            maps["udp_reverse"].delete(FLOW_KEY.pack(int.from_bytes(key[:8], "little"), backend))
-            ended[_family(backend)] += 1
-    return ended
+def _flows(held: Map, gone: Gone) -> Iterator[tuple[int, bytes]]:
+    """What flows of sockets have chosen that is gone, as service id and struct target."""
+    for _, raw in held.items():
+        for _, _, _, frontend, backend, service, _ in UDP_FLOW.iter_unpack(raw[_SOCKET:]):
+            if frontend[18] and gone(service, frontend, backend):
+                yield service, backend
 
 
 def _family(raw: bytes) -> int:
