@@ -22,6 +22,7 @@ from typing import Final
 Campaign = Callable[[int, float | None], None]
 
 CAMPAIGNS: Final[dict[str, str]] = {
+    "servers": "tests.fuzz.hostile_servers:campaign",
     "packets": "tests.fuzz.long:packets",
     "http-requests": "tests.fuzz.http_requests:requests",
     "http-load": "tests.fuzz.http_load:campaign",

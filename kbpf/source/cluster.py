@@ -36,7 +36,7 @@ log = logging.getLogger("kbpf.source")
 
 PLUGIN_SECONDS: Final = 60.0
 EXPIRY_SKEW: Final = 60.0
-PAGES_BYTES: Final = 256 << 20
+PAGES_BYTES: Final = 192 << 20
 """Of all pages of lists that are in memory at one time."""
 REWOUND_SECONDS: Final = 300.0
 """Watches that notice it within this time of each other notice the same restore."""

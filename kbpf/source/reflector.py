@@ -67,6 +67,8 @@ SLOW_SECONDS: Final = 30.0
 RELIST_SECONDS: Final = 3600.0
 OUTAGE_TRIES: Final = 2
 """Tries in a row that fail when a server restarts; a cut connection is one."""
+RESTLESS: Final = 4
+"""Watches in a row that end at once without an error: 410 for ever, for example."""
 COUNT_FROM: Final = 1 << 20
 """Bytes of a page from which on its items are counted before they are made."""
 _PAGE: Final = msgspec.json.Decoder(wire.ListPage)
@@ -187,12 +189,19 @@ class Reflector:
             self._version = ""
             self._known.doubt()
         self._listing_since = None
+        if failure is not None:
+            # Its frames hold the page that it came from, whose room others have been given.
+            failure.__traceback__ = failure.__cause__ = failure.__context__ = None
         if failure is not None and not self._stop.is_set():
             self._unwell(failure)
         since = self._healthy_since
+        lived = 0.0 if since is None else self._clock() - since
+        restless = self._pace.tries >= RESTLESS and lived < self._pace.steady
+        if failure is None and restless and not self._stop.is_set():
+            self._unwell(SourceError(f"each watch ends within {self._pace.steady:.0f} s"))
         return self._pace.after(
             failed=failure is not None,
-            lived=0.0 if since is None else self._clock() - since,
+            lived=lived,
             retry_after=failure.retry_after if isinstance(failure, Refused) else 0.0,
         )
 

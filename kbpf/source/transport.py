@@ -43,7 +43,8 @@ TCP_OPTIONS: Final = (
     (socket.TCP_KEEPCNT, 3),
     (socket.TCP_USER_TIMEOUT, 30_000),
 )
-LONGEST_RETRY_AFTER: Final = 600
+LONGEST_RETRY_AFTER: Final = 60
+"""Seconds. An API server says 1; what is absurd must not make the agent deaf for long."""
 ERROR_BYTES: Final = 64 << 10
 ERROR_SECONDS: Final = 10.0
 READ_BYTES: Final = 64 << 10
@@ -159,7 +160,11 @@ class Response:
             self._at_end()
             return body
 
-        return self._connection.guarded(work)
+        try:
+            return self._connection.guarded(work)
+        except SourceError:
+            body.clear()  # the error's traceback keeps it, and others are given its room
+            raise
 
     def head_of_body(self) -> bytes:
         """The first ERROR_BYTES of the body, within ERROR_SECONDS; what has come if it fails."""

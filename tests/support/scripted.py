@@ -71,6 +71,10 @@ class Exchange:
         self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.cut()
 
+    def closing(self, seconds: float) -> bool:
+        """Whether the test ends, after so many seconds at most."""
+        return self._closing.wait(seconds) if seconds else self._closing.is_set()
+
     def hang(self) -> None:
         """Say nothing more until the test ends."""
         self._closing.wait(300)
