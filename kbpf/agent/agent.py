@@ -412,7 +412,13 @@ class Agent:
                 ThreadView(one.name, one.alive, round(one.idle, 1), one.restarts, one.problem)
                 for one in threads.table()
             ),
+            off=self._features_off(),
         )
+
+    def _features_off(self) -> tuple[str, ...]:
+        if self._config.source is not None or self._config.socket_lb_label:
+            return ()
+        return ("Pods are not watched: their label kbpf.io/socket-lb does nothing",)
 
     def _latency(self, quantile: float) -> float:
         """Milliseconds; 0.0 before the first event."""

@@ -111,6 +111,8 @@ def _agent(view: StatusView) -> Iterator[tuple[str, str]]:
         exempt = f", but for {view.exempt_cgroups} exempt cgroups" if view.exempt_cgroups else ""
         yield "socket-lb", f"{view.socket_lb}{exempt}"
     yield "pins" if view.packets is not None else "state", view.pin_dir
+    if view.off:
+        yield "off", "; ".join(view.off)
     if view.error:
         yield "error", view.error
     if view.problem_count:

@@ -21,6 +21,7 @@ from kbpf.config.write import configz
 from kbpf.errors import KbpfError, KernelError, printable
 from kbpf.kernel import children, process
 from kbpf.model.config import Config
+from kbpf.model.events import Kind, Synced
 from kbpf.serve.desk import Desk
 from kbpf.serve.events import Post
 from kbpf.serve.record import Record
@@ -113,8 +114,12 @@ def sources_of(
         from kbpf.source.reflector import Reflector
         from kbpf.source.resource import SERVICES, SLICES, exempt_pods, own_node
 
-        watched = (SERVICES, SLICES, own_node(config.node_name), exempt_pods(config.node_name))
         relist = RELISTS * config.config_sync_period
+        watched = [SERVICES, SLICES, own_node(config.node_name)]
+        if config.socket_lb_label:
+            watched.append(exempt_pods(config.node_name))
+        else:
+            put(Synced(Kind.POD))  # that none is exempt by its label is known
         return [Reflector(cluster, resource, put, relist=relist) for resource in watched]
 
     return make

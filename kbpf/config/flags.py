@@ -201,7 +201,10 @@ FLAGS: Final = (
     Flag("--socket-lb-exempt", "socket_lb_exempt", readers.cgroups, "PATTERNS", NODE,
          "cgroups whose processes are left to the packet path, as folders below the cgroup v2 "
          "root with commas between them; patterns as system.slice/istio* will do (a pod says it "
-         "by the label kbpf.io/socket-lb=off)"),
+         "by the label kbpf.io/socket-lb=off: --socket-lb-label)"),
+    Flag("--socket-lb-label", "socket_lb_label", readers.truth, "true|false", NODE,
+         "whether Pods of this node are watched for the label kbpf.io/socket-lb=off, which needs "
+         "the right to list and watch Pods (default false); a folder's Pods are always read"),
     Flag("--packet-path", "packet_path", readers.truth, "true|false", NODE,
          "whether traffic from outside of the node, and of pods that the socket hooks do not see, "
          "is balanced per packet (default true)"),

@@ -27,6 +27,7 @@ class SocketLb(msgspec.Struct, frozen=True, rename=spelling):
 
     mode: str | bool | None = None
     exempt: Names = None
+    label: bool | None = None
 
 
 class PacketPath(msgspec.Struct, frozen=True, rename=spelling):
@@ -103,6 +104,7 @@ FLAG_OF: Final[Mapping[str, str]] = MappingProxyType(
         "externalIPs": "--external-ips",
         "socketLB.mode": "--socket-lb",
         "socketLB.exempt": "--socket-lb-exempt",
+        "socketLB.label": "--socket-lb-label",
         "packetPath.enabled": "--packet-path",
         "packetPath.devices": "--device",
         "packetPath.excludeDevices": "--exclude-device",

@@ -111,6 +111,7 @@ class Config:
     `all_node_port_addresses`: every address of the node instead.
     `socket_lb`: whose sockets the hooks serve, but for processes in a cgroup whose path below the
     cgroup v2 root matches one of `socket_lb_exempt` (fnmatch).
+    `socket_lb_label`: whether Pods of an API server are watched for the label kbpf.io/socket-lb.
     `packet_path`: whether packets from outside and from unhooked pods are balanced, on `devices`
     (patterns; empty: chosen by their kind) but for `excluded_devices`. `masquerade_ports`: the
     ports, both included, for sources that become the node's address. `masquerade_bit`: which bit
@@ -154,6 +155,7 @@ class Config:
     sizes: MapSizes = field(default_factory=MapSizes)
     socket_lb: SocketLb = SocketLb.ON
     socket_lb_exempt: tuple[str, ...] = ()
+    socket_lb_label: bool = False
     packet_path: bool = True
     devices: tuple[str, ...] = ()
     excluded_devices: tuple[str, ...] = ()

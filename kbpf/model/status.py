@@ -71,7 +71,9 @@ class ModeChoice(msgspec.Struct, frozen=True):
 
 
 class AgentStatus(msgspec.Struct, frozen=True):
-    """Times are seconds of CLOCK_BOOTTIME, which all processes of the machine share."""
+    """Times are seconds of CLOCK_BOOTTIME, which all processes of the machine share. `off`:
+    optional features that are not switched on, a line each.
+    """
 
     version: str
     pid: int
@@ -95,6 +97,7 @@ class AgentStatus(msgspec.Struct, frozen=True):
     without_endpoints: int = 0
     choice: ModeChoice | None = None
     threads: tuple[ThreadView, ...] = ()
+    off: tuple[str, ...] = ()
 
 
 MOST_PROBLEMS = 50

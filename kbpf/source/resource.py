@@ -105,7 +105,7 @@ class Refused(SourceError):
 def _role(resource: Resource) -> str:
     """Who has the right: kube-proxy's own role knows no Pods."""
     if resource.kind is Kind.POD:
-        return "manifests/base/rbac.yaml"
+        return "manifests/components/socket-lb-label"
     return "ClusterRole system:node-proxier"
 
 

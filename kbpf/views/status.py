@@ -60,6 +60,7 @@ class StatusView(msgspec.Struct, frozen=True):
     exempt_cgroups: int
     problem_count: int
     problems: tuple[str, ...]
+    off: tuple[str, ...]
     counters: dict[str, int]
     packets: PacketView | None
 
@@ -113,6 +114,7 @@ def view(snapshot: Snapshot) -> StatusView:
         exempt_cgroups=snapshot.exempt_cgroups,
         problem_count=said.problem_count if said else 0,
         problems=said.problems if said else (),
+        off=said.off if said else (),
         counters={reason.name.lower(): snapshot.reasons.get(reason, 0) for reason in Reason}
         if path is not None
         else {},

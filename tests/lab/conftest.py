@@ -8,9 +8,11 @@ from tests.support.cluster import Cluster
 from tests.support.folder_cluster import FolderCluster
 from tests.support.modes import PACKETS
 
+LABEL = ("--socket-lb-label", "true")
+
 
 @pytest.fixture(scope="session")
 def cluster(programs: None) -> Iterator[Cluster]:
     """Two nodes. A test uses Services of its own, and removes them."""
-    with FolderCluster(2, "s") if PACKETS else Cluster(2, "s") as made:
+    with FolderCluster(2, "s") if PACKETS else Cluster(2, "s", arguments=LABEL) as made:
         yield made

@@ -31,7 +31,7 @@ RESOURCES = ("services", "endpointslices", "nodes", "pods")
 @pytest.fixture(scope="module")
 def faulty(programs: None) -> Iterator[Cluster]:
     """One node; its agent reaches the API server through a fault proxy."""
-    with Cluster(1, "f", faulty=True) as made:
+    with Cluster(1, "f", faulty=True, arguments=("--socket-lb-label", "true")) as made:
         yield made
 
 

@@ -24,7 +24,7 @@ HOST, NAME = "10.96.0.20", "web-20"
 @pytest.fixture(scope="module")
 def faulty(programs: None) -> Iterator[Cluster]:
     """One node; the fault proxy can put nonsense into what the API server says."""
-    with Cluster(1, "x", faulty=True) as made:
+    with Cluster(1, "x", faulty=True, arguments=("--socket-lb-label", "true")) as made:
         yield made
 
 
@@ -115,7 +115,9 @@ def test_no_permission(web: Cluster) -> None:
             lambda: [s["name"] for s in web.agent.status()["sources"] if s["error"]] == ["pods"],
         )
         (line,) = [line for line in complaints(web) if "cannot list pods: 403" in line]
-        assert "grant list and watch on pods to nobody (manifests/base/rbac.yaml)" in line
+        assert (
+            "grant list and watch on pods to nobody (manifests/components/socket-lb-label)" in line
+        )
         assert line.partition("error=")[2].strip("'\"").startswith("SourceError")
         said = web.agent.status()
         assert (said["synced"], said["error"]) == (True, "")

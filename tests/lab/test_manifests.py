@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kbpf.model.events import Event, Kind, Synced
+from kbpf.model.events import NEEDED, Event, Synced
 from kbpf.source.cluster import Cluster
 from kbpf.source.kubeconfig import find_access
 from kbpf.source.reflector import Reflector
-from kbpf.source.resource import SERVICES, SLICES, exempt_pods, own_node
+from kbpf.source.resource import SERVICES, SLICES, own_node
 from tests.support.apiserver import ApiServer
 from tests.support.kubeadm import Kubeadm
 from tests.support.kubectl import MANIFESTS, OVERLAYS, Kubectl, call, documents, kustomize
 from tests.support.lab import until
-from tests.values.test_manifests import VALUES
+from tests.values.test_manifests import VALUES, with_component
 
 VAGRANT = Path(__file__).parents[2] / "vagrant"
 NAMES = sorted(path.name for path in OVERLAYS.iterdir())
@@ -69,7 +69,6 @@ def beside(admin: Kubectl) -> Iterator[None]:
 GRANTED = {
     "services": {"list", "watch"},
     "nodes": {"list", "watch"},
-    "pods": {"list", "watch"},
     "endpointslices.discovery.k8s.io": {"list", "watch"},
     "events.events.k8s.io": {"create"},
 }
@@ -100,18 +99,28 @@ def test_the_agents_sources_sync_with_it(
     path.write_text(json.dumps(config))
     heard: list[Event] = []
     cluster = Cluster(find_access(path))
-    watched = (SERVICES, SLICES, own_node("n"), exempt_pods("n"))
+    watched = (SERVICES, SLICES, own_node("n"))
     sources = [Reflector(cluster, r, heard.append) for r in watched]
     try:
         for source in sources:
             source.start()
         until(
             "all have synced",
-            lambda: {e.kind for e in heard if isinstance(e, Synced)} == set(Kind),
+            lambda: {e.kind for e in heard if isinstance(e, Synced)} == NEEDED,
         )
     finally:
         for source in sources:
             source.stop()
+
+
+def test_the_component_lets_it_watch_pods(admin: Kubectl, kubectl: Path, tmp_path: Path):
+    folder = with_component("side-by-side", tmp_path)
+    admin("apply", "-k", str(folder))
+    try:
+        for verb in ("list", "watch"):
+            assert admin("auth", "can-i", verb, "pods", "-A", f"--as={ACCOUNT}").strip() == "yes"
+    finally:
+        admin("delete", "-k", str(folder), "--ignore-not-found", "--wait=false")
 
 
 ORDERS = [("side-by-side", "kubeadm"), ("kubeadm", "side-by-side")]
@@ -144,9 +153,9 @@ def test_a_trial_and_a_drop_in_leave_each_others_objects_alone(
 
 
 def may_watch(admin: Kubectl, account: str) -> bool:
-    """What only our own ClusterRole grants: system:node-proxier knows no Pods."""
+    """Each overlay takes all that it grants with it."""
     user = f"--as=system:serviceaccount:{SPACE}:{account}"
-    return admin("auth", "can-i", "--list", user).count("pods ") == 1
+    return admin("auth", "can-i", "--list", user).count("nodes ") >= 1
 
 
 def versions(admin: Kubectl, kubectl: Path, name: str) -> dict[tuple[str, str], tuple[str, str]]:

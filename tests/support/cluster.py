@@ -101,8 +101,10 @@ class Cluster(Places):
         pods: int = 3,
         faulty: bool = False,
         network: str = "routed",
+        arguments: Sequence[str] = (),
     ) -> None:
         super().__init__()
+        self._arguments = arguments
         self._shape = (nodes, name, pods, faulty, network)
         self._stack = contextlib.ExitStack()
         self._marks = 0
@@ -113,7 +115,7 @@ class Cluster(Places):
             enter = self._stack.enter_context
             self.lab = enter(Lab(nodes, name, apart=True, network=network))
             for letter, each in zip("abcdef", self.lab.nodes, strict=False):
-                self.settle_in(letter, each, pods)
+                self.settle_in(letter, each, pods, *self._arguments)
             outside = self.lab.outside_ip
             self.api = enter(ApiServer(addresses=(outside,), netns=self.lab.outside))
             self.kube = enter(self.api.kube())

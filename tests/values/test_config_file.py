@@ -413,6 +413,7 @@ OURS = [
     Says("socketLB: {mode: off}", "socket_lb", SocketLb.OFF),
     Says("socketLB: {mode: 'on'}", "socket_lb", SocketLb.ON),
     Says("socketLB: {exempt: [system.slice/a*, b]}", "socket_lb_exempt", ("system.slice/a*", "b")),
+    Says("socketLB: {label: true}", "socket_lb_label", True),
     Says("packetPath: {enabled: false}", "packet_path", False),
     Says("packetPath: {devices: [eth0, bond*]}", "devices", ("eth0", "bond*")),
     Says("packetPath: {excludeDevices: [eth1]}", "excluded_devices", ("eth1",)),

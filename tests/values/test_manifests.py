@@ -5,6 +5,7 @@ tests/lab/test_daemonset.py.
 """
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -174,6 +175,45 @@ def test_what_the_charts_values_add(helm: Path, tmp_path: Path):
     names = [row["name"] for row in container(objects)["env"]]
     assert names == ["NODE_NAME", "KBPF_CONFIG", "KUBERNETES_SERVICE_HOST"]
     assert container(objects)["env"][2:] == GIVEN["env"]
+
+
+def with_component(name: str, folder: Path) -> Path:
+    """A kustomization of an overlay with the component that watches Pods. Kustomize takes no
+    absolute paths and nothing outside of a root but by a relative one.
+    """
+    made = {
+        "resources": [os.path.relpath(OVERLAYS / name, folder)],
+        "components": [os.path.relpath(MANIFESTS / "components/socket-lb-label", folder)],
+    }
+    (folder / "kustomization.yaml").write_text(json.dumps(made))
+    return folder
+
+
+def rules(objects: list[Object]) -> list[Object]:
+    """What our ClusterRole grants."""
+    (found,) = (each for each in objects if each["kind"] == "ClusterRole")
+    return list(found["rules"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pods_may_be_watched_with_the_component_only(name: str, kubectl: Path, tmp_path: Path):
+    plain = kustomize(kubectl, OVERLAYS / name)
+    more = kustomize(kubectl, with_component(name, tmp_path))
+    assert all("pods" not in rule["resources"] for rule in rules(plain))
+    pods = {"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]}
+    assert rules(more) == [*rules(plain), pods]
+    switch = {"name": "KBPF_SOCKET_LB_LABEL", "value": "true"}
+    assert container(more)["env"] == [*container(plain)["env"], switch]
+
+
+def test_the_charts_value_is_the_component(helm: Path, tmp_path: Path):
+    command = [str(helm), "template", "kbpf", str(MANIFESTS / "chart"), "-n", "kube-system"]
+    objects = documents(
+        call([*command, "--kube-version=1.36", "--set=socketLbLabel=true"], tmp_path)
+    )
+    core = next(rule for rule in rules(objects) if rule["apiGroups"] == [""])
+    assert core["resources"] == ["services", "nodes", "pods"]
+    assert {"name": "KBPF_SOCKET_LB_LABEL", "value": "true"} in container(objects)["env"]
 
 
 @pytest.mark.parametrize("name", NAMES)
