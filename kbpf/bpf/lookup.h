@@ -126,12 +126,48 @@ static __always_inline bool is_agents(u64 cookie)
 	return agent_sockets.lookup(&cookie) != NULL;
 }
 
-/* The backend that this client used last, if still in the set and not too long ago; else 0. */
-static __always_inline u32 affinity_find(const struct affinity_key *key, u32 set, u64 timeout,
-					 u64 now)
+static __always_inline void count(u32 reason); /* each unit has its own */
+
+/* Who shares the map `affinity` with others: an IPv4 address; an IPv6 network of 64 bits, of which
+ * a host has all addresses; or the cgroup of a socket's process: a container makes network
+ * namespaces, which affinity knows it by, but no cgroups. */
+static __always_inline struct address sharer_of(const struct asker *who, u32 cgroup)
 {
-	struct affinity_key k = *key;
-	struct affinity *last = affinity.lookup(&k);
+	struct address sharer = who->key.client;
+
+	if (cgroup)
+		return (struct address){.word = {cgroup, 0, 0, ~0U}};
+	if (!is_v4(&sharer)) {
+		sharer.word[2] = 0;
+		sharer.word[3] = 0;
+	}
+	return sharer;
+}
+
+/* Whether the client may have one more entry of `affinity`: beyond its share it is led to a backend
+ * at random each time, and nobody else's entry has to go for it. */
+static __always_inline bool takes_share(const struct asker *who, u32 cgroup)
+{
+	struct address sharer = sharer_of(who, cgroup);
+	u32 *held = affinity_shares.lookup(&sharer);
+	u32 zero = 0, one = 1;
+	struct config *c = config.lookup(&zero);
+
+	if (!held) {
+		affinity_shares.update(&sharer, &one);
+		return true;
+	}
+	if (c && c->affinity_share && *held >= c->affinity_share) {
+		count(NOT_RECORDED);
+		return false;
+	}
+	__sync_fetch_and_add(held, 1);
+	return true;
+}
+
+/* The backend that this client used last, if still in the set and not too long ago; else 0. */
+static __always_inline u32 affinity_find(const struct affinity *last, u32 set, u64 timeout, u64 now)
+{
 	struct member member = {.set = set};
 
 	if (!last || elapsed(last->last_used, now) > timeout)
@@ -166,21 +202,23 @@ static __always_inline u32 backend_at(u32 set, u32 index)
 static __always_inline u32 pick_backend(const struct service *service, u32 set, u32 size,
 					const struct asker *who, enum reason *reason)
 {
-	struct affinity last = {};
 	struct affinity_key key = who->key;
+	struct affinity last = {.cgroup = socket_cgroup()};
+	struct affinity *held;
 
 	*reason = TRANSLATED;
 	if (!service->affinity_timeout)
 		return backend_at(set, choose_slot(service, size, who));
 	key.service = service->id;
 	last.last_used = bpf_ktime_get_ns();
+	held = affinity.lookup(&key);
 	last.backend =
-		affinity_find(&key, set, service->affinity_timeout * 1000000000ULL, last.last_used);
+		affinity_find(held, set, service->affinity_timeout * 1000000000ULL, last.last_used);
 	if (last.backend)
 		*reason = TRANSLATED_BY_AFFINITY;
 	else
 		last.backend = backend_at(set, choose_slot(service, size, who));
-	if (last.backend)
+	if (last.backend && (held || takes_share(who, last.cgroup)))
 		affinity.update(&key, &last);
 	return last.backend;
 }

@@ -21,6 +21,11 @@ BPF_F_TABLE("hash", struct member, u32, set_members, 64, BPF_F_NO_PREALLOC);
 /* (client, service) -> backend id, last use. Programs write; agent deletes with the Service. */
 BPF_TABLE("lru_hash", struct affinity_key, struct affinity, affinity, 64);
 
+/* client -> how many entries of `affinity` it has: an IPv4 address, an IPv6 network of 64 bits, or
+ * a cgroup (sharer_of()). Programs count up, the agent counts again what is there (shares.py).
+ * Full: the oldest goes, and is counted from 1 until then. */
+BPF_TABLE("lru_hash", struct address, u32, affinity_shares, 64);
+
 /* socket -> its peer, in the socket's own storage: freed with it, and nobody else's sockets can
  * take its place. connect() writes. No memory (the socket's own optmem limit included):
  * getpeername() shows the backend, and a UDP socket is not ended with its backend. */

@@ -12,6 +12,12 @@
 #include "compat.h"
 #include "addr.h"
 #include "maps.h"
+
+static __always_inline u32 socket_cgroup(void)
+{
+	return (u32)current_cgroup();
+}
+
 #include "lookup.h"
 #include "account.h"
 

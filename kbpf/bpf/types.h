@@ -87,7 +87,7 @@ struct affinity_key {
 struct affinity {
 	u64 last_used; /* ns, CLOCK_MONOTONIC */
 	u32 backend;
-	u32 pad;
+	u32 cgroup; /* of whose sockets it was made, the low half of its id; 0: by a packet */
 };
 
 /* sock_peers: what a connected socket believes to talk to, and what it talks to. */
@@ -150,7 +150,7 @@ enum config_flags {
 struct config {
 	u64 host_netns; /* cookie of the network namespace that is the node */
 	u32 flags;
-	u32 pad;
+	u32 affinity_share; /* entries of `affinity` that one client may have; 0: any number */
 };
 
 /* meta: ids to give out next, so that none is used twice, restarts included. */

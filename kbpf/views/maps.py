@@ -29,6 +29,7 @@ PURPOSE: Final = {
     "backends": "backend id → address and port",
     "set_members": "who is in a set, for Services with session affinity",
     "affinity": "client and Service → backend it is kept at; full: the oldest goes",
+    "affinity_shares": "client → how many entries of affinity it has, which has a limit",
     "no_counts": "what a new entry of counts is a copy of",
     "counts": "Service and backend → what their connections came to",
     "sock_peers": "connected socket → frontend and backend; of each socket its own",

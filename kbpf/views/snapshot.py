@@ -309,7 +309,7 @@ def _told(raw: bytes) -> ToldDevice:
 
 
 def _whom(maps: Mapping[str, Map]) -> dict[str, Any]:
-    _, raw = CONFIG.unpack(maps["config"].lookup(ZERO) or bytes(CONFIG.size))
+    _, raw, _ = CONFIG.unpack(maps["config"].lookup(ZERO) or bytes(CONFIG.size))
     mode, flags = SocketLb.ON, ConfigFlag(raw)
     if ConfigFlag.SOCKETS_OFF in flags:
         mode = SocketLb.OFF

@@ -41,8 +41,8 @@ def full(path: Path_) -> Iterator[None]:
 def settle(path: Path_, flags: ConfigFlag) -> None:
     """As `--accounting full` or `connections`."""
     with path.site.pinned("config") as config:
-        netns, have = CONFIG.unpack(config.lookup(U32.pack(0)))
-        config.update(U32.pack(0), CONFIG.pack(netns, have & ~ConfigFlag.ENDS | flags))
+        netns, have, share = CONFIG.unpack(config.lookup(U32.pack(0)))
+        config.update(U32.pack(0), CONFIG.pack(netns, have & ~ConfigFlag.ENDS | flags, share))
 
 
 def had(path: Path_, v: int, which: int, protocol: str = "tcp") -> dict[bool, Totals]:

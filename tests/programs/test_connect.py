@@ -269,8 +269,8 @@ def told(ground: Ground, flag: ConfigFlag) -> Iterator[None]:
     """The hooks are told this, too."""
     with ground.site.pinned("config") as config:
         before = config.lookup(bytes(4)) or b""
-        netns, flags = CONFIG.unpack(before)
-        config.update(bytes(4), CONFIG.pack(netns, flags | flag))
+        netns, flags, share = CONFIG.unpack(before)
+        config.update(bytes(4), CONFIG.pack(netns, flags | flag, share))
         yield
         config.update(bytes(4), before)
 

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from kbpf.config import flags
+from kbpf.dataplane.bpf.layout import MAPS
 from tests.support import docs, kubeadm
 from tests.support.features import FEATURES
 from tests.support.kubectl import MANIFESTS
@@ -223,6 +224,13 @@ def test_what_kernels_lack_is_said():
             assert re.sub(r"^TCX.*", "TCX", feature.what) in row, feature
         for release in feature.unbuilt:
             assert feature.what.split()[0] in rows[".".join(map(str, release))], feature
+
+
+def test_of_each_map_it_is_said_who_can_fill_it():
+    text = (ROOT / "docs" / "limits.md").read_text().partition("## Shared maps")[2]
+    rows = [row.split("|")[1] for row in text.splitlines() if row.startswith("| `")]
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert named == set(MAPS)
 
 
 # ---- figures -------------------------------------------------------------------------------------

@@ -239,7 +239,7 @@ CACHED_DEVICES: Final = 1024
 NODE: Final = Struct("=16s16sIHHII")
 FRAGMENT_KEY: Final = Struct("=16s16sII")
 PORTS: Final = Struct("=2s2s")
-CONFIG: Final = Struct("=QI4x")
+CONFIG: Final = Struct("=QII")
 META: Final = Struct("=III4x")
 COUNTS: Final = Struct("=10Q")
 SLACK: Final = 1.125
@@ -388,6 +388,7 @@ MAPS: Final = {
         _plain("backends", U32.size, TARGET.size, 65_536, "backends"),
         _plain("set_members", PAIR.size, U32.size, 16_384, "slots"),
         _lru("affinity", AFFINITY_KEY.size, AFFINITY.size, "affinity"),
+        _lru("affinity_shares", 16, U32.size, "affinity"),
         _storage("sock_peers", PEER.size),
         _storage("udp_flows", UDP_FLOWS.size),
         MapSpec("udp_cuts", libbpf.MAP_HASH, CUT_KEY.size, U64.size, 65_536, libbpf.F_NO_PREALLOC),

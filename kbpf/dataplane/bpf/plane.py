@@ -22,6 +22,7 @@ from kbpf.dataplane.bpf.load import Pins
 from kbpf.dataplane.bpf.measure import Meter
 from kbpf.dataplane.bpf.plan import Planner, Programmed, Retired, Writes, leaving, need
 from kbpf.dataplane.bpf.retiring import GRACE_SECONDS, SHORT_GRACE_SECONDS, Retiring
+from kbpf.dataplane.bpf.shares import Shares
 from kbpf.dataplane.bpf.tables import Tables
 from kbpf.dataplane.bpf.writing import ZERO, target
 from kbpf.errors import CapacityError, KernelError, PinsGone
@@ -56,6 +57,7 @@ class BpfPlane:
         self._kept: adopt.Adopted | None = None  # what an unsound first apply left as it was
         self._unsure = False  # whether what is kept here is what the maps hold
         self._meter = Meter(self._pins, config)
+        self._shares = Shares()
         self._agent_sockets = AgentSockets()
 
     def choice(self) -> ModeChoice:
@@ -318,6 +320,7 @@ class BpfPlane:
         beside itself. See base.DataPlane.
         """
         self._retiring.until(now - GRACE_SECONDS)
+        self._shares.look(self._tables.maps, now)
         due = (self._attached.tick(now, self._stray is None), self._retiring.due)
         return min((one for one in due if one is not None), default=None)
 

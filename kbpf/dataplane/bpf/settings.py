@@ -17,6 +17,9 @@ LEAVING: Final = (
 )
 """What a restart takes over: whom the hooks leave alone, and whether packets are served then."""
 
+SHARERS: Final = 8
+"""One client may have this part of the map `affinity` (lookup.h, takes_share())."""
+
 
 class HookSettings:
     """What they are told."""
@@ -28,7 +31,8 @@ class HookSettings:
         """
         self._config, self._map = config, held
         self._host_netns = netns.cookie() or 0
-        _, before = CONFIG.unpack(held.lookup(ZERO) or bytes(CONFIG.size))
+        self._share = max(1, config.sizes.affinity // SHARERS)
+        _, before, _ = CONFIG.unpack(held.lookup(ZERO) or bytes(CONFIG.size))
         wanted = {
             ConfigFlag.SET_RETVAL: HELPER_SET_RETVAL not in lacks,
             ConfigFlag.LOCALHOST_NODE_PORTS: config.localhost_node_ports,
@@ -40,7 +44,7 @@ class HookSettings:
         self._write(ConfigFlag(before) & LEAVING | ConfigFlag(said))
 
     def _write(self, flags: ConfigFlag) -> None:
-        self._map.update(ZERO, CONFIG.pack(self._host_netns, flags))
+        self._map.update(ZERO, CONFIG.pack(self._host_netns, flags, self._share))
         self.flags = flags
 
     def stand(self, flags: ConfigFlag) -> None:
