@@ -52,11 +52,28 @@ def test_ids_found_in_maps_are_not_given_out_again(found: int):
     assert {ids.service(), ids.backend(), ids.set()} == {max(10, found + 1)}
 
 
-def test_the_end_of_all_ids_is_an_error():
+def test_after_the_last_id_they_begin_again_without_those_that_are_held():
+    held = {(2, 1), (2, 2), (2, 4), (2, LIMIT - 1)}
+    ids = Ids(Meta(1, 1, LIMIT - 2), lambda which, number: (which, number) in held)
+    assert [ids.set() for _ in range(4)] == [LIMIT - 2, LIMIT - 1, 3, 5], "the last was free then"
+    assert ids.unsaved() == Meta(1, 1, 6)
+    assert (ids.service(), ids.backend()) == (1, 1), "each kind counts alone"
+
+
+def test_what_is_saved_is_always_believed():
+    """A restart at the very end finds no number that it takes for damage (adopt.next_ids)."""
     ids = Ids(Meta(1, 1, LIMIT - 1))
-    assert ids.set() == LIMIT - 1
-    with pytest.raises(OverflowError, match="kbpf cleanup"):
-        ids.set()
+    ids.set()
+    unsaved = ids.unsaved()
+    assert unsaved is not None
+    assert max(unsaved) < LIMIT
+
+
+def test_a_restart_after_ids_have_begun_again_gives_out_none_that_is_held():
+    held = {1, 2, LIMIT - 1}
+    ids = Ids(Meta(1, 1, 3), lambda _, number: number in held)
+    ids.at_least(0, 0, LIMIT - 1)
+    assert [ids.set(), ids.set()] == [3, 4]
 
 
 def test_a_backend_keeps_its_id_while_it_is_held():

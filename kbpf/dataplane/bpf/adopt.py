@@ -45,8 +45,8 @@ _KIND_BITS = ServiceFlag(sum(KIND_FLAGS.values()))
 _PROTOCOLS: Final = frozenset(map(int, Protocol))
 _NAMED_PROTOCOL: Final = 3 * 64
 """Where it stands in a struct service_name; in a struct target it is byte 18."""
-TOO_HIGH: Final = LIMIT // 2
-"""Ids count up from 1: nobody comes that far. Were they believed, there would be none left."""
+TOO_HIGH: Final = LIMIT
+"""No id is as high."""
 MOST_TOLD: Final = 3
 """Keys of damaged entries in one line of the log."""
 

@@ -1,26 +1,33 @@
-"""Ids that are never given out twice, and the table of backends that hold them.
+"""Ids that are not given out twice, and the table of backends that hold them.
 
-An id outlives its object in sockets, flows and affinity entries; used again, it would lead them
-to a stranger. So ids only count up, and the next ones are kept in the map `meta`, written before
-an id is used.
+An id outlives its object in sockets, flows and affinity entries; used again soon, it would lead
+them to a stranger. So ids count up, and the next ones are kept in the map `meta`, written before an
+id is used. After two thousand million of them (250 days at 100 a second) they begin at 1 again, and
+those that a map still holds are left out.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
 from kbpf.dataplane.bpf.layout import Meta
 from kbpf.model.desired import Backend, BackendSet
 
-LIMIT = 1 << 32
+LIMIT = 1 << 31
+"""Ids are lower. A higher one was not given out: its entry is damaged (adopt.py)."""
+
+Taken = Callable[[int, int], bool]
+"""Whether a map holds this id: of a Service port (0), a backend (1) or a set (2)."""
 
 
 class Ids:
-    """The counters. 0 is no id."""
+    """The counters. 0 is no id. `taken` is asked once ids have begun again."""
 
-    def __init__(self, meta: Meta) -> None:
+    def __init__(self, meta: Meta, taken: Taken = lambda _, __: False) -> None:
         self._next = [max(1, n) for n in meta]
+        self._taken = taken
+        self._again = [False] * len(self._next)
         self._written = meta
 
     def service(self) -> int:
@@ -37,15 +44,22 @@ class Ids:
 
     def _take(self, which: int) -> int:
         number = self._next[which]
-        if number >= LIMIT:
-            raise OverflowError("all 2^32 ids were given out; run kbpf cleanup and restart")
-        self._next[which] = number + 1
+        while self._again[which] and self._taken(which, number):
+            number = self._after(which, number)
+        self._next[which] = self._after(which, number)
         return number
+
+    def _after(self, which: int, number: int) -> int:
+        if number + 1 < LIMIT:
+            return number + 1
+        self._again[which] = True
+        return 1
 
     def at_least(self, service: int, backend: int, set_id: int) -> None:
         """Never gives out these or lower ones: what an adopted map holds."""
         for which, number in enumerate((service, backend, set_id)):
-            self._next[which] = max(self._next[which], number + 1)
+            if number >= self._next[which]:
+                self._next[which] = self._after(which, number)
 
     def unsaved(self) -> Meta | None:
         """What has to be written to `meta` before the new ids are used; None when nothing."""
