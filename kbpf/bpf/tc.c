@@ -84,7 +84,9 @@ BPF_TABLE("lru_hash", struct ends, u32, yielded, 64);
 BPF_TABLE("array", u32, u64, paused, 1);
 
 /* 0 -> the flow that is being made, on its way from the program that chose its backend to the one
- * that writes its entries. On one CPU there is only one: nothing else runs at TC meanwhile. */
+ * that writes its entries. On one CPU there is only one: TC runs with bottom halves disabled, so
+ * nothing else runs at TC meanwhile. PREEMPT_RT has a lock for that; since 6.18 only with
+ * CONFIG_PREEMPT_RT_NEEDS_BH_LOCK, which `kbpf check` and the agent look for. */
 BPF_TABLE("percpu_array", u32, struct nat, pending, 1);
 
 /* What the agent knows of a device. Each packet asks for up to two, and the kernel gives an array's

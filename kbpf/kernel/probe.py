@@ -3,7 +3,9 @@
 Each function answers yes, no, or *unknown because*: a Probe with the errno's words.
 """
 
+import contextlib
 import errno
+import gzip
 import os
 import socket
 import struct
@@ -170,3 +172,39 @@ def _udp_destroy() -> Probe:
         sockdiag.destroy_connected_udp(lambda found: found.cookie == cookie)
         failed = client.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
     return Probe(True) if failed == errno.ECONNABORTED else Probe(False, "the socket lives on")
+
+
+BH_LOCK: Final = "CONFIG_PREEMPT_RT_NEEDS_BH_LOCK"
+
+
+def softirq_lock() -> Probe:
+    """Whether no second program at TC runs on a CPU while one does. PREEMPT_RT does not guarantee
+    it since 6.18, which dropped the lock of local_bh_disable() unless BH_LOCK is set. The one thing
+    here that is read and not tried: the race is one of microseconds.
+    """
+    release = os.uname().release
+    try:
+        realtime = Path("/sys/kernel/realtime").read_text().strip() == "1"
+    except OSError:
+        realtime = "PREEMPT_RT" in os.uname().version
+    return softirq_lock_of(realtime, _configuration(release) if realtime else "")
+
+
+def softirq_lock_of(realtime: bool, configuration: str | None) -> Probe:
+    """The same, by what is known. `configuration`: the kernel's own text, None if none is there."""
+    if not realtime:
+        return Probe(True)
+    if configuration is None:
+        return Probe(None, "PREEMPT_RT, and its configuration cannot be read")
+    if f"# {BH_LOCK} is not set" in configuration:
+        return Probe(False, f"PREEMPT_RT without {BH_LOCK}")
+    return Probe(True)  # set, or of a kernel that always has the lock
+
+
+def _configuration(release: str) -> str | None:
+    with contextlib.suppress(OSError, EOFError):
+        return gzip.decompress(Path("/proc/config.gz").read_bytes()).decode()
+    for path in (f"/boot/config-{release}", f"/lib/modules/{release}/config"):
+        with contextlib.suppress(OSError):
+            return Path(path).read_text()
+    return None

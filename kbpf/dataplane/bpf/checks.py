@@ -32,6 +32,12 @@ ROOT: Final = (
 )
 
 
+NO_SOFTIRQ_LOCK: Final = (
+    "two packets that one CPU handles may be given each other's backend: use a kernel with "
+    f"{probe.BH_LOCK}, or --packet-path false"
+)
+
+
 def rows(cgroup: Path | None, pin_dir: Path, cache: Path) -> Iterator[CheckRow]:
     """Everything, in the order in which the agent would meet it."""
     yield _capabilities()
@@ -56,6 +62,7 @@ def rows(cgroup: Path | None, pin_dir: Path, cache: Path) -> Iterator[CheckRow]:
         "clients stay with a backend that is gone until they connect anew",
         needed=False,
     )  # fmt: skip
+    yield row("softirq lock", probe.softirq_lock(), NO_SOFTIRQ_LOCK, needed=False)
 
 
 def _capabilities() -> CheckRow:
