@@ -408,6 +408,7 @@ class Agent:
             packets=self._plane.packet_status(),
             without_endpoints=self._tally.without_endpoints,
             choice=self._plane.choice(),
+            faults=self._plane.faults(),
             threads=tuple(
                 ThreadView(one.name, one.alive, round(one.idle, 1), one.restarts, one.problem)
                 for one in threads.table()

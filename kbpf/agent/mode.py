@@ -260,6 +260,10 @@ class Chosen:
             lines = (*lines, *(line for one in self._remains for line in one.problems()))
         return (*lines, self._problem) if self._problem else lines
 
+    def faults(self) -> tuple[str, ...]:
+        """See base.DataPlane."""
+        return self._plane.faults()
+
     def measure(self) -> Measures:
         """See base.DataPlane."""
         return self._plane.measure()

@@ -79,6 +79,11 @@ class DataPlane(Protocol):
     def problems(self) -> tuple[str, ...]:
         """What is not as it should be, a line each, though nothing was refused."""
 
+    def faults(self) -> tuple[str, ...]:
+        """What keeps it from serving all that it should, or from being found again by the next
+        agent: a line each. /readyz says them.
+        """
+
     def measure(self) -> Measures:
         """What is known at once of the kernel's own counting, for metrics. Any thread but one at a
         time, also while another one writes.

@@ -113,6 +113,28 @@ def is_bpffs(path: Path) -> bool:
     return path.exists() and file_system_magic(path) == BPF_FS_MAGIC
 
 
+def is_same(path: Path, descriptor: int) -> bool:
+    """Whether this name leads to what the descriptor holds."""
+    held = os.fstat(descriptor)
+    try:
+        found = path.stat()
+    except OSError:
+        return False
+    return (found.st_dev, found.st_ino) == (held.st_dev, held.st_ino)
+
+
+def is_removed(path: Path, descriptor: int) -> bool:
+    """Whether the folder of this name, which the descriptor holds, was removed or renamed. False
+    where it is there and another file system is mounted over it.
+    """
+    if is_same(path, descriptor):
+        return False
+    held = os.fstat(descriptor)
+    while not path.exists():
+        path = path.parent
+    return not held.st_nlink or path.stat().st_dev == held.st_dev
+
+
 def ensure_bpffs(pin_dir: Path) -> None:
     """Makes the folder exist in a bpffs, mounting one where it is missing.
 

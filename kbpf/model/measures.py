@@ -90,11 +90,12 @@ class Ended(NamedTuple):
 
 class Measures(msgspec.Struct, frozen=True):
     """What is known at once. `tables`: `entries` of those that programs write is what it was when
-    connections were counted last.
+    connections were counted last. `hooks`: those that are wanted, and whether each is attached.
     """
 
     tables: tuple[Table, ...] = ()
     decisions: tuple[Decision, ...] = ()
+    hooks: tuple[tuple[str, bool], ...] = ()
 
 
 class Traffic(msgspec.Struct, frozen=True):

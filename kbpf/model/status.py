@@ -98,6 +98,7 @@ class AgentStatus(msgspec.Struct, frozen=True):
     choice: ModeChoice | None = None
     threads: tuple[ThreadView, ...] = ()
     off: tuple[str, ...] = ()
+    faults: tuple[str, ...] = ()
 
 
 MOST_PROBLEMS = 50

@@ -123,9 +123,8 @@ def _why_not(verdict: Verdict, status: AgentStatus | None) -> str:
             first = next((source for source in missing if source.error), missing[0])
             return f"no list of {first.name} yet" + (first.error and f": {first.error}")
         return "its first pass is not done"
-    if not verdict.healthy:
-        return "changes wait to be programmed" + (status.error and f": {status.error}")
-    return ""
+    late = "changes wait to be programmed" + (status.error and f": {status.error}")
+    return next(iter(status.faults), "" if verdict.healthy else late)
 
 
 def _answer(verdict: Verdict, good: bool, more: Mapping[str, object]) -> Answer:

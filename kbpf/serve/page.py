@@ -127,6 +127,10 @@ def kernel(measures: Measures) -> Iterator[str]:
         "map_bytes", "Kernel memory of a map",
         [(at, table.bytes) for at, table in tables if table.bytes is not None],
     )  # fmt: skip
+    yield from _gauge(
+        "hooks_attached", "Of each socket hook that is wanted: whether it is attached",
+        [(labels(hook=name), attached) for name, attached in measures.hooks],
+    )  # fmt: skip
     yield from _counter(
         "decisions_total", "Connections, datagrams and packets, by what was decided and why",
         [(labels(reason=one.reason, verdict=one.verdict), one.times)

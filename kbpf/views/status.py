@@ -83,6 +83,7 @@ def view(snapshot: Snapshot) -> StatusView:
             and not missing
             and not said.refused
             and not said.error
+            and not said.faults
             and sound
         ),
         running=running,

@@ -43,6 +43,7 @@ PLANE = Counts(
             Table("affinity", 65_536, 65_536, None, 4096),
         ),
         decisions=(Decision("no_route", "drop", 0), Decision("evicted", "note", 0)),
+        hooks=(("connect4", True), ("connect6", True)),
     ),
     Traffic(
         connections=((WEB, 0),), totals=((WEB, HAD._replace(unanswered=0)),), known=FULL,
@@ -90,6 +91,8 @@ ROWS = [
         "the kernel refuses to be written"),
     Row("nothing is programmed", {"kbpf_synced": "0x60"}, "KbpfNotSynced",
         "nothing has been programmed since the start"),
+    Row("a hook is missing", {'kbpf_hooks_attached{hook="connect4"}': "0x60"}, "KbpfHooksMissing",
+        "the socket hook connect4 is not attached", {"hook": "connect4"}),
     Row("a thread is stuck", {'kbpf_thread_up{thread="devices"}': "0x60"}, "KbpfThreadDown",
         "the agent's thread devices is down", {"thread": "devices"}),
     Row("a limit is reached", {"kbpf_service_ports_refused": "3x60"}, "KbpfServicesRefused",

@@ -137,6 +137,9 @@ class Fake:
     def problems(self) -> tuple[str, ...]:
         return ()
 
+    def faults(self) -> tuple[str, ...]:
+        return ()
+
     def measure(self) -> Measures:
         return Measures()
 

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Final
 
-from kbpf.dataplane.bpf import beside, compile, load, moving, packet
+from kbpf.dataplane.bpf import beside, checks, compile, load, moving, packet
 from kbpf.dataplane.bpf.beside import Beside
 from kbpf.dataplane.bpf.exempt import Exemptions
 from kbpf.dataplane.bpf.keeper import KeeperStatus
@@ -22,12 +22,18 @@ from kbpf.dataplane.bpf.programs import Programs, SocketPrograms, missing_helper
 from kbpf.dataplane.bpf.settings import HookSettings
 from kbpf.dataplane.bpf.tables import Tables
 from kbpf.errors import DevicesBehind, KbpfError, KernelError
-from kbpf.kernel import mounts, netns
+from kbpf.kernel import mounts, netns, probe
 from kbpf.model.config import Accounting, Config, SocketLb
 from kbpf.model.desired import DesiredState
 from kbpf.model.status import MOST_FAILURES, DeviceFailure, PacketStatus
 
 log = logging.getLogger("kbpf.dataplane")
+
+VERIFY_SECONDS: Final = 30.0
+"""So often the hooks are looked at: some three system calls for each."""
+
+VERIFY_AGAIN_SECONDS: Final = 1.0
+"""So often while one is missing."""
 
 CHANGE_SECONDS: Final = 1.0
 """So often the devices are asked whether all have changed over."""
@@ -47,6 +53,9 @@ class Attached:
         self._beside = Beside(pins, config)
         self._orphans = Orphans()
         self._follows = False  # another data plane
+        self._verify_due = 0.0
+        self._hooks: Mapping[str, bool] = {}
+        self._hook_error = ""
         self.compiled = False
 
     def follow(self, other: bool) -> None:
@@ -123,6 +132,8 @@ class Attached:
             self._problem = str(error)
             return None
         self._problem = ""
+        if (lock := probe.softirq_lock()).works is False:
+            log.warning("%s: %s", lock.reason, checks.NO_SOFTIRQ_LOCK)
         return packets
 
     # ---- the maps that they read -----------------------------------------------------------
@@ -236,8 +247,44 @@ class Attached:
                 due.append(self._end_change(self._packets, now))
         if self._waits:
             self._leave_alone()
+        if complete and self._sockets is not None:
+            self._verify(self._sockets, now)  # the agent's heartbeat comes often enough
         due.append(self.exemptions.tick(now) if complete else None)
         return min((one for one in due if one is not None), default=None)
+
+    def _verify(self, sockets: SocketPrograms, now: float) -> None:
+        """Puts back hooks that others have taken away, if it is time to look."""
+        if now < self._verify_due:
+            return
+        gone: list[str] = []
+        try:
+            self._hooks = sockets.state()
+            gone = [name for name, runs in self._hooks.items() if not runs]
+            if gone:
+                sockets.attach_again()
+                self._hooks = sockets.state()
+                log.warning("hooks were missing and are attached again hooks=%s", ",".join(gone))
+            self._hook_error = ""
+        except KernelError as error:
+            if str(error) != self._hook_error:
+                log.error(
+                    "hooks are not attached, trying again hooks=%s: %s", ",".join(gone), error
+                )
+            self._hook_error = str(error)
+        ok = all(self._hooks.values()) and not self._hook_error
+        self._verify_due = now + (VERIFY_SECONDS if ok else VERIFY_AGAIN_SECONDS)
+
+    def hooks(self) -> Mapping[str, bool]:
+        """The hooks that are wanted, and whether each was attached when it was looked at last."""
+        return self._hooks
+
+    def faults(self) -> tuple[str, ...]:
+        """See base.DataPlane."""
+        missing = [name for name, runs in self._hooks.items() if not runs]
+        if not missing:
+            return (self._hook_error,) if self._hook_error else ()
+        why = f": {self._hook_error}" if self._hook_error else ""
+        return (f"hooks that are not attached: {', '.join(missing)}{why}",)
 
     def _end_change(self, packets: PacketPath, now: float) -> float | None:
         """Ends what the first apply had to put off; when to come next."""

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Final
 
 from kbpf.dataplane import firewalls
@@ -136,8 +137,12 @@ class Reserved:
     """
 
     def __init__(self, pins: Pins) -> None:
-        self._folder = pins.root / NOTE
+        self._pins = pins
         self._seen: tuple[object, ...] = ()
+
+    @property
+    def _folder(self) -> Path:
+        return self._pins.root / NOTE
 
     def begin(self) -> None:
         """Says, in the pin folder, that there may be something of ours from now on."""

@@ -39,9 +39,32 @@ class Pins:
     """The folder of pins of one agent."""
 
     def __init__(self, root: Path) -> None:
+        self._name = root
+        self._use(root)
+
+    def _use(self, root: Path) -> None:
         self.root = root
         self.maps = root / f"maps-{layout.schema_hash()}"
         self.links = root / "links"
+
+    def hold(self, descriptor: int) -> None:
+        """From now on the folder is the one behind this descriptor, whatever becomes of its name:
+        what somebody mounts over it hides it from others and not from us.
+        """
+        self._use(Path(f"/proc/self/fd/{descriptor}"))
+
+    def let_go(self) -> None:
+        """It is what has its name, again."""
+        self._use(self._name)
+
+    @contextlib.contextmanager
+    def named(self) -> Iterator[None]:
+        """Errors inside name the folder as the operator knows it."""
+        try:
+            yield
+        except KernelError as error:
+            error.where = error.where.replace(str(self.root), str(self._name))
+            raise
 
     def programs(self, key: str) -> Path:
         """Where the programs of this artifact are."""

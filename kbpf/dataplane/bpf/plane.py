@@ -13,11 +13,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 import msgspec
 
 from kbpf.dataplane.base import Report
-from kbpf.dataplane.bpf import adopt, load, udp, writing
+from kbpf.dataplane.bpf import adopt, load, udp, unheld, writing
 from kbpf.dataplane.bpf.agent_sockets import AgentSockets
 from kbpf.dataplane.bpf.attached import Attached
 from kbpf.dataplane.bpf.cluster_ips import ClusterIps
 from kbpf.dataplane.bpf.ids import BackendTable, Ids
+from kbpf.dataplane.bpf.layout import PAIR, U32
 from kbpf.dataplane.bpf.load import Pins
 from kbpf.dataplane.bpf.measure import Meter
 from kbpf.dataplane.bpf.plan import Planner, Programmed, Retired, Writes, leaving, need
@@ -55,6 +56,7 @@ class BpfPlane:
         self._lock = -1
         self._attached = Attached(config, self._pins, self._tables)
         self._kept: adopt.Adopted | None = None  # what an unsound first apply left as it was
+        self._hidden = ""  # why the folder of pins cannot be seen by its name
         self._unsure = False  # whether what is kept here is what the maps hold
         self._meter = Meter(self._pins, config)
         self._shares = Shares()
@@ -82,16 +84,19 @@ class BpfPlane:
             )
         mounts.ensure_bpffs(self._config.pin_dir)
         self._lock = load.lock(self._pins)
-        self._attached.compile(cgroup)
-        adopted = self._tables.open()
-        self._agent_sockets.open(self._tables.maps["agent_sockets"])
-        self._attached.load(cgroup)
-        self._adopt()
-        log.info("opened pin_dir=%s cgroup=%s adopted=%s", self._pins.root, cgroup, adopted)
+        self._pins.hold(self._lock)
+        with self._pins.named():
+            unheld.refuse(self._pins, self._config.pin_dir, cgroup)
+            self._attached.compile(cgroup)
+            adopted = self._tables.open()
+            self._agent_sockets.open(self._tables.maps["agent_sockets"])
+            self._attached.load(cgroup)
+            self._adopt()
+        log.info("opened pin_dir=%s cgroup=%s adopted=%s", self._config.pin_dir, cgroup, adopted)
 
     def _adopt(self) -> None:
         maps = self._tables.maps
-        self._ids = Ids(adopt.next_ids(maps["meta"]))
+        self._ids = Ids(adopt.next_ids(maps["meta"]), self._holds_id)
         self._table = BackendTable(self._ids)
         found = adopt.read(maps)
         self._ids.at_least(found.highest_service, found.highest_backend, found.highest_set)
@@ -113,6 +118,12 @@ class BpfPlane:
         self._retiring = Retiring(self._tables, self._table, self._cut)
         self._stray, self._kept = found, None
 
+    def _holds_id(self, which: int, number: int) -> bool:
+        """Whether a map holds this id: see ids.Taken."""
+        name = ("service_names", "backends", "backend_slots")[which]
+        key = PAIR.pack(number, 0) if name == "backend_slots" else U32.pack(number)
+        return self._tables.maps[name].lookup(key) is not None
+
     # ---- applying --------------------------------------------------------------------------
 
     def apply(
@@ -132,7 +143,8 @@ class BpfPlane:
         self._unsure = True
         if sound and self._kept is not None:
             touched = None
-        report = self._apply(desired, touched, sound)
+        with self._pins.named():
+            report = self._apply(desired, touched, sound)
         self._unsure = False
         return report
 
@@ -337,7 +349,8 @@ class BpfPlane:
 
     def measure(self) -> Measures:
         """See base.DataPlane."""
-        return self._meter.read(dict(self._tables.fill))
+        measures = self._meter.read(dict(self._tables.fill))
+        return msgspec.structs.replace(measures, hooks=tuple(self._attached.hooks().items()))
 
     def count(self, pause: Pause) -> Traffic:
         """See base.DataPlane."""
@@ -359,20 +372,38 @@ class BpfPlane:
 
     def problems(self) -> tuple[str, ...]:
         """See base.DataPlane."""
-        return self._attached.problems(self._clock())
+        return (*self.faults(), *self._attached.problems(self._clock()))
+
+    def faults(self) -> tuple[str, ...]:
+        """See base.DataPlane."""
+        hidden = (self._hidden,) if self._hidden else ()
+        return (*hidden, *self._attached.faults())
 
     def _check_pins(self) -> None:
-        """Somebody may have removed the pins beside us: then nothing that we write is seen."""
-        try:
-            same = self._pins.root.stat().st_ino == os.fstat(self._lock).st_ino
-        except FileNotFoundError:
-            same = False
-        if not same or (not self._pins.links.is_dir() and self._stray is None):
+        """Somebody may have removed the pins beside us: then nothing that we write is seen. Or
+        mounted something over them: then we go on, by our descriptor, and say so.
+        """
+        gone = not self._pins.links.is_dir() and self._stray is None
+        if gone or mounts.is_removed(self._config.pin_dir, self._lock):
             raise PinsGone(
                 "the pins were removed while the agent ran",
-                str(self._pins.root),
+                str(self._config.pin_dir),
                 "the agent ends; start it again to serve Services again",
             )
+        before, self._hidden = self._hidden, self._why_hidden()
+        if self._hidden and not before:
+            log.error("%s", self._hidden)
+        if before and not self._hidden:
+            log.info("the folder of pins can be seen again pin_dir=%s", self._config.pin_dir)
+
+    def _why_hidden(self) -> str:
+        folder = self._config.pin_dir
+        if mounts.is_same(folder, self._lock):
+            return ""
+        return (
+            f"the folder of pins {folder} is hidden by what is mounted over it, so the next agent "
+            f"will not find the programs and will refuse to start: unmount it (findmnt -T {folder})"
+        )
 
     def fill(self) -> dict[str, tuple[int, int]]:
         """Entries and room of each map that the agent writes."""
@@ -390,6 +421,7 @@ class BpfPlane:
         self._agent_sockets.close()
         self._tables.close()
         if self._lock >= 0:
+            self._pins.let_go()
             os.close(self._lock)
             self._lock = -1
 

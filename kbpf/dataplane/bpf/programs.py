@@ -271,6 +271,32 @@ class SocketPrograms(Programs):
             detach(pin)
         return len(former)
 
+    def state(self) -> dict[str, bool]:
+        """The hooks that are wanted, and whether each runs our program, in the cgroup that has this
+        name now: it may have been removed and made again.
+        """
+        try:
+            cgroup_id = self._cgroup.stat().st_ino
+        except OSError:
+            cgroup_id = -1
+        wanted = [hook.name for hook in HOOKS if self._counts or not hook.counts]
+        return {
+            name: self._runs(self._pins.links / name, program, cgroup_id)
+            for name, program in self._loaded.items()
+            if name in wanted
+        }
+
+    def _runs(self, pin: Path, program: Program, cgroup_id: int) -> bool:
+        if not pin.exists():
+            return False
+        with Link.open(pin) as link:
+            info = link.info()
+        return info.cgroup == cgroup_id and info.program == program.info().id
+
+    def attach_again(self) -> int:
+        """Attaches what is missing; how many attachments changed."""
+        return self._attach_all()
+
     def _read_now(self) -> Iterator[set[int]]:
         for pin in self._pins.links.iterdir() if self._pins.links.is_dir() else ():
             with Link.open(pin) as link, libbpf.program_by_id(link.info().program) as program:

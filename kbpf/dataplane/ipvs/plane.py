@@ -443,6 +443,10 @@ class IpvsPlane:
         ]
         return (*lines, NO_IPV6) if self._foreign else tuple(lines)
 
+    def faults(self) -> tuple[str, ...]:
+        """See base.DataPlane. What is wrong here is an error of apply()."""
+        return ()
+
     def measure(self) -> Measures:
         """See base.DataPlane."""
         return Measures()
