@@ -90,18 +90,18 @@ def _held(pins: Pins) -> set[int]:
 
 
 def _is_ours(program_id: int, name: str) -> bool:
-    """Whether it is a program of kbpf, of whatever version: by its name and those of its maps.
-    False where it cannot be asked (CAP_SYS_ADMIN), or has just ended.
+    """Whether it is a program of kbpf, of whatever version: by its name, and that of a map. False
+    where it cannot be asked (CAP_SYS_ADMIN), or has just ended.
     """
     try:
         with libbpf.program_by_id(program_id) as program:
             info = program.info()
-        if info.name != name[:NAME_LENGTH] or not info.map_ids:
+        if info.name != name[:NAME_LENGTH]:
             return False
         for map_id in info.map_ids:
             with libbpf.map_by_id(map_id) as held:
-                if held.short_name not in _MAP_NAMES and not held.short_name.startswith("."):
-                    return False
+                if held.short_name in _MAP_NAMES:
+                    return True
     except KernelError:
-        return False
-    return True
+        pass
+    return False
