@@ -6,17 +6,22 @@ What concerns mounts runs in a mount namespace of its own, in a process of its o
 
 import ctypes
 import os
+import socket
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from kbpf.dataplane.bpf import attached, unheld
+from kbpf.dataplane.bpf import attach, attached, keeper, unheld
+from kbpf.dataplane.bpf.load import Pins
 from kbpf.errors import KernelError, PinsGone
 from kbpf.kernel import libbpf
 from kbpf.kernel.libbpf import Link
-from tests.support.lab import remove_cgroup
+from kbpf.kernel.tc import ATTACH_TYPE
+from tests.support.features import needs
+from tests.support.lab import ip, remove_cgroup, until
 from tests.support.plane import HOOKS, Site, desired, service
 
 WEB = desired(service("web", "10.96.0.1:80", "10.244.0.1:8080"))
@@ -149,15 +154,35 @@ def over(folder: Path) -> None:
     assert libc.mount(b"bpf", os.fsencode(folder), b"bpf", 0, b"mode=0700") == 0, ctypes.get_errno()
 
 
+def in_namespaces_of_its_own(story: Callable[[], None]) -> None:
+    """Runs it in a process with a mount and a network namespace of its own."""
+
+    def alone() -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        assert libc.unshare(0x20000 | 0x40000000) == 0  # CLONE_NEWNS, CLONE_NEWNET
+        assert libc.mount(None, b"/", None, 1 << 18 | 1 << 14, None) == 0  # MS_PRIVATE, MS_REC
+        story()
+
+    pid = os.fork()
+    if not pid:
+        code = 1
+        try:
+            alone()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
 def test_a_mount_over_the_pins_is_named_and_changes_nothing(site: Site):
     """The agent goes on by its descriptor: it programs, grows its maps and verifies its hooks; the
     next one refuses to start; and without the mount all is as before.
     """
 
     def story() -> None:
-        libc = ctypes.CDLL(None, use_errno=True)
-        assert libc.unshare(0x20000) == 0  # CLONE_NEWNS
-        assert libc.mount(None, b"/", None, 1 << 18 | 1 << 14, None) == 0  # MS_PRIVATE, MS_REC
         unheld.ENDING_SECONDS = 0.2
         plane = site.open()
         plane.apply(WEB, None)
@@ -185,7 +210,7 @@ def test_a_mount_over_the_pins_is_named_and_changes_nothing(site: Site):
             second.open()
         assert "findmnt" in refused.value.hint
         assert len(programs(site.cgroup)) == 1
-        assert libc.umount2(os.fsencode(site.pins.parent), 2) == 0
+        assert ctypes.CDLL(None).umount2(os.fsencode(site.pins.parent), 2) == 0  # MNT_DETACH
         plane.write_status(b"{}")
         assert plane.faults() == ()
         plane.close()
@@ -193,17 +218,40 @@ def test_a_mount_over_the_pins_is_named_and_changes_nothing(site: Site):
         third.apply(many, None)
         assert len(programs(site.cgroup)) == 1
 
-    pid = os.fork()
-    if not pid:
-        code = 1
-        try:
-            story()
-            code = 0
-        except BaseException:
-            import traceback
+    in_namespaces_of_its_own(story)
 
-            traceback.print_exc()
-        finally:
-            sys.stderr.flush()
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+@needs("tcx")
+def test_a_mount_over_the_pins_leaves_devices_alone(site: Site):
+    """The thread of the devices looks at everything again and attaches nothing twice; and an agent
+    that starts sees what runs there.
+    """
+
+    def tcx_programs() -> list[int]:
+        return [
+            len(libbpf.attached(socket.if_nametoindex("up0"), kind))
+            for kind in ATTACH_TYPE.values()
+        ]
+
+    def story() -> None:
+        ip("link add up0 type veth peer name up1")
+        ip("link set up0 up")
+        ip("link set up1 up")
+        keeper.LOOK_SECONDS = 0.1
+        plane = site.open(packet_path=True, devices=("up0",))
+        plane.apply(WEB, None)
+        until("it is attached", lambda: plane.packet_status() and tcx_programs() == [1, 1])
+        until("all had their turn", plane.ready)
+        over(site.pins.parent)
+        turns = []
+        sync = attach.Devices.sync
+        attach.Devices.sync = lambda *given: turns.append(1) or sync(*given)  # type: ignore
+        until("everything was looked at twice", lambda: len(turns) > 2)
+        assert tcx_programs() == [1, 1]
+        assert not plane.packet_status().failed
+        site.pins.mkdir(parents=True)
+        places = tuple(unheld._places(Pins(site.pins), site.cgroup))
+        assert {"ingress of up0", "egress of up0"} <= set(places), places
+        plane.close()
+
+    in_namespaces_of_its_own(story)
