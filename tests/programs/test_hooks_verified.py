@@ -116,7 +116,7 @@ def test_programs_of_another_pin_folder_are_not_joined(site: Site, monkeypatch: 
             other.open()
         assert f"connect4 of {site.cgroup}" not in str(refused.value), "the first four are named"
         assert f"recvmsg4 of {site.cgroup}" in str(refused.value)
-        assert "and 5 more" in str(refused.value)
+        assert f"and {len(HOOKS) - 4} more" in str(refused.value)
         assert "kbpf cleanup" in refused.value.hint
         assert programs(site.cgroup) == before
         assert not (other.pins / "links").exists()
