@@ -328,7 +328,8 @@ def test_older_programs_that_go_while_they_are_looked_at_are_nobodys(
     real = getattr(where, name)
 
     def late(path: Path) -> Any:
-        if there and path in (old, old / "tc_new"):
+        # The agent reaches its folder by a descriptor, so its paths begin otherwise.
+        if there and (path.name == old.name or path.parts[-2:] == (old.name, "tc_new")):
             there.clear()
             shutil.rmtree(old)
         return real(path)
