@@ -233,13 +233,18 @@ static __always_inline bool wants_local(const struct service *service, const str
 	return who->outside && (service->flags & SERVICE_EXTERNAL_LOCAL);
 }
 
-/* Whether loadBalancerSourceRanges let this client in; known only where its address is. */
-static __always_inline bool source_allowed(u32 service, const struct asker *who)
+/* Whether loadBalancerSourceRanges let this client in; known only where its address is. NodePorts
+ * have the node's own ranges, which all Services share: those of service 0, an id that no Service
+ * has. They are no concern of the node's own sockets. */
+static __always_inline bool source_allowed(const struct service *service, const struct asker *who)
 {
-	struct source_key key = {.bits = 32 + 128, .service = service};
+	struct source_key key = {.bits = 32 + 128, .service = service->id};
+	bool node_port = service->flags & SERVICE_NODE_PORT;
 
 	if (!who->by_packet)
-		return false;
+		return node_port && is_host(who->netns);
+	if (node_port)
+		key.service = 0;
 	key.client = who->key.client;
 	return source_ranges.lookup(&key) != NULL;
 }
@@ -267,7 +272,7 @@ static __always_inline enum verdict choose_once(const struct target *to, const s
 	}
 	out->service = service.id;
 	out->flags = service.flags;
-	if ((service.flags & SERVICE_RESTRICTED) && !source_allowed(service.id, who)) {
+	if ((service.flags & SERVICE_RESTRICTED) && !source_allowed(&service, who)) {
 		out->reason = who->by_packet ? NOT_ALLOWED : NEEDS_SOURCE;
 		return who->by_packet ? DROP : PASS;
 	}

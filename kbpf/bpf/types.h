@@ -66,7 +66,8 @@ struct network_key {
 	struct address address;
 };
 
-/* source_ranges: networks that may dial a Service's LoadBalancer VIPs. */
+/* source_ranges: networks that may dial a Service's LoadBalancer VIPs; those of service 0: the
+ * node's NodePorts. */
 struct source_key {
 	u32 bits; /* of what follows that count: 32 for the service, then the network's */
 	u32 service;

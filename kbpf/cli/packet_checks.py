@@ -7,13 +7,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from kbpf.dataplane import firewalls
 from kbpf.dataplane.bpf.checks import ROOT
 from kbpf.dataplane.bpf.devices import Role, decide
 from kbpf.dataplane.bpf.hooks import HELPER_COARSE_NS, PROG_SCHED_CLS
 from kbpf.dataplane.bpf.layout import NODE, U32, NodeFlag
 from kbpf.dataplane.checks import CheckRow, row
 from kbpf.errors import KernelError, NotFoundError
-from kbpf.kernel import bpf, netfilter, probe, sysctl, tc
+from kbpf.kernel import bpf, early_rules, netfilter, probe, sysctl, tc
 from kbpf.kernel.devices import list_devices
 from kbpf.kernel.libbpf import Map
 from kbpf.kernel.probe import Probe
@@ -38,6 +39,7 @@ def rows(pin_dir: Path, proc: Path = PROC) -> Iterator[CheckRow]:
     yield from _forwarding(proc)
     yield _way(node.flags)
     yield _forward_chains(node.mark)
+    yield _early_rules()
     yield _rp_filter(proc)
     yield _conntrack(proc)
 
@@ -143,6 +145,22 @@ def _way(flags: NodeFlag) -> CheckRow:
             "conntrack, and network policies built on them"
         )
     return row("--forwarding", Probe(True), "", needed=False, detail=detail)
+
+
+def _early_rules() -> CheckRow:
+    """Whether the host guards NodePorts by rules that the packet path passes."""
+    name = "rules before DNAT"
+    can = netfilter.available()
+    if not can.works:
+        return CheckRow(name, "unknown", False, can.reason, "")
+    try:
+        found = early_rules.chains()
+    except KernelError as error:
+        return CheckRow(name, "unknown", False, str(error), error.hint)
+    if not found:
+        return row(name, Probe(True), "", needed=False, detail="none that guards NodePorts or VIPs")
+    detail = f"passed by the packet path, so they guard no NodePort or VIP: {', '.join(found)}"
+    return CheckRow(name, "no", False, detail, firewalls.INSTEAD)
 
 
 def _forward_chains(mark: int) -> CheckRow:

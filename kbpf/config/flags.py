@@ -186,6 +186,9 @@ FLAGS: Final = (
     Flag("--localhost-nodeports", "localhost_node_ports", readers.truth, "true|false", NODE,
          "whether NodePorts answer on loopback, for the host's own processes (default true)",
          ("--iptables-localhost-nodeports",)),
+    Flag("--nodeport-source-ranges", "node_port_source_ranges", readers.networks, "CIDRS", NODE,
+         "who may dial NodePorts of this node: networks with commas between them, as "
+         "loadBalancerSourceRanges; everybody in a family without any (default: everybody)"),
     Flag("--feature-gates", "external_ips", readers.feature_gates, "NAME=true|false", NODE,
          "kube-proxy's feature gates: AllowServiceExternalIPs=false is --external-ips off; others "
          "are not used"),

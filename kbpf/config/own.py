@@ -80,6 +80,7 @@ class KbpfConfiguration(msgspec.Struct, frozen=True, rename=spelling):
     cache_dir: str | None = None
     algorithm: str | None = None
     localhost_node_ports: bool | None = None
+    node_port_source_ranges: Names = None
     external_ips: str | bool | None = msgspec.field(default=None, name="externalIPs")
     socket_lb: SocketLb = SocketLb()
     packet_path: PacketPath = PacketPath()
@@ -101,6 +102,7 @@ FLAG_OF: Final[Mapping[str, str]] = MappingProxyType(
         "cacheDir": "--cache-dir",
         "algorithm": "--algorithm",
         "localhostNodePorts": "--localhost-nodeports",
+        "nodePortSourceRanges": "--nodeport-source-ranges",
         "externalIPs": "--external-ips",
         "socketLB.mode": "--socket-lb",
         "socketLB.exempt": "--socket-lb-exempt",

@@ -131,6 +131,8 @@ def _plain(value: Any, path: str) -> Any:
         return durations.write(value)
     if path == "externalIPs":
         return value if isinstance(value, str) else ",".join(map(_cidr, value)) or "off"
+    if path == "nodePortSourceRanges":
+        return [_cidr(each) for each in value]
     if isinstance(value, tuple):
         return list(value)
     return value if value is None or isinstance(value, bool | int) else str(value)

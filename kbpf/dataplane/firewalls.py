@@ -4,9 +4,10 @@ for the operator.
 
 import contextlib
 from collections.abc import Iterable
+from typing import Final
 
 from kbpf.errors import KernelError
-from kbpf.kernel import netfilter
+from kbpf.kernel import early_rules, netfilter
 
 
 def forward(mark: int, listed: Iterable[netfilter.Json] | None = None) -> tuple[str, ...]:
@@ -21,6 +22,25 @@ def forward(mark: int, listed: Iterable[netfilter.Json] | None = None) -> tuple[
             for chain in netfilter.other_drops(listed)
         ]
     return tuple(lines)
+
+
+INSTEAD: Final = (
+    "use --nodeport-source-ranges, loadBalancerSourceRanges or --nodeport-addresses instead "
+    "(docs/migration.md, Firewalls in front of NodePorts)"
+)
+
+
+def early(listed: Iterable[netfilter.Json] | None = None) -> tuple[str, ...]:
+    """About chains that refuse packets before DNAT, which the packet path serves earlier: one line
+    for all. Nothing of what cannot be read.
+    """
+    with contextlib.suppress(KernelError):
+        if found := early_rules.chains(listed):
+            return (
+                f"packets for NodePorts and VIPs are served before {', '.join(found)} sees them, "
+                f"so its rules do not guard these any more; {INSTEAD}",
+            )
+    return ()
 
 
 def inputs(table: str, listed: Iterable[netfilter.Json] | None = None) -> tuple[str, ...]:

@@ -120,6 +120,7 @@ class Config:
     netfilter, or `direct` to the pod's device.
     `detect_local_mode`: who counts as a pod of this node, as with kube-proxy. `cluster_cidrs`,
     `pod_bridge_interface` and `pod_interface_name_prefix` belong to one mode each.
+    `node_port_source_ranges`: who may dial NodePorts; of a family without any: everybody.
     `external_ips`: which ExternalIPs are served: "all" but those that belong to the node or a pod,
     or those in these networks, of which there may be none.
     `algorithm`: of Services that do not say by annotation.
@@ -150,6 +151,7 @@ class Config:
     primary_node_ports: bool = False
     all_node_port_addresses: bool = False
     localhost_node_ports: bool = True
+    node_port_source_ranges: tuple[Cidr, ...] = ()
     external_ips: str | tuple[Cidr, ...] = "all"
     algorithm: Algorithm = Algorithm.RANDOM
     sizes: MapSizes = field(default_factory=MapSizes)

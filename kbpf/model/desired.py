@@ -105,7 +105,8 @@ class ServiceState(msgspec.Struct, frozen=True):
     `serving` holds every endpoint that still serves, selected or not: UDP flows to anything else
     are cut. `any_endpoints` chooses between refuse and drop when a set is empty.
     `on_node` are the addresses of endpoints of this node, selected or not.
-    `source_ranges` are who may dial restricted frontends, of this family.
+    `source_ranges` are who may dial restricted frontends, of this family; `node_port_ranges` the
+    same of a restricted NodePort, the node's own.
     `lost` names frontends that another Service won, with the winner; `refused` those that no
     Service may have, with the reason in words (policy/admission.py).
     """
@@ -126,6 +127,7 @@ class ServiceState(msgspec.Struct, frozen=True):
     local_weights: tuple[int, ...] = ()
     on_node: tuple[Addr, ...] = ()
     refused: tuple[tuple[FrontendAddress, str], ...] = ()
+    node_port_ranges: tuple[Cidr, ...] = ()
 
     @property
     def cluster_spread(self) -> Spread:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from kbpf.model.address import Addr
+from kbpf.model.address import Addr, family_of
 from kbpf.model.config import Config
 from kbpf.model.desired import (
     DesiredState,
@@ -40,6 +40,7 @@ from kbpf.policy.frontends import (
     local_networks,
     masquerade_addresses,
     node_port_addresses,
+    restricted,
     source_ranges,
 )
 from kbpf.policy.world import Touched, World, pod_addresses
@@ -47,12 +48,13 @@ from kbpf.policy.world import Touched, World, pod_addresses
 
 class Surroundings(NamedTuple):
     """What decides which frontends a Service may have: see admission.py. `node_ports`: addresses
-    that serve NodePorts.
+    that serve NodePorts. `node_port_ranges`: who may dial these.
     """
 
     kept: Reserved = Reserved()
     has_pod: Callable[[Addr], bool] = lambda _: False
     node_ports: frozenset[Addr] = frozenset()
+    node_port_ranges: tuple[Cidr, ...] = ()
 
 
 def desired_service(
@@ -72,6 +74,9 @@ def desired_service(
             chosen = choose(slices, port, service, node, family)
             asked, refused = _admitted(service, port, family, here)
             limited = any(frontend.restricted for frontend in asked)
+            ranges = _node_port_ranges(here.node_port_ranges, family) if port.node_port else ()
+            if ranges:
+                asked = tuple(map(_restricted_node_port, asked))
             states[key] = ServiceState(
                 key=key,
                 frontends=asked,
@@ -88,6 +93,7 @@ def desired_service(
                 local_weights=chosen.local_weights,
                 on_node=on_node(slices, node, family),
                 refused=refused,
+                node_port_ranges=ranges,
             )
     return tuple(states.values())
 
@@ -105,6 +111,17 @@ def _admitted(
         tuple(_placed(each, here.node_ports) for each, reason in pairs if not reason),
         tuple((each.at, reason) for each, reason in pairs if reason),
     )
+
+
+def _node_port_ranges(ranges: Iterable[Cidr], family: int) -> tuple[Cidr, ...]:
+    """Those of the family; none where they keep nobody away."""
+    ours = tuple(cidr for cidr in ranges if family_of(cidr.address) == family)
+    return ours if restricted(ours, family) else ()
+
+
+def _restricted_node_port(frontend: Frontend) -> Frontend:
+    is_node_port = frontend.kind is FrontendKind.NODE_PORT
+    return replace(frontend, restricted=True) if is_node_port else frontend
 
 
 def _placed(frontend: Frontend, node_ports: Collection[Addr]) -> Frontend:
@@ -136,7 +153,8 @@ def desired_state(
     node_ports = node_port_addresses(node, local_addresses, config)
     own = by_service.get(API_SERVER, ())
     kept = reserved(node, local_addresses, servers, listening, own, config)
-    here = Surroundings(kept, with_pods.__contains__, frozenset(node_ports))
+    ranges = config.node_port_source_ranges
+    here = Surroundings(kept, with_pods.__contains__, frozenset(node_ports), ranges)
     claims = Claims()
     states: list[ServiceState] = []
     for service in services:
@@ -224,7 +242,8 @@ class Desired:
             names = names | self._asking.keys()
         for address in touched.addresses & self._asked.keys():
             names = {*names, *self._asked[address]}
-        self._here = Surroundings(kept, world.has_pod, frozenset(self._node_addresses))
+        ranges = config.node_port_source_ranges
+        self._here = Surroundings(kept, world.has_pod, frozenset(self._node_addresses), ranges)
         fresh: dict[ServicePortKey, ServiceState] = {}
         gone: set[ServicePortKey] = set()
         others: set[ServicePortKey] = set()

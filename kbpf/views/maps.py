@@ -40,7 +40,7 @@ PURPOSE: Final = {
     "agent_sockets": "the agent's connections to the API server, for which only ClusterIPs count",
     "exempt_cgroups": "cgroups whose processes the socket hooks leave alone",
     "local_networks": "packet path: clients that count as pods of this node",
-    "source_ranges": "who may dial a LoadBalancer VIP that is not for everybody",
+    "source_ranges": "who may dial a LoadBalancer VIP or a NodePort that is not for everybody",
     "flows": "packet path: both ends of a packet → how it is translated; full: see order",
     "order": "packet path: connections, the oldest first; full: one that is not needed goes",
     "tracked": "packet path: how many connections are in that order",

@@ -16,7 +16,7 @@ from tests.support.features import BY_KERNEL, DEBIAN, FEATURES, family, lacking
 
 SETTINGS = frozenset(
     ("masquerade ports", "IPv4 forwarding", "IPv6 forwarding", "--forwarding", "FORWARD",
-     "rp_filter", "without conntrack")
+     "rules before DNAT", "rp_filter", "without conntrack")
 )  # fmt: skip
 """Rows about the node, not about its kernel."""
 INSTALLED = frozenset(("BCC", "LLVM", "compiled programs"))

@@ -299,3 +299,21 @@ def test_a_refusal_is_a_line_of_each_kind_once_a_change(caplog: pytest.LogCaptur
     assert event["regarding"] == regarding
     told.changed([key], {})
     assert list(told.problems()) == []
+
+
+def test_node_ports_are_restricted_in_the_families_that_have_ranges() -> None:
+    service = Service(
+        "ns", "web", "LoadBalancer", addrs("10.96.0.2", "fd00:96::2"),
+        (ServicePort("", TCP, 80, 30080),), lb_vips=addrs("203.0.113.5"),
+    )  # fmt: skip
+    for text, families in {
+        "": (), "10.0.0.0/8": (4,), "10.0.0.0/8,fd00::/8": (4, 6), "0.0.0.0/0,fd00::/8": (6,),
+    }.items():  # fmt: skip
+        config = load.config({"--nodeport-source-ranges": text}, {})
+        state = desired_state((service,), (), NODE, LOCAL, config)
+        for key, found in state.services.items():
+            limited = {f.kind for f in found.frontends if f.restricted}
+            wanted = {FrontendKind.NODE_PORT} if key.family in families else set()
+            assert limited == wanted
+            assert bool(found.node_port_ranges) == bool(wanted)
+            assert found.source_ranges == (), "those are the VIP's"

@@ -401,6 +401,11 @@ OURS = [
     Says("cacheDir: /c", "cache_dir", Path("/c")),
     Says("algorithm: maglev", "algorithm", Algorithm.MAGLEV),
     Says("localhostNodePorts: false", "localhost_node_ports", False),
+    Says(
+        "nodePortSourceRanges: [192.0.2.0/24, '2001:db8::/64']",
+        "node_port_source_ranges",
+        (Cidr(parse_addr("192.0.2.0"), 120), Cidr(parse_addr("2001:db8::"), 64)),
+    ),
     Says("externalIPs: all", "external_ips", "all"),
     Says("externalIPs: off", "external_ips", ()),
     Says("externalIPs: 'off'", "external_ips", ()),

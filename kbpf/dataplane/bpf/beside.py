@@ -115,7 +115,7 @@ class Beside:
             with contextlib.suppress(KernelError):
                 if sysctl.read(name) == "0":
                     self._warn(f"{name} is 0: this node forwards nothing to pods; set it to 1")
-        for line in firewalls.forward(self._mark):
+        for line in (*firewalls.forward(self._mark), *firewalls.early()):
             self._warn(line)
 
     @contextlib.contextmanager

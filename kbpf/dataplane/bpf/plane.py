@@ -9,6 +9,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Final
 
 import msgspec
 
@@ -36,6 +37,9 @@ from kbpf.model.objects import Cidr, Protocol
 from kbpf.model.status import ModeChoice, PacketStatus
 
 log = logging.getLogger("kbpf.dataplane")
+
+NODE_PORTS: Final = 0
+"""The id in source_ranges of those who may dial NodePorts; no Service has it."""
 
 
 class BpfPlane:
@@ -165,6 +169,8 @@ class BpfPlane:
             keys = set(touched) | self._refused.keys()
         after, writes = self._plan(desired, keys)
         if self._stray is not None:
+            ranges = dict.fromkeys(self._config.node_port_source_ranges)
+            writes.new_ranges += [(NODE_PORTS, cidr) for cidr in ranges]
             _claim_ranges(writes, self._stray.stray_ranges)
             if sound:
                 writes.removed |= self._stray.stray_frontends - writes.flips.keys()

@@ -234,6 +234,9 @@ def _allowed(state: ServiceState, frontend: Frontend, ground: Ground) -> tuple[C
     lets in that.
     """
     own = (*ground.node_addresses, *ground.own_addresses)
+    if frontend.kind is FrontendKind.NODE_PORT:
+        family = state.key.family
+        return (*state.node_port_ranges, *(Cidr(a, WHOLE) for a in own if family_of(a) == family))
     if any(one.contains(address) for one in state.source_ranges for address in own):
         return (*state.source_ranges, Cidr(frontend.at.address, WHOLE))
     return state.source_ranges
