@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from kbpf.dataplane.ipvs import rules
 from kbpf.dataplane.ipvs.ledger import Changes, Ledger
@@ -32,8 +33,9 @@ from kbpf.dataplane.ipvs.plan import (
 from kbpf.dataplane.ipvs.traces import style_of
 from kbpf.model.address import ANY4, Addr, format_addr, format_endpoint, parse_addr
 from kbpf.model.config import Config
-from kbpf.model.desired import DesiredState, ServicePortKey, ServiceState
+from kbpf.model.desired import DesiredState, FrontendKind, ServicePortKey, ServiceState
 from kbpf.model.objects import Algorithm, Cidr, Protocol
+from kbpf.source.fields import parse_cidr
 from tests.support.plane import desired, service
 
 UDP = Protocol.UDP
@@ -206,6 +208,25 @@ def test_source_ranges_are_of_load_balancers_alone(row: Ranges):
     found = sets(programmed, SetName.RESTRICTED, SetName.SOURCES)
     assert found["restricted"] == {"192.0.2.1 TCP 80"}
     assert found["sources"] == {f"{one} 192.0.2.1 TCP 80" for one in row.let_in}
+
+
+def test_node_ports_with_ranges_let_in_these_and_the_node():
+    state = service("web", ALL, A)
+    guarded = replace(
+        state,
+        frontends=tuple(
+            replace(each, restricted=each.kind is FrontendKind.NODE_PORT)
+            for each in state.frontends
+        ),
+        node_port_ranges=(parse_cidr("203.0.113.0/24", ""),),
+    )
+    found = sets(program(guarded, ground()), SetName.RESTRICTED, SetName.SOURCES)
+    (at,) = found["restricted"]
+    address, protocol, port = at.split()
+    assert (protocol, port) == ("TCP", "30080")
+    let_in = {one.split(" ", 1)[0] for one in found["sources"]}
+    assert {"203.0.113.0/24", f"{address}/32"} <= let_in
+    assert "0.0.0.0/0" not in let_in
 
 
 # ---- masquerading ------------------------------------------------------------------------------
