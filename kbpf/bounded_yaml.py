@@ -30,6 +30,18 @@ CONFIGURATION: Final = Limits(size=1 << 20, nodes=20_000)
 KUBECONFIG: Final = Limits(size=4 << 20, nodes=100_000)
 """A kubeconfig: thousands of contexts, each with its certificates."""
 
+NOT_YAML: Final = (
+    yaml.YAMLError,
+    ValueError,
+    RecursionError,
+    AttributeError,
+    LookupError,
+    TypeError,
+    ArithmeticError,
+)
+"""What PyYAML raises for a text: beside its own, whatever its constructors meet in ``!!int ''``,
+``!!bool x`` or ``!!timestamp x``."""
+
 _LOADER: Final[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _OPEN: Final = (yaml.MappingStartEvent, yaml.SequenceStartEvent)
 _CLOSE: Final = (yaml.MappingEndEvent, yaml.SequenceEndEvent)

@@ -23,6 +23,8 @@ Campaign = Callable[[int, float | None], None]
 
 CAMPAIGNS: Final[dict[str, str]] = {
     "servers": "tests.fuzz.hostile_servers:campaign",
+    "histories": "tests.fuzz.histories:campaign",
+    "texts": "tests.fuzz.texts:campaign",
     "packets": "tests.fuzz.long:packets",
     "http-requests": "tests.fuzz.http_requests:requests",
     "http-load": "tests.fuzz.http_load:campaign",

@@ -51,9 +51,7 @@ def parse(data: bytes, where: str, wrong: list[ConfigError] | None = None) -> Do
     """The documents of a file. Raises ConfigError when it is no YAML, or holds something else; with
     `wrong` what it holds else is noted there, and left out.
     """
-    import yaml  # only with --config: 1.3 MB
-
-    from kbpf import bounded_yaml
+    from kbpf import bounded_yaml  # and yaml, only with --config: 1.3 MB
     from kbpf.config.yaml_loader import Loader
 
     data = _json_without_tabs(data)
@@ -74,7 +72,7 @@ def parse(data: bytes, where: str, wrong: list[ConfigError] | None = None) -> Do
                 if wrong is None:
                     raise
                 wrong.append(error)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except bounded_yaml.NOT_YAML as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or str(error)

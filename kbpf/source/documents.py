@@ -143,7 +143,7 @@ def _load_yaml(name: str, data: bytes) -> Iterator[Placed]:
                     yield _placed(number, f"items[{i}].", kind, value)
             elif document is not None:
                 yield number, "", kind, document
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except bounded_yaml.NOT_YAML as error:
         mark = getattr(error, "problem_mark", None)
         line = mark.line + 1 if mark else 1
         problem = getattr(error, "problem", None) or str(error)

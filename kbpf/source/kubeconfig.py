@@ -210,7 +210,7 @@ def _load(path: Path) -> _File:
         raise ConfigError(
             f"cannot read the kubeconfig: {error.strerror}", str(path), hint
         ) from error
-    except (yaml.YAMLError, msgspec.ValidationError, ValueError, RecursionError) as error:
+    except (msgspec.ValidationError, *bounded_yaml.NOT_YAML) as error:
         raise ConfigError(f"not a kubeconfig: {field_error(error)}", str(path)) from error
 
 
@@ -226,8 +226,8 @@ def _named(entries: list[_N] | None, kind: str, name: str, where: str) -> _N:
 
 
 def _checked_url(server: str, where: str) -> str:
-    url = urllib.parse.urlsplit(server)
     try:
+        url = urllib.parse.urlsplit(server)
         good = url.scheme in ("http", "https") and bool(url.hostname) and (url.port or 1) > 0
     except ValueError:
         good = False
