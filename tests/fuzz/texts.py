@@ -58,8 +58,8 @@ endpoints:
 ports: [{name: http, port: 8080}, {name: dns, port: 5353, protocol: UDP}]
 """,
     "{apiVersion: v1, kind: Node, metadata: {name: n, labels: {topology.kubernetes.io/zone: a}}, "
-    "spec: {podCIDRs: [10.1.0.0/24]}, status: {addresses: [{type: InternalIP,
-    address: 192.0.2.7}]}}\n",
+    "spec: {podCIDRs: [10.1.0.0/24]}, "
+    "status: {addresses: [{type: InternalIP, address: 192.0.2.7}]}}\n",
     "{kind: Pod, metadata: {name: p, uid: abc, labels: {kbpf.io/socket-lb: off}}, "
     "spec: {nodeName: n}}\n",
 )  # fmt: skip

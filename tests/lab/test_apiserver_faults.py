@@ -8,14 +8,17 @@ and again without a pause.
 import queue
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kbpf.model.events import Event, Synced, Upsert
+from kbpf.model.address import format_addr
+from kbpf.model.events import Delete, Event, ObjectKey, Synced, Upsert
+from kbpf.model.objects import EndpointSlice
 from kbpf.source import cluster as source
 from kbpf.source.kubeconfig import find_access
 from kbpf.source.reflector import Reflector
-from kbpf.source.resource import SLICES
+from kbpf.source.resource import SERVICES, SLICES
 from tests.support.apiserver import ApiServer
 from tests.support.cluster import Cluster
 from tests.support.dial import UNSERVED, Dial, check
@@ -309,3 +312,58 @@ def test_a_watch_that_has_fallen_silent_is_taken_up_anew(
     assert isinstance(event, Upsert)
     assert event.key.name == "web-ipv4"
     assert not any(map(streams, faults.requests())), "from where it was, not from the start"
+
+
+def test_an_etcd_that_is_restored_from_a_backup(
+    programs: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What was made, changed and deleted since the backup is as it was then, with one warning for
+    all watches, and changes after the restore arrive, whose versions were used before.
+    """
+    known: dict[ObjectKey, object] = {}
+
+    def put(event: Event) -> None:
+        match event:
+            case Upsert():
+                known[event.key] = event.object
+            case Delete():
+                known.pop(event.key, None)
+
+    def slices() -> dict[str, str]:
+        """Name → the address of its one endpoint."""
+        found = {key.name: obj for key, obj in known.items() if isinstance(obj, EndpointSlice)}
+        return {
+            name: format_addr(obj.endpoints[0].address)
+            for name, obj in found.items()
+            if name.startswith("web")
+        }
+
+    def slice_(name: str, host: int) -> dict[str, Any]:
+        return endpoint_slice(name, endpoint(f"10.1.0.{host}"), name=name)
+
+    with ApiServer() as server, server.kube() as kube:
+        cluster = source.Cluster(find_access(server.kubeconfig(tmp_path / "kubeconfig")))
+        reflectors = [Reflector(cluster, resource, put) for resource in (SERVICES, SLICES)]
+        kube.create(slice_("web-kept", 1))
+        kube.create(slice_("web-deleted", 2))
+        server.back_up()
+        for reflector in reflectors:
+            reflector.start()
+        try:
+            until("it is listed", lambda: all(each.status().synced for each in reflectors))
+            assert slices() == {"web-kept": "10.1.0.1", "web-deleted": "10.1.0.2"}
+            kube.create(slice_("web-lost", 3))
+            kube.replace(slice_("web-kept", 4))
+            kube.delete("EndpointSlice", "web-deleted")
+            changed = {"web-kept": "10.1.0.4", "web-lost": "10.1.0.3"}
+            until("changes arrive", lambda: slices() == changed)
+            server.restore()
+            restored = {"web-kept": "10.1.0.1", "web-deleted": "10.1.0.2"}
+            until("it is as it was", lambda: slices() == restored)
+            kube.create(slice_("web-new", 5))
+            until("and goes on", lambda: slices() == {**restored, "web-new": "10.1.0.5"})
+        finally:
+            for reflector in reflectors:
+                reflector.stop()
+    warnings = [line for line in caplog.messages if "went back from version" in line]
+    assert len(warnings) == 1, warnings

@@ -183,6 +183,32 @@ class ApiServer:
             self._server = None
         self._start_server()
 
+    def back_up(self) -> None:
+        """Keep what etcd has now, revision and all, for restore()."""
+        self._stop_both()
+        shutil.rmtree(self.folder / "etcd-backup", ignore_errors=True)
+        shutil.copytree(self.folder / "etcd-data", self.folder / "etcd-backup")
+        self._start_etcd()
+        self._start_server()
+
+    def restore(self) -> None:
+        """Start again from what back_up() kept, as an operator does after a loss: what was written
+        since is unknown, and the revision is that of then. (etcdutl snapshot restore without
+        --bump-revision has the same result.)
+        """
+        self._stop_both()
+        shutil.rmtree(self.folder / "etcd-data")
+        shutil.copytree(self.folder / "etcd-backup", self.folder / "etcd-data")
+        self._start_etcd()
+        self._start_server()
+
+    def _stop_both(self) -> None:
+        for child in (self._server, self._etcd):
+            if child is not None:
+                child.end(signal.SIGTERM)
+        self._server = self._etcd = None
+        (self.folder / "client:1").unlink(missing_ok=True)
+
     def kube(self, user: str = "admin") -> Kube:
         """Return a client; the caller closes it."""
         return Kube(self.url, self.tokens[user], self.authority.crt, netns=self.netns)
