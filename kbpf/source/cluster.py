@@ -72,6 +72,8 @@ class Cluster:
         self.asked = asked
         self.connecting: Connecting = lambda *_: None
         self._lock = threading.Lock()
+        self._servers = (access.server, *access.others)
+        self._at = 0
         self.room = PageRoom()
         self._plugin = PluginLogin()
         self._rewound_at = float("-inf")
@@ -80,8 +82,14 @@ class Cluster:
 
     @property
     def url(self) -> str:
-        """The server, for people and for error lines."""
-        return self.access.server
+        """The server that is tried now."""
+        return self._servers[self._at % len(self._servers)]
+
+    def unreachable(self, url: str) -> None:
+        """No connection to it: the next one is tried at the next server, if there is one."""
+        with self._lock:
+            if url == self.url:
+                self._at += 1
 
     def check(self) -> None:
         """Raise ConfigError for credentials that cannot be read now. No network; call at start."""
@@ -124,7 +132,7 @@ class Cluster:
     def tls(self, login: Login) -> ssl.SSLContext | None:
         """The TLS context with certificates as they are on disk now; None for http://."""
         access = self.access
-        if not access.server.startswith("https:"):
+        if not self.url.startswith("https:"):
             return None
         stamp = (login.cert, *map(_stamp, (access.ca_file, access.cert_file, access.key_file)))
         with self._lock:

@@ -29,6 +29,7 @@ class Access:
 
     `where` is for error lines: the kubeconfig's path or "in-cluster".
     `plugin` is the kubeconfig whose user needs the library, else None.
+    `others`: further servers of the same cluster, for when `server` cannot be reached.
     """
 
     server: str
@@ -46,6 +47,7 @@ class Access:
     server_name: str = ""
     insecure: bool = False
     plugin: Path | None = None
+    others: tuple[str, ...] = ()
 
 
 def find_access(
@@ -56,9 +58,11 @@ def find_access(
     allow_insecure: bool = False,
 ) -> Access:
     """As kube-proxy finds it: the kubeconfig (`master` overrides its server), `master` alone
-    without credentials, or else the pod's own. Raises ConfigError, also for a token or password
+    without credentials, or else the pod's own. `master` may name several servers of one cluster,
+    with commas between them. Raises ConfigError, also for a token or password
     that would go over http:// unless `allow_insecure`.
     """
+    master, *others = (text.strip() for text in master.split(","))
     if kubeconfig is not None:
         access = read_kubeconfig(kubeconfig)
         access = replace(access, server=master) if master else access
@@ -66,11 +70,16 @@ def find_access(
         access = Access(server=master, where="--master")
     else:
         access = in_cluster(environ)
-    access = replace(access, server=_checked_url(access.server, access.where))
+    access = replace(
+        access,
+        server=_checked_url(access.server, access.where),
+        others=tuple(_checked_url(text, "--master") for text in others),
+    )
     secret = access.token or access.token_file or access.basic or access.plugin
-    if secret and access.server.startswith("http:") and not allow_insecure:
+    plain = [url for url in (access.server, *access.others) if url.startswith("http:")]
+    if secret and plain and not allow_insecure:
         raise ConfigError(
-            f"the token or password would go to {access.server} unencrypted",
+            f"the token or password would go to {plain[0]} unencrypted",
             access.where,
             "write https://HOST:PORT, or allow it with --allow-insecure-api",
         )

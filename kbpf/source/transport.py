@@ -188,10 +188,7 @@ class Connection:
     def __init__(self, cluster: Cluster, *, answer_seconds: float = ANSWER_SECONDS) -> None:
         self._cluster = cluster
         self._answer_seconds = answer_seconds
-        url = urllib.parse.urlsplit(cluster.url)
-        self._host = url.hostname or ""
-        self._port = url.port or (443 if url.scheme == "https" else 80)
-        self._base = url.path
+        self._aim()
         self._http: http.client.HTTPConnection | None = None
         self._sock: socket.socket | None = None
         self._raw: _RawResponse | None = None
@@ -199,6 +196,14 @@ class Connection:
         self._switch: socket.socket | None = None
         self._closed = False
         self._login = Login()
+
+    def _aim(self) -> None:
+        """At the server that is tried now."""
+        self._url = self._cluster.url
+        url = urllib.parse.urlsplit(self._url)
+        self._host = url.hostname or ""
+        self._port = url.port or (443 if url.scheme == "https" else 80)
+        self._base = url.path
 
     @property
     def closed(self) -> bool:
@@ -274,7 +279,12 @@ class Connection:
         login = self._login = self._cluster.login(lambda: self._closed)
         if self._http is None or self._http.sock is None:
             self.drop()
-            self._open(login)
+            self._aim()
+            try:
+                self._open(login)
+            except OSError:
+                self._cluster.unreachable(self._url)
+                raise
         assert self._http is not None
         assert self._sock is not None
         self._sock.settimeout(self._answer_seconds)
@@ -338,8 +348,8 @@ class Connection:
 
     def _explained(self, error: Exception) -> SourceError:
         if self._closed:
-            return SourceError("stopped", self._cluster.url)
-        return explained(error, self._cluster.url, self._cluster.access.where)
+            return SourceError("stopped", self._url)
+        return explained(error, self._url, self._cluster.access.where)
 
 
 def explained(error: Exception, url: str, where: str) -> SourceError:

@@ -115,6 +115,35 @@ def test_master_wins_over_the_server_of_the_kubeconfig(tmp_path):
     assert (access.server, access.token) == ("https://10.0.0.1:6443", "t")
 
 
+def test_master_may_name_several_servers(tmp_path):
+    path = write(tmp_path / "kc", {}, {"token": "t"})
+    access = find_access(path, "https://a:1, https://b:2")
+    assert (access.server, access.others) == ("https://a:1", ("https://b:2",))
+    with pytest.raises(ConfigError, match="'b' is not an API server"):
+        find_access(path, "https://a:1,b")
+    with pytest.raises(ConfigError, match="http://b:2 unencrypted"):
+        find_access(path, "https://a:1,http://b:2")
+
+
+def test_when_a_server_cannot_be_reached_the_next_one_is_tried(connect):
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        gone = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    with ScriptedServer(ok, ok) as first, ScriptedServer(ok) as second:
+        connection = connect(gone, others=(first.url, second.url))
+        with pytest.raises(SourceError, match="refused") as caught:
+            connection.request("/x")
+        assert gone in str(caught.value)
+        for _ in range(2):
+            connection.request("/x").read()
+        assert len(first.requests) == 2, "it stays with the one that answers"
+        first.__exit__()
+        connection.drop()
+        with pytest.raises(SourceError):
+            connection.request("/x")
+        connection.request("/x").read()
+        assert len(second.requests) == 1
+
+
 def test_master_alone_has_no_credentials():
     assert find_access(None, "http://127.0.0.1:8080") == Access("http://127.0.0.1:8080", "--master")
 
