@@ -30,6 +30,10 @@
 #define TCP_ACK 0x10
 #define SCTP_CHUNK 12
 #define SCTP_INIT 1
+#define SCTP_INIT_ACK 2
+#define SCTP_ABORT 6
+#define SCTP_ERROR 9
+#define SCTP_SHUTDOWN_COMPLETE 14
 #define NO_SEGMENT 0x100 /* not a flag: what asks is an ICMP error about the flow */
 
 struct ip4_header {
@@ -97,6 +101,7 @@ struct packet {
 	u8 ttl;        /* or hops */
 	u8 tos;        /* of IPv4 */
 	__sum16 check; /* of IPv4's header */
+	struct numbers tcp;
 };
 
 /* How long the packet is from its IP header on, as that says. */
@@ -108,8 +113,43 @@ static __always_inline u32 ip_length(struct __sk_buff *skb, const struct packet 
 	return __builtin_bswap16(total) + (p->v6 ? 40 : 0);
 }
 
-static __always_inline bool parse_ports(struct __sk_buff *skb, struct packet *p)
+/* The first chunk of an SCTP packet, in TCP's words: SYN begins an association. ACK is sent only by
+ * a peer that has the association: a cookie goes before it, and that cannot be guessed. */
+static __always_inline u8 sctp_flags(u8 chunk)
 {
+	if (chunk == SCTP_INIT)
+		return TCP_SYN;
+	if (chunk == SCTP_INIT_ACK || chunk == SCTP_ABORT || chunk == SCTP_ERROR ||
+	    chunk == SCTP_SHUTDOWN_COMPLETE)
+		return 0;
+	return TCP_ACK;
+}
+
+/* `bytes`: the length of the IP packet behind its IP header and extension headers. */
+static __always_inline struct numbers tcp_numbers(__be32 sequence, __be32 ack, u8 offset, u8 flags,
+						  u32 bytes)
+{
+	struct numbers n = {
+		.next = __builtin_bswap32(sequence) + bytes - (offset >> 4) * 4 +
+			(flags & TCP_FIN) + ((flags & TCP_SYN) >> 1),
+		.ack = __builtin_bswap32(ack),
+	};
+
+	return n;
+}
+
+/* TCP's header from its sequence number on. */
+struct tcp_rest {
+	__be32 sequence;
+	__be32 ack;
+	u8 offset;
+	u8 flags;
+};
+
+/* `bytes`: as tcp_numbers() wants it. */
+static __always_inline bool parse_ports(struct __sk_buff *skb, struct packet *p, u32 bytes)
+{
+	struct tcp_rest rest = {};
 	struct ports ports;
 
 	if ((p->protocol == PROTO_ICMP || p->protocol == PROTO_ICMP6) && p->fragment != LATER)
@@ -128,10 +168,13 @@ static __always_inline bool parse_ports(struct __sk_buff *skb, struct packet *p)
 		u8 chunk = 0;
 
 		bpf_skb_load_bytes(skb, p->l4 + SCTP_CHUNK, &chunk, 1);
-		p->tcp_flags = chunk == SCTP_INIT ? TCP_SYN : 0;
+		p->tcp_flags = sctp_flags(chunk);
 	}
-	if (p->protocol == PROTO_TCP) /* inside of an ICMP error they may be cut off: then 0 */
-		bpf_skb_load_bytes(skb, p->l4 + 13, &p->tcp_flags, 1);
+	if (p->protocol == PROTO_TCP && /* inside of an ICMP error this may be cut off */
+	    !bpf_skb_load_bytes(skb, p->l4 + 4, &rest, 10)) {
+		p->tcp_flags = rest.flags;
+		p->tcp = tcp_numbers(rest.sequence, rest.ack, rest.offset, rest.flags, bytes);
+	}
 	return true;
 }
 
@@ -150,6 +193,8 @@ static __always_inline bool parse_v4(struct __sk_buff *skb, struct packet *p)
 	p->ttl = ip->ttl;
 	p->tos = ip->tos;
 	p->check = ip->check;
+	if ((ip->version_length & 0x0f) < 5)
+		return false;
 	p->l4 = p->l3 + (ip->version_length & 0x0f) * 4;
 	fragment = __builtin_bswap16(ip->fragment);
 	if (fragment & IP_OFFSET)
@@ -163,9 +208,11 @@ static __always_inline bool parse_v4(struct __sk_buff *skb, struct packet *p)
 		p->tuple.from.port = start.ports.source;
 		p->tuple.to.port = start.ports.destination;
 		p->tcp_flags = start.flags;
+		p->tcp = tcp_numbers(start.sequence, start.acknowledgement, start.length,
+				     start.flags, __builtin_bswap16(ip->total) - sizeof(*ip));
 		return true;
 	}
-	return parse_ports(skb, p);
+	return parse_ports(skb, p, __builtin_bswap16(ip->total) - (p->l4 - p->l3));
 }
 
 /* A segment of TCP over IPv4 that begins nothing; false also where that takes more to tell. */
@@ -215,7 +262,7 @@ static __always_inline bool parse_v6(struct __sk_buff *skb, struct packet *p)
 			p->l4 += (extension.words + 1) * 8;
 		}
 	}
-	return parse_ports(skb, p);
+	return parse_ports(skb, p, __builtin_bswap16(ip.payload) + sizeof(ip) - (p->l4 - p->l3));
 }
 
 /* The verifier walks on from here once for each way that it came: versions by protocols by

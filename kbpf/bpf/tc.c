@@ -33,7 +33,6 @@ static __always_inline u32 socket_cgroup(void)
 #define ASKED 16      /* flows, whether anybody needs them, by each new one */
 #define FRESH_TRIES 8 /* of SNAT_TRIES, before a port that a backend may still keep will do */
 
-#define HALF_OPEN_SECONDS 5 /* an unanswered SYN keeps a port that others want for so long */
 #define VLAN_ID 0x0fff
 #define OTHER_HOST 3 /* PACKET_OTHERHOST */
 
@@ -215,42 +214,96 @@ static __always_inline bool gone(const struct nat *nat, u64 now)
 	return !holds(entry_of(nat, &key), now);
 }
 
-/* Another CPU may tell the other way at the same time, of the other FIN. */
-static __always_inline void tell(struct ends *key, struct nat *nat)
+/* The entry of the other side. For a packet of the backend that is the client's own; for one of the
+ * client that by which the backend's packets are found. If another program leaves the source of a
+ * masqueraded flow untranslated, the backend answers to client'. */
+static __always_inline struct nat *other_side(const struct nat *nat, bool back)
 {
-	struct nat *other = entry_of(nat, key);
-
-	if (!other)
-		return;
-	if (nat->state == STATE_NEW)
-		other->fins = 0;
-	else
-		nat->fins = other->fins |= nat->fins;
-	if (nat->state == STATE_CLOSING && both_closed(nat))
-		nat->state = STATE_CLOSED;
-	other->state = nat->state;
-	if (other->state == STATE_CLOSED)
-		say_rest(other);
-}
-
-/* A packet of a known flow. Each entry sees a part of the packets only; what opens or ends the
- * connection holds for both that come first, one on each side. The entry for the stack is told
- * nothing: it sees what one of those has let through. */
-static __always_inline void keep(struct nat *nat, u32 flags, bool back, u64 now)
-{
+	struct nat *other;
 	struct ends key;
-	u8 before = nat->state;
 
-	if (!touch(nat, flags, back, now) || (nat->part == PART_ANSWER && has_snat(nat)))
-		return;
-	account_state(nat, before, both_closed(nat));
-	if (nat->part != PART_QUESTION)
+	if (back)
 		key = question_of(nat);
 	else if (has_snat(nat))
 		key = snat_answer_of(nat);
 	else
 		key = answer_of(nat);
-	tell(&key, nat);
+	other = entry_of(nat, &key);
+	if (back || !has_snat(nat) || nat->way == WAY_PAST || nat->state == STATE_NEW || !other ||
+	    other->seen.begun)
+		return other;
+	key = answer_of(nat);
+	return entry_of(nat, &key);
+}
+
+/* The client's own entry has the state of the flow, the backend's has a copy. */
+static __always_inline void change_state(struct nat *nat, const struct packet *p, u32 flags,
+					 bool back)
+{
+	struct nat *other = other_side(nat, back), *question = back ? other : nat;
+	u8 before, state, fins;
+
+	if (!other)
+		return;
+	before = question->state;
+	fins = question->fins;
+	if (nat->client.protocol == PROTO_TCP)
+		state = tcp_state_after(before, &fins, p, flags, back, &nat->seen.tcp,
+					&other->seen.tcp);
+	else if (before == STATE_NEW)
+		state = STATE_ANSWERED;
+	else /* if this entry has not just been behind */
+		state = nat->state == before ? STATE_ESTABLISHED : before;
+	question->state = state;
+	question->fins = fins;
+	if (state != before)
+		account_state(question, before, both_closed(question));
+	nat->state = other->state = state;
+	nat->fins = other->fins = question->fins;
+	if (state == STATE_CLOSED && state != before)
+		say_rest(other);
+}
+
+static __always_inline bool may_change(const struct nat *nat, u32 flags, bool back, u64 now)
+{
+	return nat->client.protocol == PROTO_TCP ? may_change_tcp(nat, flags, back)
+						 : may_change_other(nat, flags, back, now);
+}
+
+/* A packet of a known flow, found by this entry. Each entry sees the packets of one side only, but
+ * for that of client' and backend, which also sees those of the client when they leave (see_off()).
+ */
+static __always_inline void keep(struct nat *nat, const struct packet *p, u32 flags, bool back,
+				 u64 now)
+{
+	if (flags & NO_SEGMENT)
+		return;
+	nat->last_used = now;
+	if (may_change(nat, flags, back, now))
+		change_state(nat, p, flags, back);
+	if (nat->client.protocol == PROTO_TCP && (flags & (TCP_SYN | TCP_ACK)) &&
+	    !(flags & TCP_RST))
+		nat->seen.tcp = p->tcp;
+}
+
+/* A packet of the client that leaves the stack, found by the entry of client' and backend. What it
+ * says was heard when it came in, and in a masqueraded flow this entry was not told. */
+static __always_inline void see_off(struct nat *nat, u32 flags, u64 now)
+{
+	struct nat *question;
+	struct ends key;
+
+	if (flags & NO_SEGMENT)
+		return;
+	nat->last_used = now;
+	if (!has_snat(nat) || !may_change(nat, flags, false, now))
+		return;
+	key = question_of(nat);
+	question = entry_of(nat, &key);
+	if (!question)
+		return;
+	nat->state = question->state;
+	nat->fins = question->fins;
 }
 
 /* Deletes an entry if it is still this flow's. */
@@ -360,7 +413,8 @@ static __always_inline bool step_back(const struct tuple *t, const struct nat *n
 }
 
 /* Fills `s`; false: no flow of ours, or nothing to do here. */
-static __always_inline bool translate_in(struct tuple *t, u32 flags, struct step *s)
+static __always_inline bool translate_in(struct tuple *t, const struct packet *p, u32 flags,
+					 struct step *s)
 {
 	struct nat *nat = flow_between(t);
 	u64 now = now_ns();
@@ -387,7 +441,7 @@ static __always_inline bool translate_in(struct tuple *t, u32 flags, struct step
 	s->nat = nat;
 	s->now = now;
 	s->back = back;
-	keep(nat, flags, back, now);
+	keep(nat, p, flags, back, now);
 	return true;
 }
 
@@ -414,8 +468,9 @@ enum leaving {
 };
 
 /* What it becomes when it goes out. */
-static __always_inline enum leaving translate_out(struct tuple *t, u32 flags, u32 bytes,
-						  struct tuple *new, bool *masqueraded)
+static __always_inline enum leaving translate_out(struct tuple *t, const struct packet *p,
+						  u32 flags, u32 bytes, struct tuple *new,
+						  bool *masqueraded)
 {
 	struct nat *nat = flow_between(t);
 	u64 now = now_ns();
@@ -437,7 +492,7 @@ static __always_inline enum leaving translate_out(struct tuple *t, u32 flags, u3
 	}
 	if (back) {
 		*masqueraded = has_snat(nat);
-		keep(nat, flags, true, now);
+		keep(nat, p, flags, true, now);
 		if (bytes && !has_snat(nat) && nat->way == WAY_STACK) /* not seen when it came in */
 			account_bytes(nat, bytes, flags, true);
 		new->from = nat->frontend;
@@ -446,7 +501,7 @@ static __always_inline enum leaving translate_out(struct tuple *t, u32 flags, u3
 	}
 	if (!same_address(&t->from.address, &nat->client.address))
 		return LEAVES_DONE; /* redirected: it has the node's address */
-	keep(nat, flags, false, now);
+	see_off(nat, flags, now);
 	if (!has_snat(nat))
 		return LEAVES_DONE;
 	*masqueraded = true;
@@ -502,6 +557,16 @@ static __always_inline bool claim_answer(struct nat *nat, const struct node *n, 
 	return false;
 }
 
+/* Whether a flow whose port is wanted goes for it: one that is established never does. Its client
+ * may have sent since the backend did. */
+static __always_inline bool gives_up_port(const struct nat *answer, u64 now)
+{
+	struct ends key = question_of(answer);
+	struct nat *question = entry_of(answer, &key);
+
+	return is_disposable(answer, now) && (!question || is_disposable(question, now));
+}
+
 /* Finds a port of the node for this flow, in the range that the node's own sockets keep away from:
  * the client's own if it is one of those and free, else any. That of a connection that has ended
  * will do at once; only if the backend has closed first, and so keeps it in TIME_WAIT, others are
@@ -520,9 +585,7 @@ static __always_inline bool claim_snat(struct nat *nat, const struct node *n, u6
 		if (!flows.insert(&key, nat))
 			return true;
 		other = flows.lookup(&key);
-		if (!other || gone(other, now) ||
-		    (i >= FRESH_TRIES && is_half_open(other) &&
-		     elapsed(other->last_used, now) > HALF_OPEN_SECONDS * SECOND) ||
+		if (!other || gone(other, now) || (i >= FRESH_TRIES && gives_up_port(other, now)) ||
 		    (other->state == STATE_CLOSED &&
 		     (i >= FRESH_TRIES || !(other->fins & FIN_BACKEND_FIRST)))) {
 			if (other) /* its client may not go on with it */
@@ -537,7 +600,8 @@ static __always_inline bool claim_snat(struct nat *nat, const struct node *n, u6
 /* Whether somebody may still talk by a flow that began before all others that are tracked. */
 static __always_inline bool is_needed(const struct nat *nat, u64 now)
 {
-	return !is_half_open(nat) && nat->state != STATE_CLOSED && !gone(nat, now);
+	return !is_half_open(nat) && nat->state != STATE_CLOSED && !is_disposable(nat, now) &&
+	       !gone(nat, now);
 }
 
 /* Asks the oldest flows whether anybody needs them; one goes that nobody does, the others get
@@ -681,6 +745,8 @@ static __always_inline bool begin(struct __sk_buff *skb, struct packet *p, struc
 	nat->frontend = p->tuple.to;
 	nat->backend = c->backend;
 	nat->client_port = p->tuple.from.port;
+	if (nat->client.protocol == PROTO_UDP)
+		nat->seen.begun = nat->last_used;
 	nat->service = c->service;
 	nat->backend_id = c->backend_id;
 	return true;
@@ -733,6 +799,11 @@ int tc_way(struct __sk_buff *skb)
 	if (has_snat(nat))
 		source.address = nat->snat;
 	to = find_route(skb, &p, &source, &backend, &route, true);
+	/* The backend is the node itself: no device translates what it gets, nor what it answers.
+	 */
+	if (!to && !same_address(&nat->client.address, &nat->backend.address) &&
+	    node_addresses.lookup(&nat->backend.address))
+		__builtin_memset(&nat->snat, 0, sizeof(nat->snat));
 	/* A bridge brings the answers of its pods to each other past us, unless they are for us. */
 	if (to && !has_snat(nat) && route.ifindex == ifindex && to->role == ROLE_POD)
 		nat->snat = p.v6 ? n->snat6 : n->snat4;
@@ -892,6 +963,7 @@ static __always_inline void begin_again(struct nat *old, const struct nat *nat)
 	old->last_used = nat->last_used;
 	old->service = nat->service;
 	old->backend_id = nat->backend_id;
+	old->seen.begun = nat->seen.begun;
 	old->fins = 0;
 	old->state = STATE_NEW;
 }
@@ -1054,6 +1126,8 @@ int tc_late(struct __sk_buff *skb)
 	nat.part = PART_ANSWER;
 	nat.way = WAY_REDIRECT;
 	nat.out.ifindex = 0;
+	if (nat.client.protocol == PROTO_TCP)
+		nat.seen.begun = 0; /* another entry's numbers */
 	if (!claim_answer(&nat, n, now_ns()))
 		return finish(TC_SHOT, NO_SNAT_PORT);
 	key = question_of(&nat);
@@ -1096,7 +1170,7 @@ int tc_host(struct __sk_buff *skb)
 			tails.call(skb, TAIL_HOST_NEW);
 		return TC_NEXT;
 	}
-	keep(nat, p.tcp_flags, false, now);
+	keep(nat, &p, p.tcp_flags, false, now);
 	account_bytes(nat, skb->len - p.l3, p.tcp_flags, false);
 	out.from = nat->client;
 	out.from.port = nat->client_port;
@@ -1207,7 +1281,7 @@ int tc_ingress(struct __sk_buff *skb)
 
 	if (!take(skb, device, &p, TAIL_ICMP_IN))
 		return TC_NEXT;
-	if (translate_in(&p.tuple, p.tcp_flags, &s))
+	if (translate_in(&p.tuple, &p, p.tcp_flags, &s))
 		return go_on(skb, &p, device, &s);
 	if (s.masqueraded)
 		mark_masqueraded(skb, true);
@@ -1241,7 +1315,7 @@ int tc_egress(struct __sk_buff *skb)
 
 	if (!take(skb, device, &p, TAIL_ICMP_OUT))
 		return TC_NEXT;
-	leaving = translate_out(&p.tuple, p.tcp_flags, skb->len - p.l3, &to, &masqueraded);
+	leaving = translate_out(&p.tuple, &p, p.tcp_flags, skb->len - p.l3, &to, &masqueraded);
 	if (leaving == LEAVES_CHANGED && rewrite(skb, &p, &to, p.ttl))
 		return finish(TC_SHOT, NOT_REWRITTEN);
 	if (masqueraded)
@@ -1283,8 +1357,8 @@ static __always_inline int translate_error(struct __sk_buff *skb, bool in)
 	    !carried.tuple.to.protocol)
 		return TC_NEXT;
 	with = reversed(&carried.tuple);
-	known = in ? translate_in(&with, NO_SEGMENT, &s)
-		   : translate_out(&with, NO_SEGMENT, 0, &becomes, &s.masqueraded) ==
+	known = in ? translate_in(&with, &carried, NO_SEGMENT, &s)
+		   : translate_out(&with, &carried, NO_SEGMENT, 0, &becomes, &s.masqueraded) ==
 				LEAVES_CHANGED;
 	if (s.masqueraded)
 		mark_masqueraded(skb, in);

@@ -34,7 +34,13 @@
 #pragma once
 
 #define SECOND 1000000000ULL
-#define SNAT_TRIES 32
+#define SNAT_TRIES 28
+
+#define UNPROVEN_SECONDS 5          /* so long a flow without proof keeps a port that others want */
+#define CLOSING_SECONDS 10          /* the same when one side has closed */
+#define STREAM_SECONDS 2            /* UDP in use for longer than this, and answered, is a stream */
+#define SEQUENCE_DISTANCE (4 << 20) /* bytes that may be on the way */
+#define RESET_DISTANCE (32 << 10)   /* the same for what has to be guessed to reset a connection */
 
 BPF_TABLE("hash", struct ends, struct nat, flows, 64);
 BPF_QUEUE(order, struct ends, 64);
@@ -120,11 +126,14 @@ static __always_inline bool is_translated(const struct tuple *t, const struct na
 /* How long an entry holds without a packet: as kube-proxy sets the kernel's conntrack. */
 static __always_inline u64 timeout_of(const struct nat *nat)
 {
-	if (nat->client.protocol != PROTO_TCP)
-		return (nat->state == STATE_NEW ? 30 : 120) * SECOND;
+	if (nat->client.protocol != PROTO_TCP) {
+		if (nat->state != STATE_ESTABLISHED)
+			return 30 * SECOND;
+		return (nat->client.protocol == PROTO_SCTP ? 210 : 120) * SECOND;
+	}
 	if (nat->state == STATE_NEW)
 		return 120 * SECOND;
-	if (nat->state == STATE_ESTABLISHED)
+	if (nat->state == STATE_ESTABLISHED || nat->state == STATE_UNPROVEN)
 		return 24 * 3600 * SECOND;
 	if (nat->state == STATE_CLOSING)
 		return 3600 * SECOND;
@@ -143,6 +152,12 @@ static __always_inline bool both_closed(const struct nat *nat)
 	return (nat->fins & FIN_CLIENT) && (nat->fins & FIN_BACKEND);
 }
 
+/* Two CPUs have seen one FIN each, and neither has seen the other's. */
+static __always_inline bool fins_met(const struct nat *nat)
+{
+	return nat->state == STATE_CLOSING && both_closed(nat);
+}
+
 static __always_inline bool is_ending(const struct nat *nat)
 {
 	return nat->state == STATE_CLOSING || nat->state == STATE_CLOSED;
@@ -153,39 +168,117 @@ static __always_inline bool is_half_open(const struct nat *nat)
 	return nat->state == STATE_NEW || nat->state == STATE_ANSWERED;
 }
 
-/* A packet went through: `back` when it came from the backend. Returns whether that changed the
- * state, which then is to be told to the flow's other entries. */
-static __always_inline bool touch(struct nat *nat, u32 flags, bool back, u64 now)
+/* Whether others may have the place or the port of this flow when they are short: it was quiet for
+ * some seconds, and nothing proves that both of its ends still have the connection. Established
+ * flows are never in this set. */
+static __always_inline bool is_disposable(const struct nat *nat, u64 now)
 {
-	u8 state = nat->state, fins = nat->fins;
+	u64 quiet = elapsed(nat->last_used, now);
 
-	if (flags & NO_SEGMENT)
-		return false;
-	nat->last_used = now;
-	if (nat->client.protocol != PROTO_TCP) {
-		if (back)
-			nat->state = STATE_ESTABLISHED;
-	} else if (flags & TCP_RST) {
-		nat->state = STATE_CLOSED;
-	} else if (flags & TCP_FIN) {
-		if (back && !(fins & (FIN_CLIENT | FIN_BACKEND)))
-			nat->fins = FIN_BACKEND_FIRST;
-		nat->fins |= back ? FIN_BACKEND : FIN_CLIENT;
-		nat->state =
-			both_closed(nat) || state == STATE_CLOSED ? STATE_CLOSED : STATE_CLOSING;
-	} else if (!back && is_ending(nat) && (flags & (TCP_SYN | TCP_ACK)) == TCP_SYN) {
-		nat->state = STATE_NEW; /* the backend decides whether it is a new one */
-		nat->fins = 0;
-	} else if (state == STATE_CLOSED && !both_closed(nat) && (flags & TCP_ACK)) {
-		nat->state = STATE_CLOSING; /* a reset that nobody has believed */
-	} else if (state == STATE_NEW && back && (flags & TCP_SYN)) {
-		nat->state = STATE_ANSWERED;
-	} else if (is_half_open(nat) && !back && (flags & (TCP_SYN | TCP_ACK)) == TCP_ACK) {
-		nat->state = STATE_ESTABLISHED;
-	} else if (state == STATE_CLOSING && both_closed(nat)) {
-		nat->state = STATE_CLOSED; /* the FINs met each other, on two CPUs */
+	if (nat->state == STATE_CLOSING)
+		return quiet > CLOSING_SECONDS * SECOND;
+	return nat->state != STATE_ESTABLISHED && quiet > UNPROVEN_SECONDS * SECOND;
+}
+
+/* Whether two sequence numbers differ by less than `distance`. */
+static __always_inline bool is_near(u32 a, u32 b, u32 distance)
+{
+	return a - b + distance < 2 * distance;
+}
+
+/* Whether the other side's `known` numbers allow this segment. Somebody who cannot see the
+ * connection's packets has to guess both numbers. */
+static __always_inline bool is_plausible(const struct numbers *known, const struct numbers *n,
+					 u32 ack_distance)
+{
+	return is_near(n->next, known->ack, SEQUENCE_DISTANCE) &&
+	       is_near(n->ack, known->next, ack_distance);
+}
+
+/* Whether a reset is one that its receiver would believe: it has the very number that the receiver
+ * expects (RFC 5961, as nf_conntrack). A side that gave up with data on the way has a higher one:
+ * then its ACK has to be right as well, or it goes on where that side has ended, which only the
+ * backend's own segments tell without doubt. */
+static __always_inline bool is_reset(const struct numbers *own, const struct numbers *known,
+				     const struct packet *p, u32 flags, bool back)
+{
+	return p->tcp.next == known->ack || (back && p->tcp.next == own->next) ||
+	       ((flags & TCP_ACK) && is_plausible(known, &p->tcp, RESET_DISTANCE));
+}
+
+/* What a segment makes of the state of a TCP connection; `state` and `fins` are those of before.
+ * `own` are the numbers that the sender's side had until now, `known` those of the other side. */
+static __always_inline u8 tcp_state_after(u8 state, u8 *fins, const struct packet *p, u32 flags,
+					  bool back, const struct numbers *own,
+					  const struct numbers *known)
+{
+	u8 closed = FIN_CLIENT | FIN_BACKEND;
+
+	if (flags & TCP_RST)
+		return is_reset(own, known, p, flags, back) ? STATE_CLOSED : state;
+	if (flags & TCP_SYN) {
+		if (!back && !(flags & TCP_ACK) && state == STATE_CLOSED) {
+			*fins = 0;
+			return STATE_NEW;
+		}
+		if (back && (flags & TCP_ACK) &&
+		    (state == STATE_NEW ||
+		     (p->tcp.ack == known->next && p->tcp.next != own->next))) {
+			*fins = 0; /* the backend says that it is a new connection */
+			return STATE_ANSWERED;
+		}
+		return state;
 	}
-	return nat->state != state || nat->fins != fins;
+	if (!(flags & TCP_ACK) || state == STATE_NEW)
+		return state;
+	if ((flags & TCP_FIN) && is_plausible(known, &p->tcp, SEQUENCE_DISTANCE)) {
+		if (back && !(*fins & closed))
+			*fins |= FIN_BACKEND_FIRST;
+		*fins |= back ? FIN_BACKEND : FIN_CLIENT;
+	}
+	if ((*fins & closed) == closed)
+		return STATE_CLOSED;
+	if (state == STATE_CLOSED) /* by a reset, which its receiver may not have believed */
+		return !(flags & TCP_FIN) && is_plausible(known, &p->tcp, SEQUENCE_DISTANCE)
+			       ? STATE_CLOSING
+			       : STATE_CLOSED;
+	if (*fins & closed)
+		return STATE_CLOSING;
+	if (state == STATE_ANSWERED && !back && is_plausible(known, &p->tcp, RESET_DISTANCE))
+		return STATE_UNPROVEN;
+	/* A backend that has only answered the SYN repeats itself, whatever is sent to it: so it is
+	 * proof if it sends data, or acknowledges any. */
+	if ((state == STATE_ANSWERED || state == STATE_UNPROVEN) && back && own->next &&
+	    (p->tcp.next != own->next || p->tcp.ack != own->ack))
+		return STATE_ESTABLISHED;
+	return state;
+}
+
+/* Whether a segment may change the state: few do, and those ask for the flow's other side. */
+static __always_inline bool may_change_tcp(const struct nat *nat, u32 flags, bool back)
+{
+	if (flags & (TCP_FIN | TCP_RST))
+		return true;
+	if (flags & TCP_SYN) /* the client's own may be forged: the backend's answer tells */
+		return back || nat->state == STATE_CLOSED;
+	if (nat->state == STATE_ESTABLISHED)
+		return false;
+	if (is_ending(nat))
+		return fins_met(nat) || (nat->state == STATE_CLOSED && !both_closed(nat));
+	return back || nat->state == STATE_ANSWERED;
+}
+
+/* The same for other protocols. UDP as in nf_conntrack: a question and its answer are no stream
+ * yet. SCTP: what only a peer that has the association sends. */
+static __always_inline bool may_change_other(const struct nat *nat, u32 flags, bool back, u64 now)
+{
+	if (nat->state == STATE_NEW)
+		return back;
+	if (nat->state != STATE_ANSWERED)
+		return false;
+	if (nat->client.protocol == PROTO_SCTP)
+		return back && (flags & TCP_ACK);
+	return elapsed(nat->seen.begun, now) > STREAM_SECONDS * SECOND;
 }
 
 /* The keys of a flow. */

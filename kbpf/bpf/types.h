@@ -175,12 +175,14 @@ struct ends {
 	struct target second;
 };
 
+/* Connection states, of all protocols; track.h says which packet leads to which. */
 enum tcp_state {
-	STATE_NEW = 0,         /* SYN seen, no answer */
-	STATE_ESTABLISHED = 1, /* answered; UDP: seen both ways */
+	STATE_NEW = 0,         /* the client has sent, the backend has not answered */
+	STATE_ESTABLISHED = 1, /* proven by the backend; UDP: a stream in both directions */
 	STATE_CLOSING = 2,     /* one side has sent FIN (the kernel's CLOSE_WAIT) */
 	STATE_CLOSED = 3,      /* both FINs, or RST */
-	STATE_ANSWERED = 4,    /* the backend's SYN-ACK seen, and nothing more of the client */
+	STATE_ANSWERED = 4,    /* the backend has answered: SYN-ACK, INIT-ACK, a datagram */
+	STATE_UNPROVEN = 5,    /* TCP: the client has completed the handshake, no proof yet */
 };
 
 enum fins {
@@ -218,6 +220,12 @@ struct way_out {
 	u32 unsaid;  /* bytes of packets that are in no count yet (account.h) */
 };
 
+/* What one side of a TCP connection said last, in host order; all 0: nothing so far. */
+struct numbers {
+	u32 next; /* the sequence number after its last segment */
+	u32 ack;  /* the sequence number that it expects of the other side */
+};
+
 /* flows: a tracked connection, whole in each of its entries (track.h) but for `part` and `out`. */
 struct nat {
 	u64 last_used; /* ns, CLOCK_MONOTONIC */
@@ -229,11 +237,15 @@ struct nat {
 	__be16 client_port; /* of client' */
 	u32 service;
 	u32 backend_id;
-	u8 state;           /* enum tcp_state */
-	u8 fins;            /* enum fins */
-	u8 way;             /* enum way */
-	u8 part;            /* enum part */
-	u32 device;         /* the client is this node: the device that it sends by; else 0 */
+	u8 state;   /* enum tcp_state */
+	u8 fins;    /* enum fins */
+	u8 way;     /* enum way */
+	u8 part;    /* enum part */
+	u32 device; /* the client is this node: the device that it sends by; else 0 */
+	union {
+		struct numbers tcp; /* of packets that are found by this entry */
+		u64 begun;          /* UDP: ns, CLOCK_MONOTONIC, the same in each entry */
+	} seen;
 	struct way_out out; /* of packets that are found by this entry */
 };
 

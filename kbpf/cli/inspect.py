@@ -99,6 +99,7 @@ class State(StrEnum):
     CLOSING = "closing"
     CLOSED = "closed"
     ANSWERED = "answered"
+    UNPROVEN = "unproven"
 
 
 Limit = Annotated[int, typer.Option("--limit", min=0, metavar="N", help="At most so many; 0: all.")]

@@ -143,7 +143,7 @@ def rows(snapshot: Snapshot, connections: Iterable[Tracked]) -> Iterator[Connect
     for one in connections:
         raw = one.raw
         last, client, frontend, backend, snat, snat_port, port, service, *rest = NAT.unpack(raw)
-        _, state, _, way, _, index, _ = rest
+        _, state, _, way, _, index, *_ = rest
         masqueraded = snat != tracked.NOWHERE
         replaced = False
         if not one.parts & FLOW:

@@ -139,7 +139,7 @@ def fill(held: Map, now: float) -> Fill:
             entries += 1
             holds = at <= over(raw)
             live += holds
-            needed += holds and raw[flows.STATE] in flows.NEEDED
+            needed += holds and flows.is_needed(raw[flows.STATE], last_used(raw), at)
     return Fill(entries, live, needed, int(held.max_entries / MAPS["flows"].per))
 
 

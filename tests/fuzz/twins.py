@@ -355,5 +355,6 @@ def _read_flows(entries: Iterable[bytes]) -> dict[Key, Outcome]:
         names = [end(format_addr(each.address), each.port) for each in ends]
         protocol, state = raw[flows.PROTOCOL], TcpState(raw[flows.STATE])
         seconds = flows.HOLDS[protocol, state] // flows.NANO
-        found[protocol, names[0], names[1]] = Outcome(state.name, state in flows.NEEDED, seconds)
+        needed = flows.is_needed(state, flows.last_used(raw), now)
+        found[protocol, names[0], names[1]] = Outcome(state.name, needed, seconds)
     return found

@@ -25,7 +25,7 @@ from tests.programs.test_packets import (
     pod,
     vip,
 )
-from tests.support.packets import tcp, udp
+from tests.support.packets import Talk, tcp, udp
 from tests.support.parse import parse
 
 __all__ = ["_outside", "path"]
@@ -62,8 +62,8 @@ def minus(after: Totals, before: Totals) -> Totals:
 
 
 class Story(NamedTuple):
-    """Segments: flags and length of what is in it, those of the backend with "<" before; and what
-    is added, but for bytes. `unsaid`: how many of the last segments each side has not said.
+    """Words of packets.Talk; and what is added, but for bytes. `unsaid`: how many of the last
+    segments each side has not said.
     """
 
     name: str
@@ -87,13 +87,12 @@ STORIES = [
 
 def play(path: Path_, v: int, which: int, story: str) -> tuple[list[int], list[int]]:
     """Lengths of the client's packets and of the backend's, as they came in."""
-    own, source = client(v), ""
+    own, source, talk = client(v), "", Talk()
     lengths: tuple[list[int], list[int]] = ([], [])
     for word in story.split():
         back = word.startswith("<")
-        flags, _, size = word.strip("<").partition("+")
         ends = (pod(v), source) if back else (own, vip(v, which))
-        packet = tcp(*ends, bytes(int(size or 0)), flags=flags)
+        packet = talk.segment(word, *ends)
         lengths[back].append(len(packet))
         _, inside = path.run("tc_ingress", packet)
         _, out = path.run("tc_egress", inside)

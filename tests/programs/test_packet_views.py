@@ -51,7 +51,7 @@ from kbpf.views import devices, snapshot
 from tests.programs.test_views import words
 from tests.support.lab import ip, until
 from tests.support.lab import run as command
-from tests.support.packets import frame, sctp, tcp, udp
+from tests.support.packets import Talk, frame, sctp, tcp, udp
 from tests.support.parse import parse
 from tests.support.plane import Site, desired, service, sites
 
@@ -113,16 +113,15 @@ class Wire:
         return run(self._programs[program], frame(packet)).retval
 
     def talk(self, v: int, which: int, port: int, said: str) -> None:
-        """A conversation of a client with a VIP. `said`: TCP flags with blanks between them, or
-        ``?`` and ``!`` for datagrams there and back; ``<`` before what the backend says.
+        """A conversation of a client with a VIP. `said`: words of packets.Talk with blanks between
+        them, or ``?`` and ``!`` for datagrams there and back; ``<`` before what the backend says.
         """
         client, vip, pod = end(CLIENT[v], port), end(f"{VIP[v]}{which}", 80), end(POD[v], 8080)
-        seen = client
+        seen, talk = client, Talk()
         for word in said.split():
-            flags = word.strip("<")
-            datagram = flags in "?!"
-            source, to = (pod, seen) if "<" in word else (client, vip)
-            packet = udp(source, to, b"x") if datagram else tcp(source, to, flags=flags)
+            datagram = word.strip("<") in "?!"
+            ends = (pod, seen) if "<" in word else (client, vip)
+            packet = udp(*ends, b"x") if datagram else talk.segment(word, *ends)
             out = parse(self.pass_(packet), l2=False)
             if "<" in word:
                 assert (out.source, out.destination) == (vip, client)
@@ -245,6 +244,8 @@ def test_python_knows_the_timeouts_that_the_programs_have(tmp_path: Path) -> Non
     told = dict(zip(cases, json.loads(done.stdout), strict=True))
     assert told == {(p, s): idle_seconds(p, s) for p, s in cases}
     assert told[Protocol.TCP, TcpState.ESTABLISHED] == 86_400
+    assert told[Protocol.UDP, TcpState.ESTABLISHED] == 120
+    assert told[Protocol.SCTP, TcpState.ESTABLISHED] == 210
 
 
 # ---- connections ---------------------------------------------------------------------------------
@@ -272,10 +273,12 @@ SAID = [
     Said("both are done", MASKED, "S <SA A FA <FA", "closed", 120),
     Said("a reset", MASKED, "S <RA", "closed", 120),
     Said("a question", MASKED, "?", "new", 30),
-    Said("an answer", MASKED, "? <!", "established", 120),
+    Said("an answer", MASKED, "? <!", "answered", 30),
+    Said("a handshake", MASKED, "S <SA A", "unproven", 86_400),
+    Said("data that the backend acknowledges", MASKED, "S <SA A+ <A", "established", 86_400),
     Said("Local: a SYN", LOCAL, "S", "new", 120),
-    Said("Local: answered", LOCAL, "S <SA A", "established", 86_400),
-    Said("Local: a question", LOCAL, "? <!", "established", 120),
+    Said("Local: answered", LOCAL, "S <SA A+ <A", "established", 86_400),
+    Said("Local: a question", LOCAL, "? <!", "answered", 30),
 ]
 
 
@@ -301,7 +304,7 @@ def test_a_conversation_is_one_row(wire: Wire, show, said: Said, v: int) -> None
 
 
 def test_the_table_says_what_the_json_says(wire: Wire, call: Run) -> None:
-    wire.talk(4, MASKED, 2000, "S <SA A")
+    wire.talk(4, MASKED, 2000, "S <SA A+ <A")
     wire.talk(6, LOCAL, 2001, "?")
     code, out, err = call("connections")
     assert (code, err) == (0, "")
@@ -324,8 +327,8 @@ def test_the_table_says_what_the_json_says(wire: Wire, call: Run) -> None:
 
 @pytest.mark.parametrize("view", ["connections", "nat", "sources", "devices", "status"])
 def test_yaml_is_the_same_as_json(wire: Wire, call: Run, view: str) -> None:
-    wire.talk(4, MASKED, 2000, "S <SA A")
-    wire.talk(4, MASKED, 2001, "S <SA A")
+    wire.talk(4, MASKED, 2000, "S <SA A+ <A")
+    wire.talk(4, MASKED, 2001, "S <SA A+ <A")
 
     def still(value: Any) -> Any:
         """Without what the clock changes."""
@@ -390,7 +393,7 @@ def key_between(found: Map, one: str, other: str, port: int = 0) -> bytes:
 def test_a_part_that_made_room_is_named_and_one_row_is_left(
     wire: Wire, show, call: Run, one: str, other: str, lost: list[str]
 ) -> None:
-    wire.talk(4, MASKED, 2000, "S <SA A")
+    wire.talk(4, MASKED, 2000, "S <SA A+ <A")
     with wire.site.pinned("flows") as found:
         assert found.delete(key_between(found, one, other))
     (row,) = show("connections")
@@ -442,7 +445,7 @@ def test_a_connection_lives_as_long_as_one_of_its_entries(
 ) -> None:
     """Datagrams one way: the entry of the other direction has seen none."""
     wire.talk(4, MASKED, 2000, "? <!")
-    age(wire, 60)
+    age(wire, 20)
     wire.talk(4, MASKED, 2000, "?")
     with wire.site.pinned("flows") as found:
         lives = key_between(found, one, other)
@@ -450,7 +453,7 @@ def test_a_connection_lives_as_long_as_one_of_its_entries(
             if key != lives:
                 found.update(key, bytes(8) + raw[8:])
     (row,) = show("connections")
-    assert row["idle_seconds"] < 60 < row["expires_seconds"]
+    assert row["idle_seconds"] < 20 < row["expires_seconds"]
 
 
 class Asked(NamedTuple):
@@ -477,9 +480,9 @@ ASKED = [
 
 @pytest.mark.parametrize("asked", ASKED, ids=lambda asked: " ".join(asked.options))
 def test_only_what_is_asked_for(wire: Wire, show, asked: Asked) -> None:
-    wire.talk(4, MASKED, 2000, "S <SA A")
+    wire.talk(4, MASKED, 2000, "S <SA A+ <A")
     wire.talk(4, MASKED, 2001, "?")
-    wire.talk(6, LOCAL, 2002, "S <SA A")
+    wire.talk(6, LOCAL, 2002, "S <SA A+ <A")
     wire.talk(4, LOCAL, 2003, "S")
     rows = show("connections", *asked.options)
     assert {int(row["client"].rpartition(":")[2]) for row in rows} == asked.ports
@@ -600,7 +603,7 @@ def test_source_ranges_the_vips_they_guard_and_who_was_not_let_in(
 
 def test_a_client_that_is_known_by_its_address_is_shown_by_it(wire: Wire, show, call: Run) -> None:
     for v in (4, 6):
-        wire.talk(v, KEPT, 2000, "S <SA A")
+        wire.talk(v, KEPT, 2000, "S <SA A+ <A")
     found = [(r["client"], r["kind"], r["service"], r["backend"]) for r in show("affinity")]
     assert found == [
         (CLIENT[4], "address", "default/kept-tcp4", f"{POD[4]}:8080"),
@@ -667,7 +670,7 @@ def test_the_devices_of_another_namespace_are_not_shown_for_the_agents(
 
 
 def test_status_has_the_packet_path(wire: Wire, call: Run) -> None:
-    wire.talk(4, MASKED, 2000, "S <SA A")
+    wire.talk(4, MASKED, 2000, "S <SA A+ <A")
     wire.talk(4, MASKED, 2001, "?")
     code, out, _ = call("status", "-o", "json")
     seen = json.loads(out)["packets"]
@@ -759,7 +762,7 @@ def test_a_problem_with_devices_is_over_when_it_is(
 
 def test_what_was_begun_is_counted(wire: Wire, show, call: Run) -> None:
     before = json.loads(call("status", "-o", "json")[1])["packets"]
-    wire.talk(4, MASKED, 2000, "S <SA A")
+    wire.talk(4, MASKED, 2000, "S <SA A+ <A")
     wire.talk(4, MASKED, 2001, "?")
     with wire.site.pinned("flows") as flows:
         assert flows.delete(key_between(flows, CLIENT[4], f"{VIP[4]}{MASKED}", 2000))
@@ -876,7 +879,7 @@ def crowd(artifact_cache: Path) -> Iterator[Site]:
             for part in (FlowPart.QUESTION, FlowPart.ANSWER):
                 values += NAT.pack(
                     now, client, frontend, backend, bytes(16), bytes(2), client[16:18], i % 9, 1,
-                    TcpState.ESTABLISHED, 0, 0, part, 0, bytes(48),
+                    TcpState.ESTABLISHED, 0, 0, part, 0, 0, bytes(48),
                 )  # fmt: skip
             keys += ENDS.pack(client, frontend) + ENDS.pack(backend, client)
         # An LRU map lets go of some before it is full: so it is a quarter bigger.

@@ -58,7 +58,7 @@ from tests.support.features import lacking, needs
 from tests.support.judge import checksums, difference, reassembled
 from tests.support.lab import ip
 from tests.support.lab import run as command
-from tests.support.packets import arp, echo, fragments, frame, icmp_error, sctp, tcp, udp
+from tests.support.packets import Talk, arp, echo, fragments, frame, icmp_error, sctp, tcp, udp
 from tests.support.parse import parse
 from tests.support.plane import Site, desired, service, sites
 
@@ -276,12 +276,12 @@ def test_datagrams_are_the_others_while_it_serves(path: Path_, v: int) -> None:
 def test_a_flow_of_ours_goes_on_while_another_serves(path: Path_, v: int) -> None:
     """But for what begins anew: of that nothing is ours."""
     own, front, back = client(v), vip(v, LOCAL), pod(v)
-    path.go("tc_ingress", tcp(own, front, flags="S"), tcp(own, back, flags="S"))
-    path.go("tc_egress", tcp(back, own, flags="SA"), tcp(front, own, flags="SA"))
+    for word in ("S", "<SA"):
+        segment(path, v, own, word, own, LOCAL)
     path.node(NodeFlag.YIELDS)
     path.go("tc_ingress", tcp(own, front, b"data"), tcp(own, back, b"data"))
-    path.go("tc_ingress", tcp(own, front, flags="FA"), tcp(own, back, flags="FA"))
-    path.go("tc_egress", tcp(back, own, flags="FA"), tcp(front, own, flags="FA"))
+    for word in ("A", "FA", "<FA"):
+        segment(path, v, own, word, own, LOCAL)
     for packet in (tcp(own, front, flags="S", seq=9), tcp(own, front, b"data", seq=10)):
         path.go("tc_ingress", packet, packet)
 
@@ -612,7 +612,7 @@ SENT = {
 
 
 def established(path: Path_, v: int, kind: str, which: int = CLUSTER) -> tuple[str, str]:
-    """A flow that was answered: the client, and as what the backend sees it."""
+    """A flow that is in use in both directions: the client, and as what the backend sees it."""
     own = client(v)
     verdict, inside = path.run("tc_ingress", KINDS[kind](own, vip(v, which)))
     assert verdict != TC_ACT_SHOT
@@ -620,6 +620,11 @@ def established(path: Path_, v: int, kind: str, which: int = CLUSTER) -> tuple[s
     source = parse(out, l2=False).source
     _, inside = path.run("tc_ingress", BACK[kind](pod(v), source))
     path.run("tc_egress", inside)
+    if kind == "tcp":
+        TALKS[own] = Talk(1000, 1000).answered()  # as KINDS and BACK have them
+        for word in ("A+", "<A"):
+            segment(path, v, own, word, source, which)
+        assert states(path, own) == {TcpState.ESTABLISHED}
     return own, source
 
 
@@ -888,12 +893,15 @@ def test_a_device_that_has_no_place_in_the_cache(path: Path_, v: int, whose: str
 # ---- TCP's states --------------------------------------------------------------------------------
 
 
+HANDSHAKE = "S <SA A"
+LIVE = f"{HANDSHAKE} A+ <A"
 ALIVE = {
-    "the answer was lost": ("<SA", "S"),
-    "somebody forges a SYN": ("<SA", "A", "S"),
-    "somebody forges FIN and SYN": ("<SA", "A", "FA", "S"),
-    "somebody forges RST and SYN": ("<SA", "A", "R", "S"),
-    "somebody forges the backend's RST": ("<SA", "A", "<R"),
+    "the answer was lost": "S <SA S",
+    "somebody forges a SYN": f"{LIVE} S!",
+    "somebody forges FIN and SYN": f"{LIVE} FA! S!",
+    "somebody forges RST and SYN": f"{LIVE} R! S!",
+    "somebody forges the backend's RST": f"{LIVE} <R!",
+    "a reset that nobody believes": f"{LIVE} R",
 }
 
 
@@ -901,31 +909,76 @@ ALIVE = {
 @pytest.mark.parametrize("story", ALIVE)
 def test_a_connection_that_may_live_keeps_its_way(path: Path_, v: int, story: str) -> None:
     """Whether a SYN or a RST is true only its two ends know; till they do, nothing changes."""
-    own = client(v)
-    source = segment(path, v, own, "S")
     before = path.site.reasons()[Reason.NEW_FLOW]
-    for flags in ALIVE[story]:
-        back = flags.startswith("<")
-        segment(path, v, own, flags.lstrip("<"), source if back else "")
-    assert segment(path, v, own, "A") == source
-    segment(path, v, own, "A", source)
-    assert path.site.reasons()[Reason.NEW_FLOW] == before
+    own, source = say(path, v, ALIVE[story])
+    assert segment(path, v, own, "A+") == source
+    segment(path, v, own, "<A", source)
+    assert path.site.reasons()[Reason.NEW_FLOW] == before + 1
     assert states(path, own) <= {TcpState.ESTABLISHED, TcpState.CLOSING}
+
+
+PROVEN, UNPROVEN = TcpState.ESTABLISHED, TcpState.UNPROVEN
+STATES = {
+    "S": TcpState.NEW,
+    "S <A": TcpState.NEW,  # it has an older connection there, and asks
+    "S <SA": TcpState.ANSWERED,
+    "S <RA": TcpState.CLOSED,
+    "S <SA R": TcpState.CLOSED,
+    # Nothing that the client says is proof, if it is forged or has a wrong checksum or not.
+    "S <SA A! A+! FA! R!": TcpState.ANSWERED,
+    "S <SA A!~": TcpState.ANSWERED,
+    "S <SA A": UNPROVEN,
+    "S <SA A~": UNPROVEN,
+    "S <SA A A+ A+": UNPROVEN,
+    # A backend that has answered a SYN repeats that, and its ACK, whatever it is sent.
+    "S <SA S! <A": TcpState.ANSWERED,
+    "S <SA A! <A <SA <A": TcpState.ANSWERED,
+    "S <SA A <A <SA A <A": UNPROVEN,
+    # It sends data, or acknowledges some.
+    "S <SA A <A+": PROVEN,
+    "S <SA A+ <A": PROVEN,
+    "S <SA A+~ <A": UNPROVEN,
+    # FIN and RST count if their numbers can be right.
+    **{f"{LIVE} {forged}": PROVEN for forged in (
+        "FA!", "<FA!", "R!", "<R!", "RA!", "<RA!", "S!", "SA!", "<SA!", "FA!~", "R!~", "A!", "A+!",
+        "A+! R!", "R! <R! FA! <FA!",
+    )},
+    f"{LIVE} FA": TcpState.CLOSING,
+    f"{LIVE} <FA": TcpState.CLOSING,
+    f"{LIVE} FA <A <A+": TcpState.CLOSING,
+    f"{LIVE} FA S! <A": TcpState.CLOSING,
+    f"{LIVE} FA <FA": TcpState.CLOSED,
+    f"{LIVE} FA <FA R! <R! A": TcpState.CLOSED,
+    f"{LIVE} R": TcpState.CLOSED,
+    f"{LIVE} <R": TcpState.CLOSED,
+    f"{LIVE} <RA": TcpState.CLOSED,
+    f"{LIVE} A+ RA": TcpState.CLOSED,  # it had data on the way
+    f"{HANDSHAKE} FA <FA": TcpState.CLOSED,
+    # A client that begins again with a port of which we do not know that it is free.
+    f"{LIVE} R S": TcpState.NEW,
+}  # fmt: skip
+"""What was said → the state, which all entries have."""
+
+
+@both
+@pytest.mark.parametrize("which", [CLUSTER, LOCAL], ids=["Cluster", "Local"])
+@pytest.mark.parametrize("script", STATES)
+def test_what_is_said_and_the_state(path: Path_, v: int, which: int, script: str) -> None:
+    own, _ = say(path, v, script, which=which)
+    assert states(path, own) == {STATES[script]}
 
 
 @both
 def test_a_syn_after_both_have_closed_begins_anew(path: Path_, v: int) -> None:
     """A client's port used again. Late packets of the old connection do not end the new one."""
     own, source = established(path, v, "tcp")
-    segment(path, v, own, "FA")
-    segment(path, v, own, "FA", source)
+    say(path, v, "FA <FA", own, source)
     before = path.site.reasons()[Reason.NEW_FLOW]
     again = segment(path, v, own, "S")
     assert path.site.reasons()[Reason.NEW_FLOW] == before + 1, "chosen anew"
     assert segment(path, v, own, "S") == again, "the same SYN once more"
     assert path.site.reasons()[Reason.NEW_FLOW] == before + 1
-    segment(path, v, own, "SA", again)
-    segment(path, v, own, "A")
+    say(path, v, "<SA A+ <A", own, again)
     if again != source:
         path.run("tc_ingress", tcp(pod(v), source, flags="RA"))
     question = {own, vip(v, CLUSTER)}
@@ -942,8 +995,7 @@ def test_a_connection_to_what_is_no_service_any_more_is_none_of_ours(
     """The node itself answers there by now, from the same port of the client."""
     own, source = established(path, v, "tcp")
     if closed:
-        segment(path, v, own, "FA")
-        segment(path, v, own, "FA", source)
+        say(path, v, "FA <FA", own, source)
     key = pack_target(parse_addr(f"{NET[v]}{CLUSTER}"), 80, 6)
     with path.site.pinned("services") as frontends:
         value = frontends.lookup(key)
@@ -961,9 +1013,7 @@ def test_a_connection_to_what_is_no_service_any_more_is_none_of_ours(
 @both
 def test_a_syn_that_nobody_confirms_holds_its_port_for_a_minute(path: Path_, v: int) -> None:
     """The backend answers whoever asks: only the client's own word makes a connection of it."""
-    own = client(v)
-    source = segment(path, v, own, "S")
-    segment(path, v, own, "SA", source)
+    own, source = say(path, v, "S <SA")
     assert states(path, own) == {TcpState.ANSWERED}
     lonely = int(source.rpartition(":")[2])
     path.node(NodeFlag(0), lonely, lonely)
@@ -996,8 +1046,7 @@ def test_an_association_outlives_its_endpoint(path: Path_, v: int) -> None:
 @both
 def test_a_fin_after_a_reset_is_the_end_all_the_same(path: Path_, v: int) -> None:
     own, source = established(path, v, "tcp")
-    segment(path, v, own, "R")
-    segment(path, v, own, "FA", source)
+    say(path, v, "R <FA", own, source)
     assert states(path, own) == {TcpState.CLOSED}
 
 
@@ -1012,16 +1061,34 @@ def test_an_error_is_no_answer(path: Path_, v: int) -> None:
     assert states(path, own) == {TcpState.NEW}
 
 
-def segment(path: Path_, v: int, own: str, flags: str, source: str = "") -> str:
-    """One from the client, or with the backend's view of it, `source`, one back; that view."""
-    back = bool(source)
-    packet = tcp(pod(v), source, flags=flags) if back else tcp(own, vip(v, CLUSTER), flags=flags)
+TALKS: dict[str, Talk] = {}
+"""By the client."""
+
+
+def segment(
+    path: Path_, v: int, own: str, word: str, source: str = "", which: int = CLUSTER
+) -> str:
+    """One from the client, or, with the backend's view of it, `source`, one back; that view."""
+    back = word.startswith("<")
+    ends = (pod(v), source) if back else (own, vip(v, which))
+    packet = TALKS.setdefault(own, Talk()).segment(word, *ends)
     verdict, inside = path.run("tc_ingress", packet)
     assert verdict != TC_ACT_SHOT
     _, out = path.run("tc_egress", inside)
     found = parse(out, l2=False)
     assert found.destination == (own if back else pod(v))
     return found.source
+
+
+def say(
+    path: Path_, v: int, script: str, own: str = "", source: str = "", which: int = CLUSTER
+) -> tuple[str, str]:
+    """All of these words, of one connection: the client, and as what the backend sees it."""
+    own = own or client(v)
+    for word in script.split():
+        seen = segment(path, v, own, word, source, which)
+        source = source or seen
+    return own, source
 
 
 CLOSES = {
@@ -1045,9 +1112,7 @@ def test_whose_port_is_used_again(path: Path_, v: int, way: str) -> None:
     path.node(NodeFlag(0), lonely, lonely)
     own, source = established(path, v, "tcp")
     assert source == end(NODE[v], lonely)
-    for flags in {**LIVES, **CLOSES}[way]:
-        back = flags.startswith("<")
-        segment(path, v, own, flags.lstrip("<"), source if back else "")
+    say(path, v, " ".join({**LIVES, **CLOSES}[way]), own, source)
     first = {Fin(NAT.unpack(raw)[10]) & Fin.BACKEND_FIRST for raw in entries_of(path, own)}
     before, other = path.site.reasons()[Reason.NO_SNAT_PORT], client(v)
     retval, _ = path.run("tc_ingress", tcp(other, vip(v, CLUSTER), flags="S"))
@@ -1087,8 +1152,8 @@ def test_a_port_of_another_range_is_not_used_again(path: Path_, v: int) -> None:
 
 def close(path: Path_, v: int, own: str, source: str, which: int = CLUSTER) -> None:
     """Both sides do, the client first."""
-    path.run("tc_egress", path.run("tc_ingress", tcp(own, vip(v, which), flags="FA"))[1])
-    path.run("tc_egress", path.run("tc_ingress", tcp(pod(v), source, flags="FA"))[1])
+    for word in ("FA", "<FA"):
+        segment(path, v, own, word, source, which)
     assert states(path, own) == {TcpState.CLOSED}
 
 
@@ -1104,23 +1169,16 @@ def open_again(path: Path_, v: int, own: str, which: int = CLUSTER) -> str:
 @pytest.mark.parametrize("way", CLOSES)
 def test_a_connection_that_ends_ends_in_all_of_its_entries(path: Path_, v: int, way: str) -> None:
     """Else its port of the node would be kept for an hour, or for a day."""
-    own = client(v)
-    source = segment(path, v, own, "S")
-    segment(path, v, own, "SA", source)
-    segment(path, v, own, "A")
+    own, source = say(path, v, LIVE)
     assert states(path, own) == {TcpState.ESTABLISHED}
-    for flags in CLOSES[way]:
-        segment(path, v, own, flags.strip("<"), source if "<" in flags else "")
+    say(path, v, " ".join(CLOSES[way]), own, source)
     assert states(path, own) == {TcpState.CLOSED}
 
 
 @both
-@pytest.mark.parametrize(("flags", "back"), [("FA", ""), ("FA", "<")], ids=["client", "backend"])
-def test_half_closed_is_known_in_all_entries(path: Path_, v: int, flags: str, back: str) -> None:
-    own = client(v)
-    source = segment(path, v, own, "S")
-    segment(path, v, own, "SA", source)
-    segment(path, v, own, flags, source if back else "")
+@pytest.mark.parametrize("last", ["FA", "<FA"], ids=["client", "backend"])
+def test_half_closed_is_known_in_all_entries(path: Path_, v: int, last: str) -> None:
+    own, _ = say(path, v, f"S <SA {last}")
     assert states(path, own) == {TcpState.CLOSING}
 
 
@@ -1134,17 +1192,16 @@ def test_fins_that_meet_close_it(path: Path_, v: int, last: str) -> None:
             if raw in entries_of(path, own):
                 ends = bytes((TcpState.CLOSING, Fin.CLIENT | Fin.BACKEND))
                 flows.update(key, raw[:STATE] + ends + raw[STATE + 2 :])
-    segment(path, v, own, "A", source if last == "backend" else "")
+    segment(path, v, own, "<A" if last == "backend" else "A", source)
     assert states(path, own) == {TcpState.CLOSED}
 
 
 @both
 def test_a_local_connection_ends_too(path: Path_, v: int) -> None:
     """It has no port of the node, and passes egress as it is."""
-    own, front, back = client(v), vip(v, LOCAL), pod(v)
-    for flags, is_back in (("S", 0), ("SA", 1), ("A", 0), ("FA", 1), ("FA", 0)):
-        packet = tcp(back, own, flags=flags) if is_back else tcp(own, front, flags=flags)
-        path.run("tc_egress", path.run("tc_ingress", packet)[1])
+    own = client(v)
+    for word in f"{LIVE} <FA FA".split():
+        segment(path, v, own, word, own, LOCAL)
     assert states(path, own) == {TcpState.CLOSED}
 
 
@@ -1191,10 +1248,9 @@ def test_a_repeated_answer_to_a_syn_ends_nothing(path: Path_, v: int) -> None:
     """The backend has not heard yet that the client has asked, and is done."""
     own, source = established(path, v, "tcp")
     segment(path, v, own, "FA")
-    for flags in ("SA", "A"):
-        _, inside = path.run("tc_ingress", tcp(pod(v), source, flags=flags))
-        _, out = path.run("tc_egress", inside)
-        assert parse(out, l2=False).source == vip(v, CLUSTER), flags
+    for word in ("<SA", "<A"):
+        assert segment(path, v, own, word, source) == vip(v, CLUSTER), word
+    assert states(path, own) == {TcpState.CLOSING}
     assert len(entries_of(path, own)) == 3
 
 
@@ -1542,8 +1598,7 @@ def test_what_our_ports_stand_for_is_told_to_conntrack(path: Path_, v: int) -> N
     path.forget_flows()
     own, source = established(path, v, "tcp")
     ended, gone = established(path, v, "tcp")
-    segment(path, v, ended, "FA")
-    segment(path, v, ended, "FA", gone)
+    say(path, v, "FA <FA", ended, gone)
     established(path, v, "udp", LOCAL)
     with path.site.pinned("flows") as flows:
         path.inside(lambda: beyond.hold_ours(flows))

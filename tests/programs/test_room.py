@@ -48,7 +48,7 @@ from kbpf.model.objects import Protocol
 from kbpf.views import tracked
 from tests.support.lab import ip
 from tests.support.lab import run as command
-from tests.support.packets import frame, tcp, udp
+from tests.support.packets import Talk, frame, tcp, udp
 from tests.support.parse import parse
 from tests.support.plane import Site, desired, service, sites
 
@@ -69,6 +69,7 @@ class Flows:
     def __init__(self, site: Site) -> None:
         self.site, self.kind, self.before = site, "", 0
         self.programs: dict[str, Program] = {}
+        self.talks: dict[int, Talk] = {}
 
     def start(self, room: int) -> None:
         """The agent, with room for so many."""
@@ -119,17 +120,23 @@ class Flows:
             tracked.update(U32.pack(0), U64.pack(0))
 
     def talk(self, port: int, script: str) -> None:
-        """From this port of the client: "S <SA A" are TCP segments, "? <!" datagrams; the backend's
-        begin with <. Ports are such as a masqueraded flow keeps: others would be given any, perhaps
+        """From this port of the client: "? <!" are datagrams, the backend's begins with <; all
+        other words are TCP segments as packets.Talk has them, and "3s" is three seconds that pass.
+        Ports are such as a masqueraded flow keeps: others would be given any, perhaps
         that of a flow that has ended, which then goes.
         """
         own, vip = f"{CLIENT}:{port}", VIPS[self.kind]
         seen = own
         for word in script.split():
-            build = udp if word in ("?", "<!") else tcp
-            more = {} if build is udp else {"flags": word.lstrip("<")}
+            if word.endswith("s"):
+                self.age(port, int(word[:-1]) * 10**9)
+                continue
             back = word.startswith("<")
-            packet = build(POD, seen, **more) if back else build(own, vip, **more)
+            ends = (POD, seen) if back else (own, vip)
+            if word in ("?", "<!"):
+                packet = udp(*ends)
+            else:
+                packet = self.talks.setdefault(port, Talk()).segment(word, *ends)
             done = run(self.programs["tc_ingress"], frame(packet))
             assert done.retval != TC_ACT_SHOT, (port, word)
             done = run(self.programs["tc_egress"], done.packet_out)
@@ -168,8 +175,12 @@ class Flows:
         with self.site.pinned("flows") as flows:
             for key, raw in list(flows.items()):
                 if Target.unpack(NAT.unpack(raw)[1]).port == port:
-                    last = int.from_bytes(raw[:8], "little") - nanoseconds
-                    flows.update(key, max(0, last).to_bytes(8, "little") + raw[8:])
+                    aged = bytearray(raw)
+                    udp_ = raw[fields.PROTOCOL] == Protocol.UDP
+                    for at in (slice(8), fields.BEGUN) if udp_ else (slice(8),):
+                        then = int.from_bytes(raw[at], "little") - nanoseconds
+                        aged[at] = max(0, then).to_bytes(8, "little")
+                    flows.update(key, bytes(aged))
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +212,7 @@ def flows(started: Flows, request: pytest.FixtureRequest) -> Iterator[Flows]:
         yield started
 
 
-LIVES = "S <SA A"
+LIVES = "S <SA A+ <A"
 OLDEST = {
     "half open": ("S", True),
     "answered, but the client says no more": ("S <SA", True),
@@ -212,7 +223,19 @@ OLDEST = {
     "reset by the client": (f"{LIVES} R", True),
     "reset by the backend": (f"{LIVES} <R", True),
     "datagrams one way": ("?", True),
-    "datagrams both ways": ("? <!", False),
+    "a question and its answer": ("? <!", True),
+    "datagrams both ways, two seconds later still": ("? <! 3s ?", False),
+    "datagrams both ways, and the last two seconds later": ("? <! 3s <!", False),
+    "one answer, two seconds later": ("? 3s <!", True),
+    "many datagrams at once": ("? <! ? <! ? <! ?", True),
+    "established, and quiet": (f"{LIVES} 3600s", False),
+    "a handshake, just now": ("S <SA A", False),
+    "a handshake without proof of the backend": ("S <SA A 6s", True),
+    "the client has closed, and nobody says more": (f"{LIVES} FA 11s", True),
+    "the backend has closed, and nobody says more": (f"{LIVES} <FA <A 11s", True),
+    "the client has closed, and is sent data": (f"{LIVES} FA 11s <A+ A", False),
+    "a reset with other numbers": (f"{LIVES} R! <R! 11s", False),
+    "made up by who sees nothing of it": ("S <SA A! A+! 6s", True),
 }
 """What the oldest flow is, and whether it makes room."""
 
@@ -244,7 +267,7 @@ def test_when_all_are_needed_one_goes_and_is_counted(flows: Flows) -> None:
 def test_what_ended_by_time_makes_room(flows: Flows) -> None:
     """It would live, but for the hours."""
     for port in range(2000, 2000 + ROOM):
-        flows.talk(port, "? <!")
+        flows.talk(port, "? <! 3s ?")
     flows.age(2003, HOUR // 2)
     flows.talk(5000, LIVES)
     assert flows.ports() == flows.whole([*(set(range(2000, 2000 + ROOM)) - {2003}), 5000])
@@ -610,8 +633,10 @@ class Lost(NamedTuple):
 LOST = [
     Lost("a question, young", "?", 29, False),
     Lost("a question", "?", 31, True),
-    Lost("answered, young", "? <!", 119, False),
-    Lost("answered", "? <!", 121, True),
+    Lost("answered, young", "? <!", 29, False),
+    Lost("answered", "? <!", 31, True),
+    Lost("a stream, young", "? <! 3s ?", 115, False),
+    Lost("a stream", "? <! 3s ?", 121, True),
     Lost("a SYN", "S", 121, True),
     Lost("TCP, young", LIVES, 23 * 3600, False),
     Lost("TCP", LIVES, 25 * 3600, True),

@@ -66,6 +66,7 @@ __all__ = [
     "Extension",
     "Ip",
     "Sum",
+    "Talk",
     "address",
     "arp",
     "chunk",
@@ -120,6 +121,40 @@ def tcp(
     header = struct.pack("!HHIIHHHH", port, to_port, seq, ack, word, window, 0, urgent)
     body = summed(TCP, host, to_host, header + options + payload, 16, checksum, ip)
     return datagram(host, to_host, TCP, body, **ip)
+
+
+class Talk:
+    """A TCP connection's segments with the numbers that both sides would use.
+
+    A word is what a segment is: its flags, "<" in front if the server sends it, and behind them "+"
+    or "+100" if it has ten or 100 bytes of data, "!" if somebody who does not know the numbers has
+    made it up, "~" if its checksum is wrong. The numbers of those two are none that anybody goes on
+    from.
+    """
+
+    def __init__(self, client: int = 1000, server: int = 70_000) -> None:
+        self._first = {False: client, True: server}
+        self._next = dict(self._first)
+
+    def answered(self) -> "Talk":
+        """SYN and SYN-ACK have been sent, with those first numbers."""
+        self._next = {back: number + 1 for back, number in self._first.items()}
+        return self
+
+    def segment(self, word: str, source: str, to: str) -> bytes:
+        """The segment of this word, between these ends."""
+        back, flags = word.startswith("<"), "".join(filter(str.isalpha, word))
+        seq = self._first[back] if "S" in flags else self._next[back]
+        ack = self._next[not back] if "A" in flags else 0
+        _, plus, size = word.rstrip("!~").partition("+")
+        data = bytes(int(size or 10)) if plus else b""
+        if "!" in word:
+            off = 1 << (29 if back else 30)
+            seq, ack = (number + off & 0xFFFFFFFF for number in (seq, ack))
+        elif "~" not in word and "R" not in flags:
+            self._next[back] = seq + len(data) + ("S" in flags) + ("F" in flags)
+        checksum: Sum = "wrong" if "~" in word else "right"
+        return tcp(source, to, data, flags=flags, seq=seq, ack=ack, checksum=checksum)
 
 
 def udp(

@@ -73,7 +73,8 @@ LAYOUTS = [
     Layout("ports", layout.PORTS, "source destination"),
     Layout("nat", layout.NAT,
            "last_used client frontend backend snat snat_port client_port service backend_id "
-           "state fins way part device out"),
+           "state fins way part device seen out"),
+    Layout("numbers", layout.PAIR, "next ack"),
     Layout("way_out", layout.WAY_OUT,
            "found next ifindex own_mac next_mac length resolved family unsaid"),
     Layout("network_key", layout.NETWORK_KEY, "bits address"),

@@ -50,7 +50,9 @@ def tracked(client: int, backend: Backend, part: FlowPart, protocol: Protocol = 
     front = pack_target(parse_addr("10.96.0.1"), 53, protocol)
     end = pack_target(backend.address, backend.port, protocol)
     ports = client.to_bytes(2, "big")
-    return NAT.pack(0, own, front, end, bytes(16), ports, ports, 1, 1, 0, 0, 0, part, 0, bytes(48))
+    return NAT.pack(
+        0, own, front, end, bytes(16), ports, ports, 1, 1, 0, 0, 0, part, 0, 0, bytes(48)
+    )
 
 
 def flow(*entries: tuple[int, Backend, Protocol]) -> FakeMap:

@@ -40,7 +40,7 @@ def held(connection: Connection, now: int) -> tuple[bytes, bytes]:
     port = connection.source_port.to_bytes(2, "big")
     value = NAT.pack(
         now, node.pack(), backend, backend, _NOBODY, bytes(2), port,
-        0, 0, TcpState.ESTABLISHED, 0, Way.STACK, FlowPart.QUESTION, 0, bytes(48),
+        0, 0, TcpState.ESTABLISHED, 0, Way.STACK, FlowPart.QUESTION, 0, 0, bytes(48),
     )  # fmt: skip
     return ends(backend, node.pack()), value
 

@@ -20,6 +20,8 @@ CLIENT_PORT: Final = slice(86, 88)
 SERVICE: Final = slice(88, 92)
 STATE: Final = 96
 PART: Final = 99
+BEGUN: Final = slice(104, 112)
+"""Of a struct nat for UDP: when the flow began."""
 CHOSEN: Final = slice(8, 96)
 """Of a struct nat: all that was decided when the flow began."""
 IDENTITY: Final = slice(8, 88)
@@ -29,10 +31,10 @@ BOTH_ENDS: Final = slice(8, 48)
 _TIMES: Final = Struct("=Q18xB69xB")
 """Of a struct nat: last use, protocol, state."""
 
-NEEDED: Final = frozenset((TcpState.ESTABLISHED, TcpState.CLOSING))
-"""States in which a flow does not make room by itself until its time is over: is_needed(), tc.c."""
-
 NANO: Final = 1_000_000_000
+
+QUIET: Final = {TcpState.UNPROVEN: 5 * NANO, TcpState.CLOSING: 10 * NANO}
+"""State → ns without a packet after which a flow makes room: is_disposable() in track.h."""
 
 Pair = tuple[bytes, bytes]
 
@@ -95,6 +97,15 @@ def over(raw: bytes) -> int:
     """ns, CLOCK_MONOTONIC: when the time of this entry is over, if no packet comes."""
     last, protocol, state = _TIMES.unpack_from(raw)
     return int(last) + HOLDS[protocol, state]
+
+
+def is_needed(state: int, last: int, now: int) -> bool:
+    """Whether a flow, which is not over, does not make room by itself: is_needed() in tc.c. `last`
+    is when its client has last sent; both in ns, CLOCK_MONOTONIC.
+    """
+    if state in QUIET:
+        return now - last <= QUIET[TcpState(state)]
+    return state == TcpState.ESTABLISHED
 
 
 def columns(values: bytes) -> Iterator[tuple[int, int, int, int, int, int]]:

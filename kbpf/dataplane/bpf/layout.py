@@ -67,13 +67,14 @@ class Role(IntEnum):
 
 
 class TcpState(IntEnum):
-    """enum tcp_state."""
+    """enum tcp_state: states of connections of all protocols."""
 
     NEW = 0
     ESTABLISHED = 1
     CLOSING = 2
     CLOSED = 3
     ANSWERED = 4
+    UNPROVEN = 5
 
 
 IDLE_SECONDS: Final = {
@@ -82,11 +83,15 @@ IDLE_SECONDS: Final = {
     TcpState.CLOSING: 3600,
     TcpState.CLOSED: 120,
     TcpState.ANSWERED: 60,
+    TcpState.UNPROVEN: 24 * 3600,
 }
 """How long a tracked TCP connection holds without a packet: timeout_of() in track.h."""
 
-IDLE_SECONDS_OTHERS: Final = {TcpState.NEW: 30, TcpState.ESTABLISHED: 120}
-"""The same for all other protocols, which know no more states."""
+IDLE_SECONDS_OTHERS: Final = 30
+"""The same for all other protocols, until the connection is established."""
+
+IDLE_SECONDS_STREAM: Final = {Protocol.UDP: 120, Protocol.SCTP: 210}
+"""The same from then on."""
 
 
 def idle_seconds(protocol: int, state: int) -> int:
@@ -96,7 +101,9 @@ def idle_seconds(protocol: int, state: int) -> int:
     if protocol == Protocol.TCP:
         known = state in TcpState.__members__.values()
         return IDLE_SECONDS[TcpState(state) if known else TcpState.CLOSED]
-    return IDLE_SECONDS_OTHERS[TcpState(min(state, TcpState.ESTABLISHED))]
+    if state != TcpState.ESTABLISHED:
+        return IDLE_SECONDS_OTHERS
+    return IDLE_SECONDS_STREAM[Protocol.SCTP if protocol == Protocol.SCTP else Protocol.UDP]
 
 
 class Fin(IntFlag):
@@ -231,7 +238,7 @@ SERVICE_NAME: Final = Struct("=64s64s64sBB2x")
 SOURCE_KEY: Final = Struct("=II16s")
 ENDS: Final = Struct("=20s20s")
 NETWORK_KEY: Final = Struct("=I16s")
-NAT: Final = Struct("=Q20s20s20s16s2s2sIIBBBBI48s")
+NAT: Final = Struct("=Q20s20s20s16s2s2sIIBBBBIQ48s")
 WAY_OUT: Final = Struct("=Q16sI6s6sHBBI")
 DEVICE: Final = Struct("=III6s2x16s16s")
 CACHED_DEVICE: Final = Struct("=I52s")
@@ -410,6 +417,7 @@ MAPS: Final = {
             sized_by="connections",
             packet=True,
             per=3 * SLACK,
+            former=(Former(1, 144, lambda raw: raw[:104] + bytes(8) + raw[104:]),),
         ),
         MapSpec(
             "order",

@@ -19,7 +19,7 @@ from operator import add
 from typing import Final
 
 from kbpf.dataplane.bpf import load
-from kbpf.dataplane.bpf.flows import HOLDS, NEEDED, columns
+from kbpf.dataplane.bpf.flows import HOLDS, columns, is_needed
 from kbpf.dataplane.bpf.layout import (
     COUNTS,
     FORGETFUL,
@@ -346,11 +346,11 @@ def _live(values: bytes, now: int) -> tuple[list[int], list[int], int]:
     make room by themselves.
     """
     found = [
-        (service, backend, state)
+        (service, backend, is_needed(state, last, now))
         for service, backend, last, protocol, state, part in columns(values)
         if part == FlowPart.QUESTION and last + HOLDS[protocol, state] > now
     ]
-    needed = sum(state in NEEDED for _, _, state in found)
+    needed = sum(one for _, _, one in found)
     return [service for service, _, _ in found], [backend for _, backend, _ in found], needed
 
 
