@@ -12,6 +12,7 @@
  */
 #pragma once
 
+#define ANSWER_TTL 64 /* of a packet that has come from nobody */
 #define TCP_SEQUENCE 4
 #define TCP_ACKNOWLEDGEMENT 8
 #define TCP_OFFSET_FLAGS 12
@@ -25,25 +26,6 @@ static __always_inline int swap_link(struct __sk_buff *skb, u32 l2)
 	if (bpf_skb_load_bytes(skb, 0, to, 6) || bpf_skb_load_bytes(skb, 6, from, 6))
 		return -1;
 	return bpf_skb_store_bytes(skb, 0, from, 6, 0) || bpf_skb_store_bytes(skb, 6, to, 6, 0);
-}
-
-/* Source and destination change places: no checksum notices. */
-static __always_inline int swap_addresses(struct __sk_buff *skb, const struct packet *p)
-{
-	struct address from = p->tuple.from.address, to = p->tuple.to.address;
-
-	if (p->v6)
-		return bpf_skb_store_bytes(skb, p->l3 + IP6_SOURCE, &to, sizeof(to), 0) ||
-		       bpf_skb_store_bytes(skb, p->l3 + IP6_DESTINATION, &from, sizeof(from), 0);
-	return bpf_skb_store_bytes(skb, p->l3 + IP4_SOURCE, &to.word[3], 4, 0) ||
-	       bpf_skb_store_bytes(skb, p->l3 + IP4_DESTINATION, &from.word[3], 4, 0);
-}
-
-static __always_inline int swap_ports(struct __sk_buff *skb, const struct packet *p)
-{
-	struct ports ports = {p->tuple.to.port, p->tuple.from.port};
-
-	return bpf_skb_store_bytes(skb, p->l4, &ports, sizeof(ports), 0);
 }
 
 static __always_inline int change_word(struct __sk_buff *skb, const struct packet *p, u32 at,
@@ -62,8 +44,9 @@ static __always_inline u32 tcp_data(struct __sk_buff *skb, const struct packet *
 	return length > 0xffff ? 0 : length;
 }
 
-static __always_inline int refuse_tcp(struct __sk_buff *skb, const struct packet *p)
+static __always_inline int refuse_tcp(struct __sk_buff *skb, struct packet *p)
 {
+	struct tuple back = {.from = p->tuple.to, .to = p->tuple.from};
 	__be32 sequence, acknowledgement;
 	u8 flags[2], reset[2];
 
@@ -80,7 +63,7 @@ static __always_inline int refuse_tcp(struct __sk_buff *skb, const struct packet
 	    bpf_l4_csum_replace(skb, p->l4 + TCP_CHECK, *(__be16 *)flags, *(__be16 *)reset, 2) ||
 	    bpf_skb_store_bytes(skb, p->l4 + TCP_OFFSET_FLAGS, reset, 2, 0))
 		return -1;
-	return swap_addresses(skb, p) || swap_ports(skb, p);
+	return rewrite(skb, p, &back, ANSWER_TTL);
 }
 
 /* What an error carries at most: an IP header with its options or extension headers (60 bytes in
@@ -170,7 +153,7 @@ static __always_inline int refuse_v4(struct __sk_buff *skb, const struct packet 
 			      bpf_csum_diff(NULL, 0, (__be32 *)&head.icmp, sizeof(head.icmp), 0)));
 	head.ip.version_length = 0x45;
 	head.ip.total = __builtin_bswap16(sizeof(head) + length);
-	head.ip.ttl = 64;
+	head.ip.ttl = ANSWER_TTL;
 	head.ip.protocol = PROTO_ICMP;
 	head.ip.source = p->tuple.to.address.word[3];
 	head.ip.destination = p->tuple.from.address.word[3];
@@ -194,7 +177,7 @@ static __always_inline int refuse_v6(struct __sk_buff *skb, const struct packet 
 	head.ip.version_class_label = __builtin_bswap32(0x60000000);
 	head.ip.payload = __builtin_bswap16(sizeof(head.icmp) + length);
 	head.ip.next = PROTO_ICMP6;
-	head.ip.hops = 64;
+	head.ip.hops = ANSWER_TTL;
 	head.ip.source = p->tuple.to.address;
 	head.ip.destination = p->tuple.from.address;
 	head.icmp.type = ICMP6_UNREACHABLE;

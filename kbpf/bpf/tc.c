@@ -571,11 +571,11 @@ static __always_inline bool gives_up_port(const struct nat *answer, u64 now)
  * the client's own if it is one of those and free, else any. That of a connection that has ended
  * will do at once; only if the backend has closed first, and so keeps it in TIME_WAIT, others are
  * tried before. */
-static __always_inline bool claim_snat(struct nat *nat, const struct node *n, u64 now)
+static __always_inline bool claim_snat(struct nat *nat, const struct node *n, u64 now,
+				       bool in_order)
 {
-	u16 size = n->port_high - n->port_low + 1, own = __builtin_bswap16(nat->client_port);
+	u16 size = n->port_high - n->port_low + 1, own = __builtin_bswap16(nat->snat_port);
 
-	nat->snat_port = nat->client_port;
 	if (own < n->port_low || own > n->port_high)
 		nat->snat_port = __builtin_bswap16(n->port_low + bpf_get_prandom_u32() % size);
 	for (int i = 0; i < SNAT_TRIES; i++) {
@@ -592,7 +592,9 @@ static __always_inline bool claim_snat(struct nat *nat, const struct node *n, u6
 				forget_others(other);
 			return !flows.update(&key, nat);
 		}
-		nat->snat_port = __builtin_bswap16(n->port_low + bpf_get_prandom_u32() % size);
+		own = __builtin_bswap16(nat->snat_port) - n->port_low;
+		nat->snat_port = __builtin_bswap16(
+			n->port_low + (in_order ? own + 1 : bpf_get_prandom_u32()) % size);
 	}
 	return false;
 }
@@ -945,6 +947,7 @@ static __always_inline int serve(struct __sk_buff *skb, const struct nat *nat)
 /* Has the entries of a new flow written. */
 static __always_inline int write(struct __sk_buff *skb, const struct nat *nat)
 {
+	skb->cb[0] = 0;
 	tails.call(skb, nat->way == WAY_PAST ? TAIL_SNAT : TAIL_CLAIM);
 	return finish(TC_SHOT, NOT_RECORDED);
 }
@@ -1080,10 +1083,11 @@ int tc_claim(struct __sk_buff *skb)
 	return publish(skb, &nat);
 }
 
-/* Writes a new flow's entry for answers to the node. */
+/* Writes a new flow's entry for answers to the node. Ports at random come first; where most are
+ * taken it asks the ones behind the last of those, in further rounds (cb[0]). */
 int tc_snat(struct __sk_buff *skb)
 {
-	u32 zero = 0;
+	u32 zero = 0, round = skb->cb[0];
 	struct node *n = node.lookup(&zero);
 	struct nat *found = pending.lookup(&zero), nat;
 	bool claimed;
@@ -1093,8 +1097,15 @@ int tc_snat(struct __sk_buff *skb)
 	nat = *found;
 	nat.part = PART_SNAT_ANSWER;
 	nat.out.ifindex = 0;
+	if (!round)
+		nat.snat_port = nat.client_port;
 	claimed = !is_loopback(&nat.snat) /* NO_ADDRESS still */ &&
-		  claim_snat(&nat, n, nat.last_used);
+		  claim_snat(&nat, n, nat.last_used, round);
+	if (!claimed && round + 1 < SNAT_ROUNDS) {
+		found->snat_port = nat.snat_port;
+		skb->cb[0] = round + 1;
+		tails.call(skb, TAIL_SNAT);
+	}
 	if (nat.way != WAY_PAST) {
 		struct ends key = answer_of(&nat);
 		struct nat *answer = flows.lookup(&key);

@@ -34,7 +34,8 @@
 #pragma once
 
 #define SECOND 1000000000ULL
-#define SNAT_TRIES 28
+#define SNAT_TRIES 14  /* ports that are asked in a round */
+#define SNAT_ROUNDS 16 /* a tail call each, of the 33 that there may be */
 
 #define UNPROVEN_SECONDS 5          /* so long a flow without proof keeps a port that others want */
 #define CLOSING_SECONDS 10          /* the same when one side has closed */

@@ -706,7 +706,7 @@ def test_eight_bytes_of_what_was_sent_are_enough(path: Path_, v: int) -> None:
 def test_a_syn_is_refused(path: Path_, v: int, more: dict[str, object], data: bytes) -> None:
     more = more if v == 4 else {}
     own, front = client(v), vip(v, NONE)
-    syn = tcp(own, front, data, flags="S", seq=0xFFFFFFF0, mss=1460, **more)
+    syn = tcp(own, front, data, flags="S", seq=0xFFFFFFF0, mss=1460, ttl=2, **more)
     done = run(path.programs["tc_ingress"], frame(syn))
     assert done.retval == TC_ACT_REDIRECT
     want = tcp(front, own, data, flags="RA", seq=0, ack=(0xFFFFFFF1 + len(data)) & 0xFFFFFFFF,
@@ -1022,6 +1022,43 @@ def test_a_syn_that_nobody_confirms_holds_its_port_for_a_minute(path: Path_, v: 
     assert path.run("tc_ingress", syn)[0] == TC_ACT_SHOT, "not yet"
     age(path, own, 66)
     assert path.run("tc_ingress", syn)[0] == TC_ACT_UNSPEC, "whoever wants it"
+
+
+@both
+def test_a_port_is_found_as_long_as_few_are_taken_in_a_row(path: Path_, v: int) -> None:
+    """Of 100 ports only one is free: a search at random would miss it."""
+    path.node(NodeFlag(0), 40_000 + v * 100, 40_099 + v * 100)
+    before = path.site.reasons()[Reason.NO_SNAT_PORT]
+    for _ in range(100):
+        say(path, v, "S")
+    assert path.site.reasons()[Reason.NO_SNAT_PORT] == before
+    verdict, _ = path.run("tc_ingress", tcp(client(v), vip(v, CLUSTER), flags="S"))
+    assert verdict == TC_ACT_SHOT
+    assert path.site.reasons()[Reason.NO_SNAT_PORT] == before + 1
+
+
+@both
+def test_answers_that_another_program_has_left_alone_end_it_too(path: Path_, v: int) -> None:
+    """The source of the client's packets stayed as it was, so its backend answers to the client: at
+    egress, and nowhere else."""
+    own, talk = client(v), Talk()
+    for word in f"{LIVE} FA <FA A".split():
+        back = word.startswith("<")
+        packet = talk.segment(word, *((pod(v), own) if back else (own, vip(v, CLUSTER))))
+        path.run("tc_egress" if back else "tc_ingress", packet)
+    question = {own, vip(v, CLUSTER)}
+    found = {raw[STATE] for key, raw in path.site.entries("flows").items()
+             if set(ends(key)) == question}  # fmt: skip
+    assert found == {TcpState.CLOSED}
+
+
+@both
+def test_an_association_is_kept_once_the_peer_has_sent_a_cookie_ack(path: Path_, v: int) -> None:
+    own = client(v)
+    for kind, want in ((2, TcpState.ANSWERED), (6, TcpState.ANSWERED), (11, PROVEN)):
+        path.run("tc_ingress", sctp(own, vip(v, LOCAL)))
+        path.run("tc_egress", sctp(pod(v), own, packets.chunk(kind), tag=5))
+        assert states(path, own) == {want}, kind
 
 
 @both
