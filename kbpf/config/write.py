@@ -1,12 +1,11 @@
 """The Config → the text of a file that says the same: all settings, said one by one."""
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from kbpf.config import durations, own
+from kbpf.config import durations, output, own
 from kbpf.config.documents import KUBE_PROXY, OWN, VERSIONS
 from kbpf.config.flags import BY_NAME
 from kbpf.errors import ConfigError
@@ -18,13 +17,10 @@ EVERYWHERE: Final = ("0.0.0.0/0", "::/0")
 
 
 def write(config: Config, path: Path) -> None:
-    """Writes the file, whole or not at all."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    """Writes the file, as output.py describes."""
     try:
-        beside.write_text(text(config))
-        beside.rename(path)
+        output.write(path, text(config))
     except OSError as error:
-        beside.unlink(missing_ok=True)
         raise ConfigError(
             f"cannot write the configuration: {error.strerror}", str(path), "name another file"
         ) from error
