@@ -59,6 +59,9 @@ FEATURES = (
     Feature("ipvs", ("tests/programs/test_ipvs.py", "tests/programs/test_leftovers.py")),
     Feature("fallback", ("tests/programs/test_fallback.py",)),
     Feature("modes", ("tests/lab/test_modes.py",)),
+    Feature(
+        "rights", ("tests/programs/test_sock_destroy.py", "tests/programs/test_capabilities.py")
+    ),
     Feature("memory", ("tests/lab/test_locked_memory.py",)),
     Feature("takeover", ("tests/lab/test_takeover.py",)),
     *(Feature(name, (f"tests/lab/test_{name}.py",)) for name in LAB),

@@ -130,6 +130,11 @@ FEATURES = {
     "memory_by_cgroup": Feature(
         "maps that count against the memory cgroup", _counted_by_cgroup, (5, 11)
     ),
+    "sock_destroy": Feature(
+        "the kfunc bpf_sock_destroy",
+        lambda: " bpf_sock_destroy\n" in Path("/proc/kallsyms").read_text(),
+        (6, 5),
+    ),
     "sctp": Feature(
         "SCTP sockets", lambda: _socket(socket.SOCK_STREAM, IPPROTO_SCTP), check="SCTP sockets"
     ),

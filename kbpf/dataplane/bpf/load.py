@@ -10,6 +10,8 @@ stands under the names above is complete. programs.py has what the programs do t
 """
 
 import contextlib
+import errno
+import logging
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -25,6 +27,8 @@ from kbpf.kernel import libbpf
 from kbpf.kernel.folders import LOCK_SECONDS, lock_folder
 from kbpf.kernel.libbpf import Link, Map, Program
 from kbpf.model.config import MapSizes
+
+log = logging.getLogger("kbpf.dataplane")
 
 BEHIND_SERVICES: Final = frozenset(("backend_slots", "backends", "set_members"))
 """Where a value of `services` leads to: what it says holds for these maps only."""
@@ -185,7 +189,17 @@ def _orphaned(pins: Pins, maps: Mapping[str, Map]) -> Iterator[Left]:
     if pins.others("maps", pins.maps):
         return  # programs of another version: its maps are told by their folder
     for number in sorted(_read_by_pinned(pins) - {held.id for held in maps.values()}):
-        found = libbpf.map_by_id(number)
+        try:
+            found = libbpf.map_by_id(number)
+        except KernelError as error:
+            if error.errno != errno.EPERM:
+                raise
+            log.warning(
+                "not copied without CAP_SYS_ADMIN: what programs wrote to a map that an agent left "
+                "unpinned as it grew id=%d",
+                number,
+            )
+            return
         shape = found.type, found.key_size, found.value_size
         spec = MAPS.get(found.short_name)
         if spec and spec.fixed and shape == (spec.kind, spec.key_size, spec.value_size):
@@ -196,15 +210,38 @@ def _orphaned(pins: Pins, maps: Mapping[str, Map]) -> Iterator[Left]:
 
 def _read_by_pinned(pins: Pins) -> set[int]:
     """The ids of the maps of all programs that may be attached."""
-    links = sorted(pins.links.iterdir()) if pins.links.is_dir() else []
-    reads: set[int] = set()
-    for pin in links:
-        with Link.open(pin) as link, libbpf.program_by_id(link.info().program) as program:
-            reads |= set(program.info().map_ids)
+    reads = {number for one in read_by_attached(pins) for number in one}
     for folder in pins.others("programs-tc", Path()):
         if not folder.name.startswith("new-"):
             reads |= read_by(folder)
     return reads
+
+
+def read_by_attached(pins: Pins) -> Iterator[set[int]]:
+    """The ids of the maps that each program reads which a pinned link has attached.
+
+    The programs are found by their pins: the kernel opens programs by id with CAP_SYS_ADMIN only,
+    and what is attached is pinned before. By id is the way out for one that is not, all the same.
+    """
+    pinned = _maps_by_program(pins)
+    for pin in sorted(pins.links.iterdir()) if pins.links.is_dir() else ():
+        with Link.open(pin) as link:
+            number = link.info().program
+        if number not in pinned:
+            with libbpf.program_by_id(number) as program:
+                pinned[number] = set(program.info().map_ids)
+        yield pinned[number]
+
+
+def _maps_by_program(pins: Pins) -> dict[int, set[int]]:
+    """By the id of each socket program that is pinned: the ids of its maps."""
+    found = {}
+    for folder in pins.others("programs-sock", Path()):
+        for pin in folder.iterdir():
+            with Program.open(pin) as program:
+                info = program.info()
+                found[info.id] = set(info.map_ids)
+    return found
 
 
 def read_by(folder: Path) -> set[int]:

@@ -25,9 +25,9 @@ from kbpf.dataplane.bpf.hooks import (
     type_of,
 )
 from kbpf.dataplane.bpf.layout import MAPS
-from kbpf.dataplane.bpf.load import Pins, close_all, detach
+from kbpf.dataplane.bpf.load import Pins, close_all, detach, read_by_attached
 from kbpf.errors import AttachRefused, KernelError, ProgramRefused
-from kbpf.kernel import libbpf, probe
+from kbpf.kernel import probe
 from kbpf.kernel.libbpf import Link, Map, Program
 
 log = logging.getLogger("kbpf.dataplane")
@@ -298,9 +298,7 @@ class SocketPrograms(Programs):
         return self._attach_all()
 
     def _read_now(self) -> Iterator[set[int]]:
-        for pin in self._pins.links.iterdir() if self._pins.links.is_dir() else ():
-            with Link.open(pin) as link, libbpf.program_by_id(link.info().program) as program:
-                yield set(program.info().map_ids)
+        yield from read_by_attached(self._pins)
 
     def _detach(self, hook: Hook) -> bool:
         """Ends what an earlier version had there: its maps may be nobody's by now."""
