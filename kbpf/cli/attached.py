@@ -12,6 +12,8 @@ are led anywhere. There the child connects in the node's own namespace, without 
 silently()), and one in a namespace of its own must get nowhere.
 """
 
+import contextlib
+import errno
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
@@ -143,8 +145,17 @@ def _host_only(found: Sequence[Target], host_netns: int, cgroup: Path) -> Iterat
 
 
 def _run(action: Callable[[], object], cgroup: Path, apart: bool = True) -> tuple[Place, Place]:
-    """Where it arrived and what the client was shown, from a cgroup below this one."""
-    with cgroups.temporary(cgroup, f"kbpf-check-dial-{os.getpid()}") as folder:
+    """Where it arrived and what the client was shown, from a cgroup below this one: a new one, or
+    where the hierarchy is mounted read-only, as in our pod, that of this process.
+    """
+    with contextlib.ExitStack() as stack:
+        folder: Path | None = None
+        try:
+            name = f"kbpf-check-dial-{os.getpid()}"
+            folder = stack.enter_context(cgroups.temporary(cgroup, name))
+        except KernelError as error:
+            if error.errno != errno.EROFS:
+                raise
         arrived, shown = sandbox.run(action, folder, apart)
     return tuple(arrived), tuple(shown)
 

@@ -9,6 +9,7 @@ import gzip
 import os
 import socket
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -124,12 +125,14 @@ def batches() -> Probe:
 
 
 def cgroup_link(parent: Path, kind: int, attach_type: int) -> Probe:
-    """Whether a program can be attached by a link: tried on a new cgroup below `parent`."""
+    """Whether a program can be attached by a link: tried on a new cgroup below `parent`, or where
+    that is mounted read-only, as in our pod, for a moment on `parent` itself: the program lets all
+    pass.
+    """
     try:
-        with (
-            cgroups.temporary(parent, f"kbpf-check-{os.getpid()}") as folder,
-            Program.load("kbpf_probe", kind, attach_type, RETURN_1) as program,
-        ):
+        with contextlib.ExitStack() as stack:
+            folder = stack.enter_context(_probe_cgroup(parent))
+            program = stack.enter_context(Program.load("kbpf_probe", kind, attach_type, RETURN_1))
             opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
             try:
                 Link.attach(program, opened, attach_type).close()
@@ -138,6 +141,21 @@ def cgroup_link(parent: Path, kind: int, attach_type: int) -> Probe:
     except KernelError as error:
         return _tried(error)
     return Probe(True)
+
+
+@contextlib.contextmanager
+def _probe_cgroup(parent: Path) -> Iterator[Path]:
+    try:
+        made = cgroups.make(parent / f"kbpf-check-{os.getpid()}")
+    except KernelError as error:
+        if error.errno != errno.EROFS:
+            raise
+        yield parent
+        return
+    try:
+        yield made
+    finally:
+        cgroups.remove(made)
 
 
 def netns_cookie_option() -> Probe:

@@ -506,27 +506,32 @@ def node_file(agent: PodAgent, path: str, text: str | None = None) -> str:
     return run(*inside(agent.node.netns, None, "cat", path)).strip()
 
 
+OURS = {"type": "Localhost", "localhostProfile": "kbpf.json"}
+DEFAULT, NONE = {"type": "RuntimeDefault"}, {"type": "Unconfined"}
+
+
 class Row(NamedTuple):
-    """What the container is granted, and what comes of it. `seccomp`: instead of the default
-    profile, which lets only SYS_ADMIN call bpf(2) in some versions. `starts`: whether the agent
+    """What the container is granted, and what comes of it. `seccomp`: the profile; the runtime's
+    default lets only SYS_ADMIN call bpf(2) in some versions. `starts`: whether the agent
     comes up; `said`: what its log says is wrong.
     """
 
     name: str
     granted: str
-    seccomp: bool
+    seccomp: Object
     starts: bool
     said: str
 
 
 ROWS = [
-    Row("as in manifests/", "BPF NET_ADMIN PERFMON SYS_ADMIN SYS_RESOURCE", True, True, ""),
-    Row("without NET_ADMIN", "BPF PERFMON SYS_ADMIN", True, True,
+    Row("as in manifests/", "BPF NET_ADMIN PERFMON SYS_ADMIN SYS_RESOURCE", DEFAULT, True, ""),
+    Row("with our profile", "BPF NET_ADMIN PERFMON SYS_ADMIN SYS_RESOURCE", OURS, True, ""),
+    Row("without NET_ADMIN", "BPF PERFMON SYS_ADMIN", DEFAULT, True,
         "cannot destroy a UDP socket (sock_diag): EPERM"),
-    Row("without SYS_ADMIN", "BPF NET_ADMIN PERFMON", False, True,
+    Row("without SYS_ADMIN", "BPF NET_ADMIN PERFMON", OURS, True,
         "cannot enter the network namespace"),
-    Row("without SYS_ADMIN and BPF", "NET_ADMIN PERFMON", False, False, "cannot create the map"),
-    Row("without SYS_ADMIN and PERFMON", "NET_ADMIN BPF", False, False,
+    Row("without SYS_ADMIN and BPF", "NET_ADMIN PERFMON", NONE, False, "cannot create the map"),
+    Row("without SYS_ADMIN and PERFMON", "NET_ADMIN BPF", NONE, False,
         "the kernel refuses the program"),
 ]  # fmt: skip
 
@@ -542,8 +547,7 @@ def test_which_capabilities_it_needs(pods: PodCluster, row: Row) -> None:
     path = "/spec/template/spec/containers/0/securityContext"
     changes = [
         {"op": "replace", "path": f"{path}/capabilities/add", "value": row.granted.split()},
-        *([] if row.seccomp else [{"op": "replace", "path": f"{path}/seccompProfile/type",
-                                   "value": "Unconfined"}]),
+        {"op": "replace", "path": f"{path}/seccompProfile", "value": row.seccomp},
     ]  # fmt: skip
     pods.kubectl(*SPACE, "patch", "ds", "kube-proxy", "--type=json", "-p", json.dumps(changes))
     dns, client = pods.web(21, "a1", "UDP"), pods["a3"]
@@ -563,5 +567,10 @@ def test_which_capabilities_it_needs(pods: PodCluster, row: Row) -> None:
             pods.settle(agent)
             assert client.ask("hear", keep="udp") == {"error": "ECONNABORTED"}, agent.tail()
         client.ask("drop", keep="udp")
+        assert agent.stop() == 0
+        pods.kubelets.launch(agent)  # over what the first one has pinned
+        agent.wait_synced()
     finally:
         pods.delete(*dns)
+        usual = {"op": "replace", "path": f"{path}/seccompProfile", "value": DEFAULT}
+        pods.kubectl(*SPACE, "patch", "ds", "kube-proxy", "--type=json", "-p", json.dumps([usual]))

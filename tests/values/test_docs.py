@@ -24,6 +24,8 @@ OTHERS = {
     "--skip-phases": "kubeadm",
     "--to-revision": "kubectl",
     "--tag": "buildah",
+    "--build-arg": "buildah",
+    "--require-hashes": "pip",
     "--platform": "buildah",
     "--help": "everybody",
     "--set": "helm",

@@ -4,12 +4,15 @@ The server's word on them is asked in tests/lab/test_manifests.py, what they do 
 tests/lab/test_daemonset.py.
 """
 
+import copy
 import json
 import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.support.kube import Object
 from tests.support.kubectl import MANIFESTS, OVERLAYS, call, documents, kustomize
@@ -70,6 +73,12 @@ ROWS: list[tuple[str, Callable[[list[Object]], object], object]] = [
         lambda o: container(o)["securityContext"]["capabilities"],
         {"drop": ["ALL"], "add": ["BPF", "NET_ADMIN", "PERFMON", "SYS_ADMIN", "SYS_RESOURCE"]},
     ),
+    (
+        "its scratch space is bounded",
+        lambda o: next(v["emptyDir"] for v in pod(o)["volumes"] if v["name"] == "tmp"),
+        {"sizeLimit": "64Mi"},
+    ),
+    ("it says that it has a token", lambda o: pod(o)["automountServiceAccountToken"], True),
     ("no limit that slows it down", lambda o: "cpu" in container(o)["resources"]["limits"], False),
 ]
 
@@ -82,6 +91,85 @@ def test_what_the_pod_is(
     wanted: object,
 ):
     assert look(overlay[1]) == wanted, name
+
+
+COMPONENTS = {
+    "confined": {
+        "seccompProfile": {"type": "Localhost", "localhostProfile": "kbpf.json"},
+        "appArmorProfile": {"type": "Localhost", "localhostProfile": "kbpf"},
+    },
+    "no-sys-admin": {
+        "capabilities": {"drop": ["ALL"], "add": ["BPF", "NET_ADMIN", "PERFMON", "SYS_RESOURCE"]},
+        "seccompProfile": {"type": "Localhost", "localhostProfile": "kbpf.json"},
+    },
+}
+"""What each component changes of the container's securityContext; nothing else."""
+
+
+@pytest.mark.parametrize("component", COMPONENTS)
+def test_a_component_changes_these_rights_only(
+    overlay: tuple[str, list[Object]], component: str, kubectl: Path, helm: Path, tmp_path: Path
+):
+    name, objects = overlay
+    folder = Path(os.path.relpath(MANIFESTS, tmp_path))
+    made = tmp_path / "kustomization.yaml"
+    made.write_text(
+        json.dumps({
+            "resources": [str(folder / "overlays" / name)],
+            "components": [str(folder / "components" / component)],
+        })
+    )  # fmt: skip
+    changed = kustomize(kubectl, tmp_path)
+    wanted = copy.deepcopy(objects)
+    container(wanted)["securityContext"] |= COMPONENTS[component]
+    assert by_name(changed) == by_name(wanted)
+    chart = MANIFESTS / "chart"
+    rights = COMPONENTS[component]
+    values = tmp_path / "rights.yaml"
+    values.write_text(
+        json.dumps(
+            {key: rights[key] for key in ("seccompProfile", "appArmorProfile") if key in rights}
+            | ({"capabilities": rights["capabilities"]["add"]} if "capabilities" in rights else {})
+        )
+    )
+    given = [f"--values={chart / file}" for file in VALUES[name]]
+    command = [str(helm), "template", "kbpf", str(chart), "-n", "kube-system"]
+    text = call([*command, "--kube-version=1.36", *given, f"--values={values}"], tmp_path)
+    assert by_name(documents(text)) == by_name(wanted)
+
+
+def test_the_seccomp_profile():
+    """It denies what a container has no business with, whatever its capabilities are."""
+    profile = json.loads((MANIFESTS / "security" / "kbpf.json").read_text())
+    assert profile["defaultAction"] == "SCMP_ACT_ERRNO"
+    free = {n for rule in profile["syscalls"] if "args" not in rule for n in rule["names"]}
+    some = {
+        n: rule["args"] for rule in profile["syscalls"] if "args" in rule for n in rule["names"]
+    }
+    assert {rule["action"] for rule in profile["syscalls"]} == {"SCMP_ACT_ALLOW"}
+    assert {"bpf", "socket", "execve"} <= free
+    assert some.keys() == {"clone", "setns", "unshare"}
+    assert some["setns"][0]["value"] == some["unshare"][0]["value"] == 0x40000000, "CLONE_NEWNET"
+    assert not free & {
+        "mount", "umount2", "pivot_root", "chroot", "ptrace", "process_vm_readv", "kexec_load",
+        "init_module", "finit_module", "delete_module", "keyctl", "add_key", "io_uring_setup",
+        "userfaultfd", "perf_event_open", "reboot", "swapon", "clone3", "open_by_handle_at",
+        "mknod", "fsopen", "move_mount", "quotactl", "settimeofday",
+    }  # fmt: skip
+
+
+def test_the_apparmor_profile_is_one():
+    """As apparmor_parser of this machine reads it; nothing is loaded."""
+    profile = MANIFESTS / "security" / "kbpf.apparmor"
+    command = ["apparmor_parser", "--skip-kernel-load", "--skip-cache", str(profile)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    text = profile.read_text()
+    given = {line.split()[1].rstrip(",") for line in text.splitlines() if "  capability " in line}
+    security = yaml.safe_load((MANIFESTS / "base" / "daemonset.yaml").read_text())
+    assert {name.upper() for name in given} == set(
+        container([security])["securityContext"]["capabilities"]["add"]
+    )
 
 
 def test_names_and_labels(overlay: tuple[str, list[Object]]):
