@@ -76,7 +76,9 @@ def image(target: str, folder: Path, architecture: str = "") -> Iterator[Built]:
 def _fill(context: Path) -> None:
     """The clone as the build sees it, with artifacts that were compiled ahead."""
     context.mkdir()
-    for name in ("Containerfile", ".containerignore", "pyproject.toml", "README.md"):
+    (context / "tools").mkdir()
+    for name in ("Containerfile", ".containerignore", "pyproject.toml", "README.md",
+                 "requirements.lock", "tools/sbom"):  # fmt: skip
         shutil.copy(ROOT / name, context / name)
     shutil.copytree(ROOT / "kbpf", context / "kbpf", ignore=shutil.ignore_patterns("__pycache__"))
     for unit in UNITS:
