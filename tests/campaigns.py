@@ -25,6 +25,8 @@ CAMPAIGNS: Final[dict[str, str]] = {
     "servers": "tests.fuzz.hostile_servers:campaign",
     "histories": "tests.fuzz.histories:campaign",
     "texts": "tests.fuzz.texts:campaign",
+    "conntrack": "tests.fuzz.long:conntrack",
+    "floods": "tests.fuzz.long:floods",
     "packets": "tests.fuzz.long:packets",
     "http-requests": "tests.fuzz.http_requests:requests",
     "http-load": "tests.fuzz.http_load:campaign",

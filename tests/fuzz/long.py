@@ -4,13 +4,25 @@ import os
 import random
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Final
 
 from tests.fuzz import program_runs
+from tests.fuzz.comparison import BATCH, SHOWN, compare, random_sequences, shrunk
+from tests.fuzz.floods import KINDS, WAYS, Arena, Figures, room
+from tests.fuzz.twins import Twins
 
+FLOOD_SECONDS: Final = 60.0
+FLOOD_RATES: Final = (10_000, 0)
+"""Frames a second; 0: as many as this machine can send."""
+UDP_CLIENTS: Final = 5_000
+"""New ones a second, honest, of a NodePort with two backends."""
+UDP_SECONDS: Final = 120.0
+SEQUENCES: Final = 100_000
 PACKETS: Final = 1_000_000
 AT_ONCE: Final = 50_000
 
@@ -37,3 +49,43 @@ def packets(seed: int, minutes: float | None) -> None:
                 print(made.run(AT_ONCE, until), flush=True)
                 if until is not None and time.monotonic() > until:
                     break
+
+
+def floods(seed: int, minutes: float | None) -> None:
+    """Each flood at each rate, and honest UDP, on kbpf and on nf_conntrack; one table. `minutes`
+    are for all of them together. The seed is not used: forged clients are any.
+    """
+    runs = 2 * len(KINDS) * len(FLOOD_RATES) + 2 * UDP_SECONDS / FLOOD_SECONDS
+    scale = 1.0 if minutes is None else min(1.0, 60 * minutes / runs / FLOOD_SECONDS)
+    faults: list[str] = []
+    print(Figures.HEAD, flush=True)
+    with cache() as folder:
+        for way in WAYS:
+            with Arena(folder, way, room()) as arena:
+                for rate, kind in product(FLOOD_RATES, KINDS):
+                    figures = arena.flood(kind, rate, FLOOD_SECONDS * scale)
+                    print(figures, flush=True)
+                    faults += figures.faults() if way == "kbpf" else []
+                figures = arena.many_clients(UDP_CLIENTS, UDP_SECONDS * scale)
+                print(figures, flush=True)
+                if way == "kbpf":
+                    faults += figures.faults()
+    assert not faults, "; ".join(faults)
+
+
+def conntrack(seed: int, minutes: float | None) -> None:
+    """SEQUENCES random sequences beside nf_conntrack."""
+    rng, tally, findings, played = random.Random(seed), Counter[str](), [], 0
+    with cache() as folder, Twins(folder) as twins:
+        until = deadline(minutes)
+        while played < SEQUENCES and not (until is not None and time.monotonic() > until):
+            found, rows = compare(twins, random_sequences(rng, BATCH))
+            findings += shrunk(twins, found)
+            tally += rows
+            played += BATCH
+            if len(findings) >= SHOWN:
+                break
+    print(f"{played} sequences, {played - tally.total()} of them wrong")
+    for name, count in tally.most_common():
+        print(f"  {count:7} {name}")
+    assert not findings, "\n".join(map(str, findings))

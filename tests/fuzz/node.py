@@ -25,6 +25,7 @@ from kbpf.dataplane.bpf.layout import U32, U64
 from kbpf.kernel import bpf, netns
 from kbpf.model.address import parse_addr
 from kbpf.model.config import MapSizes
+from kbpf.model.desired import DesiredState
 from kbpf.model.objects import Protocol
 from tests.support.lab import inside, ip, run, until
 from tests.support.plane import Site, desired, service, sites
@@ -138,21 +139,11 @@ class KbpfNode:
     def __init__(self, site: Site) -> None:
         self.site = site
 
-    def start(self, sizes: MapSizes, low: int, high: int) -> None:
-        """Attaches them; masqueraded clients get ports from `low` to `high`."""
-        plane = self.site.open(sizes, packet_path=True, masquerade_ports=(low, high))
-        made = []
-        for variant in VARIANTS:
-            for family in (4, 6):
-                at = end(POD[BACKEND[variant]][family], BACK_PORT)
-                vip = f"LoadBalancer={end(VIP[variant][family], FRONT_PORT)}"
-                kept = {"local": at, "external_local": True} if variant == "kept" else {}
-                made += [
-                    service(f"{variant}-{name}", vip, at, Protocol(number), **kept)
-                    for name, number in PROTOCOLS.items()
-                ]
+    def start(self, state: DesiredState, sizes: MapSizes, **settings: object) -> None:
+        """Attaches them and serves this."""
+        plane = self.site.open(sizes, packet_path=True, **settings)
         state = msgspec.structs.replace(
-            desired(*made), masquerade_as=tuple(parse_addr(text) for text in ROUTED_BY.values())
+            state, masquerade_as=tuple(parse_addr(text) for text in ROUTED_BY.values())
         )
         inside_of(str(self.site.node), lambda: plane.apply(state, None))
         until("the programs are attached", plane.ready)
@@ -175,10 +166,27 @@ class KbpfNode:
             tracked.update(U32.pack(0), U64.pack(0))
 
 
+def three_services() -> DesiredState:
+    """VARIANTS, for each family and protocol."""
+    made = []
+    for variant in VARIANTS:
+        for family in (4, 6):
+            at = end(POD[BACKEND[variant]][family], BACK_PORT)
+            vip = f"LoadBalancer={end(VIP[variant][family], FRONT_PORT)}"
+            kept = {"local": at, "external_local": True} if variant == "kept" else {}
+            made += [
+                service(f"{variant}-{name}", vip, at, Protocol(number), **kept)
+                for name, number in PROTOCOLS.items()
+            ]
+    return desired(*made)
+
+
 @contextlib.contextmanager
-def kbpf_node(cache: Path, name: str, sizes: MapSizes, low: int, high: int) -> Iterator[KbpfNode]:
-    """A node that is built already, with the programs on its devices."""
+def kbpf_node(
+    cache: Path, name: str, state: DesiredState, sizes: MapSizes, **settings: object
+) -> Iterator[KbpfNode]:
+    """The programs on the devices of a node that is built already."""
     with sites(cache) as make:
         node = KbpfNode(make(node=name))
-        node.start(sizes, low, high)
+        node.start(state, sizes, **settings)
         yield node

@@ -25,7 +25,16 @@ from kbpf.errors import KernelError
 from kbpf.kernel.libbpf import Program
 from kbpf.kernel.testrun import TC_ACT_REDIRECT, TC_ACT_SHOT, TC_ACT_UNSPEC, SkbContext, run
 from kbpf.model.config import MapSizes
-from tests.fuzz.node import DEVICES, KbpfNode, build, inside_of, kbpf_node, mac_of, namespaces
+from tests.fuzz.node import (
+    DEVICES,
+    KbpfNode,
+    build,
+    inside_of,
+    kbpf_node,
+    mac_of,
+    namespaces,
+    three_services,
+)
 from tests.fuzz.packets import Packets, is_a_services
 from tests.support.judge import checksums
 from tests.support.packets import MAC_A, mac
@@ -35,6 +44,7 @@ ENTRIES: Final = 3
 """Of one connection, at most (track.h)."""
 CONNECTIONS: Final = 512
 """So few that making room is part of it."""
+PORTS: Final = (2000, 9000)
 BETWEEN_LOOKS: Final = 5_000
 """Runs, between two looks at the maps."""
 DIRECT: Final = 0.02
@@ -179,10 +189,10 @@ def framed(packet: bytes, to: str) -> bytes:
 def runs(cache: Path, rng: random.Random, name: str) -> Iterator[ProgramRuns]:
     """On a node of their own."""
     wire = f"{name}w"
-    sizes = MapSizes(connections=CONNECTIONS, sockets=1024, flows=1024, affinity=1024)
+    sizes = MapSizes(connections=CONNECTIONS, affinity=1024)
     with namespaces(name, wire):
         build(name, wire, "f")
-        with kbpf_node(cache, name, sizes, 2000, 9000) as node:
+        with kbpf_node(cache, name, three_services(), sizes, masquerade_ports=PORTS) as node:
             made = ProgramRuns(node, name, rng)
             try:
                 yield made

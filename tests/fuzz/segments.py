@@ -24,7 +24,7 @@ from typing import Final, NamedTuple
 
 from tests.support.packets import chunk, sctp, tcp, udp
 
-IDLE_SECONDS: Final = 2.1
+IDLE_SECONDS: Final = 2.2
 """A little more than the 2 s after which Linux takes UDP packets for a stream."""
 MOST_PACKETS: Final = 12
 MOST_PAUSES: Final = 2
@@ -73,6 +73,8 @@ class _Side:
     isn: int
     next: int = 0
     spoke: bool = False
+    began: bool = False
+    """Has sent a SYN; what came before it was for no connection."""
     last: "dict[str, object] | None" = None
 
 
@@ -115,7 +117,7 @@ class Speaker:
         syn, fin = "S" in token.kind, "F" in token.kind
         if syn and token.where == "new" and not token.flaw:
             own.isn = (own.isn + NEW) % (1 << 32)
-            own.spoke = other.spoke = False
+            own.spoke = other.spoke = own.began = other.began = False
         base = own.isn if syn or not own.spoke else own.next
         seq = base + _PLACES.get(token.where, 0)
         ack = 0
@@ -124,8 +126,9 @@ class Speaker:
             ack += _PLACES.get(token.ack, 0)
         if not token.flaw and token.where in ("", "new") and "R" not in token.kind:
             end = seq + syn + fin + token.size
-            if not own.spoke or end > own.next:
+            if not own.spoke or end > own.next or (syn and not own.began):
                 own.next, own.spoke = end, True
+            own.began = own.began or syn
         return {
             "payload": bytes(token.size), "flags": token.kind, "seq": seq % (1 << 32),
             "ack": ack % (1 << 32), "urgent": self.tag, **self._ip(token),

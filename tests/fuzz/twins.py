@@ -37,6 +37,7 @@ from tests.fuzz.node import (
     kbpf_node,
     mac_of,
     namespaces,
+    three_services,
 )
 from tests.fuzz.segments import IDLE_SECONDS, PAUSE, Speaker
 from tests.support.lab import inside, run
@@ -47,11 +48,10 @@ FIRST_PORT, LAST_PORT = 2000, 60_000
 MOST_AT_ONCE: Final = 300
 """Packets before their arrival is waited for: a CPU's backlog has room for 1,000."""
 PATIENCE: Final = 60.0
-SIZES: Final = MapSizes(connections=65_536, sockets=1024, flows=1024, affinity=1024)
+SIZES: Final = MapSizes(connections=65_536, affinity=1024)
 
 
-@dataclass(frozen=True, slots=True)
-class Sequence_:
+class Played(NamedTuple):
     """A script, and the kind of connection that it is played on."""
 
     script: str
@@ -155,7 +155,13 @@ class Twins:
                     stack.callback(side.sockets[device].close)
             self._start_linux()
             self.node = stack.enter_context(
-                kbpf_node(self._cache, self.kbpf.name, SIZES, FIRST_PORT, LAST_PORT)
+                kbpf_node(
+                    self._cache,
+                    self.kbpf.name,
+                    three_services(),
+                    SIZES,
+                    masquerade_ports=(FIRST_PORT, LAST_PORT),
+                )
             )
             self._stack = stack.pop_all()
         return self
@@ -167,18 +173,13 @@ class Twins:
 
     def _start_linux(self) -> None:
         """DNAT and masquerading as kube-proxy's rules have them, and its time-outs."""
-        settings = {
-            "nf_conntrack_tcp_timeout_established": 86_400,
-            "nf_conntrack_tcp_timeout_close_wait": 3_600,
-        }
         run(*inside(self.linux.name, None, "nft", "-f", "-"), stdin=_ruleset())
-        for name, value in settings.items():
-            path = Path("/proc/sys/net/netfilter") / name
-            inside_of(self.linux.name, lambda p=path, v=value: p.write_text(str(v)))
+        inside_of(self.linux.name, set_timeouts)
+        inside_of(self.linux.name, _set_for_comparison)
 
     # ---- a batch -------------------------------------------------------------------------------
 
-    def play(self, sequences: Sequence[Sequence_]) -> list[tuple[Outcome, Outcome]]:
+    def play(self, sequences: Sequence[Played]) -> list[tuple[Outcome, Outcome]]:
         """What kbpf and Linux come to with each, all of them at once."""
         assert len(sequences) <= LAST_PORT - FIRST_PORT
         self.forget()
@@ -194,45 +195,23 @@ class Twins:
             now = [each[phase] if phase < len(each) else [] for each in phases]
             for step in range(max(map(len, now))):
                 acting = [n for n, tokens in enumerate(now) if step < len(tokens)]
-                for side, own in zip(sides, speakers, strict=True):
-                    self._step(side, own, sequences, [(n, now[n][step]) for n in acting])
+                for at in range(0, len(acting), MOST_AT_ONCE):
+                    for side, own in zip(sides, speakers, strict=True):
+                        for n in acting[at : at + MOST_AT_ONCE]:
+                            _say(side, own[n], sequences[n], now[n][step])
+                        side.settle()
         return self.read(sequences)
-
-    def _step(
-        self,
-        side: _Side,
-        speakers: Sequence[Speaker],
-        sequences: Sequence[Sequence_],
-        acting: Sequence[tuple[int, str]],
-    ) -> None:
-        for count, (number, token) in enumerate(acting, 1):
-            each, speaker = sequences[number], speakers[number]
-            family, back = each.family, BACKEND[each.variant]
-            if token.startswith("<"):
-                known = side.seen_as.get((PROTOCOLS[each.protocol], family, speaker.tag))
-                usual = CLIENT if each.variant == "kept" else OWN[back]
-                host, port = known or (usual[family], speaker.tag)
-                source, to = end(POD[back][family], BACK_PORT), end(host, port)
-            else:
-                source = end(CLIENT[family], speaker.tag)
-                to = end(VIP[each.variant][family], FRONT_PORT)
-            packet = speaker.packet(token, source, to)
-            if packet is not None:
-                side.send(back if token.startswith("<") else "c0", packet)
-            if count % MOST_AT_ONCE == 0:
-                side.settle()
-        side.settle()
 
     # ---- what they know ------------------------------------------------------------------------
 
     def forget(self) -> None:
         """Neither node knows of a connection."""
         self.node.forget()
-        inside_of(self.linux.name, _flush)
+        inside_of(self.linux.name, flush_conntrack)
         self.kbpf.seen_as.clear()
         self.linux.seen_as.clear()
 
-    def read(self, sequences: Sequence[Sequence_]) -> list[tuple[Outcome, Outcome]]:
+    def read(self, sequences: Sequence[Played]) -> list[tuple[Outcome, Outcome]]:
         """What both know of these, in order."""
         ours = _read_flows(self.node.site.entries("flows").values())
         theirs = inside_of(self.linux.name, _read_conntrack)
@@ -245,6 +224,39 @@ class Twins:
             )
             found.append((ours.get(key, NOTHING), theirs.get(key, NOTHING)))
         return found
+
+
+def _set_for_comparison() -> None:
+    """Connections are tracked from their SYN on only, as by kbpf; and nothing is over before the
+    batch that has begun it.
+    """
+    folder = Path("/proc/sys/net/netfilter")
+    (folder / "nf_conntrack_tcp_loose").write_text("0")
+    for name in _SHORT:
+        (folder / f"nf_conntrack_{name}").write_text(str(SHORT_SECONDS))
+
+
+def set_timeouts() -> None:
+    """The time-outs of nf_conntrack that a kube-proxy sets, in this network namespace."""
+    folder = Path("/proc/sys/net/netfilter")
+    (folder / "nf_conntrack_tcp_timeout_established").write_text("86400")
+    (folder / "nf_conntrack_tcp_timeout_close_wait").write_text("3600")
+
+
+def _say(side: _Side, speaker: Speaker, each: Played, token: str) -> None:
+    """Sends one packet of a sequence."""
+    family, back = each.family, BACKEND[each.variant]
+    if token.startswith("<"):
+        known = side.seen_as.get((PROTOCOLS[each.protocol], family, speaker.tag))
+        usual = CLIENT if each.variant == "kept" else OWN[back]
+        host, port = known or (usual[family], speaker.tag)
+        source, to = end(POD[back][family], BACK_PORT), end(host, port)
+    else:
+        source = end(CLIENT[family], speaker.tag)
+        to = end(VIP[each.variant][family], FRONT_PORT)
+    packet = speaker.packet(token, source, to)
+    if packet is not None:
+        side.send(back if token.startswith("<") else "c0", packet)
 
 
 def _packet_socket(device: str) -> socket.socket:
@@ -294,21 +306,48 @@ _EARLY_DROP: Final = {
     17: (),
 }
 """States in which Linux drops a connection for others although it is assured: can_early_drop()."""
-CLASSES: Final = (3, 10, 30, 60, 120, 210, 300, 3_600, 86_400)
+_SHORT: Final = (
+    "tcp_timeout_close", "tcp_timeout_last_ack", "sctp_timeout_closed",
+    "sctp_timeout_cookie_wait", "sctp_timeout_cookie_echoed", "sctp_timeout_shutdown_sent",
+    "sctp_timeout_shutdown_recd", "sctp_timeout_shutdown_ack_sent",
+)  # fmt: skip
+QUIET_SECONDS: Final = 11
+"""Whether kbpf needs a connection is asked as if it had been quiet for so long: what it has for
+others' sake only it gives up after 5 or 10 s."""
+SHORT_SECONDS: Final = 40
+"""For time-outs of Linux between 3 and 30 s."""
+
+CLASSES: Final = (30, SHORT_SECONDS, 60, 120, 210, 300, 3_600, 86_400)
 """Seconds: the time-outs that either has. What is left of one belongs to the next larger."""
 
 Key = tuple[int, str, str]
 
 
-def _flush() -> None:
+class Row(NamedTuple):
+    """A connection of nf_conntrack: the original direction, and what becomes of it."""
+
+    protocol: int
+    source: str
+    source_port: int
+    to: str
+    to_port: int
+    state: str
+    assured: bool
+    left: int
+    """Seconds."""
+
+
+def flush_conntrack() -> None:
+    """Of the calling thread's network namespace."""
     with Netlink(_CONNTRACK, "conntrack") as netlink:
         netlink.ask(_DELETE, struct.pack("=BBH", 0, 0, 0))
 
 
-def _read_conntrack() -> dict[Key, Outcome]:
-    found = {}
+def dump_conntrack() -> list[Row]:
+    """Of the calling thread's network namespace: TCP, UDP and SCTP."""
     with Netlink(_CONNTRACK, "conntrack") as netlink:
         messages = netlink.dump(_GET, struct.pack("=BBH", 0, 0, 0))
+    found = []
     for message in messages:
         told = attributes(message.body[4:])
         original = attributes(told[_ORIGINAL])
@@ -316,17 +355,24 @@ def _read_conntrack() -> dict[Key, Outcome]:
         protocol = what[1][0]
         if protocol not in _EARLY_DROP:
             continue
-        ends = []
-        for kinds, port in (((1, 3), 2), ((2, 4), 3)):
-            raw = where.get(kinds[0], where.get(kinds[1], b""))
-            kind = socket.AF_INET if len(raw) == 4 else socket.AF_INET6
-            ends.append(end(socket.inet_ntop(kind, raw), int.from_bytes(what[port], "big")))
-        left = int.from_bytes(told[_TIMEOUT], "big")
+        hosts = [where.get(kinds[0], where.get(kinds[1], b"")) for kinds in ((1, 3), (2, 4))]
+        kind = socket.AF_INET if len(hosts[0]) == 4 else socket.AF_INET6
+        source, to = (socket.inet_ntop(kind, host) for host in hosts)
+        ports = [int.from_bytes(what[port], "big") for port in (2, 3)]
         assured = bool(int.from_bytes(told[_STATUS], "big") & _ASSURED)
+        left = int.from_bytes(told[_TIMEOUT], "big")
         state = _state(protocol, told, assured)
-        needed = assured and state not in _EARLY_DROP[protocol]
-        seconds = next(limit for limit in CLASSES if left <= limit)
-        found[protocol, ends[0], ends[1]] = Outcome(state, needed, seconds)
+        found.append(Row(protocol, source, ports[0], to, ports[1], state, assured, left))
+    return found
+
+
+def _read_conntrack() -> dict[Key, Outcome]:
+    found = {}
+    for row in dump_conntrack():
+        needed = row.assured and row.state not in _EARLY_DROP[row.protocol]
+        seconds = next(limit for limit in CLASSES if row.left <= limit)
+        key = (row.protocol, end(row.source, row.source_port), end(row.to, row.to_port))
+        found[key] = Outcome(row.state, needed, seconds)
     return found
 
 
@@ -355,6 +401,6 @@ def _read_flows(entries: Iterable[bytes]) -> dict[Key, Outcome]:
         names = [end(format_addr(each.address), each.port) for each in ends]
         protocol, state = raw[flows.PROTOCOL], TcpState(raw[flows.STATE])
         seconds = flows.HOLDS[protocol, state] // flows.NANO
-        needed = flows.is_needed(state, flows.last_used(raw), now)
+        needed = flows.is_needed(state, now - QUIET_SECONDS * flows.NANO, now)
         found[protocol, names[0], names[1]] = Outcome(state.name, needed, seconds)
     return found

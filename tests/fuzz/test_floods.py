@@ -1,0 +1,37 @@
+"""The bounded part of the campaign `floods`; see floods.py for what is flooded."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.fuzz.floods import KINDS, Arena, Figures
+
+CONNECTIONS = 16_384
+"""Fewer than any of these floods begins."""
+RATE, SECONDS = 10_000, 2.0
+
+
+@pytest.fixture(scope="module")
+def arena(artifact_cache: Path) -> Iterator[Arena]:
+    with Arena(artifact_cache, "kbpf", CONNECTIONS) as made:
+        yield made
+
+
+def check(figures: Figures) -> None:
+    print(figures, figures.reasons)
+    assert figures.sent >= RATE * SECONDS / 2, "this was no flood"
+    assert figures.honest > 0
+    assert figures.faults() == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_flood_ends_nobody_and_keeps_nobody_out(arena: Arena, kind: str):
+    check(arena.flood(kind, RATE, SECONDS))
+
+
+def test_many_honest_clients_of_udp_get_ports(arena: Arena):
+    figures = arena.many_clients(5_000, 4 * SECONDS)
+    print(figures, figures.reasons)
+    assert figures.sent >= 2_500 * 4 * SECONDS
+    assert figures.faults() == []
