@@ -40,7 +40,9 @@ class Values:
             return reader(said, self._prefix + place)
         except ConfigError as error:
             self.errors.append(error)
-            return None
+        except ValueError:  # int() of more than 4300 digits
+            self.wrong(place, "not a value that can be used", "see docs/configuration.md")
+        return None
 
     def wrong(self, place: str, what: str, hint: str = "") -> None:
         """Notes what is wrong."""

@@ -190,12 +190,16 @@ class _Lines:
         return int(line) + 1
 
 
+def _is_place(step: str, node: Any) -> bool:
+    return step.isdecimal() and len(step) < 10 and int(step) < len(node.value)
+
+
 def _below(node: Any, step: str) -> tuple[int, Any] | None:
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             if key.value == step:
                 return key.start_mark.line, value
-    elif isinstance(node, yaml.SequenceNode) and step.isdigit() and int(step) < len(node.value):
+    elif isinstance(node, yaml.SequenceNode) and _is_place(step, node):
         below = node.value[int(step)]
         return below.start_mark.line, below
     return None

@@ -130,7 +130,9 @@ class Response:
     def retry_after(self) -> float:
         """Seconds from Retry-After; 0 when there is none (or a date, which no API server sends)."""
         text = self._raw.getheader("Retry-After", "").strip()
-        return float(min(int(text), LONGEST_RETRY_AFTER)) if text.isdecimal() else 0.0
+        if not text.isdecimal():
+            return 0.0
+        return float(min(int(text[:10]), LONGEST_RETRY_AFTER))  # int() refuses 4300 digits
 
     def chunk(self) -> bytes:
         """Some bytes as they come, b"" at the clean end. Raises SourceError when cut."""
