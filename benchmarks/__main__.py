@@ -16,6 +16,7 @@ ALL = (
     "nodeport",
     "clusterip",
     "scrape",
+    "tenants",
 )
 
 

@@ -10,8 +10,8 @@ import logging
 import os
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Final
@@ -20,21 +20,32 @@ from kbpf import __version__
 from kbpf.agent import conntrack
 from kbpf.agent.inbox import Inbox, Item, Wake
 from kbpf.agent.listeners import Listeners
+from kbpf.agent.problems import Problems
 from kbpf.agent.refusals import Refusals
 from kbpf.agent.tally import Tally
-from kbpf.dataplane.base import DataPlane
+from kbpf.agent.work import Work
+from kbpf.dataplane.base import DataPlane, Report
 from kbpf.errors import KbpfError, PinsGone, printable
 from kbpf.kernel import addresses, dummy, handover, threads
 from kbpf.kernel.threads import Supervised
 from kbpf.model.address import Addr
-from kbpf.model.config import Config, LocalMode, Serving
+from kbpf.model.config import Config, LocalMode, Serving, is_system
 from kbpf.model.desired import FrontendAddress, ServicePortKey
-from kbpf.model.events import NEEDED, Delete, Kind, Upsert
-from kbpf.model.status import MOST_PROBLEMS, AgentStatus, SourceView, ThreadView, encode
+from kbpf.model.events import NEEDED, Delete, Event, Kind, Synced, Upsert
+from kbpf.model.objects import ServiceName
+from kbpf.model.status import (
+    MOST_NAMESPACES,
+    MOST_PROBLEMS,
+    AgentStatus,
+    SourceView,
+    ThreadView,
+    encode,
+)
 from kbpf.policy.admission import Server
 from kbpf.policy.desired import Desired
 from kbpf.policy.world import Touched, World
 from kbpf.serve.desk import Desk
+from kbpf.serve.events import About
 from kbpf.source.base import Source
 
 log = logging.getLogger("kbpf.agent")
@@ -51,6 +62,12 @@ WATCH_SECONDS: Final = 30.0
 
 LATENCIES: Final = 4096
 """So many of the last events tell how long it takes from an event's arrival to the map."""
+
+SLICE_SECONDS: Final = 0.008
+"""For so long changes are computed before they are programmed and others are looked at."""
+
+MOST_AT_ONCE: Final = 8_192
+"""Entries of backend sets, about, that are programmed before others are looked at."""
 
 STATUS_PAUSE_SECONDS: Final = 0.5
 """Status is written at most this often while changes come in."""
@@ -71,7 +88,8 @@ class Agent:
         self._inbox = Inbox()
         self._desk = desk or Desk(replace(config, serving=Serving(healthz="", metrics="")))
         self._tally = Tally(config, self._desk)
-        self._refusals = Refusals(self._desk.events)
+        self._problem_lines = Problems()
+        self._refusals = Refusals(self._desk.events, self._problem_lines)
         self._servers: tuple[Server, ...] = ()  # that the agent has dialled, the newest last
         self._listeners = Listeners()
         self._told: tuple[tuple[Server, ...], frozenset[FrontendAddress]] = ((), frozenset())
@@ -81,13 +99,19 @@ class Agent:
         self._conntrack = conntrack.Keeper(config.conntrack)
         self._desired = Desired()
         self._pending = Touched()
+        self._work = Work()
+        self._current: tuple[ServiceName, Generator[set[ServicePortKey]]] | None = None
+        self._arrived: dict[ServiceName, list[float]] = {}  # events that are not in force yet
         self._retry: set[ServicePortKey] | None = set()
+        self._retry_due = 0.0
+        self._computed: list[ServiceName] = []  # and not programmed yet
         self._stop = threading.Event()
         self._lock = threading.Lock()  # of _servers
         self._addresses: tuple[Addr, ...] = ()
         self._complete = False
         self._settled = False  # whether a complete apply knew of all objects
-        self._refused: dict[str, str] = {}
+        self._refused: set[ServicePortKey] = set()
+        self._plain: set[ServicePortKey] = set()  # spread evenly instead of as they ask
         self._error = ""  # of the last apply
         self._tick_error = ""  # of what was put off
         self._missing = False
@@ -101,7 +125,6 @@ class Agent:
         self._node_missed = False
         self._last_apply_ms = 0.0
         self._latencies: deque[float] = deque(maxlen=LATENCIES)
-        self._known_problems: frozenset[str] = frozenset()
 
     def stop(self) -> None:
         """Ends run() soon. May be called from a signal handler or another thread."""
@@ -188,20 +211,15 @@ class Agent:
         if any(isinstance(item, Wake) and item.why == "addresses" for item in items):
             self._look_at_addresses()
         if self._synced:
-            caught_up = self._complete
+            self._note_arrivals(events, touched)
             self._bring_up_to_date()
-            if caught_up and touched and not self._error:
-                done = time.monotonic()
-                self._latencies.extend(
-                    done - event.received
-                    for event in events
-                    if isinstance(event, Upsert | Delete) and event.received
-                )
         for look in self._plane.ended():
             self._desk.record.ended(look)
-        if not self._pending and not self._error:
+        if not self._pending and not self._busy and not self._error:
             self._tally.settled(self._world, self._desired.state)
-        self._report_problems(bool(events))
+        elif self._work.oldest is not None:
+            self._desk.health.waiting(self._work.oldest)
+        self._report_problems(events)
         now = time.monotonic()
         if self._complete and not self._ready and self._plane.ready():
             self._ready, self._status_due = True, 0.0
@@ -230,28 +248,89 @@ class Agent:
             self._pending.everything = True
             self._retry = None  # the data plane looks at its surroundings, too
 
+    def _note_arrivals(self, events: Iterable[Event], touched: Touched) -> None:
+        """When what is to be programmed now arrived, for event_to_map."""
+        if not self._complete:
+            return
+        for event in events:
+            if not isinstance(event, Upsert | Delete) or not event.received:
+                continue
+            name = self._world.service_of(event)
+            if name in touched.services:
+                self._arrived.setdefault(name, []).append(event.received)
+
+    @property
+    def _busy(self) -> bool:
+        """Whether there is more to compute or to program than one step does."""
+        return bool(self._work) or self._current is not None or bool(self._retry)
+
     def _bring_up_to_date(self) -> None:
         self._listeners.look(time.monotonic())
         due = self._pending or self._told != (self._servers, self._listeners.ports)
-        if (due and self._pause() <= 0) or not self._complete:
+        if not self._complete:
             touched, self._pending = self._pending, Touched()
-            node = self._desired.node
             self._told = self._servers, self._listeners.ports
-            changed = self._desired.update(
-                self._world, touched, self._addresses, self._config, *self._told
+            self._changed(
+                self._desired.update(
+                    self._world, touched, self._addresses, self._config, *self._told
+                )
             )
-            self._refusals.changed(changed, self._desired.state.services)
-            if self._retry is not None:
-                self._retry |= changed
-            self._tally.changed(changed, self._desired.state)
             self._tell_what_is_missing()
-            if self._desired.node != node or not self._complete:
-                self._apply(None if not self._complete else self._retry)
+            self._apply(None)
+            return
+        if due and self._pause() <= 0:
+            touched, self._pending = self._pending, Touched()
+            now, node = time.monotonic(), self._desired.node
+            self._told = self._servers, self._listeners.ports
+            for name in self._desired.touch(
+                self._world, touched, self._addresses, self._config, *self._told
+            ):
+                system = is_system(name, self._config)
+                self._work.add(name, self._world.size_of(name), system, now)
+            self._tell_what_is_missing()
+            if self._desired.node != node:
+                self._compute(SLICE_SECONDS)
+                self._apply(self._retry)
                 return
+        if self._work or self._current is not None:
+            self._compute(SLICE_SECONDS)
         self._resync()
         whole = not self._settled and self._sound()
-        if self._retry is None or self._retry or self._refused or self._error or whole:
+        again = (self._refused or self._error) and time.monotonic() >= self._retry_due
+        if self._retry is None or self._retry or again or whole:
             self._apply(self._retry)
+
+    def _compute(self, seconds: float) -> None:
+        """Computes for so long what waits, at least one step of it."""
+        until, cost = time.monotonic() + seconds, 0
+        while cost < MOST_AT_ONCE:
+            if self._current is None:
+                name = self._work.pop(time.monotonic())
+                if name is None:
+                    return
+                steps = self._desired.steps(name, self._world, self._config)
+                self._current = name, steps
+            name, steps = self._current
+            changed = next(steps, None)
+            if changed is None:
+                self._current = None
+                self._computed.append(name)
+                if not is_system(name, self._config):
+                    size = self._world.size_of(name)
+                    self._work.computed(name, size, time.monotonic())
+            else:
+                cost += self._changed(changed)
+            if time.monotonic() >= until:
+                return
+
+    def _changed(self, keys: set[ServicePortKey]) -> int:
+        """The states of these Service ports are others now; about how many entries that is."""
+        if self._retry is not None:
+            self._retry |= keys
+        self._tally.changed(keys, self._desired.state)
+        self._refusals.changed(keys, self._desired.state.services)
+        states = (self._desired.state_of(key) for key in keys)
+        return sum(len(state.cluster) + len(state.local) for state in states if state is not None)
 
     def _resync(self) -> None:
         """Now and then all that is programmed is compared with what it should be, if everything
@@ -308,6 +387,7 @@ class Agent:
             if str(error) != self._error:
                 log.error("not programmed, trying again: %s", error)
             self._error = str(error)
+            self._retry_due = time.monotonic() + RETRY_SECONDS
             self._desk.record.failed()
             return
         self._tick(time.monotonic())
@@ -320,16 +400,46 @@ class Agent:
         self._tally.applied(keys, seconds)
         if not self._complete or self._error:
             self._status_due = 0.0  # good news is told at once
-        self._retry, self._error, self._complete = set(), "", True
-        refused = {str(key): line for key, line in report.refused.items()}
-        news = sorted(refused.keys() - self._refused.keys())
-        _tell(logging.ERROR, "not programmed", [f"{key}: {refused[key]}" for key in news])
-        self._refused = refused
+        self._retry, self._error, self._complete = set(report.deferred), "", True
+        self._retry_due = self._last_apply + RETRY_SECONDS
+        self._note_latencies({key.service for key in report.deferred})
+        self._report_limits(report)
+
+    def _note_latencies(self, deferred: Collection[ServiceName]) -> None:
+        """What was computed is in force, but for Services that are put off."""
+        done = time.monotonic()
+        for name in self._computed:
+            if name not in deferred:
+                self._latencies.extend(done - at for at in self._arrived.pop(name, ()))
+        self._computed = [name for name in self._computed if name in deferred]
+
+    def _report_limits(self, report: Report) -> None:
+        """What could not be programmed as it is wanted: a log line, a problem line, an Event."""
+        keys = report.looked_at
+        if keys is None:
+            keys = {*self._refused, *self._plain, *report.refused, *report.plain}
+        for lines, known, level, what, reason in (
+            (report.refused, self._refused, logging.ERROR, "not programmed", "NotProgrammed"),
+            (report.plain, self._plain, logging.WARNING, "annotations", "AnnotationsNotApplied"),
+        ):
+            news = []
+            for key in sorted(known.union(lines) if len(keys) > len(lines) + len(known) else keys):
+                line = lines.get(key)
+                self._problem_lines.put((what, key), () if line is None else (f"{key}: {line}",))
+                if line is not None and key not in known:
+                    news.append((key, line))
+                if line is None:
+                    known.discard(key)
+                else:
+                    known.add(key)
+            _tell(level, what, [f"{key}: {line}" for key, line in news])
+            for key, line in news[:MOST_PROBLEMS]:
+                about = About("Service", key.name, key.namespace)
+                self._desk.events.say(about, reason, "Program", f"{key}: {line}")
 
     def _sound(self) -> bool:
         """Whether everything that there is could be read. Pods serve nothing."""
-        rejected = any(key.kind is not Kind.POD for key in self._world.rejected)
-        return not rejected and all(s.status().sound for s in self._sources)
+        return self._world.all_usable and all(s.status().sound for s in self._sources)
 
     def _wait(self) -> float:
         """Seconds until something is due."""
@@ -339,6 +449,10 @@ class Agent:
             due.append(later)
         if self._pending and self._complete:
             due.append(now + max(0.0, self._pause()))
+        if self._complete and (self._current is not None or self._retry) and not self._error:
+            due.append(now)
+        if self._complete and (next_due := self._work.due(now)) is not None:
+            due.append(next_due)
         if self._error or self._refused:
             due.append(now + RETRY_SECONDS)
         return max(0.0, min(due) - now)
@@ -360,19 +474,16 @@ class Agent:
 
     # ---- status ----------------------------------------------------------------------------
 
-    def _problems(self) -> list[str]:
-        lines = list(self._known_problems)
-        lines += [f"{key}: {line}" for key, line in self._refused.items()]
-        lines += self._refusals.problems()
-        for source in self._sources:
-            lines += source.status().problems
-        lines += self._plane.problems()
-        lines += threads.problems()
-        return sorted(set(map(printable, lines)))
+    def _problems(self) -> tuple[list[str], int]:
+        """The first problem lines, sorted, and how many there are."""
+        others = [line for source in self._sources for line in source.status().problems]
+        others += [*self._plane.problems(), *threads.problems()]
+        lines = [*others[:MOST_PROBLEMS], *self._problem_lines.first(MOST_PROBLEMS)]
+        return sorted(set(map(printable, lines))), len(self._problem_lines) + len(others)
 
     def status(self) -> AgentStatus:
         """How the agent is doing. Call from its thread."""
-        problems = self._problems()
+        problems, problem_count = self._problems()
         now = time.monotonic()
         return AgentStatus(
             version=__version__,
@@ -402,8 +513,14 @@ class Agent:
                 for s in (source.status() for source in self._sources)
             ),
             problems=tuple(problems[:MOST_PROBLEMS]),
-            problem_count=len(problems),
+            problem_count=problem_count,
             refused=len(self._refused),
+            refused_namespaces=self._refused_namespaces(),
+            refused_system=tuple(
+                sorted(
+                    {str(k.service) for k in self._refused if is_system(k.service, self._config)}
+                )
+            )[:MOST_PROBLEMS],
             error=self._error or self._tick_error,
             packets=self._plane.packet_status(),
             without_endpoints=self._tally.without_endpoints,
@@ -428,15 +545,23 @@ class Agent:
             return 0.0
         return round(ordered[min(len(ordered) - 1, int(len(ordered) * quantile))] * 1000, 3)
 
-    def _report_problems(self, news: bool) -> None:
+    def _report_problems(self, events: Iterable[Event]) -> None:
         """One warning for each object or endpoint that is newly left out."""
-        if not news:
-            return
-        lines = frozenset(
-            f"{k}: {line}" for k, found in self._world.problems.items() for line in found
-        )
-        _tell(logging.WARNING, "left out", sorted(lines - self._known_problems))
-        self._known_problems = lines
+        news: list[str] = []
+        for key in {event.key for event in events if not isinstance(event, Synced)}:
+            lines = [f"{key}: {line}" for line in self._world.problems_of(key)]
+            news += self._problem_lines.put(key, lines)
+        _tell(logging.WARNING, "left out", sorted(news))
+
+    def _refused_namespaces(self) -> dict[str, int]:
+        """How many Service ports could not be programmed, by namespace: those with the most."""
+        counts = Counter(key.namespace for key in self._refused)
+        return dict(counts.most_common(MOST_NAMESPACES))
+
+    def _refused_system(self) -> tuple[str, ...]:
+        names = {key.service for key in self._refused}
+        leading = sorted(str(name) for name in names if is_system(name, self._config))
+        return tuple(leading[:MOST_PROBLEMS])
 
     def _write_status(self) -> None:
         status = self.status()

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 
+from kbpf.agent.problems import Problems
 from kbpf.model.desired import ServicePortKey, ServiceState
 from kbpf.model.objects import ServiceName
 from kbpf.model.status import MOST_PROBLEMS
@@ -14,9 +15,8 @@ log = logging.getLogger("kbpf.agent")
 class Refusals:
     """One thread only: the writer's. A change costs the Services that changed."""
 
-    def __init__(self, events: Events) -> None:
-        self._events = events
-        self._lines: dict[ServicePortKey, tuple[str, ...]] = {}
+    def __init__(self, events: Events, problems: Problems) -> None:
+        self._events, self._problems = events, problems
 
     def changed(
         self, keys: Iterable[ServicePortKey], states: Mapping[ServicePortKey, ServiceState]
@@ -25,12 +25,10 @@ class Refusals:
         news: dict[ServiceName, list[str]] = {}
         for key in sorted(keys):
             state = states.get(key)
-            before = self._lines.pop(key, ())
-            lines = () if state is None else tuple(_lines(state))
-            if lines:
-                self._lines[key] = lines
-            if new := [line for line in lines if line not in before]:
-                news.setdefault(key.service, []).extend(new)
+            lines = [] if state is None else [f"{key}: {line}" for line in _lines(state)]
+            if new := self._problems.put(("refused", key), lines):
+                said = [line.removeprefix(f"{key}: ") for line in new]
+                news.setdefault(key.service, []).extend(said)
         for name, new in list(news.items())[:MOST_PROBLEMS]:
             note = "; ".join(new)
             log.warning("refused: %s: %s", name, note)
@@ -38,11 +36,6 @@ class Refusals:
             self._events.say(about, "AddressRefused", "Program", note)
         if len(news) > MOST_PROBLEMS:
             log.warning("refused: addresses of %d more Services", len(news) - MOST_PROBLEMS)
-
-    def problems(self) -> Iterator[str]:
-        """A line each."""
-        for key, lines in self._lines.items():
-            yield from (f"{key}: {line}" for line in lines)
 
 
 def _lines(state: ServiceState) -> Iterator[str]:

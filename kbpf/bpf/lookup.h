@@ -188,19 +188,35 @@ static __always_inline u32 choose_slot(const struct service *service, u32 size,
 	return ((u64)bpf_get_prandom_u32() * size) >> 32;
 }
 
-static __always_inline u32 backend_at(u32 set, u32 index)
+/* One of the two backend sets of a service. */
+struct backend_set {
+	u32 id;
+	u32 size;
+	u32 table;
+};
+
+/* A backend id; 0 if the set or its table is gone. */
+static __always_inline u32 backend_at(const struct backend_set *set, u32 index)
 {
-	struct slot slot = {.set = set};
-	u32 *id;
+	struct slot slot = {.set = set->table};
+	u32 *found;
 
 	slot.index = index;
-	id = backend_slots.lookup(&slot);
-	return id ? *id : 0;
+	if (set->table) {
+		found = backend_slots.lookup(&slot);
+		if (!found)
+			return 0;
+		slot.index = *found;
+	}
+	slot.set = set->id;
+	found = backend_slots.lookup(&slot);
+	return found ? *found : 0;
 }
 
 /* A backend id out of a set, by affinity or by its slot; 0 if the set is gone. */
-static __always_inline u32 pick_backend(const struct service *service, u32 set, u32 size,
-					const struct asker *who, enum reason *reason)
+static __always_inline u32 pick_backend(const struct service *service,
+					const struct backend_set *set, const struct asker *who,
+					enum reason *reason)
 {
 	struct affinity_key key = who->key;
 	struct affinity last = {.cgroup = socket_cgroup()};
@@ -208,16 +224,16 @@ static __always_inline u32 pick_backend(const struct service *service, u32 set, 
 
 	*reason = TRANSLATED;
 	if (!service->affinity_timeout)
-		return backend_at(set, choose_slot(service, size, who));
+		return backend_at(set, choose_slot(service, set->size, who));
 	key.service = service->id;
 	last.last_used = bpf_ktime_get_ns();
 	held = affinity.lookup(&key);
-	last.backend =
-		affinity_find(held, set, service->affinity_timeout * 1000000000ULL, last.last_used);
+	last.backend = affinity_find(held, set->id, service->affinity_timeout * 1000000000ULL,
+				     last.last_used);
 	if (last.backend)
 		*reason = TRANSLATED_BY_AFFINITY;
 	else
-		last.backend = backend_at(set, choose_slot(service, size, who));
+		last.backend = backend_at(set, choose_slot(service, set->size, who));
 	if (last.backend && (held || takes_share(who, last.cgroup)))
 		affinity.update(&key, &last);
 	return last.backend;
@@ -255,9 +271,9 @@ static __always_inline enum verdict choose_once(const struct target *to, const s
 {
 	struct service service = {};
 	struct target *backend;
+	struct backend_set set;
 	enum found found;
 	bool local;
-	u32 set, size;
 
 	found = find_service(to, who->netns, &service);
 	if (found == MISSING) {
@@ -277,15 +293,16 @@ static __always_inline enum verdict choose_once(const struct target *to, const s
 		return who->by_packet ? DROP : PASS;
 	}
 	local = wants_local(&service, who);
-	set = local ? service.local_set : service.cluster_set;
-	size = local ? service.local_size : service.cluster_size;
-	if (!size) {
+	set.id = local ? service.local_set : service.cluster_set;
+	set.size = local ? service.local_size : service.cluster_size;
+	set.table = local ? service.local_table : service.cluster_table;
+	if (!set.size) {
 		bool elsewhere = local && (service.flags & SERVICE_ANY_ENDPOINTS);
 
 		out->reason = elsewhere ? NO_LOCAL_ENDPOINTS : NO_ENDPOINTS;
 		return elsewhere ? DROP : REFUSE;
 	}
-	out->backend_id = pick_backend(&service, set, size, who, &out->reason);
+	out->backend_id = pick_backend(&service, &set, who, &out->reason);
 	backend = backends.lookup(&out->backend_id);
 	if (!out->backend_id || !backend) {
 		out->reason = SET_VANISHED;

@@ -46,9 +46,13 @@ struct service {
 	u32 cluster_size;
 	u32 local_set;
 	u32 local_size;
+	u32 cluster_table; /* 0: a slot is a place in the set; else an index into this table */
+	u32 local_table;
 };
 
-/* backend_slots: place `index` of a set holds a backend's id. Never changed in place. */
+/* backend_slots: place `index` of a set holds a backend's id, place `index` of a table holds a
+ * place in a set. Sets with the same addresses share their table, whatever their ports. Neither is
+ * ever changed in place. */
 struct slot {
 	u32 set;
 	u32 index;

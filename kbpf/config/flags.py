@@ -199,6 +199,13 @@ FLAGS: Final = (
     Flag("--algorithm", "algorithm", readers.algorithm, "random|maglev", NODE,
          "how a backend is chosen for Services without the annotation kbpf.io/algorithm "
          "(default random)"),
+    Flag("--service-annotations", "service_annotations", readers.service_annotations,
+         "off|algorithm|all", NODE,
+         "which annotations of a Service count: none, kbpf.io/algorithm, or kbpf.io/weights as "
+         "well (default all)"),
+    Flag("--system-namespaces", "system_namespaces", readers.words, "NAMES", NODE,
+         "namespaces whose Services are programmed before all others, like default/kubernetes, and "
+         "for which a part of the maps is kept (default kube-system)"),
     Flag("--socket-lb", "socket_lb", readers.socket_lb, "off|hostNamespaceOnly|on", NODE,
          "whose sockets are led to a backend at connect(): nobody's, those of the node's own "
          "network, or everybody's (default on); the others need the packet path"),

@@ -79,6 +79,8 @@ class KbpfConfiguration(msgspec.Struct, frozen=True, rename=spelling):
     cgroup: str | None = None
     cache_dir: str | None = None
     algorithm: str | None = None
+    service_annotations: str | bool | None = None
+    system_namespaces: Names = None
     localhost_node_ports: bool | None = None
     node_port_source_ranges: Names = None
     external_ips: str | bool | None = msgspec.field(default=None, name="externalIPs")
@@ -101,6 +103,8 @@ FLAG_OF: Final[Mapping[str, str]] = MappingProxyType(
         "cgroup": "--cgroup",
         "cacheDir": "--cache-dir",
         "algorithm": "--algorithm",
+        "serviceAnnotations": "--service-annotations",
+        "systemNamespaces": "--system-namespaces",
         "localhostNodePorts": "--localhost-nodeports",
         "nodePortSourceRanges": "--nodeport-source-ranges",
         "externalIPs": "--external-ips",
@@ -151,12 +155,18 @@ def settings(said: KbpfConfiguration) -> Values:
     return made
 
 
+YAML_WORDS: Final = frozenset(
+    ("externalIPs", "socketLB.mode", "metrics.accounting", "serviceAnnotations")
+)
+"""Fields of which `on` and `off` are values; YAML reads them as true and false."""
+
+
 def _text(value: Any, path: str) -> str:
     """As it would stand behind the flag."""
     match value:
         case None:
             return ""
-        case bool() if path in ("externalIPs", "socketLB.mode", "metrics.accounting"):
+        case bool() if path in YAML_WORDS:
             return "on" if value else "off"
         case bool():
             return str(value).lower()

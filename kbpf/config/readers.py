@@ -13,7 +13,7 @@ from typing import Any, Final
 from kbpf.config import durations
 from kbpf.errors import ConfigError, ObjectError
 from kbpf.model.address import ANY4, ANY6, Addr, family_of, format_endpoint, parse_addr
-from kbpf.model.config import Accounting, LocalMode, SocketLb
+from kbpf.model.config import Accounting, LocalMode, ServiceAnnotations, SocketLb
 from kbpf.model.objects import Algorithm, Cidr
 
 Reader = Callable[[str, str], Any]
@@ -67,6 +67,10 @@ def algorithm(text: str, where: str) -> Algorithm:
 
 def socket_lb(text: str, where: str) -> SocketLb:
     return SocketLb(choice(tuple(SocketLb), text, where))
+
+
+def service_annotations(text: str, where: str) -> ServiceAnnotations:
+    return ServiceAnnotations(choice(tuple(ServiceAnnotations), text, where))
 
 
 def accounting(text: str, where: str) -> Accounting:

@@ -14,12 +14,18 @@ class Report:
     """What one apply() did: writes by map or table, system calls, and what it could not do.
 
     `refused`: Service ports that are not programmed as desired, with the reason; they keep what
-    they had and are tried again.
+    they had and are tried again. `plain`: those that are served, but spread evenly instead of as
+    their annotations ask. Both are the data plane's own, and change with its next apply().
+    `deferred`: Service ports whose turn is not over: to be named again in the next apply(), soon.
+    `looked_at`: the Service ports that may have entered or left these two; None: all.
     """
 
     writes: Mapping[str, int] = field(default_factory=dict)
     calls: int = 0
     refused: Mapping[ServicePortKey, str] = field(default_factory=dict)
+    plain: Mapping[ServicePortKey, str] = field(default_factory=dict)
+    looked_at: Collection[ServicePortKey] | None = None
+    deferred: Collection[ServicePortKey] = ()
 
 
 class DataPlane(Protocol):

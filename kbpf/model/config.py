@@ -5,7 +5,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from kbpf.model.address import Addr
-from kbpf.model.objects import Algorithm, Cidr
+from kbpf.model.objects import API_SERVER, Algorithm, Cidr, ServiceName
 
 
 class SocketLb(StrEnum):
@@ -22,6 +22,14 @@ class Accounting(StrEnum):
     OFF = "off"
     CONNECTIONS = "connections"
     FULL = "full"
+
+
+class ServiceAnnotations(StrEnum):
+    """Which annotations of a Service count: none, kbpf.io/algorithm, or kbpf.io/weights as well."""
+
+    OFF = "off"
+    ALGORITHM = "algorithm"
+    ALL = "all"
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +131,9 @@ class Config:
     `node_port_source_ranges`: who may dial NodePorts; of a family without any: everybody.
     `external_ips`: which ExternalIPs are served: "all" but those that belong to the node or a pod,
     or those in these networks, of which there may be none.
-    `algorithm`: of Services that do not say by annotation.
+    `algorithm`: of Services that do not say by annotation. `service_annotations`: which of them
+    count. `system_namespaces`: whose Services are programmed first and may use what is kept of the
+    maps for them, beside the Service default/kubernetes.
     `ipvs_scheduler`: IPVS' word for how Services without an algorithm or weights of their own are
     spread. `ipvs_device` holds their addresses, `nft_table` is of the family inet, and `state_dir`
     holds what a bpffs cannot. `ipvs_times`: when IPVS forgets idle connections. `strict_arp`: only
@@ -154,6 +164,8 @@ class Config:
     node_port_source_ranges: tuple[Cidr, ...] = ()
     external_ips: str | tuple[Cidr, ...] = "all"
     algorithm: Algorithm = Algorithm.RANDOM
+    service_annotations: ServiceAnnotations = ServiceAnnotations.ALL
+    system_namespaces: tuple[str, ...] = ("kube-system",)
     sizes: MapSizes = field(default_factory=MapSizes)
     socket_lb: SocketLb = SocketLb.ON
     socket_lb_exempt: tuple[str, ...] = ()
@@ -187,3 +199,8 @@ class Config:
     conntrack: Conntrack = field(default_factory=Conntrack)
     log_format: str = "text"
     log_level: str = "info"
+
+
+def is_system(service: ServiceName, config: Config) -> bool:
+    """Whether the cluster itself depends on this Service, so that it comes before all others."""
+    return service.namespace in config.system_namespaces or service == API_SERVER

@@ -109,6 +109,7 @@ class ServiceState(msgspec.Struct, frozen=True):
     same of a restricted NodePort, the node's own.
     `lost` names frontends that another Service won, with the winner; `refused` those that no
     Service may have, with the reason in words (policy/admission.py).
+    `created` is the Service's creationTimestamp; "" is unknown.
     """
 
     key: ServicePortKey
@@ -128,6 +129,7 @@ class ServiceState(msgspec.Struct, frozen=True):
     on_node: tuple[Addr, ...] = ()
     refused: tuple[tuple[FrontendAddress, str], ...] = ()
     node_port_ranges: tuple[Cidr, ...] = ()
+    created: str = ""
 
     @property
     def cluster_spread(self) -> Spread:

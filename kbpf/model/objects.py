@@ -6,7 +6,7 @@ by the thousand (node names, zones, port names) are interned there.
 
 from collections.abc import Sequence
 from enum import IntEnum, StrEnum
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -36,6 +36,9 @@ class ServiceName(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.namespace}/{self.name}"
+
+
+API_SERVER: Final = ServiceName("default", "kubernetes")
 
 
 class Cidr(NamedTuple):

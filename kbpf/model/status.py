@@ -73,6 +73,9 @@ class ModeChoice(msgspec.Struct, frozen=True):
 class AgentStatus(msgspec.Struct, frozen=True):
     """Times are seconds of CLOCK_BOOTTIME, which all processes of the machine share. `off`:
     optional features that are not switched on, a line each.
+
+    `refused`: Service ports that could not be programmed; `refused_namespaces`: how many of each
+    namespace, `refused_system`: Services of system namespaces among them.
     """
 
     version: str
@@ -99,7 +102,12 @@ class AgentStatus(msgspec.Struct, frozen=True):
     threads: tuple[ThreadView, ...] = ()
     off: tuple[str, ...] = ()
     faults: tuple[str, ...] = ()
+    refused_namespaces: dict[str, int] = {}
+    refused_system: tuple[str, ...] = ()
 
+
+MOST_NAMESPACES = 50
+"""Namespaces in `refused_namespaces`, by Service ports that could not be programmed."""
 
 MOST_PROBLEMS = 50
 """Lines that fit; `problem_count` has all."""

@@ -19,16 +19,14 @@ from kbpf.model.address import ANY4, ANY6, V4_PREFIX, Addr, family_of, parse_add
 from kbpf.model.config import Config
 from kbpf.model.desired import Frontend, FrontendAddress, FrontendKind
 from kbpf.model.objects import (
+    API_SERVER,
     Cidr,
     EndpointSlice,
     Node,
     Protocol,
     Service,
-    ServiceName,
     ServicePort,
 )
-
-API_SERVER: Final = ServiceName("default", "kubernetes")
 
 Server = tuple[Addr, int]
 """Address and port of an API server."""

@@ -5,13 +5,21 @@ touched, and ends in the same value whatever the order and the batches of the ev
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence, Set
-from typing import NamedTuple
+from collections.abc import (
+    Callable,
+    Collection,
+    Generator,
+    Iterable,
+    Iterator,
+    Sequence,
+    Set,
+)
+from typing import Final, NamedTuple
 
 from msgspec.structs import replace
 
 from kbpf.model.address import Addr, family_of
-from kbpf.model.config import Config
+from kbpf.model.config import Config, ServiceAnnotations
 from kbpf.model.desired import (
     DesiredState,
     Frontend,
@@ -22,7 +30,7 @@ from kbpf.model.desired import (
 )
 from kbpf.model.events import Kind
 from kbpf.model.objects import (
-    Algorithm,
+    API_SERVER,
     Cidr,
     EndpointSlice,
     Node,
@@ -31,7 +39,7 @@ from kbpf.model.objects import (
     ServiceName,
     ServicePort,
 )
-from kbpf.policy.admission import API_SERVER, Reserved, Server, refusal, reserved
+from kbpf.policy.admission import Reserved, Server, refusal, reserved
 from kbpf.policy.endpoints import choose, external_local, on_node
 from kbpf.policy.frontends import (
     Claims,
@@ -57,28 +65,52 @@ class Surroundings(NamedTuple):
     node_port_ranges: tuple[Cidr, ...] = ()
 
 
+DEFAULTS: Final = Config()
+NOTHING: Final = (None, None)
+
+STEP: Final = 8_192
+"""Backends and addresses that are computed at a time: some five milliseconds."""
+
+STEP_COST: Final = 8
+"""What a Service port costs beside its backends and addresses, in as many of these."""
+
+
+def _as_allowed(service: Service, annotations: ServiceAnnotations) -> Service:
+    """The Service without the annotations that the operator has switched off."""
+    if annotations is ServiceAnnotations.ALL or (service.algorithm, service.weights) == NOTHING:
+        return service
+    algorithm = service.algorithm if annotations is ServiceAnnotations.ALGORITHM else None
+    return replace(service, algorithm=algorithm, weights=None)
+
+
 def desired_service(
     service: Service,
     slices: Sequence[EndpointSlice],
     node: Node,
-    algorithm: Algorithm = Algorithm.RANDOM,
+    config: Config = DEFAULTS,
     here: Surroundings = Surroundings(),  # noqa: B008 - a constant
-) -> tuple[ServiceState, ...]:
+) -> Iterator[ServiceState]:
     """One state per port and family that has a cluster IP, with every frontend that it asks for and
-    may have. `algorithm`: for a Service that does not say.
+    may have. Of ports with the same name and protocol the last one counts.
     """
-    states: dict[ServicePortKey, ServiceState] = {}
+    service = _as_allowed(service, config.service_annotations)
+    ports = {(port.name, port.protocol): port for port in service.ports}.values()
     for family in families(service):
-        for port in service.ports:
-            key = ServicePortKey(service.namespace, service.name, port.name, port.protocol, family)
+        addresses = on_node(slices, node, family)
+        ranges: tuple[Cidr, ...] | None = None
+        for port in ports:
             chosen = choose(slices, port, service, node, family)
             asked, refused = _admitted(service, port, family, here)
             limited = any(frontend.restricted for frontend in asked)
-            ranges = _node_port_ranges(here.node_port_ranges, family) if port.node_port else ()
-            if ranges:
+            at_node = _node_port_ranges(here.node_port_ranges, family) if port.node_port else ()
+            if at_node:
                 asked = tuple(map(_restricted_node_port, asked))
-            states[key] = ServiceState(
-                key=key,
+            if limited and ranges is None:
+                ranges = source_ranges(service, node, family)
+            yield ServiceState(
+                key=ServicePortKey(
+                    service.namespace, service.name, port.name, port.protocol, family
+                ),
                 frontends=asked,
                 cluster=chosen.cluster,
                 local=chosen.local,
@@ -87,15 +119,15 @@ def desired_service(
                 external_local=external_local(service, port, family),
                 affinity_timeout=service.affinity_timeout,
                 any_endpoints=chosen.any_endpoints,
-                source_ranges=source_ranges(service, node, family) if limited else (),
-                algorithm=service.algorithm or algorithm,
+                source_ranges=(ranges or ()) if limited else (),
+                algorithm=service.algorithm or config.algorithm,
                 cluster_weights=chosen.cluster_weights,
                 local_weights=chosen.local_weights,
-                on_node=on_node(slices, node, family),
+                on_node=addresses,
                 refused=refused,
-                node_port_ranges=ranges,
+                node_port_ranges=at_node,
+                created=service.created,
             )
-    return tuple(states.values())
 
 
 def _admitted(
@@ -159,7 +191,7 @@ def desired_state(
     states: list[ServiceState] = []
     for service in services:
         pieces = by_service.get(service.key, ())
-        for state in desired_service(service, pieces, node, config.algorithm, here):
+        for state in desired_service(service, pieces, node, config, here):
             claims.put(state.key, service.created, (), state.frontends)
             states.append(state)
     return DesiredState(
@@ -201,6 +233,10 @@ class Desired:
         """The whole, sharing the live dict: the next update() changes it."""
         return DesiredState(self._services, *self.node)
 
+    def state_of(self, key: ServicePortKey) -> ServiceState | None:
+        """The state of one Service port."""
+        return self._services.get(key)
+
     @property
     def node(
         self,
@@ -228,6 +264,23 @@ class Desired:
 
         Costs what was touched, and no more than all Services when our Node changed.
         """
+        names = self.touch(world, touched, local_addresses, config, servers, listening)
+        changed: set[ServicePortKey] = set()
+        for name in names:
+            for keys in self.steps(name, world, config):
+                changed |= keys
+        return changed
+
+    def touch(
+        self,
+        world: World,
+        touched: Touched,
+        local_addresses: Collection[Addr],
+        config: Config,
+        servers: Iterable[Server] = (),
+        listening: Collection[FrontendAddress] = (),
+    ) -> Set[ServiceName]:
+        """Brings up to date what no Service decides; which Services have to be computed again."""
         self._node_addresses = node_port_addresses(world.node, local_addresses, config)
         self._masquerade_as = masquerade_addresses(world.node, local_addresses)
         self._local_networks = local_networks(world.node, config)
@@ -244,48 +297,63 @@ class Desired:
             names = {*names, *self._asked[address]}
         ranges = config.node_port_source_ranges
         self._here = Surroundings(kept, world.has_pod, frozenset(self._node_addresses), ranges)
-        fresh: dict[ServicePortKey, ServiceState] = {}
-        gone: set[ServicePortKey] = set()
-        others: set[ServicePortKey] = set()
-        for name in names:
-            fresh |= self._restate(name, world, config.algorithm, gone, others)
-        for key in gone:
-            del self._services[key]
-            self._contested.pop(key, None)
-        for key in others - fresh.keys() - gone:
-            fresh[key] = self._before(key)
-        return gone | {key for key, state in fresh.items() if self._settle(key, state)}
+        return names
 
-    def _restate(
-        self,
-        name: ServiceName,
-        world: World,
-        algorithm: Algorithm,
-        gone: set[ServicePortKey],
-        others: set[ServicePortKey],
-    ) -> dict[ServicePortKey, ServiceState]:
-        """The Service's states before conflicts; its claims are renewed, gone and others added."""
-        service = world.service(name)
+    def steps(
+        self, name: ServiceName, world: World, config: Config
+    ) -> Generator[set[ServicePortKey], None, None]:
+        """Brings one Service up to date, some ports at a time: yields the keys whose state changed
+        since it was resumed. Other Services may be brought up to date meanwhile, not this one. A
+        port that is gone goes last, since another one may take its addresses.
+        """
+        service, slices, node = world.service(name), world.slices(name), world.node
         self._note_addresses(name, service)
-        fresh: dict[ServicePortKey, ServiceState] = {}
-        created = ""
+        before, now = self._keys.get(name, ()), dict[ServicePortKey, None]()
+        pending: dict[ServicePortKey, ServiceState] = {}
+        cost = 0
         if service is not None:
-            created = service.created
-            states = desired_service(service, world.slices(name), world.node, algorithm, self._here)
-            fresh = {state.key: state for state in states}
-        known = self._keys.get(name, ())
-        for key in known:
-            if key not in fresh:
-                gone.add(key)
-                others |= self._claims.put(key, "", self._before(key).frontends, ())
+            for state in desired_service(service, slices, node, config, self._here):
+                now[state.key] = None
+                pending[state.key] = state
+                cost += len(state.cluster) + len(state.frontends) + STEP_COST
+                if cost > STEP:
+                    yield self._commit(pending, service.created)
+                    pending, cost = {}, 0
+            yield self._commit(pending, service.created)
+        if now:
+            self._keys[name] = tuple(now)
+        else:
+            self._keys.pop(name, None)
+        gone = [key for key in before if key not in now]
+        for start in range(0, len(gone), STEP // STEP_COST):
+            yield self._drop(gone[start : start + STEP // STEP_COST])
+
+    def _commit(
+        self, fresh: dict[ServicePortKey, ServiceState], created: str
+    ) -> set[ServicePortKey]:
+        """These states before conflicts; their claims are renewed."""
+        others: set[ServicePortKey] = set()
         for key, state in fresh.items():
             old = self._before(key).frontends if key in self._services else ()
             others |= self._claims.put(key, created, old, state.frontends)
-        if fresh:
-            self._keys[name] = tuple(fresh)
-        else:
-            self._keys.pop(name, None)
-        return fresh
+        changed = {key for key, state in fresh.items() if self._settle(key, state)}
+        return changed | self._resettle(others - fresh.keys())
+
+    def _drop(self, gone: Collection[ServicePortKey]) -> set[ServicePortKey]:
+        others: set[ServicePortKey] = set()
+        for key in gone:
+            others |= self._claims.put(key, "", self._before(key).frontends, ())
+        for key in gone:
+            del self._services[key]
+            self._contested.pop(key, None)
+        return {*gone, *self._resettle(others - set(gone))}
+
+    def _resettle(self, keys: Collection[ServicePortKey]) -> set[ServicePortKey]:
+        """Service ports that may have won or lost an address; one that is not computed yet has
+        claims already.
+        """
+        known = (key for key in keys if key in self._services)
+        return {key for key in known if self._settle(key, self._before(key))}
 
     def _note_addresses(self, name: ServiceName, service: Service | None) -> None:
         for address in self._asking.pop(name, ()):

@@ -15,15 +15,28 @@ Rules kept here (kube-proxy's endpointslicecache.go, and CategorizeEndpoints in 
 
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 
 from kbpf.model.address import Addr
 from kbpf.model.desired import Backend, BackendSet
-from kbpf.model.objects import Endpoint, EndpointSlice, Node, Service, ServicePort, Weights
+from kbpf.model.objects import (
+    Endpoint,
+    EndpointSlice,
+    Node,
+    Protocol,
+    Service,
+    ServicePort,
+    Weights,
+)
 from kbpf.policy.frontends import externally_reachable
 from kbpf.policy.weights import weigh, weigher
+
+FEW_PORTS: Final = 8
+"""So many ports of a slice are looked through one by one."""
+
+MOST_INDEXES: Final = 64
 
 
 class TopologyMode(StrEnum):
@@ -254,11 +267,33 @@ def _numbers(piece: EndpointSlice, port: ServicePort, family: int) -> list[int]:
     """What this slice puts behind the port's name and protocol: one number, in practice."""
     if piece.family != family:
         return []
+    if len(piece.ports) > FEW_PORTS:
+        return _numbers_by_name(piece).get((port.name, port.protocol), [])
     return [
         entry.port
         for entry in piece.ports
         if entry.name == port.name and entry.protocol == port.protocol and entry.port
     ]
+
+
+_indexes: dict[int, tuple[EndpointSlice, dict[tuple[str, Protocol], list[int]]]] = {}
+
+
+def _numbers_by_name(piece: EndpointSlice) -> dict[tuple[str, Protocol], list[int]]:
+    """The ports of a slice that has many; kept for the slices that were asked for last, since
+    every port of a Service asks for the same ones.
+    """
+    kept = _indexes.get(id(piece))
+    if kept is not None and kept[0] is piece:
+        return kept[1]
+    index: dict[tuple[str, Protocol], list[int]] = {}
+    for entry in piece.ports:
+        if entry.port:
+            index.setdefault((entry.name, entry.protocol), []).append(entry.port)
+    while len(_indexes) >= MOST_INDEXES:
+        del _indexes[next(iter(_indexes))]
+    _indexes[id(piece)] = piece, index
+    return index
 
 
 def _precedence(end: Endpoint, node_name: str) -> tuple[object, ...]:

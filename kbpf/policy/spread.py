@@ -14,31 +14,45 @@ Rules kept here:
 
 import heapq
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Generator, Iterator, Sequence
 from hashlib import blake2b
 from itertools import cycle, islice
 from math import gcd
-from typing import Final
+from typing import Final, cast
 
 from kbpf.model.desired import EVENLY, Backend, Spread
 from kbpf.model.objects import Algorithm
 
-PRIMES: Final = (251, 1021, 4093, 16381, 65521, 131071)
-"""The sizes of Maglev tables: up to 10 backends, 40, 163, 655, 2620, and more. When a set grows
+PRIMES: Final = (251, 1021, 4093, 16381, 65521)
+"""The sizes of Maglev tables: up to 10 backends, 40, 163, 655 and 2620. When a set grows
 out of its size, the next table is another one altogether: all but 1/n of the flows choose anew. So
 the sizes are few.
 """
 
+MOST_SLOTS: Final = 65_536
+"""Slots of one table at most. A table of this size takes a tenth of a second to compute and 4 MB of
+kernel memory; Services with more backends than fit are spread evenly at random, see fits()."""
+
 SLOTS_EACH: Final = 25
 """At least so many slots of a Maglev table for each backend, and four times as many where there
-are weights. Shares differ by one slot, so by 4 % of a share at most, and by 1 % with the largest
-set of a size. When one of n backends leaves, 1 to 6 % of all flows move beside its own (as
+are weights and room. Shares differ by one slot, so by 4 % of a share at most, and by 1 % with the
+largest set of a size. When one of n backends leaves, 1 to 6 % of all flows move beside its own (as
 measured; 8 % at most)."""
 
 EXACT_SLOTS: Final = 1024
 """Weights that need more slots than this, and than SCALED_SLOTS_EACH a backend, are rounded."""
 
 SCALED_SLOTS_EACH: Final = 32
+
+STEP: Final = 2_048
+"""Slots of a Maglev table that are computed at a time: some three milliseconds."""
+
+
+def fits(backends: int, spread: Spread) -> bool:
+    """Whether a table of MOST_SLOTS has at least SLOTS_EACH for each of so many backends. Beyond
+    that neither Maglev nor weights can be had."""
+    return spread == EVENLY or SLOTS_EACH * backends <= MOST_SLOTS
 
 
 def slots(backends: Sequence[Backend], spread: Spread = EVENLY) -> tuple[int, ...]:
@@ -80,29 +94,55 @@ def table_size(backends: int, weighted: bool = False) -> int:
 def maglev(backends: Sequence[Backend], weights: Sequence[int], size: int) -> tuple[int, ...]:
     """The Maglev table: `size` (a prime) indexes into `backends`.
 
-    Each backend has a preference list of all slots, a permutation that only depends on itself.
-    They take turns, and each takes the first slot of its list that is free. With weights (one
-    for each, or none at all) a backend's turn comes as often as its weight over the largest one
-    says, as in Envoy's tables; everybody has the first turn, so nobody goes without a slot.
+    Each backend has a preference list of all slots, a permutation that only depends on its address
+    (and, of several backends with one address, on the order of their ports): so the ports of a
+    Service with the same endpoints have the same table. They take turns, and each takes the first
+    slot of its list that is free. With weights (one for each, or none at all) a backend's turn
+    comes as often as its weight over the largest one says, as in Envoy's tables; every backend has
+    a turn in the first round, so none is without a slot.
     """
+    building = maglev_in_steps(backends, weights, size)
+    while True:
+        try:
+            next(building)
+        except StopIteration as done:
+            return cast("tuple[int, ...]", done.value)
+
+
+def maglev_in_steps(
+    backends: Sequence[Backend], weights: Sequence[int], size: int
+) -> Generator[None, None, tuple[int, ...]]:
+    """maglev(), interrupted after each STEP slots."""
     order = sorted(range(len(backends)), key=backends.__getitem__)
-    place, step = zip(*(_preferences(backends[index], size) for index in order), strict=True)
-    following = list(place)
+    seen: Counter[bytes] = Counter()
+    place, step = [], []
+    for index in order:
+        address = backends[index].address
+        first, skip = _preferences(address, seen[address], size)
+        seen[address] += 1
+        place.append(first)
+        step.append(skip)
+    turns = _turns([weights[i] for i in order] if weights else (), len(order))
     table = [-1] * size
-    for turn in islice(_turns([weights[i] for i in order] if weights else (), len(order)), size):
-        at, skip = following[turn], step[turn]
-        while table[at] >= 0:
-            at += skip
-            if at >= size:
-                at -= size
-        table[at] = order[turn]
-        following[turn] = at
+    left = size
+    while left:
+        for turn in islice(turns, min(left, STEP)):
+            at, skip = place[turn], step[turn]
+            while table[at] >= 0:
+                at += skip
+                if at >= size:
+                    at -= size
+            table[at] = order[turn]
+            place[turn] = at
+        left -= min(left, STEP)
+        yield
     return tuple(table)
 
 
-def _preferences(backend: Backend, size: int) -> tuple[int, int]:
-    """The first slot of a backend's list, and the step from each to the next."""
-    key = backend.address + backend.port.to_bytes(2) + bytes((backend.protocol,))
+def _preferences(address: bytes, number: int, size: int) -> tuple[int, int]:
+    """The first slot of a backend's list, and the step from each to the next. `number`: how many
+    backends of this address come before it."""
+    key = address + number.to_bytes(2)
     digest = blake2b(key, digest_size=16, person=b"kbpf maglev").digest()
     return int.from_bytes(digest[:8]) % size, int.from_bytes(digest[8:]) % (size - 1) + 1
 
@@ -130,7 +170,8 @@ def _counts(weights: Sequence[int], backends: int) -> Sequence[int]:
     if not weights:
         return (1,) * backends
     common = gcd(*weights)
-    total, most = sum(weights) // common, max(EXACT_SLOTS, SCALED_SLOTS_EACH * backends)
+    most = min(MOST_SLOTS, max(EXACT_SLOTS, SCALED_SLOTS_EACH * backends))
+    total = sum(weights) // common
     if total <= most:
         return [weight // common for weight in weights]
     whole = sum(weights)

@@ -11,7 +11,7 @@ Rules kept here:
   would ever hear of the next one.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import assert_never
 
@@ -19,8 +19,7 @@ from msgspec.structs import replace
 
 from kbpf.model.address import Addr
 from kbpf.model.events import Delete, Event, Kind, ObjectKey, Rejected, Synced, Upsert
-from kbpf.model.objects import EndpointSlice, Node, Pod, Service, ServiceName
-from kbpf.policy.admission import API_SERVER
+from kbpf.model.objects import API_SERVER, EndpointSlice, Node, Pod, Service, ServiceName
 
 
 @dataclass(slots=True)
@@ -55,11 +54,12 @@ class World:
         self._node_known = False
         self._services: dict[ServiceName, Service] = {}
         self._slices: dict[ObjectKey, EndpointSlice] = {}
-        self._by_service: dict[ServiceName, tuple[EndpointSlice, ...]] = {}
+        self._by_service: dict[ServiceName, dict[str, EndpointSlice]] = {}
         self._api_server: dict[ObjectKey, EndpointSlice] = {}  # its slices as they were said last
         self._pods: dict[ObjectKey, Pod] = {}
         self._pod_addresses: dict[Addr, int] = {}  # in how many slices
         self._rejected: dict[ObjectKey, str] = {}
+        self._unusable: set[ObjectKey] = set()  # of these, all but Pods
         self._skipped: dict[ObjectKey, tuple[str, ...]] = {}
         self._synced: frozenset[Kind] = frozenset()
 
@@ -79,17 +79,16 @@ class World:
         return self._synced
 
     @property
-    def rejected(self) -> Mapping[ObjectKey, str]:
-        """Objects whose newest version cannot be used, and why."""
-        return dict(self._rejected)
+    def all_usable(self) -> bool:
+        """Whether the newest version of every object can be used, but for Pods, which serve
+        nothing.
+        """
+        return not self._unusable
 
-    @property
-    def problems(self) -> Mapping[ObjectKey, tuple[str, ...]]:
-        """All that was left out, a line each: rejected objects, and skipped parts of others."""
-        found = {key: (error,) for key, error in self._rejected.items()}
-        for key, lines in self._skipped.items():
-            found[key] = (*found.get(key, ()), *lines)
-        return found
+    def problems_of(self, key: ObjectKey) -> tuple[str, ...]:
+        """What was left out of this object, a line each: all of its newest version, or parts."""
+        error = self._rejected.get(key)
+        return (*(() if error is None else (error,)), *self._skipped.get(key, ()))
 
     @property
     def pods(self) -> Collection[Pod]:
@@ -104,9 +103,25 @@ class World:
         """The Service of this name."""
         return self._services.get(name)
 
+    def service_of(self, event: Upsert | Delete) -> ServiceName | None:
+        """The Service that an event is about."""
+        if event.key.kind is Kind.SERVICE:
+            return ServiceName(event.key.namespace, event.key.name)
+        said = event.object if isinstance(event, Upsert) else None
+        return said.service_name if isinstance(said, EndpointSlice) else None
+
+    def size_of(self, name: ServiceName) -> int:
+        """How much there is to compute for this Service: about its ports times its endpoints."""
+        service = self._services.get(name)
+        ports = len(service.ports) if service is not None else 1
+        return ports * (
+            1 + sum(len(piece.endpoints) for piece in self._by_service.get(name, {}).values())
+        )
+
     def slices(self, name: ServiceName) -> tuple[EndpointSlice, ...]:
         """The slices that name this Service, sorted by their own name."""
-        return self._by_service.get(name, ())
+        pieces = self._by_service.get(name, {})
+        return tuple(pieces[each] for each in sorted(pieces))
 
     def has_pod(self, address: Addr) -> bool:
         """Whether a Pod behind any Service has this address."""
@@ -127,8 +142,11 @@ class World:
         key = event.key
         if isinstance(event, Rejected):
             self._rejected[key] = event.error
+            if key.kind is not Kind.POD:
+                self._unusable.add(key)
             return
         self._rejected.pop(key, None)
+        self._unusable.discard(key)
         said = event.object if isinstance(event, Upsert) else None
         skipped = () if said is None or isinstance(said, Pod) else said.skipped
         if skipped:
@@ -218,14 +236,13 @@ class World:
     def _index(
         self, name: ServiceName, old: EndpointSlice | None, new: EndpointSlice | None
     ) -> None:
-        pieces = [piece for piece in self._by_service.get(name, ()) if piece is not old]
+        pieces = self._by_service.setdefault(name, {})
+        if old is not None:
+            del pieces[old.name]
         if new is not None:
-            pieces.append(new)
-            pieces.sort(key=lambda piece: piece.name)
-        if pieces:
-            self._by_service[name] = tuple(pieces)
-        else:
-            self._by_service.pop(name, None)
+            pieces[new.name] = new
+        if not pieces:
+            del self._by_service[name]
 
     def _put_node(self, new: Node, touched: Touched) -> None:
         if self._own:

@@ -7,8 +7,9 @@ kube-proxy's rules and bodies (1.36, healthcheck/proxy_health.go, service_health
 - /livez says that, and whether a thread of the agent is down or stuck: such an agent is better
   started again. /healthz says that and whether the node is eligible: not being deleted, and not
   about to be by the cluster autoscaler.
-- /readyz is ours, kube-proxy has none: whether the agent has programmed everything once, and keeps
-  up since. Its text begins with kbpf's name, by which we tell ourselves from a kube-proxy.
+- /readyz is ours, kube-proxy has none: whether the agent has programmed everything once, keeps up
+  since, and has room for the Services of system namespaces. Its text begins with kbpf's name, by
+  which we tell ourselves from a kube-proxy.
 - A Service's health check says whether this node has ready endpoints of it, and the former.
 """
 
@@ -27,6 +28,8 @@ from kbpf.serve.message import JSON, Answer
 FAMILIES: Final = ("IPv4", "IPv6")
 NOT_NEEDED: Final = "pods"
 """The watch without which Services are served all the same."""
+MOST_NAMED: Final = 3
+"""Services that could not be programmed, in the answer of /readyz."""
 NEVER: Final = "0001-01-01T00:00:00Z"
 """Go's zero time."""
 
@@ -76,6 +79,11 @@ class Health:
                 self._taken = self._waiting
             self._waiting = None
 
+    def waiting(self, since: float) -> None:
+        """Of all that was taken, what waits longest has waited since then (time.monotonic)."""
+        with self._lock:
+            self._taken = since
+
     def settled(self, programmed: bool) -> None:
         """All that was taken is done with; `programmed`: the data plane was written just now."""
         with self._lock:
@@ -124,7 +132,16 @@ def _why_not(verdict: Verdict, status: AgentStatus | None) -> str:
             return f"no list of {first.name} yet" + (first.error and f": {first.error}")
         return "its first pass is not done"
     late = "changes wait to be programmed" + (status.error and f": {status.error}")
-    return next(iter(status.faults), "" if verdict.healthy else late)
+    fault = next(iter(status.faults), "" if verdict.healthy else late)
+    return fault or _not_programmed(status.refused_system)
+
+
+def _not_programmed(services: Sequence[str]) -> str:
+    if not services:
+        return ""
+    more = f" and {len(services) - MOST_NAMED} more" if len(services) > MOST_NAMED else ""
+    names = ", ".join(services[:MOST_NAMED]) + more
+    return f"not programmed: {names}; `kbpf inspect status` says why"
 
 
 def _answer(verdict: Verdict, good: bool, more: Mapping[str, object]) -> Answer:

@@ -55,6 +55,11 @@ def agent(status: AgentStatus, config: Config) -> Iterator[str]:
         ("last_sync_seconds", "How long the last pass took", status.last_apply_ms / 1000),
     ):  # fmt: skip
         yield from _gauge(name, text, [("", value)])
+    yield from _gauge(
+        "namespace_service_ports_refused",
+        "Service ports that could not be programmed, of the namespaces with the most",
+        [(labels(namespace=name), n) for name, n in sorted(status.refused_namespaces.items())],
+    )
     yield from _counter("syncs_total", "Passes that were written", [("", status.applied)])
     yield from _gauge(
         "event_to_map_seconds", "From an event's arrival until it is in force, of the last 4096",

@@ -171,6 +171,24 @@ class Snapshot:
     open: Mapping[Ids, int] = field(default_factory=dict)
 
 
+class ThroughTable(Mapping[int, int]):
+    """The slots of a set that has a table: index → backend id. Nothing is copied, since many sets
+    may share one large table.
+    """
+
+    def __init__(self, table: Mapping[int, int], backends: Mapping[int, int]) -> None:
+        self._table, self._backends = table, backends
+
+    def __getitem__(self, index: int) -> int:
+        return self._backends[self._table[index]]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._table)
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+
 def read(pin_dir: Path, parts: Part) -> Snapshot:
     """What is pinned there. NotFoundError when nothing is, KernelError when it cannot be read."""
     pins = find(pin_dir)
@@ -262,9 +280,12 @@ def _services(maps: Mapping[str, Map]) -> dict[str, Any]:
     for key, raw in maps["backend_slots"].items():
         set_id, index = PAIR.unpack(key)
         sets.setdefault(set_id, {})[index] = _u32(raw)
+    through = {(value.cluster_set, value.cluster_table) for value in frontends.values()}
+    through |= {(value.local_set, value.local_table) for value in frontends.values()}
+    by_table = {set_id: sets.get(table, {}) for set_id, table in through if table}
     return {
         "frontends": frontends,
-        "sets": sets,
+        "sets": {i: ThroughTable(by_table[i], s) if i in by_table else s for i, s in sets.items()},
         "backends": {_u32(key): backend_of(raw) for key, raw in _sound(maps, "backends")},
         **_names(maps),
     }

@@ -338,12 +338,12 @@ class Careless:
         ids = {v[12:16]: k for k, v in ground.site.entries("backends").items()}
         self.ids = {address: ids[socket.inet_aton(address)] for address in LOCAL}
         ((self.key, value),) = self.services.items()
-        self.value = list(struct.unpack("=7I", value))
+        self.value = list(struct.unpack("=9I", value))
         self.set = self.value[3]
 
     def frontend(self, size: int) -> None:
         self.value[4] = size
-        self.services.update(self.key, struct.pack("=7I", *self.value))
+        self.services.update(self.key, struct.pack("=9I", *self.value))
 
     def in_place(self, backends: list[str]) -> None:
         """One set for ever: the size first, then slot by slot."""

@@ -238,8 +238,9 @@ def maglev(backends: Any, weights: Any, size: int) -> list[int]:
     protocol); a weight is how often its owner's turn comes, against the largest one.
     """
     lists = {}
-    for address, port, protocol in backends:
-        key = address + port.to_bytes(2, "big") + bytes([protocol])
+    addresses = [address for address, _, _ in sorted(backends)]
+    for at, (address, port, protocol) in enumerate(sorted(backends)):
+        key = address + addresses[:at].count(address).to_bytes(2, "big")
         digest = hashlib.blake2b(key, digest_size=16, person=b"kbpf maglev").digest()
         offset = int.from_bytes(digest[:8], "big") % size
         skip = int.from_bytes(digest[8:], "big") % (size - 1) + 1

@@ -51,6 +51,8 @@ HOOKS = frozenset(
 """Those that an agent attaches if it is not asked for more."""
 SIZES = MapSizes(connections=4096, affinity=4096)
 """LRU maps are allocated whole: the usual sizes cost a tenth of a second and 40 MB each time."""
+OURS = ("default",)
+"""System namespaces, unless a test says otherwise: they may fill the small maps of tests."""
 ARTIFACTS = "KBPF_TEST_ARTIFACTS"
 """A folder of what `kbpf compile` made elsewhere: under emulation BCC takes forty seconds."""
 _numbers = itertools.count(1)
@@ -161,7 +163,7 @@ class Site:
         """A data plane that is not opened yet."""
         given = {"pin_dir": self.pins, "cgroup": self.cgroup, "cache_dir": self.cache}
         given |= {"packet_path": False, **settings}
-        made = BpfPlane(Config(sizes=sizes or SIZES, **given), clock)
+        made = BpfPlane(Config(sizes=sizes or SIZES, **{"system_namespaces": OURS, **given}), clock)
         self._planes.append(made)
         return made
 
@@ -336,6 +338,7 @@ class _Reader:
             self._ranges[_u32(key, 4)].append(f"{format_addr(key[8:24])}/{_u32(key) - 32}")
         self._services: set[int] = set()  # ids that a frontend leads to
         self._sets: set[int] = set()
+        self._tables: set[int] = set()
         self._used_members: set[tuple[int, int]] = set()
 
     @staticmethod
@@ -351,31 +354,34 @@ class _Reader:
 
     def behind(self, raw: bytes) -> dict[str, Any]:
         """One value of `services`, followed to its backends."""
-        service_id, flags, timeout, cluster, cluster_size, local, local_size = (
-            _u32(raw, i) for i in range(0, 28, 4)
+        service_id, flags, timeout, cluster, cluster_size, local, local_size, table, local_table = (
+            _u32(raw, i) for i in range(0, 36, 4)
         )
         self._services.add(service_id)
         return {
             "service": self._names.get(service_id, ""),
             "flags": ServiceFlag(flags).name,
             "timeout": timeout,
-            "cluster": self._set(cluster, cluster_size, timeout > 0),
-            "local": self._set(local, local_size, timeout > 0),
+            "cluster": self._set(cluster, cluster_size, table, timeout > 0),
+            "local": self._set(local, local_size, local_table, timeout > 0),
             "ranges": sorted(self._ranges.get(service_id, ())),
         }
 
-    def _set(self, set_id: int, size: int, affine: bool) -> list[str]:
-        self._sets.add(set_id)
+    def _set(self, set_id: int, size: int, table: int, affine: bool) -> list[str]:
+        """The backend of each slot, by the table where the set has one."""
+        self._sets |= {set_id, table} - {0}
         found = []
         for index in range(size):
-            backend = self._slots.get((set_id, index), 0)
+            place = self._slots.get((table, index), -1) if table else index
+            backend = self._slots.get((set_id, place), 0)
             text = self._backends.get(backend, "MISSING")
             if affine and (set_id, backend) not in self._members:
                 text += " NOT A MEMBER"
             if affine:
                 self._used_members.add((set_id, backend))
             found.append(text)
-        longer = sum(number == set_id for number, _ in self._slots) - size
+        self._tables |= {table} - {0}
+        longer = sum(number == (table or set_id) for number, _ in self._slots) - size
         return [*found, *longer * ["BEYOND THE SIZE"]] if size else found
 
     def strays(self) -> dict[str, list[Any]]:
@@ -387,7 +393,7 @@ class _Reader:
         for number, backend in sorted(self._members):
             if number not in self._sets or (number, backend) not in self._used_members:
                 found["members of"].append(self._backends.get(backend, "MISSING"))
-        slots = set(self._slots.values())
+        slots = {one for (n, _), one in self._slots.items() if n not in self._tables}
         found["backends"] = [text for i, text in self._backends.items() if i not in slots]
         found["names"] = [text for i, text in self._names.items() if i not in self._services]
         for number, texts in self._ranges.items():

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kbpf.agent.listeners import GRACE_SECONDS, LOOK_SECONDS, Listeners
+from kbpf.agent.problems import Problems
 from kbpf.agent.refusals import Refusals
 from kbpf.config import load
 from kbpf.model.address import ANY4, ANY6, Addr, parse_addr
@@ -281,7 +282,8 @@ def test_a_refusal_is_a_line_of_each_kind_once_a_change(caplog: pytest.LogCaptur
         return 201
 
     events_ = Events(post, "me")
-    told = Refusals(events_)
+    problems = Problems()
+    told = Refusals(events_, problems)
     service = web(FrontendKind.EXTERNAL_IP, "192.0.2.1", 6443)
     states = state_of(service, Config()).services
     line = "192.0.2.1:6443/TCP is not served: it is an address of the API server"
@@ -289,7 +291,7 @@ def test_a_refusal_is_a_line_of_each_kind_once_a_change(caplog: pytest.LogCaptur
         for _ in range(2):
             told.changed(states, states)
     (key,) = (key for key in states if key.name == "web")
-    assert list(told.problems()) == [f"{key}: {line}"]
+    assert problems.first(9) == [f"{key}: {line}"]
     assert [each.getMessage() for each in caplog.records] == [f"refused: ns/web: {line}"]
     events_.flush(10.0)
     events_.stop()
@@ -298,7 +300,7 @@ def test_a_refusal_is_a_line_of_each_kind_once_a_change(caplog: pytest.LogCaptur
     regarding = {"apiVersion": "v1", "kind": "Service", "name": "web", "namespace": "ns"}
     assert event["regarding"] == regarding
     told.changed([key], {})
-    assert list(told.problems()) == []
+    assert problems.first(9) == []
 
 
 def test_node_ports_are_restricted_in_the_families_that_have_ranges() -> None:

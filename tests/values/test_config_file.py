@@ -16,7 +16,16 @@ from kbpf.config.kubeproxy import ACCEPTED, KubeProxyConfiguration
 from kbpf.config.load import Loaded
 from kbpf.errors import ConfigError, ConfigErrors
 from kbpf.model.address import parse_addr
-from kbpf.model.config import Accounting, Config, Conntrack, LocalMode, MapSizes, Serving, SocketLb
+from kbpf.model.config import (
+    Accounting,
+    Config,
+    Conntrack,
+    LocalMode,
+    MapSizes,
+    ServiceAnnotations,
+    Serving,
+    SocketLb,
+)
 from kbpf.model.objects import Algorithm, Cidr
 from tests.support import kubeadm
 
@@ -400,6 +409,9 @@ OURS = [
     Says("cgroup: /sys/fs/cgroup/x", "cgroup", Path("/sys/fs/cgroup/x")),
     Says("cacheDir: /c", "cache_dir", Path("/c")),
     Says("algorithm: maglev", "algorithm", Algorithm.MAGLEV),
+    Says("serviceAnnotations: algorithm", "service_annotations", ServiceAnnotations.ALGORITHM),
+    Says("serviceAnnotations: off", "service_annotations", ServiceAnnotations.OFF),
+    Says("systemNamespaces: [kube-system, dns]", "system_namespaces", ("kube-system", "dns")),
     Says("localhostNodePorts: false", "localhost_node_ports", False),
     Says(
         "nodePortSourceRanges: [192.0.2.0/24, '2001:db8::/64']",
@@ -679,6 +691,7 @@ WRITTEN = [
     Config(proxy_mode="ipvs", mode="ipvs", ipvs_scheduler="wrr", strict_arp=True, ipvs_device="i0",
            source_empty_grace=5.0, allow_insecure_api=True,
            nft_table="t", state_dir=Path("/s"), log_level="error", algorithm=Algorithm.MAGLEV,
+           service_annotations=ServiceAnnotations.ALGORITHM, system_namespaces=("a", "b"),
            detect_local_mode=LocalMode.BRIDGE, pod_bridge_interface="cni0"),
     Config(node_port_addresses=(cidr("10.0.0.0", 104),), primary_node_ports=True,
            localhost_node_ports=False),

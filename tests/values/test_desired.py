@@ -181,7 +181,7 @@ def test_source_ranges_mark_the_vips_and_nothing_else():
 def test_one_state_per_port_and_family():
     ports = (PORT, ServicePort("dns", Protocol.UDP, 53))
     dual = replace(WEB, cluster_ips=addrs("10.96.0.1", "fd00::1"), ports=ports)
-    states = desired_service(dual, [piece(READY_HERE)], ME)
+    states = tuple(desired_service(dual, [piece(READY_HERE)], ME))
     assert [str(state.key) for state in states] == [
         "ns/web:http TCP IPv4", "ns/web:dns UDP IPv4",
         "ns/web:http TCP IPv6", "ns/web:dns UDP IPv6",

@@ -57,7 +57,8 @@ class Layout(NamedTuple):
 LAYOUTS = [
     Layout("target", layout.TARGET, "address port protocol"),
     Layout("service", layout.SERVICE,
-           "id flags affinity_timeout cluster_set cluster_size local_set local_size"),
+           "id flags affinity_timeout cluster_set cluster_size local_set local_size "
+           "cluster_table local_table"),
     Layout("slot", layout.PAIR, "set index"),
     Layout("member", layout.PAIR, "set backend"),
     Layout("affinity_key", layout.AFFINITY_KEY, "client service kind"),
@@ -276,8 +277,9 @@ def test_the_wildcards_of_both_families_differ():
 
 
 def test_a_service_in_bytes():
-    value = layout.ServiceValue(1, 2, 3, 4, 5, 6, 2**32 - 1)
-    assert value.pack().hex() == "01000000020000000300000004000000050000000600000" + "0ffffffff"
+    value = layout.ServiceValue(1, 2, 3, 4, 5, 6, 7, 8, 2**32 - 1)
+    numbers = "".join(f"0{n}000000" for n in range(1, 9))
+    assert value.pack().hex() == numbers + "ffffffff"
     assert layout.ServiceValue.unpack(value.pack()) == value
 
 

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kbpf.dataplane.bpf import plan
-from kbpf.dataplane.bpf.ids import BackendTable, Ids
+from kbpf.dataplane.bpf.ids import BackendTable, Ids, SharedTables
 from kbpf.dataplane.bpf.layout import KIND_FLAGS, Meta, ServiceFlag, ServiceValue
 from kbpf.dataplane.bpf.plan import Planner, Programmed, Writes, need, policy_flags
 from kbpf.model.address import format_addr
@@ -34,10 +33,11 @@ class Agent:
     def __init__(self) -> None:
         self.ids = Ids(Meta(1, 1, 1))
         self.table = BackendTable(self.ids)
+        self.tables = SharedTables(self.ids)
         self.programmed: dict[ServicePortKey, Programmed] = {}
 
     def plan(self, *states: ServiceState, gone: tuple[ServicePortKey, ...] = ()) -> Writes:
-        planner = Planner(self.ids, self.table)
+        planner = Planner(self.ids, self.table, tables=self.tables)
         changes: dict[ServicePortKey, ServiceState | None] = {s.key: s for s in states}
         changes |= dict.fromkeys(gone)
         for key, state in sorted(changes.items()):
@@ -124,18 +124,26 @@ ROWS = [
     Row("deleted with its ranges", web(frontends=VIP, ranges="10.1.0.0/16"), None,
         {"removed": [AT_VIP], "retired": [2], "shut out": ["10.1.0.0"]}),
     Row("new with weights", None, web(cluster_weights=(1, 2)),
-        {"names": ["web"], "backends": [A, B], "slots": [[1, 2, 2]], "flips": [AT]}),
+        {"names": ["web"], "backends": [A, B], "slots": [[0, 1, 1], [1, 2]], "flips": [AT]}),
     Row("the same weights", web(cluster_weights=(1, 2)), web(cluster_weights=(1, 2)), {}),
     Row("other weights", web(cluster_weights=(1, 2)), web(cluster_weights=(3, 1)),
-        {"slots": [[1, 1, 1, 2]], "flips": [AT], "retired": [2]}),
+        {"slots": [[0, 0, 0, 1], [1, 2]], "flips": [AT], "retired": [2]}),
     Row("no weights any more", web(cluster_weights=(1, 2)), web(),
         {"slots": [[1, 2]], "flips": [AT], "retired": [2]}),
     Row("each set has its own", web(local=f"{A} {B}", local_weights=(2, 1)),
         web(local=f"{A} {B}", local_weights=(2, 1), cluster_weights=(1, 3)),
-        {"slots": [[1, 2, 2, 2]], "flips": [AT], "retired": [2]}),
+        {"slots": [[0, 1, 1, 1], [1, 2]], "flips": [AT], "retired": [2]}),
     Row("members are there once", None, web(cluster_weights=(1, 2), affinity_timeout=9),
-        {"names": ["web"], "backends": [A, B], "slots": [[1, 2, 2]], "members": [[1, 2]],
+        {"names": ["web"], "backends": [A, B], "slots": [[0, 1, 1], [1, 2]],
+         "members": [[1, 2]], "flips": [AT]}),
+    Row("both sets have the same table", None,
+        web(local=f"{A} {B}", cluster_weights=(1, 2), local_weights=(1, 2)),
+        {"names": ["web"], "backends": [A, B], "slots": [[0, 1, 1], [1, 2], [1, 2]],
          "flips": [AT]}),
+    Row("the same addresses, other ports: the table stays",
+        web(cluster_weights=(1, 2)), web("10.0.0.1:81 10.0.0.2:81", cluster_weights=(1, 2)),
+        {"backends": ["10.0.0.1:81", "10.0.0.2:81"], "slots": [[3, 4]], "flips": [AT],
+         "retired": [2]}),
     Row("Maglev with one backend", None, web(A, algorithm=MAGLEV),
         {"names": ["web"], "backends": [A], "slots": [[1]], "flips": [AT]}),
     Row("Maglev without endpoints", web("", algorithm=MAGLEV), web("", algorithm=MAGLEV), {}),
@@ -218,19 +226,38 @@ def test_a_frontend_that_moves_is_flipped_and_never_removed():
         assert {str(one) for one in ended.removed} == {AT_VIP}
 
 
-def test_a_maglev_set_is_its_table():
+def test_a_maglev_set_has_a_table():
     agent = Agent()
     state = web(f"{A} {B} {C}", algorithm=MAGLEV, affinity_timeout=5)
     writes = agent.plan(state)
-    ((number, ids),) = writes.slots
-    assert list(ids) == [1 + i for i in slots(state.cluster, state.cluster_spread)]
-    assert len(ids) == 251
+    (table, indexes), (number, ids) = writes.slots
+    assert list(indexes) == list(slots(state.cluster, state.cluster_spread))
+    assert (len(indexes), ids) == (251, [1, 2, 3])
     (value,) = writes.flips.values()
-    assert (value.cluster_set, value.cluster_size) == (number, 251)
+    assert (value.cluster_set, value.cluster_size, value.cluster_table) == (number, 251, table)
     assert ServiceFlag(value.flags) & ServiceFlag.MAGLEV
     assert writes.members == [(number, [1, 2, 3])]
     assert written(agent.plan(state)) == {}
     assert len(agent.plan(web(f"{A} {B} {C}", affinity_timeout=5)).slots[0][1]) == 3
+
+
+def test_ports_with_the_same_addresses_share_a_table_until_the_last_of_them_goes():
+    agent = Agent()
+    ports = [
+        service(name, f"10.96.0.1:{port}", f"10.0.0.1:{port} 10.0.0.2:{port}", algorithm=MAGLEV)
+        for name, port in (("a", 80), ("b", 81), ("c", 82))
+    ]
+    writes = agent.plan(*ports)
+    assert sorted(len(ids) for _, ids in writes.slots) == [2, 2, 2, 251]
+    assert len({value.cluster_table for value in writes.flips.values()}) == 1
+    maps = Maps()
+    list(maps.write(writes))
+    for number, one in enumerate(ports):
+        writes = agent.plan(gone=(one.key,))
+        list(maps.write(writes))
+        list(maps.retire(agent, writes))
+        left = 2 - number
+        assert len(maps.slots) == (251 + 2 * left if left else 0)
 
 
 class Need(NamedTuple):
@@ -249,16 +276,16 @@ NEEDS = [
     Need("one more of three", web(), web(f"{A} {B} {C}"), (0, 0, 0, 3, 0, 1)),
     Need("one less", web(), web(A), (0, 0, 0, 1, 0, 0)),
     Need("a local set of its own", web(), web(local=C), (0, 0, 0, 1, 0, 1)),
-    Need("weights", web(), web(cluster_weights=(2, 3)), (0, 0, 0, 5, 0, 0)),
+    Need("weights", web(), web(cluster_weights=(2, 3)), (0, 0, 0, 7, 0, 0)),
     Need(
         "the same weights",
         web(cluster_weights=(2, 3)),
         web(cluster_weights=(2, 3)),
         (0, 0, 0, 0, 0, 0),
     ),
-    Need("Maglev", web(), web(algorithm=MAGLEV, affinity_timeout=9), (0, 0, 0, 251, 2, 0)),
+    Need("Maglev", web(), web(algorithm=MAGLEV, affinity_timeout=9), (0, 0, 0, 253, 2, 0)),
     Need(
-        "Maglev for both sets", None, web(local=f"{A} {C}", algorithm=MAGLEV), (1, 1, 0, 502, 0, 3)
+        "Maglev for both sets", None, web(local=f"{A} {C}", algorithm=MAGLEV), (1, 1, 0, 506, 0, 3)
     ),
     Need("affinity", web(), web(affinity_timeout=9), (0, 0, 0, 2, 2, 0)),
     Need("who only serves", dns(A), dns(A, serving=f"{A} {B} {C}"), (0, 0, 0, 0, 0, 2)),
@@ -287,7 +314,7 @@ def test_the_room_that_a_change_takes(row: Need):
     if row.old:
         agent.plan(row.old)
     old = agent.programmed.get((row.old or row.new).key)
-    takes = need(old, row.new, agent.table)
+    takes = need(old, row.new, agent.table, agent.tables)
     names = (
         "services", "service_names", "source_ranges", "backend_slots", "set_members", "backends",
     )  # fmt: skip
@@ -338,9 +365,13 @@ class Maps:
             for one in old.backends:
                 self.members.discard((old.id, agent.table.id_of(one)))
                 yield
-            for index in range(old.size):
+            for index in range(len(old.backends)):
                 del self.slots[old.id, index]
                 yield
+            if old.table and agent.tables.release(old.table):
+                for index in range(old.size):
+                    del self.slots[old.table, index]
+                    yield
         gone = [
             number
             for held in (*(s.backends for s in writes.retired.sets), *writes.retired.release)
@@ -355,14 +386,20 @@ class Maps:
         return {
             frontend: (
                 value.flags, value.affinity_timeout,
-                self._set(value.cluster_set, value.cluster_size, value.affinity_timeout),
-                self._set(value.local_set, value.local_size, value.affinity_timeout),
+                self._set(
+                    value.cluster_set, value.cluster_size, value.cluster_table,
+                    value.affinity_timeout,
+                ),
+                self._set(
+                    value.local_set, value.local_size, value.local_table, value.affinity_timeout
+                ),
             )
             for frontend, value in self.services.items()
         }  # fmt: skip
 
-    def _set(self, number: int, size: int, affine: int) -> tuple[Backend, ...]:
-        ids = [self.slots[number, index] for index in range(size)]
+    def _set(self, number: int, size: int, table: int, affine: int) -> tuple[Backend, ...]:
+        places = [self.slots[table, index] if table else index for index in range(size)]
+        ids = [self.slots[number, place] for place in places]
         assert not affine or all((number, one) in self.members for one in ids)
         return tuple(self.backends[one] for one in ids)
 
@@ -405,7 +442,6 @@ def test_at_every_point_every_frontend_has_a_whole_set(batches):
     """Old or new, nothing between; retired at once or much later, it ends the same."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kbpf.policy.spread.PRIMES", (7, 11))
-        patch.setattr(plan, "_table", slots)  # which remembers tables of other sizes
         follow(batches)
 
 

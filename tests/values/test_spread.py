@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 
 from kbpf.model.desired import EVENLY, Backend, Spread
 from kbpf.model.objects import Algorithm, Protocol
-from kbpf.policy.spread import EXACT_SLOTS, PRIMES, maglev, slot_count, slots, table_size
+from kbpf.policy.spread import (
+    EXACT_SLOTS,
+    MOST_SLOTS,
+    PRIMES,
+    fits,
+    maglev,
+    slot_count,
+    slots,
+    table_size,
+)
 from tests.support import oracle
 from tests.support.plane import backends
 
@@ -21,8 +30,8 @@ RANDOM, MAGLEV = Algorithm.RANDOM, Algorithm.MAGLEV
 AB = backends("10.0.0.1:80 10.0.0.2:80")
 
 
-PINNED = (0, 2, 2, 0, 2, 2, 0, 0, 1, 2, 0, 1, 1, 2, 1, 0)
-DIGEST = "fac5a82861156879"
+PINNED = (1, 2, 1, 1, 2, 2, 0, 0, 2, 1, 1, 2, 0, 1, 0, 2)
+DIGEST = "0f7dec5c2b94c8f0"
 
 
 def many(count: int, start: int = 0) -> tuple[Backend, ...]:
@@ -112,10 +121,38 @@ def test_another_interpreter_with_another_seed_says_the_same():
 @pytest.mark.parametrize(
     ("count", "size"),
     [(0, 0), (1, 1), (2, 251), (10, 251), (11, 1021), (40, 1021), (41, 4093), (163, 4093),
-     (164, 16381), (655, 16381), (656, 65521), (2620, 65521), (2621, 131071), (9999, 131071)],
+     (164, 16381), (655, 16381), (656, 65521), (2620, 65521), (2621, 65521), (9999, 65521)],
 )  # fmt: skip
 def test_the_size_follows_the_number_of_backends(count, size):
     assert table_size(count) == size
+
+
+def test_a_table_does_not_depend_on_ports():
+    other = backends(" ".join(f"10.0.0.{n}:9090" for n in range(3)))
+    assert maglev(other, (), 251) == maglev(many(3), (), 251)
+
+
+@given(st.integers(2, 9), st.integers(2, 9))
+def test_backends_with_one_address_have_equal_shares(addresses, ports):
+    ends = [f"10.0.0.{n}:{80 + port}" for n in range(addresses) for port in range(ports)]
+    found = Counter(slots(backends(" ".join(ends)), Spread(MAGLEV)))
+    assert len(found) == addresses * ports
+    assert max(found.values()) - min(found.values()) <= 1
+
+
+@pytest.mark.parametrize(
+    ("count", "spread", "fitting"),
+    [(100_000, EVENLY, True), (2621, Spread(MAGLEV), True), (2622, Spread(MAGLEV), False),
+     (2622, weighted(*range(1, 2623)), False)],
+)  # fmt: skip
+def test_a_table_has_enough_slots_for_each_backend_or_there_is_none(count, spread, fitting):
+    assert fits(count, spread) is fitting
+
+
+def test_no_table_has_more_slots_than_the_limit():
+    weights = tuple(range(1, 2622))
+    assert slot_count(2621, weighted(*weights)) <= MOST_SLOTS + 2621
+    assert slot_count(2621, Spread(MAGLEV, weights)) <= MOST_SLOTS
 
 
 def test_the_sizes_are_primes():

@@ -146,3 +146,35 @@ def test_backends_that_ended_are_remembered(row: Cut, restarts: bool):
         cuts.add([(1, packed)], int(second * 1e9))
     wanted = [CUT_KEY.pack(1, pack_target(b.address, b.port, UDP)) for b in row.left]
     assert [key for key, _ in sorted(held.items(), key=lambda pair: U64.unpack(pair[1]))] == wanted
+
+
+def test_a_full_table_is_walked_in_pieces_and_each_flow_ends_once(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """What comes during a pass waits for the next one."""
+    monkeypatch.setattr(udp, "PIECE", 64)
+    count, flows, read = 1024, FakeMap(), [0]
+    for client in range(count):
+        for part in (FlowPart.QUESTION, FlowPart.ANSWER):
+            key = client.to_bytes(17, "big") + bytes([part, UDP])
+            flows[key] = tracked(client, (ONE, TWO)[client % 2], part)
+
+    class Watched(FakeMap):
+        def items(self) -> Any:
+            for pair in super().items():
+                read[0] += 1
+                yield pair
+
+    maps: Any = {"udp_flows": FakeMap(), "sock_peers": FakeMap(), "flows": Watched(flows)}
+    passes = udp.Passes(maps)
+    passes.add({(1, ONE)}, set(), flows=True)
+    steps = 0
+    while passes.is_busy:
+        before = read[0]
+        passes.advance(1e-9)
+        assert read[0] - before <= 64
+        steps += 1
+        if steps == 2:
+            passes.add({(1, TWO)}, set(), flows=False)
+    assert maps["flows"] == {}
+    assert [each.flows for each in passes.ended] == [{4: count // 2}, {4: count // 2}]

@@ -133,12 +133,18 @@ def test_it_remembers_what_is_in_force():
     assert world.slices(NAME) == ()
 
 
+def problems(world: World) -> dict[ObjectKey, tuple[str, ...]]:
+    """All objects of these tests that have problem lines."""
+    known = {key(one): world.problems_of(key(one)) for one in (WEB, ONE, TWO, ME, POD)}
+    return {each: lines for each, lines in known.items() if lines}
+
+
 def test_what_our_node_left_out_is_a_problem_until_it_is_mended():
     world = World("me")
     world.apply([up(replace(ME, skipped=("spec.podCIDRs[0]: bad",)))])
-    assert world.problems == {key(ME): ("spec.podCIDRs[0]: bad",)}
+    assert problems(world) == {key(ME): ("spec.podCIDRs[0]: bad",)}
     world.apply([up(ME)])
-    assert world.problems == {}
+    assert problems(world) == {}
 
 
 def test_a_slice_that_changes_hands_belongs_to_one_service():
@@ -228,44 +234,46 @@ def test_a_rejected_object_keeps_what_it_said_before():
     world.apply([*ALL, Rejected(key(WEB), "no ports"), Rejected(key(ONE), "no label")])
     assert world.service(NAME) == WEB
     assert world.slices(NAME) == (ONE,)
-    assert world.rejected == {key(WEB): "no ports", key(ONE): "no label"}
+    assert problems(world) == {key(WEB): ("no ports",), key(ONE): ("no label",)}
+    assert not world.all_usable
 
 
 def test_a_rejection_ends_with_an_upsert_or_a_delete():
     world = World("me")
     world.apply([*ALL, Rejected(key(WEB), "bad"), Rejected(key(TWO), "bad")])
     assert world.apply([up(WEB), gone(TWO)]) == Touched()
-    assert world.rejected == {}
+    assert problems(world) == {}
+    assert world.all_usable
     world.apply([Rejected(key(WEB), "bad"), Rejected(key(WEB), "worse")])
-    assert world.rejected == {key(WEB): "worse"}
+    assert problems(world) == {key(WEB): ("worse",)}
 
 
 def test_another_node_that_is_rejected_is_not_our_problem():
     world = World("me")
     world.apply([Rejected(key(replace(ME, name="you")), "bad"), Rejected(key(ME), "bad")])
-    assert world.rejected == {key(ME): "bad"}
+    assert problems(world) == {key(ME): ("bad",)}
 
 
 def test_skipped_endpoints_are_problems_until_the_slice_is_whole_or_gone():
     world = World("me")
     bad = replace(ONE, skipped=("endpoint 3: not an IP address",))
     world.apply([up(bad), up(replace(bad, name="web-2")), Rejected(key(ONE), "bad")])
-    assert world.problems == {
+    assert problems(world) == {
         key(ONE): ("bad", "endpoint 3: not an IP address"),
         key(TWO): ("endpoint 3: not an IP address",),
     }
     world.apply([up(ONE), gone(TWO)])
-    assert world.problems == {}
+    assert problems(world) == {}
 
 
 def test_what_is_left_out_of_a_service_or_our_node_is_a_problem_too():
     world = World("me")
     web, me = replace(WEB, skipped=("an annotation",)), replace(ME, skipped=("an address",))
     world.apply([up(web), up(me), up(replace(me, name="you"))])
-    assert world.problems == {key(WEB): ("an annotation",), key(ME): ("an address",)}
+    assert problems(world) == {key(WEB): ("an annotation",), key(ME): ("an address",)}
     assert world.service(NAME) == web, "served on"
     world.apply([gone(web), up(ME)])
-    assert world.problems == {}
+    assert problems(world) == {}
 
 
 def test_kinds_are_synced_one_by_one():
@@ -278,6 +286,12 @@ def test_kinds_are_synced_one_by_one():
 def test_what_was_handed_out_does_not_change_later():
     world = World("me")
     world.apply([Rejected(key(WEB), "bad"), up(ONE)])
-    rejected, slices, synced = world.rejected, world.slices(NAME), world.synced
+    slices, synced = world.slices(NAME), world.synced
     world.apply([up(WEB), gone(ONE), Synced(Kind.NODE)])
-    assert (dict(rejected), slices, synced) == ({key(WEB): "bad"}, (ONE,), frozenset())
+    assert (slices, synced) == ((ONE,), frozenset())
+
+
+def test_a_pod_that_cannot_be_read_makes_no_service_doubtful():
+    world = World("me")
+    world.apply([Rejected(key(POD), "bad")])
+    assert world.all_usable

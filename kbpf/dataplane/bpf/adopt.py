@@ -11,6 +11,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Final
 
 from msgspec.structs import replace
@@ -111,7 +112,7 @@ def read(maps: Mapping[str, Map]) -> Adopted:
     damaged = []
     for key, raw in contents["services"].items():
         value, at = ServiceValue.unpack(raw), address_of(key)
-        if max(value.id, value.cluster_set, value.local_set) < TOO_HIGH:
+        if max(value.id, *_set_ids(value)) < TOO_HIGH:
             entries[value.id].append((at, value))
         else:
             damaged.append(key)
@@ -121,6 +122,10 @@ def read(maps: Mapping[str, Map]) -> Adopted:
     _ranges(contents, found)
     _strays(contents, sets, owned, found)
     return found
+
+
+def _set_ids(value: ServiceValue) -> tuple[int, ...]:
+    return value.cluster_set, value.local_set, value.cluster_table, value.local_table
 
 
 def next_ids(meta: Map) -> Meta:
@@ -207,22 +212,31 @@ class _Found:
     by_id: Mapping[int, Backend]
     ids: Mapping[Backend, int]
 
-    def whole(self, set_id: int, size: int) -> ProgrammedSet:
-        """The set, or EMPTY unless all its slots lead to backends. One that names the second id of
-        a backend is not taken over: it is written anew.
+    def whole(self, set_id: int, size: int, table: int = 0) -> ProgrammedSet:
+        """The set, or EMPTY unless all its slots lead to backends, and its table to all its slots.
+        One that names the second id of a backend is not taken over: it is written again.
         """
-        places = sorted(self.slots.get(set_id, ()))
-        if not set_id or len(places) != size or [p >> 32 for p in places] != list(range(size)):
+        ids = self._places(set_id)
+        if not set_id or not ids or len(set(ids)) != len(ids):
             return EMPTY
-        chosen = [place & 0xFFFF_FFFF for place in places]
-        distinct = set(chosen)
-        if any(self.ids.get(self.by_id[i]) != i if i in self.by_id else True for i in distinct):
+        if any(self.ids.get(self.by_id[i]) != i if i in self.by_id else True for i in ids):
             return EMPTY
-        backends = tuple(sorted(self.by_id[i] for i in distinct))
-        position = {self.ids[backend]: at for at, backend in enumerate(backends)}
-        table = fingerprint([position[i] for i in chosen])
-        members = self.members.get(set_id, set()) == distinct
-        return ProgrammedSet(set_id, backends, members, size, None, table)
+        backends = tuple(self.by_id[i] for i in ids)
+        if any(one >= other for one, other in pairwise(backends)):
+            return EMPTY
+        choices = self._places(table) if table else range(len(ids))
+        if len(choices) != size or set(choices) != set(range(len(ids))):
+            return EMPTY
+        content = fingerprint(choices) if table else b""
+        members = self.members.get(set_id, set()) == set(ids)
+        return ProgrammedSet(set_id, backends, members, size, None, content, table)
+
+    def _places(self, number: int) -> list[int]:
+        """What the places of a set or a table hold, in their order; nothing if one is missing."""
+        places = sorted(self.slots.get(number, ()))
+        if [place >> 32 for place in places] != list(range(len(places))):
+            return []
+        return [place & 0xFFFF_FFFF for place in places]
 
 
 def _services(
@@ -248,6 +262,7 @@ def _services(
         owner = _one(service_id, entries[service_id], sets, found)
         found.programmed[name] = owner
         owned |= {s.id: s.members for s in (owner.cluster, owner.local)}
+        owned |= dict.fromkeys((owner.cluster.table, owner.local.table), False)
     for service_id, values in entries.items():
         found.highest_service = max(found.highest_service, service_id)
         if service_id not in named:
@@ -268,8 +283,8 @@ def _one(
         ServiceFlag(first.flags & ~int(_KIND_BITS | ServiceFlag.RESTRICTED)),
         first.affinity_timeout,
         (),
-        sets.whole(first.cluster_set, first.cluster_size),
-        sets.whole(first.local_set, first.local_size),
+        sets.whole(first.cluster_set, first.cluster_size, first.cluster_table),
+        sets.whole(first.local_set, first.local_size, first.local_table),
     )
     good = []
     for at, value in sorted(values):

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from kbpf.dataplane.bpf.layout import Meta
-from kbpf.model.desired import Backend, BackendSet
+from kbpf.model.address import Addr
+from kbpf.model.desired import Backend, BackendSet, Spread
 
 LIMIT = 1 << 31
 """Ids are lower. A higher one was not given out: its entry is damaged (adopt.py)."""
@@ -132,3 +133,67 @@ class BackendTable:
         """Ids that were adopted and that nobody came to hold."""
         gone = [b for b, entry in self._held.items() if entry.refs == 0]
         return [self._held.pop(b).id for b in gone]
+
+
+TableKey = tuple[tuple[Addr, ...], Spread]
+"""All that a table depends on: the addresses of a set in its order, and how it is spread."""
+
+
+class SharedTables:
+    """Tables of slots by their content, and how many sets use each: sets with the same addresses,
+    as those of the ports of one Service, share one.
+    """
+
+    def __init__(self, ids: Ids) -> None:
+        self._ids = ids
+        self._held: dict[int, Held] = {}
+        self._by_key: dict[TableKey, int] = {}
+        self._keys: dict[int, TableKey] = {}
+
+    def find(self, key: TableKey) -> int:
+        """The id of this table; 0 while there is none."""
+        return self._by_key.get(key, 0)
+
+    def hold(self, key: TableKey) -> tuple[int, bool]:
+        """Counts one more user; the table's id, and whether it is new, so has to be written."""
+        number = self._by_key.get(key, 0)
+        if number:
+            self._held[number].refs += 1
+            return number, False
+        number = self._ids.set()
+        self._held[number] = Held(number, 1)
+        self._name(number, key)
+        return number, True
+
+    def publish(self, number: int, key: TableKey) -> None:
+        """A table that was written before it is used; it has one user, its builder."""
+        self._held[number] = Held(number, 1)
+        self._name(number, key)
+
+    def adopt(self, number: int) -> None:
+        """One more user of a table that was found in the map; its key is not known yet."""
+        self._held.setdefault(number, Held(number, 0)).refs += 1
+
+    def identify(self, number: int, key: TableKey) -> None:
+        """An adopted table turned out to be this one."""
+        if number in self._held and number not in self._keys and key not in self._by_key:
+            self._name(number, key)
+
+    def only_in(self, tables: Iterable[int]) -> set[int]:
+        """Which of these tables, each named once for each user that leaves, have no other user."""
+        return {n for n, times in Counter(tables).items() if self._held[n].refs == times}
+
+    def release(self, number: int) -> bool:
+        """Counts one user less; whether it was the last one, and the table is forgotten."""
+        held = self._held[number]
+        held.refs -= 1
+        if held.refs:
+            return False
+        del self._held[number]
+        key = self._keys.pop(number, None)
+        if key is not None:
+            del self._by_key[key]
+        return True
+
+    def _name(self, number: int, key: TableKey) -> None:
+        self._by_key[key], self._keys[number] = number, key

@@ -203,14 +203,16 @@ class ServiceValue(NamedTuple):
     cluster_size: int
     local_set: int
     local_size: int
+    cluster_table: int = 0
+    local_table: int = 0
 
     def pack(self) -> bytes:
-        """28 bytes."""
+        """36 bytes."""
         return SERVICE.pack(*self)
 
     @classmethod
     def unpack(cls, raw: bytes) -> "ServiceValue":
-        """From 28 bytes."""
+        """From 36 bytes."""
         return cls(*SERVICE.unpack(raw))
 
 
@@ -223,7 +225,7 @@ class Meta(NamedTuple):
 
 
 TARGET: Final = Struct("=16s2sBx")
-SERVICE: Final = Struct("=7I")
+SERVICE: Final = Struct("=9I")
 U32: Final = Struct("=I")
 U64: Final = Struct("=Q")
 PAIR: Final = Struct("=II")  # struct slot, struct member

@@ -12,13 +12,12 @@ A crash between any two steps leaves every frontend with a complete set, old or 
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from hashlib import blake2b
 from typing import Final
 
 import msgspec
 
-from kbpf.dataplane.bpf.ids import BackendTable, Ids
+from kbpf.dataplane.bpf.ids import BackendTable, Ids, SharedTables, TableKey
 from kbpf.dataplane.bpf.layout import KIND_FLAGS, ServiceFlag, ServiceValue
 from kbpf.model.desired import (
     EVENLY,
@@ -35,11 +34,12 @@ from kbpf.policy.spread import slot_count, slots
 
 
 class ProgrammedSet(msgspec.Struct, frozen=True):
-    """A set in the kernel: its id (0: empty, no slots), who is in it (sorted, each once), whether
-    in set_members, and how many slots it has.
+    """A set in the kernel: its id (0: empty, no slots), its backends (sorted, each once), whether
+    in set_members, how many slots a choice is made of, and the table that leads from these to the
+    backends (0: there is one slot for each backend).
 
-    `spread`: what the slots were made of. None when they were found in the maps; then `table` is
-    their fingerprint().
+    `spread`: what the slots were made of. None when they were found in the maps; then `content` is
+    the fingerprint() of the table.
     """
 
     id: int = 0
@@ -47,7 +47,8 @@ class ProgrammedSet(msgspec.Struct, frozen=True):
     members: bool = False
     size: int = 0
     spread: Spread | None = EVENLY
-    table: bytes = b""
+    content: bytes = b""
+    table: int = 0
 
     def stays(self, backends: BackendSet, spread: Spread, members: bool) -> bool:
         """Whether the set is just what is wanted."""
@@ -56,7 +57,7 @@ class ProgrammedSet(msgspec.Struct, frozen=True):
         if not backends:
             return True
         if self.spread is None:
-            return self.members == members and self.table == _table_of(backends, spread)
+            return self.members == members and self.content == _content(backends, spread)
         return self.members == members and self.spread == spread
 
 
@@ -64,20 +65,37 @@ EMPTY: Final = ProgrammedSet()
 
 
 def fingerprint(table: Sequence[int]) -> bytes:
-    """Equal for equal slots (indexes into the set's backends); b"" for one each, in order."""
-    if all(index == at for at, index in enumerate(table)):
-        return b""
+    """Equal for equal tables (indexes into the set's backends)."""
     return blake2b(array("I", table), digest_size=16).digest()
 
 
-@lru_cache(maxsize=2)
-def _table(backends: BackendSet, spread: Spread) -> tuple[int, ...]:
-    """The slots; kept for a moment, since a Service's sets are often the same."""
-    return slots(backends, spread)
+def needs_table(backends: BackendSet, spread: Spread) -> bool:
+    """Whether a choice among these is more than one of as many equal slots."""
+    return spread != EVENLY and slot_count(len(backends), spread) > len(backends)
 
 
-def _table_of(backends: BackendSet, spread: Spread) -> bytes:
-    return b"" if spread == EVENLY else fingerprint(_table(backends, spread))
+def table_key(backends: BackendSet, spread: Spread) -> TableKey:
+    """What the table of this set depends on."""
+    return tuple(backend.address for backend in backends), spread
+
+
+MOST_REMEMBERED: Final = 16_384
+_fingerprints: dict[TableKey, bytes] = {}
+"""Of tables that were computed: those in the maps are compared with them now and then."""
+
+
+def remember(key: TableKey, table: Sequence[int]) -> bytes:
+    """Keeps the fingerprint of a table, and returns it."""
+    while len(_fingerprints) >= MOST_REMEMBERED:
+        del _fingerprints[next(iter(_fingerprints))]
+    return _fingerprints.setdefault(key, fingerprint(table))
+
+
+def _content(backends: BackendSet, spread: Spread) -> bytes:
+    if not needs_table(backends, spread):
+        return b""
+    key = table_key(backends, spread)
+    return _fingerprints.get(key) or remember(key, slots(backends, spread))
 
 
 class Programmed(msgspec.Struct, frozen=True):
@@ -103,6 +121,8 @@ class Programmed(msgspec.Struct, frozen=True):
             self.cluster.size,
             self.local.id,
             self.local.size,
+            self.cluster.table,
+            self.local.table,
         )
 
 
@@ -147,13 +167,18 @@ class Planner:
     """Collects the writes of one apply(). Pure but for the ids that it gives out."""
 
     def __init__(
-        self, ids: Ids, table: BackendTable, known: dict[ServicePortKey, int] | None = None
+        self,
+        ids: Ids,
+        table: BackendTable,
+        known: dict[ServicePortKey, int] | None = None,
+        tables: SharedTables | None = None,
     ) -> None:
         """`known`: ids of Service ports that are named in the map already; used ones are taken
         out. Sockets and affinity entries of before still carry them.
         """
         self._ids = ids
         self._table = table
+        self._tables = SharedTables(ids) if tables is None else tables
         self._known = {} if known is None else known
         self.writes = Writes()
 
@@ -207,20 +232,35 @@ class Planner:
         self, old: ProgrammedSet, backends: BackendSet, spread: Spread, affine: bool
     ) -> ProgrammedSet:
         if old.stays(backends, spread, affine):
-            return msgspec.structs.replace(old, spread=spread) if old.spread is None else old
+            if old.spread is not None:
+                return old
+            if old.table:
+                self._tables.identify(old.table, table_key(backends, spread))
+            return msgspec.structs.replace(old, spread=spread)
         new = EMPTY
         if backends:
             self.writes.backends += self._table.hold(backends)
             ids = [self._table.id_of(b) for b in backends]
-            places: Sequence[int] = ids
-            if spread != EVENLY:
-                places = array("I", [ids[index] for index in _table(backends, spread)])
-            new = ProgrammedSet(self._ids.set(), backends, affine, len(places), spread)
-            self.writes.slots.append((new.id, places))
+            table, size = self._shared(backends, spread)
+            new = ProgrammedSet(
+                self._ids.set(), backends, affine, size or len(ids), spread, table=table
+            )
+            self.writes.slots.append((new.id, ids))
             if affine:
                 self.writes.members.append((new.id, ids))
         self._retire(old)
         return new
+
+    def _shared(self, backends: BackendSet, spread: Spread) -> tuple[int, int]:
+        """The id and the size of the set's table; 0 and 0 when it needs none."""
+        if not needs_table(backends, spread):
+            return 0, 0
+        number, is_new = self._tables.hold(table_key(backends, spread))
+        if is_new:
+            table = array("I", slots(backends, spread))
+            remember(table_key(backends, spread), table)
+            self.writes.slots.append((number, table))
+        return number, slot_count(len(backends), spread)
 
     def _serving(self, service_id: int, old: BackendSet, new: BackendSet) -> None:
         """UDP flows may stay with any backend that serves, so its id must live; the others' are
@@ -275,7 +315,9 @@ def policy_flags(state: ServiceState) -> ServiceFlag:
     return flags
 
 
-def need(old: Programmed | None, new: ServiceState | None, table: BackendTable) -> dict[str, int]:
+def need(
+    old: Programmed | None, new: ServiceState | None, table: BackendTable, tables: SharedTables
+) -> dict[str, int]:
     """How many new entries a change takes at most, by map, before anything old is retired."""
     if new is None:
         return {}
@@ -286,7 +328,9 @@ def need(old: Programmed | None, new: ServiceState | None, table: BackendTable) 
     held = set(serving if not old or old.serving != serving else ())
     for had, wanted, spread in _sets(old, new):
         if not had.stays(wanted, spread, affine):
-            places += slot_count(len(wanted), spread)
+            places += len(wanted)
+            if needs_table(wanted, spread) and not tables.find(table_key(wanted, spread)):
+                places += slot_count(len(wanted), spread)
             members += len(wanted)
             held.update(wanted)
     return {
@@ -313,6 +357,7 @@ def leaving(
     old: Programmed | None,
     new: ServiceState | None,
     table: BackendTable,
+    tables: SharedTables,
 ) -> dict[str, int]:
     """How many entries are on their way out, by map: what waits for its grace period, and what
     this change puts out of use.
@@ -330,7 +375,10 @@ def leaving(
         sets += [had for had, to, spread in pairs if not had.stays(to, spread, affine)]
     elif old is not None:
         sets += [old.cluster, old.local]
-    places += sum(s.size for s in sets if s.id)
+    leaving_tables = {s.table: s.size for s in sets if s.table}
+    gone = tables.only_in(s.table for s in sets if s.table)
+    places += sum(leaving_tables[number] for number in gone)
+    places += sum(len(s.backends) for s in sets if s.id)
     members += sum(len(s.backends) for s in sets if s.id and s.members)
     return {
         "backend_slots": places,

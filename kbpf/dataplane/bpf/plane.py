@@ -9,6 +9,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
+from itertools import islice
 from typing import Final
 
 import msgspec
@@ -17,29 +18,39 @@ from kbpf.dataplane.base import Report
 from kbpf.dataplane.bpf import adopt, load, udp, unheld, writing
 from kbpf.dataplane.bpf.agent_sockets import AgentSockets
 from kbpf.dataplane.bpf.attached import Attached
+from kbpf.dataplane.bpf.building import TableBuilder
 from kbpf.dataplane.bpf.cluster_ips import ClusterIps
-from kbpf.dataplane.bpf.ids import BackendTable, Ids
+from kbpf.dataplane.bpf.ids import BackendTable, Ids, SharedTables
 from kbpf.dataplane.bpf.layout import PAIR, U32
+from kbpf.dataplane.bpf.limits import Budgets, TableLimits, order_of
 from kbpf.dataplane.bpf.load import Pins
 from kbpf.dataplane.bpf.measure import Meter
-from kbpf.dataplane.bpf.plan import Planner, Programmed, Retired, Writes, leaving, need
+from kbpf.dataplane.bpf.plan import Planner, Programmed, Retired, Writes
 from kbpf.dataplane.bpf.retiring import GRACE_SECONDS, SHORT_GRACE_SECONDS, Retiring
+from kbpf.dataplane.bpf.room import Room
 from kbpf.dataplane.bpf.shares import Shares
 from kbpf.dataplane.bpf.tables import Tables
 from kbpf.dataplane.bpf.writing import ZERO, target
 from kbpf.errors import CapacityError, KernelError, PinsGone
 from kbpf.kernel import mounts
-from kbpf.model.address import Addr, family_of
-from kbpf.model.config import Config
+from kbpf.model.address import Addr
+from kbpf.model.config import Config, is_system
 from kbpf.model.desired import DesiredState, ServicePortKey, ServiceState
 from kbpf.model.measures import Ended, Measures, Pause, Traffic
 from kbpf.model.objects import Cidr, Protocol
 from kbpf.model.status import ModeChoice, PacketStatus
+from kbpf.policy.spread import slot_count
 
 log = logging.getLogger("kbpf.dataplane")
 
 NODE_PORTS: Final = 0
 """The id in source_ranges of those who may dial NodePorts; no Service has it."""
+
+SLICE_SECONDS: Final = 0.005
+"""For so long at a time tables are built, and old sets deleted."""
+
+MOST_RETRIED: Final = 256
+"""Service ports without room that are tried again at a time. Those that fail again go last."""
 
 
 class BpfPlane:
@@ -56,6 +67,8 @@ class BpfPlane:
         self._addresses: set[Addr] = set()
         self._cluster_ips = ClusterIps()
         self._refused: dict[ServicePortKey, str] = {}
+        self._plain: dict[ServicePortKey, str] = {}  # spread evenly instead of as they ask
+        self._table_limits = TableLimits()
         self._stray: adopt.Adopted | None = None  # until the first complete apply
         self._lock = -1
         self._attached = Attached(config, self._pins, self._tables)
@@ -106,9 +119,13 @@ class BpfPlane:
         self._ids.at_least(found.highest_service, found.highest_backend, found.highest_set)
         for backend, backend_id in found.backends.items():
             self._table.adopt(backend, backend_id)
-        for owner in found.programmed.values():
-            self._table.hold(owner.cluster.backends)
-            self._table.hold(owner.local.backends)
+        self._shared, self._budgets = SharedTables(self._ids), Budgets()
+        for key, owner in found.programmed.items():
+            for one in (owner.cluster, owner.local):
+                self._table.hold(one.backends)
+                if one.table:
+                    self._shared.adopt(one.table)
+            self._budgets.replace(key.namespace, None, owner)
         self._programmed = found.programmed
         self._tables.fill = Counter(found.fill)
         self._addresses = {Addr(key) for key, _ in maps["node_addresses"].items()}
@@ -118,8 +135,10 @@ class BpfPlane:
         self._tables.fill["cluster_ips"] = len(self._cluster_ips)
         self._cuts = udp.Cuts(maps["udp_cuts"])
         # What was to be retired is found again as stray.
-        self._ended: list[Ended] = []
-        self._retiring = Retiring(self._tables, self._table, self._cut)
+        self._passes = udp.Passes(self._tables.maps)
+        self._builder = TableBuilder(self._tables, self._ids, self._shared)
+        self._deferred: set[ServicePortKey] = set()
+        self._retiring = Retiring(self._tables, self._table, self._shared, self._cut)
         self._stray, self._kept = found, None
 
     def _holds_id(self, which: int, number: int) -> bool:
@@ -166,8 +185,8 @@ class BpfPlane:
             if sound or self._stray is None:
                 keys |= self._programmed.keys()
         else:
-            keys = set(touched) | self._refused.keys()
-        after, writes = self._plan(desired, keys)
+            keys = {*touched, *islice(self._refused, MOST_RETRIED)}
+        after, writes = self._plan(desired, keys, in_steps=touched is not None)
         if self._stray is not None:
             ranges = dict.fromkeys(self._config.node_port_source_ranges)
             writes.new_ranges += [(NODE_PORTS, cidr) for cidr in ranges]
@@ -194,47 +213,71 @@ class BpfPlane:
         self._retiring.add(self._clock(), writes.retired)
         self._attached.exemptions.want(desired.exempt_pods, desired.pods_known, self._clock())
         written, calls = self._tables.counted()
-        return Report(written, calls, dict(self._refused))
+        looked_at = None if touched is None else frozenset(after.keys() | keys)
+        return Report(
+            written, calls, self._refused, self._plain, looked_at, frozenset(self._deferred)
+        )
 
     def _plan(
-        self, desired: DesiredState, keys: Collection[ServicePortKey]
+        self, desired: DesiredState, keys: Collection[ServicePortKey], in_steps: bool
     ) -> tuple[dict[ServicePortKey, Programmed | None], Writes]:
-        planner = Planner(self._ids, self._table, self._stray.unused_names if self._stray else None)
+        """`in_steps`: Service ports whose table takes long are deferred until it is built."""
+        end, self._deferred = time.perf_counter() + SLICE_SECONDS, set()
+        unused = self._stray.unused_names if self._stray else None
+        planner = Planner(self._ids, self._table, unused, self._shared)
+        room = Room(self._tables, self._table, self._shared, self._budgets, self._retiring)
         after: dict[ServicePortKey, Programmed | None] = {}
-        refused: dict[ServicePortKey, str] = {}
-        taken: Counter[str] = Counter()
-        # In a fixed order: when room is short it is always the same Services that find none.
-        for key in sorted(keys):
-            old, new = self._programmed.get(key), desired.services.get(key)
+        others = self._table_limits.update(desired.services, keys)
+        wanted = {key: self._effective(desired, key) for key in {*keys, *others}}
+        for key in sorted(wanted, key=lambda key: order_of(key, wanted[key], self._leads(key))):
+            old, new = self._programmed.get(key), wanted[key]
+            self._refused.pop(key, None)
             try:
-                taken = self._room(taken, old, new, planner)
+                expired = self._clock() - SHORT_GRACE_SECONDS
+                room.take(key, old, new, planner, self._leads(key), expired)
             except CapacityError as error:
-                refused[key] = str(error)
+                self._refused[key] = str(error)
+                continue
+            if in_steps and new is not None and self._waits_for_table(new, end):
+                self._deferred.add(key)
                 continue
             after[key] = planner.change(key, old, new)
-        self._refused = refused
+            self._budgets.replace(key.namespace, old, after[key])
+        if not self._deferred:
+            planner.writes.retired.slot_keys += self._builder.release()
         writes = planner.finish()
-        for key in refused.keys() & self._programmed.keys():
+        for key in wanted.keys() & self._refused.keys() & self._programmed.keys():
             after[key] = _without_moved(self._programmed[key], writes)
+            self._budgets.replace(key.namespace, self._programmed[key], after[key])
         return after, writes
 
-    def _room(
-        self,
-        taken: Counter[str],
-        old: Programmed | None,
-        new: ServiceState | None,
-        planner: Planner,
-    ) -> Counter[str]:
-        """`taken` and what this change takes; CapacityError if there is no room for both."""
-        wanted = taken + Counter(need(old, new, self._table))
-        try:
-            self._tables.room(wanted)
-        except CapacityError:
-            self._retiring.until(self._clock() - SHORT_GRACE_SECONDS)
-            wanted = taken + Counter(need(old, new, self._table))  # ids may have been retired
-            waiting = [*self._retiring.waiting, planner.writes.retired]
-            self._tables.room(wanted, leaving(waiting, old, new, self._table))
-        return wanted
+    def _waits_for_table(self, new: ServiceState, end: float) -> bool:
+        """Builds what this Service port needs until `end` (time.perf_counter), but at least one
+        piece; whether there is more to build.
+        """
+        while (missing := self._builder.missing(new)) is not None:
+            if self._deferred and time.perf_counter() >= end:
+                return True
+            if not self._builder.is_busy:
+                self._make_room({"backend_slots": slot_count(len(missing[0]), missing[1])})
+                self._builder.begin(*missing)
+            self._builder.step()
+            if time.perf_counter() >= end:
+                return self._builder.missing(new) is not None
+        return False
+
+    def _effective(self, desired: DesiredState, key: ServicePortKey) -> ServiceState | None:
+        """What is wanted, as far as its namespace may have it."""
+        self._plain.pop(key, None)
+        state = desired.services.get(key)
+        if state is not None and (reason := self._table_limits.reason(key)):
+            self._plain[key] = reason
+            return self._table_limits.effective(state)
+        return state
+
+    def _leads(self, key: ServicePortKey) -> bool:
+        """Whether this Service port comes before those of tenants."""
+        return is_system(key.service, self._config)
 
     def _count_cluster_ips(
         self, after: Mapping[ServicePortKey, Programmed | None], sound: bool
@@ -248,7 +291,7 @@ class BpfPlane:
         return new, gone if sound else set()
 
     def _grow(self, writes: Writes, addresses: int, cluster_ips: int) -> None:
-        bigger = self._tables.too_small(
+        self._make_room(
             {
                 "services": writes.new_frontends,
                 "service_names": len(writes.names),
@@ -259,6 +302,10 @@ class BpfPlane:
                 "cluster_ips": cluster_ips,
             }
         )
+
+    def _make_room(self, more: Mapping[str, int]) -> None:
+        """Makes maps larger that so many more entries would overfill."""
+        bigger = self._tables.too_small(more)
         services = self._tables.maps["services"].id
         if bigger:
             self._attached.grow(bigger)
@@ -283,18 +330,16 @@ class BpfPlane:
         """
         if not (retired.cut or retired.left):
             return
-        families = {family_of(backend.address) for _, backend in retired.cut}
-        families |= {family_of(at.address) for _, at in retired.left}
-        gone = udp.predicate(retired.cut, retired.left)
         if not again:
             self._cuts.add({(i, target(b)) for i, b in retired.cut}, time.monotonic_ns())
-        self._end(gone, families, flows=not again)
+        self._passes.add(retired.cut, retired.left, flows=not again)
+        self._passes.advance(SLICE_SECONDS)
 
-    def _end(self, gone: udp.Gone, families: Collection[int], flows: bool = True) -> None:
+    def _end_at_once(self, gone: udp.Gone) -> None:
         start = time.perf_counter()
-        ended = udp.cut(self._tables.maps, gone, flows)
+        ended = udp.cut(self._tables.maps, gone)
         seconds = time.perf_counter() - start
-        self._ended.append(Ended(seconds, {each: ended[each] for each in families}))
+        self._passes.ended.append(Ended(seconds, {family: ended[family] for family in (4, 6)}))
 
     def _complete(self, retired: Retired, sound: bool) -> None:
         """The end of the first apply: attach, and retire what was adopted and nobody claims. That
@@ -325,7 +370,7 @@ class BpfPlane:
         }
         gone = udp.all_but(live, fronts)
         self._cuts.add(udp.stale(self._tables.maps, gone), time.monotonic_ns())
-        self._end(gone, (4, 6))
+        self._end_at_once(gone)
 
     def claim_socket(self, cookie: int) -> None:
         """See base.DataPlane."""
@@ -337,19 +382,25 @@ class BpfPlane:
         """Deletes old sets whose grace period is over, and looks after what the packet path needs
         beside itself. See base.DataPlane.
         """
-        self._retiring.until(now - GRACE_SECONDS)
         self._shares.look(self._tables.maps, now)
-        due = (self._attached.tick(now, self._stray is None), self._retiring.due)
+        self._retiring.until(now - GRACE_SECONDS, SLICE_SECONDS)
+        self._passes.advance(SLICE_SECONDS)
+        due = (
+            self._attached.tick(now, self._stray is None),
+            self._retiring.due,
+            now if self._passes.is_busy else None,
+        )
         return min((one for one in due if one is not None), default=None)
 
     def ended(self) -> tuple[Ended, ...]:
         """See base.DataPlane."""
-        found, self._ended = tuple(self._ended), []
+        found, self._passes.ended = tuple(self._passes.ended), []
         return found
 
     def flush(self) -> None:
         """Retires everything now, without the grace period: for tests."""
         self._retiring.until(float("inf"))
+        self._passes.advance(float("inf"))
 
     # ---- the rest --------------------------------------------------------------------------
 

@@ -1,11 +1,12 @@
 """Old sets and what belongs to them: deleted when no reader can have them in hand any more."""
 
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from kbpf.dataplane.bpf import writing
-from kbpf.dataplane.bpf.ids import BackendTable
+from kbpf.dataplane.bpf.ids import BackendTable, SharedTables
 from kbpf.dataplane.bpf.plan import Retired
 from kbpf.dataplane.bpf.tables import Tables
 
@@ -20,9 +21,16 @@ SHORT_GRACE_SECONDS: Final = 0.1
 class Retiring:
     """A queue of what is old, by the time of its flip (time.monotonic). `cut` ends UDP sockets."""
 
-    def __init__(self, tables: Tables, table: BackendTable, cut: Callable[[Retired], None]) -> None:
-        self._tables, self._table, self._cut = tables, table, cut
+    def __init__(
+        self,
+        tables: Tables,
+        table: BackendTable,
+        shared: SharedTables,
+        cut: Callable[[Retired], None],
+    ) -> None:
+        self._tables, self._table, self._shared, self._cut = tables, table, shared, cut
         self._queue: deque[tuple[float, Retired]] = deque()
+        self._steps: Iterator[None] | None = None  # of what is being deleted
 
     def add(self, flipped: float, retired: Retired) -> None:
         """Queues it, if it is anything."""
@@ -37,15 +45,23 @@ class Retiring:
     @property
     def due(self) -> float | None:
         """When the next one goes; None: there is none."""
+        if self._steps is not None:
+            return float("-inf")
         return self._queue[0][0] + GRACE_SECONDS if self._queue else None
 
-    def until(self, flipped: float) -> None:
-        """Deletes what was flipped until then."""
-        while self._queue and self._queue[0][0] <= flipped:
-            self._retire(self._queue.popleft()[1])
+    def until(self, flipped: float, seconds: float = float("inf")) -> None:
+        """Deletes what was flipped until then, for so long at most."""
+        end = time.perf_counter() + seconds
+        while self._steps is not None or (self._queue and self._queue[0][0] <= flipped):
+            if self._steps is None:
+                self._steps = self._retire(self._queue.popleft()[1])
+            if next(self._steps, self) is self:
+                self._steps = None
+            if time.perf_counter() >= end:
+                return
 
-    def _retire(self, retired: Retired) -> None:
-        writing.retire(self._tables, self._table, retired)
+    def _retire(self, retired: Retired) -> Iterator[None]:
+        yield from writing.retire(self._tables, self._table, self._shared, retired)
         self._cut(retired)
         if retired.forget_affinity:
             writing.forget_affinity(self._tables, retired.forget_affinity)

@@ -18,7 +18,6 @@ from kbpf.dataplane.bpf.flows import look_for_flows
 from kbpf.dataplane.bpf.layout import MAPS
 from kbpf.dataplane.bpf.load import Pins
 from kbpf.dataplane.bpf.moving import Moves
-from kbpf.errors import CapacityError
 from kbpf.kernel.libbpf import Map
 from kbpf.model.config import MapSizes
 
@@ -126,22 +125,6 @@ class Tables:
         """How many entries this map may ever hold."""
         return MAPS[name].limit(self._sizes)
 
-    def room(self, more: Mapping[str, int], leaving: Mapping[str, int] | None = None) -> None:
-        """CapacityError if so many more entries would go beyond a limit. Those that are leaving
-        do not count, though they need room of their own until their grace period is over.
-        """
-        for name, count in more.items():
-            wanted = self.fill[name] + count
-            going = leaving.get(name, 0) if leaving else 0
-            if wanted - going > self.limit(name) or wanted > OVERLAP * self.limit(name):
-                flag = MAPS[name].sized_by
-                raise CapacityError(
-                    f"the map {name} would need {self.fill[name] + count} entries and may hold "
-                    f"{self.limit(name)}",
-                    "",
-                    f"raise --max-{flag}" if flag else "",
-                )
-
     def too_small(self, more: Mapping[str, int]) -> dict[str, int]:
         """Maps that so many more entries would overfill, and the sizes that they need; with one of
         those that frontends lead to all the others of them.
@@ -178,8 +161,9 @@ class Tables:
             if spec.fixed:
                 self.moves.copy(name, old, bigger)
                 self._unpinned.add(name)
-            elif pairs := list(old.items()):
-                bigger.update_batch(b"".join(k for k, _ in pairs), b"".join(v for _, v in pairs))
+            else:
+                for keys, values in old.batches():
+                    bigger.update_batch(keys, values)
             self.maps[name] = bigger
             if not spec.fixed:
                 load.replace_pin(self._pins, bigger, name)

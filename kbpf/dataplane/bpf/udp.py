@@ -9,9 +9,10 @@ to the backend directly, not through a Service, are nobody's business here: only
 """
 
 import logging
+import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Final
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
+from typing import Final, cast
 
 from kbpf.dataplane.bpf.flows import CHOSEN, is_question
 from kbpf.dataplane.bpf.layout import (
@@ -28,6 +29,7 @@ from kbpf.kernel import netns, sockdiag
 from kbpf.kernel.libbpf import Map
 from kbpf.model.address import ANY4, ANY6, family_of
 from kbpf.model.desired import Backend, FrontendAddress
+from kbpf.model.measures import Ended
 from kbpf.model.objects import Protocol
 
 log = logging.getLogger("kbpf.dataplane")
@@ -42,6 +44,9 @@ can be used after this time; twice, to be sure."""
 _SOCKET: Final = 8
 """Bytes of a socket's id, before its flows."""
 _UDP: Final = bytes([Protocol.UDP])
+
+PIECE: Final = 2_048
+"""Entries that are looked at in one step: some two milliseconds."""
 
 
 def backend_of(raw: bytes) -> Backend:
@@ -82,16 +87,34 @@ class Cuts:
             del self._times[oldest]
 
 
+Steps = Generator[None, None, Counter[int]]
+"""Work in pieces, and at its end how many flows or sockets have ended, by family."""
+
+
 def cut(maps: dict[str, Map], gone: Gone, flows: bool = True) -> Counter[int]:
+    """cut_in_steps(), at once."""
+    steps = cut_in_steps(maps, gone, flows)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as done:
+            return cast("Counter[int]", done.value)
+
+
+def cut_in_steps(maps: dict[str, Map], gone: Gone, flows: bool = True) -> Steps:
     """Destroys sockets and forgets flows whose backend serves no more, or whose frontend is no
     more the Service's that chose it. How many of either, by family. `flows`: those of unconnected
-    sockets are counted, too.
+    sockets are counted, too. Looks at PIECE entries at a time.
     """
-    ended = _forget_packets(maps, gone)
+    ended = yield from _forget_packets(maps["flows"], gone)
     try:
         if flows:
-            ended += Counter(_family(backend) for _, backend in _flows(maps["udp_flows"], gone))
-        sockets = _end_sockets(maps["sock_peers"], gone)
+            for at, (_, backend) in enumerate(_flows(maps["udp_flows"], gone), 1):
+                ended[_family(backend)] += 1
+                if at % PIECE == 0:
+                    yield
+        yield
+        sockets = yield from _end_sockets(maps["sock_peers"], gone)
     except KernelError as error:
         log.warning("UDP sockets whose backend is gone are not ended: %s", error)
         return ended
@@ -109,15 +132,17 @@ def stale(maps: dict[str, Map], gone: Gone) -> set[tuple[int, bytes]]:
         return set()
 
 
-def _end_sockets(peers: Map, gone: Gone) -> Counter[int]:
+def _end_sockets(peers: Map, gone: Gone) -> Steps:
     """Destroys connected sockets. Who goes on with such a socket chooses anew, since it is
     connected no more.
     """
     doomed = {}
-    for _, raw in peers.items():
+    for at, (_, raw) in enumerate(peers.items(), 1):
         socket, frontend, backend, service, _ = PEER.unpack(raw)
         if backend[18:19] == _UDP and gone(service, frontend, backend):
             doomed[socket & COOKIE_MASK] = backend
+        if at % PIECE == 0:
+            yield
     return _destroy(doomed) if doomed else Counter()
 
 
@@ -134,26 +159,39 @@ def _family(raw: bytes) -> int:
     return family_of(raw[:16])
 
 
-def _forget_packets(maps: dict[str, Map], gone: Gone) -> Counter[int]:
+def _forget_packets(flows: Map, gone: Gone) -> Steps:
     """Flows of the packet path: all entries go, and the next datagram chooses anew. The client's
     own go last: without them the others would never make room. A flow that has begun anew since it
-    was read stays.
+    was read stays. The programs find the end of a backend by its id as well (begins_anew() in
+    tc.c), so no packet waits for this.
     """
     ended: Counter[int] = Counter()
     questions: list[tuple[bytes, bytes]] = []
-    answers: list[tuple[bytes, bytes]] = []
-    for key, raw in maps["flows"].items():
+    for at, (key, raw) in enumerate(flows.items(), 1):
         if key[18:19] == _UDP:
             _, _, frontend, backend, _, _, _, service, *_ = NAT.unpack(raw)
             if gone(service, frontend, backend):
-                (questions if is_question(raw) else answers).append((key, raw))
-    for key, raw in (*answers, *questions):
-        now = maps["flows"].lookup(key)
-        if now is not None and now[CHOSEN] == raw[CHOSEN]:
-            maps["flows"].delete(key)
-            if is_question(raw):
-                ended[_family(NAT.unpack(raw)[3])] += 1
+                if is_question(raw):
+                    questions.append((key, raw))
+                else:
+                    _forget_entry(flows, key, raw)
+        if at % PIECE == 0:
+            yield
+    for at, (key, raw) in enumerate(questions, 1):
+        if _forget_entry(flows, key, raw):
+            ended[_family(NAT.unpack(raw)[3])] += 1
+        if at % PIECE == 0:
+            yield
     return ended
+
+
+def _forget_entry(flows: Map, key: bytes, raw: bytes) -> bool:
+    """Deletes the entry if it is still of the flow that was read."""
+    now = flows.lookup(key)
+    if now is None or now[CHOSEN] != raw[CHOSEN]:
+        return False
+    flows.delete(key)
+    return True
 
 
 def _destroy(doomed: dict[int, bytes]) -> Counter[int]:
@@ -218,3 +256,60 @@ def all_but(
         )
 
     return gone
+
+
+class Passes:
+    """Ends what is to be ended in passes over the maps, a step at a time: a writer with other
+    things to do never walks over all flows at once. What comes during a pass waits for the next.
+    """
+
+    def __init__(self, maps: dict[str, Map]) -> None:
+        self._maps = maps
+        self._backends: set[tuple[int, Backend]] = set()
+        self._frontends: set[tuple[int, FrontendAddress]] = set()
+        self._flows = False
+        self._steps: Steps | None = None
+        self._families: set[int] = set()
+        self._seconds = 0.0
+        self.ended: list[Ended] = []
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether there is anything left to do."""
+        return self._steps is not None or bool(self._backends or self._frontends)
+
+    def add(
+        self,
+        backends: Collection[tuple[int, Backend]],
+        frontends: Collection[tuple[int, FrontendAddress]],
+        flows: bool,
+    ) -> None:
+        """These backends and frontends, each of a service id, are gone. `flows`: see cut()."""
+        self._backends |= set(backends)
+        self._frontends |= set(frontends)
+        self._flows |= flows
+
+    def advance(self, seconds: float) -> None:
+        """Works for so long; the last step may take longer."""
+        start = now = time.perf_counter()
+        while self.is_busy and now - start < seconds:
+            result = self._step()
+            before, now = now, time.perf_counter()
+            self._seconds += now - before
+            if result is not None:
+                self.ended.append(Ended(self._seconds, {f: result[f] for f in self._families}))
+                self._steps, self._seconds = None, 0.0
+
+    def _step(self) -> Counter[int] | None:
+        """What has ended, once a pass is over."""
+        if self._steps is None:
+            self._families = {family_of(backend.address) for _, backend in self._backends}
+            self._families |= {family_of(at.address) for _, at in self._frontends}
+            gone = predicate(self._backends, self._frontends)
+            self._steps = cut_in_steps(self._maps, gone, self._flows)
+            self._backends, self._frontends, self._flows = set(), set(), False
+        try:
+            next(self._steps)
+        except StopIteration as done:
+            return cast("Counter[int]", done.value)
+        return None
