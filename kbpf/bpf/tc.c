@@ -567,12 +567,19 @@ static __always_inline bool gives_up_port(const struct nat *answer, u64 now)
 	return is_disposable(answer, now) && (!question || is_disposable(question, now));
 }
 
+/* Whether a flow without proof gives its port to a new one when there is no better: its handshake
+ * has had a second. In the last round any will do: under a flood the port is most likely that of a
+ * forged client, and the new one would be lost for certain. */
+static __always_inline bool gives_way(const struct nat *other, u64 now, bool last)
+{
+	return is_half_open(other) && (last || elapsed(other->last_used, now) > SECOND);
+}
+
 /* Finds a port of the node for this flow, in the range that the node's own sockets keep away from:
  * the client's own if it is one of those and free, else any. That of a connection that has ended
  * will do at once; only if the backend has closed first, and so keeps it in TIME_WAIT, others are
  * tried before. */
-static __always_inline bool claim_snat(struct nat *nat, const struct node *n, u64 now,
-				       bool in_order)
+static __always_inline bool claim_snat(struct nat *nat, const struct node *n, u64 now, u32 round)
 {
 	u16 size = n->port_high - n->port_low + 1, own = __builtin_bswap16(nat->snat_port);
 
@@ -586,6 +593,7 @@ static __always_inline bool claim_snat(struct nat *nat, const struct node *n, u6
 			return true;
 		other = flows.lookup(&key);
 		if (!other || gone(other, now) || (i >= FRESH_TRIES && gives_up_port(other, now)) ||
+		    (round && gives_way(other, now, round == SNAT_ROUNDS - 1)) ||
 		    (other->state == STATE_CLOSED &&
 		     (i >= FRESH_TRIES || !(other->fins & FIN_BACKEND_FIRST)))) {
 			if (other) /* its client may not go on with it */
@@ -594,7 +602,7 @@ static __always_inline bool claim_snat(struct nat *nat, const struct node *n, u6
 		}
 		own = __builtin_bswap16(nat->snat_port) - n->port_low;
 		nat->snat_port = __builtin_bswap16(
-			n->port_low + (in_order ? own + 1 : bpf_get_prandom_u32()) % size);
+			n->port_low + (round ? own + 1 : bpf_get_prandom_u32()) % size);
 	}
 	return false;
 }
