@@ -30,6 +30,11 @@ CAMPAIGNS: Final[dict[str, str]] = {
     "packets": "tests.fuzz.long:packets",
     "http-requests": "tests.fuzz.http_requests:requests",
     "http-load": "tests.fuzz.http_load:campaign",
+    "errnos": "tests.chaos.campaigns:errnos",
+    "kills": "tests.chaos.campaigns:kills",
+    "pauses": "tests.chaos.campaigns:pauses",
+    "memory": "tests.chaos.campaigns:memory",
+    "soak": "tests.chaos.campaigns:soak",
 }
 """Name → module:function. Imported when it runs: not each needs what others need."""
 

@@ -22,8 +22,8 @@ SOAK_MINUTES = 120.0
 def errnos(seed: int, minutes: float | None) -> None:
     """Each errno at each of the first calls: 4,000 starts."""
     outcomes: Counter[str] = Counter()
-    over = _over(minutes)
     with World("e") as world:
+        over = _over(minutes)
         for start in range(len(faults.ERRNOS)):
             for fault in faults.faults(faults.FIRST_CALLS, seed + start):
                 if over():
@@ -36,9 +36,10 @@ def errnos(seed: int, minutes: float | None) -> None:
 
 def kills(seed: int, minutes: float | None) -> None:
     """SIGKILL at random moments under 1,000 changes a second."""
-    order, over, done = random.Random(seed), _over(minutes), 0
+    order, done = random.Random(seed), 0
     with World("k") as world, Churn(world).present() as churn, ends.served_throughout(world):
         world.agent.kill()
+        over = _over(minutes)
         while done < KILLS and not over():
             ends.kill(world, churn, order)
             done += 1
@@ -48,8 +49,9 @@ def kills(seed: int, minutes: float | None) -> None:
 
 def pauses(seed: int, minutes: float | None) -> None:
     """SIGSTOP for up to ten seconds under 1,000 changes a second."""
-    order, over, done = random.Random(seed), _over(minutes), 0
+    order, done = random.Random(seed), 0
     with World("p") as world, Churn(world).present() as churn, ends.served_throughout(world):
+        over = _over(minutes)
         while done < PAUSES and not over():
             ends.pause(world, churn, order, longest=10.0)
             done += 1
@@ -58,9 +60,10 @@ def pauses(seed: int, minutes: float | None) -> None:
 
 def memory(seed: int, minutes: float | None) -> None:
     """Too little memory, in random limits."""
-    order, over = random.Random(seed), _over(minutes)
+    order = random.Random(seed)
     outcomes: Counter[str] = Counter()
     with World("m") as world, Churn(world).present() as churn, ends.served_throughout(world):
+        over = _over(minutes)
         while outcomes.total() < STARVED and not over():
             limit = order.choice(ends.MEMORY_LIMITS)
             outcome = ends.starve(world, churn, limit)
