@@ -10,6 +10,7 @@ them. Therefore:
   before new. The alphabet only decides between equals.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -222,7 +223,8 @@ class Budgets:
         entries more.
         """
         within = self.used(namespace, name) + more <= SHARE * limit
-        return int(limit * (1 - RESERVED if within else CONTESTED))
+        # Rounded up: a map of a few entries has none to spare for others.
+        return math.ceil(limit * (1 - RESERVED if within else CONTESTED))
 
 
 def _charge(programmed: Programmed) -> tuple[int, ...]:
