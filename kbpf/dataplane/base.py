@@ -25,7 +25,7 @@ class Report:
     refused: Mapping[ServicePortKey, str] = field(default_factory=dict)
     plain: Mapping[ServicePortKey, str] = field(default_factory=dict)
     looked_at: Collection[ServicePortKey] | None = None
-    deferred: Collection[ServicePortKey] = ()
+    deferred: frozenset[ServicePortKey] = frozenset()
 
 
 class DataPlane(Protocol):
