@@ -2,7 +2,8 @@
 tests/programs/test_udp.py.
 """
 
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, cast
 
 import pytest
 
@@ -16,7 +17,10 @@ from kbpf.dataplane.bpf.layout import (
     FlowPart,
     pack_target,
 )
+from kbpf.dataplane.bpf.load import Pins
+from kbpf.dataplane.bpf.tables import Tables
 from kbpf.model.address import parse_addr
+from kbpf.model.config import MapSizes
 from kbpf.model.desired import Backend
 from kbpf.model.objects import Protocol
 
@@ -30,6 +34,8 @@ class FakeMap(dict[bytes, bytes]):
     """
 
     moves: dict[bytes, bytes]
+    max_entries = 2
+    key_size = CUT_KEY.size
 
     def items(self) -> Any:
         return list(super().items())
@@ -42,6 +48,26 @@ class FakeMap(dict[bytes, bytes]):
 
     def update(self, key: bytes, value: bytes) -> None:  # type: ignore[override]
         self[key] = value
+
+    def update_batch(self, keys: bytes, values: bytes) -> int:
+        size = len(values) // (len(keys) // self.key_size)
+        for at in range(len(keys) // self.key_size):
+            self[self._key(keys, at)] = values[at * size :][:size]
+        return 1
+
+    def delete_batch(self, keys: bytes) -> int:
+        for at in range(len(keys) // self.key_size):
+            del self[self._key(keys, at)]
+        return 1
+
+    def _key(self, keys: bytes, at: int) -> bytes:
+        return keys[at * self.key_size :][: self.key_size]
+
+
+def cuts_of(held: FakeMap) -> tuple[udp.Cuts, Tables]:
+    tables = Tables(Pins(Path("unused")), MapSizes())
+    tables.maps["udp_cuts"] = cast("Any", held)
+    return udp.Cuts(tables), tables
 
 
 def tracked(client: int, backend: Backend, part: FlowPart, protocol: Protocol = UDP) -> bytes:
@@ -136,16 +162,27 @@ CUTS = [
 @pytest.mark.parametrize("row", CUTS, ids=lambda row: row.name)
 @pytest.mark.parametrize("restarts", [False, True])
 def test_backends_that_ended_are_remembered(row: Cut, restarts: bool):
-    held: Any = FakeMap()
-    held.max_entries = 2
-    cuts = udp.Cuts(held)
+    held = FakeMap()
+    cuts, tables = cuts_of(held)
     for second, backend in row.ends:
         if restarts:
-            cuts = udp.Cuts(held)
+            cuts, tables = cuts_of(held)
         packed = pack_target(backend.address, backend.port, UDP)
+        before, tables.calls = dict(held), 0
         cuts.add([(1, packed)], int(second * 1e9))
+        assert tables.fill["udp_cuts"] == len(held)
+        assert tables.calls == 1 + bool(before.keys() - held.keys()), "each system call is counted"
     wanted = [CUT_KEY.pack(1, pack_target(b.address, b.port, UDP)) for b in row.left]
     assert [key for key, _ in sorted(held.items(), key=lambda pair: U64.unpack(pair[1]))] == wanted
+
+
+def test_more_backends_that_end_at_once_than_there_is_room_for():
+    held = FakeMap()
+    cuts, _ = cuts_of(held)
+    cuts.add([(1, pack_target(b.address, b.port, UDP)) for b in (ONE, TWO, SIX)], 1)
+    assert len(held) == held.max_entries
+    cuts.add([(1, pack_target(SIX.address, SIX.port, UDP))], 2)
+    assert len(held) == held.max_entries
 
 
 def test_a_full_table_is_walked_in_pieces_and_each_flow_ends_once(

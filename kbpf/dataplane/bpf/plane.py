@@ -133,7 +133,7 @@ class BpfPlane:
         refusing = (Addr(key) for key, _ in maps["cluster_ips"].items())
         self._cluster_ips = ClusterIps(found.programmed.values(), refusing)
         self._tables.fill["cluster_ips"] = len(self._cluster_ips)
-        self._cuts = udp.Cuts(maps["udp_cuts"])
+        self._cuts = udp.Cuts(self._tables)
         # What was to be retired is found again as stray.
         self._passes = udp.Passes(self._tables.maps)
         self._builder = TableBuilder(self._tables, self._ids, self._shared)
@@ -370,6 +370,7 @@ class BpfPlane:
         }
         gone = udp.all_but(live, fronts)
         self._cuts.add(udp.stale(self._tables.maps, gone), time.monotonic_ns())
+        del self._tables.writes["udp_cuts"]  # they are due to flows: nobody had changed them
         self._end_at_once(gone)
 
     def claim_socket(self, cookie: int) -> None:

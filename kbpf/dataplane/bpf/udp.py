@@ -24,6 +24,7 @@ from kbpf.dataplane.bpf.layout import (
     Target,
     pack_target,
 )
+from kbpf.dataplane.bpf.tables import Tables
 from kbpf.errors import KernelError
 from kbpf.kernel import netns, sockdiag
 from kbpf.kernel.libbpf import Map
@@ -64,27 +65,34 @@ class Cuts:
     old. The oldest makes room.
     """
 
-    def __init__(self, held: Map) -> None:
-        self._held = held
-        found = ((U64.unpack(raw)[0], key) for key, raw in held.items())
+    def __init__(self, tables: Tables) -> None:
+        self._tables = tables
+        found = ((U64.unpack(raw)[0], key) for key, raw in tables.maps["udp_cuts"].items())
         self._times = {key: when for when, key in sorted(found)}
+        tables.fill["udp_cuts"] = len(self._times)
 
     def add(self, ended: Iterable[tuple[int, bytes]], now: int) -> None:
         """These, as service id and struct target, from now (ns, CLOCK_MONOTONIC) on."""
-        for service, backend in ended:
-            key = CUT_KEY.pack(service, backend)
-            self._times.pop(key, None)
-            self._make_room(now)
-            self._held.update(key, U64.pack(now))
-            self._times[key] = now
+        most = self._tables.maps["udp_cuts"].max_entries
+        keys = dict.fromkeys(CUT_KEY.pack(service, backend) for service, backend in ended)
+        times = dict.fromkeys(list(keys)[:most], now)
+        known = sum(self._times.pop(key, None) is not None for key in times)
+        self._make_room(now, most - len(times))
+        stamp = U64.pack(now)
+        self._tables.put("udp_cuts", ((key, stamp) for key in times), len(times) - known)
+        self._times |= times
 
-    def _make_room(self, now: int) -> None:
-        while self._times:
-            oldest, when = next(iter(self._times.items()))
-            if now - when < KEPT_NS and len(self._times) < self._held.max_entries:
-                return
-            self._held.delete(oldest)
-            del self._times[oldest]
+    def _make_room(self, now: int, most: int) -> None:
+        """Deletes the cuts that no flow is older than, and the oldest beyond so many."""
+        excess = len(self._times) - most
+        gone: list[bytes] = []
+        for key, when in self._times.items():
+            if now - when < KEPT_NS and len(gone) >= excess:
+                break
+            gone.append(key)
+        self._tables.drop("udp_cuts", gone)
+        for key in gone:
+            del self._times[key]
 
 
 Steps = Generator[None, None, Counter[int]]
