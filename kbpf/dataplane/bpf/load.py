@@ -260,10 +260,13 @@ def read_by(folder: Path) -> set[int]:
 def _of_version(
     pins: Pins, folder: Path, spec: MapSpec, version: int, value_size: int
 ) -> Map | None:
-    """The map of this name in that folder, if it has this layout."""
-    if not (pins.layout(folder) / f"{spec.name}-{version}").is_dir():
+    """The map of this name in that folder, if it has this layout. An agent that was killed while
+    it removed the folder has left a part of it.
+    """
+    pin = folder / spec.name
+    if not ((pins.layout(folder) / f"{spec.name}-{version}").is_dir() and pin.exists()):
         return None
-    found = Map.open(folder / spec.name)
+    found = Map.open(pin)
     if (found.type, found.key_size, found.value_size) == (spec.kind, spec.key_size, value_size):
         return found
     found.close()
