@@ -9,6 +9,7 @@ import contextlib
 import os
 import resource
 import socket
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from kbpf.model.config import MapSizes
 from kbpf.model.desired import ServiceState
 from kbpf.model.objects import Protocol
 from tests.support.datagrams import MAC_B
-from tests.support.lab import Node, Place, ip
+from tests.support.lab import Node, Place, ip, until
 from tests.support.lab import run as command
 from tests.support.packets import frame, tcp
 from tests.support.plane import Site, desired, service, sites, start_within
@@ -68,6 +69,12 @@ class Ground:
                       affinity_timeout=10_800) for i in range(STICKIES)),
         ]  # fmt: skip
         self.plane.apply(desired(*services, nodes=self.node.ip), None)
+        until("what has left is ended", self._is_done)
+
+    def _is_done(self) -> bool:
+        now = time.monotonic()
+        due = self.plane.tick(now)
+        return due is None or due > now
 
 
 @pytest.fixture

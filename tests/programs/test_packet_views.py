@@ -559,7 +559,7 @@ def test_a_port_that_is_not_found_is_counted(wire: Wire, show, call: Run) -> Non
         assert raw is not None
         for port in range(LOW, HIGH + 1):
             at = port.to_bytes(2, "big")
-            changed = raw[:84] + at + at + raw[88:]
+            changed = raw[:84] + at + at + raw[88:96] + bytes([TcpState.ESTABLISHED]) + raw[97:]
             place = 16 if key[:16] == bytes(parse_addr(NODE[4])) else 36
             found.update(key[:place] + at + key[place + 2 :], changed[:24] + at + changed[26:])
         full = show("nat")

@@ -17,10 +17,10 @@ from kbpf.dataplane.bpf.hooks import HOOKS, TAILS_MAP
 from kbpf.dataplane.bpf.layout import MAPS
 from kbpf.dataplane.bpf.load import Pins
 from kbpf.errors import KernelError
-from kbpf.kernel import libbpf
+from kbpf.kernel import libbpf, tc
 from kbpf.kernel.devices import list_devices
 from kbpf.kernel.libbpf import Link
-from kbpf.kernel.tc import ATTACH_TYPE, Direction, tcx
+from kbpf.kernel.tc import ATTACH_TYPE, Direction
 
 ENDING_SECONDS: Final = 3.0
 """What has lost its pins a moment ago is detached by the kernel within this time."""
@@ -60,7 +60,7 @@ def _places(pins: Pins, cgroup: Path) -> Iterator[str]:
                 yield f"{hook.name} of {cgroup}"
     finally:
         os.close(descriptor)
-    if not tcx().works:
+    if not tc.tcx().works:
         return  # filters are known by their marks, and need no pins
     for device in list_devices():
         for direction in Direction:
