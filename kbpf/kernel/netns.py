@@ -76,7 +76,10 @@ def inside(path: Path, action: Callable[[], T]) -> T:
 
 
 def enter(path: Path) -> None:
-    """Puts the calling thread into this network namespace, and what it starts from now on."""
+    """Puts the calling thread into this network namespace, and what it starts from now on.
+
+    Into its own one is nothing to do: setns(2) would ask for CAP_SYS_ADMIN there, too.
+    """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
@@ -85,6 +88,8 @@ def enter(path: Path) -> None:
         ) from error
     libc = ctypes.CDLL(None, use_errno=True)
     try:
+        if _is_own(fd):
+            return
         if libc.setns(fd, CLONE_NEWNET):
             raise KernelError(
                 "cannot enter the network namespace",
@@ -94,6 +99,15 @@ def enter(path: Path) -> None:
             )
     finally:
         os.close(fd)
+
+
+def _is_own(fd: int) -> bool:
+    """Whether this is the network namespace that the calling thread is in."""
+    try:
+        own = os.stat("/proc/thread-self/ns/net")
+    except OSError:
+        return False
+    return os.path.samestat(os.fstat(fd), own)
 
 
 def leave() -> None:

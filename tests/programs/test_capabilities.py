@@ -2,6 +2,7 @@
 maps by their ids with that capability only, so nothing may depend on ids there.
 """
 
+import errno
 import subprocess
 import sys
 from pathlib import Path
@@ -56,3 +57,36 @@ def test_it_starts_again_and_grows_without_sys_admin(site: Site, packet_path: bo
     assert agent(site, packet_path, 40) == "0 37", "the maps have grown"
     assert agent(site, packet_path, 40) == "0 0"
     assert len(site.entries("services")) == 40
+
+
+ENDS = """
+import socket
+from kbpf.errors import KernelError
+from kbpf.kernel import netns, sockdiag
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as own:
+    own.connect(("127.0.0.1", 9))
+    cookie = int.from_bytes(own.getsockopt(socket.SOL_SOCKET, 57, 8), "little")  # SO_COOKIE
+    ended = refused = 0
+    for path in netns.all_namespaces():
+        try:
+            ended += len(netns.inside(
+                path, lambda: sockdiag.destroy_connected_udp(lambda one: one.cookie == cookie)
+            ))
+        except KernelError:
+            refused += 1
+    try:
+        own.recv(1, socket.MSG_DONTWAIT)
+    except OSError as error:
+        print(ended, refused > 0, error.errno)
+"""
+
+
+def test_a_socket_of_the_nodes_own_namespace_is_ended_without_sys_admin() -> None:
+    """Those of other namespaces are not: entering them needs it."""
+    done = subprocess.run(
+        ["unshare", "--net", "sh", "-c", 'ip link set lo up; exec "$@"', "sh",
+         "setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin",
+         sys.executable, "-c", ENDS],
+        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.stdout.strip(), done.stderr) == (f"1 True {errno.ECONNABORTED}", "")
