@@ -29,9 +29,10 @@ static __always_inline u32 socket_cgroup(void)
 
 #define TC_NEXT (-1) /* pass, and let whoever is behind us on this device have its say */
 #define TC_SHOT 2
-#define CHANGES 8     /* tries to find a free port of client' */
-#define ASKED 16      /* flows, whether anybody needs them, by each new one */
-#define FRESH_TRIES 8 /* of SNAT_TRIES, before a port that a backend may still keep will do */
+#define CHANGES 8        /* tries to find a free port of client' */
+#define ASKED 16         /* flows, whether anybody needs them, by each new one */
+#define EVICTION_TRIES 8 /* flows that are asked when the queue is full */
+#define FRESH_TRIES 8    /* of SNAT_TRIES, before a port that a backend may still keep will do */
 
 #define VLAN_ID 0x0fff
 #define OTHER_HOST 3 /* PACKET_OTHERHOST */
@@ -649,24 +650,35 @@ static __always_inline void make_room(u64 *there, u64 now)
 		forget(nat);
 }
 
-/* The oldest flow goes, needed or not. */
-static __always_inline void evict(u64 now)
+/* One of the oldest flows goes. Those that are needed keep their places, but for streams of UDP,
+ * which make room for other protocols. False: there is none among those asked. */
+static __always_inline bool evict(bool for_udp, u64 now)
 {
-	struct ends oldest;
-	struct nat *nat;
+	for (int i = 0; i < EVICTION_TRIES; i++) {
+		struct ends oldest;
+		struct nat *nat;
 
-	if (order.pop(&oldest))
-		return;
-	nat = flows.lookup(&oldest);
-	if (!nat || nat->part != PART_QUESTION)
-		return;
-	if (is_needed(nat, now))
-		count(EVICTED);
-	forget(nat);
+		if (order.pop(&oldest))
+			return false;
+		nat = flows.lookup(&oldest);
+		if (!nat || nat->part != PART_QUESTION)
+			return true;
+		if (!is_needed(nat, now)) {
+			forget(nat);
+			return true;
+		}
+		if (!for_udp && nat->client.protocol == PROTO_UDP) {
+			count(EVICTED);
+			forget(nat);
+			return true;
+		}
+		order.push(&oldest, 0);
+	}
+	return false;
 }
 
 /* Finds a place for a new flow. The queue has room for an eighth more than the operator allows: so
- * a long row of flows that are needed is passed (tc_room) before one of them has to go. */
+ * a long row of flows that are needed is passed (tc_room) before none can begin any more. */
 static __always_inline bool find_place(struct ends *key, const struct node *n, u64 now)
 {
 	u32 zero = 0;
@@ -679,8 +691,7 @@ static __always_inline bool find_place(struct ends *key, const struct node *n, u
 		return true;
 	}
 	*there = n->connections + n->connections / 8; /* whatever was counted */
-	evict(now);
-	return !order.push(key, 0);
+	return evict(key->first.protocol == PROTO_UDP, now) && !order.push(key, 0);
 }
 
 /* What was there before of the same client and frontend goes, or its place in the queue is found.

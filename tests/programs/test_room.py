@@ -251,17 +251,32 @@ def test_the_oldest_goes_that_nobody_needs(flows: Flows, kind: str) -> None:
     assert flows.evicted() == 0
 
 
-def test_when_all_are_needed_one_goes_and_is_counted(flows: Flows) -> None:
+STREAM = "? <! 3s ?"
+FULL = {
+    "a SYN, established connections": (LIVES, "S", 0),
+    "a datagram, established connections": (LIVES, "?", 0),
+    "a SYN, streams of UDP": (STREAM, "S", 1),
+    "a datagram, streams of UDP": (STREAM, "?", 0),
+}
+"""What begins, what the table is full of, and how many of that go."""
+
+
+@pytest.mark.parametrize("kind", FULL)
+def test_what_begins_takes_no_place_of_what_is_established(flows: Flows, kind: str) -> None:
+    """But for streams of UDP, whose place TCP and SCTP get: they are established more easily."""
+    script, word, goes = FULL[kind]
     for port in range(2000, 2000 + MOST):
-        flows.talk(port, LIVES)
+        flows.talk(port, script)
     assert flows.ports() == flows.whole(range(2000, 2000 + MOST))
-    assert flows.evicted() == 0
-    flows.talk(5000, LIVES)
+    ends = f"{CLIENT}:5000", VIPS[flows.kind]
+    packet = udp(*ends) if word == "?" else tcp(*ends, flags=word)
+    verdict = run(flows.programs["tc_ingress"], frame(packet)).retval
+    assert (verdict == TC_ACT_SHOT) == (not goes)
     there = flows.ports()
     assert len(there) == MOST
-    assert 5000 in there
-    assert there == flows.whole(list(there)), "nobody lost a part"
-    assert flows.evicted() == 1
+    assert (5000 in there) == bool(goes)
+    assert there == flows.whole(list(there)), "none lost a part"
+    assert flows.evicted() == goes
 
 
 def test_what_ended_by_time_makes_room(flows: Flows) -> None:
