@@ -695,20 +695,21 @@ static __always_inline bool find_place(struct ends *key, const struct node *n, u
 }
 
 /* What was there before of the same client and frontend goes, or its place in the queue is found.
- * False: another flow that lives has this key for its answers. */
-static __always_inline bool claim_question(struct ends *key, const struct nat *old,
-					   const struct nat *nat, const struct node *n)
+ * Any reason but NEW_FLOW: it cannot begin. NOT_RECORDED: another flow that lives has this key for
+ * its answers. */
+static __always_inline enum reason claim_question(struct ends *key, const struct nat *old,
+						  const struct nat *nat, const struct node *n)
 {
-	if (!old)
-		return find_place(key, n, nat->last_used);
-	if (old->part == PART_QUESTION) {
+	if (old && old->part == PART_QUESTION) {
 		forget_answers(old);
-		return true;
+		return NEW_FLOW;
 	}
-	if (!gone(old, nat->last_used) && old->state != STATE_CLOSED)
-		return false;
-	flows.delete(key);
-	return find_place(key, n, nat->last_used);
+	if (old) {
+		if (!gone(old, nat->last_used) && old->state != STATE_CLOSED)
+			return NOT_RECORDED;
+		flows.delete(key);
+	}
+	return find_place(key, n, nat->last_used) ? NEW_FLOW : TABLE_FULL;
 }
 
 /* Tells the entry of client' the snat port where it lies: nobody sees it before the client's own
@@ -1032,6 +1033,7 @@ int tc_place(struct __sk_buff *skb)
 	struct nat *nat = pending.lookup(&zero);
 	struct node *n = node.lookup(&zero);
 	u64 *there = tracked.lookup(&zero);
+	enum reason reason;
 	struct ends key;
 	struct nat *old;
 
@@ -1041,8 +1043,9 @@ int tc_place(struct __sk_buff *skb)
 	old = flows.lookup(&key);
 	if (old && revive(old, nat, n))
 		return serve(skb, nat);
-	if (!claim_question(&key, old, nat, n))
-		return finish(TC_SHOT, NOT_RECORDED);
+	reason = claim_question(&key, old, nat, n);
+	if (reason != NEW_FLOW)
+		return finish(TC_SHOT, reason);
 	skb->cb[0] = 2;
 	if (*there > n->connections)
 		tails.call(skb, TAIL_ROOM);

@@ -335,11 +335,12 @@ enum reason {
 	NOT_ALLOWED = 12,       /* not in the Service's source ranges: dropped */
 	UNKNOWN_PORT = 13,      /* of a ClusterIP: refused */
 	NEW_FLOW = 14,          /* a packet began a connection, which is tracked now */
-	EVICTED = 15,           /* a connection that lives had to make room for a new one */
+	EVICTED = 15,           /* a stream of UDP in use had to make room for a new connection */
 	NO_ROUTE = 16,          /* from this node's own socket to the backend: dropped */
 	LEFT_TO_PACKETS = 17,   /* a socket that is not for the hooks to serve */
 	PAUSED = 18,            /* programs change over to other maps: dropped, to come again */
-	REASONS = 19,
+	TABLE_FULL = 19,        /* all tracked connections are needed: what begins is dropped */
+	REASONS = 20,
 };
 
 /* ---- accounting (account.h) ---- */

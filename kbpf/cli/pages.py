@@ -132,7 +132,7 @@ def _packets(view: PacketView) -> Iterator[tuple[str, str]]:
     if view.forgotten:
         gone = f"; {view.forgotten} have made room, or were begun anew"
     yield "created", f"{view.created} since the counters began{gone}"
-    evicted = "connections that lived, and had to make room for new ones"
+    evicted = "streams of UDP that were in use, and had to make room for new connections"
     yield "evicted", f"{view.evicted} {evicted}" if view.evicted else "0"
 
 

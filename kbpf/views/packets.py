@@ -24,7 +24,7 @@ class PacketView(msgspec.Struct, frozen=True):
     would not make room by themselves (half open or closed ones do), so some are broken off soon.
     `created`: connections since the counters began; `forgotten` of them have no entry any more:
     it went to make room, or to a new connection from the same port. None while that cannot be
-    told. `evicted`: those that lived and had to make room for new ones.
+    told. `evicted`: streams of UDP in use that had to make room for new connections.
     """
 
     state: str

@@ -20,9 +20,10 @@ WORDS: Final = {
     Reason.NOT_ALLOWED: "dropped: the client is not in the Service's source ranges",
     Reason.UNKNOWN_PORT: "refused: a ClusterIP, but a port that no Service has",
     Reason.NEW_FLOW: "connections that a packet began, and that are tracked since",
-    Reason.EVICTED: "connections that lived, and had to make room for new ones",
+    Reason.EVICTED: "streams of UDP that were in use, and had to make room for new connections",
     Reason.NO_ROUTE: "dropped: this node's own socket has no route to the backend",
     Reason.PAUSED: "dropped, to come again: the programs changed over to other maps",
+    Reason.TABLE_FULL: "dropped: all tracked connections are in use (--max-connections)",
     Reason.LEFT_TO_PACKETS: "sockets left alone: --socket-lb, exempt, or no Service has the port",
 }
 

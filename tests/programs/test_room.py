@@ -270,8 +270,10 @@ def test_what_begins_takes_no_place_of_what_is_established(flows: Flows, kind: s
     assert flows.ports() == flows.whole(range(2000, 2000 + MOST))
     ends = f"{CLIENT}:5000", VIPS[flows.kind]
     packet = udp(*ends) if word == "?" else tcp(*ends, flags=word)
+    full = flows.site.reasons()[Reason.TABLE_FULL]
     verdict = run(flows.programs["tc_ingress"], frame(packet)).retval
     assert (verdict == TC_ACT_SHOT) == (not goes)
+    assert flows.site.reasons()[Reason.TABLE_FULL] - full == (not goes)
     there = flows.ports()
     assert len(there) == MOST
     assert (5000 in there) == bool(goes)

@@ -119,7 +119,7 @@ ROWS = [
     Row("half of the room is in use", {"kbpf_tracked_connections": "500x60"}),
     Row("connections that live make room",
         {'kbpf_decisions_total{reason="evicted"}': GROWS}, "KbpfConnectionsForgotten",
-        "1 connections a second are broken off for want of room",
+        "1 streams of UDP a second are broken off for want of room",
         {"reason": "evicted", "verdict": "note"}),
     Row("packets are dropped", {'kbpf_decisions_total{reason="no_route"}': "0+120x60"},
         "KbpfDropsPackets", "2 packets a second are dropped: no_route", {"reason": "no_route"}),

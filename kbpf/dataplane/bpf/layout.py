@@ -174,6 +174,7 @@ class Reason(IntEnum):
     NO_ROUTE = 16
     LEFT_TO_PACKETS = 17
     PAUSED = 18
+    TABLE_FULL = 19
 
 
 class Target(NamedTuple):
@@ -451,7 +452,7 @@ MAPS: Final = {
             "counts", libbpf.MAP_HASH, PAIR.size, COUNTS.size, 0, libbpf.F_NO_PREALLOC, "counts"
         ),
         MapSpec("no_counts", libbpf.MAP_ARRAY, 4, COUNTS.size, 1),
-        MapSpec("reasons", libbpf.MAP_PERCPU_ARRAY, 4, 8, len(Reason), version=6),
+        MapSpec("reasons", libbpf.MAP_PERCPU_ARRAY, 4, 8, len(Reason), version=7),
         MapSpec("meta", libbpf.MAP_ARRAY, 4, META.size, 1),
         MapSpec("agent_status", libbpf.MAP_ARRAY, 4, STATUS_SIZE, 1),
     )

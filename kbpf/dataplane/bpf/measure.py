@@ -68,6 +68,7 @@ VERDICTS: Final = {
     Reason.NOT_ALLOWED: "drop",
     Reason.NO_ROUTE: "drop",
     Reason.PAUSED: "drop",
+    Reason.TABLE_FULL: "drop",
     Reason.NEW_FLOW: "note",
     Reason.EVICTED: "note",
     Reason.NOT_RECORDED: "note",
