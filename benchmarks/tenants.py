@@ -11,7 +11,7 @@ import resource
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Set
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -46,11 +46,10 @@ class Timed(Agent):
 
     seen: defaultdict[ServiceName, list[float]]
 
-    def _note_latencies(self, deferred: Collection[ServiceName]) -> None:
+    def _note_latencies(self, deferred: Set[ServiceName]) -> None:
         done = time.monotonic()
-        for name in self._computed:
-            if name not in deferred:
-                self.seen[name] += [done - at for at in self._arrived.get(name, ())]
+        for name in self._computed.keys() - deferred:
+            self.seen[name] += [done - at for at in self._computed[name]]
         super()._note_latencies(deferred)
 
 

@@ -11,10 +11,10 @@ import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
 
 from kbpf import __version__
 from kbpf.agent import conntrack
@@ -73,6 +73,14 @@ STATUS_PAUSE_SECONDS: Final = 0.5
 """Status is written at most this often while changes come in."""
 
 
+class Computing(NamedTuple):
+    """A Service that is being computed, and when the events arrived that this brings into force."""
+
+    name: ServiceName
+    steps: Generator[set[ServicePortKey]]
+    arrived: list[float]
+
+
 class Agent:
     """Runs in the calling thread until stop(). Owns its sources and its data plane."""
 
@@ -100,11 +108,12 @@ class Agent:
         self._desired = Desired()
         self._pending = Touched()
         self._work = Work()
-        self._current: tuple[ServiceName, Generator[set[ServicePortKey]]] | None = None
-        self._arrived: dict[ServiceName, list[float]] = {}  # events that are not in force yet
+        self._current: Computing | None = None
+        self._arrived: dict[ServiceName, list[float]] = {}  # events that are not computed yet
+        self._computed: dict[ServiceName, list[float]] = {}  # and those not programmed yet
+        self._deferred = False  # whether the data plane has more to do for large Service ports
         self._retry: set[ServicePortKey] | None = set()
         self._retry_due = 0.0
-        self._computed: list[ServiceName] = []  # and not programmed yet
         self._stop = threading.Event()
         self._lock = threading.Lock()  # of _servers
         self._addresses: tuple[Addr, ...] = ()
@@ -301,27 +310,51 @@ class Agent:
             self._apply(self._retry)
 
     def _compute(self, seconds: float) -> None:
-        """Computes for so long what waits, at least one step of it."""
+        """Computes for so long what waits: small Services first, then at least one step of a large
+        one. No large one is begun while the data plane has yet to program another.
+        """
         until, cost = time.monotonic() + seconds, 0
+        while cost < MOST_AT_ONCE and time.monotonic() < until:
+            name = self._work.pop_small()
+            if name is None:
+                break
+            if self._current is not None and self._current.name == name:
+                self._finish(self._current)  # or its older half would overwrite the newer one
+            cost += self._finish(self._begin(name))
+        cost = 0
         while cost < MOST_AT_ONCE:
             if self._current is None:
-                name = self._work.pop(time.monotonic())
+                name = None if self._deferred else self._work.pop_large(time.monotonic())
                 if name is None:
                     return
-                steps = self._desired.steps(name, self._world, self._config)
-                self._current = name, steps
-            name, steps = self._current
-            changed = next(steps, None)
-            if changed is None:
-                self._current = None
-                self._computed.append(name)
-                if not is_system(name, self._config):
-                    size = self._world.size_of(name)
-                    self._work.computed(name, size, time.monotonic())
-            else:
-                cost += self._changed(changed)
+                self._current = self._begin(name)
+            cost += self._step(self._current) or 0
             if time.monotonic() >= until:
                 return
+
+    def _begin(self, name: ServiceName) -> Computing:
+        steps = self._desired.steps(name, self._world, self._config)
+        return Computing(name, steps, self._arrived.pop(name, []))
+
+    def _finish(self, computing: Computing) -> int:
+        """Computes all of it; about how many entries that is."""
+        cost = 0
+        while (step := self._step(computing)) is not None:
+            cost += step
+        return cost
+
+    def _step(self, computing: Computing) -> int | None:
+        """One step; about how many entries that is, None once it is over."""
+        changed = next(computing.steps, None)
+        if changed is not None:
+            return self._changed(changed)
+        name = computing.name
+        if self._current is computing:
+            self._current = None
+        self._computed.setdefault(name, []).extend(computing.arrived)
+        if not is_system(name, self._config):
+            self._work.computed(name, self._world.size_of(name), time.monotonic())
+        return None
 
     def _changed(self, keys: set[ServicePortKey]) -> int:
         """The states of these Service ports are others now; about how many entries that is."""
@@ -401,17 +434,16 @@ class Agent:
         if not self._complete or self._error:
             self._status_due = 0.0  # good news is told at once
         self._retry, self._error, self._complete = set(report.deferred), "", True
+        self._deferred = bool(report.deferred)
         self._retry_due = self._last_apply + RETRY_SECONDS
         self._note_latencies({key.service for key in report.deferred})
         self._report_limits(report)
 
-    def _note_latencies(self, deferred: Collection[ServiceName]) -> None:
+    def _note_latencies(self, deferred: Set[ServiceName]) -> None:
         """What was computed is in force, but for Services that are put off."""
         done = time.monotonic()
-        for name in self._computed:
-            if name not in deferred:
-                self._latencies.extend(done - at for at in self._arrived.pop(name, ()))
-        self._computed = [name for name in self._computed if name in deferred]
+        for name in self._computed.keys() - deferred:
+            self._latencies.extend(done - at for at in self._computed.pop(name))
 
     def _report_limits(self, report: Report) -> None:
         """What could not be programmed as it is wanted: a log line, a problem line, an Event."""

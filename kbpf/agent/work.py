@@ -1,8 +1,8 @@
 """The Services that wait to be computed and programmed, and in which order.
 
-The cluster's own come first. Others are due some time after they were touched, and later the more
-there is to do: so a tenant's large Service holds up no small one of others, and is itself served in
-the end, however many small ones there are.
+Small Services and large ones wait apart, so that a small one never waits for the rest of a large
+one. Of each kind the cluster's own come first. Others are due some time after they were touched,
+and later the more there is to do.
 """
 
 import heapq
@@ -15,7 +15,7 @@ SECONDS_EACH: Final = 1e-4
 was computed: some ten times what that takes, so no Service has more than a tenth of the time."""
 
 LARGE: Final = 1_000
-"""Ports' endpoints from which on a Service rests."""
+"""Ports' endpoints from which on a Service is large: it rests after it was computed."""
 
 LONGEST_REST_SECONDS: Final = 5.0
 """An endpoint that is gone must not be used for longer than that."""
@@ -25,7 +25,8 @@ class Work:
     """Each Service waits once, whatever happens to it meanwhile. One thread only."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[bool, float, ServiceName]] = []
+        self._small: list[tuple[bool, float, ServiceName]] = []
+        self._large: list[tuple[bool, float, ServiceName]] = []
         self._resting: list[tuple[float, bool, float, ServiceName]] = []
         self._since: dict[ServiceName, float] = {}  # in the order of time
         self._rested: dict[ServiceName, float] = {}  # large ones: when they may be computed again
@@ -42,15 +43,23 @@ class Work:
         if until > now:
             heapq.heappush(self._resting, (until, not system, now + size * SECONDS_EACH, name))
         else:
-            heapq.heappush(self._heap, (not system, now + size * SECONDS_EACH, name))
+            heap = self._small if size < LARGE else self._large
+            heapq.heappush(heap, (not system, now + size * SECONDS_EACH, name))
 
-    def pop(self, now: float) -> ServiceName | None:
-        """The one that is due next, which waits no longer."""
+    def pop_small(self) -> ServiceName | None:
+        """The small Service that is due next, which waits no longer."""
+        return self._pop(self._small)
+
+    def pop_large(self, now: float) -> ServiceName | None:
+        """The large Service that is due next, which waits no longer."""
         while self._resting and self._resting[0][0] <= now:
-            heapq.heappush(self._heap, heapq.heappop(self._resting)[1:])
-        if not self._heap:
+            heapq.heappush(self._large, heapq.heappop(self._resting)[1:])
+        return self._pop(self._large)
+
+    def _pop(self, heap: list[tuple[bool, float, ServiceName]]) -> ServiceName | None:
+        if not heap:
             return None
-        _, _, name = heapq.heappop(self._heap)
+        _, _, name = heapq.heappop(heap)
         del self._since[name]
         return name
 
@@ -63,7 +72,7 @@ class Work:
 
     def due(self, now: float) -> float | None:
         """When there is something to compute (time.monotonic)."""
-        if self._heap:
+        if self._small or self._large:
             return now
         return self._resting[0][0] if self._resting else None
 

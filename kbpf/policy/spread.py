@@ -46,7 +46,7 @@ EXACT_SLOTS: Final = 1024
 SCALED_SLOTS_EACH: Final = 32
 
 STEP: Final = 2_048
-"""Slots of a Maglev table that are computed at a time: some three milliseconds."""
+"""Slots of a Maglev table that are probed at a time, about: some two milliseconds."""
 
 
 def fits(backends: int, spread: Spread) -> bool:
@@ -112,7 +112,9 @@ def maglev(backends: Sequence[Backend], weights: Sequence[int], size: int) -> tu
 def maglev_in_steps(
     backends: Sequence[Backend], weights: Sequence[int], size: int
 ) -> Generator[None, None, tuple[int, ...]]:
-    """maglev(), interrupted after each STEP slots."""
+    """maglev(), interrupted after about STEP probes each time: the fuller the table, the more of
+    them it takes to find a free slot.
+    """
     order = sorted(range(len(backends)), key=backends.__getitem__)
     seen: Counter[bytes] = Counter()
     place, step = [], []
@@ -126,7 +128,8 @@ def maglev_in_steps(
     table = [-1] * size
     left = size
     while left:
-        for turn in islice(turns, min(left, STEP)):
+        count = max(1, min(left, STEP * left // size))
+        for turn in islice(turns, count):
             at, skip = place[turn], step[turn]
             while table[at] >= 0:
                 at += skip
@@ -134,7 +137,7 @@ def maglev_in_steps(
                     at -= size
             table[at] = order[turn]
             place[turn] = at
-        left -= min(left, STEP)
+        left -= count
         yield
     return tuple(table)
 

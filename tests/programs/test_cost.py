@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kbpf.dataplane.base import Report
-from kbpf.dataplane.bpf.plane import BpfPlane
+from kbpf.dataplane.bpf.plane import LARGE, BpfPlane
 from kbpf.kernel import bpf
 from kbpf.model.desired import DesiredState, ServicePortKey, ServiceState
 from kbpf.model.objects import Protocol
@@ -141,7 +141,13 @@ def lines_run(action: Callable[[], Any]) -> int:
     return count
 
 
-def test_nor_does_the_agent_look_at_other_services(clusters: dict[int, Cluster]):
+def test_nor_does_the_agent_look_at_other_services(
+    clusters: dict[int, Cluster], monkeypatch: pytest.MonkeyPatch
+):
+    """All that a change takes, at once: in slices, the machine's load would decide how many lines
+    are run before one ends.
+    """
+    monkeypatch.setattr("kbpf.dataplane.bpf.plane.SLICE_SECONDS", float("inf"))
     for name, change in CHANGES.items():
         lines = {count: lines_run(partial(change, c)) for count, c in clusters.items()}
         assert lines[FEW] == lines[MANY], name
@@ -194,6 +200,29 @@ def test_a_thousand_services_at_once_are_written_in_few_calls(clusters: dict[int
     report = cluster.change(*(one(i) for i in range(20_000, 21_000)))
     assert report.writes["services"] == 1000
     assert report.calls == 5, "meta, names, slots, frontends, their IPs; the backends were there"
+
+
+def test_large_service_ports_are_programmed_after_the_others_one_at_a_time(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+):
+    """When the time is over at once: each apply programs what is small, and one that is large. One
+    that waits keeps what it had, and is planned again for as good as nothing.
+    """
+    monkeypatch.setattr("kbpf.dataplane.bpf.plane.SLICE_SECONDS", 0.0)
+    crowd = " ".join(f"10.245.{i // 250}.{i % 250 + 1}:80" for i in range(LARGE))
+    cluster = Cluster(site.open(), {})
+    cluster.plane.apply(DesiredState({}), None)
+    large = [one(2 * i, crowd) for i in range(4)]
+    cluster.services.update({state.key: state for state in large})
+    waiting = frozenset(state.key for state in large)
+    for number, left in enumerate((3, 2, 1, 0)):
+        small = one(100 + number)
+        cluster.services[small.key] = small
+        report = cluster.plane.apply(DesiredState(cluster.services), {*waiting, small.key})
+        waiting = frozenset(report.deferred)
+        assert (len(waiting), report.writes["services"]) == (left, 2), number
+        assert small.key not in waiting
+    assert cluster.plane.apply(DesiredState(cluster.services), None).writes == {}
 
 
 def test_a_report_counts_each_apply_alone(site: Site):

@@ -69,6 +69,7 @@ def size_of(state: ServiceState) -> int:
 class _Tables:
     """The tables that the Service ports of one namespace ask for, with their sizes."""
 
+    states: dict[ServicePortKey, ServiceState] = field(default_factory=dict)
     wanted: dict[ServicePortKey, tuple[tuple[TableKey, int], ...]] = field(default_factory=dict)
     order: dict[ServicePortKey, tuple[int, bool, str]] = field(default_factory=dict)
     users: Counter[TableKey] = field(default_factory=Counter)
@@ -86,6 +87,7 @@ class _Tables:
         }
         if not tables:
             return
+        self.states[state.key] = state
         self.wanted[state.key] = tuple(tables.items())
         self.order[state.key] = sum(tables.values()), not state.created, state.created
         for table, size in tables.items():
@@ -93,6 +95,7 @@ class _Tables:
             self.users[table] += 1
 
     def drop(self, key: ServicePortKey) -> None:
+        self.states.pop(key, None)
         self.order.pop(key, None)
         for table, size in self.wanted.pop(key, ()):
             self.users[table] -= 1
@@ -146,7 +149,9 @@ class TableLimits:
         """Takes note of these changes; which *other* Service ports are spread otherwise now."""
         keys, namespaces = set(keys), set()
         for key in keys:
-            state = states.get(key)
+            state, known = states.get(key), self._namespaces.get(key.namespace)
+            if state is not None and known is not None and known.states.get(key) is state:
+                continue  # it is here again since its turn was not over
             self._too_large.discard(key)
             if key.namespace not in self._namespaces and (state is None or _is_plain(state)):
                 continue

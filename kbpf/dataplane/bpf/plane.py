@@ -22,7 +22,7 @@ from kbpf.dataplane.bpf.building import TableBuilder
 from kbpf.dataplane.bpf.cluster_ips import ClusterIps
 from kbpf.dataplane.bpf.ids import BackendTable, Ids, SharedTables
 from kbpf.dataplane.bpf.layout import PAIR, U32
-from kbpf.dataplane.bpf.limits import Budgets, TableLimits, order_of
+from kbpf.dataplane.bpf.limits import Budgets, TableLimits, order_of, size_of
 from kbpf.dataplane.bpf.load import Pins
 from kbpf.dataplane.bpf.measure import Meter
 from kbpf.dataplane.bpf.plan import Planner, Programmed, Retired, Writes
@@ -46,8 +46,11 @@ log = logging.getLogger("kbpf.dataplane")
 NODE_PORTS: Final = 0
 """The id in source_ranges of those who may dial NodePorts; no Service has it."""
 
-SLICE_SECONDS: Final = 0.005
-"""For so long at a time tables are built, and old sets deleted."""
+SLICE_SECONDS: Final = 0.003
+"""For so long at a time tables are built, large Service ports programmed, and old sets deleted."""
+
+LARGE: Final = 256
+"""Entries from which on a Service port may be deferred when the time is over."""
 
 MOST_RETRIED: Final = 256
 """Service ports without room that are tried again at a time. Those that fail again go last."""
@@ -221,16 +224,21 @@ class BpfPlane:
     def _plan(
         self, desired: DesiredState, keys: Collection[ServicePortKey], in_steps: bool
     ) -> tuple[dict[ServicePortKey, Programmed | None], Writes]:
-        """`in_steps`: Service ports whose table takes long are deferred until it is built."""
+        """`in_steps`: Service ports whose table takes long are deferred until it is built, and
+        other large ones once the time is over. The small ones come before them.
+        """
         end, self._deferred = time.perf_counter() + SLICE_SECONDS, set()
         unused = self._stray.unused_names if self._stray else None
         planner = Planner(self._ids, self._table, unused, self._shared)
         room = Room(self._tables, self._table, self._shared, self._budgets, self._retiring)
         after: dict[ServicePortKey, Programmed | None] = {}
-        others = self._table_limits.update(desired.services, keys)
+        others, changed = self._table_limits.update(desired.services, keys), 0
         wanted = {key: self._effective(desired, key) for key in {*keys, *others}}
         for key in sorted(wanted, key=lambda key: order_of(key, wanted[key], self._leads(key))):
             old, new = self._programmed.get(key), wanted[key]
+            if in_steps and changed and time.perf_counter() >= end and _is_large(new):
+                self._deferred.add(key)
+                continue
             self._refused.pop(key, None)
             try:
                 expired = self._clock() - SHORT_GRACE_SECONDS
@@ -238,6 +246,7 @@ class BpfPlane:
             except CapacityError as error:
                 self._refused[key] = str(error)
                 continue
+            changed += _is_large(new)
             if in_steps and new is not None and self._waits_for_table(new, end):
                 self._deferred.add(key)
                 continue
@@ -488,6 +497,10 @@ class BpfPlane:
         self.close()
         self._attached.remove_packet_path()
         load.remove(self._pins)
+
+
+def _is_large(state: ServiceState | None) -> bool:
+    return state is not None and size_of(state) >= LARGE
 
 
 def _claim_ranges(writes: Writes, found: Iterable[tuple[int, Cidr]]) -> None:

@@ -22,8 +22,8 @@ from kbpf.model.desired import Backend, FrontendAddress
 
 ZERO = U32.pack(0)
 ONE = U32.pack(1)
-AT_ONCE: Final = 4_096
-"""Entries that are deleted at a time: some three milliseconds."""
+AT_ONCE: Final = 2_048
+"""Entries that are deleted at a time: some two milliseconds."""
 Change = tuple[Collection[Addr], Collection[Addr]]
 """Addresses that come, and those that go."""
 
