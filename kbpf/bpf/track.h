@@ -203,6 +203,8 @@ static __always_inline bool is_plausible(const struct numbers *known, const stru
 static __always_inline bool is_reset(const struct numbers *own, const struct numbers *known,
 				     const struct packet *p, u32 flags, bool back)
 {
+	if (!(known->next | known->ack))
+		return false; /* adopted from an agent that kept no numbers, and silent since */
 	return p->tcp.next == known->ack || (back && p->tcp.next == own->next) ||
 	       ((flags & TCP_ACK) && is_plausible(known, &p->tcp, RESET_DISTANCE));
 }

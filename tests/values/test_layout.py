@@ -327,3 +327,24 @@ def test_the_schema_hash_changes_with_any_layout(monkeypatch: pytest.MonkeyPatch
 
 def test_an_address_is_sixteen_bytes():
     assert len(Addr(parse_addr("1.2.3.4"))) == len(parse_addr("::1")) == 16
+
+
+@pytest.mark.parametrize(
+    ("spec", "former"),
+    [(spec, former) for spec in layout.MAPS.values() for former in spec.former],
+    ids=lambda one: f"{one.name}" if isinstance(one, layout.MapSpec) else f"v{one.version}",
+)
+def test_a_value_of_a_former_layout_becomes_one_of_todays(
+    spec: layout.MapSpec, former: layout.Former
+):
+    assert len(former.convert(bytes(former.value_size))) == spec.value_size
+
+
+def test_a_flow_of_version_1_keeps_its_fields():
+    """The struct as it was before it had room for sequence numbers."""
+    (former,) = layout.MAPS["flows"].former
+    before = struct.Struct("=Q20s20s20s16s2s2sIIBBBBI48s")
+    fields = [1, b"c" * 20, b"f" * 20, b"b" * 20, b"s" * 16, b"cp", b"sp", 2, 3, 4, 5, 6, 7, 8]
+    converted = layout.NAT.unpack(former.convert(before.pack(*fields, b"w" * 48)))
+    assert former.value_size == before.size
+    assert list(converted) == [*fields, 0, b"w" * 48]

@@ -420,7 +420,7 @@ MAPS: Final = {
             sized_by="connections",
             packet=True,
             per=3 * SLACK,
-            former=(Former(1, 144, lambda raw: raw[:104] + bytes(8) + raw[104:]),),
+            former=(Former(1, 152, lambda raw: raw[:104] + bytes(8) + raw[104:]),),
         ),
         MapSpec(
             "order",
