@@ -77,7 +77,7 @@ class FolderNode(cluster.Places):
         super().__init__()
         self.folder = folder
         self._marks = 0
-        source = ("--source", str(folder))
+        source = ("--source", str(folder), "--source-empty-grace", "0s")
         if pods:
             self.settle_in("a", lab.nodes[0], pods, *source)
         else:
