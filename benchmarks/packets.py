@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from benchmarks.common import chosen, say
-from kbpf.dataplane.bpf.layout import Reason
+from kbpf.dataplane.bpf.layout import REFUSAL_LIMIT, U32, Reason, RefusalLimit
 from kbpf.kernel import netns
 from kbpf.kernel.libbpf import Program
 from kbpf.kernel.testrun import TC_ACT_REDIRECT, TC_ACT_UNSPEC, SkbContext
@@ -387,6 +387,11 @@ def rig(how: str) -> Iterator[Rig]:
             own = tuple(parse_addr(NODE[v]) for v in (4, 6))
             state = msgspec.structs.replace(desired(*_services()), masquerade_as=own)
             netns.inside(Path("/run/netns") / where, lambda: plane.apply(state, None))
+            with site.pinned(
+                "refusal_limits"
+            ) as limits:  # what a refusal costs, not how many are sent
+                for which in RefusalLimit:
+                    limits.update(U32.pack(which), REFUSAL_LIMIT.pack(0, 0, 0))
             folder = next(site.pins.glob("programs-tc-*"))
             programs = {n: Program.open(folder / n) for n in ("tc_ingress", "tc_egress")}
             for program in programs.values():

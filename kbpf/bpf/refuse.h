@@ -9,8 +9,17 @@
  * the address that was dialled, as the answer of a host without that port would. SCTP whose
  * checksum a device is still to fill in, that of this node's pods, is dropped: can_refuse() has
  * why.
+ *
+ * Refusals are limited as the kernel limits its own, by its settings: may_refuse().
  */
 #pragma once
+
+/* What is allowed (enum refusal_bucket). The agent writes it when it starts. */
+BPF_TABLE("array", u32, struct refusal_limit, refusal_limits, REFUSAL_LIMITS);
+
+/* address -> `spent` of its own bucket for ICMP errors. Full: the oldest goes, and is allowed a
+ * whole burst; the node's own bucket holds all the same. */
+BPF_TABLE("lru_hash", struct address, u64, refused_peers, 64);
 
 #define ANSWER_TTL 64 /* of a packet that has come from nobody */
 #define TCP_SEQUENCE 4
@@ -208,4 +217,44 @@ static __always_inline int refuse_with_icmp(struct __sk_buff *skb, const struct 
 	if (p->fragment == LATER)
 		return -1;
 	return p->v6 ? refuse_v6(skb, p) : refuse_v4(skb, p);
+}
+
+/* Takes a token. CPUs that ask at once may take the same one: at most one too many for each CPU.
+ * Time only goes forward, so a bucket is never fuller than `burst`. */
+static __always_inline bool take_token(u64 *spent, const struct refusal_limit *limit, u64 now)
+{
+	u64 from = *spent > now ? *spent : now;
+
+	if (from + limit->interval > now + limit->burst * limit->interval)
+		return false;
+	*spent = from + limit->interval;
+	return true;
+}
+
+/* The bucket of an address that gets an ICMP error; one that has none yet has a whole burst. */
+static __always_inline bool take_peer_token(const struct address *peer,
+					    const struct refusal_limit *limit, u64 now)
+{
+	u64 *spent = refused_peers.lookup(peer), first = now + limit->interval;
+
+	if (spent)
+		return take_token(spent, limit, now);
+	refused_peers.update(peer, &first);
+	return true;
+}
+
+/* Whether the limits allow one more refusal. An address that is over its own takes nothing from
+ * what the others have. */
+static __always_inline bool may_refuse(const struct packet *p, u64 now)
+{
+	u32 which = p->protocol == PROTO_TCP ? LIMIT_RESET : LIMIT_ICMP;
+	struct refusal_limit *all = refusal_limits.lookup(&which), *each;
+
+	if (which == LIMIT_ICMP) {
+		which = p->v6 ? LIMIT_PEER6 : LIMIT_PEER4;
+		each = refusal_limits.lookup(&which);
+		if (each && each->interval && !take_peer_token(&p->tuple.from.address, each, now))
+			return false;
+	}
+	return !all || !all->interval || take_token(&all->spent, all, now);
 }

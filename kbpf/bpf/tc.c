@@ -1225,6 +1225,8 @@ int tc_refuse(struct __sk_buff *skb)
 
 	if (!device || !parse(skb, device->l2, &p) || !can_refuse(skb, &p))
 		return finish(TC_SHOT, why);
+	if (!may_refuse(&p, now_ns()))
+		return finish(TC_SHOT, RATE_LIMITED);
 	if ((p.protocol == PROTO_TCP ? refuse_tcp(skb, &p) : refuse_with_icmp(skb, &p)) ||
 	    swap_link(skb, device->l2))
 		return finish(TC_SHOT, NOT_REWRITTEN);

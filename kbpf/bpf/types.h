@@ -302,6 +302,22 @@ struct node {
 	u32 connections; /* beyond so many each new flow asks the oldest to go */
 };
 
+enum refusal_bucket {
+	LIMIT_ICMP = 0,  /* ICMP errors of the node */
+	LIMIT_RESET = 1, /* its RSTs */
+	LIMIT_PEER4 = 2, /* ICMP errors to one address, whose bucket is in refused_peers */
+	LIMIT_PEER6 = 3,
+	REFUSAL_LIMITS = 4,
+};
+
+/* refusal_limits: a token bucket. Each refusal moves `spent` on by `interval`; it may be ahead of
+ * now by `burst` times that. */
+struct refusal_limit {
+	u64 spent;    /* ns, CLOCK_MONOTONIC */
+	u64 interval; /* ns; 0: no limit */
+	u64 burst;    /* refusals at once */
+};
+
 /* fragments: the ports of a datagram whose first fragment was seen. */
 struct fragment_key {
 	struct address from;
@@ -340,7 +356,8 @@ enum reason {
 	LEFT_TO_PACKETS = 17,   /* a socket that is not for the hooks to serve */
 	PAUSED = 18,            /* programs change over to other maps: dropped, to come again */
 	TABLE_FULL = 19,        /* all tracked connections are needed: what begins is dropped */
-	REASONS = 20,
+	RATE_LIMITED = 20,      /* to be refused, but too many were: dropped without an answer */
+	REASONS = 21,
 };
 
 /* ---- accounting (account.h) ---- */

@@ -45,6 +45,8 @@ PURPOSE: Final = {
     "order": "packet path: connections, the oldest first; full: one that is not needed goes",
     "tracked": "packet path: how many connections are in that order",
     "fragments": "packet path: ports of datagrams that come in fragments",
+    "refusal_limits": "packet path: how many ICMP errors and RSTs refuse, a second and at once",
+    "refused_peers": "packet path: clients that got ICMP errors, and until when that counts",
     "paused": "packet path: until when no flow begins, while programs change over to other maps",
     "yielded": "packet path: connections that another data plane got while it served",
     "devices": "packet path: devices, and on which side of the node they are",

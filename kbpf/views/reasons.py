@@ -24,6 +24,7 @@ WORDS: Final = {
     Reason.NO_ROUTE: "dropped: this node's own socket has no route to the backend",
     Reason.PAUSED: "dropped, to come again: the programs changed over to other maps",
     Reason.TABLE_FULL: "dropped: all tracked connections are in use (--max-connections)",
+    Reason.RATE_LIMITED: "dropped without an answer: refusals are limited (icmp_msgs_per_sec)",
     Reason.LEFT_TO_PACKETS: "sockets left alone: --socket-lb, exempt, or no Service has the port",
 }
 

@@ -16,7 +16,7 @@ import pytest
 
 from kbpf.dataplane.bpf.layout import CACHED_DEVICE, CACHED_DEVICES, DEVICE, U32, DeviceFlag, Role
 from kbpf.dataplane.bpf.plane import BpfPlane
-from kbpf.kernel import netns
+from kbpf.kernel import netns, sysctl
 from kbpf.kernel.libbpf import Program
 from kbpf.kernel.testrun import TC_ACT_REDIRECT, TC_ACT_SHOT, TC_ACT_UNSPEC, run
 from kbpf.model.address import format_addr, format_endpoint
@@ -120,6 +120,11 @@ def bench(artifact_cache: Path) -> Iterator[Bench]:
     command("ip", "netns", "add", where)
     try:
         ip("link set lo up", netns=where)
+        for name in (
+            "net.ipv4.icmp_ratelimit",
+            "net.ipv6.icmp.ratelimit",
+        ):  # few clients, many rows
+            netns.inside(Path("/run/netns") / where, lambda: sysctl.write(name, "0"))  # noqa: B023
         with sites(artifact_cache) as make:
             site = make(node=where)
             made = Bench(site, site.open(SIZE, packet_path=True), where)

@@ -10,7 +10,8 @@ import itertools
 import os
 import socket
 import struct
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -18,6 +19,7 @@ import msgspec
 import pytest
 
 from kbpf.dataplane.bpf import beside, beyond, compile
+from kbpf.dataplane.bpf.facts import limit_refusals
 from kbpf.dataplane.bpf.flows import STATE, is_held
 from kbpf.dataplane.bpf.hooks import PACKET_PROGRAMS
 from kbpf.dataplane.bpf.layout import (
@@ -27,18 +29,21 @@ from kbpf.dataplane.bpf.layout import (
     ENDS,
     NAT,
     NETWORK_KEY,
+    REFUSAL_LIMIT,
     U32,
+    U64,
     DeviceFlag,
     Fin,
     NodeFlag,
     Reason,
+    RefusalLimit,
     Role,
     Target,
     TcpState,
     pack_target,
 )
 from kbpf.dataplane.bpf.load import Pins
-from kbpf.kernel import conntrack, netns
+from kbpf.kernel import conntrack, netns, sysctl
 from kbpf.kernel.conntrack import Connection
 from kbpf.kernel.libbpf import Program
 from kbpf.kernel.testrun import (
@@ -184,6 +189,8 @@ def path(artifact_cache: Path) -> Iterator[Path_]:
     command("ip", "netns", "add", where)
     try:
         ip("link set lo up", netns=where)
+        for name in ("net.ipv4.icmp_ratelimit", "net.ipv6.icmp.ratelimit"):  # there is one client
+            netns.inside(Path("/run/netns") / where, lambda: sysctl.write(name, "0"))  # noqa: B023
         with sites(artifact_cache) as make:
             site = make(node=where)
             plane = site.open(packet_path=True, masquerade_ports=(LOW, HIGH))
@@ -752,6 +759,140 @@ def test_a_datagram_is_refused(path: Path_, v: int, build: object, size: int, lo
     headers = len(sent) - len(build(own, front, data)) + (20 if v == 4 else 40)
     carries = 8 if build is udp else 12 + 8  # up to the tag of an INIT, without which Linux heeds
     assert len(about.packet) - headers == carries  # no error about SCTP (RFC 9260, section 10)
+
+
+HOUR = 3600 * 10**9
+
+
+class Refusals:
+    """Buckets that do not fill again while a test runs, unless it says so."""
+
+    def __init__(self, path: Path_) -> None:
+        self.path = path
+
+    def set(self, which: RefusalLimit, burst: int, interval: int = HOUR, spent: int = 0) -> None:
+        """`spent`: in so many nanoseconds the bucket is full; less than 0: it was full before."""
+        then = max(0, time.monotonic_ns() + spent) if spent else 0
+        with self.path.site.pinned("refusal_limits") as limits:
+            limits.update(U32.pack(which), REFUSAL_LIMIT.pack(then, interval, burst))
+
+    def answers(self, v: int, kind: str, hosts: Iterable[str]) -> int:
+        """How many of these clients' packets are answered; all others are counted as dropped."""
+        packets = [BUILD[kind](end(host, next(PORTS)), vip(v, NONE)) for host in hosts]
+        before = self.path.site.reasons()
+        verdicts = [self.path.run("tc_ingress", packet)[0] for packet in packets]
+        counted = self.path.site.reasons() - before
+        answered = verdicts.count(TC_ACT_REDIRECT)
+        assert verdicts.count(TC_ACT_SHOT) == len(packets) - answered
+        assert counted[Reason.RATE_LIMITED] == len(packets) - answered
+        assert counted[Reason.NO_ENDPOINTS] == answered
+        return answered
+
+
+BUILD = {
+    "udp": lambda a, b: udp(a, b, b"?"),
+    "sctp": lambda a, b: sctp(a, b, packets.SCTP_INIT),
+    "tcp": lambda a, b: tcp(a, b, flags="S"),
+}
+EACH = {4: RefusalLimit.PEER4, 6: RefusalLimit.PEER6}
+BUCKET = {"udp": RefusalLimit.ICMP, "sctp": RefusalLimit.ICMP, "tcp": RefusalLimit.RESET}
+
+
+@pytest.fixture
+def refusals(path: Path_) -> Iterator[Refusals]:
+    with path.site.pinned("refusal_limits") as limits:
+        before = dict(limits.items())
+        yield Refusals(path)
+        for key, value in before.items():
+            limits.update(key, value)
+
+
+@both
+@pytest.mark.parametrize("kind", BUILD)
+def test_refusals_end_when_the_bucket_is_empty(refusals: Refusals, v: int, kind: str) -> None:
+    """And begin again as it fills, never beyond what it holds. The other bucket is another one."""
+    other = {"tcp": "udp"}.get(kind, "tcp")
+    refusals.set(BUCKET[kind], 50)
+    refusals.set(BUCKET[other], 50)
+    assert refusals.answers(v, kind, [CLIENT[v]] * 200) == 50
+    assert refusals.answers(v, other, [CLIENT[v]] * 10) == 10
+    refusals.set(BUCKET[kind], 50, spent=47 * HOUR - HOUR // 2)
+    assert refusals.answers(v, kind, [CLIENT[v]] * 10) == 3, "three have come back"
+    refusals.set(BUCKET[kind], 50, spent=-(10**9))
+    assert refusals.answers(v, kind, [CLIENT[v]] * 60) == 50, "no more than it holds"
+
+
+@both
+def test_a_bucket_fills_by_the_clock(refusals: Refusals, v: int) -> None:
+    """Of a second's worth, what comes back meanwhile is all that is answered beyond the burst."""
+    interval = 10**9 // 20
+    refusals.set(RefusalLimit.ICMP, 5, interval)
+    start = time.monotonic_ns()
+    answered = refusals.answers(v, "udp", [CLIENT[v]] * 200)
+    passed = time.monotonic_ns() - start
+    assert 5 <= answered <= 5 + passed // interval + 1
+
+
+@both
+@pytest.mark.parametrize("kind", ["udp", "sctp"])
+def test_one_client_does_not_use_up_what_others_are_told(
+    refusals: Refusals, v: int, kind: str
+) -> None:
+    refusals.set(EACH[v], 6)
+    refusals.set(RefusalLimit.ICMP, 50)
+    hosts = [f"{CLIENT[v][:-1]}{100 + n + (50 if kind == 'udp' else 0)}" for n in range(2)]
+    assert refusals.answers(v, kind, [hosts[0]] * 200) == 6
+    assert refusals.answers(v, kind, [hosts[1]] * 20) == 6
+    with refusals.path.site.pinned("refused_peers") as peers:
+        peers.update(parse_addr(hosts[0]), U64.pack(time.monotonic_ns() + 4 * HOUR - HOUR // 2))
+    assert refusals.answers(v, kind, [hosts[0]] * 20) == 2
+    assert refusals.answers(v, "tcp", [hosts[1]] * 20) == 20, "resets have no such limit"
+
+
+SETTINGS = {
+    "as they are by default": ({}, (10**6, 50), (10**6, 50), (10**9, 6), (10**8, 6)),
+    "others": (
+        {"net.ipv4.icmp_ratelimit": "500", "net.ipv6.icmp.ratelimit": "40"},
+        (10**6, 50), (10**6, 50), (500 * 10**6, 6), (40 * 10**6, 6),
+    ),
+    "none": (
+        {"net.ipv4.icmp_ratelimit": "0", "net.ipv6.icmp.ratelimit": "0"},
+        (10**6, 50), (10**6, 50), (0, 6), (0, 6),
+    ),
+}  # fmt: skip
+"""Settings of the kernel; and (interval, burst) of ICMP errors, RSTs, to each peer by family."""
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_limits_of_refusals_are_the_kernels(name: str) -> None:
+    settings, *wanted = SETTINGS[name]
+    told: dict[bytes, bytes] = {}
+
+    class Limits:
+        def update(self, key: bytes, value: bytes) -> None:
+            told[key] = value
+
+        def delete(self, _: bytes) -> bool:
+            return False
+
+        def items(self) -> Iterable[tuple[bytes, bytes]]:
+            return told.items()
+
+    where = f"kbpl{os.getpid()}"
+    command("ip", "netns", "add", where)
+    try:
+        at = Path("/run/netns") / where
+        defaults = {"net.ipv4.icmp_msgs_per_sec": "1000", "net.ipv4.icmp_msgs_burst": "50"}
+        for key, value in {**defaults, **settings}.items():
+            netns.inside(at, lambda: sysctl.write(key, value))  # noqa: B023
+        if not settings:
+            ip6 = "net.ipv6.icmp.ratelimit"
+            netns.inside(at, lambda: sysctl.write(ip6, "100"))
+        netns.inside(at, lambda: limit_refusals(Limits()))
+    finally:
+        command("ip", "netns", "del", where)
+    found = [REFUSAL_LIMIT.unpack(told[U32.pack(which)])[1:] for which in RefusalLimit]
+    assert found == wanted
 
 
 @both

@@ -78,6 +78,7 @@ LAYOUTS = [
     Layout("numbers", layout.PAIR, "next ack"),
     Layout("way_out", layout.WAY_OUT,
            "found next ifindex own_mac next_mac length resolved family unsaid"),
+    Layout("refusal_limit", layout.REFUSAL_LIMIT, "spent interval burst"),
     Layout("network_key", layout.NETWORK_KEY, "bits address"),
     Layout("device", layout.DEVICE, "role l2 flags mac snat4 snat6"),
     Layout("cached_device", layout.CACHED_DEVICE, "ifindex device"),
@@ -105,10 +106,12 @@ NAMES: list[tuple[str, int]] = [
     *((f"FIN_{fin.name}", int(fin)) for fin in layout.Fin),
     *((f"WAY_{way.name}", int(way)) for way in layout.Way),
     *((f"PART_{part.name}", int(part)) for part in layout.FlowPart),
+    *((f"LIMIT_{limit.name}", int(limit)) for limit in layout.RefusalLimit),
     *((f"ROLE_{role.name}", int(role)) for role in layout.Role),
     *((f"NODE_{flag.name}", int(flag)) for flag in layout.NodeFlag),
     *((f"DEVICE_{flag.name}", int(flag)) for flag in layout.DeviceFlag),
     ("REASONS", len(layout.Reason)),
+    ("REFUSAL_LIMITS", len(layout.RefusalLimit)),
     *DEFINED.items(),
     ("sizeof(struct address)", len(ANY4)),
 ]
@@ -198,11 +201,11 @@ def test_every_struct_and_every_number_was_compared():
     enums = re.findall(r"^enum (\w+) \{(.*?)^\};", TYPES, re.M | re.S)
     assert [name for name, _ in enums] == [
         "service_flags", "client_kind", "config_flags", "tcp_state", "fins", "way", "part", "role",
-        "device_flags", "node_flags", "verdict", "reason",
+        "device_flags", "node_flags", "refusal_bucket", "verdict", "reason",
     ]  # fmt: skip
     words = {
         word for name, body in enums if name != "verdict"
-        for word in re.findall(r"^\t([A-Z_]+) =", body, re.M)
+        for word in re.findall(r"^\t([A-Z0-9_]+) =", body, re.M)
     }  # fmt: skip
     assert words == {name for name, _ in NAMES if name.isupper() and name not in DEFINED}
 
@@ -235,7 +238,9 @@ def test_a_wrong_layout_would_be_noticed(tmp_path: Path):
 
 def test_the_maps_are_made_as_the_programs_expect():
     """Names, types and flags; the sizes are compared by the loader at every start."""
-    text = "".join((SOURCES / name).read_text() for name in ("maps.h", "track.h", "tc.c"))
+    text = "".join(
+        (SOURCES / name).read_text() for name in ("maps.h", "refuse.h", "track.h", "tc.c")
+    )
     found = {}
     for arguments in re.findall(r"^BPF_(?:F_)?TABLE\(([^;]*?)\);", text, re.M | re.S):
         kind, _, _, name, _, *flags = (part.strip().strip('"') for part in arguments.split(","))

@@ -14,12 +14,16 @@ from kbpf.dataplane.bpf.layout import (
     CACHED_DEVICES,
     DEVICE,
     NODE,
+    REFUSAL_LIMIT,
     U32,
     DeviceFlag,
     NodeFlag,
+    RefusalLimit,
     pack_network,
     unpack_network,
 )
+from kbpf.errors import KernelError
+from kbpf.kernel import sysctl
 from kbpf.kernel.devices import Device
 from kbpf.model.address import Addr, family_of
 from kbpf.model.config import Config, LocalMode
@@ -31,6 +35,19 @@ NEUTRAL: Final = NodeFlag(0)
 ROLES: Final = {Role.HOST: layout.Role.HOST, Role.POD: layout.Role.POD}
 ZERO: Final = U32.pack(0)
 ONE: Final = U32.pack(1)
+SECOND: Final = 1_000_000_000
+MESSAGES: Final = ("net.ipv4.icmp_msgs_per_sec", 1000), ("net.ipv4.icmp_msgs_burst", 50)
+"""How many ICMP errors the kernel sends in a second and at once, of both families, and Linux's
+defaults: older kernels have these settings in the first network namespace only."""
+PEERS: Final = {
+    RefusalLimit.PEER4: ("net.ipv4.icmp_ratelimit", 1000),
+    RefusalLimit.PEER6: ("net.ipv6.icmp.ratelimit", 1000),
+}
+"""Milliseconds between two of them to one address; 0: no limit."""
+PEER_BURST: Final = 6
+"""So many at once to one address (XRLIM_BURST_FACTOR in Linux)."""
+MOST: Final = 1_000_000_000
+"""Of a setting: what is beyond is no limit in practice, and would overflow in the programs."""
 
 
 class Table(Protocol):
@@ -95,6 +112,26 @@ class NodeFacts:
         mark = 1 << self._config.masquerade_bit
         ports, sizes = self._config.masquerade_ports, self._config.sizes
         return NODE.pack(own4, own6, flags, *ports, mark, sizes.connections)
+
+
+def limit_refusals(limits: Table) -> None:
+    """Writes the map `refusal_limits`: full buckets, as the kernel limits its own ICMP errors
+    in this network namespace. RSTs have as much again.
+    """
+    rate, burst = (_setting(*one) for one in MESSAGES)
+    node = REFUSAL_LIMIT.pack(0, SECOND // max(rate, 1), burst if rate else 0)
+    for which in (RefusalLimit.ICMP, RefusalLimit.RESET):
+        limits.update(U32.pack(which), node)
+    for which, setting in PEERS.items():
+        interval = _setting(*setting) * SECOND // 1000
+        limits.update(U32.pack(which), REFUSAL_LIMIT.pack(0, interval, PEER_BURST))
+
+
+def _setting(name: str, otherwise: int) -> int:
+    try:
+        return min(max(0, int(sysctl.read(name))), MOST)
+    except (KernelError, ValueError):
+        return otherwise
 
 
 def stance_of(told: bytes) -> NodeFlag:

@@ -175,6 +175,16 @@ class Reason(IntEnum):
     LEFT_TO_PACKETS = 17
     PAUSED = 18
     TABLE_FULL = 19
+    RATE_LIMITED = 20
+
+
+class RefusalLimit(IntEnum):
+    """enum refusal_bucket: index into the map `refusal_limits`."""
+
+    ICMP = 0
+    RESET = 1
+    PEER4 = 2
+    PEER6 = 3
 
 
 class Target(NamedTuple):
@@ -247,6 +257,7 @@ DEVICE: Final = Struct("=III6s2x16s16s")
 CACHED_DEVICE: Final = Struct("=I52s")
 CACHED_DEVICES: Final = 1024
 NODE: Final = Struct("=16s16sIHHII")
+REFUSAL_LIMIT: Final = Struct("=QQQ")
 FRAGMENT_KEY: Final = Struct("=16s16sII")
 PORTS: Final = Struct("=2s2s")
 CONFIG: Final = Struct("=QII")
@@ -434,6 +445,8 @@ MAPS: Final = {
         ),
         MapSpec("tracked", libbpf.MAP_ARRAY, 4, U64.size, 1),
         MapSpec("fragments", libbpf.MAP_LRU_HASH, FRAGMENT_KEY.size, PORTS.size, 4096, packet=True),
+        MapSpec("refusal_limits", libbpf.MAP_ARRAY, 4, REFUSAL_LIMIT.size, len(RefusalLimit)),
+        MapSpec("refused_peers", libbpf.MAP_LRU_HASH, 16, U64.size, 4096, packet=True),
         MapSpec("yielded", libbpf.MAP_LRU_HASH, ENDS.size, U32.size, 8192, packet=True),
         MapSpec("paused", libbpf.MAP_ARRAY, 4, U64.size, 1),
         MapSpec("devices", libbpf.MAP_HASH, 4, DEVICE.size, 4096, libbpf.F_NO_PREALLOC),
@@ -452,7 +465,7 @@ MAPS: Final = {
             "counts", libbpf.MAP_HASH, PAIR.size, COUNTS.size, 0, libbpf.F_NO_PREALLOC, "counts"
         ),
         MapSpec("no_counts", libbpf.MAP_ARRAY, 4, COUNTS.size, 1),
-        MapSpec("reasons", libbpf.MAP_PERCPU_ARRAY, 4, 8, len(Reason), version=7),
+        MapSpec("reasons", libbpf.MAP_PERCPU_ARRAY, 4, 8, len(Reason), version=8),
         MapSpec("meta", libbpf.MAP_ARRAY, 4, META.size, 1),
         MapSpec("agent_status", libbpf.MAP_ARRAY, 4, STATUS_SIZE, 1),
     )

@@ -69,6 +69,7 @@ VERDICTS: Final = {
     Reason.NO_ROUTE: "drop",
     Reason.PAUSED: "drop",
     Reason.TABLE_FULL: "drop",
+    Reason.RATE_LIMITED: "drop",
     Reason.NEW_FLOW: "note",
     Reason.EVICTED: "note",
     Reason.NOT_RECORDED: "note",

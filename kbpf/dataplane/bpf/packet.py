@@ -18,7 +18,7 @@ from typing import Final
 from kbpf.dataplane.bpf.artifact import Artifact
 from kbpf.dataplane.bpf.attach import Devices, Pick
 from kbpf.dataplane.bpf.devices import Choice, Role, unmatched
-from kbpf.dataplane.bpf.facts import NEUTRAL, DeviceFacts, NodeFacts
+from kbpf.dataplane.bpf.facts import NEUTRAL, DeviceFacts, NodeFacts, limit_refusals
 from kbpf.dataplane.bpf.hooks import PACKET_PROGRAMS, TAILS, TAILS_MAP
 from kbpf.dataplane.bpf.keeper import Keeper, KeeperStatus
 from kbpf.dataplane.bpf.layout import U32, NodeFlag
@@ -86,6 +86,7 @@ class PacketPath(Programs):
         if self._facts is None:  # their maps do not grow
             node = NodeFacts(self._config, maps, self._followed)
             self._facts = node, DeviceFacts(self._config, maps)
+            limit_refusals(maps["refusal_limits"])
         loaded = super().load(maps)
         for program in PACKET_PROGRAMS:
             if loaded and program.tail >= 0:
