@@ -7,6 +7,7 @@ a datagram and what sender the client was shown.
 import errno
 import socket
 import struct
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +58,13 @@ class Ground:
     def serve(self, *services: ServiceState) -> None:
         """The plane makes exactly these true; nothing is retired yet."""
         self.plane.apply(desired(*services, nodes=f"{self.node.ip} {self.node.ip6}"), None)
+        until("the sockets of what has left are ended", self._is_done)
+
+    def _is_done(self) -> bool:
+        """They are ended in slices, of which a busy machine needs more than one."""
+        now = time.monotonic()
+        due = self.plane.tick(now)
+        return due is None or due > now
 
     def held(self) -> dict[str, int]:
         """How many sockets have a peer, and how many flows there are of all sockets."""
