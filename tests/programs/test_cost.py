@@ -1,13 +1,11 @@
 """A change costs the change: the same writes and system calls with ten Services and with 2,000."""
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -17,6 +15,7 @@ from kbpf.dataplane.bpf.plane import LARGE, BpfPlane
 from kbpf.kernel import bpf
 from kbpf.model.desired import DesiredState, ServicePortKey, ServiceState
 from kbpf.model.objects import Protocol
+from tests.support.lines import lines_run
 from tests.support.plane import Site, service, sites
 
 FEW, MANY = 10, 2_000
@@ -121,24 +120,6 @@ def test_a_change_costs_the_same_in_a_large_cluster(
             assert called == sum(report.calls for report in reports), name
             costs.append((reports, calls))
         assert costs[0] == costs[1], name
-
-
-def lines_run(action: Callable[[], Any]) -> int:
-    """How many lines of Python it runs, each turn of a loop counted."""
-    count = 0
-
-    def trace(_: FrameType, event: str, __: Any) -> Any:
-        nonlocal count
-        count += event == "line"
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        action()
-    finally:
-        sys.settrace(before)
-    return count
 
 
 def test_nor_does_the_agent_look_at_other_services(

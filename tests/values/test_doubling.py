@@ -2,10 +2,8 @@
 doubled, and the lines of Python that run are counted, every turn of a loop being one.
 """
 
-import sys
 from collections.abc import Callable
 from math import log2
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -31,6 +29,7 @@ from kbpf.model.objects import (
 from kbpf.policy.desired import Desired
 from kbpf.policy.world import World
 from kbpf.source.annotations import read_weights
+from tests.support.lines import lines_run
 
 SIZES = (256, 512, 1024)
 SLOPE = 1.1
@@ -82,24 +81,6 @@ GROWING: dict[str, Callable[[int], Objects]] = {
         (piece(n),),
     ),
 }  # fmt: skip
-
-
-def lines_run(action: Callable[[], Any]) -> int:
-    """How many lines of Python it runs."""
-    count = 0
-
-    def trace(_: FrameType, event: str, __: Any) -> Any:
-        nonlocal count
-        count += event == "line"
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        action()
-    finally:
-        sys.settrace(before)
-    return count
 
 
 def program(objects: Callable[[int], Objects], size: int) -> None:
