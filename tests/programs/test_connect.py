@@ -185,10 +185,11 @@ def test_dial(ground: Ground, row: Dial):
     host = host.strip("[]")
     before = ground.site.reasons()
     client = ground[row.client]
-    if row.protocol == "tcp":
-        answer = client.tcp(host, int(port))
-    else:
-        answer = client.udp(host, int(port), connected=True)
+    with ground.site.telling():
+        if row.protocol == "tcp":
+            answer = client.tcp(host, int(port))
+        else:
+            answer = client.udp(host, int(port), connected=True)
     counted = ground.site.reasons() - before
     del counted[Reason.REVERSED]  # getpeername() and recvfrom()
     if row.protocol == "udp":  # the server's answer, and what a mapped socket sends, are looked at

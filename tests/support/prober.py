@@ -22,6 +22,10 @@ PATIENCE = 30.0
 """Seconds for an answer: nothing here takes one, but who should answer may not get a turn."""
 SIZE = struct.Struct("!Q")
 CHUNK = 1 << 16
+STATES = (  # by their number in the kernel, include/net/tcp_states.h
+    "-", "ESTAB", "SYN-SENT", "SYN-RECV", "FIN-WAIT-1", "FIN-WAIT-2", "TIME-WAIT", "UNCONN",
+    "CLOSE-WAIT", "LAST-ACK", "LISTEN", "CLOSING", "NEW-SYN-RECV",
+)  # fmt: skip
 _RETRANSMITTED = 100  # offset of tcpi_total_retrans in struct tcp_info
 _RTO_TIME = 244
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -55,6 +59,11 @@ def finish(s, timeout):
         raise TimeoutError
     if code := s.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
         raise OSError(code, os.strerror(code))
+
+
+def state(s):
+    """The state of a TCP socket, as ss(8) writes it."""
+    return STATES[s.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]]
 
 
 def retransmitted(s):
@@ -198,9 +207,9 @@ class Client:
             answer = json.loads(s.recv(4096))
             answer["peer"] = list(s.getpeername()[:2])
         except OSError as error:
-            own = s.getsockname()[1]
+            own, ends = s.getsockname()[1], {"state": state(s), "sent again": retransmitted(s)}
             s.close()
-            return {"error": errno_name(error), "at_once": not asked, "from": own}
+            return {"error": errno_name(error), "at_once": not asked, "from": own, **ends}
         if keep:
             self.kept[keep] = s
         else:
