@@ -7,7 +7,6 @@ library's: `Access.plugin` says so, and cluster.py asks it in a short-lived chil
 """
 
 import base64
-import binascii
 import os
 import urllib.parse
 from collections.abc import Mapping
@@ -179,7 +178,7 @@ def read_kubeconfig(path: Path) -> Access:
     def data_of(text: str, field: str) -> bytes:
         try:
             return base64.b64decode(text, validate=True)
-        except binascii.Error as error:
+        except ValueError as error:  # binascii.Error, or text that is not ASCII
             raise ConfigError(f"{field} is not base64: {error}", where) from error
 
     basic = base64.b64encode(f"{user.username}:{user.password}".encode()).decode()

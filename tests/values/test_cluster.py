@@ -216,6 +216,7 @@ def test_a_bad_kubeconfig_is_one_line_with_its_path(tmp_path, name, text, error)
         ({"server": "10.0.0.1:6443"}, {}, "write https://HOST:PORT"),
         ({"server": "https://h:99999"}, {}, "is not an API server"),
         ({"certificate-authority-data": "%"}, {}, "certificate-authority-data is not base64"),
+        ({"certificate-authority-data": "\u00e9"}, {}, "certificate-authority-data is not base64"),
         ({"proxy-url": "http://p"}, {}, "sets proxy-url, which is not supported"),
         ({}, {"as": "someone"}, "sets as, which is not supported"),
     ],
