@@ -26,6 +26,7 @@ CAMPAIGNS: Final[dict[str, str]] = {
     "histories": "tests.fuzz.histories:campaign",
     "texts": "tests.fuzz.texts:campaign",
     "conntrack": "tests.fuzz.long:conntrack",
+    "mutants": "tests.fuzz.long:mutants",
     "floods": "tests.fuzz.long:floods",
     "packets": "tests.fuzz.long:packets",
     "http-requests": "tests.fuzz.http_requests:requests",

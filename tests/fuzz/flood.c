@@ -1,7 +1,7 @@
 /* Floods from forged addresses, honest datagrams from many clients, and servers that are not in the
  * way of either.
  *
- *   flood send KIND DEVICE GATEWAY_MAC ADDRESS PORT RATE SECONDS FIRST_PORT PORTS
+ *   flood send KIND DEVICE GATEWAY_MAC ADDRESS PORT RATE SECONDS FIRST_PORT PORTS SEED
  *   flood serve PORT SILENT_PORT     TCP and UDP echo on PORT, UDP that never answers; until killed
  *
  * `send` prints "SENT ANSWERS SECONDS": frames, and UDP datagrams from PORT that have come back.
@@ -10,6 +10,7 @@
  *   syn, syn6    from any address; syn6 from one /64
  *   ack          the same, and 1,000 frames later an ACK of the same client with a wrong checksum
  *   udp          a datagram of a new client each time
+ *   stream       the same, and a second one of each client 2.5 s later
  *   rst, icmp    resets, and ICMP errors, for connections of 198.51.100.7 with PORTS ports from
  *                FIRST_PORT; any sequence number
  *   fragment     first fragments of datagrams, of a new client each time
@@ -33,6 +34,8 @@
 #define BATCH 32
 #define FRAME 128
 #define LATER 1000 /* frames between a SYN and its ACK */
+#define STREAM 2.5 /* seconds between the two datagrams of a stream's client */
+#define STREAMS (1 << 20)
 #define EVENTS 256
 
 static double now(void)
@@ -179,6 +182,28 @@ static int icmp4(unsigned char *ip, uint32_t from, uint32_t client, uint16_t por
 	return 68;
 }
 
+/* The second datagram of the client whose first one is STREAM old, or the first of a new one. */
+static int stream(unsigned char *ip, uint32_t from, uint16_t port)
+{
+	static struct {
+		double at;
+		uint32_t from;
+		uint16_t port;
+	} begun[STREAMS];
+	static uint64_t first, last;
+	double t = now();
+
+	if (first != last && t >= begun[first % STREAMS].at + STREAM) {
+		from = begun[first % STREAMS].from;
+		port = begun[first++ % STREAMS].port;
+	} else if (last - first < STREAMS) {
+		begun[last % STREAMS].at = t;
+		begun[last % STREAMS].from = from;
+		begun[last++ % STREAMS].port = port;
+	}
+	return udp4(ip, from, port, 0);
+}
+
 /* The next frame, without its link header. */
 static int next(unsigned char *ip, uint64_t number)
 {
@@ -207,6 +232,8 @@ static int next(unsigned char *ip, uint64_t number)
 	}
 	if (!strcmp(how.kind, "udp"))
 		return udp4(ip, from, port, 0);
+	if (!strcmp(how.kind, "stream"))
+		return stream(ip, from, port);
 	if (!strcmp(how.kind, "fragment"))
 		return udp4(ip, from, port, 1);
 	if (!strcmp(how.kind, "rst"))
@@ -245,7 +272,6 @@ static int send_all(const char *device, double rate, double seconds)
 	setsockopt(fd, SOL_SOCKET, SO_RCVBUFFORCE, &room, sizeof(room));
 	if (fd < 0 || bind(fd, (struct sockaddr *)&at, sizeof(at)))
 		return perror("packet socket"), 1;
-	seed ^= (uint64_t)getpid() << 32 ^ (uint64_t)(now() * 1e6);
 	begin = now();
 	end = begin + seconds;
 	while ((t = now()) < end) {
@@ -368,7 +394,7 @@ int main(int argc, char **argv)
 
 	if (argc == 4 && !strcmp(argv[1], "serve"))
 		serve(atoi(argv[2]), atoi(argv[3]));
-	if (argc != 11 || strcmp(argv[1], "send"))
+	if (argc != 12 || strcmp(argv[1], "send"))
 		return fputs("see flood.c\n", stderr), 2;
 	snprintf(how.kind, sizeof(how.kind), "%s", argv[2]);
 	sscanf(argv[4], "%hhx:%hhx:%hhx:%hhx:%hhx:%hhx", m, m + 1, m + 2, m + 3, m + 4, m + 5);
@@ -379,5 +405,7 @@ int main(int argc, char **argv)
 	how.port = atoi(argv[6]);
 	how.first = atoi(argv[9]);
 	how.ports = atoi(argv[10]);
+	seed ^= strtoull(argv[11], NULL, 10) * 0x9e3779b97f4a7c15ULL;
+	seed = seed ?: 1; /* the one state that the generator never leaves */
 	return send_all(argv[3], atof(argv[7]), atof(argv[8]));
 }

@@ -1,9 +1,9 @@
 """Floods against connections that are established and clients that are honest.
 
 A node as in node.py, but clients and pods are real: namespaces with sockets at the other ends of
-its devices. The node translates by kbpf, or by nf_conntrack with rules like those that a kube-proxy
-in mode nftables writes for these Services. Both may track nf_conntrack_max connections, as the
-machine has it.
+its devices. The node translates by kbpf, or by nf_conntrack and the rules of a real kube-proxy in
+mode nftables, which has these Services from a real API server. Both may track nf_conntrack_max
+connections, as the machine has it.
 
     192.0.2.2:80      TCP and UDP, answered; and the same by IPv6
     192.0.2.2:81      UDP that nobody answers
@@ -30,6 +30,7 @@ from kbpf.model.address import format_addr
 from kbpf.model.config import MapSizes
 from kbpf.model.desired import DesiredState
 from kbpf.model.objects import Protocol
+from tests.fuzz.kube_proxy_node import FRONT, NODE_PORT, SECOND_POD, SILENT, serve_by_kube_proxy
 from tests.fuzz.node import (
     BACK_PORT,
     CLIENT,
@@ -38,7 +39,6 @@ from tests.fuzz.node import (
     OWN,
     POD,
     ROUTED_BY,
-    VIP,
     KbpfNode,
     build,
     end,
@@ -48,14 +48,10 @@ from tests.fuzz.node import (
     namespaces,
 )
 from tests.fuzz.twins import dump_conntrack, flush_conntrack, set_timeouts
+from tests.support import plane
 from tests.support.lab import DIE_WITH_US, inside, ip, run
-from tests.support.plane import desired, service
 
 SOURCE: Final = Path(__file__).with_name("flood.c")
-FRONT: Final = VIP["masked"]
-SECOND_POD: Final = "10.244.1.3"
-SILENT: Final = 81
-NODE_PORT: Final = 30_053
 HONEST: Final = "198.51.100.8"
 KEPT_PORTS: Final = range(31_000, 32_000)
 """Of the established connections of CLIENT."""
@@ -68,11 +64,12 @@ HELD_SECONDS: Final = 60
 """Afterwards no port is held for a forged client for longer than this."""
 SERVED: Final = 0.99
 HONEST_UDP: Final = "honest udp"
-WAYS: Final = ("kbpf", "conntrack")
+WAYS: Final = ("kbpf", "kube-proxy")
 KINDS: Final = {
     "syn": ("syn", FRONT[4], FRONT_PORT),
     "syn + bad ack": ("ack", FRONT[4], FRONT_PORT),
     "udp answered": ("udp", FRONT[4], FRONT_PORT),
+    "udp stream": ("stream", FRONT[4], FRONT_PORT),
     "udp unanswered": ("udp", FRONT[4], SILENT),
     "rst": ("rst", FRONT[4], FRONT_PORT),
     "icmp errors": ("icmp", FRONT[4], FRONT_PORT),
@@ -80,6 +77,10 @@ KINDS: Final = {
     "ipv6 /64": ("syn6", FRONT[6], FRONT_PORT),
 }
 """What flood.c calls it, and where it goes."""
+STREAMS: Final = "udp stream"
+"""Each of its flows is answered and in use after 2 s, and holds its place and its port for 120 s,
+with Linux as with kbpf. So honest clients of UDP find no port when all are taken; those of TCP do.
+"""
 
 
 @dataclass
@@ -93,21 +94,23 @@ class Figures:
     seconds: float = 0.0
     established: int = 0
     lost: int = 0
-    honest: int = 0
-    served: int = 0
+    honest: Counter[str] = field(default_factory=Counter)
+    served: Counter[str] = field(default_factory=Counter)
+    """By protocol."""
     held: int = 0
     tracked: int = 0
     reasons: dict[str, int] = field(default_factory=dict)
 
     HEAD = (
-        "| node | flood | sent/s | established lost | honest served | ports held | tracked |\n"
-        + ("|---|---|---|---|---|---|---|")
+        "| node | flood | sent/s | established lost | honest TCP served | honest UDP served |"
+        " ports held | tracked |\n|---|---|---|---|---|---|---|---|"
     )
 
     def __str__(self) -> str:
         return (
             f"| {self.way} | {self.kind} | {self.sent / self.seconds:,.0f} |"
-            f" {self.lost} of {self.established} | {self.served} of {self.honest} |"
+            f" {self.lost} of {self.established} | {self.served['tcp']} of {self.honest['tcp']} |"
+            f" {self.served['udp']} of {self.honest['udp']} |"
             f" {self.held} | {self.tracked} |"
         )
 
@@ -116,11 +119,13 @@ class Figures:
         found = []
         if self.lost:
             found.append(f"{self.lost} of {self.established} established connections lost")
-        if self.served < SERVED * self.honest:
-            found.append(f"only {self.served} of {self.honest} honest clients served")
+        for name, tried in self.honest.items():
+            is_promised = (self.kind, name) != (STREAMS, "udp")
+            if is_promised and self.served[name] < SERVED * tried:
+                found.append(f"only {self.served[name]} of {tried} honest clients served by {name}")
         if self.reasons.get("NO_SNAT_PORT", 0) and self.kind == HONEST_UDP:
             found.append(f"{self.reasons['NO_SNAT_PORT']} datagrams found no port")
-        if self.held:
+        if self.held and self.kind != STREAMS:
             found.append(f"{self.held} ports are held for forged clients after {HELD_SECONDS} s")
         return [f"{self.way}, {self.kind}: {text}" for text in found]
 
@@ -131,7 +136,7 @@ class Clients:
     def __init__(self, where: str) -> None:
         self.where = where
         self.kept: list[socket.socket] = []
-        self.tried = self.served = 0
+        self.tried, self.served = Counter[str](), Counter[str]()
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -177,7 +182,8 @@ class Clients:
     def begin(self) -> None:
         """New connections from now on."""
         self._over.clear()
-        self.tried = self.served = 0
+        self.tried.clear()
+        self.served.clear()
         self._threads = [
             threading.Thread(target=lambda n=n: inside_of(self.where, lambda: self._dial(n)))
             for n in range(THREADS)
@@ -196,10 +202,11 @@ class Clients:
         pause = THREADS / HONEST_A_SECOND
         while not self._over.is_set():
             began = time.monotonic()
-            served = (_ask_tcp if number % 2 else _ask_udp)()
+            name, ask = ("tcp", _ask_tcp) if number % 2 else ("udp", _ask_udp)
+            served = ask()
             with self._lock:
-                self.tried += 1
-                self.served += served
+                self.tried[name] += 1
+                self.served[name] += served
             self._over.wait(max(0.0, pause - (time.monotonic() - began)))
 
 
@@ -226,10 +233,10 @@ def _ask_udp() -> bool:
 
 
 class Arena:
-    """The node, its clients and its pods. `way`: "kbpf" or "conntrack"."""
+    """The node, its clients and its pods. `way`: one of WAYS. Each flood has a seed of its own."""
 
-    def __init__(self, cache: Path, way: str, connections: int) -> None:
-        self.cache, self.way, self.connections = cache, way, connections
+    def __init__(self, cache: Path, way: str, connections: int, seed: int) -> None:
+        self.cache, self.way, self.connections, self.seed = cache, way, connections, seed
         self.name = f"kby{os.getpid()}"
         self.outside, self.pods = f"{self.name}o", f"{self.name}p"
         self.kbpf: KbpfNode | None = None
@@ -246,7 +253,7 @@ class Arena:
                 sizes = MapSizes(connections=self.connections)
                 self.kbpf = stack.enter_context(kbpf_node(self.cache, self.name, served(), sizes))
             else:
-                run(*inside(self.name, None, "nft", "-f", "-"), stdin=ruleset())
+                serve_by_kube_proxy(stack, self.name, Path(folder))
                 inside_of(self.name, set_timeouts)
             self._serve(stack)
             self._stack = stack.pop_all()
@@ -311,9 +318,10 @@ class Arena:
         self, kind: str, to: str, port: int, rate: int, seconds: float
     ) -> tuple[int, int, float]:
         """Frames sent, datagrams that came back, seconds."""
+        self.seed += 1
         command = (
             str(self.program), "send", kind, "fc0", mac_of(self.name, "c0"), to, str(port),
-            str(rate), str(seconds), str(KEPT_PORTS.start), str(len(KEPT_PORTS)),
+            str(rate), str(seconds), str(KEPT_PORTS.start), str(len(KEPT_PORTS)), str(self.seed),
         )  # fmt: skip
         sent, back, took = run(*inside(self.outside, None, *command)).split()
         return int(sent), int(back), float(took)
@@ -349,8 +357,8 @@ class Arena:
         figures = Figures(self.way, HONEST_UDP, rate)
         before = self.reasons()
         sent = self.send("udp", ROUTED_BY[4], NODE_PORT, rate, seconds)
-        figures.sent, figures.served, figures.seconds = sent
-        figures.honest = figures.sent
+        figures.sent, figures.served["udp"], figures.seconds = sent
+        figures.honest["udp"] = figures.sent
         figures.tracked, _ = self.held()
         figures.reasons = {
             each.name: count for each, count in (self.reasons() - before).items() if count
@@ -400,34 +408,12 @@ def served() -> DesiredState:
     """The Services."""
     two = f"{POD['b0'][4]}:{BACK_PORT} {SECOND_POD}:{BACK_PORT}"
     made = [
-        service(f"front{family}-{protocol.name.lower()}",
+        plane.service(f"front{family}-{protocol.name.lower()}",
                 f"LoadBalancer={end(FRONT[family], FRONT_PORT)}",
                 end(POD["b0"][family], BACK_PORT), protocol)
         for family in (4, 6) for protocol in (Protocol.TCP, Protocol.UDP)
     ]  # fmt: skip
     silent = f"{POD['b0'][4]}:8081"
-    made.append(service("silent", f"LoadBalancer={FRONT[4]}:{SILENT}", silent, Protocol.UDP))
-    made.append(service("dns", f"NodePort=0.0.0.0:{NODE_PORT}", two, Protocol.UDP))
-    return desired(*made, nodes=ROUTED_BY[4])
-
-
-def ruleset() -> str:
-    """As a kube-proxy in mode nftables has it for these Services, without its chains."""
-    lines = ["table inet nat {", "chain pre { type nat hook prerouting priority dstnat;"]
-    for family, word in ((4, "ip"), (6, "ip6")):
-        lines += [
-            f"{word} daddr {FRONT[family]} {protocol} dport {FRONT_PORT}"
-            f" meta mark set mark or 0x4000 dnat {word} to {end(POD['b0'][family], BACK_PORT)}"
-            for protocol in ("tcp", "udp")
-        ]
-    lines += [
-        f"ip daddr {FRONT[4]} udp dport {SILENT} meta mark set mark or 0x4000"
-        f" dnat ip to {POD['b0'][4]}:8081",
-        f"ip daddr {ROUTED_BY[4]} udp dport {NODE_PORT} meta mark set mark or 0x4000"
-        f" dnat ip to numgen random mod 2 map {{ 0: {POD['b0'][4]}, 1: {SECOND_POD} }}"
-        f":{BACK_PORT}",
-        "}", "chain post { type nat hook postrouting priority srcnat;",
-        "meta mark & 0x4000 == 0x4000 masquerade fully-random", "}",
-        "chain forward { type filter hook forward priority 0;", "ct state invalid drop", "}",
-    ]  # fmt: skip
-    return "\n".join((*lines, "}"))
+    made.append(plane.service("silent", f"LoadBalancer={FRONT[4]}:{SILENT}", silent, Protocol.UDP))
+    made.append(plane.service("dns", f"NodePort=0.0.0.0:{NODE_PORT}", two, Protocol.UDP))
+    return plane.desired(*made, nodes=ROUTED_BY[4])

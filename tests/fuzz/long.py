@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Final
 
 from tests.fuzz import program_runs
-from tests.fuzz.comparison import BATCH, SHOWN, compare, random_sequences, shrunk
+from tests.fuzz.comparison import BATCH, SEEDS, SHOWN, compare, random_sequences, shrunk
 from tests.fuzz.floods import KINDS, WAYS, Arena, Figures, room
+from tests.fuzz.mutants import MUTANTS, found
 from tests.fuzz.twins import Twins
 
 FLOOD_SECONDS: Final = 60.0
@@ -52,8 +53,8 @@ def packets(seed: int, minutes: float | None) -> None:
 
 
 def floods(seed: int, minutes: float | None) -> None:
-    """Each flood at each rate, and honest UDP, on kbpf and on nf_conntrack; one table. `minutes`
-    are for all of them together. The seed is not used: forged clients are any.
+    """Each flood at each rate, and honest UDP, on kbpf and on a kube-proxy; one table. `minutes`
+    are for all of them together. The seed is of the forged clients; the same for both nodes.
     """
     runs = 2 * len(KINDS) * len(FLOOD_RATES) + 2 * UDP_SECONDS / FLOOD_SECONDS
     scale = 1.0 if minutes is None else min(1.0, 60 * minutes / runs / FLOOD_SECONDS)
@@ -61,7 +62,7 @@ def floods(seed: int, minutes: float | None) -> None:
     print(Figures.HEAD, flush=True)
     with cache() as folder:
         for way in WAYS:
-            with Arena(folder, way, room()) as arena:
+            with Arena(folder, way, room(), seed) as arena:
                 for rate, kind in product(FLOOD_RATES, KINDS):
                     figures = arena.flood(kind, rate, FLOOD_SECONDS * scale)
                     print(figures, flush=True)
@@ -73,19 +74,34 @@ def floods(seed: int, minutes: float | None) -> None:
     assert not faults, "; ".join(faults)
 
 
+def mutants(seed: int, minutes: float | None) -> None:
+    """Each of MUTANTS beside nf_conntrack: the sequences of the suite must find it, whatever seed
+    and minutes are given.
+    """
+    missed = []
+    for mutant in MUTANTS:
+        count, shortest = found(mutant, SEEDS)
+        print(f"{mutant.name}: {count} of {BATCH}, {shortest}", flush=True)
+        if not count:
+            missed.append(mutant.name)
+    assert not missed, missed
+
+
 def conntrack(seed: int, minutes: float | None) -> None:
     """SEQUENCES random sequences beside nf_conntrack."""
     rng, tally, findings, played = random.Random(seed), Counter[str](), [], 0
+    wrong = 0
     with cache() as folder, Twins(folder) as twins:
         until = deadline(minutes)
         while played < SEQUENCES and not (until is not None and time.monotonic() > until):
-            found, rows = compare(twins, random_sequences(rng, BATCH))
-            findings += shrunk(twins, found)
+            differing, rows = compare(twins, random_sequences(rng, BATCH))
+            wrong += len(differing)
+            findings += shrunk(twins, differing)
             tally += rows
             played += BATCH
             if len(findings) >= SHOWN:
                 break
-    print(f"{played} sequences, {played - tally.total()} of them wrong")
+    print(f"{played} sequences, {wrong} of them wrong")
     for name, count in tally.most_common():
         print(f"  {count:7} {name}")
     assert not findings, "\n".join(map(str, findings))

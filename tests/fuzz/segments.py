@@ -20,7 +20,7 @@ import re
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from tests.support.packets import chunk, sctp, tcp, udp
 
@@ -75,7 +75,7 @@ class _Side:
     spoke: bool = False
     began: bool = False
     """Has sent a SYN; what came before it was for no connection."""
-    last: "dict[str, object] | None" = None
+    last: "dict[str, Any] | None" = None
 
 
 @dataclass
@@ -93,6 +93,11 @@ class Speaker:
 
     def packet(self, text: str, source: str, to: str) -> bytes | None:
         """The packet of this token between these ends; None: a repetition of nothing."""
+        fields = self.fields(text)
+        return None if fields is None else BUILDERS[self.protocol](source, to, **fields)
+
+    def fields(self, text: str) -> dict[str, Any] | None:
+        """What packet() puts into the packet of this token: arguments of tcp(), udp() or sctp()."""
         token = parse_token(text)
         own, other = self.sides[token.back], self.sides[not token.back]
         if token.kind == "=":
@@ -102,18 +107,16 @@ class Speaker:
                 token, own, other
             )
             own.last = {**fields, "checksum": "right", "ttl": 64}
-        if fields is None:
-            return None
-        return BUILDERS[self.protocol](source, to, **fields)
+        return fields
 
     @staticmethod
-    def _ip(token: Token) -> dict[str, object]:
+    def _ip(token: Token) -> dict[str, Any]:
         return {
             "checksum": "wrong" if token.flaw == "sum" else "right",
             "ttl": 1 if token.flaw == "ttl" else 64,
         }
 
-    def _tcp(self, token: Token, own: _Side, other: _Side) -> dict[str, object]:
+    def _tcp(self, token: Token, own: _Side, other: _Side) -> dict[str, Any]:
         syn, fin = "S" in token.kind, "F" in token.kind
         if syn and token.where == "new" and not token.flaw:
             own.isn = (own.isn + NEW) % (1 << 32)
@@ -134,10 +137,10 @@ class Speaker:
             "ack": ack % (1 << 32), "urgent": self.tag, **self._ip(token),
         }  # fmt: skip
 
-    def _udp(self, token: Token, own: _Side, other: _Side) -> dict[str, object]:
+    def _udp(self, token: Token, own: _Side, other: _Side) -> dict[str, Any]:
         return {"payload": struct.pack("!H", self.tag) + bytes(token.size), **self._ip(token)}
 
-    def _sctp(self, token: Token, own: _Side, other: _Side) -> dict[str, object]:
+    def _sctp(self, token: Token, own: _Side, other: _Side) -> dict[str, Any]:
         tag = 0 if token.kind == "INIT" else other.isn
         if token.where == "tag":
             tag ^= 0x5555

@@ -5,17 +5,17 @@ campaign `conntrack`. See segments.py for how scripts are read, and differences.
 import random
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.fuzz.comparison import BATCH, compare, random_sequences, shrunk
-from tests.fuzz.differences import ROWS
+from tests.fuzz.comparison import BATCH, SEEDS, compare, play, random_sequences, shrunk
+from tests.fuzz.differences import ROWS, complaint
 from tests.fuzz.node import VARIANTS
-from tests.fuzz.twins import Played, Twins
+from tests.fuzz.reference import read
+from tests.fuzz.twins import LONGEST_PHASE, NOTHING, Outcome, Played, Stalled, Twins
 
-SEEDS = (11, 12, 13)
 DATAPATH = Path(__file__).parents[2] / "docs" / "datapath.md"
 
 SCRIPTS = [
@@ -43,6 +43,15 @@ SCRIPTS = [
     ("sctp", "INIT <INITACK", "ANSWERED", False, "COOKIE_WAIT"),
     ("sctp", "INIT <INITACK ECHO <ECHOACK", "ESTABLISHED", True, "ESTABLISHED"),
 ]
+
+
+DAY = 86_400
+OPEN = Outcome("ESTABLISHED", True, DAY)
+ESTABLISHED = Outcome("ESTABLISHED", True, DAY)
+UNPROVEN = Outcome("UNPROVEN", False, DAY)
+ANSWERED = Outcome("ANSWERED", False, 60)
+CLOSING = Outcome("CLOSING", False, 3600)
+CLOSED = Outcome("CLOSED", False, 120)
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +83,51 @@ def test_random_sequences_come_to_what_conntrack_makes_of_them(twins: Twins, see
     assert [str(each) for each in shrunk(twins, findings)] == [], f"seed {seed}: {len(findings)}"
     for protocol in ("tcp", "udp", "sctp"):
         assert tally[f"{protocol}: equal"] > 0
+
+
+WRONG = [
+    # script, what kbpf might make of it, what Linux makes of it, and why that is a finding
+    ("S <SA A A+100 <A R~far", CLOSED, OPEN, "which the document calls ESTABLISHED"),
+    ("S <SA A A+100 <A F~far A", CLOSING, OPEN, "which the document calls ESTABLISHED"),
+    ("S <SA A A+100 <A FA~far A!sum", CLOSING, OPEN, "which the document calls ESTABLISHED"),
+    ("S <SA A", ESTABLISHED, OPEN, "which the document calls UNPROVEN"),
+    ("S <SA A A+100 <A", UNPROVEN, OPEN, "which the document calls ESTABLISHED"),
+    ("S <SA A A+100 <A", NOTHING, OPEN, "a connection that Linux needs is forgotten"),
+    ("S <SA <A+100~old A A+100", ANSWERED, OPEN, "not ended by anybody, and not kept as long"),
+]
+
+
+@pytest.mark.parametrize(("script", "kbpf", "linux", "why"), WRONG, ids=str)
+def test_what_would_be_found(script: str, kbpf: Outcome, linux: Outcome, why: str):
+    reading = read("tcp", script, "past")
+    if why.startswith("not ended"):
+        reading.state = kbpf.state  # as if the document allowed it
+    assert complaint("tcp", reading, kbpf, linux).endswith(why)
+
+
+class SlowTwins(Twins):
+    """Two nodes of a machine that takes 0.01 s for each sequence of a batch."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def play(self, sequences: Sequence[Played]) -> list[tuple[Outcome, Outcome]]:
+        self.sizes.append(len(sequences))
+        if len(sequences) * 0.01 > LONGEST_PHASE:
+            raise Stalled("too slow")
+        return [(NOTHING, NOTHING)] * len(sequences)
+
+
+def test_a_batch_that_stalled_is_played_in_halves_and_counted():
+    twins = SlowTwins()
+    outcomes, stalls = play(twins, [Played("U", "udp", 4, "kept")] * 400)
+    assert (len(outcomes), stalls, twins.sizes) == (400, 3, [400, 200, 100, 100, 200, 100, 100])
+
+
+def test_a_batch_knows_by_its_clock_that_it_stalled(twins: Twins, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tests.fuzz.twins.LONGEST_PHASE", 0.0)
+    with pytest.raises(Stalled, match=r"phase 0 took .* s, and may take 0.0 s"):
+        twins.play([Played("U <U", "udp", 4, "kept")])
 
 
 def test_each_intended_difference_has_its_reason_in_the_documents():

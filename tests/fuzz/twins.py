@@ -39,6 +39,7 @@ from tests.fuzz.node import (
     namespaces,
     three_services,
 )
+from tests.fuzz.reference import STREAM_SECONDS
 from tests.fuzz.segments import IDLE_SECONDS, PAUSE, Speaker
 from tests.support.lab import inside, run
 from tests.support.packets import frame, udp
@@ -48,6 +49,10 @@ FIRST_PORT, LAST_PORT = 2000, 60_000
 MOST_AT_ONCE: Final = 300
 """Packets before their arrival is waited for: a CPU's backlog has room for 1,000."""
 PATIENCE: Final = 60.0
+LONGEST_PHASE: Final = STREAM_SECONDS - 0.1
+"""Between two pauses: after 2 s a UDP flow is a stream."""
+LONGEST_BATCH: Final = 9.0
+"""The shortest time-out is 30 s, and one of 40 s would be read as that when 10 s of it are over."""
 SIZES: Final = MapSizes(connections=65_536, affinity=1024)
 
 
@@ -74,6 +79,12 @@ class Outcome(NamedTuple):
 
 
 NOTHING: Final = Outcome("none", False, 0)
+
+
+class Stalled(Exception):
+    """The machine was too slow for a batch: a node may have seen a pause where there was none, or
+    have forgotten something.
+    """
 
 
 @dataclass
@@ -180,7 +191,7 @@ class Twins:
     # ---- a batch -------------------------------------------------------------------------------
 
     def play(self, sequences: Sequence[Played]) -> list[tuple[Outcome, Outcome]]:
-        """What kbpf and Linux come to with each, all of them at once."""
+        """What kbpf and Linux come to with each, all of them at once. Raises Stalled."""
         assert len(sequences) <= LAST_PORT - FIRST_PORT
         self.forget()
         sides = (self.kbpf, self.linux)
@@ -189,9 +200,11 @@ class Twins:
             for _ in sides
         ]
         phases = [[part.split() for part in each.script.split(PAUSE)] for each in sequences]
+        began = time.monotonic()
         for phase in range(max(map(len, phases), default=0)):
             if phase:
                 time.sleep(IDLE_SECONDS)
+            phase_began = time.monotonic()
             now = [each[phase] if phase < len(each) else [] for each in phases]
             for step in range(max(map(len, now))):
                 acting = [n for n, tokens in enumerate(now) if step < len(tokens)]
@@ -200,7 +213,10 @@ class Twins:
                         for n in acting[at : at + MOST_AT_ONCE]:
                             _say(side, own[n], sequences[n], now[n][step])
                         side.settle()
-        return self.read(sequences)
+            _check_clock(f"phase {phase}", phase_began, LONGEST_PHASE)
+        outcomes = self.read(sequences)
+        _check_clock("the batch", began, LONGEST_BATCH)
+        return outcomes
 
     # ---- what they know ------------------------------------------------------------------------
 
@@ -224,6 +240,12 @@ class Twins:
             )
             found.append((ours.get(key, NOTHING), theirs.get(key, NOTHING)))
         return found
+
+
+def _check_clock(what: str, began: float, longest: float) -> None:
+    took = time.monotonic() - began
+    if took > longest:
+        raise Stalled(f"{what} took {took:.1f} s, and may take {longest} s")
 
 
 def _set_for_comparison() -> None:

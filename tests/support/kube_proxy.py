@@ -6,10 +6,10 @@ conntrack are that namespace's own and are gone with it. It ends as kubelet ends
 
 import subprocess
 from pathlib import Path
-from typing import Self
+from typing import Protocol, Self
 
 from tests.support import go_build
-from tests.support.lab import DIE_WITH_US, PATIENCE, Node, inside
+from tests.support.lab import DIE_WITH_US, PATIENCE, inside
 
 MODES = ("nftables", "iptables")
 """Those that any kernel has; "ipvs" wants IPVS, and the program ipset."""
@@ -22,12 +22,24 @@ QUIET = (
 )
 
 
-class KubeProxy:
-    """`kube-proxy` on one node. `arguments` are further flags."""
+class Home(Protocol):
+    """Where it runs: a node of the lab, or any other network namespace."""
 
-    def __init__(self, node: Node, mode: str, kubeconfig: Path, *arguments: str) -> None:
+    @property
+    def name(self) -> str:
+        """Kubernetes' name of the node."""
+
+    @property
+    def netns(self) -> str:
+        """The namespace, below /run/netns."""
+
+
+class KubeProxy:
+    """`kube-proxy` on one node; its log is beside the kubeconfig. `arguments` are further flags."""
+
+    def __init__(self, node: Home, mode: str, kubeconfig: Path, *arguments: str) -> None:
         self.node, self.mode = node, mode
-        self.log = node.lab.folder / f"kube-proxy-{node.name}.log"
+        self.log = kubeconfig.parent / f"kube-proxy-{node.name}.log"
         self._command = (
             *(str(go_build.build("kube-proxy")), "--proxy-mode", mode),
             *("--kubeconfig", str(kubeconfig), "--hostname-override", node.name),
@@ -74,7 +86,7 @@ class KubeProxy:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
 
-def has_programmed(node: Node, mode: str, node_port: int) -> bool:
+def has_programmed(node: Home, mode: str, node_port: int) -> bool:
     """Whether rules of a kube-proxy in this mode lead this TCP NodePort to somebody, whoever serves
     it now.
     """
