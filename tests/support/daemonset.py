@@ -31,7 +31,7 @@ from tests.support.kube import Object
 from tests.support.kube_objects import node
 from tests.support.kubectl import Kubectl, copy_of_manifests
 from tests.support.kubelets import SPACE, Kubelets, digest
-from tests.support.lab import PATIENCE, Agent, Node, inside, until
+from tests.support.lab import PATIENCE, Agent, Node, cgroup2, inside, until
 from tests.support.plane import BPFFS
 from tests.support.pods import Container, Host, Image, oci_config, this_machine
 
@@ -121,6 +121,7 @@ class PodAgent(Agent):
             self.node.netns,
             self.node.name,
             name,
+            self._cgroup,
             {**self.host_paths(), **paths},
             {**volumes, "tmp": folder / "tmp"},
             account,
@@ -183,8 +184,10 @@ class PodAgent(Agent):
 
     @property
     def _cgroup(self) -> str:
-        """Of the container that was started last, below the root of a hierarchy."""
-        return f"{self.node.netns}-{self._count}"
+        """Of the container that was started last, below the root of a hierarchy. It is in the
+        node's, so that the hooks see what runs in it, as on a real node.
+        """
+        return str(self.node.cgroup.relative_to(cgroup2()) / f"{self.node.netns}-{self._count}")
 
     def exec(self, *command: str) -> "subprocess.CompletedProcess[str]":
         """`kubectl exec` in the pod."""
@@ -253,6 +256,17 @@ class PodAgent(Agent):
             self._container.close()
         self.remove_pins()
         shutil.rmtree(self.bpffs, ignore_errors=True)
+        self._remove_v1_cgroups()
+
+    def _remove_v1_cgroups(self) -> None:
+        """Where there is cgroup v1, too, runc makes the node's cgroup in each of its hierarchies.
+        That of v2 is the lab's.
+        """
+        node = self.node.cgroup.relative_to(cgroup2())
+        for hierarchy in set(Path("/sys/fs/cgroup").iterdir()) - {cgroup2()}:
+            for folder in (hierarchy / node, *(hierarchy / each for each in node.parents[:-1])):
+                with contextlib.suppress(OSError):  # not there, or another node's is in it
+                    folder.rmdir()
 
 
 def is_kube_proxy(container: Object) -> bool:

@@ -66,13 +66,15 @@ class Image:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """The node: its network namespace and name, the container's own name, where each hostPath is on
-    this machine, and folders that stand for volumes of other kinds (by the volume's name).
+    """The node: its network namespace and name, the container's own name and its cgroup below the
+    root of each hierarchy, where each hostPath is on this machine, and folders that stand for
+    volumes of other kinds (by the volume's name).
     """
 
     netns: str
     name: str
     container: str
+    cgroup: str
     paths: Mapping[str, Path]
     volumes: Mapping[str, Path]
     service_account: Path | None
@@ -119,7 +121,7 @@ def oci_config(spec: Object, image: Image, host: Host) -> Object:
             **({} if rights.privileged else {"maskedPaths": MASKED, "readonlyPaths": READ_ONLY}),
             "seccomp": _seccomp(rights.seccomp, rights.capabilities),
             "resources": {"memory": {"limit": _bytes(limits["memory"])}} if limits else {},
-            "cgroupsPath": f"/{host.container}",
+            "cgroupsPath": f"/{host.cgroup}",
         },
     }
 

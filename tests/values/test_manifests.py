@@ -78,6 +78,11 @@ ROWS: list[tuple[str, Callable[[list[Object]], object], object]] = [
         lambda o: next(v["emptyDir"] for v in pod(o)["volumes"] if v["name"] == "tmp"),
         {"sizeLimit": "64Mi"},
     ),
+    (
+        "what of the node it may write",
+        lambda o: {m["mountPath"] for m in container(o)["volumeMounts"] if not m.get("readOnly")},
+        {"/sys/fs/bpf", "/host/proc/sys/net", "/run/kbpf", "/var/cache/kbpf", "/tmp"},
+    ),
     ("it says that it has a token", lambda o: pod(o)["automountServiceAccountToken"], True),
     ("no limit that slows it down", lambda o: "cpu" in container(o)["resources"]["limits"], False),
 ]
