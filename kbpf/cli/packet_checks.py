@@ -151,12 +151,18 @@ def _early_rules() -> CheckRow:
     """Whether the host guards NodePorts by rules that the packet path passes."""
     name = "rules before DNAT"
     can = netfilter.available()
-    if not can.works:
-        return CheckRow(name, "unknown", False, can.reason, "")
+    old = early_rules.legacy_chains()
+    found, unread = old.chains, [f"{', '.join(old.unread)} cannot be read"] * bool(old.unread)
     try:
-        found = early_rules.chains()
+        if can.works:
+            found = (*early_rules.chains(), *found)
+        else:
+            unread.append(can.reason)
     except KernelError as error:
-        return CheckRow(name, "unknown", False, str(error), error.hint)
+        unread.append(str(error))
+    if not found and unread:
+        advice = f"run `kbpf check` where iptables-legacy-save is, or {firewalls.INSTEAD}"
+        return CheckRow(name, "unknown", False, "; ".join(unread), advice if old.unread else "")
     if not found:
         return row(name, Probe(True), "", needed=False, detail="none that guards NodePorts or VIPs")
     detail = f"passed by the packet path, so they guard no NodePort or VIP: {', '.join(found)}"

@@ -32,15 +32,24 @@ INSTEAD: Final = (
 
 def early(listed: Iterable[netfilter.Json] | None = None) -> tuple[str, ...]:
     """About chains that refuse packets before DNAT, which the packet path serves earlier: one line
-    for all. Nothing of what cannot be read.
+    for all, and one about tables that only iptables-legacy can read.
     """
+    found: tuple[str, ...] = ()
     with contextlib.suppress(KernelError):
-        if found := early_rules.chains(listed):
-            return (
-                f"packets for NodePorts and VIPs are served before {', '.join(found)} sees them, "
-                f"so its rules do not guard these any more; {INSTEAD}",
-            )
-    return ()
+        found = early_rules.chains(listed)
+    old = early_rules.legacy_chains()
+    lines = []
+    if found := (*found, *old.chains):
+        lines.append(
+            f"packets for NodePorts and VIPs are served before {', '.join(found)} sees them, "
+            f"so its rules do not guard these any more; {INSTEAD}"
+        )
+    if old.unread:
+        lines.append(
+            f"{', '.join(old.unread)} cannot be read from here; rules of its PREROUTING do not "
+            f"guard NodePorts and VIPs any more; {INSTEAD}"
+        )
+    return tuple(lines)
 
 
 def inputs(table: str, listed: Iterable[netfilter.Json] | None = None) -> tuple[str, ...]:

@@ -2,15 +2,19 @@
 clients, and where the packet path has translated a packet already.
 
 Base chains at prerouting with a priority before dstnat, and at netdev's ingress, with the chains
-that they jump to. A rule counts if it refuses and chooses packets by a source, a destination, an
+that they jump to; of iptables-legacy, PREROUTING in the tables raw and mangle. A rule counts if it
+refuses, and if it, or a rule that leads to it, chooses packets by a source, a destination, an
 original destination (conntrack), or a port among NodePorts; what cannot be read (extensions of
-iptables, named sets) counts, too. A rule for other ports, or for connection states, does not.
+iptables, named sets) counts, too. A rule for other ports, or for connection states, does not. A
+base chain that drops by policy counts.
 """
 
+import shlex
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from kbpf.kernel import netfilter
+from kbpf.errors import KernelError
+from kbpf.kernel import legacy, netfilter
 from kbpf.kernel.netfilter import Json
 
 DSTNAT: Final = -100
@@ -33,16 +37,44 @@ def chains(listed: Iterable[Json] | None = None) -> tuple[str, ...]:
     be read. `listed`: see netfilter.list_chains().
     """
     found = []
-    tables: dict[tuple[str, str], dict[str, list[Json]]] = {}
+    tables: dict[tuple[str, str], dict[str, list[Rule]]] = {}
     for chain in netfilter.list_chains() if listed is None else listed:
         where = str(chain.get("family", "")), str(chain.get("table", ""))
         if where[1] in OURS or not _is_early(chain):
             continue
         if where not in tables:
             tables[where] = _rules_of(*where)
-        if guards(tables[where], str(chain["name"])):
+        if chain.get("policy") == "drop" or guards(tables[where], str(chain["name"])):
             found.append(" ".join((*where, str(chain["name"]))))
     return tuple(sorted(found))
+
+
+class Legacy(NamedTuple):
+    """Chains of iptables-legacy that count, and tables that could not be read."""
+
+    chains: tuple[str, ...]
+    unread: tuple[str, ...]
+
+
+def legacy_chains() -> Legacy:
+    """The same as chains() for iptables-legacy. Its tables can be read by its own programs only,
+    which our image does not have.
+    """
+    found, unread = [], []
+    for family in legacy.NAMES:
+        for table in ("mangle", "raw"):
+            if table not in legacy.tables(family):
+                continue
+            name = f"{family} {table} (iptables-legacy)"
+            try:
+                saved = legacy.save(family, table).splitlines()
+            except KernelError:
+                unread.append(name)
+                continue
+            drops = any(line.startswith(":PREROUTING DROP") for line in saved)
+            if drops or guards(_saved_rules(saved), "PREROUTING"):
+                found.append(f"{name} PREROUTING")
+    return Legacy(tuple(found), tuple(unread))
 
 
 def _is_early(chain: Json) -> bool:
@@ -52,43 +84,60 @@ def _is_early(chain: Json) -> bool:
     return hook == "ingress" or (hook == "prerouting" and int(priority) < DSTNAT)
 
 
-def _rules_of(family: str, table: str) -> dict[str, list[Json]]:
+class Rule(NamedTuple):
+    """What matters of a rule. `chooses`: by address, or by a port among NodePorts. `elsewhere`: it
+    is for other ports only. `targets`: chains that it leads to.
+    """
+
+    refuses: bool
+    chooses: bool
+    elsewhere: bool
+    targets: frozenset[str]
+
+
+def _rules_of(family: str, table: str) -> dict[str, list[Rule]]:
+    """Of a table of nf_tables, by chain."""
     asked = {"list": {"table": {"family": family, "name": table}}}
-    found: dict[str, list[Json]] = {}
+    found: dict[str, list[Rule]] = {}
     for one in netfilter.transaction(asked):
         if "rule" in one:
-            found.setdefault(str(one["rule"]["chain"]), []).append(one["rule"])
+            rule = _nft_rule(one["rule"].get("expr", ()))
+            found.setdefault(str(one["rule"]["chain"]), []).append(rule)
     return found
 
 
-def guards(rules: Mapping[str, Collection[Json]], base: str) -> bool:
+def guards(rules: Mapping[str, Collection[Rule]], base: str) -> bool:
     """Whether the chain `base`, or one that it leads to, has a rule that counts. `rules`: of the
     table, by chain.
     """
-    seen, waiting = {base}, [base]
+    seen, waiting = {(base, False)}, [(base, False)]
     while waiting:
-        name = waiting.pop()
+        name, chosen = waiting.pop()
         if name.startswith(CALICO):
             return True
         for rule in rules.get(name, ()):
-            expressions = rule.get("expr", ())
-            if counts(expressions):
+            if rule.elsewhere:
+                continue
+            chooses = chosen or rule.chooses
+            if rule.refuses and chooses:
                 return True
-            new = set(_targets(expressions)) - seen
+            new = {(target, chooses) for target in rule.targets} - seen
             seen |= new
             waiting += new
     return False
 
 
-def counts(expressions: Collection[Json]) -> bool:
-    """Whether a rule of these expressions refuses packets for NodePorts or VIPs by what it knows
-    of them.
-    """
-    refuses = any(_refuses(one) for one in expressions)
+# ---- nf_tables -----------------------------------------------------------------------------------
+
+
+def _nft_rule(expressions: Collection[Json]) -> Rule:
     ports = [answer for one in expressions if (answer := _by_port(one)) is not None]
-    if not refuses or (ports and not any(ports)):
-        return False
-    return any(ports) or any(_by_address(one) for one in expressions)
+    return Rule(
+        any(_refuses(one) for one in expressions),
+        any(ports) or any(_by_address(one) for one in expressions),
+        bool(ports) and not any(ports),
+        frozenset(_targets(expressions)),
+    )
 
 
 def _refuses(expression: Json) -> bool:
@@ -154,3 +203,49 @@ def _targets(expressions: Iterable[Json]) -> Iterator[str]:
             for word in ("jump", "goto"):
                 if isinstance(verdict.get(word), dict):
                     yield str(verdict[word]["target"])
+
+
+# ---- iptables-legacy -----------------------------------------------------------------------------
+
+REFUSING: Final = frozenset(("DROP", "REJECT"))
+SAVED_PORTS: Final = frozenset(("--dport", "--dports", "--ports", "--ctorigdstport"))
+SAVED_ADDRESSES: Final = frozenset(
+    ("-s", "-d", "--ctorigdst", "--ctorigsrc", "--src-range", "--dst-range", "--match-set")
+)
+SAVED_MATCHES: Final = frozenset(("geoip", "recent", "bpf", "u32", "string"))
+"""Matches that may choose by address or port, whatever their options are."""
+
+
+def _saved_rules(lines: Iterable[str]) -> dict[str, list[Rule]]:
+    """Of what iptables-save printed, by chain."""
+    found: dict[str, list[Rule]] = {}
+    for line in lines:
+        if line.startswith("-A "):
+            _, chain, *words = shlex.split(line)
+            found.setdefault(chain, []).append(_saved_rule(words))
+    return found
+
+
+def _saved_rule(words: list[str]) -> Rule:
+    options = list(zip(["", *words], words, [*words[1:], ""], strict=False))
+    ports = [
+        before == "!" or _has_node_port(value)
+        for before, option, value in options
+        if option in SAVED_PORTS
+    ]
+    chooses = any(
+        option in SAVED_ADDRESSES or (option == "-m" and value in SAVED_MATCHES)
+        for _, option, value in options
+    )
+    targets = frozenset(value for _, option, value in options if option in ("-j", "-g"))
+    return Rule(bool(targets & REFUSING), any(ports) or chooses, bool(ports) and not any(ports),
+                targets)  # fmt: skip
+
+
+def _has_node_port(text: str) -> bool:
+    """Of `30080`, `30000:32767` and lists of both."""
+    for part in text.split(","):
+        low, _, high = part.partition(":")
+        if int(low or 0) < NODE_PORTS.stop and int(high or low) >= NODE_PORTS.start:
+            return True
+    return False

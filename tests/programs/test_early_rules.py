@@ -51,6 +51,14 @@ ROWS = [
     Row("in a chain that nothing leads to",
         "table inet t { chain d { tcp dport 30080 drop; }\n"
         "chain c { type filter hook prerouting priority raw; } }"),
+    Row("in a chain for NodePorts that it jumps to",
+        "table inet t { chain d { drop; }\n"
+        "chain c { type filter hook prerouting priority raw; tcp dport 30080 jump d; } }", C),
+    Row("in a chain for another port that it jumps to",
+        "table inet t { chain d { drop; }\n"
+        "chain c { type filter hook prerouting priority raw; tcp dport 22 jump d; } }"),
+    Row("by policy", at("tcp dport 80 accept", "type filter hook prerouting priority raw; "
+        "policy drop"), C),
     Row("at ingress of a device",
         "table netdev t { chain c { type filter hook ingress device lo priority 0; "
         "tcp dport 30080 drop; } }", ("netdev t c",)),
@@ -100,6 +108,63 @@ def test_iptables(where: str, rule: str, named: tuple[str, ...]) -> None:
     command = ["ip", "netns", "exec", where, "iptables-nft", *rule.split()]
     subprocess.run(command, check=True, capture_output=True)
     assert netns.inside(Path("/run/netns") / where, early_rules.chains) == named
+
+
+RAW, MANGLE = "ip raw (iptables-legacy)", "ip mangle (iptables-legacy)"
+LEGACY = [
+    *((rule, tuple(f"{name[:-len(' PREROUTING')]} (iptables-legacy) PREROUTING" for name in named))
+      for rule, named in IPTABLES),
+    ("-t raw -A PREROUTING -p udp --dport 30080 -j DROP", (f"{RAW} PREROUTING",)),
+    ("-t raw -A PREROUTING -p tcp ! --dport 22 -j DROP", (f"{RAW} PREROUTING",)),
+    ("-t raw -A PREROUTING -p tcp --dport 22 -j DROP", ()),
+    ("-t raw -A PREROUTING -p tcp -m multiport --dports 22,80,8000:9000 -j DROP", ()),
+    ("-t raw -A PREROUTING -m iprange --src-range 192.0.2.1-192.0.2.9 -j DROP",
+     (f"{RAW} PREROUTING",)),
+    ("-t raw -P PREROUTING DROP", (f"{RAW} PREROUTING",)),
+    ("-t raw -A OUTPUT -p tcp --dport 30080 -j DROP", ()),
+    ("-t mangle -A PREROUTING -m conntrack --ctstate INVALID -j DROP", ()),
+    ("-t mangle -A PREROUTING -p tcp -m conntrack --ctorigdstport 30080 -j DROP",
+     (f"{MANGLE} PREROUTING",)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rule", "named"), LEGACY, ids=[rule for rule, _ in LEGACY])
+def test_iptables_legacy(where: str, rule: str, named: tuple[str, ...]) -> None:
+    run("ip", "netns", "exec", where, "iptables-legacy", *rule.split())
+    place = Path("/run/netns") / where
+    assert netns.inside(place, early_rules.legacy_chains) == (named, ())
+    lines = netns.inside(place, firewalls.early)
+    assert len(lines) == bool(named)
+    assert all(name in line for name in named for line in lines)
+
+
+JUMPS = [("--dport 30080", (f"{RAW} PREROUTING",)), ("--dport 22", ())]
+
+
+@pytest.mark.parametrize(("ports", "named"), JUMPS)
+def test_iptables_legacy_with_a_chain_of_its_own(
+    where: str, ports: str, named: tuple[str, ...]
+) -> None:
+    for words in ("-N d", "-A d -j DROP", f"-A PREROUTING -p tcp {ports} -j d"):
+        run("ip", "netns", "exec", where, "iptables-legacy", "-t", "raw", *words.split())
+    found = netns.inside(Path("/run/netns") / where, early_rules.legacy_chains)
+    assert found.chains == named
+
+
+def test_iptables_legacy_that_cannot_be_read(
+    where: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As in our image, which has none of its programs. A table that exists is enough: what is in it
+    cannot be known.
+    """
+    run("ip", "netns", "exec", where, "iptables-legacy", "-t", "raw", "-S")
+    run("ip", "netns", "exec", where, "ip6tables-legacy", "-t", "mangle", "-S")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    place = Path("/run/netns") / where
+    unread = ("ip raw (iptables-legacy)", "ip6 mangle (iptables-legacy)")
+    assert netns.inside(place, early_rules.legacy_chains) == ((), unread)
+    (line,) = netns.inside(place, firewalls.early)
+    assert line.startswith(f"{', '.join(unread)} cannot be read from here; ")
 
 
 def test_without_rules_nothing_is_said(where: str) -> None:
