@@ -26,6 +26,11 @@ PATIENCE = 60.0
 ENDED = re.compile(r"^kbpf: (\w+): ")
 """How the last line of an agent that gave up begins: the class of the error, then why."""
 
+LIBNFTABLES = re.compile(r"^mnl\.c:\d+: Unable to initialize Netlink socket: ")
+"""What libnftables says, and ends the process with exit status 3, when it is its own socket() that
+fails, and not the one by which netfilter.transaction() has tried just before.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Fault:
@@ -121,13 +126,15 @@ def _outcome(world: World, fault: Fault) -> str:
     if world.agent.is_running:
         return "serves"
     code = world.agent.wait_ended()
-    assert code == 1, (code, lines)
-    assert says_why(world.agent.lines(), fault), "\n".join(lines)
-    return world.agent.lines()[-1]
+    lines = world.agent.lines()
+    expected = 3 if lines and LIBNFTABLES.match(lines[-1]) else 1
+    assert code == expected, (code, lines)
+    assert says_why(lines, fault), "\n".join(lines)
+    return lines[-1]
 
 
 def says_why(lines: Sequence[str], fault: Fault) -> bool:
     """Whether one line of the log says why the agent ended, and is the last: it names the errno."""
-    ends = [line for line in lines if ENDED.match(line)]
+    ends = [line for line in lines if ENDED.match(line) or LIBNFTABLES.match(line)]
     names = (fault.name, os.strerror(getattr(errno, fault.name)))
     return len(ends) == 1 and ends[0] == lines[-1] and any(name in ends[0] for name in names)
