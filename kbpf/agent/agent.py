@@ -63,11 +63,8 @@ WATCH_SECONDS: Final = 30.0
 LATENCIES: Final = 4096
 """So many of the last events tell how long it takes from an event's arrival to the map."""
 
-SLICE_SECONDS: Final = 0.008
-"""For so long changes are computed before they are programmed and others are looked at."""
-
-MOST_AT_ONCE: Final = 8_192
-"""Entries of backend sets, about, that are programmed before others are looked at."""
+SLICE_SECONDS: Final = 0.0015
+"""Changes are computed for this long before they are programmed and the inbox is read again."""
 
 STATUS_PAUSE_SECONDS: Final = 0.5
 """Status is written at most this often while changes come in."""
@@ -112,6 +109,8 @@ class Agent:
         self._arrived: dict[ServiceName, list[float]] = {}  # events that are not computed yet
         self._computed: dict[ServiceName, list[float]] = {}  # and those not programmed yet
         self._deferred = False  # whether the data plane has more to do for large Service ports
+        self._deferred_due = 0.0  # and when
+        self._passed_over = False  # whether large ones were left out in the last round
         self._retry: set[ServicePortKey] | None = set()
         self._retry_due = 0.0
         self._stop = threading.Event()
@@ -271,7 +270,7 @@ class Agent:
     @property
     def _busy(self) -> bool:
         """Whether there is more to compute or to program than one step does."""
-        return bool(self._work) or self._current is not None or bool(self._retry)
+        return bool(self._work or self._current or self._retry or self._deferred)
 
     def _bring_up_to_date(self) -> None:
         self._listeners.look(time.monotonic())
@@ -297,73 +296,74 @@ class Agent:
                 system = is_system(name, self._config)
                 self._work.add(name, self._world.size_of(name), system, now)
             self._tell_what_is_missing()
-            if self._desired.node != node:
-                self._compute(SLICE_SECONDS)
+            if self._desired.node != node and self._retry is not None:
                 self._apply(self._retry)
-                return
-        if self._work or self._current is not None:
-            self._compute(SLICE_SECONDS)
+        urgent = self._compute_small(SLICE_SECONDS)
         self._resync()
         whole = not self._settled and self._sound()
         again = (self._refused or self._error) and time.monotonic() >= self._retry_due
         if self._retry is None or self._retry or again or whole:
             self._apply(self._retry)
+        self._passed_over = urgent and not self._passed_over
+        if not self._passed_over and not self._error:
+            self._go_on(SLICE_SECONDS)
 
-    def _compute(self, seconds: float) -> None:
-        """Computes for so long what waits: small Services first, then at least one step of a large
-        one. No large one is begun while the data plane has yet to program another.
-        """
-        until, cost = time.monotonic() + seconds, 0
-        while cost < MOST_AT_ONCE and time.monotonic() < until:
-            name = self._work.pop_small()
-            if name is None:
-                break
+    def _compute_small(self, seconds: float) -> bool:
+        """Computes small Services that wait, for so long; whether there were any."""
+        until, computed = time.monotonic() + seconds, False
+        while (name := self._work.pop_small()) is not None:
             if self._current is not None and self._current.name == name:
                 self._finish(self._current)  # or its older half would overwrite the newer one
-            cost += self._finish(self._begin(name))
-        cost = 0
-        while cost < MOST_AT_ONCE:
-            if self._current is None:
-                name = None if self._deferred else self._work.pop_large(time.monotonic())
-                if name is None:
-                    return
-                self._current = self._begin(name)
-            cost += self._step(self._current) or 0
+            self._finish(self._begin(name))
+            computed = True
             if time.monotonic() >= until:
-                return
+                break
+        return computed
+
+    def _go_on(self, seconds: float) -> None:
+        """One slice of what is large: computes it, and programs that. No large Service is begun
+        while the data plane has yet to program another.
+        """
+        until = time.monotonic() + seconds
+        if self._current is None and not self._deferred:
+            name = self._work.pop_large(time.monotonic())
+            self._current = None if name is None else self._begin(name)
+        while self._current is not None:
+            self._step(self._current)
+            if time.monotonic() >= until:
+                break
+        if self._retry or (self._deferred and time.monotonic() >= self._deferred_due):
+            self._apply(self._retry)
 
     def _begin(self, name: ServiceName) -> Computing:
         steps = self._desired.steps(name, self._world, self._config)
         return Computing(name, steps, self._arrived.pop(name, []))
 
-    def _finish(self, computing: Computing) -> int:
-        """Computes all of it; about how many entries that is."""
-        cost = 0
-        while (step := self._step(computing)) is not None:
-            cost += step
-        return cost
+    def _finish(self, computing: Computing) -> None:
+        """Computes all of it."""
+        while self._step(computing):
+            pass
 
-    def _step(self, computing: Computing) -> int | None:
-        """One step; about how many entries that is, None once it is over."""
+    def _step(self, computing: Computing) -> bool:
+        """One step; False once it is over."""
         changed = next(computing.steps, None)
         if changed is not None:
-            return self._changed(changed)
+            self._changed(changed)
+            return True
         name = computing.name
         if self._current is computing:
             self._current = None
         self._computed.setdefault(name, []).extend(computing.arrived)
         if not is_system(name, self._config):
             self._work.computed(name, self._world.size_of(name), time.monotonic())
-        return None
+        return False
 
-    def _changed(self, keys: set[ServicePortKey]) -> int:
-        """The states of these Service ports are others now; about how many entries that is."""
+    def _changed(self, keys: set[ServicePortKey]) -> None:
+        """The states of these Service ports are others now."""
         if self._retry is not None:
             self._retry |= keys
         self._tally.changed(keys, self._desired.state)
         self._refusals.changed(keys, self._desired.state.services)
-        states = (self._desired.state_of(key) for key in keys)
-        return sum(len(state.cluster) + len(state.local) for state in states if state is not None)
 
     def _resync(self) -> None:
         """Now and then all that is programmed is compared with what it should be, if everything
@@ -423,7 +423,6 @@ class Agent:
             self._retry_due = time.monotonic() + RETRY_SECONDS
             self._desk.record.failed()
             return
-        self._tick(time.monotonic())
         self._last_apply = time.monotonic()
         if keys is None:
             self._resync_due = self._last_apply + self._config.config_sync_period
@@ -433,10 +432,11 @@ class Agent:
         self._tally.applied(keys, seconds)
         if not self._complete or self._error:
             self._status_due = 0.0  # good news is told at once
-        self._retry, self._error, self._complete = set(report.deferred), "", True
-        self._deferred = bool(report.deferred)
-        self._retry_due = self._last_apply + RETRY_SECONDS
-        self._note_latencies({key.service for key in report.deferred})
+        self._retry, self._error, self._complete = set(), "", True
+        self._deferred, self._deferred_due = bool(report.deferred), report.due
+        more_room = len(report.refused) < len(self._refused)
+        self._retry_due = self._last_apply + (0.0 if more_room else RETRY_SECONDS)
+        self._note_latencies(report.deferred)
         self._report_limits(report)
 
     def _note_latencies(self, deferred: Set[ServiceName]) -> None:
@@ -481,12 +481,15 @@ class Agent:
             due.append(later)
         if self._pending and self._complete:
             due.append(now + max(0.0, self._pause()))
-        if self._complete and (self._current is not None or self._retry) and not self._error:
-            due.append(now)
+        if self._complete and not self._error:
+            if self._current is not None or self._retry:
+                due.append(now)
+            if self._deferred:
+                due.append(self._deferred_due)
         if self._complete and (next_due := self._work.due(now)) is not None:
             due.append(next_due)
         if self._error or self._refused:
-            due.append(now + RETRY_SECONDS)
+            due.append(self._retry_due)
         return max(0.0, min(due) - now)
 
     def _tick(self, now: float) -> float | None:

@@ -1,11 +1,12 @@
 """What every data plane can do. The agent and the tests know no more than this."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from kbpf.model.desired import DesiredState, ServicePortKey
 from kbpf.model.measures import Ended, Measures, Pause, Traffic
+from kbpf.model.objects import ServiceName
 from kbpf.model.status import ModeChoice, PacketStatus
 
 
@@ -16,7 +17,8 @@ class Report:
     `refused`: Service ports that are not programmed as desired, with the reason; they keep what
     they had and are tried again. `plain`: those that are served, but spread evenly instead of as
     their annotations ask. Both are the data plane's own, and change with its next apply().
-    `deferred`: Service ports whose turn is not over: to be named again in the next apply(), soon.
+    `deferred`: Services with ports that are programmed later, in slices, by calls of apply() that
+    name nothing; `due` is when to call it for them (time.monotonic).
     `looked_at`: the Service ports that may have entered or left these two; None: all.
     """
 
@@ -25,7 +27,8 @@ class Report:
     refused: Mapping[ServicePortKey, str] = field(default_factory=dict)
     plain: Mapping[ServicePortKey, str] = field(default_factory=dict)
     looked_at: Collection[ServicePortKey] | None = None
-    deferred: frozenset[ServicePortKey] = frozenset()
+    deferred: Set[ServiceName] = frozenset()
+    due: float = 0.0
 
 
 class DataPlane(Protocol):

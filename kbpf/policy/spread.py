@@ -45,8 +45,8 @@ EXACT_SLOTS: Final = 1024
 
 SCALED_SLOTS_EACH: Final = 32
 
-STEP: Final = 2_048
-"""Slots of a Maglev table that are probed at a time, about: some two milliseconds."""
+STEP: Final = 1_024
+"""Slots of a Maglev table that are probed at a time, about: one millisecond."""
 
 
 def fits(backends: int, spread: Spread) -> bool:

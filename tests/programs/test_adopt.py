@@ -179,7 +179,9 @@ def at_once(_: Site, plane: BpfPlane, __: DesiredState, new: DesiredState) -> Bp
 def touched(_: Site, plane: BpfPlane, old: DesiredState, new: DesiredState) -> BpfPlane:
     """As the agent does it: only the keys that changed."""
     keys = old.services.keys() | new.services.keys()
-    plane.apply(new, {k for k in keys if old.services.get(k) != new.services.get(k)})
+    named = {k for k in keys if old.services.get(k) != new.services.get(k)}
+    while plane.apply(new, named).deferred:
+        named = set()
     return plane
 
 

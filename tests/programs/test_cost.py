@@ -16,7 +16,7 @@ from kbpf.kernel import bpf
 from kbpf.model.desired import DesiredState, ServicePortKey, ServiceState
 from kbpf.model.objects import Protocol
 from tests.support.lines import lines_run
-from tests.support.plane import Site, service, sites
+from tests.support.plane import Site, desired, service, sites
 
 FEW, MANY = 10, 2_000
 A, B, C = (f"10.244.0.{i}:80" for i in (1, 2, 3))
@@ -183,11 +183,11 @@ def test_a_thousand_services_at_once_are_written_in_few_calls(clusters: dict[int
     assert report.calls == 5, "meta, names, slots, frontends, their IPs; the backends were there"
 
 
-def test_large_service_ports_are_programmed_after_the_others_one_at_a_time(
+def test_large_service_ports_wait_for_the_small_ones_and_go_one_at_a_time(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ):
-    """When the time is over at once: each apply programs what is small, and one that is large. One
-    that waits keeps what it had, and is planned again for as good as nothing.
+    """When the time is over at once: an apply() of small ones programs these and nothing else, and
+    one of nothing goes on with a large one.
     """
     monkeypatch.setattr("kbpf.dataplane.bpf.plane.SLICE_SECONDS", 0.0)
     crowd = " ".join(f"10.245.{i // 250}.{i % 250 + 1}:80" for i in range(LARGE))
@@ -195,15 +195,37 @@ def test_large_service_ports_are_programmed_after_the_others_one_at_a_time(
     cluster.plane.apply(DesiredState({}), None)
     large = [one(2 * i, crowd) for i in range(4)]
     cluster.services.update({state.key: state for state in large})
-    waiting = frozenset(state.key for state in large)
-    for number, left in enumerate((3, 2, 1, 0)):
+    named = {state.key for state in large}
+    for number in range(4):
         small = one(100 + number)
         cluster.services[small.key] = small
-        report = cluster.plane.apply(DesiredState(cluster.services), {*waiting, small.key})
-        waiting = frozenset(report.deferred)
-        assert (len(waiting), report.writes["services"]) == (left, 2), number
-        assert small.key not in waiting
+        report = cluster.plane.apply(DesiredState(cluster.services), {*named, small.key})
+        assert (len(report.deferred), report.writes["services"]) == (4 - number, 1), number
+        report = cluster.plane.apply(DesiredState(cluster.services), ())
+        assert (len(report.deferred), report.writes["services"]) == (3 - number, 1), number
+        named = set()
     assert cluster.plane.apply(DesiredState(cluster.services), None).writes == {}
+
+
+def test_a_large_service_port_that_loses_an_address_takes_it_from_nobody_later(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+):
+    """It waits, and another one has the address meanwhile."""
+    monkeypatch.setattr("kbpf.dataplane.bpf.plane.SLICE_SECONDS", 0.0)
+    crowd = " ".join(f"10.245.{i // 250}.{i % 250 + 1}:80" for i in range(LARGE))
+    before = service("large", "10.96.0.1:80 ExternalIP=192.0.2.1:80", crowd)
+    after = service("large", "10.96.0.1:80", f"{crowd} 10.245.9.9:80")
+    small = service("small", "10.96.0.2:80 ExternalIP=192.0.2.1:80", "10.0.0.1:80")
+    first = service("first", "10.96.0.3:80", crowd)
+    state = desired(after, small, first)
+    plane = site.open()
+    plane.apply(desired(before), None)
+    report = plane.apply(state, state.services.keys())
+    while report.deferred:
+        report = plane.apply(state, {after.key})
+    shown = site.dump()["frontends"]
+    assert shown["192.0.2.1:80/TCP"]["service"] == "default/small"
+    assert len(shown["10.96.0.1:80/TCP"]["cluster"]) == LARGE + 1
 
 
 def test_a_report_counts_each_apply_alone(site: Site):

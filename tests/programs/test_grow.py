@@ -1,19 +1,26 @@
 """Room: maps grow while they are used, and what finds no room is refused, said, and tried again."""
 
+import errno
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, Self
 
 import pytest
 
-from kbpf.dataplane.bpf import layout
+from kbpf.dataplane.base import Report
+from kbpf.dataplane.bpf import growth, layout, load
+from kbpf.dataplane.bpf.attached import Attached
 from kbpf.dataplane.bpf.moving import Moves
-from kbpf.dataplane.bpf.plane import BpfPlane
+from kbpf.dataplane.bpf.plane import LARGE, BpfPlane
 from kbpf.dataplane.bpf.programs import SocketPrograms
+from kbpf.errors import KernelError
 from kbpf.kernel import libbpf
-from kbpf.kernel.libbpf import Link
+from kbpf.kernel.libbpf import Link, Map
 from kbpf.model.desired import ServicePortKey, ServiceState
 from kbpf.model.objects import Protocol
-from tests.support.lab import Node, Place
+from tests.support.lab import Node, Place, until
 from tests.support.plane import (
     LOCAL,
     SIZES,
@@ -124,6 +131,133 @@ def test_growing_stops_at_the_limit(site: Site):
     assert sizes_of(site)["services"] == 20
     assert plane.fill()["services"] == (20, 20)
     assert plane.fill()["backends"] == (1, 8)
+
+
+class Growing:
+    """A data plane whose maps begin to grow for a Service port that does not fit, and what each
+    call writes to a map at most.
+    """
+
+    def __init__(self, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(growth, "AT_ONCE", 4)
+        monkeypatch.setattr("kbpf.dataplane.bpf.plane.SLICE_SECONDS", 1e-9)
+        self.site, self.most = site, 0
+        self.plane = site.open()
+        self.small = many(5)
+        crowd = " ".join(f"10.245.{i // 250}.{i % 250 + 1}:80" for i in range(LARGE))
+        self.big = service("big", "10.97.0.1:80", crowd)
+        self.plane.apply(desired(*self.small), None)
+        self.plane.flush()
+
+    def begin(self) -> Self:
+        """The large one is wanted."""
+        self.change(*self.small, self.big)
+        return self
+
+    def change(self, *services: ServiceState) -> Report:
+        """These are wanted from now on; those that differ are touched."""
+        before = getattr(self, "state", desired(*self.small)).services
+        self.state = desired(*services)
+        after = self.state.services
+        touched = {k for k in before.keys() | after.keys() if before.get(k) is not after.get(k)}
+        return self.plane.apply(self.state, touched)
+
+    def tick(self) -> None:
+        self.plane.tick(time.monotonic())
+
+    def until(self, what: str, done: Callable[[], Any]) -> None:
+        """Ticks until it is so."""
+        until(what, lambda: done() or self.tick())
+
+
+def test_no_change_waits_while_maps_grow(site: Site, monkeypatch: pytest.MonkeyPatch, small: None):
+    """Each tick copies a few entries; what comes, changes and goes meanwhile is programmed at once,
+    and is right in the maps of both sizes.
+    """
+    at = Growing(site, monkeypatch).begin()
+    update_batch, sizes = Map.update_batch, []
+
+    def watched(held: Map, keys: bytes, values: bytes) -> int:
+        sizes.append(len(keys) // held.key_size)
+        return update_batch(held, keys, values)
+
+    monkeypatch.setattr(Map, "update_batch", watched)
+    left, changed = many(5)[1:], service("s0002", "10.96.0.3:53", "10.0.0.9:80", UDP)
+    stages = iter(
+        [
+            (*at.small, at.big),
+            (*left, at.big),
+            (left[0], changed, *left[2:], at.big),
+            (left[0], changed, *left[2:], service("new", "10.96.9.9:53", "10.0.0.9:80"), at.big),
+        ]
+    )
+    copying = 0
+
+    def grown() -> bool:
+        nonlocal copying
+        if at.plane._tables._copies:
+            copying += 1
+            if wanted := next(stages, None):
+                report = at.change(*wanted)
+                assert report.deferred == {at.big.key.service}
+                names = sorted(state.key.name for state in wanted if state is not at.big)
+                assert served(site) == names
+        sizes.clear()
+        at.tick()
+        assert max(sizes, default=0) <= growth.AT_ONCE
+        return sizes_of(site) != START
+
+    until("the maps have grown", grown)
+    assert copying > 4, "in slices"
+    at.until("the large one is served", lambda: not at.change(*at.state.services.values()).deferred)
+    at.plane.flush()
+    shown = site.dump()
+    assert shown["strays"] == {}
+    assert len(shown["frontends"]["10.97.0.1:80/TCP"]["cluster"]) == LARGE
+    assert shown["frontends"]["10.96.0.3:53/UDP"]["cluster"] == ["10.0.0.9:80/UDP"]
+    assert len(shown["frontends"]) == 6
+    ids = {site.pinned(name).id for name in START if name != "service_names"}
+    assert ids <= read_by_programs(site)
+    assert dict(site.open().apply(at.state, None).writes) == {}, "the next agent finds the same"
+
+
+def test_a_small_service_that_finds_the_maps_full_does_not_wait_for_a_tick(
+    site: Site, monkeypatch: pytest.MonkeyPatch, small: None
+):
+    at = Growing(site, monkeypatch).begin()
+    report = at.change(*many(40), at.big)
+    assert (report.refused, set(report.deferred)) == ({}, {at.big.key.service})
+    assert len(site.dump()["frontends"]) == 40
+
+
+@pytest.mark.parametrize("what", ["make_map", "prepare"])
+def test_what_does_not_fit_into_maps_that_cannot_grow_is_refused_and_the_others_served(
+    site: Site, monkeypatch: pytest.MonkeyPatch, small: None, what: str
+):
+    def refuse(*_: object) -> None:
+        raise KernelError("no memory", errno=errno.ENOMEM)
+
+    monkeypatch.setattr(growth, "RETRY_SECONDS", 0.0)
+    at = Growing(site, monkeypatch)
+    owner = {"make_map": load, "prepare": Attached}[what]
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, what, refuse)
+        at.begin()
+        at.until("it is refused", lambda: at.plane.apply(at.state, ()).refused)
+        changed = (service("s0000", "10.96.0.1:53", "10.0.0.9:80", UDP), *at.small[1:])
+        at.until("it is refused", lambda: at.plane.apply(at.state, ()).refused)
+        report = at.change(*changed, at.big)
+        assert list(report.refused) == [at.big.key]
+        assert "no memory" in report.refused[at.big.key]
+        assert sizes_of(site) == START
+        shown = site.dump()
+        assert shown["frontends"]["10.96.0.1:53/UDP"]["cluster"] == ["10.0.0.9:80/UDP"]
+
+    def is_served() -> bool:
+        at.plane.apply(at.state, ())
+        return "big" in served(site)
+
+    at.until("there is memory again", is_served)
 
 
 def test_a_limit_below_the_start_is_kept(site: Site):

@@ -193,6 +193,7 @@ def test_what_cannot_be_put_right_beside_keeps_nobody_from_being_served(clock: C
     agent.step([node, *(Synced(kind) for kind in Kind)])
     agent.step([service("a")])
     assert plane.applied == [None, {"a"}]
+    agent._wait()
     status = agent.status()
     assert (status.synced, status.error) == (True, "no")
 

@@ -18,11 +18,12 @@ from kbpf.dataplane.bpf.layout import MAPS
 from kbpf.dataplane.bpf.load import Pins
 from kbpf.dataplane.bpf.orphans import Orphans
 from kbpf.dataplane.bpf.packet import PacketPath
-from kbpf.dataplane.bpf.programs import Programs, SocketPrograms, missing_helpers
+from kbpf.dataplane.bpf.programs import Programs, Ready, SocketPrograms, missing_helpers
 from kbpf.dataplane.bpf.settings import HookSettings
 from kbpf.dataplane.bpf.tables import Tables
 from kbpf.errors import DevicesBehind, KbpfError, KernelError
 from kbpf.kernel import mounts, netns, probe
+from kbpf.kernel.libbpf import Map
 from kbpf.model.config import Accounting, Config, SocketLb
 from kbpf.model.desired import DesiredState
 from kbpf.model.status import MOST_FAILURES, DeviceFailure, PacketStatus
@@ -57,6 +58,9 @@ class Attached:
         self._hooks: Mapping[str, bool] = {}
         self._hook_error = ""
         self.compiled = False
+        self._unloaded = False  # whether publish() has to load the programs first
+        self.unpublished = False
+        """Whether publish() is due since maps have been replaced."""
 
     def follow(self, other: bool) -> None:
         """Whether another data plane has connections here. See base.DataPlane."""
@@ -143,13 +147,32 @@ class Attached:
         if self._packets is not None:
             self._packets.describe_node(desired)
 
-    def grow(self, bigger: Mapping[str, int]) -> None:
-        """Makes these maps larger, and loads the programs anew over them."""
-        for programs in self._all_programs():
-            programs.fall_behind(self._tables.maps)
-        self._tables.grow(bigger)
-        for programs in self._all_programs():
-            programs.load(self._tables.maps)
+    def prepare(self, maps: Mapping[str, Map]) -> Mapping[Programs, Ready]:
+        """Loads all programs over these maps, for switch(). Any thread."""
+        made: dict[Programs, Ready] = {}
+        try:
+            for programs in self._all_programs():
+                made[programs] = programs.prepare(maps)
+        except BaseException:
+            load.close_all(made.values())
+            raise
+        return made
+
+    def fall_behind(self) -> None:
+        """Maps are about to be replaced: publish() is due, and loads the programs unless switch()
+        has brought them.
+        """
+        self._unloaded = self.unpublished = True
+
+    def switch(self, made: Mapping[Programs, Ready]) -> None:
+        """Has these programs from now on; publish() attaches them."""
+        wanted = self._all_programs()
+        for programs, ready in made.items():
+            if programs in wanted:
+                programs.take(ready)
+            else:
+                ready.close()
+        self._unloaded = not made.keys() >= set(wanted)
 
     def out_of_step(self, services: int) -> bool:
         """Whether attached programs read the `services` of this id and not the rest of the maps.
@@ -162,6 +185,10 @@ class Attached:
         not keep the sockets from being served: it goes on with what it has, whole.
         """
         changed = 0
+        if self._unloaded:
+            for programs in self._all_programs():
+                programs.load(self._tables.maps)
+            self._unloaded = False
         if self._packets is not None:
             try:
                 self._change_over(self._packets)
@@ -175,6 +202,7 @@ class Attached:
         else:  # by this folder the plane knows that nobody has removed the pins
             self._pins.links.mkdir(mode=0o700, exist_ok=True)
         self._leave_alone()
+        self.unpublished = False
         return changed
 
     def _without_packets(self) -> None:

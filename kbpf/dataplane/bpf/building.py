@@ -15,9 +15,9 @@ from kbpf.model.desired import BackendSet, ServiceState, Spread
 from kbpf.model.objects import Algorithm
 from kbpf.policy.spread import maglev_in_steps, slot_count, slots
 
-AT_ONCE: Final = 4_096
-"""Slots that are written at a time, some three milliseconds; tables that have no more are made
-where they are needed."""
+AT_ONCE: Final = 1_024
+"""Slots that are written at a time, about one millisecond; tables that have no more are made where
+they are needed."""
 
 
 class TableBuilder:
@@ -76,7 +76,7 @@ class TableBuilder:
         save_ids(self._tables, self._ids)
         for start in range(0, size, AT_ONCE):
             piece = table[start : start + AT_ONCE]
-            keys = pack_slots(number, start + len(piece))[8 * start :]
+            keys = pack_slots(number, start + len(piece), start)
             self._tables.put("backend_slots", [(keys, piece.tobytes())])
             if start:
                 self._written.pop()

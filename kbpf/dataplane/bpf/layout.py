@@ -277,11 +277,12 @@ def pack_target(address: Addr | bytes, port: int, protocol: int) -> bytes:
     return TARGET.pack(address, port.to_bytes(2, "big"), protocol)
 
 
-def pack_slots(set_id: int, size: int) -> bytes:
-    """All keys of a set in backend_slots: struct slot, back to back."""
-    keys = array("I", bytes(8 * size))
-    keys[0::2] = array("I", [set_id]) * size
-    keys[1::2] = array("I", range(size))
+def pack_slots(set_id: int, size: int, start: int = 0) -> bytes:
+    """The keys of a set in backend_slots from `start` on: struct slot, back to back."""
+    count = size - start
+    keys = array("I", bytes(8 * count))
+    keys[0::2] = array("I", [set_id]) * count
+    keys[1::2] = array("I", range(start, size))
     return keys.tobytes()
 
 

@@ -23,7 +23,7 @@ from kbpf.dataplane.bpf.hooks import PACKET_PROGRAMS, TAILS, TAILS_MAP
 from kbpf.dataplane.bpf.keeper import Keeper, KeeperStatus
 from kbpf.dataplane.bpf.layout import U32, NodeFlag
 from kbpf.dataplane.bpf.load import FLIPPED, Pins, close_all, read_by
-from kbpf.dataplane.bpf.programs import Programs, missing_packet_helpers
+from kbpf.dataplane.bpf.programs import Programs, Ready, missing_packet_helpers
 from kbpf.errors import KernelError
 from kbpf.kernel import libbpf
 from kbpf.kernel.devices import Device
@@ -87,15 +87,19 @@ class PacketPath(Programs):
             node = NodeFacts(self._config, maps, self._followed)
             self._facts = node, DeviceFacts(self._config, maps)
             limit_refusals(maps["refusal_limits"])
-        loaded = super().load(maps)
-        for program in PACKET_PROGRAMS:
-            if loaded and program.tail >= 0:
-                number = struct.pack("=I", self._loaded[program.name].fd)
-                self._own[TAILS_MAP].update(U32.pack(program.tail), number)
-        return loaded
+        return super().load(maps)
 
-    def _make_own(self) -> None:
-        self._own[TAILS_MAP] = Map.create(libbpf.MAP_PROG_ARRAY, TAILS_MAP, 4, 4, TAILS)
+    def prepare(self, maps: Mapping[str, Map]) -> Ready:
+        """See Programs.prepare()."""
+        ready = super().prepare(maps)
+        for program in PACKET_PROGRAMS:
+            if program.tail >= 0:
+                number = struct.pack("=I", ready.programs[program.name].fd)
+                ready.own[TAILS_MAP].update(U32.pack(program.tail), number)
+        return ready
+
+    def _make_own(self) -> dict[str, Map]:
+        return {TAILS_MAP: Map.create(libbpf.MAP_PROG_ARRAY, TAILS_MAP, 4, 4, TAILS)}
 
     def describe_node(self, desired: DesiredState) -> None:
         """Tells the programs what of a desired state no Service decides."""
@@ -145,7 +149,7 @@ class PacketPath(Programs):
 
     def tracks_elsewhere(self, flows: Map) -> bool:
         """Whether there is something to publish, in the place of programs with another `flows`."""
-        if not self._loaded and self._behind is None:
+        if not self._loaded:
             return False
         return any(flows.id not in reads for reads in self._read_now())
 
@@ -157,7 +161,7 @@ class PacketPath(Programs):
         DevicesBehind: they were handed over, but something still runs older ones. Any other error:
         nothing has changed, and the next call tries again.
         """
-        if not self._loaded and self._behind is None:
+        if not self._loaded:
             return 0  # they are published
         fresh = self._pin()
         made = Loaded(self._loaded, self._own)
@@ -172,7 +176,7 @@ class PacketPath(Programs):
     @property
     def everywhere(self) -> bool:
         """Whether nothing that was attached runs older programs than those of now."""
-        return not self._loaded and self._behind is None and self._keeper.everywhere
+        return not self._loaded and self._keeper.everywhere
 
     def _put_in_place(self, fresh: Path) -> None:
         """The older ones are kept beside: what still runs needs their tail calls."""

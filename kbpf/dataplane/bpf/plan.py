@@ -202,6 +202,15 @@ class Planner:
             self._leave(old, before)
         return after
 
+    def take_off(self, old: Programmed, new: ServiceState | None) -> Programmed:
+        """Plans only that frontends go which are not wanted any more."""
+        wanted = {f.at for f in new.frontends} if new else set()
+        kept = tuple(f for f in old.frontends if f.at in wanted)
+        if len(kept) == len(old.frontends):
+            return old
+        self._leave(old, [f.at for f in old.frontends if f.at not in wanted])
+        return msgspec.structs.replace(old, frontends=kept)
+
     def finish(self) -> Writes:
         """The writes. A frontend that moved to another Service is flipped, not removed."""
         moved = self.writes.removed & self.writes.flips.keys()

@@ -7,7 +7,7 @@ for the grace period in a queue that tick() empties; nobody sleeps.
 import logging
 import os
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import islice
 from typing import Final
@@ -20,8 +20,10 @@ from kbpf.dataplane.bpf.agent_sockets import AgentSockets
 from kbpf.dataplane.bpf.attached import Attached
 from kbpf.dataplane.bpf.building import TableBuilder
 from kbpf.dataplane.bpf.cluster_ips import ClusterIps
+from kbpf.dataplane.bpf.deferred import Deferred, Turn
+from kbpf.dataplane.bpf.growth import POLL_SECONDS, Growth
 from kbpf.dataplane.bpf.ids import BackendTable, Ids, SharedTables
-from kbpf.dataplane.bpf.layout import PAIR, U32
+from kbpf.dataplane.bpf.layout import MAPS, PAIR, U32
 from kbpf.dataplane.bpf.limits import Budgets, TableLimits, order_of, size_of
 from kbpf.dataplane.bpf.load import Pins
 from kbpf.dataplane.bpf.measure import Meter
@@ -39,21 +41,21 @@ from kbpf.model.desired import DesiredState, ServicePortKey, ServiceState
 from kbpf.model.measures import Ended, Measures, Pause, Traffic
 from kbpf.model.objects import Cidr, Protocol
 from kbpf.model.status import ModeChoice, PacketStatus
-from kbpf.policy.spread import slot_count
 
 log = logging.getLogger("kbpf.dataplane")
 
 NODE_PORTS: Final = 0
 """The id in source_ranges of those who may dial NodePorts; no Service has it."""
 
-SLICE_SECONDS: Final = 0.003
-"""For so long at a time tables are built, large Service ports programmed, and old sets deleted."""
+SLICE_SECONDS: Final = 0.0015
+"""Work that can wait is done for this long at a time: tables are built and large Service ports
+programmed in one slice, old sets and UDP flows are deleted in another."""
 
 LARGE: Final = 256
 """Entries from which on a Service port may be deferred when the time is over."""
 
-MOST_RETRIED: Final = 256
-"""Service ports without room that are tried again at a time. Those that fail again go last."""
+MOST_RETRIED: Final = 16
+"""Refused Service ports that are tried again at a time. Those that fail again go last."""
 
 
 class BpfPlane:
@@ -70,11 +72,13 @@ class BpfPlane:
         self._addresses: set[Addr] = set()
         self._cluster_ips = ClusterIps()
         self._refused: dict[ServicePortKey, str] = {}
+        self._refused_system: dict[ServicePortKey, None] = {}  # the cluster's own of them
         self._plain: dict[ServicePortKey, str] = {}  # spread evenly instead of as they ask
         self._table_limits = TableLimits()
         self._stray: adopt.Adopted | None = None  # until the first complete apply
         self._lock = -1
         self._attached = Attached(config, self._pins, self._tables)
+        self._growth = Growth(self._tables, self._attached)
         self._kept: adopt.Adopted | None = None  # what an unsound first apply left as it was
         self._hidden = ""  # why the folder of pins cannot be seen by its name
         self._unsure = False  # whether what is kept here is what the maps hold
@@ -140,7 +144,8 @@ class BpfPlane:
         # What was to be retired is found again as stray.
         self._passes = udp.Passes(self._tables.maps)
         self._builder = TableBuilder(self._tables, self._ids, self._shared)
-        self._deferred: set[ServicePortKey] = set()
+        self._deferred, self._deferred_due = Deferred(), 0.0
+        self._turns = 0  # of tick()
         self._retiring = Retiring(self._tables, self._table, self._shared, self._cut)
         self._stray, self._kept = found, None
 
@@ -183,12 +188,9 @@ class BpfPlane:
     def _apply(
         self, desired: DesiredState, touched: Collection[ServicePortKey] | None, sound: bool
     ) -> Report:
-        if touched is None:
-            keys = set(desired.services)
-            if sound or self._stray is None:
-                keys |= self._programmed.keys()
-        else:
-            keys = {*touched, *islice(self._refused, MOST_RETRIED)}
+        keys = set(desired.services) if touched is None else set(touched)
+        if touched is None and (sound or self._stray is None):
+            keys |= self._programmed.keys()
         after, writes = self._plan(desired, keys, in_steps=touched is not None)
         if self._stray is not None:
             ranges = dict.fromkeys(self._config.node_port_source_ranges)
@@ -199,7 +201,8 @@ class BpfPlane:
             writes.new_frontends -= len(self._stray.stray_frontends & writes.flips.keys())
         ips = self._count_cluster_ips(after, sound)
         self._attached.describe_node(desired)
-        self._grow(writes, len(set(desired.node_addresses) - self._addresses), len(ips[0]))
+        new_addresses = len(set(desired.node_addresses) - self._addresses)
+        self._grow(writes, new_addresses, len(ips[0]), at_once=touched is None)
         self._write(writes, set(desired.node_addresses), ips)
         for key, owner in after.items():
             if owner is None:
@@ -218,57 +221,117 @@ class BpfPlane:
         written, calls = self._tables.counted()
         looked_at = None if touched is None else frozenset(after.keys() | keys)
         return Report(
-            written, calls, self._refused, self._plain, looked_at, frozenset(self._deferred)
-        )
+            written, calls, self._refused, self._plain, looked_at, self._deferred.services,
+            self._deferred_due,
+        )  # fmt: skip
 
     def _plan(
-        self, desired: DesiredState, keys: Collection[ServicePortKey], in_steps: bool
+        self, desired: DesiredState, keys: set[ServicePortKey], in_steps: bool
     ) -> tuple[dict[ServicePortKey, Programmed | None], Writes]:
-        """`in_steps`: Service ports whose table takes long are deferred until it is built, and
-        other large ones once the time is over. The small ones come before them.
+        """`in_steps`: large Service ports are deferred, and have their turn in the next apply that
+        has nothing else to do.
         """
-        end, self._deferred = time.perf_counter() + SLICE_SECONDS, set()
         unused = self._stray.unused_names if self._stray else None
-        planner = Planner(self._ids, self._table, unused, self._shared)
-        room = Room(self._tables, self._table, self._shared, self._budgets, self._retiring)
-        after: dict[ServicePortKey, Programmed | None] = {}
-        others, changed = self._table_limits.update(desired.services, keys), 0
-        wanted = {key: self._effective(desired, key) for key in {*keys, *others}}
-        for key in sorted(wanted, key=lambda key: order_of(key, wanted[key], self._leads(key))):
-            old, new = self._programmed.get(key), wanted[key]
-            if in_steps and changed and time.perf_counter() >= end and _is_large(new):
-                self._deferred.add(key)
-                continue
-            self._refused.pop(key, None)
-            try:
-                expired = self._clock() - SHORT_GRACE_SECONDS
-                room.take(key, old, new, planner, self._leads(key), expired)
-            except CapacityError as error:
-                self._refused[key] = str(error)
-                continue
-            changed += _is_large(new)
-            if in_steps and new is not None and self._waits_for_table(new, end):
-                self._deferred.add(key)
-                continue
-            after[key] = planner.change(key, old, new)
-            self._budgets.replace(key.namespace, old, after[key])
+        turn = Turn(
+            Planner(self._ids, self._table, unused, self._shared),
+            Room(self._tables, self._table, self._shared, self._budgets, self._retiring),
+            {},
+        )
+        if not in_steps:
+            self._deferred.clear()
+        keys |= self._table_limits.update(desired.services, keys)
+        wanted = {key: self._effective(desired, key) for key in keys}
+        orders = {key: order_of(key, wanted[key], self._leads(key)) for key in keys}
+        busy = False
+        for key in sorted(wanted, key=orders.__getitem__):
+            if in_steps and _is_large(wanted[key]):
+                self._deferred.add(key, orders[key])
+                self._take_off(key, wanted[key], turn)
+            else:
+                self._deferred.discard(key)
+                self._program(key, wanted[key], turn)
+                busy = True
+        if in_steps and not busy:
+            keys |= self._go_on(desired, turn)
         if not self._deferred:
-            planner.writes.retired.slot_keys += self._builder.release()
-        writes = planner.finish()
-        for key in wanted.keys() & self._refused.keys() & self._programmed.keys():
-            after[key] = _without_moved(self._programmed[key], writes)
-            self._budgets.replace(key.namespace, self._programmed[key], after[key])
-        return after, writes
+            turn.planner.writes.retired.slot_keys += self._builder.release()
+        return turn.after, turn.planner.finish()
+
+    def _go_on(self, desired: DesiredState, turn: Turn) -> set[ServicePortKey]:
+        """One slice for deferred Service ports, in their order; those that were refused are tried
+        again when there are none. Which ones have been looked at.
+        """
+        end, self._deferred_due = time.perf_counter() + SLICE_SECONDS, 0.0
+        looked_at = set() if self._deferred else self._try_refused_again(desired, turn)
+        while (key := self._deferred.first()) is not None:
+            new = self._effective(desired, key)
+            looked_at.add(key)
+            if not self._program(key, new, turn, end):
+                break
+            self._deferred.discard(key)
+            if time.perf_counter() >= end:
+                break
+        return looked_at
+
+    def _try_refused_again(self, desired: DesiredState, turn: Turn) -> set[ServicePortKey]:
+        """Some of those that found no room, the cluster's own first."""
+        retried = dict.fromkeys(islice(self._refused_system, MOST_RETRIED))
+        retried |= dict.fromkeys(islice(self._refused, MOST_RETRIED - len(retried)))
+        for key in retried:
+            new = self._effective(desired, key)
+            if _is_large(new):
+                self._deferred.add(key, order_of(key, new, self._leads(key)))
+            else:
+                self._program(key, new, turn)
+        return set(retried)
+
+    def _program(
+        self,
+        key: ServicePortKey,
+        new: ServiceState | None,
+        turn: Turn,
+        end: float | None = None,
+    ) -> bool:
+        """Plans one Service port, if there is room for it. False if it waits for maps that grow,
+        or its table is not built at `end` (time.perf_counter).
+        """
+        self._refused.pop(key, None)
+        self._refused_system.pop(key, None)
+        old = turn.after.get(key, self._programmed.get(key))
+        try:
+            expired = self._clock() - SHORT_GRACE_SECONDS
+            turn.room.take(key, old, new, turn.planner, self._leads(key), expired)
+            if end is not None and self._waits_for_room(turn):
+                self._deferred_due = time.monotonic() + POLL_SECONDS
+                return False
+        except CapacityError as error:
+            self._refused[key] = str(error)
+            if self._leads(key):
+                self._refused_system[key] = None
+            self._take_off(key, new, turn)
+            return True
+        if end is not None and new is not None and self._waits_for_table(new, end):
+            return False
+        turn.after[key] = turn.planner.change(key, old, new)
+        self._budgets.replace(key.namespace, old, turn.after[key])
+        return True
+
+    def _take_off(self, key: ServicePortKey, new: ServiceState | None, turn: Turn) -> None:
+        """Frontends that a Service port has lost go at once, though the rest of its change waits:
+        another one may have them now, and must not lose them to this one later.
+        """
+        old = turn.after.get(key, self._programmed.get(key))
+        if old is None:
+            return
+        turn.after[key] = turn.planner.take_off(old, new)
+        self._budgets.replace(key.namespace, old, turn.after[key])
 
     def _waits_for_table(self, new: ServiceState, end: float) -> bool:
         """Builds what this Service port needs until `end` (time.perf_counter), but at least one
         piece; whether there is more to build.
         """
         while (missing := self._builder.missing(new)) is not None:
-            if self._deferred and time.perf_counter() >= end:
-                return True
             if not self._builder.is_busy:
-                self._make_room({"backend_slots": slot_count(len(missing[0]), missing[1])})
                 self._builder.begin(*missing)
             self._builder.step()
             if time.perf_counter() >= end:
@@ -299,7 +362,7 @@ class BpfPlane:
         )
         return new, gone if sound else set()
 
-    def _grow(self, writes: Writes, addresses: int, cluster_ips: int) -> None:
+    def _grow(self, writes: Writes, addresses: int, cluster_ips: int, at_once: bool) -> None:
         self._make_room(
             {
                 "services": writes.new_frontends,
@@ -309,20 +372,39 @@ class BpfPlane:
                 "backends": len(writes.backends),
                 "node_addresses": addresses,
                 "cluster_ips": cluster_ips,
-            }
+            },
+            at_once,
         )
 
-    def _make_room(self, more: Mapping[str, int]) -> None:
-        """Makes maps larger that so many more entries would overfill."""
-        bigger = self._tables.too_small(more)
+    def _make_room(self, more: Mapping[str, int], at_once: bool) -> None:
+        """Makes maps larger that so many more entries would overfill: at once where they do not
+        fit, or no other change waits, else while others are programmed.
+        """
         services = self._tables.maps["services"].id
-        if bigger:
-            self._attached.grow(bigger)
+        if self._growth.is_busy and not self._tables.fits(more):
+            self._growth.finish()
+        if bigger := self._tables.too_small(more):
+            if at_once or not self._tables.fits(more):
+                self._growth.finish(bigger)
+            else:
+                self._growth.begin(bigger, time.monotonic())
         # In the first apply they wait until the maps are filled, unless they read what is filled.
         first = self._stray is not None
-        publish = self._attached.out_of_step(services) if first else bool(bigger)
-        if publish:
+        if self._attached.out_of_step(services) if first else self._attached.unpublished:
             self._attached.publish()
+
+    def _waits_for_room(self, turn: Turn) -> bool:
+        """Whether what is planned has to wait until maps have grown. CapacityError if they cannot
+        grow.
+        """
+        more = {name: count for name, count in turn.room.taken.items() if MAPS[name].grows}
+        if bigger := self._tables.too_small(more):
+            self._growth.begin(bigger, time.monotonic())
+        if self._tables.fits(more):
+            return False
+        if self._growth.error:
+            raise CapacityError(f"maps cannot be made larger, trying again: {self._growth.error}")
+        return True
 
     def _write(
         self, writes: Writes, addresses: set[Addr], cluster_ips: tuple[set[Addr], set[Addr]]
@@ -389,18 +471,37 @@ class BpfPlane:
     # ---- the end of what is old ------------------------------------------------------------
 
     def tick(self, now: float) -> float | None:
-        """Deletes old sets whose grace period is over, and looks after what the packet path needs
-        beside itself. See base.DataPlane.
+        """Deletes old sets whose grace period is over, lets maps grow, and looks after what the
+        packet path needs beside itself. See base.DataPlane.
         """
         self._shares.look(self._tables.maps, now)
-        self._retiring.until(now - GRACE_SECONDS, SLICE_SECONDS)
-        self._passes.advance(SLICE_SECONDS)
+        work: deque[Callable[[float], None]] = deque(
+            (
+                lambda seconds: self._retiring.until(now - GRACE_SECONDS, seconds),
+                self._passes.advance,
+                self._grow_on,
+            )
+        )
+        self._turns += 1
+        work.rotate(self._turns)
+        left, end = SLICE_SECONDS, time.perf_counter() + SLICE_SECONDS
+        for one in work:
+            one(left)
+            left = end - time.perf_counter()
         due = (
             self._attached.tick(now, self._stray is None),
             self._retiring.due,
             now if self._passes.is_busy else None,
+            self._growth.due(now),
         )
         return min((one for one in due if one is not None), default=None)
+
+    def _grow_on(self, seconds: float) -> None:
+        """Goes on with maps that grow, and has them used as soon as they can be."""
+        with self._pins.named():
+            self._growth.advance(seconds)
+            if self._attached.unpublished and self._stray is None:
+                self._attached.publish()
 
     def ended(self) -> tuple[Ended, ...]:
         """See base.DataPlane."""
@@ -484,6 +585,7 @@ class BpfPlane:
         """Lets go of all descriptors; pins and attachments stay. Programs go first: a thread of
         theirs uses maps.
         """
+        self._growth.close()
         self._attached.close()
         self._agent_sockets.close()
         self._tables.close()
@@ -508,12 +610,3 @@ def _claim_ranges(writes: Writes, found: Iterable[tuple[int, Cidr]]) -> None:
     stray, wanted = set(found), set(writes.new_ranges)
     writes.new_ranges = [one for one in writes.new_ranges if one not in stray]
     writes.old_ranges += sorted(stray - wanted)
-
-
-def _without_moved(refused: Programmed, writes: Writes) -> Programmed:
-    """A Service port that keeps what it had, but for frontends that another one took over: they
-    are not its own to remove later.
-    """
-    kept = tuple(f for f in refused.frontends if f.at not in writes.flips)
-    writes.new_frontends -= len(refused.frontends) - len(kept)
-    return msgspec.structs.replace(refused, frontends=kept)

@@ -9,6 +9,7 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -27,7 +28,7 @@ from kbpf.dataplane.bpf.hooks import (
 from kbpf.dataplane.bpf.layout import MAPS
 from kbpf.dataplane.bpf.load import Pins, close_all, detach, read_by_attached
 from kbpf.errors import AttachRefused, KernelError, ProgramRefused
-from kbpf.kernel import probe
+from kbpf.kernel import probe, threads
 from kbpf.kernel.libbpf import Link, Map, Program
 
 log = logging.getLogger("kbpf.dataplane")
@@ -85,6 +86,18 @@ def link_code(
     return bytes(insns)
 
 
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Programs that are loaded and not attached, and maps that belong to them alone."""
+
+    programs: dict[str, Program] = field(default_factory=dict)
+    own: dict[str, Map] = field(default_factory=dict)
+
+    def close(self) -> None:
+        """Closes the descriptors."""
+        close_all((*self.programs.values(), *self.own.values()))
+
+
 class Programs:
     """The programs of one artifact over one set of maps. How they are attached is told by the two
     classes below.
@@ -100,7 +113,6 @@ class Programs:
         self._lacks = lacks
         self._loaded: dict[str, Program] = {}
         self._own: dict[str, Map] = {}
-        self._behind: Mapping[str, Map] | None = None  # maps to load over
 
     @property
     def key(self) -> str:
@@ -113,15 +125,30 @@ class Programs:
         loaded. Nothing is attached yet.
         """
         self._drop()
-        self._behind = maps
-        if not (adopted := self._adopt(maps)):
-            self._load_all(maps)
-        self._behind = None
-        return not adopted
+        if adopted := self._adopt(maps):
+            return not adopted
+        self.take(self.prepare(maps))
+        return True
 
-    def fall_behind(self, maps: Mapping[str, Map]) -> None:
-        """These maps are about to be replaced: until load() went well, publish() has to load."""
-        self._behind = maps
+    def prepare(self, maps: Mapping[str, Map]) -> Ready:
+        """Loads the programs over these maps, for take(). Any thread."""
+        ready = Ready()
+        try:
+            ready.own.update(self._make_own())
+            for name in programs_of(self._artifact.unit):
+                program = self._load_one(name, {**maps, **ready.own})
+                if program is not None:
+                    ready.programs[name] = program
+                threads.beat()
+        except BaseException:
+            ready.close()
+            raise
+        return ready
+
+    def take(self, ready: Ready) -> None:
+        """Has these from now on; publish() attaches them."""
+        self._drop()
+        self._loaded, self._own = ready.programs, ready.own
 
     def _adopt(self, maps: Mapping[str, Map]) -> bool:
         """Takes the pinned programs if they are these over these maps; whether it did."""
@@ -137,30 +164,23 @@ class Programs:
             self._drop()
         return False
 
-    def _load_all(self, maps: Mapping[str, Map]) -> None:
-        try:
-            self._make_own()
-            for name in programs_of(self._artifact.unit):
-                self._load_one(name, {**maps, **self._own})
-        except BaseException:
-            self._drop()
-            raise
-
-    def _make_own(self) -> None:
+    def _make_own(self) -> dict[str, Map]:
         """Makes the maps of `own`."""
+        return {}
 
-    def _load_one(self, name: str, maps: Mapping[str, Map]) -> None:
-        """Loads a program; one that is not required and is refused is left out."""
+    def _load_one(self, name: str, maps: Mapping[str, Map]) -> Program | None:
+        """Loads a program; None if it is not required and is refused."""
         code = next(code for code in self._artifact.programs if code.name == name)
         kind, attach_type, required = type_of(name)
         try:
             insns = link_code(code, maps, self._lacks)
-            self._loaded[name] = Program.load(name, kind, attach_type, insns)
+            return Program.load(name, kind, attach_type, insns)
         except KernelError as error:
             if required:
                 raise ProgramRefused(error.what, error.where, error.hint, error.errno) from error
             expected = any(hook.counts for hook in HOOKS if hook.name == name)
             log.log(logging.INFO if expected else logging.WARNING, "left out: %s", error)
+            return None
 
     def _over(self, maps: Mapping[str, Map]) -> bool:
         ids = {m.id for m in (*maps.values(), *self._own.values())}
@@ -200,11 +220,7 @@ class Programs:
         return changed
 
     def _pin(self) -> Path:
-        """Pins the programs in a folder that is not published yet. What could not be loaded when
-        the maps grew is loaded now.
-        """
-        if self._behind is not None:
-            self.load(self._behind)
+        """Pins the programs in a folder that is not published yet."""
         fresh = self._pins.root / f"new-programs-{self.key}"
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir(mode=0o700)

@@ -51,17 +51,15 @@ class Retiring:
 
     def until(self, flipped: float, seconds: float = float("inf")) -> None:
         """Deletes what was flipped until then, for so long at most."""
-        end = time.perf_counter() + seconds
-        while self._steps is not None or (self._queue and self._queue[0][0] <= flipped):
+        start = time.perf_counter()
+        while (
+            self._steps is not None or (self._queue and self._queue[0][0] <= flipped)
+        ) and time.perf_counter() - start < seconds:
             if self._steps is None:
                 self._steps = self._retire(self._queue.popleft()[1])
             if next(self._steps, self) is self:
                 self._steps = None
-            if time.perf_counter() >= end:
-                return
 
     def _retire(self, retired: Retired) -> Iterator[None]:
         yield from writing.retire(self._tables, self._table, self._shared, retired)
         self._cut(retired)
-        if retired.forget_affinity:
-            writing.forget_affinity(self._tables, retired.forget_affinity)

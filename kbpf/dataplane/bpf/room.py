@@ -1,5 +1,6 @@
 """Whether there is room in the maps for the changes of one apply()."""
 
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Final
@@ -13,8 +14,8 @@ from kbpf.dataplane.bpf.tables import OVERLAP, Tables
 from kbpf.errors import CapacityError
 from kbpf.model.desired import ServicePortKey, ServiceState
 
-RETIRE_SECONDS: Final = 0.02
-"""For so long old sets are deleted ahead of time, when room is short."""
+RETIRE_SECONDS: Final = 0.005
+"""Old sets are deleted ahead of time for this long in one apply(), when room is short."""
 
 
 class Room:
@@ -32,6 +33,12 @@ class Room:
         self._budgets, self._retiring = budgets, retiring
         self._taken: Counter[str] = Counter()
         self._leaving: Counter[str] | None = None  # counted once it matters
+        self._seconds = RETIRE_SECONDS
+
+    @property
+    def taken(self) -> Mapping[str, int]:
+        """New entries of all that was taken, by map."""
+        return self._taken
 
     def take(
         self,
@@ -47,7 +54,9 @@ class Room:
         """
         wanted = need(old, new, self._table, self._shared)
         if self._is_contested(wanted):
-            self._retiring.until(expired, RETIRE_SECONDS)
+            start = time.perf_counter()
+            self._retiring.until(expired, self._seconds)
+            self._seconds -= time.perf_counter() - start
             wanted = need(old, new, self._table, self._shared)  # ids may have been retired
             if self._leaving is None:
                 waiting = [*self._retiring.waiting, planner.writes.retired]

@@ -1,16 +1,16 @@
 """The maps that the agent writes: putting, dropping, how full they are, and making them bigger.
 
-A plain map grows by copy and switch: the agent is its only writer, so a copy is complete; the
-programs are loaded over the bigger map and change over hook by hook, and both maps say the same
-until then. `services` and what its values lead to are copied together: a program that cannot
-change over goes on with what was there, whole. Maps that programs write have a fixed size, because
-full only means that the oldest entry goes; moving.py has what becomes of them when it is another
-one.
+A plain map grows by copy and switch: the agent is its only writer and writes to both while it
+copies (growth.py), so a copy is complete. The programs are loaded over the bigger map and change
+over hook by hook, and both maps say the same until then. `services` and what its values lead to are
+copied together: a program that cannot change over goes on with what was there, whole. Maps that
+programs write have a fixed size, because full only means that the oldest entry goes; moving.py has
+what becomes of them when it is another one.
 """
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from typing import Final
 
 from kbpf.dataplane.bpf import load
@@ -49,6 +49,7 @@ class Tables:
         self.calls = 0
         self.moves = Moves(self.maps)
         self._unpinned: set[str] = set()  # of another size, until programs change over to them
+        self._copies: Mapping[str, Map] = {}  # by name: they are written as well
 
     def open(self) -> bool:
         """Opens the pinned maps or makes new ones; whether they were adopted."""
@@ -65,7 +66,8 @@ class Tables:
         resized = {n for n, size in wanted.items() if size != self.maps[n].max_entries}
         if not resized.isdisjoint(FLOWS):  # the keys of one are those of the other
             resized |= FLOWS
-        self.grow({n: size for n, size in wanted.items() if n in resized})
+        for name in resized:
+            self._resize(name, wanted[name])
         if next(iter(self.maps["flows"].items()), None):
             look_for_flows(self.maps["tracked"])
         return opened.adopted
@@ -104,6 +106,8 @@ class Tables:
             self.calls += target.update_batch(keys, values)
         if count:
             self.writes[name] += count
+            if name in self._copies:
+                self._copies[name].update_batch(keys, values)
         return count
 
     def drop(self, name: str, keys: Iterable[bytes]) -> None:
@@ -112,6 +116,8 @@ class Tables:
         if joined:
             count = len(joined) // self.maps[name].key_size
             self.calls += self.maps[name].delete_batch(joined)
+            if name in self._copies:
+                self._copies[name].delete_batch(joined)
             self.writes[name] += count
             self.fill[name] -= count
 
@@ -148,27 +154,53 @@ class Tables:
             size = min(size * 2, most)
         return size
 
-    def grow(self, sizes: Mapping[str, int]) -> None:
-        """Replaces maps by bigger copies, pins included. Programs still read the old ones.
+    def fits(self, more: Mapping[str, int]) -> bool:
+        """Whether there is room for so many more entries in the maps as they are."""
+        return all(
+            not count or self.fill[name] + count <= self.maps[name].max_entries
+            for name, count in more.items()
+        )
 
-        One that programs write gets the size that the configuration asks for now, which may be
-        smaller; what they write to the old one until they change over comes after (moving.py). The
-        old one stays pinned until then, see pin().
+    def copy(self, larger: Mapping[str, Map], at_once: int) -> Generator[None]:
+        """Fills larger maps, so many entries at a time. What is written meanwhile goes to both: an
+        entry that is not copied yet will be, and one that is copied is kept up to date.
         """
-        for name, entries in sizes.items():
-            old, spec = self.maps[name], MAPS[name]
-            bigger = load.make_map(spec, entries)
-            if spec.fixed:
-                self.moves.copy(name, old, bigger)
-                self._unpinned.add(name)
-            else:
-                for keys, values in old.batches():
-                    bigger.update_batch(keys, values)
-            self.maps[name] = bigger
-            if not spec.fixed:
-                load.replace_pin(self._pins, bigger, name)
-                old.close()
-            log.info("map resized map=%s entries=%d", name, entries)
+        self._copies = larger
+        for name, target in larger.items():
+            cursor: bytes | None = None
+            while True:
+                keys, values, cursor = self.maps[name].batch(cursor, at_once)
+                if keys:
+                    target.update_batch(keys, values)
+                yield
+                if cursor is None:
+                    break
+
+    def stop_copying(self) -> None:
+        """Writes go to the maps that are in use, and nowhere else."""
+        self._copies = {}
+
+    def switch(self, larger: Mapping[str, Map]) -> None:
+        """Larger maps that are complete take the place of the others, pins included. Programs still
+        read the old ones.
+        """
+        self._copies = {}
+        for name, held in larger.items():
+            old, self.maps[name] = self.maps[name], held
+            load.replace_pin(self._pins, held, name)
+            old.close()
+            log.info("map resized map=%s entries=%d", name, held.max_entries)
+
+    def _resize(self, name: str, entries: int) -> None:
+        """Gives a map that programs write the size that the configuration asks for now, which may
+        be smaller. Programs still write to the old one: that comes after (moving.py), and it stays
+        pinned until then, see pin().
+        """
+        old, made = self.maps[name], load.make_map(MAPS[name], entries)
+        self.moves.copy(name, old, made)
+        self._unpinned.add(name)
+        self.maps[name] = made
+        log.info("map resized map=%s entries=%d", name, entries)
 
     def pin(self, packet: bool) -> None:
         """Pins the maps of another size, those that only the packet path uses or the others: to be

@@ -1,7 +1,8 @@
 """The writes of a plan, carried out in the order of plan.py: in one change, and at its end."""
 
 from array import array
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Final
 
 from kbpf.dataplane.bpf.ids import BackendTable, Ids, SharedTables
@@ -22,8 +23,8 @@ from kbpf.model.desired import Backend, FrontendAddress
 
 ZERO = U32.pack(0)
 ONE = U32.pack(1)
-AT_ONCE: Final = 2_048
-"""Entries that are deleted at a time: some two milliseconds."""
+AT_ONCE: Final = 1_024
+"""Entries that are deleted at a time: about one millisecond."""
 Change = tuple[Collection[Addr], Collection[Addr]]
 """Addresses that come, and those that go."""
 
@@ -64,32 +65,80 @@ def retire(
     tables: Tables, table: BackendTable, shared: SharedTables, retired: Retired
 ) -> Iterator[None]:
     """What nobody reads any more, when its grace period is over: AT_ONCE entries at a time."""
-    slots = list(retired.slot_keys)
-    for old in retired.sets:
-        slots.append(pack_slots(old.id, len(old.backends)))
-        if old.table and shared.release(old.table):
-            slots.append(pack_slots(old.table, old.size))
-        if old.members:
-            ids = map(table.id_of, old.backends)
-            retired.member_keys += [PAIR.pack(old.id, i) for i in ids]
-    for backends in (*(s.backends for s in retired.sets), *retired.release):
-        retired.backend_ids += table.release(backends)
-    for name, keys in (
-        ("backend_slots", b"".join(slots)),
-        ("set_members", b"".join(retired.member_keys)),
-        ("backends", b"".join(map(U32.pack, retired.backend_ids))),
-        ("service_names", b"".join(map(U32.pack, retired.names))),
-    ):
-        size = AT_ONCE * tables.maps[name].key_size
-        for start in range(0, len(keys), size):
-            tables.drop(name, [keys[start : start + size]])
+    lists = (*(old.backends for old in retired.sets), *retired.release)
+    yield from _delete(tables, "backend_slots", _slot_keys(shared, retired))
+    yield from _delete(tables, "set_members", _member_keys(table, retired))
+    released = (
+        table.release(backends[start : start + AT_ONCE])
+        for backends in lists
+        for start in range(0, len(backends), AT_ONCE)
+    )
+    yield from _delete(tables, "backends", _ids(released, retired.backend_ids))
+    yield from _delete(tables, "service_names", _ids((), retired.names))
+    if retired.forget_affinity:
+        yield from _forget_affinity(tables, retired.forget_affinity)
+
+
+def _delete(
+    tables: Tables, name: str, parts: Iterable[tuple[int, Iterable[bytes]]]
+) -> Iterator[None]:
+    """Deletes keys that come in parts, each with its cost in entries."""
+    keys: list[bytes] = []
+    cost = 0
+    for part_cost, part in parts:
+        keys += part
+        cost += part_cost
+        if cost >= AT_ONCE:
+            tables.drop(name, keys)
             yield
+            keys, cost = [], 0
+    tables.drop(name, keys)
 
 
-def forget_affinity(tables: Tables, services: Collection[int]) -> None:
+def _slot_keys(shared: SharedTables, retired: Retired) -> Iterator[tuple[int, Iterable[bytes]]]:
+    for keys in retired.slot_keys:
+        for part in _cut_up(keys, PAIR.size):
+            yield len(part) // PAIR.size, (part,)
+    for old in retired.sets:
+        gone = old.table and shared.release(old.table)
+        for number, size in ((old.id, len(old.backends)), (old.table, old.size if gone else 0)):
+            for start in range(0, size, AT_ONCE):
+                end = min(start + AT_ONCE, size)
+                yield end - start, (pack_slots(number, end, start),)
+
+
+def _member_keys(table: BackendTable, retired: Retired) -> Iterator[tuple[int, Iterable[bytes]]]:
+    for key in retired.member_keys:
+        yield 1, (key,)
+    for old in retired.sets:
+        if old.members:
+            for backend in old.backends:
+                yield 1, (PAIR.pack(old.id, table.id_of(backend)),)
+
+
+def _ids(
+    released: Iterable[list[int]], more: Sequence[int]
+) -> Iterator[tuple[int, Iterable[bytes]]]:
+    """The numbers that each step releases, and more of them."""
+    for numbers in released:
+        yield AT_ONCE, map(U32.pack, numbers)
+    for number in more:
+        yield 1, (U32.pack(number),)
+
+
+def _cut_up(keys: bytes, size: int) -> Iterator[bytes]:
+    """AT_ONCE keys of this size at a time."""
+    for start in range(0, len(keys), AT_ONCE * size):
+        yield keys[start : start + AT_ONCE * size]
+
+
+def _forget_affinity(tables: Tables, services: Collection[int]) -> Iterator[None]:
     """Which backends the clients of these Services had."""
     entries = tables.maps["affinity"].items()
-    tables.drop("affinity", [key for key, _ in entries if AFFINITY_KEY.unpack(key)[1] in services])
+    while part := list(islice(entries, AT_ONCE)):
+        gone = [key for key, _ in part if AFFINITY_KEY.unpack(key)[1] in services]
+        tables.drop("affinity", gone)
+        yield
 
 
 def target(end: Backend | FrontendAddress) -> bytes:

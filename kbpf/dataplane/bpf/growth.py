@@ -1,0 +1,165 @@
+"""Maps grow while they are written and read, and no change waits for it.
+
+1. A thread makes the larger maps and loads the programs over them: creating a large map and the
+   verifier take some tenths of a second, and neither needs the writer.
+2. From here on every write goes to both. The entries that were there before are copied in slices,
+   between other changes.
+3. The larger maps take the place of the others, and hooks and devices change over (attached.py).
+
+Until the last step nothing has changed for anybody else, so a failure before it only costs room.
+"""
+
+import logging
+import time
+from collections.abc import Generator, Mapping
+from typing import Final
+
+from kbpf.dataplane.bpf import load
+from kbpf.dataplane.bpf.attached import Attached
+from kbpf.dataplane.bpf.layout import MAPS
+from kbpf.dataplane.bpf.programs import Programs, Ready
+from kbpf.dataplane.bpf.tables import Tables
+from kbpf.errors import KbpfError, KernelError
+from kbpf.kernel import threads
+from kbpf.kernel.libbpf import Map
+
+log = logging.getLogger("kbpf.dataplane")
+
+AT_ONCE: Final = 1_024
+"""Entries that are copied at a time: about one millisecond."""
+
+LIMIT_SECONDS: Final = 120.0
+"""Making maps and loading programs takes longer only if it is stuck."""
+
+POLL_SECONDS: Final = 0.02
+"""The thread is asked this often whether it is done."""
+
+RETRY_SECONDS: Final = 1.0
+"""From a failure to the next attempt."""
+
+
+class Growth:
+    """One growth at a time, of several maps. One thread calls; close() ends it."""
+
+    def __init__(self, tables: Tables, attached: Attached) -> None:
+        self._tables, self._attached = tables, attached
+        self._sizes: Mapping[str, int] = {}
+        self._thread: threads.Supervised | None = None
+        self._maps: dict[str, Map] = {}
+        self._programs: Mapping[Programs, Ready] = {}
+        self._made: KbpfError | bool = False  # by the thread: whether it is done, or why not
+        self._copying: Generator[None] | None = None
+        self._retry_due = 0.0
+        self.error = ""
+        """Why the last attempt failed; "" after one that succeeded."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether maps are growing."""
+        return bool(self._sizes)
+
+    def begin(self, sizes: Mapping[str, int], now: float) -> None:
+        """Begins, unless maps are growing already or have failed to a moment ago."""
+        if self._sizes or not sizes or now < self._retry_due:
+            return
+        self._sizes = sizes
+        try:
+            self._thread = threads.start("maps", self._make, LIMIT_SECONDS)
+        except KernelError as error:
+            self._fail(error)
+
+    def due(self, now: float) -> float | None:
+        """When to call advance() (time.monotonic); None: there is nothing to do."""
+        if not self._sizes:
+            return None
+        return now if self._made else now + POLL_SECONDS
+
+    def advance(self, seconds: float) -> None:
+        """Works for this long. A failure is kept in `error`."""
+        if not self._made or seconds <= 0:
+            return
+        end = time.perf_counter() + seconds
+        try:
+            while not self._step():
+                if time.perf_counter() >= end:
+                    return
+        except KbpfError as error:
+            self._fail(error)
+
+    def finish(self, sizes: Mapping[str, int] | None = None) -> None:
+        """Completes what has begun, or makes maps of these sizes at once. May raise KbpfError."""
+        if sizes is not None:
+            self._drop()
+            self._sizes = sizes
+            self._make()
+        try:
+            self._await()
+            while not self._step():
+                pass
+        except KbpfError as error:
+            self._fail(error)
+            raise
+
+    def close(self) -> None:
+        """Gives up what has begun."""
+        self._drop()
+
+    def _await(self) -> None:
+        """Waits for the thread."""
+        end = time.monotonic() + LIMIT_SECONDS
+        while not self._made:
+            if time.monotonic() >= end:
+                names = ", ".join(sorted(self._sizes))
+                raise KernelError(f"no larger maps after {LIMIT_SECONDS:.0f} s", names)
+            time.sleep(0.001)
+
+    def _step(self) -> bool:
+        """One piece; whether all is done."""
+        if isinstance(self._made, KbpfError):
+            raise self._made
+        if self._copying is None:
+            self._end_thread()
+            self._copying = self._tables.copy(self._maps, AT_ONCE)
+        if next(self._copying, self) is not self:
+            return False
+        maps, self._maps = self._maps, {}
+        programs, self._programs = self._programs, {}
+        self._sizes, self._copying, self._made, self.error = {}, None, False, ""
+        self._attached.fall_behind()
+        self._tables.switch(maps)
+        self._attached.switch(programs)
+        return True
+
+    def _make(self) -> None:
+        """What takes long and needs nothing of the writer. In the thread."""
+        try:
+            for name, entries in self._sizes.items():
+                self._maps[name] = load.make_map(MAPS[name], entries)
+                threads.beat()
+            self._programs = self._attached.prepare({**self._tables.maps, **self._maps})
+        except KbpfError as error:
+            self._made = error
+        else:
+            self._made = True
+
+    def _end_thread(self) -> None:
+        if self._thread is not None:
+            thread, self._thread = self._thread, None
+            thread.stop(LIMIT_SECONDS)
+
+    def _fail(self, error: KbpfError) -> None:
+        names = ", ".join(sorted(self._sizes))
+        if str(error) != self.error:
+            log.error("maps cannot be made larger, trying again maps=%s: %s", names, error)
+        self._drop()
+        self.error = str(error)
+        self._retry_due = time.monotonic() + RETRY_SECONDS
+
+    def _drop(self) -> None:
+        """Lets go of what is not in use yet."""
+        self._end_thread()
+        self._tables.stop_copying()
+        load.close_all(self._maps.values())
+        load.close_all(self._programs.values())
+        self._maps, self._programs, self._sizes = {}, {}, {}
+        self._copying, self._made = None, False
