@@ -29,13 +29,19 @@ static __always_inline u32 socket_cgroup(void)
 
 #define TC_NEXT (-1) /* pass, and let whoever is behind us on this device have its say */
 #define TC_SHOT 2
-#define CHANGES 8        /* tries to find a free port of client' */
-#define ASKED 16         /* flows, whether anybody needs them, by each new one */
-#define EVICTION_TRIES 8 /* flows that are asked when the queue is full */
-#define FRESH_TRIES 8    /* of SNAT_TRIES, before a port that a backend may still keep will do */
+#define CHANGES 8          /* tries to find a free port of client' */
+#define ASKED 16           /* flows, whether anybody needs them, by each new one */
+#define EVICTION_TRIES 8   /* flows that are asked when the queue is full */
+#define FRESH_TRIES 8      /* of SNAT_TRIES, before a port that a backend may still keep will do */
+#define SCAN_PORTS 640     /* ports that tc_scan looks at in one run */
+#define TICK (SECOND / 50) /* CPUs may read the coarse clock so far apart */
+#define SCAN_PAUSE (SECOND / 10) /* no search of this length for a backend that had no port */
 
 #define VLAN_ID 0x0fff
 #define OTHER_HOST 3 /* PACKET_OTHERHOST */
+
+#define SERVED 0x6b627066 /* in cb[0]: the packet's flow has just been written */
+#define JUST_MADE 0x200   /* not a TCP flag: the same, of a packet's flags */
 
 #define NO_ADDRESS __builtin_bswap32(1) /* ::1, for a source that has to change and cannot */
 
@@ -56,7 +62,9 @@ enum tail {
 	TAIL_YIELD = 13,
 	TAIL_LATE = 14,
 	TAIL_SNAT = 15,
-	TAILS = 16,
+	TAIL_AGAIN = 16,
+	TAIL_SCAN = 17,
+	TAILS = 18,
 };
 
 /* Of a packet that begins a flow, in cb[0]. */
@@ -70,6 +78,7 @@ BPF_TABLE("array", u32, struct cached_device, device_cache, CACHED_DEVICES);
 BPF_TABLE("array", u32, struct node, node, 1);
 BPF_F_TABLE("lpm_trie", struct network_key, u32, local_networks, 64, BPF_F_NO_PREALLOC);
 BPF_TABLE("lru_hash", struct fragment_key, struct ports, fragments, 64);
+BPF_TABLE("array", u32, struct port_slot, port_slots, PORT_SLOTS);
 BPF_TABLE("prog", u32, u32, tails, TAILS);
 
 /* client and frontend -> by what its SYNs are known: connections that another data plane got while
@@ -163,18 +172,6 @@ static __always_inline bool backend_lives(u32 id)
 	return backends.lookup(&id) != NULL;
 }
 
-/* Whether a packet of a flow that is known has to choose anew: a SYN after both sides have closed
- * or the backend has gone, and UDP whose backend is gone. Any other SYN may be a repeated one,
- * whose answer was lost, or a forged one: it goes where the connection is, and the backend decides.
- */
-static __always_inline bool begins_anew(const struct nat *nat, u32 flags)
-{
-	if (nat->client.protocol == PROTO_UDP)
-		return !backend_lives(nat->backend_id);
-	return (flags & (TCP_SYN | TCP_ACK)) == TCP_SYN &&
-	       (both_closed(nat) || !backend_lives(nat->backend_id));
-}
-
 static __always_inline bool same_flow(const struct nat *a, const struct nat *b)
 {
 	return same_target(&a->frontend, &b->frontend) && same_target(&a->client, &b->client) &&
@@ -213,6 +210,30 @@ static __always_inline bool gone(const struct nat *nat, u64 now)
 	}
 	key = question_of(nat);
 	return !holds(entry_of(nat, &key), now);
+}
+
+enum again {
+	AGAIN_NO = 0,
+	AGAIN_ASK = 1, /* tc_again finds out */
+	AGAIN_YES = 2,
+};
+
+/* Whether a packet of a known flow has to choose a backend again: a SYN after both sides have
+ * closed, UDP whose backend is gone. Any other SYN may be a repeated one, whose answer was lost, or
+ * a forged one: it goes where the connection is, if there still is one, and the backend decides.
+ * Datagrams without an answer ask once a second. */
+static __always_inline enum again begins_anew(const struct nat *nat, u32 flags, u64 now)
+{
+	if (flags & (JUST_MADE | NO_SEGMENT))
+		return AGAIN_NO;
+	if (nat->client.protocol == PROTO_UDP) {
+		if (!backend_lives(nat->backend_id))
+			return AGAIN_YES;
+		return nat->state == STATE_NEW && elapsed(nat->last_used, now) > SECOND;
+	}
+	if ((flags & (TCP_SYN | TCP_ACK)) != TCP_SYN)
+		return AGAIN_NO;
+	return both_closed(nat) ? AGAIN_YES : AGAIN_ASK;
 }
 
 /* The entry of the other side. For a packet of the backend that is the client's own; for one of the
@@ -314,14 +335,43 @@ static __always_inline void leave(struct ends *key, const struct nat *nat)
 		flows.delete(key);
 }
 
+/* The only CPU that decides about what stands at this key; NULL: another one is at it. A key that
+ * is free goes to whoever writes its entry first. One whose flow gives it up does not: two CPUs
+ * that find it so would both believe to have it, or one would delete what the other has written.
+ * Nobody waits: there are other ports, and an entry that stays is found by the agent (orphans.py).
+ */
+static __always_inline struct port_slot *hold(const struct ends *key)
+{
+	u32 index = (key->first.port ^ key->second.port) % PORT_SLOTS;
+	struct port_slot *slot = port_slots.lookup(&index);
+
+	if (!slot)
+		return NULL;
+	__sync_fetch_and_add(&slot->holders, 1);
+	if (*(volatile u32 *)&slot->holders == 1)
+		return slot;
+	__sync_fetch_and_add(&slot->holders, -1);
+	return NULL;
+}
+
+static __always_inline void let_go(struct port_slot *slot)
+{
+	__sync_fetch_and_add(&slot->holders, -1);
+}
+
 /* Deletes what a flow's answers find. */
 static __always_inline void forget_answers(const struct nat *nat)
 {
+	struct port_slot *slot;
 	struct ends key;
 
 	if (has_snat(nat)) {
 		key = snat_answer_of(nat);
-		leave(&key, nat);
+		slot = hold(&key);
+		if (slot) {
+			leave(&key, nat);
+			let_go(slot);
+		}
 	}
 	if (nat->way == WAY_PAST)
 		return;
@@ -379,9 +429,18 @@ struct step {
 	u32 device;       /* not 0: for this node, as if it came in there */
 	u8 way;           /* enum way */
 	bool masqueraded; /* to be marked in the stack; also where nothing else is to be done */
-	bool anew;        /* the flow that was found has ended */
+	u8 anew;          /* enum again: what was found may be no flow any more */
 	bool back;        /* from the backend */
 };
+
+/* JUST_MADE, once, if serve() has sent the packet here. */
+static __always_inline u32 just_made(struct __sk_buff *skb)
+{
+	if (skb->cb[0] != SERVED)
+		return 0;
+	skb->cb[0] = 0;
+	return JUST_MADE;
+}
 
 /* A packet of the client. */
 static __always_inline void step_forth(const struct nat *nat, struct step *s)
@@ -424,14 +483,20 @@ static __always_inline bool translate_in(struct tuple *t, const struct packet *p
 	if (!nat)
 		return false;
 	back = !is_question(t, nat);
-	if ((back && !is_answer(t, nat)) || gone(nat, now))
+	if (back && !is_answer(t, nat))
 		return false;
+	if (expired(nat, now) && !(flags & JUST_MADE)) {
+		if (!(flags & NO_SEGMENT))
+			s->anew = AGAIN_ASK;
+		if (!(flags & NO_SEGMENT) || gone(nat, now))
+			return false;
+	}
 	s->up = *t;
 	s->masqueraded = has_snat(nat) && !(back && expired(nat, now));
 	if (!back) {
-		if (begins_anew(nat, flags)) {
+		s->anew = begins_anew(nat, flags, now);
+		if (s->anew) {
 			s->masqueraded = false;
-			s->anew = true;
 			return false;
 		}
 		step_forth(nat, s);
@@ -446,10 +511,12 @@ static __always_inline bool translate_in(struct tuple *t, const struct packet *p
 	return true;
 }
 
-/* Whether this begins a connection that the flow is not about: the client dials the backend itself,
- * from a port that it used through a Service until that connection ended. A new one through a
- * Service would be a new flow by now, since it came in by translate_in(). */
-static __always_inline bool has_other_owner(const struct nat *nat, u32 flags)
+/* Whether this SYN begins a connection that the flow is not about: the client dials the backend
+ * itself, from a port that it used through a Service until that connection ended. A SYN to the
+ * Service goes where the connection is (begins_anew()): its numbers are those that the client's own
+ * entry has remembered as it came in. */
+static __always_inline bool has_other_owner(const struct nat *nat, const struct packet *p,
+					    u32 flags)
 {
 	struct ends key;
 	struct nat *question;
@@ -458,7 +525,8 @@ static __always_inline bool has_other_owner(const struct nat *nat, u32 flags)
 		return false;
 	key = question_of(nat);
 	question = entry_of(nat, &key);
-	return !question || is_ending(question);
+	return !question || (is_ending(question) && (question->seen.tcp.next != p->tcp.next ||
+						     question->seen.tcp.ack != p->tcp.ack));
 }
 
 enum leaving {
@@ -485,7 +553,7 @@ static __always_inline enum leaving translate_out(struct tuple *t, const struct 
 		return nat->device && is_question(t, nat) ? LEAVES_FOR_SERVICE : LEAVES_AS_IT_IS;
 	if (gone(nat, now))
 		return LEAVES_AS_IT_IS;
-	if (!back && has_other_owner(nat, flags)) {
+	if (!back && has_other_owner(nat, p, flags)) {
 		struct ends key = ends_of(&t->from, &t->to);
 
 		flows.delete(&key);
@@ -537,9 +605,11 @@ static __always_inline bool masquerades(const struct choice *c, const struct nod
  * it would take the answers for theirs. */
 static __always_inline bool claim_answer(struct nat *nat, const struct node *n, u64 now)
 {
-	u16 size = n->port_high - n->port_low + 1;
+	u32 size = n->port_high - n->port_low + 1;
 
 	for (int i = 0; i < CHANGES; i++) {
+		bool free, written = false;
+		struct port_slot *slot;
 		struct nat *other;
 		struct ends key;
 
@@ -549,63 +619,130 @@ static __always_inline bool claim_answer(struct nat *nat, const struct node *n, 
 		key = answer_of(nat);
 		if (!flows.insert(&key, nat))
 			return true;
+		slot = hold(&key);
+		if (!slot)
+			continue;
 		other = flows.lookup(&key);
-		if (!other || gone(other, now) || other->state == STATE_CLOSED ||
-		    (same_target(&other->frontend, &nat->frontend) &&
-		     same_target(&other->client, &nat->client)))
-			return !flows.update(&key, nat);
+		free = !other || gone(other, now) || other->state == STATE_CLOSED ||
+		       (same_target(&other->frontend, &nat->frontend) &&
+			same_target(&other->client, &nat->client));
+		if (free)
+			written = !flows.update(&key, nat);
+		let_go(slot);
+		if (free)
+			return written;
 	}
 	return false;
 }
 
-/* Whether a flow whose port is wanted goes for it: one that is established never does. Its client
- * may have sent since the backend did. */
-static __always_inline bool gives_up_port(const struct nat *answer, u64 now)
+/* The ports of the node that a client may have to one backend: one of each SHARES in a row, by a
+ * hash of its address (IPv6: its network of 64 bits, of which a host has all addresses). So no
+ * client has more than this part of them, and of another client's at most about as large a part.
+ */
+struct share {
+	u32 low;
+	u32 count; /* of its ports */
+	u32 step;  /* a power of two */
+	u32 client;
+};
+
+static __always_inline struct share share_of(const struct nat *nat, const struct node *n)
+{
+	const struct address *a = &nat->client.address;
+	u32 size = n->port_high - n->port_low + 1, step = size < SHARED_PORTS ? 1 : SHARES;
+	struct share s = {.low = n->port_low, .count = size / step, .step = step};
+
+	s.client = hash_word(hash_word(HASH_SEED, a->word[0]), is_v4(a) ? a->word[3] : a->word[1]);
+	return s;
+}
+
+static __always_inline __be16 port_at(const struct share *s, u32 at)
+{
+	u32 chosen = hash_end(hash_word(s->client, at), 3 * sizeof(at)) & (s->step - 1);
+
+	return __builtin_bswap16(s->low + at * s->step + chosen);
+}
+
+static __always_inline u32 place_of(const struct share *s, __be16 port)
+{
+	return (u32)(__builtin_bswap16(port) - s->low) / s->step;
+}
+
+/* How a port is searched for (cb[0] of tc_snat), and whose port will do then. */
+enum search {
+	SEARCH_ANY = 0,   /* at random: what has ended, but for ports that a backend keeps; then all
+			   * of   that, and what is disposable */
+	SEARCH_ROW = 1,   /* in a row: that, and handshakes that have had a second */
+	SEARCH_FOUND = 2, /* the same, where tc_scan has found one */
+	SEARCH_LAST = 3,  /* any handshake: under a flood it is most likely that of a forged client,
+			   * and  the new one would be lost for certain */
+};
+
+/* Whether a flow gives its port to another, as far as one of its entries tells. Established ones
+ * never do. */
+static __always_inline bool gives_port(const struct nat *entry, u64 now, u32 search, bool fresh)
+{
+	if (expired(entry, now))
+		return true;
+	if (entry->state == STATE_CLOSED)
+		return !fresh || !(entry->fins & FIN_BACKEND_FIRST);
+	if (search && is_half_open(entry) &&
+	    (search == SEARCH_LAST || elapsed(entry->last_used, now) > SECOND))
+		return true;
+	return !fresh && is_disposable(entry, now);
+}
+
+/* The same of the whole flow: its client may have sent since its backend did. */
+static __always_inline bool gives_up_port(const struct nat *answer, u64 now, u32 search, bool fresh)
 {
 	struct ends key = question_of(answer);
-	struct nat *question = entry_of(answer, &key);
+	struct nat *question;
 
-	return is_disposable(answer, now) && (!question || is_disposable(question, now));
+	if (!gives_port(answer, now, search, fresh))
+		return false;
+	question = entry_of(answer, &key);
+	return !question || gives_port(question, now, search, fresh);
 }
 
-/* Whether a flow without proof gives its port to a new one when there is no better: its handshake
- * has had a second. In the last round any will do: under a flood the port is most likely that of a
- * forged client, and the new one would be lost for certain. */
-static __always_inline bool gives_way(const struct nat *other, u64 now, bool last)
+/* Finds a port of the node for this flow among those that its client may have, out of the range
+ * that the node's own sockets keep away from: the client's own if it is one of those and free.
+ * False: nat->snat_port is the one to go on with. */
+static __always_inline bool claim_snat(struct nat *nat, const struct node *n, u32 search)
 {
-	return is_half_open(other) && (last || elapsed(other->last_used, now) > SECOND);
-}
+	struct share s = share_of(nat, n);
+	struct port_slot *slot = NULL;
+	struct nat *other = NULL;
+	u64 now = nat->last_used;
+	struct ends key;
+	u32 at = place_of(&s, nat->snat_port);
+	bool written;
 
-/* Finds a port of the node for this flow, in the range that the node's own sockets keep away from:
- * the client's own if it is one of those and free, else any. That of a connection that has ended
- * will do at once; only if the backend has closed first, and so keeps it in TIME_WAIT, others are
- * tried before. */
-static __always_inline bool claim_snat(struct nat *nat, const struct node *n, u64 now, u32 round)
-{
-	u16 size = n->port_high - n->port_low + 1, own = __builtin_bswap16(nat->snat_port);
-
-	if (own < n->port_low || own > n->port_high)
-		nat->snat_port = __builtin_bswap16(n->port_low + bpf_get_prandom_u32() % size);
+	if (!search && (at >= s.count || port_at(&s, at) != nat->snat_port))
+		at = bpf_get_prandom_u32() % s.count;
 	for (int i = 0; i < SNAT_TRIES; i++) {
-		struct ends key = snat_answer_of(nat);
-		struct nat *other;
-
+		nat->snat_port = port_at(&s, at);
+		key = snat_answer_of(nat);
 		if (!flows.insert(&key, nat))
 			return true;
-		other = flows.lookup(&key);
-		if (!other || gone(other, now) || (i >= FRESH_TRIES && gives_up_port(other, now)) ||
-		    (round && gives_way(other, now, round == SNAT_ROUNDS - 1)) ||
-		    (other->state == STATE_CLOSED &&
-		     (i >= FRESH_TRIES || !(other->fins & FIN_BACKEND_FIRST)))) {
-			if (other) /* its client may not go on with it */
-				forget_others(other);
-			return !flows.update(&key, nat);
+		slot = hold(&key);
+		if (slot) {
+			other = flows.lookup(&key);
+			if (!other || gives_up_port(other, now, search, !search && i < FRESH_TRIES))
+				break;
+			let_go(slot);
+			slot = NULL;
 		}
-		own = __builtin_bswap16(nat->snat_port) - n->port_low;
-		nat->snat_port = __builtin_bswap16(
-			n->port_low + (round ? own + 1 : bpf_get_prandom_u32()) % size);
+		at = (search ? at + 1 : bpf_get_prandom_u32()) % s.count;
 	}
-	return false;
+	if (!slot) {
+		nat->snat_port = port_at(&s, at);
+		return false;
+	}
+	if (other) /* its client may not go on with it */
+		forget_others(other);
+	written = !flows.update(&key, nat);
+	let_go(slot);
+	return written;
 }
 
 /* Whether somebody may still talk by a flow that began before all others that are tracked. */
@@ -712,21 +849,16 @@ static __always_inline enum reason claim_question(struct ends *key, const struct
 	return find_place(key, n, nat->last_used) ? NEW_FLOW : TABLE_FULL;
 }
 
-/* Tells the entry of client' the snat port where it lies: nobody sees it before the client's own
- * entry is there. */
-static __always_inline bool tell_snat_port(const struct nat *nat)
-{
-	struct ends key = answer_of(nat);
-	struct nat *answer = flows.lookup(&key);
-
-	if (answer)
-		answer->snat_port = nat->snat_port;
-	return answer != NULL;
-}
-
 static __always_inline bool starts_flow(const struct packet *p)
 {
 	return p->protocol == PROTO_UDP || (p->tcp_flags & (TCP_SYN | TCP_ACK)) == TCP_SYN;
+}
+
+/* Has a flow written for a packet of none, or asks whether its flow still is one. */
+static __always_inline void begin_or_ask(struct __sk_buff *skb, u8 again, u32 tail)
+{
+	skb->cb[0] = again == AGAIN_ASK ? tail : again == AGAIN_YES ? BEGINS_AGAIN : 0;
+	tails.call(skb, again == AGAIN_ASK ? TAIL_AGAIN : tail);
 }
 
 static __always_inline bool is_paused(u64 now)
@@ -840,6 +972,49 @@ int tc_way(struct __sk_buff *skb)
 			remember_way(&nat->out, &route, nat->last_used);
 	}
 	tails.call(skb, TAIL_PLACE);
+	return finish(TC_SHOT, NOT_RECORDED);
+}
+
+/* Whether an entry is missing by which this flow's answers, or its packets in the stack, are found:
+ * another flow has it, or it was deleted a moment after another CPU had found it to be over. */
+static __always_inline bool lacks_entry(const struct nat *nat)
+{
+	struct ends key;
+
+	if (has_snat(nat)) {
+		key = snat_answer_of(nat);
+		if (!entry_of(nat, &key))
+			return true;
+	}
+	if (nat->way == WAY_PAST)
+		return false;
+	key = answer_of(nat);
+	return !entry_of(nat, &key);
+}
+
+/* What tc_ingress and tc_host leave open about a packet of a known flow: whether the flow has ended
+ * by time, or has to begin again, since its backend is gone or no answer would be found. */
+int tc_again(struct __sk_buff *skb)
+{
+	u32 ifindex = skb->ifindex, begins = skb->cb[0];
+	struct device *device = device_at(ifindex);
+	struct packet p = {};
+	struct nat *nat;
+
+	if (!device || !parse(skb, device->l2, &p) || !fragment_ports(&p))
+		return TC_NEXT;
+	nat = flow_between(&p.tuple);
+	if (nat && !gone(nat, now_ns()) &&
+	    (!starts_flow(&p) || !is_question(&p.tuple, nat) ||
+	     (backend_lives(nat->backend_id) && !lacks_entry(nat)))) {
+		skb->cb[0] = SERVED;
+		tails.call(skb, begins == TAIL_NEW ? TAIL_INGRESS : TAIL_HOST);
+	} else if (starts_flow(&p)) {
+		skb->cb[0] = BEGINS_AGAIN;
+		tails.call(skb, begins);
+	} else {
+		return TC_NEXT;
+	}
 	return finish(TC_SHOT, NOT_RECORDED);
 }
 
@@ -960,6 +1135,7 @@ static __always_inline int serve(struct __sk_buff *skb, const struct nat *nat)
 {
 	count(NEW_FLOW);
 	account_flow(nat);
+	skb->cb[0] = SERVED;
 	tails.call(skb, nat->device ? TAIL_HOST : TAIL_INGRESS);
 	return finish(TC_SHOT, NOT_REWRITTEN);
 }
@@ -1105,42 +1281,201 @@ int tc_claim(struct __sk_buff *skb)
 	return publish(skb, &nat);
 }
 
-/* Writes a new flow's entry for answers to the node. Ports at random come first; where most are
- * taken it asks the ones behind the last of those, in further rounds (cb[0]). */
+/* Tells the entry of client' the port of snat where it lies: nobody sees it before the client's own
+ * entry is there. False: it is another flow's by now. */
+static __always_inline bool tell_port(const struct nat *nat)
+{
+	struct ends key = answer_of(nat);
+	struct nat *answer = flows.lookup(&key);
+
+	if (!answer || !same_target(&answer->client, &nat->client) ||
+	    !same_target(&answer->frontend, &nat->frontend))
+		return false;
+	answer->snat_port = nat->snat_port;
+	return true;
+}
+
+/* A new flow that gets no port of the node, or cannot keep it. */
+static __always_inline int give_up(const struct nat *nat, enum reason reason)
+{
+	struct ends key = answer_of(nat);
+
+	forget_answers(nat);
+	if (nat->way != WAY_PAST && tell_port(nat)) /* it had no port yet */
+		flows.delete(&key);
+	return finish(TC_SHOT, reason);
+}
+
+/* Writes a new flow's entry for answers to the node: its port is searched for (cb[0]) at random, in
+ * a row, and by tc_scan among all that its client may have. */
 int tc_snat(struct __sk_buff *skb)
 {
-	u32 zero = 0, round = skb->cb[0];
+	u32 zero = 0, search = skb->cb[0];
 	struct node *n = node.lookup(&zero);
 	struct nat *found = pending.lookup(&zero), nat;
-	bool claimed;
 
 	if (!n || !found)
 		return finish(TC_SHOT, NOT_RECORDED);
 	nat = *found;
 	nat.part = PART_SNAT_ANSWER;
 	nat.out.ifindex = 0;
-	if (!round)
+	if (!search)
 		nat.snat_port = nat.client_port;
-	claimed = !is_loopback(&nat.snat) /* NO_ADDRESS still */ &&
-		  claim_snat(&nat, n, nat.last_used, round);
-	if (!claimed && round + 1 < SNAT_ROUNDS) {
+	if (is_loopback(&nat.snat)) /* NO_ADDRESS still */
+		return give_up(&nat, NO_SNAT_PORT);
+	if (!claim_snat(&nat, n, search)) {
+		if (search == SEARCH_LAST)
+			return give_up(&nat, NO_SNAT_PORT);
 		found->snat_port = nat.snat_port;
-		skb->cb[0] = round + 1;
-		tails.call(skb, TAIL_SNAT);
+		skb->cb[0] = search == SEARCH_ANY ? SEARCH_ROW : search;
+		tails.call(skb, search == SEARCH_ANY ? TAIL_SNAT : TAIL_SCAN);
+		return give_up(&nat, NO_SNAT_PORT);
 	}
-	if (nat.way != WAY_PAST) {
-		struct ends key = answer_of(&nat);
-		struct nat *answer = flows.lookup(&key);
-
-		if (answer && claimed)
-			answer->snat_port = nat.snat_port;
-		else
-			flows.delete(&key);
-	}
-	if (!claimed)
-		return finish(TC_SHOT, NO_SNAT_PORT);
+	if (nat.way != WAY_PAST && !tell_port(&nat))
+		return give_up(&nat, NOT_RECORDED);
 	nat.out.ifindex = found->out.ifindex;
 	return publish(skb, &nat);
+}
+
+/* When a search for this backend found no port last. */
+static __always_inline u64 *searched_at(const struct target *backend)
+{
+	u32 index = (backend->address.word[3] ^ backend->address.word[3] >> 16 ^ backend->port) %
+		    PORT_SLOTS;
+	struct port_slot *slot = port_slots.lookup(&index);
+
+	return slot ? &slot->searched : NULL;
+}
+
+/* Goes on with the search for a port, from the one in `pending`. */
+static __always_inline int search_on(struct __sk_buff *skb, enum search search, u32 tail)
+{
+	skb->cb[0] = search;
+	tails.call(skb, tail);
+	return finish(TC_SHOT, NO_SNAT_PORT);
+}
+
+/* Seconds without a packet after which gives_port() says yes in SEARCH_FOUND, a byte for each
+ * state: the verifier walks on from each branch, and there are SCAN_PORTS times as many. */
+#define GIVES_AFTER                                                                                \
+	(1ULL << 8 * STATE_NEW | (u64)CLOSING_SECONDS << 8 * STATE_CLOSING |                       \
+	 0ULL << 8 * STATE_CLOSED | 1ULL << 8 * STATE_ANSWERED |                                   \
+	 (u64)UNPROVEN_SECONDS << 8 * STATE_UNPROVEN)
+
+/* What is the same for all ports that are looked at. Masks are 0 or all ones: instead of branches,
+ * from each of which the verifier walks on by itself. */
+struct scan {
+	struct target node;
+	struct target backend;
+	u32 first;       /* the node is the first end of the key */
+	u32 first_same;  /* the same where both ports are the same */
+	u32 by_port;     /* ports tell which of them is first, before the rest of the addresses */
+	u64 established; /* ns without a packet after which such a flow is over */
+	u64 now;
+};
+
+static __always_inline u32 mask_of(u32 bit)
+{
+	return 0U - (bit & 1);
+}
+
+/* What was written to the packet's context is any number to the verifier: see forget_the_way(). */
+static __always_inline void begin_scan(struct __sk_buff *skb, struct scan *scan,
+				       const struct nat *nat)
+{
+	struct nat likewise = {.state = STATE_ESTABLISHED};
+
+	scan->node = nat->client;
+	scan->node.address = nat->snat;
+	scan->backend = nat->backend;
+	skb->cb[2] = goes_first(&scan->node, &scan->backend);
+	scan->node.port = scan->backend.port;
+	skb->cb[3] = goes_first(&scan->node, &scan->backend);
+	likewise.client.protocol = nat->client.protocol;
+	skb->cb[4] = timeout_of(&likewise) / SECOND;
+	asm volatile("" ::: "memory");
+	scan->first = mask_of(skb->cb[2]);
+	scan->first_same = mask_of(skb->cb[3]);
+	scan->established = skb->cb[4] * SECOND;
+	skb->cb[2] = scan->node.address.word[3] == scan->backend.address.word[3];
+	asm volatile("" ::: "memory");
+	scan->by_port = mask_of(skb->cb[2]);
+	scan->now = nat->last_used + TICK; /* what has just been closed counts */
+}
+
+static __always_inline u32 pick(u32 mask, u32 one, u32 other)
+{
+	return other ^ ((one ^ other) & mask);
+}
+
+/* The entry at this port; ends_of() without branches. */
+static __always_inline struct nat *entry_at(const struct scan *scan, __be16 port)
+{
+	u32 to = scan->backend.port, less = mask_of(((u32)port - to) >> 31);
+	u32 same = mask_of((((u32)port ^ to) - 1) >> 31), first;
+	const u32 *node = (const u32 *)&scan->node.address, *backend = scan->backend.address.word;
+	struct ends key = {.first = scan->backend, .second = scan->backend};
+
+	first = pick(scan->by_port, pick(same, scan->first_same, less), scan->first);
+	for (int i = 0; i < 4; i++) {
+		key.first.address.word[i] = pick(first, node[i], backend[i]);
+		key.second.address.word[i] = pick(first, backend[i], node[i]);
+	}
+	key.first.port = pick(first, port, to);
+	key.second.port = pick(first, to, port);
+	return flows.lookup(&key);
+}
+
+static __always_inline bool seems_given(const struct nat *entry, const struct scan *scan)
+{
+	u64 after = (GIVES_AFTER >> (entry->state & 7) * 8 & 0xff) * SECOND;
+	u64 lives = (u32)(entry->state ^ STATE_ESTABLISHED) - 1ULL; /* all ones, or small */
+
+	after |= scan->established & 0 - (lives >> 63);
+	return entry->last_used + after <= scan->now;
+}
+
+/* Looks for a port that is free, or whose flow gives it up, among the next SCAN_PORTS of those that
+ * the client may have; and so on until all were looked at (cb[1]: in so many runs). Where all are
+ * in use that takes half a millisecond: then it is not done again for this backend for SCAN_PAUSE.
+ */
+int tc_scan(struct __sk_buff *skb)
+{
+	u32 zero = 0, at, left = skb->cb[1];
+	struct nat *found = pending.lookup(&zero), *entry = NULL;
+	struct node *n = node.lookup(&zero);
+	struct scan scan;
+	struct share s;
+	u64 *searched;
+	int i;
+
+	if (!n || !found)
+		return finish(TC_SHOT, NOT_RECORDED);
+	searched = searched_at(&found->backend);
+	if (!searched)
+		return finish(TC_SHOT, NOT_RECORDED);
+	s = share_of(found, n);
+	if (skb->cb[0] == SEARCH_ROW) /* it begins */
+		left = elapsed(*searched, found->last_used) < SCAN_PAUSE
+			       ? 0
+			       : (s.count + SCAN_PORTS - 1) / SCAN_PORTS;
+	if (!left)
+		return search_on(skb, SEARCH_LAST, TAIL_SNAT);
+	at = place_of(&s, found->snat_port);
+	begin_scan(skb, &scan, found);
+	for (i = 0; i < SCAN_PORTS; i++) {
+		entry = entry_at(&scan, port_at(&s, at));
+		if (!entry || seems_given(entry, &scan))
+			break;
+		at = (at + 1) % s.count;
+	}
+	found->snat_port = port_at(&s, at);
+	skb->cb[1] = left - 1;
+	if (i < SCAN_PORTS)
+		return search_on(skb, SEARCH_FOUND, TAIL_SNAT);
+	if (left == 1)
+		*searched = found->last_used;
+	return search_on(skb, SEARCH_FOUND, TAIL_SCAN);
 }
 
 /* A packet of a flow that goes past the stack has to go up: too long for its way, or an ICMP error.
@@ -1193,14 +1528,16 @@ int tc_host(struct __sk_buff *skb)
 	struct tuple out;
 	struct nat *nat;
 	u64 now = now_ns();
+	u8 again = AGAIN_YES;
 
 	if (!device || !parse(skb, device->l2, &p) || !fragment_ports(&p))
 		return TC_NEXT;
 	nat = flow_between(&p.tuple);
-	if (!nat || !nat->device || !is_question(&p.tuple, nat) || gone(nat, now) ||
-	    begins_anew(nat, p.tcp_flags)) {
+	if (nat && nat->device && is_question(&p.tuple, nat) && !gone(nat, now))
+		again = begins_anew(nat, p.tcp_flags | just_made(skb), now);
+	if (again) {
 		if (starts_flow(&p))
-			tails.call(skb, TAIL_HOST_NEW);
+			begin_or_ask(skb, again, TAIL_HOST_NEW);
 		return TC_NEXT;
 	}
 	keep(nat, &p, p.tcp_flags, false, now);
@@ -1316,14 +1653,12 @@ int tc_ingress(struct __sk_buff *skb)
 
 	if (!take(skb, device, &p, TAIL_ICMP_IN))
 		return TC_NEXT;
-	if (translate_in(&p.tuple, &p, p.tcp_flags, &s))
+	if (translate_in(&p.tuple, &p, p.tcp_flags | just_made(skb), &s))
 		return go_on(skb, &p, device, &s);
 	if (s.masqueraded)
 		mark_masqueraded(skb, true);
-	if (starts_flow(&p)) {
-		skb->cb[0] = s.anew ? BEGINS_AGAIN : 0;
-		tails.call(skb, TAIL_NEW);
-	}
+	if (s.anew == AGAIN_ASK || starts_flow(&p))
+		begin_or_ask(skb, s.anew, TAIL_NEW);
 	return TC_NEXT;
 }
 

@@ -34,8 +34,9 @@
 #pragma once
 
 #define SECOND 1000000000ULL
-#define SNAT_TRIES 14  /* ports that are asked in a round */
-#define SNAT_ROUNDS 16 /* a tail call each, of the 33 that there may be */
+#define SNAT_TRIES 14     /* ports of the node that are asked at random, and as many in a row */
+#define SHARES 4          /* one client address has one of so many ports of the node to a backend */
+#define SHARED_PORTS 1024 /* a smaller range is not shared */
 
 #define UNPROVEN_SECONDS 5          /* so long a flow without proof keeps a port that others want */
 #define CLOSING_SECONDS 10          /* the same when one side has closed */

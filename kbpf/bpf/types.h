@@ -318,6 +318,15 @@ struct refusal_limit {
 	u64 burst;    /* refusals at once */
 };
 
+#define PORT_SLOTS 1024
+
+/* port_slots: ports of the node whose number and backend leave the same remainder. */
+struct port_slot {
+	u32 holders; /* CPUs that want to decide about one of them */
+	u32 pad;
+	u64 searched; /* ns, CLOCK_MONOTONIC: none was found for a backend of this remainder */
+};
+
 /* fragments: the ports of a datagram whose first fragment was seen. */
 struct fragment_key {
 	struct address from;

@@ -123,9 +123,7 @@ def broken_promise(protocol: str, reading: Reading, kbpf: Outcome, linux: Outcom
     """What must never be, whatever row there is; empty if all is well."""
     if linux.needed and kbpf == NOTHING and protocol != "sctp":
         return "a connection that Linux needs is forgotten"
-    # A fault that is to be mended: when a client's SYN leaves the node while one side has closed,
-    # kbpf deletes the entry of the answers (has_other_owner() in tc.c) and is deaf to the backend.
-    if kbpf.state != reading.state and not reading.syn_while_closing:
+    if kbpf.state != reading.state:
         return f"{kbpf.state}, which the document calls {reading.state}"
     is_open = linux.needed and linux.state == "ESTABLISHED" and protocol == "tcp"
     if is_open and not (reading.believed_end or reading.again):

@@ -44,8 +44,6 @@ class Reading:
     """There was a reset or a FIN with other numbers."""
     again: bool = False
     """A SYN came after the backend's SYN-ACK, or after the end, and its numbers are remembered."""
-    syn_while_closing: bool = False
-    """The client's SYN came when one side had ended the connection and the other had not."""
     flawed: bool = False
     """A packet whose checksum is wrong, or which the node did not forward, may have counted."""
     began: float = 0.0
@@ -70,7 +68,6 @@ class Reading:
         if "S" in flags and before not in ("none", "NEW"):
             is_other = back and self.ends.get(seen_by, (end, ack)) != (end, ack)
             self.again |= is_other or self.state != before
-        self.syn_while_closing |= not back and flags == "S" and self.state == "CLOSING"
         if set(flags) & {"S", "A"} and "R" not in flags:
             self.ends[seen_by] = end, ack
 

@@ -12,6 +12,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -20,7 +21,8 @@ import pytest
 
 from kbpf.dataplane.bpf import beside, beyond, compile
 from kbpf.dataplane.bpf.facts import limit_refusals
-from kbpf.dataplane.bpf.flows import STATE, is_held
+from kbpf.dataplane.bpf.flows import IDENTITY, PART, STATE, is_held
+from kbpf.dataplane.bpf.flows import ends as flow_key
 from kbpf.dataplane.bpf.hooks import PACKET_PROGRAMS
 from kbpf.dataplane.bpf.layout import (
     CACHED_DEVICE,
@@ -29,11 +31,13 @@ from kbpf.dataplane.bpf.layout import (
     ENDS,
     NAT,
     NETWORK_KEY,
+    PORT_SLOT,
     REFUSAL_LIMIT,
     U32,
     U64,
     DeviceFlag,
     Fin,
+    FlowPart,
     NodeFlag,
     Reason,
     RefusalLimit,
@@ -66,6 +70,7 @@ from tests.support.lab import run as command
 from tests.support.packets import Talk, arp, echo, fragments, frame, icmp_error, sctp, tcp, udp
 from tests.support.parse import parse
 from tests.support.plane import Site, desired, service, sites
+from tests.support.shares import ports_of
 
 CLIENT = {4: "198.51.100.7", 6: "2001:db8:9::7"}
 NODE = {4: "198.18.0.1", 6: "fd00:198:18::1"}
@@ -1040,6 +1045,8 @@ ALIVE = {
     "the answer was lost": "S <SA S",
     "somebody forges a SYN": f"{LIVE} S!",
     "somebody forges FIN and SYN": f"{LIVE} FA! S!",
+    "the client has closed, and its port is used again": f"{LIVE} FA S",
+    "the backend has closed, and the client's port is used again": f"{LIVE} <FA S S",
     "somebody forges RST and SYN": f"{LIVE} R! S!",
     "somebody forges the backend's RST": f"{LIVE} <R!",
     "a reset that nobody believes": f"{LIVE} R",
@@ -1052,7 +1059,9 @@ def test_a_connection_that_may_live_keeps_its_way(path: Path_, v: int, story: st
     """Whether a SYN or a RST is true only its two ends know; till they do, nothing changes."""
     before = path.site.reasons()[Reason.NEW_FLOW]
     own, source = say(path, v, ALIVE[story])
-    assert segment(path, v, own, "A+") == source
+    assert source.startswith(end(NODE[v], 0)[:-1])
+    for word in ("S", "A+") if "used again" in story else ("A+",):
+        assert segment(path, v, own, word) == source, word
     segment(path, v, own, "<A", source)
     assert path.site.reasons()[Reason.NEW_FLOW] == before + 1
     assert states(path, own) <= {TcpState.ESTABLISHED, TcpState.CLOSING}
@@ -1172,17 +1181,218 @@ def test_a_handshake_gives_its_port_to_another_if_there_is_none(
     assert path.run("tc_ingress", syn)[0] == TC_ACT_UNSPEC, "whoever wants it"
 
 
+LOST = {
+    "the answers to the node": lambda path, v, own, source: (source, pod(v)),
+    "the packets in the stack": lambda path, v, own, source: (own, pod(v)),
+}
+"""Which entry of a masqueraded flow is missing."""
+
+
+def lose(path: Path_, these: tuple[str, str]) -> None:
+    """Deletes the entry between these ends."""
+    with path.site.pinned("flows") as flows:
+        gone = [key for key, _ in flows.items() if set(ends(key)) == set(these)]
+        assert [flows.delete(key) for key in gone] == [True]
+
+
 @both
-def test_a_port_is_found_as_long_as_few_are_taken_in_a_row(path: Path_, v: int) -> None:
-    """Of 100 ports only one is free: a search at random would miss it."""
-    path.node(NodeFlag(0), 40_000 + v * 100, 40_099 + v * 100)
-    before = path.site.reasons()[Reason.NO_SNAT_PORT]
-    for _ in range(100):
-        established(path, v, "tcp")
-    assert path.site.reasons()[Reason.NO_SNAT_PORT] == before
-    verdict, _ = path.run("tc_ingress", tcp(client(v), vip(v, CLUSTER), flags="S"))
-    assert verdict == TC_ACT_SHOT
-    assert path.site.reasons()[Reason.NO_SNAT_PORT] == before + 1
+@pytest.mark.parametrize("missing", LOST)
+@pytest.mark.parametrize("script", ["S", "S <SA", f"{LIVE} R", f"{LIVE} FA"])
+def test_a_syn_of_a_flow_without_answers_begins_again(
+    path: Path_, v: int, script: str, missing: str
+) -> None:
+    """Two CPUs at once, or an agent: whoever took the entry, the client does not wait for ever."""
+    own, source = say(path, v, script)
+    lose(path, LOST[missing](path, v, own, source))
+    before = path.site.reasons()[Reason.NEW_FLOW]
+    TALKS.pop(own)
+    own, source = say(path, v, LIVE, own)
+    assert source.startswith(end(NODE[v], 0)[:-1])
+    assert path.site.reasons()[Reason.NEW_FLOW] == before + 1
+    assert states(path, own) == {TcpState.ESTABLISHED}
+
+
+@both
+@pytest.mark.parametrize("missing", LOST)
+@pytest.mark.parametrize(("seconds", "again"), [(-60, False), (2, True)])
+def test_a_question_of_a_flow_without_answers_begins_again(
+    path: Path_, v: int, seconds: int, again: bool, missing: str
+) -> None:
+    """Not each datagram asks: some are sent without end to who never answers."""
+    own = client(v)
+    question = udp(own, vip(v, CLUSTER), b"?")
+    source = masked(path, path.run("tc_ingress", question)[1],
+                    lambda a, b: udp(a, b, b"?"), pod(v), v)  # fmt: skip
+    lose(path, LOST[missing](path, v, own, source))
+    age(path, own, seconds)
+    before = path.site.reasons()[Reason.NEW_FLOW]
+    _, inside = path.run("tc_ingress", question)
+    assert parse(inside, l2=False).destination == pod(v)
+    assert path.site.reasons()[Reason.NEW_FLOW] == before + again
+
+
+# ---- ports of the node ---------------------------------------------------------------------------
+
+
+def fill_ports(path: Path_, v: int, ports: Iterable[int], **fields: object) -> None:
+    """Somebody has these ports of the node to the pod: established connections."""
+    now = time.monotonic_ns()
+    backend, node = (pack_target(parse_addr(host), port, 6)
+                     for host, port in ((POD[v], 8080), (NODE[v], 0)))  # fmt: skip
+    other = pack_target(parse_addr(ROUTER[v]), 9, 6)
+    with path.site.pinned("flows") as flows:
+        for port in ports:
+            number = port.to_bytes(2, "big")
+            value = NAT.pack(
+                fields.get("used", now), other, backend, backend, node[:16], number, number, 0, 0,
+                fields.get("state", TcpState.ESTABLISHED), 0, 0, 2, 0, 0, bytes(48),
+            )  # fmt: skip
+            flows.update(flow_key(backend, node[:16] + number + node[18:]), value)
+
+
+def port_given(path: Path_, v: int, own: str) -> int:
+    """The port of the node that a SYN of this client gets; 0: none."""
+    verdict, inside = path.run("tc_ingress", tcp(own, vip(v, CLUSTER), flags="S"))
+    if verdict == TC_ACT_SHOT:
+        return 0
+    return port_of(parse(path.run("tc_egress", inside)[1], l2=False).source)
+
+
+def established_port(path: Path_, v: int, host: str) -> int:
+    """The same, for a connection that keeps it from now on."""
+    port = port_given(path, v, end(host, next(PORTS)))
+    fill_ports(path, v, [port])
+    return port
+
+
+@contextlib.contextmanager
+def no_flows(path: Path_) -> Iterator[None]:
+    """Before and after."""
+    path.forget_flows()
+    try:
+        yield
+    finally:
+        path.forget_flows()
+        with path.site.pinned("port_slots") as slots:
+            for key, _ in list(slots.items()):
+                slots.update(key, bytes(PORT_SLOT.size))
+
+
+NEIGHBOURS = {4: [CLIENT[4]], 6: [f"2001:db8:9::{n:x}" for n in range(1, 100)]}
+"""Who shares one client's part."""
+
+
+@both
+def test_a_client_has_its_share_of_ports_and_no_more(path: Path_, v: int) -> None:
+    """All addresses of an IPv6 network together. Another client still gets most of its own."""
+    low, high = 40_000, 41_023
+    path.node(NodeFlag(0), low, high)
+    mine = set(ports_of(CLIENT[v], low, high))
+    assert len(mine) == 256
+    with no_flows(path):
+        hosts = itertools.cycle(NEIGHBOURS[v])
+        given = {established_port(path, v, next(hosts)) for _ in range(256)}
+        assert given == mine, "all of them"
+        before = path.site.reasons()[Reason.NO_SNAT_PORT]
+        assert {port_given(path, v, end(next(hosts), next(PORTS))) for _ in range(9)} == {0}
+        assert path.site.reasons()[Reason.NO_SNAT_PORT] == before + 9
+        others = set(ports_of(ROUTER[v], low, high))
+        assert 140 < len(others - mine) < 240, "three of four"
+        given = {established_port(path, v, ROUTER[v]) for _ in range(128)}
+        assert len(given) == 128
+        assert given <= others - mine
+
+
+REUSABLE = {
+    "free": None,
+    "closed": {"state": TcpState.CLOSED},
+    "a handshake of a second": {"state": TcpState.ANSWERED, "age": 2},
+    "disposable": {"state": TcpState.UNPROVEN, "age": 6},
+    "half closed, and quiet": {"state": TcpState.CLOSING, "age": 11},
+}
+
+
+@both
+def test_a_port_is_found_as_long_as_there_is_one(path: Path_, v: int) -> None:
+    """One of a client's 7,244, wherever it is; and of connections that give it up, too."""
+    low, high = Config().masquerade_ports
+    path.node(NodeFlag(0), low, high)
+    mine = ports_of(CLIENT[v], low, high)
+    assert len(mine) == 7244
+    with no_flows(path):
+        fill_ports(path, v, mine)
+        for number, (kind, fields) in enumerate(REUSABLE.items()):
+            port = mine[number * 1400]
+            if fields is None:
+                lose(path, (end(NODE[v], port), pod(v)))
+            else:
+                used = time.monotonic_ns() - int(fields.get("age", 0)) * 10**9
+                fill_ports(path, v, [port], **{"used": max(used, 0), **fields})
+            assert port_given(path, v, client(v)) == port, kind
+            fill_ports(path, v, [port])
+        for fields in ({"state": TcpState.UNPROVEN}, {"state": TcpState.CLOSING}):
+            later = time.monotonic_ns() + 60 * 10**9  # young still, however long this takes
+            fill_ports(path, v, [mine[99]], used=later, **fields)
+            assert port_given(path, v, client(v)) == 0, "too young to be given up"
+        lose(path, (end(NODE[v], mine[3000]), pod(v)))
+        found = [port_given(path, v, client(v)) for _ in range(3)]
+        with path.site.pinned("port_slots") as slots:
+            (key,) = [key for key, raw in slots.items() if PORT_SLOT.unpack(raw)[1]]
+            slots.update(key, bytes(PORT_SLOT.size))
+        if not any(found):  # a search without success is not repeated for 0.1 s
+            assert port_given(path, v, client(v)) == mine[3000]
+
+
+@both
+def test_a_port_is_left_to_the_cpu_that_decides_about_it(path: Path_, v: int) -> None:
+    lonely = next(LONELY)
+    path.node(NodeFlag(0), lonely, lonely)
+    own, source = established(path, v, "tcp")
+    close(path, v, own, source)
+    with path.site.pinned("port_slots") as slots:
+        for holders, given in ((1, 0), (0, lonely)):
+            for key, _ in list(slots.items()):
+                slots.update(key, PORT_SLOT.pack(holders, 0))
+            assert port_given(path, v, client(v)) == given
+        assert {PORT_SLOT.unpack(raw)[0] for _, raw in slots.items()} == {0}, "nobody holds one"
+
+
+@both
+def test_a_client_that_has_just_sent_keeps_its_port(path: Path_, v: int) -> None:
+    """What the entry of its answers says of it may be of before."""
+    lonely = next(LONELY)
+    path.node(NodeFlag(0), lonely, lonely)
+    own, _ = say(path, v, "S <SA A")
+    age(path, own, -60)
+    with path.site.pinned("flows") as flows:
+        for key, raw in list(flows.items()):
+            if owner(raw) == own and raw[PART] == FlowPart.SNAT_ANSWER:
+                old = struct.pack("=Q", time.monotonic_ns() - 3 * 10**9)
+                flows.update(key, old + raw[8:STATE] + bytes([TcpState.NEW]) + raw[STATE + 1 :])
+    assert port_given(path, v, client(v)) == 0
+    assert len(entries_of(path, own)) == 3
+
+
+def test_no_two_clients_have_one_port(path: Path_) -> None:
+    """CPUs that take over the ports of handshakes at the same time: whose question is there has the
+    answers as well.
+    """
+    low = next(LONELY)
+    path.node(NodeFlag(0), low, low)
+    front = vip(4, CLUSTER)
+    with no_flows(path):
+
+        def flood(host: int) -> None:
+            for port in range(2000, 3500):
+                packet = frame(tcp(f"203.0.113.{host}:{port}", front, flags="S"))
+                run(path.programs["tc_ingress"], packet)
+
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(flood, range(1, 5)))
+        held = path.site.entries("flows")
+        identities = {raw[IDENTITY] for raw in held.values() if raw[PART] == FlowPart.SNAT_ANSWER}
+        questions = [raw for raw in held.values() if raw[PART] == FlowPart.QUESTION]
+        assert [raw for raw in questions if raw[IDENTITY] not in identities] == []
 
 
 @both

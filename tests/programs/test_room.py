@@ -51,16 +51,26 @@ from tests.support.lab import run as command
 from tests.support.packets import Talk, frame, tcp, udp
 from tests.support.parse import parse
 from tests.support.plane import Site, desired, service, sites
+from tests.support.shares import has_port
 
 ROOM = 32
 MOST = 36
 """With the eighth more that is there for such that are needed."""
-NODE, CLIENT, POD = "198.18.0.1", "198.51.100.7", "10.244.1.2:8080"
+NODE, POD = "198.18.0.1", "10.244.1.2:8080"
 VIPS = {"kept": "192.0.2.1:80", "translated": "192.0.2.2:80"}
 """By what becomes of the client's address: so a flow has two or three entries."""
 PARTS = {"kept": 2, "translated": 3}
 MINUTE = 60 * 10**9
 HOUR = 60 * MINUTE
+
+
+def client(port: int) -> str:
+    """A client with this port, which a masqueraded flow keeps: others would be given any, perhaps
+    that of a flow that has ended, which then goes.
+    """
+    hosts = (f"198.51.100.{number}" for number in range(7, 250))
+    kept = (host for host in hosts if has_port(host, port, *Config().masquerade_ports))
+    return f"{next(kept)}:{port}"
 
 
 class Flows:
@@ -122,10 +132,8 @@ class Flows:
     def talk(self, port: int, script: str) -> None:
         """From this port of the client: "? <!" are datagrams, the backend's begins with <; all
         other words are TCP segments as packets.Talk has them, and "3s" is three seconds that pass.
-        Ports are such as a masqueraded flow keeps: others would be given any, perhaps
-        that of a flow that has ended, which then goes.
         """
-        own, vip = f"{CLIENT}:{port}", VIPS[self.kind]
+        own, vip = client(port), VIPS[self.kind]
         seen = own
         for word in script.split():
             if word.endswith("s"):
@@ -268,7 +276,7 @@ def test_what_begins_takes_no_place_of_what_is_established(flows: Flows, kind: s
     for port in range(2000, 2000 + MOST):
         flows.talk(port, script)
     assert flows.ports() == flows.whole(range(2000, 2000 + MOST))
-    ends = f"{CLIENT}:5000", VIPS[flows.kind]
+    ends = client(5000), VIPS[flows.kind]
     packet = udp(*ends) if word == "?" else tcp(*ends, flags=word)
     full = flows.site.reasons()[Reason.TABLE_FULL]
     verdict = run(flows.programs["tc_ingress"], frame(packet)).retval
@@ -381,7 +389,7 @@ def test_a_flow_that_finds_no_room_in_the_map_is_none(flows: Flows, before: str)
             for number in range(held.max_entries + 1):
                 held.update(number.to_bytes(40), bytes(other))
         assert number > 2 * ROOM, "full"
-    syn = tcp(f"{CLIENT}:2000", VIPS[flows.kind], flags="S")
+    syn = tcp(client(2000), VIPS[flows.kind], flags="S")
     assert run(flows.programs["tc_ingress"], frame(syn)).retval == TC_ACT_SHOT
 
 
@@ -596,7 +604,7 @@ def test_what_begins_before_the_devices_change_over_is_there_when_they_do(
     def looking(packets: PacketPath) -> int:
         if seen:  # they have changed over
             return publish(packets)
-        syn = frame(tcp(f"{CLIENT}:3001", VIPS[flows.kind], flags="S"))
+        syn = frame(tcp(client(3001), VIPS[flows.kind], flags="S"))
         dropped = run(flows.programs["tc_ingress"], syn).retval == TC_ACT_SHOT
         flows.talk(3000, "A <A")
         seen.append((flows.ports(), dropped))
@@ -621,7 +629,7 @@ def test_a_pause_ends_by_itself(flows: Flows, seconds: int, begins: bool) -> Non
     with flows.site.pinned("paused") as paused:
         paused.update(U32.pack(0), U64.pack(time.monotonic_ns() + seconds * 10**9))
         try:
-            syn = frame(tcp(f"{CLIENT}:2001", VIPS[flows.kind], flags="S"))
+            syn = frame(tcp(client(2001), VIPS[flows.kind], flags="S"))
             assert (run(flows.programs["tc_ingress"], syn).retval != TC_ACT_SHOT) == begins
             flows.talk(2000, "A <A FA <FA A")
         finally:

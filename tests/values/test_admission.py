@@ -44,7 +44,6 @@ def addrs(*texts: str) -> tuple[Addr, ...]:
 
 TCP = Protocol.TCP
 NODE = Node("me", addrs("192.0.2.10", "2001:db8::10"), pod_cidrs=(parse_cidr("10.244.0.0/24", ""),))
-OTHER_NODE = Node("other", addrs("192.0.2.11", "2001:db8::11"))
 LOCAL = addrs("127.0.0.1", "192.0.2.10", "2001:db8::10", "192.0.2.200", "172.17.0.1")
 """Beside the Node's own: a VIP that keepalived or kube-vip has put on a device, and a bridge."""
 SERVERS: tuple[Server, ...] = ((parse_addr("198.51.100.7"), 6443),)
@@ -68,7 +67,6 @@ KUBERNETES = Service(
 SERVED = ""
 API = "an address of the API server"
 OWN = "an address of this node"
-OTHERS = "an address of another node"
 LINK = "link-local"
 POD = "address of a Pod"
 LISTENS = "a process of this node listens"
@@ -102,10 +100,6 @@ KINDS = [
     Row("this node's, where sshd listens", "192.0.2.10", 22, OWN, LISTENS, LISTENS),
     Row("this node's, where kubelet listens", "192.0.2.10", 10250, OWN, LISTENS, LISTENS),
     Row("this node's at the own NodePort", "192.0.2.10", 30099, SERVED, SERVED, SERVED),
-    Row("another node's", "192.0.2.11", 80, OTHERS, SERVED, SERVED),
-    Row("another node's, IPv6", "2001:db8::11", 80, OTHERS, SERVED, SERVED),
-    Row("another node's, where its kubelet listens", "192.0.2.11", 10250, OTHERS, SERVED, SERVED),
-    Row("another node's at the own NodePort", "192.0.2.11", 30099, SERVED, SERVED, SERVED),
     Row("another's NodePort", "192.0.2.10", 30050, OWN, SHOPS, SHOPS),
     Row("a VIP on a device", "192.0.2.200", 80, SERVED, SERVED, SERVED),
     Row("a VIP on a device, where sshd listens", "192.0.2.200", 22, LISTENS, SERVED, SERVED),
@@ -153,7 +147,7 @@ def outcome(state: DesiredState, at: FrontendAddress) -> str:
 def state_of(service: Service, config: Config) -> DesiredState:
     return desired_state(
         (service, SHOP, KUBERNETES), (PODS, API_SLICE), NODE, LOCAL, config,
-        servers=SERVERS, listening=LISTENING, other_nodes=(OTHER_NODE,),
+        servers=SERVERS, listening=LISTENING,
     )  # fmt: skip
 
 
@@ -218,7 +212,7 @@ def events(objects: Iterable[Service | EndpointSlice | Node]) -> list[Upsert]:
     ]
 
 
-STEPS = ("shop", "kubernetes", "web", "vip", "pods", "api", "node", "servers", "listening")
+STEPS = ("shop", "kubernetes", "web", "vip", "pods", "api", "servers", "listening")
 
 
 @settings(deadline=None, max_examples=200)
@@ -233,9 +227,8 @@ def test_however_it_came_to_be_the_state_is_the_same(steps: list[str], address: 
         "vip": replace(web(FrontendKind.LOAD_BALANCER, "192.0.2.10", 30050), name="vip"),
         "pods": PODS,
         "api": API_SLICE,
-        "node": OTHER_NODE,
     }
-    there: dict[str, Service | EndpointSlice | Node] = {}
+    there: dict[str, Service | EndpointSlice] = {}
     world, desired, told = World("me"), Desired(), {"servers": False, "listening": False}
     world.apply([*events([NODE]), *(Synced(kind) for kind in Kind)])
     config = load.config({"--external-ips": "all"}, {})
@@ -258,8 +251,7 @@ def test_however_it_came_to_be_the_state_is_the_same(steps: list[str], address: 
         desired.update(world, touched, LOCAL, config, *more)
         slices = [piece for piece in there.values() if isinstance(piece, EndpointSlice)]
         services = [one for one in there.values() if isinstance(one, Service)]
-        nodes = [one for one in there.values() if isinstance(one, Node)]
-        whole = desired_state(services, slices, NODE, LOCAL, config, (), *more, nodes)
+        whole = desired_state(services, slices, NODE, LOCAL, config, (), *more)
         assert desired.state.services == whole.services
 
 

@@ -78,6 +78,7 @@ LAYOUTS = [
     Layout("numbers", layout.PAIR, "next ack"),
     Layout("way_out", layout.WAY_OUT,
            "found next ifindex own_mac next_mac length resolved family unsaid"),
+    Layout("port_slot", layout.PORT_SLOT, "holders searched"),
     Layout("refusal_limit", layout.REFUSAL_LIMIT, "spent interval burst"),
     Layout("network_key", layout.NETWORK_KEY, "bits address"),
     Layout("device", layout.DEVICE, "role l2 flags mac snat4 snat6"),
@@ -92,6 +93,7 @@ LAYOUTS = [
 DEFINED = {
     "CACHED_DEVICES": layout.CACHED_DEVICES,
     "FLOWS_PER_SOCKET": layout.FLOWS_PER_SOCKET,
+    "PORT_SLOTS": layout.PORT_SLOTS,
     "PROTO_TCP": int(Protocol.TCP),
     "PROTO_UDP": int(Protocol.UDP),
 }

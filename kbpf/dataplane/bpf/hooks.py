@@ -71,9 +71,11 @@ PACKET_PROGRAMS: Final = (
     PacketProgram("tc_yield", tail=13),
     PacketProgram("tc_late", tail=14),
     PacketProgram("tc_snat", tail=15),
+    PacketProgram("tc_again", tail=16),
+    PacketProgram("tc_scan", tail=17),
     PacketProgram("tc_sctp", tail=9),
 )
-TAILS: Final = 16
+TAILS: Final = 18
 TAILS_MAP: Final = "tails"
 
 UNITS: Final = ("sock", "tc")

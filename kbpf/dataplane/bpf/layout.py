@@ -258,6 +258,8 @@ CACHED_DEVICE: Final = Struct("=I52s")
 CACHED_DEVICES: Final = 1024
 NODE: Final = Struct("=16s16sIHHII")
 REFUSAL_LIMIT: Final = Struct("=QQQ")
+PORT_SLOT: Final = Struct("=I4xQ")
+PORT_SLOTS: Final = 1024
 FRAGMENT_KEY: Final = Struct("=16s16sII")
 PORTS: Final = Struct("=2s2s")
 CONFIG: Final = Struct("=QII")
@@ -412,7 +414,6 @@ MAPS: Final = {
         _lru("affinity", AFFINITY_KEY.size, AFFINITY.size, "affinity"),
         _lru("affinity_shares", 16, U32.size, "affinity"),
         _storage("sock_peers", PEER.size),
-        _storage("former_peers", PEER.size),
         _storage("udp_flows", UDP_FLOWS.size),
         MapSpec("udp_cuts", libbpf.MAP_HASH, CUT_KEY.size, U64.size, 65_536, libbpf.F_NO_PREALLOC),
         MapSpec(
@@ -447,6 +448,7 @@ MAPS: Final = {
         ),
         MapSpec("tracked", libbpf.MAP_ARRAY, 4, U64.size, 1),
         MapSpec("fragments", libbpf.MAP_LRU_HASH, FRAGMENT_KEY.size, PORTS.size, 4096, packet=True),
+        MapSpec("port_slots", libbpf.MAP_ARRAY, 4, PORT_SLOT.size, PORT_SLOTS),
         MapSpec("refusal_limits", libbpf.MAP_ARRAY, 4, REFUSAL_LIMIT.size, len(RefusalLimit)),
         MapSpec("refused_peers", libbpf.MAP_LRU_HASH, 16, U64.size, 4096, packet=True),
         MapSpec("yielded", libbpf.MAP_LRU_HASH, ENDS.size, U32.size, 8192, packet=True),
