@@ -1674,6 +1674,18 @@ static __always_inline bool dials_service(struct __sk_buff *skb, struct packet *
 	return cluster_ips.lookup(&p->tuple.to.address);
 }
 
+/* Whether the agent begins a connection here that no Service is to have (is_agents()), from a port
+ * that another socket of the node has used through one. */
+static __always_inline bool keeps_agent_out(struct __sk_buff *skb, struct packet *p)
+{
+	struct service *service;
+
+	if (p->protocol != PROTO_TCP || !starts_flow(p) || !is_agents(bpf_get_socket_cookie(skb)))
+		return false;
+	service = service_at(&p->tuple.to);
+	return !service || !(service->flags & SERVICE_CLUSTER_IP);
+}
+
 int tc_egress(struct __sk_buff *skb)
 {
 	u32 ifindex = skb->ifindex;
@@ -1694,6 +1706,10 @@ int tc_egress(struct __sk_buff *skb)
 		return complete(skb, &p, &to, TC_NEXT, device->l2);
 	if (skb->ingress_ifindex || device->role != ROLE_HOST)
 		return TC_NEXT;
+	if (leaving == LEAVES_FOR_SERVICE && keeps_agent_out(skb, &p)) {
+		tails.call(skb, TAIL_FORGET); /* what follows is not for that flow, either */
+		return TC_NEXT;
+	}
 	if (leaving == LEAVES_FOR_SERVICE ||
 	    (leaving == LEAVES_AS_IT_IS && starts_flow(&p) && dials_service(skb, &p)))
 		tails.call(skb, TAIL_HOST);

@@ -60,6 +60,7 @@ from kbpf.kernel.testrun import (
 from kbpf.model.address import format_addr, parse_addr
 from kbpf.model.config import Config
 from kbpf.model.objects import Protocol
+from kbpf.source.transport import SO_COOKIE
 from kbpf.views import tracked
 from tests.support import packets
 from tests.support.datagrams import MAC_A, MAC_B
@@ -1904,6 +1905,52 @@ def test_a_socket_of_the_node_is_refused(way_out: Path_, v: int) -> None:
     assert retval == TC_ACT_REDIRECT
     assert parse(got, l2=False).source == front
     assert "R" in parse(got, l2=False).flags
+
+
+def dial_and_see(path: Path_, v: int, to: str, port: int, is_agents: bool) -> str:
+    """Where the SYN of a socket of the node leaves for; the agent's programs are on the device."""
+    family = socket.AF_INET if v == 4 else socket.AF_INET6
+    host, number = to.rsplit(":", 1)
+    wire = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
+    with wire, socket.socket(family) as sock, path.site.pinned("agent_sockets") as agents:
+        wire.bind(("gate", 0))
+        wire.settimeout(10)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((NODE[v], port))
+        sock.setblocking(False)
+        cookie = sock.getsockopt(socket.SOL_SOCKET, SO_COOKIE, 8)
+        if is_agents:
+            agents.update(cookie, U32.pack(1))
+        sock.connect_ex((host.strip("[]"), int(number)))
+        try:
+            while True:
+                seen = parse(wire.recv(2000))
+                if seen.source == end(NODE[v], port):
+                    return str(seen.destination)
+        finally:
+            agents.delete(cookie)
+
+
+@both
+@pytest.mark.parametrize(
+    ("which", "led"), [(IP, True), (CLUSTER, False)], ids=["ClusterIP", "LoadBalancer"]
+)
+def test_the_agent_is_not_led_by_a_flow_of_another_socket(
+    way_out: Path_, v: int, which: int, led: bool
+) -> None:
+    """A process of the node has used the port through a Service that has the API server's address;
+    then the agent's socket has it. Of all addresses of Services only ClusterIPs count for it.
+    """
+    own, front = next(PORTS), vip(v, which)
+
+    def all_of_it() -> None:
+        assert dial_and_see(way_out, v, front, own, is_agents=False) == pod(v)
+        want = pod(v) if led else front
+        assert dial_and_see(way_out, v, front, own, is_agents=True) == want
+
+    way_out.inside(all_of_it)
+    left = entries_of(way_out, end(NODE[v], own))
+    assert bool(left) == led, "what follows is not for that flow, either"
 
 
 @both
