@@ -24,6 +24,7 @@ Campaign = Callable[[int, float | None], None]
 CAMPAIGNS: Final[dict[str, str]] = {
     "servers": "tests.fuzz.hostile_servers:campaign",
     "histories": "tests.fuzz.histories:campaign",
+    "api-histories": "tests.fuzz.api_histories:campaign",
     "texts": "tests.fuzz.texts:campaign",
     "conntrack": "tests.fuzz.long:conntrack",
     "mutants": "tests.fuzz.long:mutants",

@@ -31,6 +31,10 @@ BPF_TABLE("lru_hash", struct address, u32, affinity_shares, 64);
  * getpeername() shows the backend, and a UDP socket is not ended with its backend. */
 BPF_SK_STORAGE(sock_peers, struct peer);
 
+/* connected UDP socket that connects again -> the peer that it had, likewise: the kernel keeps that
+ * one if connect() fails. */
+BPF_SK_STORAGE(former_peers, struct peer);
+
 /* socket -> what it asked without being connected, likewise. sendmsg() writes, recvmsg() gives
  * answers their address by it. No memory: each datagram chooses anew. */
 BPF_SK_STORAGE(udp_flows, struct udp_flows);

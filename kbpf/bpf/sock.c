@@ -58,15 +58,20 @@ static __always_inline void count(u32 reason)
 		(*n)++;
 }
 
-/* Counts, and gives what the hook returns: 1 lets the system call go on, 0 ends it with an errno.
- * Where the kernel has no bpf_set_retval (before v5.18) a 0 would mean EPERM, which no client of
- * a Service expects: there the address stays as dialled and the packet path answers. */
+/* Whether the hook ends the system call. Where the kernel has no bpf_set_retval (before v5.18) it
+ * would fail with EPERM, which no client of a Service expects: there the address stays as dialled
+ * and the packet path answers. */
+static __always_inline bool ends_call(enum verdict v)
+{
+	return (v == REFUSE || v == DROP) && (config_flags() & CONFIG_SET_RETVAL);
+}
+
+/* Counts, and returns what the hook returns: 1 continues the system call, 0 ends it with an errno.
+ */
 static __always_inline int finish(enum verdict v, enum reason reason)
 {
 	count(reason);
-	if (v != REFUSE && v != DROP)
-		return 1;
-	if (!(config_flags() & CONFIG_SET_RETVAL))
+	if (!ends_call(v))
 		return 1;
 	set_retval(v == REFUSE ? -ECONNREFUSED : -ETIMEDOUT);
 	return 0;
@@ -78,16 +83,65 @@ static __always_inline struct peer *peer_of(struct bpf_sock *sk)
 	return sk ? sock_peers.sk_storage_get(sk, NULL, 0) : NULL;
 }
 
-/* Remembers whom a connected socket talks to. A socket that connects anew, to something that is
- * no frontend, must not go on showing the old one. */
+/* Only UDP sockets may connect() while they are connected, so no other socket pays for it. */
+static __always_inline bool may_have_former_peer(struct bpf_sock *sk)
+{
+	return sk && sk->state == BPF_TCP_ESTABLISHED;
+}
+
+static __always_inline struct peer *former_peer_of(struct bpf_sock *sk)
+{
+	return may_have_former_peer(sk) ? former_peers.sk_storage_get(sk, NULL, 0) : NULL;
+}
+
+/* Whether this is where the kernel sends what the socket's owner sends without an address. */
+static __always_inline bool is_connected_to(struct bpf_sock *sk, const struct target *to)
+{
+	struct address peer = v4_mapped(sk->dst_ip4);
+
+	if (sk->state != BPF_TCP_ESTABLISHED)
+		return false;
+	if (sk->family == AF_INET6) {
+		peer.word[0] = sk->dst_ip6[0];
+		peer.word[1] = sk->dst_ip6[1];
+		peer.word[2] = sk->dst_ip6[2];
+		peer.word[3] = sk->dst_ip6[3];
+	}
+	return same_address(&peer, &to->address) && (__be16)sk->dst_port == to->port;
+}
+
+/* connect() of a connected socket may still fail (no route to the new peer), and then the kernel
+ * keeps the old association: so its peer is kept as well, until the socket is connected to the
+ * same backend by another way. `to`: the new peer. */
+static __always_inline void keep_former_peer(struct bpf_sock *sk, const struct target *to)
+{
+	struct peer *peer, *former;
+
+	if (!may_have_former_peer(sk))
+		return;
+	peer = peer_of(sk);
+	if (peer && is_connected_to(sk, &peer->backend)) {
+		former = former_peers.sk_storage_get(sk, NULL, BPF_SK_STORAGE_GET_F_CREATE);
+		if (former)
+			*former = *peer;
+	} else {
+		former = former_peer_of(sk);
+	}
+	if (former && same_target(&former->backend, to))
+		former_peers.sk_storage_delete(sk);
+}
+
+/* Records the peer of a socket that connects. If it connects to an address that is no frontend, its
+ * old peer is deleted: getpeername() must not show it. */
 static __always_inline void remember_peer(struct bpf_sock_addr *ctx, enum verdict v,
 					  const struct target *to, const struct choice *c)
 {
 	struct bpf_sock *sk = ctx->sk;
 	struct peer *peer;
 
-	if (!sk)
+	if (!sk || ends_call(v))
 		return;
+	keep_former_peer(sk, v == TRANSLATE ? &c->backend : to);
 	if (v != TRANSLATE) {
 		sock_peers.sk_storage_delete(sk);
 		return;
@@ -351,7 +405,9 @@ static __always_inline bool peer_find(struct bpf_sock *sk, const struct target *
 {
 	struct peer *peer = peer_of(sk);
 
-	if (!peer || sk->state != BPF_TCP_ESTABLISHED || !same_target(&peer->frontend, to))
+	if (!peer || !is_connected_to(sk, &peer->backend))
+		peer = former_peer_of(sk);
+	if (!peer || !is_connected_to(sk, &peer->backend) || !same_target(&peer->frontend, to))
 		return false;
 	c->backend = peer->backend;
 	c->backend_id = peer->backend_id;
@@ -387,6 +443,8 @@ static __always_inline bool reverse_peer(struct bpf_sock *sk, struct target *fro
 {
 	struct peer *peer = peer_of(sk);
 
+	if (!peer || !same_target(&peer->backend, from))
+		peer = former_peer_of(sk);
 	if (!peer || !same_target(&peer->backend, from))
 		return false;
 	*from = peer->frontend;

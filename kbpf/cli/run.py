@@ -112,10 +112,10 @@ def sources_of(
             grace = config.source_empty_grace
             return [Folder(config.source, put, node_name=config.node_name, empty_seconds=grace)]
         from kbpf.source.reflector import Reflector
-        from kbpf.source.resource import SERVICES, SLICES, exempt_pods, own_node
+        from kbpf.source.resource import SERVICES, SLICES, exempt_pods, nodes
 
         relist = RELISTS * config.config_sync_period
-        watched = [SERVICES, SLICES, own_node(config.node_name)]
+        watched = [SERVICES, SLICES, nodes(config.node_name, config.watch_nodes)]
         if config.socket_lb_label:
             watched.append(exempt_pods(config.node_name))
         else:

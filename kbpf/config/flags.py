@@ -188,14 +188,19 @@ FLAGS: Final = (
          "whether NodePorts answer on loopback, for the host's own processes (default true)",
          ("--iptables-localhost-nodeports",)),
     Flag("--nodeport-source-ranges", "node_port_source_ranges", readers.networks, "CIDRS", NODE,
-         "who may dial NodePorts of this node: networks with commas between them, as "
-         "loadBalancerSourceRanges; everybody in a family without any (default: everybody)"),
+         "the client networks that may connect to this node's NodePorts, separated by commas; a "
+         "family with no network listed is not restricted (default: not restricted)"),
     Flag("--feature-gates", "external_ips", readers.feature_gates, "NAME=true|false", NODE,
          "kube-proxy's feature gates: AllowServiceExternalIPs=false is --external-ips off; others "
          "are not used"),
     Flag("--external-ips", "external_ips", readers.external_ips, "all|off|CIDRS", NODE,
-         "which ExternalIPs of Services are served: all but addresses of nodes and Pods, none, or "
-         "those in these networks, also where they are a node's or a Pod's (default all)"),
+         "the ExternalIPs that Services may have. all: any but addresses of nodes and Pods. off: "
+         "none. Networks: any in these networks, including addresses of nodes and Pods (default "
+         "all)"),
+    Flag("--watch-nodes", "watch_nodes", readers.watch_nodes, "auto|own|all", NODE,
+         "the Nodes that are watched so that no ExternalIP takes an address of theirs: this "
+         "node's own, all, or auto: all in a cluster of at most 500 Nodes, else this node's "
+         "own (default auto)"),
     Flag("--algorithm", "algorithm", readers.algorithm, "random|maglev", NODE,
          "how a backend is chosen for Services without the annotation kbpf.io/algorithm "
          "(default random)"),

@@ -84,6 +84,7 @@ class KbpfConfiguration(msgspec.Struct, frozen=True, rename=spelling):
     localhost_node_ports: bool | None = None
     node_port_source_ranges: Names = None
     external_ips: str | bool | None = msgspec.field(default=None, name="externalIPs")
+    watch_nodes: str | None = None
     socket_lb: SocketLb = SocketLb()
     packet_path: PacketPath = PacketPath()
     ipvs: Ipvs = Ipvs()
@@ -108,6 +109,7 @@ FLAG_OF: Final[Mapping[str, str]] = MappingProxyType(
         "localhostNodePorts": "--localhost-nodeports",
         "nodePortSourceRanges": "--nodeport-source-ranges",
         "externalIPs": "--external-ips",
+        "watchNodes": "--watch-nodes",
         "socketLB.mode": "--socket-lb",
         "socketLB.exempt": "--socket-lb-exempt",
         "socketLB.label": "--socket-lb-label",

@@ -208,6 +208,13 @@ def external_ips(text: str, where: str) -> str | tuple[Cidr, ...]:
     return found
 
 
+def watch_nodes(text: str, where: str) -> str:
+    """Which Nodes are watched."""
+    if text not in ("auto", "own", "all"):
+        raise ConfigError(f"not auto, own or all: {text!r}", where)
+    return text
+
+
 EXTERNAL_IPS_GATE: Final = "AllowServiceExternalIPs"
 """kube-proxy's feature gate, from Kubernetes 1.36 on; false: no rules for ExternalIPs."""
 

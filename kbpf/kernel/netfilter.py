@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from kbpf.errors import KernelError
+from kbpf.kernel.netlink import Netlink
+from kbpf.kernel.nft import NETLINK_NETFILTER
 from kbpf.kernel.probe import Probe
 
 COMMENT: Final = "kbpf: masqueraded"
@@ -324,7 +326,12 @@ def deletions(chain: Chain, rules: Iterable[Rule]) -> list[Json]:
 def transaction(*commands: Json, hint: str = HINT, dry: bool = False) -> list[Json]:
     """What libnftables answers to these commands, which are one transaction. KernelError, with
     ENOENT if something that they name is not there. `dry`: the kernel only looks at them.
+
+    libnftables ends the process, with exit status 3, if it cannot open its netlink socket. So one
+    is opened before: when no descriptor is left, for example, the caller gets the error.
     """
+    with Netlink(NETLINK_NETFILTER, "nf_tables"):
+        pass
     try:
         import nftables
 

@@ -130,7 +130,9 @@ class Config:
     `pod_bridge_interface` and `pod_interface_name_prefix` belong to one mode each.
     `node_port_source_ranges`: who may dial NodePorts; of a family without any: everybody.
     `external_ips`: which ExternalIPs are served: "all" but those that belong to the node or a pod,
-    or those in these networks, of which there may be none.
+    or those in these networks, of which there may be none. `watch_nodes`: which Nodes are watched
+    for addresses that are no ExternalIPs: `own`, `all`, or `auto`, all in a cluster that is not
+    large.
     `algorithm`: of Services that do not say by annotation. `service_annotations`: which of them
     count. `system_namespaces`: whose Services are programmed first and may use what is kept of the
     maps for them, beside the Service default/kubernetes.
@@ -163,6 +165,7 @@ class Config:
     localhost_node_ports: bool = True
     node_port_source_ranges: tuple[Cidr, ...] = ()
     external_ips: str | tuple[Cidr, ...] = "all"
+    watch_nodes: str = "auto"
     algorithm: Algorithm = Algorithm.RANDOM
     service_annotations: ServiceAnnotations = ServiceAnnotations.ALL
     system_namespaces: tuple[str, ...] = ("kube-system",)

@@ -90,27 +90,37 @@ def refusal(
     frontend: Frontend,
     kept: Reserved,
     has_pod: Callable[[Addr], bool],
+    has_node: Callable[[Addr], bool],
 ) -> str:
-    """Why the Service may not have this frontend, in words; "" if it may. `has_pod`: whether a Pod
-    behind any Service has the address.
+    """Why the Service may not have this ExternalIP or LoadBalancer address, in words; "" if it may.
+    `has_pod`: whether a Pod behind any Service has the address; `has_node`: whether another Node
+    has it.
     """
-    if frontend.kind in (FrontendKind.CLUSTER_IP, FrontendKind.NODE_PORT):
-        return ""
     address = frontend.at.address
     external = frontend.kind is FrontendKind.EXTERNAL_IP
     listed = external and _is_listed(address, kept)
-    if external and not listed and kept.external_ips != "all":
-        outside = "it is in none of the networks of --external-ips"
-        return outside if kept.external_ips else "--external-ips is off"
+    outside = _refusal_by_setting(kept) if external and not listed else ""
+    if outside:
+        return outside
     if service.key != API_SERVER and (reason := _refusal_everywhere(frontend, kept)):
         return reason
     if address in kept.local:
         return _refusal_here(port, frontend, kept, external and not listed)
-    if not listed and (
-        any(cidr.contains(address) for cidr in kept.pods) or (external and has_pod(address))
-    ):
+    at_own_node_port = port.node_port == frontend.at.port
+    if external and not listed and has_node(address) and not at_own_node_port:
+        return "it is an address of another node, which --external-ips does not list"
+    in_pods = any(cidr.contains(address) for cidr in kept.pods)
+    if not listed and (in_pods or (external and has_pod(address))):
         return "it is an address of a Pod, or in the network of this node's Pods"
     return ""
+
+
+def _refusal_by_setting(kept: Reserved) -> str:
+    """Of an ExternalIP that is not listed."""
+    if kept.external_ips == "all":
+        return ""
+    outside = "it is in none of the networks of --external-ips"
+    return outside if kept.external_ips else "--external-ips is off"
 
 
 def _refusal_everywhere(frontend: Frontend, kept: Reserved) -> str:

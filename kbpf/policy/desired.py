@@ -61,6 +61,7 @@ class Surroundings(NamedTuple):
 
     kept: Reserved = Reserved()
     has_pod: Callable[[Addr], bool] = lambda _: False
+    has_node: Callable[[Addr], bool] = lambda _: False
     node_ports: frozenset[Addr] = frozenset()
     node_port_ranges: tuple[Cidr, ...] = ()
 
@@ -137,7 +138,12 @@ def _admitted(
     asked = frontends(service, port, family)
     if not service.external_ips and not service.lb_vips:
         return asked, ()
-    reasons = [refusal(service, port, each, here.kept, here.has_pod) for each in asked]
+    reasons = [
+        refusal(service, port, each, here.kept, here.has_pod, here.has_node)
+        if each.kind in (FrontendKind.EXTERNAL_IP, FrontendKind.LOAD_BALANCER)
+        else ""
+        for each in asked
+    ]
     pairs = list(zip(asked, reasons, strict=True))
     return (
         tuple(_placed(each, here.node_ports) for each, reason in pairs if not reason),
@@ -173,6 +179,7 @@ def desired_state(
     pods: Iterable[Pod] | None = (),
     servers: Iterable[Server] = (),
     listening: Collection[FrontendAddress] = (),
+    other_nodes: Iterable[Node] = (),
 ) -> DesiredState:
     """Everything at once, conflicts resolved. `pods` are those that are exempt; None: not known.
     `servers` and `listening`: see admission.reserved().
@@ -186,7 +193,10 @@ def desired_state(
     own = by_service.get(API_SERVER, ())
     kept = reserved(node, local_addresses, servers, listening, own, config)
     ranges = config.node_port_source_ranges
-    here = Surroundings(kept, with_pods.__contains__, frozenset(node_ports), ranges)
+    with_nodes = {address for other in other_nodes for address in other.addresses}
+    here = Surroundings(
+        kept, with_pods.__contains__, with_nodes.__contains__, frozenset(node_ports), ranges
+    )
     claims = Claims()
     states: list[ServiceState] = []
     for service in services:
@@ -296,7 +306,9 @@ class Desired:
         for address in touched.addresses & self._asked.keys():
             names = {*names, *self._asked[address]}
         ranges = config.node_port_source_ranges
-        self._here = Surroundings(kept, world.has_pod, frozenset(self._node_addresses), ranges)
+        self._here = Surroundings(
+            kept, world.has_pod, world.has_node, frozenset(self._node_addresses), ranges
+        )
         return names
 
     def steps(

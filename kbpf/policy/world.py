@@ -4,7 +4,7 @@ Rules kept here:
 - What an object says stays in force until it is upserted or deleted; a Rejected changes nothing.
 - An upsert that says nothing new touches nothing.
 - Slices are kept by the Service that they name, so they may come before it or outlive it.
-- Of all Nodes, only the one that we run on counts; of all Pods, those on it. What our Node said
+- Of other Nodes only the addresses count; of all Pods, those on our node. What our Node said
   stays in force when it is deleted, as with kube-proxy: a node that serves has to be somewhere.
 - The API server's own Service keeps its last endpoints when it is left with none: a server that
   ends takes itself out of the list, and nobody who finds it by this Service, we perhaps among them,
@@ -26,7 +26,7 @@ from kbpf.model.objects import API_SERVER, EndpointSlice, Node, Pod, Service, Se
 class Touched:
     """What has to be computed again: these Services, or everything since our Node changed;
     and whether other Pods are exempt than before. `addresses`: those that a Pod behind a Service
-    has now, or has no more.
+    or another Node has now, or has no more.
     """
 
     services: set[ServiceName] = field(default_factory=set)
@@ -35,7 +35,7 @@ class Touched:
     addresses: set[Addr] = field(default_factory=set)
 
     def __bool__(self) -> bool:
-        return self.everything or self.pods or bool(self.services)
+        return self.everything or self.pods or bool(self.services or self.addresses)
 
     def add(self, other: "Touched") -> None:
         """This and that."""
@@ -46,7 +46,7 @@ class Touched:
 
 
 class World:
-    """Services, EndpointSlices, exempt Pods and our own Node, as last told. One thread only."""
+    """Services, EndpointSlices, exempt Pods and Nodes, as last told. One thread only."""
 
     def __init__(self, node_name: str, bind_address: Addr | None = None) -> None:
         self._own = (bind_address,) if bind_address else ()
@@ -58,6 +58,8 @@ class World:
         self._api_server: dict[ObjectKey, EndpointSlice] = {}  # its slices as they were said last
         self._pods: dict[ObjectKey, Pod] = {}
         self._pod_addresses: dict[Addr, int] = {}  # in how many slices
+        self._other_nodes: dict[str, tuple[Addr, ...]] = {}
+        self._node_addresses: dict[Addr, int] = {}  # of how many other Nodes
         self._rejected: dict[ObjectKey, str] = {}
         self._unusable: set[ObjectKey] = set()  # of these, all but Pods
         self._skipped: dict[ObjectKey, tuple[str, ...]] = {}
@@ -127,6 +129,10 @@ class World:
         """Whether a Pod behind any Service has this address."""
         return address in self._pod_addresses
 
+    def has_node(self, address: Addr) -> bool:
+        """Whether another Node has this address."""
+        return address in self._node_addresses
+
     def apply(self, events: Iterable[Event]) -> Touched:
         """Take in what the sources say, in order; returns what it touches."""
         touched = Touched()
@@ -136,6 +142,10 @@ class World:
                 self._synced |= {event.kind}
             elif event.key.kind is not Kind.NODE or event.key.name == self._node.name:
                 self._apply(event, touched)
+            elif not isinstance(event, Rejected):
+                said = event.object if isinstance(event, Upsert) else None
+                assert said is None or isinstance(said, Node)
+                self._put_other_node(event.key.name, said.addresses if said else (), touched)
         return touched
 
     def _apply(self, event: Upsert | Delete | Rejected, touched: Touched) -> None:
@@ -222,16 +232,7 @@ class World:
     ) -> None:
         before = pod_addresses(old) if old is not None else set()
         after = pod_addresses(new) if new is not None else set()
-        counts = self._pod_addresses
-        for address in after - before:
-            counts[address] = counts.get(address, 0) + 1
-            if counts[address] == 1:
-                touched.addresses.add(address)
-        for address in before - after:
-            counts[address] -= 1
-            if not counts[address]:
-                del counts[address]
-                touched.addresses.add(address)
+        touched.addresses |= _count(self._pod_addresses, before, after)
 
     def _index(
         self, name: ServiceName, old: EndpointSlice | None, new: EndpointSlice | None
@@ -252,6 +253,12 @@ class World:
         if _read_of(old) != _read_of(new):
             touched.everything = True
 
+    def _put_other_node(self, name: str, new: tuple[Addr, ...], touched: Touched) -> None:
+        old = self._other_nodes.pop(name, ())
+        if new:
+            self._other_nodes[name] = new
+        touched.addresses |= _count(self._node_addresses, set(old), set(new))
+
     def _put_pod(self, key: ObjectKey, new: Pod | None, touched: Touched) -> None:
         if new is not None and new.node not in ("", self._node.name):
             new = None
@@ -270,6 +277,21 @@ def pod_addresses(piece: EndpointSlice) -> set[Addr]:
         return set()
     pairs = zip(piece.endpoints, piece.pods, strict=True)
     return {end.address for end, pod in pairs if pod}
+
+
+def _count(counts: dict[Addr, int], before: set[Addr], after: set[Addr]) -> set[Addr]:
+    """Counts those of one object in the place of what it had before; which came or went."""
+    changed = set()
+    for address in after - before:
+        counts[address] = counts.get(address, 0) + 1
+        if counts[address] == 1:
+            changed.add(address)
+    for address in before - after:
+        counts[address] -= 1
+        if not counts[address]:
+            del counts[address]
+            changed.add(address)
+    return changed
 
 
 def _read_of(node: Node) -> tuple[object, ...]:

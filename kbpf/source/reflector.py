@@ -42,7 +42,7 @@ from kbpf.source.cluster import PAGES_BYTES, Cluster
 from kbpf.source.fields import field_error
 from kbpf.source.known import Known, went_back
 from kbpf.source.pace import Pace
-from kbpf.source.resource import Refused, Resource, refused
+from kbpf.source.resource import PAGE, Refused, Resource, refused
 from kbpf.source.transport import ANSWER_SECONDS, Connection, Response, Silent
 from kbpf.source.watch import (
     Changed,
@@ -95,6 +95,7 @@ class Reflector:
         answer_seconds: float = ANSWER_SECONDS,
     ) -> None:
         self._cluster, self._resource, self._put = cluster, resource, put
+        self._wide, self._narrowed = resource, False
         self._clock, self._chance, self._wait, self._silence = clock, chance, wait, silence
         self._connection = Connection(cluster, answer_seconds=answer_seconds)
         self._pace = Pace(chance)
@@ -172,11 +173,13 @@ class Reflector:
             if self._version:
                 self._look_back()
                 self._watch()
-            elif self._may_stream and not self._broke_off:
-                self._stream_list()
             else:
-                self._list()
-                self._watch()
+                self._choose()
+                if self._may_stream and not self._broke_off:
+                    self._stream_list()
+                else:
+                    self._list()
+                    self._watch()
         except _Over:
             pass
         except SourceError as error:
@@ -206,6 +209,22 @@ class Reflector:
         )
 
     # --- listing ---
+
+    def _choose(self) -> None:
+        """Before a list: whether all of these objects are watched, or others in their place."""
+        narrow = self._wide.instead
+        if narrow is None:
+            return
+        try:
+            narrowed = (self._newest(self._wide).remaining or 0) >= PAGE
+        except Refused as error:
+            if error.status != 403:
+                raise
+            narrowed = True
+        if narrowed != self._narrowed:
+            self._narrowed, self._resource = narrowed, narrow if narrowed else self._wide
+            self._verifies = False  # what is not asked for any more has not drifted
+            log.info("source watches name=%s all=%s", narrow.name, not narrowed)
 
     def _list(self) -> None:
         """The whole list, page by page. A 410 between pages (or anything else) starts it anew."""
@@ -291,13 +310,16 @@ class Reflector:
         """
         if self._status.failures < OUTAGE_TRIES:
             return
-        response = self._ask("watch", self._resource.newest())
-        with self._cluster.room.lease() as reserve:
-            what = f"a page of {self._resource.name}"
-            page = self._decoded(response.read(PAGES_BYTES, PAGE_SECONDS, what, reserve))
-        version = page.metadata.resource_version or ""
+        version = self._newest(self._resource).resource_version or ""
         if went_back(self._version, version):
             self._rewound(version)
+
+    def _newest(self, resource: Resource) -> wire.ListMeta:
+        """What the server says of the whole list, by a list of one object."""
+        response = self._ask("watch" if self._version else "list", resource.newest())
+        with self._cluster.room.lease() as reserve:
+            what = f"a page of {resource.name}"
+            return self._decoded(response.read(PAGES_BYTES, PAGE_SECONDS, what, reserve)).metadata
 
     def _rewound(self, version: str) -> None:
         """List again. The version stays that of before for the list to be judged by."""

@@ -25,6 +25,8 @@ class Resource:
     path: str
     labels: str = ""
     fields: str = ""
+    instead: "Resource | None" = None
+    """What is watched where the server has more than PAGE of these, or we may not list them."""
 
     def without_fields(self) -> "Resource":
         """For a server that does not know the field selector: decode.py leaves the same out."""
@@ -81,6 +83,14 @@ SLICES: Final = Resource(
 def own_node(name: str) -> Resource:
     """Our own Node only."""
     return Resource(Kind.NODE, "nodes", "/api/v1/nodes", fields=f"metadata.name={name}")
+
+
+def nodes(name: str, watched: str) -> Resource:
+    """Our own Node, or all of them for their addresses, as the setting watch_nodes says."""
+    own = own_node(name)
+    if watched == "own":
+        return own
+    return replace(own, fields="", instead=own if watched == "auto" else None)
 
 
 def exempt_pods(node: str) -> Resource:

@@ -293,12 +293,19 @@ class Pod(msgspec.Struct, frozen=True, gc=False, rename=spelling):
 class ListMeta(
     msgspec.Struct,
     frozen=True,
-    rename={"continue_": "continue", "resource_version": "resourceVersion"},
+    rename={
+        "continue_": "continue",
+        "resource_version": "resourceVersion",
+        "remaining": "remainingItemCount",
+    },
 ):
-    """metadata of a list: its resourceVersion, and the token of the next page."""
+    """metadata of a list: its resourceVersion, the token of the next page, and how many objects
+    follow this page.
+    """
 
     resource_version: str | None = None
     continue_: str | None = None
+    remaining: int | None = None
 
 
 class ListPage(msgspec.Struct, frozen=True, gc=False, rename=spelling):

@@ -33,6 +33,7 @@ PURPOSE: Final = {
     "no_counts": "what a new entry of counts is a copy of",
     "counts": "Service and backend → what their connections came to",
     "sock_peers": "connected socket → frontend and backend; of each socket its own",
+    "former_peers": "connected UDP socket → its peer before it connected again, which may fail",
     "udp_flows": "unconnected UDP socket → frontends and backends; of each socket its own",
     "udp_cuts": "Service and UDP backend → since when it serves no more",
     "node_addresses": "addresses of this node that serve NodePorts",

@@ -27,6 +27,24 @@ def test_the_kernel_refuses_a_call(world: World, fault: errnos.Fault) -> None:
     errnos.run(world, fault)
 
 
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        (["x INFO begins", "kbpf: KernelError: cannot open a socket (rtnetlink): ENOMEM"], True),
+        (["kbpf: OSError: [Errno 12] Cannot allocate memory (kbpf/kernel/pins.py:12)"], True),
+        (["mnl.c:60: Unable to initialize Netlink socket: Cannot allocate memory"], True),
+        (["x ERROR kbpf.agent not programmed, trying again: ENOMEM"], False),
+        (["kbpf: KernelError: cannot open a socket (rtnetlink)"], False),
+        (["kbpf: KernelError: ENOMEM", "x INFO ends"], False),
+        (["kbpf: KernelError: ENOMEM", "kbpf: KernelError: ENOMEM"], False),
+        ([], False),
+    ],
+    ids=str,
+)
+def test_what_counts_as_the_line_that_says_why(lines: list[str], says: bool) -> None:
+    assert errnos.says_why(lines, errnos.Fault(1, "ENOMEM", True)) == says
+
+
 def test_killed_under_changes(world: World) -> None:
     order = random.Random(SEED)
     with Churn(world).present() as churn, kills.served_throughout(world):
@@ -51,4 +69,4 @@ def test_too_little_memory(world: World) -> None:
 
 
 def test_churn_leaves_nothing_behind(world: World) -> None:
-    soak.soak(world, SOAK_SECONDS)
+    soak.soak(world, SOAK_SECONDS, later=False)

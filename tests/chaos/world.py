@@ -67,9 +67,19 @@ class World(FolderNode):
         return dict(plane.dump(self.agent.entries)["strays"])
 
 
+def address(number: int) -> str:
+    """The ClusterIP of Service `number` of a churn."""
+    return f"10.96.{40 + number // 250}.{1 + number % 250}"
+
+
+def protocol(number: int) -> str:
+    """Each third one is for UDP: those are what `udp_cuts` is for."""
+    return "UDP" if number % 3 == 1 else "TCP"
+
+
 def frontend(number: int) -> str:
     """Where Service `number` of a churn is served."""
-    return f"10.96.{40 + number // 250}.{1 + number % 250}:80/TCP"
+    return f"{address(number)}:80/{protocol(number)}"
 
 
 class Churn:
@@ -99,7 +109,8 @@ class Churn:
     def expected(self) -> dict[str, list[str]]:
         """Frontend → its one backend, when all has been read."""
         return {
-            frontend(number): [f"{self._backend(number)}:8080/TCP"] for number in range(len(self))
+            frontend(number): [f"{self._backend(number)}:8080/{protocol(number)}"]
+            for number in range(len(self))
         }
 
     def is_programmed(self) -> bool:
@@ -121,13 +132,28 @@ class Churn:
         file, index = divmod(number, BATCH)
         return f"10.{200 + file}.{self._rounds[file] % 250}.{1 + index}"  # no other Service's
 
+    def _range(self, number: int) -> str:
+        return f"172.16.{self._rounds[number // BATCH] % 250}.0/24"
+
     def _write(self, file: int) -> None:
         items: list[dict[str, Any]] = []
         for number in range(file * BATCH, (file + 1) * BATCH):
             name = f"churn-{number}"
-            address = frontend(number).partition(":")[0]
-            items.append(service(name, port(80, target=8080), cluster_ip=address))
+            row = service(
+                name,
+                port(80, protocol=protocol(number), target=8080),
+                cluster_ip=address(number),
+                affinity_seconds=60 if number % 2 else None,
+            )
+            if number % 10 == 0:
+                row["spec"] |= {
+                    "type": "LoadBalancer",
+                    "loadBalancerSourceRanges": [self._range(number)],
+                }
+                row["status"] = {"loadBalancer": {"ingress": [{"ip": f"192.0.2.{number // 10}"}]}}
+            items.append(row)
             end = endpoint(self._backend(number))
-            items.append(endpoint_slice(name, end, ports=[slice_port(8080)]))
+            ports = [slice_port(8080, protocol=protocol(number))]
+            items.append(endpoint_slice(name, end, ports=ports))
         text = json.dumps({"apiVersion": "v1", "kind": "List", "items": items})
         put(self._world.folder, f"churn-{file}.json", text)

@@ -16,7 +16,7 @@ import json
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 from urllib.parse import parse_qs, urlsplit
 
@@ -331,8 +331,22 @@ def history(seed: int, operations: int = OPERATIONS) -> int:
     """
     services, first = play(Kind.SERVICE, SERVICES, seed, operations)
     slices, second = play(Kind.SLICE, SLICES, seed, operations)
-    chance = random.Random(seed)
-    queues = [first[::-1], second[::-1]]
+    objects = []
+    for model in (services, slices):
+        for name, obj in model.objects.items():
+            made = _object(model.kind, obj)
+            objects.append(Upsert(ObjectKey(model.kind, "ns", name), made, 0.0))
+    same_policy(random.Random(seed), [first, second], objects)
+    return len(first) + len(second)
+
+
+def same_policy(
+    chance: random.Random, said: Sequence[Sequence[Event]], whole: Sequence[Upsert]
+) -> None:
+    """What was said of each kind, taken in turns by chance, comes to the same desired state as the
+    objects at the end. Raises AssertionError.
+    """
+    queues = [list(events[::-1]) for events in said]
     world, desired, config = World("n"), Desired(), Config()
     while any(queues):
         batch: list[Event] = []
@@ -341,14 +355,9 @@ def history(seed: int, operations: int = OPERATIONS) -> int:
                 batch.append(chance.choice(left).pop())
         desired.update(world, world.apply(batch), (), config)
     fresh, expected = World("n"), Desired()
-    whole: list[Event] = [Synced(Kind.SERVICE), Synced(Kind.SLICE)]
-    for model in (services, slices):
-        for name, obj in model.objects.items():
-            made = _object(model.kind, obj)
-            whole.append(Upsert(ObjectKey(model.kind, "ns", name), made, 0.0))
-    expected.update(fresh, fresh.apply(whole), (), config)
+    synced = [Synced(Kind.SERVICE), Synced(Kind.SLICE)]
+    expected.update(fresh, fresh.apply([*synced, *whole]), (), config)
     assert desired.state.services == expected.state.services
-    return len(first) + len(second)
 
 
 def campaign(seed: int, minutes: float | None) -> None:

@@ -65,10 +65,10 @@ def floods(seed: int, minutes: float | None) -> None:
             with Arena(folder, way, room(), seed) as arena:
                 for rate, kind in product(FLOOD_RATES, KINDS):
                     figures = arena.flood(kind, rate, FLOOD_SECONDS * scale)
-                    print(figures, flush=True)
+                    print(figures, figures.reasons, flush=True)
                     faults += figures.faults() if way == "kbpf" else []
                 figures = arena.many_clients(UDP_CLIENTS, UDP_SECONDS * scale)
-                print(figures, flush=True)
+                print(figures, figures.reasons, flush=True)
                 if way == "kbpf":
                     faults += figures.faults()
     assert not faults, "; ".join(faults)

@@ -14,7 +14,7 @@ from kbpf.model.address import parse_addr
 from kbpf.model.objects import Protocol
 from tests.support.cluster import POD_PORTS, Cluster
 from tests.support.kube import Object
-from tests.support.kube_objects import endpoint, endpoint_slice, port, service, slice_port
+from tests.support.kube_objects import endpoint, endpoint_slice, node, port, service, slice_port
 from tests.support.lab import until
 
 INNOCENT = "198.51.100.9"
@@ -65,6 +65,29 @@ def test_it_is_refused_and_said(cluster: Cluster) -> None:
         assert event["note"] == words
         assert event["regarding"]["name"] == "thief"
     until("there is none", lambda: not problems())
+
+
+def test_an_address_of_another_node_is_refused(cluster: Cluster) -> None:
+    """As long as there is such a Node. All Nodes are watched, since there are not many."""
+    elsewhere = node("elsewhere", INNOCENT)
+    at = f"{INNOCENT}:{server(cluster)[1]}/TCP"
+
+    def problems() -> list[str]:
+        status = cluster.agent.status()
+        assert status is not None
+        words = f"{at} is not served: it is an address of another node"
+        return [line for line in status["problems"] if words in line]
+
+    with cluster.given(*hijacker(cluster, INNOCENT)):
+        assert at in cluster.served()
+        cluster.kube.create(elsewhere)
+        try:
+            until("there is a problem line", problems)
+            assert at not in cluster.served()
+        finally:
+            cluster.kube.delete("Node", "elsewhere")
+        until("there is none", lambda: not problems())
+        assert at in cluster.served()
 
 
 def answers(cluster: Cluster) -> str:

@@ -339,3 +339,25 @@ def test_a_table_of_the_old_iptables_is_told_of(
     said = [line for line in told(caplog) if "legacy" in line]
     assert len(said) == 1
     assert "0x4000" in said[0]
+
+
+NO_DESCRIPTOR_LEFT = """
+import contextlib, os, resource
+from kbpf.errors import KernelError
+from kbpf.kernel import netfilter
+
+tables = {"list": {"tables": None}}
+netfilter.transaction(tables)
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+with contextlib.suppress(OSError):
+    while True:
+        os.dup(0)
+try:
+    netfilter.transaction(tables)
+except KernelError as error:
+    print(error)
+"""
+
+
+def test_libnftables_does_not_end_the_process_when_no_descriptor_is_left():
+    assert "(nf_tables): EMFILE" in command(sys.executable, "-c", NO_DESCRIPTOR_LEFT)

@@ -249,8 +249,18 @@ def age(ground: Ground, s: socket.socket, by: int) -> None:
 
 def answer(s: socket.socket, to: tuple[str, int] = ("10.96.0.1", 53)) -> tuple[str, Any]:
     """Who answers a datagram to there, and as whom."""
-    s.settimeout(PATIENCE)
     s.sendto(b"hello\n", to)
+    return _receive(s)
+
+
+def talk(s: socket.socket) -> tuple[str, Any]:
+    """Who answers a connected socket, and as whom."""
+    s.send(b"hello\n")
+    return _receive(s)
+
+
+def _receive(s: socket.socket) -> tuple[str, Any]:
+    s.settimeout(PATIENCE)
     data, sender = s.recvfrom(4096)
     return data.decode().split('"')[3], sender
 
@@ -291,6 +301,49 @@ def test_a_socket_that_connects_elsewhere_forgets_the_service(ground: Ground):
         ("one", service_seen, service_seen),
         ("one", one, one),
     ]
+
+
+NOWHERE = "255.255.255.255"  # the kernel refuses connect() to it without SO_BROADCAST
+FAILURES = {
+    "a Service without endpoints": ("10.96.0.7",),
+    "a backend without a way there": ("10.96.0.8",),
+    "an address without a way there": (NOWHERE,),
+    "one after the other": ("10.96.0.8", NOWHERE, "10.96.0.8", "10.96.0.7"),
+}
+
+
+@needs("set_retval")
+@pytest.mark.parametrize("failures", FAILURES.values(), ids=FAILURES)
+def test_a_connect_that_fails_leaves_the_peer_as_it_was(ground: Ground, failures: tuple[str, ...]):
+    """The kernel keeps the association: so it shows the Service, and ends with its backend."""
+    others = (
+        service("empty", "10.96.0.7:53", "", Protocol.UDP),
+        service("unreachable", "10.96.0.8:53", f"{NOWHERE}:53", Protocol.UDP),
+    )
+    ground.serve(ground.udp(WEB, "one"), *others)
+    with socket_of(ground["pod"]) as s:
+        s.connect(("10.96.0.1", 53))
+        assert answer(s)[0] == "one"
+        for address in failures:
+            assert s.connect_ex((address, 53))
+        assert s.getpeername() == ("10.96.0.1", 53)
+        assert talk(s) == answer(s) == ("one", ("10.96.0.1", 53))
+        ground.serve(ground.udp(WEB, "two"), *others)
+        with pytest.raises(OSError, match="Destination address required"):
+            s.send(b"hello\n")
+
+
+@pytest.mark.parametrize("address", ["{one}", "10.96.0.2"], ids=["its backend", "another Service"])
+def test_a_socket_that_connects_twice_shows_the_second_peer(ground: Ground, address: str):
+    """Both have the same backend."""
+    ground.serve(ground.udp(WEB, "one"), ground.udp(DNS, "one"))
+    to = (address.format(one=ground["one"].ip), 8080 if address == "{one}" else 53)
+    with socket_of(ground["pod"]) as s:
+        s.connect(("10.96.0.1", 53))
+        s.connect(to)
+        assert s.getpeername() == to
+        ground.serve(ground.udp(WEB, "two"), ground.udp(DNS, "one"))
+        assert talk(s) == ("one", to), "it has left the Service whose backend has gone"
 
 
 @pytest.mark.parametrize("kind", [socket.SOCK_DGRAM, socket.SOCK_STREAM], ids=["udp", "tcp"])

@@ -34,6 +34,15 @@ from tests.support.lab import PATIENCE
 
 START_SECONDS = PATIENCE  # a start takes 3 to 5; a busy machine of two cores may need far longer
 STOP_SECONDS = 20.0
+ETCD_DATA = "etcd-data"
+SNAPSHOT = "etcd-snapshot"
+MEMBER = (
+    "--name=tests",
+    f"--data-dir={ETCD_DATA}",
+    "--initial-advertise-peer-urls=unix://peer:1",
+    "--initial-cluster=tests=unix://peer:1",
+)
+"""What etcd is told of itself when its data is made, by itself or from a snapshot."""
 DUAL_STACK = "10.96.0.0/16,fd00:10:96::/112"
 USERS = {  # our name → the user's name and groups in Kubernetes
     "admin": ("admin", "system:masters"),
@@ -184,23 +193,28 @@ class ApiServer:
         self._start_server()
 
     def back_up(self) -> None:
-        """Keep what etcd has now, revision and all, for restore()."""
+        """Keep what etcd has now for restore(), as its administrator does: `etcdctl snapshot`."""
+        snapshot = self.folder / SNAPSHOT
+        snapshot.unlink(missing_ok=True)
+        self._run("etcdctl", "--endpoints=unix://client:1", "snapshot", "save", SNAPSHOT)
+
+    def restore(self) -> None:
+        """Start again from what back_up() kept, as an administrator does after a loss, with
+        `etcdutl snapshot restore`: what was written since is unknown, and the revision is that of
+        then.
+        """
         self._stop_both()
-        shutil.rmtree(self.folder / "etcd-backup", ignore_errors=True)
-        shutil.copytree(self.folder / "etcd-data", self.folder / "etcd-backup")
+        shutil.rmtree(self.folder / ETCD_DATA)
+        self._run("etcdutl", "snapshot", "restore", SNAPSHOT, *MEMBER)
         self._start_etcd()
         self._start_server()
 
-    def restore(self) -> None:
-        """Start again from what back_up() kept, as an operator does after a loss: what was written
-        since is unknown, and the revision is that of then. (etcdutl snapshot restore without
-        --bump-revision has the same result.)
-        """
-        self._stop_both()
-        shutil.rmtree(self.folder / "etcd-data")
-        shutil.copytree(self.folder / "etcd-backup", self.folder / "etcd-data")
-        self._start_etcd()
-        self._start_server()
+    def _run(self, name: str, *arguments: str) -> None:
+        """One of etcd's tools, to its end."""
+        command = [str(go_build.build(name)), *arguments]
+        done = subprocess.run(command, cwd=self.folder, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise ServerDied(f"{' '.join(command)}: {done.stderr.strip()}")
 
     def _stop_both(self) -> None:
         for child in (self._server, self._etcd):
@@ -263,14 +277,11 @@ class ApiServer:
     def _start_etcd(self) -> None:
         self._etcd = self._child(
             "etcd",
-            "--name=tests",
-            "--data-dir=etcd-data",
+            *MEMBER,
             # Unix sockets in the working folder: etcd wants HOST:PORT, and takes it as a file name.
             "--listen-client-urls=unix://client:1",
             "--advertise-client-urls=unix://client:1",
             "--listen-peer-urls=unix://peer:1",
-            "--initial-advertise-peer-urls=unix://peer:1",
-            "--initial-cluster=tests=unix://peer:1",
             "--unsafe-no-fsync",
             "--log-level=warn",
         )

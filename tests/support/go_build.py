@@ -1,9 +1,9 @@
 """The real programs that the tests run against, built from their Go modules and kept.
 
-kube-apiserver and etcd (and kube-proxy, kubeadm, kubectl and helm, when a test asks for them) are
-built by the go.mod and go.sum files under go/, so a clone pins every byte of them. The result is
-kept outside the clone, in $KBPF_CACHE or else ~/.cache/kbpf-tests, in a folder named by all that it
-depends on. Rules:
+kube-apiserver and etcd (and kube-proxy, kubeadm, kubectl, helm and etcd's tools, when a test asks
+for them) are built by the go.mod and go.sum files under go/, so a clone pins every byte of them.
+The result is kept outside the clone, in $KBPF_CACHE or else ~/.cache/kbpf-tests, in a folder named
+by all that it depends on. Rules:
 
 - A program is complete or absent: it is built beside its place and renamed into it, under a lock,
   so several test runs may ask at once.
@@ -49,6 +49,8 @@ class Program:
 
 PROGRAMS = {
     "etcd": Program("etcd", "go.etcd.io/etcd/server/v3", True),
+    "etcdctl": Program("etcdtools", "go.etcd.io/etcd/etcdctl/v3", False),
+    "etcdutl": Program("etcdtools", "go.etcd.io/etcd/etcdutl/v3", False),
     "kube-apiserver": Program("apiserver", "k8s.io/kubernetes/cmd/kube-apiserver", True),
     "kube-proxy": Program("apiserver", "k8s.io/kubernetes/cmd/kube-proxy", False),
     "kubeadm": Program("apiserver", "k8s.io/kubernetes/cmd/kubeadm", False),

@@ -44,6 +44,7 @@ def addrs(*texts: str) -> tuple[Addr, ...]:
 
 TCP = Protocol.TCP
 NODE = Node("me", addrs("192.0.2.10", "2001:db8::10"), pod_cidrs=(parse_cidr("10.244.0.0/24", ""),))
+OTHER_NODE = Node("other", addrs("192.0.2.11", "2001:db8::11"))
 LOCAL = addrs("127.0.0.1", "192.0.2.10", "2001:db8::10", "192.0.2.200", "172.17.0.1")
 """Beside the Node's own: a VIP that keepalived or kube-vip has put on a device, and a bridge."""
 SERVERS: tuple[Server, ...] = ((parse_addr("198.51.100.7"), 6443),)
@@ -67,6 +68,7 @@ KUBERNETES = Service(
 SERVED = ""
 API = "an address of the API server"
 OWN = "an address of this node"
+OTHERS = "an address of another node"
 LINK = "link-local"
 POD = "address of a Pod"
 LISTENS = "a process of this node listens"
@@ -100,6 +102,10 @@ KINDS = [
     Row("this node's, where sshd listens", "192.0.2.10", 22, OWN, LISTENS, LISTENS),
     Row("this node's, where kubelet listens", "192.0.2.10", 10250, OWN, LISTENS, LISTENS),
     Row("this node's at the own NodePort", "192.0.2.10", 30099, SERVED, SERVED, SERVED),
+    Row("another node's", "192.0.2.11", 80, OTHERS, SERVED, SERVED),
+    Row("another node's, IPv6", "2001:db8::11", 80, OTHERS, SERVED, SERVED),
+    Row("another node's, where its kubelet listens", "192.0.2.11", 10250, OTHERS, SERVED, SERVED),
+    Row("another node's at the own NodePort", "192.0.2.11", 30099, SERVED, SERVED, SERVED),
     Row("another's NodePort", "192.0.2.10", 30050, OWN, SHOPS, SHOPS),
     Row("a VIP on a device", "192.0.2.200", 80, SERVED, SERVED, SERVED),
     Row("a VIP on a device, where sshd listens", "192.0.2.200", 22, LISTENS, SERVED, SERVED),
@@ -147,7 +153,7 @@ def outcome(state: DesiredState, at: FrontendAddress) -> str:
 def state_of(service: Service, config: Config) -> DesiredState:
     return desired_state(
         (service, SHOP, KUBERNETES), (PODS, API_SLICE), NODE, LOCAL, config,
-        servers=SERVERS, listening=LISTENING,
+        servers=SERVERS, listening=LISTENING, other_nodes=(OTHER_NODE,),
     )  # fmt: skip
 
 
@@ -212,7 +218,7 @@ def events(objects: Iterable[Service | EndpointSlice | Node]) -> list[Upsert]:
     ]
 
 
-STEPS = ("shop", "kubernetes", "web", "vip", "pods", "api", "servers", "listening")
+STEPS = ("shop", "kubernetes", "web", "vip", "pods", "api", "node", "servers", "listening")
 
 
 @settings(deadline=None, max_examples=200)
@@ -227,8 +233,9 @@ def test_however_it_came_to_be_the_state_is_the_same(steps: list[str], address: 
         "vip": replace(web(FrontendKind.LOAD_BALANCER, "192.0.2.10", 30050), name="vip"),
         "pods": PODS,
         "api": API_SLICE,
+        "node": OTHER_NODE,
     }
-    there: dict[str, Service | EndpointSlice] = {}
+    there: dict[str, Service | EndpointSlice | Node] = {}
     world, desired, told = World("me"), Desired(), {"servers": False, "listening": False}
     world.apply([*events([NODE]), *(Synced(kind) for kind in Kind)])
     config = load.config({"--external-ips": "all"}, {})
@@ -251,7 +258,8 @@ def test_however_it_came_to_be_the_state_is_the_same(steps: list[str], address: 
         desired.update(world, touched, LOCAL, config, *more)
         slices = [piece for piece in there.values() if isinstance(piece, EndpointSlice)]
         services = [one for one in there.values() if isinstance(one, Service)]
-        whole = desired_state(services, slices, NODE, LOCAL, config, (), *more)
+        nodes = [one for one in there.values() if isinstance(one, Node)]
+        whole = desired_state(services, slices, NODE, LOCAL, config, (), *more, nodes)
         assert desired.state.services == whole.services
 
 

@@ -426,6 +426,7 @@ OURS = [
         "external_ips",
         (Cidr(parse_addr("192.0.2.0"), 120), Cidr(parse_addr("2001:db8::"), 64)),
     ),
+    Says("watchNodes: all", "watch_nodes", "all"),
     Says("socketLB: {mode: hostNamespaceOnly}", "socket_lb", SocketLb.HOST_ONLY),
     Says("socketLB: {mode: off}", "socket_lb", SocketLb.OFF),
     Says("socketLB: {mode: 'on'}", "socket_lb", SocketLb.ON),

@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -23,7 +23,7 @@ from kbpf.source.known import Known, went_back
 from kbpf.source.kubeconfig import Access
 from kbpf.source.pace import Pace
 from kbpf.source.reflector import Reflector
-from kbpf.source.resource import SERVICES, SLICES, Resource, exempt_pods, own_node
+from kbpf.source.resource import PAGE, SERVICES, SLICES, Resource, exempt_pods, nodes, own_node
 from tests.support.lab import until
 from tests.support.scripted import Exchange, ScriptedServer, Step, quiet
 
@@ -168,6 +168,12 @@ def start() -> Iterator[Callable[..., Run]]:
         "no thread is left",
         lambda: not any(t.name.startswith("kbpf-") for t in threading.enumerate()),
     )
+
+
+def counted(more: int, version: int = 90) -> Step:
+    """A list of one object, and so many more that are not in it."""
+    meta = {"resourceVersion": str(version), "continue": "x", "remainingItemCount": more}
+    return lambda exchange: exchange.answer(200, {"metadata": meta, "items": []})
 
 
 PAGES = status(422, "sendInitialEvents: Forbidden")
@@ -1076,3 +1082,67 @@ def test_known_after_a_list_that_was_not_sound_can_delete_with_the_next():
 
 def test_errors_are_one_line():
     assert "\n" not in str(SourceError("a\nb"))
+
+
+# --- all Nodes, or our own ---
+
+
+class Nodes(NamedTuple):
+    """What the server says of the number of Nodes, and which of them are watched then."""
+
+    what: str
+    first: Step
+    selector: str
+
+
+OWN = "metadata.name=n1"
+NODES = [
+    Nodes("one", counted(0), ""),
+    Nodes("a page", counted(PAGE - 1), ""),
+    Nodes("more than a page", counted(PAGE), OWN),
+    Nodes("a server that does not count", listed(version=90), ""),
+    Nodes("they may not be listed", status(403, "nodes is forbidden"), OWN),
+]
+
+
+@pytest.mark.parametrize("row", NODES, ids=lambda row: row.what)
+def test_all_nodes_are_watched_where_there_are_not_too_many(start, row: Nodes):
+    run = start(row.first, streamed(bookmark(100, end=True)), resource=nodes("n1", "auto"))
+    run.until_watching(2)
+    first, stream = run.server.requests
+    assert first.query == {"limit": "1"}
+    assert "sendInitialEvents" in stream.query
+    assert stream.query.get("fieldSelector", "") == row.selector
+    assert run.said == ["synced"]
+
+
+@pytest.mark.parametrize(("setting", "selector"), [("all", ""), ("own", OWN)])
+def test_the_setting_needs_no_count(start, setting: str, selector: str):
+    run = start(streamed(bookmark(100, end=True)), resource=nodes("n1", setting))
+    run.until_watching(1)
+    (stream,) = run.server.requests
+    assert stream.query.get("fieldSelector", "") == selector
+
+
+def test_a_cluster_that_grows_is_watched_no_longer(start):
+    """Nodes are counted before each list; those that are not watched any more are deleted, and it
+    is no drift.
+    """
+
+    def node(name: str) -> dict[str, Any]:
+        meta = {"name": name, "uid": f"uid-{name}", "resourceVersion": "5"}
+        return {"kind": "Node", "apiVersion": "v1", "metadata": meta}
+
+    event = {"type": "ADDED", "object": node("n1")}
+    run = start(
+        counted(1),
+        streamed(event, {"type": "ADDED", "object": node("n2")}, bookmark(10, end=True),
+                 then=lambda exchange: exchange.end()),
+        status(410),
+        counted(PAGE),
+        streamed(event, bookmark(20, end=True)),
+        resource=nodes("n1", "auto"),
+    )  # fmt: skip
+    run.until_watching(5)
+    assert run.said == ["+n1", "+n2", "synced", "-n2", "synced"]
+    assert run.reflector.status().drift == 0

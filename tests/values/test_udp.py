@@ -64,6 +64,11 @@ class FakeMap(dict[bytes, bytes]):
         return keys[at * self.key_size :][: self.key_size]
 
 
+def sockets() -> dict[str, FakeMap]:
+    """No socket holds anything."""
+    return {name: FakeMap() for name in ("udp_flows", "sock_peers", "former_peers")}
+
+
 def cuts_of(held: FakeMap) -> tuple[udp.Cuts, Tables]:
     tables = Tables(Pins(Path("unused")), MapSizes())
     tables.maps["udp_cuts"] = cast("Any", held)
@@ -116,7 +121,7 @@ def test_flows_of_the_packet_path_that_end(row: Row):
     flows.moves = {
         key: tracked(key[0], TWO, FlowPart(key[1])) for key in flows if key[0] in row.anew
     }
-    maps: Any = {"udp_flows": FakeMap(), "sock_peers": FakeMap(), "flows": flows}
+    maps: Any = {**sockets(), "flows": flows}
     assert udp.cut(maps, udp.predicate([(1, ONE), (1, SIX)], [])) == row.ended
     gone = {ONE, SIX}
     left = {client for client, backend, protocol in row.entries
@@ -134,7 +139,7 @@ def test_flows_of_unconnected_sockets_that_end():
             for b in backends
         )
         flows[bytes([cookie])] = UDP_FLOWS.pack(cookie, places)
-    maps: Any = {"udp_flows": flows, "sock_peers": FakeMap(), "flows": FakeMap()}
+    maps: Any = {**sockets(), "udp_flows": flows, "flows": FakeMap()}
     gone = udp.predicate([(1, ONE), (1, SIX)], [])
     assert udp.cut(maps, gone) == {4: 2, 6: 1}
     assert udp.cut(maps, gone, flows=False) == {}
@@ -202,7 +207,7 @@ def test_a_full_table_is_walked_in_pieces_and_each_flow_ends_once(
                 read[0] += 1
                 yield pair
 
-    maps: Any = {"udp_flows": FakeMap(), "sock_peers": FakeMap(), "flows": Watched(flows)}
+    maps: Any = {**sockets(), "flows": Watched(flows)}
     passes = udp.Passes(maps)
     passes.add({(1, ONE)}, set(), flows=True)
     steps = 0

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import pytest
 from msgspec.structs import replace
 
-from kbpf.model.address import parse_addr
+from kbpf.model.address import Addr, parse_addr
 from kbpf.model.events import Delete, Event, Kind, ObjectKey, Rejected, Synced, Upsert
 from kbpf.model.objects import (
     Cidr,
@@ -64,8 +64,10 @@ class Row(NamedTuple):
     services: tuple[ServiceName, ...] = ()
     everything: bool = False
     pods: bool = False
+    addresses: tuple[Addr, ...] = ()
 
 
+YOU = replace(ME, name="you", zone="b", addresses=(parse_addr("10.0.0.2"),))
 ALL = [up(ME), up(WEB), up(ONE), up(POD)]
 ROWS = [
     Row("nothing", ALL, []),
@@ -93,7 +95,16 @@ ROWS = [
     Row("our Node goes and comes again", [*ALL, gone(ME)], [up(ME)]),
     Row("our Node goes and comes with another address", [*ALL, gone(ME)],
         [up(replace(ME, addresses=(parse_addr("10.0.0.2"),)))], (), True),
-    Row("another Node comes", ALL, [up(replace(ME, name="you", zone="b"))]),
+    Row("another Node comes", ALL, [up(YOU)], addresses=YOU.addresses),
+    Row("another Node changes in what is not its addresses", [*ALL, up(YOU)],
+        [up(replace(YOU, zone="c"))]),
+    Row("another Node gets another address", [*ALL, up(YOU)],
+        [up(replace(YOU, addresses=(parse_addr("10.0.0.3"),)))],
+        addresses=(*YOU.addresses, parse_addr("10.0.0.3"))),
+    Row("another Node has an address of a third", [*ALL, up(YOU)], [up(replace(YOU, name="they"))]),
+    Row("another Node that is there goes", [*ALL, up(YOU)], [gone(YOU)], addresses=YOU.addresses),
+    Row("another Node is rejected: what it said stays in force", [*ALL, up(YOU)],
+        [Rejected(key(YOU), "bad")]),
     Row("a Pod comes", [], [up(POD)], pods=True),
     Row("the same Pod again", ALL, [up(POD)]),
     Row("a Pod of the same name comes anew", ALL, [up(replace(POD, uid="99"))], pods=True),
@@ -113,8 +124,8 @@ def test_what_is_touched(row: Row):
     world = World("me")
     world.apply(row.before)
     touched = world.apply(row.now)
-    assert touched == Touched(set(row.services), row.everything, row.pods)
-    assert bool(touched) is (row.everything or row.pods or bool(row.services))
+    assert touched == Touched(set(row.services), row.everything, row.pods, set(row.addresses))
+    assert bool(touched) is (row.everything or row.pods or bool(row.services or row.addresses))
 
 
 def test_it_remembers_what_is_in_force():

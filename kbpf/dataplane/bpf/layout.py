@@ -414,6 +414,7 @@ MAPS: Final = {
         _lru("affinity", AFFINITY_KEY.size, AFFINITY.size, "affinity"),
         _lru("affinity_shares", 16, U32.size, "affinity"),
         _storage("sock_peers", PEER.size),
+        _storage("former_peers", PEER.size),
         _storage("udp_flows", UDP_FLOWS.size),
         MapSpec("udp_cuts", libbpf.MAP_HASH, CUT_KEY.size, U64.size, 65_536, libbpf.F_NO_PREALLOC),
         MapSpec(

@@ -4,14 +4,15 @@ TCP connections are left alone, as kube-proxy leaves them. UDP has no end of its
 own: a connected socket would talk to the dead address for ever. So such sockets are destroyed in
 every network namespace. Flows of unconnected ones are the programs' to forget: they find in
 `udp_cuts` that what a flow chose serves no more, and choose anew. Sockets that went
-to the backend directly, not through a Service, are nobody's business here: only what stands in
-`sock_peers` is destroyed.
+to the backend directly, not through a Service, are nobody's business here: only what is in
+`sock_peers` or `former_peers` is destroyed.
 """
 
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Final, cast
 
 from kbpf.dataplane.bpf.flows import CHOSEN, is_question
@@ -122,7 +123,7 @@ def cut_in_steps(maps: dict[str, Map], gone: Gone, flows: bool = True) -> Steps:
                 if at % PIECE == 0:
                     yield
         yield
-        sockets = yield from _end_sockets(maps["sock_peers"], gone)
+        sockets = yield from _end_sockets((maps["sock_peers"], maps["former_peers"]), gone)
     except KernelError as error:
         log.warning("UDP sockets whose backend is gone are not ended: %s", error)
         return ended
@@ -140,15 +141,15 @@ def stale(maps: dict[str, Map], gone: Gone) -> set[tuple[int, bytes]]:
         return set()
 
 
-def _end_sockets(peers: Map, gone: Gone) -> Steps:
+def _end_sockets(maps: Iterable[Map], gone: Gone) -> Steps:
     """Destroys connected sockets. Who goes on with such a socket chooses anew, since it is
     connected no more.
     """
-    doomed = {}
-    for at, (_, raw) in enumerate(peers.items(), 1):
+    doomed: defaultdict[int, list[Target]] = defaultdict(list)
+    for at, (_, raw) in enumerate(chain.from_iterable(peers.items() for peers in maps), 1):
         socket, frontend, backend, service, _ = PEER.unpack(raw)
         if backend[18:19] == _UDP and gone(service, frontend, backend):
-            doomed[socket & COOKIE_MASK] = backend
+            doomed[socket & COOKIE_MASK].append(Target.unpack(backend))
         if at % PIECE == 0:
             yield
     return _destroy(doomed) if doomed else Counter()
@@ -202,13 +203,12 @@ def _forget_entry(flows: Map, key: bytes, raw: bytes) -> bool:
     return True
 
 
-def _destroy(doomed: dict[int, bytes]) -> Counter[int]:
+def _destroy(doomed: Mapping[int, Collection[Target]]) -> Counter[int]:
+    """Sockets (low bits of the id → backends) that are still connected to one of these backends."""
+
     def is_doomed(found: sockdiag.DiagSocket) -> bool:
-        backend = doomed.get(found.cookie & COOKIE_MASK)
-        if backend is None:
-            return False
-        target = Target.unpack(backend)
-        return target.address == found.address and target.port == found.port
+        backends = doomed.get(found.cookie & COOKIE_MASK, ())
+        return any(b.address == found.address and b.port == found.port for b in backends)
 
     ended: Counter[int] = Counter()
     for path in netns.all_namespaces():
