@@ -62,6 +62,7 @@ FEATURES = (
     Feature(
         "rights", ("tests/programs/test_sock_destroy.py", "tests/programs/test_capabilities.py")
     ),
+    Feature("apparmor", ("tests/lab/test_apparmor.py",)),
     Feature("memory", ("tests/lab/test_locked_memory.py",)),
     Feature("takeover", ("tests/lab/test_takeover.py",)),
     *(Feature(name, (f"tests/lab/test_{name}.py",)) for name in LAB),

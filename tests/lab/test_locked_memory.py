@@ -11,14 +11,11 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import pytest
-import yaml
 
-from tests.support.daemonset import ROOT, PodAgent
 from tests.support.features import without
-from tests.support.kube_objects import endpoint, endpoint_slice, node, port, service, slice_port
+from tests.support.folder_pod import FolderPod
 from tests.support.lab import Lab, Place
 from tests.support.pods import capabilities_here
-from tests.support.scenario import file_of, put
 
 pytestmark = without("memory_by_cgroup")
 
@@ -50,45 +47,24 @@ ROWS = [
 ]  # fmt: skip
 
 
-class House:
-    """A node with two pods, a client outside, and a Service in a folder."""
-
-    def __init__(self, lab: Lab) -> None:
-        self.node = lab.nodes[0]
-        self.agent = PodAgent(self.node)
-        self.server, self.client = self.node.pod("a1").serve(8080), self.node.pod("a2")
-        self.objects = lab.folder / "objects"
-        self.objects.mkdir()
-        row = port(80, node_port=30080)
-        for obj in (
-            node(self.node.name, self.node.ip, self.node.ip6),
-            service("web", row, type="NodePort", cluster_ip="10.96.0.80"),
-            endpoint_slice("web", endpoint(self.server.ip), ports=[slice_port(8080)]),
-        ):
-            put(self.objects, file_of(obj), yaml.safe_dump(obj))
-
-    def launch(self, row: Row) -> None:
-        """The DaemonSet's container, on a node that kbpf has never run on."""
-        self.agent.remove_pins()
-        made = yaml.safe_load((ROOT / "manifests/base/daemonset.yaml").read_text())
-        template = made["spec"]["template"]
-        (container,) = template["spec"]["containers"]
-        rights = container["securityContext"]
-        assert set(rights["capabilities"]["add"]) == set(ALL.split())
-        rights["capabilities"]["add"] = row.granted.split()
-        if not row.seccomp:
-            rights["seccompProfile"] = {"type": "Unconfined"}
-        given = ("--source=/var/lib/kube-proxy", "--mode=bpf")
-        container["command"] = [word for word in container["command"] if "--config" not in word]
-        container["command"] += given
-        with locked(row.limit):
-            self.agent.launch(template, {"config": self.objects}, None)
+def launch(house: FolderPod, row: Row) -> None:
+    """The DaemonSet's container, on a node that kbpf has never run on."""
+    house.agent.remove_pins()
+    template = house.template()
+    (container,) = template["spec"]["containers"]
+    rights = container["securityContext"]
+    assert set(rights["capabilities"]["add"]) == set(ALL.split())
+    rights["capabilities"]["add"] = row.granted.split()
+    if not row.seccomp:
+        rights["seccompProfile"] = {"type": "Unconfined"}
+    with locked(row.limit):
+        house.launch(template)
 
 
 @pytest.fixture(scope="module")
-def house() -> Iterator[House]:
+def house() -> Iterator[FolderPod]:
     with Lab(1, "lm", apart=True) as lab:
-        yield House(lab)
+        yield FolderPod(lab)
 
 
 @contextmanager
@@ -103,10 +79,10 @@ def locked(limit: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_what_it_needs(house: House, row: Row) -> None:
+def test_what_it_needs(house: FolderPod, row: Row) -> None:
     agent, outside = house.agent, Place("outside", house.node.lab.outside, None)
     assert capabilities_here(row.granted.split()) == set(row.granted.split())
-    house.launch(row)
+    launch(house, row)
     try:
         if row.said:
             assert agent.wait_ended() == 1

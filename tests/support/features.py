@@ -142,6 +142,9 @@ FEATURES = {
     "mptcp": Feature(
         "MPTCP sockets", lambda: _socket(socket.SOCK_STREAM, IPPROTO_MPTCP), unbuilt=((5, 10),)
     ),
+    "apparmor": Feature(
+        "AppArmor", lambda: Path("/sys/kernel/security/apparmor/profiles").exists()
+    ),
     "tun": Feature("tun devices", _tun),
     "checksum_complete": Feature(  # Linux 6.11 brought it, and its stable kernels since then
         "a test run's CHECKSUM_COMPLETE",

@@ -2,8 +2,9 @@
 the Pod's spec, as far as a DaemonSet's needs it, and runc to run it.
 
 Nothing is granted that the spec does not ask for: capabilities, no_new_privs, the default seccomp
-profile (that of containers-common stands for containerd's), a read-only root, the mounts, a
-process namespace of its own, the memory limit. What a field says that is not known here is an
+profile (that of containers-common stands for containerd's), AppArmor's (one that is loaded), a
+read-only root, the mounts, a process namespace of its own, the memory limit.
+What a field says that is not known here is an
 error, so that nothing is passed over. A capability that the tests themselves have not got cannot be
 granted (SYS_RESOURCE on some machines): then the container does without. A privileged container
 (kube-proxy's) has all capabilities that the tests have, no filter, and /proc/sys to write.
@@ -27,6 +28,7 @@ from tests.support.lab import DIE_WITH_US, PATIENCE, inside
 SECCOMP = Path("/usr/share/containers/seccomp.json")
 OURS = Path(__file__).parents[2] / "manifests" / "security" / "kbpf.json"
 """Our own seccomp profile, as kubelet finds it in /var/lib/kubelet/seccomp."""
+LOADED = Path("/sys/kernel/security/apparmor/profiles")
 MACHINES = {"x86_64": ("amd64", "SCMP_ARCH_X86_64"), "aarch64": ("arm64", "SCMP_ARCH_AARCH64")}
 MASKED = ["/proc/kcore", "/proc/keys", "/proc/latency_stats", "/proc/timer_list",
           "/proc/sched_debug", "/proc/scsi", "/sys/firmware"]  # fmt: skip
@@ -108,6 +110,7 @@ def oci_config(spec: Object, image: Image, host: Host) -> Object:
                 ("bounding", "effective", "permitted"), rights.capabilities
             ),
             "noNewPrivileges": not rights.escalates,
+            **_apparmor(container["securityContext"].get("appArmorProfile")),
         },
         "mounts": [
             *_own_mounts("rw" if rights.privileged else "ro"),
@@ -237,6 +240,15 @@ def _source(volume: Object, host: Host) -> Path:
 
 def _mount(to: str, kind: str, source: str, *options: str) -> Object:
     return {"destination": to, "type": kind, "source": source, "options": list(options)}
+
+
+def _apparmor(profile: Object | None) -> Object:
+    """The process's profile; as with kubelet, one that the node does not have is an error."""
+    if profile is None or profile["type"] != "Localhost":
+        return {}
+    name = profile["localhostProfile"]
+    assert f"{name} (enforce)\n" in LOADED.read_text(), f"the profile {name} is not loaded"
+    return {"apparmorProfile": name}
 
 
 def _seccomp(profile: Object, capabilities: Sequence[str]) -> Object | None:

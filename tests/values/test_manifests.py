@@ -107,6 +107,11 @@ COMPONENTS = {
         "capabilities": {"drop": ["ALL"], "add": ["BPF", "NET_ADMIN", "PERFMON", "SYS_RESOURCE"]},
         "seccompProfile": {"type": "Localhost", "localhostProfile": "kbpf.json"},
     },
+    "confined-no-sys-admin": {
+        "capabilities": {"drop": ["ALL"], "add": ["BPF", "NET_ADMIN", "PERFMON", "SYS_RESOURCE"]},
+        "seccompProfile": {"type": "Localhost", "localhostProfile": "kbpf.json"},
+        "appArmorProfile": {"type": "Localhost", "localhostProfile": "kbpf-no-sys-admin"},
+    },
 }
 """What each component changes of the container's securityContext; nothing else."""
 
@@ -163,18 +168,33 @@ def test_the_seccomp_profile():
     }  # fmt: skip
 
 
-def test_the_apparmor_profile_is_one():
-    """As apparmor_parser of this machine reads it; nothing is loaded."""
-    profile = MANIFESTS / "security" / "kbpf.apparmor"
+@pytest.mark.parametrize("without", ["", "sys_admin"])
+def test_the_apparmor_profile_is_one(without: str):
+    """As apparmor_parser of this machine reads it; nothing is loaded. It allows the capabilities
+    that the pod is granted.
+    """
+    name = "kbpf-no-sys-admin" if without else "kbpf"
+    profile = MANIFESTS / "security" / f"{name}.apparmor"
     command = ["apparmor_parser", "--skip-kernel-load", "--skip-cache", str(profile)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     text = profile.read_text()
     given = {line.split()[1].rstrip(",") for line in text.splitlines() if "  capability " in line}
     security = yaml.safe_load((MANIFESTS / "base" / "daemonset.yaml").read_text())
-    assert {name.upper() for name in given} == set(
-        container([security])["securityContext"]["capabilities"]["add"]
+    granted = set(container([security])["securityContext"]["capabilities"]["add"])
+    assert {name.upper() for name in given} == granted - {without.upper()}
+
+
+def test_the_apparmor_profiles_differ_in_sys_admin_only():
+    usual, without = (
+        (MANIFESTS / "security" / f"{name}.apparmor").read_text()
+        for name in ("kbpf", "kbpf-no-sys-admin")
     )
+    assert usual.count("  capability sys_admin,\n") == 1
+    wanted = usual.replace("  capability sys_admin,\n", "")
+    for before in ("profile kbpf", "peer=kbpf", "--replace kbpf"):
+        wanted = wanted.replace(before, f"{before}-no-sys-admin")
+    assert without == wanted
 
 
 def test_names_and_labels(overlay: tuple[str, list[Object]]):
