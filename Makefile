@@ -17,7 +17,7 @@ packages: ## Debian packages that are missing
 	@tools/packages
 
 # The stamp's name holds all that the environment depends on: a second run costs nothing.
-STAMP := $(VENV)/.ready-$(shell cat pyproject.toml tools/packages 2>/dev/null | sha256sum | cut -c1-12)
+STAMP := $(VENV)/.ready-$(shell cat pyproject.toml requirements-dev.lock tools/packages 2>/dev/null | sha256sum | cut -c1-12)
 
 venv: $(STAMP) ## .venv/bin/kbpf
 $(STAMP):
@@ -25,7 +25,9 @@ $(STAMP):
 	@rm -f $(VENV)/.ready-*
 	@test -x $(BIN)/python && $(BIN)/python -c 'import pip' 2>/dev/null || \
 		$(PYTHON) -m venv --clear --system-site-packages $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes --only-binary=:all: \
+		--no-deps --requirement requirements-dev.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
 demo: venv ## a Service, three backends and a client on this machine, no cluster

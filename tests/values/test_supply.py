@@ -12,25 +12,33 @@ from pip._vendor.packaging.requirements import Requirement
 
 from tests.support.docs import ROOT
 
-LOCK = (ROOT / "requirements.lock").read_text()
 CONTAINERFILE = (ROOT / "Containerfile").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
-def locked() -> dict[str, tuple[str, list[str]]]:
+WANTED = {
+    "requirements.lock": PROJECT["dependencies"],
+    "requirements-dev.lock": PROJECT["dependencies"] + PROJECT["optional-dependencies"]["dev"],
+}
+"""File → the requirements of pyproject.toml that it is for."""
+
+
+def locked(lock: str = "requirements.lock") -> dict[str, tuple[str, list[str]]]:
     """Name → version and hashes."""
-    rows = re.findall(r"^([\w.-]+)==(\S+)((?: \\\n    --hash=\S+)+)$", LOCK, re.M)
+    text = (ROOT / lock).read_text()
+    rows = re.findall(r"^([\w.-]+)==(\S+)((?: \\\n    --hash=\S+)+)$", text, re.M)
+    assert len(rows) == text.count("==")
     return {
         name: (found, re.findall(r"sha256:([0-9a-f]{64})\b", text)) for name, found, text in rows
     }
 
 
-def test_everything_is_locked_with_hashes() -> None:
+@pytest.mark.parametrize("lock", WANTED)
+def test_everything_is_locked_with_hashes(lock: str) -> None:
     """What pyproject.toml asks for is there, in a version that it allows; each line has a hash."""
-    found = locked()
-    assert len(found) == len(re.findall("==", LOCK))
+    found = locked(lock)
     assert all(hashes for _, hashes in found.values())
-    for text in [*PROJECT["dependencies"], "setuptools>=68"]:
+    for text in [*WANTED[lock], "setuptools>=68"]:
         wanted = Requirement(text)
         assert wanted.specifier.contains(found[wanted.name.lower().replace("_", "-")][0]), text
 
@@ -38,6 +46,19 @@ def test_everything_is_locked_with_hashes() -> None:
 def test_what_is_built_for_a_machine_has_a_hash_for_each() -> None:
     """amd64 and arm64, Python 3.11 and 3.13."""
     assert {len(locked()[name][1]) for name in ("msgspec", "pyyaml")} == {4}
+
+
+def test_tests_run_with_what_the_image_has() -> None:
+    own, dev = locked(), locked("requirements-dev.lock")
+    assert {name: dev[name] for name in own} == own
+
+
+def test_make_venv_takes_what_is_locked() -> None:
+    installs = re.findall(r"pip install((?:\\\n|[^\n])*)", (ROOT / "Makefile").read_text())
+    first, second = (re.sub(r"\\\n\s*", "", text) for text in installs)
+    assert "--require-hashes --only-binary=:all: --no-deps" in first
+    assert first.endswith("--requirement requirements-dev.lock")
+    assert "--no-deps --no-build-isolation -e ." in second, "kbpf itself"
 
 
 def test_the_image_takes_what_is_locked() -> None:
