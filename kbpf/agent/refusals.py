@@ -11,6 +11,8 @@ from kbpf.serve.events import About, Events
 
 log = logging.getLogger("kbpf.agent")
 
+SEE = "see docs/operate.md, Addresses that Services may take"
+
 
 class Refusals:
     """One thread only: the writer's. A change costs the Services that changed."""
@@ -31,15 +33,16 @@ class Refusals:
                 news.setdefault(key.service, []).extend(said)
         for name, new in list(news.items())[:MOST_PROBLEMS]:
             note = "; ".join(new)
-            log.warning("refused: %s: %s", name, note)
+            log.warning("Service %s: %s; %s", name, note, SEE)
             about = About("Service", name.name, name.namespace)
             self._events.say(about, "AddressRefused", "Program", note)
         if len(news) > MOST_PROBLEMS:
-            log.warning("refused: addresses of %d more Services", len(news) - MOST_PROBLEMS)
+            more = len(news) - MOST_PROBLEMS
+            log.warning("%d more Services have addresses that are not served; %s", more, SEE)
 
 
 def _lines(state: ServiceState) -> Iterator[str]:
     for at, winner in state.lost:
-        yield f"{at} belongs to {winner}"
+        yield f"{at} is not served: it is taken by Service {winner}"
     for at, reason in state.refused:
         yield f"{at} is not served: {reason}"

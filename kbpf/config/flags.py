@@ -140,8 +140,8 @@ FLAGS: Final = (
     Flag("--kubeconfig", "kubeconfig", readers.path, "FILE", CLUSTER,
          "how to reach the API server (default: the Pod's own service account)"),
     Flag("--master", "master", readers.text, "URL", CLUSTER,
-         "the API server's address, over what the kubeconfig says; several of one cluster with "
-         "commas between them: the next one is tried when one cannot be reached"),
+         "the API server's address, in place of the kubeconfig's; several servers of one cluster, "
+         "separated by commas, are tried in turn when one cannot be reached"),
     Flag("--source", "source", readers.path, "DIR", CLUSTER,
          "a folder of Kubernetes YAML instead of an API server; watched for changes"),
     Flag("--source-empty-grace", "source_empty_grace", readers.seconds, "TIME", CLUSTER,

@@ -293,7 +293,7 @@ def test_more_objects_than_the_maps_hold(tmp_path: Path) -> None:
         for number in (24, 25):
             said = [line for line in node.agent.lines() if f"web-{number}" in line]
             assert len(said) == 1, said
-            for part in ("ERROR", "services", "may hold 4", "--max-frontends"):
+            for part in ("ERROR", "services", "has room for 4", "--max-frontends"):
                 assert part in said[0]
         until("it is in the status", lambda: len(node.agent.status()["problems"]) == 2)
         node.remove(service(20))

@@ -55,7 +55,7 @@ def test_it_is_refused_and_said(cluster: Cluster) -> None:
     with cluster.given(*hijacker(cluster, host)):
         assert f"{host}:{number}/TCP" not in cluster.served()
         until("there is a problem line", problems)
-        assert f"refused: default/thief: {words}" in "\n".join(cluster.agent.lines())
+        assert f"Service default/thief: {words}; see" in "\n".join(cluster.agent.lines())
 
         def told() -> list[Object]:
             found = cluster.kube.list("Event")["items"]

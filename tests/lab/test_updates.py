@@ -275,7 +275,7 @@ def test_two_services_claim_one_external_ip(cluster: Cluster) -> None:
         with cluster.given(*two):
             expect(cluster, "192.0.2.135:80", "a1")
             expect(cluster, "10.96.0.136:80", "b1")
-            line = "192.0.2.135:80/TCP belongs to default/web-135"
+            line = "192.0.2.135:80/TCP is not served: it is taken by Service default/web-135"
             for agent in cluster.agents:
                 until(
                     "it is reported",

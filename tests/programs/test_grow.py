@@ -342,7 +342,7 @@ def test_who_finds_no_room_is_refused_and_others_are_served(site: Site, touched:
     report = plane.apply(state, state.services.keys() if touched else None)
     assert names(report.refused) == ["s0003", "s0004"]
     assert set(report.refused.values()) == {
-        "the map services would need 4 entries and may hold 3; raise --max-frontends"
+        "the map services would need 4 entries and has room for 3; raise --max-frontends"
     }
     assert served(site) == ["s0000", "s0001", "s0002"]
     assert names(plane.apply(state, ()).refused) == ["s0003", "s0004"], "tried again, said again"
@@ -432,7 +432,7 @@ def test_source_ranges_have_a_limit_too(site: Site, monkeypatch: pytest.MonkeyPa
     two = service("two", others, "10.0.0.1:80", ranges="10.1.0.0/16 10.2.0.0/16")
     plane = site.open()
     assert list(plane.apply(desired(one, two), None).refused.values()) == [
-        "the map source_ranges would need 4 entries and may hold 3"
+        "the map source_ranges would need 4 entries and has room for 3"
     ]
     plane.apply(desired(two), {one.key})
     assert plane.apply(desired(two), ()).refused == {}

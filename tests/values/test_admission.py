@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from kbpf.agent.listeners import GRACE_SECONDS, LOOK_SECONDS, Listeners
 from kbpf.agent.problems import Problems
-from kbpf.agent.refusals import Refusals
+from kbpf.agent.refusals import SEE, Refusals
 from kbpf.config import load
 from kbpf.model.address import ANY4, ANY6, Addr, parse_addr
 from kbpf.model.config import Config
@@ -300,7 +300,7 @@ def test_a_refusal_is_a_line_of_each_kind_once_a_change(caplog: pytest.LogCaptur
             told.changed(states, states)
     (key,) = (key for key in states if key.name == "web")
     assert problems.first(9) == [f"{key}: {line}"]
-    assert [each.getMessage() for each in caplog.records] == [f"refused: ns/web: {line}"]
+    assert [each.getMessage() for each in caplog.records] == [f"Service ns/web: {line}; {SEE}"]
     events_.flush(10.0)
     events_.stop()
     (event,) = posted

@@ -72,7 +72,7 @@ def test_tables_of_a_namespace_are_limited(row: Ports):
         assert effective.cluster == state.cluster, "it is served all the same"
         if key.name in row.plain:
             assert effective.algorithm is Algorithm.RANDOM
-            assert "spread evenly at random" in limits.reason(key)
+            assert "backends are chosen at random" in limits.reason(key)
         else:
             assert effective is state
 
@@ -95,8 +95,8 @@ def test_too_many_backends_for_a_table_are_told():
     state = service("web", "10.96.0.1:80", to, algorithm=MAGLEV)
     limits.update({state.key: state}, {state.key})
     assert limits.reason(state.key) == (
-        "spread evenly at random: it has more than 2621 backends, and an algorithm or weights are "
-        "possible for no more"
+        "its algorithm and weights are ignored, and backends are chosen at random: "
+        "it has more than 2621 backends, the most that a table has room for"
     )
     fewer = service("web", "10.96.0.1:80", "10.0.0.1:80 10.0.0.2:80", algorithm=MAGLEV)
     limits.update({fewer.key: fewer}, {fewer.key})

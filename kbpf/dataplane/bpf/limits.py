@@ -119,6 +119,9 @@ class _Tables:
         return refused
 
 
+IGNORED: Final = "its algorithm and weights are ignored, and backends are chosen at random"
+
+
 class TableLimits:
     """Which Service ports are spread as they ask, and which evenly at random. One thread only."""
 
@@ -133,13 +136,12 @@ class TableLimits:
         if key in self._too_large:
             most = MOST_SLOTS // SLOTS_EACH
             return (
-                f"spread evenly at random: it has more than {most} backends, and an algorithm or "
-                "weights are possible for no more"
+                f"{IGNORED}: it has more than {most} backends, the most that a table has room for"
             )
         if key in self._beyond.get(key.namespace, ()):
             return (
-                f"spread evenly at random: the algorithms and weights of namespace {key.namespace} "
-                f"need {self._namespaces[key.namespace].total} slots, and {self._limit} is the most"
+                f"{IGNORED}: those of namespace {key.namespace} need "
+                f"{self._namespaces[key.namespace].total} slots, and it may have {self._limit}"
             )
         return ""
 

@@ -95,11 +95,14 @@ class Room:
 
     def _why(self, key: ServicePortKey, name: str, total: int, most: int) -> str:
         limit = self._tables.limit(name)
-        text = f"the map {name} would need {total} entries and may hold {limit}"
+        text = f"the map {name} would need {total} entries and has room for {limit}"
         if most == limit:
             return text
         used = self._budgets.used(key.namespace, name)
-        return f"{text}, the last {limit - most} for others; namespace {key.namespace} has {used}"
+        return (
+            f"{text}, of which {limit - most} are reserved for other namespaces; namespace "
+            f"{key.namespace} uses {used}"
+        )
 
 
 def _hint(name: str) -> str:
