@@ -52,6 +52,11 @@ def packets(seed: int, minutes: float | None) -> None:
                     break
 
 
+def _load() -> str:
+    """Of the machine in the last minute: what else it does decides which rates it reaches."""
+    return f"load {os.getloadavg()[0]:.1f}"
+
+
 def floods(seed: int, minutes: float | None) -> None:
     """Each flood at each rate, and honest UDP, on kbpf and on a kube-proxy; one table. `minutes`
     are for all of them together. The seed is of the forged clients; the same for both nodes.
@@ -99,6 +104,8 @@ def conntrack(seed: int, minutes: float | None) -> None:
             findings += shrunk(twins, differing)
             tally += rows
             played += BATCH
+            if played % (10 * BATCH) == 0:
+                print(f"{played} sequences, {wrong} of them wrong", flush=True)
             if len(findings) >= SHOWN:
                 break
     print(f"{played} sequences, {wrong} of them wrong")
