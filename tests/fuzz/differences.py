@@ -45,6 +45,11 @@ def again(reading: Reading) -> bool:
     return reading.again
 
 
+def unseen(reading: Reading) -> bool:
+    """The node has not forwarded a packet of the backend, and kbpf would have met it then only."""
+    return reading.unseen
+
+
 def flawed(reading: Reading) -> bool:
     """A packet counted although its checksum is wrong or its TTL 1."""
     return reading.flawed
@@ -90,6 +95,7 @@ ROWS: Final = (
     Row("end that Linux does not believe", "tcp", ("CLOSING", "CLOSED"),
         (*_OPENING, "ESTABLISHED"), believed),
     Row("begun again", "tcp", ("NEW", "ANSWERED"), ("ESTABLISHED",), again),
+    Row("answer that is not forwarded", "tcp", ("NEW", "ANSWERED"), ("ESTABLISHED",), unseen),
     Row("first packet not checked", "tcp", ("NEW", "ANSWERED", "UNPROVEN"), ("none",), strange),
     Row("wrong numbers, evictable", "tcp", ("NEW", "ANSWERED", "UNPROVEN"),
         (*_OPENING, *_CLOSING, "CLOSE"), strange),
@@ -126,7 +132,7 @@ def broken_promise(protocol: str, reading: Reading, kbpf: Outcome, linux: Outcom
     if kbpf.state != reading.state:
         return f"{kbpf.state}, which the document calls {reading.state}"
     is_open = linux.needed and linux.state == "ESTABLISHED" and protocol == "tcp"
-    if is_open and not (reading.believed_end or reading.again):
+    if is_open and not (reading.believed_end or reading.again or reading.unseen):
         if kbpf.state not in ("UNPROVEN", "ESTABLISHED"):
             return "open for Linux, not ended by anybody, and not kept as long"
         if kbpf.seconds < linux.seconds:

@@ -157,8 +157,8 @@ def read(protocol: str, script: str, variant: str) -> Reading:
         last[token.back] = kind
         is_forwarded = fields["ttl"] > 1
         if token.back and not is_forwarded and variant == "kept":
-            reading.flawed = True
-            continue  # met as it would leave the node, which this packet does not
+            reading.flawed = reading.unseen = True
+            continue
         before = reading.state
         if protocol == "udp":
             reading.udp(token.back, now)
