@@ -1345,6 +1345,27 @@ def test_a_port_is_found_as_long_as_there_is_one(path: Path_, v: int) -> None:
 
 
 @both
+def test_first_fragments_hold_no_port(path: Path_, v: int) -> None:
+    """The kernel would wait for the rest before it keeps anything. Nobody answers them, however
+    many come, and however long: any other client gets their port.
+    """
+    lonely = next(LONELY)
+    path.node(NodeFlag(0), lonely, lonely)
+    own = client(v)
+    for _ in range(3):
+        number = next(PORTS)
+        whole = udp(own, vip(v, CLUSTER), os.urandom(2000), **_id(v, number))
+        first = fragments(whole, 1280, id=number)[0]
+        path.run("tc_egress", path.run("tc_ingress", first)[1])
+        age(path, own, 3)
+    assert states(path, own) == {TcpState.NEW}
+    other = client(v)
+    path.run("tc_ingress", udp(other, vip(v, CLUSTER), b"?"))
+    assert entries_of(path, own) == []
+    assert len(entries_of(path, other)) == 3
+
+
+@both
 def test_a_port_is_left_to_the_cpu_that_decides_about_it(path: Path_, v: int) -> None:
     lonely = next(LONELY)
     path.node(NodeFlag(0), lonely, lonely)
