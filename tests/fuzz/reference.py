@@ -44,6 +44,8 @@ class Reading:
     """There was a reset or a FIN with other numbers."""
     again: bool = False
     """A SYN came after the backend's SYN-ACK, or after the end, and its numbers are remembered."""
+    unseen: bool = False
+    """The backend sent a packet that the node did not forward, and that kbpf meets as it leaves."""
     flawed: bool = False
     """A packet whose checksum is wrong, or which the node did not forward, may have counted."""
     began: float = 0.0
