@@ -50,15 +50,17 @@ class Retiring:
         return self._queue[0][0] + GRACE_SECONDS if self._queue else None
 
     def until(self, flipped: float, seconds: float = float("inf")) -> None:
-        """Deletes what was flipped until then, for so long at most."""
-        start = time.perf_counter()
-        while (
+        """Deletes what was flipped until then, for this long and at least one piece."""
+        end = time.perf_counter() + seconds
+        while seconds > 0 and (
             self._steps is not None or (self._queue and self._queue[0][0] <= flipped)
-        ) and time.perf_counter() - start < seconds:
+        ):
             if self._steps is None:
                 self._steps = self._retire(self._queue.popleft()[1])
             if next(self._steps, self) is self:
                 self._steps = None
+            if time.perf_counter() >= end:
+                return
 
     def _retire(self, retired: Retired) -> Iterator[None]:
         yield from writing.retire(self._tables, self._table, self._shared, retired)
