@@ -12,7 +12,9 @@ Rules kept here:
   wins, then the name. Nothing here depends on the order of events.
 """
 
+from bisect import insort
 from collections.abc import Collection, Iterable
+from operator import attrgetter
 from typing import Final, NamedTuple
 
 from msgspec.structs import replace
@@ -224,15 +226,18 @@ class Claims:
         if not before and claim:
             self._claims[at] = (claim,)
             return ()
-        rest = tuple(other for other in before if other.key != key)
-        after = tuple(sorted((*rest, claim))) if claim else rest
-        if after == before:
-            return ()
+        keys, after = tuple(map(attrgetter("key"), before)), list(before)
+        if key in keys:
+            del after[keys.index(key)]
+        if claim:
+            insort(after, claim)
         if after:
-            self._claims[at] = after
+            self._claims[at] = tuple(after)
         else:
             self._claims.pop(at, None)
-        return (other.key for other in rest)
+        if before and after[:1] == [before[0]]:
+            return ()  # the winner is the same, and that is all that others know of it
+        return set(keys) - {key}
 
 
 def _node_port_at(at: FrontendAddress) -> FrontendAddress:

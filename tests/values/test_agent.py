@@ -1,6 +1,8 @@
 """The one writer with a data plane that only counts, and a clock of the test's own."""
 
+import json
 from collections.abc import Collection
+from typing import Any
 
 import pytest
 
@@ -17,7 +19,9 @@ from kbpf.model.measures import Ended
 from kbpf.model.objects import Node, Protocol, Service, ServicePort
 from kbpf.model.status import MOST_PROBLEMS
 from kbpf.serve.desk import Desk
+from kbpf.serve.message import Request
 from kbpf.serve.record import Record
+from tests.support.lab import until
 from tests.support.prometheus import parse
 
 
@@ -31,13 +35,14 @@ class Counting:
         self.doubts = 0
         self.writes: dict[str, int] = {}
         self.refused: dict[ServicePortKey, str] = {}
+        self.plain: dict[ServicePortKey, str] = {}
         self.error = ""
 
     def apply(
         self, _: DesiredState, touched: Collection[ServicePortKey] | None, sound: bool = True
     ) -> Report:
         self.applied.append(None if touched is None else {key.name for key in touched})
-        return Report(self.writes, 0, self.refused)
+        return Report(self.writes, 0, self.refused, self.plain)
 
     def doubt(self) -> None:
         self.doubts += 1
@@ -48,7 +53,9 @@ class Counting:
         return None
 
     def __getattr__(self, name: str):
-        return {"ready": lambda: True, "problems": tuple, "ended": tuple}.get(name, lambda *_: None)
+        return {"ready": lambda: True, "problems": tuple, "ended": tuple, "faults": tuple}.get(
+            name, lambda *_: None
+        )
 
 
 class Clock:
@@ -247,6 +254,47 @@ def test_what_cannot_be_served_is_told_but_not_in_thousands_of_lines(
         assert "and 7 more" in lines[-1]
     agent.step([service("b")])
     assert sum(line.startswith("not programmed") for line in caplog.messages) == MOST_PROBLEMS + 1
+
+
+@pytest.mark.parametrize(
+    ("namespace", "status", "system"), [("kube-system", 503, True), ("tenant", 200, False)]
+)
+def test_what_finds_no_room_is_told_wherever_somebody_looks(
+    clock: Clock, namespace: str, status: int, system: bool
+):
+    """A problem line, /readyz, the metric by namespace and Events; and no more when it has room."""
+    posted: list[dict[str, Any]] = []
+
+    def post(_: str, body: bytes) -> int:
+        posted.append(json.loads(body))
+        return 201
+
+    desk = Desk(Config("me", serving=Serving(healthz="", metrics="")), post=post)
+    plane = Counting()
+    agent = Agent(Config("me", min_sync_period=0.0), plane, lambda _: (), desk)
+    agent.step([Upsert(ObjectKey(Kind.NODE, "", "me"), Node("me")), *(Synced(k) for k in Kind)])
+    key = ServicePortKey(namespace, "dns", "", Protocol.TCP, 4)
+    other = key._replace(name="web")
+    plane.refused, plane.plain = {key: "no room"}, {other: "spread evenly"}
+    agent.step([service("a")])
+    agent._write_status()
+    assert agent.status().refused_system == ((f"{namespace}/dns",) if system else ())
+    assert {f"{key}: no room", f"{other}: spread evenly"} <= set(agent.status().problems)
+    answer = desk._healthz(Request("GET", "/readyz", ""))
+    assert answer.status == status
+    assert (f"{namespace}/dns" in answer.body.decode()) is system
+    refused = parse(desk.metrics().decode())["kbpf_namespace_service_ports_refused"]
+    assert (len(refused.samples), refused.value(namespace=namespace)) == (1, 1)
+    until("both are said", lambda: len(posted) == 2)
+    desk.events.stop()
+    assert {(e["reason"], e["regarding"]["name"], e["regarding"]["namespace"]) for e in posted} == {
+        ("NotProgrammed", "dns", namespace), ("AnnotationsNotApplied", "web", namespace),
+    }  # fmt: skip
+    plane.refused, plane.plain = {}, {}
+    agent.step([service("b")])
+    agent._write_status()
+    assert agent.status().problems == ()
+    assert desk._healthz(Request("GET", "/readyz", "")).status == 200
 
 
 def test_what_was_asked_for_last_is_done_in_both_families(

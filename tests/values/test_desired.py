@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kbpf.model.address import Addr, parse_addr
-from kbpf.model.config import Config, LocalMode
+from kbpf.model.config import Config, LocalMode, ServiceAnnotations
 from kbpf.model.desired import DesiredState, ServicePortKey, ServiceState
 from kbpf.model.events import Delete, Event, Kind, ObjectKey, Rejected, Synced, Upsert
 from kbpf.model.objects import (
@@ -195,6 +195,29 @@ def test_a_state_says_what_the_service_says():
     assert (state.internal_local, state.external_local, state.affinity_timeout) == (True, True, 60)
     assert [b.address[-1] for b in state.serving] == [1, 4]
     assert state.any_endpoints
+
+
+@pytest.mark.parametrize(
+    ("allowed", "algorithm", "weights"),
+    [
+        (ServiceAnnotations.ALL, Algorithm.MAGLEV, (3, 1)),
+        (ServiceAnnotations.ALGORITHM, Algorithm.MAGLEV, ()),
+        (ServiceAnnotations.OFF, Algorithm.RANDOM, ()),
+    ],
+)
+def test_annotations_count_as_far_as_the_operator_allows(
+    allowed: ServiceAnnotations, algorithm: Algorithm, weights: tuple[int, ...]
+):
+    """All at once, and kept up to date."""
+    first, second = end(1), end(2)
+    service = replace(WEB, algorithm=Algorithm.MAGLEV, weights=Weights(((first.address, 3),)))
+    config = Config("me", service_annotations=allowed)
+    whole = desired_state([service], [piece(first, second)], ME, (), config)
+    world, kept = World("me"), Desired()
+    kept.update(world, world.apply([up(ME), up(service), up(piece(first, second))]), (), config)
+    for state in (*whole.services.values(), *kept.state.services.values()):
+        assert (state.algorithm, state.cluster_weights) == (algorithm, weights)
+        assert len(state.cluster) == 2
 
 
 def test_two_ports_of_one_name_are_one_and_the_last_counts():

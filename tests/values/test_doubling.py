@@ -2,11 +2,12 @@
 doubled, and the lines of Python that run are counted, every turn of a loop being one.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import log2
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from kbpf.agent.problems import Problems
 from kbpf.dataplane.bpf.ids import BackendTable, Ids, SharedTables
@@ -21,6 +22,7 @@ from kbpf.model.objects import (
     Cidr,
     Endpoint,
     EndpointSlice,
+    Node,
     Protocol,
     Service,
     ServicePort,
@@ -54,6 +56,10 @@ def piece(ends: int, ports: int = 1, number: int = 0) -> EndpointSlice:
     )  # fmt: skip
 
 
+def of_ends(ends: Iterable[Endpoint]) -> EndpointSlice:
+    return EndpointSlice("ns", "web-0", "web", 4, tuple(ends), (SlicePort("p0", TCP, 1000),))
+
+
 def many_ports(count: int) -> tuple[ServicePort, ...]:
     return tuple(ServicePort(f"p{n}", TCP, 1 + n) for n in range(count))
 
@@ -66,6 +72,18 @@ GROWING: dict[str, Callable[[int], Objects]] = {
     "slices": lambda n: (service(), tuple(piece(3, number=at) for at in range(n))),
     "ports of a slice": lambda n: (service(), (piece(3, n),)),
     "endpoints with Maglev": lambda n: (service(algorithm=Algorithm.MAGLEV), (piece(n),)),
+    "endpoints that are not ready": lambda n: (
+        service(), (of_ends(Endpoint(address(at), ready=False) for at in range(n)),),
+    ),
+    "endpoints with the same address": lambda n: (
+        service(), (of_ends(Endpoint(address(7), ready=at % 2 > 0) for at in range(n)),),
+    ),
+    "hints": lambda n: (
+        service(), (of_ends(Endpoint(address(at), zone_hints=("a", "b", "c")) for at in range(n)),),
+    ),
+    "hints of one endpoint": lambda n: (
+        service(), (of_ends([Endpoint(address(1), zone_hints=tuple(map(str, range(n))))]),),
+    ),
     "source ranges": lambda n: (
         service(source_ranges=tuple(Cidr(address(at), 128) for at in range(n))), (piece(3),),
     ),
@@ -111,6 +129,51 @@ def slope(cost: Callable[[int], int]) -> float:
 def test_a_service_of_twice_the_size_costs_twice_as_much(name: str):
     def cost(size: int) -> int:
         return lines_run(lambda: program(GROWING[name], size))
+
+    assert slope(cost) <= SLOPE
+
+
+NODES: dict[str, Callable[[int], Node]] = {
+    "podCIDRs": lambda n: Node("me", pod_cidrs=tuple(Cidr(address(at), 120) for at in range(n))),
+    "addresses": lambda n: Node("me", tuple(address(at) for at in range(n))),
+}
+
+
+@pytest.mark.parametrize("name", NODES)
+@pytest.mark.parametrize("ours", [True, False], ids=["ours", "another"])
+def test_a_node_of_twice_the_size_costs_twice_as_much(name: str, ours: bool):
+    """With Services that have addresses to be compared with the node's."""
+
+    def cost(size: int) -> int:
+        world, desired, config = World("me"), Desired(), Config("me")
+        services = [service(external_ips=(address(at, 20),)) for at in range(10)]
+        services = [replace(one, name=f"s{at}") for at, one in enumerate(services)]
+        node = NODES[name](size)
+        node = node if ours else replace(node, name="other")
+        events = [Upsert(ObjectKey(Kind.SERVICE, "ns", one.name), one) for one in services]
+        desired.update(world, world.apply(events), (), config)
+        event = Upsert(ObjectKey(Kind.NODE, "", node.name), node)
+        return lines_run(lambda: desired.update(world, world.apply([event]), (), config))
+
+    assert slope(cost) <= SLOPE
+
+
+@pytest.mark.parametrize("vips", [(), (address(1, 192),)], ids=["", "that want one address"])
+def test_twice_as_many_services_cost_twice_as_much(vips: tuple[Addr, ...]):
+    """Those that want one address are in conflict: each loses but the first."""
+
+    def cost(size: int) -> int:
+        world, desired, config = World("me"), Desired(), Config("me")
+        services = [
+            replace(
+                service(lb_vips=vips, ports=(ServicePort("p0", TCP, 80),)),
+                name=f"s{at:04}",
+                cluster_ips=(address(at, 11),),
+            )
+            for at in range(size)
+        ]
+        events = [Upsert(ObjectKey(Kind.SERVICE, "ns", one.name), one) for one in services]
+        return lines_run(lambda: desired.update(world, world.apply(events), (), config))
 
     assert slope(cost) <= SLOPE
 
