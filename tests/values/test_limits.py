@@ -156,17 +156,35 @@ def programmed(count: int) -> Programmed:
     return Programmed(1, ServiceFlag(0), 0, (), ProgrammedSet(1, ends, False, count))
 
 
-def test_a_namespace_with_more_than_its_share_leaves_the_rest_to_others():
+def test_a_namespace_leaves_room_in_proportion_to_what_it_has():
     budgets, limit = Budgets(), 100
-    assert budgets.most("a", "backend_slots", 25, limit) == int(limit * (1 - RESERVED))
-    assert budgets.most("a", "backend_slots", 26, limit) == int(limit * CONTESTED)
+    assert budgets.most("a", "backend_slots", 40, limit) == 85
     budgets.replace("a", None, programmed(20))
     assert budgets.used("a", "backend_slots") == 20
-    assert budgets.most("a", "backend_slots", 5, limit) == int(limit * (1 - RESERVED))
-    assert budgets.most("a", "backend_slots", 6, limit) == int(limit * CONTESTED)
-    assert budgets.most("b", "backend_slots", 6, limit) == int(limit * (1 - RESERVED))
+    assert budgets.most("a", "backend_slots", 20, limit) == 85
+    assert budgets.most("b", "backend_slots", 4, limit) == 94
     budgets.replace("a", programmed(20), programmed(3))
     assert budgets.used("a", "backend_slots") == 3
     budgets.replace("a", programmed(3), None)
     assert budgets.__dict__ == Budgets().__dict__
-    assert NAMESPACE_SLOTS < SHARE * 4_194_304, "the tables alone do not use up a share"
+    assert NAMESPACE_SLOTS < CONTESTED * 4_194_304, "tables alone do not fill a map"
+
+
+@pytest.mark.parametrize(("greedy", "each"), [(1, 76), (2, 42), (4, 22), (20, 5)])
+def test_however_many_take_all_that_they_get_others_find_room(greedy: int, each: int):
+    """And the fill up to which nobody is asked refuses nobody."""
+    budgets, limit = Budgets(), 10_000
+    names, used = [f"g{number}" for number in range(greedy)], 0
+    held = dict.fromkeys(names, 0)
+    for _ in range(limit):
+        for name in names:
+            if used + 1 <= budgets.most(name, "backend_slots", 1, limit):
+                held[name] += 1
+                budgets._used.setdefault(name, [0] * 5)[1] += 1
+                used += 1
+            else:
+                assert used >= CONTESTED * limit
+    assert {round(100 * count / limit) for count in held.values()} == {each}
+    left = limit * (1 - RESERVED) - used
+    assert left >= limit * (1 - RESERVED) / (1 + SHARE * greedy) - greedy
+    assert used + 30 <= budgets.most("modest", "backend_slots", 30, limit)

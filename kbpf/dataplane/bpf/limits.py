@@ -4,8 +4,9 @@ A tenant decides how many ports, endpoints and annotations its Services have; ev
 them. Therefore:
 - Tables of slots, which annotations ask for, are limited for each namespace (NAMESPACE_SLOTS).
   Beyond that limit a Service port is spread evenly at random, which takes no table.
-- The last part of a map (CONTESTED) is only for namespaces that have less than their share
-  (SHARE), and the very last (RESERVED) only for system namespaces.
+- A namespace may have SHARE times the room that is left in a map: the fuller it is, the less one
+  namespace may have, and however many take all that they can get, there is room for one that has
+  little. The last part (RESERVED) is for system namespaces.
 - Changes that free room come first, then system namespaces, then small before large, then old
   before new. The alphabet only decides between equals.
 """
@@ -29,11 +30,14 @@ NAMESPACE_SLOTS: Final = 524_288
 """Slots of all tables of one namespace at most: eight tables of the largest size, 34 MB of kernel
 memory. A table counts once, however many Service ports share it."""
 
-CONTESTED: Final = 0.8
-"""From this fill of a map on, a namespace with more than its SHARE gets nothing more."""
+SHARE: Final = 4
+"""A namespace may have so many times the entries that are left for all after it. One that is alone
+gets 76 % of a map, each of two 42 %, each of four 22 %; and n of them leave 95 % / (1 + 4 n).
+Switches share buffers by this rule (Choudhury and Hahne, "Dynamic queue length thresholds", 1998).
+"""
 
-SHARE: Final = 0.25
-"""Of the entries that a map may hold, what one namespace gets in any case."""
+CONTESTED: Final = 0.75
+"""Up to this fill of a map no namespace has more than that, so nobody is asked."""
 
 RESERVED: Final = 0.05
 """Of the entries that a map may hold, what is kept for system namespaces."""
@@ -229,9 +233,9 @@ class Budgets:
         """How full the map may become for a Service port of this namespace that takes so many
         entries more.
         """
-        within = self.used(namespace, name) + more <= SHARE * limit
+        room = limit * (1 - RESERVED) - (self.used(namespace, name) + more) / SHARE
         # Rounded up: a map of a few entries has none to spare for others.
-        return math.ceil(limit * (1 - RESERVED if within else CONTESTED))
+        return max(0, math.ceil(room))
 
 
 def _charge(programmed: Programmed) -> tuple[int, ...]:
