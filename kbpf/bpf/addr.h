@@ -44,6 +44,16 @@ static __always_inline bool is_martian(const struct address *a)
 	return is_any(a) || is_loopback(a) || (a->word[0] & 0xff) == 0xff;
 }
 
+/* An IPv4 address, or the network of 64 bits of an IPv6 address. */
+static __always_inline struct address network_of(const struct address *a)
+{
+	u32 mask = is_v4(a) ? ~0U : 0;
+	struct address network = {
+		.word = {a->word[0], a->word[1], a->word[2] & mask, a->word[3] & mask}};
+
+	return network;
+}
+
 /* 0 if they are the same. Without branches: the verifier walks on from each by itself. */
 static __always_inline u32 differ(const struct address *a, const struct address *b)
 {

@@ -133,15 +133,9 @@ static __always_inline void count(u32 reason); /* each unit has its own */
  * namespaces, which affinity knows it by, but no cgroups. */
 static __always_inline struct address sharer_of(const struct asker *who, u32 cgroup)
 {
-	struct address sharer = who->key.client;
-
 	if (cgroup)
 		return (struct address){.word = {cgroup, 0, 0, ~0U}};
-	if (!is_v4(&sharer)) {
-		sharer.word[2] = 0;
-		sharer.word[3] = 0;
-	}
-	return sharer;
+	return network_of(&who->key.client);
 }
 
 /* Whether the client may have one more entry of `affinity`: beyond its share it is led to a backend

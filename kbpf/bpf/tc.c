@@ -77,13 +77,16 @@ BPF_F_TABLE("hash", u32, struct device, devices, 64, BPF_F_NO_PREALLOC);
 BPF_TABLE("array", u32, struct cached_device, device_cache, CACHED_DEVICES);
 BPF_TABLE("array", u32, struct node, node, 1);
 BPF_F_TABLE("lpm_trie", struct network_key, u32, local_networks, 64, BPF_F_NO_PREALLOC);
-BPF_TABLE("lru_hash", struct fragment_key, struct ports, fragments, 64);
 BPF_TABLE("array", u32, struct port_slot, port_slots, PORT_SLOTS);
 BPF_TABLE("prog", u32, u32, tails, TAILS);
 
-/* client and frontend -> by what its SYNs are known: connections that another data plane got while
- * we yielded to it. Full: the oldest goes, and if its SYN comes once more it begins anew. */
-BPF_TABLE("lru_hash", struct ends, u32, yielded, 64);
+/* place of a client -> the ports of a datagram, for its later fragments. Full: the oldest goes, and
+ * what is left of its datagram passes untranslated. */
+BPF_TABLE("lru_hash", struct place, struct first_fragment, fragments, 64);
+
+/* place of a client -> by what a SYN is known: connections that another data plane got while we
+ * yielded to it. Full: the oldest goes, and if its SYN comes once more it begins anew. */
+BPF_TABLE("lru_hash", struct place, u32, yielded, 64);
 
 /* 0 -> until when no flow begins, ns, CLOCK_MONOTONIC. The devices change over to other programs
  * one after the other; do these keep flows elsewhere, one that began meanwhile would be known on
@@ -143,27 +146,57 @@ static __always_inline int complete(struct __sk_buff *skb, const struct packet *
 	return finish(TC_SHOT, NOT_REWRITTEN);
 }
 
-/* Later fragments have no ports: they take those of the first one. False: not known. */
-static __always_inline bool fragment_ports(struct packet *p)
+/* Which client's places a packet takes that came in by this device (NULL: it is the node's own): a
+ * pod's own device, whatever address the pod writes; a pod's address, since the pods of a node may
+ * have one network; anybody else's IPv4 address or network of 64 bits. */
+static __always_inline struct address sharer_of_packet(const struct device *in, u32 ifindex,
+						       const struct address *from)
 {
-	struct fragment_key key = {.id = p->id, .protocol = p->protocol};
-	struct ports *known, ports;
+	if (in && (in->flags & DEVICE_PEER))
+		return (struct address){.word = {ifindex, 0, 0, ~0U}};
+	if (in && in->role == ROLE_POD)
+		return *from;
+	return network_of(from);
+}
+
+/* Of addresses and protocol; multiplied, so that no two words can be exchanged. */
+static __always_inline u32 hash_of_fragments(const struct packet *p)
+{
+	const struct address *from = &p->tuple.from.address, *to = &p->tuple.to.address;
+	u32 hash = HASH_SEED ^ p->protocol;
+
+	hash = hash_word(hash, from->word[2]);
+	hash = hash_word(hash, from->word[3]);
+	hash = hash_word(hash, to->word[0] ^ to->word[1]);
+	hash = hash_word(hash, to->word[2]);
+	hash = hash_word(hash, to->word[3]);
+	return hash_end(hash, 24);
+}
+
+/* Later fragments have no ports: they take those of the first one. False: not known. Ids that
+ * follow each other have places of their own. */
+static __always_inline bool fragment_ports(struct packet *p, const struct device *in, u32 ifindex)
+{
+	u32 id = __builtin_bswap32(p->id); /* of IPv4: in the upper half */
+	struct first_fragment fragment = {.id = p->id}, *known;
+	struct place place;
 
 	if (p->fragment == WHOLE)
 		return true;
-	key.from = p->tuple.from.address;
-	key.to = p->tuple.to.address;
+	fragment.others = hash_of_fragments(p);
+	place.sharer = sharer_of_packet(in, ifindex, &p->tuple.from.address);
+	place.number = (id + (id >> 16) + fragment.others) % FRAGMENT_PLACES;
 	if (p->fragment == FIRST) {
-		ports.source = p->tuple.from.port;
-		ports.destination = p->tuple.to.port;
-		fragments.update(&key, &ports);
+		fragment.ports.source = p->tuple.from.port;
+		fragment.ports.destination = p->tuple.to.port;
+		fragments.update(&place, &fragment);
 		return true;
 	}
-	known = fragments.lookup(&key);
-	if (!known)
+	known = fragments.lookup(&place);
+	if (!known || known->id != fragment.id || known->others != fragment.others)
 		return false;
-	p->tuple.from.port = known->source;
-	p->tuple.to.port = known->destination;
+	p->tuple.from.port = known->ports.source;
+	p->tuple.to.port = known->ports.destination;
 	return true;
 }
 
@@ -998,17 +1031,19 @@ int tc_again(struct __sk_buff *skb)
 {
 	u32 ifindex = skb->ifindex, begins = skb->cb[0];
 	struct device *device = device_at(ifindex);
+	bool came_in = begins == TAIL_NEW;
 	struct packet p = {};
 	struct nat *nat;
 
-	if (!device || !parse(skb, device->l2, &p) || !fragment_ports(&p))
+	if (!device || !parse(skb, device->l2, &p) ||
+	    !fragment_ports(&p, came_in ? device : NULL, came_in ? ifindex : 0))
 		return TC_NEXT;
 	nat = flow_between(&p.tuple);
 	if (nat && !gone(nat, now_ns()) &&
 	    (!starts_flow(&p) || !is_question(&p.tuple, nat) ||
 	     (backend_lives(nat->backend_id) && !lacks_entry(nat)))) {
 		skb->cb[0] = SERVED;
-		tails.call(skb, begins == TAIL_NEW ? TAIL_INGRESS : TAIL_HOST);
+		tails.call(skb, came_in ? TAIL_INGRESS : TAIL_HOST);
 	} else if (starts_flow(&p)) {
 		skb->cb[0] = BEGINS_AGAIN;
 		tails.call(skb, begins);
@@ -1044,7 +1079,8 @@ int tc_yield(struct __sk_buff *skb)
 	struct device *device = device_at(ifindex);
 	struct node *n = node.lookup(&zero);
 	struct packet p = {};
-	struct ends key;
+	struct asker who = {};
+	struct place place;
 	bool theirs;
 
 	if (!device || !n || !parse(skb, device->l2, &p))
@@ -1053,10 +1089,12 @@ int tc_yield(struct __sk_buff *skb)
 	if (p.protocol != PROTO_UDP) {
 		bpf_skb_load_bytes(skb, p.l4 + (p.protocol == PROTO_SCTP ? SCTP_CHUNK + 4 : 4),
 				   &number, sizeof(number));
-		key = ends_of(&p.tuple.from, &p.tuple.to);
-		known = yielded.lookup(&key);
+		set_hashes(&who, &p.tuple);
+		place.sharer = sharer_of_packet(device, ifindex, &p.tuple.from.address);
+		place.number = who.flow_hash % YIELDED_PLACES;
+		known = yielded.lookup(&place);
 		if (theirs)
-			yielded.update(&key, &number);
+			yielded.update(&place, &number);
 		else
 			theirs = known && *known == number;
 	}
@@ -1530,7 +1568,7 @@ int tc_host(struct __sk_buff *skb)
 	u64 now = now_ns();
 	u8 again = AGAIN_YES;
 
-	if (!device || !parse(skb, device->l2, &p) || !fragment_ports(&p))
+	if (!device || !parse(skb, device->l2, &p) || !fragment_ports(&p, NULL, 0))
 		return TC_NEXT;
 	nat = flow_between(&p.tuple);
 	if (nat && nat->device && is_question(&p.tuple, nat) && !gone(nat, now))
@@ -1631,6 +1669,9 @@ static __always_inline bool is_for_others(struct __sk_buff *skb)
 static __always_inline bool take(struct __sk_buff *skb, const struct device *device,
 				 struct packet *p, u32 icmp)
 {
+	const struct device *in = device;
+	u32 ifindex = skb->ifindex;
+
 	if (!device || is_for_others(skb))
 		return false;
 	if (!tracks_flows() && goes_on_v4(skb, device->l2))
@@ -1641,7 +1682,13 @@ static __always_inline bool take(struct __sk_buff *skb, const struct device *dev
 		tails.call(skb, icmp);
 		return false;
 	}
-	return p->tuple.to.protocol && fragment_ports(p);
+	if (!p->tuple.to.protocol)
+		return false;
+	if (icmp == TAIL_ICMP_OUT && p->fragment != WHOLE) {
+		ifindex = skb->ingress_ifindex;
+		in = device_at(ifindex);
+	}
+	return fragment_ports(p, in, ifindex);
 }
 
 int tc_ingress(struct __sk_buff *skb)

@@ -327,12 +327,21 @@ struct port_slot {
 	u64 searched; /* ns, CLOCK_MONOTONIC: none was found for a backend of this remainder */
 };
 
+/* A place in a map that clients fill: each has so many and no more, and what it writes there only
+ * replaces its own. */
+struct place {
+	struct address sharer; /* tc.c, sharer_of_packet() */
+	u32 number;
+};
+
+#define FRAGMENT_PLACES 128
+#define YIELDED_PLACES 2048
+
 /* fragments: the ports of a datagram whose first fragment was seen. */
-struct fragment_key {
-	struct address from;
-	struct address to;
+struct first_fragment {
 	u32 id;
-	u32 protocol;
+	u32 others; /* hash of addresses and protocol */
+	struct ports ports;
 };
 
 /* What a program decided. */

@@ -84,7 +84,8 @@ LAYOUTS = [
     Layout("device", layout.DEVICE, "role l2 flags mac snat4 snat6"),
     Layout("cached_device", layout.CACHED_DEVICE, "ifindex device"),
     Layout("node", layout.NODE, "snat4 snat6 flags port_low port_high mark connections"),
-    Layout("fragment_key", layout.FRAGMENT_KEY, "from to id protocol"),
+    Layout("place", layout.PLACE, "sharer number"),
+    Layout("first_fragment", layout.FRAGMENT, "id others ports"),
     Layout("count_key", layout.PAIR, "service backend"),
     Layout("counts", layout.COUNTS, " ".join(Totals._fields)),
     Layout("meta", layout.META, "next_service next_backend next_set"),
@@ -92,6 +93,8 @@ LAYOUTS = [
 
 DEFINED = {
     "CACHED_DEVICES": layout.CACHED_DEVICES,
+    "FRAGMENT_PLACES": layout.FRAGMENT_PLACES,
+    "YIELDED_PLACES": layout.YIELDED_PLACES,
     "FLOWS_PER_SOCKET": layout.FLOWS_PER_SOCKET,
     "PORT_SLOTS": layout.PORT_SLOTS,
     "PROTO_TCP": int(Protocol.TCP),

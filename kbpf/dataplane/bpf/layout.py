@@ -260,7 +260,11 @@ NODE: Final = Struct("=16s16sIHHII")
 REFUSAL_LIMIT: Final = Struct("=QQQ")
 PORT_SLOT: Final = Struct("=I4xQ")
 PORT_SLOTS: Final = 1024
-FRAGMENT_KEY: Final = Struct("=16s16sII")
+PLACE: Final = Struct("=16sI")
+FRAGMENT_PLACES: Final = 128
+YIELDED_PLACES: Final = 2048
+"""One client may have so many entries of the map; see struct place."""
+FRAGMENT: Final = Struct("=II4s")
 PORTS: Final = Struct("=2s2s")
 CONFIG: Final = Struct("=QII")
 META: Final = Struct("=III4x")
@@ -448,11 +452,11 @@ MAPS: Final = {
             per=SLACK,
         ),
         MapSpec("tracked", libbpf.MAP_ARRAY, 4, U64.size, 1),
-        MapSpec("fragments", libbpf.MAP_LRU_HASH, FRAGMENT_KEY.size, PORTS.size, 4096, packet=True),
         MapSpec("port_slots", libbpf.MAP_ARRAY, 4, PORT_SLOT.size, PORT_SLOTS),
+        MapSpec("fragments", libbpf.MAP_LRU_HASH, PLACE.size, FRAGMENT.size, 8192, packet=True),
         MapSpec("refusal_limits", libbpf.MAP_ARRAY, 4, REFUSAL_LIMIT.size, len(RefusalLimit)),
         MapSpec("refused_peers", libbpf.MAP_LRU_HASH, 16, U64.size, 4096, packet=True),
-        MapSpec("yielded", libbpf.MAP_LRU_HASH, ENDS.size, U32.size, 8192, packet=True),
+        MapSpec("yielded", libbpf.MAP_LRU_HASH, PLACE.size, U32.size, 16_384, packet=True),
         MapSpec("paused", libbpf.MAP_ARRAY, 4, U64.size, 1),
         MapSpec("devices", libbpf.MAP_HASH, 4, DEVICE.size, 4096, libbpf.F_NO_PREALLOC),
         MapSpec("device_cache", libbpf.MAP_ARRAY, 4, CACHED_DEVICE.size, CACHED_DEVICES),
