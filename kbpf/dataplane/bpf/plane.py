@@ -83,7 +83,10 @@ class BpfPlane:
         self._hidden = ""  # why the folder of pins cannot be seen by its name
         self._unsure = False  # whether what is kept here is what the maps hold
         self._meter = Meter(self._pins, config)
-        self._shares = Shares()
+        self._shares = Shares(
+            lambda: self._tables.maps,
+            lambda: {owner.id: owner.affinity_timeout for owner in self._programmed.values()},
+        )
         self._agent_sockets = AgentSockets()
 
     def choice(self) -> ModeChoice:
@@ -474,12 +477,12 @@ class BpfPlane:
         """Deletes old sets whose grace period is over, lets maps grow, and looks after what the
         packet path needs beside itself. See base.DataPlane.
         """
-        self._shares.look(self._tables.maps, now)
         work: deque[Callable[[float], None]] = deque(
             (
                 lambda seconds: self._retiring.until(now - GRACE_SECONDS, seconds),
                 self._passes.advance,
                 self._grow_on,
+                lambda seconds: self._shares.advance(now, seconds),
             )
         )
         self._turns += 1
@@ -491,7 +494,7 @@ class BpfPlane:
         due = (
             self._attached.tick(now, self._stray is None),
             self._retiring.due,
-            now if self._passes.is_busy else None,
+            now if self._passes.is_busy or self._shares.is_busy else None,
             self._growth.due(now),
         )
         return min((one for one in due if one is not None), default=None)
