@@ -49,7 +49,7 @@ AFFINITY = 1024
 STICKIES = 2 * AFFINITY
 SHARE = AFFINITY // SHARERS
 CONNECTED, UNCONNECTED = 12_000, 1_500
-"""More sockets than the maps of before had room for (`flows`: 4,096 in tests), and in all 18,000
+"""More sockets than the maps of before had room for (`flows`: 4,096 in tests), and in all 9,000
 flows of unconnected ones.
 """
 WEB, DNS, STICKY, EVIL = "10.96.0.1", "10.96.0.2", "10.96.0.3", "10.96.9.1"

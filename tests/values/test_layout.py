@@ -358,3 +358,9 @@ def test_a_flow_of_version_1_keeps_its_fields():
     converted = layout.NAT.unpack(former.convert(before.pack(*fields, b"w" * 48)))
     assert former.value_size == before.size
     assert list(converted) == [*fields, 0, b"w" * 48]
+
+
+def test_what_a_socket_holds_fits_the_kernels_allocations():
+    """A struct bpf_local_storage_elem has 72 bytes before the value; slabs are powers of two."""
+    assert layout.PEER.size + 72 <= 192
+    assert layout.UDP_FLOWS.size + 72 == 512

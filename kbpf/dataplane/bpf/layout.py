@@ -244,7 +244,7 @@ AFFINITY_KEY: Final = Struct("=16sII")
 AFFINITY: Final = Struct("=QII")
 PEER: Final = Struct("=Q20s20sII")
 UDP_FLOW: Final = Struct("=QQQ20s20sII")
-FLOWS_PER_SOCKET: Final = 12
+FLOWS_PER_SOCKET: Final = 6
 UDP_FLOWS: Final = Struct(f"=Q{FLOWS_PER_SOCKET * UDP_FLOW.size}s")
 CUT_KEY: Final = Struct("=I20s")
 SERVICE_NAME: Final = Struct("=64s64s64sBB2x")
