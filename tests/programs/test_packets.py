@@ -12,7 +12,6 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -21,7 +20,7 @@ import pytest
 
 from kbpf.dataplane.bpf import beside, beyond, compile
 from kbpf.dataplane.bpf.facts import limit_refusals
-from kbpf.dataplane.bpf.flows import IDENTITY, PART, STATE, is_held
+from kbpf.dataplane.bpf.flows import PART, STATE, is_held
 from kbpf.dataplane.bpf.flows import ends as flow_key
 from kbpf.dataplane.bpf.hooks import PACKET_PROGRAMS
 from kbpf.dataplane.bpf.layout import (
@@ -1393,28 +1392,6 @@ def test_a_client_that_has_just_sent_keeps_its_port(path: Path_, v: int) -> None
                 flows.update(key, old + raw[8:STATE] + bytes([TcpState.NEW]) + raw[STATE + 1 :])
     assert port_given(path, v, client(v)) == 0
     assert len(entries_of(path, own)) == 3
-
-
-def test_no_two_clients_have_one_port(path: Path_) -> None:
-    """CPUs that take over the ports of handshakes at the same time: whose question is there has the
-    answers as well.
-    """
-    low = next(LONELY)
-    path.node(NodeFlag(0), low, low)
-    front = vip(4, CLUSTER)
-    with no_flows(path):
-
-        def flood(host: int) -> None:
-            for port in range(2000, 3500):
-                packet = frame(tcp(f"203.0.113.{host}:{port}", front, flags="S"))
-                run(path.programs["tc_ingress"], packet)
-
-        with ThreadPoolExecutor(4) as pool:
-            list(pool.map(flood, range(1, 5)))
-        held = path.site.entries("flows")
-        identities = {raw[IDENTITY] for raw in held.values() if raw[PART] == FlowPart.SNAT_ANSWER}
-        questions = [raw for raw in held.values() if raw[PART] == FlowPart.QUESTION]
-        assert [raw for raw in questions if raw[IDENTITY] not in identities] == []
 
 
 @both
