@@ -2,6 +2,8 @@
 tests/programs/test_udp.py.
 """
 
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -11,6 +13,7 @@ from kbpf.dataplane.bpf import udp
 from kbpf.dataplane.bpf.layout import (
     CUT_KEY,
     NAT,
+    PEER,
     U64,
     UDP_FLOW,
     UDP_FLOWS,
@@ -220,3 +223,28 @@ def test_a_full_table_is_walked_in_pieces_and_each_flow_ends_once(
             passes.add({(1, TWO)}, set(), flows=False)
     assert maps["flows"] == {}
     assert [each.flows for each in passes.ended] == [{4: count // 2}, {4: count // 2}]
+
+
+def test_a_socket_that_the_iterator_passes_over_once_is_ended(monkeypatch: pytest.MonkeyPatch):
+    """Another one was closed while the kernel's iterator was read."""
+
+    class Churning(FakeMap):
+        reads = 0
+
+        def items(self) -> Any:
+            self.reads += 1
+            return super().items()[self.reads == 1 :]
+
+    def destroy(doomed: Mapping[int, list[Any]]) -> Counter[int]:
+        ended.append({socket: len(backends) for socket, backends in doomed.items()})
+        return Counter()
+
+    peers, ended = Churning(), list[dict[int, int]]()
+    for number in range(2):
+        frontend = pack_target(parse_addr("10.96.0.1"), 53, UDP)
+        backend = pack_target(ONE.address, ONE.port, UDP)
+        peers[bytes([number])] = PEER.pack(number, frontend, backend, 1, 1)
+    monkeypatch.setattr(udp, "_destroy", destroy)
+    maps: Any = {**sockets(), "sock_peers": peers, "flows": FakeMap()}
+    udp.cut(maps, lambda *_: True)
+    assert ended == [{0: 1, 1: 1}]

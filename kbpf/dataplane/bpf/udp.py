@@ -50,6 +50,10 @@ _UDP: Final = bytes([Protocol.UDP])
 PIECE: Final = 2_048
 """Entries that are looked at in one step: some two milliseconds."""
 
+WALKS: Final = 2
+"""How often the sockets are read: the kernel's iterator continues by counting entries, so it passes
+over one for each socket that is closed meanwhile."""
+
 
 def backend_of(raw: bytes) -> Backend:
     """A struct target that is a backend."""
@@ -146,10 +150,13 @@ def _end_sockets(maps: Iterable[Map], gone: Gone) -> Steps:
     connected no more.
     """
     doomed: defaultdict[int, list[Target]] = defaultdict(list)
-    for at, (_, raw) in enumerate(chain.from_iterable(peers.items() for peers in maps), 1):
+    walks = (peers.items() for peers in maps for _ in range(WALKS))
+    for at, (_, raw) in enumerate(chain.from_iterable(walks), 1):
         socket, frontend, backend, service, _ = PEER.unpack(raw)
         if backend[18:19] == _UDP and gone(service, frontend, backend):
-            doomed[socket & COOKIE_MASK].append(Target.unpack(backend))
+            target = Target.unpack(backend)
+            if target not in doomed[socket & COOKIE_MASK]:
+                doomed[socket & COOKIE_MASK].append(target)
         if at % PIECE == 0:
             yield
     return _destroy(doomed) if doomed else Counter()
