@@ -26,6 +26,7 @@ CAMPAIGNS: Final[dict[str, str]] = {
     "histories": "tests.fuzz.histories:campaign",
     "api-histories": "tests.fuzz.api_histories:campaign",
     "texts": "tests.fuzz.texts:campaign",
+    "policy": "tests.fuzz.long:policy",
     "conntrack": "tests.fuzz.long:conntrack",
     "mutants": "tests.fuzz.long:mutants",
     "floods": "tests.fuzz.long:floods",

@@ -111,8 +111,8 @@ class Service(msgspec.Struct, frozen=True):
 
 
 class Endpoint(msgspec.Struct, frozen=True, gc=False):
-    """One endpoint, its conditions already resolved (nil ready = true, nil serving = ready's value
-    as the API text says, nil terminating = false). Hints are None when there are none.
+    """One endpoint, its conditions already resolved (nil ready and serving = true, nil terminating
+    = false, as in kube-proxy's endpointslicecache.go). Hints are None when there are none.
     """
 
     address: Addr

@@ -3,10 +3,9 @@
 Rules kept here (kube-proxy's endpointslicecache.go, and CategorizeEndpoints in topology.go):
 - A Service's endpoints are the union of its slices of one family. Each slice says for itself
   which number stands behind a port's name.
-- One backend per address and port. kube-proxy lets a local copy replace a remote one and leaves
-  the rest to the order of a map; here the copy that wins is the local one, then the ready one,
-  then serving, then not terminating, then by its hints: one of kube-proxy's possible outcomes,
-  and the same one in whatever order the slices come.
+- One backend per address and port. Of its copies the last one that does not terminate counts, else
+  the first one. kube-proxy walks the slices in the order of a Go map, which is random; here they
+  are in the order of their names, so that every node and every run decides alike.
 - Only ready endpoints decide the topology mode, and one of them without a hint disables that
   level. An empty cluster list falls back to everything that serves while terminating, wherever;
   an empty local list to the same on this node only. The two fall back on their own.
@@ -28,6 +27,7 @@ from kbpf.model.objects import (
     Protocol,
     Service,
     ServicePort,
+    SlicePort,
     Weights,
 )
 from kbpf.policy.frontends import externally_reachable
@@ -109,7 +109,7 @@ class Chosen(msgspec.Struct, frozen=True):
 
     def reasons(self) -> tuple[Explained, ...]:
         """One line per endpoint of each slice of this family, by slice name, in slice order."""
-        kept = dict(_merge(self.slices, self.port, self.family, self.node.name))
+        kept = dict(merged(self.slices, self.port, self.family))
         cluster, local = frozenset(self.cluster), frozenset(self.local)
         lines: list[Explained] = []
         pieces = [piece for piece in self.slices if piece.family == self.family]
@@ -169,19 +169,19 @@ def choose(
         if plain is not None:
             none = TopologyMode.NONE
             return Chosen(plain, (), plain, bool(plain), none, slices, port, node, family)
-    merged = _merge(slices, port, family, node.name)
-    serving = tuple(backend for backend, end in merged if end.serving or end.ready)
+    ends = merged(slices, port, family)
+    serving = tuple(backend for backend, end in ends if end.serving or end.ready)
     mode = TopologyMode.NONE
     cluster: BackendSet = ()
     local: BackendSet = ()
     if uses_cluster:
-        mode = _mode([end for _, end in merged if end.ready], node)
-        cluster = _usable(merged, mode, node)
+        mode = _mode([end for _, end in ends if end.ready], node)
+        cluster = _usable(ends, mode, node)
         cluster = serving if cluster == serving else cluster
     if uses_local:
-        here = [(backend, end) for backend, end in merged if _is_local(end, node.name)]
+        here = [(backend, end) for backend, end in ends if _is_local(end, node.name)]
         local = _usable(here, TopologyMode.NONE, node)
-    any_endpoints = any(end.ready or _is_draining(end) for _, end in merged)
+    any_endpoints = any(end.ready or _is_draining(end) for _, end in ends)
     chosen = Chosen(
         cluster, local, serving, any_endpoints, mode, slices, port, node, family, uses_cluster
     )
@@ -197,7 +197,7 @@ def on_node(slices: Iterable[EndpointSlice], node: Node, family: int) -> tuple[A
 
 def _weighted(chosen: Chosen, weights: Weights) -> Chosen:
     """The same without those whose weight is 0, and with the weights of the others."""
-    of = _weights(weights, chosen.slices, chosen.port, chosen.family, chosen.node.name)
+    of = _weights(weights, chosen.slices, chosen.port, chosen.family)
     cluster, local = weigh(chosen.cluster, of), weigh(chosen.local, of)
     return msgspec.structs.replace(
         chosen,
@@ -211,27 +211,15 @@ def _weighted(chosen: Chosen, weights: Weights) -> Chosen:
 
 
 def _weights(
-    weights: Weights,
-    slices: Iterable[EndpointSlice],
-    port: ServicePort,
-    family: int,
-    node_name: str,
+    weights: Weights, slices: Sequence[EndpointSlice], port: ServicePort, family: int
 ) -> dict[Backend, int]:
-    """The weight of each backend: that of the copy that counts, as _merge() finds it. Copies that
-    differ in nothing else count by the last name of their Pods.
-    """
-    kept: dict[tuple[Addr, int], tuple[tuple[object, ...], str, Endpoint]] = {}
-    for piece in slices:
-        for number in _numbers(piece, port, family):
-            for end, pod in zip(piece.endpoints, piece.pods, strict=True):
-                at, rank = (end.address, number), _precedence(end, node_name)
-                if at not in kept or (rank, pod) > kept[at][:2]:
-                    kept[at] = (rank, pod, end)
-    weight = weigher(weights)
-    return {
-        Backend(*at, port.protocol): weight(end.address, pod, end.node, end.zone)
-        for at, (_, pod, end) in kept.items()
-    }
+    """The weight of each backend: that of the copy that counts."""
+    weight, pods = weigher(weights), {piece.name: piece.pods for piece in slices}
+    found = {}
+    for at, (piece, i) in _copies(slices, port, family).items():
+        end, pod = piece.endpoints[i], pods[piece.name][i]
+        found[Backend(*at, port.protocol)] = weight(end.address, pod, end.node, end.zone)
+    return found
 
 
 def _all_ready(
@@ -248,22 +236,29 @@ def _all_ready(
     return tuple([Backend(addr, number, port.protocol) for addr, number in sorted(found)])
 
 
-def _merge(
-    slices: Iterable[EndpointSlice], port: ServicePort, family: int, node_name: str
+def merged(
+    slices: Iterable[EndpointSlice], port: ServicePort | SlicePort, family: int
 ) -> list[tuple[Backend, Endpoint]]:
-    """One endpoint per backend, sorted by address and port."""
-    kept: dict[tuple[Addr, int], Endpoint] = {}
-    for piece in slices:
+    """One endpoint for each backend of this port's name and protocol, by address and port."""
+    copies = sorted(_copies(slices, port, family).items())
+    return [(Backend(*at, port.protocol), piece.endpoints[i]) for at, (piece, i) in copies]
+
+
+def _copies(
+    slices: Iterable[EndpointSlice], port: ServicePort | SlicePort, family: int
+) -> dict[tuple[Addr, int], tuple[EndpointSlice, int]]:
+    """The copy of each endpoint that counts, by address and port: its slice and its place there."""
+    kept: dict[tuple[Addr, int], tuple[EndpointSlice, int]] = {}
+    for piece in sorted(slices, key=lambda piece: piece.name):
         for number in _numbers(piece, port, family):
-            for end in piece.endpoints:
+            for i, end in enumerate(piece.endpoints):
                 at = (end.address, number)
-                other = kept.get(at)
-                if other is None or _precedence(end, node_name) > _precedence(other, node_name):
-                    kept[at] = end
-    return [(Backend(*at, port.protocol), kept[at]) for at in sorted(kept)]
+                if not end.terminating or at not in kept:
+                    kept[at] = (piece, i)
+    return kept
 
 
-def _numbers(piece: EndpointSlice, port: ServicePort, family: int) -> list[int]:
+def _numbers(piece: EndpointSlice, port: ServicePort | SlicePort, family: int) -> list[int]:
     """What this slice puts behind the port's name and protocol: one number, in practice."""
     if piece.family != family:
         return []
@@ -296,11 +291,6 @@ def _numbers_by_name(piece: EndpointSlice) -> dict[tuple[str, Protocol], list[in
     return index
 
 
-def _precedence(end: Endpoint, node_name: str) -> tuple[object, ...]:
-    conditions = (_is_local(end, node_name), end.ready, end.serving, not end.terminating)
-    return (*conditions, end.node_hints or (), end.zone_hints or (), end.node, end.zone)
-
-
 def _mode(ready: Sequence[Endpoint], node: Node) -> TopologyMode:
     """The topology mode that the hints of the ready endpoints allow (topology.go)."""
     if not ready:
@@ -314,12 +304,10 @@ def _mode(ready: Sequence[Endpoint], node: Node) -> TopologyMode:
     return TopologyMode.NONE
 
 
-def _usable(
-    merged: Sequence[tuple[Backend, Endpoint]], mode: TopologyMode, node: Node
-) -> BackendSet:
+def _usable(ends: Sequence[tuple[Backend, Endpoint]], mode: TopologyMode, node: Node) -> BackendSet:
     """What is ready and allowed; failing that, all that serves while it terminates."""
-    found = [backend for backend, end in merged if end.ready and _is_allowed(end, mode, node)]
-    return tuple(found or [backend for backend, end in merged if _is_draining(end)])
+    found = [backend for backend, end in ends if end.ready and _is_allowed(end, mode, node)]
+    return tuple(found or [backend for backend, end in ends if _is_draining(end)])
 
 
 def _is_allowed(end: Endpoint, mode: TopologyMode, node: Node) -> bool:

@@ -366,7 +366,7 @@ def _endpoints(
         terminating = False
         if (said := end.conditions) is not None:
             is_ready = said.ready is not False
-            serving = is_ready if said.serving is None else said.serving
+            serving = said.serving is not False
             terminating = said.terminating is True
         zones = nodes = None
         if (hints := end.hints) is not None:

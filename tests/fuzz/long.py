@@ -1,5 +1,6 @@
 """The campaigns of this folder, as tests/campaigns.py runs them."""
 
+import itertools
 import os
 import random
 import tempfile
@@ -11,11 +12,17 @@ from itertools import product
 from pathlib import Path
 from typing import Final
 
+import hypothesis
+from hypothesis import given, settings
+
 from tests.fuzz import program_runs
 from tests.fuzz.comparison import BATCH, SEEDS, SHOWN, compare, random_sequences, shrunk
 from tests.fuzz.floods import KINDS, WAYS, Arena, Figures, room
 from tests.fuzz.mutants import MUTANTS, found
 from tests.fuzz.twins import Twins
+from tests.fuzz.worlds import World, questions
+from tests.fuzz.worlds import compare as compare_policy
+from tests.support.upstream import JUDGES, Judge
 
 FLOOD_SECONDS: Final = 60.0
 FLOOD_RATES: Final = (10_000, 0)
@@ -25,6 +32,8 @@ UDP_CLIENTS: Final = 5_000
 UDP_SECONDS: Final = 120.0
 SEQUENCES: Final = 100_000
 PACKETS: Final = 1_000_000
+WORLDS: Final = 1_000_000
+EXAMPLES_AT_ONCE: Final = 1_000
 AT_ONCE: Final = 50_000
 
 
@@ -50,6 +59,27 @@ def packets(seed: int, minutes: float | None) -> None:
                 print(made.run(AT_ONCE, until), flush=True)
                 if until is not None and time.monotonic() > until:
                     break
+
+
+def policy(seed: int, minutes: float | None) -> None:
+    """WORLDS Services with their slices: kbpf's policy beside kube-proxy's functions."""
+    until, done = deadline(minutes), 0
+    judges = [Judge(program) for program in JUDGES]
+
+    def check(asked: tuple[list[World], str, str]) -> None:
+        nonlocal done
+        worlds, node, zone = asked
+        for judge in judges:
+            done += compare_policy(judge, iter(worlds), node, zone)
+
+    some = settings(max_examples=EXAMPLES_AT_ONCE, deadline=None, database=None)
+    for number in itertools.count(seed):
+        hypothesis.seed(number)(some(given(questions())(check)))()
+        print(f"{done} worlds", flush=True)
+        if done >= WORLDS or (until is not None and time.monotonic() > until):
+            break
+    for judge in judges:
+        judge.close()
 
 
 def _load() -> str:

@@ -40,13 +40,18 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """One binary: the module folder under go/ that pins it, and the package that is its main."""
+    """One binary: the module folder under go/ that pins it, and the package that is its main: one
+    of its dependencies, or ./FOLDER, a source of ours. `pins` names the go.mod file that counts.
+    """
 
     module: str
     package: str
     in_assets: bool  # $KUBEBUILDER_ASSETS must have it
+    pins: str = "go.mod"
 
 
+NEWEST = "newest.mod"
+"""Pins a newer Kubernetes than go.mod."""
 PROGRAMS = {
     "etcd": Program("etcd", "go.etcd.io/etcd/server/v3", True),
     "etcdctl": Program("etcdtools", "go.etcd.io/etcd/etcdctl/v3", False),
@@ -55,6 +60,8 @@ PROGRAMS = {
     "kube-proxy": Program("apiserver", "k8s.io/kubernetes/cmd/kube-proxy", False),
     "kubeadm": Program("apiserver", "k8s.io/kubernetes/cmd/kubeadm", False),
     "kubectl": Program("apiserver", "k8s.io/kubernetes/cmd/kubectl", False),
+    "judge": Program("apiserver", "./judge", False, NEWEST),
+    "judge-1.36": Program("apiserver", "./judge", False),
     "helm": Program("helm", "helm.sh/helm/v3/cmd/helm", False),
 }
 CLUSTER = ("apiserver", "etcd")
@@ -87,7 +94,7 @@ def build(name: str, say: Say = to_stderr) -> Path:
     if (given := _given(name, program)) is not None:
         return given
     go = find_go(say)
-    path = cache() / _key(go, program.module) / name
+    path = cache() / _key(go, program) / name
     if path.exists():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -104,9 +111,9 @@ def cache() -> Path:
     return Path.home() / ".cache" / "kbpf-tests"
 
 
-def kubernetes_version() -> str:
-    """Return the version that go/apiserver/go.mod pins, such as v1.36.3."""
-    return _in_go_mod("apiserver", r"^(?:require)?\s*k8s\.io/kubernetes (v[0-9.]+)")
+def kubernetes_version(pins: str = "go.mod") -> str:
+    """Return the version that this file of go/apiserver pins, such as v1.37.1."""
+    return _in_go_mod("apiserver", r"^(?:require)?\s*k8s\.io/kubernetes (v[0-9.]+)", pins)
 
 
 def find_go(say: Say = to_stderr) -> Go:
@@ -142,8 +149,8 @@ def _given(name: str, program: Program) -> Path | None:
     return None
 
 
-def _in_go_mod(module: str, pattern: str) -> str:
-    path = MODULES / module / "go.mod"
+def _in_go_mod(module: str, pattern: str, pins: str = "go.mod") -> str:
+    path = MODULES / module / pins
     found = re.search(pattern, path.read_text(), re.MULTILINE)
     if found is None:
         raise BuildError(f"no line matches {pattern!r}", str(path), "restore the file")
@@ -179,9 +186,11 @@ def _environment() -> dict[str, str]:
 def _flags(program: Program) -> list[str]:
     """Return the flags of `go build`: as in a Kubernetes release, stripped, with its version."""
     flags = ["-buildvcs=false", "-trimpath"]
+    if program.pins != "go.mod":
+        flags.append(f"-modfile={program.pins}")
     if program.module != "apiserver":
         return [*flags, "-ldflags=-s -w"]
-    version = kubernetes_version()
+    version = kubernetes_version(program.pins)
     major, minor = version.removeprefix("v").split(".")[:2]
     values = {"gitVersion": version, "gitMajor": major, "gitMinor": minor}
     stamps = [
@@ -192,17 +201,26 @@ def _flags(program: Program) -> list[str]:
     return [*flags, "-tags=selinux,notest,grpcnotrace", "-ldflags=-s -w " + " ".join(stamps)]
 
 
-def _key(go: Go, module: str) -> str:
+def _key(go: Go, program: Program) -> str:
     """Return the name of the cache's folder: a digest of all that decides the binaries' bytes."""
-    modules = CLUSTER if module in CLUSTER else (module,)
+    modules = CLUSTER if program.module in CLUSTER else (program.module,)
     digest = hashlib.sha256(f"{go.version} {platform.machine()}\n".encode())
-    for name, program in sorted(PROGRAMS.items()):
-        if program.module in modules:
-            digest.update(" ".join([name, program.package, *_flags(program), "\n"]).encode())
-    for each in modules:
-        for file in ("go.mod", "go.sum"):
+    kin = (program.pins, _sources(program))
+    for name, other in sorted(PROGRAMS.items()):
+        if other.module in modules and (other.pins, _sources(other)) == kin:
+            digest.update(" ".join([name, other.package, *_flags(other), "\n"]).encode())
+    pins = Path(program.pins)
+    for each in modules if pins.name == "go.mod" else (program.module,):
+        for file in (pins, pins.with_suffix(".sum")):
             digest.update((MODULES / each / file).read_bytes())
+    for source in _sources(program):
+        digest.update(source.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def _sources(program: Program) -> list[Path]:
+    """Return the files of ours that it is built of."""
+    return sorted((MODULES / program.module / program.package).glob("*.go"))
 
 
 @contextmanager

@@ -8,7 +8,6 @@ Written from kube-proxy's rules (pkg/proxy in Kubernetes), for reading, not for 
 import hashlib
 import ipaddress
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 Place = tuple[str, int]
@@ -57,10 +56,10 @@ def external_policy_is_local(service: Any, port: Any, fam: int) -> bool:
     return bool(service.external_local) and reachable(service, port, fam)
 
 
-def _copies(slices: Any, port: Any, fam: int, node: Any) -> dict[Place, list[dict[str, Any]]]:
-    """Every copy of every endpoint, by address and port."""
-    found: dict[Place, list[dict[str, Any]]] = {}
-    for piece in slices:
+def _ends(slices: Any, port: Any, fam: int, node: Any) -> dict[Place, dict[str, Any]]:
+    """Every endpoint, by address and port: the last copy that does not terminate, or the first."""
+    found: dict[Place, dict[str, Any]] = {}
+    for piece in sorted(slices, key=lambda piece: piece.name):
         if piece.family != fam:
             continue
         for entry in piece.ports:
@@ -69,8 +68,9 @@ def _copies(slices: Any, port: Any, fam: int, node: Any) -> dict[Place, list[dic
             if entry.port == 0:
                 continue
             for e, pod in zip(piece.endpoints, piece.pods, strict=True):
-                found.setdefault((text(e.address), entry.port), []).append(
-                    {
+                at = (text(e.address), entry.port)
+                if at not in found or not e.terminating:
+                    found[at] = {
                         "local": node.name != "" and e.node == node.name,
                         "ready": e.ready,
                         "serving": e.serving,
@@ -79,26 +79,12 @@ def _copies(slices: Any, port: Any, fam: int, node: Any) -> dict[Place, list[dic
                         "zones": tuple(e.zone_hints or ()),
                         "names": (e.node, e.zone, pod),
                     }
-                )
     return found
-
-
-def _one_of(copies: list[dict[str, Any]]) -> dict[str, Any]:
-    """The copy that counts: each wish in turn narrows the list, if anything fulfils it."""
-    wishes: list[Callable[[dict[str, Any]], bool]] = [
-        lambda c: c["local"],
-        lambda c: c["ready"],
-        lambda c: c["serving"],
-        lambda c: not c["terminating"],
-    ]
-    for wish in wishes:
-        copies = [c for c in copies if wish(c)] or copies
-    return max(copies, key=lambda c: (c["nodes"], c["zones"], c["names"]))
 
 
 def choice(slices: Any, port: Any, service: Any, node: Any, fam: int) -> Choice:
     """The sets of one Service port in one family."""
-    ends = {at: _one_of(copies) for at, copies in _copies(slices, port, fam, node).items()}
+    ends = _ends(slices, port, fam, node)
     ready = {at for at, e in ends.items() if e["ready"]}
     draining = {at for at, e in ends.items() if e["serving"] and e["terminating"]}
     here = {at for at, e in ends.items() if e["local"]}

@@ -438,9 +438,9 @@ def test_a_bad_load_balancer_address_names_its_field():
         ("all nil: ready and serving", {"conditions": {}}, {}),
         ("ready null is true", {"conditions": {"ready": None}}, {}),
         (
-            "serving nil is what ready is",
+            "serving nil is true, as to kube-proxy",
             {"conditions": {"ready": False}},
-            {"ready": False, "serving": False},
+            {"ready": False},
         ),
         (
             "serving while terminating",

@@ -303,38 +303,36 @@ def test_one_address_with_two_ports_is_two_backends():
     assert [b.port for b in choose(slices, PORT, CLUSTER, ME, 4).cluster] == [80, 8080]
 
 
-class Twins(NamedTuple):
-    """Two copies of one endpoint; which of them counts, in either order of the slices."""
-
-    name: str
-    wins: Endpoint
-    loses: Endpoint
+RUNS, RUNS_TOO = end(1, node="you"), here(1, **MY_NODE)
+ENDS, ENDS_TOO = draining(1, node="me"), down(1, terminating=True)
 
 
-TWINS = [
-    Twins("a local copy replaces a remote one", here(1), end(1, node="you")),
-    Twins("even if the local copy is not ready", down(1, node="me"), end(1)),
-    Twins("the ready copy counts", end(1), down(1)),
-    Twins("the ready copy counts, whatever else",
-        end(1, serving=False, terminating=True), draining(1)),
-    Twins("then the serving one", draining(1), down(1, terminating=True)),
-    Twins("then the one that does not terminate", end(1, ready=False), draining(1)),
-    Twins("then the one with a node hint", end(1, **MY_NODE), end(1)),
-    Twins("then the one with a zone hint", end(1, **MY_ZONE), end(1)),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("row", TWINS, ids=lambda row: row.name)
+@pytest.mark.parametrize(
+    ("first", "second", "wins"),
+    [
+        pytest.param(RUNS, RUNS_TOO, RUNS_TOO, id="the last one"),
+        pytest.param(RUNS_TOO, RUNS, RUNS, id="the last one, whatever it is like"),
+        pytest.param(RUNS, ENDS, RUNS, id="a Pod got the address of one that ends (#135593)"),
+        pytest.param(ENDS, RUNS, RUNS, id="the same, the other way round"),
+        pytest.param(down(1), ENDS, down(1), id="the one that does not end, though it is down"),
+        pytest.param(ENDS, ENDS_TOO, ENDS, id="all end: the first one"),
+        pytest.param(ENDS_TOO, ENDS, ENDS_TOO, id="the first one, whatever it is like"),
+    ],
+)
 @pytest.mark.parametrize("service", [CLUSTER, EXTERNAL_LOCAL], ids=["Cluster", "Local"])
-def test_one_copy_of_a_duplicate_counts_whatever_the_order(row: Twins, service: Service):
+def test_of_the_copies_of_an_endpoint_one_counts(
+    first: Endpoint, second: Endpoint, wins: Endpoint, service: Service
+):
     port = service.ports[0]
-    alone = choose((piece(row.wins),), port, service, ME, 4)
-    one, two = piece(row.wins), piece(row.loses, name="web-2")
-    same = (piece(row.wins, row.loses),), (piece(row.loses, row.wins),)
-    for slices in ((one, two), (two, one), *same):
-        chosen = choose(slices, port, service, ME, 4)
-        for name in ("cluster", "local", "serving", "any_endpoints", "mode"):
-            assert getattr(chosen, name) == getattr(alone, name)
+    one, two = piece(first, name="a"), piece(second, name="b")
+    alone = sets(choose((piece(wins),), port, service, ME, 4))
+    for slices in ((one, two), (two, one), (piece(first, second),)):
+        assert sets(choose(slices, port, service, ME, 4)) == alone
+
+
+def sets(chosen: Chosen) -> tuple[object, ...]:
+    names = ("cluster", "local", "serving", "any_endpoints", "mode")
+    return tuple(getattr(chosen, name) for name in names)
 
 
 def test_an_endpoint_that_moves_between_slices_is_there_once():
@@ -431,10 +429,10 @@ PORTS = st.lists(
 )
 SLICES = st.lists(
     st.builds(
-        EndpointSlice, st.just("ns"), st.sampled_from(["s1", "s2"]), st.just("web"),
+        EndpointSlice, st.just("ns"), st.sampled_from(["s1", "s2", "s3"]), st.just("web"),
         st.sampled_from([4, 4, 4, 6]), st.lists(ENDS, max_size=5).map(tuple), PORTS.map(tuple),
     ),
-    max_size=3,
+    max_size=3, unique_by=lambda piece: piece.name,
 )  # fmt: skip
 SERVICES = st.builds(
     Service, st.just("ns"), st.just("web"),

@@ -1,0 +1,184 @@
+"""kube-proxy's own functions as the judge of kbpf's policy: go/apiserver/judge, a line each way.
+
+A question is made of the API's objects as plain dicts; what the judge and what kbpf make of them
+is written in the same form, so that a test compares two dicts.
+"""
+
+import json
+import re
+import subprocess
+from collections.abc import Iterable, Sequence
+from ipaddress import ip_address, ip_network
+from typing import Any, NamedTuple
+
+from kbpf.model.address import family_of
+from kbpf.model.desired import FrontendKind, ServiceState
+from kbpf.model.events import Kind
+from kbpf.model.objects import Cidr, EndpointSlice, Node, Service
+from kbpf.policy.checks import health_check
+from kbpf.policy.desired import desired_service
+from kbpf.source import decode
+from tests.support import go_build
+
+Json = dict[str, Any]
+JUDGES = ("judge", "judge-1.36")
+"""Programs of go_build: the newest kube-proxy, and the one before."""
+FAMILIES = (("V4", 4), ("V6", 6))
+
+
+class Question(NamedTuple):
+    """What the agent of one node has seen. `services` and `slices` are the API's JSON."""
+
+    node: str
+    zone: str
+    services: Sequence[Json]
+    slices: Sequence[Json]
+
+
+class Judge:
+    """A running judge; `program` is one of go_build's."""
+
+    def __init__(self, program: str = "judge") -> None:
+        self._process = subprocess.Popen(
+            [go_build.build(program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def ask(self, question: Question, tries: int = 1) -> dict[int, list[Json]]:
+        """What kube-proxy makes of it, by family: each distinct outcome, see outcome()."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        asked = {**question._asdict(), "tries": tries}
+        stdin.write(json.dumps(asked) + "\n")
+        stdin.flush()
+        answer = json.loads(stdout.readline() or '{"Error": "the judge died"}')
+        assert "Error" not in answer, answer
+        return {family: [_theirs(one) for one in answer[name]] for name, family in FAMILIES}
+
+    def close(self) -> None:
+        """Ends it."""
+        self._process.communicate()
+
+
+def _theirs(said: Json) -> Json:
+    ports = {f"{port['Name']}/{port['Protocol']}": _their_port(port) for port in said["Ports"]}
+    checks = {
+        name: (port, said["LocalReady"].get(name, 0)) for name, port in said["HealthPorts"].items()
+    }
+    return {**ports, **{f"health check of {name}": check for name, check in checks.items()}}
+
+
+def _their_port(port: Json) -> Json:
+    own, vips = port["ClusterIP"], set(port["LoadBalancerVIPs"])
+    dialled = {("ClusterIP", own)}
+    dialled |= {("LoadBalancer", vip) for vip in vips - {own}}
+    # One address of two kinds is told once by kbpf, as the kind that may be restricted.
+    dialled |= {("ExternalIP", ip) for ip in {*port["ExternalIPs"]} - vips - {own}}
+    outside = port["ExternallyAccessible"]
+    return {
+        "dialled": sorted(dialled),
+        "port": port["Port"],
+        "node port": port["NodePort"],
+        "ranges": _networks(port["SourceRanges"]) if vips - {own} else [],
+        "affinity": port["AffinitySeconds"],
+        "internal local": port["InternalLocal"],
+        "external local": port["ExternalLocal"] and outside,
+        "cluster": port["Cluster"] or [],
+        "local": port["Local"] or [],
+        "any": port["HasAny"],
+    }
+
+
+def _networks(texts: Iterable[str]) -> list[str]:
+    return sorted({str(ip_network(text, strict=False)) for text in texts})
+
+
+def answered(question: Question) -> dict[int, Json]:
+    """What kbpf makes of the same objects, by family, in the judge's form."""
+    node = Node(question.node, zone=question.zone)
+    slices = _read(Kind.SLICE, question.slices)
+    said: dict[int, Json] = {4: {}, 6: {}}
+    for service in _read(Kind.SERVICE, question.services):
+        assert isinstance(service, Service)
+        own = [
+            one for one in slices
+            if isinstance(one, EndpointSlice) and one.service_name == service.key
+        ]  # fmt: skip
+        for state in desired_service(service, own, node):
+            key = f"{service.key}:{state.key.port}".rstrip(":")
+            said[state.key.family][f"{key}/{state.key.protocol.name}"] = _our_port(state)
+        if (check := health_check(service, own, question.node)) is not None:
+            for family, count in ((4, check.v4), (6, check.v6)):
+                if any(key.startswith(f"{service.key}") for key in said[family]):
+                    said[family][f"health check of {service.key}"] = (check.port, count)
+    return said
+
+
+def _read(kind: Kind, objects: Iterable[Json]) -> list[Any]:
+    items = [decode.read_value(kind, one) for one in objects]
+    assert not any(item.error for item in items), items
+    return [item.object for item in items if item.object is not None]
+
+
+def _our_port(state: ServiceState) -> Json:
+    by_kind = {kind: [f.at for f in state.frontends if f.kind is kind] for kind in FrontendKind}
+    node_ports = by_kind.pop(FrontendKind.NODE_PORT)
+    return {
+        "dialled": sorted(
+            (kind.value, str(_ip(at.address))) for kind, all_ in by_kind.items() for at in all_
+        ),
+        "port": by_kind[FrontendKind.CLUSTER_IP][0].port,
+        "node port": node_ports[0].port if node_ports else 0,
+        "ranges": sorted(f"{_ip(r.address)}/{_bits(r)}" for r in state.source_ranges),
+        "affinity": state.affinity_timeout,
+        "internal local": state.internal_local,
+        "external local": state.external_local,
+        "cluster": sorted(str(backend) for backend in state.cluster),
+        "local": sorted(str(backend) for backend in state.local),
+        "any": state.any_endpoints,
+    }
+
+
+def _ip(packed: bytes) -> Any:
+    found = ip_address(bytes(packed))
+    return getattr(found, "ipv4_mapped", None) or found
+
+
+def _bits(cidr: Cidr) -> int:
+    return cidr.bits - 96 if family_of(cidr.address) == 4 else cidr.bits
+
+
+def _distinct(outcomes: Iterable[Any]) -> list[Any]:
+    found: list[Any] = []
+    for one in outcomes:
+        if one not in found:
+            found.append(one)
+    return found
+
+
+def differences(judge: Judge, question: Question, tries: int = 64) -> list[str]:
+    """Where kbpf says what kube-proxy never does in so many tries, a line for each Service port."""
+    ours, theirs = answered(question), judge.ask(question)
+    suspects = {
+        (family, key)
+        for family, (outcome,) in theirs.items()
+        for key in outcome.keys() | ours[family].keys()
+        if outcome.get(key) != ours[family].get(key)
+    }
+    if not suspects:
+        return []
+    names = {re.split("[:/]", key.removeprefix("health check of "))[1] for _, key in suspects}
+    again = question._replace(
+        services=[one for one in question.services if one["metadata"]["name"] in names],
+        slices=[
+            one for one in question.slices
+            if one["metadata"]["labels"]["kubernetes.io/service-name"] in names
+        ],
+    )  # fmt: skip
+    possible = judge.ask(again, tries)
+    lines = []
+    for family, key in sorted(suspects):
+        mine, outcomes = ours[family].get(key), _distinct(one.get(key) for one in possible[family])
+        if mine not in outcomes:
+            lines.append(f"IPv{family} {key}: kbpf {mine}, kube-proxy {outcomes}")
+    return lines
