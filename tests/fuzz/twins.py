@@ -10,7 +10,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -96,6 +96,8 @@ class _Side:
     macs: dict[str, str] = field(default_factory=dict)
     seen_as: dict[tuple[int, int, int], tuple[str, int]] = field(default_factory=dict)
     """Protocol, family and tag of a sequence: the client as the backend sees it."""
+    chosen: Callable[[int, str], tuple[str, int] | None] = lambda *_: None
+    """Protocol and client: the address and port of the node that it has, if no packet has told."""
     marks: int = 0
 
     def send(self, device: str, packet: bytes) -> None:
@@ -174,11 +176,22 @@ class Twins:
                     masquerade_ports=(FIRST_PORT, LAST_PORT),
                 )
             )
+            self.kbpf.chosen = self._chosen
             self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
+
+    def _chosen(self, protocol: int, client: str) -> tuple[str, int] | None:
+        """By kbpf, which gives a client ports of its share only: its own port may be another's."""
+        for raw in self.node.site.entries("flows").values():
+            own = Target.unpack(raw[flows.CLIENT])
+            is_this = raw[flows.PROTOCOL] == protocol and flows.is_question(raw)
+            if is_this and end(format_addr(own.address), own.port) == client:
+                port = int.from_bytes(raw[flows.SNAT_PORT], "big")
+                return (format_addr(raw[flows.SNAT]), port) if port else None
+        return None
 
     # ---- making them ---------------------------------------------------------------------------
 
@@ -270,6 +283,8 @@ def _say(side: _Side, speaker: Speaker, each: Played, token: str) -> None:
     family, back = each.family, BACKEND[each.variant]
     if token.startswith("<"):
         known = side.seen_as.get((PROTOCOLS[each.protocol], family, speaker.tag))
+        if known is None and each.variant != "kept":
+            known = side.chosen(PROTOCOLS[each.protocol], end(CLIENT[family], speaker.tag))
         usual = CLIENT if each.variant == "kept" else OWN[back]
         host, port = known or (usual[family], speaker.tag)
         source, to = end(POD[back][family], BACK_PORT), end(host, port)
