@@ -244,14 +244,14 @@ class Map(bpf.Fd):
                 return
 
     def batch(
-        self, cursor: bytes | None, entries: int = BATCH
+        self, cursor: bytes | None, entries: int | None = None
     ) -> tuple[bytes, bytes, bytes | None]:
-        """One of these, of about so many entries, and where the next one begins; None at the
-        beginning, and at the end.
+        """One of these, of about so many entries (BATCH unless told), and where the next one
+        begins; None at the beginning, and at the end.
         """
         following = ctypes.create_string_buffer(max(8, self.key_size))
         opts = bpf.BatchOpts(sz=ctypes.sizeof(bpf.BatchOpts))
-        room, result = entries, -errno.ENOSPC
+        room, result = entries or BATCH, -errno.ENOSPC
         while result == -errno.ENOSPC:  # one bucket holds more than the buffers do
             keys = ctypes.create_string_buffer(room * self.key_size)
             values = ctypes.create_string_buffer(room * self.value_size)
