@@ -1188,10 +1188,11 @@ LOST = {
 """Which entry of a masqueraded flow is missing."""
 
 
-def lose(path: Path_, these: tuple[str, str]) -> None:
-    """Deletes the entry between these ends."""
+def lose(path: Path_, own: str, these: tuple[str, str]) -> None:
+    """Deletes the entry of this client's flow between these ends."""
     with path.site.pinned("flows") as flows:
-        gone = [key for key, _ in flows.items() if set(ends(key)) == set(these)]
+        gone = [key for key, raw in flows.items()
+                if owner(raw) == own and set(ends(key)) == set(these)]  # fmt: skip
         assert [flows.delete(key) for key in gone] == [True]
 
 
@@ -1203,7 +1204,7 @@ def test_a_syn_of_a_flow_without_answers_begins_again(
 ) -> None:
     """Two CPUs at once, or an agent: whoever took the entry, the client does not wait for ever."""
     own, source = say(path, v, script)
-    lose(path, LOST[missing](path, v, own, source))
+    lose(path, own, LOST[missing](path, v, own, source))
     before = path.site.reasons()[Reason.NEW_FLOW]
     TALKS.pop(own)
     own, source = say(path, v, LIVE, own)
@@ -1223,7 +1224,7 @@ def test_a_question_of_a_flow_without_answers_begins_again(
     question = udp(own, vip(v, CLUSTER), b"?")
     source = masked(path, path.run("tc_ingress", question)[1],
                     lambda a, b: udp(a, b, b"?"), pod(v), v)  # fmt: skip
-    lose(path, LOST[missing](path, v, own, source))
+    lose(path, own, LOST[missing](path, v, own, source))
     age(path, own, seconds)
     before = path.site.reasons()[Reason.NEW_FLOW]
     _, inside = path.run("tc_ingress", question)
@@ -1324,7 +1325,7 @@ def test_a_port_is_found_as_long_as_there_is_one(path: Path_, v: int) -> None:
         for number, (kind, fields) in enumerate(REUSABLE.items()):
             port = mine[number * 1400]
             if fields is None:
-                lose(path, (end(NODE[v], port), pod(v)))
+                lose(path, end(ROUTER[v], 9), (end(NODE[v], port), pod(v)))
             else:
                 used = time.monotonic_ns() - int(fields.get("age", 0)) * 10**9
                 fill_ports(path, v, [port], **{"used": max(used, 0), **fields})
@@ -1334,7 +1335,7 @@ def test_a_port_is_found_as_long_as_there_is_one(path: Path_, v: int) -> None:
             later = time.monotonic_ns() + 60 * 10**9  # young still, however long this takes
             fill_ports(path, v, [mine[99]], used=later, **fields)
             assert port_given(path, v, client(v)) == 0, "too young to be given up"
-        lose(path, (end(NODE[v], mine[3000]), pod(v)))
+        lose(path, end(ROUTER[v], 9), (end(NODE[v], mine[3000]), pod(v)))
         found = [port_given(path, v, client(v)) for _ in range(3)]
         with path.site.pinned("port_slots") as slots:
             (key,) = [key for key, raw in slots.items() if PORT_SLOT.unpack(raw)[1]]
