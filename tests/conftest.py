@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -28,3 +28,22 @@ def _log() -> Iterator[None]:
     before = log.handlers[:], log.level, log.propagate
     yield
     log.handlers[:], log.level, log.propagate = before
+
+
+LOG_LINES = 20
+"""Of each captured text of a failed test: the last ones tell, and a report of CI has few lines."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Shortens what a failed test has printed and logged."""
+    report = yield
+    report.sections = [(name, shortened(text)) for name, text in report.sections]
+    return report
+
+
+def shortened(text: str) -> str:
+    lines = text.splitlines()
+    if len(lines) <= LOG_LINES:
+        return text
+    return "\n".join([f"({len(lines) - LOG_LINES} lines before)", *lines[-LOG_LINES:]])
