@@ -132,7 +132,7 @@ static __always_inline struct numbers tcp_numbers(__be32 sequence, __be32 ack, u
 	struct numbers n = {
 		.next = __builtin_bswap32(sequence) + bytes - (offset >> 4) * 4 +
 			(flags & TCP_FIN) + ((flags & TCP_SYN) >> 1),
-		.ack = __builtin_bswap32(ack),
+		.ack = __builtin_bswap32(ack) & -(u32)(flags / TCP_ACK % 2),
 	};
 
 	return n;

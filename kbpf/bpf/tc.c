@@ -40,8 +40,9 @@ static __always_inline u32 socket_cgroup(void)
 #define VLAN_ID 0x0fff
 #define OTHER_HOST 3 /* PACKET_OTHERHOST */
 
-#define SERVED 0x6b627066 /* in cb[0]: the packet's flow has just been written */
-#define JUST_MADE 0x200   /* not a TCP flag: the same, of a packet's flags */
+#define SERVED 0x6b627066           /* in cb[0]: the packet's flow has just been written */
+#define HEARD (SERVED | NO_SEGMENT) /* also in cb[0]: what the packet says has counted already */
+#define JUST_MADE 0x200             /* not a TCP flag: the same, of a packet's flags */
 
 #define NO_ADDRESS __builtin_bswap32(1) /* ::1, for a source that has to change and cannot */
 
@@ -466,13 +467,15 @@ struct step {
 	bool back;        /* from the backend */
 };
 
-/* JUST_MADE, once, if serve() has sent the packet here. */
+/* JUST_MADE, once, if serve() has sent the packet here; NO_SEGMENT too if tc_late has. */
 static __always_inline u32 just_made(struct __sk_buff *skb)
 {
-	if (skb->cb[0] != SERVED)
+	u32 from = skb->cb[0];
+
+	if ((from & ~NO_SEGMENT) != SERVED)
 		return 0;
 	skb->cb[0] = 0;
-	return JUST_MADE;
+	return JUST_MADE | (from & NO_SEGMENT);
 }
 
 /* A packet of the client. */
@@ -1528,6 +1531,7 @@ int tc_late(struct __sk_buff *skb)
 
 	if (!n || !found)
 		return finish(TC_SHOT, NOT_RECORDED);
+	skb->cb[0] = HEARD;
 	nat = *found;
 	nat.part = PART_ANSWER;
 	nat.way = WAY_REDIRECT;

@@ -227,8 +227,8 @@ static __always_inline u8 tcp_state_after(u8 state, u8 *fins, const struct packe
 		}
 		if (back && (flags & TCP_ACK) &&
 		    (state == STATE_NEW ||
-		     (p->tcp.ack == known->next && p->tcp.next != own->next))) {
-			*fins = 0; /* the backend says that it is a new connection */
+		     (p->tcp.ack == known->next && !known->ack && p->tcp.next != own->next))) {
+			*fins = 0; /* it answers a SYN, the last that the client has sent */
 			return STATE_ANSWERED;
 		}
 		return state;

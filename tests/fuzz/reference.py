@@ -89,7 +89,7 @@ class Reading:
             if (
                 back
                 and "A" in flags
-                and (self.state == "NEW" or (ack == other[0] and end != own[0]))
+                and (self.state == "NEW" or ((ack, 0) == other and end != own[0]))
             ):
                 self._begin("ANSWERED")
         elif "A" in flags and self.state != "NEW":

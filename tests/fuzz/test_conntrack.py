@@ -32,6 +32,8 @@ SCRIPTS = [
     ("tcp", "S <SA A A+100 <A <R~far", "ESTABLISHED", True, "ESTABLISHED"),
     ("tcp", "S <SA A A+100 <A F~far", "ESTABLISHED", True, "ESTABLISHED"),
     ("tcp", "S <SA A A+100 <A S~new", "ESTABLISHED", True, "ESTABLISHED"),
+    ("tcp", "S <SA A <A+100 <SA", "ESTABLISHED", True, "ESTABLISHED"),
+    ("tcp", "S <SA A <A+100 A <SA <A+100 A", "ESTABLISHED", True, "ESTABLISHED"),
     ("tcp", "S <SA A A+100 <A R", "CLOSED", False, "CLOSE"),
     ("tcp", "S <SA A A+100 <A <RA", "CLOSED", False, "CLOSE"),
     ("tcp", "S <SA A A+100 <A FA <FA A", "CLOSED", False, "TIME_WAIT"),
@@ -39,6 +41,7 @@ SCRIPTS = [
     ("udp", "U <U", "ANSWERED", False, "DATAGRAMS"),
     ("udp", "U <U U <U", "ANSWERED", False, "DATAGRAMS"),
     ("udp", "U <U . U", "ESTABLISHED", True, "STREAM"),
+    ("udp", "U . <U", "ANSWERED", False, "DATAGRAMS"),
     ("sctp", "INIT", "NEW", False, "CLOSED"),
     ("sctp", "INIT <INITACK", "ANSWERED", False, "COOKIE_WAIT"),
     ("sctp", "INIT <INITACK ECHO <ECHOACK", "ESTABLISHED", True, "ESTABLISHED"),
@@ -74,6 +77,12 @@ def test_known_sequences_come_to_what_is_written(twins: Twins):
         if (got := (kbpf.state, kbpf.needed, linux.state)) != want
     ]
     assert wrong == []
+
+
+def test_an_answer_that_is_for_the_stack_after_all_counts_once(twins: Twins):
+    """A packet whose TTL ends here goes by the stack, by an entry that is written for it first."""
+    sequences = [Played("U . <U!ttl", "udp", family, "past") for family in (4, 6)]
+    assert [kbpf.state for kbpf, _ in twins.play(sequences)] == ["ANSWERED"] * 2
 
 
 @pytest.mark.parametrize("seed", SEEDS)
