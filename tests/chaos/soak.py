@@ -13,8 +13,9 @@ from tests.chaos.kills import caught_up, churning, served_throughout
 from tests.chaos.world import Churn, World, address, protocol
 from tests.support.lab import until
 
-WARM_UP_SECONDS = 60.0
-"""Before the first figures: allocators and caches fill with the first churn."""
+WARM_UP_SECONDS = 900.0
+"""Before the first figures: the agent remembers for some minutes which backends have left (LATER),
+and so grows until the first of them are forgotten."""
 MEMORY_GROWTH_KB_PER_HOUR = 1024.0
 MEMORY_NOISE_KB = 4096.0
 """What a process of this size takes and gives back without a leak."""
@@ -56,14 +57,14 @@ def figures(world: World) -> Figures:
 
 
 def soak(world: World, seconds: float, later: bool = True) -> tuple[Figures, Figures]:
-    """Churns for so long, after a warm-up of WARM_UP_SECONDS or a fifth of it. The figures before
+    """Churns for so long, after a warm-up of WARM_UP_SECONDS or a third of it. The figures before
     and after. AssertionError if anything grew. `later`: what LATER names is waited for, too.
     """
     if not world.agent.is_running:
         world.agent.start()
     churn = Churn(world)
     with churn.present(), served_throughout(world):
-        _churn(world, churn, min(WARM_UP_SECONDS, seconds / 5))
+        _churn(world, churn, min(WARM_UP_SECONDS, seconds / 3))
         before = figures(world)
         _churn(world, churn, seconds)
         _flat(world, before, [name for name in WATCHED if name not in LATER], FLAT_SECONDS)
