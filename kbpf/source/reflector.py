@@ -391,11 +391,10 @@ class Reflector:
                 self._version = ""
                 raise SourceError(f"{code}{said.message}")
             case Garbled():
+                # It may have been one: a list tells. In the midst of a streaming list, one by pages.
                 log.warning("line unreadable name=%s error=%r", self._resource.name, said.error)
-                self._known.unreadable()
-                if self._version:
-                    self._version = ""
-                    raise SourceError(f"a line is no event: {said.error}")
+                self._version = ""
+                raise SourceError(f"a line is no event: {said.error}")
             case _:
                 assert_never(said)
 

@@ -338,13 +338,16 @@ def test_a_list_with_something_unreadable_in_it_deletes_nothing(start):
     assert run.said == ["+a", "synced", "+b", "synced"]
 
 
-def test_a_streaming_list_with_rubbish_in_it_deletes_nothing_and_ends(start):
+def test_a_streaming_list_with_rubbish_in_it_deletes_nothing_and_pages_tell_what_is_gone(start):
+    """What was deleted meanwhile does not stay until the next regular list."""
     run = start(
         listed_a(error(410)),
-        streamed(b"rubbish\n", added("b", 6), bookmark(20, end=True)),
+        streamed(added("b", 6), b"rubbish\n", bookmark(20, end=True)),
+        listed(service("b", 6)),
     )
     run.until(lambda: run.said.count("synced") == 2)
-    assert run.said == ["+a", "synced", "+b", "synced"]
+    assert run.said == ["+a", "synced", "+b", "-a", "synced"]
+    assert run.all_asked[:3] == ["stream", "stream", "page"]
 
 
 @pytest.mark.parametrize(
