@@ -551,11 +551,7 @@ class Agent:
             problem_count=problem_count,
             refused=len(self._refused),
             refused_namespaces=self._refused_namespaces(),
-            refused_system=tuple(
-                sorted(
-                    {str(k.service) for k in self._refused if is_system(k.service, self._config)}
-                )
-            )[:MOST_PROBLEMS],
+            refused_system=self._refused_system(),
             error=self._error or self._tick_error,
             packets=self._plane.packet_status(),
             without_endpoints=self._tally.without_endpoints,
