@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 from msgspec.structs import replace
 
 from kbpf.model.address import Addr, family_of
-from kbpf.model.config import Config, ServiceAnnotations
+from kbpf.model.config import Config, MapSizes, ServiceAnnotations
 from kbpf.model.desired import (
     DesiredState,
     Frontend,
@@ -92,14 +92,23 @@ def desired_service(
     here: Surroundings = Surroundings(),  # noqa: B008 - a constant
 ) -> Iterator[ServiceState]:
     """One state per port and family that has a cluster IP, with every frontend that it asks for and
-    may have. Of ports with the same name and protocol the last one counts.
+    may have. Of ports with the same name and protocol the last one counts. Once the ports would
+    fill the largest maps, as nothing limits their product with endpoints and addresses, the others
+    get nothing.
     """
     service = _as_allowed(service, config.service_annotations)
     ports = {(port.name, port.protocol): port for port in service.ports}.values()
+    most, backends, asked_for = _most(config), 0, 0
     for family in families(service):
         addresses = on_node(slices, node, family)
+        endpoints = sum(len(piece.endpoints) for piece in slices if piece.family == family)
         ranges: tuple[Cidr, ...] | None = None
         for port in ports:
+            backends += endpoints
+            asked_for += 2 + len(service.external_ips) + len(service.lb_vips)
+            if backends > most.backends or asked_for > most.frontends:
+                yield _left_out(service, port, family)
+                continue
             chosen = choose(slices, port, service, node, family)
             asked, refused = _admitted(service, port, family, here)
             limited = any(frontend.restricted for frontend in asked)
@@ -129,6 +138,27 @@ def desired_service(
                 node_port_ranges=at_node,
                 created=service.created,
             )
+
+
+def _most(config: Config) -> MapSizes:
+    """What one Service may ask for. An operator with smaller maps is told which of them is full."""
+    usual, own = MapSizes(), config.sizes
+    return MapSizes(
+        frontends=max(usual.frontends, own.frontends), backends=max(usual.backends, own.backends)
+    )
+
+
+def _left_out(service: Service, port: ServicePort, family: int) -> ServiceState:
+    """A port of a Service that asks for more than the maps may ever hold."""
+    own = next(addr for addr in service.cluster_ips if family_of(addr) == family)
+    what = "its Service has more ports, times endpoints or addresses, than the maps may hold"
+    return ServiceState(
+        ServicePortKey(service.namespace, service.name, port.name, port.protocol, family),
+        frontends=(),
+        cluster=(),
+        refused=((FrontendAddress(own, port.port, port.protocol), what),),
+        created=service.created,
+    )
 
 
 def _admitted(

@@ -107,7 +107,7 @@ def source_ranges(service: Service, node: Node, family: int) -> tuple[Cidr, ...]
     own = (addr for addr in node.addresses if family_of(addr) == family)
     if any(cidr.contains(addr) for addr in own for cidr in ours):
         ours += tuple(Cidr(addr, 128) for addr in sorted(_addresses(service.lb_vips, family)))
-    return tuple(sorted(set(ours)))
+    return tuple(dict.fromkeys(sorted(ours)))
 
 
 def masquerade_addresses(node: Node, local_addresses: Collection[Addr]) -> tuple[Addr, ...]:

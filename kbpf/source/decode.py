@@ -25,6 +25,7 @@ from kbpf.errors import ObjectError
 from kbpf.model.address import V4_PREFIX, Addr, family_of, parse_addr
 from kbpf.model.events import Kind, ObjectKey
 from kbpf.model.objects import (
+    Cidr,
     Endpoint,
     EndpointSlice,
     Node,
@@ -62,6 +63,9 @@ MOST_BYTES: Final = 6 << 20
 LARGE_BYTES: Final = 256 << 10
 _LARGE: Final = threading.Lock()
 """One large object is decoded at a time: as structs it takes up to thirty times its text."""
+MOST_ADDRESSES: Final = 1_024
+"""ExternalIPs of one Service, and as many addresses of load balancers; those after them are left
+out. Each costs the writer some microseconds for each port, and other tenants' changes wait."""
 MOST_SKIPPED: Final = 100
 """Lines about endpoints of one slice that are left out."""
 AFFINITY_SECONDS: Final = 10800
@@ -138,10 +142,7 @@ def service(obj: wire.Service) -> Service | None:
         ports=_service_ports(spec.ports or (), exposed),
         external_ips=_dialled(listed, skipped),
         lb_vips=_lb_vips(obj.status, skipped),
-        source_ranges=tuple(
-            parse_cidr(text.strip(), f"spec.loadBalancerSourceRanges[{i}]")
-            for i, text in enumerate(spec.load_balancer_source_ranges or ())
-        ),
+        source_ranges=_source_ranges(spec),
         external_local=external_local,
         internal_local=is_local(spec.internal_traffic_policy, "spec.internalTrafficPolicy"),
         affinity_timeout=_affinity_timeout(spec),
@@ -302,6 +303,15 @@ def _service_ports(ports: tuple[wire.ServicePort, ...], exposed: bool) -> tuple[
     return tuple(result)
 
 
+def _source_ranges(spec: wire.ServiceSpec) -> tuple[Cidr, ...]:
+    """In order and each once, so that policy has little to do with many of them."""
+    listed = enumerate(spec.load_balancer_source_ranges or ())
+    return tuple(
+        sorted({parse_cidr(text.strip(), f"spec.loadBalancerSourceRanges[{i}]")
+                for i, text in listed})
+    )  # fmt: skip
+
+
 def _lb_vips(status: wire.ServiceStatus | None, skipped: list[str]) -> tuple[Addr, ...]:
     ingress = (status and status.load_balancer and status.load_balancer.ingress) or ()
     listed = (
@@ -317,8 +327,11 @@ def _dialled(listed: Iterable[tuple[str, str]], skipped: list[str]) -> tuple[Add
     every node's own: they are left out, and the Service is served at its others. Link-local ones
     are refused by policy (policy/admission.py).
     """
-    found = []
+    found: list[Addr] = []
     for path, text in listed:
+        if len(found) == MOST_ADDRESSES:
+            skipped.append(at(path, f"it and what follows: no more than {MOST_ADDRESSES} count"))
+            break
         address = parse_at(text, path)
         reason = special(address)
         if reason not in ("", LINK_LOCAL):

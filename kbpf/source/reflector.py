@@ -391,7 +391,7 @@ class Reflector:
                 self._version = ""
                 raise SourceError(f"{code}{said.message}")
             case Garbled():
-                # It may have been one: a list tells. In the midst of a streaming list, one by pages.
+                # It may have been one: a list tells; by pages if this was a streaming list.
                 log.warning("line unreadable name=%s error=%r", self._resource.name, said.error)
                 self._version = ""
                 raise SourceError(f"a line is no event: {said.error}")

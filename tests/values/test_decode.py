@@ -144,14 +144,22 @@ SERVICE_FIELDS = [
         (a("198.51.100.1"), a("2001:db8::1")),
     ),
     Field(
-        "a source range is trimmed and loses its host bits",
-        {"loadBalancerSourceRanges": [" 10.1.2.3/8 ", "fd00::1/64", "10.0.0.1/32", "0.0.0.0/0"]},
+        "a source range is trimmed and loses its host bits; each once, in order",
+        {
+            "loadBalancerSourceRanges": [
+                " 10.1.2.3/8 ",
+                "fd00::1/64",
+                "10.0.0.1/32",
+                "0.0.0.0/0",
+                "10.0.0.0/8",
+            ]
+        },
         "source_ranges",
         (
-            cidr("10.0.0.0", 104),
-            cidr("fd00::", 64),
-            cidr("10.0.0.1", 128),
             cidr("0.0.0.0", 96),
+            cidr("10.0.0.0", 104),
+            cidr("10.0.0.1", 128),
+            cidr("fd00::", 64),
         ),
     ),
     Field("no policies mean Cluster: external", LB, "external_local", False),
@@ -277,6 +285,20 @@ def test_an_address_that_is_nobodys_is_left_out_alone(text: str, why: str):
     assert (made.external_ips, made.lb_vips) == ((external, *kept), (vips, *kept))
     paths = ("spec.externalIPs[1]", "status.loadBalancer.ingress[1].ip")
     assert made.skipped == tuple(f"{path}: {text} is {why}" for path in paths if skipped)
+
+
+def test_the_addresses_of_a_service_have_a_limit():
+    """Of either kind; those after it are left out."""
+    listed = [f"198.51.{i // 200}.{i % 200 + 1}" for i in range(decode.MOST_ADDRESSES + 3)]
+    status = {"loadBalancer": {"ingress": [{"ip": ip} for ip in listed]}}
+    made = service(externalIPs=listed, status=status).object
+    assert isinstance(made, Service)
+    first = tuple(map(a, listed[: decode.MOST_ADDRESSES]))
+    assert (made.external_ips, made.lb_vips) == (first, first)
+    paths = ("spec.externalIPs[1024]", "status.loadBalancer.ingress[1024].ip")
+    assert made.skipped == tuple(
+        f"{path}: it and what follows: no more than 1024 count" for path in paths
+    )
 
 
 def test_load_balancer_status_counts_for_every_type():

@@ -578,3 +578,31 @@ def test_everything_deleted_leaves_nothing(events):
             )
             desired.update(world, world.apply([Delete(event.key)]), LOCAL, Config())
     assert desired.update(world, Touched(everything=True), LOCAL, Config()) == set()
+
+
+@pytest.mark.parametrize(
+    ("addresses", "endpoints", "served"),
+    [(1_024, 0, 262_144 // 1_026), (0, 1_000, 1_048_576 // 1_000), (0, 10, 1_100)],
+    ids=["ports times addresses", "ports times endpoints", "many ports alone"],
+)
+def test_one_service_asks_for_no_more_than_the_maps_hold(
+    addresses: int, endpoints: int, served: int
+):
+    """By the product of what it lists: the ports beyond that are told, and take no memory."""
+    listed = tuple(parse_addr(f"192.0.{i >> 8}.{i & 255}") for i in range(addresses))
+    ends = tuple(Endpoint(parse_addr(f"10.1.{i >> 8}.{i & 255}")) for i in range(endpoints))
+    names = [f"p{i}" for i in range(1_100)]
+    ports = tuple(ServicePort(name, Protocol.TCP, i + 1) for i, name in enumerate(names))
+    at = tuple(SlicePort(name, Protocol.TCP, 8080) for name in names)
+    large = Service("ns", "big", "ClusterIP", addrs("10.96.0.9"), ports, external_ips=listed)
+    states = list(desired_service(large, [EndpointSlice("ns", "s", "big", 4, ends, at)], ME))
+    assert [state.key.port for state in states] == names
+    for number, state in enumerate(states):
+        if number < served:
+            assert (len(state.frontends), len(state.cluster)) == (1 + addresses, endpoints)
+            assert state.refused == ()
+            continue
+        assert (state.frontends, state.cluster, state.serving) == ((), (), ())
+        ((front, why),) = state.refused
+        assert str(front) == f"10.96.0.9:{number + 1}/TCP"
+        assert "more ports, times endpoints or addresses, than the maps may hold" in why
