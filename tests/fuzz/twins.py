@@ -44,6 +44,8 @@ from tests.fuzz.segments import IDLE_SECONDS, PAUSE, Speaker
 from tests.support.lab import inside, run
 from tests.support.packets import frame, udp
 
+NOBODYS_PORT: Final = 9
+"""Of the node, and none that a masqueraded client may have: for what a backend sends unasked."""
 FIRST_PORT, LAST_PORT = 2000, 60_000
 """Of clients, one for each sequence of a batch. They are ports that a masqueraded client keeps."""
 MOST_AT_ONCE: Final = 300
@@ -285,8 +287,8 @@ def _say(side: _Side, speaker: Speaker, each: Played, token: str) -> None:
         known = side.seen_as.get((PROTOCOLS[each.protocol], family, speaker.tag))
         if known is None and each.variant != "kept":
             known = side.chosen(PROTOCOLS[each.protocol], end(CLIENT[family], speaker.tag))
-        usual = CLIENT if each.variant == "kept" else OWN[back]
-        host, port = known or (usual[family], speaker.tag)
+        nobody = (CLIENT, speaker.tag) if each.variant == "kept" else (OWN[back], NOBODYS_PORT)
+        host, port = known or (nobody[0][family], nobody[1])
         source, to = end(POD[back][family], BACK_PORT), end(host, port)
     else:
         source = end(CLIENT[family], speaker.tag)
