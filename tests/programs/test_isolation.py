@@ -10,6 +10,7 @@ import os
 import resource
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ from kbpf.dataplane.bpf.layout import (
 )
 from kbpf.dataplane.bpf.plane import BpfPlane
 from kbpf.dataplane.bpf.settings import SHARERS
+from kbpf.dataplane.bpf.shares import Shares, sharers
 from kbpf.kernel import netns
 from kbpf.kernel.libbpf import Program
 from kbpf.kernel.testrun import run
@@ -294,6 +296,30 @@ def test_a_network_of_clients_has_its_share_of_affinity_and_no_more(ingress: Ing
     assert len(ingress.site.entries("affinity")) == VICTIMS + SHARE
     ingress.dial(["2001:db8:99::1"])
     assert len(ingress.site.entries("affinity")) == VICTIMS + SHARE + 1, "others still have room"
+
+
+def test_forged_clients_that_fill_the_shares_are_counted_again(ingress: Ingress):
+    """A share that was evicted is counted from 1, until the agent has counted the entries again."""
+    ingress.dial(f"2001:db8:5::{number:x}" for number in range(1, 11))
+    (sharer,) = ingress.site.entries("affinity_shares")
+    syns = [tcp(f"203.0.{n >> 8}.{n & 255}:4000", VIP[4], flags="S") for n in range(4 * AFFINITY)]
+    translated = ingress.run(syns)
+    assert {parse(packet, l2=False).ip.destination for packet in translated} == {host_of(POD[4])}
+    site, maps = ingress.site, ("affinity", "affinity_shares")
+    ingress.dial(f"2001:db8:5:0:1::{number:x}" for number in range(1, 11))
+    with site.pinned(maps[0]) as affinity, site.pinned(maps[1]) as shares:
+        shares.delete(sharer)  # the kernel evicts it only under a far longer flood
+        ingress.dial(["2001:db8:5:0:2::1"])
+        assert U32.unpack(shares.lookup(sharer) or b"")[0] == 1
+        held: Any = dict(zip(maps, (affinity, shares), strict=True))
+        counting = Shares(lambda: held, dict)
+        counting.advance(0, float("inf"))
+        assert counting._cursor is None, "all is counted in one part"
+    entries = site.entries("affinity")
+    wanted = Counter(sharers(b"".join(entries), b"".join(entries.values())))
+    counted = {key: U32.unpack(raw)[0] for key, raw in site.entries("affinity_shares").items()}
+    assert counted[sharer] >= 11
+    assert counted == {key: wanted[key] for key in counted}
 
 
 class Flood(NamedTuple):

@@ -28,6 +28,7 @@ from kbpf.dataplane.bpf.layout import (
     CACHED_DEVICES,
     DEVICE,
     ENDS,
+    MAPS,
     NAT,
     NETWORK_KEY,
     PORT_SLOT,
@@ -852,6 +853,23 @@ def test_one_client_does_not_use_up_what_others_are_told(
         peers.update(parse_addr(hosts[0]), U64.pack(time.monotonic_ns() + 4 * HOUR - HOUR // 2))
     assert refusals.answers(v, kind, [hosts[0]] * 20) == 2
     assert refusals.answers(v, "tcp", [hosts[1]] * 20) == 20, "resets have no such limit"
+
+
+@both
+def test_more_clients_than_are_known_get_no_more_errors_than_the_node_sends(
+    refusals: Refusals, v: int
+) -> None:
+    """A client whose entry was evicted may get six errors again, out of what the node has left."""
+    refusals.set(EACH[v], 6)
+    refusals.set(RefusalLimit.ICMP, 8)
+    host = f"{CLIENT[v][:-1]}{190 + v}"
+    assert refusals.answers(v, "udp", [host] * 20) == 6
+    spent = U64.pack(time.monotonic_ns() + 6 * HOUR)
+    with refusals.path.site.pinned("refused_peers") as peers:
+        for number in range(4 * MAPS["refused_peers"].entries):
+            peers.update(number.to_bytes(16, "little"), spent)
+        peers.delete(parse_addr(host))  # the kernel evicts it once it is the oldest
+    assert refusals.answers(v, "udp", [host] * 20) == 2
 
 
 SETTINGS = {

@@ -5,6 +5,7 @@ test (tests/lab/test_docs.py runs what no other does).
 import os
 import re
 import subprocess
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -228,11 +229,49 @@ def test_what_kernels_lack_is_said():
             assert feature.what.split()[0] in rows[".".join(map(str, release))], feature
 
 
-def test_of_each_map_it_is_said_who_can_fill_it():
+def cells(row: str) -> list[str]:
+    """Of a row of a table."""
+    return [cell.strip() for cell in row.strip("|").split("|")]
+
+
+class MapRow(NamedTuple):
+    """A row of the table of shared maps: who can fill these maps, and what then happens."""
+
+    maps: tuple[str, ...]
+    filled_by: str
+    then: str
+
+
+def map_rows() -> list[MapRow]:
+    """Without the row about memory, which names no map in its first column."""
     text = (ROOT / "docs" / "limits.md").read_text().partition("## Shared maps")[2]
-    rows = [row.split("|")[1] for row in text.splitlines() if row.startswith("| `")]
-    named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
-    assert named == set(MAPS)
+    rows = [cells(row) for row in text.splitlines() if row.startswith("| `")]
+    return [MapRow(tuple(re.findall(r"`(\w+)`", row[0])), *row[1:]) for row in rows if
+            row[0].endswith("`")]  # fmt: skip
+
+
+def maps_in_c() -> set[str]:
+    """The maps that the programs declare."""
+    table = r"^BPF_(?:F_)?TABLE\((?:[^,;]+,){3} (\w+)|^BPF_SK_STORAGE\((\w+)"
+    sources = [path.read_text() for path in (ROOT / "kbpf" / "bpf").glob("*.[ch]")]
+    found = [match for text in sources for match in re.findall(table, text, re.MULTILINE)]
+    return {table or storage for table, storage in found}
+
+
+def test_each_map_has_one_row_that_says_who_can_fill_it():
+    in_c = maps_in_c()
+    assert len(in_c) > 30
+    assert Counter(name for row in map_rows() for name in row.maps) == Counter(set(MAPS) | in_c)
+
+
+@pytest.mark.parametrize("row", map_rows(), ids=lambda row: row.maps[0])
+def test_what_happens_when_a_map_is_full_is_tested(row: MapRow):
+    """Maps that nobody outside can fill need no test."""
+    texts = [path.read_text() for path in (ROOT / "tests").rglob("test_*.py")]
+    tests = {name for text in texts for name in re.findall(r"^def (test_\w+)\(", text, re.M)}
+    named = re.findall(r"`(test_\w+)`", row.then)
+    assert [name for name in named if name not in tests] == []
+    assert named or row.filled_by.startswith("nobody")
 
 
 # ---- figures -------------------------------------------------------------------------------------
@@ -253,11 +292,6 @@ FIGURES = [
     Figures("short connections to a NodePort", "kbpf `stack` |", "short connections"),
     Figures("requests on a kept connection to a NodePort", "kbpf `stack` |", "requests"),
 ]
-
-
-def cells(row: str) -> list[str]:
-    """Of a row of a table."""
-    return [cell.strip() for cell in row.strip("|").split("|")]
 
 
 def tables(page: str) -> list[list[list[str]]]:
