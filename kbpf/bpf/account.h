@@ -8,6 +8,10 @@ static __always_inline bool is_accounting(u32 what)
 	return config_flags() & what;
 }
 
+/* Instead of a backend: all that a Service has, where the agent has written such an entry since its
+ * namespace has more than its share of `counts`. Then no more pairs of the Service are added. */
+#define ALL_BACKENDS 0xfffffffe
+
 static __always_inline struct counts *counts_of(u32 service, u32 backend)
 {
 	struct count_key key = {.service = service, .backend = backend};
@@ -16,6 +20,11 @@ static __always_inline struct counts *counts_of(u32 service, u32 backend)
 
 	if (found || !service)
 		return found;
+	key.backend = ALL_BACKENDS;
+	found = counts.lookup(&key);
+	if (found)
+		return found;
+	key.backend = backend;
 	none = no_counts.lookup(&zero);
 	if (!none)
 		return NULL;

@@ -66,7 +66,8 @@ BPF_TABLE("array", u32, struct config, config, 1);
 BPF_TABLE("percpu_array", u32, u64, reasons, REASONS);
 
 /* (service, backend) -> what its connections came to. Programs write; the agent deletes, some time
- * after the backend is gone. Full: what is new there is not counted. Shared by all CPUs, since it
+ * after the backend is gone, and adds up Services of a namespace that has more than its share
+ * (measure.py). Full: what is new there is not counted. Shared by all CPUs, since it
  * is written at the beginning and the end of a connection only: per CPU, a node with 64 of them
  * would need, and read at each scrape, 64 times as much. */
 BPF_F_TABLE("hash", struct count_key, struct counts, counts, 64, BPF_F_NO_PREALLOC);

@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from kbpf.dataplane.bpf.measure import GONE, NO_BACKEND
+from kbpf.dataplane.bpf.measure import ALL_BACKENDS, GONE, NO_BACKEND
 from kbpf.errors import NotFoundError
 from kbpf.model.address import format_addr
 from kbpf.model.measures import Totals
@@ -128,7 +128,8 @@ def _traffic(service: int, backend: int, snapshot: Snapshot) -> TrafficRow:
     if known is not None:
         where = endpoint(format_addr(known.address), known.port)
     else:
-        where = {NO_BACKEND: "none", GONE: "gone"}.get(backend, f"id {backend}, gone")
+        special = {NO_BACKEND: "none", GONE: "gone", ALL_BACKENDS: "all"}
+        where = special.get(backend, f"id {backend}, gone")
     return TrafficRow(
         id=backend,
         backend=where,

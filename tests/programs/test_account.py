@@ -18,7 +18,14 @@ import pytest
 
 from kbpf.dataplane.bpf.layout import COUNTS, PAIR, PEER, U32, Target, unpack_name
 from kbpf.dataplane.bpf.load import Pins
-from kbpf.dataplane.bpf.measure import GONE, NO_BACKEND, SWEEP_SECONDS, Meter
+from kbpf.dataplane.bpf.measure import (
+    ALL_BACKENDS,
+    GONE,
+    NO_BACKEND,
+    SWEEP_SECONDS,
+    Meter,
+    beyond_share,
+)
 from kbpf.dataplane.bpf.plane import BpfPlane
 from kbpf.errors import KernelError
 from kbpf.kernel.libbpf import Link, Program
@@ -248,7 +255,7 @@ def had(site: Site) -> dict[tuple[str, str], Totals]:
     for key, raw in site.entries("counts").items():
         service_id, backend = PAIR.unpack(key)
         at = addresses.get(backend)
-        where = {NO_BACKEND: "none", GONE: "gone"}.get(backend) or (
+        where = {NO_BACKEND: "none", GONE: "gone", ALL_BACKENDS: "all"}.get(backend) or (
             "?" if at is None else f"{at.address.hex()}:{at.port}"
         )
         found[names.get(service_id, "?"), where] = Totals(*COUNTS.unpack(raw))
@@ -525,3 +532,59 @@ def test_a_full_map_counts_nothing_new_and_serves(ground: Ground):
     within(ground.client, lambda: reset("10.96.0.2"))
     assert len(site.entries("counts")) == 1
     start(ground)
+
+
+def test_a_namespace_that_fills_the_map_leaves_room_for_others(ground: Ground):
+    """Its largest Service port is counted by one entry from then on; no sum falls."""
+    site, limit = ground.site, 100
+    sizes = MapSizes(affinity=4096, connections=4096, counts=limit)
+    start(ground, sizes=sizes)
+    names, _ = ids(site)
+    with site.pinned("counts") as counts:
+        for key in site.entries("counts"):
+            counts.delete(key)
+    put(site, names["dns"], 2_000_000, Totals(begun=7))
+    for number in range(1, limit):
+        put(site, names["fair"], 1_000_000 + number, Totals(begun=1))
+    within(ground.client, lambda: reset("10.96.0.2"))
+    assert len(site.entries("counts")) == limit, "what is new is not counted"
+    config = Config(sizes=sizes, system_namespaces=())
+    Meter(Pins(site.pins), config, lambda: 0.0).count(lambda: None)
+    wanted = {("fair", "all"): limit - 1, ("dns", "?"): 7}
+    assert {key: total.begun for key, total in had(site).items()} == wanted
+    within(ground.client, lambda: fair("10.96.0.1"))
+    within(ground.client, lambda: reset("10.96.0.2"))
+    found = {key: total.begun for key, total in had(site).items() if key[0] != "rude"}
+    assert found == wanted | {("fair", "all"): limit}
+    assert [total.begun for key, total in had(site).items() if key[0] == "rude"] == [1]
+    totals = dict(Meter(Pins(site.pins), config, lambda: 0.0).count(lambda: None).totals)
+    assert totals[name_of("fair")].begun == limit
+    with site.pinned("counts") as counts:
+        for key in site.entries("counts"):
+            counts.delete(key)
+    start(ground)
+
+
+class Shares(NamedTuple):
+    """Entries of Service ports, by namespace and id, out of 100; which of them are summed up."""
+
+    name: str
+    ports: dict[str, dict[int, int]]
+    chosen: list[int]
+
+
+SHARES = [
+    Shares("up to three quarters nobody is asked", {"a": {1: 75}}, []),
+    Shares("the largest port of one that is alone", {"a": {1: 60, 2: 30}}, [1]),
+    Shares("the others keep theirs", {"a": {1: 50, 2: 30}, "b": {3: 10}, "c": {4: 10}}, [1]),
+    Shares("as many as it takes", {"a": {1: 20, 2: 20, 3: 20, 4: 20, 5: 16}}, [4, 3]),
+    Shares("two that take all", {"a": {1: 50}, "b": {2: 50}}, [1]),
+    Shares("ports of one entry stay as they are", {"a": dict.fromkeys(range(100), 1)}, []),
+]
+
+
+@pytest.mark.parametrize("row", SHARES, ids=lambda row: row.name)
+def test_which_service_ports_are_summed_up(row: Shares):
+    ports = {i: (name, size) for name, own in row.ports.items() for i, size in own.items()}
+    entries = sum(size for _, size in ports.values())
+    assert sorted(beyond_share(ports, entries, 100)) == sorted(row.chosen)

@@ -13,7 +13,7 @@ moves it to the backend GONE now and then.
 import time
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Set
-from heapq import nlargest
+from heapq import heapify, heappop, heappush, nlargest
 from itertools import chain
 from operator import add
 from typing import Final
@@ -34,12 +34,13 @@ from kbpf.dataplane.bpf.layout import (
     Reason,
     Target,
 )
+from kbpf.dataplane.bpf.limits import CONTESTED, RESERVED, SHARE
 from kbpf.dataplane.bpf.load import Pins
 from kbpf.errors import KernelError
 from kbpf.kernel import libbpf
 from kbpf.kernel.libbpf import Map
 from kbpf.model.address import format_endpoint
-from kbpf.model.config import Accounting, Config
+from kbpf.model.config import Accounting, Config, is_system
 from kbpf.model.measures import (
     BEGUN,
     FULL,
@@ -53,7 +54,7 @@ from kbpf.model.measures import (
     Tracked,
     Traffic,
 )
-from kbpf.model.objects import Protocol
+from kbpf.model.objects import Protocol, ServiceName
 
 VERDICTS: Final = {
     Reason.NOT_A_SERVICE: "pass",
@@ -87,6 +88,8 @@ SWEEP_SECONDS: Final = 300.0
 
 NO_BACKEND: Final = 0
 GONE: Final = 0xFFFF_FFFF
+ALL_BACKENDS: Final = 0xFFFF_FFFE
+"""Of a Service port whose namespace has more than its share of `counts`: see account.h."""
 MANY: Final = 256
 """More names than that are read all at once."""
 
@@ -111,6 +114,7 @@ class Meter:
         self._place: dict[int, int] = {}  # the same by id, and these are never used twice
         self._entries: Mapping[str, int] = {}
         self._sweep_due = clock() + SWEEP_SECONDS
+        self._special = {NO_BACKEND, GONE}  # the first sweep gives Service ports their pairs again
 
     # ---- what is known at once -------------------------------------------------------------
 
@@ -152,6 +156,8 @@ class Meter:
         if known and self._clock() >= self._sweep_due:
             self._sweep(had.services)
             self._sweep_due = self._clock() + SWEEP_SECONDS
+        if known:
+            self._sum_up(had.sizes)
         return Traffic(
             self._by_name(now.services),
             tuple(self._totals_by_name(had.services)),
@@ -213,7 +219,8 @@ class Meter:
                 load.open_map(self._pins.maps / "backends", MAPS["backends"]) as backends,
             ):
                 living = {U32.unpack(key)[0] for key, _ in backends.items()}
-                living |= {NO_BACKEND, GONE}
+                living |= self._special
+                self._special = {NO_BACKEND, GONE, ALL_BACKENDS}
                 over: list[bytes] = []
                 gone: dict[int, Totals] = {}
                 for key, raw in counts.items():
@@ -231,6 +238,45 @@ class Meter:
                     counts.delete(key)
         except KernelError:
             return
+
+    def _sum_up(self, sizes: Mapping[int, int]) -> None:
+        """Leaves the largest Service ports of namespaces that have more than their share one entry
+        each. What a program adds between the steps is lost, as in _sweep().
+        """
+        ports = {
+            service: (name[0], size)
+            for service, size in sizes.items()
+            if (name := self._name_of(service))
+            and not is_system(ServiceName(*name[:2]), self._config)
+        }
+        limit = MAPS["counts"].limit(self._config.sizes)
+        chosen = beyond_share(ports, sum(sizes.values()), limit)
+        if not chosen:
+            return
+        try:
+            with load.open_map(self._pins.maps / "counts", MAPS["counts"]) as counts:
+                entries: dict[int, list[tuple[bytes, bytes]]] = {service: [] for service in chosen}
+                for key, raw in counts.items():
+                    service, _ = PAIR.unpack(key)
+                    if service in entries:
+                        entries[service].append((key, raw))
+                for service, held in entries.items():
+                    total = _ZERO
+                    for _, raw in held:
+                        total = _sum(total, Totals(*COUNTS.unpack(raw)))
+                    own = PAIR.pack(service, ALL_BACKENDS)
+                    keys = [key for key, _ in held if key != own]
+                    for key in keys[:1]:  # or there is no room for the new entry
+                        counts.delete(key)
+                    counts.update(own, COUNTS.pack(*total))
+                    for key in keys[1:]:
+                        counts.delete(key)
+        except KernelError:
+            return
+
+    def _name_of(self, service_id: int) -> PortName | None:
+        at = self._place.get(service_id)
+        return None if at is None else self._ports[at]
 
     def _learn(self, wanted: Set[int]) -> bool:
         """The names of these ids; others are forgotten when they are many. Whether they could be
@@ -306,6 +352,7 @@ class _Sums:
         self._most = most
         self.entries = 0
         self.services: dict[int, Totals] = {}
+        self.sizes: Counter[int] = Counter()
         self.busiest: list[tuple[Totals, Ids]] = []
 
     def take(self, held: Map) -> Iterator[None]:
@@ -314,15 +361,44 @@ class _Sums:
         for keys, values in held.batches():
             for (service, _), total in _pairs(keys, values):
                 services[service] = _sum(services.get(service, _ZERO), total)
+                self.sizes[service] += 1
                 self.entries += 1
             if self._most:
                 pairs = (
                     (total, ids)
                     for ids, total in _pairs(keys, values)
-                    if ids[1] not in (NO_BACKEND, GONE)
+                    if ids[1] not in (NO_BACKEND, GONE, ALL_BACKENDS)
                 )
                 self.busiest = nlargest(self._most, chain(self.busiest, pairs))
             yield
+
+
+def beyond_share(ports: Mapping[int, tuple[str, int]], entries: int, limit: int) -> list[int]:
+    """The Service ports that get one entry of `counts` each, so that no namespace has more than
+    SHARE times the room that is left, as for the maps of Services (limits.py): the largest ones of
+    the namespace that has most. `ports`: namespace and entries by id.
+    """
+    if entries <= CONTESTED * limit:
+        return []
+    by_namespace: dict[str, list[tuple[int, int]]] = {}
+    for service, (namespace, size) in ports.items():
+        by_namespace.setdefault(namespace, []).append((size, service))
+    heap = []
+    for namespace, own in by_namespace.items():
+        own.sort()
+        heap.append((-sum(size for size, _ in own), namespace))
+    heapify(heap)
+    chosen: list[int] = []
+    while heap:
+        used, namespace = heappop(heap)
+        if -used <= SHARE * (limit * (1 - RESERVED) - entries):
+            break
+        size, service = by_namespace[namespace].pop()
+        if size > 1:
+            chosen.append(service)
+            entries -= size - 1
+            heappush(heap, (used + size - 1, namespace))
+    return chosen
 
 
 def _pairs(keys: bytes, values: bytes) -> Iterator[tuple[Ids, Totals]]:
