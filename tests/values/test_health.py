@@ -122,6 +122,13 @@ READY = [
      "kbpf does not serve: changes wait to be programmed: no room"),
     ("a message with escapes in it", LATE, replace(AGENT, error="no \x1b[2J\u202eroom\n"),
      "kbpf does not serve: changes wait to be programmed: no \\x1b[2J\\u202eroom\\n"),
+    ("a Service of the cluster itself finds no room", WELL,
+     replace(AGENT, refused_system=("kube-system/dns",)),
+     "kbpf does not serve: not programmed: kube-system/dns; `kbpf inspect status` says why"),
+    ("many of them", WELL,
+     replace(AGENT, refused_system=tuple(f"kube-system/{name}" for name in "abcde")),
+     "kbpf does not serve: not programmed: kube-system/a, kube-system/b, kube-system/c and 2 more; "
+     "`kbpf inspect status` says why"),
     ("the API server went away: what is programmed serves", WELL,
      replace(AGENT, sources=(watch("services", "refused", synced=True),)), "kbpf serves"),
 ]  # fmt: skip
