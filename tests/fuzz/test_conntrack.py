@@ -12,6 +12,7 @@ import pytest
 
 from tests.fuzz.comparison import BATCH, SEEDS, compare, play, random_sequences, shrunk
 from tests.fuzz.differences import ROWS, complaint
+from tests.fuzz.mutants import MUTANTS, PACKAGE
 from tests.fuzz.node import VARIANTS
 from tests.fuzz.reference import read
 from tests.fuzz.twins import LONGEST_PHASE, NOTHING, Outcome, Played, Stalled, Twins
@@ -143,3 +144,9 @@ def test_each_intended_difference_has_its_reason_in_the_documents():
     _, _, section = DATAPATH.read_text().partition("## States beside conntrack's")
     told = Counter(re.findall(r"^\| ([^|]+?) \|", section, re.MULTILINE))
     assert {row.name for row in ROWS} <= told.keys()
+
+
+def test_the_mutants_of_the_campaign_are_of_this_code():
+    for mutant in MUTANTS:
+        text = (PACKAGE / "bpf" / mutant.file).read_text()
+        assert text.count(mutant.old) == 1, mutant.name
