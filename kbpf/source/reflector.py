@@ -110,6 +110,7 @@ class Reflector:
         self._listing_since: float | None = None
         self._drift = 0
         self._broke_off = False
+        self._unreadable = ""  # what was wrong with a line of the streaming list
         self._healthy_since: float | None = None
         self._verb = "list"
         self._contact = 0.0
@@ -274,7 +275,7 @@ class Reflector:
     def _begin_list(self) -> float:
         """Returns when it was."""
         self._status = replace(self._status, state=SourceState.LISTING)
-        self._listing_since = self._clock()
+        self._listing_since, self._unreadable = self._clock(), ""
         self._known.begin_list(self._heard_through if self._verifies else "")
         return self._listing_since
 
@@ -377,6 +378,8 @@ class Reflector:
             case Changed():
                 self._take(said.item, said.gone)
             case InitialEnd():
+                if self._unreadable:  # what is missing may be that, not gone: pages tell
+                    raise SourceError(self._unreadable)
                 self._listed(stream.resource_version)
                 self._well()
             case WentBack():
@@ -391,10 +394,12 @@ class Reflector:
                 self._version = ""
                 raise SourceError(f"{code}{said.message}")
             case Garbled():
-                # It may have been one: a list tells; by pages if this was a streaming list.
+                # It may have been one: a list tells.
                 log.warning("line unreadable name=%s error=%r", self._resource.name, said.error)
-                self._version = ""
-                raise SourceError(f"a line is no event: {said.error}")
+                self._unreadable = f"a line is no event: {said.error}"
+                if self._version:
+                    self._version = ""
+                    raise SourceError(self._unreadable)
             case _:
                 assert_never(said)
 

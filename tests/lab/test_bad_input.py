@@ -261,8 +261,10 @@ def test_an_object_without_a_name_is_not_taken_for_a_deletion(web: Cluster) -> N
         web.settle()
         expect(web, "10.96.0.23:80", "a2")
         expect(web, f"{HOST}:80", "a1")
-    (line,) = complaints(web)
-    assert "not a Service" in line
+        until("pages are asked for", lambda: any("object unreadable" in line
+                                                 for line in complaints(web)))  # fmt: skip
+        expect(web, f"{HOST}:80", "a1")
+    assert all("not a Service" in line for line in complaints(web))
 
 
 # ---- maps, compiler, kernel ---------------------------------------------------------------------

@@ -342,7 +342,7 @@ def test_a_streaming_list_with_rubbish_in_it_deletes_nothing_and_pages_tell_what
     """What was deleted meanwhile does not stay until the next regular list."""
     run = start(
         listed_a(error(410)),
-        streamed(added("b", 6), b"rubbish\n", bookmark(20, end=True)),
+        streamed(b"rubbish\n", added("b", 6), bookmark(20, end=True)),
         listed(service("b", 6)),
     )
     run.until(lambda: run.said.count("synced") == 2)
