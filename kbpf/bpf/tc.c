@@ -34,6 +34,7 @@ static __always_inline u32 socket_cgroup(void)
 #define EVICTION_TRIES 8   /* flows that are asked when the queue is full */
 #define FRESH_TRIES 8      /* of SNAT_TRIES, before a port that a backend may still keep will do */
 #define SCAN_PORTS 640     /* ports that tc_scan looks at in one run */
+#define SCANS 18           /* such runs: the kernel allows a packet 33 tail calls in all */
 #define TICK (SECOND / 50) /* CPUs may read the coarse clock so far apart */
 #define SCAN_PAUSE (SECOND / 10) /* no search of this length for a backend that had no port */
 
@@ -1477,9 +1478,9 @@ static __always_inline bool seems_given(const struct nat *entry, const struct sc
 }
 
 /* Looks for a port that is free, or whose flow gives it up, among the next SCAN_PORTS of those that
- * the client may have; and so on until all were looked at (cb[1]: in so many runs). Where all are
- * in use that takes half a millisecond: then it is not done again for this backend for SCAN_PAUSE.
- */
+ * the client may have; and so on until all were looked at (cb[1]: in so many runs, SCANS at most).
+ * Where all are in use that takes half a millisecond: then it is not done again for this backend
+ * for SCAN_PAUSE. */
 int tc_scan(struct __sk_buff *skb)
 {
 	u32 zero = 0, at, left = skb->cb[1];
@@ -1500,6 +1501,8 @@ int tc_scan(struct __sk_buff *skb)
 		left = elapsed(*searched, found->last_used) < SCAN_PAUSE
 			       ? 0
 			       : (s.count + SCAN_PORTS - 1) / SCAN_PORTS;
+	if (left > SCANS)
+		left = SCANS;
 	if (!left)
 		return search_on(skb, SEARCH_LAST, TAIL_SNAT);
 	at = place_of(&s, found->snat_port);

@@ -12,6 +12,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -70,7 +71,7 @@ from tests.support.lab import ip
 from tests.support.lab import run as command
 from tests.support.packets import Talk, arp, echo, fragments, frame, icmp_error, sctp, tcp, udp
 from tests.support.parse import parse
-from tests.support.plane import Site, desired, service, sites
+from tests.support.plane import SIZES, Site, desired, service, sites
 from tests.support.shares import ports_of
 
 CLIENT = {4: "198.51.100.7", 6: "2001:db8:9::7"}
@@ -199,7 +200,8 @@ def path(artifact_cache: Path) -> Iterator[Path_]:
             netns.inside(Path("/run/netns") / where, lambda: sysctl.write(name, "0"))  # noqa: B023
         with sites(artifact_cache) as make:
             site = make(node=where)
-            plane = site.open(packet_path=True, masquerade_ports=(LOW, HIGH))
+            sizes = replace(SIZES, connections=8192)
+            plane = site.open(sizes, packet_path=True, masquerade_ports=(LOW, HIGH))
             addresses = tuple(parse_addr(NODE[v]) for v in (4, 6))
             state = msgspec.structs.replace(desired(*services()), masquerade_as=addresses)
             netns.inside(Path("/run/netns") / where, lambda: plane.apply(state, None))
@@ -1329,6 +1331,19 @@ REUSABLE = {
     "disposable": {"state": TcpState.UNPROVEN, "age": 6},
     "half closed, and quiet": {"state": TcpState.CLOSING, "age": 11},
 }
+
+
+@both
+def test_in_the_largest_range_a_handshake_gives_its_port(path: Path_, v: int) -> None:
+    """The kernel ends a packet's chain of programs at 33: the search ends before that."""
+    low, high = 1024, 65_535
+    path.node(NodeFlag(0), low, high)
+    with no_flows(path):
+        fill_ports(path, v, ports_of(CLIENT[v], low, high), state=TcpState.ANSWERED,
+                   used=time.monotonic_ns() + 60 * 10**9)  # fmt: skip
+        before = path.site.reasons()[Reason.NO_SNAT_PORT]
+        assert port_given(path, v, client(v)) != 0
+        assert path.site.reasons()[Reason.NO_SNAT_PORT] == before
 
 
 @both
