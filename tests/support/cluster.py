@@ -2,8 +2,8 @@
 
 The test is every controller: it writes Services, EndpointSlices and Nodes. `settle()` is the only
 way to wait for the agents: it changes a Service and a slice of the cluster's own and returns when
-both have come through, which everything written before has then done too (an API server's watch
-keeps the order within a kind). So what is *not* served can be checked as soon as what is.
+both have come through twice, which everything written before has then done too (an API server's
+watch keeps the order within a kind). So what is *not* served can be checked as soon as what is.
 
 Nodes: node-1 in zone-1, node-2 in zone-2, ...
 Places: pods a1, a2, ... on node-1, b1, ... on node-2; a pod in each host's network, a-net, b-net;
@@ -40,6 +40,7 @@ class Places(Placed):
         self.places: dict[str, Place] = {}
         self.home: dict[str, Node] = {}
         self.agents: list[Agent] = []
+        self._marks = 0
 
     def settle_in(self, letter: str, home: Node, pods: int, *arguments: str) -> None:
         """Its pods begin to serve; its agent, with these arguments, can be started."""
@@ -60,6 +61,26 @@ class Places(Placed):
     def agent_on(self, home: Node, *arguments: str) -> Agent:
         """What runs there."""
         return Agent(home, *arguments)
+
+    def settle(self, *agents: Agent, seconds: float = PATIENCE) -> None:
+        """Returns when the agents (all, if none is named) have applied what was written so far.
+
+        Of one round they program the smallest change first: that is the mark, and what it came with
+        may follow moments later. The second mark is of a later round.
+        """
+        for _ in range(2):
+            self._marks += 1
+            self.write_mark(*mark(self._marks))
+            for agent in agents or self.agents:
+                until(
+                    f"{agent.node.name} has applied everything",
+                    lambda agent=agent: shows(agent, self._marks),
+                    seconds,
+                )
+
+    def write_mark(self, *objects: Object) -> None:
+        """Creates the mark's Service and slice, or replaces them."""
+        raise NotImplementedError
 
     def __getitem__(self, name: str) -> Place:
         return self.places[name]
@@ -107,7 +128,6 @@ class Cluster(Places):
         self._arguments = arguments
         self._shape = (nodes, name, pods, faulty, network)
         self._stack = contextlib.ExitStack()
-        self._marks = 0
 
     def __enter__(self) -> Self:
         nodes, name, pods, faulty, network = self._shape
@@ -180,17 +200,9 @@ class Cluster(Places):
             self.kube.replace(obj)
         self.settle(*agents)
 
-    def settle(self, *agents: Agent, seconds: float = PATIENCE) -> None:
-        """Returns when the agents (all, if none is named) have applied what was written so far."""
-        self._marks += 1
-        for obj in mark(self._marks):
+    def write_mark(self, *objects: Object) -> None:
+        for obj in objects:
             (self.kube.replace if self._marks > 1 else self.kube.create)(obj)
-        for agent in agents or self.agents:
-            until(
-                f"{agent.node.name} has applied everything",
-                lambda agent=agent: shows(agent, self._marks),
-                seconds,
-            )
 
 
 MARK = "default/settled"

@@ -14,10 +14,10 @@ import pytest
 import yaml
 
 from kbpf.kernel import netns
-from tests.support.cluster import UNROUTED, Cluster, Object, mark, shows
+from tests.support.cluster import UNROUTED, Cluster, Object
 from tests.support.dial import REFUSED, UNSERVED, Dial, explain
 from tests.support.kube_objects import node
-from tests.support.lab import PATIENCE, Agent, Lab, Node, Place, ip, until
+from tests.support.lab import Agent, Lab, Node, Place, ip
 from tests.support.modes import PACKETS
 from tests.support.podnet import gate
 from tests.support.scenario import file_of, put
@@ -107,15 +107,8 @@ class Field(Cluster):
         self.create(*objects)
         self.settle()
 
-    def settle(self, *agents: Agent, seconds: float = PATIENCE) -> None:
-        self._marks += 1
-        put(self.folder, "~mark.yaml", yaml.safe_dump_all(mark(self._marks)))
-        for agent in agents or self.agents:
-            until(
-                f"{agent.node.name} has applied everything",
-                lambda agent=agent: shows(agent, self._marks),
-                seconds,
-            )
+    def write_mark(self, *objects: Object) -> None:
+        put(self.folder, "~mark.yaml", yaml.safe_dump_all(objects))
 
 
 def forward(how: str) -> tuple[str, ...]:

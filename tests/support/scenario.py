@@ -3,8 +3,7 @@
     NAME/*.yaml      the objects, as `kbpf run --source` takes them
     NAME/expected    what stands in the maps then, one line per frontend, without ids
 
-`FolderNode` is a node whose agent is fed by a folder. Its settle() waits as Cluster's does: a mark
-that is written last has come through when everything before has.
+`FolderNode` is a node whose agent is fed by a folder.
 """
 
 import ipaddress
@@ -76,7 +75,6 @@ class FolderNode(cluster.Places):
     def __init__(self, lab: Lab, folder: Path, pods: int = 0) -> None:
         super().__init__()
         self.folder = folder
-        self._marks = 0
         source = ("--source", str(folder), "--source-empty-grace", "0s")
         if pods:
             self.settle_in("a", lab.nodes[0], pods, *source)
@@ -110,11 +108,8 @@ class FolderNode(cluster.Places):
         until("the maps are empty", lambda: not any(map(self.agent.entries, WRITTEN)))
         assert plane.dump(self.agent.entries)["strays"] == {}
 
-    def settle(self) -> None:
-        """Returns when the agent has applied what was written so far."""
-        self._marks += 1
-        self.write(cluster.mark(self._marks), "~mark.yaml")
-        until("the agent has applied everything", lambda: cluster.shows(self.agent, self._marks))
+    def write_mark(self, *objects: Object) -> None:
+        self.write(objects, "~mark.yaml")
 
 
 def put(folder: Path, name: str, text: str) -> None:
