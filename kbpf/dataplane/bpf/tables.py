@@ -66,9 +66,10 @@ class Tables:
         resized = {n for n, size in wanted.items() if size != self.maps[n].max_entries}
         if not resized.isdisjoint(FLOWS):  # the keys of one are those of the other
             resized |= FLOWS
-        for name in wanted:  # in the order of MAPS: the new `order` has the keys of the new `flows`
+        # In the order of MAPS: the new `order` is filled with the keys of the new `flows`.
+        for name, size in wanted.items():
             if name in resized:
-                self._resize(name, wanted[name])
+                self._resize(name, size)
         if next(iter(self.maps["flows"].items()), None):
             look_for_flows(self.maps["tracked"])
         return opened.adopted
