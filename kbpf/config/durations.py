@@ -1,6 +1,7 @@
 """Times as Go writes them: ``30s``, ``1h0m0s``, ``250ms``."""
 
 import re
+import reprlib
 from typing import Final
 
 from kbpf.errors import ConfigError
@@ -15,6 +16,10 @@ UNITS: Final = {
     "m": 60.0,
     "h": 3600.0,
 }
+MOST_SECONDS: Final = 2**63 / 1e9
+"""A Go duration is an int64 of nanoseconds: 292 years."""
+LONGEST: Final = 100
+"""Characters, where Go sets no limit: looking through digits takes the square of their number."""
 _PART: Final = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)(ns|us|µs|μs|ms|s|m|h)")
 
 
@@ -23,10 +28,14 @@ def parse(text: str, where: str) -> float:
     sign, rest = (-1.0, text[1:]) if text.startswith("-") else (1.0, text.removeprefix("+"))
     if rest == "0":
         return 0.0
-    parts = _PART.findall(rest)
-    if not parts or "".join(number + unit for number, unit in parts) != rest:
-        raise ConfigError(f"not a time: {text!r}", where, "write it as 30s, 5m or 1h30m")
-    return sign * sum(float(number) * UNITS[unit] for number, unit in parts)
+    parts = _PART.findall(rest) if len(rest) <= LONGEST else []
+    seconds = sum(float(number) * UNITS[unit] for number, unit in parts)
+    written = "".join(number + unit for number, unit in parts)
+    if not parts or written != rest or seconds >= MOST_SECONDS:
+        raise ConfigError(
+            f"not a time: {reprlib.repr(text)}", where, "write it as 30s, 5m or 1h30m"
+        )
+    return sign * seconds
 
 
 def write(seconds: float) -> str:

@@ -5,6 +5,7 @@ Rules are those of kube-proxy 1.36 (pkg/proxy/apis/config, cmd/kube-proxy/app/op
 
 import re
 import textwrap
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -738,10 +739,20 @@ def test_times_are_gos(text: str, seconds: float, again: str | None):
         assert durations.write(seconds) == again
 
 
-@pytest.mark.parametrize("text", ["", "5", "s", "1d", "1 s", "1s x", "--1s", "1h-1m", "."])
+@pytest.mark.parametrize(
+    "text", ["", "5", "s", "1d", "1 s", "1s x", "--1s", "1h-1m", ".", "2562048h", "9" * 30 + "s"]
+)
 def test_what_go_refuses_is_no_time(text: str):
     with pytest.raises(ConfigError, match=r"not a time.*\(here\)"):
         durations.parse(text, "here")
+
+
+def test_a_text_of_a_million_digits_is_refused_at_once():
+    began = time.process_time()
+    with pytest.raises(ConfigError) as caught:
+        durations.parse("9" * 1_000_000, "here")
+    assert time.process_time() - began < 1
+    assert len(str(caught.value)) < 200
 
 
 # ---- the page ------------------------------------------------------------------------------------
