@@ -11,10 +11,13 @@
  */
 #pragma once
 
+#include "check.h"
+
 #define FIB_SUCCESS 0
 #define FIB_NO_NEIGHBOUR 7 /* found, but for the neighbour's address: the kernel asks for it */
 #define FIB_TOO_LONG 8
 #define TCP_WORDS 12
+#define WAY_SHIFT 20 /* the unit of way_out.found: about a millisecond */
 
 /* struct bpf_fib_lookup of linux/bpf.h, 64 bytes; later kernels give the unions more names. */
 struct route {
@@ -121,55 +124,67 @@ static __always_inline struct device *find_route(struct __sk_buff *skb, const st
 	return device_at(route->ifindex);
 }
 
-static __always_inline void hand_on_way(struct way_out *out, const struct way_out *found)
+/* `found` is when, as struct way_out has it. */
+static __always_inline u32 check_of_way(const struct route *route, u32 found)
 {
-	out->length = 0; /* nobody else may take what is half written */
-	asm volatile("" ::: "memory");
-	out->next = found->next;
-	out->family = found->family;
-	out->ifindex = found->ifindex;
-	__builtin_memcpy(out->own_mac, found->own_mac, 6);
-	__builtin_memcpy(out->next_mac, found->next_mac, 6);
-	out->resolved = found->resolved;
-	out->found = found->found;
-	asm volatile("" ::: "memory");
-	out->length = found->length;
+	u32 macs[3], check = check_address(found, &route->destination);
+
+	__builtin_memcpy(macs, route->own_mac, 6);
+	__builtin_memcpy((u8 *)macs + 6, route->next_mac, 6);
+	check = check_add(check, route->ifindex);
+	check = check_add(check, macs[0]);
+	check = check_add(check, macs[1]);
+	check = check_add(check, macs[2]);
+	return check_add(check, route->length | route->vlan[0] << 16 | (u32)route->family << 24);
+}
+
+static __always_inline void hand_on_way(struct way_out *out, const struct way_out *from)
+{
+	u32 unsaid = out->unsaid;
+
+	*out = *from;
+	out->unsaid = unsaid;
 }
 
 static __always_inline void remember_way(struct way_out *out, const struct route *route, u64 now)
 {
-	struct way_out found = {
-		.found = now,
-		.next = route->destination,
-		.ifindex = route->ifindex,
-		.length = route->length,
-		.resolved = route->vlan[0],
-		.family = route->family,
-	};
-
-	__builtin_memcpy(found.own_mac, route->own_mac, 6);
-	__builtin_memcpy(found.next_mac, route->next_mac, 6);
-	hand_on_way(out, &found);
+	out->found = now >> WAY_SHIFT;
+	out->next = route->destination;
+	out->ifindex = route->ifindex;
+	__builtin_memcpy(out->own_mac, route->own_mac, 6);
+	__builtin_memcpy(out->next_mac, route->next_mac, 6);
+	out->length = route->length;
+	out->resolved = route->vlan[0];
+	out->family = route->family;
+	out->check = check_of_way(route, out->found);
 }
 
-/* The same, for a packet of a flow: what was found is good for a second. A router that changes, or
- * a pod that goes, is noticed by then at the latest. */
+/* What was remembered. False: nothing, or another CPU has replaced it meanwhile, or it is older
+ * than a second: a router that changes, or a pod that goes, is noticed by then at the latest. */
+static __always_inline bool recall_way(const struct way_out *out, struct route *route, u64 now)
+{
+	u32 found = out->found, check = out->check;
+
+	route->family = out->family;
+	route->length = out->length;
+	route->ifindex = out->ifindex;
+	route->destination = out->next;
+	route->vlan[0] = out->resolved;
+	__builtin_memcpy(route->own_mac, out->own_mac, 6);
+	__builtin_memcpy(route->next_mac, out->next_mac, 6);
+	return route->ifindex && check_of_way(route, found) == check &&
+	       (u32)(now >> WAY_SHIFT) - found < SECOND >> WAY_SHIFT;
+}
+
+/* The way of a packet of a flow, see find_route(). */
 static __always_inline struct device *flow_route(struct __sk_buff *skb, const struct packet *p,
 						 const struct tuple *t, struct way_out *out,
 						 struct route *route, u64 now)
 {
-	u16 length = wire_length(skb, p);
 	struct device *to;
 
-	if (out->ifindex && length <= out->length && elapsed(out->found, now) < SECOND) {
-		route->family = out->family;
-		route->ifindex = out->ifindex;
-		route->destination = out->next;
-		route->vlan[0] = out->resolved;
-		__builtin_memcpy(route->own_mac, out->own_mac, 6);
-		__builtin_memcpy(route->next_mac, out->next_mac, 6);
+	if (recall_way(out, route, now) && wire_length(skb, p) <= route->length)
 		return p->ttl > 1 ? device_at(route->ifindex) : NULL;
-	}
 	to = find_route(skb, p, &t->from, &t->to, route, false);
 	if (!to)
 		return NULL;

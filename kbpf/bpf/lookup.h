@@ -9,12 +9,15 @@
  *    of its list and then takes the old one out, and who came by in between saw neither (seen on
  *    6.18: four in a million connects under constant change). service_at() looks a second time.
  *  - An element of a hash may be used again for another key as soon as it is deleted or replaced
- *    (Linux v6.1, fba1a1c6c912: without waiting for readers). read_service() notices.
+ *    (Linux v6.1, fba1a1c6c912: without waiting for readers). read_service() notices by the check
+ *    word, which covers key and value.
  *  - The old set may be deleted while a reader sleeps on its way from `services` to the slots,
  *    which takes longer than the agent's grace period only on a machine in trouble. Ids are never
  *    used twice, so the slot is missing rather than wrong, and choose() reads the service again.
  */
 #pragma once
+
+#include "check.h"
 
 #define TRIES 3
 
@@ -49,8 +52,7 @@ static __always_inline struct service *service_at(struct target *at)
 	return found ? found : services.lookup(at);
 }
 
-/* Copies the service of a frontend. If the element is still that of this key afterwards, what was
- * copied is its value. */
+/* Copies the service of a frontend. */
 static __always_inline enum found read_service(struct target *at, struct service *out)
 {
 	struct service *now = service_at(at);
@@ -58,7 +60,7 @@ static __always_inline enum found read_service(struct target *at, struct service
 	if (!now)
 		return MISSING;
 	*out = *now;
-	return services.lookup(at) == now ? STEADY : UNSTEADY;
+	return check_of_service(at, out) == out->check ? STEADY : UNSTEADY;
 }
 
 static __always_inline u32 config_flags(void)
@@ -100,18 +102,39 @@ static __always_inline struct target node_port_of(const struct target *to)
 	return wildcard;
 }
 
+/* Whether any frontend has this port. Most packets and sockets are for no Service: for them this
+ * look-up in an array, which the kernel inlines, replaces four in a hash. */
+static __always_inline bool is_frontend_port(__be16 port)
+{
+	u32 number = __builtin_bswap16(port), word = number / 64;
+	u64 *bits = frontend_ports.lookup(&word);
+
+	return bits && (*bits >> (number % 64) & 1);
+}
+
+/* Whether a Service may have something to say about a destination: it has a frontend's port, or is
+ * a ClusterIP, which refuses its other ports. */
+static __always_inline bool may_be_service(const struct target *to)
+{
+	return is_frontend_port(to->port) ||
+	       cluster_ips.lookup((struct address *)&to->address) != NULL;
+}
+
 /* Reads the service that `to` belongs to: the exact frontend, else a NodePort on an own address.
  * Who dials 0.0.0.0 means its loopback, not the wildcard under which NodePorts are stored. */
 static __always_inline enum found find_service(const struct target *to, u64 netns,
 					       struct service *out)
 {
 	struct target at = *to;
-	enum found exact = is_any(&at.address) ? MISSING : read_service(&at, out);
+	enum found exact;
 
+	if (!is_frontend_port(at.port))
+		return MISSING;
+	exact = is_any(&at.address) ? MISSING : read_service(&at, out);
 	if (exact != MISSING)
 		return exact;
 	at = node_port_of(to);
-	if (!service_at(&at)) /* no such NodePort: most connections end here */
+	if (!service_at(&at)) /* no such NodePort */
 		return MISSING;
 	if (!serves_node_ports((struct address *)&to->address, netns))
 		return MISSING;

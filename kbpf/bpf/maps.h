@@ -49,6 +49,11 @@ BPF_F_TABLE("hash", struct address, u32, node_addresses, 64, BPF_F_NO_PREALLOC);
 /* address -> 1: ClusterIPs, of which a port that no Service has refuses. Agent only. */
 BPF_F_TABLE("hash", struct address, u32, cluster_ips, 64, BPF_F_NO_PREALLOC);
 
+/* port / 64 -> a bit for each port that a frontend has, whatever its address and protocol. Agent
+ * only: a bit is set before the first frontend of the port is written, and cleared after the last
+ * one is gone. */
+BPF_TABLE("array", u32, u64, frontend_ports, FRONTEND_PORT_WORDS);
+
 /* cgroup id -> 1: whose processes the socket hooks leave alone. Agent only. */
 BPF_F_TABLE("hash", u64, u32, exempt_cgroups, 64, BPF_F_NO_PREALLOC);
 

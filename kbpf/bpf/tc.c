@@ -1711,8 +1711,10 @@ int tc_ingress(struct __sk_buff *skb)
 		return go_on(skb, &p, device, &s);
 	if (s.masqueraded)
 		mark_masqueraded(skb, true);
-	if (s.anew == AGAIN_ASK || starts_flow(&p))
+	if (s.anew == AGAIN_ASK || (starts_flow(&p) && (s.anew || may_be_service(&p.tuple.to))))
 		begin_or_ask(skb, s.anew, TAIL_NEW);
+	else if (starts_flow(&p))
+		count(NOT_A_SERVICE);
 	return TC_NEXT;
 }
 
@@ -1720,8 +1722,11 @@ int tc_ingress(struct __sk_buff *skb)
  * there leaves by no device. */
 static __always_inline bool dials_service(struct __sk_buff *skb, struct packet *p)
 {
-	struct service *service = service_at(&p->tuple.to);
+	struct service *service;
 
+	if (!may_be_service(&p->tuple.to))
+		return false;
+	service = service_at(&p->tuple.to);
 	if (service)
 		return (service->flags & SERVICE_CLUSTER_IP) ||
 		       !is_agents(bpf_get_socket_cookie(skb));

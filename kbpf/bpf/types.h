@@ -48,6 +48,7 @@ struct service {
 	u32 local_size;
 	u32 cluster_table; /* 0: a slot is a place in the set; else an index into this table */
 	u32 local_table;
+	u32 check; /* of the key and all of this: check.h */
 };
 
 /* backend_slots: place `index` of a set holds a backend's id, place `index` of a table holds a
@@ -215,7 +216,8 @@ enum part {
 /* Where the packets of a flow went last that go past the stack: whoever asks for their way with
  * each one pays more for that than for all else. */
 struct way_out {
-	u64 found;           /* ns, CLOCK_MONOTONIC */
+	u32 found;           /* CLOCK_MONOTONIC, in units of 2^20 ns */
+	u32 check;           /* of all of this but `unsaid`: check.h */
 	struct address next; /* hop, as struct bpf_fib_lookup has it */
 	u32 ifindex;
 	u8 own_mac[6];
@@ -276,6 +278,7 @@ struct device {
 	struct address snat6;
 };
 
+#define FRONTEND_PORT_WORDS 1024 /* of 64 bits: one for each port */
 #define CACHED_DEVICES 1024
 
 /* device_cache: one device of those whose ifindex leaves the same remainder; 0: none. */

@@ -38,6 +38,7 @@ PURPOSE: Final = {
     "udp_cuts": "Service and UDP backend → since when it serves no more",
     "node_addresses": "addresses of this node that serve NodePorts",
     "cluster_ips": "ClusterIPs, of which a port that no Service has is refused",
+    "frontend_ports": "ports that some Service has: everything else passes after one look-up",
     "agent_sockets": "the agent's connections to the API server, for which only ClusterIPs count",
     "exempt_cgroups": "cgroups whose processes the socket hooks leave alone",
     "local_networks": "packet path: clients that count as pods of this node",

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kbpf.dataplane.bpf.layout import Target, schema_hash
+from kbpf.dataplane.bpf.layout import ServiceValue, Target, schema_hash
 from kbpf.kernel.libbpf import Map
 from kbpf.model.address import parse_addr
 from kbpf.model.objects import Protocol
@@ -111,7 +111,8 @@ def test_the_agent_reaches_it_though_it_is_hijacked(cluster: Cluster, hooks: str
     with Map.open(agent.pin_dir / f"maps-{schema_hash()}" / "services") as services:
         behind = services.lookup(Target(parse_addr(INNOCENT), number, Protocol.TCP).pack())
         assert behind is not None
-        services.update(Target(parse_addr(host), number, Protocol.TCP).pack(), behind)
+        key = Target(parse_addr(host), number, Protocol.TCP).pack()
+        services.update(key, ServiceValue.unpack(behind).pack(key))
     assert answers(cluster) == "a1", "it is in force for everybody else"
     cluster.delete(*made)
     agent.start(extra=arguments)

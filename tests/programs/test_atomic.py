@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import pytest
 
-from kbpf.dataplane.bpf.layout import MAPS, Reason, pack_target
+from kbpf.dataplane.bpf.layout import MAPS, Reason, ServiceValue, pack_target
 from kbpf.dataplane.bpf.plane import BpfPlane
 from kbpf.model.desired import DesiredState, ServicePortKey, ServiceState
 from kbpf.model.objects import Protocol
@@ -338,12 +338,12 @@ class Careless:
         ids = {v[12:16]: k for k, v in ground.site.entries("backends").items()}
         self.ids = {address: ids[socket.inet_aton(address)] for address in LOCAL}
         ((self.key, value),) = self.services.items()
-        self.value = list(struct.unpack("=9I", value))
+        self.value = list(ServiceValue.unpack(value))
         self.set = self.value[3]
 
     def frontend(self, size: int) -> None:
         self.value[4] = size
-        self.services.update(self.key, struct.pack("=9I", *self.value))
+        self.services.update(self.key, ServiceValue(*self.value).pack(self.key))
 
     def in_place(self, backends: list[str]) -> None:
         """One set for ever: the size first, then slot by slot."""

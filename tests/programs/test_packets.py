@@ -36,6 +36,7 @@ from kbpf.dataplane.bpf.layout import (
     REFUSAL_LIMIT,
     U32,
     U64,
+    WAY_OUT,
     DeviceFlag,
     Fin,
     FlowPart,
@@ -1789,6 +1790,40 @@ def test_to_another_node_it_leaves_past_the_stack(way_out: Path_, v: int, kind: 
     assert way_out.run("tc_egress", sent) == (TC_ACT_UNSPEC, sent)
     came = answer(front, own)
     assert way_out.run("tc_egress", came) == (TC_ACT_UNSPEC, came)
+
+
+TORN = {
+    "another device": ("ifindex", 30_000),
+    "another gateway": ("next", bytes(12) + b"\xcb\0\x71\x09"),
+    "another MAC address": ("next_mac", b"\2\0\0\0\0\x77"),
+    "a larger MTU": ("length", 9_000),
+}
+"""What a program may copy of a next hop that another CPU replaces meanwhile."""
+HOP = ("found", "check", "next", "ifindex", "own_mac", "next_mac", "length", "resolved", "family",
+       "unsaid")  # fmt: skip
+
+
+@both
+@pytest.mark.parametrize(("name", "value"), TORN.values(), ids=TORN)
+def test_half_of_a_next_hop_is_not_used(way_out: Path_, v: int, name: str, value: object) -> None:
+    """The kernel is asked again, and what it says is remembered."""
+    own, front = client(v), vip(v, CLUSTER)
+    way_out.run("tc_ingress", udp(own, front))
+    with way_out.site.pinned("flows") as flows:
+        key, raw = next(
+            (key, raw)
+            for key, raw in flows.items()
+            if owner(raw) == own and hop_of(raw)["ifindex"] == way_out.out
+        )
+        torn = {**hop_of(raw), name: value}
+        flows.update(key, raw[: -WAY_OUT.size] + WAY_OUT.pack(*torn.values()))
+    assert way_out.run("tc_ingress", udp(own, front))[0] == TC_ACT_REDIRECT
+    after = hop_of(way_out.site.entries("flows")[key])
+    assert after[name] == hop_of(raw)[name] != value
+
+
+def hop_of(raw: bytes) -> dict[str, object]:
+    return dict(zip(HOP, WAY_OUT.unpack(raw[-WAY_OUT.size :]), strict=True))
 
 
 class Stays(NamedTuple):

@@ -340,6 +340,13 @@ class _Reader:
         self._sets: set[int] = set()
         self._tables: set[int] = set()
         self._used_members: set[tuple[int, int]] = set()
+        self._ports = {
+            _u32(word) * 64 + bit
+            for word, bits in entries("frontend_ports").items()
+            for bit in range(64)
+            if int.from_bytes(bits, "little") >> bit & 1
+        }
+        self._frontend_ports = {int.from_bytes(k[16:18], "big") for k in entries("services")}
 
     @staticmethod
     def name(raw: bytes) -> str:
@@ -396,6 +403,8 @@ class _Reader:
         slots = {one for (n, _), one in self._slots.items() if n not in self._tables}
         found["backends"] = [text for i, text in self._backends.items() if i not in slots]
         found["names"] = [text for i, text in self._names.items() if i not in self._services]
+        found["ports without a frontend"] = list(self._ports - self._frontend_ports)
+        found["ports that programs do not see"] = list(self._frontend_ports - self._ports)
         for number, texts in self._ranges.items():
             found["ranges"] += texts if number not in self._services else []
         return {kind: sorted(texts) for kind, texts in found.items() if texts}

@@ -58,7 +58,7 @@ LAYOUTS = [
     Layout("target", layout.TARGET, "address port protocol"),
     Layout("service", layout.SERVICE,
            "id flags affinity_timeout cluster_set cluster_size local_set local_size "
-           "cluster_table local_table"),
+           "cluster_table local_table check"),
     Layout("slot", layout.PAIR, "set index"),
     Layout("member", layout.PAIR, "set backend"),
     Layout("affinity_key", layout.AFFINITY_KEY, "client service kind"),
@@ -77,7 +77,7 @@ LAYOUTS = [
            "state fins way part device seen out"),
     Layout("numbers", layout.PAIR, "next ack"),
     Layout("way_out", layout.WAY_OUT,
-           "found next ifindex own_mac next_mac length resolved family unsaid"),
+           "found check next ifindex own_mac next_mac length resolved family unsaid"),
     Layout("port_slot", layout.PORT_SLOT, "holders searched"),
     Layout("refusal_limit", layout.REFUSAL_LIMIT, "spent interval burst"),
     Layout("network_key", layout.NETWORK_KEY, "bits address"),
@@ -93,6 +93,7 @@ LAYOUTS = [
 
 DEFINED = {
     "CACHED_DEVICES": layout.CACHED_DEVICES,
+    "FRONTEND_PORT_WORDS": layout.FRONTEND_PORT_WORDS,
     "FRAGMENT_PLACES": layout.FRAGMENT_PLACES,
     "YIELDED_PLACES": layout.YIELDED_PLACES,
     "FLOWS_PER_SOCKET": layout.FLOWS_PER_SOCKET,
@@ -195,7 +196,7 @@ def test_the_layouts_are_the_same(structs: dict[str, dict[str, object]]):
 def test_python_calls_the_fields_what_the_c_calls_them():
     """They are packed by their places: two of one size could change names unseen."""
     names = {row.c: tuple(row.fields.split()) for row in LAYOUTS}
-    assert layout.ServiceValue._fields == names["service"]
+    assert (*layout.ServiceValue._fields, "check") == names["service"]
     assert layout.Meta._fields == names["meta"]
     assert layout.Target._fields == names["target"]
 
@@ -289,8 +290,9 @@ def test_the_wildcards_of_both_families_differ():
 def test_a_service_in_bytes():
     value = layout.ServiceValue(1, 2, 3, 4, 5, 6, 7, 8, 2**32 - 1)
     numbers = "".join(f"0{n}000000" for n in range(1, 9))
-    assert value.pack().hex() == numbers + "ffffffff"
-    assert layout.ServiceValue.unpack(value.pack()) == value
+    raw = value.pack(layout.pack_target(ANY4, 80, 6))
+    assert raw[:-4].hex() == numbers + "ffffffff"
+    assert layout.ServiceValue.unpack(raw) == value
 
 
 @pytest.mark.parametrize(

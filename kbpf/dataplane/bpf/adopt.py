@@ -112,7 +112,7 @@ def read(maps: Mapping[str, Map]) -> Adopted:
     damaged = []
     for key, raw in contents["services"].items():
         value, at = ServiceValue.unpack(raw), address_of(key)
-        if max(value.id, *_set_ids(value)) < TOO_HIGH:
+        if max(value.id, *_set_ids(value)) < TOO_HIGH and value.pack(key) == raw:
             entries[value.id].append((at, value))
         else:
             damaged.append(key)

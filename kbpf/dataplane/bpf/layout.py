@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
+from operator import mul
 from struct import Struct
 from typing import Final, NamedTuple
 
@@ -217,14 +218,15 @@ class ServiceValue(NamedTuple):
     cluster_table: int = 0
     local_table: int = 0
 
-    def pack(self) -> bytes:
-        """36 bytes."""
-        return SERVICE.pack(*self)
+    def pack(self, at: bytes) -> bytes:
+        """40 bytes: the value of this key (struct target), with its check word."""
+        words = (*TARGET_WORDS.unpack(at), *self)
+        return SERVICE.pack(*self, sum(map(mul, words, CHECK_FACTORS)) & 0xFFFFFFFF)
 
     @classmethod
     def unpack(cls, raw: bytes) -> "ServiceValue":
-        """From 36 bytes."""
-        return cls(*SERVICE.unpack(raw))
+        """From 40 bytes."""
+        return cls(*SERVICE.unpack(raw)[:-1])
 
 
 class Meta(NamedTuple):
@@ -236,7 +238,10 @@ class Meta(NamedTuple):
 
 
 TARGET: Final = Struct("=16s2sBx")
-SERVICE: Final = Struct("=9I")
+TARGET_WORDS: Final = Struct("=5I")
+SERVICE: Final = Struct("=10I")
+CHECK_FACTORS: Final = tuple(pow(0x9E3779B1, power, 1 << 32) for power in range(14, 0, -1))
+"""What each word of a key and a value of `services` counts in the check word (check.h)."""
 U32: Final = Struct("=I")
 U64: Final = Struct("=Q")
 PAIR: Final = Struct("=II")  # struct slot, struct member
@@ -252,9 +257,11 @@ SOURCE_KEY: Final = Struct("=II16s")
 ENDS: Final = Struct("=20s20s")
 NETWORK_KEY: Final = Struct("=I16s")
 NAT: Final = Struct("=Q20s20s20s16s2s2sIIBBBBIQ48s")
-WAY_OUT: Final = Struct("=Q16sI6s6sHBBI")
+WAY_OUT: Final = Struct("=II16sI6s6sHBBI")
 DEVICE: Final = Struct("=III6s2x16s16s")
 CACHED_DEVICE: Final = Struct("=I52s")
+FRONTEND_PORT_WORDS: Final = 1024
+"""Words of 64 bits in `frontend_ports`: one bit for each port."""
 CACHED_DEVICES: Final = 1024
 NODE: Final = Struct("=16s16sIHHII")
 REFUSAL_LIMIT: Final = Struct("=QQQ")
@@ -467,6 +474,7 @@ MAPS: Final = {
         ),
         _plain("node_addresses", 16, 4, 4096, "frontends"),
         _plain("cluster_ips", 16, 4, 16_384, "frontends"),
+        MapSpec("frontend_ports", libbpf.MAP_ARRAY, 4, U64.size, FRONTEND_PORT_WORDS),
         MapSpec("exempt_cgroups", libbpf.MAP_HASH, U64.size, 4, 4096, libbpf.F_NO_PREALLOC),
         MapSpec("agent_sockets", libbpf.MAP_HASH, U64.size, 4, AGENT_SOCKETS, libbpf.F_NO_PREALLOC),
         MapSpec("config", libbpf.MAP_ARRAY, 4, CONFIG.size, 1),

@@ -3,7 +3,8 @@
 The order, and why:
  1. `meta`, so that an id that was used is never given out again, whatever happens next;
  2. source ranges, names, backends, then slots and members of *new* sets: nobody reads them yet;
- 3. frontends: the flip. One value each; a reader has the old set or the new one, whole;
+ 3. frontends: the flip. One value each; a reader has the old set or the new one, whole. The bit of
+    a port in `frontend_ports` is set before its first frontend, and cleared after its last one;
  4. frontends and source ranges that are gone;
  5. after a grace period: old slots and members, then backends that no set holds.
 A crash between any two steps leaves every frontend with a complete set, old or new.

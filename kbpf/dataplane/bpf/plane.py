@@ -10,7 +10,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import islice
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -19,7 +19,13 @@ from kbpf.dataplane.bpf import adopt, load, udp, unheld, writing
 from kbpf.dataplane.bpf.agent_sockets import AgentSockets
 from kbpf.dataplane.bpf.attached import Attached
 from kbpf.dataplane.bpf.building import TableBuilder
-from kbpf.dataplane.bpf.cluster_ips import ClusterIps
+from kbpf.dataplane.bpf.counted import (
+    Counted,
+    cluster_ips_of,
+    pack_ports,
+    ports_of,
+    unpack_ports,
+)
 from kbpf.dataplane.bpf.deferred import Deferred, Turn
 from kbpf.dataplane.bpf.growth import POLL_SECONDS, Growth
 from kbpf.dataplane.bpf.ids import BackendTable, Ids, SharedTables
@@ -43,6 +49,8 @@ from kbpf.model.objects import Cidr, Protocol
 from kbpf.model.status import ModeChoice, PacketStatus
 
 log = logging.getLogger("kbpf.dataplane")
+
+T = TypeVar("T")
 
 NODE_PORTS: Final = 0
 """The id in source_ranges of those who may dial NodePorts; no Service has it."""
@@ -70,7 +78,8 @@ class BpfPlane:
         self._tables = Tables(self._pins, config.sizes, config.packet_path)
         self._programmed: dict[ServicePortKey, Programmed] = {}
         self._addresses: set[Addr] = set()
-        self._cluster_ips = ClusterIps()
+        self._cluster_ips = Counted(cluster_ips_of)
+        self._ports = Counted(ports_of)
         self._refused: dict[ServicePortKey, str] = {}
         self._refused_system: dict[ServicePortKey, None] = {}  # the cluster's own of them
         self._plain: dict[ServicePortKey, str] = {}  # spread evenly instead of as they ask
@@ -141,8 +150,9 @@ class BpfPlane:
         self._addresses = {Addr(key) for key, _ in maps["node_addresses"].items()}
         self._tables.fill["node_addresses"] = len(self._addresses)
         refusing = (Addr(key) for key, _ in maps["cluster_ips"].items())
-        self._cluster_ips = ClusterIps(found.programmed.values(), refusing)
-        self._tables.fill["cluster_ips"] = len(self._cluster_ips)
+        self._cluster_ips = Counted(cluster_ips_of, found.programmed.values(), refusing)
+        self._tables.fill["cluster_ips"] = len(self._cluster_ips.held)
+        self._adopt_ports(found)
         self._cuts = udp.Cuts(self._tables)
         # What was to be retired is found again as stray.
         self._passes = udp.Passes(self._tables.maps)
@@ -151,6 +161,16 @@ class BpfPlane:
         self._turns = 0  # of tick()
         self._retiring = Retiring(self._tables, self._table, self._shared, self._cut)
         self._stray, self._kept = found, None
+
+    def _adopt_ports(self, found: adopt.Adopted) -> None:
+        """Sets the bits of all ports that `services` has: an agent of an earlier version kept none,
+        and programs that are attached next find only frontends whose bit is set.
+        """
+        held = set(unpack_ports(self._tables.maps["frontend_ports"].items()))
+        used = {at.port for at in found.stray_frontends}
+        used |= {port for owner in found.programmed.values() for port in ports_of(owner)}
+        self._ports = Counted(ports_of, found.programmed.values(), held)
+        self._write_ports(new=used - held)
 
     def _holds_id(self, which: int, number: int) -> bool:
         """Whether a map holds this id: see ids.Taken."""
@@ -202,11 +222,12 @@ class BpfPlane:
             if sound:
                 writes.removed |= self._stray.stray_frontends - writes.flips.keys()
             writes.new_frontends -= len(self._stray.stray_frontends & writes.flips.keys())
-        ips = self._count_cluster_ips(after, sound)
+        ips = self._changed(self._cluster_ips, after, sound)
+        ports = self._changed(self._ports, after, sound)
         self._attached.describe_node(desired)
         new_addresses = len(set(desired.node_addresses) - self._addresses)
         self._grow(writes, new_addresses, len(ips[0]), at_once=touched is None)
-        self._write(writes, set(desired.node_addresses), ips)
+        self._write(writes, set(desired.node_addresses), ips, ports)
         for key, owner in after.items():
             if owner is None:
                 self._programmed.pop(key, None)
@@ -354,11 +375,11 @@ class BpfPlane:
         """Whether this Service port comes before those of tenants."""
         return is_system(key.service, self._config)
 
-    def _count_cluster_ips(
-        self, after: Mapping[ServicePortKey, Programmed | None], sound: bool
-    ) -> tuple[set[Addr], set[Addr]]:
-        """ClusterIPs that come and go with this change."""
-        new, gone = self._cluster_ips.change(
+    def _changed(
+        self, values: Counted[T], after: Mapping[ServicePortKey, Programmed | None], sound: bool
+    ) -> tuple[set[T], set[T]]:
+        """ClusterIPs, or ports, that come and go with this change."""
+        new, gone = values.change(
             (self._programmed[key] for key in after if key in self._programmed),
             (owner for owner in after.values() if owner is not None),
             everything=self._stray is not None or self._kept is not None,
@@ -410,13 +431,27 @@ class BpfPlane:
         return True
 
     def _write(
-        self, writes: Writes, addresses: set[Addr], cluster_ips: tuple[set[Addr], set[Addr]]
+        self,
+        writes: Writes,
+        addresses: set[Addr],
+        cluster_ips: tuple[set[Addr], set[Addr]],
+        ports: tuple[set[int], set[int]],
     ) -> None:
+        """Programs look for a frontend only if its port is in `frontend_ports`, so that is a
+        superset of what `services` has at any time.
+        """
         nodes = addresses - self._addresses, self._addresses - addresses
+        self._write_ports(new=ports[0])
         writing.write(self._tables, self._ids, writes, nodes, cluster_ips)
+        self._write_ports(gone=ports[1])
         self._cluster_ips.written(*cluster_ips)
         self._addresses = addresses
         self._cut(writes.retired, again=False)
+
+    def _write_ports(self, new: Collection[int] = (), gone: Collection[int] = ()) -> None:
+        self._ports.written(set(new), set(gone))
+        words = pack_ports(self._ports.held, (*new, *gone))
+        self._tables.put("frontend_ports", words, new=0)
 
     def _cut(self, retired: Retired, again: bool = True) -> None:
         """`again`: a connect() may have been on its way the first time. Flows of sockets know by

@@ -43,7 +43,7 @@ def write(tables: Tables, ids: Ids, writes: Writes, nodes: Change, cluster_ips: 
     put("node_addresses", ((a, ONE) for a in nodes[0]))
     put(
         "services",
-        ((target(at), value.pack()) for at, value in writes.flips.items()),
+        ((key := target(at), value.pack(key)) for at, value in writes.flips.items()),
         writes.new_frontends,
     )
     put("cluster_ips", ((a, ONE) for a in cluster_ips[0]))
