@@ -1698,6 +1698,19 @@ static __always_inline bool take(struct __sk_buff *skb, const struct device *dev
 	return fragment_ports(p, in, ifindex);
 }
 
+/* Whether a packet of no flow goes to tc_new. Beside another data plane all do that begin
+ * something: the other one may know a Service that we do not know yet, see tc_yield(). */
+static __always_inline bool may_begin(const struct target *to)
+{
+	u32 zero = 0;
+	struct node *n;
+
+	if (may_be_service(to))
+		return true;
+	n = node.lookup(&zero);
+	return n && (n->flags & (NODE_YIELDS | NODE_FOLLOWS));
+}
+
 int tc_ingress(struct __sk_buff *skb)
 {
 	u32 ifindex = skb->ifindex;
@@ -1711,7 +1724,7 @@ int tc_ingress(struct __sk_buff *skb)
 		return go_on(skb, &p, device, &s);
 	if (s.masqueraded)
 		mark_masqueraded(skb, true);
-	if (s.anew == AGAIN_ASK || (starts_flow(&p) && (s.anew || may_be_service(&p.tuple.to))))
+	if (s.anew == AGAIN_ASK || (starts_flow(&p) && (s.anew || may_begin(&p.tuple.to))))
 		begin_or_ask(skb, s.anew, TAIL_NEW);
 	else if (starts_flow(&p))
 		count(NOT_A_SERVICE);
