@@ -33,8 +33,6 @@ from kbpf.views.columns import Column
 if TYPE_CHECKING:
     from kbpf.dataplane.bpf.load import Pins
 
-OURS: Final = re.compile(r"links|devices|beside|(maps|layout|programs)-.+|(new|fresh)-.+")
-"""The names that dataplane/bpf/load.py gives to what it pins."""
 KERNELS: Final = frozenset(("maps.debug", "progs.debug"))
 """Files that the kernel puts into the root of each bpffs; they go with the mount."""
 ARTIFACT: Final = re.compile(r"[a-z0-9_]+-[0-9a-f]{16}-[0-9a-f]{8}\.kbpf|\.kbpf-.*")
@@ -290,6 +288,7 @@ def _kind(path: Path) -> str:
 
 def _look(pin_dir: Path) -> list[Path] | None:
     """What is in the folder; None if there is none. All of it is ours, or ConfigError."""
+    from kbpf.dataplane.bpf import load
     from kbpf.kernel import mounts
 
     try:
@@ -302,7 +301,7 @@ def _look(pin_dir: Path) -> list[Path] | None:
         ) from error
     if mounts.is_own_bpffs(pin_dir):  # elsewhere they are not for us to remove
         inside = [path for path in inside if path.name not in KERNELS]
-    foreign = [path.name for path in inside if not OURS.fullmatch(path.name)]
+    foreign = [path.name for path in inside if not load.is_ours(path.name)]
     if foreign or not mounts.is_bpffs(pin_dir):
         what = f"this holds what is not kbpf's ({', '.join(foreign[:3])})" if foreign else ""
         raise ConfigError(

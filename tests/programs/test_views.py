@@ -21,6 +21,7 @@ from kbpf.dataplane.bpf.hooks import HOOKS as ALL_HOOKS
 from kbpf.dataplane.bpf.hooks import PROG_SCHED_CLS
 from kbpf.dataplane.bpf.plane import BpfPlane
 from kbpf.kernel import netns, probe
+from kbpf.kernel.libbpf import Link, Map
 from kbpf.kernel.probe import Probe
 from kbpf.model.config import MapSizes
 from kbpf.model.objects import Protocol
@@ -485,6 +486,33 @@ def test_cleanup_refuses_what_is_not_ours(site: Site, run):
     assert (code, out) == (1, "")
     assert "cilium" in err
     assert (site.pins / "links" / "connect4").exists()
+
+
+UNFINISHED = (
+    "new-maps-0123456789ab",
+    "new-programs-sock-a-all",
+    "old-programs-tc-a-all-0",
+    "layout-0123456789ab",
+    "programs-tc-b-all",
+)
+
+
+def test_cleanup_removes_what_an_agent_left_that_was_killed_at_any_time(site: Site, run):
+    """For one, between the programs that took a name and the end of those that had it."""
+    opened = site.open()
+    opened.apply(WORLD, None)
+    opened.close()
+    for name in UNFINISHED:
+        (site.pins / name).mkdir()
+    with Map.open(next(site.pins.glob("maps-*")) / "config") as held:
+        held.pin(site.pins / "new-map-config")
+    with Link.open(site.pins / "links" / "connect4") as link:
+        link.pin(site.pins / "new-link-connect4")
+    code, out, err = run("cleanup", "-o", "json")
+    assert (code, err) == (0, "")
+    told = {Path(row["path"]).name for row in json.loads(out)}
+    assert told >= {*UNFINISHED, "new-map-config", "new-link-connect4"}
+    assert not site.pins.exists()
 
 
 def test_cleanup_refuses_a_folder_that_is_in_no_bpffs(tmp_path: Path, capsys):

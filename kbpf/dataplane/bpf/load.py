@@ -5,13 +5,18 @@
     PIN/programs-KEY/HOOK      programs of one artifact
     PIN/links/HOOK             attachments
 
+    PIN/devices/...            what is attached to devices by other means than links (attach.py)
+    PIN/beside                 whether rules of the host belong to this agent (beside.py)
+
 Everything is built in a folder whose name begins with `new-` and published by one rename, so what
-stands under the names above is complete. programs.py has what the programs do there.
+stands under the names above is complete. Programs that devices still run when newer ones take their
+name are kept in `old-programs-KEY-N`. programs.py has what the programs do there.
 """
 
 import contextlib
 import errno
 import logging
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -36,7 +41,19 @@ FLIPPED: Final = BEHIND_SERVICES | {"services"}
 """What a program has to read to see what is flipped."""
 
 
-NEW_MAP: Final = "new-map-"
+NEW: Final = "new-"
+OLD: Final = "old-"
+NEW_MAP: Final = f"{NEW}map-"
+NEW_LINK: Final = f"{NEW}link-"
+
+_OURS: Final = re.compile(
+    rf"links|devices|beside|({NEW}|{OLD})?(maps|layout|programs)-.+|({NEW_MAP}|{NEW_LINK}).+"
+)
+
+
+def is_ours(name: str) -> bool:
+    """Whether an agent gives this name to something in the folder of pins."""
+    return _OURS.fullmatch(name) is not None
 
 
 class Pins:
@@ -86,7 +103,7 @@ class Pins:
         """
         if not self.root.exists():
             return []
-        names = (f"{kind}-", f"new-{kind}-", f"old-{kind}-")
+        names = tuple(f"{prefix}{kind}-" for prefix in ("", NEW, OLD))
         found = [p for p in self.root.iterdir() if p.name.startswith(names)]
         return sorted(p for p in found if p != keep)
 
@@ -100,7 +117,7 @@ def lock(pins: Pins, patience: float = LOCK_SECONDS) -> int:
 @contextlib.contextmanager
 def building(final: Path) -> Iterator[Path]:
     """A folder to fill, which becomes `final` by one rename, or vanishes when that fails."""
-    temporary = final.parent / f"new-{final.name}"
+    temporary = final.parent / f"{NEW}{final.name}"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(mode=0o700)
     try:
@@ -212,7 +229,7 @@ def _read_by_pinned(pins: Pins) -> set[int]:
     """The ids of the maps of all programs that may be attached."""
     reads = {number for one in read_by_attached(pins) for number in one}
     for folder in pins.others("programs-tc", Path()):
-        if not folder.name.startswith("new-"):
+        if not folder.name.startswith(NEW):
             reads |= read_by(folder)
     return reads
 

@@ -22,7 +22,7 @@ from kbpf.dataplane.bpf.facts import NEUTRAL, DeviceFacts, NodeFacts, limit_refu
 from kbpf.dataplane.bpf.hooks import PACKET_PROGRAMS, TAILS, TAILS_MAP
 from kbpf.dataplane.bpf.keeper import Keeper, KeeperStatus
 from kbpf.dataplane.bpf.layout import U32, NodeFlag
-from kbpf.dataplane.bpf.load import FLIPPED, Pins, close_all, read_by
+from kbpf.dataplane.bpf.load import FLIPPED, NEW, OLD, Pins, close_all, read_by
 from kbpf.dataplane.bpf.programs import Programs, Ready, missing_packet_helpers
 from kbpf.errors import KernelError
 from kbpf.kernel import libbpf
@@ -183,7 +183,7 @@ class PacketPath(Programs):
         folder = self._pins.programs(self.key)
         if folder.is_dir():
             number = itertools.count()
-            while (old := self._pins.root / f"old-{folder.name}-{next(number)}").exists():
+            while (old := self._pins.root / f"{OLD}{folder.name}-{next(number)}").exists():
                 pass
             folder.rename(old)
         fresh.rename(folder)
@@ -192,13 +192,13 @@ class PacketPath(Programs):
         """All devices run the programs that are pinned now."""
         folder = self._pins.programs(self.key)
         for other in self._pins.others(f"programs-{self._artifact.unit}", folder):
-            if not other.name.startswith("new-"):  # the writer is at work there
+            if not other.name.startswith(NEW):  # the writer is at work there
                 shutil.rmtree(other, ignore_errors=True)
 
     def _read_now(self) -> Iterator[set[int]]:
         """By the pins: the programs that look into `services` are reached by tail calls."""
         for folder in self._pins.others(f"programs-{self._artifact.unit}", Path()):
-            if folder.name.startswith("new-") or not (folder / TAILS_MAP).exists():
+            if folder.name.startswith(NEW) or not (folder / TAILS_MAP).exists():
                 continue
             try:
                 reads = read_by(folder)
@@ -230,7 +230,7 @@ def follows(pins: Pins, maps: Mapping[str, Map]) -> bool:
 
 
 def _left(pins: Pins) -> list[Path]:
-    return [p for p in pins.others("programs-tc", Path()) if not p.name.startswith("new-")]
+    return [p for p in pins.others("programs-tc", Path()) if not p.name.startswith(NEW)]
 
 
 def remove(pins: Pins) -> int:

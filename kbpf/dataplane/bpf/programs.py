@@ -26,7 +26,7 @@ from kbpf.dataplane.bpf.hooks import (
     type_of,
 )
 from kbpf.dataplane.bpf.layout import MAPS
-from kbpf.dataplane.bpf.load import Pins, close_all, detach, read_by_attached
+from kbpf.dataplane.bpf.load import NEW, NEW_LINK, Pins, close_all, detach, read_by_attached
 from kbpf.errors import AttachRefused, KernelError, ProgramRefused
 from kbpf.kernel import probe, threads
 from kbpf.kernel.libbpf import Link, Map, Program
@@ -221,7 +221,7 @@ class Programs:
 
     def _pin(self) -> Path:
         """Pins the programs in a folder that is not published yet."""
-        fresh = self._pins.root / f"new-programs-{self.key}"
+        fresh = self._pins.root / f"{NEW}programs-{self.key}"
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir(mode=0o700)
         for name, held in (*self._loaded.items(), *self._own.items()):
@@ -346,7 +346,7 @@ class SocketPrograms(Programs):
                     return True
         # The first time, or the cgroup of the old link is another one or gone: attach first,
         # then let the old link go, so that sockets meet two programs rather than none.
-        fresh = self._pins.root / f"new-link-{hook.name}"
+        fresh = self._pins.root / f"{NEW_LINK}{hook.name}"
         fresh.unlink(missing_ok=True)
         try:
             link = Link.attach(program, cgroup, hook.attach_type)

@@ -15,7 +15,7 @@ from typing import Final
 
 from kbpf.dataplane.bpf.hooks import HOOKS, TAILS_MAP
 from kbpf.dataplane.bpf.layout import MAPS
-from kbpf.dataplane.bpf.load import Pins
+from kbpf.dataplane.bpf.load import NEW_LINK, Pins
 from kbpf.errors import KernelError
 from kbpf.kernel import libbpf, tc
 from kbpf.kernel.devices import list_devices
@@ -80,7 +80,7 @@ def _attached(place: int, attach_type: int) -> tuple[int, ...]:
 def _held(pins: Pins) -> set[int]:
     """The ids of the programs whose attachments are pinned here."""
     found = [*pins.links.glob("*"), *(pins.root / "devices").glob("*")]
-    found += pins.root.glob("new-link-*")  # an agent ended before it gave them their name
+    found += pins.root.glob(f"{NEW_LINK}*")  # an agent ended before it gave them their name
     ids = set()
     for pin in found:
         if not pin.is_dir():
