@@ -1,4 +1,9 @@
-"""Limits on YAML that users write, checked before anything is built from it.
+"""YAML that users write: one dialect, and limits that are checked before anything is built from it.
+
+The dialect is that of Kubernetes, whose tools convert YAML to JSON first (sigs.k8s.io/yaml, which
+reads by go-yaml v2): `yes` and `n` are booleans, `1e6` and `08` numbers, `010` is eight, dates and
+numbers of base 60 are text; keys are text; a field, merged or not, that comes later replaces one of
+that name; a tag that nobody knows is left out of account; what JSON cannot hold is an error.
 
 A few bytes of YAML can cost a parser its process: a reference that contains itself, references to
 references that multiply (548 bytes are a billion nodes), and nesting, at which libyaml's composer
@@ -7,7 +12,10 @@ all three, so they are counted first. A few anchors and merge keys are everyday 
 stay allowed: what a reference stands for is counted each time that it is used.
 """
 
-from collections.abc import Iterator
+import base64
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 import yaml
@@ -43,6 +51,9 @@ NOT_YAML: Final = (
 ``!!bool x`` or ``!!timestamp x``."""
 
 _LOADER: Final[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+ObjectNode: Final = yaml.MappingNode
+ListNode: Final = yaml.SequenceNode
+_TAG: Final = "tag:yaml.org,2002:"
 _OPEN: Final = (yaml.MappingStartEvent, yaml.SequenceStartEvent)
 _CLOSE: Final = (yaml.MappingEndEvent, yaml.SequenceEndEvent)
 
@@ -51,16 +62,39 @@ class TooLarge(yaml.MarkedYAMLError):
     """The text is beyond a limit; `problem` says which one."""
 
 
-def check(data: bytes, limits: Limits) -> None:
-    """Raise TooLarge when the text is beyond a limit, and YAMLError when it is not YAML."""
-    if len(data) > limits.size:
-        raise TooLarge(problem=f"{len(data)} bytes; the limit is {limits.size}")
+Twice = Callable[[str, int], None]
+"""Called with a field that stands twice in an object, and with its line."""
+
+
+def load_all(data: bytes, limits: Limits, twice: Twice | None = None) -> Iterator[Any]:
+    """The documents of a text as plain values. Raises NOT_YAML, of which TooLarge is one."""
+    _check_size(data, limits)
+    count, builder = _Document(limits), _Builder(twice)
+    for event in _events(data):
+        if isinstance(event, yaml.DocumentStartEvent):
+            count, builder = _Document(limits), _Builder(twice)
+        elif isinstance(event, yaml.DocumentEndEvent):
+            yield builder.value
+        else:
+            count.add(event)
+            builder.add(event)
+
+
+def nodes_of(data: bytes, limits: Limits) -> list[Any]:
+    """The documents of a text as nodes, which know their lines. Raises NOT_YAML."""
+    _check_size(data, limits)
     document = _Document(limits)
     for event in _events(data):
         if isinstance(event, yaml.DocumentStartEvent):
             document = _Document(limits)
         else:
             document.add(event)
+    return list(yaml.compose_all(data, _LOADER))
+
+
+def _check_size(data: bytes, limits: Limits) -> None:
+    if len(data) > limits.size:
+        raise TooLarge(problem=f"{len(data)} bytes; the limit is {limits.size}")
 
 
 def _events(data: bytes) -> Iterator[Any]:
@@ -109,3 +143,190 @@ class _Document:
 
 def _too_large(problem: str, event: Any) -> TooLarge:
     return TooLarge(problem=problem, problem_mark=event.start_mark)
+
+
+@dataclass(slots=True)
+class _Open:
+    """A list or an object that is not complete yet."""
+
+    target: Any
+    anchor: str | None
+    key: str | None = None
+    merges: bool = False  # what comes next goes into the object itself
+    seen: set[str] = field(default_factory=set)
+
+
+class _Builder:
+    """The value of one document."""
+
+    def __init__(self, twice: Twice | None) -> None:
+        self._twice = twice
+        self._anchors: dict[str, Any] = {}
+        self._open: list[_Open] = []
+        self.value: Any = None
+
+    def add(self, event: Any) -> None:
+        """Takes one event, which is within the limits."""
+        if isinstance(event, yaml.ScalarEvent):
+            value = _scalar(event)
+            self._name(event.anchor, value)
+            self._put(value, event)
+        elif isinstance(event, yaml.AliasEvent):
+            if event.anchor not in self._anchors:
+                raise _bad(f"found undefined alias {event.anchor!r}", event)
+            self._put(self._anchors[event.anchor], event)
+        elif isinstance(event, _OPEN):
+            target: Any = {} if isinstance(event, yaml.MappingStartEvent) else []
+            self._open.append(_Open(target, event.anchor))
+        elif isinstance(event, _CLOSE):
+            done = self._open.pop()
+            self._name(done.anchor, done.target)
+            self._put(done.target, event)
+
+    def _name(self, anchor: str | None, value: Any) -> None:
+        if anchor is not None:
+            self._anchors[anchor] = value
+
+    def _put(self, value: Any, event: Any) -> None:
+        if not self._open:
+            self.value = value
+            return
+        top = self._open[-1]
+        if isinstance(top.target, list):
+            top.target.append(value)
+        elif top.merges:
+            top.merges = False
+            _merge(top.target, value, event)
+        elif top.key is None:
+            top.merges = _is_merge(event)
+            if not top.merges:
+                top.key = self._key(value, event, top.seen)
+        else:
+            top.target[top.key] = value
+            top.key = None
+
+    def _key(self, value: Any, event: Any, seen: set[str]) -> str:
+        key = _key(value, event)
+        if key in seen and self._twice is not None:
+            self._twice(key, event.start_mark.line + 1)
+        seen.add(key)
+        return key
+
+
+def _is_merge(event: Any) -> bool:
+    if not isinstance(event, yaml.ScalarEvent) or event.value != "<<":
+        return False
+    return bool(event.implicit[0]) or event.tag == f"{_TAG}merge"
+
+
+def _merge(target: dict[str, Any], value: Any, event: Any) -> None:
+    sources = value if isinstance(value, list) else [value]
+    if not all(isinstance(source, dict) for source in sources):
+        raise _bad("<< needs an object, or a list of objects", event)
+    for source in reversed(sources):  # the first one counts
+        target.update(source)
+
+
+def _key(value: Any, event: Any) -> str:
+    """A key as Kubernetes' conversion to JSON writes it."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, float):
+        return f"{value:g}"
+    what = "null" if value is None else "a list or an object"
+    raise _bad(f"{what} is no name of a field", event)
+
+
+_WORDS: Final[dict[str, Any]] = {
+    form: value
+    for words, value in (
+        ("y yes true on", True),
+        ("n no false off", False),
+        ("null", None),
+    )
+    for word in words.split()
+    for form in (word, word.capitalize(), word.upper())
+} | {"": None, "~": None}
+_NOT_FINITE: Final = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
+_INT: Final = re.compile(r"[-+]?(?:0[bB][01]+|0[oO]?[0-7]+|0[xX][0-9a-fA-F]+|0|[1-9][0-9]*)")
+_FLOAT: Final = re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?")
+_FRACTION: Final = re.compile(r"\.[0-9](?:_?[0-9])*(?:[eE][-+]?[0-9](?:_?[0-9])*)?")
+_DATE: Final = re.compile(r"[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}(?:[Tt ][0-9].*)?")
+_EXACT: Final = 2**53
+_BASES: Final = {"b": 2, "o": 8, "x": 16}
+
+
+def _scalar(event: Any) -> Any:
+    """The value of a scalar by its tag, or as it looks where it has none and no quotes."""
+    tag, text = event.tag, event.value
+    if tag is None and event.implicit[0]:
+        return _plain(text, event)
+    if tag is None or tag == "!":
+        return text
+    kind = tag.removeprefix(_TAG)
+    if kind == "binary":
+        try:
+            return base64.b64decode(text, validate=True).decode()
+        except ValueError as error:
+            raise _bad("!!binary holds no base64 of text", event) from error
+    if kind not in ("bool", "int", "float", "null", "timestamp"):
+        return text
+    value = None if kind == "timestamp" else _plain(text, event)
+    is_kind = {
+        "bool": isinstance(value, bool),
+        "int": _is_int(text) and not isinstance(value, str),
+        "float": isinstance(value, int | float) and not isinstance(value, bool),
+        "null": value is None,
+        "timestamp": _DATE.fullmatch(text) is not None,
+    }
+    if not is_kind[kind]:
+        raise _bad(f"{text[:40]!r} is no !!{kind}", event)
+    return text if kind == "timestamp" else value
+
+
+def _plain(text: str, event: Any) -> Any:
+    if text in _WORDS:
+        return _WORDS[text]
+    if text[0] not in "+-.0123456789":
+        return text
+    if _NOT_FINITE.fullmatch(text):
+        raise _bad(f"{text} is no number that JSON can hold", event)
+    if text[0] == ".":
+        return _float(text) if _FRACTION.fullmatch(text) else text
+    if _is_int(text):
+        return _int(text)
+    return _float(text) if _FLOAT.fullmatch(text.replace("_", "")) else text
+
+
+def _is_int(text: str) -> bool:
+    """Whether it is an integer of 64 bits. Other ones are floats, if they are decimal."""
+    digits = text.replace("_", "")
+    if not _INT.fullmatch(digits) or len(digits) > 70:
+        return False
+    return -(1 << 63) <= _int(text) < (1 << 64)
+
+
+def _int(text: str) -> int:
+    digits = text.replace("_", "")
+    sign = -1 if digits[0] == "-" else 1
+    digits = digits.lstrip("+-").lower()
+    if digits[0] != "0" or len(digits) == 1:
+        return sign * int(digits)
+    base = _BASES.get(digits[1])
+    return sign * (int(digits[2:], base) if base else int(digits, 8))
+
+
+def _float(text: str) -> int | float | str:
+    """As JSON has it: a float that is a whole number is written like one."""
+    value = float(text)
+    if value in (float("inf"), float("-inf")):
+        return text
+    return int(value) if value.is_integer() and abs(value) <= _EXACT else value
+
+
+def _bad(problem: str, event: Any) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)

@@ -1,9 +1,9 @@
 """The text of a configuration file → its documents, as plain values, and those as structs.
 
 Rules:
-- Values are taken as kube-proxy takes them: ``hostnameOverride: 7`` is an error, and
-  ``2001:10:1:2:3:4:5:6`` is an address (YAML 1.1 would make it a number of base 60). null is as
-  good as nothing.
+- Values are taken as kube-proxy takes them (bounded_yaml.py): ``hostnameOverride: 7`` is an error,
+  and ``2001:10:1:2:3:4:5:6`` is an address (YAML 1.1 would make it a number of base 60). null is
+  as good as nothing.
 - A whole number may stand as ``1.048576e+06``: so Helm writes large ones.
 - In kube-proxy's document a field that nobody knows is told and does no harm, as with kube-proxy,
   which decodes strictly first and then leniently; in ours it is an error. A field that stands twice
@@ -52,15 +52,18 @@ def parse(data: bytes, where: str, wrong: list[ConfigError] | None = None) -> Do
     `wrong` what it holds else is noted there, and left out.
     """
     from kbpf import bounded_yaml  # and yaml, only with --config: 1.3 MB
-    from kbpf.config.yaml_loader import Loader
 
     data = _json_without_tabs(data)
 
     notes: list[Note] = []
+
+    def twice(field: str, line: int) -> None:
+        text = f"line {line}: {field} stands twice; the last one counts"
+        notes.append(Note(text, is_warning=True))
+
     found: dict[str, Mapping[str, Any]] = {}
     try:
-        bounded_yaml.check(data, bounded_yaml.CONFIGURATION)
-        for document in Loader.documents(data, notes):
+        for document in bounded_yaml.load_all(data, bounded_yaml.CONFIGURATION, twice):
             if document is None:
                 continue
             try:
@@ -105,7 +108,7 @@ def _document(document: object, where: str) -> tuple[str, Mapping[str, Any]]:
         raise ConfigError(
             f"{kind}.apiVersion: {version!r} is not read", where, f"write {VERSIONS[kind]}"
         )
-    return kind, {str(k): v for k, v in document.items() if k not in ("kind", "apiVersion")}
+    return kind, {k: v for k, v in document.items() if k not in ("kind", "apiVersion")}
 
 
 def decode(
@@ -134,7 +137,7 @@ def _value(kind: Any, value: object, where: str, found: Findings, strict: bool) 
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         if not isinstance(value, dict):
             raise msgspec.ValidationError("Expected `object`")
-        return decode(kind, {str(k): v for k, v in value.items()}, where, found, strict)
+        return decode(kind, value, where, found, strict)
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     return msgspec.convert(value, kind)

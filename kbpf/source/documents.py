@@ -1,8 +1,8 @@
 """The text of one YAML or JSON file → the objects in it, each with its place.
 
 Rules:
-- Values are taken as an API server takes them: ``port: "80"`` is an error, a date stays text, and
-  ``2001:10:1:2:3:4:5:6`` is an address (YAML 1.1 would make it a number of base 60).
+- Values are taken as an API server takes them (bounded_yaml.py): ``port: "80"`` is an error, a
+  date stays text, and ``2001:10:1:2:3:4:5:6`` is an address (no number of base 60, as in YAML 1.1).
 - What an API server would fill in is filled in: namespace `default`, port name "".
 - A field that Kubernetes does not know is a line of complaint; its object is served without it.
 - A text that cannot be parsed, or is beyond MANIFESTS (bounded_yaml.py), is one ObjectError; a bad
@@ -17,7 +17,6 @@ from itertools import islice
 from typing import Any, Final, NamedTuple
 
 import msgspec
-import yaml
 
 from kbpf import bounded_yaml
 from kbpf.bounded_yaml import MANIFESTS
@@ -134,8 +133,7 @@ def _load_json(name: str, data: bytes) -> Iterator[Placed]:
 
 def _load_yaml(name: str, data: bytes) -> Iterator[Placed]:
     try:
-        bounded_yaml.check(data, MANIFESTS)
-        for number, document in enumerate(yaml.load_all(data, _Loader)):
+        for number, document in enumerate(bounded_yaml.load_all(data, MANIFESTS)):
             kind = _kind(document.get("kind")) if isinstance(document, dict) else ""
             if kind.endswith("List"):
                 items = document.get("items")
@@ -173,9 +171,8 @@ class _Lines:
         """The line of the field that `error` begins with, or of the nearest thing around it."""
         if self._documents is None:
             try:
-                bounded_yaml.check(self._data, MANIFESTS)
-                self._documents = list(yaml.compose_all(self._data, _Loader))
-            except yaml.YAMLError:
+                self._documents = bounded_yaml.nodes_of(self._data, MANIFESTS)
+            except bounded_yaml.NOT_YAML:
                 self._documents = []
         if number >= len(self._documents):
             return 1
@@ -195,33 +192,11 @@ def _is_place(step: str, node: Any) -> bool:
 
 
 def _below(node: Any, step: str) -> tuple[int, Any] | None:
-    if isinstance(node, yaml.MappingNode):
+    if isinstance(node, bounded_yaml.ObjectNode):
         for key, value in node.value:
             if key.value == step:
                 return key.start_mark.line, value
-    elif isinstance(node, yaml.SequenceNode) and _is_place(step, node):
+    elif isinstance(node, bounded_yaml.ListNode) and _is_place(step, node):
         below = node.value[int(step)]
         return below.start_mark.line, below
     return None
-
-
-_INT: Final = re.compile(r"[-+]?(?:0b[01]+|0o?[0-7]+|0x[0-9a-fA-F]+|0|[1-9][0-9]*)$")
-_FLOAT: Final = re.compile(r"[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?$")
-_NUMBERS: Final = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
-
-
-class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """Safe, in C where PyYAML has it, and with Kubernetes' idea of what is a number or a date."""
-
-    yaml_implicit_resolvers = {  # noqa: RUF012
-        first: [
-            (tag, pattern)
-            for tag, pattern in resolvers
-            if tag not in (*_NUMBERS, "tag:yaml.org,2002:timestamp")
-        ]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
-
-_Loader.add_implicit_resolver(_NUMBERS[0], _INT, list("-+0123456789"))
-_Loader.add_implicit_resolver(_NUMBERS[1], _FLOAT, list("-+.0123456789"))

@@ -12,7 +12,7 @@ import urllib.parse
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -202,17 +202,14 @@ def read_kubeconfig(path: Path) -> Access:
 
 
 def _load(path: Path) -> _File:
-    import yaml  # only with a kubeconfig: 1.3 MB
-
-    from kbpf import bounded_yaml
+    from kbpf import bounded_yaml  # and yaml, only with a kubeconfig: 1.3 MB
     from kbpf.bounded_yaml import KUBECONFIG
 
-    loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
         with path.open("rb") as file:
             data = file.read(KUBECONFIG.size + 1)
-        bounded_yaml.check(data, KUBECONFIG)
-        return msgspec.convert(yaml.load(data, loader), _File)
+        documents = bounded_yaml.load_all(data, KUBECONFIG)
+        return msgspec.convert(next(documents, None), _File)
     except OSError as error:
         hint = "give the kubeconfig's path with --kubeconfig"
         raise ConfigError(

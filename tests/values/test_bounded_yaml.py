@@ -1,5 +1,5 @@
-"""YAML of users that would cost a parser its memory, its time or its process: each of the three
-readers refuses it with a line, within a second, and reads what is everyday.
+"""YAML of users: what its words mean, the same to each of the three readers, and what would cost a
+parser its memory, its time or its process: they refuse it with a line, within a second.
 """
 
 import time
@@ -12,7 +12,7 @@ import pytest
 from kbpf.bounded_yaml import CONFIGURATION, KUBECONFIG, MANIFESTS, Limits
 from kbpf.config import documents as config_documents
 from kbpf.errors import ConfigError, KbpfError, ObjectError
-from kbpf.source import documents
+from kbpf.source import documents, kubeconfig
 from kbpf.source.kubeconfig import read_kubeconfig
 
 
@@ -145,3 +145,191 @@ def test_complaints_about_one_file_end() -> None:
     assert len(contents.problems) == documents.MOST_PROBLEMS + 1
     assert "only 100 problems" in contents.problems[-1]
     assert time.process_time() - begun < 5.0
+
+
+REFUSED = object()
+DIALECT = [
+    ("1e6", 1000000),
+    ("1E5", 100000),
+    ("12e03", 12000),
+    ("1.0", 1),
+    ("1.5", 1.5),
+    ("1.", 1),
+    (".5", 0.5),
+    ("-.5", -0.5),
+    (".5e3", 500),
+    (".5_0", 0.5),
+    (".5e", ".5e"),
+    (".", "."),
+    ("08", 8),
+    ("-08", -8),
+    ("09.5", 9.5),
+    ("010", 8),
+    ("0o17", 15),
+    ("0O17", 15),
+    ("0o8", "0o8"),
+    ("00", 0),
+    ("0x1F", 31),
+    ("0X1f", 31),
+    ("+0x10", 16),
+    ("0x", "0x"),
+    ("0x_1F", 31),
+    ("0x1p3", "0x1p3"),
+    ("0b101", 5),
+    ("0B1", 1),
+    ("-0b11", -3),
+    ("0b2", "0b2"),
+    ("+5", 5),
+    ("-5", -5),
+    ("+", "+"),
+    ("--1", "--1"),
+    ("-0", 0),
+    ("-0.0", 0),
+    ("1_000", 1000),
+    ("1_", 1),
+    ("_1", "_1"),
+    ("1__0", 10),
+    ("123_456.5", 123456.5),
+    ("1e1_0", 10000000000),
+    ("1e", "1e"),
+    ("1e+", "1e+"),
+    ("1e999", "1e999"),
+    ("-1e999", "-1e999"),
+    ("1e21", 1e21),
+    ("0x8000000000000000", 9223372036854775808),
+    ("0xFFFFFFFFFFFFFFFFF", "0xFFFFFFFFFFFFFFFFF"),
+    ("9223372036854775807", 9223372036854775807),
+    ("-9223372036854775808", -9223372036854775808),
+    ("18446744073709551615", 18446744073709551615),
+    ("1:30", "1:30"),
+    ("190:20:30", "190:20:30"),
+    ("2001:10:1:2:3:4:5:6", "2001:10:1:2:3:4:5:6"),
+    ("2001-01-01", "2001-01-01"),
+    ("2001-12-14t21:59:43.10-05:00", "2001-12-14t21:59:43.10-05:00"),
+    ("\u0661", "\u0661"),
+    ("1,000", "1,000"),
+    ("yes", True),
+    ("Yes", True),
+    ("YES", True),
+    ("yEs", "yEs"),
+    ("no", False),
+    ("on", True),
+    ("OFF", False),
+    ("y", True),
+    ("Y", True),
+    ("n", False),
+    ("N", False),
+    ("true", True),
+    ("True", True),
+    ("TRUE", True),
+    ("tRue", "tRue"),
+    ("false", False),
+    ("~", None),
+    ("null", None),
+    ("Null", None),
+    ("NULL", None),
+    ("nULL", "nULL"),
+    ("", None),
+    (".inf", REFUSED),
+    ("-.Inf", REFUSED),
+    ("+.INF", REFUSED),
+    (".nan", REFUSED),
+    ("=", "="),
+    ("<<", "<<"),
+    ('"80"', "80"),
+    ("'yes'", "yes"),
+    ("!!str 80", "80"),
+    ("!!str", ""),
+    ("! 80", "80"),
+    ('!!int "80"', 80),
+    ('!!int "08"', REFUSED),
+    ("!!int x", REFUSED),
+    ('!!int ""', REFUSED),
+    ("!!int 1.0", REFUSED),
+    ("!!float 3", 3),
+    ('!!float "1.5"', 1.5),
+    ("!!float 08", 8),
+    ("!!float .inf", REFUSED),
+    ('!!bool "yes"', True),
+    ("!!bool x", REFUSED),
+    ("!!bool 1", REFUSED),
+    ('!!null ""', None),
+    ("!!null x", REFUSED),
+    ("!!timestamp 2001-01-01", "2001-01-01"),
+    ("!!timestamp x", REFUSED),
+    ("!!binary aGk=", "hi"),
+    ('!!binary "***"', REFUSED),
+    ("!custom x", "x"),
+    ("!!python/name:os.system x", "x"),
+    ("!!map x", "x"),
+    ("!!merge x", "x"),
+    ("!!set {a}", {"a": None}),
+    ("!!omap [a: 1]", [{"a": 1}]),
+    ("!custom {a: 1}", {"a": 1}),
+    ("!!str {a: 1}", {"a": 1}),
+    ("!custom [1]", [1]),
+    ("{80: a}", {"80": "a"}),
+    ("{08: a}", {"8": "a"}),
+    ("{yes: a}", {"true": "a"}),
+    ("{0.1: a}", {"0.1": "a"}),
+    ("{-0: a}", {"0": "a"}),
+    ("{2001-01-01: a}", {"2001-01-01": "a"}),
+    ("{null: a}", REFUSED),
+    ("{? [a] : b}", REFUSED),
+    ("{? {a: 1} : b}", REFUSED),
+    ("{a: 1, a: 2}", {"a": 2}),
+    ('{80: a, "80": b}', {"80": "b"}),
+    ("{a,b: 1}", {"a": None, "b": 1}),
+    ("{p: 0, <<: {p: 1, q: 2}}", {"p": 1, "q": 2}),
+    ("{<<: {p: 1, q: 2}, p: 0}", {"p": 0, "q": 2}),
+    ("{<<: [{p: 1}, {p: 2, q: 3}]}", {"p": 1, "q": 3}),
+    ("{<<: {p: 1}, <<: {p: 2}}", {"p": 2}),
+    ("{<<: 3}", REFUSED),
+    ("{<<: [3]}", REFUSED),
+    ("{<<: [[3]]}", REFUSED),
+    ("{<<: ~}", REFUSED),
+    ('{"<<": {a: 1}}', {"<<": {"a": 1}}),
+    ("{!!merge '<<': {a: 1}}", {"a": 1}),
+    ("[&a {p: 1}, &b {<<: *a, p: 7}, {<<: *b}]", [{"p": 1}, {"p": 7}, {"p": 7}]),
+    ("[&a 5, &a 6, *a]", [5, 6, 6]),
+    ("*b", REFUSED),
+    ("@y", REFUSED),
+    ('"\\u0041"', "A"),
+]
+"""Text → value, as sigs.k8s.io/yaml 1.6.0 converts it to JSON, with which kube-proxy, kubectl and
+the libraries for a kubeconfig read theirs."""
+
+
+def value_in_a_manifest(text: str, folder: Path) -> object:
+    (document,) = documents._load_yaml("a.yaml", f"kind: Service\nx: {text}\n".encode())
+    return document[3]["x"]
+
+
+def value_in_a_configuration(text: str, folder: Path) -> object:
+    head = "apiVersion: kbpf.io/v1alpha1\nkind: KbpfConfiguration\n"
+    own = config_documents.parse(f"{head}x: {text}\n".encode(), "the file").own
+    assert own is not None
+    return own["x"]
+
+
+def value_in_a_kubeconfig(text: str, folder: Path) -> object:
+    (folder / "kubeconfig").write_text(f"users:\n- name: u\n  user:\n    exec: {text}\n")
+    users = kubeconfig._load(folder / "kubeconfig").users
+    assert users is not None
+    return users[0].user.exec
+
+
+VALUES = [value_in_a_manifest, value_in_a_configuration, value_in_a_kubeconfig]
+
+
+@pytest.mark.parametrize("read", VALUES)
+@pytest.mark.parametrize(("text", "value"), DIALECT, ids=[text for text, _ in DIALECT])
+def test_a_word_means_the_same_to_all_readers(
+    read: Callable[[str, Path], object], text: str, value: object, tmp_path: Path
+) -> None:
+    if value is REFUSED:
+        with pytest.raises(KbpfError, match=r"not YAML|not a kubeconfig"):
+            read(text, tmp_path)
+        return
+    found = read(text, tmp_path)
+    assert (found, type(found)) == (value, type(value))

@@ -183,14 +183,14 @@ def test_nothing_given_outside_of_a_pod_is_an_error():
         ("another context", "{current-context: x}", "no context 'x' .*it has: none"),
         (
             "no such cluster",
-            "{current-context: x, contexts: [{name: x, context: {cluster: y}}],"
+            "{current-context: x, contexts: [{name: x, context: {cluster: v}}],"
             " clusters: [{name: z, cluster: {}}]}",
-            "no cluster 'y' .*it has: z",
+            "no cluster 'v' .*it has: z",
         ),
         (
             "no such user",
-            "{current-context: x, contexts: [{name: x, context: {cluster: y, user: u}}],"
-            " clusters: [{name: y, cluster: {}}]}",
+            "{current-context: x, contexts: [{name: x, context: {cluster: v, user: u}}],"
+            " clusters: [{name: v, cluster: {}}]}",
             "no user 'u'",
         ),
         (

@@ -288,7 +288,7 @@ WRONG = [
           f"/8,10.1.0.0/16' ({P}clusterCIDR)",)),
     Wrong("oomScoreAdj: 1001", (f"'1001' ({P}oomScoreAdj)",)),
     Wrong("oomScoreAdj: 5.5", (f"expected int, got float ({P}oomScoreAdj)",)),
-    Wrong("conntrack: {min: 1e400}", (f"expected int, got float ({P}conntrack.min)",)),
+    Wrong("conntrack: {min: 1e400}", (f"expected int, got str ({P}conntrack.min)",)),
     Wrong("oomScoreAdj: low", (f"expected int, got str ({P}oomScoreAdj)",)),
     Wrong("conntrack: {maxPerCore: -1}", (f"-1 ({P}conntrack.maxPerCore)",)),
     Wrong("conntrack: {min: -1}", (f"-1 ({P}conntrack.min)",)),
@@ -300,7 +300,7 @@ WRONG = [
     Wrong("hostnameOverride: 7", (f"expected str, got int ({P}hostnameOverride)",)),
     Wrong("hostnameOverride: ' '", (f"({P}hostnameOverride)",)),
     Wrong("bindAddressHardFail: 'yes'", (f"expected bool, got str ({P}bindAddressHardFail)",)),
-    Wrong("mode: x\noomScoreAdj: 5000\nbindAddress: 1\nclusterCIDR: y",
+    Wrong("mode: x\noomScoreAdj: 5000\nbindAddress: 1\nclusterCIDR: z",
           (f"({P}bindAddress)", f"({P}oomScoreAdj)", f"({P}mode)", f"({P}clusterCIDR)")),
 ]  # fmt: skip
 
@@ -495,7 +495,7 @@ OURS_WRONG = [
           (f"({O}mapSizes.conections); is connections meant?",
            f"({O}socketLb); is socketLB meant?", f"({O}pinDir)")),
     Wrong("source: /a\nmaster: https://b", (f"({O}source)",)),
-    Wrong("mode: x\nlogLevel: y\nmapSizes: {affinity: -1}",
+    Wrong("mode: x\nlogLevel: z\nmapSizes: {affinity: -1}",
           (f"({O}mode)", f"({O}mapSizes.affinity)", f"({O}logLevel)")),
 ]  # fmt: skip
 
@@ -626,7 +626,7 @@ def test_a_variable_is_ignored_as_its_flag_is():
 
 
 def test_wrong_flags_and_wrong_documents_are_told_together():
-    lines = complaints(f"{PROXY}mode: x\n---\n{OWN}mode: y", pin_dir="z")
+    lines = complaints(f"{PROXY}mode: x\n---\n{OWN}mode: z", pin_dir="z")
     assert [re.search(r"\((.*?)\)", line)[1] for line in lines] == [
         "KubeProxyConfiguration.mode", "KbpfConfiguration.mode", "--pin-dir"
     ]  # fmt: skip
