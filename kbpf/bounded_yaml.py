@@ -92,6 +92,22 @@ def nodes_of(data: bytes, limits: Limits) -> list[Any]:
     return list(yaml.compose_all(data, _LOADER))
 
 
+def dump(value: Any, **style: Any) -> str:
+    """Plain values as YAML that load_all() reads as the same values. `style`: as for yaml.dump."""
+    return str(yaml.dump(value, Dumper=_Dumper, sort_keys=False, **style))
+
+
+class _Dumper(yaml.SafeDumper):
+    """Puts text into quotes that would be read as something else: PyYAML knows YAML 1.1."""
+
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        quotes = "'" if _is_other(data) else None
+        return self.represent_scalar(f"{_TAG}str", data, quotes)
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)
+
+
 def _check_size(data: bytes, limits: Limits) -> None:
     if len(data) > limits.size:
         raise TooLarge(problem=f"{len(data)} bytes; the limit is {limits.size}")
@@ -302,6 +318,14 @@ def _plain(text: str, event: Any) -> Any:
     return _float(text) if _FLOAT.fullmatch(text.replace("_", "")) else text
 
 
+def _is_other(text: str) -> bool:
+    """Whether this text, without quotes, is no text."""
+    try:
+        return not isinstance(_plain(text, None), str)
+    except yaml.YAMLError:
+        return True
+
+
 def _is_int(text: str) -> bool:
     """Whether it is an integer of 64 bits. Other ones are floats, if they are decimal."""
     digits = text.replace("_", "")
@@ -329,4 +353,5 @@ def _float(text: str) -> int | float | str:
 
 
 def _bad(problem: str, event: Any) -> yaml.MarkedYAMLError:
-    return yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
+    mark = None if event is None else event.start_mark
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=mark)

@@ -41,17 +41,11 @@ def document(value: Any, output: Output) -> str:
     """JSON or YAML of rows, or of one thing. The order is that of the fields."""
     plain = msgspec.to_builtins(value)
     if output is Output.YAML:
-        import yaml
+        from kbpf import bounded_yaml
 
         def dump(allow_unicode: bool) -> str:
-            return str(
-                yaml.safe_dump(
-                    plain,
-                    default_flow_style=False,
-                    sort_keys=False,
-                    allow_unicode=allow_unicode,
-                    width=1 << 20,
-                )
+            return bounded_yaml.dump(
+                plain, default_flow_style=False, allow_unicode=allow_unicode, width=1 << 20
             )
 
         text = dump(allow_unicode=True)

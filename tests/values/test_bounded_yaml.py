@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
+from kbpf import bounded_yaml
 from kbpf.bounded_yaml import CONFIGURATION, KUBECONFIG, MANIFESTS, Limits
 from kbpf.config import documents as config_documents
 from kbpf.errors import ConfigError, KbpfError, ObjectError
@@ -333,3 +334,10 @@ def test_a_word_means_the_same_to_all_readers(
         return
     found = read(text, tmp_path)
     assert (found, type(found)) == (value, type(value))
+
+
+@pytest.mark.parametrize("text", [text for text, _ in DIALECT])
+def test_text_that_is_written_is_read_as_text(text: str) -> None:
+    written = bounded_yaml.dump({"x": text, text or "name": 1})
+    (read,) = bounded_yaml.load_all(written.encode(), CONFIGURATION)
+    assert read == {"x": text, text or "name": 1}

@@ -37,7 +37,7 @@ HOMES = {
     "typer": ("cli/",),
     "click": ("cli/",),
     "rich": ("cli/",),
-    "yaml": ("bounded_yaml.py", "config/write.py", "cli/"),
+    "yaml": ("bounded_yaml.py",),
     "msgspec": ("",),
 }
 """Where an outside library may be imported: folders and files. Others have no home yet."""
