@@ -3,7 +3,7 @@
 Every error that leaves a room says *what* happened, *where* (object, file, map, hook, device)
 and *what to do*. The class says whose fault it is. `str()` is one line:
 
-    KernelError: cannot attach connect4 (cgroup /sys/fs/cgroup): EPERM; give it CAP_BPF
+    cannot attach connect4 (cgroup /sys/fs/cgroup): EPERM; give it CAP_BPF
 """
 
 import contextlib
@@ -74,6 +74,10 @@ class NotFoundError(KbpfError):
     """What was asked for is not there."""
 
 
+class OutputError(KbpfError):
+    """The standard output cannot be written to."""
+
+
 class CompileError(KbpfError):
     """The BPF programs cannot be built on this machine."""
 
@@ -138,4 +142,7 @@ def unexpected_refusal(error: OSError) -> str:
         if path.is_relative_to(here):
             place = f"{path.relative_to(here.parent)}:{step.tb_lineno}"
         step = step.tb_next
-    return f"{type(error).__name__}: {error} ({place})"
+    what = error.strerror or str(error) or type(error).__name__
+    name = errno_names.errorcode.get(error.errno or 0, "")
+    file = f" {error.filename!r}" if error.filename is not None else ""
+    return _one_line(f"unexpected error: {what}{file}{f': {name}' if name else ''} ({place})")

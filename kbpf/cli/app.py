@@ -1,15 +1,16 @@
 """The entry point: which command, and how it ends.
 
-Exit codes: 0 fine; 1 failed, with one line on stderr; 2 wrong usage; 130 interrupted. What costs
+Exit codes: 0 fine; 1 failed, with one line on stderr; 2 wrong usage; 130 interrupted; 141 (SIGPIPE)
+when the reader of the output has gone. What costs
 time or memory to import (rich, kubernetes, bcc, pyroute2) is imported by the command that needs
 it; `kbpf run` does not even import typer (arguments.py says why).
 """
 
-import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from kbpf.cli import streams
 from kbpf.errors import KbpfError, unexpected_refusal
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 def main() -> None:
     """`kbpf`, with this process' arguments; ends the process."""
+    streams.set_up()
     sys.exit(call(sys.argv[1:]))
 
 
@@ -27,16 +29,14 @@ def call(arguments: Sequence[str]) -> int:
         code = _dispatch(arguments)
         sys.stdout.flush()
     except KbpfError as error:
-        print(f"kbpf: {type(error).__name__}: {error}", file=sys.stderr)
+        streams.complain(f"kbpf: {error}")
         return 1
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader has gone (`| head`). What is still buffered must not complain at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        streams.end_by_sigpipe()
     except OSError as error:
-        print(f"kbpf: {unexpected_refusal(error)}", file=sys.stderr)
+        streams.complain(f"kbpf: {unexpected_refusal(error)}")
         return 1
     return code
 
@@ -64,6 +64,7 @@ def typer_app() -> "Typer":
 
     app = typer.Typer(
         no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
         help="Kubernetes Services of this node, balanced by BPF, in place of kube-proxy.",
     )  # fmt: skip
 

@@ -18,7 +18,7 @@ from kbpf.cli.arguments import Asked, named
 from kbpf.config.follow import Follower
 from kbpf.config.load import Loaded
 from kbpf.config.write import configz
-from kbpf.errors import KbpfError, KernelError, printable
+from kbpf.errors import KbpfError, KernelError, printable, unexpected_refusal
 from kbpf.kernel import children, process
 from kbpf.model.config import Config
 from kbpf.model.events import Kind, Synced
@@ -143,13 +143,12 @@ def serve(request: Asked, loaded: Loaded, data: bytes | None) -> None:
     try:
         _serve(config, request, loaded, data)
     except KbpfError as error:
-        if config.log_format != "json":
-            raise
-        log.error("%s: %s", type(error).__name__, error)  # the last line is JSON, too
+        log.error("%s", error)  # the last line has the form of the others
+        raise SystemExit(1) from error
+    except OSError as error:
+        log.error("%s", unexpected_refusal(error))
         raise SystemExit(1) from error
     except Exception as error:
-        if config.log_format != "json":
-            raise
         log.exception("a fault of kbpf's own ends the agent")
         raise SystemExit(1) from error
 

@@ -20,6 +20,8 @@ def write(config: Config, path: Path) -> None:
     """Writes the file, as output.py describes."""
     try:
         output.write(path, text(config))
+    except BrokenPipeError:
+        raise  # `--write-config-to /dev/stdout | head`
     except OSError as error:
         raise ConfigError(
             f"cannot write the configuration: {error.strerror}", str(path), "name another file"

@@ -23,8 +23,8 @@ CALLS = (
 ERRNOS = ("ENOMEM", "ENOSPC", "E2BIG", "EBUSY", "EAGAIN", "EINTR", "ENOBUFS", "EPERM")
 FIRST_CALLS = 500
 PATIENCE = 60.0
-ENDED = re.compile(r"^kbpf: (\w+): ")
-"""How the last line of an agent that gave up begins: the class of the error, then why."""
+ENDED = re.compile(r"^(?:\S+ ERROR kbpf |kbpf: )")
+"""How the last line of an agent that gave up begins; then it says why."""
 
 LIBNFTABLES = re.compile(r"^mnl\.c:\d+: Unable to initialize Netlink socket: ")
 """What libnftables says, and ends the process with exit status 3, when it is its own socket() that

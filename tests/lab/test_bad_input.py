@@ -89,7 +89,7 @@ def test_the_kubeconfig(web: Cluster, tmp_path: Path, name: str) -> None:
         path.write_text(text)
     web.agent.stop()
     web.agent.start(wait=False, extra=("--kubeconfig", str(path)))
-    ends_with_one_line(web, "ConfigError", what, re.escape(str(path)), hint)
+    ends_with_one_line(web, " ERROR kbpf ", what, re.escape(str(path)), hint)
 
 
 def test_no_permission(web: Cluster) -> None:
@@ -330,13 +330,13 @@ def test_the_programs_do_not_compile(web: Cluster, tmp_path: Path) -> None:
         tmp_path, "bpf/lookup.h", "#define TRIES 3", "#define TRIES 3\nnot_a_type nonsense;"
     )
     start_other(web, broken, wait=False)
-    ends_with_one_line(web, "CompileError: cannot compile", "not_a_type", r"lookup\.h:\d+")
+    ends_with_one_line(web, "ERROR kbpf cannot compile", "not_a_type", r"lookup\.h:\d+")
 
 
 def test_the_kernel_refuses_a_program_that_is_needed(web: Cluster, tmp_path: Path) -> None:
     refused = another(tmp_path, "bpf/lookup.h", "	if (!now)\n		return MISSING;\n", "")
     start_other(web, refused, wait=False)
-    ends_with_one_line(web, "ProgramRefused", "(connect|sendmsg)[46]", "EACCES|EINVAL")
+    ends_with_one_line(web, " ERROR kbpf ", "(connect|sendmsg)[46]", "EACCES|EINVAL")
 
 
 def test_the_kernel_refuses_a_program_that_is_not_needed(web: Cluster, tmp_path: Path) -> None:

@@ -47,4 +47,6 @@ def test_an_unexpected_refusal_is_one_line(
     assert app.call(["run"]) == 1
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 1
-    assert said[0].startswith("kbpf: OSError: [Errno 28] in the kernel's words (kbpf/cli/app.py:")
+    assert said[0].startswith(
+        "kbpf: unexpected error: in the kernel's words: ENOSPC (kbpf/cli/app.py:"
+    )

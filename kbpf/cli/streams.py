@@ -1,0 +1,75 @@
+"""The standard streams: closed, full, or unable to encode a character, each ends as one clear line
+and never as a traceback; a reader that has gone ends the command by SIGPIPE.
+"""
+
+import io
+import os
+import signal
+import sys
+from typing import Any, NoReturn
+
+from kbpf.errors import OutputError
+
+
+class StandardOutput(io.FileIO):
+    """The raw file below sys.stdout."""
+
+    def write(self, data: Any) -> int:
+        """As FileIO.write(). After an error what is still buffered goes nowhere, so that the
+        interpreter does not complain again at its end.
+        """
+        try:
+            return super().write(data) or 0
+        except BrokenPipeError:
+            end_by_sigpipe()
+        except OSError as error:
+            _open(self.fileno(), os.O_WRONLY)
+            raise OutputError(f"cannot write to the standard output: {error.strerror}") from error
+
+
+def set_up() -> None:
+    """For the whole process. A closed stream becomes /dev/null, so that no file that is opened
+    later gets its number; one for output fails at the first write, as it would with any program.
+    """
+    out = sys.stdout
+    kept = out if isinstance(out, io.TextIOWrapper) else None
+    if sys.stdin is None:
+        _open(0, os.O_RDONLY)
+        sys.stdin = io.TextIOWrapper(io.FileIO(0, closefd=False))
+    if out is None:
+        _open(1, os.O_RDONLY)
+    if sys.stderr is None:
+        _open(2, os.O_WRONLY)
+        sys.stderr = io.TextIOWrapper(io.FileIO(2, "w", closefd=False), write_through=True)
+    sys.stdout = io.TextIOWrapper(
+        io.BufferedWriter(StandardOutput(1, "w", closefd=False)),
+        encoding=kept.encoding if kept else "utf-8",
+        errors="replace",  # a `?` has the width of what cannot be encoded: tables stay aligned
+        line_buffering=kept is not None and kept.line_buffering,
+        write_through=kept is not None and kept.write_through,
+    )
+
+
+def _open(number: int, flags: int) -> None:
+    fd = os.open(os.devnull, flags | os.O_CLOEXEC)
+    if fd == number:
+        os.set_inheritable(fd, True)
+    else:
+        os.dup2(fd, number)
+        os.close(fd)
+
+
+def end_by_sigpipe() -> NoReturn:
+    """As `yes | head` ends: a shell sees 141, whatever the command would have said."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPIPE})
+    os.kill(os.getpid(), signal.SIGPIPE)
+    os._exit(128 + signal.SIGPIPE)
+
+
+def complain(text: str) -> None:
+    """A line to stderr, if it can be written."""
+    try:
+        print(text, file=sys.stderr)
+    except OSError:
+        _open(2, os.O_WRONLY)

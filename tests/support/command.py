@@ -1,0 +1,47 @@
+"""Runs `kbpf` as a process of its own, as a shell does. A traceback is never an answer."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+TIMEOUT = 60.0
+EMPTY: Mapping[str, str] = {}
+
+
+class Done(NamedTuple):
+    """How it ended, and what it wrote."""
+
+    code: int
+    out: str
+    err: str
+
+    def last(self) -> str:
+        """The last line on stderr."""
+        return self.err.splitlines()[-1] if self.err else ""
+
+
+def kbpf(*words: str, shell: str = "", nobody: bool = False, cwd: Path | None = None,
+         environ: Mapping[str, str] = EMPTY) -> Done:  # fmt: skip
+    """With these arguments, and what a shell would read behind them: `>&-`, `| head -1`. The code
+    is that of kbpf itself.
+    """
+    return python("-m", "kbpf", *words, shell=shell, nobody=nobody, cwd=cwd, environ=environ)
+
+
+def python(*words: str, shell: str = "", nobody: bool = False, cwd: Path | None = None,
+           environ: Mapping[str, str] = EMPTY) -> Done:  # fmt: skip
+    """The same for any program in Python."""
+    drop = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"] if nobody else []
+    command = [*drop, sys.executable, *words]
+    script = f'"$@" {shell}; exit ${{PIPESTATUS[0]}}'
+    done = subprocess.run(
+        ["bash", "-c", script, "bash", *command], capture_output=True, timeout=TIMEOUT, cwd=cwd,
+        env={**os.environ, **environ}, stdin=subprocess.DEVNULL, check=False,
+    )  # fmt: skip
+    out, err = (text.decode(errors="replace") for text in (done.stdout, done.stderr))
+    assert "Traceback" not in err + out, err
+    assert "Exception ignored" not in err, err
+    return Done(done.returncode, out, err)
