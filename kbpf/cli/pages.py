@@ -12,6 +12,7 @@ from kbpf.views.nat import NatView
 from kbpf.views.packets import PacketView
 from kbpf.views.service import (
     BACKEND_COLUMNS,
+    COUNTED,
     FRONTEND_COLUMNS,
     TRAFFIC_COLUMNS,
     ServiceDetail,
@@ -49,6 +50,9 @@ def _service(detail: ServiceDetail) -> Iterator[str]:
     if detail.traffic:
         yield "  connections since counting began"
         yield render.indent(render.table(detail.traffic, TRAFFIC_COLUMNS), "    ")
+        if detail.not_counted:
+            titles = ", ".join(COUNTED[name].title for name in detail.not_counted)
+            yield f"    not counted: {titles}; --accounting full"
 
 
 def _sets(name: str, sets: Sequence[SetRow]) -> Iterator[str]:
@@ -127,7 +131,7 @@ def _packets(view: PacketView) -> Iterator[tuple[str, str]]:
     yield "devices", f"{view.host_devices} host, {view.pod_devices} pod{failed}"
     alarm = " ! raise --max-connections" if view.alarm else ""
     yield "connections", f"{view.connections}, room for {view.room}{alarm}"
-    yield "entries", f"{view.entries}, with those whose time is over"
+    yield "entries", f"{view.entries}, with closed ones and those whose time is over"
     gone = ""
     if view.forgotten:
         gone = f"; {view.forgotten} have made room, or were begun anew"

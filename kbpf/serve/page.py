@@ -153,11 +153,11 @@ def traffic(found: Traffic, most: int) -> Iterator[str]:
     inside = {name: _port(*name) for name in names}
     if found.connections is not None:
         yield from _gauge(
-            "service_connections", "Connections of a Service port now",
+            "service_connections", "Open connections of a Service port",
             [(f"{{{inside[name]}}}", now[name]) for name in names if name in now],
         )  # fmt: skip
         yield from _gauge(
-            "connections", "Connections of all Services now", [("", sum(now.values()))]
+            "connections", "Open connections of all Services", [("", sum(now.values()))]
         )
     if found.tracked is not None:
         yield from _gauge(
@@ -185,7 +185,7 @@ def _backends(found: tuple[Pair, ...], known: Collection[str]) -> Iterator[str]:
         for one in found
     ]
     yield from _gauge(
-        "backend_connections", "Connections of a backend now",
+        "backend_connections", "Open connections of a backend",
         [(f"{{{row.labels}}}", one.now) for row, one in zip(rows, found, strict=True)],
     )  # fmt: skip
     yield from _outcome("backend", "a backend", rows, known)

@@ -19,9 +19,10 @@ class PacketView(msgspec.Struct, frozen=True):
     """The packet path of one node.
 
     `state`: ``on``; ``off``, as it was asked for; or ``failed``, which `why` explains.
-    `connections`: those whose time is not over; `entries`: with those whose is, which stay until
-    their room is needed. `room`: most that there may be. `alarm`: 80 % of it have connections that
-    would not make room by themselves (half open or closed ones do), so some are broken off soon.
+    `connections`: open ones; `entries`: with closed ones and those whose time is over, which stay
+    until their room is needed. `room`: most that there may be. `alarm`: 80 % of it have connections
+    that would not make room by themselves (half open or closed ones do), so some are broken off
+    soon.
     `created`: connections since the counters began; `forgotten` of them have no entry any more:
     it went to make room, or to a new connection from the same port. None while that cannot be
     told. `evicted`: streams of UDP in use that had to make room for new connections.
@@ -56,7 +57,7 @@ def view(snapshot: Snapshot) -> PacketView:
         pod_devices=sum(one.role == Role.POD for one in devices),
         failed=said.failed if said else (),
         failed_count=said.failed_count if said else 0,
-        connections=fill.live if fill else 0,
+        connections=fill.open if fill else 0,
         entries=entries,
         room=fill.room if fill else 0,
         alarm=fill is not None and state == "on" and fill.needed >= ALARM * fill.room,

@@ -19,6 +19,9 @@ from kbpf.views.snapshot import Part, Snapshot
 
 NEEDS: Final = SERVICES | Part.TRAFFIC
 
+TCP_ONLY: Final = frozenset(("unanswered", "broken", "retransmits", "rtts"))
+"""Numbers of Totals that other protocols do not have: nobody says how their connections end."""
+
 __all__ = ["NEEDS", "ServiceDetail", "details"]
 
 
@@ -47,34 +50,35 @@ class SetRow(msgspec.Struct, frozen=True):
 class TrafficRow(msgspec.Struct, frozen=True):
     """A backend, and what connections to it came to since counting began; bytes of a connection
     through a socket count when it ends. `backend` is an address, ``none`` for connections that got
-    none, ``gone`` for backends that are no more. `open`: connections now. `refused`: since no
-    backend would do. `unanswered` and `broken` are known of TCP sockets of this node and its pods,
-    as are `retransmits` and `round_trip_ms`, the mean of `round_trips` connections.
+    none, ``gone`` for backends that are no more. `open`: open connections. `refused`: since no
+    backend would do. `unanswered` and `broken` are known of TCP, as are `retransmits` and
+    `round_trip_ms`, the mean of `round_trips` connections. None: it is not counted.
     """
 
     id: int
     backend: str
     open: int
-    begun: int
-    refused: int
-    unanswered: int
-    broken: int
-    bytes_in: int
-    bytes_out: int
-    retransmits: int
+    begun: int | None
+    refused: int | None
+    unanswered: int | None
+    broken: int | None
+    bytes_in: int | None
+    bytes_out: int | None
+    retransmits: int | None
     round_trip_ms: float | None
-    round_trips: int
+    round_trips: int | None
 
 
 class ServiceDetail(msgspec.Struct, frozen=True):
     """One Service port with the backends behind it. Several sets of one kind: it is being changed
-    just now.
+    just now. `not_counted`: numbers of `traffic` that the present --accounting leaves out.
     """
 
     service: ServiceRow
     cluster: tuple[SetRow, ...]
     local: tuple[SetRow, ...]
     traffic: tuple[TrafficRow, ...] = ()
+    not_counted: tuple[str, ...] = ()
 
 
 def details(snapshot: Snapshot, name: str, namespace: str = "") -> tuple[ServiceDetail, ...]:
@@ -118,31 +122,37 @@ def _detail(row: ServiceRow, snapshot: Snapshot, used: Iterable[int]) -> Service
         row,
         tuple(_sets(cluster, snapshot)),
         tuple(_sets(local, snapshot)),
-        tuple(_traffic(row.id, backend, snapshot) for backend in sorted(used)),
+        tuple(_traffic(row, backend, snapshot) for backend in sorted(used)),
+        tuple(name for name in COUNTED if name not in snapshot.counted),
     )
 
 
-def _traffic(service: int, backend: int, snapshot: Snapshot) -> TrafficRow:
-    had = snapshot.totals.get((service, backend), Totals())
+def _traffic(row: ServiceRow, backend: int, snapshot: Snapshot) -> TrafficRow:
+    had = snapshot.totals.get((row.id, backend), Totals())
+    counted = snapshot.counted - (frozenset() if row.protocol == "TCP" else TCP_ONLY)
     known = snapshot.backends.get(backend)
     if known is not None:
         where = endpoint(format_addr(known.address), known.port)
     else:
         special = {NO_BACKEND: "none", GONE: "gone", ALL_BACKENDS: "all"}
         where = special.get(backend, f"id {backend}, gone")
+
+    def count(name: str) -> int | None:
+        return getattr(had, name) if name in counted else None
+
     return TrafficRow(
         id=backend,
         backend=where,
-        open=snapshot.open.get((service, backend), 0),
-        begun=had.begun,
-        refused=had.refused,
-        unanswered=had.unanswered,
-        broken=had.broken,
-        bytes_in=had.bytes_in,
-        bytes_out=had.bytes_out,
-        retransmits=had.retransmits,
-        round_trip_ms=round(had.rtt_us / had.rtts / 1000, 3) if had.rtts else None,
-        round_trips=had.rtts,
+        open=snapshot.open.get((row.id, backend), 0),
+        begun=count("begun"),
+        refused=count("refused"),
+        unanswered=count("unanswered"),
+        broken=count("broken"),
+        bytes_in=count("bytes_in"),
+        bytes_out=count("bytes_out"),
+        retransmits=count("retransmits"),
+        round_trip_ms=round(had.rtt_us / had.rtts / 1000, 3) if count("rtts") else None,
+        round_trips=count("rtts"),
     )
 
 
@@ -191,17 +201,22 @@ BACKEND_COLUMNS: Final = (
     Column("SHARE", lambda b: f"{b.share:.1%}", right=True),
 )
 
+COUNTED: Final = {
+    "begun": Column("BEGUN", lambda t: number(t.begun), right=True),
+    "refused": Column("REFUSED", lambda t: number(t.refused), right=True),
+    "unanswered": Column("UNANSWERED", lambda t: number(t.unanswered), right=True),
+    "broken": Column("BROKEN", lambda t: number(t.broken), right=True),
+    "bytes_in": Column("IN", lambda t: size_text(t.bytes_in), right=True),
+    "bytes_out": Column("OUT", lambda t: size_text(t.bytes_out), right=True),
+    "retransmits": Column("RETRANSMITS", lambda t: number(t.retransmits), right=True),
+    "rtts": Column("ROUND-TRIP", lambda t: _milliseconds(t.round_trip_ms), right=True),
+}
+"""Numbers of Totals, and the columns that show them: `--accounting` says which are counted."""
+
 TRAFFIC_COLUMNS: Final = (
     Column("BACKEND", lambda t: t.backend),
     Column("OPEN", lambda t: number(t.open), right=True),
-    Column("BEGUN", lambda t: number(t.begun), right=True),
-    Column("REFUSED", lambda t: number(t.refused), right=True),
-    Column("UNANSWERED", lambda t: number(t.unanswered), right=True),
-    Column("BROKEN", lambda t: number(t.broken), right=True),
-    Column("IN", lambda t: size_text(t.bytes_in), right=True),
-    Column("OUT", lambda t: size_text(t.bytes_out), right=True),
-    Column("RETRANSMITS", lambda t: number(t.retransmits), right=True),
-    Column("ROUND-TRIP", lambda t: _milliseconds(t.round_trip_ms), right=True),
+    *COUNTED.values(),
 )
 
 

@@ -45,7 +45,7 @@ from kbpf.kernel.libbpf import Map
 from kbpf.model.address import Addr
 from kbpf.model.config import SocketLb
 from kbpf.model.desired import Backend, FrontendAddress, ServicePortKey
-from kbpf.model.measures import Totals
+from kbpf.model.measures import BEGUN, FULL, Totals
 from kbpf.model.objects import Cidr
 from kbpf.model.status import AgentStatus, decode
 from kbpf.views import hooks, tracked
@@ -139,8 +139,8 @@ class Snapshot:
     Of the packet path: `packet_programs`: its programs are pinned; `connections`: see tracked.py;
     `fill`: how many there are, and room; `devices`: what the programs are told, by ifindex.
 
-    `totals`: what connections came to, and `open`, how many there are, by the ids of a Service port
-    and a backend.
+    `totals`: what connections came to, of which the numbers in `counted` are counted now, and
+    `open`, how many are open, by the ids of a Service port and a backend.
     """
 
     pin_dir: Path
@@ -168,6 +168,7 @@ class Snapshot:
     local_networks: tuple[Cidr, ...] = ()
     ranges: tuple[tuple[int, Cidr], ...] = ()
     totals: Mapping[Ids, Totals] = field(default_factory=dict)
+    counted: frozenset[str] = frozenset()
     open: Mapping[Ids, int] = field(default_factory=dict)
 
 
@@ -321,7 +322,15 @@ def _traffic(maps: Mapping[str, Map]) -> dict[str, Any]:
                 pass
     for _ in totals_in(maps["counts"], totals):
         pass
-    return {"open": census.pairs, "totals": totals}
+    return {"open": census.pairs, "totals": totals, "counted": _counted(maps)}
+
+
+def _counted(maps: Mapping[str, Map]) -> frozenset[str]:
+    """Which numbers of Totals the programs count as they are set now."""
+    _, raw, _ = CONFIG.unpack(maps["config"].lookup(ZERO) or bytes(CONFIG.size))
+    if ConfigFlag.ENDS in ConfigFlag(raw):
+        return FULL
+    return BEGUN if ConfigFlag.ACCOUNTING in ConfigFlag(raw) else frozenset()
 
 
 def _told(raw: bytes) -> ToldDevice:

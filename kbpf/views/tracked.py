@@ -81,12 +81,12 @@ class Tracked(msgspec.Struct, gc=False):
 
 
 class Fill(NamedTuple):
-    """How many connections `flows` has, how many are not over yet, how many of these would have to
-    be driven out, and room for how many.
+    """How many connections `flows` has, how many are open, how many of these would have to be
+    driven out, and room for how many.
     """
 
     entries: int
-    live: int
+    open: int
     needed: int
     room: int
 
@@ -132,15 +132,15 @@ def _add(found: dict[bytes, Tracked], raw: bytes, part: int) -> None:
 
 def fill(held: Map, now: float) -> Fill:
     """How full this map `flows` is. `now`: CLOCK_MONOTONIC, seconds."""
-    entries = live = needed = 0
+    entries = open_ = needed = 0
     at = int(now * NANO)
     for _, raw in held.items():
         if is_question(raw):
             entries += 1
-            holds = at <= over(raw)
-            live += holds
-            needed += holds and flows.is_needed(raw[flows.STATE], last_used(raw), at)
-    return Fill(entries, live, needed, int(held.max_entries / MAPS["flows"].per))
+            counts = at <= over(raw) and flows.is_open(raw[flows.STATE])
+            open_ += counts
+            needed += counts and flows.is_needed(raw[flows.STATE], last_used(raw), at)
+    return Fill(entries, open_, needed, int(held.max_entries / MAPS["flows"].per))
 
 
 def endpoint(target: bytes) -> str:

@@ -35,6 +35,7 @@ from kbpf.dataplane.bpf.layout import (
     pack_target,
 )
 from kbpf.dataplane.bpf.load import Pins
+from kbpf.dataplane.bpf.measure import Meter
 from kbpf.dataplane.bpf.plane import BpfPlane
 from kbpf.dataplane.checks import CheckRow
 from kbpf.errors import CompileError, KernelError
@@ -301,6 +302,22 @@ def test_a_conversation_is_one_row(wire: Wire, show, said: Said, v: int) -> None
     assert 0 <= row["idle_seconds"] <= said.holds
     assert row["idle_seconds"] + row["expires_seconds"] == pytest.approx(said.holds, abs=0.01)
     assert (row["expired"], row["lost"], row["replaced"], row["device"]) == (False, [], False, "")
+
+
+@pytest.mark.parametrize("said", SAID, ids=lambda said: said.name)
+def test_an_ended_connection_is_not_open(wire: Wire, call: Run, show, said: Said) -> None:
+    """In no view and in no metric, though it is remembered."""
+    wire.talk(4, said.which, 2000, said.said)
+    is_open = int(said.state != "closed")
+    (row,) = show("connections")
+    name = row["service"]
+    (detail,) = show("service", name)
+    assert [(t["backend"], t["open"]) for t in detail["traffic"]] == [(end(POD[4], 8080), is_open)]
+    status = json.loads(call("status", "-o", "json")[1])
+    assert (status["packets"]["connections"], status["packets"]["entries"]) == (is_open, 1)
+    counted = Meter(Pins(wire.site.pins), Config()).count(lambda: None)
+    open_now = {"/".join(port[:2]): count for port, count in counted.connections or ()}
+    assert open_now == ({name: 1} if is_open else {})
 
 
 def test_the_table_says_what_the_json_says(wire: Wire, call: Run) -> None:

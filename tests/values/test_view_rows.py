@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -31,7 +32,7 @@ from kbpf.kernel.libbpf import LinkInfo
 from kbpf.kernel.tc import Attachment, Direction, How
 from kbpf.model.address import Addr, parse_addr
 from kbpf.model.desired import Backend, FrontendAddress, ServicePortKey
-from kbpf.model.measures import Totals
+from kbpf.model.measures import BEGUN, FULL, Totals
 from kbpf.model.objects import Cidr, Protocol
 from kbpf.model.status import AgentStatus, DeviceFailure, PacketStatus
 from kbpf.views import (
@@ -71,8 +72,8 @@ def value(
     return ServiceValue(service_id, flags, timeout, service_id if size else 0, size, 0, 0)
 
 
-def key(name: str, namespace: str = "default") -> ServicePortKey:
-    return ServicePortKey(namespace, name, "http", TCP, 4)
+def key(name: str, namespace: str = "default", protocol: Protocol = TCP) -> ServicePortKey:
+    return ServicePortKey(namespace, name, "http", protocol, 4)
 
 
 def snapshot(**parts: Any) -> Snapshot:
@@ -144,6 +145,7 @@ def test_what_connections_to_each_backend_came_to():
             (1, 9): Totals(begun=2, unanswered=1, broken=1, retransmits=4),
         },
         open={(1, 5): 1, (2, 6): 8, (1, 6): 2},
+        counted=FULL,
     )  # fmt: skip
     (detail,) = service.details(held, "web")
     assert [[c.text(t) for c in service.TRAFFIC_COLUMNS] for t in detail.traffic] == [
@@ -156,6 +158,51 @@ def test_what_connections_to_each_backend_came_to():
     assert "connections since counting began" in pages.service([detail])
     (without,) = service.details(snapshot(names={1: key("web")}), "web")
     assert "since counting began" not in pages.service([without])
+
+
+class Counted(NamedTuple):
+    """What --accounting counts, of which protocol; the cells after OPEN, and the line below."""
+
+    story: str
+    protocol: Protocol
+    counted: frozenset[str]
+    cells: tuple[str, ...]
+    line: str
+
+
+NOT_COUNTED = [
+    Counted("all of TCP", TCP, FULL, ("4", "1", "0", "0", "9B", "0B", "0", "2ms"), ""),
+    Counted("all of UDP", UDP, FULL, ("4", "1", "-", "-", "9B", "0B", "-", "-"), ""),
+    Counted("the beginning", TCP, BEGUN, ("4", "1", *6 * "-"),
+            "UNANSWERED, BROKEN, IN, OUT, RETRANSMITS, ROUND-TRIP"),
+    Counted("nothing", TCP, frozenset(), tuple(8 * "-"),
+            "BEGUN, REFUSED, UNANSWERED, BROKEN, IN, OUT, RETRANSMITS, ROUND-TRIP"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", NOT_COUNTED, ids=lambda row: row.story)
+def test_what_is_not_counted_is_no_zero(row: Counted):
+    """Not even where a number is left of an earlier --accounting."""
+    held = snapshot(
+        frontends={at("10.96.0.1", protocol=row.protocol): value(1)},
+        names={1: key("web", protocol=row.protocol)},
+        backends={5: backend(1)},
+        totals={(1, 5): Totals(begun=4, refused=1, bytes_in=9, rtt_us=2000, rtts=1)},
+        open={(1, 5): 3},
+        counted=row.counted,
+    )
+    (detail,) = service.details(held, "web")
+    (shown,) = detail.traffic
+    cells = [c.text(shown) for c in service.TRAFFIC_COLUMNS]
+    assert cells == ["10.244.0.1:8080", "3", *row.cells]
+    plain = msgspec.to_builtins(shown)
+    assert plain["open"] == 3
+    nulls = {name for name, number in plain.items() if number is None}
+    assert ("begun" in nulls) == (row.cells[0] == "-")
+    assert ("broken" in nulls) == ("round_trips" in nulls) == (row.cells[3] == "-")
+    line = f"    not counted: {row.line}; --accounting full"
+    assert (line in pages.service([detail]).split("\n")) == bool(row.line)
+    assert ("not counted" in pages.service([detail])) == bool(row.line)
 
 
 NAMES = {1: key("web"), 2: key("web", "shop"), 3: key("dns", "kube-system")}
@@ -540,7 +587,7 @@ def test_where_the_packet_path_is_off_no_program_is_missed():
 def test_what_has_no_entry_any_more(created: int, fill: Fill, forgotten: int | None, alarm: bool):
     held = snapshot(fill=fill, reasons={Reason.NEW_FLOW: created}, packet_programs=True)
     seen = packets.view(held)
-    assert (seen.forgotten, seen.alarm, seen.connections) == (forgotten, alarm, fill.live)
+    assert (seen.forgotten, seen.alarm, seen.connections) == (forgotten, alarm, fill.open)
 
 
 def test_every_reason_has_words_of_its_own():

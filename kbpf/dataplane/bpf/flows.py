@@ -108,6 +108,13 @@ def is_needed(state: int, last: int, now: int) -> bool:
     return state == TcpState.ESTABLISHED
 
 
+def is_open(state: int) -> bool:
+    """Whether a connection in this state has not ended. One that has is remembered for a while, for
+    segments that are still under way and so that its port is not used again at once.
+    """
+    return state != TcpState.CLOSED
+
+
 def columns(values: bytes) -> Iterator[tuple[int, int, int, int, int, int]]:
     """Of structs nat, back to back: ids of Service and backend, last use (ns), protocol, state,
     part.

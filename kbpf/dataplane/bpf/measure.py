@@ -19,7 +19,7 @@ from operator import add
 from typing import Final
 
 from kbpf.dataplane.bpf import load
-from kbpf.dataplane.bpf.flows import HOLDS, columns, is_needed
+from kbpf.dataplane.bpf.flows import HOLDS, columns, is_needed, is_open
 from kbpf.dataplane.bpf.layout import (
     COUNTS,
     FORGETFUL,
@@ -313,7 +313,7 @@ class Meter:
 
 
 class Census:
-    """Connections that there are: by Service, by Service and backend where that is wanted, those
+    """Open connections: by Service, by Service and backend where that is wanted, those
     that are tracked; and entries by map.
     """
 
@@ -419,14 +419,14 @@ def _peers(name: str, values: bytes) -> tuple[list[int], list[int]]:
 
 
 def _live(values: bytes, now: int) -> tuple[list[int], list[int], int]:
-    """The ids of Service and backend of the connections among those struct nat, back to back, whose
-    time is not over: of each the entry that is the client's own. And how many of them would not
-    make room by themselves.
+    """The ids of Service and backend of the open connections among those struct nat, back to back:
+    of each the entry that is the client's own. And how many of them would not make room by
+    themselves.
     """
     found = [
         (service, backend, is_needed(state, last, now))
         for service, backend, last, protocol, state, part in columns(values)
-        if part == FlowPart.QUESTION and last + HOLDS[protocol, state] > now
+        if part == FlowPart.QUESTION and is_open(state) and last + HOLDS[protocol, state] > now
     ]
     needed = sum(one for _, _, one in found)
     return [service for service, _, _ in found], [backend for _, backend, _ in found], needed
