@@ -19,12 +19,14 @@ from kbpf.config.documents import KUBE_PROXY
 from kbpf.config.notes import Note
 from kbpf.config.values import Values
 from kbpf.errors import ConfigError
-from kbpf.model.address import family_of, parse_addr
+from kbpf.model.address import family_of
 from kbpf.model.objects import Cidr
 
 MODES: Final = ("iptables", "nftables", "ipvs")
 SYNC_SECONDS: Final = 30.0
 DEFAULT_BIT: Final = 14
+LOOPBACK4, LOOPBACK6 = (readers.cidr(text, "") for text in readers.LOOPBACK)
+HEEDED_GATES: Final = frozenset((readers.EXTERNAL_IPS_GATE, readers.LOCALHOST_GATE))
 
 
 def spelling(name: str) -> str:
@@ -260,8 +262,8 @@ def _ipvs_times(said: KubeProxyConfiguration, made: Values) -> None:
 
 def _node_ports(said: KubeProxyConfiguration, made: Values) -> None:
     """Where NodePorts answer. Without a word: on all addresses, but in nftables mode on the primary
-    ones. On loopback: only in iptables mode, and where the networks have it (in nftables mode a
-    feature gate of kube-proxy 1.37 has it for TCP, which is off).
+    ones. On loopback: in iptables mode where the networks have it, and in nftables mode, with
+    kube-proxy 1.37's feature gate, where one of them is a network of loopback.
     """
     words = said.node_port_addresses or (("primary",) if said.mode == "nftables" else ())
     loopback = not words
@@ -275,14 +277,27 @@ def _node_ports(said: KubeProxyConfiguration, made: Values) -> None:
             four = [each for each in networks if family_of(each.address) == 4]
             has_four = four or "primary" in found
             loopback = not has_four or any(map(_holds_loopback, four))
+    if said.mode == "nftables":
+        gate = said.feature_gates.get(readers.LOCALHOST_GATE, False)
+        at = f"featureGates.{readers.LOCALHOST_GATE}"
+        made.put("localhost_node_ports", at, gate and any(map(_is_loopback, words)))
+        return
     wanted = said.iptables.localhost_node_ports is not False and said.mode in ("", "iptables")
     made.put("localhost_node_ports", "iptables.localhostNodePorts", wanted and loopback)
 
 
 def _holds_loopback(cidr: Cidr) -> bool:
     """As kube-proxy asks: it begins in 127.0.0.0/8, or has the first address of that."""
-    first = parse_addr("127.0.0.0")
-    return cidr.contains(first) or cidr.address.startswith(first[:13])
+    return cidr.contains(LOOPBACK4.address) or LOOPBACK4.contains(cidr.address)
+
+
+def _is_loopback(word: str) -> bool:
+    """Whether it is `localhost`, or a network with nothing but loopback addresses."""
+    with contextlib.suppress(ConfigError):  # which is told already
+        if word not in readers.NODE_PORT_WORDS:
+            network = readers.cidr(word, "")
+            return LOOPBACK4.contains(network.address) or network == LOOPBACK6
+    return word == "localhost"
 
 
 def _local(said: KubeProxyConfiguration, made: Values) -> None:
@@ -343,8 +358,8 @@ FLUSHES: Final = (0, "", "0s", "5s", 5_000_000_000)
 
 Said = Callable[[KubeProxyConfiguration], object]
 ACCEPTED: Final[tuple[tuple[str, Said, str], ...]] = (
-    ("featureGates", lambda c: c.feature_gates.keys() - {readers.EXTERNAL_IPS_GATE},
-     f"kbpf heeds {readers.EXTERNAL_IPS_GATE} and no other feature gate of Kubernetes"),
+    ("featureGates", lambda c: c.feature_gates.keys() - HEEDED_GATES,
+     f"kbpf heeds {' and '.join(sorted(HEEDED_GATES))} and no other feature gate of Kubernetes"),
     ("clientConnection.acceptContentTypes", lambda c: c.client_connection.accept_content_types,
      "the API server is asked for JSON"),
     ("clientConnection.contentType",
@@ -400,10 +415,13 @@ def notes(said: KubeProxyConfiguration) -> Iterator[Note]:
             f"{KUBE_PROXY}.nodePortAddresses is unset: NodePorts answer on all addresses of the "
             'node; consider ["primary"]'
         )
-    if "localhost" in said.node_port_addresses and said.mode in ("nftables", "ipvs"):
+    gate = said.mode == "nftables" and said.feature_gates.get(readers.LOCALHOST_GATE)
+    if "localhost" in said.node_port_addresses and said.mode in ("nftables", "ipvs") and not gate:
+        other = f" without the feature gate {readers.LOCALHOST_GATE}"
         yield Note(
-            f"{KUBE_PROXY}.nodePortAddresses: localhost does nothing in mode {said.mode}, as with "
-            "kube-proxy; KbpfConfiguration.localhostNodePorts: true makes NodePorts answer there"
+            f"{KUBE_PROXY}.nodePortAddresses: localhost does nothing in mode {said.mode}"
+            f"{other if said.mode == 'nftables' else ''}, as with kube-proxy; "
+            "KbpfConfiguration.localhostNodePorts: true makes NodePorts answer there"
         )
     if said.cluster_cidr and said.detect_local_mode not in ("", "ClusterCIDR"):
         yield Note(

@@ -5,7 +5,7 @@ setting has one rule.
 """
 
 import ipaddress
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -217,6 +217,10 @@ def watch_nodes(text: str, where: str) -> str:
 
 EXTERNAL_IPS_GATE: Final = "AllowServiceExternalIPs"
 """kube-proxy's feature gate, from Kubernetes 1.36 on; false: no rules for ExternalIPs."""
+LOCALHOST_GATE: Final = "KubeProxyNFTablesLocalhostNodePorts"
+"""kube-proxy's, from 1.37 on; true: NodePorts on loopback in mode nftables, where a network of
+nodePortAddresses is one of loopback.
+"""
 
 
 def gates(text: str, where: str) -> dict[str, bool]:
@@ -249,6 +253,7 @@ def cluster_cidrs(text: str, where: str) -> tuple[Cidr, ...]:
 LOOPBACK: Final = ("127.0.0.0/8", "::1/128")
 """What `localhost` means."""
 
+NODE_PORT_WORDS: Final = ("primary", "localhost", "all")
 NodePorts = str | tuple[Cidr | str, ...]
 """The word `all`, or networks, among which the word `primary` may stand."""
 
@@ -257,12 +262,15 @@ def node_ports(text: str, where: str) -> NodePorts:
     return node_port_words([word.strip() for word in text.split(",") if word.strip()], where)
 
 
-def node_port_words(words: Collection[str], where: str) -> NodePorts:
-    """As kube-proxy reads the list: networks and words for networks, in any combination (kube-proxy
-    from 1.37 on; before, `primary` had to stand alone, and there were no other words).
+def node_port_words(words: Sequence[str], where: str) -> NodePorts:
+    """As kube-proxy 1.37 reads the list: networks and words for networks in any combination, each
+    word once. Older ones know `primary` only, which stands alone.
     """
     if not words:
         raise ConfigError("no networks", where, "give networks, or `primary`, `localhost` or `all`")
+    for word in NODE_PORT_WORDS:
+        if words.count(word) > 1:
+            raise ConfigError(f"{word!r} is given twice", where, "give each word once")
     found: list[Cidr | str] = []
     for word in words:
         if word == "localhost":

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kbpf.config import load
-from tests.values.test_config_file import NEWER, PROXY, SAYS, WRONG, field
+from tests.values.test_config_file import PROXY, SAYS, WRONG, field
 
 SAID_OTHERWISE = {
     "mode: ''": "iptables",
@@ -30,7 +30,7 @@ REFUSED_LATER = {
 def made(kube_proxy: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """Text of a row → the settings that kube-proxy writes; b"" where it refuses."""
     folder = tmp_path_factory.mktemp("rows")
-    texts = list(dict.fromkeys(row.text for row in (*SAYS, *NEWER, *WRONG)))
+    texts = list(dict.fromkeys(row.text for row in (*SAYS, *WRONG)))
 
     def ask(number: int) -> bytes:
         given, written = folder / f"{number}.in", folder / f"{number}.out"
@@ -51,10 +51,6 @@ def test_what_is_set_is_what_kube_proxy_sets(made: dict[str, bytes]):
         if value != row.value:
             found[row.text] = value
     assert found == SAID_OTHERWISE
-
-
-def test_what_newer_ones_read_is_refused_by_this_one(made: dict[str, bytes]):
-    assert [row.text for row in NEWER if made[row.text]] == []
 
 
 def test_what_is_refused_is_refused_by_kube_proxy(made: dict[str, bytes]):

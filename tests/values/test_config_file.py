@@ -217,8 +217,6 @@ SAYS = [
     Says("logging: {verbosity: 4}", "log_level", "debug"),
     Says("logging: {verbosity: 2}", "log_level", "info"),
     Says("iptables: null", "masquerade_bit", 14),
-]  # fmt: skip
-NEWER = [
     Says("nodePortAddresses: [primary, 10.0.0.0/8]", "primary_node_ports", True),
     Says("nodePortAddresses: [10.0.0.0/8, primary]", "node_port_addresses",
          (cidr("10.0.0.0", 104),)),
@@ -229,6 +227,20 @@ NEWER = [
     Says("nodePortAddresses: [primary, localhost]", "primary_node_ports", True),
     Says("nodePortAddresses: [primary, localhost]", "localhost_node_ports", True),
     Says("mode: nftables\nnodePortAddresses: [primary, localhost]", "localhost_node_ports", False),
+    *[Says(f"mode: nftables\nfeatureGates: {{KubeProxyNFTablesLocalhostNodePorts: {gate}}}\n"
+           f"nodePortAddresses: [{words}]", "localhost_node_ports", value)
+      for gate, words, value in (
+          ("true", "primary, localhost", True),
+          ("false", "primary, localhost", False),
+          ("true", "127.0.0.1/32", True),
+          ("true", "'::1/128'", True),
+          ("true", "primary", False),
+          ("true", "10.0.0.0/8", False),
+          ("true", "0.0.0.0/0", False),
+          ("true", "'::/0'", False),
+          ("true", "all", False),
+          ("true", "all, localhost", True),
+      )],
     Says("nodePortAddresses: [all]", "all_node_port_addresses", True),
     Says("nodePortAddresses: [all]", "localhost_node_ports", True),
     Says("nodePortAddresses: [primary, all, localhost]", "all_node_port_addresses", True),
@@ -236,10 +248,9 @@ NEWER = [
     Says("mode: nftables\nnodePortAddresses: [all]", "all_node_port_addresses", True),
     Says("mode: nftables\nnodePortAddresses: [all]", "localhost_node_ports", False),
 ]  # fmt: skip
-"""Of a kube-proxy newer than 1.36.3, which refuses these."""
 
 
-@pytest.mark.parametrize("row", [*SAYS, *NEWER], ids=lambda row: f"{row.text} → {row.field}")
+@pytest.mark.parametrize("row", SAYS, ids=lambda row: f"{row.text} → {row.field}")
 def test_what_kube_proxys_document_says_is_set(row: Says):
     assert field(proxy(row.text).config, row.field) == row.value
 
@@ -277,6 +288,9 @@ WRONG = [
     Wrong("nodePortAddresses: [primary, second]", (f"'second' ({P}nodePortAddresses)",)),
     Wrong("nodePortAddresses: [all, 10.0.0.0/33]", (f"'10.0.0.0/33' ({P}nodePortAddresses)",)),
     Wrong("nodePortAddresses: [Localhost]", (f"'Localhost' ({P}nodePortAddresses)",)),
+    *[Wrong(f"nodePortAddresses: [{word}, 10.0.0.0/8, {word}]",
+            (f"'{word}' is given twice ({P}nodePortAddresses)",))
+      for word in ("primary", "localhost", "all")],
     Wrong("nodePortAddresses: primary", (f"expected array, got str ({P}nodePortAddresses)",)),
     Wrong("detectLocalMode: Cluster", (f"'Cluster' ({P}detectLocalMode)",)),
     Wrong("detectLocalMode: BridgeInterface", (f"({P}detectLocal.bridgeInterface)",)),
@@ -368,8 +382,11 @@ TOLD = [
     ("", "clusterCIDR is empty"),
     (
         "mode: nftables\nnodePortAddresses: [localhost]",
+        "localhost does nothing in mode nftables without the feature gate "
+        "KubeProxyNFTablesLocalhostNodePorts, as with kube-proxy; "
         "KbpfConfiguration.localhostNodePorts: true",
     ),
+    ("mode: ipvs\nnodePortAddresses: [localhost]", "does nothing in mode ipvs, as with kube-proxy"),
     ("detectLocalMode: NodeCIDR\nclusterCIDR: 10.0.0.0/8", "clusterCIDR is not used"),
     (
         "detectLocal: {bridgeInterface: a-name-too-long-for-a-device}",
