@@ -225,7 +225,7 @@ class Agent:
             self._desk.record.ended(look)
         if not self._pending and not self._busy and not self._error:
             self._tally.settled(self._world, self._desired.state)
-        elif self._work.oldest is not None:
+        elif self._work.oldest is not None and not self._error:
             self._desk.health.waiting(self._work.oldest)
         self._report_problems(events)
         now = time.monotonic()

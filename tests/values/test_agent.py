@@ -1,24 +1,36 @@
 """The one writer with a data plane that only counts, and a clock of the test's own."""
 
+import contextlib
+import errno
 import json
 from collections.abc import Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from kbpf.agent import agent as module
 from kbpf.agent.agent import Agent
 from kbpf.agent.inbox import Wake
+from kbpf.agent.work import LARGE
 from kbpf.dataplane.base import Report
-from kbpf.errors import KernelError
+from kbpf.errors import KernelError, PinsGone
 from kbpf.model.address import parse_addr
 from kbpf.model.config import Config, Serving
 from kbpf.model.desired import DesiredState, ServicePortKey
-from kbpf.model.events import Kind, ObjectKey, Rejected, Synced, Upsert
+from kbpf.model.events import Delete, Kind, ObjectKey, Rejected, Synced, Upsert
 from kbpf.model.measures import Ended
-from kbpf.model.objects import Node, Protocol, Service, ServicePort
+from kbpf.model.objects import (
+    Endpoint,
+    EndpointSlice,
+    Node,
+    Protocol,
+    Service,
+    ServicePort,
+    SlicePort,
+)
 from kbpf.model.status import MOST_PROBLEMS
 from kbpf.serve.desk import Desk
+from kbpf.serve.health import Health
 from kbpf.serve.message import Request
 from kbpf.serve.record import Record
 from tests.support.lab import until
@@ -32,6 +44,7 @@ class Counting:
 
     def __init__(self) -> None:
         self.applied: list[set[str] | None] = []
+        self.sound: list[bool] = []
         self.doubts = 0
         self.writes: dict[str, int] = {}
         self.refused: dict[ServicePortKey, str] = {}
@@ -42,6 +55,7 @@ class Counting:
         self, _: DesiredState, touched: Collection[ServicePortKey] | None, sound: bool = True
     ) -> Report:
         self.applied.append(None if touched is None else {key.name for key in touched})
+        self.sound.append(sound)
         return Report(self.writes, 0, self.refused, self.plain)
 
     def doubt(self) -> None:
@@ -79,6 +93,16 @@ def service(name: str) -> Upsert:
     ports = (ServicePort("", Protocol.TCP, 80),)
     made = Service("ns", name, "ClusterIP", (parse_addr(f"10.96.0.{ord(name)}"),), ports)
     return Upsert(ObjectKey(Kind.SERVICE, "ns", name), made)
+
+
+def large(name: str) -> list[Upsert]:
+    """A Service of many endpoints, which is computed in slices."""
+    ends = tuple(
+        Endpoint(parse_addr(f"10.1.{n >> 8}.{n & 255}"), True, True, False) for n in range(LARGE)
+    )
+    ports = (SlicePort("", Protocol.TCP, 80),)
+    made = EndpointSlice("ns", name, name, 4, ends, ports)
+    return [service(name), Upsert(ObjectKey(Kind.SLICE, "ns", name), made)]
 
 
 def begun(period: float) -> tuple[Agent, Counting]:
@@ -213,6 +237,112 @@ def test_nothing_is_compared_with_what_could_not_be_read(clock: Clock):
     agent.step([service("a")])
     agent.step([])
     assert plane.doubts == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "sound"),
+    [(Kind.SERVICE, False), (Kind.SLICE, False), (Kind.NODE, False), (Kind.POD, True)],
+)
+def test_nothing_that_was_adopted_goes_while_an_object_cannot_be_read(
+    clock: Clock, kind: Kind, sound: bool
+):
+    """It may be what keeps a frontend or a backend. Pods are no reason for either."""
+    plane = Counting()
+    agent = Agent(Config("me", min_sync_period=0.0), plane, lambda _: ())
+    key = ObjectKey(kind, "" if kind is Kind.NODE else "ns", "me")
+    agent.step([Rejected(key, "bad"), *(Synced(kind) for kind in Kind)])
+    agent.step([])
+    assert plane.sound == [sound]
+    agent.step([Delete(key)])
+    assert plane.sound[-1] is True, "the first apply that knows of everything"
+
+
+def test_an_apply_that_fails_is_counted(clock: Clock, monkeypatch: pytest.MonkeyPatch):
+    agent, plane = begun(0.0)
+
+    def failures() -> float:
+        return parse(agent._desk.metrics().decode())["kbpf_sync_failures_total"].value()
+
+    def refuse(*_: object) -> Report:
+        raise KernelError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(plane, "apply", refuse)
+        agent.step([service("a")])
+        assert failures() == 1
+        clock.now += 2.0
+        agent.step([])
+        assert failures() == 2
+    clock.now += 2.0
+    agent.step([])
+    assert failures() == 2
+    assert plane.applied[1:] == [{"a"}]
+
+
+def test_a_kernel_that_refuses_is_late_whatever_else_comes(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+):
+    """Neither small changes nor a large Service, which waits longer, make it well again."""
+    desk = Desk(Config("me", serving=Serving(healthz="", metrics="")))
+    desk.health = Health(60.0, clock.time)
+    plane = Counting()
+    agent = Agent(Config("me", min_sync_period=0.0), plane, lambda _: (), desk)
+
+    def come(*items: Upsert | Synced) -> bool:
+        for item in items:
+            agent._put(item)
+        desk.health.taken()
+        agent.step(agent._inbox.take(0.0))
+        return desk.health.verdict().healthy
+
+    def refuse(*_: object) -> Report:
+        raise KernelError("no")
+
+    assert come(service("a"), *(Synced(kind) for kind in Kind))
+    with monkeypatch.context() as patch:
+        patch.setattr(plane, "apply", refuse)
+        assert come(service("b"))
+        clock.now += 40.0
+        assert come(service("c"), *large("d"))
+        clock.now += 19.0
+        assert come()
+        clock.now += 1.0
+        assert not come()
+        assert not come(service("e"))
+    clock.now += 2.0
+    come()
+    clock.now += 2.0
+    assert come()
+
+
+class Status(NamedTuple):
+    """What fails when the status is written, and whether the agent ends by it."""
+
+    name: str
+    error: KernelError
+    ends: bool
+
+
+STATUSES = [
+    Status("the kernel has no room for it", KernelError("cannot write", errno=errno.ENOMEM), False),
+    Status("the pins are gone: no process finds what this one writes", PinsGone("removed"), True),
+]
+
+
+@pytest.mark.parametrize("row", STATUSES, ids=lambda row: row.name)
+def test_an_agent_whose_pins_are_gone_ends(
+    clock: Clock, caplog: pytest.LogCaptureFixture, row: Status
+):
+    agent, plane = begun(0.0)
+
+    def write_status(_: bytes) -> None:
+        raise row.error
+
+    plane.write_status = write_status
+    clock.now += 10.0
+    with pytest.raises(PinsGone) if row.ends else contextlib.nullcontext():
+        agent.step([])
+    assert ("the status was not written" in caplog.text) is not row.ends
 
 
 def test_the_first_apply_does_not_wait(clock: Clock):

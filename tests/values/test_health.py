@@ -178,6 +178,11 @@ LIVES = {
         Step(0, "programmed", True), Step(0, "queued", True), Step(1, "taken", True),
         Step(30, "taken", True), Step(60, "", False), Step(61, "programmed", True),
     ],
+    "refused by the kernel, and more comes meanwhile": [
+        Step(0, "programmed", True), Step(0, "queued", True), Step(1, "taken", True),
+        Step(40, "queued", True), Step(41, "taken", True), Step(60, "", False),
+        Step(61, "queued", False), Step(62, "taken", False), Step(63, "programmed", True),
+    ],
     "healthy while it starts, however long that takes": [
         Step(0, "queued", True), Step(1, "taken", True), Step(600, "", True),
         Step(601, "programmed", True),
