@@ -153,6 +153,7 @@ SAYS = [
     Says("nftables: {syncPeriod: 5s}", "serving.late_seconds", 60.0),
     Says("iptables: {minSyncPeriod: 0s}", "min_sync_period", 0.0),
     Says("iptables: {minSyncPeriod: 10s}", "min_sync_period", 10.0),
+    Says("iptables: {minSyncPeriod: 30s}", "min_sync_period", 30.0),
     Says("mode: nftables\nnftables: {minSyncPeriod: 1500ms}", "min_sync_period", 1.5),
     Says("mode: ipvs\nipvs: {minSyncPeriod: 2s}", "min_sync_period", 2.0),
     Says("ipvs: {scheduler: mh}", "ipvs_scheduler", "mh"),

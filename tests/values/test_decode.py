@@ -203,6 +203,24 @@ SERVICE_FIELDS = [
         20,
     ),
     Field(
+        "affinity lasts a day at most",
+        {
+            "sessionAffinity": "ClientIP",
+            "sessionAffinityConfig": {"clientIP": {"timeoutSeconds": 86400}},
+        },
+        "affinity_timeout",
+        86400,
+    ),
+    Field(
+        "affinity lasts a second at least",
+        {
+            "sessionAffinity": "ClientIP",
+            "sessionAffinityConfig": {"clientIP": {"timeoutSeconds": 1}},
+        },
+        "affinity_timeout",
+        1,
+    ),
+    Field(
         "a timeout without affinity is nothing",
         {"sessionAffinityConfig": {"clientIP": {"timeoutSeconds": 20}}},
         "affinity_timeout",
@@ -375,6 +393,13 @@ BAD_SERVICES = [
             "sessionAffinityConfig": {"clientIP": {"timeoutSeconds": 0}},
         },
         "spec.sessionAffinityConfig.clientIP.timeoutSeconds: 0 is not between 1 and 86400",
+    ),
+    (
+        {
+            "sessionAffinity": "ClientIP",
+            "sessionAffinityConfig": {"clientIP": {"timeoutSeconds": 86401}},
+        },
+        "spec.sessionAffinityConfig.clientIP.timeoutSeconds: 86401 is not between 1 and 86400",
     ),
     (
         {"type": "Loadbalancer"},

@@ -78,6 +78,7 @@ ROWS = [
     Row("it is taken", (201,), 1, 1, 0),
     Row("away at first", (None, None, 201), 3, 1, 0),
     Row("too busy at first", (429, 503, 201), 3, 1, 0),
+    Row("the lowest of its own errors, and the highest of ours", (500, 499), 2, 0, 1),
     Row("it had arrived before", (None, 409), 2, 1, 0),
     Row("not allowed", (403,), 1, 0, 1),
     Row("the namespace is going", (404,), 1, 0, 1),

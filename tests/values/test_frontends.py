@@ -18,6 +18,7 @@ from kbpf.policy.frontends import (
     families,
     frontends,
     local_networks,
+    masquerade_addresses,
     node_port_addresses,
     restricted,
 )
@@ -198,6 +199,36 @@ def test_the_addresses_of_node_ports(row: NodeRow):
         primary_node_ports="primary" in row.networks,
     )  # fmt: skip
     found = node_port_addresses(Node("me", addrs(*row.node)), addrs(*row.local), config)
+    assert found == tuple(sorted(addrs(*row.expected)))
+
+
+class Own(NamedTuple):
+    """The Node's addresses, the local ones, and which of each family is the source of what is
+    masqueraded.
+    """
+
+    name: str
+    expected: tuple[str, ...]
+    node: tuple[str, ...]
+    local: tuple[str, ...] = ()
+
+
+OWN_ROWS = [
+    Own("the Node's first, though a later one is lower", ("10.0.0.9",), ("10.0.0.9", "10.0.0.1")),
+    Own("the first of each family", ("10.0.0.9", "fd00::9"),
+        ("fd00::9", "10.0.0.9", "fd00::1", "10.0.0.1")),
+    Own("a local one only in a family that the Node has not", ("10.0.0.9", "fd00::1"),
+        ("10.0.0.9",), ("10.0.0.1", "fd00::2", "fd00::1")),
+    Own("the lowest local one where there is no Node", ("10.0.0.1",), (), ("10.0.0.2", "10.0.0.1")),
+    Own("never loopback", ("10.0.0.2", "fd00::2"), ("127.0.0.1", "10.0.0.2"),
+        ("::1", "fd00::2", "127.0.0.2")),
+    Own("none", (), ()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", OWN_ROWS, ids=lambda row: row.name)
+def test_the_source_of_what_is_masqueraded(row: Own):
+    found = masquerade_addresses(Node("me", addrs(*row.node)), addrs(*row.local))
     assert found == tuple(sorted(addrs(*row.expected)))
 
 

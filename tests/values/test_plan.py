@@ -5,7 +5,7 @@ every frontend must have a whole set, old or new.
 """
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from kbpf.dataplane.bpf.ids import BackendTable, Ids, SharedTables
 from kbpf.dataplane.bpf.layout import KIND_FLAGS, Meta, ServiceFlag, ServiceValue
 from kbpf.dataplane.bpf.plan import Planner, Programmed, Writes, need, policy_flags
+from kbpf.dataplane.bpf.writing import write
 from kbpf.model.address import format_addr
 from kbpf.model.desired import Backend, FrontendAddress, ServicePortKey, ServiceState
 from kbpf.model.objects import Algorithm, Protocol
@@ -325,6 +326,42 @@ def test_the_room_that_a_change_takes(row: Need):
         sum(len(ids) for _, ids in writes.slots), sum(len(ids) for _, ids in writes.members),
         len(writes.backends),
     ) == row.takes  # fmt: skip
+
+
+class Calls:
+    """Tables that note what is asked of them, in order, and hold nothing."""
+
+    def __init__(self) -> None:
+        self.made: list[str] = []
+
+    def put(
+        self, name: str, entries: Iterable[tuple[bytes, bytes]], new: int | None = None
+    ) -> None:
+        if list(entries):
+            self.made.append(f"+{name}")
+
+    def drop(self, name: str, keys: Iterable[bytes]) -> None:
+        if list(keys):
+            self.made.append(f"-{name}")
+
+
+def test_the_order_in_which_a_plan_is_carried_out():
+    """See plan.py and writing.py. A ClusterIP refuses its other ports only after the ports that it
+    has can be dialled, and is a stranger's only after they cannot.
+    """
+    agent, calls = Agent(), Calls()
+    old = web(frontends=f"{WEB} {VIP}", ranges="10.1.0.0/16")
+    agent.plan(old)
+    agent.ids.saved(agent.ids.unsaved())
+    other = service("other", "10.96.0.2:80", C, affinity_timeout=9)
+    new = web(A, f"{WEB} ExternalIP=192.0.2.2:80", ranges="10.2.0.0/16")
+    addresses = (at("10.96.0.2:80").address,), (at(WEB).address,)
+    write(calls, agent.ids, agent.plan(new, other), addresses, addresses)
+    assert calls.made == [
+        "+meta", "+source_ranges", "+service_names", "+backends", "+backend_slots", "+set_members",
+        "+node_addresses", "+services", "+cluster_ips",
+        "-services", "-cluster_ips", "-source_ranges", "-node_addresses",
+    ]  # fmt: skip
 
 
 # ---- the order ---------------------------------------------------------------------------------

@@ -550,8 +550,18 @@ def test_a_server_that_is_not_there_is_an_error_and_no_event(start):
     assert run.said == ["+a", "synced"]
 
 
-def test_a_watch_that_the_server_refuses_for_good_leads_to_a_new_list(start):
-    run = start(listed_a(), status(400, "invalid resource version"), LISTED_A)
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (400, "invalid resource version"),
+        (422, "resourceVersion: Invalid value"),
+        (504, "Too large resource version: 10, current: 4"),  # etcd was restored from a backup
+    ],
+)
+def test_a_watch_that_the_server_refuses_for_good_leads_to_a_new_list(
+    start, code: int, message: str
+):
+    run = start(listed_a(), status(code, message), LISTED_A)
     run.until(lambda: run.said.count("synced") == 2)
     assert run.all_asked == ["stream", "watch 10", "stream"]
 
