@@ -10,6 +10,7 @@ import logging
 import selectors
 import socket
 import struct
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -41,6 +42,7 @@ from tests.support.plane import Site, desired, service, sites, start_within, wit
 FAIR, RUDE, FIRST, UDP_PORT, NOBODY, QUIT = 9000, 9001, 9002, 9003, 9009, 9010
 QUESTION, ANSWER = b"q" * 1_234, b"a" * 56_789
 UDP = Protocol.UDP
+TCP_CLOSING = 11
 SOCK_OPS = 3
 """Type of attachment."""
 
@@ -175,6 +177,40 @@ def listens(host: str, number: int = 80) -> None:
             pass
 
 
+LOSES_FINS = """
+table inet fins {
+    chain out { type filter hook output priority 0; tcp dport 9000-9010 tcp flags & fin != 0 drop; }
+    chain in { type filter hook input priority 0; tcp sport 9000-9010 tcp flags & fin != 0 drop; }
+}"""
+
+
+def closes_at_once(host: str, number: int = 80) -> None:
+    """Each side closes before it hears that the other has: all FINs are lost at first, then the
+    backend's comes (state CLOSING), and is answered before the client's has arrived.
+    """
+
+    def nft(text: str) -> None:
+        subprocess.run(("nft", "-f", "-"), input=text, text=True, check=True)
+
+    nft(LOSES_FINS)
+    try:
+        with socket.socket() as s:
+            s.settimeout(PATIENCE)
+            s.connect((host, number))
+            s.shutdown(socket.SHUT_WR)
+            nft("delete chain inet fins in")
+            while s.recv(65536):
+                pass
+            until("state CLOSING", lambda: state_of(s) == TCP_CLOSING)
+    finally:
+        nft("delete table inet fins")
+
+
+def state_of(s: socket.socket) -> int:
+    """The first byte of struct tcp_info."""
+    return s.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+
+
 def refused(host: str, number: int = 80) -> None:
     """Is not let in, for whatever reason."""
     with socket.socket() as s:
@@ -230,6 +266,8 @@ GOES = [
     Goes("in good order, v4-mapped", fair, "[::ffff:10.96.0.1]:80", "fair", "one",
          Totals(begun=1, ended=1, rtts=1, **BOTH)),
     Goes("the backend closes first", listens, "10.96.0.3:80", "first", "one",
+         Totals(begun=1, ended=1, rtts=1, bytes_out=len(ANSWER))),
+    Goes("both close at once", closes_at_once, "10.96.0.3:80", "first", "one",
          Totals(begun=1, ended=1, rtts=1, bytes_out=len(ANSWER))),
     Goes("reset by the backend", reset, "10.96.0.2:80", "rude", "one",
          Totals(begun=1, ended=1, broken=1, rtts=1, bytes_in=len(QUESTION))),
@@ -491,25 +529,49 @@ def test_what_a_backend_had_stays_with_its_service(site: Site):
     services, backends = ids(site)
     for number in ("8081", "8082"):
         put(site, services["web"], backends[number], Totals(begun=1, bytes_out=10))
+    put(site, services["web"], NO_BACKEND, Totals(refused=3))
     put(site, services["other"], backends["8083"], Totals(begun=1))
     plane.apply(desired(service("web", "10.96.0.1:80", "127.0.1.1:8081")), None)
     plane.flush()
     now = [0.0]
     reader = meter(site, lambda: now[0])
-    wanted = {name_of("web"): Totals(begun=2, bytes_out=20)}
+    wanted = {name_of("web"): Totals(begun=2, refused=3, bytes_out=20)}
     assert dict(reader.count(lambda: None).totals) == wanted
-    assert len(site.entries("counts")) == 3, "that is not done each time"
+    assert len(site.entries("counts")) == 4, "that is not done each time"
     now[0] = SWEEP_SECONDS
     for _ in range(2):
         assert dict(reader.count(lambda: None).totals) == wanted
         now[0] += SWEEP_SECONDS
     put(site, services["web"], backends["8082"], Totals(begun=4))  # a connection that ended late
-    wanted = {name_of("web"): Totals(begun=6, bytes_out=20)}
+    wanted = {name_of("web"): Totals(begun=6, refused=3, bytes_out=20)}
     for _ in range(2):
         assert dict(reader.count(lambda: None).totals) == wanted
         now[0] += SWEEP_SECONDS
     assert {PAIR.unpack(key) for key in site.entries("counts")} == {
-        (services["web"], backends["8081"]), (services["web"], GONE)}  # fmt: skip
+        (services["web"], backends["8081"]), (services["web"], NO_BACKEND),
+        (services["web"], GONE)}  # fmt: skip
+
+
+def test_what_a_service_has_that_comes_during_a_count_is_kept(site: Site):
+    """Its name was not there yet when names were read: it is no Service that is gone."""
+    site.open().apply(desired(WEB), None)
+    services, backends = ids(site)
+    put(site, services["web"], backends["8081"], Totals(begun=1))
+    now, calls = [0.0], [0]
+    reader = meter(site, lambda: now[0])
+    new = services["web"] + 1
+
+    def pause() -> None:
+        calls[0] += 1
+        if calls[0] == last:
+            put(site, new, backends["8081"], Totals(begun=1))
+
+    last = 0
+    reader.count(pause)
+    last, calls[0], now[0] = calls[0], 0, SWEEP_SECONDS
+    reader.count(pause)
+    assert calls[0] == last
+    assert (new, backends["8081"]) in {PAIR.unpack(key) for key in site.entries("counts")}
 
 
 def test_sums_outlive_the_agent(site: Site):

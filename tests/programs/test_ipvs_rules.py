@@ -3,6 +3,7 @@ and masquerades is seen by packets, from the node itself and from a neighbour. T
 here: a listener on the virtual addresses, which are on the loopback device, stands in for it.
 """
 
+import errno
 import json
 import os
 import socket
@@ -19,12 +20,16 @@ from kbpf.kernel import netfilter, netns
 from kbpf.model.address import ANY4, ANY6, parse_addr
 from kbpf.model.objects import Cidr, Protocol
 from tests.support.dial import SILENCE
-from tests.support.lab import Place, ip, run, settled
+from tests.support.lab import PATIENCE, Place, ip, run, settled
+from tests.support.packets import sctp
 
 T = TypeVar("T")
 STYLE = Style("kbpf", 14)
 VIP, VIP6, OWN, OWN6 = "10.96.0.1", "fd00:96::1", "198.18.7.1", "fd00:7::1"
 NEIGHBOUR, NEIGHBOUR6 = "198.18.7.2", "fd00:7::2"
+
+
+IPV4_HEADER = 20
 
 
 class House:
@@ -81,10 +86,8 @@ def house() -> Iterator[House]:
 
 
 def at(name: SetName, address: str, port: int, *more: int) -> tuple[Element, ...]:
-    """Of TCP and of UDP."""
-    return tuple(
-        (name, (parse_addr(address), p, port, *more)) for p in (Protocol.TCP, Protocol.UDP)
-    )
+    """Of each protocol."""
+    return tuple((name, (parse_addr(address), p, port, *more)) for p in Protocol)
 
 
 def source(network: str, bits: int, address: str, port: int) -> tuple[Element, ...]:
@@ -178,6 +181,50 @@ def test_packets(house: House, row: Row, protocol: str):
     else:
         answer = place.tcp(row.to, row.port, **more)
     assert answer.get("name", answer.get("error")) == row.outcome
+
+
+def answer_to_init(to: str, port: int, timeout: float) -> str:
+    """What comes of an SCTP INIT; any other answer than a refusal shows that it has arrived."""
+    family = socket.AF_INET6 if ":" in to else socket.AF_INET
+    with socket.socket(family, socket.SOCK_RAW, Protocol.SCTP) as s:
+        s.settimeout(timeout)
+        s.connect((to, 0))
+        s.send(sctp("192.0.2.1:40000", f"192.0.2.2:{port}")[IPV4_HEADER:])  # fits any addresses
+        try:
+            s.recv(4096)
+        except TimeoutError:
+            return DROPPED
+        except OSError as error:
+            return REFUSED if error.errno == errno.ECONNREFUSED else PASSES
+    return PASSES
+
+
+@pytest.mark.parametrize(
+    "row",
+    [row for row in ROWS if row.client == "neighbour"],
+    ids=lambda row: f"{row.to} {row.port}",
+)
+def test_sctp(house: House, row: Row):
+    house.become(*EVERYTHING)
+    timeout = 0.5 if row.outcome == DROPPED else PATIENCE
+    got = netns.inside(
+        Path("/run/netns") / house.there, lambda: answer_to_init(row.to, row.port, timeout)
+    )
+    assert got == row.outcome
+
+
+def test_every_masquerade_takes_a_port_of_ours_at_random(house: House):
+    """kube-proxy's --random-fully: who knows a client's last port does not know the next one. The
+    ports are not those of mode bpf.
+    """
+    listed = house.do(lambda: run("nft", "-j", "list", "chain", "inet", "kbpf", "postrouting"))
+    expressions = [e for one in json.loads(listed)["nftables"] if "rule" in one
+                   for e in one["rule"]["expr"]]  # fmt: skip
+    masquerades = [e["masquerade"] for e in expressions if "masquerade" in e]
+    assert len(masquerades) == 2 * (2 * 2 * 3 + 3)
+    for one in masquerades:
+        assert {"random", "fully-random"} == set(one["flags"])
+        assert one["port"] == {"range": list(STYLE.ports)}
 
 
 def test_without_elements_nothing_is_touched(house: House):

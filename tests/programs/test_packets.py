@@ -376,6 +376,15 @@ def test_a_free_port_of_the_range_is_kept(path: Path_, v: int) -> None:
 
 
 @both
+@pytest.mark.parametrize("own", [40_000, 40_199], ids=["the first", "the last"])
+def test_the_clients_own_port_is_kept_if_it_is_of_the_range(path: Path_, v: int, own: int) -> None:
+    path.node(NodeFlag(0), 40_000, 40_199)
+    _, inside = path.run("tc_ingress", udp(end(CLIENT[v], own), vip(v, CLUSTER), b"?"))
+    _, out = path.run("tc_egress", inside)
+    assert parse(out, l2=False).source == end(NODE[v], own)
+
+
+@both
 def test_two_frontends_of_one_backend_from_one_port(path: Path_, v: int) -> None:
     """The backend must be able to tell them apart: client' has another port."""
     own, back = client(v), pod(v)

@@ -375,8 +375,11 @@ def test_a_handshake_in_the_place_of_an_old_connection_stays(flows: Flows) -> No
 
 
 @pytest.mark.parametrize("before", ["", f"{LIVES} FA <FA A"], ids=["new", "anew"])
-def test_a_flow_that_finds_no_room_in_the_map_is_none(flows: Flows, before: str) -> None:
-    """The entries cannot be written: nothing goes out that is half translated."""
+@pytest.mark.parametrize("room", [0, 1, 2])
+def test_a_flow_that_finds_no_room_in_the_map_is_none(flows: Flows, before: str, room: int) -> None:
+    """Not all entries can be written: nothing goes out that is half translated, and of the answers'
+    entries, which are written first, none is left.
+    """
     flows.talk(2000, before)
     with flows.site.pinned("flows") as held:
         for key, raw in list(held.items()):
@@ -389,8 +392,12 @@ def test_a_flow_that_finds_no_room_in_the_map_is_none(flows: Flows, before: str)
             for number in range(held.max_entries + 1):
                 held.update(number.to_bytes(40), bytes(other))
         assert number > 2 * ROOM, "full"
+        for number in range(min(room, PARTS[flows.kind] - 1 - bool(before))):
+            held.delete(number.to_bytes(40))
     syn = tcp(client(2000), VIPS[flows.kind], flags="S")
     assert run(flows.programs["tc_ingress"], frame(syn)).retval == TC_ACT_SHOT
+    left = [raw for raw in flows.site.entries("flows").values() if raw != bytes(other)]
+    assert [raw for raw in left if not is_question(raw)] == []
 
 
 def test_keys_of_flows_that_are_gone_hold_no_place(flows: Flows) -> None:

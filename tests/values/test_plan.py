@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from kbpf.dataplane.bpf.ids import BackendTable, Ids, SharedTables
 from kbpf.dataplane.bpf.layout import KIND_FLAGS, Meta, ServiceFlag, ServiceValue
-from kbpf.dataplane.bpf.plan import Planner, Programmed, Writes, need, policy_flags
+from kbpf.dataplane.bpf.plan import Planner, Programmed, Retired, Writes, need, policy_flags
+from kbpf.dataplane.bpf.retiring import GRACE_SECONDS, Retiring
 from kbpf.dataplane.bpf.writing import write
 from kbpf.model.address import format_addr
 from kbpf.model.desired import Backend, FrontendAddress, ServicePortKey, ServiceState
@@ -333,6 +334,7 @@ class Calls:
 
     def __init__(self) -> None:
         self.made: list[str] = []
+        self.maps: dict[str, dict[bytes, bytes]] = {"affinity": {}}
 
     def put(
         self, name: str, entries: Iterable[tuple[bytes, bytes]], new: int | None = None
@@ -362,6 +364,27 @@ def test_the_order_in_which_a_plan_is_carried_out():
         "+node_addresses", "+services", "+cluster_ips",
         "-services", "-cluster_ips", "-source_ranges", "-node_addresses",
     ]  # fmt: skip
+
+
+def test_what_is_old_goes_in_the_order_in_which_it_became_so():
+    agent, calls, cut = Agent(), Calls(), []
+    queue = Retiring(calls, agent.table, agent.tables, cut.append)
+    agent.plan(web(affinity_timeout=9))
+    first, second = (agent.plan(web(to)).retired for to in (A, B))
+    assert (queue.due, queue.waiting) == (None, [])
+    queue.add(4.0, Retired())
+    assert queue.due is None, "nothing is old"
+    queue.add(5.0, first)
+    queue.add(7.0, second)
+    assert (queue.due, queue.waiting) == (5.0 + GRACE_SECONDS, [first, second])
+    queue.until(4.9)
+    assert cut == []
+    queue.until(5.0)
+    assert (cut, queue.due) == ([first], 7.0 + GRACE_SECONDS)
+    queue.until(7.0, 0.0)
+    assert cut == [first], "no time"
+    queue.until(7.0)
+    assert (cut, queue.due) == ([first, second], None)
 
 
 # ---- the order ---------------------------------------------------------------------------------
