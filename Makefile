@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 C_FILES := $(wildcard kbpf/bpf/*.c kbpf/bpf/*.h)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv packages demo test test-kernels test-image lint format bench campaigns clean
+.PHONY: help venv packages demo test test-kernels test-image lint format bench campaigns mutants clean
 
 help: ## what there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -ts '	'
@@ -67,6 +67,11 @@ campaigns: venv ## long runs that look for faults; only="packets floods" seed=7 
 	@tools/packages tests
 	$(BIN)/python -m tests.campaigns $(if $(only),--only $(only)) $(if $(seed),--seed $(seed)) \
 		$(if $(minutes),--minutes $(minutes))
+
+mutants: venv ## what the tests do not notice; only="policy c" seed=7 count=100 (0: all)
+	@tools/packages tests
+	$(BIN)/python -m tests.mutations $(if $(only),--only $(only)) $(if $(seed),--seed $(seed)) \
+		$(if $(count),--count $(count))
 
 clean: ## what was built here
 	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -64,8 +64,8 @@ MUTANTS: Final = (
 )  # fmt: skip
 
 
-def build(mutant: Mutant, folder: Path) -> None:
-    """Compiles it into this folder, under the name of the build that it stands for."""
+def build(mutant: Mutant, folder: Path, units: tuple[str, ...] = ("tc",)) -> None:
+    """Compiles it into this folder, under the names of the builds that it stands for."""
     with tempfile.TemporaryDirectory(prefix="kbpf-mutant-") as name:
         copy = Path(name) / "kbpf"
         shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
@@ -73,16 +73,21 @@ def build(mutant: Mutant, folder: Path) -> None:
         text = source.read_text()
         assert text.count(mutant.old) == 1, f"{mutant.name}: {mutant.file} is not as it was"
         source.write_text(text.replace(mutant.old, mutant.new))
-        out = Path(name) / "artifact"
-        subprocess.run(
-            children.python(compile.__name__, "tc", str(out)),
-            env=children.environment() | {"PYTHONPATH": name},
-            check=True,
-            capture_output=True,
-        )
-        made = artifact.read(out)
+        for unit in units:
+            _compile(mutant, unit, Path(name), folder)
+
+
+def _compile(mutant: Mutant, unit: str, tree: Path, folder: Path) -> None:
+    out = tree / "artifact"
+    subprocess.run(
+        children.python(compile.__name__, unit, str(out)),
+        env=children.environment() | {"PYTHONPATH": str(tree)},
+        check=True,
+        capture_output=True,
+    )
+    made = artifact.read(out)
     assert made is not None
-    source_key = artifact.source_key("tc")
+    source_key = artifact.source_key(unit)
     assert made.source != source_key, f"{mutant.name}: not the mutant was compiled"
     artifact.store(msgspec.structs.replace(made, source=source_key), folder)
 

@@ -1,0 +1,359 @@
+"""Mutants of the C: a line each, and the tests that have to notice it.
+
+A mutant is built as those of the campaign of the same name are (tests/fuzz/mutants.py), and the
+tests find it in the place of the programs of this tree.
+"""
+
+import shutil
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from kbpf.dataplane.bpf import compile, flatten
+from kbpf.dataplane.bpf.hooks import UNITS
+from tests.fuzz import mutants
+from tests.fuzz.mutants import Mutant
+
+GOAL: Final = 80
+"""So many of a hundred must be noticed."""
+
+
+def _programs(names: str) -> tuple[str, ...]:
+    return tuple(f"tests/programs/test_{name}.py" for name in names.split())
+
+
+CHOICE: Final = _programs("connect dials spread affinity packets")
+SOCKETS: Final = _programs("connect udp dials account exempt agent_sockets")
+PACKETS: Final = _programs("packets packet_devices account_packets packet_views")
+FLOWS: Final = _programs("packets packet_views room")
+ROOM: Final = _programs("room packets")
+
+
+class Patch(NamedTuple):
+    """A mutant, and who judges it."""
+
+    mutant: Mutant
+    tests: tuple[str, ...]
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """The units that have its file in them."""
+        mark = f'#line 1 "kbpf/bpf/{self.mutant.file}"'
+        return tuple(unit for unit in UNITS if mark in flatten.flatten(unit))
+
+
+def build_base(folder: Path) -> None:
+    """Compiles the programs as they are."""
+    for unit in UNITS:
+        compile.obtain(unit, folder)
+
+
+def build(patch: Patch, base: Path, folder: Path) -> None:
+    """Compiles what a mutant changes; all else is taken out of the base."""
+    shutil.copytree(base, folder, dirs_exist_ok=True)
+    mutants.build(patch.mutant, folder, patch.units)
+
+
+def _rows(file: str, tests: tuple[str, ...], *rows: tuple[str, str, str]) -> tuple[Patch, ...]:
+    return tuple(Patch(Mutant(name, file, old, new), tests) for name, old, new in rows)
+
+
+PATCHES: Final = (
+    *_rows(
+        "addr.h", PACKETS,
+        ("broadcasts and multicast are sources", ">= 224", ">= 240"),
+        ("0.0.0.0/8 is a source",
+         "!(a->word[3] & 0xff) || (a->word[3] & 0xff) == 127",
+         "(a->word[3] & 0xff) == 127"),
+        ("IPv6 multicast is a source",
+         "is_any(a) || is_loopback(a) || (a->word[0] & 0xff) == 0xff",
+         "is_any(a) || is_loopback(a)"),
+    ),
+    *_rows(
+        "addr.h", ROOM,
+        ("time that another CPU wrote is long ago", "now > then ? now - then : 0", "now - then"),
+    ),
+    *_rows(
+        "lookup.h", CHOICE,
+        ("NodePorts of loopback need no setting",
+         "(config_flags() & CONFIG_LOCALHOST_NODE_PORTS) && is_host(netns)",
+         "is_host(netns)"),
+        ("NodePorts of loopback in pods",
+         "(config_flags() & CONFIG_LOCALHOST_NODE_PORTS) && is_host(netns)",
+         "config_flags() & CONFIG_LOCALHOST_NODE_PORTS"),
+        ("NodePorts on all addresses", "return node_addresses.lookup(a) != NULL;", "return true;"),
+        ("the wildcard can be dialled",
+         "is_any(&at.address) ? MISSING : read_service(&at, out)",
+         "read_service(&at, out)"),
+        ("affinity does not end", "elapsed(last->last_used, now) > timeout)", "false)"),
+        ("affinity with who has left the set",
+         "set_members.lookup(&member) ? member.backend : 0",
+         "member.backend"),
+        ("affinity of one Service counts for others",
+         "key.service = service->id;\n\tlast.last_used",
+         "last.last_used"),
+        ("affinity is not said", "*reason = TRANSLATED_BY_AFFINITY;", "*reason = TRANSLATED;"),
+        ("beyond the share",
+         "c && c->affinity_share && *held >= c->affinity_share",
+         "c && c->affinity_share && *held > c->affinity_share"),
+        ("who has an entry takes a share again",
+         "(held || takes_share(who, last.cgroup))",
+         "takes_share(who, last.cgroup)"),
+        ("no share is taken", "(held || takes_share(who, last.cgroup))", "true"),
+        ("no table is asked", "if (set->table) {", "if (false) {"),
+        ("Maglev at random", "who->by_packet && (service->flags & SERVICE_MAGLEV)", "false"),
+        ("Maglev with affinity by port",
+         "service->affinity_timeout ? who->client_hash : who->flow_hash",
+         "who->flow_hash"),
+        ("the last slot is never chosen",
+         "((u64)bpf_get_prandom_u32() * size) >> 32",
+         "((u64)bpf_get_prandom_u32() * (size - (size > 1))) >> 32"),
+        ("the internal policy is not asked",
+         "return service->flags & SERVICE_INTERNAL_LOCAL;",
+         "return false;"),
+        ("the internal policy of all kinds",
+         "if (service->flags & SERVICE_CLUSTER_IP)\n\t\treturn service->flags & "
+         "SERVICE_INTERNAL_LOCAL;",
+         "if (service->flags & SERVICE_INTERNAL_LOCAL)\n\t\treturn true;"),
+        ("no short circuit",
+         "who->outside && (service->flags & SERVICE_EXTERNAL_LOCAL)",
+         "service->flags & SERVICE_EXTERNAL_LOCAL"),
+        ("NodePorts have the Service's ranges", "\t\tkey.service = 0;\n", "\t\t;\n"),
+        ("ports that a ClusterIP has not pass", "return ours ? REFUSE : PASS;", "return PASS;"),
+        ("who is not let in",
+         "(service.flags & SERVICE_RESTRICTED) && !source_allowed(&service, who)",
+         "false"),
+        ("a socket that may not be let in is refused",
+         "return who->by_packet ? DROP : PASS;",
+         "return who->by_packet ? DROP : REFUSE;"),
+        ("the other set's size",
+         "local ? service.local_size : service.cluster_size",
+         "service.cluster_size"),
+        ("none here is none at all", "local && (service.flags & SERVICE_ANY_ENDPOINTS)", "false"),
+    ),
+    *_rows(
+        "track.h", FLOWS,
+        ("SCTP is forgotten as UDP is", "nat->client.protocol == PROTO_SCTP ? 210 : 120", "120"),
+        ("an answered question is kept", "return 30 * SECOND;", "return 120 * SECOND;"),
+        ("an established connection of a day",
+         "return 24 * 3600 * SECOND;",
+         "return 3600 * SECOND;"),
+        ("a closing connection", "return 3600 * SECOND;", "return 360 * SECOND;"),
+        ("an answered SYN", "\t\treturn 60 * SECOND;", "\t\treturn 600 * SECOND;"),
+        ("one FIN closes",
+         "(nat->fins & FIN_CLIENT) && (nat->fins & FIN_BACKEND)",
+         "(nat->fins & FIN_CLIENT) || (nat->fins & FIN_BACKEND)"),
+        ("a handshake is not half open",
+         "nat->state == STATE_NEW || nat->state == STATE_ANSWERED;",
+         "nat->state == STATE_NEW;"),
+        ("what closes keeps its place",
+         "return quiet > CLOSING_SECONDS * SECOND;",
+         "return false;"),
+        ("what is not proven keeps its place",
+         "nat->state != STATE_ESTABLISHED && quiet > UNPROVEN_SECONDS * SECOND",
+         "false"),
+        ("who closes first is not noted", "*fins |= FIN_BACKEND_FIRST;", ";"),
+        ("a closed flow does not begin again",
+         "!back && !(flags & TCP_ACK) && state == STATE_CLOSED",
+         "false"),
+        ("a late answer is none",
+         "return elapsed(nat->seen.begun, now) > STREAM_SECONDS * SECOND;",
+         "return false;"),
+    ),
+    *_rows(
+        "tc.c", FLOWS,
+        ("the source of fragments is not known", "fragments.update(&place, &fragment);", ";"),
+        ("fragments of another datagram",
+         "!known || known->id != fragment.id || known->others != fragment.others",
+         "!known"),
+        ("UDP stays with a backend that is gone",
+         "if (!backend_lives(nat->backend_id))\n\t\t\treturn AGAIN_YES;",
+         ""),
+        ("an unanswered question never asks again",
+         "return nat->state == STATE_NEW && elapsed(nat->last_used, now) > SECOND;",
+         "return AGAIN_NO;"),
+        ("a SYN to a closed connection asks only",
+         "return both_closed(nat) ? AGAIN_YES : AGAIN_ASK;",
+         "return AGAIN_ASK;"),
+        ("the time of a packet is not noted",
+         "\tnat->last_used = now;\n\tif (may_change(nat, flags, back, now))",
+         "\tif (may_change(nat, flags, back, now))"),
+        ("what leaves does not renew",
+         "\tnat->last_used = now;\n\tif (!has_snat(nat) ||",
+         "\tif (!has_snat(nat) ||"),
+        ("marks are not set", "skb->mark = in ? skb->mark | n->mark : skb->mark & ~n->mark;", ";"),
+        ("marks are not cleared", "skb->mark & ~n->mark", "skb->mark"),
+        ("answers keep the backend's address", "new->from = nat->frontend;", ";"),
+        ("answers keep the port of client'", "new->to.port = nat->client.port;", ";"),
+        ("a client that is its own backend",
+         "if (same_address(client, &c->backend.address))\n\t\treturn true;",
+         ""),
+        ("external Local is masqueraded",
+         "return !(c->flags & SERVICE_EXTERNAL_LOCAL);",
+         "return true;"),
+        ("masquerade-all is not asked", "return n->flags & NODE_MASQUERADE_ALL;", "return false;"),
+        ("local networks are asked the wrong way",
+         "return !local_networks.lookup(&key);",
+         "return local_networks.lookup(&key);"),
+        ("local devices are masqueraded",
+         "return !(device->flags & DEVICE_LOCAL);",
+         "return true;"),
+        ("client' never has another port",
+         "if (i || (n->flags & NODE_FOLLOWS))",
+         "if (n->flags & NODE_FOLLOWS)"),
+        ("the client's port is never kept",
+         "if (!search && (at >= s.count || port_at(&s, at) != nat->snat_port))",
+         "if (!search)"),
+        ("each client may have all ports", "size < SHARED_PORTS ? 1 : SHARES", "1"),
+        ("a pause holds nothing up", "return until && *until > now;", "return false;"),
+        ("martians are served",
+         "if (is_martian(&p.tuple.from.address) || node_addresses",
+         "if (node_addresses"),
+        ("the node's own addresses are served",
+         "node_addresses.lookup(&p.tuple.from.address) ||\n\t    same_address",
+         "same_address"),
+        ("nobody is outside",
+         "who.outside = !(device->flags & DEVICE_LOCAL);",
+         "who.outside = false;"),
+        ("answers are left where there is no room",
+         "\tif (flows.update(&key, nat)) {\n\t\tforget_answers(nat);",
+         "\tif (flows.update(&key, nat)) {"),
+        ("what a backend keeps is used again",
+         "!both_closed(old) || (old->fins & FIN_BACKEND_FIRST)",
+         "!both_closed(old)"),
+        ("ports of another range live on",
+         "if (has_snat(old) && (port < n->port_low || port > n->port_high))\n\t\treturn false;",
+         ""),
+        ("frames for others are taken", "skb->pkt_type == OTHER_HOST;", "false;"),
+        ("outer addresses of errors stay", "outer.from.address = becomes.from.address;", ";"),
+        ("TTL stays", "to ? p->ttl - 1 : p->ttl", "p->ttl"),
+    ),
+    *_rows(
+        "tc.c", ROOM,
+        ("young handshakes go",
+         "if (is_half_open(nat) && elapsed(nat->last_used, now) < SECOND)",
+         "if (false)"),
+        ("who is needed goes", "else if (!is_needed(nat, now))", "else"),
+        ("who is needed loses the place",
+         "if (order.push(&oldest, 0)) {\n\t\t\tcount(EVICTED);\n\t\t\tbreak;\n\t\t}",
+         ""),
+        ("keys that are gone are counted",
+         "__sync_fetch_and_add(there, -1);\n\t\t\treturn; /* it is gone already */",
+         "return;"),
+        ("UDP makes no room for others",
+         "if (!for_udp && nat->client.protocol == PROTO_UDP) {",
+         "if (false) {"),
+        ("a flow that lives is overwritten",
+         "if (!gone(old, nat->last_used) && old->state != STATE_CLOSED)",
+         "if (false)"),
+        ("no room is made",
+         "if (*there > n->connections)\n\t\ttails.call(skb, TAIL_ROOM);\n\treturn write(skb, "
+         "nat);\n}\n\n/* Makes",
+         "return write(skb, nat);\n}\n\n/* Makes"),
+    ),
+    *_rows(
+        "forward.h", PACKETS,
+        ("a way is good for a minute",
+         "elapsed(out->found, now) < SECOND",
+         "elapsed(out->found, now) < 60 * SECOND"),
+        ("a way is asked for each time", "elapsed(out->found, now) < SECOND", "false"),
+        ("a packet at its end is forwarded", "!any_packet && p->ttl <= 1", "false"),
+        ("what is too long for the way", "length <= out->length &&", "true &&"),
+    ),
+    *_rows(
+        "rewrite.h", PACKETS,
+        ("UDP without a checksum gets one", "flags |= BPF_F_MARK_MANGLED_0; /* 0 means", ";/*"),
+        ("skb->csum of IPv6 is not kept", "if (p->v6)\n\t\tbpf_csum_update(skb, diff);", ""),
+        ("ports of later fragments are written",
+         "|| p->fragment == LATER)\n\t\treturn 0;",
+         ")\n\t\treturn 0;"),
+    ),
+    *_rows(
+        "icmp.h", PACKETS,
+        ("parameter problems are no errors",
+         "p->icmp_type == ICMP_UNREACHABLE || p->icmp_type == ICMP_TIME_EXCEEDED ||\n\t\t       "
+         "p->icmp_type == ICMP_PARAMETER;",
+         "p->icmp_type == ICMP_UNREACHABLE || p->icmp_type == ICMP_TIME_EXCEEDED;"),
+        ("packet too big is no error",
+         "p->icmp_type >= ICMP6_UNREACHABLE",
+         "p->icmp_type > ICMP6_TOO_BIG"),
+    ),
+    *_rows(
+        "refuse.h", PACKETS,
+        ("a reset acknowledges too little",
+         "__builtin_bswap32(sequence) + 1 +",
+         "__builtin_bswap32(sequence) +"),
+        ("refusals of ICMP have no limit each",
+         "each && each->interval && !take_peer_token",
+         "false && !take_peer_token"),
+        ("refusals have no limit",
+         "return !all || !all->interval || take_token(&all->spent, all, now);",
+         "return true;"),
+        ("a first refusal costs nothing", "first = now + limit->interval;", "first = now;"),
+        ("later fragments are refused",
+         "if (p->fragment == LATER)\n\t\treturn -1;\n\treturn p->v6 ?",
+         "return p->v6 ?"),
+    ),
+    *_rows(
+        "packet.h", PACKETS,
+        ("options are the payload",
+         "p->l4 = p->l3 + (ip->version_length & 0x0f) * 4;",
+         "p->l4 = p->l3 + 20;"),
+        ("extension headers are too long",
+         "p->l4 += (extension.words + 1) * 8;",
+         "p->l4 += extension.words * 8 + 16;"),
+        ("the first fragment is whole",
+         "else if (fragment & IP_MORE_FRAGMENTS)\n\t\tp->fragment = FIRST;",
+         ""),
+        ("an ABORT is proof",
+         "chunk == SCTP_INIT_ACK || chunk == SCTP_ABORT || chunk == SCTP_ERROR",
+         "chunk == SCTP_INIT_ACK || chunk == SCTP_ERROR"),
+        ("mapped addresses on the wire",
+         "if (is_v4(&ip.source) || is_v4(&ip.destination))\n\t\treturn false;",
+         ""),
+    ),
+    *_rows(
+        "sock.c", SOCKETS,
+        ("the peer of before is shown",
+         "sock_peers.sk_storage_delete(sk);\n\t\treturn;",
+         "return;"),
+        ("only the own cgroup is exempt", "if (is_exempt_cgroup(id))\n\t\t\treturn true;", ""),
+        ("pods are served with hostNamespaceOnly",
+         "(flags & CONFIG_HOST_ONLY) && !is_host(netns)",
+         "false"),
+        ("the agent is led away", "c->service && !(c->flags & SERVICE_CLUSTER_IP) &&", "false &&"),
+        ("the agent has no ClusterIP",
+         "c->service && !(c->flags & SERVICE_CLUSTER_IP) &&",
+         "c->service &&"),
+        ("UDP connect() to a ClusterIP's other port fails",
+         "to->protocol == PROTO_UDP && c->reason == UNKNOWN_PORT &&",
+         "false &&"),
+        ("cut only before its tick", "flow->chosen <= *when", "flow->chosen < *when"),
+        ("a flow is never cut", "return when && flow->chosen <= *when;", "return false;"),
+        ("a flow stays with a frontend that is gone",
+         "!backends.lookup(&id) || !is_frontend_of(&flow->frontend, flow->service)",
+         "!backends.lookup(&id)"),
+        ("a flow is never idle", "elapsed(last_used(flow), now) > FLOW_IDLE_NS ||", "false ||"),
+        ("answers do not keep a flow",
+         "flow->asked > flow->heard ? flow->asked : flow->heard",
+         "flow->asked"),
+        ("the first place is used again", "if (used < first) {", "if (false) {"),
+        ("the oldest question gets the answer",
+         "flow->asked >= newest && flow->frontend.protocol",
+         "!newest && flow->frontend.protocol"),
+        ("a connected socket chooses anew",
+         "if (peer_find(sk, to, &c) || flow_find",
+         "if (flow_find"),
+        ("the former peer is forgotten",
+         "if (!peer || !same_target(&peer->backend, from))\n\t\tpeer = former_peer_of(sk);",
+         ""),
+        ("a FIN is a byte",
+         "payload(ctx->bytes_acked, 1 + fin_was_taken(before))",
+         "payload(ctx->bytes_acked, 1)"),
+        ("CLOSING has taken no FIN",
+         "state == BPF_TCP_FIN_WAIT2 || state == BPF_TCP_CLOSING ||",
+         "state == BPF_TCP_FIN_WAIT2 ||"),
+        ("a reset is no broken connection",
+         "if (before == BPF_TCP_ESTABLISHED || before == BPF_TCP_FIN_WAIT1 ||",
+         "if (before == BPF_TCP_FIN_WAIT1 ||"),
+    ),
+)  # fmt: skip

@@ -1,0 +1,87 @@
+"""Which Python is mutated, which tests judge it, and how many mutants of a hundred they must
+notice; and the mutants that no test can notice.
+"""
+
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from tests.mutations.python import PythonMutant, mutants
+
+ROOT: Final = Path(__file__).parents[2]
+
+
+def _values(names: str) -> tuple[str, ...]:
+    return tuple(f"tests/values/test_{name}.py" for name in names.split())
+
+
+class Group(NamedTuple):
+    """Files below the root (or all of a folder), their tests, and the goal in per cent."""
+
+    name: str
+    files: tuple[str, ...]
+    tests: tuple[str, ...]
+    goal: int
+
+    def sources(self) -> list[Path]:
+        """The files."""
+        paths = [ROOT / name for name in self.files]
+        return [f for p in paths for f in (sorted(p.glob("*.py")) if p.is_dir() else [p])]
+
+    def mutants(self) -> list[PythonMutant]:
+        """All, but for those that are equivalent."""
+        return [
+            mutant
+            for path in self.sources()
+            for mutant in mutants(str(path.relative_to(ROOT)), path.read_text())
+            if equivalent(mutant) is None
+        ]
+
+    def judges(self, mutant: PythonMutant) -> tuple[str, ...]:
+        """The tests, those first that have the file's name."""
+        stem = Path(mutant.file).stem
+        return tuple(sorted(self.tests, key=lambda test: stem not in test))
+
+
+GROUPS: Final = (
+    Group(
+        "policy", ("kbpf/policy",),
+        _values("world weights spread frontends endpoints admission health desired"), 90,
+    ),
+    Group("bpf-plan", ("kbpf/dataplane/bpf/plan.py",), _values("plan ids"), 90),
+    Group(
+        "ipvs-plan", ("kbpf/dataplane/ipvs/plan.py", "kbpf/dataplane/ipvs/ledger.py"),
+        _values("ipvs_plan"), 90,
+    ),
+    Group("decode", ("kbpf/source/decode.py",), _values("decode weights"), 90),
+    Group(
+        "reflector", ("kbpf/source/reflector.py", "kbpf/source/watch.py"),
+        _values("watch reflector"), 90,
+    ),
+    Group(
+        "config", ("kbpf/config",),
+        _values("bounded_yaml config_file cli follow output admission"), 80,
+    ),
+)  # fmt: skip
+
+
+class Equivalent(NamedTuple):
+    """A mutant that behaves as the original does; `line` is the line of the source it begins in."""
+
+    file: str
+    line: str
+    old: str
+    new: str
+    reason: str
+
+
+EQUIVALENT: Final[tuple[Equivalent, ...]] = ()
+
+
+def equivalent(mutant: PythonMutant) -> Equivalent | None:
+    """The row of this mutant, if there is one."""
+    for row in EQUIVALENT:
+        if (row.file, row.old, row.new) == (mutant.file, mutant.old, mutant.new):
+            text = (ROOT / mutant.file).read_text().splitlines()[mutant.line - 1]
+            if text.strip() == row.line:
+                return row
+    return None
