@@ -11,10 +11,23 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
+from kbpf.dataplane.bpf import plan
 from kbpf.dataplane.bpf.ids import BackendTable, Ids, SharedTables
 from kbpf.dataplane.bpf.layout import KIND_FLAGS, Meta, ServiceFlag, ServiceValue
-from kbpf.dataplane.bpf.plan import Planner, Programmed, Retired, Writes, need, policy_flags
+from kbpf.dataplane.bpf.plan import (
+    Planner,
+    Programmed,
+    ProgrammedSet,
+    Retired,
+    Writes,
+    fingerprint,
+    leaving,
+    need,
+    policy_flags,
+    table_key,
+)
 from kbpf.dataplane.bpf.retiring import GRACE_SECONDS, Retiring
 from kbpf.dataplane.bpf.writing import write
 from kbpf.model.address import format_addr
@@ -329,6 +342,99 @@ def test_the_room_that_a_change_takes(row: Need):
     ) == row.takes  # fmt: skip
 
 
+LEAVING = [
+    *((row.name, row.old, row.new) for row in NEEDS if row.old is not None),
+    ("all others", web(), web(C)),
+    ("one of two", web(), web(f"{A} {C}")),
+    ("affinity goes", web(affinity_timeout=9), web()),
+    ("all others, with affinity", web(affinity_timeout=1), web(C, affinity_timeout=1)),
+    ("deleted, with affinity, weights and a local set",
+        web(local=A, affinity_timeout=1, cluster_weights=(2, 3)), None),
+    ("UDP: all others", dns(), dns(C)),
+    ("UDP: one of two", dns(), dns(f"{A} {C}")),
+    ("UDP: it serves still", dns(), dns(C, serving=f"{A} {C}")),
+    ("UDP: only who serves changes", dns(A, serving=f"{A} {B}"), dns(A, serving=f"{A} {C}")),
+    ("UDP: deleted", dns(A, serving=f"{A} {B}"), None),
+    ("the local set becomes the other's", web(A, local=B), web(B, local=B)),
+    ("the same addresses, other ports: the table stays",
+        web(cluster_weights=(1, 2)), web("10.0.0.1:81 10.0.0.2:81", cluster_weights=(1, 2))),
+    ("other weights", web(cluster_weights=(1, 2)), web(cluster_weights=(3, 1))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "old", "new"), LEAVING, ids=[row[0] for row in LEAVING])
+def test_the_room_that_a_change_gives_back_is_told_before_and_while_it_waits(
+    name: str, old: ServiceState, new: ServiceState | None
+):
+    """As many entries as are deleted in the end: what is in use again is not counted."""
+    agent, maps = Agent(), Maps()
+    list(maps.write(agent.plan(old)))
+    before = leaving((), agent.programmed[old.key], new, agent.table, agent.tables)
+    writes = agent.plan(new) if new else agent.plan(gone=(old.key,))
+    list(maps.write(writes))
+    waiting = leaving([writes.retired], None, None, agent.table, agent.tables)
+    full = maps.sizes()
+    list(maps.retire(agent, writes))
+    gave = {name: size - maps.sizes()[name] for name, size in full.items()}
+    assert before == waiting == gave
+
+
+def test_what_was_found_and_is_no_ones_leaves_too():
+    agent = Agent()
+    found = Retired(slot_keys=[b"a", b"b"], member_keys=[b"c"])
+    assert leaving([found], None, None, agent.table, agent.tables) == {
+        "backend_slots": 2, "set_members": 1, "backends": 0,
+    }  # fmt: skip
+
+
+def test_frontends_are_taken_off_alone_and_clients_of_udp_are_cut_with_them():
+    for protocol, cut in ((Protocol.TCP, []), (UDP, [VIP.partition("=")[2]])):
+        agent = Agent()
+        state = service("web", f"{WEB} {VIP}", A, protocol)
+        agent.plan(state)
+        planner = Planner(agent.ids, agent.table, tables=agent.tables)
+        old = agent.programmed[state.key]
+        assert planner.take_off(old, state) is old
+        left = planner.take_off(old, service("web", WEB, B, protocol))
+        assert [f.at for f in left.frontends] == [at(WEB, protocol)]
+        writes = planner.finish()
+        assert writes.removed == {at(VIP.partition("=")[2], protocol)}
+        assert writes.retired.left == {(old.id, at(one, protocol)) for one in cut}
+        assert (writes.flips, writes.slots) == ({}, [])
+        assert planner.take_off(old, None).frontends == ()
+
+
+def test_a_set_that_was_found_is_taken_for_what_is_wanted_if_it_is_that():
+    """Its table is found by its fingerprint, and shared from then on."""
+    agent = Agent()
+    state = web(cluster_weights=(1, 2))
+    agent.plan(state)
+    old = agent.programmed[state.key]
+    found = ProgrammedSet(
+        old.cluster.id, old.cluster.backends, False, old.cluster.size, None,
+        fingerprint(slots(state.cluster, state.cluster_spread)), old.cluster.table,
+    )  # fmt: skip
+    tables = SharedTables(agent.ids)
+    tables.adopt(found.table)
+    agent.tables, agent.programmed[state.key] = tables, replace(old, cluster=found)
+    assert written(agent.plan(state)) == {}
+    assert agent.programmed[state.key].cluster.spread == state.cluster_spread
+    assert tables.find(table_key(state.cluster, state.cluster_spread)) == found.table
+    assert written(agent.plan(state)) == {}
+    other = replace(found, content=fingerprint([0, 1]))
+    agent.programmed[state.key] = replace(old, cluster=other)
+    assert written(agent.plan(state))["slots"] == [[1, 2]], "it was spread in another way"
+
+
+def test_not_all_fingerprints_are_kept(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(plan, "MOST_REMEMBERED", 2)
+    monkeypatch.setattr(plan, "_fingerprints", {})
+    keys = [table_key(backends(one), web().cluster_spread) for one in (A, B, C)]
+    for key, table in zip(keys, ([0], [1], [2]), strict=True):
+        assert plan.remember(key, table) == fingerprint(table)
+    assert list(plan._fingerprints) == keys[1:], "the oldest goes"
+
+
 class Calls:
     """Tables that note what is asked of them, in order, and hold nothing."""
 
@@ -440,6 +546,11 @@ class Maps:
         for number in gone:
             del self.backends[number]
             yield
+
+    def sizes(self) -> dict[str, int]:
+        """How many entries there are in those that sets are made of."""
+        held = {"backend_slots": self.slots, "set_members": self.members}
+        return {name: len(one) for name, one in {**held, "backends": self.backends}.items()}
 
     def seen(self) -> Mapping[FrontendAddress, Any]:
         """What a reader is led to by each frontend. KeyError if its set has a hole."""

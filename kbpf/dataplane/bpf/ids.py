@@ -7,7 +7,7 @@ those that a map still holds are left out.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 
 import msgspec
 
@@ -97,10 +97,10 @@ class BackendTable:
         """How many of them have no id yet."""
         return sum(backend not in self._held for backend in backends)
 
-    def only_in(self, sets: Iterable[BackendSet]) -> int:
-        """How many backends nobody holds but these."""
+    def only_in(self, sets: Iterable[BackendSet], used: Container[Backend] = ()) -> int:
+        """How many backends only these sets hold, and `used` has not."""
         times = Counter(backend for backends in sets for backend in backends)
-        return sum(self._held[backend].refs == n for backend, n in times.items())
+        return sum(self._held[b].refs == n and b not in used for b, n in times.items())
 
     def adopt(self, backend: Backend, backend_id: int) -> None:
         """A backend found in the map; nobody holds it yet."""

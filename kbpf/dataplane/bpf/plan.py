@@ -370,28 +370,37 @@ def leaving(
     tables: SharedTables,
 ) -> dict[str, int]:
     """How many entries are on their way out, by map: what waits for its grace period, and what
-    this change puts out of use.
+    this change puts out of use. Backends and tables that it uses again stay.
     """
     places = members = 0
     sets = []
+    used: set[Backend] = set()
+    used_tables: set[int] = set()
     for retired in waiting:
         places += len(retired.slot_keys)
         members += len(retired.member_keys)
         sets += [*(s for s in retired.sets)]
         sets += [ProgrammedSet(0, backends) for backends in retired.release]
     if old is not None and new is not None:
-        affine = new.affinity_timeout > 0
-        pairs = _sets(old, new)
-        sets += [had for had, to, spread in pairs if not had.stays(to, spread, affine)]
+        for had, to, spread in _sets(old, new):
+            if not had.stays(to, spread, new.affinity_timeout > 0):
+                sets.append(had)
+                used.update(to)
+                if needs_table(to, spread):
+                    used_tables.add(tables.find(table_key(to, spread)))
+        serving = new.serving if new.key.protocol == Protocol.UDP else ()
+        if old.serving != serving:
+            sets.append(ProgrammedSet(0, old.serving))
+            used.update(serving)
     elif old is not None:
-        sets += [old.cluster, old.local]
+        sets += [old.cluster, old.local, ProgrammedSet(0, old.serving)]
     leaving_tables = {s.table: s.size for s in sets if s.table}
-    gone = tables.only_in(s.table for s in sets if s.table)
+    gone = tables.only_in(s.table for s in sets if s.table) - used_tables
     places += sum(leaving_tables[number] for number in gone)
     places += sum(len(s.backends) for s in sets if s.id)
     members += sum(len(s.backends) for s in sets if s.id and s.members)
     return {
         "backend_slots": places,
         "set_members": members,
-        "backends": table.only_in(s.backends for s in sets),
+        "backends": table.only_in((s.backends for s in sets), used),
     }
