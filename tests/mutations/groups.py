@@ -50,7 +50,7 @@ GROUPS: Final = (
     Group("bpf-plan", ("kbpf/dataplane/bpf/plan.py",), _values("plan ids"), 90),
     Group(
         "ipvs-plan", ("kbpf/dataplane/ipvs/plan.py", "kbpf/dataplane/ipvs/ledger.py"),
-        _values("ipvs_plan"), 90,
+        (*_values("ipvs_plan"), "tests/programs/test_ipvs_plane.py"), 90,
     ),
     Group("decode", ("kbpf/source/decode.py",), _values("decode weights"), 90),
     Group(

@@ -24,10 +24,12 @@ from kbpf.dataplane.ipvs.plan import (
     Programmed,
     SetName,
     Virtual,
+    marked,
     note,
     noted,
     program,
     program_node,
+    unmarked,
     wants_mark,
 )
 from kbpf.dataplane.ipvs.traces import style_of
@@ -359,6 +361,113 @@ def test_every_virtual_service_is_noted_first_and_forgotten_last():
     assert {"served", "short_circuits", "virtual_ips"} <= names(steps.gone)
     assert not steps.early | steps.first | steps.late
     assert (dict(ledger.pools), ledger.elements, ledger.by_key) == ({}, frozenset(), {})
+
+
+def served(at: str) -> Element:
+    host, _, port = at.rpartition(":")
+    return SetName.SERVED, (parse_addr(host), Protocol.TCP, int(port))
+
+
+def test_what_the_kernel_does_not_make_leads_nobody():
+    """A virtual service that it refuses is not known, nor is a connection let pass to it; it comes
+    with the next change of its Service port.
+    """
+    ledger, state = Ledger(), service("web", ALL, BOTH, external_local=True, local=A)
+    changes = plan(ledger, state)
+    refused = Virtual(Protocol.TCP, parse_addr("192.0.2.1"), 80)
+    short = next(virtual for virtual in ledger.pools if virtual.mark)
+    assert {served("192.0.2.1:80"), served("10.96.0.1:80")} <= changes.new_elements
+    owners = ledger.correct({refused: None, short: None}, changes)
+    assert owners == {refused: state.key, short: state.key}
+    assert {refused, short}.isdisjoint(ledger.pools)
+    assert changes.old_elements == set(), "they have never been there"
+    assert served("192.0.2.1:80") not in changes.new_elements | ledger.elements
+    assert served("10.96.0.1:80") in changes.new_elements & ledger.elements
+    assert names(changes.steps().late) == {"served"}
+    assert not {e for e in ledger.elements if e[0] is SetName.SHORT_CIRCUITS}
+    again = plan(ledger, state)
+    assert again.new_pools.keys() == {refused, short}
+    assert names(again.new_elements) == {"served", "short_circuits"}
+    assert not again.changed_pools
+
+
+def test_what_the_kernel_lost_leads_nobody_any_more():
+    """It had served: its elements go with this change, but for those that came with it."""
+    ledger = Ledger()
+    plan(ledger, service("web", f"{CLUSTER} {VIP}", A))
+    changes = plan(ledger, service("web", f"{CLUSTER} {VIP}", BOTH))
+    lost = Virtual(Protocol.TCP, parse_addr("10.96.0.1"), 80)
+    ledger.correct({lost: None}, changes)
+    assert changes.old_elements == {served("10.96.0.1:80")}
+    assert served("192.0.2.1:80") in ledger.elements
+    assert ledger.pools.keys() == {Virtual(Protocol.TCP, parse_addr("192.0.2.1"), 80)}
+
+
+def test_what_the_kernel_holds_instead_is_what_is_known():
+    ledger, wanted = Ledger(), service("web", CLUSTER, BOTH)
+    plan(ledger, service("web", CLUSTER, A))
+    ((virtual, old),) = ledger.pools.items()
+    changes = plan(ledger, wanted)
+    assert ledger.correct({virtual: old}, changes) == {virtual: wanted.key}
+    assert ledger.pools == {virtual: old}
+    assert changes.old_elements == set()
+    assert plan(ledger, wanted).changed_pools[virtual][0] == old
+
+
+def test_what_was_let_in_already_is_shut_out_again_if_nothing_serves_there():
+    """As where a kube-proxy had the virtual service before."""
+    ledger, state = Ledger(), service("web", CLUSTER, A)
+    plan(ledger, state)
+    (virtual,) = ledger.pools
+    changes = ledger.difference(frozenset(), frozenset(), dict(ledger.pools), True)
+    assert changes.met == {served("10.96.0.1:80")}
+    ledger.correct({virtual: None}, changes)
+    assert changes.old_elements == {served("10.96.0.1:80")}
+    assert served("10.96.0.1:80") not in changes.new_elements
+
+
+class Strays(NamedTuple):
+    """Addresses of the dummy device that are spoken of by an element of this set, and whether it
+    goes.
+    """
+
+    name: str
+    by: tuple[Element, ...]
+    stray: bool
+
+
+ADDRESS = parse_addr("10.96.0.9")
+STRAYS = [
+    Strays("nothing speaks of it", (), True),
+    Strays("it is an old virtual address, which goes by its element",
+           ((SetName.VIRTUAL_IPS, (ADDRESS,)),), False),
+    Strays("only what serves there", ((SetName.SERVED, (ADDRESS, Protocol.TCP, 80)),), True),
+    Strays("only what is led to itself", ((SetName.HAIRPINS, (ADDRESS, ADDRESS)),), True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", STRAYS, ids=lambda row: row.name)
+@pytest.mark.parametrize("sound", [True, False])
+def test_which_addresses_are_strays(row: Strays, sound: bool):
+    ledger = Ledger()
+    plan(ledger, service("web", CLUSTER, A))
+    here = addresses(ledger) | {ADDRESS}
+    changes = ledger.difference(ledger.elements | {*row.by}, here, dict(ledger.pools), sound)
+    assert changes.strays == ({ADDRESS} if row.stray and sound else set())
+    assert changes.old_elements == ({*row.by} if sound else set())
+    assert not changes.new_elements
+
+
+def test_a_mark_that_cannot_be_had_takes_nothing_else_along():
+    state = service("web", ALL, BOTH, external_local=True, local=A)
+    whole = program(state, ground(), MARK)
+    virtual = marked(4, MARK)
+    less = unmarked(whole, virtual)
+    assert whole.pools.keys() - less.pools.keys() == {virtual}
+    assert names(whole.elements - less.elements) == {"own_marks", "marks"}
+    assert less.elements < whole.elements
+    assert {e[0] for e in less.elements}.isdisjoint({SetName.MARKS, SetName.OWN_MARKS})
+    assert unmarked(less, virtual) == less
 
 
 def test_a_note_reads_as_what_it_was_written_for():
