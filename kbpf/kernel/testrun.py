@@ -22,20 +22,34 @@ bytes (net/bpf/test_run.c) is not always what a device would:
 """
 
 import ctypes
+import errno
 import struct
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any, ClassVar, Final, Self
 
 from kbpf.kernel import bpf
 from kbpf.kernel.libbpf import Program
 
-TC_ACT_OK: Final = 0
-TC_ACT_SHOT: Final = 2
-TC_ACT_PIPE: Final = 3
-TC_ACT_STOLEN: Final = 4
-TC_ACT_REDIRECT: Final = 7
-TC_ACT_UNSPEC: Final = 0xFFFF_FFFF
-"""-1, as retval has no sign: the next program decides."""
+
+class Action(IntEnum):
+    """What a TC program returns. UNSPEC is -1, as retval has no sign: the next program decides."""
+
+    OK = 0
+    SHOT = 2
+    PIPE = 3
+    STOLEN = 4
+    REDIRECT = 7
+    UNSPEC = 0xFFFF_FFFF
+
+
+_ACTIONS: Final = {int(action): action for action in Action}
+TC_ACT_OK: Final = Action.OK
+TC_ACT_SHOT: Final = Action.SHOT
+TC_ACT_PIPE: Final = Action.PIPE
+TC_ACT_STOLEN: Final = Action.STOLEN
+TC_ACT_REDIRECT: Final = Action.REDIRECT
+TC_ACT_UNSPEC: Final = Action.UNSPEC
 
 _CHECKSUM_COMPLETE: Final = 1 << 2
 _ROOM: Final = 1 << 17
@@ -162,13 +176,16 @@ def run(
         repeat=repeat,
         flags=_CHECKSUM_COMPLETE if checksum_complete else 0,
     )
+    result = bpf.lib().bpf_prog_test_run_opts(program.fd, ctypes.byref(opts))
+    wrong = "checksum wrong: skb->csum is not that of the packet that the program has left"
     bpf.check(
-        bpf.lib().bpf_prog_test_run_opts(program.fd, ctypes.byref(opts)),
+        result,
         f"cannot run the program {program.name}",
         f"packet of {len(packet)} bytes",
+        wrong if result == -errno.EBADMSG else "",
     )
     return TestRun(
-        retval=opts.retval,
+        retval=_ACTIONS.get(opts.retval, opts.retval),
         packet_out=ctypes.string_at(room, opts.data_size_out),
         context_out=ctypes.string_at(left, opts.ctx_size_out),
         nanoseconds=opts.duration,

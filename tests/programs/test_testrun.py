@@ -234,6 +234,7 @@ def test_a_complete_checksum_is_held_against_the_packet(program: Loader) -> None
     with pytest.raises(KernelError) as wrong:
         run(careless, frame(SYN), checksum_complete=True)
     assert wrong.value.errno == errno.EBADMSG
+    assert "checksum wrong" in str(wrong.value)
 
 
 @needs("parts")

@@ -58,7 +58,7 @@ class Ground:
     def serve(self, *services: ServiceState) -> None:
         """The plane makes exactly these true; nothing is retired yet."""
         self.plane.apply(desired(*services, nodes=f"{self.node.ip} {self.node.ip6}"), None)
-        until("the sockets of what has left are ended", self._is_done)
+        until("the sockets of what has left are ended", self._is_done, state=self.held)
 
     def _is_done(self) -> bool:
         """They are ended in slices, of which a busy machine needs more than one."""
@@ -95,7 +95,7 @@ def ground(whole: Ground) -> Iterator[Ground]:
     whole.plane.flush()
     assert whole.held() == {}
     yield whole
-    until("all sockets are forgotten", lambda: whole.held() == {})
+    until("all sockets are forgotten", lambda: whole.held() == {}, state=whole.held)
 
 
 class Send(NamedTuple):
@@ -357,7 +357,7 @@ def test_closing_a_connected_socket_frees_it(ground: Ground, kind: int):
             return ground.held()
 
     assert within(ground["pod"], dial) == {"sock_peers": 1}
-    until("it is freed", lambda: ground.held() == {})
+    until("it is freed", lambda: ground.held() == {}, state=ground.held)
 
 
 @pytest.mark.parametrize("cut", [False, True], ids=["", "after one of them was cut"])
@@ -384,7 +384,7 @@ def test_closing_frees_all_flows(ground: Ground, count: int, cut: bool):
 
     before, after = within(pod, send)
     assert before == after == {"udp_flows": min(count, FLOWS_PER_SOCKET)}
-    until("it is freed", lambda: ground.held() == {})
+    until("it is freed", lambda: ground.held() == {}, state=ground.held)
 
 
 # ---- the end of a backend ----------------------------------------------------------------------

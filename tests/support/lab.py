@@ -93,8 +93,15 @@ def inside(netns: str | None, cgroup: Path | None, *command: str) -> list[str]:
     return [*enter, "sh", "-c", f'echo $$ > {cgroup}/cgroup.procs; exec "$@"', "sh", *command]
 
 
-def until(what: str, check: Callable[[], Any], seconds: float = PATIENCE) -> Any:
-    """The first true answer of `check`; AssertionError if it has none after the deadline."""
+def until(
+    what: str,
+    check: Callable[[], Any],
+    seconds: float = PATIENCE,
+    state: Callable[[], object] | None = None,
+) -> Any:
+    """The first true answer of `check`; AssertionError if it has none after the deadline, which
+    says what was waited for, and how it is instead (`state`).
+    """
     deadline = time.monotonic() + seconds
     while True:
         late = time.monotonic() > deadline
@@ -102,7 +109,8 @@ def until(what: str, check: Callable[[], Any], seconds: float = PATIENCE) -> Any
         if answer:
             return answer
         if late:
-            raise AssertionError(f"not within {seconds} s: {what}")
+            instead = f"; instead: {state()}" if state else ""
+            raise AssertionError(f"not within {seconds} s: {what}{instead}")
         time.sleep(0.02)
 
 

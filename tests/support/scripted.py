@@ -131,7 +131,10 @@ class ScriptedServer:
         """Until so many requests have come."""
         deadline = time.monotonic() + seconds
         while len(self.requests) < requests:
-            assert time.monotonic() < deadline, f"{len(self.requests)} requests of {requests}"
+            assert time.monotonic() < deadline, (
+                f"within {seconds:.0f} s {len(self.requests)} requests of {requests} have come: "
+                + ", ".join(f"{one.path}?{one.query}" for one in self.requests[-3:])
+            )
             time.sleep(0.005)
 
     def _accept(self) -> None:

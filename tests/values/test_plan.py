@@ -303,6 +303,7 @@ NEEDS = [
         "Maglev for both sets", None, web(local=f"{A} {C}", algorithm=MAGLEV), (1, 1, 0, 506, 0, 3)
     ),
     Need("affinity", web(), web(affinity_timeout=9), (0, 0, 0, 2, 2, 0)),
+    Need("affinity of a second", web(), web(affinity_timeout=1), (0, 0, 0, 2, 2, 0)),
     Need("who only serves", dns(A), dns(A, serving=f"{A} {B} {C}"), (0, 0, 0, 0, 0, 2)),
     Need(
         "TCP holds nobody who only serves", web(A), web(A, serving=f"{A} {B}"), (0, 0, 0, 0, 0, 0)

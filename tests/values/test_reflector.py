@@ -112,8 +112,20 @@ class Run:
     def until(self, condition: Callable[[], object], seconds: float = 60.0) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
-            assert time.monotonic() < deadline, (self.said, self.reflector.status(), self.waits)
+            assert time.monotonic() < deadline, f"not within {seconds:.0f} s:\n{self}"
             time.sleep(0.002)
+
+    def __str__(self) -> str:
+        """How far it is: what came of it, what was asked, and what it waits for."""
+        status = self.reflector.status()
+        return "\n".join(
+            (
+                f"  events: {' '.join(self.said)}",
+                f"  asked:  {', '.join(self.all_asked)}",
+                f"  waits:  {self.waits}",
+                f"  state:  {status.state}, version {status.resource_version!r}, {status.error!r}",
+            )
+        )
 
     def until_watching(self, requests: int) -> None:
         self.server.wait(requests)
