@@ -165,7 +165,7 @@ def rows(snapshot: Snapshot, connections: Iterable[Tracked]) -> Iterator[Connect
             idle_seconds=max(0, now - last) // tracked.MILLI / 1000,
             expires_seconds=(one.over - now) // tracked.MILLI / 1000,
             expired=one.over < now,
-            lost=() if replaced or last >= began else _lost(one.parts, masqueraded),
+            lost=() if replaced or last >= began else _lost(one.parts, masqueraded, way),
             replaced=replaced,
             way=_WAYS.get(way, str(way)),
             device=device(index) if index else "",
@@ -177,11 +177,12 @@ def _keys(snapshot: Snapshot) -> frozenset[bytes]:
     return frozenset(one.key for one in snapshot.connections.values() if one.parts & FLOW)
 
 
-def _lost(parts: int, masqueraded: bool) -> tuple[str, ...]:
-    """What should be there and is not. (Not asked of a connection that a packet has met since
+def _lost(parts: int, masqueraded: bool, way: int) -> tuple[str, ...]:
+    """What should be there and is not. A connection that bypasses the stack has no entry for
+    replies to the client's own address. (Not asked of a connection that a packet has met since
     reading began: it may have begun in between.)
     """
-    wanted = FLOW | REPLY | (SNAT if masqueraded else 0)
+    wanted = FLOW | (SNAT if masqueraded else 0) | (REPLY if way != Way.PAST else 0)
     missing = wanted & ~parts
     return tuple(name for part, name in PARTS.items() if missing & part) if missing else ()
 

@@ -417,3 +417,19 @@ def test_localhost_node_ports_can_be_switched_off(ground: Ground):
     finally:
         ground.site.open()
     assert ground["host"].tcp("127.0.0.1", 30080)["name"] == "one"
+
+
+def test_two_frontends_of_one_backend_from_one_port(ground: Ground):
+    """A row of docs/limits.md: both sockets would have the same connection to the backend."""
+
+    def dial() -> list[str]:
+        codes = []
+        with socket.socket() as first, socket.socket() as second:
+            for sock, host in ((first, "10.96.0.1"), (second, "192.0.2.1")):
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+                sock.bind(("0.0.0.0", 45_678))
+                code = sock.connect_ex((host, 80))
+                codes.append(errno.errorcode[code] if code else "connected")
+        return codes
+
+    assert within(ground["pod"], dial) == ["connected", "EADDRNOTAVAIL"]
