@@ -1,21 +1,37 @@
-"""From process start to programmed, and memory, over a real API server.
+"""From process start to the first connection and to programmed, and memory, over a real API server
+on the same machine.
 
-Sizes: 100 Services x 1 endpoint, 1,000 x 10, 10,000 x 10. A warm compile cache.
+Sizes: 1 Service x 1 endpoint, 100 x 1, 1,000 x 10, 10,000 x 10. A warm compile cache. The first
+connection is measured at the ends, for kbpf and for a real kube-proxy in turn, from exec: that of
+a process of the node to a ClusterIP, and that of a client outside to a NodePort.
 """
 
 import os
+import subprocess
 import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
-from benchmarks.common import goal, median, memory, say
+from benchmarks.common import chosen, goal, median, memory, rounds, say
 from tests.support.apiserver import ApiServer
 from tests.support.kube import Kube
 from tests.support.kube_objects import endpoint, endpoint_slice, node, port, service, slice_port
-from tests.support.lab import Agent, Lab, until
+from tests.support.kube_proxy import KubeProxy
+from tests.support.lab import DIE_WITH_US, Agent, Lab, Place, inside, until
+from tests.support.lab import run as command
 
-SIZES = ((100, 1), (1_000, 10), (10_000, 10))
-MEMORY_GOALS = {100: 60.0, 1_000: 80.0, 10_000: 150.0}
+SIZES = {"1x1": (1, 1), "100x1": (100, 1), "1000x10": (1_000, 10), "10000x10": (10_000, 10)}
+FIRST_GOALS = {"1x1": 1.0, "10000x10": 3.0}
+"""Seconds from exec to the first connection of a process of the node."""
+MEMORY_GOALS = {1: 60.0, 100: 60.0, 1_000: 80.0, 10_000: 150.0}
 STARTS = 5
+SETTLE_SECONDS = 2.0
+"""The kernel has let go of what the proxy before had attached."""
+FIRST = Path(__file__).with_name("first.py")
+VIP, NODE_PORT = "10.96.77.77", 30077
+"""Of the Service that is dialled; its name is the last one of all."""
 
 
 def fill(kube: Kube, first: int, count: int, endpoints: int) -> None:
@@ -54,27 +70,107 @@ def start_time(agent: Agent) -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - began
 
 
+def dialled(pod: Place) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The Service that is dialled, and its slice: one pod of the node."""
+    made = service(
+        "zz", port(80, target=8080, node_port=NODE_PORT), type="NodePort", cluster_ip=VIP
+    )
+    return made, endpoint_slice(
+        "zz", endpoint(pod.ip, node="node-1"), ports=[slice_port(8080)], name="zz-x"
+    )
+
+
+def processor_seconds(pid: int) -> float:
+    """Of a process, its threads and the children that have ended, since exec and before."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+
+
+@contextmanager
+def dialer(netns: str | None, cgroup: Path | None, host: str, at: int) -> Iterator[Any]:
+    """first.py, which has begun: its stdout."""
+    words = inside(netns, cgroup, "/usr/bin/python3", "-S", str(FIRST), host, str(at))
+    with subprocess.Popen([*DIE_WITH_US, *words], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "begun\n"
+            yield process.stdout
+        finally:
+            process.kill()
+
+
+def first_connections(lab: Lab, start: Callable[[], int]) -> dict[str, float]:
+    """Starts a proxy by `start`, which returns its process: seconds to each first connection, and
+    its processor time at the first.
+    """
+    here = lab.nodes[0]
+    time.sleep(SETTLE_SECONDS)
+    with ExitStack() as stack:
+        of_node = stack.enter_context(dialer(here.netns, here.host.cgroup, VIP, 80))
+        outside = stack.enter_context(dialer(lab.outside, None, here.ip, NODE_PORT))
+        began = time.clock_gettime(time.CLOCK_BOOTTIME)
+        pid = start()
+        node_at = float(of_node.readline())
+        used = processor_seconds(pid)
+        outside_at = float(outside.readline())
+        return {"node_s": node_at - began, "cpu_s": used, "outside_s": outside_at - began}
+
+
+def first(lab: Lab, agent: Agent, config: Path) -> dict[str, Any]:
+    """The first connection, by proxy: medians of kbpf and kube-proxy in turn."""
+    here = lab.nodes[0]
+    kube_proxy = KubeProxy(here, "nftables", config)
+
+    def kbpf() -> int:
+        agent.start(wait=False)
+        return agent.pid
+
+    found: dict[str, list[dict[str, float]]] = {"kbpf": [], "kube-proxy": []}
+    for _ in range(rounds(STARTS)):
+        agent.close()
+        found["kbpf"].append(first_connections(lab, kbpf))
+        agent.close()
+        try:
+            found["kube-proxy"].append(first_connections(lab, lambda: kube_proxy.start().pid))
+        finally:
+            kube_proxy.stop()
+            for family in ("ip", "ip6"):
+                for do in ("add", "delete"):  # it may not have come to the second family
+                    command(*inside(here.netns, None, "nft", do, "table", family, "kube-proxy"))
+    return {
+        name: {what: median([row[what] for row in rows]) for what in rows[0]}
+        for name, rows in found.items()
+    }
+
+
 def run() -> dict[str, Any]:
-    """By number of Services."""
+    """By number of Services. $KBPF_BENCH_ONLY: only sizes with one of its words in their names."""
     results: dict[str, Any] = {}
     with Lab(1, "bench") as lab, ApiServer(addresses=(lab.outside_ip,)) as server:
         config = server.kubeconfig(lab.folder / "kubeconfig", url=server.url_at(lab.outside_ip))
         kube = server.kube()
-        kube.create(node("node-1", lab.nodes[0].ip))
+        pod = lab.nodes[0].pod("server").serve(8080)
         agent = Agent(lab.nodes[0], "--kubeconfig", str(config))
         agent.start()
         agent.stop()  # the compile cache is warm now
         existing = 0
-        for count, endpoints in SIZES:
-            if count == 1_000:
+        for size in chosen(SIZES):
+            count, endpoints = SIZES[size]
+            if count <= 1_000 or not results:
                 kube.clear()
                 existing = 0
                 kube.create(node("node-1", lab.nodes[0].ip))
+                kube.create_many(dialled(pod), 1)
             say(f"creating {count} x {endpoints}")
-            fill(kube, existing, count, endpoints)
-            existing = count
-            results[f"{count}x{endpoints}"] = measure(agent, count)
-            say(f"{count}x{endpoints}: {results[f'{count}x{endpoints}']}")
+            fill(kube, existing, count - 1, endpoints)
+            existing = count - 1
+            results[size] = measure(agent, count)
+            if size in FIRST_GOALS:
+                found = first(lab, agent, config)
+                results[size]["first"] = found
+                reached = goal(found["kbpf"]["node_s"], at_most=FIRST_GOALS[size])
+                results[size]["first_goal"] = reached
+            say(f"{size}: {results[size]}")
     return results
 
 

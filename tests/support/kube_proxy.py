@@ -77,6 +77,12 @@ class KubeProxy:
         return has_programmed(self.node, self.mode, node_port)
 
     @property
+    def pid(self) -> int:
+        """Of the process that runs."""
+        assert self._process is not None
+        return self._process.pid
+
+    @property
     def is_running(self) -> bool:
         """Whether its process has not ended."""
         return self._process is not None and self._process.poll() is None
