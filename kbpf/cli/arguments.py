@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kbpf import __version__
+from kbpf.cli import machine
 from kbpf.config import flags, load
 from kbpf.config.load import Loaded
 from kbpf.errors import ConfigError, ConfigErrors, printable
@@ -50,8 +51,11 @@ class Asked:
         return self.given.get(name.name) or self.environ.get(name.variable) or "text"
 
     def load(self, data: bytes | None = None) -> Loaded:
-        """The settings, with this text of the file, if there is one. Raises ConfigError."""
-        return load.load(self.given, self.environ, data, str(self.file))
+        """The settings, with this text of the file, if there is one. Raises ConfigError, also for
+        what they name and this machine does not have, unless they are only to be written.
+        """
+        made = load.load(self.given, self.environ, data, str(self.file))
+        return made if self.write_to is not None else machine.checked(made)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -139,6 +139,9 @@ def service(
     from kbpf.views import node
     from kbpf.views import service as view
 
+    in_name = name.rpartition("/")[0]
+    if in_name and namespace not in ("", in_name):
+        raise typer.BadParameter(f"{name} names another one", param_hint="--namespace")
     found = view.details(
         node.read(_where(pin_dir, state_dir, ipvs_device), view.NEEDS), name, namespace
     )

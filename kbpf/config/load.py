@@ -10,7 +10,8 @@ Who wins:
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,10 +36,13 @@ NODE_PORTS: Final = range(30_000, 32_768)
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The settings, and the lines for the log. `node_name` is "" when nobody said it."""
+    """The settings, and the lines for the log. `node_name` is "" when nobody said it. `places`:
+    where each field was said.
+    """
 
     config: Config
     notes: tuple[Note, ...] = ()
+    places: Mapping[str, str] = field(default_factory=dict)
 
 
 def read_file(path: Path) -> bytes:
@@ -84,7 +88,7 @@ def load(
     if errors:
         warnings = tuple(note.text for note in found.notes if note.is_warning)
         raise ConfigErrors(errors, warnings, made.get("log_format", Config().log_format))
-    return Loaded(result, (*found.notes, *_notes(result, made)))
+    return Loaded(result, (*found.notes, *_notes(result, made)), made.places)
 
 
 def _flags(
@@ -179,6 +183,7 @@ def _contradictions(made: Config, said: Values) -> Iterator[ConfigError]:
             place("min_sync_period"),
             "changes that wait for their turn would make the agent unhealthy",
         )
+    yield from _shared_port(made, place)
     for mode, name in NEEDS.items():
         if made.detect_local_mode is mode and not getattr(made, BY_NAME[name].field):
             yield ConfigError(
@@ -190,6 +195,27 @@ def _contradictions(made: Config, said: Values) -> Iterator[ConfigError]:
             place("socket_lb"),
             "leave out --packet-path false, or --socket-lb",
         )
+
+
+WILDCARDS: Final = frozenset(("0.0.0.0", "[::]"))
+"""Either listens on all addresses of both families (serve/http.py)."""
+
+
+def _shared_port(made: Config, place: Callable[[str], str]) -> Iterator[ConfigError]:
+    """Addresses of which the second one to be listened on would find its port in use."""
+    listens = [
+        (field, *each.rpartition(":")[::2])
+        for field in ("serving.healthz", "serving.metrics")
+        for each in getattr(made.serving, field.partition(".")[2]).split(",")
+        if each
+    ]
+    for (one, first, port), (other, second, its_port) in combinations(listens, 2):
+        if port == its_port and (first == second or {first, second} & WILDCARDS):
+            yield ConfigError(
+                f"{first}:{port} and {second}:{port} cannot both be listened on",
+                place(one) if one == other else f"{place(one)}, {place(other)}",
+                "give one of them another port",
+            )
 
 
 def _notes(made: Config, said: Values) -> Iterator[Note]:

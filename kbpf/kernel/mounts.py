@@ -1,6 +1,7 @@
 """Where the bpffs and the cgroup v2 hierarchy are, and mounting a bpffs where there is none."""
 
 import ctypes
+import logging
 import os
 import re
 from collections.abc import Callable
@@ -11,10 +12,14 @@ from typing import Final
 from kbpf.errors import KernelError
 from kbpf.kernel.folders import PRIVATE
 
+log = logging.getLogger("kbpf.kernel")
+
 BPF_FS_MAGIC: Final = 0xCAFE4A11
 BPF_FS: Final = Path("/sys/fs/bpf")
 CGROUP_ROOT_INODE: Final = 1
 """The root of each cgroup v2 hierarchy has it, and no other folder there (kernfs numbers them)."""
+ANOTHER: Final = "choose another folder with --pin-dir"
+MOST_NAMED: Final = 3
 _OCTAL: Final = re.compile(rb"\\([0-7]{3})")
 
 
@@ -136,7 +141,8 @@ def is_removed(path: Path, descriptor: int) -> bool:
 
 
 def ensure_bpffs(pin_dir: Path) -> None:
-    """Makes the folder exist in a bpffs, mounting one where it is missing.
+    """Makes the folder exist in a bpffs, mounting one where it is missing, over an empty folder
+    only.
 
     Below /sys/fs/bpf the mount goes to /sys/fs/bpf, as everywhere; else to the folder itself. Not
     where something else is mounted there: so a container is given the node's /sys/fs/bpf, and a
@@ -165,7 +171,7 @@ def ensure_bpffs(pin_dir: Path) -> None:
         raise KernelError(
             "cannot make the folder for pins",
             str(pin_dir),
-            "choose another one with --pin-dir",
+            ANOTHER,
             errno=error.errno or 0,
         ) from error
 
@@ -176,8 +182,14 @@ def mount_bpffs(path: Path) -> None:
         path.mkdir(PRIVATE, parents=True, exist_ok=True)
     except OSError as error:
         raise KernelError(
-            "cannot make the mount point for a bpffs", str(path), errno=error.errno or 0
+            "cannot make the mount point for a bpffs", str(path), ANOTHER, error.errno or 0
         ) from error
+    if held := sorted(os.listdir(path)):
+        more = ", ..." if len(held) > MOST_NAMED else ""
+        raise KernelError(
+            f"no bpffs is mounted over a folder that holds files: {', '.join(held[:MOST_NAMED])}"
+            f"{more}", str(path), ANOTHER,
+        )  # fmt: skip
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.mount(b"bpf", os.fsencode(path), b"bpf", 0, b"mode=0700"):
         raise KernelError(
@@ -186,6 +198,7 @@ def mount_bpffs(path: Path) -> None:
             "on the host: mount -t bpf -o mode=700 bpf /sys/fs/bpf; or grant CAP_SYS_ADMIN",
             errno=ctypes.get_errno(),
         )
+    log.info("mounted a bpffs path=%s", path)
 
 
 def is_own_bpffs(path: Path, seen: tuple[Mount, ...] | None = None) -> bool:

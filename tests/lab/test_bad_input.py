@@ -360,7 +360,8 @@ def test_the_kernel_refuses_a_program_that_is_not_needed(web: Cluster, tmp_path:
 def test_wrong_settings(web: Cluster, tmp_path: Path) -> None:
     web.agent.stop()
     for setting, value, code, said in (
-        ("--cgroup", str(tmp_path), 1, "not a cgroup v2 folder"),
+        ("--cgroup", str(tmp_path), 2, "not a cgroup v2 folder"),
+        ("--cgroup", str(web.lab.nodes[0].cgroup / "typo"), 2, "no such cgroup v2 folder"),
         ("--mode", "iptables", 2, "auto"),
         ("--max-slots", "many", 2, "many"),
         ("--no-such-flag", "1", 2, "--no-such-flag"),
@@ -371,23 +372,6 @@ def test_wrong_settings(web: Cluster, tmp_path: Path) -> None:
         *_, line = complaints(web)
         assert said in line
         expect(web, f"{HOST}:80", "a1")
-
-
-def test_a_cgroup_that_is_not_there_is_waited_for(web: Cluster) -> None:
-    """It says so once, and begins when somebody makes it."""
-    late = web.lab.nodes[0].cgroup / "late"
-    web.agent.stop()
-    config = ("--kubeconfig", str(web.kubeconfig()))
-    web.agent.start(wait=False, extra=(*config, "--cgroup", str(late)))
-    line = "cannot open the cgroup"
-    until("it says so", lambda: any(line in each for each in complaints(web)))
-    expect(web, f"{HOST}:80", "a1")
-    late.mkdir()
-    web.agent.wait_synced()
-    (said,) = complaints(web)
-    assert str(late) in said
-    web.agent.stop()
-    late.rmdir()
 
 
 def test_a_second_agent_leaves_the_first_one_alone(web: Cluster) -> None:

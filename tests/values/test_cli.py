@@ -369,6 +369,10 @@ ENDS = [
     Ends(("inspect", "services", "-o", "xml"), 2, "", "xml"),
     Ends(("inspect", "services", "--watch", "-o", "json"), 2, "", "--watch"),
     Ends(("inspect", "service"), 2, "", "NAME"),
+    Ends(("inspect", "service", "shop/web", "-n", "edge"), 2, "", "Invalid value for --namespace: "
+         "shop/web names another one"),
+    Ends(("inspect", "service", "shop/web", "-n", "shop", "--pin-dir", "/nowhere"), 1, "",
+         "/nowhere"),
     Ends(("inspect", "connections", "--help"), 0, "socket hooks", ""),
     *(Ends(("inspect", view, "--pin-dir", "/nowhere"), 1, "", "/nowhere")
       for view in ("connections", "nat", "sources", "devices", "affinity")),

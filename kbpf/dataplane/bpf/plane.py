@@ -39,7 +39,7 @@ from kbpf.dataplane.bpf.room import Room
 from kbpf.dataplane.bpf.shares import Shares
 from kbpf.dataplane.bpf.tables import Tables
 from kbpf.dataplane.bpf.writing import ZERO, target
-from kbpf.errors import CapacityError, KernelError, PinsGone
+from kbpf.errors import CapacityError, PinsGone
 from kbpf.kernel import mounts
 from kbpf.model.address import Addr
 from kbpf.model.config import Config, is_system
@@ -114,10 +114,6 @@ class BpfPlane:
         Raises CompileError or KernelError; what an earlier agent attached goes on serving.
         """
         cgroup = self._config.cgroup or mounts.cgroup_root()
-        if cgroup.is_dir() and not mounts.is_cgroup2(cgroup):
-            raise KernelError(
-                "not a cgroup v2 folder", str(cgroup), "name one with --cgroup, or leave it out"
-            )
         mounts.ensure_bpffs(self._config.pin_dir)
         self._lock = load.lock(self._pins)
         self._pins.hold(self._lock)

@@ -39,8 +39,14 @@ class BpfRemains:
 
     def take(self) -> bool:
         """See base.Remains."""
-        if not (self._pins.links.is_dir() or self._pins.others("maps", self._pins.root)):
-            return False
+        try:
+            if not (self._pins.links.is_dir() or self._pins.others("maps", self._pins.root)):
+                return False
+        except PermissionError as error:
+            raise KernelError(
+                "cannot look into the folder of pins", str(self._pins.root), "run as root",
+                error.errno or 0,
+            ) from error  # fmt: skip
         self._lock = load.lock(self._pins)
         return True
 
