@@ -363,7 +363,7 @@ class Agent:
         if self._retry is not None:
             self._retry |= keys
         self._tally.changed(keys, self._desired.state)
-        self._refusals.changed(keys, self._desired.state.services)
+        self._refusals.changed(keys, self._desired.state.services, self._desired.reserved)
 
     def _resync(self) -> None:
         """Now and then all that is programmed is compared with what it should be, if everything

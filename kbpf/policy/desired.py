@@ -273,6 +273,11 @@ class Desired:
         """The whole, sharing the live dict: the next update() changes it."""
         return DesiredState(self._services, *self.node)
 
+    @property
+    def reserved(self) -> Reserved:
+        """What is not for Services, as of the last update()."""
+        return self._here.kept
+
     def state_of(self, key: ServicePortKey) -> ServiceState | None:
         """The state of one Service port."""
         return self._services.get(key)

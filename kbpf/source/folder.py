@@ -10,6 +10,8 @@ Rules:
 - A folder without any file may be a mount that is gone: what it held stays in force for
   `empty_seconds`, and `status().problems` says so. Then it is taken at its word.
 - The same object twice: the first file by name wins, the other is reported.
+- A Service without a creationTimestamp was created when its file was last written, and keeps that
+  age when the file changes. So of two Services that want one address the older one keeps it.
 """
 
 import logging
@@ -22,10 +24,13 @@ from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
+import msgspec
+
 from kbpf.bounded_yaml import MANIFESTS
 from kbpf.errors import ConfigError, ObjectError, SourceError
 from kbpf.kernel import threads
 from kbpf.model.events import Delete, Kind, ObjectKey, Rejected, Synced, Upsert
+from kbpf.model.objects import Service
 from kbpf.source.base import Put, SourceState, SourceStatus
 from kbpf.source.decode import Object
 from kbpf.source.documents import Contents, Found, parse
@@ -36,6 +41,8 @@ POLL_SECONDS: Final = 0.15
 EMPTY_SECONDS: Final = 60.0
 LIMIT_SECONDS: Final = 60.0
 """Without a look for this long the thread counts as stuck: the file system hangs."""
+LAST_TIME: Final = 253_402_300_799_999_999_999
+"""ns: the end of the year 9999, since a file may have any time."""
 SUFFIXES: Final = (".yaml", ".yml", ".json")
 
 
@@ -86,6 +93,7 @@ class Folder:
         self._seen: dict[str, Stamp] = {}
         self._files: dict[str, _File] = {}
         self._said: dict[ObjectKey, Object] = {}
+        self._created: dict[ObjectKey, str] = {}  # of Services that do not say it
         self._rejected: dict[ObjectKey, str] = {}
         self._noted: set[str] = set()
         self._status = SourceStatus("folder", self.kinds)
@@ -167,7 +175,7 @@ class Folder:
                 data = file.read(MANIFESTS.size + 1)
                 if _stamp(os.fstat(file.fileno())) != stamp:
                     return  # it is being written: not settled after all
-            self._files[name] = _File(stamp, parse(name, data))
+            self._files[name] = _File(stamp, self._dated(parse(name, data), stamp))
         except ObjectError as error:
             self._files[name] = replace(before, stamp=stamp, problem=str(error))
         except OSError as error:
@@ -178,6 +186,18 @@ class Folder:
             hint = "what it held stays in force; please report this"
             problem = str(SourceError(f"cannot read it: {error!r}", name, hint))
             self._files[name] = replace(before, stamp=stamp, problem=problem)
+
+    def _dated(self, contents: Contents, stamp: Stamp) -> Contents:
+        """With a creationTimestamp for each Service that has none."""
+        return contents._replace(found=tuple(self._dated_one(f, stamp) for f in contents.found))
+
+    def _dated_one(self, found: Found, stamp: Stamp) -> Found:
+        service, key = found.item.object, found.item.key
+        if not isinstance(service, Service) or service.created:
+            return found
+        created = self._created.setdefault(key, _time_text(stamp.modified))
+        service = msgspec.structs.replace(service, created=created)
+        return found._replace(item=found.item._replace(object=service))
 
     def _spared(self, stamps: Mapping[str, Stamp]) -> bool:
         """Whether a folder that has become empty is not taken at its word yet."""
@@ -214,6 +234,7 @@ class Folder:
         there = {k for k, found in chosen.items() if found.item.error or found.item.object}
         for key in sorted((self._said.keys() | self._rejected.keys()) - there):
             self._said.pop(key, None)
+            self._created.pop(key, None)
             self._rejected.pop(key, None)
             self._put(Delete(key, now))
         self._note(problems)
@@ -266,6 +287,12 @@ def check_folder(path: Path) -> None:
     if not path.is_dir():
         hint = "give an existing folder with --source DIR"
         raise ConfigError("no such folder of objects", str(path), hint)
+
+
+def _time_text(nanoseconds: int) -> str:
+    """RFC 3339 with all digits, so that texts sort as times do."""
+    seconds, rest = divmod(min(max(nanoseconds, 0), LAST_TIME), 1_000_000_000)
+    return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(seconds))}.{rest:09}Z"
 
 
 def _stamps(path: Path) -> Iterator[tuple[str, Stamp]]:

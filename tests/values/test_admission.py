@@ -31,7 +31,7 @@ from kbpf.model.objects import (
     SlicePort,
     pack_names,
 )
-from kbpf.policy.admission import Server
+from kbpf.policy.admission import Reserved, Server, reserved
 from kbpf.policy.desired import Desired, desired_state
 from kbpf.policy.world import World
 from kbpf.serve.events import Events
@@ -297,7 +297,7 @@ def test_a_refusal_is_a_line_of_each_kind_once_a_change(caplog: pytest.LogCaptur
     line = "192.0.2.1:6443/TCP is not served: it is an address of the API server"
     with caplog.at_level("WARNING"):
         for _ in range(2):
-            told.changed(states, states)
+            told.changed(states, states, Reserved())
     (key,) = (key for key in states if key.name == "web")
     assert problems.first(9) == [f"{key}: {line}"]
     assert [each.getMessage() for each in caplog.records] == [f"Service ns/web: {line}; {SEE}"]
@@ -307,8 +307,49 @@ def test_a_refusal_is_a_line_of_each_kind_once_a_change(caplog: pytest.LogCaptur
     assert (event["reason"], event["note"], event["type"]) == ("AddressRefused", line, "Warning")
     regarding = {"apiVersion": "v1", "kind": "Service", "name": "web", "namespace": "ns"}
     assert event["regarding"] == regarding
-    told.changed([key], {})
+    told.changed([key], {}, Reserved())
     assert problems.first(9) == []
+
+
+class AtNode(NamedTuple):
+    """An address that a Service gets, and whether the log names it."""
+
+    what: str
+    kind: FrontendKind
+    address: str
+    port: int
+    named: bool
+
+
+AT_NODE = [
+    AtNode("this node's, listed", FrontendKind.EXTERNAL_IP, "192.0.2.10", 80, True),
+    AtNode("a VIP on a device", FrontendKind.EXTERNAL_IP, "192.0.2.200", 80, True),
+    AtNode("this node's, IPv6", FrontendKind.LOAD_BALANCER, "2001:db8::10", 80, True),
+    AtNode("a balancer's VIP on a device", FrontendKind.LOAD_BALANCER, "192.0.2.200", 80, False),
+    AtNode("at the own NodePort", FrontendKind.EXTERNAL_IP, "192.0.2.10", 30099, False),
+    AtNode("another node's", FrontendKind.EXTERNAL_IP, "192.0.2.11", 80, False),
+    AtNode("a ClusterIP", FrontendKind.CLUSTER_IP, "192.0.2.10", 80, False),
+]
+
+
+@pytest.mark.parametrize("row", AT_NODE, ids=lambda row: row.what)
+def test_an_address_of_this_node_is_named_once(
+    row: AtNode, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With its port, though it is served; and it is no problem."""
+    config, problems = setting("listed", row.address), Problems()
+    states = state_of(web(row.kind, row.address, row.port), config).services
+    kept = reserved(NODE, LOCAL, SERVERS, LISTENING, (API_SLICE,), config)
+    told = Refusals(Events(None, "me"), problems)
+    with caplog.at_level("WARNING"):
+        for _ in range(2):
+            told.changed(states, states, kept)
+    at = FrontendAddress(parse_addr(row.address), row.port, TCP)
+    line = (
+        f"Service ns/web: {at} is at an address of this node: what connects to it gets the Service"
+    )
+    assert [each.getMessage() for each in caplog.records] == [f"{line}; {SEE}"] * row.named
+    assert not len(problems)
 
 
 def test_node_ports_are_restricted_in_the_families_that_have_ranges() -> None:

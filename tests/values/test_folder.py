@@ -12,8 +12,10 @@ import pytest
 
 from kbpf.errors import ConfigError, ObjectError
 from kbpf.model.address import parse_addr
+from kbpf.model.config import Config
 from kbpf.model.events import Delete, Event, Kind, ObjectKey, Rejected, Synced, Upsert
-from kbpf.model.objects import EndpointSlice, Protocol, Service, SlicePort
+from kbpf.model.objects import EndpointSlice, Node, Protocol, Service, SlicePort
+from kbpf.policy.desired import desired_state
 from kbpf.source.base import SourceState
 from kbpf.source.documents import parse
 from kbpf.source.folder import EMPTY_LINE, POLL_SECONDS, Folder
@@ -62,10 +64,12 @@ class Run:
     def __init__(self, path: Path, node_name: str = "n1") -> None:
         self.path = path
         self.events: list[Event] = []
+        self.all: list[Event] = []
         self.folder = Folder(path, self.put, node_name, clock=lambda: 7.0)
 
     def put(self, event: Event) -> None:
         self.events.append(event)
+        self.all.append(event)
 
     def write(self, name: str, text: str) -> None:
         (self.path / name).write_text(text)
@@ -234,6 +238,79 @@ def test_other_kinds_are_ignored_by_name():
     contents = parse("a.yaml", text.encode())
     assert contents.ignored == ("Deployment", "ConfigMap")
     assert (len(contents.found), contents.problems) == (1, ())
+
+
+# --- how old a Service is ---
+
+
+class Conflict(NamedTuple):
+    """Two Services that want one address: files with their time, and whose it is."""
+
+    story: str
+    files: dict[str, int]
+    texts: dict[str, str]
+    wins: str
+
+
+DATED = "2024-01-01T00:00:00Z"
+CONFLICTS = [
+    Conflict("the older file", {"a": 200, "z": 100}, {"a": service("a"), "z": service("z")}, "z"),
+    Conflict("one nanosecond", {"a": 101, "z": 100}, {"a": service("a"), "z": service("z")}, "z"),
+    Conflict("as old: the name", {"a": 1, "z": 1}, {"a": service("a"), "z": service("z")}, "a"),
+    Conflict("its own time counts", {"a": 100, "z": 200 * 10**18},
+             {"a": service("a", creationTimestamp="2025-01-01T00:00:00Z"),
+              "z": service("z", creationTimestamp=DATED)}, "z"),
+    Conflict("own and file's", {"a": 100, "z": 200},
+             {"a": service("a"), "z": service("z", creationTimestamp=DATED)}, "a"),
+]  # fmt: skip
+
+
+def winner(run: Run) -> str:
+    """Whose 10.96.0.9 is, by the events so far."""
+    services = {e.key: e.object for e in run.all if isinstance(e, Upsert)}
+    for event in run.all:
+        if isinstance(event, Delete):
+            services.pop(event.key, None)
+    listed = [one for one in services.values() if isinstance(one, Service)]
+    state = desired_state(listed, (), Node("n1"), (), Config())
+    (name,) = {key.name for key, found in state.services.items() if found.frontends}
+    losers = {key.name: found.lost for key, found in state.services.items() if found.lost}
+    assert all(str(by) == f"default/{name}" for lost in losers.values() for _, by in lost)
+    assert len(losers) == len(listed) - 1
+    return name
+
+
+@pytest.mark.parametrize("row", CONFLICTS, ids=lambda row: row.story)
+def test_the_older_of_two_services_keeps_an_address(run: Run, row: Conflict):
+    for name, text in row.texts.items():
+        run.write(f"{name}.json", text)
+        os.utime(run.path / f"{name}.json", ns=(0, row.files[name]))
+    run.look()
+    assert winner(run) == row.wins
+
+
+def test_a_newcomer_takes_no_address_from_a_service_whose_file_is_written_again(run: Run):
+    run.write("z.json", service("z"))
+    os.utime(run.path / "z.json", ns=(0, 100))
+    run.look()
+    run.write("a.json", service("a"))
+    os.utime(run.path / "a.json", ns=(0, 200))
+    assert run.settle() == ["+a"]
+    assert winner(run) == "z"
+    run.write("z.json", service("z", port=80) + "\n")
+    os.utime(run.path / "z.json", ns=(0, 300))
+    assert run.settle() == [], "it is as old as it was"
+    assert winner(run) == "z"
+    (run.path / "z.json").rename(run.path / "b.json")
+    run.settle()
+    assert winner(run) == "z"
+    (run.path / "b.json").unlink()
+    assert run.settle() == ["-z"]
+    assert winner(run) == "a"
+    run.write("z.json", service("z"))
+    os.utime(run.path / "z.json", ns=(0, 400))
+    run.settle()
+    assert winner(run) == "a", "it has come anew"
 
 
 # --- what the folder says ---
