@@ -50,6 +50,16 @@ class Asked:
         name = flags.BY_NAME["--log-format"]
         return self.given.get(name.name) or self.environ.get(name.variable) or "text"
 
+    @property
+    def flags(self) -> dict[str, str]:
+        """Those that are given, on the command line or by a variable."""
+        found = {"--config": str(self.file)} if self.file is not None else {}
+        for flag in flags.FLAGS:
+            text = self.given.get(flag.name) or (flag.field and self.environ.get(flag.variable))
+            if text or flag.name in self.given:
+                found[flag.name] = text or ""
+        return found
+
     def load(self, data: bytes | None = None) -> Loaded:
         """The settings, with this text of the file, if there is one. Raises ConfigError, also for
         what they name and this machine does not have, unless they are only to be written.

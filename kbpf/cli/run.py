@@ -167,7 +167,8 @@ def _serve(config: Config, request: Asked, loaded: Loaded, data: bytes | None) -
     record = Record()
     cluster = connect(config, record.requested)
     plane = mode.choose(config)
-    desk = Desk(config, plane.name, plane, _poster(cluster), configz(config), record)
+    shown = configz(config)
+    desk = Desk(config, plane.name, plane, _poster(cluster), shown, record, request.flags)
     agent = Agent(config, plane, sources_of(config, cluster), desk)
     if cluster is not None:
         cluster.connecting = agent.connecting

@@ -262,7 +262,7 @@ FLAGS: Final = (
          "where /healthz and /livez answer; empty: nowhere (default 0.0.0.0:10256, so all of both "
          "families)"),
     Flag("--metrics-bind-address", "serving.metrics", readers.metrics, "IP:PORT", SERVING,
-         "where /metrics, /proxyMode and /configz answer; empty: nowhere (default "
+         "where /metrics, /configz and others answer; empty: nowhere (default "
          "127.0.0.1:10249)"),
     Flag("--bind-address-hard-fail", "serving.hard_fail", readers.truth, "true|false", SERVING,
          "whether one of these addresses that is taken ends the agent; else it is tried again "

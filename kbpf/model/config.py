@@ -53,7 +53,7 @@ class MapSizes:
 class Serving:
     """Where the agent answers questions about itself, and about Services' health.
 
-    `healthz` (/healthz, /livez) and `metrics` (/metrics, /proxyMode, /configz) are ``IP:PORT``, an
+    `healthz` (/healthz, /livez) and `metrics` (/metrics, /configz and others) are ``IP:PORT``, an
     IPv6 address in brackets, several with commas between them; "" switches the server off. A
     wildcard of either family means both, as in Go. `hard_fail`: an address that cannot be had ends
     the agent, instead of being tried again.

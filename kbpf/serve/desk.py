@@ -10,8 +10,10 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Final, Protocol
 
+from kbpf import __version__
 from kbpf.errors import ConfigError, KbpfError
 from kbpf.kernel import threads
 from kbpf.model.address import Addr, format_addr
@@ -20,7 +22,7 @@ from kbpf.model.measures import Measures, Pause, Traffic
 from kbpf.model.objects import ServiceName
 from kbpf.model.status import AgentStatus, ModeChoice
 from kbpf.policy.checks import HealthCheck
-from kbpf.serve import exposition, health, page
+from kbpf.serve import exposition, health, page, zpages
 from kbpf.serve.counting import Counting
 from kbpf.serve.events import About, Events, Post
 from kbpf.serve.health import Health
@@ -69,9 +71,10 @@ class Desk:
         post: Post | None = None,
         configz: bytes = b"{}",
         record: Record | None = None,
+        flags: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._config, self._mode, self._plane, self._configz = config, mode, plane, configz
-        self._serving = config.serving
+        self._serving, self._flags = config.serving, flags
         self._counting = Counting(plane.count, self._traffic) if plane is not None else None
         self.record = record or Record()
         self.health = Health(config.serving.late_seconds)
@@ -246,6 +249,8 @@ class Desk:
             "/healthz/ping": lambda: Answer(200, b"ok"),
             "/proxyMode": lambda: Answer(200, self._mode.encode()),
             "/configz": lambda: Answer(200, self._configz, JSON),
+            "/statusz": lambda: zpages.statusz(request, __version__, page.started()),
+            "/flagz": lambda: zpages.flagz(request, self._flags),
         }
         return answers.get(request.path, lambda: NOT_FOUND)()
 

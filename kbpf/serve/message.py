@@ -26,11 +26,15 @@ TEXT: Final = "text/plain; charset=utf-8"
 
 
 class Request(NamedTuple):
-    """What was asked for. `query` is what follows the question mark, undecoded."""
+    """What was asked for. `query` is what follows the question mark, undecoded; `accept` and
+    `agent` are the headers Accept and User-Agent.
+    """
 
     method: str
     path: str
     query: str
+    accept: str = ""
+    agent: str = ""
 
 
 class Answer(NamedTuple):
@@ -79,7 +83,8 @@ def parse(raw: bytes) -> Head | None:
     length = _length(fields.get("content-length", "0"))
     if length is None or "transfer-encoding" in fields:
         length, last = 0, True
-    return Head(Request(first[1], *target), length, last)
+    wanted = fields.get("accept", ""), fields.get("user-agent", "")
+    return Head(Request(first[1], *target, *wanted), length, last)
 
 
 def _length(text: str) -> int | None:

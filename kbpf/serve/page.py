@@ -284,7 +284,7 @@ def process() -> Iterator[str]:
         ("resident_memory_bytes", "gauge", "Resident memory size in bytes.",
          pages[1] * resource.getpagesize()),
         ("start_time_seconds", "gauge",
-         "Start time of the process since unix epoch in seconds.", _started()),
+         "Start time of the process since unix epoch in seconds.", started()),
         ("virtual_memory_bytes", "gauge", "Virtual memory size in bytes.",
          pages[0] * resource.getpagesize()),
     ):  # fmt: skip
@@ -292,8 +292,8 @@ def process() -> Iterator[str]:
 
 
 @cache
-def _started() -> float:
-    """Seconds since the epoch."""
+def started() -> float:
+    """When the process was, in seconds since the epoch."""
     words = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     up = int(words[19]) / os.sysconf("SC_CLK_TCK")
     return round(time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + up, 2)

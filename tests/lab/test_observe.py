@@ -27,6 +27,7 @@ from tests.support.prometheus import Family, parse
 from tests.support.promtool import promtool
 from tests.support.sockets import bound, connect
 from tests.support.web import Got, get
+from tests.values.test_zpages import WISHES, Wish
 
 HEALTH, METRICS, CHECK = 10256, 10249, 31_999
 TRIGGER = "endpoints.kubernetes.io/last-change-trigger-time"
@@ -176,6 +177,32 @@ def test_the_mode_and_the_settings(site: Site):
     assert ours[group]["kind"] == theirs[group]["kind"]
     for name in ("healthzBindAddress", "metricsBindAddress", "bindAddressHardFail"):
         assert ours[group][name] == theirs[group][name]
+
+
+@pytest.mark.parametrize("wish", WISHES, ids=lambda wish: repr(wish.accept))
+@pytest.mark.parametrize("path", ["/statusz", "/flagz"])
+def test_the_pages_of_the_process(site: Site, path: str, wish: Wish):
+    """The same statuses, types and headers; of objects the same fields with the same types."""
+    ours, theirs = (
+        get(each.netns, "127.0.0.1", METRICS, path, Accept=wish.accept) for each in site.nodes
+    )
+    theirs.headers.setdefault("X-Content-Type-Options", "nosniff")
+    assert plain(ours)[:2] == plain(theirs)[:2]
+    if ours.status != 200:
+        assert ours.body == theirs.body
+        return
+    if "text" in ours.headers["Content-Type"]:
+        assert ours.body.splitlines()[2] == theirs.body.splitlines()[2]
+        return
+    mine, others = (yaml.safe_load(each.body) for each in (ours, theirs))
+    assert list(mine) == list(others)
+    assert {k: type(v) for k, v in mine.items()} == {k: type(v) for k, v in others.items()}
+    same = ("kind", "apiVersion", "emulationVersion")
+    assert [mine.get(name) for name in same] == [others.get(name) for name in same]
+    if path == "/statusz":
+        assert set(others["paths"]) < set(mine["paths"])
+    else:
+        assert mine["flags"]["kubeconfig"] == others["flags"]["kubeconfig"]
 
 
 # ---- health checks of Services -----------------------------------------------------------------

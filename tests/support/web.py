@@ -15,12 +15,14 @@ class Got(NamedTuple):
     body: bytes
 
 
-def get(netns: str | None, host: str, port: int, path: str = "/", method: str = "GET") -> Got:
+def get(
+    netns: str | None, host: str, port: int, path: str = "/", method: str = "GET", **headers: str
+) -> Got:
     """The answer to one request by a connection of its own; OSError when there is nobody."""
     connection = http.client.HTTPConnection(host, port, timeout=PATIENCE)
     connection.sock = sockets.connect(netns, host, port, PATIENCE)
     try:
-        connection.request(method, path)
+        connection.request(method, path, headers=headers)
         response = connection.getresponse()
         return Got(response.status, dict(response.getheaders()), response.read())
     finally:

@@ -233,6 +233,19 @@ def test_every_flag_names_a_field_of_the_config():
         assert tail in getattr(Config(), head).__slots__ if tail else head in known
 
 
+def test_the_flags_that_are_shown_are_those_that_were_given():
+    environ = {"KBPF_PIN_DIR": "/a", "KBPF_MODE": "bpf", "KBPF_CGROUP": "", "KBPF_CONFIG": "/c"}
+    line = ["-v", "4", "--mode=ipvs", "--metrics-bind-address=", "--kube-api-qps=5"]
+    assert arguments.asked(line, environ).flags == {
+        "--config": "/c",
+        "--pin-dir": "/a",
+        "--mode": "ipvs",
+        "--metrics-bind-address": "",
+        "-v": "4",
+        "--kube-api-qps": "5",
+    }
+
+
 def test_the_node_has_this_machines_name_unless_it_is_said(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("socket.gethostname", lambda: "Node-7")
     assert arguments.named(Config()).node_name == "node-7"
