@@ -1907,6 +1907,36 @@ def test_a_flow_keeps_its_way_but_for_what_does_not_fit(way_out: Path_, v: int) 
     past(way_out, udp(own, front, b"?"), udp(source, back, b"?", ttl=63))
 
 
+def find_way(path: Path_, own: str, seconds: float) -> None:
+    """As if the ways of this client's flow had been found so long ago."""
+    found = struct.pack("=Q", time.monotonic_ns() - round(seconds * 10**9))
+    with path.site.pinned("flows") as flows:
+        for key, raw in list(flows.items()):
+            if owner(raw) == own:
+                start = NAT.size - WAY_OUT.size
+                flows.update(key, raw[:start] + found + raw[start + len(found) :])
+
+
+@both
+@pytest.mark.parametrize(
+    ("found", "still"), [(-60, True), (1.001, False)], ids=["now", "a second ago"]
+)
+def test_a_way_is_good_for_a_second(way_out: Path_, v: int, found: float, still: bool) -> None:
+    """Not each packet asks the kernel's tables; what they say now holds a second later."""
+    own, front, back = client(v), vip(v, CLUSTER), pod(v)
+    source = past_as_node(way_out, udp(own, front, b"?"),
+                          lambda a, b: udp(a, b, b"?", ttl=63), back, v)  # fmt: skip
+    find_way(way_out, own, found)
+    way_out.forward(False)
+    try:
+        if still:
+            past(way_out, udp(own, front, b"?"), udp(source, back, b"?", ttl=63))
+        else:
+            way_out.go("tc_ingress", udp(own, front, b"?"), udp(own, back, b"?"))
+    finally:
+        way_out.forward(True)
+
+
 @both
 @pytest.mark.parametrize("first", [{"ttl": 1}, {"size": MTU}], ids=["ttl", "size"])
 def test_a_first_packet_that_cannot_go_decides_nothing(
