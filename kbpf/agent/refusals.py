@@ -1,5 +1,5 @@
-"""Frontends that Services ask for and do not get: lines for the log, the status and Events. Those that
-they get at an address of this node itself are named in the log.
+"""Frontends that Services ask for and do not get: lines for the log, the status and Events. Those
+that they get at an address of this node itself are named in the log.
 """
 
 import logging

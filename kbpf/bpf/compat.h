@@ -5,6 +5,7 @@
 
 #define AF_INET 2
 #define AF_INET6 10
+#define EEXIST 17
 #define EADDRINUSE 98
 #define ECONNREFUSED 111
 #define ETIMEDOUT 110

@@ -173,7 +173,7 @@ static __always_inline bool recall_way(const struct way_out *out, struct route *
 	__builtin_memcpy(route->own_mac, out->own_mac, 6);
 	__builtin_memcpy(route->next_mac, out->next_mac, 6);
 	return route->ifindex && check_of_way(route, found) == check &&
-	       (u32)(now >> WAY_SHIFT) - found < SECOND >> WAY_SHIFT;
+	       (s32)((u32)(now >> WAY_SHIFT) - found) < (s32)(SECOND >> WAY_SHIFT);
 }
 
 /* The way of a packet of a flow, see find_route(). */
@@ -192,13 +192,17 @@ static __always_inline struct device *flow_route(struct __sk_buff *skb, const st
 	return to;
 }
 
+static __always_inline int finish(int action, enum reason reason); /* see tc.c */
+
 /* Sends it off. Into a pod it goes without a queue where that can be; else the kernel writes the
- * link header. */
+ * link header. What the kernel drops behind this counts as a transmit error of the device. */
 static __always_inline int send_off(struct __sk_buff *skb, const struct device *from,
 				    const struct device *to, const struct route *route)
 {
 	struct next_hop hop = {.family = route->family};
 
+	if (skb->vlan_present && bpf_skb_vlan_pop(skb)) /* a priority tag, of the link it came by */
+		return finish(TC_SHOT, NOT_REWRITTEN);
 	if ((to->flags & DEVICE_PEER) && to->role == ROLE_POD && route->vlan[0] &&
 	    from->l2 == ETH_HEADER && to->l2 == ETH_HEADER && skb->ingress_ifindex) {
 		u8 link[12];
@@ -206,12 +210,12 @@ static __always_inline int send_off(struct __sk_buff *skb, const struct device *
 		__builtin_memcpy(link, route->next_mac, 6);
 		__builtin_memcpy(link + 6, route->own_mac, 6);
 		if (bpf_skb_store_bytes(skb, 0, link, sizeof(link), 0))
-			return TC_SHOT;
-		return redirect_peer(route->ifindex);
+			return finish(TC_SHOT, NOT_REWRITTEN);
+		return finish(redirect_peer(route->ifindex), REDIRECTED);
 	}
 	/* The kernel drops what has no link header to take off, as packets of tun or WireGuard. */
 	if (!from->l2 && bpf_skb_change_head(skb, ETH_HEADER, 0))
-		return TC_SHOT;
+		return finish(TC_SHOT, NOT_REWRITTEN);
 	hop.address = route->destination;
-	return redirect_neigh(route->ifindex, &hop);
+	return finish(redirect_neigh(route->ifindex, &hop), REDIRECTED);
 }

@@ -161,11 +161,13 @@ static __always_inline struct address sharer_of_packet(const struct device *in, 
 	return network_of(from);
 }
 
-/* Of addresses and protocol; multiplied, so that no two words can be exchanged. */
+/* Of what tells the datagrams of one id apart: the addresses, and IPv4's protocol. In IPv6 the
+ * protocol may stand behind destination options, which only the first fragment has (RFC 8200, 4.5).
+ * Multiplied, so that no two words can be exchanged. */
 static __always_inline u32 hash_of_fragments(const struct packet *p)
 {
 	const struct address *from = &p->tuple.from.address, *to = &p->tuple.to.address;
-	u32 hash = HASH_SEED ^ p->protocol;
+	u32 hash = HASH_SEED ^ (p->v6 ? PROTO_FRAGMENT : p->protocol);
 
 	hash = hash_word(hash, from->word[2]);
 	hash = hash_word(hash, from->word[3]);
@@ -175,8 +177,8 @@ static __always_inline u32 hash_of_fragments(const struct packet *p)
 	return hash_end(hash, 24);
 }
 
-/* Later fragments have no ports: they take those of the first one. False: not known. Ids that
- * follow each other have places of their own. */
+/* Later fragments have no ports: they take protocol and ports of the first one. False: not known.
+ * Ids that follow each other have places of their own. */
 static __always_inline bool fragment_ports(struct packet *p, const struct device *in, u32 ifindex)
 {
 	u32 id = __builtin_bswap32(p->id); /* of IPv4: in the upper half */
@@ -191,12 +193,15 @@ static __always_inline bool fragment_ports(struct packet *p, const struct device
 	if (p->fragment == FIRST) {
 		fragment.ports.source = p->tuple.from.port;
 		fragment.ports.destination = p->tuple.to.port;
+		fragment.protocol = p->protocol;
 		fragments.update(&place, &fragment);
 		return true;
 	}
 	known = fragments.lookup(&place);
 	if (!known || known->id != fragment.id || known->others != fragment.others)
 		return false;
+	p->protocol = known->protocol;
+	p->tuple.from.protocol = p->tuple.to.protocol = p->protocol;
 	p->tuple.from.port = known->ports.source;
 	p->tuple.to.port = known->ports.destination;
 	return true;
@@ -636,16 +641,19 @@ static __always_inline bool masquerades(const struct choice *c, const struct nod
 	return !(device->flags & DEVICE_LOCAL);
 }
 
-/* Writes the entry that the backend's answers to client' find. Another flow of this client to the
- * same backend, through another frontend, may have it: then the port of client' is another one. So
- * it is where another data plane knows connections of this client by its ports: in the node's stack
- * it would take the answers for theirs. */
-static __always_inline bool claim_answer(struct nat *nat, const struct node *n, u64 now)
+/* Writes the entry that the backend's answers to client' find; 0, or the error of the last try,
+ * -EEXIST if all ports that were tried are another flow's. The kernel refuses a write (-EBUSY,
+ * Linux 5.11 and later) while the same CPU has been interrupted at a write to a bucket of the same
+ * group: the next port is most likely in another one. Another flow of this client to the same
+ * backend, through another frontend, may have it: then the port of client' is another one. So it is
+ * where another data plane knows connections of this client by its ports: in the node's stack it
+ * would take the answers for theirs. */
+static __always_inline long claim_answer(struct nat *nat, const struct node *n, u64 now)
 {
 	u32 size = n->port_high - n->port_low + 1;
+	long error = -EEXIST;
 
 	for (int i = 0; i < CHANGES; i++) {
-		bool free, written = false;
 		struct port_slot *slot;
 		struct nat *other;
 		struct ends key;
@@ -654,22 +662,22 @@ static __always_inline bool claim_answer(struct nat *nat, const struct node *n, 
 			nat->client_port =
 				__builtin_bswap16(n->port_low + bpf_get_prandom_u32() % size);
 		key = answer_of(nat);
-		if (!flows.insert(&key, nat))
-			return true;
+		error = flows.insert(&key, nat);
+		if (!error)
+			return 0;
 		slot = hold(&key);
 		if (!slot)
 			continue;
 		other = flows.lookup(&key);
-		free = !other || gone(other, now) || other->state == STATE_CLOSED ||
-		       (same_target(&other->frontend, &nat->frontend) &&
-			same_target(&other->client, &nat->client));
-		if (free)
-			written = !flows.update(&key, nat);
+		if (!other || gone(other, now) || other->state == STATE_CLOSED ||
+		    (same_target(&other->frontend, &nat->frontend) &&
+		     same_target(&other->client, &nat->client)))
+			error = flows.update(&key, nat);
 		let_go(slot);
-		if (free)
-			return written;
+		if (!error)
+			return 0;
 	}
-	return false;
+	return error;
 }
 
 /* The ports of the node that a client may have to one backend: one of each SHARES in a row, by a
@@ -1306,14 +1314,16 @@ int tc_claim(struct __sk_buff *skb)
 	u32 zero = 0;
 	struct node *n = node.lookup(&zero);
 	struct nat *found = pending.lookup(&zero), nat;
+	long error;
 
 	if (!n || !found)
 		return finish(TC_SHOT, NOT_RECORDED);
 	nat = *found;
 	nat.part = PART_ANSWER;
 	nat.out.ifindex = 0; /* that of the client's packets */
-	if (!claim_answer(&nat, n, nat.last_used))
-		return finish(TC_SHOT, NO_SNAT_PORT);
+	error = claim_answer(&nat, n, nat.last_used);
+	if (error)
+		return finish(TC_SHOT, error == -EEXIST ? NO_SNAT_PORT : NOT_RECORDED);
 	if (has_snat(&nat)) {
 		found->client_port = nat.client_port;
 		tails.call(skb, TAIL_SNAT);
@@ -1348,6 +1358,14 @@ static __always_inline int give_up(const struct nat *nat, enum reason reason)
 	return finish(TC_SHOT, reason);
 }
 
+/* Why the last port of a search could not be had: another flow has it, or the map took no entry. */
+static __always_inline enum reason no_port_reason(const struct nat *nat)
+{
+	struct ends key = snat_answer_of(nat);
+
+	return flows.lookup(&key) ? NO_SNAT_PORT : NOT_RECORDED;
+}
+
 /* Writes a new flow's entry for answers to the node: its port is searched for (cb[0]) at random, in
  * a row, and by tc_scan among all that its client may have. */
 int tc_snat(struct __sk_buff *skb)
@@ -1367,7 +1385,7 @@ int tc_snat(struct __sk_buff *skb)
 		return give_up(&nat, NO_SNAT_PORT);
 	if (!claim_snat(&nat, n, search)) {
 		if (search == SEARCH_LAST)
-			return give_up(&nat, NO_SNAT_PORT);
+			return give_up(&nat, no_port_reason(&nat));
 		found->snat_port = nat.snat_port;
 		skb->cb[0] = search == SEARCH_ANY ? SEARCH_ROW : search;
 		tails.call(skb, search == SEARCH_ANY ? TAIL_SNAT : TAIL_SCAN);
@@ -1531,6 +1549,7 @@ int tc_late(struct __sk_buff *skb)
 	struct node *n = node.lookup(&zero);
 	struct nat *found = pending.lookup(&zero), *entry, nat;
 	struct ends key;
+	long error;
 
 	if (!n || !found)
 		return finish(TC_SHOT, NOT_RECORDED);
@@ -1541,8 +1560,9 @@ int tc_late(struct __sk_buff *skb)
 	nat.out.ifindex = 0;
 	if (nat.client.protocol == PROTO_TCP)
 		nat.seen.begun = 0; /* another entry's numbers */
-	if (!claim_answer(&nat, n, now_ns()))
-		return finish(TC_SHOT, NO_SNAT_PORT);
+	error = claim_answer(&nat, n, now_ns());
+	if (error)
+		return finish(TC_SHOT, error == -EEXIST ? NO_SNAT_PORT : NOT_RECORDED);
 	key = question_of(&nat);
 	entry = entry_of(found, &key);
 	if (!entry) { /* another CPU has done it, with another port of client' */
@@ -1689,7 +1709,7 @@ static __always_inline bool take(struct __sk_buff *skb, const struct device *dev
 		tails.call(skb, icmp);
 		return false;
 	}
-	if (!p->tuple.to.protocol)
+	if (!p->tuple.to.protocol && p->fragment != LATER)
 		return false;
 	if (icmp == TAIL_ICMP_OUT && p->fragment != WHOLE) {
 		ifindex = skb->ingress_ifindex;

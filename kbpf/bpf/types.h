@@ -342,11 +342,12 @@ struct place {
 #define FRAGMENT_PLACES 128
 #define YIELDED_PLACES 2048
 
-/* fragments: the ports of a datagram whose first fragment was seen. */
+/* fragments: protocol and ports of a datagram whose first fragment was seen. */
 struct first_fragment {
 	u32 id;
-	u32 others; /* hash of addresses and protocol */
+	u32 others; /* hash of the addresses, and of IPv4's protocol */
 	struct ports ports;
+	u32 protocol;
 };
 
 /* What a program decided. */
@@ -380,7 +381,8 @@ enum reason {
 	PAUSED = 18,            /* programs change over to other maps: dropped, to come again */
 	TABLE_FULL = 19,        /* all tracked connections are needed: what begins is dropped */
 	RATE_LIMITED = 20,      /* to be refused, but too many were: dropped without an answer */
-	REASONS = 21,
+	REDIRECTED = 21,        /* a packet left by the next device, past the stack */
+	REASONS = 22,
 };
 
 /* ---- accounting (account.h) ---- */

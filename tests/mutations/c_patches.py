@@ -256,10 +256,10 @@ PATCHES: Final = (
     *_rows(
         "forward.h", PACKETS,
         ("a way is good for a minute",
-         "(now >> WAY_SHIFT) - found < SECOND >> WAY_SHIFT",
-         "(now >> WAY_SHIFT) - found < 60 * SECOND >> WAY_SHIFT"),
+         "(s32)(SECOND >> WAY_SHIFT)",
+         "(s32)(60 * SECOND >> WAY_SHIFT)"),
         ("a way is asked for each time",
-         "(now >> WAY_SHIFT) - found < SECOND >> WAY_SHIFT", "(now >> WAY_SHIFT) - found < 0"),
+         "(s32)(SECOND >> WAY_SHIFT)", "0"),
         ("half of a way is used", "check_of_way(route, found) == check", "true"),
         ("a packet at its end is forwarded", "!any_packet && p->ttl <= 1", "false"),
         ("what is too long for the way", " && wire_length(skb, p) <= route->length", ""),

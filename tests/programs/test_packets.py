@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import pytest
@@ -70,7 +70,18 @@ from tests.support.features import lacking, needs
 from tests.support.judge import checksums, difference, reassembled
 from tests.support.lab import ip
 from tests.support.lab import run as command
-from tests.support.packets import Talk, arp, echo, fragments, frame, icmp_error, sctp, tcp, udp
+from tests.support.packets import (
+    Talk,
+    arp,
+    destination,
+    echo,
+    fragments,
+    frame,
+    icmp_error,
+    sctp,
+    tcp,
+    udp,
+)
 from tests.support.parse import parse
 from tests.support.plane import SIZES, Site, desired, service, sites
 from tests.support.shares import ports_of
@@ -605,6 +616,19 @@ def test_fragments(path: Path_, v: int) -> None:
     found = parse(out, l2=False)
     assert (found.source.rpartition(":")[0].strip("[]"), found.destination) == (NODE[v], back)
     assert found.payload == payload
+
+
+def test_options_between_fragment_header_and_udp(path: Path_) -> None:
+    """Only the first fragment shows the protocol: the others name the destination options."""
+    own, front = client(6), vip(6, CLUSTER)
+    whole = udp(own, front, bytes(3001), extensions=(destination(),))
+    pieces = fragments(whole, 1280, id=next(PORTS))
+    assert {piece[40] for piece in pieces} == {60}
+    inside = [path.run("tc_ingress", piece) for piece in pieces]
+    assert {parse(packet, l2=False).ip.destination for _, packet in inside} == {POD[6]}
+    out = [path.run("tc_egress", packet)[1] for _, packet in inside]
+    assert {parse(packet, l2=False).ip.source for packet in out} == {NODE[6]}
+    assert checksums(reassembled(*out), l2=False) == []
 
 
 def _id(v: int, number: int) -> dict[str, int]:
@@ -1769,8 +1793,10 @@ def way_out(path: Path_) -> Iterator[Path_]:
 
 def past(path: Path_, packet: bytes, want: bytes, name: str = "tc_ingress") -> None:
     """It leaves by another device, past the stack, as this."""
+    redirected = path.site.reasons()[Reason.REDIRECTED]
     retval, got = path.run(name, packet, complete=True)
     assert retval == TC_ACT_REDIRECT
+    assert path.site.reasons()[Reason.REDIRECTED] == redirected + 1
     assert difference(got, want, l2=False) == ""
     assert [one for one in checksums(got, l2=False) if one not in QUOTED] == []
 
@@ -1831,7 +1857,17 @@ def test_half_of_a_next_hop_is_not_used(way_out: Path_, v: int, name: str, value
     assert after[name] == hop_of(raw)[name] != value
 
 
-def hop_of(raw: bytes) -> dict[str, object]:
+def check_of(hop: dict[str, Any]) -> int:
+    """check_of_way() in forward.h."""
+    check = hop["found"]
+    raw = hop["next"] + U32.pack(hop["ifindex"]) + hop["own_mac"] + hop["next_mac"]
+    flags = hop["length"] | hop["resolved"] << 16 | hop["family"] << 24
+    for word in (*struct.unpack("=8I", raw), flags):
+        check = (check + word) * 0x9E3779B1 & 0xFFFFFFFF
+    return check
+
+
+def hop_of(raw: bytes) -> dict[str, Any]:
     return dict(zip(HOP, WAY_OUT.unpack(raw[-WAY_OUT.size :]), strict=True))
 
 
@@ -1909,12 +1945,13 @@ def test_a_flow_keeps_its_way_but_for_what_does_not_fit(way_out: Path_, v: int) 
 
 def find_way(path: Path_, own: str, seconds: float) -> None:
     """As if the ways of this client's flow had been found so long ago."""
-    found = struct.pack("=Q", time.monotonic_ns() - round(seconds * 10**9))
+    found = (time.monotonic_ns() - round(seconds * 10**9)) >> 20
     with path.site.pinned("flows") as flows:
         for key, raw in list(flows.items()):
             if owner(raw) == own:
-                start = NAT.size - WAY_OUT.size
-                flows.update(key, raw[:start] + found + raw[start + len(found) :])
+                hop = {**hop_of(raw), "found": found}
+                hop["check"] = check_of(hop)
+                flows.update(key, raw[: -WAY_OUT.size] + WAY_OUT.pack(*hop.values()))
 
 
 @both

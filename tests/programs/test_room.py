@@ -331,7 +331,7 @@ def test_who_makes_room_by_himself_is_no_reason_for_an_alarm(flows: Flows, kind:
     assert counted.tracked == Tracked(now=not goes, most=ROOM)
     with flows.site.pinned("flows") as held:
         filled = tracked.fill(held, time.monotonic())
-    assert (filled.live, filled.needed) == (1, not goes)
+    assert (filled.open, filled.needed) == (1, not goes)
 
 
 def test_what_is_over_and_has_its_place_still_does_not_count(flows: Flows) -> None:
@@ -395,7 +395,9 @@ def test_a_flow_that_finds_no_room_in_the_map_is_none(flows: Flows, before: str,
         for number in range(min(room, PARTS[flows.kind] - 1 - bool(before))):
             held.delete(number.to_bytes(40))
     syn = tcp(client(2000), VIPS[flows.kind], flags="S")
+    counted = flows.site.reasons()
     assert run(flows.programs["tc_ingress"], frame(syn)).retval == TC_ACT_SHOT
+    assert flows.site.reasons() - counted == {Reason.NOT_RECORDED: 1}
     left = [raw for raw in flows.site.entries("flows").values() if raw != bytes(other)]
     assert [raw for raw in left if not is_question(raw)] == []
 

@@ -85,7 +85,7 @@ LAYOUTS = [
     Layout("cached_device", layout.CACHED_DEVICE, "ifindex device"),
     Layout("node", layout.NODE, "snat4 snat6 flags port_low port_high mark connections"),
     Layout("place", layout.PLACE, "sharer number"),
-    Layout("first_fragment", layout.FRAGMENT, "id others ports"),
+    Layout("first_fragment", layout.FRAGMENT, "id others ports protocol"),
     Layout("count_key", layout.PAIR, "service backend"),
     Layout("counts", layout.COUNTS, " ".join(Totals._fields)),
     Layout("meta", layout.META, "next_service next_backend next_set"),

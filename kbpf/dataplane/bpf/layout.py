@@ -177,6 +177,7 @@ class Reason(IntEnum):
     PAUSED = 18
     TABLE_FULL = 19
     RATE_LIMITED = 20
+    REDIRECTED = 21
 
 
 class RefusalLimit(IntEnum):
@@ -271,7 +272,7 @@ PLACE: Final = Struct("=16sI")
 FRAGMENT_PLACES: Final = 128
 YIELDED_PLACES: Final = 2048
 """One client may have so many entries of the map; see struct place."""
-FRAGMENT: Final = Struct("=II4s")
+FRAGMENT: Final = Struct("=II4sI")
 PORTS: Final = Struct("=2s2s")
 CONFIG: Final = Struct("=QII")
 META: Final = Struct("=III4x")
@@ -482,7 +483,7 @@ MAPS: Final = {
             "counts", libbpf.MAP_HASH, PAIR.size, COUNTS.size, 0, libbpf.F_NO_PREALLOC, "counts"
         ),
         MapSpec("no_counts", libbpf.MAP_ARRAY, 4, COUNTS.size, 1),
-        MapSpec("reasons", libbpf.MAP_PERCPU_ARRAY, 4, 8, len(Reason), version=8),
+        MapSpec("reasons", libbpf.MAP_PERCPU_ARRAY, 4, 8, len(Reason), version=9),
         MapSpec("meta", libbpf.MAP_ARRAY, 4, META.size, 1),
         MapSpec("agent_status", libbpf.MAP_ARRAY, 4, STATUS_SIZE, 1),
     )

@@ -73,6 +73,7 @@ VERDICTS: Final = {
     Reason.RATE_LIMITED: "drop",
     Reason.NEW_FLOW: "note",
     Reason.EVICTED: "note",
+    Reason.REDIRECTED: "note",
     Reason.NOT_RECORDED: "note",
 }
 """Any other reason means that it was translated. A note counts what happened beside a verdict."""
