@@ -298,7 +298,7 @@ def _kit(config: Config) -> Kit:
     def bpf() -> DataPlane:
         from kbpf.dataplane.bpf.plane import BpfPlane
 
-        return BpfPlane(config)
+        return BpfPlane(config, sockets_first=True)
 
     def ipvs() -> DataPlane:
         from kbpf.dataplane.ipvs.plane import IpvsPlane

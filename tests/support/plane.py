@@ -158,12 +158,14 @@ class Site:
         self,
         sizes: MapSizes | None = None,
         clock: Callable[[], float] = time.monotonic,
+        sockets_first: bool = False,
         **settings: Any,
     ) -> BpfPlane:
         """A data plane that is not opened yet."""
         given = {"pin_dir": self.pins, "cgroup": self.cgroup, "cache_dir": self.cache}
         given |= {"packet_path": False, **settings}
-        made = BpfPlane(Config(sizes=sizes or SIZES, **{"system_namespaces": OURS, **given}), clock)
+        config = Config(sizes=sizes or SIZES, **{"system_namespaces": OURS, **given})
+        made = BpfPlane(config, clock, sockets_first)
         self._planes.append(made)
         return made
 

@@ -2,7 +2,8 @@
 how both come over from what an earlier agent has left.
 
 Maps come first: plane.py fills them, then publish() has all programs read them, then catch_up()
-lets go of those that nobody reads any more.
+lets go of those that nobody reads any more. At a first start sockets do not wait for the packet
+path (loading.py).
 """
 
 import logging
@@ -16,6 +17,7 @@ from kbpf.dataplane.bpf.exempt import Exemptions
 from kbpf.dataplane.bpf.keeper import KeeperStatus
 from kbpf.dataplane.bpf.layout import MAPS
 from kbpf.dataplane.bpf.load import Pins
+from kbpf.dataplane.bpf.loading import POLL_SECONDS, Loading
 from kbpf.dataplane.bpf.orphans import Orphans
 from kbpf.dataplane.bpf.packet import PacketPath
 from kbpf.dataplane.bpf.programs import Programs, Ready, SocketPrograms, missing_helpers
@@ -43,8 +45,15 @@ CHANGE_SECONDS: Final = 1.0
 class Attached:
     """The programs of both kinds, over one folder of pins."""
 
-    def __init__(self, config: Config, pins: Pins, tables: Tables) -> None:
+    def __init__(
+        self, config: Config, pins: Pins, tables: Tables, sockets_first: bool = False
+    ) -> None:
+        """`sockets_first`: they may be served before the packet path is loaded."""
         self._config, self._pins, self._tables = config, pins, tables
+        self._sockets_first = sockets_first
+        self._postponed = False  # whether the packet path is still to be loaded
+        self._loading: Loading | None = None
+        self._desired: DesiredState | None = None  # what a packet path that comes is told
         self.settings: HookSettings | None = None
         self._waits = False  # the packet path has to serve before the hooks leave somebody alone
         self._sockets: SocketPrograms | None = None
@@ -101,8 +110,23 @@ class Attached:
         self.settings = HookSettings(self._config, maps["config"], missing_helpers(), self._follows)
         if self._sockets is not None:
             self._sockets.load(maps)
-        self._packets = self._open_packet_path()
+        self._postponed = self._can_wait()
+        if not self._postponed:
+            self._packets = self._open_packet_path()
         self.exemptions = self._open_exemptions(cgroup)
+
+    def _can_wait(self) -> bool:
+        """Whether nothing that is served now, and nobody whom hooks leave to the packet path, would
+        miss it for a moment.
+        """
+        return (
+            self._sockets_first
+            and self._config.packet_path
+            and self._config.socket_lb is SocketLb.ON
+            and not self._follows
+            and not self._pins.links.is_dir()
+            and not packet.is_there(self._pins)
+        )
 
     def try_again(self) -> None:
         """Whether a packet path that could not be had can be had now."""
@@ -126,24 +150,62 @@ class Attached:
         if not self._config.packet_path:
             return None
         try:
-            artifact, _ = compile.obtain("tc", self._config.cache_dir)
-            packets = PacketPath(self._pins, artifact, self._config, self._follows)
+            packets = self._compile_packets()
             packets.load(self._tables.maps)
         except KbpfError as error:
             if self._config.socket_lb is not SocketLb.ON:
                 raise
-            log.error("no packet path: only sockets of this node are served: %s", error)
-            self._problem = str(error)
+            self._refused(error)
             return None
+        self._accepted()
+        return packets
+
+    def _compile_packets(self) -> PacketPath:
+        artifact, _ = compile.obtain("tc", self._config.cache_dir)
+        return PacketPath(self._pins, artifact, self._config, self._follows)
+
+    def _refused(self, error: KbpfError) -> None:
+        log.error("no packet path: only sockets of this node are served: %s", error)
+        self._problem = str(error)
+
+    def _accepted(self) -> None:
         self._problem = ""
         if (lock := probe.softirq_lock()).works is False:
             log.warning("%s: %s", lock.reason, checks.NO_SOFTIRQ_LOCK)
-        return packets
+
+    def _begin_loading(self) -> None:
+        maps = self._tables.maps
+
+        def make() -> PacketPath:
+            packets = self._compile_packets()
+            packets.take(packets.prepare(maps))
+            return packets
+
+        self._loading = Loading(make)
+
+    def take_packets(self) -> None:
+        """Has the packet path that was postponed, as soon as it is loaded; publish() is due then.
+        One that cannot be had is a problem, as at any other start.
+        """
+        if self._loading is None or not self._loading.is_done:
+            return
+        loading, self._loading, self._postponed = self._loading, None, False
+        try:
+            packets = loading.take()
+            packets.describe_maps(self._tables.maps)
+            if self._desired is not None:
+                packets.describe_node(self._desired)
+        except KbpfError as error:
+            self._refused(error)
+            return
+        self._packets, self.unpublished = packets, True
+        self._accepted()
 
     # ---- the maps that they read -----------------------------------------------------------
 
     def describe_node(self, desired: DesiredState) -> None:
         """What the packet programs are told of the node."""
+        self._desired = desired
         if self._packets is not None:
             self._packets.describe_node(desired)
 
@@ -160,8 +222,11 @@ class Attached:
 
     def fall_behind(self) -> None:
         """Maps are about to be replaced: publish() is due, and loads the programs unless switch()
-        has brought them.
+        has brought them. Those that are being loaded are begun again over the new maps.
         """
+        if self._loading is not None:
+            self._loading.close()
+            self._loading = None
         self._unloaded = self.unpublished = True
 
     def switch(self, made: Mapping[Programs, Ready]) -> None:
@@ -202,6 +267,8 @@ class Attached:
         else:  # by this folder the plane knows that nobody has removed the pins
             self._pins.links.mkdir(mode=0o700, exist_ok=True)
         self._leave_alone()
+        if self._postponed and self._loading is None:
+            self._begin_loading()
         self.unpublished = False
         return changed
 
@@ -234,7 +301,7 @@ class Attached:
 
     def remove_unwanted(self) -> None:
         """Takes off what an earlier agent had for a packet path, where none is wanted."""
-        if self._packets is None and not self._problem:
+        if self._packets is None and not self._problem and not self._postponed:
             self.remove_packet_path()
 
     def remove_packet_path(self) -> None:
@@ -266,7 +333,7 @@ class Attached:
         """Looks after what the packet path needs beside itself, and after exempt cgroups; when to
         come next. `complete`: whether the first apply has ended.
         """
-        due = []
+        due = [now + POLL_SECONDS if self._loading is not None else None]
         if self._packets is not None and complete:
             self._beside.look(now)
             self._orphans.look(self._tables.maps["flows"], now)
@@ -345,7 +412,7 @@ class Attached:
     def ready(self) -> bool:
         """Whether all devices had their turn, and their programs lead. See base.DataPlane."""
         if self._packets is None:
-            return True
+            return not self._postponed
         status = self._packets.status()
         return (status.ready or bool(status.problem)) and not self._packets.yields
 
@@ -367,7 +434,7 @@ class Attached:
     def problems(self, now: float) -> tuple[str, ...]:
         """See base.DataPlane."""
         lines = self.exemptions.problems(now)
-        if self._packets is None and not self.exemptions.is_empty:
+        if self._packets is None and not self._postponed and not self.exemptions.is_empty:
             lines = (*lines, "exempt cgroups are served by nobody: the packet path is off")
         unmatched = self._packets.unmatched if self._packets is not None else ()
         return (*lines, *(f"--device {pattern} names no device" for pattern in unmatched))
@@ -376,4 +443,7 @@ class Attached:
 
     def close(self) -> None:
         """Lets go of all descriptors; attachments stay."""
+        if self._loading is not None:
+            self._loading.close()
+            self._loading = None
         load.close_all(self._all_programs())

@@ -83,11 +83,17 @@ class PacketPath(Programs):
 
     def load(self, maps: Mapping[str, Map]) -> bool:
         """See Programs.load(). What is attached goes on with the programs that it has."""
-        if self._facts is None:  # their maps do not grow
+        self.describe_maps(maps)
+        return super().load(maps)
+
+    def describe_maps(self, maps: Mapping[str, Map]) -> None:
+        """Writes what the programs are told of this node and its devices to these maps from now
+        on.
+        """
+        if self._facts is None:  # these do not grow
             node = NodeFacts(self._config, maps, self._followed)
             self._facts = node, DeviceFacts(self._config, maps)
             limit_refusals(maps["refusal_limits"])
-        return super().load(maps)
 
     def prepare(self, maps: Mapping[str, Map]) -> Ready:
         """See Programs.prepare()."""

@@ -71,7 +71,13 @@ class BpfPlane:
 
     name = "bpf"
 
-    def __init__(self, config: Config, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        config: Config,
+        clock: Callable[[], float] = time.monotonic,
+        sockets_first: bool = False,
+    ) -> None:
+        """`sockets_first`: see Attached. tick() has to be called then."""
         self._config = config
         self._clock = clock
         self._pins = Pins(config.pin_dir)
@@ -86,7 +92,7 @@ class BpfPlane:
         self._table_limits = TableLimits()
         self._stray: adopt.Adopted | None = None  # until the first complete apply
         self._lock = -1
-        self._attached = Attached(config, self._pins, self._tables)
+        self._attached = Attached(config, self._pins, self._tables, sockets_first)
         self._growth = Growth(self._tables, self._attached)
         self._kept: adopt.Adopted | None = None  # what an unsound first apply left as it was
         self._hidden = ""  # why the folder of pins cannot be seen by its name
@@ -531,8 +537,11 @@ class BpfPlane:
         return min((one for one in due if one is not None), default=None)
 
     def _grow_on(self, seconds: float) -> None:
-        """Goes on with maps that grow, and has them used as soon as they can be."""
+        """Goes on with maps that grow, and has them used as soon as they can be. And the packet
+        path, if it comes later.
+        """
         with self._pins.named():
+            self._attached.take_packets()
             self._growth.advance(seconds)
             if self._attached.unpublished and self._stray is None:
                 self._attached.publish()

@@ -80,7 +80,7 @@ def link_code(
         insns[at + 1] = (insns[at + 1] & 0x0F) | PSEUDO_MAP_FD << 4
         insns[at + 4 : at + 8] = maps[reference.map].fd.to_bytes(4, "little")
     calls = [probe.call(number) for number in sorted(lacks)]
-    for at in range(0, len(insns), 8):
+    for at in range(0, len(insns) if calls else 0, 8):
         if insns[at : at + 8] in calls:
             insns[at : at + 8] = RETURN_0
     return bytes(insns)
