@@ -78,6 +78,7 @@ def cleanup(
     state_dir: StateDir = DEFAULT.state_dir,
 ) -> None:
     """Detach and remove all that kbpf keeps in the kernel. Services stop working on this node.
+    The compiled programs stay, unless --cache is said, and so does the bpffs on /sys/fs/bpf.
 
     Stop the agent first. Sockets that are connected stay connected; connections that were
     translated by packet break, unless --keep-connections is said first.

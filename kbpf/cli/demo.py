@@ -41,7 +41,8 @@ def demo(
     """Start network namespaces with backends and a client, run the agent, and balance.
 
     Without --once it goes on until Ctrl-C, with changing backends. With --once it ends with 0 only
-    if all requests succeeded and every backend was reached. Nothing is left behind.
+    if all requests succeeded and every backend was reached. It removes what it has made, but for
+    the compiled programs in --cache-dir and a bpffs that it had to mount on /sys/fs/bpf.
     """
     if not once and output in (Output.JSON, Output.YAML):
         raise typer.BadParameter("it goes with --once only", param_hint="-o")

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import stat
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -168,12 +169,60 @@ def signed(thing: object) -> bytes:
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_file_is_as_good_as_none(tmp_path: Path, damage: str):
+def test_a_damaged_file_is_as_good_as_none(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
+):
     path = artifact.store(made(), tmp_path)
     path.write_bytes(DAMAGES[damage](path.read_bytes()))
     assert artifact.read(path) is None
     assert artifact.find("sock", tmp_path, TOOLS) is None
     assert artifact.find("sock", tmp_path, None) is None
+    assert [record.getMessage() for record in caplog.records] == [
+        f"compiled programs are not used, they are compiled again: the file is damaged ({path})"
+    ]
+
+
+def full(folder: Path) -> Path:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4k,mode=755", "none", folder], check=True)
+    (folder / "x").write_bytes(bytes(4096))
+    return folder
+
+
+def read_only(folder: Path) -> Path:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "ro,mode=755", "none", folder], check=True)
+    return folder
+
+
+def file(folder: Path) -> Path:
+    (folder / "file").write_text("")
+    return folder / "file"
+
+
+UNKEPT = {
+    "a full disk": (full, "No space left on device"),
+    "a read-only disk": (read_only, "Read-only file system"),
+    "a file": (file, "File exists"),
+    "below a file": (lambda folder: file(folder) / "cache", "Not a directory"),
+}
+
+
+@pytest.mark.parametrize("case", UNKEPT)
+def test_what_cannot_be_kept_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, case: str
+):
+    make, reason = UNKEPT[case]
+    folder = make(tmp_path)
+    artifact._warned.clear()
+    try:
+        for _ in range(2):
+            artifact.keep(made(), folder)
+            assert artifact.find("sock", folder, TOOLS) is None
+    finally:
+        subprocess.run(["umount", tmp_path], check=False, stderr=subprocess.DEVNULL)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"compiled programs cannot be kept, they are compiled at each start: {reason} ({folder}); "
+        "make room or the folder writable, or name another --cache-dir"
+    ]
 
 
 def test_no_file_and_no_folder_are_no_error(tmp_path: Path):
@@ -237,7 +286,7 @@ def test_what_another_user_can_have_written_is_not_read(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, case: Planted
 ):
     path = artifact.store(made(), tmp_path / "cache")
-    artifact._warn.cache_clear()
+    artifact._warned.clear()
     case.spoil(path)
     for _ in range(2):
         assert artifact.find("sock", path.parent, TOOLS) is None

@@ -8,7 +8,6 @@ written: the hash in it keeps no secret, and its bytecode is loaded by root.
 
 import contextlib
 import errno
-import functools
 import hashlib
 import logging
 import os
@@ -31,6 +30,8 @@ FORMAT: Final = 1
 FILE_BYTES: Final = 16 * 1024 * 1024
 """An artifact that is larger is not read; those of today have less than one MiB."""
 HINT: Final = "chown root and chmod go-w the folder and its files, or name another --cache-dir"
+UNUSED: Final = "are not used, they are compiled again"
+KEEP_HINT: Final = "make room or the folder writable, or name another --cache-dir"
 CFLAGS: Final = ("-Wall", "-Wno-unused-function", "-Wno-unused-variable")
 
 
@@ -103,25 +104,47 @@ def store(artifact: Artifact, folder: Path) -> Path:
     return path
 
 
+def keep(artifact: Artifact, folder: Path) -> None:
+    """Stores it; a folder where that cannot be done costs a compilation at each start, not the
+    start. Of one that other users may change read() has told.
+    """
+    try:
+        store(artifact, folder)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        _warn_once("cannot be kept, they are compiled at each start",
+                   CompileError(reason, str(folder), KEEP_HINT))  # fmt: skip
+    except CompileError:
+        pass
+
+
 def read(path: Path) -> Artifact | None:
     """The artifact in this file; None if there is none, or it is damaged, of another format, or
     not a trusted user's, in a folder of his: the log says so.
     """
     try:
         with _opened_folder(path.parent) as folder:
-            return _decode(_contents(folder, path.name))
+            if (found := _decode(_contents(folder, path.name))) is None:
+                raise CompileError("the file is damaged", str(path))
+            return found
     except OSError as error:
         if error.errno not in {errno.ENOENT, errno.ENOTDIR}:
-            _warn(str(CompileError(os.strerror(error.errno or 0), str(path), HINT)))
+            reason = os.strerror(error.errno or 0)
+            _warn_once(UNUSED, CompileError(reason, str(path), HINT))
     except CompileError as error:
-        _warn(str(error))
+        _warn_once(UNUSED, error)
     return None
 
 
-@functools.cache
-def _warn(text: str) -> None:
-    """Once, however many units are looked for, and however often."""
-    log.warning("compiled programs are not used, they are compiled again: %s", text)
+_warned: set[str] = set()
+
+
+def _warn_once(what: str, error: CompileError) -> None:
+    """However many units there are, and however often they are looked for."""
+    line = f"compiled programs {what}: {error}"
+    if line not in _warned:
+        _warned.add(line)
+        log.warning("%s", line)
 
 
 def find(unit: str, folder: Path, tools: str | None) -> Artifact | None:

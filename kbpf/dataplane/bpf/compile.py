@@ -4,7 +4,6 @@ in two threads crash, and BCC changes the working directory and prints errors to
 The child is this module (`python -m kbpf.dataplane.bpf.compile UNIT FILE`); it alone imports bcc.
 """
 
-import contextlib
 import importlib.util
 import os
 import re
@@ -84,8 +83,7 @@ def compile_unit(unit: str, cache: Path) -> artifact.Artifact:
         made = artifact.read(out) if child.returncode == 0 else None
         if made is None:
             raise _explain(unit, child.stderr, child.returncode)
-    with contextlib.suppress(OSError, CompileError):
-        artifact.store(made, cache)
+    artifact.keep(made, cache)
     return made
 
 
