@@ -8,6 +8,7 @@ and *what to do*. The class says whose fault it is. `str()` is one line:
 
 import contextlib
 import errno as errno_names
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,24 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+_TYPES = {
+    "str": "a string", "int": "an integer", "float": "a fraction", "bool": "true or false",
+    "array": "a list", "object": "an object", "null": "null",
+}  # fmt: skip
+
+
+def in_words(problem: str) -> str:
+    """A complaint of msgspec's in words of YAML and JSON: ``expected an integer, got a string``."""
+
+    def words(types: re.Match[str]) -> str:
+        names = [name for name in types[1].split(" | ") if name != "null"]
+        return " or ".join(_TYPES.get(name, name) for name in names) or "null"
+
+    text = re.sub(r"`([^`]*)`", words, problem).replace("got true or false", "got a boolean")
+    known = text.startswith(("Expected", "Object", "Invalid", "Number"))
+    return text[0].lower() + text[1:] if known else text
 
 
 class KbpfError(Exception):

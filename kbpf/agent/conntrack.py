@@ -20,12 +20,9 @@ from typing import Final, NamedTuple
 
 from kbpf.errors import KernelError
 from kbpf.kernel import sysctl
-from kbpf.model.config import Conntrack
+from kbpf.model.config import CONNTRACK_MOST, Conntrack
 
 log = logging.getLogger("kbpf.agent")
-
-MOST: Final = 1_048_576
-"""Entries, for machines with many CPUs."""
 
 LOOK_SECONDS: Final = 10.0
 PREFIX: Final = "net.netfilter."
@@ -47,7 +44,7 @@ def wanted(config: Conntrack, cpus: int) -> tuple[Setting, ...]:
     most = 0
     if config.max_per_core:
         scaled = config.max_per_core * cpus
-        most = MOST if scaled > MOST else max(scaled, config.least)
+        most = CONNTRACK_MOST if scaled > CONNTRACK_MOST else max(scaled, config.least)
     told = (
         ("max", most),
         ("tcp_timeout_established", config.tcp_established),

@@ -29,7 +29,6 @@ EPILOG: Final = (
     "beats the file. kube-proxy's own flags do nothing where the file has a "
     "KubeProxyConfiguration."
 )
-FILE_VARIABLE: Final = "KBPF_CONFIG"
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +118,7 @@ def asked(arguments: Sequence[str], environ: Mapping[str, str]) -> Asked:
         for flag in flags.FLAGS
         if (said := found[flag.name]) is not None
     }
-    file = found["config"] or environ.get(FILE_VARIABLE)
+    file = found["config"] or environ.get(load.FILE_VARIABLE)
     return Asked(
         given=given,
         environ=environ,

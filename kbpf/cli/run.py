@@ -160,12 +160,12 @@ def serve(request: Asked, loaded: Loaded, data: bytes | None) -> None:
 
 
 def _serve(config: Config, request: Asked, loaded: Loaded, data: bytes | None) -> None:
+    for note in loaded.notes:
+        log.log(logging.WARNING if note.is_warning else logging.INFO, "%s", note.text)
     if config.source is not None:  # before anything is made in the kernel
         from kbpf.source.folder import check_folder
 
         check_folder(config.source)
-    for note in loaded.notes:
-        log.log(logging.WARNING if note.is_warning else logging.INFO, "%s", note.text)
     if request.init_only:
         conntrack.Keeper(config.conntrack).look(time.monotonic())
         return

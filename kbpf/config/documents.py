@@ -14,12 +14,12 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, get_args, get_origin
 
 import msgspec
 
 from kbpf.config.notes import Note
-from kbpf.errors import ConfigError
+from kbpf.errors import ConfigError, in_words
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -129,7 +129,9 @@ def decode(
                 given[fields[name].name] = _value(below, value, where, found, strict)
             except msgspec.ValidationError as error:
                 hint = _as_a_time(value) if name.endswith(TIMES) else ""
-                found.errors.append(ConfigError(_in_words(error), where, hint))
+                text, _, place = str(error).partition(" - at ")
+                where += place.strip("`").removeprefix("$")
+                found.errors.append(ConfigError(in_words(text), where, hint))
     return kind(**given)
 
 
@@ -138,16 +140,24 @@ def _value(kind: Any, value: object, where: str, found: Findings, strict: bool) 
         if not isinstance(value, dict):
             raise msgspec.ValidationError("Expected `object`")
         return decode(kind, value, where, found, strict)
+    if get_origin(kind) is dict and isinstance(value, dict):
+        return _entries(get_args(kind)[1], value, where, found, strict)
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     return msgspec.convert(value, kind)
 
 
-def _in_words(error: msgspec.ValidationError) -> str:
-    text, _, place = str(error).partition(" - at ")
-    text = text.replace("`", "").replace(" | null", "")
-    at = place.strip("`").removeprefix("$")
-    return (f"{at}: " if at else "") + text[0].lower() + text[1:]
+def _entries(
+    kind: Any, values: Mapping[object, object], path: str, found: Findings, strict: bool
+) -> dict[str, Any]:
+    """Those of an object whose names are anybody's; msgspec would not name the one it means."""
+    made = {}
+    for name, value in values.items():
+        try:
+            made[str(name)] = _value(kind, value, f"{path}.{name}", found, strict)
+        except msgspec.ValidationError as error:
+            found.errors.append(ConfigError(in_words(str(error)), f"{path}.{name}"))
+    return made
 
 
 def _as_a_time(value: object) -> str:

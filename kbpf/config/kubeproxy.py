@@ -400,8 +400,8 @@ def notes(said: KubeProxyConfiguration) -> Iterator[Note]:
             yield Note(text, is_warning=path in WARNED_OF)
     if said.mode in MODES:
         yield Note(
-            f"{KUBE_PROXY}.mode {said.mode} says how kube-proxy would do it: kbpf chooses its data "
-            "plane by KbpfConfiguration.mode or --mode"
+            f"{KUBE_PROXY}.mode: {said.mode} is read for defaults only; the data plane is chosen "
+            "by KbpfConfiguration.mode or --mode"
         )
     times = (said.ipvs.tcp_timeout, said.ipvs.tcp_fin_timeout, said.ipvs.udp_timeout)
     if said.ipvs.scheduler or said.ipvs.strict_arp or any(map(_is_time, times)):

@@ -9,6 +9,8 @@ Who wins:
 """
 
 import contextlib
+import difflib
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import combinations
@@ -24,12 +26,23 @@ from kbpf.config.own import KbpfConfiguration
 from kbpf.config.values import Values
 from kbpf.errors import ConfigError, ConfigErrors
 from kbpf.model.address import family_of
-from kbpf.model.config import Config, Conntrack, IpvsTimes, LocalMode, MapSizes, Serving, SocketLb
+from kbpf.model.config import (
+    CONNTRACK_MOST,
+    Config,
+    Conntrack,
+    IpvsTimes,
+    LocalMode,
+    MapSizes,
+    Serving,
+    SocketLb,
+)
 
 LEAST_CONNECTIONS: Final = 1000
 """A new one asks up to 32 of the oldest whether they are needed: there have to be many more."""
 LONGEST_FILE: Final = 16 << 20
 """Bytes that are read of a configuration file; bounded_yaml.CONFIGURATION refuses fewer."""
+FILE_VARIABLE: Final = "KBPF_CONFIG"
+NODE_NAME: Final = re.compile(r"(?=.{1,253}\Z)[a-z0-9]([-.a-z0-9]*[a-z0-9])?")
 NODE_PORTS: Final = range(30_000, 32_768)
 """Where an API server takes NodePorts from, unless it is told otherwise."""
 
@@ -97,6 +110,7 @@ def _flags(
     """What flags and variables say. `has_file`: kube-proxy's document is there."""
     made = Values()
     ignored: list[str] = []
+    notes += _unknown_variables(environ)
     for flag in FLAGS:
         if given.get(flag.name) or (flag.name in given and flag.may_be_empty):
             place, text = flag.name, given[flag.name]
@@ -121,6 +135,23 @@ def _flags(
             )
         )
     return made
+
+
+SERVICE_LINK: Final = re.compile(r"KBPF(_[A-Z0-9]+)*_(SERVICE_(HOST|PORT)|PORT)(_[A-Z0-9_]+)?")
+"""What kubelet sets for a Service whose name begins with kbpf."""
+NOT_OURS: Final = ("KBPF_TEST_", "KBPF_BENCH_")
+"""Variables of the project's own tests."""
+
+
+def _unknown_variables(environ: Mapping[str, str]) -> Iterator[Note]:
+    known = {flag.variable: flag.name for flag in FLAGS if flag.field} | {FILE_VARIABLE: "--config"}
+    for name in sorted(environ):
+        if not name.startswith("KBPF_") or name in known or name.startswith(NOT_OURS):
+            continue
+        if not SERVICE_LINK.fullmatch(name):
+            near = difflib.get_close_matches(name, known, 1, 0.75)
+            meant = f"is {near[0]} meant?" if near else "it is not used"
+            yield Note(f"{name} is no variable that is known; {meant}", is_warning=True)
 
 
 def _other_gates(place: str, text: str) -> Iterator[Note]:
@@ -191,7 +222,7 @@ def _contradictions(made: Config, said: Values) -> Iterator[ConfigError]:
             )
     if made.socket_lb is not SocketLb.ON and not made.packet_path:
         yield ConfigError(
-            f"with {made.socket_lb} nobody would serve the sockets that the hooks leave alone",
+            f"with --socket-lb {made.socket_lb} the packet path must be on",
             place("socket_lb"),
             "leave out --packet-path false, or --socket-lb",
         )
@@ -227,6 +258,24 @@ def _notes(made: Config, said: Values) -> Iterator[Note]:
             f"{place('masquerade_ports')} {low}-{high} meets {NODE_PORTS.start}-"
             f"{NODE_PORTS.stop - 1}, where API servers take NodePorts from: a client of the one "
             "may be taken for a client of the other; choose ports below or above",
+            is_warning=True,
+        )
+    if made.node_name and not NODE_NAME.fullmatch(made.node_name):
+        yield Note(
+            f"{place('node_name')}: no Node can have the name {made.node_name!r} (a-z, 0-9, - and "
+            "., 253 characters at most): no endpoint counts as one of this node",
+            is_warning=True,
+        )
+    for device in sorted({*made.devices} & {*made.excluded_devices}):
+        yield Note(
+            f"{place('devices')} and {place('excluded_devices')} both name {device}: it is left "
+            "out",
+            is_warning=True,
+        )
+    if made.conntrack.max_per_core > CONNTRACK_MOST:
+        yield Note(
+            f"{place('conntrack.max_per_core')}: {made.conntrack.max_per_core} counts as "
+            f"{CONNTRACK_MOST}, which is the most for all cores together",
             is_warning=True,
         )
     families = {family_of(cidr.address) for cidr in made.node_port_addresses}

@@ -5,7 +5,7 @@ setting has one rule.
 """
 
 import ipaddress
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -195,7 +195,23 @@ def cidr(text: str, where: str) -> Cidr:
 
 def networks(text: str, where: str) -> tuple[Cidr, ...]:
     """Networks; none in an empty text, as kube-proxy reads it."""
-    return tuple(cidr(word.strip(), where) for word in text.split(",") if word.strip())
+    return _cidrs([word.strip() for word in text.split(",") if word.strip()], where)
+
+
+def _cidrs(words: Collection[str], where: str) -> tuple[Cidr, ...]:
+    """The networks; ConfigError names all words that are none."""
+    found, wrong = [], []
+    for word in words:
+        try:
+            found.append(cidr(word, where))
+        except ConfigError as error:
+            wrong.append(error)
+    if len(wrong) > 1:
+        said = ", ".join(error.what.removeprefix("not a network: ") for error in wrong)
+        raise ConfigError(f"not networks: {said}", where, wrong[0].hint)
+    if wrong:
+        raise wrong[0]
+    return tuple(found)
 
 
 def external_ips(text: str, where: str) -> str | tuple[Cidr, ...]:
@@ -271,13 +287,10 @@ def node_port_words(words: Sequence[str], where: str) -> NodePorts:
     for word in NODE_PORT_WORDS:
         if words.count(word) > 1:
             raise ConfigError(f"{word!r} is given twice", where, "give each word once")
-    found: list[Cidr | str] = []
-    for word in words:
-        if word == "localhost":
-            found += [cidr(each, where) for each in LOOPBACK]
-        else:
-            found.append(word if word in ("primary", "all") else cidr(word, where))
-    return "all" if "all" in found else tuple(found)
+    keywords = [word for word in words if word in ("primary", "all")]
+    others = [LOOPBACK if word == "localhost" else (word,) for word in words]
+    found = _cidrs([each for some in others for each in some if each not in keywords], where)
+    return "all" if "all" in keywords else (*keywords[:1], *found)
 
 
 def bind_address(text: str, where: str) -> Addr | None:

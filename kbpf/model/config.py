@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from typing import Final
 
 from kbpf.model.address import Addr
 from kbpf.model.objects import API_SERVER, Algorithm, Cidr, ServiceName
@@ -68,6 +69,10 @@ class Serving:
     late_seconds: float = 60.0
     service_series: int = 1000
     backend_series: int = 0
+
+
+CONNTRACK_MOST: Final = 1_048_576
+"""Entries that the kernel's conntrack is told to hold, on machines with many CPUs."""
 
 
 @dataclass(frozen=True, slots=True)

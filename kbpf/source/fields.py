@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Final, TypeVar
 
-from kbpf.errors import ObjectError
+from kbpf.errors import ObjectError, in_words
 from kbpf.model.address import ANY4, ANY6, V4_PREFIX, Addr, parse_addr
 from kbpf.model.objects import Cidr
 
@@ -22,13 +22,10 @@ LABEL_VALUE: Final = re.compile(r"(?=.{1,63}\Z)[A-Za-z0-9](?:[-_.A-Za-z0-9]*[A-Z
 
 
 def field_error(error: Exception) -> str:
-    """msgspec's complaint in our form: ``spec.ports[0].port: expected int, got str``."""
+    """msgspec's complaint in our form: ``spec.ports[0].port: expected an integer, ...``."""
     found = re.fullmatch(r"(.*) - at `\$\.?(.*)`", str(error), re.DOTALL)
     text, path = found.groups() if found else (str(error), "")
-    text = text.replace("`", "").replace(" | null", "")
-    if text.startswith(("Expected", "Object", "Invalid", "Number")):
-        text = text[0].lower() + text[1:]
-    return at(path, text)
+    return at(path, in_words(text))
 
 
 def at(path: str, text: str) -> str:

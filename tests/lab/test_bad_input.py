@@ -171,9 +171,9 @@ def null_address(obj: Object) -> None:
 
 
 MALFORMED = (
-    (no_number, "spec.ports[0].port: expected int, got str"),
+    (no_number, "spec.ports[0].port: expected an integer, got a string"),
     (no_address, "spec.clusterIPs[0]: '10.96.0.300' is not an IP address"),
-    (null_address, "spec.ports: expected array, got object"),
+    (null_address, "spec.ports: expected a list, got an object"),
 )
 
 
@@ -227,7 +227,7 @@ def test_a_malformed_slice_keeps_what_it_said(web: Cluster) -> None:
     spoil(web, "EndpointSlice", f"{NAME}-ipv4", lambda obj: obj.update(endpoints="none"))
     web.change(web.slice(NAME, "a2"))
     expect(web, f"{HOST}:80", "a1")
-    one_line(web, f"EndpointSlice default/{NAME}-ipv4: endpoints: expected array, got str")
+    one_line(web, f"EndpointSlice default/{NAME}-ipv4: endpoints: expected a list, got a string")
 
 
 def test_unknown_fields_are_those_of_a_newer_kubernetes(web: Cluster) -> None:

@@ -12,6 +12,9 @@ from typing import NamedTuple
 
 import pytest
 
+from kbpf.dataplane.bpf import load
+from kbpf.dataplane.bpf.layout import MAPS
+from kbpf.errors import KernelError
 from tests.support.command import kbpf
 from tests.support.lab import cgroup2
 
@@ -111,6 +114,21 @@ def test_one_line_and_nothing_is_changed(row: Wrong, place: Place) -> None:
     assert done.code == row.code
     assert place.shown() == before
     assert "bpf" not in [kind for path, kind in mounted() if path.startswith(str(place.root))]
+
+
+def test_a_bridge_that_is_not_there_is_a_warning() -> None:
+    words = ("--detect-local-mode=BridgeInterface", "--pod-bridge-interface=nosuchbr")
+    done = kbpf("run", "--source", "/nowhere", *words)
+    assert (
+        "--pod-bridge-interface: there is no device nosuchbr now; until there is, no traffic "
+        "counts as that of pods of this node"
+    ) in done.err
+    assert done.code == 1
+
+
+def test_a_map_that_the_kernel_does_not_make_names_its_flag() -> None:
+    with pytest.raises(KernelError, match=r"lower --max-connections$"):
+        load.make_map(MAPS["flows"], (1 << 32) - 1)
 
 
 def mounted() -> list[tuple[str, str]]:

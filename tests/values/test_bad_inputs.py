@@ -53,6 +53,52 @@ SETTINGS = [
           "or nftables or ipvs, or none"),
     proxy("mode kernelspace", "mode: kernelspace", 2, "unknown value 'kernelspace' (.mode); use "
           "iptables or nftables or ipvs, or none"),
+    proxy("mode ipvs", "mode: ipvs", 0, "info: KubeProxyConfiguration.mode: ipvs is read for "
+          "defaults only; the data plane is chosen by KbpfConfiguration.mode or --mode"),
+    proxy("no word", "mode: 5", 2, "expected a string, got an integer (.mode)"),
+    proxy("no list", "detectLocal: []", 2, "expected an object (.detectLocal)"),
+    proxy("no networks", "nodePortAddresses: [192.0.2.0/24, bogus, 192.0.2.5, primary]", 2,
+          "not networks: 'bogus', '192.0.2.5' (.nodePortAddresses); write it as 192.0.2.0/24 or "
+          "2001:db8::/32", "warning: line 5: nodePortAddresses stands twice; the last one counts"),
+    proxy("no list of networks", "nodePortAddresses: primary", 2,
+          "expected a list, got a string (.nodePortAddresses)",
+          "warning: line 5: nodePortAddresses stands twice; the last one counts"),
+    proxy("a number among networks", "nodePortAddresses: [primary, 5]", 2,
+          "expected a string, got an integer (.nodePortAddresses[1])",
+          "warning: line 5: nodePortAddresses stands twice; the last one counts"),
+    proxy("a feature gate that is neither", "featureGates: {Foo: maybe, Bar: true}", 2,
+          "expected true or false, got a string (.featureGates.Foo)"),
+    proxy("a time without a unit", "conntrack: {tcpCloseWaitTimeout: 24}", 2,
+          "expected a string, got an integer (.conntrack.tcpCloseWaitTimeout); write 24s"),
+    proxy("entries beyond all", "conntrack: {maxPerCore: 99999999999}", 0,
+          "warning: KubeProxyConfiguration.conntrack.maxPerCore: 99999999999 counts as 1048576, "
+          "which is the most for all cores together"),
+    proxy("the name of no Node", 'hostnameOverride: "Node_1!"', 0,
+          "warning: KubeProxyConfiguration.hostnameOverride: no Node can have the name 'node_1!' "
+          "(a-z, 0-9, - and ., 253 characters at most): no endpoint counts as one of this node"),
+    said("the name of no Node as a flag", "--hostname-override -n", 2, USAGE,
+         "error: argument --hostname-override: expected one argument"),
+    said("a device in both lists", "--device eth0,eth1 --exclude-device eth1", 0,
+         "warning: --device and --exclude-device both name eth1: it is left out"),
+    said("an unknown variable", "KBPF_FOO=1 KBPF_PINDIR=/x KBPF_METRICS_SERVICE_HOST=1 "
+         "KBPF_METRICS_PORT_9_TCP_ADDR=1", 0,
+         "warning: KBPF_FOO is no variable that is known; it is not used",
+         "warning: KBPF_PINDIR is no variable that is known; is KBPF_PIN_DIR meant?"),
+    ours("a number of entries", "mapSizes: {connections: 99999999999}", 2,
+         "not a number of entries: '99999999999' (.mapSizes.connections); give a whole number, 1 "
+         "to 1073741824"),
+    ours("a word for a number", "mapSizes: {connections: many}", 2,
+         "expected an integer, got a string (.mapSizes.connections)"),
+    ours("six at once", "packetPath: {devices: eth0, enabled: 5, forwarding: x}\nmode: y\n"
+         "pinDir: z\nfoo: 1", 2, "expected a list, got a string (.packetPath.devices)",
+         "expected true or false, got an integer (.packetPath.enabled)",
+         "no field that is known (.foo); leave it out",
+         "unknown value 'y' (.mode); use auto or bpf or ipvs",
+         "not an absolute path: 'z' (.pinDir); begin it with /",
+         "unknown value 'x' (.packetPath.forwarding); use stack or direct"),
+    said("nobody serves", "--socket-lb off --packet-path false", 2,
+         "with --socket-lb off the packet path must be on (--socket-lb); leave out --packet-path "
+         "false, or --socket-lb"),
     proxy("no mode", 'mode: ""', 0),
     proxy("conntrack", "conntrack: {maxPerCore: -1, tcpEstablishedTimeout: 1 day, udpTimeout: -5s}",
           2, "less than 0: -1 (.conntrack.maxPerCore)",

@@ -178,7 +178,7 @@ def test_nothing_given_outside_of_a_pod_is_an_error():
         ("empty", "", "not a kubeconfig"),
         ("no YAML", "{", "not a kubeconfig"),
         ("bytes", "\x00", "not a kubeconfig"),
-        ("no mapping", "[]", "not a kubeconfig: expected object, got array"),
+        ("no mapping", "[]", "not a kubeconfig: expected an object, got a list"),
         ("no context", "{}", "no current-context"),
         ("another context", "{current-context: x}", "no context 'x' .*it has: none"),
         (
@@ -196,7 +196,7 @@ def test_nothing_given_outside_of_a_pod_is_an_error():
         (
             "a wrong type",
             "{clusters: [{name: x, cluster: {server: 5}}]}",
-            r"clusters\[0\].cluster.server: expected str, got int",
+            r"clusters\[0\].cluster.server: expected a string, got an integer",
         ),
     ],
 )

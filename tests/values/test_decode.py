@@ -348,7 +348,7 @@ BAD_SERVICES = [
     ({"ports": [{"port": 70000}]}, "spec.ports[0].port: 70000 is not a port"),
     ({"ports": [PORT, {"name": "x", "port": 0}]}, "spec.ports[1].port: 0 is not a port"),
     ({"ports": [{"name": "x"}]}, "spec.ports[0].port: missing"),
-    ({"ports": [{"port": "80"}]}, "spec.ports[0].port: expected int, got str"),
+    ({"ports": [{"port": "80"}]}, "spec.ports[0].port: expected an integer, got a string"),
     (
         {"ports": [{"port": 80, "protocol": "tcp"}]},
         "spec.ports[0].protocol: 'tcp' is not one of TCP, UDP, SCTP",
@@ -642,9 +642,15 @@ def test_a_slice_without_labels_does_not_exist():
     [
         ({"addressType": "IPv5"}, "addressType: 'IPv5' is not one of IPv4, IPv6, FQDN"),
         ({"addressType": None}, "addressType: '' is not one of IPv4, IPv6, FQDN"),
-        ({"ports": [{"name": "a", "port": "80"}]}, "ports[0].port: expected int, got str"),
-        ({"endpoints": [{"addresses": [1]}]}, "endpoints[0].addresses[0]: expected str, got int"),
-        ({"endpoints": {}}, "endpoints: expected array, got object"),
+        (
+            {"ports": [{"name": "a", "port": "80"}]},
+            "ports[0].port: expected an integer, got a string",
+        ),
+        (
+            {"endpoints": [{"addresses": [1]}]},
+            "endpoints[0].addresses[0]: expected a string, got an integer",
+        ),
+        ({"endpoints": {}}, "endpoints: expected a list, got an object"),
     ],
     ids=lambda it: str(it)[:50],
 )

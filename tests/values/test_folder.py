@@ -159,11 +159,27 @@ def test_an_address_needs_no_quotes(text, value):
 @pytest.mark.parametrize(
     ("old", "new", "error"),
     [
-        ("port: 80", 'port: "80"', "spec.ports[0].port: expected int, got str (a.yaml:10)"),
+        (
+            "port: 80",
+            'port: "80"',
+            "spec.ports[0].port: expected an integer, got a string (a.yaml:10)",
+        ),
         ("port: 80", "port: 70000", "spec.ports[0].port: 70000 is not a port (a.yaml:10)"),
-        ("port: 80", "port: 80.5", "spec.ports[0].port: expected int, got float (a.yaml:10)"),
-        ("name: http", "name: 80", "spec.ports[0].name: expected str, got int (a.yaml:9)"),
-        ("name: http", "name: no", "spec.ports[0].name: expected str, got bool (a.yaml:9)"),
+        (
+            "port: 80",
+            "port: 80.5",
+            "spec.ports[0].port: expected an integer, got a fraction (a.yaml:10)",
+        ),
+        (
+            "name: http",
+            "name: 80",
+            "spec.ports[0].name: expected a string, got an integer (a.yaml:9)",
+        ),
+        (
+            "name: http",
+            "name: no",
+            "spec.ports[0].name: expected a string, got a boolean (a.yaml:9)",
+        ),
         ("10.96.0.1", "10.96.0", "spec.clusterIP: '10.96.0' is not an IP address (a.yaml:7)"),
     ],
 )

@@ -74,7 +74,7 @@ def test_a_malformed_object_is_named_and_does_not_come_again():
 def test_an_object_with_a_field_of_the_wrong_type_is_named_too():
     (said,), watch = stream(line("MODIFIED", service("web", "9", ports=7)))
     assert isinstance(said, Changed)
-    assert said.item.error == "spec.ports: expected array, got int"
+    assert said.item.error == "spec.ports: expected a list, got an integer"
     assert watch.resource_version == "9"
 
 

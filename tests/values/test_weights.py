@@ -131,7 +131,7 @@ def test_without_annotations_nothing_is_said(annotations):
 def test_an_annotation_that_is_no_text_spoils_the_object_as_in_an_api_server():
     item = read({"kbpf.io/weights": 3})
     assert item.object is None
-    assert "expected str, got int" in item.error
+    assert "expected a string, got an integer" in item.error
 
 
 @given(st.text())

@@ -292,7 +292,13 @@ def _of_version(
 
 def make_map(spec: MapSpec, entries: int) -> Map:
     """A new map for this purpose."""
-    return Map.create(spec.kind, spec.name, spec.key_size, spec.value_size, entries, spec.flags)
+    kind, flags = spec.kind, spec.flags
+    try:
+        return Map.create(kind, spec.name, spec.key_size, spec.value_size, entries, flags)
+    except KernelError as error:
+        if spec.sized_by and error.errno in (errno.E2BIG, errno.EINVAL, errno.ENOMEM):
+            error.hint = f"lower --max-{spec.sized_by}"
+        raise
 
 
 class Closable(Protocol):
