@@ -30,7 +30,7 @@ from kbpf.errors import ConfigError, SourceError
 from kbpf.kernel import children
 from kbpf.model.address import Addr
 from kbpf.source.kubeconfig import Access
-from kbpf.source.pace import Pace
+from kbpf.source.pace import Outages, Pace
 
 log = logging.getLogger("kbpf.source")
 
@@ -75,6 +75,7 @@ class Cluster:
         self._servers = (access.server, *access.others)
         self._at = 0
         self.room = PageRoom()
+        self.outages = Outages()
         self._plugin = PluginLogin()
         self._rewound_at = float("-inf")
         self._tls: ssl.SSLContext | None = None
@@ -347,7 +348,8 @@ def _run_library(kubeconfig: Path, cancelled: Callable[[], bool]) -> Login:
     lines = err.decode(errors="replace").strip().splitlines() or ["no reason given"]
     if child.returncode != 0:
         hint = "run the kubeconfig's exec command by hand"
-        raise SourceError(f"no credentials: {lines[-1]}", str(kubeconfig), hint)
+        reason = lines[-1].removeprefix("ERROR:root:")  # the library's logging
+        raise SourceError(f"no credentials: {reason}", str(kubeconfig), hint)
     answer = json.loads(out)
     return Login(
         answer["authorization"],

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Final, TypeVar
 
+import msgspec
+
 from kbpf.errors import ObjectError, in_words
 from kbpf.model.address import ANY4, ANY6, V4_PREFIX, Addr, parse_addr
 from kbpf.model.objects import Cidr
@@ -26,6 +28,13 @@ def field_error(error: Exception) -> str:
     found = re.fullmatch(r"(.*) - at `\$\.?(.*)`", str(error), re.DOTALL)
     text, path = found.groups() if found else (str(error), "")
     return at(path, in_words(text))
+
+
+def json_error(error: Exception) -> str:
+    """The same of an answer: that it is no JSON at all is said first."""
+    text = field_error(error)
+    is_json = isinstance(error, msgspec.ValidationError | ObjectError)
+    return text if is_json else f"broken JSON: {text}"
 
 
 def at(path: str, text: str) -> str:

@@ -19,7 +19,7 @@ Rules:
   a watch is taken up after an outage: a server that knows less than we do may say nothing.
 - Every `relist` seconds (three quarters to five quarters of it) all is listed again, in case
   something was missed all the same. What differs then is counted as drift and told.
-- A change of health is logged once, not each try.
+- What fails is logged once for all watches, and repeated while it lasts (pace.Outages).
 """
 
 import logging
@@ -39,10 +39,10 @@ from kbpf.model.events import Kind, Synced
 from kbpf.source import decode, wire
 from kbpf.source.base import Put, SourceState, SourceStatus
 from kbpf.source.cluster import PAGES_BYTES, Cluster
-from kbpf.source.fields import field_error
+from kbpf.source.fields import json_error
 from kbpf.source.known import Known, went_back
 from kbpf.source.pace import Pace
-from kbpf.source.resource import PAGE, Refused, Resource, refused
+from kbpf.source.resource import PAGE, Refused, Resource, html_page, is_html, refused
 from kbpf.source.transport import ANSWER_SECONDS, Connection, Response, Silent
 from kbpf.source.watch import (
     Changed,
@@ -69,6 +69,7 @@ OUTAGE_TRIES: Final = 2
 """Tries in a row that fail when a server restarts; a cut connection is one."""
 RESTLESS: Final = 4
 """Watches in a row that end at once without an error: 410 for ever, for example."""
+IN_FORCE: Final = "what is programmed stays in force"
 COUNT_FROM: Final = 1 << 20
 """Bytes of a page from which on its items are counted before they are made."""
 _PAGE: Final = msgspec.json.Decoder(wire.ListPage)
@@ -262,8 +263,10 @@ class Reflector:
                 wire.check_items(body)
             return _PAGE.decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            if is_html(body):
+                raise html_page() from error
             hint = "is this a Kubernetes API server?"
-            raise SourceError(f"not a list: {field_error(error)}", hint=hint) from error
+            raise SourceError(f"not a list: {json_error(error)}", hint=hint) from error
 
     def _stream_list(self) -> None:
         """The list and then the watch, as one stream."""
@@ -341,9 +344,12 @@ class Reflector:
     def _follow(self, response: Response, stream: WatchStream) -> None:
         """Say what comes until it ends. Raises SourceError, or _Over when a list is due."""
         begun, listing = self._clock(), not self._version
-        last_line = line_begun = begun
+        last_line, line_begun, is_first = begun, begun, True
         while not self._stop.is_set() and (data := response.chunk()):
             now = self._contact = self._clock()
+            if is_first and is_html(data):
+                raise html_page()
+            is_first = False
             for said in stream.feed(data):
                 last_line = now
                 self._heard(said, stream)
@@ -354,10 +360,12 @@ class Reflector:
                 self._still_watching(now, begun, last_line, line_begun)
             elif now - begun > LIST_SECONDS:
                 raise SourceError(f"it has no end after {LIST_SECONDS:.0f} s")
+        if not self._version and self._unreadable:
+            raise SourceError(self._unreadable, hint="is this a Kubernetes API server?")
+        if stream.close():
+            raise SourceError("broken JSON: the stream ended inside a line")
         if not self._version:
             raise SourceError("the stream ended before the list did")
-        if stream.close():
-            raise SourceError("the stream ended inside a line")
 
     def _still_watching(
         self, now: float, begun: float, last_line: float, line_begun: float
@@ -444,16 +452,20 @@ class Reflector:
 
     def _well(self) -> None:
         self._healthy_since, self._verb = self._clock(), "watch"
-        if self._status.error:
-            failures = self._status.failures
-            log.info("source well again name=%s failures=%d", self._resource.name, failures)
+        if outage := self._cluster.outages.ended(self._resource.name, self._clock()):
+            names = ",".join(outage.names)
+            log.info("watch works again name=%s after=%.0fs", names, outage.seconds)
         self._status = replace(self._status, state=SourceState.WATCHING, failures=0, error="")
 
     def _unwell(self, error: SourceError) -> None:
         what = f"cannot {self._verb} {self._resource.name}: {error.what}"
         line = f"SourceError: {SourceError(what, error.where or self._cluster.url, error.hint)}"
-        if line != self._status.error:
-            log.warning("source unwell name=%s error=%r", self._resource.name, line)
+        reason = f"{error.what} {error.where} {error.hint}"
+        if outage := self._cluster.outages.failed(self._resource.name, reason, self._clock()):
+            names = ",".join(outage.names)
+            log.warning(
+                "watch failed name=%s for=%.0fs error=%r; %s", names, outage.seconds, line, IN_FORCE
+            )
         failures = self._status.failures + 1
         self._status = replace(
             self._status, state=SourceState.RETRYING, failures=failures, error=line

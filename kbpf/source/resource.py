@@ -12,6 +12,8 @@ from kbpf.model.events import Kind
 from kbpf.source import wire
 
 PAGE: Final = 500
+HTML_BYTES: Final = 256
+HTML_HINT: Final = "is there a proxy or login page in front of it?"
 SOCKET_LB_LABEL: Final = "kbpf.io/socket-lb"
 _STATUS: Final = msgspec.json.Decoder(wire.Status)
 
@@ -119,6 +121,16 @@ def _role(resource: Resource) -> str:
     return "ClusterRole system:node-proxier"
 
 
+def is_html(body: bytes | bytearray) -> bool:
+    """Whether an answer is a web page: no JSON begins so."""
+    return bytes(body[:HTML_BYTES]).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"<")
+
+
+def html_page() -> SourceError:
+    """The error of an answer that is one."""
+    return SourceError("answered with an HTML page", hint=HTML_HINT)
+
+
 def refused(resource: Resource, status: int, reason: str, body: bytes, where: str) -> Refused:
     """The answer as an error that says what to do. `where`: where our credentials come from."""
     try:
@@ -132,6 +144,9 @@ def refused(resource: Resource, status: int, reason: str, body: bytes, where: st
         403: f"grant list and watch on {name} to {user} ({_role(resource)})",
         404: f"{resource.path} is not known there: is it Kubernetes 1.21 or later?",
     }
-    error = Refused(f"{status} {reason}".rstrip(), hint=hints.get(status, message[:200]))
+    what, hint = f"{status} {reason}".rstrip(), hints.get(status, message[:200])
+    if is_html(body):
+        what, hint = f"{what}, with an HTML page", HTML_HINT
+    error = Refused(what, hint=hint)
     error.status, error.message = status, message
     return error

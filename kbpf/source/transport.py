@@ -45,6 +45,10 @@ TCP_OPTIONS: Final = (
 )
 LONGEST_RETRY_AFTER: Final = 60
 """Seconds. An API server says 1; what is absurd must not make the agent deaf for long."""
+OTHER_NAME: Final = (62, 63, 64)
+"""X509_V_ERR_HOSTNAME_MISMATCH, ..._EMAIL_MISMATCH, ..._IP_ADDRESS_MISMATCH."""
+PLACEHOLDER: Final = "CONTROL-PLANE-ENDPOINT"
+"""Of manifests/, for the address of the API server."""
 ERROR_BYTES: Final = 64 << 10
 ERROR_SECONDS: Final = 10.0
 READ_BYTES: Final = 64 << 10
@@ -365,17 +369,34 @@ def explained(error: Exception, url: str, where: str) -> SourceError:
             return TooMuch(error.what, url, "is this a Kubernetes API server, and is it well?")
         case SourceError():
             return error
-        case ssl.SSLCertVerificationError():
-            what = f"its certificate is not trusted: {error.verify_message}"
-            hint = f"see certificate-authority in {where}"
         case ssl.SSLError():
-            what, hint = f"TLS: {error.reason or error}", ""
+            what, hint = _tls_problem(error, where)
         case TimeoutError() if not error.errno:
             return Silent("no answer in time", url, hint)
         case http.client.IncompleteRead() | http.client.RemoteDisconnected():
             what = "the server cut the connection"
         case http.client.HTTPException():
             what = f"not an HTTP answer: {error!r}"
+        case socket.gaierror() if PLACEHOLDER in url.upper():
+            what = "the manifests' placeholder was left in place"
+            hint = f"write the API server's address as the server in {where}"
+        case ConnectionResetError() if url.startswith("http:"):
+            what, hint = "connection reset by peer", "does it want https://?"
         case _:
             what = (getattr(error, "strerror", None) or str(error)).lower()
     return SourceError(what, url, hint)
+
+
+def _tls_problem(error: ssl.SSLError, where: str) -> tuple[str, str]:
+    """What went wrong, and what to do."""
+    match error:
+        case ssl.SSLCertVerificationError() if error.verify_code in OTHER_NAME:
+            what = f"its certificate is for another name: {error.verify_message}"
+            return what, f"write a name or address of the certificate as the server in {where}"
+        case ssl.SSLCertVerificationError():
+            what = f"its certificate is not trusted: {error.verify_message}"
+            return what, f"see certificate-authority in {where}"
+        case ssl.SSLError(reason="WRONG_VERSION_NUMBER"):
+            return "it answers without TLS", "is its port another one, or http:// meant?"
+        case _:
+            return f"TLS: {error.reason or error}", ""

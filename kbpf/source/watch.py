@@ -16,7 +16,7 @@ import msgspec
 from kbpf.errors import ObjectError
 from kbpf.model.events import Kind
 from kbpf.source import decode, wire
-from kbpf.source.fields import field_error
+from kbpf.source.fields import json_error
 from kbpf.source.known import went_back
 
 MAX_LINE: Final = 8 << 20
@@ -116,7 +116,7 @@ class WatchStream:
                 case _:
                     return [Garbled(f"unknown type of event {event.type[:40]!r}")]
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ObjectError) as error:
-            return [Garbled(f"{field_error(error)}: {line[:60]!r}")]
+            return [Garbled(f"{json_error(error)}: {line[:60]!r}")]
 
     def _moved(self, version: str) -> list[Said]:
         before = self.resource_version

@@ -26,7 +26,7 @@ from kbpf.source.kubeconfig import Access, find_access, in_cluster
 from kbpf.source.poster import Poster
 from kbpf.source.reflector import Reflector
 from kbpf.source.resource import SERVICES
-from kbpf.source.transport import Connection, Silent
+from kbpf.source.transport import Connection, Silent, explained
 from tests.support.certs import Authority
 from tests.support.lab import PATIENCE, until
 from tests.support.scripted import Exchange, ScriptedServer
@@ -428,7 +428,9 @@ def test_a_server_with_another_name_is_refused_unless_that_name_is_given(
 ):
     with ScriptedServer(ok, tls=server_tls) as server:
         ca = str(authority.crt)
-        with pytest.raises(SourceError, match="not trusted"):
+        with pytest.raises(
+            SourceError, match=r"is for another name: .*; write a name or address of"
+        ):
             connect(server.url, ca_file=ca, server_name="other.example").request("/x")
         connect(server.url, ca_file=ca, server_name="kube.example").request("/x").read()
         assert len(server.requests) == 1
@@ -444,6 +446,29 @@ def test_plain_http_at_a_tls_port_and_the_reverse_are_errors(connect, authority,
         connect(server.url.replace("https", "http")).request("/x")
     with ScriptedServer() as server, pytest.raises(SourceError, match="TLS"):
         connect(server.url.replace("http", "https"), ca_file=str(authority.crt)).request("/x")
+
+
+def tls_error(reason: str) -> ssl.SSLError:
+    error = ssl.SSLError(1, f"[SSL: {reason}]")
+    error.reason = reason
+    return error
+
+
+EXPLAINED = [
+    (tls_error("WRONG_VERSION_NUMBER"), "https://x:6443", "it answers without TLS"),
+    (tls_error("NO_CIPHERS"), "https://x:6443", "TLS: NO_CIPHERS"),
+    (ConnectionResetError(104, "Connection reset by peer"), "http://x:6443", "does it want https://?"),
+    (ConnectionResetError(104, "Connection reset by peer"), "https://x:6443", "whether it runs"),
+    (socket.gaierror(-3, "Temporary failure in name resolution"),
+     "https://CONTROL-PLANE-ENDPOINT:6443", "the manifests' placeholder was left in place"),
+    (socket.gaierror(-3, "Temporary failure in name resolution"), "https://x:6443",
+     "temporary failure in name resolution"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("error", "url", "words"), EXPLAINED)
+def test_what_goes_wrong_on_the_way_says_what_to_do(error, url, words):
+    assert words in str(explained(error, url, "the kubeconfig"))
 
 
 def client_certificate(folder: Path, name: str) -> tuple[Path, Path]:

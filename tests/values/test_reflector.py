@@ -21,7 +21,7 @@ from kbpf.source.cluster import Cluster, PageRoom
 from kbpf.source.decode import Item
 from kbpf.source.known import Known, went_back
 from kbpf.source.kubeconfig import Access
-from kbpf.source.pace import Pace
+from kbpf.source.pace import MOST_REASONS, Outages, Pace
 from kbpf.source.reflector import Reflector
 from kbpf.source.resource import PAGE, SERVICES, SLICES, Resource, exempt_pods, nodes, own_node
 from tests.support.lab import until
@@ -362,13 +362,44 @@ def test_a_streaming_list_with_rubbish_in_it_deletes_nothing_and_pages_tell_what
     assert run.all_asked[:3] == ["stream", "stream", "page"]
 
 
-@pytest.mark.parametrize(
-    ("name", "body"), [("HTML", b"<html>"), ("null", b"null"), ("a list", b"[]"), ("empty", b"")]
-)
-def test_an_answer_that_is_no_list_is_an_error(start, name, body):
-    run = start(PAGES, lambda exchange: exchange.answer(200, body), listed(service("a", 1)))
-    run.until_watching(4)
-    assert run.said == ["+a", "synced"], name
+class NoList(NamedTuple):
+    """The body of an answer with status 200 that is no list, and what is said of it."""
+
+    name: str
+    body: bytes
+    pages: str
+    stream: str
+
+
+LOGIN = b"\xef\xbb\xbf\n<!DOCTYPE html>\n<html>\n<title>Sign in</title>\n</html>\n"
+HTML = "answered with an HTML page"
+NO_LISTS = [
+    NoList("HTML", b"<html>", HTML, HTML),
+    NoList("a login page", LOGIN, HTML, HTML),
+    NoList("null", b"null\n", "not a list: expected object", "a line is no event: expected object"),
+    NoList("a list", b"[]\n", "not a list: expected object", "a line is no event: expected object"),
+    NoList("empty", b"", "not a list: broken JSON: ", "the stream ended before the list did"),
+    NoList("broken", b'{"items": [}\n', "not a list: broken JSON: JSON is malformed",
+           "a line is no event: broken JSON: JSON is malformed"),
+    NoList("broken off", b'{"items": ', "not a list: broken JSON: ",
+           "broken JSON: the stream ended inside a line"),
+    NoList("plain text", b"welcome\n", "not a list: broken JSON: ",
+           "a line is no event: broken JSON: "),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["pages", "stream"])
+@pytest.mark.parametrize("row", NO_LISTS, ids=lambda row: row.name)
+def test_an_answer_that_is_no_list_says_what_it_is(start, caplog, row: NoList, how: str):
+    caplog.set_level(logging.WARNING, "kbpf.source")
+    steps = (PAGES,) if how == "pages" else ()
+    run = start(*steps, lambda exchange: exchange.answer(200, row.body), listed(service("a", 1)))
+    run.until_watching(len(steps) + 3)
+    assert run.said == ["+a", "synced"]
+    (line,) = [r.getMessage() for r in caplog.records if "watch failed" in r.getMessage()]
+    wanted = row.pages if how == "pages" else row.stream
+    assert f"cannot list services: {wanted}" in line
+    assert ("is there a proxy or login page in front of it?" in line) == (wanted == HTML)
 
 
 def test_items_null_is_an_empty_list(start):
@@ -496,11 +527,14 @@ REFUSALS = [
     (status(500, "etcd is away"), "500 No", "etcd is away"),
     (status(503), "503 No", ""),
     (status(404), "404 No", "/api/v1/services is not known there"),
-    (lambda exchange: exchange.answer(502, b"<html>bad gateway"), "502 No", ""),
+    (lambda exchange: exchange.answer(502, b"<html>bad gateway"), "502 No, with an HTML page",
+     "is there a proxy or login page"),
+    (lambda exchange: exchange.answer(401, LOGIN), "401 No, with an HTML page",
+     "is there a proxy or login page"),
     (Exchange.cut, "the server cut the connection", ""),
     (Exchange.reset, "connection reset by peer", ""),
     (lambda exchange: exchange.sock.sendall(b"SSH-2.0\r\n\r\n"), "not an HTTP answer", ""),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("step", "what", "hint"), REFUSALS, ids=lambda it: str(it)[:30])
@@ -1020,9 +1054,11 @@ def test_a_change_of_health_is_logged_once(start, caplog):
     run.until(lambda: "synced" in run.said)
     lines = [(record.levelname, record.getMessage()) for record in caplog.records]
     assert [level for level, _ in lines] == ["WARNING", "INFO", "INFO"]
+    assert lines[0][1].startswith("watch failed name=services for=0s error=")
     assert "503" in lines[0][1]
+    assert lines[0][1].endswith("; what is programmed stays in force")
     assert lines[1][1] == "source synced name=services objects=1"
-    assert lines[2][1] == "source well again name=services failures=6"
+    assert lines[2][1] == "watch works again name=services after=0s"
 
 
 def test_a_fault_of_ours_does_not_end_the_thread(start, caplog):
@@ -1044,6 +1080,71 @@ def test_a_fault_of_ours_does_not_end_the_thread(start, caplog):
 
 
 # --- the parts ---
+
+
+MINUTE = 60.0
+FOUR = ("endpointslices", "nodes", "pods", "services")
+
+
+def told(outages: Outages, name: str, reason: str, minutes: float) -> tuple[str, float] | None:
+    """What is logged of a failure at this time, the watches and how many minutes."""
+    outage = outages.failed(name, reason, minutes * MINUTE)
+    return outage and (",".join(outage.names), outage.seconds / MINUTE)
+
+
+def test_the_failure_of_four_watches_is_one_line_that_is_repeated():
+    outages, lines = Outages(), []
+    for tick in range(0, 40 * 2 + 1):  # each tries twice a minute
+        minutes = tick / 2
+        lines += [line for name in FOUR if (line := told(outages, name, "refused", minutes))]
+    first, *repeated = lines
+    assert first == ("endpointslices", 0)
+    assert repeated == [(",".join(FOUR), minutes) for minutes in (1, 5, 10, 20, 30, 40)]
+    ends = [outages.ended(name, 41 * MINUTE) for name in FOUR]
+    assert ends == [None, None, None, (FOUR, 41 * MINUTE)], "its end is one line"
+    assert [outages.ended(name, 42 * MINUTE) for name in FOUR] == [None] * 4
+    assert told(outages, "nodes", "refused", 50) == ("nodes", 0), "and the next is another one"
+
+
+def test_reasons_that_take_turns_are_a_line_each_and_no_more():
+    outages = Outages()
+    lines = [told(outages, "pods", reason, at / 60) for at in range(59) for reason in "ab"]
+    assert list(filter(None, lines)) == [("pods", 0), ("pods", 0)]
+    assert outages.ended("pods", 59.0) == (("pods",), 59.0)
+
+
+def test_a_watch_that_may_not_list_does_not_hide_the_end_of_an_outage():
+    outages = Outages()
+    told(outages, "nodes", "403", 0)
+    for name in FOUR:
+        told(outages, name, "refused", 10)
+    assert told(outages, "nodes", "403", 12) == ("nodes", 12)
+    ends = [outages.ended(name, 13 * MINUTE) for name in FOUR if name != "nodes"]
+    assert ends == [None, None, (("endpointslices", "pods", "services"), 13 * MINUTE - 600)]
+
+
+def test_reasons_without_end_are_forgotten():
+    outages = Outages()
+    for number in range(1000):
+        assert told(outages, "pods", f"error {number}", 0)
+    assert len(outages._reasons) <= MOST_REASONS
+
+
+def test_the_same_failure_of_two_watches_is_one_line(caplog):
+    caplog.set_level(logging.INFO, "kbpf.source")
+    with ScriptedServer() as server:
+        server.script = [status(503, "not yet")] * 8
+        cluster = Cluster(Access(server.url, "the test"))
+        soon = {"wait": lambda stop, seconds: stop.wait(0.05)}
+        runs = [Reflector(cluster, each, lambda _: None, **soon) for each in (SERVICES, SLICES)]
+        for run in runs:
+            run.start()
+        server.wait(8)
+        server.script = []
+        for run in runs:
+            run.stop()
+    lines = [r.getMessage() for r in caplog.records if "watch failed" in r.getMessage()]
+    assert len(lines) == 1
 
 
 def test_pace_spreads_the_waits():
