@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from kbpf.dataplane.bpf import foreign
 from kbpf.dataplane.bpf.layout import ServiceFlag, ServiceValue
 from kbpf.dataplane.checks import CheckRow
 from kbpf.errors import KernelError
@@ -103,6 +104,13 @@ def rows(snapshot: Snapshot) -> Iterator[CheckRow]:
             yield CheckRow(name, "no", True, str(error), hint)
             continue
         yield _judge(name, at, arrived, shown, with_names)
+
+
+def others(snapshot: Snapshot) -> Iterator[CheckRow]:
+    """A row for each program of another load balancer beside those of the agent."""
+    cgroup = next((f.cgroup for f in snapshot.hooks if f.attached), None)
+    for line in foreign.lines(foreign.all_of(snapshot.pin_dir, cgroup)):
+        yield CheckRow("alone at its hooks", "no", False, line, "see docs/troubleshoot.md")
 
 
 def _none_attached(snapshot: Snapshot) -> CheckRow:

@@ -35,7 +35,9 @@ def check(
         from kbpf.cli import attached as proving
         from kbpf.views import snapshot
 
-        proof = tuple(proving.rows(snapshot.read(pin_dir, proving.NEEDS)))
+        held = snapshot.read(pin_dir, proving.NEEDS)
+        proof = tuple(proving.rows(held))
+        found = (*found, *proving.others(held))
     made = checks.verdict(found, proof)
     if output in (Output.JSON, Output.YAML):
         print(render.document(made, output))

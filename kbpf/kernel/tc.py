@@ -269,6 +269,17 @@ class Tc:
                     if program := self._mark.program(message):
                         yield Attachment(ifindex, direction, How.CLSACT, program)
 
+    def filters_of_others(self, ifindex: int, direction: Direction) -> tuple[int, ...]:
+        """The ids of the programs of filters there that are not ours."""
+        if not self._seen:
+            self._qdiscs()
+        if self._seen.get(ifindex) is None:
+            return ()
+        if self._seen[ifindex] == "ingress" and direction is Direction.EGRESS:
+            return ()
+        found = (m for m in self._dump(ifindex, direction) if not self._mark.program(m))
+        return tuple(filter(None, map(_program_of, found)))
+
     def _attach_filter(self, wanted: Attachment, program: Program) -> None:
         ifindex, direction = wanted.ifindex, wanted.direction
         fresh = self._make_qdisc(ifindex)
@@ -327,6 +338,15 @@ class Tc:
             self._netlink.ask(RTM_DELQDISC, _TCMSG.pack(0, ifindex, *CLSACT, 0))
             self._seen.pop(ifindex, None)
             self._disown(ifindex)
+
+
+def _program_of(message: Message) -> int:
+    """The id of the program, if this message tells of a filter of BPF; else 0."""
+    found = attributes(message.body[_TCMSG.size :])
+    options = attributes(found.get(TCA_OPTIONS, b""))
+    if text(found.get(TCA_KIND, b"")) != "bpf" or TCA_BPF_ID not in options:
+        return 0
+    return int(_U32.unpack(options[TCA_BPF_ID])[0])
 
 
 def _ifindex(path: Path) -> int:

@@ -91,11 +91,14 @@ class Ended(NamedTuple):
 class Measures(msgspec.Struct, frozen=True):
     """What is known at once. `tables`: `entries` of those that programs write is what it was when
     connections were counted last. `hooks`: those that are wanted, and whether each is attached.
+    `foreign`: programs of other load balancers at these hooks and on devices, None where nobody
+    looks for them.
     """
 
     tables: tuple[Table, ...] = ()
     decisions: tuple[Decision, ...] = ()
     hooks: tuple[tuple[str, bool], ...] = ()
+    foreign: int | None = None
 
 
 class Traffic(msgspec.Struct, frozen=True):

@@ -136,6 +136,11 @@ def kernel(measures: Measures) -> Iterator[str]:
         "hooks_attached", "Of each socket hook that is wanted: whether it is attached",
         [(labels(hook=name), attached) for name, attached in measures.hooks],
     )  # fmt: skip
+    if measures.foreign is not None:
+        yield from _gauge(
+            "foreign_programs", "Programs of other load balancers at the same hooks and devices",
+            [("", measures.foreign)],
+        )  # fmt: skip
     yield from _counter(
         "decisions_total", "Connections, datagrams and packets, by what was decided and why",
         [(labels(reason=one.reason, verdict=one.verdict), one.times)

@@ -22,6 +22,7 @@ from enum import IntEnum
 from pathlib import Path
 
 from kbpf.dataplane.bpf.devices import Choice, Role, decide
+from kbpf.dataplane.bpf.foreign import Foreign, at_devices
 from kbpf.errors import KernelError
 from kbpf.kernel.devices import Device
 from kbpf.kernel.libbpf import Program
@@ -54,9 +55,10 @@ that could not be swapped: they go on with older programs."""
 class DeviceReport:
     """What one sync() did, and what holds now.
 
-    `choices`: by ifindex. `attached`: everything of ours. `failed`: device name → why; a device
-    with an error keeps what it had and is tried again by the next sync(). `complete`: whether it
-    went through all stages.
+    `choices`: by ifindex. `attached`: everything of ours. `foreign`: programs of other balancers on
+    the same devices, as of the last time that everything was read. `failed`: device name → why; a
+    device with an error keeps what it had and is tried again by the next sync(). `complete`:
+    whether it went through all stages.
     """
 
     choices: Mapping[int, Choice] = field(default_factory=dict)
@@ -66,6 +68,7 @@ class DeviceReport:
     removed: int = 0
     failed: Mapping[str, str] = field(default_factory=dict)
     complete: bool = True
+    foreign: tuple[Foreign, ...] = ()
 
 
 class Devices:
@@ -121,6 +124,11 @@ class Devices:
             step = _Step(tc, self._look(tc, gone, choices), pick, choices)
             self._held = None  # until it is known that everything below went well
             complete = step.run(listed, go_on)
+            foreign = self._report.foreign
+            if gone is None:
+                ours = {one.ifindex for one in step.attached}
+                names = ((d.ifindex, d.name) for d in listed if d.ifindex in ours)
+                foreign = at_devices(tc, names)
         if not step.failed:
             self._held = step.held
         for name in sorted(step.failed.keys() - self._report.failed.keys()):
@@ -128,7 +136,12 @@ class Devices:
         if step.did:
             log.info("devices %s", " ".join(f"{k}={n}" for k, n in sorted(step.did.items())))
         self._report = DeviceReport(
-            choices, step.attached, **step.did, failed=step.failed, complete=complete
+            choices,
+            step.attached,
+            **step.did,
+            failed=step.failed,
+            complete=complete,
+            foreign=foreign,
         )
         return self._report
 

@@ -11,9 +11,10 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Final
 
-from kbpf.dataplane.bpf import beside, checks, compile, load, moving, packet
+from kbpf.dataplane.bpf import beside, checks, compile, foreign, load, moving, packet
 from kbpf.dataplane.bpf.beside import Beside
 from kbpf.dataplane.bpf.exempt import Exemptions
+from kbpf.dataplane.bpf.foreign import Foreign
 from kbpf.dataplane.bpf.keeper import KeeperStatus
 from kbpf.dataplane.bpf.layout import MAPS
 from kbpf.dataplane.bpf.load import Pins
@@ -66,6 +67,8 @@ class Attached:
         self._verify_due = 0.0
         self._hooks: Mapping[str, bool] = {}
         self._hook_error = ""
+        self._at_sockets: tuple[Foreign, ...] = ()
+        self._foreign_lines: tuple[str, ...] = ()  # that have been logged
         self.compiled = False
         self._unloaded = False  # whether publish() has to load the programs first
         self.unpublished = False
@@ -366,8 +369,23 @@ class Attached:
                     "hooks are not attached, trying again hooks=%s: %s", ",".join(gone), error
                 )
             self._hook_error = str(error)
+        self._at_sockets = sockets.foreign()
         ok = all(self._hooks.values()) and not self._hook_error
         self._verify_due = now + (VERIFY_SECONDS if ok else VERIFY_AGAIN_SECONDS)
+
+    def foreign(self) -> tuple[Foreign, ...]:
+        """Programs of other balancers at our hooks and on our devices, when it was looked last."""
+        packets = self._packets.status().foreign if self._packets is not None else ()
+        return (*self._at_sockets, *packets)
+
+    def _tell_of_foreign(self) -> tuple[str, ...]:
+        """A line for each; those that are new are logged."""
+        found = tuple(foreign.lines(self.foreign()))
+        for line in found:
+            if line not in self._foreign_lines:
+                log.warning("%s", line)
+        self._foreign_lines = found
+        return found
 
     def hooks(self) -> Mapping[str, bool]:
         """The hooks that are wanted, and whether each was attached when it was looked at last."""
@@ -437,6 +455,7 @@ class Attached:
         if self._packets is None and not self._postponed and not self.exemptions.is_empty:
             lines = (*lines, "exempt cgroups are served by nobody: the packet path is off")
         unmatched = self._packets.unmatched if self._packets is not None else ()
+        lines = (*lines, *self._tell_of_foreign())
         return (*lines, *(f"--device {pattern} names no device" for pattern in unmatched))
 
     # ---- the end ---------------------------------------------------------------------------

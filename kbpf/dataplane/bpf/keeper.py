@@ -28,6 +28,7 @@ from typing import Final, Protocol
 
 from kbpf.dataplane.bpf.attach import Devices, Pick, Stage
 from kbpf.dataplane.bpf.devices import Choice
+from kbpf.dataplane.bpf.foreign import Foreign
 from kbpf.errors import DevicesBehind, KbpfError
 from kbpf.kernel import threads
 from kbpf.kernel.devices import Device, Watch, list_devices
@@ -62,12 +63,14 @@ class Generation(Protocol):
 class KeeperStatus:
     """How the thread is doing. `ready`: all devices had their turn once, since it began. `failed`:
     device → why. `problem`: why it cannot look at all, or is waited for no longer; "" when it can.
+    `foreign`: programs of other balancers on the same devices.
     """
 
     ready: bool = False
     attached: int = 0
     failed: Mapping[str, str] = field(default_factory=dict)
     problem: str = ""
+    foreign: tuple[Foreign, ...] = ()
 
 
 class Keeper:
@@ -204,7 +207,9 @@ class Keeper:
             if report.complete and not report.failed and self._wanted is self._current:
                 self._settled()
             ready = report.complete or self._status.ready
-            self._status = KeeperStatus(ready, len(report.attached), report.failed)
+            self._status = KeeperStatus(
+                ready, len(report.attached), report.failed, foreign=report.foreign
+            )
         return not report.failed
 
     def _take(self) -> Pick:

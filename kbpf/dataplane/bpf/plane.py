@@ -561,7 +561,11 @@ class BpfPlane:
     def measure(self) -> Measures:
         """See base.DataPlane."""
         measures = self._meter.read(dict(self._tables.fill))
-        return msgspec.structs.replace(measures, hooks=tuple(self._attached.hooks().items()))
+        return msgspec.structs.replace(
+            measures,
+            hooks=tuple(self._attached.hooks().items()),
+            foreign=len(self._attached.foreign()),
+        )
 
     def count(self, pause: Pause) -> Traffic:
         """See base.DataPlane."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from kbpf.dataplane.bpf.artifact import Artifact, Bytecode
+from kbpf.dataplane.bpf.foreign import Foreign, at_sockets
 from kbpf.dataplane.bpf.hooks import (
     HOOKS,
     OPTIONAL_HELPERS,
@@ -308,6 +309,10 @@ class SocketPrograms(Programs):
         with Link.open(pin) as link:
             info = link.info()
         return info.cgroup == cgroup_id and info.program == program.info().id
+
+    def foreign(self) -> tuple[Foreign, ...]:
+        """What others have at the same hooks."""
+        return at_sockets(self._cgroup)
 
     def attach_again(self) -> int:
         """Attaches what is missing; how many attachments changed."""

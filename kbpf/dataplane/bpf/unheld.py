@@ -55,8 +55,8 @@ def _places(pins: Pins, cgroup: Path) -> Iterator[str]:
         return  # attaching will say what is wrong with it
     try:
         for hook in HOOKS:
-            ids = _attached(descriptor, hook.attach_type)
-            if any(_is_ours(one, hook.name) for one in ids if one not in held):
+            ids = attached(descriptor, hook.attach_type)
+            if any(is_ours(one, hook.name) for one in ids if one not in held):
                 yield f"{hook.name} of {cgroup}"
     finally:
         os.close(descriptor)
@@ -64,12 +64,12 @@ def _places(pins: Pins, cgroup: Path) -> Iterator[str]:
         return  # filters are known by their marks, and need no pins
     for device in list_devices():
         for direction in Direction:
-            ids = _attached(device.ifindex, ATTACH_TYPE[direction])
-            if any(_is_ours(one, f"tc_{direction}") for one in ids if one not in held):
+            ids = attached(device.ifindex, ATTACH_TYPE[direction])
+            if any(is_ours(one, f"tc_{direction}") for one in ids if one not in held):
                 yield f"{direction} of {device.name}"
 
 
-def _attached(place: int, attach_type: int) -> tuple[int, ...]:
+def attached(place: int, attach_type: int) -> tuple[int, ...]:
     """() where this kernel, or our rights, give no answer."""
     try:
         return libbpf.attached(place, attach_type)
@@ -89,7 +89,7 @@ def _held(pins: Pins) -> set[int]:
     return ids
 
 
-def _is_ours(program_id: int, name: str) -> bool:
+def is_ours(program_id: int, name: str) -> bool:
     """Whether it is a program of kbpf, of whatever version: by its name, and that of a map. False
     where it cannot be asked (CAP_SYS_ADMIN), or has just ended.
     """
