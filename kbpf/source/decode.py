@@ -46,6 +46,7 @@ from kbpf.source.fields import (
     is_local,
     label_at,
     label_problem,
+    leading_zeros,
     one_of,
     or_skip,
     parse_at,
@@ -123,10 +124,10 @@ def service(obj: wire.Service) -> Service | None:
     if labels and (labels.headless is not None or labels.proxy_name is not None):
         return None
     kind = one_of(spec.type or "ClusterIP", _TYPES, "spec.type")
-    cluster_ips = _cluster_ips(spec)
+    skipped: list[str] = []
+    cluster_ips = _cluster_ips(spec, skipped)
     if kind == "ExternalName" or not cluster_ips:
         return None
-    skipped: list[str] = []
     listed = [(f"spec.externalIPs[{i}]", ip) for i, ip in enumerate(spec.external_ips or ())]
     exposed = kind in ("NodePort", "LoadBalancer")
     external_local = is_local(spec.external_traffic_policy, "spec.externalTrafficPolicy")
@@ -267,13 +268,15 @@ def _check_names(kind: Kind, meta: wire.Meta | wire.PodMeta) -> None:
         label_at(meta.namespace, "metadata.namespace")
 
 
-def _cluster_ips(spec: wire.ServiceSpec) -> tuple[Addr, ...]:
+def _cluster_ips(spec: wire.ServiceSpec, skipped: list[str]) -> tuple[Addr, ...]:
     """spec.clusterIPs, or clusterIP alone (objects from before 1.20); empty means: skip."""
     texts = spec.cluster_ips or ((spec.cluster_ip,) if spec.cluster_ip else ())
     if "None" in texts or spec.cluster_ip == "None" or texts == ("",):
         return ()
     path = "spec.clusterIPs[{}]" if spec.cluster_ips else "spec.clusterIP"
     addresses = tuple(address_at(text, path.format(i)) for i, text in enumerate(texts))
+    for i, (text, address) in enumerate(zip(texts, addresses, strict=True)):
+        _note_zeros(text, address, path.format(i), skipped)
     if len({family_of(address) for address in addresses}) < len(addresses):
         raise ObjectError("spec.clusterIPs: more than one address of a family")
     return addresses
@@ -337,8 +340,14 @@ def _dialled(listed: Iterable[tuple[str, str]], skipped: list[str]) -> tuple[Add
         if reason not in ("", LINK_LOCAL):
             skipped.append(at(path, f"{text} is {reason}"))
         else:
+            _note_zeros(text, address, path, skipped)
             found.append(address)
     return tuple(found)
+
+
+def _note_zeros(text: str, address: Addr, path: str, skipped: list[str]) -> None:
+    if problem := leading_zeros(text, address):
+        skipped.append(at(path, problem))
 
 
 def _affinity_timeout(spec: wire.ServiceSpec) -> int:
@@ -375,6 +384,12 @@ def _endpoints(
             why = problem or f"not IPv{family}"
             _leave_out(skipped, f"endpoints[{i}].addresses: {text} is {why}")
             continue
+        if ".0" in text or text[0] == "0":
+            problem = leading_zeros(text, address)
+            if problem:
+                _leave_out(skipped, f"endpoints[{i}].addresses: {problem}")
+        if end.addresses and len(end.addresses) > 1:
+            _note_others(end.addresses, f"endpoints[{i}].addresses", skipped)
         is_ready = serving = True
         terminating = False
         if (said := end.conditions) is not None:
@@ -388,6 +403,15 @@ def _endpoints(
         result.append(Endpoint(address, is_ready, serving, terminating, where, zone, zones, nodes))
         pods.append(_pod_name(end.target_ref) if end.target_ref is not None else "")
     return tuple(result)
+
+
+def _note_others(addresses: tuple[str, ...], path: str, skipped: list[str]) -> None:
+    """A line for each that is no address, though none after the first one is used."""
+    for i, text in enumerate(addresses[1:], 1):
+        try:
+            parse_addr(text)
+        except (ObjectError, ValueError):
+            _leave_out(skipped, f"{path}[{i}]: {text[:64]!r} is not an IP address")
 
 
 def _leave_out(skipped: list[str], line: str) -> None:

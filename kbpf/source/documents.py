@@ -13,7 +13,8 @@ Rules:
 
 import re
 from collections.abc import Iterator
-from itertools import islice
+from difflib import get_close_matches
+from itertools import chain, islice
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -24,7 +25,7 @@ from kbpf.errors import ObjectError
 from kbpf.model.events import Kind
 from kbpf.source import decode
 from kbpf.source.fields import field_error, shown
-from kbpf.source.unknown import unknown_fields
+from kbpf.source.unknown import unknown_annotations, unknown_fields
 
 API_VERSIONS: Final = {
     "Service": "v1",
@@ -32,6 +33,8 @@ API_VERSIONS: Final = {
     "Node": "v1",
     "Pod": "v1",
 }
+NEAR: Final = 0.8
+"""How much a kind resembles one that is read, to be taken for it: ServiceCIDR does by 0.78."""
 MOST_PROBLEMS: Final = 100
 """Lines of complaint about one file."""
 _A: Final = {
@@ -71,12 +74,15 @@ def parse(name: str, data: bytes) -> Contents:
     ignored: dict[str, None] = {}
     problems: list[str] = []
     lines = _Lines(data)
-    documents = _load_json(name, data) if name.endswith(".json") else _load_yaml(name, data)
+    is_json = name.endswith(".json")
+    documents = _load_json(name, data) if is_json else _load_yaml(name, data, problems)
     for document, path, kind, value in documents:
         try:
             if not kind:
                 raise ObjectError(f"{path}kind: missing")
             if kind not in API_VERSIONS:
+                if meant := _meant(kind, value):
+                    raise ObjectError(f"{path}kind: {shown(kind)} is not read; {meant}")
                 ignored[kind] = None
                 continue
             item, where = _item(kind, value, path), name
@@ -84,9 +90,13 @@ def parse(name: str, data: bytes) -> Contents:
                 where = f"{name}:{lines.of(document, item.error)}"
                 item = item._replace(error=str(ObjectError(item.error, where)))
             found.append(Found(item, where))
-            for field in islice(unknown_fields(Kind(kind), value), MOST_PROBLEMS - len(problems)):
+            unknown = chain(unknown_fields(Kind(kind), value), unknown_annotations(value))
+            for field in islice(unknown, MOST_PROBLEMS - len(problems)):
                 at = f"{name}:{lines.of(document, f'{path}{field.path}:')}"
-                what = f"{item.key}: {shown(path + field.path)} is no field of {_A[kind]}"
+                whose = (
+                    "annotation of kbpf" if "annotations[" in field.path else f"field of {_A[kind]}"
+                )
+                what = f"{item.key}: {shown(path + field.path)} is no {whose}"
                 hint = f"is {field.meant} meant?" if field.meant else "it is not used"
                 problems.append(str(ObjectError(what, at, hint)))
         except ObjectError as error:
@@ -98,6 +108,16 @@ def parse(name: str, data: bytes) -> Contents:
             f"{name}: and maybe more: only {MOST_PROBLEMS} problems of a file are listed"
         )
     return Contents(tuple(found), tuple(ignored), tuple(problems))
+
+
+def _meant(kind: str, value: object) -> str:
+    """What to write instead of this kind, if it is near to one that is read; else ""."""
+    version = value.get("apiVersion") if isinstance(value, dict) else None
+    if kind == "Endpoints" and version in (None, "v1"):
+        return "write an EndpointSlice (discovery.k8s.io/v1)"
+    known = {each.lower(): each for each in API_VERSIONS}
+    near = get_close_matches(kind.lower(), known, 1, NEAR)
+    return f"is {known[near[0]]} meant?" if near else ""
 
 
 def _item(kind: str, value: dict[str, Any], path: str) -> decode.Item:
@@ -131,9 +151,14 @@ def _load_json(name: str, data: bytes) -> Iterator[Placed]:
         raise ObjectError(f"not JSON: {field_error(error)}", f"{name}:{line}") from error
 
 
-def _load_yaml(name: str, data: bytes) -> Iterator[Placed]:
+def _load_yaml(name: str, data: bytes, problems: list[str]) -> Iterator[Placed]:
+    def twice(key: str, line: int) -> None:
+        if len(problems) < MOST_PROBLEMS:
+            what = f"{shown(key)} is written twice; the last one counts"
+            problems.append(str(ObjectError(what, f"{name}:{line}")))
+
     try:
-        for number, document in enumerate(bounded_yaml.load_all(data, MANIFESTS)):
+        for number, document in enumerate(bounded_yaml.load_all(data, MANIFESTS, twice)):
             kind = _kind(document.get("kind")) if isinstance(document, dict) else ""
             if kind.endswith("List"):
                 items = document.get("items")
@@ -178,7 +203,7 @@ class _Lines:
             return 1
         node = self._documents[number]
         line = node.start_mark.line
-        found = re.match(r"[\w.\[\]-]+(?=:)", error)
+        found = re.match(r"[\w./\[\]-]+(?=:)", error)
         for step in re.findall(r"[\w-]+", found[0] if found else ""):
             below = _below(node, step)
             if below is None:

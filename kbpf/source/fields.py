@@ -10,7 +10,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from kbpf.errors import ObjectError, in_words
-from kbpf.model.address import ANY4, ANY6, V4_PREFIX, Addr, parse_addr
+from kbpf.model.address import ANY4, ANY6, V4_PREFIX, Addr, format_addr, parse_addr
 from kbpf.model.objects import Cidr
 
 T = TypeVar("T")
@@ -18,6 +18,7 @@ T = TypeVar("T")
 LINK_LOCAL: Final = "a link-local address"
 
 _LABEL: Final = "[a-z0-9](?:[-a-z0-9]*[a-z0-9])?"
+_LEADING_ZERO: Final = re.compile(r"(?:^|\.)0[0-9]")
 LABEL: Final = re.compile(_LABEL)
 SUBDOMAIN: Final = re.compile(rf"{_LABEL}(?:\.{_LABEL})*")
 LABEL_VALUE: Final = re.compile(r"(?=.{1,63}\Z)[A-Za-z0-9](?:[-_.A-Za-z0-9]*[A-Za-z0-9])?")
@@ -83,6 +84,13 @@ def parse_at(text: str, path: str) -> Addr:
         return parse_addr(text)
     except (ObjectError, ValueError):
         raise ObjectError(at(path, f"{text!r} is not an IP address")) from None
+
+
+def leading_zeros(text: str, address: Addr) -> str:
+    """What is odd about an IPv4 address that some programs would read as octal; "" if nothing."""
+    if not (text.startswith("0") or ".0" in text) or not _LEADING_ZERO.search(text):
+        return ""
+    return f"{text!r} has leading zeros; it is read as {format_addr(address)}"
 
 
 def address_at(text: str, path: str) -> Addr:

@@ -43,6 +43,8 @@ LIMIT_SECONDS: Final = 60.0
 """Without a look for this long the thread counts as stuck: the file system hangs."""
 LAST_TIME: Final = 253_402_300_799_999_999_999
 """ns: the end of the year 9999, since a file may have any time."""
+MOST_NODES: Final = 3
+"""That are named where ours is missing."""
 SUFFIXES: Final = (".yaml", ".yml", ".json")
 
 
@@ -138,6 +140,9 @@ class Folder:
             self._unwell(error)
             return
         first = not self._status.synced
+        if self._status.error:
+            failures = self._status.failures
+            log.info("folder can be read again path=%s failures=%d", self._path, failures)
         if self._spared(stamps):
             return
         changed = [
@@ -207,6 +212,7 @@ class Folder:
         if self._empty_since is None:
             self._empty_since = self._clock()
         if self._clock() - self._empty_since >= self._empty_seconds:
+            log.warning("the folder is empty: all that it held is removed path=%s", self._path)
             return False
         self._seen = {}
         if EMPTY_LINE not in self._status.problems:
@@ -242,16 +248,25 @@ class Folder:
     def _chosen(self, problems: list[str]) -> dict[ObjectKey, Found]:
         """One of each object: the first by file name. Adds what is wrong to `problems`."""
         chosen: dict[ObjectKey, Found] = {}
+        nodes: set[str] = set()
         for name, file in sorted(self._files.items()):
             problems += [file.problem] if file.problem else []
             problems += file.contents.problems
             for found in file.contents.found:
                 key = found.item.key
-                if key.kind is Kind.NODE and self._node_name not in ("", key.name):
-                    continue
+                if key.kind is Kind.NODE:
+                    nodes.add(key.name)
+                    if self._node_name not in ("", key.name):
+                        continue
                 winner = chosen.setdefault(key, found)
                 if winner is not found:
                     problems.append(f"{name}: {key} is in {winner.where} already; left out here")
+        if nodes and self._node_name and self._node_name not in nodes:
+            problems.append(
+                f"no file has a Node {self._node_name} (--hostname-override), but there are "
+                f"{', '.join(sorted(nodes)[:MOST_NODES])}: no endpoint counts as local, and this "
+                "node is in no zone"
+            )
         return chosen
 
     def _note(self, problems: list[str]) -> None:
@@ -275,7 +290,7 @@ class Folder:
         what = f"cannot read the folder: {error.strerror}"
         line = f"SourceError: {SourceError(what, str(self._path), hint)}"
         if line != self._status.error:
-            log.warning("source unwell name=%s error=%r", self._status.name, line)
+            log.warning("folder cannot be read error=%r", line)
         failures = self._status.failures + 1
         self._status = replace(
             self._status, state=SourceState.RETRYING, failures=failures, error=line

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from kbpf.model.events import Kind
+from kbpf.source.annotations import ALGORITHM, WEIGHTS
 
 Shape = Mapping[str, Any]
 """Field → the shape of what is below it (of each item, if it is a list); None: anything goes."""
@@ -20,6 +21,8 @@ def _shape(words: str, **below: Shape) -> Shape:
     return MappingProxyType({**dict.fromkeys(words.split()), **below})
 
 
+PREFIX: Final = "kbpf.io/"
+ANNOTATIONS: Final = (ALGORITHM, WEIGHTS)
 _TOP: Final = "apiVersion kind metadata spec status data"
 _NAME: Final = _shape("name")
 SHAPES: Final = {
@@ -62,6 +65,16 @@ class Unknown(NamedTuple):
 def unknown_fields(kind: Kind, value: object) -> Iterator[Unknown]:
     """All of them, in the order in which they stand."""
     return _unknown(value, SHAPES[kind], "")
+
+
+def unknown_annotations(value: object) -> Iterator[Unknown]:
+    """Annotations with our prefix that kbpf does not know."""
+    meta = value.get("metadata") if isinstance(value, dict) else None
+    written = meta.get("annotations") if isinstance(meta, dict) else None
+    for name in written if isinstance(written, dict) else ():
+        if str(name).startswith(PREFIX) and name not in ANNOTATIONS:
+            near = get_close_matches(str(name).lower(), ANNOTATIONS, 1, 0.85)
+            yield Unknown(f"metadata.annotations[{name}]", next(iter(near), ""))
 
 
 def _unknown(value: object, shape: Shape, path: str) -> Iterator[Unknown]:

@@ -123,7 +123,7 @@ def test_what_is_too_long_is_refused(
 
 
 def test_a_few_anchors_and_merges_are_everyday() -> None:
-    (document,) = list(documents._load_yaml("a.yaml", f"kind: Service\n{FINE}".encode()))
+    (document,) = list(documents._load_yaml("a.yaml", f"kind: Service\n{FINE}".encode(), []))
     spec = document[3]["spec"]
     assert spec["ports"] == spec["other"] == [{"name": "http", "port": 80}]
     assert spec["sessionAffinity"] == "None"
@@ -302,7 +302,7 @@ the libraries for a kubeconfig read theirs."""
 
 
 def value_in_a_manifest(text: str, folder: Path) -> object:
-    (document,) = documents._load_yaml("a.yaml", f"kind: Service\nx: {text}\n".encode())
+    (document,) = documents._load_yaml("a.yaml", f"kind: Service\nx: {text}\n".encode(), [])
     return document[3]["x"]
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kbpf.errors import ObjectError
-from kbpf.model.address import parse_addr
+from kbpf.model.address import format_addr, parse_addr
 from kbpf.model.events import Kind, ObjectKey
 from kbpf.model.objects import (
     Cidr,
@@ -823,3 +823,45 @@ def test_whatever_an_object_holds_reading_it_never_crashes(kind, body):
     item = decode.read(kind, msgspec.json.encode(obj))
     assert item.key.name == "x"
     assert "\n" not in item.error
+
+
+ODD_ADDRESSES = [
+    ({"clusterIP": "010.096.1.1"},
+     "spec.clusterIP: '010.096.1.1' has leading zeros; it is read as 10.96.1.1"),
+    ({"externalIPs": ["192.0.2.01"]},
+     "spec.externalIPs[0]: '192.0.2.01' has leading zeros; it is read as 192.0.2.1"),
+    ({"clusterIP": "10.0.0.100"}, ""),
+    ({"clusterIP": "0fd0::10"}, ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("spec", "line"), ODD_ADDRESSES)
+def test_leading_zeros_are_told(spec, line):
+    item = decode.read_value(
+        Kind.SERVICE,
+        {"metadata": {"name": "x", "namespace": "n"},
+         "spec": {"clusterIP": "10.96.0.1", "ports": [{"port": 80}]} | spec},
+    )  # fmt: skip
+    assert item.object.skipped == ((line,) if line else ())
+
+
+ODD_ENDPOINTS = [
+    (["10.1.0.1"], ()),
+    (["10.1.0.01"], ("endpoints[0].addresses: '10.1.0.01' has leading zeros; it is read as "
+                     "10.1.0.1",)),
+    (["10.1.0.1", "10.1.0.2"], ()),
+    (["10.1.0.1", "nonsense"], ("endpoints[0].addresses[1]: 'nonsense' is not an IP address",)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("addresses", "lines"), ODD_ENDPOINTS)
+def test_odd_addresses_of_an_endpoint_are_told_and_the_first_one_is_used(addresses, lines):
+    item = decode.read_value(
+        Kind.SLICE,
+        {"metadata": {"name": "x-1", "namespace": "n",
+                      "labels": {"kubernetes.io/service-name": "x"}},
+         "addressType": "IPv4", "endpoints": [{"addresses": addresses}],
+         "ports": [{"name": "", "port": 80}]},
+    )  # fmt: skip
+    assert [format_addr(end.address) for end in item.object.endpoints] == ["10.1.0.1"]
+    assert item.object.skipped == lines

@@ -206,6 +206,20 @@ def test_the_line_is_found_in_later_documents_in_lists_and_in_json():
         ("metadata: {name: x}\n", "kind: missing (a.yaml:1)"),
         ("kind: Service\nmetadata: {}\n", "not a Service: metadata.name: missing (a.yaml:1)"),
         ("kind: Service\n", "not a Service: object missing required field metadata (a.yaml:1)"),
+        ("kind: Servcie\n", "kind: Servcie is not read; is Service meant? (a.yaml:1)"),
+        ("\nkind: service\n", "kind: service is not read; is Service meant? (a.yaml:2)"),
+        (
+            "kind: EndpointSlices\n",
+            "kind: EndpointSlices is not read; is EndpointSlice meant? (a.yaml:1)",
+        ),
+        (
+            "kind: Endpoints\napiVersion: v1\n",
+            "kind: Endpoints is not read; write an EndpointSlice (discovery.k8s.io/v1) (a.yaml:1)",
+        ),
+        (
+            "kind: ConfigMap\ndata:\n  a: 1\n  a: 2\n",
+            "a is written twice; the last one counts (a.yaml:4)",
+        ),
         (
             "kind: EndpointSlice\napiVersion: discovery.k8s.io/v1beta1\n",
             "apiVersion: 'discovery.k8s.io/v1beta1' is not read; write discovery.k8s.io/v1"
@@ -217,6 +231,40 @@ def test_a_document_that_is_no_object_is_a_problem_and_the_others_are_read(text,
     contents = parse("a.yaml", f"{text}---\n{WEB}".encode())
     assert contents.problems == (error,)
     assert len(contents.found) == 1
+
+
+NO_MISTAKES = ("Deployment", "ServiceCIDR", "ServiceAccount", "ServiceMonitor", "PodGroup", "Role",
+               "NodePool", "ConfigMap", "Ingress")  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", NO_MISTAKES)
+def test_a_kind_that_is_not_for_us_is_no_problem(kind):
+    contents = parse("a.yaml", f"kind: {kind}\nmetadata: {{name: x}}\n".encode())
+    assert (contents.ignored, contents.problems) == ((kind,), ())
+
+
+SLIPS = [
+    ("  name: web\n", "  name: old\n  name: web\n", "name is written twice; the last one counts"
+     " (a.yaml:5)"),
+    ("spec:\n", "spec:\n  clusterIP: 10.96.0.9\n",
+     "clusterIP is written twice; the last one counts (a.yaml:8)"),
+    ("  name: web\n", "  name: web\n  annotations: {kbpf.io/wieghts: '*=2'}\n",
+     "Service default/web: metadata.annotations[kbpf.io/wieghts] is no annotation of kbpf"
+     " (a.yaml:5); is kbpf.io/weights meant?"),
+    ("  name: web\n", "  name: web\n  annotations: {kbpf.io/color: red, mine/x: y}\n",
+     "Service default/web: metadata.annotations[kbpf.io/color] is no annotation of kbpf"
+     " (a.yaml:5); it is not used"),
+    ("  name: web\n", "  name: web\n  annotations: {kbpf.io/weights: '*=2'}\n", ""),
+    ("  - name: http\n", "  - &port {name: http}\n  - <<: *port\n", ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("old", "new", "problem"), SLIPS)
+def test_a_slip_of_the_pen_is_a_problem_and_the_service_is_read(old, new, problem):
+    contents = parse("a.yaml", WEB.replace(old, new, 1).encode())
+    (found,) = contents.found
+    assert found.item.key == ObjectKey(Kind.SERVICE, "default", "web")
+    assert [line for line in contents.problems if line] == ([problem] if problem else [])
 
 
 @pytest.mark.parametrize(
@@ -254,6 +302,24 @@ def test_other_kinds_are_ignored_by_name():
     contents = parse("a.yaml", text.encode())
     assert contents.ignored == ("Deployment", "ConfigMap")
     assert (len(contents.found), contents.problems) == (1, ())
+
+
+# --- what no file says ---
+
+
+@pytest.mark.parametrize(
+    ("files", "named"),
+    [(("n1",), False), ((), False), (("n2", "n3"), True), (("n1", "n2"), False)],
+)
+def test_a_node_name_that_no_file_has_is_a_problem(run: Run, files: tuple[str, ...], named: bool):
+    for name in files:
+        run.write(f"{name}.yaml", NODE.replace("n1", name))
+    run.look()
+    line = (
+        "no file has a Node n1 (--hostname-override), but there are n2, n3: no endpoint counts as "
+        "local, and this node is in no zone"
+    )
+    assert run.problems == ((line,) if named else ())
 
 
 # --- how old a Service is ---
@@ -612,7 +678,8 @@ def test_a_folder_that_is_not_there_at_start_is_an_error(tmp_path):
         folder.start()
 
 
-def test_a_folder_that_vanishes_keeps_everything(tmp_path):
+def test_a_folder_that_vanishes_keeps_everything(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "kbpf.source")
     (tmp_path / "objects").mkdir()
     run = Run(tmp_path / "objects")
     run.write("a.yaml", WEB)
@@ -627,6 +694,9 @@ def test_a_folder_that_vanishes_keeps_everything(tmp_path):
     assert run.settle() == []
     status = run.folder.status()
     assert (status.state, status.error, status.failures) == (SourceState.WATCHING, "", 0)
+    assert [r.getMessage().split(" error")[0] for r in caplog.records[1:]] == [
+        "folder cannot be read", f"folder can be read again path={run.path} failures=2",
+    ]  # fmt: skip
 
 
 def test_a_file_that_cannot_be_read_keeps_what_it_held_until_it_can(run, monkeypatch):
@@ -720,8 +790,11 @@ def test_a_folder_that_becomes_empty_keeps_what_it_held_for_a_while_and_says_so(
     assert run.problems == (EMPTY_LINE,)
     assert not run.folder.status().sound
     assert caplog.text.count(EMPTY_LINE) == 1
+    assert "all that it held is removed" not in caplog.text
     clock.now += 6.0
     assert run.settle() == ["-web"]
+    assert run.settle() == []
+    assert caplog.text.count("the folder is empty: all that it held is removed") == 1
     assert run.problems == ()
 
 

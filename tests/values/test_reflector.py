@@ -376,8 +376,10 @@ HTML = "answered with an HTML page"
 NO_LISTS = [
     NoList("HTML", b"<html>", HTML, HTML),
     NoList("a login page", LOGIN, HTML, HTML),
-    NoList("null", b"null\n", "not a list: expected object", "a line is no event: expected object"),
-    NoList("a list", b"[]\n", "not a list: expected object", "a line is no event: expected object"),
+    NoList("null", b"null\n", "not a list: expected an object",
+           "a line is no event: expected an object"),
+    NoList("a list", b"[]\n", "not a list: expected an object",
+           "a line is no event: expected an object"),
     NoList("empty", b"", "not a list: broken JSON: ", "the stream ended before the list did"),
     NoList("broken", b'{"items": [}\n', "not a list: broken JSON: JSON is malformed",
            "a line is no event: broken JSON: JSON is malformed"),
