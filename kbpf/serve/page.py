@@ -241,9 +241,9 @@ def _outcome(prefix: str, whose: str, rows: list[_Row], known: Collection[str]) 
         for name, text, values in (
             ("retransmits", "Segments that clients of this node had to send again",
              [row.had.retransmits for row in tcp]),
-            ("round_trip_seconds", "Round trips to the backend, the sum of ...",
+            ("round_trip_seconds", "The sum of the round trips to the backend, one a connection",
              [row.had.rtt_us / 1e6 for row in tcp]),
-            ("round_trips", "... so many connections that have ended",
+            ("round_trips", "Connections that have ended and whose round trip is in that sum",
              [row.had.rtts for row in tcp]),
         ):  # fmt: skip
             samples = zip((f"{{{row.labels}}}" for row in tcp), values, strict=True)

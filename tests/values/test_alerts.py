@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from kbpf.model.measures import Decision, Measures, Table, Tracked, Traffic
-from kbpf.model.status import PacketStatus, SourceView, ThreadView
+from kbpf.model.status import AgentStatus, ModeChoice, PacketStatus, SourceView, ThreadView
 from kbpf.serve.page import FAILURES
 from kbpf.serve.record import Record
 from tests.support.prometheus import Family
@@ -44,6 +44,7 @@ PLANE = Counts(
         ),
         decisions=(Decision("no_route", "drop", 0), Decision("evicted", "note", 0)),
         hooks=(("connect4", True), ("connect6", True)),
+        foreign=0,
     ),
     Traffic(
         connections=((WEB, 0),), totals=((WEB, HAD._replace(unanswered=0)),), known=FULL,
@@ -62,15 +63,16 @@ def programmed() -> Record:
     return record
 
 
-def healthy(plane: Counts = PLANE) -> dict[str, Family]:
+def healthy(plane: Counts = PLANE, status: AgentStatus = WELL) -> dict[str, Family]:
     """The page of an agent that is well."""
-    return page_of(plane=plane, record=programmed(), status=WELL)
+    return page_of(plane=plane, record=programmed(), status=status)
 
 
 class Row(NamedTuple):
     """`change`: series, by name and some labels, and how they go on, in the notation of promtool:
     `a+bxn` begins at a and grows by b in each of n minutes. `fires`: the alert, and `says` its
-    summary, without the node's name; `labels`: those that it has beside the node's.
+    summary, without the node's name; `labels`: those that it has beside the node's. `status`: the
+    agent's, from the beginning on.
     """
 
     name: str
@@ -78,6 +80,12 @@ class Row(NamedTuple):
     fires: str = ""
     says: str = ""
     labels: Mapping[str, str] = {}
+    status: AgentStatus = WELL
+
+
+def with_mode(asked: str, mode: str, reason: str = "") -> AgentStatus:
+    choice = ModeChoice(asked, mode, reason, reason)
+    return msgspec.structs.replace(WELL, mode=mode, choice=choice)
 
 
 GROWS = "0+60x60"
@@ -107,6 +115,14 @@ ROWS = [
         "2 devices are without programs"),
     Row("a watch is broken", {'kbpf_source_watching{source="nodes"}': "0x60"}, "KbpfWatchBroken",
         "no watch of nodes", {"source": "nodes"}),
+    Row("auto has become ipvs", {}, "KbpfFellBackToIpvs", "mode auto serves by IPVS: kernel",
+        {"reason": "kernel"}, with_mode("auto", "ipvs", "kernel")),
+    Row("auto is bpf", {}, status=with_mode("auto", "bpf")),
+    Row("another balancer", {"kbpf_foreign_programs": "2x60"}, "KbpfForeignPrograms",
+        "2 programs of another load balancer are attached"),
+    Row("problems", {"kbpf_problems": "2x60"}, "KbpfProblems",
+        "`kbpf inspect status` lists 2 problems"),
+    Row("a problem that is over soon", {"kbpf_problems": "2x20 0x40"}),
     Row("Pods may not be watched", {'kbpf_source_watching{source="pods"}': "0x60"}),
     Row("Services fill their map", {'kbpf_map_entries{map="services"}': "220000x60"},
         "KbpfMapNearlyFull", "the map services is 83.92% full", {"map": "services"}),
@@ -214,7 +230,7 @@ def test_promtool_takes_the_rules():
 @pytest.mark.parametrize("row", [Row("well", {}), *ROWS], ids=lambda row: row.name)
 def test_what_fires(row: Row, tmp_path: Path):
     test: dict[str, Any] = {
-        "input_series": list(series(healthy(), row.change)),
+        "input_series": list(series(healthy(status=row.status), row.change)),
         "promql_expr_test": [
             firing(BEGINS - 1),
             firing(ENDS, *([row.fires] if row.fires else [])),

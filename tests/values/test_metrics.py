@@ -61,6 +61,7 @@ MEASURES = Measures(
         Table("flows", 60, 64, None, 9),
     ),
     decisions=(Decision("translated", "translate", 100), Decision("no_route", "drop", 3)),
+    foreign=2,
 )
 WEB = ("a", "web", "http", "TCP")
 HAD = Totals(
@@ -147,6 +148,7 @@ VALUES = [
     Value("kbpf_tracked_connections", {}, 3),
     Value("kbpf_tracked_connections_limit", {}, 32),
     Value("kbpf_decisions_total", {"reason": "no_route", "verdict": "drop"}, 3),
+    Value("kbpf_foreign_programs", {}, 2),
     Value("kbpf_connections", {}, 15),
     Value("kbpf_service_connections", {"service": "dns", "protocol": "UDP"}, 9),
     Value("kbpf_service_connections", {"namespace": "b", "port": 'od"d\\\n'}, 1),
