@@ -1,7 +1,7 @@
 """Whether the agent keeps up, and whether the node should get traffic: /healthz, /livez and the
 health checks of Services.
 
-kube-proxy's rules and bodies (1.36, healthcheck/proxy_health.go, service_health.go):
+kube-proxy's rules and bodies (1.37, healthcheck/proxy_health.go, service_health.go):
 - The agent is healthy unless a change has waited for `late` seconds to be programmed. Before the
   first complete pass it is healthy too.
 - /livez says that, and whether a thread of the agent is down or stuck: such an agent is better

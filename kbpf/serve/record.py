@@ -1,6 +1,6 @@
 """kube-proxy's own series, under its names and with its buckets, so that dashboards go on working.
 
-Those are here that do not depend on a mode (kube-proxy 1.36, metrics/metrics.go), and those of its
+Those are here that do not depend on a mode (kube-proxy 1.37, metrics/metrics.go), and those of its
 conntrack reconciler, which every mode has; what belongs to iptables or nftables is not exported.
 Beside them the requests to the API server, as
 client-go counts them. The agent's threads record, the HTTP thread reads; one lock for all.

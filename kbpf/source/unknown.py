@@ -1,7 +1,7 @@
 """Fields that Kubernetes does not know: a slip of the pen in a folder's YAML, which would become
 the default without a word.
 
-The lists are those of Kubernetes 1.36 (k8s.io/api core/v1 and discovery/v1), with all that we do
+The lists are those of Kubernetes 1.37 (k8s.io/api core/v1 and discovery/v1), with all that we do
 not read. metadata and status are not checked.
 """
 
@@ -49,7 +49,10 @@ SHAPES: Final = {
     ),
     Kind.NODE: _shape(
         _TOP,
-        spec=_shape("podCIDR podCIDRs providerID unschedulable taints configSource externalID"),
+        spec=_shape(
+            "podCIDR podCIDRs providerID unschedulable taints configSource externalID "
+            "podPreemptionPolicy"
+        ),
     ),
     Kind.POD: _shape(_TOP),
 }

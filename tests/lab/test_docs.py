@@ -197,7 +197,7 @@ def test_what_to_look_at(shell: Shell, cluster: PodCluster, command: str) -> Non
 
 NOT_HERE = {
     "kubectl -n kube-system logs": "needs a kubelet",
-    "kubectl debug node/NODE --profile=sysadmin --image=registry.k8s.io/kube-proxy:v1.36.3 -- "
+    "kubectl debug node/NODE --profile=sysadmin --image=registry.k8s.io/kube-proxy:v1.37.1 -- "
     "kube-proxy --cleanup": "needs a kubelet; what it runs: tests/lab/test_leftovers.py",
     "kubectl apply -k": "of the overlays: tests/lab/test_install_doc.py",
     "kubectl delete -k": "of the overlays: tests/lab/test_install_doc.py",

@@ -156,6 +156,43 @@ def test_the_daemonset_is_found_scheduled_and_told_as_kubeadms(
     assert said(facts(ours)) == said(facts(made))
 
 
+def test_an_upgrade_with_the_patch_leaves_kbpf_in_place(
+    kubeadm: Path, kubectl: Path, apiserver: ApiServer, tmp_path: Path
+) -> None:
+    """docs/install.md, as far as it goes without a node: the phase of the upgrade that writes the
+    DaemonSet. Without the patch it is kube-proxy's again.
+    """
+    (block,) = [text for text in docs.blocks("docs/install.md", "sh") if "--patches" in text]
+    folder, patch, upgrade = block.strip().splitlines()
+    patches = tmp_path / "patches"
+    call(["bash", "-c", folder.replace("/etc/kubernetes/patches", str(patches))], docs.ROOT)
+    words = patch.replace("/etc/kubernetes/patches", str(patches))
+    call(["bash", "-c", words.replace("kubectl", str(kubectl), 1)], docs.ROOT)
+    assert upgrade.split()[:3] == ["kubeadm", "upgrade", "apply"]
+    admin = Kubectl(kubectl, apiserver, tmp_path)
+    program = Kubeadm(kubeadm, apiserver, tmp_path)
+
+    def template() -> Object:
+        (found,) = admin.objects("-n", SPACE, "get", "ds/kube-proxy")
+        return found["spec"]["template"]
+
+    try:
+        program.upload_config()
+        program.install_kube_proxy()
+        admin("apply", "-k", str(OVERLAYS / "kubeadm"))
+        ours = template()
+        assert ours["spec"]["containers"][0]["command"][0] == "kbpf"
+        said = program.upgrade_kube_proxy("--patches", str(patches))
+        assert 'to target "kubeproxydaemonset"' in said
+        assert template() == ours
+        program.upgrade_kube_proxy()
+        assert template()["spec"]["containers"][0]["command"][0] == "/usr/local/bin/kube-proxy"
+    finally:
+        admin("delete", "-k", str(OVERLAYS / "kubeadm"), "--ignore-not-found", "--wait=false")
+        admin("-n", SPACE, "delete", "cm", "kubeadm-config", "--ignore-not-found")
+        program.remove_kube_proxy(admin)
+
+
 def test_apply_turns_it_into_kbpf_and_kubeadm_turns_it_back(
     kubeadm: Path, kubectl: Path, apiserver: ApiServer, tmp_path: Path
 ) -> None:

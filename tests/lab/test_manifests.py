@@ -47,7 +47,7 @@ def test_the_server_takes_what_the_chart_makes(
     admin: Kubectl, helm: Path, tmp_path: Path, name: str
 ):
     values = [f"--values={MANIFESTS / 'chart' / file}" for file in VALUES[name]]
-    command = [str(helm), "template", "kbpf", str(MANIFESTS / "chart"), "--kube-version=1.36"]
+    command = [str(helm), "template", "kbpf", str(MANIFESTS / "chart"), "--kube-version=1.37"]
     text = call([*command, "-n", SPACE, *values], tmp_path)
     said = admin("--warnings-as-errors", "apply", "--dry-run=server", "-f", "-", stdin=text)
     assert len(said.splitlines()) == len(documents(text))

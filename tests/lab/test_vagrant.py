@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.support import go_build
 from tests.support.apiserver import ApiServer
 from tests.support.kube import Object
 from tests.support.kubectl import OVERLAYS, Kubectl, documents, kustomize
-from tests.support.provision import ROOT, Machine
+from tests.support.provision import ROOT, VERSION, Machine
 
 VAGRANTFILE = (ROOT / "vagrant/kubeadm/Vagrantfile").read_text()
 CONTROL_PLANE, WORKER = "192.168.56.10", "192.168.56.11"
@@ -50,14 +49,17 @@ Make = Callable[[str], Machine]
 
 @pytest.fixture(scope="module")
 def make(
-    kubeadm: Path, kubectl: Path, apiserver: ApiServer, tmp_path_factory: pytest.TempPathFactory
+    previous_kubeadm: Path,
+    kubectl: Path,
+    apiserver: ApiServer,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Make:
     """A machine with this address."""
     access = apiserver.kubeconfig(tmp_path_factory.mktemp("admin") / "admin", "admin")
 
     def made(address: str) -> Machine:
         folder = tmp_path_factory.mktemp("machine")
-        machine = Machine(folder, address, kubeadm, kubectl, access)
+        machine = Machine(folder, address, previous_kubeadm, kubectl, access)
         machine.put("containerd.toml", CONTAINERD)
         machine.put("Release.key", "key")
         machine.put("kube-flannel.yml", FLANNEL)
@@ -126,7 +128,7 @@ def test_a_node_is_prepared_and_may_be_again(make: Make):
     succeeds(machine, "node.sh")
     assert names(machine) == [*ALWAYS, *ONCE, *IMAGE]
     (version,) = re.findall(r'"(v[\d.]+)"\)', VAGRANTFILE)
-    assert go_build.kubernetes_version().startswith(f"{version}."), "what is tested is installed"
+    assert VERSION.startswith(f"{version}."), "what is tested is installed"
     source = machine.file("/etc/apt/sources.list.d/kubernetes.list").read_text()
     keyring = "/etc/apt/keyrings/kubernetes.gpg"
     assert (
@@ -228,7 +230,7 @@ def test_what_kubeadm_makes_of_it(control_plane: Machine):
     """It has validated it, too (support/provision.py)."""
     out = control_plane.out("init")
     for line in (
-        f"Using Kubernetes version: {go_build.kubernetes_version()}",
+        f"Using Kubernetes version: {VERSION}",
         f'KUBELET_KUBEADM_ARGS="--node-ip={CONTROL_PLANE}"',
         f"--advertise-address={CONTROL_PLANE}",
         f"--initial-advertise-peer-urls=https://{CONTROL_PLANE}:2380",

@@ -1,5 +1,5 @@
 """pytest plugin: the fixture `apiserver`, one real API server for the whole run, and the programs
-`kubectl`, `kubeadm`, `helm` and `kube_proxy`.
+`kubectl`, `kubeadm`, `previous_kubeadm`, `helm` and `kube_proxy`.
 
 Programs are built (once, minutes) when collection ends and only if a test asks for them, by a
 fixture of BUILDS or one that does: a test's own time limit must not have to cover that. A build
@@ -19,6 +19,7 @@ BUILDS = {
     "programs": go_build.DEFAULT,
     "kubectl": ("kubectl",),
     "kubeadm": ("kubeadm",),
+    "previous_kubeadm": ("kubeadm-1.36",),
     "helm": ("helm",),
     "kube_proxy": ("kube-proxy",),
 }
@@ -72,6 +73,12 @@ def kube_proxy(request: pytest.FixtureRequest) -> Path:
 def kubeadm(request: pytest.FixtureRequest) -> Path:
     """The program that makes the objects which kbpf takes over."""
     return _built(request, "kubeadm")[0]
+
+
+@pytest.fixture(scope="session")
+def previous_kubeadm(request: pytest.FixtureRequest) -> Path:
+    """The one of the minor version before."""
+    return _built(request, "previous_kubeadm")[0]
 
 
 @pytest.fixture(scope="session")

@@ -50,8 +50,8 @@ class Program:
     pins: str = "go.mod"
 
 
-NEWEST = "newest.mod"
-"""Pins a newer Kubernetes than go.mod."""
+PREVIOUS = "previous.mod"
+"""Pins the minor version of Kubernetes before go.mod's."""
 PROGRAMS = {
     "etcd": Program("etcd", "go.etcd.io/etcd/server/v3", True),
     "etcdctl": Program("etcdtools", "go.etcd.io/etcd/etcdctl/v3", False),
@@ -60,8 +60,9 @@ PROGRAMS = {
     "kube-proxy": Program("apiserver", "k8s.io/kubernetes/cmd/kube-proxy", False),
     "kubeadm": Program("apiserver", "k8s.io/kubernetes/cmd/kubeadm", False),
     "kubectl": Program("apiserver", "k8s.io/kubernetes/cmd/kubectl", False),
-    "judge": Program("apiserver", "./judge", False, NEWEST),
-    "judge-1.36": Program("apiserver", "./judge", False),
+    "judge": Program("apiserver", "./judge", False),
+    "judge-1.36": Program("apiserver", "./judge", False, PREVIOUS),
+    "kubeadm-1.36": Program("apiserver", "k8s.io/kubernetes/cmd/kubeadm", False, PREVIOUS),
     "helm": Program("helm", "helm.sh/helm/v3/cmd/helm", False),
 }
 CLUSTER = ("apiserver", "etcd")

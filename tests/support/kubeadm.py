@@ -1,4 +1,4 @@
-"""A real kubeadm and its add-on kube-proxy, what it writes into the ConfigMap kube-proxy (1.36),
+"""A real kubeadm and its add-on kube-proxy, what it writes into the ConfigMap kube-proxy (1.37),
 and a ConfigMap's mount.
 
 tests/lab/test_kubeadm.py holds the texts here to what the program writes.
@@ -66,7 +66,7 @@ logging:
       infoBufferSize: "0"
   verbosity: 0
 metricsBindAddress: ""
-mode: ""
+mode: iptables
 nftables:
   masqueradeAll: false
   masqueradeBit: null
@@ -154,6 +154,12 @@ class Kubeadm:
         command = (str(self._program), "init", "phase", "upload-config", "kubeadm",
                    f"--config={self._config}", f"--kubeconfig={self._admin}")  # fmt: skip
         call(inside(self._netns, None, *command), self._folder)
+
+    def upgrade_kube_proxy(self, *arguments: str) -> str:
+        """That phase of `kubeadm upgrade apply`; it reads what upload_config() has kept."""
+        command = (str(self._program), "upgrade", "apply", "phase", "addon", "kube-proxy",
+                   f"--kubeconfig={self._admin}", *arguments)  # fmt: skip
+        return call(inside(self._netns, None, *command), self._folder)
 
     def remove_kube_proxy(self, admin: Kubectl) -> None:
         """Deletes whatever is there of them."""

@@ -1,6 +1,6 @@
 """The configuration file: kube-proxy's document, our own, who wins, what is told, what is written.
 
-Rules are those of kube-proxy 1.36 (pkg/proxy/apis/config, cmd/kube-proxy/app/options.go).
+Rules are those of kube-proxy 1.37 (pkg/proxy/apis/config, cmd/kube-proxy/app/options.go).
 """
 
 import re

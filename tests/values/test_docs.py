@@ -23,6 +23,7 @@ PAGES = (*docs.PAGES, "CHANGELOG.md")
 OTHERS = {
     "--take-ownership": "helm",
     "--skip-phases": "kubeadm",
+    "--patches": "kubeadm",
     "--to-revision": "kubectl",
     "--tag": "buildah",
     "--build-arg": "buildah",

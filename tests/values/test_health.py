@@ -1,4 +1,4 @@
-"""/healthz, /livez and the health checks of Services, byte for byte as kube-proxy 1.36.3 answers
+"""/healthz, /livez and the health checks of Services, byte for byte as kube-proxy 1.37.1 answers
 (tests/lab/test_observe.py asks a real one).
 """
 

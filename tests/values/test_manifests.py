@@ -144,7 +144,7 @@ def test_a_component_changes_these_rights_only(
     )
     given = [f"--values={chart / file}" for file in VALUES[name]]
     command = [str(helm), "template", "kbpf", str(chart), "-n", "kube-system"]
-    text = call([*command, "--kube-version=1.36", *given, f"--values={values}"], tmp_path)
+    text = call([*command, "--kube-version=1.37", *given, f"--values={values}"], tmp_path)
     assert by_name(documents(text)) == by_name(wanted)
 
 
@@ -225,7 +225,7 @@ def test_the_chart_makes_the_same_objects(name: str, kubectl: Path, helm: Path, 
     chart = MANIFESTS / "chart"
     command = [str(helm), "template", "kbpf", str(chart), "-n", "kube-system"]
     values = [f"--values={chart / file}" for file in VALUES[name]]
-    text = call([*command, "--kube-version=1.36", *values], tmp_path)
+    text = call([*command, "--kube-version=1.37", *values], tmp_path)
     assert by_name(documents(text)) == by_name(kustomize(kubectl, OVERLAYS / name))
 
 
@@ -278,7 +278,7 @@ def test_what_the_charts_values_add(helm: Path, tmp_path: Path):
     values = tmp_path / "values.yaml"
     values.write_text(json.dumps(GIVEN))
     command = [str(helm), "template", "kbpf", str(MANIFESTS / "chart"), "-n", "kube-system"]
-    objects = documents(call([*command, "--kube-version=1.36", f"--values={values}"], tmp_path))
+    objects = documents(call([*command, "--kube-version=1.37", f"--values={values}"], tmp_path))
     assert pod(objects)["imagePullSecrets"] == GIVEN["imagePullSecrets"]
     assert container(objects)["command"][2:] == [
         "--config=/var/lib/kube-proxy/config.conf",
@@ -322,7 +322,7 @@ def test_pods_may_be_watched_with_the_component_only(name: str, kubectl: Path, t
 def test_the_charts_value_is_the_component(helm: Path, tmp_path: Path):
     command = [str(helm), "template", "kbpf", str(MANIFESTS / "chart"), "-n", "kube-system"]
     objects = documents(
-        call([*command, "--kube-version=1.36", "--set=socketLbLabel=true"], tmp_path)
+        call([*command, "--kube-version=1.37", "--set=socketLbLabel=true"], tmp_path)
     )
     core = next(rule for rule in rules(objects) if rule["apiGroups"] == [""])
     assert core["resources"] == ["services", "nodes", "pods"]

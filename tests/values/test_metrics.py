@@ -222,7 +222,7 @@ def test_a_counter_ends_in_total_and_all_have_a_prefix():
 
 
 class Theirs(NamedTuple):
-    """A family of kube-proxy 1.36 that belongs to no mode, its type and labels, and buckets."""
+    """A family of kube-proxy 1.37 that belongs to no mode, its type and labels, and buckets."""
 
     name: str
     kind: str

@@ -1,5 +1,6 @@
-// kube-proxy's own functions at the newest version, for judge/ alone: see go_build.py.
-// To move to another version: change it here in all lines and run `go mod tidy -modfile=newest.mod`.
+// The Kubernetes programs that the tests run, at one version, and judge/, a program of ours that
+// calls kube-proxy's own functions. The tool lines keep the packages required: go_build.py builds
+// them by their path. To move to another version: change it here in all lines and run `go mod tidy`.
 module kbpf.invalid/tests/support/go/apiserver
 
 go 1.26.0

@@ -1,6 +1,5 @@
-// The Kubernetes programs that the tests run, at one version. No Go source of ours: the tool
-// lines keep the packages required, tests/support/go_build.py builds them by their path.
-// To move to another version: change it here in all lines and run `go mod tidy`.
+// The minor version before go.mod's, for what is also tested against it: see go_build.py.
+// To move to another version: copy go.mod and go.sum of the version before to here.
 module kbpf.invalid/tests/support/go/apiserver
 
 go 1.26.0
