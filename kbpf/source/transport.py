@@ -8,6 +8,8 @@ http.client and ssl (6 MB) instead of the library's urllib3 and client (30 MB). 
 - A peer that sends without end, or a byte now and then, is found by bounds of what is read: a head
   has HEAD_BYTES and HEAD_SECONDS (with all 1xx responses before it), a body that is read whole has
   its own. Only the body of a watch has neither; reflector.py bounds its lines.
+- Answers may be gzip, as lists and streamed lists are. They are unpacked READ_BYTES at a time, and
+  what comes out is bounded as bytes that were never packed: a page, a line, an object.
 - close() ends whatever another thread is doing with the connection at once, for ever. It shuts the
   socket down through a duplicate of its descriptor, so no TLS object is touched from two threads.
   Only name resolution cannot be interrupted.
@@ -22,7 +24,9 @@ import sys
 import threading
 import time
 import urllib.parse
+import zlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final, TypeVar, cast
 
 from kbpf.errors import ObjectError, SourceError
@@ -121,6 +125,47 @@ class _RawResponse(http.client.HTTPResponse):
         self.fp = io.BufferedReader(self.bounds, READ_BYTES)
 
 
+class _Gunzip:
+    """The bytes that gzip members say, one member after the other (an API server's stream has one
+    for each flush). `read`: some packed bytes, b"" at the end. `patience`: seconds without a byte
+    coming out that are too long: empty members must not be waited for without end.
+    """
+
+    def __init__(self, read: Callable[[], bytes], patience: Callable[[], float]) -> None:
+        self._read, self._patience = read, patience
+        self._member = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
+        self._packed = b""
+        self._between = True  # members, where the end is a clean one
+        self._has_more = False
+
+    def read1(self) -> bytes:
+        """READ_BYTES at most, b"" at the end."""
+        due = time.monotonic() + self._patience()
+        while True:
+            if not self._packed and not self._has_more:
+                self._packed = self._read()
+                if not self._packed:
+                    if self._between:
+                        return b""
+                    raise http.client.IncompleteRead(b"")
+            if data := self._unpack():
+                return data
+            if time.monotonic() > due:
+                raise TimeoutError
+
+    def _unpack(self) -> bytes:
+        try:
+            data = self._member.decompress(self._packed, READ_BYTES)
+        except zlib.error as error:
+            raise http.client.HTTPException(f"not gzip: {error}") from error
+        self._between, self._packed = self._member.eof, self._member.unconsumed_tail
+        self._has_more = len(data) == READ_BYTES  # the input may be used up, and the output not
+        if self._between:
+            self._packed, self._has_more = self._member.unused_data, False
+            self._member = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
+        return data
+
+
 class Response:
     """A response whose headers have come."""
 
@@ -129,6 +174,9 @@ class Response:
         self._raw = raw
         self.status = raw.status
         self.reason = raw.reason
+        self._read1: Callable[[], bytes] = partial(raw.read1, READ_BYTES)
+        if raw.getheader("Content-Encoding", "").strip().lower() == "gzip":
+            self._read1 = _Gunzip(self._read1, lambda: raw.bounds.silence).read1
 
     @property
     def retry_after(self) -> float:
@@ -140,7 +188,7 @@ class Response:
 
     def chunk(self) -> bytes:
         """Some bytes as they come, b"" at the clean end. Raises SourceError when cut."""
-        return self._connection.guarded(lambda: self._raw.read1(READ_BYTES))
+        return self._connection.guarded(self._read1)
 
     def read(
         self,
@@ -156,7 +204,7 @@ class Response:
         body = bytearray()
 
         def work() -> bytearray:
-            while data := self._raw.read1(READ_BYTES):
+            while data := self._read1():
                 if len(body) + len(data) > limit:
                     raise TooMuch(f"{what} has more than {limit >> 10} KiB")
                 reserve(len(data))
@@ -294,7 +342,7 @@ class Connection:
         assert self._http is not None
         assert self._sock is not None
         self._sock.settimeout(self._answer_seconds)
-        headers = {"Accept": "application/json", "User-Agent": "kbpf"}
+        headers = {"Accept": "application/json", "Accept-Encoding": "gzip", "User-Agent": "kbpf"}
         if login.authorization:
             headers["Authorization"] = login.authorization
         if body is not None:

@@ -178,7 +178,12 @@ def chunk(data: bytes) -> bytes:
 
 
 def bomb() -> bytes:
-    return gzip.compress(bytes(64 << 20))
+    return gzip.compress(b" " * (64 << 20))
+
+
+def packed(member: bytes) -> Step:
+    """This member of gzip again and again, whatever was asked."""
+    return endless(HEAD + b"Content-Encoding: gzip\r\n\r\n", member)
 
 
 ROWS: Final = (
@@ -225,6 +230,9 @@ ROWS: Final = (
     Row("redirects to http", status(307, Location="http://192.0.2.1/")),
     Row("nothing", status(204)),
     Row("a gzip bomb", page(bomb(), Content_Encoding="gzip")),
+    Row("a page of 64 MiB in gzip, without an end", packed(bomb())),
+    Row("gzip members of nothing, without an end", packed(gzip.compress(b"")), slow=True),
+    Row("gzip that is none", page(b"{}", Content_Encoding="gzip")),
     Row("rubbish", sends(random.Random(1).randbytes(100_000))),
     Row("an SSH banner", sends(b"SSH-2.0-OpenSSH_9.2\r\n")),
     Row("bytes that are no UTF-8", page(META + b'{"metadata":{"name":"\xff\xfe"}}]}'), heals=True),
@@ -253,6 +261,7 @@ BOUNDED: Final = tuple(
         "10^5 arrays in each other, an item", "2,000,000 items",
         "a Service with 1,500,000 ports", "a length that is too long, and the end",
         "HTTP/2's preface", "1xx without an end", "redirects", "a gzip bomb",
+        "a page of 64 MiB in gzip, without an end", "gzip that is none",
         "bookmarks that go back", "other content each time, and 410", "410 always",
     }
 )  # fmt: skip
