@@ -121,7 +121,8 @@ class Kubeadm:
     """`kubeadm init phase addon kube-proxy` for a cluster whose control plane is this API server.
 
     `endpoint`: its controlPlaneEndpoint, HOST:PORT, that of the server if none is given; `pods`:
-    the networking.podSubnet; `proxy`: fields of a KubeProxyConfiguration of the user's own.
+    the networking.podSubnet; `proxy`: fields of a KubeProxyConfiguration of the user's own;
+    `patches`: a folder of patches.
     """
 
     def __init__(
@@ -133,16 +134,15 @@ class Kubeadm:
         endpoint: str = "",
         pods: str = "10.244.0.0/16",
         proxy: Object | None = None,
+        patches: Path | None = None,
     ) -> None:
         self._program, self._netns, self._folder = program, server.netns, folder
         self._admin = server.kubeconfig(folder / "kubeconfig-kubeadm", "admin")
         self._config = folder / "kubeadm.yaml"
-        self._config.write_text(
-            "\n---\n".join(
-                json.dumps(each)
-                for each in _cluster(endpoint or server.url.removeprefix("https://"), pods, proxy)
-            )
-        )
+        objects = _cluster(endpoint or server.url.removeprefix("https://"), pods, proxy)
+        if patches is not None:
+            objects[0]["patches"] = {"directory": str(patches)}
+        self._config.write_text("\n---\n".join(map(json.dumps, objects)))
 
     def install_kube_proxy(self) -> None:
         """Makes its objects, or makes them again as they were."""
@@ -154,12 +154,6 @@ class Kubeadm:
         command = (str(self._program), "init", "phase", "upload-config", "kubeadm",
                    f"--config={self._config}", f"--kubeconfig={self._admin}")  # fmt: skip
         call(inside(self._netns, None, *command), self._folder)
-
-    def upgrade_kube_proxy(self, *arguments: str) -> str:
-        """That phase of `kubeadm upgrade apply`; it reads what upload_config() has kept."""
-        command = (str(self._program), "upgrade", "apply", "phase", "addon", "kube-proxy",
-                   f"--kubeconfig={self._admin}", *arguments)  # fmt: skip
-        return call(inside(self._netns, None, *command), self._folder)
 
     def remove_kube_proxy(self, admin: Kubectl) -> None:
         """Deletes whatever is there of them."""
