@@ -80,7 +80,9 @@ class Tree:
         if ended.returncode == 0:
             return ""
         failed = [
-            line for line in ended.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))
+            line
+            for line in ended.stdout.splitlines()
+            if line.startswith(("FAILED tests", "ERROR tests"))
         ]
         return failed[0] if failed else f"pytest ended with {ended.returncode}"
 

@@ -206,6 +206,7 @@ PATCHES: Final = (
         ("the client's port is never kept",
          "if (!search && (at >= s.count || port_at(&s, at) != nat->snat_port))",
          "if (!search)"),
+        ("the last port is never kept", "at >= s.count ||", "at + 1 >= s.count ||"),
         ("each client may have all ports", "size < SHARED_PORTS ? 1 : SHARES", "1"),
         ("a pause holds nothing up", "return until && *until > now;", "return false;"),
         ("martians are served",
