@@ -350,11 +350,11 @@ class Reflector:
             if is_first and is_html(data):
                 raise html_page()
             is_first = False
+            if b"\n" in data or not stream.inside_line:
+                line_begun = now
             for said in stream.feed(data):
                 last_line = now
                 self._heard(said, stream)
-            if b"\n" in data or not stream.inside_line:
-                line_begun = now
             if not listing or self._version:
                 self._version = self._heard_through = stream.resource_version
                 self._still_watching(now, begun, last_line, line_begun)

@@ -879,6 +879,28 @@ def test_a_watch_whose_bytes_say_nothing_is_not_well(start, name, piece, steps, 
     assert run.asked(1) == "watch 10"
 
 
+def test_a_line_that_begins_after_a_quiet_time_has_all_its_time(start):
+    """A bookmark comes once a minute; a large object comes in several pieces."""
+    line = json.dumps(added("b", 11)).encode() + b"\n"
+
+    def step(exchange: Exchange) -> None:
+        listed_a(then=lambda e: None)(exchange)
+        run.until(lambda: "synced" in run.said)
+        run.now += 60
+        for piece in (line[:40], line[40:80], line[80:]):
+            exchange.line(piece)
+            run.until(lambda: run.reflector.status().last_contact == run.now)
+            run.now += 14
+        exchange.hang()
+
+    run = start(step, quiet, hold=True)
+    run.reflector.start()
+    run.until(lambda: "+b" in run.said or run.waits)
+    assert run.said == ["+a", "synced", "+b"]
+    assert run.reflector.status().error == ""
+    assert len(run.server.requests) == 1
+
+
 # --- silence ---
 
 

@@ -167,6 +167,18 @@ def test_a_whole_line_leaves_nothing():
     assert not WatchStream(Kind.SERVICE).close()
 
 
+@pytest.mark.parametrize(
+    ("pieces", "inside"),
+    [([], False), ([b"x"], True), ([b"x", b"\n"], False), ([b"\n"], False), ([b"\n{"], True),
+     ([b"{", b"}\n{", b"}"], True), ([b"{", b"}\n"], False)],
+)  # fmt: skip
+def test_whether_a_line_has_begun(pieces, inside):
+    stream = WatchStream(Kind.SERVICE, "1")
+    for piece in pieces:
+        stream.feed(piece)
+    assert stream.inside_line is inside
+
+
 def test_a_line_without_end_is_given_up():
     watch = WatchStream(Kind.SERVICE)
     part = b"x" * (MAX_LINE // 2)
