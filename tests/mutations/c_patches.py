@@ -21,7 +21,7 @@ def _programs(names: str) -> tuple[str, ...]:
     return tuple(f"tests/programs/test_{name}.py" for name in names.split())
 
 
-CHOICE: Final = _programs("connect dials spread affinity packets")
+CHOICE: Final = _programs("connect affinity isolation dials spread packets")
 SOCKETS: Final = _programs("connect udp dials account exempt agent_sockets")
 PACKETS: Final = _programs("packets packet_devices account_packets packet_views")
 FLOWS: Final = _programs("packets packet_views room")

@@ -298,6 +298,14 @@ def test_a_network_of_clients_has_its_share_of_affinity_and_no_more(ingress: Ing
     assert len(ingress.site.entries("affinity")) == VICTIMS + SHARE + 1, "others still have room"
 
 
+def test_a_client_that_comes_again_takes_nothing_more_of_its_share(ingress: Ingress):
+    before = ingress.site.reasons()
+    ingress.run(tcp(f"[2001:db8:7::1]:{4000 + n}", VIP[6], flags="S") for n in range(SHARE + 3))
+    (held,) = ingress.site.entries("affinity_shares").values()
+    assert U32.unpack(held) == (1,)
+    assert (ingress.site.reasons() - before)[Reason.NOT_RECORDED] == 0
+
+
 def test_forged_clients_that_fill_the_shares_are_counted_again(ingress: Ingress):
     """A share that was evicted is counted from 1, until the agent has counted the entries again."""
     ingress.dial(f"2001:db8:5::{number:x}" for number in range(1, 11))

@@ -806,6 +806,17 @@ def test_a_datagram_is_refused(path: Path_, v: int, build: object, size: int, lo
 HOUR = 3600 * 10**9
 
 
+@both
+def test_only_the_first_fragment_is_refused(path: Path_, v: int) -> None:
+    """As by a kernel: what is in the others is no header that the client could know it by."""
+    number = next(PORTS)
+    front = end(f"{NET[v]}{IP}", 81)  # a port that no Service has
+    whole = udp(client(v), front, os.urandom(3000), **_id(v, number))
+    first, *later = fragments(whole, 1280, id=number)
+    assert path.run("tc_ingress", first)[0] == TC_ACT_REDIRECT
+    assert [path.run("tc_ingress", one)[0] for one in later] == [TC_ACT_SHOT] * 2
+
+
 class Refusals:
     """Buckets that do not fill again while a test runs, unless it says so."""
 
