@@ -79,6 +79,8 @@ class Tree:
             return "no end"
         if ended.returncode == 0:
             return ""
+        if ended.returncode < 0:  # by somebody, not by the mutant
+            raise SystemExit(f"pytest was ended by signal {-ended.returncode}: {' '.join(tests)}")
         failed = [
             line
             for line in ended.stdout.splitlines()
