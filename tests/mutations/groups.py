@@ -74,7 +74,19 @@ class Equivalent(NamedTuple):
     reason: str
 
 
-EQUIVALENT: Final[tuple[Equivalent, ...]] = ()
+AT_A_TIME: Final = "how much is done at a time; the result is the same"
+EQUIVALENT: Final[tuple[Equivalent, ...]] = (
+    Equivalent("kbpf/policy/desired.py", "STEP: Final = 512", "512", "513", AT_A_TIME),
+    Equivalent("kbpf/policy/desired.py", "STEP_COST: Final = 8", "8", "9", AT_A_TIME),
+    Equivalent(
+        "kbpf/source/decode.py", "LARGE_BYTES: Final = 256 << 10", "256", "257",
+        "from which size on objects are decoded one after the other; what they become is the same",
+    ),
+    Equivalent(
+        "kbpf/source/decode.py", "if size <= LARGE_BYTES:",
+        "size <= LARGE_BYTES", "(size < LARGE_BYTES)", "the same",
+    ),
+)  # fmt: skip
 
 
 def equivalent(mutant: PythonMutant) -> Equivalent | None:

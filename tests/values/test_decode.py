@@ -865,3 +865,14 @@ def test_odd_addresses_of_an_endpoint_are_told_and_the_first_one_is_used(address
     )  # fmt: skip
     assert [format_addr(end.address) for end in item.object.endpoints] == ["10.1.0.1"]
     assert item.object.skipped == lines
+
+
+@pytest.mark.parametrize(("more", "fits"), [(0, True), (1, False)])
+def test_an_object_has_a_longest_size(more: int, fits: bool):
+    raw = b'{"metadata": {"name": "a", "namespace": "b"}}'
+    raw += b" " * (decode.MOST_BYTES + more - len(raw))
+    if fits:
+        assert decode.read(Kind.NODE, raw).key.name == "a"
+    else:
+        with pytest.raises(ObjectError, match="not a Node: it has more than 6 MiB"):
+            decode.read(Kind.NODE, raw)
