@@ -6,7 +6,7 @@ import msgspec
 
 from kbpf.kernel import libbpf
 from kbpf.views.columns import Column, number, size
-from kbpf.views.snapshot import MapFacts, Part, Snapshot
+from kbpf.views.snapshot import COUNTED, MapFacts, Part, Snapshot
 
 NEEDS: Final = Part.MAPS
 
@@ -64,7 +64,8 @@ PURPOSE: Final = {
 
 
 class MapRow(msgspec.Struct, frozen=True):
-    """A map. `fill_percent` is None where fullness means nothing (arrays).
+    """A map. `entries` is None where nobody knows how many are used (arrays and queues have all of
+    theirs from the beginning), and `fill_percent` where fullness means nothing.
 
     `bytes` is None where the kernel does not say. `alarm`: 80 % or more is used. An LRU map may
     well stay full; then what was used least recently is forgotten early. Not of `flows`, whose
@@ -73,7 +74,7 @@ class MapRow(msgspec.Struct, frozen=True):
 
     name: str
     type: str
-    entries: int
+    entries: int | None
     room: int
     fill_percent: float | None
     alarm: bool
@@ -88,7 +89,7 @@ def rows(snapshot: Snapshot) -> tuple[MapRow, ...]:
 
 def _row(facts: MapFacts) -> MapRow:
     fill = None
-    if facts.kind in (libbpf.MAP_HASH, libbpf.MAP_LRU_HASH) and facts.room:
+    if facts.kind in COUNTED and facts.entries is not None and facts.room:
         fill = round(100 * facts.entries / facts.room, 1)
     return MapRow(
         name=facts.name,

@@ -54,7 +54,7 @@ from kbpf.views.tracked import Fill, Tracked
 
 ZERO: Final = U32.pack(0)
 NO_FLAGS: Final = NodeFlag(0)
-COUNTED: Final = (libbpf.MAP_HASH, libbpf.MAP_LRU_HASH)
+COUNTED: Final = (libbpf.MAP_HASH, libbpf.MAP_LRU_HASH, libbpf.MAP_LPM_TRIE)
 
 
 class Part(Flag):
@@ -91,11 +91,13 @@ class Remembered:
 
 @dataclass(frozen=True, slots=True)
 class MapFacts:
-    """A map from outside: type, entries, room for how many, bytes that the kernel counts."""
+    """A map from outside: type, entries (None where the kernel does not say how many are used),
+    room for how many, bytes that the kernel counts.
+    """
 
     name: str
     kind: int
-    entries: int
+    entries: int | None
     room: int
     bytes: int | None
 
@@ -356,7 +358,7 @@ def _affinity(held: Map) -> Iterator[Remembered]:
 
 
 def _facts(name: str, held: Map) -> MapFacts:
-    entries = held.max_entries
+    entries: int | None = None
     if held.type in COUNTED:
         entries = sum(1 for _ in held.items())
     elif held.type == libbpf.MAP_SK_STORAGE:

@@ -7,7 +7,7 @@ import msgspec
 from kbpf.dataplane.bpf.layout import Reason
 from kbpf.model.status import SourceView, ThreadView
 from kbpf.views import packets
-from kbpf.views.columns import Column, number, span
+from kbpf.views.columns import Column, number, span, yes
 from kbpf.views.packets import PacketView
 from kbpf.views.programs import state
 from kbpf.views.reasons import words
@@ -17,6 +17,10 @@ NEEDS: Final = Part.STATUS | Part.HOOKS | packets.NEEDS
 
 HEARTBEAT_SECONDS: Final = 10.0
 """The agent writes every 2 s; without a word for this long it is taken as down."""
+
+
+LAST: Final = "was "
+"""Before the state of a watch whose agent is down."""
 
 
 class StatusView(msgspec.Struct, frozen=True):
@@ -106,8 +110,8 @@ def view(snapshot: Snapshot) -> StatusView:
         event_to_map_p50_ms=said.event_to_map_p50_ms if said else 0.0,
         event_to_map_p99_ms=said.event_to_map_p99_ms if said else 0.0,
         error=said.error if said else "",
-        sources=said.sources if said else (),
-        threads=said.threads if said else (),
+        sources=tuple(_source(source, running) for source in (said.sources if said else ())),
+        threads=tuple(_thread(thread, running) for thread in (said.threads if said else ())),
         hooks_attached=sum(word == "attached" for word in states.values()),
         hooks=sum(not (f.hook.counts and f.link is None) for f in snapshot.hooks),
         hooks_missing=missing,
@@ -123,10 +127,21 @@ def view(snapshot: Snapshot) -> StatusView:
     )
 
 
+def _source(source: SourceView, running: bool) -> SourceView:
+    """Of an agent that is down: what the watch did when it spoke last."""
+    if running:
+        return source
+    return msgspec.structs.replace(source, state=f"{LAST}{source.state}")
+
+
+def _thread(thread: ThreadView, running: bool) -> ThreadView:
+    return thread if running else msgspec.structs.replace(thread, alive=False, problem="")
+
+
 SOURCE_COLUMNS: Final = (
     Column("SOURCE", lambda s: s.name),
     Column("STATE", lambda s: s.state),
-    Column("SYNCED", lambda s: "yes" if s.synced else "no"),
+    Column("SYNCED", lambda s: "-" if s.state.startswith(LAST) else yes(s.synced)),
     Column("VERSION", lambda s: s.resource_version or "-"),
     Column("ERROR", lambda s: s.error or "-"),
 )

@@ -34,7 +34,7 @@ from kbpf.model.address import Addr, parse_addr
 from kbpf.model.desired import Backend, FrontendAddress, ServicePortKey
 from kbpf.model.measures import BEGUN, FULL, Totals
 from kbpf.model.objects import Cidr, Protocol
-from kbpf.model.status import AgentStatus, DeviceFailure, PacketStatus
+from kbpf.model.status import AgentStatus, DeviceFailure, PacketStatus, SourceView, ThreadView
 from kbpf.views import (
     affinity,
     connections,
@@ -288,16 +288,29 @@ def test_who_is_kept_and_for_how_long(kept: Kept):
         ("services", libbpf.MAP_HASH, 79, 79.0, False),
         ("services", libbpf.MAP_HASH, 80, 80.0, True),
         ("affinity", libbpf.MAP_LRU_HASH, 100, 100.0, True),
-        ("node", libbpf.MAP_ARRAY, 100, None, False),
+        ("source_ranges", libbpf.MAP_LPM_TRIE, 80, 80.0, True),
+        ("node", libbpf.MAP_ARRAY, None, None, False),
+        ("order", libbpf.MAP_QUEUE, None, None, False),
         ("flows", libbpf.MAP_HASH, 100, 100.0, False),
     ],
 )
 def test_the_alarm_is_at_80_percent(
-    name: str, kind: int, entries: int, fill: float | None, alarm: bool
+    name: str, kind: int, entries: int | None, fill: float | None, alarm: bool
 ):
     (row,) = maps.rows(snapshot(maps=(MapFacts(name, kind, entries, 100, None),)))
     assert (row.fill_percent, row.alarm) == (fill, alarm)
     assert ("!" in next(c.text(row) for c in maps.COLUMNS if c.title == "FILL")) == alarm
+
+
+def test_nobody_is_said_to_watch_or_to_run_while_the_agent_is_down():
+    watches = (SourceView("services", "watching", True, "7", ""),)
+    agent = replace(AGENT, sources=watches, threads=(ThreadView("http", True, 0.1),))
+    up, down = ["watching", "yes", "running"], ["was watching", "-", "ended"]
+    for alive, wanted in ((True, up), (False, down)):
+        seen = status.view(snapshot(status=agent, agent_alive=alive, hooks=ATTACHED))
+        source, thread = seen.sources[0], seen.threads[0]
+        cells = [column.text(source) for column in status.SOURCE_COLUMNS[1:3]]
+        assert [*cells, status.THREAD_COLUMNS[1].text(thread)] == wanted
 
 
 def test_hooks_are_missing_detached_or_attached():
