@@ -804,6 +804,40 @@ def test_a_page_that_is_too_long_ends(start, monkeypatch):
     assert "a page of services has more than 195 KiB" in run.reflector.status().error
 
 
+@pytest.mark.parametrize(("each", "error"), [(300, ""), (301, "it has no end after 600 s")])
+def test_a_list_of_pages_has_its_time(start, each: int, error: str):
+    seen: list[str] = []
+
+    def page(token: str) -> Step:
+        def step(exchange: Exchange) -> None:
+            run.now += each
+            listed(service("a", 1), token=token)(exchange)
+
+        return step
+
+    def last(exchange: Exchange) -> None:
+        seen.append(run.reflector.status().error)
+        listed(service("a", 1))(exchange)
+
+    run = start(PAGES, page("1"), page("2"), last, hold=True)
+    run.reflector.start()
+    run.until(lambda: "synced" in run.said)
+    assert error in seen[0]
+    assert bool(error) == bool(seen[0])
+    assert run.asked(3) == ("page" if error else "page after 2")
+
+
+def test_an_answer_is_a_contact(start):
+    def refuse(exchange: Exchange) -> None:
+        run.now += 5
+        status(500)(exchange)
+
+    run = start(refuse, hold=True)
+    run.reflector.start()
+    run.until(lambda: run.waits)
+    assert run.reflector.status().last_contact == 1005.0
+
+
 def test_all_pages_together_have_a_bound():
     room = PageRoom(100)
     with room.lease() as one, room.lease() as two:
