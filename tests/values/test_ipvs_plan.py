@@ -33,7 +33,7 @@ from kbpf.dataplane.ipvs.plan import (
     wants_mark,
 )
 from kbpf.dataplane.ipvs.traces import style_of
-from kbpf.model.address import ANY4, Addr, format_addr, format_endpoint, parse_addr
+from kbpf.model.address import ANY4, ANY6, Addr, format_addr, format_endpoint, parse_addr
 from kbpf.model.config import Config
 from kbpf.model.desired import DesiredState, FrontendKind, ServicePortKey, ServiceState
 from kbpf.model.objects import Algorithm, Cidr, Protocol
@@ -490,6 +490,49 @@ def test_overlapping_ranges_are_replaced_in_one_step():
     plan(ledger, service("web", VIP, A, ranges="10.0.0.0/8"))
     steps = plan(ledger, service("web", VIP, A, ranges="10.1.0.0/16")).steps()
     assert [names(step) for step in steps] == [{"sources"}, {"sources"}, set(), set(), set()]
+
+
+class Rooms(NamedTuple):
+    """An element that comes and one that goes; whether the old one has to go first, since there is
+    one place for both.
+    """
+
+    name: str
+    new: Element
+    old: Element
+    first: bool
+
+
+TEN, ELEVEN = parse_addr("10.96.0.10"), parse_addr("10.96.0.11")
+NETS = tuple(parse_cidr(text, "") for text in ("10.0.0.0/8", "10.1.0.0/16"))
+ROOMS = [
+    Rooms("another mark of the same frontend",
+        (SetName.SHORT_CIRCUITS, (TEN, Protocol.TCP, 80, 1)),
+        (SetName.SHORT_CIRCUITS, (TEN, Protocol.TCP, 80, 2)), True),
+    Rooms("the mark of another port", (SetName.SHORT_CIRCUITS, (TEN, Protocol.TCP, 80, 1)),
+        (SetName.SHORT_CIRCUITS, (TEN, Protocol.TCP, 81, 1)), False),
+    Rooms("another network of the same frontend",
+        (SetName.SOURCES, (NETS[0], TEN, Protocol.TCP, 80)),
+        (SetName.SOURCES, (NETS[1], TEN, Protocol.TCP, 80)), True),
+    Rooms("a network of another address", (SetName.SOURCES, (NETS[0], TEN, Protocol.TCP, 80)),
+        (SetName.SOURCES, (NETS[1], ELEVEN, Protocol.TCP, 80)), False),
+    Rooms("another network of pods", (SetName.LOCAL_NETWORKS, (NETS[0],)),
+        (SetName.LOCAL_NETWORKS, (NETS[1],)), True),
+    Rooms("what has room beside it", (SetName.REFUSED, (TEN, Protocol.TCP, 80)),
+        (SetName.DROPPED, (TEN, Protocol.TCP, 80)), False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", ROOMS, ids=lambda row: row.name)
+def test_what_goes_before_another_comes(row: Rooms):
+    steps = Changes({row.new}, old_elements={row.old}, met={row.new}).steps()
+    assert (steps.first, steps.late) == ({row.new}, set())
+    assert (row.old in steps.early, row.old in steps.gone) == (row.first, not row.first)
+
+
+def test_the_virtual_service_of_a_mark_has_the_address_of_its_family():
+    assert marked(4, MARK) == Virtual(Protocol.TCP, ANY4, 0, MARK)
+    assert marked(6, MARK) == Virtual(Protocol.TCP, ANY6, 0, MARK)
 
 
 def test_what_two_want_stays_until_both_are_gone():

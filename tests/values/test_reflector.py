@@ -661,6 +661,14 @@ def test_a_version_that_goes_back_is_one_warning_and_a_new_list(start, caplog, n
     assert run.reflector.status().error == ""
 
 
+def test_it_went_back_from_the_last_version_that_was_heard(start, caplog):
+    """Also when that has come in the same piece."""
+    both = b"".join(json.dumps(bookmark(version)).encode() + b"\n" for version in (20, 7))
+    run = start(listed_a(both, then=Exchange.hang), streamed(added("a", 5), bookmark(15, end=True)))
+    run.until(lambda: run.said.count("synced") == 2)
+    assert f"{WENT_BACK} '20' to '7'" in caplog.text
+
+
 def test_what_a_restored_server_does_not_know_is_deleted(start, caplog):
     run = start(
         listed_a(added("new", 12), error(410)),
@@ -863,7 +871,9 @@ def test_a_list_that_takes_long_is_a_problem_while_it_does(start):
         exchange.watch(added("a", 5))
         run.until(lambda: run.said == ["+a"])
         assert run.reflector.status().problems == ()
-        run.now += 31
+        run.now += 30
+        assert run.reflector.status().problems == ()
+        run.now += 1
         (line,) = run.reflector.status().problems
         assert "the list of services has taken more than 30 s" in line
         exchange.line(bookmark(7, end=True))
