@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from typing import Final, NamedTuple
@@ -43,6 +43,7 @@ from kbpf.model.status import (
 )
 from kbpf.policy.admission import Server
 from kbpf.policy.desired import Desired
+from kbpf.policy.frontends import node_ports_nowhere
 from kbpf.policy.world import Touched, World
 from kbpf.serve.desk import Desk
 from kbpf.serve.events import About
@@ -88,6 +89,8 @@ class Agent:
         sources: Callable[[Callable[[Item], None]], Sequence[Source]],
         desk: Desk | None = None,
     ) -> None:
+        self.config_error: Callable[[], str] | None = None
+        """What is wrong with the configuration file; None without one."""
         self._config = config
         self._plane = plane
         self._inbox = Inbox()
@@ -512,9 +515,15 @@ class Agent:
     def _problems(self) -> tuple[list[str], int]:
         """The first problem lines, sorted, and how many there are."""
         others = [line for source in self._sources for line in source.status().problems]
-        others += [*self._plane.problems(), *threads.problems()]
+        others += [*self._plane.problems(), *threads.problems(), *self._own_problems()]
         lines = [*others[:MOST_PROBLEMS], *self._problem_lines.first(MOST_PROBLEMS)]
         return sorted(set(map(printable, lines))), len(self._problem_lines) + len(others)
+
+    def _own_problems(self) -> Iterator[str]:
+        if nowhere := node_ports_nowhere(self._addresses, self._config):
+            yield nowhere
+        if self.config_error is not None and (error := self.config_error()):
+            yield f"the configuration file is refused, and the next start would be: {error}"
 
     def status(self) -> AgentStatus:
         """How the agent is doing. Call from its thread."""
@@ -562,6 +571,7 @@ class Agent:
                 for one in threads.table()
             ),
             off=self._features_off(),
+            config_error=self.config_error() if self.config_error is not None else None,
         )
 
     def _features_off(self) -> tuple[str, ...]:

@@ -191,6 +191,7 @@ def _serve(config: Config, request: Asked, loaded: Loaded, data: bytes | None) -
     if request.file is not None and data is not None:
         follower = Follower(request.file, data, request.load, agent.stop)
         follower.start(ended)
+        agent.config_error = follower.error
     agent.run()
     if follower is not None and follower.is_over and not ended.is_set():
         begin_anew()

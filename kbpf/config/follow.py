@@ -47,7 +47,15 @@ class Follower:
         self._config = read(data).config
         self._stamp: Stamp | None = None  # of the text that was judged last
         self._before: Stamp | None = None  # of the last look
+        self._error = ""  # of the file as it is now
+        self._judged = ""  # of the text that was read last
         self.is_over = False
+
+    def error(self) -> str:
+        """What is wrong with the file as it is now, which this agent does not use and the next one
+        would end with; "" if nothing is.
+        """
+        return self._error
 
     def start(self, stop: threading.Event) -> None:
         """Watches in a thread of its own until `stop` is set."""
@@ -73,15 +81,19 @@ class Follower:
             data = read_file(self._path)
         except ConfigError as error:
             log.error("configuration cannot be read, going on with what it said: %s", error)
+            self._error = str(error)
             return
+        self._error = self._judged
         if data != self._data:
             self._data = data
             self._judge(data)
 
     def _judge(self, data: bytes) -> None:
+        self._error = self._judged = ""
         try:
             loaded = self._read(data)
         except ConfigError as error:
+            self._error = self._judged = str(error)
             log.error("configuration is wrong, going on with what it said before: %s", error)
             for warning in error.warnings if isinstance(error, ConfigErrors) else ():
                 log.warning("%s", warning)

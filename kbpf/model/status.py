@@ -76,6 +76,7 @@ class AgentStatus(msgspec.Struct, frozen=True):
 
     `refused`: Service ports that could not be programmed; `refused_namespaces`: how many of each
     namespace, `refused_system`: Services of system namespaces among them.
+    `config_error`: what is wrong with the configuration file; None without one.
     """
 
     version: str
@@ -104,6 +105,7 @@ class AgentStatus(msgspec.Struct, frozen=True):
     faults: tuple[str, ...] = ()
     refused_namespaces: dict[str, int] = {}
     refused_system: tuple[str, ...] = ()
+    config_error: str | None = None
 
 
 MOST_NAMESPACES = 50

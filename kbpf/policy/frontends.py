@@ -34,6 +34,7 @@ _ANY: Final = {4: ANY4, 6: ANY6}
 _UNSPECIFIED: Final = frozenset((ANY4, ANY6))
 """As the address of a frontend they mean "NodePort", so no Service may list them."""
 _LOOPBACK4: Final = V4_PREFIX + b"\x7f"
+_LOCALHOST4: Final = Addr(V4_PREFIX + bytes((127, 0, 0, 1)))
 _LOOPBACK6: Final = Addr(bytes(15) + b"\x01")
 
 _RANK: Final = {
@@ -163,6 +164,32 @@ def node_port_addresses(
     return tuple(sorted(chosen - _UNSPECIFIED))
 
 
+def node_ports_nowhere(local_addresses: Collection[Addr], config: Config) -> str:
+    """The families of which NodePorts answer nowhere, since none of the networks that are
+    configured has an address of this node, as a problem; "" for none. A family that the node does
+    not have, and networks of loopback, are meant so.
+    """
+    if config.all_node_port_addresses or config.primary_node_ports:
+        return ""
+    families = []
+    for family, loopback in ((4, _LOCALHOST4), (6, _LOOPBACK6)):
+        networks = [n for n in config.node_port_addresses if family_of(n.address) == family]
+        reachable = [
+            addr for addr in local_addresses
+            if family_of(addr) == family and not _is_loopback(addr) and not _is_link_local(addr)
+        ]  # fmt: skip
+        if not networks or not reachable or any(n.contains(loopback) for n in networks):
+            continue
+        if not any(_is_listed(addr, networks) for addr in reachable):
+            families.append(f"IPv{family}")
+    if not families:
+        return ""
+    return (
+        f"NodePorts of {' and '.join(families)} answer nowhere: this node has no address in the "
+        "networks of nodePortAddresses (--nodeport-addresses)"
+    )
+
+
 class Claim(NamedTuple):
     """One Service port's claim to an address. The smallest claim wins."""
 
@@ -255,6 +282,10 @@ def _addresses(addresses: Iterable[Addr], family: int) -> set[Addr]:
 
 def _is_usable(addr: Addr, family: int) -> bool:
     return family_of(addr) == family and addr not in _UNSPECIFIED
+
+
+def _is_link_local(addr: Addr) -> bool:
+    return addr[0] == 0xFE and addr[1] & 0xC0 == 0x80
 
 
 def _is_loopback(addr: Addr) -> bool:

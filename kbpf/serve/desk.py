@@ -84,6 +84,7 @@ class Desk:
         self._eligible = True
         self._status: AgentStatus | None = None
         self._choice: ModeChoice | None = None
+        self._config_error = ""
         self._checks: dict[ServiceName, _Check] = {}
         self._page: tuple[float, Answer | None] = (0.0, None)
 
@@ -130,6 +131,10 @@ class Desk:
         self._status = status
         if status.choice is not None:
             self._chosen(status.choice)
+        if status.config_error and status.config_error != self._config_error:
+            note = f"the configuration file is refused: {status.config_error}"
+            self.events.say(self._node, "ConfigurationRefused", ACTION, note)
+        self._config_error = status.config_error or ""
 
     def check(self, wanted: Mapping[ServiceName, HealthCheck], at: tuple[Addr, ...] | None) -> None:
         """These health checks, and no others, answer on these addresses; None: on all."""

@@ -115,7 +115,9 @@ def readyz(verdict: Verdict, status: AgentStatus | None) -> Answer:
     why = _why_not(verdict, status)
     if why:
         return Answer(503, f"kbpf does not serve: {printable(why)}\n".encode())
-    return Answer(200, b"kbpf serves\n")
+    error = status.config_error if status is not None else ""
+    beside = f", but its configuration file is refused: {printable(error)}" if error else ""
+    return Answer(200, f"kbpf serves{beside}\n".encode())
 
 
 def _why_not(verdict: Verdict, status: AgentStatus | None) -> str:

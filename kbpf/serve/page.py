@@ -55,6 +55,12 @@ def agent(status: AgentStatus, config: Config) -> Iterator[str]:
         ("last_sync_seconds", "How long the last pass took", status.last_apply_ms / 1000),
     ):  # fmt: skip
         yield from _gauge(name, text, [("", value)])
+    if status.config_error is not None:
+        yield from _gauge(
+            "config_last_reload_successful",
+            "0 while the file of --config is not what the agent runs with, since it is refused",
+            [("", not status.config_error)],
+        )
     yield from _gauge(
         "namespace_service_ports_refused",
         "Service ports that could not be programmed, of the namespaces with the most",

@@ -86,7 +86,14 @@ def test_a_wrong_text_is_told_once_with_all_that_is_wrong(
     for words in ("going on with what it said before", "'ring' (KbpfConfiguration.algorithm)",
                   "'x' (KbpfConfiguration.mode)"):  # fmt: skip
         assert words in record.getMessage()
+    assert "'x' (KbpfConfiguration.mode)" in site.follower.error()
+    site.path.unlink()
+    site.look()
+    assert "cannot read the configuration" in site.follower.error()
+    site.put(WRONG)
+    assert "'x' (KbpfConfiguration.mode)" in site.follower.error(), "also when it is back"
     assert site.put(A) == 0
+    assert site.follower.error() == ""
     assert site.put(B) == 1
 
 

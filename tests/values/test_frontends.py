@@ -20,6 +20,7 @@ from kbpf.policy.frontends import (
     local_networks,
     masquerade_addresses,
     node_port_addresses,
+    node_ports_nowhere,
     restricted,
 )
 
@@ -400,3 +401,38 @@ def test_any6_is_the_node_port_address_of_ipv6():
     port = ServicePort("http", Protocol.TCP, 80, 30080)
     dual = Service("ns", "web", "NodePort", addrs(*BOTH), (port,))
     assert frontends(dual, port, 6)[1].at.address == ANY6
+
+
+class Nowhere(NamedTuple):
+    """Networks that are configured, the addresses of this machine, and the families that are
+    told.
+    """
+
+    networks: tuple[str, ...]
+    local: tuple[str, ...]
+    told: str
+    more: dict[str, bool] = {}  # noqa: RUF012 - it is not changed
+
+
+NODE = ("127.0.0.1", "::1", "192.0.2.5", "2001:db8::5", "fe80::1")
+NOWHERE = [
+    Nowhere((), NODE, ""),
+    Nowhere(("192.0.2.0/24", "2001:db8::/32"), NODE, ""),
+    Nowhere(("10.0.0.0/8", "fd00::/8"), NODE, "IPv4 and IPv6"),
+    Nowhere(("10.0.0.0/8",), NODE, "IPv4"),
+    Nowhere(("192.0.2.0/24", "fd00::/8"), NODE, "IPv6"),
+    Nowhere(("10.0.0.0/8", "192.0.2.0/24"), NODE, ""),
+    Nowhere(("192.0.2.0/24", "fd00::/8"), ("127.0.0.1", "::1", "192.0.2.5", "fe80::1"), ""),
+    Nowhere(("127.0.0.0/8", "::1/128"), NODE, ""),
+    Nowhere(("10.0.0.0/8",), (), ""),
+    Nowhere(("10.0.0.0/8",), NODE, "", {"primary_node_ports": True}),
+    Nowhere(("10.0.0.0/8",), NODE, "", {"all_node_port_addresses": True}),
+]
+
+
+@pytest.mark.parametrize("row", NOWHERE, ids=str)
+def test_networks_of_node_ports_without_an_address_of_this_node(row: Nowhere):
+    config = Config(node_port_addresses=cidrs(*row.networks), **row.more)
+    said = node_ports_nowhere(addrs(*row.local), config)
+    assert said.startswith(f"NodePorts of {row.told} answer nowhere: " if row.told else "")
+    assert bool(said) == bool(row.told)

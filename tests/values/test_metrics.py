@@ -513,6 +513,32 @@ def test_why_it_is_not_bpf_is_a_label_and_an_event_said_once():
     assert "no cgroup v2 hierarchy is mounted" in str(made[0]["note"])
 
 
+@pytest.mark.parametrize(("error", "value"), [("", 1), ("not YAML", 0), (None, None)])
+def test_whether_the_configuration_file_is_used(error: str | None, value: int | None):
+    found = page(status=replace_status(config_error=error))
+    name = "kbpf_config_last_reload_successful"
+    assert (found[name].value() if name in found else None) == value
+
+
+def test_a_configuration_that_is_refused_is_an_event_said_once():
+    made: list[dict[str, object]] = []
+    said = threading.Semaphore(0)
+
+    def post(path: str, body: bytes) -> int:
+        made.append(json.loads(body))
+        said.release()
+        return 201
+
+    desk = Desk(Config(), "bpf", post=post)
+    for error in (None, "", "not YAML", "not YAML", ""):
+        desk.show(replace_status(config_error=error))
+    assert said.acquire(timeout=30)
+    desk.stop()
+    assert [(one["type"], one["reason"], one["note"]) for one in made] == [
+        ("Warning", "ConfigurationRefused", "the configuration file is refused: not YAML")
+    ]
+
+
 def replace_status(**change: object) -> AgentStatus:
     return msgspec.structs.replace(STATUS, **change)
 
