@@ -179,6 +179,7 @@ def remove_pins(pin_dir: Path, force: bool = False) -> Iterator[Removed]:
     from kbpf.dataplane.bpf import beside, beyond, load, packet
     from kbpf.dataplane.bpf.load import Pins
     from kbpf.kernel import mounts
+    from kbpf.kernel.devices import list_devices
 
     inside = _look(pin_dir)
     if inside is None:  # rules are known as ours without it
@@ -189,6 +190,7 @@ def remove_pins(pin_dir: Path, force: bool = False) -> Iterator[Removed]:
         folders = [path for path in inside if path.name not in ("links", "devices", "beside")]
         beyond.end(Pins(pin_dir))
         on_node = beside.remove(Pins(pin_dir))
+        names = {device.ifindex: device.name for device in list_devices()}
         on_devices = packet.remove(Pins(pin_dir))
         try:
             load.remove(Pins(pin_dir))
@@ -198,7 +200,9 @@ def remove_pins(pin_dir: Path, force: bool = False) -> Iterator[Removed]:
                     "cannot remove all pins", str(pin_dir), "run as root", error.errno or 0
                 ) from error
     yield from (Removed("attachment", str(path)) for path in links)
-    yield from (Removed("attachment", "to a device") for _ in range(on_devices))
+    for one in on_devices:
+        name = names.get(one.ifindex, f"device {one.ifindex}")
+        yield Removed("attachment", f"{one.direction} of {name}")
     yield from (Removed("on the node", what) for what in on_node)
     yield from (Removed(_kind(path), str(path)) for path in folders)
     if mounts.is_own_bpffs(pin_dir):

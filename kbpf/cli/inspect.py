@@ -58,10 +58,20 @@ def _rows(
     columns: Sequence[Column],
     output: Output,
     again: bool = False,
+    namespace: str = "",
 ) -> None:
     from kbpf.views import node
 
-    _show(lambda: render.rows(make(node.read(where, parts)), columns, output), output, again)
+    count = 0
+
+    def page() -> str:
+        nonlocal count
+        found = make(node.read(where, parts))
+        count = len(found)
+        return render.rows(found, columns, output)
+
+    _show(page, output, again)
+    _note_none(count, output, namespace)
 
 
 def _pins(pin_dir: Path, parts: Part, state_dir: Path, device: str) -> Snapshot:
@@ -76,6 +86,14 @@ def _note(text: str) -> None:
     if text:
         sys.stdout.flush()
         print(f"kbpf: {text}", file=sys.stderr)
+
+
+def _note_none(count: int, output: Output, namespace: str = "") -> None:
+    """In kubectl's words."""
+    if not count and output in (Output.TABLE, Output.WIDE):
+        sys.stdout.flush()
+        where = f" in {namespace} namespace" if namespace else ""
+        print(f"No resources found{where}.", file=sys.stderr)
 
 
 def _stream(
@@ -121,7 +139,15 @@ def services(
     def some(snapshot: Snapshot) -> Sequence[view.ServiceRow]:
         return [r for r in view.rows(snapshot) if namespace in ("", r.namespace)]
 
-    _rows(_where(pin_dir, state_dir, ipvs_device), view.NEEDS, some, view.COLUMNS, output, again)
+    _rows(
+        _where(pin_dir, state_dir, ipvs_device),
+        view.NEEDS,
+        some,
+        view.COLUMNS,
+        output,
+        again,
+        namespace,
+    )
 
 
 @app.command("service")
@@ -176,8 +202,9 @@ def affinity(
     """Which client is kept at which backend."""
     from kbpf.views import affinity as view
 
-    held = _pins(pin_dir, view.NEEDS, state_dir, ipvs_device)
-    print(render.rows(view.rows(held), view.COLUMNS, output))
+    found = view.rows(_pins(pin_dir, view.NEEDS, state_dir, ipvs_device))
+    print(render.rows(found, view.COLUMNS, output))
+    _note_none(len(found), output)
 
 
 @app.command("connections")
@@ -216,6 +243,8 @@ def connections(
     )  # fmt: skip
     found = node.find_connections(_where(pin_dir, state_dir, ipvs_device), wanted, limit)
     _stream(found.rows, view.COLUMNS, output)
+    if not found.words:
+        _note_none(found.total, output)
     _note(found.words)
     _note(_more(found.total, limit, "connections"))
     _note(f"and {found.over} whose time is over: --expired shows them" if found.over else "")

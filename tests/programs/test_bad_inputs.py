@@ -14,7 +14,9 @@ import pytest
 
 from kbpf.dataplane.bpf import load
 from kbpf.dataplane.bpf.layout import MAPS
+from kbpf.dataplane.ipvs import plane, traces
 from kbpf.errors import KernelError
+from kbpf.model.config import Config
 from tests.support.command import kbpf
 from tests.support.lab import cgroup2
 
@@ -134,3 +136,19 @@ def test_a_map_that_the_kernel_does_not_make_names_its_flag() -> None:
 def mounted() -> list[tuple[str, str]]:
     lines = Path("/proc/self/mounts").read_text().splitlines()
     return [(line.split()[1], line.split()[2]) for line in lines]
+
+
+def test_a_start_without_ipvs_leaves_nothing_that_looks_like_remains(
+    monkeypatch: pytest.MonkeyPatch, place: Place
+) -> None:
+    """Or the next start of mode bpf would tell of a mode ipvs that never served."""
+
+    def refuse(*_: object) -> None:
+        raise KernelError("this kernel has no IPVS")
+
+    monkeypatch.setattr(plane, "Holdings", refuse)
+    name = f"kbpf-bad{os.getpid()}"[:15]
+    config = Config(state_dir=place.root / "state", ipvs_device=name, nft_table=f"t{os.getpid()}")
+    with pytest.raises(KernelError, match="no IPVS"):
+        plane.IpvsPlane(config).open()
+    assert not traces.there(config)

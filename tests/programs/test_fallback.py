@@ -129,6 +129,7 @@ class CDLL(ctypes.CDLL):
         super().__init__(name, *more, **options)
 ctypes.CDLL = CDLL
 """
+WITHOUT_CGROUP2 = 'umount -l $(findmnt -t cgroup2 -no TARGET) && exec "$@"'
 CAUSES = (
     Cause("no bpf(2)", Reason.NO_BPF, wrapper=deny(errno.ENOSYS)),
     Cause("CAP_NET_ADMIN alone", Reason.NO_PRIVILEGES,
@@ -137,7 +138,8 @@ CAUSES = (
           wrapper=lambda house: house.python("sitecustomize.py", NO_LIBBPF)),
     Cause("a kernel before 5.6", Reason.OLD_KERNEL, wrapper=deny(errno.EINVAL, UPDATE_BATCH)),
     Cause("a kernel before 5.7", Reason.OLD_KERNEL, wrapper=deny(errno.EINVAL, LINK_CREATE)),
-    Cause("no cgroup v2", Reason.NO_CGROUP, extra=lambda house: ("--cgroup", str(house.folder))),
+    Cause("no cgroup v2", Reason.NO_CGROUP, extra=lambda _: ("--cgroup", ""),
+          wrapper=lambda _: ("unshare", "-m", "sh", "-c", WITHOUT_CGROUP2, "sh")),
     Cause("no BCC, and nothing compiled", Reason.NO_COMPILER, extra=House.nothing_compiled,
           wrapper=lambda house: house.python("sitecustomize.py", NO_BCC)),
     Cause("BCC fails", Reason.NOT_COMPILED, extra=House.nothing_compiled,

@@ -524,6 +524,21 @@ def test_cleanup_refuses_a_folder_that_is_in_no_bpffs(tmp_path: Path, capsys):
     assert (tmp_path / "links").exists()
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("services", "-n", "nope"), "No resources found in nope namespace.\n"),
+        (("services", "-n", "nope", "-o", "wide"), "No resources found in nope namespace.\n"),
+        (("services", "-n", "nope", "-o", "json"), ""),
+        (("affinity",), "No resources found.\n"),
+        (("services",), ""),
+    ],
+)
+def test_nothing_to_show_is_said_as_kubectl_says_it(written, run, words, said):
+    code, _, err = run("inspect", *words)
+    assert (code, err) == (0, said)
+
+
 def test_cleanup_refuses_beside_an_agent_that_runs_unless_it_is_forced(written, run, site: Site):
     code, out, err = run("cleanup")
     assert (code, out, err.count("\n")) == (1, "", 1)

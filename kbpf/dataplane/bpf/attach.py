@@ -162,8 +162,8 @@ class Devices:
             found[place] = (*found.get(place, ()), one)
         return found
 
-    def remove(self) -> int:
-        """Takes everything of ours away, from all devices; how many attachments there were.
+    def remove(self) -> tuple[Attachment, ...]:
+        """Takes everything of ours away, from all devices; what there was.
 
         KernelError, after all the others are gone, if one cannot be removed.
         """
@@ -182,7 +182,7 @@ class Devices:
         # What may be left are marks of qdiscs that others use by now.
         shutil.rmtree(self._folder, ignore_errors=True)
         self._report = DeviceReport()
-        return len(found)
+        return tuple(found)
 
 
 class _Step:

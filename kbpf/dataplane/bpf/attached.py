@@ -287,7 +287,7 @@ class Attached:
             except KernelError as error:
                 log.error("older packet programs stay, and know no changes: %s", error)
                 return
-            log.warning("older packet programs are taken off attachments=%d", gone)
+            log.warning("older packet programs are taken off attachments=%d", len(gone))
         self._tables.pin(packet=True)
 
     def _change_over(self, packets: PacketPath) -> None:

@@ -28,7 +28,7 @@ from kbpf.errors import KernelError
 from kbpf.kernel import libbpf
 from kbpf.kernel.devices import Device
 from kbpf.kernel.libbpf import Map, Program
-from kbpf.kernel.tc import Direction
+from kbpf.kernel.tc import Attachment, Direction
 from kbpf.model.config import Config
 from kbpf.model.desired import DesiredState
 
@@ -239,12 +239,12 @@ def _left(pins: Pins) -> list[Path]:
     return [p for p in pins.others("programs-tc", Path()) if not p.name.startswith(NEW)]
 
 
-def remove(pins: Pins) -> int:
+def remove(pins: Pins) -> tuple[Attachment, ...]:
     """Takes everything of ours off all devices of this network namespace, and the programs' pins
-    away; how many attachments there were.
+    away; what there was.
     """
     there = (pins.root / "devices").is_dir() or pins.others("programs-tc", Path())
-    attached = Devices(pins.root).remove() if there else 0
+    attached = Devices(pins.root).remove() if there else ()
     for folder in pins.others("programs-tc", Path()):
         shutil.rmtree(folder, ignore_errors=True)
     return attached

@@ -9,6 +9,7 @@ circuit has which mark.
 import contextlib
 import logging
 import os
+import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -119,11 +120,14 @@ class IpvsPlane:
         """Makes the table and the device, or takes those that are there. KernelError says what
         is missing.
         """
+        is_new = not self._state.exists()
         self._lock = traces.lock(self._state)
         try:
             self._former = Former(self._config)
             self._held = Holdings(self._config.ipvs_device, self._style, self._tell)
         except KernelError:
+            if is_new:  # it would look like what an agent that served has left
+                shutil.rmtree(self._state, ignore_errors=True)
             self._let_go()
             raise
         self._set_sysctls()
