@@ -14,6 +14,7 @@ from collections.abc import (
     Sequence,
     Set,
 )
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 from msgspec.structs import replace
@@ -98,7 +99,7 @@ def desired_service(
     """
     service = _as_allowed(service, config.service_annotations)
     ports = {(port.name, port.protocol): port for port in service.ports}.values()
-    most, backends, asked_for = _most(config), 0, 0
+    most, backends, asked_for = _most(config.sizes), 0, 0
     for family in families(service):
         addresses = on_node(slices, node, family)
         endpoints = sum(len(piece.endpoints) for piece in slices if piece.family == family)
@@ -140,9 +141,10 @@ def desired_service(
             )
 
 
-def _most(config: Config) -> MapSizes:
+@lru_cache(maxsize=4)
+def _most(own: MapSizes) -> MapSizes:
     """What one Service may ask for. An operator with smaller maps is told which of them is full."""
-    usual, own = MapSizes(), config.sizes
+    usual = MapSizes()
     return MapSizes(
         frontends=max(usual.frontends, own.frontends), backends=max(usual.backends, own.backends)
     )

@@ -190,9 +190,12 @@ def choose(
 
 def on_node(slices: Iterable[EndpointSlice], node: Node, family: int) -> tuple[Addr, ...]:
     """The addresses of all endpoints of this node, sorted."""
-    pieces = (piece for piece in slices if piece.family == family)
-    ends = (end for piece in pieces for end in piece.endpoints)
-    return tuple(sorted({end.address for end in ends if _is_local(end, node.name)}))
+    if not node.name:
+        return ()
+    pieces = [piece for piece in slices if piece.family == family]
+    return tuple(
+        sorted({end.address for p in pieces for end in p.endpoints if end.node == node.name})
+    )
 
 
 def _weighted(chosen: Chosen, weights: Weights) -> Chosen:

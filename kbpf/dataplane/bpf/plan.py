@@ -311,18 +311,29 @@ class Planner:
             self.writes.retired.forget_affinity.add(old.id)
 
 
+_INTERNAL_LOCAL, _EXTERNAL_LOCAL, _ANY_ENDPOINTS, _MAGLEV = map(
+    int,
+    (
+        ServiceFlag.INTERNAL_LOCAL,
+        ServiceFlag.EXTERNAL_LOCAL,
+        ServiceFlag.ANY_ENDPOINTS,
+        ServiceFlag.MAGLEV,
+    ),
+)
+
+
 def policy_flags(state: ServiceState) -> ServiceFlag:
     """The flags that all frontends of a Service port share."""
-    flags = ServiceFlag(0)
+    flags = 0  # of a plain integer: joining members of an enum costs more than all else here
     if state.internal_local:
-        flags |= ServiceFlag.INTERNAL_LOCAL
+        flags |= _INTERNAL_LOCAL
     if state.external_local:
-        flags |= ServiceFlag.EXTERNAL_LOCAL
+        flags |= _EXTERNAL_LOCAL
     if state.any_endpoints:
-        flags |= ServiceFlag.ANY_ENDPOINTS
+        flags |= _ANY_ENDPOINTS
     if state.algorithm is Algorithm.MAGLEV:
-        flags |= ServiceFlag.MAGLEV
-    return flags
+        flags |= _MAGLEV
+    return ServiceFlag(flags)
 
 
 def need(
