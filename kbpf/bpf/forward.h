@@ -194,6 +194,13 @@ static __always_inline struct device *flow_route(struct __sk_buff *skb, const st
 
 static __always_inline int finish(int action, enum reason reason); /* see tc.c */
 
+/* Takes off a priority tag (802.1Q with VLAN 0), which says something about this link only:
+ * bpf_redirect*() would have it sent on by the next device. Not 0: it could not. */
+static __always_inline long drop_priority_tag(struct __sk_buff *skb)
+{
+	return skb->vlan_present ? bpf_skb_vlan_pop(skb) : 0;
+}
+
 /* Sends it off. Into a pod it goes without a queue where that can be; else the kernel writes the
  * link header. What the kernel drops behind this counts as a transmit error of the device. */
 static __always_inline int send_off(struct __sk_buff *skb, const struct device *from,
@@ -201,7 +208,7 @@ static __always_inline int send_off(struct __sk_buff *skb, const struct device *
 {
 	struct next_hop hop = {.family = route->family};
 
-	if (skb->vlan_present && bpf_skb_vlan_pop(skb)) /* a priority tag, of the link it came by */
+	if (drop_priority_tag(skb))
 		return finish(TC_SHOT, NOT_REWRITTEN);
 	if ((to->flags & DEVICE_PEER) && to->role == ROLE_POD && route->vlan[0] &&
 	    from->l2 == ETH_HEADER && to->l2 == ETH_HEADER && skb->ingress_ifindex) {

@@ -1629,7 +1629,8 @@ int tc_refuse(struct __sk_buff *skb)
 		return finish(TC_SHOT, why);
 	if (!may_refuse(&p, now_ns()))
 		return finish(TC_SHOT, RATE_LIMITED);
-	if ((p.protocol == PROTO_TCP ? refuse_tcp(skb, &p) : refuse_with_icmp(skb, &p)) ||
+	if (drop_priority_tag(skb) ||
+	    (p.protocol == PROTO_TCP ? refuse_tcp(skb, &p) : refuse_with_icmp(skb, &p)) ||
 	    swap_link(skb, device->l2))
 		return finish(TC_SHOT, NOT_REWRITTEN);
 	return finish(bpf_redirect(ifindex, skb->ingress_ifindex ? 0 : BPF_F_INGRESS), why);
@@ -1644,7 +1645,8 @@ static __always_inline int deliver(struct __sk_buff *skb, const struct device *f
 
 	if (ifindex == skb->ifindex || !to || to->l2 != from->l2)
 		return TC_NEXT;
-	if (to->l2 && bpf_skb_store_bytes(skb, 0, to->mac, sizeof(to->mac), 0))
+	if (drop_priority_tag(skb) ||
+	    (to->l2 && bpf_skb_store_bytes(skb, 0, to->mac, sizeof(to->mac), 0)))
 		return finish(TC_SHOT, NOT_REWRITTEN);
 	return bpf_redirect(ifindex, BPF_F_INGRESS);
 }

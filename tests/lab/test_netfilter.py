@@ -16,11 +16,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 
 import pytest
 
-from kbpf.kernel import netns
 from tests.support import packets
 from tests.support.cluster import Object
 from tests.support.dial import REFUSED, Dial
@@ -589,40 +587,6 @@ def test_late_packets_are_not_invalid(
             "the late packets have come",
             lambda: seen(on_the_way) >= before[on_the_way.number] + len(sent),
         )
-
-
-ETH_P_ALL, SOL_PACKET, PACKET_AUXDATA, VLAN_VALID = 3, 263, 8, 1 << 4
-
-
-def tagged(node: Node, to_port: int) -> Iterator[bool]:
-    """Of each IPv4 packet to this TCP port that comes to the node: whether it has a VLAN tag."""
-
-    def listen() -> socket.socket:
-        made = socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, socket.htons(ETH_P_ALL))
-        made.setsockopt(SOL_PACKET, PACKET_AUXDATA, 1)
-        made.bind(("eth0", ETH_P_ALL))
-        made.settimeout(PATIENCE)
-        return made
-
-    with netns.inside(Path("/run/netns") / str(node.netns), listen) as heard:
-        yield False  # it listens
-        while True:
-            packet, ((_, _, auxdata),), *_ = heard.recvmsg(2000, socket.CMSG_SPACE(20))
-            if packet[9] == 6 and int.from_bytes(packet[22:24], "big") == to_port:
-                yield bool(int.from_bytes(auxdata[:4], "little") & VLAN_VALID)
-
-
-def test_a_priority_tag_stays_behind(ends: Field) -> None:
-    """802.1Q with VLAN 0, as some switches and cards write it: it is for the first link only."""
-    node, other = ends.lab.nodes
-    own = "198.18.0.200:4900"
-    with Wire(ends.lab.outside, ends.lab.prefix, "198.18.0.200/24") as wire:
-        next_hop = wire.neighbour(node.ip, "198.18.0.200")
-        plain = packets.frame(packets.tcp(own, at("NodePort", 42), flags="S"), next_hop, wire.mac)
-        arrivals = tagged(other, PORT)
-        next(arrivals)
-        wire.send_frame(plain[:12] + b"\x81\0\x60\0" + plain[12:])
-        assert next(arrivals) is False
 
 
 def seen(node: Node) -> int:

@@ -1838,6 +1838,59 @@ def test_to_another_node_it_leaves_past_the_stack(way_out: Path_, v: int, kind: 
     assert way_out.run("tc_egress", came) == (TC_ACT_UNSPEC, came)
 
 
+VLAN_VALID = 1 << 4
+"""Of struct tpacket_auxdata: the frame came with a tag, which the kernel has taken off."""
+
+
+@pytest.fixture
+def tagged(way_out: Path_) -> Iterator[Path_]:
+    """A device that frames with a tag come in by, with tc_ingress on it."""
+    ip(
+        "link add in address 02:00:00:00:00:05 type veth peer name switch",
+        "link set in up",
+        "link set switch up",
+        netns=way_out.where,
+    )
+    index = way_out.inside(lambda: socket.if_nametoindex("in"))
+    inside = ("nsenter", f"--net=/run/netns/{way_out.where}")  # `ip netns exec` hides the pins
+    pin = str(way_out.folder / "tc_ingress")
+    command(*inside, "tc", "qdisc", "add", "dev", "in", "clsact")
+    command(*inside, *["tc", "filter", "add", "dev", "in", "ingress", "bpf", "da", "pinned"], pin)
+    way_out.tell(index, Role.HOST, DeviceFlag(0))
+    yield way_out
+    with way_out.site.pinned("devices") as devices:
+        devices.delete(U32.pack(index))
+    way_out.cache(index, bytes(CACHED_DEVICE.size))
+    ip("link del in", netns=way_out.where)
+
+
+def raw_socket(device: str) -> socket.socket:
+    made = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
+    made.bind((device, 0))
+    made.setsockopt(263, 8, 1)  # SOL_PACKET, PACKET_AUXDATA
+    made.settimeout(10)
+    return made
+
+
+@both
+def test_a_priority_tag_stays_on_its_link(tagged: Path_, v: int) -> None:
+    """802.1Q with VLAN 0, as some switches and clouds send it."""
+    own, back = client(v), pod(v)
+    data = os.urandom(32)
+    sent = frame(udp(own, vip(v, CLUSTER), data), to="02:00:00:00:00:05")
+    sent = sent[:12] + struct.pack("!HH", 0x8100, 5 << 13) + sent[12:]
+    switch, gate = (tagged.inside(lambda: raw_socket(name)) for name in ("switch", "gate"))  # noqa: B023
+    with switch, gate:
+        switch.send(sent)
+        while True:
+            got, control, _, _ = gate.recvmsg(2048, 256)
+            if data in got:
+                break
+    assert parse(got[14:], l2=False).destination == back
+    ((_, _, told),) = control
+    assert not struct.unpack_from("=I", told)[0] & VLAN_VALID
+
+
 TORN = {
     "another device": ("ifindex", 30_000),
     "another gateway": ("next", bytes(12) + b"\xcb\0\x71\x09"),
