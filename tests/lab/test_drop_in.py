@@ -154,7 +154,7 @@ def all_well(cluster: KubeadmCluster) -> None:
 
 def replace_kube_proxy() -> list[str]:
     """README.md's blocks: the image, where it is, its pull, the change, what is removed then."""
-    return docs.section("README.md", "## Replace kube-proxy: ten minutes")
+    return docs.section("README.md", "## Replace kube-proxy")
 
 
 def to_kbpf(cluster: KubeadmCluster, shell: Shell, use: InUse) -> None:
