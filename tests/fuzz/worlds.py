@@ -83,12 +83,12 @@ def piece(name: str, number: int, kind: str, ports: Sequence[Json], ends: Sequen
     }
 
 
-def compare(judge: Judge, worlds: Iterator[World], node: str = "me", zone: str = "a") -> int:
+def compare(judges: Sequence[Judge], worlds: Iterator[World], node: str = "me", zone: str = "a") -> int:
     """Compares them all, many beside each other in one question; how many there were."""
     count = 0
     while some := list(itertools.islice(worlds, BATCH)):
         slices = [one for world in some for one in world.slices]
-        found = differences(judge, Question(node, zone, [one.service for one in some], slices))
+        found = differences(judges, Question(node, zone, [one.service for one in some], slices))
         assert not found, "\n".join(found[:10])
         count += len(some)
     return count

@@ -39,18 +39,27 @@ class Judge:
     """A running judge; `program` is one of go_build's."""
 
     def __init__(self, program: str = "judge") -> None:
+        self.program = program
         self._process = subprocess.Popen(
             [go_build.build(program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
     def ask(self, question: Question, tries: int = 1) -> dict[int, list[Json]]:
-        """What kube-proxy makes of it, by family: each distinct outcome, see outcome()."""
-        stdin, stdout = self._process.stdin, self._process.stdout
+        """What kube-proxy makes of it, by family: each distinct outcome."""
+        self.send(question, tries)
+        return self.receive()
+
+    def send(self, question: Question, tries: int = 1) -> None:
+        """It thinks about this; receive() has the answer."""
+        stdin = self._process.stdin
         assert stdin is not None
-        assert stdout is not None
-        asked = {**question._asdict(), "tries": tries}
-        stdin.write(json.dumps(asked) + "\n")
+        stdin.write(json.dumps({**question._asdict(), "tries": tries}) + "\n")
         stdin.flush()
+
+    def receive(self) -> dict[int, list[Json]]:
+        """The answer to what was sent, as of ask()."""
+        stdout = self._process.stdout
+        assert stdout is not None
         answer = json.loads(stdout.readline() or '{"Error": "the judge died"}')
         assert "Error" not in answer, answer
         return {family: [_theirs(one) for one in answer[name]] for name, family in FAMILIES}
@@ -96,20 +105,21 @@ def _networks(texts: Iterable[str]) -> list[str]:
 def answered(question: Question) -> dict[int, Json]:
     """What kbpf makes of the same objects, by family, in the judge's form."""
     node = Node(question.node, zone=question.zone)
-    slices = _read(Kind.SLICE, question.slices)
+    slices: dict[object, list[EndpointSlice]] = {}
+    for piece in _read(Kind.SLICE, question.slices):
+        assert isinstance(piece, EndpointSlice)
+        slices.setdefault(piece.service_name, []).append(piece)
     said: dict[int, Json] = {4: {}, 6: {}}
     for service in _read(Kind.SERVICE, question.services):
         assert isinstance(service, Service)
-        own = [
-            one for one in slices
-            if isinstance(one, EndpointSlice) and one.service_name == service.key
-        ]  # fmt: skip
+        own, families = slices.get(service.key, []), set()
         for state in desired_service(service, own, node):
+            families.add(state.key.family)
             key = f"{service.key}:{state.key.port}".rstrip(":")
             said[state.key.family][f"{key}/{state.key.protocol.name}"] = _our_port(state)
         if (check := health_check(service, own, question.node)) is not None:
             for family, count in ((4, check.v4), (6, check.v6)):
-                if any(key.startswith(f"{service.key}") for key in said[family]):
+                if family in families:
                     said[family][f"health check of {service.key}"] = (check.port, count)
     return said
 
@@ -156,9 +166,25 @@ def _distinct(outcomes: Iterable[Any]) -> list[Any]:
     return found
 
 
-def differences(judge: Judge, question: Question, tries: int = 64) -> list[str]:
-    """Where kbpf says what kube-proxy never does in so many tries, a line for each Service port."""
-    ours, theirs = answered(question), judge.ask(question)
+def differences(judges: Sequence[Judge], question: Question, tries: int = 64) -> list[str]:
+    """Where kbpf says what kube-proxy never does in so many tries, a line for each Service port and
+    judge.
+    """
+    for judge in judges:  # which think while kbpf does
+        judge.send(question)
+    ours = answered(question)
+    theirs = [judge.receive() for judge in judges]
+    return [
+        line
+        for judge, said in zip(judges, theirs, strict=True)
+        for line in _differences(judge, question, ours, said, tries)
+    ]
+
+
+def _differences(
+    judge: Judge, question: Question, ours: dict[int, Json], theirs: dict[int, list[Json]],
+    tries: int,
+) -> list[str]:  # fmt: skip
     suspects = {
         (family, key)
         for family, (outcome,) in theirs.items()
@@ -180,5 +206,5 @@ def differences(judge: Judge, question: Question, tries: int = 64) -> list[str]:
     for family, key in sorted(suspects):
         mine, outcomes = ours[family].get(key), _distinct(one.get(key) for one in possible[family])
         if mine not in outcomes:
-            lines.append(f"IPv{family} {key}: kbpf {mine}, kube-proxy {outcomes}")
+            lines.append(f"IPv{family} {key}: kbpf {mine}, {judge.program} {outcomes}")
     return lines
