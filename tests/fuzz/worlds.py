@@ -83,7 +83,9 @@ def piece(name: str, number: int, kind: str, ports: Sequence[Json], ends: Sequen
     }
 
 
-def compare(judges: Sequence[Judge], worlds: Iterator[World], node: str = "me", zone: str = "a") -> int:
+def compare(
+    judges: Sequence[Judge], worlds: Iterator[World], node: str = "me", zone: str = "a"
+) -> int:
     """Compares them all, many beside each other in one question; how many there were."""
     count = 0
     while some := list(itertools.islice(worlds, BATCH)):

@@ -72,8 +72,10 @@ GRANTED = {
     "endpointslices.discovery.k8s.io": {"list", "watch"},
     "events.events.k8s.io": {"create"},
 }
-ANYBODY = re.compile(r"selfsubject\S+\.(authorization|authentication)\.k8s\.io")
-"""What each account may ask about itself."""
+ANYBODY = re.compile(
+    r"selfsubject\S+\.(authorization|authentication)\.k8s\.io|clustertrustbundles\..*"
+)
+"""What each ServiceAccount may: ask about itself, and read what is public."""
 
 
 def test_it_may_do_what_the_table_says_and_no_more(admin: Kubectl, beside: None):

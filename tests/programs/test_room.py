@@ -331,7 +331,7 @@ def test_who_makes_room_by_himself_is_no_reason_for_an_alarm(flows: Flows, kind:
     assert counted.tracked == Tracked(now=not goes, most=ROOM)
     with flows.site.pinned("flows") as held:
         filled = tracked.fill(held, time.monotonic())
-    assert (filled.open, filled.needed) == (1, not goes)
+    assert (filled.entries, filled.needed) == (1, not goes)
 
 
 def test_what_is_over_and_has_its_place_still_does_not_count(flows: Flows) -> None:

@@ -89,11 +89,11 @@ SETTINGS = [
          "to 1073741824"),
     ours("a word for a number", "mapSizes: {connections: many}", 2,
          "expected an integer, got a string (.mapSizes.connections)"),
-    ours("six at once", "packetPath: {devices: eth0, enabled: 5, forwarding: x}\nmode: y\n"
+    ours("six at once", "packetPath: {devices: eth0, enabled: 5, forwarding: x}\nmode: z\n"
          "pinDir: z\nfoo: 1", 2, "expected a list, got a string (.packetPath.devices)",
          "expected true or false, got an integer (.packetPath.enabled)",
          "no field that is known (.foo); leave it out",
-         "unknown value 'y' (.mode); use auto or bpf or ipvs",
+         "unknown value 'z' (.mode); use auto or bpf or ipvs",
          "not an absolute path: 'z' (.pinDir); begin it with /",
          "unknown value 'x' (.packetPath.forwarding); use stack or direct"),
     said("nobody serves", "--socket-lb off --packet-path false", 2,
@@ -111,7 +111,8 @@ SETTINGS = [
           "BridgeInterface says nothing by itself (.detectLocal.bridgeInterface); name one"),
     proxy("a feature gate of others", "featureGates: {Foo: true}", 0,
           "info: KubeProxyConfiguration.featureGates is accepted and not used: kbpf heeds "
-          "AllowServiceExternalIPs and no other feature gate of Kubernetes"),
+          "AllowServiceExternalIPs and KubeProxyNFTablesLocalhostNodePorts and no other feature "
+          "gate of Kubernetes"),
     proxy("names to listen on", "metricsBindAddress: nonsense\nhealthzBindAddress: localhost:1", 2,
           f"{LISTEN}: 'localhost:1' (.healthzBindAddress); write it as 0.0.0.0:10256",
           f"{LISTEN}: 'nonsense' (.metricsBindAddress); write it as 0.0.0.0:10249"),

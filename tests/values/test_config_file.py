@@ -70,6 +70,7 @@ def test_kubeadms_file_is_kube_proxys_defaults_and_nothing_to_warn_of():
     made = loaded(kubeadm.config("10.244.0.0/16"))
     assert made.config == Config(
         kubeconfig=Path("/var/lib/kube-proxy/kubeconfig.conf"),
+        proxy_mode="iptables",
         detect_local_mode=LocalMode.CLUSTER_CIDR,
         cluster_cidrs=(cidr("10.244.0.0", 112),),
         all_node_port_addresses=True,
@@ -81,8 +82,10 @@ def test_kubeadms_file_is_kube_proxys_defaults_and_nothing_to_warn_of():
     )
     assert [note for note in made.notes if note.is_warning] == []
     assert [note.text for note in made.notes] == [
+        "KubeProxyConfiguration.mode: iptables is read for defaults only; the data plane is chosen "
+        "by KbpfConfiguration.mode or --mode",
         "KubeProxyConfiguration.nodePortAddresses is unset: NodePorts answer on all addresses of "
-        'the node; consider ["primary"]'
+        'the node; consider ["primary"]',
     ]
 
 
