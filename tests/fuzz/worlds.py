@@ -120,6 +120,34 @@ def two_endpoints(policies: Sequence[Json], hints: Sequence[tuple]) -> Iterator[
         yield world(f"s{i}", policy, *([[ends[0]], [ends[1]]] if apart else [ends]))
 
 
+CUTS = (3, 1, 2)
+"""After how many of three endpoints the first slice ends."""
+SAME = ((0, 1, 2), (0, 0, 1), (0, 1, 0), (0, 1, 1))
+"""Which of three endpoints have one address."""
+SERVES = ((True, True, False), (False, True, True))
+"""Conditions: ready, and only still serving."""
+
+
+def three_endpoints() -> Iterator[World]:
+    """Three, in one slice or in two, with all conditions and no hints; then with all hints, ready
+    or only still serving, in one slice. The order of those that are alike is left out.
+    """
+    places = ("me", "you")
+    kinds = itertools.product(itertools.product(BOOLS, repeat=3), places, [((), ())])
+    hinted = itertools.product(SERVES, places, HINTS)
+    shapes = tuple(itertools.product(CUTS, SAME))
+    all_ = itertools.chain(
+        itertools.product(POLICIES, itertools.combinations_with_replacement(kinds, 3), shapes),
+        itertools.product(POLICIES, itertools.combinations_with_replacement(hinted, 3), shapes[:1]),
+    )
+    for i, (policy, chosen, (cut, same)) in enumerate(all_):
+        ends = [
+            endpoint(ADDRESSES[at], conditions, node, *hints)
+            for at, (conditions, node, hints) in zip(same, chosen, strict=True)
+        ]
+        yield world(f"s{i}", policy, *filter(None, (ends[:cut], ends[cut:])))
+
+
 # ---- any world ---------------------------------------------------------------------------------
 
 PORTS = {"a": (80, "TCP"), "b": (81, "TCP"), "": (82, "UDP"), "c": (80, "UDP")}
@@ -127,77 +155,92 @@ OUTER4, OUTER6 = ("192.0.2.1", "192.0.2.2"), ("2001:db8::1", "2001:db8::2")
 RANGES = ("10.0.0.0/8", " 192.0.2.0/24 ", "0.0.0.0/0", "fd00::/8", "::/0", "2001:db8::/32")
 CLUSTER_IPS = (["10.96.0.1"], ["fd00:96::1"], ["10.96.0.1", "fd00:96::1"], ["None"])
 
+# Strategies are made once: to make one costs more than to draw from it.
+
 
 def some(options: Sequence[Any], most: int = 2) -> st.SearchStrategy[list[Any]]:
     return st.lists(st.sampled_from(options), max_size=most, unique_by=str)
 
 
-@st.composite
-def services(draw: st.DrawFn, name: str) -> Json:
+BOOLEAN = st.booleans()
+TYPE = st.sampled_from(["ClusterIP", "NodePort", "LoadBalancer"])
+POLICY = st.sampled_from(["Cluster", "Local"])
+AFFINITY = st.sampled_from(["None", "ClientIP"])
+ANY_CLUSTER_IPS, NOT_HEADLESS = st.sampled_from(CLUSTER_IPS), st.sampled_from(CLUSTER_IPS[:3])
+PORT_NAMES = st.lists(st.sampled_from(list(PORTS)), min_size=1, unique=True)
+OUTER, SOURCES = some(OUTER4 + OUTER6), some(RANGES)
+INGRESS = some(list(itertools.product(OUTER4 + OUTER6, ("VIP", "Proxy", None))))
+SLICE_PORTS = st.one_of(st.just(list(PORTS)), some(list(PORTS), 4))
+TARGET_PORT = st.sampled_from([8080, 8081])
+FAMILY = st.sampled_from(["IPv4", "IPv6"])
+ENDPOINTS = {
+    family: st.lists(
+        st.builds(
+            endpoint,
+            st.sampled_from(addresses),
+            st.sampled_from(list(itertools.product(MAYBE, repeat=3))),
+            st.sampled_from([None, "me", "you"]),
+            some("ab"),
+            some(("me", "you")),
+        ),
+        max_size=4,
+    )
+    for family, addresses in (("IPv4", ADDRESSES), ("IPv6", ("fd00:10::1", "fd00:10::2")))
+}
+COUNT = st.integers(1, WORLDS)
+SLICES = st.integers(0, 3)
+NODE, ZONE = st.sampled_from(["me", ""]), st.sampled_from(["a", ""])
+
+
+def any_service(draw: st.DrawFn, name: str) -> Json:
     """A Service as the API server lets it be."""
-    kind = draw(st.sampled_from(["ClusterIP", "NodePort", "LoadBalancer"]))
-    cluster_ips = draw(st.sampled_from(CLUSTER_IPS if kind == "ClusterIP" else CLUSTER_IPS[:3]))
+    kind = draw(TYPE)
     ports = []
-    for port_name in draw(st.lists(st.sampled_from(list(PORTS)), min_size=1, unique=True)):
+    for port_name in draw(PORT_NAMES):
         number, protocol = PORTS[port_name]
         port = {"name": port_name, "port": number, "protocol": protocol}
-        if kind != "ClusterIP" and (kind == "NodePort" or draw(st.booleans())):
+        if kind != "ClusterIP" and (kind == "NodePort" or draw(BOOLEAN)):
             port["nodePort"] = 30000 + number
         ports.append(port)
-    external = draw(some(OUTER4 + OUTER6))
     spec: Json = {
         "type": kind,
-        "clusterIPs": cluster_ips,
+        "clusterIPs": draw(ANY_CLUSTER_IPS if kind == "ClusterIP" else NOT_HEADLESS),
         "ports": ports,
-        "externalIPs": external,
-        "internalTrafficPolicy": draw(st.sampled_from(["Cluster", "Local"])),
-        "sessionAffinity": draw(st.sampled_from(["None", "ClientIP"])),
+        "externalIPs": draw(OUTER),
+        "internalTrafficPolicy": draw(POLICY),
+        "sessionAffinity": draw(AFFINITY),
     }
     if spec["sessionAffinity"] == "ClientIP":
-        spec["sessionAffinityConfig"] = {"clientIP": {"timeoutSeconds": draw(st.just(600))}}
-    if kind != "ClusterIP" or external:
-        spec["externalTrafficPolicy"] = draw(st.sampled_from(["Cluster", "Local"]))
+        spec["sessionAffinityConfig"] = {"clientIP": {"timeoutSeconds": 600}}
+    if kind != "ClusterIP" or spec["externalIPs"]:
+        spec["externalTrafficPolicy"] = draw(POLICY)
     if kind != "LoadBalancer":
         return service(name, spec)
-    spec["loadBalancerSourceRanges"] = draw(some(RANGES))
+    spec["loadBalancerSourceRanges"] = draw(SOURCES)
     if spec["externalTrafficPolicy"] == "Local":
         spec["healthCheckNodePort"] = 31000
-    ingress = [
-        {"ip": ip, **({"ipMode": mode} if mode else {})}
-        for ip, mode in draw(some(list(itertools.product(OUTER4 + OUTER6, ("VIP", "Proxy", None)))))
-    ]
+    ingress = [{"ip": ip, **({"ipMode": mode} if mode else {})} for ip, mode in draw(INGRESS)]
     return service(name, spec, status={"loadBalancer": {"ingress": ingress}})
 
 
-@st.composite
-def any_world(draw: st.DrawFn, name: str) -> World:
-    """A Service, and slices that need not fit it."""
-    slices = []
-    for i in range(draw(st.integers(0, 3))):
-        kind, addresses = draw(st.sampled_from(
-            [("IPv4", ADDRESSES), ("IPv6", tuple(f"fd00:10::{n}" for n in (1, 2, 3)))]
-        ))  # fmt: skip
-        ports = [
-            {"name": port, "port": draw(st.sampled_from([8080, 8081])), "protocol": PORTS[port][1]}
-            for port in draw(st.just(list(PORTS)) if draw(st.booleans()) else some(list(PORTS), 4))
-        ]
-        ends = [
-            endpoint(
-                draw(st.sampled_from(addresses)),
-                draw(st.tuples(*[st.sampled_from(MAYBE)] * 3)),
-                draw(st.sampled_from([None, "me", "you"])),
-                draw(some("ab")),
-                draw(some(("me", "you"))),
-            )
-            for _ in range(draw(st.integers(0, 4)))
-        ]
-        slices.append(piece(name, i, kind, ports, ends))
-    return World(draw(services(name)), slices)
+def any_slice(draw: st.DrawFn, name: str, number: int) -> Json:
+    """It need not fit the Service."""
+    family = draw(FAMILY)
+    ports = [
+        {"name": port, "port": draw(TARGET_PORT), "protocol": PORTS[port][1]}
+        for port in draw(SLICE_PORTS)
+    ]
+    return piece(name, number, family, ports, draw(ENDPOINTS[family]))
 
 
 @st.composite
 def questions(draw: st.DrawFn) -> tuple[list[World], str, str]:
     """Some worlds, and the name and the zone of the node."""
-    count = draw(st.integers(1, WORLDS))
-    worlds = [draw(any_world(f"s{i}")) for i in range(count)]
-    return worlds, draw(st.sampled_from(["me", ""])), draw(st.sampled_from(["a", ""]))
+    worlds = [
+        World(
+            any_service(draw, name := f"s{i}"),
+            [any_slice(draw, name, number) for number in range(draw(SLICES))],
+        )
+        for i in range(draw(COUNT))
+    ]
+    return worlds, draw(NODE), draw(ZONE)
