@@ -7,11 +7,11 @@ may still serve. Of several copies of an endpoint one counts, see endpoints.py. 
 server for each family; where the Service has only one, the other family's answers the same here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from kbpf.model.objects import EndpointSlice, Service, SlicePort
+from kbpf.model.objects import EndpointSlice, Protocol, Service, SlicePort
 from kbpf.policy.endpoints import merged
 from kbpf.policy.frontends import families
 
@@ -39,15 +39,30 @@ def health_check(
 
 def ready_here(slices: Sequence[EndpointSlice], family: int, node: str) -> int:
     """How many addresses of this family are ready on this node, behind any port of the slices."""
-    alike: dict[tuple[SlicePort, ...], list[EndpointSlice]] = {}
-    for piece in slices:
-        if piece.ports:
-            alike.setdefault(piece.ports, []).append(piece)
+    if not node:
+        return 0
     return len(
         {
             backend.address
-            for ports, pieces in alike.items()  # what holds for one port holds for all of them
-            for backend, end in merged(pieces, ports[0], family)
-            if end.ready and node and end.node == node
+            for port in _distinct_ports(slices)
+            for backend, end in merged(slices, port, family)
+            if end.ready and end.node == node
         }
     )
+
+
+def _distinct_ports(slices: Sequence[EndpointSlice]) -> Iterable[SlicePort]:
+    """The ports of the slices, but one alone of those that the same slices have in the same way:
+    what holds for one of them holds for all.
+    """
+    places: dict[tuple[str, Protocol], list[tuple[int, int]]] = {}
+    for i, piece in enumerate(slices):
+        for port in piece.ports:
+            if port.port:
+                places.setdefault((port.name, port.protocol), []).append((i, port.port))
+    found: dict[tuple[tuple[int, int], ...], SlicePort] = {}
+    for (name, protocol), at in places.items():
+        ordinals: dict[int, int] = {}  # of the numbers: which of them are equal is what counts
+        shape = tuple((i, ordinals.setdefault(number, len(ordinals))) for i, number in at)
+        found[shape] = SlicePort(name, protocol, at[0][1])
+    return found.values()
