@@ -30,6 +30,7 @@ BEGINS, ENDS = 10, 60
 
 WELL = msgspec.structs.replace(
     STATUS, problems=(), problem_count=0, refused=0, error="", without_endpoints=0,
+    config_error="",
     packets=PacketStatus(True),
     sources=tuple(SourceView(name, "watching", True, "5", "", 0, 1.5)
                   for name in ("services", "endpointslices", "nodes", "pods")),
@@ -122,6 +123,8 @@ ROWS = [
         "2 programs of another load balancer are attached"),
     Row("problems", {"kbpf_problems": "2x60"}, "KbpfProblems",
         "`kbpf inspect status` lists 2 problems"),
+    Row("the configuration is refused", {"kbpf_config_last_reload_successful": "0x60"},
+        "KbpfConfigurationRefused", "the configuration file is refused"),
     Row("a problem that is over soon", {"kbpf_problems": "2x20 0x40"}),
     Row("Pods may not be watched", {'kbpf_source_watching{source="pods"}': "0x60"}),
     Row("Services fill their map", {'kbpf_map_entries{map="services"}': "220000x60"},

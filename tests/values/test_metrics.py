@@ -50,7 +50,7 @@ STATUS = AgentStatus(
     event_to_map_p99_ms=40.0,
     sources=(SourceView("services", "watching", True, "5", "", 0, 1.5),
              SourceView("nodes", "retrying", True, "5", "gone", 3, 70.0)),
-    problems=(), problem_count=4, refused=2, error="no",
+    problems=(), problem_count=4, refused=2, error="no", config_error="",
     packets=PacketStatus(True, "", failed_count=1),
     without_endpoints=5,
 )  # fmt: skip
