@@ -119,6 +119,7 @@ class Agent:
         self._stop = threading.Event()
         self._lock = threading.Lock()  # of _servers
         self._addresses: tuple[Addr, ...] = ()
+        self._nowhere = ""
         self._complete = False
         self._settled = False  # whether a complete apply knew of all objects
         self._refused: set[ServicePortKey] = set()
@@ -520,8 +521,9 @@ class Agent:
         return sorted(set(map(printable, lines))), len(self._problem_lines) + len(others)
 
     def _own_problems(self) -> Iterator[str]:
-        if nowhere := node_ports_nowhere(self._addresses, self._config):
-            yield nowhere
+        yield from self._desk.problems()
+        if self._nowhere:
+            yield self._nowhere
         if self.config_error is not None and (error := self.config_error()):
             yield f"the configuration file is refused, and the next start would be: {error}"
 
@@ -604,7 +606,15 @@ class Agent:
         leading = sorted(str(name) for name in names if is_system(name, self._config))
         return tuple(leading[:MOST_PROBLEMS])
 
+    def _look_at_node_ports(self) -> None:
+        """A warning when NodePorts begin to answer nowhere."""
+        before = self._nowhere
+        self._nowhere = node_ports_nowhere(self._addresses, self._config)
+        if self._nowhere and self._nowhere != before:
+            log.warning("%s", self._nowhere)
+
     def _write_status(self) -> None:
+        self._look_at_node_ports()
         status = self.status()
         try:
             self._plane.write_status(encode(status))

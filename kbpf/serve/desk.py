@@ -85,6 +85,7 @@ class Desk:
         self._status: AgentStatus | None = None
         self._choice: ModeChoice | None = None
         self._config_error = ""
+        self._unheard: dict[str, str] = {}
         self._checks: dict[ServiceName, _Check] = {}
         self._page: tuple[float, Answer | None] = (0.0, None)
 
@@ -136,6 +137,10 @@ class Desk:
             self.events.say(self._node, "ConfigurationRefused", ACTION, note)
         self._config_error = status.config_error or ""
 
+    def problems(self) -> tuple[str, ...]:
+        """The addresses that cannot be had, a line each, for any thread."""
+        return tuple(dict(self._unheard).values())
+
     def check(self, wanted: Mapping[ServiceName, HealthCheck], at: tuple[Addr, ...] | None) -> None:
         """These health checks, and no others, answer on these addresses; None: on all."""
         told = dict(wanted)
@@ -158,8 +163,10 @@ class Desk:
                 ) from error
             if first:
                 log.error("%s; trying again each %d s", problem, AGAIN_SECONDS)
+            self._unheard[address] = problem
             self._server.later(AGAIN_SECONDS, lambda: self._open(address, handler, reason))
         else:
+            self._unheard.pop(address, None)
             log.log(logging.DEBUG if first else logging.INFO, "listening address=%s", address)
 
     # ---- health checks of Services, in the HTTP thread -------------------------------------

@@ -20,6 +20,7 @@ from kbpf.model.desired import DesiredState, ServicePortKey
 from kbpf.model.events import Delete, Kind, ObjectKey, Rejected, Synced, Upsert
 from kbpf.model.measures import Ended
 from kbpf.model.objects import (
+    Cidr,
     Endpoint,
     EndpointSlice,
     Node,
@@ -343,6 +344,38 @@ def test_an_agent_whose_pins_are_gone_ends(
     with pytest.raises(PinsGone) if row.ends else contextlib.nullcontext():
         agent.step([])
     assert ("the status was not written" in caplog.text) is not row.ends
+
+
+def test_what_is_wrong_with_the_node_is_a_problem(
+    clock: Clock, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    """As long as it is wrong; where NodePorts do not answer is in the log, once each time."""
+    networks = (Cidr(parse_addr("198.51.100.0"), 96 + 24),)
+    config = Config("me", node_port_addresses=networks)
+    desk = Desk(config)
+    unheard, wrong = ["cannot listen on 0.0.0.0:1: no"], ["not YAML"]
+    monkeypatch.setattr(desk, "problems", lambda: tuple(unheard))
+    agent = Agent(config, Counting(), lambda _: (), desk)
+    agent.config_error = lambda: wrong[0]
+
+    def told(address: str) -> tuple[str, ...]:
+        agent._addresses = (parse_addr(address),)
+        agent._write_status()
+        return agent.status().problems
+
+    refused = "the configuration file is refused, and the next start would be: not YAML"
+    nowhere = (
+        "NodePorts of IPv4 answer nowhere: this node has no address in the networks of "
+        "nodePortAddresses (--nodeport-addresses)"
+    )
+    for _ in range(2):
+        assert told("192.0.2.1") == (nowhere, unheard[0], refused)
+        assert told("192.0.2.2") == (nowhere, unheard[0], refused)
+        assert told("198.51.100.1") == (unheard[0], refused)
+    assert caplog.messages.count(nowhere) == 2
+    unheard.clear()
+    wrong[0] = ""
+    assert told("198.51.100.1") == ()
 
 
 def test_the_first_apply_does_not_wait(clock: Clock):

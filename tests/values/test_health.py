@@ -435,7 +435,7 @@ TAKEN = {"healthz": "FailedToStartProxierHealthcheck", "metrics": "FailedToStart
 
 @pytest.mark.parametrize("hard", [False, True], ids=["tried again", "hard"])
 @pytest.mark.parametrize("which", TAKEN)
-def test_an_address_that_is_taken_is_an_event(
+def test_an_address_that_is_taken_is_an_event_and_a_problem(
     which: str, hard: bool, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(desk_module, "AGAIN_SECONDS", 0.01)
@@ -458,8 +458,10 @@ def test_an_address_that_is_taken_is_an_event(
                 desk.start()
             until("it is said", lambda: made)
             if not hard:
+                assert desk.problems() == (made[0]["note"],)
                 taken.close()
                 until("it has its address", lambda: answers(port))
+                assert desk.problems() == ()
         finally:
             desk.stop()
     (event,) = made
