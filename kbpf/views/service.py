@@ -14,7 +14,7 @@ from kbpf.model.measures import Totals
 from kbpf.views.columns import Column, endpoint, number
 from kbpf.views.columns import size as size_text
 from kbpf.views.services import NEEDS as SERVICES
-from kbpf.views.services import ServiceRow, rows
+from kbpf.views.services import FrontendRow, ServiceRow, rows
 from kbpf.views.snapshot import Part, Snapshot
 
 NEEDS: Final = SERVICES | Part.TRAFFIC
@@ -181,12 +181,19 @@ def _backend(index: int, backend_id: int, slots: int, size: int, snapshot: Snaps
     return BackendRow(index, backend_id, address, backend.port, slots, share)
 
 
+def _notes(row: FrontendRow) -> Iterator[str]:
+    if row.nowhere:
+        yield "answers nowhere: no address of this node is in nodePortAddresses"
+    if row.restricted:
+        yield "source ranges: not for sockets"
+
+
 FRONTEND_COLUMNS: Final = (
     Column("FRONTEND", lambda f: f"{f.text}/{f.protocol}"),
     Column("KIND", lambda f: f.kind),
     Column("CLUSTER-SET", lambda f: number(f.cluster_set or None), right=True),
     Column("LOCAL-SET", lambda f: number(f.local_set or None), right=True),
-    Column("NOTE", lambda f: "source ranges: not for sockets" if f.restricted else ""),
+    Column("NOTE", lambda f: ", ".join(_notes(f))),
 )
 
 

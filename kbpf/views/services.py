@@ -7,8 +7,8 @@ import msgspec
 
 from kbpf.dataplane.bpf.adopt import frontend_of
 from kbpf.dataplane.bpf.layout import ServiceFlag, ServiceValue
-from kbpf.model.address import ANY4, ANY6, format_addr
-from kbpf.model.desired import FrontendAddress, ServicePortKey
+from kbpf.model.address import ANY4, ANY6, family_of, format_addr
+from kbpf.model.desired import FrontendAddress
 from kbpf.model.objects import Algorithm
 from kbpf.views.columns import Column, endpoint, number
 from kbpf.views.snapshot import Part, Snapshot
@@ -20,7 +20,8 @@ POLICY: Final = {False: "Cluster", True: "Local"}
 class FrontendRow(msgspec.Struct, frozen=True):
     """An address that clients dial. `kind` is why; a NodePort's address is the family's wildcard.
 
-    `restricted`: source ranges apply, so socket hooks leave it alone. The sets are ids, 0: empty.
+    `restricted`: source ranges apply, so socket hooks leave it alone. `nowhere`: a NodePort that no
+    address of this node serves. The sets are ids, 0: empty.
     """
 
     address: str
@@ -28,6 +29,7 @@ class FrontendRow(msgspec.Struct, frozen=True):
     protocol: str
     kind: str
     restricted: bool
+    nowhere: bool
     cluster_set: int
     cluster_size: int
     local_set: int
@@ -74,7 +76,7 @@ def rows(snapshot: Snapshot) -> tuple[ServiceRow, ...]:
     """All Service ports, by name; frontends that nobody owns come last."""
     behind = _by_service(snapshot)
     found = [
-        _row(service_id, snapshot.names.get(service_id), behind.get(service_id, []), snapshot.sets)
+        _row(service_id, snapshot, behind.get(service_id, []))
         for service_id in snapshot.names.keys() | behind.keys()
     ]
     return tuple(
@@ -90,12 +92,12 @@ def _by_service(snapshot: Snapshot) -> Behind:
 
 
 def _row(
-    service_id: int,
-    key: ServicePortKey | None,
-    entries: Sequence[tuple[FrontendAddress, ServiceValue]],
-    sets: Mapping[int, Mapping[int, int]],
+    service_id: int, snapshot: Snapshot, entries: Sequence[tuple[FrontendAddress, ServiceValue]]
 ) -> ServiceRow:
-    frontends = tuple(sorted(map(_frontend, entries), key=_dialled_first))
+    key, sets = snapshot.names.get(service_id), snapshot.sets
+    frontends = tuple(
+        sorted((_frontend(*one, snapshot.node_ports) for one in entries), key=_dialled_first)
+    )
     values = [value for _, value in entries]
     flags = ServiceFlag(values[0].flags if values else 0)
     wants_local = bool(flags & (ServiceFlag.INTERNAL_LOCAL | ServiceFlag.EXTERNAL_LOCAL))
@@ -126,16 +128,21 @@ def _most(found: Iterable[tuple[int, int]], sets: Mapping[int, Mapping[int, int]
     return max((len(set(s.values())) + max(0, size - len(s)) for s, size in slots), default=0)
 
 
-def _frontend(entry: tuple[FrontendAddress, ServiceValue]) -> FrontendRow:
-    at, value = entry
+def _frontend(
+    at: FrontendAddress, value: ServiceValue, node_ports: frozenset[int] | None
+) -> FrontendRow:
     known = frontend_of(at, value)
     wildcard = {ANY4: "0.0.0.0", ANY6: "::"}
+    kind = str(known.kind) if known else "unknown"
     return FrontendRow(
         address=wildcard.get(at.address) or format_addr(at.address),
         port=at.port,
         protocol=at.protocol.name,
-        kind=str(known.kind) if known else "unknown",
+        kind=kind,
         restricted=bool(known and known.restricted),
+        nowhere=kind == "NodePort"
+        and node_ports is not None
+        and family_of(at.address) not in node_ports,
         cluster_set=value.cluster_set,
         cluster_size=value.cluster_size,
         local_set=value.local_set,
@@ -154,8 +161,13 @@ def _dialled_first(row: FrontendRow) -> tuple[int, str, int]:
 
 
 def _frontends(row: ServiceRow) -> str:
-    texts = [f.text if f.kind == "ClusterIP" else f"{f.text} ({f.kind})" for f in row.frontends]
-    return ", ".join(texts) or "-"
+    return ", ".join(map(_with_kind, row.frontends)) or "-"
+
+
+def _with_kind(row: FrontendRow) -> str:
+    if row.kind == "ClusterIP":
+        return row.text
+    return f"{row.text} ({row.kind}{', answers nowhere' if row.nowhere else ''})"
 
 
 def _backends(row: ServiceRow) -> str:

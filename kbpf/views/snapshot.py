@@ -42,7 +42,7 @@ from kbpf.dataplane.bpf.udp import backend_of
 from kbpf.errors import KernelError, NotFoundError
 from kbpf.kernel import libbpf
 from kbpf.kernel.libbpf import Map
-from kbpf.model.address import Addr
+from kbpf.model.address import Addr, family_of
 from kbpf.model.config import SocketLb
 from kbpf.model.desired import Backend, FrontendAddress, ServicePortKey
 from kbpf.model.measures import BEGUN, FULL, Totals
@@ -135,8 +135,10 @@ class Snapshot:
     reading began, on the first of them.
 
     `frontends`: address → what stands behind; `names`: service id → Service port;
-    `sets`: set id → {index: backend id}; `backends`: id → address. `agent_alive`: a process with
-    the agent's id is there. `socket_lb`: whom the hooks serve; `exempt_cgroups`: but for so many.
+    `sets`: set id → {index: backend id}; `backends`: id → address. `node_ports`: the families in
+    which NodePorts answer on an address of this node, None if that is not known.
+    `agent_alive`: a process with the agent's id is there. `socket_lb`: whom the hooks serve;
+    `exempt_cgroups`: but for so many.
 
     Of the packet path: `packet_programs`: its programs are pinned; `connections`: see tracked.py;
     `fill`: how many there are, and room; `devices`: what the programs are told, by ifindex.
@@ -152,6 +154,7 @@ class Snapshot:
     names: Mapping[int, ServicePortKey] = field(default_factory=dict)
     sets: Mapping[int, Mapping[int, int]] = field(default_factory=dict)
     backends: Mapping[int, Backend] = field(default_factory=dict)
+    node_ports: frozenset[int] | None = None
     host_netns: int = 0
     affinity: tuple[Remembered, ...] = ()
     maps: tuple[MapFacts, ...] = ()
@@ -290,8 +293,17 @@ def _services(maps: Mapping[str, Map]) -> dict[str, Any]:
         "frontends": frontends,
         "sets": {i: ThroughTable(by_table[i], s) if i in by_table else s for i, s in sets.items()},
         "backends": {_u32(key): backend_of(raw) for key, raw in _sound(maps, "backends")},
+        "node_ports": _node_ports(maps),
         **_names(maps),
     }
+
+
+def _node_ports(maps: Mapping[str, Map]) -> frozenset[int]:
+    """The families in which NodePorts answer; loopback is of both."""
+    _, flags, *_ = CONFIG.unpack(maps["config"].lookup(ZERO) or bytes(CONFIG.size))
+    if ConfigFlag.LOCALHOST_NODE_PORTS in ConfigFlag(flags):
+        return frozenset((4, 6))
+    return frozenset(family_of(Addr(key)) for key, _ in maps["node_addresses"].items())
 
 
 def _names(maps: Mapping[str, Map]) -> dict[str, Any]:

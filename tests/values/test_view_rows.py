@@ -91,6 +91,35 @@ def test_a_frontend_without_a_name_is_shown_last():
     assert [(row.name, row.id) for row in found] == [("web", 1), ("", 9)]
 
 
+@pytest.mark.parametrize(
+    ("address", "families", "nowhere"),
+    [
+        ("0.0.0.0", {4, 6}, False),
+        ("0.0.0.0", {6}, True),
+        ("::", {4}, True),
+        ("::", {6}, False),
+        ("0.0.0.0", None, False),
+        ("10.96.0.1", set(), False),
+    ],
+)
+def test_a_node_port_that_no_address_of_the_node_serves(
+    address: str, families: set[int] | None, nowhere: bool
+):
+    is_cluster_ip = address == "10.96.0.1"
+    flags = CLUSTER_IP if is_cluster_ip else int(ServiceFlag.NODE_PORT)
+    held = snapshot(
+        frontends={at(address, 30080): value(1, flags=flags)}, names={1: key("web")},
+        node_ports=None if families is None else frozenset(families),
+    )  # fmt: skip
+    (row,) = services.rows(held)
+    (frontend,) = row.frontends
+    assert frontend.nowhere is nowhere
+    texts = [column.text(row) for column in services.COLUMNS]
+    assert any("answers nowhere" in text for text in texts) is nowhere
+    notes = [column.text(frontend) for column in service.FRONTEND_COLUMNS]
+    assert any("answers nowhere" in text for text in notes) is nowhere
+
+
 def test_a_name_without_a_frontend_is_shown_without():
     (row,) = services.rows(snapshot(names={1: key("web")}))
     assert (row.name, row.frontends, row.backends_cluster) == ("web", (), 0)
