@@ -32,7 +32,7 @@ from kbpf.model.address import Addr
 from kbpf.model.config import Config, LocalMode, Serving, is_system
 from kbpf.model.desired import FrontendAddress, ServicePortKey
 from kbpf.model.events import NEEDED, Delete, Event, Kind, Synced, Upsert
-from kbpf.model.objects import ServiceName
+from kbpf.model.objects import READ_AS, ServiceName
 from kbpf.model.status import (
     MOST_NAMESPACES,
     MOST_PROBLEMS,
@@ -589,12 +589,15 @@ class Agent:
         return round(ordered[min(len(ordered) - 1, int(len(ordered) * quantile))] * 1000, 3)
 
     def _report_problems(self, events: Iterable[Event]) -> None:
-        """One warning for each object or endpoint that is newly left out."""
+        """One warning for each object or endpoint that is newly left out, or read otherwise than
+        some programs would.
+        """
         news: list[str] = []
         for key in {event.key for event in events if not isinstance(event, Synced)}:
             lines = [f"{key}: {line}" for line in self._world.problems_of(key)]
             news += self._problem_lines.put(key, lines)
-        _tell(logging.WARNING, "left out", sorted(news))
+        _tell(logging.WARNING, "left out", sorted(line for line in news if READ_AS not in line))
+        _tell(logging.WARNING, "odd", sorted(line for line in news if READ_AS in line))
 
     def _refused_namespaces(self) -> dict[str, int]:
         """How many Service ports could not be programmed, by namespace: those with the most."""

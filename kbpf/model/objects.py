@@ -38,6 +38,9 @@ class ServiceName(NamedTuple):
         return f"{self.namespace}/{self.name}"
 
 
+READ_AS: Final = "it is read as"
+"""In a line about an address that is used though it is written oddly."""
+
 API_SERVER: Final = ServiceName("default", "kubernetes")
 
 

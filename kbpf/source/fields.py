@@ -11,7 +11,7 @@ import msgspec
 
 from kbpf.errors import ObjectError, in_words
 from kbpf.model.address import ANY4, ANY6, V4_PREFIX, Addr, format_addr, parse_addr
-from kbpf.model.objects import Cidr
+from kbpf.model.objects import READ_AS, Cidr
 
 T = TypeVar("T")
 
@@ -90,7 +90,7 @@ def leading_zeros(text: str, address: Addr) -> str:
     """What is odd about an IPv4 address that some programs would read as octal; "" if nothing."""
     if not (text.startswith("0") or ".0" in text) or not _LEADING_ZERO.search(text):
         return ""
-    return f"{text!r} has leading zeros; it is read as {format_addr(address)}"
+    return f"{text!r} has leading zeros; {READ_AS} {format_addr(address)}"
 
 
 def address_at(text: str, path: str) -> Addr:

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import pytest
+from msgspec.structs import replace
 
 from kbpf.agent import agent as module
 from kbpf.agent.agent import Agent
@@ -34,6 +35,7 @@ from kbpf.serve.desk import Desk
 from kbpf.serve.health import Health
 from kbpf.serve.message import Request
 from kbpf.serve.record import Record
+from kbpf.source.fields import leading_zeros
 from tests.support.lab import until
 from tests.support.prometheus import parse
 
@@ -417,6 +419,19 @@ def test_what_cannot_be_served_is_told_but_not_in_thousands_of_lines(
         assert "and 7 more" in lines[-1]
     agent.step([service("b")])
     assert sum(line.startswith("not programmed") for line in caplog.messages) == MOST_PROBLEMS + 1
+
+
+def test_what_is_used_all_the_same_is_not_said_to_be_left_out(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+):
+    agent, _ = begun(0.0)
+    zeros = leading_zeros("10.96.0.01", parse_addr("10.96.0.1"))
+    made = service("a")
+    spoilt = ("weights: bad", zeros)
+    agent.step([Upsert(made.key, replace(made.object, skipped=spoilt))])
+    assert caplog.messages == [
+        "left out: Service ns/a: weights: bad", f"odd: Service ns/a: {zeros}",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
