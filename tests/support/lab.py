@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from tests.support import podnet
 
@@ -281,6 +281,19 @@ class Node:
         remove_cgroup(self.cgroup)
 
 
+TRACEBACK_LINES: Final = 30
+"""So many lines of a traceback are shown."""
+
+
+def traceback_in(log: Path) -> str:
+    """The first traceback in this file, with its name; "" if there is none."""
+    lines = log.read_text(errors="replace").splitlines()
+    at = next((i for i, line in enumerate(lines) if "Traceback (most" in line), None)
+    if at is None:
+        return ""
+    return "\n".join((f"{log.name}:", *lines[max(0, at - 1) : at + TRACEBACK_LINES]))
+
+
 class Lab:
     """The machine's own little cluster."""
 
@@ -305,8 +318,11 @@ class Lab:
     def __enter__(self) -> "Lab":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
+        """Closes it. A traceback in the log of any agent is a failure, whatever was served."""
+        faults = [] if kind else [*map(traceback_in, self.folder.glob("*.log"))]
         self.close()
+        assert not any(faults), "\n".join(filter(None, faults))
 
     def _build(self, nodes: int) -> None:
         self._cgroup.mkdir()

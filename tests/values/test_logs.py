@@ -4,12 +4,14 @@ import json
 import logging
 import re
 import sys
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 from kbpf.cli import app, run
 from kbpf.cli.run import JsonLines, TextLines
+from tests.support.lab import traceback_in
 
 
 class Row(NamedTuple):
@@ -94,3 +96,19 @@ def test_a_fault_of_ours_that_ends_the_agent_is_a_line_too(
     head, *below = capsys.readouterr().err.splitlines()
     assert " ERROR kbpf " in head
     assert below == told["fault"].splitlines()
+
+
+@pytest.mark.parametrize("form", [TextLines(), JsonLines()], ids=["text", "json"])
+def test_labs_find_a_traceback_in_a_log(tmp_path: Path, form: logging.Formatter):
+    log = tmp_path / "node.log"
+    log.write_text(form.format(record(ROWS[0])) + "\n")
+    assert traceback_in(log) == ""
+    try:
+        raise ValueError("on purpose")
+    except ValueError:
+        fault = form.format(record(ROWS[0], True))
+    with log.open("a") as more:
+        more.write(fault + "\n")
+    found = traceback_in(log)
+    assert found.startswith("node.log:\n")
+    assert "ValueError: on purpose" in found
