@@ -677,6 +677,7 @@ def test_what_a_restored_server_does_not_know_is_deleted(start, caplog):
     run.until(lambda: run.said.count("synced") == 2)
     assert run.said == ["+a", "synced", "+new", "-new", "synced"]
     assert caplog.text.count(WENT_BACK) == 1
+    assert f"{WENT_BACK} '12' to '8' (seen first in services)" in caplog.text
 
 
 def test_after_an_outage_the_version_is_looked_at_before_the_watch_goes_on(start, caplog):
@@ -870,6 +871,7 @@ def test_a_list_that_takes_long_is_a_problem_while_it_does(start):
     def step(exchange: Exchange) -> None:
         exchange.watch(added("a", 5))
         run.until(lambda: run.said == ["+a"])
+        assert run.state is SourceState.LISTING
         assert run.reflector.status().problems == ()
         run.now += 30
         assert run.reflector.status().problems == ()
