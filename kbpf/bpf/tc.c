@@ -979,6 +979,12 @@ static __always_inline int hand_over(struct __sk_buff *skb, u32 tail)
 	return finish(TC_SHOT, NOT_RECORDED);
 }
 
+/* Whether it is an address of this node that we know: one that serves NodePorts, or masquerades. */
+static __always_inline bool is_nodes_own(struct address *a, const struct node *n)
+{
+	return node_addresses.lookup(a) || same_address(a, &n->snat4) || same_address(a, &n->snat6);
+}
+
 /* Decides by which way the packets of a new flow leave, and which address of the node they get. */
 int tc_way(struct __sk_buff *skb)
 {
@@ -1001,7 +1007,7 @@ int tc_way(struct __sk_buff *skb)
 	/* The backend is the node itself: no device translates what it gets, nor what it answers.
 	 */
 	if (!to && !same_address(&nat->client.address, &nat->backend.address) &&
-	    node_addresses.lookup(&nat->backend.address))
+	    is_nodes_own(&nat->backend.address, n))
 		__builtin_memset(&nat->snat, 0, sizeof(nat->snat));
 	/* A bridge brings the answers of its pods to each other past us, unless they are for us. */
 	if (to && !has_snat(nat) && route.ifindex == ifindex && to->role == ROLE_POD)
@@ -1134,8 +1140,7 @@ int tc_new(struct __sk_buff *skb)
 
 	if (!device || !n || !nat || !parse(skb, device->l2, &p))
 		return TC_NEXT;
-	if (is_martian(&p.tuple.from.address) || node_addresses.lookup(&p.tuple.from.address) ||
-	    same_address(&p.tuple.from.address, p.v6 ? &n->snat6 : &n->snat4))
+	if (is_martian(&p.tuple.from.address) || is_nodes_own(&p.tuple.from.address, n))
 		return TC_NEXT; /* the stack drops it; past the stack it must not go, either */
 	how = skb->cb[0];
 	if ((n->flags & (NODE_YIELDS | NODE_FOLLOWS)) && !(how & BEGINS_OURS))

@@ -93,9 +93,12 @@ POD = {4: "10.244.1.2", 6: "fd00:10:244:1::2"}
 NEAR = {4: "10.244.7.7", 6: "fd00:10:244:7::7"}
 """A client in a local network."""
 NET = {4: "192.0.2.", 6: "2001:db8::"}
-CLUSTER, LOCAL, NONE, RESTRICTED, SAME, MASKED, IP = 1, 2, 3, 4, 5, 6, 7
+CLUSTER, LOCAL, NONE, RESTRICTED, SAME, MASKED, IP, OWN, OTHER_OWN = range(1, 10)
 """The last part of a VIP: policy Cluster, Local, no endpoints, nobody let in; port 80 → 80 with
-policy Local and Cluster; a ClusterIP."""
+policy Local and Cluster; a ClusterIP; backends that are the node itself, at its masquerade address
+and at OTHER."""
+OTHER = {4: "198.18.0.8", 6: "fd00:198:18::8"}
+"""A second address of the node."""
 PORTS = itertools.count(2000)
 """Clients' ports: each flow is a new one."""
 QUOTED = {f"{icmp} embedded {what}" for icmp in ("icmp", "icmp6") for what in ("tcp", "udp")}
@@ -246,6 +249,8 @@ def services() -> Iterator[object]:
         yield one(MASKED, pod(v, 80))
         yield one(SAME, pod(v, 80), local=pod(v, 80), external_local=True)
         yield one(IP, pod(v), "")
+        yield one(OWN, end(NODE[v], 8080))
+        yield one(OTHER_OWN, end(OTHER[v], 8080))
 
 
 @pytest.fixture(autouse=True)
@@ -539,6 +544,26 @@ def marked(path: Path_, name: str, packet: bytes, mark: int) -> tuple[bytes, int
     done = run(path.programs[name], frame(packet), context=context)
     assert done.retval == TC_ACT_UNSPEC
     return done.packet_out[14:], done.context.mark
+
+
+@both
+@pytest.mark.parametrize("which", [OWN, OTHER_OWN], ids=["masquerade address", "NodePort address"])
+def test_a_backend_in_the_nodes_own_network_sees_the_client(
+    path: Path_, v: int, which: int
+) -> None:
+    """Its packets leave by no device that would translate the source: an entry and a port of the
+    node for it would only be in the way.
+    """
+    own, front = client(v), vip(v, which)
+    back = end((NODE if which == OWN else OTHER)[v], 8080)
+    with path.site.pinned("node_addresses") as addresses:
+        addresses.update(parse_addr(OTHER[v]), U32.pack(1))
+        try:
+            path.go("tc_ingress", udp(own, front), udp(own, back))
+        finally:
+            addresses.delete(parse_addr(OTHER[v]))
+    assert {raw[PART] for raw in entries_of(path, own)} == {FlowPart.QUESTION, FlowPart.ANSWER}
+    path.go("tc_egress", udp(back, own), udp(front, own))
 
 
 @both
