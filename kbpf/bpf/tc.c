@@ -1653,7 +1653,7 @@ static __always_inline int deliver(struct __sk_buff *skb, const struct device *f
 	if (drop_priority_tag(skb) ||
 	    (to->l2 && bpf_skb_store_bytes(skb, 0, to->mac, sizeof(to->mac), 0)))
 		return finish(TC_SHOT, NOT_REWRITTEN);
-	return bpf_redirect(ifindex, BPF_F_INGRESS);
+	return finish(bpf_redirect(ifindex, BPF_F_INGRESS), REDIRECTED);
 }
 
 /* Has the entry written that a packet needs in the stack, and comes again. */

@@ -381,7 +381,7 @@ enum reason {
 	PAUSED = 18,            /* programs change over to other maps: dropped, to come again */
 	TABLE_FULL = 19,        /* all tracked connections are needed: what begins is dropped */
 	RATE_LIMITED = 20,      /* to be refused, but too many were: dropped without an answer */
-	REDIRECTED = 21,        /* a packet left by the next device, past the stack */
+	REDIRECTED = 21,        /* a packet went to another device, past the stack */
 	REASONS = 22,
 };
 

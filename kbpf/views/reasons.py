@@ -20,7 +20,7 @@ WORDS: Final = {
     Reason.NOT_ALLOWED: "dropped: the client is not in the Service's source ranges",
     Reason.UNKNOWN_PORT: "refused: a ClusterIP, but a port that no Service has",
     Reason.NEW_FLOW: "connections that a packet began, and that are tracked since",
-    Reason.REDIRECTED: "packets that left by the next device, past the stack",
+    Reason.REDIRECTED: "packets that went to another device, past the stack",
     Reason.EVICTED: "streams of UDP that were in use, and had to make room for new connections",
     Reason.NO_ROUTE: "dropped: this node's own socket has no route to the backend",
     Reason.PAUSED: "dropped, to come again: the programs changed over to other maps",

@@ -2124,9 +2124,10 @@ def test_the_answer_comes_in_where_it_is_expected(way_out: Path_, v: int) -> Non
     """The question has left by loopback here, so that the answer goes there: rp_filter."""
     own, front, back = end(NODE[v], next(PORTS)), vip(v, CLUSTER), pod(v)
     past(way_out, udp(own, front, b"?"), udp(own, back, b"?"), "tc_egress")
-    answer = udp(back, own, b"!")
+    answer, before = udp(back, own, b"!"), way_out.site.reasons()[Reason.REDIRECTED]
     retval, got = way_out.run("tc_ingress", answer, context=SkbContext(ifindex=way_out.out))
     assert retval == TC_ACT_REDIRECT
+    assert way_out.site.reasons()[Reason.REDIRECTED] == before + 1
     assert difference(got, udp(front, own, b"!"), l2=False) == ""
 
 
