@@ -260,14 +260,18 @@ static __always_inline enum verdict dial(struct bpf_sock_addr *ctx, struct targe
 static __always_inline bool is_frontend_of(const struct target *frontend, u32 id)
 {
 	struct target at = *frontend;
-	struct service *service = service_at(&at);
+	struct service *service = service_at(&at), steady;
+	enum found found;
 
 	if (!service) {
 		at = node_port_of(frontend);
 		service = service_at(&at);
 	}
+	if (!service || service->id == id)
+		return service != NULL;
 	/* An element that was replaced while it was read says nothing: the next datagram asks. */
-	return service && (service->id == id || services.lookup(&at) != service);
+	found = read_service(&at, &steady);
+	return found == UNSTEADY || (found == STEADY && steady.id == id);
 }
 
 /* Whether what this flow chose serves no more: its backend, there or for this Service, or its

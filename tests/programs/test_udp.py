@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from kbpf.dataplane.bpf.layout import FLOWS_PER_SOCKET, UDP_FLOW, Reason
+from kbpf.dataplane.bpf.layout import FLOWS_PER_SOCKET, UDP_FLOW, Reason, pack_target
 from kbpf.dataplane.bpf.plane import BpfPlane
-from kbpf.model.address import V4_PREFIX
+from kbpf.model.address import V4_PREFIX, parse_addr
 from kbpf.model.desired import DesiredState, ServiceState
 from kbpf.model.objects import Protocol
 from tests.support.features import needs
@@ -209,6 +209,24 @@ def test_a_flow_stays_with_its_backend_while_that_serves(ground: Ground):
     assert pod.udp("10.96.0.1", 53, keep="s")["name"] == first, "it left the set and still serves"
     assert first not in pod.many(30, "10.96.0.1", 53, protocol="udp")["names"]
     pod.ask("drop", keep="s")
+
+
+@pytest.mark.parametrize("answers", [False, True], ids=["question", "answer"])
+def test_the_value_of_another_frontend_cuts_no_flow(ground: Ground, answers: bool):
+    """The kernel may give the memory of an entry to another key while a program reads it."""
+    ground.serve(ground.udp(WEB, "one"), ground.udp(DNS, "two"))
+    web, dns = (pack_target(parse_addr(f"10.96.0.{i}"), 53, Protocol.UDP) for i in (1, 2))
+    with socket_of(ground["pod"]) as s, ground.site.pinned("services") as services:
+        assert answer(s)[0] == "one"
+        kept, other = services.lookup(web), services.lookup(dns)
+        assert kept is not None
+        assert other is not None
+        services.update(web, other)
+        try:
+            directly = [(ground["one"].ip, 8080)] if answers else []
+            assert answer(s, *directly) == ("one", ("10.96.0.1", 53))
+        finally:
+            services.update(web, kept)
 
 
 def test_a_flow_that_was_idle_too_long_chooses_anew(ground: Ground):
