@@ -175,7 +175,8 @@ def _serve(config: Config, request: Asked, loaded: Loaded, data: bytes | None) -
     cluster = connect(config, record.requested)
     plane = mode.choose(config)
     shown = configz(config)
-    desk = Desk(config, plane.name, plane, _poster(cluster), shown, record, request.flags)
+    warnings = {note.event: note.text for note in loaded.notes if note.event}
+    desk = Desk(config, plane.name, plane, _poster(cluster), shown, record, request.flags, warnings)
     agent = Agent(config, plane, sources_of(config, cluster), desk)
     if cluster is not None:
         cluster.connecting = agent.connecting

@@ -392,12 +392,29 @@ WARNED_OF: Final = frozenset(("iptables.snatNodeInternalIP",))
 """Of these: backends may see another address than the operator has asked for."""
 
 
+def _default_mode_matters(said: KubeProxyConfiguration) -> bool:
+    """Whether the mode is unset and NodePorts answer on other addresses in mode nftables."""
+    if said.mode:
+        return False
+    now, later = Values(), Values()
+    _node_ports(said, now)
+    _node_ports(msgspec.structs.replace(said, mode="nftables"), later)
+    return now.found != later.found
+
+
 def notes(said: KubeProxyConfiguration) -> Iterator[Note]:
     """A line for each field that is accepted and does nothing, and for what kube-proxy warns of."""
     for path, is_said, why in ACCEPTED:
         if is_said(said):
             text = f"{KUBE_PROXY}.{path} is accepted and not used: {why}"
             yield Note(text, is_warning=path in WARNED_OF)
+    if _default_mode_matters(said):
+        yield Note(
+            f"{KUBE_PROXY}.mode is unset: kbpf reads it as iptables, kube-proxy from 1.40 on as "
+            "nftables, and NodePorts answer on other addresses there; set mode: iptables or "
+            "mode: nftables",
+            event="KubeProxyDefaultMode",
+        )
     if said.mode in MODES:
         yield Note(
             f"{KUBE_PROXY}.mode: {said.mode} is read for defaults only; the data plane is chosen "

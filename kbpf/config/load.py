@@ -252,6 +252,13 @@ def _shared_port(made: Config, place: Callable[[str], str]) -> Iterator[ConfigEr
 def _notes(made: Config, said: Values) -> Iterator[Note]:
     """What is probably not meant."""
     place = _placing(said)
+    if made.proxy_mode == "ipvs":
+        yield Note(
+            f"{place('proxy_mode')}: kube-proxy's mode ipvs is deprecated: 1.40 refuses it by "
+            "default, 1.43 no longer has it; kbpf's own mode ipvs stays",
+            is_warning=True,
+            event="IPVSDeprecation",
+        )
     low, high = made.masquerade_ports
     if made.packet_path and low < NODE_PORTS.stop and high >= NODE_PORTS.start:
         yield Note(

@@ -4,7 +4,10 @@ from typing import NamedTuple
 
 
 class Note(NamedTuple):
-    """A line for the log. `is_warning`: somebody probably wanted something else."""
+    """A line for the log. `is_warning`: somebody probably wanted something else. `event`: the
+    reason of the Event with this text that the agent sends when it starts; "" for none.
+    """
 
     text: str
     is_warning: bool = False
+    event: str = ""

@@ -61,7 +61,9 @@ class _Check:
 
 
 class Desk:
-    """See the module. start() before anything else, stop() at the end."""
+    """See the module. start() before anything else, stop() at the end. `warnings`: Events about the
+    Node, {reason: note}, that are sent when the agent serves.
+    """
 
     def __init__(
         self,
@@ -72,9 +74,10 @@ class Desk:
         configz: bytes = b"{}",
         record: Record | None = None,
         flags: Mapping[str, str] = MappingProxyType({}),
+        warnings: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._config, self._mode, self._plane, self._configz = config, mode, plane, configz
-        self._serving, self._flags = config.serving, flags
+        self._serving, self._flags, self._warnings = config.serving, flags, warnings
         self._counting = Counting(plane.count, self._traffic) if plane is not None else None
         self.record = record or Record()
         self.health = Health(config.serving.late_seconds)
@@ -111,7 +114,11 @@ class Desk:
     # ---- what the agent says ---------------------------------------------------------------
 
     def begun(self, version: str, choice: ModeChoice) -> None:
-        """The agent serves: kube-proxy's first word, and which mode it is in."""
+        """The agent serves: kube-proxy's first word, and which mode it is in. Before that, the
+        warnings about the settings.
+        """
+        for reason, note in self._warnings.items():
+            self.events.say(self._node, reason, ACTION, note)
         self._chosen(choice)
         note = f"kbpf {version} mode {self._mode}"
         self.events.say(self._node, "Starting", ACTION, note, warning=False)

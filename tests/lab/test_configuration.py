@@ -442,6 +442,15 @@ def repairs(cluster: Kubeadm) -> int:
     return sum("others had changed" in line for line in cluster.agent.lines())
 
 
+def test_a_mode_that_is_unset_is_an_event(cluster: Kubeadm) -> None:
+    def reasons() -> set[str]:
+        return {event["reason"] for event in cluster.kube.list("Event")["items"]}
+
+    assert "KubeProxyDefaultMode" not in reasons()
+    with cluster.configured("mode: ''"):
+        until("its Event is stored", lambda: "KubeProxyDefaultMode" in reasons())
+
+
 def test_each_line_of_a_json_log_is_json_and_none_has_a_token(cluster: Kubeadm) -> None:
     """At the highest verbosity, while the API server goes and comes, and says no."""
     with cluster.configured("logging: {format: json, verbosity: 10}"):

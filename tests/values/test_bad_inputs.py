@@ -54,7 +54,9 @@ SETTINGS = [
     proxy("mode kernelspace", "mode: kernelspace", 2, "unknown value 'kernelspace' (.mode); use "
           "iptables or nftables or ipvs, or none"),
     proxy("mode ipvs", "mode: ipvs", 0, "info: KubeProxyConfiguration.mode: ipvs is read for "
-          "defaults only; the data plane is chosen by KbpfConfiguration.mode or --mode"),
+          "defaults only; the data plane is chosen by KbpfConfiguration.mode or --mode",
+          "warning: KubeProxyConfiguration.mode: kube-proxy's mode ipvs is deprecated: 1.40 "
+          "refuses it by default, 1.43 no longer has it; kbpf's own mode ipvs stays"),
     proxy("no word", "mode: 5", 2, "expected a string, got an integer (.mode)"),
     proxy("no list", "detectLocal: []", 2, "expected an object (.detectLocal)"),
     proxy("no networks", "nodePortAddresses: [192.0.2.0/24, bogus, 192.0.2.5, primary]", 2,

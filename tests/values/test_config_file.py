@@ -384,6 +384,8 @@ TOLD = [
     ("mode: nftables", "KbpfConfiguration.mode"),
     ("mode: ipvs", "KbpfConfiguration.mode"),
     ("ipvs: {scheduler: wrr}", "kbpf.io/algorithm"),
+    ("", "KubeProxyConfiguration.mode is unset: kbpf reads it as iptables, kube-proxy from 1.40"),
+    ("mode: ipvs", "KubeProxyConfiguration.mode: kube-proxy's mode ipvs is deprecated"),
     ("", "nodePortAddresses is unset"),
     ("", "clusterCIDR is empty"),
     (
@@ -411,6 +413,28 @@ TOLD = [
 @pytest.mark.parametrize(("text", "words"), TOLD, ids=[f"{w}: {t}" for t, w in TOLD])
 def test_what_the_operator_should_know_is_told(text: str, words: str):
     assert told(proxy(text)).count(words) == 1
+
+
+EVENTS = [
+    (PROXY, {}, {"KubeProxyDefaultMode"}),
+    (f"{PROXY}mode: ''", {}, {"KubeProxyDefaultMode"}),
+    (f"{PROXY}nodePortAddresses: [primary]", {}, set()),
+    (f"{PROXY}nodePortAddresses: [0.0.0.0/0]", {}, {"KubeProxyDefaultMode"}),
+    (f"{PROXY}mode: iptables", {}, set()),
+    (f"{PROXY}mode: nftables", {}, set()),
+    (f"{PROXY}mode: ipvs", {}, {"IPVSDeprecation"}),
+    (OWN, {}, set()),
+    (OWN, {"proxy_mode": "ipvs"}, {"IPVSDeprecation"}),
+    (f"{OWN}mode: ipvs", {}, set()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "flags", "reasons"), EVENTS, ids=str)
+def test_which_notes_are_sent_as_events(text: str, flags: dict[str, str], reasons: set[str]):
+    """Those of kube-proxy 1.37, an unset mode only where NodePorts depend on it. Without its
+    document kbpf's own defaults count, and kbpf's own mode ipvs is not kube-proxy's.
+    """
+    assert {note.event for note in loaded(text, **flags).notes} - {""} == reasons
 
 
 def test_an_unknown_field_does_no_harm():

@@ -513,6 +513,26 @@ def test_why_it_is_not_bpf_is_a_label_and_an_event_said_once():
     assert "no cgroup v2 hierarchy is mounted" in str(made[0]["note"])
 
 
+def test_warnings_about_the_settings_are_events_when_the_agent_serves():
+    made: list[dict[str, object]] = []
+    said = threading.Semaphore(0)
+
+    def post(path: str, body: bytes) -> int:
+        made.append(json.loads(body))
+        said.release()
+        return 201
+
+    desk = Desk(Config(), "bpf", post=post, warnings={"KubeProxyDefaultMode": "mode is unset"})
+    desk.begun("1", ModeChoice("bpf", "bpf"))
+    for _ in range(2):
+        assert said.acquire(timeout=30)
+    desk.stop()
+    assert [(one["type"], one["reason"], one["note"]) for one in made] == [
+        ("Warning", "KubeProxyDefaultMode", "mode is unset"),
+        ("Normal", "Starting", "kbpf 1 mode bpf"),
+    ]
+
+
 @pytest.mark.parametrize(("error", "value"), [("", 1), ("not YAML", 0), (None, None)])
 def test_whether_the_configuration_file_is_used(error: str | None, value: int | None):
     found = page(status=replace_status(config_error=error))
