@@ -6,6 +6,10 @@ from collections.abc import Iterator, Sequence
 import pytest
 from hypothesis import given, settings
 
+from kbpf.config import load
+from kbpf.model.address import family_of, format_addr, parse_addr
+from kbpf.model.objects import Node
+from kbpf.policy.frontends import node_port_addresses
 from tests.fuzz.worlds import (
     POLICIES,
     World,
@@ -51,3 +55,63 @@ def test_some_worlds_of_three_endpoints(judges: Sequence[Judge]):
 def test_any_world(judges: Sequence[Judge], asked: tuple[list[World], str, str]):
     worlds, node, zone = asked
     assert compare(judges, iter(worlds), node, zone) == len(worlds)
+
+
+# ---- where NodePorts answer --------------------------------------------------------------------
+
+PRIMARY = {4: "192.0.2.5", 6: "2001:db8::5"}
+INTERFACES = (
+    "127.0.0.1/8", "192.0.2.5/24", "192.0.2.6/24", "10.0.0.7/8",
+    "::1/128", "2001:db8::5/64", "fd00::7/64", "fe80::1/64",
+)  # fmt: skip
+LOCAL = [parse_addr(each.partition("/")[0]) for each in INTERFACES]
+LOOPBACK = {"127.0.0.1", "::1"}
+"""kbpf serves them by --localhost-nodeports, for the host alone."""
+WORDS = (
+    "primary", "localhost", "all", "192.0.2.0/24", "192.0.2.6/32", "203.0.113.0/24", "127.0.0.0/8",
+    "0.0.0.0/0", "2001:db8::/32", "fd00::7/128", "3fff::/20", "::/0",
+)  # fmt: skip
+LISTS = [list(words) for size in range(4) for words in itertools.combinations(WORDS, size)]
+
+
+def expanded(words: Sequence[str], families: Sequence[int]) -> list[str]:
+    """As kube-proxy's main function replaces the words, on a node with addresses of `families`."""
+    meanings = {
+        "primary": [f"{PRIMARY[family]}/{32 if family == 4 else 128}" for family in families],
+        "localhost": ["127.0.0.0/8", "::1/128"],
+        "all": ["0.0.0.0/0", "::/0"],
+    }
+    return [network for word in words for network in meanings.get(word, [word])]
+
+
+def asked_for(words: Sequence[str], mode: str) -> list[str]:
+    """The list that counts in this mode of kube-proxy."""
+    return list(words) or (["primary"] if mode == "nftables" else [])
+
+
+@pytest.mark.parametrize("mode", ["iptables", "nftables"])
+@pytest.mark.parametrize("families", [(4, 6), (4,), (6,), ()], ids=str)
+def test_every_list_of_node_port_addresses(
+    judges: Sequence[Judge], mode: str, families: Sequence[int]
+):
+    """The intended difference (docs/limits.md): with `primary` and a network of one family alone,
+    the other family has no address; with kube-proxy it has all of them.
+    """
+    node = Node("me", addresses=tuple(parse_addr(PRIMARY[family]) for family in families))
+    for words in LISTS:
+        flags = {
+            "--proxy-mode": mode,
+            **({"--nodeport-addresses": ",".join(words)} if words else {}),
+        }
+        ours = node_port_addresses(node, LOCAL, load.config(flags, {}))
+        listed = asked_for(words, mode)
+        networks = expanded(listed, families)
+        for judge in judges:
+            theirs = judge.node_port_ips(networks, INTERFACES)
+            for family in (4, 6):
+                wanted = theirs[family] - LOOPBACK
+                named = [each for each in networks if (":" in each) == (family == 6)]
+                if "primary" in listed and networks and not named:
+                    wanted = set()
+                found = {format_addr(each) for each in ours if family_of(each) == family}
+                assert found == wanted, (judge.program, words, family)

@@ -27,12 +27,16 @@ FAMILIES = (("V4", 4), ("V6", 6))
 
 
 class Question(NamedTuple):
-    """What the agent of one node has seen. `services` and `slices` are the API's JSON."""
+    """What the agent of one node has seen. `services` and `slices` are the API's JSON;
+    `node_port_addresses` are networks, `interfaces` the node's addresses, in CIDR notation.
+    """
 
     node: str
     zone: str
     services: Sequence[Json]
     slices: Sequence[Json]
+    node_port_addresses: Sequence[str] = ()
+    interfaces: Sequence[str] = ()
 
 
 class Judge:
@@ -53,16 +57,27 @@ class Judge:
         """It thinks about this; receive() has the answer."""
         stdin = self._process.stdin
         assert stdin is not None
-        stdin.write(json.dumps({**question._asdict(), "tries": tries}) + "\n")
+        fields = {name.replace("_", ""): value for name, value in question._asdict().items()}
+        stdin.write(json.dumps({**fields, "tries": tries}) + "\n")
         stdin.flush()
 
     def receive(self) -> dict[int, list[Json]]:
         """The answer to what was sent, as of ask()."""
+        answer = self._read()
+        return {family: [_theirs(one) for one in answer[name]] for name, family in FAMILIES}
+
+    def node_port_ips(self, networks: Sequence[str], interfaces: Sequence[str]) -> dict[int, set]:
+        """The addresses of these interfaces on which NodePorts answer, by family."""
+        self.send(Question("", "", [], [], networks, interfaces))
+        answer = self._read()
+        return {family: set(answer[name][0]["NodeIPs"]) for name, family in FAMILIES}
+
+    def _read(self) -> Json:
         stdout = self._process.stdout
         assert stdout is not None
-        answer = json.loads(stdout.readline() or '{"Error": "the judge died"}')
+        answer: Json = json.loads(stdout.readline() or '{"Error": "the judge died"}')
         assert "Error" not in answer, answer
-        return {family: [_theirs(one) for one in answer[name]] for name, family in FAMILIES}
+        return answer
 
     def close(self) -> None:
         """Ends it."""
