@@ -20,7 +20,7 @@ from tests.fuzz.comparison import BATCH, SEEDS, SHOWN, compare, random_sequences
 from tests.fuzz.floods import KINDS, WAYS, Arena, Figures, room
 from tests.fuzz.mutants import MUTANTS, found
 from tests.fuzz.twins import Twins
-from tests.fuzz.worlds import World, questions, three_endpoints
+from tests.fuzz.worlds import HINTS, POLICIES, World, questions, three_endpoints, two_endpoints
 from tests.fuzz.worlds import compare as compare_policy
 from tests.support.upstream import JUDGES, Judge
 
@@ -62,8 +62,8 @@ def packets(seed: int, minutes: float | None) -> None:
 
 
 def policy(seed: int, minutes: float | None) -> None:
-    """Every world of three endpoints, then WORLDS Services with their slices: kbpf's policy beside
-    kube-proxy's functions.
+    """Every world of two endpoints with hints and of three endpoints, then WORLDS Services with
+    their slices: kbpf's policy beside kube-proxy's functions.
     """
     until, done = deadline(minutes), 0
     judges = [Judge(program) for program in JUDGES]
@@ -73,6 +73,8 @@ def policy(seed: int, minutes: float | None) -> None:
         worlds, node, zone = asked
         done += compare_policy(judges, iter(worlds), node, zone)
 
+    hinted = compare_policy(judges, two_endpoints(POLICIES, HINTS))
+    print(f"{hinted} worlds of two endpoints with hints", flush=True)
     print(f"{compare_policy(judges, three_endpoints())} worlds of three endpoints", flush=True)
     some = settings(max_examples=EXAMPLES_AT_ONCE, deadline=None, database=None)
     for number in itertools.count(seed):
