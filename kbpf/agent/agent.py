@@ -217,6 +217,7 @@ class Agent:
     def step(self, items: Sequence[Item]) -> None:
         """One round: what came in, what follows from it, what was put off."""
         events = [item for item in items if not isinstance(item, Wake)]
+        _log_events(events)
         touched = self._world.apply(events)
         self._tally.heard(events, touched)
         self._pending.add(touched)
@@ -433,6 +434,10 @@ class Agent:
         self._written = report.writes
         self._last_apply_ms = (time.perf_counter() - start) * 1000
         self._applied += 1
+        log.debug(
+            "programmed service_ports=%s entries=%d ms=%.1f",
+            "all" if keys is None else len(keys), sum(report.writes.values()), self._last_apply_ms,
+        )  # fmt: skip
         self._tally.applied(keys, seconds)
         if not self._complete or self._error:
             self._status_due = 0.0  # good news is told at once
@@ -626,6 +631,14 @@ class Agent:
         except KbpfError as error:
             log.warning("the status was not written: %s", error)
         self._desk.show(status)  # last: who finds /readyz finds the rest, too
+
+
+def _log_events(events: Iterable[Event]) -> None:
+    """A line for each, at debug."""
+    if log.isEnabledFor(logging.DEBUG):
+        for event in events:
+            about = event.kind if isinstance(event, Synced) else event.key
+            log.debug("event %s %s", type(event).__name__.lower(), about)
 
 
 def _tell(level: int, what: str, lines: Sequence[str]) -> None:

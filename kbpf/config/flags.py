@@ -280,8 +280,9 @@ FLAGS: Final = (
          "what is counted of connections by Service and backend: those that begin, or also what "
          "they come to: failures, bytes, segments sent again, round trips (default connections)"),
     Flag("-v", "log_level", readers.verbosity, "NUMBER", LOGGING,
-         "verbosity as Kubernetes counts it: 4 or more is debug, less is info; there is nothing "
-         "between or beyond", ("--v",)),
+         "verbosity as Kubernetes counts it: 4 or more is debug, which logs each object that "
+         "changes, each write to the maps and each request to the API server; less is info",
+         ("--v",)),
     Flag("--log-level", "log_level", readers.log_level, "LEVEL", LOGGING,
          "debug, info, warning or error (default info)"),
     Flag("--log-format", "log_format", readers.log_format, "text|json", LOGGING,

@@ -18,6 +18,7 @@ http.client and ssl (6 MB) instead of the library's urllib3 and client (30 MB). 
 import contextlib
 import http.client
 import io
+import logging
 import socket
 import ssl
 import sys
@@ -32,6 +33,8 @@ from typing import Any, Final, TypeVar, cast
 from kbpf.errors import ObjectError, SourceError
 from kbpf.model.address import parse_addr
 from kbpf.source.cluster import Cluster, Login
+
+log = logging.getLogger("kbpf.source")
 
 T = TypeVar("T")
 
@@ -326,8 +329,10 @@ class Connection:
             return raw
         finally:
             if not self._closed:
-                host = f"{self._host}:{self._port}"
-                self._cluster.asked(host, method, code, time.monotonic() - start)
+                host, seconds = f"{self._host}:{self._port}", time.monotonic() - start
+                log.debug("request %s %s host=%s code=%s ms=%.1f", method, path, host, code,
+                          seconds * 1000)  # fmt: skip
+                self._cluster.asked(host, method, code, seconds)
 
     def _exchange(self, method: str, path: str, body: bytes | None) -> _RawResponse:
         login = self._login = self._cluster.login(lambda: self._closed)

@@ -168,6 +168,19 @@ def test_a_node_that_is_missing_is_told_once(clock: Clock, caplog: pytest.LogCap
     assert ["there is no Node me yet" in line for line in caplog.messages] == [True]
 
 
+def test_debug_says_what_came_and_what_was_written(clock: Clock, caplog: pytest.LogCaptureFixture):
+    caplog.set_level("INFO", "kbpf.agent")
+    agent, plane = begun(0.0)
+    assert caplog.messages == []
+    caplog.set_level("DEBUG", "kbpf.agent")
+    plane.writes = {"services": 2, "backends": 1}
+    agent.step([service("a"), Delete(ObjectKey(Kind.SLICE, "ns", "b")), Synced(Kind.NODE)])
+    assert caplog.messages == [
+        "event upsert Service ns/a", "event delete EndpointSlice ns/b", "event synced Node",
+        "programmed service_ports=1 entries=3 ms=0.0",
+    ]  # fmt: skip
+
+
 def test_now_and_then_all_is_compared(clock: Clock, caplog: pytest.LogCaptureFixture):
     agent, plane = begun(0.0)
     clock.now += 899.0

@@ -5,6 +5,7 @@ import calendar
 import contextlib
 import json
 import os
+import re
 import shutil
 import socket
 import ssl
@@ -434,6 +435,15 @@ def test_a_server_with_another_name_is_refused_unless_that_name_is_given(
             connect(server.url, ca_file=ca, server_name="other.example").request("/x")
         connect(server.url, ca_file=ca, server_name="kube.example").request("/x").read()
         assert len(server.requests) == 1
+
+
+def test_debug_says_each_request(connect, caplog):
+    caplog.set_level("DEBUG", "kbpf.source")
+    with ScriptedServer(unauthorized) as server:
+        connect(server.url, token="secret").request("/x?watch=1").read()
+    (line,) = caplog.messages
+    host = server.url.removeprefix("http://")
+    assert re.fullmatch(rf"request GET /x\?watch=1 host={host} code=401 ms=\d+\.\d", line)
 
 
 def test_insecure_means_insecure(connect, server_tls):
