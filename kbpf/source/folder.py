@@ -288,7 +288,7 @@ class Folder:
     def _unwell(self, error: OSError) -> None:
         hint = "what it held stays in force"
         what = f"cannot read the folder: {error.strerror}"
-        line = f"SourceError: {SourceError(what, str(self._path), hint)}"
+        line = str(SourceError(what, str(self._path), hint))
         if line != self._status.error:
             log.warning("folder cannot be read error=%r", line)
         failures = self._status.failures + 1

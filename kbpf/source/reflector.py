@@ -459,7 +459,7 @@ class Reflector:
 
     def _unwell(self, error: SourceError) -> None:
         what = f"cannot {self._verb} {self._resource.name}: {error.what}"
-        line = f"SourceError: {SourceError(what, error.where or self._cluster.url, error.hint)}"
+        line = str(SourceError(what, error.where or self._cluster.url, error.hint))
         reason = f"{error.what} {error.where} {error.hint}"
         if outage := self._cluster.outages.failed(self._resource.name, reason, self._clock()):
             names = ",".join(outage.names)

@@ -118,7 +118,7 @@ def test_no_permission(web: Cluster) -> None:
         assert (
             "grant list and watch on pods to nobody (manifests/components/socket-lb-label)" in line
         )
-        assert line.partition("error=")[2].strip("'\"").startswith("SourceError")
+        assert line.partition("error=")[2].strip("'\"").startswith("cannot list pods: 403")
         said = web.agent.status()
         assert (said["synced"], said["error"]) == (True, "")
         assert not {s["name"]: s["synced"] for s in said["sources"]}["pods"]

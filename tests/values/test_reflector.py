@@ -553,7 +553,7 @@ def test_what_was_said_stays_and_the_error_says_what_to_do(start, step, what, hi
     run.reflector.start()
     run.until_watching(7)
     (line,) = seen
-    assert line.startswith(f"SourceError: cannot watch services: {what}")
+    assert line.startswith(f"cannot watch services: {what}")
     assert f"({run.server.url})" in line
     assert hint in line
     assert "\n" not in line
