@@ -1,6 +1,9 @@
 """Options that several commands share. Defaults and environment variables are those of `kbpf run`,
 so that one setting of the environment serves all; and so do those of the file that `run` was given.
 A flag beats a variable, and that beats the file.
+
+`readable=False`: not that a path must not be readable, but that the command says what is wrong with
+it, in its own words and with its own exit code, instead of typer.
 """
 
 import sys
@@ -35,13 +38,19 @@ OutputOption = Annotated[
 PinDir = Annotated[
     Path,
     typer.Option(
-        "--pin-dir", envvar="KBPF_PIN_DIR", help="The agent's folder of pins, as given to `run`."
+        "--pin-dir",
+        envvar="KBPF_PIN_DIR",
+        help="The agent's folder of pins, as given to `run`.",
+        readable=False,
     ),
 ]
 CacheDir = Annotated[
     Path,
     typer.Option(
-        "--cache-dir", envvar="KBPF_CACHE_DIR", help="Where the compiled programs are kept."
+        "--cache-dir",
+        envvar="KBPF_CACHE_DIR",
+        help="Where the compiled programs are kept.",
+        readable=False,
     ),
 ]
 IpvsDevice = Annotated[
@@ -59,13 +68,19 @@ NftTable = Annotated[
 StateDir = Annotated[
     Path,
     typer.Option(
-        "--state-dir", envvar="KBPF_STATE_DIR", help="Mode ipvs: the folder, as given to `run`."
+        "--state-dir",
+        envvar="KBPF_STATE_DIR",
+        help="Mode ipvs: the folder, as given to `run`.",
+        readable=False,
     ),
 ]
 CGroup = Annotated[
     Path | None,
     typer.Option(
-        "--cgroup", envvar="KBPF_CGROUP", help="The cgroup v2 folder that `run` is given."
+        "--cgroup",
+        envvar="KBPF_CGROUP",
+        help="The cgroup v2 folder that `run` is given.",
+        readable=False,
     ),
 ]
 Watch = Annotated[
@@ -112,6 +127,7 @@ def _take_and_note(context: typer.Context, file: Path | None) -> Path | None:
 def _file_option(callback: Callable[[typer.Context, Path | None], Path | None]) -> Any:
     return typer.Option(
         "--config", metavar="FILE", envvar="KBPF_CONFIG", is_eager=True, callback=callback,
+        readable=False,
         help="The file that `run` was given: what it says of the folders and names below.",
     )  # fmt: skip
 

@@ -86,7 +86,12 @@ def cgroup_root(
 
 def is_cgroup2(path: Path) -> bool:
     """Whether this folder lies in a cgroup v2 hierarchy."""
-    return (path / "cgroup.controllers").exists()
+    try:
+        return (path / "cgroup.controllers").exists()
+    except PermissionError as error:
+        raise KernelError(
+            "cannot look into the cgroup", str(path), "run as root", error.errno or 0
+        ) from error
 
 
 def cgroup_by_id(cgroup_id: int) -> Path | None:

@@ -97,11 +97,16 @@ WRONG = [
             f"cannot look {what} ({{closed}}/pins): EACCES; {ROOT}", AGENT, True)
       for words, what in (("", "at the folder for pins"), ("--mode bpf", "at the folder for pins"),
                           ("--mode ipvs", "into the folder of pins"))),
-    *(Wrong(f"nobody: {words}", f"{words} --pin-dir {{closed}}/pins", 1,
-            f"cannot look into the folder of pins ({{closed}}/pins): EACCES; {ROOT}", "kbpf: ",
-            True)
+    *(Wrong(f"nobody: {words} {where}", f"{words} --pin-dir {where}", 1,
+            f"cannot look into the folder of pins ({where}): EACCES; {ROOT}", "kbpf: ", True)
+      for where in ("{closed}", "{closed}/pins")
       for words in ("inspect status", "inspect services", "inspect connections", "inspect maps",
                     "cleanup", "check --attached")),
+    *(Wrong(f"nobody: {words} with a cgroup of others", f"{words} --cgroup {{closed}}", 1,
+            f"cannot look into the cgroup ({{closed}}): EACCES; {ROOT}", "kbpf: ", True)
+      for words in (RUN, "check")),
+    Wrong("nobody: a configuration of others", "cleanup --config {closed}", 1, "cannot read the "
+          "configuration: Permission denied ({closed}); give --config FILE", "kbpf: ", True),
     Wrong("nobody: demo", "demo --once", 1, "cannot make the network namespace (", "kbpf: ", True),
 ]  # fmt: skip
 
