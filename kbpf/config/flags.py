@@ -75,7 +75,8 @@ def _sizes() -> Iterator[Flag]:
     default = MapSizes()
     for name, what in told.items():
         text = f"{what} (default {getattr(default, name)})"
-        yield Flag(f"--max-{name}", f"sizes.{name}", readers.entries, "NUMBER", SIZES, text)
+        reader = readers.connections if name == "connections" else readers.entries
+        yield Flag(f"--max-{name}", f"sizes.{name}", reader, "NUMBER", SIZES, text)
 
 
 def _conntrack() -> Iterator[Flag]:

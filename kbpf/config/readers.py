@@ -19,7 +19,10 @@ from kbpf.model.objects import Algorithm, Cidr
 Reader = Callable[[str, str], Any]
 """(text, where it stood) → value, or ConfigError."""
 
-MOST_ENTRIES: Final = 1 << 30
+MOST_ENTRIES: Final = 1 << 27
+"""The kernel makes no hash map with more buckets."""
+MOST_CONNECTIONS: Final = 1 << 25
+"""The map `flows` has more than three entries for each."""
 MOST_PORTS: Final = 65_535
 LONGEST_NAME: Final = 15  # IFNAMSIZ - 1
 DEBUG_VERBOSITY: Final = 4
@@ -122,13 +125,16 @@ def oom_score(text: str, where: str) -> int:
     return number(text, where, range(-1000, 1001))
 
 
-def entries(text: str, where: str) -> int:
+def entries(text: str, where: str, most: int = MOST_ENTRIES) -> int:
     number = int(text) if text.isascii() and text.isdigit() else 0
-    if not 0 < number <= MOST_ENTRIES:
+    if not 0 < number <= most:
         raise ConfigError(
-            f"not a number of entries: {text!r}", where, f"give a whole number, 1 to {MOST_ENTRIES}"
+            f"not a number of entries: {text!r}", where, f"give a whole number, 1 to {most}"
         )
     return number
+
+
+connections: Final = partial(entries, most=MOST_CONNECTIONS)
 
 
 def ports(text: str, where: str) -> tuple[int, int]:

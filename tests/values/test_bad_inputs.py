@@ -88,7 +88,12 @@ SETTINGS = [
          "warning: KBPF_PINDIR is no variable that is known; is KBPF_PIN_DIR meant?"),
     ours("a number of entries", "mapSizes: {connections: 99999999999}", 2,
          "not a number of entries: '99999999999' (.mapSizes.connections); give a whole number, 1 "
-         "to 1073741824"),
+         "to 33554432"),
+    said("more connections than a map holds", "--max-connections 1000000000", 2, "not a number of "
+         "entries: '1000000000' (--max-connections); give a whole number, 1 to 33554432"),
+    said("more slots than a map holds", "--max-slots 134217729", 2, "not a number of entries: "
+         "'134217729' (--max-slots); give a whole number, 1 to 134217728"),
+    said("the most of each", "--max-slots 134217728 --max-connections 33554432", 0),
     ours("a word for a number", "mapSizes: {connections: many}", 2,
          "expected an integer, got a string (.mapSizes.connections)"),
     ours("six at once", "packetPath: {devices: eth0, enabled: 5, forwarding: x}\nmode: z\n"

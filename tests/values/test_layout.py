@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import pytest
 
+from kbpf.config import readers
 from kbpf.dataplane.bpf import layout, udp
 from kbpf.dataplane.bpf.flatten import SOURCES, flatten
 from kbpf.kernel import libbpf
@@ -312,6 +313,11 @@ def test_names_come_back(key: ServicePortKey):
 def test_each_kind_of_frontend_has_a_flag_of_its_own():
     assert layout.KIND_FLAGS.keys() == set(FrontendKind)
     assert len(set(layout.KIND_FLAGS.values())) == len(FrontendKind)
+
+
+def test_the_largest_sizes_that_are_accepted_are_not_too_large_for_a_map():
+    most = MapSizes(*[readers.MOST_ENTRIES] * 3, connections=readers.MOST_CONNECTIONS)
+    assert max(spec.limit(most) for spec in layout.MAPS.values()) <= readers.MOST_ENTRIES
 
 
 def test_maps_start_no_bigger_than_they_may_get():
