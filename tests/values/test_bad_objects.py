@@ -1,0 +1,258 @@
+"""What an operator may get wrong in a folder of objects, row by row: the lines of the agent's log
+and of its status. A Service beside it is served all the while.
+"""
+
+import logging
+from collections.abc import Callable, Collection
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from kbpf.agent.agent import Agent
+from kbpf.agent.listeners import Listeners
+from kbpf.agent.refusals import SEE
+from kbpf.dataplane.base import Report
+from kbpf.errors import printable
+from kbpf.model.address import ANY4, parse_addr
+from kbpf.model.config import Config
+from kbpf.model.desired import DesiredState, FrontendAddress, ServicePortKey
+from kbpf.model.objects import Protocol
+from kbpf.source.folder import Folder
+
+FINE = """\
+apiVersion: v1
+kind: Service
+metadata: {name: web, namespace: shop, creationTimestamp: 2024-01-01T00:00:00Z}
+spec:
+  type: NodePort
+  clusterIP: 10.96.0.10
+  ports: [{name: http, port: 80, nodePort: 30080}]
+---
+apiVersion: discovery.k8s.io/v1
+kind: EndpointSlice
+metadata: {name: web-1, namespace: shop, labels: {kubernetes.io/service-name: web}}
+addressType: IPv4
+endpoints: [{addresses: [10.244.1.1]}]
+ports: [{name: http, port: 8080}]
+"""
+OWN = "192.0.2.10"
+SSH = FrontendAddress(ANY4, 22, Protocol.TCP)
+
+
+class Plane:
+    """A data plane that takes everything, and knows what it was given last."""
+
+    name = "bpf"
+    served: frozenset[str] = frozenset()
+
+    def apply(
+        self, state: DesiredState, _: Collection[ServicePortKey] | None, sound: bool = True
+    ) -> Report:
+        self.served = frozenset(
+            f"{key.namespace}/{key.name} {frontend.at}"
+            for key, service in state.services.items() for frontend in service.frontends
+        )  # fmt: skip
+        return Report({}, 0, {}, {})
+
+    def __getattr__(self, name: str):
+        return {"ready": lambda: True, "problems": tuple, "ended": tuple, "faults": tuple}.get(
+            name, lambda *_: None
+        )
+
+
+class Wrong(NamedTuple):
+    """`text` is zz.yaml, beside all.yaml with FINE. `lines` are those of the status; in the log
+    they have the form `log`. `served`: frontends beside those of FINE.
+    """
+
+    name: str
+    text: str
+    log: str
+    lines: tuple[str, ...]
+    served: tuple[str, ...] = ()
+
+
+SOURCE = "source problem name=folder error={!r}"
+LEFT_OUT = "left out: {}"
+ODD = "odd: {}"
+REFUSED = "Service bad/x: {}; " + SEE
+IP, X_IP = "clusterIP: 10.96.0.11", "10.96.0.11"
+PORT = "ports: [{port: 80}]"
+X = f"bad/x {X_IP}:80/TCP"
+TAKEN = "bad/x TCP IPv4: {} is not served: it is taken by Service shop/web"
+X_SAYS = "Service bad/x: "
+
+
+def service(spec: str, meta: str = "name: x, namespace: bad") -> str:
+    return f"apiVersion: v1\nkind: Service\nmetadata: {{{meta}}}\nspec: {{{spec}}}\n"
+
+
+def annotated(key: str, value: str) -> str:
+    return service(f"{IP}, {PORT}", f"name: x, namespace: bad, annotations: {{{key}: '{value}'}}")
+
+
+def slice_of(endpoints: str) -> str:
+    return (
+        "apiVersion: discovery.k8s.io/v1\nkind: EndpointSlice\nmetadata: {name: x-1, namespace: "
+        "bad, labels: {kubernetes.io/service-name: x}}\naddressType: IPv4\nports: [{port: 80}]\n"
+        f"endpoints: [{endpoints}]\n"
+    )
+
+
+def source(name: str, text: str, line: str, *served: str) -> Wrong:
+    """What the folder says of a file."""
+    return Wrong(name, text, SOURCE, (line,), served)
+
+
+def spec(name: str, text: str, line: str) -> Wrong:
+    """A Service that is left out, whole."""
+    return Wrong(name, service(text), LEFT_OUT, (f"{X_SAYS}spec.{line} (zz.yaml:4)",))
+
+
+LAUGHS = "a: &a [x, x, x]\nb: &b [*a, *a, *a]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n"
+    for before, name in pairwise("bcdefghijk")
+)
+WRONG = [
+    source("malformed YAML", "kind: Service\nmetadata: {name: x\nspec: [\n",
+           "not YAML: did not find expected ',' or '}' (zz.yaml:3)"),
+    source("tabs", "kind: Service\n\tmetadata: {}\n",
+           "not YAML: found a tab character that violates indentation (zz.yaml:2)"),
+    source("a word", "hello\n", "kind: missing (zz.yaml:1)"),
+    source("a list", "- a\n- b\n", "kind: missing (zz.yaml:1)"),
+    Wrong("an empty file", "", "", ()),
+    source("a field that is misspelt", service(f"{IP}, ports: [{{port: 80, targetport: 8080}}]"),
+           f"{X_SAYS}spec.ports[0].targetport is no field of a Service (zz.yaml:4); is targetPort "
+           "meant?", X),
+    source("a kind that is misspelt", "kind: Servcie\nmetadata: {name: x}\n",
+           "kind: Servcie is not read; is Service meant? (zz.yaml:1)"),
+    source("Endpoints", "apiVersion: v1\nkind: Endpoints\nmetadata: {name: x}\n",
+           "kind: Endpoints is not read; write an EndpointSlice (discovery.k8s.io/v1) (zz.yaml:2)"),
+    source("an old version", slice_of("").replace("/v1", "/v1beta1"), "apiVersion: "
+           "'discovery.k8s.io/v1beta1' is not read; write discovery.k8s.io/v1 (zz.yaml:1)"),
+    spec("a port twice", f"{IP}, ports: [{{name: a, port: 80}}, {{name: b, port: 80}}]",
+         "ports[1].port: 80/TCP is used twice"),
+    spec("a port's name twice", f"{IP}, ports: [{{name: a, port: 80}}, {{name: a, port: 81}}]",
+         "ports[1].name: 'a' is used twice"),
+    spec("no address", f"clusterIP: 10.96.1.300, {PORT}",
+         "clusterIP: '10.96.1.300' is not an IP address"),
+    spec("port 0", f"{IP}, ports: [{{port: 0}}]", "ports[0].port: 0 is not a port"),
+    spec("port 70000", f"{IP}, ports: [{{port: 70000}}]", "ports[0].port: 70000 is not a port"),
+    spec("a word as port", f"{IP}, ports: [{{port: eighty}}]",
+         "ports[0].port: expected an integer, got a string"),
+    Wrong("leading zeros", service(f"clusterIP: 010.096.000.011, {PORT}"), ODD, (
+        f"{X_SAYS}spec.clusterIP: '010.096.000.011' has leading zeros; it is read as {X_IP}",),
+        (X,)),
+    spec("ICMP", f"{IP}, ports: [{{port: 80, protocol: ICMP}}]",
+         "ports[0].protocol: 'ICMP' is not one of TCP, UDP, SCTP"),
+    spec("affinity by cookie", f"{IP}, {PORT}, sessionAffinity: Cookie",
+         "sessionAffinity: 'Cookie' is not one of None, ClientIP"),
+    spec("an unknown policy", f"{IP}, {PORT}, internalTrafficPolicy: Sometimes",
+         "internalTrafficPolicy: 'Sometimes' is not one of Cluster, Local"),
+    spec("a time below 0", f"{IP}, {PORT}, sessionAffinity: ClientIP, sessionAffinityConfig: "
+         "{clientIP: {timeoutSeconds: -5}}",
+         "sessionAffinityConfig.clientIP.timeoutSeconds: -5 is not between 1 and 86400"),
+    spec("source ranges", f"{IP}, {PORT}, loadBalancerSourceRanges: [10.0.0.0/40]",
+         "loadBalancerSourceRanges[0]: '10.0.0.0/40' is not a network in CIDR form"),
+    Wrong("a ClusterIP that is taken", service(f"clusterIP: 10.96.0.10, {PORT}"), REFUSED,
+          (TAKEN.format("10.96.0.10:80/TCP"),)),
+    Wrong("a NodePort that is taken",
+          service(f"type: NodePort, {IP}, ports: [{{port: 80, nodePort: 30080}}]"), REFUSED,
+          (TAKEN.format("0.0.0.0:30080/TCP"),), (X,)),
+    Wrong("an ExternalIP that is a ClusterIP", service(f"{IP}, {PORT}, externalIPs: [10.96.0.10]"),
+          REFUSED, (TAKEN.format("10.96.0.10:80/TCP"),), (X,)),
+    Wrong("an ExternalIP where a process listens", service(f"{IP}, ports: [{{port: 22}}], "
+          f"externalIPs: [{OWN}]"), REFUSED, (f"bad/x TCP IPv4: {OWN}:22/TCP is not served: a "
+          "process of this node listens there",), (f"bad/x {X_IP}:22/TCP",)),
+    Wrong("special addresses", service("clusterIPs: [10.96.0.11, 'fd00::11'], ports: [{port: 80}], "
+          "externalIPs: [127.0.0.1, 0.0.0.0, 224.0.0.1, '::1']"), LEFT_OUT, (
+              f"{X_SAYS}spec.externalIPs[0]: 127.0.0.1 is a loopback address",
+              f"{X_SAYS}spec.externalIPs[1]: 0.0.0.0 is the unspecified address",
+              f"{X_SAYS}spec.externalIPs[2]: 224.0.0.1 is not a unicast address",
+              f"{X_SAYS}spec.externalIPs[3]: ::1 is a loopback address",
+          ), (X, "bad/x [fd00::11]:80/TCP")),
+    Wrong("an endpoint of the other family", slice_of("{addresses: ['fd00::1']}"), LEFT_OUT,
+          ("EndpointSlice bad/x-1: endpoints[0].addresses: fd00::1 is not IPv4",)),
+    Wrong("a further address that is none", slice_of("{addresses: [10.1.0.1, nonsense]}"), LEFT_OUT,
+          ("EndpointSlice bad/x-1: endpoints[0].addresses[1]: 'nonsense' is not an IP address",)),
+    source("a key twice", service(f"clusterIP: 10.96.0.12, {IP}, {PORT}"),
+           "clusterIP is written twice; the last one counts (zz.yaml:4)", X),
+    source("an object twice", f"{service(f'{IP}, {PORT}')}---\n{service(f'{IP}, {PORT}')}",
+           "zz.yaml: Service bad/x is in zz.yaml already; left out here", X),
+    source("a billion laughs", LAUGHS, "not YAML: more than 500000 nodes, references counted as "
+           "what they stand for (zz.yaml:7)"),
+    source("a tag that runs code", "kind: !!python/object/apply:os.system ['touch x']\n",
+           "kind: missing (zz.yaml:1)"),
+    Wrong("weights", annotated("kbpf.io/weights", "a b=c"), LEFT_OUT, (
+        f"{X_SAYS}metadata.annotations[kbpf.io/weights]: cannot use 'a b=c'; write NAME=WEIGHT "
+        "with commas between them, each name once: a Pod, an address, node:NODE, zone:ZONE or *, "
+        "and a whole number from 0 to 1000",), (X,)),
+    source("a misspelt annotation", annotated("kbpf.io/wieghts", "*=2"), f"{X_SAYS}metadata."
+           "annotations[kbpf.io/wieghts] is no annotation of kbpf (zz.yaml:3); is kbpf.io/weights "
+           "meant?", X),
+    Wrong("escape codes", service(f"{IP}, {PORT}", r'name: "we\e[31mird\nname", namespace: bad'),
+          LEFT_OUT, (r"Service bad/we\x1b[31mird\nname: metadata.name: 'we\x1b[31mird\nname' is "
+                     "not a DNS label (a-z, 0-9 and - inside, 63 characters at most) (zz.yaml:3)",
+                     )),
+]  # fmt: skip
+
+
+class Node:
+    """The agent, with what is beside it on the node."""
+
+    def __init__(self, folder: Path, text: str) -> None:
+        (folder / "all.yaml").write_text(FINE)
+        (folder / "zz.yaml").write_text(text)
+        self.plane = Plane()
+        config = Config("op-node", source=folder)
+        self.agent = Agent(config, self.plane, lambda put: [Folder(folder, put, "op-node")])
+        self.agent._listeners = Listeners(lambda: frozenset({SSH}))
+        self.agent._addresses = (parse_addr(OWN),)
+        for _ in range(2):
+            self.agent._sources[0].look()
+            self.agent.step(self.agent._inbox.take(0.0))
+
+
+@pytest.fixture
+def told(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """The log, but for what is said of each start."""
+    caplog.set_level(logging.INFO, "kbpf")
+    return lambda: [line for line in caplog.messages if not line.startswith("source synced")]
+
+
+def served(*more: str) -> frozenset[str]:
+    return frozenset(("shop/web 0.0.0.0:30080/TCP", "shop/web 10.96.0.10:80/TCP", *more))
+
+
+@pytest.mark.parametrize("row", WRONG, ids=lambda row: row.name)
+def test_a_line_of_the_log_and_of_the_status(
+    row: Wrong, tmp_path: Path, told: Callable[[], list[str]]
+) -> None:
+    node = Node(tmp_path, row.text)
+    assert node.agent.status().problems == row.lines
+    short = [printable(line.removeprefix("bad/x TCP IPv4: ")) for line in row.lines]
+    assert [printable(line) for line in told()] == [row.log.format(line) for line in short]
+    assert node.plane.served == served(*row.served)
+
+
+def test_a_kind_that_is_not_for_us_is_no_problem(
+    tmp_path: Path, told: Callable[[], list[str]]
+) -> None:
+    node = Node(tmp_path, "kind: Deployment\nmetadata: {name: x}\n")
+    assert told() == ["source ignores kind=Deployment file=zz.yaml"]
+    assert node.agent.status().problems == ()
+
+
+def test_an_external_ip_of_this_node_is_named_and_served(
+    tmp_path: Path, told: Callable[[], list[str]]
+) -> None:
+    node = Node(tmp_path, service(f"{IP}, ports: [{{port: 10256}}], externalIPs: [{OWN}]"))
+    (line,) = told()
+    assert line == (
+        f"{X_SAYS}{OWN}:10256/TCP is at an address of this node: what connects to it gets the "
+        f"Service; {SEE}"
+    )
+    assert node.agent.status().problems == ()
+    assert node.plane.served == served(f"bad/x {X_IP}:10256/TCP", f"bad/x {OWN}:10256/TCP")
