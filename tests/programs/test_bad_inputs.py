@@ -6,6 +6,8 @@ Nothing is mounted or attached by any row: each ends before.
 
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -121,6 +123,20 @@ def test_one_line_and_nothing_is_changed(row: Wrong, place: Place) -> None:
     assert done.code == row.code
     assert place.shown() == before
     assert "bpf" not in [kind for path, kind in mounted() if path.startswith(str(place.root))]
+
+
+READ_ONLY = 'mount --make-rprivate / && mount -t bpf -o ro bpf "$0" && exec "$@"'
+
+
+def test_pins_in_a_bpffs_that_is_read_only(place: Place) -> None:
+    words = place.fill(f"{BPF} --pin-dir {{empty}}/pins").split()
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-ec", READ_ONLY, str(place.root / "empty"), sys.executable, "-m",
+         "kbpf", *words], capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    line = f"cannot make the folder for pins ({{empty}}/pins): EROFS; {OTHER}"
+    assert done.stderr.splitlines()[-1].partition(AGENT)[2] == place.fill(line)
+    assert done.returncode == 1
 
 
 def test_a_bridge_that_is_not_there_is_a_warning() -> None:

@@ -528,6 +528,8 @@ REFUSALS = [
     (status(401, "Unauthorized"), "401 No", "the credentials from the test are not valid"),
     (status(500, "etcd is away"), "500 No", "etcd is away"),
     (status(503), "503 No", ""),
+    (status(429, "too many requests"), "429 No", "too many requests"),
+    (lambda exchange: exchange.answer(302, b""), "302 No", ""),
     (status(404), "404 No", "/api/v1/services is not known there"),
     (lambda exchange: exchange.answer(502, b"<html>bad gateway"), "502 No, with an HTML page",
      "is there a proxy or login page"),
