@@ -84,6 +84,7 @@ ROWS: list[tuple[str, Callable[[list[Object]], object], object]] = [
         {"/sys/fs/bpf", "/host/proc/sys/net", "/run/kbpf", "/var/cache/kbpf", "/tmp"},
     ),
     ("it says that it has a token", lambda o: pod(o)["automountServiceAccountToken"], True),
+    ("Services set no variables of its", lambda o: pod(o)["enableServiceLinks"], False),
     ("no limit that slows it down", lambda o: "cpu" in container(o)["resources"]["limits"], False),
 ]
 
