@@ -35,6 +35,7 @@ from kbpf.serve.desk import Desk
 from kbpf.serve.health import Health
 from kbpf.serve.message import Request
 from kbpf.serve.record import Record
+from kbpf.source.base import SourceStatus
 from kbpf.source.fields import leading_zeros
 from tests.support.lab import until
 from tests.support.prometheus import parse
@@ -73,6 +74,15 @@ class Counting:
         return {"ready": lambda: True, "problems": tuple, "ended": tuple, "faults": tuple}.get(
             name, lambda *_: None
         )
+
+
+class Reads:
+    """A source, which can be read or not."""
+
+    sound = True
+
+    def status(self) -> SourceStatus:
+        return SourceStatus("folder", tuple(Kind), sound=self.sound)
 
 
 class Clock:
@@ -271,6 +281,18 @@ def test_nothing_that_was_adopted_goes_while_an_object_cannot_be_read(
     assert plane.sound == [sound]
     agent.step([Delete(key)])
     assert plane.sound[-1] is True, "the first apply that knows of everything"
+
+
+def test_nothing_that_was_adopted_goes_while_a_source_cannot_be_read(clock: Clock):
+    """A file of a folder, say: nobody knows which objects it holds."""
+    plane, source = Counting(), Reads()
+    agent = Agent(Config("me", min_sync_period=0.0), plane, lambda _: (source,))
+    source.sound = False
+    agent.step([Synced(kind) for kind in Kind])
+    assert plane.sound == [False]
+    source.sound = True
+    agent.step([service("a")])
+    assert plane.sound == [False, True]
 
 
 def test_an_apply_that_fails_is_counted(clock: Clock, monkeypatch: pytest.MonkeyPatch):
