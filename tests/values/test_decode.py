@@ -30,6 +30,7 @@ PROXY_NAME = "service.kubernetes.io/service-proxy-name"
 HEADLESS = "service.kubernetes.io/headless"
 OF_SERVICE = "kubernetes.io/service-name"
 TRIGGER = "endpoints.kubernetes.io/last-change-trigger-time"
+DAY = "2026-11-01T00:00:00Z"
 
 
 def read(kind: Kind, obj: dict[str, Any]) -> decode.Item:
@@ -255,6 +256,15 @@ def test_service_field(row: Field):
     assert item.version == "7"
     assert isinstance(item.object, Service)
     assert getattr(item.object, row.field) == row.value
+
+
+@pytest.mark.parametrize(("metadata", "created"), [({}, ""), ({"creationTimestamp": DAY}, DAY)])
+def test_a_service_has_the_age_that_its_object_says(metadata, created):
+    """Of two that want one address, the older one gets it."""
+    spec = {"clusterIP": "10.96.0.1", "ports": [{"port": 80}]}
+    item = read(Kind.SERVICE, {"metadata": {"name": "web"} | metadata, "spec": spec})
+    assert isinstance(item.object, Service)
+    assert item.object.created == created
 
 
 @pytest.mark.parametrize(
@@ -524,7 +534,7 @@ def test_endpoint(name, given, endpoint):
     [
         (4, ["10.1.0.300"], "'10.1.0.300' is not an IP address"),
         (4, ["pod.example"], "'pod.example' is not an IP address"),
-        (4, ["9" * 5000 + ".0.0.1"], "is not an IP address"),
+        (4, ["9" * 5000 + ".0.0.1"], f"'{'9' * 64}' is not an IP address"),
         (4, [], "no address"),
         (4, None, "no address"),
         (4, ["fd00::1"], "fd00::1 is not IPv4"),
@@ -555,6 +565,15 @@ def test_a_bad_endpoint_is_left_out_and_named_and_the_others_stay(family, addres
     (line,) = item.object.skipped
     assert line.startswith("endpoints[1].addresses: ")
     assert why in line
+
+
+@pytest.mark.parametrize(("bad", "lines"), [(99, 99), (100, 100), (101, 101), (103, 101)])
+def test_not_each_of_many_bad_endpoints_has_a_line(bad: int, lines: int):
+    item = an_slice(endpoints=[{"addresses": ["nonsense"]}] * bad)
+    assert isinstance(item.object, EndpointSlice)
+    assert len(item.object.skipped) == lines
+    named = [line for line in item.object.skipped if "and more of them" not in line]
+    assert len(named) == min(bad, 100)
 
 
 @pytest.mark.parametrize(
