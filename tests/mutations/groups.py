@@ -79,6 +79,14 @@ EQUIVALENT: Final[tuple[Equivalent, ...]] = (
     Equivalent("kbpf/policy/desired.py", "STEP: Final = 512", "512", "513", AT_A_TIME),
     Equivalent("kbpf/policy/desired.py", "STEP_COST: Final = 8", "8", "9", AT_A_TIME),
     Equivalent(
+        "kbpf/dataplane/bpf/plan.py", "members: bool = False", "False", "True",
+        "only sets with an id are asked, and each of these says it",
+    ),
+    Equivalent(
+        "kbpf/dataplane/bpf/plan.py", "MOST_REMEMBERED: Final = 16_384", "16_384", "16385",
+        "how many are kept; what is not is computed again",
+    ),
+    Equivalent(
         "kbpf/source/decode.py", "LARGE_BYTES: Final = 256 << 10", "256", "257",
         "from which size on objects are decoded one after the other; what they become is the same",
     ),

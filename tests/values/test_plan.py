@@ -192,6 +192,7 @@ def test_what_is_written(row: Row):
         1 for one in (row.old,) if one and one.affinity_timeout
         and not (row.new and row.new.affinity_timeout)
     }  # fmt: skip
+    assert found.retired.names == ([] if row.new else [1])
 
 
 def test_a_set_is_never_written_twice():
@@ -405,7 +406,10 @@ def test_frontends_are_taken_off_alone_and_clients_of_udp_are_cut_with_them():
         assert planner.take_off(old, None).frontends == ()
 
 
-def test_a_set_that_was_found_is_taken_for_what_is_wanted_if_it_is_that():
+@pytest.mark.parametrize("remembered", [True, False])
+def test_a_set_that_was_found_is_taken_for_what_is_wanted_if_it_is_that(
+    monkeypatch: pytest.MonkeyPatch, remembered: bool
+):
     """Its table is found by its fingerprint, and shared from then on."""
     agent = Agent()
     state = web(cluster_weights=(1, 2))
@@ -418,6 +422,8 @@ def test_a_set_that_was_found_is_taken_for_what_is_wanted_if_it_is_that():
     tables = SharedTables(agent.ids)
     tables.adopt(found.table)
     agent.tables, agent.programmed[state.key] = tables, replace(old, cluster=found)
+    if not remembered:
+        monkeypatch.setattr(plan, "_fingerprints", {})
     assert written(agent.plan(state)) == {}
     assert agent.programmed[state.key].cluster.spread == state.cluster_spread
     assert tables.find(table_key(state.cluster, state.cluster_spread)) == found.table
