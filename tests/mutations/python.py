@@ -2,7 +2,7 @@
 
 Comparisons get another operator, `and` becomes `or`, `not` goes, numbers are one higher, conditions
 that are names or calls are negated, statements go, and the first two arguments of a call change
-places. Strings stay (most are messages), and so do lines that log.
+places. Strings stay (most are messages), and so do lines that log and `assert_never()`.
 """
 
 import ast
@@ -83,7 +83,7 @@ Change = tuple[Place, ast.expr | str]
 
 
 def _changes(node: ast.AST, in_annotation: bool) -> Iterator[Change]:
-    if isinstance(node, ast.stmt) and (_logs(node) or _is_for_types(node)):
+    if isinstance(node, ast.stmt) and (_is_kept(node) or _is_for_types(node)):
         return
     if not in_annotation:
         for kind, change in CHANGES:
@@ -95,9 +95,10 @@ def _changes(node: ast.AST, in_annotation: bool) -> Iterator[Change]:
                 yield from _changes(child, in_annotation or name in {"annotation", "returns"})
 
 
-def _logs(node: ast.stmt) -> bool:
+def _is_kept(node: ast.stmt) -> bool:
     call = node.value if isinstance(node, ast.Expr) else None
-    return isinstance(call, ast.Call) and ast.unparse(call.func).startswith("log.")
+    name = ast.unparse(call.func) if isinstance(call, ast.Call) else ""
+    return name.startswith("log.") or name == "assert_never"  # which mypy judges
 
 
 def _is_for_types(node: ast.stmt) -> bool:

@@ -70,6 +70,7 @@ ROWS = [
     Row("f(a, b)", ["pass", "(f(b, a))"]),
     Row("f(a, a)", ["pass"]),
     Row("log.info('a', b)", []),
+    Row("assert_never(a)", []),
     Row("self.a = b", ["pass"]),
     Row("a = b", []),
     Row("a += b", ["pass"]),
