@@ -949,6 +949,17 @@ def test_a_line_that_begins_after_a_quiet_time_has_all_its_time(start):
     assert len(run.server.requests) == 1
 
 
+def test_run_in_a_thread_of_the_caller_ends_with_stop(start):
+    run, stop = start(LISTED_A, hold=True), threading.Event()
+    thread = threading.Thread(target=run.reflector.run, args=(stop,))
+    thread.start()
+    run.until_watching(1)
+    run.reflector.stop()
+    assert stop.is_set()
+    thread.join(60.0)
+    assert not thread.is_alive()
+
+
 # --- silence ---
 
 
@@ -973,6 +984,21 @@ def test_a_list_that_falls_silent_is_an_error(start):
     run.until(lambda: "synced" in run.said)
     assert run.all_asked[:2] == ["stream", "page"]
     assert run.waits == [0.2]
+
+
+def test_a_page_may_take_longer_than_a_watch_may_be_silent(start):
+    """A server that reads it from etcd says nothing meanwhile."""
+
+    def slow(exchange: Exchange) -> None:
+        body = json.dumps({"metadata": {"resourceVersion": "100"}, "items": []}).encode()
+        exchange.head(200, Content_Length=str(len(body)))
+        exchange.closing(1.2)
+        exchange.sock.sendall(body)
+
+    run = start(PAGES, slow, silence=0.1)
+    run.until(lambda: "synced" in run.said)
+    assert run.all_asked[:2] == ["stream", "page"]
+    assert run.waits == []
 
 
 # --- no tight loop ---

@@ -133,6 +133,11 @@ RUBBISH = [
 ]
 
 
+def test_of_an_unknown_type_as_much_is_shown_as_a_line_has_room_for():
+    said, _ = stream(line("A" * 5000, {}))
+    assert said == [Garbled(f"unknown type of event '{'A' * 40}'")]
+
+
 @pytest.mark.parametrize("rubbish", RUBBISH, ids=lambda it: repr(it[:40]))
 def test_rubbish_is_one_problem_and_the_stream_goes_on(rubbish):
     said, watch = stream(rubbish, line("ADDED", service("web", "7")))
