@@ -1322,6 +1322,28 @@ def test_a_question_of_a_flow_without_answers_begins_again(
     assert path.site.reasons()[Reason.NEW_FLOW] == before + again
 
 
+@both
+@pytest.mark.parametrize("lives", [True, False])
+def test_a_question_of_an_answered_flow_asks_whether_its_backend_lives(
+    path: Path_, v: int, lives: bool
+) -> None:
+    """A client may ask without end from one port; another pod may have the address by now."""
+    own, front, back = client(v), vip(v, LOCAL), pod(v)
+    question = udp(own, front, b"?")
+    path.go("tc_ingress", question, udp(own, back, b"?"))
+    path.go("tc_egress", udp(back, own, b"!"), udp(front, own, b"!"))
+    (backend,) = backends_of(path, own)
+    with path.site.pinned("flows") as flows:
+        for key, raw in list(flows.items()):
+            if owner(raw) == own and not lives:
+                had = NAT.unpack(raw)
+                flows.update(key, NAT.pack(*had[:8], 0xFFFF_FFFF, *had[9:]))
+    before = path.site.reasons()[Reason.NEW_FLOW]
+    path.go("tc_ingress", question, udp(own, back, b"?"))
+    assert path.site.reasons()[Reason.NEW_FLOW] == before + (not lives)
+    assert backends_of(path, own) == {backend}
+
+
 # ---- ports of the node ---------------------------------------------------------------------------
 
 
@@ -1789,6 +1811,11 @@ def age(path: Path_, own: str, seconds: int) -> None:
 def entries_of(path: Path_, own: str) -> list[bytes]:
     """The entries of this client's flow."""
     return [raw for raw in path.site.entries("flows").values() if owner(raw) == own]
+
+
+def backends_of(path: Path_, own: str) -> set[int]:
+    """The backends' ids in the entries of this client's flow."""
+    return {NAT.unpack(raw)[8] for raw in entries_of(path, own)}
 
 
 def states(path: Path_, own: str) -> set[int]:
