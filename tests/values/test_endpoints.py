@@ -411,6 +411,12 @@ def test_an_endpoint_in_a_slice_without_the_port_has_a_reason():
     assert "'http' (TCP)" in line.text
 
 
+def test_an_endpoint_of_the_other_family_has_no_line():
+    slices = (piece(end(1)), piece(Endpoint(parse_addr("fd00::1")), name="web-6", family=6))
+    (line,) = choose(slices, PORT, CLUSTER, ME, 4).reasons()
+    assert line.slice == "web-1"
+
+
 FLAG = st.booleans()
 HINTS = st.sampled_from([None, None, ("me",), ("you",), ("me", "you")])
 ZONES = st.sampled_from([None, None, ("a",), ("b",), ("a", "b")])
