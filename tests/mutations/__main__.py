@@ -12,6 +12,7 @@ import argparse
 import os
 import queue
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -88,8 +89,15 @@ class Tree:
         ]
         return failed[0] if failed else f"pytest ended with {ended.returncode}"
 
+    def compile(self, units: Sequence[str], folder: Path) -> None:
+        """Compiles these units of the tree as it is now."""
+        code = "import sys, pathlib; from kbpf.dataplane.bpf import compile\n"
+        code += "for unit in sys.argv[2:]: compile.obtain(unit, pathlib.Path(sys.argv[1]))"
+        ended = self._python("-c", code, str(folder), *units)
+        assert ended.returncode == 0, ended.stderr
+
     @contextmanager
-    def having(self, mutant: PythonMutant) -> Iterator[None]:
+    def having(self, mutant: PythonMutant | c_patches.Patch) -> Iterator[None]:
         """This mutant in place of the file."""
         path = self.folder / mutant.file
         source = path.read_text()
@@ -120,8 +128,10 @@ def of_c(patch: c_patches.Patch, base: Path) -> Judge:
 
     def judge(tree: Tree) -> Outcome:
         began = time.monotonic()
-        with tempfile.TemporaryDirectory(prefix="kbpf-mutant-") as name:
-            c_patches.build(patch, base, Path(name))
+        # In the tree, too: some tests compile a header for themselves.
+        with tempfile.TemporaryDirectory(prefix="kbpf-mutant-") as name, tree.having(patch):
+            shutil.copytree(base, name, dirs_exist_ok=True)
+            tree.compile(patch.units, Path(name))
             by = tree.judge(patch.tests, **{ARTIFACTS: name})
         return Outcome(patch.mutant.name, bool(by), time.monotonic() - began, by)
 

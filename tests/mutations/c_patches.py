@@ -1,16 +1,13 @@
 """Mutants of the C: a line each, and the tests that have to notice it.
 
-A mutant is built as those of the campaign of the same name are (tests/fuzz/mutants.py), and the
-tests find it in the place of the programs of this tree.
+It takes the place of the file in a copy of the tree, and is compiled there before the tests run.
 """
 
-import shutil
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from kbpf.dataplane.bpf import compile, flatten
 from kbpf.dataplane.bpf.hooks import UNITS
-from tests.fuzz import mutants
 from tests.fuzz.mutants import Mutant
 
 GOAL: Final = 80
@@ -35,9 +32,19 @@ class Patch(NamedTuple):
     tests: tuple[str, ...]
 
     @property
+    def file(self) -> str:
+        """Below the root."""
+        return f"kbpf/bpf/{self.mutant.file}"
+
+    def applied(self, source: str) -> str:
+        """The text of the whole mutant."""
+        assert source.count(self.mutant.old) == 1, self.mutant.name
+        return source.replace(self.mutant.old, self.mutant.new)
+
+    @property
     def units(self) -> tuple[str, ...]:
         """The units that have its file in them."""
-        mark = f'#line 1 "kbpf/bpf/{self.mutant.file}"'
+        mark = f'#line 1 "{self.file}"'
         return tuple(unit for unit in UNITS if mark in flatten.flatten(unit))
 
 
@@ -45,12 +52,6 @@ def build_base(folder: Path) -> None:
     """Compiles the programs as they are."""
     for unit in UNITS:
         compile.obtain(unit, folder)
-
-
-def build(patch: Patch, base: Path, folder: Path) -> None:
-    """Compiles what a mutant changes; all else is taken out of the base."""
-    shutil.copytree(base, folder, dirs_exist_ok=True)
-    mutants.build(patch.mutant, folder, patch.units)
 
 
 def _rows(file: str, tests: tuple[str, ...], *rows: tuple[str, str, str]) -> tuple[Patch, ...]:
