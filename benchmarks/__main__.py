@@ -3,7 +3,7 @@
 import importlib
 import sys
 
-from benchmarks.common import emit, say
+from benchmarks.tools.common import emit, say
 
 ALL = (
     "connect",

@@ -13,9 +13,9 @@ import json
 import subprocess
 from typing import Any
 
-from benchmarks.common import build_c, first, goal, interleave, median, rounds, say, sysctl
 from benchmarks.connect import PORT, VIP, _probe, objects
-from tests.support.lab import Agent, Lab, Node, cgroup2, inside, until
+from benchmarks.tools.common import build_c, first, goal, interleave, median, rounds, say, sysctl
+from tests.support.lab.lab import Agent, Lab, Node, cgroup2, inside, until
 
 SECONDS = 0.3
 NAMES = ("full", "connections", "off")

@@ -7,11 +7,11 @@ A real API server, one EndpointSlice changed after the other; the agent itself t
 import time
 from typing import Any
 
-from benchmarks.common import goal, say
 from benchmarks.scale import fill, slice_of
-from tests.support.apiserver import ApiServer
-from tests.support.kube_objects import node
-from tests.support.lab import Agent, Lab
+from benchmarks.tools.common import goal, say
+from tests.support.cluster.apiserver import ApiServer
+from tests.support.cluster.kube_objects import node
+from tests.support.lab.lab import Agent, Lab
 
 SERVICES, ENDPOINTS, CHANGES, PAUSE = 10_000, 10, 2_000, 0.005
 

@@ -6,10 +6,10 @@ Where kbpf translates at connect(), nothing is left to be done per packet.
 
 from typing import Any
 
-from benchmarks.common import sysctl
 from benchmarks.nodeport import Frontend, Way, World, compare
-from kbpf.dataplane.bpf.layout import Reason
-from tests.support.lab import inside
+from benchmarks.tools.common import sysctl
+from kbpf.dataplane.bpf.maps.layout import Reason
+from tests.support.lab.lab import inside
 
 WAYS = ("direct", "stack", "nftables", "iptables")
 

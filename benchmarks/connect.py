@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import build_c, goal, interleave, median, ratio, say, sysctl
-from tests.support.lab import Agent, Lab, Place, cgroup2, inside, until
+from benchmarks.tools.common import build_c, goal, interleave, median, ratio, say, sysctl
+from tests.support.lab.lab import Agent, Lab, Place, cgroup2, inside, until
 
 PORT = 9000
 ROUNDS = 15

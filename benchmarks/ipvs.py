@@ -1,8 +1,8 @@
 """Mode ipvs at 10,000 Services x 10 endpoints, without IPVS: what its nftables table costs.
 
 The plane is the real one, in a network of its own; what it says to IPVS goes to a fake
-(tests/support/fake_ipvs.py), so this runs on any kernel with nf_tables and says nothing of IPVS. A
-tenth of the endpoints are on this node.
+(tests/support/faults/fake_ipvs.py), so this runs on any kernel with nf_tables and says nothing of
+IPVS. A tenth of the endpoints are on this node.
 """
 
 import os
@@ -17,11 +17,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from benchmarks.common import say
+from benchmarks.tools.common import say
 from kbpf.model.address import Addr
 from kbpf.model.desired import ServiceState
-from tests.support.fake_ipvs import Node
-from tests.support.lab import run as command
+from tests.support.faults.fake_ipvs import Node
+from tests.support.lab.lab import run as command
 from tests.support.plane import desired, service
 
 SERVICES, ENDPOINTS, CHANGES = 10_000, 10, 50

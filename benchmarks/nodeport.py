@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Self
 
-from benchmarks.common import (
+from benchmarks.tools.common import (
     build_c,
     chosen,
     first,
@@ -45,12 +45,19 @@ from benchmarks.common import (
     say,
     sysctl,
 )
-from kbpf.dataplane.bpf.layout import Reason
-from tests.support.apiserver import ApiServer
-from tests.support.kube_objects import endpoint, endpoint_slice, node, port, service, slice_port
-from tests.support.kube_proxy import KubeProxy
-from tests.support.lab import Agent, Lab, Node, Place, inside, ip, until
-from tests.support.lab import run as command
+from kbpf.dataplane.bpf.maps.layout import Reason
+from tests.support.cluster.apiserver import ApiServer
+from tests.support.cluster.kube_objects import (
+    endpoint,
+    endpoint_slice,
+    node,
+    port,
+    service,
+    slice_port,
+)
+from tests.support.cluster.kube_proxy import KubeProxy
+from tests.support.lab.lab import Agent, Lab, Node, Place, inside, ip, until
+from tests.support.lab.lab import run as command
 
 PORT = 9000
 SECONDS = 0.3

@@ -22,19 +22,19 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from benchmarks.common import chosen, say
-from kbpf.dataplane.bpf.layout import REFUSAL_LIMIT, U32, Reason, RefusalLimit
-from kbpf.kernel import netns
-from kbpf.kernel.libbpf import Program
-from kbpf.kernel.testrun import TC_ACT_REDIRECT, TC_ACT_UNSPEC, SkbContext
-from kbpf.kernel.testrun import run as test_run
+from benchmarks.tools.common import chosen, say
+from kbpf.dataplane.bpf.maps.layout import REFUSAL_LIMIT, U32, Reason, RefusalLimit
+from kbpf.kernel.bpf.objects import Program
+from kbpf.kernel.system import netns
 from kbpf.model.address import parse_addr
 from kbpf.model.config import MapSizes
 from kbpf.model.objects import Protocol
-from tests.support.lab import ip, let_forward, until
-from tests.support.lab import run as command
-from tests.support.packets import arp, frame, icmp_error, sctp, tcp, udp
-from tests.support.parse import parse
+from tests.support.lab.lab import ip, let_forward, until
+from tests.support.lab.lab import run as command
+from tests.support.packets.packets import arp, frame, icmp_error, sctp, tcp, udp
+from tests.support.packets.parse import parse
+from tests.support.packets.test_run import TC_ACT_REDIRECT, TC_ACT_UNSPEC, SkbContext
+from tests.support.packets.test_run import run as test_run
 from tests.support.plane import Site, desired, service, sites
 
 TIMES, REPEAT = 400, 100_000

@@ -14,13 +14,20 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import chosen, goal, median, memory, rounds, say
-from tests.support.apiserver import ApiServer
-from tests.support.kube import Kube
-from tests.support.kube_objects import endpoint, endpoint_slice, node, port, service, slice_port
-from tests.support.kube_proxy import KubeProxy
-from tests.support.lab import DIE_WITH_US, Agent, Lab, Place, inside, until
-from tests.support.lab import run as command
+from benchmarks.tools.common import chosen, goal, median, memory, rounds, say
+from tests.support.cluster.apiserver import ApiServer
+from tests.support.cluster.kube import Kube
+from tests.support.cluster.kube_objects import (
+    endpoint,
+    endpoint_slice,
+    node,
+    port,
+    service,
+    slice_port,
+)
+from tests.support.cluster.kube_proxy import KubeProxy
+from tests.support.lab.lab import DIE_WITH_US, Agent, Lab, Place, inside, until
+from tests.support.lab.lab import run as command
 
 SIZES = {"1x1": (1, 1), "100x1": (100, 1), "1000x10": (1_000, 10), "10000x10": (10_000, 10)}
 FIRST_GOALS = {"1x1": 1.0, "10000x10": 3.0}
@@ -29,7 +36,7 @@ MEMORY_GOALS = {1: 60.0, 100: 60.0, 1_000: 80.0, 10_000: 150.0}
 STARTS = 5
 SETTLE_SECONDS = 2.0
 """The kernel has let go of what the proxy before had attached."""
-FIRST = Path(__file__).with_name("first.py")
+FIRST = Path(__file__).parent / "tools" / "first.py"
 VIP, NODE_PORT = "10.96.77.77", 30077
 """Of the Service that is dialled; its name is the last one of all."""
 

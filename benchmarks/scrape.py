@@ -16,9 +16,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import goal, median, say
 from benchmarks.scale import slice_of
-from kbpf.dataplane.bpf.layout import (
+from benchmarks.tools.common import goal, median, say
+from kbpf.dataplane.bpf.maps.layout import (
     COUNTS,
     NAT,
     PAIR,
@@ -28,10 +28,10 @@ from kbpf.dataplane.bpf.layout import (
     TcpState,
     schema_hash,
 )
-from kbpf.kernel.libbpf import Map
-from tests.support.kube_objects import node, port, service
-from tests.support.lab import Agent, Lab
-from tests.support.web import get
+from kbpf.kernel.bpf.objects import Map
+from tests.support.cluster.kube_objects import node, port, service
+from tests.support.lab.lab import Agent, Lab
+from tests.support.lab.web import get
 
 SERVICES, ENDPOINTS, SOCKETS, FLOWS = 10_000, 10, 5, 131_072
 SCRAPES, PAUSE = 20, 1.1

@@ -18,7 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final, NamedTuple
 
-from benchmarks.common import goal, say
+from benchmarks.tools.common import goal, say
 from kbpf.agent.agent import Agent
 from kbpf.agent.inbox import Item
 from kbpf.model.address import Addr, parse_addr

@@ -22,17 +22,17 @@ from typing import Final
 Campaign = Callable[[int, float | None], None]
 
 CAMPAIGNS: Final[dict[str, str]] = {
-    "servers": "tests.fuzz.hostile_servers:campaign",
-    "histories": "tests.fuzz.histories:campaign",
-    "api-histories": "tests.fuzz.api_histories:campaign",
-    "texts": "tests.fuzz.texts:campaign",
+    "servers": "tests.fuzz.inputs.hostile_servers:campaign",
+    "histories": "tests.fuzz.inputs.histories:campaign",
+    "api-histories": "tests.fuzz.inputs.api_histories:campaign",
+    "texts": "tests.fuzz.inputs.texts:campaign",
     "policy": "tests.fuzz.long:policy",
     "conntrack": "tests.fuzz.long:conntrack",
     "mutants": "tests.fuzz.long:mutants",
     "floods": "tests.fuzz.long:floods",
     "packets": "tests.fuzz.long:packets",
-    "http-requests": "tests.fuzz.http_requests:requests",
-    "http-load": "tests.fuzz.http_load:campaign",
+    "http-requests": "tests.fuzz.inputs.http_requests:requests",
+    "http-load": "tests.fuzz.inputs.http_load:campaign",
     "errnos": "tests.chaos.campaigns:errnos",
     "kills": "tests.chaos.campaigns:kills",
     "pauses": "tests.chaos.campaigns:pauses",

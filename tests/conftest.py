@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, settings
 
 pytest_plugins = [
     "tests.support.features",
-    "tests.support.modes",
-    "tests.support.fixtures_apiserver",
+    "tests.support.lab.modes",
+    "tests.support.cluster.fixtures_apiserver",
 ]
 
 # The same commit gets the same verdict: the examples follow from the test's text. Who looks for new

@@ -17,17 +17,18 @@ from functools import partial
 from typing import Final, NamedTuple
 
 from kbpf import __version__
-from kbpf.agent import conntrack
+from kbpf.agent import conntrack_sysctls
 from kbpf.agent.inbox import Inbox, Item, Wake
 from kbpf.agent.listeners import Listeners
 from kbpf.agent.problems import Problems
+from kbpf.agent.recorder import Tally
 from kbpf.agent.refusals import Refusals
-from kbpf.agent.tally import Tally
-from kbpf.agent.work import Work
+from kbpf.agent.work_queue import Work
 from kbpf.dataplane.base import DataPlane, Report
 from kbpf.errors import KbpfError, PinsGone, printable
-from kbpf.kernel import addresses, dummy, handover, threads
-from kbpf.kernel.threads import Supervised
+from kbpf.kernel.net import addresses, dummy
+from kbpf.kernel.system import threads
+from kbpf.kernel.system.threads import Supervised
 from kbpf.model.address import Addr
 from kbpf.model.config import Config, LocalMode, Serving, is_system
 from kbpf.model.desired import FrontendAddress, ServicePortKey
@@ -42,12 +43,13 @@ from kbpf.model.status import (
     encode,
 )
 from kbpf.policy.admission import Server
-from kbpf.policy.desired import Desired
+from kbpf.policy.compute import Desired
 from kbpf.policy.frontends import node_ports_nowhere
-from kbpf.policy.world import Touched, World
-from kbpf.serve.desk import Desk
+from kbpf.policy.store import Touched, World
 from kbpf.serve.events import About
+from kbpf.serve.server import Desk
 from kbpf.source.base import Source
+from kbpf.takeover import conntrack_keepalive
 
 log = logging.getLogger("kbpf.agent")
 
@@ -104,7 +106,7 @@ class Agent:
         # the servers and listeners that policy knows of
         self._sources = sources(self._put)
         self._world = World(config.node_name, config.bind_address)
-        self._conntrack = conntrack.Keeper(config.conntrack)
+        self._conntrack = conntrack_sysctls.Keeper(config.conntrack)
         self._desired = Desired()
         self._pending = Touched()
         self._work = Work()
@@ -251,7 +253,7 @@ class Agent:
         """Those of the node itself: IPVS data planes have devices for the others, and ours may have
         had another name.
         """
-        apart = (self._config.ipvs_device, *handover.DEVICES, *dummy.ours())
+        apart = (self._config.ipvs_device, *conntrack_keepalive.DEVICES, *dummy.ours())
         return addresses.local_addresses(*apart)
 
     def _look_at_addresses(self) -> None:

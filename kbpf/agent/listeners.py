@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Final
 
-from kbpf.kernel import sockdiag
+from kbpf.kernel.net import sock_diag
 from kbpf.model.desired import FrontendAddress
 
 LOOK_SECONDS: Final = 30.0
@@ -16,7 +16,9 @@ hand it over.
 class Listeners:
     """One thread only: the writer's."""
 
-    def __init__(self, read: Callable[[], frozenset[FrontendAddress]] = sockdiag.listening) -> None:
+    def __init__(
+        self, read: Callable[[], frozenset[FrontendAddress]] = sock_diag.listening
+    ) -> None:
         self._read = read
         self._due = float("-inf")
         self._seen: dict[FrontendAddress, float] = {}

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: (GPL-2.0 OR BSD-2-Clause) */
 /* Keys and values of the maps, and the words in which the programs answer.
  *
- * This file is the truth for layouts: dataplane/bpf/layout.py writes the same bytes, and a test
+ * This file is the truth for layouts: dataplane/bpf/maps/layout.py writes the same bytes, and a test
  * compares the two. Addresses are 16 bytes in network order, IPv4 as ::ffff:a.b.c.d. __be16 and
  * __be32 are network order, u16, u32 and u64 host order. Every padding byte has a name and is 0,
  * because keys are compared as bytes.

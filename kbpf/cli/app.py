@@ -44,14 +44,22 @@ def call(arguments: Sequence[str]) -> int:
 def _dispatch(arguments: Sequence[str]) -> int:
     try:
         if arguments[:1] == ["run"]:
-            from kbpf.cli import arguments as agent
-
-            agent.run(arguments[1:])
+            _run(arguments[1:])
         else:
             typer_app()(args=list(arguments), prog_name="kbpf")
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     return 0
+
+
+def _run(arguments: Sequence[str]) -> None:
+    """`kbpf run`, without typer."""
+    from kbpf.cli.arguments import prepare
+
+    if (prepared := prepare(arguments)) is not None:
+        from kbpf.cli.run import serve
+
+        serve(*prepared)
 
 
 def typer_app() -> "Typer":
@@ -86,7 +94,7 @@ def typer_app() -> "Typer":
         context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
     )  # fmt: skip
     def run(context: typer.Context) -> None:
-        agent.run(context.args)
+        _run(context.args)
 
     app.add_typer(inspect.app, name="inspect")
     for name, command in (

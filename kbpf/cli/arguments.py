@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kbpf import __version__
-from kbpf.cli import machine
-from kbpf.config import flags, load
+from kbpf.config import flags, load, preflight
 from kbpf.config.load import Loaded
 from kbpf.errors import ConfigError, ConfigErrors, printable
 from kbpf.model.config import Config
@@ -64,7 +63,7 @@ class Asked:
         what they name and this machine does not have, unless they are only to be written.
         """
         made = load.load(self.given, self.environ, data, str(self.file))
-        return made if self.write_to is not None else machine.checked(made)
+        return made if self.write_to is not None else preflight.checked(made)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -165,7 +164,7 @@ def _tell(log_format: str, level: int, text: str) -> None:
         what = "" if level == logging.ERROR else f"{logging.getLevelName(level).lower()}: "
         print(f"kbpf run: {what}{printable(text)}", file=sys.stderr)
         return
-    from kbpf.cli.run import JsonLines
+    from kbpf.cli.log_format import JsonLines
 
     record = logging.LogRecord("kbpf", level, "", 0, "%s", (text,), None)
     print(JsonLines().format(record), file=sys.stderr)
@@ -175,13 +174,13 @@ def named(config: Config) -> Config:
     """With this machine's name, if nobody said the Node's."""
     if config.node_name:
         return config
-    from kbpf.source.cluster import default_node_name
+    from kbpf.source.api.credentials import default_node_name
 
     return replace(config, node_name=default_node_name())
 
 
-def run(arguments: Sequence[str]) -> None:
-    """Runs the agent, or does what is asked for instead."""
+def prepare(arguments: Sequence[str]) -> tuple[Asked, Loaded, bytes | None] | None:
+    """What the agent runs with; None when the command has only written its settings."""
     request = asked(arguments, os.environ)
     data = _file(request)
     settings = loaded(request, data)
@@ -192,7 +191,5 @@ def run(arguments: Sequence[str]) -> None:
         for note in settings.notes:
             level = logging.WARNING if note.is_warning else logging.INFO
             _tell(settings.config.log_format, level, note.text)
-        return
-    from kbpf.cli.run import serve
-
-    serve(request, settings, data)
+        return None
+    return request, settings, data

@@ -21,26 +21,27 @@ def check(
     """What this kernel and machine can do, row by row. Ends with 0 if kbpf can run here (and, with
     --attached, does), else 1.
     """
-    from kbpf.cli import checks, packet_checks
-    from kbpf.dataplane.bpf import checks as bpf_checks
-    from kbpf.dataplane.ipvs import checks as ipvs_checks
+    from kbpf.checks import bpf as bpf_checks
+    from kbpf.checks import ipvs as ipvs_checks
+    from kbpf.checks import packet_path
+    from kbpf.cli import check_rows
 
     found = (
         *bpf_checks.rows(cgroup, pin_dir, cache_dir),
-        *packet_checks.rows(pin_dir),
+        *packet_path.rows(pin_dir),
         *ipvs_checks.rows(),
     )
     proof = None
     if attached:
-        from kbpf.cli import attached as proving
-        from kbpf.views import snapshot
+        from kbpf.checks import connect as proving
+        from kbpf.dataplane.bpf.inspect import snapshot
 
         held = snapshot.read(pin_dir, proving.NEEDS)
         proof = tuple(proving.rows(held))
         found = (*found, *proving.others(held))
-    made = checks.verdict(found, proof)
+    made = check_rows.verdict(found, proof)
     if output in (Output.JSON, Output.YAML):
         print(render.document(made, output))
     else:
-        print(checks.page(made))
+        print(check_rows.page(made))
     raise typer.Exit(0 if made.usable and made.attached is not False else 1)

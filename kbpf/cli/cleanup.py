@@ -31,7 +31,7 @@ from kbpf.model.config import Config
 from kbpf.views.columns import Column
 
 if TYPE_CHECKING:
-    from kbpf.dataplane.bpf.load import Pins
+    from kbpf.dataplane.bpf.maps.pinning import Pins
 
 KERNELS: Final = frozenset(("maps.debug", "progs.debug"))
 """Files that the kernel puts into the root of each bpffs; they go with the mount."""
@@ -135,39 +135,40 @@ def remove_kube_proxy(config: Config, force: bool = False) -> Iterator[Removed]:
     """What a kube-proxy has left, and kbpf has not made its own. KernelError while one runs, or
     nobody can tell, unless `force`: it would go on serving by what is gone.
     """
-    from kbpf.agent import incumbent, leftovers
-    from kbpf.dataplane.ipvs import traces
-    from kbpf.kernel import handover, netfilter
+    from kbpf.dataplane.ipvs import cleanup as ipvs_cleanup
+    from kbpf.kernel.netfilter import forward_rules
+    from kbpf.takeover import cleanup as takeover_cleanup
+    from kbpf.takeover import conntrack_keepalive, detect
 
     if not force:
-        incumbent.refuse_beside_kube_proxy()
-    nft = netfilter.available().works
-    noted = (traces.own_services(config.nft_table) if nft else None) or ()
-    found = leftovers.remove(config.ipvs_device, noted)
+        detect.refuse_beside_kube_proxy()
+    nft = forward_rules.available().works
+    noted = (ipvs_cleanup.own_services(config.nft_table) if nft else None) or ()
+    found = takeover_cleanup.remove(config.ipvs_device, noted)
     yield from (Removed("of kube-proxy", what) for what in found)
     if not nft:
         return
-    for family in handover.there():
-        virtual = len(handover.kept((family,)))
+    for family in conntrack_keepalive.there():
+        virtual = len(conntrack_keepalive.kept((family,)))
         with_it = [f"{virtual} virtual services of IPVS"] if virtual else []
-        with_it += [f"a rule in {chain}" for chain in handover.passing((family,))]
+        with_it += [f"a rule in {chain}" for chain in conntrack_keepalive.passing((family,))]
         more = f", and with it {' and '.join(with_it)}" if with_it else ""
         print(
-            f"kbpf: table {family} {handover.TABLE} stays{more}, for connections that kube-proxy "
-            "has translated; the agent removes it when they have ended",
+            f"kbpf: table {family} {conntrack_keepalive.TABLE} stays{more}, for connections that "
+            "kube-proxy has translated; the agent removes it when they have ended",
             file=sys.stderr,
         )
 
 
 def remove_frontends(pin_dir: Path, force: bool = False) -> Iterator[Removed]:
     """What new connections are known by: they pass from now on. An agent would put it back."""
-    from kbpf.dataplane.bpf import beyond
-    from kbpf.dataplane.bpf.load import Pins
+    from kbpf.dataplane.bpf.maps.pinning import Pins
+    from kbpf.dataplane.bpf.packet_path import snat_ports
 
     if _look(pin_dir) is None:
         return
     with _alone(Pins(pin_dir), force):
-        gone = beyond.leave(Pins(pin_dir))
+        gone = snat_ports.leave(Pins(pin_dir))
     if gone:
         yield Removed("frontends", f"{gone} in {pin_dir}")
 
@@ -176,24 +177,26 @@ def remove_pins(pin_dir: Path, force: bool = False) -> Iterator[Removed]:
     """Attachments, programs and maps, and the bpffs if it was mounted for them. ConfigError when
     the folder holds anything else, KernelError while an agent works there, unless `force`.
     """
-    from kbpf.dataplane.bpf import beside, beyond, load, packet
-    from kbpf.dataplane.bpf.load import Pins
-    from kbpf.kernel import mounts
-    from kbpf.kernel.devices import list_devices
+    from kbpf.dataplane.bpf import host
+    from kbpf.dataplane.bpf.maps import pinning
+    from kbpf.dataplane.bpf.maps.pinning import Pins
+    from kbpf.dataplane.bpf.packet_path import packet_path, snat_ports
+    from kbpf.kernel.net.devices import list_devices
+    from kbpf.kernel.system import mounts
 
     inside = _look(pin_dir)
     if inside is None:  # rules are known as ours without it
-        yield from (Removed("on the node", what) for what in beside.remove(Pins(pin_dir)))
+        yield from (Removed("on the node", what) for what in host.remove(Pins(pin_dir)))
         return
     with _alone(Pins(pin_dir), force):
         links = sorted((pin_dir / "links").iterdir()) if (pin_dir / "links").is_dir() else []
         folders = [path for path in inside if path.name not in ("links", "devices", "beside")]
-        beyond.end(Pins(pin_dir))
-        on_node = beside.remove(Pins(pin_dir))
+        snat_ports.end(Pins(pin_dir))
+        on_node = host.remove(Pins(pin_dir))
         names = {device.ifindex: device.name for device in list_devices()}
-        on_devices = packet.remove(Pins(pin_dir))
+        on_devices = packet_path.remove(Pins(pin_dir))
         try:
-            load.remove(Pins(pin_dir))
+            pinning.remove(Pins(pin_dir))
         except OSError as error:
             if not pin_dir.is_mount() or not KERNELS.issuperset(_names(pin_dir)):
                 raise KernelError(
@@ -222,10 +225,10 @@ def refuse_beside_ipvs(config: Config) -> None:
 
 
 def _lock(folder: Path) -> int:
-    from kbpf.dataplane.ipvs import traces
+    from kbpf.dataplane.ipvs import cleanup as ipvs_cleanup
 
     try:
-        return traces.lock(folder, patience=0.0)
+        return ipvs_cleanup.lock(folder, patience=0.0)
     except KernelError as error:
         if error.errno != errno.EAGAIN:
             raise
@@ -240,19 +243,19 @@ def remove_ipvs(config: Config) -> Iterator[Removed]:
     """What mode ipvs keeps: its folder, or without one its table and its device say so. KernelError
     while an agent is at work with it.
     """
-    from kbpf.agent import incumbent
-    from kbpf.dataplane.ipvs import traces
-    from kbpf.kernel import dummy, handover
+    from kbpf.dataplane.ipvs import cleanup as ipvs_cleanup
+    from kbpf.kernel.net import dummy
+    from kbpf.takeover import conntrack_keepalive, detect
 
     folder = config.state_dir / config.ipvs_device
-    if not traces.there(config):
+    if not ipvs_cleanup.there(config):
         return
     had_folder = folder.is_dir()
     fd = _lock(folder)
     try:
-        kube_proxy = bool(dummy.index_or_zero(handover.KUBE_PROXYS))
-        runs = kube_proxy and incumbent.is_seen(incumbent.look())
-        gone = traces.remove(config, kube_proxy_runs=runs)
+        kube_proxy = bool(dummy.index_or_zero(conntrack_keepalive.KUBE_PROXYS))
+        runs = kube_proxy and detect.is_seen(detect.look())
+        gone = ipvs_cleanup.remove(config, kube_proxy_runs=runs)
     finally:
         os.close(fd)
     yield from (Removed("on the node", what) for what in gone)
@@ -263,11 +266,11 @@ def remove_ipvs(config: Config) -> Iterator[Removed]:
 @contextlib.contextmanager
 def _alone(pins: "Pins", force: bool) -> Iterator[None]:
     """Holds the agent's lock meanwhile. With `force` an agent that has it is only warned of."""
-    from kbpf.dataplane.bpf import load
+    from kbpf.dataplane.bpf.maps import pinning
 
     fd = -1
     try:
-        fd = load.lock(pins, patience=0.0)
+        fd = pinning.lock(pins, patience=0.0)
     except KernelError as error:
         if error.errno != errno.EAGAIN:
             raise
@@ -293,8 +296,8 @@ def _kind(path: Path) -> str:
 
 def _look(pin_dir: Path) -> list[Path] | None:
     """What is in the folder; None if there is none. All of it is ours, or ConfigError."""
-    from kbpf.dataplane.bpf import load
-    from kbpf.kernel import mounts
+    from kbpf.dataplane.bpf.maps import pinning
+    from kbpf.kernel.system import mounts
 
     try:
         inside = sorted(pin_dir.iterdir())
@@ -306,7 +309,7 @@ def _look(pin_dir: Path) -> list[Path] | None:
         ) from error
     if mounts.is_own_bpffs(pin_dir):  # elsewhere they are not for us to remove
         inside = [path for path in inside if path.name not in KERNELS]
-    foreign = [path.name for path in inside if not load.is_ours(path.name)]
+    foreign = [path.name for path in inside if not pinning.is_ours(path.name)]
     if foreign or not mounts.is_bpffs(pin_dir):
         what = f"this holds what is not kbpf's ({', '.join(foreign[:3])})" if foreign else ""
         raise ConfigError(
@@ -322,8 +325,9 @@ def _names(folder: Path) -> set[str]:
 
 
 def _warn_of_the_agent(pin_dir: Path) -> None:
+    from kbpf.dataplane.bpf.inspect import snapshot
     from kbpf.errors import KbpfError
-    from kbpf.views import snapshot, status
+    from kbpf.views import status
 
     try:
         who = f" (pid {status.view(snapshot.read(pin_dir, status.NEEDS)).pid})"

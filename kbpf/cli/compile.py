@@ -36,7 +36,7 @@ COLUMNS: Final = (
 
 def obtain(unit: str, cache: Path, force: bool) -> Compiled:
     """Makes the artifact of a unit, unless it is there; CompileError when it cannot be kept."""
-    from kbpf.dataplane.bpf import artifact, compile
+    from kbpf.dataplane.bpf.programs import artifact, compile
 
     if force:
         made, compiled = compile.compile_unit(unit, cache), True

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-    from kbpf.demo.demo import Outcome
     from kbpf.demo.live import Picture
-    from kbpf.demo.world import World
+    from kbpf.demo.once import Outcome
+    from kbpf.demo.scene import World
 
 BAR = 30
 
@@ -46,7 +46,7 @@ def demo(
     """
     if not once and output in (Output.JSON, Output.YAML):
         raise typer.BadParameter("it goes with --once only", param_hint="-o")
-    from kbpf.demo.world import World
+    from kbpf.demo.scene import World
 
     pods = 3 if once else 4
     with Signals() as signals, World(pods, cache_dir, cgroup) as world:
@@ -103,7 +103,7 @@ class Signals:
 
 
 def _once(world: "World", requests: int, output: Output) -> int:
-    from kbpf.demo.demo import once
+    from kbpf.demo.once import once
 
     outcome = once(world, requests)
     if output in (Output.JSON, Output.YAML):

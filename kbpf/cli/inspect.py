@@ -20,10 +20,10 @@ from kbpf.cli.options import (
     StateDir,
     Watch,
 )
+from kbpf.dataplane.bpf.inspect.snapshot import Part, Snapshot
 from kbpf.errors import ObjectError
 from kbpf.model.address import Addr, parse_addr
 from kbpf.views.columns import Column
-from kbpf.views.snapshot import Part, Snapshot
 
 if TYPE_CHECKING:
     from kbpf.views.node import Where
@@ -40,7 +40,7 @@ def _show(page: Callable[[], str], output: Output, again: bool = False) -> None:
         return
     if output in (Output.JSON, Output.YAML):
         raise typer.BadParameter("it goes with a table only", param_hint="--watch")
-    from kbpf.cli.watch import watch
+    from kbpf.cli.render import watch
 
     watch(page)
 
@@ -234,8 +234,8 @@ def connections(
     Not shown: connections that the socket hooks translated. They cost nothing per packet, nobody
     tracks them but the kernel itself, and `ss` lists them with their backends.
     """
-    from kbpf.views import connections as view
     from kbpf.views import node
+    from kbpf.views.packet_path import connections as view
 
     wanted = view.Wanted(
         service, _address(client, "--client"), _address(backend, "--backend"),
@@ -267,8 +267,8 @@ def nat(
     before each backend; `!` from 80 % on.
     """
     from kbpf.cli import pages
-    from kbpf.views import nat as view
-    from kbpf.views import packets
+    from kbpf.views.packet_path import availability
+    from kbpf.views.packet_path import nat as view
 
     held = _pins(pin_dir, view.NEEDS, state_dir, ipvs_device)
     found = view.translated(held)
@@ -276,7 +276,7 @@ def nat(
     if output not in (Output.JSON, Output.YAML):
         print(pages.nat(above), end="\n\n")
     _stream(view.rows(held, islice(found, limit or None)), view.COLUMNS, output, above)
-    _note(packets.words(held))
+    _note(availability.words(held))
     _note(_more(len(found), limit, "sources"))
 
 
@@ -292,8 +292,8 @@ def sources(
     this node.
     """
     from kbpf.cli import pages
-    from kbpf.views import packets
     from kbpf.views import sources as view
+    from kbpf.views.packet_path import availability
 
     held = _pins(pin_dir, view.NEEDS, state_dir, ipvs_device)
     found = view.view(held)
@@ -301,7 +301,7 @@ def sources(
         print(render.document(found, output))
     else:
         print(pages.sources(found, output is Output.WIDE))
-    _note(packets.words(held))
+    _note(availability.words(held))
 
 
 @app.command("devices")
@@ -313,12 +313,12 @@ def devices(
     ipvs_device: IpvsDevice = DEFAULT.ipvs_device,
 ) -> None:
     """Network devices: to other machines or to pods, which program each runs, and why not."""
-    from kbpf.views import devices as view
-    from kbpf.views import packets
+    from kbpf.views.packet_path import availability
+    from kbpf.views.packet_path import devices as view
 
     held = _pins(pin_dir, view.NEEDS, state_dir, ipvs_device)
     print(render.rows(view.rows(held, view.look(held)), view.COLUMNS, output))
-    _note(packets.words(held))
+    _note(availability.words(held))
 
 
 @app.command("maps")

@@ -18,7 +18,7 @@ from kbpf.errors import ConfigError
 from kbpf.model.config import Config
 
 if TYPE_CHECKING:
-    from kbpf.config.names import Names
+    from kbpf.config.locations import Names
 
 DEFAULT: Final = Config()
 
@@ -95,9 +95,9 @@ def take(context: typer.Context, file: Path | None) -> "Names | None":
     """What the file says becomes the default of the other options; None without a file."""
     if file is None:
         return None
-    from kbpf.config import names
+    from kbpf.config import locations
 
-    found = names.of_file(file)
+    found = locations.of_file(file)
     said = {name: str(value) for name, value in found.said.items()}
     context.default_map = {**(context.default_map or {}), **said}
     return found

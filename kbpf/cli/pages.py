@@ -3,13 +3,13 @@
 from collections.abc import Iterable, Iterator, Sequence
 
 from kbpf.cli import render
-from kbpf.views import nat as nat_view
-from kbpf.views import packets as packets_view
 from kbpf.views import sources as sources_view
 from kbpf.views import status as status_view
 from kbpf.views.columns import span
-from kbpf.views.nat import NatView
-from kbpf.views.packets import PacketView
+from kbpf.views.packet_path import availability as packets_view
+from kbpf.views.packet_path import nat as nat_view
+from kbpf.views.packet_path.availability import PacketView
+from kbpf.views.packet_path.nat import NatView
 from kbpf.views.service import (
     BACKEND_COLUMNS,
     COUNTED,

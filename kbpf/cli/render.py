@@ -6,9 +6,11 @@ messages of others must not steer the terminal.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -145,3 +147,22 @@ def facts(pairs: Iterable[tuple[str, str]]) -> str:
     return "\n".join(
         f"{name.ljust(width)}{GAP}{printable(value)}".rstrip() for name, value in known
     )
+
+
+WATCH_SECONDS: Final = 2.0
+
+
+def watch(page: Callable[[], str], seconds: float = WATCH_SECONDS) -> None:
+    """Shows the page until Ctrl-C: in place on a terminal, else one after the other."""
+    if not sys.stdout.isatty():
+        while True:
+            print(page(), end="\n\n", flush=True)
+            time.sleep(seconds)
+    from rich.live import Live
+    from rich.text import Text
+
+    with Live(screen=True, auto_refresh=False) as live:
+        while True:
+            text = f"{time.strftime('%H:%M:%S')}  every {seconds:g} s, Ctrl-C ends\n\n{page()}"
+            live.update(Text(text, no_wrap=True, overflow="crop"), refresh=True)
+            time.sleep(seconds)

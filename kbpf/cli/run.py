@@ -1,7 +1,6 @@
 """`kbpf run`: the agent."""
 
 import gc
-import json
 import logging
 import os
 import signal
@@ -12,25 +11,26 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from kbpf.agent import conntrack, mode
+from kbpf.agent import conntrack_sysctls, selector
 from kbpf.agent.agent import Agent
 from kbpf.agent.inbox import Item
 from kbpf.cli.arguments import Asked, named
-from kbpf.config.follow import Follower
+from kbpf.cli.log_format import JsonLines, TextLines
 from kbpf.config.load import Loaded
+from kbpf.config.watcher import Follower
 from kbpf.config.write import configz
-from kbpf.errors import KbpfError, KernelError, printable, unexpected_refusal
-from kbpf.kernel import children, process
+from kbpf.errors import KbpfError, KernelError, unexpected_refusal
+from kbpf.kernel.system import children, process
 from kbpf.model.config import Config
 from kbpf.model.events import Kind, Synced
-from kbpf.serve.desk import Desk
 from kbpf.serve.events import Post
-from kbpf.serve.record import Record
+from kbpf.serve.kubeproxy_metrics import Record
+from kbpf.serve.server import Desk
 from kbpf.source.base import Source
 
 if TYPE_CHECKING:
-    from kbpf.source.cluster import Asked as AskedApi
-    from kbpf.source.cluster import Cluster
+    from kbpf.source.api.credentials import Asked as AskedApi
+    from kbpf.source.api.credentials import Cluster
 
 log = logging.getLogger("kbpf")
 
@@ -41,42 +41,6 @@ cycles: what is not in use any more goes by its reference count."""
 
 RELISTS = 4
 """All objects are listed again each so many --config-sync-periods."""
-
-
-class JsonLines(logging.Formatter):
-    """One JSON object per line."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """The record as JSON, times in RFC 3339 UTC. `fault`: where in our code."""
-        made = {
-            "time": _time(record, "%Y-%m-%dT%H:%M:%SZ"),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": printable(record.getMessage()),
-        }
-        if record.exc_info:
-            made["fault"] = _fault(self, record)
-        return json.dumps(made)
-
-
-class TextLines(logging.Formatter):
-    """`2026-11-21T08:00:00Z INFO kbpf.agent message`."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """The record as one line, with more below it only where a fault of ours is told."""
-        stamp = _time(record, "%Y-%m-%dT%H:%M:%SZ")
-        line = f"{stamp} {record.levelname} {record.name} {printable(record.getMessage())}"
-        return f"{line}\n{_fault(self, record)}" if record.exc_info else line
-
-
-def _fault(formatter: logging.Formatter, record: logging.LogRecord) -> str:
-    """The traceback; its message may hold what others wrote."""
-    assert record.exc_info
-    return "\n".join(map(printable, formatter.formatException(record.exc_info).split("\n")))
-
-
-def _time(record: logging.LogRecord, form: str) -> str:
-    return time.strftime(form, time.gmtime(record.created))
 
 
 def set_up_logging(config: Config) -> None:
@@ -93,8 +57,8 @@ def connect(config: Config, asked: "AskedApi") -> "Cluster | None":
     """The API server that the configuration names, if it does not name a folder."""
     if config.source is not None:
         return None
-    from kbpf.source.cluster import Cluster
-    from kbpf.source.kubeconfig import find_access
+    from kbpf.source.api.credentials import Cluster
+    from kbpf.source.api.kubeconfig import find_access
 
     fine = config.allow_insecure_api
     cluster = Cluster(
@@ -112,13 +76,13 @@ def sources_of(
 
     def make(put: Callable[[Item], None]) -> Sequence[Source]:
         if cluster is None:
-            from kbpf.source.folder import Folder
+            from kbpf.source.folder.folder import Folder
 
             assert config.source is not None
             grace = config.source_empty_grace
             return [Folder(config.source, put, node_name=config.node_name, empty_seconds=grace)]
-        from kbpf.source.reflector import Reflector
-        from kbpf.source.resource import SERVICES, SLICES, exempt_pods, nodes
+        from kbpf.source.api.reflector import Reflector
+        from kbpf.source.api.resource import SERVICES, SLICES, exempt_pods, nodes
 
         relist = RELISTS * config.config_sync_period
         watched = [SERVICES, SLICES, nodes(config.node_name, config.watch_nodes)]
@@ -135,7 +99,7 @@ def _poster(cluster: "Cluster | None") -> Post | None:
     """How Events are sent."""
     if cluster is None:
         return None
-    from kbpf.source.poster import Poster
+    from kbpf.source.api.event_sink import Poster
 
     return Poster(cluster).post
 
@@ -163,17 +127,17 @@ def _serve(config: Config, request: Asked, loaded: Loaded, data: bytes | None) -
     for note in loaded.notes:
         log.log(logging.WARNING if note.is_warning else logging.INFO, "%s", note.text)
     if config.source is not None:  # before anything is made in the kernel
-        from kbpf.source.folder import check_folder
+        from kbpf.source.folder.folder import check_folder
 
         check_folder(config.source)
     if request.init_only:
-        conntrack.Keeper(config.conntrack).look(time.monotonic())
+        conntrack_sysctls.Keeper(config.conntrack).look(time.monotonic())
         return
     gc.set_threshold(*LOOK_FOR_CYCLES)
     protect(config)
     record = Record()
     cluster = connect(config, record.requested)
-    plane = mode.choose(config)
+    plane = selector.choose(config)
     shown = configz(config)
     warnings = {note.event: note.text for note in loaded.notes if note.event}
     desk = Desk(config, plane.name, plane, _poster(cluster), shown, record, request.flags, warnings)

@@ -18,7 +18,7 @@ from typing import Any, Final, TypeVar, get_args, get_origin
 
 import msgspec
 
-from kbpf.config.notes import Note
+from kbpf.config.diagnostic import Note
 from kbpf.errors import ConfigError, in_words
 
 T = TypeVar("T", bound=msgspec.Struct)

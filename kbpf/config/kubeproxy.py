@@ -14,9 +14,9 @@ from typing import Any, Final
 
 import msgspec
 
-from kbpf.config import durations, readers
+from kbpf.config import durations, parsers
+from kbpf.config.diagnostic import Note
 from kbpf.config.documents import KUBE_PROXY
-from kbpf.config.notes import Note
 from kbpf.config.values import Values
 from kbpf.errors import ConfigError
 from kbpf.model.address import family_of
@@ -25,8 +25,8 @@ from kbpf.model.objects import Cidr
 MODES: Final = ("iptables", "nftables", "ipvs")
 SYNC_SECONDS: Final = 30.0
 DEFAULT_BIT: Final = 14
-LOOPBACK4, LOOPBACK6 = (readers.cidr(text, "") for text in readers.LOOPBACK)
-HEEDED_GATES: Final = frozenset((readers.EXTERNAL_IPS_GATE, readers.LOCALHOST_GATE))
+LOOPBACK4, LOOPBACK6 = (parsers.cidr(text, "") for text in parsers.LOOPBACK)
+HEEDED_GATES: Final = frozenset((parsers.EXTERNAL_IPS_GATE, parsers.LOCALHOST_GATE))
 
 
 def spelling(name: str) -> str:
@@ -158,8 +158,8 @@ def settings(said: KubeProxyConfiguration) -> Values:
     _servers(said, made)
     _mode(said, made)
     _node_ports(said, made)
-    if not said.feature_gates.get(readers.EXTERNAL_IPS_GATE, True):
-        made.put("external_ips", f"featureGates.{readers.EXTERNAL_IPS_GATE}", ())
+    if not said.feature_gates.get(parsers.EXTERNAL_IPS_GATE, True):
+        made.put("external_ips", f"featureGates.{parsers.EXTERNAL_IPS_GATE}", ())
     _local(said, made)
     _conntrack(said.conntrack, made)
     return made
@@ -167,18 +167,18 @@ def settings(said: KubeProxyConfiguration) -> Values:
 
 def _identity(said: KubeProxyConfiguration, made: Values) -> None:
     if said.hostname_override:
-        made.read("node_name", "hostnameOverride", said.hostname_override, readers.node_name)
+        made.read("node_name", "hostnameOverride", said.hostname_override, parsers.node_name)
     if said.client_connection.kubeconfig:
         at = "clientConnection.kubeconfig"
-        made.read("kubeconfig", at, said.client_connection.kubeconfig, readers.path)
+        made.read("kubeconfig", at, said.client_connection.kubeconfig, parsers.path)
     if said.client_connection.burst < 0:
         made.wrong("clientConnection.burst", f"less than 0: {said.client_connection.burst}")
     if said.oom_score_adj is not None:
-        made.read("oom_score_adj", "oomScoreAdj", str(said.oom_score_adj), readers.oom_score)
+        made.read("oom_score_adj", "oomScoreAdj", str(said.oom_score_adj), parsers.oom_score)
     if said.logging.format:
-        made.read("log_format", "logging.format", said.logging.format, readers.log_format)
-    made.read("log_level", "logging.verbosity", str(said.logging.verbosity), readers.verbosity)
-    period = _period(made, "configSyncPeriod", said.config_sync_period, readers.period)
+        made.read("log_format", "logging.format", said.logging.format, parsers.log_format)
+    made.read("log_level", "logging.verbosity", str(said.logging.verbosity), parsers.verbosity)
+    period = _period(made, "configSyncPeriod", said.config_sync_period, parsers.period)
     if period:
         made.put("config_sync_period", "configSyncPeriod", period)
 
@@ -186,12 +186,12 @@ def _identity(said: KubeProxyConfiguration, made: Values) -> None:
 def _servers(said: KubeProxyConfiguration, made: Values) -> None:
     made.put("serving.hard_fail", "bindAddressHardFail", said.bind_address_hard_fail)
     if said.bind_address:
-        made.read("bind_address", "bindAddress", said.bind_address, readers.bind_address)
+        made.read("bind_address", "bindAddress", said.bind_address, parsers.bind_address)
     any_host, loopback = ("[::]", "[::1]") if ":" in said.bind_address else ("0.0.0.0", "127.0.0.1")
     healthz = said.healthz_bind_address or any_host
-    made.read("serving.healthz", "healthzBindAddress", healthz, readers.healthz)
+    made.read("serving.healthz", "healthzBindAddress", healthz, parsers.healthz)
     metrics = said.metrics_bind_address or loopback
-    made.read("serving.metrics", "metricsBindAddress", metrics, readers.metrics)
+    made.read("serving.metrics", "metricsBindAddress", metrics, parsers.metrics)
 
 
 def _mode(said: KubeProxyConfiguration, made: Values) -> None:
@@ -204,7 +204,7 @@ def _mode(said: KubeProxyConfiguration, made: Values) -> None:
     _ipvs_times(said, made)
     if said.mode == "ipvs":
         _ipvs(said.ipvs, made)
-    elif said.ipvs.scheduler in readers.SCHEDULERS:
+    elif said.ipvs.scheduler in parsers.SCHEDULERS:
         made.put("ipvs_scheduler", "ipvs.scheduler", said.ipvs.scheduler)
 
 
@@ -214,9 +214,9 @@ def _periods(said: KubeProxyConfiguration, made: Values) -> None:
     sections = {"nftables": said.nftables, "ipvs": said.ipvs}
     name = said.mode if said.mode in sections else "iptables"
     section = sections.get(name, said.iptables)
-    most = _period(made, f"{name}.syncPeriod", section.sync_period, readers.period) or SYNC_SECONDS
+    most = _period(made, f"{name}.syncPeriod", section.sync_period, parsers.period) or SYNC_SECONDS
     made.put("serving.late_seconds", f"{name}.syncPeriod", 2 * most)
-    least = _period(made, f"{name}.minSyncPeriod", section.min_sync_period, readers.seconds)
+    least = _period(made, f"{name}.minSyncPeriod", section.min_sync_period, parsers.seconds)
     if least:
         made.put("min_sync_period", f"{name}.minSyncPeriod", least)
     if least > most:
@@ -227,21 +227,21 @@ def _masquerade(said: KubeProxyConfiguration, made: Values) -> None:
     """Those of nftables in its mode, else those of iptables, whose bit is checked in any mode."""
     bit, whole = said.iptables.masquerade_bit, said.iptables.masquerade_all
     if bit is not None:
-        made.read("masquerade_bit", "iptables.masqueradeBit", str(bit), readers.bit)
+        made.read("masquerade_bit", "iptables.masqueradeBit", str(bit), parsers.bit)
     made.put("masquerade_all", "iptables.masqueradeAll", whole)
     if said.mode == "nftables":
         made.put("masquerade_all", "nftables.masqueradeAll", said.nftables.masquerade_all)
         bit = said.nftables.masquerade_bit
         text = str(DEFAULT_BIT if bit is None else bit)
-        made.read("masquerade_bit", "nftables.masqueradeBit", text, readers.bit)
+        made.read("masquerade_bit", "nftables.masqueradeBit", text, parsers.bit)
 
 
 def _ipvs(said: Ipvs, made: Values) -> None:
     """What kube-proxy checks in this mode only."""
     if said.scheduler:
-        made.read("ipvs_scheduler", "ipvs.scheduler", said.scheduler, readers.scheduler)
+        made.read("ipvs_scheduler", "ipvs.scheduler", said.scheduler, parsers.scheduler)
     for i, text in enumerate(said.exclude_cidrs):
-        made.check(f"ipvs.excludeCIDRs[{i}]", text, readers.cidr)
+        made.check(f"ipvs.excludeCIDRs[{i}]", text, parsers.cidr)
 
 
 def _ipvs_times(said: KubeProxyConfiguration, made: Values) -> None:
@@ -254,10 +254,10 @@ def _ipvs_times(said: KubeProxyConfiguration, made: Values) -> None:
         if not text:
             continue
         if said.mode == "ipvs":
-            made.read(f"ipvs_times.{field}", at, text, readers.whole_seconds)
+            made.read(f"ipvs_times.{field}", at, text, parsers.whole_seconds)
         else:
             with contextlib.suppress(ConfigError):
-                made.put(f"ipvs_times.{field}", at, readers.whole_seconds(text, at))
+                made.put(f"ipvs_times.{field}", at, parsers.whole_seconds(text, at))
 
 
 def _node_ports(said: KubeProxyConfiguration, made: Values) -> None:
@@ -270,7 +270,7 @@ def _node_ports(said: KubeProxyConfiguration, made: Values) -> None:
     if not words:
         made.put("node_ports", "nodePortAddresses", "all")
     else:
-        found = made.read("node_ports", "nodePortAddresses", words, readers.node_port_words)
+        found = made.read("node_ports", "nodePortAddresses", words, parsers.node_port_words)
         loopback = found == "all"
         if isinstance(found, tuple):
             networks = [each for each in found if isinstance(each, Cidr)]
@@ -278,8 +278,8 @@ def _node_ports(said: KubeProxyConfiguration, made: Values) -> None:
             has_four = four or "primary" in found
             loopback = not has_four or any(map(_holds_loopback, four))
     if said.mode == "nftables":
-        gate = said.feature_gates.get(readers.LOCALHOST_GATE, False)
-        at = f"featureGates.{readers.LOCALHOST_GATE}"
+        gate = said.feature_gates.get(parsers.LOCALHOST_GATE, False)
+        at = f"featureGates.{parsers.LOCALHOST_GATE}"
         made.put("localhost_node_ports", at, gate and any(map(_is_loopback, words)))
         return
     wanted = said.iptables.localhost_node_ports is not False and said.mode in ("", "iptables")
@@ -294,15 +294,15 @@ def _holds_loopback(cidr: Cidr) -> bool:
 def _is_loopback(word: str) -> bool:
     """Whether it is `localhost`, or a network with nothing but loopback addresses."""
     with contextlib.suppress(ConfigError):  # which is told already
-        if word not in readers.NODE_PORT_WORDS:
-            network = readers.cidr(word, "")
+        if word not in parsers.NODE_PORT_WORDS:
+            network = parsers.cidr(word, "")
             return LOOPBACK4.contains(network.address) or network == LOOPBACK6
     return word == "localhost"
 
 
 def _local(said: KubeProxyConfiguration, made: Values) -> None:
     mode = said.detect_local_mode
-    made.read("detect_local_mode", "detectLocalMode", mode, readers.local_mode)
+    made.read("detect_local_mode", "detectLocalMode", mode, parsers.local_mode)
     below = said.detect_local
     for field, at, text, needed in (
         ("pod_bridge_interface", "bridgeInterface", below.bridge_interface, "BridgeInterface"),
@@ -312,11 +312,11 @@ def _local(said: KubeProxyConfiguration, made: Values) -> None:
         if mode != needed:
             continue
         if text:
-            made.read(field, f"detectLocal.{at}", text, readers.device)
+            made.read(field, f"detectLocal.{at}", text, parsers.device)
         else:
             made.wrong(f"detectLocal.{at}", f"{needed} says nothing by itself", "name one")
     if mode in ("", "ClusterCIDR"):
-        made.read("cluster_cidrs", "clusterCIDR", said.cluster_cidr, readers.cluster_cidrs)
+        made.read("cluster_cidrs", "clusterCIDR", said.cluster_cidr, parsers.cluster_cidrs)
 
 
 def _conntrack(said: Conntrack, made: Values) -> None:
@@ -336,10 +336,10 @@ def _conntrack(said: Conntrack, made: Values) -> None:
         ("udp_stream", "udpStreamTimeout", said.udp_stream_timeout or None),
     ):
         if time is not None:
-            made.read(f"conntrack.{field}", f"conntrack.{at}", time, readers.whole_seconds)
+            made.read(f"conntrack.{field}", f"conntrack.{at}", time, parsers.whole_seconds)
 
 
-def _period(made: Values, at: str, text: str, reader: readers.Reader) -> float:
+def _period(made: Values, at: str, text: str, reader: parsers.Reader) -> float:
     """A period in seconds; 0.0 for the default, which is zero's meaning."""
 
     def read(text: str, where: str) -> float:
@@ -432,9 +432,9 @@ def notes(said: KubeProxyConfiguration) -> Iterator[Note]:
             f"{KUBE_PROXY}.nodePortAddresses is unset: NodePorts answer on all addresses of the "
             'node; consider ["primary"]'
         )
-    gate = said.mode == "nftables" and said.feature_gates.get(readers.LOCALHOST_GATE)
+    gate = said.mode == "nftables" and said.feature_gates.get(parsers.LOCALHOST_GATE)
     if "localhost" in said.node_port_addresses and said.mode in ("nftables", "ipvs") and not gate:
-        other = f" without the feature gate {readers.LOCALHOST_GATE}"
+        other = f" without the feature gate {parsers.LOCALHOST_GATE}"
         yield Note(
             f"{KUBE_PROXY}.nodePortAddresses: localhost does nothing in mode {said.mode}"
             f"{other if said.mode == 'nftables' else ''}, as with kube-proxy; "

@@ -17,12 +17,12 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, Final
 
-from kbpf.config import documents, durations, kubeproxy, own, readers
+from kbpf.config import documents, durations, kbpf_configuration, kubeproxy, parsers
+from kbpf.config.diagnostic import Note
 from kbpf.config.documents import KUBE_PROXY, OWN, Documents, Findings
 from kbpf.config.flags import BY_NAME, FLAGS, KUBE_PROXYS
+from kbpf.config.kbpf_configuration import KbpfConfiguration
 from kbpf.config.kubeproxy import KubeProxyConfiguration
-from kbpf.config.notes import Note
-from kbpf.config.own import KbpfConfiguration
 from kbpf.config.values import Values
 from kbpf.errors import ConfigError, ConfigErrors
 from kbpf.model.address import family_of
@@ -92,7 +92,7 @@ def load(
         found.notes += kubeproxy.notes(proxy)
     if said.own is not None:
         ours = documents.decode(KbpfConfiguration, said.own, OWN, found, strict=True)
-        made.take(own.settings(ours))
+        made.take(kbpf_configuration.settings(ours))
     made.take(_flags(given, environ, said.kube_proxy is not None, found.notes))
     errors = (*found.errors, *made.errors)
     if not errors:
@@ -124,7 +124,7 @@ def _flags(
             notes.append(Note(f"{place} is accepted and not used: {flag.help}"))
         else:
             made.read(flag.field, place, text, flag.read)
-            if flag.read is readers.feature_gates:
+            if flag.read is parsers.feature_gates:
                 notes += _other_gates(place, text)
     if ignored:
         notes.append(
@@ -156,7 +156,7 @@ def _unknown_variables(environ: Mapping[str, str]) -> Iterator[Note]:
 
 def _other_gates(place: str, text: str) -> Iterator[Note]:
     with contextlib.suppress(ConfigError):  # which is told already
-        if others := sorted(readers.gates(text, place).keys() - {readers.EXTERNAL_IPS_GATE}):
+        if others := sorted(parsers.gates(text, place).keys() - {parsers.EXTERNAL_IPS_GATE}):
             yield Note(f"{place}: {', '.join(others)} is accepted and not used")
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from kbpf.config import durations, output, own
+from kbpf.config import durations, kbpf_configuration, output
 from kbpf.config.documents import KUBE_PROXY, OWN, VERSIONS
 from kbpf.config.flags import BY_NAME
 from kbpf.errors import ConfigError
@@ -108,7 +108,7 @@ def kube_proxy(config: Config) -> dict[str, Any]:
 def ours(config: Config) -> Mapping[str, Any]:
     """The fields of KbpfConfiguration that have a value."""
     made: dict[str, Any] = {}
-    for path, flag in own.FLAG_OF.items():
+    for path, flag in kbpf_configuration.FLAG_OF.items():
         value: Any = config
         for name in BY_NAME[flag].field.split("."):
             value = getattr(value, name)

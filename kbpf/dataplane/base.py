@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kbpf.model.desired import DesiredState, ServicePortKey
-from kbpf.model.measures import Ended, Measures, Pause, Traffic
+from kbpf.model.metrics import Ended, Measures, Pause, Traffic
 from kbpf.model.objects import ServiceName
 from kbpf.model.status import ModeChoice, PacketStatus
 

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from typing import Final
 
 from kbpf.errors import KernelError
-from kbpf.kernel import early_rules, netfilter
+from kbpf.kernel.netfilter import forward_rules, pre_dnat_rules
 
 
-def forward(mark: int, listed: Iterable[netfilter.Json] | None = None) -> tuple[str, ...]:
+def forward(mark: int, listed: Iterable[forward_rules.Json] | None = None) -> tuple[str, ...]:
     """About masqueraded packets on their way through FORWARD. Nothing of what cannot be read.
     `listed`: see netfilter.list_chains().
     """
@@ -19,7 +19,7 @@ def forward(mark: int, listed: Iterable[netfilter.Json] | None = None) -> tuple[
     with contextlib.suppress(KernelError):
         lines += [
             f"FORWARD is closed by {chain}, which is not touched; {let_pass}"
-            for chain in netfilter.other_drops(listed)
+            for chain in forward_rules.other_drops(listed)
         ]
     return tuple(lines)
 
@@ -30,14 +30,14 @@ INSTEAD: Final = (
 )
 
 
-def early(listed: Iterable[netfilter.Json] | None = None) -> tuple[str, ...]:
+def early(listed: Iterable[forward_rules.Json] | None = None) -> tuple[str, ...]:
     """About chains that refuse packets before DNAT, which the packet path serves earlier: one line
     for all, and one about tables that only iptables-legacy can read.
     """
     found: tuple[str, ...] = ()
     with contextlib.suppress(KernelError):
-        found = early_rules.chains(listed)
-    old = early_rules.legacy_chains()
+        found = pre_dnat_rules.chains(listed)
+    old = pre_dnat_rules.legacy_chains()
     lines = []
     if found := (*found, *old.chains):
         lines.append(
@@ -52,14 +52,14 @@ def early(listed: Iterable[netfilter.Json] | None = None) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def inputs(table: str, listed: Iterable[netfilter.Json] | None = None) -> tuple[str, ...]:
+def inputs(table: str, listed: Iterable[forward_rules.Json] | None = None) -> tuple[str, ...]:
     """About packets on their way to IPVS, but for rules of our own table. As above."""
     let_in = "let in what is sent to addresses and NodePorts of Services, which IPVS gets by INPUT"
     lines = _unseen("INPUT", let_in)
     with contextlib.suppress(KernelError):
         lines += [
             f"INPUT is closed by {chain}; {let_in}"
-            for chain in netfilter.closed_inputs(listed, but=table)
+            for chain in forward_rules.closed_inputs(listed, but=table)
         ]
     return tuple(lines)
 
@@ -68,5 +68,5 @@ def _unseen(chain: str, advice: str) -> list[str]:
     return [
         f"iptables-legacy has a filter table for {family}, which is not looked at; "
         f"if its {chain} drops, {advice}"
-        for family in netfilter.legacy_tables()
+        for family in forward_rules.legacy_tables()
     ]

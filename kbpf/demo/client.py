@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
-from kbpf.demo.tally import Report, Tally, encode
+from kbpf.demo.report import Report, Tally, encode
 
 TIMEOUT_SECONDS: Final = 5.0
 REPORT_SECONDS: Final = 0.2

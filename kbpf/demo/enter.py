@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from kbpf.kernel import cgroups, children, netns, process
+from kbpf.kernel.system import cgroups, children, netns, process
 
 
 def command(namespace: Path, cgroup: Path, *what: str) -> list[str]:

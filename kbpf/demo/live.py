@@ -12,10 +12,10 @@ from typing import Final
 import msgspec
 
 from kbpf.demo import manifests
-from kbpf.demo.demo import SILENCE_SECONDS, START_SECONDS, Lines
 from kbpf.demo.manifests import Pod
-from kbpf.demo.tally import Report, Tally
-from kbpf.demo.world import World
+from kbpf.demo.once import SILENCE_SECONDS, START_SECONDS, Lines
+from kbpf.demo.report import Report, Tally
+from kbpf.demo.scene import World
 
 WINDOW_SECONDS: Final = 2.0
 """Shares and rates are those of the last so many seconds."""

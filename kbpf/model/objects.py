@@ -1,7 +1,7 @@
 """Kubernetes objects as we use them: checked, and only the fields that decide something.
 
-`source/decode.py` makes them from the wire; nobody else does, except tests. Strings that repeat
-by the thousand (node names, zones, port names) are interned there.
+`source/decode/decode.py` makes them from the wire; nobody else does, except tests. Strings that
+repeat by the thousand (node names, zones, port names) are interned there.
 """
 
 from collections.abc import Sequence

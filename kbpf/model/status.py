@@ -60,8 +60,8 @@ class PacketStatus(msgspec.Struct, frozen=True):
 
 class ModeChoice(msgspec.Struct, frozen=True):
     """Which data plane serves. `asked` is what --mode says, `mode` is "bpf" or "ipvs". Where `auto`
-    could not take BPF, `reason` is why in a few words that are always the same (agent/mode.py), and
-    `why` is all that is known of it; both are "" otherwise.
+    could not take BPF, `reason` is why in a few words that are always the same (agent/selector.py),
+    and `why` is all that is known of it; both are "" otherwise.
     """
 
     asked: str

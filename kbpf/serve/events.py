@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 from urllib.parse import quote
 
 from kbpf.errors import SourceError
-from kbpf.kernel import threads
+from kbpf.kernel.system import threads
 
 log = logging.getLogger("kbpf.serve")
 

@@ -29,7 +29,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
-from kbpf.kernel import threads
+from kbpf.kernel.system import threads
 from kbpf.serve.message import HEAD_END, Answer, Request, head_of, parse
 
 log = logging.getLogger("kbpf.serve")

@@ -2,8 +2,8 @@
 
 h11 reads requests with more care than health checks need: 27 us for the head of a kubelet's probe
 and 1 MB of memory, against 5 us here, and it refuses a request without `Host`, which the checks of
-load balancers that are typed by hand do not send. tests/fuzz/http_requests.py compares both: what
-h11 takes for a request is the same request here.
+load balancers that are typed by hand do not send. tests/fuzz/inputs/http_requests.py compares both:
+what h11 takes for a request is the same request here.
 """
 
 import re

@@ -4,11 +4,11 @@ from typing import Final
 
 import msgspec
 
-from kbpf.dataplane.bpf.layout import ClientKind
+from kbpf.dataplane.bpf.inspect.snapshot import Part, Remembered, Snapshot
+from kbpf.dataplane.bpf.maps.layout import ClientKind
 from kbpf.model.address import format_addr
 from kbpf.views.backends import service_text
 from kbpf.views.columns import Column, span
-from kbpf.views.snapshot import Part, Remembered, Snapshot
 
 NEEDS: Final = Part.SERVICES | Part.AFFINITY
 

@@ -4,10 +4,10 @@ from typing import Final
 
 import msgspec
 
+from kbpf.dataplane.bpf.inspect.snapshot import Part, Snapshot
 from kbpf.model.address import format_addr
 from kbpf.model.desired import ServicePortKey
 from kbpf.views.columns import Column, endpoint, number
-from kbpf.views.snapshot import Part, Snapshot
 
 NEEDS: Final = Part.SERVICES
 

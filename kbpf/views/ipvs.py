@@ -13,11 +13,12 @@ from itertools import count
 from pathlib import Path
 from typing import Final
 
-from kbpf.dataplane.bpf.layout import KIND_FLAGS, ServiceFlag, ServiceValue
-from kbpf.dataplane.ipvs import notes
+from kbpf.dataplane.bpf.inspect.snapshot import Snapshot, alive
+from kbpf.dataplane.bpf.maps.layout import KIND_FLAGS, ServiceFlag, ServiceValue
+from kbpf.dataplane.ipvs import statefile
 from kbpf.dataplane.ipvs.plan import Virtual
 from kbpf.errors import NotFoundError
-from kbpf.kernel.ipvs import Connection, Ipvs, Load, connections
+from kbpf.kernel.net.ipvs import Connection, Ipvs, Load, connections
 from kbpf.model.address import ANY4, ANY6, Addr, format_addr, format_endpoint
 from kbpf.model.desired import (
     Backend,
@@ -30,8 +31,7 @@ from kbpf.model.desired import (
 from kbpf.model.objects import Algorithm, Protocol
 from kbpf.model.status import AgentStatus, decode
 from kbpf.views.backends import service_text
-from kbpf.views.connections import ConnectionRow, Wanted, of_service
-from kbpf.views.snapshot import Snapshot, alive
+from kbpf.views.packet_path.connections import ConnectionRow, Wanted, of_service
 
 Held = Mapping[Virtual, Sequence[Load]]
 """What the kernel has."""
@@ -40,7 +40,7 @@ Held = Mapping[Virtual, Sequence[Load]]
 def status(folder: Path) -> AgentStatus | None:
     """The agent's last words; None where none of mode ipvs has spoken."""
     with contextlib.suppress(OSError):
-        return decode((folder / notes.STATUS).read_bytes())
+        return decode((folder / statefile.STATUS).read_bytes())
     return None
 
 
@@ -54,7 +54,7 @@ def read(folder: Path) -> Snapshot:
             "no agent of mode ipvs has been here", str(folder),
             "is `kbpf run` running on this node, and with this --state-dir and --ipvs-device?",
         )  # fmt: skip
-    made = snapshot(folder, notes.read(folder), _held())
+    made = snapshot(folder, statefile.read(folder), _held())
     return replace(made, status=said, agent_alive=alive(said.pid))
 
 

@@ -4,22 +4,22 @@ from typing import Final
 
 import msgspec
 
-from kbpf.kernel import libbpf
+from kbpf.dataplane.bpf.inspect.snapshot import COUNTED, MapFacts, Part, Snapshot
+from kbpf.kernel.bpf import objects
 from kbpf.views.columns import Column, number, size
-from kbpf.views.snapshot import COUNTED, MapFacts, Part, Snapshot
 
 NEEDS: Final = Part.MAPS
 
 ALARM_PERCENT: Final = 80.0
 
 TYPES: Final = {
-    libbpf.MAP_HASH: "hash",
-    libbpf.MAP_ARRAY: "array",
-    libbpf.MAP_PERCPU_ARRAY: "percpu_array",
-    libbpf.MAP_LRU_HASH: "lru_hash",
-    libbpf.MAP_QUEUE: "queue",
-    libbpf.MAP_LPM_TRIE: "lpm_trie",
-    libbpf.MAP_SK_STORAGE: "sk_storage",
+    objects.MAP_HASH: "hash",
+    objects.MAP_ARRAY: "array",
+    objects.MAP_PERCPU_ARRAY: "percpu_array",
+    objects.MAP_LRU_HASH: "lru_hash",
+    objects.MAP_QUEUE: "queue",
+    objects.MAP_LPM_TRIE: "lpm_trie",
+    objects.MAP_SK_STORAGE: "sk_storage",
 }
 
 PURPOSE: Final = {

@@ -10,10 +10,12 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
+from kbpf.dataplane.bpf.inspect import snapshot
+from kbpf.dataplane.bpf.inspect.snapshot import Part, Snapshot
 from kbpf.errors import KbpfError, NotFoundError
-from kbpf.views import connections, ipvs, packets, snapshot
-from kbpf.views.connections import ConnectionRow, Wanted
-from kbpf.views.snapshot import Part, Snapshot
+from kbpf.views import ipvs
+from kbpf.views.packet_path import availability, connections
+from kbpf.views.packet_path.connections import ConnectionRow, Wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,4 +74,4 @@ def find_connections(where: Where, wanted: Wanted, limit: int = 0) -> Found:
     held = snapshot.read(where.pins, connections.NEEDS)
     found, over = connections.select(held, wanted)
     shown = connections.rows(held, islice(found, limit or None))
-    return Found(shown, len(found), over, packets.words(held))
+    return Found(shown, len(found), over, availability.words(held))

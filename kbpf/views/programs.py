@@ -4,10 +4,10 @@ from typing import Final
 
 import msgspec
 
+from kbpf.dataplane.bpf.inspect.hooks import HookFacts
+from kbpf.dataplane.bpf.inspect.snapshot import Part, Snapshot
 from kbpf.model.config import SocketLb
 from kbpf.views.columns import Column, number, yes
-from kbpf.views.hooks import HookFacts
-from kbpf.views.snapshot import Part, Snapshot
 
 NEEDS: Final = Part.HOOKS
 

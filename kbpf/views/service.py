@@ -7,15 +7,15 @@ from typing import Final
 
 import msgspec
 
-from kbpf.dataplane.bpf.measure import ALL_BACKENDS, GONE, NO_BACKEND
+from kbpf.dataplane.bpf.inspect.snapshot import Part, Snapshot
+from kbpf.dataplane.bpf.metrics import ALL_BACKENDS, GONE, NO_BACKEND
 from kbpf.errors import NotFoundError
 from kbpf.model.address import format_addr
-from kbpf.model.measures import Totals
+from kbpf.model.metrics import Totals
 from kbpf.views.columns import Column, endpoint, number
 from kbpf.views.columns import size as size_text
 from kbpf.views.services import NEEDS as SERVICES
 from kbpf.views.services import FrontendRow, ServiceRow, rows
-from kbpf.views.snapshot import Part, Snapshot
 
 NEEDS: Final = SERVICES | Part.TRAFFIC
 

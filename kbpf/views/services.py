@@ -5,13 +5,13 @@ from typing import Final
 
 import msgspec
 
-from kbpf.dataplane.bpf.adopt import frontend_of
-from kbpf.dataplane.bpf.layout import ServiceFlag, ServiceValue
+from kbpf.dataplane.bpf.changes.adopt import frontend_of
+from kbpf.dataplane.bpf.inspect.snapshot import Part, Snapshot
+from kbpf.dataplane.bpf.maps.layout import ServiceFlag, ServiceValue
 from kbpf.model.address import ANY4, ANY6, family_of, format_addr
 from kbpf.model.desired import FrontendAddress
 from kbpf.model.objects import Algorithm
 from kbpf.views.columns import Column, endpoint, number
-from kbpf.views.snapshot import Part, Snapshot
 
 NEEDS: Final = Part.SERVICES
 POLICY: Final = {False: "Cluster", True: "Local"}

@@ -5,12 +5,12 @@ from typing import Final
 
 import msgspec
 
-from kbpf.dataplane.bpf.layout import DeviceFlag, NodeFlag, Reason, ServiceFlag
+from kbpf.dataplane.bpf.inspect.snapshot import Part, Snapshot
+from kbpf.dataplane.bpf.maps.layout import DeviceFlag, NodeFlag, Reason, ServiceFlag
 from kbpf.model.address import family_of, format_addr
 from kbpf.model.objects import Cidr
 from kbpf.views.backends import service_text
 from kbpf.views.columns import Column
-from kbpf.views.snapshot import Part, Snapshot
 
 NEEDS: Final = Part.SERVICES | Part.RANGES | Part.PACKETS | Part.STATUS
 

@@ -4,16 +4,16 @@ from typing import Final
 
 import msgspec
 
-from kbpf.dataplane.bpf.layout import Reason
+from kbpf.dataplane.bpf.inspect.reasons import words
+from kbpf.dataplane.bpf.inspect.snapshot import Part, Snapshot
+from kbpf.dataplane.bpf.maps.layout import Reason
 from kbpf.model.status import SourceView, ThreadView
-from kbpf.views import packets
 from kbpf.views.columns import Column, number, span, yes
-from kbpf.views.packets import PacketView
+from kbpf.views.packet_path import availability
+from kbpf.views.packet_path.availability import PacketView
 from kbpf.views.programs import state
-from kbpf.views.reasons import words
-from kbpf.views.snapshot import Part, Snapshot
 
-NEEDS: Final = Part.STATUS | Part.HOOKS | packets.NEEDS
+NEEDS: Final = Part.STATUS | Part.HOOKS | availability.NEEDS
 
 HEARTBEAT_SECONDS: Final = 10.0
 """The agent writes every 2 s; without a word for this long it is taken as down."""
@@ -77,7 +77,7 @@ def view(snapshot: Snapshot) -> StatusView:
     states = {f.hook.name: state(f, snapshot.socket_lb) for f in snapshot.hooks}
     missing = tuple(name for name, word in states.items() if word not in ("attached", "off"))
     choice = said.choice if said else None
-    path = None if choice is not None and choice.mode == "ipvs" else packets.view(snapshot)
+    path = None if choice is not None and choice.mode == "ipvs" else availability.view(snapshot)
     sound = path is None or (path.state != "failed" and not path.failed_count)
     return StatusView(
         ok=bool(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tests.chaos.world import Churn, World
-from tests.support.lab import until
+from tests.support.lab.lab import until
 
 CALLS = (
     "bpf", "socket", "bind", "setsockopt", "sendto", "sendmsg", "recvfrom", "recvmsg", "mkdir",

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.chaos.world import STAYS, Churn, World
-from tests.support.lab import Agent, Place, until
-from tests.support.load import under_load
+from tests.support.lab.lab import Agent, Place, until
+from tests.support.lab.load import under_load
 
 CHANGES_PER_SECOND = 1000.0
 CAUGHT_UP = 30.0

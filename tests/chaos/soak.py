@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kbpf.dataplane.bpf.layout import MAPS
-from kbpf.kernel import libbpf
+from kbpf.dataplane.bpf.maps.layout import MAPS
+from kbpf.kernel.bpf import objects
 from tests.chaos.kills import caught_up, churning, served_throughout
 from tests.chaos.world import Churn, World, address, protocol
-from tests.support.lab import until
+from tests.support.lab.lab import until
 
 WARM_UP_SECONDS = 1200.0
 """Before the first figures: the agent remembers for some minutes which backends have left (LATER),
@@ -24,7 +24,7 @@ MEMORY_NOISE_KB = 4096.0
 WATCHED = tuple(
     name
     for name, spec in MAPS.items()
-    if spec.kind in (libbpf.MAP_HASH, libbpf.MAP_LRU_HASH, libbpf.MAP_LPM_TRIE)
+    if spec.kind in (objects.MAP_HASH, objects.MAP_LRU_HASH, objects.MAP_LPM_TRIE)
 )
 """Maps that grow and shrink: all but arrays, the queue, and what sockets keep."""
 LATER = ("udp_cuts", "counts")

@@ -11,8 +11,15 @@ from collections.abc import Iterator
 from typing import Any, Self
 
 from tests.support import plane
-from tests.support.kube_objects import endpoint, endpoint_slice, node, port, service, slice_port
-from tests.support.lab import Lab, until
+from tests.support.cluster.kube_objects import (
+    endpoint,
+    endpoint_slice,
+    node,
+    port,
+    service,
+    slice_port,
+)
+from tests.support.lab.lab import Lab, until
 from tests.support.scenario import FolderNode, put
 
 STAYS = "10.96.0.20"
@@ -35,7 +42,7 @@ class World(FolderNode):
         super().__enter__()
         try:
             self.write([node("node-1", self.lab.nodes[0].ip), *self.web(20, "a1")])
-            self.agent.module = "tests.support.small_maps_agent"
+            self.agent.module = "tests.support.runtime.small_maps_agent"
             self.agent.start()
             until("the Service is served", self.stays_served)
         except BaseException:

@@ -15,11 +15,11 @@ from typing import Final
 import hypothesis
 from hypothesis import given, settings
 
-from tests.fuzz import program_runs
-from tests.fuzz.comparison import BATCH, SEEDS, SHOWN, compare, random_sequences, shrunk
-from tests.fuzz.floods import KINDS, WAYS, Arena, Figures, room
-from tests.fuzz.mutants import MUTANTS, found
-from tests.fuzz.twins import Twins
+from tests.fuzz.floods.floods import KINDS, WAYS, Arena, Figures, room
+from tests.fuzz.packets import program_runs
+from tests.fuzz.packets.comparison import BATCH, SEEDS, SHOWN, compare, random_sequences, shrunk
+from tests.fuzz.packets.mutants import MUTANTS, found
+from tests.fuzz.packets.twins import Twins
 from tests.fuzz.worlds import HINTS, POLICIES, World, questions, three_endpoints, two_endpoints
 from tests.fuzz.worlds import compare as compare_policy
 from tests.support.upstream import JUDGES, Judge

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import emulator
-from tests.support.image import Built, image
+from tests.support.build.image import Built, image
+from tests.support.runtime import emulator
 
 AARCH64 = 0xB7
 

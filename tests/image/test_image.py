@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.daemonset import PodAgent, PodCluster
-from tests.support.dial import Dial, check
-from tests.support.image import MIRROR, SUITE, Built, image
-from tests.support.kubectl import call
-from tests.support.lab import Agent, Node
-from tests.support.pods import Image
+from tests.support.build.image import MIRROR, SUITE, Built, image
+from tests.support.cluster.daemonset import PodAgent, PodCluster
+from tests.support.cluster.kubectl import call
+from tests.support.lab.dial import Dial, check
+from tests.support.lab.lab import Agent, Node
+from tests.support.runtime.pods import Image
 
 ROOT = Path(__file__).parents[2]
 MOST_MB = {"kbpf": 460, "slim": 220}

@@ -19,8 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from kbpf.dataplane.bpf import compile
 from kbpf.dataplane.bpf.hooks import UNITS
+from kbpf.dataplane.bpf.programs import compile
 from tests.kernels import debian, machine, table
 from tests.kernels.table import Feature
 from tests.support.features import DEBIAN
@@ -40,31 +40,36 @@ LAB = (
 )  # fmt: skip
 """The lab's tests that run in both modes."""
 FEATURES = (
-    Feature("loading", ("tests/programs/test_verifier.py",)),
-    Feature("check", ("tests/programs/test_features.py",)),
+    Feature("loading", ("tests/programs/node/test_verifier.py",)),
+    Feature("check", ("tests/programs/node/test_features.py",)),
     Feature(
         "provisioning",
         _of(
-            "tests/values/test_vagrant.py",
+            "tests/values/project/test_vagrant.py",
             "a_machine_is_provisioned",
             "a_machine_of_busybox_is_provisioned",
             "a_command_enters_a_root",
         ),
     ),
-    Feature("tcp", ("tests/programs/test_connect.py",)),
-    Feature("udp", ("tests/programs/test_udp.py",)),
-    Feature("attaching", ("tests/programs/test_tc.py", "tests/programs/test_devices.py")),
-    Feature("packets", ("tests/programs/test_packets.py",)),
-    Feature("lab", ("tests/lab/test_clsact.py",)),
-    Feature("ipvs", ("tests/programs/test_ipvs.py", "tests/programs/test_leftovers.py")),
-    Feature("fallback", ("tests/programs/test_fallback.py",)),
-    Feature("modes", ("tests/lab/test_modes.py",)),
+    Feature("tcp", ("tests/programs/sockets/test_connect.py",)),
+    Feature("udp", ("tests/programs/sockets/test_udp.py",)),
     Feature(
-        "rights", ("tests/programs/test_sock_destroy.py", "tests/programs/test_capabilities.py")
+        "attaching", ("tests/programs/packets/test_tc.py", "tests/programs/packets/test_devices.py")
     ),
-    Feature("apparmor", ("tests/lab/test_apparmor.py",)),
-    Feature("memory", ("tests/lab/test_locked_memory.py",)),
-    Feature("takeover", ("tests/lab/test_takeover.py",)),
+    Feature("packets", ("tests/programs/packets/test_packets.py",)),
+    Feature("lab", ("tests/lab/outside/test_clsact.py",)),
+    Feature(
+        "ipvs", ("tests/programs/ipvs/test_ipvs.py", "tests/programs/node/test_takeover_cleanup.py")
+    ),
+    Feature("fallback", ("tests/programs/node/test_fallback.py",)),
+    Feature("modes", ("tests/lab/agent/test_modes.py",)),
+    Feature(
+        "rights",
+        ("tests/programs/sockets/test_sock_destroy.py", "tests/programs/node/test_capabilities.py"),
+    ),
+    Feature("apparmor", ("tests/lab/cluster/test_apparmor.py",)),
+    Feature("memory", ("tests/lab/agent/test_locked_memory.py",)),
+    Feature("takeover", ("tests/lab/cluster/test_takeover.py",)),
     *(Feature(name, (f"tests/lab/test_{name}.py",)) for name in LAB),
     *(Feature(f"ipvs-{name}", (f"tests/lab/test_{name}.py",), "ipvs") for name in LAB),
 )
@@ -72,20 +77,21 @@ MODES = ("bpf", "ipvs")
 MINUTES, QUICK_MINUTES = 240, 15
 QUICK = (
     FEATURES[0],
-    Feature("check", _of("tests/programs/test_features.py", "the_table_is_right",
+    Feature("check", _of("tests/programs/node/test_features.py", "the_table_is_right",
                          "check_says_exactly_what_this_kernel_lacks",
                          "check_says_that_this_kernel_will_do",
                          "check_says_whether_mode_ipvs_can_be_had")),
-    Feature("provisioning", _of("tests/values/test_vagrant.py",
+    Feature("provisioning", _of("tests/values/project/test_vagrant.py",
                                 "a_machine_of_busybox_is_provisioned")),
-    Feature("tcp", _of("tests/programs/test_connect.py", "dial")),
-    Feature("udp", _of("tests/programs/test_udp.py", "connected_sockets_are_destroyed")),
+    Feature("tcp", _of("tests/programs/sockets/test_connect.py", "dial")),
+    Feature("udp", _of("tests/programs/sockets/test_udp.py", "connected_sockets_are_destroyed")),
     Feature("attaching", (
-        *_of("tests/programs/test_tc.py", "a_program_sees_each_packet_of_its_direction_once"),
-        *_of("tests/programs/test_devices.py", "chosen_devices_get_their_programs_once",
+        *_of("tests/programs/packets/test_tc.py",
+             "a_program_sees_each_packet_of_its_direction_once"),
+        *_of("tests/programs/packets/test_devices.py", "chosen_devices_get_their_programs_once",
              "each_change_is_told"),
     )),
-    Feature("ipvs", _of("tests/programs/test_ipvs.py", "who_answers", "drained_then_gone",
+    Feature("ipvs", _of("tests/programs/ipvs/test_ipvs.py", "who_answers", "drained_then_gone",
                         "udp_moves_at_once", "restart_changes_nothing")),
 )  # fmt: skip
 """A part of each: two minutes a kernel, under emulation."""

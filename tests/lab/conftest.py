@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.cluster import Cluster
-from tests.support.folder_cluster import FolderCluster
-from tests.support.modes import PACKETS
+from tests.support.cluster.cluster import Cluster
+from tests.support.cluster.folder_cluster import FolderCluster
+from tests.support.lab.modes import PACKETS
 
 LABEL = ("--socket-lb-label", "true")
 

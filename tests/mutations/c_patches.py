@@ -6,23 +6,30 @@ It takes the place of the file in a copy of the tree, and is compiled there befo
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from kbpf.dataplane.bpf import compile, flatten
 from kbpf.dataplane.bpf.hooks import UNITS
-from tests.fuzz.mutants import Mutant
+from kbpf.dataplane.bpf.programs import compile, flatten
+from tests.fuzz.packets.mutants import Mutant
 
 GOAL: Final = 80
 """So many of a hundred must be noticed."""
 
 
 def _programs(names: str) -> tuple[str, ...]:
-    return tuple(f"tests/programs/test_{name}.py" for name in names.split())
+    return tuple(f"tests/programs/{name}.py" for name in names.replace("/", "/test_").split())
 
 
-CHOICE: Final = _programs("connect affinity isolation dials spread packets")
-SOCKETS: Final = _programs("connect udp dials account exempt agent_sockets")
-PACKETS: Final = _programs("packets packet_devices account_packets packet_views")
-FLOWS: Final = _programs("packets packet_views room")
-ROOM: Final = _programs("room packets")
+CHOICE: Final = _programs(
+    "sockets/connect sockets/affinity maps/isolation packets/dials sockets/slots packets/packets"
+)
+SOCKETS: Final = _programs(
+    "sockets/connect sockets/udp packets/dials sockets/account sockets/exemptions"
+    " sockets/agent_sockets"
+)
+PACKETS: Final = _programs(
+    "packets/packets packets/packet_devices packets/account_packets packets/packet_views"
+)
+FLOWS: Final = _programs("packets/packets packets/packet_views maps/eviction")
+ROOM: Final = _programs("maps/eviction packets/packets")
 
 
 class Patch(NamedTuple):

@@ -11,7 +11,7 @@ ROOT: Final = Path(__file__).parents[2]
 
 
 def _values(names: str) -> tuple[str, ...]:
-    return tuple(f"tests/values/test_{name}.py" for name in names.split())
+    return tuple(f"tests/values/{name}.py" for name in names.replace("/", "/test_").split())
 
 
 class Group(NamedTuple):
@@ -45,21 +45,30 @@ class Group(NamedTuple):
 GROUPS: Final = (
     Group(
         "policy", ("kbpf/policy",),
-        _values("world weights spread frontends endpoints admission health desired"), 90,
+        _values(
+            "policy/store policy/weights policy/slots policy/frontends policy/endpoints"
+            " policy/admission serve/health policy/compute"
+        ), 90,
     ),
-    Group("bpf-plan", ("kbpf/dataplane/bpf/plan.py",), _values("plan ids"), 90),
     Group(
-        "ipvs-plan", ("kbpf/dataplane/ipvs/plan.py", "kbpf/dataplane/ipvs/ledger.py"),
-        (*_values("ipvs_plan"), "tests/programs/test_ipvs_plane.py"), 90,
+        "bpf-plan", ("kbpf/dataplane/bpf/changes/plan.py",),
+        _values("dataplane/plan dataplane/ids"), 90,
     ),
-    Group("decode", ("kbpf/source/decode.py",), _values("decode weights"), 90),
     Group(
-        "reflector", ("kbpf/source/reflector.py", "kbpf/source/watch.py"),
-        _values("watch reflector"), 90,
+        "ipvs-plan", ("kbpf/dataplane/ipvs/plan.py", "kbpf/dataplane/ipvs/diff.py"),
+        (*_values("dataplane/ipvs_plan"), "tests/programs/ipvs/test_ipvs_plane.py"), 90,
+    ),
+    Group("decode", ("kbpf/source/decode/decode.py",), _values("source/decode policy/weights"), 90),
+    Group(
+        "reflector", ("kbpf/source/api/reflector.py", "kbpf/source/api/watch.py"),
+        _values("source/watch source/reflector"), 90,
     ),
     Group(
         "config", ("kbpf/config",),
-        _values("bounded_yaml config_file cli follow output admission"), 80,
+        _values(
+            "config/bounded_yaml config/config_file cli/cli config/watcher config/output"
+            " policy/admission"
+        ), 80,
     ),
 )  # fmt: skip
 
@@ -76,22 +85,22 @@ class Equivalent(NamedTuple):
 
 AT_A_TIME: Final = "how much is done at a time; the result is the same"
 EQUIVALENT: Final[tuple[Equivalent, ...]] = (
-    Equivalent("kbpf/policy/desired.py", "STEP: Final = 512", "512", "513", AT_A_TIME),
-    Equivalent("kbpf/policy/desired.py", "STEP_COST: Final = 8", "8", "9", AT_A_TIME),
+    Equivalent("kbpf/policy/compute.py", "STEP: Final = 512", "512", "513", AT_A_TIME),
+    Equivalent("kbpf/policy/compute.py", "STEP_COST: Final = 8", "8", "9", AT_A_TIME),
     Equivalent(
-        "kbpf/dataplane/bpf/plan.py", "members: bool = False", "False", "True",
+        "kbpf/dataplane/bpf/changes/plan.py", "members: bool = False", "False", "True",
         "only sets with an id are asked, and each of these says it",
     ),
     Equivalent(
-        "kbpf/dataplane/bpf/plan.py", "MOST_REMEMBERED: Final = 16_384", "16_384", "16385",
+        "kbpf/dataplane/bpf/changes/plan.py", "MOST_REMEMBERED: Final = 16_384", "16_384", "16385",
         "how many are kept; what is not is computed again",
     ),
     Equivalent(
-        "kbpf/source/decode.py", "LARGE_BYTES: Final = 256 << 10", "256", "257",
+        "kbpf/source/decode/decode.py", "LARGE_BYTES: Final = 256 << 10", "256", "257",
         "from which size on objects are decoded one after the other; what they become is the same",
     ),
     Equivalent(
-        "kbpf/source/decode.py", "if size <= LARGE_BYTES:",
+        "kbpf/source/decode/decode.py", "if size <= LARGE_BYTES:",
         "size <= LARGE_BYTES", "(size < LARGE_BYTES)", "the same",
     ),
 )  # fmt: skip

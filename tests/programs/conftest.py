@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.lab import Lab, Node
+from tests.support.lab.lab import Lab, Node
 from tests.support.plane import artifact_cache, plane, site
 
 __all__ = ["artifact_cache", "plane", "site"]

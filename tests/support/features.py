@@ -2,7 +2,8 @@
 
 A test that needs something which not every kernel has says so: `@needs("tcx")`. It is left out
 where the table says that the kernel lacks it, with the table's words as the reason. The table is
-no excuse: tests/programs/test_features.py tries each feature, and fails where the table is wrong.
+no excuse: tests/programs/node/test_features.py tries each feature, and fails where the table is
+wrong.
 """
 
 import contextlib
@@ -25,11 +26,12 @@ from kbpf.dataplane.bpf.hooks import (
     PROG_SCHED_CLS,
 )
 from kbpf.errors import KernelError
-from kbpf.kernel import modules, probe, tc
-from kbpf.kernel.ipvs import Ipvs
-from kbpf.kernel.libbpf import MAP_HASH, Program
-from kbpf.kernel.testrun import SkbContext, run
-from tests.support.packets import frame, udp
+from kbpf.kernel.bpf import probe, tc
+from kbpf.kernel.bpf.objects import MAP_HASH, Program
+from kbpf.kernel.net.ipvs import Ipvs
+from kbpf.kernel.system import modules
+from tests.support.packets.packets import frame, udp
+from tests.support.packets.test_run import SkbContext, run
 
 CONNECT4 = 10
 IPPROTO_SCTP, IPPROTO_MPTCP = 132, 262

@@ -23,10 +23,10 @@ from typing import Any, TypeVar
 
 import pytest
 
-from kbpf.dataplane.bpf.layout import Reason, ServiceFlag, schema_hash
+from kbpf.dataplane.bpf.maps.layout import Reason, ServiceFlag, schema_hash
 from kbpf.dataplane.bpf.plane import BpfPlane
-from kbpf.kernel import netns
-from kbpf.kernel.libbpf import Map
+from kbpf.kernel.bpf.objects import Map
+from kbpf.kernel.system import netns
 from kbpf.model.address import Addr, family_of, format_addr, format_endpoint, parse_addr
 from kbpf.model.config import Config, MapSizes
 from kbpf.model.desired import (
@@ -40,8 +40,8 @@ from kbpf.model.desired import (
     ServiceState,
 )
 from kbpf.model.objects import Protocol
-from kbpf.source.fields import parse_cidr
-from tests.support.lab import Place, cgroup2, ip, remove_cgroup, settled
+from kbpf.source.decode.fields import parse_cidr
+from tests.support.lab.lab import Place, cgroup2, ip, remove_cgroup, settled
 
 BPFFS = Path("/sys/fs/bpf")
 HOOKS = frozenset(

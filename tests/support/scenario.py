@@ -13,8 +13,9 @@ from typing import Any, Self
 
 import yaml
 
-from tests.support import cluster, plane
-from tests.support.lab import Agent, Lab, until
+from tests.support import plane
+from tests.support.cluster import cluster
+from tests.support.lab.lab import Agent, Lab, until
 
 HERE = Path(__file__).parents[1] / "scenarios"
 WRITTEN = ("services", "service_names", "backend_slots", "set_members", "backends")

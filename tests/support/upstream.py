@@ -15,10 +15,10 @@ from kbpf.model.address import family_of
 from kbpf.model.desired import FrontendKind, ServiceState
 from kbpf.model.events import Kind
 from kbpf.model.objects import Cidr, EndpointSlice, Node, Service
-from kbpf.policy.checks import health_check
-from kbpf.policy.desired import desired_service
-from kbpf.source import decode
-from tests.support import go_build
+from kbpf.policy.compute import desired_service
+from kbpf.policy.health_check import health_check
+from kbpf.source.decode import decode
+from tests.support.build import go_build
 
 Json = dict[str, Any]
 JUDGES = ("judge", "judge-1.36")

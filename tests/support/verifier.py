@@ -12,12 +12,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from kbpf.dataplane.bpf import load, programs
-from kbpf.dataplane.bpf.artifact import Artifact
 from kbpf.dataplane.bpf.hooks import TAILS, TAILS_MAP, type_of
-from kbpf.dataplane.bpf.layout import MAPS
-from kbpf.kernel import bpf, libbpf
-from kbpf.kernel.libbpf import Map
+from kbpf.dataplane.bpf.maps import pinning
+from kbpf.dataplane.bpf.maps.layout import MAPS
+from kbpf.dataplane.bpf.programs import loader
+from kbpf.dataplane.bpf.programs.artifact import Artifact
+from kbpf.kernel.bpf import objects, syscalls
+from kbpf.kernel.bpf.objects import Map
 
 LIMIT = 1_000_000
 LOG_SIZE = 1 << 24
@@ -43,19 +44,19 @@ class Verified:
 def verify(artifact: Artifact) -> Iterator[Verified]:
     """Loads every program of a unit over maps of its own, and lets it go again."""
     packets = artifact.unit == "tc"
-    lacks = programs.missing_packet_helpers() if packets else programs.missing_helpers()
+    lacks = loader.missing_packet_helpers() if packets else loader.missing_helpers()
     with ExitStack() as own:
-        maps = {name: own.enter_context(load.make_map(spec, 64)) for name, spec in MAPS.items()}
-        tails = Map.create(libbpf.MAP_PROG_ARRAY, TAILS_MAP, 4, 4, TAILS)
+        maps = {name: own.enter_context(pinning.make_map(spec, 64)) for name, spec in MAPS.items()}
+        tails = Map.create(objects.MAP_PROG_ARRAY, TAILS_MAP, 4, 4, TAILS)
         maps[TAILS_MAP] = own.enter_context(tails)
         for code in artifact.programs:
-            insns = programs.link_code(code, maps, lacks)
+            insns = loader.link_code(code, maps, lacks)
             started = time.monotonic()
             fd, log = _load(code.name, insns, STATISTICS)
             seconds = time.monotonic() - started
             refusal = ""
             if fd >= 0:
-                libbpf.Program(fd, code.name).close()
+                objects.Program(fd, code.name).close()
             else:
                 _, why = _load(code.name, insns, INSTRUCTIONS)
                 refusal = "\n".join([f"errno {-fd}", *why.splitlines()[-TAIL:]])
@@ -68,8 +69,8 @@ def _load(name: str, insns: bytes, level: int) -> tuple[int, str]:
     """bpf_prog_load() as the loader does it; the descriptor or -errno, and the verifier's log."""
     kind, attach_type, _ = type_of(name)
     log = ctypes.create_string_buffer(LOG_SIZE)
-    opts = bpf.ProgLoadOpts(
-        sz=ctypes.sizeof(bpf.ProgLoadOpts),
+    opts = syscalls.ProgLoadOpts(
+        sz=ctypes.sizeof(syscalls.ProgLoadOpts),
         attempts=5,
         expected_attach_type=attach_type,
         log_level=level,
@@ -77,8 +78,8 @@ def _load(name: str, insns: bytes, level: int) -> tuple[int, str]:
         log_buf=ctypes.addressof(log),
     )
     count = ctypes.c_size_t(len(insns) // 8)
-    fd = bpf.lib().bpf_prog_load(
-        kind, name[:15].encode(), libbpf.LICENSE, insns, count, ctypes.byref(opts)
+    fd = syscalls.lib().bpf_prog_load(
+        kind, name[:15].encode(), objects.LICENSE, insns, count, ctypes.byref(opts)
     )
     return int(fd), log.value.decode("ascii", "replace")
 

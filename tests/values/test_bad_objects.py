@@ -19,7 +19,7 @@ from kbpf.model.address import ANY4, parse_addr
 from kbpf.model.config import Config
 from kbpf.model.desired import DesiredState, FrontendAddress, ServicePortKey
 from kbpf.model.objects import Protocol
-from kbpf.source.folder import Folder
+from kbpf.source.folder.folder import Folder
 
 FINE = """\
 apiVersion: v1

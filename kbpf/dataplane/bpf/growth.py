@@ -14,14 +14,14 @@ import time
 from collections.abc import Generator, Mapping
 from typing import Final
 
-from kbpf.dataplane.bpf import load
-from kbpf.dataplane.bpf.attached import Attached
-from kbpf.dataplane.bpf.layout import MAPS
-from kbpf.dataplane.bpf.programs import Programs, Ready
-from kbpf.dataplane.bpf.tables import Tables
+from kbpf.dataplane.bpf.attachments import Attached
+from kbpf.dataplane.bpf.maps import pinning
+from kbpf.dataplane.bpf.maps.agent_maps import Tables
+from kbpf.dataplane.bpf.maps.layout import MAPS
+from kbpf.dataplane.bpf.programs.loader import Programs, Ready
 from kbpf.errors import KbpfError, KernelError
-from kbpf.kernel import threads
-from kbpf.kernel.libbpf import Map
+from kbpf.kernel.bpf.objects import Map
+from kbpf.kernel.system import threads
 
 log = logging.getLogger("kbpf.dataplane")
 
@@ -134,7 +134,7 @@ class Growth:
         """What takes long and needs nothing of the writer. In the thread."""
         try:
             for name, entries in self._sizes.items():
-                self._maps[name] = load.make_map(MAPS[name], entries)
+                self._maps[name] = pinning.make_map(MAPS[name], entries)
                 threads.beat()
             self._programs = self._attached.prepare({**self._tables.maps, **self._maps})
         except KbpfError as error:
@@ -159,7 +159,7 @@ class Growth:
         """Lets go of what is not in use yet."""
         self._end_thread()
         self._tables.stop_copying()
-        load.close_all(self._maps.values())
-        load.close_all(self._programs.values())
+        pinning.close_all(self._maps.values())
+        pinning.close_all(self._programs.values())
         self._maps, self._programs, self._sizes = {}, {}, {}
         self._copying, self._made = None, False

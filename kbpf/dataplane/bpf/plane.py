@@ -15,36 +15,39 @@ from typing import Final, TypeVar
 import msgspec
 
 from kbpf.dataplane.base import Report
-from kbpf.dataplane.bpf import adopt, load, udp, unheld, writing
-from kbpf.dataplane.bpf.agent_sockets import AgentSockets
-from kbpf.dataplane.bpf.attached import Attached
-from kbpf.dataplane.bpf.building import TableBuilder
-from kbpf.dataplane.bpf.counted import (
+from kbpf.dataplane.bpf import udp
+from kbpf.dataplane.bpf.attachments import Attached
+from kbpf.dataplane.bpf.changes import adopt, commit
+from kbpf.dataplane.bpf.changes.capacity import Room
+from kbpf.dataplane.bpf.changes.commit import ZERO, target
+from kbpf.dataplane.bpf.changes.deferred import Deferred, Turn
+from kbpf.dataplane.bpf.changes.grace import GRACE_SECONDS, SHORT_GRACE_SECONDS, Retiring
+from kbpf.dataplane.bpf.changes.large_tables import TableBuilder
+from kbpf.dataplane.bpf.changes.plan import Planner, Programmed, Retired, Writes
+from kbpf.dataplane.bpf.changes.quotas import Budgets, TableLimits, order_of, size_of
+from kbpf.dataplane.bpf.changes.shared_values import (
     Counted,
     cluster_ips_of,
     pack_ports,
     ports_of,
     unpack_ports,
 )
-from kbpf.dataplane.bpf.deferred import Deferred, Turn
 from kbpf.dataplane.bpf.growth import POLL_SECONDS, Growth
-from kbpf.dataplane.bpf.ids import BackendTable, Ids, SharedTables
-from kbpf.dataplane.bpf.layout import MAPS, PAIR, U32
-from kbpf.dataplane.bpf.limits import Budgets, TableLimits, order_of, size_of
-from kbpf.dataplane.bpf.load import Pins
-from kbpf.dataplane.bpf.measure import Meter
-from kbpf.dataplane.bpf.plan import Planner, Programmed, Retired, Writes
-from kbpf.dataplane.bpf.retiring import GRACE_SECONDS, SHORT_GRACE_SECONDS, Retiring
-from kbpf.dataplane.bpf.room import Room
-from kbpf.dataplane.bpf.shares import Shares
-from kbpf.dataplane.bpf.tables import Tables
-from kbpf.dataplane.bpf.writing import ZERO, target
+from kbpf.dataplane.bpf.maps import pinning
+from kbpf.dataplane.bpf.maps.affinity_shares import Shares
+from kbpf.dataplane.bpf.maps.agent_maps import Tables
+from kbpf.dataplane.bpf.maps.agent_sockets import AgentSockets
+from kbpf.dataplane.bpf.maps.ids import BackendTable, Ids, SharedTables
+from kbpf.dataplane.bpf.maps.layout import MAPS, PAIR, U32
+from kbpf.dataplane.bpf.maps.pinning import Pins
+from kbpf.dataplane.bpf.metrics import Meter
+from kbpf.dataplane.bpf.programs import unpinned
 from kbpf.errors import CapacityError, PinsGone
-from kbpf.kernel import mounts
+from kbpf.kernel.system import mounts
 from kbpf.model.address import Addr
 from kbpf.model.config import Config, is_system
 from kbpf.model.desired import DesiredState, ServicePortKey, ServiceState
-from kbpf.model.measures import Ended, Measures, Pause, Traffic
+from kbpf.model.metrics import Ended, Measures, Pause, Traffic
 from kbpf.model.objects import Cidr, Protocol
 from kbpf.model.status import ModeChoice, PacketStatus
 
@@ -121,10 +124,10 @@ class BpfPlane:
         """
         cgroup = self._config.cgroup or mounts.cgroup_root()
         mounts.ensure_bpffs(self._config.pin_dir)
-        self._lock = load.lock(self._pins)
+        self._lock = pinning.lock(self._pins)
         self._pins.hold(self._lock)
         with self._pins.named():
-            unheld.refuse(self._pins, self._config.pin_dir, cgroup)
+            unpinned.refuse(self._pins, self._config.pin_dir, cgroup)
             self._attached.compile(cgroup)
             adopted = self._tables.open()
             self._agent_sockets.open(self._tables.maps["agent_sockets"])
@@ -444,7 +447,7 @@ class BpfPlane:
         """
         nodes = addresses - self._addresses, self._addresses - addresses
         self._write_ports(new=ports[0])
-        writing.write(self._tables, self._ids, writes, nodes, cluster_ips)
+        commit.write(self._tables, self._ids, writes, nodes, cluster_ips)
         self._write_ports(gone=ports[1])
         self._cluster_ips.written(*cluster_ips)
         self._addresses = addresses
@@ -645,7 +648,7 @@ class BpfPlane:
         """Detaches and removes everything below the pin folder."""
         self.close()
         self._attached.remove_packet_path()
-        load.remove(self._pins)
+        pinning.remove(self._pins)
 
 
 def _is_large(state: ServiceState | None) -> bool:

@@ -15,23 +15,16 @@ from collections.abc import Callable, Collection, Generator, Iterable, Iterator,
 from itertools import chain
 from typing import Final, cast
 
-from kbpf.dataplane.bpf.flows import CHOSEN, is_question
-from kbpf.dataplane.bpf.layout import (
-    CUT_KEY,
-    NAT,
-    PEER,
-    U64,
-    UDP_FLOW,
-    Target,
-    pack_target,
-)
-from kbpf.dataplane.bpf.tables import Tables
+from kbpf.dataplane.bpf.maps.agent_maps import Tables
+from kbpf.dataplane.bpf.maps.flow_entries import CHOSEN, is_question
+from kbpf.dataplane.bpf.maps.layout import CUT_KEY, NAT, PEER, U64, UDP_FLOW, Target, pack_target
 from kbpf.errors import KernelError
-from kbpf.kernel import netns, sockdiag
-from kbpf.kernel.libbpf import Map
+from kbpf.kernel.bpf.objects import Map
+from kbpf.kernel.net import sock_diag
+from kbpf.kernel.system import netns
 from kbpf.model.address import ANY4, ANY6, family_of
 from kbpf.model.desired import Backend, FrontendAddress
-from kbpf.model.measures import Ended
+from kbpf.model.metrics import Ended
 from kbpf.model.objects import Protocol
 
 log = logging.getLogger("kbpf.dataplane")
@@ -213,14 +206,14 @@ def _forget_entry(flows: Map, key: bytes, raw: bytes) -> bool:
 def _destroy(doomed: Mapping[int, Collection[Target]]) -> Counter[int]:
     """Sockets (low bits of the id → backends) that are still connected to one of these backends."""
 
-    def is_doomed(found: sockdiag.DiagSocket) -> bool:
+    def is_doomed(found: sock_diag.DiagSocket) -> bool:
         backends = doomed.get(found.cookie & COOKIE_MASK, ())
         return any(b.address == found.address and b.port == found.port for b in backends)
 
     ended: Counter[int] = Counter()
     for path in netns.all_namespaces():
         try:
-            found = netns.inside(path, lambda: sockdiag.destroy_connected_udp(is_doomed))
+            found = netns.inside(path, lambda: sock_diag.destroy_connected_udp(is_doomed))
             ended.update(family_of(one.address) for one in found)
         except KernelError as error:
             log.warning("UDP sockets in one network namespace were not looked at: %s", error)

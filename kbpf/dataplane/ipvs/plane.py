@@ -18,13 +18,11 @@ from typing import Final
 
 from kbpf.dataplane import firewalls
 from kbpf.dataplane.base import Report
-from kbpf.dataplane.ipvs import idle, measure, traces
-from kbpf.dataplane.ipvs.former import Former
-from kbpf.dataplane.ipvs.holdings import Holdings
-from kbpf.dataplane.ipvs.ledger import Changes, Ledger
-from kbpf.dataplane.ipvs.marks import Marks
-from kbpf.dataplane.ipvs.notes import Notes
-from kbpf.dataplane.ipvs.overlaps import Overlaps
+from kbpf.dataplane.ipvs import cleanup, ignored_settings, metrics
+from kbpf.dataplane.ipvs.diff import Changes, Ledger
+from kbpf.dataplane.ipvs.executor import Holdings
+from kbpf.dataplane.ipvs.fwmarks import Marks
+from kbpf.dataplane.ipvs.nodeport_conflicts import Overlaps
 from kbpf.dataplane.ipvs.plan import (
     NODE,
     NOTHING,
@@ -40,9 +38,12 @@ from kbpf.dataplane.ipvs.plan import (
     program_node,
     unmarked,
 )
+from kbpf.dataplane.ipvs.stale_names import Former
+from kbpf.dataplane.ipvs.statefile import Notes
 from kbpf.errors import KernelError
-from kbpf.kernel import handover, netfilter, sysctl
-from kbpf.kernel.ipvs import Times
+from kbpf.kernel.net.ipvs import Times
+from kbpf.kernel.netfilter import forward_rules
+from kbpf.kernel.system import sysctl
 from kbpf.model.address import Addr, family_of
 from kbpf.model.config import Config, LocalMode
 from kbpf.model.desired import (
@@ -52,8 +53,9 @@ from kbpf.model.desired import (
     ServicePortKey,
     ServiceState,
 )
-from kbpf.model.measures import Ended, Measures, Pause, Traffic
+from kbpf.model.metrics import Ended, Measures, Pause, Traffic
 from kbpf.model.status import ModeChoice, PacketStatus
+from kbpf.takeover import conntrack_keepalive
 
 log = logging.getLogger("kbpf.dataplane")
 
@@ -80,7 +82,7 @@ class IpvsPlane:
     def __init__(self, config: Config, clock: Callable[[], float] = time.monotonic) -> None:
         self._config = config
         self._clock = clock
-        self._style = traces.style_of(config)
+        self._style = cleanup.style_of(config)
         self._state = config.state_dir / config.ipvs_device
         self._lock = -1
         self._former: Former | None = None
@@ -121,7 +123,7 @@ class IpvsPlane:
         is missing.
         """
         is_new = not self._state.exists()
-        self._lock = traces.lock(self._state)
+        self._lock = cleanup.lock(self._state)
         try:
             self._former = Former(self._config)
             self._held = Holdings(self._config.ipvs_device, self._style, self._tell)
@@ -134,10 +136,10 @@ class IpvsPlane:
         self._set_times()
         self._clear()
         log.info("opened device=%s table=%s", self._config.ipvs_device, self._style.table)
-        if names := idle.given(self._config):
+        if names := ignored_settings.given(self._config):
             log.info("settings that do nothing in mode ipvs: %s (docs/ipvs.md)", ", ".join(names))
         with contextlib.suppress(KernelError):  # the first tick() looks again
-            self._look_at_firewalls(netfilter.list_chains())
+            self._look_at_firewalls(forward_rules.list_chains())
 
     def _let_go(self) -> None:
         """Others may have the names now."""
@@ -166,7 +168,7 @@ class IpvsPlane:
         except KernelError as error:
             self._tell(f"IPVS keeps its times: {error}")
 
-    def _look_at_firewalls(self, listed: Collection[netfilter.Json]) -> None:
+    def _look_at_firewalls(self, listed: Collection[forward_rules.Json]) -> None:
         """Those of others; what was not so before is told."""
         style = self._style
         found = (*firewalls.forward(style.mark, listed), *firewalls.inputs(style.table, listed))
@@ -364,7 +366,7 @@ class IpvsPlane:
                 self._former.retire(self._ledger.pools)
         if now >= self._handover_due:
             self._handover_due = now + HANDOVER_SECONDS
-            for family in handover.end():
+            for family in conntrack_keepalive.end():
                 log.info("the last connection of kube-proxy is over family=%s", family)
         return self._look_due
 
@@ -372,11 +374,11 @@ class IpvsPlane:
         """Somebody may have flushed all rules, or closed FORWARD. A look at rulesets that nobody
         else has changed is one message to the kernel: each transaction of ours is one generation.
         """
-        seen = netfilter.generation(), self._held.transactions
+        seen = forward_rules.generation(), self._held.transactions
         others = seen[0] - self._seen[0] != seen[1] - self._seen[1]
         try:
             if others:
-                listed = netfilter.list_chains()
+                listed = forward_rules.list_chains()
                 self._look_at_firewalls(listed)
                 self._let_pass(listed)
         finally:
@@ -384,12 +386,12 @@ class IpvsPlane:
                 self._repair(others)
         self._seen = seen
 
-    def _let_pass(self, listed: Iterable[netfilter.Json]) -> None:
-        chains = netfilter.forward_chains(listed)
+    def _let_pass(self, listed: Iterable[forward_rules.Json]) -> None:
+        chains = forward_rules.forward_chains(listed)
         for chain in chains:
-            if done := netfilter.let_pass(chain, self._style.mark):
+            if done := forward_rules.let_pass(chain, self._style.mark):
                 log.info("%s chain=%r mark=%#x", done, str(chain), self._style.mark)
-        for done in handover.let_pass(chains):
+        for done in conntrack_keepalive.let_pass(chains):
             log.info("%s", done)
 
     def _repair(self, others: bool) -> None:
@@ -457,7 +459,7 @@ class IpvsPlane:
 
     def count(self, pause: Pause) -> Traffic:
         """See base.DataPlane."""
-        return measure.count(dict(self._ledger.by_key), pause)
+        return metrics.count(dict(self._ledger.by_key), pause)
 
     def write_status(self, text: bytes) -> None:
         """Into the state folder, with the names of what is programmed."""
@@ -472,7 +474,7 @@ class IpvsPlane:
     def remove(self) -> None:
         """See base.DataPlane."""
         self.close()
-        traces.remove(self._config)
+        cleanup.remove(self._config)
 
 
 def _frontends(desired: DesiredState, keys: Iterable[ServicePortKey]) -> Iterator[Frontend]:

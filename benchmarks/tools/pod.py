@@ -1,0 +1,59 @@
+"""What the DaemonSet's container needs: memory as its cgroup counts it, BPF maps and compiler
+included, and processor time. Behind its requests and limits.
+
+Sizes as in scale.py. The container is that of the tests (tests/support/cluster/daemonset.py), so
+its limit is in force.
+"""
+
+import shutil
+import time
+from typing import Any
+
+from benchmarks.scale import SIZES, fill
+from benchmarks.tools.common import say
+from tests.support.build import go_build
+from tests.support.cluster.daemonset import PodAgent, PodCluster
+
+MB = 1 << 20
+IDLE_SECONDS = 20.0
+
+
+def run() -> dict[str, Any]:
+    """By number of Services."""
+    results: dict[str, Any] = {}
+    with PodCluster(go_build.build("kubectl"), 2, "bench") as cluster:
+        agent = cluster.pod_agents[0]
+        made = 0
+        for count, endpoints in SIZES:
+            if endpoints != SIZES[0][1] and made == SIZES[0][0]:
+                cluster.kube.clear()
+                cluster.register(cluster.lab.nodes[0])
+                made = 0
+            say(f"creating {count} x {endpoints}")
+            fill(cluster.kube, made, count, endpoints)
+            made = count
+            results[f"{count}x{endpoints}"] = {
+                "first_start": measure(cluster, agent, fresh=True),
+                "restart": measure(cluster, agent, fresh=False),
+            }
+            say(f"{count}x{endpoints}: {results[f'{count}x{endpoints}']}")
+    return results
+
+
+def measure(cluster: PodCluster, agent: PodAgent, fresh: bool) -> dict[str, float]:
+    """A start (on a node that has never run it: it compiles), and a while without changes."""
+    agent.stop()
+    if fresh:
+        agent.remove_pins()
+        agent.use_cache(agent.folder / "cache")
+        shutil.rmtree(agent.folder / "cache", ignore_errors=True)
+    cluster.kubelets.sync()
+    started = agent.usage()
+    time.sleep(IDLE_SECONDS)
+    idle = agent.usage()
+    return {
+        "peak_mb": round(idle["peak"] / MB, 1),
+        "now_mb": round(idle["now"] / MB, 1),
+        "start_cpu_s": round(started["cpu"], 2),
+        "idle_cpu_percent": round((idle["cpu"] - started["cpu"]) / IDLE_SECONDS * 100, 2),
+    }

@@ -1,0 +1,1 @@
+"""`kbpf check`: what kbpf needs of this kernel and node, one row per requirement."""

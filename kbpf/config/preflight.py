@@ -1,0 +1,48 @@
+"""What the settings name on this machine, checked before anything is made in the kernel."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from kbpf.config.diagnostic import Note
+from kbpf.config.load import Loaded
+from kbpf.errors import ConfigError, ConfigErrors
+from kbpf.kernel.system import mounts
+
+DEVICES: Final = Path("/sys/class/net")
+
+
+def checked(loaded: Loaded) -> Loaded:
+    """The settings with what there is to tell. Raises ConfigErrors for what cannot be meant."""
+    if errors := tuple(_errors(loaded)):
+        warnings = tuple(note.text for note in loaded.notes if note.is_warning)
+        raise ConfigErrors(errors, warnings, loaded.config.log_format)
+    return replace(loaded, notes=(*loaded.notes, *_notes(loaded)))
+
+
+def _errors(loaded: Loaded) -> Iterator[ConfigError]:
+    """A cgroup that is misspelt would be a reason for mode ipvs, and for waiting without an end."""
+    cgroup = loaded.config.cgroup
+    if cgroup is not None and loaded.config.mode != "ipvs":
+        place = loaded.places["cgroup"]
+        if not cgroup.is_dir():
+            yield ConfigError(
+                f"no such cgroup v2 folder: {cgroup}", place,
+                "name one that exists, or leave it out for the root of all",
+            )  # fmt: skip
+        elif not mounts.is_cgroup2(cgroup):
+            yield ConfigError(
+                f"not a cgroup v2 folder: {cgroup}", place,
+                "name one of cgroup v2, or leave it out for the root of all",
+            )  # fmt: skip
+
+
+def _notes(loaded: Loaded) -> Iterator[Note]:
+    bridge = loaded.config.pod_bridge_interface
+    if bridge and not (DEVICES / bridge).exists():
+        yield Note(
+            f"{loaded.places['pod_bridge_interface']}: there is no device {bridge} now; until "
+            "there is, no traffic counts as that of pods of this node",
+            is_warning=True,
+        )

@@ -1,0 +1,67 @@
+"""Old sets and what belongs to them: deleted when no reader can have them in hand any more."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from kbpf.dataplane.bpf.changes import commit
+from kbpf.dataplane.bpf.changes.plan import Retired
+from kbpf.dataplane.bpf.maps.agent_maps import Tables
+from kbpf.dataplane.bpf.maps.ids import BackendTable, SharedTables
+
+GRACE_SECONDS: Final = 1.0
+"""From the flip to deleting the old set. A reader needs microseconds; lookup.h tells what happens
+to one that the machine held up for longer."""
+
+SHORT_GRACE_SECONDS: Final = 0.1
+"""When there is no room for new sets, old ones go after this already."""
+
+
+class Retiring:
+    """A queue of what is old, by the time of its flip (time.monotonic). `cut` ends UDP sockets."""
+
+    def __init__(
+        self,
+        tables: Tables,
+        table: BackendTable,
+        shared: SharedTables,
+        cut: Callable[[Retired], None],
+    ) -> None:
+        self._tables, self._table, self._shared, self._cut = tables, table, shared, cut
+        self._queue: deque[tuple[float, Retired]] = deque()
+        self._steps: Iterator[None] | None = None  # of what is being deleted
+
+    def add(self, flipped: float, retired: Retired) -> None:
+        """Queues it, if it is anything."""
+        if retired:
+            self._queue.append((flipped, retired))
+
+    @property
+    def waiting(self) -> list[Retired]:
+        """What is still there."""
+        return [retired for _, retired in self._queue]
+
+    @property
+    def due(self) -> float | None:
+        """When the next one goes; None: there is none."""
+        if self._steps is not None:
+            return float("-inf")
+        return self._queue[0][0] + GRACE_SECONDS if self._queue else None
+
+    def until(self, flipped: float, seconds: float = float("inf")) -> None:
+        """Deletes what was flipped until then, for this long and at least one piece."""
+        end = time.perf_counter() + seconds
+        while seconds > 0 and (
+            self._steps is not None or (self._queue and self._queue[0][0] <= flipped)
+        ):
+            if self._steps is None:
+                self._steps = self._retire(self._queue.popleft()[1])
+            if next(self._steps, self) is self:
+                self._steps = None
+            if time.perf_counter() >= end:
+                return
+
+    def _retire(self, retired: Retired) -> Iterator[None]:
+        yield from commit.retire(self._tables, self._table, self._shared, retired)
+        self._cut(retired)

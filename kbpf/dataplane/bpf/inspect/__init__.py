@@ -1,0 +1,1 @@
+"""Reads the pinned maps and links for `kbpf inspect`; works while the agent is down."""

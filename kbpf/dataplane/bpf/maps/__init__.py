@@ -1,0 +1,1 @@
+"""The BPF maps: layouts, pins, and the maps that the agent writes."""

@@ -1,0 +1,214 @@
+"""The maps that the agent writes: putting, dropping, how full they are, and making them bigger.
+
+A plain map grows by copy and switch: the agent is its only writer and writes to both while it
+copies (growth.py), so a copy is complete. The programs are loaded over the bigger map and change
+over hook by hook, and both maps say the same until then. `services` and what its values lead to are
+copied together: a program that cannot change over goes on with what was there, whole. Maps that
+programs write have a fixed size, because full only means that the oldest entry goes; moving.py has
+what becomes of them when it is another one.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Generator, Iterable, Mapping
+from typing import Final
+
+from kbpf.dataplane.bpf.maps import pinning
+from kbpf.dataplane.bpf.maps.flow_entries import look_for_flows
+from kbpf.dataplane.bpf.maps.layout import MAPS
+from kbpf.dataplane.bpf.maps.migrate import Moves
+from kbpf.dataplane.bpf.maps.pinning import Pins
+from kbpf.kernel.bpf.objects import Map
+from kbpf.model.config import MapSizes
+
+log = logging.getLogger("kbpf.dataplane")
+
+OVERLAP: Final = 2
+"""A map may be so many times as big as its limit while old sets wait beside new ones."""
+
+PIECE: Final = 1 << 21
+"""Bytes of keys: more than that are not gathered before they are written."""
+
+FLOWS: Final = frozenset(("flows", "order"))
+"""Tracked connections, and the queue that has a key of each."""
+
+HEADROOM: Final = 0.8
+"""A map that would be fuller than this is made twice as big, or more."""
+
+
+class Tables:
+    """All maps of one agent. `fill` counts the entries of those that grow."""
+
+    def __init__(self, pins: Pins, sizes: MapSizes, packet_path: bool = False) -> None:
+        self._pins = pins
+        self._sizes = sizes
+        self._packet_path = packet_path
+        self.maps: dict[str, Map] = {}
+        self.fill: Counter[str] = Counter()
+        self.writes: Counter[str] = Counter()
+        self.calls = 0
+        self.moves = Moves(self.maps)
+        self._unpinned: set[str] = set()  # of another size, until programs change over to them
+        self._copies: Mapping[str, Map] = {}  # by name: they are written as well
+
+    def open(self) -> bool:
+        """Opens the pinned maps or makes new ones; whether they were adopted."""
+        opened = pinning.open_maps(self._pins, self._sizes, self._packet_path)
+        self._unpinned = set()
+        self.maps = dict(opened.maps)
+        self.moves = Moves(self.maps)
+        self.moves.take_over(opened.former, fresh="order" in opened.fresh)
+        wanted = {
+            name: spec.start(self._sizes, self._packet_path)
+            for name, spec in MAPS.items()
+            if spec.fixed
+        }
+        resized = {n for n, size in wanted.items() if size != self.maps[n].max_entries}
+        if not resized.isdisjoint(FLOWS):  # the keys of one are those of the other
+            resized |= FLOWS
+        # In the order of MAPS: the new `order` is filled with the keys of the new `flows`.
+        for name, size in wanted.items():
+            if name in resized:
+                self._resize(name, size)
+        if next(iter(self.maps["flows"].items()), None):
+            look_for_flows(self.maps["tracked"])
+        return opened.adopted
+
+    def close(self) -> None:
+        """Lets go of the descriptors."""
+        pinning.close_all(self.maps.values())
+        self.moves.close()
+        self.maps = {}
+
+    def put(
+        self, name: str, entries: Iterable[tuple[bytes, bytes]], new: int | None = None
+    ) -> None:
+        """Writes entries, each one or several back to back; `new` of them were not there before
+        (None: all). Many are written in pieces, as soon as there are PIECE bytes of keys.
+        """
+        keys, values = bytearray(), bytearray()
+        count = 0
+        for key, value in entries:
+            keys += key
+            values += value
+            if len(keys) >= PIECE:
+                count += self._put(name, bytes(keys), bytes(values))
+                keys, values = bytearray(), bytearray()
+        count += self._put(name, bytes(keys), bytes(values))
+        self.fill[name] += count if new is None else new
+
+    def _put(self, name: str, keys: bytes, values: bytes) -> int:
+        """Entries back to back, and how many they are."""
+        target = self.maps[name]
+        count = len(keys) // target.key_size
+        if count == 1:
+            target.update(keys, values)
+            self.calls += 1
+        elif count:
+            self.calls += target.update_batch(keys, values)
+        if count:
+            self.writes[name] += count
+            if name in self._copies:
+                self._copies[name].update_batch(keys, values)
+        return count
+
+    def drop(self, name: str, keys: Iterable[bytes]) -> None:
+        """Deletes entries."""
+        joined = b"".join(keys)
+        if joined:
+            count = len(joined) // self.maps[name].key_size
+            self.calls += self.maps[name].delete_batch(joined)
+            if name in self._copies:
+                self._copies[name].delete_batch(joined)
+            self.writes[name] += count
+            self.fill[name] -= count
+
+    def counted(self) -> tuple[dict[str, int], int]:
+        """Writes by map and calls since the last time."""
+        result = dict(self.writes), self.calls
+        self.writes, self.calls = Counter(), 0
+        return result
+
+    def limit(self, name: str) -> int:
+        """How many entries this map may ever hold."""
+        return MAPS[name].limit(self._sizes)
+
+    def too_small(self, more: Mapping[str, int]) -> dict[str, int]:
+        """Maps that so many more entries would overfill, and the sizes that they need; with one of
+        those that frontends lead to all the others of them.
+        """
+        bigger = {
+            name: bigger
+            for name, count in more.items()
+            if count
+            and (bigger := self._size_for(name, self.fill[name] + count))
+            > self.maps[name].max_entries
+        }
+        if pinning.FLIPPED.isdisjoint(bigger):
+            return bigger
+        return {name: self.maps[name].max_entries for name in sorted(pinning.FLIPPED)} | bigger
+
+    def _size_for(self, name: str, wanted: int) -> int:
+        size, most = self.maps[name].max_entries, self.limit(name)
+        if wanted > most:
+            most *= OVERLAP
+        while wanted > size * HEADROOM and size < most:
+            size = min(size * 2, most)
+        return size
+
+    def fits(self, more: Mapping[str, int]) -> bool:
+        """Whether there is room for so many more entries in the maps as they are."""
+        return all(
+            not count or self.fill[name] + count <= self.maps[name].max_entries
+            for name, count in more.items()
+        )
+
+    def copy(self, larger: Mapping[str, Map], at_once: int) -> Generator[None]:
+        """Fills larger maps, so many entries at a time. What is written meanwhile goes to both: an
+        entry that is not copied yet will be, and one that is copied is kept up to date.
+        """
+        self._copies = larger
+        for name, target in larger.items():
+            cursor: bytes | None = None
+            while True:
+                keys, values, cursor = self.maps[name].batch(cursor, at_once)
+                if keys:
+                    target.update_batch(keys, values)
+                yield
+                if cursor is None:
+                    break
+
+    def stop_copying(self) -> None:
+        """Writes go to the maps that are in use, and nowhere else."""
+        self._copies = {}
+
+    def switch(self, larger: Mapping[str, Map]) -> None:
+        """Larger maps that are complete take the place of the others, pins included. Programs still
+        read the old ones.
+        """
+        self._copies = {}
+        for name, held in larger.items():
+            old, self.maps[name] = self.maps[name], held
+            pinning.replace_pin(self._pins, held, name)
+            old.close()
+            log.info("map resized map=%s entries=%d", name, held.max_entries)
+
+    def _resize(self, name: str, entries: int) -> None:
+        """Gives a map that programs write the size that the configuration asks for now, which may
+        be smaller. Programs still write to the old one: that comes after (moving.py), and it stays
+        pinned until then, see pin().
+        """
+        old, made = self.maps[name], pinning.make_map(MAPS[name], entries)
+        self.moves.copy(name, old, made)
+        self._unpinned.add(name)
+        self.maps[name] = made
+        log.info("map resized map=%s entries=%d", name, entries)
+
+    def pin(self, packet: bool) -> None:
+        """Pins the maps of another size, those that only the packet path uses or the others: to be
+        called right before programs change over to them. Where this process ends in between, the
+        next one finds what these have written by the programs (load.py).
+        """
+        for name in sorted(n for n in self._unpinned if MAPS[n].packet is packet):
+            pinning.replace_pin(self._pins, self.maps[name], name)
+            self._unpinned.discard(name)

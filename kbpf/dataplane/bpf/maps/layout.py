@@ -1,0 +1,503 @@
+"""Keys and values of the maps as bytes: the same layouts as kbpf/bpf/types.h, which is the truth.
+
+A test compiles types.h and compares sizes, offsets and enums with what stands here. Numbers are
+in host order except ports, which are in network order as the socket hooks give them.
+"""
+
+import hashlib
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum, IntFlag
+from operator import mul
+from struct import Struct
+from typing import Final, NamedTuple
+
+from kbpf.kernel.bpf import objects
+from kbpf.model.address import Addr
+from kbpf.model.config import MapSizes
+from kbpf.model.desired import FrontendKind, ServicePortKey
+from kbpf.model.objects import Cidr, Protocol
+
+
+class ServiceFlag(IntFlag):
+    """enum service_flags."""
+
+    INTERNAL_LOCAL = 1 << 0
+    EXTERNAL_LOCAL = 1 << 1
+    ANY_ENDPOINTS = 1 << 2
+    RESTRICTED = 1 << 3
+    MAGLEV = 1 << 4
+    CLUSTER_IP = 1 << 8
+    NODE_PORT = 1 << 9
+    EXTERNAL_IP = 1 << 10
+    LOAD_BALANCER = 1 << 11
+
+
+KIND_FLAGS: Final = {
+    FrontendKind.CLUSTER_IP: ServiceFlag.CLUSTER_IP,
+    FrontendKind.NODE_PORT: ServiceFlag.NODE_PORT,
+    FrontendKind.EXTERNAL_IP: ServiceFlag.EXTERNAL_IP,
+    FrontendKind.LOAD_BALANCER: ServiceFlag.LOAD_BALANCER,
+}
+
+
+class NodeFlag(IntFlag):
+    """enum node_flags."""
+
+    MASQUERADE_ALL = 1 << 0
+    DETECTS_LOCAL = 1 << 1
+    LOCAL_NETWORKS = 1 << 2
+    DIRECT = 1 << 3
+    YIELDS = 1 << 4
+    FOLLOWS = 1 << 5
+
+
+class DeviceFlag(IntFlag):
+    """enum device_flags."""
+
+    LOCAL = 1 << 0
+    PEER = 1 << 1
+
+
+class Role(IntEnum):
+    """enum role: where the packets of a device come from."""
+
+    HOST = 1
+    POD = 2
+
+
+class TcpState(IntEnum):
+    """enum tcp_state: states of connections of all protocols."""
+
+    NEW = 0
+    ESTABLISHED = 1
+    CLOSING = 2
+    CLOSED = 3
+    ANSWERED = 4
+    UNPROVEN = 5
+
+
+IDLE_SECONDS: Final = {
+    TcpState.NEW: 120,
+    TcpState.ESTABLISHED: 24 * 3600,
+    TcpState.CLOSING: 3600,
+    TcpState.CLOSED: 120,
+    TcpState.ANSWERED: 60,
+    TcpState.UNPROVEN: 24 * 3600,
+}
+"""How long a tracked TCP connection holds without a packet: timeout_of() in track.h."""
+
+IDLE_SECONDS_OTHERS: Final = 30
+"""The same for all other protocols, until the connection is established."""
+
+IDLE_SECONDS_STREAM: Final = {Protocol.UDP: 120, Protocol.SCTP: 210}
+"""The same from then on."""
+
+
+def idle_seconds(protocol: int, state: int) -> int:
+    """Seconds that a tracked connection holds without a packet. A state that has no name holds as
+    the C has it: as the last one.
+    """
+    if protocol == Protocol.TCP:
+        known = state in TcpState.__members__.values()
+        return IDLE_SECONDS[TcpState(state) if known else TcpState.CLOSED]
+    if state != TcpState.ESTABLISHED:
+        return IDLE_SECONDS_OTHERS
+    return IDLE_SECONDS_STREAM[Protocol.SCTP if protocol == Protocol.SCTP else Protocol.UDP]
+
+
+class Fin(IntFlag):
+    """enum fins: who has closed."""
+
+    CLIENT = 1 << 0
+    BACKEND = 1 << 1
+    BACKEND_FIRST = 1 << 2
+    COUNTED = 1 << 3
+
+
+class Way(IntEnum):
+    """enum way: how the packets of a flow leave this node."""
+
+    STACK = 0
+    REDIRECT = 1
+    PAST = 2
+
+
+class FlowPart(IntEnum):
+    """enum part: which entry of a flow this is."""
+
+    QUESTION = 0
+    ANSWER = 1
+    SNAT_ANSWER = 2
+
+
+class ConfigFlag(IntFlag):
+    """enum config_flags."""
+
+    SET_RETVAL = 1 << 0
+    LOCALHOST_NODE_PORTS = 1 << 1
+    HOST_ONLY = 1 << 2
+    EXEMPTIONS = 1 << 3
+    SOCKETS_OFF = 1 << 4
+    FOLLOWS = 1 << 5
+    ACCOUNTING = 1 << 6
+    ENDS = 1 << 7
+    PACKETS = 1 << 8
+
+
+class ClientKind(IntEnum):
+    """enum client_kind."""
+
+    ADDRESS = 0
+    NETNS = 1
+
+
+class Reason(IntEnum):
+    """enum reason: why a program decided as it did; index into the map `reasons`."""
+
+    NOT_A_SERVICE = 0
+    TRANSLATED = 1
+    TRANSLATED_BY_AFFINITY = 2
+    TRANSLATED_BY_FLOW = 3
+    REVERSED = 4
+    NO_ENDPOINTS = 5
+    NO_LOCAL_ENDPOINTS = 6
+    NEEDS_SOURCE = 7
+    SET_VANISHED = 8
+    NOT_RECORDED = 9
+    NO_SNAT_PORT = 10
+    NOT_REWRITTEN = 11
+    NOT_ALLOWED = 12
+    UNKNOWN_PORT = 13
+    NEW_FLOW = 14
+    EVICTED = 15
+    NO_ROUTE = 16
+    LEFT_TO_PACKETS = 17
+    PAUSED = 18
+    TABLE_FULL = 19
+    RATE_LIMITED = 20
+    REDIRECTED = 21
+
+
+class RefusalLimit(IntEnum):
+    """enum refusal_bucket: index into the map `refusal_limits`."""
+
+    ICMP = 0
+    RESET = 1
+    PEER4 = 2
+    PEER6 = 3
+
+
+class Target(NamedTuple):
+    """struct target: an address (16 bytes), a port (host order here) and a protocol."""
+
+    address: Addr
+    port: int
+    protocol: int
+
+    def pack(self) -> bytes:
+        """20 bytes; also for anything else with these three fields."""
+        return pack_target(self.address, self.port, self.protocol)
+
+    @classmethod
+    def unpack(cls, raw: bytes) -> "Target":
+        """From 20 bytes."""
+        return cls(Addr(raw[:16]), int.from_bytes(raw[16:18], "big"), raw[18])
+
+
+class ServiceValue(NamedTuple):
+    """struct service."""
+
+    id: int
+    flags: int
+    affinity_timeout: int
+    cluster_set: int
+    cluster_size: int
+    local_set: int
+    local_size: int
+    cluster_table: int = 0
+    local_table: int = 0
+
+    def pack(self, at: bytes) -> bytes:
+        """40 bytes: the value of this key (struct target), with its check word."""
+        words = (*TARGET_WORDS.unpack(at), *self)
+        return SERVICE.pack(*self, sum(map(mul, words, CHECK_FACTORS)) & 0xFFFFFFFF)
+
+    @classmethod
+    def unpack(cls, raw: bytes) -> "ServiceValue":
+        """From 40 bytes."""
+        return cls(*SERVICE.unpack(raw)[:-1])
+
+
+class Meta(NamedTuple):
+    """struct meta: the ids to give out next."""
+
+    next_service: int
+    next_backend: int
+    next_set: int
+
+
+TARGET: Final = Struct("=16s2sBx")
+TARGET_WORDS: Final = Struct("=5I")
+SERVICE: Final = Struct("=10I")
+CHECK_FACTORS: Final = tuple(pow(0x9E3779B1, power, 1 << 32) for power in range(14, 0, -1))
+"""What each word of a key and a value of `services` counts in the check word (check.h)."""
+U32: Final = Struct("=I")
+U64: Final = Struct("=Q")
+PAIR: Final = Struct("=II")  # struct slot, struct member
+AFFINITY_KEY: Final = Struct("=16sII")
+AFFINITY: Final = Struct("=QII")
+PEER: Final = Struct("=Q20s20sII")
+UDP_FLOW: Final = Struct("=QQQ20s20sII")
+FLOWS_PER_SOCKET: Final = 6
+UDP_FLOWS: Final = Struct(f"=Q{FLOWS_PER_SOCKET * UDP_FLOW.size}s")
+CUT_KEY: Final = Struct("=I20s")
+SERVICE_NAME: Final = Struct("=64s64s64sBB2x")
+SOURCE_KEY: Final = Struct("=II16s")
+ENDS: Final = Struct("=20s20s")
+NETWORK_KEY: Final = Struct("=I16s")
+NAT: Final = Struct("=Q20s20s20s16s2s2sIIBBBBIQ48s")
+WAY_OUT: Final = Struct("=II16sI6s6sHBBI")
+DEVICE: Final = Struct("=III6s2x16s16s")
+CACHED_DEVICE: Final = Struct("=I52s")
+FRONTEND_PORT_WORDS: Final = 1024
+"""Words of 64 bits in `frontend_ports`: one bit for each port."""
+CACHED_DEVICES: Final = 1024
+NODE: Final = Struct("=16s16sIHHII")
+REFUSAL_LIMIT: Final = Struct("=QQQ")
+PORT_SLOT: Final = Struct("=I4xQ")
+PORT_SLOTS: Final = 1024
+PLACE: Final = Struct("=16sI")
+FRAGMENT_PLACES: Final = 128
+YIELDED_PLACES: Final = 2048
+"""One client may have so many entries of the map; see struct place."""
+FRAGMENT: Final = Struct("=II4sI")
+PORTS: Final = Struct("=2s2s")
+CONFIG: Final = Struct("=QII")
+META: Final = Struct("=III4x")
+COUNTS: Final = Struct("=10Q")
+SLACK: Final = 1.125
+"""So much more room than asked for have the tracked flows: see find_place() in tc.c."""
+AGENT_SOCKETS: Final = 256
+"""So many of the agent's newest connections to the API server are known to the programs."""
+UNUSED: Final = 64
+"""Entries of a map that nobody uses: the kernel has none of 0."""
+STATUS_SIZE: Final = 32_768
+
+
+def pack_target(address: Addr | bytes, port: int, protocol: int) -> bytes:
+    """struct target, from its parts."""
+    return TARGET.pack(address, port.to_bytes(2, "big"), protocol)
+
+
+def pack_slots(set_id: int, size: int, start: int = 0) -> bytes:
+    """The keys of a set in backend_slots from `start` on: struct slot, back to back."""
+    count = size - start
+    keys = array("I", bytes(8 * count))
+    keys[0::2] = array("I", [set_id]) * count
+    keys[1::2] = array("I", range(start, size))
+    return keys.tobytes()
+
+
+def pack_range(service_id: int, cidr: Cidr) -> bytes:
+    """struct source_key. The service counts among the bits of the prefix."""
+    return SOURCE_KEY.pack(32 + cidr.bits, service_id, cidr.address)
+
+
+def pack_network(cidr: Cidr) -> bytes:
+    """struct network_key."""
+    return NETWORK_KEY.pack(cidr.bits, cidr.address)
+
+
+def unpack_network(raw: bytes) -> Cidr:
+    """From struct network_key."""
+    bits, address = NETWORK_KEY.unpack(raw)
+    return Cidr(Addr(address), bits)
+
+
+def unpack_range(raw: bytes) -> tuple[int, Cidr]:
+    """From struct source_key: service id and network."""
+    bits, service_id, address = SOURCE_KEY.unpack(raw)
+    return service_id, Cidr(Addr(address), bits - 32)
+
+
+def pack_name(key: ServicePortKey) -> bytes:
+    """struct service_name."""
+    return SERVICE_NAME.pack(
+        key.namespace.encode(), key.name.encode(), key.port.encode(), key.protocol, key.family
+    )
+
+
+def unpack_name(raw: bytes) -> ServicePortKey:
+    """The Service port that an id stands for."""
+    namespace, name, port, protocol, family = SERVICE_NAME.unpack(raw)
+    return ServicePortKey(_text(namespace), _text(name), _text(port), Protocol(protocol), family)
+
+
+def _text(raw: bytes) -> str:
+    """What a map holds must never end a program: what is no text is shown as such."""
+    return raw.rstrip(b"\0").decode(errors="replace")
+
+
+@dataclass(frozen=True, slots=True)
+class Former:
+    """A layout that a map had in an earlier version of kbpf, and what makes today's value of one of
+    its values. The keys are the same.
+    """
+
+    version: int
+    value_size: int
+    convert: Callable[[bytes], bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class MapSpec:
+    """A map as the kernel is asked for it.
+
+    `sized_by`: the field of MapSizes that bounds it; "" means that `entries` is all there is.
+    `entries`: where it starts. `grows`: the agent is its only writer, so it can be copied into a
+    bigger one while programs read it.
+    `packet`: only the packet path uses it; without that it is as small as can be.
+    `per`: so many entries for each that MapSizes counts.
+    `version`: raise it when the meaning of the map changes and its sizes do not.
+    `former`: layouts before this one. Of a map that programs write what they wrote is lost with an
+    upgrade whose layout is another one and not told here: for `flows`, connections.
+    """
+
+    name: str
+    kind: int
+    key_size: int
+    value_size: int
+    entries: int
+    flags: int = 0
+    sized_by: str = ""
+    grows: bool = False
+    version: int = 1
+    packet: bool = False
+    per: float = 1
+    former: tuple[Former, ...] = ()
+
+    @property
+    def shape(self) -> tuple[str, int, int, int, int]:
+        """What must be the same for one map to be taken for the other."""
+        return self.name, self.kind, self.key_size, self.value_size, self.version
+
+    @property
+    def fixed(self) -> bool:
+        """Whether programs write it, so that it has the size that the configuration asks for."""
+        return bool(self.sized_by) and not self.grows
+
+    def limit(self, sizes: MapSizes) -> int:
+        """How many entries it may hold at most."""
+        return int(getattr(sizes, self.sized_by) * self.per) if self.sized_by else self.entries
+
+    def start(self, sizes: MapSizes, packet_path: bool = True) -> int:
+        """How many entries it is made for at first: what programs write, for all."""
+        limit = self.limit(sizes)
+        if self.packet and not packet_path:
+            return min(UNUSED, limit)
+        return min(self.entries, limit) if self.grows else limit
+
+
+def _plain(name: str, key: int, value: int, entries: int, sized_by: str) -> MapSpec:
+    return MapSpec(
+        name, objects.MAP_HASH, key, value, entries, objects.F_NO_PREALLOC, sized_by, grows=True
+    )
+
+
+def _lru(name: str, key: int, value: int, sized_by: str, version: int = 1) -> MapSpec:
+    return MapSpec(name, objects.MAP_LRU_HASH, key, value, 0, 0, sized_by, version=version)
+
+
+def _storage(name: str, value: int) -> MapSpec:
+    """What a socket has of its own: as many as there are sockets, whose key is their descriptor."""
+    return MapSpec(name, objects.MAP_SK_STORAGE, 4, value, 0, objects.F_NO_PREALLOC)
+
+
+MAPS: Final = {
+    spec.name: spec
+    for spec in (
+        _plain("services", TARGET.size, SERVICE.size, 16_384, "frontends"),
+        _plain("service_names", U32.size, SERVICE_NAME.size, 16_384, "frontends"),
+        _plain("backend_slots", PAIR.size, U32.size, 65_536, "slots"),
+        _plain("backends", U32.size, TARGET.size, 65_536, "backends"),
+        _plain("set_members", PAIR.size, U32.size, 16_384, "slots"),
+        _lru("affinity", AFFINITY_KEY.size, AFFINITY.size, "affinity"),
+        _lru("affinity_shares", 16, U32.size, "affinity"),
+        _storage("sock_peers", PEER.size),
+        _storage("former_peers", PEER.size),
+        _storage("udp_flows", UDP_FLOWS.size),
+        MapSpec(
+            "udp_cuts", objects.MAP_HASH, CUT_KEY.size, U64.size, 65_536, objects.F_NO_PREALLOC
+        ),
+        MapSpec(
+            "source_ranges",
+            objects.MAP_LPM_TRIE,
+            SOURCE_KEY.size,
+            4,
+            65_536,
+            objects.F_NO_PREALLOC,
+        ),
+        MapSpec(
+            "flows",
+            objects.MAP_HASH,
+            ENDS.size,
+            NAT.size,
+            0,
+            0,
+            sized_by="connections",
+            packet=True,
+            per=3 * SLACK,
+            former=(Former(1, 152, lambda raw: raw[:104] + bytes(8) + raw[104:]),),
+        ),
+        MapSpec(
+            "order",
+            objects.MAP_QUEUE,
+            0,
+            ENDS.size,
+            0,
+            sized_by="connections",
+            packet=True,
+            per=SLACK,
+        ),
+        MapSpec("tracked", objects.MAP_ARRAY, 4, U64.size, 1),
+        MapSpec("port_slots", objects.MAP_ARRAY, 4, PORT_SLOT.size, PORT_SLOTS),
+        MapSpec("fragments", objects.MAP_LRU_HASH, PLACE.size, FRAGMENT.size, 8192, packet=True),
+        MapSpec("refusal_limits", objects.MAP_ARRAY, 4, REFUSAL_LIMIT.size, len(RefusalLimit)),
+        MapSpec("refused_peers", objects.MAP_LRU_HASH, 16, U64.size, 4096, packet=True),
+        MapSpec("yielded", objects.MAP_LRU_HASH, PLACE.size, U32.size, 16_384, packet=True),
+        MapSpec("paused", objects.MAP_ARRAY, 4, U64.size, 1),
+        MapSpec("devices", objects.MAP_HASH, 4, DEVICE.size, 4096, objects.F_NO_PREALLOC),
+        MapSpec("device_cache", objects.MAP_ARRAY, 4, CACHED_DEVICE.size, CACHED_DEVICES),
+        MapSpec("pending", objects.MAP_PERCPU_ARRAY, 4, NAT.size, 1),
+        MapSpec("node", objects.MAP_ARRAY, 4, NODE.size, 1),
+        MapSpec(
+            "local_networks", objects.MAP_LPM_TRIE, NETWORK_KEY.size, 4, 64, objects.F_NO_PREALLOC
+        ),
+        _plain("node_addresses", 16, 4, 4096, "frontends"),
+        _plain("cluster_ips", 16, 4, 16_384, "frontends"),
+        MapSpec("frontend_ports", objects.MAP_ARRAY, 4, U64.size, FRONTEND_PORT_WORDS),
+        MapSpec("exempt_cgroups", objects.MAP_HASH, U64.size, 4, 4096, objects.F_NO_PREALLOC),
+        MapSpec(
+            "agent_sockets", objects.MAP_HASH, U64.size, 4, AGENT_SOCKETS, objects.F_NO_PREALLOC
+        ),
+        MapSpec("config", objects.MAP_ARRAY, 4, CONFIG.size, 1),
+        MapSpec(
+            "counts", objects.MAP_HASH, PAIR.size, COUNTS.size, 0, objects.F_NO_PREALLOC, "counts"
+        ),
+        MapSpec("no_counts", objects.MAP_ARRAY, 4, COUNTS.size, 1),
+        MapSpec("reasons", objects.MAP_PERCPU_ARRAY, 4, 8, len(Reason), version=9),
+        MapSpec("meta", objects.MAP_ARRAY, 4, META.size, 1),
+        MapSpec("agent_status", objects.MAP_ARRAY, 4, STATUS_SIZE, 1),
+    )
+}
+
+FORGETFUL: Final = {"flows", *(n for n, s in MAPS.items() if s.kind == objects.MAP_LRU_HASH)}
+"""Maps of which an entry stays until its room is needed: full is what they become."""
+
+
+def schema_hash() -> str:
+    """A short name for the layout of all maps: pins with another one are not adopted."""
+    text = repr(sorted(spec.shape for spec in MAPS.values()))
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

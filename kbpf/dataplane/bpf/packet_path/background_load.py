@@ -1,0 +1,56 @@
+"""The packet programs are loaded by a thread while sockets are served already.
+
+The verifier needs most of a second for them, and compiling them many more. At a first start nothing
+is attached that would miss them meanwhile, so the writer attaches the socket hooks first. The
+thread reads the maps' descriptors and changes nothing; what it has made is the writer's to take.
+"""
+
+from collections.abc import Callable
+from typing import Final
+
+from kbpf.dataplane.bpf.packet_path.packet_path import PacketPath
+from kbpf.errors import KbpfError
+from kbpf.kernel.system import threads
+
+LIMIT_SECONDS: Final = 360.0
+"""Compiling and loading take longer only if they are stuck."""
+
+POLL_SECONDS: Final = 0.02
+"""The thread is asked this often whether it is done."""
+
+
+class Loading:
+    """One load. Ends by take() or close()."""
+
+    def __init__(self, make: Callable[[], PacketPath]) -> None:
+        """Begins. `make` is called by the thread. KernelError if there is none to be had."""
+        self._make = make
+        self._made: PacketPath | KbpfError | None = None
+        self._thread = threads.start("packet-programs", self._run, LIMIT_SECONDS)
+
+    def _run(self) -> None:
+        try:
+            self._made = self._make()
+        except KbpfError as error:
+            self._made = error
+
+    @property
+    def is_done(self) -> bool:
+        """Whether take() returns at once."""
+        return self._made is not None
+
+    def take(self) -> PacketPath:
+        """What was loaded; raises the KbpfError that it failed by."""
+        self._thread.stop(LIMIT_SECONDS)
+        made, self._made = self._made, None
+        if isinstance(made, KbpfError):
+            raise made
+        assert made is not None
+        return made
+
+    def close(self) -> None:
+        """Waits until the thread is done with the maps, and closes what it has loaded."""
+        self._thread.stop(LIMIT_SECONDS)
+        made, self._made = self._made, None
+        if isinstance(made, PacketPath):
+            made.close()

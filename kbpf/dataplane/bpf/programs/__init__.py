@@ -1,0 +1,1 @@
+"""The BPF programs: compile, load, pin, and whose programs are attached."""

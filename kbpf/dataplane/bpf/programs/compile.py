@@ -1,0 +1,148 @@
+"""Compiles a unit with BCC, in a child process: LLVM's 130 MB never come back, two compilations
+in two threads crash, and BCC changes the working directory and prints errors to stderr.
+
+The child is this module (`python -m kbpf.dataplane.bpf.programs.compile UNIT FILE`); it alone
+imports bcc.
+"""
+
+import importlib.util
+import os
+import re
+import struct
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Final
+
+from kbpf.dataplane.bpf.hooks import programs_of
+from kbpf.dataplane.bpf.programs import artifact, flatten
+from kbpf.errors import CompileError
+from kbpf.kernel.bpf.objects import Map
+from kbpf.kernel.system import children
+
+TIMEOUT_SECONDS: Final = 300
+_ERROR = re.compile(r"^(?P<where>[^\s:]+:\d+)(?::\d+)?: (?:fatal )?error: (?P<what>.*)$", re.M)
+_LD_IMM64: Final = 0x18
+_PSEUDO_MAP: Final = (1, 2)
+
+
+def tools() -> str | None:
+    """BCC and LLVM of this machine, by file name and size; None without BCC.
+
+    Found without importing bcc, which would map LLVM into the agent.
+    """
+    spec = importlib.util.find_spec("bcc")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    version = Path(spec.submodule_search_locations[0]) / "version.py"
+    found = [version.read_text().strip()] if version.exists() else []
+    for pattern in ("libbcc.so*", "libLLVM*.so*", "libclang-cpp.so*"):
+        for path in Path("/usr/lib").glob(f"*/{pattern}"):
+            real = path.resolve()
+            found.append(f"{real.name}:{real.stat().st_size}")
+    return " ".join(sorted(set(found)))
+
+
+def obtain(unit: str, cache: Path) -> tuple[artifact.Artifact, bool]:
+    """The artifact of a unit out of the cache, or compiled into it; whether it was compiled.
+
+    A cache that cannot be written costs a compilation at each start, not the start.
+    """
+    have = tools()
+    known = artifact.find(unit, cache, have)
+    if known is not None:
+        return known, False
+    if have is None:
+        raise CompileError(
+            "BCC is not installed and nothing was compiled ahead of time",
+            f"unit {unit}, cache {cache}",
+            "install python3-bpfcc, or run `kbpf compile --cache-dir` where BCC is",
+        )
+    return compile_unit(unit, cache), True
+
+
+def compile_unit(unit: str, cache: Path) -> artifact.Artifact:
+    """Runs the child and stores what it made. CompileError names the C file and line."""
+    with tempfile.TemporaryDirectory(prefix="kbpf-compile-") as folder:
+        out = Path(folder) / "artifact"
+        command = children.python(__spec__.name, unit, str(out))
+        try:
+            child = subprocess.run(
+                command,
+                cwd=children.DIRECTORY,
+                env=children.environment(),
+                capture_output=True,
+                text=True,
+                timeout=TIMEOUT_SECONDS,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise CompileError(
+                f"BCC did not finish in {TIMEOUT_SECONDS} s", f"unit {unit}", "is the machine busy?"
+            ) from error
+        made = artifact.read(out) if child.returncode == 0 else None
+        if made is None:
+            raise _explain(unit, child.stderr, child.returncode)
+    artifact.keep(made, cache)
+    return made
+
+
+def _explain(unit: str, stderr: str, code: int) -> CompileError:
+    found = _ERROR.search(stderr)
+    if found:
+        return CompileError(
+            f"cannot compile the BPF programs: {found['what']}",
+            found["where"],
+            "the programs of the last start go on serving; install kbpf anew or report this",
+        )
+    lines = [line for line in stderr.strip().splitlines() if line.strip()]
+    reason = lines[-1].strip() if lines else f"the compiler ended with {code}"
+    if "Operation not permitted" in stderr or "could not open bpf map" in stderr:
+        return CompileError(
+            f"BCC may not make BPF maps: {reason}", f"unit {unit}", "run as root or with CAP_BPF"
+        )
+    return CompileError(f"BCC failed: {reason}", f"unit {unit}", "run `kbpf check`")
+
+
+def _child(unit: str, out: Path) -> None:
+    source, text, have = artifact.source_key(unit), flatten.flatten(unit), tools()
+    os.environ["BCC_KERNEL_SOURCE"] = str(flatten.SOURCES)
+    from bcc import BPF, lib
+
+    module = BPF(text=text, cflags=list(artifact.CFLAGS))
+    shapes = {}
+    by_fd = {}
+    for name in _map_names(text):
+        fd = lib.bpf_table_fd(module.module, name.encode())  # module[name] knows not all types
+        by_fd[fd] = name
+        shape = Map(os.dup(fd), name)  # BCC's own Leaf is per CPU where the map is
+        shapes[name] = artifact.MapShape(name, shape.key_size, shape.value_size)
+        shape.close()
+    programs = tuple(_bytecode(name, module.dump_func(name), by_fd) for name in programs_of(unit))
+    made = artifact.Artifact(
+        artifact.FORMAT, unit, source, have or "", programs, tuple(shapes.values())
+    )
+    artifact.store(made, out.parent).rename(out)
+
+
+def _map_names(text: str) -> list[str]:
+    tables = re.findall(r"^BPF_(?:F_)?TABLE\(([^;]*?)\);", text, re.M | re.S)
+    names = [[part.strip() for part in arguments.split(",")][3] for arguments in tables]
+    return names + re.findall(r"^BPF_(?:QUEUE|SK_STORAGE)\((\w+),", text, re.M)
+
+
+def _bytecode(name: str, raw: bytes, by_fd: dict[int, str]) -> artifact.Bytecode:
+    """Takes the descriptors of this process out of the bytecode and notes which map each meant."""
+    code = bytearray(raw)
+    references = []
+    for index in range(len(code) // 8):
+        op, registers, _, imm = struct.unpack_from("=BBhi", code, index * 8)
+        if op == _LD_IMM64 and registers >> 4 in _PSEUDO_MAP:
+            references.append(artifact.Reference(index, by_fd[imm]))
+            struct.pack_into("=i", code, index * 8 + 4, 0)
+    return artifact.Bytecode(name, bytes(code), tuple(references))
+
+
+if __name__ == "__main__":
+    _child(sys.argv[1], Path(sys.argv[2]))

@@ -1,0 +1,234 @@
+"""The demo's small world: a node, its backends and a client, each in a network namespace of its
+own, and the real agent on the node. Everything bears this process' id in its name and is gone when
+the block ends; what a demo that was killed left behind is removed by the next one.
+
+    kbpf-demo-PID-node      the bridge, and `kbpf run`
+    kbpf-demo-PID-b1 ...    backends, 10.244.0.11 ...
+    kbpf-demo-PID-client    10.244.0.100; no route leads to the Service's address
+"""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import IO, Any, Final, Self
+
+from kbpf.dataplane.bpf.maps import pinning
+from kbpf.dataplane.bpf.maps.pinning import Pins
+from kbpf.demo import enter, manifests
+from kbpf.demo.manifests import Pod
+from kbpf.errors import KbpfError, KernelError
+from kbpf.kernel.net import links
+from kbpf.kernel.net.links import Links
+from kbpf.kernel.system import cgroups, children, mounts, netns
+
+PREFIX: Final = "kbpf-demo-"
+BRIDGE: Final = "pods"
+_NAME = re.compile(re.escape(PREFIX) + r"(\d+)(-.*)?")
+
+
+class DemoError(KbpfError):
+    """The demo's own machinery failed."""
+
+
+class World:
+    """Stands for as long as its block lasts. `pods` backends run; who is in the Service is said
+    by serve().
+    """
+
+    def __init__(self, pods: int, cache_dir: Path, parent: Path | None = None) -> None:
+        self._pods = pods
+        self._cache_dir = cache_dir.absolute()  # the agent has another working directory
+        self._parent = parent and parent.absolute()
+        self._name = f"{PREFIX}{os.getpid()}"
+        self._stack = contextlib.ExitStack()
+        self._children: list[subprocess.Popen[str]] = []
+
+    def __enter__(self) -> Self:
+        parent = self._parent or mounts.cgroup_root()
+        if not mounts.is_cgroup2(parent):
+            raise DemoError("not a cgroup v2 folder", str(parent), "name one with --cgroup")
+        sweep(parent)
+        try:
+            self._build(parent)
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    # ---- building --------------------------------------------------------------------------
+
+    def _build(self, parent: Path) -> None:
+        """Each thing's end is arranged before it is made."""
+        self._folder = Path(tempfile.mkdtemp(prefix=f"{self._name}-"))
+        self._stack.callback(shutil.rmtree, self._folder, ignore_errors=True)
+        self._pins = Pins(mounts.BPF_FS / self._name)
+        self._cgroup = parent / self._name
+        names = ["node", "client", *(f"b{i}" for i in range(1, self._pods + 1))]
+        for name in names:
+            self._stack.callback(links.remove_namespace, f"{self._name}-{name}")
+            links.create_namespace(f"{self._name}-{name}")
+        self._stack.callback(cgroups.remove, self._cgroup)
+        cgroups.make(self._cgroup)
+        for name in ("node", "client", "pods"):
+            cgroups.make(self._cgroup / name)
+        self._stack.callback(pinning.remove, self._pins)
+        self._stack.callback(self._end_children)
+        self._connect()
+        self._servers = [self._server(number) for number in range(1, self._pods + 1)]
+        self._agent = self._run_agent()
+
+    def _namespace(self, name: str) -> Path:
+        return links.namespace(f"{self._name}-{name}")
+
+    def _connect(self) -> None:
+        """A bridge with everybody on it. The node has the bridge's own address."""
+        ends = {"client": manifests.CLIENT_ADDRESS}
+        ends |= {f"b{i}": Pod(i).address for i in range(1, self._pods + 1)}
+
+        def node() -> None:
+            with Links() as here:
+                here.up("lo")
+                here.bridge(BRIDGE)
+                here.up(BRIDGE)
+                here.address(BRIDGE, manifests.NODE_ADDRESS, 24)
+                for name in ends:
+                    here.veth(name, BRIDGE, "eth0", self._namespace(name))
+
+        def end(address: str) -> None:
+            with Links() as here:
+                here.up("lo")
+                here.up("eth0")
+                here.address("eth0", address, 24)
+
+        netns.inside(self._namespace("node"), node)
+        for name, address in ends.items():
+            netns.inside(self._namespace(name), partial(end, address))
+
+    # ---- children --------------------------------------------------------------------------
+
+    def _start(self, where: str, cgroup: str, *what: str) -> subprocess.Popen[str]:
+        """A child of ours in a namespace and a cgroup; Ctrl-C in the terminal does not reach it."""
+        kept = {k: v for k, v in children.environment().items() if not k.startswith("KBPF_")}
+        with self._log().open("ab") as log:
+            child = subprocess.Popen(
+                enter.command(self._namespace(where), self._cgroup / cgroup, *what),
+                cwd=children.DIRECTORY, env=kept, stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True,
+            )  # fmt: skip
+        self._children.append(child)
+        return child
+
+    def _log(self) -> Path:
+        return self._folder / "log"
+
+    def _server(self, number: int) -> subprocess.Popen[str]:
+        ports = str(manifests.POD_HTTP_PORT), str(manifests.POD_DNS_PORT)
+        return self._start(
+            f"b{number}", "pods",
+            *children.python("kbpf.demo.server", Pod(number).name, *ports),
+        )  # fmt: skip
+
+    def ready(self) -> None:
+        """Returns when all backends listen; the agent may still be on its way."""
+        for server in self._servers:
+            assert server.stdout is not None
+            if server.stdout.readline().strip() != "ready":
+                hint = "is this the whole kbpf?"
+                raise DemoError("a backend did not start", self._last_words(), hint)
+
+    def _run_agent(self) -> subprocess.Popen[str]:
+        source = self._folder / "objects"
+        source.mkdir()
+        self._write("node", manifests.node())
+        self._write("service", manifests.service())
+        self.serve([])
+        return self._start(
+            "node", "node",
+            *children.python(
+                "kbpf", "run", "--source", str(source),
+                "--hostname-override", manifests.NODE, "--pin-dir", str(self._pins.root),
+                "--cgroup", str(self._cgroup), "--cache-dir", str(self._cache_dir),
+            ),
+        )  # fmt: skip
+
+    def _end_children(self) -> None:
+        if self._cgroup.is_dir():
+            cgroups.kill(self._cgroup)
+        for child in self._children:
+            child.kill()
+            child.wait()
+            if child.stdout is not None:
+                child.stdout.close()
+
+    # ---- what the demo does with it --------------------------------------------------------
+
+    def _write(self, name: str, thing: dict[str, Any]) -> None:
+        """In one step: the agent never sees half a file."""
+        fresh = self._folder / f"{name}.new"
+        fresh.write_text(json.dumps(thing, indent=2))
+        fresh.rename(self._folder / "objects" / f"{name}.json")
+
+    def serve(self, pods: Iterable[Pod]) -> None:
+        """From now on these are the Service's endpoints."""
+        self._write("endpoints", manifests.endpoint_slice(pods))
+
+    def client(self, requests: int, rate: float) -> IO[str]:
+        """Starts the client (client.py says what it does); its lines."""
+        child = self._start(
+            "client", "client",
+            *children.python(
+                "kbpf.demo.client", manifests.SERVICE_ADDRESS, str(manifests.HTTP_PORT),
+                str(manifests.DNS_PORT), str(requests), str(rate),
+            ),
+        )  # fmt: skip
+        assert child.stdout is not None
+        return child.stdout
+
+    def check(self) -> None:
+        """DemoError when the agent has ended."""
+        code = self._agent.poll()
+        if code is not None:
+            raise DemoError(
+                f"the agent ended with {code}: {self._last_words()}",
+                "",
+                "`kbpf check` may tell why",
+            )
+
+    def _last_words(self) -> str:
+        lines = self._log().read_text(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "it said nothing"
+
+
+# ---- what others left ----------------------------------------------------------------------
+
+
+def sweep(parent: Path) -> None:
+    """Removes what demos left whose process has gone: killed, or cut off by a reboot's half."""
+    for path in _of_the_dead(parent):
+        cgroups.remove(path)
+    for path in _of_the_dead(mounts.BPF_FS):
+        with contextlib.suppress(OSError):
+            pinning.remove(Pins(path))
+    for path in _of_the_dead(links.NAMED):
+        with contextlib.suppress(KernelError):
+            links.remove_namespace(path.name)
+    for path in _of_the_dead(Path(tempfile.gettempdir())):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _of_the_dead(folder: Path) -> Iterator[Path]:
+    found = sorted(folder.glob(f"{PREFIX}*")) if folder.is_dir() else []
+    for path in found:
+        match = _NAME.fullmatch(path.name)
+        if match and not Path("/proc", match[1]).exists():
+            yield path

@@ -1,0 +1,1 @@
+"""bpf(2), BPF objects, TC attachment and feature probes."""

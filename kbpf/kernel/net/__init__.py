@@ -1,0 +1,1 @@
+"""Network devices, addresses and sockets, mostly by netlink."""

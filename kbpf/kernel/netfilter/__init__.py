@@ -1,0 +1,1 @@
+"""nf_tables, iptables, ipset and conntrack."""

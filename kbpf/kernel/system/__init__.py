@@ -1,0 +1,1 @@
+"""Mounts, cgroups, namespaces, processes, sysctls and threads."""

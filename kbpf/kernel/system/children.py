@@ -1,0 +1,58 @@
+"""How child processes are started: nothing of the caller's working directory is executed.
+
+`python -m` puts the working directory first in sys.path, and an empty entry in PYTHONPATH or PATH
+means it, too. As root, in a folder of another user, that runs his `subprocess.py` or `modprobe`.
+Each child therefore gets DIRECTORY as its working directory and environment() as its environment;
+paths among its arguments must be absolute.
+"""
+
+import os
+import site
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+DIRECTORY: Final = "/"
+PACKAGE_ROOT: Final = Path(__file__).resolve().parents[3]
+"""The folder that holds the package kbpf."""
+
+
+def python(module: str, *arguments: str) -> list[str]:
+    """The command line that runs a module of kbpf with this interpreter. -P: without the working
+    directory in sys.path.
+    """
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def environment(inherited: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Our environment (or `inherited`) without PYTHON* and without relative entries in PATH.
+
+    PYTHONPATH is the exception: its absolute entries stay, since kbpf itself may have been found by
+    them, and so does the folder of this package where Python does not look by itself (a checkout).
+    """
+    all_of_it = os.environ if inherited is None else inherited
+    clean = {name: value for name, value in all_of_it.items() if not name.startswith("PYTHON")}
+    if "PATH" in clean:
+        clean["PATH"] = search_path(clean["PATH"])
+    folders = _absolute(all_of_it.get("PYTHONPATH", ""))
+    root = str(PACKAGE_ROOT)
+    installed = {str(Path(folder).resolve()) for folder in site.getsitepackages()}
+    if root not in folders and root not in installed:
+        folders.insert(0, root)
+    if folders:
+        clean["PYTHONPATH"] = os.pathsep.join(folders)
+    return clean
+
+
+def search_path(path: str | None = None) -> str:
+    """PATH (or `path`) without its relative entries, of which the empty one is the working
+    directory; the system's own default if nothing is left.
+    """
+    return os.pathsep.join(_absolute(os.environ.get("PATH", "") if path is None else path)) or (
+        os.defpath
+    )
+
+
+def _absolute(path: str) -> list[str]:
+    return [folder for folder in path.split(os.pathsep) if os.path.isabs(folder)]

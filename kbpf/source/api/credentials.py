@@ -1,0 +1,398 @@
+"""One API server and our credentials for it. The one home of the `kubernetes` library.
+
+Rules:
+- Plain credentials (token, token file, client certificate, basic, a pod's own) are read here. A
+  token file is read for each request, and there are few: one per watch, each 5 to 10 minutes.
+- Exec plugins and auth providers are the library's, in a child process: importing it costs 30 MB.
+  What the child answers is kept until it expires or the API server says 401. After a failure, or
+  a second refusal in a row, all watches together wait before it runs again (PluginLogin).
+- Certificate files are looked at before each new connection; a changed one means a new context.
+  One that cannot be read then leaves the old one in use.
+"""
+
+import base64
+import json
+import logging
+import os
+import random
+import signal
+import socket
+import ssl
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from kbpf.errors import ConfigError, SourceError
+from kbpf.kernel.system import children
+from kbpf.model.address import Addr
+from kbpf.source.api.backoff import Outages, Pace
+from kbpf.source.api.kubeconfig import Access
+
+log = logging.getLogger("kbpf.source")
+
+PLUGIN_SECONDS: Final = 60.0
+EXPIRY_SKEW: Final = 60.0
+PAGES_BYTES: Final = 192 << 20
+"""Of all pages of lists that are in memory at one time."""
+REWOUND_SECONDS: Final = 300.0
+"""Watches that notice it within this time of each other notice the same restore."""
+
+
+class Login(NamedTuple):
+    """What goes with a request: the Authorization header, and a plugin's certificate (PEM)."""
+
+    authorization: str = ""
+    cert: bytes = b""
+    key: bytes = b""
+    expires: float = float("inf")
+
+
+Connecting = Callable[[int, Addr, int], None]
+"""(cookie of the socket, address, port): a connection to the API server is about to be opened."""
+
+Asked = Callable[[str, str, str, float], None]
+"""(host, method, status or <error>, seconds): a request has been answered, or has failed."""
+
+
+class Cluster:
+    """An API server. Used by several connections at once. `asked` is told of each request, and
+    `connecting` of each connection before it is opened, by any thread. `problems`: lines about
+    what is unsafe in the way that it is reached, unless `allow_insecure`.
+    """
+
+    def __init__(
+        self, access: Access, asked: Asked = lambda *_: None, allow_insecure: bool = False
+    ) -> None:
+        self.access = access
+        self.problems = () if allow_insecure else tuple(_problems(access))
+        self.asked = asked
+        self.connecting: Connecting = lambda *_: None
+        self._lock = threading.Lock()
+        self._servers = (access.server, *access.others)
+        self._at = 0
+        self.room = PageRoom()
+        self.outages = Outages()
+        self._plugin = PluginLogin()
+        self._rewound_at = float("-inf")
+        self._tls: ssl.SSLContext | None = None
+        self._tls_stamp: object = None
+
+    @property
+    def url(self) -> str:
+        """The server that is tried now."""
+        return self._servers[self._at % len(self._servers)]
+
+    def unreachable(self, url: str) -> None:
+        """No connection to it: the next one is tried at the next server, if there is one."""
+        with self._lock:
+            if url == self.url:
+                self._at += 1
+
+    def check(self) -> None:
+        """Raise ConfigError for credentials that cannot be read now. No network; call at start."""
+        try:
+            if not self.access.plugin:
+                self.tls(self.login())
+        except SourceError as error:
+            raise ConfigError(error.what, error.where, error.hint) from error
+
+    def login(self, cancelled: Callable[[], bool] = lambda: False) -> Login:
+        """The credentials for one request, fresh. Raises SourceError.
+
+        `cancelled` is asked while a plugin runs; when it says yes, the plugin is killed.
+        """
+        access = self.access
+        if access.plugin:
+            return self._plugin.get(access.plugin, cancelled)
+        if access.token_file:
+            return Login(_bearer(_read_token(access.token_file), access.token_file))
+        if access.token:
+            return Login(_bearer(access.token, access.where))
+        return Login(f"Basic {access.basic}" if access.basic else "")
+
+    def refused(self, login: Login) -> None:
+        """The API server said 401 to these credentials: a plugin has to be asked again."""
+        self._plugin.refused(login)
+
+    def rewound(self, name: str, before: str, now: str) -> None:
+        """The server is at a lower version than it was. One warning for all watches of it."""
+        with self._lock:
+            again = time.monotonic() - self._rewound_at < REWOUND_SECONDS
+            self._rewound_at = time.monotonic()
+        if not again:
+            log.warning(
+                "the API server went back from version %r to %r (seen first in %s): it was "
+                "restored, or another one answers at %s; everything is listed again",
+                before, now, name, self.url,
+            )  # fmt: skip
+
+    def tls(self, login: Login) -> ssl.SSLContext | None:
+        """The TLS context with certificates as they are on disk now; None for http://."""
+        access = self.access
+        if not self.url.startswith("https:"):
+            return None
+        stamp = (login.cert, *map(_stamp, (access.ca_file, access.cert_file, access.key_file)))
+        with self._lock:
+            if self._tls is None or stamp != self._tls_stamp:
+                try:
+                    self._tls, self._tls_stamp = _tls_context(access, login), stamp
+                except SourceError as error:
+                    if self._tls is None:
+                        raise
+                    log.warning("new certificates left alone error=%r", str(error))
+            return self._tls
+
+
+class PageRoom:
+    """Memory for pages of lists, shared by all watches of a server: four lists at once must not
+    take four times what one may.
+    """
+
+    def __init__(self, size: int = PAGES_BYTES) -> None:
+        self._lock = threading.Lock()
+        self._size = self._left = size
+
+    @contextmanager
+    def lease(self) -> Iterator[Callable[[int], None]]:
+        """A function that takes so many bytes more, or raises SourceError. All are given back at
+        the end of the block.
+        """
+        taken = 0
+
+        def take(size: int) -> None:
+            nonlocal taken
+            with self._lock:
+                if size > self._left:
+                    what = f"pages of lists have more than {self._size >> 20} MiB together"
+                    raise SourceError(what)
+                self._left -= size
+                taken += size
+
+        try:
+            yield take
+        finally:
+            with self._lock:
+                self._left += taken
+
+
+class PluginLogin:
+    """What an exec plugin or auth provider answered last, and when it may be asked again: one
+    back-off for all watches, which fail together.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        chance: Callable[[], float] = random.random,
+    ) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._pace = Pace(chance, first=1.0, longest=60.0)
+        self._login: Login | None = None
+        self._since: float | None = None  # when the last login came, if none has failed since
+        self._due = 0.0
+        self._error: SourceError | None = None
+
+    def get(self, kubeconfig: Path, cancelled: Callable[[], bool]) -> Login:
+        """The credentials, asked for if there are none or they run out. Raises SourceError."""
+        while not self._lock.acquire(timeout=0.1):
+            if cancelled():
+                raise SourceError("stopped", str(kubeconfig))
+        try:
+            login = self._login
+            if login is None or time.time() > login.expires - EXPIRY_SKEW:
+                login = self._login = self._ask(kubeconfig, cancelled)
+            return login
+        finally:
+            self._lock.release()
+
+    def refused(self, login: Login) -> None:
+        """These are not valid. The first time another one is asked for at once."""
+        if self._login is login:
+            self._login, self._error = None, None
+            self._wait(failed=False)
+
+    def _ask(self, kubeconfig: Path, cancelled: Callable[[], bool]) -> Login:
+        if self._clock() < self._due:
+            what = "no credentials: the API server refused the last ones"
+            error = self._error or SourceError(what, str(kubeconfig), "the plugin is asked again")
+            raise SourceError(error.what, error.where, error.hint)
+        try:
+            login = _run_library(kubeconfig, cancelled)
+        except SourceError as error:
+            if not cancelled():
+                self._error = error
+                self._wait(failed=True)
+            raise
+        self._since = self._clock()
+        return login
+
+    def _wait(self, *, failed: bool) -> None:
+        now = self._clock()
+        lived = 0.0 if self._since is None else now - self._since
+        self._due, self._since = now + self._pace.after(failed=failed, lived=lived), None
+
+
+def _problems(access: Access) -> Iterator[str]:
+    if access.insecure and access.server.startswith("https:"):
+        yield str(
+            ConfigError(
+                "the API server's certificate is not verified: any machine on the way to it can "
+                "read the credentials and say what this node serves",
+                f"insecure-skip-tls-verify in {access.where}",
+                "set certificate-authority, or allow it with --allow-insecure-api",
+            )
+        )
+
+
+def default_node_name() -> str:
+    """This machine's name as kube-proxy takes it: the hostname in lower case."""
+    name = socket.gethostname().strip().lower()
+    if not name:
+        hint = "give --hostname-override NAME"
+        raise ConfigError("this machine has no hostname", "gethostname", hint)
+    return name
+
+
+def _read_token(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not text"
+        raise SourceError(f"cannot read the token file: {reason}", path) from error
+
+
+def _bearer(token: str, where: str) -> str:
+    if not token or not token.isascii() or not token.isprintable():
+        raise SourceError("the token is empty or has characters that no token has", where)
+    return f"Bearer {token}"
+
+
+def _stamp(path: str) -> object:
+    try:
+        found = os.stat(path) if path else None
+    except OSError:
+        return None
+    return found and (found.st_mtime_ns, found.st_size, found.st_ino)
+
+
+def _tls_context(access: Access, login: Login) -> ssl.SSLContext:
+    field, where = "certificate-authority", access.ca_file or access.where
+    try:
+        ca_text = access.ca_data.decode() or None
+        context = ssl.create_default_context(
+            cafile=None if ca_text else access.ca_file or None, cadata=ca_text
+        )
+        # Python 3.13 refuses CAs without an Authority Key Identifier; kubeadm's have none.
+        context.verify_flags &= ~getattr(ssl, "VERIFY_X509_STRICT", 0)
+        context.set_alpn_protocols(["http/1.1"])
+        if access.insecure:
+            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        cert, key = login.cert or access.cert_data, login.key or access.key_data
+        if cert or access.cert_file:
+            field, where = "client-certificate or client-key", access.cert_file or access.where
+            with (
+                _as_file(cert, access.cert_file) as cert_path,
+                _as_file(key, access.key_file) as key_path,
+            ):
+                context.load_cert_chain(cert_path, key_path or None, password=lambda: "")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or str(error)
+        raise SourceError(f"cannot use {field}: {reason}", where, "check the file") from error
+    return context
+
+
+@contextmanager
+def _as_file(data: bytes, path: str) -> Iterator[str]:
+    """A path at which OpenSSL can read the data: it takes certificates from files only."""
+    if not data:
+        yield path
+        return
+    fd = os.memfd_create("kbpf-certificate")
+    try:
+        os.write(fd, data)
+        yield f"/proc/self/fd/{fd}"
+    finally:
+        os.close(fd)
+
+
+def _run_library(kubeconfig: Path, cancelled: Callable[[], bool]) -> Login:
+    """What the kubernetes library makes of this kubeconfig's user, from a child process."""
+    import subprocess
+
+    command = children.python("kbpf.source.api.credentials", str(kubeconfig.absolute()))
+    deadline = time.monotonic() + PLUGIN_SECONDS
+    with subprocess.Popen(
+        command,
+        cwd=children.DIRECTORY,
+        env=children.environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    ) as child:
+        while True:
+            try:
+                out, err = child.communicate(timeout=0.1)
+                break
+            except subprocess.TimeoutExpired:
+                late = time.monotonic() > deadline
+                if late or cancelled():
+                    os.killpg(child.pid, signal.SIGKILL)
+                    reason = f"it took more than {PLUGIN_SECONDS:.0f} s" if late else "stopped"
+                    raise SourceError(f"no credentials: {reason}", str(kubeconfig)) from None
+    lines = err.decode(errors="replace").strip().splitlines() or ["no reason given"]
+    if child.returncode != 0:
+        hint = "run the kubeconfig's exec command by hand"
+        reason = lines[-1].removeprefix("ERROR:root:")  # the library's logging
+        raise SourceError(f"no credentials: {reason}", str(kubeconfig), hint)
+    answer = json.loads(out)
+    return Login(
+        answer["authorization"],
+        base64.b64decode(answer["cert"]),
+        base64.b64decode(answer["key"]),
+        answer["expires"] or float("inf"),
+    )
+
+
+def _library_main(path: str) -> int:
+    """The child: answer on stdout as JSON, or say why not on stderr."""
+    from kubernetes.client import Configuration
+    from kubernetes.config.config_exception import ConfigException
+    from kubernetes.config.kube_config import KubeConfigLoader, KubeConfigMerger
+
+    try:
+        merged = KubeConfigMerger(path)
+        # The persister: an OIDC provider may replace the refresh token, and the old one is dead.
+        loader = KubeConfigLoader(
+            merged.config, config_base_path=None, config_persister=merged.save_changes
+        )
+        config = Configuration()
+        loader.load_and_set(config)
+    except (ConfigException, OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    token = config.api_key.get("BearerToken", "")
+    expires = getattr(loader, "expiry", None)
+    answer = {
+        "authorization": token,
+        "cert": _base64_of(config.cert_file),
+        "key": _base64_of(config.key_file),
+        "expires": expires.timestamp() if expires else 0,
+    }
+    if not token and not answer["cert"]:
+        return 1  # the library has logged why
+    print(json.dumps(answer))
+    return 0
+
+
+def _base64_of(path: str | None) -> str:
+    return base64.b64encode(Path(path).read_bytes()).decode() if path else ""
+
+
+if __name__ == "__main__":
+    sys.exit(_library_main(sys.argv[1]))

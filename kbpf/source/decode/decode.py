@@ -1,0 +1,473 @@
+"""Wire → model: what kube-proxy reads of an object, checked, with defaults filled in.
+
+Rules (serviceport.go and endpointslicecache.go; where kube-proxy trusts the API server's checks, we
+make them):
+- `None` means that kube-proxy skips the object: to us it does not exist.
+- A name that the API server would refuse spoils the whole object: names are kept in maps, in
+  places of their length, and stand in lines for people.
+- A malformed Service is one ObjectError that names the field, and nothing of it is used: half of a
+  Service (a source range dropped, a port missing) could be worse than what it said before.
+- In an EndpointSlice a bad endpoint or port is left out, with one line in `skipped`; a Node
+  likewise, and a bad annotation of a Service. A field of the wrong JSON type spoils its whole
+  object, as in an API server.
+"""
+
+import re
+import threading
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from sys import intern
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from kbpf.errors import ObjectError
+from kbpf.model.address import V4_PREFIX, Addr, family_of, parse_addr
+from kbpf.model.events import Kind, ObjectKey
+from kbpf.model.objects import (
+    Cidr,
+    Endpoint,
+    EndpointSlice,
+    Node,
+    Pod,
+    Protocol,
+    Service,
+    ServicePort,
+    SlicePort,
+    pack_names,
+)
+from kbpf.source.decode import wire
+from kbpf.source.decode.annotations import read_algorithm, read_weights
+from kbpf.source.decode.fields import (
+    LINK_LOCAL,
+    address_at,
+    at,
+    field_error,
+    is_local,
+    label_at,
+    label_problem,
+    leading_zeros,
+    one_of,
+    or_skip,
+    parse_at,
+    parse_cidr,
+    port_at,
+    shown,
+    special,
+    subdomain_at,
+)
+
+Object = Service | EndpointSlice | Node | Pod
+
+MOST_BYTES: Final = 6 << 20
+"""Of one object's JSON. etcd takes 1.5 MiB of protobuf, which are three times as much in JSON."""
+LARGE_BYTES: Final = 256 << 10
+_LARGE: Final = threading.Lock()
+"""One large object is decoded at a time: as structs it takes up to thirty times its text."""
+MOST_ADDRESSES: Final = 1_024
+"""ExternalIPs of one Service, and as many addresses of load balancers; those after them are left
+out. Each costs the writer some microseconds for each port, and other tenants' changes wait."""
+MOST_SKIPPED: Final = 100
+"""Lines about endpoints of one slice that are left out."""
+AFFINITY_SECONDS: Final = 10800
+TO_BE_DELETED: Final = "ToBeDeletedByClusterAutoscaler"
+_PROTOCOLS: Final = {"TCP": Protocol.TCP, "UDP": Protocol.UDP, "SCTP": Protocol.SCTP}
+_UID: Final = re.compile(r"[0-9A-Za-z-]{1,64}")  # it names a folder
+_TYPES: Final = ("ClusterIP", "NodePort", "LoadBalancer", "ExternalName")
+
+
+class Item(NamedTuple):
+    """One object read. Without `error`, `object` None means that it is selected out. `triggered`:
+    see Upsert. `uid` and `version` tell objects and their states apart, at one API server.
+    """
+
+    key: ObjectKey
+    version: str
+    object: Object | None
+    error: str = ""
+    triggered: str = ""
+    uid: str = ""
+
+
+def read(kind: Kind, data: bytes | msgspec.Raw) -> Item:
+    """The object in this JSON. A malformed one is an Item with `error`.
+
+    Raises ObjectError when not even its name can be read, or it is longer than MOST_BYTES.
+    """
+    reader = _READERS[kind]
+    size = len(memoryview(data))
+    if size <= LARGE_BYTES:
+        return _item(kind, data, reader.json.decode, _META_JSON.decode, reader.model)
+    if size > MOST_BYTES:
+        raise ObjectError(f"not a {kind}: it has more than {MOST_BYTES >> 20} MiB")
+    with _LARGE:
+        return _item(kind, data, reader.json.decode, _META_JSON.decode, reader.model)
+
+
+def read_value(kind: Kind, value: object) -> Item:
+    """The same from plain dicts and lists, as a YAML document comes. As strict as JSON is:
+    ``port: "80"`` is an error here because it is one to an API server.
+    """
+    reader = _READERS[kind]
+    return _item(
+        kind,
+        value,
+        lambda it: msgspec.convert(it, reader.wire),
+        lambda it: msgspec.convert(it, wire.HasMeta),
+        reader.model,
+    )
+
+
+def service(obj: wire.Service) -> Service | None:
+    """What kube-proxy uses of a Service; None when it skips it. Raises ObjectError."""
+    spec, labels = obj.spec or wire.ServiceSpec(), obj.metadata.labels
+    if labels and (labels.headless is not None or labels.proxy_name is not None):
+        return None
+    kind = one_of(spec.type or "ClusterIP", _TYPES, "spec.type")
+    skipped: list[str] = []
+    cluster_ips = _cluster_ips(spec, skipped)
+    if kind == "ExternalName" or not cluster_ips:
+        return None
+    listed = [(f"spec.externalIPs[{i}]", ip) for i, ip in enumerate(spec.external_ips or ())]
+    exposed = kind in ("NodePort", "LoadBalancer")
+    external_local = is_local(spec.external_traffic_policy, "spec.externalTrafficPolicy")
+    external_local = external_local and (exposed or bool(listed))
+    checked = kind == "LoadBalancer" and external_local
+    own = obj.metadata.annotations or wire.Annotations()
+    check_port = (spec.health_check_node_port or 0) if checked else 0
+    return Service(
+        namespace=intern(obj.metadata.namespace or ""),
+        name=obj.metadata.name,
+        type=intern(kind),
+        cluster_ips=cluster_ips,
+        ports=_service_ports(spec.ports or (), exposed),
+        external_ips=_dialled(listed, skipped),
+        lb_vips=_lb_vips(obj.status, skipped),
+        source_ranges=_source_ranges(spec),
+        external_local=external_local,
+        internal_local=is_local(spec.internal_traffic_policy, "spec.internalTrafficPolicy"),
+        affinity_timeout=_affinity_timeout(spec),
+        health_check_node_port=check_port and port_at(check_port, "spec.healthCheckNodePort"),
+        created=obj.metadata.creation_timestamp or "",
+        algorithm=read_algorithm(own.algorithm, skipped),
+        weights=None if own.weights is None else read_weights(own.weights, skipped),
+        skipped=tuple(skipped),
+    )
+
+
+def endpoint_slice(obj: wire.EndpointSlice) -> EndpointSlice | None:
+    """What kube-proxy uses of an EndpointSlice; None when it skips it. Raises ObjectError."""
+    labels = obj.metadata.labels
+    if not labels or not labels.service_name or labels.headless is not None:
+        return None
+    if one_of(obj.address_type or "", ("IPv4", "IPv6", "FQDN"), "addressType") == "FQDN":
+        return None
+    label_at(labels.service_name, "metadata.labels[kubernetes.io/service-name]")
+    family = 4 if obj.address_type == "IPv4" else 6
+    skipped: list[str] = []
+    pods: list[str] = []
+    endpoints = _endpoints(obj.endpoints or (), family, skipped, pods)
+    ports = _slice_ports(obj.ports or (), skipped)
+    return EndpointSlice(
+        namespace=intern(obj.metadata.namespace or ""),
+        name=obj.metadata.name,
+        service=intern(labels.service_name),
+        family=family,
+        endpoints=endpoints,
+        ports=ports,
+        skipped=tuple(skipped),
+        packed_pods=pack_names(pods),
+    )
+
+
+def node(obj: wire.Node) -> Node:
+    """What kube-proxy uses of a Node: addresses, zone, pod networks, whether it is to go."""
+    skipped: list[str] = []
+    listed = list(enumerate((obj.status and obj.status.addresses) or ()))
+    addresses = [
+        or_skip(parse_addr, at.address, f"status.addresses[{i}]", skipped)
+        for kind in ("InternalIP", "ExternalIP")
+        for i, at in listed
+        if at.type == kind
+    ]
+    spec = obj.spec or wire.NodeSpec()
+    texts = spec.pod_cidrs or ((spec.pod_cidr,) if spec.pod_cidr else ())
+    cidrs = [
+        or_skip(lambda text: parse_cidr(text, ""), text, f"spec.podCIDRs[{i}]", skipped)
+        for i, text in enumerate(texts)
+    ]
+    labels = obj.metadata.labels
+    return Node(
+        name=intern(obj.metadata.name),
+        addresses=tuple(address for address in addresses if address is not None),
+        zone=intern((labels and labels.zone) or ""),
+        pod_cidrs=tuple(cidr for cidr in cidrs if cidr is not None),
+        skipped=tuple(skipped),
+        leaving=bool(obj.metadata.deletion_timestamp)
+        or any(taint.key == TO_BE_DELETED for taint in spec.taints or ()),
+    )
+
+
+def pod(obj: wire.Pod) -> Pod | None:
+    """Which Pod it is, if the label kbpf.io/socket-lb says "off"; else None. Raises ObjectError."""
+    meta = obj.metadata
+    if meta.labels is None or meta.labels.socket_lb != "off":
+        return None
+    uid = meta.uid or ""
+    if not _UID.fullmatch(uid):
+        raise ObjectError(
+            f"metadata.uid: {shown(uid)!r} is no uid" if uid else "metadata.uid: missing"
+        )
+    return Pod(
+        namespace=intern(meta.namespace or ""),
+        name=meta.name,
+        uid=uid,
+        node=intern((obj.spec and obj.spec.node_name) or ""),
+    )
+
+
+def _item(
+    kind: Kind,
+    data: Any,
+    decode: Callable[[Any], Any],
+    decode_meta: Callable[[Any], wire.HasMeta],
+    model: Callable[[Any], Object | None],
+) -> Item:
+    try:
+        obj = decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        try:
+            meta = decode_meta(data).metadata
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as worse:
+            raise ObjectError(f"not a {kind}: {field_error(worse)}") from error
+        return Item(_key(kind, meta), meta.resource_version or "", None, field_error(error))
+    uid = obj.metadata.uid or ""
+    key, version = _key(kind, obj.metadata), obj.metadata.resource_version or ""
+    try:
+        _check_names(kind, obj.metadata)
+        made = model(obj)
+    except ObjectError as error:
+        return Item(key, version, None, str(error), uid=uid)
+    if kind is Kind.SLICE and (own := obj.metadata.annotations) is not None:
+        return Item(key, version, made, "", own.triggered or "", uid)
+    return Item(key, version, made, uid=uid)
+
+
+def _key(kind: Kind, meta: wire.Meta | wire.PodMeta | wire.Name) -> ObjectKey:
+    if not meta.name:
+        raise ObjectError(f"not a {kind}: metadata.name: missing")
+    space = "" if kind is Kind.NODE else intern(shown(meta.namespace or ""))
+    return ObjectKey(kind, space, shown(meta.name))
+
+
+def _check_names(kind: Kind, meta: wire.Meta | wire.PodMeta) -> None:
+    """Raises ObjectError unless the name and namespace are what the API server accepts."""
+    check = label_at if kind is Kind.SERVICE else subdomain_at
+    check(meta.name, "metadata.name")
+    if kind is not Kind.NODE and meta.namespace:
+        label_at(meta.namespace, "metadata.namespace")
+
+
+def _cluster_ips(spec: wire.ServiceSpec, skipped: list[str]) -> tuple[Addr, ...]:
+    """spec.clusterIPs, or clusterIP alone (objects from before 1.20); empty means: skip."""
+    texts = spec.cluster_ips or ((spec.cluster_ip,) if spec.cluster_ip else ())
+    if "None" in texts or spec.cluster_ip == "None" or texts == ("",):
+        return ()
+    path = "spec.clusterIPs[{}]" if spec.cluster_ips else "spec.clusterIP"
+    addresses = tuple(address_at(text, path.format(i)) for i, text in enumerate(texts))
+    for i, (text, address) in enumerate(zip(texts, addresses, strict=True)):
+        _note_zeros(text, address, path.format(i), skipped)
+    if len({family_of(address) for address in addresses}) < len(addresses):
+        raise ObjectError("spec.clusterIPs: more than one address of a family")
+    return addresses
+
+
+def _service_ports(ports: tuple[wire.ServicePort, ...], exposed: bool) -> tuple[ServicePort, ...]:
+    result: list[ServicePort] = []
+    names: set[str] = set()
+    numbers: set[tuple[int, Protocol]] = set()
+    for i, port in enumerate(ports):
+        path = f"spec.ports[{i}]"
+        protocol = one_of(port.protocol or "TCP", tuple(_PROTOCOLS), f"{path}.protocol")
+        number = (port.node_port or 0) if exposed else 0
+        made = ServicePort(
+            name=intern(label_at(port.name, f"{path}.name") if port.name else ""),
+            protocol=_PROTOCOLS[protocol],
+            port=port_at(port.port, f"{path}.port"),
+            node_port=number and port_at(number, f"{path}.nodePort"),
+        )
+        if made.name in names:
+            raise ObjectError(f"{path}.name: {made.name!r} is used twice")
+        if (made.port, made.protocol) in numbers:
+            raise ObjectError(f"{path}.port: {made.port}/{protocol} is used twice")
+        names.add(made.name)
+        numbers.add((made.port, made.protocol))
+        result.append(made)
+    return tuple(result)
+
+
+def _source_ranges(spec: wire.ServiceSpec) -> tuple[Cidr, ...]:
+    """In order and each once, so that policy has little to do with many of them."""
+    listed = enumerate(spec.load_balancer_source_ranges or ())
+    return tuple(
+        sorted({parse_cidr(text.strip(), f"spec.loadBalancerSourceRanges[{i}]")
+                for i, text in listed})
+    )  # fmt: skip
+
+
+def _lb_vips(status: wire.ServiceStatus | None, skipped: list[str]) -> tuple[Addr, ...]:
+    ingress = (status and status.load_balancer and status.load_balancer.ingress) or ()
+    listed = (
+        (f"status.loadBalancer.ingress[{i}].ip", entry.ip)
+        for i, entry in enumerate(ingress)
+        if entry.ip and entry.ip_mode in (None, "VIP")
+    )
+    return _dialled(listed, skipped)
+
+
+def _dialled(listed: Iterable[tuple[str, str]], skipped: list[str]) -> tuple[Addr, ...]:
+    """The addresses at these paths but for those that no connection can be made to, or that are
+    every node's own: they are left out, and the Service is served at its others. Link-local ones
+    are refused by policy (policy/admission.py).
+    """
+    found: list[Addr] = []
+    for path, text in listed:
+        if len(found) == MOST_ADDRESSES:
+            skipped.append(at(path, f"it and what follows: no more than {MOST_ADDRESSES} count"))
+            break
+        address = parse_at(text, path)
+        reason = special(address)
+        if reason not in ("", LINK_LOCAL):
+            skipped.append(at(path, f"{text} is {reason}"))
+        else:
+            _note_zeros(text, address, path, skipped)
+            found.append(address)
+    return tuple(found)
+
+
+def _note_zeros(text: str, address: Addr, path: str, skipped: list[str]) -> None:
+    if problem := leading_zeros(text, address):
+        skipped.append(at(path, problem))
+
+
+def _affinity_timeout(spec: wire.ServiceSpec) -> int:
+    kind = one_of(spec.session_affinity or "None", ("None", "ClientIP"), "spec.sessionAffinity")
+    if kind == "None":
+        return 0
+    config = spec.session_affinity_config
+    seconds = config.client_ip.timeout_seconds if config and config.client_ip else None
+    if seconds is None:
+        return AFFINITY_SECONDS
+    if not 1 <= seconds <= 86400:
+        path = "spec.sessionAffinityConfig.clientIP.timeoutSeconds"
+        raise ObjectError(f"{path}: {seconds} is not between 1 and 86400")
+    return seconds
+
+
+def _endpoints(
+    endpoints: tuple[wire.Endpoint, ...], family: int, skipped: list[str], pods: list[str]
+) -> tuple[Endpoint, ...]:
+    """The endpoints that can serve; `pods` gets the name of each one's Pod. Only addresses[0] is
+    used. This loop is the hot one.
+    """
+    result: list[Endpoint] = []
+    for i, end in enumerate(endpoints):
+        text = end.addresses[0] if end.addresses else ""
+        try:
+            address = parse_addr(text)
+        except (ObjectError, ValueError):
+            problem = f"{text[:64]!r} is not an IP address" if end.addresses else "no address"
+            _leave_out(skipped, f"endpoints[{i}].addresses: {problem}")
+            continue
+        problem = special(address)
+        if problem or (4 if address[:12] == V4_PREFIX else 6) != family:
+            why = problem or f"not IPv{family}"
+            _leave_out(skipped, f"endpoints[{i}].addresses: {text} is {why}")
+            continue
+        if ".0" in text or text[0] == "0":
+            problem = leading_zeros(text, address)
+            if problem:
+                _leave_out(skipped, f"endpoints[{i}].addresses: {problem}")
+        if end.addresses and len(end.addresses) > 1:
+            _note_others(end.addresses, f"endpoints[{i}].addresses", skipped)
+        is_ready = serving = True
+        terminating = False
+        if (said := end.conditions) is not None:
+            is_ready = said.ready is not False
+            serving = said.serving is not False
+            terminating = said.terminating is True
+        zones = nodes = None
+        if (hints := end.hints) is not None:
+            zones, nodes = _names(hints.for_zones), _names(hints.for_nodes)
+        where, zone = intern(end.node_name or ""), intern(end.zone or "")
+        result.append(Endpoint(address, is_ready, serving, terminating, where, zone, zones, nodes))
+        pods.append(_pod_name(end.target_ref) if end.target_ref is not None else "")
+    return tuple(result)
+
+
+def _note_others(addresses: tuple[str, ...], path: str, skipped: list[str]) -> None:
+    """A line for each that is no address, though none after the first one is used."""
+    for i, text in enumerate(addresses[1:], 1):
+        try:
+            parse_addr(text)
+        except (ObjectError, ValueError):
+            _leave_out(skipped, f"{path}[{i}]: {text[:64]!r} is not an IP address")
+
+
+def _leave_out(skipped: list[str], line: str) -> None:
+    if len(skipped) < MOST_SKIPPED:
+        skipped.append(line)
+    elif len(skipped) == MOST_SKIPPED:
+        skipped.append("endpoints: and more of them, for whatever reason")
+
+
+def _pod_name(ref: wire.TargetRef) -> str:
+    """The name of a Pod; "" for anything else, and for what no Pod is called."""
+    name = ref.name if ref.kind == "Pod" else None
+    return name if name and "\n" not in name else ""
+
+
+def _names(hints: tuple[wire.Hint, ...] | None) -> tuple[str, ...] | None:
+    return _shared(tuple([hint.name for hint in hints])) if hints else None
+
+
+@lru_cache(maxsize=4096)
+def _shared(names: tuple[str, ...]) -> tuple[str, ...]:
+    """One tuple for all endpoints with these hints: there are few zones and many endpoints."""
+    return tuple(map(intern, names))
+
+
+def _slice_ports(ports: tuple[wire.SlicePort, ...], skipped: list[str]) -> tuple[SlicePort, ...]:
+    """The ports that can serve. No name at all and no number mean "not for us"."""
+    result = []
+    for i, port in enumerate(ports):
+        if port.name is None or not port.port:
+            continue
+        protocol = _PROTOCOLS.get(port.protocol or "TCP")
+        if protocol is None:
+            skipped.append(f"ports[{i}].protocol: {port.protocol!r} is not TCP, UDP or SCTP")
+        elif not 1 <= port.port <= 65535:
+            skipped.append(f"ports[{i}].port: {port.port} is not a port")
+        elif port.name and (problem := label_problem(port.name)):
+            skipped.append(f"ports[{i}].name: {problem}")
+        else:
+            result.append(SlicePort(intern(port.name), protocol, port.port))
+    return tuple(result)
+
+
+class _Reader(NamedTuple):
+    wire: Any
+    json: msgspec.json.Decoder[Any]
+    model: Any
+
+
+_META_JSON: Final = msgspec.json.Decoder(wire.HasMeta)
+_READERS: Final = {
+    kind: _Reader(shape, msgspec.json.Decoder(shape), model)
+    for kind, shape, model in (
+        (Kind.SERVICE, wire.Service, service),
+        (Kind.SLICE, wire.EndpointSlice, endpoint_slice),
+        (Kind.NODE, wire.Node, node),
+        (Kind.POD, wire.Pod, pod),
+    )
+}

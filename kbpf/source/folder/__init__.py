@@ -1,0 +1,1 @@
+"""A folder of YAML as a source."""

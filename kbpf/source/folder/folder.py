@@ -1,0 +1,327 @@
+"""A folder of Kubernetes YAML as the source: a machine without a cluster, a demo, an edge node.
+
+Rules:
+- Files are looked at each 0.15 s, by their time, size and inode. One that changed is read when it
+  looks the same at two looks, so a half-written file is not taken for a whole one, and a file that
+  an editor takes away for a moment is not gone. A change is seen within half a second.
+- A file that does not parse, a bad object, a folder that vanished: what was said before stays in
+  force, and `status().problems` (or `error`) says why, with file and line. Whatever happens while
+  one file is read is that file's problem, also when the fault is ours.
+- A folder without any file may be a mount that is gone: what it held stays in force for
+  `empty_seconds`, and `status().problems` says so. Then it is taken at its word.
+- The same object twice: the first file by name wins, the other is reported.
+- A Service without a creationTimestamp was created when its file was last written, and keeps that
+  age when the file changes. So of two Services that want one address the older one keeps it.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import msgspec
+
+from kbpf.bounded_yaml import MANIFESTS
+from kbpf.errors import ConfigError, ObjectError, SourceError
+from kbpf.kernel.system import threads
+from kbpf.model.events import Delete, Kind, ObjectKey, Rejected, Synced, Upsert
+from kbpf.model.objects import Service
+from kbpf.source.base import Put, SourceState, SourceStatus
+from kbpf.source.decode.decode import Object
+from kbpf.source.folder.documents import Contents, Found, parse
+
+log = logging.getLogger("kbpf.source")
+
+POLL_SECONDS: Final = 0.15
+EMPTY_SECONDS: Final = 60.0
+LIMIT_SECONDS: Final = 60.0
+"""Without a look for this long the thread counts as stuck: the file system hangs."""
+LAST_TIME: Final = 253_402_300_799_999_999_999
+"""ns: the end of the year 9999, since a file may have any time."""
+MOST_NODES: Final = 3
+"""That are named where ours is missing."""
+SUFFIXES: Final = (".yaml", ".yml", ".json")
+
+
+class Stamp(NamedTuple):
+    """What changes when a file changes."""
+
+    modified: int
+    changed: int
+    size: int
+    inode: int
+
+
+EMPTY: Final = Contents()
+EMPTY_LINE: Final = (
+    "the folder has become empty: what it held stays in force for a while (--source-empty-grace)"
+)
+UNREAD: Final = Stamp(0, 0, 0, 0)
+"""No file looks like this: it is tried again at each look."""
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """A file as it was read last; `contents` is from the last time that it could be parsed."""
+
+    stamp: Stamp
+    contents: Contents = EMPTY
+    problem: str = ""
+
+
+class Folder:
+    """Services, EndpointSlices, exempt Pods and our own Node from the files of one folder."""
+
+    def __init__(
+        self,
+        path: Path,
+        put: Put,
+        node_name: str = "",
+        *,
+        empty_seconds: float = EMPTY_SECONDS,
+        poll_seconds: float = POLL_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._path, self._put, self._node_name = path, put, node_name
+        self._empty_seconds, self._poll_seconds, self._clock = empty_seconds, poll_seconds, clock
+        self._empty_since: float | None = None
+        self._stop = threading.Event()
+        self._thread: threads.Supervised | None = None
+        self._seen: dict[str, Stamp] = {}
+        self._files: dict[str, _File] = {}
+        self._said: dict[ObjectKey, Object] = {}
+        self._created: dict[ObjectKey, str] = {}  # of Services that do not say it
+        self._rejected: dict[ObjectKey, str] = {}
+        self._noted: set[str] = set()
+        self._status = SourceStatus("folder", self.kinds)
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """All of them: a kind of which no file speaks is synced and empty."""
+        return tuple(Kind)
+
+    def start(self) -> None:
+        """Begin in a thread of its own. Raises ConfigError when there is no such folder."""
+        check_folder(self._path)
+        self._thread = threads.start("kbpf-folder", partial(self.run, self._stop), LIMIT_SECONDS)
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.stop()
+
+    def status(self) -> SourceStatus:
+        """How it is doing; from any thread."""
+        return self._status
+
+    def run(self, stop: threading.Event) -> None:
+        """Read everything, then what changes, until `stop`."""
+        self._stop = stop
+        while not stop.is_set():
+            threads.beat()
+            try:
+                self.look()
+            except Exception:  # the thread's one: a fault of ours must not end the watch
+                log.exception("source fault name=%s", self._status.name)
+            stop.wait(self._poll_seconds)
+        self._status = replace(self._status, state=SourceState.STOPPED)
+
+    def look(self) -> None:
+        """Look at the folder once and say what has changed. The first time takes all as it is."""
+        try:
+            stamps = dict(_stamps(self._path))
+        except OSError as error:
+            self._unwell(error)
+            return
+        first = not self._status.synced
+        if self._status.error:
+            failures = self._status.failures
+            log.info("folder can be read again path=%s failures=%d", self._path, failures)
+        if self._spared(stamps):
+            return
+        changed = [
+            name
+            for name in stamps.keys() | self._files.keys()
+            if (name in stamps) != (name in self._files)
+            or (name in stamps and stamps[name] != self._files[name].stamp)
+        ]
+        settled = [n for n in changed if first or stamps.get(n) == self._seen.get(n)]
+        self._seen = stamps
+        for name in sorted(settled):
+            self._read(name, stamps.get(name))
+        if settled or first or EMPTY_LINE in self._status.problems:
+            self._say()
+        self._status = replace(
+            self._status,
+            state=SourceState.WATCHING,
+            synced=True,
+            last_contact=self._clock(),
+            failures=0,
+            error="",
+        )
+        if first:
+            log.info("source synced name=%s objects=%d", self._status.name, len(self._said))
+            for kind in self.kinds:
+                self._put(Synced(kind))
+
+    def _read(self, name: str, stamp: Stamp | None) -> None:
+        if stamp is None:
+            del self._files[name]
+            return
+        before = self._files.get(name, _File(stamp))
+        try:
+            with open(self._path / name, "rb") as file:
+                data = file.read(MANIFESTS.size + 1)
+                if _stamp(os.fstat(file.fileno())) != stamp:
+                    return  # it is being written: not settled after all
+            self._files[name] = _File(stamp, self._dated(parse(name, data), stamp))
+        except ObjectError as error:
+            self._files[name] = replace(before, stamp=stamp, problem=str(error))
+        except OSError as error:
+            problem = str(SourceError(f"cannot read it: {error.strerror}", name))
+            self._files[name] = replace(before, stamp=UNREAD, problem=problem)
+        except Exception as error:
+            log.exception("file not read, a fault of kbpf's own name=%r", name)
+            hint = "what it held stays in force; please report this"
+            problem = str(SourceError(f"cannot read it: {error!r}", name, hint))
+            self._files[name] = replace(before, stamp=stamp, problem=problem)
+
+    def _dated(self, contents: Contents, stamp: Stamp) -> Contents:
+        """With a creationTimestamp for each Service that has none."""
+        return contents._replace(found=tuple(self._dated_one(f, stamp) for f in contents.found))
+
+    def _dated_one(self, found: Found, stamp: Stamp) -> Found:
+        service, key = found.item.object, found.item.key
+        if not isinstance(service, Service) or service.created:
+            return found
+        created = self._created.setdefault(key, _time_text(stamp.modified))
+        service = msgspec.structs.replace(service, created=created)
+        return found._replace(item=found.item._replace(object=service))
+
+    def _spared(self, stamps: Mapping[str, Stamp]) -> bool:
+        """Whether a folder that has become empty is not taken at its word yet."""
+        if stamps or not self._files:
+            self._empty_since = None
+            return False
+        if self._empty_since is None:
+            self._empty_since = self._clock()
+        if self._clock() - self._empty_since >= self._empty_seconds:
+            log.warning("the folder is empty: all that it held is removed path=%s", self._path)
+            return False
+        self._seen = {}
+        if EMPTY_LINE not in self._status.problems:
+            log.warning("%s path=%s seconds=%g", EMPTY_LINE, self._path, self._empty_seconds)
+            problems = (*self._status.problems, EMPTY_LINE)
+            self._status = replace(self._status, problems=problems, sound=False)
+        return True
+
+    def _say(self) -> None:
+        """Put the difference between what the files say now and what was said."""
+        problems: list[str] = []
+        chosen = self._chosen(problems)
+        now = self._clock()
+        for key, found in chosen.items():
+            obj, error = found.item.object, found.item.error
+            if error:
+                if self._rejected.get(key) != error:
+                    self._rejected[key] = error
+                    self._put(Rejected(key, error))
+            elif obj is not None:
+                if self._said.get(key) != obj or key in self._rejected:
+                    self._put(Upsert(key, obj, now))
+                self._said[key] = obj
+                self._rejected.pop(key, None)
+        there = {k for k, found in chosen.items() if found.item.error or found.item.object}
+        for key in sorted((self._said.keys() | self._rejected.keys()) - there):
+            self._said.pop(key, None)
+            self._created.pop(key, None)
+            self._rejected.pop(key, None)
+            self._put(Delete(key, now))
+        self._note(problems)
+
+    def _chosen(self, problems: list[str]) -> dict[ObjectKey, Found]:
+        """One of each object: the first by file name. Adds what is wrong to `problems`."""
+        chosen: dict[ObjectKey, Found] = {}
+        nodes: set[str] = set()
+        for name, file in sorted(self._files.items()):
+            problems += [file.problem] if file.problem else []
+            problems += file.contents.problems
+            for found in file.contents.found:
+                key = found.item.key
+                if key.kind is Kind.NODE:
+                    nodes.add(key.name)
+                    if self._node_name not in ("", key.name):
+                        continue
+                winner = chosen.setdefault(key, found)
+                if winner is not found:
+                    problems.append(f"{name}: {key} is in {winner.where} already; left out here")
+        if nodes and self._node_name and self._node_name not in nodes:
+            problems.append(
+                f"no file has a Node {self._node_name} (--hostname-override), but there are "
+                f"{', '.join(sorted(nodes)[:MOST_NODES])}: no endpoint counts as local, and this "
+                "node is in no zone"
+            )
+        return chosen
+
+    def _note(self, problems: list[str]) -> None:
+        for line in problems:
+            if line not in self._status.problems:
+                log.warning("source problem name=%s error=%r", self._status.name, line)
+        for name, file in self._files.items():
+            for kind in set(file.contents.ignored) - self._noted:
+                self._noted.add(kind)
+                log.info("source ignores kind=%s file=%s", kind, name)
+        # Who gets the events says of an object what is wrong with it; here it is only listed.
+        rejected = [f"{key}: {error}" for key, error in self._rejected.items()]
+        self._status = replace(
+            self._status,
+            problems=(*problems, *rejected),
+            sound=not any(file.problem for file in self._files.values()),
+        )
+
+    def _unwell(self, error: OSError) -> None:
+        hint = "what it held stays in force"
+        what = f"cannot read the folder: {error.strerror}"
+        line = str(SourceError(what, str(self._path), hint))
+        if line != self._status.error:
+            log.warning("folder cannot be read error=%r", line)
+        failures = self._status.failures + 1
+        self._status = replace(
+            self._status, state=SourceState.RETRYING, failures=failures, error=line
+        )
+
+
+def check_folder(path: Path) -> None:
+    """Raises ConfigError when there is no such folder."""
+    if not path.is_dir():
+        hint = "give an existing folder with --source DIR"
+        raise ConfigError("no such folder of objects", str(path), hint)
+
+
+def _time_text(nanoseconds: int) -> str:
+    """RFC 3339 with all digits, so that texts sort as times do."""
+    seconds, rest = divmod(min(max(nanoseconds, 0), LAST_TIME), 1_000_000_000)
+    return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(seconds))}.{rest:09}Z"
+
+
+def _stamps(path: Path) -> Iterator[tuple[str, Stamp]]:
+    """(name, stamp) of the folder's files that hold objects; hidden ones are an editor's."""
+    with os.scandir(path) as entries:
+        for entry in entries:
+            if entry.name.endswith(SUFFIXES) and not entry.name.startswith("."):
+                try:
+                    found = entry.stat()
+                except OSError:
+                    continue  # a dangling link, or gone since
+                if entry.is_file():
+                    yield entry.name, _stamp(found)
+
+
+def _stamp(found: os.stat_result) -> Stamp:
+    return Stamp(found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino)

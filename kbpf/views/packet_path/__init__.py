@@ -1,0 +1,1 @@
+"""Views of the packet path: connections, translated sources, devices."""

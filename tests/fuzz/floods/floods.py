@@ -1,0 +1,425 @@
+"""Floods against connections that are established and clients that are honest.
+
+A node as in node.py, but clients and pods are real: namespaces with sockets at the other ends of
+its devices. The node translates by kbpf, or by nf_conntrack and the rules of a real kube-proxy in
+mode nftables, which has these Services from a real API server. Both may track nf_conntrack_max
+connections, as the machine has it.
+
+    192.0.2.2:80      TCP and UDP, answered; and the same by IPv6
+    192.0.2.2:81      UDP that nobody answers
+    NODE:30053        a NodePort, UDP, two backends
+"""
+
+import contextlib
+import os
+import socket
+import struct
+import subprocess
+import tempfile
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from ipaddress import ip_address, ip_network
+from pathlib import Path
+from typing import Final
+
+from kbpf.dataplane.bpf.maps import flow_entries
+from kbpf.dataplane.bpf.maps.layout import FlowPart, Reason
+from kbpf.model.address import format_addr
+from kbpf.model.config import MapSizes
+from kbpf.model.desired import DesiredState
+from kbpf.model.objects import Protocol
+from tests.fuzz.floods.kube_proxy_node import (
+    FRONT,
+    NODE_PORT,
+    SECOND_POD,
+    SILENT,
+    serve_by_kube_proxy,
+)
+from tests.fuzz.packets.node import (
+    BACK_PORT,
+    CLIENT,
+    FRONT_PORT,
+    NEIGHBOUR,
+    OWN,
+    POD,
+    ROUTED_BY,
+    KbpfNode,
+    build,
+    end,
+    inside_of,
+    kbpf_node,
+    mac_of,
+    namespaces,
+)
+from tests.fuzz.packets.twins import dump_conntrack, flush_conntrack, set_timeouts
+from tests.support import plane
+from tests.support.lab.lab import DIE_WITH_US, inside, ip, run
+
+SOURCE: Final = Path(__file__).with_name("flood.c")
+HONEST: Final = "198.51.100.8"
+KEPT_PORTS: Final = range(31_000, 32_000)
+"""Of the established connections of CLIENT."""
+FORGED: Final = (ip_network("100.64.0.0/10"), ip_network("2001:db8:66:1::/64"))
+HONEST_A_SECOND: Final = 40
+THREADS: Final = 20
+ANSWER_SECONDS: Final = 5.0
+"""For one exchange of an honest client; a SYN that was lost is sent again within it."""
+HELD_SECONDS: Final = 60
+"""Afterwards no port is held for a forged client for longer than this."""
+SERVED: Final = 0.99
+HONEST_UDP: Final = "honest udp"
+WAYS: Final = ("kbpf", "kube-proxy")
+KINDS: Final = {
+    "syn": ("syn", FRONT[4], FRONT_PORT),
+    "syn + bad ack": ("ack", FRONT[4], FRONT_PORT),
+    "udp answered": ("udp", FRONT[4], FRONT_PORT),
+    "udp stream": ("stream", FRONT[4], FRONT_PORT),
+    "udp unanswered": ("udp", FRONT[4], SILENT),
+    "rst": ("rst", FRONT[4], FRONT_PORT),
+    "icmp errors": ("icmp", FRONT[4], FRONT_PORT),
+    "first fragments": ("fragment", FRONT[4], FRONT_PORT),
+    "ipv6 /64": ("syn6", FRONT[6], FRONT_PORT),
+}
+"""What flood.c calls it, and where it goes."""
+STREAMS: Final = "udp stream"
+"""Each of its flows is answered and in use after 2 s, and holds its place and its port for 120 s,
+with Linux as with kbpf. So honest clients of UDP find no port when all are taken; those of TCP do.
+"""
+
+
+@dataclass
+class Figures:
+    """What one flood did."""
+
+    way: str
+    kind: str
+    rate: int
+    sent: int = 0
+    seconds: float = 0.0
+    established: int = 0
+    lost: int = 0
+    honest: Counter[str] = field(default_factory=Counter)
+    served: Counter[str] = field(default_factory=Counter)
+    """By protocol."""
+    held: int = 0
+    tracked: int = 0
+    reasons: dict[str, int] = field(default_factory=dict)
+
+    HEAD = (
+        "| node | flood | sent/s | established lost | honest TCP served | honest UDP served |"
+        " ports held | tracked |\n|---|---|---|---|---|---|---|---|"
+    )
+
+    def __str__(self) -> str:
+        return (
+            f"| {self.way} | {self.kind} | {self.sent / self.seconds:,.0f} |"
+            f" {self.lost} of {self.established} | {self.served['tcp']} of {self.honest['tcp']} |"
+            f" {self.served['udp']} of {self.honest['udp']} |"
+            f" {self.held} | {self.tracked} |"
+        )
+
+    def faults(self) -> list[str]:
+        """In what the promises are not kept."""
+        found = []
+        if self.lost:
+            found.append(f"{self.lost} of {self.established} established connections lost")
+        for name, tried in self.honest.items():
+            is_promised = (self.kind, name) != (STREAMS, "udp")
+            if is_promised and self.served[name] < SERVED * tried:
+                found.append(f"only {self.served[name]} of {tried} honest clients served by {name}")
+        if self.reasons.get("NO_SNAT_PORT", 0) and self.kind == HONEST_UDP:
+            found.append(f"{self.reasons['NO_SNAT_PORT']} datagrams found no port")
+        if self.held and self.kind != STREAMS:
+            found.append(f"{self.held} ports are held for forged clients after {HELD_SECONDS} s")
+        return [f"{self.way}, {self.kind}: {text}" for text in found]
+
+
+class Clients:
+    """Honest ones: connections that stay, and new ones at a steady rate."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+        self.kept: list[socket.socket] = []
+        self.tried, self.served = Counter[str](), Counter[str]()
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    def establish(self) -> None:
+        """Connections that have exchanged a byte."""
+
+        def connect() -> list[socket.socket]:
+            made = []
+            for port in KEPT_PORTS:
+                each = socket.socket()
+                each.settimeout(ANSWER_SECONDS)
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                # Closed by a reset, so that the next flood has the port again.
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                each.bind((CLIENT[4], port))
+                each.connect((FRONT[4], FRONT_PORT))
+                made.append(each)
+            return made
+
+        self.kept = inside_of(self.where, connect)
+        assert self.count_lost() == 0
+
+    def count_lost(self) -> int:
+        """How many of them do not answer any more."""
+        lost = 0
+        for each in self.kept:
+            with contextlib.suppress(OSError):
+                each.send(b"x")
+        for each in self.kept:
+            try:
+                lost += each.recv(1) != b"x"
+            except OSError:
+                lost += 1
+        return lost
+
+    def close(self) -> None:
+        """All sockets."""
+        for each in self.kept:
+            each.close()
+        self.kept.clear()
+
+    def begin(self) -> None:
+        """New connections from now on."""
+        self._over.clear()
+        self.tried.clear()
+        self.served.clear()
+        self._threads = [
+            threading.Thread(target=lambda n=n: inside_of(self.where, lambda: self._dial(n)))
+            for n in range(THREADS)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def end(self) -> None:
+        """No more."""
+        self._over.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _dial(self, number: int) -> None:
+        """Half of the threads by TCP, half by UDP, which asks again each second."""
+        pause = THREADS / HONEST_A_SECOND
+        while not self._over.is_set():
+            began = time.monotonic()
+            name, ask = ("tcp", _ask_tcp) if number % 2 else ("udp", _ask_udp)
+            served = ask()
+            with self._lock:
+                self.tried[name] += 1
+                self.served[name] += served
+            self._over.wait(max(0.0, pause - (time.monotonic() - began)))
+
+
+def _ask_tcp() -> bool:
+    with socket.socket() as each, contextlib.suppress(OSError):
+        each.settimeout(ANSWER_SECONDS)
+        each.bind((HONEST, 0))
+        each.connect((FRONT[4], FRONT_PORT))
+        each.send(b"y")
+        return each.recv(1) == b"y"
+    return False
+
+
+def _ask_udp() -> bool:
+    with socket.socket(type=socket.SOCK_DGRAM) as each:
+        each.bind((HONEST, 0))
+        each.settimeout(1.0)
+        for _ in range(int(ANSWER_SECONDS)):
+            with contextlib.suppress(OSError):
+                each.sendto(b"z", (FRONT[4], FRONT_PORT))
+                if each.recv(16) == b"z":
+                    return True
+    return False
+
+
+class Arena:
+    """The node, its clients and its pods. `way`: one of WAYS. Each flood has a seed of its own."""
+
+    def __init__(self, cache: Path, way: str, connections: int, seed: int) -> None:
+        self.cache, self.way, self.connections, self.seed = cache, way, connections, seed
+        self.name = f"kby{os.getpid()}"
+        self.outside, self.pods = f"{self.name}o", f"{self.name}p"
+        self.kbpf: KbpfNode | None = None
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> "Arena":
+        with contextlib.ExitStack() as stack:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kbpf-flood-"))
+            self.program = Path(folder) / "flood"
+            run("cc", "-O2", "-o", str(self.program), str(SOURCE))
+            stack.enter_context(namespaces(self.name, self.outside, self.pods))
+            self._cable()
+            if self.way == "kbpf":
+                sizes = MapSizes(connections=self.connections)
+                self.kbpf = stack.enter_context(kbpf_node(self.cache, self.name, served(), sizes))
+            else:
+                serve_by_kube_proxy(stack, self.name, Path(folder))
+                inside_of(self.name, set_timeouts)
+            self._serve(stack)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _cable(self) -> None:
+        build(self.name, self.pods, "f")
+        ip("link set fc0 netns " + self.outside, netns=self.pods)
+        ip(
+            f"neigh replace {SECOND_POD} lladdr {NEIGHBOUR} dev b0 nud permanent",
+            f"route add {SECOND_POD} dev b0",
+            netns=self.name,
+        )
+        for where, device, own, to, addresses in (
+            (self.outside, "fc0", "c0", ROUTED_BY,
+             (f"{CLIENT[4]}/32", f"{HONEST}/32", f"{CLIENT[6]}/128", "198.18.1.2/32",
+              "fd00:18:1::2/128")),
+            (self.pods, "fb0", "b0", OWN["b0"],
+             (f"{POD['b0'][4]}/32", f"{SECOND_POD}/32", f"{POD['b0'][6]}/128")),
+        ):  # fmt: skip
+            mac = mac_of(self.name, own)
+            quiet = (
+                f"echo 0 > /proc/sys/net/ipv6/conf/{device}/disable_ipv6;"
+                "echo 0 > /proc/sys/net/ipv6/conf/all/accept_dad;"
+                "for f in /proc/sys/net/ipv4/conf/*/rp_filter; do echo 0 > $f; done"
+            )
+            run(*inside(where, None, "sh", "-c", quiet))
+            ip("link set lo up", f"link set {device} address {NEIGHBOUR}",
+               f"link set {device} up", netns=where)  # fmt: skip
+            lines = [
+                f"addr add {each} dev {device}" + (" nodad" if ":" in each else "")
+                for each in addresses
+            ]
+            for hop in to.values():
+                lines.append(f"neigh replace {hop} lladdr {mac} dev {device} nud permanent")
+                lines.append(f"route add {hop} dev {device}")
+                lines.append(f"route add default via {hop} dev {device}")
+            ip(*lines, netns=where)
+
+    def _serve(self, stack: contextlib.ExitStack) -> None:
+        command = inside(self.pods, None, str(self.program), "serve", str(BACK_PORT), "8081")
+        server = subprocess.Popen([*DIE_WITH_US, *command], stdout=subprocess.PIPE)
+        stack.callback(server.wait)
+        stack.callback(server.kill)
+        assert server.stdout is not None
+        stack.callback(server.stdout.close)
+        assert server.stdout.readline() == b"ready\n"
+
+    # ---- what is done to it --------------------------------------------------------------------
+
+    def forget(self) -> None:
+        """Nothing is tracked."""
+        if self.kbpf is not None:
+            self.kbpf.forget()
+        else:
+            inside_of(self.name, flush_conntrack)
+
+    def send(
+        self, kind: str, to: str, port: int, rate: int, seconds: float
+    ) -> tuple[int, int, float]:
+        """Frames sent, datagrams that came back, seconds."""
+        self.seed += 1
+        command = (
+            str(self.program), "send", kind, "fc0", mac_of(self.name, "c0"), to, str(port),
+            str(rate), str(seconds), str(KEPT_PORTS.start), str(len(KEPT_PORTS)), str(self.seed),
+        )  # fmt: skip
+        sent, back, took = run(*inside(self.outside, None, *command)).split()
+        return int(sent), int(back), float(took)
+
+    def flood(self, name: str, rate: int, seconds: float) -> Figures:
+        """One flood from beginning to end."""
+        self.forget()
+        kind, to, port = KINDS[name]
+        figures = Figures(self.way, name, rate)
+        clients = Clients(self.outside)
+        before = self.reasons()
+        try:
+            clients.establish()
+            clients.begin()
+            try:
+                figures.sent, _, figures.seconds = self.send(kind, to, port, rate, seconds)
+            finally:
+                clients.end()
+            figures.tracked, figures.held = self.held()
+            figures.established = len(KEPT_PORTS)
+            figures.lost = clients.count_lost()
+            figures.honest, figures.served = clients.tried, clients.served
+        finally:
+            clients.close()
+        figures.reasons = {
+            each.name: count for each, count in (self.reasons() - before).items() if count
+        }
+        return figures
+
+    def many_clients(self, rate: int, seconds: float) -> Figures:
+        """Honest ones, each asks the NodePort once by UDP; `served` is how many get an answer."""
+        self.forget()
+        figures = Figures(self.way, HONEST_UDP, rate)
+        before = self.reasons()
+        sent = self.send("udp", ROUTED_BY[4], NODE_PORT, rate, seconds)
+        figures.sent, figures.served["udp"], figures.seconds = sent
+        figures.honest["udp"] = figures.sent
+        figures.tracked, _ = self.held()
+        figures.reasons = {
+            each.name: count for each, count in (self.reasons() - before).items() if count
+        }
+        return figures
+
+    def reasons(self) -> Counter[Reason]:
+        """What kbpf's programs have counted."""
+        return self.kbpf.site.reasons() if self.kbpf is not None else Counter()
+
+    def held(self) -> tuple[int, int]:
+        """Connections that are tracked, and ports of the node that forged clients will have kept
+        from others for HELD_SECONDS.
+        """
+        if self.kbpf is None:
+            rows = inside_of(self.name, dump_conntrack)
+            left = [row for row in rows if row.left > HELD_SECONDS and _is_forged(row.source)]
+            return len(rows), len(left)
+        now = time.monotonic_ns()
+        later = now + HELD_SECONDS * flow_entries.NANO
+        entries = [raw for _, raw in self.kbpf.site.entries("flows").items()]
+        held = sum(raw[99] == FlowPart.SNAT_ANSWER and keeps_port(raw, later) for raw in entries)
+        return sum(map(flow_entries.is_question, entries)), held
+
+
+def keeps_port(raw: bytes, later: int) -> bool:
+    """Whether the port of this entry is of a forged client's, and not for others to have then."""
+    client = format_addr(raw[flow_entries.CLIENT][:16])
+    return (
+        _is_forged(client)
+        and flow_entries.over(raw) > later
+        and flow_entries.is_needed(raw[flow_entries.STATE], flow_entries.last_used(raw), later)
+    )
+
+
+def _is_forged(text: str) -> bool:
+    found = ip_address(text)
+    return any(found.version == net.version and found in net for net in FORGED)
+
+
+def room() -> int:
+    """Connections that either may track."""
+    return int(Path("/proc/sys/net/netfilter/nf_conntrack_max").read_text())
+
+
+def served() -> DesiredState:
+    """The Services."""
+    two = f"{POD['b0'][4]}:{BACK_PORT} {SECOND_POD}:{BACK_PORT}"
+    made = [
+        plane.service(f"front{family}-{protocol.name.lower()}",
+                f"LoadBalancer={end(FRONT[family], FRONT_PORT)}",
+                end(POD["b0"][family], BACK_PORT), protocol)
+        for family in (4, 6) for protocol in (Protocol.TCP, Protocol.UDP)
+    ]  # fmt: skip
+    silent = f"{POD['b0'][4]}:8081"
+    made.append(plane.service("silent", f"LoadBalancer={FRONT[4]}:{SILENT}", silent, Protocol.UDP))
+    made.append(plane.service("dns", f"NodePort=0.0.0.0:{NODE_PORT}", two, Protocol.UDP))
+    return plane.desired(*made, nodes=ROUTED_BY[4])

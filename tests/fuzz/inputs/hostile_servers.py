@@ -1,0 +1,367 @@
+"""API servers that behave as none should, one table of them.
+
+Each serves four watches in a process of their own (reflector_child.py). What must hold: the memory
+of that process stays below MEMORY_MB; within VISIBLE_SECONDS the status says that something is
+wrong (unless the row says that it heals by itself); and when the server becomes an ordinary one,
+the watches get well again and know its objects.
+"""
+
+import contextlib
+import gzip
+import json
+import random
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Final, NamedTuple
+
+from tests.support.faults.scripted import Exchange, ScriptedServer, Step, quiet
+
+MEMORY_MB: Final = 300.0
+VISIBLE_SECONDS: Final = 60.0
+HEAL_SECONDS: Final = 150.0
+"""A back-off of 30 s, a Retry-After of 90 s."""
+END: Final = {"k8s.io/initial-events-end": "true"}
+KINDS: Final = {
+    "services": "Service", "endpointslices": "EndpointSlice", "nodes": "Node", "pods": "Pod"
+}  # fmt: skip
+
+
+class Row(NamedTuple):
+    """A server. `heals`: nothing has to be visible, since the watches get well by themselves.
+    `slow`: takes longer than a suite has.
+    """
+
+    name: str
+    step: Step
+    heals: bool = False
+    slow: bool = False
+
+
+# --- an ordinary server ---
+
+
+def named(name: str, version: int, **more: Any) -> dict[str, Any]:
+    """An object that is good for each of the kinds, or is left out."""
+    meta = {"name": name, "namespace": "ns", "uid": f"u-{name}", "resourceVersion": str(version)}
+    spec = {"clusterIP": "10.96.0.1", "ports": [{"port": 80}]} | more
+    return {"metadata": meta, "spec": spec}
+
+
+def line(event: str, obj: dict[str, Any]) -> dict[str, Any]:
+    return {"type": event, "object": obj}
+
+
+def bookmark(version: int, end: bool = False) -> dict[str, Any]:
+    meta = {"resourceVersion": str(version), "annotations": END if end else None}
+    return line("BOOKMARK", {"metadata": meta})
+
+
+def ordinary(exchange: Exchange) -> None:
+    """Lists `good`, by a stream or a page, and then says nothing."""
+    query = exchange.request.query
+    if "sendInitialEvents" in query:
+        exchange.watch(line("ADDED", named("good", 900)), bookmark(1000, end=True))
+        exchange.hang()
+    elif "watch" in query:
+        exchange.watch(bookmark(1000))
+        exchange.hang()
+    else:
+        page = {"metadata": {"resourceVersion": "1000"}, "items": [named("good", 900)]}
+        exchange.answer(200, page)
+
+
+# --- servers that are not ---
+
+
+def sends(*parts: bytes, then: Callable[[Exchange], None] = Exchange.cut) -> Step:
+    """These bytes, whatever was asked."""
+
+    def step(exchange: Exchange) -> None:
+        for part in parts:
+            exchange.sock.sendall(part)
+        then(exchange)
+
+    return step
+
+
+def endless(head: bytes, piece: bytes, pause: float = 0.0) -> Step:
+    """The head, and then the piece without end."""
+
+    def step(exchange: Exchange) -> None:
+        exchange.sock.sendall(head)
+        while not exchange.closing(pause):
+            exchange.sock.sendall(piece)
+        exchange.open = False
+
+    return step
+
+
+def page(body: bytes, **headers: str) -> Step:
+    """A server without streams, whose pages are these."""
+    return paged(lambda exchange: exchange.answer(200, body, **headers))
+
+
+def paged(step: Step) -> Step:
+    """A server without streams, whose pages come by this step."""
+
+    def made(exchange: Exchange) -> None:
+        if "sendInitialEvents" in exchange.request.query:
+            exchange.answer(422, {"message": "sendInitialEvents: Forbidden"})
+        elif "watch" in exchange.request.query:
+            quiet(exchange)
+        else:
+            step(exchange)
+
+    return made
+
+
+def listed(*lines: Any, then: Callable[[Exchange], None] = Exchange.hang) -> Step:
+    """An ordinary streamed list, and these lines after it; the same to each watch."""
+
+    def step(exchange: Exchange) -> None:
+        start = []
+        if "sendInitialEvents" in exchange.request.query:
+            start = [line("ADDED", named("good", 900)), bookmark(1000, end=True)]
+        elif "watch" not in exchange.request.query:
+            ordinary(exchange)
+            return
+        exchange.watch(*start, *lines)
+        then(exchange)
+
+    return step
+
+
+def status(code: int, message: str = "", **headers: str) -> Step:
+    return lambda exchange: exchange.answer(code, {"message": message}, **headers)
+
+
+def next_page(exchange: Exchange) -> None:
+    """An empty page that leads to another one, always."""
+    token = str(random.random())
+    exchange.answer(200, {"metadata": {"resourceVersion": "5", "continue": token}, "items": []})
+    time.sleep(0.05)
+
+
+def changing(exchange: Exchange) -> None:
+    """A list with other contents each time, under the same version, and 410."""
+    address = f"10.96.1.{random.randrange(1, 250)}"
+    lines = [line("ADDED", named("good", 900, clusterIP=address)), bookmark(1000, end=True)]
+    if "sendInitialEvents" not in exchange.request.query:
+        lines = []
+    exchange.watch(*lines, line("ERROR", {"code": 410, "message": "too old"}))
+    exchange.end()
+
+
+def growing(exchange: Exchange) -> None:
+    """The same object again and again in a list that does not end."""
+    exchange.watch(line("ADDED", named("good", 900)))
+    while not exchange.closing(0.0):
+        exchange.sock.sendall(MANY_LINES)
+    exchange.open = False
+
+
+MANY_LINES: Final = b"".join(
+    b"%x\r\n%s\r\n" % (len(data), data)
+    for data in [json.dumps(line("ADDED", named(f"n{n}", n))).encode() + b"\n" for n in range(50)]
+)
+HEAD: Final = b"HTTP/1.1 200 OK\r\n"
+JSON: Final = HEAD + b"Content-Type: application/json\r\n"
+CHUNKED: Final = JSON + b"Transfer-Encoding: chunked\r\n\r\n"
+META: Final = b'{"metadata":{"resourceVersion":"5"},"items":['
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%s\r\n" % (len(data), data)
+
+
+def bomb() -> bytes:
+    return gzip.compress(b" " * (64 << 20))
+
+
+def packed(member: bytes) -> Step:
+    """This member of gzip again and again, whatever was asked."""
+    return endless(HEAD + b"Content-Encoding: gzip\r\n\r\n", member)
+
+
+ROWS: Final = (
+    Row("an endless error", endless(b"HTTP/1.1 500 No\r\n\r\n", b"x" * 65536)),
+    Row("an endless head", endless(HEAD, b"X-Filler: " + b"x" * 1000 + b"\r\n")),
+    Row("an endless line in the head", endless(HEAD + b"X: ", b"x" * 65536)),
+    Row("an endless page", paged(endless(JSON + b"\r\n", b" " * 65536))),
+    Row("an endless page of objects", paged(endless(JSON + b"\r\n" + META, b"{},"*20_000))),
+    Row("a head that is dribbled", endless(HEAD, b"X", 1.0), slow=True),
+    Row("an error that is dribbled", endless(b"HTTP/1.1 500 No\r\n\r\n", b"x", 1.0), slow=True),
+    Row("a page that is dribbled", paged(endless(JSON + b"\r\n", b" ", 1.0)), slow=True),
+    Row("a list that is dribbled", endless(CHUNKED, chunk(b" "), 1.0), slow=True),
+    Row("a watch that is dribbled", listed(then=endless(b"", chunk(b"x"), 1.0)),
+        slow=True),
+    Row("a list without an end", growing, slow=True),
+    Row("a line of 64 MiB", sends(CHUNKED, *[chunk(b"x" * (1 << 20))] * 64)),
+    Row("lines of 64 MiB in a watch", listed(*[b"x" * (1 << 20)] * 64)),
+    Row("10^5 arrays in each other, a page", page(b"[" * 100_000)),
+    Row("10^5 arrays in each other, an item", page(META + b"[" * 100_000 + b"]" * 100_000 + b"]}")),
+    Row("10^5 arrays in each other, an event",
+        listed(b'{"type":"ADDED","object":' + b"[" * 100_000 + b"]" * 100_000 + b"}\n")),
+    Row("2,000,000 items", page(META + b"{}," * 2_000_000 + b"{}]}")),
+    Row("a Service with 1,500,000 ports",
+        page(META + b'{"metadata":{"name":"a"},"spec":{"clusterIP":"10.0.0.1","ports":['
+             + b"{}," * 1_500_000 + b"{}]}}]}"), heals=True),
+    Row("a slice with 1,500,000 endpoints",
+        page(META + b'{"metadata":{"name":"a","labels":{"kubernetes.io/service-name":"a"}},'
+             b'"addressType":"IPv4","endpoints":[' + b"{}," * 1_500_000 + b"{}]}]}"), heals=True),
+    Row("an object of 7 MiB", page(META + b'{"metadata":{"name":"a","x":"' + b"x" * (7 << 20)
+                                   + b'"}}]}'), heals=True),
+    Row("a length that is too long, and the end", sends(JSON + b"Content-Length: 99\r\n\r\n{}")),
+    Row("a length that is too short", sends(JSON + b"Content-Length: 2\r\n\r\n{}{}{}{}")),
+    Row("a length of 5,000 digits",
+        sends(JSON + b"Content-Length: " + b"9" * 5000 + b"\r\n\r\n{}")),
+    Row("a length below nothing", sends(JSON + b"Content-Length: -5\r\n\r\n{}")),
+    Row("a chunk of 2^64 bytes", sends(CHUNKED + b"ffffffffffffffff\r\n{}")),
+    Row("a chunk's length without an end", endless(CHUNKED, b"f" * 65536)),
+    Row("HTTP/2's preface", sends(b"\x00\x00\x12\x04\x00\x00\x00\x00\x00" + b"\x00\x03" * 9)),
+    Row("1xx without an end", endless(b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 100)),
+    Row("1xx now and then", endless(b"", b"HTTP/1.1 100 Continue\r\n\r\n", 1.0), slow=True),
+    Row("102, 103", sends(b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n" * 5)),
+    Row("switching protocols", sends(b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: h2c\r\n\r\n")),
+    Row("redirects", status(302, Location="/elsewhere")),
+    Row("redirects to http", status(307, Location="http://192.0.2.1/")),
+    Row("nothing", status(204)),
+    Row("a gzip bomb", page(bomb(), Content_Encoding="gzip")),
+    Row("a page of 64 MiB in gzip, without an end", packed(bomb())),
+    Row("gzip members of nothing, without an end", packed(gzip.compress(b"")), slow=True),
+    Row("gzip that is none", page(b"{}", Content_Encoding="gzip")),
+    Row("rubbish", sends(random.Random(1).randbytes(100_000))),
+    Row("an SSH banner", sends(b"SSH-2.0-OpenSSH_9.2\r\n")),
+    Row("bytes that are no UTF-8", page(META + b'{"metadata":{"name":"\xff\xfe"}}]}'), heals=True),
+    Row("1,000 headers", sends(HEAD + b"A: b\r\n" * 1000 + b"\r\n{}")),
+    Row("silence", Exchange.hang, slow=True),
+    Row("a reset after the head", lambda e: (e.head(200), e.reset())),
+    Row("a reset in the list", lambda e: (e.watch(line("ADDED", named("a", 5))), e.reset())),
+    Row("bookmarks that go back", listed(bookmark(1001), bookmark(7))),
+    Row("events that go back", listed(line("MODIFIED", named("good", 7)))),
+    Row("other content each time, and 410", changing),
+    Row("410 after each list", listed(line("ERROR", {"code": 410}), then=Exchange.end)),
+    Row("410 always", status(410)),
+    Row("429 and an absurd Retry-After", status(429, Retry_After="99999999999999"), slow=True),
+    Row("500 in the watch",
+        listed(line("ERROR", {"code": 500, "message": "x"}), then=Exchange.end)),
+    Row("401 always", status(401)),
+    Row("403 with escapes in it", status(403, "\x1b[2J\x1b]0;x\x07")),
+    Row("pages that lead to each other", paged(next_page), slow=True),
+    Row("a page that leads to itself",
+        page(b'{"metadata":{"continue":"x","resourceVersion":"5"},"items":[]}')),
+)  # fmt: skip
+BOUNDED: Final = tuple(
+    row for row in ROWS
+    if row.name in {
+        "an endless error", "an endless head", "an endless page of objects", "a line of 64 MiB",
+        "10^5 arrays in each other, an item", "2,000,000 items",
+        "a Service with 1,500,000 ports", "a length that is too long, and the end",
+        "HTTP/2's preface", "1xx without an end", "redirects", "a gzip bomb",
+        "a page of 64 MiB in gzip, without an end", "gzip that is none",
+        "bookmarks that go back", "other content each time, and 410", "410 always",
+    }
+)  # fmt: skip
+"""Those of a few seconds, one or two of each sort."""
+
+
+class _Always:
+    """A script of one step that never ends."""
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+
+    def pop(self, _: int) -> Step:
+        return self.step
+
+
+class Child:
+    """The four watches in their process, and what it last said of them."""
+
+    def __init__(self, url: str) -> None:
+        command = [sys.executable, "-m", "tests.fuzz.inputs.reflector_child", url]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self.report: dict[str, Any] = {}
+        self.peak = 0.0
+
+    def watch(self, seconds: float, until: Callable[[dict[str, Any]], bool]) -> float:
+        """Seconds until a report is so. Raises AssertionError, also for too much memory."""
+        assert self._process.stdout is not None
+        begun = time.monotonic()
+        while time.monotonic() - begun < seconds:
+            if not select.select([self._process.stdout], [], [], 1.0)[0]:
+                continue
+            text = self._process.stdout.readline()
+            assert text, f"the process ended: {self._process.wait()}"
+            self.report = json.loads(text)
+            self.peak = self.report["peak_mb"]
+            assert self.peak < MEMORY_MB, f"{self.peak:.0f} MB"
+            if until(self.report):
+                return time.monotonic() - begun
+        raise AssertionError(f"not within {seconds:.0f} s: {self.report}")
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+
+def is_told(report: dict[str, Any]) -> bool:
+    return any(source["error"] or source["problems"] for source in report["sources"])
+
+
+def is_well(report: dict[str, Any]) -> bool:
+    return all(
+        source["synced"] and source["state"] == "watching" and not source["error"]
+        for source in report["sources"]
+    )
+
+
+@contextlib.contextmanager
+def child_of(url: str) -> Iterator[Child]:
+    made = Child(url)
+    try:
+        yield made
+    finally:
+        made.end()
+
+
+def survive(row: Row) -> str:
+    """Run one of them; how it went. Raises AssertionError."""
+    with ScriptedServer() as server:
+        script = _Always(row.step)
+        server.script = script  # type: ignore[assignment]
+        with child_of(server.url) as child:
+            if row.heals:
+                told = child.watch(VISIBLE_SECONDS, is_well)
+            else:
+                told = child.watch(VISIBLE_SECONDS, is_told)
+            hold = time.monotonic() + 1.0
+            child.watch(10.0, lambda _: time.monotonic() > hold)
+            script.step = ordinary
+            healed = child.watch(
+                HEAL_SECONDS,
+                lambda report: is_well(report) and (row.heals or report["known"] >= 1),
+            )
+            return f"visible {told:.1f} s, well {healed:.1f} s, {child.peak:.0f} MB"
+
+
+def campaign(seed: int, minutes: float | None) -> None:
+    """All of them, in an order of the seed's; `minutes` ends it early."""
+    deadline = None if minutes is None else time.monotonic() + 60 * minutes
+    rows = list(ROWS)
+    random.Random(seed).shuffle(rows)
+    wrong = []
+    for row in rows:
+        if deadline is not None and time.monotonic() > deadline:
+            break
+        try:
+            print(f"{row.name}: {survive(row)}", flush=True)
+        except AssertionError as error:
+            print(f"{row.name}: WRONG: {error}", flush=True)
+            wrong.append(f"{row.name}: {error}")
+    assert not wrong, wrong

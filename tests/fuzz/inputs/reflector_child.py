@@ -1,0 +1,55 @@
+"""Four watches of one API server in a process of their own, whose memory can be measured:
+
+    python -m tests.fuzz.inputs.reflector_child URL
+
+prints a JSON line each 0.2 s: the peak of its memory, and each watch's status.
+"""
+
+import json
+import re
+import sys
+import time
+from pathlib import Path
+
+from kbpf.model.events import Delete, Event, Upsert
+from kbpf.source.api.credentials import Cluster
+from kbpf.source.api.kubeconfig import Access
+from kbpf.source.api.reflector import Reflector
+from kbpf.source.api.resource import SERVICES, SLICES, exempt_pods, own_node
+
+
+def main(url: str) -> None:
+    known: set[str] = set()
+
+    def put(event: Event) -> None:
+        match event:
+            case Upsert():
+                known.add(str(event.key))
+            case Delete():
+                known.discard(str(event.key))
+
+    cluster = Cluster(Access(url, "the test"))
+    watched = (SERVICES, SLICES, own_node("good"), exempt_pods("good"))
+    reflectors = [Reflector(cluster, resource, put) for resource in watched]
+    for reflector in reflectors:
+        reflector.start()
+    while True:
+        found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        assert found is not None
+        sources = [
+            {
+                "name": status.name,
+                "state": str(status.state),
+                "synced": status.synced,
+                "error": status.error,
+                "problems": status.problems,
+            }
+            for status in (reflector.status() for reflector in reflectors)
+        ]
+        report = {"peak_mb": int(found[1]) / 1024, "known": len(known), "sources": sources}
+        print(json.dumps(report), flush=True)
+        time.sleep(0.2)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

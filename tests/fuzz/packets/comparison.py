@@ -1,0 +1,105 @@
+"""Random sequences on both nodes, and a short script for each difference that is not intended."""
+
+import random
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Final, NamedTuple
+
+from tests.fuzz.packets.differences import complaint, equal, row_for
+from tests.fuzz.packets.node import PROTOCOLS, VARIANTS
+from tests.fuzz.packets.reference import read
+from tests.fuzz.packets.segments import random_script, shorter
+from tests.fuzz.packets.twins import Outcome, Played, Stalled, Twins
+
+BATCH: Final = 1_000
+"""Sequences that are played at once: a step of all of them takes a fraction of a second."""
+SEEDS: Final = (11, 12, 13)
+"""Of the batches that the suite plays."""
+SMALLEST: Final = 50
+"""If the machine is too slow for so few, it is too slow for the test."""
+STALLED: Final = "batches that stalled"
+SHOWN: Final = 10
+"""Differences that are shortened and told; more are seldom more than these."""
+
+
+class Finding(NamedTuple):
+    """A sequence, what the nodes made of it, and what is wrong with that."""
+
+    sequence: Played
+    kbpf: Outcome
+    linux: Outcome
+    wrong: str
+
+    def __str__(self) -> str:
+        return f"{self.wrong}: {self.sequence}: kbpf {tuple(self.kbpf)}, Linux {tuple(self.linux)}"
+
+
+def random_sequences(rng: random.Random, count: int) -> list[Played]:
+    """Of all kinds. A masqueraded client of SCTP would not be known by its packets."""
+    made = []
+    for _ in range(count):
+        protocol = rng.choice(("tcp", "tcp", *PROTOCOLS))
+        variant = "kept" if protocol == "sctp" else rng.choice(VARIANTS)
+        made.append(Played(random_script(rng, protocol), protocol, rng.choice((4, 6)), variant))
+    return made
+
+
+def play(twins: Twins, sequences: Sequence[Played]) -> tuple[list[tuple[Outcome, Outcome]], int]:
+    """What both nodes come to with each, and how many batches had to be played again, in halves.
+
+    That is decided by the batch's own clock alone, whatever came out: the machine was too slow.
+    """
+    try:
+        return twins.play(sequences), 0
+    except Stalled:
+        if len(sequences) <= SMALLEST:
+            raise
+    middle = len(sequences) // 2
+    (first, stalls), (second, more) = (
+        play(twins, sequences[:middle]),
+        play(twins, sequences[middle:]),
+    )
+    return [*first, *second], 1 + stalls + more
+
+
+def compare(twins: Twins, sequences: Sequence[Played]) -> tuple[list[Finding], Counter[str]]:
+    """What is wrong, and how often each row was needed ("equal": none); under STALLED, how many
+    batches were played again.
+    """
+    findings, tally = [], Counter[str]()
+    outcomes, stalls = play(twins, sequences)
+    tally[STALLED] += stalls
+    for each, (kbpf, linux) in zip(sequences, outcomes, strict=True):
+        reading = read(each.protocol, each.script, each.variant)
+        wrong = complaint(each.protocol, reading, kbpf, linux)
+        row = row_for(each.protocol, reading, kbpf, linux)
+        if wrong:
+            findings.append(Finding(each, kbpf, linux, wrong))
+        elif equal(kbpf, linux) or row is None:
+            tally[f"{each.protocol}: equal"] += 1
+        else:
+            tally[f"{each.protocol}: {row.name}"] += 1
+    return findings, tally
+
+
+def shrunk(twins: Twins, findings: Iterable[Finding]) -> list[Finding]:
+    """The shortest that goes wrong in the same way, as far as one step at a time leads there."""
+    return [_shrink(twins, each) for each in list(findings)[:SHOWN]]
+
+
+def _shrink(twins: Twins, finding: Finding) -> Finding:
+    while True:
+        tries = [
+            finding.sequence._replace(script=text) for text in shorter(finding.sequence.script)
+        ]
+        if not tries:
+            return finding
+        wrong, _ = compare(twins, tries)
+        same = [
+            each for each in wrong
+            if (each.wrong, each.kbpf.state, each.linux.state)
+            == (finding.wrong, finding.kbpf.state, finding.linux.state)
+        ]  # fmt: skip
+        if not same:
+            return finding
+        finding = min(same, key=lambda each: len(each.sequence.script))

@@ -1,0 +1,106 @@
+"""Whether the comparison with nf_conntrack finds what it is for: builds of the packet path with one
+rule less, each of which the sequences of the suite must find.
+
+Each is a line of the C that is replaced. A mutant that is not found is a hole of differences.py;
+one whose line is gone is written for older code.
+"""
+
+import random
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import msgspec
+
+import kbpf
+from kbpf.dataplane.bpf.programs import artifact, compile
+from kbpf.kernel.system import children
+from tests.fuzz.packets.comparison import BATCH, compare, random_sequences
+from tests.fuzz.packets.twins import Twins
+
+PACKAGE: Final = Path(kbpf.__file__).parent
+
+
+class Mutant(NamedTuple):
+    """What is wrong with it; the file below kbpf/bpf; and the text that is replaced, by what."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+
+
+MUTANTS: Final = (
+    Mutant("any reset closes", "track.h",
+           "return is_reset(own, known, p, flags, back) ? STATE_CLOSED : state;",
+           "return STATE_CLOSED;"),
+    Mutant("any FIN closes", "track.h",
+           "if ((flags & TCP_FIN) && is_plausible(known, &p->tcp, SEQUENCE_DISTANCE)) {",
+           "if (flags & TCP_FIN) {"),
+    Mutant("the client's ACK establishes", "track.h",
+           "return STATE_UNPROVEN;", "return STATE_ESTABLISHED;"),
+    Mutant("any ACK of the client counts", "track.h",
+           "!back && is_plausible(known, &p->tcp, RESET_DISTANCE))", "!back)"),
+    Mutant("any segment of the backend is proof", "track.h",
+           "back && own->next &&\n\t    (p->tcp.next != own->next || p->tcp.ack != own->ack))",
+           "back)"),
+    Mutant("any SYN-ACK of the backend begins again", "track.h",
+           "(p->tcp.ack == known->next && !known->ack && p->tcp.next != own->next)", "true"),
+    Mutant("a late SYN-ACK begins again", "track.h",
+           "p->tcp.ack == known->next && !known->ack &&", "p->tcp.ack == known->next &&"),
+    Mutant("any reset with an ACK closes", "track.h",
+           "((flags & TCP_ACK) && is_plausible(known, &p->tcp, RESET_DISTANCE));",
+           "(flags & TCP_ACK);"),
+    Mutant("UDP is a stream when answered", "tc.c",
+           "else if (before == STATE_NEW)\n\t\tstate = STATE_ANSWERED;",
+           "else if (before == STATE_NEW)\n\t\tstate = nat->client.protocol == PROTO_UDP ? "
+           "STATE_ESTABLISHED : STATE_ANSWERED;"),
+    Mutant("UDP is a stream from its third datagram on", "track.h",
+           "return elapsed(nat->seen.begun, now) > STREAM_SECONDS * SECOND;", "return true;"),
+    Mutant("SCTP is established by any answer", "track.h",
+           "return back && (flags & TCP_ACK);", "return back;"),
+)  # fmt: skip
+
+
+def build(mutant: Mutant, folder: Path, units: tuple[str, ...] = ("tc",)) -> None:
+    """Compiles it into this folder, under the names of the builds that it stands for."""
+    with tempfile.TemporaryDirectory(prefix="kbpf-mutant-") as name:
+        copy = Path(name) / "kbpf"
+        shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+        source = copy / "bpf" / mutant.file
+        text = source.read_text()
+        assert text.count(mutant.old) == 1, f"{mutant.name}: {mutant.file} is not as it was"
+        source.write_text(text.replace(mutant.old, mutant.new))
+        for unit in units:
+            _compile(mutant, unit, Path(name), folder)
+
+
+def _compile(mutant: Mutant, unit: str, tree: Path, folder: Path) -> None:
+    out = tree / "artifact"
+    subprocess.run(
+        children.python(compile.__name__, unit, str(out)),
+        env=children.environment() | {"PYTHONPATH": str(tree)},
+        check=True,
+        capture_output=True,
+    )
+    made = artifact.read(out)
+    assert made is not None
+    source_key = artifact.source_key(unit)
+    assert made.source != source_key, f"{mutant.name}: not the mutant was compiled"
+    artifact.store(msgspec.structs.replace(made, source=source_key), folder)
+
+
+def found(mutant: Mutant, seeds: tuple[int, ...]) -> tuple[int, str]:
+    """How many sequences of the first of these seeds that finds it do so, and the shortest."""
+    with tempfile.TemporaryDirectory(prefix="kbpf-mutant-") as name:
+        folder = Path(name)
+        build(mutant, folder)
+        with Twins(folder) as twins:
+            for seed in seeds:
+                findings, _ = compare(twins, random_sequences(random.Random(seed), BATCH))
+                if findings:
+                    shortest = min(findings, key=lambda each: len(each.sequence.script))
+                    return len(findings), str(shortest)
+    return 0, ""

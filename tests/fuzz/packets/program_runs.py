@@ -1,0 +1,210 @@
+"""Every packet program on random packets, by BPF_PROG_TEST_RUN, and what must hold whatever comes.
+
+- A program says "next", "drop" or "redirect", and nothing else.
+- No checksum is wrong afterwards that was right before. Inside of ICMP errors those of the quoted
+  transport stay as they are: as a rule most of what they cover is not there.
+- A packet that has no address of a Service, a backend or the node passes, not one byte changed.
+- A connection has at most three entries, one of them the client's, and that is in the queue.
+- The count of the queue's keys is the number of keys in it.
+"""
+
+import contextlib
+import random
+import socket
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from kbpf.dataplane.bpf.hooks import PACKET_PROGRAMS
+from kbpf.dataplane.bpf.maps import flow_entries
+from kbpf.dataplane.bpf.maps.layout import U64
+from kbpf.errors import KernelError
+from kbpf.kernel.bpf.objects import Program
+from kbpf.model.config import MapSizes
+from tests.fuzz.packets.node import (
+    DEVICES,
+    KbpfNode,
+    build,
+    inside_of,
+    kbpf_node,
+    mac_of,
+    namespaces,
+    three_services,
+)
+from tests.fuzz.packets.random_packets import Packets, is_a_services
+from tests.support.packets.judge import checksums
+from tests.support.packets.packets import MAC_A, mac
+from tests.support.packets.test_run import (
+    TC_ACT_REDIRECT,
+    TC_ACT_SHOT,
+    TC_ACT_UNSPEC,
+    SkbContext,
+    run,
+)
+
+VERDICTS: Final = {TC_ACT_UNSPEC: "next", TC_ACT_SHOT: "drop", TC_ACT_REDIRECT: "redirect"}
+ENTRIES: Final = 3
+"""Of one connection, at most (track.h)."""
+CONNECTIONS: Final = 512
+"""So few that making room is part of it."""
+PORTS: Final = (2000, 9000)
+BETWEEN_LOOKS: Final = 5_000
+"""Runs, between two looks at the maps."""
+DIRECT: Final = 0.02
+"""Share of the runs that begin in the middle, with one of the programs that are tail-called."""
+QUOTED: Final = frozenset(
+    f"{icmp} embedded {what}" for icmp in ("icmp", "icmp6") for what in ("tcp", "udp", "sctp")
+)
+HEADERS: Final = "headers"
+
+
+@dataclass
+class Tally:
+    """What came of the runs."""
+
+    verdicts: Counter[str] = field(default_factory=Counter)
+    rewritten: int = 0
+    refused: int = 0
+    most_entries: int = 0
+
+    def __str__(self) -> str:
+        said = ", ".join(f"{name} {count}" for name, count in sorted(self.verdicts.items()))
+        return (
+            f"{self.verdicts.total()} runs: {said}; {self.rewritten} packets rewritten;"
+            f" {self.refused} not taken by the kernel; at most {self.most_entries} entries at once"
+        )
+
+
+class ProgramRuns:
+    """Packets through the programs of one node."""
+
+    def __init__(self, node: KbpfNode, name: str, rng: random.Random) -> None:
+        self._node, self._name, self._rng = node, name, rng
+        self._packets = Packets(rng)
+        folder = next(node.site.pins.glob("programs-tc-*"))
+        self._programs = {p.name: Program.open(folder / p.name) for p in PACKET_PROGRAMS}
+        self._places = inside_of(
+            name, lambda: [(socket.if_nametoindex(each), mac_of(name, each)) for each in DEVICES]
+        )
+        self.tally = Tally()
+
+    def close(self) -> None:
+        """Lets go of the programs."""
+        for program in self._programs.values():
+            program.close()
+
+    def run(self, count: int, until: float | None = None) -> Tally:
+        """So many runs, fewer if the clock says so; AssertionError for what must not be."""
+        return inside_of(self._name, lambda: self._run(count, until))
+
+    def _run(self, count: int, until: float | None) -> Tally:
+        direct = int(count * DIRECT)
+        for done in range(count - direct):
+            self._one(self._rng.choice(("tc_ingress", "tc_ingress", "tc_egress")))
+            if done % BETWEEN_LOOKS == BETWEEN_LOOKS - 1:
+                self.look()
+                if until is not None and time.monotonic() > until:
+                    break
+        self.look()
+        tails = [name for name in self._programs if name not in ("tc_ingress", "tc_egress")]
+        for _ in range(direct):
+            self._from_the_middle(self._rng.choice(tails))
+        self._node.forget()
+        return self.tally
+
+    def _one(self, name: str) -> None:
+        rng, packet = self._rng, self._packets.next()
+        ifindex, own_mac = rng.choice(self._places)
+        forwarded = name == "tc_ingress" or rng.random() < 0.7
+        context = SkbContext(ifindex=ifindex, ingress_ifindex=ifindex if forwarded else 0)
+        sent = framed(packet, own_mac if rng.random() < 0.97 else "02:00:00:00:00:99")
+        try:
+            done = run(self._programs[name], sent, context=context.pack())
+        except KernelError:
+            self.tally.refused += 1  # shorter than the kernel takes it
+            return
+        story = f"{name} on ifindex {ifindex}: {sent.hex()} -> {done.packet_out.hex()}"
+        assert done.retval in VERDICTS, f"verdict {done.retval}: {story}"
+        self.tally.verdicts[VERDICTS[done.retval]] += 1
+        if done.packet_out == sent:
+            return
+        self.tally.rewritten += 1
+        assert is_a_services(packet), f"no Service's, and changed: {story}"
+        if done.retval == TC_ACT_SHOT:
+            return
+        before = wrong(sent)
+        worse = set() if HEADERS in before else wrong(done.packet_out) - before - QUOTED
+        assert not worse, f"worse: {worse}: {story}"
+        self._packets.learn(done.packet_out[14:])
+
+    def _from_the_middle(self, name: str) -> None:
+        """What is left in `cb` and in `pending` is not this packet's: only the verdict counts."""
+        rng = self._rng
+        ifindex, own_mac = rng.choice(self._places)
+        odd = [rng.choice((0, 1, 2, rng.getrandbits(32))) for _ in range(5)]
+        cb = (odd[0], rng.choice(list(VERDICTS)), *odd[2:])  # [1]: tc_sctp's verdict in the end
+        context = SkbContext(ifindex=ifindex, cb=cb)
+        sent = framed(self._packets.next(), own_mac)
+        try:
+            done = run(self._programs[name], sent, context=context.pack())
+        except KernelError:
+            self.tally.refused += 1
+            return
+        assert done.retval in VERDICTS, f"{name}: verdict {done.retval} for {sent.hex()}, {cb}"
+        self.tally.verdicts[VERDICTS[done.retval]] += 1
+
+    # ---- the maps ------------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """What must hold of the maps."""
+        entries = self._node.site.entries("flows")
+        self.tally.most_entries = max(self.tally.most_entries, len(entries))
+        own = {
+            raw[flow_entries.BOTH_ENDS]: key
+            for key, raw in entries.items()
+            if flow_entries.is_question(raw)
+        }
+        many = Counter(raw[flow_entries.BOTH_ENDS] for raw in entries.values())
+        for both, count in many.items():
+            assert count <= ENTRIES, f"{count} entries: {both.hex()}"
+            assert both in own, f"entries without the client's own: {both.hex()}"
+        keys = self._node.drain()
+        with self._node.site.pinned("tracked") as tracked:
+            (told,) = U64.unpack(tracked.lookup(bytes(4)) or bytes(8))
+        assert told == len(keys), f"{len(keys)} keys in the queue, {told} counted"
+        assert {*own.values()} <= {*keys}, "a connection that is not in the queue"
+        with self._node.site.pinned("order") as order:
+            for key in keys:
+                assert order.push(key)
+
+
+def wrong(raw: bytes) -> set[str]:
+    """What the judge has against it, all in one where its headers make no sense."""
+    try:
+        return {*checksums(raw)}
+    except ValueError:
+        return {HEADERS}
+
+
+def framed(packet: bytes, to: str) -> bytes:
+    """With an Ethernet header, IPv4's where the packet's first byte says nothing."""
+    kind = 0x86DD if packet[0] >> 4 == 6 else 0x0800
+    return mac(to) + mac(MAC_A) + kind.to_bytes(2, "big") + packet
+
+
+@contextlib.contextmanager
+def runs(cache: Path, rng: random.Random, name: str) -> Iterator[ProgramRuns]:
+    """On a node of their own."""
+    wire = f"{name}w"
+    sizes = MapSizes(connections=CONNECTIONS, affinity=1024)
+    with namespaces(name, wire):
+        build(name, wire, "f")
+        with kbpf_node(cache, name, three_services(), sizes, masquerade_ports=PORTS) as node:
+            made = ProgramRuns(node, name, rng)
+            try:
+                yield made
+            finally:
+                made.close()

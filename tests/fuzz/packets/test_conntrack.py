@@ -1,0 +1,152 @@
+"""The states of connections beside nf_conntrack's: known sequences, and the bounded part of the
+campaign `conntrack`. See segments.py for how scripts are read, and differences.py for the rows.
+"""
+
+import random
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.fuzz.packets.comparison import BATCH, SEEDS, compare, play, random_sequences, shrunk
+from tests.fuzz.packets.differences import ROWS, complaint
+from tests.fuzz.packets.mutants import MUTANTS, PACKAGE
+from tests.fuzz.packets.node import VARIANTS
+from tests.fuzz.packets.reference import read
+from tests.fuzz.packets.twins import LONGEST_PHASE, NOTHING, Outcome, Played, Stalled, Twins
+
+DATAPATH = Path(__file__).parents[3] / "docs" / "datapath.md"
+
+SCRIPTS = [
+    # script, kbpf's state, whether it is needed, Linux's state
+    ("tcp", "S", "NEW", False, "SYN_SENT"),
+    ("tcp", "S <SA", "ANSWERED", False, "SYN_RECV"),
+    ("tcp", "S <SA A", "UNPROVEN", False, "ESTABLISHED"),
+    ("tcp", "S <SA A!sum", "UNPROVEN", False, "SYN_RECV"),
+    ("tcp", "S <SA A^far", "ANSWERED", False, "SYN_RECV"),
+    ("tcp", "S <SA A A+100 <A", "ESTABLISHED", True, "ESTABLISHED"),
+    ("tcp", "S <SA A <A+100 A", "ESTABLISHED", True, "ESTABLISHED"),
+    ("tcp", "S <SA A A+100 <A R~far", "ESTABLISHED", True, "ESTABLISHED"),
+    ("tcp", "S <SA A A+100 <A R~near", "ESTABLISHED", True, "ESTABLISHED"),
+    ("tcp", "S <SA A A+100 <A <R~far", "ESTABLISHED", True, "ESTABLISHED"),
+    ("tcp", "S <SA A A+100 <A F~far", "ESTABLISHED", True, "ESTABLISHED"),
+    ("tcp", "S <SA A A+100 <A S~new", "ESTABLISHED", True, "ESTABLISHED"),
+    ("tcp", "S <SA A <A+100 <SA", "ESTABLISHED", True, "ESTABLISHED"),
+    ("tcp", "S <SA A <A+100 A <SA <A+100 A", "ESTABLISHED", True, "ESTABLISHED"),
+    ("tcp", "S <SA A A+100 <A R", "CLOSED", False, "CLOSE"),
+    ("tcp", "S <SA A A+100 <A <RA", "CLOSED", False, "CLOSE"),
+    ("tcp", "S <SA A A+100 <A FA <FA A", "CLOSED", False, "TIME_WAIT"),
+    ("udp", "U", "NEW", False, "DATAGRAMS"),
+    ("udp", "U <U", "ANSWERED", False, "DATAGRAMS"),
+    ("udp", "U <U U <U", "ANSWERED", False, "DATAGRAMS"),
+    ("udp", "U <U . U", "ESTABLISHED", True, "STREAM"),
+    ("udp", "U . <U", "ANSWERED", False, "DATAGRAMS"),
+    ("sctp", "INIT", "NEW", False, "CLOSED"),
+    ("sctp", "INIT <INITACK", "ANSWERED", False, "COOKIE_WAIT"),
+    ("sctp", "INIT <INITACK ECHO <ECHOACK", "ESTABLISHED", True, "ESTABLISHED"),
+]
+
+
+DAY = 86_400
+OPEN = Outcome("ESTABLISHED", True, DAY)
+ESTABLISHED = Outcome("ESTABLISHED", True, DAY)
+UNPROVEN = Outcome("UNPROVEN", False, DAY)
+ANSWERED = Outcome("ANSWERED", False, 60)
+CLOSING = Outcome("CLOSING", False, 3600)
+CLOSED = Outcome("CLOSED", False, 120)
+
+
+@pytest.fixture(scope="module")
+def twins(artifact_cache: Path) -> Iterator[Twins]:
+    with Twins(artifact_cache) as made:
+        yield made
+
+
+def test_known_sequences_come_to_what_is_written(twins: Twins):
+    cases = [
+        (Played(script, protocol, family, variant), (state, needed, linux))
+        for protocol, script, state, needed, linux in SCRIPTS
+        for family in (4, 6)
+        for variant in (VARIANTS if protocol != "sctp" else ("kept",))
+    ]
+    outcomes = twins.play([sequence for sequence, _ in cases])
+    wrong = [
+        f"{sequence}: {got}, want {want}"
+        for (sequence, want), (kbpf, linux) in zip(cases, outcomes, strict=True)
+        if (got := (kbpf.state, kbpf.needed, linux.state)) != want
+    ]
+    assert wrong == []
+
+
+def test_an_answer_that_is_for_the_stack_after_all_counts_once(twins: Twins):
+    """A packet whose TTL ends here goes by the stack, by an entry that is written for it first."""
+    sequences = [Played("U . <U!ttl", "udp", family, "past") for family in (4, 6)]
+    assert [kbpf.state for kbpf, _ in twins.play(sequences)] == ["ANSWERED"] * 2
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_sequences_come_to_what_conntrack_makes_of_them(twins: Twins, seed: int):
+    findings, tally = compare(twins, random_sequences(random.Random(seed), BATCH))
+    print(tally)
+    assert [str(each) for each in shrunk(twins, findings)] == [], f"seed {seed}: {len(findings)}"
+    for protocol in ("tcp", "udp", "sctp"):
+        assert tally[f"{protocol}: equal"] > 0
+
+
+WRONG = [
+    # script, what kbpf might make of it, what Linux makes of it, and why that is a finding
+    ("S <SA A A+100 <A R~far", CLOSED, OPEN, "which the document calls ESTABLISHED"),
+    ("S <SA A A+100 <A F~far A", CLOSING, OPEN, "which the document calls ESTABLISHED"),
+    ("S <SA A A+100 <A FA~far A!sum", CLOSING, OPEN, "which the document calls ESTABLISHED"),
+    ("S <SA A", ESTABLISHED, OPEN, "which the document calls UNPROVEN"),
+    ("S <SA A A+100 <A", UNPROVEN, OPEN, "which the document calls ESTABLISHED"),
+    ("S <SA A A+100 <A", NOTHING, OPEN, "a connection that Linux needs is forgotten"),
+    ("S <SA <A+100~old A A+100", ANSWERED, OPEN, "not ended by anybody, and not kept as long"),
+]
+
+
+@pytest.mark.parametrize(("script", "kbpf", "linux", "why"), WRONG, ids=str)
+def test_what_would_be_found(script: str, kbpf: Outcome, linux: Outcome, why: str):
+    reading = read("tcp", script, "past")
+    if why.startswith("not ended"):
+        reading.state = kbpf.state  # as if the document allowed it
+    assert complaint("tcp", reading, kbpf, linux).endswith(why)
+
+
+class SlowTwins(Twins):
+    """Two nodes of a machine that takes 0.01 s for each sequence of a batch."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def play(self, sequences: Sequence[Played]) -> list[tuple[Outcome, Outcome]]:
+        self.sizes.append(len(sequences))
+        if len(sequences) * 0.01 > LONGEST_PHASE:
+            raise Stalled("too slow")
+        return [(NOTHING, NOTHING)] * len(sequences)
+
+
+def test_a_batch_that_stalled_is_played_in_halves_and_counted():
+    twins = SlowTwins()
+    outcomes, stalls = play(twins, [Played("U", "udp", 4, "kept")] * 400)
+    assert (len(outcomes), stalls, twins.sizes) == (400, 3, [400, 200, 100, 100, 200, 100, 100])
+
+
+def test_a_batch_knows_by_its_clock_that_it_stalled(twins: Twins, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tests.fuzz.packets.twins.LONGEST_PHASE", 0.0)
+    with pytest.raises(Stalled, match=r"phase 0 took .* s, and may take 0.0 s"):
+        twins.play([Played("U <U", "udp", 4, "kept")])
+
+
+def test_each_intended_difference_has_its_reason_in_the_documents():
+    _, _, section = DATAPATH.read_text().partition("## States beside conntrack's")
+    told = Counter(re.findall(r"^\| ([^|]+?) \|", section, re.MULTILINE))
+    assert {row.name for row in ROWS} <= told.keys()
+
+
+def test_the_mutants_of_the_campaign_are_of_this_code():
+    for mutant in MUTANTS:
+        text = (PACKAGE / "bpf" / mutant.file).read_text()
+        assert text.count(mutant.old) == 1, mutant.name

@@ -1,0 +1,445 @@
+"""Two nodes with the same Services: kbpf's programs translate on one, nf_conntrack on the other.
+
+Packets are sent and received at the other ends of the nodes' devices by packet sockets, so no TCP
+stack of this machine takes part.
+"""
+
+import contextlib
+import os
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from kbpf.dataplane.bpf.maps import flow_entries
+from kbpf.dataplane.bpf.maps.layout import NAT, Target, TcpState
+from kbpf.kernel.net.netlink import Netlink, attributes
+from kbpf.model.address import format_addr
+from kbpf.model.config import MapSizes
+from tests.fuzz.packets.node import (
+    BACK_PORT,
+    BACKEND,
+    CLIENT,
+    DEVICES,
+    FRONT_PORT,
+    OWN,
+    POD,
+    PROTOCOLS,
+    VARIANTS,
+    VIP,
+    build,
+    end,
+    inside_of,
+    kbpf_node,
+    mac_of,
+    namespaces,
+    three_services,
+)
+from tests.fuzz.packets.reference import STREAM_SECONDS
+from tests.fuzz.packets.segments import IDLE_SECONDS, PAUSE, Speaker
+from tests.support.lab.lab import inside, run
+from tests.support.packets.packets import frame, udp
+
+NOBODYS_PORT: Final = 9
+"""Of the node, and none that a masqueraded client may have: for what a backend sends unasked."""
+FIRST_PORT, LAST_PORT = 2000, 60_000
+"""Of clients, one for each sequence of a batch. They are ports that a masqueraded client keeps."""
+MOST_AT_ONCE: Final = 300
+"""Packets before their arrival is waited for: a CPU's backlog has room for 1,000."""
+PATIENCE: Final = 60.0
+LONGEST_PHASE: Final = STREAM_SECONDS - 0.1
+"""Between two pauses: after 2 s a UDP flow is a stream."""
+LONGEST_BATCH: Final = 9.0
+"""The shortest time-out is 30 s, and one of 40 s would be read as that when 10 s of it are over."""
+SIZES: Final = MapSizes(connections=65_536, affinity=1024)
+
+
+class Played(NamedTuple):
+    """A script, and the kind of connection that it is played on."""
+
+    script: str
+    protocol: str
+    family: int
+    variant: str
+
+    def __str__(self) -> str:
+        return f"{self.protocol} v{self.family} {self.variant}: {self.script}"
+
+
+class Outcome(NamedTuple):
+    """What a node knows of a connection at the end: nothing ("none"), or its state; whether it may
+    be dropped when others need room; and for how long it is kept without a packet.
+    """
+
+    state: str
+    needed: bool
+    seconds: int
+
+
+NOTHING: Final = Outcome("none", False, 0)
+
+
+class Stalled(Exception):
+    """The machine was too slow for a batch: a node may have seen a pause where there was none, or
+    have forgotten something.
+    """
+
+
+@dataclass
+class _Side:
+    """One node, as the packet sockets see it."""
+
+    name: str
+    sockets: dict[str, socket.socket] = field(default_factory=dict)
+    macs: dict[str, str] = field(default_factory=dict)
+    seen_as: dict[tuple[int, int, int], tuple[str, int]] = field(default_factory=dict)
+    """Protocol, family and tag of a sequence: the client as the backend sees it."""
+    chosen: Callable[[int, str], tuple[str, int] | None] = lambda *_: None
+    """Protocol and client: the address and port of the node that it has, if no packet has told."""
+    marks: int = 0
+
+    def send(self, device: str, packet: bytes) -> None:
+        self.sockets[device].send(frame(packet, self.macs[device]))
+
+    def settle(self) -> None:
+        """Waits until all that was sent has been through the node: packets are taken in order, and
+        so is one that follows them.
+        """
+        self.marks += 1
+        mark = b"mark" + struct.pack("!Q", self.marks)
+        self.send("c0", udp(f"{CLIENT[4]}:9", f"{POD['b0'][4]}:9", mark))
+        deadline = time.monotonic() + PATIENCE
+        while not self._read("b0", mark):
+            left = deadline - time.monotonic()
+            assert left > 0, f"{self.name} does not forward"
+            select.select([self.sockets["b0"]], [], [], left)
+        self._read("r0")
+        self._read("c0")
+
+    def _read(self, device: str, mark: bytes = b"none") -> bool:
+        """Receives all that has arrived, and learns how clients are seen; whether the mark did."""
+        found = False
+        while True:
+            try:
+                raw = self.sockets[device].recv(2048)
+            except BlockingIOError:
+                return found
+            if device != "c0":
+                found |= raw.endswith(mark)
+                self._learn(raw)
+
+    def _learn(self, raw: bytes) -> None:
+        v6 = raw[12:14] == b"\x86\xdd"
+        at, protocol = (54, raw[20]) if v6 else (34, raw[23])
+        if len(raw) < at + 10 or protocol not in (6, 17):
+            return
+        source = raw[22:38] if v6 else raw[26:30]
+        port, to_port = struct.unpack_from("!HH", raw, at)
+        if to_port != BACK_PORT:
+            return
+        (tag,) = struct.unpack_from("!H", raw, at + (18 if protocol == 6 else 8))
+        name = socket.inet_ntop(socket.AF_INET6 if v6 else socket.AF_INET, source)
+        self.seen_as[protocol, 6 if v6 else 4, tag] = (name, port)
+
+
+class Twins:
+    """Both nodes, and what goes in and out of them."""
+
+    def __init__(self, cache: Path) -> None:
+        self.prefix = f"kbw{os.getpid()}"
+        self.kbpf, self.linux = _Side(f"{self.prefix}k"), _Side(f"{self.prefix}l")
+        self._wire = f"{self.prefix}w"
+        self._stack = contextlib.ExitStack()
+        self._cache = cache
+
+    def __enter__(self) -> "Twins":
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(namespaces(self._wire, self.kbpf.name, self.linux.name))
+            for side in (self.kbpf, self.linux):
+                letter = side.name[-1]
+                build(side.name, self._wire, letter)
+                for device in DEVICES:
+                    side.macs[device] = mac_of(side.name, device)
+                    side.sockets[device] = inside_of(
+                        self._wire, lambda name=letter + device: _packet_socket(name)
+                    )
+                    stack.callback(side.sockets[device].close)
+            self._start_linux()
+            self.node = stack.enter_context(
+                kbpf_node(
+                    self._cache,
+                    self.kbpf.name,
+                    three_services(),
+                    SIZES,
+                    masquerade_ports=(FIRST_PORT, LAST_PORT),
+                )
+            )
+            self.kbpf.chosen = self._chosen
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _chosen(self, protocol: int, client: str) -> tuple[str, int] | None:
+        """By kbpf, which gives a client ports of its share only: its own port may be another's."""
+        for raw in self.node.site.entries("flows").values():
+            own = Target.unpack(raw[flow_entries.CLIENT])
+            is_this = raw[flow_entries.PROTOCOL] == protocol and flow_entries.is_question(raw)
+            if is_this and end(format_addr(own.address), own.port) == client:
+                port = int.from_bytes(raw[flow_entries.SNAT_PORT], "big")
+                return (format_addr(raw[flow_entries.SNAT]), port) if port else None
+        return None
+
+    # ---- making them ---------------------------------------------------------------------------
+
+    def _start_linux(self) -> None:
+        """DNAT and masquerading as kube-proxy's rules have them, and its time-outs."""
+        run(*inside(self.linux.name, None, "nft", "-f", "-"), stdin=_ruleset())
+        inside_of(self.linux.name, set_timeouts)
+        inside_of(self.linux.name, _set_for_comparison)
+
+    # ---- a batch -------------------------------------------------------------------------------
+
+    def play(self, sequences: Sequence[Played]) -> list[tuple[Outcome, Outcome]]:
+        """What kbpf and Linux come to with each, all of them at once. Raises Stalled."""
+        assert len(sequences) <= LAST_PORT - FIRST_PORT
+        self.forget()
+        sides = (self.kbpf, self.linux)
+        speakers = [
+            [Speaker(each.protocol, FIRST_PORT + n) for n, each in enumerate(sequences)]
+            for _ in sides
+        ]
+        phases = [[part.split() for part in each.script.split(PAUSE)] for each in sequences]
+        began = time.monotonic()
+        for phase in range(max(map(len, phases), default=0)):
+            if phase:
+                time.sleep(IDLE_SECONDS)
+            phase_began = time.monotonic()
+            now = [each[phase] if phase < len(each) else [] for each in phases]
+            for step in range(max(map(len, now))):
+                acting = [n for n, tokens in enumerate(now) if step < len(tokens)]
+                for at in range(0, len(acting), MOST_AT_ONCE):
+                    for side, own in zip(sides, speakers, strict=True):
+                        for n in acting[at : at + MOST_AT_ONCE]:
+                            _say(side, own[n], sequences[n], now[n][step])
+                        side.settle()
+            _check_clock(f"phase {phase}", phase_began, LONGEST_PHASE)
+        outcomes = self.read(sequences)
+        _check_clock("the batch", began, LONGEST_BATCH)
+        return outcomes
+
+    # ---- what they know ------------------------------------------------------------------------
+
+    def forget(self) -> None:
+        """Neither node knows of a connection."""
+        self.node.forget()
+        inside_of(self.linux.name, flush_conntrack)
+        self.kbpf.seen_as.clear()
+        self.linux.seen_as.clear()
+
+    def read(self, sequences: Sequence[Played]) -> list[tuple[Outcome, Outcome]]:
+        """What both know of these, in order."""
+        ours = _read_flows(self.node.site.entries("flows").values())
+        theirs = inside_of(self.linux.name, _read_conntrack)
+        found = []
+        for number, each in enumerate(sequences):
+            key = (
+                PROTOCOLS[each.protocol],
+                end(CLIENT[each.family], FIRST_PORT + number),
+                end(VIP[each.variant][each.family], FRONT_PORT),
+            )
+            found.append((ours.get(key, NOTHING), theirs.get(key, NOTHING)))
+        return found
+
+
+def _check_clock(what: str, began: float, longest: float) -> None:
+    took = time.monotonic() - began
+    if took > longest:
+        raise Stalled(f"{what} took {took:.1f} s, and may take {longest} s")
+
+
+def _set_for_comparison() -> None:
+    """Connections are tracked from their SYN on only, as by kbpf; and nothing is over before the
+    batch that has begun it.
+    """
+    folder = Path("/proc/sys/net/netfilter")
+    (folder / "nf_conntrack_tcp_loose").write_text("0")
+    for name in _SHORT:
+        (folder / f"nf_conntrack_{name}").write_text(str(SHORT_SECONDS))
+
+
+def set_timeouts() -> None:
+    """The time-outs of nf_conntrack that a kube-proxy sets, in this network namespace."""
+    folder = Path("/proc/sys/net/netfilter")
+    (folder / "nf_conntrack_tcp_timeout_established").write_text("86400")
+    (folder / "nf_conntrack_tcp_timeout_close_wait").write_text("3600")
+
+
+def _say(side: _Side, speaker: Speaker, each: Played, token: str) -> None:
+    """Sends one packet of a sequence."""
+    family, back = each.family, BACKEND[each.variant]
+    if token.startswith("<"):
+        known = side.seen_as.get((PROTOCOLS[each.protocol], family, speaker.tag))
+        if known is None and each.variant != "kept":
+            known = side.chosen(PROTOCOLS[each.protocol], end(CLIENT[family], speaker.tag))
+        nobody = (CLIENT, speaker.tag) if each.variant == "kept" else (OWN[back], NOBODYS_PORT)
+        host, port = known or (nobody[0][family], nobody[1])
+        source, to = end(POD[back][family], BACK_PORT), end(host, port)
+    else:
+        source = end(CLIENT[family], speaker.tag)
+        to = end(VIP[each.variant][family], FRONT_PORT)
+    packet = speaker.packet(token, source, to)
+    if packet is not None:
+        side.send(back if token.startswith("<") else "c0", packet)
+
+
+def _packet_socket(device: str) -> socket.socket:
+    made = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
+    made.setsockopt(263, 23, 1)  # SOL_PACKET, PACKET_IGNORE_OUTGOING
+    made.setsockopt(socket.SOL_SOCKET, 33, 64 << 20)  # SO_RCVBUFFORCE
+    made.bind((device, 0x0003))
+    made.setblocking(False)
+    return made
+
+
+def _ruleset() -> str:
+    lines = ["table inet nat {", "chain pre { type nat hook prerouting priority dstnat;"]
+    for variant in VARIANTS:
+        for family, word in ((4, "ip"), (6, "ip6")):
+            to = end(POD[BACKEND[variant]][family], BACK_PORT)
+            for protocol in PROTOCOLS:
+                lines.append(
+                    f"{word} daddr {VIP[variant][family]} {protocol} dport {FRONT_PORT}"
+                    f" dnat {word} to {to}"
+                )
+    lines += ["}", "chain post { type nat hook postrouting priority srcnat;"]
+    for variant in ("masked", "past"):
+        lines += [
+            f"ct original ip daddr {VIP[variant][4]} masquerade",
+            f"ct original ip6 daddr {VIP[variant][6]} masquerade",
+        ]
+    return "\n".join((*lines, "}", "}"))
+
+
+# ---- tables of connections -----------------------------------------------------------------------
+
+_CONNTRACK, _GET, _DELETE = 12, 0x101, 0x102
+_ORIGINAL, _STATUS, _PROTOINFO, _TIMEOUT = 1, 3, 4, 7
+_ASSURED = 1 << 2
+TCP_STATES: Final = (
+    "NONE", "SYN_SENT", "SYN_RECV", "ESTABLISHED", "FIN_WAIT", "CLOSE_WAIT", "LAST_ACK",
+    "TIME_WAIT", "CLOSE", "SYN_SENT2",
+)  # fmt: skip
+SCTP_STATES: Final = (
+    "NONE", "CLOSED", "COOKIE_WAIT", "COOKIE_ECHOED", "ESTABLISHED", "SHUTDOWN_SENT",
+    "SHUTDOWN_RECD", "SHUTDOWN_ACK_SENT", "HEARTBEAT_SENT",
+)  # fmt: skip
+_EARLY_DROP: Final = {
+    6: ("FIN_WAIT", "LAST_ACK", "TIME_WAIT", "CLOSE", "CLOSE_WAIT"),
+    132: ("SHUTDOWN_SENT", "SHUTDOWN_RECD", "SHUTDOWN_ACK_SENT"),
+    17: (),
+}
+"""States in which Linux drops a connection for others although it is assured: can_early_drop()."""
+_SHORT: Final = (
+    "tcp_timeout_close", "tcp_timeout_last_ack", "sctp_timeout_closed",
+    "sctp_timeout_cookie_wait", "sctp_timeout_cookie_echoed", "sctp_timeout_shutdown_sent",
+    "sctp_timeout_shutdown_recd", "sctp_timeout_shutdown_ack_sent",
+)  # fmt: skip
+QUIET_SECONDS: Final = 11
+"""Whether kbpf needs a connection is asked as if it had been quiet for so long: what it has for
+others' sake only it gives up after 5 or 10 s."""
+SHORT_SECONDS: Final = 40
+"""For time-outs of Linux between 3 and 30 s."""
+
+CLASSES: Final = (30, SHORT_SECONDS, 60, 120, 210, 300, 3_600, 86_400)
+"""Seconds: the time-outs that either has. What is left of one belongs to the next larger."""
+
+Key = tuple[int, str, str]
+
+
+class Row(NamedTuple):
+    """A connection of nf_conntrack: the original direction, and what becomes of it."""
+
+    protocol: int
+    source: str
+    source_port: int
+    to: str
+    to_port: int
+    state: str
+    assured: bool
+    left: int
+    """Seconds."""
+
+
+def flush_conntrack() -> None:
+    """Of the calling thread's network namespace."""
+    with Netlink(_CONNTRACK, "conntrack") as netlink:
+        netlink.ask(_DELETE, struct.pack("=BBH", 0, 0, 0))
+
+
+def dump_conntrack() -> list[Row]:
+    """Of the calling thread's network namespace: TCP, UDP and SCTP."""
+    with Netlink(_CONNTRACK, "conntrack") as netlink:
+        messages = netlink.dump(_GET, struct.pack("=BBH", 0, 0, 0))
+    found = []
+    for message in messages:
+        told = attributes(message.body[4:])
+        original = attributes(told[_ORIGINAL])
+        where, what = attributes(original[1]), attributes(original[2])
+        protocol = what[1][0]
+        if protocol not in _EARLY_DROP:
+            continue
+        hosts = [where.get(kinds[0], where.get(kinds[1], b"")) for kinds in ((1, 3), (2, 4))]
+        kind = socket.AF_INET if len(hosts[0]) == 4 else socket.AF_INET6
+        source, to = (socket.inet_ntop(kind, host) for host in hosts)
+        ports = [int.from_bytes(what[port], "big") for port in (2, 3)]
+        assured = bool(int.from_bytes(told[_STATUS], "big") & _ASSURED)
+        left = int.from_bytes(told[_TIMEOUT], "big")
+        state = _state(protocol, told, assured)
+        found.append(Row(protocol, source, ports[0], to, ports[1], state, assured, left))
+    return found
+
+
+def _read_conntrack() -> dict[Key, Outcome]:
+    found = {}
+    for row in dump_conntrack():
+        needed = row.assured and row.state not in _EARLY_DROP[row.protocol]
+        seconds = next(limit for limit in CLASSES if row.left <= limit)
+        key = (row.protocol, end(row.source, row.source_port), end(row.to, row.to_port))
+        found[key] = Outcome(row.state, needed, seconds)
+    return found
+
+
+def _state(protocol: int, told: dict[int, bytes], assured: bool) -> str:
+    if protocol == 17:
+        return "STREAM" if assured else "DATAGRAMS"
+    info = attributes(told.get(_PROTOINFO, b""))
+    (raw,) = info.values()
+    number = attributes(raw)[1][0]
+    return (TCP_STATES if protocol == 6 else SCTP_STATES)[number]
+
+
+def _read_flows(entries: Iterable[bytes]) -> dict[Key, Outcome]:
+    now = time.monotonic_ns()
+    found: dict[Key, Outcome] = {}
+    over: dict[bytes, int] = {}
+    held = list(entries)
+    for raw in held:
+        both = raw[flow_entries.BOTH_ENDS]
+        over[both] = max(over.get(both, 0), flow_entries.over(raw))
+    for raw in held:
+        if not flow_entries.is_question(raw) or over[raw[flow_entries.BOTH_ENDS]] < now:
+            continue
+        values = NAT.unpack(raw)
+        ends = [Target.unpack(value) for value in values[1:3]]
+        names = [end(format_addr(each.address), each.port) for each in ends]
+        protocol, state = raw[flow_entries.PROTOCOL], TcpState(raw[flow_entries.STATE])
+        seconds = flow_entries.HOLDS[protocol, state] // flow_entries.NANO
+        needed = flow_entries.is_needed(state, now - QUIET_SECONDS * flow_entries.NANO, now)
+        found[protocol, names[0], names[1]] = Outcome(state.name, needed, seconds)
+    return found

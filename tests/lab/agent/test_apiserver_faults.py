@@ -1,0 +1,373 @@
+"""The API server fails in every way that is everyday: Services go on, and changes arrive.
+
+Each test injects a fault into the agent's connections, changes something behind its back, and
+waits for it (settle()). Nothing may be deleted because something failed, and nobody may ask again
+and again without a pause.
+"""
+
+import queue
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kbpf.model.address import format_addr
+from kbpf.model.events import Delete, Event, ObjectKey, Synced, Upsert
+from kbpf.model.objects import EndpointSlice
+from kbpf.source.api import credentials as source
+from kbpf.source.api.kubeconfig import find_access
+from kbpf.source.api.reflector import Reflector
+from kbpf.source.api.resource import SERVICES, SLICES
+from tests.support.cluster.apiserver import ApiServer
+from tests.support.cluster.cluster import Cluster
+from tests.support.cluster.kube_objects import endpoint, endpoint_slice
+from tests.support.faults.faults import Cut, FaultProxy, Request
+from tests.support.lab.dial import UNSERVED, Dial, check
+from tests.support.lab.lab import ip, until
+from tests.support.lab.load import under_load
+
+HOST, NAME = "10.96.0.20", "web-20"
+RESOURCES = ("services", "endpointslices", "nodes", "pods")
+
+
+@pytest.fixture(scope="module")
+def faulty(programs: None) -> Iterator[Cluster]:
+    """One node; its agent reaches the API server through a fault proxy."""
+    with Cluster(1, "f", faulty=True, arguments=("--socket-lb-label", "true")) as made:
+        yield made
+
+
+@pytest.fixture
+def web(faulty: Cluster) -> Iterator[Cluster]:
+    """The cluster with a Service in it, no fault, and an agent that has not seen any yet."""
+    faulty.agent.kill()
+    faulty.proxy.heal()
+    faulty.start(faulty.agent)
+    with faulty.given(*faulty.web(20, "a1")):
+        faulty.proxy.wait_for_watches(4)
+        faulty.proxy.forget()
+        yield faulty
+
+
+def expect(cluster: Cluster, to: str, outcome: str, client: str = "a3") -> None:
+    check(cluster, Dial("now", client, to, outcome))
+
+
+def streams(request: Request) -> bool:
+    return "sendInitialEvents" in request.query
+
+
+def asked(proxy: FaultProxy, verb: str | None, resource: str | None = None) -> list[Request]:
+    """But for lists of one object, which tell the version, and how many Nodes there are."""
+    return [one for one in proxy.requests(verb, resource) if one.query.get("limit") != "1"]
+
+
+def whole_lists(proxy: FaultProxy) -> int:
+    """How many requests asked for everything."""
+    return len(asked(proxy, "list")) + sum(map(streams, proxy.requests("watch")))
+
+
+def is_unwell(cluster: Cluster) -> bool:
+    """Whether the agent that runs says so of all its sources."""
+    status = cluster.agent.own_status()
+    return status is not None and all(source["error"] for source in status["sources"])
+
+
+def test_it_asks_for_what_kube_proxy_asks_for_and_once(web: Cluster) -> None:
+    """What is selected by the server costs nobody anything."""
+    selectors = {
+        "services": {
+            "labelSelector": "!service.kubernetes.io/service-proxy-name",
+            "fieldSelector": "spec.clusterIP!=None",
+        },
+        "endpointslices": {"labelSelector": "!service.kubernetes.io/headless"},
+        "nodes": {},  # all of a small cluster: see test_reserved.py
+        "pods": {
+            "labelSelector": "kbpf.io/socket-lb=off",
+            "fieldSelector": "spec.nodeName=node-1",
+        },
+    }
+    web.agent.kill()
+    web.proxy.forget()
+    web.start(web.agent)
+    web.settle()
+    for resource, wanted in selectors.items():
+        (request,) = asked(web.proxy, None, resource)
+        for field, selector in wanted.items():
+            assert selector in request.query[field].split(",")
+        assert set(request.query) & {"labelSelector", "fieldSelector"} == set(wanted)
+
+
+@pytest.mark.parametrize("fault", [FaultProxy.refuse, FaultProxy.hang], ids=["refused", "hung"])
+def test_an_outage(web: Cluster, fault: Callable[[FaultProxy], None]) -> None:
+    """The agent dies and starts while it lasts; what changes meanwhile comes when it is over."""
+    proxy, gone = web.proxy, web.web(21, "a2")
+    web.create(*gone)
+    web.settle()
+    before = web.served()
+    with under_load(web, HOST, "a2", "host-1") as load:
+        fault(proxy)
+        web.kube.replace(web.slice(NAME, "a3"))
+        web.delete(*gone)
+        web.create(*web.web(22, "a1"))
+        load.goes_on()
+        web.agent.kill()
+        web.start(web.agent, wait=False)
+        if fault is FaultProxy.refuse:
+            until("the agent says so", lambda: is_unwell(web))
+        until("it has started", web.agent.own_status)
+        load.goes_on()
+        assert not web.agent.own_status()["synced"]
+        assert web.served() == before, "nothing is deleted before it was heard of"
+        proxy.heal()
+        web.agent.wait_synced()
+        web.settle()
+        expect(web, f"{HOST}:80", "a3")
+        expect(web, "10.96.0.21:80", UNSERVED)
+        expect(web, "10.96.0.22:80", "a1")
+    web.delete(*web.web(22, ""))
+
+
+@pytest.mark.parametrize("how", list(Cut), ids=lambda how: how.name)
+def test_a_watch_that_ends_is_taken_up_where_it_was(web: Cluster, how: Cut) -> None:
+    web.settle()
+    assert web.proxy.cut_watches(how) == 4
+    web.change(web.slice(NAME, "a2"))
+    expect(web, f"{HOST}:80", "a2")
+    assert whole_lists(web.proxy) == 0
+    web.proxy.wait_for_watches(4)
+
+
+@pytest.mark.parametrize("how", ["event", "answer"])
+def test_a_version_that_is_too_old_means_a_new_list(web: Cluster, how: str) -> None:
+    with under_load(web, HOST, "a2") as load:
+        if how == "event":
+            web.proxy.expire_watches()
+        else:
+            for resource in RESOURCES:
+                web.proxy.answer(410, resource=resource)
+            web.proxy.cut_watches(Cut.RESET)
+        load.goes_on()
+        web.change(web.slice(NAME, "a2"))
+        expect(web, f"{HOST}:80", "a2")
+    web.proxy.wait_for_watches(4)
+    assert whole_lists(web.proxy) == 4, "one for each resource"
+
+
+def test_what_vanished_unheard_is_deleted_by_the_new_list(web: Cluster) -> None:
+    more = web.web(23, "a1")
+    with web.given(*more):
+        web.proxy.freeze_watches()
+        web.delete(*more)
+        expect(web, "10.96.0.23:80", "a1")
+        web.proxy.expire_watches()
+        web.settle()
+        expect(web, "10.96.0.23:80", UNSERVED)
+
+
+def test_a_line_that_is_no_event_means_a_new_list(web: Cluster) -> None:
+    with under_load(web, HOST, "a2"):
+        web.proxy.send(b'{"type":"MODIFIED","object":{"kind":\n', "services")
+        web.proxy.send(b"<html>bad gateway</html>\n", "endpointslices")
+        web.change(web.slice(NAME, "a2"))
+        expect(web, f"{HOST}:80", "a2")
+    assert any("line unreadable" in line for line in web.agent.lines())
+
+
+def test_without_streaming_lists_pages_are_read(web: Cluster) -> None:
+    web.proxy.refuse_initial_events()
+    with under_load(web, HOST, "a2"):
+        web.agent.kill()
+        web.start(web.agent)
+        web.change(web.slice(NAME, "a2"))
+        expect(web, f"{HOST}:80", "a2")
+    for resource in RESOURCES:
+        assert len(asked(web.proxy, "list", resource)) == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "retry_after", "times", "least"),
+    [(500, None, 3, 1.2), (503, None, 2, 0.5), (401, None, 2, 0.5), (429, 1, 2, 1.9)],
+)
+def test_errors_are_met_with_patience(
+    web: Cluster, status: int, retry_after: int | None, times: int, least: float
+) -> None:
+    """`least`: seconds from the first answer to the try that succeeds."""
+    for resource in RESOURCES:
+        web.proxy.answer(status, times, resource=resource, retry_after=retry_after)
+    with under_load(web, HOST, "a2"):
+        web.proxy.cut_watches(Cut.RESET)
+        web.proxy.wait_for_requests(times, "watch", "endpointslices")
+        web.change(web.slice(NAME, "a2"))
+        expect(web, f"{HOST}:80", "a2")
+    web.proxy.wait_for_watches(4)
+    for resource in RESOURCES:
+        at = [request.at for request in web.proxy.requests("watch", resource)]
+        assert len(at) == times + 1
+        assert at[-1] - at[0] >= least
+    assert whole_lists(web.proxy) == 0
+
+
+def test_a_list_that_fails_deletes_nothing_and_is_not_hammered(web: Cluster) -> None:
+    before = web.served()
+    web.proxy.answer(500, None, verb=None)
+    web.agent.kill()
+    web.proxy.forget()
+    web.start(web.agent, wait=False)
+    for resource in RESOURCES:
+        requests = web.proxy.wait_for_requests(5, None, resource)
+        # 0.2, 0.4, 0.8, 1.6 seconds, each between half and full
+        assert requests[4].at - requests[0].at >= 1.5, "pauses grow"
+    assert web.served() == before
+    expect(web, f"{HOST}:80", "a1")
+
+
+def test_an_incomplete_list_deletes_nothing(web: Cluster) -> None:
+    """The second page never comes: at a start, and for an agent that runs."""
+    web.kube.create_many(
+        endpoint_slice("nobody", endpoint(f"10.250.0.{n % 250}"), name=f"nobody-{n}")
+        for n in range(501)
+    )
+    web.settle()
+    before = web.served()
+
+    def cut_lists_short() -> None:
+        web.proxy.refuse_initial_events()
+        web.proxy.answer(500, None, verb="list", where=lambda r: "continue" in r.query)
+        web.proxy.forget()
+
+    cut_lists_short()
+    web.proxy.expire_watches("endpointslices")
+    web.proxy.wait_for_requests(4, "list", "endpointslices")
+    assert web.served() == before
+    web.agent.kill()
+    cut_lists_short()
+    web.start(web.agent, wait=False)
+    web.proxy.wait_for_requests(4, "list", "endpointslices")
+    until("the agent has said so", web.agent.own_status)
+    assert web.served() == before
+    assert not web.agent.own_status()["synced"]
+    expect(web, f"{HOST}:80", "a1")
+    web.proxy.heal()
+    web.agent.wait_synced()
+    web.settle()
+    assert web.served() == before
+    for obj in web.kube.list("EndpointSlice")["items"]:
+        if obj["metadata"]["name"].startswith("nobody-"):
+            web.kube.delete("EndpointSlice", obj["metadata"]["name"])
+
+
+def test_a_stream_that_has_not_told_its_end_deletes_nothing(web: Cluster) -> None:
+    before = web.served()
+    web.proxy.rewrite_lines(lambda _, line: None if b"initial-events-end" in line else line)
+    web.agent.kill()
+    web.proxy.forget()
+    web.start(web.agent, wait=False)
+    web.proxy.wait_for_watches(4)
+    until("it has started", web.agent.own_status)
+    assert not web.agent.own_status()["synced"]
+    assert web.served() == before
+
+    def synced_by_pages() -> bool:
+        """A stream that has begun and broke off is followed by pages; one may not have begun."""
+        if not all(source["synced"] for source in web.agent.own_status()["sources"]):
+            web.proxy.cut_watches(Cut.RESET)
+            return False
+        return True
+
+    until("all are listed by pages", synced_by_pages)
+    assert len(asked(web.proxy, "list")) == 4
+    assert web.served() == before
+
+
+def test_the_network_to_the_api_server_is_gone_for_a_while(web: Cluster) -> None:
+    """No packet says so: what was sent meanwhile comes when it is back."""
+    link = f"n{web.lab.nodes[0].number}"
+    with under_load(web, HOST, "a2", "host-1") as load:
+        ip(f"link set {link} down", netns=web.lab.fabric)
+        web.kube.replace(web.slice(NAME, "a3"))
+        load.goes_on(100)
+        ip(f"link set {link} up", netns=web.lab.fabric)
+        web.settle()
+        expect(web, f"{HOST}:80", "a3")
+
+
+def test_a_watch_that_has_fallen_silent_is_taken_up_anew(
+    apiserver: ApiServer, faults: FaultProxy, tmp_path: Path
+) -> None:
+    """As when a proxy between has lost the server. An agent gives it 90 s; here it is one."""
+    said: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    access = find_access(faults.kubeconfig(tmp_path / "kubeconfig"))
+    reflector = Reflector(source.Cluster(access), SLICES, said.put, silence=1.0)
+    with apiserver.kube() as kube:
+        kube.clear()
+        reflector.start()
+        try:
+            while not isinstance(said.get(timeout=60.0), Synced):
+                pass
+            faults.wait_for_watches(1)
+            faults.forget()
+            faults.freeze_watches()
+            kube.create(endpoint_slice("web", endpoint("10.1.0.1")))
+            event = said.get(timeout=60.0)
+        finally:
+            reflector.stop()
+    assert isinstance(event, Upsert)
+    assert event.key.name == "web-ipv4"
+    assert not any(map(streams, faults.requests())), "from where it was, not from the start"
+
+
+def test_an_etcd_that_is_restored_from_a_backup(
+    programs: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What was made, changed and deleted since the backup is as it was then, with one warning for
+    all watches, and changes after the restore arrive, whose versions were used before.
+    """
+    known: dict[ObjectKey, object] = {}
+
+    def put(event: Event) -> None:
+        match event:
+            case Upsert():
+                known[event.key] = event.object
+            case Delete():
+                known.pop(event.key, None)
+
+    def slices() -> dict[str, str]:
+        """Name → the address of its one endpoint."""
+        found = {key.name: obj for key, obj in known.items() if isinstance(obj, EndpointSlice)}
+        return {
+            name: format_addr(obj.endpoints[0].address)
+            for name, obj in found.items()
+            if name.startswith("web")
+        }
+
+    def slice_(name: str, host: int) -> dict[str, Any]:
+        return endpoint_slice(name, endpoint(f"10.1.0.{host}"), name=name)
+
+    with ApiServer() as server, server.kube() as kube:
+        cluster = source.Cluster(find_access(server.kubeconfig(tmp_path / "kubeconfig")))
+        reflectors = [Reflector(cluster, resource, put) for resource in (SERVICES, SLICES)]
+        kube.create(slice_("web-kept", 1))
+        kube.create(slice_("web-deleted", 2))
+        server.back_up()
+        for reflector in reflectors:
+            reflector.start()
+        try:
+            until("it is listed", lambda: all(each.status().synced for each in reflectors))
+            assert slices() == {"web-kept": "10.1.0.1", "web-deleted": "10.1.0.2"}
+            kube.create(slice_("web-lost", 3))
+            kube.replace(slice_("web-kept", 4))
+            kube.delete("EndpointSlice", "web-deleted")
+            changed = {"web-kept": "10.1.0.4", "web-lost": "10.1.0.3"}
+            until("changes arrive", lambda: slices() == changed)
+            server.restore()
+            restored = {"web-kept": "10.1.0.1", "web-deleted": "10.1.0.2"}
+            until("it is as it was", lambda: slices() == restored)
+            kube.create(slice_("web-new", 5))
+            until("and goes on", lambda: slices() == {**restored, "web-new": "10.1.0.5"})
+        finally:
+            for reflector in reflectors:
+                reflector.stop()
+    warnings = [line for line in caplog.messages if "went back from version" in line]
+    assert len(warnings) == 1, warnings

@@ -1,0 +1,57 @@
+"""The rows of tests/values/config/test_config_file.py, asked of the real kube-proxy: what it makes
+of each text, and which it refuses. Nothing is served: it writes its settings and ends.
+"""
+
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from kbpf.config import load
+from tests.values.config.test_config_file import PROXY, SAYS, WRONG, field
+
+SAID_OTHERWISE = {
+    "mode: ''": "iptables",
+    "detectLocalMode: ''": "ClusterCIDR",
+    "iptables: {minSyncPeriod: 0s}": 1.0,
+}
+"""What it calls by name what we leave open, and the one default that is another."""
+
+REFUSED_LATER = {
+    "mode: ipvs\nipvs: {scheduler: best}",
+    "hostnameOverride: ' '",
+    "detectLocalMode: BridgeInterface\ndetectLocal: {bridgeInterface: a/b}",
+}
+"""What it writes, and then cannot run with."""
+
+
+@pytest.fixture(scope="module")
+def made(kube_proxy: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """Text of a row → the settings that kube-proxy writes; b"" where it refuses."""
+    folder = tmp_path_factory.mktemp("rows")
+    texts = list(dict.fromkeys(row.text for row in (*SAYS, *WRONG)))
+
+    def ask(number: int) -> bytes:
+        given, written = folder / f"{number}.in", folder / f"{number}.out"
+        given.write_text(PROXY + texts[number])
+        command = (str(kube_proxy), "--config", str(given), "--write-config-to", str(written))
+        done = subprocess.run(command, capture_output=True, check=False)
+        return written.read_bytes() if done.returncode == 0 else b""
+
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(texts, pool.map(ask, range(len(texts))), strict=True))
+
+
+def test_what_is_set_is_what_kube_proxy_sets(made: dict[str, bytes]):
+    found = {}
+    for row in SAYS:
+        assert made[row.text], f"kube-proxy refuses {row.text}"
+        value = field(load.load({}, {}, made[row.text]).config, row.field)
+        if value != row.value:
+            found[row.text] = value
+    assert found == SAID_OTHERWISE
+
+
+def test_what_is_refused_is_refused_by_kube_proxy(made: dict[str, bytes]):
+    assert {row.text for row in WRONG if made[row.text]} == REFUSED_LATER

@@ -1,0 +1,467 @@
+"""`kbpf run --config` in place of kube-proxy: kubeadm's files as they are, on a node of a cluster
+with a real API server. How the agent gets in, what follows when its file or its Node changes, and
+what it sets on the node.
+"""
+
+import contextlib
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from kbpf.cli import arguments
+from kbpf.cli.app import call
+from kbpf.config import load
+from kbpf.dataplane.bpf.maps import layout
+from kbpf.kernel.bpf.objects import Map
+from tests.support import plane
+from tests.support.cluster import kubeadm
+from tests.support.cluster.cluster import Cluster
+from tests.support.cluster.kube import Object
+from tests.support.cluster.kube_objects import node
+from tests.support.cluster.kubeadm import Mount
+from tests.support.lab.dial import Dial, check
+from tests.support.lab.lab import inside, ip, run, until
+from tests.support.lab.load import under_load
+from tests.support.lab.web import get
+from tests.support.prometheus import parse
+
+SPACE = "kube-system"
+PODS = "10.244.0.0/16,fd00:10:244::/48"
+RBAC = "rbac.authorization.k8s.io"
+BINDING = {
+    "metadata": {"name": "kubeadm:node-proxier"},
+    "roleRef": {"apiGroup": RBAC, "kind": "ClusterRole", "name": "system:node-proxier"},
+    "subjects": [{"kind": "ServiceAccount", "name": "kube-proxy", "namespace": SPACE}],
+}
+ON_EVERY = "10.244.1.1"
+"""An address of the node that is not its Node's."""
+
+
+class Kubeadm(Cluster):
+    """One node, whose agent is started as kubeadm's DaemonSet starts kube-proxy. There is no Node
+    object yet.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(1, "k")
+
+    def bring_up(self) -> None:
+        """The objects of kubeadm, the mounts of kubelet, the agent."""
+        self.account = Mount(self.lab.folder / "account")
+        self.mount = Mount(self.lab.folder / "kube-proxy")
+        body = json.dumps({"metadata": {"name": "kube-proxy"}}).encode()
+        self._post(f"/api/v1/namespaces/{SPACE}/serviceaccounts", body)
+        self._post(f"/apis/{RBAC}/v1/clusterrolebindings", json.dumps(BINDING).encode())
+        self.secret = ""
+        self.new_token()
+        self.put(self.config())
+        self.agent.start(wait=False, extra=("--config", str(self.mount.folder / "config.conf")))
+        self.agent.wait_synced()
+
+    def _post(self, path: str, body: bytes) -> Object:
+        status, answer = self.kube.request("POST", path, body, {"Content-Type": "application/json"})
+        assert status == 201, answer
+        return json.loads(answer)
+
+    def new_token(self) -> None:
+        """A token that holds as long as a Secret of its own; the one before holds no longer."""
+        before, self.secret = self.secret, f"{self.secret}x"
+        made = self._post(
+            f"/api/v1/namespaces/{SPACE}/secrets",
+            json.dumps({"metadata": {"name": self.secret}}).encode(),
+        )
+        reference = {"kind": "Secret", "apiVersion": "v1", "name": self.secret}
+        asked = {
+            "apiVersion": "authentication.k8s.io/v1",
+            "kind": "TokenRequest",
+            "spec": {"boundObjectRef": {**reference, "uid": made["metadata"]["uid"]}},
+        }
+        answer = self._post(
+            f"/api/v1/namespaces/{SPACE}/serviceaccounts/kube-proxy/token",
+            json.dumps(asked).encode(),
+        )
+        authority = self.api.authority.crt.read_text()
+        self.account.put(ca_crt=authority, token=answer["status"]["token"])
+        if before:
+            status, _ = self.kube.request("DELETE", f"/api/v1/namespaces/{SPACE}/secrets/{before}")
+            assert status == 200
+
+    def config(self, more: str = "") -> str:
+        """kubeadm's, with `more` in place of the same fields."""
+        said = yaml.safe_load(kubeadm.config(PODS, self.mount.folder / "kubeconfig.conf"))
+        return yaml.safe_dump(said | (yaml.safe_load(more) or {}))
+
+    def put(self, config: str) -> None:
+        """Changes the ConfigMap."""
+        self.mount.put(
+            config_conf=config,
+            kubeconfig_conf=kubeadm.kubeconfig(self.api.url, self.account.folder),
+        )
+
+    def begun(self) -> float:
+        """When the agent began that says how it is."""
+        status = self.agent.status()
+        return status["started"] if status is not None and status["synced"] else 0.0
+
+    @contextlib.contextmanager
+    def begins_anew(self) -> Iterator[None]:
+        """In the block the file changes, and the same process begins anew with it."""
+        before, pid = self.begun(), self.agent.pid
+        yield
+        until("it has begun anew", lambda: self.begun() > before, 120)
+        assert self.agent.is_running
+        assert self.agent.status()["pid"] == pid
+
+    @contextlib.contextmanager
+    def configured(self, more: str, ours: str = "") -> Iterator[None]:
+        """In the block the agent runs with other settings."""
+        with self.begins_anew():
+            self.put(self.config(more) + ours)
+        try:
+            yield
+        finally:
+            with self.begins_anew():
+                self.put(self.config())
+
+    def says(self, words: str) -> None:
+        """Waits until its log has these words."""
+        until(f"it says {words!r}", lambda: any(words in line for line in self.agent.lines()))
+
+
+@pytest.fixture(scope="module")
+def cluster(programs: None) -> Iterator[Kubeadm]:
+    with Kubeadm() as made:
+        made.create(*made.web(20, "a1", type="NodePort", node_port=30020))
+        made.settle()
+        yield made
+
+
+@pytest.fixture
+def with_node(cluster: Kubeadm) -> Iterator[Object]:
+    """The Node is there."""
+    home = cluster.lab.nodes[0]
+    made = cluster.kube.create(node(home.name, home.ip, home.ip6, zone="zone-1"))
+    yield made
+    cluster.kube.delete("Node", home.name)
+
+
+def reaches(cluster: Kubeadm, client: str, to: str, outcome: str) -> None:
+    check(cluster, Dial(f"{client} to {to}", client, to, outcome))
+
+
+def becomes(cluster: Kubeadm, what: str, address: str, answers: bool) -> None:
+    """Waits until the NodePort answers at an address, or does not any more."""
+    place = cluster["a2"]
+    until(what, lambda: ("name" in place.tcp(address, 30020, timeout=1.0)) is answers)
+
+
+def test_kubeadms_files_are_read_as_they_are(cluster: Kubeadm) -> None:
+    """The account's token and its role are enough; the Node may come later."""
+    said = "\n".join(cluster.agent.lines())
+    assert "WARNING kbpf ignored" not in said
+    assert "no field" not in said
+    assert "nodePortAddresses is unset" in said
+    assert said.count("there is no Node node-1 yet") == 1
+    reaches(cluster, "a2", "10.96.0.20:80", "a1")
+    reaches(cluster, "host-1", "127.0.0.1:30020", "a1")
+    for address in (cluster.lab.nodes[0].ip, ON_EVERY):
+        reaches(cluster, "a2", f"{address}:30020", "a1")
+
+
+def test_the_api_servers_own_service_is_never_left_without_a_backend(cluster: Kubeadm) -> None:
+    def behind() -> list[str]:
+        return plane.dump(cluster.agent.entries)["frontends"]["10.96.0.1:443/TCP"]["cluster"]
+
+    server = [f"{cluster.lab.outside_ip}:{cluster.api.port}/TCP"]
+    until("the API server has said where it is", lambda: behind() == server)
+    own = cluster.kube.get("EndpointSlice", "kubernetes")
+    del own["metadata"]["resourceVersion"]
+    cluster.kube.replace({**own, "endpoints": []})
+    cluster.settle()
+    assert behind() == server
+    cluster.kube.delete("EndpointSlice", "kubernetes")
+    cluster.settle()
+    assert behind() == server
+    restart(cluster)
+    cluster.settle()
+    assert behind() == server
+
+
+def test_the_token_is_read_again(cluster: Kubeadm) -> None:
+    """The old one is refused from then on; new connections are asked for by a restart."""
+    cluster.new_token()
+    restart(cluster)
+    cluster.settle()
+
+
+def restart(cluster: Kubeadm) -> None:
+    """The API server dies and comes back: all connections are new ones."""
+    cluster.api.kill()
+    cluster.api.restart()
+
+
+def test_a_changed_file_is_a_new_beginning_and_traffic_goes_on(cluster: Kubeadm) -> None:
+    own = cluster.lab.nodes[0].ip
+    with under_load(cluster, "10.96.0.20", "a2") as load:
+        with cluster.configured(f"nodePortAddresses: [{own}/32]"):
+            load.goes_on()
+            cluster.settle()
+            reaches(cluster, "a2", f"{own}:30020", "a1")
+            assert "error" in cluster["a2"].tcp(ON_EVERY, 30020, timeout=5.0)
+        load.goes_on()
+    cluster.settle()
+    reaches(cluster, "a2", f"{ON_EVERY}:30020", "a1")
+
+
+def test_a_wrong_file_is_told_and_what_it_said_before_stays(cluster: Kubeadm) -> None:
+    before = cluster.begun()
+    cluster.put(cluster.config("mode: userspace\noomScoreAdj: 5000"))
+    cluster.says("going on with what it said before")
+    (line,) = [line for line in cluster.agent.lines() if "going on with" in line]
+    assert "KubeProxyConfiguration.mode" in line
+    assert "KubeProxyConfiguration.oomScoreAdj" in line
+    cluster.put(cluster.config() + "# the same, with a remark\n")
+    cluster.says("says the same")
+    cluster.put(cluster.config())
+    cluster.settle()
+    assert cluster.begun() == before
+    reaches(cluster, "a2", "10.96.0.20:80", "a1")
+
+
+def test_our_document_stands_beside_kube_proxys(cluster: Kubeadm) -> None:
+    """A device that is not there is told once, and found when it comes."""
+    ours = (
+        "---\napiVersion: kbpf.io/v1alpha1\nkind: KbpfConfiguration\n"
+        "packetPath: {devices: [eth0, later0]}\n"
+    )
+    home = cluster.lab.nodes[0].netns
+    with cluster.configured("", ours):
+        cluster.says("--device later0 names no device")
+        until("it is a problem", lambda: any("later0" in line for line in problems(cluster)))
+        ip("link add later0 type veth peer name later1", netns=home)
+        try:
+            cluster.says("--device later0 names a device now")
+            until("it is no problem any more", lambda: not problems(cluster))
+            told = [line for line in cluster.agent.lines() if "--device later0 names no" in line]
+            assert len(told) == 1
+        finally:
+            ip("link del later0", netns=home)
+
+
+def problems(cluster: Kubeadm) -> list[str]:
+    return [line for line in cluster.agent.status()["problems"] if line.startswith("--device")]
+
+
+# ---- the node ------------------------------------------------------------------------------------
+
+
+PRIMARY = "nodePortAddresses: [primary]\ndetectLocalMode: NodeCIDR\nclusterCIDR: ''"
+
+
+def test_the_node_comes_changes_and_goes(cluster: Kubeadm) -> None:
+    """NodePorts on the Node's own addresses, which follow its object; its zone and its pods'
+    networks as well. What it said last stays when it is deleted.
+    """
+    with cluster.configured(PRIMARY):
+        becomes(cluster, "no Node: all addresses", ON_EVERY, True)
+        cluster.says("detect-local-mode=NodeCIDR has no network yet")
+        assert not cluster.agent.entries("local_networks")
+        made = comes(cluster)
+        changes(cluster)
+        goes(cluster)
+        comes_again(cluster, made)
+        cluster.change(cluster.slice("web-20", "a1"))
+        cluster.kube.delete("Node", cluster.lab.nodes[0].name)
+
+
+def comes(cluster: Kubeadm) -> Object:
+    home = cluster.lab.nodes[0]
+    made = cluster.kube.create(node(home.name, home.ip, zone="zone-1"))
+    networks = {"podCIDR": "10.244.1.0/24", "podCIDRs": ["10.244.1.0/24"]}
+    cluster.kube.patch("Node", home.name, {"spec": networks})
+    becomes(cluster, "the Node's address only", ON_EVERY, False)
+    reaches(cluster, "a2", f"{home.ip}:30020", "a1")
+    until("its network is known", lambda: len(cluster.agent.entries("local_networks")) == 1)
+    return made
+
+
+def changes(cluster: Kubeadm) -> None:
+    home = cluster.lab.nodes[0]
+    addresses(cluster, ON_EVERY)
+    becomes(cluster, "its new address", ON_EVERY, True)
+    becomes(cluster, "no longer the old one", home.ip, False)
+    cluster.change(cluster.slice("web-20", "a1@zone-1 a2@zone-2"))
+    reaches(cluster, "a3", "10.96.0.20:80", "a1")
+    label = {"metadata": {"labels": {"topology.kubernetes.io/zone": "zone-2"}}}
+    cluster.kube.patch("Node", home.name, label)
+    until("its zone", lambda: cluster["a3"].tcp("10.96.0.20", 80)["name"] == "a2")
+    reaches(cluster, "a3", "10.96.0.20:80", "a2")
+
+
+def goes(cluster: Kubeadm) -> None:
+    home = cluster.lab.nodes[0]
+    cluster.kube.delete("Node", home.name)
+    cluster.settle()
+    reaches(cluster, "a3", "10.96.0.20:80", "a2")
+    reaches(cluster, "a3", f"{ON_EVERY}:30020", "a2")
+    becomes(cluster, "still not", home.ip, False)
+
+
+def comes_again(cluster: Kubeadm, made: Object) -> None:
+    """With other networks: an API server lets nobody change those of a Node."""
+    name = cluster.lab.nodes[0].name
+    made["metadata"] = {"name": name, "labels": {"topology.kubernetes.io/zone": "zone-1"}}
+    made["spec"] = {"podCIDR": "10.244.9.0/24", "podCIDRs": ["10.244.9.0/24"]}
+    before = set(cluster.agent.entries("local_networks"))
+    cluster.kube.create(made)
+    until("other networks", lambda: set(cluster.agent.entries("local_networks")) - before)
+    until("only those", lambda: len(cluster.agent.entries("local_networks")) == 1)
+
+
+def addresses(cluster: Kubeadm, *found: str) -> None:
+    rows = [{"type": "InternalIP", "address": address} for address in found]
+    name = cluster.lab.nodes[0].name
+    cluster.kube.patch("Node", name, {"status": {"addresses": rows}}, sub="status")
+
+
+def test_a_bind_address_overrides_what_the_node_says(cluster: Kubeadm, with_node: Object) -> None:
+    with cluster.configured(f"bindAddress: {ON_EVERY}\nnodePortAddresses: [primary]"):
+        becomes(cluster, "that address", ON_EVERY, True)
+        becomes(cluster, "not the Node's", cluster.lab.nodes[0].ip, False)
+
+
+OTHERS = """
+conntrack:
+  maxPerCore: 0
+  tcpEstablishedTimeout: 2h0m0s
+  tcpCloseWaitTimeout: 0s
+  tcpBeLiberal: true
+  udpTimeout: 45s
+  udpStreamTimeout: 3m
+oomScoreAdj: 300
+"""
+
+
+def test_conntrack_and_oom_score_are_set_as_kube_proxy_sets_them(cluster: Kubeadm) -> None:
+    assert sysctl(cluster, "nf_conntrack_tcp_timeout_established") == "86400"
+    assert sysctl(cluster, "nf_conntrack_tcp_timeout_close_wait") == "3600"
+    with cluster.configured(OTHERS):
+        assert sysctl(cluster, "nf_conntrack_tcp_timeout_established") == "7200"
+        assert sysctl(cluster, "nf_conntrack_tcp_timeout_close_wait") == "3600"
+        assert sysctl(cluster, "nf_conntrack_tcp_be_liberal") == "1"
+        assert sysctl(cluster, "nf_conntrack_udp_timeout") == "45"
+        assert sysctl(cluster, "nf_conntrack_udp_timeout_stream") == "180"
+        score = Path(f"/proc/{cluster.agent.pid}/oom_score_adj").read_text()
+        assert score.strip() == "300"
+    assert sysctl(cluster, "nf_conntrack_tcp_timeout_established") == "86400"
+
+
+def sysctl(cluster: Kubeadm, name: str) -> str:
+    path = f"/proc/sys/net/netfilter/{name}"
+    return run(*inside(cluster.lab.nodes[0].netns, None, "cat", path)).strip()
+
+
+def test_an_agent_in_a_pod_is_told_where_the_api_server_is(cluster: Kubeadm) -> None:
+    """Without a kubeconfig: the account at its place, and the variables set to the real address."""
+    cluster.agent.stop()
+    place = "/var/run/secrets/kubernetes.io/serviceaccount"
+    script = (
+        f"mount -t tmpfs none /var/run && mkdir -p {place} && "
+        f'mount --bind {cluster.account.folder} {place} && exec "$@"'
+    )
+    cluster.agent.wrapper = (
+        *("unshare", "--mount", "env", f"KUBERNETES_SERVICE_HOST={cluster.lab.outside_ip}"),
+        *(f"KUBERNETES_SERVICE_PORT={cluster.api.port}", "sh", "-c", script, "sh"),
+    )
+    try:
+        cluster.agent.start()
+        cluster.settle()
+        reaches(cluster, "a2", "10.96.0.20:80", "a1")
+        cluster.agent.stop()
+    finally:
+        cluster.agent.wrapper = ()
+        cluster.agent.start(extra=("--config", str(cluster.mount.folder / "config.conf")))
+
+
+def test_every_flag_of_kube_proxy_is_known(kube_proxy: Path) -> None:
+    said = run(str(kube_proxy), "--help")
+    theirs = set(re.findall(r"^ +(?:-\w, )?(--[a-z0-9-]+)", said, re.M))
+    ours = set(re.findall(r"--[a-z0-9-]+", arguments.parser().format_help()))
+    assert len(theirs) > 50
+    assert theirs <= ours
+
+
+def test_kube_proxy_reads_what_we_write_and_the_other_way_round(
+    kube_proxy: Path, tmp_path: Path
+) -> None:
+    """The real one, strictly: it finds no field that it does not know."""
+    theirs, ours, again = (tmp_path / name for name in ("theirs", "ours", "again"))
+    run(str(kube_proxy), "--write-config-to", str(theirs))
+    assert call(["run", "--config", str(theirs), "--write-config-to", str(ours)]) == 0
+    assert not [note for note in load.load({}, {}, theirs.read_bytes()).notes if note.is_warning]
+    command = (str(kube_proxy), "--config", str(ours), "--write-config-to", str(again))
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "lenient" not in done.stderr
+    before, after = yaml.safe_load(theirs.read_text()), yaml.safe_load(again.read_text())
+    # What is empty or zero there is said here, or the other way round.
+    for config in (before, after):
+        config["nodePortAddresses"] = config["nodePortAddresses"] or []
+        config["ipvs"]["scheduler"] = config["ipvs"]["scheduler"] or "rr"
+    assert after == before
+
+
+def test_what_others_change_in_the_maps_is_repaired(cluster: Kubeadm) -> None:
+    """With configSyncPeriod; until then nobody looks."""
+    before = cluster.served()
+    with cluster.configured("configSyncPeriod: 1s"):
+        path = cluster.agent.pin_dir / f"maps-{layout.schema_hash()}" / "services"
+        with Map.open(path) as services:
+            for key, _ in list(services.items()):
+                services.delete(key)
+        cluster.says("others had changed what was programmed; repaired: ")
+        until("all is served again", lambda: cluster.served() == before)
+        reaches(cluster, "a2", "10.96.0.20:80", "a1")
+        looks_again(cluster)
+        said = repairs(cluster)
+        looks_again(cluster)
+        assert repairs(cluster) == said, "it has found nothing"
+        page = get(cluster.agent.node.netns, "127.0.0.1", 10249, "/metrics").body.decode()
+        assert parse(page)["kbpf_drift_entries_total"].value() > 0
+
+
+def looks_again(cluster: Kubeadm) -> None:
+    looks = cluster.agent.status()["applied"] + 2
+    until("it looks again", lambda: cluster.agent.status()["applied"] >= looks)
+
+
+def repairs(cluster: Kubeadm) -> int:
+    return sum("others had changed" in line for line in cluster.agent.lines())
+
+
+def test_a_mode_that_is_unset_is_an_event(cluster: Kubeadm) -> None:
+    def reasons() -> set[str]:
+        return {event["reason"] for event in cluster.kube.list("Event")["items"]}
+
+    assert "KubeProxyDefaultMode" not in reasons()
+    with cluster.configured("mode: ''"):
+        until("its Event is stored", lambda: "KubeProxyDefaultMode" in reasons())
+
+
+def test_each_line_of_a_json_log_is_json_and_none_has_a_token(cluster: Kubeadm) -> None:
+    """At the highest verbosity, while the API server goes and comes, and says no."""
+    with cluster.configured("logging: {format: json, verbosity: 10}"):
+        before = len(cluster.agent.lines())
+        cluster.new_token()
+        restart(cluster)
+        cluster.settle()
+        told = [json.loads(line) for line in cluster.agent.lines()[before:]]
+    assert {"info", "warning"} <= {line["level"] for line in told}
+    assert all({"time", "level", "logger", "message"} == line.keys() for line in told)
+    token = (cluster.account.folder / "token").read_text()
+    assert len(token) > 100
+    assert token not in "\n".join(cluster.agent.lines())

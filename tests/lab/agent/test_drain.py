@@ -1,0 +1,186 @@
+"""What an agent of mode bpf has left, on its way out: it leads nobody new, what it has begun goes
+on, and with the last connection it is gone. Who serves then is another test's (test_modes.py).
+
+And the way in: what begins while another data plane serves stays its own. Rules of nftables stand
+for IPVS here, which not every kernel has.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from kbpf.dataplane.bpf.drain import BpfRemains
+from kbpf.dataplane.bpf.maps.layout import NODE, NodeFlag
+from kbpf.errors import KernelError
+from kbpf.model.config import Config
+from tests.support.lab.dial import REFUSED, UNSERVED, Dial
+from tests.support.lab.field import NODES4, Field, at, check, split, there
+from tests.support.lab.lab import PATIENCE, Agent, run, until
+from tests.support.runtime.yielding_agent import CLSACT, HOLD
+
+
+@pytest.fixture
+def field() -> Iterator[Field]:
+    """Services 81 (local), 82 (remote); UDP at 91."""
+    with Field(name="rm", pods=(2, 1)) as made:
+        made.create(*made.all_ways(81, "a1"), *made.all_ways(82, "b1"))
+        made.create(*made.all_ways(91, "a1", "UDP"))
+        made.settle()
+        yield made
+
+
+def remains_of(field: Field) -> BpfRemains:
+    return BpfRemains(Config(pin_dir=field.agent.pin_dir))
+
+
+def test_it_leads_nobody_new_and_ends_with_its_last_connection(field: Field) -> None:
+    client, host = field["outside"], field.lab.nodes[0].host
+    kept = {
+        "local": (client, at("NodePort", 81)),
+        "remote": (client, at("VIP", 82)),
+        "pod": (field["a2!"], at("ClusterIP", 82)),
+        "hook": (field["a2"], at("ClusterIP", 81)),
+    }
+    for name, (place, to) in kept.items():
+        assert "name" in place.tcp(*split(to), keep=name), name
+    udp = field["a2!"].udp(*split(at("ClusterIP", 91)), keep="udp", connected=True)
+    assert udp["name"] == "a1"
+    field.agent.stop()
+    remains = remains_of(field)
+    assert there(host, remains.take)
+    assert there(host, lambda: remains.retire(time.monotonic())) is not None
+    for name, (place, _) in kept.items():
+        assert "name" in place.ask("talk", keep=name), name
+    (said,) = remains.problems()
+    assert "3 connections" in said  # hooks have no part in theirs
+    for row in (
+        Dial("a port", "outside", at("NodePort", 81), REFUSED),
+        Dial("an address", "outside", at("VIP", 81), UNSERVED),
+        Dial(
+            "a port that it had not", "outside", at("ClusterIP", 81).replace(":80", ":9"), UNSERVED
+        ),
+        Dial("a pod", "a2!", at("ClusterIP", 81), UNSERVED),
+        Dial("a pod with hooks", "a2", at("ClusterIP", 81), UNSERVED),
+    ):
+        check(field, row)
+    assert "error" in field["a2!"].ask("talk", keep="udp", timeout=5.0), "UDP is another's by now"
+    for name, (place, _) in kept.items():
+        place.ask("drop", keep=name)
+    later = time.monotonic() + PATIENCE  # the next look is put off
+
+    def gone() -> bool:
+        nonlocal later
+        later += PATIENCE
+        return there(host, lambda: remains.retire(later)) is None
+
+    until("nothing is left", gone)
+    remains.close()
+    assert not field.agent.pin_dir.exists()
+    for direction in ("ingress", "egress"):
+        shown = run("tc", "-n", field.agent.node.netns, "filter", "show", "dev", "eth0", direction)
+        assert "kbpf" not in shown
+    assert not remains_of(field).take()
+
+
+def test_without_connections_it_is_gone_at_once_and_a_new_agent_serves(field: Field) -> None:
+    host = field.lab.nodes[0].host
+    row = Dial("served", "outside", at("VIP", 81), "a1", "tcp", NODES4[0])
+    check(field, row)
+    remains = remains_of(field)
+    with pytest.raises(KernelError, match="another agent is at work"):
+        there(host, remains.take)
+    field.agent.stop()
+    assert there(host, remains.take)
+    until("it is gone", lambda: there(host, lambda: remains.retire(time.monotonic() + 60)) is None)
+    remains.close()
+    check(field, replace(row, outcome=UNSERVED))
+    field.agent.start()
+    check(field, row)
+
+
+def test_an_agent_that_comes_back_meanwhile_serves_again(field: Field) -> None:
+    host = field.lab.nodes[0].host
+    assert "name" in field["outside"].tcp(*split(at("NodePort", 82)), keep="k")
+    field.agent.stop()
+    remains = remains_of(field)
+    assert there(host, remains.take)
+    assert there(host, lambda: remains.retire(time.monotonic())) is not None
+    remains.close()
+    field.agent.start()
+    assert "name" in field["outside"].ask("talk", keep="k")
+    for number, who in ((81, "a1"), (82, "b1")):
+        check(field, Dial("again", "outside", at("VIP", number), who, "tcp", NODES4[0]))
+        check(field, Dial("again", "a2", at("ClusterIP", number), who, "tcp", field["a2"].ip))
+
+
+OTHER = """table ip NAME {
+  chain before {
+    type nat hook prerouting priority -100;
+    ip daddr 198.18.0.1 tcp dport 30081 dnat to POD:8080
+  }
+  chain after {
+    type nat hook postrouting priority 100;
+    ct status dnat masquerade
+  }
+  chain lose {
+    type filter hook postrouting priority 300;
+    ip protocol tcp ct status dnat tcp flags & (syn|ack) == syn|ack drop
+  }
+}
+"""
+
+
+@pytest.mark.parametrize("who", ["mode ipvs", "kube-proxy"])
+def test_a_connection_that_another_data_plane_got_stays_its_own(field: Field, who: str) -> None:
+    """Its answer is lost while the packet programs are put on the devices, and its SYN comes again
+    when they lead: to the backend that it had at first. The other one's is a2, ours a1.
+
+    A kube-proxy that has only rules is yielded to where devices lose packets meanwhile.
+    """
+    agent, home = field.agent, field.lab.nodes[0]
+    agent.stop()
+    remains = remains_of(field)
+    assert there(home.host, remains.take)
+    until("nothing is left", lambda: there(home.host, lambda: remains.retire(1e9)) is None)
+    remains.close()
+    nft = ("nsenter", f"--net=/run/netns/{home.netns}", "nft")
+    table = "kube-proxy" if who == "kube-proxy" else "other"
+    run(*nft, "-f", "-", stdin=OTHER.replace("POD", field["a2"].ip).replace("NAME", table))
+    row = Dial("new", "outside", at("NodePort", 81), "a1", "tcp", NODES4[0])
+    agent.state_dir.mkdir(exist_ok=True)
+    if who == "mode ipvs":
+        (agent.state_dir / "kbpf-ipvs0").mkdir()  # which it is known by
+    else:
+        (agent.state_dir / CLSACT).touch()
+    (agent.state_dir / HOLD).touch()
+    agent.module = "tests.support.runtime.yielding_agent"
+    try:
+        agent.start(wait=False)
+        until("it yields", lambda: NodeFlag.YIELDS in stance(agent))
+        field["outside"].ask("begin", host=NODES4[0], port=30081, keep="begun")
+        until("it is noted", lambda: agent.entries("yielded"))
+        assert field["outside"].tcp(NODES4[0], 30081, timeout=0.5)["error"] == "timeout"
+        (agent.state_dir / HOLD).unlink()
+        agent.wait_synced()
+        until("it leads", lambda: NodeFlag.YIELDS not in stance(agent))
+        check(field, row)
+        assert "error" in field["outside"].ask("go_on", keep="begun", timeout=0.1)
+        run(*nft, "flush", "chain", "ip", table, "lose")
+        answer = field["outside"].ask("go_on", keep="begun")
+        assert answer.get("name") == "a2"
+        assert field["outside"].ask("talk", keep="begun")["name"] == "a2"
+        check(field, row)
+        until("it is alone", lambda: stance(agent) == NodeFlag(0))
+    finally:
+        run(*nft, "delete", "table", "ip", table)
+
+
+def stance(agent: Agent) -> NodeFlag:
+    """What its programs are told about another data plane."""
+    try:
+        told = agent.entries("node")[bytes(4)]
+    except KernelError:  # there is no such map yet
+        return NodeFlag(0)
+    return NodeFlag(NODE.unpack(told)[2]) & (NodeFlag.YIELDS | NodeFlag.FOLLOWS)

@@ -1,0 +1,103 @@
+"""Where maps count against RLIMIT_MEMLOCK (before Linux 5.11): what the DaemonSet grants is enough
+for all of kbpf, and what happens with less.
+
+The container is runc's, made of manifests/base (the chart's is the same: test_manifests.py), but
+that its objects are files: an API server would take minutes under emulation.
+"""
+
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import pytest
+
+from tests.support.features import without
+from tests.support.lab.lab import Lab, Place
+from tests.support.runtime.folder_pod import FolderPod
+from tests.support.runtime.pods import capabilities_here
+
+pytestmark = without("memory_by_cgroup")
+
+KERNELS_OWN = 64 << 10
+"""Bytes that these kernels let a process lock, where nobody says otherwise."""
+ALL = "BPF NET_ADMIN PERFMON SYS_ADMIN SYS_RESOURCE"
+
+
+class Row(NamedTuple):
+    """What the container is granted, the limit that it is started with, and what its only error
+    says, "" if it serves. `seccomp`: the default profile, which lets only SYS_ADMIN call bpf(2).
+    """
+
+    name: str
+    granted: str
+    limit: int
+    seccomp: bool
+    said: str
+
+
+WANTED = "grant CAP_SYS_RESOURCE"
+ROWS = [
+    Row("as in manifests/", ALL, KERNELS_OWN, True, ""),
+    Row("without SYS_ADMIN", ALL.replace(" SYS_ADMIN", ""), KERNELS_OWN, False, ""),
+    Row("without SYS_RESOURCE", ALL.replace(" SYS_RESOURCE", ""), KERNELS_OWN, True, WANTED),
+    Row("with neither", "BPF NET_ADMIN PERFMON", KERNELS_OWN, False, WANTED),
+    Row("without SYS_RESOURCE, by a runtime that sets no limit", ALL.replace(" SYS_RESOURCE", ""),
+        resource.RLIM_INFINITY, True, ""),
+]  # fmt: skip
+
+
+def launch(house: FolderPod, row: Row) -> None:
+    """The DaemonSet's container, on a node that kbpf has never run on."""
+    house.agent.remove_pins()
+    template = house.template()
+    (container,) = template["spec"]["containers"]
+    rights = container["securityContext"]
+    assert set(rights["capabilities"]["add"]) == set(ALL.split())
+    rights["capabilities"]["add"] = row.granted.split()
+    if not row.seccomp:
+        rights["seccompProfile"] = {"type": "Unconfined"}
+    with locked(row.limit):
+        house.launch(template)
+
+
+@pytest.fixture(scope="module")
+def house() -> Iterator[FolderPod]:
+    with Lab(1, "lm", apart=True) as lab:
+        yield FolderPod(lab)
+
+
+@contextmanager
+def locked(limit: int) -> Iterator[None]:
+    """What is started meanwhile may lock so many bytes."""
+    before = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (limit, limit))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, before)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_what_it_needs(house: FolderPod, row: Row) -> None:
+    agent, outside = house.agent, Place("outside", house.node.lab.outside, None)
+    assert capabilities_here(row.granted.split()) == set(row.granted.split())
+    launch(house, row)
+    try:
+        if row.said:
+            assert agent.wait_ended() == 1
+            (said,) = (line for line in agent.lines() if " INFO " not in line)
+            assert "cannot create the map" in said
+            assert row.said in said
+            assert f"which is {row.limit} bytes" in said
+            return
+        agent.wait_synced()
+        status = agent.status()
+        assert status is not None
+        assert (status["error"], status["packets"]["problem"]) == ("", ""), agent.tail()
+        for place, to in ((outside, (house.node.ip, 30080)), (house.client, ("10.96.0.80", 80))):
+            assert place.tcp(*to).get("name") == "a1", place.name
+        assert agent.stop() == 0
+    finally:
+        agent.forget()
+        outside.close()

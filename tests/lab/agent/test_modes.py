@@ -1,0 +1,161 @@
+"""From one mode to the other on a node that serves, there and back: the agent is started anew."""
+
+import contextlib
+import json
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.support.features import needs
+from tests.support.lab.dial import REFUSED, Dial
+from tests.support.lab.field import NODES4, Field, at, check, split
+from tests.support.lab.lab import Agent, run, until
+from tests.support.lab.load import under_load
+
+pytestmark = needs("ipvs")
+
+OTHER = {"bpf": "ipvs", "ipvs": "bpf"}
+SLOWLY = 240.0
+"""Seconds: IPVS keeps what has ended for two minutes."""
+
+
+@pytest.fixture(scope="module")
+def field() -> Iterator[Field]:
+    """Services 81 (local), 82 (remote), 83 (both), 84 (none), 85 (Local, both); UDP at 93."""
+    with Field(name="md", pods=(3, 1)) as made:
+        for number, who, policy in SETS:
+            made.create(*made.all_ways(number, who, external_policy=policy))
+        made.create(*made.all_ways(93, "a1 b1", "UDP"))
+        pod = made["a3"]
+        made.unhook("a3!", pod.netns, pod.ip, pod.ip6, made.home["a3"])
+        made.settle()
+        yield made
+
+
+SETS = ((81, "a1", "Cluster"), (82, "b1", "Cluster"), (83, "a1 b1", "Cluster"),
+        (84, "", "Cluster"), (85, "a1 b1", "Local"))  # fmt: skip
+
+
+def become(agent: Agent, mode: str) -> None:
+    """The same node, restarted with another --mode; its state folder was a container's."""
+    agent.stop()
+    shutil.rmtree(agent.state_dir, ignore_errors=True)
+    agent.mode = mode
+    agent.start()
+
+
+def serves(field: Field) -> None:
+    """New connections, from everywhere."""
+    own = NODES4[0]
+    for row in (
+        Dial("NodePort, local", "outside", at("NodePort", 81), "a1", "tcp", own),
+        Dial("NodePort, remote", "outside", at("NodePort", 82), "b1", "tcp", own),
+        Dial("VIP, Local", "outside", at("VIP", 85), "a1", "tcp", "198.18.0.254"),
+        Dial("nobody", "outside", at("VIP", 84), REFUSED),
+        Dial("a pod", "a3", at("ClusterIP", 82), "b1", "tcp", field["a3"].ip),
+        Dial("UDP", "outside", at("NodePort", 93), "a1 b1", "udp", own),
+    ):
+        check(field, row)
+
+
+class Kept:
+    """Connections that stay open: who, where to, and whether a socket hook may have made it. No pod
+    has both these and new ones: those that a hook has made go to backends directly, and a new one
+    that IPVS leads to the same backend from the same port would have their answers (ipvs.md).
+    """
+
+    WAYS = (
+        ("outside", "NodePort", 81),
+        ("outside", "NodePort", 82),
+        ("outside", "VIP", 83),
+        ("outside", "VIP", 85),
+        ("a2", "ClusterIP", 81),
+        ("a2", "ClusterIP", 82),
+        ("a2!", "ClusterIP", 82),
+        ("host-1", "ClusterIP", 82),
+    )
+
+    def __init__(self, field: Field) -> None:
+        self.field = field
+        for client, kind, number in self.WAYS:
+            answer = field[client].tcp(*split(at(kind, number)), keep=f"{client}{kind}{number}")
+            assert "name" in answer, (client, kind, number, answer)
+
+    def talk(self) -> dict[str, Any]:
+        """Those that do not go on, with what they got."""
+        found = {}
+        for client, kind, number in self.WAYS:
+            answer = self.field[client].ask("talk", keep=f"{client}{kind}{number}", timeout=60.0)
+            if "name" not in answer:
+                found[f"{client} {kind} {number}"] = answer
+        return found
+
+    def end(self) -> None:
+        for client, kind, number in self.WAYS:
+            self.field[client].ask("drop", keep=f"{client}{kind}{number}")
+
+
+def left(agent: Agent) -> list[str]:
+    """What the other mode has on the node."""
+    if agent.mode == "bpf":
+        links = json.loads(run("ip", "-n", agent.node.netns, "-j", "link", "show"))
+        found = [link["ifname"] for link in links if link["ifname"] == "kbpf-ipvs0"]
+        tables = run("nsenter", f"--net=/run/netns/{agent.node.netns}", "nft", "list", "tables")
+        found += [line for line in tables.splitlines() if "kbpf" in line]
+        found += list(agent.virtual_services())
+        return found + [str(path) for path in agent.state_dir.glob("*")]
+    devices = run("tc", "-n", agent.node.netns, "filter", "show", "dev", "eth0", "ingress")
+    return ([str(agent.pin_dir)] if agent.pin_dir.exists() else []) + (
+        ["filters"] if "kbpf" in devices else []
+    )
+
+
+def known(field: Field) -> str:
+    """The connections of IPVS on the node, for who wants to know why one has failed."""
+    where = f"--net=/run/netns/{field.agent.node.netns}"
+    return run("nsenter", where, "cat", "/proc/net/ip_vs_conn")[:20_000]
+
+
+@pytest.mark.parametrize("mode", ["ipvs", "bpf"])
+def test_another_mode(field: Field, mode: str) -> None:
+    """No new connection fails, those that are there go on, and in the end nothing is left."""
+    if field.agent.mode == mode:  # this test alone
+        become(field.agent, OTHER[mode])
+    kept = Kept(field)
+    with contextlib.ExitStack() as stack:
+        loads = [
+            stack.enter_context(under_load(field, *to, pause=0.05, **how))
+            for *to, how in (
+                (split(at("NodePort", 83))[0], "outside", {"port": 30083, "answers": "a1 b1"}),
+                ("10.96.0.83", "a3!", "a3", "host-1", {"answers": "a1 b1"}),
+            )
+        ]
+        try:
+            become(field.agent, mode)
+            for load in loads:
+                load.goes_on()
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{field.agent.tail(40)}\n{known(field)}") from None
+    assert kept.talk() == {}
+    serves(field)
+    status = field.agent.status()
+    assert status is not None
+    assert status["choice"] == {"asked": mode if mode == "ipvs" else "auto", "mode": mode,
+                                "reason": "", "why": ""}  # fmt: skip
+    kept.end()
+    until("nothing is left of the other mode", lambda: left(field.agent) == [], SLOWLY)
+    serves(field)
+
+
+def test_while_one_runs_the_other_does_not_start(field: Field) -> None:
+    agent = field.agent
+    other = Agent(field.lab.nodes[0], "--source", str(field.folder))
+    other.state_dir, other.log = agent.state_dir, agent.log.with_suffix(".other")
+    other.mode = OTHER[agent.mode]
+    field.lab.nodes[0].agent = agent
+    other.start(wait=False)
+    assert other.wait_ended() != 0
+    assert "another agent is at work here" in other.tail()
+    serves(field)

@@ -1,0 +1,677 @@
+"""What an agent says of itself, beside what a real kube-proxy says that has the same objects.
+
+node-1 runs kbpf, node-2 runs kube-proxy. Both are asked the same, and the answers must be the same:
+status, headers, bodies (but for times), the names of series with their types, labels and buckets.
+"""
+
+import contextlib
+import json
+import re
+import resource
+import subprocess
+import time
+from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.support.build.promtool import promtool
+from tests.support.cluster.apiserver import ApiServer
+from tests.support.cluster.kube import Kube, Object
+from tests.support.cluster.kube_objects import (
+    endpoint,
+    endpoint_slice,
+    node,
+    port,
+    service,
+    slice_port,
+)
+from tests.support.cluster.kube_proxy import KubeProxy
+from tests.support.lab.lab import PATIENCE, Agent, Lab, Node, until
+from tests.support.lab.sockets import bound, connect
+from tests.support.lab.web import Got, get
+from tests.support.prometheus import Family, parse
+from tests.support.runtime import docs
+from tests.values.serve.test_zpages import WISHES, Wish
+
+HEALTH, METRICS, CHECK = 10256, 10249, 31_999
+TRIGGER = "endpoints.kubernetes.io/last-change-trigger-time"
+AUTOSCALER = {"key": "ToBeDeletedByClusterAutoscaler", "effect": "NoSchedule"}
+
+
+class Site:
+    """Two nodes with the same objects, one of kbpf and one of kube-proxy."""
+
+    def __init__(self, lab: Lab, kube: Kube, agent: Agent, proxy: KubeProxy) -> None:
+        self.kube, self.agent, self.proxy = kube, agent, proxy
+        self.ours, self.theirs = lab.nodes
+
+    @property
+    def nodes(self) -> tuple[Node, Node]:
+        return self.ours, self.theirs
+
+    def metrics(self, which: Node | None = None) -> dict[str, Family]:
+        """The page of metrics; ours is at most a second old, so ask until it says what it must."""
+        found = get((which or self.ours).netns, "127.0.0.1", METRICS, "/metrics")
+        return parse(found.body.decode())
+
+
+@pytest.fixture(scope="module")
+def site(programs: None, kube_proxy: Path) -> Iterator[Site]:
+    with contextlib.ExitStack() as stack:
+        lab = stack.enter_context(Lab(2, "ob", apart=True))
+        api = stack.enter_context(ApiServer(addresses=(lab.outside_ip,), netns=lab.outside))
+        kube = stack.enter_context(api.kube())
+        for each in lab.nodes:
+            kube.create(node(each.name, each.ip, each.ip6))
+        config = api.kubeconfig(lab.folder / "kubeconfig", "kbpf")
+        # Both have to answer on the same addresses: kube-proxy's nftables mode would choose others.
+        every = "0.0.0.0/0,::/0"
+        proxy = KubeProxy(lab.nodes[1], "nftables", config, f"--nodeport-addresses={every}")
+        stack.enter_context(proxy)
+        agent = Agent(lab.nodes[0], "--kubeconfig", str(config), "--accounting", "full")
+        with few_files():
+            agent.start()
+        made = Site(lab, kube, agent, proxy)
+        until("kube-proxy has synced", lambda: has_synced(made), 120)
+        yield made
+
+
+@contextlib.contextmanager
+def few_files() -> Iterator[None]:
+    """What is started now may open 1024 files, and more if it asks."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def has_synced(site: Site) -> bool:
+    assert site.proxy.is_running, site.proxy.tail()
+    with contextlib.suppress(OSError):
+        return b'"status"' in get(site.theirs.netns, "127.0.0.1", HEALTH, "/livez").body
+    return False
+
+
+@pytest.fixture
+def web(site: Site) -> Iterator[str]:
+    """A Service with a health check and an endpoint on each node."""
+    site.kube.create(
+        service("web", port(80), type="LoadBalancer", external_policy="Local",
+                families=("IPv4", "IPv6"), health_check_node_port=CHECK)
+    )  # fmt: skip
+    for family, addresses in (("IPv4", ("10.244.1.2", "10.244.2.2")),
+                              ("IPv6", ("fd00:10:244:1::2", "fd00:10:244:2::2"))):  # fmt: skip
+        ends = [
+            endpoint(at, node=each.name) for at, each in zip(addresses, site.nodes, strict=True)
+        ]
+        site.kube.create(endpoint_slice("web", *ends, family=family))
+    yield "web"
+    clear(site.kube)
+
+
+def clear(kube: Kube) -> None:
+    """Removes all Services and slices but that of the API server."""
+    for kind in ("Service", "EndpointSlice"):
+        for obj in kube.list(kind)["items"]:
+            meta = obj["metadata"]
+            owner = meta.get("labels", {}).get("kubernetes.io/service-name", meta["name"])
+            if owner != "kubernetes":
+                kube.delete(kind, meta["name"], meta["namespace"])
+
+
+# ---- the same answers --------------------------------------------------------------------------
+
+ASKED = [
+    (HEALTH, "/healthz", "GET"),
+    (HEALTH, "/livez", "GET"),
+    (HEALTH, "/healthz", "POST"),
+    (HEALTH, "/healthz", "HEAD"),
+    (HEALTH, "/", "GET"),
+    (HEALTH, "/ready", "GET"),
+    (METRICS, "/healthz", "GET"),
+    (METRICS, "/healthz?verbose", "GET"),
+    (METRICS, "/livez", "GET"),
+    (METRICS, "/", "GET"),
+]
+
+
+def plain(got: Got) -> tuple[int, dict[str, str], str]:
+    """Without what differs from one moment to the next: times."""
+    headers = {k: v for k, v in got.headers.items() if k not in ("Date", "Content-Length")}
+    return got.status, headers, re.sub(r'"\d{4}-[^"]*Z"', '"TIME"', got.body.decode())
+
+
+@pytest.mark.parametrize("number", [HEALTH, METRICS])
+def test_by_which_path_one_tells_them_apart(site: Site, number: int):
+    ours, theirs = (get(n.netns, "127.0.0.1", number, "/readyz") for n in site.nodes)
+    assert (ours.status, ours.body, theirs.status) == (200, b"kbpf serves\n", 404)
+
+
+@pytest.mark.parametrize(("number", "path", "method"), ASKED)
+def test_kube_proxys_answer(site: Site, number: int, path: str, method: str):
+    ours, theirs = (get(n.netns, "127.0.0.1", number, path, method) for n in site.nodes)
+    assert plain(ours) == plain(theirs)
+
+
+def test_both_families_answer(site: Site):
+    for each in site.nodes:
+        assert get(each.netns, each.ip6, HEALTH, "/healthz").status == 200
+        assert get(each.netns, each.ip, HEALTH, "/healthz").status == 200
+
+
+def test_metrics_are_for_this_machine_only(site: Site):
+    for each in site.nodes:
+        with pytest.raises(ConnectionRefusedError):
+            get(each.netns, each.ip, METRICS, "/metrics")
+
+
+def test_the_mode_and_the_settings(site: Site):
+    mode = get(site.ours.netns, "127.0.0.1", METRICS, "/proxyMode")
+    theirs = get(site.theirs.netns, "127.0.0.1", METRICS, "/proxyMode")
+    assert mode.body == b"bpf"
+    assert plain(mode)[:2] == plain(theirs)[:2]
+    ours, theirs = (
+        json.loads(get(n.netns, "127.0.0.1", METRICS, "/configz").body) for n in site.nodes
+    )
+    assert theirs.keys() <= ours.keys()
+    group = "kubeproxy.config.k8s.io"
+    assert ours[group].keys() <= theirs[group].keys()
+    assert ours[group]["kind"] == theirs[group]["kind"]
+    for name in ("healthzBindAddress", "metricsBindAddress", "bindAddressHardFail"):
+        assert ours[group][name] == theirs[group][name]
+
+
+@pytest.mark.parametrize("wish", WISHES, ids=lambda wish: repr(wish.accept))
+@pytest.mark.parametrize("path", ["/statusz", "/flagz"])
+def test_the_pages_of_the_process(site: Site, path: str, wish: Wish):
+    """The same statuses, types and headers; of objects the same fields with the same types."""
+    ours, theirs = (
+        get(each.netns, "127.0.0.1", METRICS, path, Accept=wish.accept) for each in site.nodes
+    )
+    theirs.headers.setdefault("X-Content-Type-Options", "nosniff")
+    assert plain(ours)[:2] == plain(theirs)[:2]
+    if ours.status != 200:
+        assert yaml.safe_load(ours.body) == yaml.safe_load(theirs.body)  # JSON is YAML, too
+        return
+    if "text" in ours.headers["Content-Type"]:
+        assert ours.body.splitlines()[2] == theirs.body.splitlines()[2]
+        return
+    mine, others = (yaml.safe_load(each.body) for each in (ours, theirs))
+    assert list(mine) == list(others)
+    assert {k: type(v) for k, v in mine.items()} == {k: type(v) for k, v in others.items()}
+    same = ("kind", "apiVersion", "emulationVersion")
+    assert [mine.get(name) for name in same] == [others.get(name) for name in same]
+    if path == "/statusz":
+        assert set(others["paths"]) < set(mine["paths"])
+    else:
+        assert mine["flags"]["kubeconfig"] == others["flags"]["kubeconfig"]
+
+
+# ---- health checks of Services -----------------------------------------------------------------
+
+
+def check(site: Site, which: Node, v6: bool = False) -> tuple[int, dict[str, str], str] | None:
+    host = which.ip6 if v6 else which.ip
+    with contextlib.suppress(OSError):
+        return plain(get(which.netns, host, CHECK, "/any/path?x"))
+    return None
+
+
+def agree(site: Site, status: int, weight: int, v6: bool = False) -> None:
+    """Both come to say this, in the same words."""
+
+    def said() -> bool:
+        both = [check(site, each, v6) for each in site.nodes]
+        head = both[0] and (both[0][0], both[0][1]["X-Load-Balancing-Endpoint-Weight"])
+        return both[0] == both[1] and head == (status, str(weight))
+
+    until(f"both say {status} with weight {weight}", said)
+
+
+def test_health_checks_say_what_kube_proxys_say(site: Site, web: str):
+    here = [("10.244.1.2", site.ours), ("10.244.2.2", site.theirs)]
+
+    def ends(**conditions: bool) -> None:
+        made = [endpoint(at, node=each.name, **conditions) for at, each in here]
+        site.kube.replace(endpoint_slice("web", *made))
+
+    agree(site, 200, 1)
+    agree(site, 200, 1, v6=True)
+    ends(ready=False, serving=True, terminating=True)
+    agree(site, 503, 0)
+    agree(site, 200, 1, v6=True)  # each family has its own endpoints
+    ends(ready=True)
+    agree(site, 200, 1)
+    two = [
+        endpoint(f"10.244.{number}.{i}", node=each.name)
+        for number, each in enumerate(site.nodes, 1)
+        for i in (2, 3)
+    ]
+    site.kube.replace(endpoint_slice("web", *two))
+    agree(site, 200, 2)
+    site.kube.patch("Service", "web", {"spec": {"externalTrafficPolicy": "Cluster"}})
+    until("nobody answers any more", lambda: [check(site, n) for n in site.nodes] == [None, None])
+    assert get(site.ours.netns, "127.0.0.1", METRICS, "/metrics").status == 200
+
+
+def test_health_checks_answer_on_primary_addresses_only(site: Site, web: str):
+    """As kube-proxy's do with `nodePortAddresses: [primary]`, which is our default."""
+    agree(site, 200, 1)
+    agree(site, 200, 1, v6=True)
+    for host in ("127.0.0.1", "::1"):
+        with pytest.raises(ConnectionRefusedError):
+            get(site.ours.netns, host, CHECK)
+
+
+def test_a_taken_port_of_a_health_check_is_tried_again_and_said(site: Site):
+    number = 31_998
+    taken = bound(site.ours.netns, "0.0.0.0", number)
+    taken.listen()
+    try:
+        site.kube.create(
+            service("late", port(80), type="LoadBalancer", external_policy="Local",
+                    health_check_node_port=number)
+        )  # fmt: skip
+        [event] = until("it is said", lambda: said_of(site, "Service", "late"))
+        assert event["reason"] == "FailedToStartServiceHealthcheck"
+        assert (event["type"], event["action"]) == ("Warning", "Listen")
+        assert f"on port {number}" in event["note"]
+        assert 'node node-1 failed to start healthcheck "default/late"' in event["note"]
+        page = until_metrics(site, "kbpf_service_health_checks_failed", 1)
+        assert page["kbpf_service_health_checks"].value() == 1
+        # The other family is not half a health check.
+        with pytest.raises(ConnectionRefusedError):
+            get(site.ours.netns, site.ours.ip6, number)
+    finally:
+        taken.close()
+
+    def answers() -> bool:
+        with contextlib.suppress(OSError):
+            return get(site.ours.netns, site.ours.ip, number).status == 503
+        return False
+
+    until("it has its port", answers)
+    until_metrics(site, "kbpf_service_health_checks_failed", 0)
+    clear(site.kube)
+
+
+def until_metrics(site: Site, name: str, value: float, **labels: str) -> dict[str, Family]:
+    def page() -> dict[str, Family] | None:
+        found = site.metrics()
+        return found if found[name].value(**labels) == value else None
+
+    return until(f"{name} {labels} is {value}", page)
+
+
+# ---- the node ----------------------------------------------------------------------------------
+
+
+def test_a_node_that_leaves_is_not_eligible(site: Site):
+    def answers() -> list[tuple[int, dict[str, str], str]]:
+        found = []
+        for path in ("/healthz", "/livez"):
+            found += [plain(get(n.netns, "127.0.0.1", HEALTH, path)) for n in site.nodes]
+        return found
+
+    def statuses() -> list[int]:
+        return [status for status, *_ in answers()]
+
+    for each in site.nodes:
+        site.kube.patch("Node", each.name, {"spec": {"taints": [AUTOSCALER]}})
+    until("both say so", lambda: statuses() == [503, 503, 200, 200])
+    ours, theirs, *livez = answers()
+    assert ours == theirs
+    assert livez[0] == livez[1]
+    for each in site.nodes:
+        site.kube.patch("Node", each.name, {"spec": {"taints": None, "unschedulable": True}})
+    until("both are well", lambda: statuses() == [200] * 4)
+    for each in site.nodes:
+        site.kube.patch("Node", each.name, {"spec": {"unschedulable": None}})
+
+
+def test_a_node_that_is_being_deleted_is_not_eligible(site: Site):
+    """Its object waits for a finalizer; when it is gone nothing gets better. kube-proxy 1.37 ends
+    then, to be started again by its kubelet; kbpf goes on.
+    """
+
+    def statuses() -> list[int]:
+        try:
+            return [get(each.netns, "127.0.0.1", HEALTH, "/healthz").status for each in site.nodes]
+        except ConnectionRefusedError:
+            return []  # kube-proxy does not listen yet
+
+    for each in site.nodes:
+        site.kube.patch("Node", each.name, {"metadata": {"finalizers": ["x.io/wait"]}})
+        site.kube.delete("Node", each.name)
+    until("both say so", lambda: statuses() == [503, 503])
+    for each in site.nodes:
+        site.kube.patch("Node", each.name, {"metadata": {"finalizers": None}})
+    until("kube-proxy has ended", lambda: not site.proxy.is_running)
+    for each in site.nodes:
+        site.kube.create(node(each.name, each.ip, each.ip6))
+    site.proxy.start()
+    until("both are well with the new ones", lambda: statuses() == [200, 200])
+
+
+# ---- events ------------------------------------------------------------------------------------
+
+
+def said_of(site: Site, kind: str, name: str) -> list[Object]:
+    """The Events about an object."""
+    found = site.kube.list("Event")["items"]
+    return [e for e in found if (e["regarding"]["kind"], e["regarding"]["name"]) == (kind, name)]
+
+
+def test_both_say_that_they_start(site: Site):
+    events = [said_of(site, "Node", each.name)[0] for each in site.nodes]
+
+    def shape(event: Object) -> Object:
+        same = ("reason", "type", "action", "reportingController")
+        return {k: event[k] for k in same} | {
+            "regarding": event["regarding"] | {"name": "NODE"},
+            "namespace": event["metadata"]["namespace"],
+            "fields": sorted(event.keys() - {"note"}),
+        }
+
+    assert shape(events[0]) == shape(events[1])
+    assert "kbpf" in events[0]["note"]
+    assert events[0]["metadata"]["name"].startswith("node-1.")
+
+
+# ---- metrics -----------------------------------------------------------------------------------
+
+OF_A_MODE = re.compile(r"kubeproxy_(iptables_|sync_proxy_rules_(ip|nf)tables_).*")
+"""Series of kube-proxy that belong to iptables or nftables."""
+RECONCILER = {
+    f"kubeproxy_conntrack_reconciler_{name}" for name in ("sync_duration_seconds",
+                                                          "deleted_entries_total")
+}  # fmt: skip
+
+
+def test_every_series_of_kube_proxy_that_belongs_to_no_mode(site: Site, web: str):
+    agree(site, 200, 1)
+    for each in site.nodes:
+        for path in ("/healthz", "/livez"):
+            get(each.netns, "127.0.0.1", HEALTH, path)
+    now = datetime.fromtimestamp(time.time() + 1, UTC).isoformat().replace("+00:00", "Z")
+    change = {"metadata": {"annotations": {TRIGGER: now}}, "endpoints": []}
+    site.kube.patch("EndpointSlice", "web-ipv4", change)
+    agree(site, 503, 0)
+    name = "kubeproxy_network_programming_duration_seconds"
+
+    def timed(which: Node) -> float:
+        found = site.metrics(which).get(name)
+        values = found.samples.items() if found else ()
+        return sum(v for (sample, _), v in values if sample == f"{name}_count")
+
+    for each in site.nodes:
+        until(f"{each.name} has timed the change", lambda each=each: timed(each) >= 1)
+    prefix = "kubeproxy_sync_proxy_rules_endpoint_changes"
+    before = {each.name: site.metrics(each)[f"{prefix}_total"].value() for each in site.nodes}
+    dns = endpoint_slice("dns", endpoint("10.244.1.2"), ports=[slice_port(53, protocol="UDP")])
+    site.kube.create(service("dns", port(53, protocol="UDP")))
+    site.kube.create(dns)
+
+    def knows(which: Node) -> bool:
+        found = site.metrics(which)
+        is_told = found[f"{prefix}_total"].value() > before[which.name]
+        return is_told and not found[f"{prefix}_pending"].value()
+
+    for each in site.nodes:
+        until(f"{each.name} has the backend", lambda each=each: knows(each))
+    site.kube.patch("EndpointSlice", "dns-ipv4", {"endpoints": []})
+    for each in site.nodes:
+        until(f"{each.name} has looked for UDP", lambda each=each: looked(site, each) >= 1)
+    theirs, ours = site.metrics(site.theirs), site.metrics()
+    wanted = [n for n in theirs if n.startswith("kubeproxy_") and not OF_A_MODE.fullmatch(n)]
+    wanted += ["rest_client_requests_total", "rest_client_request_duration_seconds"]
+    wanted += [n for n in theirs if n.startswith("process_") and "network" not in n]
+    wanted.remove("process_virtual_memory_max_bytes")
+    assert len(wanted) >= 20
+    assert set(wanted) >= RECONCILER
+    for each in wanted:
+        assert (ours[each].kind, ours[each].help) == (theirs[each].kind, theirs[each].help)
+        assert ours[each].label_names == theirs[each].label_names, each
+        assert ours[each].bounds == theirs[each].bounds, each
+
+
+def looked(site: Site, which: Node) -> float:
+    """How often a node has looked for flows of IPv4 whose backend went."""
+    (name,) = (each for each in RECONCILER if each.endswith("_seconds"))
+    found = site.metrics(which).get(name)
+    if found is None:
+        return 0
+    return found.samples.get((f"{name}_count", frozenset({("ip_family", "IPv4")})), 0)
+
+
+def test_what_happens_is_counted(site: Site, web: str):
+    agree(site, 200, 1)
+    before = site.metrics()
+    total = "kubeproxy_sync_proxy_rules_endpoint_changes_total"
+    was = before[total].value()
+    syncs = before["kbpf_syncs_total"].value()
+    site.kube.replace(endpoint_slice("web", endpoint("10.244.2.9", node=site.theirs.name)))
+    until("the change is counted", lambda: site.metrics()[total].value() > was)
+    after = until_metrics(
+        site, "kubeproxy_sync_proxy_rules_no_local_endpoints_total", 1,
+        ip_family="IPv4", traffic_policy="external",
+    )  # fmt: skip
+    assert after["kubeproxy_sync_proxy_rules_endpoint_changes_pending"].value() == 0
+    assert after["kbpf_syncs_total"].value() > syncs
+    at = after["kubeproxy_sync_proxy_rules_last_timestamp_seconds"].value(ip_family="IPv4")
+    assert at >= before["kubeproxy_sync_proxy_rules_last_timestamp_seconds"].value(ip_family="IPv4")
+
+
+def test_the_data_plane_is_counted(site: Site, web: str):
+    agree(site, 200, 1)
+    site.ours.host.tcp(site.kube.get("Service", "web")["spec"]["clusterIP"], 80, timeout=0.1)
+    page = site.metrics()
+
+    def decided() -> float:
+        return site.metrics()["kbpf_decisions_total"].value(reason="translated")
+
+    until("the connection is counted", decided)
+    fill = page["kbpf_map_entries"]
+    assert fill.value(map="services") >= 3
+    assert page["kbpf_map_limit_entries"].value(map="services") == 262_144
+    assert page["kbpf_map_bytes"].value(map="services") > 4096
+    assert page["kbpf_synced"].value() == page["kbpf_healthy"].value() == 1
+    assert page["kbpf_source_watching"].value(source="services") == 1
+    assert page["kbpf_mode_info"].value(mode="bpf") == 1
+
+
+# ---- Prometheus ----------------------------------------------------------------------------------
+
+SCRAPE = docs.ROOT / "manifests" / "monitoring" / "scrape.yaml"
+
+
+def test_prometheus_reaches_the_metrics(site: Site, tmp_path: Path):
+    """observe.md's setting, and the job that it names: where Prometheus would ask, by its own code,
+    an agent with that setting answers somebody outside of the node.
+    """
+    (setting,) = docs.blocks("docs/observe.md", "yaml")
+    (job,) = yaml.safe_load(SCRAPE.read_text())["scrape_configs"]
+    config = str(site.agent.log.parent / "kubeconfig")
+    head = {"apiVersion": "kubeproxy.config.k8s.io/v1alpha1", "kind": "KubeProxyConfiguration"}
+    said = {**head, **yaml.safe_load(setting), "clientConnection": {"kubeconfig": config}}
+    conf = tmp_path / "config.conf"
+    conf.write_text(yaml.safe_dump(said))
+    found = {one["instance"]: one for one in targets(job, site.nodes, tmp_path)}
+    assert found.keys() == {each.name for each in site.nodes}
+    agent = Agent(site.theirs, "--config", str(conf), "--packet-path", "false")
+    site.proxy.stop()
+    try:
+        agent.start()
+        target = found[site.theirs.name]
+        assert target["job"] == "kube-proxy"
+        host, _, number = target["__address__"].rpartition(":")
+        path = target["__metrics_path__"]
+        page = parse(get(site.ours.lab.outside, host, int(number), path).body.decode())
+        assert page["kbpf_build_info"].samples
+    finally:
+        agent.close()
+        site.proxy.start()
+        until("kube-proxy has synced", lambda: has_synced(site), 120)
+
+
+def targets(job: dict, nodes: Iterable[Node], folder: Path) -> list[dict[str, str]]:
+    """What becomes of these nodes by the job's relabelling. Debian's promtool has no discovery by
+    Kubernetes; what that would find is in its place: kubelet's address, and the node's name.
+    """
+    (sd,) = job.pop("kubernetes_sd_configs")
+    assert sd == {"role": "node"}
+    job["static_configs"] = [
+        {"targets": [f"{each.ip}:10250"], "labels": {"instance": each.name}} for each in nodes
+    ]
+    path = folder / "scrape.yaml"
+    path.write_text(yaml.safe_dump({"scrape_configs": [job]}))
+    command = [promtool(), "check", "service-discovery", path, job["job_name"]]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return [one["labels"] for one in json.loads(done.stdout)]
+
+
+# ---- addresses that are taken ------------------------------------------------------------------
+
+
+def test_an_address_that_is_taken_is_tried_again_or_ends_the_agent(site: Site):
+    taken = bound(site.theirs.netns, "127.0.0.1", 9)
+    taken.listen()
+    config = str(site.agent.log.parent / "kubeconfig")
+    agent = Agent(site.theirs, "--kubeconfig", config, "--packet-path", "false",
+                  "--healthz-bind-address", "127.0.0.1:9",
+                  "--metrics-bind-address", "127.0.0.1:8")  # fmt: skip
+    try:
+        agent.start(wait=False, extra=("--bind-address-hard-fail", "true"))
+        assert agent.wait_ended() == 1
+        assert "cannot listen on 127.0.0.1:9" in agent.tail()
+        events = until("it is said", lambda: failed(site))
+        assert events[0]["type"] == "Warning"
+        assert "Address already in use" in events[0]["note"]
+        agent.start()
+        assert get(site.theirs.netns, "127.0.0.1", 8, "/proxyMode").body == b"bpf"
+        taken.close()
+
+        def answers() -> bool:
+            with contextlib.suppress(OSError):
+                return get(site.theirs.netns, "127.0.0.1", 9, "/healthz").status == 200
+            return False
+
+        until("it has its address", answers)
+    finally:
+        taken.close()
+        agent.close()
+
+
+def failed(site: Site) -> list[Object]:
+    found = said_of(site, "Node", site.theirs.name)
+    return [event for event in found if event["reason"] == "FailedToStartProxierHealthcheck"]
+
+
+def test_it_may_open_as_many_files_as_it_can(site: Site):
+    """Each health check takes two; service managers give 1024, and more if somebody asks."""
+    rows = Path(f"/proc/{site.agent.pid}/limits").read_text().splitlines()
+    soft, hard = next(row for row in rows if row.startswith("Max open files")).split()[3:5]
+    assert soft == hard
+    assert site.metrics()["process_max_fds"].value() == int(hard)
+
+
+def test_while_the_agent_is_asked_nonsense_it_answers_others(site: Site):
+    with contextlib.ExitStack() as stack:
+        for _ in range(300):
+            sock = stack.enter_context(connect(site.ours.netns, "127.0.0.1", HEALTH, PATIENCE))
+            sock.sendall(b"GET /healthz HTTP/1.1\r\nX: ")
+        assert get(site.ours.netns, site.ours.ip, HEALTH, "/healthz").status == 200
+
+
+def test_connections_are_counted_by_service(site: Site):
+    pod = site.ours.pod("backend").serve(8080)
+    number = 30_080
+    site.kube.create(
+        service("counted", port(80, "http", target=8080, node_port=number), type="NodePort")
+    )
+    ends = [endpoint(pod.ip, node=site.ours.name)]
+    site.kube.create(endpoint_slice("counted", *ends, ports=[slice_port(8080, "http")]))
+    outside = site.ours.lab.outside
+    until("it is served", lambda: "name" in dial(site, number))
+    with contextlib.ExitStack() as stack:
+        for _ in range(3):
+            stack.enter_context(connect(outside, site.ours.ip, number, PATIENCE))
+
+        until("the open connections are counted",
+              lambda: counted(site, "kbpf_service_connections") >= 3)  # fmt: skip
+        until("and as such that take room",
+              lambda: site.metrics()["kbpf_tracked_connections"].value() >= 3)  # fmt: skip
+    until("those that have begun, and what came and went by packet",
+          lambda: counted(site, "kbpf_service_connections_total") >= 4
+          and counted(site, "kbpf_service_bytes_total", direction="in")
+          and counted(site, "kbpf_service_bytes_total", direction="out"))  # fmt: skip
+    page = site.metrics()
+    assert page["kbpf_connections"].value() >= 3
+    assert page["kbpf_map_entries"].value(map="flows") >= 3
+    assert page["kbpf_tracked_connections_limit"].value() == 131_072
+    limited = {dict(own)["map"] for _, own in page["kbpf_map_limit_entries"].samples}
+    assert {"services", "backends"} <= limited
+    assert not {"flows", "affinity"} & limited
+    clear(site.kube)
+
+
+def test_what_connections_came_to_is_counted_by_service(site: Site):
+    pod, vip = site.ours.pod("other").serve(8080), "10.96.0.77"
+    numbers = {"counted": 8080, "closed": 8081}
+    for at, (name, target) in enumerate(numbers.items()):
+        site.kube.create(
+            service(name, port(80, "http", target=target), cluster_ip=f"10.96.0.{77 + at}")
+        )
+        site.kube.create(
+            endpoint_slice(name, endpoint(pod.ip, node=site.ours.name),
+                           ports=[slice_port(target, "http")])
+        )  # fmt: skip
+    until("it is served", lambda: "name" in pod.tcp(vip, 80))
+    reasons = {"of": "closed", "reason": "unanswered"}
+    until("it is refused, and that is counted",
+          lambda: pod.tcp("10.96.0.78", 80)["error"] == "ECONNREFUSED"
+          and counted(site, "kbpf_service_failures_total", **reasons))  # fmt: skip
+    for name, least in (
+        ("kbpf_service_connections_total", 1),
+        ("kbpf_service_round_trips_total", 1),
+        ("kbpf_service_round_trip_seconds_total", 1e-9),
+    ):
+        until(name, lambda: counted(site, name) >= least)  # noqa: B023
+    for way, least in (("in", len(b"bye\n")), ("out", len(b'{"name": "other"'))):
+        until(f"bytes {way}",
+              lambda: counted(site, "kbpf_service_bytes_total", direction=way) >= least)  # noqa: B023  # fmt: skip
+    assert not counted(site, "kbpf_service_failures_total", reason="unanswered")
+    clear(site.kube)
+
+
+def counted(site: Site, name: str, of: str = "counted", **labels: str) -> float:
+    """A series of this Service; 0 where there is none."""
+    found = site.metrics().get(name)
+    wanted = {*labels.items(), ("service", of)}
+    return sum(v for (_, own), v in found.samples.items() if own >= wanted) if found else 0
+
+
+def dial(site: Site, number: int) -> dict:
+    """One connection from outside: who answered."""
+    with contextlib.suppress(OSError), connect(site.ours.lab.outside, site.ours.ip, number, 1) as s:
+        s.sendall(b"x\n")
+        return {"name": s.recv(100)}
+    return {}
+
+
+def test_at_info_a_line_is_no_object(site: Site):
+    before = len(site.agent.lines())
+    wanted = [service(f"many-{i}", port(80)) for i in range(200)]
+    site.kube.create_many(wanted)
+    site.kube.create_many(
+        [endpoint_slice(f"many-{i}", endpoint(f"10.244.9.{i}")) for i in range(200)]
+    )
+    until_metrics(site, "kbpf_services", 201)
+    clear(site.kube)
+    until_metrics(site, "kbpf_services", 1)
+    assert len(site.agent.lines()) - before < 20, site.agent.tail(40)

@@ -1,0 +1,137 @@
+"""The same objects in every order and manner of coming end in the same maps; none end in none."""
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support import scenario
+from tests.support.cluster.cluster import Cluster
+from tests.support.cluster.kube import Object
+from tests.support.lab.lab import Lab
+from tests.support.scenario import FolderNode
+
+Objects = list[Object]
+Way = Callable[[FolderNode, Objects], None]
+
+
+def all_at_once(node: FolderNode, objects: Objects) -> None:
+    """In one file that is there before the agent is."""
+    node.write(objects, "all.yaml")
+    node.agent.start()
+
+
+def reversed_in_pieces(node: FolderNode, objects: Objects) -> None:
+    """The last first, three times a third."""
+    node.agent.start()
+    in_pieces(node, objects[::-1])
+
+
+def shuffled_in_pieces(node: FolderNode, objects: Objects) -> None:
+    """In no order, the same one each time."""
+    node.agent.start()
+    in_pieces(node, random.Random(7).sample(objects, len(objects)))
+
+
+def split(node: FolderNode, objects: Objects) -> None:
+    """All Services first, then their slices, then the node."""
+    node.agent.start()
+    for kind in ("Service", "EndpointSlice", "Node"):
+        node.write([obj for obj in objects if obj["kind"] == kind])
+        node.settle()
+
+
+def doubled(node: FolderNode, objects: Objects) -> None:
+    """All, nothing, all again; and each is in a second file, which counts for nothing."""
+    node.agent.start()
+    node.write(objects)
+    node.settle()
+    node.empty()
+    node.write(objects)
+    node.write(objects, "zz-again.yaml")
+
+
+def by_a_detour(node: FolderNode, objects: Objects) -> None:
+    """Each says something else first: other ports, other endpoints, another zone."""
+    node.agent.start()
+    node.write([detour(obj) for obj in objects])
+    node.settle()
+    in_pieces(node, objects)
+
+
+def through_restarts(node: FolderNode, objects: Objects) -> None:
+    """Stopped after a third, killed after two; the rest comes while it is down."""
+    node.agent.start()
+    for i, end in enumerate((node.agent.stop, node.agent.kill)):
+        node.write(objects[i::3])
+        node.settle()
+        end()
+        node.write(objects[i + 1 :: 3])
+        node.agent.start()
+
+
+WAYS = (
+    all_at_once, reversed_in_pieces, shuffled_in_pieces, split, doubled, by_a_detour,
+    through_restarts,
+)  # fmt: skip
+
+
+def in_pieces(node: FolderNode, objects: Objects) -> None:
+    third = len(objects) // 3 + 1
+    for i in range(0, len(objects), third):
+        node.write(objects[i : i + third])
+        node.settle()
+
+
+def detour(obj: Object) -> Object:
+    """The object as it may have been before."""
+    if obj["kind"] == "Service":
+        ports = [{**port, "port": port["port"] + 1000} for port in obj["spec"].get("ports", ())]
+        spec = obj["spec"] | ({"ports": ports} if ports else {})
+        return obj | {"spec": spec | {"externalTrafficPolicy": "Local", "externalIPs": []}}
+    if obj["kind"] == "EndpointSlice":
+        ports = [{**port, "port": 9} for port in obj["ports"]]
+        return obj | {"endpoints": obj["endpoints"][::-1][:1], "ports": ports}
+    return obj | {"status": {}} if obj["kind"] == "Node" else obj
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Lab]:
+    """One node, without an API server."""
+    with Lab(1, "p", apart=True) as made:
+        yield made
+
+
+def plays(lab: Lab, folder: Path, way: Way, *names: str) -> None:
+    with FolderNode(lab, folder) as node:
+        way(node, scenario.documents(*names))
+        node.settle()
+        assert scenario.lines(node.agent) == scenario.expected(*names)
+        node.empty()
+
+
+@pytest.mark.parametrize("name", scenario.names())
+def test_a_scenario_ends_in_its_maps(lab: Lab, tmp_path: Path, name: str) -> None:
+    plays(lab, tmp_path / "objects", all_at_once, name)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_all_ways_end_in_the_same_maps(lab: Lab, tmp_path: Path, way: Way) -> None:
+    """All scenarios together."""
+    plays(lab, tmp_path / "objects", way, *scenario.names())
+
+
+def test_an_api_server_leads_to_the_same_maps(cluster: Cluster) -> None:
+    """In order and reversed, deleted from the front each time."""
+    objects = [obj for obj in scenario.documents("shop") if obj["kind"] != "Node"]
+    for obj in objects:
+        obj["metadata"]["namespace"] = "default"
+    want = [line.replace(" shop/", " default/").replace(" kube-system/", " default/")
+            for line in scenario.expected("shop")]  # fmt: skip
+    before = set(scenario.lines(cluster.agent))
+    for order in (objects, objects[::-1]):
+        with cluster.given(*order):
+            assert set(scenario.lines(cluster.agent)) == before | set(want)
+        cluster.settle()
+        assert set(scenario.lines(cluster.agent)) == before

@@ -1,0 +1,127 @@
+"""A Service that claims the address of a real API server: it is refused, and where something has
+programmed it all the same, the agent still reaches the API server, also with hooks that were pinned
+before it started.
+"""
+
+import urllib.parse
+from collections.abc import Iterator
+
+import pytest
+
+from kbpf.dataplane.bpf.maps.layout import ServiceValue, Target, schema_hash
+from kbpf.kernel.bpf.objects import Map
+from kbpf.model.address import parse_addr
+from kbpf.model.objects import Protocol
+from tests.support.cluster.cluster import POD_PORTS, Cluster
+from tests.support.cluster.kube import Object
+from tests.support.cluster.kube_objects import (
+    endpoint,
+    endpoint_slice,
+    node,
+    port,
+    service,
+    slice_port,
+)
+from tests.support.lab.lab import until
+
+INNOCENT = "198.51.100.9"
+"""An ExternalIP that may be taken: what stands behind it is what hijacks."""
+
+
+@pytest.fixture(scope="module")
+def cluster(programs: None) -> Iterator[Cluster]:
+    with Cluster(1, "v") as made:
+        yield made
+
+
+def server(cluster: Cluster) -> tuple[str, int]:
+    """Address and port of the API server, as the agent dials it."""
+    url = urllib.parse.urlsplit(cluster.api.url)
+    assert url.hostname
+    assert url.port
+    return url.hostname, url.port
+
+
+def hijacker(cluster: Cluster, external_ip: str) -> tuple[Object, Object]:
+    number = server(cluster)[1]
+    made = service("thief", port(number, target=POD_PORTS[0]), external_ips=[external_ip])
+    return made, endpoint_slice(
+        "thief", endpoint(cluster["a1"].ip), ports=[slice_port(POD_PORTS[0])]
+    )
+
+
+def test_it_is_refused_and_said(cluster: Cluster) -> None:
+    host, number = server(cluster)
+    words = f"{host}:{number}/TCP is not served: it is an address of the API server"
+
+    def problems() -> list[str]:
+        status = cluster.agent.status()
+        assert status is not None
+        return [line for line in status["problems"] if words in line]
+
+    with cluster.given(*hijacker(cluster, host)):
+        assert f"{host}:{number}/TCP" not in cluster.served()
+        until("there is a problem line", problems)
+        assert f"Service default/thief: {words}; see" in "\n".join(cluster.agent.lines())
+
+        def told() -> list[Object]:
+            found = cluster.kube.list("Event")["items"]
+            return [each for each in found if each["reason"] == "AddressRefused"]
+
+        (event,) = until("there is an Event", told)
+        assert event["note"] == words
+        assert event["regarding"]["name"] == "thief"
+    until("there is none", lambda: not problems())
+
+
+def test_an_address_of_another_node_is_refused(cluster: Cluster) -> None:
+    """As long as there is such a Node. All Nodes are watched, since there are not many."""
+    elsewhere = node("elsewhere", INNOCENT)
+    at = f"{INNOCENT}:{server(cluster)[1]}/TCP"
+
+    def problems() -> list[str]:
+        status = cluster.agent.status()
+        assert status is not None
+        words = f"{at} is not served: it is an address of another node"
+        return [line for line in status["problems"] if words in line]
+
+    with cluster.given(*hijacker(cluster, INNOCENT)):
+        assert at in cluster.served()
+        cluster.kube.create(elsewhere)
+        try:
+            until("there is a problem line", problems)
+            assert at not in cluster.served()
+        finally:
+            cluster.kube.delete("Node", "elsewhere")
+        until("there is none", lambda: not problems())
+        assert at in cluster.served()
+
+
+def answers(cluster: Cluster) -> str:
+    """Who answers a process of the node at the API server's address."""
+    host, number = server(cluster)
+    found = cluster["host-1"].tcp(host, number, timeout=5.0)
+    return str(found.get("name", ""))
+
+
+@pytest.mark.parametrize("hooks", ["on", "off"])
+def test_the_agent_reaches_it_though_it_is_hijacked(cluster: Cluster, hooks: str) -> None:
+    """`off`: the hooks leave the node's sockets alone, and tc_egress would lead them away."""
+    agent, (host, number) = cluster.agent, server(cluster)
+    arguments = ("--kubeconfig", str(cluster.kubeconfig()), "--socket-lb", hooks)
+    agent.kill()
+    agent.start(extra=arguments)
+    made = hijacker(cluster, INNOCENT)
+    cluster.create(*made)
+    cluster.settle()
+    agent.kill()
+    with Map.open(agent.pin_dir / f"maps-{schema_hash()}" / "services") as services:
+        behind = services.lookup(Target(parse_addr(INNOCENT), number, Protocol.TCP).pack())
+        assert behind is not None
+        key = Target(parse_addr(host), number, Protocol.TCP).pack()
+        services.update(key, ServiceValue.unpack(behind).pack(key))
+    assert answers(cluster) == "a1", "it is in force for everybody else"
+    cluster.delete(*made)
+    agent.start(extra=arguments)
+    assert f"{host}:{number}/TCP" not in cluster.served(), "it has heard of the deletion"
+    assert answers(cluster) == ""

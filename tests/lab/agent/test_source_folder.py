@@ -1,0 +1,147 @@
+"""`kbpf run --source DIR`: a folder of YAML in place of an API server, by real sockets."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support import scenario
+from tests.support.lab.dial import REFUSED, UNSERVED, Dial, check
+from tests.support.lab.lab import Lab, until
+from tests.support.lab.load import under_load
+from tests.support.scenario import FolderNode, Object
+
+OWN, OWN6 = "198.18.0.1", "[fd00:198:18::1]"
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FolderNode]:
+    """A node that serves the scenario `shop`; its three pods are that one's endpoints."""
+    folder = tmp_path_factory.mktemp("source") / "objects"
+    with Lab(1, "d", apart=True) as lab, FolderNode(lab, folder, pods=3) as made:
+        made.write(scenario.documents("shop"))
+        made.agent.start()
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def _whole(node: FolderNode) -> Iterator[None]:
+    """Each test finds the folder as it was."""
+    yield
+    for path in node.folder.glob("*.yaml"):
+        path.unlink()
+    node.write(scenario.documents("shop"))
+    node.settle()
+
+
+ROWS = (
+    Dial("named ports that differ per slice", "a2", "10.96.0.20:80", "a1:8080 a3:8081"),
+    Dial("from the host", "host-1", "10.96.0.20:80", "a1:8080 a3:8081"),
+    Dial("IPv6", "a2", "[fd00:10:96::20]:80", "a1"),
+    Dial("NodePort", "host-1", f"{OWN}:30020", "a1 a3"),
+    Dial("NodePort, IPv6, pod", "a2", f"{OWN6}:30020", "a1"),
+    Dial("DNS over UDP", "a3", "10.96.0.10:53", "a2:8080", "udp"),
+    Dial("DNS over TCP", "a3", "10.96.0.10:53", "a2:8081"),
+    Dial("no endpoints", "a1", "10.96.0.23:80", REFUSED),
+    Dial("no endpoints, external IP", "a1", "192.0.2.23:80", REFUSED),
+    Dial("no endpoints, LB VIP", "a1", "192.0.2.123:80", REFUSED),
+)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_dial(node: FolderNode, row: Dial) -> None:
+    check(node, row)
+
+
+def test_files_come_change_and_go(node: FolderNode) -> None:
+    row, piece = web("10.96.0.99", "10.244.1.2")
+    node.write([row])
+    node.settle()
+    check(node, Dial("no slice yet", "a3", "10.96.0.99:80", REFUSED))
+    node.write([piece])
+    node.settle()
+    check(node, Dial("a slice came", "a3", "10.96.0.99:80", "a1"))
+    node.write([web("10.96.0.98", "10.244.1.2")[0], web("", "10.244.1.3")[1]])
+    node.settle()
+    check(node, Dial("another address", "a3", "10.96.0.99:80", UNSERVED))
+    check(node, Dial("another endpoint", "a3", "10.96.0.98:80", "a2"))
+    node.remove([row])
+    node.settle()
+    check(node, Dial("gone", "a3", "10.96.0.98:80", UNSERVED))
+
+
+def web(cluster_ip: str, *addresses: str) -> list[Object]:
+    """A Service and its slice, as YAML would say it."""
+    labels = {"kubernetes.io/service-name": "web"}
+    return [
+        {
+            "apiVersion": "v1",
+            "kind": "Service",
+            "metadata": {"name": "web"},
+            "spec": {"clusterIP": cluster_ip, "ports": [{"port": 80}]},
+        },
+        {
+            "apiVersion": "discovery.k8s.io/v1",
+            "kind": "EndpointSlice",
+            "metadata": {"name": "web", "labels": labels},
+            "addressType": "IPv4",
+            "ports": [{"port": 8080}],
+            "endpoints": [{"addresses": list(addresses)}],
+        },
+    ]
+
+
+BROKEN = (
+    ("not YAML", "kind: Service\n  spec: {", ":2"),
+    ("a number where text must be", "apiVersion: v1\nkind: Service\nmetadata:\n  name: front\n"
+     "  namespace: shop\nspec:\n  clusterIP: 10.96.0.20\n  ports:\n  - port: eighty\n", ":9"),
+    ("an address that is none", "apiVersion: v1\nkind: Service\nmetadata:\n  name: front\n"
+     "  namespace: shop\nspec:\n  clusterIP: 10.96.0.300\n  ports: [{port: 80}]\n", ":7"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text", "line"), BROKEN, ids=[row[0] for row in BROKEN])
+def test_a_broken_file_keeps_what_it_said_and_harms_no_other(
+    node: FolderNode, name: str, text: str, line: str
+) -> None:
+    """`line`: of the file, in the one line that says what is wrong."""
+    path = node.folder / "service-shop-front.yaml"
+    good = path.read_text()
+    path.write_text(text)
+    node.settle()
+    check(node, Dial("as before", "a2", "10.96.0.20:80", "a1:8080 a3:8081"))
+    check(node, Dial("another file", "a3", "10.96.0.10:53", "a2:8081"))
+    place = path.name + line
+    until(
+        "it is reported",
+        lambda: [place in each for each in node.agent.status()["problems"]] == [True],
+    )
+    said = [each for each in node.agent.lines() if place in each]
+    assert len(said) == 1, "once, not at each look"
+    path.write_text(good)
+    node.settle()
+    until("nothing is wrong any more", lambda: not node.agent.status()["problems"])
+
+
+def test_the_folder_is_gone_for_a_while(node: FolderNode) -> None:
+    """Its Services are not; and when it is back, it counts again."""
+    away = node.folder.with_name("away")
+    with under_load(node, "10.96.0.20", "a2") as load:
+        node.folder.rename(away)
+        until(
+            "the agent says so",
+            lambda: "cannot read the folder" in node.agent.status()["sources"][0]["error"],
+        )
+        load.goes_on()
+        away.rename(node.folder)
+        node.write(web("10.96.0.99", "10.244.1.2"))
+        node.settle()
+        check(node, Dial("a change", "a3", "10.96.0.99:80", "a1"))
+
+
+def test_a_restart_is_not_noticed(node: FolderNode) -> None:
+    with under_load(node, "10.96.0.20", "a2", "host-1") as load:
+        node.agent.stop()
+        node.write(web("10.96.0.99", "10.244.1.2"))
+        load.goes_on()
+        node.agent.start()
+        check(node, Dial("what came meanwhile", "a3", "10.96.0.99:80", "a1"))

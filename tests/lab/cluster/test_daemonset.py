@@ -1,0 +1,576 @@
+"""What operators do with kube-proxy on a kubeadm cluster, with real objects on the real API server:
+the DaemonSet is installed, restarted, deleted, made anew; pods are deleted; a node joins.
+
+What a kubelet would do is done by a fake, tests/support/cluster/daemonset.py; the containers are
+real: runc runs them with what the pod's spec grants, and nothing else.
+
+What carries packets is done over each kind of pod network (tests/support/lab/podnet.py).
+"""
+
+import contextlib
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import pytest
+
+from tests.support.cluster.daemonset import ROOT, PodAgent, PodCluster, answered, asked
+from tests.support.cluster.kube import Object
+from tests.support.cluster.kubectl import MANIFESTS
+from tests.support.lab.dial import UNSERVED, Dial, check
+from tests.support.lab.lab import PATIENCE, Node, Place, cgroup2, inside, ip, run, until
+from tests.support.lab.load import Load, under_load
+from tests.support.lab.podnet import NETWORKS
+from tests.support.runtime.pods import CAPABILITIES, capabilities_here
+
+HOST, HOST6 = "10.96.0.20", "fd00:10:96::20"
+VIP, VIP6 = "203.0.113.20", "2001:db8::20"
+NUMBERS = {"tcp": 20, "udp": 22}
+"""The Services with a backend on each node, by protocol; their NodePorts are 30020 and 30022."""
+SPACE = ("-n", "kube-system")
+T = TypeVar("T")
+DAEMONSET = ("ds", "kube-proxy", f"--timeout={PATIENCE:.0f}s")
+
+
+def over_each_network(test: T) -> T:
+    """Not over the first of them only."""
+    test.networks = NETWORKS  # type: ignore[attr-defined]
+    return test
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A cluster for each network, and not one more for the tests that need only one."""
+    if "pods" in metafunc.fixturenames:
+        networks = getattr(metafunc.function, "networks", NETWORKS[:1])
+        metafunc.parametrize("pods", networks, indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
+def pods(request: pytest.FixtureRequest, programs: None, kubectl: Path) -> Iterator[PodCluster]:
+    """A control plane node and a worker that run kbpf, and a node that has not joined yet. A client
+    outside of them knows the way to the VIPs: by the worker.
+    """
+    network: str = request.param
+    with PodCluster(kubectl, 3, f"d{network[0]}", network) as made:
+        outside, worker = made.lab.outside, made.lab.nodes[1]
+        client = Place("outside", outside, None)
+        made.places["outside"], made.home["outside"] = client, worker
+        ip(
+            f"route add {VIP} via {worker.ip}",
+            f"route add {VIP6} via {worker.ip6}",
+            netns=outside,
+        )
+        try:
+            yield made
+        finally:
+            client.close()
+
+
+def running(pods: PodCluster) -> list[PodAgent]:
+    return [agent for agent in pods.pod_agents if agent.is_running]
+
+
+@pytest.fixture(autouse=True)
+def _as_before(pods: PodCluster) -> Iterator[None]:
+    """Whatever a test leaves behind, the next one finds the DaemonSet as it is in manifests/."""
+    yield
+    pods.kubectl("apply", "-k", str(pods.overlay))
+    pods.kubelets.sync()
+
+
+@pytest.fixture
+def web(pods: PodCluster) -> Iterator[PodCluster]:
+    """Services with a backend on each node, under all kinds of addresses."""
+    made = [row for name, number in NUMBERS.items() for row in balanced(pods, number, name.upper())]
+    pods.create(*made)
+    pods.settle(*running(pods))
+    yield pods
+    pods.delete(*made)
+
+
+def balanced(cluster: PodCluster, number: int, protocol: str) -> list[Object]:
+    """The Service web-NUMBER, with both families' VIPs and a NodePort."""
+    made = cluster.web(
+        number, "a1 b1", protocol, dual=True, type="LoadBalancer", node_port=30000 + number
+    )
+    made[0]["status"] = {"loadBalancer": {"ingress": [{"ip": VIP}, {"ip": VIP6}]}}
+    return made
+
+
+def expect(cluster: PodCluster, client: str, to: str, outcome: str = "a1 b1") -> None:
+    check(cluster, Dial("now", client, to, outcome))
+
+
+CLIENTS = ("a1", "a2", "host-1", "a-net", "b1", "b2", "host-2", "b-net")
+"""On the control plane node, which has its taint, and on the worker; a1 and b1 are the backends."""
+
+
+@over_each_network
+@pytest.mark.parametrize("protocol", NUMBERS)
+def test_every_kind_of_address_from_every_node_and_its_pods(web: PodCluster, protocol: str) -> None:
+    """The node's own sockets and its pods' are led to a backend, which sees who asks."""
+    number = NUMBERS[protocol]
+    for client in CLIENTS:
+        home = web.home[client]
+        for host, port in (
+            *((host, 80) for host in (f"10.96.0.{number}", f"[fd00:10:96::{number}]")),
+            *((host, 80) for host in (VIP, f"[{VIP6}]")),
+            *((host, 30000 + number) for host in (home.ip, f"[{home.ip6}]")),
+        ):
+            check(web, Dial("at connect()", client, f"{host}:{port}", "a1 b1", protocol))
+
+
+@over_each_network
+@pytest.mark.parametrize("protocol", NUMBERS)
+def test_every_address_of_a_node_from_elsewhere(web: PodCluster, protocol: str) -> None:
+    """The other node's NodePort from nodes and pods, and what a client outside of the cluster can
+    reach. The node that is asked speaks for the client: each backend sees its address.
+    """
+    first, second = web.lab.nodes[:2]
+    ways = ((first, ("outside", "b2", "host-2")), (second, ("outside", "a2", "host-1")))
+    port = 30000 + NUMBERS[protocol]
+    for v6 in (False, True):
+        for node, client in ((node, each) for node, clients in ways for each in clients):
+            expect_masqueraded(web, client, node, node.ip6 if v6 else node.ip, port, protocol)
+        expect_masqueraded(web, "outside", second, VIP6 if v6 else VIP, 80, protocol)
+
+
+def expect_masqueraded(
+    web: PodCluster, client: str, node: Node, host: str, port: int, protocol: str
+) -> None:
+    """Both backends answer, and see the node."""
+    v6, network = ":" in host, web.lab.network
+    wanted = {
+        name: network.masquerades_as(node, v6) if web.home[name] is node
+        else network.seen_elsewhere(node, v6)
+        for name in ("a1", "b1")
+    }  # fmt: skip
+    first = web[client].many(1, host, port, protocol=protocol)
+    assert not first["errors"], (client, host, port, first)  # or each of the others waits as long
+    answer = web[client].many(50, host, port, protocol=protocol)
+    why = f"{client} to {host}:{port} {protocol}: {answer}\n{node.agent and node.agent.tail()}"
+    assert not answer["errors"], why
+    assert {name: seen for name, _, seen, *_ in answer["seen"]} == wanted, why
+    assert len(answer["seen"]) == len(wanted), why
+
+
+@contextlib.contextmanager
+def connections(cluster: PodCluster, kept: tuple[str, ...] = ("a3", "outside")) -> Iterator[Load]:
+    """New ones all the time, of sockets and from outside, of which none may fail; and an
+    established one of each kind, by `kept`, which live on.
+    """
+    port = 30000 + NUMBERS["tcp"]
+    worker = cluster.lab.nodes[1].ip
+    ways = {"a3": (HOST, 80), "outside": (worker, port)}
+    for name in kept:
+        assert "name" in cluster[name].tcp(*ways[name], keep="kept")
+    try:
+        with (
+            under_load(cluster, HOST, "a2", "host-2") as sockets,
+            under_load(cluster, worker, "outside", port=port) as packets,
+        ):
+            yield Load((*sockets.places, *packets.places))
+        for name in kept:
+            assert "name" in cluster[name].ask("talk", keep="kept"), f"established, from {name}"
+    finally:
+        for name in kept:
+            cluster[name].ask("drop", keep="kept")
+
+
+def adopted(agents: list[PodAgent]) -> None:
+    """The pods that run now took over what they found."""
+    for agent in agents:
+        said = "\n".join(agent.lines())
+        assert "adopted=True" in said, said
+        assert "hooks_changed=0" in said, "nothing had to be attached anew"
+
+
+@over_each_network
+def test_rollout_restart(web: PodCluster) -> None:
+    before = [agent.runs for agent in running(web)]
+    with connections(web) as load:
+        web.kubectl(*SPACE, "rollout", "restart", "ds", "kube-proxy")
+        web.kubelets.sync()
+        assert "successfully rolled out" in web.kubectl(*SPACE, "rollout", "status", *DAEMONSET)
+        assert not {agent.runs for agent in running(web)} & set(before), "all are others"
+        load.goes_on()
+    adopted(running(web))
+
+
+LAID_OUT = """
+
+from dataclasses import replace as _replace
+
+_grown = Former(MAPS["flows"].version, NAT.size, lambda value: value + bytes(8))
+MAPS["flows"] = _replace(MAPS["flows"], value_size=NAT.size + 8, former=(_grown,))
+MAPS["pending"] = _replace(MAPS["pending"], value_size=NAT.size + 8)
+NAT = Struct(NAT.format + "8x")
+for _name in set(MAPS) - {"flows", "pending", "paused"}:
+    MAPS[_name] = _replace(MAPS[_name], version=99)
+"""
+"""A version in which a connection of the packet path has one more field, and all other maps mean
+something else. `paused` never does: it is how versions talk to each other.
+"""
+IN_C = "	struct way_out out; /* of packets that are found by this entry */\n"
+
+
+@pytest.fixture(scope="module")
+def another_version(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    other = tmp_path_factory.mktemp("version") / "kbpf"
+    shutil.copytree(ROOT / "kbpf", other, ignore=shutil.ignore_patterns("__pycache__"))
+    layout, types = other / "dataplane" / "bpf" / "layout.py", other / "bpf" / "types.h"
+    layout.write_text(layout.read_text() + LAID_OUT)
+    assert IN_C in types.read_text()
+    types.write_text(types.read_text().replace(IN_C, IN_C + "	u64 more;\n"))
+    return other
+
+
+@over_each_network
+def test_rolling_update_to_a_version_with_another_layout_and_back(
+    web: PodCluster, another_version: Path
+) -> None:
+    """Its maps are others, so what they hold is copied; its programs take the hooks over. The way
+    back is to a version that does not know the layout: what was established by packets ends there
+    (docs/limits.md), and nothing else.
+    """
+    with connections(web) as load:
+        update(web, "kbpf:0.2.0", another_version, load)
+    with connections(web, kept=("a3",)) as load:
+        update(web, "kbpf:0.1.0", another_version, load)
+    expect(web, "b2", f"{HOST}:80")
+
+
+def update(web: PodCluster, image: str, another_version: Path, load: Load) -> None:
+    """A rolling update to this image, and until no agent has maps of the version before."""
+    agents = running(web)
+    before = [sorted(p.name for p in agent.pin_dir.glob("maps-*")) for agent in agents]
+    for agent in agents:
+        agent.versions = {"kbpf:0.2.0": another_version}
+    web.kubectl(*SPACE, "set", "image", "ds/kube-proxy", f"kube-proxy={image}")
+    web.kubelets.sync()
+    load.goes_on()
+    for agent, names in zip(agents, before, strict=True):
+        until(
+            "it has maps of its own, and the others are gone",
+            lambda agent=agent, names=names: set(names).isdisjoint(
+                p.name for p in agent.pin_dir.glob("maps-*")
+            ),
+        )
+        status = agent.status()["packets"]
+        assert (status["problem"], status["failed"]) == ("", []), "the packet path came along"
+
+
+@over_each_network
+def test_pods_are_deleted(web: PodCluster) -> None:
+    agents = running(web)
+    with connections(web) as load:
+        said = web.kubectl(*SPACE, "delete", "pods", "-l", "k8s-app=kube-proxy", "--wait=false")
+        assert said.count(" deleted") == len(agents), said
+        for agent in agents:
+            web.kubelets.delete_pod(agent)
+        load.goes_on()
+        web.kubelets.sync()
+    assert running(web) == agents
+    adopted(agents)
+
+
+@over_each_network
+def test_all_objects_are_deleted_and_made_anew(web: PodCluster) -> None:
+    """Traffic goes on, without an account, a ConfigMap or a pod; what changed meanwhile is made up
+    for.
+    """
+    agents = running(web)
+    folder = str(web.overlay)
+    with connections(web) as load:
+        web.kubectl("delete", "-k", folder)
+        web.kubelets.sync()
+        assert not running(web)
+        load.goes_on()
+        web.kube.replace(web.slice("web-20", "a1"))
+        expect(web, "b2", f"{HOST}:80", "a1 b1")
+        web.kubectl("apply", "-k", folder)
+        web.kubelets.sync()
+        assert running(web) == agents
+    adopted(agents)
+    for client in ("a2", "b2"):
+        expect(web, client, f"{HOST}:80", "a1")
+
+
+@over_each_network
+def test_a_node_joins(web: PodCluster) -> None:
+    """It serves from the first pass on; nobody else notices."""
+    expect(web, "c2", f"{HOST}:80", UNSERVED)
+    with connections(web):
+        joined = web.join()
+    web.change(
+        *[web.slice("web-20", "a1 b1 c1", v6=v6) for v6 in (False, True)], agents=running(web)
+    )
+    assert joined in running(web)
+    for client in ("c2", "host-3", "a2"):
+        expect(web, client, f"{HOST}:80", "a1 b1 c1")
+        expect(web, client, f"[{HOST6}]:80", "a1 b1 c1")
+
+
+def test_kbpf_is_taken_off_the_nodes(web: PodCluster) -> None:
+    """By a DaemonSet whose pods get ready when their node is clean, and not while an agent runs;
+    nothing before has ended it. Its pins are where the ConfigMap says.
+    """
+    agents, cleanup = running(web), str(MANIFESTS / "cleanup")
+    web.kubectl("apply", "-k", cleanup)
+    web.kubelets.sync()
+    (found,) = web.kubectl.objects(*SPACE, "get", "ds", "kbpf-cleanup")
+    assert found["status"].get("numberReady", 0) == 0
+    assert all(agent.is_running and agent.pin_dir.exists() for agent in agents)
+    web.kubectl("delete", "-k", cleanup)
+    web.kubectl(*SPACE, "delete", "daemonset", "kube-proxy")
+    web.kubelets.sync()
+    expect(web, "a2", f"{HOST}:80")
+    own = {"apiVersion": "kbpf.io/v1alpha1", "kind": "KbpfConfiguration"}
+    for agent in agents:
+        agent.pin_dir.rename(agent.bpffs / "elsewhere")
+    told = {"data": {"config.conf": json.dumps({**own, "pinDir": "/sys/fs/bpf/elsewhere"})}}
+    web.kubectl(*SPACE, "patch", "cm", "kube-proxy", "--type=merge", "-p", json.dumps(told))
+    web.kubectl("apply", "-k", cleanup)
+    try:
+        web.kubelets.sync()
+        said = web.kubectl(*SPACE, "rollout", "status", "ds", "kbpf-cleanup", DAEMONSET[-1])
+        assert "successfully rolled out" in said
+        for agent in agents:
+            assert list(agent.bpffs.iterdir()) == []
+        for client, to in (("a2", f"{HOST}:80"), ("host-2", f"[{HOST6}]:80")):
+            expect(web, client, to, UNSERVED)
+    finally:
+        web.kubectl("delete", "-k", cleanup)
+        web.kubelets.sync()
+
+
+@pytest.mark.parametrize("probe", ["startupProbe", "livenessProbe", "readinessProbe"])
+def test_its_probes(pods: PodCluster, probe: str) -> None:
+    """Asked as a kubelet asks them: at the node's address."""
+    agent = pods.pod_agents[1]
+    (found,) = pods.kubectl.objects(*SPACE, "get", "ds", "kube-proxy")
+    probe_of = found["spec"]["template"]["spec"]["containers"][0][probe]["httpGet"]
+    port, path = probe_of["port"], probe_of["path"]
+    until("it is well", lambda: asked(agent, port, path) == 200)
+
+
+def may_list(pods: PodCluster, resource: str) -> bool:
+    """Whether the account of kbpf's pods may."""
+    about = {"verb": "list", "group": "", "resource": resource}
+    review = {
+        "apiVersion": "authorization.k8s.io/v1",
+        "kind": "SubjectAccessReview",
+        "spec": {
+            "user": "system:serviceaccount:kube-system:kube-proxy",
+            "resourceAttributes": about,
+        },
+    }
+    said = pods.kubectl("create", "-o", "json", "-f", "-", stdin=json.dumps(review))
+    return bool(json.loads(said)["status"]["allowed"])
+
+
+def test_without_its_rights_it_is_alive_and_not_ready(pods: PodCluster) -> None:
+    """So a rollout stops there, and says why. What is pinned serves."""
+    agent = pods.pod_agents[1]
+    assert may_list(pods, "services")
+    pods.kubectl("delete", "clusterrolebinding", "kbpf", "kubeadm:node-proxier")
+    until("the API server has heard of it", lambda: not may_list(pods, "services"))
+    assert agent.stop() == 0
+    pods.kubelets.launch(agent)
+    until("it is refused", lambda: "403" in answered(agent, 10256, "/readyz")[1])
+    code, said = answered(agent, 10256, "/readyz")
+    assert (code, asked(agent, 10256, "/livez"), asked(agent, 10256, "/healthz")) == (503, 200, 200)
+    assert said.startswith("kbpf does not serve: no list of "), said
+    pods.kubectl("apply", "-k", str(pods.overlay))
+    until("it serves", lambda: asked(agent, 10256, "/readyz") == 200)
+
+
+IN_THE_POD = [
+    ("inspect", "status"),
+    ("inspect", "service", "default/kubernetes"),
+    ("check",),
+    ("check", "--attached"),
+]
+
+
+@pytest.mark.parametrize("command", IN_THE_POD, ids=" ".join)
+def test_kbpf_in_the_pod(pods: PodCluster, command: tuple[str, ...]) -> None:
+    """`kubectl exec`: the container can do what its own checks ask for."""
+    said = []
+
+    def well() -> bool:
+        done = pods.pod_agents[0].exec("kbpf", *command)
+        said[:] = [done.stdout, done.stderr]
+        return done.returncode == 0
+
+    try:
+        until("it ends with 0", well)
+    except AssertionError as error:
+        error.add_note("\n".join(said))
+        raise
+
+
+def test_kbpf_in_the_pod_looks_where_the_configmap_says(web: PodCluster) -> None:
+    """Of the agent's folders. Its pins are elsewhere; nobody tells the commands."""
+    agents = running(web)
+    (daemonset,) = web.kubectl.objects(*SPACE, "get", "ds", "kube-proxy")
+    (told,) = web.kubectl.objects(*SPACE, "get", "cm", "kube-proxy")
+    own = {"apiVersion": "kbpf.io/v1alpha1", "kind": "KbpfConfiguration"}
+    text = json.dumps({**own, "pinDir": "/sys/fs/bpf/elsewhere"})
+    told = {"data": {"config.conf": f"{told['data']['config.conf']}\n---\n{text}\n"}}
+    web.kubectl(*SPACE, "delete", "daemonset", "kube-proxy")
+    web.kubelets.sync()
+    try:
+        for agent in agents:
+            agent.pin_dir = agent.pin_dir.rename(agent.bpffs / "elsewhere")
+        web.kubectl(*SPACE, "patch", "cm", "kube-proxy", "--type=merge", "-p", json.dumps(told))
+        kept = {key: daemonset["metadata"][key] for key in ("name", "namespace", "labels")}
+        web.kube.create({**daemonset, "metadata": kept, "status": {}})
+        web.kubelets.sync()
+        adopted(agents)
+        done = agents[0].exec("kbpf", "inspect", "services", "-o", "json")
+        assert (done.returncode, done.stderr) == (0, "")
+        assert {"web-20", "web-22"} <= {row["name"] for row in json.loads(done.stdout)}
+        for command in (("inspect", "status"), ("check", "--attached")):
+            done = agents[0].exec("kbpf", *command)
+            assert done.returncode == 0, done
+    finally:
+        web.kubectl(*SPACE, "delete", "daemonset", "kube-proxy", "--ignore-not-found")
+        web.kubelets.sync()
+        for agent in agents:
+            agent.pin_dir = agent.bpffs / "kbpf"
+            if (agent.bpffs / "elsewhere").exists():
+                (agent.bpffs / "elsewhere").rename(agent.pin_dir)
+
+
+def test_its_account_may_send_events(pods: PodCluster) -> None:
+    """Of each start on a node."""
+
+    def reported() -> set[str]:
+        rows = pods.kube.list("Event")["items"]
+        return {row["regarding"]["name"] for row in rows if row["reason"] == "Starting"}
+
+    until("both nodes' agents have", lambda: {"node-1", "node-2"} <= reported())
+
+
+# ---- what the container may do -----------------------------------------------------------
+
+
+def test_the_container_has_what_the_spec_grants_and_no_more(pods: PodCluster) -> None:
+    """So that the other tests prove it enough."""
+    wanted = capabilities_here(CAPABILITIES)
+    status = Path(f"/proc/{pods.pod_agents[0].pid}/status").read_text()
+    facts = dict(re.findall(r"^(\w+):\t(\S+)$", status, re.M))
+    for kind in ("CapPrm", "CapEff", "CapBnd"):
+        assert int(facts[kind], 16) == sum(1 << CAPABILITIES[name] for name in wanted), kind
+    assert (int(facts["CapInh"], 16), int(facts["CapAmb"], 16)) == (0, 0)
+    assert (facts["NoNewPrivs"], facts["Seccomp"]) == ("1", "2")
+
+
+def test_it_finds_the_nodes_cgroup_root(pods: PodCluster) -> None:
+    """It has a cgroup namespace of its own. The lab tells its agents where the root is, since that
+    of a lab's node is no real one; here the container is given the machine's, and told nothing.
+    """
+    agent = pods.pod_agents[0]
+    code = "from kbpf.kernel.system import mounts; print(mounts.cgroup_root())"
+    said = pods.kubelets.try_out(
+        agent, ["python3", "-c", code], {"/sys/fs/cgroup": Path("/sys/fs/cgroup")}
+    )
+    assert said == f"/host{cgroup2()}"
+
+
+def test_it_sets_what_has_to_be_set_below_proc_sys(pods: PodCluster) -> None:
+    """A container's own /proc/sys is read-only. Here: conntrack's times as kube-proxy has them, and
+    the ports of masqueraded clients are kept clear of the node's sockets.
+    """
+    agent = pods.pod_agents[0]
+    close_wait = "/proc/sys/net/netfilter/nf_conntrack_tcp_timeout_close_wait"
+    until("conntrack is set", lambda: node_file(agent, close_wait) == "3600")
+    ports = "/proc/sys/net/ipv4/ip_local_port_range"
+    before = node_file(agent, ports)
+    try:
+        node_file(agent, ports, "10000 60999")
+        reserved = "/proc/sys/net/ipv4/ip_local_reserved_ports"
+        until("the ports are reserved", lambda: node_file(agent, reserved) == "1024-29999")
+    finally:
+        node_file(agent, ports, before)
+
+
+def node_file(agent: PodAgent, path: str, text: str | None = None) -> str:
+    """What stands in a file as the node's network namespace has it; written before, if asked."""
+    if text is not None:
+        run(*inside(agent.node.netns, None, "sh", "-c", f"echo '{text}' > {path}"))
+    return run(*inside(agent.node.netns, None, "cat", path)).strip()
+
+
+OURS = {"type": "Localhost", "localhostProfile": "kbpf.json"}
+DEFAULT, NONE = {"type": "RuntimeDefault"}, {"type": "Unconfined"}
+
+
+class Row(NamedTuple):
+    """What the container is granted, and what comes of it. `seccomp`: the profile; the runtime's
+    default lets only SYS_ADMIN call bpf(2) in some versions. `starts`: whether the agent
+    comes up; `said`: what its log says is wrong.
+    """
+
+    name: str
+    granted: str
+    seccomp: Object
+    starts: bool
+    said: str
+
+
+ROWS = [
+    Row("as in manifests/", "BPF NET_ADMIN PERFMON SYS_ADMIN SYS_RESOURCE", DEFAULT, True, ""),
+    Row("with our profile", "BPF NET_ADMIN PERFMON SYS_ADMIN SYS_RESOURCE", OURS, True, ""),
+    Row("without NET_ADMIN", "BPF PERFMON SYS_ADMIN", DEFAULT, True,
+        "cannot destroy a UDP socket (sock_diag): EPERM"),
+    Row("without SYS_ADMIN", "BPF NET_ADMIN PERFMON", OURS, True,
+        "cannot enter the network namespace"),
+    Row("without SYS_ADMIN and BPF", "NET_ADMIN PERFMON", NONE, False, "cannot create the map"),
+    Row("without SYS_ADMIN and PERFMON", "NET_ADMIN BPF", NONE, False,
+        "the kernel refuses the program"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_which_capabilities_it_needs(pods: PodCluster, row: Row) -> None:
+    """On a node that kbpf has never run on. A UDP socket of a pod, whose backend goes, is cut; or
+    the log says why not.
+    """
+    agent = pods.pod_agents[0]
+    assert agent.stop() == 0
+    agent.remove_pins()
+    path = "/spec/template/spec/containers/0/securityContext"
+    changes = [
+        {"op": "replace", "path": f"{path}/capabilities/add", "value": row.granted.split()},
+        {"op": "replace", "path": f"{path}/seccompProfile", "value": row.seccomp},
+    ]  # fmt: skip
+    pods.kubectl(*SPACE, "patch", "ds", "kube-proxy", "--type=json", "-p", json.dumps(changes))
+    dns, client = pods.web(21, "a1", "UDP"), pods["a3"]
+    pods.create(*dns)
+    try:
+        pods.kubelets.launch(agent)
+        if not row.starts:
+            assert agent.wait_ended() == 1
+            assert row.said in agent.tail()
+            return
+        agent.wait_synced()
+        client.udp("10.96.0.21", 80, keep="udp", connected=True)
+        pods.kube.replace(pods.web(21, "a2", "UDP")[1])
+        if row.said:
+            until(f"it says {row.said}", lambda: row.said in agent.tail(30))
+        else:
+            pods.settle(agent)
+            assert client.ask("hear", keep="udp") == {"error": "ECONNABORTED"}, agent.tail()
+        client.ask("drop", keep="udp")
+        assert agent.stop() == 0
+        pods.kubelets.launch(agent)  # over what the first one has pinned
+        agent.wait_synced()
+    finally:
+        pods.delete(*dns)
+        usual = {"op": "replace", "path": f"{path}/seccompProfile", "value": DEFAULT}
+        pods.kubectl(*SPACE, "patch", "ds", "kube-proxy", "--type=json", "-p", json.dumps([usual]))

@@ -1,0 +1,311 @@
+"""README.md, "Replace kube-proxy", and docs/migration.md there and back, as they stand there, on a
+cluster in use: kubeadm's own objects, a real kube-proxy on each node, kbpf in their place, and
+kubeadm's again.
+
+Connections are made all the while, by pods, nodes and a client outside, and none may fail; those
+that were established go on. test_takeover.py does the same without Kubernetes' objects, in each
+mode of kube-proxy.
+"""
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kbpf.dataplane.bpf.maps.layout import Reason
+from tests.support.cluster.daemonset import PodCluster
+from tests.support.cluster.kube_proxy import MODES, has_programmed
+from tests.support.cluster.kubeadm import Kubeadm
+from tests.support.lab.lab import PATIENCE, Place, inside, ip, run, until
+from tests.support.lab.load import Load, under_load
+from tests.support.runtime import docs
+from tests.support.runtime.shell import Shell
+
+HOST, NODE_PORT = "10.96.0.20", 30020
+NOT_OURS = {"conntrack": {"maxPerCore": 0, "min": 0, "tcpCloseWaitTimeout": "0s",
+                          "tcpEstablishedTimeout": "0s"}}  # fmt: skip
+"""Sysctls of the whole machine."""
+BITS = {"iptables": {"masqueradeBit": 16}, "nftables": {"masqueradeBit": 17}}
+"""An operator's own, which have to be there again on the way back."""
+
+
+class KubeadmCluster(PodCluster):
+    """Two nodes of a cluster that kubeadm has made, with its kube-proxy in this mode; a third has
+    not joined.
+    """
+
+    def __init__(self, kubectl: Path, kubeadm: Path, mode: str) -> None:
+        super().__init__(kubectl, 3, "k")
+        self._program = kubeadm
+        self.mode = mode
+
+    def bring_up(self) -> None:
+        self.prepare()
+        for home in self.lab.nodes:
+            for each in (home.netns, *(pod.netns for pod in home.pods)):
+                ip("route del unreachable 10.96.0.0/16", netns=each)
+        proxy = {"mode": self.mode, **NOT_OURS, **BITS}
+        self.kubeadm = Kubeadm(self._program, self.api, self.lab.folder, proxy=proxy)
+        self.kubeadm.upload_config()
+        self.kubeadm.install_kube_proxy()
+        self.kubelets.sync()
+
+    def rules(self) -> str:
+        """All of nf_tables on the nodes that have joined."""
+        return "".join(
+            run(*inside(node.netns, None, "nft", "list", "ruleset")) for node in self.lab.nodes[:2]
+        )
+
+
+@pytest.fixture(params=MODES)
+def cluster(
+    request: pytest.FixtureRequest, programs: None, kubectl: Path, kubeadm: Path, kube_proxy: Path
+) -> Iterator[KubeadmCluster]:
+    """A Service with a backend on each node; kube-proxy serves it, in each mode."""
+    with KubeadmCluster(kubectl, kubeadm, request.param) as made:
+        outside = Place("outside", made.lab.outside, None)
+        made.places["outside"], made.home["outside"] = outside, made.lab.nodes[0]
+        try:
+            made.create(*made.web(20, "a1 b1", type="NodePort", node_port=NODE_PORT))
+            kube_proxy_serves(made)
+            yield made
+        finally:
+            outside.close()
+
+
+def kube_proxy_serves(cluster: KubeadmCluster) -> None:
+    """Returns when its rules are on each node."""
+    for node in cluster.lab.nodes[:2]:
+        until(
+            f"kube-proxy's rules on {node.name}",
+            lambda home=node: has_programmed(home, cluster.mode, NODE_PORT),
+        )
+
+
+class InUse:
+    """The cluster's clients, what each keeps open, and the connections that go on all the while."""
+
+    def __init__(self, cluster: KubeadmCluster, load: Load) -> None:
+        first = cluster.lab.nodes[0].ip
+        self._clients = {cluster["a3"]: (HOST, 80), cluster["host-1"]: (HOST, 80)}
+        self._clients[cluster["outside"]] = (first, NODE_PORT)
+        self._load = load
+        self._kept = 0
+
+    def keep(self) -> None:
+        """Each opens one more."""
+        self._kept += 1
+        for client, to in self._clients.items():
+            assert "name" in client.tcp(*to, keep=f"kept {self._kept}")
+
+    def goes_on(self) -> None:
+        """All that was opened, and new ones."""
+        self._load.goes_on()
+        for client in self._clients:
+            for number in range(1, self._kept + 1):
+                answer = client.ask("talk", keep=f"kept {number}")
+                assert "name" in answer, (client.name, number, answer)
+
+    def let_go(self) -> None:
+        """What was opened ends."""
+        for client in self._clients:
+            for number in range(1, self._kept + 1):
+                client.ask("drop", keep=f"kept {number}")
+        self._kept = 0
+
+
+def test_there_and_back(
+    cluster: KubeadmCluster, kubectl: Path, kubeadm: Path, tmp_path: Path
+) -> None:
+    shell = Shell(cluster, tmp_path, kubectl, kubeadm)
+    worker = cluster.lab.nodes[1].ip
+    with (
+        under_load(cluster, HOST, "a2", "host-2", answers="a1 b1", pause=0.01) as sockets,
+        under_load(
+            cluster, worker, "outside", port=NODE_PORT, answers="a1 b1", pause=0.01
+        ) as packets,
+    ):
+        use = InUse(cluster, Load((*sockets.places, *packets.places)))
+        use.keep()
+        to_kbpf(cluster, shell, use)
+        use.keep()
+        use.goes_on()
+        upgraded(cluster, shell, use)
+        back(cluster, shell, use)
+
+
+def type_in(shell: Shell, use: InUse, block: str) -> str:
+    """Every command of a block, one after the other; what they print."""
+    said = ""
+    for command in docs.commands(block):
+        said += shell(command)
+        use.goes_on()
+    return said
+
+
+def all_well(cluster: KubeadmCluster) -> None:
+    """What one waits for before the rules go."""
+    status = ("kbpf", "inspect", "status")
+    for agent in cluster.pod_agents[:2]:
+        until("it is well", lambda one=agent: one.exec(*status).returncode == 0)
+
+
+def replace_kube_proxy() -> list[str]:
+    """README.md's blocks: the image, where it is, its pull, the change, what is removed then."""
+    return docs.section("README.md", "## Replace kube-proxy")
+
+
+def to_kbpf(cluster: KubeadmCluster, shell: Shell, use: InUse) -> None:
+    """By README.md; then migration.md's own, which find little left to do."""
+    image, where, pull, apply, take_over = replace_kube_proxy()
+    assert all(line.startswith("buildah ") for line in docs.commands(image)), "by tests/image"
+    cluster.kubelets.images.remove("kbpf:0.1.0")
+    cluster.kubelets.images.add("REGISTRY/kbpf:0.1.0")
+    type_in(shell, use, where)
+    assert "successfully rolled out" in type_in(shell, use, pull)
+    pulled = [cluster.kubelets.pulled[node.name] for node in cluster.lab.nodes[:2]]
+    assert all("REGISTRY/kbpf:0.1.0" in images for images in pulled), "before kube-proxy ends"
+    (container,) = container_of(cluster)
+    assert container["command"][0] == "/usr/local/bin/kube-proxy"
+    assert "successfully rolled out" in type_in(shell, use, apply)
+    (container,) = container_of(cluster)
+    assert (container["image"], container["command"][0]) == ("REGISTRY/kbpf:0.1.0", "kbpf")
+    all_well(cluster)
+    said = type_in(shell, use, take_over)
+    assert said.count("of kube-proxy ") >= 2, said
+    assert "kube-proxy" not in (rules := cluster.rules())
+    assert set(re.findall(r"KUBE-[A-Z-]+", rules)) <= {"KUBE-FIREWALL"}
+    pull, apply, take_over = docs.section("docs/migration.md", "## To kbpf")
+    type_in(shell, use, pull)
+    type_in(shell, use, apply)
+    all_well(cluster)
+    type_in(shell, use, take_over)
+
+
+def upgraded(cluster: KubeadmCluster, shell: Shell, use: InUse) -> None:
+    """install.md, where a `kubeadm upgrade` has put kube-proxy over kbpf."""
+    cluster.kubeadm.install_kube_proxy()
+    cluster.kubelets.sync()
+    (container,) = container_of(cluster)
+    assert container["command"][0] == "/usr/local/bin/kube-proxy"
+    kube_proxy_serves(cluster)
+    use.goes_on()
+    *_, apply = docs.section("docs/install.md", "### In the place of kubeadm's kube-proxy")
+    assert "successfully rolled out" in type_in(shell, use, apply)
+    all_well(cluster)
+    type_in(shell, use, replace_kube_proxy()[-1])
+    assert "KUBE-SERVICES" not in cluster.rules()
+
+
+def back(cluster: KubeadmCluster, shell: Shell, use: InUse) -> None:
+    """Step by step; what the packet path translates ends with the last one."""
+    bit, all_have_it, delete, kubeadm, keep, clean, gone = docs.section(
+        "docs/migration.md", "## Back to kube-proxy"
+    )
+    type_in(shell, use, bit)
+    type_in(shell, use, all_have_it)
+    assert re.findall(r"masqueradeBit: (\S+)", config_of(cluster)) == ["13", "13"]
+    type_in(shell, use, delete)
+    type_in(shell, use, kubeadm)
+    (container,) = container_of(cluster)
+    assert container["command"][0] == "/usr/local/bin/kube-proxy"
+    assert re.findall(r"masqueradeBit: (\S+)", config_of(cluster)) == ["16", "17"]
+    kube_proxy_serves(cluster)
+    type_in(shell, use, keep)
+    ready = ("rollout", "status", "ds", "kbpf-cleanup", f"--timeout={PATIENCE:.0f}s")
+    assert "successfully rolled out" in cluster.kubectl("-n", "kube-system", *ready)
+    before = [agent.reasons()[Reason.NEW_FLOW] for agent in cluster.pod_agents[:2]]
+    use.goes_on()
+    assert [agent.reasons()[Reason.NEW_FLOW] for agent in cluster.pod_agents[:2]] == before
+    use.let_go()
+    use.keep()
+    type_in(shell, use, clean)
+    shell(f"kubectl -n kube-system rollout status ds kbpf-cleanup --timeout={PATIENCE:.0f}s")
+    assert not any(list(agent.bpffs.iterdir()) for agent in cluster.pod_agents[:2])
+    type_in(shell, use, gone)
+
+
+NOT_PUSHED, NOT_READY = "kbpf:not-pushed", "kbpf:not-ready"
+
+
+@pytest.fixture
+def not_ready(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A kbpf that serves and says that it does not."""
+    other = tmp_path_factory.mktemp("not-ready") / "kbpf"
+    shutil.copytree(docs.ROOT / "kbpf", other, ignore=shutil.ignore_patterns("__pycache__"))
+    with (other / "serve" / "health.py").open("a") as file:
+        file.write("\n\ndef readyz(*_: object) -> Answer:\n    return Answer(503, b'')\n")
+    return other
+
+
+@pytest.mark.parametrize("cluster", MODES[:1], indirect=True)
+def test_if_it_does_not_serve(
+    cluster: KubeadmCluster, kubectl: Path, kubeadm: Path, tmp_path: Path, not_ready: Path
+) -> None:
+    """migration.md: the rollout has stopped at the first node, and kube-proxy comes back there.
+
+    With an image that nobody has pushed; then with one that does not get ready, and has put its
+    programs where they come first.
+    """
+    shell = Shell(cluster, tmp_path, kubectl, kubeadm)
+    kustomization = tmp_path / "manifests" / "base" / "kustomization.yaml"
+    told = kustomization.read_text()
+    first, second = cluster.pod_agents[:2]
+    first.versions = {NOT_READY: not_ready}
+    cluster.kubelets.images.add(NOT_READY)
+    cluster.kubelets.never_ready = {NOT_PUSHED, NOT_READY}
+    before, other = container_of(cluster), second.runs
+    *_, keep, clean, gone = docs.section("docs/migration.md", "## Back to kube-proxy")
+    touched, slow = cluster.lab.nodes[0].ip, 0.01
+    with (
+        under_load(cluster, HOST, "a2", "host-2", answers="a1 b1", pause=slow) as sockets,
+        under_load(
+            cluster, touched, "outside", port=NODE_PORT, answers="a1 b1", pause=slow
+        ) as packets,
+    ):
+        use = InUse(cluster, Load((*sockets.places, *packets.places)))
+        use.keep()
+        for image in (NOT_PUSHED, NOT_READY):
+            tag = image.partition(":")[2]
+            kustomization.write_text(told.replace("newTag: 0.1.0", f"newTag: {tag}"))
+            does_not_roll_out(shell, use)
+            assert (first.is_running, second.runs) == (image == NOT_READY, other)
+            if first.is_running:
+                until("it serves", lambda: (first.status() or {}).get("synced"))
+                use.keep()
+            (undo,) = docs.section("docs/migration.md", "## If it does not serve")
+            assert "registry.k8s.io/kube-proxy" in type_in(shell, use, undo)
+            assert container_of(cluster) == before
+            assert second.runs == other, "its kube-proxy has gone on all the while"
+            assert list(first.bpffs.iterdir()) == ([first.pin_dir] if image == NOT_READY else [])
+        kube_proxy_serves(cluster)
+        type_in(shell, use, keep)
+        use.let_go()
+        use.keep()
+        type_in(shell, use, clean)
+        assert list(first.bpffs.iterdir()) == []
+        type_in(shell, use, gone)
+
+
+def does_not_roll_out(shell: Shell, use: InUse) -> None:
+    """Step 2, for a second instead of ten minutes."""
+    _, block, _ = docs.section("docs/migration.md", "## To kbpf")
+    apply, status, _ = docs.commands(block)
+    shell(apply)
+    use.goes_on()
+    shell("! " + status.replace("--timeout=10m", "--timeout=1s"))
+
+
+def container_of(cluster: KubeadmCluster) -> list[dict]:
+    """What the DaemonSet kube-proxy runs."""
+    (found,) = cluster.kubectl.objects("-n", "kube-system", "get", "ds/kube-proxy")
+    return found["spec"]["template"]["spec"]["containers"]
+
+
+def config_of(cluster: KubeadmCluster) -> str:
+    """What stands in the ConfigMap kube-proxy."""
+    (found,) = cluster.kubectl.objects("-n", "kube-system", "get", "cm/kube-proxy")
+    text: str = found["data"]["config.conf"]
+    return text

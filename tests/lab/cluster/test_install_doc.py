@@ -1,0 +1,150 @@
+"""Every command of docs/install.md, as it stands there, at a real API server.
+
+There is no kubelet, so what is looked at is the DaemonSet that each way ends in. The image is built
+by tests/image.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.cluster.apiserver import ApiServer
+from tests.support.cluster.kube import Object
+from tests.support.cluster.kube_objects import node
+from tests.support.cluster.kubeadm import Kubeadm
+from tests.support.cluster.kubectl import MANIFESTS, OVERLAYS, Kubectl
+from tests.support.lab.lab import PATIENCE
+
+DOC = MANIFESTS.parent / "docs" / "install.md"
+BLOCKS = [block for _, block in re.findall(r"^(```sh)\n(.*?)^```", DOC.read_text(), re.M | re.S)]
+ELSEWHERE = {
+    "buildah build": "tests/image",
+    "kubeadm upgrade": "tests/lab/cluster/test_kubeadm.py",
+    "rollout status ds kube-proxy": "tests/lab/cluster/test_drop_in.py",
+}
+"""How a block can be told that somebody else runs."""
+ENDS_IN = [
+    # how a block can be told, and the DaemonSet that it ends in
+    ("newName", ""),
+    ("kubectl apply -k manifests/overlays/kubeadm\n", "kube-proxy"),
+    ("kubectl apply -k manifests/overlays/kubeadm-new", "kube-proxy"),
+    ("--take-ownership", "kube-proxy"),
+    ("values-kubeadm-new.yaml", "kube-proxy"),
+    ("values-side-by-side.yaml", "kbpf"),
+    ("kubectl apply -k manifests/cleanup", "kbpf-cleanup"),
+    ("kubectl delete -k manifests/cleanup", ""),
+]
+OURS = [block for block in BLOCKS if not any(told in block for told in ELSEWHERE)]
+IMAGE = "REGISTRY/kbpf:0.1.0"
+REPLACES = (
+    "kubectl apply -k manifests/overlays/kubeadm\n",
+    "--take-ownership",
+)
+"""Where kubeadm's kube-proxy is there before."""
+
+
+def test_every_block_has_its_row():
+    rows = [row[0] for block in OURS for row in ENDS_IN if row[0] in block]
+    assert sorted(rows) == sorted(row[0] for row in ENDS_IN)
+    assert len(rows) == len(OURS)
+    assert len(BLOCKS) - len(OURS) == len(ELSEWHERE)
+
+
+@pytest.fixture
+def before(kubeadm: Path, apiserver: ApiServer, tmp_path: Path) -> Kubeadm:
+    """What some of the ways replace."""
+    return Kubeadm(kubeadm, apiserver, tmp_path)
+
+
+@pytest.fixture
+def admin(
+    apiserver: ApiServer, kubectl: Path, before: Kubeadm, tmp_path: Path
+) -> Iterator[Kubectl]:
+    """Afterwards nothing of kbpf is there."""
+    made = Kubectl(kubectl, apiserver, tmp_path)
+    yield made
+    before.remove_kube_proxy(made)
+    for overlay in sorted([*OVERLAYS.iterdir(), MANIFESTS / "cleanup"]):
+        made("delete", "-k", str(overlay), "--ignore-not-found", "--wait=false")
+    made("-n", "kube-system", "delete", "secret", "-l", "owner=helm", "--wait=false")
+    made("delete", "node", "doc", "--ignore-not-found")
+
+
+class Clone:
+    """Where an operator types what the page says: an ordinary shell, with manifests/."""
+
+    def __init__(self, folder: Path, apiserver: ApiServer, *programs: Path) -> None:
+        self._folder = folder
+        shutil.copytree(MANIFESTS, folder / "manifests")
+        (folder / "bin").mkdir()
+        for program in programs:
+            (folder / "bin" / program.name).symlink_to(program)
+        self._environment = {
+            "HOME": str(folder),
+            "PATH": f"{folder}/bin:{os.environ['PATH']}",
+            "KUBECONFIG": str(apiserver.kubeconfig(folder / "config", "admin")),
+        }
+
+    def __call__(self, command: str) -> str:
+        """What it prints that ends well."""
+        done = subprocess.run(
+            ["bash", "-c", command], cwd=self._folder, env=self._environment, text=True,
+            capture_output=True, check=False, timeout=2 * PATIENCE,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+
+@pytest.fixture
+def clone(apiserver: ApiServer, kubectl: Path, helm: Path, tmp_path: Path) -> Clone:
+    """With both programs."""
+    return Clone(tmp_path, apiserver, kubectl, helm)
+
+
+@pytest.mark.parametrize("row", ENDS_IN, ids=lambda row: row[0].strip())
+def test_a_way_to_install(
+    admin: Kubectl, apiserver: ApiServer, clone: Clone, before: Kubeadm, row: tuple[str, str]
+):
+    """After the block that says where the image is, in an ordinary shell."""
+    told, name = row
+    (where,) = [each for each in OURS if "newName" in each]
+    (block,) = [each for each in OURS if told in each]
+    if told in REPLACES:
+        before.install_kube_proxy()
+    if told == "kubectl apply -k manifests/cleanup":
+        admin("apply", "-k", str(OVERLAYS / "side-by-side"))
+    if told == "kubectl delete -k manifests/cleanup":
+        admin("apply", "-k", str(OVERLAYS / "side-by-side"))
+        admin("-n", "kube-system", "delete", "ds", "kbpf")
+        admin("apply", "-k", str(MANIFESTS / "cleanup"))
+    with apiserver.kube() as kube:
+        kube.create(node("doc", "192.0.2.1"))
+    clone(f"{where}\n{block}")
+    found: list[Object] = admin.objects("-n", "kube-system", "get", "ds")
+    assert [each["metadata"]["name"] for each in found] == ([name] if name else [])
+    if not found:
+        return
+    (container,) = found[0]["spec"]["template"]["spec"]["containers"]
+    assert container["image"] == IMAGE
+    assert "kbpf" in " ".join(container["command"])
+
+
+def test_by_helm_the_drop_in_outlives_a_trial(admin: Kubectl, clone: Clone, before: Kubeadm):
+    """Both releases at once, as the page makes them; then the trial goes."""
+    before.install_kube_proxy()
+    for told in ("values-side-by-side.yaml", "--take-ownership"):
+        (block,) = [each for each in OURS if told in each]
+        clone("\n".join(line for line in block.splitlines() if "label nodes" not in line))
+    trial, drop_in = ("kbpf-side-by-side", "kbpf")
+    clone("helm uninstall kbpf-trial -n kube-system")
+    for kind in ("clusterrole", "clusterrolebinding"):
+        there = {each["metadata"]["name"] for each in admin.objects("get", kind)}
+        assert drop_in in there
+        assert trial not in there
+    found = admin.objects("-n", "kube-system", "get", "ds")
+    assert [each["metadata"]["name"] for each in found] == ["kube-proxy"]

@@ -1,0 +1,141 @@
+"""The overlay side-by-side: kbpf beside a real kube-proxy, on the nodes that are chosen. It finds
+the API server by the kubernetes Service, which kube-proxy serves. And docs/migration.md, how the
+overlay kubeadm follows it.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.lab.cluster.test_drop_in import NOT_OURS
+from tests.support.cluster.daemonset import PodAgent, PodCluster, asked
+from tests.support.cluster.kube_proxy import KubeProxy
+from tests.support.cluster.kubeadm import Kubeadm
+from tests.support.cluster.kubectl import OVERLAYS
+from tests.support.lab.dial import UNSERVED, Dial, check
+from tests.support.lab.lab import inside, ip, run, until
+from tests.support.lab.load import under_load
+from tests.support.runtime import docs
+from tests.support.runtime.shell import Shell
+
+HOST = "10.96.0.20"
+
+
+class Trial(PodCluster):
+    """Two nodes without kbpf; a third has not joined."""
+
+    beside: KubeProxy
+
+    def bring_up(self) -> None:
+        """The Nodes alone."""
+        self.prepare()
+        self.overlay = OVERLAYS / "side-by-side"
+
+
+@pytest.fixture
+def trial(programs: None, kubectl: Path, kube_proxy: Path) -> Iterator[Trial]:
+    """With kube-proxy on the first node, and a Service that it serves there."""
+    with Trial(kubectl, 3, "t") as made:
+        home = made.lab.nodes[0]
+        ip("route del unreachable 10.96.0.0/16", netns=home.netns)
+        made.create(*made.web(20, "a1 b1"))
+        with KubeProxy(home, "nftables", made.kubeconfig()) as made.beside:
+            until("kube-proxy serves", lambda: "name" in made["host-1"].tcp(HOST, 80, timeout=1))
+            yield made
+
+
+def said_starting(trial: Trial) -> list[str]:
+    """What kbpf's Events of its start say; kube-proxy sends its own."""
+    rows = trial.kube.list("Event")["items"]
+    notes = [row.get("note", "") for row in rows if row["reason"] == "Starting"]
+    return [note for note in notes if note.startswith("kbpf ")]
+
+
+def refuses(agent: PodAgent, why: str) -> None:
+    """To remove kube-proxy's rules, which it cannot see the process of."""
+    done = agent.exec("kbpf", "cleanup", "--kube-proxy")
+    assert done.returncode == 1, done.stdout
+    assert why in done.stderr
+    rules = inside(agent.node.netns, None, "nft", "list", "table", "ip", "kube-proxy")
+    assert "service-endpoints" in run(*rules)
+
+
+def test_a_trial_on_one_node(trial: Trial) -> None:
+    agent = trial.pod_agents[0]
+
+    def running() -> list[str]:
+        trial.kubelets.sync()
+        return [each.node.name for each in trial.pod_agents if each.is_running]
+
+    check(trial, Dial("a pod has no route to it", "a2", f"{HOST}:80", UNSERVED))
+    trial.kubectl("apply", "-k", str(trial.overlay))
+    assert running() == [], "no node has the label"
+    with under_load(trial, HOST, "host-1"):
+        trial.kubectl("label", "node", "node-1", "kbpf.io/node=true")
+        assert running() == ["node-1"]
+        trial.settle(agent)
+        check(trial, Dial("needs none by kbpf", "a2", f"{HOST}:80", "a1 b1"))
+        refuses(agent, "kube-proxy runs here (it answers at ")
+        until("the base's own rights are enough to say so", lambda: said_starting(trial))
+        for port in (10256, 10356):  # kube-proxy's and ours
+            until(f"{port} is well", lambda port=port: asked(agent, port, "/healthz") == 200)
+        trial.kubectl("label", "node", "node-1", "kbpf.io/node-")
+        assert running() == []
+        trial.kubectl("delete", "-k", str(trial.overlay))
+        agent.remove_pins()
+    check(trial, Dial("as before", "a2", f"{HOST}:80", UNSERVED))
+    assert trial.beside.is_running, trial.beside.tail()
+
+
+SECOND = ("kbpf run --hostname-override=node-1 --healthz-bind-address= --metrics-bind-address=;"
+          " test $? = 1")  # fmt: skip
+
+
+def test_from_the_trial_to_the_drop_in(
+    trial: Trial, kubectl: Path, kubeadm: Path, tmp_path: Path
+) -> None:
+    """What two agents of a node do, and migration.md command by command: the drop-in adopts."""
+    there, back = docs.section("docs/migration.md", "## From the trial to the drop-in")
+    shell = Shell(trial, tmp_path, kubectl)
+    type_in(shell, back.replace("--all", "node-1"))
+    first, second = trial.pod_agents[:2]
+    trial.settle(first)
+    clients = [trial[name] for name in ("host-1", "a2")]
+    with under_load(trial, HOST, *(client.name for client in clients)) as load:
+        for client in clients:
+            assert "name" in client.tcp(HOST, 80, keep="kept")
+        said = trial.kubelets.try_out(first, ["sh", "-c", SECOND], {})
+        assert "another agent is at work here (/sys/fs/bpf/kbpf)" in said
+        load.goes_on()
+        program = Kubeadm(kubeadm, trial.api, tmp_path, proxy=NOT_OURS)
+        objects = [each for each in program.kube_proxy() if each["kind"] != "DaemonSet"]
+        trial.kubectl("apply", "-f", "-", stdin=yaml.safe_dump_all(objects))
+        maps = pinned(first)
+        for command in docs.commands(there):
+            if "apply" in command:
+                assert not first.is_running
+                trial.beside.stop()  # as kubelet does, since the template of its DaemonSet changes
+            shell(command)
+            load.goes_on()
+        for client in clients:
+            assert "name" in client.ask("talk", keep="kept")
+        trial.settle(first, second)
+        assert pinned(first) == maps
+    assert [each["metadata"]["name"] for each in trial.kube.list("DaemonSet")["items"]] == [
+        "kube-proxy"
+    ]
+    labels = [each["metadata"]["labels"] for each in trial.kube.list("Node")["items"]]
+    assert not any("kbpf.io/node" in each for each in labels)
+
+
+def pinned(agent: PodAgent) -> dict[str, int]:
+    """Its maps: those that are made anew have other inodes."""
+    return {path.name: path.stat().st_ino for path in agent.pin_dir.glob("maps-*/*")}
+
+
+def type_in(shell: Shell, block: str) -> None:
+    """Every command of it, one after the other."""
+    for command in docs.commands(block):
+        shell(command)

@@ -1,0 +1,194 @@
+"""`kbpf cleanup --kube-proxy` after a real kube-proxy, in each of its modes: what others have stays
+as it is, to the letter.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kbpf.kernel.system import netns, process
+from kbpf.takeover import detect
+from tests.support.build import go_build
+from tests.support.cluster.apiserver import ApiServer
+from tests.support.cluster.kube_objects import (
+    endpoint,
+    endpoint_slice,
+    node,
+    port,
+    service,
+    slice_port,
+)
+from tests.support.cluster.kube_proxy import KubeProxy
+from tests.support.lab.lab import Lab, Node, inside, until
+from tests.support.lab.lab import run as command
+from tests.support.runtime import docs
+
+MODES = ("nftables", "iptables", "iptables-legacy")
+OTHERS = """\
+*nat
+:CNI-HOSTPORT - [0:0]
+:KUBE-MARK-DROP - [0:0]
+-A PREROUTING -m comment --comment "jumps to KUBE-SERVICES" -j CNI-HOSTPORT
+-A PREROUTING -p tcp -m tcp --dport 81 -j REDIRECT --to-ports 82
+-A KUBE-MARK-DROP -j MARK --set-xmark 0x8000/0x8000
+COMMIT
+*filter
+:KUBE-FIREWALL - [0:0]
+:KUBE-POD-FW-ERIFXISQEP7F7OF4 - [0:0]
+-A INPUT -j KUBE-FIREWALL
+-A OUTPUT -j KUBE-FIREWALL
+-A FORWARD -j KUBE-POD-FW-ERIFXISQEP7F7OF4
+%s
+COMMIT
+*mangle
+:KUBE-KUBELET-CANARY - [0:0]
+COMMIT
+"""
+"""A CNI's, kubelet's, an operator's. KUBE-FIREWALL is kubelet's and kube-proxy's alike."""
+GUARD = (
+    "-A KUBE-FIREWALL ! -s 127.0.0.0/8 -d 127.0.0.0/8 "
+    '-m comment --comment "block incoming localnet connections" '
+    "-m conntrack ! --ctstate RELATED,ESTABLISHED,DNAT -j DROP"
+)
+TABLES = """
+table inet kube-proxy {
+    chain KUBE-SERVICES {
+        type filter hook input priority 0
+    }
+}
+table ip kube-proxy-2 {
+    chain services {
+    }
+}
+"""
+"""Of others, by names that come near."""
+UNSEEN = () if process.sees_all() else ("--force",)
+"""Where the tests themselves are in a container."""
+
+
+class Ground:
+    """A node on which others have rules, and an API server with Services of every kind."""
+
+    def __init__(self, lab: Lab, api: ApiServer) -> None:
+        self.home: Node = lab.nodes[0]
+        self.config = api.kubeconfig(lab.folder / "kubeconfig")
+        self.legacy = lab.folder / "legacy"
+        self.legacy.mkdir()
+        for v6 in ("", "6"):
+            for verb in ("", "-save", "-restore"):
+                (self.legacy / f"ip{v6}tables{verb}").symlink_to(
+                    f"/usr/sbin/ip{v6}tables-legacy{verb}"
+                )
+        with api.kube() as kube:
+            kube.create(node(self.home.name, self.home.ip, self.home.ip6))
+            for obj in objects():
+                kube.create(obj)
+            kube.set_load_balancer("kept", ["192.0.2.1", "2001:db8::1"])
+
+    def run(self, *words: str, stdin: str | None = None) -> str:
+        return command(*inside(self.home.netns, None, *words), stdin=stdin)
+
+    def cleanup(self, *more: str) -> subprocess.CompletedProcess[str]:
+        """With pins that are not there: nothing of kbpf is needed."""
+        words = ("cleanup", "--kube-proxy", "--pin-dir", "/sys/fs/bpf/none", *more)
+        where = inside(self.home.netns, None, sys.executable, "-m", "kbpf", *words)
+        return subprocess.run(where, capture_output=True, text=True, check=False)
+
+    def rules(self, kind: str) -> str:
+        """All rules, without what counts."""
+        saved = (self.run(f"ip{v6}tables-{kind}-save") for v6 in ("", "6"))
+        text = re.sub(r" \[\d+:\d+\]|^#.*\n", "", "".join(saved), flags=re.MULTILINE)
+        return text + self.run("nft", "-s", "list", "tables")
+
+
+def objects() -> Iterator[dict[str, object]]:
+    """A Service each for what makes chains of other kinds."""
+    for name, more in {
+        "plain": {"type": "NodePort", "affinity_seconds": 60},
+        "kept": {"type": "LoadBalancer", "external_policy": "Local",
+                 "source_ranges": ["198.51.100.0/24", "2001:db8:9::/64"]},
+        "none": {"external_ips": ["203.0.113.1", "2001:db8:1::1"]},
+    }.items():  # fmt: skip
+        families = ("IPv4", "IPv6")
+        rows = [port(80, "web"), port(53, "dns", "UDP")]
+        yield service(name, *rows, families=families, **more)  # type: ignore[arg-type]
+        for family, address in zip(families, ("10.244.1.2", "fd00:10:244:1::2"), strict=True):
+            ends = [] if name == "none" else [endpoint(address, node="node-1")]
+            ports = [slice_port(8080, "web"), slice_port(5353, "dns", "UDP")]
+            yield endpoint_slice(name, *ends, ports=ports, family=family)
+
+
+@pytest.fixture(scope="module")
+def ground(programs: None, kube_proxy: Path) -> Iterator[Ground]:
+    with (
+        Lab(1, "lo", apart=True) as lab,
+        ApiServer(addresses=(lab.outside_ip,), netns=lab.outside) as api,
+    ):
+        yield Ground(lab, api)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_all_of_kube_proxy_goes_and_nothing_else(
+    ground: Ground, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = "legacy" if mode == "iptables-legacy" else "nft"
+    if kind == "legacy":
+        monkeypatch.setenv("PATH", str(ground.legacy), prepend=os.pathsep)
+    for v6, guard in (("", GUARD), ("6", "")):
+        ground.run(f"ip{v6}tables-{kind}-restore", stdin=OTHERS % guard)
+    ground.run("nft", "-f", "-", stdin=TABLES)
+    before = ground.rules(kind)
+    with KubeProxy(ground.home, mode.removesuffix("-legacy"), ground.config) as proxy:
+        until(f"its rules\n{proxy.tail()}", lambda: is_complete(ground.rules(kind), mode, ground))
+        refused = ground.cleanup()
+        assert refused.returncode == 1
+        assert "kube-proxy runs here" in refused.stderr
+        elsewhere = Path("/run/netns") / str(ground.home.lab.outside)
+        assert netns.inside(elsewhere, detect.look)[::2] == ((), {})
+    assert ground.rules(kind) != before
+    done = ground.cleanup(*UNSEEN)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert ground.rules(kind) == before
+    for table in ("table ip kube-proxy",) if mode == "nftables" else ("ip nat", "ip6 filter"):
+        assert f"of kube-proxy   {table}" in done.stdout
+    again = ground.cleanup(*UNSEEN)
+    assert (again.returncode, again.stdout) == (0, "nothing to remove of kube-proxy\n")
+    assert ground.rules(kind) == before
+
+
+def test_kube_proxys_own_cleanup_takes_its_legacy_rules(
+    ground: Ground, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """docs/operate.md: for nodes where ours has not got the programs of iptables-legacy."""
+    monkeypatch.setenv("PATH", str(ground.legacy), prepend=os.pathsep)
+    for v6, guard in (("", GUARD), ("6", "")):
+        ground.run(f"ip{v6}tables-legacy-restore", stdin=OTHERS % guard)
+    before = ground.rules("legacy")
+    with KubeProxy(ground.home, "iptables", ground.config) as proxy:
+        until(
+            f"its rules\n{proxy.tail()}",
+            lambda: is_complete(ground.rules("legacy"), "iptables-legacy", ground),
+        )
+    (said,) = (span for span in docs.spans("docs/operate.md") if "kubectl debug node" in span)
+    _, _, command = said.partition(" -- ")
+    assert command == "kube-proxy --cleanup"
+    words = (str(go_build.build("kube-proxy")), "--cleanup")
+    ground.run(*words)
+    assert ground.rules("legacy") == before
+
+
+def is_complete(rules: str, mode: str, ground: Ground) -> bool:
+    """Whether chains of all kinds are there, in both families."""
+    if mode == "nftables":
+        return all(
+            f"table {family} kube-proxy\n" in rules
+            and "firewall-" in ground.run("nft", "list", "table", family, "kube-proxy")
+            for family in ("ip", "ip6")
+        )
+    wanted = ("KUBE-SVC-", "KUBE-SVL-", "KUBE-EXT-", "KUBE-FW-", "KUBE-SEP-", "KUBE-FORWARD")
+    return all(rules.count(f":{name}") >= 2 for name in wanted)

@@ -1,0 +1,141 @@
+"""docs/troubleshoot.md: what a client sees, made on purpose, and that the commands which the page
+names show why.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+
+from kbpf.dataplane.bpf.inspect.reasons import WORDS
+from tests.support.lab.dial import DROPPED as AT_ONCE
+from tests.support.lab.dial import REFUSED, Dial
+from tests.support.lab.dial import check as check_at_once
+from tests.support.lab.field import DROPPED, NODES4, OUT4, Field, at, check
+from tests.support.lab.lab import Agent, inside
+from tests.support.runtime import docs
+
+PAGE = (docs.ROOT / "docs" / "troubleshoot.md").read_text()
+LABEL = "service.kubernetes.io/service-proxy-name"
+
+
+class Symptom(NamedTuple):
+    """`words` stand in the page. The Service has these endpoints and options; the client dials this
+    kind of address (of port 80, if none is said) and has this outcome. `shows`: what `kbpf inspect
+    COMMAND` then has in it; of `status` a counter that has grown.
+    """
+
+    words: str
+    endpoints: str
+    options: dict[str, Any]
+    client: str
+    kind: str
+    outcome: str
+    command: str
+    shows: str
+    port: int = 0
+
+
+SERVICE = "service default/web-71"
+SYMPTOMS = [
+    Symptom("the Service has no endpoint that is ready: `cluster set: empty`",
+            "a1/unready", {}, "a2", "ClusterIP", REFUSED, SERVICE, "cluster set: empty"),
+    Symptom("the port is none of the Service's: refused, too, at a ClusterIP",
+            "a1", {}, "a2", "ClusterIP", REFUSED, "status",
+            "refused: a ClusterIP, but a port that no Service has", 81),
+    Symptom("and no endpoint on the client's node: `local set: empty`",
+            "b1", {"internal_policy": "Local"}, "a2", "ClusterIP", AT_ONCE, SERVICE,
+            "local set: empty"),
+    Symptom("`externalTrafficPolicy: Local` on a node without endpoint",
+            "b1", {"external_policy": "Local"}, "outside", "NodePort", DROPPED, "status",
+            "dropped: policy Local, and no endpoint on this node"),
+    Symptom("the client is not in `loadBalancerSourceRanges`",
+            "a1", {"source_ranges": ["198.51.100.0/24"]}, "outside", "VIP", DROPPED, "status",
+            "dropped: the client is not in the Service's source ranges"),
+    Symptom("`inspect connections`, the column BACKEND-SEES",
+            "b1", {}, "outside", "NodePort", "b1", f"connections --client {OUT4}",
+            f"{NODES4[0]}:"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def field() -> Iterator[Field]:
+    with Field(name="tr", pods=(2, 1)) as made:
+        yield made
+
+
+def inspect(agent: Agent, command: str) -> "subprocess.CompletedProcess[str]":
+    """`kbpf inspect` on the agent's node."""
+    words = (sys.executable, "-m", "kbpf", "inspect", *command.split(), "--pin-dir",
+             str(agent.pin_dir))  # fmt: skip
+    where = inside(agent.node.netns, None, *words)
+    return subprocess.run(where, capture_output=True, text=True, check=False)
+
+
+def counted(agent: Agent, words: str) -> int:
+    """What `kbpf inspect status` has counted under these words."""
+    (reason,) = (reason for reason, said in WORDS.items() if said == words)
+    counters = json.loads(inspect(agent, "status -o json").stdout)["counters"]
+    return int(counters[reason.name.lower()])
+
+
+@pytest.mark.parametrize("symptom", SYMPTOMS, ids=lambda one: one.words)
+def test_a_symptom_and_why(field: Field, symptom: Symptom) -> None:
+    assert symptom.words in PAGE.replace("\n", " ")
+    made = field.all_ways(71, symptom.endpoints, **symptom.options)
+    field.create(*made)
+    field.settle()
+    try:
+        to = at(symptom.kind, 71)
+        if symptom.port:
+            to = f"{to.rpartition(':')[0]}:{symptom.port}"
+        before = counted(field.agent, symptom.shows) if symptom.command == "status" else 0
+        row = Dial(symptom.words, symptom.client, to, symptom.outcome, "tcp", NODES4[0])
+        (check if symptom.client == "outside" else check_at_once)(field, row)
+        shown = inspect(field.agent, symptom.command).stdout
+        assert symptom.shows in shown
+        assert symptom.command != "status" or counted(field.agent, symptom.shows) > before
+    finally:
+        field.delete(*made)
+        field.settle()
+
+
+def test_a_service_that_is_another_ones(field: Field) -> None:
+    """There is no such frontend."""
+    assert f"the Service has the label `{LABEL}`" in PAGE.replace("\n", " ")
+    made = field.all_ways(72, "a1", labels={LABEL: "another"})
+    field.create(*made)
+    field.settle()
+    done = inspect(field.agent, "service default/web-72")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "web-72" in done.stderr
+    field.delete(*made)
+    field.settle()
+
+
+def test_a_device_to_other_machines(field: Field) -> None:
+    """From outside, step 1."""
+    assert "`host`, with a program in both directions" in PAGE.replace("\n", " ")
+    rows = json.loads(inspect(field.agent, "devices -o json").stdout)
+    (uplink,) = (row for row in rows if row["device"] == "eth0")
+    assert uplink["role"] == "host"
+    assert uplink["ingress"]
+    assert uplink["egress"]
+
+
+def test_two_agents_with_one_folder(field: Field) -> None:
+    """The pod, third row."""
+    words = "another agent is at work here"
+    assert f"says `{words}`" in PAGE
+    agent = field.agent
+    command = (sys.executable, "-m", "kbpf", "run", "--source", str(field.folder), "--pin-dir",
+               str(agent.pin_dir), "--cgroup", str(agent.node.cgroup), "--mode", "bpf",
+               "--healthz-bind-address=", "--metrics-bind-address=")  # fmt: skip
+    done = subprocess.run(
+        inside(agent.node.netns, None, *command), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert words in done.stderr

@@ -1,0 +1,337 @@
+"""vagrant/kubeadm/provision: what makes a cluster of three machines, run on a machine that is none
+(tests/support/runtime/provision.py), with the arguments that the Vagrantfile gives. The real
+kubeadm and kubectl judge what the scripts write.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.support.cluster.apiserver import ApiServer
+from tests.support.cluster.kube import Object
+from tests.support.cluster.kubectl import OVERLAYS, Kubectl, documents, kustomize
+from tests.support.runtime.provision import ROOT, VERSION, Machine
+
+VAGRANTFILE = (ROOT / "vagrant/kubeadm/Vagrantfile").read_text()
+CONTROL_PLANE, WORKER = "192.168.56.10", "192.168.56.11"
+CONTAINERD = """\
+[plugins."io.containerd.grpc.v1.cri".cni]
+  bin_dir = "/opt/cni/bin"
+[plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc.options]
+  SystemdCgroup = false
+"""
+FLANNEL = """\
+apiVersion: v1
+kind: Namespace
+metadata: {name: kube-flannel}
+---
+apiVersion: apps/v1
+kind: DaemonSet
+metadata: {name: kube-flannel-ds, namespace: kube-flannel}
+spec:
+  selector: {matchLabels: {app: flannel}}
+  template:
+    metadata: {labels: {app: flannel}}
+    spec:
+      containers:
+      - name: kube-flannel
+        image: flannel
+        args: [--ip-masq, --kube-subnet-mgr]
+        env: [{name: EVENT_QUEUE_DEPTH, value: "5000"}]
+"""
+"""What is changed of flannel's manifest, as it stands there."""
+
+Make = Callable[[str], Machine]
+
+
+@pytest.fixture(scope="module")
+def make(
+    previous_kubeadm: Path,
+    kubectl: Path,
+    apiserver: ApiServer,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Make:
+    """A machine with this address."""
+    access = apiserver.kubeconfig(tmp_path_factory.mktemp("admin") / "admin", "admin")
+
+    def made(address: str) -> Machine:
+        folder = tmp_path_factory.mktemp("machine")
+        machine = Machine(folder, address, previous_kubeadm, kubectl, access)
+        machine.put("containerd.toml", CONTAINERD)
+        machine.put("Release.key", "key")
+        machine.put("kube-flannel.yml", FLANNEL)
+        return machine
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def admin(
+    apiserver: ApiServer, kubectl: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Kubectl]:
+    """What the scripts have made is gone afterwards, but for flannel's Namespace: no controller
+    would end it.
+    """
+    command = Kubectl(kubectl, apiserver, tmp_path_factory.mktemp("kubectl"))
+    gone = ("--ignore-not-found", "--wait=false")
+    yield command
+    command("delete", "-k", str(OVERLAYS / "kubeadm-new"), *gone)
+    command("-n", "kube-flannel", "delete", "ds", "--all", *gone)
+
+
+@pytest.fixture(scope="module")
+def control_plane(make: Make, admin: Kubectl) -> Machine:
+    """One that is ready."""
+    machine = make(CONTROL_PLANE)
+    succeeds(machine, "control-plane.sh")
+    return machine
+
+
+def arguments(script: str) -> list[str]:
+    """What the Vagrantfile calls the script with, on the control plane or the first worker."""
+    (found,) = re.findall(rf'path: "provision/{script}", args: \[(.*)\]$', VAGRANTFILE, re.M)[-1:]
+    values = dict(re.findall(r'^([A-Z_]+) = (?:ENV.fetch\("\w+", )?"([^"]+)"', VAGRANTFILE, re.M))
+    return [{**values, "address": WORKER}[name] for name in found.split(", ")]
+
+
+def names(machine: Machine) -> list[str]:
+    """The calls by their first two words."""
+    return [" ".join(line.split()[:2]) for line in machine.said]
+
+
+def succeeds(machine: Machine, script: str) -> None:
+    done = machine.run(script, *arguments(script))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def fails(machine: Machine, script: str, fail: str) -> str:
+    """The last line of what it says."""
+    done = machine.run(script, *arguments(script), fail=fail)
+    assert done.returncode != 0, done.stdout
+    return done.stderr.splitlines()[-1]
+
+
+# ---- every machine ----------------------------------------------------------------------
+
+ALWAYS = ["swapoff -a", "modprobe -a", "sysctl --quiet", "apt-get update", "apt-get install",
+          "containerd config", "systemctl restart", "apt-mark showhold"]  # fmt: skip
+ONCE = ["curl -fsSL", "gpg --dearmor", "apt-get update", "apt-get install", "apt-mark hold"]
+IMAGE = ["buildah build", "buildah push", "ctr --namespace"]
+
+
+def test_a_node_is_prepared_and_may_be_again(make: Make):
+    machine = make(WORKER)
+    machine.file("/etc/fstab").write_text("/dev/vda1 / ext4 rw 0 1\n/dev/vda2 none swap sw 0 0\n")
+    succeeds(machine, "node.sh")
+    assert names(machine) == [*ALWAYS, *ONCE, *IMAGE]
+    (version,) = re.findall(r'"(v[\d.]+)"\)', VAGRANTFILE)
+    assert VERSION.startswith(f"{version}."), "what is tested is installed"
+    source = machine.file("/etc/apt/sources.list.d/kubernetes.list").read_text()
+    keyring = "/etc/apt/keyrings/kubernetes.gpg"
+    assert (
+        source == f"deb [signed-by={keyring}] https://pkgs.k8s.io/core:/stable:/{version}/deb/ /\n"
+    )
+    assert machine.file(keyring).read_text() == "key"
+    assert "apt-get install -y -qq kubelet kubeadm kubectl" in machine.said
+    assert machine.file("/etc/fstab").read_text() == "/dev/vda1 / ext4 rw 0 1\n"
+    containerd = machine.file("/etc/containerd/config.toml").read_text()
+    assert containerd == CONTAINERD.replace("SystemdCgroup = false", "SystemdCgroup = true")
+    modules = machine.file("/etc/modules-load.d/kubernetes.conf").read_text().split()
+    assert modules == ["overlay", "br_netfilter"]
+    sysctls = machine.file("/etc/sysctl.d/kubernetes.conf").read_text().splitlines()
+    assert "net.ipv4.ip_forward = 1" in sysctls
+
+    succeeds(machine, "node.sh")
+    assert names(machine) == [*ALWAYS, *IMAGE]
+
+
+def test_containerd_gets_the_image_that_the_manifests_name(make: Make, kubectl: Path):
+    machine = make(WORKER)
+    succeeds(machine, "node.sh")
+    (daemonset,) = (
+        each for each in kustomize(kubectl, OVERLAYS / "kubeadm-new") if each["kind"] == "DaemonSet"
+    )
+    (container,) = daemonset["spec"]["template"]["spec"]["containers"]
+    assert container["imagePullPolicy"] == "IfNotPresent"
+    name = f"docker.io/library/{container['image']}"
+    build, push, load = (line for line in machine.said if line.startswith(("buildah", "ctr")))
+    assert build.split()[-3:-1] == ["--tag", name]
+    archive = load.split()[-1]
+    assert push.split()[-2:] == [name, f"docker-archive:{archive}:{name}"]
+    assert load == f"ctr --namespace k8s.io images import {archive}"
+
+
+@pytest.mark.parametrize(
+    ("call", "what"),
+    [
+        ("modprobe", "swap, modules, sysctls"),
+        ("apt-get install -y -qq --no", "Debian's packages"),
+        ("containerd config", "containerd's configuration"),
+        ("systemctl restart", "containerd's configuration"),
+        ("curl", "Kubernetes v1.36"),
+        ("gpg", "Kubernetes v1.36"),
+        ("apt-get install -y -qq kubelet", "Kubernetes v1.36"),
+        ("buildah build", "kbpf's image"),
+        ("ctr", "kbpf's image"),
+    ],
+)
+def test_a_node_that_cannot_be_prepared(make: Make, call: str, what: str):
+    """Nothing comes after what failed, and one line says what it was; then it goes on."""
+    machine = make(WORKER)
+    assert fails(machine, "node.sh", call) == f"node.sh: failed at: {what}"
+    assert machine.said[-1].startswith(call)
+    succeeds(machine, "node.sh")
+    assert names(machine)[-3:] == IMAGE
+    assert machine.file("/etc/containerd/config.toml").read_text() != CONTAINERD
+    assert machine.file("/etc/apt/keyrings/kubernetes.gpg").read_text() == "key"
+
+
+def test_a_containerd_that_has_no_such_setting(make: Make):
+    """It would run pods in other cgroups than kubelet thinks."""
+    machine = make(WORKER)
+    machine.put("containerd.toml", "version = 9\n")
+    assert fails(machine, "node.sh", "nothing") == "node.sh: failed at: containerd's configuration"
+    assert not machine.file("/etc/containerd/config.toml").exists()
+
+
+# ---- the control plane ------------------------------------------------------------------
+
+APPLIED = ["kubectl apply", "kubectl -n", "curl -fsSL", "kubectl apply", "kubectl -n", "kubectl -n"]
+
+
+def test_a_control_plane_is_made(make: Make, admin: Kubectl):
+    """kbpf before flannel, which reaches the API server by its ClusterIP."""
+    machine = make(CONTROL_PLANE)
+    succeeds(machine, "control-plane.sh")
+    assert names(machine) == ["kubeadm version", "kubeadm init", *APPLIED]
+    waited = [line.split()[2:6] for line in machine.said if "rollout status" in line]
+    assert waited == [
+        ["kube-system", "rollout", "status", "ds/kube-proxy"],
+        ["kube-flannel", "rollout", "status", "ds/kube-flannel-ds"],
+        ["kube-system", "rollout", "status", "deploy/coredns"],
+    ]
+    config = machine.file("/root/.kube/config")
+    assert config.read_text() == machine.file("/etc/kubernetes/admin.conf").read_text()
+    assert config.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_control_plane_may_be_made_again(control_plane: Machine, admin: Kubectl):
+    before = applied(admin)
+    succeeds(control_plane, "control-plane.sh")
+    assert names(control_plane) == APPLIED
+    assert [each["metadata"]["generation"] for each in before] == [1, 1]
+    assert [each["metadata"]["generation"] for each in applied(admin)] == [1, 1]
+
+
+def test_what_kubeadm_makes_of_it(control_plane: Machine):
+    """It has validated it, too (support/provision.py)."""
+    out = control_plane.out("init")
+    for line in (
+        f"Using Kubernetes version: {VERSION}",
+        f'KUBELET_KUBEADM_ARGS="--node-ip={CONTROL_PLANE}"',
+        f"--advertise-address={CONTROL_PLANE}",
+        f"--initial-advertise-peer-urls=https://{CONTROL_PLANE}:2380",
+        "--cluster-cidr=10.244.0.0/16",
+        "--allocate-node-cidrs=true",
+        f"server: https://{CONTROL_PLANE}:6443",
+        "Applied essential addon: CoreDNS",
+    ):
+        assert line in out, line
+    assert "addon: kube-proxy" not in out
+    made = attached(out)
+    assert ("Deployment", "coredns") in made
+    assert ("DaemonSet", "kube-proxy") not in made
+    kept = yaml.safe_load(made["ConfigMap", "kubeadm-config"]["data"]["ClusterConfiguration"])
+    assert kept["proxy"] == {"disabled": True}, "or `kubeadm upgrade` would bring kube-proxy"
+    token_id, _, _ = arguments("worker.sh")[2].partition(".")
+    secret = made["Secret", f"bootstrap-token-{token_id}"]
+    assert "expiration" not in secret["data"], "a worker may come a day later"
+
+
+def attached(out: str) -> dict[tuple[str, str], Object]:
+    """The objects that a dry run would have made."""
+    found = re.findall(r"^\[dryrun\] Attached object:\n(.*?)^$", out, re.M | re.S)
+    objects = [each for text in found for each in documents(text)]
+    return {(each["kind"], each["metadata"].get("name", "")): each for each in objects}
+
+
+def test_kbpf_and_flannel_know_the_machines_addresses(control_plane: Machine, admin: Kubectl):
+    """Not the ClusterIP, which needs kbpf, nor the default route's device, on which VirtualBox
+    gives each machine the same address.
+    """
+    (files,) = admin.objects("-n", "kube-system", "get", "configmap/kube-proxy")
+    reached = yaml.safe_load(files["data"]["kubeconfig.conf"])
+    assert reached["clusters"][0]["cluster"]["server"] == f"https://{CONTROL_PLANE}:6443"
+    config = yaml.safe_load(files["data"]["config.conf"])
+    told = yaml.safe_load(control_plane.yaml("init").split("---")[1])
+    assert config["clusterCIDR"] == told["networking"]["podSubnet"]
+    kbpf, flannel = applied(admin)
+    assert kbpf["spec"]["template"]["spec"]["containers"][0]["command"][0] == "kbpf"
+    (container,) = flannel["spec"]["template"]["spec"]["containers"]
+    assert container["args"] == ["--ip-masq", "--kube-subnet-mgr", "--iface=$(NODE_ADDRESS)"]
+    assert [each["name"] for each in container["env"]] == ["EVENT_QUEUE_DEPTH", "NODE_ADDRESS"]
+    assert container["env"][1]["valueFrom"]["fieldRef"]["fieldPath"] == "status.hostIP"
+
+
+def applied(admin: Kubectl) -> list[Object]:
+    """kbpf's DaemonSet and flannel's."""
+    return [
+        *admin.objects("-n", "kube-system", "get", "ds/kube-proxy"),
+        *admin.objects("-n", "kube-flannel", "get", "ds/kube-flannel-ds"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fail", "what", "again"),
+    [
+        (
+            "after kubeadm init",
+            "kubeadm init",
+            ["kubeadm reset", "kubeadm version", "kubeadm init"],
+        ),
+        ("kubectl apply", "kbpf", []),
+        ("curl", "flannel v0.28.9", []),
+    ],
+)
+def test_a_control_plane_that_fails(
+    make: Make, admin: Kubectl, fail: str, what: str, again: list[str]
+):
+    """An API server's manifest that is there already kubeadm refuses: the reset is a real one."""
+    machine = make(CONTROL_PLANE)
+    assert fails(machine, "control-plane.sh", fail) == f"control-plane.sh: failed at: {what}"
+    succeeds(machine, "control-plane.sh")
+    assert [name for name in names(machine) if name.startswith("kubeadm")] == again
+    assert names(machine)[-1] == "kubectl -n"
+    assert len(applied(admin)) == 2
+
+
+# ---- workers ----------------------------------------------------------------------------
+
+
+def test_a_worker_joins_once(make: Make):
+    """kubeadm's dry run finds the cluster by the token, and only by this one."""
+    machine = make(WORKER)
+    succeeds(machine, "worker.sh")
+    assert names(machine) == ["kubeadm join"]
+    out = machine.out("join")
+    assert "This node has joined the cluster" in out
+    assert f'KUBELET_KUBEADM_ARGS="--node-ip={WORKER}"' in out
+    told = yaml.safe_load(machine.yaml("join"))
+    found = told["discovery"]["bootstrapToken"]
+    assert found["apiServerEndpoint"] == f"{CONTROL_PLANE}:6443"
+    assert found["token"] == arguments("control-plane.sh")[1]
+    assert told["timeouts"]["discovery"] == "60m", "the control plane is made at the same time"
+
+    succeeds(machine, "worker.sh")
+    assert machine.said == []
+
+
+def test_a_worker_that_fails_may_try_again(make: Make):
+    """What it has of the cluster kubeadm refuses: the reset is a real one."""
+    machine = make(WORKER)
+    assert fails(machine, "worker.sh", "after kubeadm join") == "worker.sh: failed at: kubeadm join"
+    succeeds(machine, "worker.sh")
+    assert names(machine) == ["kubeadm reset", "kubeadm join"]

@@ -1,0 +1,203 @@
+"""Many connections and many datagrams through NodePorts while backends come and go; and what is
+there when the ports for masqueraded connections, or the maps of connections, are full.
+"""
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from kbpf.dataplane.bpf.maps.layout import MAPS, Reason
+from tests.support.cluster.kube_objects import slice_port
+from tests.support.lab.field import FORWARDINGS, Field, at, both_families, forward, split, there
+from tests.support.lab.lab import Agent, Place, until
+from tests.support.lab.load import under_load
+
+CONNECTIONS = 20_000
+CLIENTS = ("outside", "out-2", "out-3")
+PODS = "a1 a2 b1 b2"
+POD_UDP = slice_port(8080, protocol="UDP")
+
+
+def clients(field: Field) -> None:
+    """More processes on the machine that is outside."""
+    for name in CLIENTS[1:]:
+        here = field["outside"]
+        field.unhook(name, here.netns, here.ip, here.ip6, field.lab.nodes[0])
+
+
+@pytest.fixture(scope="module", params=FORWARDINGS)
+def field(request: pytest.FixtureRequest) -> Iterator[Field]:
+    """A backend that closes first keeps a port in TIME_WAIT for a minute, and then may answer the
+    next SYN from it with an ACK of the old connection: a second is lost. So there are more ports.
+    """
+    ports = ("--masquerade-ports", "32768-65535")
+    with Field(*forward(request.param), *ports, name="ch", pods=(2, 2)) as made:
+        clients(made)
+        yield made
+
+
+# ---- connections ---------------------------------------------------------------------------------
+
+TURNS: tuple[tuple[str, str], ...] = (
+    ("a1 b1", ""),
+    ("a1/draining b1 a2", ""),
+    ("b1 a2", "restart"),
+    ("b1/draining a2 b2", "kill"),
+    ("a2 b2", "larger maps"),
+    ("a2/draining b2/draining", ""),
+    ("a1 b2/draining", "kill"),
+    ("a1 a2 b1 b2", ""),
+)
+"""Who serves, and what happens to the agent meanwhile. After a kill the maps have their size again.
+"""
+
+
+def restart(agent: Agent, how: str) -> None:
+    if not how:
+        return
+    (agent.kill if how == "kill" else agent.stop)()
+    agent.start(extra=("--max-connections", "200000") if how == "larger maps" else ())
+
+
+def test_connections_while_everything_changes(field: Field) -> None:
+    """Short ones from several processes, none of which may fail, whoever answers."""
+    others = [obj for number in range(100, 180) for obj in field.web(number, "a1", node_port=None)]
+    each = CONNECTIONS // len(TURNS) // len(CLIENTS)
+    with field.given(*field.all_ways(71, TURNS[0][0])):
+        host, port = split(at("NodePort", 71))
+        with under_load(field, host, *CLIENTS, port=port, answers=PODS, pause=0.0) as load:
+            for number, (who, what) in enumerate(TURNS):
+                field.create(*others[number * 20 : number * 20 + 20])
+                field.change(field.slice("web-71", who))
+                restart(field.agent, what)
+                load.goes_on(each)
+    field.delete(*others)
+
+
+PORTS = 64
+
+
+@pytest.mark.parametrize("how", FORWARDINGS)
+def test_all_ports_for_masqueraded_connections_are_taken(how: str) -> None:
+    """The 65th gets none and is counted; the others live on; a closed one's port is used again."""
+    ports = f"61000-{61000 + PORTS - 1}"
+    with Field(*forward(how), "--masquerade-ports", ports, name="px", pods=(1, 1)) as field:
+        field.create(*field.all_ways(72, "b1"))
+        field.settle()
+        client, to = field["outside"], split(at("NodePort", 72))
+        names = []
+        # A port is found by chance: with few left, not each try finds one, and is counted.
+        while len(names) < PORTS:
+            name = f"c{len(names)}"
+            if "name" in client.tcp(*to, keep=name, timeout=30.0):
+                names.append(name)
+        before = field.agent.reasons()[Reason.NO_SNAT_PORT]
+        assert "error" in client.tcp(*to, timeout=0.5)
+        assert field.agent.reasons()[Reason.NO_SNAT_PORT] > before
+        for name in names:
+            assert client.ask("talk", keep=name).get("name") == "b1"
+        for name in names[: PORTS // 2]:
+            client.ask("drop", keep=name)
+        assert client.tcp(*to, timeout=30.0).get("name") == "b1"
+        for name in names[PORTS // 2 :]:
+            assert client.ask("talk", keep=name).get("name") == "b1"
+
+
+FULL = 1000
+"""Connections: the fewest that the agent takes."""
+
+
+@pytest.mark.parametrize("how", FORWARDINGS)
+def test_full_maps_of_connections(how: str) -> None:
+    """New connections always work; those that are used stay: who has ended makes room."""
+    with Field(*forward(how), "--max-connections", str(FULL), name="fm", pods=(1, 1)) as field:
+        field.create(*field.all_ways(73, "a1"), *field.all_ways(74, "b1"))
+        field.settle()
+        client = field["outside"]
+        ends = [split(at("NodePort", number)) for number in (73, 74)]
+        used = {f"used-{number}": to for number, to in enumerate(ends * 4)}
+        for name, to in used.items():
+            assert "name" in client.tcp(*to, keep=name)
+        for _ in range(2 * FULL // 100):
+            for to in ends:
+                got = client.many(50, *to)
+                assert got["errors"] == {}, got
+            for name in used:
+                assert "name" in client.ask("talk", keep=name)
+        room = FULL * MAPS["flows"].per
+        assert room >= len(field.agent.entries("flows")) > room // 2, "full, or nothing was tested"
+
+
+# ---- datagrams -----------------------------------------------------------------------------------
+
+DATAGRAMS, SOCKETS = 10_000, 500
+
+
+@both_families
+@pytest.mark.parametrize("name", ["a1", "b1"], ids=["local", "remote"])
+def test_datagrams_from_many_ports(field: Field, name: str, v6: bool) -> None:
+    """Each is answered to the socket that asked, and the backend got as many as were sent."""
+    backend = field[name]
+    before = backend.ask("seen")["udp"].get("8080", 0)
+    number = {"a1": 75, "b1": 79}[name]  # no flows of each other's sockets
+    with field.given(*field.all_ways(number, name, "UDP")):
+        host, port = split(at("NodePort", number, v6))
+        got = field["outside"].ask(
+            "datagrams", host=host, port=port, family="6" if v6 else "4",
+            sockets=SOCKETS, each=DATAGRAMS // SOCKETS,
+        )  # fmt: skip
+        assert got == {"names": {name: DATAGRAMS}, "errors": {}}
+    assert backend.ask("seen")["udp"]["8080"] == before + DATAGRAMS
+
+
+def test_new_datagrams_go_elsewhere_when_a_backend_goes_gracefully(field: Field) -> None:
+    client = field["outside"]
+    with field.given(*field.all_ways(76, "b1", "UDP")):
+        to = split(at("NodePort", 76))
+        assert client.udp(*to, keep="old", connected=True).get("name") == "b1"
+        field.change(field.slice("web-76", "b1/draining a1", POD_UDP))
+        assert client.ask("talk", keep="old").get("name") == "b1", "it serves as long as it can"
+        assert client.many(20, *to, protocol="udp", connected=True)["names"] == {"a1": 20}
+        field.change(field.slice("web-76", "a1", POD_UDP))
+        until("it goes on elsewhere", lambda: client.ask("talk", keep="old").get("name") == "a1")
+        client.ask("drop", keep="old")
+
+
+def bound(place: Place, v6: bool, port: int) -> socket.socket:
+    """A UDP socket there."""
+
+    def make() -> socket.socket:
+        made = socket.socket(socket.AF_INET6 if v6 else socket.AF_INET, socket.SOCK_DGRAM)
+        made.settimeout(30)
+        made.bind(("::" if v6 else "0.0.0.0", port))
+        return made
+
+    return there(place, make)
+
+
+FRAGMENTED = 7001
+
+
+@both_families
+@pytest.mark.parametrize("name", ["a1", "b1"], ids=["local", "remote"])
+def test_large_datagrams_come_in_fragments(field: Field, name: str, v6: bool) -> None:
+    """8 kB both ways, which six packets carry, of which the first alone has ports."""
+    service, *_ = field.all_ways(77, "", "UDP")
+    port = slice_port(FRAGMENTED, protocol="UDP")
+    ends = (field.slice("web-77", name, port, v6=six) for six in (False, True))
+    own = field.lab.nodes[0].ip6 if v6 else field.lab.nodes[0].ip
+    with (
+        field.given(service, *ends),
+        bound(field[name], v6, FRAGMENTED) as server,
+        bound(field["outside"], v6, 0) as client,
+    ):
+        client.connect(split(at("NodePort", 77, v6)))
+        for number in range(50):
+            asked = bytes([number]) * 8192
+            client.send(asked)
+            heard, peer, *_ = server.recvfrom(10_000)
+            assert heard == asked
+            assert peer[0] == own
+            server.sendto(asked[::-1] + b"!", peer)
+            assert client.recv(10_000) == asked + b"!"

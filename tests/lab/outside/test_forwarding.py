@@ -1,0 +1,192 @@
+"""Past the node's stack: whom its netfilter does not meet, with each `--forwarding`.
+
+Every hook of netfilter on node-1 counts what passes, forwarding is closed to all, in a table where
+the agent keeps no rule of its own, and every device has a strict reverse path filter.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+
+from kbpf.dataplane.bpf.inspect.tracked_connections import endpoint
+from kbpf.dataplane.bpf.maps.flow_entries import CLIENT, FRONTEND
+from kbpf.dataplane.bpf.maps.layout import Reason
+from tests.support.lab.dial import Dial
+from tests.support.lab.field import (
+    DROPPED,
+    FORWARDINGS,
+    NODES4,
+    NODES6,
+    OUT4,
+    OUT6,
+    Field,
+    at,
+    both_families,
+    check,
+    forward,
+    split,
+)
+from tests.support.lab.lab import inside
+from tests.support.lab.lab import run as command
+from tests.support.packets.judge import checksums
+from tests.support.packets.wire import Wire
+
+DIRECT = "direct"
+LOW, HIGH = 62000, 62099
+HOOKS = ("prerouting", "input", "forward", "output", "postrouting")
+STRICT = "for f in /proc/sys/net/ipv4/conf/*/rp_filter; do echo 1 > $f; done"
+RULESET = "\n".join(
+    (
+        "table inet closed {",
+        *(
+            f"chain {hook} {{ type filter hook {hook} priority -300;"
+            f" meta l4proto {{ tcp, udp }} counter; }}"
+            for hook in HOOKS
+        ),
+        "chain shut { type filter hook forward priority 0; policy drop; }",
+        "}",
+    )
+)
+
+
+class Way(NamedTuple):
+    """A row, and with which settings it goes past the stack; it is stopped with the others."""
+
+    row: Dial
+    past: frozenset[str]
+
+
+class Forwarding(Field):
+    """It knows with which setting."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(
+            *forward(how), "--masquerade-ports", f"{LOW}-{HIGH}", name="fw", pods=(2, 1)
+        )
+        self.how = how
+
+
+@pytest.fixture(scope="module", params=FORWARDINGS)
+def field(request: pytest.FixtureRequest) -> Iterator[Forwarding]:
+    """Local (11), remote (12), local with policy Local (13); UDP + 10."""
+    with Forwarding(request.param) as made:
+        for base, protocol in ((10, "TCP"), (20, "UDP")):
+            made.create(*made.all_ways(base + 1, "a1", protocol))
+            made.create(*made.all_ways(base + 2, "b1", protocol))
+            made.create(*made.all_ways(base + 3, "a1", protocol, external_policy="Local"))
+        made.settle()
+        for node in made.lab.nodes:
+            command(*inside(node.netns, None, "sh", "-c"), STRICT)
+        yield made
+
+
+@pytest.fixture
+def shut(field: Forwarding) -> Iterator[None]:
+    """node-1 forwards nothing."""
+    node = field.lab.nodes[0].netns
+    command(*inside(node, None, "nft", "-f", "-"), stdin=RULESET)
+    yield
+    command(*inside(node, None, "nft", "delete", "table", "inet", "closed"))
+
+
+def met(field: Field) -> int:
+    """How many packets the hooks of node-1 have seen."""
+    node = field.lab.nodes[0].netns
+    listed = command(*inside(node, None, "nft", "list", "table", "inet", "closed"))
+    return sum(map(int, re.findall(r"counter packets (\d+)", listed)))
+
+
+def ways(v6: bool) -> Iterator[Way]:
+    """Masqueraded ones to other nodes go past the stack with either setting."""
+    own, client, say = (NODES6[0], OUT6, "v6") if v6 else (NODES4[0], OUT4, "v4")
+    pod = "fd00:10:244:1::3" if v6 else "10.244.1.3"
+    always, direct = frozenset(FORWARDINGS), frozenset((DIRECT,))
+    for protocol, base in (("tcp", 10), ("udp", 20)):
+
+        def way(what: str, who: str, kind: str, number: int, outcome: str, sees: str,
+                past: frozenset[str]) -> Way:  # fmt: skip
+            to = at(kind, base + number, v6)  # noqa: B023
+            return Way(Dial(f"{say} {what}", who, to, outcome, protocol, sees), past)  # noqa: B023
+
+        for kind in ("NodePort", "ExternalIP", "VIP"):
+            yield way(f"{kind}, another node", "outside", kind, 2, "b1", own, always)
+        yield way("a pod of this node", "outside", "NodePort", 1, "a1", own, direct)
+        yield way("policy Local", "outside", "VIP", 3, "a1", client, direct)
+        yield way("a pod to itself", "a1!", "ClusterIP", 1, "a1", own, direct)
+        yield way("a pod to its neighbour", "a2!", "ClusterIP", 1, "a1", pod, direct)
+        yield way("a pod to another node's", "a2!", "ClusterIP", 2, "b1", pod, direct)
+        yield way("a pod by a NodePort", "a2!", "NodePort", 2, "b1", own, direct)
+
+
+@both_families
+@pytest.mark.usefixtures("shut")
+def test_who_goes_past_a_closed_forward(field: Forwarding, v6: bool) -> None:
+    for row, past in ways(v6):
+        before = met(field)
+        if field.how in past:
+            check(field, row)
+            assert met(field) == before, f"{row.name}: no hook of netfilter has met it"
+        else:
+            check(field, Dial(row.name, row.client, row.to, DROPPED, row.protocol))
+            assert met(field) > before, f"{row.name}: netfilter has stopped it"
+
+
+def clients_of(field: Field, to: str) -> set[str]:
+    """Those of the connections to this frontend that are tracked."""
+    flows = field.agent.entries("flows").values()
+    return {endpoint(raw[CLIENT]) for raw in flows if endpoint(raw[FRONTEND]) == to}
+
+
+HOPS = {"a1": 1, "b1": 2}
+"""Nodes on the way to these pods."""
+
+
+@both_families
+@pytest.mark.parametrize(("base", "protocol"), [(10, "tcp"), (20, "udp")])
+@pytest.mark.parametrize(("number", "who"), [(1, "a1"), (2, "b1"), (3, "a1")])
+def test_every_node_is_a_hop(
+    field: Forwarding, number: int, who: str, base: int, protocol: str, v6: bool
+) -> None:
+    """By any way: TTL, checksums, a port of the node, and one flow for each connection. Connections
+    that follow each other may have the same port of the node, or of a client of before.
+    """
+    own, client = (NODES6[0], OUT6) if v6 else (NODES4[0], OUT4)
+    sees = client if number == 3 else own
+    to = at("NodePort", base + number, v6)
+    before, known = field.agent.reasons()[Reason.NEW_FLOW], clients_of(field, to)
+    with (
+        Wire(field.lab.outside, field.lab.prefix, tap=True) as here,
+        Wire(field[who].netns, "eth0", tap=True) as there,
+    ):
+        check(field, Dial("each hop", "outside", to, who, protocol, sees))
+        pod = field[who].ip6 if v6 else field[who].ip
+        clients = {p.source for p in here.heard if p.protocol == protocol and p.destination == to}
+        asked = here.expect(lambda p: p.protocol == protocol and p.destination == to)
+        answered = here.expect(lambda p: p.protocol == protocol and p.source == to)
+        sources = {
+            split(p.source)
+            for p in there.heard
+            if p.protocol == protocol and split(p.destination)[0] == pod
+        }
+        arrived = there.expect(lambda p: p.protocol == protocol and split(p.destination)[0] == pod)
+        left = there.expect(lambda p: p.protocol == protocol and split(p.source)[0] == pod)
+        assert [checksums(p) for p in (asked, arrived, left, answered)] == [[], [], [], []]
+        assert asked.ip.ttl - arrived.ip.ttl == HOPS[who]
+        assert left.ip.ttl - answered.ip.ttl == HOPS[who]
+        assert field.agent.reasons()[Reason.NEW_FLOW] - before == len(clients - known)
+        assert {address for address, _ in sources} == {sees}
+        if number == 3:
+            assert sources == set(map(split, clients)), "who is not masqueraded keeps the port"
+        else:
+            assert all(LOW <= port <= HIGH for _, port in sources), sources
+
+
+@pytest.mark.usefixtures("shut")
+def test_what_the_hooks_meet(field: Forwarding) -> None:
+    """Else a count of 0 would say nothing: nobody translates these."""
+    for protocol in ("tcp", "udp"):
+        before = met(field)
+        field["a2!"].many(1, field["b1"].ip, 8080, protocol=protocol, timeout=0.2)
+        assert met(field) > before

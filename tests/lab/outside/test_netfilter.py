@@ -1,0 +1,689 @@
+"""The packet path beside the rules of others: a FORWARD policy of DROP, strict rp_filter, what CNIs
+and kube-proxy write, and rules that drop what conntrack calls invalid.
+
+Each set of rules is put on the nodes of one field, every way through the packet path is gone, and
+the rules are taken away again. The rules are those that the projects write, cut to what meets our
+packets.
+"""
+
+import contextlib
+import re
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from tests.support.cluster.cluster import Object
+from tests.support.cluster.kube_objects import slice_port
+from tests.support.lab.dial import REFUSED, Dial
+from tests.support.lab.field import (
+    DROPPED,
+    NODES4,
+    NODES6,
+    OUT4,
+    OUT6,
+    Field,
+    at,
+    both_families,
+    check,
+    split,
+    there,
+)
+from tests.support.lab.lab import Node, inside, ip, until
+from tests.support.lab.lab import run as command
+from tests.support.packets import packets
+from tests.support.packets.wire import Wire
+
+POLICY = ("iptables", "ip6tables")
+OURS = "kbpf: masqueraded, mark 0x4000"
+
+
+def objects(field: Field) -> list[Object]:
+    """Local (11), remote (12), local with policy Local (14), another local pod (15); UDP + 10."""
+    every, made = field.all_ways, []
+    for base, protocol in ((10, "TCP"), (20, "UDP")):
+        made += every(base + 1, "a1", protocol)
+        made += every(base + 2, "b1", protocol)
+        made += every(base + 4, "a1 b1", protocol, external_policy="Local")
+        made += every(base + 5, "a3", protocol)
+    return made
+
+
+@pytest.fixture(scope="module")
+def field() -> Iterator[Field]:
+    with Field(name="nf") as made:
+        made.create(*objects(made))
+        made.settle()
+        yield made
+
+
+def on(node: Node, *words: str, stdin: str | None = None) -> str:
+    """What a command says on a node."""
+    return command(*inside(node.netns, None, *words), stdin=stdin)
+
+
+def tables(node: Node, tool: str, *lines: str) -> None:
+    """iptables' commands, one a line without the tool's name."""
+    for line in lines:
+        on(node, f"{tool}-nft", "-w", *re.findall(r'[^\s"]+|"[^"]*"', line))
+
+
+def forward(node: Node, tool: str) -> list[str]:
+    """The rules in FORWARD, as iptables reads them."""
+    listed = on(node, f"{tool}-nft", "-S", "FORWARD").splitlines()
+    return [line for line in listed if line.startswith("-A")]
+
+
+def ours(node: Node, tool: str) -> list[int]:
+    """The places of our rules in FORWARD."""
+    return [i for i, rule in enumerate(forward(node, tool)) if OURS in rule]
+
+
+def guarded(node: Node) -> None:
+    """Our rule is in both tables, once, behind all others."""
+    for tool in POLICY:
+        until(
+            f"our rule is the last one of {tool}",
+            lambda tool=tool: ours(node, tool) == [len(forward(node, tool)) - 1],
+        )
+
+
+@pytest.fixture(autouse=True)
+def _clean(field: Field) -> Iterator[None]:
+    """Whatever a test writes, the next one finds nothing of it."""
+    yield
+    for node in field.lab.nodes:
+        on(node, "nft", "flush", "ruleset")
+        for name, value in (("all", 0), ("eth0", 0)):
+            on(node, "sysctl", "-qw", f"net.ipv4.conf.{name}.rp_filter={value}")
+    for agent in field.agents:
+        if not agent.is_running:
+            agent.start()
+
+
+# ---- rows ----------------------------------------------------------------------------------------
+
+
+def masqueraded(v6: bool) -> Iterator[Dial]:
+    """Every way on which the backend sees node-1."""
+    own, say = (NODES6 if v6 else NODES4)[0], "v6" if v6 else "v4"
+    for protocol, base in (("tcp", 10), ("udp", 20)):
+        for kind in ("NodePort", "ExternalIP", "VIP"):
+            for number, who in ((1, "a1"), (2, "b1")):
+                to = at(kind, base + number, v6)
+                yield Dial(f"{say} {kind} to {who}", "outside", to, who, protocol, own)
+        to = at("ClusterIP", base + 1, v6)
+        yield Dial(f"{say} a pod to itself", "a1!", to, "a1", protocol, own)
+
+
+def plain(v6: bool) -> Iterator[Dial]:
+    """Every way on which it sees the client."""
+    say, client = ("v6", OUT6) if v6 else ("v4", OUT4)
+    pod = "fd00:10:244:1::3" if v6 else "10.244.1.3"
+    for protocol, base in (("tcp", 10), ("udp", 20)):
+        to = at("NodePort", base + 4, v6)
+        yield Dial(f"{say} policy Local", "outside", to, "a1", protocol, client)
+        for number, who in ((1, "a1"), (2, "b1")):
+            to = at("ClusterIP", base + number, v6)
+            yield Dial(f"{say} unhooked pod to {who}", "a2!", to, who, protocol, pod)
+
+
+def refused_by_policy(v6: bool) -> Iterator[Dial]:
+    """What is not masqueraded is nobody's to let pass but the CNI's."""
+    for row in plain(v6):
+        yield Dial(row.name, row.client, row.to, DROPPED, row.protocol)
+
+
+# ---- FORWARD with the policy DROP ----------------------------------------------------------------
+
+
+@pytest.fixture
+def closed(field: Field) -> Node:
+    """node-1, which forwards nothing that no rule lets pass, and our rule."""
+    node = field.lab.nodes[0]
+    for tool in POLICY:
+        tables(node, tool, "-P FORWARD DROP")
+    guarded(node)
+    return node
+
+
+@both_families
+@pytest.mark.usefixtures("closed")
+def test_masqueraded_packets_pass_a_closed_forward(field: Field, v6: bool) -> None:
+    for row in masqueraded(v6):
+        check(field, row)
+
+
+@both_families
+@pytest.mark.usefixtures("closed")
+def test_no_others_do(field: Field, v6: bool) -> None:
+    """As with kube-proxy: policy Local leaves the client's address, and no mark."""
+    for row in refused_by_policy(v6):
+        check(field, row)
+
+
+def test_an_open_forward_has_no_rule_of_ours(field: Field, closed: Node) -> None:
+    for tool in POLICY:
+        tables(closed, tool, "-P FORWARD ACCEPT")
+    for tool in POLICY:
+        until(f"no rule of ours in {tool}", lambda tool=tool: ours(closed, tool) == [])
+    for row in plain(False):
+        check(field, row)
+
+
+FLUSHES: dict[str, Callable[[Node], object]] = {
+    "the chain": lambda node: [tables(node, tool, "-F FORWARD") for tool in POLICY],
+    "the ruleset": lambda node: [
+        on(node, "nft", "flush", "ruleset"),
+        *(tables(node, tool, "-P FORWARD DROP") for tool in POLICY),
+    ],
+    "our rule": lambda node: [tables(node, tool, "-D FORWARD 1") for tool in POLICY],
+}
+
+
+@pytest.mark.parametrize("what", FLUSHES)
+def test_a_rule_that_somebody_removes_comes_back(field: Field, closed: Node, what: str) -> None:
+    FLUSHES[what](closed)
+    guarded(closed)
+    for row in masqueraded(False):
+        check(field, row)
+
+
+@pytest.mark.parametrize("how", ["-I FORWARD", "-A FORWARD"])
+@both_families
+def test_a_policy_of_the_cni_wins(field: Field, closed: Node, how: str, v6: bool) -> None:
+    """It speaks of one pod: whether it was there before ours, before it or behind."""
+    tool = POLICY[v6]
+    pod = field["a1"].ip6 if v6 else field["a1"].ip
+    kind = "icmp6-port-unreachable" if v6 else "icmp-port-unreachable"
+    tables(closed, tool, f"{how} -d {pod} -j REJECT --reject-with {kind}")
+    guarded(closed)
+    host = (NODES6 if v6 else NODES4)[0]
+    for kind, number in product(("NodePort", "VIP"), (11, 21)):
+        protocol = "tcp" if number == 11 else "udp"
+        check(field, Dial("to the pod", "outside", at(kind, number, v6), REFUSED, protocol))
+        to = at(kind, number + 4, v6)
+        check(field, Dial("to another", "outside", to, "a3", protocol, host))
+
+
+def test_a_refusal_at_the_end_of_an_open_chain(field: Field) -> None:
+    """As Red Hat's iptables service has it: no policy, but a last rule."""
+    node = field.lab.nodes[0]
+    tables(node, "iptables", "-A FORWARD -i lo -j ACCEPT",
+           "-A FORWARD -j REJECT --reject-with icmp-host-prohibited")  # fmt: skip
+    until("our rule stands before it", lambda: ours(node, "iptables") == [1])
+    for row in masqueraded(False):
+        check(field, row)
+
+
+def test_the_rules_of_others_stay_as_they_were(field: Field, closed: Node) -> None:
+    """Ours come and go with nothing else touched, and cleanup takes exactly them."""
+    for tool in POLICY:
+        tables(closed, tool, "-N OTHERS", "-A OTHERS -m mark --mark 0x4000/0x4000 -j ACCEPT",
+               '-A FORWARD -m comment --comment "kbpf: is not mine" -j OTHERS',
+               "-A FORWARD -p tcp --dport 1 -j DROP")  # fmt: skip
+    guarded(closed)
+    before = [re.sub(r"^#.*\n", "", on(closed, f"{tool}-nft-save"), flags=re.M) for tool in POLICY]
+    field.agent.stop()
+    guarded(closed)  # as all else that the agent has made
+    clean = (sys.executable, "-m", "kbpf", "cleanup", "--pin-dir", str(field.agent.pin_dir))
+    done = subprocess.run(inside(closed.netns, None, *clean), capture_output=True, text=True,
+                          check=False)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "rule in ip filter FORWARD" in done.stdout
+    assert "rule in ip6 filter FORWARD" in done.stdout
+    for tool, text in zip(POLICY, before, strict=True):
+        after = re.sub(r"^#.*\n", "", on(closed, f"{tool}-nft-save"), flags=re.M)
+        gone = [line for line in text.splitlines() if OURS not in line]
+        assert _uncounted(after.splitlines()) == _uncounted(gone)
+        assert ours(closed, tool) == []
+
+
+def _uncounted(lines: list[str]) -> list[str]:
+    return [re.sub(r"\[\d+:\d+\]", "[]", line) for line in lines]
+
+
+def test_without_the_packet_path_there_is_no_rule(field: Field, closed: Node) -> None:
+    field.agent.stop()
+    field.agent.start(extra=("--packet-path", "false"))
+    try:
+        for tool in POLICY:
+            assert ours(closed, tool) == []
+    finally:
+        field.agent.stop()
+
+
+# ---- rules of a CNI, and of others ---------------------------------------------------------------
+
+
+def strict(field: Field, node: Node) -> None:
+    """Every device takes only what it would send the answer by."""
+    on(node, "sh", "-c", "for f in /proc/sys/net/ipv4/conf/*/rp_filter; do echo 1 > $f; done")
+
+
+def invalid(field: Field, node: Node) -> None:
+    """What conntrack knows nothing of is dropped, wherever it goes. Not the redirects that a node
+    sends by itself when a packet leaves where it came in, whoever made it do so.
+    """
+    on(
+        node,
+        "nft",
+        "-f",
+        "-",
+        stdin="""
+        table inet strict {
+            chain judge {
+                icmpv6 type nd-redirect return
+                ct state invalid counter drop comment "invalid"
+            }
+            chain forward { type filter hook forward priority -10; counter; jump judge; }
+            chain input { type filter hook input priority -10; jump judge; }
+            chain output { type filter hook output priority -10; jump judge; }
+        }""",
+    )
+
+
+def masquerade(field: Field, node: Node) -> None:
+    """As the bridge plugin's ipMasq: pods leave as the node, other nodes' pods included."""
+    invalid(field, node)
+    on(
+        node,
+        "nft",
+        "-f",
+        "-",
+        stdin=f"""
+        table inet cni {{ chain postrouting {{ type nat hook postrouting priority srcnat;
+            ip saddr 10.244.{node.number}.0/24 oifname != "p*" counter masquerade
+            ip6 saddr fd00:10:244:{node.number}::/64 oifname != "p*" counter masquerade
+        }}; }}""",
+    )
+
+
+def flannel(field: Field, node: Node) -> None:
+    """FLANNEL-POSTRTG and FLANNEL-FWD, and Docker's policy."""
+    invalid(field, node)
+    for tool, cluster, own, multicast in (
+        ("iptables", "10.244.0.0/16", f"10.244.{node.number}.0/24", "224.0.0.0/4"),
+        ("ip6tables", "fd00:10:244::/48", f"fd00:10:244:{node.number}::/64", "ff00::/8"),
+    ):
+        out = "MASQUERADE --random-fully"
+        tables(
+            node, tool, "-t nat -N FLANNEL-POSTRTG",
+            "-t nat -A FLANNEL-POSTRTG -m mark --mark 0x4000/0x4000 -j RETURN",
+            f"-t nat -A FLANNEL-POSTRTG -s {own} -d {cluster} -j RETURN",
+            f"-t nat -A FLANNEL-POSTRTG -s {cluster} -d {own} -j RETURN",
+            f"-t nat -A FLANNEL-POSTRTG ! -s {cluster} -d {own} -j RETURN",
+            f"-t nat -A FLANNEL-POSTRTG -s {cluster} ! -d {multicast} -j {out}",
+            f"-t nat -A FLANNEL-POSTRTG ! -s {cluster} -d {cluster} -j {out}",
+            "-t nat -A POSTROUTING -j FLANNEL-POSTRTG",
+            "-N FLANNEL-FWD", f"-A FLANNEL-FWD -s {cluster} -j ACCEPT",
+            f"-A FLANNEL-FWD -d {cluster} -j ACCEPT", "-A FORWARD -j FLANNEL-FWD",
+            "-P FORWARD DROP",
+        )  # fmt: skip
+
+
+def calico(field: Field, node: Node) -> None:
+    """Workload chains that drop what no policy allows and no conntrack knows, a reverse path filter
+    in raw, and outgoing NAT. The policy of each pod lets the client, the nodes and pods in, by the
+    addresses that they have before anybody masquerades.
+    """
+    strict(field, node)
+    invalid(field, node)
+    for tool, pool, friends in (
+        ("iptables", "10.244.0.0/16", ("198.18.0.0/24", "10.244.0.0/16")),
+        ("ip6tables", "fd00:10:244::/48", ("fd00:198:18::/64", "fd00:10:244::/48")),
+    ):
+        known = "-m conntrack --ctstate"
+        tables(
+            node, tool,
+            "-t raw -N cali-PREROUTING", "-t raw -I PREROUTING -j cali-PREROUTING",
+            "-t raw -A cali-PREROUTING -j MARK --set-xmark 0x0/0xf0000",
+            "-t raw -A cali-PREROUTING -i p+ -j MARK --set-xmark 0x40000/0x40000",
+            "-t raw -A cali-PREROUTING -m mark --mark 0x40000/0x40000 "
+            "-m rpfilter --validmark --invert -j DROP",
+            "-N cali-tw", f"-A cali-tw {known} RELATED,ESTABLISHED -j ACCEPT",
+            f"-A cali-tw {known} INVALID -j DROP",
+            *(f"-A cali-tw -s {net} -j MARK --set-xmark 0x10000/0x10000" for net in friends),
+            "-A cali-tw -m mark --mark 0x10000/0x10000 -j RETURN", "-A cali-tw -j DROP",
+            "-N cali-FORWARD", "-I FORWARD -j cali-FORWARD",
+            "-A cali-FORWARD -j MARK --set-xmark 0x0/0xe0000",
+            "-A cali-FORWARD -o p+ -j cali-tw",
+            f"-A cali-FORWARD -i p+ {known} INVALID -j DROP",
+            "-A cali-FORWARD -m mark --mark 0x10000/0x10000 -j ACCEPT",
+            f"-A cali-FORWARD -i p+ {known} RELATED,ESTABLISHED -j ACCEPT",
+            "-A cali-FORWARD -i p+ -j ACCEPT",
+            "-t nat -N cali-POSTROUTING", "-t nat -I POSTROUTING -j cali-POSTROUTING",
+            f"-t nat -A cali-POSTROUTING -s {pool} ! -d {pool} -j MASQUERADE --random-fully",
+            "-P FORWARD DROP",
+        )  # fmt: skip
+
+
+def kube_proxy(field: Field, node: Node) -> None:
+    """What its iptables mode leaves behind: POSTROUTING masquerades what is marked once more."""
+    invalid(field, node)
+    for tool in POLICY:
+        tables(
+            node, tool, "-N KUBE-FORWARD", "-I FORWARD -j KUBE-FORWARD",
+            "-A KUBE-FORWARD -m conntrack --ctstate INVALID -j DROP",
+            "-A KUBE-FORWARD -m mark --mark 0x4000/0x4000 -j ACCEPT",
+            "-A KUBE-FORWARD -m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT",
+            "-t nat -N KUBE-POSTROUTING", "-t nat -I POSTROUTING -j KUBE-POSTROUTING",
+            "-t nat -A KUBE-POSTROUTING -m mark ! --mark 0x4000/0x4000 -j RETURN",
+            "-t nat -A KUBE-POSTROUTING -j MARK --xor-mark 0x4000",
+            "-t nat -A KUBE-POSTROUTING -j MASQUERADE --random-fully",
+        )  # fmt: skip
+
+
+RULES = {
+    "strict rp_filter": strict,
+    "no invalid ones": invalid,
+    "a CNI's masquerade": masquerade,
+    "flannel": flannel,
+    "Calico": calico,
+    "kube-proxy's leftovers": kube_proxy,
+}
+
+
+@pytest.fixture(params=RULES)
+def ruled(request: pytest.FixtureRequest, field: Field) -> Iterator[str]:
+    """Both nodes have these rules; at the end none of them has dropped a packet as invalid."""
+    for node in field.lab.nodes:
+        RULES[request.param](field, node)
+    if request.param in ("flannel", "Calico"):
+        for node in field.lab.nodes:
+            guarded(node)
+    yield request.param
+    for node in field.lab.nodes:
+        assert dropped(node) == 0, on(node, "nft", "list", "ruleset")
+
+
+def dropped(node: Node) -> int:
+    """How many packets conntrack knew nothing of."""
+    listed = on(node, "nft", "list", "ruleset")
+    return sum(map(int, re.findall(r'invalid counter packets (\d+).*"invalid"', listed)))
+
+
+@both_families
+def test_all_ways_work_beside(field: Field, ruled: str, v6: bool) -> None:
+    """A CNI that masquerades pods even to other nodes' pods hides them as it hides them always; the
+    kernel's own masquerade takes the node's address on the device to the pod.
+    """
+    for row in (*masqueraded(v6), *plain(v6)):
+        sees = row.backend_sees
+        if ruled == "a CNI's masquerade" and row.client == "a2!" and row.outcome == "b1":
+            sees = (NODES6 if v6 else NODES4)[0]
+        if ruled == "kube-proxy's leftovers" and row.outcome == "a1" and _is_own(sees):
+            sees = "fd00:10:244:1::1" if v6 else "10.244.1.1"
+        check(field, replace(row, backend_sees=sees))
+
+
+def _is_own(address: str) -> bool:
+    return address in (NODES4[0], NODES6[0])
+
+
+# ---- how connections go, for conntrack -----------------------------------------------------------
+
+PORT = 7000
+"""Nobody serves on it in the pods but served()."""
+BYTES = 1 << 20
+PATIENCE = 10.0
+
+
+@pytest.fixture(scope="module")
+def ends(field: Field) -> Field:
+    """Services 41 (local), 42 (remote) and 43 (local, Local) lead to PORT."""
+    for number, who in ((41, "a1"), (42, "b1"), (43, "a1")):
+        more = {"external_policy": "Local"} if number == 43 else {}
+        service, *_ = field.all_ways(number, "", **more)
+        slices = (field.slice(f"web-{number}", who, slice_port(PORT), v6=v6) for v6 in (0, 1))
+        field.create(service, *slices)
+    field.settle()
+    return field
+
+
+@contextlib.contextmanager
+def connected(field: Field, to: str, backend: str) -> Iterator[tuple[socket.socket, ...]]:
+    """The client's socket and the backend's, connected through a Service."""
+    host, number = split(to)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(
+            there(field[backend], lambda: socket.create_server(("", PORT), family=family))
+        )
+        client = stack.enter_context(
+            there(field["outside"], lambda: socket.socket(family, socket.SOCK_STREAM))
+        )
+        for each in (listener, client):
+            each.settimeout(PATIENCE)
+        client.connect((host, number))
+        server = stack.enter_context(listener.accept()[0])
+        server.settimeout(PATIENCE)
+        yield client, server
+
+
+def moved(sender: socket.socket, receiver: socket.socket, size: int = BYTES) -> None:
+    """So many bytes get there."""
+    with ThreadPoolExecutor(1) as pool:
+        sent = pool.submit(sender.sendall, bytes(size))
+        got = 0
+        while got < size and (piece := receiver.recv(1 << 16)):
+            got += len(piece)
+        sent.result()
+    assert got == size
+
+
+def abort(end: socket.socket) -> None:
+    """RST instead of FIN."""
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    end.close()
+
+
+def hears_reset(end: socket.socket) -> None:
+    with pytest.raises(ConnectionResetError):
+        _drain(end)
+
+
+def _drain(end: socket.socket) -> None:
+    while end.recv(1 << 16):
+        pass
+
+
+def client_closes(client: socket.socket, server: socket.socket) -> None:
+    client.close()
+    assert server.recv(1) == b""
+
+
+def server_closes(client: socket.socket, server: socket.socket) -> None:
+    server.close()
+    assert client.recv(1) == b""
+
+
+def half_closed(client: socket.socket, server: socket.socket) -> None:
+    client.shutdown(socket.SHUT_WR)
+    assert server.recv(1) == b""
+    moved(server, client)
+    server.close()
+    assert client.recv(1) == b""
+
+
+def client_aborts(client: socket.socket, server: socket.socket) -> None:
+    abort(client)
+    hears_reset(server)
+
+
+def server_aborts(client: socket.socket, server: socket.socket) -> None:
+    abort(server)
+    hears_reset(client)
+
+
+def server_leaves_unread(client: socket.socket, server: socket.socket) -> None:
+    """Its RST meets data that are on their way."""
+    client.sendall(bytes(50_000))
+    server.close()
+    hears_reset(client)
+
+
+ENDINGS = [
+    client_closes, server_closes, half_closed, client_aborts, server_aborts, server_leaves_unread,
+]  # fmt: skip
+
+
+@pytest.fixture
+def judged(field: Field) -> Iterator[None]:
+    """Invalid packets are dropped on both nodes, and there were none."""
+    for node in field.lab.nodes:
+        invalid(field, node)
+    yield
+    for node in field.lab.nodes:
+        assert dropped(node) == 0, on(node, "nft", "list", "ruleset")
+
+
+@both_families
+@pytest.mark.parametrize(("number", "backend"), [(41, "a1"), (42, "b1"), (43, "a1")])
+@pytest.mark.usefixtures("judged")
+def test_no_packet_is_invalid_however_a_connection_ends(
+    ends: Field, number: int, backend: str, v6: bool
+) -> None:
+    for kind in ("NodePort", "VIP"):
+        for ending in ENDINGS:
+            with connected(ends, at(kind, number, v6), backend) as (client, server):
+                moved(client, server)
+                moved(server, client)
+                ending(client, server)
+
+
+@both_families
+@pytest.mark.parametrize("number", [11, 12, 14])
+@pytest.mark.parametrize("aborted", [False, True], ids=["FIN", "RST"])
+@pytest.mark.usefixtures("judged")
+def test_late_packets_are_not_invalid(
+    field: Field, monkeypatch: pytest.MonkeyPatch, number: int, aborted: bool, v6: bool
+) -> None:
+    """All that the client has sent after its SYN comes once more when the connection has ended."""
+    sent: list[bytes] = []
+    own = ("[fd00:198:18::c8]" if v6 else "198.18.0.200") + f":{4000 + number + 100 * aborted}"
+    with Wire(field.lab.outside, field.lab.prefix, "198.18.0.200/24", "fd00:198:18::c8/64") as wire:
+        send = wire.send
+        with wire.connected(own, at("NodePort", number, v6)) as stream:
+            monkeypatch.setattr(wire, "send", lambda one: (sent.append(one), send(one)))
+            stream.send(b"hello\n")
+            assert b"name" in stream.receive(lambda data: b"}" in data)
+            if aborted:
+                stream.reset()
+            else:
+                stream.send(b"bye\n")
+                stream.close()
+        before = {node.number: seen(node) for node in field.lab.nodes}
+        for one in sent:
+            send(one)
+        on_the_way = field.lab.nodes[0 if number != 12 else 1]
+        until(
+            "the late packets have come",
+            lambda: seen(on_the_way) >= before[on_the_way.number] + len(sent),
+        )
+
+
+def seen(node: Node) -> int:
+    """How many packets the stack of this node has been given to forward."""
+    listed = on(node, "nft", "list", "chain", "inet", "strict", "forward")
+    return sum(map(int, re.findall(r"counter packets (\d+)", listed)))
+
+
+def test_the_judge_knows_an_invalid_packet(field: Field) -> None:
+    """Else the tests above would say nothing."""
+    node = field.lab.nodes[0]
+    invalid(field, node)
+    ip(f"route add {field['a1'].ip}/32 via {node.ip}", netns=field.lab.outside)
+    with Wire(field.lab.outside, field.lab.prefix, "198.18.0.200/24", gateways=(node.ip,)) as wire:
+        wire.send(packets.tcp("198.18.0.200:4999", f"{field['a1'].ip}:8080", flags="SA", ack=1))
+        until("it is dropped", lambda: dropped(node) == 1)
+    ip(f"route del {field['a1'].ip}/32", netns=field.lab.outside)
+
+
+@both_families
+@pytest.mark.usefixtures("judged")
+def test_a_packet_that_is_too_long_for_the_way_is_not_invalid(ends: Field, v6: bool) -> None:
+    """Only these of a masqueraded flow go up the stack, which knows what to answer."""
+    first, second = ends.lab.nodes
+    pod, hop = (ends["b1"].ip6, second.ip6) if v6 else (ends["b1"].ip, second.ip)
+    route = f"{pod}/{128 if v6 else 32} via {hop}"
+    ip(f"route add {route} mtu lock 1300", netns=first.netns)
+    try:
+        with connected(ends, at("NodePort", 42, v6), "b1") as (client, server):
+            moved(client, server)
+            moved(server, client)
+    finally:
+        ip(f"route del {route}", netns=first.netns)
+        for family in ("-4", "-6"):
+            command("ip", "-n", str(ends.lab.outside), family, "route", "flush", "cache")
+
+
+# ---- answers that come in by another device ------------------------------------------------------
+
+
+@pytest.fixture
+def second(field: Field) -> Iterator[None]:
+    """A second way between the nodes, by which node-2 answers; node-1 asks by the first one."""
+    first, other = field.lab.nodes
+    ip(f"link add x1 type veth peer name x2 netns {other.netns}", netns=first.netns)
+    for node in (first, other):
+        on(node, "sh", "-c", "for f in /proc/sys/net/ipv4/conf/*/rp_filter; do echo 0 > $f; done")
+    for number, node in enumerate((first, other), 1):
+        ip(f"addr add 198.19.0.{number}/30 dev x{number}", f"link set x{number} up",
+           f"addr add fd00:198:19::{number}/64 dev x{number} nodad", netns=node.netns)  # fmt: skip
+    ip(
+        *("route add 198.18.0.1/32 via 198.19.0.1", "route replace 10.244.1.0/24 via 198.19.0.1"),
+        *("route add fd00:198:18::1/128 via fd00:198:19::1",
+          "route replace fd00:10:244:1::/64 via fd00:198:19::1"),
+        netns=other.netns,
+    )  # fmt: skip
+    listed = command("ip", "-n", first.netns, "-o", "link", "show", "x1")
+    key = struct.pack("=I", int(listed.partition(":")[0]))
+    until("the agent knows it", lambda: key in field.agent.entries("devices"))
+    yield
+    ip("link del x1", netns=first.netns)
+    ip(
+        "route add 10.244.1.0/24 via 198.18.0.1", "route add fd00:10:244:1::/64 via fd00:198:18::1",
+        netns=other.netns,
+    )  # fmt: skip
+
+
+def remote(v6: bool) -> Iterator[Dial]:
+    """The ways to node-2's pod."""
+    return (row for row in (*masqueraded(v6), *plain(v6)) if row.outcome == "b1")
+
+
+def came_by_x1(field: Field) -> int:
+    """Packets that node-1 has received there."""
+    text = on(field.lab.nodes[0], "cat", "/proc/net/dev")
+    found = re.search(r"x1:\s*\d+\s+(\d+)", text)
+    assert found
+    return int(found[1])
+
+
+@both_families
+@pytest.mark.usefixtures("second", "judged")
+def test_answers_may_come_in_by_another_device(field: Field, v6: bool) -> None:
+    for row in remote(v6):
+        before = came_by_x1(field)
+        check(field, row)
+        assert came_by_x1(field) > before, f"{row.name}: this is what it is about"
+
+
+@pytest.mark.usefixtures("second", "judged")
+def test_with_a_strict_rp_filter_what_is_masqueraded_may(field: Field) -> None:
+    """Its answers go on before the stack sees them. An answer to a pod's own address is the
+    kernel's to judge, as it is without kbpf.
+    """
+    strict(field, field.lab.nodes[0])
+    for row in remote(False):
+        if row.client == "outside":
+            check(field, row)
+        else:
+            check(field, replace(row, outcome=DROPPED))

@@ -1,0 +1,467 @@
+"""Pod networks between the nodes: routed, VXLAN, devices without a link header; and their MTUs.
+
+    routed    the underlay's device carries the pods' packets, as in every other lab
+    answers   VXLAN; what pods send to nodes goes through it too, so answers come in by the overlay
+    vxlan     VXLAN for what goes to pods; answers to a node come back by the underlay
+    gpe       as `answers`, by VXLAN-GPE, whose device has no link header
+    tun       as `answers`, by a program that reads packets from a tun device
+    routers   two routers between the nodes, with a narrow link between them
+
+Each test looks at the wire: what the client's side, the way between the nodes, and the backend
+saw. Who masquerades is node-1, with its InternalIP.
+"""
+
+import contextlib
+import json
+import re
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.cluster.kube_objects import slice_port
+from tests.support.lab.dial import Dial
+from tests.support.lab.field import (
+    FORWARDINGS,
+    NODES4,
+    OUT4,
+    Field,
+    at,
+    both_families,
+    check,
+    forward,
+    split,
+    there,
+)
+from tests.support.lab.lab import Node, Place, ip, let_forward, run, until
+from tests.support.lab.tunnel import Tunnel
+from tests.support.packets.judge import checksums
+from tests.support.packets.parse import Icmp, Packet
+from tests.support.packets.wire import Wire
+
+BULK = 7000
+OVERLAY_MTU, ROUTERS_MTU = 1450, 1400
+WAYS = {
+    "routed": "eth0", "answers": "vx0", "vxlan": "vx0", "gpe": "gpe0", "tun": "tun0",
+    "routers": "r0",
+}  # fmt: skip
+"""The device by which the other node's pods are reached."""
+CLIENT_BY = {"gpe": ("198.51.100.7", "fd00:198:51::7"), "tun": ("198.51.100.8", "fd00:198:51::8")}
+
+
+class PodNetwork(Field):
+    """Two nodes with a pod network of this kind, one pod on each."""
+
+    def __init__(self, kind: str, *arguments: str) -> None:
+        super().__init__(*arguments, name="ov", pods=(1, 1))
+        self.kind = kind
+
+    def prepare(self) -> None:
+        first, second = self.lab.nodes
+        match self.kind:
+            case "answers" | "vxlan":
+                for node, other in ((first, second), (second, first)):
+                    self._vxlan(node, other)
+            case "gpe":
+                for node, other in ((first, second), (second, first)):
+                    self._gpe(node, other)
+            case "tun":
+                self.own.enter_context(Tunnel("tun0", first.netns, second.netns))
+                for node, other in ((first, second), (second, first)):
+                    ip(f"link set tun0 up mtu {OVERLAY_MTU}", netns=node.netns)
+                    self._route(node, other, "dev tun0", "dev tun0")
+            case "routers":
+                self._routers()
+            case "routed":
+                self._devices_to_client()
+
+    def _route(self, node: Node, other: Node, way4: str, way6: str) -> None:
+        """To the other's pods; and to the other itself for what its own pods say."""
+        n, m = node.number, other.number
+        ip(
+            f"route replace 10.244.{m}.0/24 {way4}",
+            f"route replace fd00:10:244:{m}::/64 {way6}",
+            netns=node.netns,
+        )
+        if self.kind == "vxlan":
+            return
+        ip(
+            f"rule add from 10.244.{n}.0/24 to {other.ip} lookup 100",
+            f"route add {other.ip}/32 {way4} table 100",
+            f"route add {other.ip6}/128 {way6} table 100",
+            netns=node.netns,
+        )
+        rule = f"rule add from fd00:10:244:{n}::/64 to {other.ip6} lookup 100"
+        run("ip", "-n", node.netns, "-6", *rule.split())
+
+    def _vxlan(self, node: Node, other: Node) -> None:
+        """As flannel does it: an entry for each other node, and nobody asks around."""
+        n, m = node.number, other.number
+        ip(
+            f"link add vx0 address 02:00:00:00:42:0{n} mtu {OVERLAY_MTU} type vxlan id 42"
+            f" dstport 4789 local {node.ip} dev eth0 nolearning",
+            "link set vx0 up",
+            f"neigh add 10.244.{m}.0 lladdr 02:00:00:00:42:0{m} dev vx0 nud permanent",
+            f"neigh add fd00:42::{m} lladdr 02:00:00:00:42:0{m} dev vx0 nud permanent",
+            netns=node.netns,
+        )
+        if self.kind == "answers":  # else sources are the node's, and answers need no overlay
+            overlay = (
+                f"addr add 10.244.{n}.0/32 dev vx0",
+                f"addr add fd00:42::{n}/64 dev vx0 nodad",
+            )
+            ip(*overlay, netns=node.netns)
+        run(
+            *("bridge", "-n", node.netns, "fdb", "append", f"02:00:00:00:42:0{m}"),
+            *("dev", "vx0", "dst", other.ip),
+        )
+        self._route(
+            node, other, f"via 10.244.{m}.0 dev vx0 onlink", f"via fd00:42::{m} dev vx0 onlink"
+        )
+
+    def _gpe(self, node: Node, other: Node) -> None:
+        ip(
+            "link add gpe0 type vxlan dstport 4790 external gpe",
+            f"link set gpe0 up mtu {OVERLAY_MTU}",
+            netns=node.netns,
+        )
+        way = f"encap ip id 7 dst {other.ip} dev gpe0"
+        self._route(node, other, way, way)
+
+    def _routers(self) -> None:
+        """node-n is at 172.31.n.1; its router, 172.31.n.254, knows the other by 172.31.3.0/24."""
+        routers = [f"{self.lab.prefix}r{node.number}" for node in self.lab.nodes]
+        for name in routers:
+            self.lab.add_netns(name)
+            let_forward(name)
+        ip(
+            f"link add mid mtu {ROUTERS_MTU} type veth"
+            f" peer name mid mtu {ROUTERS_MTU} netns {routers[1]}",
+            netns=routers[0],
+        )
+        for node, other, router in zip(self.lab.nodes, self.lab.nodes[::-1], routers, strict=True):
+            n, m = node.number, other.number
+            ip(
+                f"link add r0 type veth peer name e0 netns {router}",
+                f"addr add 172.31.{n}.1/24 dev r0",
+                f"addr add fd00:31:{n}::1/64 dev r0 nodad",
+                "link set r0 up",
+                netns=node.netns,
+            )
+            ip(
+                f"addr add 172.31.{n}.254/24 dev e0",
+                f"addr add fd00:31:{n}::fe/64 dev e0 nodad",
+                f"addr add 172.31.3.{n}/24 dev mid",
+                f"addr add fd00:31:3::{n}/64 dev mid nodad",
+                *("link set lo up", "link set e0 up", "link set mid up"),
+                f"route add 10.244.{n}.0/24 via 172.31.{n}.1",
+                f"route add fd00:10:244:{n}::/64 via fd00:31:{n}::1",
+                f"route add {node.ip} via 172.31.{n}.1",
+                f"route add {node.ip6} via fd00:31:{n}::1",
+                netns=router,
+            )
+            self._route(node, other, f"via 172.31.{n}.254", f"via fd00:31:{n}::fe")
+            ip(
+                f"route add 172.31.{m}.0/24 via 172.31.{n}.254",
+                f"route add fd00:31:{m}::/64 via fd00:31:{n}::fe",
+                netns=node.netns,
+            )
+        for node, router in zip(self.lab.nodes[::-1], routers, strict=True):
+            m, n = node.number, 3 - node.number
+            ip(
+                f"route add 172.31.{m}.0/24 via 172.31.3.{m}",
+                f"route add fd00:31:{m}::/64 via fd00:31:3::{m}",
+                f"route add 10.244.{m}.0/24 via 172.31.3.{m}",
+                f"route add fd00:10:244:{m}::/64 via fd00:31:3::{m}",
+                f"route add {node.ip} via 172.31.3.{m}",
+                f"route add {node.ip6} via fd00:31:3::{m}",
+                netns=router,
+            )
+
+    def _devices_to_client(self) -> None:
+        outside, node = self.lab.outside, self.lab.nodes[0]
+        self.own.enter_context(Tunnel("tun9", outside, node.netns))
+        for where in (outside, node.netns):
+            ip(
+                "link add gpe0 type vxlan dstport 4790 external gpe",
+                *(f"link set {device} up mtu {OVERLAY_MTU}" for device in ("gpe0", "tun9")),
+                netns=where,
+            )
+
+    def client_by_devices_without_header(self) -> None:
+        """External IPs are reached by VXLAN-GPE, VIPs by tun; the client's addresses differ."""
+        outside, node = self.lab.outside, self.lab.nodes[0].netns
+        ways = {
+            "gpe": ("gpe0", "203.0.113.0/24", "2001:db8:1::/64", f"encap ip id 7 dst {NODES4[0]}"),
+            "tun": ("tun9", "192.0.2.0/24", "2001:db8::/64", ""),
+        }
+        for kind, (device, net4, net6, encap) in ways.items():
+            own4, own6 = CLIENT_BY[kind]
+            ip(
+                f"addr add {own4}/32 dev {device}",
+                f"addr add {own6}/128 dev {device} nodad",
+                f"route replace {net4} {encap} dev {device} src {own4}",
+                f"route replace {net6} {encap} dev {device} src {own6}",
+                netns=outside,
+            )
+            back = encap.replace(NODES4[0], OUT4)
+            ip(*(f"route add {own} {back} dev {device}" for own in (own4, own6)), netns=node)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[(how, kind) for how in FORWARDINGS for kind in WAYS],
+    ids="-".join,
+)
+def net(request: pytest.FixtureRequest) -> Iterator[PodNetwork]:
+    """Services 61 (TCP) and 62 (UDP) lead to b1, 63 and 64 to a1, 65 to b1's bulk()."""
+    how, kind = request.param
+    with PodNetwork(kind, *forward(how)) as made:
+        if kind == "routed":
+            made.client_by_devices_without_header()
+        for number, who in ((61, "b1"), (63, "a1")):
+            made.create(*made.all_ways(number, who), *made.all_ways(number + 1, who, "UDP"))
+            made[who].ask("serve_bulk", ports=[BULK])
+        made.create(*made.all_ways(67, "a1 b1", external_policy="Local"))
+        for number, who in ((65, "b1"), (66, "a1")):
+            service, *_ = made.all_ways(number, "")
+            slices = (made.slice(f"web-{number}", who, slice_port(BULK), v6=v6) for v6 in (0, 1))
+            made.create(service, *slices)
+        made.settle()
+        yield made
+
+
+def address(place: Place, v6: bool) -> str:
+    return place.ip6 if v6 else place.ip
+
+
+def host_of(end: str) -> str:
+    """The address of an address with or without a port."""
+    return split(end)[0] if "]" in end or end.count(":") == 1 else end
+
+
+SOURCES = {
+    "answers": {False: "10.244.1.0", True: "fd00:42::1"},
+    "routers": {False: "172.31.1.1", True: "fd00:31:1::1"},
+}
+"""Where the device to the other node has addresses of its own, these are node-1's sources, as with
+MASQUERADE; elsewhere the Node's InternalIP.
+"""
+
+
+def source_of(net: PodNetwork, v6: bool) -> str:
+    return SOURCES.get(net.kind, {}).get(v6) or address(net.lab.nodes[0].host, v6)
+
+
+# ---- who sees whom -------------------------------------------------------------------------------
+
+
+@both_families
+@pytest.mark.parametrize("protocol", ["tcp", "udp"])
+def test_what_each_side_sees_of_a_remote_backend(net: PodNetwork, protocol: str, v6: bool) -> None:
+    first, second = net.lab.nodes
+    client, pod = address(net["outside"], v6), address(net["b1"], v6)
+    own = source_of(net, v6)
+    to = at("NodePort", 61 if protocol == "tcp" else 62, v6)
+    device = WAYS[net.kind]
+    back = "eth0" if net.kind == "vxlan" else device
+    with (
+        Wire(net.lab.outside, net.lab.prefix, tap=True) as outside,
+        Wire(first.netns, device, tap=True) as going,
+        Wire(first.netns, back, tap=True) as coming,
+        Wire(net["b1"].netns, "eth0", tap=True) as backend,
+        Wire(second.netns, "eth0", tap=True) as underlay,
+    ):
+        check(net, Dial("over the network", "outside", to, "b1", protocol, own))
+
+        def sees(tap: Wire, source: str, destination: str) -> Packet:
+            found = tap.expect(
+                lambda p: (
+                    p.protocol == protocol
+                    and (host_of(p.source), host_of(p.destination)) == (source, destination)
+                )
+            )
+            assert checksums(found, l2=found.ethernet is not None) == [], found
+            return found
+
+        asked = sees(outside, client, host_of(to))
+        assert asked.destination == to
+        assert sees(outside, host_of(to), client).source == to
+        sent, answered = sees(going, own, pod), sees(coming, pod, own)
+        assert split(sent.destination)[1] == split(answered.source)[1] == 8080
+        assert sent.source == answered.destination, "the node's port is the flow's"
+        assert sees(backend, own, pod).source == sent.source
+        assert sees(backend, pod, own).destination == sent.source
+        if device != "eth0":
+            underlay.none(0, lambda p: host_of(p.destination) == pod)
+
+
+@both_families
+@pytest.mark.parametrize(("number", "protocol"), [(63, "tcp"), (64, "udp")])
+def test_a_local_backend_does_not_mind(
+    net: PodNetwork, number: int, protocol: str, v6: bool
+) -> None:
+    own = address(net.lab.nodes[0].host, v6)
+    check(net, Dial("local", "outside", at("NodePort", number, v6), "a1", protocol, own))
+
+
+@pytest.mark.parametrize("kind", ["ExternalIP", "VIP"])
+@both_families
+@pytest.mark.parametrize(
+    ("number", "protocol", "who"),
+    [(61, "tcp", "b1"), (62, "udp", "b1"), (63, "tcp", "a1"), (64, "udp", "a1"), (67, "tcp", "a1")],
+)
+@pytest.mark.parametrize("net", [(how, "routed") for how in FORWARDINGS], indirect=True,
+                         ids="-".join)  # fmt: skip
+def test_a_client_behind_a_device_without_link_header(
+    net: PodNetwork, number: int, protocol: str, who: str, kind: str, v6: bool
+) -> None:
+    """External IPs by VXLAN-GPE, VIPs by tun. Service 67 has the policy Local."""
+    way = "gpe" if kind == "ExternalIP" else "tun"
+    client = CLIENT_BY[way][v6]
+    device = {"gpe": "gpe0", "tun": "tun9"}[way]
+    own = address(net.lab.nodes[0].host, v6)
+    to = at(kind, number, v6)
+    with Wire(net.lab.nodes[0].netns, device, tap=True) as tap:
+        assert tap.mac == ""
+        sees = client if number == 67 else own
+        check(net, Dial("no header", "outside", to, who, protocol, sees))
+        for said in ("destination", "source"):
+            found = tap.expect(lambda p, said=said: getattr(p, said) == to)
+            assert checksums(found, l2=False) == []
+        assert host_of(found.destination) == client
+
+
+# ---- how large a packet may be -------------------------------------------------------------------
+
+FOUND = {"routed": 1500, "routers": ROUTERS_MTU}
+"""The MTU of the way to the pods; that of the overlays otherwise."""
+
+
+def _forget(*places: Place) -> None:
+    for place in places:
+        for family in ("-4", "-6"):
+            run("ip", "-n", str(place.netns), family, "route", "flush", "cache")
+
+
+def learned(place: Place, to: str) -> int:
+    """The MTU that this place has found out about; 0: none."""
+    found = re.search(r"mtu (\d+)", run("ip", "-n", str(place.netns), "route", "get", to))
+    return int(found[1]) if found else 0
+
+
+def too_big(packet: Packet, mtu: int) -> bool:
+    """An ICMP error that says so."""
+    if not isinstance(packet.transport, Icmp) or packet.embedded is None:
+        return False
+    kind = (packet.transport.type, packet.transport.code)
+    if packet.protocol == "icmp6":
+        return kind == (2, 0) and packet.transport.number == mtu
+    return kind == (3, 4) and packet.transport.number & 0xFFFF == mtu
+
+
+@contextlib.contextmanager
+def pod_mtu(net: PodNetwork, name: str, mtu: int) -> Iterator[None]:
+    """At both ends of this pod's cable."""
+    ends = ((net.home[name].netns, "p1"), (net[name].netns, "eth0"))
+    for where, device in ends:
+        ip(f"link set {device} mtu {mtu}", netns=where)
+    try:
+        yield
+    finally:
+        for where, device in ends:
+            ip(f"link set {device} mtu 1500", netns=where)
+
+
+@both_families
+def test_a_transfer_finds_the_path_mtu_both_ways(net: PodNetwork, v6: bool) -> None:
+    """Pods and clients believe in 1500 bytes. Each hears of its own packets."""
+    client, pod, own = net["outside"], net["b1"], source_of(net, v6)
+    host, port = split(at("NodePort", 65, v6))
+    mtu = FOUND.get(net.kind, OVERLAY_MTU)
+    _forget(client, pod)
+    with (
+        Wire(net.lab.outside, net.lab.prefix, tap=True) as here,
+        Wire(pod.netns, "eth0", tap=True) as backend,
+    ):
+        got = client.ask("bulk", host=host, port=port, size=1 << 20, family="6" if v6 else "4")
+        assert got.get("there") is True, got
+        assert got.get("back") is True, got
+        if mtu == 1500:
+            assert not any(too_big(packet, mtu) for packet in (*here.heard, *backend.heard))
+            return
+        error = here.expect(lambda p: too_big(p, mtu))
+        assert checksums(error) == []
+        assert host_of(error.destination) == address(client, v6)
+        assert host_of(error.embedded.source) == address(client, v6)
+        assert error.embedded.destination == at("NodePort", 65, v6)
+        assert learned(client, host) == mtu
+        if net.kind == "vxlan":  # its answers go by the underlay
+            return
+        error = backend.expect(lambda p: too_big(p, mtu))
+        assert checksums(error) == []
+        assert split(error.embedded.source) == (address(pod, v6), BULK)
+        assert host_of(error.embedded.destination) == own
+        assert learned(pod, own) == mtu
+    _forget(client, pod)
+
+
+IP_MTU_DISCOVER, IP_PMTUDISC_DO = 10, 2
+IPV6_MTU_DISCOVER = 23
+
+
+def careful(place: Place, v6: bool) -> socket.socket:
+    """A UDP socket whose datagrams must not be cut up."""
+
+    def make() -> socket.socket:
+        made = socket.socket(socket.AF_INET6 if v6 else socket.AF_INET, socket.SOCK_DGRAM)
+        level = socket.IPPROTO_IPV6 if v6 else socket.IPPROTO_IP
+        made.setsockopt(level, IPV6_MTU_DISCOVER if v6 else IP_MTU_DISCOVER, IP_PMTUDISC_DO)
+        made.settimeout(5)
+        return made
+
+    return there(place, make)
+
+
+@both_families
+@pytest.mark.parametrize("narrow", [0, 1280], ids=["as it is", "a pod of 1280"])
+@pytest.mark.parametrize(("number", "name"), [(62, "b1"), (64, "a1")], ids=["remote", "local"])
+def test_a_large_datagram_is_told_what_fits(
+    net: PodNetwork, number: int, name: str, narrow: int, v6: bool
+) -> None:
+    """1500 bytes that must not be cut up: an error with the client's own packet, and what it says
+    fits.
+    """
+    client, pod, own = net["outside"], net[name], address(net.lab.nodes[0].host, v6)
+    if name == "b1":
+        own = source_of(net, v6)
+    to = at("NodePort", number, v6)
+    way = FOUND.get(net.kind, OVERLAY_MTU) if name == "b1" else 1500
+    fitting = [mtu for mtu in (way, narrow) if 0 < mtu < 1500]
+    headers = 48 if v6 else 28
+    _forget(client)
+    with (
+        pod_mtu(net, name, narrow or 1500),
+        Wire(net.lab.outside, net.lab.prefix, tap=True) as here,
+        Wire(pod.netns, "eth0", tap=True) as backend,
+        careful(client, v6) as s,
+    ):
+        s.connect(split(to))
+        port = s.getsockname()[1]
+        ours = f"[{address(client, v6)}]:{port}" if v6 else f"{address(client, v6)}:{port}"
+        size = 1500
+        for fits in fitting:
+            s.send(bytes(size - headers))
+            error = here.expect(lambda p, fits=fits: too_big(p, fits))
+            assert checksums(error) == []
+            assert host_of(error.destination) == address(client, v6)
+            assert (error.embedded.source, error.embedded.destination) == (ours, to)
+            until("it is learned", lambda fits=fits: learned(client, split(to)[0]) == fits)
+            s.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            size = fits
+        s.send(bytes(size - headers))
+        assert json.loads(s.recv(2000))["name"] == name
+        arrived = backend.expect(lambda p: len(p.payload) == size - headers)
+        assert host_of(arrived.source) == own
+        assert checksums(arrived) == []
+    _forget(client)

@@ -1,0 +1,181 @@
+"""Long transfers through a NodePort: every byte must be right, whatever the devices do for the
+kernels, and whatever the agent does meanwhile.
+
+A hundred megabytes there and back take less than half a second each on an idle machine.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from kbpf.dataplane.bpf.maps.layout import Reason
+from tests.support.cluster.cluster import Object
+from tests.support.cluster.kube_objects import slice_port
+from tests.support.lab.field import FORWARDINGS, Field, at, both_families, forward, split
+from tests.support.lab.lab import Agent, Place, ip, until
+from tests.support.lab.offloads import offload
+from tests.support.packets.wire import Wire
+
+BULK = 7000
+HUNDRED_MEGABYTES = 100 << 20
+BACKENDS = {"local": (41, "a1"), "remote": (42, "b1"), "local, Local": (43, "a1")}
+LOSSES = (Reason.NOT_REWRITTEN, Reason.NOT_RECORDED, Reason.NO_SNAT_PORT)
+
+
+def objects(field: Field) -> Iterator[Object]:
+    """Services 41 (local), 42 (remote) and 43 (local, policy Local)."""
+    for number, who in BACKENDS.values():
+        more = {"external_policy": "Local"} if number == 43 else {}
+        yield field.all_ways(number, "", **more)[0]
+        for v6 in (False, True):
+            yield field.slice(f"web-{number}", who, slice_port(BULK), v6=v6)
+
+
+@pytest.fixture(scope="module", params=FORWARDINGS)
+def field(request: pytest.FixtureRequest) -> Iterator[Field]:
+    with Field(*forward(request.param), name="tr", pods=(1, 1)) as made:
+        for name in ("a1", "b1"):
+            made[name].ask("serve_bulk", ports=[BULK])
+        made.create(*objects(made))
+        made.settle()
+        yield made
+
+
+def lost(agent: Agent) -> dict[str, int]:
+    """How many packets its programs have dropped."""
+    return {reason.name: agent.reasons()[reason] for reason in LOSSES}
+
+
+# ---- what devices do -----------------------------------------------------------------------------
+
+
+def cables(field: Field) -> Iterator[tuple[str | None, str]]:
+    """Both ends of every cable that packets of this lab go through: (namespace, device)."""
+    yield field.lab.outside, field.lab.prefix
+    yield field.lab.fabric, "outside"
+    for node in field.lab.nodes:
+        yield field.lab.fabric, f"n{node.number}"
+        yield node.netns, "eth0"
+        for number, pod in enumerate(node.pods, 1):
+            yield node.netns, f"p{number}"
+            yield pod.netns, "eth0"
+
+
+OFFLOADS = {
+    "GSO": {},
+    "GSO and GRO": {"gro": True},
+    "no GSO": {"gso": False, "tso": False},
+    "checksums by the kernel": {"tx": False},
+    "neither, but GRO": {"gso": False, "tso": False, "tx": False, "gro": True},
+}
+"""What differs from what a veth does by itself."""
+BY_ITSELF = {"tx": True, "sg": True, "tso": True, "gso": True, "gro": False}
+DEVICES = [(1500, what) for what in OFFLOADS]
+DEVICES += [(9000, "GSO"), (9000, "neither, but GRO")]
+
+
+@pytest.fixture(scope="class", params=DEVICES, ids=lambda param: f"{param[0]} {param[1]}")
+def devices(request: pytest.FixtureRequest, field: Field) -> Iterator[None]:
+    """All cables are like this. The scope is below the field's, so that one field sees them all."""
+    mtu, what = request.param
+    try:
+        for where, device in cables(field):
+            ip(f"link set {device} mtu {mtu}", netns=where)
+            for feature, on in OFFLOADS[what].items():
+                offload(where, device, feature, on)
+        yield
+    finally:
+        for where, device in cables(field):
+            ip(f"link set {device} mtu 1500", netns=where)
+            for feature in OFFLOADS[what].keys() | ({"sg"} if "tx" in OFFLOADS[what] else set()):
+                offload(where, device, feature, BY_ITSELF[feature])
+
+
+@both_families
+@pytest.mark.parametrize("backend", ["local", "remote"])
+@pytest.mark.usefixtures("devices")
+def test_a_hundred_megabytes_each_way(field: Field, backend: str, v6: bool) -> None:
+    before = [lost(agent) for agent in field.agents]
+    got = transfer(field["outside"], BACKENDS[backend][0], v6)
+    assert got.get("there") is True, got
+    assert got.get("back") is True, got
+    assert [lost(agent) for agent in field.agents] == before
+
+
+def transfer(client: Place, number: int, v6: bool, size: int = HUNDRED_MEGABYTES) -> dict[str, Any]:
+    """Through the NodePort of this Service, see the prober's bulk()."""
+    host, port = split(at("NodePort", number, v6))
+    return client.ask("bulk", host=host, port=port, size=size, family="6" if v6 else "4")
+
+
+@both_families
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_large_packets_stay_whole(field: Field, backend: str, v6: bool) -> None:
+    """What was cut up on the way would cost several times as much."""
+    number, name = BACKENDS[backend]
+    with (
+        Wire(field[name].netns, "eth0", tap=True) as there,
+        Wire(field.lab.outside, field.lab.prefix, tap=True) as here,
+    ):
+        got = transfer(field["outside"], number, v6, 4 << 20)
+        assert got.get("there") is True, got
+        for tap, to in ((there, field[name]), (here, field["outside"])):
+            own = to.ip6 if v6 else to.ip
+            large = tap.expect(lambda p, own=own: p.ip.destination == own and p.gso > 0)
+            assert len(large.payload) > 4 * large.gso
+
+
+# ---- what agents do ------------------------------------------------------------------------------
+
+STREAMS = {f"{name} {v6}": at("NodePort", BACKENDS[name][0], v6)
+           for name in BACKENDS for v6 in (False, True)}  # fmt: skip
+RESTARTS: dict[str, tuple[Callable[[Agent], int | None], tuple[str, ...], str]] = {
+    "SIGTERM": (Agent.stop, (), "hooks_changed=0"),
+    "SIGKILL": (Agent.kill, (), "hooks_changed=0"),
+    "SIGTERM, then larger maps of connections": (
+        Agent.stop, ("--max-connections", "200000"), "hooks_changed="),
+    "SIGKILL, then smaller maps of connections": (
+        Agent.kill, ("--max-connections", "1000"), "hooks_changed="),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("restart", RESTARTS)
+def test_transfers_go_on_while_the_agent_restarts(field: Field, restart: str) -> None:
+    """Nothing is reset, wrong, or waits for longer than a second for what was lost."""
+    client = field["outside"]
+    end, arguments, said = RESTARTS[restart]
+    for name, to in STREAMS.items():
+        host, port = split(to)
+        client.ask(
+            "start_stream", keep=name, host=host, port=port, family="6" if ":" in host else "4"
+        )
+
+    def all_go_on() -> None:
+        for name in STREAMS:
+            got = client.ask("peek_stream", keep=name)["got"]
+            until(
+                f"{name} goes on",
+                lambda name=name, got=got: (
+                    client.ask("peek_stream", keep=name)["got"] > got + (1 << 20)
+                ),
+            )
+
+    try:
+        all_go_on()
+        end(field.agent)
+        all_go_on()
+        field.agent.start(extra=arguments)
+        all_go_on()
+    finally:
+        results = {name: client.ask("stop_stream", keep=name) for name in STREAMS}
+        if not field.agent.is_running:
+            field.agent.start()
+    for result in results.values():
+        assert result["error"] == "", results
+        assert result["complete"], results
+        assert result["timer_seconds"] < 1.0, results
+        assert result["longest"] < 20.0, results  # a busy machine's pauses; the kernel's are above
+    for name in ("a1", "b1"):
+        assert field[name].ask("seen")["timer_seconds"] < 1.0, results
+    assert said in "\n".join(field.agent.lines())

@@ -1,0 +1,127 @@
+"""UDP when a backend stops serving: it has no end of its own, so its clients must be told."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.cluster.cluster import Cluster
+from tests.support.lab.dial import REFUSED, UNSERVED
+from tests.support.lab.lab import Place, until
+
+ABORTED = "ECONNABORTED"
+HOST, HOST6, NAME = "10.96.0.150", "fd00:10:96::150", "web-150"
+
+
+class Dns:
+    """A UDP Service of both families, and sockets that clients keep."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+
+    def backends(self, who: str) -> None:
+        """From now on these serve."""
+        slices = cluster_slices(self.cluster, who)
+        self.cluster.change(*slices)
+
+    def connect(self, client: str, host: str = HOST, port: int = 80) -> str:
+        """Who answers a new connected socket, which is kept under its host's name."""
+        place = self.cluster[client]
+        return str(place.udp(host, port, keep=host, connected=True)["name"])
+
+    def cut(self, client: str, host: str = HOST) -> None:
+        """Returns when that socket is told of its end: who waits is woken, who sends fails."""
+        place = self.cluster[client]
+        assert place.ask("hear", keep=host) == {"error": ABORTED}
+        assert "error" in place.ask("talk", keep=host)
+        place.ask("drop", keep=host)
+
+    def alive(self, client: str, backend: str, host: str = HOST) -> None:
+        """That socket still talks to this backend."""
+        answer = self.cluster[client].ask("talk", keep=host)
+        assert answer.get("name") == backend, answer
+        self.cluster[client].ask("drop", keep=host)
+
+
+def cluster_slices(cluster: Cluster, who: str) -> list[dict[str, object]]:
+    return cluster.web(150, who, "UDP", dual=True)[1:]
+
+
+@pytest.fixture
+def dns(cluster: Cluster) -> Iterator[Dns]:
+    with cluster.given(*cluster.web(150, "a1", "UDP", dual=True)):
+        yield Dns(cluster)
+
+
+@pytest.mark.parametrize("host", [HOST, HOST6, f"::ffff:{HOST}"], ids=["IPv4", "IPv6", "mapped"])
+@pytest.mark.parametrize("client", ["a3", "b2", "host-1", "a-net"])
+@pytest.mark.parametrize("rest", ["b1", ""], ids=["another serves", "none is left"])
+def test_connected_sockets_end_with_their_backend(
+    dns: Dns, client: str, host: str, rest: str
+) -> None:
+    assert dns.connect(client, host) == "a1"
+    dns.backends(rest)
+    dns.cut(client, host)
+    after = dns.cluster[client].udp(host, 80, connected=True)
+    assert after.get("name", after.get("error")) == (rest or REFUSED)
+
+
+def test_the_backend_itself_is_told_too(dns: Dns) -> None:
+    assert dns.connect("a1") == "a1"
+    dns.backends("")
+    dns.cut("a1")
+
+
+def test_a_deleted_service_ends_its_sockets(dns: Dns) -> None:
+    assert dns.connect("a3") == "a1"
+    dns.cluster.delete(*dns.cluster.web(150, "a1", "UDP", dual=True))
+    dns.cluster.settle()
+    dns.cut("a3")
+    assert dns.cluster["a3"].udp(HOST, 80, connected=True)["error"] == UNSERVED
+
+
+def test_others_live_on(dns: Dns) -> None:
+    """On a backend that stays, on one that drains, and past any Service to one that is gone."""
+    assert dns.connect("a2") == "a1"
+    dns.backends("b1")
+    dns.cut("a2")
+    assert dns.connect("a3") == "b1"
+    direct = dns.cluster["b1"].ip
+    assert dns.connect("b2", direct, 8080) == "b1"
+    dns.backends("b1/draining a1")
+    dns.alive("a3", "b1")
+    assert dns.connect("a3") == "a1"
+    dns.backends("a1")
+    dns.alive("a3", "a1")
+    dns.alive("b2", "b1", direct)
+
+
+@pytest.mark.parametrize("host", [HOST, HOST6], ids=["IPv4", "IPv6"])
+@pytest.mark.parametrize("client", ["a3", "host-1"])
+def test_unconnected_sockets_move_on(dns: Dns, client: str, host: str) -> None:
+    """One socket all the time; what it hears comes from the Service's address."""
+    place = dns.cluster[client]
+    for backend in ("a1", "b1", "a2"):
+        dns.backends(backend)
+        moved(place, host, backend)
+    dns.backends("")
+    until("it is refused", lambda: ask(place, host).get("error") == REFUSED)
+    dns.backends("b2")
+    moved(place, host, "b2")
+    place.ask("drop", keep="one")
+
+
+def moved(place: Place, host: str, backend: str) -> None:
+    until(f"{backend} answers", lambda: ask(place, host).get("name") == backend)
+    assert ask(place, host)["peer"] == [host, 80]
+
+
+def ask(place: Place, host: str) -> dict[str, object]:
+    return place.udp(host, 80, keep="one")
+
+
+def test_an_unconnected_socket_stays_while_its_backend_serves(dns: Dns) -> None:
+    place = dns.cluster["a3"]
+    assert ask(place, HOST)["name"] == "a1"
+    dns.backends("a1 a2 b1 b2")
+    assert {ask(place, HOST)["name"] for _ in range(30)} == {"a1"}
+    place.ask("drop", keep="one")

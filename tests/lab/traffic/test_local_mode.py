@@ -1,0 +1,138 @@
+"""Who counts as a pod, `--detect-local-mode`: whom a backend sees, and whose short circuit it is.
+
+One node, with a pod behind a cable (a2), one behind the bridge `cni0` (bridged), and one whose
+device has another name (odd). Nobody is in a hooked cgroup.
+"""
+
+from collections.abc import Iterator
+from itertools import product
+from typing import NamedTuple
+
+import pytest
+
+from tests.support.cluster.kube_objects import node
+from tests.support.lab.dial import Dial
+from tests.support.lab.field import DROPPED, NODES4, NODES6, Field, at, both_families, check
+from tests.support.lab.lab import Place, ip, settled
+
+POD_NETS = ("10.244.1.0/24", "fd00:10:244:1::/64")
+BRIDGED = ("10.244.1.130", "fd00:10:244:1::82")
+ODD = ("10.99.0.2", "fd00:99::2")
+
+
+class Mode(NamedTuple):
+    """The agent's arguments, and who counts as a pod for a ClusterIP and for the short circuit."""
+
+    arguments: tuple[str, ...]
+    pods: frozenset[str]
+    circuit: frozenset[str]
+
+
+CABLES = frozenset(("a2!", "bridged", "odd"))
+MODES = {
+    "none": Mode((), frozenset(("outside", *CABLES)), CABLES),
+    "ClusterCIDR": Mode(
+        ("--detect-local-mode", "ClusterCIDR", "--cluster-cidr", ",".join(POD_NETS)),
+        frozenset(("a2!", "bridged")),
+        CABLES,
+    ),
+    "NodeCIDR": Mode(
+        ("--detect-local-mode", "NodeCIDR"), frozenset(("a2!", "bridged")), CABLES
+    ),
+    "BridgeInterface": Mode(
+        ("--detect-local-mode", "BridgeInterface", "--pod-bridge-interface", "cni0"),
+        frozenset(("bridged",)),
+        frozenset(("bridged",)),
+    ),
+    "InterfaceNamePrefix": Mode(
+        ("--detect-local-mode", "InterfaceNamePrefix", "--pod-interface-name-prefix", "p"),
+        frozenset(("a2!",)),
+        frozenset(("a2!",)),
+    ),
+}  # fmt: skip
+"""Without a mode nobody is masqueraded who asks a ClusterIP."""
+
+
+class Pods(Field):
+    """See the module. The agent starts anew in each mode."""
+
+    def __init__(self) -> None:
+        super().__init__(name="lm", pods=(2, 1))
+
+    def prepare(self) -> None:
+        home = self.lab.nodes[0]
+        ip(
+            "link add cni0 type bridge", "link set cni0 up",
+            "addr add 10.244.1.129/25 dev cni0", "addr add fd00:10:244:1::81/121 dev cni0 nodad",
+            netns=home.netns,
+        )  # fmt: skip
+        settled(home.netns, "fd00:10:244:1::81")
+        self.bridged = self._pod("bridged", "v0", BRIDGED, (25, 121))
+        ip("link set v0 master cni0", netns=home.netns)
+        self.odd = self._pod("odd", "x0", ODD, (24, 64))
+        ip("addr add 10.99.0.1/32 dev x0", f"route add {ODD[0]}/32 dev x0",
+           "addr add fe80::1/64 dev x0 nodad", f"route add {ODD[1]}/128 dev x0",
+           netns=home.netns)  # fmt: skip
+        ip("route add default via 10.244.1.129", "route add default via fd00:10:244:1::81",
+           netns=self.bridged)  # fmt: skip
+        ip("route add 10.99.0.1 dev eth0", "route add default via 10.99.0.1",
+           "route add default via fe80::1 dev eth0", netns=self.odd)  # fmt: skip
+
+    def _pod(self, name: str, device: str, own: tuple[str, str], bits: tuple[int, int]) -> str:
+        home = self.lab.nodes[0].netns
+        netns = f"{self.lab.prefix}{name}"
+        self.lab.add_netns(netns)
+        ip(f"link add {device} type veth peer name eth0 netns {netns}", f"link set {device} up",
+           netns=home)  # fmt: skip
+        ip("link set lo up", f"addr add {own[0]}/{bits[0]} dev eth0",
+           f"addr add {own[1]}/{bits[1]} dev eth0 nodad", "link set eth0 up",
+           netns=netns)  # fmt: skip
+        settled(netns, own[1])
+        return netns
+
+
+@pytest.fixture(scope="module")
+def pods() -> Iterator[Pods]:
+    """Local (11); one of another node, with policy Local (14); UDP + 10."""
+    with Pods() as made:
+        made.unhook("bridged", made.bridged, *BRIDGED, made.lab.nodes[0])
+        made.unhook("odd", made.odd, *ODD, made.lab.nodes[0])
+        first = made.lab.nodes[0]
+        made.create(node(first.name, first.ip, first.ip6, pod_cidrs=POD_NETS))
+        for base, protocol in ((10, "TCP"), (20, "UDP")):
+            made.create(*made.all_ways(base + 1, "a1", protocol))
+            made.create(*made.all_ways(base + 4, "b1", protocol, external_policy="Local"))
+        made.settle()
+        yield made
+
+
+@pytest.fixture(scope="module", params=MODES)
+def mode(request: pytest.FixtureRequest, pods: Pods) -> Mode:
+    pods.agent.stop()
+    pods.agent.start(extra=MODES[request.param].arguments)
+    return MODES[request.param]
+
+
+def own(place: Place, v6: bool) -> str:
+    return place.ip6 if v6 else place.ip
+
+
+@both_families
+@pytest.mark.parametrize("name", ["outside", "a2!", "bridged", "odd"])
+def test_who_asks_a_cluster_ip(pods: Pods, mode: Mode, name: str, v6: bool) -> None:
+    """Who is no pod is seen as the node."""
+    sees = own(pods[name], v6) if name in mode.pods else (NODES6 if v6 else NODES4)[0]
+    for protocol, number in (("tcp", 11), ("udp", 21)):
+        check(pods, Dial(f"{name} asks", name, at("ClusterIP", number, v6), "a1", protocol, sees))
+
+
+@both_families
+@pytest.mark.parametrize("name", ["outside", "a2!", "bridged"])
+def test_whose_short_circuit_it_is(pods: Pods, mode: Mode, name: str, v6: bool) -> None:
+    """To a policy Local without a local endpoint: by the device that the packet comes in by."""
+    for kind, (protocol, number) in product(("NodePort", "VIP"), (("tcp", 14), ("udp", 24))):
+        to = at(kind, number, v6)
+        if name in mode.circuit:
+            check(pods, Dial(name, name, to, "b1", protocol, own(pods[name], v6)))
+        else:
+            check(pods, Dial(name, name, to, DROPPED, protocol))

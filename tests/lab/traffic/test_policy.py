@@ -1,0 +1,26 @@
+"""Which endpoints serve whom, by real sockets: the rows of tests/rows/policy.py."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.rows.policy import ROWS, objects
+from tests.support.cluster.cluster import Cluster
+from tests.support.lab.dial import Dial, check
+from tests.support.lab.lab import ip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _served(cluster: Cluster) -> Iterator[None]:
+    for agent in cluster.agents:
+        # Bound to a device, as MetalLB or kube-router do it: served all the same.
+        ip("addr replace 198.51.100.74/32 dev lo", netns=agent.node.netns)
+    # These would answer on their own loopback if nobody translated, and must.
+    cluster["a3"].serve(30070, udp=(30071,))
+    with cluster.given(*objects(cluster)):
+        yield
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_dial(cluster: Cluster, row: Dial) -> None:
+    check(cluster, row)

@@ -1,0 +1,118 @@
+"""Real SCTP associations through the packet path: outside and from a pod, to local and remote pods.
+
+Sockets are bound to one address each: SCTP tells its peer of all the addresses that a socket has,
+and no load balancer translates those (kube-proxy's users know that too).
+"""
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from kbpf.kernel.system import netns
+from tests.support.features import IPPROTO_SCTP, needs
+from tests.support.lab.field import NODES4, NODES6, OUT4, OUT6, Field, at, may_see
+from tests.support.lab.lab import PATIENCE, Place
+
+pytestmark = needs("sctp")
+
+SETS = ((1, "a1", "Cluster"), (2, "b1", "Cluster"), (3, "a1 b1", "Local"))
+SERVERS = ("a1", "b1")
+PORT = 8080
+MESSAGE = bytes(range(256)) * 20
+"""More than a packet takes."""
+
+
+def endpoint(place: Place, address: str, port: int = 0) -> socket.socket:
+    """An SCTP socket in the place's network, bound to this address alone."""
+
+    def make() -> socket.socket:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        made = socket.socket(family, socket.SOCK_STREAM, IPPROTO_SCTP)
+        made.settimeout(PATIENCE)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind((address, port))
+        return made
+
+    return netns.inside(Path("/run/netns") / place.netns, make)
+
+
+def answer(listener: socket.socket, name: str) -> None:
+    """Tells each client who answers and whom it sees, then gives back what comes."""
+    with contextlib.suppress(OSError):
+        while True:
+            one, peer = listener.accept()
+            with one, contextlib.suppress(OSError):
+                one.settimeout(PATIENCE)
+                one.sendall(f"{name} {peer[0]}\n".encode())
+                while data := one.recv(65536):
+                    one.sendall(data)
+
+
+def hang_up(listener: socket.socket) -> None:
+    """Ends its accept(), in kernels that let a listener of SCTP be shut down (not 5.10)."""
+    with contextlib.suppress(OSError):
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.fixture(scope="module")
+def field() -> Iterator[Field]:
+    with Field(name="sc", pods=(2, 1)) as made, contextlib.ExitStack() as own:
+        for number, who, policy in SETS:
+            options = {"external_policy": policy}
+            made.create(*made.all_ways(70 + number, who, "SCTP", **options))
+        made.settle()
+        for name in SERVERS:
+            for address in (made[name].ip, made[name].ip6):
+                listener = own.enter_context(endpoint(made[name], address, PORT))
+                listener.settimeout(None)
+                listener.listen()
+                own.callback(hang_up, listener)
+                threading.Thread(target=answer, args=(listener, name), daemon=True).start()
+        yield made
+
+
+class Row(NamedTuple):
+    """Who dials what, who answers, and the address that it sees."""
+
+    name: str
+    client: str
+    to: str
+    backend: str
+    sees: str
+
+
+def rows() -> Iterator[Row]:
+    for v6 in (False, True):
+        own, out = (NODES6 if v6 else NODES4)[0], OUT6 if v6 else OUT4
+        pod = "fd00:10:244:1::3" if v6 else "10.244.1.3"
+        say = "v6" if v6 else "v4"
+        for kind in ("NodePort", "VIP"):
+            yield Row(f"{say} {kind}, a pod here", "outside", at(kind, 71, v6), "a1", own)
+            yield Row(f"{say} {kind}, a pod elsewhere", "outside", at(kind, 72, v6), "b1", own)
+            yield Row(f"{say} {kind}, Local", "outside", at(kind, 73, v6), "a1", out)
+        yield Row(f"{say} a pod to a ClusterIP, elsewhere", "a2!", at("ClusterIP", 72, v6), "b1",
+                  pod)  # fmt: skip
+
+
+@pytest.mark.parametrize("row", list(rows()), ids=lambda row: row.name)
+def test_an_association(field: Field, row: Row) -> None:
+    place = field[row.client]
+    host, port = row.to.rpartition(":")[0].strip("[]"), int(row.to.rpartition(":")[2])
+    with endpoint(place, place.ip6 if ":" in host else place.ip) as client:
+        client.connect((host, port))
+        backend, seen = client.recv(4096).decode().split()
+        assert backend == row.backend
+        assert seen in may_see(field, row.sees)
+        assert client.getpeername()[:2] == (host, port)
+        client.sendall(MESSAGE)
+        back = b""
+        while len(back) < len(MESSAGE):
+            more = client.recv(65536)
+            assert more, f"{len(back)} of {len(MESSAGE)} bytes came back"
+            back += more
+    assert back == MESSAGE

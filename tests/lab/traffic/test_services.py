@@ -1,0 +1,37 @@
+"""What answers at the addresses of a Service, by real sockets: tests/rows/services.py."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.rows.services import ROWS, objects
+from tests.support.cluster.cluster import Cluster
+from tests.support.lab.dial import Dial, check, spread
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _served(cluster: Cluster) -> Iterator[None]:
+    with cluster.given(*objects(cluster)):
+        yield
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_dial(cluster: Cluster, row: Dial) -> None:
+    check(cluster, row)
+
+
+def test_connections_spread_evenly(cluster: Cluster) -> None:
+    """Uniform choice: of 300, each of three gets 100 give or take six standard deviations."""
+    assert all(50 < n < 150 for n in spread(cluster["b2"], "10.96.0.20", 80).values())
+
+
+def test_an_endpoint_in_two_slices_is_one_backend(cluster: Cluster) -> None:
+    behind = cluster.served()["10.96.0.30:80/TCP"]["cluster"]
+    assert behind == [f"{cluster[name].ip}:8080/TCP" for name in ("a1", "a2", "b1")]
+
+
+def test_headless_and_external_names_are_nothing_to_us(cluster: Cluster) -> None:
+    for agent in cluster.agents:
+        owners = {behind["service"] for behind in cluster.served(agent).values()}
+        assert "default/web" in owners
+        assert not owners & {f"default/{name}" for name in ("headless", "alias", "ignored")}

@@ -1,0 +1,476 @@
+"""Whose sockets are led to a backend at connect(), and whose packets keep the Service's address.
+
+One node with the packet path on, served from a folder. Each row dials from a place and listens at
+the pod's device: an address that is a backend's there was put in by the socket hooks, the Service's
+own says that the hooks left it alone, and then only the packet path can have led it on.
+"""
+
+import contextlib
+import json
+import socket
+import uuid
+from collections.abc import Callable, Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from kbpf.cli import app
+from kbpf.dataplane.bpf.maps.layout import ConfigFlag
+from tests.support.cluster.cluster import Cluster
+from tests.support.cluster.kube import KubeError
+from tests.support.lab.field import Field, split, there
+from tests.support.lab.lab import Agent, Place, remove_cgroup, until
+from tests.support.packets.wire import Wire
+from tests.support.plane import HOOKS
+
+LABEL = "kbpf.io/socket-lb"
+ON, HOST_ONLY, OFF = "on", "hostNamespaceOnly", "off"
+NONE = ConfigFlag(0)
+HOOKED, PACKETS = "hooks", "packets"
+TCP4, TCP6 = "10.96.0.1:80", "[fd00:10:96::1]:80"
+UDP4, UDP6 = "10.96.0.2:80", "[fd00:10:96::2]:80"
+DIALS = (("tcp", TCP4), ("tcp", TCP6), ("udp", UDP4), ("udp", UDP6), ("udp-connected", UDP4))
+
+
+@pytest.fixture(scope="module")
+def field() -> Iterator[Field]:
+    with Field(name="lb", pods=(2,)) as made:
+        made.create(*made.web(1, "a1", dual=True), *made.web(2, "a1", "UDP", dual=True))
+        made.settle()
+        yield made
+
+
+def restart(field: Field, mode: str, *more: str) -> None:
+    """The agent, in this mode from now on."""
+    field.agent.stop()
+    field.agent.start(extra=("--socket-lb", mode, *more))
+    flag = {ON: NONE, HOST_ONLY: ConfigFlag.HOST_ONLY, OFF: ConfigFlag.SOCKETS_OFF}[mode]
+    until(
+        f"{mode} is in force",
+        lambda: config_flags(field.agent) & (ConfigFlag.HOST_ONLY | ConfigFlag.SOCKETS_OFF) == flag,
+        30,
+    )
+
+
+def dial(place: Place, protocol: str, to: str, **more: Any) -> dict[str, Any]:
+    host, port = split(to)
+    if protocol == "tcp":
+        return place.tcp(host, port, **more)
+    return place.udp(host, port, connected=protocol == "udp-connected", **more)
+
+
+@contextlib.contextmanager
+def listening(field: Field, pod: Place) -> Iterator[Wire]:
+    """At the node's end of this pod's device."""
+    node = field.home["a1"]
+    index = [each.netns for each in node.pods].index(pod.netns) + 1
+    with Wire(node.netns, f"p{index}", tap=True) as tap:
+        yield tap
+
+
+def check(field: Field, place: Place, served_by: str) -> None:
+    """It is served over every protocol, believes to talk to the Service, and the wire tells by
+    whom it was led there.
+    """
+    for protocol, to in DIALS:
+        with listening(field, place) as tap:
+            answer = dial(place, protocol, to)
+            why = f"{place.name} {protocol} {to}: {answer}\n{tap.told()}\n{field.agent.tail(5)}"
+            assert answer.get("name") == "a1", why
+            assert answer["peer"] == list(split(to)), why
+            v6, kind = "[" in to, protocol.partition("-")[0]
+            client = place.ip6 if v6 else place.ip
+            first = tap.expect(
+                lambda p: p.protocol == kind and split(p.source)[0] == client  # noqa: B023
+                and p.flags in ("", "S")  # another connection may just be ending
+            )  # fmt: skip
+            backend = field["a1"].ip6 if v6 else field["a1"].ip
+            wanted = list(split(to)) if served_by == PACKETS else [backend, 8080]
+            assert list(split(first.destination)) == wanted, why
+
+
+def inspect(field: Field, what: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, Any]:
+    code, out = command(field, capsys, "inspect", what)
+    return code, json.loads(out)
+
+
+def command(field: Field, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    """Its exit code and what it says, as JSON."""
+    capsys.readouterr()
+    code = app.call([*arguments, "-o", "json", "--pin-dir", str(field.agent.pin_dir)])
+    return code, capsys.readouterr().out
+
+
+def config_flags(agent: Agent) -> ConfigFlag:
+    (raw,) = agent.entries("config").values()
+    return ConfigFlag(int.from_bytes(raw[8:12], "little"))
+
+
+# ---- modes ---------------------------------------------------------------------------------------
+
+PROVEN = (f"{TCP4}/TCP", f"{UDP4}/UDP", f"{TCP6}/TCP", f"{UDP6}/UDP")
+TURNS = (HOST_ONLY, OFF, ON, OFF, HOST_ONLY, ON)
+"""After "on": every mode follows every other one."""
+
+
+class Kept(NamedTuple):
+    """Sockets that stay, and what was dialled."""
+
+    names: tuple[tuple[str, str, str], ...]
+
+
+def keep(field: Field, label: str) -> Kept:
+    """One socket of each kind at the pod, connected before the change."""
+    names = []
+    for protocol, to in DIALS:
+        name = f"{label} {protocol} {to}"
+        answer = dial(field["a2"], protocol, to, keep=name)
+        assert answer.get("name") == "a1", (name, answer)
+        names.append((name, protocol, to))
+    return Kept(tuple(names))
+
+
+def check_kept(field: Field, kept: Kept) -> None:
+    """They go on, whatever the mode is now."""
+    for name, protocol, to in kept.names:
+        if protocol == "udp":  # unconnected: it names the Service each time
+            answer = dial(field["a2"], protocol, to, keep=name)
+            assert answer.get("peer") == list(split(to)), (name, answer)
+        else:
+            answer = field["a2"].ask("talk", keep=name)
+        assert answer.get("name") == "a1", (name, answer)
+        field["a2"].ask("drop", keep=name)
+
+
+def test_every_mode_follows_every_other_one_on_a_live_node(
+    field: Field, capsys: pytest.CaptureFixture[str]
+) -> None:
+    restart(field, ON)
+    before, pod, host = ON, field["a2"], field["host-1"]
+    for mode in TURNS:
+        kept = keep(field, f"{before} to {mode}")
+        at_host = dial(host, "tcp", TCP4, keep=f"{before} to {mode}") if before != OFF else None
+        pod.ask("start_load", host=split(TCP4)[0], port=80, pause=0.005)
+        restart(field, mode)
+        load = pod.ask("stop_load")
+        assert load["errors"] == [], f"{before} to {mode}"
+        assert load["names"], f"{before} to {mode}"
+        check_kept(field, kept)
+        if at_host is not None:
+            assert at_host["name"] == "a1"
+            assert host.ask("talk", keep=f"{before} to {mode}")["name"] == "a1"
+            host.ask("drop", keep=f"{before} to {mode}")
+        check(field, pod, HOOKED if mode == ON else PACKETS)
+        if mode != OFF:
+            for protocol, to in DIALS:
+                assert dial(host, protocol, to).get("name") == "a1", f"host {to}, {mode}"
+        _check_told(field, mode, capsys)
+        before = mode
+
+
+PROOF = {
+    ON: [f"dial {to}" for to in PROVEN],
+    HOST_ONLY: [*(f"dial {to} from the host" for to in PROVEN), f"leave {PROVEN[0]} from a pod"],
+    OFF: [],
+}
+"""What `kbpf check --attached` has tried in each mode."""
+
+
+def _check_told(field: Field, mode: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pins = {pin.name for pin in (field.agent.pin_dir / "links").iterdir()}
+    assert pins == (set() if mode == OFF else HOOKS), mode
+    programs = [path.name for path in field.agent.pin_dir.glob("programs-sock-*")]
+    assert len(programs) == (0 if mode == OFF else 1), mode
+    code, rows = inspect(field, "programs", capsys)
+    socket_rows = [row for row in rows if row["hook"] in HOOKS]
+    assert code == 0
+    assert {row["state"] for row in socket_rows} == {"off" if mode == OFF else "attached"}
+    code, said = inspect(field, "status", capsys)
+    assert (code, said["ok"], said["socket_lb"]) == (0, True, mode)
+    assert said["hooks_missing"] == []
+    _, out = there(field["host-1"], lambda: command(field, capsys, "check", "--attached"))
+    found = json.loads(out)
+    assert found["attached"] is True, found["rows"]
+    names = [row["name"] for row in found["rows"]]
+    assert [name for name in names if name.startswith(("dial", "leave"))] == PROOF[mode]
+
+
+@pytest.mark.parametrize(("protocol", "to"), [("tcp", TCP4), ("udp", UDP4)])
+def test_what_was_translated_stays_so_where_the_hooks_still_are(
+    field: Field, protocol: str, to: str
+) -> None:
+    """getpeername() and recvmsg() of a pod's old sockets show the Service in hostNamespaceOnly, and
+    an unconnected one keeps its backend.
+    """
+    restart(field, ON)
+    assert dial(field["a2"], protocol, to, keep="old")["name"] == "a1"
+    restart(field, HOST_ONLY)
+    try:
+        with listening(field, field["a2"]) as tap:
+            if protocol == "tcp":
+                assert field["a2"].ask("talk", keep="old")["name"] == "a1"
+            else:
+                assert dial(field["a2"], protocol, to, keep="old")["peer"] == list(split(to))
+            backend = f"{field['a1'].ip}:8080"
+            tap.expect(
+                lambda p: p.source.startswith(f"{field['a2'].ip}:") and p.destination == backend
+            )
+    finally:
+        field["a2"].ask("drop", keep="old")
+
+
+def test_hooks_stay_while_the_packet_path_cannot_be_had(field: Field, tmp_path: Path) -> None:
+    """A start with `off` that finds no packet path ends, and the sockets are served as before."""
+    restart(field, ON)
+    field.agent.stop()
+    agent = field.agent
+    agent.start(wait=False, extra=("--socket-lb", OFF, "--packet-path", "false"))
+    assert agent.wait_ended() == 2
+    assert "--packet-path false" in agent.tail()
+    assert {pin.name for pin in (agent.pin_dir / "links").iterdir()} == HOOKS
+    for protocol, to in DIALS:
+        assert dial(field["a2"], protocol, to)["name"] == "a1"
+    agent.start()
+
+
+def test_a_port_that_a_packet_used_can_dial_the_backend_itself(field: Field) -> None:
+    """What is remembered of a connection that has ended must not translate another one's answers:
+    so it is with a pod that was left to the packet path, and is not any more.
+    """
+    restart(field, ON)
+    backend = (field["a1"].ip, 8080)
+
+    def talk(to: tuple[str, int], port: int) -> int:
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            client.settimeout(5)
+            client.bind(("", port))
+            client.connect(to)
+            client.sendall(b"bye\n")
+            assert json.loads(client.recv(4096))["name"] == "a1"
+            assert client.recv(1) == b"", "the server ends it"
+            return int(client.getsockname()[1])
+
+    port = there(field["a2!"], lambda: talk(split(TCP4), 0))
+    there(field["a2!"], lambda: talk(backend, port))
+    there(field["a2!"], lambda: talk(split(TCP4), port))
+
+
+# ---- who is exempt -------------------------------------------------------------------------------
+
+
+class Kubelet:
+    """Pods with cgroups as kubelet makes them: another place in the network of a2."""
+
+    def __init__(self, field: Field) -> None:
+        self.field = field
+        self.root = field.home["a2"].cgroup
+        self._places: list[Place] = []
+
+    def run(self, folder: str) -> Place:
+        """A container of the pod whose cgroup this is, below the node's."""
+        pod = self.field["a2"]
+        made = Place(f"in {folder}", pod.netns, self.root / folder / "container")
+        made.ip, made.ip6 = pod.ip, pod.ip6
+        self._places.append(made)
+        return made
+
+    def end(self, place: Place) -> None:
+        """The pod is gone, and its cgroups too."""
+        place.close()
+        assert place.cgroup is not None
+        for folder in place.cgroup.parents:
+            if folder == self.root or any(each.is_dir() for each in folder.iterdir()):
+                break
+            remove_cgroup(folder)
+        self._places.remove(place)
+
+    def close(self) -> None:
+        for place in tuple(self._places):
+            self.end(place)
+
+
+@pytest.fixture
+def kubelet(field: Field) -> Iterator[Kubelet]:
+    made = Kubelet(field)
+    yield made
+    made.close()
+
+
+def pod_object(uid: str, label: str | None = "off") -> dict[str, Any]:
+    labels = {} if label is None else {LABEL: label}
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "sidecar", "namespace": "default", "uid": uid, "labels": labels},
+        "spec": {"nodeName": "node-1", "containers": [{"name": "c", "image": "x"}]},
+    }
+
+
+def exempt(field: Field, *folders: Path) -> Callable[[], bool]:
+    """See exempt_at()."""
+    return exempt_at(field.agent, *folders)
+
+
+def exempt_at(agent: Agent, *folders: Path) -> Callable[[], bool]:
+    """Whether exactly these cgroups are, and the programs have been told whether to look."""
+
+    def so() -> bool:
+        found = {int.from_bytes(key, "little") for key in agent.entries("exempt_cgroups")}
+        flag = ConfigFlag.EXEMPTIONS in config_flags(agent)
+        return found == {folder.stat().st_ino for folder in folders} and flag == bool(folders)
+
+    return so
+
+
+FOLDERS = {
+    "cgroupfs": "kubepods/burstable/pod{uid}",
+    "cgroupfs, guaranteed": "kubepods/pod{uid}",
+    "systemd": "kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod{uid_}.slice",
+    "systemd, guaranteed": "kubepods.slice/kubepods-pod{uid_}.slice",
+    "kind": "docker.scope/kubelet.slice/kubelet-kubepods.slice/kubelet-kubepods-pod{uid_}.slice",
+}
+
+
+@pytest.mark.parametrize(
+    ("driver", "first"),
+    [*product(FOLDERS, ["cgroup"]), ("cgroupfs", "label"), ("systemd", "label")],
+)
+def test_a_pod_with_the_label_is_left_to_the_packet_path(
+    field: Field, kubelet: Kubelet, driver: str, first: str
+) -> None:
+    restart(field, ON)
+    uid = str(uuid.uuid4())
+    folder = FOLDERS[driver].format(uid=uid, uid_=uid.replace("-", "_"))
+    place = kubelet.run(folder) if first == "cgroup" else None
+    if place is not None:
+        check(field, place, HOOKED)
+    field.change(pod_object(uid))
+    place = place or kubelet.run(folder)
+    until("the pod is exempt", exempt(field, kubelet.root / folder))
+    check(field, place, PACKETS)
+    check(field, field["a2"], HOOKED)
+    restart(field, ON)
+    check(field, place, PACKETS)
+    field.change(pod_object(uid, label=None))
+    until("nobody is exempt", exempt(field))
+    check(field, place, HOOKED)
+    field.delete(pod_object(uid))
+    field.settle()
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("another word", lambda pod: pod["metadata"]["labels"].update({LABEL: "on"})),
+        ("another node", lambda pod: pod["spec"].update(nodeName="node-2")),
+        ("another pod", lambda pod: pod["metadata"].update(uid=str(uuid.uuid4()))),
+    ],
+    ids=lambda given: given if isinstance(given, str) else "",
+)
+def test_others_are_not_exempt(
+    field: Field, kubelet: Kubelet, name: str, change: Callable[[dict[str, Any]], None]
+) -> None:
+    restart(field, ON)
+    uid = str(uuid.uuid4())
+    place = kubelet.run(f"kubepods/pod{uid}")
+    pod = pod_object(uid)
+    change(pod)
+    field.change(pod)
+    try:
+        check(field, place, HOOKED)
+        assert exempt(field)(), name
+    finally:
+        field.delete(pod)
+
+
+def test_a_pod_whose_cgroup_is_made_anew_is_exempt_again(field: Field, kubelet: Kubelet) -> None:
+    restart(field, ON)
+    uid = str(uuid.uuid4())
+    folder = kubelet.root / f"kubepods/pod{uid}"
+    place = kubelet.run(f"kubepods/pod{uid}")
+    field.change(pod_object(uid))
+    until("the pod is exempt", exempt(field, folder))
+    old = folder.stat().st_ino
+    kubelet.end(place)
+    place = kubelet.run(f"kubepods/pod{uid}")
+    assert folder.stat().st_ino != old
+    until("its new cgroup is exempt", exempt(field, folder), 30)
+    check(field, place, PACKETS)
+    field.delete(pod_object(uid))
+    field.settle()
+
+
+def test_a_pattern_exempts_cgroups_that_come_later_too(field: Field, kubelet: Kubelet) -> None:
+    below = kubelet.root.relative_to(_root(kubelet.root))
+    here, later = f"system.slice/istio-{1}.service", "system.slice/istio-2.service"
+    first, other = kubelet.run(here), kubelet.run("system.slice/sshd.service")
+    restart(field, ON, "--socket-lb-exempt", f"nothing,{below}/system.slice/istio*")
+    until("the first is exempt", exempt_paths(field, kubelet, here))
+    check(field, first, PACKETS)
+    check(field, other, HOOKED)
+    second = kubelet.run(later)
+    until("the second is exempt", exempt_paths(field, kubelet, here, later))
+    check(field, second, PACKETS)
+    restart(field, ON)
+    until("nobody is exempt", exempt(field))
+    check(field, first, HOOKED)
+
+
+def exempt_paths(field: Field, kubelet: Kubelet, *folders: str) -> Callable[[], bool]:
+    """The containers in them match the pattern too."""
+    there = [kubelet.root / folder for folder in folders]
+    return exempt(field, *there, *(folder / "container" for folder in there))
+
+
+def _root(cgroup: Path) -> Path:
+    return next(p for p in cgroup.parents if not (p.parent / "cgroup.procs").exists())
+
+
+# ---- from an API server --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def account(cluster: Cluster) -> None:
+    """Without it the API server admits no Pod."""
+    made = {"kind": "ServiceAccount", "metadata": {"name": "default", "namespace": "default"}}
+    with contextlib.suppress(KubeError):  # it is there from another test
+        cluster.kube.create({"apiVersion": "v1", **made})
+
+
+def test_an_api_server_says_which_pods(cluster: Cluster, account: None) -> None:
+    """The label comes and goes at a Pod that runs; one of another node is not heard of."""
+    folders = {}
+    for name, at in (("here", "node-1"), ("there", "node-2")):
+        uid = cluster.kube.create(_without_uid(name, at))["metadata"]["uid"]
+        folders[name] = cluster.home["a2"].cgroup / f"kubepods/burstable/pod{uid}"
+        folders[name].mkdir(parents=True)
+    agent = cluster.agents[0]
+    try:
+        until("the pod of this node is exempt", exempt_at(agent, folders["here"]))
+        cluster.kube.patch("Pod", "here", {"metadata": {"labels": {LABEL: None}}}, "default")
+        until("nobody is", exempt_at(agent))
+        cluster.kube.patch("Pod", "here", {"metadata": {"labels": {LABEL: "off"}}}, "default")
+        until("it is again", exempt_at(agent, folders["here"]))
+        agent.kill()
+        cluster.start(agent)
+        assert exempt_at(agent, folders["here"])()
+    finally:
+        for name, folder in folders.items():
+            cluster.kube.request(
+                "DELETE", f"/api/v1/namespaces/default/pods/{name}?gracePeriodSeconds=0"
+            )
+            folder.rmdir()
+        until("nobody is when the Pod is gone", exempt_at(agent))
+        for folder in folders["here"].parents[:2]:
+            folder.rmdir()
+
+
+def _without_uid(name: str, node: str) -> dict[str, Any]:
+    made = pod_object("")
+    made["metadata"] = {**made["metadata"], "name": name}
+    del made["metadata"]["uid"]
+    made["spec"]["nodeName"] = node
+    return made

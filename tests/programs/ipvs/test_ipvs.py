@@ -1,0 +1,970 @@
+"""The IPVS data plane on a kernel that has IPVS: two nodes of the lab, one of them with the plane,
+whose pods serve; connections come from the node, its pods, the other node and outside.
+"""
+
+import contextlib
+import errno
+import json
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import pytest
+
+from kbpf.config.parsers import SCHEDULERS
+from kbpf.dataplane.base import Report
+from kbpf.dataplane.ipvs import cleanup
+from kbpf.dataplane.ipvs.executor import Holdings
+from kbpf.dataplane.ipvs.plane import IpvsPlane
+from kbpf.kernel.net import dummy
+from kbpf.kernel.net.ipvs import Change, Command, Ipvs, Server, Service, Settings, Times
+from kbpf.kernel.system import netns, sysctl
+from kbpf.model.address import parse_addr
+from kbpf.model.config import Config, IpvsTimes, LocalMode
+from kbpf.model.desired import DesiredState, ServiceState
+from kbpf.model.metrics import Totals
+from kbpf.model.objects import Algorithm, Cidr, Protocol
+from tests.support.features import needs
+from tests.support.lab.lab import Lab, Place, ip, run, until
+from tests.support.plane import desired, service
+
+T = TypeVar("T")
+UDP = Protocol.UDP
+DEVICE = "kbpf-test0"
+
+
+pytestmark = needs("ipvs")
+
+VIP4, VIP6, LB4, EXT4 = "10.96.0.1", "fd00:96::1", "192.0.2.1", "192.0.2.2"
+PODS4, PODS6 = Cidr(parse_addr("10.244.1.0"), 120), Cidr(parse_addr("fd00:10:244:1::"), 64)
+
+
+class Ground:
+    """The lab, the places in it, and a plane on node 1."""
+
+    def __init__(self, lab: Lab, folder: Path) -> None:
+        self.lab, self.folder = lab, folder
+        self.node = lab.nodes[0]
+        self.a, self.b = self.node.pod("a"), self.node.pod("b")
+        for pod in (self.a, self.b):
+            pod.serve(8080, 8081, udp=(5353,))
+        self.outside = Place("outside", lab.outside, None)
+        ip(
+            *(f"route add {net} via {self.node.ip}" for net in ("10.96.0.0/16", "192.0.2.0/24")),
+            f"route add fd00:96::/64 via {self.node.ip6}",
+            netns=lab.outside,
+        )
+        self.places = {"a": self.a, "b": self.b, "host": self.node.host, "outside": self.outside}
+        self.config = Config(ipvs_device=DEVICE, state_dir=folder)
+        self.plane = IpvsPlane(self.config)
+        self.start()
+
+    def start(self, **changed: Any) -> IpvsPlane:
+        """A new agent's plane, after the one before has ended."""
+        self.plane.close()
+        self.plane = IpvsPlane(replace(self.config, **changed))
+        self.do(self.plane.open)
+        return self.plane
+
+    def do(self, action: Callable[[], T]) -> T:
+        return netns.inside(Path("/run/netns") / self.node.netns, action)
+
+    def state(self, *services: ServiceState, **more: Any) -> DesiredState:
+        return replace_state(desired(*services, nodes=f"{self.node.ip} {self.node.ip6}"), more)
+
+    def apply(self, *services: ServiceState, sound: bool = True, **more: Any) -> Report:
+        """These and nothing else."""
+        wanted = self.state(*services, **more)
+        return self.do(lambda: self.plane.apply(wanted, None, sound))
+
+    def kernel(self) -> dict[str, dict[str, int]]:
+        """Virtual services, their real servers and weights."""
+
+        def read() -> dict[str, dict[str, int]]:
+            face = Ipvs()
+            try:
+                return {
+                    str(s): {str(load.server): load.weight for load in face.servers(s)}
+                    for s, _ in face.services()
+                }
+            finally:
+                face.close()
+
+        return self.do(read)
+
+    def traces(self) -> str:
+        """All that a plane leaves in a node's network."""
+        links = run("ip", "-n", self.node.netns, "-br", "link", "show", "type", "dummy")
+        rules = self.do(lambda: run("nft", "list", "tables"))
+        return "".join((*map(str, self.kernel().items()), links, rules))
+
+
+def replace_state(state: DesiredState, more: dict[str, Any]) -> DesiredState:
+    import msgspec
+
+    return msgspec.structs.replace(state, **more)
+
+
+@pytest.fixture(scope="module")
+def ground(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
+    with Lab(nodes=1, name="iv", apart=True) as lab:
+        made = Ground(lab, tmp_path_factory.mktemp("state"))
+        try:
+            yield made
+        finally:
+            made.do(made.plane.remove)
+            made.outside.close()
+
+
+def a_and_b(ground: Ground, port: int, v6: bool = False) -> str:
+    return " ".join(f"[{p.ip6}]:{port}" if v6 else f"{p.ip}:{port}" for p in (ground.a, ground.b))
+
+
+class Row(NamedTuple):
+    """Who dials what, who answers (or how it fails), and whom the backend sees."""
+
+    name: str
+    client: str
+    to: str
+    outcome: str
+    sees: str = ""
+    protocol: str = "tcp"
+
+
+REFUSED, DROPPED = "ECONNREFUSED", "timeout"
+
+
+def services(ground: Ground) -> list[ServiceState]:
+    two, one = a_and_b(ground, 8080), f"{ground.a.ip}:8080"
+    v6 = a_and_b(ground, 8080, True)
+    udp, udp6 = a_and_b(ground, 5353), a_and_b(ground, 5353, True)
+    return [
+        service("web", f"{VIP4}:80 NodePort=0.0.0.0:30080 LoadBalancer={LB4}:80", two),
+        service("web6", f"[{VIP6}]:80 NodePort=[::]:30080", v6),
+        service("dns", f"{VIP4}:53 NodePort=0.0.0.0:30053", udp, protocol=UDP),
+        service("dns6", f"[{VIP6}]:53", udp6, protocol=UDP),
+        service("empty", f"{VIP4}:81 NodePort=0.0.0.0:30081 LoadBalancer={LB4}:81", ""),
+        service("empty6", f"[{VIP6}]:81", ""),
+        service("emptyu", f"{VIP4}:82", "", protocol=UDP),
+        service("inner", f"{VIP4}:83", two, internal_local=True, local=""),
+        service("outer", f"{VIP4}:84 NodePort=0.0.0.0:30084 LoadBalancer={LB4}:84", two,
+                external_local=True, local=one),
+        service("none", f"{VIP4}:85 NodePort=0.0.0.0:30085 LoadBalancer={LB4}:85", two,
+                external_local=True, local=""),
+        service("ranges", f"{VIP4}:86 LoadBalancer={LB4}:86 ExternalIP={EXT4}:86", two,
+                ranges="198.18.0.1/32 10.244.1.2/32"),
+        service("self", f"{VIP4}:87 LoadBalancer={LB4}:87", one),
+        service("sticky", f"{VIP4}:88 LoadBalancer={LB4}:88", two, affinity_timeout=100),
+        service("stuck", f"{VIP4}:89 LoadBalancer={LB4}:89", two, affinity_timeout=100,
+                external_local=True, local=""),
+        service("maglev", f"{VIP4}:90", two, algorithm=Algorithm.MAGLEV),
+        service("weighty", f"{VIP4}:91", two, cluster_weights=(3, 1)),
+        service("ports", f"{VIP4}:92 NodePort=0.0.0.0:30092", two, external_local=True, local=one),
+        service("ports6", f"[{VIP6}]:92 NodePort=[::]:30092", v6, external_local=True, local=""),
+    ]  # fmt: skip
+
+
+NODE, NODE6 = "198.18.0.1", "fd00:198:18::1"
+NODES = "the node"
+OWN = {"198.18.0.1", "10.244.1.1", "fd00:198:18::1", "fd00:10:244:1::1"}
+OUT = "198.18.0.254"
+ROWS = [
+    Row("ClusterIP, pod", "b", f"{VIP4}:80", "a!", "10.244.1.3"),
+    Row("ClusterIP, host", "host", f"{VIP4}:80", "a b", NODES),
+    Row("ClusterIP, outside", "outside", f"{VIP4}:80", "a b", NODES),
+    Row("ClusterIP, v6, outside", "outside", f"{VIP6}:80", "a b", NODES),
+    Row("ClusterIP, v6, host", "host", f"{VIP6}:80", "a b", NODES),
+    Row("ClusterIP, v6, pod", "b", f"{VIP6}:80", "a!", "fd00:10:244:1::3"),
+    Row("ClusterIP, UDP, outside", "outside", f"{VIP4}:53", "a b", NODES, "udp"),
+    Row("ClusterIP, UDP, host", "host", f"{VIP4}:53", "a b", NODES, "udp"),
+    Row("ClusterIP, UDP, v6", "outside", f"{VIP6}:53", "a b", NODES, "udp"),
+    Row("NodePort, outside", "outside", f"{NODE}:30080", "a b", NODES),
+    Row("NodePort, host", "host", f"{NODE}:30080", "a b", NODES),
+    Row("NodePort, v6", "outside", "fd00:198:18::1:30080", "a b", NODES),
+    Row("NodePort, UDP", "outside", f"{NODE}:30053", "a b", NODES, "udp"),
+    Row("LoadBalancer", "outside", f"{LB4}:80", "a b", NODES),
+    Row("no endpoints, host", "host", f"{VIP4}:81", REFUSED),
+    Row("no endpoints, pod", "a", f"{VIP4}:81", REFUSED),
+    Row("no endpoints, outside", "outside", f"{LB4}:81", REFUSED),
+    Row("no endpoints, NodePort", "outside", f"{NODE}:30081", REFUSED),
+    Row("no endpoints, NodePort, host", "host", f"{NODE}:30081", REFUSED),
+    Row("no endpoints, v6", "outside", f"{VIP6}:81", REFUSED),
+    Row("no endpoints, v6, host", "host", f"{VIP6}:81", REFUSED),
+    Row("no endpoints, UDP", "outside", f"{VIP4}:82", REFUSED, "", "udp"),
+    Row("unknown port", "outside", f"{VIP4}:9999", REFUSED),
+    Row("unknown port, v6", "a", f"{VIP6}:9999", REFUSED),
+    Row("internal Local, none here", "a", f"{VIP4}:83", DROPPED),
+    Row("internal Local, none here, host", "host", f"{VIP4}:83", DROPPED),
+    Row("external Local, outside", "outside", f"{LB4}:84", "a", OUT),
+    Row("external Local, outside, NodePort", "outside", f"{NODE}:30084", "a", OUT),
+    Row("external Local, pod of this node", "b", f"{LB4}:84", "a b"),
+    Row("external Local, host", "host", f"{LB4}:84", "a b", NODES),
+    Row("external Local, host, NodePort", "host", f"{NODE}:30084", "a b"),
+    Row("external Local, ClusterIP", "outside", f"{VIP4}:84", "a b", NODES),
+    Row("external Local, none here, outside", "outside", f"{LB4}:85", DROPPED),
+    Row("external Local, none here, NodePort", "outside", f"{NODE}:30085", DROPPED),
+    Row("external Local, none here, pod", "b", f"{LB4}:85", "a b"),
+    Row("external Local, none here, host", "host", f"{LB4}:85", "a b", NODES),
+    Row("external Local, NodePort alone, outside", "outside", f"{NODE}:30092", "a", OUT),
+    Row("external Local, NodePort alone, pod", "b", f"{NODE}:30092", "a b"),
+    Row("external Local, NodePort alone, host", "host", f"{NODE}:30092", "a b"),
+    Row("external Local, NodePort alone, v6, host", "host", f"{NODE6}:30092", "a b"),
+    Row("ranges, outside", "outside", f"{LB4}:86", DROPPED),
+    Row("ranges, ClusterIP", "outside", f"{VIP4}:86", "a b", NODES),
+    Row("ranges, ExternalIP", "outside", f"{EXT4}:86", "a b", NODES),
+    Row("ranges, allowed pod", "a", f"{LB4}:86", "a b", NODES),
+    Row("ranges, other pod", "b", f"{LB4}:86", DROPPED),
+    Row("ranges, node", "host", f"{LB4}:86", "a b", NODES),
+    Row("hairpin", "a", f"{VIP4}:87", "a", NODES),
+    Row("Maglev", "outside", f"{VIP4}:90", "a b", NODES),
+    Row("weights", "outside", f"{VIP4}:91", "a b", NODES),
+]
+
+
+@pytest.fixture(scope="module")
+def applied(ground: Ground) -> Ground:
+    ground.start(detect_local_mode=LocalMode.CLUSTER_CIDR)
+    ground.apply(*services(ground), local_networks=(PODS4, PODS6))
+    return ground
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_who_answers(applied: Ground, row: Row):
+    host, _, port = row.to.rpartition(":")
+    fails = row.outcome in (REFUSED, DROPPED)
+    place = applied.places[row.client]
+    timeout = 2.0 if row.outcome == DROPPED else 30.0
+
+    def dial() -> dict[str, Any]:
+        if row.protocol == "udp":
+            return place.udp(host, int(port), timeout=timeout, connected=True)
+        return place.tcp(host, int(port), timeout=timeout)
+
+    answers = [dial() for _ in range(1 if fails else 12)]
+    if fails:
+        assert {answer.get("error") for answer in answers} == {row.outcome}, answers
+        return
+    assert not [a for a in answers if "error" in a], answers
+    # A pod that reaches itself is seen as the node.
+    others = [a for a in answers if a["name"] != row.client]
+    names = {a["name"] for a in (others if "!" in row.outcome else answers)}
+    assert names == set(row.outcome.rstrip("!").split()), answers
+    if row.sees:
+        seen = {a["client"] for a in (others if "!" in row.outcome else answers)}
+        assert seen <= (OWN if row.sees == NODES else {row.sees}), answers
+
+
+def test_what_services_have_had_is_counted(applied: Ground):
+    """By Service port, whatever frontend was dialled: for metrics."""
+
+    def had() -> Totals:
+        found = applied.do(lambda: applied.plane.count(lambda: None))
+        assert found.connections is None
+        return dict(found.totals).get(("default", "web", "", "TCP"), Totals())
+
+    before = had()
+    for address in (f"{VIP4}:80", f"{LB4}:80", f"{NODE}:30080"):
+        host, _, port = address.rpartition(":")
+        assert "error" not in applied.outside.tcp(host, int(port))
+
+    def is_counted() -> bool:  # the kernel adds up what each CPU has, each 2 s
+        after = had()
+        return (
+            after.begun >= before.begun + 3
+            and after.bytes_in > before.bytes_in
+            and after.bytes_out > before.bytes_out
+        )
+
+    until("connections and bytes are counted", is_counted)
+
+
+def test_affinity(applied: Ground):
+    for port in (88, 89):
+        place = applied.outside if port == 88 else applied.b
+        names = {place.tcp(LB4, port)["name"] for _ in range(6)}
+        assert len(names) == 1, port
+
+
+def test_weights_hold(applied: Ground):
+    """Of every four connections three go to who has three quarters of the weight."""
+    for _ in range(3):
+        names = [applied.outside.tcp(VIP4, 91)["name"] for _ in range(4)]
+        assert sorted(names) == ["a", "a", "a", "b"]
+
+
+def test_every_scheduler_can_be_had(applied: Ground):
+    ground = applied
+    for name in SCHEDULERS:
+        ground.start(ipvs_scheduler=name)
+        ground.apply(service("one", f"{VIP4}:72", a_and_b(ground, 8080)))
+        assert ground.do(_schedulers) == {name}
+        assert ground.outside.tcp(VIP4, 72).get("name") in ("a", "b"), name
+        assert ground.plane.problems() == ()
+    ground.start()
+
+
+def _schedulers() -> set[str]:
+    with contextlib.closing(Ipvs()) as face:
+        return {settings.scheduler for _, settings in face.services()}
+
+
+class Drain(NamedTuple):
+    """Who dials a Service, and where; by a short circuit, if its external policy is Local."""
+
+    name: str
+    client: str
+    host: str
+    port: int
+    local: bool = True
+
+
+DRAINS = [
+    Drain("ClusterIP, outside", "outside", VIP4, 70, local=False),
+    Drain("short circuit, NodePort, host", "host", NODE, 30070),
+    Drain("short circuit, NodePort, v6, host", "host", NODE6, 30070),
+    Drain("short circuit, LoadBalancer, pod", "b", LB4, 70),
+]
+
+
+@pytest.mark.parametrize("row", DRAINS, ids=lambda row: row.name)
+def test_drained_then_gone(applied: Ground, row: Drain):
+    """A connection outlives its backend's leaving; new ones go elsewhere; then it is removed."""
+    ground, place, v6 = applied, applied.places[row.client], ":" in row.host
+    frontends = (f"[{VIP6}]:70 NodePort=[::]:30070" if v6
+                 else f"{VIP4}:70 NodePort=0.0.0.0:30070 LoadBalancer={LB4}:70")  # fmt: skip
+    both = a_and_b(ground, 8080, v6)
+    a, b = both.split()
+
+    def start() -> None:
+        ground.start(detect_local_mode=LocalMode.CLUSTER_CIDR)
+
+    def apply(to: str) -> None:
+        state = service("drain", frontends, to, external_local=row.local)
+        ground.apply(state, local_networks=(PODS4, PODS6))
+
+    def weights() -> dict[str, int]:
+        found = ground.kernel()
+        (at,) = (at for at in found if (at.startswith("mark") if row.local
+                                        else at == f"{VIP4}:70/6"))  # fmt: skip
+        return found[at]
+
+    def dial(**more: Any) -> dict[str, Any]:
+        return place.tcp(row.host, row.port, **more)
+
+    def all_talk() -> None:
+        said = [place.ask("talk", keep=f"k{i}").get("name") for i in range(4)]
+        assert said == kept
+
+    start()
+    apply(both)
+    kept = [dial(keep=f"k{i}").get("name") for i in range(4)]
+    assert set(kept) == {"a", "b"}
+    apply(a)
+    assert weights() == {a: 1, b: 0}
+    all_talk()
+    assert {dial().get("name") for _ in range(4)} == {"a"}
+    start()  # a restart drains on
+    apply(a)
+    assert weights() == {a: 1, b: 0}
+    apply("")
+    assert dial().get("error") == REFUSED
+    all_talk()
+    start()
+    apply("")
+    assert weights() == {a: 0, b: 0}
+    assert dial().get("error") == REFUSED
+    all_talk()
+    apply(both)
+    assert weights() == {a: 1, b: 1}
+    all_talk()
+    for i in range(4):
+        place.ask("drop", keep=f"k{i}")
+
+
+def test_a_policy_that_is_cluster_now_keeps_what_is_there(applied: Ground):
+    """A connection by a short circuit goes on, and the short circuit goes after it."""
+    ground, two = applied, a_and_b(applied, 8080)
+    local, cluster = (
+        service("policy", f"{VIP4}:74 NodePort=0.0.0.0:30074", two, external_local=is_local)
+        for is_local in (True, False)
+    )
+
+    def dial() -> socket.socket:
+        made = socket.create_connection((NODE, 30074), timeout=30)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        return made
+
+    def talk() -> str:
+        connection.sendall(b"hello\n")
+        return str(json.loads(connection.recv(4096))["name"])
+
+    def marks() -> set[str]:
+        ground.do(lambda: ground.plane.tick(ground.plane._clock()))
+        return {at for at in ground.kernel() if at.startswith("mark")}
+
+    ground.start()
+    ground.apply(local)
+    connection = ground.do(dial)
+    name, mark = talk(), marks()
+    assert len(mark) == 1
+    for state in (cluster, local, cluster):  # nobody else dials: IPVS remembers it for 2 minutes
+        ground.apply(state)
+        assert (talk(), marks()) == (name, mark)
+        ground.start()
+        ground.apply(state)
+        assert (talk(), marks()) == (name, mark)
+    connection.close()  # by a reset, which IPVS remembers for 10 s
+    until("the short circuit is gone", lambda: not marks(), seconds=120)
+    assert ground.node.host.tcp(NODE, 30074).get("name") in ("a", "b")
+
+
+def test_drained_without_connections_goes(applied: Ground):
+    ground, at = applied, f"{VIP4}:71"
+    ground.apply(service("drain", at, a_and_b(ground, 8080)))
+    ground.apply(service("drain", at, f"{ground.a.ip}:8080"))
+
+    def ticked() -> bool:
+        ground.do(lambda: ground.plane.tick(ground.plane._clock()))
+        return ground.kernel()[f"{at}/6"] == {f"{ground.a.ip}:8080": 1}
+
+    until("it is removed", ticked)
+
+
+def test_udp_moves_at_once(applied: Ground):
+    """A client with one port is led on when its backend stops serving, and refused without any."""
+    ground, at = applied, f"{VIP4}:72"
+    b_only, a_only = f"{ground.b.ip}:5353", f"{ground.a.ip}:5353"
+    ground.apply(service("moves", at, b_only, protocol=UDP))
+    assert ground.outside.udp(VIP4, 72, keep="u", connected=True)["name"] == "b"
+    ground.apply(service("moves", at, a_only, protocol=UDP))
+
+    def again() -> str:
+        got = ground.outside.udp(VIP4, 72, keep="u", connected=True, timeout=1.0)
+        return str(got.get("name", got.get("error")))
+
+    until("a answers", lambda: again() == "a")
+    ground.apply(service("moves", at, "", protocol=UDP))
+    until("it is refused", lambda: again() == REFUSED)
+
+
+def test_one_port_of_a_client_again_and_again(applied: Ground):
+    """Whether its last connection is over or not, and whoever serves by now."""
+    ground, at = applied, f"{VIP4}:73"
+
+    def dial() -> str:
+        with socket.socket() as s:
+            s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            s.settimeout(30)
+            s.bind((OUT, 45000))
+            s.connect((VIP4, 73))
+            s.sendall(b"hello\n")
+            return str(json.loads(s.recv(4096))["name"])
+
+    outside = Path("/run/netns") / str(ground.lab.outside)
+    for name in ("a", "b") * 4:
+        ground.apply(service("port", at, f"{getattr(ground, name).ip}:8080"))
+        assert [netns.inside(outside, dial) for _ in range(3)] == [name] * 3
+
+
+RETRANSMITTED = 100
+"""Where tcpi_total_retrans stands in struct tcp_info (linux/tcp.h)."""
+
+
+def closes_first(listener: socket.socket, name: str) -> None:
+    """Each client is told the name, and the end."""
+    with contextlib.suppress(OSError):
+        while True:
+            with listener.accept()[0] as s:
+                s.recv(100)
+                s.sendall(name.encode())
+                s.shutdown(socket.SHUT_WR)
+                s.recv(1)
+
+
+def test_one_port_whose_last_connection_the_server_has_ended(applied: Ground):
+    """IPVS remembers it as in TIME_WAIT, net.ipv4.vs.conn_reuse_mode: the next one with this port
+    is served, by who serves by now, and not by its second SYN (kubernetes/kubernetes#81775).
+    """
+    ground, at = applied, f"{VIP4}:73"
+    outside = Path("/run/netns") / str(ground.lab.outside)
+
+    def dial() -> tuple[str, int]:
+        with socket.socket() as s:
+            s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            s.settimeout(30)
+            s.bind((OUT, 45001))
+            s.connect((VIP4, 73))
+            s.sendall(b"hello\n")
+            name = s.recv(4096).decode()
+            assert s.recv(1) == b""
+            info = s.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192)
+            return name, int.from_bytes(info[RETRANSMITTED:][:4], sys.byteorder)
+
+    with contextlib.ExitStack() as stack:
+        for name in ("a", "b"):
+            where = Path("/run/netns") / getattr(ground, name).netns
+            listener = netns.inside(where, lambda: socket.create_server(("", 8099)))
+            thread = threading.Thread(target=closes_first, args=(listener, name), daemon=True)
+            thread.start()
+            stack.enter_context(listener)
+            stack.callback(thread.join)
+            stack.callback(listener.shutdown, socket.SHUT_RDWR)
+        for name in ("a", "b") * 3:
+            ground.apply(service("port", at, f"{getattr(ground, name).ip}:8099"))
+            assert [netns.inside(outside, dial) for _ in range(3)] == [(name, 0)] * 3
+
+
+def test_strict_arp(applied: Ground):
+    """Nobody on the network hears that the node has an address of its dummy device."""
+    ground, lab = applied, applied.lab
+    settings = ("net.ipv4.conf.all.arp_ignore", "net.ipv4.conf.all.arp_announce")
+    ip(f"route add {LB4}/32 dev {lab.prefix}", netns=lab.outside)
+
+    def answer() -> str:
+        run("ip", "-n", str(lab.outside), "neigh", "flush", "dev", lab.prefix)
+        got = ground.outside.tcp(LB4, 80, timeout=30.0)
+        return str(got.get("error", "served"))
+
+    try:
+        ground.start(strict_arp=True)
+        ground.apply(*services(ground))
+        assert ground.do(lambda: [sysctl.read(name) for name in settings]) == ["1", "2"]
+        assert answer() == "EHOSTUNREACH"
+        ground.do(lambda: [sysctl.write(name, "0") for name in settings])
+        ground.start()
+        assert ground.do(lambda: [sysctl.read(name) for name in settings]) == ["0", "0"]
+        assert answer() == "served"
+    finally:
+        ip(f"route del {LB4}/32 dev {lab.prefix}", netns=lab.outside)
+
+
+def test_settings(applied: Ground):
+    """IPVS' own: masquerading, and an end with the real server."""
+    names = [f"net.ipv4.vs.{name}" for name in
+             ("conntrack", "expire_nodest_conn", "expire_quiescent_template")]  # fmt: skip
+    applied.do(lambda: [sysctl.write(name, "0") for name in names])
+    applied.start()
+    assert applied.do(lambda: [sysctl.read(name) for name in names]) == ["1", "1", "1"]
+
+
+def test_idle_connections_are_kept_as_long_as_is_asked(applied: Ground):
+    """0 leaves what is there."""
+    ground = applied
+
+    def times() -> Times:
+        with contextlib.closing(Ipvs()) as face:
+            return face.times()
+
+    def put_back() -> None:
+        with contextlib.closing(Ipvs()) as face:
+            face.set_times(before)
+
+    before = ground.do(times)
+    assert all(before)
+    try:
+        ground.start(ipvs_times=IpvsTimes(7200, 60, 10))
+        assert ground.do(times) == (7200, 60, 10)
+        ground.start(ipvs_times=IpvsTimes(udp=20))
+        assert ground.do(times) == (7200, 60, 20)
+        ground.start()
+        assert ground.do(times) == (7200, 60, 20)
+    finally:
+        ground.do(put_back)
+
+
+def test_flushed_virtual_services_come_back(applied: Ground):
+    ground = applied
+    ground.start()
+    ground.apply(*services(ground))
+    before = ground.kernel()
+
+    def flush() -> None:
+        with contextlib.closing(Ipvs()) as face:
+            face.change([Change(Command.DEL_SERVICE, one) for one, _ in face.services()])
+
+    def serves() -> bool:
+        return ground.plane._held.serves(next(iter(ground.plane._ledger.pools)))
+
+    assert ground.do(serves)
+    ground.do(flush)
+    assert not ground.do(serves)
+    ground.do(lambda: ground.plane.tick(0.0))
+    assert ground.do(serves)
+    assert ground.kernel() == before
+
+
+def test_node_ports_are_at_the_selected_addresses(applied: Ground):
+    """At each of them; not at another one of the node's, and not at a virtual address."""
+    ground, own = applied, ("198.18.0.101", "198.18.0.102")
+    ip(*(f"addr add {one}/24 dev eth0" for one in own), netns=ground.node.netns)
+    try:
+        both = service("ports", f"{VIP4}:80 NodePort=0.0.0.0:30095", a_and_b(ground, 8080))
+        selected = (NODE, own[0])
+        nodes = tuple(parse_addr(text) for text in selected)
+        ground.apply(both, node_addresses=nodes)
+        for host in selected:
+            assert ground.outside.tcp(host, 30095).get("name") in ("a", "b"), host
+            assert ground.node.host.tcp(host, 30095).get("name") in ("a", "b"), host
+        for host in (own[1], VIP4):
+            assert ground.outside.tcp(host, 30095).get("error") == REFUSED, host
+        ground.apply(both, node_addresses=nodes[:1])
+        assert ground.outside.tcp(own[0], 30095).get("error") == REFUSED
+    finally:
+        ip(*(f"addr del {one}/24 dev eth0" for one in own), netns=ground.node.netns)
+
+
+THEIRS = """
+table inet theirs {
+    set kbpf { type ipv4_addr
+        elements = { 10.96.0.1 }
+    }
+    chain output {
+        type filter hook output priority -120; policy accept
+        ip daddr @kbpf counter
+    }
+}
+table ip filter {
+    chain FORWARD {
+        type filter hook forward priority 0; policy accept
+    }
+}
+"""
+
+
+def test_foreign_services_and_tables_stay(applied: Ground):
+    ground = applied
+    theirs = Service(6, parse_addr("203.0.113.1"), 80)
+
+    def tables() -> tuple[str, ...]:
+        names = (("inet", "theirs"), ("ip", "filter"))
+        return tuple(run("nft", "--stateless", "list", "table", *name) for name in names)
+
+    def make() -> None:
+        face = Ipvs()
+        face.change([
+            Change(Command.NEW_SERVICE, theirs, Settings("rr")),
+            Change(Command.NEW_SERVER, theirs, None, Server(parse_addr("10.0.0.1"), 80), 1),
+        ])  # fmt: skip
+        face.close()
+        run("nft", "-f", "-", stdin=THEIRS)
+
+    def unmake() -> None:
+        with contextlib.closing(Ipvs()) as face:
+            face.change([Change(Command.DEL_SERVICE, theirs)], (errno.ESRCH,))
+        run("nft", "flush", "ruleset")
+
+    web = service("web", f"{VIP4}:80", a_and_b(ground, 8080))
+    try:
+        ground.do(make)
+        before = ground.do(tables)
+        ground.apply(web)
+        ground.do(lambda: ground.plane.tick(1e9))
+        ground.start()
+        ground.apply(web)
+        assert set(ground.kernel()) == {f"{VIP4}:80/6", "203.0.113.1:80/6"}
+        assert ground.do(tables) == before
+        ground.do(lambda: cleanup.remove(ground.plane._config))
+        assert set(ground.kernel()) == {"203.0.113.1:80/6"}
+        assert ground.do(tables) == before
+    finally:
+        ground.do(unmake)
+        ground.start()
+
+
+PLAIN4, PLAIN6 = "203.0.113.2", "fd00:203::2"
+
+
+@pytest.mark.parametrize("v6", [False, True], ids=["v4", "v6"])
+def test_masquerade_is_the_kernels(applied: Ground, v6: bool):
+    """A backend sees of a connection of ours the address of the node that it sees behind a plain
+    virtual service and one rule that masquerades, such as kube-proxy's.
+    """
+    ground = applied
+    l3, bits, plain, own = ("ip6", 128, PLAIN6, VIP6) if v6 else ("ip", 32, PLAIN4, VIP4)
+    pod, router = (ground.a.ip6, ground.node.ip6) if v6 else (ground.a.ip, ground.node.ip)
+    web = service("web", f"[{own}]:80", f"[{pod}]:8080") if v6 else service(
+        "web", f"{own}:80", f"{pod}:8080")  # fmt: skip
+    ground.apply(web, local_networks=(PODS4, PODS6))
+    virtual, server = Service(6, parse_addr(plain), 80), Server(parse_addr(pod), 8080)
+    rule = (
+        f"table {l3} plain {{ chain postrouting {{ type nat hook postrouting priority 100;"
+        f" ct original {l3} daddr {plain} masquerade\n}}\n}}\n"
+    )
+
+    def make() -> None:
+        run("nft", "-f", "-", stdin=rule)
+        with contextlib.closing(Ipvs()) as face:
+            face.change([
+                Change(Command.NEW_SERVICE, virtual, Settings("rr")),
+                Change(Command.NEW_SERVER, virtual, None, server, 1),
+            ])  # fmt: skip
+
+    def unmake() -> None:
+        with contextlib.closing(Ipvs()) as face:
+            face.change([Change(Command.DEL_SERVICE, virtual)])
+        run("nft", "delete", "table", l3, "plain")
+
+    ip(f"addr add {plain}/{bits} dev lo", netns=ground.node.netns)
+    ip(f"route add {plain}/{bits} via {router}", netns=ground.lab.outside)
+    ground.do(make)
+    try:
+        seen = [ground.outside.tcp(to, 80) for to in (plain, own)]
+        assert [one.get("name") for one in seen] == ["a", "a"], seen
+        assert seen[0]["client"] == seen[1]["client"] in OWN
+    finally:
+        ground.do(unmake)
+        ip(f"route del {plain}/{bits}", netns=ground.lab.outside)
+        ip(f"addr del {plain}/{bits} dev lo", netns=ground.node.netns)
+
+
+def test_what_an_unsound_start_does_not_know_stays(applied: Ground):
+    ground = applied
+    web, other = (service(name, f"{VIP4}:{port}", a_and_b(ground, 8080))
+                  for name, port in (("web", 80), ("other", 81)))  # fmt: skip
+    ground.apply(web, other)
+    ground.start()
+    ground.apply(web, sound=False)
+    assert ground.outside.tcp(VIP4, 81)["name"] in "ab"
+    ground.apply(web)
+    assert ground.outside.tcp(VIP4, 81)["error"] == REFUSED
+    assert set(ground.kernel()) == {f"{VIP4}:80/6"}
+
+
+class Killed(Exception):
+    """An agent has ended here."""
+
+
+@contextlib.contextmanager
+def killed(monkeypatch: pytest.MonkeyPatch, steps: int) -> Iterator[list[int]]:
+    """After so many steps of a plane's that change the kernel; how many of them are left."""
+    left = [steps]
+
+    def mortal(does: Callable[..., T]) -> Callable[..., T]:
+        def until_then(*arguments: Any, **options: Any) -> T:
+            if not left[0]:
+                raise Killed
+            left[0] -= 1
+            return does(*arguments, **options)
+
+        return until_then
+
+    with monkeypatch.context() as patch:
+        for where, name in ((Holdings, "_nft"), (Holdings, "_change"), (dummy, "add"),
+                            (dummy, "drop")):  # fmt: skip
+            patch.setattr(where, name, mortal(getattr(where, name)))
+        with contextlib.suppress(Killed):
+            yield left
+
+
+def test_whoever_follows_one_that_was_killed_makes_it_whole(
+    applied: Ground, monkeypatch: pytest.MonkeyPatch
+):
+    """At every step of a change by which a Service comes, one goes, and one moves."""
+    ground = applied
+    a, b = (f"{pod.ip}:8080" for pod in (ground.a, ground.b))
+    ports = f"{VIP4}:80 NodePort=0.0.0.0:30080"
+    old = (service("web", ports, a), service("goes", f"{EXT4}:80", a))
+    new = (service("web", ports, b), service("comes", f"{LB4}:80", f"{a} {b}"))
+
+    def there() -> tuple[Any, ...]:
+        ground.do(lambda: ground.plane.tick(1e9))  # nobody is drained any more
+        addresses = run("ip", "-n", ground.node.netns, "-br", "addr", "show", "dev", DEVICE)
+        return ground.kernel(), ground.do(ground.plane._read_elements), sorted(addresses.split())
+
+    ground.apply(*new)
+    wanted, steps, is_over = there(), 0, False
+    while not is_over:
+        ground.apply(*old)
+        with killed(monkeypatch, steps) as left:
+            ground.apply(*new)
+            is_over = left[0] > 0
+        ground.start()
+        ground.apply(*new)
+        assert there() == wanted, f"killed after {steps} steps"
+        steps += 1
+    assert steps > 5
+
+
+def test_a_lost_table_is_made_good(applied: Ground):
+    ground = applied
+    ground.apply(*services(ground))
+    before = ground.kernel()
+    ground.do(lambda: run("nft", "flush", "ruleset"))
+    ground.start()
+    ground.apply(*services(ground))
+    assert {k: v for k, v in ground.kernel().items() if "mark" not in k}.items() <= before.items()
+    assert ground.outside.tcp(LB4, 80)["client"] in OWN
+    assert ground.outside.tcp(VIP4, 81)["error"] == REFUSED
+
+
+def test_a_flush_under_way_is_made_good(applied: Ground):
+    ground = applied
+    ground.apply(*services(ground))
+    elements = ground.do(ground.plane._read_elements)
+    ground.do(lambda: ground.plane.tick(0.0))
+    ground.do(lambda: run("nft", "flush", "ruleset"))
+    ground.do(lambda: ground.plane.tick(1e9))
+    assert ground.do(ground.plane._read_elements) == elements
+    assert ground.outside.tcp(VIP4, 81)["error"] == REFUSED
+    ground.start()
+
+
+def test_a_closed_forward_lets_answers_pass(applied: Ground):
+    """What goes to backends does not meet it, what comes back does."""
+    ground = applied
+    ground.apply(*services(ground))
+    base = "type filter hook forward priority 0; policy drop;"
+    closed = f"table ip filter {{ chain FORWARD {{ {base}\n}}\n}}\n"
+    ground.do(lambda: run("nft", "-f", "-", stdin=closed))
+    try:
+        assert ground.outside.tcp(VIP4, 80, timeout=1.0)["error"] == DROPPED
+        ground.do(lambda: ground.plane.tick(1e9))
+        for host, port in ((VIP4, 80), (NODE, 30080), (LB4, 84)):
+            assert ground.outside.tcp(host, port)["name"] in ("a", "b")
+        assert ground.a.tcp(ground.b.ip, 8080, timeout=1.0)["error"] == DROPPED
+        ground.do(ground.plane.remove)
+        assert "kbpf" not in ground.do(lambda: run("nft", "list", "ruleset"))
+    finally:
+        ground.do(lambda: run("nft", "delete", "table", "ip", "filter"))
+    ground.start()
+
+
+def test_restart_changes_nothing(applied: Ground):
+    """Not the mark of a short circuit either, by which connections go on."""
+    ground, more = applied, {"local_networks": (PODS4, PODS6)}
+    ats = ((NODE, 30092), (NODE6, 30092), (NODE, 30084), (LB4, 84))
+    dials = [(place, *at) for place in (ground.node.host, ground.b) for at in ats]
+    ground.start(detect_local_mode=LocalMode.CLUSTER_CIDR)
+    ground.apply(*services(ground), **more)
+    kept = [place.tcp(host, port, keep=f"r{i}").get("name")
+            for i, (place, host, port) in enumerate(dials)]  # fmt: skip
+    assert {*kept} <= {"a", "b"}, kept
+    ground.start(detect_local_mode=LocalMode.CLUSTER_CIDR)
+    elements, kernel = ground.do(ground.plane._read_elements), ground.kernel()
+    assert ground.apply(*services(ground), **more).writes == {}
+    assert ground.do(ground.plane._read_elements) == elements
+    assert ground.kernel() == kernel
+    for i, (place, *_) in enumerate(dials):
+        assert place.ask("talk", keep=f"r{i}").get("name") == kept[i], dials[i][1:]
+        place.ask("drop", keep=f"r{i}")
+
+
+def test_a_change_costs_what_has_changed(applied: Ground):
+    """Beside 1,000 servers; nobody says how long it takes, but the report how many writes it is."""
+    ground = applied
+    many = [
+        service(f"m{i}", f"10.96.{1 + i // 250}.{1 + i % 250}:80",
+                " ".join(f"10.99.{i}.{j}:80" for j in range(1, 11)))
+        for i in range(100)
+    ]  # fmt: skip
+    ground.apply(*many)
+    assert sum(map(len, ground.kernel().values())) == 1000
+    ground.start()
+    assert ground.apply(*many).writes == {}
+    many[7] = service("m7", "10.96.1.8:80", " ".join(f"10.99.7.{j}:80" for j in range(1, 12)))
+    changed = ground.state(*many)
+    report = ground.do(lambda: ground.plane.apply(changed, {many[7].key}))
+    assert report.writes == {"ipvs": 1, "nft": 1}, "a real server, and that it may ask itself"
+    assert ground.kernel()["10.96.1.8:80/6"]["10.99.7.11:80"] == 1
+
+
+def test_remove_leaves_nothing(applied: Ground):
+    ground = applied
+    ground.apply(*services(ground))
+    assert DEVICE in ground.traces()
+    assert "kbpf" in ground.traces()
+    ground.do(ground.plane.remove)
+    assert ground.traces() == ""
+    assert not list(ground.folder.rglob("*"))
+    ground.start()
+
+
+SERVICE = """
+apiVersion: v1
+kind: Service
+metadata: {name: web, namespace: default}
+spec:
+  type: NodePort
+  clusterIP: 10.96.0.1
+  clusterIPs: [10.96.0.1]
+  ipFamilies: [IPv4]
+  ports: [{name: http, port: 80, nodePort: 30080, protocol: TCP}]
+---
+apiVersion: discovery.k8s.io/v1
+kind: EndpointSlice
+metadata: {name: web-1, namespace: default, labels: {kubernetes.io/service-name: web}}
+addressType: IPv4
+ports: [{name: http, port: 8080, protocol: TCP}]
+endpoints: [{addresses: [POD], conditions: {ready: true}}]
+---
+apiVersion: v1
+kind: Node
+metadata: {name: node-1}
+status: {addresses: [{type: InternalIP, address: 198.18.0.1}]}
+"""
+
+
+def test_the_agent(applied: Ground, tmp_path: Path):
+    """`kbpf run --mode ipvs`: serves, follows a change, outlives a kill; cleanup removes all."""
+    ground = applied
+    ground.do(ground.plane.remove)
+    folder, log = tmp_path / "objects", (tmp_path / "log").open("wb")
+    folder.mkdir()
+    where = ("--ipvs-device", DEVICE, "--state-dir", str(ground.folder),
+             "--pin-dir", "/sys/fs/bpf/kbpf-no-ipvs")  # fmt: skip
+    enter = ("nsenter", f"--net=/run/netns/{ground.node.netns}")
+    kbpf = (*enter, sys.executable, "-m", "kbpf")
+
+    def objects(pod: Place) -> None:
+        new = tmp_path / "new.yaml"
+        new.write_text(SERVICE.replace("POD", pod.ip))
+        new.rename(folder / "all.yaml")
+
+    def agent() -> "subprocess.Popen[bytes]":
+        return subprocess.Popen(
+            [*kbpf, "run", "--mode", "ipvs", "--source", str(folder),
+             "--hostname-override", "node-1", *where], stderr=log)  # fmt: skip
+
+    def names(host: str, port: int) -> set[str]:
+        return {str(ground.outside.tcp(host, port, timeout=1.0).get("name")) for _ in range(3)}
+
+    objects(ground.a)
+    first = agent()
+    try:
+        until("a serves", lambda: names(VIP4, 80) == {"a"})
+        assert names(NODE, 30080) == {"a"}
+        objects(ground.b)
+        until("b serves", lambda: names(VIP4, 80) == {"b"})
+    finally:
+        first.kill()
+        first.wait()
+    assert ground.outside.tcp(VIP4, 80, keep="lives")["name"] == "b"
+    inspect = ("inspect", "service", "web", "-o", "json", *where)
+    (row,) = json.loads(run(*kbpf, *inspect))
+    assert [f["kind"] for f in row["service"]["frontends"]] == ["ClusterIP", "NodePort"]
+    (one,) = row["cluster"]
+    assert [backend["address"] for backend in one["backends"]] == [ground.b.ip]
+    rows = json.loads(run(*kbpf, "inspect", "connections", "--service", "web", "-o", "json",
+                          *where))  # fmt: skip
+    assert {row["backend"] for row in rows} >= {f"{ground.b.ip}:8080"}
+    ground.outside.ask("drop", keep="lives")
+    objects(ground.a)
+    second = agent()
+    try:
+        until("a serves again", lambda: names(NODE, 30080) == {"a"})
+        status = json.loads(run(*kbpf, "inspect", "status", "-o", "json", *where))
+        assert (status["ok"], status["mode"], status["mode_asked"]) == (True, "ipvs", "ipvs")
+    finally:
+        second.terminate()
+        assert second.wait(60) == 0
+    assert names(NODE, 30080) == {"a"}
+    run(*kbpf, "cleanup", *where)
+    assert ground.traces() == ""
+    ground.start()

@@ -1,0 +1,600 @@
+"""The IPVS data plane when something goes wrong: what the kernel refuses, what others destroy, and
+agents that are killed between any two calls. IPVS is a fake (tests/support/faults/fake_ipvs.py),
+all else is real: nftables, netlink, addresses.
+"""
+
+import errno
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import pytest
+
+from kbpf.dataplane.ipvs import cleanup, ruleset
+from kbpf.dataplane.ipvs.executor import Holdings
+from kbpf.dataplane.ipvs.plan import SetName
+from kbpf.errors import KernelError
+from kbpf.kernel.net import dummy
+from kbpf.kernel.net.ipvs import Change, Command
+from kbpf.kernel.netfilter import forward_rules
+from kbpf.model.address import Addr, format_addr, parse_addr
+from kbpf.model.desired import ServiceState
+from kbpf.model.objects import Algorithm, Protocol
+from tests.support.faults.fake_ipvs import DEVICE, Node, fake_node, tcp
+from tests.support.plane import desired, service
+
+__all__ = ["fake_node"]
+
+A, B = "10.244.1.2:80", "10.244.1.3:80"
+OWN = "198.18.0.1"
+FOREVER = float("inf")
+WEB = service("web", "10.96.0.1:80", A)
+OTHER = service("other", "10.96.0.2:80", B)
+
+
+def elements(node: Node, *names: SetName) -> set[str]:
+    """Addresses (and ports) in these sets."""
+    style = cleanup.style_of(node.config)
+    read = node.do(lambda: ruleset.read(forward_rules.transaction(ruleset.listing(style))))
+    return {
+        ":".join(format_addr(one) if isinstance(one, bytes) else str(one) for one in parts[:3:2])
+        for name, parts in read
+        if name in names
+    }
+
+
+def refused(node: Node, *services: ServiceState, **more: Any) -> dict[str, str]:
+    """Service port → the kernel's words, after an apply()."""
+    report = node.apply(*services, **more)
+    return {key.name: words for key, words in report.refused.items()}
+
+
+# ---- what the kernel refuses ---------------------------------------------------------------------
+
+
+def test_a_refused_address_keeps_nobody_else_from_being_served(fake_node: Node):
+    node = fake_node
+    node.start()
+    bad = service("bad", "[fd00:96::1]:80 ExternalIP=[ff0e::1]:80", "[fd00:244::2]:80")
+    for round_, words in enumerate((refused(node, WEB, bad), refused(node, WEB, bad, touched=()))):
+        assert words.keys() == {"bad"}, round_
+        assert "ff0e::1" in words["bad"]
+        assert "EADDRNOTAVAIL" in words["bad"]
+    assert refused(node, WEB, bad, OTHER, touched=[OTHER.key]).keys() == {"bad"}
+    assert node.addresses() == {"10.96.0.1", "10.96.0.2", "fd00:96::1"}
+    assert node.ipvs.shown().keys() == {
+        "10.96.0.1:80/6", "10.96.0.2:80/6", "[fd00:96::1]:80/6",
+    }  # fmt: skip
+    assert "ff0e::1" not in elements(node, SetName.VIRTUAL_IPS)
+    assert "default/bad TCP IPv6" in "".join(node.plane.problems())
+    assert refused(node, WEB, OTHER, touched=[bad.key]) == {}
+    assert node.addresses() == {"10.96.0.1", "10.96.0.2"}
+
+
+def test_what_is_refused_again_and_again_costs_no_transaction(fake_node: Node):
+    node = fake_node
+    node.start()
+    bad = service("bad", "[fd00:96::1]:80 ExternalIP=[ff0e::1]:80", "[fd00:244::2]:80")
+    node.apply(WEB, bad)
+    made = node.plane._held.transactions
+    assert refused(node, WEB, bad, touched=()).keys() == {"bad"}
+    assert node.plane._held.transactions == made
+
+
+def test_an_address_that_the_kernel_takes_later(fake_node: Node, monkeypatch: pytest.MonkeyPatch):
+    node, real = fake_node, dummy.add
+    node.start()
+
+    def some(index: int, wanted: Sequence[Addr]) -> dict[Addr, KernelError]:
+        barred = {parse_addr("10.96.0.2")} & {*wanted}
+        no = KernelError("no", errno=errno.ENOMEM)
+        return real(index, {*wanted} - barred) | dict.fromkeys(barred, no)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dummy, "add", some)
+        assert refused(node, WEB, OTHER).keys() == {"other"}
+        assert node.ipvs.shown().keys() == {"10.96.0.1:80/6"}
+        assert "10.96.0.2:80" not in elements(node, *SetName)
+    assert refused(node, WEB, OTHER, touched=()) == {}
+    assert node.addresses() == {"10.96.0.1", "10.96.0.2"}
+    assert node.ipvs.shown().keys() == {"10.96.0.1:80/6", "10.96.0.2:80/6"}
+    assert elements(node, SetName.SERVED) == {"10.96.0.1:80", "10.96.0.2:80"}
+
+
+def test_a_refused_address_that_comes_to_the_node(fake_node: Node, monkeypatch: pytest.MonkeyPatch):
+    node = fake_node
+    node.start()
+    no = KernelError("no", errno=errno.ENOMEM)
+    with monkeypatch.context() as patch:
+        patch.setattr(dummy, "add", lambda _, wanted: dict.fromkeys(wanted, no))
+        assert refused(node, OTHER).keys() == {"other"}
+    node.run("ip", "addr", "add", "10.96.0.2/32", "dev", "lo")
+    assert refused(node, OTHER) == {}
+    assert (node.addresses(), set(node.ipvs.shown())) == (set(), {"10.96.0.2:80/6"})
+
+
+def test_a_node_without_ipv6_serves_ipv4(fake_node: Node):
+    node = fake_node
+    node.start()
+    v6 = service("web6", "[fd00:96::1]:80", "[fd00:244::2]:80")
+    node.run("sysctl", "-q", "-w", "net.ipv6.conf.all.disable_ipv6=1")
+    assert refused(node, WEB, v6) == {}
+    assert (node.addresses(), set(node.ipvs.shown())) == ({"10.96.0.1"}, {"10.96.0.1:80/6"})
+    assert "IPv6 is switched off" in "".join(node.plane.problems())
+    node.run("sysctl", "-q", "-w", "net.ipv6.conf.all.disable_ipv6=0")
+    assert refused(node, WEB, v6) == {}
+    assert node.addresses() == {"10.96.0.1", "fd00:96::1"}
+    assert set(node.ipvs.shown()) == {"10.96.0.1:80/6", "[fd00:96::1]:80/6"}
+    assert node.plane.problems() == tuple(x for x in node.plane.problems() if "IPv6 is" not in x)
+
+
+class Refusal(NamedTuple):
+    """A change that IPVS refuses for a while, and what is there meanwhile: of real servers, and
+    whether anybody is let in.
+    """
+
+    name: str
+    what: Callable[[Change], bool]
+    servers: dict[str, dict[str, int]]
+    served: set[str]
+
+
+GOOD = {"10.96.0.2:80/6": {B: 1}}
+REFUSALS = [
+    Refusal("a virtual service", lambda c: c.command is Command.NEW_SERVICE and c.service == tcp(
+        "10.96.0.1", 80), GOOD, {"10.96.0.2:80"}),
+    Refusal("one of its real servers", lambda c: str(c.server) == A,
+            GOOD | {"10.96.0.1:80/6": {B: 1}}, {"10.96.0.1:80", "10.96.0.2:80"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", REFUSALS, ids=lambda row: row.name)
+def test_what_ipvs_refuses_is_tried_again_and_keeps_no_other(fake_node: Node, row: Refusal):
+    node = fake_node
+    node.start()
+    both = service("web", "10.96.0.1:80", f"{A} {B}")
+    node.ipvs.refuse = lambda change: errno.EINVAL if row.what(change) else 0
+    for touched in (None, ()):
+        words = refused(node, both, OTHER, touched=touched)
+        assert words.keys() == {"web"}
+        assert "EINVAL" in words["web"]
+        assert node.ipvs.shown() == row.servers
+        assert elements(node, SetName.SERVED) == row.served
+    node.ipvs.refuse = lambda _: 0
+    assert refused(node, both, OTHER, touched=()) == {}
+    assert node.ipvs.shown() == GOOD | {"10.96.0.1:80/6": {A: 1, B: 1}}
+    assert elements(node, SetName.SERVED) == {"10.96.0.1:80", "10.96.0.2:80"}
+    assert refused(node) == {}
+    assert (node.ipvs.shown(), node.addresses()) == ({}, set())
+
+
+def test_a_service_that_is_refused_may_go(fake_node: Node):
+    node = fake_node
+    node.start()
+    node.ipvs.refuse = lambda change: errno.ENOMEM if str(change.service)[:9] == "10.96.0.1" else 0
+    assert refused(node, WEB, OTHER).keys() == {"web"}
+    assert refused(node, OTHER, touched=[WEB.key]) == {}
+    assert node.addresses() == {"10.96.0.2"}
+    assert elements(node, *SetName) == elements(fresh(node, OTHER), *SetName)
+
+
+def test_a_scheduler_that_the_kernel_lacks_is_replaced_at_once(fake_node: Node):
+    node = fake_node
+    node.start()
+    node.ipvs.refuse = lambda c: errno.ENOENT if c.settings and c.settings.scheduler == "mh" else 0
+    hashed = service("web", "10.96.0.1:80", A, algorithm=Algorithm.MAGLEV)
+    assert refused(node, hashed, OTHER) == {}
+    (settings, servers) = node.ipvs.held[tcp("10.96.0.1", 80)]
+    assert (settings.scheduler, {str(one) for one in servers}) == ("wrr", {A})
+    now = service("other", "10.96.0.2:80", B, algorithm=Algorithm.MAGLEV)
+    assert refused(node, hashed, now, touched=[now.key]) == {}
+    assert node.ipvs.held[tcp("10.96.0.2", 80)][0].scheduler == "wrr"
+
+
+LACKS = [
+    ("lblc", {"lblc"}, "wrr"),
+    ("lblc", {"lblc", "wrr"}, "rr"),
+    ("mh", {"mh", "wrr"}, "rr"),
+]
+
+
+@pytest.mark.parametrize(("asked", "lacks", "gets"), LACKS)
+def test_any_scheduler_but_the_simplest_may_be_missing(
+    fake_node: Node, asked: str, lacks: set[str], gets: str
+):
+    """It is said once for each, and what is there then counts as what was asked for."""
+    node = fake_node
+    node.start(replace(node.config, ipvs_scheduler=asked))
+    node.ipvs.refuse = lambda c: errno.ENOENT if c.settings and c.settings.scheduler in lacks else 0
+    assert refused(node, WEB) == {}
+    assert refused(node, WEB, OTHER, touched=[OTHER.key]) == {}
+    assert {settings.scheduler for settings, _ in node.ipvs.held.values()} == {gets}
+    said = [line for line in node.plane.problems() if "scheduler" in line]
+    assert len(said) == len(lacks)
+    assert gets in said[-1]
+    node.plane.doubt()
+    assert node.apply(WEB, OTHER).writes == {}, "nobody has changed it"
+    assert [line for line in node.plane.problems() if "scheduler" in line] == said
+
+
+def test_a_kernel_without_any_scheduler_refuses_all(fake_node: Node):
+    node = fake_node
+    node.start()
+    node.ipvs.refuse = lambda c: errno.ENOENT if c.settings else 0
+    words = refused(node, WEB, OTHER)
+    assert words.keys() == {"web", "other"}
+    assert "ENOENT" in words["web"]
+
+
+def fresh(node: Node, *services: ServiceState) -> Node:
+    """What a first agent programs."""
+    node.do(node.plane.remove)
+    node.start()
+    node.apply(*services)
+    return node
+
+
+# ---- the node's own addresses --------------------------------------------------------------------
+
+
+def test_an_address_that_comes_to_the_node_leaves_the_device_and_comes_back(fake_node: Node):
+    node = fake_node
+    vip = service("vip", "10.96.0.1:80 LoadBalancer=192.0.2.1:80", A)
+    node.run("ip", "addr", "add", "192.0.2.1/32", "dev", "lo")
+    node.start()
+    node.apply(vip)
+    here, elsewhere = {"10.96.0.1"}, {"10.96.0.1", "192.0.2.1"}
+    for command, on_device in (("del", elsewhere), ("add", here), ("del", elsewhere)):
+        node.run("ip", "addr", command, "192.0.2.1/32", "dev", "lo")
+        node.apply(vip)
+        assert node.addresses() == on_device
+        assert elements(node, SetName.VIRTUAL_IPS) == on_device
+        assert "192.0.2.1:80/6" in node.ipvs.shown()
+
+
+# ---- NodePorts that meet exact frontends ---------------------------------------------------------
+
+
+def test_a_node_port_outlives_an_external_ip_on_the_same_port(fake_node: Node):
+    node, at = fake_node, f"{OWN}:30080/6"
+    node.run("ip", "addr", "add", f"{OWN}/32", "dev", "lo")
+    node.start()
+    a = service("a", "10.96.0.1:80 NodePort=0.0.0.0:30080", A)
+    b = service("b", f"10.96.0.2:30080 ExternalIP={OWN}:30080", B)
+    for touched, states, server in (
+        (None, (a,), A), ([b.key], (a, b), B), ([b.key], (a,), A),
+        ([b.key], (a, b), B), ([a.key], (b,), B), ([b.key], (), None),
+    ):  # fmt: skip
+        node.apply(*states, nodes=OWN, touched=touched)
+        alive = {one for one, weight in node.ipvs.shown().get(at, {}).items() if weight}
+        assert alive == ({server} if server else set())
+    assert node.ipvs.shown() == {}
+
+
+# ---- a start at which not everything is known ----------------------------------------------------
+
+
+def test_an_unknown_service_costs_neither_repairs_nor_forward_nor_time(fake_node: Node):
+    node = fake_node
+    node.run("nft", "add table ip filter; add chain ip filter FORWARD "
+             "{ type filter hook forward priority 0; policy drop; }")  # fmt: skip
+    lost = service("lost", "10.96.0.9:80", f"{A} {B}")
+    node.start()
+    node.apply(WEB, lost)
+    node.start()
+    node.apply(WEB, sound=False)
+    assert set(node.ipvs.shown()) == {"10.96.0.1:80/6", "10.96.0.9:80/6"}
+    node.tick()
+    assert "kbpf: masqueraded" in node.run("nft", "list", "ruleset")
+    reads = node.ipvs.calls["services"]
+    node.apply(WEB, OTHER, touched=[OTHER.key], sound=False)
+    node.apply(WEB, touched=[OTHER.key], sound=False)
+    assert node.ipvs.calls["services"] == reads, "a change costs the change"
+    node.run("nft", "flush", "ruleset")
+    node.tick()
+    assert elements(node, SetName.SERVED) >= {"10.96.0.1:80"}
+
+
+def test_what_an_earlier_agent_left_is_as_wanted_once_it_is_known(fake_node: Node):
+    node = fake_node
+    lost, more = service("lost", "10.96.0.9:80", f"{A} {B}"), service("more", "10.96.0.8:80", A)
+    node.start()
+    node.apply(WEB, lost, more)
+    node.start()
+    node.apply(WEB, sound=False)
+    found = service("lost", "10.96.0.9:80", A)
+    node.apply(WEB, found, touched=[found.key], sound=False)
+    node.tick()
+    assert node.ipvs.shown()["10.96.0.9:80/6"] == {A: 1}
+    assert node.addresses() == {"10.96.0.1", "10.96.0.8", "10.96.0.9"}
+    node.apply(WEB, found, touched=())
+    assert node.addresses() == {"10.96.0.1", "10.96.0.9"}
+    assert set(node.ipvs.shown()) == {"10.96.0.1:80/6", "10.96.0.9:80/6"}
+    assert "10.96.0.8:80" not in elements(node, *SetName)
+
+
+# ---- what others destroy -------------------------------------------------------------------------
+
+
+def test_a_repair_that_fails_is_tried_again(fake_node: Node, monkeypatch: pytest.MonkeyPatch):
+    node = fake_node
+    node.start()
+    node.apply(WEB)
+    node.tick()
+    before = elements(node, *SetName)
+    node.run("nft", "flush", "ruleset")
+    with monkeypatch.context() as patch:
+        busy = KernelError("busy", errno=errno.EBUSY)
+        patch.setattr(ruleset, "addition", raising(busy))
+        with pytest.raises(KernelError, match="busy"):
+            node.tick()
+    assert node.addresses() == {"10.96.0.1"}, "nothing is taken away on the way"
+    node.tick()
+    assert elements(node, *SetName) == before
+
+
+def raising(error: Exception) -> Callable[..., Any]:
+    def call(*_: Any) -> Any:
+        raise error
+
+    return call
+
+
+def test_a_device_that_was_removed_is_made_anew(fake_node: Node):
+    node = fake_node
+    node.start()
+    node.apply(WEB)
+    node.run("ip", "link", "del", DEVICE)
+    node.tick()
+    assert node.addresses() == {"10.96.0.1"}
+    node.run("ip", "link", "del", DEVICE)
+    with pytest.raises(KernelError, match="ENODEV"):
+        node.apply(WEB, OTHER, touched=[OTHER.key])
+    assert refused(node, WEB, OTHER, touched=[OTHER.key]) == {}
+    assert node.addresses() == {"10.96.0.1", "10.96.0.2"}
+
+
+# ---- an agent that is killed ---------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    """Here the agent ends."""
+
+
+class Clockwork:
+    """Counts what is asked of the kernel, and kills when the count is down, or does what `error`
+    says instead; then what is read counts as well.
+    """
+
+    def __init__(
+        self, node: Node, patch: pytest.MonkeyPatch, error: KernelError | None = None
+    ) -> None:
+        self.left = -1
+        self.error = error or Killed()
+        node.ipvs.refuse = lambda _: self.count()
+        real = forward_rules.transaction
+
+        def transaction(*commands: Any, **more: Any) -> Any:
+            if "list" not in commands[0]:
+                self.count()
+            return real(*commands, **more)
+
+        patch.setattr(forward_rules, "transaction", transaction)
+        for name in ("add", "drop"):
+            patch.setattr(dummy, name, self.counted(getattr(dummy, name)))
+        for name in ("elements", "own_addresses", "families", "addresses", "pools"):
+            if error is not None:
+                patch.setattr(Holdings, name, self.counted(getattr(Holdings, name)))
+
+    def counted(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*words: Any) -> Any:
+            self.count()
+            return real(*words)
+
+        return call
+
+    def count(self) -> int:
+        if self.left == 0:
+            raise self.error
+        self.left -= 1
+        return 0
+
+
+ONE = [
+    service("web", "10.96.0.1:80", f"{A} {B}"),
+    service("lb", "10.96.0.3:80 LoadBalancer=192.0.2.1:80", A, ranges="10.0.0.0/8"),
+    service("dns", "10.96.0.10:53", A, Protocol.UDP),
+]
+TWO = [
+    service("web", "10.96.0.1:80", A),
+    service("lb", "10.96.0.3:80 LoadBalancer=192.0.2.1:80", ranges="10.1.0.0/16"),
+    service("new", f"10.96.0.4:80 NodePort=0.0.0.0:30080 ExternalIP={OWN}:80", B,
+            external_local=True),
+]  # fmt: skip
+
+
+def test_a_kill_between_any_two_calls_is_made_good(
+    fake_node: Node, monkeypatch: pytest.MonkeyPatch
+):
+    """Whatever the next agent finds, and whatever is wanted by then, it ends where a first one
+    would.
+    """
+    node = fake_node
+    node.run("ip", "addr", "add", f"{OWN}/32", "dev", "lo")
+    clock = Clockwork(node, monkeypatch)
+    for old, new, then in ((ONE, TWO, TWO), (ONE, TWO, ONE), (TWO, ONE, ONE)):
+        first, way = partial(alone, node, then), partial(killed, node, clock, old, new, then)
+        goal, kills = node.do(first), 0
+        while found := node.do(partial(way, kills)):
+            assert found == goal, f"killed before call {kills}"
+            kills += 1
+        assert kills > 5
+
+
+def alone(node: Node, states: list[ServiceState]) -> Any:
+    """All that the kernel holds when a first agent has programmed these."""
+    node.plane.remove()
+    node.plane.open()
+    node.plane.apply(desired(*states, nodes=OWN), None)
+    return held(node)
+
+
+def killed(
+    node: Node, clock: Clockwork, old: list[ServiceState], new: list[ServiceState],
+    then: list[ServiceState], after: int,
+) -> Any:  # fmt: skip
+    """The same after `old`, a kill so many calls on the way to `new`, and a next agent with `then`.
+    None if all was done by then.
+    """
+    alone(node, old)
+    clock.left = after
+    try:
+        node.plane.apply(desired(*new, nodes=OWN), None)
+    except Killed:
+        pass
+    else:
+        return None
+    finally:
+        clock.left = -1
+        node.plane.close()
+    node.plane.open()
+    node.plane.apply(desired(*then, nodes=OWN), None)
+    node.plane.tick(FOREVER)
+    return held(node)
+
+
+def held(node: Node) -> Any:
+    """Sets, addresses, virtual services; what mark a short circuit has is all the same."""
+    style = cleanup.style_of(node.config)
+    listed = ruleset.read(forward_rules.transaction(ruleset.listing(style)))
+    marked = (SetName.SHORT_CIRCUITS, SetName.OWN_MARKS, SetName.MARKS)
+    sets = sorted((n, parts[:-1] if n in marked else parts) for n, parts in listed)
+    services = sorted(
+        (service._replace(mark=bool(service.mark)), settings, sorted(servers.items()))
+        for service, (settings, servers) in node.ipvs.held.items()
+    )
+    return sets, dummy.addresses_of(DEVICE), services
+
+
+# ---- an apply that fails -------------------------------------------------------------------------
+
+
+class Way(NamedTuple):
+    """What is programmed, what becomes of it, and the names of what has changed by that; `knows`:
+    of a next agent, which by then knows only of these.
+    """
+
+    name: str
+    old: list[ServiceState]
+    new: list[ServiceState]
+    touched: str
+    knows: list[ServiceState] | None = None
+
+
+PORT = service("a", "10.96.0.1:80 NodePort=0.0.0.0:30080", A)
+EXACT = service("b", f"10.96.0.2:30080 ExternalIP={OWN}:30080", B)
+LONE = service("c", "10.96.0.3:80", A)
+WAYS = [
+    Way("an exact frontend comes", [PORT], [PORT, EXACT], "b"),
+    Way("it goes", [PORT, EXACT], [PORT], "b"),
+    Way("both move on", [PORT, EXACT], [LONE], "a b c"),
+    Way("known later than by the agent before", [PORT, EXACT], [PORT, EXACT], "b", [PORT]),
+    Way("they meet what is left", [PORT, EXACT, LONE], [PORT, EXACT, LONE], "b c", [PORT]),
+]
+
+
+@pytest.mark.parametrize("ticks", [False, True], ids=["tried again", "repaired before"])
+@pytest.mark.parametrize("way", WAYS, ids=lambda row: row.name)
+def test_a_failed_apply_makes_the_next_one_whole(
+    fake_node: Node, monkeypatch: pytest.MonkeyPatch, way: Way, ticks: bool
+):
+    """Whatever the kernel does not answer: the neighbours of what has changed are not forgotten,
+    and all of it can go.
+    """
+    node, busy = fake_node, KernelError("busy", errno=errno.EBUSY)
+    node.run("ip", "addr", "add", f"{OWN}/32", "dev", "lo")
+    clock = Clockwork(node, monkeypatch, busy)
+    rests = [[one for one in way.new if one != gone] for gone in (PORT, EXACT)]
+    states = (way.new, rests[0], way.new, rests[1], way.new, [])
+    goals = [node.do(partial(alone, node, some)) for some in states]
+    failures = 0
+    while found := node.do(partial(failed, node, clock, way, failures, ticks)):
+        assert found == goals[0], f"failed at call {failures}"
+        for i, (old, new) in enumerate(pairwise(states), 1):
+            changed = {*old} ^ {*new}
+            node.apply(*new, nodes=OWN, touched=[one.key for one in changed])
+            node.do(node.plane._held.drain)
+            assert node.do(partial(held, node)) == goals[i], f"failed at call {failures}, then {i}"
+        failures += 1
+    assert failures > 2
+
+
+def failed(node: Node, clock: Clockwork, way: Way, after: int, ticks: bool) -> Any:
+    """What the kernel holds when this was tried, failed at that call, and was tried again; None if
+    all was done by then.
+    """
+    alone(node, way.old)
+    sound = way.knows is None
+    if way.knows is not None:
+        node.plane.close()
+        node.plane.open()
+        node.plane.apply(desired(*way.knows, nodes=OWN), None, sound)
+    touched = [one.key for one in (PORT, EXACT, LONE) if one.key.name in way.touched.split()]
+    wanted, clock.left = desired(*way.new, nodes=OWN), after
+    try:
+        node.plane.apply(wanted, touched, sound)
+    except KernelError:
+        pass
+    else:
+        return None
+    finally:
+        clock.left = -1
+    if ticks:
+        node.plane.tick(FOREVER)
+    node.plane.apply(wanted, touched, sound)
+    node.plane._held.drain()
+    return held(node)
+
+
+LOCAL = service("a", "10.96.0.1:80 NodePort=0.0.0.0:30080", A, external_local=True)
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["it fails", "the agent is killed"])
+def test_a_short_circuit_goes_whole_in_the_end(
+    fake_node: Node, monkeypatch: pytest.MonkeyPatch, ends: bool
+):
+    """Whatever call on the way the agent, or the kernel, is stopped at."""
+    node, stops = fake_node, 0
+    node.run("ip", "addr", "add", f"{OWN}/32", "dev", "lo")
+    clock = Clockwork(node, monkeypatch, None if ends else KernelError("busy", errno=errno.EBUSY))
+    goal = node.do(partial(alone, node, [PORT]))
+    while found := node.do(partial(stopped, node, clock, stops, ends)):
+        assert found == goal, f"stopped at call {stops}"
+        stops += 1
+    assert stops > 2
+
+
+def stopped(node: Node, clock: Clockwork, after: int, ends: bool) -> Any:
+    """What is there when the policy is Cluster, and the tick after it was stopped at that call, and
+    another one not; None if all was done by then.
+    """
+    alone(node, [LOCAL])
+    node.plane.apply(desired(PORT, nodes=OWN), [PORT.key])
+    assert any(one.mark for one in node.ipvs.held)
+    clock.left = after
+    try:
+        node.plane.tick(1.0)
+    except (KernelError, Killed):
+        pass
+    else:
+        return None
+    finally:
+        clock.left = -1
+    if ends:
+        node.plane.close()
+        node.plane.open()
+        node.plane.apply(desired(PORT, nodes=OWN), None)
+    node.plane.tick(FOREVER)
+    return held(node)

@@ -1,0 +1,386 @@
+"""The table of the IPVS data plane on any kernel with nf_tables: what it refuses, drops, lets pass
+and masquerades is seen by packets, from the node itself and from a neighbour. There is no IPVS
+here: a listener on the virtual addresses, which are on the loopback device, stands in for it.
+"""
+
+import errno
+import json
+import os
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import pytest
+
+from kbpf.dataplane.ipvs import ruleset
+from kbpf.dataplane.ipvs.plan import Element, SetName
+from kbpf.dataplane.ipvs.ruleset import Style
+from kbpf.kernel.netfilter import forward_rules
+from kbpf.kernel.system import netns
+from kbpf.model.address import ANY4, ANY6, parse_addr
+from kbpf.model.objects import Cidr, Protocol
+from tests.support.lab.dial import SILENCE
+from tests.support.lab.lab import PATIENCE, Place, ip, run, settled
+from tests.support.packets.packets import sctp
+
+T = TypeVar("T")
+STYLE = Style("kbpf", 14)
+VIP, VIP6, OWN, OWN6 = "10.96.0.1", "fd00:96::1", "198.18.7.1", "fd00:7::1"
+NEIGHBOUR, NEIGHBOUR6 = "198.18.7.2", "fd00:7::2"
+
+
+IPV4_HEADER = 20
+
+
+class House:
+    """A node and its neighbour."""
+
+    def __init__(self) -> None:
+        self.here, self.there = f"kbir{os.getpid()}", f"kbis{os.getpid()}"
+        for name in (self.here, self.there):
+            run("ip", "netns", "add", name)
+        ip(f"link add eth0 type veth peer name eth0 netns {self.there}", netns=self.here)
+        ip("link set lo up", f"addr add {VIP}/32 dev lo", f"addr add {VIP6}/128 dev lo nodad",
+           f"addr add {OWN}/24 dev eth0", f"addr add {OWN6}/64 dev eth0 nodad",
+           "link set eth0 up", netns=self.here)  # fmt: skip
+        ip("link set lo up", f"addr add {NEIGHBOUR}/24 dev eth0",
+           f"addr add {NEIGHBOUR6}/64 dev eth0 nodad", "link set eth0 up",
+           f"route add {VIP} via {OWN}", f"route add {VIP6} via {OWN6}",
+           netns=self.there)  # fmt: skip
+        settled(self.here, VIP6, OWN6)
+        settled(self.there, NEIGHBOUR6)
+        for setting in ("ipv4/icmp_ratelimit", "ipv6/icmp/ratelimit"):
+            self.do(lambda s=setting: Path(f"/proc/sys/net/{s}").write_text("0"))
+        self.node = Place("node", self.here, None)
+        self.neighbour = Place("neighbour", self.there, None)
+        for place in (self.node, self.neighbour):
+            place.serve(80, 81, 82, 83, 90, 30080, udp=(80, 81, 82, 83, 90))
+        self.do(lambda: forward_rules.transaction(*ruleset.table(STYLE)))
+
+    def do(self, action: Callable[[], T]) -> T:
+        return netns.inside(Path("/run/netns") / self.here, action)
+
+    def read(self) -> frozenset[Element]:
+        return self.do(lambda: ruleset.read(forward_rules.transaction(ruleset.listing(STYLE))))
+
+    def become(self, *wanted: Element) -> None:
+        """The sets hold this and nothing else; one transaction."""
+        there = self.read()
+        commands = [*ruleset.removal(STYLE, there - {*wanted}),
+                    *ruleset.addition(STYLE, {*wanted} - there)]  # fmt: skip
+        if commands:
+            self.do(lambda: forward_rules.transaction(*commands))
+
+    def close(self) -> None:
+        self.node.close()
+        self.neighbour.close()
+        for name in (self.here, self.there):
+            run("ip", "netns", "del", name)
+
+
+@pytest.fixture(scope="module")
+def house() -> Iterator[House]:
+    made = House()
+    yield made
+    made.close()
+
+
+def at(name: SetName, address: str, port: int, *more: int) -> tuple[Element, ...]:
+    """Of each protocol."""
+    return tuple((name, (parse_addr(address), p, port, *more)) for p in Protocol)
+
+
+def source(network: str, bits: int, address: str, port: int) -> tuple[Element, ...]:
+    cidr = Cidr(parse_addr(network), bits)
+    return tuple((SetName.SOURCES, (cidr, *parts)) for _, parts in at(SetName.OWN, address, port))
+
+
+IPS = tuple((SetName.VIRTUAL_IPS, (parse_addr(one),)) for one in (VIP, VIP6))
+EVERYTHING = (
+    *IPS,
+    *at(SetName.OWN, VIP, 80),
+    *at(SetName.SERVED, VIP, 80),
+    *at(SetName.SERVED, VIP6, 80),
+    *at(SetName.REFUSED, VIP, 81),
+    *at(SetName.REFUSED, VIP6, 81),
+    *at(SetName.DROPPED, VIP, 82),
+    *at(SetName.DROPPED, VIP6, 82),
+    *at(SetName.REFUSED, OWN, 81),
+    *at(SetName.DROPPED, OWN, 82),
+    *at(SetName.SERVED, VIP, 83),
+    *at(SetName.SERVED, VIP6, 83),
+    *at(SetName.RESTRICTED, VIP, 83),
+    *at(SetName.RESTRICTED, VIP6, 83),
+    *source(VIP, 128, VIP, 83),
+    *source("198.18.8.0", 120, VIP, 83),
+    *source("fd00:7::", 64, VIP6, 83),
+    *source("0.0.0.0", 96, VIP, 84),
+    *source("::", 0, VIP6, 84),
+    *at(SetName.SHORT_CIRCUITS, VIP, 85, 0x6B620001),
+    *at(SetName.MARKS, VIP, 85, 0x6B620001),
+    *at(SetName.MARKS, "0.0.0.0", 30085, 0x6B620001),
+    *at(SetName.MARKS, "::", 30085, 0x6B620002),
+    *at(SetName.MASQUERADED, VIP, 80),
+    *at(SetName.MASQUERADED_OUTSIDE, VIP, 84),
+    (SetName.HAIRPINS, (parse_addr("fd00::1"), parse_addr("fd00::1"))),
+    (SetName.LOCAL_NETWORKS, (Cidr(parse_addr("10.1.0.0"), 112),)),
+    (SetName.OWN_MARKS, (ANY4, 0x6B620001)),
+    (SetName.OWN_MARKS, (ANY6, 0x6B620002)),
+)
+
+
+def test_what_is_written_is_read_again(house: House):
+    house.become(*EVERYTHING)
+    assert house.read() == frozenset(EVERYTHING)
+    house.become()
+    assert house.read() == frozenset()
+
+
+def test_opening_again_keeps_the_elements(house: House):
+    house.become(*EVERYTHING)
+    before = house.do(lambda: run("nft", "list", "table", "inet", "kbpf"))
+    house.do(lambda: forward_rules.transaction(*ruleset.table(STYLE)))
+    assert house.do(lambda: run("nft", "list", "table", "inet", "kbpf")) == before
+
+
+class Row(NamedTuple):
+    """Who dials what, and what comes of it: passes, refused or dropped."""
+
+    client: str
+    to: str
+    port: int
+    outcome: str
+
+
+PASSES, REFUSED, DROPPED = "node", "ECONNREFUSED", "timeout"
+ROWS = [
+    *(Row(client, to, 80, PASSES) for client in ("node", "neighbour") for to in (VIP, VIP6)),
+    *(Row(client, to, 81, REFUSED) for client in ("node", "neighbour") for to in (VIP, VIP6, OWN)),
+    *(Row(client, to, 82, DROPPED) for client in ("node", "neighbour") for to in (VIP, VIP6, OWN)),
+    *(Row(client, to, 90, REFUSED) for client in ("node", "neighbour") for to in (VIP, VIP6)),
+    *(Row(client, OWN, 90, PASSES) for client in ("node", "neighbour")),  # nobody's business
+    Row("node", VIP, 83, PASSES),  # from the address itself
+    Row("neighbour", VIP, 83, DROPPED),
+    Row("node", VIP6, 83, DROPPED),
+    Row("neighbour", VIP6, 83, PASSES),
+]
+
+
+@pytest.mark.parametrize("protocol", ["tcp", "udp"])
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.client} {row.to} {row.port}")
+def test_packets(house: House, row: Row, protocol: str):
+    house.become(*EVERYTHING)
+    place = getattr(house, row.client)
+    more = {"timeout": 0.5} if row.outcome == DROPPED else {}
+    if protocol == "udp":
+        answer = place.udp(row.to, row.port, connected=row.outcome == REFUSED, **more)
+        if row.outcome != PASSES and row.client == "node":
+            # The kernel tells who sends that the datagram was not sent, and not why.
+            assert answer == {"error": "EPERM", "at_once": True}
+            return
+    else:
+        answer = place.tcp(row.to, row.port, **more)
+    assert answer.get("name", answer.get("error")) == row.outcome
+
+
+def answer_to_init(to: str, port: int, timeout: float) -> str:
+    """What comes of an SCTP INIT; any other answer than a refusal shows that it has arrived."""
+    family = socket.AF_INET6 if ":" in to else socket.AF_INET
+    with socket.socket(family, socket.SOCK_RAW, Protocol.SCTP) as s:
+        s.settimeout(timeout)
+        s.connect((to, 0))
+        s.send(sctp("192.0.2.1:40000", f"192.0.2.2:{port}")[IPV4_HEADER:])  # fits any addresses
+        try:
+            s.recv(4096)
+        except TimeoutError:
+            return DROPPED
+        except OSError as error:
+            return REFUSED if error.errno == errno.ECONNREFUSED else PASSES
+    return PASSES
+
+
+@pytest.mark.parametrize(
+    "row",
+    [row for row in ROWS if row.client == "neighbour"],
+    ids=lambda row: f"{row.to} {row.port}",
+)
+def test_sctp(house: House, row: Row):
+    house.become(*EVERYTHING)
+    timeout = 0.5 if row.outcome == DROPPED else PATIENCE
+    got = netns.inside(
+        Path("/run/netns") / house.there, lambda: answer_to_init(row.to, row.port, timeout)
+    )
+    assert got == row.outcome
+
+
+def test_every_masquerade_takes_a_port_of_ours_at_random(house: House):
+    """kube-proxy's --random-fully: who knows a client's last port does not know the next one. The
+    ports are not those of mode bpf.
+    """
+    listed = house.do(lambda: run("nft", "-j", "list", "chain", "inet", "kbpf", "postrouting"))
+    expressions = [e for one in json.loads(listed)["nftables"] if "rule" in one
+                   for e in one["rule"]["expr"]]  # fmt: skip
+    masquerades = [e["masquerade"] for e in expressions if "masquerade" in e]
+    assert len(masquerades) == 2 * (2 * 2 * 3 + 3)
+    for one in masquerades:
+        assert {"random", "fully-random"} == set(one["flags"])
+        assert one["port"] == {"range": list(STYLE.ports)}
+
+
+def test_without_elements_nothing_is_touched(house: House):
+    house.become()
+    assert house.neighbour.tcp(VIP, 81)["name"] == "node"
+    assert house.neighbour.tcp(OWN, 82)["name"] == "node"
+
+
+def test_a_connection_that_is_established_goes_on(house: House):
+    house.become(*IPS, *at(SetName.SERVED, VIP, 80))
+    house.neighbour.tcp(VIP, 80, keep="k")
+    house.become(*IPS, *at(SetName.REFUSED, VIP, 80))
+    assert house.neighbour.ask("talk", keep="k")["name"] == "node"
+    assert house.neighbour.tcp(VIP, 80)["error"] == REFUSED
+    house.neighbour.ask("drop", keep="k")
+
+
+def test_ping_passes(house: House):
+    house.become(*EVERYTHING)
+
+    def ping() -> bytes:
+        with socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP) as s:
+            s.settimeout(30)
+            s.sendto(bytes((8, 0, 0xF7, 0xFF)) + bytes(4), (VIP, 0))
+            return s.recv(100)[20:]
+
+    assert netns.inside(Path("/run/netns") / house.there, ping)[:1] == b"\0"
+
+
+@pytest.mark.parametrize(("bind", "to", "seen"), [(VIP, NEIGHBOUR, OWN), (VIP6, NEIGHBOUR6, OWN6)])
+def test_nobody_outside_sees_a_virtual_address(house: House, bind: str, to: str, seen: str):
+    house.become(*IPS)
+    assert house.node.tcp(to, 80, bind=bind)["client"] == seen
+    house.become()
+    assert house.node.tcp(to, 80, bind=bind)["client"] == bind
+
+
+@pytest.mark.parametrize(
+    ("family", "vip", "to", "seen"),
+    [("ip", VIP, NEIGHBOUR, OWN), ("ip6", VIP6, NEIGHBOUR6, OWN6)],
+    ids=["IPv4", "IPv6"],
+)
+def test_who_is_led_to_itself_sees_the_node(
+    house: House, family: str, vip: str, to: str, seen: str
+):
+    """Translated by another table, as IPVS would: it takes no packet for one of its own."""
+    itself = (SetName.HAIRPINS, (parse_addr(to), parse_addr(to)))
+    house.do(lambda: [Path(f"/proc/sys/net/{name}").write_text("1")
+                      for name in ("ipv4/ip_forward", "ipv6/conf/all/forwarding")])  # fmt: skip
+    house.do(lambda: run("nft", "-f", "-", stdin=f"""
+        table {family} ipvs {{ chain lead {{ type nat hook prerouting priority -100;
+            {family} daddr {vip} tcp dport 80 dnat to {to}
+        }}
+        }}
+        """))  # fmt: skip
+    try:
+        house.become(*IPS, itself)
+        answer = house.neighbour.tcp(vip, 80)
+        assert (answer["name"], answer["client"]) == ("neighbour", seen)
+        house.become(*IPS)
+        assert house.neighbour.tcp(vip, 80, timeout=SILENCE)["error"] == "timeout"
+    finally:
+        house.do(lambda: run("nft", "delete", "table", family, "ipvs"))
+
+
+ALIAS = "198.18.9.9"
+
+
+def test_marked_packets_of_others_keep_their_source(house: House):
+    """The packet path of BPF marks by the same bit, while one mode follows the other."""
+    house.become(*IPS, *at(SetName.MASQUERADED, VIP, 80),
+                 (SetName.NODE_IPS, (parse_addr(OWN),)))  # fmt: skip
+    ip(f"addr add {ALIAS}/32 dev lo", netns=house.here)
+    ip(f"route add {ALIAS} via {OWN}", netns=house.there)
+    house.do(lambda: run("nft", "-f", "-", stdin="""
+        table inet bpf { chain out { type filter hook output priority -90;
+            tcp dport 80 meta mark set meta mark | 0x4000
+        }
+        }
+        """))  # fmt: skip
+    try:
+        assert house.node.tcp(NEIGHBOUR, 80, bind=ALIAS)["client"] == ALIAS
+    finally:
+        house.do(lambda: run("nft", "delete", "table", "inet", "bpf"))
+        ip(f"addr del {ALIAS}/32 dev lo", netns=house.here)
+        ip(f"route del {ALIAS}", netns=house.there)
+
+
+def counted(house: House, chain: str) -> list[int]:
+    """Packets by rule, of a chain whose rules were given a counter behind their matches."""
+    listed = json.loads(house.do(lambda: run("nft", "-j", "list", "chain", "inet", "see", chain)))
+    return [e["counter"]["packets"] for one in listed["nftables"] if "rule" in one
+            for e in one["rule"]["expr"] if "counter" in e]  # fmt: skip
+
+
+class Marked(NamedTuple):
+    """A style, who dials which port, and the mark that IPVS would see."""
+
+    name: str
+    style: Style
+    client: str
+    port: int
+    mark: int
+
+
+SHORT = at(SetName.SHORT_CIRCUITS, VIP, 80, 0x6B620001)
+MARKS = [
+    Marked("short circuit, the node", STYLE, "node", 80, 0x6B620001),
+    Marked("short circuit, outside", STYLE, "neighbour", 80, 0),
+    Marked("short circuit, a pod's device", Style("kbpf", 14, "eth*"), "neighbour", 80, 0x6B620001),
+    Marked("masqueraded, outside", STYLE, "neighbour", 81, 0x4000),
+    Marked("masqueraded, the node", STYLE, "node", 81, 0x4000),
+    Marked("masqueraded, by another bit", Style("kbpf", 3), "neighbour", 81, 0x8),
+    Marked("from outside only", STYLE, "neighbour", 82, 0x4000),
+    Marked("from outside only, the node", STYLE, "node", 82, 0),
+    Marked("from outside only, a pod's device", Style("kbpf", 14, "eth0"), "neighbour", 82, 0),
+]
+
+
+@pytest.mark.parametrize("row", MARKS, ids=lambda row: row.name)
+def test_marks(house: House, row: Marked):
+    """Another table looks at the marks where IPVS would: behind our chains."""
+    house.do(lambda: forward_rules.transaction(*ruleset.table(row.style)))
+    served = (e for port in (80, 81, 82) for e in at(SetName.SERVED, VIP, port))
+    house.become(*IPS, *served, *SHORT, *at(SetName.MASQUERADED, VIP, 81),
+                 *at(SetName.MASQUERADED_OUTSIDE, VIP, 82))  # fmt: skip
+    hook, priority = ("output", -98) if row.client == "node" else ("input", 98)
+    house.do(lambda: run("nft", "-f", "-", stdin=f"""
+        table inet see {{ chain seen {{ type filter hook {hook} priority {priority};
+            ip daddr {VIP} tcp dport {row.port} tcp flags syn meta mark {row.mark} counter
+            ip daddr {VIP} tcp dport {row.port} tcp flags syn meta mark != {row.mark} counter
+        }}
+        }}
+        """))  # fmt: skip
+    try:
+        assert getattr(house, row.client).tcp(VIP, row.port)["name"] == "node"
+        assert counted(house, "seen") == [1, 0]
+    finally:
+        house.do(lambda: run("nft", "delete", "table", "inet", "see"))
+        house.do(lambda: forward_rules.transaction(*ruleset.table(STYLE)))
+
+
+def test_local_networks_are_pods(house: House):
+    """Who is in one of them is led by the mark: the refusal behind it is not met."""
+    network = (SetName.LOCAL_NETWORKS, (Cidr(parse_addr("198.18.7.0"), 120),))
+    elements = (*IPS, *at(SetName.DROPPED, VIP, 80), *SHORT)
+    house.become(*elements)
+    assert house.neighbour.tcp(VIP, 80, timeout=0.5)["error"] == DROPPED
+    house.become(*elements, network)
+    assert house.neighbour.tcp(VIP, 80)["name"] == "node"
+
+
+def test_removal_takes_all(house: House):
+    before = house.do(lambda: run("nft", "list", "ruleset"))
+    assert "table inet kbpf" in before
+    house.do(lambda: forward_rules.transaction(*ruleset.no_table(STYLE)))
+    assert house.do(lambda: run("nft", "list", "ruleset")) == ""
+    house.do(lambda: forward_rules.transaction(*ruleset.table(STYLE)))

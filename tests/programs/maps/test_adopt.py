@@ -1,0 +1,880 @@
+"""The same end whatever the way: all at once, step by step, reversed, doubled, restarted, killed.
+
+What is compared is site.dump(): what the pinned maps lead to, read with nothing of the plane's
+memory, without ids. A state of the table has one dump, that of a plane which was told it first of
+all; every other way there must end in the same one, and deleting everything in empty maps.
+"""
+
+import errno
+import functools
+import itertools
+import os
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from kbpf.cli import app
+from kbpf.dataplane.base import Report
+from kbpf.dataplane.bpf import hooks
+from kbpf.dataplane.bpf import plane as plane_module
+from kbpf.dataplane.bpf.maps import layout
+from kbpf.dataplane.bpf.plane import BpfPlane
+from kbpf.dataplane.bpf.programs import artifact, compile
+from kbpf.errors import KernelError
+from kbpf.kernel.bpf import objects, syscalls
+from kbpf.kernel.bpf.objects import Link, Map
+from kbpf.model.config import MapSizes
+from kbpf.model.desired import DesiredState
+from kbpf.model.objects import Algorithm, Protocol
+from tests.support import plane as plane_support
+from tests.support.lab.lab import until
+from tests.support.plane import HOOKS, Site, desired, dump, service, sites
+
+UDP = Protocol.UDP
+MAGLEV = Algorithm.MAGLEV
+A, B, C, D = (f"10.244.0.{i}:8080" for i in range(1, 5))
+A6, B6 = "[fd00::1]:8080", "[fd00::2]:8080"
+WEB, MORE, VIP = "10.96.0.1:80", "NodePort=0.0.0.0:30080", "LoadBalancer=192.0.2.1:80"
+EMPTY = desired()
+
+STATES: dict[str, DesiredState] = {
+    "nothing": EMPTY,
+    "one Service": desired(service("web", WEB, A)),
+    "two frontends": desired(service("web", f"{WEB} {MORE}", f"{A} {B}"), nodes="192.0.2.9"),
+    "other endpoints": desired(service("web", f"{WEB} {MORE}", f"{C} {D}"), nodes="192.0.2.9 ::9"),
+    "affinity": desired(service("web", f"{WEB} {MORE}", f"{C} {D}", affinity_timeout=60)),
+    "another timeout": desired(service("web", f"{WEB} {MORE}", f"{C} {D}", affinity_timeout=90)),
+    "local policy": desired(
+        service("web", f"{WEB} {VIP}", f"{A} {B} {C}", local=B, internal_local=True),
+        service("six", "[fd00:96::1]:80", f"{A6} {B6}"),
+    ),
+    "restricted": desired(
+        service("web", f"{WEB} {VIP}", f"{A} {B} {C}", ranges="10.0.0.0/8 192.0.2.0/24")
+    ),
+    "restricted to others": desired(
+        service("web", VIP, f"{A}", ranges="10.0.0.0/8 203.0.113.7/32"),
+        service("six", "LoadBalancer=[2001:db8::1]:80", A6, ranges="fd00::/8 ::/0"),
+    ),
+    "no endpoints": desired(
+        service("web", f"{WEB} {MORE}"), service("dns", "10.96.0.2:53", A, UDP)
+    ),
+    "udp, one only serves": desired(
+        service("dns", "10.96.0.2:53", A, UDP, serving=f"{A} {B}"), service("web", WEB, A)
+    ),
+    "udp, others": desired(service("dns", "10.96.0.2:53", C, UDP, serving=f"{B} {C}")),
+    "the frontend is another Service's": desired(
+        service("new", WEB, f"{A} {D}"), service("web", "10.96.0.7:80", f"{A} {B}")
+    ),
+    "a Service that lost all its frontends": desired(
+        service("new", f"{WEB} {MORE}", f"{B}"), service("web", "", f"{A} {B}")
+    ),
+    "weights": desired(
+        service(
+            "web", f"{WEB} {MORE}", f"{A} {B} {C}", cluster_weights=(1, 3, 2), affinity_timeout=60
+        ),
+        service("one", "10.96.0.9:80", A),
+    ),
+    "other weights": desired(
+        service(
+            "web",
+            f"{WEB} {VIP}",
+            f"{A} {B} {C}",
+            local=f"{A} {B}",
+            external_local=True,
+            cluster_weights=(2, 3, 2),
+            local_weights=(5, 1),
+        ),
+    ),
+    "Maglev": desired(
+        service("web", f"{WEB} {MORE}", f"{A} {B} {C}", algorithm=MAGLEV),
+        service("one", "10.96.0.9:80", A, algorithm=MAGLEV),
+        service("none", "10.96.0.10:80", algorithm=MAGLEV),
+    ),
+    "Maglev with weights": desired(
+        service(
+            "web",
+            f"{WEB} {MORE}",
+            f"{A} {B} {C}",
+            algorithm=MAGLEV,
+            cluster_weights=(1, 3, 2),
+            affinity_timeout=60,
+        ),
+    ),
+    "shared backends": desired(
+        service("web", WEB, f"{A} {B} {C}"),
+        service("twin", "10.96.0.8:80", f"{A} {B} {C}", affinity_timeout=5),
+    ),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_starts() -> Iterator[None]:
+    """Hundreds of them: the compiler is looked for once, maps are small, and read in small pieces,
+    which should not matter.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compile, "tools", functools.cache(compile.tools))
+        patch.setattr(objects, "BATCH", 4)
+        sizes = MapSizes(
+            frontends=256,
+            slots=8192,
+            backends=256,
+            connections=64,
+            affinity=64,
+        )
+        patch.setattr(plane_support, "SIZES", sizes)
+        yield
+
+
+@pytest.fixture(scope="module")
+def dumps(artifact_cache: Path) -> dict[str, dict[str, Any]]:
+    """What each state looks like when it was told first of all."""
+    found = {}
+    with sites(artifact_cache) as make:
+        for name, state in STATES.items():
+            site = make()
+            plane = site.open()
+            plane.apply(state, None)
+            plane.flush()
+            found[name] = site.dump()
+            plane.remove()
+    return found
+
+
+def test_the_dumps_say_what_was_asked(dumps: dict[str, dict[str, Any]]):
+    """So that equal dumps mean something."""
+    assert dumps["nothing"] == {"frontends": {}, "node_addresses": [], "strays": {}}
+    assert dumps["two frontends"]["frontends"].keys() == {"10.96.0.1:80/TCP", "0.0.0.0:30080/TCP"}
+    assert dumps["local policy"]["frontends"]["192.0.2.1:80/TCP"] == {
+        "service": "default/web",
+        "flags": "INTERNAL_LOCAL|ANY_ENDPOINTS|LOAD_BALANCER",
+        "timeout": 0,
+        "cluster": [f"{one}/TCP" for one in (A, B, C)],
+        "local": [f"{B}/TCP"],
+        "ranges": [],
+    }
+    assert dumps["restricted"]["frontends"]["192.0.2.1:80/TCP"]["ranges"] == [
+        "10.0.0.0/104", "192.0.2.0/120",
+    ]  # fmt: skip
+    assert dumps["udp, one only serves"]["strays"] == {"backends": [f"{B}/UDP"]}
+    different = [repr(d) for d in dumps.values()]
+    assert len(set(different)) == len(different)
+    assert "MISSING" not in repr(dumps)
+    assert "NOT A MEMBER" not in repr(dumps)
+
+
+# ---- all the ways ------------------------------------------------------------------------------
+
+Play = Callable[[Site, BpfPlane, DesiredState, DesiredState], BpfPlane]
+
+
+def at_once(_: Site, plane: BpfPlane, __: DesiredState, new: DesiredState) -> BpfPlane:
+    plane.apply(new, None)
+    return plane
+
+
+def touched(_: Site, plane: BpfPlane, old: DesiredState, new: DesiredState) -> BpfPlane:
+    """As the agent does it: only the keys that changed."""
+    keys = old.services.keys() | new.services.keys()
+    named = {k for k in keys if old.services.get(k) != new.services.get(k)}
+    while plane.apply(new, named).deferred:
+        named = set()
+    return plane
+
+
+def doubled(_: Site, plane: BpfPlane, __: DesiredState, new: DesiredState) -> BpfPlane:
+    plane.apply(new, None)
+    assert plane.apply(new, None) == Report(), "nothing changed, so nothing is written"
+    return plane
+
+
+def split(_: Site, plane: BpfPlane, old: DesiredState, new: DesiredState) -> BpfPlane:
+    """One Service after the other; first those that give a frontend away."""
+    now = dict(old.services)
+    gone = old.services.keys() - new.services.keys()
+    for key in [*sorted(gone), *sorted(new.services, key=lambda k: k.name == "new")]:
+        now.pop(key, None)
+        if key in new.services:
+            now[key] = new.services[key]
+        plane.apply(DesiredState(dict(now), new.node_addresses), {key})
+    return plane
+
+
+def restarted(site: Site, plane: BpfPlane, _: DesiredState, new: DesiredState) -> BpfPlane:
+    """The agent was away when it changed. What was to be retired is forgotten with it."""
+    plane.close()
+    again = site.open()
+    again.apply(new, None)
+    return again
+
+
+def restarted_and_told_twice(
+    site: Site, plane: BpfPlane, old: DesiredState, new: DesiredState
+) -> BpfPlane:
+    again = restarted(site, plane, old, old)
+    again.apply(new, None)
+    return restarted(site, again, new, new)
+
+
+WAYS: list[Play] = [at_once, touched, doubled, split, restarted, restarted_and_told_twice]
+
+
+def orders() -> Iterator[tuple[str, list[str]]]:
+    names = list(STATES)
+    yield "forward", names
+    yield "reversed", names[::-1]
+    yield "every second", names[::2] + names[1::2]
+    shuffled = 2 * names
+    random.Random(1).shuffle(shuffled)
+    yield "shuffled", shuffled
+
+
+@pytest.mark.parametrize("flush", [True, False], ids=["", "retired at the end"])
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("order", [names for _, names in orders()], ids=[n for n, _ in orders()])
+def test_every_way_ends_the_same(
+    site: Site, dumps: dict[str, dict[str, Any]], order: list[str], way: Play, flush: bool
+):
+    plane, old = site.open(), EMPTY
+    plane.apply(old, None)
+    for name in order:
+        plane, old = way(site, plane, old, STATES[name]), STATES[name]
+        if flush:
+            plane.flush()
+            assert site.dump() == dumps[name], name
+        else:
+            assert site.dump()["frontends"] == dumps[name]["frontends"], name
+    plane.flush()
+    assert site.dump() == dumps[order[-1]]
+    plane.apply(EMPTY, None)
+    plane.flush()
+    assert site.dump() == dumps["nothing"]
+    assert contents(site) == {}, "the maps are empty"
+
+
+def contents(site: Site) -> dict[str, int]:
+    """How many entries there are, of all maps that hold objects: udp_cuts has those that ended."""
+    kinds = (objects.MAP_HASH, objects.MAP_LRU_HASH, objects.MAP_LPM_TRIE)
+    names = [n for n, spec in layout.MAPS.items() if spec.kind in kinds and n != "udp_cuts"]
+    return {name: n for name in names if (n := len(site.entries(name)))}
+
+
+def test_ids_are_never_used_twice(site: Site):
+    """Also not over restarts, and not when everything was deleted in between."""
+    seen: set[tuple[str, bytes]] = set()
+    for number in range(4):
+        plane = site.open()
+        plane.apply(desired(service("web", WEB, f"{A} {B}", affinity_timeout=1)), None)
+        ids = {("name", k) for k in site.entries("service_names")}
+        ids |= {("backend", k) for k in site.entries("backends")}
+        ids |= {("set", k[:4]) for k in site.entries("backend_slots")}
+        assert not seen & ids, number
+        seen |= ids
+        plane.apply(EMPTY, None)
+        plane.flush()
+        assert contents(site) == {}
+
+
+def test_old_sets_wait_out_the_grace_period(site: Site):
+    """A reader that was led to the old set just before the flip still finds all of it."""
+    now = [1000.0]
+    plane = site.open(clock=lambda: now[0])
+    old, new = (desired(service("web", WEB, to, affinity_timeout=9)) for to in (f"{A} {B}", C))
+    plane.apply(old, None)
+    plane.flush()
+    before = {name: site.entries(name) for name in ("backend_slots", "set_members", "backends")}
+    plane.apply(new, None)
+    now[0] += 0.5
+    assert plane.tick(now[0]) == pytest.approx(1001.0), "when to come again"
+    for name, entries in before.items():
+        assert entries.items() <= site.entries(name).items(), name
+    assert plane.tick(1000.99) is not None
+    assert site.dump()["strays"] != {}
+    assert plane.tick(1001.01) is None, "nothing is left to do"
+    assert site.dump()["strays"] == {}
+    for name, entries in before.items():
+        assert not entries.items() & site.entries(name).items(), name
+
+
+# ---- restart -----------------------------------------------------------------------------------
+
+OLD = desired(
+    service("web", f"{WEB} {MORE}", f"{A} {B}", affinity_timeout=60),
+    service("dns", "10.96.0.2:53", f"{A} {B}", UDP),
+    service("gone", "10.96.0.3:80", D),
+    service("gives", "10.96.0.4:80 10.96.0.5:80", C),
+    service("kept", "LoadBalancer=192.0.2.3:80", A, ranges="10.1.0.0/16 10.2.0.0/16"),
+    nodes="192.0.2.9",
+)
+NEW = desired(
+    service("web", f"{WEB} {VIP}", f"{B} {C}", affinity_timeout=60),
+    service("dns", "10.96.0.2:53", B, UDP, serving=f"{B} {C}"),
+    service("came", "10.96.0.6:80", f"{A} {D}"),
+    service("gives", "10.96.0.4:80", C),
+    service("takes", "10.96.0.5:80", D),
+    service("kept", "LoadBalancer=192.0.2.3:80", A, ranges="10.2.0.0/16 10.3.0.0/16"),
+    service("safe", "LoadBalancer=192.0.2.4:80", D, ranges="10.9.0.0/16"),
+    nodes="192.0.2.8",
+)
+
+
+def links(site: Site) -> dict[str, tuple[int, int]]:
+    """Ids of links and of the programs that they attach."""
+    found = {}
+    for pin in sorted((site.pins / "links").iterdir()):
+        with Link.open(pin) as link:
+            found[pin.name] = (link.info().id, link.info().program)
+    return found
+
+
+@pytest.mark.parametrize("which", ["old", "weights", "Maglev", "Maglev with weights"])
+def test_a_restart_without_news_writes_nothing(site: Site, which: str):
+    state = STATES.get(which, OLD)
+    site.open().apply(state, None)
+    before, attached = site.dump(), links(site)
+    maps = {name: site.pinned(name).id for name in layout.MAPS}
+    assert attached.keys() == HOOKS
+    for _ in range(2):
+        plane = site.open()
+        assert plane._attached.compiled is False
+        assert site.dump() == before
+        report = plane.apply(state, None)
+        assert dict(report.writes) == {}
+        assert report.refused == {}
+        plane.flush()
+        assert (site.dump(), links(site)) == (before, attached)
+        assert {name: site.pinned(name).id for name in layout.MAPS} == maps
+
+
+def test_what_others_have_changed_is_found_and_repaired(site: Site):
+    plane = site.open()
+    plane.apply(OLD, None)
+    plane.flush()
+    before, attached = site.dump(), links(site)
+    plane.doubt()
+    assert dict(plane.apply(OLD, None).writes) == {}, "nothing had changed"
+    plane.flush()
+    assert (site.dump(), links(site)) == (before, attached)
+    with site.pinned("services") as services:
+        gone = sorted(key for key, _ in services.items())[0]
+        assert services.delete(gone)
+    with site.pinned("backends") as backends:
+        assert backends.delete(sorted(key for key, _ in backends.items())[0])
+    assert site.dump() != before
+    plane.apply(OLD, ())
+    assert site.dump() != before, "nobody has doubted"
+    plane.doubt()
+    writes = plane.apply(OLD, None).writes
+    assert writes["services"]
+    assert writes["backends"]
+    plane.flush()
+    assert site.dump() == before
+
+
+DAMAGES = {
+    "services, a protocol": ("services", lambda key, raw: (key[:18] + b"\x63" + key[19:], raw)),
+    "services, behind the key": ("services", lambda key, raw: (key[:19] + b"\x01", raw)),
+    "services, all of a value": ("services", lambda key, raw: (key, b"\xff" * len(raw))),
+    "services, a size": ("services", lambda key, raw: (key, raw[:16] + b"\xff" * 4 + raw[20:])),
+    "services, no flags": ("services", lambda key, raw: (key, raw[:4] + bytes(4) + raw[8:])),
+    "service_names": ("service_names", lambda key, raw: (key, b"\xff" * len(raw))),
+    "service_names, an id": ("service_names", lambda key, raw: (b"\xff" * 4, raw)),
+    "backends": ("backends", lambda key, raw: (key, b"\xff" * len(raw))),
+    "backends, an id": ("backends", lambda key, raw: (b"\xff" * 4, raw)),
+    "backend_slots, a set": ("backend_slots", lambda key, raw: (b"\xff" * 4 + key[4:], raw)),
+    "backend_slots": ("backend_slots", lambda key, raw: (key, b"\xff" * 4)),
+    "set_members": ("set_members", lambda key, raw: (b"\xff" * 8, raw)),
+    "meta": ("meta", lambda key, raw: (key, b"\xff" * len(raw))),
+    "meta, one number": ("meta", lambda key, raw: (key, raw[:4] + b"\0\0\0\x80" + raw[8:])),
+}
+"""Of one entry in the map: what it has become, or what stands beside it."""
+UNTOLD = {"backend_slots, a set", "backend_slots", "set_members"}
+"""Not these: they say what an agent could have written, only not to such a set."""
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("which", [0, -1], ids=["first", "last"])
+def test_what_is_damaged_is_told_and_written_anew(
+    site: Site, damage: str, which: int, caplog: pytest.LogCaptureFixture
+):
+    """Everything else is served meanwhile; people can look at it, too."""
+    plane = site.open()
+    plane.apply(OLD, None)
+    plane.flush()
+    before = site.dump()
+    name, change = DAMAGES[damage]
+    with site.pinned(name) as held:
+        key, raw = change(*sorted(held.items())[which])
+        held.update(key, raw)
+    assert app.call(["inspect", "services", "--pin-dir", str(site.pins)]) == 0
+    plane = site.open()
+    told = [r.getMessage() for r in caplog.records if "damaged" in r.getMessage()]
+    assert [f"map={name} entries=1 keys={key.hex()}" in one for one in told] == (
+        [] if damage in UNTOLD else [True]
+    )
+    plane.apply(OLD, None)
+    plane.flush()
+    assert site.dump() == before
+    plane = site.open()
+    assert dict(plane.apply(OLD, None).writes) == {}
+
+
+@pytest.mark.parametrize("number", [1 << 31, (1 << 32) - 2, (1 << 32) - 1])
+@pytest.mark.parametrize("which", [0, 1, 2], ids=["services", "backends", "sets"])
+def test_ids_go_on_behind_what_is_there_when_their_counters_are_damaged(
+    site: Site, which: int, number: int
+):
+    """None is left behind such a number: each start would end, and the next one, too."""
+    site.open().apply(OLD, None)
+    with site.pinned("meta") as held:
+        before = layout.META.unpack(held.lookup(bytes(4)) or b"")
+        damaged = (*before[:which], number, *before[which + 1 :])
+        held.update(bytes(4), layout.META.pack(*damaged))
+    for state in (NEW, OLD, NEW):
+        plane = site.open()
+        assert plane.apply(state, None).refused == {}
+        plane.flush()
+    (raw,) = site.entries("meta").values()
+    after = layout.META.unpack(raw)
+    assert all(old <= new < 1 << 31 for old, new in zip(before, after, strict=True)), after
+
+
+def test_nothing_ends_before_the_first_apply(site: Site):
+    """An agent that starts knows of no Service yet: what stands is served."""
+    site.open().apply(OLD, None)
+    before, attached = site.dump(), links(site)
+    plane = site.open()
+    plane.tick(1e9)
+    plane.flush()
+    assert (site.dump(), links(site)) == (before, attached)
+    plane.close()
+    assert (site.dump(), links(site)) == (before, attached)
+
+
+def test_on_an_empty_machine_nothing_is_attached_before_the_maps_are_filled(site: Site):
+    plane = site.open()
+    assert not (site.pins / "links").exists()
+    plane.apply(OLD, None)
+    assert links(site).keys() == HOOKS
+
+
+def test_remove_leaves_nothing(site: Site):
+    plane = site.open()
+    plane.apply(OLD, None)
+    plane.remove()
+    assert not site.pins.exists()
+    fd = os.open(site.cgroup, os.O_RDONLY)
+    types = [hook.attach_type for hook in hooks.HOOKS]
+    # The kernel lets a link go a moment after its last name.
+    until("all is detached", lambda: not any(objects.attached(fd, kind) for kind in types))
+    os.close(fd)
+
+
+def test_side_by_side_they_do_not_disturb_each_other(artifact_cache: Path):
+    """Own pins, own cgroups, on one machine; others' pins are theirs."""
+    with sites(artifact_cache) as make:
+        one, two = make(), make()
+        first, second = one.open(), two.open()
+        first.apply(OLD, None)
+        second.apply(NEW, None)
+        before, attached = two.dump(), links(two)
+        first.apply(EMPTY, None)
+        first.flush()
+        assert contents(one) == {}
+        first.remove()
+        assert (two.dump(), links(two)) == (before, attached)
+        assert dict(two.open().apply(NEW, None).writes) == {}
+
+
+def test_a_second_agent_on_the_same_pins_is_turned_away(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(plane_module.load.lock, "__defaults__", (0.0,))
+    site.open().apply(OLD, None)
+    with pytest.raises(KernelError, match="another agent is at work here") as error:
+        site.plane().open()
+    assert str(site.pins) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+SPOILT = [
+    ("another user made it", lambda pins: os.chown(pins, 65534, 65534), "uid 65534 owns it"),
+    (
+        "others may write to it",
+        lambda pins: pins.chmod(0o777),
+        "others may write to it (mode 0777)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "spoil", "reason"), SPOILT, ids=[row[0] for row in SPOILT])
+def test_a_pin_folder_that_others_can_change_is_refused(
+    site: Site, name: str, spoil: Callable[[Path], None], reason: str
+):
+    """A bpffs that was mounted without mode=700 is open to all: who makes the folder first could
+    exchange programs and maps.
+    """
+    site.pins.mkdir(mode=0o700)
+    spoil(site.pins)
+    before = site.pins.stat().st_mode
+    with pytest.raises(KernelError) as error:
+        site.plane().open()
+    assert str(error.value).startswith(f"cannot trust the folder: {reason} ({site.pins}); ")
+    assert (list(site.pins.iterdir()), site.pins.stat().st_mode) == ([], before)
+    site.pins.rmdir()
+    site.open().apply(OLD, None)
+
+
+def test_the_pin_folder_of_an_earlier_version_becomes_private(site: Site):
+    site.open().apply(OLD, None)
+    site.close_planes()
+    assert site.pins.stat().st_mode & 0o7777 == 0o700
+    site.pins.chmod(0o755)
+    attached = links(site)
+    assert dict(site.open().apply(OLD, None).writes) == {}
+    assert site.pins.stat().st_mode & 0o7777 == 0o700
+    assert links(site) == attached
+
+
+def test_a_pinned_map_of_another_shape_is_an_error(site: Site):
+    site.open().apply(OLD, None)
+    site.close_planes()
+    attached = links(site)
+    pin = site.maps / "services"
+    with Map.open(pin) as services:
+        aside = site.pins / "aside"
+        services.pin(aside)
+        pin.unlink()
+        with Map.create(objects.MAP_HASH, "services", 20, 32, 8, objects.F_NO_PREALLOC) as strange:
+            strange.pin(pin)
+        with pytest.raises(KernelError, match="another layout") as error:
+            site.open()
+        assert str(pin) in str(error.value)
+        assert "kbpf cleanup" in str(error.value)
+        assert links(site) == attached, "the old programs go on"
+        site.close_planes()
+        pin.unlink()
+        aside.rename(pin)
+    assert dict(site.open().apply(OLD, None).writes) == {}
+
+
+def another_build(monkeypatch: pytest.MonkeyPatch, **changed: bytes) -> None:
+    """From now on the sources are others; `changed`: the bytecode of some programs."""
+    real = compile.obtain
+
+    def obtain(unit: str, cache: Path) -> tuple[artifact.Artifact, bool]:
+        found, compiled = real(unit, cache)
+        programs = tuple(
+            msgspec.structs.replace(p, insns=changed[p.name], references=())
+            if p.name in changed else p for p in found.programs
+        )  # fmt: skip
+        return msgspec.structs.replace(found, source="another", programs=programs), compiled
+
+    monkeypatch.setattr(compile, "obtain", obtain)
+
+
+def test_programs_of_another_build_are_replaced_in_their_place(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+):
+    site.open().apply(OLD, None)
+    before, attached = site.dump(), links(site)
+    another_build(monkeypatch)
+    plane = site.open()
+    assert links(site) == attached, "not before the first apply"
+    plane.apply(OLD, None)
+    after = links(site)
+    assert {k: link for k, (link, _) in after.items()} == {
+        k: one for k, (one, _) in attached.items()
+    }
+    assert not {p for _, p in after.values()} & {p for _, p in attached.values()}
+    assert site.dump() == before
+    assert [p.name for p in site.pins.glob("programs-*")] == ["programs-sock-another-all"]
+
+
+INVALID = b"\xff" + bytes(7)  # no such instruction
+
+
+def test_a_required_program_that_is_refused_changes_nothing(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+):
+    site.open().apply(OLD, None)
+    before, attached, pins = site.dump(), links(site), sorted(site.pins.rglob("*"))
+    another_build(monkeypatch, connect6=INVALID)
+    with pytest.raises(KernelError) as error:
+        site.open()
+    assert "\n" not in str(error.value)
+    assert "refuses the program connect6" in str(error.value)
+    assert "not an exit" in str(error.value), "the verifier's reason"
+    assert error.value.errno
+    assert (site.dump(), links(site), sorted(site.pins.rglob("*"))) == (before, attached, pins)
+
+
+def test_a_program_that_is_not_required_is_left_out(site: Site, monkeypatch: pytest.MonkeyPatch):
+    another_build(monkeypatch, getpeername4=INVALID, getpeername6=INVALID)
+    site.open().apply(OLD, None)
+    attached = links(site)
+    assert attached.keys() == HOOKS - {"getpeername4", "getpeername6"}
+    assert dict(site.open().apply(OLD, None).writes) == {}
+    assert links(site) == attached, "and stays out, with no new attempt to attach"
+
+
+# ---- killed in the middle ----------------------------------------------------------------------
+
+
+class Killer:
+    """Ends this process at its n-th step: before a map entry is written or deleted, before
+    something is pinned, attached, made, renamed or removed. Batches are written entry by entry. Of
+    a row of the same kind only the first two count, because then it is half done; but each entry
+    of `services` does.
+    """
+
+    ENTRIES = ((Map, "update"), (Map, "delete"), (Map, "replace"))
+    OTHERS = (
+        (syscalls.Fd, "pin"), (Link, "attach"), (Link, "update"),
+        (os, "rename"), (os, "unlink"), (os, "rmdir"), (os, "mkdir"),
+    )  # fmt: skip
+
+    def __init__(self, number: int) -> None:
+        self.left = number
+        self._row = ("", 0)
+        for owner, name in (*self.ENTRIES, *self.OTHERS):
+            setattr(owner, name, self._counted(getattr(owner, name), f"{owner} {name}"))
+        Map.update_batch, Map.delete_batch = self._update_batch, self._delete_batch
+
+    def _counted(self, real: Callable[..., Any], kind: str) -> Callable[..., Any]:
+        entry = str(Map) in kind
+
+        def step(*arguments: Any, **more: Any) -> Any:
+            name = arguments[0].name if entry else ""
+            row = f"{kind} {name}"
+            self._row = (row, self._row[1] + 1 if self._row[0] == row else 1)
+            if name == "services" or self._row[1] <= 2:
+                if self.left == 0:
+                    os._exit(77)
+                self.left -= 1
+            return real(*arguments, **more)
+
+        return step
+
+    @staticmethod
+    def _update_batch(into: Map, keys: bytes, values: bytes) -> int:
+        k, v = into.key_size, into.value_size
+        for i in range(len(keys) // k):
+            into.update(keys[i * k : (i + 1) * k], values[i * v : (i + 1) * v])
+        return 1
+
+    @staticmethod
+    def _delete_batch(into: Map, keys: bytes) -> int:
+        k = into.key_size
+        for i in range(len(keys) // k):
+            into.delete(keys[i * k : (i + 1) * k])
+        return 1
+
+
+def killed_at(number: int, work: Callable[[], None]) -> bool:
+    """Whether `work`, in a child, was killed at that step; else it was done before."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            Killer(number)
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code in (0, 77)
+    return code == 77
+
+
+def live(site: Site) -> dict[str, dict[str, Any]]:
+    """Hook → the frontends that its attached program serves: out of the maps that it reads."""
+    links = site.pins / "links"
+    seen: dict[int, tuple[str, dict[bytes, bytes]]] = {}  # maps, by id
+    programs: dict[tuple[int, ...], dict[str, Any]] = {}  # what is served, by the maps read
+    found = {}
+    for pin in links.iterdir() if links.exists() else ():
+        with Link.open(pin) as link, objects.program_by_id(link.info().program) as program:
+            ids = program.info().map_ids
+        for number in ids:
+            if number not in seen:
+                seen[number] = read_map(number)
+        key = tuple(n for n in ids if layout.MAPS[seen[n][0]].grows)
+        if key not in programs:
+            programs[key] = served(dict(seen[n] for n in key))
+        found[pin.name] = programs[key]
+    return found
+
+
+def read_map(number: int) -> tuple[str, dict[bytes, bytes]]:
+    """Name and entries of the map with this id; entries of those only that the agent grows."""
+    fd = syscalls.check(syscalls.lib().bpf_map_get_fd_by_id(number), "no such map")
+    with Map(fd, str(number)) as opened:
+        info = syscalls.RawMapInfo()
+        syscalls.read_info(fd, info, "map")
+        (name,) = (name for name in layout.MAPS if name[:15] == info.name.decode())
+        return name, dict(opened.items()) if layout.MAPS[name].grows else {}
+
+
+def served(entries: dict[str, dict[bytes, bytes]]) -> dict[str, Any]:
+    """Frontends of these maps; none if services is not among them."""
+    frontends = dump(lambda name: entries.get(name, {}))["frontends"]
+    return {at: nameless(behind) for at, behind in frontends.items()}
+
+
+def nameless(behind: dict[str, Any]) -> dict[str, Any]:
+    """What socket hooks read: neither names nor ranges."""
+    return {key: value for key, value in behind.items() if key not in ("service", "ranges")}
+
+
+def check_point(site: Site, old: dict[str, Any] | None, new: dict[str, Any]) -> None:
+    """Every hook serves every frontend with what stood behind it before or after, whole.
+
+    `old` None: nothing was attached before, and nothing is before all is there.
+    """
+    served_by = live(site)
+    if old is not None:
+        assert served_by.keys() == HOOKS, "no hook is free"
+    for hook, frontends in served_by.items():
+        if hook.startswith(("connect", "sendmsg")):
+            before = new if old is None else old
+            for at in before.keys() | new.keys() | frontends.keys():
+                assert frontends.get(at) in (before.get(at), new.get(at)), (hook, at)
+
+
+CASES = {
+    "the first start": None,
+    "a change": {},
+    "a change, and maps grow": {"grow": True},
+    "a change and another build": {"build": True},
+    "a change and another layout": {"build": True, "version": "services"},
+    "a change and another layout of slots": {"build": True, "version": "backend_slots"},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_killed_anywhere_the_next_one_ends_the_same(
+    artifact_cache: Path, monkeypatch: pytest.MonkeyPatch, case: str
+):
+    """And at no such point does a frontend have half a set, or a hook no program."""
+    what = CASES[case] or {}
+    if "grow" in what:
+        for name, entries in (("services", 6), ("backend_slots", 8), ("backends", 4)):
+            monkeypatch.setitem(layout.MAPS, name, replace(layout.MAPS[name], entries=entries))
+
+    def finish(site: Site) -> BpfPlane:
+        plane = site.open()
+        plane.apply(NEW, None)
+        plane.flush()
+        return plane
+
+    with sites(artifact_cache) as make:
+        old, new = (told(make(), state) for state in (OLD, NEW))
+        for number in itertools.count():
+            site = make()
+            if CASES[case] is not None:
+                site.open().apply(OLD, None)
+                site.close_planes()
+            with monkeypatch.context() as patch:
+                if "build" in what:
+                    another_build(patch)
+                if "version" in what:
+                    changed = replace(layout.MAPS[what["version"]], version=2)
+                    patch.setitem(layout.MAPS, what["version"], changed)
+                killed = killed_at(number, lambda site=site: finish(site))
+                known = None if CASES[case] is None else frontends_of(old)
+                check_point(site, known, frontends_of(new))
+                if killed:
+                    plane = site.open()
+                    check_point(site, known, frontends_of(new))
+                    plane.apply(NEW, None)
+                    plane.flush()
+                assert site.dump() == new, f"after step {number}"
+                assert folders(site) == ["layout", "links", "maps", "programs"], number
+            site.close()
+            if not killed:
+                break
+    print(f"{number} points")
+    assert number > 25, "there were that many"
+
+
+def told(site: Site, state: DesiredState) -> dict[str, Any]:
+    """The dump of a state that was told first."""
+    plane = site.open()
+    plane.apply(state, None)
+    plane.flush()
+    return site.dump()
+
+
+def frontends_of(found: dict[str, Any]) -> dict[str, Any]:
+    return {at: nameless(behind) for at, behind in found["frontends"].items()}
+
+
+def folders(site: Site) -> list[str]:
+    """What is in the pin folder, by kind."""
+    return sorted(path.name.split("-")[0] for path in site.pins.iterdir())
+
+
+def test_after_a_write_that_failed_the_same_agent_ends_the_same(
+    artifact_cache: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Whichever write it was. The agent is not sure what the maps hold, and reads them again."""
+    real = {name: getattr(Map, name) for name in ("update_batch", "delete_batch", "update")}
+
+    def fails(name: str, calls: Iterator[int], at: int) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            if next(calls) == at:
+                raise KernelError("cannot write", "map", errno=errno.ENOMEM)
+            return real[name](*arguments)
+
+        return call
+
+    with sites(artifact_cache) as make:
+        old, new = (told(make(), state) for state in (OLD, NEW))
+        for number in itertools.count():
+            site, calls = make(), itertools.count()
+            plane = site.open()
+            plane.apply(OLD, None)
+            with monkeypatch.context() as patch:
+                for name in real:
+                    patch.setattr(Map, name, fails(name, calls, number))
+                try:
+                    plane.apply(NEW, NEW.services.keys() | OLD.services.keys())
+                except KernelError as error:
+                    text = str(error)
+                else:
+                    text = ""
+            check_point(site, frontends_of(old), frontends_of(new))
+            plane.apply(NEW, ())
+            plane.flush()
+            assert site.dump() == new, number
+            site.close()
+            if not text:
+                break
+            assert text == "cannot write (map): ENOMEM"
+    assert number > 5, "there were that many calls"
+
+
+ONE_BACKEND = "127.0.1.1:8080"
+
+
+def test_what_could_not_be_read_is_kept_until_it_can_be(site: Site):
+    """A restart with a broken file: its Service is not in the desired state, and goes on."""
+    both = desired(
+        service("web", "10.96.0.1:80", ONE_BACKEND), service("db", "10.96.0.2:80", ONE_BACKEND)
+    )
+    site.open().apply(both, None)
+    before = site.dump()
+    plane = site.open()
+    plane.apply(desired(service("web", "10.96.0.1:80", ONE_BACKEND)), None, sound=False)
+    plane.flush()
+    assert site.dump() == before
+    plane.apply(desired(service("web", "10.96.0.1:80", ONE_BACKEND)), set(), sound=True)
+    plane.flush()
+    assert list(site.dump()["frontends"]) == ["10.96.0.1:80/TCP"]
+    assert site.dump()["strays"] == {}

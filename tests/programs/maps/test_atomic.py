@@ -1,0 +1,401 @@
+"""An update is atomic: whoever connects meanwhile gets a backend of the set before or after.
+
+Processes connect as fast as they can while the endpoints change as fast as they can be written.
+Each connect is recorded with its start and end and the address that it was led to, each change
+with its own start and end; all by one clock. A connect is right when its backend belongs to a set
+that held at some moment between its start and its end. The sets that follow one another have no
+backend in common.
+
+The second half lets a careless writer loose on the same maps, and expects the test to notice.
+"""
+
+import bisect
+import dataclasses
+import errno
+import itertools
+import mmap
+import socket
+import struct
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from kbpf.dataplane.bpf.maps.layout import MAPS, Reason, ServiceValue, pack_target
+from kbpf.dataplane.bpf.plane import BpfPlane
+from kbpf.model.desired import DesiredState, ServicePortKey, ServiceState
+from kbpf.model.objects import Protocol
+from tests.support.lab.lab import PATIENCE, Node, Place
+from tests.support.plane import (
+    LOCAL,
+    Site,
+    at,
+    desired,
+    make_local,
+    pick,
+    picks,
+    service,
+    sites,
+    start_within,
+)
+
+HOST, PORT = "10.96.0.1", 53
+READERS = 2
+DIALS, TCP_DIALS, CHANGES, SECONDS = 12_000, 1_000, 400, 0.8
+"""At least so many connects by each reader, and changes meanwhile, in so long a time."""
+DEADLINE = 240.0
+KNOCKS = 1_000_000
+"""A race of a few nanoseconds needs many tries; five seconds of a busy machine must do."""
+START = {
+    "services": 16,
+    "service_names": 16,
+    "backend_slots": 64,
+    "backends": 16,
+    "set_members": 16,
+}
+
+
+class Dialled(NamedTuple):
+    """One connect: when, in ns, and where to (an address, or an errno)."""
+
+    start: int
+    end: int
+    got: str
+
+
+@dataclass
+class History:
+    """Sets in the order in which they were programmed, each with the start and end of its apply."""
+
+    sets: list[frozenset[str]] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+
+    def change(self, backends: frozenset[str], write: Callable[[], None]) -> None:
+        """`write` makes these the backends."""
+        self.sets.append(backends)
+        self.starts.append(time.monotonic_ns())
+        write()
+        self.ends.append(time.monotonic_ns())
+
+    def allowed(self, one: Dialled) -> frozenset[str]:
+        """Backends of all sets that held at some moment of this connect."""
+        last = bisect.bisect_right(self.starts, one.end)  # written before the connect ended
+        first = max(0, bisect.bisect_left(self.ends, one.start) - 1)  # not yet replaced for sure
+        return frozenset().union(*self.sets[first:last])
+
+    def wrong(self, dials: list[Dialled]) -> list[Dialled]:
+        """Connects that failed, or that were led to a backend of no such set."""
+        return [one for one in dials if one.got not in self.allowed(one)]
+
+
+@dataclass
+class Ground:
+    """A node whose backends are its own addresses."""
+
+    node: Node
+    site: Site
+    plane: BpfPlane
+
+
+@pytest.fixture(scope="module")
+def host(node: Node) -> Place:
+    make_local(node.netns)
+    node.host.serve(1)
+    return node.host
+
+
+@pytest.fixture
+def ground(
+    node: Node, host: Place, artifact_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Ground]:
+    """Maps start small, so that they grow in the middle of all this."""
+    for name, entries in START.items():
+        monkeypatch.setitem(MAPS, name, dataclasses.replace(MAPS[name], entries=entries))
+    with sites(artifact_cache) as make:
+        site = make(cgroup=node.cgroup, node=node.netns)
+        yield Ground(node, site, site.open())
+
+
+# ---- the readers -------------------------------------------------------------------------------
+
+
+class Counters:
+    """Numbers that the readers and the writer share."""
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, 4096)
+
+    def __getitem__(self, index: int) -> int:
+        return struct.unpack_from("=Q", self._memory, index * 8)[0]
+
+    def __setitem__(self, index: int, number: int) -> None:
+        struct.pack_into("=Q", self._memory, index * 8, number)
+
+
+def read(protocol: Protocol, counters: Counters, number: int) -> list[Dialled]:
+    """Connects until counter 0 is set; tells in counter `number` how often it did."""
+    dials = []
+    while not counters[0]:
+        start = time.monotonic_ns()
+        got = pick_tcp() if protocol is Protocol.TCP else pick(HOST, PORT)
+        dials.append(Dialled(start, time.monotonic_ns(), got))
+        counters[number] = len(dials)
+    return dials
+
+
+def pick_tcp() -> str:
+    """As pick(), over a connection that a server answers: one that it is still to take would be in
+    its backlog, and who overruns that waits for a second. It ends with a reset, not in TIME_WAIT.
+    """
+    with socket.socket() as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("=ii", 1, 0))
+        s.settimeout(PATIENCE)
+        try:
+            s.connect((HOST, PORT))
+            s.sendall(b"who\n")
+            s.recv(1)
+        except OSError as error:
+            return str(error)
+        return s.getsockname()[0]
+
+
+def play(
+    ground: Ground, history: History, protocol: Protocol, step: Callable[[], None]
+) -> list[Dialled]:
+    """Steps without a pause while readers connect; what those saw."""
+    counters, numbers = Counters(), range(1, READERS + 1)
+    waiting = [
+        start_within(ground.node.host, lambda n=n: read(protocol, counters, n)) for n in numbers
+    ]
+    started, dials = time.monotonic(), TCP_DIALS if protocol is Protocol.TCP else DIALS
+    try:
+        while (
+            time.monotonic() < started + SECONDS
+            or len(history.sets) < CHANGES
+            or min(counters[n] for n in numbers) < dials
+        ):
+            assert time.monotonic() < started + DEADLINE, "too slow"
+            step()
+    finally:
+        counters[0] = 1
+        seen = [result() for result in waiting]
+    return list(itertools.chain.from_iterable(seen))
+
+
+# ---- what the agent writes ---------------------------------------------------------------------
+
+
+@dataclass
+class Story:
+    """What changes. `sizes`: of the sets, in turn. `others`: Services that come and go."""
+
+    name: str
+    sizes: tuple[int, ...] = (5,)
+    affinity: int = 0
+    others: int = 0
+    protocol: Protocol = Protocol.UDP
+
+    def sets(self) -> Iterator[list[str]]:
+        """For ever; neighbours have nothing in common."""
+        at = 0
+        for size in itertools.cycle(self.sizes):
+            yield [LOCAL[(at + i) % len(LOCAL)] for i in range(size)]
+            at += size
+
+
+STORIES = [
+    Story("endpoints change"),
+    Story("between 1 and 50 endpoints", sizes=(1, 50)),
+    Story("one endpoint", sizes=(1,)),
+    Story("other Services come and go", sizes=(1, 9), others=30),
+    Story("with affinity", sizes=(2, 20), affinity=60),
+    Story("TCP, with servers that answer", sizes=(1, 50), others=5, protocol=Protocol.TCP),
+]
+
+
+def web(backends: list[str], story: Story) -> ServiceState:
+    """Nobody is said to serve: else the plane would end the readers' sockets, as it should, before
+    they have told where they were led to.
+    """
+    to = " ".join(f"{one}:1" for one in backends)
+    return service(
+        "web", f"{HOST}:{PORT}", to, story.protocol, serving="", affinity_timeout=story.affinity
+    )
+
+
+def crowd(number: int, turn: int) -> dict[ServicePortKey, ServiceState]:
+    """Other Services; half of them are new each turn, on keys that were free before."""
+    found = (
+        service(f"o{i}", f"10.97.{turn % 7}.{i}:53", "192.0.2.1:1", Protocol.UDP)
+        for i in range(1, number + 1)
+        if (i + turn) % 2
+    )
+    return {one.key: one for one in found}
+
+
+@pytest.mark.parametrize("story", STORIES, ids=lambda story: story.name)
+def test_no_connect_fails_or_strays(ground: Ground, story: Story):
+    history, turns, sets = History(), itertools.count(), story.sets()
+    known: dict[ServicePortKey, ServiceState] = {}
+
+    def step() -> None:
+        backends, turn = next(sets), next(turns)
+        state = web(backends, story)
+        wanted = {state.key: state, **crowd(story.others, turn)}
+        touched = wanted.keys() | known.keys()
+        known.clear()
+        known.update(wanted)
+
+        def write() -> None:
+            report = ground.plane.apply(DesiredState(dict(wanted)), touched if turn else None)
+            assert not report.refused
+
+        history.change(frozenset(backends), write)
+        ground.plane.tick(time.monotonic())
+
+    step()
+    before = ground.site.reasons()
+    sizes = {name: ground.site.pinned(name).max_entries for name in START}
+    dials = play(ground, history, story.protocol, step)
+    grown = {name for name in START if ground.site.pinned(name).max_entries > sizes[name]}
+    print(f"{len(dials)} connects, {len(history.sets)} changes, grown: {sorted(grown)}")
+    assert history.wrong(dials) == []
+    assert "backend_slots" in grown, "and the maps grew"
+    assert len({one.got for one in dials}) > 5, "many sets were met"
+    assert (ground.site.reasons() - before).total() >= len(dials), "by these programs"
+
+
+def test_connects_between_two_changes_see_only_the_new_set(ground: Ground):
+    """No late reader of the old one: the flip is where the change is."""
+    story = STORIES[0]
+    for backends in itertools.islice(story.sets(), 20):
+        state = web(backends, story)
+        ground.plane.apply(desired(state), None)
+        assert set(picks(ground.node.host, f"{HOST}:{PORT}", 50)) <= set(backends)
+
+
+def test_a_frontend_is_not_taken_for_another_while_all_are_overwritten(ground: Ground):
+    """The kernel overwrites in two steps, and a look-up beside them may see neither the old nor
+    the new element, if others of the same bucket were written since (lookup.h, service_at()). And
+    the old element is used for the next key at once (read_service()): every second frontend has
+    no endpoints, so what was read of a neighbour shows.
+    """
+    hosts = [f"10.97.0.{i}" for i in range(1, 65)]
+    several = [
+        service(f"o{i}", f"{host}:{PORT}", f"{LOCAL[1]}:1" if i % 2 else "", Protocol.UDP)
+        for i, host in enumerate(hosts)
+    ]
+    ground.plane.apply(desired(*several), None)
+    counters = Counters()
+
+    def knock() -> tuple[int, Counter[tuple[bool, str]]]:
+        """Connects one socket again and again: nothing is faster."""
+        wrong: Counter[tuple[bool, str]] = Counter()
+        right = (errno.ECONNREFUSED, 0)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+            while not counters[0]:
+                for i, host in enumerate(hosts):
+                    got = s.connect_ex((host, PORT))
+                    if got != right[i % 2]:
+                        wrong[bool(i % 2), errno.errorcode.get(got, "connected")] += 1
+                counters[1] += len(hosts)
+        return counters[1], wrong
+
+    before = ground.site.reasons()
+    result = start_within(ground.node.host, knock)
+    try:
+        with ground.site.pinned("services") as services:
+            pairs = dict(services.items())
+            order = [pack_target(*at(f"{host}:{PORT}", Protocol.UDP)) for host in hosts]
+            keys, values = b"".join(order), b"".join(pairs[key] for key in order)
+            started = time.monotonic()
+            while counters[1] <= DIALS or (counters[1] < KNOCKS and time.monotonic() < started + 5):
+                assert time.monotonic() < started + DEADLINE, "too slow"
+                services.update_batch(keys, values)
+    finally:
+        counters[0] = 1
+        dials, wrong = result()
+    assert wrong == {}
+    assert dials > DIALS
+    seen = ground.site.reasons() - before
+    assert seen == {Reason.TRANSLATED: dials // 2, Reason.NO_ENDPOINTS: dials // 2}
+
+
+# ---- writers that this must notice -------------------------------------------------------------
+
+
+class Careless:
+    """Writes the maps with no order, through handles of its own."""
+
+    def __init__(self, ground: Ground) -> None:
+        self.services = ground.site.pinned("services")
+        self.slots = ground.site.pinned("backend_slots")
+        ids = {v[12:16]: k for k, v in ground.site.entries("backends").items()}
+        self.ids = {address: ids[socket.inet_aton(address)] for address in LOCAL}
+        ((self.key, value),) = self.services.items()
+        self.value = list(ServiceValue.unpack(value))
+        self.set = self.value[3]
+
+    def frontend(self, size: int) -> None:
+        self.value[4] = size
+        self.services.update(self.key, ServiceValue(*self.value).pack(self.key))
+
+    def in_place(self, backends: list[str]) -> None:
+        """One set for ever: the size first, then slot by slot."""
+        old = self.value[4]
+        for index in range(len(backends), old):
+            self.slots.delete(struct.pack("=II", self.set, index))
+        self.frontend(len(backends))
+        for index, one in enumerate(backends):
+            self.slots.update(struct.pack("=II", self.set, index), self.ids[one])
+
+    def delete_and_write(self, backends: list[str]) -> None:
+        """The frontend is gone for a moment."""
+        self.services.delete(self.key)
+        for index, one in enumerate(backends):
+            self.slots.update(struct.pack("=II", self.set, index), self.ids[one])
+        self.frontend(len(backends))
+
+
+@pytest.mark.parametrize("way", ["in_place", "delete_and_write"])
+def test_a_careless_writer_is_noticed(ground: Ground, way: str):
+    story = Story("careless", sizes=(1, 50))
+    ground.plane.apply(desired(web(list(LOCAL), story)), None)
+    writer, history, sets = Careless(ground), History(), story.sets()
+
+    def step() -> None:
+        backends = next(sets)
+        history.change(frozenset(backends), lambda: getattr(writer, way)(backends))
+
+    step()
+    dials = play(ground, history, story.protocol, step)
+    wrong = history.wrong(dials)
+    print(f"{len(wrong)} of {len(dials)} connects, {len(history.sets)} changes")
+    assert len(wrong) > 10
+
+
+def test_a_stale_backend_is_noticed():
+    """The judge itself, on a history of its own: what is allowed when."""
+    a, b, c = (frozenset((name,)) for name in "abc")
+    history = History([a, b, c], [0, 100, 200], [10, 110, 210])
+    for dialled, good in (
+        (Dialled(20, 30, "a"), True),
+        (Dialled(20, 30, "b"), False),
+        (Dialled(20, 99, "b"), False),
+        (Dialled(20, 100, "b"), True),
+        (Dialled(105, 106, "a"), True),
+        (Dialled(105, 106, "b"), True),
+        (Dialled(111, 112, "a"), False),
+        (Dialled(111, 112, "b"), True),
+        (Dialled(105, 205, "c"), True),
+        (Dialled(105, 205, "a"), True),
+        (Dialled(211, 300, "b"), False),
+        (Dialled(211, 300, "c"), True),
+        (Dialled(211, 300, "ECONNREFUSED"), False),
+    ):
+        assert (history.wrong([dialled]) == []) is good, dialled

@@ -1,0 +1,208 @@
+"""A first start: sockets are served before the packet programs are loaded, and these come soon."""
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kbpf.dataplane.bpf.maps import layout
+from kbpf.dataplane.bpf.packet_path.packet_path import PacketPath
+from kbpf.dataplane.bpf.plane import BpfPlane
+from kbpf.dataplane.bpf.programs import compile
+from kbpf.dataplane.bpf.programs.loader import Ready
+from kbpf.errors import CompileError, KernelError
+from kbpf.kernel.bpf import objects
+from kbpf.kernel.bpf.objects import Map
+from kbpf.kernel.bpf.tc import Tc
+from kbpf.kernel.system import netns
+from kbpf.model.config import SocketLb
+from kbpf.model.desired import ServiceState
+from tests.support.lab.lab import PATIENCE, ip, until
+from tests.support.plane import HOOKS, Site, desired, service, sites
+
+START = {"services": 8, "service_names": 8, "backend_slots": 16, "backends": 8, "set_members": 8}
+
+
+def many(count: int) -> list[ServiceState]:
+    return [service(f"s{i:04}", f"10.96.0.{i + 1}:80", "10.0.0.1:80") for i in range(count)]
+
+
+class Start:
+    """A node with a device, and agents that start on it. Loading the packet programs waits for
+    `go_on`, and fails by `error` if there is one.
+    """
+
+    def __init__(self, name: str, site: Site) -> None:
+        self.name, self.site = name, site
+        self.begun, self.go_on = threading.Event(), threading.Event()
+        self.error: KernelError | None = None
+        self.loads = 0
+        self.plane = self.open()
+
+    def open(self, **settings: Any) -> BpfPlane:
+        self.plane = self.site.open(packet_path=True, sockets_first=True, **settings)
+        return self.plane
+
+    def do(self, action: Callable[[], Any]) -> Any:
+        return netns.inside(Path("/run/netns") / self.name, action)
+
+    def apply(self, *services: ServiceState) -> None:
+        self.do(lambda: self.plane.apply(desired(*services), None))
+
+    def tick(self) -> None:
+        self.do(lambda: self.plane.tick(time.monotonic()))
+
+    def ready(self) -> bool:
+        self.tick()
+        return self.plane.ready()
+
+    def hooks(self) -> set[str]:
+        links = self.site.pins / "links"
+        return {path.name for path in links.iterdir()} if links.is_dir() else set()
+
+    def attached(self) -> dict[str, set[int]]:
+        """The packet programs by device."""
+
+        def read() -> dict[str, set[int]]:
+            found: dict[str, set[int]] = {}
+            with Tc(self.site.pins / "devices") as tc:
+                for one in tc.everything():
+                    found.setdefault(socket.if_indextoname(one.ifindex), set()).add(one.program)
+            return found
+
+        return self.do(read)
+
+    def in_step(self) -> bool:
+        """Whether all that devices run reads the maps that are pinned now."""
+        (folder,) = self.site.pins.glob("programs-tc-*")
+        now = set()
+        for path in (*self.site.maps.iterdir(), folder / "tails"):
+            with Map.open(path) as held:
+                now.add(held.id)
+        reads = set()
+        for number in set().union(*self.attached().values()):
+            with objects.program_by_id(number) as program:
+                reads |= set(program.info().map_ids)
+        return reads <= now
+
+
+@pytest.fixture
+def start(artifact_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    for name, entries in START.items():
+        monkeypatch.setitem(layout.MAPS, name, replace(layout.MAPS[name], entries=entries))
+    where = f"kbps{os.getpid()}"
+    with ExitStack() as stack:
+        ip(f"netns add {where}")
+        stack.callback(ip, f"netns del {where}")
+        ip("link add here type veth peer name far", netns=where)
+        make = stack.enter_context(sites(artifact_cache))
+        made = Start(where, make(node=where))
+        stack.callback(made.go_on.set)
+        prepare = PacketPath.prepare
+
+        def held_up(packets: PacketPath, maps: Mapping[str, Map]) -> Ready:
+            made.loads += 1
+            made.begun.set()
+            assert made.go_on.wait(PATIENCE)
+            if made.error is not None:
+                raise made.error
+            return prepare(packets, maps)
+
+        monkeypatch.setattr(PacketPath, "prepare", held_up)
+        yield made
+
+
+def test_sockets_are_served_before_the_packet_programs_are_loaded(start: Start):
+    start.apply(*many(3))
+    assert start.begun.wait(PATIENCE)
+    assert start.hooks() == HOOKS
+    assert len(start.site.dump()["frontends"]) == 3
+    assert start.attached() == {}
+    assert not start.ready()
+    start.apply(*many(5))
+    assert len(start.site.dump()["frontends"]) == 5, "changes do not wait either"
+    start.go_on.set()
+    until("the packet path is there", start.ready)
+    assert start.attached().keys() == {"here", "far"}
+    assert start.in_step()
+    assert start.plane.packet_status().problem == ""
+
+
+def test_maps_that_grow_meanwhile_are_those_that_the_packet_programs_read(start: Start):
+    start.go_on.set()
+    start.apply(*many(3))
+    start.apply(*many(100))
+    until("the packet path is there", start.ready)
+    assert start.loads == 2, "again, over the larger ones"
+    assert start.in_step()
+    assert len(start.site.dump()["frontends"]) == 100
+
+
+def test_a_packet_path_that_cannot_be_loaded_is_told_and_tried_again(start: Start):
+    start.error = KernelError("refused by hand")
+    start.go_on.set()
+    start.apply(*many(3))
+    until("it is told", start.ready)
+    assert "refused by hand" in start.plane.packet_status().problem
+    assert start.hooks() == HOOKS
+    start.error = None
+    start.do(start.plane.doubt)
+    start.apply(*many(3))
+    until("the packet path is there", start.ready)
+    assert start.plane.packet_status().problem == ""
+    assert start.attached().keys() == {"here", "far"}
+
+
+def test_programs_that_do_not_compile_are_told(start: Start, monkeypatch: pytest.MonkeyPatch):
+    obtain = compile.obtain
+
+    def refuse(unit: str, cache: Path) -> Any:
+        if unit == "tc":
+            raise CompileError("no such header", "tc.c", "install it")
+        return obtain(unit, cache)
+
+    monkeypatch.setattr(compile, "obtain", refuse)
+    start.apply(*many(3))
+    until("it is told", start.ready)
+    assert "no such header" in start.plane.packet_status().problem
+
+
+def test_an_agent_that_ends_while_they_are_loaded_leaves_what_serves(start: Start):
+    """And the next one, which finds hooks, has all programs before it changes anything."""
+    start.apply(*many(3))
+    assert start.begun.wait(PATIENCE)
+    start.go_on.set()
+    start.site.close_planes()
+    assert (start.hooks(), start.attached()) == (HOOKS, {})
+    start.open()
+    assert start.loads == 2
+    start.apply(*many(3))
+    until("the packet path is there", start.ready)
+    assert start.attached().keys() == {"here", "far"}
+    assert start.in_step()
+
+
+ALONE = [
+    pytest.param({"socket_lb": SocketLb.OFF}, id="no hooks that could serve"),
+    pytest.param({"socket_lb": SocketLb.HOST_ONLY}, id="hooks that do not serve pods"),
+]
+
+
+@pytest.mark.parametrize("settings", ALONE)
+def test_a_packet_path_that_others_need_is_loaded_first(start: Start, settings: dict[str, Any]):
+    """As the decision for mode bpf depends on it."""
+    start.go_on.set()
+    start.open(**settings)
+    assert start.loads == 1
+    start.error = KernelError("refused by hand")
+    start.site.close_planes()
+    start.plane.remove()
+    with pytest.raises(KernelError, match="refused by hand"):
+        start.open(**settings)

@@ -1,0 +1,238 @@
+"""A change costs the change: the same writes and system calls with ten Services and with 2,000."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kbpf.dataplane.base import Report
+from kbpf.dataplane.bpf.plane import LARGE, BpfPlane
+from kbpf.kernel.bpf import syscalls
+from kbpf.model.desired import DesiredState, ServicePortKey, ServiceState
+from kbpf.model.objects import Protocol
+from tests.support.lines import lines_run
+from tests.support.plane import Site, desired, service, sites
+
+FEW, MANY = 10, 2_000
+A, B, C = (f"10.244.0.{i}:80" for i in (1, 2, 3))
+
+
+class CountingLib:
+    """libbpf, and how often each of its functions was called."""
+
+    def __init__(self, real: Any, calls: Counter[str]) -> None:
+        self._real = real
+        self._calls = calls
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._real, name)
+
+        def call(*arguments: Any) -> Any:
+            self._calls[name] += 1
+            return found(*arguments)
+
+        return call
+
+
+@contextmanager
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """Calls of libbpf inside the block: each of them is one bpf(2)."""
+    calls: Counter[str] = Counter()
+    lib = CountingLib(syscalls.lib(), calls)
+    with monkeypatch.context() as patch:
+        patch.setattr(syscalls, "lib", lambda: lib)
+        yield calls
+
+
+@dataclass
+class Cluster:
+    """A plane with so many Services, TCP and UDP, and its desired state."""
+
+    plane: BpfPlane
+    services: dict[ServicePortKey, ServiceState]
+
+    def change(self, *states: ServiceState, gone: tuple[ServicePortKey, ...] = ()) -> Report:
+        for state in states:
+            self.services[state.key] = state
+        for key in gone:
+            del self.services[key]
+        return self.plane.apply(DesiredState(self.services), [*(s.key for s in states), *gone])
+
+    def settle(self) -> Report:
+        """Retires what is old. Its cost is told with the next apply, which is this empty one."""
+        self.plane.flush()
+        return self.plane.apply(DesiredState(self.services), ())
+
+
+def one(number: int, to: str = f"{A} {B}", **more: Any) -> ServiceState:
+    protocol = Protocol.UDP if number % 2 else Protocol.TCP
+    at = f"10.{100 + number // 60_000}.{number // 250 % 240}.{number % 250 + 1}:80"
+    return service(f"s{number:05}", at, to, protocol, **more)
+
+
+@pytest.fixture(scope="module")
+def clusters(artifact_cache: Path) -> Iterator[dict[int, Cluster]]:
+    with sites(artifact_cache) as make:
+        found = {}
+        for count in (FEW, MANY):
+            plane = make().open()
+            services = {(state := one(i)).key: state for i in range(count)}
+            plane.apply(DesiredState(services), None)
+            plane.flush()
+            found[count] = Cluster(plane, services)
+        yield found
+
+
+Change = Callable[[Cluster], Report]
+
+CHANGES: dict[str, Change] = {
+    "one more endpoint, TCP": lambda c: c.change(one(2, f"{A} {B} {C}")),
+    "one more endpoint, UDP": lambda c: c.change(one(3, f"{A} {B} {C}")),
+    "one endpoint less, TCP": lambda c: c.change(one(2, A)),
+    "one endpoint less, UDP": lambda c: c.change(one(3, A)),
+    "no endpoints": lambda c: c.change(one(4, "")),
+    "affinity": lambda c: c.change(one(4, A, affinity_timeout=9)),
+    "no affinity": lambda c: c.change(one(4, A)),
+    "a new Service": lambda c: c.change(one(50_000)),
+    "a Service is deleted": lambda c: c.change(gone=(one(50_000).key,)),
+    "nothing": lambda c: c.change(one(5)),
+}
+
+
+def test_a_change_costs_the_same_in_a_large_cluster(
+    clusters: dict[int, Cluster], monkeypatch: pytest.MonkeyPatch
+):
+    """Every kind of change, its retiring included; and what the report tells is what was called."""
+    for name, change in CHANGES.items():
+        costs = []
+        for count in (FEW, MANY):
+            cluster = clusters[count]
+            cluster.settle()
+            with counted(monkeypatch) as calls:
+                reports = change(cluster), cluster.settle()
+            assert all(report.refused == {} for report in reports)
+            called = sum(n for call, n in calls.items() if "update" in call or "delete" in call)
+            assert called == sum(report.calls for report in reports), name
+            costs.append((reports, calls))
+        assert costs[0] == costs[1], name
+
+
+def test_nor_does_the_agent_look_at_other_services(
+    clusters: dict[int, Cluster], monkeypatch: pytest.MonkeyPatch
+):
+    """All that a change takes, at once: in slices, the machine's load would decide how many lines
+    are run before one ends.
+    """
+    monkeypatch.setattr("kbpf.dataplane.bpf.plane.SLICE_SECONDS", float("inf"))
+    for name, change in CHANGES.items():
+        lines = {count: lines_run(partial(change, c)) for count, c in clusters.items()}
+        assert lines[FEW] == lines[MANY], name
+        for cluster in clusters.values():
+            cluster.settle()
+
+
+LIMITS = {
+    "one more endpoint, TCP": {"meta": 1, "backends": 1, "backend_slots": 3, "services": 1},
+    "one endpoint less, TCP": {"meta": 1, "backend_slots": 1, "services": 1},
+    "no endpoints": {"services": 1},
+    "a new Service": {
+        "meta": 1,
+        "service_names": 1,
+        "backend_slots": 2,
+        "services": 1,
+        "cluster_ips": 1,
+    },
+    "a Service is deleted": {"services": 1, "cluster_ips": 1},
+    "nothing": {},
+}
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_what_a_change_writes(clusters: dict[int, Cluster], name: str):
+    """No more than what changed: an endpoint costs its set, never another Service's."""
+    cluster = clusters[FEW]
+    extra = (one(50_000).key,) if one(50_000).key in cluster.services else ()
+    cluster.change(*(one(i) for i in range(6)), gone=extra)
+    if "deleted" in name:
+        CHANGES["a new Service"](cluster)
+    cluster.settle()
+    assert dict(CHANGES[name](cluster).writes) == LIMITS[name]
+
+
+def test_many_endpoints_are_written_in_few_calls(clusters: dict[int, Cluster]):
+    cluster = clusters[FEW]
+    cluster.settle()
+    crowd = " ".join(f"10.245.{i // 250}.{i % 250 + 1}:80" for i in range(1000))
+    report = cluster.change(one(6, crowd))
+    assert dict(report.writes) == {
+        "meta": 1, "backends": 1000, "backend_slots": 1000, "services": 1,
+    }  # fmt: skip
+    assert report.calls == 4
+
+
+def test_a_thousand_services_at_once_are_written_in_few_calls(clusters: dict[int, Cluster]):
+    cluster = clusters[FEW]
+    cluster.settle()
+    report = cluster.change(*(one(i) for i in range(20_000, 21_000)))
+    assert report.writes["services"] == 1000
+    assert report.calls == 5, "meta, names, slots, frontends, their IPs; the backends were there"
+
+
+def test_large_service_ports_wait_for_the_small_ones_and_go_one_at_a_time(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+):
+    """When the time is over at once: an apply() of small ones programs these and nothing else, and
+    one of nothing goes on with a large one.
+    """
+    monkeypatch.setattr("kbpf.dataplane.bpf.plane.SLICE_SECONDS", 0.0)
+    crowd = " ".join(f"10.245.{i // 250}.{i % 250 + 1}:80" for i in range(LARGE))
+    cluster = Cluster(site.open(), {})
+    cluster.plane.apply(DesiredState({}), None)
+    large = [one(2 * i, crowd) for i in range(4)]
+    cluster.services.update({state.key: state for state in large})
+    named = {state.key for state in large}
+    for number in range(4):
+        small = one(100 + number)
+        cluster.services[small.key] = small
+        report = cluster.plane.apply(DesiredState(cluster.services), {*named, small.key})
+        assert (len(report.deferred), report.writes["services"]) == (4 - number, 1), number
+        report = cluster.plane.apply(DesiredState(cluster.services), ())
+        assert (len(report.deferred), report.writes["services"]) == (3 - number, 1), number
+        named = set()
+    assert cluster.plane.apply(DesiredState(cluster.services), None).writes == {}
+
+
+def test_a_large_service_port_that_loses_an_address_takes_it_from_nobody_later(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+):
+    """It waits, and another one has the address meanwhile."""
+    monkeypatch.setattr("kbpf.dataplane.bpf.plane.SLICE_SECONDS", 0.0)
+    crowd = " ".join(f"10.245.{i // 250}.{i % 250 + 1}:80" for i in range(LARGE))
+    before = service("large", "10.96.0.1:80 ExternalIP=192.0.2.1:80", crowd)
+    after = service("large", "10.96.0.1:80", f"{crowd} 10.245.9.9:80")
+    small = service("small", "10.96.0.2:80 ExternalIP=192.0.2.1:80", "10.0.0.1:80")
+    first = service("first", "10.96.0.3:80", crowd)
+    state = desired(after, small, first)
+    plane = site.open()
+    plane.apply(desired(before), None)
+    report = plane.apply(state, state.services.keys())
+    while report.deferred:
+        report = plane.apply(state, {after.key})
+    shown = site.dump()["frontends"]
+    assert shown["192.0.2.1:80/TCP"]["service"] == "default/small"
+    assert len(shown["10.96.0.1:80/TCP"]["cluster"]) == LARGE + 1
+
+
+def test_a_report_counts_each_apply_alone(site: Site):
+    plane = site.open()
+    cluster = Cluster(plane, {})
+    plane.apply(DesiredState({}), None)
+    assert cluster.change(one(1)).writes["services"] == 1
+    assert cluster.change(one(2)).writes["services"] == 1
+    nothing = cluster.change(one(2))
+    assert (nothing.writes, nothing.calls, nothing.refused) == ({}, 0, {})

@@ -1,0 +1,797 @@
+"""What makes room when as many connections are tracked as there may be, and what stays."""
+
+import contextlib
+import ctypes
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+
+from kbpf.dataplane.bpf.inspect import tracked_connections
+from kbpf.dataplane.bpf.maps import flow_entries as fields
+from kbpf.dataplane.bpf.maps import pinning
+from kbpf.dataplane.bpf.maps.flow_entries import ends, is_question
+from kbpf.dataplane.bpf.maps.layout import (
+    DEVICE,
+    MAPS,
+    NAT,
+    U32,
+    U64,
+    DeviceFlag,
+    FlowPart,
+    Former,
+    Reason,
+    Role,
+    Target,
+    TcpState,
+    pack_target,
+)
+from kbpf.dataplane.bpf.maps.migrate import Moves
+from kbpf.dataplane.bpf.maps.pinning import Pins
+from kbpf.dataplane.bpf.metrics import Meter
+from kbpf.dataplane.bpf.packet_path import flow_gc
+from kbpf.dataplane.bpf.packet_path.packet_path import PacketPath
+from kbpf.dataplane.bpf.plane import BpfPlane
+from kbpf.dataplane.bpf.programs.loader import SocketPrograms
+from kbpf.errors import KernelError
+from kbpf.kernel.bpf import objects, syscalls
+from kbpf.kernel.bpf.objects import Map, Program
+from kbpf.kernel.system import netns
+from kbpf.model.address import parse_addr
+from kbpf.model.config import Config, MapSizes
+from kbpf.model.metrics import Tracked
+from kbpf.model.objects import Protocol
+from tests.support.lab.lab import ip
+from tests.support.lab.lab import run as command
+from tests.support.packets.packets import Talk, frame, tcp, udp
+from tests.support.packets.parse import parse
+from tests.support.packets.shares import has_port
+from tests.support.packets.test_run import TC_ACT_SHOT, run
+from tests.support.plane import Site, desired, service, sites
+
+ROOM = 32
+MOST = 36
+"""With the eighth more that is there for such that are needed."""
+NODE, POD = "198.18.0.1", "10.244.1.2:8080"
+VIPS = {"kept": "192.0.2.1:80", "translated": "192.0.2.2:80"}
+"""By what becomes of the client's address: so a flow has two or three entries."""
+PARTS = {"kept": 2, "translated": 3}
+MINUTE = 60 * 10**9
+HOUR = 60 * MINUTE
+
+
+def client(port: int) -> str:
+    """A client with this port, which a masqueraded flow keeps: others would be given any, perhaps
+    that of a flow that has ended, which then goes.
+    """
+    hosts = (f"198.51.100.{number}" for number in range(7, 250))
+    kept = (host for host in hosts if has_port(host, port, *Config().masquerade_ports))
+    return f"{next(kept)}:{port}"
+
+
+class Flows:
+    """The programs over small maps, and what is tracked there."""
+
+    def __init__(self, site: Site) -> None:
+        self.site, self.kind, self.before = site, "", 0
+        self.programs: dict[str, Program] = {}
+        self.talks: dict[int, Talk] = {}
+
+    def start(self, room: int) -> None:
+        """The agent, with room for so many."""
+        plane = self.plane = self.site.open(MapSizes(connections=room), packet_path=True)
+        made = [
+            service(f"{name}-{protocol.name}".lower(), f"LoadBalancer={vip}", POD, protocol,
+                    local=POD, external_local=name == "kept")
+            for name, vip in VIPS.items()
+            for protocol in (Protocol.TCP, Protocol.UDP)
+        ]  # fmt: skip
+        state = msgspec.structs.replace(desired(*made), masquerade_as=(parse_addr(NODE),))
+        netns.inside(Path("/run/netns") / str(self.site.node), lambda: plane.apply(state, None))
+        self.hold()
+
+    def hold(self) -> None:
+        """Uses the programs that are pinned now, on a device of ours."""
+        with self.site.pinned("devices") as devices:
+            value = DEVICE.pack(Role.HOST, 14, DeviceFlag(0), bytes(6), bytes(16), bytes(16))
+            devices.update(U32.pack(1), value)
+        self.close()
+        folder = next(self.site.pins.glob("programs-tc-*"))
+        self.programs = {n: Program.open(folder / n) for n in ("tc_ingress", "tc_egress")}
+
+    def close(self) -> None:
+        """Lets go of the programs."""
+        for program in self.programs.values():
+            program.close()
+
+    def forget(self) -> None:
+        """Nothing is tracked; the queue still has the keys of what was."""
+        with self.site.pinned("flows") as flows:
+            flows.delete_batch(b"".join(key for key, _ in flows.items()))
+
+    def drain(self) -> list[bytes]:
+        """The keys in the queue, the oldest first; it is empty then."""
+        found = []
+        with self.site.pinned("order") as order:
+            taken = ctypes.create_string_buffer(order.value_size)
+            while syscalls.lib().bpf_map_lookup_and_delete_elem(order.fd, None, taken) == 0:
+                found.append(taken.raw)
+        return found
+
+    def empty(self) -> None:
+        """As at the beginning."""
+        self.forget()
+        self.drain()
+        with self.site.pinned("tracked") as tracked:
+            tracked.update(U32.pack(0), U64.pack(0))
+
+    def talk(self, port: int, script: str) -> None:
+        """From this port of the client: "? <!" are datagrams, the backend's begins with <; all
+        other words are TCP segments as packets.Talk has them, and "3s" is three seconds that pass.
+        """
+        own, vip = client(port), VIPS[self.kind]
+        seen = own
+        for word in script.split():
+            if word.endswith("s"):
+                self.age(port, int(word[:-1]) * 10**9)
+                continue
+            back = word.startswith("<")
+            ends = (POD, seen) if back else (own, vip)
+            if word in ("?", "<!"):
+                packet = udp(*ends)
+            else:
+                packet = self.talks.setdefault(port, Talk()).segment(word, *ends)
+            done = run(self.programs["tc_ingress"], frame(packet))
+            assert done.retval != TC_ACT_SHOT, (port, word)
+            done = run(self.programs["tc_egress"], done.packet_out)
+            if not back:
+                seen = parse(done.packet_out[14:], l2=False).source
+
+    def ports(self) -> dict[int, int]:
+        """Ports of the client that have a flow, and how many entries each has; none is without the
+        client's own.
+        """
+        found: dict[int, int] = {}
+        questions = set()
+        for raw in self.site.entries("flows").values():
+            port = Target.unpack(NAT.unpack(raw)[1]).port
+            found[port] = found.get(port, 0) + 1
+            if is_question(raw):
+                questions.add(port)
+        assert questions == found.keys()
+        return found
+
+    def whole(self, ports: Iterator[int] | range | list[int]) -> dict[int, int]:
+        """As ports() has flows that nothing was taken from."""
+        return dict.fromkeys(ports, PARTS[self.kind])
+
+    def tracked(self) -> int:
+        """How many the programs believe to be there."""
+        (told,) = U64.unpack(self.site.entries("tracked")[U32.pack(0)])
+        return int(told)
+
+    def evicted(self) -> int:
+        """Connections that lived, and had to make room in this test."""
+        return self.site.reasons()[Reason.EVICTED] - self.before
+
+    def age(self, port: int, nanoseconds: int) -> None:
+        """As if this flow had been quiet for so long; less than 0: it stays young."""
+        with self.site.pinned("flows") as flows:
+            for key, raw in list(flows.items()):
+                if Target.unpack(NAT.unpack(raw)[1]).port == port:
+                    aged = bytearray(raw)
+                    udp_ = raw[fields.PROTOCOL] == Protocol.UDP
+                    for at in (slice(8), fields.BEGUN) if udp_ else (slice(8),):
+                        then = int.from_bytes(raw[at], "little") - nanoseconds
+                        aged[at] = max(0, then).to_bytes(8, "little")
+                    flows.update(key, bytes(aged))
+
+
+@pytest.fixture(scope="module")
+def site(artifact_cache: Path) -> Iterator[Site]:
+    where = f"kbpo{os.getpid()}"
+    command("ip", "netns", "add", where)
+    try:
+        ip("link set lo up", netns=where)
+        with sites(artifact_cache) as make:
+            yield make(node=where)
+    finally:
+        command("ip", "netns", "del", where)
+
+
+@pytest.fixture(scope="module")
+def started(site: Site) -> Iterator[Flows]:
+    made = Flows(site)
+    made.start(ROOM)
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=PARTS)
+def flows(started: Flows, request: pytest.FixtureRequest) -> Iterator[Flows]:
+    started.kind = request.param
+    started.empty()
+    started.before = started.site.reasons()[Reason.EVICTED]
+    with started.site.telling():
+        yield started
+
+
+LIVES = "S <SA A+ <A"
+OLDEST = {
+    "half open": ("S", True),
+    "answered, but the client says no more": ("S <SA", True),
+    "established": (LIVES, False),
+    "the client has closed": (f"{LIVES} FA", False),
+    "the backend has closed": (f"{LIVES} <FA", False),
+    "both have closed": (f"{LIVES} FA <FA A", True),
+    "reset by the client": (f"{LIVES} R", True),
+    "reset by the backend": (f"{LIVES} <R", True),
+    "datagrams one way": ("?", True),
+    "a question and its answer": ("? <!", True),
+    "datagrams both ways, two seconds later still": ("? <! 3s ?", False),
+    "datagrams both ways, and the last two seconds later": ("? <! 3s <!", False),
+    "one answer, two seconds later": ("? 3s <!", True),
+    "many datagrams at once": ("? <! ? <! ? <! ?", True),
+    "established, and quiet": (f"{LIVES} 3600s", False),
+    "a handshake, just now": ("S <SA A", False),
+    "a handshake without proof of the backend": ("S <SA A 6s", True),
+    "the client has closed, and nobody says more": (f"{LIVES} FA 11s", True),
+    "the backend has closed, and nobody says more": (f"{LIVES} <FA <A 11s", True),
+    "the client has closed, and is sent data": (f"{LIVES} FA 11s <A+ A", False),
+    "a reset with other numbers": (f"{LIVES} R! <R! 11s", False),
+    "made up by who sees nothing of it": ("S <SA A! A+! 6s", True),
+}
+"""What the oldest flow is, and whether it makes room."""
+
+
+@pytest.mark.parametrize("kind", OLDEST)
+def test_the_oldest_goes_that_nobody_needs(flows: Flows, kind: str) -> None:
+    script, goes = OLDEST[kind]
+    for port, each in enumerate([script] + [LIVES] * (ROOM - 1), 2000):
+        flows.talk(port, each)
+    assert flows.ports() == flows.whole(range(2000, 2000 + ROOM)), "there is room for all"
+    flows.talk(5000, LIVES)
+    assert flows.ports() == flows.whole([*range(2000 + goes, 2000 + ROOM), 5000])
+    assert flows.evicted() == 0
+
+
+STREAM = "? <! 3s ?"
+FULL = {
+    "a SYN, established connections": (LIVES, "S", 0),
+    "a datagram, established connections": (LIVES, "?", 0),
+    "a SYN, streams of UDP": (STREAM, "S", 1),
+    "a datagram, streams of UDP": (STREAM, "?", 0),
+}
+"""What begins, what the table is full of, and how many of that go."""
+
+
+@pytest.mark.parametrize("kind", FULL)
+def test_what_begins_takes_no_place_of_what_is_established(flows: Flows, kind: str) -> None:
+    """But for streams of UDP, whose place TCP and SCTP get: they are established more easily."""
+    script, word, goes = FULL[kind]
+    for port in range(2000, 2000 + MOST):
+        flows.talk(port, script)
+    assert flows.ports() == flows.whole(range(2000, 2000 + MOST))
+    ends = client(5000), VIPS[flows.kind]
+    packet = udp(*ends) if word == "?" else tcp(*ends, flags=word)
+    full = flows.site.reasons()[Reason.TABLE_FULL]
+    verdict = run(flows.programs["tc_ingress"], frame(packet)).retval
+    assert (verdict == TC_ACT_SHOT) == (not goes)
+    assert flows.site.reasons()[Reason.TABLE_FULL] - full == (not goes)
+    there = flows.ports()
+    assert len(there) == MOST
+    assert (5000 in there) == bool(goes)
+    assert there == flows.whole(list(there)), "none lost a part"
+    assert flows.evicted() == goes
+
+
+def test_what_ended_by_time_makes_room(flows: Flows) -> None:
+    """It would live, but for the hours."""
+    for port in range(2000, 2000 + ROOM):
+        flows.talk(port, "? <! 3s ?")
+    flows.age(2003, HOUR // 2)
+    flows.talk(5000, LIVES)
+    assert flows.ports() == flows.whole([*(set(range(2000, 2000 + ROOM)) - {2003}), 5000])
+    assert flows.evicted() == 0
+
+
+def test_a_flood_drives_out_its_own_kind_only(flows: Flows) -> None:
+    """Connections that nobody makes, from everywhere; and each finds room at first."""
+    for port in range(2000, 2000 + ROOM // 2):
+        flows.talk(port, LIVES)
+    for port in range(20_000, 20_000 + 20 * ROOM):
+        flows.talk(port, "S")
+    there = flows.ports()
+    assert flows.whole(range(2000, 2000 + ROOM // 2)).items() <= there.items()
+    assert ROOM // 2 < len(there) <= ROOM + 1
+    assert max(there) == 20_000 + 20 * ROOM - 1
+    assert flows.evicted() == 0
+
+
+def test_connections_that_end_make_room_for_ever(flows: Flows) -> None:
+    """Many times as many as there is room for, and never an entry too many."""
+    for port in range(20_000, 20_000 + 20 * ROOM):
+        flows.talk(port, f"{LIVES} FA <FA A")
+    there = flows.ports()
+    assert len(there) in (ROOM - 1, ROOM, ROOM + 1)
+    assert there == flows.whole(range(20_000 + 20 * ROOM - len(there), 20_000 + 20 * ROOM))
+    assert flows.evicted() == 0
+
+
+@pytest.mark.parametrize("kind", OLDEST)
+def test_who_makes_room_by_himself_is_no_reason_for_an_alarm(flows: Flows, kind: str) -> None:
+    """On a node with many short connections most of what holds is closed already."""
+    script, goes = OLDEST[kind]
+    flows.talk(2000, script)
+    counted = Meter(Pins(flows.site.pins), Config()).count(lambda: None)
+    assert counted.tracked == Tracked(now=not goes, most=ROOM)
+    with flows.site.pinned("flows") as held:
+        filled = tracked_connections.fill(held, time.monotonic())
+    assert (filled.entries, filled.needed) == (1, not goes)
+
+
+def test_what_is_over_and_has_its_place_still_does_not_count(flows: Flows) -> None:
+    """Of what metrics say: alarms are for connections that live."""
+    meter = Meter(Pins(flows.site.pins), Config())
+    for port in range(20_000, 20_000 + 3 * ROOM):
+        flows.talk(port, f"{LIVES} FA <FA A")
+        flows.age(port, HOUR)
+    flows.talk(2000, LIVES)
+    entries = len(flows.site.entries("flows"))
+    assert entries >= (ROOM - 1) * PARTS[flows.kind], "as many as there may be"
+    assert meter.count(lambda: None).tracked == Tracked(now=1, most=ROOM)
+    off = Meter(Pins(flows.site.pins), Config(packet_path=False))
+    assert off.count(lambda: None).tracked is None, "the map is as small as can be then"
+    told = {table.name: table for table in meter.read({}).tables}
+    assert told["flows"].entries == entries
+    unbounded = {name for name, table in told.items() if table.limit is None}
+    lru = {name for name, spec in MAPS.items() if spec.kind == objects.MAP_LRU_HASH}
+    assert unbounded == {"flows"} | lru, "of which an alarm would never end"
+
+
+def test_a_port_that_is_used_again_has_one_place(flows: Flows) -> None:
+    """The new connection takes that of the one before, whose entries go."""
+    for _ in range(5 * ROOM):
+        flows.talk(2000, f"{LIVES} FA <FA A")
+    for port in range(2000, 2000 + ROOM):
+        flows.talk(port, LIVES)
+    assert flows.ports() == flows.whole(range(2000, 2000 + ROOM))
+    assert flows.evicted() == 0
+
+
+def test_a_handshake_in_the_place_of_an_old_connection_stays(flows: Flows) -> None:
+    """The same port of the client, begun anew a moment ago: its place is the oldest."""
+    for port in range(2000, 2000 + ROOM):
+        flows.talk(port, f"{LIVES} FA <FA A")
+    flows.talk(2000, "S")
+    flows.age(2000, -HOUR)
+    flows.talk(5000, LIVES)
+    assert {2000, 5000} <= flows.ports().keys()
+    assert 2001 not in flows.ports()
+
+
+@pytest.mark.parametrize("before", ["", f"{LIVES} FA <FA A"], ids=["new", "anew"])
+@pytest.mark.parametrize("room", [0, 1, 2])
+def test_a_flow_that_finds_no_room_in_the_map_is_none(flows: Flows, before: str, room: int) -> None:
+    """Not all entries can be written: nothing goes out that is half translated, and of the answers'
+    entries, which are written first, none is left.
+    """
+    flows.talk(2000, before)
+    with flows.site.pinned("flows") as held:
+        for key, raw in list(held.items()):
+            if not is_question(raw):
+                held.delete(key)
+        other = bytearray(NAT.size)
+        other[99] = FlowPart.ANSWER
+        number = 0
+        with contextlib.suppress(KernelError):
+            for number in range(held.max_entries + 1):
+                held.update(number.to_bytes(40), bytes(other))
+        assert number > 2 * ROOM, "full"
+        for number in range(min(room, PARTS[flows.kind] - 1 - bool(before))):
+            held.delete(number.to_bytes(40))
+    syn = tcp(client(2000), VIPS[flows.kind], flags="S")
+    counted = flows.site.reasons()
+    assert run(flows.programs["tc_ingress"], frame(syn)).retval == TC_ACT_SHOT
+    assert flows.site.reasons() - counted == {Reason.NOT_RECORDED: 1}
+    left = [raw for raw in flows.site.entries("flows").values() if raw != bytes(other)]
+    assert [raw for raw in left if not is_question(raw)] == []
+
+
+def test_keys_of_flows_that_are_gone_hold_no_place(flows: Flows) -> None:
+    """The agent has ended them: so many that their keys fill the queue."""
+    for port in range(2000, 2000 + ROOM):
+        flows.talk(port, LIVES)
+    flows.forget()
+    for port in range(3000, 3000 + ROOM):
+        flows.talk(port, LIVES)
+    assert flows.ports() == flows.whole(range(3000, 3000 + ROOM))
+    assert flows.evicted() == 0
+
+
+@pytest.mark.parametrize("room", [ROOM // 2, 2 * ROOM])
+def test_another_size_keeps_the_newest_and_their_order(flows: Flows, room: int) -> None:
+    """As after a restart with another --max-connections. Who was quiet longest is asked first."""
+    ports = range(2000, 2000 + ROOM)
+    for port in ports:
+        flows.talk(port, LIVES)
+    for port in (ports[-2], ports[-4]):
+        flows.talk(port, "R")
+    for number, port in enumerate(ports):
+        flows.age(port, (ROOM - number) * MINUTE // 6)
+    flows.start(room)
+    with flows.site.pinned("flows") as held:
+        assert held.max_entries == int(room * MAPS["flows"].per)
+    left = set(ports[-room:])
+    assert flows.ports() == flows.whole([*left])
+    for port in range(5000, 5000 + room - len(left)):
+        flows.talk(port, LIVES)
+    flows.talk(6000, LIVES)
+    left -= {ports[-4], ports[-2]}
+    there = flows.ports()
+    assert left <= there.keys()
+    assert ports[-4] not in there or room > ROOM
+    assert 6000 in there
+    flows.start(ROOM)
+
+
+# ---- another version, and the moment of the change -----------------------------------------------
+
+MARKED = 4711
+
+
+def marked(raw: bytes) -> bytes:
+    """What an upgrade makes of a value: recognisable."""
+    return raw[: fields.SERVICE.start] + U32.pack(MARKED) + raw[fields.SERVICE.stop :]
+
+
+def another_layout(monkeypatch: pytest.MonkeyPatch, *former: Former) -> None:
+    """From now on the code is that of a version that lays out `flows` otherwise."""
+    monkeypatch.setitem(MAPS, "flows", replace(MAPS["flows"], version=99, former=former))
+
+
+@pytest.mark.parametrize("knows", [True, False], ids=["known", "unknown"])
+def test_flows_in_the_layout_of_before(
+    flows: Flows, monkeypatch: pytest.MonkeyPatch, knows: bool
+) -> None:
+    """Each is made one of today, with its place: who was quiet longest is asked first."""
+    ports = range(2000, 2000 + ROOM)
+    for port in ports:
+        flows.talk(port, LIVES)
+    flows.talk(ports[7], "R")
+    flows.talk(ports[3], "R")
+    for number, port in enumerate(ports):
+        flows.age(port, (ROOM - number) * MINUTE // 6)
+    another_layout(monkeypatch, *([Former(1, NAT.size, marked)] if knows else []))
+    flows.start(ROOM)
+    assert flows.ports() == (flows.whole(ports) if knows else {})
+    assert {raw[fields.SERVICE] for raw in flows.site.entries("flows").values()} <= {
+        U32.pack(MARKED)
+    }
+    assert flows.tracked() == (ROOM if knows else 1), "0: nobody would look for any"
+    if knows:
+        for port in (5000, 5001, 5002):
+            flows.talk(port, LIVES)
+        assert ports[3] not in flows.ports()
+        assert ports[7] not in flows.ports()
+        assert flows.ports().keys() >= {*ports[8:], 5000, 5001, 5002}
+    monkeypatch.undo()
+    flows.start(ROOM)
+
+
+def test_an_upgrade_that_was_cut_short_is_made_again(
+    flows: Flows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The maps were there, and the agent ended before any program had changed over."""
+    flows.talk(2000, LIVES)
+    another_layout(monkeypatch, Former(1, NAT.size, marked))
+    flows.site.open(MapSizes(connections=ROOM), packet_path=True).close()
+    flows.talk(2001, LIVES)
+    flows.talk(2000, "FA <FA A")
+    flows.start(ROOM)
+    assert flows.ports() == flows.whole([2000, 2001])
+    states = {Target.unpack(NAT.unpack(raw)[1]).port: raw[fields.STATE]
+              for raw in flows.site.entries("flows").values() if is_question(raw)}  # fmt: skip
+    assert states == {2000: TcpState.CLOSED, 2001: TcpState.ESTABLISHED}
+    monkeypatch.undo()
+    flows.start(ROOM)
+
+
+class Killed(Exception):
+    """The agent ends here."""
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 3, 7, 8, 9, 20])
+def test_killed_while_it_takes_flows_over_the_next_one_has_a_place_for_each(
+    flows: Flows, monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    """After so many writes to the new maps. A flow without a place would never make room."""
+    ports = range(2000, 2008)
+    for port in ports:
+        flows.talk(port, LIVES)
+    for number, port in enumerate(ports):
+        flows.age(port, number * MINUTE // 6)
+    another_layout(monkeypatch, Former(1, NAT.size, marked))
+    left = itertools.count(-steps)
+
+    def killing(real: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def step(into: Map, *arguments: Any) -> Any:
+            if into.name == name and next(left) >= 0:
+                raise Killed
+            return real(into, *arguments)
+
+        return step
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Map, "push", killing(Map.push, "order"))
+        patch.setattr(Map, "update", killing(Map.update, "flows"))
+        with pytest.raises(Killed):
+            flows.site.open(MapSizes(connections=ROOM), packet_path=True)
+    flows.start(ROOM)
+    assert flows.ports() == flows.whole(ports)
+    held = flows.site.entries("flows")
+    places = [Target.unpack(held[key][fields.CLIENT]).port for key in flows.drain()]
+    assert list(dict.fromkeys(places)) == sorted(ports, reverse=True), "who was quiet longest first"
+    assert len(places) <= len(ports) + 1
+    monkeypatch.undo()
+    flows.start(ROOM)
+
+
+class End(NamedTuple):
+    """Where an agent ends while its maps get another size: before this method, if its last argument
+    is that. `new`: the devices have the new programs by then.
+    """
+
+    owner: Any
+    method: str
+    last: str = ""
+    new: bool = False
+
+
+ENDS = {
+    "before it applies": End(BpfPlane, "apply"),
+    "before any is pinned": End(pinning, "replace_pin", "flows"),
+    "before the queue is pinned": End(pinning, "replace_pin", "order"),
+    "before the programs are handed over": End(PacketPath, "publish"),
+    "before the hooks change over": End(SocketPrograms, "publish", new=True),
+    "before it has caught up": End(Moves, "catch_up", new=True),
+}
+
+
+@pytest.mark.parametrize("then", [2 * ROOM, ROOM], ids=["the same again", "as before"])
+@pytest.mark.parametrize("where", ENDS)
+def test_killed_while_maps_get_another_size_the_next_one_knows_all_that_began(
+    flows: Flows, monkeypatch: pytest.MonkeyPatch, where: str, then: int
+) -> None:
+    """Before the end, and after it by what was attached then; and each has a place."""
+    end = ENDS[where]
+    real = getattr(end.owner, end.method)
+
+    def killing(*arguments: Any) -> Any:
+        if not end.last or arguments[-1] == end.last:
+            raise Killed
+        return real(*arguments)
+
+    flows.talk(2000, LIVES)
+    with monkeypatch.context() as patch:
+        patch.setattr(end.owner, end.method, killing)
+        with pytest.raises(Killed):
+            flows.start(2 * ROOM)
+    flows.site.close_planes()
+    if end.new:
+        flows.hold()
+    flows.talk(3000, LIVES)
+    flows.talk(2000, "FA <FA A")
+    flows.start(then)
+    assert flows.ports() == flows.whole([2000, 3000])
+    states = {Target.unpack(NAT.unpack(raw)[1]).port: raw[fields.STATE]
+              for raw in flows.site.entries("flows").values() if is_question(raw)}  # fmt: skip
+    assert states == {2000: TcpState.CLOSED, 3000: TcpState.ESTABLISHED}
+    with flows.site.pinned("flows") as held:
+        assert held.max_entries == int(then * MAPS["flows"].per)
+        known = dict(held.items())
+    places = [known[key] for key in flows.drain() if key in known]
+    assert {Target.unpack(raw[fields.CLIENT]).port for raw in places} == {2000, 3000}
+    flows.start(ROOM)
+
+
+def test_what_begins_before_the_devices_change_over_is_there_when_they_do(
+    flows: Flows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing begins from then on: it would be known on one of its two devices only."""
+    publish, elsewhere = PacketPath.publish, PacketPath.tracks_elsewhere
+    seen: list[tuple[dict[int, int], bool]] = []
+
+    def late(packets: PacketPath, held: Map) -> bool:
+        flows.talk(3000, LIVES)  # through the old programs
+        return elsewhere(packets, held)
+
+    def looking(packets: PacketPath) -> int:
+        if seen:  # they have changed over
+            return publish(packets)
+        syn = frame(tcp(client(3001), VIPS[flows.kind], flags="S"))
+        dropped = run(flows.programs["tc_ingress"], syn).retval == TC_ACT_SHOT
+        flows.talk(3000, "A <A")
+        seen.append((flows.ports(), dropped))
+        return publish(packets)
+
+    monkeypatch.setattr(PacketPath, "tracks_elsewhere", late)
+    monkeypatch.setattr(PacketPath, "publish", looking)
+    flows.talk(2000, LIVES)
+    before = flows.site.reasons()[Reason.PAUSED]
+    flows.start(2 * ROOM)
+    assert seen == [(flows.whole([2000, 3000]), True)]
+    assert flows.site.reasons()[Reason.PAUSED] == before + 1
+    monkeypatch.undo()
+    flows.talk(3001, LIVES)
+    assert flows.ports() == flows.whole([2000, 3000, 3001])
+    flows.start(ROOM)
+
+
+@pytest.mark.parametrize(("seconds", "begins"), [(3600, False), (-1, True)])
+def test_a_pause_ends_by_itself(flows: Flows, seconds: int, begins: bool) -> None:
+    flows.talk(2000, LIVES)
+    with flows.site.pinned("paused") as paused:
+        paused.update(U32.pack(0), U64.pack(time.monotonic_ns() + seconds * 10**9))
+        try:
+            syn = frame(tcp(client(2001), VIPS[flows.kind], flags="S"))
+            assert (run(flows.programs["tc_ingress"], syn).retval != TC_ACT_SHOT) == begins
+            flows.talk(2000, "A <A FA <FA A")
+        finally:
+            paused.update(U32.pack(0), bytes(8))
+    assert flows.ports().keys() == {2000, 2001} if begins else {2000}
+
+
+# ---- what has no place ---------------------------------------------------------------------------
+
+OTHER_POD = "10.244.1.3"
+NOW = itertools.count(1e9, flow_gc.LOOK_SECONDS)
+"""When the agent looks."""
+
+
+class Lost(NamedTuple):
+    """A conversation of two CPUs that have chosen differently, and whether, so many seconds later,
+    the answers go that are not those of the question.
+    """
+
+    name: str
+    script: str
+    seconds: int
+    goes: bool
+
+
+LOST = [
+    Lost("a question, young", "?", 29, False),
+    Lost("a question", "?", 31, True),
+    Lost("answered, young", "? <!", 29, False),
+    Lost("answered", "? <!", 31, True),
+    Lost("a stream, young", "? <! 3s ?", 115, False),
+    Lost("a stream", "? <! 3s ?", 121, True),
+    Lost("a SYN", "S", 121, True),
+    Lost("TCP, young", LIVES, 23 * 3600, False),
+    Lost("TCP", LIVES, 25 * 3600, True),
+]
+
+
+def lose(flows: Flows, port: int) -> dict[bytes, bytes]:
+    """The entries that the other CPU has made for the flow of this port: it took another backend,
+    and if the source is translated one more took another port of the node.
+    """
+    made = {}
+    for raw in flows.site.entries("flows").values():
+        if is_question(raw) or Target.unpack(raw[fields.CLIENT]).port != port:
+            continue
+        client, pod = (
+            raw[fields.CLIENT],
+            pack_target(parse_addr(OTHER_POD), 8080, raw[fields.PROTOCOL]),
+        )
+        if raw[fields.PART] == FlowPart.ANSWER:
+            made[ends(client, pod)] = raw[: fields.BACKEND.start] + pod + raw[fields.BACKEND.stop :]
+        else:
+            number = (port + 18_000).to_bytes(2, "big")
+            node = raw[fields.SNAT] + number + client[18:]
+            other = raw[: fields.SNAT_PORT.start] + number + raw[fields.SNAT_PORT.stop :]
+            made[ends(node, raw[fields.BACKEND])] = other
+    with flows.site.pinned("flows") as held:
+        for key, raw in made.items():
+            held.update(key, raw)
+    return made
+
+
+def remove(held: Map, seconds: float) -> int:
+    """Orphans that are gone then."""
+    at = time.monotonic_ns() + int(seconds * 1e9)
+    return sum(flow_gc.remove(held, *batch, at) for batch in list(held.batches()))
+
+
+@pytest.mark.parametrize("row", LOST, ids=lambda row: row.name)
+def test_answers_that_no_question_leads_to_go_when_their_time_is_over(
+    flows: Flows, row: Lost
+) -> None:
+    """Those of the flow itself stay, though theirs is over, too: the flow makes room as a whole."""
+    flows.talk(2000, row.script)
+    flows.talk(2001, "?")
+    whole = flows.site.entries("flows")
+    made = lose(flows, 2000)
+    assert len(made) == PARTS[flows.kind] - 1
+    with flows.site.pinned("flows") as held:
+        assert remove(held, row.seconds) == (len(made) if row.goes else 0)
+    assert flows.site.entries("flows") == whole | ({} if row.goes else made)
+
+
+def test_answers_go_whose_question_is_gone(flows: Flows) -> None:
+    flows.talk(2000, "?")
+    flows.talk(2001, "?")
+    with flows.site.pinned("flows") as held:
+        for key, raw in list(held.items()):
+            if is_question(raw) and Target.unpack(raw[fields.CLIENT]).port == 2000:
+                held.delete(key)
+        assert remove(held, 29) == 0
+        assert remove(held, 31) == PARTS[flows.kind] - 1
+    assert flows.ports() == flows.whole([2001])
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["at once", "before v5.14"])
+def test_what_is_made_anew_at_that_moment_stays(
+    flows: Flows, monkeypatch: pytest.MonkeyPatch, at_once: bool
+) -> None:
+    """Another flow has taken the port, or the backend, after the entry was looked at."""
+    if not at_once:
+        lib = Without(syscalls.lib())
+        monkeypatch.setattr(syscalls, "lib", lambda: lib)
+    flows.talk(2000, "?")
+    made = lose(flows, 2000)
+    anew = {key: raw[:-1] + b"\1" for key, raw in made.items()}
+    take = Map.take
+
+    def late(self: Map, key: bytes) -> bytes | None:
+        self.update(key, anew[key])
+        return take(self, key)
+
+    with flows.site.pinned("flows") as held:
+        with monkeypatch.context() as patch:
+            patch.setattr(Map, "take", late)
+            assert remove(held, 31) == 0
+        assert anew.items() <= dict(held.items()).items()
+        assert remove(held, 31) == len(made)
+        assert held.take(next(iter(made))) is None, "it is gone"
+
+
+class Without:
+    """libbpf on a kernel that takes nothing out of a hash map in one step."""
+
+    def __init__(self, lib: Any) -> None:
+        self._lib = lib
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "bpf_map_lookup_and_delete_elem":
+            return lambda *_: -objects.ENOTSUPP
+        return getattr(self._lib, name)
+
+
+def test_the_agent_looks_for_them_a_part_at_a_time(
+    flows: Flows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And begins again."""
+    monkeypatch.setattr(objects, "BATCH", 8)
+    ports = range(2000, 2000 + ROOM // 2)
+    node = Path("/run/netns") / str(flows.site.node)
+    for port in ports:
+        flows.talk(port, "?")
+    for _ in range(2):
+        made = {key for port in ports for key in lose(flows, port)}
+        for port in ports:
+            flows.age(port, MINUTE)
+        left = []
+        for now in itertools.islice(NOW, 100):
+            netns.inside(node, lambda: flows.plane.tick(now))  # noqa: B023
+            left.append(len(made & flows.site.entries("flows").keys()))
+        assert left[0] > 0, "not all at once"
+        assert left[-1] == 0
+        assert flows.ports() == flows.whole(ports)

@@ -1,0 +1,485 @@
+"""Room: maps grow while they are used, and what finds no room is refused, said, and tried again."""
+
+import errno
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+
+from kbpf.dataplane.base import Report
+from kbpf.dataplane.bpf import growth
+from kbpf.dataplane.bpf.attachments import Attached
+from kbpf.dataplane.bpf.maps import layout, pinning
+from kbpf.dataplane.bpf.maps.migrate import Moves
+from kbpf.dataplane.bpf.plane import LARGE, BpfPlane
+from kbpf.dataplane.bpf.programs.loader import SocketPrograms
+from kbpf.errors import KernelError
+from kbpf.kernel.bpf import objects
+from kbpf.kernel.bpf.objects import Link, Map
+from kbpf.model.desired import ServicePortKey, ServiceState
+from kbpf.model.objects import Protocol
+from tests.support.lab.lab import Node, Place, until
+from tests.support.plane import (
+    LOCAL,
+    SIZES,
+    Site,
+    desired,
+    make_local,
+    picks,
+    service,
+    sites,
+)
+
+UDP = Protocol.UDP
+START = {"services": 8, "service_names": 8, "backend_slots": 16, "backends": 8, "set_members": 8}
+
+
+@pytest.fixture(scope="module")
+def host(node: Node) -> Place:
+    make_local(node.netns)
+    return node.host
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Maps start small."""
+    for name, entries in START.items():
+        monkeypatch.setitem(layout.MAPS, name, replace(layout.MAPS[name], entries=entries))
+
+
+def many(count: int, to: str = "10.0.0.1:80", **more) -> list[ServiceState]:
+    return [service(f"s{i:04}", f"10.96.{i // 250}.{i % 250 + 1}:53", to, UDP, **more)
+            for i in range(count)]  # fmt: skip
+
+
+def sizes_of(site: Site) -> dict[str, int]:
+    found = {}
+    for name in START:
+        with site.pinned(name) as opened:
+            found[name] = opened.max_entries
+    return found
+
+
+def read_by_programs(site: Site) -> set[int]:
+    """Ids of the maps that attached programs read."""
+    found: set[int] = set()
+    for pin in (site.pins / "links").iterdir():
+        with Link.open(pin) as link, objects.program_by_id(link.info().program) as program:
+            found |= set(program.info().map_ids)
+    return found
+
+
+# ---- growing -----------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("small")
+def test_maps_grow_and_everything_is_still_there(site: Site):
+    plane = site.open()
+    plane.apply(desired(*many(3, affinity_timeout=9)), None)
+    plane.flush()
+    assert sizes_of(site) == START
+    before = site.dump()["frontends"]
+    links = {p.name: Link.open(p).info().id for p in (site.pins / "links").iterdir()}
+    plane.apply(desired(*many(100, affinity_timeout=9)), None)
+    plane.flush()
+    after = site.dump()
+    assert len(after["frontends"]) == 100
+    assert before.items() <= after["frontends"].items()
+    assert after["strays"] == {}
+    assert sizes_of(site) == {
+        "services": 128, "service_names": 128, "backend_slots": 128, "backends": 8,
+        "set_members": 128,
+    }, "twice as big as often as it takes, with a fifth to spare"  # fmt: skip
+    ids = {site.pinned(name).id for name in layout.MAPS if name in START} - {
+        site.pinned("service_names").id
+    }
+    assert ids <= read_by_programs(site), "the programs read the bigger maps"
+    assert {p.name: Link.open(p).info().id for p in (site.pins / "links").iterdir()} == links
+
+
+@pytest.mark.usefixtures("small")
+def test_a_restart_finds_the_bigger_maps(site: Site):
+    site.open().apply(desired(*many(100)), None)
+    sizes, before = sizes_of(site), site.dump()
+    assert dict(site.open().apply(desired(*many(100)), None).writes) == {}
+    assert (sizes_of(site), site.dump()) == (sizes, before)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("restart", [False, True], ids=["while it runs", "at its start"])
+def test_the_new_size_serves(node: Node, host: Place, artifact_cache: Path, restart: bool):
+    """What came with the growth is reached, and what was there before."""
+    with sites(artifact_cache) as make:
+        site = make(cgroup=node.cgroup, node=node.netns)
+        plane = site.open()
+        plane.apply(desired(*many(3, f"{LOCAL[1]}:1")), None)
+        assert picks(host, "10.96.0.1:53") == [LOCAL[1]]
+        if restart:
+            plane = site.open()
+        plane.apply(desired(*many(3, f"{LOCAL[1]}:1"), *many(60, f"{LOCAL[2]}:1")[3:]), None)
+        assert picks(host, "10.96.0.3:53") == [LOCAL[1]]
+        assert picks(host, "10.96.0.60:53") == [LOCAL[2]]
+
+
+@pytest.mark.usefixtures("small")
+def test_growing_stops_at_the_limit(site: Site):
+    sizes = replace(SIZES, frontends=20)
+    plane = site.open(sizes)
+    assert plane.apply(desired(*many(20)), None).refused == {}
+    assert sizes_of(site)["services"] == 20
+    assert plane.fill()["services"] == (20, 20)
+    assert plane.fill()["backends"] == (1, 8)
+
+
+class Growing:
+    """A data plane whose maps begin to grow for a Service port that does not fit, and what each
+    call writes to a map at most.
+    """
+
+    def __init__(self, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(growth, "AT_ONCE", 4)
+        monkeypatch.setattr("kbpf.dataplane.bpf.plane.SLICE_SECONDS", 1e-9)
+        self.site, self.most = site, 0
+        self.plane = site.open()
+        self.small = many(5)
+        crowd = " ".join(f"10.245.{i // 250}.{i % 250 + 1}:80" for i in range(LARGE))
+        self.big = service("big", "10.97.0.1:80", crowd)
+        self.plane.apply(desired(*self.small), None)
+        self.plane.flush()
+
+    def begin(self) -> Self:
+        """The large one is wanted."""
+        self.change(*self.small, self.big)
+        return self
+
+    def change(self, *services: ServiceState) -> Report:
+        """These are wanted from now on; those that differ are touched."""
+        before = getattr(self, "state", desired(*self.small)).services
+        self.state = desired(*services)
+        after = self.state.services
+        touched = {k for k in before.keys() | after.keys() if before.get(k) is not after.get(k)}
+        return self.plane.apply(self.state, touched)
+
+    def tick(self) -> None:
+        self.plane.tick(time.monotonic())
+
+    def until(self, what: str, done: Callable[[], Any]) -> None:
+        """Ticks until it is so."""
+        until(what, lambda: done() or self.tick())
+
+
+def test_no_change_waits_while_maps_grow(site: Site, monkeypatch: pytest.MonkeyPatch, small: None):
+    """Each tick copies a few entries; what comes, changes and goes meanwhile is programmed at once,
+    and is right in the maps of both sizes.
+    """
+    at = Growing(site, monkeypatch).begin()
+    update_batch, sizes = Map.update_batch, []
+
+    def watched(held: Map, keys: bytes, values: bytes) -> int:
+        sizes.append(len(keys) // held.key_size)
+        return update_batch(held, keys, values)
+
+    monkeypatch.setattr(Map, "update_batch", watched)
+    left, changed = many(5)[1:], service("s0002", "10.96.0.3:53", "10.0.0.9:80", UDP)
+    stages = iter(
+        [
+            (*at.small, at.big),
+            (*left, at.big),
+            (left[0], changed, *left[2:], at.big),
+            (left[0], changed, *left[2:], service("new", "10.96.9.9:53", "10.0.0.9:80"), at.big),
+        ]
+    )
+    copying = 0
+
+    def grown() -> bool:
+        nonlocal copying
+        if at.plane._tables._copies:
+            copying += 1
+            if wanted := next(stages, None):
+                report = at.change(*wanted)
+                assert report.deferred == {at.big.key.service}
+                names = sorted(state.key.name for state in wanted if state is not at.big)
+                assert served(site) == names
+        sizes.clear()
+        at.tick()
+        assert max(sizes, default=0) <= growth.AT_ONCE
+        return sizes_of(site) != START
+
+    until("the maps have grown", grown)
+    assert copying > 4, "in slices"
+    at.until("the large one is served", lambda: not at.change(*at.state.services.values()).deferred)
+    at.plane.flush()
+    shown = site.dump()
+    assert shown["strays"] == {}
+    assert len(shown["frontends"]["10.97.0.1:80/TCP"]["cluster"]) == LARGE
+    assert shown["frontends"]["10.96.0.3:53/UDP"]["cluster"] == ["10.0.0.9:80/UDP"]
+    assert len(shown["frontends"]) == 6
+    ids = {site.pinned(name).id for name in START if name != "service_names"}
+    assert ids <= read_by_programs(site)
+    assert dict(site.open().apply(at.state, None).writes) == {}, "the next agent finds the same"
+
+
+def test_a_small_service_that_finds_the_maps_full_does_not_wait_for_a_tick(
+    site: Site, monkeypatch: pytest.MonkeyPatch, small: None
+):
+    at = Growing(site, monkeypatch).begin()
+    report = at.change(*many(40), at.big)
+    assert (report.refused, set(report.deferred)) == ({}, {at.big.key.service})
+    assert len(site.dump()["frontends"]) == 40
+
+
+@pytest.mark.parametrize("what", ["make_map", "prepare"])
+def test_what_does_not_fit_into_maps_that_cannot_grow_is_refused_and_the_others_served(
+    site: Site, monkeypatch: pytest.MonkeyPatch, small: None, what: str
+):
+    def refuse(*_: object) -> None:
+        raise KernelError("no memory", errno=errno.ENOMEM)
+
+    monkeypatch.setattr(growth, "RETRY_SECONDS", 0.0)
+    at = Growing(site, monkeypatch)
+    owner = {"make_map": pinning, "prepare": Attached}[what]
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, what, refuse)
+        at.begin()
+        at.until("it is refused", lambda: at.plane.apply(at.state, ()).refused)
+        changed = (service("s0000", "10.96.0.1:53", "10.0.0.9:80", UDP), *at.small[1:])
+        at.until("it is refused", lambda: at.plane.apply(at.state, ()).refused)
+        report = at.change(*changed, at.big)
+        assert list(report.refused) == [at.big.key]
+        assert "no memory" in report.refused[at.big.key]
+        assert sizes_of(site) == START
+        shown = site.dump()
+        assert shown["frontends"]["10.96.0.1:53/UDP"]["cluster"] == ["10.0.0.9:80/UDP"]
+
+    def is_served() -> bool:
+        at.plane.apply(at.state, ())
+        return "big" in served(site)
+
+    at.until("there is memory again", is_served)
+
+
+def test_a_limit_below_the_start_is_kept(site: Site):
+    site.open(replace(SIZES, frontends=5))
+    assert sizes_of(site)["services"] == 5
+
+
+def test_lru_maps_get_the_size_that_is_asked_for_and_keep_what_they_hold(
+    node: Node, host: Place, artifact_cache: Path
+):
+    state = desired(*many(2, f"{LOCAL[1]}:1", affinity_timeout=900))
+    with sites(artifact_cache) as make:
+        site = make(cgroup=node.cgroup, node=node.netns)
+        site.open(replace(SIZES, affinity=512)).apply(state, None)
+        assert picks(host, "10.96.0.1:53") == [LOCAL[1]]
+        before = site.entries("affinity")
+        assert len(before) == 1
+        for entries in (2048, 256):
+            site.open(replace(SIZES, affinity=entries)).apply(state, None)
+            with site.pinned("affinity") as found:
+                assert found.max_entries == entries
+                assert dict(found.items()) == before
+        assert picks(host, "10.96.0.2:53") == [LOCAL[1]]
+        assert len(site.entries("affinity")) == 2, "the programs write to the new map"
+
+
+class Killed(Exception):
+    """The agent ends here."""
+
+
+@pytest.mark.parametrize(
+    ("owner", "method"),
+    [(BpfPlane, "apply"), (SocketPrograms, "publish"), (Moves, "catch_up")],
+    ids=["before it applies", "before the hooks change over", "before it has caught up"],
+)
+def test_killed_while_maps_get_another_size_the_next_one_knows_all_clients(
+    node: Node,
+    host: Place,
+    artifact_cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    owner: type,
+    method: str,
+):
+    """Those from before the end, and those after it, of hooks that nobody looked after then."""
+
+    def killing(*_: object) -> None:
+        raise Killed
+
+    state = desired(*many(2, f"{LOCAL[1]}:1", affinity_timeout=900))
+    with sites(artifact_cache) as make:
+        site = make(cgroup=node.cgroup, node=node.netns)
+        site.open(replace(SIZES, affinity=512)).apply(state, None)
+        assert picks(host, "10.96.0.1:53") == [LOCAL[1]]
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, method, killing)
+            with pytest.raises(Killed):
+                site.open(replace(SIZES, affinity=1024)).apply(state, None)
+        site.close_planes()
+        assert picks(host, "10.96.0.2:53") == [LOCAL[1]]
+        site.open(replace(SIZES, affinity=1024)).apply(state, None)
+        assert len(site.entries("affinity")) == 2
+
+
+# ---- no room -----------------------------------------------------------------------------------
+
+
+def names(found: dict[ServicePortKey, str] | set[ServicePortKey]) -> list[str]:
+    return sorted(key.name for key in found)
+
+
+def served(site: Site) -> list[str]:
+    return sorted(
+        {one["service"].removeprefix("default/") for one in site.dump()["frontends"].values()}
+    )
+
+
+@pytest.mark.parametrize("touched", [False, True], ids=["all", "touched"])
+def test_who_finds_no_room_is_refused_and_others_are_served(site: Site, touched: bool):
+    plane = site.open(replace(SIZES, frontends=3))
+    plane.apply(desired(), None)
+    state = desired(*many(5))
+    report = plane.apply(state, state.services.keys() if touched else None)
+    assert names(report.refused) == ["s0003", "s0004"]
+    assert set(report.refused.values()) == {
+        "the map services would need 4 entries and has room for 3; raise --max-frontends"
+    }
+    assert served(site) == ["s0000", "s0001", "s0002"]
+    assert names(plane.apply(state, ()).refused) == ["s0003", "s0004"], "tried again, said again"
+
+
+def test_freed_room_is_used_at_the_next_apply(site: Site):
+    plane = site.open(replace(SIZES, frontends=3))
+    all_five = desired(*many(5))
+    plane.apply(all_five, None)
+    fewer = desired(*many(5)[1:])
+    gone = all_five.services.keys() - fewer.services.keys()
+    first = plane.apply(fewer, gone)
+    plane.flush()
+    second = plane.apply(fewer, ())
+    assert names(first.refused) in (["s0003", "s0004"], ["s0004"])
+    assert names(second.refused) == ["s0004"]
+    assert served(site) == ["s0001", "s0002", "s0003"]
+    plane.apply(desired(*many(5)[2:]), all_five.services.keys())
+    plane.flush()
+    assert plane.apply(desired(*many(5)[2:]), ()).refused == {}
+    assert served(site) == ["s0002", "s0003", "s0004"]
+    plane.flush()
+    assert site.dump()["strays"] == {}
+
+
+def test_a_service_that_grew_too_big_keeps_what_it_had(site: Site):
+    plane = site.open(replace(SIZES, slots=6))
+    two = "10.0.0.1:80 10.0.0.2:80"
+    small, big = (
+        service("web", "10.96.0.1:80", two),
+        service("web", "10.96.0.1:80", " ".join(f"10.0.1.{i}:80" for i in range(1, 8))),
+    )
+    plane.apply(desired(small), None)
+    report = plane.apply(desired(big), {big.key})
+    assert names(report.refused) == ["web"]
+    assert "backend_slots" in report.refused[big.key]
+    assert "--max-slots" in report.refused[big.key]
+    assert site.dump()["frontends"]["10.96.0.1:80/TCP"]["cluster"] == [
+        f"{b}/TCP" for b in two.split()
+    ]
+    gone = plane.apply(desired(), {big.key})
+    assert gone.refused == {}, "nothing more is wanted"
+    plane.flush()
+    assert site.dump() == {"frontends": {}, "node_addresses": [], "strays": {}}
+
+
+@pytest.mark.parametrize("part", ["slots", "backends"])
+def test_old_sets_are_retired_early_to_make_room(site: Site, part: str):
+    """As many are wanted as the limit allows. Old sets wait beside new ones, in as much room again;
+    when that is used up too, a change waits for the short grace and is not refused for ever.
+    """
+    now = [100.0]
+    plane = site.open(replace(SIZES, **{part: 6}), clock=lambda: now[0])
+    for turn in range(4):
+        to = " ".join(f"10.0.{turn}.{i}:80" for i in range(1, 7))
+        now[0] += 0.2
+        report = plane.apply(desired(service("web", "10.96.0.1:80", to)), None)
+        assert report.refused == {}, turn
+    now[0] += 0.01
+    other = service("web", "10.96.0.1:80", " ".join(f"10.0.9.{i}:80" for i in range(1, 7)))
+    assert names(plane.apply(desired(other), {other.key}).refused) == ["web"], "not before it"
+    now[0] += 0.2
+    assert plane.apply(desired(other), ()).refused == {}
+
+
+ROOM = {
+    "frontends": (service("web", "10.96.0.1:80 10.96.0.2:80 10.96.0.3:80", "10.0.0.1:80"), 2),
+    "slots": (service("web", "10.96.0.1:80", "10.0.0.1:80 10.0.0.2:80", local="10.0.0.2:80"), 2),
+    "backends": (service("web", "10.96.0.1:80", "10.0.0.1:80 10.0.0.2:80"), 1),
+    "backends, local ones of their own": (
+        service("web", "10.96.0.1:80", "10.0.0.1:80", local="10.0.0.2:80"), 1,
+    ),
+    "backends that only serve": (
+        service("web", "10.96.0.1:53", "10.0.0.1:80", UDP, serving="10.0.0.1:80 10.0.0.2:80"), 1,
+    ),
+    "slots, as members": (
+        service("web", "10.96.0.1:80", "10.0.0.1:80 10.0.0.2:80", affinity_timeout=9), 1,
+    ),
+}  # fmt: skip
+
+
+def test_source_ranges_have_a_limit_too(site: Site, monkeypatch: pytest.MonkeyPatch):
+    small = replace(layout.MAPS["source_ranges"], entries=3)
+    monkeypatch.setitem(layout.MAPS, "source_ranges", small)
+    vip, others = "LoadBalancer=192.0.2.1:80", "LoadBalancer=192.0.2.2:80"
+    one = service("one", vip, "10.0.0.1:80", ranges="10.1.0.0/16 10.2.0.0/16")
+    two = service("two", others, "10.0.0.1:80", ranges="10.1.0.0/16 10.2.0.0/16")
+    plane = site.open()
+    assert list(plane.apply(desired(one, two), None).refused.values()) == [
+        "the map source_ranges would need 4 entries and has room for 3"
+    ]
+    plane.apply(desired(two), {one.key})
+    assert plane.apply(desired(two), ()).refused == {}
+    assert site.dump()["frontends"]["192.0.2.2:80/TCP"]["ranges"] == [
+        "10.1.0.0/112",
+        "10.2.0.0/112",
+    ]
+
+
+@pytest.mark.parametrize("name", ROOM)
+def test_a_limit_is_seen_before_it_is_met(site: Site, name: str):
+    """It is refused, with nothing written; not an error of the kernel half way."""
+    state, limit = ROOM[name]
+    field = name.partition(",")[0].partition(" ")[0]
+    plane = site.open(replace(SIZES, **{field: limit}))
+    fits = service("other", "10.97.0.1:80", "10.0.9.9:80")
+    report = plane.apply(desired(state, *((fits,) if limit > 1 else ())), None)
+    assert names(report.refused) == ["web"]
+    assert f"--max-{field}" in report.refused[state.key]
+    assert served(site) == (["other"] if limit > 1 else [])
+
+
+def test_a_change_within_the_limit_is_no_new_backend(site: Site):
+    """Seven of ten: those that stay need no second place."""
+    plane = site.open(replace(SIZES, backends=10))
+    to = [f"10.0.0.{i}:80" for i in range(1, 9)]
+    for count in (7, 8, 6):
+        state = service("web", "10.96.0.1:80", " ".join(to[:count]))
+        assert plane.apply(desired(state), None).refused == {}, count
+
+
+def test_a_frontend_that_moved_from_a_refused_service_stays_where_it_is(site: Site):
+    """Its old owner, once there is room for it, does not take it away."""
+    plane = site.open(replace(SIZES, slots=6))
+    first, shared = "10.96.0.1:80", "10.96.0.2:80"
+    many_more = " ".join(f"10.0.1.{i}:80" for i in range(1, 7))
+    plane.apply(desired(service("old", f"{first} {shared}", "10.0.0.1:80")), None)
+    new = service("new", shared, "10.0.0.9:80")
+    big = desired(service("old", first, many_more), new)
+    report = plane.apply(big, big.services.keys())
+    assert names(report.refused) == ["old"]
+    plane.flush()
+    assert site.dump()["frontends"]["10.96.0.2:80/TCP"]["service"] == "default/new"
+    fits = desired(service("old", first, "10.0.1.1:80"), new)
+    assert plane.apply(fits, ()).refused == {}
+    plane.flush()
+    frontends = site.dump()["frontends"]
+    assert frontends["10.96.0.2:80/TCP"]["cluster"] == ["10.0.0.9:80/TCP"]
+    assert frontends["10.96.0.1:80/TCP"]["cluster"] == ["10.0.1.1:80/TCP"]

@@ -1,0 +1,412 @@
+"""What pods, clients and the node share, and one of them fills: the others keep what they have.
+
+A row names a map and says how it is filled: by one pod's sockets, or by the packets of one client.
+Ten victims hold a TCP connection, a connected UDP socket, an unconnected one and session affinity
+before it is filled, and must still hold them then. docs/limits.md has the same rows for people.
+"""
+
+import contextlib
+import os
+import resource
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from kbpf.dataplane.bpf.maps.affinity_shares import Shares, sharers
+from kbpf.dataplane.bpf.maps.layout import (
+    CACHED_DEVICE,
+    DEVICE,
+    FLOWS_PER_SOCKET,
+    MAPS,
+    NODE,
+    U32,
+    DeviceFlag,
+    NodeFlag,
+    Reason,
+    Role,
+)
+from kbpf.dataplane.bpf.plane import BpfPlane
+from kbpf.dataplane.bpf.programs.hook_config import SHARERS
+from kbpf.kernel.bpf.objects import Program
+from kbpf.kernel.system import netns
+from kbpf.model.config import MapSizes
+from kbpf.model.desired import ServiceState
+from kbpf.model.objects import Protocol
+from tests.support.lab.lab import Node, Place, ip, until
+from tests.support.lab.lab import run as command
+from tests.support.packets.datagrams import MAC_B
+from tests.support.packets.packets import fragments, frame, tcp, udp
+from tests.support.packets.parse import parse
+from tests.support.packets.test_run import run
+from tests.support.plane import Site, desired, service, sites, start_within
+
+VICTIMS = 10
+AFFINITY = 1024
+STICKIES = 2 * AFFINITY
+SHARE = AFFINITY // SHARERS
+CONNECTED, UNCONNECTED = 12_000, 1_500
+"""More sockets than the maps of before had room for (`flows`: 4,096 in tests), and in all 9,000
+flows of unconnected ones.
+"""
+WEB, DNS, STICKY, EVIL = "10.96.0.1", "10.96.0.2", "10.96.0.3", "10.96.9.1"
+
+
+@dataclass
+class Ground:
+    """`victims` and `attacker` dial, `one` and `two` serve."""
+
+    site: Site
+    plane: BpfPlane
+    node: Node
+    attacker: Place
+    victims: list[Place]
+    one: Place
+    two: Place
+
+    def serve(self, dns: str) -> None:
+        """`dns`: who serves there."""
+        both = f"{self.one.ip}:8080 {self.two.ip}:8080"
+        more = [service(f"evil{i}", f"10.96.9.{i + 1}:53", both, Protocol.UDP)
+                for i in range(FLOWS_PER_SOCKET)]  # fmt: skip
+        services: list[ServiceState] = [
+            service("web", f"{WEB}:80", f"{self.one.ip}:8080"),
+            service("dns", f"{DNS}:53", f"{dns}:8080", Protocol.UDP),
+            service("sticky", f"{STICKY}:80", both, affinity_timeout=10_800),
+            *more,
+            *(service(f"sticky{i}", f"{sticky_address(i)}:53", both, Protocol.UDP,
+                      affinity_timeout=10_800) for i in range(STICKIES)),
+        ]  # fmt: skip
+        self.plane.apply(desired(*services, nodes=self.node.ip), None)
+        until("what has left is ended", self._is_done)
+
+    def _is_done(self) -> bool:
+        now = time.monotonic()
+        due = self.plane.tick(now)
+        return due is None or due > now
+
+
+@pytest.fixture
+def ground(node: Node, artifact_cache: Path) -> Iterator[Ground]:
+    names = ("attacker", "one", "two", *(f"v{i}" for i in range(VICTIMS)))
+    pods = {name: node.pod(name) for name in names}
+    for name in ("one", "two"):
+        pods[name].serve(8080, udp=(8080,))
+    with sites(artifact_cache) as make:
+        site = make(cgroup=node.cgroup, node=node.netns)
+        plane = site.open(MapSizes(affinity=AFFINITY, connections=4096))
+        victims = [pods[f"v{i}"] for i in range(VICTIMS)]
+        yield Ground(site, plane, node, pods["attacker"], victims, pods["one"], pods["two"])
+
+
+def open_files() -> None:
+    """As many as containers have by default."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def connected() -> contextlib.ExitStack:
+    """Sockets that are connected to a Service."""
+    held = contextlib.ExitStack()
+    for _ in range(CONNECTED):
+        held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)).connect((EVIL, 53))
+    return held
+
+
+def unconnected() -> contextlib.ExitStack:
+    """Sockets that have asked many."""
+    held = contextlib.ExitStack()
+    for _ in range(UNCONNECTED):
+        asks = held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+        for number in range(FLOWS_PER_SOCKET):
+            asks.sendto(b"", (f"10.96.9.{number + 1}", 53))
+    return held
+
+
+class Fill(NamedTuple):
+    """A map, and how it is filled."""
+
+    map: str
+    fill: Callable[[], contextlib.ExitStack]
+
+
+def sticky() -> contextlib.ExitStack:
+    """More Services with affinity are asked than the map has room for."""
+    for number in range(STICKIES):
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asks:
+            asks.connect((sticky_address(number), 53))
+    return contextlib.ExitStack()
+
+
+def sticky_address(number: int) -> str:
+    """Of a Service with affinity."""
+    return f"10.98.{number // 250}.{number % 250 + 1}"
+
+
+FILLS = [
+    Fill("sock_peers", connected), Fill("udp_flows", unconnected), Fill("affinity", sticky)
+]  # fmt: skip
+
+
+@contextlib.contextmanager
+def filled(ground: Ground, row: Fill) -> Iterator[None]:
+    """While it is."""
+    here, there = socket.socketpair()
+
+    def fill() -> None:
+        open_files()
+        here.close()
+        with row.fill():
+            there.send(b"-")
+            there.recv(1)
+
+    with here, there:
+        done = start_within(ground.attacker, fill)
+        there.close()
+        assert here.recv(1), "it could not be filled"
+        yield
+    done()
+
+
+def asked(place: Place, to: str, **how: Any) -> str:
+    """Who answers, seen as whom was asked."""
+    answer = place.udp(to, 53, **how)
+    assert answer["peer"] == [to, 53], "the answer comes from the Service"
+    return str(answer["name"])
+
+
+@pytest.mark.parametrize("row", FILLS, ids=lambda row: row.map)
+def test_others_keep_what_they_have(ground: Ground, row: Fill):
+    ground.serve(ground.one.ip)
+    stuck = {}
+    for place in ground.victims:
+        assert place.tcp(WEB, 80, keep="tcp")["name"] == "one"
+        assert asked(place, DNS, keep="connected", connected=True) == "one"
+        assert asked(place, DNS, keep="loose") == "one"
+        stuck[place.name] = place.tcp(STICKY, 80)["name"]
+    with filled(ground, row):
+        for place in ground.victims:
+            answer = place.ask("talk", keep="tcp")
+            assert answer["name"] == "one"
+            assert asked(place, DNS, keep="loose") == "one"
+            assert {place.tcp(STICKY, 80)["name"] for _ in range(5)} == {stuck[place.name]}
+        ground.serve(ground.two.ip)
+        for place in ground.victims:
+            assert "error" in place.ask("talk", keep="connected"), "ended with its backend"
+            assert asked(place, DNS, keep="loose") == "two"
+            for keep in ("tcp", "connected", "loose"):
+                place.ask("drop", keep=keep)
+
+
+def test_a_pod_has_its_share_of_affinity_and_no_more(ground: Ground):
+    ground.serve(ground.one.ip)
+    before = ground.site.reasons()
+    with filled(ground, FILLS[-1]):
+        pass
+    assert len(ground.site.entries("affinity")) == SHARE
+    assert (ground.site.reasons() - before)[Reason.NOT_RECORDED] == STICKIES - SHARE
+
+
+VIP = {4: "198.51.100.9:53", 6: "[2001:db8::1]:53"}
+POD = {4: "10.244.1.2:8080", 6: "[fd00:10:244:1::2]:8080"}
+
+
+@dataclass
+class Ingress:
+    """The packet path of a device: what comes in by it, in the node's network namespace."""
+
+    site: Site
+    program: Program
+    inside: Path
+
+    def of(self, role: Role, flags: DeviceFlag) -> None:
+        """What the agent knows of the device."""
+        value = DEVICE.pack(role, 14, flags, bytes(6), bytes(16), bytes(16))
+        self._write("devices", U32.pack(1), value)
+        self._write("device_cache", U32.pack(1), CACHED_DEVICE.pack(1, value))
+
+    def node_flags(self, flags: NodeFlag) -> None:
+        """What the agent knows of the node."""
+        own4, own6, _, *more = NODE.unpack(self.site.entries("node")[bytes(4)])
+        self._write("node", bytes(4), NODE.pack(own4, own6, flags, *more))
+
+    def _write(self, name: str, key: bytes, value: bytes) -> None:
+        with self.site.pinned(name) as held:
+            held.update(key, value)
+
+    def run(self, packets: Iterable[bytes]) -> list[bytes]:
+        """What becomes of each."""
+        frames = [frame(packet, to=MAC_B) for packet in packets]
+
+        def run_all() -> list[bytes]:
+            usual = os.sched_getaffinity(0)
+            os.sched_setaffinity(0, {min(usual)})  # what another CPU wrote last is safe for a while
+            try:
+                return [run(self.program, each).packet_out[14:] for each in frames]
+            finally:
+                os.sched_setaffinity(0, usual)
+
+        return netns.inside(self.inside, run_all)
+
+    def dial(self, clients: Iterable[str]) -> None:
+        """Each of these addresses sends a SYN."""
+        self.run(tcp(f"[{client}]:4000", VIP[6], flags="S") for client in clients)
+
+
+@pytest.fixture
+def ingress(artifact_cache: Path) -> Iterator[Ingress]:
+    """The device leads to other machines."""
+    where = f"kbpi{os.getpid()}"
+    command("ip", "netns", "add", where)
+    inside = Path("/run/netns") / where
+    try:
+        ip("link set lo up", netns=where)
+        with sites(artifact_cache) as make:
+            site = make(node=where)
+            sizes = MapSizes(affinity=AFFINITY, connections=16_384)  # enough for all of a flood
+            plane = site.open(sizes, packet_path=True)
+            services = [
+                service(f"{protocol}{v}", f"LoadBalancer={VIP[v]}", POD[v], protocol, local=POD[v],
+                        external_local=True, affinity_timeout=10_800 * (protocol == Protocol.TCP))
+                for v in (4, 6) for protocol in (Protocol.TCP, Protocol.UDP)
+            ]  # fmt: skip
+            netns.inside(inside, lambda: plane.apply(desired(*services), None))
+            pin = next(site.pins.glob("programs-tc-*")) / "tc_ingress"
+            with Program.open(pin) as program:
+                made = Ingress(site, program, inside)
+                made.of(Role.HOST, DeviceFlag(0))
+                yield made
+    finally:
+        command("ip", "netns", "del", where)
+
+
+def test_a_network_of_clients_has_its_share_of_affinity_and_no_more(ingress: Ingress):
+    """An IPv6 host has 2^64 addresses."""
+    victims = [f"2001:db8:{number:x}::1" for number in range(1, VICTIMS + 1)]
+    ingress.dial(victims)
+    known = ingress.site.entries("affinity").keys()
+    assert len(known) == VICTIMS
+    ingress.dial(f"2001:db8:bad::{number:x}" for number in range(1, 2 * AFFINITY))
+    assert known <= ingress.site.entries("affinity").keys()
+    assert len(ingress.site.entries("affinity")) == VICTIMS + SHARE
+    ingress.dial(["2001:db8:99::1"])
+    assert len(ingress.site.entries("affinity")) == VICTIMS + SHARE + 1, "others still have room"
+
+
+def test_a_client_that_comes_again_takes_nothing_more_of_its_share(ingress: Ingress):
+    before = ingress.site.reasons()
+    ingress.run(tcp(f"[2001:db8:7::1]:{4000 + n}", VIP[6], flags="S") for n in range(SHARE + 3))
+    (held,) = ingress.site.entries("affinity_shares").values()
+    assert U32.unpack(held) == (1,)
+    assert (ingress.site.reasons() - before)[Reason.NOT_RECORDED] == 0
+
+
+def test_forged_clients_that_fill_the_shares_are_counted_again(ingress: Ingress):
+    """A share that was evicted is counted from 1, until the agent has counted the entries again."""
+    ingress.dial(f"2001:db8:5::{number:x}" for number in range(1, 11))
+    (sharer,) = ingress.site.entries("affinity_shares")
+    syns = [tcp(f"203.0.{n >> 8}.{n & 255}:4000", VIP[4], flags="S") for n in range(4 * AFFINITY)]
+    translated = ingress.run(syns)
+    assert {parse(packet, l2=False).ip.destination for packet in translated} == {host_of(POD[4])}
+    site, maps = ingress.site, ("affinity", "affinity_shares")
+    ingress.dial(f"2001:db8:5:0:1::{number:x}" for number in range(1, 11))
+    with site.pinned(maps[0]) as affinity, site.pinned(maps[1]) as shares:
+        shares.delete(sharer)  # the kernel evicts it only under a far longer flood
+        ingress.dial(["2001:db8:5:0:2::1"])
+        assert U32.unpack(shares.lookup(sharer) or b"")[0] == 1
+        held: Any = dict(zip(maps, (affinity, shares), strict=True))
+        counting = Shares(lambda: held, dict)
+        counting.advance(0, float("inf"))
+        assert counting._cursor is None, "all is counted in one part"
+    entries = site.entries("affinity")
+    wanted = Counter(sharers(b"".join(entries), b"".join(entries.values())))
+    counted = {key: U32.unpack(raw)[0] for key, raw in site.entries("affinity_shares").items()}
+    assert counted[sharer] >= 11
+    assert counted == {key: wanted[key] for key in counted}
+
+
+class Flood(NamedTuple):
+    """A client (`attacker`, by number) that fills a map of the packet path, beside victims (by
+    number) whose packets come in by a device to other machines.
+    """
+
+    name: str
+    v: int
+    victim: str
+    attacker: str
+    role: Role = Role.HOST
+    flags: DeviceFlag = DeviceFlag(0)
+
+
+FLOODS = [
+    Flood("an IPv4 address", 4, "192.0.2.{}", "203.0.113.1"),
+    Flood("an IPv6 network", 6, "[2001:db8:{:x}::1]", "[2001:db8:bad::{:x}]"),
+    Flood("a pod behind a bridge, in one IPv6 network with the victims", 6,
+          "[fd00:10:244:2::{:x}]", "[fd00:10:244:2::bad]", Role.POD),
+    Flood("a pod with a device of its own that forges addresses, IPv4", 4,
+          "192.0.2.{}", "{}", Role.POD, DeviceFlag.PEER),
+    Flood("the same, IPv6", 6, "[2001:db8:{:x}::1]", "[2001:db8:bad:{:x}::1]", Role.POD,
+          DeviceFlag.PEER),
+]  # fmt: skip
+
+
+MANY = {name: MAPS[name].entries + 2_000 for name in ("fragments", "yielded")}
+
+
+def host_of(endpoint: str) -> str:
+    """Without port and brackets."""
+    return endpoint.rpartition(":")[0].strip("[]")
+
+
+def flooding(row: Flood, number: int) -> str:
+    """An address of the attacker's."""
+    forged = f"203.{number >> 16}.{number >> 8 & 255}.{number & 255}" if row.v == 4 else number
+    return row.attacker.format(forged)
+
+
+@pytest.mark.parametrize("row", FLOODS, ids=lambda row: row.name)
+def test_first_fragments_of_one_client_leave_those_of_others(ingress: Ingress, row: Flood):
+    """Later fragments of the victims' datagrams come after the flood, and are translated."""
+
+    def pieces(client: str, number: int) -> list[bytes]:
+        more = {"ip_id": number % 65_536} if row.v == 4 else {}
+        whole = udp(f"{client}:4000", VIP[row.v], bytes(1500), **more)
+        return fragments(whole, 1280, id=number)
+
+    ingress.of(Role.POD if row.victim.startswith("[fd") else Role.HOST, DeviceFlag(0))
+    victims = [pieces(row.victim.format(n), n) for n in range(1, VICTIMS + 1)]
+    ingress.run(first for first, _ in victims)
+    ingress.of(row.role, row.flags)
+    ingress.run(pieces(flooding(row, number), number)[0] for number in range(MANY["fragments"]))
+    ingress.of(Role.POD if row.victim.startswith("[fd") else Role.HOST, DeviceFlag(0))
+    later = ingress.run(second for _, second in victims)
+    assert {parse(packet, l2=False).ip.destination for packet in later} == {host_of(POD[row.v])}
+
+
+@pytest.mark.parametrize("row", FLOODS, ids=lambda row: row.name)
+def test_connections_of_one_client_leave_what_is_known_of_others(ingress: Ingress, row: Flood):
+    """SYNs of the victims that another data plane got come again when it has ended: still its own,
+    whoever else has dialled meanwhile.
+    """
+    ours = Role.POD if row.victim.startswith("[fd") else Role.HOST
+    syns = [tcp(f"{row.victim.format(n)}:4000", VIP[row.v], flags="S", seq=n)
+            for n in range(1, VICTIMS + 1)]  # fmt: skip
+    ingress.node_flags(NodeFlag.YIELDS)
+    ingress.of(ours, DeviceFlag(0))
+    assert ingress.run(syns) == syns
+    ingress.of(row.role, row.flags)
+    ingress.run(
+        tcp(f"{flooding(row, n)}:{n + 1024}", VIP[row.v], flags="S", seq=n)
+        for n in range(MANY["yielded"])
+    )
+    ingress.of(ours, DeviceFlag(0))
+    ingress.node_flags(NodeFlag.FOLLOWS)
+    assert ingress.run(syns) == syns, "not translated: no flow of ours has begun"
+    again = [tcp(f"{row.victim.format(n)}:4001", VIP[row.v], flags="S", seq=n)
+             for n in range(1, VICTIMS + 1)]  # fmt: skip
+    assert not set(ingress.run(again)) & set(again), "a new connection is ours"

@@ -1,0 +1,163 @@
+"""What one round of the agent does is bounded, whatever the size of the object that changed; and
+the change of another tenant is in force at the end of the round that it came in.
+
+Lines of Python are counted, not seconds, with slices that are over at once: a round then does one
+piece of each kind of work.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from kbpf.agent.agent import Agent
+from kbpf.dataplane.bpf.plane import BpfPlane
+from kbpf.model.address import Addr, parse_addr
+from kbpf.model.config import Config
+from kbpf.model.desired import ServicePortKey
+from kbpf.model.events import Kind, ObjectKey, Synced, Upsert
+from kbpf.model.objects import (
+    Algorithm,
+    Endpoint,
+    EndpointSlice,
+    Node,
+    Protocol,
+    Service,
+    ServicePort,
+    SlicePort,
+)
+from tests.support.lines import lines_run
+from tests.support.plane import Site
+
+TCP = Protocol.TCP
+MOST_ROUNDS = 3_000
+
+
+def address(number: int, net: int = 10) -> Addr:
+    return parse_addr(f"{net}.{number >> 16}.{number >> 8 & 255}.{number & 255}")
+
+
+def service(name: str, ports: int = 1, **more: Any) -> Upsert:
+    listed = tuple(ServicePort(f"p{n}", TCP, 80 + n) for n in range(ports))
+    at = (address(hash(name) & 0xFFFF, 11),)
+    made = Service("ns", name, "ClusterIP", at, listed, **more)
+    return Upsert(ObjectKey(Kind.SERVICE, "ns", name), made)
+
+
+def piece(name: str, ends: int, ports: int = 1, number: int = 0, down: int = -1) -> Upsert:
+    made = EndpointSlice(
+        "ns", f"{name}-{number}", name, 4,
+        tuple(Endpoint(address(number * 1000 + n), ready=n != down, serving=n != down)
+              for n in range(ends)),
+        tuple(SlicePort(f"p{n}", TCP, 1000 + n) for n in range(ports)),
+    )  # fmt: skip
+    return Upsert(ObjectKey(Kind.SLICE, "ns", f"{name}-{number}"), made, received=1.0)
+
+
+@dataclass
+class Case:
+    """A Service with its slices, by a size; and the change of one of them. `slope`: what a round
+    may cost at twice the size, as a power of two: 0 for the same.
+    """
+
+    objects: Callable[[int], list[Upsert]]
+    change: Callable[[int], Upsert]
+    sizes: tuple[int, int]
+    slope: float = 0.0
+    rounds: list[int] = field(default_factory=list)
+
+
+CASES = {
+    "ports with many endpoints": Case(
+        lambda n: [service("big", n), piece("big", 300, n)],
+        lambda n: piece("big", 300, n, down=5),
+        (8, 16),
+    ),
+    "ports with few endpoints": Case(
+        lambda n: [service("big", n), piece("big", 10, n)],
+        lambda n: piece("big", 10, n, down=5),
+        (200, 400),
+    ),
+    "ports that share a Maglev table": Case(
+        lambda n: [service("big", n, algorithm=Algorithm.MAGLEV), piece("big", 300, n)],
+        lambda n: piece("big", 300, n, down=5),
+        (8, 16),
+    ),
+    "endpoints of one port": Case(
+        lambda n: [service("big"), *(piece("big", 500, number=at) for at in range(n // 500))],
+        lambda _: piece("big", 500, down=5),
+        (2000, 4000),
+        slope=1.1,
+    ),
+    "endpoints that are not ready": Case(
+        lambda n: [service("big", n), piece("big", 300, n, down=5)],
+        lambda n: piece("big", 300, n),
+        (8, 16),
+    ),
+}
+
+
+class Rounds:
+    """An agent that has programmed a large Service and a small one."""
+
+    def __init__(self, site: Site, objects: list[Upsert]) -> None:
+        self.plane: BpfPlane = site.plane()
+        self.plane.open()
+        config = Config("me", packet_path=False, pin_dir=site.pins)
+        self.agent = Agent(config, self.plane, lambda _: ())
+        node = Upsert(ObjectKey(Kind.NODE, "", "me"), Node("me"))
+        small = [service("small"), piece("small", 3)]
+        self.agent.step([node, *objects, *small, *(Synced(kind) for kind in Kind)])
+        self.plane.flush()
+
+    def round(self, *items: Upsert) -> None:
+        self.agent.step(items)
+        self.agent._wait()
+
+    def backends(self, name: str) -> int:
+        programmed = self.plane._programmed[ServicePortKey("ns", name, "p0", TCP, 4)]
+        return len(programmed.cluster.backends)
+
+    def busy(self, old: bool = True) -> Iterator[None]:
+        """Until all is programmed and, if asked for, what is old is deleted."""
+        for _ in range(MOST_ROUNDS):
+            if not self.agent._busy and not (old and self.plane._retiring.due):
+                return
+            yield
+        raise AssertionError("it never ends")
+
+
+@pytest.fixture(autouse=True)
+def over_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slice is over after one piece of work. Old sets are deleted at once, no Service rests."""
+    monkeypatch.setattr("kbpf.agent.agent.SLICE_SECONDS", 0.0)
+    monkeypatch.setattr("kbpf.dataplane.bpf.plane.SLICE_SECONDS", 1e-9)
+    monkeypatch.setattr("kbpf.dataplane.bpf.plane.GRACE_SECONDS", 0.0)
+    monkeypatch.setattr("kbpf.agent.work_queue.LONGEST_REST_SECONDS", 0.0)
+    monkeypatch.setattr("kbpf.agent.agent.Agent._write_status", lambda _: None)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_round_does_more_for_a_larger_object(site: Site, name: str):
+    case = CASES[name]
+    most = []
+    for size in case.sizes:
+        rounds = Rounds(site, case.objects(size))
+        change = case.change(size)
+        costs = [lines_run(lambda: rounds.round(change))]  # noqa: B023
+        costs += [lines_run(rounds.round) for _ in rounds.busy()]
+        most.append(max(costs))
+        site.close_planes()
+    assert most[1] <= most[0] * 2**case.slope * 1.15, most
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_neighbours_change_is_in_force_at_the_end_of_its_round(site: Site, name: str):
+    case = CASES[name]
+    size = case.sizes[0]
+    rounds = Rounds(site, case.objects(size))
+    rounds.round(case.change(size))
+    for number, _ in enumerate(rounds.busy(old=False)):
+        rounds.round(piece("small", 3 + number % 2))
+        assert rounds.backends("small") == 3 + number % 2, number

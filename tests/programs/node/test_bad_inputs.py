@@ -1,0 +1,175 @@
+"""What an operator may get wrong on a machine, row by row: the line that says so, and the exit
+code. tests/values/config/test_bad_inputs.py has the settings that need no machine.
+
+Nothing is mounted or attached by any row: each ends before.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from kbpf.dataplane.bpf.maps import pinning
+from kbpf.dataplane.bpf.maps.layout import MAPS
+from kbpf.dataplane.ipvs import cleanup, plane
+from kbpf.errors import KernelError
+from kbpf.model.config import Config
+from tests.support.lab.lab import cgroup2
+from tests.support.runtime.command import kbpf
+
+USAGE = "kbpf run: "
+AGENT = " ERROR kbpf "
+
+
+class Place:
+    """Folders that rows name: `{empty}`, `{data}` with a file, `{file}`, `{closed}` to others."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        root.chmod(0o755)
+        for name in ("empty", "data", "closed/pins"):
+            (root / name).mkdir(parents=True)
+        for name in ("data/b", "data/a", "file"):
+            (root / name).write_text("x")
+        (root / "closed").chmod(0o700)
+
+    def fill(self, text: str) -> str:
+        names = {name: self.root / name for name in ("empty", "data", "file", "closed")}
+        return text.format(**names, cgroups=cgroup2())
+
+    def shown(self) -> list[str]:
+        return sorted(str(path) for path in self.root.rglob("*"))
+
+
+@pytest.fixture
+def place() -> Iterator[Place]:
+    root = Path("/tmp") / f"kbpf-bad-{os.getpid()}"
+    shutil.rmtree(root, ignore_errors=True)
+    root.mkdir()
+    yield Place(root)
+    shutil.rmtree(root)
+
+
+class Wrong(NamedTuple):
+    """A command, who runs it, its exit code, and the last line on stderr, after `before`."""
+
+    name: str
+    command: str
+    code: int
+    line: str
+    before: str = AGENT
+    nobody: bool = False
+
+
+RUN = "run --source {empty} --healthz-bind-address= --metrics-bind-address="
+BPF = f"{RUN} --mode bpf"
+EXIST = "name one that exists, or leave it out for the root of all"
+ROOT = "run as root"
+OTHER = "choose another folder with --pin-dir"
+WRONG = [
+    Wrong("a cgroup that is misspelt", f"{RUN} --cgroup {{cgroups}}/typo", 2,
+          f"no such cgroup v2 folder: {{cgroups}}/typo (--cgroup); {EXIST}", USAGE),
+    Wrong("in mode bpf, too", f"{BPF} --cgroup /nowhere", 2,
+          f"no such cgroup v2 folder: /nowhere (--cgroup); {EXIST}", USAGE),
+    Wrong("a file as cgroup", f"{RUN} --cgroup {{cgroups}}/cgroup.procs", 2,
+          f"no such cgroup v2 folder: {{cgroups}}/cgroup.procs (--cgroup); {EXIST}", USAGE),
+    Wrong("a folder that is no cgroup", f"{RUN} --cgroup {{empty}}", 2,
+          "not a cgroup v2 folder: {empty} (--cgroup); name one of cgroup v2, or leave it out for "
+          "the root of all", USAGE),
+    Wrong("pins over data", f"{BPF} --pin-dir {{data}}", 1, "no bpffs is mounted over a folder "
+          f"that holds files: a, b ({{data}}); {OTHER}"),
+    Wrong("pins in a file", f"{BPF} --pin-dir {{file}}", 1,
+          f"cannot make the mount point for a bpffs ({{file}}): EEXIST; {OTHER}"),
+    Wrong("pins in /proc", f"{BPF} --pin-dir /proc/no", 1,
+          f"cannot make the mount point for a bpffs (/proc/no): ENOENT; {OTHER}"),
+    Wrong("no folder of objects", "run --source /nowhere", 1,
+          "no such folder of objects (/nowhere); give an existing folder with "
+          "--source DIR"),
+    Wrong("neither a folder nor a server", "run --kubeconfig /nowhere", 1,
+          "cannot read the kubeconfig: No such file or directory (/nowhere); give the "
+          "kubeconfig's path"),
+    Wrong("cleanup of data", "cleanup --pin-dir {data}", 1,
+          "nothing is removed: this holds what is not kbpf's (a, b) ({data})", "kbpf: "),
+    *(Wrong(f"nobody: run {words}", f"{RUN} --pin-dir {{closed}}/pins {words}", 1,
+            f"cannot look {what} ({{closed}}/pins): EACCES; {ROOT}", AGENT, True)
+      for words, what in (("", "at the folder for pins"), ("--mode bpf", "at the folder for pins"),
+                          ("--mode ipvs", "into the folder of pins"))),
+    *(Wrong(f"nobody: {words} {where}", f"{words} --pin-dir {where}", 1,
+            f"cannot look into the folder of pins ({where}): EACCES; {ROOT}", "kbpf: ", True)
+      for where in ("{closed}", "{closed}/pins")
+      for words in ("inspect status", "inspect services", "inspect connections", "inspect maps",
+                    "cleanup", "check --attached")),
+    *(Wrong(f"nobody: {words} with a cgroup of others", f"{words} --cgroup {{closed}}", 1,
+            f"cannot look into the cgroup ({{closed}}): EACCES; {ROOT}", "kbpf: ", True)
+      for words in (RUN, "check")),
+    Wrong("nobody: a configuration of others", "cleanup --config {closed}", 1, "cannot read the "
+          "configuration: Permission denied ({closed}); give --config FILE", "kbpf: ", True),
+    Wrong("nobody: demo", "demo --once", 1, "cannot make the network namespace (", "kbpf: ", True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", WRONG, ids=lambda row: row.name)
+def test_one_line_and_nothing_is_changed(row: Wrong, place: Place) -> None:
+    before = place.shown()
+    done = kbpf(*place.fill(row.command).split(), nobody=row.nobody)
+    assert row.before in done.last()
+    said = done.last().partition(row.before)[2]
+    assert said.startswith(place.fill(row.line)), done.err
+    assert done.code == row.code
+    assert place.shown() == before
+    assert "bpf" not in [kind for path, kind in mounted() if path.startswith(str(place.root))]
+
+
+READ_ONLY = 'mount --make-rprivate / && mount -t bpf -o ro bpf "$0" && exec "$@"'
+
+
+def test_pins_in_a_bpffs_that_is_read_only(place: Place) -> None:
+    words = place.fill(f"{BPF} --pin-dir {{empty}}/pins").split()
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-ec", READ_ONLY, str(place.root / "empty"), sys.executable, "-m",
+         "kbpf", *words], capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    line = f"cannot make the folder for pins ({{empty}}/pins): EROFS; {OTHER}"
+    assert done.stderr.splitlines()[-1].partition(AGENT)[2] == place.fill(line)
+    assert done.returncode == 1
+
+
+def test_a_bridge_that_is_not_there_is_a_warning() -> None:
+    words = ("--detect-local-mode=BridgeInterface", "--pod-bridge-interface=nosuchbr")
+    done = kbpf("run", "--source", "/nowhere", *words)
+    assert (
+        "--pod-bridge-interface: there is no device nosuchbr now; until there is, no traffic "
+        "counts as that of pods of this node"
+    ) in done.err
+    assert done.code == 1
+
+
+def test_a_map_that_the_kernel_does_not_make_names_its_flag() -> None:
+    with pytest.raises(KernelError, match=r"lower --max-connections$"):
+        pinning.make_map(MAPS["flows"], (1 << 32) - 1)
+
+
+def mounted() -> list[tuple[str, str]]:
+    lines = Path("/proc/self/mounts").read_text().splitlines()
+    return [(line.split()[1], line.split()[2]) for line in lines]
+
+
+def test_a_start_without_ipvs_leaves_nothing_that_looks_like_remains(
+    monkeypatch: pytest.MonkeyPatch, place: Place
+) -> None:
+    """Or the next start of mode bpf would tell of a mode ipvs that never served."""
+
+    def refuse(*_: object) -> None:
+        raise KernelError("this kernel has no IPVS")
+
+    monkeypatch.setattr(plane, "Holdings", refuse)
+    name = f"kbpf-bad{os.getpid()}"[:15]
+    config = Config(state_dir=place.root / "state", ipvs_device=name, nft_table=f"t{os.getpid()}")
+    with pytest.raises(KernelError, match="no IPVS"):
+        plane.IpvsPlane(config).open()
+    assert not cleanup.there(config)

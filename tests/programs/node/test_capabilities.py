@@ -1,0 +1,92 @@
+"""An agent without CAP_SYS_ADMIN: it starts, starts again, and grows. The kernel opens programs and
+maps by their ids with that capability only, so nothing may depend on ids there.
+"""
+
+import errno
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.plane import Site
+
+ROOT = Path(__file__).parents[3]
+AGENT = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+from kbpf.dataplane.bpf import layout
+from kbpf.dataplane.bpf.plane import BpfPlane
+from kbpf.model.config import Config
+from tests.support.plane import desired, service
+pins, cgroup, cache, packet_path, services = sys.argv[1:]
+status = Path("/proc/self/status").read_text()
+held = int(status.partition("CapEff:")[2].split()[0], 16)
+assert not held >> 21 & 1 and held >> 39 & 1, hex(held)
+for name in ("services", "service_names", "backend_slots", "backends", "set_members"):
+    layout.MAPS[name] = replace(layout.MAPS[name], entries=8)
+plane = BpfPlane(Config(pin_dir=Path(pins), cgroup=Path(cgroup), cache_dir=Path(cache),
+                        packet_path=packet_path == "True", excluded_devices=("*",)))
+plane.open()
+numbers = range(1, int(services) + 1)
+states = [service(f"s{i}", f"10.96.0.{i}:80", f"10.0.0.{i}:80") for i in numbers]
+report = plane.apply(desired(*states), None)
+plane.tick(1e12)
+print(len(report.refused), report.writes.get("services", 0))
+plane.close()
+"""
+
+
+def agent(site: Site, packet_path: bool, services: int) -> str:
+    """One life of an agent, from open to close."""
+    words = (site.pins, site.cgroup, site.cache, packet_path, services)
+    done = subprocess.run(
+        ["unshare", "--net", "setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin",
+         sys.executable, "-c", AGENT, *map(str, words)],
+        cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("packet_path", [False, True], ids=["sockets", "packets, too"])
+def test_it_starts_again_and_grows_without_sys_admin(site: Site, packet_path: bool) -> None:
+    assert agent(site, packet_path, 3) == "0 3"
+    assert agent(site, packet_path, 3) == "0 0", "adopted, nothing is written"
+    assert agent(site, packet_path, 40) == "0 37", "the maps have grown"
+    assert agent(site, packet_path, 40) == "0 0"
+    assert len(site.entries("services")) == 40
+
+
+ENDS = """
+import socket
+from kbpf.errors import KernelError
+from kbpf.kernel import netns, sockdiag
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as own:
+    own.connect(("127.0.0.1", 9))
+    cookie = int.from_bytes(own.getsockopt(socket.SOL_SOCKET, 57, 8), "little")  # SO_COOKIE
+    ended = refused = 0
+    for path in netns.all_namespaces():
+        try:
+            ended += len(netns.inside(
+                path, lambda: sockdiag.destroy_connected_udp(lambda one: one.cookie == cookie)
+            ))
+        except KernelError:
+            refused += 1
+    try:
+        own.recv(1, socket.MSG_DONTWAIT)
+    except OSError as error:
+        print(ended, refused > 0, error.errno)
+"""
+
+
+def test_a_socket_of_the_nodes_own_namespace_is_ended_without_sys_admin() -> None:
+    """Those of other namespaces are not: entering them needs it."""
+    done = subprocess.run(
+        ["unshare", "--net", "sh", "-c", 'ip link set lo up; exec "$@"', "sh",
+         "setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin",
+         sys.executable, "-c", ENDS],
+        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.stdout.strip(), done.stderr) == (f"1 True {errno.ECONNABORTED}", "")

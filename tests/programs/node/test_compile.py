@@ -1,0 +1,291 @@
+"""Compiling: in a child, without the kernel's headers, once, and with errors that name the line.
+
+Each run is a Python of its own on a tree of its own where sources are changed, so nothing that is
+compiled here meets what the other tests use.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from kbpf.dataplane.bpf.hooks import HOOKS, UNITS, programs_of
+from kbpf.dataplane.bpf.maps import layout
+from kbpf.dataplane.bpf.programs import artifact, compile
+from kbpf.dataplane.bpf.programs.artifact import Artifact
+from kbpf.errors import CompileError
+
+ROOT = Path(__file__).parents[3]
+OBTAIN = """
+import os, sys
+from pathlib import Path
+from kbpf.dataplane.bpf import compile
+from kbpf.errors import CompileError
+before = os.getcwd()
+try:
+    made, compiled = compile.obtain(sys.argv[2], Path(sys.argv[1]))
+except CompileError as error:
+    print("CompileError:", error)
+else:
+    print("compiled" if compiled else "found", len(made.programs))
+assert os.getcwd() == before
+assert not any(name.partition(".")[0] == "bcc" for name in sys.modules), "bcc was imported"
+maps = Path("/proc/self/maps").read_text()
+assert "libLLVM" not in maps and "libclang" not in maps and "libbcc" not in maps
+"""
+
+
+@dataclass
+class Tree:
+    """A copy of kbpf, and a cache."""
+
+    root: Path
+
+    @property
+    def cache(self) -> Path:
+        return self.root / "cache"
+
+    def edit(self, name: str, old: str, new: str) -> None:
+        """Changes one of its C files."""
+        path = self.root / "kbpf" / "bpf" / name
+        text = path.read_text()
+        assert old in text
+        path.write_text(text.replace(old, new, 1))
+
+    def obtain(
+        self,
+        *before: str,
+        cache: Path | None = None,
+        path: Path | None = None,
+        unit: str = "sock",
+        warning: str = "",
+    ) -> str:
+        """What a new process says when it asks for the unit; `path`: Python's first place."""
+        done = subprocess.run(
+            [*before, sys.executable, "-c", OBTAIN, str(cache or self.cache), unit],
+            cwd=self.root,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (path or "", self.root)))},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=240,
+        )
+        assert done.returncode == 0, done.stderr
+        said = done.stderr.splitlines()
+        assert len(said) == bool(warning), "the compiler's words stay with us"
+        assert warning in done.stderr
+        assert done.stdout.count("\n") == 1
+        return done.stdout.strip()
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Tree:
+    shutil.copytree(ROOT / "kbpf", tmp_path / "kbpf", ignore=shutil.ignore_patterns("__pycache__"))
+    return Tree(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Artifact, Path]:
+    """The real sources, compiled now."""
+    cache = tmp_path_factory.mktemp("cache")
+    made, compiled = compile.obtain("sock", cache)
+    assert compiled
+    return made, cache
+
+
+# ---- what comes out ----------------------------------------------------------------------------
+
+
+def test_the_artifact_has_every_program_and_fits_the_maps(built: tuple[Artifact, Path]):
+    made, _ = built
+    assert [one.name for one in made.programs] == [h.name for h in HOOKS if h.unit == "sock"]
+    assert made.maps
+    for shape in made.maps:
+        spec = layout.MAPS[shape.name]
+        assert (shape.key_size, shape.value_size) == (spec.key_size, spec.value_size)
+
+
+def test_no_descriptor_of_the_compiler_is_left_in_the_bytecode(built: tuple[Artifact, Path]):
+    """Every instruction that loads a map is known by the map's name, and holds no number."""
+    made, _ = built
+    for program in made.programs:
+        loads = {
+            i for i in range(len(program.insns) // 8)
+            if program.insns[i * 8] == 0x18 and program.insns[i * 8 + 1] >> 4 in (1, 2)
+        }  # fmt: skip
+        assert loads == {reference.insn for reference in program.references}
+        assert {reference.map for reference in program.references} <= layout.MAPS.keys()
+        for i in loads:
+            assert program.insns[i * 8 + 4 : i * 8 + 8] == bytes(4)
+
+
+def test_the_same_sources_give_the_same_bytes(built: tuple[Artifact, Path], tmp_path: Path):
+    made, _ = built
+    assert compile.compile_unit("sock", tmp_path) == made
+
+
+# ---- once --------------------------------------------------------------------------------------
+
+
+def test_the_second_time_nothing_is_compiled(
+    built: tuple[Artifact, Path], monkeypatch: pytest.MonkeyPatch
+):
+    made, cache = built
+
+    def run(*_: object, **__: object) -> None:
+        raise AssertionError("a child was started")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert compile.obtain("sock", cache) == (made, False)
+
+
+PROGRAMS = len(programs_of("sock"))
+COMPILED, FOUND = f"compiled {PROGRAMS}", f"found {PROGRAMS}"
+
+
+def test_changed_sources_are_compiled_again(tree: Tree):
+    assert tree.obtain() == COMPILED
+    assert tree.obtain() == FOUND
+    tree.edit("lookup.h", "#define TRIES 3", "#define TRIES 2")
+    assert tree.obtain() == COMPILED
+    tree.edit("lookup.h", "#define TRIES 2", "#define TRIES 3")
+    assert tree.obtain() == FOUND, "what was made before is still there"
+
+
+def test_another_compiler_compiles_again(
+    built: tuple[Artifact, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    made, _ = built
+    artifact.store(made, tmp_path)
+    assert compile.obtain("sock", tmp_path) == (made, False)
+    monkeypatch.setattr(compile, "tools", lambda: "bcc 99")
+    assert artifact.find("sock", tmp_path, "bcc 99") is None
+    _, compiled = compile.obtain("sock", tmp_path)
+    assert compiled
+
+
+def test_a_damaged_file_is_compiled_again(tree: Tree):
+    tree.obtain()
+    (path,) = tree.cache.iterdir()
+    good = path.read_bytes()
+    path.write_bytes(good[:100] + b"\0" + good[101:])
+    assert tree.obtain(warning="the file is damaged") == COMPILED
+    assert path.read_bytes() == good
+    assert tree.obtain() == FOUND
+
+
+def test_a_cache_that_cannot_be_written_is_no_obstacle(tree: Tree):
+    (tree.root / "file").write_text("")
+    for cache in (tree.root / "file" / "cache", Path("/proc/no/cache")):
+        assert tree.obtain(cache=cache, warning="cannot be kept") == COMPILED
+
+
+# ---- on what -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_no_header_of_the_kernel_or_of_libc_is_needed(tree: Tree, unit: str):
+    """All the places where they could be are empty, kheaders included."""
+    hide = (
+        "mount --make-rprivate /;"
+        "for d in /lib/modules /usr/src /usr/include /usr/local/include; do"
+        ' test ! -d $d || mount -t tmpfs none $d; test -z "$(ls -A $d 2>/dev/null)"; done;'
+        "k=/sys/kernel/kheaders.tar.xz; test ! -e $k || mount --bind /dev/null $k;"
+        'exec "$@"'
+    )
+    programs = len(programs_of(unit))
+    assert programs > 0
+    said = tree.obtain("unshare", "-m", "sh", "-ec", hide, "sh", unit=unit)
+    assert said == f"compiled {programs}"
+
+
+def test_without_bcc_what_was_made_ahead_is_used(
+    built: tuple[Artifact, Path], monkeypatch: pytest.MonkeyPatch
+):
+    made, cache = built
+    monkeypatch.setattr(compile.importlib.util, "find_spec", lambda _: None)
+    assert compile.tools() is None
+    assert compile.obtain("sock", cache) == (made, False)
+
+
+def test_without_bcc_and_nothing_made_ahead_it_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setattr(compile.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(CompileError) as error:
+        compile.obtain("sock", tmp_path)
+    assert str(error.value) == (
+        "BCC is not installed and nothing was compiled ahead of time "
+        f"(unit sock, cache {tmp_path}); "
+        "install python3-bpfcc, or run `kbpf compile --cache-dir` where BCC is"
+    )
+
+
+# ---- errors ------------------------------------------------------------------------------------
+
+PREFIX = "CompileError: cannot compile the BPF programs: "
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "what"),
+    [
+        ("lookup.h", "slot.index =", "slot.indx =", "no member named 'indx' in 'struct slot'"),
+        ("types.h", "\tu32 set;\n", "\tu32 set\n", "expected ';'"),
+        ("sock.c", "int recvmsg6(", "int recvmsg6(nothing *x, ", "unknown type name 'nothing'"),
+        ("maps.h", "struct slot, u32,", "struct slod, u32,", "slod"),
+    ],
+)
+def test_an_error_names_the_file_and_the_line(tree: Tree, name: str, old: str, new: str, what: str):
+    text = (tree.root / "kbpf" / "bpf" / name).read_text()
+    line = text[: text.index(old)].count("\n") + 1
+    tree.edit(name, old, new)
+    said = tree.obtain()
+    assert said.startswith(PREFIX)
+    assert what in said
+    assert f"(kbpf/bpf/{name}:{line})" in said
+
+
+def test_a_missing_header_is_named(tree: Tree):
+    (tree.root / "kbpf" / "bpf" / "addr.h").unlink()
+    said = tree.obtain()
+    assert said.startswith("CompileError: cannot read a BPF source (")
+    assert "addr.h" in said
+
+
+BROKEN_BCC = {
+    "raise ImportError('libbcc.so.0: cannot open shared object file')": "libbcc.so.0: cannot open",
+    "import os; os.kill(os.getpid(), 9)": "the compiler ended with -9",
+    "import sys; sys.exit('LLVM ERROR: out of memory')": "LLVM ERROR: out of memory",
+    "lib = None\nclass BPF:\n"
+    " def __init__(self, **_): raise Exception('Failed to compile BPF module <text>')":
+        "Failed to compile BPF module",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("code", BROKEN_BCC)
+def test_a_broken_bcc_is_one_line(tree: Tree, code: str):
+    (tree.root / "broken" / "bcc").mkdir(parents=True)
+    (tree.root / "broken" / "bcc" / "__init__.py").write_text(code)
+    said = tree.obtain(path=tree.root / "broken")
+    assert said.startswith("CompileError: BCC failed: ")
+    assert BROKEN_BCC[code] in said
+    assert "(unit sock)" in said
+
+
+def test_a_compiler_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(compile, "TIMEOUT_SECONDS", 0.01)
+    with pytest.raises(CompileError, match="did not finish"):
+        compile.obtain("sock", tmp_path)
+
+
+def test_who_may_not_make_maps_is_told_so(tree: Tree):
+    """BCC makes the maps of what it compiles; an unprivileged user may not."""
+    os.chmod(tree.root, 0o755)
+    drop = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+    said = tree.obtain(*drop, cache=Path("/nowhere"))
+    assert said.startswith("CompileError: BCC may not make BPF maps: ")
+    assert said.endswith("(unit sock); run as root or with CAP_BPF")

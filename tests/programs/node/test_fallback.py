@@ -1,0 +1,216 @@
+"""`--mode auto` where BPF is not to be had: the agent serves by IPVS, and says why. Each cause is a
+real one, of the kernel, the machine or its operator. Kernels without IPVS have a fake of it, which
+serves nobody: there it is the agent's choice that is shown.
+"""
+
+import contextlib
+import ctypes
+import errno
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import pytest
+import yaml
+
+from kbpf.agent.selector import Reason
+from kbpf.dataplane.bpf.hooks import HOOKS, UNITS
+from kbpf.dataplane.bpf.programs import artifact, compile
+from kbpf.kernel.bpf import probe, syscalls
+from kbpf.kernel.bpf.objects import Program
+from tests.support import prometheus
+from tests.support.cluster.kube_objects import endpoint, endpoint_slice, node, service, slice_port
+from tests.support.features import lacking
+from tests.support.lab.lab import Agent, Lab, Place, ip, until
+from tests.support.lab.web import get
+
+DENY = Path(__file__).parents[2] / "support" / "deny.py"
+LINK_CREATE = 28
+UPDATE_BATCH = 26
+"""Of enum bpf_cmd: Linux v5.7 and v5.6."""
+VIP = "10.96.0.1"
+HAS_IPVS = not lacking("ipvs")
+
+
+class House:
+    """A node with a pod, an agent, and what keeps it from BPF."""
+
+    def __init__(self, lab: Lab, folder: Path, compiled: Path) -> None:
+        self.folder, self.compiled = folder, compiled
+        self.home = lab.nodes[0]
+        self.pod = self.home.pod("a").serve(8080)
+        self.outside = Place("outside", lab.outside, None)
+        ip(f"route add {VIP}/32 via {self.home.ip}", netns=lab.outside)
+        objects = folder / "objects"
+        objects.mkdir()
+        made = (
+            node(self.home.name, self.home.ip, self.home.ip6),
+            service("web", cluster_ip=VIP),
+            endpoint_slice("web", endpoint(self.pod.ip), ports=[slice_port(8080)]),
+        )
+        (objects / "all.yaml").write_text(yaml.safe_dump_all(made))
+        self.agent = Agent(self.home, "--source", str(objects), cache=compiled)
+        self.agent.module = "kbpf" if HAS_IPVS else "tests.support.runtime.planeless_agent"
+
+    def python(self, module: str, text: str) -> tuple[str, ...]:
+        """A command that executes another one whose Python finds this file of a module first."""
+        folder = Path(tempfile.mkdtemp(dir=self.folder))
+        (folder / module).parent.mkdir(exist_ok=True)
+        (folder / module).write_text(text)
+        return ("env", f"PYTHONPATH={folder}")
+
+    def nothing_compiled(self) -> tuple[str, ...]:
+        """Arguments of an agent that has to compile."""
+        return ("--cache-dir", str(self.folder / "empty"))
+
+    def spoiled(self) -> tuple[str, ...]:
+        """Arguments of an agent whose programs no verifier lets pass: connect4 has no result."""
+        folder = self.folder / "spoiled"
+        for unit in UNITS:
+            made, _ = compile.obtain(unit, self.compiled)
+            programs = tuple(
+                msgspec.structs.replace(code, insns=b"\x95" + bytes(7), references=())
+                if code.name == "connect4"
+                else code
+                for code in made.programs
+            )
+            artifact.store(msgspec.structs.replace(made, programs=programs), folder)
+        return ("--cache-dir", str(folder))
+
+    @contextlib.contextmanager
+    def taken(self, name: str) -> Iterator[None]:
+        """Somebody has this hook of the node's cgroup for himself alone."""
+        hook = next(hook for hook in HOOKS if hook.name == name)
+        folder = os.open(self.home.cgroup, os.O_RDONLY | os.O_DIRECTORY)
+        program = Program.load("theirs", hook.kind, hook.attach_type, probe.RETURN_1)
+        try:
+            assert syscalls.lib().bpf_prog_attach(program.fd, folder, hook.attach_type, 0) == 0
+            yield
+            kind = ctypes.c_int(hook.attach_type)
+            assert syscalls.lib().bpf_prog_detach2(program.fd, folder, kind) == 0
+        finally:
+            program.close()
+            os.close(folder)
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """What is the matter, and what the agent says of it. `wrapper`: a command that executes the
+    agent; `extra`: its arguments; `around`: what is done meanwhile.
+    """
+
+    name: str
+    reason: Reason
+    wrapper: Callable[[House], tuple[str, ...]] = lambda _: ()
+    extra: Callable[[House], tuple[str, ...]] = lambda _: ()
+    around: Callable[[House], contextlib.AbstractContextManager[None]] = lambda _: (
+        contextlib.nullcontext()
+    )
+
+
+def deny(number: int, *commands: int) -> Callable[[House], tuple[str, ...]]:
+    """A kernel without these commands of bpf(2), or without any."""
+    numbers = ",".join(map(str, commands))
+    return lambda _: (sys.executable, str(DENY), str(number), numbers, "--")
+
+
+BAD_BCC = "raise ImportError('libbcc.so.0: cannot open shared object file')\n"
+NO_BCC = "import sys\nsys.modules['bcc'] = None\n"
+NO_LIBBPF = """
+import ctypes
+class CDLL(ctypes.CDLL):
+    def __init__(self, name, *more, **options):
+        if name and "libbpf" in name:
+            raise OSError(f"{name}: cannot open shared object file")
+        super().__init__(name, *more, **options)
+ctypes.CDLL = CDLL
+"""
+WITHOUT_CGROUP2 = 'umount -l $(findmnt -t cgroup2 -no TARGET) && exec "$@"'
+CAUSES = (
+    Cause("no bpf(2)", Reason.NO_BPF, wrapper=deny(errno.ENOSYS)),
+    Cause("CAP_NET_ADMIN alone", Reason.NO_PRIVILEGES,
+          wrapper=lambda _: ("setpriv", "--bounding-set", "-all,+net_admin", "--")),
+    Cause("no libbpf", Reason.NO_LIBRARY,
+          wrapper=lambda house: house.python("sitecustomize.py", NO_LIBBPF)),
+    Cause("a kernel before 5.6", Reason.OLD_KERNEL, wrapper=deny(errno.EINVAL, UPDATE_BATCH)),
+    Cause("a kernel before 5.7", Reason.OLD_KERNEL, wrapper=deny(errno.EINVAL, LINK_CREATE)),
+    Cause("no cgroup v2", Reason.NO_CGROUP, extra=lambda _: ("--cgroup", ""),
+          wrapper=lambda _: ("unshare", "-m", "sh", "-c", WITHOUT_CGROUP2, "sh")),
+    Cause("no BCC, and nothing compiled", Reason.NO_COMPILER, extra=House.nothing_compiled,
+          wrapper=lambda house: house.python("sitecustomize.py", NO_BCC)),
+    Cause("BCC fails", Reason.NOT_COMPILED, extra=House.nothing_compiled,
+          wrapper=lambda house: house.python("bcc/__init__.py", BAD_BCC)),
+    Cause("the verifier refuses", Reason.REFUSED, extra=House.spoiled),
+    Cause("somebody has a hook alone", Reason.NOT_ATTACHED,
+          around=lambda house: house.taken("sendmsg6")),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory: pytest.TempPathFactory, artifact_cache: Path) -> Iterator[House]:
+    for unit in UNITS:
+        compile.obtain(unit, artifact_cache)
+    with Lab(1, "fb", apart=True) as lab:
+        made = House(lab, tmp_path_factory.mktemp("fallback"), artifact_cache)
+        yield made
+        made.outside.close()
+
+
+def test_each_reason_has_a_cause():
+    assert {cause.reason for cause in CAUSES} == set(Reason)
+
+
+@pytest.mark.parametrize("cause", CAUSES, ids=lambda cause: cause.name)
+def test_it_serves_by_ipvs_and_says_why(house: House, cause: Cause):
+    agent = house.agent
+    agent.wrapper, agent.mode = cause.wrapper(house), "ipvs"
+    with cause.around(house), running(agent, "--mode", "auto", *cause.extra(house)):
+        if HAS_IPVS:
+            assert house.outside.tcp(VIP, 80)["name"] == "a"
+            assert agent.virtual_services() == {f"{VIP}:80/6": {f"{house.pod.ip}:8080": 1}}
+        choice = chosen(agent)
+        assert (choice["asked"], choice["mode"]) == ("auto", "ipvs")
+        assert (choice["reason"], bool(choice["why"])) == (str(cause.reason), True)
+        (said,) = [line for line in agent.lines() if "BPF is not to be had" in line]
+        assert f"{cause.reason}: {choice['why']}" in said
+        info = until("the page knows the mode", lambda: mode_info(house))
+        labels = {"mode": "ipvs", "asked": "auto", "reason": str(cause.reason)}
+        assert info.value(**labels) == 1
+        until("nothing of BPF is pinned", lambda: not any(agent.pin_dir.glob("*")))
+
+
+def mode_info(house: House) -> prometheus.Family | None:
+    """What /metrics says of the mode; nothing on a page that was made before the first status."""
+    scraped = get(house.home.netns, "127.0.0.1", 10249, "/metrics").body
+    return prometheus.parse(scraped.decode()).get("kbpf_mode_info")
+
+
+def test_the_next_start_tries_bpf_again(house: House):
+    """Nothing else does."""
+    agent = house.agent
+    agent.wrapper, agent.mode = (), "bpf"
+    with running(agent, "--mode", "auto"):
+        assert chosen(agent) == {"asked": "auto", "mode": "bpf", "reason": "", "why": ""}
+        assert house.outside.tcp(VIP, 80)["name"] == "a"
+
+
+@contextlib.contextmanager
+def running(agent: Agent, *arguments: str) -> Iterator[None]:
+    """Started, and stopped whatever comes."""
+    try:
+        agent.start(extra=arguments)
+        yield
+    finally:
+        agent.stop()
+
+
+def chosen(agent: Agent) -> dict[str, str]:
+    """The mode that it has taken, as its status says."""
+    status = agent.status()
+    assert status is not None
+    made: dict[str, str] = status["choice"]
+    return made

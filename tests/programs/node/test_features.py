@@ -1,0 +1,87 @@
+"""What this kernel can do: the tests' own table of it is right, and `kbpf check` says the same."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kbpf.checks import bpf as bpf_checks
+from kbpf.checks import ipvs as ipvs_checks
+from kbpf.checks import packet_path
+from kbpf.checks.row import CheckRow
+from kbpf.cli import check_rows
+from tests.support.features import BY_KERNEL, DEBIAN, FEATURES, family, lacking
+
+SETTINGS = frozenset(
+    ("masquerade ports", "IPv4 forwarding", "IPv6 forwarding", "--forwarding", "FORWARD",
+     "rules before DNAT", "rp_filter", "without conntrack")
+)  # fmt: skip
+"""Rows about the node, not about its kernel."""
+INSTALLED = frozenset(("BCC", "LLVM", "compiled programs"))
+"""Rows about what is installed."""
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_the_table_is_right(name: str) -> None:
+    assert bool(FEATURES[name].tried()) is not bool(lacking(name))
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> tuple[CheckRow, ...]:
+    FEATURES["sctp"].tried()  # which loads the module; check only looks
+    pins, cache = Path("/sys/fs/bpf/kbpf-no-pins"), tmp_path_factory.mktemp("cache")
+    return (*bpf_checks.rows(None, pins, cache), *packet_path.rows(pins))
+
+
+def test_check_says_exactly_what_this_kernel_lacks(rows: tuple[CheckRow, ...]) -> None:
+    about_kernel = [row for row in rows if row.name not in SETTINGS | INSTALLED]
+    assert {row.name for row in about_kernel if row.result == "unknown"} == set()
+    lacks = {feature.check for name, feature in FEATURES.items() if lacking(name)} - {""}
+    assert {row.name for row in about_kernel if row.result == "no"} == lacks
+
+
+def test_check_says_it_on_the_command_line() -> None:
+    """In each of Debian's kernels exactly the rows of a table say "no"."""
+    for name in ("sctp", "ipvs"):
+        FEATURES[name].tried()
+    done = subprocess.run(
+        [sys.executable, "-m", "kbpf", "check", "-o", "json"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = json.loads(done.stdout)
+    others = SETTINGS | INSTALLED | {row.name for row in ipvs_checks.rows()}
+    lacks = {row["name"] for row in said["rows"] if row["result"] == "no"} - others
+    if DEBIAN in os.environ:
+        assert lacks == BY_KERNEL[family()]
+    else:
+        assert lacks == {f.check for name, f in FEATURES.items() if lacking(name)} - {""}
+    assert (said["usable"], said["mode"], said["missing"]) == (True, "bpf", [])
+    assert (said["packet_path"], said["packets_missing"]) == (True, [])
+    assert bool(said["ipvs_missing"]) is bool(lacking("ipvs"))
+
+
+def test_check_says_that_this_kernel_will_do(rows: tuple[CheckRow, ...]) -> None:
+    made = check_rows.verdict(rows)
+    assert (made.usable, made.missing) == (True, ())
+
+
+def test_check_says_whether_mode_ipvs_can_be_had() -> None:
+    """IPVS is not loaded by asking, on all kernels: a test of it loads it by FEATURES."""
+    rows = tuple(ipvs_checks.rows())
+    made = check_rows.verdict([CheckRow("BPF", "no", True, "", ""), *rows])
+    lacks = bool(lacking("ipvs"))
+    assert made.mode == ("none" if lacks else "ipvs")
+    assert made.usable is not lacks
+    assert ("IPVS" in made.ipvs_missing) is lacks
+    assert {row.result for row in rows if row.name in ("nf_tables", "nftables rules")} == {"yes"}
+    assert [row.name for row in rows if row.result == "no" and not row.advice] == []
+
+
+def test_what_is_lacking_has_advice(rows: tuple[CheckRow, ...]) -> None:
+    silent = SETTINGS | INSTALLED | {"SCTP sockets"}
+    lacks = [row for row in rows if row.result == "no" and row.name not in silent]
+    assert [row.name for row in lacks if "Linux" not in row.advice] == []

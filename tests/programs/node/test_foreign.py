@@ -1,0 +1,176 @@
+"""Programs of other load balancers beside ours: named while they are there, and nothing of ours is.
+
+Theirs are programs of two instructions, with the names that Cilium's and Calico's have.
+"""
+
+import contextlib
+import os
+import socket
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from kbpf.checks import connect as proving
+from kbpf.dataplane.bpf import attachments
+from kbpf.dataplane.bpf.hooks import HOOKS as HOOK_TABLE
+from kbpf.dataplane.bpf.inspect import snapshot
+from kbpf.dataplane.bpf.packet_path import device_thread
+from kbpf.dataplane.bpf.plane import BpfPlane
+from kbpf.dataplane.bpf.programs import foreign
+from kbpf.kernel.bpf.objects import Link, Program
+from kbpf.kernel.bpf.tc import ATTACH_TYPE, PROG_SCHED_CLS, Direction, How, Mark, Tc
+from kbpf.kernel.net.netlink import Rtnetlink, attribute
+from tests.programs.node.test_hooks_verified import WEB, in_namespaces_of_its_own
+from tests.support.features import needs
+from tests.support.lab.lab import ip, until
+from tests.support.plane import HOOKS, Site
+
+SOCK_ADDR = 18
+PASS = struct.pack("=BBhi", 0xB7, 0, 0, 1) + struct.pack("=BBhi", 0x95, 0, 0, 0)
+NEXT = struct.pack("=BBhi", 0xB7, 0, 0, -1) + struct.pack("=BBhi", 0x95, 0, 0, 0)
+
+
+class Hook(NamedTuple):
+    """A hook, a program of somebody else's there, and whether it is named."""
+
+    hook: str
+    name: str
+    named: bool
+
+
+ROWS = [
+    Hook("connect4", "cil_sock4_connect", True),
+    Hook("connect6", "calico_connect_v6", True),
+    Hook("sendmsg4", "", True),
+    Hook("sendmsg6", "sendmsg6", True),
+    Hook("getpeername4", "cil_sock4_getpeername", False),
+]
+
+
+@contextlib.contextmanager
+def theirs(cgroup: Path, hook: str, name: str) -> Iterator[int]:
+    """Its id."""
+    kind = next(h.attach_type for h in HOOK_TABLE if h.name == hook)
+    descriptor = os.open(cgroup, os.O_RDONLY)
+    try:
+        with (
+            Program.load(name, SOCK_ADDR, kind, PASS) as program,
+            Link.attach(program, descriptor, kind),
+        ):
+            yield program.info().id
+    finally:
+        os.close(descriptor)
+
+
+def told(plane: BpfPlane) -> list[str]:
+    return [line for line in plane.problems() if "another load balancer" in line]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.hook} {row.name}")
+def test_who_is_at_the_same_socket_hook_is_named(
+    site: Site, row: Hook, caplog: pytest.LogCaptureFixture
+) -> None:
+    plane = site.open()
+    plane.apply(WEB, None)
+    plane.tick(0.0)
+    assert told(plane) == [], "of our own programs nothing is told"
+    assert plane.measure().foreign == 0
+    with theirs(site.cgroup, row.hook, row.name) as program:
+        plane.tick(attachments.VERIFY_SECONDS)
+        lines = told(plane)
+        assert plane.measure().foreign == len(lines) == row.named
+        name = row.name[:15] or "without a name"
+        if row.named:
+            assert f"{name} (id {program}) at {row.hook}; " in lines[0]
+        rows = list(proving.others(snapshot.read(site.pins, proving.NEEDS)))
+        assert [one.detail for one in rows] == lines
+        plane.tick(2 * attachments.VERIFY_SECONDS)
+        assert told(plane) == lines
+    plane.tick(3 * attachments.VERIFY_SECONDS)
+    assert told(plane) == []
+    assert caplog.text.count("another load balancer") == row.named, "it is logged once"
+
+
+def older(site: Site) -> None:
+    """An agent that has ended, whose programs go on."""
+    plane = site.open()
+    plane.apply(WEB, None)
+    plane.close()
+
+
+def interrupted(site: Site) -> None:
+    """One that ended between a link and its name."""
+    older(site)
+    (site.pins / "links/connect4").rename(site.pins / "new-link-connect4")
+
+
+@pytest.mark.parametrize("story", [older, interrupted], ids=lambda story: story.__name__)
+def test_our_own_programs_are_never_named(site: Site, story: Callable[[Site], None]) -> None:
+    story(site)
+    assert foreign.at_sockets(site.cgroup) == ()
+    plane = site.open()
+    assert foreign.at_sockets(site.cgroup) == (), "while it takes over"
+    plane.apply(WEB, None)
+    plane.tick(0.0)
+    assert told(plane) == []
+    assert set(dict(plane.measure().hooks)) == set(HOOKS)
+
+
+def tcx(ifindex: int, program: Program) -> contextlib.AbstractContextManager[object]:
+    return Link.attach(program, ifindex, ATTACH_TYPE[Direction.INGRESS])
+
+
+@contextlib.contextmanager
+def clsact(ifindex: int, program: Program) -> Iterator[None]:
+    with Tc(Path("/nowhere"), How.CLSACT, Mark(1, 1, "theirs")) as kernel:
+        kernel._seen = {ifindex: "clsact"}
+        body = struct.pack("=BxxxiIII", 0, ifindex, 0xFFFF0000, 0xFFFFFFF1, 0)
+        with Rtnetlink() as netlink, contextlib.suppress(Exception):
+            netlink.ask(36, body + attribute(1, b"clsact\0"), 0x600)
+        kernel.attach(ifindex, Direction.INGRESS, program)
+    yield
+
+
+@needs("tcx")
+@pytest.mark.parametrize("how", [tcx, clsact], ids=lambda how: how.__name__)
+@pytest.mark.parametrize(
+    ("name", "named"), [("cil_from_netdev", True), ("cali_tc_preamble", True), ("policy", False)]
+)
+def test_a_balancer_on_our_devices_is_named(
+    site: Site, name: str, named: bool, how: object
+) -> None:
+    def story() -> None:
+        ip("link add up0 type veth peer name up1")
+        ip("link set up0 up")
+        device_thread.LOOK_SECONDS = 0.1
+        plane = site.open(packet_path=True, devices=("up0",))
+        plane.apply(WEB, None)
+        until("all had their turn", plane.ready)
+        assert told(plane) == []
+        number = socket.if_nametoindex("up0")
+        with (
+            Program.load(name, PROG_SCHED_CLS, 0, NEXT) as program,
+            how(number, program),  # type: ignore[operator]
+        ):
+            held = snapshot.read(site.pins, proving.NEEDS)
+            shown = [one.detail for one in proving.others(held)]
+            if named:
+                until("it is named", lambda: told(plane))
+                words = f"{name[:15]} (id {program.info().id}) at ingress of up0"
+                assert words in told(plane)[0]
+                assert plane.measure().foreign == 1
+                assert shown == told(plane)
+            else:
+                assert shown == told(plane) == []
+        plane.close()
+
+    in_namespaces_of_its_own(story)
+
+
+def test_many_devices_are_one_line() -> None:
+    found = [foreign.Foreign(7, "cil_from_contai", "ingress", f"lxc{n}") for n in range(40)]
+    (line,) = foreign.lines(found)
+    assert "cil_from_contai (id 7) at ingress of lxc0 and 39 more; " in line

@@ -1,0 +1,259 @@
+"""Hooks that others take away come back by themselves, and pins that somebody hides by a mount are
+named and never lead to a second set of programs.
+
+What concerns mounts runs in a mount namespace of its own, in a process of its own.
+"""
+
+import ctypes
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kbpf.dataplane.bpf import attachments
+from kbpf.dataplane.bpf.maps.pinning import Pins
+from kbpf.dataplane.bpf.packet_path import attach, device_thread
+from kbpf.dataplane.bpf.programs import unpinned
+from kbpf.errors import KernelError, PinsGone
+from kbpf.kernel.bpf import objects
+from kbpf.kernel.bpf.objects import Link
+from kbpf.kernel.bpf.tc import ATTACH_TYPE
+from tests.support.features import needs
+from tests.support.lab.lab import ip, remove_cgroup, until
+from tests.support.plane import HOOKS, Site, desired, service
+
+WEB = desired(service("web", "10.96.0.1:80", "10.244.0.1:8080"))
+CONNECT4, CONNECT6 = 10, 11
+
+
+class Clock:
+    """A time that tests move."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def programs(cgroup: Path, attach_type: int = CONNECT4) -> tuple[int, ...]:
+    """What is attached there."""
+    descriptor = os.open(cgroup, os.O_RDONLY)
+    try:
+        return objects.attached(descriptor, attach_type)
+    finally:
+        os.close(descriptor)
+
+
+def remove_pin(site: Site) -> None:
+    (site.pins / "links/connect4").unlink()
+
+
+def detach(site: Site) -> None:
+    with Link.open(site.pins / "links/connect4") as link:
+        link.detach()
+
+
+def remove_all(site: Site) -> None:
+    for pin in (site.pins / "links").iterdir():
+        pin.unlink()
+
+
+def make_cgroup_again(site: Site) -> None:
+    remove_cgroup(site.cgroup)
+    site.cgroup.mkdir()
+
+
+@pytest.mark.parametrize("harm", [remove_pin, detach, remove_all, make_cgroup_again])
+def test_hooks_come_back(
+    site: Site, harm: Callable[[Site], None], caplog: pytest.LogCaptureFixture
+):
+    plane = site.open()
+    plane.apply(WEB, None)
+    plane.tick(0.0)
+    assert dict(plane.measure().hooks) == dict.fromkeys(HOOKS, True)
+    before = programs(site.cgroup)
+    harm(site)
+    plane.tick(attachments.VERIFY_SECONDS - 1)
+    assert "attached again" not in caplog.text, "it is not looked at each moment"
+    plane.tick(attachments.VERIFY_SECONDS)
+    assert "hooks were missing and are attached again" in caplog.text
+    assert "connect4" in caplog.text
+    assert dict(plane.measure().hooks) == dict.fromkeys(HOOKS, True)
+    assert plane.faults() == ()
+    assert set(before) <= set(programs(site.cgroup)), "the same program, in the cgroup of this name"
+
+
+def test_a_hook_that_cannot_come_back_is_named(site: Site, caplog: pytest.LogCaptureFixture):
+    plane = site.open()
+    plane.apply(WEB, None)
+    plane.tick(0.0)
+    remove_cgroup(site.cgroup)
+    for second in range(3):
+        plane.tick(attachments.VERIFY_SECONDS + second * attachments.VERIFY_AGAIN_SECONDS)
+    assert not any(dict(plane.measure().hooks).values())
+    (fault,) = plane.faults()
+    assert fault.startswith("hooks that are not attached: ")
+    assert "cannot open the cgroup" in fault
+    assert fault in plane.problems()
+    assert caplog.text.count("hooks are not attached, trying again") == 1
+    site.cgroup.mkdir()
+    plane.tick(attachments.VERIFY_SECONDS + 10)
+    assert plane.faults() == ()
+    assert len(programs(site.cgroup)) == 1
+
+
+def test_programs_of_another_pin_folder_are_not_joined(site: Site, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(unpinned, "ENDING_SECONDS", 0.2)
+    first = site.open()
+    first.apply(WEB, None)
+    before = programs(site.cgroup)
+    other = Site(site.cache, cgroup=site.cgroup)
+    try:
+        with pytest.raises(KernelError, match="this folder of pins does not hold") as refused:
+            other.open()
+        assert f"connect4 of {site.cgroup}" not in str(refused.value), "the first four are named"
+        assert f"recvmsg4 of {site.cgroup}" in str(refused.value)
+        assert f"and {len(HOOKS) - 4} more" in str(refused.value)
+        assert "kbpf cleanup" in refused.value.hint
+        assert programs(site.cgroup) == before
+        assert not (other.pins / "links").exists()
+    finally:
+        other.close()
+
+
+def test_programs_of_others_are_no_reason_to_refuse(site: Site):
+    """A program with the name of ours that reads none of our maps."""
+    code = b"\xb7\x00\x00\x00\x01\x00\x00\x00" + b"\x95\x00\x00\x00\x00\x00\x00\x00"
+    descriptor = os.open(site.cgroup, os.O_RDONLY)
+    with objects.Program.load("connect4", 18, CONNECT4, code) as program:
+        link = Link.attach(program, descriptor, CONNECT4)
+        with link:
+            site.open().apply(WEB, None)
+            assert len(programs(site.cgroup)) == 2
+    os.close(descriptor)
+
+
+def test_pins_that_are_removed_end_the_agent(site: Site):
+    plane = site.open()
+    plane.apply(WEB, None)
+    plane.write_status(b"{}")
+    site.pins.rename(site.pins.with_name(f"{site.pins.name}-moved"))
+    try:
+        with pytest.raises(PinsGone):
+            plane.write_status(b"{}")
+    finally:
+        site.pins.with_name(f"{site.pins.name}-moved").rename(site.pins)
+
+
+def over(folder: Path) -> None:
+    """Mounts a bpffs over it, in a mount namespace of this process alone."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.mount(b"bpf", os.fsencode(folder), b"bpf", 0, b"mode=0700") == 0, ctypes.get_errno()
+
+
+def in_namespaces_of_its_own(story: Callable[[], None]) -> None:
+    """Runs it in a process with a mount and a network namespace of its own."""
+
+    def alone() -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        assert libc.unshare(0x20000 | 0x40000000) == 0  # CLONE_NEWNS, CLONE_NEWNET
+        assert libc.mount(None, b"/", None, 1 << 18 | 1 << 14, None) == 0  # MS_PRIVATE, MS_REC
+        story()
+
+    pid = os.fork()
+    if not pid:
+        code = 1
+        try:
+            alone()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_a_mount_over_the_pins_is_named_and_changes_nothing(site: Site):
+    """The agent goes on by its descriptor: it programs, grows its maps and verifies its hooks; the
+    next one refuses to start; and without the mount all is as before.
+    """
+
+    def story() -> None:
+        unpinned.ENDING_SECONDS = 0.2
+        plane = site.open()
+        plane.apply(WEB, None)
+        plane.tick(0.0)
+        plane.write_status(b"{}")
+        assert plane.faults() == ()
+        before = programs(site.cgroup)
+        over(site.pins.parent)
+        plane.write_status(b"{}")
+        (fault,) = plane.faults()
+        assert "is hidden by what is mounted over it" in fault, fault
+        plane.tick(1000.0)
+        assert programs(site.cgroup) == before
+        many = desired(
+            *(
+                service(f"s{n}", f"10.96.{1 + n // 200}.{n % 200}:80", "10.244.0.1:8080")
+                for n in range(3000)
+            )
+        )
+        assert not plane.apply(many, None).refused
+        assert len(programs(site.cgroup)) == 1
+        second = Site(site.cache, cgroup=site.cgroup)
+        second.pins = site.pins
+        with pytest.raises(KernelError, match="this folder of pins does not hold") as refused:
+            second.open()
+        assert "findmnt" in refused.value.hint
+        assert len(programs(site.cgroup)) == 1
+        assert ctypes.CDLL(None).umount2(os.fsencode(site.pins.parent), 2) == 0  # MNT_DETACH
+        plane.write_status(b"{}")
+        assert plane.faults() == ()
+        plane.close()
+        third = site.open()
+        third.apply(many, None)
+        assert len(programs(site.cgroup)) == 1
+
+    in_namespaces_of_its_own(story)
+
+
+@needs("tcx")
+def test_a_mount_over_the_pins_leaves_devices_alone(site: Site):
+    """The thread of the devices looks at everything again and attaches nothing twice; and an agent
+    that starts sees what runs there.
+    """
+
+    def tcx_programs() -> list[int]:
+        return [
+            len(objects.attached(socket.if_nametoindex("up0"), kind))
+            for kind in ATTACH_TYPE.values()
+        ]
+
+    def story() -> None:
+        ip("link add up0 type veth peer name up1")
+        ip("link set up0 up")
+        ip("link set up1 up")
+        device_thread.LOOK_SECONDS = 0.1
+        plane = site.open(packet_path=True, devices=("up0",))
+        plane.apply(WEB, None)
+        until("it is attached", lambda: plane.packet_status() and tcx_programs() == [1, 1])
+        until("all had their turn", plane.ready)
+        over(site.pins.parent)
+        turns = []
+        sync = attach.Devices.sync
+        attach.Devices.sync = lambda *given: turns.append(1) or sync(*given)  # type: ignore
+        until("everything was looked at twice", lambda: len(turns) > 2)
+        assert tcx_programs() == [1, 1]
+        assert not plane.packet_status().failed
+        site.pins.mkdir(parents=True)
+        places = tuple(unpinned._places(Pins(site.pins), site.cgroup))
+        assert {"ingress of up0", "egress of up0"} <= set(places), places
+        plane.close()
+
+    in_namespaces_of_its_own(story)

@@ -1,0 +1,67 @@
+"""What kernel/net/links.py promises whom it gives an address, while others keep the kernel busy."""
+
+import contextlib
+import os
+import socket
+import subprocess
+from collections.abc import Iterator
+
+from kbpf.kernel.net.links import Links
+from kbpf.kernel.system import sandbox
+from tests.support.lab.lab import DIE_WITH_US, ip, run
+
+ADDRESSES = tuple(f"fd00:99::{number:x}" for number in range(1, 601))
+
+
+@contextlib.contextmanager
+def others_change_devices() -> Iterator[None]:
+    """Somebody holds the lock of all network devices most of the time, as a busy node does."""
+    name = f"kbx{os.getpid()}"
+    change = "\n".join(f"link add {name}{n} type dummy\nlink del {name}{n}" for n in range(50))
+    run("ip", "netns", "add", name)
+    busy = [
+        subprocess.Popen(
+            [
+                *DIE_WITH_US,
+                "sh",
+                "-c",
+                f'while echo "$1" | ip -n {name} -b -; do :; done',
+                "",
+                each,
+            ],
+            stderr=subprocess.DEVNULL,
+        )
+        for each in (change, change.replace(name, f"{name}b"))
+    ]
+    try:
+        yield
+    finally:
+        for child in busy:
+            child.kill()
+            child.wait()
+        ip(f"netns del {name}")
+
+
+def first_unreached() -> str | None:
+    """The first address to which a datagram is lost that is sent as soon as the address is set."""
+    with Links() as links, socket.socket(socket.AF_INET6, socket.SOCK_DGRAM) as server:
+        links.up("lo")
+        server.bind(("::", 5353))
+        server.settimeout(10)
+        return next((each for each in ADDRESSES if not is_reached(links, each, server)), None)
+
+
+def is_reached(links: Links, address: str, server: socket.socket) -> bool:
+    """Whether it arrives; nobody sends it twice."""
+    links.address("lo", address, 128)
+    try:
+        with socket.socket(socket.AF_INET6, socket.SOCK_DGRAM) as client:
+            client.sendto(address.encode(), (address, 5353))
+        return server.recv(64) == address.encode()
+    except OSError:
+        return False
+
+
+def test_packets_to_an_ipv6_address_arrive_as_soon_as_it_is_set():
+    with others_change_devices():
+        assert sandbox.run(first_unreached) is None

@@ -1,0 +1,223 @@
+"""Where the bpffs and the cgroup v2 hierarchy are, and mounting a bpffs where there is none."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from kbpf.errors import KernelError
+from kbpf.kernel.system.mounts import (
+    Mount,
+    cgroup_root,
+    ensure_bpffs,
+    is_bpffs,
+    is_cgroup2,
+    mounts,
+    parse_mountinfo,
+)
+from tests.support.lab.lab import PATIENCE, cgroup2, remove_cgroup
+from tests.support.plane import BPFFS
+
+ROOT = Path(__file__).parents[3]
+PURE = "30 25 0:26 / /sys/fs/cgroup rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate"
+HYBRID = """\
+33 25 0:29 / /sys/fs/cgroup ro,nosuid shared:9 - tmpfs tmpfs ro,mode=755
+34 33 0:30 / /sys/fs/cgroup/unified rw,nosuid shared:10 - cgroup2 cgroup2 rw
+35 33 0:31 / /sys/fs/cgroup/cpu rw,nosuid shared:11 - cgroup cgroup rw,cpu"""
+V1 = "35 33 0:31 / /sys/fs/cgroup/cpu rw shared:11 - cgroup cgroup rw,cpu"
+POD = "99 1 0:26 /kubepods/pod1 /sys/fs/cgroup rw,relatime master:9 - cgroup2 cgroup rw"
+HOST = "98 1 0:26 /../../.. /host/sys/fs/cgroup rw,relatime master:9 - cgroup2 cgroup rw"
+PLACE = "40 25 0:26 / /mnt/my\\040cgroups rw - cgroup2 none rw"
+
+
+class Row(NamedTuple):
+    """A /proc/self/mountinfo, and the root of cgroup v2, or what the error says. `parts`: mounts
+    that are not the root, whatever mountinfo says.
+    """
+
+    name: str
+    mountinfo: str
+    found: str
+    parts: tuple[str, ...] = ()
+
+
+ROWS = [
+    Row("pure v2", PURE, "/sys/fs/cgroup"),
+    Row("hybrid", HYBRID, "/sys/fs/cgroup/unified"),
+    Row("several: the one nearest to the root", f"{PLACE}\n{HYBRID}\n{PURE}", "/mnt/my cgroups"),
+    Row("a part and the whole", f"{POD}\n{PLACE}", "/mnt/my cgroups", ("/sys/fs/cgroup",)),
+    Row("a container that was given the node's", f"{PURE}\n{HOST}", "/host/sys/fs/cgroup",
+        ("/sys/fs/cgroup",)),
+    Row("v1 only", V1, "no cgroup v2 hierarchy is mounted (/proc/self/mountinfo); "),
+    Row("nothing", "", "no cgroup v2 hierarchy is mounted (/proc/self/mountinfo); "),
+    Row("only a part is visible", POD, "only a part of the cgroup v2 hierarchy is mounted "
+        "(/sys/fs/cgroup shows /kubepods/pod1); ", ("/sys/fs/cgroup",)),
+    Row("a cgroup namespace", PURE, "only a part of the cgroup v2 hierarchy is mounted "
+        "(/sys/fs/cgroup shows a part of it); ", ("/sys/fs/cgroup",)),
+    Row("a cgroup namespace and the whole", f"{PURE}\n{PLACE}", "/mnt/my cgroups",
+        ("/sys/fs/cgroup",)),
+    Row("broken lines are passed over", f"\n1 2 3\n- - -\n{PURE}\nx y z / /a b", "/sys/fs/cgroup"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_the_cgroup_root(row: Row):
+    given = parse_mountinfo(row.mountinfo)
+
+    def inode(path: Path) -> int:
+        return 4711 if str(path) in row.parts else 1
+
+    if row.found.startswith("/"):
+        assert cgroup_root(given, inode) == Path(row.found)
+        return
+    with pytest.raises(KernelError) as error:
+        cgroup_root(given, inode)
+    assert str(error.value).startswith(row.found)
+    assert "mount" in error.value.hint, "it says what to do"
+    assert "ipvs" not in error.value.hint, "there is no such mode yet"
+    assert "\n" not in str(error.value)
+
+
+def test_mountinfo_fields():
+    assert parse_mountinfo(f"{HYBRID}\n{PLACE}\n{POD}") == (
+        Mount(Path("/sys/fs/cgroup"), "/", "tmpfs"),
+        Mount(Path("/sys/fs/cgroup/unified"), "/", "cgroup2"),
+        Mount(Path("/sys/fs/cgroup/cpu"), "/", "cgroup"),
+        Mount(Path("/mnt/my cgroups"), "/", "cgroup2"),
+        Mount(Path("/sys/fs/cgroup"), "/kubepods/pod1", "cgroup2"),
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["größe", "日本", "tab\tand space", "back\\slash", "no\udcff text"]
+)
+def test_names_of_any_kind_come_out_as_they_are(name: str):
+    """The kernel escapes blanks and backslashes, and leaves other bytes alone."""
+    escaped = name.replace("\\", "\\134").replace(" ", "\\040").replace("\t", "\\011")
+    (found,) = parse_mountinfo(f"1 2 0:1 / /mnt/{escaped} rw - cgroup2 none rw")
+    assert found.path == Path(f"/mnt/{name}")
+
+
+def test_this_machine():
+    assert is_cgroup2(cgroup_root())
+    assert cgroup_root() == cgroup2()
+    assert not is_cgroup2(Path("/tmp"))
+    assert is_bpffs(BPFFS)
+    assert not is_bpffs(Path("/tmp"))
+    assert not is_bpffs(Path("/tmp/is/not/there"))
+
+
+def test_a_cgroup_namespace_of_our_own_does_not_show_the_root():
+    """As a container has it: its cgroup is "/" to it, of a mount that was made inside."""
+    folder = cgroup2() / f"kbpf-test-{os.getpid()}"
+    code = (
+        "from kbpf.kernel.system import mounts\n"
+        "seen = [m for m in mounts.mounts() if m.path.name == 'cgroup']\n"
+        "print([m.root for m in seen if m.kind == 'cgroup2'])\n"
+        "try: print(mounts.cgroup_root(tuple(seen)))\n"
+        "except mounts.KernelError as error: print(error)\n"
+    )
+    script = (
+        'echo $$ > "$1/cgroup.procs"; exec unshare -Cm --propagation private sh -ec '
+        '\'mount -t cgroup2 none "$1"; exec "$2" -c "$3"\' sh "$4" "$2" "$3"'
+    )
+    folder.mkdir()
+    place = Path("/tmp") / f"kbpf-test-{os.getpid()}" / "cgroup"
+    place.mkdir(parents=True)
+    try:
+        done = subprocess.run(
+            ["sh", "-ec", script, "sh", str(folder), sys.executable, code, str(place)],
+            capture_output=True, text=True, cwd=ROOT, check=False, timeout=PATIENCE,
+        )  # fmt: skip
+    finally:
+        remove_cgroup(folder)
+        place.rmdir()
+        place.parent.rmdir()
+    assert done.returncode == 0, done.stderr
+    root, error = done.stdout.splitlines()
+    assert "'/'" in root
+    assert error.startswith("only a part of the cgroup v2 hierarchy is mounted (")
+
+
+def elsewhere(code: str, *more: str) -> str:
+    """What this Python prints in a mount namespace of its own without any bpffs, but `more`."""
+    lines = [
+        "mount --make-rprivate /",
+        "while umount -l /sys/fs/bpf 2>/dev/null; do :; done",
+        *more,
+        'exec "$@"',
+    ]
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-ec", "; ".join(lines), "sh", sys.executable, "-c", code],
+        capture_output=True, text=True, cwd=ROOT, check=False, timeout=PATIENCE,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+MAKE = """
+from pathlib import Path
+from kbpf.kernel.system import mounts
+pins = Path({pins!r})
+assert not mounts.is_bpffs(Path("/sys/fs/bpf"))
+mounts.ensure_bpffs(pins)
+mounts.ensure_bpffs(pins)
+where = [str(m.path) for m in mounts.mounts() if m.kind == "bpf"]
+print(mounts.is_bpffs(pins), oct(pins.stat().st_mode & 0o777), where)
+"""
+
+
+def test_a_missing_bpffs_is_mounted_where_all_expect_it():
+    """Once, for root only, and pins can be made in it."""
+    name = f"kbpf-test-{os.getpid()}"
+    out = elsewhere(MAKE.format(pins=f"/sys/fs/bpf/{name}"))
+    assert out == "True 0o700 ['/sys/fs/bpf']"
+    assert not (BPFFS / name).exists(), "and not on this machine"
+
+
+def test_a_pin_folder_elsewhere_becomes_a_mount_of_its_own(tmp_path: Path):
+    pins = tmp_path / "deep" / "pins"
+    assert elsewhere(MAKE.format(pins=str(pins))) == f"True 0o700 ['{pins}']"
+    assert not is_bpffs(pins), "and not on this machine"
+
+
+def test_a_container_on_a_node_without_a_bpffs_does_not_mount_one_for_itself():
+    """Its pins would end with it. A hostPath is a bind mount, here of what sysfs has there."""
+    code = (
+        "from pathlib import Path\n"
+        "from kbpf.kernel.system import mounts\n"
+        "try: mounts.ensure_bpffs(Path('/sys/fs/bpf/kbpf'))\n"
+        "except mounts.KernelError as error: print(error)\n"
+        "print([m.kind for m in mounts.mounts() if m.path == mounts.BPF_FS])\n"
+    )
+    said, kinds = elsewhere(code, "mount --bind /sys/fs/bpf /sys/fs/bpf").splitlines()
+    assert "what is mounted here is no bpffs (/sys/fs/bpf)" in said
+    assert "on the node: mount -t bpf -o mode=700 bpf /sys/fs/bpf" in said
+    assert kinds == "['sysfs']"
+
+
+def test_a_bpffs_that_is_there_is_left_alone():
+    pins = BPFFS / f"kbpf-test-{os.getpid()}" / "below"
+
+    def mounted() -> list[Mount]:
+        return [one for one in mounts() if one.path.is_relative_to(BPFFS)]
+
+    before = mounted()
+    try:
+        ensure_bpffs(pins)
+        assert is_bpffs(pins)
+        assert mounted() == before
+    finally:
+        pins.rmdir()
+        pins.parent.rmdir()
+
+
+def test_what_cannot_be_a_folder_is_an_error(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(KernelError, match="cannot make") as error:
+        ensure_bpffs(tmp_path / "file" / "pins")
+    assert error.value.errno
+    assert str(tmp_path / "file" / "pins") in str(error.value)

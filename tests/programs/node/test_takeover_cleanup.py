@@ -1,0 +1,552 @@
+"""What a kube-proxy in mode ipvs has left, beside what others have, in a network namespace of its
+own. (Its other modes are tried with a real one: tests/lab/cluster/test_takeover_cleanup.py.) And
+the table that stays while connections of a kube-proxy do.
+"""
+
+import itertools
+import json
+import os
+import re
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+from pyroute2 import IPSet
+
+from kbpf.cli import cleanup
+from kbpf.dataplane.bpf import host
+from kbpf.dataplane.bpf.host import HANDOVER_SECONDS, Beside
+from kbpf.dataplane.bpf.maps.pinning import Pins
+from kbpf.kernel.net import ipvs
+from kbpf.kernel.net.ipvs import Change, Command, Ipvs, Service, Settings
+from kbpf.kernel.net.netlink import Netlink
+from kbpf.kernel.netfilter import conntrack, forward_rules, ipset
+from kbpf.kernel.netfilter.conntrack import Connection
+from kbpf.kernel.netfilter.forward_rules import HANDOVER
+from kbpf.kernel.system import modules, netns, sysctl
+from kbpf.model.address import parse_addr
+from kbpf.model.config import Config
+from kbpf.takeover import cleanup as takeover_cleanup
+from kbpf.takeover import conntrack_keepalive
+from tests.support.features import needs
+from tests.support.lab.lab import PATIENCE, inside, ip
+from tests.support.lab.lab import run as command
+
+T = TypeVar("T")
+
+
+class House:
+    """A network namespace."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def do(self, action: Callable[[], T]) -> T:
+        return netns.inside(Path("/run/netns") / self.where, action)
+
+    def run(self, *words: str, stdin: str | None = None) -> str:
+        return command(*inside(self.where, None, *words), stdin=stdin)
+
+    def sets(self, **types: str) -> None:
+        """Makes IP sets, "_" in a name standing for "-"."""
+
+        def make() -> None:
+            with IPSet() as face:
+                for name, kind in types.items():
+                    ranged = {"bitmap_ports_range": (0, 65535)} if kind == "bitmap:port" else {}
+                    face.create(name.replace("_", "-"), kind, **ranged)
+
+        self.do(make)
+
+
+@pytest.fixture
+def house() -> Iterator[House]:
+    modules.load(("ip_vs",))
+    where = f"kble{os.getpid()}"
+    command("ip", "netns", "add", where)
+    try:
+        yield House(where)
+    finally:
+        command("ip", "netns", "del", where)
+
+
+OURS = {"KUBE_CLUSTER_IP": "hash:ip,port", "KUBE_NODE_PORT_TCP": "bitmap:port"}
+
+
+def test_sets_and_the_device_go_and_others_stay(house: House) -> None:
+    house.sets(mine="hash:ip", KUBE_MINE="hash:ip", **OURS)
+    ip(
+        "link add kube-ipvs0 type bridge",
+        "addr add 10.96.0.1/32 dev kube-ipvs0",
+        "link add mine type bridge",
+        netns=house.where,
+    )
+    assert house.do(lambda: list(takeover_cleanup.remove())) == ["device kube-ipvs0", "2 ip sets"]
+    assert house.do(ipset.names) == ("KUBE-MINE", "mine")
+    assert [row["ifname"] for row in json.loads(house.run("ip", "-j", "link"))] == ["lo", "mine"]
+    assert house.do(lambda: list(takeover_cleanup.remove())) == []
+
+
+def test_the_ports_of_a_set_are_read(house: House) -> None:
+    house.sets(**OURS)
+
+    def fill() -> None:
+        with IPSet() as face:
+            for port in (30080, 32767):
+                face.add("KUBE-NODE-PORT-TCP", port, etype="port")
+
+    house.do(fill)
+    assert house.do(lambda: ipset.ports("KUBE-NODE-PORT-TCP")) == {30080, 32767}
+    assert house.do(lambda: ipset.ports("KUBE-CLUSTER-IP")) == frozenset()
+    assert house.do(lambda: ipset.ports("no such set")) == frozenset()
+
+
+@needs("ipvs")
+def test_virtual_services_go_and_others_stay(house: House) -> None:
+    house.sets(**OURS)
+    ip(
+        "link set lo up",
+        "addr add 198.18.0.1/32 dev lo",
+        "link add kube-ipvs0 type dummy",
+        "addr add 10.96.0.1/32 dev kube-ipvs0",
+        netns=house.where,
+    )
+    theirs = [
+        Service(socket.IPPROTO_TCP, parse_addr("10.96.0.1"), 443),
+        Service(socket.IPPROTO_TCP, parse_addr("198.18.0.1"), 30080),
+    ]
+    others = [
+        Service(socket.IPPROTO_TCP, parse_addr("198.18.0.1"), 80),
+        Service(socket.IPPROTO_UDP, parse_addr("198.18.0.1"), 30080),
+    ]
+
+    def fill() -> None:
+        with IPSet() as face:
+            face.add("KUBE-NODE-PORT-TCP", 30080, etype="port")
+        new = [Change(Command.NEW_SERVICE, one, Settings("rr")) for one in theirs + others]
+        talk = Ipvs()
+        talk.change(new)
+        talk.close()
+
+    def left() -> set[Service]:
+        talk = Ipvs()
+        found = {service for service, _ in talk.services()}
+        talk.close()
+        return found
+
+    house.do(fill)
+    ip(
+        "link add kbpf-ipvs0 type dummy",
+        "addr add 10.96.0.1/32 dev kbpf-ipvs0",
+        netns=house.where,
+    )
+    house.do(lambda: list(takeover_cleanup._remove_ipvs("kbpf-ipvs0", ())))
+    assert house.do(left) == {*theirs, *others}, "those are kbpf's by now"
+    ip("link add kube-ipvs0 type dummy", "addr add 10.96.0.1/32 dev kube-ipvs0", netns=house.where)
+    assert house.do(lambda: list(takeover_cleanup.remove())) == [
+        "2 virtual services of IPVS",
+        "device kube-ipvs0",
+        "2 ip sets",
+    ]
+    assert house.do(left) == set(others)
+
+
+# ---- connections of IPVS that go on --------------------------------------------------------------
+
+FRONTEND, SERVER = ("10.96.0.1", 80), ("198.18.0.1", 8080)
+BUSY = Service(socket.IPPROTO_TCP, parse_addr("10.96.0.1"), 80)
+IDLE = Service(socket.IPPROTO_TCP, parse_addr("10.96.0.2"), 80)
+AT = ipvs.Server(parse_addr("198.18.0.1"), 8080)
+
+
+class Talk:
+    """A connection through IPVS, from and to the namespace itself."""
+
+    def __init__(self) -> None:
+        with socket.socket() as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(SERVER)
+            listener.listen()
+            self.client = socket.create_connection(FRONTEND, timeout=PATIENCE)
+            self.server, _ = listener.accept()
+
+    def goes_on(self) -> None:
+        """Both ways."""
+        for one, other in ((self.client, self.server), (self.server, self.client)):
+            one.sendall(b"more")
+            assert other.recv(4) == b"more"
+
+    def close(self) -> None:
+        self.client.close()
+        self.server.close()
+
+
+def served(house: House) -> dict[Service, list[int]]:
+    """Virtual services, and the weights of their servers."""
+
+    def read() -> dict[Service, list[int]]:
+        with closing(Ipvs()) as face:
+            return {s: [load.weight for load in face.servers(s)] for s, _ in face.services()}
+
+    return house.do(read)
+
+
+@pytest.fixture
+def talk(house: House) -> Iterator[Talk]:
+    """A kube-proxy in mode ipvs has two virtual services, one of which has a connection."""
+    ip(
+        "link set lo up",
+        "addr add 198.18.0.1/32 dev lo",
+        "link add kube-ipvs0 type dummy",
+        *(f"addr add {at}/32 dev kube-ipvs0" for at in ("10.96.0.1", "10.96.0.2")),
+        netns=house.where,
+    )
+
+    def fill() -> None:
+        new = [Change(Command.NEW_SERVICE, one, Settings("rr")) for one in (BUSY, IDLE)]
+        new += [Change(Command.NEW_SERVER, one, server=AT, weight=1) for one in (BUSY, IDLE)]
+        with closing(Ipvs()) as face:
+            face.change(new)
+
+    house.do(fill)
+    made = house.do(Talk)
+    made.goes_on()
+    yield made
+    made.close()
+
+
+def end_its_server(house: House) -> None:
+    """IPVS forgets the connection; else it remembers what has ended for two minutes."""
+
+    def drop() -> None:
+        with closing(Ipvs()) as face:
+            face.change([Change(Command.DEL_SERVER, BUSY, server=AT)])
+
+    house.do(drop)
+
+
+def lead_again() -> None:
+    """A kube-proxy's first pass."""
+    with closing(Ipvs()) as face:
+        face.change([Change(Command.SET_SERVER, BUSY, server=AT, weight=1)])
+
+
+def names(house: House) -> set[str]:
+    return {row["ifname"] for row in json.loads(house.run("ip", "-j", "link"))}
+
+
+@needs("ipvs")
+def test_a_virtual_service_stays_for_its_connections(house: House, talk: Talk) -> None:
+    """And leads nobody new. With them it goes, and what it needed."""
+    assert house.do(lambda: list(takeover_cleanup.remove())) == [
+        "1 virtual services of IPVS",
+        "device kube-ipvs0",
+    ]
+    assert served(house) == {BUSY: [0]}
+    assert names(house) == {"lo", "kbpf-handover"}
+    assert house.do(lambda: conntrack_keepalive.kept(conntrack_keepalive.there())) == (BUSY,)
+    assert house.do(takeover_cleanup.connections) == 1
+    talk.goes_on()
+    assert house.do(conntrack_keepalive.end) == ()
+    assert house.do(lambda: list(takeover_cleanup.remove())) == []
+    talk.goes_on()
+    end_its_server(house)
+    assert house.do(conntrack_keepalive.end) == ("ip",)
+    assert served(house) == {}
+    assert names(house) == {"lo"}
+
+
+@needs("ipvs")
+def test_a_kube_proxy_that_comes_back_has_its_virtual_services(house: House, talk: Talk) -> None:
+    house.do(lambda: list(takeover_cleanup.remove()))
+    ip("link add kube-ipvs0 type dummy", "addr add 10.96.0.1/32 dev kube-ipvs0", netns=house.where)
+    assert house.do(conntrack_keepalive.end) == (), (
+        "it leads by none of them: somebody removes leftovers"
+    )
+    assert served(house) == {BUSY: [0]}
+    assert house.do(lambda: conntrack_keepalive.kept(conntrack_keepalive.there())) == (BUSY,)
+    house.do(lead_again)
+    assert house.do(conntrack_keepalive.end) == ("ip",)
+    assert list(served(house)) == [BUSY]
+    assert names(house) == {"lo", "kube-ipvs0"}
+    talk.goes_on()
+
+
+@needs("ipvs")
+def test_cleanup_of_kbpf_ends_them_in_any_case(house: House, talk: Talk, tmp_path: Path) -> None:
+    house.do(lambda: list(takeover_cleanup.remove()))
+    assert house.do(lambda: host.remove(Pins(tmp_path))) == (
+        f"table ip {conntrack_keepalive.TABLE}",
+    )
+    assert served(house) == {}
+    assert names(house) == {"lo"}
+
+
+@needs("ipvs")
+def test_who_ipvs_and_masquerade_have_led_is_read_as_the_backend_sees_it(
+    house: House, talk: Talk
+) -> None:
+    rules = (
+        "add table ip theirs",
+        "add chain ip theirs out { type nat hook postrouting priority 100 ; }",
+        "add rule ip theirs out ip daddr 198.18.0.1 tcp dport 8080 snat to 127.0.0.9:1234",
+    )
+    house.run("nft", "-f", "-", stdin="\n".join(rules))
+    house.do(lambda: sysctl.write("net.ipv4.vs.conntrack", "1"))
+    house.do(Talk).close()
+    here = parse_addr("127.0.0.9")
+    assert house.do(conntrack.masqueraded) == [Connection(6, here, 1234, *AT)]
+
+
+# ---- the table that stays ------------------------------------------------------------------------
+
+
+def translate_one(house: House, family: str) -> None:
+    """A connection whose destination is translated; it is over, and remembered for two minutes."""
+    host = {"ip": "127.0.0.1", "ip6": "::1"}[family]
+    house.run("ip", "link", "set", "lo", "up")
+    to = f"[{host}]:82" if family == "ip6" else f"{host}:82"
+    rules = (
+        f"add table {family} theirs",
+        f"add chain {family} theirs out {{ type nat hook output priority -100 ; }}",
+        f"add rule {family} theirs out tcp dport 81 dnat to {to}",
+    )
+    house.run("nft", "-f", "-", stdin="\n".join(rules))
+
+    house.do(lambda: dial(family))
+
+
+def dial(family: str) -> None:
+    """A connection to port 81 of loopback that comes out at port 82, and ends."""
+    host, kind = {"ip": ("127.0.0.1", socket.AF_INET), "ip6": ("::1", socket.AF_INET6)}[family]
+    with socket.socket(kind) as server, socket.socket(kind) as client:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind((host, 82))
+        server.listen()
+        client.connect((host, 81))
+        server.accept()[0].close()
+
+
+def forget_connections() -> None:
+    """All that conntrack knows."""
+    with Netlink(conntrack.NETLINK_NETFILTER, "conntrack") as netlink:
+        netlink.ask(1 << 8 | 2, bytes(4))  # NFNL_SUBSYS_CTNETLINK, IPCTNL_MSG_CT_DELETE
+
+
+@pytest.mark.parametrize("family", ["ip", "ip6"])
+def test_the_table_stays_as_long_as_a_connection_does(
+    house: House, family: str, tmp_path: Path
+) -> None:
+    """The agent looks at once when it starts, and then every so often."""
+    assert not house.do(lambda: conntrack.translated(family))
+    translate_one(house, family)
+    assert house.do(lambda: conntrack.translated(family))
+    for _ in range(2):
+        house.do(lambda: forward_rules.transaction(*conntrack_keepalive.begin(family)))
+    assert house.do(conntrack_keepalive.there) == (family,)
+    assert (
+        house.run("nft", "list", "table", family, conntrack_keepalive.TABLE).count("ct state") == 1
+    )
+    agent = Beside(Pins(tmp_path), Config())
+    house.do(lambda: agent.look(0.0))
+    assert house.do(conntrack_keepalive.there) == (family,)
+    house.do(forget_connections)
+    house.do(lambda: agent.look(HANDOVER_SECONDS / 2))
+    assert house.do(conntrack_keepalive.there) == (family,)
+    house.do(lambda: agent.look(HANDOVER_SECONDS + 1))
+    assert house.do(conntrack_keepalive.there) == ()
+    assert f"table {family} theirs" in house.run("nft", "list", "tables")
+
+
+def test_who_is_masqueraded_is_read_as_the_backend_sees_it(house: House) -> None:
+    """Both ends are translated; a connection with one end only is none of these."""
+    translate_one(house, "ip")
+    assert house.do(conntrack.masqueraded) == []
+    rules = (
+        "add chain ip theirs in { type nat hook postrouting priority 100 ; }",
+        "add rule ip theirs in tcp dport 82 snat to 127.0.0.9:1234",
+    )
+    house.run("nft", "-f", "-", stdin="\n".join(rules))
+    house.do(forget_connections)
+    house.do(lambda: dial("ip"))
+    here, there = parse_addr("127.0.0.9"), parse_addr("127.0.0.1")
+    assert house.do(conntrack.masqueraded) == [Connection(6, here, 1234, there, 82)]
+
+
+def test_cleanup_of_kbpf_takes_it_away_in_any_case(house: House, tmp_path: Path) -> None:
+    translate_one(house, "ip")
+    house.do(lambda: forward_rules.transaction(*conntrack_keepalive.begin("ip")))
+    assert house.do(lambda: host.remove(Pins(tmp_path))) == (
+        f"table ip {conntrack_keepalive.TABLE}",
+    )
+    assert house.do(conntrack_keepalive.there) == ()
+
+
+# ---- a closed FORWARD ----------------------------------------------------------------------------
+
+POLICY = {"ip": "iptables", "ip6": "ip6tables"}
+FORWARD = """\
+*filter
+:FORWARD %s [0:0]
+:KUBE-FORWARD - [0:0]
+-A FORWARD -j KUBE-FORWARD
+-A FORWARD -p tcp -m tcp --dport 1 -j DROP
+%s
+-A KUBE-FORWARD -m conntrack --ctstate INVALID -j DROP
+-A KUBE-FORWARD -m mark --mark 0x4000/0x4000 -j ACCEPT
+-A KUBE-FORWARD -m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT
+COMMIT
+"""
+REFUSES, THEIRS = "-A FORWARD -j REJECT", "-A FORWARD -p tcp -m tcp --dport 1 -j DROP"
+PASSES = (
+    f'-A FORWARD -m conntrack --ctstate RELATED,ESTABLISHED -m comment --comment "{HANDOVER}" '
+    "-j ACCEPT"
+)
+CLOSED = {"a policy": ("DROP", ""), "a last rule": ("ACCEPT", REFUSES)}
+
+
+def forward(house: House, family: str) -> list[str]:
+    """The rules in FORWARD, as iptables reads them."""
+    saved = house.run(f"{POLICY[family]}-nft-save", "-t", "filter")
+    assert "KUBE-FORWARD" not in saved
+    refused = f"{REFUSES} --reject-with icmp6?-port-unreachable"
+    lines = (re.sub(refused, REFUSES, line) for line in saved.splitlines())
+    return [line for line in lines if line.startswith("-A FORWARD")]
+
+
+@pytest.fixture(params=POLICY)
+def left(request: pytest.FixtureRequest, house: House) -> str:
+    """A family of which a connection is translated, as by a kube-proxy."""
+    translate_one(house, request.param)
+    return str(request.param)
+
+
+def stop_kube_proxy(house: House, family: str, how: str = "a policy") -> list[str]:
+    """What it has left in FORWARD, and the rest of that, is cleaned up; what stays of others."""
+    policy, last = CLOSED[how]
+    house.run(f"{POLICY[family]}-nft-restore", stdin=FORWARD % (policy, last))
+    house.do(lambda: list(takeover_cleanup.remove()))
+    return [THEIRS, *filter(None, [last])]
+
+
+@pytest.mark.parametrize("how", CLOSED)
+def test_what_is_established_passes_a_closed_forward_until_it_is_over(
+    house: House, left: str, how: str
+) -> None:
+    """By one rule, behind those that mean something, and iptables can still say them all."""
+    others = stop_kube_proxy(house, left, how)
+    house.do(lambda: list(takeover_cleanup.remove()))
+    assert forward(house, left) == [others[0], PASSES, *others[1:]]
+    house.do(forget_connections)
+    assert house.do(conntrack_keepalive.end) == (left,)
+    assert forward(house, left) == others
+
+
+def test_what_ipvs_leads_passes_too(house: House) -> None:
+    """Of that conntrack says that nothing is translated; the table is there all the same."""
+    house.run("iptables-nft-restore", stdin=FORWARD % ("DROP", ""))
+    house.do(lambda: forward_rules.transaction(*conntrack_keepalive.begin("ip")))
+    assert not house.do(lambda: conntrack.translated("ip"))
+    house.do(lambda: list(takeover_cleanup._remove_nft()))
+    assert forward(house, "ip") == [THEIRS, PASSES]
+
+
+def test_the_operator_is_told_of_the_rule(
+    house: House, left: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    house.run(f"{POLICY[left]}-nft-restore", stdin=FORWARD % ("DROP", ""))
+    house.do(lambda: list(cleanup.remove_kube_proxy(Config(), force=True)))
+    assert capsys.readouterr().err == (
+        f"kbpf: table {left} kbpf-handover stays, and with it a rule in {left} filter FORWARD, for "
+        "connections that kube-proxy has translated; the agent removes it when they have ended\n"
+    )
+
+
+def test_an_open_forward_has_no_rule(house: House) -> None:
+    translate_one(house, "ip")
+    house.run("iptables-nft-restore", stdin=FORWARD % ("ACCEPT", ""))
+    house.do(lambda: list(takeover_cleanup.remove()))
+    assert house.do(conntrack_keepalive.there) == ("ip",)
+    assert forward(house, "ip") == [THEIRS]
+
+
+def test_a_closed_forward_has_none_without_connections(house: House) -> None:
+    stop_kube_proxy(house, "ip")
+    assert forward(house, "ip") == [THEIRS]
+
+
+def test_what_kube_proxy_never_let_pass_does_not(house: House) -> None:
+    """In mode nftables its table is its own, and overrules nobody's policy."""
+    translate_one(house, "ip")
+    house.run("iptables-nft", "-P", "FORWARD", "DROP")
+    house.run("nft", "add", "table", "ip", "kube-proxy")
+    house.do(lambda: list(takeover_cleanup.remove()))
+    assert house.do(conntrack_keepalive.there) == ("ip",)
+    assert forward(house, "ip") == []
+
+
+def test_an_agent_puts_the_rule_right(house: House, left: str, tmp_path: Path) -> None:
+    """One that knows nothing of how it came; beside its own rule, in whatever order."""
+    stop_kube_proxy(house, left)
+    tool = f"{POLICY[left]}-nft"
+    times = itertools.count(0.0, host.LOOK_SECONDS)
+    agent = Beside(Pins(tmp_path), Config())
+
+    def looked() -> list[str]:
+        house.do(lambda: agent.look(next(times)))
+        house.do(lambda: agent.look(next(times)))
+        rules = forward(house, left)
+        ours = [rule for rule in rules if "kbpf: masqueraded" in rule]
+        assert len(ours) == ("DROP" in house.run(tool, "-S", "FORWARD").splitlines()[0])
+        return [rule for rule in rules if rule not in ours]
+
+    assert looked() == [THEIRS, PASSES]
+    house.run(tool, "-A", "FORWARD", "-p", "tcp", "--dport", "2", "-j", "DROP")
+    other = THEIRS.replace("dport 1", "dport 2")
+    assert looked() == [THEIRS, other, PASSES]
+    house.run(tool, "-F", "FORWARD")
+    assert looked() == [PASSES]
+    before = house.do(forward_rules.generation)
+    assert looked() == [PASSES]
+    assert house.do(forward_rules.generation) == before
+    house.run(tool, "-P", "FORWARD", "ACCEPT")
+    assert looked() == []
+    house.run(tool, "-P", "FORWARD", "DROP")
+    assert looked() == [PASSES]
+    house.run("nft", "delete", "table", left, conntrack_keepalive.TABLE)
+    assert looked() == []
+
+
+def test_cleanup_of_kbpf_takes_the_rule_in_any_case(
+    house: House, left: str, tmp_path: Path
+) -> None:
+    others = stop_kube_proxy(house, left)
+    assert PASSES in forward(house, left)
+    assert house.do(lambda: host.remove(Pins(tmp_path))) == (
+        f"table {left} {conntrack_keepalive.TABLE}",
+    )
+    assert forward(house, left) == others
+
+
+def test_two_who_put_the_rule_at_once_put_one(
+    house: House, left: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one is done between the look and the change."""
+    house.run(f"{POLICY[left]}-nft-restore", stdin=FORWARD % ("DROP", ""))
+    real, once = forward_rules.forward_chains, iter([True])
+
+    def look() -> tuple[forward_rules.Chain, ...]:
+        seen = real()
+        if next(once, False):
+            conntrack_keepalive.let_pass(seen)
+        return seen
+
+    house.do(lambda: forward_rules.transaction(*conntrack_keepalive.begin(left, passing=True)))
+    chains = house.do(real)
+    monkeypatch.setattr(forward_rules, "forward_chains", look)
+    assert house.do(lambda: conntrack_keepalive.let_pass(chains)) == ()
+    monkeypatch.undo()
+    assert house.run(f"{POLICY[left]}-nft-save").count(HANDOVER) == 1

@@ -1,0 +1,63 @@
+"""The kernel's verifier takes every program of both units, with room to spare.
+
+`make test-kernels` runs this in old and new kernels: each prunes by rules of its own, so a change
+that costs one of them nothing may cost another ten times as much.
+"""
+
+import struct
+from pathlib import Path
+
+import pytest
+
+from kbpf.dataplane.bpf.hooks import UNITS, programs_of
+from kbpf.dataplane.bpf.programs import compile
+from tests.support.verifier import LIMIT, Verified, fall_back, verify
+
+ROOM = LIMIT // 2
+"""Kept free: the next kernel may walk through much more."""
+
+
+@pytest.fixture(scope="module")
+def verified(artifact_cache: Path) -> dict[str, Verified]:
+    artifacts = [compile.obtain(unit, artifact_cache)[0] for unit in UNITS]
+    return {one.program: one for artifact in artifacts for one in verify(artifact)}
+
+
+PROGRAMS = [name for unit in UNITS for name in programs_of(unit)]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_loads(verified: dict[str, Verified], program: str, record_property) -> None:
+    found = verified[program]
+    record_property("size", found.size)
+    record_property("processed", found.processed)
+    assert not found.refusal, found.refusal
+    assert found.size < found.processed <= LIMIT - ROOM
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_old_kernels_take_the_loops(unit: str, artifact_cache: Path) -> None:
+    """This kernel may take what they refuse."""
+    made, _ = compile.obtain(unit, artifact_cache)
+    assert {code.name: fall_back(code.insns) for code in made.programs} == {
+        name: [] for name in programs_of(unit)
+    }
+
+
+NEVER, ALWAYS, ADD, EXIT = 0x15, 0x05, 0x07, 0x95
+
+
+@pytest.mark.parametrize(
+    ("program", "found"),
+    [
+        ([(ADD, 0), (NEVER, -2), (EXIT, 0)], []),  # closed by a jump that looks
+        ([(ADD, 0), (NEVER, 1), (ALWAYS, -3), (EXIT, 0)], []),
+        ([(ALWAYS, 1), (ADD, 0), (NEVER, -2), (EXIT, 0)], [(1, 2)]),  # entered at its end
+        ([(0x85, 0), (EXIT, 0)], []),
+    ],
+)
+def test_loops_that_old_kernels_refuse_are_found(
+    program: list[tuple[int, int]], found: list[tuple[int, int]]
+) -> None:
+    insns = b"".join(struct.pack("=BBhi", opcode, 0, offset, 0) for opcode, offset in program)
+    assert fall_back(insns) == found

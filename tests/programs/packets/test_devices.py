@@ -1,0 +1,448 @@
+"""Listing and watching real devices, and keeping programs on those that are chosen."""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kbpf.dataplane.bpf.packet_path.attach import DeviceReport, Devices, Pick
+from kbpf.dataplane.bpf.packet_path.device_roles import Role
+from kbpf.kernel.bpf.objects import Link, Program
+from kbpf.kernel.bpf.tc import ATTACH_TYPE, Direction, How
+from kbpf.kernel.net.devices import (
+    ARPHRD_ETHER,
+    ARPHRD_NONE,
+    NO_MAC,
+    Change,
+    Device,
+    Watch,
+    list_devices,
+)
+from kbpf.kernel.system import netns
+from kbpf.model.address import format_addr
+from tests.programs.packets.test_tc import Net, both_ways, idle, insn, program_id
+from tests.support.features import lacking, needs
+from tests.support.lab.lab import PATIENCE, ip, run, until
+
+Places = dict[tuple[str, Direction], int]
+
+
+@pytest.fixture
+def net() -> Iterator[Net]:
+    """A namespace with a cable whose ends are both in it."""
+    with ExitStack() as stack:
+        made = Net(f"kbdev{os.getpid()}")
+        stack.callback(made.close)
+        yield made
+
+
+@pytest.fixture
+def pods(net: Net) -> Iterator[str]:
+    """Another namespace, for what is at the far ends."""
+    name = f"{net.name}p"
+    ip(f"netns add {name}")
+    yield name
+    ip(f"netns del {name}")
+
+
+def listed(net: Net) -> dict[str, Device]:
+    """The devices by name."""
+    return {device.name: device for device in net.inside(list_devices)}
+
+
+# ---- listing -----------------------------------------------------------------------------------
+
+
+def test_devices_are_listed_as_they_are(net: Net, pods: str):
+    net.ip(
+        "link set lo up",
+        "link add br0 type bridge",
+        "link set br0 up",
+        f"link add port0 mtu 1400 type veth peer name eth0 netns {pods}",
+        "link set port0 master br0 up",
+        "link add vx0 type vxlan id 5 dstport 4789 local 127.0.0.1",
+        "link add mv0 link br0 type macvlan",
+        "tuntap add tun0 mode tun",
+        "tuntap add tap0 mode tap",
+        "addr add 192.0.2.1/24 dev br0",
+        "addr add 192.0.2.2/24 dev br0",  # secondary: not the kernel's choice
+        "addr add 198.51.100.1/32 dev port0",
+        "addr add fe80::5/64 dev port0 nodad",
+        "addr add 2001:db8::1/128 dev vx0 nodad",
+        "addr add 2001:db8:1::1/64 dev mv0 nodad",
+    )
+    found = listed(net)
+    sources = {name: [format_addr(a) for a in d.sources] for name, d in found.items() if d.sources}
+    assert sources["br0"] == ["192.0.2.1"]
+    assert sources["port0"] == ["198.51.100.1"]
+    found = {name: replace(device, sources=()) for name, device in found.items()}
+    index = {name: device.ifindex for name, device in found.items()}
+    shown = json.loads(run("ip", "-n", net.name, "-j", "link"))
+    macs = {
+        d["ifname"]: bytes.fromhex(d.get("address", "").replace(":", ""))
+        for d in shown
+        if d["link_type"] == "ether"
+    }
+    peer = netns.inside(Path("/run/netns") / pods, list_devices)[-1]
+    assert found["lo"] == Device(index["lo"], "lo", loopback=True, mtu=65536, link_type=772)
+    assert found["br0"] == Device(
+        index["br0"], "br0", "bridge", mtu=1400, has_subnet=True, mac=macs["br0"]
+    )
+    assert found["port0"] == Device(
+        index["port0"], "port0", "veth", mtu=1400, master=index["br0"],
+        link=peer.ifindex, peer_netns=found["port0"].peer_netns, mac=macs["port0"],
+    )  # fmt: skip
+    assert found["port0"].peer_netns is not None
+    assert found["here"] == Device(
+        index["here"], "here", "veth", link=index["far"], mac=macs["here"]
+    )
+    assert found["vx0"] == Device(
+        index["vx0"], "vx0", "vxlan", up=False, mtu=found["vx0"].mtu, mac=macs["vx0"]
+    )
+    assert found["mv0"] == Device(
+        index["mv0"], "mv0", "macvlan", up=False, mtu=1400, link=index["br0"], has_subnet=True,
+        mac=macs["mv0"],
+    )  # fmt: skip
+    assert found["tun0"].mac == NO_MAC
+    assert found["tun0"] == Device(
+        index["tun0"], "tun0", "tun", up=False, point_to_point=True, link_type=ARPHRD_NONE
+    )
+    assert found["tap0"] == Device(
+        index["tap0"], "tap0", "tun", up=False, link_type=ARPHRD_ETHER, mac=macs["tap0"]
+    )
+    assert {name for name, device in found.items() if not device.has_header} == {"lo", "tun0"}
+    assert {name for name, device in found.items() if not device.carries_ip} == {"lo"}
+
+
+def test_many_devices_are_all_listed(net: Net):
+    net.ip(*(f"link add a{i} type veth peer name b{i}" for i in range(150)))
+    devices = net.inside(list_devices)
+    theirs = json.loads(run("ip", "-n", net.name, "-j", "link"))
+    assert [(d.ifindex, d.name, d.mtu) for d in devices] == sorted(
+        (one["ifindex"], one["ifname"], one["mtu"]) for one in theirs
+    )
+    assert len(devices) > 300
+
+
+# ---- watching ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def wake() -> Iterator[int]:
+    """A descriptor that ends a wait when it is written to."""
+    fd = os.eventfd(0, os.EFD_NONBLOCK)
+    yield fd
+    os.close(fd)
+
+
+def test_each_change_is_told(net: Net, wake: int):
+    with net.inside(Watch) as watch:
+        assert watch.wait(0, wake) == Change(False)
+        for change in (
+            "link add one type bridge",
+            "addr add 192.0.2.1/24 dev one",
+            "addr add 2001:db8::1/64 dev one nodad",
+            "link set here master one",
+            "link set here down",
+            "link set here name there",  # before Linux 6.2 only while it is down
+            "link set there up",
+            "link set there address 02:00:00:00:00:07",
+            "link set there nomaster",
+        ):
+            net.ip(change)
+            assert watch.wait(PATIENCE, wake) == Change(True), change
+            while watch.wait(0.05, wake).any:
+                pass
+
+
+def test_what_ends_is_named(net: Net, pods: str, wake: int):
+    net.ip("link add one type bridge", "link add two type veth peer name three")
+    index = {name: net.index(name) for name in ("one", "two", "three")}
+    with net.inside(Watch) as watch:
+        net.ip("link del one")
+        assert watch.wait(PATIENCE, wake) == Change(True, {index["one"]})
+        net.ip(f"link set three netns {pods}")
+        gone: set[int] = set()
+        until("it is told", lambda: gone.update(watch.wait(0.1, wake).gone or ()) or gone)
+        assert gone == {index["three"]}
+
+
+def test_a_wait_can_be_ended(net: Net, wake: int):
+    with net.inside(Watch) as watch:
+        os.eventfd_write(wake, 1)
+        assert watch.wait(60, wake) == Change(False)
+
+
+def test_news_that_was_lost_is_news(net: Net, wake: int):
+    """Nobody listens until the kernel has thrown news away; then all goes on."""
+
+    def lost() -> int:
+        lines = Path("/proc/thread-self/net/netlink").read_text().splitlines()[1:]
+        return sum(int(line.split()[8]) for line in lines)  # Drops
+
+    with net.inside(Watch) as watch:
+        for _ in range(20):
+            if net.inside(lost):
+                break
+            net.ip(*(f"link set here mtu {1400 + i % 2}" for i in range(500)))
+        assert net.inside(lost)
+        assert watch.wait(PATIENCE, wake) == Change(True, None)
+        until("all is heard", lambda: watch.wait(0.05, wake) == Change(False))
+        net.ip("link add one type bridge")
+        assert watch.wait(PATIENCE, wake).any
+
+
+# ---- keeping programs in step ------------------------------------------------------------------
+
+
+@pytest.fixture
+def node(net: Net, pods: str) -> Net:
+    """A node: an uplink, a bridge with a pod, a routed pod."""
+    net.ip(
+        "link set lo up",
+        f"link add up0 type veth peer name wire netns {pods}",
+        "addr add 192.0.2.1/24 dev up0",
+        "link add cni0 type bridge",
+        f"link add port0 type veth peer name eth0 netns {pods}",
+        "link set port0 master cni0",
+        f"link add cali0 type veth peer name eth1 netns {pods}",
+        *(f"link set {name} up" for name in ("up0", "cni0", "port0", "cali0")),
+    )
+    return net
+
+
+@pytest.fixture
+def kit() -> Iterator[dict[Role, Program]]:
+    """A program for each role."""
+    with idle("host") as host, idle("pod") as pod:
+        yield {Role.HOST: host, Role.POD: pod}
+
+
+def by_role(kit: dict[Role, Program]) -> Pick:
+    """That program, in both directions."""
+    return lambda device, role, direction: kit[role]
+
+
+def sync(net: Net, devices: Devices, pick: Pick) -> DeviceReport:
+    """One sync with what there is now."""
+    return net.inside(lambda: devices.sync(list_devices(), pick))
+
+
+def places(net: Net, report: DeviceReport) -> Places:
+    """What is attached: (device, direction) → program, each place once."""
+    names = {device.ifindex: name for name, device in listed(net).items()}
+    found = {(names[a.ifindex], a.direction): a.program for a in report.attached}
+    assert len(found) == len(report.attached)
+    return found
+
+
+def everywhere(roles: dict[str, Role], kit: dict[Role, Program]) -> Places:
+    """The program of its role in both directions of each device."""
+    return {(n, d): program_id(kit[role]) for n, role in roles.items() for d in Direction}
+
+
+ROLES = {
+    "up0": Role.HOST, "here": Role.HOST, "far": Role.HOST, "cni0": Role.POD, "cali0": Role.POD,
+}  # fmt: skip
+
+
+@both_ways
+def test_chosen_devices_get_their_programs_once(node: Net, kit: dict[Role, Program], how: How):
+    devices = Devices(node.folder, how=how)
+    first = sync(node, devices, by_role(kit))
+    assert places(node, first) == everywhere(ROLES, kit)
+    assert (first.added, first.replaced, first.removed, first.failed) == (10, 0, 0, {})
+    assert {a.how for a in first.attached} == {how}
+    assert devices.status() == first
+    again = sync(node, devices, by_role(kit))
+    assert (again.added, again.replaced, again.removed) == (0, 0, 0)
+    assert set(again.attached) == set(first.attached)
+    for (name, direction), program in everywhere(ROLES, kit).items():
+        assert node.tcx(direction, name) == ([program] if how is How.TCX else [])
+        assert node.filters(direction, name) == (["kbpf"] if how is How.CLSACT else [])
+    assert node.tcx(Direction.INGRESS, "port0") == node.filters(Direction.INGRESS, "port0") == []
+
+
+@both_ways
+def test_the_next_agent_adopts_and_replaces(node: Net, kit: dict[Role, Program], how: How):
+    first = sync(node, Devices(node.folder, how=how), by_role(kit))
+    same = sync(node, Devices(node.folder, how=how), by_role(kit))
+    assert (same.added, same.replaced, same.removed) == (0, 0, 0)
+    assert set(same.attached) == set(first.attached)
+    with idle() as host, idle() as pod:
+        newer = {Role.HOST: host, Role.POD: pod}
+        upgraded = sync(node, Devices(node.folder, how=how), by_role(newer))
+        assert (upgraded.added, upgraded.replaced, upgraded.removed) == (0, 10, 0)
+        assert places(node, upgraded) == everywhere(ROLES, newer)
+
+
+@both_ways
+def test_devices_come_change_and_go(node: Net, pods: str, kit: dict[Role, Program], how: How):
+    devices = Devices(node.folder, excluded=("far",), how=how)
+    roles = {name: role for name, role in ROLES.items() if name != "far"}
+    sync(node, devices, by_role(kit))
+    node.ip(f"link add cali1 type veth peer name eth2 netns {pods}", "link del cali0")
+    report = sync(node, devices, by_role(kit))
+    roles = {**roles, "cali1": Role.POD}
+    del roles["cali0"]
+    assert places(node, report) == everywhere(roles, kit)
+    assert (report.added, report.replaced, report.removed) == (2, 0, 0)
+    kept = {path.name.partition("-")[0] for path in (node.folder / "devices").iterdir()}
+    assert kept == {str(node.index(name)) for name in roles}
+
+    node.ip("link set here master cni0")  # a way outside in the bridge of pods
+    # A cable with both ends here is none, so the bridge stays; a tap is one.
+    report = sync(node, devices, by_role(kit))
+    del roles["here"]
+    assert places(node, report) == everywhere(roles, kit)
+    assert (report.added, report.replaced, report.removed) == (0, 0, 2)
+
+    node.ip("tuntap add tap0 mode tap", "link set tap0 master cni0")
+    report = sync(node, devices, by_role(kit))
+    assert places(node, report) == everywhere({**roles, "cni0": Role.HOST}, kit)
+    assert (report.added, report.replaced, report.removed) == (0, 2, 0)
+
+
+def test_what_the_operator_no_longer_names_is_let_go(node: Net, kit: dict[Role, Program]):
+    sync(node, Devices(node.folder), by_role(kit))
+    report = sync(node, Devices(node.folder, patterns=("up*",)), by_role(kit))
+    roles = {"up0": Role.HOST, "cni0": Role.POD, "cali0": Role.POD}
+    assert places(node, report) == everywhere(roles, kit)
+    assert report.removed == 4
+
+
+@both_ways
+def test_a_direction_without_a_program_has_none(node: Net, kit: dict[Role, Program], how: How):
+    devices = Devices(node.folder, how=how)
+    sync(node, devices, by_role(kit))
+    report = sync(node, devices, lambda _, r, d: kit[r] if d is Direction.INGRESS else None)
+    assert {one.direction for one in report.attached} == {Direction.INGRESS}
+    assert (report.added, report.replaced, report.removed) == (0, 0, 5)
+
+
+@pytest.mark.parametrize(("old", "new"), [(How.TCX, How.CLSACT), (How.CLSACT, How.TCX)])
+@needs("tcx")
+def test_the_other_way_takes_over(node: Net, kit: dict[Role, Program], old: How, new: How):
+    sync(node, Devices(node.folder, how=old), by_role(kit))
+    report = sync(node, Devices(node.folder, how=new), by_role(kit))
+    assert places(node, report) == everywhere(ROLES, kit)
+    assert {one.how for one in report.attached} == {new}
+    assert node.qdiscs("up0") == ("clsact" if new is How.CLSACT else "")
+    assert len(node.tcx(Direction.INGRESS, "up0")) == (new is How.TCX)
+
+
+@both_ways
+def test_what_somebody_else_removed_comes_back(node: Net, kit: dict[Role, Program], how: How):
+    devices = Devices(node.folder, how=how)
+    sync(node, devices, by_role(kit))
+    if how is How.CLSACT:
+        node.tc("qdisc", "del", "dev", "up0", "clsact")
+    else:
+        for direction in Direction:
+            (node.folder / "devices" / f"{node.index('up0')}-{direction}").unlink()
+            until("it has ended", lambda to=direction: not node.tcx(to, "up0"))
+    report = sync(node, devices, by_role(kit))
+    assert report.added == 2
+    assert places(node, report) == everywhere(ROLES, kit)
+
+
+@both_ways
+def test_a_device_that_vanished_after_the_listing_is_fine(
+    node: Net, kit: dict[Role, Program], how: How
+):
+    devices = Devices(node.folder, how=how)
+    listing = node.inside(list_devices)
+    node.ip("link del cali0")
+    report = node.inside(lambda: devices.sync(listing, by_role(kit)))
+    roles = {name: role for name, role in ROLES.items() if name != "cali0"}
+    assert report.failed == {}
+    assert places(node, report) == everywhere(roles, kit)
+
+
+@both_ways
+def test_a_device_that_vanishes_under_our_hands_is_fine(
+    node: Net, kit: dict[Role, Program], how: How
+):
+    devices = Devices(node.folder, how=how)
+    sync(node, devices, by_role(kit))
+
+    def pick(device: Device, role: Role, direction: Direction) -> Program:
+        if device.name == "cali0" and direction is Direction.INGRESS:
+            node.ip("link del cali0")
+        return kit[Role.HOST]
+
+    report = sync(node, devices, pick)
+    roles = {name: Role.HOST for name in ROLES if name != "cali0"}
+    assert report.failed == {}
+    assert places(node, report) == everywhere(roles, kit)
+
+
+@both_ways
+def test_a_clsact_that_others_made_anew_stays(node: Net, kit: dict[Role, Program], how: How):
+    devices = Devices(node.folder, how=how)
+    sync(node, devices, by_role(kit))
+    with suppress(RuntimeError):
+        node.tc("qdisc", "del", "dev", "up0", "clsact")
+    node.tc("qdisc", "add", "dev", "up0", "clsact")
+    assert places(node, sync(node, devices, by_role(kit))) == everywhere(ROLES, kit)
+    node.inside(devices.remove)
+    assert node.qdiscs("up0") == "clsact"
+
+
+@both_ways
+def test_an_error_of_one_device_stops_no_other_and_is_tried_again(
+    node: Net, kit: dict[Role, Program], how: How
+):
+    devices = Devices(node.folder, how=how)
+    with Program.load("wrong", 8, 0, insn(0xB7, 0, 0, 1) + insn(0x95)) as wrong:  # CGROUP_SKB
+        report = sync(node, devices, lambda d, r, _: wrong if d.name == "here" else kit[r])
+    assert list(report.failed) == ["here"]
+    assert f"ingress of here, {how}" in report.failed["here"]
+    roles = {name: role for name, role in ROLES.items() if name != "here"}
+    assert places(node, report) == everywhere(roles, kit)
+    report = sync(node, devices, by_role(kit))
+    assert report.failed == {}
+    assert places(node, report) == everywhere(ROLES, kit)
+
+
+@both_ways
+def test_removed_means_that_nothing_is_left_but_what_others_have(
+    node: Net, kit: dict[Role, Program], how: How
+):
+    node.tc("qdisc", "add", "dev", "up0", "clsact")
+    words = "filter add dev up0 egress prio 9 u32 match u32 0 0 classid 1:1"
+    node.tc(*words.split())
+    index, kind = node.index("up0"), ATTACH_TYPE[Direction.INGRESS]
+    with ExitStack() as stack:
+        foreign = stack.enter_context(idle())
+        if not lacking("tcx"):
+            stack.enter_context(node.inside(lambda: Link.attach(foreign, index, kind)))
+        devices = Devices(node.folder, how=how)
+        sync(node, devices, by_role(kit))
+        node.ip("link del cali0")
+        assert len(node.inside(devices.remove)) == 8
+        assert node.inside(devices.remove) == ()
+        assert devices.status() == DeviceReport()
+        assert list(node.folder.iterdir()) == []
+        assert {d: node.qdiscs(d) for d in ("up0", "here", "far", "cni0")} == {
+            "up0": "clsact", "here": "", "far": "", "cni0": "",
+        }  # fmt: skip
+        assert "u32" in node.tc("filter", "show", "dev", "up0", "egress")
+        others = [] if lacking("tcx") else [program_id(foreign)]
+        assert node.tcx(Direction.INGRESS, "up0") == others
+        assert node.filters(Direction.INGRESS, "up0") == []
+
+
+@needs("tcx")
+def test_remove_ends_what_an_earlier_agent_had_in_either_way(node: Net, kit: dict[Role, Program]):
+    sync(node, Devices(node.folder, patterns=("up0",), how=How.CLSACT), by_role(kit))
+    (node.folder / "devices").rename(node.folder / "lost")  # a pin folder that went away
+    with idle() as other:
+        sync(node, Devices(node.folder, how=How.TCX), lambda *_: other)
+        assert len(node.inside(Devices(node.folder).remove)) == 10
+    assert node.filters(Direction.INGRESS, "up0") == []
+    assert node.tcx(Direction.INGRESS, "up0") == []

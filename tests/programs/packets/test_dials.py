@@ -1,0 +1,225 @@
+"""The lab's rows as single packets: the same objects, programmed on a real plane, and the packets
+that begin each dial, from a pod's device or the way outside.
+
+tests/values/policy/test_dials.py reads the rows from the desired state; the lab's files dial them.
+"""
+
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from ipaddress import ip_address
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from kbpf.dataplane.bpf.maps.layout import (
+    CACHED_DEVICE,
+    CACHED_DEVICES,
+    DEVICE,
+    U32,
+    DeviceFlag,
+    Role,
+)
+from kbpf.dataplane.bpf.plane import BpfPlane
+from kbpf.kernel.bpf.objects import Program
+from kbpf.kernel.system import netns, sysctl
+from kbpf.model.address import format_addr, format_endpoint
+from kbpf.model.desired import Backend
+from tests.support.lab.dial import Dial
+from tests.support.lab.lab import ip
+from tests.support.lab.lab import run as command
+from tests.support.lab.paper import (
+    PAPER,
+    TABLES,
+    Hop,
+    Table,
+    Verdict,
+    expected,
+    explain,
+    hops,
+    named,
+    programmed,
+    target,
+)
+from tests.support.packets.judge import checksums
+from tests.support.packets.packets import MAC_A, MAC_B, frame, tcp, udp
+from tests.support.packets.parse import parse
+from tests.support.packets.test_run import TC_ACT_REDIRECT, TC_ACT_SHOT, TC_ACT_UNSPEC, run
+from tests.support.plane import SIZES, Site, sites, split
+
+SIZE = replace(SIZES, connections=16_384)
+"""All dials together: no flow has to make room for another."""
+PORTS = itertools.count(1024)
+"""Each dial is a new flow."""
+
+
+def is_of_the_node(row: Dial) -> bool:
+    return PAPER.is_host(row.client.removesuffix("!"))
+
+
+def is_loopback(row: Dial) -> bool:
+    return ip_address(format_addr(target(row).address)).is_loopback
+
+
+def is_left_alone(row: Dial) -> bool:
+    return row.name.startswith("source ranges: left alone")
+
+
+SOCKETS_ONLY: tuple[tuple[str, Callable[[Dial], bool]], ...] = (
+    ("what the node itself sends comes in by no device", is_of_the_node),
+    ("loopback is on no wire", is_loopback),
+    ("packets show who sends them; rows_outside has what becomes of them", is_left_alone),
+)
+"""Why a row cannot be a packet here, and which. The other two depths have them, and at this one
+test_connect.py has rows of sockets."""
+
+
+def rows(left_out: bool) -> list[tuple[Table, Dial]]:
+    return [
+        (table, row)
+        for table in TABLES
+        for row in table.rows
+        if any(is_one(row) for _, is_one in SOCKETS_ONLY) is left_out
+    ]
+
+
+class Bench:
+    """A plane without devices; loopback stands for whichever a packet comes by."""
+
+    def __init__(self, site: Site, plane: BpfPlane, where: str) -> None:
+        self._site, self._plane, self._where = site, plane, where
+        self._served: tuple[Table, int] | None = None
+        self.serve(TABLES[0], 1)  # until then no program is pinned
+        folder = next(site.pins.glob("programs-tc-*"))
+        self.programs = {n: Program.open(folder / n) for n in ("tc_ingress", "tc_egress")}
+
+    def serve(self, table: Table, number: int) -> None:
+        """What this node serves then."""
+        if self._served != (table, number):
+            state = programmed(table, number).state
+            netns.inside(Path("/run/netns") / self._where, lambda: self._plane.apply(state, None))
+            self._served = table, number
+
+    def come_from(self, hop: Hop) -> None:
+        """Loopback is the device of this hop's client."""
+        role, flags = (Role.HOST, DeviceFlag(0)) if hop.outside else (Role.POD, DeviceFlag.LOCAL)
+        value = DEVICE.pack(role, 14, flags, bytes(6), bytes(16), bytes(16))
+        with self._site.pinned("devices") as devices, self._site.pinned("device_cache") as cache:
+            devices.update(U32.pack(1), value)
+            cache.update(U32.pack(1 % CACHED_DEVICES), CACHED_DEVICE.pack(1, value))
+
+    def run(self, name: str, packet: bytes) -> tuple[int, bytes]:
+        """The verdict and the packet."""
+        work = lambda: run(self.programs[name], frame(packet))  # noqa: E731
+        done = netns.inside(Path("/run/netns") / self._where, work)
+        return done.retval, done.packet_out
+
+    def close(self) -> None:
+        for program in self.programs.values():
+            program.close()
+
+
+@pytest.fixture(scope="module")
+def bench(artifact_cache: Path) -> Iterator[Bench]:
+    where = f"kbpdial{os.getpid()}"
+    command("ip", "netns", "add", where)
+    try:
+        ip("link set lo up", netns=where)
+        for name in (
+            "net.ipv4.icmp_ratelimit",
+            "net.ipv6.icmp.ratelimit",
+        ):  # few clients, many rows
+            netns.inside(Path("/run/netns") / where, lambda: sysctl.write(name, "0"))  # noqa: B023
+        with sites(artifact_cache) as make:
+            site = make(node=where)
+            made = Bench(site, site.open(SIZE, packet_path=True), where)
+            yield made
+            made.close()
+    finally:
+        command("ip", "netns", "del", where)
+
+
+class Came(NamedTuple):
+    """What became of one packet: where it leads to, and as whom it leaves."""
+
+    verdict: Verdict
+    to: str = ""
+    seen_as: str = ""
+
+
+def dial(bench: Bench, row: Dial, hop: Hop) -> Came:
+    """One packet that begins the dial, at this hop."""
+    assert hop.source is not None
+    own = format_endpoint(hop.source, next(PORTS))
+    front = format_endpoint(*target(row)[:2])
+    build = (lambda a, b: tcp(a, b, flags="S")) if row.protocol == "tcp" else udp
+    sent = build(own, front)
+    retval, raw = bench.run("tc_ingress", sent)
+    if retval == TC_ACT_SHOT:
+        return Came(Verdict.DROP)
+    if retval == TC_ACT_REDIRECT:
+        check_refusal(raw, own, front, row.protocol)
+        return Came(Verdict.REFUSE)
+    assert retval == TC_ACT_UNSPEC
+    got = parse(raw)
+    if raw[14:] == sent:
+        return Came(Verdict.PASS)
+    assert got.source == own
+    assert checksums(got) == []
+    _, raw = bench.run("tc_egress", raw[14:])
+    left = parse(raw)
+    assert (left.destination, checksums(left)) == (got.destination, [])
+    return Came(Verdict.TRANSLATE, got.destination, left.source.rpartition(":")[0].strip("[]"))
+
+
+def check_refusal(raw: bytes, own: str, front: str, protocol: str) -> None:
+    """A RST in the frontend's name, or an ICMP error about the datagram; back to its sender."""
+    found = parse(raw)
+    assert found.ethernet is not None
+    assert (found.ethernet.destination, found.ethernet.source) == (MAC_A, MAC_B)
+    assert checksums(found) == []
+    if protocol == "tcp":
+        assert (found.source, found.destination, found.flags) == (front, own, "RA")
+        return
+    assert found.embedded is not None
+    assert (found.embedded.source, found.embedded.destination) == (own, front)
+    code = (found.transport.type, found.transport.code)  # type: ignore[union-attr]
+    assert code == ((1, 4) if own.startswith("[") else (3, 3))
+
+
+@pytest.mark.parametrize(
+    ("table", "row"),
+    [pytest.param(*each, id=f"{each[0].name}: {each[1].name}") for each in rows(left_out=False)],
+)
+def test_dial(bench: Bench, table: Table, row: Dial) -> None:
+    verdict, names = expected(row)
+    *before, last = hops(row, sockets=False, packets=True)
+    for hop in before:
+        bench.serve(table, hop.number)
+        bench.come_from(hop)
+        assert dial(bench, row, hop).verdict is Verdict.PASS, explain(table, row)
+    bench.serve(table, last.number)
+    bench.come_from(last)
+    # 25 dials a backend: that one is never met has a chance of 1 in 10^11.
+    came = {dial(bench, row, last) for _ in range(25 * len(names) if len(names) > 1 else 3)}
+    why = f"{came}\n{explain(table, row)}"
+    assert {one.verdict for one in came} == {verdict}, why
+    backends = {one: Backend(*split(one.to), target(row).protocol) for one in came if one.to}
+    assert {named(each, names) for each in backends.values()} == names, why
+    for one, backend in backends.items():
+        if row.backend_sees and leaves(backend, last):
+            assert one.seen_as == row.backend_sees, why
+
+
+def leaves(backend: Backend, hop: Hop) -> bool:
+    """Whether what is for this backend leaves the node by a device, and so by tc_egress."""
+    home = PAPER.homes[hop.number]
+    return format_addr(backend.address) not in home.addresses
+
+
+def test_each_reason_leaves_rows_out() -> None:
+    out = [row for _, row in rows(left_out=True)]
+    assert all(any(is_one(row) for row in out) for _, is_one in SOCKETS_ONLY)
+    assert len(out) < len(rows(left_out=False)) / 4

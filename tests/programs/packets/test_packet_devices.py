@@ -1,0 +1,514 @@
+"""The data plane and the thread of its devices: who waits for whom when maps grow."""
+
+import errno
+import os
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kbpf.agent.agent import Agent
+from kbpf.dataplane.bpf.maps import flow_entries as fields
+from kbpf.dataplane.bpf.maps import layout
+from kbpf.dataplane.bpf.maps.layout import NODE, NodeFlag, pack_network
+from kbpf.dataplane.bpf.packet_path import device_thread
+from kbpf.dataplane.bpf.packet_path.packet_path import PacketPath
+from kbpf.dataplane.bpf.plane import BpfPlane
+from kbpf.dataplane.bpf.programs import compile
+from kbpf.errors import CompileError, KernelError
+from kbpf.kernel.bpf import objects
+from kbpf.kernel.bpf.objects import Link, Map, Program
+from kbpf.kernel.bpf.tc import Attachment, Direction, Tc
+from kbpf.kernel.system import netns
+from kbpf.model.address import parse_addr
+from kbpf.model.config import Config, LocalMode
+from kbpf.model.desired import ServiceState
+from kbpf.model.events import Kind, ObjectKey, Synced, Upsert
+from kbpf.model.objects import Node as KubeNode
+from kbpf.model.objects import Protocol
+from kbpf.source.decode.fields import parse_cidr
+from tests.support.lab.lab import PATIENCE, ip, until
+from tests.support.plane import SIZES, Site, desired, service, sites
+
+START = {"services": 8, "service_names": 8, "backend_slots": 16, "backends": 8, "set_members": 8}
+
+
+def many(count: int, to: str) -> list[ServiceState]:
+    return [service(f"s{i:04}", f"10.96.0.{i + 1}:80", to) for i in range(count)]
+
+
+class Node:
+    """A node with two devices, and a plane; a device can be made slow, or broken."""
+
+    def __init__(self, name: str, site: Site) -> None:
+        self.name, self.site = name, site
+        self.slow = self.broken = ""
+        self.reached, self.go_on = threading.Event(), threading.Event()
+        self.plane = self.open()
+
+    def open(self) -> BpfPlane:
+        self.plane = self.site.open(packet_path=True)
+        return self.plane
+
+    def apply(self, *services: ServiceState) -> None:
+        netns.inside(
+            Path("/run/netns") / self.name, lambda: self.plane.apply(desired(*services), None)
+        )
+
+    def begin(self, *services: ServiceState) -> threading.Thread:
+        thread = threading.Thread(target=lambda: self.apply(*services))
+        thread.start()
+        return thread
+
+    def attached(self) -> dict[str, set[int]]:
+        """The programs by device."""
+
+        def read() -> dict[str, set[int]]:
+            found: dict[str, set[int]] = {}
+            with Tc(self.site.pins / "devices") as tc:
+                for one in tc.everything():
+                    found.setdefault(socket.if_indextoname(one.ifindex), set()).add(one.program)
+            return found
+
+        return netns.inside(Path("/run/netns") / self.name, read)
+
+    def failed(self) -> list[str]:
+        """The devices that the status tells of."""
+        return [one.device for one in self.plane.packet_status().failed]
+
+    def kept(self) -> list[str]:
+        """Folders of older programs."""
+        return [path.name for path in self.site.pins.iterdir() if path.name.startswith("old-")]
+
+    def lost(self) -> list[str]:
+        """Frontends that programs which may be attached would refuse: they do not find a slot of
+        the set, or its backend.
+        """
+        found = []
+        for folder in self.site.pins.glob("*programs-tc-*"):
+            if folder.name.startswith("new-") or not (folder / "tc_new").exists():
+                continue
+            with Program.open(folder / "tc_new") as program:
+                ids = program.info().map_ids
+            maps = {}
+            for number in ids:
+                with objects.map_by_id(number) as held:
+                    if held.short_name in START:
+                        maps[held.short_name] = dict(held.items())
+            for at, raw in maps["services"].items():
+                value = layout.ServiceValue.unpack(raw)
+                for index in range(value.cluster_size):
+                    slot = maps["backend_slots"].get(layout.PAIR.pack(value.cluster_set, index))
+                    if slot is None or slot not in maps["backends"]:
+                        found.append(f"{folder.name} {layout.Target.unpack(at)}")
+        return found
+
+    def in_step(self) -> bool:
+        """Whether all that runs reads the maps that are pinned now."""
+        (folder,) = self.site.pins.glob("programs-tc-*")
+        now = set()
+        for path in (*self.site.maps.iterdir(), folder / "tails"):
+            with Map.open(path) as opened:
+                now.add(opened.id)
+        reads = set()
+        for number in set().union(*self.attached().values()):
+            with objects.program_by_id(number) as program:
+                reads |= set(program.info().map_ids)
+        return reads <= now
+
+
+@pytest.fixture
+def node(artifact_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
+    for name, entries in START.items():
+        monkeypatch.setitem(layout.MAPS, name, replace(layout.MAPS[name], entries=entries))
+    monkeypatch.setattr(device_thread, "RETRY_SECONDS", 0.1)
+    monkeypatch.setattr(device_thread, "STUCK_SECONDS", 4 * PATIENCE)
+    where = f"kbpd{os.getpid()}"
+    with ExitStack() as stack:
+        ip(f"netns add {where}")
+        stack.callback(ip, f"netns del {where}")
+        ip("link add here type veth peer name far", netns=where)
+        make = stack.enter_context(sites(artifact_cache))
+        made = Node(where, make(node=where))
+        stack.callback(made.go_on.set)
+        attach = Tc.attach
+
+        def watched(tc: Tc, ifindex: int, to: Direction, program: Program) -> Attachment | None:
+            name = socket.if_indextoname(ifindex)
+            if name == made.slow:
+                made.reached.set()
+                made.go_on.wait(PATIENCE)
+            if name == made.broken:
+                raise KernelError("broken by hand", name, errno=errno.EIO)
+            return attach(tc, ifindex, to, program)
+
+        monkeypatch.setattr(Tc, "attach", watched)
+        yield made
+
+
+def ready(node: Node) -> None:
+    until("all devices have had their turn", node.plane.ready)
+
+
+def test_the_writer_goes_on_while_a_device_is_slow(node: Node):
+    node.slow = "here"
+    node.apply(*many(3, "10.0.0.1:80"))
+    assert node.reached.wait(PATIENCE)
+    assert not node.plane.ready()
+    node.apply(*many(3, "10.0.0.2:80"))
+    shown = node.site.dump()["frontends"]
+    assert {str(each["cluster"]) for each in shown.values()} == {"['10.0.0.2:80/TCP']"}
+    assert not node.plane.ready()
+    node.go_on.set()
+    ready(node)
+    assert node.attached().keys() == {"here", "far"}
+
+
+def test_maps_that_grow_are_written_only_when_all_devices_read_them(node: Node):
+    node.apply(*many(3, "10.0.0.1:80"))
+    ready(node)
+    before = node.site.dump()["frontends"]
+    old = node.attached()
+    node.slow = "here"
+    thread = node.begin(*many(100, "10.0.0.2:80"))
+    assert node.reached.wait(PATIENCE)
+    thread.join(0.5)
+    assert thread.is_alive()
+    assert node.attached()["here"] == old["here"]
+    assert node.site.dump()["frontends"] == before, "an old program would not find the new sets"
+    assert len(node.kept()) == 1, "its tail calls live as long as their pin"
+    node.go_on.set()
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+    assert len(node.site.dump()["frontends"]) == 100
+    assert node.in_step()
+    assert set().union(*old.values()).isdisjoint(set().union(*node.attached().values()))
+    until("what nobody runs is gone", lambda: not node.kept())
+
+
+def test_a_device_that_refuses_new_programs_keeps_its_old_ones_whole(node: Node):
+    node.apply(*many(3, "10.0.0.1:80"))
+    ready(node)
+    old = node.attached()
+    node.broken = "here"
+    node.apply(*many(100, "10.0.0.2:80"))
+    assert node.attached()["here"] == old["here"]
+    assert node.attached()["far"] != old["far"]
+    until("it is told", lambda: node.failed() == ["here"])
+    assert len(node.kept()) == 1
+    node.broken = ""
+    until("it is made good", lambda: node.in_step() and node.failed() == [])
+    until("what nobody runs is gone", lambda: not node.kept())
+
+
+def test_an_agent_that_was_killed_before_all_were_swapped_begins_with_it(node: Node):
+    """The maps have grown and new programs are pinned, but a device still has the old ones."""
+    node.apply(*many(3, "10.0.0.1:80"))
+    ready(node)
+    old = node.attached()
+    node.broken = "here"
+    node.apply(*many(100, "10.0.0.1:80"))
+    node.site.close_planes()
+    node.broken = ""
+    assert node.attached()["here"] == old["here"]
+    node.open()
+    node.slow = "here"
+    before = node.site.dump()["frontends"]
+    thread = node.begin(*many(100, "10.0.0.2:80"))
+    assert node.reached.wait(PATIENCE)
+    thread.join(0.3)
+    assert thread.is_alive()
+    assert node.site.dump()["frontends"] == before
+    node.go_on.set()
+    thread.join(PATIENCE)
+    assert node.in_step()
+    until("what nobody runs is gone", lambda: not node.kept())
+
+
+def test_programs_that_could_not_be_loaded_are_loaded_by_the_next_apply(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+):
+    """What was attached goes on meanwhile, at the sockets too."""
+    node.apply(*many(3, "10.0.0.1:80"))
+    ready(node)
+    links = len(list((node.site.pins / "links").iterdir()))
+    load = Program.load
+
+    def refuse(name: str, *arguments: object) -> Program:
+        raise KernelError("no room", name, errno=errno.ENOMEM)
+
+    monkeypatch.setattr(Program, "load", refuse)
+    for _ in range(2):
+        with pytest.raises(KernelError, match="no room"):
+            node.apply(*many(100, "10.0.0.2:80"))
+        assert len(list((node.site.pins / "links").iterdir())) == links
+        assert node.attached().keys() == {"here", "far"}
+    monkeypatch.setattr(Program, "load", load)
+    node.apply(*many(100, "10.0.0.2:80"))
+    assert len(list((node.site.pins / "links").iterdir())) == links
+    assert node.in_step()
+
+
+def endpoints(count: int, network: int) -> str:
+    """So many that what frontends lead to has to grow, and they have not."""
+    return " ".join(f"10.0.{network}.{number}:80" for number in range(1, count + 1))
+
+
+def test_nothing_is_flipped_that_attached_programs_would_not_find(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+):
+    """The packet programs cannot be loaded over what has grown, however often it is tried."""
+    node.apply(*many(3, "10.0.0.1:80"))
+    ready(node)
+    old = node.attached()
+    load = Program.load
+
+    def refuse(name: str, *arguments: object) -> Program:
+        if name.startswith("tc_"):
+            raise KernelError("no room", name, errno=errno.ENOMEM)
+        return load(name, *arguments)
+
+    monkeypatch.setattr(Program, "load", refuse)
+    for _ in range(3):
+        with pytest.raises(KernelError, match="no room"):
+            node.apply(*many(3, endpoints(50, 1)))
+        assert node.attached() == old
+        assert node.lost() == []
+    monkeypatch.setattr(Program, "load", load)
+    node.apply(*many(3, endpoints(50, 1)))
+    assert node.in_step()
+    until("what nobody runs is gone", lambda: not node.kept())
+    assert node.lost() == []
+
+
+def test_a_device_that_refuses_for_ever_finds_all_that_it_knows(node: Node):
+    """And the sockets are served meanwhile."""
+    node.apply(*many(3, "10.0.0.1:80"))
+    ready(node)
+    node.broken = "here"
+    for number in (2, 3, 4):
+        node.apply(*many(3, endpoints(30 * number, number)))
+        node.plane.flush()
+        assert len(node.kept()) >= 1
+        assert node.lost() == []
+    with (
+        Link.open(node.site.pins / "links" / "connect4") as link,
+        objects.program_by_id(link.info().program) as program,
+        node.site.pinned("services") as services,
+    ):
+        assert services.id in program.info().map_ids
+    node.broken = ""
+    until("it is made good", lambda: node.in_step() and not node.kept())
+
+
+@pytest.mark.parametrize("when", ["listed", "opened"])
+def test_older_programs_that_go_while_they_are_looked_at_are_nobodys(
+    node: Node, monkeypatch: pytest.MonkeyPatch, when: str
+):
+    """The thread of the devices removes them when all have newer ones."""
+    node.apply(*many(3, "10.0.0.1:80"))
+    ready(node)
+    (folder,) = node.site.pins.glob("programs-tc-*")
+    old = node.site.pins / f"old-{folder.name}-7"
+    elsewhere, there = PacketPath.tracks_elsewhere, []
+
+    def leave(packets: PacketPath, flows: Map) -> bool:
+        old.mkdir()
+        for pin in folder.iterdir():
+            with (Map if pin.name == "tails" else Program).open(pin) as held:
+                held.pin(old / pin.name)
+        there.append(old)
+        return elsewhere(packets, flows)
+
+    where, name = {"listed": (Path, "iterdir"), "opened": (Program, "open")}[when]
+    real = getattr(where, name)
+
+    def late(path: Path) -> Any:
+        # The agent reaches its folder by a descriptor, so its paths begin otherwise.
+        if there and (path.name == old.name or path.parts[-2:] == (old.name, "tc_new")):
+            there.clear()
+            shutil.rmtree(old)
+        return real(path)
+
+    monkeypatch.setattr(PacketPath, "tracks_elsewhere", leave)
+    monkeypatch.setattr(where, name, late)
+    node.apply(*many(100, "10.0.0.2:80"))
+    assert not there
+    assert node.in_step()
+
+
+@pytest.fixture
+def no_compiler(begun: Node, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """From the next start on the packet programs cannot be had; until it is called."""
+    obtain, gone = compile.obtain, [True]
+
+    def refuse(unit: str, cache: Path) -> Any:
+        if gone and unit == "tc":
+            raise CompileError("no such header", "tc.c", "install it")
+        return obtain(unit, cache)
+
+    monkeypatch.setattr(compile, "obtain", refuse)
+    return gone.clear
+
+
+@pytest.fixture
+def begun(node: Node) -> Node:
+    """An agent with a packet path has served, and ended."""
+    node.apply(*many(3, "10.0.0.1:80"))
+    ready(node)
+    node.site.close_planes()
+    assert node.attached().keys() == {"here", "far"}
+    return node
+
+
+def test_programs_that_an_agent_has_left_serve_until_they_cannot_follow(
+    begun: Node, no_compiler: Callable[[], None]
+):
+    """The next one has none of its own; and puts them there as soon as it has."""
+    node = begun
+    old = node.attached()
+    node.open()
+    node.apply(*many(3, "10.0.0.2:80"))
+    assert node.attached() == old
+    assert node.in_step()
+    node.apply(*many(3, endpoints(50, 1)))
+    assert node.attached() == {}
+    assert node.plane.packet_status().problem
+    no_compiler()
+    node.plane.doubt()
+    node.apply(*many(3, endpoints(50, 1)))
+    ready(node)
+    assert node.plane.packet_status().problem == ""
+    assert node.attached().keys() == {"here", "far"}
+    assert node.in_step()
+
+
+@pytest.mark.parametrize("works", [True, False], ids=["at once", "not at all"])
+def test_programs_over_maps_of_another_layout_go_when_sockets_are_served(
+    begun: Node, no_compiler: object, monkeypatch: pytest.MonkeyPatch, works: bool
+):
+    """These are served, whatever devices say."""
+    node = begun
+    old = node.attached()
+    monkeypatch.setitem(layout.MAPS, "services", replace(layout.MAPS["services"], version=99))
+    node.open()
+    assert node.attached() == old, "they serve until the maps are filled"
+    if not works:
+
+        def refuse(*_: object) -> None:
+            raise KernelError("broken by hand", errno=errno.EIO)
+
+        monkeypatch.setattr(Tc, "detach", refuse)
+    node.apply(*many(3, "10.0.0.2:80"))
+    assert node.attached() == ({} if works else old)
+    with (
+        Link.open(node.site.pins / "links" / "connect4") as link,
+        objects.program_by_id(link.info().program) as program,
+        node.site.pinned("services") as services,
+    ):
+        assert services.id in program.info().map_ids
+
+
+def test_connections_of_programs_that_were_left_come_over_when_there_are_new_ones(
+    begun: Node, no_compiler: Callable[[], None]
+):
+    """Those are over maps of another size."""
+    node, sizes = begun, replace(SIZES, connections=8192)
+    old = node.attached()
+    with node.site.pinned("flows") as flows:
+        node.plane = node.site.open(sizes, packet_path=True)
+        node.apply(*many(3, "10.0.0.1:80"))
+        assert node.attached() == old
+        assert node.site.pinned("flows").id == flows.id, "what is in use is pinned"
+        began = begin(flows)
+    no_compiler()
+    node.plane.doubt()
+    node.apply(*many(3, "10.0.0.1:80"))
+    ready(node)
+    assert node.in_step()
+    with node.site.pinned("flows") as flows:
+        assert flows.max_entries == int(8192 * layout.MAPS["flows"].per)
+        assert dict(flows.items()) == began
+
+
+def begin(flows: Map) -> dict[bytes, bytes]:
+    """A connection in this map."""
+    client, frontend = (
+        layout.pack_target(parse_addr(address), port, Protocol.TCP)
+        for address, port in (("198.51.100.7", 2000), ("10.96.0.1", 80))
+    )
+    raw = bytearray(layout.NAT.size)
+    raw[:8] = time.monotonic_ns().to_bytes(8, "little")
+    raw[fields.CLIENT], raw[fields.FRONTEND] = client, frontend
+    raw[fields.PART] = layout.FlowPart.QUESTION
+    made = {fields.ends(client, frontend): bytes(raw)}
+    flows.update(*next(iter(made.items())))
+    return made
+
+
+def test_what_is_written_to_old_maps_comes_over_when_the_last_device_has_left_them(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+):
+    """Another layout and another size. Only then is what the version before has left removed."""
+    node.apply(*many(3, "10.0.0.1:80"))
+    ready(node)
+    flows, former = node.site.pinned("flows"), node.site.maps
+    monkeypatch.setitem(layout.MAPS, "reasons", replace(layout.MAPS["reasons"], version=99))
+    node.broken = "here"
+    node.site.close_planes()
+    node.plane = node.site.open(replace(SIZES, connections=8192), packet_path=True)
+    node.apply(*many(3, "10.0.0.1:80"))
+    until("it is told", lambda: node.failed() == ["here"])
+    begun = begin(flows)
+    node.plane.tick(time.monotonic())
+    assert node.site.entries("flows") == {}
+    assert former.exists()
+    node.broken = ""
+
+    def over() -> bool:
+        node.plane.tick(time.monotonic())
+        return not former.exists()
+
+    until("it has changed over", over)
+    assert node.attached().keys() == {"here", "far"}
+    assert node.site.entries("flows") == begun
+    flows.close()
+
+
+def test_pod_networks_that_come_later_reach_the_programs(
+    site: Site, caplog: pytest.LogCaptureFixture
+):
+    """From the Node's event to the maps; until then it is said once that nobody is detected."""
+    config = Config(
+        node_name="me", packet_path=True, detect_local_mode=LocalMode.NODE_CIDR, sizes=SIZES
+    )
+    plane = site.open(
+        packet_path=True, detect_local_mode=LocalMode.NODE_CIDR, excluded_devices=("*",)
+    )
+    agent = Agent(config, plane, lambda _: ())
+
+    def flags() -> NodeFlag:
+        return NodeFlag(NODE.unpack(site.entries("node")[bytes(4)])[2])
+
+    def hears(*cidrs: str) -> None:
+        said = KubeNode("me", pod_cidrs=tuple(parse_cidr(text, "") for text in cidrs))
+        agent.step([Upsert(ObjectKey(Kind.NODE, "", "me"), said)])
+
+    agent.step([Synced(kind) for kind in Kind])
+    hears()
+    assert flags() == NodeFlag(0)
+    hears("10.1.0.0/24", "fd00:1::/64")
+    assert flags() == NodeFlag.DETECTS_LOCAL | NodeFlag.LOCAL_NETWORKS
+    both = {pack_network(parse_cidr(text, "")) for text in ("10.1.0.0/24", "fd00:1::/64")}
+    assert site.entries("local_networks").keys() == both
+    hears("10.2.0.0/24")
+    assert site.entries("local_networks").keys() == {pack_network(parse_cidr("10.2.0.0/24", ""))}
+    told = [line for line in caplog.messages if line.startswith("detect-local-mode=NodeCIDR")]
+    assert len(told) == 1

@@ -1,0 +1,631 @@
+"""Programs on devices, in both ways: what they see, who else is there, what is left of them.
+
+Frames of a type of their own are counted by programs that are assembled here by hand, each in its
+own place of a map: a frame that no program saw is missing from the sum.
+"""
+
+import itertools
+import os
+import shutil
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from kbpf.errors import KernelError
+from kbpf.kernel.bpf import objects
+from kbpf.kernel.bpf.objects import MAP_ARRAY, Link, Map, Program
+from kbpf.kernel.bpf.tc import (
+    ATTACH_TYPE,
+    PROG_SCHED_CLS,
+    Attachment,
+    Direction,
+    How,
+    Mark,
+    Tc,
+    tcx,
+)
+from kbpf.kernel.system import netns
+from tests.support.features import lacking, needs
+from tests.support.lab.lab import ip, run, until
+
+T = TypeVar("T")
+
+ETHERTYPE = 0x88B5  # for local experiments: nothing else on the cable has it
+FRAME = bytes(6) + bytes(6) + ETHERTYPE.to_bytes(2, "big") + bytes(50)
+NEXT = -1  # TC_ACT_UNSPEC and TCX_NEXT: on to whoever comes next
+_numbers = itertools.count(1)
+
+both_ways = pytest.mark.parametrize("how", [pytest.param(How.TCX, marks=needs("tcx")), How.CLSACT])
+both_directions = pytest.mark.parametrize("direction", list(Direction))
+
+
+def insn(code: int, regs: int = 0, off: int = 0, imm: int = 0) -> bytes:
+    """One instruction; `regs`: source in the high half, destination in the low one."""
+    return struct.pack("=BBhi", code, regs, off, imm)
+
+
+LEAVE = insn(0xB7, 0, 0, NEXT) + insn(0x95)
+
+
+def idle(name: str = "idle") -> Program:
+    """A program that lets everything pass."""
+    return Program.load(name, PROG_SCHED_CLS, 0, LEAVE)
+
+
+def counting(seen: Map, place: int) -> Program:
+    """A program that counts our frames in that place of an array."""
+    count = (
+        insn(0x62, 0x0A, -4, place)  # *(u32 *)(r10 - 4) = place
+        + insn(0xBF, 0xA2)  # r2 = r10
+        + insn(0x07, 0x02, 0, -4)  # r2 -= 4
+        + insn(0x18, 0x11, 0, seen.fd)  # r1 = map
+        + insn(0)
+        + insn(0x85, 0, 0, 1)  # r0 = lookup
+        + insn(0x15, 0x00, 2, 0)  # if r0 == 0 leave
+        + insn(0xB7, 0x01, 0, 1)  # r1 = 1
+        + insn(0xDB, 0x10)  # lock *(u64 *)r0 += r1
+    )
+    wanted = socket.htons(ETHERTYPE)
+    check = insn(0x61, 0x12, 16) + insn(0x55, 0x02, len(count) // 8, wanted)  # skb->protocol
+    return Program.load(f"count{place}", PROG_SCHED_CLS, 0, check + count + LEAVE)
+
+
+@dataclass
+class Net:
+    """A network namespace with a cable in it, from `here` to `far`, and a folder for pins."""
+
+    name: str
+    folder: Path = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.folder = Path("/sys/fs/bpf") / self.name
+        self.folder.mkdir()
+        ip(f"netns add {self.name}")
+        self.ip("link add here type veth peer name far", "link set here up", "link set far up")
+
+    def ip(self, *lines: str) -> None:
+        """iproute2 commands in it."""
+        ip(*lines, netns=self.name)
+
+    def tc(self, *words: str) -> str:
+        """One tc command in it: somebody else at work."""
+        return run("nsenter", f"--net=/run/netns/{self.name}", "tc", *words)  # -n hides the pins
+
+    def inside(self, action: Callable[[], T]) -> T:
+        """The result of `action`, there."""
+        return netns.inside(Path("/run/netns") / self.name, action)
+
+    def index(self, device: str) -> int:
+        """The number of a device."""
+        return self.inside(lambda: socket.if_nametoindex(device))
+
+    def ours(self, how: How | None, action: Callable[[Tc], T], mark: Mark | None = None) -> T:
+        """The result of `action` with a Tc there: what one start of the agent does."""
+
+        def work() -> T:
+            with Tc(self.folder, how, mark or Mark()) as tc:
+                return action(tc)
+
+        return self.inside(work)
+
+    def attach(
+        self, how: How, program: Program, to: Direction = Direction.INGRESS, device: str = "here"
+    ) -> Attachment | None:
+        """Attaches in a Tc of its own."""
+        return self.ours(how, lambda tc: tc.attach(self.index(device), to, program))
+
+    def attached(self, device: str = "here") -> tuple[Attachment, ...]:
+        """What is read back by a Tc of its own."""
+        return self.ours(None, lambda tc: tc.attached(self.index(device)))
+
+    def detach_all(self) -> None:
+        """Takes all of ours away."""
+        self.ours(None, lambda tc: [tc.detach(one) for one in tc.everything()])
+
+    def qdiscs(self, device: str = "here") -> str:
+        """What is at clsact's place, as tc says it."""
+        return " ".join(
+            line.split()[1]
+            for line in self.tc("qdisc", "show", "dev", device).splitlines()
+            if "ffff:fff1" in line
+        )
+
+    def filters(self, direction: Direction, device: str = "here") -> list[str]:
+        """The filters on clsact by name, in the order in which they run, as tc says it."""
+        lines = self.tc("filter", "show", "dev", device, direction).splitlines()
+        return [line.split(" handle ")[1].split()[1] for line in lines if "direct-action" in line]
+
+    def tcx(self, direction: Direction, device: str = "here") -> list[int]:
+        """The ids of the programs at TCX, in the order in which they run; none where the kernel
+        lacks it.
+        """
+        if lacking("tcx"):
+            return []
+        index = self.index(device)
+        return list(self.inside(lambda: objects.attached(index, ATTACH_TYPE[direction])))
+
+    def wire(self, direction: Direction) -> socket.socket:
+        """Where a frame must be sent to pass `here` in this direction."""
+        device = "far" if direction is Direction.INGRESS else "here"
+
+        def work() -> socket.socket:
+            made = socket.socket(socket.AF_PACKET, socket.SOCK_RAW)
+            made.bind((device, ETHERTYPE))
+            return made
+
+        return self.inside(work)
+
+    def close(self) -> None:
+        """Ends it all."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        ip(f"netns del {self.name}")
+
+
+@pytest.fixture
+def net() -> Iterator[Net]:
+    """A namespace and a cable of the test's own."""
+    made = Net(f"kbtc{os.getpid()}-{next(_numbers)}")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def seen() -> Iterator[Map]:
+    """Where the counting programs count."""
+    with Map.create(MAP_ARRAY, "seen", 4, 8, 4) as made:
+        yield made
+
+
+@pytest.fixture
+def programs(seen: Map) -> Iterator[list[Program]]:
+    """Four counting programs."""
+    made = [counting(seen, place) for place in range(4)]
+    yield made
+    for one in made:
+        one.close()
+
+
+def counts(seen: Map) -> list[int]:
+    """What each program has counted."""
+    return [int.from_bytes(seen.lookup(struct.pack("=I", i)) or b"", "little") for i in range(4)]
+
+
+def program_id(program: Program) -> int:
+    return program.info().id
+
+
+# ---- seeing packets ----------------------------------------------------------------------------
+
+
+@both_ways
+@both_directions
+def test_a_program_sees_each_packet_of_its_direction_once(
+    net: Net, seen: Map, programs: list[Program], how: How, direction: Direction
+):
+    made = net.attach(how, programs[0], direction)
+    assert made == Attachment(net.index("here"), direction, how, program_id(programs[0]))
+    for way in Direction:
+        with net.wire(way) as wire:
+            for _ in range(100 if way is direction else 7):
+                wire.send(FRAME)
+    until("100 frames are counted", lambda: counts(seen) == [100, 0, 0, 0])
+
+
+@both_ways
+@both_directions
+def test_no_packet_is_lost_while_programs_are_swapped(
+    net: Net, seen: Map, programs: list[Program], how: How, direction: Direction
+):
+    net.attach(how, programs[0], direction)
+    index, done, sent = net.index("here"), threading.Event(), [0]
+    behind: list[str] = []
+
+    def send() -> None:
+        with net.wire(direction) as wire:
+            while not done.is_set():
+                for _ in range(50):  # far less than a CPU's backlog holds
+                    wire.send(FRAME)
+                sent[0] += 50
+                try:
+                    until("they are counted", lambda: sum(counts(seen)) >= sent[0])
+                except AssertionError as error:
+                    behind.append(str(error))
+                    return
+
+    def swap(tc: Tc) -> int:
+        swaps = 0
+        while swaps < 2_000 or sent[0] < 50_000:
+            swaps += 1
+            tc.attach(index, direction, programs[swaps % 2])
+            if behind:
+                break
+        return swaps
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    try:
+        swaps = net.ours(how, swap)
+    finally:
+        done.set()
+        sender.join()
+    assert not behind, f"{counts(seen)} of {sent[0]} frames"
+    assert swaps >= 2_000
+    assert sum(counts(seen)) == sent[0]
+    assert min(counts(seen)[:2]) > 0
+
+
+# ---- reading back ------------------------------------------------------------------------------
+
+
+@both_ways
+def test_what_an_earlier_agent_attached_is_read_back_and_replaced(
+    net: Net, programs: list[Program], how: How
+):
+    for direction in Direction:
+        net.attach(how, programs[0], direction)
+    index, old, new = net.index("here"), program_id(programs[0]), program_id(programs[1])
+    assert net.attached() == tuple(Attachment(index, d, how, old) for d in Direction)
+    assert net.attached("far") == ()
+    net.attach(how, programs[1], Direction.EGRESS)
+    assert {one.direction: one.program for one in net.attached()} == {
+        Direction.INGRESS: old,
+        Direction.EGRESS: new,
+    }
+    everything = net.ours(None, Tc.everything)
+    assert sorted(everything, key=str) == sorted(net.attached(), key=str)
+
+
+@both_ways
+def test_the_programs_live_without_whoever_attached_them(net: Net, seen: Map, how: How):
+    with counting(seen, 0) as program:
+        net.attach(how, program)
+    with net.wire(Direction.INGRESS) as wire:
+        wire.send(FRAME)
+    until("the frame is counted", lambda: counts(seen)[0] == 1)
+
+
+@needs("tcx")
+def test_a_pin_is_not_believed_for_its_name(net: Net, programs: list[Program]):
+    here, far = net.index("here"), net.index("far")
+    net.attach(How.TCX, programs[0])
+    (net.folder / f"{here}-ingress").rename(net.folder / f"{far}-ingress")
+    assert net.attached("far") == net.attached("here") == ()
+
+
+@needs("tcx")
+def test_the_same_again_changes_nothing(net: Net, programs: list[Program]):
+    def links() -> list[int]:
+        with Link.open(net.folder / f"{net.index('here')}-ingress") as link:
+            return [link.info().id]
+
+    net.attach(How.TCX, programs[0])
+    before = links()
+    net.attach(How.TCX, programs[0])
+    net.attach(How.TCX, programs[1])
+    assert links() == before
+    assert net.tcx(Direction.INGRESS) == [program_id(programs[1])]
+
+
+@both_ways
+def test_detached_means_that_nothing_is_left(
+    net: Net, seen: Map, programs: list[Program], how: How
+):
+    for direction in Direction:
+        net.attach(how, programs[0], direction)
+    net.detach_all()
+    net.detach_all()
+    assert net.attached() == ()
+    assert net.qdiscs() == ""
+    assert list(net.folder.iterdir()) == []
+    with net.wire(Direction.INGRESS) as wire:
+        wire.send(FRAME)
+    net.attach(how, programs[1])
+    with net.wire(Direction.INGRESS) as wire:
+        wire.send(FRAME)
+    until("the frame is counted", lambda: counts(seen) == [0, 1, 0, 0])
+
+
+@needs("tcx")
+def test_an_attachment_that_was_cut_short_is_done_anew(net: Net, programs: list[Program]):
+    index = net.index("here")
+    with net.inside(lambda: Link.attach(programs[0], index, 46)) as link:
+        link.pin(net.folder / f"new-{index}-ingress")
+    net.attach(How.TCX, programs[0])
+    assert [path.name for path in net.folder.iterdir()] == [f"{index}-ingress"]
+    assert net.tcx(Direction.INGRESS) == [program_id(programs[0])]
+
+
+# ---- others ------------------------------------------------------------------------------------
+
+
+@both_directions
+@needs("tcx")
+def test_others_at_tcx_keep_their_places(net: Net, programs: list[Program], direction: Direction):
+    index, kind = net.index("here"), ATTACH_TYPE[direction]
+    one, other, ours, newer = programs
+    first = net.inside(lambda: Link.attach(one, index, kind))
+    net.attach(How.TCX, ours, direction)
+    last = net.inside(lambda: Link.attach(other, index, kind))
+    with first, last:
+        around = [program_id(one), program_id(other)]
+        assert net.tcx(direction) == [around[0], program_id(ours), around[1]]
+        net.attach(How.TCX, newer, direction)
+        assert net.tcx(direction) == [around[0], program_id(newer), around[1]]
+        net.detach_all()
+        assert net.tcx(direction) == around
+        net.attach(How.CLSACT, ours, direction)
+        net.detach_all()
+        assert net.tcx(direction) == around
+
+
+@pytest.fixture
+def foreign(net: Net) -> Iterator[Path]:
+    """A pinned program of somebody else."""
+    path = net.folder.parent / f"{net.name}-foreign"
+    with idle("foreign") as program:
+        program.pin(path)
+        yield path
+    path.unlink()
+
+
+def add_foreign(net: Net, program: Path, direction: Direction, priority: int) -> None:
+    """A filter as others make it."""
+    words = f"filter add dev here {direction} prio {priority} bpf da object-pinned {program}"
+    net.tc(*words.split())
+
+
+@both_directions
+def test_filters_of_others_keep_their_places(
+    net: Net, programs: list[Program], foreign: Path, direction: Direction
+):
+    net.tc("qdisc", "add", "dev", "here", "clsact")
+    for priority in (1, Mark().priority, 7):
+        add_foreign(net, foreign, direction, priority)
+    others = net.filters(direction)
+    assert len(others) == 3
+    for program in programs[:2]:
+        net.attach(How.CLSACT, program, direction)
+        names = net.filters(direction)
+        assert [name for name in names if name != "kbpf"] == others
+        assert names.count("kbpf") == 1
+        assert names[0] != "kbpf"
+        assert names[-1] != "kbpf"
+    net.detach_all()
+    assert net.filters(direction) == others
+    assert net.qdiscs() == "clsact"
+
+
+def test_a_clsact_of_ours_stays_while_others_use_it(
+    net: Net, programs: list[Program], foreign: Path
+):
+    net.attach(How.CLSACT, programs[0])
+    add_foreign(net, foreign, Direction.EGRESS, 7)
+    net.detach_all()
+    assert len(net.filters(Direction.EGRESS)) == 1
+    assert net.qdiscs() == "clsact"
+
+
+def test_an_empty_clsact_of_others_stays(net: Net, programs: list[Program]):
+    net.tc("qdisc", "add", "dev", "here", "clsact")
+    net.attach(How.CLSACT, programs[0])
+    net.detach_all()
+    assert net.qdiscs() == "clsact"
+
+
+def test_a_clsact_that_was_made_anew_by_others_stays(net: Net, programs: list[Program]):
+    net.attach(How.CLSACT, programs[0])
+    net.tc("qdisc", "del", "dev", "here", "clsact")
+    net.tc("qdisc", "add", "dev", "here", "clsact")
+    assert net.attached() == ()
+    net.attach(How.CLSACT, programs[0])
+    assert len(net.attached()) == 1
+    net.detach_all()
+    assert net.qdiscs() == "clsact"
+
+
+def test_a_clsact_that_was_made_anew_by_others_stays_also_if_we_looked_before(
+    net: Net, programs: list[Program]
+):
+    index = net.index("here")
+    net.attach(How.CLSACT, programs[0])
+    net.tc("qdisc", "del", "dev", "here", "clsact")
+    net.tc("qdisc", "add", "dev", "here", "clsact")
+
+    def work(tc: Tc) -> None:
+        assert tc.everything() == ()
+        made = tc.attach(index, Direction.INGRESS, programs[0])
+        assert made is not None
+        tc.detach(made)
+        tc.detach(made)
+
+    net.ours(How.CLSACT, work)
+    assert net.qdiscs() == "clsact"
+
+
+def test_what_was_ours_long_ago_is_not_removed(net: Net, programs: list[Program]):
+    made = net.attach(How.CLSACT, programs[0])
+    assert made is not None
+    net.tc("qdisc", "del", "dev", "here", "clsact")
+    net.tc("qdisc", "add", "dev", "here", "clsact")
+    net.ours(How.CLSACT, lambda tc: tc.detach(made))
+    assert net.qdiscs() == "clsact"
+
+
+def test_an_ingress_qdisc_of_others_takes_ingress_only(net: Net, programs: list[Program]):
+    net.tc("qdisc", "add", "dev", "here", "ingress")
+    net.attach(How.CLSACT, programs[0])
+    with pytest.raises(KernelError, match=r"egress of here, clsact.*'ingress' qdisc"):
+        net.attach(How.CLSACT, programs[0], Direction.EGRESS)
+    assert [one.direction for one in net.attached()] == [Direction.INGRESS]
+    net.detach_all()
+    assert net.attached() == ()
+    assert net.qdiscs() == "ingress"
+
+
+def test_a_filter_in_our_place_is_not_overwritten(net: Net, programs: list[Program]):
+    theirs = Mark(name="theirs")
+    index = net.index("here")
+    net.ours(How.CLSACT, lambda tc: tc.attach(index, Direction.INGRESS, programs[0]), theirs)
+    with pytest.raises(KernelError, match=r"EEXIST.*another filter has our priority and handle"):
+        net.attach(How.CLSACT, programs[1])
+    net.detach_all()
+    assert net.filters(Direction.INGRESS) == ["theirs"]
+
+
+@pytest.mark.parametrize(
+    "theirs", [Mark(priority=3), Mark(handle=1), Mark(priority=3, handle=1, name="theirs")]
+)
+def test_one_mark_that_differs_makes_a_filter_anothers(
+    net: Net, programs: list[Program], theirs: Mark
+):
+    index = net.index("here")
+    net.ours(How.CLSACT, lambda tc: tc.attach(index, Direction.INGRESS, programs[0]), theirs)
+    assert net.attached() == ()
+    net.attach(How.CLSACT, programs[1])
+    assert sorted(net.filters(Direction.INGRESS)) == sorted(["kbpf", theirs.name])
+    assert [one.program for one in net.attached()] == [program_id(programs[1])]
+    net.detach_all()
+    assert net.filters(Direction.INGRESS) == [theirs.name]
+
+
+# ---- devices that go ---------------------------------------------------------------------------
+
+
+@both_ways
+def test_a_device_that_is_not_there_is_an_answer(net: Net, programs: list[Program], how: How):
+    gone = 4711
+    assert net.ours(how, lambda tc: tc.attach(gone, Direction.INGRESS, programs[0])) is None
+    assert net.ours(how, lambda tc: tc.attached(gone)) == ()
+    net.ours(how, lambda tc: tc.detach(Attachment(gone, Direction.INGRESS, how, 1)))
+
+
+@both_ways
+def test_a_device_that_goes_leaves_nothing_behind(net: Net, programs: list[Program], how: How):
+    for direction in Direction:
+        net.attach(how, programs[0], direction)
+    kept = len(list(net.folder.iterdir()))
+    index = net.index("here")
+    net.ip("link del here")
+    assert net.ours(None, Tc.everything) == ()
+    assert net.ours(None, lambda tc: tc.attached(index)) == ()
+    assert net.ours(None, Tc.sweep) == kept > 0
+    assert list(net.folder.iterdir()) == []
+
+
+@both_ways
+def test_a_device_that_goes_under_our_hands_is_an_answer(
+    net: Net, programs: list[Program], how: How
+):
+    index = net.index("here")
+
+    def work(tc: Tc) -> Attachment | None:
+        tc.attach(index, Direction.INGRESS, programs[0])
+        net.ip("link del here")
+        return tc.attach(index, Direction.INGRESS, programs[1])
+
+    assert net.ours(how, work) is None
+
+
+@needs("tcx")
+def test_a_device_that_goes_just_before_the_replacement_is_an_answer(
+    net: Net, programs: list[Program], monkeypatch: pytest.MonkeyPatch
+):
+    def goes(*_: object) -> bool:
+        net.ip("link del here")
+        return True
+
+    index = net.index("here")
+    net.attach(How.TCX, programs[0])
+    monkeypatch.setattr("kbpf.kernel.bpf.tc._runs", goes)
+    assert net.ours(How.TCX, lambda tc: tc.attach(index, Direction.INGRESS, programs[1])) is None
+
+
+@both_ways
+def test_another_device_with_the_same_number_is_another_device(
+    net: Net, programs: list[Program], how: How
+):
+    net.ip("link add again index 77 type veth peer name other")
+    net.attach(how, programs[0], device="again")
+    net.ip("link del again", "link add again index 77 type veth peer name other")
+    assert net.attached("again") == ()
+    net.attach(how, programs[1], device="again")
+    assert [one.program for one in net.attached("again")] == [program_id(programs[1])]
+
+
+@needs("tcx")
+def test_a_device_that_moves_away_is_let_go(net: Net, programs: list[Program]):
+    net.attach(How.TCX, programs[0])
+    index, elsewhere = net.index("here"), f"{net.name}b"
+    ip(f"netns add {elsewhere}")
+    try:
+        net.ip(f"link set here netns {elsewhere}")
+
+        def there() -> tuple[int, ...]:
+            return netns.inside(Path("/run/netns") / elsewhere, lambda: objects.attached(index, 46))
+
+        assert there() == (program_id(programs[0]),)
+        assert net.ours(None, Tc.everything) == ()
+        assert net.ours(None, Tc.sweep) == 1
+        assert there() == ()
+    finally:
+        ip(f"netns del {elsewhere}")
+
+
+# ---- the kernel's answers ----------------------------------------------------------------------
+
+
+def test_the_probe_says_what_a_real_link_says(net: Net, programs: list[Program]):
+    index = net.index("here")
+    try:
+        net.inside(lambda: Link.attach(programs[0], index, 46)).close()
+        works = True
+    except KernelError:
+        works = False
+    assert tcx().works is works
+    assert net.ours(None, lambda tc: tc.how) is (How.TCX if works else How.CLSACT)
+
+
+def test_without_privileges_the_probe_does_not_know():
+    child = os.fork()
+    if child == 0:
+        os.setuid(65534)
+        tcx.cache_clear()
+        os._exit(0 if tcx().works is None else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+@needs("tcx")
+def test_a_program_that_is_there_by_another_link_is_an_error_that_says_so(
+    net: Net, programs: list[Program]
+):
+    index = net.index("here")
+    with (
+        net.inside(lambda: Link.attach(programs[0], index, 46)),
+        pytest.raises(KernelError, match=r"EEXIST; this program is there by a link"),
+    ):
+        net.attach(How.TCX, programs[0])
+    assert list(net.folder.iterdir()) == []
+
+
+@both_ways
+def test_a_refusal_names_the_device_and_leaves_nothing_behind(net: Net, how: How):
+    with (
+        Program.load("wrong", 8, 0, insn(0xB7, 0, 0, 1) + insn(0x95)) as wrong,  # CGROUP_SKB
+        pytest.raises(KernelError, match=rf"cannot attach the program \(ingress of here, {how}\)"),
+    ):
+        net.attach(how, wrong)
+    assert net.qdiscs() == ""
+    assert list(net.folder.iterdir()) == []
+
+
+def test_a_shared_block_is_refused_in_the_kernels_words(net: Net, programs: list[Program]):
+    net.tc("qdisc", "add", "dev", "here", "ingress_block", "7", "clsact")
+    with pytest.raises(KernelError, match="block is shared"):
+        net.attach(How.CLSACT, programs[0])
+    assert net.qdiscs() == "clsact"

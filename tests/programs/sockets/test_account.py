@@ -1,0 +1,652 @@
+"""What connections come to, counted by Service and backend: sockets that dial, by real connections.
+
+One node with a client and two backends. A row says who is dialled and how the connection goes, and
+what must have been added for it once it is over, to the byte; nothing else may have been added.
+"""
+
+import contextlib
+import errno
+import logging
+import selectors
+import socket
+import struct
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from kbpf.dataplane.bpf.inspect import snapshot
+from kbpf.dataplane.bpf.maps.layout import COUNTS, PAIR, PEER, U32, Target, unpack_name
+from kbpf.dataplane.bpf.maps.pinning import Pins
+from kbpf.dataplane.bpf.metrics import (
+    ALL_BACKENDS,
+    GONE,
+    NO_BACKEND,
+    SWEEP_SECONDS,
+    Meter,
+    beyond_share,
+)
+from kbpf.dataplane.bpf.plane import BpfPlane
+from kbpf.errors import KernelError
+from kbpf.kernel.bpf.objects import Link, Program
+from kbpf.model.config import Accounting, Config, MapSizes, Serving
+from kbpf.model.metrics import Totals
+from kbpf.model.objects import Protocol
+from kbpf.views import service as view
+from tests.support.features import needs
+from tests.support.lab.lab import PATIENCE, Node, Place, until
+from tests.support.plane import Site, desired, service, sites, start_within, within
+
+FAIR, RUDE, FIRST, UDP_PORT, NOBODY, QUIT = 9000, 9001, 9002, 9003, 9009, 9010
+QUESTION, ANSWER = b"q" * 1_234, b"a" * 56_789
+UDP = Protocol.UDP
+TCP_CLOSING = 11
+SOCK_OPS = 3
+"""Type of attachment."""
+
+
+class Ground(NamedTuple):
+    """Who there is."""
+
+    site: Site
+    client: Place
+    one: Place
+    two: Place
+
+
+def serve() -> None:
+    """A server of each kind, until somebody dials QUIT."""
+    listeners = {}
+    for number in (FAIR, RUDE, FIRST, QUIT):
+        listener = socket.socket(socket.AF_INET6)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("::", number))
+        listener.listen(64)
+        listeners[number] = listener
+    datagrams = socket.socket(socket.AF_INET6, socket.SOCK_DGRAM)
+    datagrams.bind(("::", UDP_PORT))
+    ready = selectors.DefaultSelector()
+    for number, sock in (*listeners.items(), (UDP_PORT, datagrams)):
+        ready.register(sock, selectors.EVENT_READ, number)
+    while True:
+        for key, _ in ready.select():
+            if key.data == UDP_PORT:
+                data, client = datagrams.recvfrom(4096)
+                datagrams.sendto(data, client)
+                continue
+            connection, _ = listeners[key.data].accept()
+            if key.data == QUIT:
+                return
+            with connection, contextlib.suppress(OSError):
+                talk(connection, key.data)
+
+
+def talk(connection: socket.socket, number: int) -> None:
+    """As the server that this port is of."""
+    if number == FIRST:
+        connection.sendall(ANSWER)
+        return
+    heard = b""
+    while len(heard) < len(QUESTION):
+        heard += connection.recv(65536)
+    if number == RUDE:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("=ii", 1, 0))
+        return
+    connection.sendall(ANSWER)
+    while connection.recv(65536):
+        pass
+
+
+@pytest.fixture(scope="module")
+def ground(node: Node, artifact_cache: Path) -> Iterator[Ground]:
+    client, one, two = (node.pod(name) for name in ("client", "one", "two"))
+    two.serve(8080)
+    over = start_within(one, serve)
+    with sites(artifact_cache) as make:
+        yield Ground(make(cgroup=node.cgroup, node=node.netns), client, one, two)
+    until("the servers are ended", lambda: within(one, quit_servers))
+    over()
+
+
+def quit_servers() -> bool:
+    with socket.socket() as s:
+        return s.connect_ex(("127.0.0.1", QUIT)) == 0
+
+
+@pytest.fixture
+def served(ground: Ground) -> Ground:
+    start(ground)
+    return ground
+
+
+def world(ground: Ground):
+    one, one6 = ground.one.ip, ground.one.ip6
+    return desired(
+        service("fair", "10.96.0.1:80", f"{one}:{FAIR}"),
+        service("fair6", "[fd00:96::1]:80", f"[{one6}]:{FAIR}"),
+        service("rude", "10.96.0.2:80", f"{one}:{RUDE}"),
+        service("first", "10.96.0.3:80", f"{one}:{FIRST}"),
+        service("dns", "10.96.0.4:53", f"{one}:{UDP_PORT}", UDP),
+        service("refusing", "10.96.0.5:80", f"{one}:{NOBODY}"),
+        service("silent", "10.96.0.6:80", "192.0.2.99:80"),
+        service("empty", "10.96.0.7:80"),
+        service("names", "10.96.0.9:80", f"{ground.two.ip}:8080"),
+        service("elsewhere", "10.96.0.8:80", f"{one}:{FAIR}", internal_local=True),
+    )
+
+
+def start(ground: Ground, accounting: Accounting = Accounting.FULL, **more: object) -> BpfPlane:
+    plane = ground.site.open(accounting=accounting, **more)
+    plane.apply(world(ground), None)
+    return plane
+
+
+# ---- how a client may behave: each is run where the client is ----------------------------------
+
+
+def fair(host: str, number: int = 80) -> None:
+    """Asks, is done first, and hears all to the end."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as s:
+        s.settimeout(PATIENCE)
+        s.connect((host, number))
+        s.sendall(QUESTION)
+        s.shutdown(socket.SHUT_WR)
+        while s.recv(65536):
+            pass
+
+
+def reset(host: str, number: int = 80) -> None:
+    """Asks, and is cut off."""
+    with socket.socket() as s:
+        s.settimeout(PATIENCE)
+        s.connect((host, number))
+        s.sendall(QUESTION)
+        with contextlib.suppress(ConnectionResetError):
+            assert not s.recv(1)
+
+
+def listens(host: str, number: int = 80) -> None:
+    """Says nothing, hears all to the end, and closes after the backend has."""
+    with socket.socket() as s:
+        s.settimeout(PATIENCE)
+        s.connect((host, number))
+        while s.recv(65536):
+            pass
+
+
+LOSES_FINS = """
+table inet fins {
+    chain out { type filter hook output priority 0; tcp dport 9000-9010 tcp flags & fin != 0 drop; }
+    chain in { type filter hook input priority 0; tcp sport 9000-9010 tcp flags & fin != 0 drop; }
+}"""
+
+
+def closes_at_once(host: str, number: int = 80) -> None:
+    """Each side closes before it hears that the other has: all FINs are lost at first, then the
+    backend's comes (state CLOSING), and is answered before the client's has arrived.
+    """
+
+    def nft(text: str) -> None:
+        subprocess.run(("nft", "-f", "-"), input=text, text=True, check=True)
+
+    nft(LOSES_FINS)
+    try:
+        with socket.socket() as s:
+            s.settimeout(PATIENCE)
+            s.connect((host, number))
+            s.shutdown(socket.SHUT_WR)
+            nft("delete chain inet fins in")
+            while s.recv(65536):
+                pass
+            until("state CLOSING", lambda: state_of(s) == TCP_CLOSING)
+    finally:
+        nft("delete table inet fins")
+
+
+def state_of(s: socket.socket) -> int:
+    """The first byte of struct tcp_info."""
+    return s.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+
+
+def refused(host: str, number: int = 80) -> None:
+    """Is not let in, for whatever reason."""
+    with socket.socket() as s:
+        s.settimeout(PATIENCE)
+        assert s.connect_ex((host, number))
+
+
+def gives_up(host: str, number: int = 80) -> None:
+    """Does not wait for an answer."""
+    with socket.socket() as s:
+        s.setblocking(False)
+        assert s.connect_ex((host, number))
+
+
+def datagrams(host: str, number: int) -> None:
+    """Two datagrams of one flow."""
+    with socket.socket(type=socket.SOCK_DGRAM) as s:
+        s.settimeout(PATIENCE)
+        for _ in range(2):
+            s.sendto(b"?", (host, number))
+            assert s.recv(4096) == b"?"
+
+
+def connected_datagrams(host: str, number: int) -> None:
+    """Two datagrams of a connected socket."""
+    with socket.socket(type=socket.SOCK_DGRAM) as s:
+        s.settimeout(PATIENCE)
+        s.connect((host, number))
+        for _ in range(2):
+            s.send(b"?")
+            assert s.recv(4096) == b"?"
+
+
+class Goes(NamedTuple):
+    """A connection, and what must have been added to whom: backends are `one`, `none`, or an
+    address. Round trips are counted, how long they are is not looked at.
+    """
+
+    name: str
+    does: Callable[[str, int], None]
+    to: str
+    service: str
+    backend: str
+    adds: Totals
+
+
+BOTH = {"bytes_in": len(QUESTION), "bytes_out": len(ANSWER)}
+GOES = [
+    Goes("in good order", fair, "10.96.0.1:80", "fair", "one",
+         Totals(begun=1, ended=1, rtts=1, **BOTH)),
+    Goes("in good order, IPv6", fair, "[fd00:96::1]:80", "fair6", "one",
+         Totals(begun=1, ended=1, rtts=1, **BOTH)),
+    Goes("in good order, v4-mapped", fair, "[::ffff:10.96.0.1]:80", "fair", "one",
+         Totals(begun=1, ended=1, rtts=1, **BOTH)),
+    Goes("the backend closes first", listens, "10.96.0.3:80", "first", "one",
+         Totals(begun=1, ended=1, rtts=1, bytes_out=len(ANSWER))),
+    Goes("both close at once", closes_at_once, "10.96.0.3:80", "first", "one",
+         Totals(begun=1, ended=1, rtts=1, bytes_out=len(ANSWER))),
+    Goes("reset by the backend", reset, "10.96.0.2:80", "rude", "one",
+         Totals(begun=1, ended=1, broken=1, rtts=1, bytes_in=len(QUESTION))),
+    Goes("refused by the backend", refused, "10.96.0.5:80", "refusing", "one",
+         Totals(begun=1, ended=1, unanswered=1)),
+    Goes("the client does not wait", gives_up, "10.96.0.6:80", "silent", "192.0.2.99:80",
+         Totals(begun=1, ended=1, unanswered=1)),
+    Goes("no endpoints", refused, "10.96.0.7:80", "empty", "none", Totals(refused=1)),
+    Goes("only elsewhere", refused, "10.96.0.8:80", "elsewhere", "none", Totals(refused=1)),
+    Goes("datagrams", datagrams, "10.96.0.4:53", "dns", "one", Totals(begun=1)),
+    Goes("datagrams, connected", connected_datagrams, "10.96.0.4:53", "dns", "one",
+         Totals(begun=1)),
+]  # fmt: skip
+
+
+def had(site: Site) -> dict[tuple[str, str], Totals]:
+    """What is counted, by the name of the Service and the backend; without lengths of time."""
+    names = {U32.unpack(k)[0]: unpack_name(raw).name for k, raw in
+             site.entries("service_names").items()}  # fmt: skip
+    addresses = {U32.unpack(k)[0]: Target.unpack(raw) for k, raw in
+                 site.entries("backends").items()}  # fmt: skip
+    found = {}
+    for key, raw in site.entries("counts").items():
+        service_id, backend = PAIR.unpack(key)
+        at = addresses.get(backend)
+        where = {NO_BACKEND: "none", GONE: "gone", ALL_BACKENDS: "all"}.get(backend) or (
+            "?" if at is None else f"{at.address.hex()}:{at.port}"
+        )
+        found[names.get(service_id, "?"), where] = Totals(*COUNTS.unpack(raw))
+    return found
+
+
+def added(before: dict, after: dict) -> dict[tuple[str, str], Totals]:
+    """Between the two; but for round trips' length and segments that were sent again."""
+    found = {}
+    for key, now in after.items():
+        more = Totals(*(b - a for a, b in zip(before.get(key, Totals()), now, strict=True)))
+        if any(more):
+            found[key] = more._replace(rtt_us=0, retransmits=0)
+    return found
+
+
+def where(ground: Ground, row: Goes) -> str:
+    if row.backend == "none":
+        return "none"
+    numbers = {"fair": FAIR, "fair6": FAIR, "rude": RUDE, "first": FIRST, "dns": UDP_PORT,
+               "refusing": NOBODY}  # fmt: skip
+    host = ground.one.ip6 if row.service == "fair6" else ground.one.ip
+    text = f"{host}:{numbers[row.service]}" if row.backend == "one" else row.backend
+    host, _, number = text.rpartition(":")
+    packed = (
+        socket.inet_pton(socket.AF_INET6, host)
+        if ":" in host
+        else bytes(10) + b"\xff\xff" + socket.inet_aton(host)
+    )
+    return f"{packed.hex()}:{number}"
+
+
+def becomes(look: Callable[[], object], wanted: object) -> None:
+    """Waits until this is seen: a connection's end is the kernel's, some time after close()."""
+    with contextlib.suppress(AssertionError):
+        until(f"{wanted}", lambda: look() == wanted)
+    assert look() == wanted
+
+
+@pytest.mark.parametrize("row", GOES, ids=lambda row: row.name)
+def test_what_a_connection_adds(served: Ground, row: Goes):
+    site = served.site
+    host, _, number = row.to.rpartition(":")
+    before = had(site)
+    within(served.client, lambda: row.does(host.strip("[]"), int(number)))
+    wanted = {(row.service, where(served, row)): row.adds}
+    becomes(lambda: added(before, had(site)), wanted)
+    becomes(lambda: site.entries("sock_peers"), {})
+
+
+def test_round_trips_have_a_length(served: Ground):
+    site = served.site
+    within(served.client, lambda: fair("10.96.0.1"))
+
+    def long_enough() -> bool:
+        totals = had(site)["fair", where(served, GOES[0])]
+        return bool(totals.rtts) and 0 < totals.rtt_us < totals.rtts * PATIENCE * 1e6
+
+    until("a round trip has a length", long_enough)
+
+
+def test_inspect_shows_them_by_backend(served: Ground):
+    site = served.site
+
+    def shown() -> dict[str, int]:
+        found = view.details(snapshot.read(site.pins, view.NEEDS), "names")
+        return {row.backend: row.open for one in found for row in one.traffic}
+
+    backend = f"{served.two.ip}:8080"
+    served.client.tcp("10.96.0.9", 80, keep="kept")
+    assert shown() == {backend: 1}
+    served.client.ask("drop", keep="kept")
+    becomes(shown, {backend: 0})
+    (detail,) = view.details(snapshot.read(site.pins, view.NEEDS), "names")
+    (row,) = detail.traffic
+    assert row.begun == row.round_trips > 0
+    assert row.bytes_in == row.begun * len(b"hello\n")
+
+
+def test_a_plain_address_adds_nothing(served: Ground):
+    before = had(served.site)
+    within(served.client, lambda: fair(served.one.ip, FAIR))
+    assert added(before, had(served.site)) == {}
+    assert not served.site.entries("sock_peers")
+
+
+def test_what_is_on_its_way_after_close_counts(served: Ground):
+    """close() returns before all is sent: the entry is kept until it is."""
+    site = served.site
+    before = had(site)
+
+    def leaves() -> None:
+        with socket.socket() as s:
+            s.settimeout(PATIENCE)
+            s.connect(("10.96.0.1", 80))
+            s.sendall(QUESTION)
+
+    within(served.client, leaves)
+    key = "fair", where(served, GOES[0])
+    becomes(lambda: added(before, had(site)).get(key, Totals()).bytes_in, len(QUESTION))
+
+
+# ---- switched off ------------------------------------------------------------------------------
+
+
+def hooks_of(site: Site) -> set[str]:
+    return {pin.name for pin in (site.pins / "links").iterdir()}
+
+
+@needs("set_retval")
+def test_switched_off_nothing_is_counted_and_nothing_kept(ground: Ground):
+    start(ground, Accounting.OFF)
+    assert "sock_ops" not in hooks_of(ground.site)
+    before = had(ground.site)
+    within(ground.client, lambda: fair("10.96.0.1"))
+    within(ground.client, lambda: refused("10.96.0.7"))
+    assert added(before, had(ground.site)) == {}
+    becomes(lambda: ground.site.entries("sock_peers"), {})
+
+
+BEGINS = [
+    Goes("a connection", fair, "10.96.0.1:80", "fair", "one", Totals(begun=1)),
+    Goes("refused by the backend", refused, "10.96.0.5:80", "refusing", "one", Totals(begun=1)),
+    Goes("no endpoints", refused, "10.96.0.7:80", "empty", "none", Totals(refused=1)),
+    Goes("datagrams", datagrams, "10.96.0.4:53", "dns", "one", Totals(begun=1)),
+]
+
+
+@needs("set_retval")
+@pytest.mark.parametrize("row", BEGINS, ids=lambda row: row.name)
+def test_by_default_what_begins_is_counted(ground: Ground, row: Goes):
+    start(ground, Config().accounting)
+    assert "sock_ops" not in hooks_of(ground.site)
+    host, _, number = row.to.rpartition(":")
+    before = had(ground.site)
+    within(ground.client, lambda: row.does(host, int(number)))
+    assert added(before, had(ground.site)) == {(row.service, where(ground, row)): row.adds}
+    becomes(lambda: ground.site.entries("sock_peers"), {})
+
+
+@pytest.mark.parametrize(
+    ("before", "then"), [(before, then) for before in Accounting for then in Accounting]
+)
+def test_a_connection_that_outlives_the_switch_leaves_nothing(
+    ground: Ground, before: Accounting, then: Accounting
+):
+    """Begun with the one setting, closed with the other."""
+    start(ground, before)
+    site = ground.site
+    ground.client.tcp("10.96.0.9", 80, keep="kept")
+    assert len(site.entries("sock_peers")) == 1
+    start(ground, then)
+    assert ("sock_ops" in hooks_of(site)) is (then is Accounting.FULL)
+    ground.client.ask("drop", keep="kept")
+    becomes(lambda: site.entries("sock_peers"), {})
+
+
+def test_who_may_not_hear_of_ends_serves_all_the_same(
+    ground: Ground, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """As where somebody has the hook for himself."""
+    start(ground, Accounting.OFF)
+    attach = Link.attach.__func__
+
+    def refuses(cls: type[Link], program: Program, cgroup: int, kind: int) -> Link:
+        if kind == SOCK_OPS:
+            raise KernelError("EPERM", errno=errno.EPERM)
+        return attach(cls, program, cgroup, kind)
+
+    monkeypatch.setattr(Link, "attach", classmethod(refuses))
+    logging.getLogger("kbpf").propagate = True
+    start(ground)
+    assert "sock_ops" not in hooks_of(ground.site)
+    assert "connections' ends are not counted" in caplog.text
+    within(ground.client, lambda: fair("10.96.0.1"))
+    becomes(lambda: ground.site.entries("sock_peers"), {})
+
+
+# ---- what the agent makes of it ----------------------------------------------------------------
+
+
+def meter(site: Site, clock: Callable[[], float] = lambda: 0.0, **serving: int) -> Meter:
+    return Meter(Pins(site.pins), Config(serving=Serving(**serving)), clock)
+
+
+def put(site: Site, service_id: int, backend: int, total: Totals) -> None:
+    with site.pinned("counts") as counts:
+        counts.update(PAIR.pack(service_id, backend), COUNTS.pack(*total))
+
+
+def ids(site: Site) -> tuple[dict[str, int], dict[str, int]]:
+    """Services by name, backends by port."""
+    names = {unpack_name(raw).name: U32.unpack(k)[0] for k, raw in
+             site.entries("service_names").items()}  # fmt: skip
+    return names, {f"{Target.unpack(raw).port}": U32.unpack(k)[0] for k, raw in
+                   site.entries("backends").items()}  # fmt: skip
+
+
+WEB = service("web", "10.96.0.1:80", "127.0.1.1:8081 127.0.1.2:8082")
+
+
+def name_of(text: str) -> tuple[str, str, str, str]:
+    return ("default", text, "", "TCP")
+
+
+def test_sums_are_of_all_backends_and_the_busiest_have_their_own(site: Site):
+    site.open().apply(desired(WEB), None)
+    services, backends = ids(site)
+    web = services["web"]
+    put(site, web, backends["8081"], Totals(begun=5, bytes_in=10, rtts=1))
+    put(site, web, backends["8082"], Totals(begun=7, broken=2))
+    put(site, web, NO_BACKEND, Totals(refused=3))
+    put(site, web, GONE, Totals(begun=100))
+    with site.pinned("sock_peers") as peers, socket.socket() as own:
+        key = own.fileno().to_bytes(4, "little")
+        peers.update(key, PEER.pack(1, b"", b"", web, backends["8082"]))
+        found = meter(site, backend_series=1).count(lambda: None)
+    assert dict(found.totals) == {
+        name_of("web"): Totals(begun=112, refused=3, broken=2, bytes_in=10, rtts=1)
+    }
+    assert dict(found.connections or ()) == {name_of("web"): 1}
+    (busiest,) = found.backends
+    assert (busiest.name, busiest.backend, busiest.now) == (name_of("web"), "127.0.1.2:8082", 1)
+    assert busiest.totals == Totals(begun=7, broken=2)
+    assert not meter(site).count(lambda: None).backends
+
+
+def test_what_a_backend_had_stays_with_its_service(site: Site):
+    """No sum falls when a backend goes; what a Service had goes with it."""
+    plane = site.open()
+    other = service("other", "10.96.0.2:80", "127.0.1.3:8083")
+    plane.apply(desired(WEB, other), None)
+    services, backends = ids(site)
+    for number in ("8081", "8082"):
+        put(site, services["web"], backends[number], Totals(begun=1, bytes_out=10))
+    put(site, services["web"], NO_BACKEND, Totals(refused=3))
+    put(site, services["other"], backends["8083"], Totals(begun=1))
+    plane.apply(desired(service("web", "10.96.0.1:80", "127.0.1.1:8081")), None)
+    plane.flush()
+    now = [0.0]
+    reader = meter(site, lambda: now[0])
+    wanted = {name_of("web"): Totals(begun=2, refused=3, bytes_out=20)}
+    assert dict(reader.count(lambda: None).totals) == wanted
+    assert len(site.entries("counts")) == 4, "that is not done each time"
+    now[0] = SWEEP_SECONDS
+    for _ in range(2):
+        assert dict(reader.count(lambda: None).totals) == wanted
+        now[0] += SWEEP_SECONDS
+    put(site, services["web"], backends["8082"], Totals(begun=4))  # a connection that ended late
+    wanted = {name_of("web"): Totals(begun=6, refused=3, bytes_out=20)}
+    for _ in range(2):
+        assert dict(reader.count(lambda: None).totals) == wanted
+        now[0] += SWEEP_SECONDS
+    assert {PAIR.unpack(key) for key in site.entries("counts")} == {
+        (services["web"], backends["8081"]), (services["web"], NO_BACKEND),
+        (services["web"], GONE)}  # fmt: skip
+
+
+def test_what_a_service_has_that_comes_during_a_count_is_kept(site: Site):
+    """Its name was not there yet when names were read: it is no Service that is gone."""
+    site.open().apply(desired(WEB), None)
+    services, backends = ids(site)
+    put(site, services["web"], backends["8081"], Totals(begun=1))
+    now, calls = [0.0], [0]
+    reader = meter(site, lambda: now[0])
+    new = services["web"] + 1
+
+    def pause() -> None:
+        calls[0] += 1
+        if calls[0] == last:
+            put(site, new, backends["8081"], Totals(begun=1))
+
+    last = 0
+    reader.count(pause)
+    last, calls[0], now[0] = calls[0], 0, SWEEP_SECONDS
+    reader.count(pause)
+    assert calls[0] == last
+    assert (new, backends["8081"]) in {PAIR.unpack(key) for key in site.entries("counts")}
+
+
+def test_sums_outlive_the_agent(site: Site):
+    site.open().apply(desired(WEB), None)
+    services, backends = ids(site)
+    put(site, services["web"], backends["8081"], Totals(begun=5))
+    plane = site.open()
+    plane.apply(desired(WEB), None)
+    assert dict(plane.count(lambda: None).totals) == {name_of("web"): Totals(begun=5)}
+
+
+def test_a_full_map_counts_nothing_new_and_serves(ground: Ground):
+    """Pairs that are known go on being counted."""
+    site = ground.site
+    start(ground, sizes=MapSizes(affinity=4096, connections=4096, counts=1))
+    with site.pinned("counts") as counts:
+        for key in site.entries("counts"):
+            counts.delete(key)
+    within(ground.client, lambda: fair("10.96.0.1"))
+    within(ground.client, lambda: reset("10.96.0.2"))
+    assert len(site.entries("counts")) == 1
+    start(ground)
+
+
+def test_a_namespace_that_fills_the_map_leaves_room_for_others(ground: Ground):
+    """Its largest Service port is counted by one entry from then on; no sum falls."""
+    site, limit = ground.site, 100
+    sizes = MapSizes(affinity=4096, connections=4096, counts=limit)
+    start(ground, sizes=sizes)
+    names, _ = ids(site)
+    with site.pinned("counts") as counts:
+        for key in site.entries("counts"):
+            counts.delete(key)
+    put(site, names["dns"], 2_000_000, Totals(begun=7))
+    for number in range(1, limit):
+        put(site, names["fair"], 1_000_000 + number, Totals(begun=1))
+    within(ground.client, lambda: reset("10.96.0.2"))
+    assert len(site.entries("counts")) == limit, "what is new is not counted"
+    config = Config(sizes=sizes, system_namespaces=())
+    Meter(Pins(site.pins), config, lambda: 0.0).count(lambda: None)
+    wanted = {("fair", "all"): limit - 1, ("dns", "?"): 7}
+    assert {key: total.begun for key, total in had(site).items()} == wanted
+    within(ground.client, lambda: fair("10.96.0.1"))
+    within(ground.client, lambda: reset("10.96.0.2"))
+    found = {key: total.begun for key, total in had(site).items() if key[0] != "rude"}
+    assert found == wanted | {("fair", "all"): limit}
+    assert [total.begun for key, total in had(site).items() if key[0] == "rude"] == [1]
+    totals = dict(Meter(Pins(site.pins), config, lambda: 0.0).count(lambda: None).totals)
+    assert totals[name_of("fair")].begun == limit
+    with site.pinned("counts") as counts:
+        for key in site.entries("counts"):
+            counts.delete(key)
+    start(ground)
+
+
+class Shares(NamedTuple):
+    """Entries of Service ports, by namespace and id, out of 100; which of them are summed up."""
+
+    name: str
+    ports: dict[str, dict[int, int]]
+    chosen: list[int]
+
+
+SHARES = [
+    Shares("up to three quarters nobody is asked", {"a": {1: 75}}, []),
+    Shares("the largest port of one that is alone", {"a": {1: 60, 2: 30}}, [1]),
+    Shares("the others keep theirs", {"a": {1: 50, 2: 30}, "b": {3: 10}, "c": {4: 10}}, [1]),
+    Shares("as many as it takes", {"a": {1: 20, 2: 20, 3: 20, 4: 20, 5: 16}}, [4, 3]),
+    Shares("two that take all", {"a": {1: 50}, "b": {2: 50}}, [1]),
+    Shares("ports of one entry stay as they are", {"a": dict.fromkeys(range(100), 1)}, []),
+]
+
+
+@pytest.mark.parametrize("row", SHARES, ids=lambda row: row.name)
+def test_which_service_ports_are_summed_up(row: Shares):
+    ports = {i: (name, size) for name, own in row.ports.items() for i, size in own.items()}
+    entries = sum(size for _, size in ports.values())
+    assert sorted(beyond_share(ports, entries, 100)) == sorted(row.chosen)

@@ -1,0 +1,302 @@
+"""Which backend a connection gets: evenly at random, or the one that the client had last.
+
+The backends are addresses of each namespace's own loopback (see support/plane.py, pick()).
+"""
+
+import math
+import select
+import socket
+import struct
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kbpf.dataplane.bpf.maps.layout import Reason
+from kbpf.dataplane.bpf.plane import BpfPlane
+from kbpf.model.desired import ServiceState
+from kbpf.model.objects import Protocol
+from tests.support.lab.lab import PATIENCE, Node, Place, until
+from tests.support.plane import (
+    LOCAL,
+    LOCAL6,
+    Site,
+    desired,
+    make_local,
+    pick,
+    picks,
+    service,
+    sites,
+    start_within,
+    within,
+)
+
+WEB, WEB6, NODE_PORT, EXTERNAL = "10.96.0.1:53", "[fd00:96::1]:53", "{node}:30053", "192.0.2.1:53"
+HOUR = 3600
+
+
+@dataclass
+class Ground:
+    """A host and two pods that dial."""
+
+    node: Node
+    site: Site
+    plane: BpfPlane
+    host: Place
+    one: Place
+    two: Place
+
+    def serve(self, *services: ServiceState) -> None:
+        """Exactly these; nothing is retired yet."""
+        self.plane.apply(desired(*services, nodes=self.node.ip), None)
+
+    def entries(self) -> list[tuple[bytes, int, int]]:
+        """Of the affinity map: client, kind of client, backend id."""
+        found = self.site.entries("affinity")
+        return [(k[:16], k[20], struct.unpack_from("=QI", v)[1]) for k, v in found.items()]
+
+    def age(self, seconds: float) -> None:
+        """All entries are as old as if nobody had connected for so long."""
+        with self.site.pinned("affinity") as found:
+            for key, value in list(found.items()):
+                used, rest = struct.unpack_from("=Q", value)[0], value[8:]
+                found.update(key, struct.pack("=Q", used - int(seconds * 1e9)) + rest)
+
+    def how(self, place: Place, to: str = WEB) -> Reason:
+        """Why one connection from there got the backend that it got."""
+        before = self.site.reasons()
+        picks(place, to)
+        (reason,) = self.site.reasons() - before
+        return reason
+
+
+@pytest.fixture(scope="module")
+def whole(node: Node, artifact_cache: Path) -> Iterator[Ground]:
+    one, two = node.pod("one"), node.pod("two")
+    for netns in (node.netns, one.netns, two.netns):
+        make_local(netns)
+    with sites(artifact_cache) as make:
+        site = make(cgroup=node.cgroup, node=node.netns)
+        yield Ground(node, site, site.open(), node.host, one, two)
+
+
+@pytest.fixture
+def ground(whole: Ground) -> Ground:
+    whole.serve()
+    whole.plane.flush()
+    assert whole.site.entries("affinity") == {}, "affinity goes with its Service"
+    return whole
+
+
+def web(*numbers: int, timeout: int = HOUR, **more: Any) -> ServiceState:
+    """A UDP Service, so that connecting costs nothing; backends are LOCAL[number]."""
+    to = " ".join(f"{LOCAL[n]}:1" for n in numbers)
+    frontends = f"{WEB} NodePort=0.0.0.0:30053 ExternalIP={EXTERNAL}"
+    return service("web", frontends, to, Protocol.UDP, affinity_timeout=timeout, **more)
+
+
+def names(found: list[str]) -> set[int]:
+    """Numbers of backends."""
+    return {LOCAL.index(one) for one in found}
+
+
+# ---- at random ---------------------------------------------------------------------------------
+
+
+def bound(cells: int) -> float:
+    """What chi-square exceeds with a chance of less than 1e-6 (Laurent and Massart, lemma 1)."""
+    freedom, x = cells - 1, -math.log(1e-6)
+    return freedom + 2 * math.sqrt(freedom * x) + 2 * x
+
+
+@pytest.mark.parametrize(("size", "dials"), [(1, 50), (2, 2000), (3, 3000), (7, 7000), (50, 5000)])
+def test_new_connections_spread_evenly(ground: Ground, size: int, dials: int):
+    ground.serve(web(*range(size), timeout=0))
+    seen = Counter(picks(ground.one, WEB, dials))
+    assert set(seen) == set(LOCAL[:size]), "all of them and no other"
+    expected = dials / size
+    assert sum((n - expected) ** 2 / expected for n in seen.values()) < bound(size), seen
+
+
+def test_ipv6_spreads_too(ground: Ground):
+    to = " ".join(f"[{one}]:1" for one in LOCAL6[:3])
+    ground.serve(service("web", WEB6, to, Protocol.UDP))
+    assert min(Counter(picks(ground.host, WEB6, 300)).values()) > 30
+    assert set(picks(ground.host, WEB6, 100)) == set(LOCAL6[:3])
+
+
+def test_every_frontend_reaches_every_backend(ground: Ground):
+    ground.serve(web(1, 2, 3, timeout=0))
+    for to in (WEB, NODE_PORT.format(node=ground.node.ip), EXTERNAL):
+        assert names(picks(ground.one, to, 100)) == {1, 2, 3}
+
+
+# ---- the same as last time ---------------------------------------------------------------------
+
+
+def test_a_client_keeps_its_backend(ground: Ground):
+    ground.serve(web(1, 2, 3))
+    before = ground.site.reasons()
+    assert len(set(picks(ground.one, WEB, 50))) == 1
+    assert ground.site.reasons() - before == {
+        Reason.TRANSLATED: 1, Reason.TRANSLATED_BY_AFFINITY: 49,
+    }  # fmt: skip
+
+
+def test_ipv6_and_mapped_clients_keep_theirs(ground: Ground):
+    to = " ".join(f"[{one}]:1" for one in LOCAL6[:9])
+    ground.serve(web(*range(9)), service("web", WEB6, to, Protocol.UDP, affinity_timeout=HOUR))
+    assert len(set(picks(ground.one, WEB6, 20))) == 1
+    four, mapped = picks(ground.one, WEB, 20), picks(ground.one, "[::ffff:10.96.0.1]:53", 20)
+    assert {f"::ffff:{one}" for one in four} == set(mapped), "one client, one Service, one family"
+    assert len(set(mapped)) == 1
+
+
+def test_clients_are_apart(ground: Ground):
+    """Each pod is a client, and the host is one: what one was given last is nothing to another."""
+    ground.serve(web(1))
+    picks(ground.one, WEB)
+    ground.serve(web(2))
+    picks(ground.two, WEB)
+    ground.serve(web(3))
+    picks(ground.host, WEB)
+    ground.serve(web(*range(20)))
+    for place, backend in ((ground.one, 1), (ground.two, 2), (ground.host, 3)):
+        assert names(picks(place, WEB, 10)) == {backend}
+    entries = ground.entries()
+    assert len({client for client, *_ in entries}) == len(entries) == 3
+    assert {kind for _, kind, _ in entries} == {1}, "by network namespace"
+
+
+def test_all_frontends_of_a_service_share_it(ground: Ground):
+    ground.serve(web(1))
+    picks(ground.one, WEB)
+    ground.serve(web(*range(20)))
+    for to in (EXTERNAL, NODE_PORT.format(node=ground.node.ip), WEB):
+        assert names(picks(ground.one, to, 10)) == {1}
+
+
+def test_services_do_not_share_it(ground: Ground):
+    """Not even over the same backends, nor TCP and UDP of one Service."""
+    ground.serve(web(1))
+    picks(ground.one, WEB)
+    to = " ".join(f"{LOCAL[n]}:1" for n in range(20))
+    other = service("other", "10.96.0.2:53", to, Protocol.UDP, affinity_timeout=HOUR)
+    ground.serve(web(*range(20)), other)
+    assert ground.how(ground.one, "10.96.0.2:53") is Reason.TRANSLATED
+    assert ground.how(ground.one) is Reason.TRANSLATED_BY_AFFINITY
+
+
+def test_it_ends_after_the_timeout(ground: Ground):
+    ground.serve(web(1, 2, 3, timeout=60))
+    picks(ground.one, WEB)
+    ground.age(40)
+    assert ground.how(ground.one) is Reason.TRANSLATED_BY_AFFINITY
+    ground.age(40)
+    assert ground.how(ground.one) is Reason.TRANSLATED_BY_AFFINITY, "the dial before renewed it"
+    ground.age(60)
+    assert ground.how(ground.one) is Reason.TRANSLATED
+
+
+def test_the_timeout_is_in_seconds(ground: Ground):
+    ground.serve(web(1, 2, 3, timeout=1))
+    until(
+        "two dials within a second",
+        lambda: ground.how(ground.one) is Reason.TRANSLATED_BY_AFFINITY,
+    )
+    ((used, _),) = (struct.unpack_from("=QI", v) for v in ground.site.entries("affinity").values())
+    time.sleep(max(0.0, used / 1e9 + 1.01 - time.monotonic()))
+    assert ground.how(ground.one) is Reason.TRANSLATED
+
+
+def test_a_new_timeout_holds_at_once(ground: Ground):
+    ground.serve(web(1, 2, 3, timeout=HOUR))
+    picks(ground.one, WEB)
+    ground.age(60)
+    ground.serve(web(1, 2, 3, timeout=10))
+    assert ground.how(ground.one) is Reason.TRANSLATED
+
+
+def test_a_client_moves_when_its_backend_leaves(ground: Ground):
+    ground.serve(web(1))
+    picks(ground.one, WEB)
+    ground.serve(web(1, 2, 3))
+    assert names(picks(ground.one, WEB, 10)) == {1}, "others that come do not matter"
+    ground.serve(web(2, 3, serving=f"{LOCAL[1]}:1 {LOCAL[2]}:1 {LOCAL[3]}:1"))
+    moved = names(picks(ground.one, WEB, 10))
+    assert len(moved) == 1
+    assert moved < {2, 3}, "though the first still serves, it is not in the list"
+    ground.serve(web(1, *moved))
+    assert names(picks(ground.one, WEB, 10)) == moved, "and does not go back"
+
+
+def test_it_holds_among_the_list_that_is_used(ground: Ground):
+    """internal Local: the ClusterIP uses the local list, an ExternalIP the cluster's."""
+    near = web(1, 2, 3, local=f"{LOCAL[3]}:1", internal_local=True)
+    ground.serve(web(1))
+    picks(ground.one, EXTERNAL)
+    ground.serve(near)
+    assert names(picks(ground.one, EXTERNAL, 5)) == {1}
+    assert names(picks(ground.one, WEB, 5)) == {3}
+    assert names(picks(ground.one, EXTERNAL, 5)) == {3}, "there it is in the list as well"
+
+
+def test_switched_on_it_holds_for_the_same_endpoints(ground: Ground):
+    ground.serve(web(1, 2, 3, timeout=0))
+    assert names(picks(ground.one, WEB, 100)) == {1, 2, 3}
+    ground.serve(web(1, 2, 3))
+    ground.plane.flush()
+    assert len(set(picks(ground.one, WEB, 50))) == 1
+
+
+def test_switched_off_it_spreads_and_is_forgotten(ground: Ground):
+    other = service("other", "10.96.0.2:53", f"{LOCAL[1]}:1", Protocol.UDP, affinity_timeout=HOUR)
+    ground.serve(web(1, 2, 3), other)
+    picks(ground.one, WEB, 3)
+    picks(ground.one, "10.96.0.2:53", 3)
+    assert len(ground.entries()) == 2
+    ground.serve(web(1, 2, 3, timeout=0), other)
+    assert names(picks(ground.one, WEB, 100)) == {1, 2, 3}
+    ground.plane.flush()
+    assert len(ground.entries()) == 1, "the other Service's stays"
+    assert len(ground.site.entries("set_members")) == 1
+
+
+def test_datagrams_of_new_sockets_go_the_same_way(ground: Ground):
+    ground.serve(web(1, 2, 3))
+
+    def send() -> Counter[int]:
+        servers = {}
+        for n in (1, 2, 3):
+            s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+            s.bind((LOCAL[n], 1))
+            servers[s] = n
+        seen: Counter[int] = Counter()
+        for _ in range(20):
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
+                client.sendto(b"x", ("10.96.0.1", 53))
+            for ready in select.select(list(servers), [], [], PATIENCE)[0]:
+                ready.recv(10)
+                seen[servers[ready]] += 1
+        return seen
+
+    seen = within(ground.one, send)
+    assert list(seen.values()) == [20]
+    assert names(picks(ground.one, WEB, 5)) == set(seen), "connected ones, too"
+
+
+def test_clients_on_two_cpus_stay_together(ground: Ground):
+    """One CPU may read a time that the other has written a moment later than its own `now`."""
+    ground.serve(service("web", WEB, " ".join(f"{a}:1" for a in LOCAL[:8]), Protocol.UDP,
+                         affinity_timeout=HOUR))  # fmt: skip
+    host, _, port = WEB.rpartition(":")
+    first = set(picks(ground.one, WEB, 1))
+    waiting = [
+        start_within(ground.one, lambda: {pick(host, int(port)) for _ in range(60_000)}, cpu)
+        for cpu in range(2)
+    ]
+    assert [result() for result in waiting] == [first, first]

@@ -1,0 +1,95 @@
+"""The agent's own connections: of all addresses of Services only ClusterIPs count for them."""
+
+import errno
+import socket
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from kbpf.dataplane.bpf.maps.agent_sockets import AgentSockets
+from kbpf.dataplane.bpf.maps.layout import AGENT_SOCKETS
+from kbpf.source.api.transport import SO_COOKIE
+from tests.support.lab.lab import Place, run
+from tests.support.plane import LOCAL, Site, desired, make_local, service, within
+
+WORLD = desired(
+    service(
+        "web",
+        "10.96.0.1:80 ExternalIP=192.0.2.1:80 LoadBalancer=192.0.2.2:80 NodePort=0.0.0.0:30080",
+        f"{LOCAL[0]}:80",
+    ),
+    nodes="192.0.2.3",
+)
+
+
+@pytest.fixture
+def client(site: Site) -> Iterator[Place]:
+    """A client below the hooks, to whom only translated addresses lead anywhere."""
+    name = f"{site.name}x"
+    run("ip", "netns", "add", name)
+    make_local(name)
+    yield site.place("client", name)
+    run("ip", "netns", "del", name)
+
+
+def led_to(site: Site, client: Place, to: str, claims: bool) -> str:
+    """Where a TCP socket is led to, or the errno; `claims`: the agent says that it is its own."""
+
+    def dial() -> str:
+        host, port = to.split(":")
+        with (
+            site.pinned("agent_sockets") as held,
+            socket.create_server((LOCAL[0], 80)),
+            socket.socket() as sock,
+        ):
+            sockets = AgentSockets()
+            sockets.open(held)
+            raw = sock.getsockopt(socket.SOL_SOCKET, SO_COOKIE, 8)
+            if claims:
+                sockets.claim(int.from_bytes(raw, sys.byteorder))
+            code = sock.connect_ex((host, int(port)))
+            return errno.errorcode[code] if code else str(sock.getsockname()[0])
+
+    return within(client, dial)
+
+
+@pytest.mark.parametrize(
+    ("kind", "to", "own"),
+    [
+        ("ClusterIP", "10.96.0.1:80", LOCAL[0]),
+        ("ExternalIP", "192.0.2.1:80", "ENETUNREACH"),
+        ("LoadBalancer", "192.0.2.2:80", "ENETUNREACH"),
+        ("NodePort", "192.0.2.3:30080", "ENETUNREACH"),
+    ],
+)
+def test_the_agents_socket_is_led_by_cluster_ips_only(
+    site: Site, client: Place, kind: str, to: str, own: str
+) -> None:
+    site.open().apply(WORLD, None)
+    with site.pinned("services") as held:
+        assert len(dict(held.items())) == 4
+    assert led_to(site, client, to, claims=False) == LOCAL[0]
+    assert led_to(site, client, to, claims=True) == own
+
+
+def test_pinned_hooks_know_the_sockets_of_a_restarted_agent(site: Site, client: Place) -> None:
+    """The hooks of before stay attached until the first apply, which needs the API server."""
+    site.open().apply(WORLD, None)
+    site.open()
+    assert led_to(site, client, "192.0.2.1:80", claims=False) == LOCAL[0]
+    assert led_to(site, client, "192.0.2.1:80", claims=True) == "ENETUNREACH"
+
+
+def test_the_oldest_go_and_those_of_an_earlier_agent(site: Site) -> None:
+    plane = site.open()
+    for cookie in range(1, AGENT_SOCKETS + 11):
+        plane.claim_socket(cookie)
+    left = {int.from_bytes(key, sys.byteorder) for key in site.entries("agent_sockets")}
+    assert left == set(range(11, AGENT_SOCKETS + 11))
+    site.open()
+    assert not site.entries("agent_sockets")
+
+
+def test_without_a_map_nothing_happens(site: Site) -> None:
+    site.plane().claim_socket(1)

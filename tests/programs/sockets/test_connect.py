@@ -1,0 +1,435 @@
+"""connect(): what a socket of the node or of a pod gets when it dials.
+
+One node with pods, real connections. A row says who dials what, who must answer, what address
+that one must see, and which reason the program must have counted: so no row is true by accident
+of the network. Frontends exist on no device, but for those that a row wants to be left alone.
+"""
+
+import contextlib
+import errno
+import itertools
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from kbpf.dataplane.bpf.maps.layout import CONFIG, ConfigFlag, Reason
+from kbpf.model.objects import Protocol
+from tests.support.features import needs
+from tests.support.lab.lab import PATIENCE, Node, Place, ip, settled, until
+from tests.support.plane import Site, desired, service, sites, within
+
+MPTCP = 262
+UDP = Protocol.UDP
+ALONE, ALONE6 = "198.51.100.1", "fd00:51::1"  # on a device of the node, with a server behind it
+
+
+@dataclass
+class Ground:
+    """Who there is."""
+
+    node: Node
+    site: Site
+    places: dict[str, Place]
+
+    def __getitem__(self, name: str) -> Place:
+        return self.places[name]
+
+
+@pytest.fixture(scope="module")
+def ground(node: Node, artifact_cache: Path) -> Iterator[Ground]:
+    pods = {name: node.pod(name) for name in ("pod", "one", "two")}
+    ip(f"addr add {ALONE}/32 dev lo", f"addr add {ALONE6}/128 dev lo nodad", netns=node.netns)
+    settled(node.netns, ALONE6)
+    for name in ("one", "two"):
+        pods[name].serve(8080, udp=(8080,))
+    pods["pod"].serve(30080, udp=(30080,))  # on its own loopback too
+    node.host.serve(7000, 30099)
+    outsider = Place("outsider", pods["pod"].netns, None)  # the pod's network, not its cgroup
+    with sites(artifact_cache) as make:
+        site = make(cgroup=node.cgroup, node=node.netns)
+        plane = site.open()
+        plane.apply(world(pods, node), None)
+        yield Ground(node, site, {**pods, "host": node.host, "outsider": outsider})
+    outsider.close()
+
+
+def world(pods: dict[str, Place], node: Node):
+    one, two = (f"{pods[name].ip}:8080" for name in ("one", "two"))
+    one6, two6 = (f"[{pods[name].ip6}]:8080" for name in ("one", "two"))
+    return desired(
+        service("web", "10.96.0.1:80 NodePort=0.0.0.0:30080 ExternalIP=192.0.2.1:80", one),
+        service("dns", "10.96.0.1:80 NodePort=0.0.0.0:30080", two, UDP),
+        service("web6", "[fd00:96::1]:80 NodePort=[::]:30080", one6),
+        service("dns6", "[fd00:96::1]:80", two6, UDP),
+        service("empty", "10.96.0.2:80 NodePort=0.0.0.0:30082 LoadBalancer=192.0.2.2:80"),
+        service("empty6", "[fd00:96::2]:80"),
+        service("near", "10.96.0.3:80 ExternalIP=192.0.2.3:80", one, local=two,
+                internal_local=True),
+        service("elsewhere", "10.96.0.4:80 ExternalIP=192.0.2.4:80", one, internal_local=True),
+        service("empty-dns", "10.96.0.9:53", "", UDP),
+        service("nowhere", "10.96.0.5:80", internal_local=True),
+        service("serving", "10.96.0.7:80", internal_local=True, serving=one),
+        service("outer", "10.96.0.6:80 NodePort=0.0.0.0:30086 LoadBalancer=192.0.2.6:80 "
+                "ExternalIP=192.0.2.7:80", one, external_local=True),
+        service("guarded", f"10.96.0.8:80 LoadBalancer={ALONE}:7000", one, restricted=True),
+        service("taken", f"ExternalIP={ALONE}:7001", one),
+        service("shadow", f"NodePort=0.0.0.0:30099 ExternalIP={ALONE}:80", one),
+        nodes=f"{node.ip} {node.ip6}",
+    )  # fmt: skip
+
+
+class Dial(NamedTuple):
+    """One connection. `gets`: who answers, or the errno. `to` may hold {node}, {pod}, {one}, ..."""
+
+    name: str
+    client: str
+    to: str
+    gets: str
+    why: Reason
+    protocol: str = "tcp"
+
+
+REFUSED, SILENCE = "ECONNREFUSED", "ETIMEDOUT"
+GOES, NONE = Reason.TRANSLATED, Reason.NOT_A_SERVICE
+
+DIALS = [
+    Dial("pod to ClusterIP", "pod", "10.96.0.1:80", "one", GOES),
+    Dial("pod to ClusterIP over UDP is another Service", "pod", "10.96.0.1:80", "two", GOES, "udp"),
+    Dial("host to ClusterIP", "host", "10.96.0.1:80", "one", GOES),
+    Dial("pod to IPv6 ClusterIP", "pod", "[fd00:96::1]:80", "one", GOES),
+    Dial("pod to IPv6 ClusterIP over UDP", "pod", "[fd00:96::1]:80", "two", GOES, "udp"),
+    Dial("host to IPv6 ClusterIP", "host", "[fd00:96::1]:80", "one", GOES),
+    Dial("v4-mapped on an IPv6 socket", "pod", "[::ffff:10.96.0.1]:80", "one", GOES),
+    Dial("v4-mapped over UDP", "pod", "[::ffff:10.96.0.1]:80", "two", GOES, "udp"),
+    Dial("v4-mapped from the host", "host", "[::ffff:10.96.0.1]:80", "one", GOES),
+    Dial("a backend dials its own Service", "one", "10.96.0.1:80", "one", GOES),
+    Dial("ExternalIP", "pod", "192.0.2.1:80", "one", GOES),
+    Dial("another port of a ClusterIP", "pod", "10.96.0.1:81", REFUSED, Reason.UNKNOWN_PORT),
+    Dial("another port, IPv6", "host", "[fd00:96::1]:81", REFUSED, Reason.UNKNOWN_PORT),
+    Dial("another port, UDP", "pod", "10.96.0.3:80", REFUSED, Reason.UNKNOWN_PORT, "udp"),
+    Dial("another port, v4-mapped", "pod", "[::ffff:10.96.0.1]:81", REFUSED, Reason.UNKNOWN_PORT),
+    Dial("NodePort on a ClusterIP", "pod", "10.96.0.1:30080", REFUSED, Reason.UNKNOWN_PORT),
+    Dial("another port of an ExternalIP", "pod", ALONE + ":7002", REFUSED, NONE),
+    Dial("a plain address", "pod", "{two}:8080", "two", NONE),
+    Dial("a plain IPv6 address", "pod", "[{two6}]:8080", "two", NONE),
+    Dial("a plain v4-mapped address", "pod", "[::ffff:{two}]:8080", "two", NONE),
+    Dial("no endpoints: ClusterIP", "pod", "10.96.0.2:80", REFUSED, Reason.NO_ENDPOINTS),
+    Dial("no endpoints: v4-mapped", "pod", "[::ffff:10.96.0.2]:80", REFUSED, Reason.NO_ENDPOINTS),
+    Dial("no endpoints: IPv6", "host", "[fd00:96::2]:80", REFUSED, Reason.NO_ENDPOINTS),
+    Dial("no endpoints: NodePort", "host", "{node}:30082", REFUSED, Reason.NO_ENDPOINTS),
+    Dial("no endpoints: LB VIP", "pod", "192.0.2.2:80", REFUSED, Reason.NO_ENDPOINTS),
+    Dial("internal Local, one here", "pod", "10.96.0.3:80", "two", GOES),
+    Dial("internal Local is not for ExternalIPs", "pod", "192.0.2.3:80", "one", GOES),
+    Dial("internal Local, only elsewhere: silence", "pod", "10.96.0.4:80", SILENCE,
+         Reason.NO_LOCAL_ENDPOINTS),
+    Dial("internal Local, only elsewhere, ExternalIP", "pod", "192.0.2.4:80", "one", GOES),
+    Dial("internal Local, none at all", "pod", "10.96.0.5:80", REFUSED, Reason.NO_ENDPOINTS),
+    Dial("internal Local, elsewhere and terminating: silence", "pod", "10.96.0.7:80", SILENCE,
+         Reason.NO_LOCAL_ENDPOINTS),
+    Dial("external Local, pod to NodePort: cluster", "pod", "{node}:30086", "one", GOES),
+    Dial("external Local, host to NodePort: cluster", "host", "{node}:30086", "one", GOES),
+    Dial("external Local, pod to LB VIP: cluster", "pod", "192.0.2.6:80", "one", GOES),
+    Dial("external Local, host to LB VIP: cluster", "host", "192.0.2.6:80", "one", GOES),
+    Dial("external Local, ExternalIP: cluster", "pod", "192.0.2.7:80", "one", GOES),
+    Dial("external Local has no say about the ClusterIP", "pod", "10.96.0.6:80", "one", GOES),
+    Dial("pod to NodePort", "pod", "{node}:30080", "one", GOES),
+    Dial("pod to NodePort over UDP is another Service", "pod", "{node}:30080", "two", GOES, "udp"),
+    Dial("pod to IPv6 NodePort", "pod", "[{node6}]:30080", "one", GOES),
+    Dial("pod to v4-mapped NodePort", "pod", "[::ffff:{node}]:30080", "one", GOES),
+    Dial("host to NodePort", "host", "{node}:30080", "one", GOES),
+    Dial("host to NodePort on loopback", "host", "127.0.0.1:30080", "one", GOES),
+    Dial("host to NodePort on all of 127/8", "host", "127.99.0.1:30080", "one", GOES),
+    Dial("host to NodePort on ::1", "host", "[::1]:30080", "one", GOES),
+    Dial("host to NodePort on mapped loopback", "host", "[::ffff:127.0.0.1]:30080", "one", GOES),
+    Dial("host to NodePort on 0.0.0.0, its loopback", "host", "0.0.0.0:30080", "one", GOES),
+    Dial("host to NodePort on ::, its loopback", "host", "[::]:30080", "one", GOES),
+    Dial("pod to its own loopback", "pod", "127.0.0.1:30080", "pod", NONE),
+    Dial("pod to its own loopback over UDP", "pod", "127.0.0.1:30080", "pod", NONE, "udp"),
+    Dial("pod to its own ::1", "pod", "[::1]:30080", "pod", NONE),
+    Dial("pod to 0.0.0.0, its own loopback", "pod", "0.0.0.0:30080", "pod", NONE),
+    Dial("pod to ::, its own loopback", "pod", "[::]:30080", "pod", NONE),
+    Dial("pod to its own address at a node port", "pod", "{pod}:30080", "pod", NONE),
+    Dial("NodePort on a node address that has none", "pod", ALONE + ":30099", "host-1", NONE),
+    Dial("NodePort on a foreign address", "host", "{pod}:30080", "pod", NONE),
+    Dial("no IPv6 NodePort of an IPv4 Service", "host", "[{node6}]:30099", "host-1", NONE),
+    Dial("restricted LB VIP is left to who sees the client", "pod", ALONE + ":7000", "host-1",
+         Reason.NEEDS_SOURCE),
+    Dial("restriction is not for the ClusterIP", "pod", "10.96.0.8:80", "one", GOES),
+]  # fmt: skip
+
+
+def marks(row: Dial) -> tuple[pytest.MarkDecorator, ...]:
+    """What a row needs of the kernel: to be answered by the hook itself, to know the host."""
+    host = row.to.rpartition(":")[0].strip("[]")
+    at_home = is_loopback(host) or host in ("0.0.0.0", "::")
+    return (
+        *([needs("set_retval")] if row.gets in (REFUSED, SILENCE) and row.why is not NONE else []),
+        *([needs("netns_cookie")] if row.client == "host" and at_home else []),
+    )
+
+
+def is_loopback(host: str) -> bool:
+    return host == "::1" or "127." in host
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, marks=marks(row), id=row.name) for row in DIALS])
+def test_dial(ground: Ground, row: Dial):
+    names = {name: place.ip for name, place in ground.places.items()}
+    names |= {f"{name}6": place.ip6 for name, place in ground.places.items()}
+    to = row.to.format(**names, node=ground.node.ip, node6=ground.node.ip6)
+    host, _, port = to.rpartition(":")
+    host = host.strip("[]")
+    before = ground.site.reasons()
+    client = ground[row.client]
+    with ground.site.telling():
+        if row.protocol == "tcp":
+            answer = client.tcp(host, int(port))
+        else:
+            answer = client.udp(host, int(port), connected=True)
+    counted = ground.site.reasons() - before
+    del counted[Reason.REVERSED]  # getpeername() and recvfrom()
+    if row.protocol == "udp":  # the server's answer, and what a mapped socket sends, are looked at
+        assert counted.pop(NONE, 0) >= (row.why is NONE)
+    if row.gets in errno.errorcode.values():
+        assert answer.get("error") == row.gets, answer
+        assert answer["at_once"] == (row.why is not NONE), "the programs answer, not the network"
+    else:
+        assert answer.get("name") == row.gets, answer
+        shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host) if row.why is NONE else host
+        assert answer["peer"] == [shown, int(port)], "getpeername() shows what was dialled"
+        assert answer.get("getpeername", answer["peer"]) == [shown, int(port)]
+        if row.client in ("pod", "one") and not is_loopback(shown):
+            assert answer["client"] in (client.ip, client.ip6), "the backend sees the client itself"
+    assert counted == ({row.why: 1} if row.protocol == "tcp" or row.why is not NONE else {})
+
+
+def test_outside_the_cgroup_nothing_is_translated(ground: Ground):
+    """The same network, the same address: inside it is a Service, outside it is the host."""
+    before = ground.site.reasons()
+    assert ground["outsider"].tcp(ALONE, 7001)["error"] == REFUSED
+    assert ground["outsider"].tcp(ALONE, 7000)["name"] == "host-1"
+    assert ground.site.reasons() == before
+    assert ground["pod"].tcp(ALONE, 7001)["name"] == "one"
+
+
+@needs("mptcp")
+@pytest.mark.parametrize("host", ["10.96.0.1", "fd00:96::1", "::ffff:10.96.0.1"])
+def test_mptcp_dials_as_tcp(ground: Ground, host: str):
+    """getpeername() of it shows the backend: connect() is hooked at the subflow, a socket of the
+    kernel's with a cookie of its own, and nothing leads from one to the other.
+    """
+
+    def dial() -> tuple[bytes, str]:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM, MPTCP) as s:
+            s.settimeout(PATIENCE)
+            s.connect((host, 80))
+            s.sendall(b"bye\n")
+            return s.recv(4096), s.getpeername()[0]
+
+    answer, peer = within(ground["pod"], dial)
+    assert b'"one"' in answer
+    assert peer in (host, ground["one"].ip, ground["one"].ip6, f"::ffff:{ground['one'].ip}")
+
+
+@needs("set_retval")
+def test_a_socket_that_failed_may_dial_again(ground: Ground):
+    """A refused connect() leaves nothing behind that hinders the next one."""
+
+    def dial() -> tuple[int, bytes, str]:
+        with socket.socket() as s:
+            s.settimeout(PATIENCE)
+            first = s.connect_ex(("10.96.0.2", 80))
+            s.connect(("10.96.0.1", 80))
+            s.sendall(b"bye\n")
+            return first, s.recv(4096), s.getpeername()[0]
+
+    first, answer, peer = within(ground["pod"], dial)
+    assert first == errno.ECONNREFUSED
+    assert b'"one"' in answer
+    assert peer == "10.96.0.1"
+
+
+@needs("set_retval")
+def test_nonblocking_refusal_comes_at_once(ground: Ground):
+    def dial(host: str) -> int:
+        with socket.socket() as s:
+            s.setblocking(False)
+            return s.connect_ex((host, 80))
+
+    assert within(ground["pod"], lambda: dial("10.96.0.2")) == errno.ECONNREFUSED
+    assert within(ground["pod"], lambda: dial("10.96.0.1")) == errno.EINPROGRESS
+
+
+@contextlib.contextmanager
+def told(ground: Ground, flag: ConfigFlag) -> Iterator[None]:
+    """The hooks are told this, too."""
+    with ground.site.pinned("config") as config:
+        before = config.lookup(bytes(4)) or b""
+        netns, flags, share = CONFIG.unpack(before)
+        config.update(bytes(4), CONFIG.pack(netns, flags | flag, share))
+        yield
+        config.update(bytes(4), before)
+
+
+@pytest.fixture
+def followed(ground: Ground) -> Iterator[None]:
+    """Another data plane has connections on the node."""
+    with told(ground, ConfigFlag.FOLLOWS):
+        yield
+
+
+@pytest.fixture
+def answered(ground: Ground) -> Iterator[None]:
+    """There is a packet path, which refuses what the hooks let pass."""
+    with told(ground, ConfigFlag.PACKETS):
+        yield
+
+
+def own_address(host: str, port: int, protocol: int = 0) -> str:
+    """What ping, and getaddrinfo() for each address that it found, ask for: as whom this socket
+    would speak to that host. Or the errno.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM, protocol) as s:
+        if code := s.connect_ex((host, port)):
+            return errno.errorcode[code]
+        assert s.getpeername()[0] == host
+        return s.getsockname()[0].removeprefix("::ffff:")
+
+
+PORT_OF_PING, PORT_OF_MUSL = 1025, 65535
+
+
+@needs("set_retval")
+@pytest.mark.parametrize("host", ["10.96.0.1", "fd00:96::1", "::ffff:10.96.0.1"])
+@pytest.mark.parametrize("port", [PORT_OF_PING, PORT_OF_MUSL])
+def test_udp_may_connect_to_a_port_that_no_service_has(
+    ground: Ground, answered: None, host: str, port: int
+):
+    """Nothing is sent yet. What is sent all the same is refused: by the packet path, or at once."""
+    pod, before = ground["pod"], ground.site.reasons()
+    own = within(pod, lambda: own_address(host, port))
+    assert own == (pod.ip6 if host.startswith("fd00") else pod.ip)
+    assert ground.site.reasons() - before == {Reason.LEFT_TO_PACKETS: 1}
+    assert pod.udp(host, port) == {"error": REFUSED, "at_once": True}
+    assert pod.tcp(host, port)["at_once"] is True
+    assert (ground.site.reasons() - before)[Reason.UNKNOWN_PORT] == 2
+
+
+@needs("set_retval")
+def test_udp_may_not_connect_to_a_service_without_endpoints(ground: Ground, answered: None):
+    """Whoever names the port of a Service means to talk to it."""
+    before = ground.site.reasons()
+    assert within(ground["pod"], lambda: own_address("10.96.0.9", 53)) == REFUSED
+    assert ground.site.reasons() - before == {Reason.NO_ENDPOINTS: 1}
+
+
+@pytest.mark.parametrize("host", ["10.96.0.1", "fd00:96::1"])
+@pytest.mark.parametrize("packets", [False, True], ids=["no packet path", "packet path"])
+def test_ping_may_connect(ground: Ground, host: str, packets: bool):
+    """Its sockets have no port, and what they send is nobody's business. (From v6.1 on their
+    connect() has a hook.)
+    """
+    pod, v6 = ground["pod"], ":" in host
+    protocol = socket.IPPROTO_ICMPV6 if v6 else socket.IPPROTO_ICMP
+
+    def ask() -> str:
+        Path("/proc/sys/net/ipv4/ping_group_range").write_text("0 0")
+        return own_address(host, 1, protocol)
+
+    with told(ground, ConfigFlag.PACKETS if packets else ConfigFlag(0)):
+        assert within(pod, ask) == (pod.ip6 if v6 else pod.ip)
+
+
+SPARE = range(61_000, 65_536)
+OWN_PORTS = itertools.count(3333)
+"""That sockets bind to: each once, since one that has closed first stays in TIME_WAIT."""
+PORTS = {
+    "tcp": ("pod", socket.AF_INET, socket.SOCK_STREAM, "10.96.0.1", True),
+    "tcp, IPv6": ("pod", socket.AF_INET6, socket.SOCK_STREAM, "fd00:96::1", True),
+    "tcp, v4-mapped": ("pod", socket.AF_INET6, socket.SOCK_STREAM, "::ffff:10.96.0.1", True),
+    "udp, connected": ("pod", socket.AF_INET, socket.SOCK_DGRAM, "10.96.0.1", True),
+    "to no Service": ("pod", socket.AF_INET, socket.SOCK_STREAM, "{one}", False),
+    "the host": pytest.param(
+        ("host", socket.AF_INET, socket.SOCK_STREAM, "10.96.0.1", False),
+        marks=needs("netns_cookie"),
+    ),
+}
+"""Who dials by what socket where, and whether it gets a port of SPARE."""
+
+
+@pytest.mark.parametrize("row", PORTS.values(), ids=PORTS)
+def test_beside_another_a_pods_port_is_one_that_it_does_not_know(
+    ground: Ground, followed: None, row: tuple[str, int, int, str, bool]
+):
+    """IPVS would take the answers for those of a connection that the pod made through it."""
+    who, family, kind, host, spare = row
+    to = (ground["one"].ip, 8080) if host == "{one}" else (host, 80)
+
+    def dial(port: int = 0) -> tuple[bytes, int]:
+        with socket.socket(family, kind) as s:
+            s.settimeout(PATIENCE)
+            if port:
+                s.bind(("", port))
+            s.connect(to)
+            s.sendall(b"bye\n")
+            return s.recv(4096), s.getsockname()[1]
+
+    ports = [within(ground[who], dial)[1] for _ in range(3)]
+    assert [port in SPARE for port in ports] == [spare] * 3
+    assert len(set(ports)) > 1
+    own = next(OWN_PORTS)
+    answer, port = within(ground[who], lambda: dial(own))
+    assert (b'"name"' in answer, port) == (True, own)
+
+
+def test_without_another_the_kernel_chooses_the_port(ground: Ground):
+    def dial() -> int:
+        with socket.create_connection(("10.96.0.1", 80), PATIENCE) as s:
+            port: int = s.getsockname()[1]
+            return port
+
+    assert within(ground["pod"], dial) not in SPARE
+
+
+def test_closing_frees_what_the_socket_held(ground: Ground):
+    """Some time later: the connection ends when both sides have said so."""
+    known = set(ground.site.entries("sock_peers"))
+    ground["pod"].tcp("10.96.0.1", 80, keep="kept")
+    (own,) = set(ground.site.entries("sock_peers")) - known
+    ground["pod"].ask("drop", keep="kept")
+    until("it is freed", lambda: own not in ground.site.entries("sock_peers"))
+
+
+@needs("netns_cookie")
+def test_localhost_node_ports_can_be_switched_off(ground: Ground):
+    assert ground["host"].tcp("127.0.0.1", 30080)["name"] == "one"
+    ground.site.open(localhost_node_ports=False)
+    try:
+        assert ground["host"].tcp("127.0.0.1", 30080)["error"] == REFUSED
+        assert ground["host"].tcp("::1", 30080)["error"] == REFUSED
+        assert ground["host"].tcp(ground.node.ip, 30080)["name"] == "one"
+    finally:
+        ground.site.open()
+    assert ground["host"].tcp("127.0.0.1", 30080)["name"] == "one"
+
+
+def test_two_frontends_of_one_backend_from_one_port(ground: Ground):
+    """A row of docs/limits.md: both sockets would have the same connection to the backend."""
+
+    def dial() -> list[str]:
+        codes = []
+        with socket.socket() as first, socket.socket() as second:
+            for sock, host in ((first, "10.96.0.1"), (second, "192.0.2.1")):
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+                sock.bind(("0.0.0.0", 45_678))
+                code = sock.connect_ex((host, 80))
+                codes.append(errno.errorcode[code] if code else "connected")
+        return codes
+
+    assert within(ground["pod"], dial) == ["connected", "EADDRNOTAVAIL"]

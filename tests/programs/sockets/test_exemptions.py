@@ -1,0 +1,380 @@
+"""Which cgroups are found for pods and patterns, and what of them stands in the map."""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import pytest
+
+from kbpf.dataplane.bpf import attachments, exemptions
+from kbpf.dataplane.bpf.exemptions import Exemptions, matching, pod_folders
+from kbpf.dataplane.bpf.hooks import HELPER_CURRENT_CGROUP, OPTIONAL_HELPERS
+from kbpf.dataplane.bpf.maps.layout import ConfigFlag, Reason
+from kbpf.dataplane.bpf.packet_path.device_thread import KeeperStatus
+from kbpf.dataplane.bpf.packet_path.packet_path import PacketPath
+from kbpf.dataplane.bpf.plane import BpfPlane
+from kbpf.dataplane.bpf.programs.loader import missing_helpers
+from kbpf.errors import KernelError
+from kbpf.kernel.system import netns
+from kbpf.model.config import SocketLb
+from kbpf.model.objects import Protocol
+from tests.support.lab.lab import Place, cgroup2, remove_cgroup, run, until
+from tests.support.plane import HOOKS, LOCAL, Site, desired, make_local, picks, service
+
+T = TypeVar("T")
+ONE, TWO = "0f4b1c5e-7d2a-4a8e-9d3f-1a2b3c4d5e6f", "1f4b1c5e-7d2a-4a8e-9d3f-1a2b3c4d5e6f"
+STATIC = "3d5a1c0de7b9f2a4c6e8d0b1a3c5e7f9"
+
+
+@pytest.fixture
+def tree(site: Site) -> Iterator[Callable[[str], Path]]:
+    """Makes cgroups below the site's, which are gone afterwards."""
+    made: list[Path] = []
+
+    def make(path: str) -> Path:
+        for part in [*reversed(Path(path).parents), Path(path)][1:]:
+            folder = site.cgroup / part
+            if not folder.exists():
+                folder.mkdir()
+                made.append(folder)
+        return site.cgroup / path
+
+    yield make
+    for folder in reversed(made):
+        if folder.exists():
+            remove_cgroup(folder)
+
+
+class Where(NamedTuple):
+    """A cgroup, and which of ONE, TWO and STATIC it is the pod's folder of."""
+
+    path: str
+    uid: str = ""
+
+
+ONE_, TWO_ = ONE.replace("-", "_"), TWO.replace("-", "_")
+FOLDERS = [
+    Where(f"kubepods/pod{ONE}", ONE),
+    Where(f"kubepods/burstable/pod{TWO}", TWO),
+    Where(f"kubepods/besteffort/pod{STATIC}", STATIC),
+    Where(f"kubepods/pod{ONE}/pod{TWO}"),
+    Where(f"kubepods/pod{ONE}x"),
+    Where(f"kubepods/pod{ONE_}"),
+    Where(f"kubepods.slice/kubepods-pod{ONE_}.slice", ONE),
+    Where(f"kubepods.slice/kubepods-besteffort.slice/kubepods-besteffort-pod{TWO_}.slice", TWO),
+    Where(f"kubepods.slice/kubepods-pod{ONE}.slice"),
+    Where(f"kubepods.slice/kubepods-pod{TWO_}.scope"),
+    Where(f"docker.scope/kubelet.slice/kubelet-kubepods.slice/kubelet-kubepods-pod{TWO_}.slice",
+          TWO),
+    Where(f"system.slice/pod{ONE}"),
+    Where(f"system.slice/foo-pod{ONE_}.slice"),
+]  # fmt: skip
+
+
+def test_folders_of_pods_are_found_by_kubelets_names(
+    site: Site, tree: Callable[[str], Path]
+) -> None:
+    wanted = {(row.uid, row.path, tree(row.path).stat().st_ino) for row in FOLDERS}
+    found = pod_folders(site.cgroup, {ONE, TWO, STATIC})
+    assert {(uid, *folder[:2]) for uid, folder in found} == {row for row in wanted if row[0]}
+    assert not list(pod_folders(site.cgroup / "gone", {ONE}))
+
+
+class Matches(NamedTuple):
+    """Patterns, and which cgroups of CGROUPS match."""
+
+    patterns: tuple[str, ...]
+    found: tuple[str, ...]
+
+
+CGROUPS = ("system.slice", "system.slice/istio-a.service", "system.slice/istio-b.service",
+           "system.slice/sshd.service", "system.slice/sshd.service/istio", "mesh")  # fmt: skip
+PATTERNS = [
+    Matches(("system.slice/istio*",), CGROUPS[1:3]),
+    Matches(("system.slice/istio-a.service",), CGROUPS[1:2]),
+    Matches(("*istio*",), (*CGROUPS[1:3], CGROUPS[4])),
+    Matches(("system.slice/istio-?.service", "mesh"), (*CGROUPS[1:3], CGROUPS[5])),
+    Matches(("system.slice/istio-[b-z]*",), CGROUPS[2:3]),
+    Matches(("mesh",), CGROUPS[5:]),
+    Matches(("mes",), ()),
+    Matches(("SYSTEM.slice",), ()),
+]
+
+
+@pytest.mark.parametrize("row", PATTERNS, ids=lambda row: " ".join(row.patterns))
+def test_patterns_match_paths(
+    site: Site, tree: Callable[[str], Path], row: Matches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = {path: tree(path).stat().st_ino for path in CGROUPS}
+    looked: list[str] = []
+    inside = exemptions._inside
+    monkeypatch.setattr(
+        exemptions, "_inside", lambda root, at: looked.append(at) or inside(root, at)
+    )
+    assert {folder[:2] for folder in matching(site.cgroup, row.patterns)} == {
+        (path, ids[path]) for path in row.found
+    }
+    if row.patterns == ("mesh",):
+        assert looked == [""], "where nothing can match it does not look"
+
+
+# ---- over time -----------------------------------------------------------------------------------
+
+
+class Run:
+    """Exemptions over the map of a plane, with a clock of the test's."""
+
+    def __init__(self, site: Site, plane: BpfPlane, *patterns: str) -> None:
+        self.site = site
+        self.told: list[bool] = []  # whether somebody is exempt by now
+        self.made = Exemptions(cgroup2(), site.cgroup, patterns, plane._tables, self._tell)
+        self.made.adopt()
+
+    def _tell(self) -> None:
+        self.told.append(not self.made.is_empty)
+
+    def ids(self) -> set[int]:
+        return {int.from_bytes(key, "little") for key in self.site.entries("exempt_cgroups")}
+
+
+def test_a_pod_is_looked_for_until_its_cgroup_comes(
+    site: Site, plane: BpfPlane, tree: Callable[[str], Path]
+) -> None:
+    run = Run(site, plane)
+    run.made.want((), True, 100.0)
+    assert run.made.tick(100.0) is None, "nobody is exempt: nothing to do, ever"
+    run.made.want((ONE,), True, 100.0)
+    assert run.made.tick(100.0) == 100.0 + exemptions.EAGER_SECONDS
+    folder = tree(f"kubepods/pod{ONE}")
+    assert run.ids() == set()
+    assert run.made.tick(100.1) == 100.0 + exemptions.EAGER_SECONDS, "not due yet"
+    assert run.ids() == set()
+    assert run.made.tick(100.3) == 100.3 + exemptions.STEADY_SECONDS
+    assert (run.ids(), run.told) == ({folder.stat().st_ino}, [True])
+    assert not run.made.problems(1000.0)
+    run.made.want((), True, 101.0)
+    assert (run.ids(), run.told, run.made.tick(101.0)) == (set(), [True, False], None)
+
+
+def test_a_pod_that_does_not_come_is_looked_for_less_often_and_reported(
+    site: Site, plane: BpfPlane
+) -> None:
+    run = Run(site, plane)
+    run.made.want((ONE,), True, 0.0)
+    assert not run.made.problems(1.0)
+    late = exemptions.PATIENCE + 1
+    assert run.made.tick(late) == late + exemptions.PATIENT_SECONDS
+    (line,) = run.made.problems(late)
+    assert ONE in line
+    assert str(site.cgroup) in line
+
+
+def test_a_cgroup_that_goes_is_taken_out(
+    site: Site, plane: BpfPlane, tree: Callable[[str], Path]
+) -> None:
+    run = Run(site, plane)
+    folder = tree(f"kubepods/pod{ONE}")
+    run.made.want((ONE,), True, 0.0)
+    assert run.ids() == {folder.stat().st_ino}
+    folder.rmdir()
+    run.made.tick(11.0)
+    assert run.ids() == set()
+
+
+def test_what_an_earlier_agent_left_stays_until_pods_are_known(
+    site: Site, plane: BpfPlane, tree: Callable[[str], Path]
+) -> None:
+    run = Run(site, plane)
+    folder, gone = tree(f"kubepods/pod{ONE}"), tree(f"kubepods/pod{TWO}")
+    run.made.want((ONE, TWO), True, 0.0)
+    gone.rmdir()
+    after = Run(site, plane)
+    after.made.want((), False, 0.0)
+    assert after.ids() == {folder.stat().st_ino}, "that of a cgroup that is gone goes"
+    after.made.want((), True, 1.0)
+    assert after.ids() == set()
+    assert after.told == [False]
+
+
+def test_a_map_that_is_full_is_a_problem_and_no_error(
+    site: Site, plane: BpfPlane, tree: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tree(f"kubepods/pod{ONE}")
+    run = Run(site, plane)
+
+    def full(*_: object) -> None:
+        raise KernelError("the map is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(plane._tables, "put", full)
+        run.made.want((ONE,), True, 0.0)
+        (line,) = run.made.problems(0.0)
+        assert "not all cgroups are exempt" in line
+        assert (run.ids(), run.told) == (set(), [])
+    due = run.made.tick(0.0)
+    assert due is not None
+    run.made.tick(due)
+    assert run.ids() == {folder.stat().st_ino}
+    assert not run.made.problems(due)
+
+
+# ---- the programs --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def served(site: Site) -> Iterator[tuple[Site, Place]]:
+    """A client below the hooks, to whom only translated addresses lead anywhere."""
+    name = f"{site.name}x"
+    run("ip", "netns", "add", name)
+    make_local(name)
+    yield site, site.place("client", name)
+    run("ip", "netns", "del", name)
+
+
+WORLD = desired(service("web", "10.96.0.1:80", f"{LOCAL[0]}:80", Protocol.UDP))
+
+
+@pytest.mark.parametrize("level", ["its own", "above", "far above", "another"])
+def test_a_process_below_an_exempt_cgroup_is_left_alone(
+    served: tuple[Site, Place], tree: Callable[[str], Path], level: str
+) -> None:
+    site, client = served
+    site.open().apply(WORLD, None)
+    deep = tree("a/b/c/d/e/f/g/h/i/j/k/l")
+    chosen = {"its own": deep / "m", "above": deep.parents[4], "far above": site.cgroup / "a",
+              "another": tree("other")}[level]  # fmt: skip
+    inside = Place("inside", client.netns, deep / "m")
+    try:
+        assert picks(inside, "10.96.0.1:80") == [LOCAL[0]]
+        with site.pinned("exempt_cgroups") as held:
+            held.update(chosen.stat().st_ino.to_bytes(8, "little"), bytes(4))
+        assert picks(inside, "10.96.0.1:80") == [LOCAL[0]], "nobody asks without the flag"
+        with site.pinned("config") as config:
+            raw = bytearray(config.lookup(bytes(4)) or b"")
+            raw[8] |= ConfigFlag.EXEMPTIONS
+            config.update(bytes(4), bytes(raw))
+        before = site.reasons()[Reason.LEFT_TO_PACKETS]
+        answer = picks(inside, "10.96.0.1:80")
+        assert answer == ([LOCAL[0]] if level == "another" else ["ENETUNREACH"])
+        assert site.reasons()[Reason.LEFT_TO_PACKETS] - before == (level != "another")
+    finally:
+        inside.close()
+
+
+def test_without_the_helpers_the_programs_load_and_translate(
+    served: tuple[Site, Place], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a kernel that has none of them: nobody can be exempt there."""
+    site, client = served
+    has = missing_helpers()
+    monkeypatch.setattr(attachments, "missing_helpers", lambda: frozenset(OPTIONAL_HELPERS))
+    plane = site.open()
+    plane.apply(WORLD, None)
+    assert picks(client, "10.96.0.1:80") == [LOCAL[0]]
+    raw = site.entries("config")[bytes(4)]
+    assert plane._attached.settings is not None
+    plane._attached.settings.stand(plane._attached.settings.flags | ConfigFlag.EXEMPTIONS)
+    with site.pinned("exempt_cgroups") as held:
+        held.update(site.cgroup.stat().st_ino.to_bytes(8, "little"), bytes(4))
+    assert picks(client, "10.96.0.1:80") == [LOCAL[0]]
+    assert not ConfigFlag(raw[8]) & ConfigFlag.SET_RETVAL
+    assert HELPER_CURRENT_CGROUP not in has, "this kernel has them, so it was tried without"
+    assert {pin.name for pin in (site.pins / "links").iterdir()} == HOOKS
+
+
+def test_an_exemption_without_the_packet_path_is_reported(
+    served: tuple[Site, Place], tree: Callable[[str], Path]
+) -> None:
+    site, _ = served
+    below = site.cgroup.relative_to(cgroup2())
+    tree("mesh")
+    plane = site.open(socket_lb_exempt=(f"{below}/mesh",))
+    plane.apply(WORLD, None)
+    assert any("the packet path is off" in line for line in plane.problems())
+
+
+def test_whom_the_hooks_leave_alone_outlasts_a_restart_until_the_first_apply(
+    served: tuple[Site, Place],
+) -> None:
+    """hostNamespaceOnly, then a start with `on`: nothing changes before all has been programmed."""
+    site, client = served
+    own = f"{site.name}h"
+    run("ip", "netns", "add", own)
+    try:
+
+        def start(mode: SocketLb) -> BpfPlane:
+            return site.open(packet_path=True, socket_lb=mode)
+
+        def there(action: Callable[[], T]) -> T:
+            return netns.inside(Path("/run/netns") / own, action)
+
+        plane = there(lambda: start(SocketLb.HOST_ONLY))
+        there(lambda: plane.apply(WORLD, None))
+
+        def in_force() -> bool:
+            plane.tick(time.monotonic())
+            return ConfigFlag.HOST_ONLY in ConfigFlag(site.entries("config")[bytes(4)][8])
+
+        until("the packet path serves", in_force)
+        assert picks(client, "10.96.0.1:80") == ["ENETUNREACH"]
+        plane = there(lambda: start(SocketLb.ON))
+        assert picks(client, "10.96.0.1:80") == ["ENETUNREACH"]
+        there(lambda: plane.apply(WORLD, None))
+        assert picks(client, "10.96.0.1:80") == [LOCAL[0]]
+    finally:
+        run("ip", "netns", "del", own)
+
+
+@pytest.mark.parametrize("mode", [SocketLb.HOST_ONLY, SocketLb.OFF])
+def test_nobody_is_left_alone_before_the_packet_path_serves(
+    served: tuple[Site, Place], monkeypatch: pytest.MonkeyPatch, mode: SocketLb
+) -> None:
+    site, client = served
+    own = f"{site.name}h"
+    run("ip", "netns", "add", own)
+    try:
+        site.open().apply(WORLD, None)
+
+        def start() -> BpfPlane:
+            plane = site.open(packet_path=True, socket_lb=mode)
+            plane.apply(WORLD, None)
+            return plane
+
+        with monkeypatch.context() as patch:
+            patch.setattr(PacketPath, "status", lambda _: KeeperStatus())
+            plane = netns.inside(Path("/run/netns") / own, start)
+            plane.tick(time.monotonic())
+            assert {pin.name for pin in (site.pins / "links").iterdir()} == HOOKS
+            assert picks(client, "10.96.0.1:80") == [LOCAL[0]]
+
+        def left_alone() -> bool:
+            plane.tick(time.monotonic())
+            return picks(client, "10.96.0.1:80") == ["ENETUNREACH"]
+
+        until("the packet path serves", left_alone)
+    finally:
+        run("ip", "netns", "del", own)
+
+
+@pytest.mark.parametrize("mode", [SocketLb.HOST_ONLY, SocketLb.OFF])
+def test_a_first_start_waits_for_the_packet_path(
+    served: tuple[Site, Place], monkeypatch: pytest.MonkeyPatch, mode: SocketLb
+) -> None:
+    """Where no hook was ever attached, the pins do not count as gone."""
+    site, _ = served
+    own = f"{site.name}h"
+    run("ip", "netns", "add", own)
+    monkeypatch.setattr(PacketPath, "status", lambda _: KeeperStatus())
+
+    def start() -> None:
+        plane = site.open(packet_path=True, socket_lb=mode)
+        plane.apply(WORLD, None)
+        plane.tick(time.monotonic())
+        plane.write_status(b"{}")
+        plane.apply(WORLD, None)
+
+    try:
+        netns.inside(Path("/run/netns") / own, start)
+    finally:
+        run("ip", "netns", "del", own)

@@ -1,0 +1,178 @@
+"""`frontend_ports`: destinations whose port no Service has are passed after one look-up, and a
+Service is found as long as it has a frontend.
+
+Each row is a history of desired states. After each state a client dials, and the map holds the
+ports that it says.
+"""
+
+import errno
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+
+from kbpf.dataplane.bpf.changes.shared_values import pack_ports, unpack_ports
+from kbpf.dataplane.bpf.maps.layout import U32, U64, Reason
+from kbpf.dataplane.bpf.plane import BpfPlane
+from kbpf.errors import KernelError
+from kbpf.kernel.bpf.objects import Map
+from kbpf.model.objects import Protocol
+from tests.support.lab.lab import Place, run
+from tests.support.plane import LOCAL, Site, desired, make_local, picks, service
+
+BACKEND, NODE = LOCAL[0], LOCAL[-1]
+FIRST, SECOND = "10.96.0.1", "10.96.0.2"
+
+
+def web(name: str, frontends: str, protocol: Protocol = Protocol.UDP):
+    return service(name, frontends, f"{BACKEND}:9", protocol)
+
+
+class Step(NamedTuple):
+    """A desired state (``name frontends`` a line), the ports that the map holds then, and who is
+    led where by connect().
+    """
+
+    services: dict[str, str]
+    ports: set[int]
+    dials: dict[str, str]
+
+
+PASSES, REFUSED = "ENETUNREACH", "ECONNREFUSED"
+ONE = {"one": f"{FIRST}:53"}
+TWO = {"two": f"{SECOND}:53"}
+
+HISTORIES = {
+    "no Service": [Step({}, set(), {f"{FIRST}:53": PASSES})],
+    "a Service comes and goes": [
+        Step(ONE, {53}, {f"{FIRST}:53": BACKEND, f"{SECOND}:53": PASSES}),
+        Step({}, set(), {f"{FIRST}:53": PASSES}),
+    ],
+    "a port that no Service has is refused at a ClusterIP and passes elsewhere": [
+        Step(ONE, {53}, {f"{FIRST}:54": REFUSED, f"{SECOND}:54": PASSES}),
+    ],
+    "two Services with one port, and one of them goes": [
+        Step(ONE | TWO, {53}, {f"{FIRST}:53": BACKEND, f"{SECOND}:53": BACKEND}),
+        Step(TWO, {53}, {f"{SECOND}:53": BACKEND, f"{FIRST}:53": PASSES}),
+    ],
+    "a Service changes its port": [
+        Step(ONE, {53}, {f"{FIRST}:53": BACKEND}),
+        Step({"one": f"{FIRST}:65535"}, {65_535}, {f"{FIRST}:65535": BACKEND}),
+        Step({"one": f"{FIRST}:1"}, {1}, {f"{FIRST}:1": BACKEND, f"{FIRST}:65535": REFUSED}),
+    ],
+    "every kind of frontend counts": [
+        Step(
+            {"one": f"{FIRST}:53 NodePort=0.0.0.0:30053 ExternalIP=192.0.2.1:54 "
+                    "LoadBalancer=192.0.2.2:55"},
+            {53, 54, 55, 30_053},
+            {f"{FIRST}:53": BACKEND, "192.0.2.1:54": BACKEND, "192.0.2.2:55": BACKEND,
+             f"{NODE}:30053": BACKEND},
+        ),
+    ],
+}  # fmt: skip
+
+
+@pytest.fixture
+def client(site: Site) -> Iterator[Place]:
+    """A client whom only translated addresses lead anywhere."""
+    name = f"{site.name}x"
+    run("ip", "netns", "add", name)
+    make_local(name)
+    yield site.place("client", name)
+    run("ip", "netns", "del", name)
+
+
+@pytest.mark.parametrize("history", HISTORIES.values(), ids=HISTORIES)
+def test_which_ports_are_found(site: Site, client: Place, history: list[Step]):
+    plane = site.open()
+    for step in history:
+        plane.apply(state(step.services), None)
+        assert ports(site) == step.ports
+        for to, gets in step.dials.items():
+            assert picks(client, to) == [gets], to
+
+
+def test_a_destination_of_no_service_is_counted(site: Site, client: Place):
+    site.open().apply(state(ONE), None)
+    before = site.reasons()
+    picks(client, f"{SECOND}:54", 3)
+    assert (site.reasons() - before)[Reason.NOT_A_SERVICE] >= 3
+
+
+def test_an_agent_of_a_version_without_the_map_left_services(site: Site):
+    """The bits are set before programs that look for them are attached."""
+    site.open().apply(state(ONE | TWO), None)
+    with site.pinned("frontend_ports") as words:
+        for word in range(words.max_entries):
+            words.update(U32.pack(word), U64.pack(0))
+    site.open()
+    assert ports(site) == {53}
+
+
+def test_a_write_that_fails_hides_no_frontend(
+    site: Site, plane: BpfPlane, monkeypatch: pytest.MonkeyPatch
+):
+    """A port is found before its frontend is written and until it is gone, whichever write fails,
+    and a later change puts everything right.
+    """
+    plane.apply(state(ONE), None)
+    for target in ({"two": f"{SECOND}:54"}, {}):
+        for fails in ("frontend_ports", "services", "cluster_ips"):
+            with monkeypatch.context() as patch:
+                refuse_writes(patch, fails)
+                try:
+                    plane.apply(state(target), None)
+                except KernelError:
+                    assert "ports that programs do not see" not in site.dump()["strays"], fails
+            plane.doubt()
+            plane.apply(state(ONE), None)
+            assert ports(site) == {53}
+
+
+def test_the_value_of_another_key_is_not_used(site: Site, client: Place):
+    """The kernel may give the memory of an entry to another key while a program reads it."""
+    plane = site.open()
+    plane.apply(state(ONE | {"two": f"{SECOND}:53"}), None)
+    with site.pinned("services") as services:
+        (first, _), (_, other) = sorted(services.items())
+        services.update(first, other)
+    assert picks(client, f"{FIRST}:53") == [REFUSED]
+    assert site.reasons()[Reason.SET_VANISHED]
+    plane.doubt()
+    plane.apply(state(ONE | TWO), None)
+    assert picks(client, f"{FIRST}:53") == [BACKEND]
+
+
+@pytest.mark.parametrize("held", [set(), {0}, {63, 64}, {1, 65_535}, set(range(1, 200))])
+def test_ports_as_words(held: set[int]):
+    words = pack_ports(held, range(65_536))
+    assert len(words) == 1024
+    assert set(unpack_ports(words)) == held
+
+
+def test_only_words_that_change_are_written():
+    assert pack_ports({1, 2, 700}, [1, 63]) == [(U32.pack(0), U64.pack(0b110))]
+
+
+# ---- helpers -----------------------------------------------------------------------------------
+
+
+def state(services: dict[str, str]):
+    return desired(*(web(name, text) for name, text in services.items()), nodes=NODE)
+
+
+def ports(site: Site) -> set[int]:
+    return set(unpack_ports(site.entries("frontend_ports").items()))
+
+
+def refuse_writes(patch: pytest.MonkeyPatch, name: str) -> None:
+    """Every write to this map fails."""
+    for method in ("update", "update_batch", "delete_batch"):
+        usual = getattr(Map, method)
+
+        def write(held: Map, *given, usual=usual):
+            if held.name == name:
+                raise KernelError("refused", f"map {name}", errno=errno.EIO)
+            return usual(held, *given)
+
+        patch.setattr(Map, method, write)

@@ -1,0 +1,192 @@
+"""Which endpoints serve whom: conditions, traffic policies, hints, and every kind of address.
+
+Rows are of kube-proxy's own tables (matrix of destinations, choice of endpoints). node-1 has the
+pods a1, a2, a3 and is in zone-1; node-2 has b1, b2, b3 and is in zone-2. A NodePort is dialled on
+the client's own node. Sockets are served, packets are not.
+"""
+
+from tests.support.cluster.kube_objects import Object
+from tests.support.lab.dial import CLOSED, DROPPED, REFUSED, UNSERVED, Dial
+from tests.support.lab.placed import Placed
+
+OWN, OWN6 = "198.18.0.1", "[fd00:198:18::1]"  # node-1
+OTHER, OTHER6 = "198.18.0.2", "[fd00:198:18::2]"  # node-2
+
+
+def ingress(objects: list[Object], *addresses: str, mode: str | None = None) -> list[Object]:
+    """The Service among them has these load balancer addresses."""
+    rows = [{"ip": address} | ({"ipMode": mode} if mode else {}) for address in addresses]
+    objects[0]["status"] = {"loadBalancer": {"ingress": rows}}
+    return objects
+
+
+def conditions(placed: Placed) -> list[Object]:
+    """Which endpoints serve, and the internal policy."""
+    web = placed.web
+    local = {"internal_policy": "Local"}
+    return [
+        *web(40, "a1 a2/unready b1/dying b2/bare"),
+        *web(41, "a1/unready b1/dying"),
+        *web(42, "a1/draining b1/draining b2/dying"),
+        *web(43, "a1/draining b1"),
+        *web(44, "a1/published b1/published a2/unready"),
+        *web(45, "a1 a2 b1", **local),
+        *web(46, "a1 a2", dual=True, **local),
+        *web(47, "a1 a2", "UDP", **local),
+        *web(48, "", **local),
+        *web(49, "a1/draining a2/unready b1", **local),
+        *web(50, "a1/unready b1", **local),
+        *web(51, "a1/unready b1/unready", **local),
+        *web(52, "a1 b1", type="NodePort", node_port=30052, **local),
+        *web(53, "b1", type="NodePort", node_port=30053, **local),
+    ]
+
+
+def hints(placed: Placed) -> list[Object]:
+    """Zones and nodes."""
+    web = placed.web
+    return [
+        *web(60, "a1@zone-1 a2@zone-1 b1@zone-2"),
+        *web(61, "a1@zone-1 a2 b1@zone-2"),
+        *web(62, "a1@zone-3 b1@zone-3"),
+        *web(63, "a1@node-1 a2@node-1 b1@node-2"),
+        *web(64, "a1@node-1,zone-1 a2@node-2,zone-1 b1@node-2,zone-2"),
+        *web(65, "a1@node-2,zone-1 a2@node-2,zone-1 b1@node-2,zone-2"),
+        *web(66, "a1/unready a2@zone-1 b1@zone-2"),
+        *web(67, "a1@zone-2 b1@zone-2", internal_policy="Local"),
+        *web(68, "a1/draining@zone-1 b1@zone-2"),
+    ]
+
+
+def external(placed: Placed) -> list[Object]:
+    """NodePorts, external IPs, load balancers, and the external policy."""
+    web, local = placed.web, {"external_policy": "Local"}
+    lb = {"type": "LoadBalancer"}
+    return [
+        *web(70, "a1 b1", dual=True, type="NodePort", node_port=30070),
+        *web(71, "a1 b1", "UDP", dual=True, type="NodePort", node_port=30071),
+        *web(72, "", type="NodePort", node_port=30072),
+        *web(73, "b1", type="NodePort", node_port=30073, **local),
+        *web(74, "a1 b1", external_ips=["192.0.2.74", "198.51.100.74"]),
+        *web(75, "b1", external_ips=["192.0.2.75"], **local),
+        *ingress(web(76, "a1 b1", dual=True, **lb), "192.0.2.76", "2001:db8::76"),
+        *ingress(web(77, "b1", node_port=30077, **lb, **local), "192.0.2.77"),
+        *ingress(
+            web(78, "a1", node_port=30078, source_ranges=["203.0.113.0/24"], **lb), "192.0.2.78"
+        ),
+        *ingress(web(79, "a1", source_ranges=["0.0.0.0/0"], **lb), "192.0.2.79"),
+        *ingress(web(80, "a1", **lb), "192.0.2.80", mode="Proxy"),
+        *ingress(web(81, "", **lb), "192.0.2.81"),
+        *ingress(web(82, "a1/draining b1", node_port=30082, **lb, **local), "192.0.2.82"),
+        *ingress(web(83, "b1/draining", node_port=30083, **lb, **local), "192.0.2.83"),
+        *web(84, "", external_ips=["192.0.2.84"], **local),
+    ]
+
+
+def objects(placed: Placed) -> list[Object]:
+    """All of them."""
+    return [*conditions(placed), *hints(placed), *external(placed)]
+
+
+CONDITIONS = (
+    Dial("ready and unknown serve, not ready and dying don't", "a3", "10.96.0.40:80", "a1 b2"),
+    Dial("nothing that is ready or serves", "a3", "10.96.0.41:80", REFUSED),
+    Dial("all terminate: those that serve", "a3", "10.96.0.42:80", "a1 b1"),
+    Dial("one is ready: no terminating one", "a3", "10.96.0.43:80", "b1"),
+    Dial("publishNotReadyAddresses: ready is what the slice says", "a3", "10.96.0.44:80", "a1 b1"),
+    Dial("internal Local", "a3", "10.96.0.45:80", "a1 a2"),
+    Dial("internal Local, from a host", "host-1", "10.96.0.45:80", "a1 a2"),
+    Dial("internal Local, the other node", "b3", "10.96.0.45:80", "b1"),
+    Dial("internal Local, from the other host's network", "b-net", "10.96.0.45:80", "b1"),
+    Dial("internal Local, none here: dropped", "b3", "10.96.0.46:80", DROPPED),
+    Dial("internal Local, none here, from a host", "host-2", "10.96.0.46:80", DROPPED),
+    Dial("internal Local, none here, from a pod of the host's", "b-net", "10.96.0.46:80", DROPPED),
+    Dial("internal Local, none here, IPv6", "b3", "[fd00:10:96::46]:80", DROPPED),
+    Dial("internal Local, IPv6, some here", "a3", "[fd00:10:96::46]:80", "a1 a2"),
+    Dial("internal Local, UDP, some here", "a3", "10.96.0.47:80", "a1 a2", "udp"),
+    Dial("internal Local, UDP, none here", "b3", "10.96.0.47:80", DROPPED, "udp"),
+    Dial("internal Local, UDP connected, none here", "b3", "10.96.0.47:80", DROPPED,
+         "udp-connected"),
+    Dial("internal Local, none anywhere: refused", "a3", "10.96.0.48:80", REFUSED),
+    Dial("internal Local, a local one drains, a ready one is remote", "a3", "10.96.0.49:80", "a1"),
+    Dial("the same where the ready one is", "b3", "10.96.0.49:80", "b1"),
+    Dial("internal Local, the local one is not ready", "a3", "10.96.0.50:80", DROPPED),
+    Dial("internal Local, none is ready anywhere", "a3", "10.96.0.51:80", REFUSED),
+    Dial("internal Local is for the ClusterIP", "a3", "10.96.0.52:80", "a1"),
+    Dial("its NodePort has the external policy", "a3", f"{OWN}:30052", "a1 b1"),
+    Dial("none here, on the NodePort", "host-1", f"{OWN}:30053", "b1"),
+)  # fmt: skip
+
+HINTS = (
+    Dial("hinted for zone-1", "a3", "10.96.0.60:80", "a1 a2"),
+    Dial("hinted for zone-2", "b3", "10.96.0.60:80", "b1"),
+    Dial("hinted for zone-2, from a host", "host-2", "10.96.0.60:80", "b1"),
+    Dial("one without a hint: hints are off", "b3", "10.96.0.61:80", "a1 a2 b1"),
+    Dial("none for our zone: hints are off", "a3", "10.96.0.62:80", "a1 b1"),
+    Dial("hinted for node-1", "a3", "10.96.0.63:80", "a1 a2"),
+    Dial("hinted for node-2", "b3", "10.96.0.63:80", "b1"),
+    Dial("a node's hint goes before a zone's", "a3", "10.96.0.64:80", "a1"),
+    Dial("the same on node-2", "b3", "10.96.0.64:80", "a2 b1"),
+    Dial("no node's hint for us: the zone's", "a3", "10.96.0.65:80", "a1 a2"),
+    Dial("only the ready ones must have hints", "a3", "10.96.0.66:80", "a2"),
+    Dial("internal Local goes before hints", "a3", "10.96.0.67:80", "a1"),
+    Dial("a draining one's hint is nothing: the ready one's rules", "b3", "10.96.0.68:80", "b1"),
+    Dial("none ready for our zone, one elsewhere", "a3", "10.96.0.68:80", "b1"),
+)
+
+NODE_PORTS = (
+    Dial("host to its node's address", "host-1", f"{OWN}:30070", "a1 b1"),
+    Dial("host to its node's address, IPv6", "host-1", f"{OWN6}:30070", "a1 b1"),
+    Dial("the other host", "host-2", f"{OTHER}:30070", "a1 b1"),
+    Dial("host to 127.0.0.1", "host-1", "127.0.0.1:30070", "a1 b1"),
+    Dial("host to 127.1.2.3", "host-1", "127.1.2.3:30070", "a1 b1"),
+    Dial("host to ::1", "host-1", "[::1]:30070", "a1 b1"),
+    Dial("a pod in the host's network to 127.0.0.1", "a-net", "127.0.0.1:30070", "a1 b1"),
+    Dial("an IPv6 socket to 127.0.0.1", "host-1", "[::ffff:127.0.0.1]:30070", "a1 b1"),
+    Dial("pod to its node's address", "a3", f"{OWN}:30070", "a1 b1"),
+    Dial("pod to its node's address, IPv6", "b3", f"{OTHER6}:30070", "a1 b1"),
+    Dial("pod to its own 127.0.0.1: its own server", "a3", "127.0.0.1:30070", "a3:30070",
+         backend_sees="127.0.0.1"),
+    Dial("pod to its own ::1", "a3", "[::1]:30070", "a3:30070", backend_sees="::1"),
+    Dial("another pod to its own 127.0.0.1: nobody", "a2", "127.0.0.1:30070", CLOSED),
+    Dial("an address in the pods' network is no NodePort address", "host-1", "10.244.1.1:30070",
+         CLOSED),
+    Dial("UDP, host", "host-1", f"{OWN}:30071", "a1 b1", "udp"),
+    Dial("UDP, host, 127.0.0.1", "host-1", "127.0.0.1:30071", "a1 b1", "udp"),
+    Dial("UDP, pod, IPv6, connected", "a3", f"{OWN6}:30071", "a1 b1", "udp-connected"),
+    Dial("no endpoints", "host-1", f"{OWN}:30072", REFUSED),
+    Dial("external Local, none here: the short circuit, host", "host-1", f"{OWN}:30073", "b1"),
+    Dial("external Local, none here: the short circuit, pod", "a3", f"{OWN}:30073", "b1"),
+    Dial("external Local, none here: 127.0.0.1", "host-1", "127.0.0.1:30073", "b1"),
+    Dial("external Local is not for the ClusterIP", "a3", "10.96.0.73:80", "b1"),
+)  # fmt: skip
+
+EXTERNAL = (
+    Dial("external IP, pod", "a3", "192.0.2.74:80", "a1 b1"),
+    Dial("external IP, host", "host-2", "192.0.2.74:80", "a1 b1"),
+    Dial("external IP that the node has", "host-1", "198.51.100.74:80", "a1 b1"),
+    Dial("external IP, another port", "a3", "192.0.2.74:81", UNSERVED),
+    Dial("external IP, Local, none here, pod", "a3", "192.0.2.75:80", "b1"),
+    Dial("external IP, Local, none here, host", "host-1", "192.0.2.75:80", "b1"),
+    Dial("external IP, Local, none anywhere", "a3", "192.0.2.84:80", REFUSED),
+    Dial("LB VIP, pod", "a3", "192.0.2.76:80", "a1 b1"),
+    Dial("LB VIP, host", "host-1", "192.0.2.76:80", "a1 b1"),
+    Dial("LB VIP, IPv6", "a3", "[2001:db8::76]:80", "a1 b1"),
+    Dial("LB VIP, Local, none here, pod", "a3", "192.0.2.77:80", "b1"),
+    Dial("LB VIP, Local, none here, host", "host-1", "192.0.2.77:80", "b1"),
+    Dial("LB VIP, Local, its NodePort", "a3", f"{OWN}:30077", "b1"),
+    Dial("source ranges: left alone, pod", "a3", "192.0.2.78:80", UNSERVED),
+    Dial("source ranges: left alone, host", "host-1", "192.0.2.78:80", UNSERVED),
+    Dial("source ranges are not for the ClusterIP", "a3", "10.96.0.78:80", "a1"),
+    Dial("source ranges are not for the NodePort", "host-1", f"{OWN}:30078", "a1"),
+    Dial("source ranges that let everybody in", "a3", "192.0.2.79:80", "a1"),
+    Dial("ipMode Proxy: left alone", "a3", "192.0.2.80:80", UNSERVED),
+    Dial("ipMode Proxy: the ClusterIP is served", "a3", "10.96.0.80:80", "a1"),
+    Dial("LB VIP without endpoints", "a3", "192.0.2.81:80", REFUSED),
+    Dial("LB VIP, Local: the cluster's ready one, not the local draining one", "a3",
+         "192.0.2.82:80", "b1"),
+    Dial("LB VIP, Local, all terminate: the one that serves, elsewhere", "a3", "192.0.2.83:80",
+         "b1"),
+)  # fmt: skip
+
+ROWS = (*CONDITIONS, *HINTS, *NODE_PORTS, *EXTERNAL)

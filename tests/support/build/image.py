@@ -1,0 +1,150 @@
+"""The container image, built from the Containerfile by buildah over a base that is made here.
+
+No registry is asked: mmdebstrap makes of Debian's packages what debian:bookworm-slim is. The base
+and buildah's store, with the layers of the last build, are kept in the tests' cache; what no image
+needs any more is removed after each build. Two runs at once take turns.
+
+For another architecture than this machine's its programs run by an emulator (emulator.py).
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from kbpf.dataplane.bpf.hooks import UNITS
+from kbpf.dataplane.bpf.programs import compile
+from tests.support.build.go_build import cache
+
+ROOT = Path(__file__).parents[3]
+SECONDS = 900 if not os.environ.get("KBPF_TEST_ARM64") else 5400
+MIRROR = "http://deb.debian.org/debian"
+LEFT_OUT = ("doc", "man", "locale", "info")  # as in Debian's own slim images
+DEBSTRAP = (
+    "mmdebstrap", "--quiet", "--variant=apt", "--include=usr-is-merged",
+    '--aptopt=Acquire::Retries "5"',
+    *(f"--dpkgopt=path-exclude=/usr/share/{name}/*" for name in LEFT_OUT),
+    # usrmerge brings perl, which Debian's images have not.
+    '--customize-hook=chroot "$1" apt-get purge -qq -y usrmerge ^perl-modules ^libperl',
+)  # fmt: skip
+SUITE = "bookworm"
+PYTHON = "python"
+"""The stage that both targets take from."""
+BUNDLE = Path("/etc/ssl/certs/ca-certificates.crt")
+"""Whom this machine trusts: pip in the build has to trust the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """An image's root, mounted, the environment that it gives, and its size in bytes."""
+
+    root: Path
+    env: dict[str, str]
+    size: int
+
+
+@contextmanager
+def image(target: str, folder: Path, architecture: str = "") -> Iterator[Built]:
+    """The image of a target of the Containerfile. `folder` is for what the build is given;
+    `architecture`: as Debian calls it, this machine's if none is said.
+    """
+    store = _Buildah(cache() / "image", architecture)
+    context = folder / "context"
+    _fill(context)
+    with store.alone():
+        store.base()
+        for stage in (PYTHON, target):  # that one has a name too, or its layers would be nobody's
+            name = store.build(stage, context)
+        with suppress(RuntimeError):  # what another run has mounted stays until the next time
+            store.run("rmi", "--prune")
+        container = store.run("from", *store.platform, name)
+    try:
+        root = Path(store.run("mount", container))
+        config = json.loads(store.run("inspect", "--type=image", name))["OCIv1"]["config"]
+        env = dict(line.split("=", 1) for line in config["Env"])
+        yield Built(root, env, _size(root))
+    finally:
+        store.run("rm", container)
+
+
+def _fill(context: Path) -> None:
+    """The clone as the build sees it, with artifacts that were compiled ahead."""
+    context.mkdir()
+    (context / "tools").mkdir()
+    for name in ("Containerfile", ".containerignore", "pyproject.toml", "README.md",
+                 "requirements.lock", "tools/sbom"):  # fmt: skip
+        shutil.copy(ROOT / name, context / name)
+    shutil.copytree(ROOT / "kbpf", context / "kbpf", ignore=shutil.ignore_patterns("__pycache__"))
+    for unit in UNITS:
+        compile.obtain(unit, context / "build" / "artifacts")
+
+
+def _size(root: Path) -> int:
+    """What its files take, in bytes."""
+    return sum(p.lstat().st_size for p in root.rglob("*") if p.is_file() and not p.is_symlink())
+
+
+class _Buildah:
+    """buildah with a store of its own in a folder."""
+
+    def __init__(self, folder: Path, architecture: str) -> None:
+        self._folder, self._architecture = folder, architecture
+        folder.mkdir(parents=True, exist_ok=True)
+        self._debstrap = (*DEBSTRAP, *([f"--architectures={architecture}"] if architecture else []))
+        self.platform = [f"--platform=linux/{architecture}"] if architecture else []
+        words = " ".join([*self._debstrap, SUITE, MIRROR])
+        self.base_name = f"localhost/debian-slim:{hashlib.sha256(words.encode()).hexdigest()[:12]}"
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Nobody else builds meanwhile."""
+        with (self._folder / "lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def run(self, *arguments: str) -> str:
+        """Its output."""
+        store = ("--root", str(self._folder / "store"), "--runroot", str(self._folder / "run"))
+        return _run("buildah", *store, *arguments)
+
+    def build(self, stage: str, context: Path) -> str:
+        """A stage of the Containerfile; its name."""
+        name = f"localhost/kbpf-tests:{stage}{self._architecture}"
+        self.run(
+            "build", "--isolation=chroot", "--layers", *self.platform, f"--target={stage}",
+            f"--tag={name}", f"--build-arg=BASE={self.base_name}", str(context),
+        )  # fmt: skip
+        return name
+
+    def base(self) -> None:
+        """Makes the base, if it is not there."""
+        known = json.loads(self.run("images", "--json") or "null") or []
+        if any(self.base_name in (image["names"] or ()) for image in known):
+            return
+        tar = self._folder / "base.tar"
+        _run(*self._debstrap, SUITE, str(tar), MIRROR)
+        config = self._folder / "pip.conf"
+        config.write_text("[global]\ncert = /etc/pip-ca.crt\n")
+        container = self.run("from", *self.platform, "scratch")
+        self.run("add", container, str(tar), "/")
+        self.run("add", container, str(BUNDLE), "/etc/pip-ca.crt")
+        self.run("add", container, str(config), "/etc/pip.conf")
+        self.run("commit", "--rm", container, self.base_name)
+        tar.unlink()
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=SECONDS, check=False,
+        stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    if done.returncode:
+        last = "\n".join((done.stderr or done.stdout).strip().splitlines()[-15:])
+        raise RuntimeError(f"{' '.join(command)}: {done.returncode}\n{last}")
+    return done.stdout.strip()

@@ -1,0 +1,379 @@
+"""A real kube-apiserver with its etcd, for one test run: started in seconds, gone afterwards.
+
+No kubelet, no controllers: a test plays those itself (it writes the EndpointSlices, the Nodes and
+the load balancers' status). Rules:
+
+- Nothing is shared: each server has a folder of its own under the temporary folder, etcd speaks
+  over unix sockets in it, and the port is held by a bound socket from before the start until after
+  the end, so it also stays the same through `restart`.
+- Nothing is left: the children die with the thread that started them (PR_SET_PDEATHSIG, which
+  follows the thread and not the process: don't start a server in a thread that ends).
+- Users are tokens, and RBAC decides: `admin` may do all, `kbpf` is the user system:kube-proxy
+  whom Kubernetes itself binds to system:node-proxier, and we to what manifests/base/rbac.yaml says
+  of Pods; `nobody` is known and may do nothing.
+"""
+
+import base64
+import ipaddress
+import json
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Self
+
+from tests.support.build import go_build
+from tests.support.cluster.certs import Authority
+from tests.support.cluster.kube import Kube
+from tests.support.lab import sockets
+from tests.support.lab.lab import PATIENCE
+
+START_SECONDS = PATIENCE  # a start takes 3 to 5; a busy machine of two cores may need far longer
+STOP_SECONDS = 20.0
+ETCD_DATA = "etcd-data"
+SNAPSHOT = "etcd-snapshot"
+MEMBER = (
+    "--name=tests",
+    f"--data-dir={ETCD_DATA}",
+    "--initial-advertise-peer-urls=unix://peer:1",
+    "--initial-cluster=tests=unix://peer:1",
+)
+"""What etcd is told of itself when its data is made, by itself or from a snapshot."""
+DUAL_STACK = "10.96.0.0/16,fd00:10:96::/112"
+USERS = {  # our name → the user's name and groups in Kubernetes
+    "admin": ("admin", "system:masters"),
+    "kbpf": ("system:kube-proxy", ""),
+    "nobody": ("nobody", ""),
+}
+RBAC = "/apis/rbac.authorization.k8s.io/v1"
+JSON = {"Content-Type": "application/json"}
+_GROUP = "rbac.authorization.k8s.io"
+PODS = {
+    "clusterroles": {
+        "rules": [{"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]}]
+    },
+    "clusterrolebindings": {
+        "roleRef": {"apiGroup": _GROUP, "kind": "ClusterRole", "name": "kbpf-pods"},
+        "subjects": [{"apiGroup": _GROUP, "kind": "User", "name": "system:kube-proxy"}],
+    },
+}
+
+
+class ServerDied(Exception):
+    """A child ended, or did not become ready; the message ends with its log's last lines."""
+
+
+class ApiServer:
+    """One API server; a context manager, or start() and stop().
+
+    `addresses` are further addresses that clients dial, from other network namespaces for example:
+    the certificate is valid for them, and the server then listens on all addresses unless `bind`
+    says otherwise. With one of them the `kubernetes` Service gets it as its endpoint too. `netns`
+    names a namespace of /run/netns to run in; `lo` must be up there.
+    """
+
+    def __init__(
+        self,
+        *,
+        bind: str | None = None,
+        addresses: Sequence[str] = (),
+        netns: str | None = None,
+        service_cidrs: str = DUAL_STACK,
+        extra: Sequence[str] = (),
+    ) -> None:
+        self.bind = bind or ("::" if addresses else "127.0.0.1")
+        self.addresses = tuple(addresses)
+        self.netns = netns
+        self.port = 0
+        self.tokens = {user: secrets.token_hex(16) for user in USERS}
+        self._service_cidrs = service_cidrs
+        self._extra = tuple(extra)
+        self._folder: Path | None = None
+        self._authority: Authority | None = None
+        self._held: socket.socket | None = None
+        self._etcd: _Child | None = None
+        self._server: _Child | None = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def url(self) -> str:
+        """Where clients dial: the first of `addresses`, else the address that it is bound to."""
+        return self.url_at(self.addresses[0] if self.addresses else self.bind)
+
+    @property
+    def token(self) -> str:
+        """The admin's token."""
+        return self.tokens["admin"]
+
+    @property
+    def authority(self) -> Authority:
+        """The CA that signed the server's certificate; it issues others to proxies."""
+        if self._authority is None:
+            raise RuntimeError("the API server has not been started")
+        return self._authority
+
+    @property
+    def folder(self) -> Path:
+        """The temporary folder with data, certificates and logs (*.log)."""
+        if self._folder is None:
+            raise RuntimeError("the API server has not been started")
+        return self._folder
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The process ids of what runs now: etcd, then kube-apiserver."""
+        return tuple(child.pid for child in (self._etcd, self._server) if child is not None)
+
+    def url_at(self, address: str) -> str:
+        """Return the URL for one address out of those that the certificate knows."""
+        wild = {"::": "127.0.0.1", "0.0.0.0": "127.0.0.1"}
+        host = wild.get(address, address)
+        return f"https://[{host}]:{self.port}" if ":" in host else f"https://{host}:{self.port}"
+
+    def start(self) -> None:
+        """Start etcd and the API server and return when Services can be created."""
+        try:
+            self._prepare()
+            self._start_etcd()
+            self._start_server()
+            self._grant_pods()
+        except BaseException:
+            self.stop()
+            raise
+
+    def _grant_pods(self) -> None:
+        """What kube-proxy's own role has not."""
+        with self.kube() as kube:
+            for kind, more in PODS.items():
+                body = {"metadata": {"name": "kbpf-pods"}, **more}
+                status, answer = kube.request(
+                    "POST", f"{RBAC}/{kind}", json.dumps(body).encode(), JSON
+                )
+                if status != 201:
+                    raise ServerDied(f"{kind}: {status} {answer[:300]!r}")
+
+    def stop(self) -> None:
+        """Kill both, free the port and remove the folder; nothing to do is no error."""
+        for child in (self._server, self._etcd):
+            if child is not None:
+                child.end(signal.SIGKILL)
+        self._server = self._etcd = None
+        if self._held is not None:
+            self._held.close()
+            self._held = None
+            self.port = 0
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = self._authority = None
+
+    def kill(self) -> None:
+        """Kill the API server as a crash would: connections break, dialling is refused.
+
+        etcd stays; restart() brings the server back.
+        """
+        if self._server is not None:
+            self._server.end(signal.SIGKILL)
+            self._server = None
+
+    def restart(self) -> None:
+        """Stop the API server in good order (if it runs) and start it with its data and port."""
+        if self._server is not None:
+            self._server.end(signal.SIGTERM)
+            self._server = None
+        self._start_server()
+
+    def back_up(self) -> None:
+        """Keep what etcd has now for restore(), as its administrator does: `etcdctl snapshot`."""
+        snapshot = self.folder / SNAPSHOT
+        snapshot.unlink(missing_ok=True)
+        self._run("etcdctl", "--endpoints=unix://client:1", "snapshot", "save", SNAPSHOT)
+
+    def restore(self) -> None:
+        """Start again from what back_up() kept, as an administrator does after a loss, with
+        `etcdutl snapshot restore`: what was written since is unknown, and the revision is that of
+        then.
+        """
+        self._stop_both()
+        shutil.rmtree(self.folder / ETCD_DATA)
+        self._run("etcdutl", "snapshot", "restore", SNAPSHOT, *MEMBER)
+        self._start_etcd()
+        self._start_server()
+
+    def _run(self, name: str, *arguments: str) -> None:
+        """One of etcd's tools, to its end."""
+        command = [str(go_build.build(name)), *arguments]
+        done = subprocess.run(command, cwd=self.folder, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise ServerDied(f"{' '.join(command)}: {done.stderr.strip()}")
+
+    def _stop_both(self) -> None:
+        for child in (self._server, self._etcd):
+            if child is not None:
+                child.end(signal.SIGTERM)
+        self._server = self._etcd = None
+        (self.folder / "client:1").unlink(missing_ok=True)
+
+    def kube(self, user: str = "admin") -> Kube:
+        """Return a client; the caller closes it."""
+        return Kube(self.url, self.tokens[user], self.authority.crt, netns=self.netns)
+
+    def kubeconfig(
+        self,
+        path: Path,
+        user: str = "kbpf",
+        *,
+        url: str | None = None,
+        tls_server_name: str | None = None,
+    ) -> Path:
+        """Write a kubeconfig (as JSON, which is YAML) that verifies TLS, and return its path.
+
+        `url` points it elsewhere, at a fault proxy for example; `tls_server_name` is the name to
+        verify when that address is not in the certificate (every one of ours knows `localhost`).
+        """
+        crt = base64.b64encode(self.authority.crt.read_bytes()).decode()
+        cluster = {"server": url or self.url, "certificate-authority-data": crt}
+        if tls_server_name:
+            cluster["tls-server-name"] = tls_server_name
+        config = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "clusters": [{"name": "tests", "cluster": cluster}],
+            "users": [{"name": user, "user": {"token": self.tokens[user]}}],
+            "contexts": [{"name": "tests", "context": {"cluster": "tests", "user": user}}],
+            "current-context": "tests",
+        }
+        path.touch(mode=0o600)
+        path.write_text(json.dumps(config, indent=2) + "\n")
+        return path
+
+    def _prepare(self) -> None:
+        """Make what outlives a restart: the folder, the port, the certificates, the tokens."""
+        folder = self._folder = Path(tempfile.mkdtemp(prefix="kbpf-apiserver-"))
+        self._held = sockets.bound(self.netns, self.bind, self.port)
+        self.port = self._held.getsockname()[1]
+        self._authority = Authority(folder)
+        first = [str(_network(cidr)[1]) for cidr in self._service_cidrs.split(",")]
+        hosts = {"localhost", "127.0.0.1", "::1", "kubernetes.default.svc", *first}
+        self._authority.issue("server", hosts | {*self.addresses} | ({self.bind} - {"::"}))
+        self._authority.issue("accounts", {"localhost"})  # for its key: it signs service accounts
+        rows = [
+            f"{self.tokens[user]},{name},{user}{f',{group}' if group else ''}"
+            for user, (name, group) in USERS.items()
+        ]
+        tokens = folder / "tokens.csv"
+        tokens.touch(mode=0o600)
+        tokens.write_text("\n".join(rows) + "\n")
+
+    def _start_etcd(self) -> None:
+        self._etcd = self._child(
+            "etcd",
+            *MEMBER,
+            # Unix sockets in the working folder: etcd wants HOST:PORT, and takes it as a file name.
+            "--listen-client-urls=unix://client:1",
+            "--advertise-client-urls=unix://client:1",
+            "--listen-peer-urls=unix://peer:1",
+            "--unsafe-no-fsync",
+            "--log-level=warn",
+        )
+        deadline = time.monotonic() + START_SECONDS
+        while not (self.folder / "client:1").is_socket():
+            self._etcd.check(deadline, "it has not made its socket")
+            time.sleep(0.01)
+
+    def _start_server(self) -> None:
+        self._server = self._child("kube-apiserver", *self._flags())
+        deadline = time.monotonic() + START_SECONDS
+        with self.kube() as kube:
+            while (why := kube.not_ready()) is not None:
+                self._server.check(deadline, why)
+                time.sleep(0.05)
+
+    def _flags(self) -> tuple[str, ...]:
+        advertised = self._advertised()
+        return (
+            "--etcd-servers=unix://client:1",
+            f"--bind-address={self.bind}",
+            f"--secure-port={self.port}",
+            "--permit-port-sharing",  # with the socket that holds the port
+            # One that other hosts can't dial would be refused as an endpoint of `kubernetes`.
+            f"--advertise-address={advertised or '127.0.0.1'}",
+            *(() if advertised else ("--endpoint-reconciler-type=none",)),
+            "--cert-dir=certificates",
+            "--tls-cert-file=server.crt",
+            "--tls-private-key-file=server.key",
+            "--token-auth-file=tokens.csv",
+            "--authorization-mode=RBAC",
+            "--allow-privileged=true",  # as kubeadm sets it: its kube-proxy is
+            "--service-account-issuer=https://kubernetes.default.svc",
+            "--service-account-key-file=accounts.crt",
+            "--service-account-signing-key-file=accounts.key",
+            f"--service-cluster-ip-range={self._service_cidrs}",
+            *self._extra,
+        )
+
+    def _advertised(self) -> str | None:
+        """Return the first of our addresses that has the family of the first Service range."""
+        wanted = _network(self._service_cidrs.split(",")[0]).version
+        rows = map(ipaddress.ip_address, self.addresses)
+        return next((str(row) for row in rows if row.version == wanted), None)
+
+    def _child(self, name: str, *flags: str) -> "_Child":
+        inside = ["nsenter", f"--net=/run/netns/{self.netns}", "--"] if self.netns else []
+        return _Child(name, [*inside, str(go_build.build(name)), *flags], self.folder)
+
+
+class _Child:
+    """A process that dies with us; its log is NAME.log, continued by the next one of the name."""
+
+    def __init__(self, name: str, command: Sequence[str], folder: Path) -> None:
+        self._name = name
+        self._path = folder / f"{name}.log"
+        self._log: IO[bytes] = self._path.open("ab")
+        self._process = subprocess.Popen(
+            ["setpriv", "--pdeathsig", "KILL", "--", *command],
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
+        )
+
+    @property
+    def pid(self) -> int:
+        """Its process id: setpriv and nsenter become the program, they start no child."""
+        return self._process.pid
+
+    def check(self, deadline: float, why: str) -> None:
+        """Raise ServerDied if it has ended, or if the deadline (monotonic) has passed."""
+        if (code := self._process.poll()) is not None:
+            raise ServerDied(f"{self._name} ended with {code}{self._tail()}")
+        if time.monotonic() > deadline:
+            raise ServerDied(f"{self._name} is not ready in time: {why}{self._tail()}")
+
+    def end(self, how: signal.Signals) -> None:
+        """Send the signal and wait; what takes too long is killed."""
+        try:
+            self._process.send_signal(how)
+            self._process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._log.close()
+
+    def _tail(self) -> str:
+        lines = self._path.read_text(errors="replace").splitlines()[-25:]
+        return "; the end of its log:\n" + "\n".join(lines)
+
+
+def _network(cidr: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network:
+    return ipaddress.ip_network(cidr.strip())

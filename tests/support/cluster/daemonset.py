@@ -1,0 +1,358 @@
+"""A lab whose agents are the pods of a real DaemonSet, without a kubelet.
+
+There is no kubelet and no DaemonSet controller here: kubelets.py has the fake that stands for both,
+which runs each container by runc exactly as the spec says (pods.py). What differs from a node:
+
+- a node's cgroup root is a cgroup of the machine's, so the agent is told where it is (KBPF_CGROUP);
+- hostPaths are folders of this node's own, as several nodes share one machine (see host_paths());
+- the image is the machine's own /usr and this tree, unless a test brings one; kube-proxy's is the
+  machine's /usr and the program that the tests have built;
+- of the probes that of readiness is asked, and no other, unless a test does.
+"""
+
+import contextlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from kbpf.errors import KbpfError
+from kbpf.kernel.bpf.objects import Map
+from tests.support.build import go_build
+from tests.support.cluster.cluster import Cluster
+from tests.support.cluster.kube import Object
+from tests.support.cluster.kube_objects import node
+from tests.support.cluster.kubectl import Kubectl, copy_of_manifests
+from tests.support.cluster.kubelets import SPACE, Kubelets, digest
+from tests.support.lab.lab import PATIENCE, Agent, Node, cgroup2, inside, until
+from tests.support.plane import BPFFS
+from tests.support.runtime.pods import Container, Host, Image, oci_config, this_machine
+
+ROOT = Path(__file__).parents[3]
+CONTROL_PLANE = {
+    "key": "node-role.kubernetes.io/control-plane",
+    "effect": "NoSchedule",
+}
+LINUX = {"kubernetes.io/os": "linux"}
+
+
+class PodAgent(Agent):
+    """The DaemonSet's container on one node, as an agent of the lab."""
+
+    def __init__(self, home: Node) -> None:
+        super().__init__(home)
+        self.bpffs = BPFFS / home.netns
+        self.bpffs.mkdir()
+        self.pin_dir = self.bpffs / "kbpf"
+        self.folder = home.lab.folder / f"kubelet-{home.name}"
+        self.runs = ""  # which pod template, by its digest
+        self._is_kube_proxy = False
+        self.versions: dict[str, Path] = {}
+        """Names of images → what their kbpf/ is; all others have this tree's."""
+        self._container: Container | None = None
+        self._count = 0
+
+    def host_paths(self) -> dict[str, Path]:
+        """Each hostPath of the node → where it is on this machine."""
+        return {
+            "/sys/fs/bpf": self.bpffs,
+            "/sys/fs/cgroup": self.node.cgroup,
+            "/proc/sys/net": Path("/proc/sys/net"),
+            "/run/netns": Path("/run/netns"),
+            "/run/kbpf": self.folder / "run",
+            "/run/xtables.lock": self.folder / "xtables.lock",
+            "/lib/modules": self.folder,
+            "/var/cache/kbpf": self._cache,
+        }
+
+    def launch(self, template: Object, volumes: Mapping[str, Path], account: Path | None) -> None:
+        """Runs the pod's container. The log and the maps are where those of an Agent are."""
+        self.begin()
+        (container,) = template["spec"]["containers"]
+        self._is_kube_proxy = is_kube_proxy(container)
+        self._container = self._make(template["spec"], volumes, account, self.log)
+        self._process = self._container.process
+        self.runs = digest(template)
+
+    def try_out(
+        self,
+        spec: Object,
+        volumes: Mapping[str, Path],
+        account: Path | None,
+        paths: Mapping[str, Path],
+    ) -> str:
+        """What another container of the node prints, with these hostPaths elsewhere."""
+        log = self.folder / "tried"
+        made = self._make(spec, volumes, account, log, paths)
+        try:
+            code = made.wait()
+        finally:
+            made.close()
+        said = log.read_text().strip()
+        log.unlink()
+        assert code == 0, said
+        return said
+
+    def beside(self, spec: Object, volumes: Mapping[str, Path], account: Path | None) -> Container:
+        """Another container of the node, which runs until it is closed."""
+        return self._make(spec, volumes, account, self.folder / "beside.log")
+
+    def _make(
+        self,
+        spec: Object,
+        volumes: Mapping[str, Path],
+        account: Path | None,
+        log: Path,
+        paths: Mapping[str, Path] = MappingProxyType({}),
+    ) -> Container:
+        self._count += 1
+        folder = self.folder / f"pod-{self._count}"
+        (folder / "rootfs").mkdir(parents=True)
+        (folder / "tmp").mkdir()
+        name = f"{self.node.netns}-{self._count}"
+        host = Host(
+            self.node.netns,
+            self.node.name,
+            name,
+            self._cgroup,
+            {**self.host_paths(), **paths},
+            {**volumes, "tmp": folder / "tmp"},
+            account,
+        )
+        rootfs = folder / "rootfs"
+        (container,) = spec["containers"]
+        image = kube_proxy_image(rootfs) if is_kube_proxy(container) else self.image(rootfs)
+        if (other := self.versions.get(container["image"])) is not None:
+            image = replace(image, instead={ROOT / "kbpf": other})
+        config = oci_config(spec, image, host)
+        return Container(config, folder, name, self.node.cgroup / "host", log)
+
+    def image(self, rootfs: Path) -> Image:
+        """What the container sees of the image."""
+        made = this_machine(rootfs, ROOT, Path(sys.prefix))
+        scripts = sysconfig.get_path("scripts")
+        return Image(
+            made.root,
+            made.shown,
+            f"{scripts}:{made.path}",
+            {"KBPF_CGROUP": "/host/sys/fs/cgroup", "PYTHONDONTWRITEBYTECODE": "1"},
+        )
+
+    def wait_ready(self, spec: Object, seconds: float = 2 * PATIENCE) -> None:
+        """Until its kubelet would call it ready: the container runs, and the readiness probe that
+        it has, if it has one, is answered with 200.
+        """
+        (container,) = spec["containers"]
+        probe = container.get("readinessProbe", {}).get("httpGet")
+        said = ""
+
+        def ready() -> bool:
+            nonlocal said
+            assert self.is_running, f"it has ended: {self.tail()}"
+            if probe is None:
+                return self.pid > 0
+            code, said = answered(self, probe["port"], probe["path"])
+            return code == 200
+
+        try:
+            until(f"the pod on {self.node.name} is ready", ready, seconds)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{said}\n{self.tail()}") from None
+
+    def status(self) -> dict[str, Any] | None:
+        """What the agent that was started last says, whichever version's maps it has."""
+        found = []
+        for path in self.pin_dir.glob("maps-*/agent_status"):
+            with contextlib.suppress(KbpfError), Map.open(path) as opened:
+                raw = (opened.lookup(bytes(4)) or b"").rstrip(b"\0")
+                found += [json.loads(raw)] if raw else []
+        return max(found, key=lambda each: each["started"], default=None)
+
+    @property
+    def pid(self) -> int:
+        """Of the container's process, as the machine sees it; 0 before it runs."""
+        assert self._container is not None
+        state = self._container.state()
+        return int(state["pid"]) if state is not None else 0
+
+    @property
+    def _cgroup(self) -> str:
+        """Of the container that was started last, below the root of a hierarchy. It is in the
+        node's, so that the hooks see what runs in it, as on a real node.
+        """
+        return str(self.node.cgroup.relative_to(cgroup2()) / f"{self.node.netns}-{self._count}")
+
+    def exec(self, *command: str) -> "subprocess.CompletedProcess[str]":
+        """`kubectl exec` in the pod."""
+        assert self._container is not None
+        return self._container.exec(*command)
+
+    @property
+    def runc_exec(self) -> tuple[str, ...]:
+        """The command that exec() runs, without what is to be run."""
+        assert self._container is not None
+        return self._container.runc_exec
+
+    def use_cache(self, folder: Path) -> None:
+        """The node's /var/cache/kbpf from now on; else one that all tests share."""
+        self._cache = folder
+
+    def usage(self) -> dict[str, float]:
+        """What the container's cgroup has used: bytes at most and now, seconds of processor time.
+
+        On machines that have v1 and v2 runc puts it into v1's controllers.
+        """
+        root = Path("/sys/fs/cgroup")
+
+        def count(controller: str, file: str) -> int:
+            return int((root / controller / self._cgroup / file).read_text())
+
+        if (root / "cgroup.controllers").exists():
+            (used,) = re.findall(
+                r"^usage_usec (\d+)$", (root / self._cgroup / "cpu.stat").read_text(), re.M
+            )
+            return {
+                "peak": count("", "memory.peak"),
+                "now": count("", "memory.current"),
+                "cpu": int(used) / 1e6,
+            }
+        return {
+            "peak": count("memory", "memory.max_usage_in_bytes"),
+            "now": count("memory", "memory.usage_in_bytes"),
+            "cpu": count("cpuacct", "cpuacct.usage") / 1e9,
+        }
+
+    def stop(self) -> int:
+        """SIGTERM, as kubelet does; the exit code. A kube-proxy ends by the signal: 0."""
+        code = self._end("TERM")
+        return 0 if self._is_kube_proxy else code
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self._end("KILL")
+
+    def _end(self, signal: str) -> int:
+        assert self._container is not None
+        code = self._container.stop(signal)
+        self.forget()
+        return code
+
+    def forget(self) -> None:
+        """A container that has ended is removed."""
+        assert self._container is not None
+        self._container.close()
+        self.runs = ""
+
+    def close(self) -> None:
+        """Ends it and removes its pins."""
+        if self._container is not None:
+            self._container.close()
+        self.remove_pins()
+        shutil.rmtree(self.bpffs, ignore_errors=True)
+        self._remove_v1_cgroups()
+
+    def _remove_v1_cgroups(self) -> None:
+        """Where there is cgroup v1, too, runc makes the node's cgroup in each of its hierarchies.
+        That of v2 is the lab's.
+        """
+        node = self.node.cgroup.relative_to(cgroup2())
+        for hierarchy in set(Path("/sys/fs/cgroup").iterdir()) - {cgroup2()}:
+            for folder in (hierarchy / node, *(hierarchy / each for each in node.parents[:-1])):
+                with contextlib.suppress(OSError):  # not there, or another node's is in it
+                    folder.rmdir()
+
+
+def is_kube_proxy(container: Object) -> bool:
+    """Whether it is kubeadm's."""
+    return bool(container["command"][0].endswith("/kube-proxy"))
+
+
+def kube_proxy_image(rootfs: Path) -> Image:
+    """What kube-proxy's container sees: the program, and the machine's iptables and nft."""
+    made = this_machine(rootfs)
+    folders = (Path("/usr") / name for name in ("bin", "sbin", "lib", "lib64", "share"))
+    program = {Path("/usr/local/bin/kube-proxy"): go_build.build("kube-proxy")}
+    shown = (*(each for each in folders if each.exists()), Path("/etc"))
+    return replace(made, shown=shown, instead=program)
+
+
+ASK = """
+import http.client, sys
+connection = http.client.HTTPConnection(sys.argv[1], int(sys.argv[2]), timeout=60)
+connection.request("GET", sys.argv[3])
+response = connection.getresponse()
+print(response.status, response.read().decode())
+"""
+
+
+def asked(agent: PodAgent, port: int, path: str) -> int:
+    """What a probe of the pod gets; 0: nobody answers."""
+    return answered(agent, port, path)[0]
+
+
+def answered(agent: PodAgent, port: int, path: str) -> tuple[int, str]:
+    """The same with the body, asked at the node's address as a kubelet does."""
+    words = ("/usr/bin/python3", "-S", "-c", ASK, agent.node.ip, str(port), path)
+    command = inside(agent.node.netns, None, *words)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    code, _, body = done.stdout.partition(" ")
+    return int(code or 0), body.strip()
+
+
+class PodCluster(Cluster):
+    """A cluster in which `kubectl apply -k` brings kbpf to the nodes. The first one is a control
+    plane with its taint; the last one joins later, with join().
+    """
+
+    def __init__(self, kubectl: Path, nodes: int, name: str, network: str = "routed") -> None:
+        super().__init__(nodes, name, network=network)
+        self._kubectl = kubectl
+        self.pod_agents: list[PodAgent] = []
+
+    def agent_on(self, home: Node, *arguments: str) -> Agent:
+        """A pod."""
+        assert not arguments, "the pod's spec says all"
+        self.pod_agents.append(PodAgent(home))
+        return self.pod_agents[-1]
+
+    def bring_up(self) -> None:
+        """All but the last Node, and what `kubectl apply -k` brings there."""
+        self.prepare()
+        self.kubectl("apply", "-k", str(self.overlay))
+        self.kubelets.sync()
+
+    def prepare(self) -> None:
+        """All but the last Node; `overlay` is what an operator would apply. A controller makes each
+        namespace's account.
+        """
+        account = {"name": "default", "namespace": SPACE}
+        self.kube.create({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": account})
+        self.kubectl = Kubectl(self._kubectl, self.api, self.lab.folder)
+        self.kubelets = Kubelets(self.kube, self.api.authority.crt, self.pod_agents)
+        self._stack.callback(self.kubelets.close)
+        manifests = copy_of_manifests(self.lab.folder, self.api.url, "10.244.0.0/16")
+        self.overlay = manifests / "overlays" / "kubeadm-new"
+        for each in self.lab.nodes[:-1]:
+            self.register(each)
+
+    def register(self, each: Node) -> None:
+        """Its Node, as kubelet and kubeadm make it."""
+        made = node(
+            each.name, each.ip, each.ip6, labels=LINUX, pod_cidrs=[f"10.244.{each.number}.0/24"]
+        )
+        if each.number == 1:
+            made["spec"]["taints"] = [CONTROL_PLANE]
+        self.kube.create(made)
+
+    def join(self) -> PodAgent:
+        """The last node joins; its agent, once it has synced."""
+        self.register(self.lab.nodes[-1])
+        self.kubelets.sync()
+        return self.pod_agents[-1]

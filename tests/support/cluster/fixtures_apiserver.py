@@ -1,0 +1,101 @@
+"""pytest plugin: the fixture `apiserver`, one real API server for the whole run, and the programs
+`kubectl`, `kubeadm`, `previous_kubeadm`, `helm` and `kube_proxy`.
+
+Programs are built (once, minutes) when collection ends and only if a test asks for them, by a
+fixture of BUILDS or one that does: a test's own time limit must not have to cover that. A build
+that fails fails these tests.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.build import go_build
+from tests.support.cluster.apiserver import ApiServer
+from tests.support.faults.faults import FaultProxy
+
+BUILDS = {
+    "programs": go_build.DEFAULT,
+    "kubectl": ("kubectl",),
+    "kubeadm": ("kubeadm",),
+    "previous_kubeadm": ("kubeadm-1.36",),
+    "helm": ("helm",),
+    "kube_proxy": ("kube-proxy",),
+}
+"""Fixture → what it needs built."""
+_FAILED = pytest.StashKey[dict[str, go_build.BuildError]]()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Build what the collected tests need."""
+    session.config.stash[_FAILED] = {}
+    if session.config.option.collectonly:
+        return
+    wanted = {name for item in session.items for name in getattr(item, "fixturenames", ())}
+    capture = session.config.pluginmanager.getplugin("capturemanager")
+    for fixture, names in BUILDS.items():
+        if fixture not in wanted:
+            continue
+        try:
+            with capture.global_and_fixture_disabled():
+                for name in names:
+                    go_build.build(name)
+        except go_build.BuildError as error:
+            session.config.stash[_FAILED][fixture] = error
+
+
+def _built(request: pytest.FixtureRequest, fixture: str) -> tuple[Path, ...]:
+    if (error := request.config.stash[_FAILED].get(fixture)) is not None:
+        raise error
+    return tuple(go_build.build(name) for name in BUILDS[fixture])
+
+
+@pytest.fixture(scope="session")
+def programs(request: pytest.FixtureRequest) -> None:
+    """kube-apiserver and etcd are there; for fixtures that start them themselves."""
+    _built(request, "programs")
+
+
+@pytest.fixture(scope="session")
+def kubectl(request: pytest.FixtureRequest) -> Path:
+    """The program; `kubectl kustomize` is kustomize."""
+    return _built(request, "kubectl")[0]
+
+
+@pytest.fixture(scope="session")
+def kube_proxy(request: pytest.FixtureRequest) -> Path:
+    """The program that kbpf replaces."""
+    return _built(request, "kube_proxy")[0]
+
+
+@pytest.fixture(scope="session")
+def kubeadm(request: pytest.FixtureRequest) -> Path:
+    """The program that makes the objects which kbpf takes over."""
+    return _built(request, "kubeadm")[0]
+
+
+@pytest.fixture(scope="session")
+def previous_kubeadm(request: pytest.FixtureRequest) -> Path:
+    """The one of the minor version before."""
+    return _built(request, "previous_kubeadm")[0]
+
+
+@pytest.fixture(scope="session")
+def helm(request: pytest.FixtureRequest) -> Path:
+    """The program."""
+    return _built(request, "helm")[0]
+
+
+@pytest.fixture(scope="session")
+def apiserver(programs: None) -> Iterator[ApiServer]:
+    """A running API server; tests clear their objects from it, or use names of their own."""
+    with ApiServer() as server:
+        yield server
+
+
+@pytest.fixture
+def faults(apiserver: ApiServer) -> Iterator[FaultProxy]:
+    """A fault proxy of the test's own in front of `apiserver`."""
+    with FaultProxy(apiserver) as proxy:
+        yield proxy

@@ -1,0 +1,292 @@
+"""A small client of the Kubernetes API for tests, and builders of the objects that it sends.
+
+http.client and plain dicts, nothing of kbpf and no kubernetes library: what kbpf reads must have
+been written by other code. One connection is kept open per Kube, so a Kube belongs to one thread;
+`create_many` opens more of them by itself.
+"""
+
+import http.client
+import json
+import select
+import ssl
+import time
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self, TypeVar
+from urllib.parse import quote, urlencode, urlsplit
+
+from tests.support.faults.fault_wire import chunks, lines
+from tests.support.lab import sockets
+
+Object = dict[str, Any]
+Row = TypeVar("Row")
+
+_KINDS: dict[str, tuple[str, str, bool]] = {  # kind → API group path, resource, namespaced
+    "Namespace": ("/api/v1", "namespaces", False),
+    "Node": ("/api/v1", "nodes", False),
+    "Service": ("/api/v1", "services", True),
+    "Pod": ("/api/v1", "pods", True),
+    "ServiceAccount": ("/api/v1", "serviceaccounts", True),
+    "ConfigMap": ("/api/v1", "configmaps", True),
+    "DaemonSet": ("/apis/apps/v1", "daemonsets", True),
+    "ControllerRevision": ("/apis/apps/v1", "controllerrevisions", True),
+    "EndpointSlice": ("/apis/discovery.k8s.io/v1", "endpointslices", True),
+    "Event": ("/apis/events.k8s.io/v1", "events", True),
+    "ServiceCIDR": ("/apis/networking.k8s.io/v1", "servicecidrs", False),
+}
+
+
+class KubeError(Exception):
+    """The server answered with an error: its status code, reason and message."""
+
+    def __init__(self, status: int, what: str, body: bytes) -> None:
+        try:
+            said: Object = json.loads(body)
+        except ValueError:
+            said = {"message": body[:300].decode(errors="replace")}
+        self.status = status
+        self.reason = str(said.get("reason", ""))
+        super().__init__(f"{what}: {status} {self.reason}: {said.get('message', '')}")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where an API server is dialled, from which network namespace, and what proves it."""
+
+    host: str
+    port: int
+    ca: Path
+    netns: str | None = None
+    tls_server_name: str | None = None
+
+
+class Connection(http.client.HTTPSConnection):
+    """Made from inside the target's namespace, verified against the target's CA."""
+
+    def __init__(self, target: Target, timeout: float | None) -> None:
+        context = ssl.create_default_context(cafile=str(target.ca))
+        super().__init__(target.host, target.port, timeout=timeout, context=context)
+        self._target, self._verify = target, context
+
+    def connect(self) -> None:
+        target = self._target
+        raw = sockets.connect(target.netns, target.host, target.port, self.timeout)
+        name = target.tls_server_name or target.host
+        self.sock = self._verify.wrap_socket(raw, server_hostname=name)
+
+
+class Kube:
+    """A user's view of one API server, at a URL such as https://127.0.0.1:6443."""
+
+    def __init__(
+        self,
+        url: str,
+        token: str,
+        ca: Path,
+        *,
+        netns: str | None = None,
+        tls_server_name: str | None = None,
+        timeout: float = 20.0,
+    ) -> None:
+        parts = urlsplit(url)
+        if parts.scheme != "https" or parts.hostname is None or parts.port is None:
+            raise ValueError(f"not https://HOST:PORT: {url}")
+        self.target = Target(parts.hostname, parts.port, ca, netns, tls_server_name)
+        self._url = url
+        self._token = token
+        self._timeout = timeout
+        self._kept: Connection | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection; the next request opens another."""
+        if self._kept is not None:
+            self._kept.close()
+            self._kept = None
+
+    def create(self, obj: Object) -> Object:
+        """POST; the namespace `default` if the object names none."""
+        return self._send("POST", _path_of(obj, named=False), obj)
+
+    def create_many(self, objects: Iterable[Object], workers: int = 4) -> None:
+        """POST them all over a few connections at once; the order is nobody's promise."""
+        self._spread(lambda kube, obj: kube.create(obj), list(objects), workers)
+
+    def replace(self, obj: Object) -> Object:
+        """PUT; without metadata.resourceVersion it wins over whatever is stored."""
+        return self._send("PUT", _path_of(obj), obj)
+
+    def patch(
+        self, kind: str, name: str, change: Object, namespace: str = "default", sub: str = ""
+    ) -> Object:
+        """PATCH by JSON merge: null deletes a field, a list replaces a list."""
+        path = path_of(kind, namespace, name) + (f"/{sub}" if sub else "")
+        return self._send("PATCH", path, change, "application/merge-patch+json")
+
+    def delete(self, kind: str, name: str, namespace: str = "default") -> None:
+        """DELETE; what is not there is an error (404)."""
+        self._send("DELETE", path_of(kind, namespace, name))
+
+    def get(self, kind: str, name: str, namespace: str = "default") -> Object:
+        """GET one object."""
+        return self._send("GET", path_of(kind, namespace, name))
+
+    def token(self, account: str, namespace: str) -> str:
+        """A new token of a ServiceAccount, as a kubelet asks for it."""
+        wanted = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {}}
+        path = path_of("ServiceAccount", namespace, account)
+        answer = self._send("POST", f"{path}/token", wanted)
+        return str(answer["status"]["token"])
+
+    def list(
+        self, kind: str, namespace: str | None = None, query: Mapping[str, str] | None = None
+    ) -> Object:
+        """GET a list as the server gives it, by default of all namespaces."""
+        return self._send("GET", f"{path_of(kind, namespace)}?{urlencode(query or {})}")
+
+    def watch(
+        self,
+        kind: str,
+        namespace: str | None = None,
+        query: Mapping[str, str] | None = None,
+        seconds: float = 20.0,
+    ) -> Generator[Object, None, None]:
+        """Yield the events of a watch over its own connection until the server ends it.
+
+        Raises TimeoutError when nothing comes for `seconds`, ConnectionError when it breaks off.
+        """
+        connection = Connection(self.target, seconds)
+        try:
+            path = f"{path_of(kind, namespace)}?{urlencode({'watch': 'true', **(query or {})})}"
+            connection.request("GET", path, headers=self._headers())
+            response = connection.getresponse()
+            if response.status != 200:
+                raise KubeError(response.status, f"watch {kind}", response.read())
+            for line in lines(chunks(response.fp)):
+                yield json.loads(line)
+        finally:
+            connection.close()
+
+    def set_load_balancer(
+        self,
+        name: str,
+        addresses: Sequence[str],
+        namespace: str = "default",
+        ip_mode: str | None = None,
+    ) -> Object:
+        """Set status.loadBalancer.ingress as a cloud's controller does."""
+        mode = {"ipMode": ip_mode} if ip_mode else {}
+        status = {"loadBalancer": {"ingress": [{"ip": ip} | mode for ip in addresses]}}
+        return self.patch("Service", name, {"status": status}, namespace, "status")
+
+    def clear(self) -> None:
+        """Delete every Service (but default/kubernetes), its EndpointSlices, and every Node."""
+        rows: list[tuple[str, str, str]] = []
+        for kind in ("Service", "EndpointSlice", "Node"):
+            for obj in self.list(kind)["items"]:
+                meta = obj["metadata"]
+                space = meta.get("namespace", "default")
+                owner = meta.get("labels", {}).get("kubernetes.io/service-name", meta["name"])
+                if (space, owner) != ("default", "kubernetes"):
+                    rows.append((kind, meta["name"], space))
+        self._spread(lambda kube, row: kube.delete(*row), rows, 4)
+
+    def wait_until_ready(self, seconds: float = 20.0) -> None:
+        """Return when the server is ready and can give a Service its addresses."""
+        deadline = time.monotonic() + seconds
+        while (why := self.not_ready()) is not None:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"API server not ready after {seconds} s: {why}")
+            time.sleep(0.05)
+
+    def not_ready(self) -> str | None:
+        """Return why the server can't be used yet, or None.
+
+        /readyz comes before the `default` namespace, and before the ServiceCIDR that the
+        allocator of cluster IPs needs: creating a Service in that gap fails.
+        """
+        try:
+            status, body = self.request("GET", "/readyz")
+            if status != 200:
+                return body.decode(errors="replace")
+            self.get("Namespace", "default")
+            self.get("Service", "kubernetes")
+            cidr = self.get("ServiceCIDR", "kubernetes")
+        except (OSError, http.client.HTTPException, KubeError) as error:
+            return str(error)
+        conditions = cidr.get("status", {}).get("conditions", ())
+        ready = any(row["type"] == "Ready" and row["status"] == "True" for row in conditions)
+        return None if ready else "the ServiceCIDR is not ready"
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> tuple[int, bytes]:
+        """Return status and body of one request over the kept connection."""
+        connection = self._connection()
+        try:
+            connection.request(method, path, body, self._headers() | dict(headers or {}))
+            response = connection.getresponse()
+            return response.status, response.read()
+        except BaseException:
+            self.close()
+            raise
+
+    def _send(
+        self, method: str, path: str, body: Object | None = None, kind: str = "application/json"
+    ) -> Object:
+        data = None if body is None else json.dumps(body).encode()
+        status, answer = self.request(method, path, data, {"Content-Type": kind})
+        if not 200 <= status < 300:
+            raise KubeError(status, f"{method} {path}", answer)
+        result: Object = json.loads(answer)
+        return result
+
+    def _spread(
+        self, do: Callable[["Kube", Row], object], rows: Sequence[Row], workers: int
+    ) -> None:
+        """Do all rows over several connections at once; raise the first error."""
+
+        def work(part: Sequence[Row]) -> None:
+            name, netns = self.target.tls_server_name, self.target.netns
+            ca = self.target.ca
+            with Kube(self._url, self._token, ca, netns=netns, tls_server_name=name) as kube:
+                for row in part:
+                    do(kube, row)
+
+        with ThreadPoolExecutor(workers, thread_name_prefix="kube") as pool:
+            list(pool.map(work, [rows[n::workers] for n in range(workers)]))
+
+    def _connection(self) -> Connection:
+        """Return the kept connection, or a new one if the server has closed it meanwhile."""
+        if self._kept is not None and self._kept.sock is not None:
+            if not select.select([self._kept.sock], [], [], 0)[0]:
+                return self._kept
+            self.close()  # readable between two requests: closed, nothing else can come
+        self._kept = Connection(self.target, self._timeout)
+        return self._kept
+
+    def _headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self._token}", "Accept": "application/json"}
+
+
+def path_of(kind: str, namespace: str | None = None, name: str | None = None) -> str:
+    """Return the URL path of a kind's list (in all namespaces for None) or of one object."""
+    group, resource, namespaced = _KINDS[kind]
+    space = f"/namespaces/{quote(namespace)}" if namespaced and namespace else ""
+    return f"{group}{space}/{resource}" + (f"/{quote(name)}" if name else "")
+
+
+def _path_of(obj: Object, named: bool = True) -> str:
+    meta = obj["metadata"]
+    return path_of(obj["kind"], meta.get("namespace", "default"), meta["name"] if named else None)

@@ -1,0 +1,226 @@
+"""A real kubeadm and its add-on kube-proxy, what it writes into the ConfigMap kube-proxy (1.37),
+and a ConfigMap's mount.
+
+tests/lab/cluster/test_kubeadm.py holds the texts here to what the program writes.
+"""
+
+import json
+from pathlib import Path
+
+from tests.support.build import go_build
+from tests.support.cluster.apiserver import ApiServer
+from tests.support.cluster.kube import Object
+from tests.support.cluster.kubectl import Kubectl, call, documents
+from tests.support.lab.lab import inside
+
+KUBECONFIG = "/var/lib/kube-proxy/kubeconfig.conf"
+_CONFIG = """\
+apiVersion: kubeproxy.config.k8s.io/v1alpha1
+bindAddress: 0.0.0.0
+bindAddressHardFail: false
+clientConnection:
+  acceptContentTypes: ""
+  burst: 0
+  contentType: ""
+  kubeconfig: {kubeconfig}
+  qps: 0
+clusterCIDR: {cluster_cidr}
+configSyncPeriod: 0s
+conntrack:
+  maxPerCore: null
+  min: null
+  tcpBeLiberal: false
+  tcpCloseWaitTimeout: null
+  tcpEstablishedTimeout: null
+  udpStreamTimeout: 0s
+  udpTimeout: 0s
+detectLocal:
+  bridgeInterface: ""
+  interfaceNamePrefix: ""
+detectLocalMode: ""
+enableProfiling: false
+healthzBindAddress: ""
+hostnameOverride: ""
+iptables:
+  localhostNodePorts: null
+  masqueradeAll: false
+  masqueradeBit: null
+  minSyncPeriod: 0s
+  syncPeriod: 0s
+ipvs:
+  excludeCIDRs: null
+  minSyncPeriod: 0s
+  scheduler: ""
+  strictARP: false
+  syncPeriod: 0s
+  tcpFinTimeout: 0s
+  tcpTimeout: 0s
+  udpTimeout: 0s
+kind: KubeProxyConfiguration
+logging:
+  flushFrequency: 0
+  options:
+    json:
+      infoBufferSize: "0"
+    text:
+      infoBufferSize: "0"
+  verbosity: 0
+metricsBindAddress: ""
+mode: iptables
+nftables:
+  masqueradeAll: false
+  masqueradeBit: null
+  minSyncPeriod: 0s
+  syncPeriod: 0s
+nodePortAddresses: null
+oomScoreAdj: null
+portRange: ""
+showHiddenMetricsForVersion: ""
+winkernel:
+  enableDSR: false
+  forwardHealthCheckVip: false
+  networkName: ""
+  rootHnsEndpointName: ""
+  sourceVip: ""
+"""
+_KUBECONFIG = """\
+apiVersion: v1
+kind: Config
+clusters:
+- cluster:
+    certificate-authority: {account}/ca.crt
+    server: {server}
+  name: default
+contexts:
+- context:
+    cluster: default
+    namespace: default
+    user: default
+  name: default
+current-context: default
+users:
+- name: default
+  user:
+    tokenFile: {account}/token
+"""
+
+
+def config(cluster_cidr: str, kubeconfig: Path | str = KUBECONFIG) -> str:
+    """config.conf, with the pods' networks of --pod-network-cidr."""
+    return _CONFIG.format(cluster_cidr=cluster_cidr, kubeconfig=kubeconfig)
+
+
+def kubeconfig(server: str, account: Path) -> str:
+    """kubeconfig.conf, with the control plane's address. `account`: the folder that holds what
+    kubelet mounts of the service account.
+    """
+    return _KUBECONFIG.format(server=server, account=account)
+
+
+class Kubeadm:
+    """`kubeadm init phase addon kube-proxy` for a cluster whose control plane is this API server.
+
+    `endpoint`: its controlPlaneEndpoint, HOST:PORT, that of the server if none is given; `pods`:
+    the networking.podSubnet; `proxy`: fields of a KubeProxyConfiguration of the user's own;
+    `patches`: a folder of patches.
+    """
+
+    def __init__(
+        self,
+        program: Path,
+        server: ApiServer,
+        folder: Path,
+        *,
+        endpoint: str = "",
+        pods: str = "10.244.0.0/16",
+        proxy: Object | None = None,
+        patches: Path | None = None,
+    ) -> None:
+        self._program, self._netns, self._folder = program, server.netns, folder
+        self._admin = server.kubeconfig(folder / "kubeconfig-kubeadm", "admin")
+        self._config = folder / "kubeadm.yaml"
+        objects = _cluster(endpoint or server.url.removeprefix("https://"), pods, proxy)
+        if patches is not None:
+            objects[0]["patches"] = {"directory": str(patches)}
+        self._config.write_text("\n---\n".join(map(json.dumps, objects)))
+
+    def install_kube_proxy(self) -> None:
+        """Makes its objects, or makes them again as they were."""
+        said = self._addon(f"--kubeconfig={self._admin}")
+        assert "Applied essential addon: kube-proxy" in said, said
+
+    def upload_config(self) -> None:
+        """Keeps what it was told in the ConfigMap kubeadm-config, as `kubeadm init` does."""
+        command = (str(self._program), "init", "phase", "upload-config", "kubeadm",
+                   f"--config={self._config}", f"--kubeconfig={self._admin}")  # fmt: skip
+        call(inside(self._netns, None, *command), self._folder)
+
+    def remove_kube_proxy(self, admin: Kubectl) -> None:
+        """Deletes whatever is there of them."""
+        admin("delete", "-f", "-", "--ignore-not-found", "--wait=false", stdin=self.manifest())
+
+    def kube_proxy(self) -> list[Object]:
+        """Its objects."""
+        return documents(self.manifest())
+
+    def manifest(self) -> str:
+        """Its objects, as kubeadm prints them."""
+        return self._addon("--print-manifest")
+
+    def _addon(self, *arguments: str) -> str:
+        command = (str(self._program), "init", "phase", "addon", "kube-proxy",
+                   f"--config={self._config}", *arguments)  # fmt: skip
+        return call(inside(self._netns, None, *command), self._folder)
+
+
+def _cluster(endpoint: str, pods: str, proxy: Object | None) -> list[Object]:
+    """What kubeadm is told: nothing that it would have to find out on this machine."""
+    api = "kubeadm.k8s.io/v1beta4"
+    made: list[Object] = [
+        {
+            "apiVersion": api,
+            "kind": "InitConfiguration",
+            "localAPIEndpoint": {"advertiseAddress": "198.51.100.1"},
+            "nodeRegistration": {"criSocket": "unix:///run/containerd/containerd.sock"},
+        },
+        {
+            "apiVersion": api,
+            "kind": "ClusterConfiguration",
+            "kubernetesVersion": go_build.kubernetes_version(),
+            "controlPlaneEndpoint": endpoint,
+            "networking": {"podSubnet": pods},
+        },
+    ]
+    if proxy is not None:
+        kind = {
+            "apiVersion": "kubeproxy.config.k8s.io/v1alpha1",
+            "kind": "KubeProxyConfiguration",
+        }
+        made.append(kind | proxy)
+    return made
+
+
+class Mount:
+    """A folder of files that change all at once, as kubelet mounts a ConfigMap or a token:
+    FILE → ..data/FILE, ..data → ..N.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._count = 0
+        folder.mkdir()
+
+    def put(self, **files: str) -> None:
+        """These files (`_` is a dot in their names), and none else, from now on."""
+        self._count += 1
+        version = self.folder / f"..{self._count}"
+        version.mkdir()
+        for name, text in files.items():
+            (version / name.replace("_", ".")).write_text(text)
+        swap = self.folder / "..data_tmp"
+        swap.symlink_to(version.name)
+        swap.rename(self.folder / "..data")
+        for name in files:
+            link = self.folder / name.replace("_", ".")
+            if not link.is_symlink():
+                link.symlink_to(f"..data/{link.name}")

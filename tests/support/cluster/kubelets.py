@@ -1,0 +1,336 @@
+"""The fake that stands for the kubelets of a lab's nodes, and for the DaemonSet controller.
+
+It reads DaemonSets, ConfigMaps, ServiceAccounts and Nodes from the API server, decides where a pod
+has to run, makes the Pod's object, keeps its status and the DaemonSet's, and has the node run the
+container (daemonset.PodAgent). It keeps the templates that a DaemonSet has had, too, as
+ControllerRevisions, for `kubectl rollout undo`. A node has one pod that serves; beside it may be
+those of manifests/cleanup and manifests/prepull.
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tests.support.cluster.kube import Kube, Object, path_of
+from tests.support.lab.lab import until
+from tests.support.runtime.pods import Container
+
+if TYPE_CHECKING:
+    from tests.support.cluster.daemonset import PodAgent
+
+SPACE = "kube-system"
+
+
+@dataclass(frozen=True, slots=True)
+class _Beside:
+    """A pod that does not serve: its name, what it runs, and the container."""
+
+    pod: str
+    runs: str
+    container: Container
+    ready: bool
+
+
+class Kubelets:
+    """See the module; `agents` are the nodes'."""
+
+    def __init__(self, kube: Kube, ca: Path, agents: Sequence["PodAgent"]) -> None:
+        self._kube = kube
+        self._ca = ca
+        self._agents = {agent.node.name: agent for agent in agents}
+        self.images = {"kbpf:0.1.0", "kbpf:0.2.0"}
+        """Those that somebody has put where the nodes find them; and all of registry.k8s.io."""
+        self.never_ready: set[str] = set()
+        """Those whose pods nobody waits for: a rollout stops there, since it may take no further
+        node away (maxUnavailable). What is not among `images` too is not even pulled.
+        """
+        self._pods: dict[str, str] = {}  # of each node that has one: the name of the serving Pod
+        self.pulled: dict[str, set[str]] = {name: set() for name in self._agents}
+        """The images that each node has."""
+        self._beside: dict[tuple[str, str], _Beside] = {}  # by node and DaemonSet
+        self._count = 0
+
+    def sync(self) -> None:
+        """Ends pods that should not run, or not so, or that somebody has deleted; then starts those
+        that are missing, and waits until each is ready, by its own probe: one node after the other,
+        as a rolling update, which stops at a pod that does not get ready.
+        """
+        nodes = {each["metadata"]["name"]: each for each in self._kube.list("Node")["items"]}
+        sets = self._kube.list("DaemonSet", SPACE)["items"]
+        for each in sets:
+            self._keep_revision(each)
+        is_stopped = False
+        for name in self._agents:
+            wanted = [
+                each
+                for each in sets
+                if name in nodes and runs_on(each["spec"]["template"]["spec"], nodes[name])
+            ]
+            if not is_stopped:
+                serving = [each for each in wanted if not is_beside(each)]
+                is_stopped = not self._sync_serving(name, serving)
+            self._sync_beside(name, [each for each in wanted if is_beside(each)])
+        for each in sets:
+            self._report(each, nodes)
+
+    def _sync_serving(self, name: str, wanted: list[Object]) -> bool:
+        """Whether what runs there is ready."""
+        assert len(wanted) <= 1, "one agent on a node"
+        agent = self._agents[name]
+        if agent.runs and not agent.is_running:
+            agent.forget()
+        stays = wanted and agent.runs == digest(wanted[0]["spec"]["template"])
+        if agent.runs and not (stays and self._is_wanted(self._pods.get(name, ""))):
+            assert agent.stop() == 0, agent.tail()
+        if not agent.runs:
+            self._remove_pod(self._pods.pop(name, ""))
+        gets_ready = not wanted or image_of(wanted[0]) not in self.never_ready
+        if wanted and not agent.runs:
+            self._start(agent, wanted[0])
+            if gets_ready:
+                agent.wait_ready(wanted[0]["spec"]["template"]["spec"])
+                self._is_ready(self._pods[name])
+        return gets_ready
+
+    def _sync_beside(self, name: str, wanted: list[Object]) -> None:
+        """Those that should not run, or not so, end; those that are missing start."""
+        sets = {each["metadata"]["name"]: each for each in wanted}
+        for key in [key for key in self._beside if key[0] == name]:
+            owner = sets.get(key[1])
+            if owner is None or digest(owner["spec"]["template"]) != self._beside[key].runs:
+                made = self._beside.pop(key)
+                made.container.close()
+                self._remove_pod(made.pod)
+        for owner_name, owner in sets.items():
+            if (name, owner_name) not in self._beside:
+                self._beside[name, owner_name] = self._start_beside(self._agents[name], owner)
+
+    def _start_beside(self, agent: "PodAgent", owner: Object) -> _Beside:
+        """Starts it, waits until it has done what it can, and asks its readiness probe."""
+        template = owner["spec"]["template"]
+        pod = self._create_pod(agent.node.name, owner["metadata"]["name"], template)
+        assert self._pulls(agent, owner)
+        container = agent.beside(template["spec"], *self._needs(agent, template["spec"]))
+        until(
+            "it has done what it can",
+            lambda: container.code is not None or _command(container).startswith(b"sleep\0"),
+        )
+        (spec,) = template["spec"]["containers"]
+        probe = spec.get("readinessProbe", {}).get("exec", {}).get("command")
+        ready = container.code is None
+        if ready and probe:
+            ready = container.exec(*probe).returncode == 0
+        if ready:
+            self._is_ready(pod)
+        return _Beside(pod, digest(template), container, ready)
+
+    def launch(self, agent: "PodAgent") -> None:
+        """Starts its pod, whatever becomes of it."""
+        (only,) = self._kube.list("DaemonSet", SPACE)["items"]
+        self._remove_pod(self._pods.pop(agent.node.name, ""))
+        self._start(agent, only)
+
+    def try_out(self, agent: "PodAgent", command: list[str], paths: Mapping[str, Path]) -> str:
+        """What a command prints in another container of the pod's kind, with these hostPaths."""
+        (only,) = self._kube.list("DaemonSet", SPACE)["items"]
+        spec = only["spec"]["template"]["spec"]
+        (container,) = spec["containers"]
+        spec["containers"] = [{**container, "command": command}]
+        volumes, account = self._needs(agent, spec)
+        return agent.try_out(spec, volumes, account, paths)
+
+    def delete_pod(self, agent: "PodAgent") -> None:
+        """What follows `kubectl delete pod`: it ends; sync() makes another."""
+        assert agent.stop() == 0, agent.tail()
+
+    def runc(self) -> dict[str, tuple[str, ...]]:
+        """Pod → the command that runs another one in its container, as `kubectl exec` does."""
+        running = {name: agent for name, agent in self._agents.items() if agent.is_running}
+        return {self._pods[name]: agent.runc_exec for name, agent in running.items()}
+
+    def close(self) -> None:
+        """Ends what runs beside the agents."""
+        for each in self._beside.values():
+            each.container.close()
+
+    def _start(self, agent: "PodAgent", owner: Object) -> None:
+        template = owner["spec"]["template"]
+        volumes, account = self._needs(agent, template["spec"])
+        name = self._create_pod(agent.node.name, owner["metadata"]["name"], template)
+        self._pods[agent.node.name] = name
+        if self._pulls(agent, owner):
+            agent.launch(template, volumes, account)
+
+    def _pulls(self, agent: "PodAgent", owner: Object) -> bool:
+        """Whether the image can be had; one of which no test has said that it cannot has to be."""
+        image = image_of(owner)
+        there = image in self.images or image.startswith("registry.k8s.io/")
+        assert there or image in self.never_ready, f"ErrImagePull: nobody has pushed {image}"
+        if there:
+            self.pulled[agent.node.name].add(image)
+        return there
+
+    # ---- what the API server is told -------------------------------------------------------
+
+    def _is_wanted(self, name: str) -> bool:
+        """Whether nobody has deleted this Pod."""
+        pods = {each["metadata"]["name"]: each for each in self._kube.list("Pod", SPACE)["items"]}
+        return name in pods and "deletionTimestamp" not in pods[name]["metadata"]
+
+    def _create_pod(self, node_name: str, owner: str, template: Object) -> str:
+        self._count += 1
+        name = f"{owner}-{self._count}"
+        meta = {"name": name, "namespace": SPACE, "labels": template["metadata"]["labels"]}
+        spec = {**template["spec"], "nodeName": node_name}
+        self._kube.create({"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": spec})
+        return name
+
+    def _is_ready(self, name: str) -> None:
+        kinds = ("Initialized", "ContainersReady", "Ready")
+        status = {
+            "phase": "Running",
+            "conditions": [{"type": kind, "status": "True"} for kind in kinds],
+        }
+        self._kube.patch("Pod", name, {"status": status}, SPACE, "status")
+
+    def _remove_pod(self, name: str) -> None:
+        """The object, if there is one: a kubelet does so when the containers have ended."""
+        if name:
+            path = f"{path_of('Pod', SPACE, name)}?gracePeriodSeconds=0"
+            code, said = self._kube.request("DELETE", path)
+            assert code in (200, 404), said
+
+    def _report(self, owner: Object, nodes: Mapping[str, Object]) -> None:
+        """What `kubectl rollout status` waits for."""
+        template = owner["spec"]["template"]
+        desired = [name for name, each in nodes.items() if runs_on(template["spec"], each)]
+        runs = digest(template)
+        if is_beside(owner):
+            updated = len(desired)
+            pods = [self._beside.get((name, owner["metadata"]["name"])) for name in desired]
+            ready = sum(pod is not None and pod.ready for pod in pods)
+        else:
+            updated = sum(self._agents[name].runs == runs for name in desired)
+            ready = updated if image_of(owner) not in self.never_ready else 0
+        status = {
+            "observedGeneration": owner["metadata"]["generation"],
+            "desiredNumberScheduled": len(desired),
+            "currentNumberScheduled": len(desired),
+            "updatedNumberScheduled": updated,
+            "numberReady": ready,
+            "numberAvailable": ready,
+        }
+        name = owner["metadata"]["name"]
+        self._kube.patch("DaemonSet", name, {"status": status}, SPACE, "status")
+
+    def _keep_revision(self, owner: Object) -> None:
+        """The template that this DaemonSet has now, as the newest of those that it has had."""
+        meta = owner["metadata"]
+        data = {"spec": {"template": {**owner["spec"]["template"], "$patch": "replace"}}}
+        kept = [
+            each
+            for each in self._kube.list("ControllerRevision", SPACE)["items"]
+            if each["metadata"]["ownerReferences"][0]["uid"] == meta["uid"]
+        ]
+        newest = max(kept, key=lambda each: int(each["revision"]), default=None)
+        if newest is not None and newest["data"] == data:
+            return
+        for each in kept:
+            if each["data"] == data:  # again; a controller gives it another number
+                self._kube.delete("ControllerRevision", each["metadata"]["name"], SPACE)
+        number = 1 if newest is None else newest["revision"] + 1
+        reference = {"apiVersion": "apps/v1", "kind": "DaemonSet", "name": meta["name"],
+                     "uid": meta["uid"], "controller": True}  # fmt: skip
+        made = {
+            "name": f"{meta['name']}-{meta['uid'][:8]}-{number}",
+            "namespace": SPACE,
+            "labels": owner["spec"]["template"]["metadata"]["labels"],
+            "ownerReferences": [reference],
+        }
+        self._kube.create({"apiVersion": "apps/v1", "kind": "ControllerRevision", "metadata": made,
+                           "data": data, "revision": number})  # fmt: skip
+
+    # ---- what a pod is given ---------------------------------------------------------------
+
+    def _needs(self, agent: "PodAgent", spec: Object) -> tuple[dict[str, Path], Path | None]:
+        """The volumes that come from the API server, and the account's, if it wants one."""
+        volumes = {}
+        for volume in spec.get("volumes", ()):
+            if given := volume.get("configMap"):
+                optional = given.get("optional", False)
+                volumes[volume["name"]] = self._config_map(agent, given["name"], optional)
+        if not spec.get("automountServiceAccountToken", True):
+            return volumes, None
+        return volumes, self._account(agent, spec["serviceAccountName"])
+
+    def _config_map(self, agent: "PodAgent", name: str, optional: bool) -> Path:
+        there = {each["metadata"]["name"] for each in self._kube.list("ConfigMap", SPACE)["items"]}
+        missing = optional and name not in there
+        folder = agent.folder / "configmaps" / ("none" if missing else name)
+        folder.mkdir(parents=True, exist_ok=True)
+        if missing:
+            return folder
+        for file, text in self._kube.get("ConfigMap", name, SPACE)["data"].items():
+            (folder / f"{file}.new").write_text(text)
+            (folder / f"{file}.new").rename(folder / file)
+        return folder
+
+    def _account(self, agent: "PodAgent", name: str) -> Path:
+        folder = agent.folder / "serviceaccount"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "token").write_text(self._kube.token(name, SPACE))
+        (folder / "namespace").write_text(SPACE)
+        shutil.copy(self._ca, folder / "ca.crt")
+        return folder
+
+
+def is_beside(owner: Object) -> bool:
+    """Whether this DaemonSet is that of manifests/cleanup or manifests/prepull."""
+    (container,) = owner["spec"]["template"]["spec"]["containers"]
+    command = " ".join(container["command"])
+    return "kbpf cleanup" in command or command.startswith("sleep ")
+
+
+def image_of(owner: Object) -> str:
+    """What a DaemonSet's pods run."""
+    (container,) = owner["spec"]["template"]["spec"]["containers"]
+    return str(container["image"])
+
+
+def _command(container: Container) -> bytes:
+    """What its first process runs now; empty before it runs."""
+    state = container.state()
+    if state is None or not state["pid"]:
+        return b""
+    try:
+        return Path(f"/proc/{state['pid']}/cmdline").read_bytes()
+    except OSError:
+        return b""  # it has ended
+
+
+def digest(template: Object) -> str:
+    """What tells a pod template from another, as a controller's revision hash does."""
+    return hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def runs_on(spec: Object, given: Object) -> bool:
+    """Whether a DaemonSet's pod runs on this Node: labels are selected, taints tolerated."""
+    labels = given["metadata"].get("labels", {})
+    if not spec.get("nodeSelector", {}).items() <= labels.items():
+        return False
+    rows = spec.get("tolerations", [])
+    return all(
+        any(_tolerates(row, taint) for row in rows) for taint in given["spec"].get("taints", [])
+    )
+
+
+def _tolerates(row: Object, taint: Object) -> bool:
+    if row.get("effect") not in (None, "", taint["effect"]):
+        return False
+    if row.get("operator", "Equal") == "Exists":
+        return row.get("key") in (None, "", taint["key"])
+    return row.get("key") == taint["key"] and row.get("value", "") == taint.get("value", "")

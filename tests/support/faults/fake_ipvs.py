@@ -1,0 +1,219 @@
+"""A fake of the kernel's IPVS, for kernels that have none: it keeps virtual services and their real
+servers in memory, answers as the kernel does (EEXIST, ESRCH, ENOENT), and leads no packets.
+
+All else of the data plane is real: nftables, addresses, the state folder. Where the kernel has no
+dummy devices a bridge takes their place, which holds addresses as well.
+"""
+
+import errno
+import json
+import os
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from kbpf.dataplane.base import Report
+from kbpf.dataplane.ipvs.plane import IpvsPlane
+from kbpf.kernel.net import dummy
+from kbpf.kernel.net.ipvs import (
+    Change,
+    Command,
+    Counts,
+    Ipvs,
+    Load,
+    Server,
+    Service,
+    Settings,
+    Times,
+)
+from kbpf.kernel.netfilter import forward_rules
+from kbpf.kernel.system import netns
+from kbpf.model.address import parse_addr
+from kbpf.model.config import Config
+from kbpf.model.desired import DesiredState, ServicePortKey, ServiceState
+from tests.support.lab.lab import inside, run
+from tests.support.plane import desired
+
+T = TypeVar("T")
+DEVICE = "kbpf-test0"
+
+
+class FakeIpvs:
+    """One kernel's: what any `Ipvs` says and hears goes here. `calls`: how often each of its verbs
+    was used; `connections`: those of a real server, active and inactive; `refuse`: the errno with
+    which a change is refused, or 0; it is asked before each.
+    """
+
+    def __init__(self) -> None:
+        self.held: dict[Service, tuple[Settings, dict[Server, int]]] = {}
+        self.connections: dict[tuple[Service, Server], tuple[int, int]] = {}
+        self.times = Times(900, 120, 300)
+        self.calls: Counter[str] = Counter()
+        self.refuse: Callable[[Change], int] = lambda _: 0
+
+    def install(self, patch: pytest.MonkeyPatch) -> None:
+        """Takes IPVS' place in this process until the test ends."""
+        for name, do in {
+            "__init__": lambda _: self.calls.update(("opened",)),
+            "close": lambda _: None,
+            "services": lambda _: self.services(),
+            "counts": lambda _: [(one, Counts(0, 0, 0)) for one, _ in self.services()],
+            "servers": lambda _, service: self.servers(service),
+            "settings": lambda _, service: self.held.get(service, (None, {}))[0],
+            "times": lambda _: self.times,
+            "set_times": lambda _, times: self.set_times(times),
+            "try_": lambda _, changes: self.try_(changes),
+        }.items():
+            patch.setattr(Ipvs, name, do)
+
+    def set_times(self, times: Times) -> None:
+        """As Ipvs.set_times()."""
+        pairs = zip(times, self.times, strict=True)
+        self.times = Times(*(new or old for new, old in pairs))
+
+    def services(self) -> list[tuple[Service, Settings]]:
+        """As Ipvs.services()."""
+        self.calls["services"] += 1
+        return [(service, settings) for service, (settings, _) in self.held.items()]
+
+    def servers(self, service: Service) -> list[Load]:
+        """As Ipvs.servers()."""
+        self.calls["servers"] += 1
+        _, servers = self.held.get(service, (None, {}))
+        return [
+            Load(one, weight, *self.connections.get((service, one), (0, 0)))
+            for one, weight in servers.items()
+        ]
+
+    def try_(self, changes: Sequence[Change]) -> list[int]:
+        """As Ipvs.try_()."""
+        self.calls["changes"] += len(changes)
+        return [self.refuse(change) or self._change(*change) for change in changes]
+
+    def _change(
+        self, command: Command, service: Service, settings: Settings | None,
+        server: Server | None, weight: int,
+    ) -> int:  # fmt: skip
+        there = self.held.get(service)
+        match command:
+            case Command.NEW_SERVICE if there is not None:
+                return errno.EEXIST
+            case Command.NEW_SERVICE:
+                assert settings is not None
+                self.held[service] = (settings, {})
+                return 0
+        if there is None:
+            return errno.ESRCH
+        match command:
+            case Command.SET_SERVICE:
+                assert settings is not None
+                self.held[service] = (settings, there[1])
+            case Command.DEL_SERVICE:
+                del self.held[service]
+            case Command.NEW_SERVER | Command.SET_SERVER | Command.DEL_SERVER:
+                assert server is not None
+                return self._change_server(command, there[1], server, weight)
+        return 0
+
+    def _change_server(
+        self, command: Command, servers: dict[Server, int], server: Server, weight: int
+    ) -> int:
+        if (command is Command.NEW_SERVER) == (server in servers):
+            return errno.EEXIST if server in servers else errno.ENOENT
+        if command is Command.DEL_SERVER:
+            del servers[server]
+        else:
+            servers[server] = weight
+        return 0
+
+    def shown(self) -> dict[str, dict[str, int]]:
+        """Virtual services, their real servers and weights, in words."""
+        return {
+            str(service): {str(one): weight for one, weight in servers.items()}
+            for service, (_, servers) in self.held.items()
+        }
+
+
+class Node:
+    """A network namespace, the fake, and a plane on them."""
+
+    def __init__(self, where: str, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self.where, self.folder = where, folder
+        self.ipvs = FakeIpvs()
+        self.ipvs.install(patch)
+        patch.setattr(dummy, "KIND", "bridge")
+        self.config = Config(ipvs_device=DEVICE, state_dir=folder)
+        self.plane = IpvsPlane(self.config)
+        self.now = 0.0
+
+    def do(self, action: Callable[[], T]) -> T:
+        """In its network."""
+        return netns.inside(Path("/run/netns") / self.where, action)
+
+    def run(self, *words: str, stdin: str | None = None) -> str:
+        """A command in its network."""
+        return run(*inside(self.where, None, *words), stdin=stdin)
+
+    def start(self, config: Config | None = None) -> IpvsPlane:
+        """A new agent's plane, after the one before has ended."""
+        self.plane.close()
+        self.config = config or self.config
+        self.plane = IpvsPlane(self.config)
+        self.do(self.plane.open)
+        return self.plane
+
+    def apply(
+        self, *services: ServiceState, nodes: str = "", sound: bool = True,
+        touched: Sequence[ServicePortKey] | None = None,
+    ) -> Report:  # fmt: skip
+        """These and nothing else; with `touched` only these of them have changed."""
+        wanted: DesiredState = desired(*services, nodes=nodes)
+        return self.do(lambda: self.plane.apply(wanted, touched, sound))
+
+    def tick(self) -> None:
+        """Everything that is due some time later."""
+        self.now += 100.0
+        self.do(lambda: self.plane.tick(self.now))
+
+    def addresses(self, device: str = DEVICE) -> set[str]:
+        """Those of a device; none if it is not there."""
+        shown = json.loads(self.run("ip", "-j", "addr"))
+        return {
+            one["local"]
+            for link in shown
+            if link.get("ifname") == device
+            for one in link["addr_info"]
+        }
+
+    def links(self) -> set[str]:
+        """The names of all devices but loopback."""
+        return {row["ifname"] for row in json.loads(self.run("ip", "-j", "link"))} - {"lo"}
+
+    def tables(self) -> set[str]:
+        """All of nf_tables."""
+        listed = self.do(lambda: forward_rules.transaction({"list": {"tables": None}}))
+        found: list[dict[str, Any]] = [one["table"] for one in listed if "table" in one]
+        return {f"{one['family']} {one['name']}" for one in found}
+
+
+@pytest.fixture
+def fake_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
+    """One, whose plane is not open yet."""
+    where = f"kbif{os.getpid()}"
+    run("ip", "netns", "add", where)
+    run("ip", "-n", where, "link", "set", "lo", "up")
+    node = Node(where, tmp_path / "state", monkeypatch)
+    try:
+        yield node
+    finally:
+        node.plane.close()
+        run("ip", "netns", "del", where)
+
+
+def tcp(address: str, port: int) -> Service:
+    """A key."""
+    return Service(socket.IPPROTO_TCP, parse_addr(address), port)

@@ -1,0 +1,131 @@
+"""One connection as a row: who dials what, who must answer, and as whom the backend sees it.
+
+Every row also checks that the client believes to talk to what it dialled.
+"""
+
+import ipaddress
+from dataclasses import dataclass
+from typing import Any
+
+from tests.support.cluster.cluster import Places
+from tests.support.lab.lab import Place
+from tests.support.lab.modes import PACKETS, SILENCE
+
+REFUSED = "ECONNREFUSED"
+CLOSED = "ECONNREFUSED by a host"
+"""Not by the programs: nobody listens there."""
+DROPPED = "ETIMEDOUT"
+CLUSTER_IPS = ("10.96.", "fd00:10:96::")
+UNSERVED = "EHOSTUNREACH"
+"""What an address gets that is nobody's business (tests/support/cluster/cluster.py)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dial:
+    """A row.
+
+    `to` is host:port; `protocol` is tcp, udp (one sendto) or udp-connected. `outcome` are the
+    places that must answer, all of them and nobody else, as ``a1 b1`` or with the port that they
+    must serve on, ``a1:8081``; or REFUSED, CLOSED, DROPPED, UNSERVED. `backend_sees`: the client's
+    address; by default the client's own, as if it had dialled the backend itself.
+    """
+
+    name: str
+    client: str
+    to: str
+    outcome: str
+    protocol: str = "tcp"
+    backend_sees: str = ""
+
+
+def check(places: Places, row: Dial) -> None:
+    """Dials, often enough to meet every backend, and compares with the row."""
+    host, _, number = row.to.rpartition(":")
+    host = host.strip("[]")
+    place = places[row.client]
+    names = row.outcome.split()
+    fails = row.outcome in (REFUSED, CLOSED, DROPPED, UNSERVED)
+    silent = PACKETS and row.outcome == DROPPED
+    # 25 dials a backend: that one is never met has a chance of 1 in 10^11.
+    answer = place.many(
+        1 if silent else 3 if fails else 25 * len(names) if len(names) > 1 else 8,
+        host,
+        int(number),
+        protocol=row.protocol.removesuffix("-connected"),
+        # By packets a socket that is not connected hears of no error.
+        connected=row.protocol.endswith("-connected") or (PACKETS and fails),
+        **({"timeout": SILENCE} if silent else {}),
+    )
+    why = f"{row}\ngot {answer}\n{explain(places, row.client, host)}"
+    if fails:
+        check_failure(row, answer, why)
+        return
+    assert not answer["errors"], why
+    seen = {tuple(each) for each in answer["seen"]}
+    got = {name if name in names else f"{name}:{served}" for name, served, *_ in seen}
+    assert got == set(names), why
+    for name, _, client, peer, peer_port in seen:
+        wanted = _seen(places, row, host, name)
+        assert client in wanted, f"{name} must see {wanted}: {why}"
+        assert (peer, peer_port) == (host, int(number)), f"the client must see what it dialled{why}"
+
+
+def _seen(places: Places, row: Dial, host: str, server: str) -> set[str]:
+    """The addresses that the backend may see. By packets the node speaks for itself, for a pod that
+    reaches itself, and for who asks an external address, but for its own pods where the policy is
+    Local (as in kube-proxy; exactly so in tests/programs/ipvs/test_ipvs.py).
+    """
+    v6 = is_v6(host)
+    if row.backend_sees or not PACKETS:
+        return {row.backend_sees or places.seen_as(row.client, server, v6)}
+    home = places.home[row.client]
+    node = {home.ip6, f"fd00:10:244:{home.number}::1"} if v6 else {
+        home.ip, f"10.244.{home.number}.1"}  # fmt: skip
+    if places[row.client] not in home.pods or server == row.client:
+        return node
+    own = {places.seen_as(row.client, server, v6)}
+    bare = ipaddress.ip_address(host)
+    mapped = bare.ipv4_mapped if isinstance(bare, ipaddress.IPv6Address) else None
+    return own if str(mapped or bare).startswith(CLUSTER_IPS) else own | node
+
+
+def check_failure(row: Dial, answer: dict[str, Any], why: str) -> None:
+    """It must fail in this way, and at once: no network is asked, unless a host is to answer."""
+    assert not answer["names"], why
+    if PACKETS:
+        errno = "timeout" if row.outcome == DROPPED else row.outcome.partition(" ")[0]
+        got = set(answer["errors"])
+        if row.outcome == UNSERVED and is_v6(row.to.rpartition(":")[0].strip("[]")):
+            assert got <= {errno, "ENETUNREACH"}, why  # a router's "no route", ICMPv6 code 0
+        else:
+            assert got == {errno}, why
+        return
+    errno, _, by_a_host = row.outcome.partition(" ")
+    assert set(answer["errors"]) == {errno}, why
+    assert answer["at_once"] == (0 if by_a_host else answer["errors"][errno]), why
+
+
+def is_v6(host: str) -> bool:
+    """Whether IPv6 packets carry it: v4-mapped addresses are IPv4."""
+    address = ipaddress.ip_address(host)
+    return isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is None
+
+
+def explain(places: Places, client: str, host: str) -> str:
+    """What the client's node has programmed for what it dials, and its agent's last words."""
+    home = places.home[client]
+    agent = home.agent
+    assert agent is not None
+    bare = host.removeprefix("::ffff:")
+    keys = (bare, f"[{bare}]", "0.0.0.0", "[::]")
+    if not agent.pin_dir.exists():
+        return f"on {home.name}: nothing is pinned; {agent.tail(5)}"
+    lines = [f"{at}: {to}" for at, to in places.served(agent).items() if at.startswith(keys)]
+    return "\n".join([f"on {home.name}:", *(lines or ["no such frontend"]), agent.tail(5)])
+
+
+def spread(place: Place, host: str, number: int, count: int = 300) -> dict[str, int]:
+    """Who answered how often."""
+    answer = place.many(count, host, number)
+    assert not answer["errors"], answer
+    return dict(answer["names"])

@@ -1,0 +1,175 @@
+"""Nodes over one folder of objects, with the packet path on, and a client outside of the cluster.
+
+Two nodes by default. "outside" is a machine of its own on the nodes' network; external IPs and
+VIPs are routed to node-1 there, as a router would. node-1 has the pods a1, a2, a3, node-2 b1, b2.
+A place with a "!" behind its name is in that pod's network and in no hooked cgroup.
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+import yaml
+
+from kbpf.kernel.system import netns
+from tests.support.cluster.cluster import UNROUTED, Cluster, Object
+from tests.support.cluster.kube_objects import node
+from tests.support.lab.dial import REFUSED, UNSERVED, Dial, explain
+from tests.support.lab.lab import Agent, Lab, Node, Place, ip
+from tests.support.lab.modes import PACKETS
+from tests.support.lab.podnet import gate
+from tests.support.scenario import file_of, put
+
+DROPPED = "timeout"
+OUT4, OUT6 = "198.18.0.254", "fd00:198:18::fe"
+NODES4, NODES6 = ("198.18.0.1", "198.18.0.2"), ("fd00:198:18::1", "fd00:198:18::2")
+ROUTED = ("10.96.0.0/16", "192.0.2.0/24", "203.0.113.0/24")
+ROUTED6 = ("fd00:10:96::/112", "2001:db8::/32")
+FORWARDINGS = ("stack",) if PACKETS else ("stack", "direct")
+"""The ways to a backend, `--forwarding`: what each side sees is the same. Mode ipvs has one."""
+WAIT = 0.4
+"""For what must not be answered."""
+
+both_families = pytest.mark.parametrize("v6", [False, True], ids=["v4", "v6"])
+
+
+class Field(Cluster):
+    """See the module. `arguments` are the agents', `pods` how many each node has, and `module` is
+    what is run as the agent (lab.Agent).
+    """
+
+    def __init__(
+        self, *arguments: str, name: str = "ns", pods: Sequence[int] = (3, 2), module: str = "kbpf"
+    ) -> None:
+        super().__init__()
+        self.arguments = arguments
+        self.module = module
+        self.own = contextlib.ExitStack()
+        self._named, self._pods = name, pods
+
+    def __enter__(self) -> Self:
+        with self.own:
+            self.lab = self.own.enter_context(Lab(len(self._pods), self._named, apart=True))
+            self.folder = self.lab.folder / "objects"
+            self.folder.mkdir()
+            self.prepare()
+            arguments = ("--source", str(self.folder), "--packet-path", "true", *self.arguments)
+            for letter, home, pods in zip("abcdef", self.lab.nodes, self._pods, strict=False):
+                self.settle_in(letter, home, pods, *arguments)
+                self.agents[-1].module = self.module
+                for pod in () if PACKETS else home.pods:
+                    ip(*(f"route del unreachable {net}" for net in UNROUTED), netns=pod.netns)
+            self.unhook("outside", self.lab.outside, OUT4, OUT6, self.lab.nodes[0])
+            for name in ("a1", "a2")[: self._pods[0]]:
+                pod = self[name]
+                self.unhook(f"{name}!", pod.netns, pod.ip, pod.ip6, self.home[name])
+            ip(
+                *(f"route add {net} via {NODES4[0]}" for net in ROUTED),
+                *(f"route add {net} via {NODES6[0]}" for net in ROUTED6),
+                netns=self.lab.outside,
+            )
+            self.create(*(node(n.name, n.ip, n.ip6) for n in self.lab.nodes))
+            for agent in self.agents:
+                agent.start(wait=False)
+            for agent in self.agents:
+                agent.wait_synced()
+            self.own = self.own.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.own.close()
+
+    def prepare(self) -> None:
+        """What others want to do to the nodes before there are pods and agents."""
+
+    def unhook(self, name: str, where: str | None, v4: str, v6: str, home: Node) -> Place:
+        """A place whose sockets no agent sees."""
+        place = Place(name, where, None)
+        self.own.callback(place.close)
+        place.ip, place.ip6 = v4, v6
+        self.places[name], self.home[name] = place, home
+        return place
+
+    def start(self, agent: Agent, wait: bool = True, user: str = "") -> None:
+        agent.start(wait)
+
+    def create(self, *objects: Object) -> None:
+        for obj in objects:
+            put(self.folder, file_of(obj), yaml.safe_dump(obj))
+
+    def delete(self, *objects: Object) -> None:
+        for obj in objects:
+            (self.folder / file_of(obj)).unlink(missing_ok=True)
+
+    def change(self, *objects: Object) -> None:
+        self.create(*objects)
+        self.settle()
+
+    def write_mark(self, *objects: Object) -> None:
+        put(self.folder, "~mark.yaml", yaml.safe_dump_all(objects))
+
+
+def forward(how: str) -> tuple[str, ...]:
+    """The arguments of an agent that forwards like this."""
+    return ("--forwarding", how) if len(FORWARDINGS) > 1 else ()
+
+
+KINDS = ("NodePort", "ExternalIP", "VIP", "ClusterIP")
+
+
+def at(kind: str, number: int, v6: bool = False, node_number: int = 1) -> str:
+    """Where all_ways() puts this Service."""
+    if kind == "NodePort":
+        host = (NODES6 if v6 else NODES4)[node_number - 1]
+        return f"[{host}]:{30000 + number}" if v6 else f"{host}:{30000 + number}"
+    nets = {"ExternalIP": ("203.0.113.", "2001:db8:1::"), "VIP": ("192.0.2.", "2001:db8::")}
+    net4, net6 = nets.get(kind, ("10.96.0.", "fd00:10:96::"))
+    return f"[{net6}{number}]:80" if v6 else f"{net4}{number}:80"
+
+
+def split(to: str) -> tuple[str, int]:
+    host, _, number = to.rpartition(":")
+    return host.strip("[]"), int(number)
+
+
+def check(field: Field, row: Dial) -> None:
+    """As dial.check(), for who waits for the network."""
+    host, number = split(row.to)
+    names = row.outcome.split()
+    fails = row.outcome in (REFUSED, DROPPED, UNSERVED)
+    answer = field[row.client].many(
+        1 if row.outcome == DROPPED else 2 if fails else 24 if len(names) > 1 else 3,
+        host,
+        number,
+        protocol=row.protocol,
+        connected=True,  # else UDP hears of no error, and takes an answer from anywhere
+        **({"timeout": WAIT} if row.outcome == DROPPED else {}),
+    )
+    why = f"{row}\ngot {answer}\n{explain(field, row.client, host)}"
+    if fails:
+        assert not answer["names"], why
+        assert set(answer["errors"]) == {row.outcome}, why
+        return
+    assert not answer["errors"], why
+    assert set(answer["names"]) == set(names), why
+    for _, _, client, peer, peer_port in answer["seen"]:
+        assert client in may_see(field, row.backend_sees), why
+        assert (peer, peer_port) == (host, number), why
+
+
+def may_see(field: Field, address: str) -> frozenset[str]:
+    """The addresses that a backend may see where a row says this one. In mode ipvs a node's is the
+    kernel's choice, as with any rule that masquerades (test_masquerade_is_the_kernels in
+    test_ipvs.py): one of the device to the pod or, since that has none here, any of the node's.
+    """
+    for ip4, ip6, number in zip(NODES4, NODES6, (1, 2), strict=True):
+        if field.agent.mode == "ipvs" and address in (ip4, ip6):
+            return frozenset((address, gate(number, v6=address == ip6)))
+    return frozenset((address,))
+
+
+def there(place: Place, action: Callable[[], Any]) -> Any:
+    """In this place's network."""
+    return netns.inside(Path("/run/netns") / str(place.netns), action)

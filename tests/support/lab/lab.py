@@ -1,0 +1,633 @@
+"""A small cluster on one machine: nodes, pods and an outside, each a network namespace.
+
+    fabric   one bridge that all nodes are on (198.18.0.0/24, fd00:198:18::/64)
+    node n   198.18.0.n, a way to the pods of the others (podnet.py); an agent runs in it
+    pod      10.244.n.i, fd00:10:244:n::i, a veth to its node
+    outside  198.18.0.254: where the API server is; this process' own namespace, or one of its own
+
+A node's cgroup holds one folder for the host's processes and one for each pod, and the agent is
+attached to the node's. All names begin with a prefix of this lab's own; `close()` removes all.
+
+Labs whose outside is apart can exist at the same time; of the others one, since the addresses of
+all are the same.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from ipaddress import ip_address
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from tests.support.lab import podnet
+
+if TYPE_CHECKING:
+    from kbpf.dataplane.bpf.maps.layout import Reason
+
+PATIENCE = 240.0 if os.environ.get("KBPF_TEST_DEBIAN_KERNEL") else 60.0
+"""Seconds for what takes moments. A deadline costs nothing when all is well, and a machine that
+has other things to do may stop any process for some seconds; under emulation (features.DEBIAN) an
+agent may take a minute to start.
+"""
+PROBER = Path(__file__).with_name("prober.py")
+DIE_WITH_US = ("setpriv", "--pdeathsig", "KILL", "--")
+
+
+def cgroup2() -> Path:
+    """The root of the cgroup v2 hierarchy."""
+    for line in Path("/proc/self/mounts").read_text().splitlines():
+        _, path, kind, *_ = line.split()
+        if kind == "cgroup2":
+            return Path(path)
+    raise RuntimeError("no cgroup v2 on this machine: mount one to run the tests")
+
+
+def run(*command: str, stdin: str | None = None) -> str:
+    """The output of a command that must work."""
+    done = subprocess.run(command, input=stdin, text=True, capture_output=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip() or stdin}")
+    return done.stdout
+
+
+def ip(*lines: str, netns: str | None = None) -> None:
+    """iproute2 commands, all in one process."""
+    where = ["-n", netns] if netns else []
+    run("ip", *where, "-batch", "-", stdin="\n".join(lines))
+
+
+def bridge(*lines: str, netns: str) -> None:
+    """Commands of iproute2's bridge, all in one process."""
+    run("bridge", "-n", netns, "-batch", "-", stdin="\n".join(lines))
+
+
+def let_forward(where: str) -> None:
+    """This network namespace is a router."""
+    run(
+        *inside(where, None, "sh", "-c"),
+        "echo 1 > /proc/sys/net/ipv4/ip_forward;"
+        "echo 1 > /proc/sys/net/ipv6/conf/all/forwarding;"
+        # an error that the kernel holds back would look like silence
+        "echo 0 > /proc/sys/net/ipv4/icmp_ratelimit;"
+        "echo 0 > /proc/sys/net/ipv6/icmp/ratelimit",
+    )
+
+
+def inside(netns: str | None, cgroup: Path | None, *command: str) -> list[str]:
+    """The command line that runs a command in a network namespace and a cgroup.
+
+    `ip netns exec` would remount /sys and hide the bpffs.
+    """
+    enter = ["nsenter", f"--net=/run/netns/{netns}"] if netns else []
+    if cgroup is None:
+        return [*enter, *command]
+    return [*enter, "sh", "-c", f'echo $$ > {cgroup}/cgroup.procs; exec "$@"', "sh", *command]
+
+
+def until(
+    what: str,
+    check: Callable[[], Any],
+    seconds: float = PATIENCE,
+    state: Callable[[], object] | None = None,
+) -> Any:
+    """The first true answer of `check`; AssertionError if it has none after the deadline, which
+    says what was waited for, and how it is instead (`state`).
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        late = time.monotonic() > deadline
+        answer = check()
+        if answer:
+            return answer
+        if late:
+            instead = f"; instead: {state()}" if state else ""
+            raise AssertionError(f"not within {seconds} s: {what}{instead}")
+        time.sleep(0.02)
+
+
+def settled(netns: str | None, *addresses: str) -> None:
+    """Waits until packets to these IPv6 addresses of the namespace arrive: `ip addr add` returns
+    before the kernel has made their routes, also with `nodad`.
+    """
+    wanted = {ip_address(address) for address in addresses}
+    where = ["-n", netns] if netns else []
+
+    def are_local() -> bool:
+        rows = json.loads(run("ip", *where, "-6", "-j", "route", "show", "table", "local"))
+        local = (row["dst"] for row in rows if row.get("type", "local") == "local")
+        return wanted <= {ip_address(dst) for dst in local if "/" not in dst}
+
+    until(f"{addresses} are local", are_local)
+
+
+def reachable(place: "Place", *addresses: str) -> None:
+    """Waits until packets get there and back: carriers and neighbours need time to come up."""
+    for address in addresses:
+        until(
+            f"{address} is reached from {place.name}",
+            lambda to=address: place.tcp(to, 1, timeout=0.2).get("error") == "ECONNREFUSED",
+        )
+
+
+class Place:
+    """Somewhere to serve and to dial from: a pod, or a node's own network."""
+
+    def __init__(self, name: str, netns: str | None, cgroup: Path | None) -> None:
+        self.name = name
+        self.netns = netns
+        self.cgroup = cgroup
+        self.ip = ""
+        self.ip6 = ""
+        if cgroup is not None:
+            cgroup.mkdir(parents=True, exist_ok=True)
+        command = inside(netns, cgroup, "/usr/bin/python3", "-S", str(PROBER))
+        self._process = subprocess.Popen(
+            [*DIE_WITH_US, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the prober in {self.name} died")
+        return json.loads(line)
+
+    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
+        """One command to the prober, and its answer."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
+        self._process.stdin.flush()
+        answer = self._answer()
+        assert "failed" not in answer, answer
+        return answer
+
+    def serve(self, *tcp: int, udp: tuple[int, ...] = (), address: str = "::") -> "Place":
+        """Serves these ports under this place's name."""
+        self.ask("serve", name=self.name, tcp=list(tcp), udp=list(udp), address=address)
+        return self
+
+    def tcp(self, host: str, port: int, **options: Any) -> dict[str, Any]:
+        """One TCP connection: {"name", "client", "port", "peer"} or {"error"}."""
+        return self.ask("tcp", host=host, port=port, **_with_family(host, options))
+
+    def udp(self, host: str, port: int, **options: Any) -> dict[str, Any]:
+        """One datagram and its answer, as tcp()."""
+        return self.ask("udp", host=host, port=port, **_with_family(host, options))
+
+    def many(self, count: int, host: str, port: int, **options: Any) -> dict[str, Any]:
+        """Many dials: {"names": {who: how often}, "errors": {...}}."""
+        return self.ask("many", count=count, host=host, port=port, **_with_family(host, options))
+
+    def close(self) -> None:
+        """Ends the prober and removes its cgroup."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+        if self.cgroup is not None:
+            remove_cgroup(self.cgroup)
+
+
+def _with_family(host: str, options: dict[str, Any]) -> dict[str, Any]:
+    family = "4" if ":" not in host else "mapped" if host.startswith("::ffff:") else "6"
+    return {"family": family, **options}
+
+
+def remove_cgroup(path: Path) -> None:
+    """Removes an empty cgroup; its last process may still be on its way out."""
+
+    def gone() -> bool:
+        with contextlib.suppress(FileNotFoundError):
+            try:
+                path.rmdir()
+            except OSError:
+                return False
+        return True
+
+    until(f"{path} is empty", gone)
+
+
+@dataclass
+class Node:
+    """One node of the lab."""
+
+    lab: "Lab"
+    number: int
+    cgroup: Path
+    host: Place = field(init=False)
+    pods: list[Place] = field(default_factory=list)
+    places: list[Place] = field(default_factory=list)
+    agent: "Agent | None" = None
+
+    @property
+    def name(self) -> str:
+        """Kubernetes' name of it."""
+        return f"node-{self.number}"
+
+    @property
+    def netns(self) -> str:
+        """The namespace that is this node."""
+        return f"{self.lab.prefix}n{self.number}"
+
+    @property
+    def ip(self) -> str:
+        """Its InternalIP."""
+        return f"198.18.0.{self.number}"
+
+    @property
+    def ip6(self) -> str:
+        """Its second InternalIP."""
+        return f"fd00:198:18::{self.number}"
+
+    def pod(self, name: str) -> Place:
+        """A new pod: a namespace behind a veth, reached from everywhere."""
+        index = len(self.pods) + 1
+        netns = f"{self.netns}p{index}"
+        v4, v6 = f"10.244.{self.number}.{index + 1}", f"fd00:10:244:{self.number}::{index + 1}"
+        shape, pod = self.lab.network, podnet.Pod(index, netns, v4, v6)
+        self.lab.add_netns(netns)
+        ip(*shape.cable(self.number, pod), netns=self.netns)
+        ip(*shape.inside(self.number, pod), netns=netns)
+        place = Place(name, netns, self.cgroup / f"pod{index}")
+        place.ip, place.ip6 = v4, v6
+        self.pods.append(place)
+        reachable(self.host, v4, v6)
+        return place
+
+    def host_network_pod(self, name: str) -> Place:
+        """A pod in the node's own network."""
+        place = Place(name, self.netns, self.cgroup / f"hostpod{len(self.places)}")
+        place.ip, place.ip6 = self.ip, self.ip6
+        self.places.append(place)
+        return place
+
+    def close(self) -> None:
+        """Ends everything that runs on it."""
+        if self.agent is not None:
+            self.agent.close()
+        for place in (*self.pods, *self.places, self.host):
+            place.close()
+        remove_cgroup(self.cgroup)
+
+
+TRACEBACK_LINES: Final = 30
+"""So many lines of a traceback are shown."""
+
+
+def traceback_in(log: Path) -> str:
+    """The first traceback in this file, with its name; "" if there is none."""
+    lines = log.read_text(errors="replace").splitlines()
+    at = next((i for i, line in enumerate(lines) if "Traceback (most" in line), None)
+    if at is None:
+        return ""
+    return "\n".join((f"{log.name}:", *lines[max(0, at - 1) : at + TRACEBACK_LINES]))
+
+
+class Lab:
+    """The machine's own little cluster."""
+
+    def __init__(
+        self, nodes: int = 2, name: str = "", apart: bool = False, network: str = "routed"
+    ) -> None:
+        self.prefix = f"kb{name}{os.getpid()}"
+        self.network = podnet.SHAPES[network]
+        self.outside = f"{self.prefix}o" if apart else None
+        self.folder = Path(tempfile.mkdtemp(prefix="kbpf-lab-"))
+        self._netns: list[str] = []
+        self._cgroup = cgroup2() / self.prefix
+        self.fabric = f"{self.prefix}f"
+        self.nodes: list[Node] = []
+        self.outside_ip = "198.18.0.254"
+        try:
+            self._build(nodes)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> "Lab":
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        """Closes it. A traceback in the log of any agent is a failure, whatever was served."""
+        faults = [] if kind else [*map(traceback_in, self.folder.glob("*.log"))]
+        self.close()
+        assert not any(faults), "\n".join(filter(None, faults))
+
+    def _build(self, nodes: int) -> None:
+        self._cgroup.mkdir()
+        self.add_netns(self.fabric)
+        ip("link add br0 type bridge", "link set br0 up", netns=self.fabric)
+        if self.outside:
+            self.add_netns(self.outside)
+        ip(
+            f"link add {self.prefix} type veth peer name outside netns {self.fabric}",
+            netns=self.outside,
+        )
+        ip("link set outside master br0", "link set outside up", netns=self.fabric)
+        ip(
+            "link set lo up",
+            f"addr add {self.outside_ip}/24 dev {self.prefix}",
+            f"addr add fd00:198:18::fe/64 dev {self.prefix} nodad",
+            f"link set {self.prefix} up",
+            netns=self.outside,
+        )
+        settled(self.outside, "fd00:198:18::fe")
+        for number in range(1, nodes + 1):
+            self.nodes.append(self._node(number))
+        for node in self.nodes:
+            others = [n for n in self.nodes if n is not node]
+            lines, entries = self.network.join(node, others)
+            ip(*lines, netns=node.netns)
+            if entries:
+                bridge(*entries, netns=node.netns)
+        for node in self.nodes:
+            for other in self.nodes:
+                reachable(node.host, other.ip, other.ip6)
+
+    def _node(self, number: int) -> Node:
+        node = Node(self, number, self._cgroup / f"n{number}")
+        node.cgroup.mkdir()
+        self.add_netns(node.netns)
+        ip(
+            f"link add n{number} type veth peer name eth0 netns {node.netns}",
+            f"link set n{number} master br0",
+            f"link set n{number} up",
+            netns=self.fabric,
+        )
+        let_forward(node.netns)
+        ip(
+            "link set lo up",
+            f"addr add {node.ip}/24 dev eth0",
+            f"addr add {node.ip6}/64 dev eth0 nodad",
+            *self.network.node(number),
+            "link set eth0 up",
+            f"route add default via {self.outside_ip}",
+            "route add default via fd00:198:18::fe",
+            netns=node.netns,
+        )
+        settled(node.netns, node.ip6, podnet.gate(number, v6=True))
+        node.host = Place(f"host-{number}", node.netns, node.cgroup / "host")
+        node.host.ip, node.host.ip6 = node.ip, node.ip6
+        return node
+
+    def add_netns(self, name: str) -> None:
+        """A namespace that close() removes."""
+        run("ip", "netns", "add", name)
+        self._netns.append(name)
+
+    def close(self) -> None:
+        """Removes everything, in the order that lets it go."""
+        for node in self.nodes:
+            node.close()
+        subprocess.run(["ip", "link", "del", self.prefix], capture_output=True, check=False)
+        for name in reversed(self._netns):
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+        if self._cgroup.exists():
+            remove_cgroup(self._cgroup)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+MODE = os.environ.get("KBPF_TEST_MODE", "bpf")
+"""Which data plane the lab's agents have: "bpf" or "ipvs". tests.kernels runs files with both."""
+
+
+class Agent:
+    """`kbpf run` on one node."""
+
+    def __init__(self, node: Node, *arguments: str, cache: Path | None = None) -> None:
+        self.node = node
+        self.pin_dir = Path("/sys/fs/bpf") / node.netns
+        self.state_dir = node.lab.folder / f"state-{node.name}"
+        self.mode = MODE
+        self.log = node.lab.folder / f"{node.name}.log"
+        given = os.environ.get("KBPF_TEST_ARTIFACTS")  # compiled elsewhere: see plane.py
+        self._cache = cache or Path(given or Path(tempfile.gettempdir()) / "kbpf-test-cache")
+        self._arguments = arguments
+        self._process: subprocess.Popen[bytes] | None = None
+        self._started = 0.0
+        self._log_start = 0
+        self.code: Path | None = None
+        """Where to start it: a folder with another kbpf/ in it; None for ours."""
+        self.module = "kbpf"
+        """What is run: kbpf, or what stands in for it (tests/support/runtime/clsact_agent.py)."""
+        self.wrapper: tuple[str, ...] = ()
+        """A command that executes the agent's, which follows it."""
+        node.agent = self
+
+    @property
+    def pid(self) -> int:
+        """Of the running agent."""
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its process has not ended."""
+        return self._process is not None and self._process.poll() is None
+
+    def start(self, wait: bool = True, extra: tuple[str, ...] = ()) -> "Agent":
+        """Starts it, and waits until it has synced."""
+        command = (
+            *self.wrapper,
+            *(sys.executable, "-m", self.module, "run", "--hostname-override", self.node.name),
+            *("--pin-dir", str(self.pin_dir), "--cgroup", str(self.node.cgroup)),
+            *(() if self.mode == "bpf" else ("--mode", self.mode)),
+            *("--state-dir", str(self.state_dir)),
+            *("--cache-dir", str(self._cache), *self._arguments, *extra),
+        )
+        self.begin()
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [*DIE_WITH_US, *inside(self.node.netns, self.node.cgroup / "host", *command)],
+                stderr=log,
+                cwd=self.code,
+            )
+        if wait:
+            self.wait_synced()
+        return self
+
+    def begin(self) -> None:
+        """What is written from now on is of the process that is started next."""
+        self._started = time.clock_gettime(time.CLOCK_BOOTTIME)
+        self._log_start = self.log.stat().st_size if self.log.exists() else 0
+
+    def wait_synced(self, seconds: float = 2 * PATIENCE) -> None:
+        """Until the process that was started last has programmed everything once."""
+        try:
+            until(f"the agent of {self.node.name} has synced", self._is_synced, seconds)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.status()}\n{self.tail()}") from None
+
+    def _is_synced(self) -> bool:
+        assert self._process is not None
+        if self._process.poll() is not None:
+            raise AssertionError(f"the agent ended: {self.tail()}")
+        status = self.own_status()
+        return status is not None and status["synced"]
+
+    def own_status(self) -> dict[str, Any] | None:
+        """status(), if the process that was started last has written it."""
+        status = self.status()
+        return status if status is not None and status["started"] >= self._started else None
+
+    def wait_ended(self, seconds: float = 2 * PATIENCE) -> int:
+        """The exit code of a process that ends by itself."""
+        assert self._process is not None
+        return self._process.wait(seconds)
+
+    def lines(self) -> list[str]:
+        """What the process that was started last has logged."""
+        if not self.log.exists():
+            return []
+        with self.log.open("rb") as log:
+            log.seek(self._log_start)
+            return log.read().decode(errors="replace").splitlines()
+
+    def tail(self, lines: int = 15) -> str:
+        """The end of its log."""
+        return "\n".join(self.lines()[-lines:])
+
+    def status(self) -> dict[str, Any] | None:
+        """What it says of itself, out of its pinned map, or its state folder."""
+        if self.mode == "ipvs":
+            with contextlib.suppress(OSError):
+                said: dict[str, Any] = json.loads(
+                    (self.state_dir / "kbpf-ipvs0" / "status").read_bytes()
+                )
+                return said
+            return None
+        from kbpf.dataplane.bpf.maps.layout import schema_hash
+        from kbpf.errors import KbpfError
+        from kbpf.kernel.bpf.objects import Map
+
+        path = self.pin_dir / f"maps-{schema_hash()}" / "agent_status"
+        try:
+            with Map.open(path) as found:
+                raw = (found.lookup(bytes(4)) or b"").rstrip(b"\0")
+        except KbpfError:
+            return None
+        return json.loads(raw) if raw else None
+
+    def entries(self, name: str) -> dict[bytes, bytes]:
+        """What stands in one of its maps."""
+        from kbpf.dataplane.bpf.maps.layout import schema_hash
+        from kbpf.kernel.bpf.objects import Map
+
+        with Map.open(self.pin_dir / f"maps-{schema_hash()}" / name) as found:
+            return dict(found.items())
+
+    def reasons(self) -> "Counter[Reason]":
+        """How often its programs have decided so, on all processors."""
+        from kbpf.dataplane.bpf.maps.layout import Reason, schema_hash
+        from kbpf.kernel.bpf.objects import Map
+
+        counts: Counter[Reason] = Counter()
+        with Map.open(self.pin_dir / f"maps-{schema_hash()}" / "reasons") as found:
+            for reason in Reason:
+                raw = found.lookup(struct.pack("=I", reason)) or b""
+                counts[reason] = sum(struct.unpack(f"={len(raw) // 8}Q", raw))
+        return counts
+
+    def elements(self) -> dict[str, list[tuple[Any, ...]]]:
+        """Of the nftables table of mode ipvs, by set."""
+        from kbpf.dataplane.ipvs import ruleset
+        from kbpf.kernel.netfilter import forward_rules
+        from kbpf.kernel.system import netns
+
+        found: dict[str, list[tuple[Any, ...]]] = {}
+        asked = ruleset.listing(ruleset.Style())
+        place = Path("/run/netns") / self.node.netns
+        for name, parts in ruleset.read(
+            netns.inside(place, lambda: forward_rules.transaction(asked))
+        ):
+            found.setdefault(name, []).append(parts)
+        return found
+
+    def virtual_services(self) -> dict[str, dict[str, int]]:
+        """In the kernel: ``10.96.0.1:80/6`` → real server → weight."""
+        from kbpf.kernel.net.ipvs import Ipvs
+        from kbpf.kernel.system import netns
+
+        def read() -> dict[str, dict[str, int]]:
+            with contextlib.closing(Ipvs()) as face:
+                return {
+                    str(s): {str(load.server): load.weight for load in face.servers(s)}
+                    for s, _ in face.services()
+                }
+
+        return netns.inside(Path("/run/netns") / self.node.netns, read)
+
+    def behind(self) -> dict[str, dict[str, Any]]:
+        """Frontend → its Service and who stands behind it, in mode ipvs: see cluster.served()."""
+        from kbpf.kernel.system import netns
+        from kbpf.views import ipvs
+
+        folder = self.state_dir / "kbpf-ipvs0"
+        held = netns.inside(Path("/run/netns") / self.node.netns, lambda: ipvs.read(folder))
+
+        def members(set_id: int) -> list[str]:
+            ids = sorted(set(held.sets.get(set_id, {}).values()))
+            return sorted(f"{held.backends[i]}/{held.backends[i].protocol.name}" for i in ids)
+
+        return {
+            str(at): {
+                "service": str(held.names[value.id].service),
+                "cluster": members(value.cluster_set),
+                "local": members(value.local_set),
+            }
+            for at, value in held.frontends.items()
+        }
+
+    def dump(self) -> dict[str, dict[str, str]]:
+        """All entries of the agent's maps, as hex."""
+        from kbpf.dataplane.bpf.maps.layout import schema_hash
+        from kbpf.kernel.bpf.objects import Map
+
+        found = {}
+        for path in sorted((self.pin_dir / f"maps-{schema_hash()}").iterdir()):
+            with Map.open(path) as opened:
+                if opened.type not in (2, 6):
+                    found[path.name] = {k.hex(): v.hex() for k, v in opened.items()}
+        return found
+
+    def stop(self) -> int:
+        """SIGTERM, as kubelet does; the exit code."""
+        assert self._process is not None
+        self._process.terminate()
+        return self._process.wait(PATIENCE)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+    def close(self) -> None:
+        """Ends it and removes its pins."""
+        if self.is_running:
+            self.kill()
+        self.remove_pins()
+
+    def remove_pins(self) -> None:
+        """Detaches all that it has left; it must have ended. IPVS ends with the namespace."""
+        if self.pin_dir.exists():
+            shutil.rmtree(self.pin_dir / "links", ignore_errors=True)
+            shutil.rmtree(self.pin_dir, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def lab(nodes: int = 2) -> Iterator[Lab]:
+    """A lab that is gone afterwards."""
+    with Lab(nodes) as made:
+        yield made

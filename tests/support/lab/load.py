@@ -1,0 +1,62 @@
+"""Connections without end while something happens, of which none may fail."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tests.support.cluster.cluster import Places
+from tests.support.lab.lab import Place, until
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Runs in these places."""
+
+    places: tuple[Place, ...]
+
+    def goes_on(self, connections: int = 20) -> None:
+        """Returns when each place has made so many more; those before are not counted."""
+        before = [self._made(place) for place in self.places]
+        for place, made in zip(self.places, before, strict=True):
+            until(
+                f"{place.name} connects {connections} times more",
+                lambda place=place, made=made: self._made(place) >= made + connections,
+            )
+
+    def _made(self, place: Place) -> int:
+        result = place.ask("peek_load")
+        assert result["errors"] == [], (place.name, result)
+        return sum(result["names"].values())
+
+
+@contextlib.contextmanager
+def under_load(
+    places: Places,
+    host: str,
+    *clients: str,
+    port: int = 80,
+    protocol: str = "tcp",
+    answers: str = "",
+    pause: float = 0.002,
+) -> Iterator[Load]:
+    """A load from these clients for as long as the block lasts. `answers`: who may answer;
+    `pause`: between two connections of a thread, in seconds.
+    """
+    load = Load(tuple(places[client] for client in clients))
+    family = "6" if ":" in host else "4"
+    for place in load.places:
+        # A pause: the test is about what fails, not about a machine that has no time left.
+        place.ask(
+            "start_load", host=host, port=port, family=family, threads=2, pause=pause,
+            protocol=protocol,
+        )  # fmt: skip
+    results = []
+    try:
+        load.goes_on()
+        yield load
+        load.goes_on()
+    finally:
+        results = [place.ask("stop_load") for place in load.places]
+    for result in results:
+        assert result["errors"] == []
+        assert not answers or set(result["names"]) <= set(answers.split()), result

@@ -1,0 +1,32 @@
+"""What a device does for its kernel: checksums, cutting large packets up, putting small ones
+together. Between veths nobody does it, unless the sender or the receiver is told to.
+"""
+
+import ctypes
+import fcntl
+import socket
+import struct
+from pathlib import Path
+
+from kbpf.kernel.system import netns
+
+_SIOCETHTOOL = 0x8946
+_SET = {"rx": 0x15, "tx": 0x17, "sg": 0x19, "tso": 0x1F, "gso": 0x24, "gro": 0x2C}
+"""The commands of linux/ethtool.h (ETHTOOL_SRXCSUM and so on) by the names that ethtool uses."""
+
+
+def offload(where: str | None, device: str, feature: str, on: bool) -> None:
+    """Switches one for this device of this namespace (None: our own). Without `tx` the sender's
+    kernel fills in each checksum and cuts each segment, and the receiver's looks at what it gets.
+    """
+
+    def change() -> None:
+        value = ctypes.create_string_buffer(struct.pack("=II", _SET[feature], on))
+        request = struct.pack("=16sQ16x", device.encode(), ctypes.addressof(value))
+        with socket.socket() as s:
+            fcntl.ioctl(s, _SIOCETHTOOL, request)
+
+    if where is None:
+        change()
+    else:
+        netns.inside(Path("/run/netns") / where, change)

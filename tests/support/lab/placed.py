@@ -1,0 +1,111 @@
+"""Objects about places: Services, and slices of the pods that have these names.
+
+`Placed` needs no cluster: the lab has the places as namespaces (cluster.py), the layers without a
+lab as addresses (paper.py), and both write the same objects.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from tests.support.cluster.kube_objects import (
+    Object,
+    endpoint,
+    endpoint_slice,
+    port,
+    service,
+    slice_port,
+)
+
+POD_PORTS = (8080, 8081)
+HOST_PORT = 9080
+CONDITIONS: dict[str, dict[str, Any]] = {
+    "": {},
+    "bare": {"ready": None},
+    "unready": {"ready": False},
+    "draining": {"ready": False, "serving": True, "terminating": True},
+    "dying": {"ready": False, "serving": False, "terminating": True},
+    # What a slice says of a pod whose Service has publishNotReadyAddresses.
+    "published": {"ready": True, "serving": False, "terminating": True},
+}
+
+
+class Addressed(Protocol):
+    """A place: what it serves at."""
+
+    ip: str
+    ip6: str
+
+
+class Numbered(Protocol):
+    """A node."""
+
+    number: int
+
+    @property
+    def name(self) -> str: ...
+
+
+class Placed:
+    """See the module. `home`: the node that each place is on."""
+
+    places: Mapping[str, Addressed]
+    home: Mapping[str, Numbered]
+
+    def endpoints(self, who: str, v6: bool = False) -> list[Object]:
+        """`who` are places with blanks between them, each with a condition after "/" (CONDITIONS)
+        and hints after "@": ``a1 a2/draining b1@zone-2 b2/unready@node-1,zone-1``.
+        """
+        made = []
+        for word in who.split():
+            said, _, hints = word.partition("@")
+            name, _, condition = said.partition("/")
+            place, home = self.places[name], self.home[name]
+            made.append(
+                endpoint(
+                    place.ip6 if v6 else place.ip,
+                    node=home.name,
+                    zone=f"zone-{home.number}",
+                    for_zones=[hint for hint in hints.split(",") if hint.startswith("zone")],
+                    for_nodes=[hint for hint in hints.split(",") if hint.startswith("node")],
+                    **CONDITIONS[condition],
+                )
+            )
+        return made
+
+    def slice(
+        self, owner: str, who: str, *ports: Object, v6: bool = False, name: str | None = None
+    ) -> Object:
+        """An EndpointSlice of the Service `owner`; see endpoints(). Unnamed TCP 8080 by default."""
+        rows = ports or (slice_port(POD_PORTS[0]),)
+        family = "IPv6" if v6 else "IPv4"
+        return endpoint_slice(owner, *self.endpoints(who, v6), ports=rows, family=family, name=name)
+
+    def web(
+        self, number: int, who: str, protocol: str = "TCP", dual: bool = False, **options: Any
+    ) -> list[Object]:
+        """The Service web-NUMBER at 10.96.0.NUMBER (and fd00:10:96::NUMBER), port 80 → 8080."""
+        name = f"web-{number}"
+        ips = [f"10.96.0.{number}", f"fd00:10:96::{number}"][: 1 + dual]
+        families = ("IPv4", "IPv6") if dual else ()
+        row = port(80, protocol=protocol, node_port=options.pop("node_port", None))
+        made = [service(name, row, cluster_ips=ips, families=families, **options)]
+        target = slice_port(POD_PORTS[0], protocol=protocol)
+        return made + [self.slice(name, who, target, v6=v6) for v6 in (False, True)[: 1 + dual]]
+
+    def all_ways(
+        self, number: int, who: str, protocol: str = "TCP", **options: Any
+    ) -> list[Object]:
+        """A Service with every kind of address in both families, see field.at()."""
+        made = self.web(
+            number,
+            who,
+            protocol,
+            dual=True,
+            type="LoadBalancer",
+            node_port=30000 + number,
+            external_ips=[f"203.0.113.{number}", f"2001:db8:1::{number}"],
+            **options,
+        )
+        rows = [{"ip": f"192.0.2.{number}"}, {"ip": f"2001:db8::{number}"}]
+        made[0]["status"] = {"loadBalancer": {"ingress": rows}}
+        return made

@@ -1,0 +1,184 @@
+"""What carries the packets of the lab's pods: the shapes that CNIs have. Lines for `ip` and
+`bridge`, and who a node is to a pod; lab.py runs them.
+
+    routed   as Calico without an overlay: a cable and a route for each pod, the nodes' own network
+             between them. The shape of every lab that does not ask for another one
+    vxlan    as flannel: the pods of a node on its bridge, and a VXLAN device with an entry for each
+             other node, to which their pods' networks are routed
+    bridged  as Weave: one Ethernet of all pods. The nodes' bridges are joined by VXLAN, and whoever
+             looks for a pod asks all of them
+
+A node's pods are 10.244.n.0/24 and fd00:10:244:n::/64 in each of them, and the node is n.1 there.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tests.support.lab.lab import Node
+
+OVERLAY_MTU = 1450
+NETWORKS = ("routed", "vxlan", "bridged")
+_ANYBODY = "00:00:00:00:00:00"
+
+Lines = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pod:
+    """The place of a pod: its number on the node, its namespace and its addresses."""
+
+    index: int
+    netns: str
+    v4: str
+    v6: str
+
+
+def gate(number: int, v6: bool) -> str:
+    """The node's own address in its pods' network."""
+    return f"fd00:10:244:{number}::1" if v6 else f"10.244.{number}.1"
+
+
+class Routed:
+    """See the module."""
+
+    def node(self, number: int) -> Lines:
+        """What a node needs before it has pods."""
+        return (
+            f"addr add {gate(number, False)}/32 dev lo",
+            f"addr add {gate(number, True)}/128 dev lo nodad",
+        )
+
+    def cable(self, number: int, pod: Pod) -> Lines:
+        """On the node: the pod's cable."""
+        return (
+            f"link add p{pod.index} type veth peer name eth0 netns {pod.netns}",
+            f"link set p{pod.index} up",
+            f"route add {pod.v4}/32 dev p{pod.index} src {gate(number, False)}",
+            f"route add {pod.v6}/128 dev p{pod.index}",
+            f"addr add fe80::1/64 dev p{pod.index} nodad",
+        )
+
+    def inside(self, number: int, pod: Pod) -> Lines:
+        """In the pod."""
+        return (
+            "link set lo up",
+            f"addr add {pod.v4}/32 dev eth0",
+            f"addr add {pod.v6}/128 dev eth0 nodad",
+            "link set eth0 up",
+            f"route add {gate(number, False)} dev eth0",
+            f"route add default via {gate(number, False)}",
+            "route add default via fe80::1 dev eth0",
+        )
+
+    def join(self, node: "Node", others: "Sequence[Node]") -> tuple[Lines, Lines]:
+        """On a node: the way to the pods of the others. Lines for ip, and for bridge."""
+        return (
+            *(f"route add 10.244.{other.number}.0/24 via {other.ip}" for other in others),
+            *(f"route add fd00:10:244:{other.number}::/64 via {other.ip6}" for other in others),
+        ), ()
+
+    def seen_elsewhere(self, node: "Node", v6: bool) -> str:
+        """Who this node is to the pods of the others."""
+        return node.ip6 if v6 else node.ip
+
+    def masquerades_as(self, node: "Node", v6: bool) -> str:
+        """As whom it speaks to its own pods for those that it masquerades: MASQUERADE takes an
+        address of the device that leads there, if it has one.
+        """
+        return node.ip6 if v6 else node.ip
+
+
+class _OnBridge(Routed):
+    """The pods of a node are on its bridge."""
+
+    bridge = ""
+    lengths = (24, 64)
+    """Of the network that a pod takes for its own Ethernet."""
+
+    def node(self, number: int) -> Lines:
+        at = (gate(number, v6) for v6 in (False, True))
+        return (
+            f"link add {self.bridge} mtu {OVERLAY_MTU} type bridge",
+            *(
+                f"addr add {each}/{length} dev {self.bridge}"
+                for each, length in zip(at, self.lengths, strict=True)
+            ),
+            f"link set {self.bridge} up",
+        )
+
+    def cable(self, number: int, pod: Pod) -> Lines:
+        device = f"p{pod.index}"
+        return (
+            f"link add {device} mtu {OVERLAY_MTU} type veth"
+            f" peer name eth0 mtu {OVERLAY_MTU} netns {pod.netns}",
+            f"link set {device} master {self.bridge} up",
+        )
+
+    def inside(self, number: int, pod: Pod) -> Lines:
+        return (
+            "link set lo up",
+            f"addr add {pod.v4}/{self.lengths[0]} dev eth0",
+            f"addr add {pod.v6}/{self.lengths[1]} dev eth0 nodad",
+            "link set eth0 up",
+            f"route add default via {gate(number, False)}",
+            f"route add default via {gate(number, True)}",
+        )
+
+    def masquerades_as(self, node: "Node", v6: bool) -> str:
+        return gate(node.number, v6)
+
+
+class Vxlan(_OnBridge):
+    """See the module."""
+
+    bridge = "cni0"
+
+    def join(self, node: "Node", others: "Sequence[Node]") -> tuple[Lines, Lines]:
+        """Nobody asks around: routes, neighbours and forwarding entries are all there."""
+        return (
+            f"link add vx0 address {_mac(node)} mtu {OVERLAY_MTU} type vxlan id 42"
+            f" dstport 4789 local {node.ip} dev eth0 nolearning",
+            f"addr add {self.seen_elsewhere(node, False)}/32 dev vx0",
+            f"addr add {self.seen_elsewhere(node, True)}/64 dev vx0 nodad",
+            "link set vx0 up",
+            *(line for other in others for line in self._to(other)),
+        ), tuple(f"fdb append {_mac(other)} dev vx0 dst {other.ip}" for other in others)
+
+    def _to(self, other: "Node") -> Lines:
+        via4, via6 = (self.seen_elsewhere(other, v6) for v6 in (False, True))
+        return (
+            f"neigh add {via4} lladdr {_mac(other)} dev vx0 nud permanent",
+            f"neigh add {via6} lladdr {_mac(other)} dev vx0 nud permanent",
+            f"route add 10.244.{other.number}.0/24 via {via4} dev vx0 onlink",
+            f"route add fd00:10:244:{other.number}::/64 via {via6} dev vx0 onlink",
+        )
+
+    def seen_elsewhere(self, node: "Node", v6: bool) -> str:
+        return f"fd00:42::{node.number}" if v6 else f"10.244.{node.number}.0"
+
+
+class Bridged(_OnBridge):
+    """See the module."""
+
+    bridge = "weave"
+    lengths = (16, 48)
+
+    def join(self, node: "Node", others: "Sequence[Node]") -> tuple[Lines, Lines]:
+        return (
+            f"link add vx0 mtu {OVERLAY_MTU} type vxlan id 42 dstport 4789"
+            f" local {node.ip} dev eth0",
+            f"link set vx0 master {self.bridge} up",
+        ), tuple(f"fdb append {_ANYBODY} dev vx0 dst {other.ip}" for other in others)
+
+    def seen_elsewhere(self, node: "Node", v6: bool) -> str:
+        return gate(node.number, v6)
+
+
+def _mac(node: "Node") -> str:
+    return f"02:00:00:00:42:0{node.number}"
+
+
+SHAPES = {"routed": Routed(), "vxlan": Vxlan(), "bridged": Bridged()}

@@ -1,0 +1,162 @@
+"""What is wrong with a packet, how two packets differ, in words, and fragments put together.
+
+    assert checksums(packet) == []         # else ["tcp", "icmp embedded ip", ...]
+    assert difference(packet, want) == ""  # else "ip ttl: 64, want 63; tcp checksum: ..."
+
+Shares nothing with the builder, so that each can be held against the other.
+"""
+
+import struct
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from ipaddress import ip_address
+from typing import Any
+
+from tests.support.packets.parse import Cut, Icmp, Ip, Packet, Sctp, Tcp, Udp, parse
+
+
+def checksums(found: Packet | bytes, l2: bool = True) -> list[str]:
+    """What is wrong: ``ip``, ``tcp``, ``icmp embedded ip``; lengths too: ``udp length``.
+
+    What cannot be told is not wrong: the transport's checksum of a fragment, or of a packet that
+    is quoted in part only.
+    """
+    packet = found if isinstance(found, Packet) else parse(found, l2)
+    wrong = list(_wrong(packet))
+    if packet.missing:
+        wrong.append("ip length")
+    if packet.embedded is not None:
+        wrong += [f"{packet.protocol} embedded {what}" for what in _wrong(packet.embedded)]
+    return wrong
+
+
+def _wrong(packet: Packet) -> Iterator[str]:
+    ip, transport, segment = packet.ip, packet.transport, packet.segment
+    if ip is None:
+        return
+    if ip.version == 4 and not _adds_up(packet.packet[: 20 + len(ip.options)]):
+        yield "ip"
+    if packet.missing or ip.more or ip.offset:
+        return
+    numbers = struct.pack("!II", len(segment), ip.protocol)
+    pseudo = ip_address(ip.source).packed + ip_address(_last_stop(ip)).packed + numbers
+    match transport:
+        case Tcp() if not _adds_up(pseudo + segment):
+            yield "tcp"
+        case Udp() if transport.length != len(segment):
+            yield "udp length"
+        case Udp(checksum=0):
+            if ip.version == 6:
+                yield "udp"
+        case Udp() if not _adds_up(pseudo + segment):
+            yield "udp"
+        case Icmp() if not _adds_up(pseudo + segment if ip.protocol == 58 else segment):
+            yield packet.protocol
+        case Sctp() if transport.checksum != _crc32c(segment[:8] + bytes(4) + segment[12:]):
+            yield "sctp"
+        case Cut():
+            yield f"{packet.protocol} header"
+
+
+def _last_stop(ip: Ip) -> str:
+    """Whom the checksum has in mind: a routing header leads on."""
+    for name, body in reversed(ip.extensions):
+        if name == "routing" and body[1] in (0, 2, 4) and body[2] > 0:
+            stops = [str(ip_address(body[i : i + 16])) for i in range(7, len(body) - 15, 16)]
+            return stops[0] if body[1] == 4 else stops[-1]
+    return ip.destination
+
+
+def _adds_up(data: bytes) -> bool:
+    """2^16 is 1 modulo 65535, so the sum of all words is the number itself."""
+    return int.from_bytes(data + bytes(len(data) % 2), "big") % 0xFFFF == 0
+
+
+def _crc32c(data: bytes) -> int:
+    """Bit by bit: the remainder, lowest bit first."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = crc >> 1 ^ 0x82F63B78 * (crc & 1)
+    return crc ^ 0xFFFFFFFF
+
+
+def difference(got: Packet | bytes, want: Packet | bytes, l2: bool = True) -> str:
+    """Empty when all is equal, else ``field: got, want other`` for each that differs."""
+    packets = [p if isinstance(p, Packet) else parse(p, l2) for p in (got, want)]
+    pairs = [dict(_flat(p)) for p in packets]
+    names = [*pairs[1], *(name for name in pairs[0] if name not in pairs[1])]
+    found = []
+    for name in names:
+        ours, theirs = (pair.get(name, "nothing") for pair in pairs)
+        if ours != theirs:
+            found.append(f"{name}: {_say(name, ours, theirs)}, want {_say(name, theirs, ours)}")
+    if not found and packets[0].raw != packets[1].raw:  # padding, reserved bits
+        raws = [p.raw for p in packets]
+        return f"some bytes: {_say('', *raws)}, want {_say('', *reversed(raws))}"
+    return "; ".join(found)
+
+
+def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    for one in fields(value):
+        if not one.compare:
+            continue
+        part = getattr(value, one.name)
+        name = one.name.replace("_", " ")
+        if one.name == "transport" and part is not None:
+            name = type(part).__name__.lower()
+        if is_dataclass(part):
+            yield from _flat(part, f"{path}{name} ")
+        elif part is not None:
+            yield f"{path}{name}", part
+
+
+def _say(name: str, value: Any, other: Any) -> str:
+    if isinstance(value, bytes):
+        pairs = zip(value, other, strict=False) if isinstance(other, bytes) else ()
+        at = next((i for i, (a, b) in enumerate(pairs) if a != b), 0)
+        more = f" from byte {at}" if at else ""
+        return f"{len(value)} bytes{more} {value[at : at + 12].hex()}".rstrip()
+    if name.endswith("checksum") and isinstance(value, int):
+        return f"{value:#06x}"
+    return str(value) or "none"
+
+
+def reassembled(*pieces: bytes) -> bytes:
+    """The packet that these fragments are of, in any order; ValueError when they are not all.
+    Its head is the first fragment's, without what made it one.
+    """
+    parts = sorted(map(_piece, pieces), key=lambda part: part[0])
+    body = b""
+    for offset, _, _, data in parts:
+        if offset != len(body):
+            raise ValueError(f"bytes {len(body)} to {offset} are not there")
+        body += data
+    if parts[-1][1]:
+        raise ValueError(f"bytes from {len(body)} on are not there")
+    head = parts[0][2]
+    if head[0] >> 4 == 6:
+        return head[:4] + struct.pack("!H", len(head) - 40 + len(body)) + head[6:] + body
+    flags = bytes([head[6] & 0x40, 0])
+    head = head[:2] + struct.pack("!H", len(head) + len(body)) + head[4:6] + flags + head[8:]
+    blank = head[:10] + b"\0\0" + head[12:]
+    checksum = 0xFFFF - int.from_bytes(blank, "big") % 0xFFFF
+    return head[:10] + struct.pack("!H", checksum) + head[12:] + body
+
+
+def _piece(raw: bytes) -> tuple[int, bool, bytes, bytes]:
+    """Offset, whether more follow, the head without a fragment header, the data."""
+    found = parse(raw, l2=False)
+    assert found.ip is not None
+    ip, packet = found.ip, found.packet
+    if ip.version == 4:
+        start = 20 + len(ip.options)
+        return ip.offset, ip.more, packet[:start], packet[start:]
+    named_at, at = 6, 40
+    while packet[named_at] != 44:
+        if packet[named_at] not in (0, 43, 60):
+            raise ValueError("no fragment")
+        named_at, at = at, at + (packet[at + 1] + 1) * 8
+    head = packet[:named_at] + packet[at : at + 1] + packet[named_at + 1 : at]
+    return ip.offset, ip.more, head, packet[at + 8 :]

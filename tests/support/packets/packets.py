@@ -1,0 +1,307 @@
+"""Packets, byte by byte: what a test sends, and what it wants to see arrive.
+
+    tcp("198.51.100.7:4000", "192.0.2.1:80", flags="S", mss=1460)
+    frame(udp("[2001:db8::7]:53", "[2001:db8::1]:53", b"?"), to="02:00:00:00:00:01")
+    icmp_error("too big", "203.0.113.9", tcp(...), mtu=1400)
+
+A packet is bytes that begin with the IP header; frame() puts an Ethernet header before it. The
+family is that of the addresses. Lengths and checksums are right unless something else is asked
+for. What belongs to the IP header goes to every builder by the same names, see Ip.
+
+Imports nothing of kbpf and shares nothing with parse.py, so that each can be held against the
+other.
+"""
+
+import struct
+from ipaddress import ip_address
+from typing import Unpack
+
+from tests.support.packets.datagrams import (
+    BROADCAST,
+    DESTINATION,
+    FRAGMENT,
+    HOP_BY_HOP,
+    ICMP,
+    ICMP6,
+    MAC_A,
+    MAC_B,
+    ROUTING,
+    SCTP,
+    TCP,
+    UDP,
+    Extension,
+    Ip,
+    Sum,
+    address,
+    crc32c,
+    datagram,
+    destination,
+    fragment_header,
+    fragments,
+    frame,
+    hop_by_hop,
+    internet_checksum,
+    mac,
+    routing,
+    split,
+    stored,
+    summed,
+)
+
+__all__ = [
+    "BROADCAST",
+    "DESTINATION",
+    "ERRORS",
+    "FRAGMENT",
+    "HOP_BY_HOP",
+    "ICMP",
+    "ICMP6",
+    "MAC_A",
+    "MAC_B",
+    "ROUTING",
+    "SCTP",
+    "SCTP_INIT",
+    "TCP",
+    "UDP",
+    "Extension",
+    "Ip",
+    "Sum",
+    "Talk",
+    "address",
+    "arp",
+    "chunk",
+    "crc32c",
+    "datagram",
+    "destination",
+    "echo",
+    "fragment_header",
+    "fragments",
+    "frame",
+    "hop_by_hop",
+    "icmp4",
+    "icmp6",
+    "icmp_error",
+    "internet_checksum",
+    "mac",
+    "neighbour_advertisement",
+    "neighbour_solicitation",
+    "routing",
+    "sctp",
+    "solicited",
+    "tcp",
+    "udp",
+]
+
+# ---- what IP carries ---------------------------------------------------------------------------
+
+_FLAGS = "FSRPAUEC"
+
+
+def tcp(
+    source: str,
+    to: str,
+    payload: bytes = b"",
+    *,
+    flags: str = "A",
+    seq: int = 1000,
+    ack: int = 0,
+    window: int = 64240,
+    mss: int | None = None,
+    tcp_options: bytes = b"",
+    urgent: int = 0,
+    checksum: Sum = "right",
+    **ip: Unpack[Ip],
+) -> bytes:
+    """A segment; flags are letters of FSRPAUEC (E and C are ECE and CWR)."""
+    (host, port), (to_host, to_port) = split(source), split(to)
+    options = (b"" if mss is None else struct.pack("!BBH", 2, 4, mss)) + tcp_options
+    options += bytes(-len(options) % 4)
+    bits = sum(1 << _FLAGS.index(letter) for letter in flags)
+    word = (20 + len(options)) // 4 << 12 | bits
+    header = struct.pack("!HHIIHHHH", port, to_port, seq, ack, word, window, 0, urgent)
+    body = summed(TCP, host, to_host, header + options + payload, 16, checksum, ip)
+    return datagram(host, to_host, TCP, body, **ip)
+
+
+class Talk:
+    """A TCP connection's segments with the numbers that both sides would use.
+
+    A word is what a segment is: its flags, "<" in front if the server sends it, and behind them "+"
+    or "+100" if it has ten or 100 bytes of data, "!" if somebody who does not know the numbers has
+    made it up, "~" if its checksum is wrong. The numbers of those two are none that anybody goes on
+    from.
+    """
+
+    def __init__(self, client: int = 1000, server: int = 70_000) -> None:
+        self._first = {False: client, True: server}
+        self._next = dict(self._first)
+
+    def answered(self) -> "Talk":
+        """SYN and SYN-ACK have been sent, with those first numbers."""
+        self._next = {back: number + 1 for back, number in self._first.items()}
+        return self
+
+    def segment(self, word: str, source: str, to: str) -> bytes:
+        """The segment of this word, between these ends."""
+        back, flags = word.startswith("<"), "".join(filter(str.isalpha, word))
+        seq = self._first[back] if "S" in flags else self._next[back]
+        ack = self._next[not back] if "A" in flags else 0
+        _, plus, size = word.rstrip("!~").partition("+")
+        data = bytes(int(size or 10)) if plus else b""
+        if "!" in word:
+            off = 1 << (29 if back else 30)
+            seq, ack = (number + off & 0xFFFFFFFF for number in (seq, ack))
+        elif "~" not in word and "R" not in flags:
+            self._next[back] = seq + len(data) + ("S" in flags) + ("F" in flags)
+        checksum: Sum = "wrong" if "~" in word else "right"
+        return tcp(source, to, data, flags=flags, seq=seq, ack=ack, checksum=checksum)
+
+
+def udp(
+    source: str, to: str, payload: bytes = b"", *, checksum: Sum = "right", **ip: Unpack[Ip]
+) -> bytes:
+    """A datagram."""
+    (host, port), (to_host, to_port) = split(source), split(to)
+    header = struct.pack("!HHHH", port, to_port, 8 + len(payload), 0)
+    body = summed(UDP, host, to_host, header + payload, 6, checksum, ip)
+    return datagram(host, to_host, UDP, body, **ip)
+
+
+def chunk(kind: int, body: bytes = b"", flags: int = 0) -> bytes:
+    """One chunk of an SCTP packet, padded."""
+    return struct.pack("!BBH", kind, flags, 4 + len(body)) + body + bytes(-len(body) % 4)
+
+
+SCTP_INIT = chunk(1, struct.pack("!IIHHI", 0x11223344, 65536, 10, 10, 1))
+"""The first chunk of an association; its packet has the tag 0."""
+
+
+def sctp(
+    source: str,
+    to: str,
+    chunks: bytes = SCTP_INIT,
+    *,
+    tag: int = 0,
+    checksum: Sum = "right",
+    **ip: Unpack[Ip],
+) -> bytes:
+    """A packet of chunks. Its checksum knows nothing of the addresses."""
+    (host, port), (to_host, to_port) = split(source), split(to)
+    head = struct.pack("!HHI", port, to_port, tag)
+    crc = stored(crc32c(head + bytes(4) + chunks), checksum)
+    return datagram(host, to_host, SCTP, head + struct.pack("<I", crc) + chunks, **ip)
+
+
+def icmp4(
+    source: str,
+    to: str,
+    type: int,
+    code: int = 0,
+    rest: int | bytes = 0,
+    embedded: bytes = b"",
+    *,
+    checksum: Sum = "right",
+    **ip: Unpack[Ip],
+) -> bytes:
+    """`rest`: the four bytes behind the checksum. `embedded`: whatever follows, as it is."""
+    last = rest if isinstance(rest, bytes) else struct.pack("!I", rest)
+    message = struct.pack("!BBH", type, code, 0) + last + embedded
+    right = internet_checksum(message)
+    message = message[:2] + struct.pack("!H", stored(right, checksum)) + message[4:]
+    return datagram(source, to, ICMP, message, **ip)
+
+
+def icmp6(
+    source: str,
+    to: str,
+    type: int,
+    code: int = 0,
+    rest: int | bytes = 0,
+    embedded: bytes = b"",
+    *,
+    checksum: Sum = "right",
+    **ip: Unpack[Ip],
+) -> bytes:
+    """As icmp4(); its checksum has a pseudo header."""
+    last = rest if isinstance(rest, bytes) else struct.pack("!I", rest)
+    message = struct.pack("!BBH", type, code, 0) + last + embedded
+    body = summed(ICMP6, source, to, message, 2, checksum, ip)
+    return datagram(source, to, ICMP6, body, **ip)
+
+
+def echo(
+    source: str,
+    to: str,
+    payload: bytes = b"",
+    *,
+    id: int = 1,
+    seq: int = 1,
+    reply: bool = False,
+    **ip: Unpack[Ip],
+) -> bytes:
+    """A ping, or the answer to one."""
+    if ":" in source:
+        return icmp6(source, to, 129 if reply else 128, 0, id << 16 | seq, payload, **ip)
+    return icmp4(source, to, 0 if reply else 8, 0, id << 16 | seq, payload, **ip)
+
+
+ERRORS = {
+    "net unreachable": ((3, 0), (1, 0)),
+    "host unreachable": ((3, 1), (1, 3)),
+    "port unreachable": ((3, 3), (1, 4)),
+    "prohibited": ((3, 13), (1, 1)),
+    "too big": ((3, 4), (2, 0)),
+    "time exceeded": ((11, 0), (3, 0)),
+    "reassembly timed out": ((11, 1), (3, 1)),
+    "parameter problem": ((12, 0), (4, 0)),
+}
+"""Type and code, IPv4 and IPv6."""
+
+
+def icmp_error(
+    kind: str,
+    by: str,
+    packet: bytes,
+    *,
+    mtu: int = 0,
+    pointer: int = 0,
+    quote: int | None = None,
+    **ip: Unpack[Ip],
+) -> bytes:
+    """What `by` answers to whoever sent this packet. `quote`: how much of it, as much as Linux
+    sends unless it is said: the whole error has 576 bytes at most (RFC 1812), 1280 (RFC 4443).
+    """
+    v6 = packet[0] >> 4 == 6
+    to = str(ip_address(packet[8:24] if v6 else packet[12:16]))
+    kinds = ERRORS[kind][v6]
+    most = (1280 - 48 if v6 else 576 - 28) if quote is None else quote
+    if v6:
+        return icmp6(by, to, *kinds, mtu or pointer, packet[:most], **ip)
+    return icmp4(by, to, *kinds, mtu or pointer << 24, packet[:most], **ip)
+
+
+# ---- neighbours --------------------------------------------------------------------------------
+
+
+def arp(operation: int, source_mac: str, source: str, to_mac: str, to: str) -> bytes:
+    """1 asks who has `to`, 2 answers; frame() it."""
+    head = struct.pack("!HHBBH", 1, 0x0800, 6, 4, operation)
+    return head + mac(source_mac) + address(source) + mac(to_mac) + address(to)
+
+
+def solicited(target: str) -> tuple[str, str]:
+    """The multicast address and MAC at which a neighbour is asked for."""
+    low = address(target)[-3:]
+    return str(ip_address(address("ff02::1:ff00:0")[:13] + low)), "33:33:ff:" + low.hex(":")
+
+
+def neighbour_solicitation(source_mac: str, source: str, target: str) -> bytes:
+    """Who has `target`? To its multicast address."""
+    body = address(target) + b"\x01\x01" + mac(source_mac)
+    return icmp6(source, solicited(target)[0], 135, embedded=body, ttl=255)
+
+
+def neighbour_advertisement(target_mac: str, target: str, to: str) -> bytes:
+    """It is here: an answer that overrides what was known."""
+    body = address(target) + b"\x02\x01" + mac(target_mac)
+    return icmp6(target, to, 136, 0, 0x60000000, body, ttl=255)

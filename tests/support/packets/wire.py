@@ -1,0 +1,388 @@
+"""A peer without the kernel's sockets: frames made by hand go out of a device, and what arrives is
+read byte by byte.
+
+    with Wire("netns", "eth0", "198.18.0.50/24", gateways=("198.18.0.1",)) as wire:
+        wire.send(udp("198.18.0.50:4000", "10.96.0.1:53", b"?"))
+        answer = wire.expect(lambda p: p.source == "10.96.0.1:53")
+        wire.dial_tcp("198.18.0.50:4001", "10.96.0.1:80", b"hello\\n")
+
+It answers ARP and neighbour solicitations for its own addresses, which must not be the kernel's
+too: in that namespace nobody else knows them, and nothing there may forward. The addresses' own
+networks are on the link, everything else is behind the gateways.
+
+What arrives is as a network card would send it on: a checksum that the sending kernel has left to
+the hardware (CHECKSUM_PARTIAL, always so between veths) is finished here, so that a wrong one is
+wrong because somebody made it so. Several segments may come in one piece, larger than the MTU:
+`Packet.gso` says so. ARP, neighbour discovery and multicast listener reports are left out.
+
+`tap=True` only listens, on any device of any namespace, and hears what leaves there too. On its
+way in a packet is heard before the programs at TC see it, on its way out after them.
+"""
+
+import contextlib
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from ipaddress import ip_address, ip_interface
+from pathlib import Path
+from typing import Self
+
+from kbpf.kernel.system import netns
+from tests.support.packets import packets
+from tests.support.packets.parse import Icmp, Packet, parse
+from tests.support.packets.stream import Stream
+
+Predicate = Callable[[Packet], bool]
+
+_SOL_PACKET, _ADD_MEMBERSHIP, _VNET_HDR, _IGNORE_OUTGOING = 263, 1, 15, 23
+_PROMISC, _ALLMULTI = 1, 2
+_SO_RCVBUFFORCE = 33
+_ETH_P_ALL, _ETH_P_ARP, _ETH_P_IP, _ETH_P_IPV6 = 3, 0x0806, 0x0800, 0x86DD
+_WITH_ETHERNET = (1, 772)
+"""ARPHRD_ETHER and ARPHRD_LOOPBACK; others, tun or PPP, have packets without a link header."""
+_OTHER_HOST = 3
+_VIRTIO = struct.Struct("=BBHHHH")
+"""struct virtio_net_hdr: flags, GSO type, bytes of headers, segment size, checksum from and at."""
+_NEEDS_CSUM = 1
+_GSO = {(4, 6): 1, (6, 6): 4, (4, 17): 5, (6, 17): 5}
+_SUM_AT = {6: 16, 17: 6}
+_NOISE = frozenset((130, 131, 132, 133, 134, 135, 136, 137, 143))
+"""ICMPv6: multicast listeners and neighbour discovery."""
+_ASK_AGAIN = 0.2
+_PATIENCE = 30.0
+_STATISTICS = 6
+"""PACKET_STATISTICS: how many packets have come for the socket, and were dropped, since asked."""
+
+
+def any_packet(_: Packet) -> bool:
+    """Whatever arrives."""
+    return True
+
+
+def between(source: str, to: str) -> Predicate:
+    """Packets from here to there, by addresses with ports if they have any."""
+    return lambda p: p.source == source and p.destination == to
+
+
+def finished(frame: bytes, start: int, offset: int) -> bytes:
+    """The frame with the checksum that was left to the hardware, from `start`, at `start +
+    offset`. SCTP's, which is no sum, is told by its place.
+    """
+    at = start + offset
+    if offset == 8:
+        blank = frame[start:at] + bytes(4) + frame[at + 4 :]
+        return frame[:at] + struct.pack("<I", packets.crc32c(blank)) + frame[at + 4 :]
+    done = packets.internet_checksum(frame[start:]) or 0xFFFF
+    return frame[:at] + struct.pack("!H", done) + frame[at + 2 :]
+
+
+class Wire:
+    """One device, by hand."""
+
+    def __init__(
+        self,
+        netns: str | None,
+        device: str,
+        *addresses: str,
+        gateways: tuple[str, ...] = (),
+        tap: bool = False,
+    ) -> None:
+        self.netns = netns
+        self.device = device
+        self.mac = ""
+        """The device's own, once it is open; empty where a link has none."""
+        self._interfaces = [ip_interface(one) for one in addresses]
+        self._own = {str(one.ip) for one in self._interfaces}
+        self._gateways = {ip_address(one).version: one for one in gateways}
+        self._tap = tap
+        self._stack = contextlib.ExitStack()
+        self._changed = threading.Condition()
+        self._heard: deque[Packet] = deque()
+        self._neighbours: dict[str, str] = {}
+        self._broken: list[str] = []
+        self._come = self._read_so_far = 0
+        """Packets that the kernel has put into the socket, and that the thread has done with."""
+
+    # ---- open and closed -----------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as stack:
+            if self.netns is None:
+                self._socket = self._opened()
+            else:
+                self._socket = netns.inside(Path("/run/netns") / self.netns, self._opened)
+            stack.callback(self._socket.close)
+            _, _, _, kind, mac = self._socket.getsockname()
+            self._l2 = kind in _WITH_ETHERNET
+            self.mac = mac.hex(":") if self._l2 else ""
+            reading, writing = os.pipe()
+            stack.callback(os.close, reading)
+            self._thread = threading.Thread(
+                target=self._read, args=(reading,), name=f"wire-{self.device}"
+            )
+            self._thread.start()
+            stack.callback(self._thread.join)
+            stack.callback(os.close, writing)  # ends the thread
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _opened(self) -> socket.socket:
+        made = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
+        try:
+            made.setsockopt(_SOL_PACKET, _VNET_HDR, 1)
+            made.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, 64 << 20)
+            if not self._tap:
+                made.setsockopt(_SOL_PACKET, _IGNORE_OUTGOING, 1)
+            made.bind((self.device, _ETH_P_ALL))
+            index = socket.if_nametoindex(self.device)
+            member = struct.pack("=iHH8x", index, _PROMISC if self._tap else _ALLMULTI, 0)
+            made.setsockopt(_SOL_PACKET, _ADD_MEMBERSHIP, member)
+        except BaseException:
+            made.close()
+            raise
+        return made
+
+    # ---- sending -------------------------------------------------------------------------------
+
+    def send(self, *sent: bytes, to: str | None = None, gso: int = 0) -> None:
+        """Sends packets that begin with IP. `to`: the MAC of the next hop, which is asked for
+        unless it is said. `gso`: as one piece of which each segment gets so many bytes (TCP or
+        UDP), its checksum left to the hardware as kernels do it. More than a page of it arrives
+        as an skb that is not linear.
+        """
+        for packet in sent:
+            if self._l2:
+                frame = packets.frame(packet, to or self._next_hop(packet), self.mac)
+            else:
+                frame = packet
+            self.send_frame(frame, gso)
+
+    def send_frame(self, frame: bytes, gso: int = 0) -> None:
+        """Sends it as it is."""
+        if gso:
+            header, frame = self._left_to_others(frame, gso)
+        else:
+            header = bytes(_VIRTIO.size)
+        if self._l2:
+            kind = int.from_bytes(frame[12:14], "big")
+        else:
+            kind = _ETH_P_IPV6 if frame[0] >> 4 == 6 else _ETH_P_IP
+        self._socket.sendto(header + frame, (self.device, kind))
+
+    def _left_to_others(self, frame: bytes, gso: int) -> tuple[bytes, bytes]:
+        """The header that says so, and the frame with the pseudo header's sum only."""
+        found = parse(frame, self._l2)
+        ip, size = found.ip, len(frame)
+        assert ip is not None
+        protocol = ip.protocol
+        assert protocol in _SUM_AT, "only TCP and UDP are sent in segments"
+        start = size - len(found.segment)
+        at = start + _SUM_AT[protocol]
+        ends = packets.address(ip.source) + packets.address(ip.destination)
+        pseudo = ends + struct.pack("!II", len(found.segment), protocol)
+        partial = packets.internet_checksum(pseudo) ^ 0xFFFF
+        frame = frame[:at] + struct.pack("!H", partial) + frame[at + 2 :]
+        header = _VIRTIO.pack(
+            _NEEDS_CSUM,
+            _GSO[ip.version, protocol],
+            size - len(found.payload),
+            gso,
+            start,
+            _SUM_AT[protocol],
+        )
+        return header, frame
+
+    def _next_hop(self, packet: bytes) -> str:
+        version = packet[0] >> 4
+        source, to = (packet[8:24], packet[24:40]) if version == 6 else (packet[12:16], packet[16:])
+        target = ip_address(to[: len(source)])
+        if target.is_multicast and version == 4:
+            return (b"\1\0\x5e" + bytes([target.packed[1] & 0x7F]) + target.packed[2:]).hex(":")
+        if target.is_multicast:
+            return "33:33:" + target.packed[-4:].hex(":")
+        near = any(target in one.network for one in self._interfaces)
+        hop = str(target) if near else self._gateways.get(version)
+        if hop is None:
+            raise AssertionError(f"no way to {target}: no network of ours, no gateway")
+        own = [str(one.ip) for one in self._interfaces if one.version == version]
+        asking = str(ip_address(source))
+        return self.neighbour(hop, asking if asking in own or not own else own[0])
+
+    def neighbour(self, address: str, asking: str, seconds: float = _PATIENCE) -> str:
+        """The MAC of an address on this link, for one of ours that asks."""
+        deadline = time.monotonic() + seconds
+        with self._changed:
+            while address not in self._neighbours:
+                if time.monotonic() > deadline:
+                    raise AssertionError(f"{address} is not on the link of {self.device}")
+                self._ask_for(address, asking)
+                self._changed.wait_for(lambda: address in self._neighbours, _ASK_AGAIN)
+            return self._neighbours[address]
+
+    def _ask_for(self, address: str, asking: str) -> None:
+        if ":" in address:
+            asked = packets.neighbour_solicitation(self.mac, asking, address)
+            frame = packets.frame(asked, packets.solicited(address)[1], self.mac)
+        else:
+            asked = packets.arp(1, self.mac, asking, "00:00:00:00:00:00", address)
+            frame = packets.frame(asked, packets.BROADCAST, self.mac)
+        self.send_frame(frame)
+
+    # ---- hearing -------------------------------------------------------------------------------
+
+    def _read(self, stop: int) -> None:
+        """The thread: until the other end of the pipe is closed."""
+        ears = select.poll()
+        ears.register(self._socket, select.POLLIN)
+        ears.register(stop, select.POLLHUP)
+        while True:
+            ready = dict(ears.poll())
+            if stop in ready:
+                return
+            try:
+                raw, sender = self._socket.recvfrom(1 << 18)
+            except OSError:
+                continue  # the device is down; it may come back
+            try:
+                if sender[2] != _OTHER_HOST or self._tap:
+                    self._take(raw)
+            except Exception as error:
+                with self._changed:
+                    self._broken.append(f"{error}: {raw[_VIRTIO.size :][:64].hex()}")
+            finally:
+                with self._changed:
+                    self._read_so_far += 1
+                    self._changed.notify_all()
+
+    def _take(self, raw: bytes) -> None:
+        flags, _, _, gso, start, offset = _VIRTIO.unpack_from(raw)
+        frame = raw[_VIRTIO.size :]
+        if flags & _NEEDS_CSUM:
+            frame = finished(frame, start, offset)
+        packet = replace(parse(frame, self._l2), gso=gso)
+        if packet.arp or self._is_noise(packet):
+            self._answer(packet)
+        elif packet.ip:
+            with self._changed:
+                self._heard.append(packet)
+                self._changed.notify_all()
+
+    @staticmethod
+    def _is_noise(packet: Packet) -> bool:
+        is_icmp = isinstance(packet.transport, Icmp) and packet.protocol == "icmp6"
+        return is_icmp and packet.transport.type in _NOISE
+
+    def _answer(self, packet: Packet) -> None:
+        """Learns who has which address, and tells that ours are here."""
+        if self._tap or packet.ethernet is None:
+            return
+        if arp := packet.arp:
+            self._learn(arp.source, arp.source_mac)
+            if arp.operation == 1 and arp.destination in self._own:
+                answer = packets.arp(2, self.mac, arp.destination, arp.source_mac, arp.source)
+                self.send_frame(packets.frame(answer, arp.source_mac, self.mac))
+        elif isinstance(packet.transport, Icmp) and packet.transport.type in (135, 136):
+            target = str(ip_address(packet.payload[:16]))
+            if packet.transport.type == 136:
+                self._learn(target, packet.ethernet.source)
+            elif target in self._own and packet.ip and packet.ip.source != "::":
+                self._learn(packet.ip.source, packet.ethernet.source)
+                answer = packets.neighbour_advertisement(self.mac, target, packet.ip.source)
+                self.send_frame(packets.frame(answer, packet.ethernet.source, self.mac))
+
+    def _learn(self, address: str, mac: str) -> None:
+        with self._changed:
+            self._neighbours[address] = mac
+            self._changed.notify_all()
+
+    def _catch_up(self) -> None:
+        """Waits, with the lock held, until the thread has read what has arrived until now."""
+        raw = self._socket.getsockopt(_SOL_PACKET, _STATISTICS, 8)
+        come, dropped = struct.unpack("=II", raw)  # the first has the second in it
+        self._come += come - dropped
+        goal = self._come
+        done = self._changed.wait_for(lambda: self._read_so_far >= goal, _PATIENCE)
+        assert done, f"{self._read_so_far} of {goal} packets are read"
+
+    @property
+    def heard(self) -> tuple[Packet, ...]:
+        """What has arrived and nobody has expected yet."""
+        with self._changed:
+            self._catch_up()
+            return tuple(self._heard)
+
+    def forget(self, predicate: Predicate = any_packet) -> None:
+        """Drops what has arrived until now."""
+        with self._changed:
+            self._catch_up()
+            self._heard = deque(p for p in self._heard if not predicate(p))
+
+    def soon(self, predicate: Predicate = any_packet, seconds: float = _PATIENCE) -> Packet | None:
+        """The first packet like this that nobody has expected yet, as soon as it is there; None
+        when it does not come. Others stay.
+        """
+        with self._changed:
+            found = self._changed.wait_for(lambda: self._first(predicate), seconds)
+            self._heard = deque(p for p in self._heard if p is not found)
+            return found
+
+    def expect(self, predicate: Predicate = any_packet, seconds: float = _PATIENCE) -> Packet:
+        """soon(), or AssertionError with all that was heard instead."""
+        found = self.soon(predicate, seconds)
+        assert found is not None, f"not within {seconds} s; {self.told()}"
+        return found
+
+    def none(self, seconds: float, predicate: Predicate = any_packet) -> None:
+        """Nothing like this is there, and nothing comes for so long."""
+        with self._changed:
+            self._catch_up()
+            found = self._changed.wait_for(lambda: self._first(predicate), seconds)
+            assert found is None, f"{found} arrived; {self.told()}"
+
+    def _first(self, predicate: Predicate) -> Packet | None:
+        return next((p for p in self._heard if predicate(p)), None)
+
+    def told(self) -> str:
+        """What was heard, for a failing test."""
+        lines = [str(packet) for packet in self._heard] + [f"broken: {b}" for b in self._broken]
+        return f"{self.device} heard " + ("; ".join(lines) or "nothing")
+
+    # ---- talking -------------------------------------------------------------------------------
+
+    def ask(self, packet: bytes, seconds: float = _PATIENCE) -> Packet:
+        """Sends it; the first packet that comes back from where it went."""
+        asked = parse(packet, l2=False)
+        back = between(asked.destination, asked.source)
+        self.forget(back)
+        self.send(packet)
+        return self.expect(lambda p: back(p) and p.protocol == asked.protocol, seconds)
+
+    @contextlib.contextmanager
+    def connected(self, source: str, to: str, seconds: float = _PATIENCE) -> Iterator[Stream]:
+        """A TCP connection, reset at the end unless it was closed."""
+        stream = Stream(self, source, to, seconds)
+        stream.open()
+        try:
+            yield stream
+        finally:
+            stream.reset()
+
+    def dial_tcp(
+        self, source: str, to: str, payload: bytes = b"", seconds: float = _PATIENCE
+    ) -> bytes:
+        """Connects, sends, closes its side; all that came until the other side closed too.
+        ConnectionRefusedError, ConnectionResetError, TimeoutError, or HostError with what an
+        ICMP error said.
+        """
+        with self.connected(source, to, seconds) as stream:
+            stream.send(payload)
+            return stream.close()

@@ -1,0 +1,17 @@
+"""`python -m tests.support.runtime.clsact_agent run ...`: kbpf on a kernel that has no TCX (before
+6.6), so that its programs are filters on clsact.
+"""
+
+from kbpf.cli import app
+from kbpf.kernel.bpf import tc
+from kbpf.kernel.probe_result import Probe
+
+
+def main() -> None:
+    """kbpf's own main()."""
+    tc.tcx = lambda: Probe(False, "switched off by the test")
+    app.main()
+
+
+if __name__ == "__main__":
+    main()

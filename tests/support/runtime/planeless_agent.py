@@ -1,0 +1,45 @@
+"""`kbpf` for kernels without IPVS: a fake stands in the place of its data plane, programs nothing,
+and tells its status as that one does. What is asked of it is which data plane the agent takes, and
+why.
+"""
+
+from collections.abc import Collection
+
+from kbpf.cli.app import main
+from kbpf.dataplane.base import Report
+from kbpf.dataplane.ipvs import plane
+from kbpf.model.desired import DesiredState, ServicePortKey
+from kbpf.model.metrics import Ended, Pause, Traffic
+
+
+class FakePlane(plane.IpvsPlane):
+    """See the module."""
+
+    def open(self) -> None:
+        self._state.mkdir(parents=True, exist_ok=True)
+        self._clear()
+
+    def apply(
+        self,
+        desired: DesiredState,
+        touched: Collection[ServicePortKey] | None,
+        sound: bool = True,
+    ) -> Report:
+        return Report()
+
+    def tick(self, now: float) -> float | None:
+        return None
+
+    def ended(self) -> tuple[Ended, ...]:
+        return ()
+
+    def count(self, pause: Pause) -> Traffic:
+        return Traffic()
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+if __name__ == "__main__":
+    plane.IpvsPlane = FakePlane  # type: ignore[misc]
+    main()

@@ -1,0 +1,180 @@
+"""A machine for vagrant/kubeadm/provision, without a machine: this one's files and kernel in a
+mount and a network namespace, with an /etc, /root, /home, /run and /var/lib of its own that the
+next script finds as the last one left them: nothing of this machine is written to.
+
+What downloads packages or changes the kernel is a stand-in that says how it was called; kubectl is
+the real one, and so is kubeadm, with --dry-run where it would start something. Of what kubeadm
+looks at before it begins UNMET is left out, the rest has to hold.
+"""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+from tests.support.build import go_build
+from tests.support.lab.lab import PATIENCE
+
+ROOT = Path(__file__).parents[3]
+PROVISION = "vagrant/kubeadm/provision"
+VERSION = go_build.kubernetes_version(go_build.PREVIOUS)
+"""Debian 12 and 13 have containerd 1; Kubernetes asks for 2 from 1.37 on."""
+UNMET = ("CRI", "ContainerRuntimeVersion", "SystemVerification", "Mem", "NumCPU", "Swap",
+         "FileContent--proc-sys-net-ipv4-ip_forward")  # fmt: skip
+OWN = ("etc", "root", "home", "run", "var/lib")
+"""Folders of its own; there are only these in them at first:"""
+FOLDERS = ("etc/apt/sources.list.d", "etc/modules-load.d", "etc/sysctl.d")
+FILES = ("etc/group", "etc/hosts", "etc/nsswitch.conf", "etc/passwd")
+
+STAND_IN = """#!/bin/sh
+echo "NAME $*" >>"$SAID"
+case "NAME $*" in
+"$FAIL"*) echo "NAME: it was told to fail" >&2; exit 9 ;;
+esac
+"""
+STAND_INS = {
+    **dict.fromkeys(("swapoff", "modprobe", "sysctl", "apt-get", "systemctl"), ""),
+    "containerd": 'cat "$FOLDER/containerd.toml"\n',
+    "apt-mark": """\
+case $1 in
+showhold) if [ -e "$FOLDER/held" ]; then echo "$2"; fi ;;
+hold) touch "$FOLDER/held" ;;
+esac
+""",
+    "curl": """\
+while [ "$1" != -o ]; do shift; done
+cp "$FOLDER/${3##*/}" "$2"
+""",
+    "gpg": """\
+while [ "$1" != -o ]; do shift; done
+cp "$3" "$2"
+""",
+    "buildah": """\
+case $1 in
+push) archive=${4#docker-archive:}; touch "${archive%%:*}" ;;
+esac
+""",
+    "ctr": 'for archive; do :; done; test -e "$archive"\n',
+    "kubectl": """\
+case "$*" in
+*"rollout status"*) exit 0 ;; # nobody rolls anything out here
+esac
+exec nsenter --net="$API_NET" -- "$BIN/kubectl" "$@"
+""",
+}
+"""Name → what it does once it has said its name."""
+KUBEADM = """\
+set -e
+case $1 in
+version | reset) PATH=$QUIET:$PATH exec "$BIN/kubeadm" "$@" ;;
+esac
+for each; do
+\tcase $each in
+\t--config=*)
+\t\tcp "${each#--config=}" "$FOLDER/$1.yaml"
+\t\t"$BIN/kubeadm" config validate "$each" >&2 ;;
+\tesac
+done
+PATH=$QUIET:$PATH "$BIN/kubeadm" "$@" --dry-run --ignore-preflight-errors="$UNMET" >"$FOLDER/$1.out"
+mkdir -p /etc/kubernetes/pki /etc/kubernetes/manifests
+touch /etc/kubernetes/pki/ca.crt /etc/kubernetes/kubelet.conf
+case $1 in
+init)
+\ttouch /etc/kubernetes/manifests/kube-apiserver.yaml
+\tcp "$ADMIN" /etc/kubernetes/admin.conf ;;
+esac
+if [ "$FAIL" = "after kubeadm $1" ]; then echo "kubeadm: it was told to fail" >&2; exit 9; fi
+"""
+"""kubeadm dry-runs, then leaves what it would have left that others look at."""
+QUIET = ("systemctl", "modprobe")
+"""What kubeadm calls, which nobody wants to hear."""
+ENTER = """
+set -e
+ip link set lo up
+ip addr add "$ADDRESS/24" dev lo
+# Real things first: they may be below a folder that is hidden then.
+mount --bind "$TREE" "$KBPF_TREE"
+mount --bind "$KUBEADM_AT" "$BIN/kubeadm"
+mount --bind "$KUBECTL_AT" "$BIN/kubectl"
+for each in OWN; do mount --bind "$FOLDER/$each" "/$each"; done
+exec sh "$@"
+""".replace("OWN", " ".join(OWN))
+
+
+class Machine:
+    """See the module. `said`: the calls of stand-ins by the last script; `out`, `yaml`: what
+    kubeadm said and was told.
+    """
+
+    def __init__(self, folder: Path, address: str, kubeadm: Path, kubectl: Path, admin: Path):
+        self._folder, self._said = folder, folder / "said"
+        for name in (*OWN, *FOLDERS, "tree", "bin"):
+            (folder / name).mkdir(parents=True)
+        for name in FILES:
+            shutil.copy(Path("/", name), folder / name)
+        self.file("/etc/fstab").touch()
+        for name in ("kubeadm", "kubectl"):
+            (folder / "bin" / name).touch()
+        tools, quiet = folder / "tools", folder / "quiet"
+        for where, programs in (
+            (tools, {name: _stand_in(name) + does for name, does in STAND_INS.items()}),
+            (tools, {"kubeadm": _stand_in("kubeadm") + KUBEADM}),
+            (quiet, dict.fromkeys(QUIET, "#!/bin/sh\n")),
+            (quiet, {"kubelet": f"#!/bin/sh\necho Kubernetes {VERSION}\n"}),
+        ):
+            where.mkdir(exist_ok=True)
+            for name, text in programs.items():
+                (where / name).write_text(text)
+                (where / name).chmod(0o755)
+        self._environment = {
+            "PATH": f"{tools}:/usr/sbin:/usr/bin:/sbin:/bin",
+            "HOME": "/root",
+            "ADDRESS": address,
+            "FOLDER": str(folder),
+            "SAID": str(self._said),
+            "QUIET": str(quiet),
+            "KUBEADM_AT": str(kubeadm),
+            "KUBECTL_AT": str(kubectl),
+            "BIN": str(folder / "bin"),
+            "ADMIN": str(admin),
+            "API_NET": f"/proc/{os.getpid()}/ns/net",
+            "UNMET": ",".join(UNMET),
+            "TREE": str(ROOT),
+            "KBPF_TREE": str(folder / "tree"),
+        }
+
+    def put(self, name: str, text: str) -> None:
+        """A file that a stand-in hands out: containerd.toml, or what curl is asked for."""
+        (self._folder / name).write_text(text)
+
+    def run(
+        self, script: str, *arguments: str, fail: str = "nothing"
+    ) -> "subprocess.CompletedProcess[str]":
+        """Runs one of the scripts. `fail`: how the call begins that fails, "after kubeadm ..."
+        fails when all is done.
+        """
+        self._said.write_text("")
+        return subprocess.run(
+            ["unshare", "--mount", "--net", "sh", "-c", ENTER, "sh",
+             str(self._folder / "tree" / PROVISION / script), *arguments],
+            env={**self._environment, "FAIL": fail},
+            capture_output=True, text=True, check=False, timeout=2 * PATIENCE,
+        )  # fmt: skip
+
+    @property
+    def said(self) -> list[str]:
+        return self._said.read_text().splitlines()
+
+    def file(self, path: str) -> Path:
+        """A file of the machine's below /etc or OWN."""
+        return self._folder / path.removeprefix("/")
+
+    def out(self, command: str) -> str:
+        return (self._folder / f"{command}.out").read_text()
+
+    def yaml(self, command: str) -> str:
+        return (self._folder / f"{command}.yaml").read_text()
+
+
+def _stand_in(name: str) -> str:
+    return STAND_IN.replace("NAME", name)

@@ -1,0 +1,72 @@
+"""Runs what a document says to type, where an operator would: in a clone, with kubectl and kubeadm.
+
+kubeadm is called on the first node, the control plane. There is no kubelet, so `kubectl exec` is
+answered by runc, and after each command the nodes follow (Kubelets.sync).
+"""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+from tests.support.cluster.daemonset import PodCluster
+from tests.support.cluster.kubectl import MANIFESTS
+from tests.support.lab.lab import PATIENCE, inside
+
+
+class Shell:
+    """See the module; with these programs."""
+
+    def __init__(
+        self, cluster: PodCluster, folder: Path, kubectl: Path, kubeadm: Path | None = None
+    ) -> None:
+        self._cluster, self._folder = cluster, folder
+        shutil.copytree(MANIFESTS, folder / "manifests")
+        (folder / "bin").mkdir()
+        config = cluster.api.kubeconfig(folder / "config", "admin")
+        real = inside(cluster.api.netns, None, str(kubectl), f"--kubeconfig={config}")
+        if kubeadm is not None:
+            command = inside(cluster.lab.nodes[0].netns, None, str(kubeadm))
+            self._program("kubeadm", f'exec {" ".join(command)} "$@" --kubeconfig={config}\n')
+        self._program(
+            "kubectl",
+            'if [[ " $* " = *" exec "* ]]; then\n'
+            '\twhile [ "$1" != exec ]; do shift; done; pod=$2\n'
+            '\twhile [ "$1" != -- ]; do shift; done; shift\n'
+            f'\texec {folder}/bin/in-pod "$pod" "$@"\n'
+            "fi\n"
+            f'exec {" ".join(real)} "$@"\n',
+        )
+
+    def __call__(self, command: str) -> str:
+        """What it prints. An ordinary shell: it goes on after a command that fails, and how the
+        last one ends is how all do.
+        """
+        self._pods()
+        done = subprocess.run(
+            ["bash", "-c", command], cwd=self._folder, text=True,
+            env={"HOME": str(self._folder), "PATH": f"{self._folder}/bin:{os.environ['PATH']}"},
+            capture_output=True, check=False, timeout=2 * PATIENCE,
+        )  # fmt: skip
+        assert done.returncode == 0, (command, done.stdout, done.stderr)
+        self._cluster.kubelets.sync()
+        return done.stdout
+
+    def _pods(self) -> None:
+        """`in-pod POD COMMAND...`; ds/kube-proxy is the first pod."""
+        rows = self._cluster.kubelets.runc()
+        cases = "".join(
+            f'pod/{pod}) exec {" ".join(words)} "$@" ;;\n' for pod, words in rows.items()
+        )
+        first = next(iter(rows.values()), ("false",))
+        self._program(
+            "in-pod",
+            "pod=$1; shift\ncase $pod in\n"
+            f'{cases}ds/kube-proxy) exec {" ".join(first)} "$@" ;;\n'
+            '*) echo "no such pod: $pod" >&2; exit 1 ;;\nesac\n',
+        )
+
+    def _program(self, name: str, text: str) -> None:
+        path = self._folder / "bin" / name
+        path.write_text(f"#!/bin/bash\n{text}")
+        path.chmod(0o755)

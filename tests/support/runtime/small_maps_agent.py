@@ -1,0 +1,21 @@
+"""`python -m tests.support.runtime.small_maps_agent run ...`: kbpf whose maps start with room for
+128 entries, so that they grow with a few hundred Services.
+"""
+
+from kbpf.cli import app
+from kbpf.dataplane.bpf.maps.layout import MapSpec
+from kbpf.model.config import MapSizes
+
+ROOM = 128
+_start = MapSpec.start
+
+
+def small(spec: MapSpec, sizes: MapSizes, packet_path: bool = True) -> int:
+    """As MapSpec.start(), but for maps that can grow."""
+    usual = _start(spec, sizes, packet_path)
+    return min(ROOM, usual) if spec.grows else usual
+
+
+if __name__ == "__main__":
+    MapSpec.start = small  # type: ignore[method-assign]
+    app.main()

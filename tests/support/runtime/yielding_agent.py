@@ -1,0 +1,29 @@
+"""`kbpf`, but the packet path yields to another data plane for as long as there is a file HOLD in
+the folder of its state. With a file CLSACT there the kernel has no TCX.
+"""
+
+import sys
+from pathlib import Path
+
+from kbpf.cli.app import main
+from kbpf.dataplane.bpf.packet_path import packet_path
+from kbpf.kernel.bpf import tc
+from kbpf.kernel.probe_result import Probe
+
+HOLD, CLSACT = "hold", "clsact"
+_lead = packet_path.PacketPath.lead
+
+
+def _has(name: str) -> bool:
+    return (Path(sys.argv[sys.argv.index("--state-dir") + 1]) / name).exists()
+
+
+def _lead_later(path: packet_path.PacketPath, now: float) -> float | None:
+    return now + packet_path.ASK_SECONDS if _has(HOLD) else _lead(path, now)
+
+
+if __name__ == "__main__":
+    if _has(CLSACT):
+        tc.tcx = lambda: Probe(False, "switched off by the test")
+    packet_path.PacketPath.lead = _lead_later  # type: ignore[method-assign]
+    main()

@@ -1,0 +1,566 @@
+"""The one writer with a data plane that only counts, and a clock of the test's own."""
+
+import contextlib
+import errno
+import json
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+import pytest
+from msgspec.structs import replace
+
+from kbpf.agent import agent as module
+from kbpf.agent.agent import Agent
+from kbpf.agent.inbox import Wake
+from kbpf.agent.work_queue import LARGE
+from kbpf.dataplane.base import Report
+from kbpf.errors import KernelError, PinsGone
+from kbpf.model.address import parse_addr
+from kbpf.model.config import Config, Serving
+from kbpf.model.desired import DesiredState, ServicePortKey
+from kbpf.model.events import Delete, Kind, ObjectKey, Rejected, Synced, Upsert
+from kbpf.model.metrics import Ended
+from kbpf.model.objects import (
+    Cidr,
+    Endpoint,
+    EndpointSlice,
+    Node,
+    Protocol,
+    Service,
+    ServicePort,
+    SlicePort,
+)
+from kbpf.model.status import MOST_PROBLEMS
+from kbpf.serve.health import Health
+from kbpf.serve.kubeproxy_metrics import Record
+from kbpf.serve.message import Request
+from kbpf.serve.server import Desk
+from kbpf.source.base import SourceStatus
+from kbpf.source.decode.fields import leading_zeros
+from tests.support.lab.lab import until
+from tests.support.prometheus import parse
+
+
+class Counting:
+    """A data plane that notes which Services each apply() touched; None: all."""
+
+    name = "counting"
+
+    def __init__(self) -> None:
+        self.applied: list[set[str] | None] = []
+        self.sound: list[bool] = []
+        self.doubts = 0
+        self.writes: dict[str, int] = {}
+        self.refused: dict[ServicePortKey, str] = {}
+        self.plain: dict[ServicePortKey, str] = {}
+        self.error = ""
+
+    def apply(
+        self, _: DesiredState, touched: Collection[ServicePortKey] | None, sound: bool = True
+    ) -> Report:
+        self.applied.append(None if touched is None else {key.name for key in touched})
+        self.sound.append(sound)
+        return Report(self.writes, 0, self.refused, self.plain)
+
+    def doubt(self) -> None:
+        self.doubts += 1
+
+    def tick(self, _: float) -> float | None:
+        if self.error:
+            raise KernelError(self.error)
+        return None
+
+    def __getattr__(self, name: str):
+        return {"ready": lambda: True, "problems": tuple, "ended": tuple, "faults": tuple}.get(
+            name, lambda *_: None
+        )
+
+
+class Reads:
+    """A source, which can be read or not."""
+
+    sound = True
+
+    def status(self) -> SourceStatus:
+        return SourceStatus("folder", tuple(Kind), sound=self.sound)
+
+
+class Clock:
+    """In place of the module `time`."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __getattr__(self, _: str):
+        return lambda *_: self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(module, "time", made)
+    return made
+
+
+def service(name: str) -> Upsert:
+    ports = (ServicePort("", Protocol.TCP, 80),)
+    made = Service("ns", name, "ClusterIP", (parse_addr(f"10.96.0.{ord(name)}"),), ports)
+    return Upsert(ObjectKey(Kind.SERVICE, "ns", name), made)
+
+
+def large(name: str) -> list[Upsert]:
+    """A Service of many endpoints, which is computed in slices."""
+    ends = tuple(
+        Endpoint(parse_addr(f"10.1.{n >> 8}.{n & 255}"), True, True, False) for n in range(LARGE)
+    )
+    ports = (SlicePort("", Protocol.TCP, 80),)
+    made = EndpointSlice("ns", name, name, 4, ends, ports)
+    return [service(name), Upsert(ObjectKey(Kind.SLICE, "ns", name), made)]
+
+
+def begun(period: float) -> tuple[Agent, Counting]:
+    plane = Counting()
+    agent = Agent(Config("me", min_sync_period=period), plane, lambda _: ())
+    node = Upsert(ObjectKey(Kind.NODE, "", "me"), Node("me"))
+    agent.step([node, *(Synced(kind) for kind in Kind)])
+    assert plane.applied == [None]
+    return agent, plane
+
+
+@pytest.mark.parametrize(("mode", "told"), [("bpf", 1), ("ipvs", 0)])
+def test_what_direct_forwarding_passes_by_is_told_where_there_is_such_a_thing(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, mode: str, told: int
+):
+    plane = Counting()
+    plane.name = mode
+    caplog.set_level("INFO")
+    Agent(Config("me", forwarding="direct"), plane, lambda _: ())._tell_what_is_passed_by()
+    assert sum("forwarding=direct" in line for line in caplog.messages) == told
+
+
+def test_changes_are_programmed_at_once_unless_somebody_asks_for_a_pause(clock: Clock):
+    agent, plane = begun(0.0)
+    for name in "abc":
+        agent.step([service(name)])
+    assert plane.applied[1:] == [{"a"}, {"b"}, {"c"}]
+
+
+def test_changes_within_the_pause_are_programmed_together_after_it(clock: Clock):
+    agent, plane = begun(5.0)
+    for name in "abc":
+        clock.now += 1.0
+        agent.step([service(name)])
+    assert plane.applied[1:] == []
+    clock.now += 1.9
+    agent.step([])
+    assert plane.applied[1:] == []
+    clock.now += 0.2
+    agent.step([])
+    assert plane.applied[1:] == [{"a", "b", "c"}]
+    clock.now += 5.0
+    agent.step([service("d")])
+    assert plane.applied[2:] == [{"d"}], "after the pause a change is programmed at once"
+
+
+def test_it_waits_no_longer_than_the_pause(clock: Clock):
+    agent, _ = begun(0.4)
+    agent.step([service("a")])
+    assert agent._wait() == pytest.approx(0.4)
+    clock.now += 0.3
+    assert agent._wait() == pytest.approx(0.1)
+
+
+def test_a_node_that_is_missing_is_told_once(clock: Clock, caplog: pytest.LogCaptureFixture):
+    agent = Agent(Config("me"), Counting(), lambda _: ())
+    agent.step([Synced(kind) for kind in Kind])
+    agent.step([service("a")])
+    agent.step([])
+    assert ["there is no Node me yet" in line for line in caplog.messages] == [True]
+
+
+def test_debug_says_what_came_and_what_was_written(clock: Clock, caplog: pytest.LogCaptureFixture):
+    caplog.set_level("INFO", "kbpf.agent")
+    agent, plane = begun(0.0)
+    assert caplog.messages == []
+    caplog.set_level("DEBUG", "kbpf.agent")
+    plane.writes = {"services": 2, "backends": 1}
+    agent.step([service("a"), Delete(ObjectKey(Kind.SLICE, "ns", "b")), Synced(Kind.NODE)])
+    assert caplog.messages == [
+        "event upsert Service ns/a", "event delete EndpointSlice ns/b", "event synced Node",
+        "programmed service_ports=1 entries=3 ms=0.0",
+    ]  # fmt: skip
+
+
+def test_now_and_then_all_is_compared(clock: Clock, caplog: pytest.LogCaptureFixture):
+    agent, plane = begun(0.0)
+    clock.now += 899.0
+    agent.step([service("a")])
+    assert (plane.doubts, plane.applied[1:]) == (0, [{"a"}])
+    clock.now += 2.0
+    agent.step([])
+    agent.step([])
+    assert (plane.doubts, plane.applied[2:]) == (1, [None])
+    assert caplog.records == []
+    clock.now += 901.0
+    plane.writes = {"services": 2, "backends": 0}
+    agent.step([])
+    assert plane.doubts == 2
+    (record,) = caplog.records
+    assert record.getMessage().endswith("repaired: services=2")
+    plane.writes = {}
+    clock.now += 901.0
+    agent.step([service("b")])
+    assert plane.applied[4:] == [{"b"}], "news goes first"
+    agent.step([])
+    assert (plane.doubts, plane.applied[5:]) == (3, [None])
+    assert len(caplog.records) == 1
+
+
+def test_a_new_address_makes_the_data_plane_look_around(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+):
+    """Even one that serves no NodePorts: a VIP that comes to this node, say."""
+    agent, plane = begun(0.0)
+    vip = (parse_addr("192.0.2.1"),)
+    for found in (vip, vip, ()):
+        monkeypatch.setattr(module.addresses, "local_addresses", lambda *_, f=found: f)
+        agent.step([Wake("addresses")])
+    agent.step([service("a")])
+    assert plane.applied[1:] == [None, None, {"a"}]
+
+
+def test_what_was_put_off_and_fails_is_told_once_and_again_in_the_status(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+):
+    agent, plane = begun(0.0)
+    for tick, error in (("no", "no"), ("no", "no"), ("", "")):
+        plane.error = tick
+        assert agent._wait() <= 1.0
+        assert agent.status().error == error
+        clock.now += 1.0
+    assert caplog.messages == ["what was put off is not done, trying again: no"]
+
+
+def test_what_cannot_be_put_right_beside_keeps_nobody_from_being_served(clock: Clock):
+    """A FORWARD chain that cannot be changed, say."""
+    plane = Counting()
+    plane.error = "no"
+    agent = Agent(Config("me", min_sync_period=0.0), plane, lambda _: ())
+    node = Upsert(ObjectKey(Kind.NODE, "", "me"), Node("me"))
+    agent.step([node, *(Synced(kind) for kind in Kind)])
+    agent.step([service("a")])
+    assert plane.applied == [None, {"a"}]
+    agent._wait()
+    status = agent.status()
+    assert (status.synced, status.error) == (True, "no")
+
+
+def test_nothing_is_compared_with_what_could_not_be_read(clock: Clock):
+    agent, plane = begun(0.0)
+    clock.now += 901.0
+    agent.step([Rejected(ObjectKey(Kind.SERVICE, "ns", "a"), "bad")])
+    assert plane.doubts == 0
+    agent.step([service("a")])
+    agent.step([])
+    assert plane.doubts == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "sound"),
+    [(Kind.SERVICE, False), (Kind.SLICE, False), (Kind.NODE, False), (Kind.POD, True)],
+)
+def test_nothing_that_was_adopted_goes_while_an_object_cannot_be_read(
+    clock: Clock, kind: Kind, sound: bool
+):
+    """It may be what keeps a frontend or a backend. Pods are no reason for either."""
+    plane = Counting()
+    agent = Agent(Config("me", min_sync_period=0.0), plane, lambda _: ())
+    key = ObjectKey(kind, "" if kind is Kind.NODE else "ns", "me")
+    agent.step([Rejected(key, "bad"), *(Synced(kind) for kind in Kind)])
+    agent.step([])
+    assert plane.sound == [sound]
+    agent.step([Delete(key)])
+    assert plane.sound[-1] is True, "the first apply that knows of everything"
+
+
+def test_nothing_that_was_adopted_goes_while_a_source_cannot_be_read(clock: Clock):
+    """A file of a folder, say: nobody knows which objects it holds."""
+    plane, source = Counting(), Reads()
+    agent = Agent(Config("me", min_sync_period=0.0), plane, lambda _: (source,))
+    source.sound = False
+    agent.step([Synced(kind) for kind in Kind])
+    assert plane.sound == [False]
+    source.sound = True
+    agent.step([service("a")])
+    assert plane.sound == [False, True]
+
+
+def test_an_apply_that_fails_is_counted(clock: Clock, monkeypatch: pytest.MonkeyPatch):
+    agent, plane = begun(0.0)
+
+    def failures() -> float:
+        return parse(agent._desk.metrics().decode())["kbpf_sync_failures_total"].value()
+
+    def refuse(*_: object) -> Report:
+        raise KernelError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(plane, "apply", refuse)
+        agent.step([service("a")])
+        assert failures() == 1
+        clock.now += 2.0
+        agent.step([])
+        assert failures() == 2
+    clock.now += 2.0
+    agent.step([])
+    assert failures() == 2
+    assert plane.applied[1:] == [{"a"}]
+
+
+def test_a_kernel_that_refuses_is_late_whatever_else_comes(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+):
+    """Neither small changes nor a large Service, which waits longer, make it well again."""
+    desk = Desk(Config("me", serving=Serving(healthz="", metrics="")))
+    desk.health = Health(60.0, clock.time)
+    plane = Counting()
+    agent = Agent(Config("me", min_sync_period=0.0), plane, lambda _: (), desk)
+
+    def come(*items: Upsert | Synced) -> bool:
+        for item in items:
+            agent._put(item)
+        desk.health.taken()
+        agent.step(agent._inbox.take(0.0))
+        return desk.health.verdict().healthy
+
+    def refuse(*_: object) -> Report:
+        raise KernelError("no")
+
+    assert come(service("a"), *(Synced(kind) for kind in Kind))
+    with monkeypatch.context() as patch:
+        patch.setattr(plane, "apply", refuse)
+        assert come(service("b"))
+        clock.now += 40.0
+        assert come(service("c"), *large("d"))
+        clock.now += 19.0
+        assert come()
+        clock.now += 1.0
+        assert not come()
+        assert not come(service("e"))
+    clock.now += 2.0
+    come()
+    clock.now += 2.0
+    assert come()
+
+
+class Status(NamedTuple):
+    """What fails when the status is written, and whether the agent ends by it."""
+
+    name: str
+    error: KernelError
+    ends: bool
+
+
+STATUSES = [
+    Status("the kernel has no room for it", KernelError("cannot write", errno=errno.ENOMEM), False),
+    Status("the pins are gone: no process finds what this one writes", PinsGone("removed"), True),
+]
+
+
+@pytest.mark.parametrize("row", STATUSES, ids=lambda row: row.name)
+def test_an_agent_whose_pins_are_gone_ends(
+    clock: Clock, caplog: pytest.LogCaptureFixture, row: Status
+):
+    agent, plane = begun(0.0)
+
+    def write_status(_: bytes) -> None:
+        raise row.error
+
+    plane.write_status = write_status
+    clock.now += 10.0
+    with pytest.raises(PinsGone) if row.ends else contextlib.nullcontext():
+        agent.step([])
+    assert ("the status was not written" in caplog.text) is not row.ends
+
+
+def test_what_is_wrong_with_the_node_is_a_problem(
+    clock: Clock, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    """As long as it is wrong; where NodePorts do not answer is in the log, once each time."""
+    networks = (Cidr(parse_addr("198.51.100.0"), 96 + 24),)
+    config = Config("me", node_port_addresses=networks)
+    desk = Desk(config)
+    unheard, wrong = ["cannot listen on 0.0.0.0:1: no"], ["not YAML"]
+    monkeypatch.setattr(desk, "problems", lambda: tuple(unheard))
+    agent = Agent(config, Counting(), lambda _: (), desk)
+    agent.config_error = lambda: wrong[0]
+
+    def told(address: str) -> tuple[str, ...]:
+        agent._addresses = (parse_addr(address),)
+        agent._write_status()
+        return agent.status().problems
+
+    refused = "the configuration file is refused, and the next start would be: not YAML"
+    nowhere = (
+        "NodePorts of IPv4 answer nowhere: this node has no address in the networks of "
+        "nodePortAddresses (--nodeport-addresses)"
+    )
+    for _ in range(2):
+        assert told("192.0.2.1") == (nowhere, unheard[0], refused)
+        assert told("192.0.2.2") == (nowhere, unheard[0], refused)
+        assert told("198.51.100.1") == (unheard[0], refused)
+    assert caplog.messages.count(nowhere) == 2
+    unheard.clear()
+    wrong[0] = ""
+    assert told("198.51.100.1") == ()
+
+
+def test_the_first_apply_does_not_wait(clock: Clock):
+    clock.now = 0.5  # a machine that has just started
+    begun(3600.0)
+
+
+def test_kubelet_is_answered_while_the_data_plane_is_opened(monkeypatch: pytest.MonkeyPatch):
+    """The first start on a node compiles for seconds: a probe of its life must not end it."""
+    order: list[str] = []
+
+    class Refuses(Counting):
+        def open(self) -> None:
+            order.append("open")
+            raise KernelError("not today", "here")
+
+    desk = Desk(Config(serving=Serving(healthz="", metrics="")))
+    monkeypatch.setattr(desk, "start", lambda: order.append("answers"))
+    monkeypatch.setattr(desk, "stop", lambda: order.append("ends"))
+    with pytest.raises(KernelError):
+        Agent(Config("me"), Refuses(), lambda _: (), desk).run()
+    assert order == ["answers", "open", "ends"]
+
+
+def test_what_cannot_be_served_is_told_but_not_in_thousands_of_lines(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+):
+    """Whether an object is bad, or a limit is met."""
+    agent, plane = begun(0.0)
+    names = [f"s{number:03}" for number in range(MOST_PROBLEMS + 7)]
+    agent.step([Rejected(ObjectKey(Kind.SERVICE, "ns", name), "bad") for name in names])
+    key = ServicePortKey("ns", "x", "", Protocol.TCP, 4)
+    plane.refused = {key._replace(name=name): "no room" for name in names}
+    agent.step([service("a")])
+    for what in ("left out", "not programmed"):
+        lines = [line for line in caplog.messages if line.startswith(f"{what}: ")]
+        assert len(lines) == MOST_PROBLEMS + 1
+        assert names[0] in lines[0]
+        assert "and 7 more" in lines[-1]
+    agent.step([service("b")])
+    assert sum(line.startswith("not programmed") for line in caplog.messages) == MOST_PROBLEMS + 1
+
+
+def test_what_is_used_all_the_same_is_not_said_to_be_left_out(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+):
+    agent, _ = begun(0.0)
+    zeros = leading_zeros("10.96.0.01", parse_addr("10.96.0.1"))
+    made = service("a")
+    spoilt = ("weights: bad", zeros)
+    agent.step([Upsert(made.key, replace(made.object, skipped=spoilt))])
+    assert caplog.messages == [
+        "left out: Service ns/a: weights: bad", f"odd: Service ns/a: {zeros}",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("namespace", "status", "system"), [("kube-system", 503, True), ("tenant", 200, False)]
+)
+def test_what_finds_no_room_is_told_wherever_somebody_looks(
+    clock: Clock, namespace: str, status: int, system: bool
+):
+    """A problem line, /readyz, the metric by namespace and Events; and no more when it has room."""
+    posted: list[dict[str, Any]] = []
+
+    def post(_: str, body: bytes) -> int:
+        posted.append(json.loads(body))
+        return 201
+
+    desk = Desk(Config("me", serving=Serving(healthz="", metrics="")), post=post)
+    plane = Counting()
+    agent = Agent(Config("me", min_sync_period=0.0), plane, lambda _: (), desk)
+    agent.step([Upsert(ObjectKey(Kind.NODE, "", "me"), Node("me")), *(Synced(k) for k in Kind)])
+    key = ServicePortKey(namespace, "dns", "", Protocol.TCP, 4)
+    other = key._replace(name="web")
+    plane.refused, plane.plain = {key: "no room"}, {other: "spread evenly"}
+    agent.step([service("a")])
+    agent._write_status()
+    assert agent.status().refused_system == ((f"{namespace}/dns",) if system else ())
+    assert {f"{key}: no room", f"{other}: spread evenly"} <= set(agent.status().problems)
+    answer = desk._healthz(Request("GET", "/readyz", ""))
+    assert answer.status == status
+    assert (f"{namespace}/dns" in answer.body.decode()) is system
+    refused = parse(desk.metrics().decode())["kbpf_namespace_service_ports_refused"]
+    assert (len(refused.samples), refused.value(namespace=namespace)) == (1, 1)
+    until("both are said", lambda: len(posted) == 2)
+    desk.events.stop()
+    assert {(e["reason"], e["regarding"]["name"], e["regarding"]["namespace"]) for e in posted} == {
+        ("NotProgrammed", "dns", namespace), ("AnnotationsNotApplied", "web", namespace),
+    }  # fmt: skip
+    plane.refused, plane.plain = {}, {}
+    agent.step([service("b")])
+    agent._write_status()
+    assert agent.status().problems == ()
+    assert desk._healthz(Request("GET", "/readyz", "")).status == 200
+
+
+def test_what_was_asked_for_last_is_done_in_both_families(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+):
+    """A Service of one family, an event that says nothing new, and a data plane that refuses."""
+    desk = Desk(Config("me", serving=Serving(healthz="", metrics="")), record=Record(clock.time))
+    plane = Counting()
+    agent = Agent(Config("me"), plane, lambda _: (), desk)
+
+    def come(*items: Upsert | Synced) -> None:
+        for item in items:
+            clock.now += 1.0
+            agent._put(item)
+        clock.now += 1.0
+        agent.step(agent._inbox.take(0.0))
+
+    def behind() -> list[float]:
+        found = parse(desk.metrics().decode())
+        prefix = "kubeproxy_sync_proxy_rules_last"
+        asked = found[f"{prefix}_queued_timestamp_seconds"]
+        done = found[f"{prefix}_timestamp_seconds"]
+        return [asked.value(ip_family=f) - done.value(ip_family=f) for f in ("IPv4", "IPv6")]
+
+    come(service("a"), *(Synced(kind) for kind in Kind))
+    assert max(behind()) <= 0
+    for _ in range(2):
+        clock.now += 600.0
+        come(service("b"))
+        assert max(behind()) <= 0, "one of IPv4, and the same again"
+
+    def refuse(*_: object) -> Report:
+        raise KernelError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(plane, "apply", refuse)
+        clock.now += 600.0
+        come(service("c"))
+        assert min(behind()) > 600
+    clock.now += 60.0
+    agent.step([])
+    assert max(behind()) <= 0
+
+
+def test_what_was_ended_is_told_once(clock: Clock, monkeypatch: pytest.MonkeyPatch):
+    """By the pass of this step, or by a tick since the one before."""
+    desk = Desk(Config("me", serving=Serving(healthz="", metrics="")))
+    plane = Counting()
+    agent = Agent(Config("me"), plane, lambda _: (), desk)
+    ended = [(Ended(0.5, {4: 3}), Ended(0.25, {4: 1, 6: 2})), ()]
+    monkeypatch.setattr(plane, "ended", lambda: ended.pop(0), raising=False)
+    agent.step([])
+    agent.step([])
+    found = parse(desk.metrics().decode())
+    total = found["kubeproxy_conntrack_reconciler_deleted_entries_total"]
+    assert [total.value(ip_family=f) for f in ("IPv4", "IPv6")] == [4, 2]

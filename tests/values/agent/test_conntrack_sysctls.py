@@ -1,0 +1,217 @@
+"""What the kernel's conntrack is set to, and what happens where it cannot be set."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from kbpf.agent import conntrack_sysctls
+from kbpf.agent.conntrack_sysctls import Keeper, wanted
+from kbpf.cli import app
+from kbpf.errors import KernelError
+from kbpf.kernel.system import sysctl
+from kbpf.model.config import Conntrack
+
+NONE = Conntrack(0, 0, 0, 0, False, 0, 0)
+
+
+class Row(NamedTuple):
+    """Settings, CPUs, and what is to be set, in order, without `net.netfilter.nf_conntrack_`."""
+
+    name: str
+    config: Conntrack
+    cpus: int
+    expected: tuple[tuple[str, int], ...]
+
+
+TIMES = (("tcp_timeout_established", 86_400), ("tcp_timeout_close_wait", 3_600))
+ROWS = [
+    Row("kube-proxy's defaults on a small machine", Conntrack(), 2, (("max", 131_072), *TIMES)),
+    Row("on a larger one", Conntrack(), 16, (("max", 524_288), *TIMES)),
+    Row("on a huge one there is a limit", Conntrack(), 64, (("max", 1_048_576), *TIMES)),
+    Row("the limit itself", Conntrack(), 32, (("max", 1_048_576), *TIMES)),
+    Row("the least may be more than the limit", Conntrack(least=2_000_000), 2,
+        (("max", 2_000_000), *TIMES)),
+    Row("no entries for each CPU: the number stays, whatever is the least",
+        Conntrack(max_per_core=0), 16, TIMES),
+    Row("no least", Conntrack(max_per_core=10, least=0), 3, (("max", 30), *TIMES)),
+    Row("nothing", NONE, 8, ()),
+    Row("all", Conntrack(1, 1, 2, 3, True, 4, 5), 1,
+        (("max", 1), ("tcp_timeout_established", 2), ("tcp_timeout_close_wait", 3),
+         ("tcp_be_liberal", 1), ("udp_timeout", 4), ("udp_timeout_stream", 5))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_what_is_to_be_set(row: Row):
+    assert wanted(row.config, row.cpus) == tuple(
+        (f"net.netfilter.nf_conntrack_{name}", value) for name, value in row.expected
+    )
+
+
+class Machine:
+    """Files in place of /proc/sys and of the module's parameter."""
+
+    def __init__(self, folder: Path) -> None:
+        self.hashsize = folder / "hashsize"
+        self.sysctls = folder / "net/netfilter"
+        self.root = folder
+
+    def load(self, **values: int) -> None:
+        """As when nf_conntrack is loaded."""
+        self.sysctls.mkdir(parents=True)
+        self.hashsize.write_text("65536\n")
+        defaults = {"max": 262_144, "tcp_timeout_established": 432_000,
+                    "tcp_timeout_close_wait": 60, "tcp_be_liberal": 0}  # fmt: skip
+        for name, value in {**defaults, **values, "buckets": 65_536}.items():
+            (self.sysctls / f"nf_conntrack_{name}").write_text(f"{value}\n")
+
+    def values(self) -> dict[str, int]:
+        """But the table of hashes."""
+        found = self.sysctls.glob("nf_conntrack_*")
+        names = {path.name.removeprefix("nf_conntrack_"): path for path in found}
+        return {name: int(p.read_text()) for name, p in names.items() if name != "buckets"}
+
+    @property
+    def buckets(self) -> Path:
+        """The table of hashes, as a sysctl."""
+        return self.sysctls / "nf_conntrack_buckets"
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    made = Machine(tmp_path)
+    monkeypatch.setattr(sysctl, "path_of", lambda name: tmp_path / name.replace(".", "/"))
+    monkeypatch.setattr(conntrack_sysctls, "HASHSIZE", made.hashsize)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    return made
+
+
+def test_it_is_set_once_and_less_than_before_is_set_too(machine: Machine):
+    machine.load()
+    keeper = Keeper(Conntrack(tcp_be_liberal=True))
+    keeper.look(1.0)
+    expected = {"max": 131_072, "tcp_timeout_established": 86_400, "tcp_timeout_close_wait": 3_600,
+                "tcp_be_liberal": 1}  # fmt: skip
+    assert machine.values() == expected
+    (machine.sysctls / "nf_conntrack_max").write_text("7\n")
+    keeper.look(1e9)
+    assert machine.values()["max"] == 7, "an operator's own value stays until the next start"
+
+
+HASHES = [(262_144, 65_536), (262_148, 65_537), (1_048_576, 262_144), (2, 65_536)]
+
+
+@pytest.mark.parametrize(("most", "hashes"), HASHES, ids=str)
+def test_the_table_of_hashes_grows_with_the_entries_and_never_shrinks(
+    machine: Machine, most: int, hashes: int
+):
+    machine.load()
+    Keeper(Conntrack(max_per_core=1, least=most)).look(1.0)
+    assert machine.values()["max"] == most
+    assert int(machine.buckets.read_text()) == hashes
+    assert int(machine.hashsize.read_text()) == 65_536, "a container cannot write it"
+
+
+@pytest.mark.parametrize("kept", ["another errno", "no such setting"])
+def test_the_table_of_hashes_grows_by_the_modules_parameter_where_there_is_no_other_way(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kept: str
+):
+    machine.load()
+    if kept == "no such setting":
+        machine.buckets.unlink()
+    write = sysctl.write
+
+    def all_but_one(name: str, value: str) -> None:
+        (refuse if name.endswith("_buckets") else write)(name, value)
+
+    monkeypatch.setattr(sysctl, "write", all_but_one)
+    Keeper(Conntrack(least=1_000_000)).look(1.0)
+    assert int(machine.hashsize.read_text()) == 250_000
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_what_is_right_is_not_written(machine: Machine, monkeypatch: pytest.MonkeyPatch):
+    machine.load(max=131_072, tcp_timeout_established=86_400, tcp_timeout_close_wait=3_600)
+    monkeypatch.setattr(sysctl, "write", refuse)
+    monkeypatch.setattr(conntrack_sysctls, "log", None)  # nothing is to be told
+    Keeper(Conntrack()).look(1.0)
+
+
+def refuse(name: str, value: str) -> None:
+    raise KernelError(f"cannot set {name}", "", "", 30)
+
+
+def test_what_cannot_be_set_is_one_line_with_all_values(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    machine.load()
+    monkeypatch.setattr(sysctl, "write", refuse)
+    keeper = Keeper(Conntrack())
+    keeper.look(1.0)
+    keeper.look(1e9)
+    (record,) = caplog.records
+    line = record.getMessage()
+    assert record.levelname == "WARNING"
+    assert "net.netfilter.nf_conntrack_max=131072" in line
+    assert "net.netfilter.nf_conntrack_tcp_timeout_close_wait=3600" in line
+    assert "EROFS" in line
+
+
+def test_a_namespace_leaves_the_number_of_entries_to_the_machine(
+    machine: Machine, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level("INFO", "kbpf.agent")
+    machine.load()
+    (machine.sysctls / "nf_conntrack_max").chmod(0o444)
+    Keeper(Conntrack()).look(1.0)
+    assert machine.values()["max"] == 262_144
+    assert machine.values()["tcp_timeout_close_wait"] == 3_600
+    assert "nf_conntrack_max=131072 is the machine's to set" in caplog.text
+    assert {record.levelname for record in caplog.records} == {"INFO"}
+
+
+def test_the_rest_is_set_where_the_table_of_hashes_cannot_grow(
+    machine: Machine, caplog: pytest.LogCaptureFixture
+):
+    machine.load()
+    machine.hashsize.unlink()
+    machine.buckets.unlink()
+    machine.buckets.mkdir()  # nobody can write it, not even root
+    Keeper(Conntrack(least=1_000_000)).look(1.0)
+    assert machine.values()["tcp_timeout_close_wait"] == 3_600
+    (record,) = caplog.records
+    assert "net.netfilter.nf_conntrack_buckets=250000 (EISDIR)" in record.getMessage()
+    assert "at /host/proc/sys/net" in record.getMessage()
+
+
+def test_without_the_module_it_is_told_and_set_when_it_is_loaded(
+    machine: Machine, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level("INFO", "kbpf.agent")
+    keeper = Keeper(Conntrack())
+    keeper.look(1.0)
+    keeper.look(20.0)
+    assert len(caplog.records) == 1
+    machine.load()
+    keeper.look(20.1)
+    assert machine.values()["max"] == 262_144, "it looks now and then only"
+    keeper.look(40.0)
+    assert machine.values()["max"] == 131_072
+
+
+@pytest.fixture
+def quiet() -> Iterator[None]:
+    """The log as it was, after a command that sets it up."""
+    ours = logging.getLogger("kbpf")
+    before = ours.handlers[:], ours.level, ours.propagate
+    yield
+    ours.handlers[:], ours.level, ours.propagate = before
+
+
+def test_init_only_sets_it_and_ends(machine: Machine, quiet: None):
+    machine.load()
+    assert app.call(["run", "--init-only", "--conntrack-min", "200000", "--log-level=error"]) == 0
+    assert machine.values()["max"] == 200_000

@@ -1,0 +1,95 @@
+"""Whether a kube-proxy runs on this node, by what is seen from here; real ones are in
+tests/lab/cluster/test_takeover_cleanup.py, test_side_by_side.py and test_drop_in.py.
+"""
+
+from typing import NamedTuple
+
+import pytest
+
+from kbpf.takeover.detect import PORTS, Answered, Sight, Who, listening, objection, who
+
+HEALTH, METRICS = "0.0.0.0 port 10256", "127.0.0.1 port 10249"
+THERE, HERE, OTHER = Who.KUBE_PROXY, Who.KBPF, Who.OTHER
+RUNS, UNKNOWN = "kube-proxy runs here", "cannot be seen from here"
+
+
+class Row(NamedTuple):
+    """What is seen, and why nothing is removed then; "": it is."""
+
+    name: str
+    sight: Sight
+    why: str
+
+
+ROWS = [
+    Row("on the node: none", Sight((), True, {}), ""),
+    Row("on the node: one", Sight((7,), True, {HEALTH: THERE, METRICS: THERE}), f"{RUNS} (pid 7)"),
+    Row("one with other ports", Sight((7,), True, {}), f"{RUNS} (pid 7)"),
+    Row("inside of k3s", Sight((), True, {METRICS: THERE}), f"{RUNS} (it answers at {METRICS})"),
+    Row("on the node: kbpf", Sight((), True, {HEALTH: HERE, METRICS: HERE}), ""),
+    Row("on the node: others are at its ports", Sight((), True, {HEALTH: OTHER}), ""),
+    Row("in the pod: one", Sight((), False, {HEALTH: THERE, METRICS: THERE}),
+        f"{RUNS} (it answers at {HEALTH})"),
+    Row("in the pod: kbpf in its place", Sight((), False, {HEALTH: HERE, METRICS: HERE}), ""),
+    Row("in the pod: kbpf, without metrics", Sight((), False, {HEALTH: HERE}), ""),
+    Row("in the pod: one, and kbpf has taken a port of it",
+        Sight((), False, {HEALTH: HERE, METRICS: THERE}), f"{RUNS} (it answers at {METRICS})"),
+    Row("in the pod: nobody answers", Sight((), False, {}), UNKNOWN),
+    Row("in the pod: somebody else does", Sight((), False, {HEALTH: OTHER}), UNKNOWN),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_when_nothing_is_removed(row: Row) -> None:
+    error = objection(row.sight)
+    assert (error is not None) == bool(row.why)
+    assert row.why in str(error)
+
+
+NOT_FOUND = (404, b"404 page not found\n")
+WELL = (200, b'{"lastUpdated":"T","currentTime":"T","nodeEligible":true,"healthy":true}')
+ANSWERS: list[tuple[str, dict[str, Answered], Who]] = [
+    ("kube-proxy's health", {"/healthz": WELL}, THERE),
+    ("kube-proxy's health, late", {"/healthz": (503, WELL[1])}, THERE),
+    ("kube-proxy's metrics", {"/healthz": (200, b"ok"), "/proxyMode": (200, b"nftables")}, THERE),
+    ("kbpf's health", {"/readyz": (200, b"kbpf serves\n"), "/healthz": WELL}, HERE),
+    ("kbpf's, which does not serve yet", {"/readyz": (503, b"kbpf does not serve: why\n"),
+                                          "/healthz": WELL}, HERE),
+    ("kbpf's metrics, mode ipvs", {"/readyz": (200, b"kbpf serves\n"),
+                                   "/proxyMode": (200, b"ipvs")}, HERE),
+    ("another program", {"/healthz": (200, b"ok"), "/readyz": (200, b"ok")}, OTHER),
+    ("another program's JSON", {"/healthz": (200, b"[1]")}, OTHER),
+    ("one that says yes to all", dict.fromkeys(("/readyz", "/proxyMode", "/healthz"), (200, b"")),
+     OTHER),
+    ("no HTTP", dict.fromkeys(("/readyz", "/proxyMode", "/healthz")), OTHER),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "answers", "wanted"), ANSWERS, ids=[name for name, *_ in ANSWERS])
+def test_who_answers(name: str, answers: dict[str, Answered], wanted: Who) -> None:
+    assert who(lambda path: answers.get(path, NOT_FOUND)) is wanted
+
+
+HEAD = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid\n"
+TCP = [
+    "   0: 0100007F:2809 00000000:0000 0A 0:0 00:0 0 0 0 1\n",
+    "   1: 00000000:1F90 00000000:0000 0A 0:0 00:0 0 0 0 2\n",
+    "   2: 00000000:2810 00000000:0000 0A 0:0 00:0 0 0 0 3\n",
+    "   3: 0100007F:2810 0100007F:9C40 01 0:0 00:0 0 0 0 4\n",
+]
+TCP6 = [
+    f"   0: {'0' * 32}:2810 {'0' * 32}:0000 0A 0:0 00:0 0 0 0 5\n",
+    f"   1: 0000000000000000FFFF00000100007F:2809 {'0' * 32}:0000 0A 0:0 00:0 0 0 0 6\n",
+    f"   2: B80D0120000000000000000001000000:2809 {'0' * 32}:0000 0A 0:0 00:0 0 0 0 7\n",
+]
+
+
+def test_who_listens_is_read() -> None:
+    """On a machine that is little-endian, as all are that kbpf is built for."""
+    assert list(listening(iter([HEAD, *TCP]), PORTS)) == [("127.0.0.1", 10249), ("0.0.0.0", 10256)]
+    assert list(listening(iter([HEAD, *TCP6]), PORTS)) == [
+        ("::", 10256),
+        ("127.0.0.1", 10249),
+        ("2001:db8::1", 10249),
+    ]
+    assert list(listening(iter([HEAD]), PORTS)) == []

@@ -1,0 +1,212 @@
+"""What one object costs the writer grows no faster than the object: each size that it controls is
+doubled, and the lines of Python that run are counted, every turn of a loop being one.
+"""
+
+from collections.abc import Callable, Iterable
+from math import log2
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from kbpf.agent.problems import Problems
+from kbpf.dataplane.bpf.changes.plan import Planner
+from kbpf.dataplane.bpf.changes.quotas import TableLimits
+from kbpf.dataplane.bpf.maps.ids import BackendTable, Ids, SharedTables
+from kbpf.dataplane.bpf.maps.layout import Meta
+from kbpf.model.address import Addr, parse_addr
+from kbpf.model.config import Config
+from kbpf.model.events import Kind, ObjectKey, Upsert
+from kbpf.model.objects import (
+    Algorithm,
+    Cidr,
+    Endpoint,
+    EndpointSlice,
+    Node,
+    Protocol,
+    Service,
+    ServicePort,
+    SlicePort,
+)
+from kbpf.policy.compute import Desired
+from kbpf.policy.store import World
+from kbpf.source.decode.annotations import read_weights
+from tests.support.lines import lines_run
+
+SIZES = (256, 512, 1024)
+SLOPE = 1.1
+NAME = ("ns", "web")
+TCP = Protocol.TCP
+
+
+def address(number: int, net: int = 10) -> Addr:
+    return parse_addr(f"{net}.{number >> 16}.{number >> 8 & 255}.{number & 255}")
+
+
+def service(**more: Any) -> Service:
+    given = {"ports": (ServicePort("p0", TCP, 80, 30080),), "lb_vips": (address(1, 192),), **more}
+    return Service(*NAME, "LoadBalancer", (address(1, 11),), **given)
+
+
+def piece(ends: int, ports: int = 1, number: int = 0) -> EndpointSlice:
+    return EndpointSlice(
+        "ns", f"web-{number}", "web", 4,
+        tuple(Endpoint(address(number * 1000 + n)) for n in range(ends)),
+        tuple(SlicePort(f"p{n}", TCP, 1000 + n) for n in range(ports)),
+    )  # fmt: skip
+
+
+def of_ends(ends: Iterable[Endpoint]) -> EndpointSlice:
+    return EndpointSlice("ns", "web-0", "web", 4, tuple(ends), (SlicePort("p0", TCP, 1000),))
+
+
+def many_ports(count: int) -> tuple[ServicePort, ...]:
+    return tuple(ServicePort(f"p{n}", TCP, 1 + n) for n in range(count))
+
+
+Objects = tuple[Service, tuple[EndpointSlice, ...]]
+GROWING: dict[str, Callable[[int], Objects]] = {
+    "ports": lambda n: (service(ports=many_ports(n)), (piece(3, n),)),
+    "ports that no slice has": lambda n: (service(ports=many_ports(n)), (piece(3),)),
+    "endpoints": lambda n: (service(), (piece(n),)),
+    "slices": lambda n: (service(), tuple(piece(3, number=at) for at in range(n))),
+    "ports of a slice": lambda n: (service(), (piece(3, n),)),
+    "endpoints with Maglev": lambda n: (service(algorithm=Algorithm.MAGLEV), (piece(n),)),
+    "endpoints that are not ready": lambda n: (
+        service(), (of_ends(Endpoint(address(at), ready=False) for at in range(n)),),
+    ),
+    "endpoints with the same address": lambda n: (
+        service(), (of_ends(Endpoint(address(7), ready=at % 2 > 0) for at in range(n)),),
+    ),
+    "hints": lambda n: (
+        service(), (of_ends(Endpoint(address(at), zone_hints=("a", "b", "c")) for at in range(n)),),
+    ),
+    "hints of one endpoint": lambda n: (
+        service(), (of_ends([Endpoint(address(1), zone_hints=tuple(map(str, range(n))))]),),
+    ),
+    "source ranges": lambda n: (
+        service(source_ranges=tuple(Cidr(address(at), 128) for at in range(n))), (piece(3),),
+    ),
+    "externalIPs": lambda n: (
+        service(external_ips=tuple(address(at, 20) for at in range(n))), (piece(3),),
+    ),
+    "load balancers' addresses": lambda n: (
+        service(lb_vips=tuple(address(at, 20) for at in range(n))), (piece(3),),
+    ),
+    "weights": lambda n: (
+        service(weights=read_weights(",".join(f"10.0.{at >> 8}.{at & 255}={at % 9 + 1}"
+                                              for at in range(n)), [])),
+        (piece(n),),
+    ),
+}  # fmt: skip
+
+
+def program(objects: Callable[[int], Objects], size: int) -> None:
+    """All that the writer does with a Service and its slices, but for the system calls."""
+    made, slices = objects(size)
+    world, desired, config = World("me"), Desired(), Config("me")
+    events = [Upsert(ObjectKey(Kind.SERVICE, *NAME), made)]
+    events += [Upsert(ObjectKey(Kind.SLICE, "ns", each.name), each) for each in slices]
+    touched = world.apply(events)
+    keys = desired.update(world, touched, (), config)
+    states = desired.state.services
+    limits, ids = TableLimits(), Ids(Meta(1, 1, 1))
+    limits.update(states, keys)
+    planner = Planner(ids, BackendTable(ids), tables=SharedTables(ids))
+    programmed = {
+        key: planner.change(key, None, limits.effective(states[key])) for key in sorted(keys)
+    }
+    for key in keys:
+        planner.change(key, programmed[key], None)
+
+
+def slope(cost: Callable[[int], int]) -> float:
+    """Of the cost over the size, both as logarithms: from the first to the last of SIZES."""
+    return log2(cost(SIZES[-1]) / cost(SIZES[0])) / log2(SIZES[-1] / SIZES[0])
+
+
+@pytest.mark.parametrize("name", GROWING)
+def test_a_service_of_twice_the_size_costs_twice_as_much(name: str):
+    def cost(size: int) -> int:
+        return lines_run(lambda: program(GROWING[name], size))
+
+    assert slope(cost) <= SLOPE
+
+
+NODES: dict[str, Callable[[int], Node]] = {
+    "podCIDRs": lambda n: Node("me", pod_cidrs=tuple(Cidr(address(at), 120) for at in range(n))),
+    "addresses": lambda n: Node("me", tuple(address(at) for at in range(n))),
+}
+
+
+@pytest.mark.parametrize("name", NODES)
+@pytest.mark.parametrize("ours", [True, False], ids=["ours", "another"])
+def test_a_node_of_twice_the_size_costs_twice_as_much(name: str, ours: bool):
+    """With Services that have addresses to be compared with the node's."""
+
+    def cost(size: int) -> int:
+        world, desired, config = World("me"), Desired(), Config("me")
+        services = [service(external_ips=(address(at, 20),)) for at in range(10)]
+        services = [replace(one, name=f"s{at}") for at, one in enumerate(services)]
+        node = NODES[name](size)
+        node = node if ours else replace(node, name="other")
+        events = [Upsert(ObjectKey(Kind.SERVICE, "ns", one.name), one) for one in services]
+        desired.update(world, world.apply(events), (), config)
+        event = Upsert(ObjectKey(Kind.NODE, "", node.name), node)
+        return lines_run(lambda: desired.update(world, world.apply([event]), (), config))
+
+    assert slope(cost) <= SLOPE
+
+
+@pytest.mark.parametrize("vips", [(), (address(1, 192),)], ids=["", "that want one address"])
+def test_twice_as_many_services_cost_twice_as_much(vips: tuple[Addr, ...]):
+    """Those that want one address are in conflict: each loses but the first. The agent takes them
+    in the order of a set, by chance; here it is that of their names, so that each run is the same.
+    """
+
+    def cost(size: int) -> int:
+        world, desired, config = World("me"), Desired(), Config("me")
+        services = [
+            replace(
+                service(lb_vips=vips, ports=(ServicePort("p0", TCP, 80),)),
+                name=f"s{at:04}",
+                cluster_ips=(address(at, 11),),
+            )
+            for at in range(size)
+        ]
+        events = [Upsert(ObjectKey(Kind.SERVICE, "ns", one.name), one) for one in services]
+
+        def run() -> None:
+            for name in sorted(desired.touch(world, world.apply(events), (), config)):
+                for _ in desired.steps(name, world, config):
+                    pass
+
+        return lines_run(run)
+
+    assert slope(cost) <= SLOPE
+
+
+@pytest.mark.parametrize("text", ["web-{}=1", "10.0.0.{}=x", "=", "node:a{}=2", ",", "a" * 20])
+def test_an_annotation_of_twice_the_length_costs_twice_as_much(text: str):
+    def cost(size: int) -> int:
+        annotation = ",".join(text.format(n) for n in range(size))
+        return lines_run(lambda: read_weights(annotation, []))
+
+    assert slope(cost) <= SLOPE
+
+
+def test_a_step_does_not_look_at_the_problem_lines_of_others():
+    def cost(size: int) -> int:
+        problems = Problems()
+        for number in range(size):
+            problems.put(number, [f"{number}: bad"])
+
+        def step() -> None:
+            problems.put("new", ["new: bad"])
+            problems.put("new", [])
+            problems.first(50)
+            len(problems)
+
+        return lines_run(step)
+
+    assert cost(SIZES[0]) == cost(SIZES[-1])

@@ -1,0 +1,237 @@
+"""What the writer counts: each number at the moment when it is true in the kernel, not before."""
+
+import time
+from datetime import UTC, datetime
+
+import pytest
+
+from kbpf.agent.recorder import Tally
+from kbpf.model.address import Addr, parse_addr
+from kbpf.model.config import Config
+from kbpf.model.events import Delete, Event, Kind, ObjectKey, Upsert
+from kbpf.model.objects import (
+    Cidr,
+    Endpoint,
+    EndpointSlice,
+    Node,
+    Protocol,
+    Service,
+    ServiceName,
+    ServicePort,
+    SlicePort,
+)
+from kbpf.policy.compute import Desired
+from kbpf.policy.health_check import HealthCheck
+from kbpf.policy.store import World
+from kbpf.serve.server import Desk
+from tests.support.prometheus import Family, parse
+
+WEB = ServiceName("a", "web")
+HERE, THERE = "n1", "n2"
+
+
+class Checks(Desk):
+    """A desk that remembers what is to answer."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.told: list[tuple[dict[ServiceName, HealthCheck], tuple[Addr, ...] | None]] = []
+
+    def check(self, wanted, at) -> None:
+        self.told.append((dict(wanted), at))
+
+
+class Rig:
+    """World, policy and tally, driven as the agent drives them; `apply` may be held back."""
+
+    def __init__(self, config: Config = Config(node_name=HERE)) -> None:  # noqa: B008
+        self.config = config
+        self.desk = Checks(config)
+        self.tally = Tally(config, self.desk)
+        self.world, self.desired = World(HERE), Desired()
+
+    def hear(self, *events: Event, programmed: bool = True) -> None:
+        touched = self.world.apply(events)
+        self.tally.heard(events, touched)
+        own = (parse_addr("192.0.2.1"),)
+        changed = self.desired.update(self.world, touched, own, self.config)
+        self.tally.changed(changed, self.desired.state)
+        if programmed:
+            self.end(changed)
+
+    def end(self, changed=frozenset()) -> None:
+        if changed:
+            self.tally.applied(changed, 0.5)
+        self.tally.settled(self.world, self.desired.state)
+
+    def page(self) -> dict[str, Family]:
+        return parse(self.desk.metrics().decode())
+
+
+def service(policy: str = "", port: int = 31_999) -> Upsert:
+    made = Service(
+        "a", "web", "LoadBalancer", (parse_addr("10.96.0.1"),),
+        (ServicePort("", Protocol.TCP, 80, 30_080),),
+        external_local=policy != "internal", internal_local=policy == "internal",
+        health_check_node_port=port,
+    )  # fmt: skip
+    return Upsert(ObjectKey(Kind.SERVICE, "a", "web"), made)
+
+
+def endpoints(*nodes: str, triggered: str = "") -> Upsert:
+    ends = tuple(
+        Endpoint(parse_addr(f"10.244.0.{i}"), True, True, False, node)
+        for i, node in enumerate(nodes, 1)
+    )
+    made = EndpointSlice("a", "s", "web", 4, ends, (SlicePort("", Protocol.TCP, 8080),))
+    return Upsert(ObjectKey(Kind.SLICE, "a", "s"), made, 1.0, triggered)
+
+
+def gone(kind: Kind, name: str) -> Delete:
+    return Delete(ObjectKey(kind, "a" if kind is not Kind.NODE else "", name))
+
+
+def test_a_health_check_follows_its_service_and_endpoints():
+    rig = Rig()
+    rig.hear(service())
+    rig.hear(endpoints(HERE, THERE))
+    rig.hear(endpoints(HERE, HERE))
+    rig.hear(service(port=31_000))
+    rig.hear(endpoints(THERE))
+    rig.hear(gone(Kind.SERVICE, "web"))
+    told = [checks.get(WEB) for checks, _ in rig.desk.told]
+    assert told == [
+        HealthCheck(31_999, 0, 0), HealthCheck(31_999, 1, 1), HealthCheck(31_999, 2, 2),
+        HealthCheck(31_000, 2, 2), HealthCheck(31_000, 0, 0), None,
+    ]  # fmt: skip
+
+
+def test_nothing_is_answered_before_it_is_programmed():
+    rig = Rig()
+    rig.hear(service(), endpoints(HERE), programmed=False)
+    assert not rig.desk.told
+    rig.end()
+    assert [checks for checks, _ in rig.desk.told] == [{WEB: HealthCheck(31_999, 1, 1)}]
+
+
+def test_what_changes_nothing_is_not_told():
+    rig = Rig()
+    rig.hear(service(), endpoints(HERE))
+    rig.hear(endpoints(HERE))
+    rig.hear(service())
+    rig.hear(endpoints(HERE, THERE))  # it has one here, as before
+    rig.end()
+    assert len(rig.desk.told) == 1
+
+
+OWN = (parse_addr("192.0.2.1"),)
+WHERE = [
+    ("primary: all while there is no Node", {}, (), OWN),
+    ("primary", {}, ("192.0.2.7", "192.0.2.8"), (parse_addr("192.0.2.7"),)),
+    ("networks", {"node_port_addresses": (Cidr(parse_addr("192.0.2.0"), 120),)}, (), OWN),
+    ("all", {"all_node_port_addresses": True}, ("192.0.2.7",), None),
+]
+
+
+@pytest.mark.parametrize(("name", "settings", "addresses", "at"), WHERE, ids=lambda v: str(v)[:30])
+def test_health_checks_answer_where_node_ports_do(name, settings, addresses, at):
+    rig = Rig(Config(node_name=HERE, **settings))
+    rig.hear(Upsert(ObjectKey(Kind.NODE, "", HERE), Node(HERE, tuple(map(parse_addr, addresses)))))
+    assert not rig.desk.told, "there is none"
+    rig.hear(service())
+    assert rig.desk.told[-1][1] == at
+    rig.hear(gone(Kind.SERVICE, "web"))
+    assert rig.desk.told[-1] == ({}, None)
+
+
+def test_a_policy_that_finds_nobody_here():
+    rig = Rig()
+    name = "kubeproxy_sync_proxy_rules_no_local_endpoints_total"
+    for events, external, internal in (
+        ((service(), endpoints(THERE)), 1, 0),
+        ((endpoints(HERE),), 0, 0),
+        ((service("internal"), endpoints(THERE)), 0, 1),
+        ((endpoints(),), 0, 0),  # nobody anywhere: refused, not dropped
+        ((endpoints(THERE),), 0, 1),
+        ((gone(Kind.SERVICE, "web"),), 0, 0),
+    ):
+        rig.hear(*events)
+        found = rig.page()[name]
+        assert found.value(ip_family="IPv4", traffic_policy="external") == external, events
+        assert found.value(ip_family="IPv4", traffic_policy="internal") == internal, events
+        assert found.value(ip_family="IPv6", traffic_policy="internal") == 0
+
+
+def test_services_without_endpoints():
+    rig = Rig()
+    rig.hear(service())
+    assert rig.tally.without_endpoints == 1
+    rig.hear(endpoints(THERE))
+    assert rig.tally.without_endpoints == 0
+    rig.hear(gone(Kind.SLICE, "s"))
+    assert rig.tally.without_endpoints == 1
+    rig.hear(gone(Kind.SERVICE, "web"))
+    assert rig.tally.without_endpoints == 0
+
+
+def test_changes_are_counted_and_wait_until_they_are_programmed():
+    rig = Rig()
+    rig.hear(service(), endpoints(HERE), Upsert(ObjectKey(Kind.NODE, "", HERE), Node(HERE)),
+             programmed=False)  # fmt: skip
+    prefix = "kubeproxy_sync_proxy_rules"
+    for kind in ("service", "endpoint"):
+        assert rig.page()[f"{prefix}_{kind}_changes_total"].value() == 1
+        assert rig.page()[f"{prefix}_{kind}_changes_pending"].value() == 1
+    rig.end()
+    for kind in ("service", "endpoint"):
+        assert rig.page()[f"{prefix}_{kind}_changes_total"].value() == 1
+        assert rig.page()[f"{prefix}_{kind}_changes_pending"].value() == 0
+
+
+def stamp(seconds: float) -> str:
+    """Of now and so many seconds."""
+    at = datetime.fromtimestamp(time.time() + seconds, UTC)
+    return at.isoformat().replace("+00:00", "Z")
+
+
+def test_programming_is_timed_from_the_trigger_that_the_slice_names():
+    rig = Rig()
+
+    def timed() -> float:
+        name = "kubeproxy_network_programming_duration_seconds"
+        found = rig.page()[name].samples
+        return found[f"{name}_count", frozenset({("ip_family", "IPv4")})]
+
+    rig.hear(service())
+    for nodes, triggered, count in (
+        ((HERE,), stamp(-3600), 0),  # before this process began: nothing of ours
+        ((THERE,), "", 0),
+        ((HERE,), "yesterday", 0),
+        ((THERE,), stamp(1), 1),
+        ((THERE,), stamp(2), 1),  # it said nothing new
+        ((HERE,), stamp(2), 2),
+    ):
+        rig.hear(endpoints(*nodes, triggered=triggered))
+        assert timed() == count, triggered
+    rig.hear(endpoints(THERE, triggered=stamp(2)), programmed=False)
+    assert timed() == 2
+    rig.end({next(iter(rig.desired.state.services))})
+    assert timed() == 3
+
+
+def test_a_node_that_leaves_is_told():
+    rig = Rig()
+    key = ObjectKey(Kind.NODE, "", HERE)
+
+    def is_eligible() -> float:
+        return rig.page()["kbpf_node_eligible"].value()
+
+    assert is_eligible()  # nobody has said anything yet
+    rig.hear(Upsert(key, Node(HERE)))
+    assert is_eligible()
+    rig.hear(Upsert(key, Node(HERE, leaving=True)))
+    assert not is_eligible()
+    rig.hear(Upsert(key, Node(HERE)))
+    assert is_eligible()
+    rig.hear(Delete(key))
+    assert not is_eligible()

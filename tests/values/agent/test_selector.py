@@ -1,0 +1,405 @@
+"""Which data plane serves: what --mode says, what keeps BPF from being had, and what becomes of
+what the other mode has left. The planes here do nothing but what a row tells them.
+"""
+
+import dataclasses
+import logging
+from collections.abc import Collection, Sequence
+from itertools import product
+from typing import NamedTuple
+
+import pytest
+
+from kbpf.agent.selector import BY_ROW, Chosen, Kit, Reason, reason_of
+from kbpf.checks.row import CheckRow
+from kbpf.dataplane.base import Report
+from kbpf.errors import (
+    AttachRefused,
+    CompileError,
+    KbpfError,
+    KernelError,
+    PinsGone,
+    ProgramRefused,
+)
+from kbpf.model.desired import DesiredState, ServicePortKey
+from kbpf.model.metrics import Ended, Measures, Pause, Traffic
+from kbpf.model.status import ModeChoice, PacketStatus
+
+NOTHING = DesiredState({})
+
+
+def check(name: str, result: str = "no", needed: bool = True) -> CheckRow:
+    return CheckRow(name, result, needed, "", "")
+
+
+KERNEL = KernelError("the map cannot be made", "", "", 1)
+GOOD = (check("bpf(2)", "yes"), check("TCX", "no", needed=False))
+
+
+class Why(NamedTuple):
+    """An error of mode bpf, what is missing, and the reason."""
+
+    name: str
+    error: KbpfError
+    rows: Sequence[CheckRow]
+    reason: Reason | None
+
+
+WHY = [
+    Why("no bpf(2)", KERNEL, [check("bpf(2)")], Reason.NO_BPF),
+    Why("no bpffs", KERNEL, [check("bpffs")], Reason.NO_BPF),
+    Why("no libbpf", KERNEL, [check("libbpf1")], Reason.NO_LIBRARY),
+    Why("no privileges", KERNEL, [check("privileges"), check("bpf(2)", "unknown")],
+        Reason.NO_PRIVILEGES),
+    Why("no cgroup v2", KERNEL, [*GOOD, check("cgroup v2")], Reason.NO_CGROUP),
+    Why("BCC missing, nothing cached", CompileError("no BCC"), [*GOOD, check("BCC"), check("LLVM")],
+        Reason.NO_COMPILER),
+    Why("LLVM missing", CompileError("BCC failed"), [*GOOD, check("LLVM")], Reason.NO_COMPILER),
+    Why("compile failure", CompileError("syntax"), GOOD, Reason.NOT_COMPILED),
+    Why("verifier refusal", ProgramRefused("connect4"), GOOD, Reason.REFUSED),
+    Why("attach failure", AttachRefused("connect4"), GOOD, Reason.NOT_ATTACHED),
+    *(Why(f"kernel below the tier: {name}", ProgramRefused(name), [*GOOD, check(name)],
+          Reason.OLD_KERNEL)
+      for name in ("hook connect4", "batch operations", "cgroup links", "LRU hash maps")),
+    Why("what could not be found out counts as missing", KERNEL, [check("cgroup v2", "unknown")],
+        Reason.NO_CGROUP),
+    Why("another error", KERNEL, GOOD, None),
+    Why("another agent is at work", KernelError("lock", "", "", 11), GOOD, None),
+    Why("somebody removed the pins", PinsGone("gone"), [check("bpf(2)")], None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("why", WHY, ids=lambda why: why.name)
+def test_why_bpf_is_not_to_be_had(why: Why):
+    assert reason_of(why.error, why.rows) is why.reason
+
+
+def test_each_reason_has_a_row():
+    assert {why.reason for why in WHY} == {*Reason, None}
+    assert set(BY_ROW.values()) <= set(Reason)
+
+
+# ---- planes --------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Fake:
+    """A data plane and, under the other mode's name, remains of one. `does` is what happened, in
+    order; `fails` are errors by verb.
+    """
+
+    name: str
+    does: list[str]
+    fails: dict[str, list[KbpfError]] = dataclasses.field(default_factory=dict)
+    is_ready: bool = True
+    follows: bool = False
+
+    def _do(self, verb: str) -> None:
+        self.does.append(f"{self.name} {verb}")
+        if self.fails.get(verb):
+            raise self.fails[verb].pop(0)
+
+    def choice(self) -> ModeChoice:
+        return ModeChoice("", self.name)
+
+    def follow(self, other: bool) -> None:
+        if other != self.follows:
+            self._do("follows" if other else "is alone")
+        self.follows = other
+
+    def open(self) -> None:
+        self._do("open")
+
+    def apply(
+        self,
+        desired: DesiredState,
+        touched: Collection[ServicePortKey] | None,
+        sound: bool = True,
+    ) -> Report:
+        self._do("apply" if touched is None else "change")
+        return Report()
+
+    def doubt(self) -> None:
+        self._do("doubt")
+
+    def tick(self, now: float) -> float | None:
+        return None
+
+    def ended(self) -> tuple[Ended, ...]:
+        return ()
+
+    def ready(self) -> bool:
+        return self.is_ready
+
+    def packet_status(self) -> PacketStatus | None:
+        return None
+
+    def problems(self) -> tuple[str, ...]:
+        return ()
+
+    def faults(self) -> tuple[str, ...]:
+        return ()
+
+    def measure(self) -> Measures:
+        return Measures()
+
+    def count(self, pause: Pause) -> Traffic:
+        return Traffic()
+
+    def write_status(self, text: bytes) -> None:
+        self._do("status")
+
+    def close(self) -> None:
+        self._do("close")
+
+    def remove(self) -> None:
+        self._do("remove")
+
+
+class Rest(Fake):
+    """Remains that are there, and gone after two looks."""
+
+    there = True
+    looks = 2
+
+    def take(self) -> bool:
+        if self.there:
+            self._do("take")
+        return self.there
+
+    def retire(self, now: float) -> float | None:
+        self._do("retire")
+        self.looks -= 1
+        return now + 7 if self.looks else None
+
+    def problems(self) -> tuple[str, ...]:
+        return ("some go on",) if self.looks else ()
+
+
+class House:
+    """A choice among fakes."""
+
+    def __init__(self, asked: str, rows: Sequence[CheckRow] = GOOD, there: str = "") -> None:
+        self.does: list[str] = []
+        self.bpf, self.ipvs = Fake("bpf", self.does), Fake("ipvs", self.does)
+        self.rest = {name: Rest(f"old {name}", self.does) for name in ("bpf", "ipvs", "kube-proxy")}
+        for name, rest in self.rest.items():
+            rest.there = name in there.split()
+        self.chosen = Chosen(
+            asked,
+            Kit(lambda: self.bpf, lambda: self.ipvs, lambda: self.rest["bpf"],
+                lambda: self.rest["ipvs"], lambda: rows, lambda: self.rest["kube-proxy"]),
+        )  # fmt: skip
+
+    def start(self, sound: bool = True) -> None:
+        self.chosen.open()
+        self.chosen.apply(NOTHING, None, sound)
+        self.chosen.tick(0.0)
+
+
+@pytest.mark.parametrize(("asked", "mode"), [("auto", "bpf"), ("bpf", "bpf"), ("ipvs", "ipvs")])
+def test_what_is_asked_for_is_taken(asked: str, mode: str):
+    house = House(asked)
+    house.start()
+    assert house.does == [f"{mode} open", f"{mode} apply"]
+    assert house.chosen.choice() == ModeChoice(asked, mode)
+    assert house.chosen.name == mode
+
+
+REFUSALS = [why for why in WHY if why.reason is not None]
+
+
+@pytest.mark.parametrize(
+    ("verb", "why"),
+    [
+        pytest.param(verb, why, id=f"{verb}: {why.name}")
+        for verb, why in product(("open", "apply"), REFUSALS)
+        if verb == "open" or isinstance(why.error, KernelError)  # nothing is compiled later
+    ],
+)
+def test_auto_is_ipvs_where_bpf_is_not_to_be_had(
+    why: Why, verb: str, caplog: pytest.LogCaptureFixture
+):
+    house = House("auto", why.rows)
+    house.bpf.fails[verb] = [why.error]
+    with caplog.at_level(logging.INFO):
+        house.start()
+    assert house.does[-3:] == ["bpf close", "ipvs open", "ipvs apply"]
+    assert house.chosen.choice() == ModeChoice("auto", "ipvs", str(why.reason), str(why.error))
+    assert house.chosen.name == "ipvs"
+    said = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert len(said) == 1
+    assert str(why.reason) in said[0]
+    house.does.clear()
+    house.chosen.apply(NOTHING, set())
+    house.chosen.tick(0.0)
+    house.chosen.close()
+    assert house.does == ["ipvs change", "ipvs close"]  # nobody tries BPF again
+
+
+@pytest.mark.parametrize("verb", ["open", "apply"])
+@pytest.mark.parametrize("why", REFUSALS, ids=lambda why: why.name)
+def test_mode_bpf_fails_instead(why: Why, verb: str):
+    house = House("bpf", why.rows)
+    house.bpf.fails[verb] = [why.error]
+    with pytest.raises(type(why.error)) as raised:
+        house.start()
+    assert raised.value is why.error
+    assert not [line for line in house.does if "ipvs" in line]
+
+
+@pytest.mark.parametrize("verb", ["open", "apply"])
+def test_another_error_is_no_reason(verb: str):
+    house = House("auto")
+    house.bpf.fails[verb] = [KERNEL]
+    with pytest.raises(KernelError):
+        house.start()
+    assert not [line for line in house.does if "ipvs" in line]
+
+
+def test_what_fails_later_is_no_reason():
+    house = House("auto", [check("cgroup links")])
+    house.start()
+    house.bpf.fails["change"] = [AttachRefused("connect4")]
+    with pytest.raises(AttachRefused):
+        house.chosen.apply(NOTHING, set())
+    assert house.chosen.name == "bpf"
+
+
+def test_without_either_the_error_is_that_of_bpf_and_says_so():
+    house = House("auto", [check("cgroup v2")])
+    error = KernelError("no link", "cgroup", "look")
+    house.bpf.fails["open"], house.ipvs.fails["open"] = [error], [KernelError("no IPVS")]
+    with pytest.raises(KernelError) as raised:
+        house.chosen.open()
+    assert raised.value is error
+    assert str(error) == "no link (cgroup); look; mode ipvs cannot take its place: no IPVS"
+    assert house.chosen.choice() == ModeChoice("auto", "bpf")
+
+
+def test_what_cannot_be_had_at_the_first_apply_is_tried_once_and_then_waited_for():
+    """The BPF plane was closed for IPVS: it is opened again, and gets its next chance. The same
+    error has the same words each time: the log says it once.
+    """
+    house = House("auto", [check("cgroup v2")])
+    house.bpf.fails["apply"] = [KernelError("no cgroup", "", "look") for _ in range(2)]
+    house.ipvs.fails["open"] = [KernelError("no IPVS")]
+    house.chosen.open()
+    for _ in range(2):
+        with pytest.raises(KernelError) as raised:
+            house.chosen.apply(NOTHING, None)
+        assert str(raised.value) == "no cgroup; look; mode ipvs cannot take its place: no IPVS"
+    house.chosen.apply(NOTHING, None)
+    assert house.does.count("bpf open") == 2
+    assert house.does.count("ipvs open") == 1
+    assert house.does[-1].startswith("bpf apply")
+    assert house.chosen.choice() == ModeChoice("auto", "bpf")
+
+
+# ---- what the other mode has left ----------------------------------------------------------------
+
+OTHER = {"bpf": "ipvs", "ipvs": "bpf"}
+
+
+@pytest.mark.parametrize("mode", OTHER)
+def test_the_new_serves_before_the_old_goes(mode: str):
+    old = f"old {OTHER[mode]}"
+    house = House(mode, there=OTHER[mode])
+    house.chosen.open()
+    assert house.does == [f"{old} take", f"{mode} follows", f"{mode} open"]
+    assert house.chosen.tick(0.0) is None
+    house.chosen.apply(NOTHING, None)
+    assert house.chosen.tick(5.0) == 12.0
+    assert house.chosen.problems() == ("some go on",)
+    assert house.chosen.tick(12.0) is None
+    house.chosen.tick(20.0)
+    assert house.does[3:] == [
+        f"{mode} apply", f"{old} retire", f"{old} retire", f"{old} close", f"{mode} is alone",
+    ]  # fmt: skip
+    assert house.chosen.problems() == ()
+
+
+def test_bpf_follows_a_kube_proxy_until_that_has_no_connections():
+    old = "old kube-proxy"
+    house = House("bpf", there="kube-proxy")
+    house.chosen.open()
+    assert house.does == [f"{old} take", "bpf follows", "bpf open"]
+    house.chosen.apply(NOTHING, None)
+    assert house.chosen.tick(5.0) == 12.0
+    assert house.chosen.problems() == ("some go on",)
+    assert house.chosen.tick(12.0) is None
+    assert house.does[3:] == ["bpf apply", f"{old} retire", f"{old} retire", f"{old} close",
+                              "bpf is alone"]  # fmt: skip
+
+
+def test_bpf_is_alone_when_the_last_of_two_has_gone():
+    house = House("bpf", there="ipvs kube-proxy")
+    house.rest["kube-proxy"].looks = 3
+    house.start()
+    assert house.chosen.problems() == ("some go on", "some go on")
+    house.chosen.tick(7.0)
+    assert house.does[-2:] == ["old ipvs close", "old kube-proxy retire"]
+    assert house.chosen.problems() == ("some go on",)
+    assert house.chosen.tick(14.0) is None
+    assert house.does[-2:] == ["old kube-proxy close", "bpf is alone"]
+
+
+def test_mode_ipvs_takes_over_a_kube_proxy_without_that():
+    house = House("ipvs", there="kube-proxy")
+    house.start()
+    assert house.does == ["ipvs open", "ipvs apply"]
+
+
+def test_a_refusal_lets_go_of_what_was_taken():
+    house = House("bpf", there="ipvs kube-proxy")
+    house.rest["kube-proxy"].fails["take"] = [KernelError("no")]
+    with pytest.raises(KernelError):
+        house.chosen.open()
+    assert house.does == ["old ipvs take", "old kube-proxy take", "old ipvs close"]
+
+
+@pytest.mark.parametrize("mode", OTHER)
+def test_nothing_goes_before_all_is_known_and_in_place(mode: str):
+    house = House(mode, there=OTHER[mode])
+    house.start(sound=False)
+    plane = house.bpf if mode == "bpf" else house.ipvs
+    plane.is_ready = False
+    house.chosen.apply(NOTHING, set())
+    house.chosen.tick(0.0)
+    assert not [line for line in house.does if "retire" in line]
+    plane.is_ready = True
+    house.chosen.tick(1.0)
+    assert house.does[-1] == f"old {OTHER[mode]} retire"
+
+
+def test_an_end_before_that_leaves_it_to_the_next_agent():
+    house = House("ipvs", there="bpf")
+    house.start()
+    house.chosen.close()
+    assert house.does[-3:] == ["old bpf retire", "old bpf close", "ipvs close"]
+
+
+def test_a_refusal_to_go_stops_nothing():
+    house = House("ipvs", there="bpf")
+    house.rest["bpf"].fails["retire"] = [KernelError("busy")]
+    house.start()
+    assert house.chosen.problems() == ("some go on", "busy")
+    assert house.chosen.tick(0.0) == 7.0
+    assert house.chosen.problems() == ("some go on",)
+
+
+def test_while_an_agent_of_the_other_mode_runs_nothing_is_opened():
+    house = House("ipvs", there="bpf")
+    house.rest["bpf"].fails["take"] = [KernelError("another agent is at work")]
+    with pytest.raises(KernelError):
+        house.chosen.open()
+    assert house.does == ["old bpf take"]
+
+
+def test_falling_back_lets_go_of_what_ipvs_left_before_it_opens():
+    """Else it would wait for its own lock."""
+    house = House("auto", there="ipvs")
+    house.bpf.fails["open"] = [ProgramRefused("connect4")]
+    house.start()
+    assert house.does == ["old ipvs take", "bpf follows", "bpf open", "old ipvs close", "bpf close",
+                          "ipvs open", "ipvs apply"]  # fmt: skip

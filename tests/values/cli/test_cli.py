@@ -1,0 +1,1012 @@
+"""The command line as far as no kernel is needed: flags, formats, exit codes, what is imported."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+import yaml
+
+from kbpf import __version__
+from kbpf.checks import bpf as bpf_checks
+from kbpf.checks import packet_path
+from kbpf.checks.row import CheckRow
+from kbpf.cli import app, arguments, check_rows, cleanup, inspect, render
+from kbpf.cli.check_rows import verdict
+from kbpf.cli.options import Output
+from kbpf.cli.render import watch
+from kbpf.config import flags, load, locations
+from kbpf.dataplane.bpf.maps.layout import NodeFlag
+from kbpf.errors import ConfigError, NotFoundError
+from kbpf.kernel.net.devices import Device
+from kbpf.kernel.netfilter.forward_rules import Chain
+from kbpf.kernel.probe_result import Probe
+from kbpf.model.address import parse_addr
+from kbpf.model.config import Config, LocalMode, SocketLb
+from kbpf.model.objects import Algorithm, Cidr
+from kbpf.views import node
+from kbpf.views.columns import Column, span
+from kbpf.views.columns import size as bytes_text
+from kbpf.views.packet_path import connections
+
+
+def cidr(address: str, bits: int) -> Cidr:
+    return Cidr(parse_addr(address), bits)
+
+
+# ---- flags -------------------------------------------------------------------------------------
+
+
+class Said(NamedTuple):
+    """What was said, and the field of Config (or of its sizes) that follows from it."""
+
+    name: str
+    given: dict[str, str]
+    environ: dict[str, str]
+    field: str
+    value: Any
+
+
+SAID = [
+    Said("nothing: the defaults", {}, {}, "pin_dir", Config().pin_dir),
+    Said("a path", {"--pin-dir": "/run/x"}, {}, "pin_dir", Path("/run/x")),
+    Said("a variable", {}, {"KBPF_PIN_DIR": "/run/y"}, "pin_dir", Path("/run/y")),
+    Said("a flag beats its variable", {"--pin-dir": "/run/x"}, {"KBPF_PIN_DIR": "/run/y"},
+         "pin_dir", Path("/run/x")),
+    Said("an empty variable is none", {}, {"KBPF_PIN_DIR": ""}, "pin_dir", Config().pin_dir),
+    Said("a node's name", {"--hostname-override": "n1"}, {}, "node_name", "n1"),
+    Said("a folder as source", {"--source": "objects"}, {}, "source", Path("objects")),
+    Said("a mode", {"--mode": "bpf"}, {}, "mode", "bpf"),
+    Said("a log level by variable", {}, {"KBPF_LOG_LEVEL": "debug"}, "log_level", "debug"),
+    Said("a log format", {"--log-format": "json"}, {}, "log_format", "json"),
+    Said("Maglev for all who do not say", {"--algorithm": "maglev"}, {},
+         "algorithm", Algorithm.MAGLEV),
+    Said("Maglev by the environment", {}, {"KBPF_ALGORITHM": "maglev"},
+         "algorithm", Algorithm.MAGLEV),
+    Said("no NodePorts on loopback", {"--localhost-nodeports": "False"}, {},
+         "localhost_node_ports", False),
+    Said("Go's short truth", {"--masquerade-all": "T"}, {}, "masquerade_all", True),
+    Said("Go's short untruth", {"--localhost-nodeports": "0"}, {}, "localhost_node_ports", False),
+    Said("NodePorts on primary addresses", {"--nodeport-addresses": "primary"}, {},
+         "node_port_addresses", ()),
+    Said("NodePorts on all addresses", {"--nodeport-addresses": "all"}, {},
+         "all_node_port_addresses", True),
+    Said("NodePorts in networks of both families",
+         {"--nodeport-addresses": "192.0.2.0/24, fd00::/64"}, {}, "node_port_addresses",
+         (cidr("192.0.2.0", 120), cidr("fd00::", 64))),
+    Said("NodePorts on primary addresses and in a network",
+         {"--nodeport-addresses": "192.0.2.0/24,primary"}, {}, "primary_node_ports", True),
+    Said("NodePorts on loopback alone", {"--nodeport-addresses": "localhost"}, {},
+         "node_port_addresses", (cidr("127.0.0.0", 104), cidr("::1", 128))),
+    Said("all goes before the rest", {"--nodeport-addresses": "primary,all"}, {},
+         "all_node_port_addresses", True),
+    Said("host bits are ignored", {"--nodeport-addresses": "192.0.2.77/24"}, {},
+         "node_port_addresses", (cidr("192.0.2.0", 120),)),
+    Said("all of IPv4 is not all of IPv6", {"--nodeport-addresses": "0.0.0.0/0"}, {},
+         "node_port_addresses", (cidr("0.0.0.0", 96),)),
+    Said("sockets of everybody", {}, {}, "socket_lb", SocketLb.ON),
+    Said("sockets of nobody", {"--socket-lb": "off", "--packet-path": "true"}, {}, "socket_lb",
+         SocketLb.OFF),
+    Said("sockets of the host", {"--packet-path": "true"}, {"KBPF_SOCKET_LB": "hostNamespaceOnly"},
+         "socket_lb", SocketLb.HOST_ONLY),
+    Said("exempt cgroups", {"--socket-lb-exempt": "/system.slice/istio*/, a/b"}, {},
+         "socket_lb_exempt", ("system.slice/istio*", "a/b")),
+    Said("a size", {"--max-backends": "5000"}, {}, "backends", 5000),
+    Said("a size by variable", {}, {"KBPF_MAX_AFFINITY": "7"}, "affinity", 7),
+    Said("up the stack by default", {}, {}, "forwarding", "stack"),
+    Said("direct to the pod", {"--forwarding": "direct"}, {}, "forwarding", "direct"),
+    Said("nothing is detected by default", {}, {}, "detect_local_mode", LocalMode.NONE),
+    Said("kubeadm's empty words", {"--detect-local-mode": "", "--cluster-cidr": ""}, {},
+         "detect_local_mode", LocalMode.NONE),
+    Said("a network without a mode", {"--cluster-cidr": "10.244.0.0/16"}, {},
+         "detect_local_mode", LocalMode.CLUSTER_CIDR),
+    Said("networks of both families", {"--cluster-cidr": "10.244.0.0/16, fd00:10::/56"}, {},
+         "cluster_cidrs", (cidr("10.244.0.0", 112), cidr("fd00:10::", 56))),
+    Said("another mode is not overruled by a network",
+         {"--detect-local-mode": "NodeCIDR", "--cluster-cidr": "10.244.0.0/16"}, {},
+         "detect_local_mode", LocalMode.NODE_CIDR),
+    Said("a mode by networks without one", {"--detect-local-mode": "ClusterCIDR"}, {},
+         "detect_local_mode", LocalMode.CLUSTER_CIDR),
+    Said("a bridge of pods",
+         {"--detect-local-mode": "BridgeInterface", "--pod-bridge-interface": "cni0"}, {},
+         "pod_bridge_interface", "cni0"),
+    Said("a prefix of pods' devices",
+         {"--detect-local-mode": "InterfaceNamePrefix", "--pod-interface-name-prefix": "cali"},
+         {}, "pod_interface_name_prefix", "cali"),
+    Said("ports for masqueraded clients", {"--masquerade-ports": "50000-50099"}, {},
+         "masquerade_ports", (50_000, 50_099)),
+    Said("one port", {"--masquerade-ports": "65535-65535"}, {}, "masquerade_ports",
+         (65_535, 65_535)),
+    Said("kube-proxy's bit", {}, {}, "masquerade_bit", 14),
+    Said("another bit", {"--masquerade-bit": "31"}, {}, "masquerade_bit", 31),
+    Said("kube-proxy's port of health", {}, {}, "healthz", "0.0.0.0:10256"),
+    Said("a port of health", {"--healthz-bind-address": "192.0.2.1:8"}, {}, "healthz",
+         "192.0.2.1:8"),
+    Said("an address of health without a port", {"--healthz-bind-address": "::"}, {}, "healthz",
+         "[::]:10256"),
+    Said("an empty kubeconfig is none", {"--kubeconfig": ""}, {}, "kubeconfig", None),
+    Said("an empty address is none", {"--bind-address": ""}, {}, "bind_address", None),
+    Said("no networks are those of the default", {"--nodeport-addresses": ""}, {},
+         "node_port_addresses", ()),
+    Said("an empty word is the default", {"--ipvs-scheduler": ""}, {}, "ipvs_scheduler", "rr"),
+    Said("no port of health", {"--healthz-bind-address": ""}, {}, "healthz", ""),
+    Said("ports of metrics", {"--metrics-bind-address": "[2001:db8::1]:9, 127.0.0.2"}, {},
+         "metrics", "[2001:db8::1]:9,127.0.0.2:10249"),
+    Said("a bracketed address alone", {"--metrics-bind-address": "[::1]"}, {}, "metrics",
+         "[::1]:10249"),
+    Said("a port that has to be had", {"--bind-address-hard-fail": "true"}, {}, "hard_fail", True),
+    Said("no series of Services", {"--metrics-services": "0"}, {}, "service_series", 0),
+    Said("other sizes stay", {"--max-backends": "5000"}, {}, "slots", Config().sizes.slots),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("said", SAID, ids=lambda said: said.name)
+def test_what_is_said_is_set(said: Said):
+    made = load.config(said.given, said.environ)
+    found = [
+        getattr(part, said.field)
+        for part in (made, made.sizes, made.serving)
+        if hasattr(part, said.field)
+    ]
+    assert found == [said.value]
+
+
+class Wrong(NamedTuple):
+    """What is wrong, and words that the complaint must have."""
+
+    given: dict[str, str]
+    environ: dict[str, str]
+    words: tuple[str, ...]
+
+
+WRONG = [
+    Wrong({"--mode": "iptables"}, {}, ("iptables", "--mode", "auto or bpf")),
+    Wrong({}, {"KBPF_MODE": "x"}, ("KBPF_MODE",)),
+    Wrong({"--pin-dir": "kbpf"}, {}, ("'kbpf'", "--pin-dir", "/")),
+    Wrong({"--max-slots": "0"}, {}, ("'0'", "--max-slots")),
+    Wrong({"--max-slots": "many"}, {}, ("'many'", "--max-slots")),
+    Wrong({"--max-slots": "-1"}, {}, ("'-1'",)),
+    Wrong({"--nodeport-addresses": "192.0.2.0/33"}, {}, ("192.0.2.0/33", "192.0.2.0/24")),
+    Wrong({"--nodeport-addresses": "192.0.2.0"}, {}, ("192.0.2.0",)),
+    Wrong({"--nodeport-addresses": "here"}, {}, ("'here'", "--nodeport-addresses")),
+    Wrong({"--nodeport-addresses": " , "}, {}, ("no networks",)),
+    Wrong({"--forwarding": "fast"}, {}, ("'fast'", "--forwarding", "stack or direct")),
+    Wrong({"--detect-local-mode": "clustercidr"}, {}, ("'clustercidr'", "ClusterCIDR or NodeCIDR")),
+    Wrong({"--cluster-cidr": "10.244.0.0"}, {}, ("'10.244.0.0'", "--cluster-cidr")),
+    Wrong({"--detect-local-mode": "BridgeInterface"}, {},
+          ("BridgeInterface", "--pod-bridge-interface")),
+    Wrong({"--detect-local-mode": "InterfaceNamePrefix", "--pod-bridge-interface": "cni0"}, {},
+          ("InterfaceNamePrefix", "--pod-interface-name-prefix")),
+    Wrong({"--pod-bridge-interface": "a-name-of-16-ch."}, {}, ("a-name-of-16-ch.", "15")),
+    Wrong({"--pod-interface-name-prefix": "a b"}, {}, ("'a b'",)),
+    Wrong({"--algorithm": "ring"}, {}, ("ring", "random or maglev")),
+    Wrong({"--masquerade-ports": "61000"}, {}, ("'61000'", "--masquerade-ports", "1024-29999")),
+    Wrong({"--max-connections": "999"}, {}, ("999", "--max-connections", "1000")),
+    Wrong({"--masquerade-ports": "0-9"}, {}, ("'0-9'",)),
+    Wrong({"--masquerade-ports": "9-8"}, {}, ("'9-8'",)),
+    Wrong({"--masquerade-ports": "1-65536"}, {}, ("'1-65536'",)),
+    Wrong({"--masquerade-bit": "32"}, {}, ("'32'", "--masquerade-bit", "0 to 31")),
+    Wrong({"--masquerade-bit": "-1"}, {}, ("'-1'",)),
+    Wrong({"--min-sync-period": "31s"}, {}, ("--min-sync-period", "--sync-period, 30s")),
+    Wrong({"--min-sync-period": "2s", "--sync-period": "1s"}, {}, ("--sync-period, 1s",)),
+    Wrong({"--healthz-bind-address": "localhost:1"}, {}, ("localhost:1", "10256")),
+    Wrong({"--healthz-bind-address": "0.0.0.0:0"}, {}, ("0.0.0.0:0",)),
+    Wrong({"--metrics-bind-address": "127.0.0.1:x"}, {}, ("127.0.0.1:x", "10249")),
+    Wrong({"--metrics-services": "-1"}, {}, ("'-1'", "--metrics-services")),
+    Wrong({"--localhost-nodeports": "maybe"}, {}, ("maybe", "true or false")),
+    Wrong({"--socket-lb": "pods"}, {}, ("pods", "off or hostNamespaceOnly or on")),
+    Wrong({"--socket-lb": "off", "--packet-path": "false"}, {},
+          ("off", "--socket-lb", "--packet-path false")),
+    Wrong(
+        {"--socket-lb": "hostNamespaceOnly", "--packet-path": "false"},
+        {},
+        ("hostNamespaceOnly", "--packet-path false"),
+    ),
+    Wrong({"--socket-lb-exempt": "a,/"}, {}, ("root", "--socket-lb-exempt", "off")),
+    Wrong({"--source": "a", "--kubeconfig": "b"}, {}, ("--source", "--kubeconfig")),
+    Wrong({"--source": "a"}, {"KBPF_MASTER": "https://x"}, ("--master",)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: str(wrong.given or wrong.environ))
+def test_what_is_wrong_is_named_with_its_place(wrong: Wrong):
+    with pytest.raises(ConfigError) as caught:
+        load.config(wrong.given, wrong.environ)
+    for word in wrong.words:
+        assert word in str(caught.value)
+
+
+def test_every_flag_is_in_the_help_of_run():
+    text = arguments.parser().format_help()
+    for flag in flags.FLAGS:
+        assert flag.name in text
+    assert "KBPF_PIN_DIR" in text
+
+
+def test_every_flag_names_a_field_of_the_config():
+    known = set(Config.__slots__) | {"node_ports"}
+    for flag in flags.FLAGS:
+        head, _, tail = (flag.field or "mode").partition(".")  # none: kube-proxy's, not used
+        assert tail in getattr(Config(), head).__slots__ if tail else head in known
+
+
+def test_the_flags_that_are_shown_are_those_that_were_given():
+    environ = {"KBPF_PIN_DIR": "/a", "KBPF_MODE": "bpf", "KBPF_CGROUP": "", "KBPF_CONFIG": "/c"}
+    line = ["-v", "4", "--mode=ipvs", "--metrics-bind-address=", "--kube-api-qps=5"]
+    assert arguments.asked(line, environ).flags == {
+        "--config": "/c",
+        "--pin-dir": "/a",
+        "--mode": "ipvs",
+        "--metrics-bind-address": "",
+        "-v": "4",
+        "--kube-api-qps": "5",
+    }
+
+
+def test_the_node_has_this_machines_name_unless_it_is_said(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("socket.gethostname", lambda: "Node-7")
+    assert arguments.named(Config()).node_name == "node-7"
+    said = arguments.asked(["--hostname-override", " N1 "], {}).load(None).config
+    assert arguments.named(said).node_name == "n1"
+
+
+class Typed(NamedTuple):
+    """A command line as people type it, and the flags that it gives."""
+
+    line: str
+    given: dict[str, str]
+
+
+TYPED = [
+    Typed("--config=/c --hostname-override=n1", {"--hostname-override": "n1"}),
+    Typed("--masquerade-all", {"--masquerade-all": "true"}),
+    Typed("--masquerade-all=false", {"--masquerade-all": "false"}),
+    Typed("--masquerade-all false --pin-dir /p",
+          {"--masquerade-all": "false", "--pin-dir": "/p"}),
+    Typed("--masquerade-all --pin-dir /p", {"--masquerade-all": "true", "--pin-dir": "/p"}),
+    Typed("-v=4", {"-v": "4"}),
+    Typed("-v4", {"-v": "4"}),
+    Typed("--v=4", {"-v": "4"}),
+    Typed("--v 4", {"-v": "4"}),
+    Typed("--iptables-masquerade-bit 3", {"--masquerade-bit": "3"}),
+    Typed("--iptables-localhost-nodeports=false", {"--localhost-nodeports": "false"}),
+    Typed("--logging-format json", {"--log-format": "json"}),
+    Typed("--ipvs-min-sync-period 5s", {"--min-sync-period": "5s"}),
+    Typed("--conntrack-tcp-be-liberal", {"--conntrack-tcp-be-liberal": "true"}),
+    Typed("--feature-gates=A=true,B=false", {"--feature-gates": "A=true,B=false"}),
+    Typed("--masquerade_all --iptables_masquerade_bit=3",
+          {"--masquerade-all": "true", "--masquerade-bit": "3"}),
+    Typed("--pod_bridge_interface=a_b", {"--pod-bridge-interface": "a_b"}),
+    Typed("--nodeport-addresses=10.0.0.0/8 --nodeport-addresses fd00::/8,fe00::/8",
+          {"--nodeport-addresses": "10.0.0.0/8,fd00::/8,fe00::/8"}),
+    Typed("--device eth0 --device=bond*", {"--device": "eth0,bond*"}),
+    Typed("--socket-lb-exempt a --socket-lb-exempt b", {"--socket-lb-exempt": "a,b"}),
+    Typed("--hostname-override a --hostname-override b", {"--hostname-override": "b"}),
+    Typed("--oom-score-adj=-998", {"--oom-score-adj": "-998"}),
+    Typed("--oom-score-adj -998", {"--oom-score-adj": "-998"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("typed", TYPED, ids=lambda typed: typed.line)
+def test_flags_are_typed_as_for_kube_proxy(typed: Typed):
+    assert arguments.asked(typed.line.split(), {}).given == typed.given
+
+
+def test_the_file_is_named_by_flag_or_variable():
+    assert arguments.asked([], {}).file is None
+    assert arguments.asked([], {"KBPF_CONFIG": "/a"}).file == Path("/a")
+    assert arguments.asked(["--config", "/b"], {"KBPF_CONFIG": "/a"}).file == Path("/b")
+
+
+def test_settings_are_written_instead_of_serving(tmp_path: Path):
+    source, target = tmp_path / "in", tmp_path / "out"
+    source.write_text("apiVersion: kbpf.io/v1alpha1\nkind: KbpfConfiguration\npinDir: /p\n")
+    assert app.call(["run", "--config", str(source), "--write-config-to", str(target)]) == 0
+    written = list(yaml.safe_load_all(target.read_text()))
+    assert [each["kind"] for each in written] == ["KubeProxyConfiguration", "KbpfConfiguration"]
+    assert written[1]["pinDir"] == "/p"
+
+
+FORMS = [
+    ("flag", "", ("--log-format", "json"), True),
+    ("file", "logging: {format: json}", (), True),
+    ("text", "", (), False),
+]
+
+
+@pytest.mark.parametrize(("name", "more", "flags", "is_json"), FORMS, ids=[f[0] for f in FORMS])
+def test_all_that_is_told_of_a_file_is_told_in_the_form_of_the_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, more: str,
+    flags: tuple[str, ...], is_json: bool,
+):  # fmt: skip
+    """Also when the settings are written instead of serving, and beside what is wrong."""
+    head = "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n"
+    source, target = tmp_path / "in", tmp_path / "out"
+    command = ["run", "--config", str(source), "--write-config-to", str(target), *flags]
+    lines = []
+    for wrong, code in (("", 0), ("\noomScoreAdj: 5000\nbindAddress: x", 2)):
+        source.write_text(f"{head}{more}\nportRange: 1-2\nclusterCIDRs: x{wrong}")
+        assert app.call(command) == code
+        lines.append(capsys.readouterr().err.splitlines())
+    if is_json:
+        made = [[json.loads(line) for line in each] for each in lines]
+        told = [[(one["level"], one["message"]) for one in each] for each in made]
+        assert all(
+            set(one) == {"time", "level", "logger", "message"} for each in made for one in each
+        )
+    else:
+        found = re.compile(r"kbpf run: (?:(warning|info): )?(.*)")
+        told = [[(m[1] or "error", m[2]) for line in each if (m := found.fullmatch(line))]
+                for each in lines]  # fmt: skip
+        assert [len(each) for each in told] == [len(each) for each in lines]
+    unknown = ("warning", "KubeProxyConfiguration.clusterCIDRs is no field that is known; is "
+               "clusterCIDR meant?")  # fmt: skip
+    assert unknown in told[0]
+    assert unknown in told[1]
+    assert {level for level, _ in told[0]} == {"warning", "info"}
+    assert [level for level, _ in told[1]] == ["error", "error", "warning"]
+    for place, message in zip(("oomScoreAdj", "bindAddress"), told[1], strict=False):
+        assert f"(KubeProxyConfiguration.{place})" in message[1]
+
+
+def test_a_file_that_cannot_be_read_is_told_in_the_form_of_the_log(
+    capsys: pytest.CaptureFixture[str],
+):
+    assert app.call(["run", "--config", "/nowhere", "--log-format=json"]) == 1
+    assert "/nowhere" in json.loads(capsys.readouterr().err)["message"]
+
+
+# ---- exit codes --------------------------------------------------------------------------------
+
+
+class Ends(NamedTuple):
+    """Arguments, the exit code, and words on stdout and stderr."""
+
+    arguments: tuple[str, ...]
+    code: int
+    out: str
+    err: str
+
+
+ENDS = [
+    Ends(("--help",), 0, "inspect", ""),
+    Ends(("--version",), 0, __version__, ""),
+    Ends(("run", "--help"), 0, "--nodeport-addresses", ""),
+    Ends(("inspect", "--help"), 0, "affinity", ""),
+    Ends(("demo", "--help"), 0, "--once", ""),
+    Ends(("nonsense",), 2, "", "nonsense"),
+    Ends(("inspect", "nonsense"), 2, "", "nonsense"),
+    Ends(("inspect", "services", "-o", "xml"), 2, "", "xml"),
+    Ends(("inspect", "services", "--watch", "-o", "json"), 2, "", "--watch"),
+    Ends(("inspect", "service"), 2, "", "NAME"),
+    Ends(("inspect", "service", "shop/web", "-n", "edge"), 2, "", "Invalid value for --namespace: "
+         "shop/web names another one"),
+    Ends(("inspect", "service", "shop/web", "-n", "shop", "--pin-dir", "/nowhere"), 1, "",
+         "/nowhere"),
+    Ends(("inspect", "connections", "--help"), 0, "socket hooks", ""),
+    *(Ends(("inspect", view, "--pin-dir", "/nowhere"), 1, "", "/nowhere")
+      for view in ("connections", "nat", "sources", "devices", "affinity")),
+    Ends(("run", "--mode", "iptables"), 2, "", "iptables"),
+    Ends(("run", "--nonsense"), 2, "", "--nonsense"),
+    Ends(("run", "extra"), 2, "", "extra"),
+    Ends(("demo", "-o", "json"), 2, "", "--once"),
+    Ends(("demo", "--once", "--requests", "0"), 2, "", "--requests"),
+    Ends(("run", "--source", "/nowhere", "--pin-dir", "/proc/no"), 1, "", "kbpf no such "
+         "folder of objects (/nowhere)"),
+    Ends(("run", "--source", "/etc/hostname", "--pin-dir", "/proc/no"), 1, "", "--source DIR"),
+    Ends(("run", "--config", "/nowhere"), 1, "", "cannot read the configuration"),
+    Ends(("run", "--mode", "x", "--pin-dir", "y"), 2, "", "(--pin-dir)"),
+    Ends(("run", "--masquerade-all", "--v=4", "-v", "2", "--proxy-mode", "x"), 2, "",
+         "(--proxy-mode)"),
+    Ends(("run", "--masquerade-all=maybe"), 2, "", "maybe"),
+    Ends(("run", "--version"), 0, __version__, ""),
+    Ends(("run", "--cleanup"), 2, "", "kbpf cleanup"),
+    Ends(("inspect", "services", "--pin-dir", "/nowhere"), 1, "", "/nowhere"),
+    Ends(("inspect", "status", "--pin-dir", "/nowhere"), 1, "", "kbpf run"),
+    Ends(("check", "--attached", "--pin-dir", "/nowhere"), 1, "", "/nowhere"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("ends", ENDS, ids=lambda ends: " ".join(ends.arguments))
+def test_how_a_command_ends(ends: Ends, capsys: pytest.CaptureFixture[str]):
+    assert app.call(ends.arguments) == ends.code
+    out, err = capsys.readouterr()
+    assert ends.out in out
+    assert ends.err in err
+    assert bool(err) == (ends.code != 0)
+
+
+def test_without_a_command_the_help_is_shown_and_it_is_wrong_usage(
+    capsys: pytest.CaptureFixture[str],
+):
+    assert app.call([]) == 2
+    assert "compile" in "".join(capsys.readouterr())
+
+
+def raises(error: BaseException) -> Any:
+    def command(*_: object) -> int:
+        raise error
+
+    return command
+
+
+def test_an_error_of_ours_is_one_line_and_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(app, "_dispatch", raises(NotFoundError("no cow", "on\nice", "look")))
+    assert app.call([]) == 1
+    assert capsys.readouterr().err == "kbpf: no cow (on ice); look\n"
+
+
+def test_an_interrupt_is_130(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(app, "_dispatch", raises(KeyboardInterrupt()))
+    assert app.call([]) == 130
+
+
+def test_a_reader_that_leaves_is_no_noise():
+    command = [sys.executable, "-m", "kbpf", "run", "--help"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        child.stdout.close()
+        assert child.stderr.read() == b""
+        child.wait()
+    assert child.returncode == -signal.SIGPIPE
+
+
+FILE = """\
+apiVersion: kbpf.io/v1alpha1
+kind: KbpfConfiguration
+pinDir: /sys/fs/bpf/file
+ipvs: {device: file0, nftTable: file, stateDir: /run/file}
+"""
+CLEANED = [
+    ("the file's", (), {}, ("/sys/fs/bpf/file", "file0", "file", "/run/file")),
+    ("a flag beats it", ("--pin-dir", "/sys/fs/bpf/flag", "--nft-table", "flag"), {},
+     ("/sys/fs/bpf/flag", "file0", "flag", "/run/file")),
+    ("a variable beats it", (), {"KBPF_IPVS_DEVICE": "var0"},
+     ("/sys/fs/bpf/file", "var0", "file", "/run/file")),
+    ("a flag that says the default beats it", ("--state-dir", "/run/kbpf"), {},
+     ("/sys/fs/bpf/file", "file0", "file", "/run/kbpf")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "environ", "wanted"), CLEANED, ids=[row[0] for row in CLEANED]
+)
+def test_cleanup_looks_where_the_file_says(
+    name: str, given: tuple[str, ...], environ: dict[str, str], wanted: tuple[str, ...],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+):  # fmt: skip
+    for variable, text in environ.items():
+        monkeypatch.setenv(variable, text)
+    code, looked = cleaned(monkeypatch, tmp_path, FILE, *given)
+    assert (code, looked) == (0, wanted)
+
+
+def cleaned(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, *given: str
+) -> tuple[int, tuple[str, ...]]:
+    """Its exit code, and where it looks."""
+    looked: list[object] = []
+    monkeypatch.setattr(cleanup, "remove_pins", lambda pins, _: looked.append(pins) or ())
+
+    def remove_ipvs(config: Config) -> tuple[()]:
+        looked.extend((config.ipvs_device, config.nft_table, config.state_dir))
+        return ()
+
+    monkeypatch.setattr(cleanup, "remove_ipvs", remove_ipvs)
+    (tmp_path / "config.conf").write_text(text)
+    code = app.call(["cleanup", "--config", str(tmp_path / "config.conf"), *given])
+    return code, tuple(map(str, looked))
+
+
+PROXYS = "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n"
+SAID = ("/sys/fs/bpf/file", "file0", "file", "/run/file")
+ALL = ("pin_dir", "cgroup", "cache_dir", "ipvs_device", "nft_table", "state_dir")
+
+
+class Slip(NamedTuple):
+    """A file, what of it is told, and which names cannot be read for it."""
+
+    name: str
+    text: str
+    told: str
+    names: tuple[str, ...] = ()
+
+
+SLIPS = [
+    Slip("nothing", FILE, ""),
+    Slip("a field of kube-proxy's", f"{FILE}---\n{PROXYS}mode: best\n", "'best'"),
+    Slip("two fields, each of a document", f"{FILE}algorithm: x\n---\n{PROXYS}oomScoreAdj: a\n",
+         "KubeProxyConfiguration.oomScoreAdj"),
+    Slip("a field of ours", f"{FILE}algorithm: best\n", "KbpfConfiguration.algorithm"),
+    Slip("a field of ours that nobody knows", f"{FILE}colour: red\n", "KbpfConfiguration.colour"),
+    Slip("kube-proxy's version", f"{FILE}---\n{PROXYS.replace('v1alpha1', 'v9')}", "/v9"),
+    Slip("kube-proxy's document twice", f"{FILE}---\n{PROXYS}---\n{PROXYS}", "stands twice"),
+    Slip("what does not go together", f"{FILE}socketLB: {{mode: off}}\n"
+         "packetPath: {enabled: false}\n", ""),
+    Slip("a name", f"{FILE}pinDir: not/absolute\n", "not/absolute", ("pin_dir",)),
+    Slip("a name's type", f"{FILE}cgroup: 5\n", "got an integer", ("cgroup",)),
+    Slip("a name's spelling", FILE.replace("pinDir", "pinDirs"), "is pinDir meant", ("pin_dir",)),
+    Slip("a name twice, one of them misspelt", f"{FILE}pinDirs: /x\n", "is pinDir meant"),
+    Slip("the spelling of names' section", FILE.replace("ipvs", "ipv"), "is ipvs meant",
+         ("ipvs_device", "nft_table", "state_dir")),
+    Slip("the spelling of one below", FILE.replace("nftTable", "nftTables"), "is nftTable meant",
+         ("nft_table",)),
+    Slip("names' section", FILE.replace("ipvs: {", "ipvs: [5] #"), "expected an object",
+         ("ipvs_device", "nft_table", "state_dir")),
+    Slip("our version", f"{FILE.replace('v1alpha1', 'v9')}---\n{PROXYS}", "/v9", ALL),
+    Slip("ours twice", f"{FILE}---\n{FILE}", "stands twice", ALL),
+    Slip("a kind beside ours", f"{FILE}---\nkind: Pod\n", "'Pod'"),
+    Slip("a kind, and it may be ours", FILE.replace("KbpfC", "C"), "'Configuration'", ALL),
+    Slip("YAML", f"{FILE}---\na: b: c\n", "not YAML", ALL),
+    Slip("all: it is empty", "", "nothing in it", ALL),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", SLIPS, ids=lambda row: row.name)
+def test_a_name_counts_if_it_can_be_read_whatever_else_is_wrong(row: Slip):
+    found = locations.read(row.text.encode(), "FILE")
+    assert row.told in "; ".join(map(str, found.wrong))
+    assert bool(found.wrong) == bool(row.told)
+    assert found.unreadable.keys() == set(row.names)
+    if set(row.names) != set(ALL):
+        said = dict(zip(("pin_dir", "ipvs_device", "nft_table", "state_dir"), SAID, strict=True))
+        assert {name: str(value) for name, value in found.said.items()} == {
+            name: value for name, value in said.items() if name not in row.names
+        }
+
+
+@pytest.mark.parametrize("row", SLIPS, ids=lambda row: row.name)
+def test_cleanup_needs_the_names_and_nothing_else(
+    row: Slip, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    code, looked = cleaned(monkeypatch, tmp_path, row.text)
+    err = capsys.readouterr().err
+    assert row.told in err
+    assert err.count("\n") == bool(row.told)
+    needed = {"pin_dir", "ipvs_device", "nft_table", "state_dir"} & {*row.names}
+    assert (code, looked) == ((1, ()) if needed else (0, SAID))
+
+
+def test_cleanup_needs_no_name_of_the_file_that_a_flag_or_a_variable_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    text = f"{FILE}pinDir: not/absolute\n"
+    assert cleaned(monkeypatch, tmp_path, text, "--pin-dir=/a") == (0, ("/a", *SAID[1:]))
+    monkeypatch.setenv("KBPF_PIN_DIR", "/b")
+    assert cleaned(monkeypatch, tmp_path, text) == (0, ("/b", *SAID[1:]))
+
+
+LOOKS = [
+    (("inspect", "services"), "/sys/fs/bpf/file", "/run/file/file0"),
+    (("inspect", "status"), "/sys/fs/bpf/file", "/run/file/file0"),
+    (("inspect", "maps"), "/sys/fs/bpf/file", "/run/file/file0"),
+    (("inspect", "connections", "--state-dir", "/flag"), "/sys/fs/bpf/file", "/flag/file0"),
+    (("inspect", "nat", "--pin-dir", "/flag"), "/flag", "/run/file/file0"),
+    (("inspect", "devices", "--ipvs-device=kbpf-ipvs0"), "/sys/fs/bpf/file",
+     "/run/file/kbpf-ipvs0"),
+]  # fmt: skip
+
+
+def looked_for(monkeypatch: pytest.MonkeyPatch, *command: str) -> tuple[str, str]:
+    """Where `kbpf inspect` looks: the pins, and the folder of mode ipvs."""
+    looked: list[node.Where] = []
+
+    def look(where: node.Where, *_: object) -> None:
+        looked.append(where)
+        raise ConfigError("seen")
+
+    for name in ("read", "read_pins", "find_connections"):
+        monkeypatch.setattr(node, name, look)
+    assert app.call(command) == 1
+    return str(looked[0].pins), str(looked[0].state)
+
+
+@pytest.mark.parametrize("by_variable", [True, False])
+@pytest.mark.parametrize(("command", "pins", "ipvs"), LOOKS, ids=str)
+def test_inspect_looks_where_the_file_says_and_where_a_flag_says_otherwise(
+    command: tuple[str, ...], pins: str, ipvs: str, by_variable: bool,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+):  # fmt: skip
+    file = tmp_path / "config.conf"
+    file.write_text(FILE)
+    given = () if by_variable else ("--config", str(file))
+    if by_variable:
+        monkeypatch.setenv("KBPF_CONFIG", str(file))
+    assert looked_for(monkeypatch, *command, *given) == (pins, ipvs)
+    assert capsys.readouterr().err == "kbpf: seen\n"
+    monkeypatch.setenv("KBPF_PIN_DIR", "/variable")
+    flagged = pins if pins == "/flag" else "/variable"
+    assert looked_for(monkeypatch, *command, *given)[0] == flagged
+
+
+BAD_FILES = [
+    (f"{FILE}algorithm: best\n", "algorithm", "/sys/fs/bpf/file", "/run/file/file0"),
+    (f"{FILE}pinDir: no/where\n", "no/where", "/sys/fs/bpf/kbpf", "/run/file/file0"),
+    ("a: b: c", "not YAML", "/sys/fs/bpf/kbpf", "/run/kbpf/kbpf-ipvs0"),
+    (None, "cannot read", "/sys/fs/bpf/kbpf", "/run/kbpf/kbpf-ipvs0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "told", "pins", "ipvs"), BAD_FILES, ids=[row[1] for row in BAD_FILES]
+)
+def test_inspect_warns_of_a_file_and_looks_all_the_same(
+    text: str | None, told: str, pins: str, ipvs: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+):  # fmt: skip
+    file = tmp_path / "config.conf"
+    if text is not None:
+        file.write_text(text)
+    monkeypatch.setenv("KBPF_CONFIG", str(file))
+    assert looked_for(monkeypatch, "inspect", "status") == (pins, ipvs)
+    warning, seen = capsys.readouterr().err.splitlines()
+    assert told in warning
+    assert str(file) in warning
+    assert seen.endswith("seen")
+
+
+def test_check_looks_where_the_file_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    looked: list[tuple[object, ...]] = []
+
+    def look(*where: object) -> None:
+        looked.append(where)
+        raise ConfigError("seen")
+
+    monkeypatch.setattr(bpf_checks, "rows", look)
+    file = tmp_path / "config.conf"
+    file.write_text(f"{FILE}cgroup: /cg\ncacheDir: /cache\n")
+    monkeypatch.setenv("KBPF_CONFIG", str(file))
+    assert app.call(["check"]) == 1
+    assert app.call(["check", "--cgroup", "/flag"]) == 1
+    pins = Path("/sys/fs/bpf/file")
+    assert looked == [(Path(cgroup), pins, Path("/cache")) for cgroup in ("/cg", "/flag")]
+
+
+# ---- what is imported --------------------------------------------------------------------------
+
+HEAVY = ("bcc", "pyroute2", "kubernetes", "rich")
+
+
+def imported(*argv: str) -> set[str]:
+    """Which modules a command leaves behind."""
+    script = (
+        "import sys, contextlib, io, json\n"
+        "from kbpf.cli import app\n"
+        "out, err = io.StringIO(), io.StringIO()\n"
+        "with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):\n"
+        "    app.call(sys.argv[1:])\n"
+        "print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, *argv], capture_output=True, text=True, check=True
+    )
+    return set(json.loads(done.stdout))
+
+
+def test_the_agent_does_not_carry_the_command_line_with_it():
+    # The source is missing, so it ends; by then everything is imported that it needs.
+    found = imported("run", "--source", "/nowhere", "--pin-dir", "/proc/nowhere")
+    assert "msgspec" in found
+    assert not found & {"typer", "pydantic", *HEAVY}
+
+
+def test_looking_at_services_imports_nothing_heavy():
+    found = imported("inspect", "services", "-o", "json", "--pin-dir", "/nowhere")
+    assert "typer" in found
+    assert not found & set(HEAVY)
+
+
+# ---- formats -----------------------------------------------------------------------------------
+
+COLUMNS = (
+    Column("NAME", lambda r: r["name"]),
+    Column("COUNT", lambda r: str(r["count"]), right=True),
+    Column("MORE", lambda r: "x", wide=True),
+)
+ROWS = ({"name": "a", "count": 1}, {"name": "a longer one", "count": 1000})
+
+
+def test_a_table_is_aligned_and_nothing_is_cut():
+    assert render.rows(ROWS, COLUMNS, Output.TABLE).splitlines() == [
+        "NAME           COUNT",
+        "a                  1",
+        "a longer one    1000",
+    ]
+
+
+def test_a_table_without_rows_has_its_titles():
+    assert render.rows((), COLUMNS, Output.TABLE) == "NAME   COUNT"
+
+
+def test_wide_adds_columns():
+    assert render.rows(ROWS, COLUMNS, Output.WIDE).splitlines()[0].split() == [
+        "NAME", "COUNT", "MORE",
+    ]  # fmt: skip
+
+
+def test_json_and_yaml_say_the_same_in_the_same_order():
+    as_json = render.rows(ROWS, COLUMNS, Output.JSON)
+    as_yaml = render.rows(ROWS, COLUMNS, Output.YAML)
+    assert json.loads(as_json) == yaml.safe_load(as_yaml) == list(ROWS)
+    assert as_yaml.splitlines()[0] == "- name: a"
+
+
+class Thing(msgspec.Struct):
+    """A row."""
+
+    name: str
+    count: int
+    parts: tuple[str, ...] = ("x", "y")
+
+
+THINGS = (Thing("a", 1), Thing("a {longer} one", 1000, ()))
+THING_COLUMNS = (
+    Column("NAME", lambda t: t.name),
+    Column("COUNT", lambda t: str(t.count), right=True),
+    Column("MORE", lambda t: "", wide=True),
+)
+
+
+@pytest.mark.parametrize("output", Output)
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_a_stream_of_rows_is_the_same_text(output: Output, count: int):
+    some = THINGS[:count]
+    streamed = "".join(render.stream(iter(some), THING_COLUMNS, output))
+    assert streamed == render.rows(some, THING_COLUMNS, output) + "\n"
+
+
+@pytest.mark.parametrize("output", [Output.JSON, Output.YAML])
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_a_stream_below_a_value_is_one_document(output: Output, count: int):
+    some = THINGS[:count]
+    streamed = "".join(render.stream(iter(some), THING_COLUMNS, output, Thing("above", 5)))
+    whole = {**msgspec.to_builtins(Thing("above", 5)), "rows": msgspec.to_builtins(some)}
+    read = json.loads if output is Output.JSON else yaml.safe_load
+    assert read(streamed) == json.loads(json.dumps(whole))
+    assert streamed.count("\n") == streamed.rstrip("\n").count("\n") + 1
+    if output is Output.JSON:
+        assert streamed == json.dumps(whole, indent=2) + "\n"
+
+
+def test_the_states_that_may_be_asked_for_are_those_that_are_shown():
+    assert tuple(inspect.State) == connections.STATES
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.9, "0s"), (59, "59s"), (61, "1m01s"), (3600, "1h00m"), (90_061, "1d01h")],
+)
+def test_times_for_people(seconds: float, text: str):
+    assert span(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (None, "-"),
+        (0, "0B"),
+        (812, "812B"),
+        (1536, "1.5KiB"),
+        (64 << 10, "64KiB"),
+        (3 << 30, "3.0GiB"),
+    ],
+)
+def test_sizes_for_people(count: int | None, text: str):
+    assert bytes_text(count) == text
+
+
+def test_watching_shows_the_page_again_until_it_is_interrupted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    naps: list[float] = []
+
+    def nap(seconds: float) -> None:
+        naps.append(seconds)
+        if len(naps) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("time.sleep", nap)
+    with pytest.raises(KeyboardInterrupt):
+        watch(lambda: f"page {len(naps)}", 2.0)
+    assert capsys.readouterr().out == "page 0\n\npage 1\n\npage 2\n\n"
+    assert naps == [2.0] * 3
+
+
+# ---- check -------------------------------------------------------------------------------------
+
+
+def check_row(result: str, needed: bool = True) -> CheckRow:
+    return CheckRow("x", result, needed, "", "")
+
+
+class Means(NamedTuple):
+    """Rows, the proof, and what follows: (usable, attached)."""
+
+    rows: list[CheckRow]
+    proof: list[CheckRow] | None
+    usable: bool
+    attached: bool | None
+
+
+class Node(NamedTuple):
+    """Files below /proc, and a row: its name, its result, words of its detail and its advice."""
+
+    name: str
+    files: dict[str, str]
+    row: str
+    result: str
+    detail: str
+    advice: str = ""
+
+
+RANGE, RESERVED = "sys/net/ipv4/ip_local_port_range", "sys/net/ipv4/ip_local_reserved_ports"
+V4, V6 = "sys/net/ipv4/ip_forward", "sys/net/ipv6/conf/all/forwarding"
+CONF = "sys/net/ipv4/conf"
+PORTS = "masquerade ports"
+NODES = [
+    Node("apart", {RANGE: "32768\t60999\n", RESERVED: "\n"}, PORTS, "yes", "61000 to 65535"),
+    Node("they meet", {RANGE: "32768\t61000\n", RESERVED: "\n"}, PORTS, "no",
+         "may take 61000 to 61000", "ip_local_reserved_ports"),
+    Node("all", {RANGE: "1024 65535", RESERVED: ""}, PORTS, "no", "61000 to 65535", "61000-65535"),
+    Node("reserved", {RANGE: "1024 65535", RESERVED: "8080,61000-65535\n"}, PORTS, "yes",
+         "reserved"),
+    Node("reserved in pieces", {RANGE: "1024 65535", RESERVED: "62000-65535,60000-61999"}, PORTS,
+         "yes", "reserved"),
+    Node("reserved but one", {RANGE: "1024 65535", RESERVED: "61000-62000,62002-65535"}, PORTS,
+         "no", "too", "61000-65535"),
+    Node("as far as they meet", {RANGE: "1024 61001", RESERVED: "61000,61001"}, PORTS, "yes", ""),
+    Node("as far as they meet, above", {RANGE: "62000 65535", RESERVED: "62000-65535"}, PORTS,
+         "yes", "reserved"),
+    Node("not readable", {}, PORTS, "unknown", "ip_local_port_range"),
+    Node("forwards", {V4: "1\n"}, "IPv4 forwarding", "yes", ""),
+    Node("does not", {V4: "0\n"}, "IPv4 forwarding", "no", "ip_forward = 0",
+         "sysctl -w net.ipv4.ip_forward=1"),
+    Node("v6 forwards", {V6: "2"}, "IPv6 forwarding", "yes", ""),
+    Node("v6 does not", {V6: "0"}, "IPv6 forwarding", "no", "",
+         "sysctl -w net.ipv6.conf.all.forwarding=1"),
+    Node("no v6", {}, "IPv6 forwarding", "unknown", "no IPv6"),
+    Node("loose", {f"{CONF}/all/rp_filter": "0", f"{CONF}/eth0/rp_filter": "2"}, "rp_filter",
+         "yes", "not strict"),
+    Node("strict", {f"{CONF}/all/rp_filter": "0", f"{CONF}/eth0/rp_filter": "1"}, "rp_filter",
+         "yes", "strict (1) on eth0: "),
+    Node("strict by all", {f"{CONF}/all/rp_filter": "1", f"{CONF}/eth0/rp_filter": "0"},
+         "rp_filter", "yes", "strict (1) on eth0: "),
+    Node("the greater one counts", {f"{CONF}/all/rp_filter": "2", f"{CONF}/eth0/rp_filter": "1"},
+         "rp_filter", "yes", "not strict"),
+    Node("it has gone", {f"{CONF}/all/rp_filter": "1"}, "rp_filter", "yes", "not strict"),
+    Node("SCTP", {"net/protocols": "protocol size\nSCTPv6 1\nTCP 2\n"}, "SCTP sockets", "yes", ""),
+    Node("no SCTP", {"net/protocols": "protocol size\nTCP 2\n"}, "SCTP sockets", "no",
+         "not loaded"),
+    Node("conntrack", {"sys/net/netfilter/nf_conntrack_max": "1"}, "without conntrack", "yes",
+         "others use it"),
+    Node("no conntrack", {}, "without conntrack", "yes", "not needed"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("node", NODES, ids=lambda node: f"{node.row}: {node.name}")
+def test_what_check_says_of_a_node(node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    devices = (Device(1, "lo", loopback=True), Device(2, "eth0"), Device(3, "c0", "bridge"))
+    monkeypatch.setattr(packet_path, "list_devices", lambda: devices)
+    told = packet_path.Node(NodeFlag(0), 61_000, 65_535, 1 << 14)
+    monkeypatch.setattr(packet_path, "node_of", lambda _: told)
+    for name, text in node.files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (row,) = [r for r in packet_path.rows(Path("/nowhere"), tmp_path) if r.name == node.row]
+    assert row.result == node.result
+    assert node.detail in row.detail
+    assert node.advice in row.advice
+    assert bool(row.advice) == bool(node.advice)
+    assert not row.needed
+
+
+class Chains(NamedTuple):
+    """What nf_tables says, and the row: its result, words of its detail and of its advice."""
+
+    name: str
+    row: tuple[str, str, str]
+    available: Probe = Probe(True)
+    chains: tuple[Chain, ...] = ()
+    others: tuple[str, ...] = ()
+    legacy: tuple[str, ...] = ()
+
+
+OPEN, SHUT = Chain("ip", "filter", "FORWARD", False), Chain("ip", "filter", "FORWARD", True)
+FORWARDS = [
+    Chains("no chain", ("yes", "no chain drops", "")),
+    Chains("an open one", ("yes", "no chain drops", ""), chains=(OPEN,)),
+    Chains("a closed one", ("yes", "closed: ip filter FORWARD", ""), chains=(SHUT,)),
+    Chains("another table", ("no", "into inet fw forward,", "with mark 0x4000"),
+           others=("inet fw forward",)),
+    Chains("the old iptables", ("no", "ip6 filter (iptables-legacy)", "with mark 0x4000"),
+           chains=(SHUT,), legacy=("ip6",)),
+    Chains("no library", ("unknown", "python3", "install python3-nftables"),
+           Probe(None, "python3-nftables is missing")),
+    Chains("no nf_tables", ("unknown", "no nf_tables", ""), Probe(None, "has no nf_tables")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("forward", FORWARDS, ids=lambda forward: forward.name)
+def test_what_check_says_of_forward(forward: Chains, monkeypatch: pytest.MonkeyPatch):
+    netfilter = packet_path.forward_rules
+    monkeypatch.setattr(netfilter, "available", lambda: forward.available)
+    monkeypatch.setattr(netfilter, "forward_chains", lambda: forward.chains)
+    monkeypatch.setattr(netfilter, "other_drops", lambda: forward.others)
+    monkeypatch.setattr(netfilter, "legacy_tables", lambda: forward.legacy)
+    (row,) = [r for r in packet_path.rows(Path("/nowhere")) if r.name == "FORWARD"]
+    result, detail, advice = forward.row
+    assert row.result == result
+    assert detail in row.detail
+    assert advice in row.advice
+    assert bool(row.advice) == bool(advice)
+
+
+@pytest.mark.parametrize(
+    ("result", "needed", "usable", "packet_path"),
+    [
+        ("yes", False, True, True),
+        ("no", False, True, False),
+        ("unknown", False, True, False),
+        ("no", True, False, False),
+    ],
+)
+def test_what_the_packet_path_lacks_keeps_nothing_else(
+    result: str, needed: bool, usable: bool, packet_path: bool
+):
+    rows = [CheckRow("x", "yes", True, "", ""), CheckRow("y", result, needed, "", "", True)]
+    made = verdict(rows)
+    assert (made.usable, made.packet_path) == (usable, packet_path)
+    page = check_rows.page(made)
+    assert ("the packet path can be used" in page) == packet_path
+    assert ("the packet path cannot be used: y" in page) == (usable and not packet_path)
+
+
+MEANS = [
+    Means([check_row("yes")], None, True, None),
+    Means([check_row("no")], None, False, None),
+    Means([check_row("unknown")], None, False, None),
+    Means([check_row("yes"), check_row("no", needed=False)], None, True, None),
+    Means([check_row("yes")], [check_row("yes")], True, True),
+    Means([check_row("yes")], [check_row("yes"), check_row("no")], True, False),
+    Means([check_row("yes")], [check_row("unknown")], True, False),
+]
+
+
+IPVS = CheckRow("IPVS", "yes", False, "", "", ipvs=True)
+NO_IPVS = CheckRow("IPVS", "no", False, "", "", ipvs=True)
+UNSURE = CheckRow("dummy devices", "unknown", False, "", "", ipvs=True)
+
+
+@pytest.mark.parametrize(
+    ("rows", "mode", "says"),
+    [
+        ([check_row("yes"), IPVS], "bpf", "mode ipvs can be used"),
+        ([check_row("yes"), NO_IPVS], "bpf", "mode ipvs cannot be used: IPVS"),
+        ([check_row("no"), IPVS], "ipvs", "mode bpf cannot be used"),
+        ([check_row("no"), NO_IPVS], "none", "mode ipvs cannot be used: IPVS"),
+        ([check_row("no"), NO_IPVS, UNSURE], "none", "mode ipvs cannot be used: IPVS"),
+        (
+            [check_row("no"), IPVS, UNSURE],
+            "ipvs",
+            "mode ipvs can be used on this machine, unless this is missing: dummy devices",
+        ),
+    ],
+)
+def test_what_check_says_of_the_modes(rows: list[CheckRow], mode: str, says: str):
+    """`mode` is what --mode auto would take."""
+    made = verdict(rows)
+    assert (made.mode, made.usable) == (mode, mode != "none")
+    assert says in check_rows.page(made)
+
+
+@pytest.mark.parametrize("means", MEANS)
+def test_what_the_rows_of_check_mean(means: Means):
+    made = verdict(means.rows, means.proof)
+    assert (made.usable, made.attached) == (means.usable, means.attached)
+    assert made.mode == ("bpf" if means.usable else "none")

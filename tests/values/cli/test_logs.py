@@ -1,0 +1,114 @@
+"""The lines of the log: one record each, in both forms, whatever they hold."""
+
+import json
+import logging
+import re
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from kbpf.cli import app, run
+from kbpf.cli.log_format import JsonLines, TextLines
+from tests.support.lab.lab import traceback_in
+
+
+class Row(NamedTuple):
+    """A message with what stands in it, and how the text of it reads."""
+
+    message: str
+    values: tuple[object, ...]
+    text: str
+
+
+ROWS = [
+    Row("started node=%s", ("n1",), "started node=n1"),
+    Row("all of it: 100%", (), "all of it: 100%"),
+    Row('said "%s" of \\ and %s', ("ä", "\u2028"), 'said "ä" of \\ and \\u2028'),
+    Row("bytes %r", (b"\xff\n",), r"bytes b'\xff\n'"),
+    Row("half a pair %s", ("\ud800",), r"half a pair \ud800"),
+    Row(
+        "kind=%s",
+        ("Foo\n2026-11-22T05:34:13Z ERROR kbpf.agent FORGED",),
+        r"kind=Foo\n2026-11-22T05:34:13Z ERROR kbpf.agent FORGED",
+    ),
+    Row("to a terminal %s", ("\x1b[2J\x9b1m\x7f\r",), r"to a terminal \x1b[2J\x9b1m\x7f\r"),
+    Row("from right to left %s", ("\u202eabc\u2066",), r"from right to left \u202eabc\u2066"),
+]
+
+
+def record(row: Row, is_fault: bool = False) -> logging.LogRecord:
+    level, fault = logging.ERROR if is_fault else logging.INFO, sys.exc_info() if is_fault else None
+    made = logging.LogRecord("kbpf.x", level, "", 0, row.message, row.values, fault)
+    made.created = 1_795_325_653.9
+    return made
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.message)
+def test_a_record_is_a_line(row: Row):
+    assert TextLines().format(record(row)) == f"2026-11-22T05:34:13Z INFO kbpf.x {row.text}"
+    line = JsonLines().format(record(row))
+    assert line.isascii()
+    assert "\n" not in line
+    assert json.loads(line) == {
+        "time": "2026-11-22T05:34:13Z", "level": "info", "logger": "kbpf.x", "message": row.text
+    }  # fmt: skip
+
+
+def test_a_fault_of_ours_is_told_with_its_place():
+    try:
+        raise ValueError("on purpose")
+    except ValueError:
+        text, line = (form.format(record(ROWS[0], True)) for form in (TextLines(), JsonLines()))
+    head, *below = text.splitlines()
+    assert head == "2026-11-22T05:34:13Z ERROR kbpf.x started node=n1"
+    assert below[0].startswith("Traceback")
+    assert below[-1] == "ValueError: on purpose"
+    assert "\n" not in line
+    assert json.loads(line)["fault"] == "\n".join(below)
+
+
+def test_what_ends_the_agent_is_told_in_the_form_of_the_log(capsys: pytest.CaptureFixture[str]):
+    assert app.call(["run", "--source", "/nowhere/at/all", "--log-format", "json"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    told = json.loads(line)
+    assert told["level"] == "error"
+    assert "/nowhere/at/all" in told["message"]
+    assert app.call(["run", "--source", "/nowhere/at/all"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(rf"\S+Z ERROR kbpf {re.escape(told['message'])}", line)
+
+
+def test_a_fault_of_ours_that_ends_the_agent_is_a_line_too(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    def serve(*_: object) -> None:
+        raise ValueError("on purpose")
+
+    monkeypatch.setattr(run, "_serve", serve)
+    assert app.call(["run", "--log-format", "json"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    told = json.loads(line)
+    assert told["level"] == "error"
+    assert told["fault"].splitlines()[-1] == "ValueError: on purpose"
+    assert app.call(["run"]) == 1
+    head, *below = capsys.readouterr().err.splitlines()
+    assert " ERROR kbpf " in head
+    assert below == told["fault"].splitlines()
+
+
+@pytest.mark.parametrize("form", [TextLines(), JsonLines()], ids=["text", "json"])
+def test_labs_find_a_traceback_in_a_log(tmp_path: Path, form: logging.Formatter):
+    log = tmp_path / "node.log"
+    log.write_text(form.format(record(ROWS[0])) + "\n")
+    assert traceback_in(log) == ""
+    try:
+        raise ValueError("on purpose")
+    except ValueError:
+        fault = form.format(record(ROWS[0], True))
+    with log.open("a") as more:
+        more.write(fault + "\n")
+    found = traceback_in(log)
+    assert found.startswith("node.log:\n")
+    assert "ValueError: on purpose" in found

@@ -1,0 +1,64 @@
+"""The standard streams of a command, closed, full, or unable to encode what is to be written."""
+
+from typing import NamedTuple
+
+import pytest
+
+from tests.support.runtime.command import kbpf, python
+
+FULL = "kbpf: cannot write to the standard output: No space left on device\n"
+CLOSED = "kbpf: cannot write to the standard output: Bad file descriptor\n"
+GONE = "| true"
+PIPE = 141
+WRITTEN = ("run", "--write-config-to", "/dev/stdout")
+
+
+class Stream(NamedTuple):
+    """A command, what the shell does with its streams, the exit code and the whole of stderr."""
+
+    words: tuple[str, ...]
+    shell: str
+    code: int
+    err: str
+
+
+COMMANDS = [
+    ("--help",), ("--version",), ("run", "--help"), ("run", "--version"), ("inspect", "-h"),
+    ("check", "-o", "json"), ("cleanup", "-h"),
+]  # fmt: skip
+STREAMS = [
+    *(Stream(words, ">/dev/full", 1, FULL) for words in COMMANDS),
+    *(Stream(words, ">&-", 1, CLOSED) for words in COMMANDS),
+    *(Stream(words, "<&- >&- 2>&-", 1, "") for words in COMMANDS),
+    *(Stream(words, GONE, PIPE, "") for words in (*COMMANDS, WRITTEN)),
+    Stream(("nonsense",), "2>&-", 2, ""),
+    Stream(("inspect", "status", "--pin-dir", "/nowhere"), "2>&-", 1, ""),
+    Stream(("inspect", "status", "--pin-dir", "/nowhere"), "2>/dev/full", 1, ""),
+    Stream(("run", "--source", "/nowhere"), "2>/dev/full", 1, ""),
+    Stream(WRITTEN, ">/dev/full", 1, "kbpf: cannot write the configuration: No space left on "
+           "device (/dev/stdout); name another file\n"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", STREAMS, ids=lambda row: f"{' '.join(row.words)} {row.shell}")
+def test_a_stream(row: Stream) -> None:
+    done = kbpf(*row.words, shell=row.shell)
+    assert (done.code, done.err) == (row.code, row.err)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "ascii:strict", "utf-8:strict"])
+def test_what_cannot_be_encoded_is_a_question_mark(encoding: str) -> None:
+    script = "from kbpf.cli import streams; streams.set_up(); print('a → b', '\\udcff')"
+    done = python("-c", script, environ={"PYTHONIOENCODING": encoding})
+    arrow = "→" if encoding.startswith("utf") else "?"
+    assert (done.code, done.out, done.err) == (0, f"a {arrow} b ?\n", "")
+
+
+@pytest.mark.parametrize("words", [(), ("run",), ("check",), ("compile",), ("cleanup",), ("demo",),
+                                   ("inspect",), ("inspect", "services"), ("inspect", "status")],
+                         ids=" ".join)  # fmt: skip
+def test_help_has_a_short_name(words: tuple[str, ...]) -> None:
+    short, long = (kbpf(*words, flag) for flag in ("-h", "--help"))
+    assert short == long
+    assert short.code == 0
+    assert "-h, --help" in short.out

@@ -1,0 +1,870 @@
+"""The configuration file: kube-proxy's document, our own, who wins, what is told, what is written.
+
+Rules are those of kube-proxy 1.37 (pkg/proxy/apis/config, cmd/kube-proxy/app/options.go).
+"""
+
+import re
+import textwrap
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+
+from kbpf.config import documents, durations, flags, kbpf_configuration, load, write
+from kbpf.config.kubeproxy import ACCEPTED, KubeProxyConfiguration
+from kbpf.config.load import Loaded
+from kbpf.errors import ConfigError, ConfigErrors
+from kbpf.model.address import parse_addr
+from kbpf.model.config import (
+    Accounting,
+    Config,
+    Conntrack,
+    LocalMode,
+    MapSizes,
+    ServiceAnnotations,
+    Serving,
+    SocketLb,
+)
+from kbpf.model.objects import Algorithm, Cidr
+from tests.support.cluster import kubeadm
+
+ROOT = Path(__file__).parents[3]
+PROXY = "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n"
+OWN = "apiVersion: kbpf.io/v1alpha1\nkind: KbpfConfiguration\n"
+
+
+def cidr(address: str, bits: int) -> Cidr:
+    return Cidr(parse_addr(address), bits)
+
+
+def proxy(text: str = "", **flags: str) -> Loaded:
+    """With kube-proxy's document, and flags by name."""
+    return loaded(PROXY + textwrap.dedent(text), **flags)
+
+
+def ours(text: str = "", **flags: str) -> Loaded:
+    return loaded(OWN + textwrap.dedent(text), **flags)
+
+
+def loaded(text: str, **given: str) -> Loaded:
+    return load.load({f"--{k.replace('_', '-')}": v for k, v in given.items()}, {}, text.encode())
+
+
+def field(config: Config, path: str) -> Any:
+    found: Any = config
+    for name in path.split("."):
+        found = getattr(found, name)
+    return found
+
+
+def told(made: Loaded) -> str:
+    return "\n".join(note.text for note in made.notes)
+
+
+# ---- kube-proxy's document -----------------------------------------------------------------------
+
+
+def test_kubeadms_file_is_kube_proxys_defaults_and_nothing_to_warn_of():
+    made = loaded(kubeadm.config("10.244.0.0/16"))
+    assert made.config == Config(
+        kubeconfig=Path("/var/lib/kube-proxy/kubeconfig.conf"),
+        proxy_mode="iptables",
+        detect_local_mode=LocalMode.CLUSTER_CIDR,
+        cluster_cidrs=(cidr("10.244.0.0", 112),),
+        all_node_port_addresses=True,
+        localhost_node_ports=True,
+        masquerade_bit=14,
+        oom_score_adj=-999,
+        serving=Serving("0.0.0.0:10256", "127.0.0.1:10249", False, 60.0),
+        conntrack=Conntrack(32768, 131072, 86400, 3600, False, 0, 0),
+    )
+    assert [note for note in made.notes if note.is_warning] == []
+    assert [note.text for note in made.notes] == [
+        "KubeProxyConfiguration.mode: iptables is read for defaults only; the data plane is chosen "
+        "by KbpfConfiguration.mode or --mode",
+        "KubeProxyConfiguration.nodePortAddresses is unset: NodePorts answer on all addresses of "
+        'the node; consider ["primary"]',
+    ]
+
+
+def test_a_file_of_an_old_kubeadm_says_the_same():
+    """Of 1.14: without what came later, and with fields that are gone, each of which is told."""
+    new = kubeadm.config("10.244.0.0/16")
+    old = yaml.safe_load(new)
+    for name in ("bindAddressHardFail", "detectLocal", "logging", "nftables"):
+        del old[name]
+    old |= {"resourceContainer": "/kube-proxy", "udpIdleTimeout": "250ms"}
+    old["conntrack"] = {"max": None, "maxPerCore": None, "min": None}
+    made = loaded(yaml.safe_dump(old))
+    assert made.config == loaded(new).config
+    assert [note.text for note in made.notes if note.is_warning] == [
+        "KubeProxyConfiguration.conntrack.max is no field that is known; it is not used",
+        "KubeProxyConfiguration.resourceContainer is no field that is known; it is not used",
+    ]
+
+
+class Says(NamedTuple):
+    """A field of the document, and the field of Config that it decides."""
+
+    text: str
+    field: str
+    value: object
+
+
+SAYS = [
+    Says("clientConnection: {kubeconfig: /k}", "kubeconfig", Path("/k")),
+    Says("clientConnection: {kubeconfig: ''}", "kubeconfig", None),
+    Says("hostnameOverride: ' Node-1 '", "node_name", "node-1"),
+    Says("bindAddress: 192.0.2.7", "bind_address", parse_addr("192.0.2.7")),
+    Says("bindAddress: 'fd00::7'", "bind_address", parse_addr("fd00::7")),
+    Says("bindAddress: 2001:10:1:2:3:4:5:6", "bind_address", parse_addr("2001:10:1:2:3:4:5:6")),
+    Says("bindAddress: 0.0.0.0", "bind_address", None),
+    Says("bindAddress: '::'", "bind_address", None),
+    Says("bindAddress: '::'", "serving.healthz", "[::]:10256"),
+    Says("bindAddress: '::'", "serving.metrics", "[::1]:10249"),
+    Says("bindAddress: 192.0.2.7", "serving.healthz", "0.0.0.0:10256"),
+    Says("healthzBindAddress: 192.0.2.7", "serving.healthz", "192.0.2.7:10256"),
+    Says("healthzBindAddress: '192.0.2.7:1'", "serving.healthz", "192.0.2.7:1"),
+    Says("healthzBindAddress: 'fd00::1'", "serving.healthz", "[fd00::1]:10256"),
+    Says("metricsBindAddress: 0.0.0.0", "serving.metrics", "0.0.0.0:10249"),
+    Says("metricsBindAddress: '[::]:9'", "serving.metrics", "[::]:9"),
+    Says("metricsBindAddress: ''", "serving.metrics", "127.0.0.1:10249"),
+    Says("metricsBindAddress: '010.0.0.1:080'", "serving.metrics", "10.0.0.1:80"),
+    Says("bindAddressHardFail: true", "serving.hard_fail", True),
+    Says("mode: ''", "proxy_mode", ""),
+    Says("mode: iptables", "proxy_mode", "iptables"),
+    Says("mode: nftables", "proxy_mode", "nftables"),
+    Says("mode: ipvs", "proxy_mode", "ipvs"),
+    Says("mode: ipvs", "mode", "auto"),
+    Says("iptables: {masqueradeBit: 3}", "masquerade_bit", 3),
+    Says("iptables: {masqueradeBit: 0}", "masquerade_bit", 0),
+    Says("mode: ipvs\niptables: {masqueradeBit: 3}", "masquerade_bit", 3),
+    Says("mode: nftables\niptables: {masqueradeBit: 3}", "masquerade_bit", 14),
+    Says("mode: nftables\nnftables: {masqueradeBit: 4}", "masquerade_bit", 4),
+    Says("nftables: {masqueradeBit: 4}", "masquerade_bit", 14),
+    Says("iptables: {masqueradeAll: true}", "masquerade_all", True),
+    Says("nftables: {masqueradeAll: true}", "masquerade_all", False),
+    Says("mode: nftables\nnftables: {masqueradeAll: true}", "masquerade_all", True),
+    Says("mode: nftables\niptables: {masqueradeAll: true}", "masquerade_all", False),
+    Says("mode: ipvs\niptables: {masqueradeAll: true}", "masquerade_all", True),
+    Says("iptables: {syncPeriod: 1m}", "serving.late_seconds", 120.0),
+    Says("iptables: {syncPeriod: 0s}", "serving.late_seconds", 60.0),
+    Says("mode: nftables\nnftables: {syncPeriod: 5s}", "serving.late_seconds", 10.0),
+    Says("mode: ipvs\nipvs: {syncPeriod: 5s}", "serving.late_seconds", 10.0),
+    Says("nftables: {syncPeriod: 5s}", "serving.late_seconds", 60.0),
+    Says("iptables: {minSyncPeriod: 0s}", "min_sync_period", 0.0),
+    Says("iptables: {minSyncPeriod: 10s}", "min_sync_period", 10.0),
+    Says("iptables: {minSyncPeriod: 30s}", "min_sync_period", 30.0),
+    Says("mode: nftables\nnftables: {minSyncPeriod: 1500ms}", "min_sync_period", 1.5),
+    Says("mode: ipvs\nipvs: {minSyncPeriod: 2s}", "min_sync_period", 2.0),
+    Says("ipvs: {scheduler: mh}", "ipvs_scheduler", "mh"),
+    Says("ipvs: {scheduler: ''}", "ipvs_scheduler", "rr"),
+    Says("ipvs: {strictARP: true}", "strict_arp", True),
+    Says("iptables: {localhostNodePorts: false}", "localhost_node_ports", False),
+    Says("iptables: {localhostNodePorts: true}", "localhost_node_ports", True),
+    Says("iptables: {localhostNodePorts: null}", "localhost_node_ports", True),
+    Says("mode: nftables", "localhost_node_ports", False),
+    Says("mode: ipvs", "localhost_node_ports", False),
+    Says("nodePortAddresses: [primary]", "localhost_node_ports", False),
+    Says("nodePortAddresses: [10.0.0.0/8]", "localhost_node_ports", False),
+    Says("nodePortAddresses: [10.0.0.0/8, 127.0.0.0/8]", "localhost_node_ports", True),
+    Says("nodePortAddresses: [127.0.0.1/32]", "localhost_node_ports", True),
+    Says("nodePortAddresses: [0.0.0.0/0]", "localhost_node_ports", True),
+    Says("nodePortAddresses: ['fd00::/8']", "localhost_node_ports", True),
+    Says("nodePortAddresses: []", "all_node_port_addresses", True),
+    Says("nodePortAddresses: null", "all_node_port_addresses", True),
+    Says("mode: ipvs", "all_node_port_addresses", True),
+    Says("mode: nftables", "all_node_port_addresses", False),
+    Says("nodePortAddresses: [primary]", "all_node_port_addresses", False),
+    Says("nodePortAddresses: [primary]", "node_port_addresses", ()),
+    Says("nodePortAddresses: [primary]", "primary_node_ports", False),
+    Says("nodePortAddresses: [10.0.0.0/8]", "primary_node_ports", False),
+    Says("nodePortAddresses: [10.0.0.0/8, 'fd00::/8']", "node_port_addresses",
+         (cidr("10.0.0.0", 104), cidr("fd00::", 8))),
+    Says("detectLocalMode: ''", "detect_local_mode", LocalMode.NONE),
+    Says("clusterCIDR: 10.0.0.0/8", "detect_local_mode", LocalMode.CLUSTER_CIDR),
+    Says("clusterCIDR: '10.0.0.0/8,fd00::/48'", "cluster_cidrs",
+         (cidr("10.0.0.0", 104), cidr("fd00::", 48))),
+    Says("detectLocalMode: ClusterCIDR", "detect_local_mode", LocalMode.CLUSTER_CIDR),
+    Says("detectLocalMode: NodeCIDR", "detect_local_mode", LocalMode.NODE_CIDR),
+    Says("detectLocalMode: NodeCIDR\nclusterCIDR: 10.0.0.0/8", "cluster_cidrs", ()),
+    Says("detectLocalMode: BridgeInterface\ndetectLocal: {bridgeInterface: cni0}",
+         "pod_bridge_interface", "cni0"),
+    Says("detectLocalMode: InterfaceNamePrefix\ndetectLocal: {interfaceNamePrefix: cali}",
+         "pod_interface_name_prefix", "cali"),
+    Says("configSyncPeriod: 0s", "config_sync_period", 900.0),
+    Says("configSyncPeriod: 1m", "config_sync_period", 60.0),
+    Says("oomScoreAdj: 0", "oom_score_adj", 0),
+    Says("oomScoreAdj: 5.0", "oom_score_adj", 5),
+    Says("oomScoreAdj: null", "oom_score_adj", -999),
+    Says("conntrack: {maxPerCore: 0}", "conntrack.max_per_core", 0),
+    Says("conntrack: {maxPerCore: 7}", "conntrack.max_per_core", 7),
+    Says("conntrack: {min: 0}", "conntrack.least", 0),
+    Says("conntrack: {min: 1.048576e+06}", "conntrack.least", 1_048_576),
+    Says("conntrack: {min: 1e+06}", "conntrack.least", 1_000_000),
+    Says("conntrack: {tcpEstablishedTimeout: 0s}", "conntrack.tcp_established", 0),
+    Says("conntrack: {tcpEstablishedTimeout: 2h}", "conntrack.tcp_established", 7200),
+    Says("conntrack: {tcpEstablishedTimeout: null}", "conntrack.tcp_established", 86400),
+    Says("conntrack: {tcpCloseWaitTimeout: 1m30s}", "conntrack.tcp_close_wait", 90),
+    Says("conntrack: {tcpBeLiberal: true}", "conntrack.tcp_be_liberal", True),
+    Says("conntrack: {udpTimeout: 30s}", "conntrack.udp", 30),
+    Says("conntrack: {udpStreamTimeout: 2m}", "conntrack.udp_stream", 120),
+    Says("ipvs: {tcpTimeout: 1h}", "ipvs_times.tcp", 3600),
+    Says("mode: ipvs\nipvs: {tcpTimeout: 1h0m0.9s}", "ipvs_times.tcp", 3600),
+    Says("mode: ipvs\nipvs: {tcpFinTimeout: 30s}", "ipvs_times.tcp_fin", 30),
+    Says("mode: ipvs\nipvs: {udpTimeout: 10s}", "ipvs_times.udp", 10),
+    Says("mode: ipvs\nipvs: {tcpTimeout: 0s}", "ipvs_times.tcp", 0),
+    Says("ipvs: {tcpTimeout: -1s}", "ipvs_times.tcp", 0),
+    Says("logging: {format: json}", "log_format", "json"),
+    Says("logging: {verbosity: 4}", "log_level", "debug"),
+    Says("logging: {verbosity: 2}", "log_level", "info"),
+    Says("iptables: null", "masquerade_bit", 14),
+    Says("nodePortAddresses: [primary, 10.0.0.0/8]", "primary_node_ports", True),
+    Says("nodePortAddresses: [10.0.0.0/8, primary]", "node_port_addresses",
+         (cidr("10.0.0.0", 104),)),
+    Says("nodePortAddresses: [10.0.0.0/8, primary]", "localhost_node_ports", False),
+    Says("nodePortAddresses: [localhost]", "node_port_addresses",
+         (cidr("127.0.0.0", 104), cidr("::1", 128))),
+    Says("nodePortAddresses: [localhost]", "localhost_node_ports", True),
+    Says("nodePortAddresses: [primary, localhost]", "primary_node_ports", True),
+    Says("nodePortAddresses: [primary, localhost]", "localhost_node_ports", True),
+    Says("mode: nftables\nnodePortAddresses: [primary, localhost]", "localhost_node_ports", False),
+    *[Says(f"mode: nftables\nfeatureGates: {{KubeProxyNFTablesLocalhostNodePorts: {gate}}}\n"
+           f"nodePortAddresses: [{words}]", "localhost_node_ports", value)
+      for gate, words, value in (
+          ("true", "primary, localhost", True),
+          ("false", "primary, localhost", False),
+          ("true", "127.0.0.1/32", True),
+          ("true", "'::1/128'", True),
+          ("true", "primary", False),
+          ("true", "10.0.0.0/8", False),
+          ("true", "0.0.0.0/0", False),
+          ("true", "'::/0'", False),
+          ("true", "all", False),
+          ("true", "all, localhost", True),
+      )],
+    Says("nodePortAddresses: [all]", "all_node_port_addresses", True),
+    Says("nodePortAddresses: [all]", "localhost_node_ports", True),
+    Says("nodePortAddresses: [primary, all, localhost]", "all_node_port_addresses", True),
+    Says("nodePortAddresses: [primary, all, localhost]", "primary_node_ports", False),
+    Says("mode: nftables\nnodePortAddresses: [all]", "all_node_port_addresses", True),
+    Says("mode: nftables\nnodePortAddresses: [all]", "localhost_node_ports", False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", SAYS, ids=lambda row: f"{row.text} → {row.field}")
+def test_what_kube_proxys_document_says_is_set(row: Says):
+    assert field(proxy(row.text).config, row.field) == row.value
+
+
+class Wrong(NamedTuple):
+    """A document that is refused; each line of words belongs to one complaint."""
+
+    text: str
+    words: tuple[str, ...]
+
+
+P = "KubeProxyConfiguration."
+WRONG = [
+    Wrong("mode: userspace", (f"'userspace' ({P}mode); use iptables",)),
+    Wrong("mode: kernelspace", (f"({P}mode)",)),
+    Wrong("bindAddress: here", (f"'here' ({P}bindAddress)",)),
+    Wrong("healthzBindAddress: '0.0.0.0:0'", (f"0.0.0.0:0' ({P}healthzBindAddress)",)),
+    Wrong("metricsBindAddress: 'localhost:1'", (f"({P}metricsBindAddress)",)),
+    Wrong("iptables: {masqueradeBit: 32}", (f"'32' ({P}iptables.masqueradeBit)",)),
+    Wrong("mode: nftables\niptables: {masqueradeBit: -1}", (f"({P}iptables.masqueradeBit)",)),
+    Wrong("mode: nftables\nnftables: {masqueradeBit: 32}", (f"({P}nftables.masqueradeBit)",)),
+    Wrong("iptables: {syncPeriod: -1s}", (f"({P}iptables.syncPeriod)",)),
+    Wrong("iptables: {syncPeriod: soon}", (f"'soon' ({P}iptables.syncPeriod)",)),
+    Wrong("iptables: {syncPeriod: 30}",
+          (f"expected a string, got an integer ({P}iptables.syncPeriod); write 30s",)),
+    Wrong("configSyncPeriod: 1.5", (f"got a fraction ({P}configSyncPeriod); write 1.5s",)),
+    Wrong("conntrack: {udpTimeout: 0}", (f"got an integer ({P}conntrack.udpTimeout); write 0s",)),
+    Wrong("conntrack: {udpTimeout: true}",
+          (f"expected a string, got a boolean ({P}conntrack.udpTimeout)",)),
+    Wrong("iptables: {minSyncPeriod: 31s}", (f"30s ({P}iptables.minSyncPeriod)",)),
+    Wrong("mode: ipvs\nipvs: {minSyncPeriod: -1s}", (f"({P}ipvs.minSyncPeriod)",)),
+    Wrong("mode: ipvs\nipvs: {tcpTimeout: -1s}", (f"({P}ipvs.tcpTimeout)",)),
+    Wrong("mode: ipvs\nipvs: {excludeCIDRs: [10.0.0.0/8, x]}", (f"'x' ({P}ipvs.excludeCIDRs[1])",)),
+    Wrong("mode: ipvs\nipvs: {scheduler: best}", (f"'best' ({P}ipvs.scheduler)",)),
+    Wrong("configSyncPeriod: -1s", (f"({P}configSyncPeriod)",)),
+    Wrong("nodePortAddresses: [primary, second]", (f"'second' ({P}nodePortAddresses)",)),
+    Wrong("nodePortAddresses: [all, 10.0.0.0/33]", (f"'10.0.0.0/33' ({P}nodePortAddresses)",)),
+    Wrong("nodePortAddresses: [Localhost]", (f"'Localhost' ({P}nodePortAddresses)",)),
+    *[Wrong(f"nodePortAddresses: [{word}, 10.0.0.0/8, {word}]",
+            (f"'{word}' is given twice ({P}nodePortAddresses)",))
+      for word in ("primary", "localhost", "all")],
+    Wrong("nodePortAddresses: primary", (f"expected a list, got a string ({P}nodePortAddresses)",)),
+    Wrong("detectLocalMode: Cluster", (f"'Cluster' ({P}detectLocalMode)",)),
+    Wrong("detectLocalMode: BridgeInterface", (f"({P}detectLocal.bridgeInterface)",)),
+    Wrong("detectLocalMode: InterfaceNamePrefix", (f"({P}detectLocal.interfaceNamePrefix)",)),
+    Wrong("detectLocalMode: BridgeInterface\ndetectLocal: {bridgeInterface: a/b}",
+          (f"'a/b' ({P}detectLocal.bridgeInterface)",)),
+    Wrong("clusterCIDR: 10.0.0.0", (f"'10.0.0.0' ({P}clusterCIDR)",)),
+    Wrong("clusterCIDR: '10.0.0.0/8,10.1.0.0/16'", (f"more than one network of a family: '10.0.0.0"
+          f"/8,10.1.0.0/16' ({P}clusterCIDR)",)),
+    Wrong("oomScoreAdj: 1001", (f"'1001' ({P}oomScoreAdj)",)),
+    Wrong("oomScoreAdj: 5.5", (f"expected an integer, got a fraction ({P}oomScoreAdj)",)),
+    Wrong("conntrack: {min: 1e400}", (f"expected an integer, got a string ({P}conntrack.min)",)),
+    Wrong("oomScoreAdj: low", (f"expected an integer, got a string ({P}oomScoreAdj)",)),
+    Wrong("conntrack: {maxPerCore: -1}", (f"-1 ({P}conntrack.maxPerCore)",)),
+    Wrong("conntrack: {min: -1}", (f"-1 ({P}conntrack.min)",)),
+    Wrong("conntrack: {tcpEstablishedTimeout: -1s}", (f"({P}conntrack.tcpEstablishedTimeout)",)),
+    Wrong("conntrack: {udpTimeout: -1s}", (f"({P}conntrack.udpTimeout)",)),
+    Wrong("conntrack: []", (f"expected an object ({P}conntrack)",)),
+    Wrong("clientConnection: {burst: -1}", (f"-1 ({P}clientConnection.burst)",)),
+    Wrong("logging: {format: xml}", (f"'xml' ({P}logging.format)",)),
+    Wrong("hostnameOverride: 7", (f"expected a string, got an integer ({P}hostnameOverride)",)),
+    Wrong("hostnameOverride: ' '", (f"({P}hostnameOverride)",)),
+    Wrong("bindAddressHardFail: 'yes'",
+          (f"expected true or false, got a string ({P}bindAddressHardFail)",)),
+    Wrong("mode: x\noomScoreAdj: 5000\nbindAddress: 1\nclusterCIDR: z",
+          (f"({P}bindAddress)", f"({P}oomScoreAdj)", f"({P}mode)", f"({P}clusterCIDR)")),
+]  # fmt: skip
+
+
+def complaints(text: str, **given: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        loaded(text, **given)
+    error = caught.value
+    return [str(each) for each in (error.errors if isinstance(error, ConfigErrors) else (error,))]
+
+
+@pytest.mark.parametrize("row", WRONG, ids=lambda row: row.text)
+def test_all_that_is_wrong_is_named_at_once_with_its_path(row: Wrong):
+    lines = complaints(PROXY + row.text)
+    assert len(lines) == len(row.words)
+    for words, line in zip(row.words, lines, strict=True):
+        assert words in line
+
+
+NOT_USED = [
+    ("featureGates: {A: true}", "featureGates"),
+    ("clientConnection: {acceptContentTypes: a/b}", "clientConnection.acceptContentTypes"),
+    ("clientConnection: {contentType: application/cbor}", "clientConnection.contentType"),
+    ("clientConnection: {qps: 50}", "clientConnection.qps"),
+    ("clientConnection: {burst: 100}", "clientConnection.burst"),
+    ("logging: {flushFrequency: 1s}", "logging.flushFrequency"),
+    ("logging: {vmodule: [{filePattern: a, verbosity: 9}]}", "logging.vmodule"),
+    ("logging: {options: {json: {splitStream: true}}}", "logging.options"),
+    ("showHiddenMetricsForVersion: '1.35'", "showHiddenMetricsForVersion"),
+    ("enableProfiling: true", "enableProfiling"),
+    ("iptables: {snatNodeInternalIP: true}", "iptables.snatNodeInternalIP"),
+    ("ipvs: {excludeCIDRs: [10.0.0.0/8]}", "ipvs.excludeCIDRs"),
+    ("winkernel: {enableDSR: true}", "winkernel"),
+    ("windowsRunAsService: true", "windowsRunAsService"),
+    ("portRange: 1-2", "portRange"),
+    ("udpIdleTimeout: 250ms", "udpIdleTimeout"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "path"), NOT_USED, ids=[path for _, path in NOT_USED])
+def test_what_is_accepted_and_not_used_is_one_line_and_changes_nothing(text: str, path: str):
+    made = proxy(text)
+    assert made.config == proxy().config
+    lines = [note.text for note in made.notes if f"{P}{path} is accepted and not used" in note.text]
+    assert len(lines) == 1
+    assert len(made.notes) == len(proxy().notes) + 1
+
+
+def test_what_changes_the_address_that_backends_see_is_a_warning():
+    for text, warns in (("true", True), ("false", False), ("null", False)):
+        made = proxy(f"iptables: {{snatNodeInternalIP: {text}}}")
+        lines = [note.is_warning for note in made.notes if "snatNodeInternalIP" in note.text]
+        assert lines == [True] * warns
+
+
+def test_every_row_of_what_is_accepted_is_tried():
+    assert {path for path, _, _ in ACCEPTED} == {path for _, path in NOT_USED}
+
+
+TOLD = [
+    ("mode: nftables", "KbpfConfiguration.mode"),
+    ("mode: ipvs", "KbpfConfiguration.mode"),
+    ("ipvs: {scheduler: wrr}", "kbpf.io/algorithm"),
+    ("", "KubeProxyConfiguration.mode is unset: kbpf reads it as iptables, kube-proxy from 1.40"),
+    ("mode: ipvs", "KubeProxyConfiguration.mode: kube-proxy's mode ipvs is deprecated"),
+    ("", "nodePortAddresses is unset"),
+    ("", "clusterCIDR is empty"),
+    (
+        "mode: nftables\nnodePortAddresses: [localhost]",
+        "localhost does nothing in mode nftables without the feature gate "
+        "KubeProxyNFTablesLocalhostNodePorts, as with kube-proxy; "
+        "KbpfConfiguration.localhostNodePorts: true",
+    ),
+    ("mode: ipvs\nnodePortAddresses: [localhost]", "does nothing in mode ipvs, as with kube-proxy"),
+    ("detectLocalMode: NodeCIDR\nclusterCIDR: 10.0.0.0/8", "clusterCIDR is not used"),
+    (
+        "detectLocal: {bridgeInterface: a-name-too-long-for-a-device}",
+        "detectLocal.bridgeInterface is not used: detectLocalMode is ClusterCIDR",
+    ),
+    (
+        "detectLocalMode: NodeCIDR\ndetectLocal: {interfaceNamePrefix: cali}",
+        "detectLocal.interfaceNamePrefix is not used: detectLocalMode is NodeCIDR",
+    ),
+    ("clusterCIDRs: 10.0.0.0/8", "clusterCIDRs is no field that is known; is clusterCIDR meant?"),
+    ("conntrack: {maximum: 8}", "conntrack.maximum is no field that is known"),
+    ("mode: ''\nmode: ''", "mode stands twice"),
+]
+
+
+@pytest.mark.parametrize(("text", "words"), TOLD, ids=[f"{w}: {t}" for t, w in TOLD])
+def test_what_the_operator_should_know_is_told(text: str, words: str):
+    assert told(proxy(text)).count(words) == 1
+
+
+EVENTS = [
+    (PROXY, {}, {"KubeProxyDefaultMode"}),
+    (f"{PROXY}mode: ''", {}, {"KubeProxyDefaultMode"}),
+    (f"{PROXY}nodePortAddresses: [primary]", {}, set()),
+    (f"{PROXY}nodePortAddresses: [0.0.0.0/0]", {}, {"KubeProxyDefaultMode"}),
+    (f"{PROXY}mode: iptables", {}, set()),
+    (f"{PROXY}mode: nftables", {}, set()),
+    (f"{PROXY}mode: ipvs", {}, {"IPVSDeprecation"}),
+    (OWN, {}, set()),
+    (OWN, {"proxy_mode": "ipvs"}, {"IPVSDeprecation"}),
+    (f"{OWN}mode: ipvs", {}, set()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "flags", "reasons"), EVENTS, ids=str)
+def test_which_notes_are_sent_as_events(text: str, flags: dict[str, str], reasons: set[str]):
+    """Those of kube-proxy 1.37, an unset mode only where NodePorts depend on it. Without its
+    document kbpf's own defaults count, and kbpf's own mode ipvs is not kube-proxy's.
+    """
+    assert {note.event for note in loaded(text, **flags).notes} - {""} == reasons
+
+
+def test_an_unknown_field_does_no_harm():
+    assert proxy("futureField: {a: 1}\nmasquerade: x").config == proxy().config
+
+
+def test_of_a_field_that_stands_twice_the_last_counts():
+    assert proxy("oomScoreAdj: 1\noomScoreAdj: 2").config.oom_score_adj == 2
+
+
+# ---- our own document ----------------------------------------------------------------------------
+
+OURS = [
+    Says("mode: ipvs", "mode", "ipvs"),
+    Says("master: https://192.0.2.1:6443", "master", "https://192.0.2.1:6443"),
+    Says("source: /objects", "source", Path("/objects")),
+    Says("sourceEmptyGrace: 90s", "source_empty_grace", 90.0),
+    Says("allowInsecureApi: true", "allow_insecure_api", True),
+    Says("pinDir: /sys/fs/bpf/x", "pin_dir", Path("/sys/fs/bpf/x")),
+    Says("cgroup: /sys/fs/cgroup/x", "cgroup", Path("/sys/fs/cgroup/x")),
+    Says("cacheDir: /c", "cache_dir", Path("/c")),
+    Says("algorithm: maglev", "algorithm", Algorithm.MAGLEV),
+    Says("serviceAnnotations: algorithm", "service_annotations", ServiceAnnotations.ALGORITHM),
+    Says("serviceAnnotations: off", "service_annotations", ServiceAnnotations.OFF),
+    Says("systemNamespaces: [kube-system, dns]", "system_namespaces", ("kube-system", "dns")),
+    Says("localhostNodePorts: false", "localhost_node_ports", False),
+    Says(
+        "nodePortSourceRanges: [192.0.2.0/24, '2001:db8::/64']",
+        "node_port_source_ranges",
+        (Cidr(parse_addr("192.0.2.0"), 120), Cidr(parse_addr("2001:db8::"), 64)),
+    ),
+    Says("externalIPs: all", "external_ips", "all"),
+    Says("externalIPs: off", "external_ips", ()),
+    Says("externalIPs: 'off'", "external_ips", ()),
+    Says(
+        "externalIPs: '192.0.2.0/24,2001:db8::/64'",
+        "external_ips",
+        (Cidr(parse_addr("192.0.2.0"), 120), Cidr(parse_addr("2001:db8::"), 64)),
+    ),
+    Says("watchNodes: all", "watch_nodes", "all"),
+    Says("socketLB: {mode: hostNamespaceOnly}", "socket_lb", SocketLb.HOST_ONLY),
+    Says("socketLB: {mode: off}", "socket_lb", SocketLb.OFF),
+    Says("socketLB: {mode: 'on'}", "socket_lb", SocketLb.ON),
+    Says("socketLB: {exempt: [system.slice/a*, b]}", "socket_lb_exempt", ("system.slice/a*", "b")),
+    Says("socketLB: {label: true}", "socket_lb_label", True),
+    Says("packetPath: {enabled: false}", "packet_path", False),
+    Says("packetPath: {devices: [eth0, bond*]}", "devices", ("eth0", "bond*")),
+    Says("packetPath: {excludeDevices: [eth1]}", "excluded_devices", ("eth1",)),
+    Says("packetPath: {masqueradePorts: 50000-50099}", "masquerade_ports", (50_000, 50_099)),
+    Says("packetPath: {forwarding: direct}", "forwarding", "direct"),
+    Says("ipvs: {device: svc0}", "ipvs_device", "svc0"),
+    Says("ipvs: {nftTable: services}", "nft_table", "services"),
+    Says("ipvs: {stateDir: /run/x}", "state_dir", Path("/run/x")),
+    Says("mapSizes: {frontends: 7}", "sizes.frontends", 7),
+    Says("mapSizes: {slots: 7}", "sizes.slots", 7),
+    Says("mapSizes: {backends: 7}", "sizes.backends", 7),
+    Says("mapSizes: {connections: 7000}", "sizes.connections", 7000),
+    Says("mapSizes: {affinity: 7}", "sizes.affinity", 7),
+    Says("mapSizes: {counts: 7}", "sizes.counts", 7),
+    Says("metrics: {services: 0}", "serving.service_series", 0),
+    Says("metrics: {backends: 7}", "serving.backend_series", 7),
+    Says("metrics: {accounting: full}", "accounting", Accounting.FULL),
+    Says("metrics: {accounting: off}", "accounting", Accounting.OFF),
+    Says("logLevel: warning", "log_level", "warning"),
+    Says("mode: ''\ncgroup: null\npacketPath: {devices: []}", "mode", "auto"),
+]
+
+
+@pytest.mark.parametrize("row", OURS, ids=lambda row: row.text)
+def test_what_our_document_says_is_set(row: Says):
+    made = ours(row.text)
+    assert field(made.config, row.field) == row.value
+    assert made.notes == ()
+
+
+def test_every_field_of_our_document_is_tried():
+    said = {path for row in OURS[:-1] for path in _paths(row.text)}
+    assert said == set(kbpf_configuration.FLAG_OF)
+    leaves = [
+        path.partition(".")[2]
+        for path in documents.leaves(kbpf_configuration.KbpfConfiguration, "K")
+    ]
+    assert leaves == list(kbpf_configuration.FLAG_OF)
+
+
+def _paths(text: str) -> list[str]:
+    head, _, tail = text.partition(": ")
+    below = re.match(r"\{(\w+):", tail)
+    return [f"{head}.{below[1]}" if below else head]
+
+
+O = "KbpfConfiguration."  # noqa: E741
+OURS_WRONG = [
+    Wrong("mode: iptables", (f"'iptables' ({O}mode); use auto or bpf or ipvs",)),
+    Wrong("pinDir: kbpf", (f"'kbpf' ({O}pinDir)",)),
+    Wrong("packetPath: {masqueradePorts: 7}", (f"got an integer ({O}packetPath.masqueradePorts)",)),
+    Wrong("packetPath: {masqueradePorts: 9-8}", (f"'9-8' ({O}packetPath.masqueradePorts)",)),
+    Wrong("packetPath: {enabled: maybe}", (f"got a string ({O}packetPath.enabled)",)),
+    Wrong("packetPath: true", (f"expected an object ({O}packetPath)",)),
+    Wrong("mapSizes: {slots: 0}", (f"'0' ({O}mapSizes.slots)",)),
+    Wrong("mapSizes: {connections: 5}", (f"5 ({O}mapSizes.connections)",)),
+    Wrong("socketLB: {mode: pods}", (f"'pods' ({O}socketLB.mode)",)),
+    Wrong("socketLB: {exempt: [/]}", (f"({O}socketLB.exempt)",)),
+    Wrong("socketLB: {mode: off}\npacketPath: {enabled: false}", (f"({O}socketLB.mode)",)),
+    Wrong("packetPath: {future: 1}",
+          (f"no field that is known ({O}packetPath.future); leave it out",)),
+    Wrong("mapSizes: {conections: 7000}\nsocketLb: {mode: off}\npinDir: x",
+          (f"({O}mapSizes.conections); is connections meant?",
+           f"({O}socketLb); is socketLB meant?", f"({O}pinDir)")),
+    Wrong("source: /a\nmaster: https://b", (f"({O}source)",)),
+    Wrong("mode: x\nlogLevel: z\nmapSizes: {affinity: -1}",
+          (f"({O}mode)", f"({O}mapSizes.affinity)", f"({O}logLevel)")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", OURS_WRONG, ids=lambda row: row.text)
+def test_what_is_wrong_in_our_document_is_named_with_its_path(row: Wrong):
+    lines = complaints(OWN + row.text)
+    assert len(lines) == len(row.words)
+    for words, line in zip(row.words, lines, strict=True):
+        assert words in line
+
+
+def test_beside_what_is_wrong_stands_what_is_only_told():
+    with pytest.raises(ConfigErrors) as caught:
+        proxy("oomScoreAdj: 5000\nclusterCIDRs: 10.0.0.0/8\nenableProfiling: true")
+    (error,) = caught.value.errors
+    assert f"({P}oomScoreAdj)" in str(error)
+    (warning,) = caught.value.warnings
+    assert warning == f"{P}clusterCIDRs is no field that is known; is clusterCIDR meant?"
+
+
+FILES = [
+    ("", "nothing in it"),
+    ("# nothing\n---\n", "nothing in it"),
+    ("a: [", "not YAML"),
+    ("- a", "no object"),
+    ("kind: KubeProxyConfiguration", "KubeProxyConfiguration.apiVersion: None"),
+    ("kind: KubeProxyConfiguration\napiVersion: kubeproxy.config.k8s.io/v1", "v1alpha1"),
+    ("kind: KbpfConfiguration\napiVersion: v1", "kbpf.io/v1alpha1"),
+    ("kind: ConfigMap\napiVersion: v1", "'ConfigMap' is not read"),
+    (f"{OWN}---\n{OWN}", "KbpfConfiguration stands twice"),
+]
+
+
+@pytest.mark.parametrize(("text", "words"), FILES, ids=[words for _, words in FILES])
+def test_a_file_that_is_something_else_is_refused(text: str, words: str):
+    (line,) = complaints(text)
+    assert words in line
+    assert "--config" in line
+
+
+def test_json_is_yaml():
+    version = "kubeproxy.config.k8s.io/v1alpha1"
+    text = f'{{"kind":"KubeProxyConfiguration","apiVersion":"{version}","mode":""}}'
+    assert loaded(text).config == proxy().config
+    again = loaded(text.replace(",", ",\n\t").replace("{", "{\n\t"))
+    assert again.config == proxy().config
+
+
+# ---- who wins ------------------------------------------------------------------------------------
+
+
+class Wins(NamedTuple):
+    """The file, flags by name, and what follows; `ignored`: flags that one warning names."""
+
+    name: str
+    text: str
+    given: dict[str, str]
+    field: str
+    value: object
+    ignored: tuple[str, ...] = ()
+
+
+WINS = [
+    Wins("a name on the command line beats the file's", f"{PROXY}hostnameOverride: a",
+         {"hostname_override": "B"}, "node_name", "b"),
+    Wins("but an empty one says nothing", f"{PROXY}hostnameOverride: a", {"hostname_override": ""},
+         "node_name", "a"),
+    Wins("nor does an empty flag of ours", f"{OWN}cgroup: /c", {"cgroup": ""}, "cgroup",
+         Path("/c")),
+    Wins("a master on the command line counts", PROXY, {"master": "https://x"}, "master",
+         "https://x"),
+    Wins("verbosity on the command line beats the file's", f"{PROXY}logging: {{verbosity: 0}}",
+         {"log_level": "debug"}, "log_level", "debug"),
+    Wins("those of the log that are not used are not ignored as kube-proxy does", PROXY,
+         {"vmodule": "proxier=4", "log_flush_frequency": "1s"}, "log_level", "info"),
+    Wins("kube-proxy's own flags are ignored", f"{PROXY}clusterCIDR: 10.0.0.0/8",
+         {"cluster_cidr": "192.168.0.0/16", "kubeconfig": "/k"}, "cluster_cidrs",
+         (cidr("10.0.0.0", 104),), ("--cluster-cidr", "--kubeconfig")),
+    Wins("also what the file does not say", PROXY, {"masquerade_all": "true"}, "masquerade_all",
+         False, ("--masquerade-all",)),
+    Wins("also a wrong one", PROXY, {"proxy_mode": "userspace"}, "proxy_mode", "",
+         ("--proxy-mode",)),
+    Wins("our own flags beat the file", f"{OWN}pinDir: /a", {"pin_dir": "/b"}, "pin_dir",
+         Path("/b")),
+    Wins("our own flags count beside kube-proxy's file", PROXY, {"pin_dir": "/b"}, "pin_dir",
+         Path("/b")),
+    Wins("kube-proxy's flags count without its document", OWN, {"cluster_cidr": "10.0.0.0/8"},
+         "cluster_cidrs", (cidr("10.0.0.0", 104),)),
+    Wins("our document beats kube-proxy's", f"{PROXY}mode: nftables\n---\n"
+         f"{OWN}localhostNodePorts: true", {}, "localhost_node_ports", True),
+    Wins("in whatever order they stand", f"{OWN}localhostNodePorts: true\n---\n{PROXY}"
+         "mode: nftables", {}, "localhost_node_ports", True),
+    Wins("kube-proxy's gate switches ExternalIPs off",
+         f"{PROXY}featureGates: {{AllowServiceExternalIPs: false}}", {}, "external_ips", ()),
+    Wins("which is on", f"{PROXY}featureGates: {{AllowServiceExternalIPs: true}}", {},
+         "external_ips", "all"),
+    Wins("by the flag, too", OWN, {"feature_gates": "AllowServiceExternalIPs=false"},
+         "external_ips", ()),
+    Wins("but not beside kube-proxy's file", PROXY,
+         {"feature_gates": "AllowServiceExternalIPs=false"}, "external_ips", "all",
+         ("--feature-gates",)),
+    Wins("ours beats the gate", f"{PROXY}featureGates: {{AllowServiceExternalIPs: false}}\n---\n"
+         f"{OWN}externalIPs: 192.0.2.0/24", {}, "external_ips", (cidr("192.0.2.0", 120),)),
+    Wins("so does our flag", f"{PROXY}featureGates: {{AllowServiceExternalIPs: false}}",
+         {"external_ips": "all"}, "external_ips", "all"),
+    Wins("our flag beats both", f"{PROXY}---\n{OWN}logLevel: error", {"log_level": "info"},
+         "log_level", "info"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", WINS, ids=lambda row: row.name)
+def test_who_wins(row: Wins):
+    made = loaded(row.text, **row.given)
+    assert field(made.config, row.field) == row.value
+    warned = [note.text for note in made.notes if note.text.startswith("ignored")]
+    assert len(warned) == bool(row.ignored)
+    for name in row.ignored:
+        assert name in warned[0]
+
+
+def test_a_variable_is_ignored_as_its_flag_is():
+    given = {"KBPF_CLUSTER_CIDR": "192.168.0.0/16", "KBPF_PIN_DIR": "/b"}
+    made = load.load({}, given, PROXY.encode())
+    assert made.config.cluster_cidrs == ()
+    assert made.config.pin_dir == Path("/b")
+    assert "KBPF_CLUSTER_CIDR" in told(made)
+
+
+def test_wrong_flags_and_wrong_documents_are_told_together():
+    lines = complaints(f"{PROXY}mode: x\n---\n{OWN}mode: z", pin_dir="z")
+    assert [re.search(r"\((.*?)\)", line)[1] for line in lines] == [
+        "KubeProxyConfiguration.mode", "KbpfConfiguration.mode", "--pin-dir"
+    ]  # fmt: skip
+
+
+MODES = [
+    ({}, False),
+    ({"--proxy-mode": "iptables"}, True),
+    ({"--proxy-mode": "ipvs"}, True),
+    ({"--proxy-mode": "nftables"}, False),
+    ({"--proxy-mode": "iptables", "--nodeport-addresses": "primary"}, False),
+]
+
+
+@pytest.mark.parametrize(("given", "everywhere"), MODES, ids=str)
+def test_where_node_ports_answer_by_default_depends_on_kube_proxys_mode(given, everywhere):
+    assert load.config(given, {}).all_node_port_addresses is everywhere
+
+
+NOTED = [
+    ({"--masquerade-ports": "30500-31000"}, "--masquerade-ports 30500-31000 meets 30000-32767"),
+    ({"--masquerade-ports": "1024-30000"}, "30000"),
+    ({"--detect-local-mode": "NodeCIDR", "--cluster-cidr": "10.0.0.0/8"},
+     "--cluster-cidr is not used: pods are told by NodeCIDR"),
+    ({"--cluster-cidr": "10.0.0.0/8,fd00::/48", "--nodeport-addresses": "192.0.2.0/24"},
+     "--nodeport-addresses has IPv4 networks only"),
+    ({"--feature-gates": "A=true,AllowServiceExternalIPs=false"},
+     "--feature-gates: A is accepted and not used"),
+    ({"--profiling": "true"}, "--profiling is accepted and not used"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "words"), NOTED, ids=[words for _, words in NOTED])
+def test_what_is_probably_not_meant_is_told_once(given: dict[str, str], words: str):
+    (note,) = load.load(given, {}).notes
+    assert words in note.text
+
+
+@pytest.mark.parametrize("given", [{}, {"--masquerade-ports": "32768-40000"},
+    {"--masquerade-ports": "1024-29999"}, {"--cluster-cidr": "10.0.0.0/8"},
+    {"--masquerade-ports": "30000-31000", "--packet-path": "false"},
+    {"--cluster-cidr": "10.0.0.0/8", "--nodeport-addresses": "192.0.2.0/24"},
+    {"--cluster-cidr": "10.0.0.0/8,fd00::/48", "--nodeport-addresses": "primary"},
+    {"--cluster-cidr": "10.0.0.0/8,fd00::/48", "--nodeport-addresses": "primary,192.0.2.0/24"},
+    {"--cluster-cidr": "10.0.0.0/8,fd00::/48",
+     "--nodeport-addresses": "192.0.2.0/24,2001:db8::/32"}], ids=str)  # fmt: skip
+def test_what_is_in_order_is_not_told(given: dict[str, str]):
+    assert load.load(given, {}).notes == ()
+
+
+# ---- writing -------------------------------------------------------------------------------------
+
+WRITTEN = [
+    Config(),
+    Config(node_name="n1", kubeconfig=Path("/k"), proxy_mode="iptables",
+           all_node_port_addresses=True, min_sync_period=2.5, config_sync_period=61.0,
+           oom_score_adj=5,
+           conntrack=Conntrack(0, 7, 60, 0, True, 30, 5400),
+           serving=Serving("[::]:1", "127.0.0.1:2,192.0.2.1:3", True, 90.0, 5)),
+    Config(proxy_mode="nftables", masquerade_bit=3, masquerade_all=True, localhost_node_ports=False,
+           bind_address=parse_addr("fd00::1"), log_format="json", log_level="debug",
+           detect_local_mode=LocalMode.CLUSTER_CIDR,
+           cluster_cidrs=(cidr("10.0.0.0", 104), cidr("fd00::", 48))),
+    Config(proxy_mode="ipvs", mode="ipvs", ipvs_scheduler="wrr", strict_arp=True, ipvs_device="i0",
+           source_empty_grace=5.0, allow_insecure_api=True,
+           nft_table="t", state_dir=Path("/s"), log_level="error", algorithm=Algorithm.MAGLEV,
+           service_annotations=ServiceAnnotations.ALGORITHM, system_namespaces=("a", "b"),
+           detect_local_mode=LocalMode.BRIDGE, pod_bridge_interface="cni0"),
+    Config(node_port_addresses=(cidr("10.0.0.0", 104),), primary_node_ports=True,
+           localhost_node_ports=False),
+    Config(node_port_addresses=(cidr("10.0.0.0", 104), cidr("fd00::", 8)), source=Path("/o"),
+           pin_dir=Path("/p"), cgroup=Path("/c"), cache_dir=Path("/d"), socket_lb=SocketLb.OFF,
+           socket_lb_exempt=("a*", "b"), devices=("e*",), excluded_devices=("f",),
+           masquerade_ports=(5, 6), forwarding="direct", master="",
+           sizes=MapSizes(1, 2, 3, 6000, 7)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("config", WRITTEN, ids=range(len(WRITTEN)))
+def test_what_is_written_says_the_same(config: Config):
+    made = loaded(write.text(config))
+    mode = config.detect_local_mode or LocalMode.CLUSTER_CIDR
+    assert made.config == load.replace(config, detect_local_mode=mode)
+    assert "no field" not in told(made)
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path):
+    target = tmp_path / "config.yaml"
+    write.write(Config(), target)
+    assert loaded(target.read_text()).config.pin_dir == Config().pin_dir
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+    with pytest.raises(ConfigError, match="cannot write the configuration"):
+        write.write(Config(), tmp_path / "no" / "config.yaml")
+
+
+# ---- durations -----------------------------------------------------------------------------------
+
+TIMES = [
+    ("0", 0.0, "0s"), ("0s", 0.0, "0s"), ("1s", 1.0, "1s"), ("1h0m0s", 3600.0, "1h0m0s"),
+    ("90s", 90.0, "1m30s"), ("1.5s", 1.5, "1.5s"), ("250ms", 0.25, "0.25s"), ("24h", 86400.0,
+    "24h0m0s"), ("-1s", -1.0, None), ("+2m", 120.0, "2m0s"), ("1h1ms", 3600.001, "1h0m0.001s"),
+    (".5s", 0.5, "0.5s"), ("5us", 5e-6, None), ("5µs", 5e-6, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "seconds", "again"), TIMES, ids=[row[0] for row in TIMES])
+def test_times_are_gos(text: str, seconds: float, again: str | None):
+    assert durations.parse(text, "") == pytest.approx(seconds)
+    if again is not None:
+        assert durations.write(seconds) == again
+
+
+@pytest.mark.parametrize(
+    "text", ["", "5", "s", "1d", "1 s", "1s x", "--1s", "1h-1m", ".", "2562048h", "9" * 30 + "s"]
+)
+def test_what_go_refuses_is_no_time(text: str):
+    with pytest.raises(ConfigError, match=r"not a time.*\(here\)"):
+        durations.parse(text, "here")
+
+
+def test_a_text_of_a_million_digits_is_refused_at_once():
+    began = time.process_time()
+    with pytest.raises(ConfigError) as caught:
+        durations.parse("9" * 1_000_000, "here")
+    assert time.process_time() - began < 1
+    assert len(str(caught.value)) < 200
+
+
+# ---- the page ------------------------------------------------------------------------------------
+
+
+def table(heading: str) -> dict[str, list[str]]:
+    """First column without its marks → the other columns, of the table below this heading."""
+    text = (ROOT / "docs/configuration.md").read_text()
+    section = re.search(rf"^## {heading}\n(.*?)(?=^## |\Z)", text, re.S | re.M)
+    assert section is not None
+    rows = [line.strip("|").split("|") for line in section[1].splitlines() if line.startswith("|")]
+    return {row[0].strip().strip("`"): [cell.strip() for cell in row[1:]] for row in rows[2:]}
+
+
+def test_the_pages_example_can_be_loaded_and_its_complaint_is_ours():
+    page = (ROOT / "docs/configuration.md").read_text()
+    example = re.search(r"```yaml\n(.*?)```", page, re.S)
+    assert example is not None
+    made = loaded(example[1])
+    assert made.notes == ()
+    assert made.config.devices == ("eth0",)
+    assert made.config.sizes.connections == 262_144
+    (line,) = complaints(OWN + "packetPath: {masqueradePorts: 9-8}")
+    assert f"kbpf run: {line}" in page.replace("\n", " ")
+
+
+def test_the_page_has_every_field_of_kube_proxys_document():
+    leaves = [path.partition(".")[2] for path in documents.leaves(KubeProxyConfiguration, "K")]
+    assert list(table("KubeProxyConfiguration")) == leaves
+
+
+def test_the_page_has_every_field_of_ours_with_its_flag():
+    rows = table("KbpfConfiguration")
+    assert list(rows) == list(kbpf_configuration.FLAG_OF)
+    assert {path: cells[0].strip("`") for path, cells in rows.items()} == dict(
+        kbpf_configuration.FLAG_OF
+    )
+
+
+def test_every_flag_is_on_the_page_and_those_that_do_something_have_a_field():
+    rows = table("Flags")
+    assert list(rows) == [flag.name for flag in flags.FLAGS]
+    ours, theirs = set(kbpf_configuration.FLAG_OF.values()), set(table("KubeProxyConfiguration"))
+    for flag in flags.FLAGS:
+        field = rows[flag.name][0].strip("`")
+        if flag.name in ours:
+            assert kbpf_configuration.FLAG_OF[field.removeprefix("KbpfConfiguration.")] == flag.name
+        elif flag.field:
+            assert field in theirs
+
+
+def test_the_page_says_which_flags_have_other_names_and_which_are_ignored():
+    for name, (_, others, ignored) in table("Flags").items():
+        flag = flags.BY_NAME[name]
+        assert tuple(re.findall("`(.*?)`", others)) == flag.aliases, name
+        assert (ignored == "yes") is (name in flags.KUBE_PROXYS), name
+
+
+def test_the_pages_defaults_are_ours():
+    made = write.ours(Config())
+    for path, (_, default, _) in table("KbpfConfiguration").items():
+        head, _, tail = path.partition(".")
+        value = made.get(head, {}).get(tail, "") if tail else made.get(head, "")
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+        assert default.strip("`") == text, path

@@ -1,0 +1,72 @@
+"""Which id of a Service port is taken over that has two, as after an agent that was killed."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+
+from kbpf.dataplane.bpf.changes import adopt
+from kbpf.dataplane.bpf.maps.layout import U32, ServiceFlag, ServiceValue, pack_name, pack_target
+from kbpf.model.address import parse_addr
+from kbpf.model.desired import FrontendAddress, ServicePortKey
+from kbpf.model.objects import Protocol
+
+KEY = ServicePortKey("ns", "web", "http", Protocol.TCP, 4)
+
+
+class Held(dict[bytes, bytes]):
+    """Stands for a map."""
+
+    def batches(self) -> Iterator[Any]:
+        """Nothing: sets are no matter here."""
+        return iter(())
+
+
+class Found(NamedTuple):
+    """Ids with the name, in the map's order, and those of them with a frontend; which one counts
+    as programmed (0: none), or as one without a frontend, and which names are to be removed.
+    """
+
+    named: tuple[int, ...]
+    dialled: tuple[int, ...]
+    programmed: int
+    unused: int
+    strays: set[int]
+
+
+FOUND = [
+    Found((5,), (5,), 5, 0, set()),
+    Found((5,), (), 0, 5, set()),
+    Found((5, 7), (5,), 5, 0, {7}),
+    Found((7, 5), (5,), 5, 0, {7}),
+    Found((5, 7), (5, 7), 7, 0, {5}),
+    Found((7, 5), (5, 7), 7, 0, {5}),
+    Found((5, 7), (), 0, 7, {5}),
+    Found((7, 5), (), 0, 7, {5}),
+]
+
+
+def frontend(number: int) -> FrontendAddress:
+    return FrontendAddress(parse_addr(f"10.96.0.{number}"), 80, Protocol.TCP)
+
+
+@pytest.mark.parametrize("row", FOUND, ids=str)
+def test_the_newest_id_that_serves_is_taken_over(row: Found) -> None:
+    maps = {name: Held() for name in (*adopt.READ, "backend_slots")}
+    for number in row.named:
+        maps["service_names"][U32.pack(number)] = pack_name(KEY)
+    for number in row.dialled:
+        at = frontend(number)
+        key = pack_target(at.address, at.port, at.protocol)
+        value = ServiceValue(number, int(ServiceFlag.CLUSTER_IP), 0, 0, 0, 0, 0)
+        maps["services"][key] = value.pack(key)
+    found = adopt.read(maps)
+    assert found.programmed.keys() == ({KEY} if row.programmed else set())
+    if row.programmed:
+        assert found.programmed[KEY].id == row.programmed
+    assert found.unused_names == ({KEY: row.unused} if row.unused else {})
+    assert found.stray_names == row.strays
+    assert found.stray_frontends == {
+        frontend(number) for number in row.dialled if number != row.programmed
+    }
+    assert found.highest_service == max(row.named)

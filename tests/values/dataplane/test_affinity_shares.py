@@ -1,0 +1,170 @@
+"""Who has how many entries of the map `affinity`. Maps are dicts here; real ones, and programs that
+count: tests/programs/maps/test_isolation.py.
+"""
+
+import time
+from typing import Any, NamedTuple
+
+import pytest
+
+from kbpf.dataplane.bpf.maps.affinity_shares import LONGEST_SECONDS, LOOK_SECONDS, PIECE, Shares
+from kbpf.dataplane.bpf.maps.layout import AFFINITY, AFFINITY_KEY, U32
+from kbpf.model.address import parse_addr
+
+ONE, OTHER, NEAR, FAR = "192.0.2.1", "192.0.2.2", "2001:db8::1", "2001:db8:0:1::1"
+NETWORK = "2001:db8::"
+
+
+class FakeMap(dict[bytes, bytes]):
+    """As libbpf.Map, as far as it is asked; read `piece` entries at a time."""
+
+    piece = 100
+
+    def lookup(self, key: bytes) -> bytes | None:
+        return self.get(key)
+
+    def replace(self, key: bytes, value: bytes) -> None:
+        self[key] = value
+
+    def delete(self, key: bytes) -> None:
+        del self[key]
+
+    def batch(self, cursor: bytes | None) -> tuple[bytes, bytes, bytes | None]:
+        start = U32.unpack(cursor)[0] if cursor else 0
+        found = sorted(self.items())[start : start + self.piece]
+        end = start + self.piece
+        keys, values = b"".join(k for k, _ in found), b"".join(v for _, v in found)
+        return keys, values, U32.pack(end) if end < len(self) else None
+
+
+AT_ONCE = float("inf")
+TIMEOUT = 100
+SERVICES = range(1000)
+
+
+def counted(affinity: FakeMap, shares: FakeMap) -> Shares:
+    """All Services have the same timeout."""
+    maps: Any = {"affinity": affinity, "affinity_shares": shares}
+    return Shares(lambda: maps, lambda: dict.fromkeys(SERVICES, TIMEOUT))
+
+
+class Row(NamedTuple):
+    """Entries (client, cgroup), what was counted before and what is afterwards."""
+
+    name: str
+    entries: tuple[tuple[str, int], ...]
+    before: dict[str, int]
+    after: dict[str, int]
+
+
+ROWS = [
+    Row("nothing", (), {}, {}),
+    Row("right", ((ONE, 0), (ONE, 0)), {ONE: 2}, {ONE: 2}),
+    Row("one has gone", ((ONE, 0),), {ONE: 2}, {ONE: 1}),
+    Row("all have gone", (), {ONE: 2, OTHER: 1}, {}),
+    Row("a network of IPv6", ((NEAR, 0), ("2001:db8::2", 0), (FAR, 0)), {NETWORK: 9}, {NETWORK: 2}),
+    Row("nobody's share", ((FAR, 0),), {}, {}),
+]
+
+
+@pytest.mark.parametrize("piece", [1, 100])
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_shares_are_counted_again(row: Row, piece: int):
+    affinity, shares = FakeMap(), FakeMap()
+    affinity.piece = piece
+    for number, (client, cgroup) in enumerate(row.entries):
+        key = AFFINITY_KEY.pack(parse_addr(client), number, 0)
+        affinity[key] = AFFINITY.pack(time.monotonic_ns(), 1, cgroup)
+    shares |= {bytes(parse_addr(at)): U32.pack(count) for at, count in row.before.items()}
+    counting = counted(affinity, shares)
+    for number in range(len(row.entries) + 1):
+        counting.advance(number * LOOK_SECONDS, AT_ONCE)
+    assert shares == {bytes(parse_addr(at)): U32.pack(count) for at, count in row.after.items()}
+
+
+def test_what_programs_count_meanwhile_is_not_lost():
+    affinity, shares = FakeMap(), FakeMap()
+    affinity.piece = 1
+    own = bytes(parse_addr(ONE))
+    for number in range(2):
+        affinity[AFFINITY_KEY.pack(own, number, 0)] = AFFINITY.pack(time.monotonic_ns(), 1, 0)
+    shares[own] = U32.pack(5)
+    counting = counted(affinity, shares)
+    counting.advance(0, AT_ONCE)
+    shares[own] = U32.pack(8)
+    counting.advance(LOOK_SECONDS, AT_ONCE)
+    assert shares[own] == U32.pack(2 + 3)
+
+
+def test_sockets_are_counted_by_their_cgroup():
+    affinity, shares = FakeMap(), FakeMap()
+    own = U32.pack(7) + bytes(8) + b"\xff" * 4
+    for number in range(3):
+        key = AFFINITY_KEY.pack((10 + number).to_bytes(16, "little"), 1, 1)
+        affinity[key] = AFFINITY.pack(time.monotonic_ns(), 1, 7)
+    shares[own] = U32.pack(9)
+    counted(affinity, shares).advance(0, AT_ONCE)
+    assert shares[own] == U32.pack(3)
+
+
+class Age(NamedTuple):
+    """An entry of a Service (1000: one that nobody knows), and whether it is still there."""
+
+    name: str
+    service: int
+    seconds: float
+    stays: bool
+
+
+AGES = [
+    Age("in use", 1, 0, True),
+    Age("idle", 1, TIMEOUT - 5, True),
+    Age("expired", 1, TIMEOUT + 1, False),
+    Age("the Service has gone", 1000, TIMEOUT + 1, True),
+    Age("that long ago", 1000, LONGEST_SECONDS + 1, False),
+]
+
+
+@pytest.mark.parametrize("row", AGES, ids=lambda row: row.name)
+def test_expired_entries_count_no_more(row: Age):
+    affinity, shares = FakeMap(), FakeMap()
+    own = bytes(parse_addr(ONE))
+    used = time.monotonic_ns() + 10**15 - int(row.seconds * 10**9)
+    affinity[AFFINITY_KEY.pack(own, row.service, 0)] = AFFINITY.pack(used, 1, 0)
+    shares[own] = U32.pack(1)
+    with pytest.MonkeyPatch.context() as patch:
+        real = time.monotonic_ns
+        patch.setattr(
+            "kbpf.dataplane.bpf.maps.affinity_shares.time.monotonic_ns", lambda: real() + 10**15
+        )
+        counted(affinity, shares).advance(0, AT_ONCE)
+    assert (len(affinity), len(shares)) == ((1, 1) if row.stays else (0, 0))
+
+
+def test_one_that_is_used_again_meanwhile_stays():
+    affinity, shares = FakeMap(), FakeMap()
+    own, key = bytes(parse_addr(ONE)), AFFINITY_KEY.pack(bytes(parse_addr(ONE)), 1, 0)
+    old, new = (AFFINITY.pack(time.monotonic_ns() - age * 10**9, 1, 0) for age in (TIMEOUT + 1, 0))
+    affinity[key] = old
+    shares[own] = U32.pack(1)
+    affinity.lookup = lambda _: new  # type: ignore[method-assign]
+    counted(affinity, shares).advance(0, AT_ONCE)
+    assert (len(affinity), len(shares)) == (1, 1)
+
+
+def test_a_full_map_is_counted_in_steps():
+    """Other work is done between two steps."""
+    affinity, shares = FakeMap(), FakeMap()
+    count = affinity.piece = 4 * PIECE
+    used = time.monotonic_ns()
+    for number in range(count):
+        own = number.to_bytes(8, "big") + bytes(8)
+        affinity[AFFINITY_KEY.pack(own, 1, 0)] = AFFINITY.pack(used, 1, 0)
+        shares[own] = U32.pack(2)
+    counting, steps = counted(affinity, shares), 1
+    counting.advance(0, 0)
+    while counting.is_busy:
+        counting.advance(0, 0)
+        steps += 1
+    assert steps >= 3 * count / PIECE
+    assert set(shares.values()) == {U32.pack(1)}

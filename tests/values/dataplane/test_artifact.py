@@ -1,0 +1,318 @@
+"""Artifacts: found by what they depend on, and never believed when they are damaged."""
+
+import hashlib
+import os
+import stat
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import pytest
+
+from kbpf.dataplane.bpf.hooks import UNITS
+from kbpf.dataplane.bpf.programs import artifact, flatten
+from kbpf.dataplane.bpf.programs.artifact import Artifact, Bytecode, MapShape, Reference
+from kbpf.errors import CompileError
+
+TOOLS, OTHER_TOOLS = "bcc 1 llvm 14", "bcc 1 llvm 19"
+C = {"one.c": '#include "a.h"\n#include "b.h"\nint one;\n', "a.h": '#pragma once\nint a;\n',
+     "b.h": '#include "a.h"\nint b;\n'}  # fmt: skip
+
+
+def made(unit: str = "sock", source: str = "", tools: str = TOOLS) -> Artifact:
+    return Artifact(
+        artifact.FORMAT, unit, source or artifact.source_key(unit), tools,
+        (Bytecode("connect4", b"\xb7" + bytes(15), (Reference(1, "services"),)),),
+        (MapShape("services", 20, 28),),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    folder = tmp_path / "bpf"
+    (folder / "include" / "linux").mkdir(parents=True)
+    (folder / "include" / "linux" / "types.h").write_text("typedef int x;\n")
+    for name, text in C.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+# ---- one text ----------------------------------------------------------------------------------
+
+
+def test_each_header_is_there_once_and_every_line_has_its_place(sources: Path):
+    assert flatten.flatten("one", sources).splitlines() == [
+        '#line 1 "kbpf/bpf/one.c"',
+        '#line 1 "kbpf/bpf/a.h"',
+        "",
+        "int a;",
+        '#line 2 "kbpf/bpf/one.c"',
+        '#line 1 "kbpf/bpf/b.h"',
+        '#line 2 "kbpf/bpf/b.h"',
+        "int b;",
+        '#line 3 "kbpf/bpf/one.c"',
+        "int one;",
+    ]
+
+
+def test_a_header_that_is_missing_is_named(sources: Path):
+    (sources / "b.h").unlink()
+    with pytest.raises(CompileError, match=r"cannot read a BPF source \(.*b\.h\)") as error:
+        flatten.flatten("one", sources)
+    assert "\n" not in str(error.value)
+
+
+# ---- the key -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def keyed(sources: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
+    """The key of the unit "one" in these sources."""
+    real, headers = flatten.flatten, flatten.headers
+    monkeypatch.setattr(flatten, "flatten", lambda unit: real(unit, sources))
+    monkeypatch.setattr(flatten, "headers", lambda: headers(sources))
+    return lambda: artifact.source_key("one")
+
+
+def test_the_same_things_have_the_same_key(keyed: Callable[[], str], sources: Path):
+    before = keyed()
+    (sources / "two.c").write_text("another unit")
+    assert keyed() == before
+
+
+CHANGES: dict[str, Callable[[Path, pytest.MonkeyPatch], object]] = {
+    "the unit": lambda folder, _: (folder / "one.c").write_text(C["one.c"] + "\n"),
+    "a header of a header": lambda folder, _: (folder / "a.h").write_text("int aa;\n"),
+    "a kernel header": lambda folder, _: (folder / "include/linux/types.h").write_text("\n"),
+    "one more kernel header": lambda folder, _: (folder / "include/linux/new.h").write_text(""),
+    "the flags": lambda _, patch: patch.setattr(artifact, "CFLAGS", ("-O3",)),
+    "the format": lambda _, patch: patch.setattr(artifact, "FORMAT", 99),
+    "the machine": lambda _, patch: patch.setattr(artifact.platform, "machine", lambda: "m68k"),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_another_key_for_another(
+    keyed: Callable[[], str], sources: Path, monkeypatch: pytest.MonkeyPatch, what: str
+):
+    before = keyed()
+    CHANGES[what](sources, monkeypatch)
+    assert keyed() != before
+
+
+def test_the_units_of_kbpf_have_keys_of_their_own():
+    assert len({artifact.source_key(unit) for unit in UNITS}) == len(UNITS)
+
+
+# ---- the file ----------------------------------------------------------------------------------
+
+
+def test_what_is_stored_is_found(tmp_path: Path):
+    path = artifact.store(made(), tmp_path / "deep" / "cache")
+    assert artifact.read(path) == made()
+    assert artifact.find("sock", path.parent, TOOLS) == made()
+    assert os.listdir(path.parent) == [path.name], "nothing else is left"
+    assert path.stat().st_mode & 0o777 == 0o644
+
+
+def test_it_is_replaced_at_once(tmp_path: Path):
+    """Who reads meanwhile has the old file or the new one."""
+    path = artifact.store(made(), tmp_path)
+    with path.open("rb") as reader:
+        assert artifact.store(made(), tmp_path) == path
+        assert reader.read() == path.read_bytes()
+        assert os.fstat(reader.fileno()).st_ino != path.stat().st_ino
+
+
+def test_another_compiler_is_another_file(tmp_path: Path):
+    artifact.store(made(), tmp_path)
+    assert artifact.find("sock", tmp_path, OTHER_TOOLS) is None
+    artifact.store(made(tools=OTHER_TOOLS), tmp_path)
+    assert artifact.find("sock", tmp_path, OTHER_TOOLS) == made(tools=OTHER_TOOLS)
+    assert artifact.find("sock", tmp_path, TOOLS) == made()
+
+
+def test_without_a_compiler_any_that_fits_will_do(tmp_path: Path):
+    assert artifact.find("sock", tmp_path, None) is None
+    artifact.store(made(source="0123456789abcdef"), tmp_path)
+    assert artifact.find("sock", tmp_path, None) is None, "of other sources"
+    artifact.store(made(tools=OTHER_TOOLS), tmp_path)
+    assert artifact.find("sock", tmp_path, None) == made(tools=OTHER_TOOLS)
+
+
+def test_a_file_by_the_wrong_name_is_not_believed(tmp_path: Path):
+    """It says itself what it was made from."""
+    stale = artifact.store(made(source="0123456789abcdef"), tmp_path)
+    stale.rename(tmp_path / artifact.file_name("sock", artifact.source_key("sock"), TOOLS))
+    assert artifact.find("sock", tmp_path, TOOLS) is None
+    assert artifact.find("sock", tmp_path, None) is None
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda _: b"",
+    "cut short": lambda raw: raw[:-1],
+    "cut in the checksum": lambda raw: raw[:20],
+    "longer": lambda raw: raw + b"\0",
+    "a bit in the bytecode": lambda raw: raw[:60] + bytes([raw[60] ^ 1]) + raw[61:],
+    "a bit in the checksum": lambda raw: bytes([raw[0] ^ 1]) + raw[1:],
+    "text": lambda _: b"<html>" * 100,
+    "another format": lambda _: signed(msgspec.structs.replace(made(), format=99)),
+    "no artifact": lambda _: signed({"format": artifact.FORMAT}),
+}
+
+
+def signed(thing: object) -> bytes:
+    body = msgspec.msgpack.encode(thing)
+    return hashlib.sha256(body).digest() + body
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_as_good_as_none(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
+):
+    path = artifact.store(made(), tmp_path)
+    path.write_bytes(DAMAGES[damage](path.read_bytes()))
+    assert artifact.read(path) is None
+    assert artifact.find("sock", tmp_path, TOOLS) is None
+    assert artifact.find("sock", tmp_path, None) is None
+    assert [record.getMessage() for record in caplog.records] == [
+        f"compiled programs are not used, they are compiled again: the file is damaged ({path})"
+    ]
+
+
+def full(folder: Path) -> Path:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4k,mode=755", "none", folder], check=True)
+    (folder / "x").write_bytes(bytes(4096))
+    return folder
+
+
+def read_only(folder: Path) -> Path:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "ro,mode=755", "none", folder], check=True)
+    return folder
+
+
+def file(folder: Path) -> Path:
+    (folder / "file").write_text("")
+    return folder / "file"
+
+
+UNKEPT = {
+    "a full disk": (full, "No space left on device"),
+    "a read-only disk": (read_only, "Read-only file system"),
+    "a file": (file, "File exists"),
+    "below a file": (lambda folder: file(folder) / "cache", "Not a directory"),
+}
+
+
+@pytest.mark.parametrize("case", UNKEPT)
+def test_what_cannot_be_kept_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, case: str
+):
+    make, reason = UNKEPT[case]
+    folder = make(tmp_path)
+    artifact._warned.clear()
+    try:
+        for _ in range(2):
+            artifact.keep(made(), folder)
+            assert artifact.find("sock", folder, TOOLS) is None
+    finally:
+        subprocess.run(["umount", tmp_path], check=False, stderr=subprocess.DEVNULL)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"compiled programs cannot be kept, they are compiled at each start: {reason} ({folder}); "
+        "make room or the folder writable, or name another --cache-dir"
+    ]
+
+
+def test_no_file_and_no_folder_are_no_error(tmp_path: Path):
+    assert artifact.read(tmp_path / "none") is None
+    assert artifact.read(tmp_path) is None
+    assert artifact.find("sock", tmp_path / "none", TOOLS) is None
+    assert artifact.find("sock", tmp_path / "none", None) is None
+
+
+def test_a_store_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Or a full disk would get fuller at every start."""
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="No space"):
+        artifact.store(made(), tmp_path)
+    assert os.listdir(tmp_path) == []
+
+
+# ---- other users -------------------------------------------------------------------------------
+
+NOBODY = 65534
+
+
+class Planted(NamedTuple):
+    """How another user had a hand in the cache, and what the log says of it."""
+
+    name: str
+    spoil: Callable[[Path], object]
+    said: str
+
+
+def exchanged(path: Path, make: Callable[[Path], object]) -> None:
+    path.unlink()
+    make(path)
+
+
+PLANTED = [
+    Planted("the folder is another's", lambda f: os.chown(f.parent, NOBODY, NOBODY),
+            "uid 65534 owns it"),
+    Planted("the group may write to the folder", lambda f: f.parent.chmod(0o775), "mode 0775"),
+    Planted("all may write to the folder", lambda f: f.parent.chmod(0o1777), "mode 1777"),
+    Planted("the file is another's", lambda f: os.chown(f, NOBODY, NOBODY), "uid 65534 owns it"),
+    Planted("the group may write to the file", lambda f: f.chmod(0o664), "mode 0664"),
+    Planted("all may write to the file", lambda f: f.chmod(0o646), "mode 0646"),
+    Planted("a symbolic link", lambda f: (f.rename(f.parent / "x"), f.symlink_to("x")),
+            "Too many levels of symbolic links"),
+    Planted("a FIFO", lambda f: exchanged(f, os.mkfifo), "it is not a regular file"),
+    Planted("a folder", lambda f: exchanged(f, Path.mkdir), "it is not a regular file"),
+    Planted("a device", lambda f: exchanged(f, lambda p: os.mknod(p, 0o600 | stat.S_IFCHR, 0x105)),
+            "it is not a regular file"),
+    Planted("too large", lambda f: os.truncate(f, artifact.FILE_BYTES + 1),
+            "it is larger than 16 MiB"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PLANTED, ids=lambda case: case.name)
+def test_what_another_user_can_have_written_is_not_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, case: Planted
+):
+    path = artifact.store(made(), tmp_path / "cache")
+    artifact._warned.clear()
+    case.spoil(path)
+    for _ in range(2):
+        assert artifact.find("sock", path.parent, TOOLS) is None
+        assert artifact.find("sock", path.parent, None) is None
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert case.said in record.getMessage()
+    assert record.getMessage().endswith(artifact.HINT)
+
+
+@pytest.mark.parametrize("case", PLANTED[:3], ids=lambda case: case.name)
+def test_nothing_is_stored_where_others_may_write(tmp_path: Path, case: Planted):
+    """A file that is written there can be exchanged for a link at any moment."""
+    path = artifact.store(made(), tmp_path / "cache")
+    path.unlink()
+    case.spoil(path)
+    with pytest.raises(CompileError, match="not kept: "):
+        artifact.store(made(), path.parent)
+    assert os.listdir(path.parent) == []
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o002, 0o077, 0])
+def test_what_is_stored_can_be_read_again_with_any_umask(tmp_path: Path, umask: int):
+    before = os.umask(umask)
+    try:
+        path = artifact.store(made(), tmp_path / "cache")
+    finally:
+        os.umask(before)
+    assert artifact.read(path) == made()

@@ -1,0 +1,119 @@
+"""Where our rule belongs in a chain of others, and ports as the kernel writes them."""
+
+from typing import NamedTuple
+
+import pytest
+
+from kbpf.kernel.netfilter.forward_rules import HANDOVER, Chain, Rule, comment_of, refuses_all
+from kbpf.kernel.system import sysctl
+
+MARK = 0x4000
+COUNTER = {"counter": {"packets": 7, "bytes": 9}}
+COMMENT = {"xt": {"type": "match", "name": "comment"}}
+REJECT = {"xt": {"type": "target", "name": "REJECT"}}
+TO_A_POD = {
+    "match": {
+        "op": "==",
+        "left": {"payload": {"protocol": "ip", "field": "daddr"}},
+        "right": "10.244.1.2",
+    }
+}
+
+
+class Row(NamedTuple):
+    """A rule as libnftables lists it, and whether it refuses all."""
+
+    name: str
+    expressions: list[dict[str, object]]
+    refuses: bool
+
+
+EXPRESSIONS = [
+    Row("iptables -j REJECT", [COUNTER, REJECT], True),
+    Row("iptables -m comment -j REJECT", [COMMENT, COUNTER, REJECT], True),
+    Row("drop", [{"drop": None}], True),
+    Row("counter drop", [COUNTER, {"drop": None}], True),
+    Row("log, then drop", [{"log": {"prefix": "no: "}}, {"drop": None}], True),
+    Row("reject with a reason", [{"reject": {"type": "icmp", "expr": "host-prohibited"}}], True),
+    Row("reject to one pod", [TO_A_POD, COUNTER, REJECT], False),
+    Row("drop to one pod", [TO_A_POD, {"drop": None}], False),
+    Row("what iptables matches by a module", [{"xt": {"type": "match", "name": "conntrack"}},
+                                              COUNTER, {"drop": None}], False),
+    Row("accept", [COUNTER, {"accept": None}], False),
+    Row("a jump", [COUNTER, {"jump": {"target": "cali-FORWARD"}}], False),
+    Row("another target", [{"xt": {"type": "target", "name": "MARK"}}], False),
+    Row("a counter alone", [COUNTER], False),
+    Row("nothing", [], False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", EXPRESSIONS, ids=lambda row: row.name)
+def test_what_refuses_everything(row: Row):
+    assert refuses_all(row.expressions) == row.refuses
+
+
+class Place(NamedTuple):
+    """A chain: "." some rule of others, "!" one that refuses all, "o" ours, "m" ours for another
+    mark, "h" ours for what a kube-proxy has begun. Whether it is closed, where ours belongs, and
+    whether it is so; and whether "h" is there, too.
+    """
+
+    rules: str
+    drops: bool
+    closed: bool
+    place: int
+    holds: bool
+    hands_over: bool = False
+
+
+PLACES = [
+    Place("", False, False, 0, False),
+    Place("", True, True, 0, False),
+    Place("o", True, True, 0, True),
+    Place("...", True, True, 3, False),
+    Place("...o", True, True, 3, True),
+    Place("o...", True, True, 3, False),  # somebody has written rules behind ours
+    Place("..o.", True, True, 3, False),
+    Place("...m", True, True, 3, False),
+    Place("...oo", True, True, 3, False),
+    Place("...mo", True, True, 3, False),
+    Place("..!", False, True, 2, False),
+    Place("..o!", False, True, 2, True),
+    Place("..!o", False, True, 2, False),
+    Place("..o!..", True, True, 2, True),
+    Place("o..", False, False, 2, False),
+    Place("...h", True, True, 3, False, True),
+    Place("...ho", True, True, 3, True, True),
+    Place("...oh", True, True, 3, True, True),
+    Place("..oh!", False, True, 2, True, True),
+    Place("..h!o", False, True, 2, False, True),
+    Place("..h.o", True, True, 3, True, False),
+    Place("..hh", True, True, 2, False, False),
+]
+
+
+@pytest.mark.parametrize("row", PLACES, ids=lambda row: f"{row.rules!r} drops={row.drops}")
+def test_the_place_of_our_rule(row: Place):
+    comments = {"o": comment_of(MARK), "m": comment_of(1), "h": HANDOVER}
+    rules = tuple(Rule(i, comments.get(kind, "kbpf's friend"), kind == "!")
+                  for i, kind in enumerate(row.rules))  # fmt: skip
+    chain = Chain("ip", "filter", "FORWARD", row.drops, rules)
+    found = chain.is_closed, chain.place, chain.holds(MARK), chain.hands_over
+    assert found == (row.closed, row.place, row.holds, row.hands_over)
+    for kinds, ours in (("om", chain.ours), ("h", chain.handovers)):
+        assert [r.handle for r in ours] == [i for i, k in enumerate(row.rules) if k in kinds]
+
+
+@pytest.mark.parametrize(
+    ("text", "ports", "written"),
+    [
+        ("", set(), ""),
+        ("80", {80}, "80"),
+        ("80,81,82", {80, 81, 82}, "80-82"),
+        ("8080,148,321-323", {148, 321, 322, 323, 8080}, "148,321-323,8080"),
+        ("61000-61002,61003-61004", {61000, 61001, 61002, 61003, 61004}, "61000-61004"),
+    ],
+)
+def test_ports_as_the_kernel_writes_them(text: str, ports: set[int], written: str):
+    assert sysctl.parse_ports(text) == ports
+    assert sysctl.format_ports(ports) == written

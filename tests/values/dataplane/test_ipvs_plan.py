@@ -1,0 +1,789 @@
+"""What a Service port needs of IPVS and nftables: each of kube-proxy's rules that IPVS can
+express, and what changes with a change.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from kbpf.dataplane.ipvs import ruleset
+from kbpf.dataplane.ipvs.cleanup import style_of
+from kbpf.dataplane.ipvs.diff import Changes, Ledger
+from kbpf.dataplane.ipvs.fwmarks import Marks
+from kbpf.dataplane.ipvs.nodeport_conflicts import Overlaps
+from kbpf.dataplane.ipvs.plan import (
+    NODE,
+    NOTHING,
+    Element,
+    End,
+    Ground,
+    Pool,
+    Programmed,
+    SetName,
+    Virtual,
+    marked,
+    note,
+    noted,
+    program,
+    program_node,
+    unmarked,
+    wants_mark,
+)
+from kbpf.model.address import ANY4, ANY6, Addr, format_addr, format_endpoint, parse_addr
+from kbpf.model.config import Config
+from kbpf.model.desired import DesiredState, FrontendKind, ServicePortKey, ServiceState
+from kbpf.model.objects import Algorithm, Cidr, Protocol
+from kbpf.source.decode.fields import parse_cidr
+from tests.support.plane import desired, service
+
+UDP = Protocol.UDP
+A, B = "10.0.0.1:8080", "10.0.0.2:8080"
+BOTH = f"{A} {B}"
+NODE_IP, NODE_IP6 = "198.18.0.1", "fd00::1"
+CLUSTER, PORT, VIP, EXTERNAL = "10.96.0.1:80", "NodePort=0.0.0.0:30080", \
+    "LoadBalancer=192.0.2.1:80", "ExternalIP=192.0.2.2:80"  # fmt: skip
+ALL = f"{CLUSTER} {PORT} {VIP} {EXTERNAL}"
+MARK = 0x6B620001
+
+
+def ground(**more: Any) -> Ground:
+    addresses = tuple(map(parse_addr, (NODE_IP, NODE_IP6)))
+    return Ground(addresses, **{"own_addresses": frozenset(addresses), **more})
+
+
+def shown(parts: tuple[Any, ...]) -> str:
+    words = []
+    for part in parts:
+        if isinstance(part, Cidr):
+            mapped = format_addr(part.address).count(".") == 3
+            words.append(f"{format_addr(part.address)}/{part.bits - 96 * mapped}")
+        elif isinstance(part, bytes):
+            words.append(format_addr(part))
+        else:
+            words.append(part.name if isinstance(part, Protocol) else str(part))
+    return " ".join(words)
+
+
+def sets(programmed: Programmed, *names: SetName) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for name, parts in programmed.elements:
+        if name in names:
+            found.setdefault(str(name), set()).add(shown(parts))
+    return found
+
+
+def pools(programmed: Programmed) -> dict[str, str]:
+    """Virtual service → scheduler, persistence, servers."""
+    found = {}
+    for virtual, pool in programmed.pools.items():
+        at = format_endpoint(virtual.address, virtual.port)
+        name = f"mark {virtual.mark:#x}" if virtual.mark else f"{at}/{virtual.protocol.name}"
+        servers = [f"{format_endpoint(*end)}*{weight}" for end, weight in pool.servers]
+        found[name] = " ".join([f"{pool.scheduler},{pool.persistence}", *servers])
+    return found
+
+
+# ---- what a new connection gets ----------------------------------------------------------------
+
+
+class Answer(NamedTuple):
+    """A Service port, and for each of its frontends the servers of outsiders ("a b"), or refused
+    or dropped; `here`: whom the node and its pods get at external ones, "" for the same, by a mark
+    that leads nobody yet if there is one.
+    """
+
+    name: str
+    state: dict[str, Any]
+    cluster_ip: str
+    external: str
+    here: str = ""
+
+
+AB, JUST_A = "10.0.0.1 10.0.0.2", "10.0.0.1"
+ANSWERS = [
+    Answer("endpoints", {"to": BOTH}, AB, AB),
+    Answer("no endpoint anywhere", {}, "refused", "refused"),
+    Answer("internal Local, some here", {"to": BOTH, "local": A, "internal_local": True},
+           JUST_A, AB),
+    Answer("internal Local, only elsewhere", {"to": BOTH, "internal_local": True}, "dropped", AB),
+    Answer("internal Local, none anywhere", {"internal_local": True}, "refused", "refused"),
+    Answer("external Local, some here", {"to": BOTH, "local": A, "external_local": True},
+           AB, JUST_A, AB),
+    Answer("external Local, only elsewhere", {"to": BOTH, "external_local": True},
+           AB, "dropped", AB),
+    Answer("external Local, none anywhere", {"external_local": True}, "refused", "refused"),
+    Answer("both Local, some here",
+           {"to": BOTH, "local": A, "external_local": True, "internal_local": True},
+           JUST_A, JUST_A, AB),
+    Answer("both Local, only elsewhere",
+           {"to": BOTH, "external_local": True, "internal_local": True}, "dropped", "dropped", AB),
+]  # fmt: skip
+
+
+def made(row: Answer, frontends: str = ALL) -> tuple[ServiceState, Programmed]:
+    state = service("web", frontends, **row.state)
+    return state, program(state, ground(), MARK if wants_mark(state) else 0)
+
+
+def answer(programmed: Programmed, at: str) -> str:
+    """What an outsider's connection gets."""
+    found = sets(programmed, SetName.SERVED, SetName.REFUSED, SetName.DROPPED)
+    (name,) = [name for name, ats in found.items() if at in ats]
+    address, protocol, port = at.split()
+    pool = programmed.pools[Virtual(Protocol[protocol], parse_addr(address), int(port))]
+    servers = " ".join(format_addr(end.address) for end, _ in pool.servers)
+    assert bool(servers) == (name == "served")
+    return servers or name
+
+
+@pytest.mark.parametrize("row", ANSWERS, ids=lambda row: row.name)
+def test_who_gets_what(row: Answer):
+    _, programmed = made(row)
+    assert answer(programmed, "10.96.0.1 TCP 80") == row.cluster_ip
+    externals = ("198.18.0.1 TCP 30080", "192.0.2.1 TCP 80", "192.0.2.2 TCP 80")
+    assert [answer(programmed, at) for at in externals] == [row.external] * 3
+    short = sets(programmed, SetName.SHORT_CIRCUITS).get("short_circuits", set())
+    assert short == ({f"{at} {MARK}" for at in externals} if row.here else set())
+    marked = {name: to for name, to in pools(programmed).items() if "mark" in name}
+    wanted = "rr,0 10.0.0.1:8080*1 10.0.0.2:8080*1" if row.here else "rr,0"
+    local = row.state.get("external_local", False)
+    assert marked == ({f"mark {MARK:#x}": wanted} if local else {})
+    noted = sets(programmed, SetName.MARKS).get("marks", set())
+    ats = ("0.0.0.0 TCP 30080", *externals[1:])
+    assert noted == ({f"{at} {MARK}" for at in ats} if local else set())
+
+
+def test_a_cluster_ip_alone_has_no_short_circuit():
+    state = service("web", CLUSTER, BOTH, external_local=True)
+    assert not wants_mark(state)
+
+
+def test_a_short_circuit_that_is_not_wanted_any_more_leads_nobody():
+    """It goes on for its connections, with the endpoints that there are."""
+    before = program(service("web", ALL, A, external_local=True), ground(), MARK)
+    after = program(service("web", ALL, BOTH), ground(), MARK)
+    kinds = SetName.MARKS, SetName.OWN_MARKS
+    assert sets(after, *kinds) == sets(before, *kinds) != {}
+    assert sets(after, SetName.SHORT_CIRCUITS) == {}
+    assert pools(after)[f"mark {MARK:#x}"] == f"rr,0 {A}*1 {B}*1"
+
+
+def test_node_ports_are_of_their_family():
+    v6 = service("web", "[fd00:96::1]:80 NodePort=[::]:30080", "[fd00::9]:80")
+    assert set(pools(program(v6, ground()))) == {"[fd00:96::1]:80/TCP", f"[{NODE_IP6}]:30080/TCP"}
+    assert set(pools(program(service("web", PORT, A), ground()))) == {f"{NODE_IP}:30080/TCP"}
+    assert pools(program(service("web", PORT, A), Ground())) == {}
+
+
+def test_the_dummy_device_has_all_but_the_nodes_own():
+    state = service("web", f"{ALL} ExternalIP={NODE_IP}:80", A)
+    ips = sets(program(state, ground()), SetName.VIRTUAL_IPS)["virtual_ips"]
+    assert ips == {"10.96.0.1", "192.0.2.1", "192.0.2.2"}
+    assert f"{NODE_IP}:80/TCP" in pools(program(state, ground()))
+
+
+# ---- source ranges -----------------------------------------------------------------------------
+
+
+class Ranges(NamedTuple):
+    name: str
+    ranges: str
+    let_in: set[str]
+
+
+RANGES = [
+    Ranges("one", "203.0.113.0/24", {"203.0.113.0/24"}),
+    Ranges("one in another", "10.0.0.0/8 10.1.0.0/16", {"10.0.0.0/8"}),
+    Ranges("the node in it: the address itself too", "198.18.0.0/24",
+           {"198.18.0.0/24", "192.0.2.1/32"}),
+    Ranges("all", "0.0.0.0/0", {"0.0.0.0/0"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", RANGES, ids=lambda row: row.name)
+def test_source_ranges_are_of_load_balancers_alone(row: Ranges):
+    programmed = program(service("web", ALL, A, ranges=row.ranges), ground())
+    found = sets(programmed, SetName.RESTRICTED, SetName.SOURCES)
+    assert found["restricted"] == {"192.0.2.1 TCP 80"}
+    assert found["sources"] == {f"{one} 192.0.2.1 TCP 80" for one in row.let_in}
+
+
+def test_node_ports_with_ranges_let_in_these_and_the_node():
+    state = service("web", ALL, A)
+    guarded = replace(
+        state,
+        frontends=tuple(
+            replace(each, restricted=each.kind is FrontendKind.NODE_PORT)
+            for each in state.frontends
+        ),
+        node_port_ranges=(parse_cidr("203.0.113.0/24", ""),),
+    )
+    found = sets(program(guarded, ground()), SetName.RESTRICTED, SetName.SOURCES)
+    (at,) = found["restricted"]
+    address, protocol, port = at.split()
+    assert (protocol, port) == ("TCP", "30080")
+    let_in = {one.split(" ", 1)[0] for one in found["sources"]}
+    assert {"203.0.113.0/24", f"{address}/32"} <= let_in
+    assert "0.0.0.0/0" not in let_in
+
+
+# ---- masquerading ------------------------------------------------------------------------------
+
+
+class Masquerade(NamedTuple):
+    """`always` and `outside`: frontends that are masqueraded for all, and for who is no pod."""
+
+    name: str
+    state: dict[str, Any]
+    ground: dict[str, Any]
+    always: str = ""
+    outside: str = ""
+
+
+CLUSTER_IP = "10.96.0.1"
+EXTERNALS = "192.0.2.1 192.0.2.2 198.18.0.1"
+MASQUERADES = [
+    Masquerade("nobody is told from others", {}, {}, EXTERNALS),
+    Masquerade("pods of this node are known", {}, {"detects_local": True}, EXTERNALS, CLUSTER_IP),
+    Masquerade("masqueradeAll", {}, {"masquerade_all": True}, f"{CLUSTER_IP} {EXTERNALS}"),
+    Masquerade("masqueradeAll, pods known", {}, {"masquerade_all": True, "detects_local": True},
+               f"{CLUSTER_IP} {EXTERNALS}"),
+    Masquerade("external Local", {"external_local": True, "local": A}, {}),
+    Masquerade("external Local, pods known", {"external_local": True, "local": A},
+               {"detects_local": True}, "", CLUSTER_IP),
+    Masquerade("internal Local", {"internal_local": True, "local": A}, {}, EXTERNALS),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", MASQUERADES, ids=lambda row: row.name)
+def test_who_is_masqueraded(row: Masquerade):
+    programmed = program(service("web", ALL, BOTH, **row.state), ground(**row.ground))
+    found = sets(programmed, SetName.MASQUERADED, SetName.MASQUERADED_OUTSIDE)
+    names = {name: {at.split()[0] for at in ats} for name, ats in found.items()}
+    assert names.get("masqueraded", set()) == set(row.always.split())
+    assert names.get("masqueraded_outside", set()) == set(row.outside.split())
+
+
+def test_only_who_is_on_this_node_can_be_led_to_itself():
+    """One element for each address, whatever ports it serves: others do not dial from here."""
+    state = service("web", ALL, BOTH, external_local=True, on_node=(parse_addr("10.0.0.2"),))
+    found = sets(program(state, ground(), MARK), SetName.HAIRPINS)["hairpin_ips"]
+    assert found == {"10.0.0.2 10.0.0.2"}
+
+
+# ---- how they are spread -----------------------------------------------------------------------
+
+
+class Spread(NamedTuple):
+    name: str
+    state: dict[str, Any]
+    scheduler: str
+    pool: str
+    marked: str
+
+
+SPREADS = [
+    Spread("plain", {}, "rr", "rr,0", "rr,0"),
+    Spread("least connections", {}, "lc", "lc,0", "lc,0"),
+    Spread("weights", {"cluster_weights": (3, 1)}, "rr", "wrr,0", "wrr,0"),
+    Spread("weights and lc", {"cluster_weights": (3, 1)}, "lc", "wlc,0", "wlc,0"),
+    Spread("weights and sh", {"cluster_weights": (3, 1)}, "sh", "sh,0", "sh,0"),
+    Spread("Maglev", {"algorithm": Algorithm.MAGLEV}, "rr", "mh,0", "mh,0"),
+    Spread("affinity", {"affinity_timeout": 10800}, "rr", "rr,10800", "sh,0"),
+]
+
+
+@pytest.mark.parametrize("row", SPREADS, ids=lambda row: row.name)
+def test_spread(row: Spread):
+    state = service("web", f"{CLUSTER} {VIP}", BOTH, external_local=True, **row.state)
+    found = pools(program(state, ground(scheduler=row.scheduler), MARK))
+    weights = row.state.get("cluster_weights", (1, 1))
+    servers = " ".join(f"{at}*{w}" for at, w in zip(BOTH.split(), weights, strict=True))
+    assert found["10.96.0.1:80/TCP"] == f"{row.pool} {servers}"
+    assert found[f"mark {MARK:#x}"] == f"{row.marked} {servers}"
+
+
+@pytest.mark.parametrize(("more", "by_port"), [({}, True), ({"affinity_timeout": 9}, False)])
+def test_the_port_is_hashed_unless_clients_are_to_stay(more: dict[str, Any], by_port: bool):
+    state = service("web", CLUSTER, BOTH, algorithm=Algorithm.MAGLEV, **more)
+    (pool,) = program(state, ground()).pools.values()
+    assert pool.by_port == by_port
+
+
+# ---- changes -----------------------------------------------------------------------------------
+
+
+def plan(ledger: Ledger, *states: ServiceState, gone: tuple[ServicePortKey, ...] = ()) -> Changes:
+    after = {s.key: program(s, ground(), MARK if wants_mark(s) else 0) for s in states}
+    return ledger.change({**after, **dict.fromkeys(gone, NOTHING)})
+
+
+class Planner:
+    """A ledger whose NodePorts give way, as the plane has it."""
+
+    def __init__(self) -> None:
+        self.ledger, self.overlaps = Ledger(), Overlaps()
+        self.states: dict[ServicePortKey, ServiceState] = {}
+
+    def change(self, states: Mapping[ServicePortKey, ServiceState | None]) -> Changes:
+        """These Service ports are so now; None: gone."""
+        keys = set(states)
+        for key, state in states.items():
+            self.states.pop(key, None)
+            if state is not None:
+                self.states[key] = state
+            keys |= self.overlaps.put(key, state)
+        return self.ledger.change({key: self._program(self.states.get(key)) for key in keys})
+
+    def _program(self, state: ServiceState | None) -> Programmed:
+        if state is None:
+            return NOTHING
+        mark = MARK + sum(state.key.name.encode()) if wants_mark(state) else 0
+        return program(state, ground(), mark, self.overlaps.exact)
+
+
+def names(elements: set[Element]) -> set[str]:
+    return {name for name, _ in elements}
+
+
+def test_every_virtual_service_is_noted_first_and_forgotten_last():
+    ledger, state = Ledger(), service("web", ALL, BOTH, external_local=True)
+    steps = plan(ledger, state).steps()
+    assert {noted(e) for e in steps.first} - {None} == set(ledger.pools)
+    assert names(steps.late) == {"served", "short_circuits"}
+    assert not steps.early | steps.gone | steps.notes
+    steps = plan(ledger, gone=(state.key,)).steps()
+    assert names(steps.notes) == {"own", "own_marks"}
+    assert {"served", "short_circuits", "virtual_ips"} <= names(steps.gone)
+    assert not steps.early | steps.first | steps.late
+    assert (dict(ledger.pools), ledger.elements, ledger.by_key) == ({}, frozenset(), {})
+
+
+def served(at: str) -> Element:
+    host, _, port = at.rpartition(":")
+    return SetName.SERVED, (parse_addr(host), Protocol.TCP, int(port))
+
+
+def test_what_the_kernel_does_not_make_leads_nobody():
+    """A virtual service that it refuses is not known, nor is a connection let pass to it; it comes
+    with the next change of its Service port.
+    """
+    ledger, state = Ledger(), service("web", ALL, BOTH, external_local=True, local=A)
+    changes = plan(ledger, state)
+    refused = Virtual(Protocol.TCP, parse_addr("192.0.2.1"), 80)
+    short = next(virtual for virtual in ledger.pools if virtual.mark)
+    assert {served("192.0.2.1:80"), served("10.96.0.1:80")} <= changes.new_elements
+    owners = ledger.correct({refused: None, short: None}, changes)
+    assert owners == {refused: state.key, short: state.key}
+    assert {refused, short}.isdisjoint(ledger.pools)
+    assert changes.old_elements == set(), "they have never been there"
+    assert served("192.0.2.1:80") not in changes.new_elements | ledger.elements
+    assert served("10.96.0.1:80") in changes.new_elements & ledger.elements
+    assert names(changes.steps().late) == {"served"}
+    assert not {e for e in ledger.elements if e[0] is SetName.SHORT_CIRCUITS}
+    again = plan(ledger, state)
+    assert again.new_pools.keys() == {refused, short}
+    assert names(again.new_elements) == {"served", "short_circuits"}
+    assert not again.changed_pools
+
+
+def test_what_the_kernel_lost_leads_nobody_any_more():
+    """It had served: its elements go with this change, but for those that came with it."""
+    ledger = Ledger()
+    plan(ledger, service("web", f"{CLUSTER} {VIP}", A))
+    changes = plan(ledger, service("web", f"{CLUSTER} {VIP}", BOTH))
+    lost = Virtual(Protocol.TCP, parse_addr("10.96.0.1"), 80)
+    ledger.correct({lost: None}, changes)
+    assert changes.old_elements == {served("10.96.0.1:80")}
+    assert served("192.0.2.1:80") in ledger.elements
+    assert ledger.pools.keys() == {Virtual(Protocol.TCP, parse_addr("192.0.2.1"), 80)}
+
+
+def test_what_the_kernel_holds_instead_is_what_is_known():
+    ledger, wanted = Ledger(), service("web", CLUSTER, BOTH)
+    plan(ledger, service("web", CLUSTER, A))
+    ((virtual, old),) = ledger.pools.items()
+    changes = plan(ledger, wanted)
+    assert ledger.correct({virtual: old}, changes) == {virtual: wanted.key}
+    assert ledger.pools == {virtual: old}
+    assert changes.old_elements == set()
+    assert plan(ledger, wanted).changed_pools[virtual][0] == old
+
+
+def test_what_was_let_in_already_is_shut_out_again_if_nothing_serves_there():
+    """As where a kube-proxy had the virtual service before."""
+    ledger, state = Ledger(), service("web", CLUSTER, A)
+    plan(ledger, state)
+    (virtual,) = ledger.pools
+    changes = ledger.difference(frozenset(), frozenset(), dict(ledger.pools), True)
+    assert changes.met == {served("10.96.0.1:80")}
+    ledger.correct({virtual: None}, changes)
+    assert changes.old_elements == {served("10.96.0.1:80")}
+    assert served("10.96.0.1:80") not in changes.new_elements
+
+
+class Strays(NamedTuple):
+    """Addresses of the dummy device that are spoken of by an element of this set, and whether it
+    goes.
+    """
+
+    name: str
+    by: tuple[Element, ...]
+    stray: bool
+
+
+ADDRESS = parse_addr("10.96.0.9")
+STRAYS = [
+    Strays("nothing speaks of it", (), True),
+    Strays("it is an old virtual address, which goes by its element",
+           ((SetName.VIRTUAL_IPS, (ADDRESS,)),), False),
+    Strays("only what serves there", ((SetName.SERVED, (ADDRESS, Protocol.TCP, 80)),), True),
+    Strays("only what is led to itself", ((SetName.HAIRPINS, (ADDRESS, ADDRESS)),), True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", STRAYS, ids=lambda row: row.name)
+@pytest.mark.parametrize("sound", [True, False])
+def test_which_addresses_are_strays(row: Strays, sound: bool):
+    ledger = Ledger()
+    plan(ledger, service("web", CLUSTER, A))
+    here = addresses(ledger) | {ADDRESS}
+    changes = ledger.difference(ledger.elements | {*row.by}, here, dict(ledger.pools), sound)
+    assert changes.strays == ({ADDRESS} if row.stray and sound else set())
+    assert changes.old_elements == ({*row.by} if sound else set())
+    assert not changes.new_elements
+
+
+def test_a_mark_that_cannot_be_had_takes_nothing_else_along():
+    state = service("web", ALL, BOTH, external_local=True, local=A)
+    whole = program(state, ground(), MARK)
+    virtual = marked(4, MARK)
+    less = unmarked(whole, virtual)
+    assert whole.pools.keys() - less.pools.keys() == {virtual}
+    assert names(whole.elements - less.elements) == {"own_marks", "marks"}
+    assert less.elements < whole.elements
+    assert {e[0] for e in less.elements}.isdisjoint({SetName.MARKS, SetName.OWN_MARKS})
+    assert unmarked(less, virtual) == less
+
+
+def test_a_note_reads_as_what_it_was_written_for():
+    for virtual in program(service("web", ALL, BOTH, external_local=True), ground(), MARK).pools:
+        assert noted(note(virtual)) == virtual
+
+
+def test_who_loses_the_last_endpoint_is_refused_before_it_is_no_more_served():
+    ledger = Ledger()
+    plan(ledger, service("web", CLUSTER, A))
+    changes = plan(ledger, service("web", CLUSTER))
+    steps = changes.steps()
+    assert (names(steps.first), names(steps.gone)) == ({"refused"}, {"served", "hairpin_ips"})
+    assert len(changes.changed_pools) == 1
+    assert not changes.old_pools
+
+
+def test_overlapping_ranges_are_replaced_in_one_step():
+    ledger = Ledger()
+    plan(ledger, service("web", VIP, A, ranges="10.0.0.0/8"))
+    steps = plan(ledger, service("web", VIP, A, ranges="10.1.0.0/16")).steps()
+    assert [names(step) for step in steps] == [{"sources"}, {"sources"}, set(), set(), set()]
+
+
+class Rooms(NamedTuple):
+    """An element that comes and one that goes; whether the old one has to go first, since there is
+    one place for both.
+    """
+
+    name: str
+    new: Element
+    old: Element
+    first: bool
+
+
+TEN, ELEVEN = parse_addr("10.96.0.10"), parse_addr("10.96.0.11")
+NETS = tuple(parse_cidr(text, "") for text in ("10.0.0.0/8", "10.1.0.0/16"))
+ROOMS = [
+    Rooms("another mark of the same frontend",
+        (SetName.SHORT_CIRCUITS, (TEN, Protocol.TCP, 80, 1)),
+        (SetName.SHORT_CIRCUITS, (TEN, Protocol.TCP, 80, 2)), True),
+    Rooms("the mark of another port", (SetName.SHORT_CIRCUITS, (TEN, Protocol.TCP, 80, 1)),
+        (SetName.SHORT_CIRCUITS, (TEN, Protocol.TCP, 81, 1)), False),
+    Rooms("another network of the same frontend",
+        (SetName.SOURCES, (NETS[0], TEN, Protocol.TCP, 80)),
+        (SetName.SOURCES, (NETS[1], TEN, Protocol.TCP, 80)), True),
+    Rooms("a network of another address", (SetName.SOURCES, (NETS[0], TEN, Protocol.TCP, 80)),
+        (SetName.SOURCES, (NETS[1], ELEVEN, Protocol.TCP, 80)), False),
+    Rooms("another network of pods", (SetName.LOCAL_NETWORKS, (NETS[0],)),
+        (SetName.LOCAL_NETWORKS, (NETS[1],)), True),
+    Rooms("what has room beside it", (SetName.REFUSED, (TEN, Protocol.TCP, 80)),
+        (SetName.DROPPED, (TEN, Protocol.TCP, 80)), False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", ROOMS, ids=lambda row: row.name)
+def test_what_goes_before_another_comes(row: Rooms):
+    steps = Changes({row.new}, old_elements={row.old}, met={row.new}).steps()
+    assert (steps.first, steps.late) == ({row.new}, set())
+    assert (row.old in steps.early, row.old in steps.gone) == (row.first, not row.first)
+
+
+def test_the_virtual_service_of_a_mark_has_the_address_of_its_family():
+    assert marked(4, MARK) == Virtual(Protocol.TCP, ANY4, 0, MARK)
+    assert marked(6, MARK) == Virtual(Protocol.TCP, ANY6, 0, MARK)
+
+
+def test_what_two_want_stays_until_both_are_gone():
+    ledger = Ledger()
+    one = service("one", "10.96.0.1:80", A)
+    two = service("two", "10.96.0.1:81", A)
+    plan(ledger, one, two)
+    first = plan(ledger, gone=(one.key,))
+    assert not names(first.old_elements) & {"virtual_ips", "hairpin_ips"}
+    second = plan(ledger, gone=(two.key,))
+    assert names(second.old_elements) >= {"virtual_ips", "hairpin_ips"}
+
+
+def test_a_frontend_that_moves_is_changed_not_made():
+    ledger = Ledger()
+    old, new = service("old", CLUSTER, A), service("new", CLUSTER, B)
+    plan(ledger, old)
+    changes = plan(ledger, new, gone=(old.key,))
+    assert (len(changes.changed_pools), changes.new_pools, changes.old_pools) == (1, {}, {})
+    assert (SetName.SERVED, (parse_addr("10.96.0.1"), Protocol.TCP, 80)) in ledger.elements
+
+
+class Cut(NamedTuple):
+    """Backends before and after, and which of them is cut."""
+
+    name: str
+    protocol: Protocol
+    before: str
+    after: str
+    serving: str
+    cut: set[str]
+
+
+CUTS = [
+    Cut("UDP stops serving", UDP, BOTH, A, A, {"10.0.0.2"}),
+    Cut("UDP leaves the set, serves on", UDP, BOTH, A, BOTH, set()),
+    Cut("UDP, the last stops", UDP, A, "", "", {"10.0.0.1"}),
+    Cut("TCP stops serving", Protocol.TCP, BOTH, A, A, set()),
+    Cut("SCTP stops serving", Protocol.SCTP, BOTH, A, A, set()),
+]
+
+
+@pytest.mark.parametrize("row", CUTS, ids=lambda row: row.name)
+def test_what_is_cut(row: Cut):
+    ledger = Ledger()
+    plan(ledger, service("dns", CLUSTER, row.before, row.protocol))
+    changes = plan(ledger, service("dns", CLUSTER, row.after, row.protocol, serving=row.serving))
+    assert {format_addr(end.address) for _, end in changes.cut} == row.cut
+    again = Ledger()  # after a restart, by what the kernel holds
+    old = {virtual: had for virtual, (had, _) in changes.changed_pools.items()}
+    plan(again, service("dns", CLUSTER, row.after, row.protocol, serving=row.serving))
+    assert again.difference(again.elements, addresses(again), old, True).cut == changes.cut
+
+
+def addresses(ledger: Ledger) -> frozenset[Addr]:
+    """Those that the dummy device should have."""
+    return frozenset(parts[0] for name, parts in ledger.elements if name is SetName.VIRTUAL_IPS)
+
+
+STATES = [
+    service("web", ALL, BOTH),
+    service("web", CLUSTER, A),
+    service("web", ALL, "", ranges="10.0.0.0/8"),
+    service("web", ALL, BOTH, external_local=True, ranges="10.1.0.0/16"),
+    service("dns", "10.96.0.1:53", A, UDP),
+    service("dns", "10.96.0.1:53", BOTH, UDP, affinity_timeout=5),
+    service("other", "10.96.0.2:80 NodePort=0.0.0.0:30099", BOTH, internal_local=True),
+    service("thief", f"10.96.0.3:30080 ExternalIP={NODE_IP}:30080", A, external_local=True),
+    service("thief", f"10.96.0.3:30099 LoadBalancer={NODE_IP}:30099", ranges="10.0.0.0/8"),
+    service("both", f"10.96.0.4:30001 NodePort=0.0.0.0:30001 ExternalIP={NODE_IP}:30001", B),
+]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.lists(st.tuples(st.sampled_from(STATES), st.booleans()), max_size=3)))
+def test_the_way_there_does_not_matter(rounds: list[list[tuple[ServiceState, bool]]]):
+    """A model of the kernel that takes the steps ends with what the last states want; nothing is
+    removed that is not there, and nothing added twice that must not be.
+    """
+    planner, elements, held = Planner(), set[Element](), dict[Virtual, Any]()
+    ledger = planner.ledger
+    last: dict[ServicePortKey, ServiceState] = {}
+    for one in rounds:
+        batch = {state.key: (state, there) for state, there in one}
+        for key, (state, there) in batch.items():
+            last[key] = state
+            if not there:
+                del last[key]
+        changes = planner.change({key: s if there else None for key, (s, there) in batch.items()})
+        steps = changes.steps()
+        for removed, added in ((steps.early, steps.first), (steps.gone, steps.late),
+                               (steps.notes, set())):  # fmt: skip
+            assert removed <= elements
+            assert not added & elements
+            elements = elements - removed | added
+        for virtual in changes.old_pools:
+            del held[virtual]
+        assert not held.keys() & changes.new_pools.keys()
+        held |= changes.new_pools
+        held |= {v: new for v, (_, new) in changes.changed_pools.items()}
+    again = Planner()
+    again.change(last)
+    whole = again.ledger
+    assert elements == whole.elements == ledger.elements
+    assert held == whole.pools == ledger.pools
+    assert not ledger.difference(frozenset(elements), addresses(whole), held, True)
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["there", "not there"])
+def test_what_serves_already_is_let_in_with_its_address(there: bool):
+    """A kube-proxy's virtual services, or ours after the table was flushed: from the moment that
+    their address is known as virtual, whatever is not let in is refused.
+    """
+    ledger = Ledger()
+    plan(ledger, service("web", CLUSTER, BOTH))
+    pools = dict(ledger.pools) if there else {}
+    steps = ledger.difference(frozenset(), frozenset(), pools, sound=True).steps()
+    assert "virtual_ips" in names(steps.first)
+    assert ("served" in names(steps.first), "served" in names(steps.late)) == (there, not there)
+
+
+def test_unsound_takes_nothing_away():
+    ledger, known = Ledger(), Ledger()
+    plan(known, service("web", CLUSTER, A), service("lost", "10.96.0.9:80", A))
+    plan(ledger, service("web", CLUSTER, ""))
+    held = known.elements, addresses(known), known.pools
+    changes = ledger.difference(*held, sound=False)
+    assert {shown(parts) for _, parts in changes.old_elements} == {"10.96.0.1 TCP 80"}
+    assert names(changes.old_elements) == {"served"}
+    assert not changes.old_pools
+    assert len(ledger.difference(*held, sound=True).old_pools) == 1
+
+
+# ---- NodePorts that meet exact frontends -------------------------------------------------------
+
+PORT_A = service("a", "10.96.0.1:80 NodePort=0.0.0.0:30080", A)
+EXACT = f"10.96.0.2:30080 ExternalIP={NODE_IP}:30080"
+AT_NODE = f"{NODE_IP} TCP 30080"
+
+
+class Overlap(NamedTuple):
+    """What comes and goes, one after the other ("-name": gone); who answers at the node's address
+    and port in the end, and what a new connection gets there.
+    """
+
+    name: str
+    steps: tuple[ServiceState | str, ...]
+    servers: str
+    answer: str
+
+
+B_SERVES, B_EMPTY = service("b", EXACT, B), service("b", EXACT)
+OVERLAPS = [
+    Overlap("a NodePort alone", (PORT_A,), "10.0.0.1", "served"),
+    Overlap("the exact one wins", (PORT_A, B_SERVES), "10.0.0.2", "served"),
+    Overlap("whoever came first", (B_SERVES, PORT_A), "10.0.0.2", "served"),
+    Overlap("without endpoints, too, as in mode bpf", (PORT_A, B_EMPTY), "", "refused"),
+    Overlap("and it has them later", (PORT_A, B_EMPTY, B_SERVES), "10.0.0.2", "served"),
+    Overlap("it goes: the NodePort is back", (PORT_A, B_SERVES, "-b"), "10.0.0.1", "served"),
+    Overlap("the NodePort goes first", (PORT_A, B_SERVES, "-a"), "10.0.0.2", "served"),
+    Overlap("both go", (PORT_A, B_SERVES, "-a", "-b"), "", ""),
+    Overlap("both go, the other way", (PORT_A, B_SERVES, "-b", "-a"), "", ""),
+    Overlap("another address is no concern",
+            (PORT_A, service("b", "10.96.0.2:30080 ExternalIP=192.0.2.2:30080", B)),
+            "10.0.0.1", "served"),
+    Overlap("nor another protocol", (PORT_A, service("b", EXACT, B, UDP)), "10.0.0.1", "served"),
+    Overlap("one Service that is both",
+            (service("a", f"10.96.0.1:80 NodePort=0.0.0.0:30080 LoadBalancer={NODE_IP}:30080", A,
+                     ranges="10.0.0.0/8"),), "10.0.0.1", "served"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", OVERLAPS, ids=lambda row: row.name)
+def test_a_node_port_gives_way_to_an_exact_frontend(row: Overlap):
+    planner = Planner()
+    for step in row.steps:
+        if isinstance(step, str):
+            planner.change({service(step[1:], CLUSTER).key: None})
+        else:
+            planner.change({step.key: step})
+    at = Virtual(Protocol.TCP, parse_addr(NODE_IP), 30080)
+    pool = planner.ledger.pools.get(at, Pool(""))
+    assert " ".join(format_addr(end.address) for end, _ in pool.servers) == row.servers
+    answers = {str(name) for name, parts in planner.ledger.elements
+               if name in (SetName.SERVED, SetName.REFUSED, SetName.DROPPED)
+               and shown(parts) == AT_NODE}  # fmt: skip
+    assert answers == ({row.answer} if row.answer else set())
+
+
+def test_networks_of_the_node():
+    networks = (Cidr(parse_addr("10.1.0.0"), 112), Cidr(parse_addr("fd00::"), 64))
+    programmed = program_node(DesiredState({}, (), (), networks), ground())
+    assert sets(programmed, *SetName) == {
+        "local_networks": {"10.1.0.0/16", "fd00::/64"},
+        "node_ips": {NODE_IP, NODE_IP6},
+    }
+    assert NODE not in desired(*STATES).services
+
+
+def test_ends_sort_like_backends():
+    """What is read from the kernel compares equal with what was planned."""
+    (pool, *_) = program(service("web", CLUSTER, "10.0.0.2:9 10.0.0.2:8 10.0.0.1:80"),
+                         ground()).pools.values()  # fmt: skip
+    assert list(pool.servers) == sorted(pool.servers)
+    assert isinstance(pool.servers[0][0], End)
+
+
+@pytest.mark.parametrize(
+    ("taken", "left"),
+    [
+        ((1024, 29999), (30000, 65535)),
+        ((61000, 65535), (1024, 60999)),
+        ((20000, 30000), (30001, 65535)),
+        ((40000, 50000), (1024, 39999)),
+    ],
+)
+def test_masqueraded_ports_are_others_than_those_of_mode_bpf(
+    taken: tuple[int, int], left: tuple[int, int]
+):
+    assert style_of(Config(masquerade_ports=taken)).ports == left
+
+
+def test_nothing_is_done_to_a_packet_before_all_matches_are_met():
+    """A rule that changes the mark and then does not match has changed it all the same."""
+    made = [one["add"]["rule"]["expr"] for one in ruleset.table(ruleset.Style())
+            if "rule" in one.get("add", {})]  # fmt: skip
+    assert len(made) > 50
+    for words in made:
+        is_match = ["match" in word for word in words]
+        assert is_match == sorted(is_match, reverse=True), words
+
+
+def test_a_mark_that_means_something_else_by_now_is_not_taken_over():
+    """Somebody has given another --masquerade-bit."""
+    state = service("web", PORT, BOTH, external_local=True)
+    noted = [(SetName.MARKS, (ANY4, Protocol.TCP, 30080, MARK))]
+    same, other = Marks(but=1 << 1), Marks(but=1 << 0)
+    same.adopt(noted)
+    other.adopt(noted)
+    assert same.of(state) == MARK
+    assert other.of(state) > MARK
+
+
+@pytest.mark.parametrize("bit", range(32))
+def test_marks_never_have_the_bit_of_masquerading(bit: int):
+    """Counted up in no time, whatever bit it is; each is another's."""
+    marks = Marks(but=1 << bit)
+    states = [service(f"s{i}", ALL, BOTH, external_local=True) for i in range(5)]
+    found = [marks.of(state) for state in states[:2]]
+    if bit < 16:  # the next one would have it
+        marks.adopt([(SetName.OWN_MARKS, (ANY4, 0x6B620000 + (1 << bit) - 1))])
+    found += [marks.of(state) for state in states[2:]]
+    assert len(set(found)) == 5
+    assert all(0 < mark < 1 << 32 and not mark & 1 << bit for mark in found)

@@ -1,0 +1,375 @@
+"""Python and C mean the same bytes: sizes, offsets, and every number that has a name.
+
+The C's side comes from the compiler. BCC compiles a scratch program out of kbpf/bpf/types.h with a
+map for each struct, and gives those back as ctypes; numbers are compared by _Static_assert. It
+runs in a child process, which needs root.
+"""
+
+import json
+import re
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from kbpf.config import parsers
+from kbpf.dataplane.bpf import udp
+from kbpf.dataplane.bpf.maps import layout
+from kbpf.dataplane.bpf.programs.flatten import SOURCES, flatten
+from kbpf.kernel.bpf import objects
+from kbpf.model.address import ANY4, ANY6, V4_PREFIX, Addr, parse_addr
+from kbpf.model.config import MapSizes
+from kbpf.model.desired import FrontendKind, ServicePortKey
+from kbpf.model.metrics import Totals
+from kbpf.model.objects import Protocol
+
+TYPES = (SOURCES / "types.h").read_text()
+
+CHILD = """
+import ctypes, json, os, sys
+os.environ["BCC_KERNEL_SOURCE"] = sys.argv[1]
+from bcc import BPF
+names = sys.argv[2].split(",")
+module = BPF(text=sys.stdin.read(), cflags=["-Wno-everything"])
+def fields(kind):
+    return {name: [getattr(kind, name).offset, getattr(kind, name).size]
+            for name, *_ in kind._fields_}
+found = {}
+for name in names:
+    leaf = module["t_" + name].Leaf
+    found[name] = {"size": ctypes.sizeof(leaf), "fields": fields(leaf)}
+json.dump(found, sys.stdout)
+"""
+
+
+class Layout(NamedTuple):
+    """A struct of the C, how Python packs it, and the fields in order; "pad" is never packed."""
+
+    c: str
+    python: struct.Struct
+    fields: str
+
+
+LAYOUTS = [
+    Layout("target", layout.TARGET, "address port protocol"),
+    Layout("service", layout.SERVICE,
+           "id flags affinity_timeout cluster_set cluster_size local_set local_size "
+           "cluster_table local_table check"),
+    Layout("slot", layout.PAIR, "set index"),
+    Layout("member", layout.PAIR, "set backend"),
+    Layout("affinity_key", layout.AFFINITY_KEY, "client service kind"),
+    Layout("affinity", layout.AFFINITY, "last_used backend cgroup"),
+    Layout("peer", layout.PEER, "socket frontend backend service backend_id"),
+    Layout("udp_flow", layout.UDP_FLOW, "chosen asked heard frontend backend service backend_id"),
+    Layout("udp_flows", layout.UDP_FLOWS, "socket flow"),
+    Layout("cut_key", layout.CUT_KEY, "service backend"),
+    Layout("service_name", layout.SERVICE_NAME, "namespace name port protocol family"),
+    Layout("config", layout.CONFIG, "host_netns flags affinity_share"),
+    Layout("source_key", layout.SOURCE_KEY, "bits service client"),
+    Layout("ends", layout.ENDS, "first second"),
+    Layout("ports", layout.PORTS, "source destination"),
+    Layout("nat", layout.NAT,
+           "last_used client frontend backend snat snat_port client_port service backend_id "
+           "state fins way part device seen out"),
+    Layout("numbers", layout.PAIR, "next ack"),
+    Layout("way_out", layout.WAY_OUT,
+           "found check next ifindex own_mac next_mac length resolved family unsaid"),
+    Layout("port_slot", layout.PORT_SLOT, "holders searched"),
+    Layout("refusal_limit", layout.REFUSAL_LIMIT, "spent interval burst"),
+    Layout("network_key", layout.NETWORK_KEY, "bits address"),
+    Layout("device", layout.DEVICE, "role l2 flags mac snat4 snat6"),
+    Layout("cached_device", layout.CACHED_DEVICE, "ifindex device"),
+    Layout("node", layout.NODE, "snat4 snat6 flags port_low port_high mark connections"),
+    Layout("place", layout.PLACE, "sharer number"),
+    Layout("first_fragment", layout.FRAGMENT, "id others ports protocol"),
+    Layout("count_key", layout.PAIR, "service backend"),
+    Layout("counts", layout.COUNTS, " ".join(Totals._fields)),
+    Layout("meta", layout.META, "next_service next_backend next_set"),
+]  # fmt: skip
+
+DEFINED = {
+    "CACHED_DEVICES": layout.CACHED_DEVICES,
+    "FRONTEND_PORT_WORDS": layout.FRONTEND_PORT_WORDS,
+    "FRAGMENT_PLACES": layout.FRAGMENT_PLACES,
+    "YIELDED_PLACES": layout.YIELDED_PLACES,
+    "FLOWS_PER_SOCKET": layout.FLOWS_PER_SOCKET,
+    "PORT_SLOTS": layout.PORT_SLOTS,
+    "PROTO_TCP": int(Protocol.TCP),
+    "PROTO_UDP": int(Protocol.UDP),
+}
+"""Numbers that are no words of an enum."""
+
+NAMES: list[tuple[str, int]] = [
+    *((f"SERVICE_{flag.name}", int(flag)) for flag in layout.ServiceFlag),
+    *((f"CONFIG_{flag.name}", int(flag)) for flag in layout.ConfigFlag),
+    *((f"CLIENT_{kind.name}", int(kind)) for kind in layout.ClientKind),
+    *((str(reason.name), int(reason)) for reason in layout.Reason),
+    *((f"STATE_{state.name}", int(state)) for state in layout.TcpState),
+    *((f"FIN_{fin.name}", int(fin)) for fin in layout.Fin),
+    *((f"WAY_{way.name}", int(way)) for way in layout.Way),
+    *((f"PART_{part.name}", int(part)) for part in layout.FlowPart),
+    *((f"LIMIT_{limit.name}", int(limit)) for limit in layout.RefusalLimit),
+    *((f"ROLE_{role.name}", int(role)) for role in layout.Role),
+    *((f"NODE_{flag.name}", int(flag)) for flag in layout.NodeFlag),
+    *((f"DEVICE_{flag.name}", int(flag)) for flag in layout.DeviceFlag),
+    ("REASONS", len(layout.Reason)),
+    ("REFUSAL_LIMITS", len(layout.RefusalLimit)),
+    *DEFINED.items(),
+    ("sizeof(struct address)", len(ANY4)),
+]
+
+
+def python_offsets(packed: struct.Struct) -> list[tuple[int, int]]:
+    """Offset and size of each value that the Struct packs; pad bytes have none."""
+    text = packed.format
+    assert text[0] == "=", "no alignment of Python's own"
+    found, offset = [], 0
+    for count, code in re.findall(r"(\d*)([a-zA-Z])", text[1:]):
+        number = int(count or 1)
+        sizes = [number] if code == "s" else [struct.calcsize(f"={code}")] * number
+        for size in sizes:
+            if code != "x":
+                found.append((offset, size))
+            offset += size
+    assert offset == packed.size
+    return found
+
+
+def compiled(folder: Path, more: str = "", types: str = TYPES) -> dict[str, dict[str, object]]:
+    """Sizes and fields of all structs; RuntimeError with the compiler's words."""
+    (folder / "types.h").write_text(types)
+    tables = "".join(f'BPF_TABLE("hash", u32, struct {row.c}, t_{row.c}, 1);\n' for row in LAYOUTS)
+    (folder / "scratch.c").write_text(f'#include "types.h"\n{tables}{more}')
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, str(SOURCES), ",".join(row.c for row in LAYOUTS)],
+        input=flatten("scratch", folder),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    return json.loads(done.stdout)
+
+
+def asserts(names: list[tuple[str, int]]) -> str:
+    return "".join(f'_Static_assert({name} == {value}, "{name}");\n' for name, value in names)
+
+
+def differences(c: Mapping[str, dict[str, object]]) -> list[str]:
+    """Where the compiler's layouts and Python's are not the same."""
+    found = []
+    for row in LAYOUTS:
+        size, fields = c[row.c]["size"], c[row.c]["fields"]
+        assert isinstance(fields, dict)
+        if size != row.python.size:
+            found.append(f"struct {row.c}: {size} bytes, Python packs {row.python.size}")
+        names = row.fields.split()
+        if unpacked := [f for f in fields if f not in names and f != "pad"]:
+            found.append(f"struct {row.c}: Python does not pack {unpacked}")
+        for name, where in zip(names, python_offsets(row.python), strict=True):
+            if tuple(fields.get(name, ())) != where:
+                found.append(f"{row.c}.{name}: {fields.get(name)}, Python packs {where}")
+    return found
+
+
+@pytest.fixture(scope="module")
+def structs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, object]]:
+    """Compiled together with every number that has a name."""
+    return compiled(tmp_path_factory.mktemp("layout"), asserts(NAMES))
+
+
+def test_the_numbers_are_the_same(structs: dict[str, dict[str, object]]):
+    """They are static assertions of what `structs` compiled: it would have failed."""
+    assert structs
+
+
+def test_the_layouts_are_the_same(structs: dict[str, dict[str, object]]):
+    assert differences(structs) == []
+
+
+def test_python_calls_the_fields_what_the_c_calls_them():
+    """They are packed by their places: two of one size could change names unseen."""
+    names = {row.c: tuple(row.fields.split()) for row in LAYOUTS}
+    assert (*layout.ServiceValue._fields, "check") == names["service"]
+    assert layout.Meta._fields == names["meta"]
+    assert layout.Target._fields == names["target"]
+
+
+def test_every_struct_and_every_number_was_compared():
+    defined = set(re.findall(r"^struct (\w+) \{", TYPES, re.M))
+    assert defined - {"address"} == {row.c for row in LAYOUTS}
+    enums = re.findall(r"^enum (\w+) \{(.*?)^\};", TYPES, re.M | re.S)
+    assert [name for name, _ in enums] == [
+        "service_flags", "client_kind", "config_flags", "tcp_state", "fins", "way", "part", "role",
+        "device_flags", "node_flags", "refusal_bucket", "verdict", "reason",
+    ]  # fmt: skip
+    words = {
+        word for name, body in enums if name != "verdict"
+        for word in re.findall(r"^\t([A-Z0-9_]+) =", body, re.M)
+    }  # fmt: skip
+    assert words == {name for name, _ in NAMES if name.isupper() and name not in DEFINED}
+
+
+@pytest.mark.parametrize("wrong", ["CONFIG_SET_RETVAL", "NO_ENDPOINTS"])
+def test_a_wrong_number_would_be_noticed(tmp_path: Path, wrong: str):
+    names = [(name, value + (name == wrong)) for name, value in NAMES]
+    with pytest.raises(RuntimeError, match=wrong):
+        compiled(tmp_path, asserts(names))
+
+
+def test_a_wrong_layout_would_be_noticed(tmp_path: Path):
+    """Two fields of one size swapped, one made longer, one added."""
+    one, other = "\tu32 cluster_set;\n", "\tu32 cluster_size;\n"
+    types = (
+        TYPES.replace(one + other, other + one)
+        .replace("struct cut_key {\n", "struct cut_key {\n\tu32 more;\n")
+        .replace("\tu32 next_set;\n\tu32 pad;", "\tu64 next_set;")
+    )  # fmt: skip
+    assert differences(compiled(tmp_path, types=types)) == [
+        "service.cluster_set: [16, 4], Python packs (12, 4)",
+        "service.cluster_size: [12, 4], Python packs (16, 4)",
+        "struct cut_key: 28 bytes, Python packs 24",
+        "struct cut_key: Python does not pack ['more']",
+        "cut_key.service: [4, 4], Python packs (0, 4)",
+        "cut_key.backend: [8, 20], Python packs (4, 20)",
+        "meta.next_set: [8, 8], Python packs (8, 4)",
+    ]
+
+
+def test_the_maps_are_made_as_the_programs_expect():
+    """Names, types and flags; the sizes are compared by the loader at every start."""
+    text = "".join(
+        (SOURCES / name).read_text() for name in ("maps.h", "refuse.h", "track.h", "tc.c")
+    )
+    found = {}
+    for arguments in re.findall(r"^BPF_(?:F_)?TABLE\(([^;]*?)\);", text, re.M | re.S):
+        kind, _, _, name, _, *flags = (part.strip().strip('"') for part in arguments.split(","))
+        found[name] = (kind, flags == ["BPF_F_NO_PREALLOC"])
+    found |= dict.fromkeys(re.findall(r"^BPF_QUEUE\((\w+),", text, re.M), ("queue", False))
+    storages = re.findall(r"^BPF_SK_STORAGE\((\w+),", text, re.M)
+    found |= dict.fromkeys(storages, ("sk_storage", True))
+    kinds = {1: "hash", 2: "array", 6: "percpu_array", 9: "lru_hash", 11: "lpm_trie",
+             22: "queue", 24: "sk_storage"}  # fmt: skip
+    assert found.pop("tails") == ("prog", False), "made with the programs, not with the maps"
+    ours = {spec.name: (kinds[spec.kind], spec.flags == 1) for spec in layout.MAPS.values()}
+    for name in ("service_names", "meta", "agent_status"):  # the programs never read them
+        assert ours.pop(name)
+    assert found == ours
+
+
+def test_the_socket_cookie_is_cut_where_the_c_mixes_it():
+    text = (SOURCES / "sock.c").read_text()
+    assert f"<< {udp.COOKIE_MASK.bit_length()}" in text
+    assert udp.COOKIE_MASK.bit_count() == udp.COOKIE_MASK.bit_length()
+
+
+# ---- what Python makes of the bytes ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["10.96.0.1", "fd00::1", "0.0.0.0", "::"])
+def test_a_target_in_bytes(text: str):
+    at = layout.Target(parse_addr(text), 0x1F90, Protocol.TCP)
+    raw = at.pack()
+    family = socket.AF_INET6 if ":" in text else socket.AF_INET
+    plain = socket.inet_pton(family, text)
+    assert raw == (plain if len(plain) == 16 else V4_PREFIX + plain) + b"\x1f\x90\x06\x00"
+    assert layout.Target.unpack(raw) == at
+
+
+def test_the_wildcards_of_both_families_differ():
+    assert ANY4 != ANY6
+    assert V4_PREFIX + bytes(4) == ANY4
+
+
+def test_a_service_in_bytes():
+    value = layout.ServiceValue(1, 2, 3, 4, 5, 6, 7, 8, 2**32 - 1)
+    numbers = "".join(f"0{n}000000" for n in range(1, 9))
+    raw = value.pack(layout.pack_target(ANY4, 80, 6))
+    assert raw[:-4].hex() == numbers + "ffffffff"
+    assert layout.ServiceValue.unpack(raw) == value
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        ServicePortKey("default", "web", "http", Protocol.TCP, 4),
+        ServicePortKey("n" * 63, "s" * 63, "p" * 63, Protocol.UDP, 6),
+        ServicePortKey("default", "web", "", Protocol.TCP, 6),
+    ],
+)
+def test_names_come_back(key: ServicePortKey):
+    raw = layout.pack_name(key)
+    assert len(raw) == layout.SERVICE_NAME.size
+    assert layout.unpack_name(raw) == key
+
+
+def test_each_kind_of_frontend_has_a_flag_of_its_own():
+    assert layout.KIND_FLAGS.keys() == set(FrontendKind)
+    assert len(set(layout.KIND_FLAGS.values())) == len(FrontendKind)
+
+
+def test_the_largest_sizes_that_are_accepted_are_not_too_large_for_a_map():
+    most = MapSizes(*[parsers.MOST_ENTRIES] * 3, connections=parsers.MOST_CONNECTIONS)
+    assert max(spec.limit(most) for spec in layout.MAPS.values()) <= parsers.MOST_ENTRIES
+
+
+def test_maps_start_no_bigger_than_they_may_get():
+    sizes = MapSizes(frontends=10, slots=20, backends=30, affinity=60)
+    for spec in layout.MAPS.values():
+        some = spec.kind != objects.MAP_SK_STORAGE  # of which there is one for each socket
+        assert some <= spec.start(sizes) <= spec.limit(sizes)
+        if spec.sized_by:
+            assert spec.limit(sizes) == int(getattr(sizes, spec.sized_by) * spec.per)
+        if not spec.grows:
+            assert spec.start(sizes) == spec.limit(sizes)
+
+
+def test_the_schema_hash_changes_with_any_layout(monkeypatch: pytest.MonkeyPatch):
+    seen = {layout.schema_hash()}
+    spec = layout.MAPS["services"]
+    for changed in ({"key_size": 24}, {"value_size": 32}, {"kind": 9}, {"version": 2}):
+        monkeypatch.setitem(layout.MAPS, "services", replace(spec, **changed))
+        seen.add(layout.schema_hash())
+    assert len(seen) == 5
+    monkeypatch.setitem(layout.MAPS, "services", replace(spec, entries=1))
+    assert layout.schema_hash() in seen, "how big a map is does not matter"
+    assert len(seen) == 5
+
+
+def test_an_address_is_sixteen_bytes():
+    assert len(Addr(parse_addr("1.2.3.4"))) == len(parse_addr("::1")) == 16
+
+
+@pytest.mark.parametrize(
+    ("spec", "former"),
+    [(spec, former) for spec in layout.MAPS.values() for former in spec.former],
+    ids=lambda one: f"{one.name}" if isinstance(one, layout.MapSpec) else f"v{one.version}",
+)
+def test_a_value_of_a_former_layout_becomes_one_of_todays(
+    spec: layout.MapSpec, former: layout.Former
+):
+    assert len(former.convert(bytes(former.value_size))) == spec.value_size
+
+
+def test_a_flow_of_version_1_keeps_its_fields():
+    """The struct as it was before it had room for sequence numbers."""
+    (former,) = layout.MAPS["flows"].former
+    before = struct.Struct("=Q20s20s20s16s2s2sIIBBBBI48s")
+    fields = [1, b"c" * 20, b"f" * 20, b"b" * 20, b"s" * 16, b"cp", b"sp", 2, 3, 4, 5, 6, 7, 8]
+    converted = layout.NAT.unpack(former.convert(before.pack(*fields, b"w" * 48)))
+    assert former.value_size == before.size
+    assert list(converted) == [*fields, 0, b"w" * 48]
+
+
+def test_what_a_socket_holds_fits_the_kernels_allocations():
+    """A struct bpf_local_storage_elem has 72 bytes before the value; slabs are powers of two."""
+    assert layout.PEER.size + 72 <= 192
+    assert layout.UDP_FLOWS.size + 72 == 512

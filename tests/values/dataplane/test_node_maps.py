@@ -1,0 +1,355 @@
+"""What the packet path's programs are told: of each device, of the node, and in which order."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+import pytest
+
+from kbpf.dataplane.bpf.maps.layout import (
+    CACHED_DEVICE,
+    DEVICE,
+    NODE,
+    U32,
+    DeviceFlag,
+    NodeFlag,
+    unpack_network,
+)
+from kbpf.dataplane.bpf.maps.layout import Role as Told
+from kbpf.dataplane.bpf.packet_path.device_roles import Choice, Role
+from kbpf.dataplane.bpf.packet_path.node_maps import DeviceFacts, NodeFacts, describe
+from kbpf.kernel.net.devices import ARPHRD_NONE, Device
+from kbpf.model.address import Addr, parse_addr
+from kbpf.model.config import Config, LocalMode, MapSizes
+from kbpf.model.desired import DesiredState
+from kbpf.model.objects import Cidr
+from kbpf.source.decode.fields import parse_cidr
+
+HOST, POD, SKIPPED = Role.HOST, Role.POD, Role.SKIPPED
+LOCAL, PEER, NOTHING = DeviceFlag.LOCAL, DeviceFlag.PEER, DeviceFlag(0)
+MAC = bytes.fromhex("02aabbccddee")
+
+ETH0 = Device(2, "eth0", mac=MAC)
+WG0 = Device(3, "wg0", "wireguard", link_type=ARPHRD_NONE)
+CNI0 = Device(4, "cni0", "bridge", mac=MAC)
+CALI1 = Device(5, "cali1", "veth", peer_netns=1, mac=MAC)
+LXC1 = Device(6, "lxc1", "netkit", peer_netns=1)
+UPLINK = Device(7, "eth1", "veth", peer_netns=1, has_subnet=True)
+PLUG = Device(8, "cali2", "veth", link=9)
+
+BRIDGE = Config(detect_local_mode=LocalMode.BRIDGE, pod_bridge_interface="cni0")
+PREFIX = Config(detect_local_mode=LocalMode.PREFIX, pod_interface_name_prefix="cali")
+NETWORKS = Config(detect_local_mode=LocalMode.CLUSTER_CIDR)
+
+
+class Row(NamedTuple):
+    """A device of that role, and what is said of it."""
+
+    name: str
+    device: Device
+    role: Role
+    flags: DeviceFlag
+    config: Config = Config()
+
+
+ROWS = [
+    Row("hardware is the way outside", ETH0, HOST, NOTHING),
+    Row("an overlay is the way outside", WG0, HOST, NOTHING),
+    Row("a bridge of pods has no peer", CNI0, POD, LOCAL),
+    Row("a veth into a pod", CALI1, POD, LOCAL | PEER),
+    Row("a netkit into a pod", LXC1, POD, LOCAL | PEER),
+    Row("a veth that is the node's uplink", UPLINK, HOST, NOTHING),
+    Row("a veth whose peer is here", PLUG, POD, LOCAL),
+    Row("by bridge: this one", CNI0, POD, LOCAL, BRIDGE),
+    Row("by bridge: also one with the way outside", CNI0, HOST, LOCAL, BRIDGE),
+    Row("by bridge: not a pod's own device", CALI1, POD, PEER, BRIDGE),
+    Row("by bridge: not hardware", ETH0, HOST, NOTHING, BRIDGE),
+    Row("by prefix: this one", CALI1, POD, LOCAL | PEER, PREFIX),
+    Row("by prefix: whatever its role is", PLUG, HOST, LOCAL, PREFIX),
+    Row("by prefix: not a bridge of pods", CNI0, POD, NOTHING, PREFIX),
+    Row("by networks: while there are none, by device", CALI1, POD, LOCAL | PEER, NETWORKS),
+]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_what_is_said_of_a_device(row: Row):
+    role, length, flags, mac, *_ = DEVICE.unpack(describe(row.device, row.role, row.config))
+    assert (role, DeviceFlag(flags)) == (Told.HOST if row.role is HOST else Told.POD, row.flags)
+    assert length == (0 if row.device is WG0 else 14)
+    assert mac == row.device.mac
+
+
+class Source(NamedTuple):
+    """A device's addresses and the node's own, and what sources become on it."""
+
+    name: str
+    sources: str
+    preferred: str
+    gets: tuple[str, str]
+
+
+SOURCES = [
+    Source("none", "", "", ("::", "::")),
+    Source("none, though the node has some", "", "192.0.2.1 fd00::1", ("::", "::")),
+    Source("the kernel's first choice", "10.0.0.1 10.0.0.2 fd00::1", "", ("10.0.0.1", "fd00::1")),
+    Source("the node's own, if it is here", "10.0.0.1 10.0.0.2", "10.0.0.2", ("10.0.0.2", "::")),
+    Source("not the node's own elsewhere", "10.0.0.1 fd00::1", "10.9.9.9 fd00::1",
+           ("10.0.0.1", "fd00::1")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", SOURCES, ids=lambda row: row.name)
+def test_what_sources_become_on_a_device(row: Source):
+    def addrs(text: str) -> tuple[Addr, ...]:
+        return tuple(parse_addr(word) for word in text.split())
+
+    device = replace(ETH0, sources=addrs(row.sources))
+    told = DEVICE.unpack(describe(device, HOST, Config(), addrs(row.preferred)))
+    assert told[-2:] == tuple(bytes(parse_addr(one)) for one in row.gets)
+
+
+class Table:
+    """A map that writes down what happens to it, under its name."""
+
+    def __init__(self, name: str, done: list[tuple[str, str]]) -> None:
+        self.name, self.done = name, done
+        self.entries: dict[bytes, bytes] = {}
+
+    def update(self, key: bytes, value: bytes) -> None:
+        self.done.append((f"put {self.name}", key.hex()))
+        self.entries[key] = value
+
+    def delete(self, key: bytes) -> bool:
+        self.done.append((f"drop {self.name}", key.hex()))
+        return self.entries.pop(key, None) is not None
+
+    def items(self) -> list[tuple[bytes, bytes]]:
+        return list(self.entries.items())
+
+
+class Maps:
+    """The maps, and what the programs would read in them."""
+
+    def __init__(self) -> None:
+        self.done: list[tuple[str, str]] = []
+        names = ("node", "local_networks", "devices", "device_cache")
+        self.maps = {name: Table(name, self.done) for name in names}
+
+    @property
+    def networks(self) -> set[Cidr]:
+        return {unpack_network(key) for key in self.maps["local_networks"].entries}
+
+    @property
+    def node(self) -> tuple[bytes, bytes, NodeFlag, int, int, int]:
+        (value,) = self.maps["node"].entries.values()
+        four, six, flags, low, high, mark, room = NODE.unpack(value)
+        assert room == MapSizes().connections
+        return four, six, NodeFlag(flags), low, high, mark
+
+    @property
+    def cached(self) -> dict[int, int]:
+        """Whose place in `device_cache` is whose: ifindex by place."""
+        entries = self.maps["device_cache"].entries
+        numbers = {U32.unpack(k)[0]: CACHED_DEVICE.unpack(v)[0] for k, v in entries.items()}
+        return {place: number for place, number in numbers.items() if number}
+
+    def take(self) -> list[str]:
+        """What was done since the last time."""
+        done, self.done[:] = [what for what, _ in self.done], []
+        return done
+
+
+def state(*networks: str, own: str = "") -> DesiredState:
+    """A desired state of which only the node's part counts."""
+    return DesiredState(
+        {},
+        masquerade_as=tuple(map(parse_addr, own.split())),
+        local_networks=tuple(parse_cidr(text, "") for text in networks),
+    )
+
+
+def nets(*texts: str) -> set[Cidr]:
+    return {parse_cidr(text, "") for text in texts}
+
+
+class Flags(NamedTuple):
+    """Settings, the networks that are known, and the node's flags."""
+
+    name: str
+    config: Config
+    networks: tuple[str, ...]
+    flags: NodeFlag
+
+
+FLAGS = [
+    Flags("nothing", Config(), (), NodeFlag(0)),
+    Flags("masquerade all", Config(masquerade_all=True), (), NodeFlag.MASQUERADE_ALL),
+    Flags("direct", Config(forwarding="direct"), (), NodeFlag.DIRECT),
+    Flags("by bridge", BRIDGE, (), NodeFlag.DETECTS_LOCAL),
+    Flags("by prefix", PREFIX, (), NodeFlag.DETECTS_LOCAL),
+    Flags("by networks, none known", NETWORKS, (), NodeFlag(0)),
+    Flags("by networks", NETWORKS, ("10.1.0.0/24",),
+          NodeFlag.DETECTS_LOCAL | NodeFlag.LOCAL_NETWORKS),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", FLAGS, ids=lambda row: row.name)
+def test_the_flags_of_the_node(row: Flags):
+    told = Maps()
+    NodeFacts(row.config, told.maps).tell(state(*row.networks, own="192.0.2.1 2001:db8::1"))
+    four, six = parse_addr("192.0.2.1"), parse_addr("2001:db8::1")
+    assert told.node == (four, six, row.flags, 1024, 29_999, 1 << 14)
+    assert told.networks == nets(*row.networks)
+
+
+YIELDS, FOLLOWS = NodeFlag.YIELDS, NodeFlag.FOLLOWS
+STANCES = {
+    "nobody else": (False, None, NodeFlag(0)),
+    "nobody else any more": (False, YIELDS, NodeFlag(0)),
+    "another one, nothing was told yet": (True, None, YIELDS),
+    "another one, an earlier agent yielded": (True, YIELDS, YIELDS),
+    "another one, an earlier agent led": (True, NodeFlag.DIRECT, FOLLOWS),
+    "another one, an earlier agent followed it": (True, FOLLOWS, FOLLOWS),
+}
+"""Another data plane on the node; what an earlier agent had told, None: nothing; what is told."""
+
+
+@pytest.mark.parametrize("name", STANCES)
+def test_the_stance_towards_another_data_plane(name: str):
+    followed, before, wanted = STANCES[name]
+    told = Maps()
+    if before is not None:
+        facts = NodeFacts(Config(), told.maps)
+        facts.tell(state(own="192.0.2.1"))
+        facts.stand(before)
+        told.take()
+    facts = NodeFacts(Config(), told.maps, followed)
+    facts.tell(state(own="192.0.2.1"))
+    assert told.node[2] == wanted
+
+
+def test_a_change_of_stance_changes_nothing_else():
+    told = Maps()
+    facts = NodeFacts(Config(masquerade_all=True), told.maps, True)
+    facts.stand(YIELDS)
+    assert told.take() == [], "there is nothing yet to be changed"
+    facts.tell(state(own="192.0.2.1"))
+    before = told.node
+    assert before[2] == NodeFlag.MASQUERADE_ALL | YIELDS
+    told.take()
+    facts.stand(FOLLOWS)
+    assert told.take() == ["put node"]
+    assert told.node == (*before[:2], NodeFlag.MASQUERADE_ALL | FOLLOWS, *before[3:])
+    facts.tell(state(own="192.0.2.1"))
+    assert told.take() == []
+
+
+def test_there_is_no_moment_without_the_networks():
+    told = Maps()
+    facts = NodeFacts(NETWORKS, told.maps)
+    facts.tell(state("10.1.0.0/24"))
+    assert told.take() == ["put local_networks", "put node"], "the flag comes after its networks"
+    facts.tell(state("10.2.0.0/24"))
+    assert told.take() == ["put local_networks", "drop local_networks"], "new before old"
+    assert told.networks == nets("10.2.0.0/24")
+    facts.tell(state("10.2.0.0/24", "fd00::/64"))
+    assert told.take() == ["put local_networks"]
+    facts.tell(state())
+    drops = ["drop local_networks"] * 2
+    assert told.take() == ["put node", *drops], "the flag goes before its networks"
+    assert told.networks == set()
+    assert told.node[2] == NodeFlag(0)
+
+
+def test_the_next_agent_goes_on_with_what_it_finds():
+    told = Maps()
+    NodeFacts(NETWORKS, told.maps).tell(state("10.1.0.0/24", "fd00::/64"))
+    told.take()
+    NodeFacts(NETWORKS, told.maps).tell(state("10.1.0.0/24"))
+    assert told.take() == ["put node", "drop local_networks"]
+    assert told.networks == nets("10.1.0.0/24")
+
+
+def test_only_news_of_devices_is_written():
+    told = Maps()
+    facts = DeviceFacts(Config(), told.maps)
+    choices = {2: Choice(HOST, ""), 4: Choice(SKIPPED, ""), 5: Choice(POD, "")}
+    facts.tell((ETH0, CNI0, CALI1), choices)
+    assert told.take() == ["put devices"] * 2 + ["put device_cache"] * 4
+    assert set(told.maps["devices"].entries) == {U32.pack(2), U32.pack(5)}
+    facts.tell((ETH0, CNI0, CALI1), choices)
+    assert told.take() == []
+    moved = Device(2, "eth0", mac=MAC[::-1])
+    facts.tell((moved, CNI0), choices)
+    assert told.take() == [
+        *["put device_cache"] * 2,  # nothing is said there of what changes
+        *("put devices", "drop devices"),
+        *["put device_cache"] * 2,
+    ]
+    assert told.maps["devices"].entries == {U32.pack(2): describe(moved, HOST, Config())}
+
+
+def test_devices_of_an_earlier_agent_are_known():
+    told = Maps()
+    choices = {2: Choice(HOST, ""), 5: Choice(POD, "")}
+    DeviceFacts(Config(), told.maps).tell((ETH0, CALI1), choices)
+    told.take()
+    DeviceFacts(Config(), told.maps).tell((ETH0,), choices)
+    assert told.take() == ["put device_cache", "drop devices"]
+    assert told.cached == {2: 2}
+
+
+class Cached(NamedTuple):
+    """Devices by ifindex, and whom their places in the cache are left to."""
+
+    name: str
+    before: tuple[int, ...]
+    now: tuple[int, ...]
+    places: Mapping[int, int]
+
+
+CACHED = [
+    Cached("each has its own", (), (2, 5, 1023), {2: 2, 5: 5, 1023: 1023}),
+    Cached("high numbers", (), (1024, 70_001), {0: 1024, 70_001 % 1024: 70_001}),
+    Cached("of two the older one", (), (5, 1029, 2053), {5: 5}),
+    Cached("a new one moves nobody", (5,), (5, 1029), {5: 5}),
+    Cached("the older one goes", (5, 1029), (1029,), {5: 1029}),
+    Cached("all go", (5, 6), (), {}),
+]
+
+
+def test_who_is_at_a_place_of_the_cache_never_sees_half_a_device():
+    """A program that has found it reads on in it while it changes: role and header stay."""
+    told = Maps()
+    facts, seen = DeviceFacts(Config(), told.maps), []
+    cache = told.maps["device_cache"]
+    write = cache.update
+    cache.update = lambda key, value: (seen.append(value), write(key, value))[1]  # type: ignore
+    moved, other = Device(2, "eth0", mac=MAC[::-1]), Device(1026, "eth1", mac=MAC)
+    for device in (ETH0, moved, other, other):
+        facts.tell((device,), {device.ifindex: Choice(HOST, "")})
+    old, new, last = (
+        describe(each, HOST, Config()) for each in (ETH0, moved, Device(1026, "eth1", mac=MAC))
+    )
+    assert seen == [
+        CACHED_DEVICE.pack(number, value)
+        for number, value in (
+            *((0, old), (2, old)),
+            *((0, old), (0, new), (2, new)),
+            *((0, new),),  # and nothing else until the next time
+            *((0, last), (1026, last)),
+        )
+    ]
+
+
+@pytest.mark.parametrize("row", CACHED, ids=lambda row: row.name)
+def test_the_cache_of_devices(row: Cached):
+    told = Maps()
+    facts = DeviceFacts(Config(), told.maps)
+    for numbers in (row.before, row.now, row.now):  # a place that another leaves waits
+        there = [Device(number, f"eth{number}", mac=MAC) for number in numbers]
+        facts.tell(there, {number: Choice(HOST, "") for number in numbers})
+    assert told.cached == row.places
+    for place, number in row.places.items():
+        value = told.maps["device_cache"].entries[U32.pack(place)]
+        assert value == U32.pack(number) + told.maps["devices"].entries[U32.pack(number)]

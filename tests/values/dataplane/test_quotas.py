@@ -1,0 +1,190 @@
+"""What one namespace may take, and who comes first when room is short."""
+
+from typing import NamedTuple
+
+import pytest
+
+from kbpf.dataplane.bpf.changes.plan import Programmed, ProgrammedSet, ServiceFlag
+from kbpf.dataplane.bpf.changes.quotas import (
+    CONTESTED,
+    NAMESPACE_SLOTS,
+    RESERVED,
+    SHARE,
+    Budgets,
+    TableLimits,
+    order_of,
+)
+from kbpf.model.config import Config, is_system
+from kbpf.model.desired import ServicePortKey, ServiceState
+from kbpf.model.objects import Algorithm, Protocol, ServiceName
+from tests.support.plane import backends, service
+
+MAGLEV = Algorithm.MAGLEV
+TABLE = 251
+
+
+def tenant(namespace: str, name: str, first: int = 1, count: int = 2, **more) -> ServiceState:
+    """A Service port with Maglev; `first` decides which endpoints it has."""
+    to = " ".join(f"10.{first >> 8}.{first & 255}.{n}:80" for n in range(1, count + 1))
+    made = service(name, "10.96.0.1:80", to, **{"algorithm": MAGLEV, **more})
+    key = made.key._replace(namespace=namespace)
+    return type(made)(**{f: getattr(made, f) for f in made.__struct_fields__} | {"key": key})
+
+
+class Ports(NamedTuple):
+    """Service ports of one namespace, with room for two tables: which of them get none."""
+
+    name: str
+    states: tuple[ServiceState, ...]
+    plain: set[str]
+
+
+LIMITED = [
+    Ports("room for all", (tenant("a", "x", 1), tenant("a", "y", 2)), set()),
+    Ports("the last by name", tuple(tenant("a", name, at) for at, name in enumerate("xyz")), {"z"}),
+    Ports("the youngest",
+          (tenant("a", "x", 1, created="2026-03-01T00:00:00Z"),
+           tenant("a", "y", 2, created="2026-02-01T00:00:00Z"),
+           tenant("a", "z", 3, created="2026-01-01T00:00:00Z")), {"x"}),
+    Ports("the largest, though it is the oldest",
+          (tenant("a", "x", 1, 20, created="2026-01-01T00:00:00Z"),
+           tenant("a", "y", 2, created="2026-02-01T00:00:00Z"),
+           tenant("a", "z", 3, created="2026-03-01T00:00:00Z")), {"x"}),
+    Ports("one table for all that have the same addresses",
+          tuple(tenant("a", name, 1) for name in "uvwxyz"), set()),
+    Ports("other namespaces have their own",
+          tuple(tenant(namespace, f"{namespace}{at}", at)
+                for namespace in "ab" for at in (1, 2)), set()),
+    Ports("what needs no table does not count",
+          (*(tenant("a", f"s{at}", at, algorithm=Algorithm.RANDOM) for at in range(9)),
+           tenant("a", "x", 1)), set()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", LIMITED, ids=lambda row: row.name)
+def test_tables_of_a_namespace_are_limited(row: Ports):
+    limits = TableLimits(2 * TABLE + 1)
+    states = {state.key: state for state in row.states}
+    limits.update(states, states)
+    assert {key.name for key in states if limits.reason(key)} == row.plain
+    for key, state in states.items():
+        effective = limits.effective(state)
+        assert effective.cluster == state.cluster, "it is served all the same"
+        if key.name in row.plain:
+            assert effective.algorithm is Algorithm.RANDOM
+            assert "backends are chosen at random" in limits.reason(key)
+        else:
+            assert effective is state
+
+
+def test_who_waited_gets_its_table_once_another_one_goes():
+    limits = TableLimits(2 * TABLE)
+    states = {s.key: s for s in (tenant("a", name, at) for at, name in enumerate("xyz"))}
+    limits.update(states, states)
+    first, _, last = states
+    gone = states.pop(first)
+    assert limits.update(states, {first}) == {last}
+    assert not limits.reason(last)
+    assert limits.update({**states, first: gone}, {first}) == {last}
+    assert limits.reason(last)
+
+
+def test_too_many_backends_for_a_table_are_told():
+    limits = TableLimits()
+    to = " ".join(f"10.0.{n >> 8}.{n & 255}:80" for n in range(2622))
+    state = service("web", "10.96.0.1:80", to, algorithm=MAGLEV)
+    limits.update({state.key: state}, {state.key})
+    assert limits.reason(state.key) == (
+        "its algorithm and weights are ignored, and backends are chosen at random: "
+        "it has more than 2621 backends, the most that a table has room for"
+    )
+    fewer = service("web", "10.96.0.1:80", "10.0.0.1:80 10.0.0.2:80", algorithm=MAGLEV)
+    limits.update({fewer.key: fewer}, {fewer.key})
+    assert not limits.reason(state.key)
+
+
+def test_nothing_is_kept_of_what_is_gone():
+    limits = TableLimits(TABLE)
+    states = {s.key: s for s in (tenant("a", name, at) for at, name in enumerate("xyz"))}
+    limits.update(states, states)
+    limits.update({}, states)
+    assert limits.__dict__ == TableLimits(TABLE).__dict__
+
+
+# ---- the order -----------------------------------------------------------------------------------
+
+
+def key(namespace: str, name: str) -> ServicePortKey:
+    return ServicePortKey(namespace, name, "", Protocol.TCP, 4)
+
+
+def test_what_is_programmed_first():
+    """Deletions, then system namespaces, then small before large, old before new, then names."""
+    wanted = [
+        (key("zz", "gone"), None),
+        (key("default", "kubernetes"), tenant("default", "kubernetes", 1, 3)),
+        (key("kube-system", "kube-dns"), tenant("kube-system", "kube-dns", 1, 30)),
+        (key("b", "small"), service("small", "10.96.0.1:80", "10.0.0.1:80", created="2")),
+        (key("a", "small"), service("small", "10.96.0.1:80", "10.0.0.1:80", created="3")),
+        (key("a", "undated"), service("undated", "10.96.0.1:80", "10.0.0.1:80")),
+        (key("b", "undated"), service("undated", "10.96.0.1:80", "10.0.0.1:80")),
+        (key("a", "large"), service("large", "10.96.0.1:80", "10.0.0.1:80 10.0.0.2:80")),
+        (key("a", "maglev"), tenant("a", "maglev", 1, 2)),
+    ]
+    config = Config()
+    mixed = [*wanted[1::2], *wanted[0::2]]
+    order = sorted(mixed, key=lambda one: order_of(*one, is_system(one[0].service, config)))
+    assert [str(each) for each, _ in order] == [str(each) for each, _ in wanted]
+
+
+@pytest.mark.parametrize(
+    ("name", "namespaces", "system"),
+    [("default/kubernetes", (), True), ("default/web", ("kube-system",), False),
+     ("kube-system/x", ("kube-system",), True), ("kube-system/x", ("dns",), False),
+     ("dns/x", ("kube-system", "dns"), True)],
+)  # fmt: skip
+def test_which_services_are_the_clusters_own(name: str, namespaces: tuple[str, ...], system: bool):
+    made = ServiceName(*name.split("/"))
+    assert is_system(made, Config(system_namespaces=namespaces)) is system
+
+
+# ---- budgets -------------------------------------------------------------------------------------
+
+
+def programmed(count: int) -> Programmed:
+    ends = backends(" ".join(f"10.0.0.{n}:80" for n in range(1, count + 1)))
+    return Programmed(1, ServiceFlag(0), 0, (), ProgrammedSet(1, ends, False, count))
+
+
+def test_a_namespace_leaves_room_in_proportion_to_what_it_has():
+    budgets, limit = Budgets(), 100
+    assert budgets.most("a", "backend_slots", 40, limit) == 85
+    budgets.replace("a", None, programmed(20))
+    assert budgets.used("a", "backend_slots") == 20
+    assert budgets.most("a", "backend_slots", 20, limit) == 85
+    assert budgets.most("b", "backend_slots", 4, limit) == 94
+    budgets.replace("a", programmed(20), programmed(3))
+    assert budgets.used("a", "backend_slots") == 3
+    budgets.replace("a", programmed(3), None)
+    assert budgets.__dict__ == Budgets().__dict__
+    assert NAMESPACE_SLOTS < CONTESTED * 4_194_304, "tables alone do not fill a map"
+
+
+@pytest.mark.parametrize(("greedy", "each"), [(1, 76), (2, 42), (4, 22), (20, 5)])
+def test_however_many_take_all_that_they_get_others_find_room(greedy: int, each: int):
+    """And the fill up to which nobody is asked refuses nobody."""
+    budgets, limit = Budgets(), 10_000
+    names, used = [f"g{number}" for number in range(greedy)], 0
+    held = dict.fromkeys(names, 0)
+    for _ in range(limit):
+        for name in names:
+            if used + 1 <= budgets.most(name, "backend_slots", 1, limit):
+                held[name] += 1
+                budgets._used.setdefault(name, [0] * 5)[1] += 1
+                used += 1
+            else:
+                assert used >= CONTESTED * limit
+    assert {round(100 * count / limit) for count in held.values()} == {each}
+    left = limit * (1 - RESERVED) - used
+    assert left >= limit * (1 - RESERVED) / (1 + SHARE * greedy) - greedy
+    assert used + 30 <= budgets.most("modest", "backend_slots", 30, limit)

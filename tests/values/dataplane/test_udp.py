@@ -1,0 +1,250 @@
+"""How many flows of datagrams end with their backends. Maps are dicts here; real ones, and sockets:
+tests/programs/sockets/test_udp.py.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import pytest
+
+from kbpf.dataplane.bpf import udp
+from kbpf.dataplane.bpf.maps.agent_maps import Tables
+from kbpf.dataplane.bpf.maps.layout import (
+    CUT_KEY,
+    NAT,
+    PEER,
+    U64,
+    UDP_FLOW,
+    UDP_FLOWS,
+    FlowPart,
+    pack_target,
+)
+from kbpf.dataplane.bpf.maps.pinning import Pins
+from kbpf.model.address import parse_addr
+from kbpf.model.config import MapSizes
+from kbpf.model.desired import Backend
+from kbpf.model.objects import Protocol
+
+UDP, TCP = Protocol.UDP, Protocol.TCP
+ONE, TWO, SIX = (Backend(parse_addr(at), 53, UDP) for at in ("10.0.0.1", "10.0.0.2", "fd00::1"))
+
+
+class FakeMap(dict[bytes, bytes]):
+    """As libbpf.Map, as far as it is asked. `moves`: an entry that begins anew before it is read
+    for the second time.
+    """
+
+    moves: dict[bytes, bytes]
+    max_entries = 2
+    key_size = CUT_KEY.size
+
+    def items(self) -> Any:
+        return list(super().items())
+
+    def lookup(self, key: bytes) -> bytes | None:
+        return getattr(self, "moves", {}).get(key, self.get(key))
+
+    def delete(self, key: bytes) -> None:
+        self.pop(key, None)
+
+    def update(self, key: bytes, value: bytes) -> None:  # type: ignore[override]
+        self[key] = value
+
+    def update_batch(self, keys: bytes, values: bytes) -> int:
+        size = len(values) // (len(keys) // self.key_size)
+        for at in range(len(keys) // self.key_size):
+            self[self._key(keys, at)] = values[at * size :][:size]
+        return 1
+
+    def delete_batch(self, keys: bytes) -> int:
+        for at in range(len(keys) // self.key_size):
+            del self[self._key(keys, at)]
+        return 1
+
+    def _key(self, keys: bytes, at: int) -> bytes:
+        return keys[at * self.key_size :][: self.key_size]
+
+
+def sockets() -> dict[str, FakeMap]:
+    """No socket holds anything."""
+    return {name: FakeMap() for name in ("udp_flows", "sock_peers", "former_peers")}
+
+
+def cuts_of(held: FakeMap) -> tuple[udp.Cuts, Tables]:
+    tables = Tables(Pins(Path("unused")), MapSizes())
+    tables.maps["udp_cuts"] = cast("Any", held)
+    return udp.Cuts(tables), tables
+
+
+def tracked(client: int, backend: Backend, part: FlowPart, protocol: Protocol = UDP) -> bytes:
+    """An entry of `flows`: a client's connection to Service 1."""
+    own = pack_target(parse_addr("192.0.2.9"), client, protocol)
+    front = pack_target(parse_addr("10.96.0.1"), 53, protocol)
+    end = pack_target(backend.address, backend.port, protocol)
+    ports = client.to_bytes(2, "big")
+    return NAT.pack(
+        0, own, front, end, bytes(16), ports, ports, 1, 1, 0, 0, 0, part, 0, 0, bytes(48)
+    )
+
+
+def flow(*entries: tuple[int, Backend, Protocol]) -> FakeMap:
+    """Each has its question and its answer."""
+    found = FakeMap()
+    for client, backend, protocol in entries:
+        for part in (FlowPart.QUESTION, FlowPart.ANSWER):
+            key = bytes([client, part]).ljust(18, b"\0") + bytes([protocol])
+            found[key] = tracked(client, backend, part, protocol)
+    return found
+
+
+class Row(NamedTuple):
+    """Flows of the packet path, which of them begin anew meanwhile, and what is counted."""
+
+    name: str
+    entries: tuple[tuple[int, Backend, Protocol], ...]
+    ended: dict[int, int]
+    anew: tuple[int, ...] = ()
+
+
+ROWS = [
+    Row("nobody's", (), {}),
+    Row("to one that serves", ((1, TWO, UDP),), {}),
+    Row("a flow is one, though it has several entries", ((1, ONE, UDP), (2, TWO, UDP)), {4: 1}),
+    Row("each family's own", ((1, ONE, UDP), (2, ONE, UDP), (3, SIX, UDP)), {4: 2, 6: 1}),
+    Row("TCP goes on", ((1, ONE, TCP),), {}),
+    Row("one that has begun anew is another", ((1, ONE, UDP), (2, ONE, UDP)), {4: 1}, anew=(2,)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_flows_of_the_packet_path_that_end(row: Row):
+    flows = flow(*row.entries)
+    flows.moves = {
+        key: tracked(key[0], TWO, FlowPart(key[1])) for key in flows if key[0] in row.anew
+    }
+    maps: Any = {**sockets(), "flows": flows}
+    assert udp.cut(maps, udp.predicate([(1, ONE), (1, SIX)], [])) == row.ended
+    gone = {ONE, SIX}
+    left = {client for client, backend, protocol in row.entries
+            if backend not in gone or protocol is TCP or client in row.anew}  # fmt: skip
+    assert {key[0] for key in flows} == left
+
+
+def test_flows_of_unconnected_sockets_that_end():
+    """They are counted once, and forgotten by the programs: see sock.c, is_cut()."""
+    flows = FakeMap()
+    for cookie, backends in enumerate(((ONE,), (ONE, TWO), (SIX,)), 1):
+        front = pack_target(parse_addr("10.96.0.1"), 53, UDP)
+        places = b"".join(
+            UDP_FLOW.pack(1, 1, 1, front, pack_target(b.address, b.port, UDP), 1, 7)
+            for b in backends
+        )
+        flows[bytes([cookie])] = UDP_FLOWS.pack(cookie, places)
+    maps: Any = {**sockets(), "udp_flows": flows, "flows": FakeMap()}
+    gone = udp.predicate([(1, ONE), (1, SIX)], [])
+    assert udp.cut(maps, gone) == {4: 2, 6: 1}
+    assert udp.cut(maps, gone, flows=False) == {}
+    assert udp.stale(maps, gone) == {(1, pack_target(b.address, 53, UDP)) for b in (ONE, SIX)}
+
+
+class Cut(NamedTuple):
+    """Backends that end at these seconds, and which of them the map has then, in this order."""
+
+    name: str
+    ends: tuple[tuple[float, Backend], ...]
+    left: tuple[Backend, ...]
+
+
+KEPT = udp.KEPT_NS / 1e9
+CUTS = [
+    Cut("one", ((1, ONE),), (ONE,)),
+    Cut("again", ((1, ONE), (2, TWO), (3, ONE)), (TWO, ONE)),
+    Cut("over when no flow is as old", ((1, ONE), (1 + KEPT, TWO)), (TWO,)),
+    Cut("until then it is kept", ((1, ONE), (KEPT, TWO)), (ONE, TWO)),
+    Cut("the oldest makes room", ((1, ONE), (2, TWO), (3, SIX)), (TWO, SIX)),
+]
+
+
+@pytest.mark.parametrize("row", CUTS, ids=lambda row: row.name)
+@pytest.mark.parametrize("restarts", [False, True])
+def test_backends_that_ended_are_remembered(row: Cut, restarts: bool):
+    held = FakeMap()
+    cuts, tables = cuts_of(held)
+    for second, backend in row.ends:
+        if restarts:
+            cuts, tables = cuts_of(held)
+        packed = pack_target(backend.address, backend.port, UDP)
+        before, tables.calls = dict(held), 0
+        cuts.add([(1, packed)], int(second * 1e9))
+        assert tables.fill["udp_cuts"] == len(held)
+        assert tables.calls == 1 + bool(before.keys() - held.keys()), "each system call is counted"
+    wanted = [CUT_KEY.pack(1, pack_target(b.address, b.port, UDP)) for b in row.left]
+    assert [key for key, _ in sorted(held.items(), key=lambda pair: U64.unpack(pair[1]))] == wanted
+
+
+def test_more_backends_that_end_at_once_than_there_is_room_for():
+    held = FakeMap()
+    cuts, _ = cuts_of(held)
+    cuts.add([(1, pack_target(b.address, b.port, UDP)) for b in (ONE, TWO, SIX)], 1)
+    assert len(held) == held.max_entries
+    cuts.add([(1, pack_target(SIX.address, SIX.port, UDP))], 2)
+    assert len(held) == held.max_entries
+
+
+def test_a_full_table_is_walked_in_pieces_and_each_flow_ends_once(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """What comes during a pass waits for the next one."""
+    monkeypatch.setattr(udp, "PIECE", 64)
+    count, flows, read = 1024, FakeMap(), [0]
+    for client in range(count):
+        for part in (FlowPart.QUESTION, FlowPart.ANSWER):
+            key = client.to_bytes(17, "big") + bytes([part, UDP])
+            flows[key] = tracked(client, (ONE, TWO)[client % 2], part)
+
+    class Watched(FakeMap):
+        def items(self) -> Any:
+            for pair in super().items():
+                read[0] += 1
+                yield pair
+
+    maps: Any = {**sockets(), "flows": Watched(flows)}
+    passes = udp.Passes(maps)
+    passes.add({(1, ONE)}, set(), flows=True)
+    steps = 0
+    while passes.is_busy:
+        before = read[0]
+        passes.advance(1e-9)
+        assert read[0] - before <= 64
+        steps += 1
+        if steps == 2:
+            passes.add({(1, TWO)}, set(), flows=False)
+    assert maps["flows"] == {}
+    assert [each.flows for each in passes.ended] == [{4: count // 2}, {4: count // 2}]
+
+
+def test_a_socket_that_the_iterator_passes_over_once_is_ended(monkeypatch: pytest.MonkeyPatch):
+    """Another one was closed while the kernel's iterator was read."""
+
+    class Churning(FakeMap):
+        reads = 0
+
+        def items(self) -> Any:
+            self.reads += 1
+            return super().items()[self.reads == 1 :]
+
+    def destroy(doomed: Mapping[int, list[Any]]) -> Counter[int]:
+        ended.append({socket: len(backends) for socket, backends in doomed.items()})
+        return Counter()
+
+    peers, ended = Churning(), list[dict[int, int]]()
+    for number in range(2):
+        frontend = pack_target(parse_addr("10.96.0.1"), 53, UDP)
+        backend = pack_target(ONE.address, ONE.port, UDP)
+        peers[bytes([number])] = PEER.pack(number, frontend, backend, 1, 1)
+    monkeypatch.setattr(udp, "_destroy", destroy)
+    maps: Any = {**sockets(), "sock_peers": peers, "flows": FakeMap()}
+    udp.cut(maps, lambda *_: True)
+    assert ended == [{0: 1, 1: 1}]

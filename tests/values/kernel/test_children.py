@@ -1,0 +1,223 @@
+"""Child processes: nothing of the caller's working directory is executed, by root least of all.
+
+The attacker owns the working directory. It has a module for each name of the standard library that
+a child could import and a program for each that one could run; what is executed leaves a mark.
+"""
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from kbpf.kernel.system import children
+
+ROOT = Path(__file__).parents[3]
+NOBODY = 65534
+KBPF = ("-c", "import sys; sys.argv[0] = 'kbpf'; from kbpf.cli.app import main; main()")
+"""As the console script starts, but with the working directory's place taken by -P."""
+NOT_LOADED_YET = sorted(sys.stdlib_module_names - {"__main__", "__future__", "sys", "builtins"})
+KUBECONFIG = """\
+apiVersion: v1
+kind: Config
+current-context: c
+clusters: [{name: c, cluster: {server: "https://127.0.0.1:1"}}]
+contexts: [{name: c, context: {cluster: c, user: u}}]
+users:
+- name: u
+  user:
+    exec: {apiVersion: client.authentication.k8s.io/v1, command: sh, interactiveMode: Never,
+           args: ["-c", "echo no credentials here >&2; exit 1"]}
+"""
+
+
+class Trap(NamedTuple):
+    """A folder of the attacker's, and what was executed in it."""
+
+    folder: Path
+    marks: Path
+
+    def sprung(self) -> list[str]:
+        return sorted(path.name for path in self.marks.iterdir())
+
+
+@pytest.fixture
+def trap(tmp_path: Path) -> Trap:
+    folder, marks = tmp_path / "of-nobody", tmp_path / "marks"
+    folder.mkdir()
+    marks.mkdir(mode=0o777)
+    for name in NOT_LOADED_YET:
+        code = f"import sys\nopen({str(marks)!r} + '/{name}', 'w').close()\nsys.exit(66)\n"
+        (folder / f"{name}.py").write_text(code)
+    for name in ("modprobe", "iptables-legacy-save", "sh", "python3"):
+        (folder / name).write_text(f"#!/bin/sh\n: >{marks}/{name}\nexit 66\n")
+        (folder / name).chmod(0o755)
+    for path in (folder, *folder.iterdir()):
+        os.chown(path, NOBODY, NOBODY)
+    return Trap(folder, marks)
+
+
+def run(trap: Trap, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs our Python in the attacker's folder."""
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=trap.folder, env={**os.environ, **environment},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+
+
+def test_the_trap_works(trap: Trap) -> None:
+    done = run(trap, "-m", "smtplib")
+    assert done.returncode == 66
+    assert trap.sprung() != []
+
+
+HOSTILE = {"PYTHONSTARTUP": "subprocess.py", "PATH": ":.:" + os.environ["PATH"]}
+
+
+@pytest.mark.parametrize("how", [("-P", *KBPF), ("-m", "kbpf")], ids=["script", "-m kbpf"])
+def test_compile(trap: Trap, tmp_path: Path, how: tuple[str, ...]):
+    cache = tmp_path / "cache"
+    done = run(trap, *how, "compile", "--cache-dir", str(cache), **HOSTILE)
+    assert trap.sprung() == []
+    assert (done.returncode, done.stderr) == (0, "")
+    assert {path.name.partition("-")[0] for path in cache.iterdir()} == {"sock", "tc"}
+
+
+def test_credentials_of_a_plugin(trap: Trap, tmp_path: Path):
+    """The plugin that the kubeconfig names is run, by the library in a child; both come from where
+    root's Python and PATH say.
+    """
+    (tmp_path / "kubeconfig").write_text(KUBECONFIG)
+    code = (
+        "from pathlib import Path\nfrom kbpf.source.api import credentials\n"
+        "from kbpf.errors import SourceError\n"
+        f"try: credentials._run_library(Path({str(tmp_path)!r}, 'kubeconfig'), lambda: False)\n"
+        "except SourceError as error: print(error)"
+    )
+    done = run(trap, "-P", "-c", code, PATH=f":{os.environ['PATH']}")
+    assert trap.sprung() == []
+    assert "no credentials here" in done.stdout, done.stderr
+
+
+def test_a_relative_kubeconfig_is_found_from_anywhere(trap: Trap):
+    (trap.folder / "kubeconfig").write_text(KUBECONFIG)
+    code = (
+        "from pathlib import Path\nfrom kbpf.source.api import credentials\n"
+        "try: credentials._run_library(Path('kubeconfig'), lambda: False)\n"
+        "except Exception as error: print(error)"
+    )
+    assert "no credentials here" in run(trap, "-P", "-c", code).stdout
+
+
+@pytest.mark.parametrize("path", ["", ".", "::", "bin"])
+def test_modprobe_and_iptables(trap: Trap, path: str):
+    """Found by PATH, which may have relative entries; whether the machine has them is not asked."""
+    code = (
+        "from kbpf.errors import KernelError\nfrom kbpf.kernel.netfilter import iptables_legacy\n"
+        "from kbpf.kernel.system import modules\n"
+        "modules.load(['kbpf_no_such_module'])\n"
+        "try: iptables_legacy.save('ip', 'filter')\n"
+        "except KernelError: pass\nprint('done')"
+    )
+    done = run(trap, "-P", "-c", code, PATH=path)
+    assert done.stdout == "done\n", done.stderr
+    assert trap.sprung() == []
+
+
+def test_beginning_again(trap: Trap, tmp_path: Path):
+    """What a new configuration makes the agent do: the same arguments, the same directory."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys\nfrom kbpf.cli import run\n"
+        "if 'again' in sys.orig_argv: print(sys.argv[1:], sys.flags.safe_path); sys.exit()\n"
+        "sys.orig_argv.append('again')\n"
+        "os.environ['PYTHONPATH'] = ':' + os.environ['PYTHONPATH']\nrun.begin_anew()\n"
+    )
+    done = run(trap, str(script), "--config", "relative.yaml", PYTHONPATH=str(ROOT))
+    assert trap.sprung() == []
+    assert done.stdout == "['--config', 'relative.yaml', 'again'] True\n", done.stderr
+
+
+class Clean(NamedTuple):
+    """A variable of the caller's and what becomes of it."""
+
+    inherited: Mapping[str, str]
+    name: str
+    value: str | None
+
+
+OTHERS = str(children.PACKAGE_ROOT)
+CLEAN = [
+    Clean({"PATH": "/usr/bin:/bin"}, "PATH", "/usr/bin:/bin"),
+    Clean({"PATH": ":/usr/bin:.:bin:../x:/bin:"}, "PATH", "/usr/bin:/bin"),
+    Clean({"PATH": "."}, "PATH", os.defpath),
+    Clean({}, "PATH", None),
+    Clean({"PYTHONPATH": f"{OTHERS}:.::x:/srv/lib"}, "PYTHONPATH", f"{OTHERS}:/srv/lib"),
+    Clean({"PYTHONPATH": "."}, "PYTHONPATH", OTHERS),
+    Clean({"PYTHONSTARTUP": "x"}, "PYTHONSTARTUP", None),
+    Clean({"PYTHONHOME": "x"}, "PYTHONHOME", None),
+    Clean({"PYTHONINSPECT": "1"}, "PYTHONINSPECT", None),
+    Clean({"HOME": "/root", "AWS_PROFILE": "x"}, "AWS_PROFILE", "x"),
+]
+
+
+@pytest.mark.parametrize("row", CLEAN, ids=lambda row: f"{row.inherited}")
+def test_the_environment(row: Clean):
+    assert children.environment(row.inherited).get(row.name) == row.value
+
+
+def test_an_installed_kbpf_needs_no_python_path(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(children.site, "getsitepackages", lambda: [OTHERS])
+    assert "PYTHONPATH" not in children.environment({})
+
+
+# ---- every child of ours -------------------------------------------------------------------------
+
+STARTS = {"run", "Popen", "call", "check_call", "check_output"}
+FORBIDDEN = {"system", "popen", "spawnv", "spawnvp", "execvp", "execlp", "execvpe", "posix_spawnp"}
+
+
+def starts(tree: ast.AST) -> Iterator[ast.Call]:
+    """The calls that start a program."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="subprocess"), attr=name)):
+                if name in STARTS:
+                    yield node
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="os"), attr=name)):
+                if name in FORBIDDEN:
+                    yield node
+
+
+def problems(text: str) -> list[str]:
+    tree = ast.parse(text)
+    found = []
+    for call in starts(tree):
+        given = {word.arg: ast.unparse(word.value) for word in call.keywords}
+        if given.get("cwd") != "children.DIRECTORY":
+            found.append(f"{call.lineno}: cwd")
+        if given.get("env") not in {"children.environment()", "kept"}:
+            found.append(f"{call.lineno}: env")
+    if "sys.executable" in text and '"-m"' in text:
+        found.append("a command line of its own")
+    return found
+
+
+def test_every_program_is_started_so():
+    texts = {path: path.read_text() for path in (ROOT / "kbpf").rglob("*.py")}
+    seen = {str(path): problems(text) for path, text in texts.items() if path.stem != "children"}
+    assert {path: found for path, found in seen.items() if found} == {}
+    assert sum(len(list(starts(ast.parse(text)))) for text in texts.values()) >= 5
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["subprocess.run(['x'])", "subprocess.Popen(['x'], cwd='/tmp', env=children.environment())",
+     "os.system('x')", "x = [sys.executable, \"-m\", 'kbpf']"],
+)  # fmt: skip
+def test_one_that_is_not_is_noticed(text: str):
+    assert problems(text) != []

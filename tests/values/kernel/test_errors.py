@@ -1,0 +1,53 @@
+"""What the kernel refuses becomes one line that says what, where and why."""
+
+import errno
+import socket
+
+import pytest
+
+from kbpf.cli import app
+from kbpf.errors import KernelError, kernel_errors
+from kbpf.kernel.bpf import probe
+from kbpf.kernel.system import netns
+
+
+def refuse(code: int) -> None:
+    raise OSError(code, "in the kernel's words")
+
+
+def test_an_os_error_becomes_a_kernel_error() -> None:
+    with pytest.raises(KernelError) as caught, kernel_errors("cannot do it", "there"):
+        refuse(errno.ENOBUFS)
+    assert str(caught.value) == "cannot do it (there): ENOBUFS; in the kernel's words"
+
+
+@pytest.mark.parametrize("question", [probe.netns_cookie_option, probe.udp_destroy])
+def test_a_probe_without_a_socket_says_why(
+    question: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "socket", lambda *_: refuse(errno.ENOBUFS))
+    assert question() == probe.Probe(False, "ENOBUFS")  # type: ignore[operator]
+
+
+def test_the_cookie_is_unknown_only_where_the_kernel_has_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for code, outcome in ((errno.ENOPROTOOPT, None), (errno.EAGAIN, KernelError)):
+        monkeypatch.setattr(socket.socket, "getsockopt", lambda *_, code=code: refuse(code))
+        if outcome is None:
+            assert netns.cookie() is None
+        else:
+            with pytest.raises(outcome, match="EAGAIN"):
+                netns.cookie()
+
+
+def test_an_unexpected_refusal_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(app, "_dispatch", lambda _: netns.all_namespaces() and refuse(28))
+    assert app.call(["run"]) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1
+    assert said[0].startswith(
+        "kbpf: unexpected error: in the kernel's words: ENOSPC (kbpf/cli/app.py:"
+    )

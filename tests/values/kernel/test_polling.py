@@ -1,0 +1,94 @@
+"""Waiting with more than 1,100 open descriptors: select(2) takes none above 1023."""
+
+import os
+import resource
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from kbpf.kernel.net import dial, netlink
+from kbpf.kernel.net.devices import Watch
+from kbpf.kernel.net.netlink import GROUP_LINK
+from kbpf.kernel.system.polling import readable
+from kbpf.serve.http import Server
+from kbpf.serve.message import Answer
+from tests.support.lab.lab import PATIENCE
+
+MANY = 1_150
+
+
+@pytest.fixture
+def many() -> Iterator[None]:
+    """The lowest free descriptor is above 1,100."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 65_536), hard))
+    taken = [os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC) for _ in range(MANY)]
+    yield
+    for number in taken:
+        os.close(number)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.usefixtures("many")
+def test_what_can_be_read_is_told():
+    one, two = socket.socketpair()
+    with one, two:
+        assert min(one.fileno(), two.fileno()) > 1_100
+        assert readable([one.fileno(), two.fileno()], 0) == []
+        two.send(b"x")
+        assert readable([one.fileno(), two.fileno()], PATIENCE) == [one.fileno()]
+
+
+@pytest.mark.usefixtures("many")
+def test_devices_are_watched():
+    wake = os.eventfd(1)
+    with Watch() as watch:
+        assert watch.socket.fileno() > 1_100
+        assert not watch.wait(PATIENCE, wake).any
+    os.close(wake)
+
+
+@pytest.mark.usefixtures("many")
+def test_addresses_are_watched(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(netlink, "TURN_SECONDS", 0.001)
+    stop = threading.Event()
+    turns = []
+
+    def beat() -> None:
+        turns.append(1)
+        if len(turns) == 3:
+            stop.set()
+
+    monkeypatch.setattr(netlink.threads, "beat", beat)
+    netlink.watch(GROUP_LINK, lambda: None, stop)
+    assert len(turns) == 3
+
+
+@pytest.mark.usefixtures("many")
+def test_check_dials():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        place = server.getsockname()
+    assert dial.udp(place, [place]) == (place, place)
+
+
+@pytest.mark.usefixtures("many")
+def test_the_servers_answer():
+    server = Server()
+    server.start()
+    port = server.listen("127.0.0.1", 0, lambda _: Answer(200, b"ok")).sock.getsockname()[1]
+    with socket.create_connection(("127.0.0.1", port), PATIENCE) as sock:
+        sock.sendall(b"GET / HTTP/1.0\r\n\r\n")
+        assert sock.recv(4096).startswith(b"HTTP/1.1 200 OK")
+    server.stop()
+
+
+def test_nothing_uses_select():
+    """In the agent: it fails only on nodes that are large enough."""
+    from pathlib import Path
+
+    import kbpf
+
+    texts = {path: path.read_text() for path in Path(kbpf.__file__).parent.rglob("*.py")}
+    assert not [path for path, text in texts.items() if "select.select(" in text]

@@ -1,0 +1,206 @@
+"""Whose folders are trusted, and the lock of a folder. The attacker is uid 65534."""
+
+import os
+import re
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from kbpf.errors import KernelError
+from kbpf.kernel.system.private_folders import lock_folder, require_private
+
+NOBODY = 65534
+HOLD = (
+    "import fcntl, os, sys, time\n"
+    "fd = os.open(sys.argv[1], os.O_RDONLY)\n"
+    "fcntl.flock(fd, fcntl.LOCK_EX)\nprint('held', flush=True)\nsys.stdin.read()"
+)
+
+
+def as_nobody(*command: str) -> list[str]:
+    return ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", *command]
+
+
+# ---- the lock ------------------------------------------------------------------------------------
+
+
+def test_only_one_has_the_lock_of_a_folder(tmp_path: Path) -> None:
+    held = lock_folder(tmp_path, 0.0, "stop it first")
+    with pytest.raises(KernelError) as error:
+        lock_folder(tmp_path, 0.0, "stop it first")
+    said = f"another agent is at work here ({tmp_path}): EAGAIN; stop it first"
+    assert str(error.value) == said
+    os.close(held)
+    os.close(lock_folder(tmp_path, 0.0, ""))
+
+
+def test_who_is_on_its_way_out_is_waited_for(tmp_path: Path) -> None:
+    going = threading.Timer(0.2, os.close, (lock_folder(tmp_path, 0.0, ""),))
+    going.start()
+    os.close(lock_folder(tmp_path, 60.0, ""))
+    going.join()
+
+
+@pytest.fixture
+def hold() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts processes that hold a folder's lock as agents of earlier versions do: on the folder,
+    whatever its mode is.
+    """
+    started = []
+
+    def start(folder: Path, *before: str) -> subprocess.Popen[str]:
+        python = [*before, "/usr/bin/python3", "-c", HOLD, str(folder)]
+        process = subprocess.Popen(
+            python, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/"
+        )
+        started.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_an_agent_of_an_earlier_version_keeps_a_newer_one_out(tmp_path: Path, hold) -> None:
+    folder = tmp_path / "pins"
+    folder.mkdir(mode=0o755)
+    older = hold(folder)
+    with pytest.raises(KernelError, match="another agent is at work here"):
+        lock_folder(folder, 0.0, "")
+    older.communicate("")
+    held = lock_folder(folder, 60.0, "")
+    older = subprocess.Popen(
+        [sys.executable, "-c", HOLD.replace("LOCK_EX", "LOCK_EX | fcntl.LOCK_NB"), str(folder)],
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert "BlockingIOError" in older.communicate()[1], "and the newer one keeps it out"
+    os.close(held)
+
+
+@pytest.fixture
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder that everybody can reach, as /sys/fs/bpf and /run are: root's, and sticky."""
+    folder = Path(f"/tmp/kbpf-test-{os.getpid()}-{tmp_path_factory.getbasetemp().name}")
+    folder.mkdir()
+    folder.chmod(0o1777)
+    yield folder
+    subprocess.run(["rm", "-rf", str(folder)], check=True)
+
+
+def test_nobody_else_can_take_the_lock(shared: Path) -> None:
+    os.close(lock_folder(make(shared / "pins", 0o755), 0.0, ""))
+    assert stat.S_IMODE((shared / "pins").stat().st_mode) == 0o700
+    done = subprocess.run(
+        as_nobody("/usr/bin/python3", "-c", HOLD, str(shared / "pins")),
+        capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False, cwd="/",
+    )  # fmt: skip
+    assert "PermissionError" in done.stderr
+
+
+def test_who_took_it_while_that_was_possible_is_named(shared: Path, hold) -> None:
+    """Earlier versions left the folder open to all."""
+    folder = make(shared / "pins", 0o755)
+    attacker = hold(folder, *as_nobody())
+    with pytest.raises(KernelError) as error:
+        lock_folder(folder, 0.0, "stop it first")
+    named = rf"process {attacker.pid} \(python3[.\d]*\) of uid 65534 holds the lock \({folder}\)"
+    assert re.fullmatch(f"{named}: EAGAIN; it is no agent: end this process", str(error.value))
+    attacker.kill()
+    os.close(lock_folder(folder, 60.0, ""))
+
+
+# ---- who is trusted ------------------------------------------------------------------------------
+
+
+class Case(NamedTuple):
+    """What becomes of the folder `a/pins`, and the complaint; without one it is trusted."""
+
+    name: str
+    spoil: Callable[[Path], None]
+    complaint: str = ""
+
+
+def make(folder: Path, mode: int = 0o755, owner: int = 0) -> Path:
+    folder.mkdir(exist_ok=True)
+    folder.chmod(mode)
+    os.chown(folder, owner, owner)
+    return folder
+
+
+def replaced(folder: Path, by: Path) -> None:
+    folder.rmdir()
+    folder.symlink_to(by)
+
+
+CASES = [
+    Case("as it should be", lambda pins: None),
+    Case("0755, of an earlier version", lambda pins: pins.chmod(0o755)),
+    Case("below a folder for all, sticky", lambda pins: pins.parent.chmod(0o1777)),
+    Case("another's", lambda pins: os.chown(pins, NOBODY, NOBODY), "pins: uid 65534 owns it"),
+    Case("the group may write", lambda pins: pins.chmod(0o770),
+         "pins: others may write to it (mode 0770)"),
+    Case("all may write", lambda pins: pins.chmod(0o777),
+         "pins: others may write to it (mode 0777)"),
+    Case("all may write, sticky", lambda pins: pins.chmod(0o1777),
+         "pins: others may write to it (mode 1777)"),
+    Case("below another's", lambda pins: os.chown(pins.parent, NOBODY, NOBODY),
+         "a: uid 65534 owns it"),
+    Case("below another's, sticky",
+         lambda pins: (os.chown(pins.parent, NOBODY, NOBODY), pins.parent.chmod(0o1777)),
+         "a: uid 65534 owns it"),
+    Case("below one for all, not sticky", lambda pins: pins.parent.chmod(0o777),
+         "a: others may write to it (mode 0777)"),
+    Case("root's symbolic link to another's",
+         lambda pins: replaced(pins, make(pins.parent / "b", owner=NOBODY)),
+         "b: uid 65534 owns it"),
+    Case("another's symbolic link to root's",
+         lambda pins: (replaced(pins, make(pins.parent / "b")),
+                       os.lchown(pins, NOBODY, NOBODY)), "pins: uid 65534 owns it"),
+    Case("root's symbolic link to root's",
+         lambda pins: replaced(pins, make(pins.parent / "b"))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_folder(shared: Path, case: Case) -> None:
+    pins = make(make(shared / "a") / "pins", 0o700)
+    case.spoil(pins)
+    if not case.complaint:
+        require_private(pins)
+        os.close(lock_folder(pins, 0.0, ""))
+        assert stat.S_IMODE(pins.stat().st_mode) == 0o700
+        return
+    before = pins.stat()
+    for refuse in (require_private, lambda folder: lock_folder(folder, 0.0, "")):
+        with pytest.raises(KernelError) as error:
+            refuse(pins)
+        name, _, reason = case.complaint.partition(": ")
+        where = next(path for path in (*pins.parents, pins, pins.resolve()) if path.name == name)
+        assert str(error.value) == (
+            f"cannot trust the folder: {reason} ({where}); "
+            "remove it and start again, or choose another folder"
+        )
+    assert pins.stat() == before, "nothing is changed"
+
+
+def test_a_folder_of_our_own_needs_no_root(shared: Path) -> None:
+    """As whom we run is trusted, too."""
+    make(shared / "pins", 0o700, NOBODY)
+    child = os.fork()
+    if child == 0:
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+        try:
+            os.close(lock_folder(shared / "pins", 0.0, ""))
+            os._exit(0)
+        except BaseException:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0

@@ -1,0 +1,68 @@
+"""What a process needs of the kernel, and what it is told when that is missing."""
+
+import errno
+import resource
+
+import pytest
+
+from kbpf.errors import KernelError
+from kbpf.kernel.bpf import probe, syscalls
+
+LIMITS = [
+    ("5.10.0-32-amd64", 65536, 65536),
+    ("5.10.0-32-amd64", 0, 0),
+    ("5.10.0-32-amd64", resource.RLIM_INFINITY, None),
+    ("5.4.0", 65536, 65536),
+    ("5.11.0", 65536, None),
+    ("6.1.0-50-amd64", 65536, None),
+    ("10.0", 65536, None),
+    ("unheard of", 65536, None),
+]
+
+
+@pytest.mark.parametrize(("release", "limit", "expected"), LIMITS)
+def test_what_maps_may_take(
+    monkeypatch: pytest.MonkeyPatch, release: str, limit: int, expected: int | None
+):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+    assert syscalls.locked_limit(release) == expected
+
+
+@pytest.mark.parametrize(
+    ("limit", "code", "privileged", "said"),
+    [
+        (65536, errno.EPERM, True, "which is 65536 bytes here: grant CAP_SYS_RESOURCE"),
+        (65536, errno.EPERM, False, "it needs root or CAP_BPF"),
+        (None, errno.EPERM, True, "it needs root or CAP_BPF"),
+        (65536, errno.EACCES, True, "it needs root or CAP_BPF"),
+    ],
+)
+def test_what_a_refusal_is_explained_by(
+    monkeypatch: pytest.MonkeyPatch, limit: int | None, code: int, privileged: bool, said: str
+):
+    monkeypatch.setattr(syscalls, "locked_limit", lambda: limit)
+    monkeypatch.setattr(syscalls, "privileged", lambda: privileged)
+    with pytest.raises(KernelError) as refused:
+        syscalls.check(-code, "cannot create the map")
+    assert said in str(refused.value)
+    assert refused.value.errno == code
+
+
+ALL, NO_RESOURCE = 1 << 12 | 1 << 21 | 1 << 24 | 3 << 38, 1 << 12 | 1 << 21 | 3 << 38
+
+
+@pytest.mark.parametrize(
+    ("held", "limit", "missing"),
+    [
+        (ALL, 65536, ()),
+        (ALL, None, ()),
+        (NO_RESOURCE, None, ()),
+        (NO_RESOURCE, 65536, ("CAP_SYS_RESOURCE",)),
+        (1 << 12, None, ("CAP_SYS_ADMIN", "CAP_PERFMON", "CAP_BPF")),
+    ],
+)
+def test_which_capabilities_are_missing(
+    monkeypatch: pytest.MonkeyPatch, held: int, limit: int | None, missing: tuple[str, ...]
+):
+    monkeypatch.setattr(syscalls, "locked_limit", lambda: limit)
+    assert probe.missing_capabilities(f"Name:\tkbpf\nCapEff:\t{held:016x}\n") == missing

@@ -1,0 +1,22 @@
+"""Which file a setting is read from and written to."""
+
+from pathlib import Path
+
+import pytest
+
+from kbpf.kernel.system import sysctl
+
+ROWS = [
+    ("on a node", (), "proc/net/ipv4/ip_forward"),
+    ("in a pod that was given the node's", ("net/ipv4/ip_forward",), "host/net/ipv4/ip_forward"),
+    ("in a pod, one that the node has not", ("net/ipv4/other",), "proc/net/ipv4/ip_forward"),
+]
+
+
+@pytest.mark.parametrize(("name", "given", "file"), ROWS, ids=[row[0] for row in ROWS])
+def test_the_file_of_a_setting(tmp_path: Path, name: str, given: tuple[str, ...], file: str):
+    for each in given:
+        (tmp_path / "host" / each).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "host" / each).write_text("1\n")
+    found = sysctl.path_of("net.ipv4.ip_forward", tmp_path / "proc", tmp_path / "host")
+    assert found == tmp_path / file

@@ -1,0 +1,106 @@
+"""Threads are supervised: what fails begins again, is logged and counted, and what is stuck or has
+failed for long is named.
+"""
+
+import threading
+
+import pytest
+
+from kbpf.errors import KernelError
+from kbpf.kernel.system import threads
+from kbpf.kernel.system.threads import Supervised, ThreadState
+from tests.support.lab.lab import PATIENCE, until
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(threads, "LONGEST_PAUSE_SECONDS", 0.002)
+
+
+def state_of(name: str) -> ThreadState:
+    return next(one for one in threads.table() if one.name == name)
+
+
+def test_work_that_fails_begins_again(caplog: pytest.LogCaptureFixture):
+    tries, stop = [], threading.Event()
+
+    def work() -> None:
+        tries.append(1)
+        if len(tries) < 4:
+            raise ValueError("on purpose")
+        stop.wait(PATIENCE)
+
+    thread = threads.start("t-fails", work)
+    until("it works", lambda: len(tries) == 4)
+    state = state_of("t-fails")
+    assert (state.alive, state.restarts, state.problem) == (True, 3, "")
+    failures = [one for one in caplog.records if "name=t-fails" in one.message]
+    assert len(failures) == 3
+    assert all(one.exc_info and "on purpose" in str(one.exc_info[1]) for one in failures)
+    stop.set()
+    assert thread.stop(PATIENCE)
+    assert "t-fails" not in {one.name for one in threads.table()}
+
+
+def test_work_that_returns_is_done():
+    done = threading.Event()
+    threads.start("t-done", done.set)
+    assert done.wait(PATIENCE)
+    until("it is in the table no more", lambda: "t-done" not in {t.name for t in threads.table()})
+
+
+def test_what_goes_on_failing_is_named_and_forgiven(monkeypatch: pytest.MonkeyPatch):
+    now = [0.0]
+    go_on, stop = threading.Event(), threading.Event()
+
+    def work() -> None:
+        now[0] += 20
+        if not go_on.is_set():
+            raise ValueError("on purpose")
+        while not stop.wait(0.001):
+            threads.beat()
+
+    thread = Supervised("t-again", work, clock=lambda: now[0])
+    thread.start()
+    until("it is named", lambda: "thread t-again" in " ".join(threads.problems()))
+    assert state_of("t-again").problem == "it fails again and again: ValueError: on purpose"
+    go_on.set()
+    until("it works", lambda: thread.state().restarts and not stop.is_set() and go_on.is_set())
+    now[0] += threads.STEADY_SECONDS
+    until("it is forgotten", lambda: not thread.state().problem)
+    stop.set()
+    assert thread.stop(PATIENCE)
+
+
+def test_who_makes_no_progress_is_stuck():
+    now, turns, stop = [0.0], threading.Semaphore(0), threading.Event()
+
+    def work() -> None:
+        while not stop.is_set():
+            turns.acquire()
+            threads.beat()
+
+    thread = Supervised("t-stuck", work, limit=30, clock=lambda: now[0])
+    thread.start()
+    now[0] = 31
+    assert threads.problems() == ("thread t-stuck: no progress for 31 s",)
+    turns.release()
+    until("it goes on", lambda: not threads.problems())
+    stop.set()
+    turns.release()
+    assert thread.stop(PATIENCE)
+
+
+def test_no_thread_to_be_had_is_one_line(monkeypatch: pytest.MonkeyPatch):
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(KernelError, match="cannot start the thread t-none"):
+        threads.start("t-none", lambda: None)
+    assert not [one for one in threads.table() if one.name == "t-none"]
+
+
+def test_a_thread_of_others_may_beat():
+    threads.beat()

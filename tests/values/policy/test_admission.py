@@ -1,0 +1,370 @@
+"""Addresses that no Service may take: {kind of address} x {ExternalIP, LoadBalancer, ClusterIP} x
+setting, served or refused with which words; and that a change of what is reserved reaches exactly
+the Services that it concerns.
+"""
+
+import json
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from kbpf.agent.listeners import GRACE_SECONDS, LOOK_SECONDS, Listeners
+from kbpf.agent.problems import Problems
+from kbpf.agent.refusals import SEE, Refusals
+from kbpf.config import load
+from kbpf.model.address import ANY4, ANY6, Addr, parse_addr
+from kbpf.model.config import Config
+from kbpf.model.desired import DesiredState, FrontendAddress, FrontendKind
+from kbpf.model.events import Delete, Kind, ObjectKey, Synced, Upsert
+from kbpf.model.objects import (
+    Endpoint,
+    EndpointSlice,
+    Node,
+    Protocol,
+    Service,
+    ServiceName,
+    ServicePort,
+    SlicePort,
+    pack_names,
+)
+from kbpf.policy.admission import Reserved, Server, reserved
+from kbpf.policy.compute import Desired, desired_state
+from kbpf.policy.store import World
+from kbpf.serve.events import Events
+from kbpf.source.decode.fields import parse_cidr
+
+
+def addrs(*texts: str) -> tuple[Addr, ...]:
+    return tuple(map(parse_addr, texts))
+
+
+TCP = Protocol.TCP
+NODE = Node("me", addrs("192.0.2.10", "2001:db8::10"), pod_cidrs=(parse_cidr("10.244.0.0/24", ""),))
+OTHER_NODE = Node("other", addrs("192.0.2.11", "2001:db8::11"))
+LOCAL = addrs("127.0.0.1", "192.0.2.10", "2001:db8::10", "192.0.2.200", "172.17.0.1")
+"""Beside the Node's own: a VIP that keepalived or kube-vip has put on a device, and a bridge."""
+SERVERS: tuple[Server, ...] = ((parse_addr("198.51.100.7"), 6443),)
+LISTENING = frozenset(
+    FrontendAddress(address, port, TCP) for address, port in ((ANY6, 22), (ANY4, 10250))
+)
+API_SLICE = EndpointSlice(
+    "default", "kubernetes", "kubernetes", 4,
+    tuple(map(Endpoint, addrs("192.0.2.1", "192.0.2.10"))),
+    (SlicePort("https", TCP, 6443),),
+)  # fmt: skip
+PODS = EndpointSlice(
+    "shop", "shop-1", "shop", 4, tuple(map(Endpoint, addrs("10.9.9.9", "7.7.7.7"))),
+    (SlicePort("http", TCP, 8080),), packed_pods=pack_names(("shop-1", "")),
+)  # fmt: skip
+SHOP = Service("shop", "shop", "NodePort", addrs("10.96.0.50"), (ServicePort("", TCP, 80, 30050),))
+KUBERNETES = Service(
+    "default", "kubernetes", "ClusterIP", addrs("10.96.0.1"), (ServicePort("https", TCP, 443),)
+)
+
+SERVED = ""
+API = "an address of the API server"
+OWN = "an address of this node"
+OTHERS = "an address of another node"
+LINK = "link-local"
+POD = "address of a Pod"
+LISTENS = "a process of this node listens"
+OFF, OUTSIDE = "is off", "none of the networks"
+SHOPS = "belongs to shop/shop"
+
+
+class Row(NamedTuple):
+    """A kind of address with a port, and what becomes of it: as an ExternalIP with `all`, with its
+    own network listed, and as a LoadBalancer address. With `off`, and with another network listed,
+    no ExternalIP is served.
+    """
+
+    what: str
+    address: str
+    port: int
+    external: str
+    listed: str
+    balancer: str
+
+
+KINDS = [
+    Row("of nobody", "203.0.113.5", 80, SERVED, SERVED, SERVED),
+    Row("of nobody, IPv6", "2001:db8:9::5", 80, SERVED, SERVED, SERVED),
+    Row("the API server's", "192.0.2.1", 6443, API, API, API),
+    Row("its other ports", "192.0.2.1", 443, SERVED, SERVED, SERVED),
+    Row("of an API server on this node", "192.0.2.10", 6443, API, API, API),
+    Row("that the agent has dialled", "198.51.100.7", 6443, API, API, API),
+    Row("this node's", "192.0.2.10", 80, OWN, SERVED, SERVED),
+    Row("this node's, IPv6", "2001:db8::10", 80, OWN, SERVED, SERVED),
+    Row("this node's, where sshd listens", "192.0.2.10", 22, OWN, LISTENS, LISTENS),
+    Row("this node's, where kubelet listens", "192.0.2.10", 10250, OWN, LISTENS, LISTENS),
+    Row("this node's at the own NodePort", "192.0.2.10", 30099, SERVED, SERVED, SERVED),
+    Row("another node's", "192.0.2.11", 80, OTHERS, SERVED, SERVED),
+    Row("another node's, IPv6", "2001:db8::11", 80, OTHERS, SERVED, SERVED),
+    Row("another node's, where its kubelet listens", "192.0.2.11", 10250, OTHERS, SERVED, SERVED),
+    Row("another node's at the own NodePort", "192.0.2.11", 30099, SERVED, SERVED, SERVED),
+    Row("another's NodePort", "192.0.2.10", 30050, OWN, SHOPS, SHOPS),
+    Row("a VIP on a device", "192.0.2.200", 80, SERVED, SERVED, SERVED),
+    Row("a VIP on a device, where sshd listens", "192.0.2.200", 22, LISTENS, SERVED, SERVED),
+    Row("a bridge, where sshd listens", "172.17.0.1", 22, LISTENS, SERVED, SERVED),
+    Row("in the network of Pods", "10.244.0.77", 80, POD, SERVED, POD),
+    Row("a Pod's elsewhere", "10.9.9.9", 80, POD, SERVED, SERVED),
+    Row("an endpoint's that is no Pod", "7.7.7.7", 80, SERVED, SERVED, SERVED),
+    Row("metadata", "169.254.169.254", 80, LINK, LINK, LINK),
+    Row("link-local", "169.254.7.7", 80, LINK, LINK, LINK),
+    Row("link-local, IPv6", "fe80::7", 80, LINK, LINK, LINK),
+    Row("metadata, IPv6", "fd00:ec2::254", 80, LINK, LINK, LINK),
+    Row("metadata of Alibaba", "100.100.100.200", 80, LINK, LINK, LINK),
+]  # fmt: skip
+SETTINGS = ("all", "off", "listed", "another listed")
+
+
+def setting(word: str, address: str) -> Config:
+    bits = 128 if ":" in address else 32
+    text = {"listed": f"{address}/{bits}", "another listed": "203.0.113.254/32"}.get(word, word)
+    return load.config({"--external-ips": text}, {})
+
+
+def web(kind: FrontendKind, address: str, port: int) -> Service:
+    own = "fd00:96::2" if ":" in address else "10.96.0.2"
+    made = Service("ns", "web", "NodePort", addrs(own), (ServicePort("", TCP, port, 30099),))
+    match kind:
+        case FrontendKind.EXTERNAL_IP:
+            return replace(made, external_ips=addrs(address))
+        case FrontendKind.LOAD_BALANCER:
+            return replace(made, lb_vips=addrs(address))
+        case _:
+            return replace(made, cluster_ips=addrs(address))
+
+
+def outcome(state: DesiredState, at: FrontendAddress) -> str:
+    """ "" where the Service has the frontend, else the words of its refusal."""
+    (found,) = (each for each in state.services.values() if each.key.name == "web")
+    words = [f"belongs to {winner}" for lost, winner in found.lost if lost == at]
+    words += [reason for refused, reason in found.refused if refused == at]
+    served = at in {frontend.at for frontend in found.frontends}
+    assert served == (not words)
+    return " ".join(words)
+
+
+def state_of(service: Service, config: Config) -> DesiredState:
+    return desired_state(
+        (service, SHOP, KUBERNETES), (PODS, API_SLICE), NODE, LOCAL, config,
+        servers=SERVERS, listening=LISTENING, other_nodes=(OTHER_NODE,),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("how", SETTINGS)
+@pytest.mark.parametrize("row", KINDS, ids=lambda row: row.what)
+def test_an_external_ip(row: Row, how: str) -> None:
+    wanted = {"all": row.external, "off": OFF, "listed": row.listed, "another listed": OUTSIDE}[how]
+    service = web(FrontendKind.EXTERNAL_IP, row.address, row.port)
+    state = state_of(service, setting(how, row.address))
+    words = outcome(state, FrontendAddress(parse_addr(row.address), row.port, TCP))
+    assert wanted in words
+    assert bool(wanted) == bool(words)
+    (key,) = (key for key in state.services if key.name == "web")
+    kinds = {frontend.kind for frontend in state.services[key].frontends}
+    assert {FrontendKind.CLUSTER_IP, FrontendKind.NODE_PORT} <= kinds, "the rest is served"
+
+
+@pytest.mark.parametrize("how", SETTINGS)
+@pytest.mark.parametrize("row", KINDS, ids=lambda row: row.what)
+def test_a_load_balancers_address(row: Row, how: str) -> None:
+    """The setting is for ExternalIPs only."""
+    service = web(FrontendKind.LOAD_BALANCER, row.address, row.port)
+    at = FrontendAddress(parse_addr(row.address), row.port, TCP)
+    words = outcome(state_of(service, setting(how, row.address)), at)
+    assert row.balancer in words
+    assert bool(row.balancer) == bool(words)
+
+
+@pytest.mark.parametrize("how", SETTINGS)
+@pytest.mark.parametrize("row", KINDS, ids=lambda row: row.what)
+def test_a_cluster_ip_is_never_refused(row: Row, how: str) -> None:
+    service = web(FrontendKind.CLUSTER_IP, row.address, row.port)
+    at = FrontendAddress(parse_addr(row.address), row.port, TCP)
+    assert outcome(state_of(service, setting(how, row.address)), at) == SERVED
+
+
+def test_the_api_servers_own_service_may_have_its_addresses() -> None:
+    own = replace(
+        KUBERNETES, ports=(ServicePort("https", TCP, 6443),), external_ips=addrs("192.0.2.1")
+    )
+    state = desired_state((own,), (API_SLICE,), NODE, LOCAL, Config())
+    (found,) = state.services.values()
+    assert not found.refused
+    assert len(found.frontends) == 2
+
+
+def test_the_same_port_of_another_protocol_is_not_the_api_servers() -> None:
+    service = web(FrontendKind.EXTERNAL_IP, "192.0.2.1", 6443)
+    service = replace(service, ports=(ServicePort("", Protocol.UDP, 6443, 30099),))
+    at = FrontendAddress(parse_addr("192.0.2.1"), 6443, Protocol.UDP)
+    assert outcome(state_of(service, Config()), at) == SERVED
+
+
+# ---- over time -----------------------------------------------------------------------------------
+
+
+def events(objects: Iterable[Service | EndpointSlice | Node]) -> list[Upsert]:
+    kinds = {Service: Kind.SERVICE, EndpointSlice: Kind.SLICE, Node: Kind.NODE}
+    return [
+        Upsert(ObjectKey(kinds[type(one)], getattr(one, "namespace", ""), one.name), one)
+        for one in objects
+    ]
+
+
+STEPS = ("shop", "kubernetes", "web", "vip", "pods", "api", "node", "servers", "listening")
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.sampled_from(STEPS), max_size=12), st.sampled_from([k.address for k in KINDS]))
+def test_however_it_came_to_be_the_state_is_the_same(steps: list[str], address: str) -> None:
+    """Each step brings an object, or takes it away again."""
+    port = next(row.port for row in KINDS if row.address == address)
+    objects = {
+        "shop": SHOP,
+        "kubernetes": KUBERNETES,
+        "web": web(FrontendKind.EXTERNAL_IP, address, port),
+        "vip": replace(web(FrontendKind.LOAD_BALANCER, "192.0.2.10", 30050), name="vip"),
+        "pods": PODS,
+        "api": API_SLICE,
+        "node": OTHER_NODE,
+    }
+    there: dict[str, Service | EndpointSlice | Node] = {}
+    world, desired, told = World("me"), Desired(), {"servers": False, "listening": False}
+    world.apply([*events([NODE]), *(Synced(kind) for kind in Kind)])
+    config = load.config({"--external-ips": "all"}, {})
+    for step in steps:
+        touched = world.apply([])
+        if step in told:
+            told[step] = not told[step]
+        elif step in there:
+            (said,) = events([there.pop(step)])
+            touched = world.apply([Delete(said.key)])
+        else:
+            there[step] = objects[step]
+            touched = world.apply(events([objects[step]]))
+        more = (
+            SERVERS if told["servers"] else (),
+            LISTENING if told["listening"] else frozenset(),
+        )
+        if world.slices(ServiceName("default", "kubernetes")) and step == "api":
+            there["api"] = API_SLICE  # the API server's own Service keeps its last endpoints
+        desired.update(world, touched, LOCAL, config, *more)
+        slices = [piece for piece in there.values() if isinstance(piece, EndpointSlice)]
+        services = [one for one in there.values() if isinstance(one, Service)]
+        nodes = [one for one in there.values() if isinstance(one, Node)]
+        whole = desired_state(services, slices, NODE, LOCAL, config, (), *more, nodes)
+        assert desired.state.services == whole.services
+
+
+# ---- listeners, and what is told -----------------------------------------------------------------
+
+
+def test_a_port_stays_reserved_for_a_while_after_its_listener() -> None:
+    at = FrontendAddress(ANY4, 22, TCP)
+    there = {at}
+    made = Listeners(lambda: frozenset(there))
+    made.look(0.0)
+    assert made.ports == {at}
+    there.clear()
+    made.look(LOOK_SECONDS - 1)
+    made.look(LOOK_SECONDS)
+    assert made.ports == {at}, "a restart of sshd hands nothing over"
+    made.look(GRACE_SECONDS - 1)
+    assert made.ports == {at}
+    made.look(GRACE_SECONDS + LOOK_SECONDS)
+    assert made.ports == frozenset()
+
+
+def test_a_refusal_is_a_line_of_each_kind_once_a_change(caplog: pytest.LogCaptureFixture) -> None:
+    posted: list[dict[str, object]] = []
+
+    def post(_: str, body: bytes) -> int:
+        posted.append(json.loads(body))
+        return 201
+
+    events_ = Events(post, "me")
+    problems = Problems()
+    told = Refusals(events_, problems)
+    service = web(FrontendKind.EXTERNAL_IP, "192.0.2.1", 6443)
+    states = state_of(service, Config()).services
+    line = "192.0.2.1:6443/TCP is not served: it is an address of the API server"
+    with caplog.at_level("WARNING"):
+        for _ in range(2):
+            told.changed(states, states, Reserved())
+    (key,) = (key for key in states if key.name == "web")
+    assert problems.first(9) == [f"{key}: {line}"]
+    assert [each.getMessage() for each in caplog.records] == [f"Service ns/web: {line}; {SEE}"]
+    events_.flush(10.0)
+    events_.stop()
+    (event,) = posted
+    assert (event["reason"], event["note"], event["type"]) == ("AddressRefused", line, "Warning")
+    regarding = {"apiVersion": "v1", "kind": "Service", "name": "web", "namespace": "ns"}
+    assert event["regarding"] == regarding
+    told.changed([key], {}, Reserved())
+    assert problems.first(9) == []
+
+
+class AtNode(NamedTuple):
+    """An address that a Service gets, and whether the log names it."""
+
+    what: str
+    kind: FrontendKind
+    address: str
+    port: int
+    named: bool
+
+
+AT_NODE = [
+    AtNode("this node's, listed", FrontendKind.EXTERNAL_IP, "192.0.2.10", 80, True),
+    AtNode("a VIP on a device", FrontendKind.EXTERNAL_IP, "192.0.2.200", 80, True),
+    AtNode("this node's, IPv6", FrontendKind.LOAD_BALANCER, "2001:db8::10", 80, True),
+    AtNode("a balancer's VIP on a device", FrontendKind.LOAD_BALANCER, "192.0.2.200", 80, False),
+    AtNode("at the own NodePort", FrontendKind.EXTERNAL_IP, "192.0.2.10", 30099, False),
+    AtNode("another node's", FrontendKind.EXTERNAL_IP, "192.0.2.11", 80, False),
+    AtNode("a ClusterIP", FrontendKind.CLUSTER_IP, "192.0.2.10", 80, False),
+]
+
+
+@pytest.mark.parametrize("row", AT_NODE, ids=lambda row: row.what)
+def test_an_address_of_this_node_is_named_once(
+    row: AtNode, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With its port, though it is served; and it is no problem."""
+    config, problems = setting("listed", row.address), Problems()
+    states = state_of(web(row.kind, row.address, row.port), config).services
+    kept = reserved(NODE, LOCAL, SERVERS, LISTENING, (API_SLICE,), config)
+    told = Refusals(Events(None, "me"), problems)
+    with caplog.at_level("WARNING"):
+        for _ in range(2):
+            told.changed(states, states, kept)
+    at = FrontendAddress(parse_addr(row.address), row.port, TCP)
+    line = (
+        f"Service ns/web: {at} is at an address of this node: what connects to it gets the Service"
+    )
+    assert [each.getMessage() for each in caplog.records] == [f"{line}; {SEE}"] * row.named
+    assert not len(problems)
+
+
+def test_node_ports_are_restricted_in_the_families_that_have_ranges() -> None:
+    service = Service(
+        "ns", "web", "LoadBalancer", addrs("10.96.0.2", "fd00:96::2"),
+        (ServicePort("", TCP, 80, 30080),), lb_vips=addrs("203.0.113.5"),
+    )  # fmt: skip
+    for text, families in {
+        "": (), "10.0.0.0/8": (4,), "10.0.0.0/8,fd00::/8": (4, 6), "0.0.0.0/0,fd00::/8": (6,),
+    }.items():  # fmt: skip
+        config = load.config({"--nodeport-source-ranges": text}, {})
+        state = desired_state((service,), (), NODE, LOCAL, config)
+        for key, found in state.services.items():
+            limited = {f.kind for f in found.frontends if f.restricted}
+            wanted = {FrontendKind.NODE_PORT} if key.family in families else set()
+            assert limited == wanted
+            assert bool(found.node_port_ranges) == bool(wanted)
+            assert found.source_ranges == (), "those are the VIP's"

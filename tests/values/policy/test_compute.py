@@ -1,0 +1,608 @@
+"""The desired state: what each dial gets, who changes when something does, and
+that the way there does not matter.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from kbpf.model.address import Addr, parse_addr
+from kbpf.model.config import Config, LocalMode, ServiceAnnotations
+from kbpf.model.desired import DesiredState, ServicePortKey, ServiceState
+from kbpf.model.events import Delete, Event, Kind, ObjectKey, Rejected, Synced, Upsert
+from kbpf.model.objects import (
+    Algorithm,
+    Cidr,
+    Endpoint,
+    EndpointSlice,
+    Node,
+    Pod,
+    Protocol,
+    Service,
+    ServiceName,
+    ServicePort,
+    SlicePort,
+    Weights,
+    pack_names,
+)
+from kbpf.policy.compute import Desired, desired_service, desired_state
+from kbpf.policy.store import Touched, World
+from tests.support import oracle
+
+
+def addrs(*texts: str) -> tuple[Addr, ...]:
+    return tuple(map(parse_addr, texts))
+
+
+ME = Node("me", addrs("10.0.0.1"), "a")
+LOCAL = addrs("127.0.0.1", "10.0.0.1", "10.0.0.2", "fd00::2")
+PORT = ServicePort("http", Protocol.TCP, 80, 30080)
+HTTP = (SlicePort("http", Protocol.TCP, 8080),)
+POD_NETWORK = Cidr(parse_addr("10.1.0.0"), 120)
+RANGE = (Cidr(parse_addr("192.0.2.0"), 120),)
+
+WEB = Service(
+    "ns", "web", "LoadBalancer", addrs("10.96.0.1"), (PORT,),
+    external_ips=addrs("1.1.1.1"), lb_vips=addrs("9.9.9.9"),
+)  # fmt: skip
+INTERNAL = replace(WEB, internal_local=True)
+EXTERNAL = replace(WEB, external_local=True)
+PLAIN = Service("ns", "plain", "ClusterIP", addrs("10.96.0.9"), (replace(PORT, node_port=0),))
+
+
+def piece(*ends: Endpoint, service: str = "web") -> EndpointSlice:
+    return EndpointSlice("ns", f"{service}-1", service, 4, ends, HTTP)
+
+
+def up(said: Service | EndpointSlice | Node | Pod) -> Upsert:
+    match said:
+        case Node():
+            return Upsert(ObjectKey(Kind.NODE, "", said.name), said)
+        case Service():
+            return Upsert(ObjectKey(Kind.SERVICE, said.namespace, said.name), said)
+        case EndpointSlice():
+            return Upsert(ObjectKey(Kind.SLICE, said.namespace, said.name), said)
+        case Pod():
+            return Upsert(ObjectKey(Kind.POD, said.namespace, said.name), said)
+
+
+def gone(said: Service | EndpointSlice | Node | Pod) -> Delete:
+    return Delete(up(said).key)
+
+
+def end(number: int, **said) -> Endpoint:
+    return Endpoint(parse_addr(f"10.1.0.{number}"), **said)
+
+
+READY_HERE, READY_THERE = end(1, node="me"), end(2, node="you")
+DRAINING_HERE = end(3, node="me", ready=False, terminating=True)
+DRAINING_THERE = end(4, node="you", ready=False, terminating=True)
+DOWN = end(5, ready=False, serving=False)
+
+
+class Dial(NamedTuple):
+    """Who dials what, and the answer: the backends' last bytes, "refuse", "drop" or "pass"."""
+
+    name: str
+    service: Service
+    ends: tuple[Endpoint, ...]
+    client: str
+    to: str
+    answer: tuple[int, ...] | str
+
+
+OUTSIDE = ("9.9.9.9:80/TCP", "1.1.1.1:80/TCP", "0.0.0.0:30080/TCP")
+OWN = "10.96.0.1:80/TCP"
+
+
+def dials_outside(name: str, *rest) -> list[Dial]:
+    """The same for LB VIP, ExternalIP and NodePort."""
+    service, ends, client, answer = rest
+    kinds = ("LB VIP", "ExternalIP", "NodePort")
+    return [
+        Dial(f"{kind}, {name}", service, ends, client, to, answer)
+        for kind, to in zip(kinds, OUTSIDE, strict=True)
+    ]
+
+
+DIALS = [
+    Dial("ClusterIP, no endpoints: refuse", WEB, (), "pod", OWN, "refuse"),
+    Dial("ClusterIP, none usable: refuse", WEB, (DOWN,), "pod", OWN, "refuse"),
+    Dial("ClusterIP, usable ones: any of them",
+        WEB, (READY_HERE, READY_THERE), "pod", OWN, (1, 2)),
+    Dial("ClusterIP, only draining ones", WEB, (DRAINING_THERE,), "pod", OWN, (4,)),
+    Dial("ClusterIP, internal Local: the local ones",
+        INTERNAL, (READY_HERE, READY_THERE), "pod", OWN, (1,)),
+    Dial("ClusterIP, internal Local, none local, some elsewhere: drop",
+        INTERNAL, (READY_THERE,), "pod", OWN, "drop"),
+    Dial("ClusterIP, internal Local, none local, draining elsewhere: drop",
+        INTERNAL, (DRAINING_THERE,), "pod", OWN, "drop"),
+    Dial("ClusterIP, internal Local, none usable anywhere: refuse",
+        INTERNAL, (DOWN,), "pod", OWN, "refuse"),
+    Dial("ClusterIP, internal Local, a draining one here",
+        INTERNAL, (DRAINING_HERE, READY_THERE), "pod", OWN, (3,)),
+    Dial("ClusterIP, external Local says nothing",
+        EXTERNAL, (READY_HERE, READY_THERE), "pod", OWN, (1, 2)),
+    Dial("ClusterIP, unknown port: not ours",
+        WEB, (READY_HERE,), "pod", "10.96.0.1:81/TCP", "pass"),
+    Dial("ClusterIP, other protocol: not ours",
+        WEB, (READY_HERE,), "pod", "10.96.0.1:80/UDP", "pass"),
+    Dial("an LB address with ipMode Proxy is not a VIP: not ours",
+        replace(WEB, lb_vips=()), (READY_HERE,), "pod", OUTSIDE[0], "pass"),
+    *dials_outside("no endpoints: refuse", WEB, (), "outside", "refuse"),
+    *dials_outside("none usable: refuse", EXTERNAL, (DOWN,), "outside", "refuse"),
+    *dials_outside("usable ones", WEB, (READY_HERE, READY_THERE), "outside", (1, 2)),
+    *dials_outside("internal Local says nothing",
+        INTERNAL, (READY_HERE, READY_THERE), "outside", (1, 2)),
+    *dials_outside("external Local: local ones",
+        EXTERNAL, (READY_HERE, READY_THERE), "outside", (1,)),
+    *dials_outside("external Local, a draining one here",
+        EXTERNAL, (DRAINING_HERE, READY_THERE), "outside", (3,)),
+    *dials_outside("external Local, none local, client outside: drop",
+        EXTERNAL, (READY_THERE,), "outside", "drop"),
+    *dials_outside("external Local, none local, draining elsewhere: drop",
+        EXTERNAL, (DRAINING_THERE,), "outside", "drop"),
+    *dials_outside("external Local, pod on this node: short circuit",
+        EXTERNAL, (READY_HERE, READY_THERE), "pod", (1, 2)),
+    *dials_outside("external Local, none local, this host: short circuit",
+        EXTERNAL, (READY_THERE,), "host", (2,)),
+]  # fmt: skip
+
+
+def answer(state: DesiredState, client: str, to: str) -> tuple[int, ...] | str:
+    """What a data plane does with this state, in short."""
+    for service in state.services.values():
+        kinds = {str(f.at): f.kind for f in service.frontends}
+        if to in kinds:
+            internal = kinds[to] == "ClusterIP"
+            outside = client == "outside" and not internal and service.external_local
+            local = service.internal_local if internal else outside
+            backends = service.local if local else service.cluster
+            empty = "drop" if service.any_endpoints else "refuse"
+            return tuple(b.address[-1] for b in backends) or empty
+    return "pass"
+
+
+@pytest.mark.parametrize("dial", DIALS, ids=lambda dial: dial.name)
+def test_what_a_dial_gets(dial: Dial):
+    state = desired_state([dial.service], [piece(*dial.ends)], ME, LOCAL, Config())
+    assert answer(state, dial.client, dial.to) == dial.answer
+
+
+def test_source_ranges_mark_the_vips_and_nothing_else():
+    (state,) = desired_service(replace(WEB, source_ranges=RANGE), (), ME)
+    assert [str(f.at) for f in state.frontends if f.restricted] == ["9.9.9.9:80/TCP"]
+
+
+def test_one_state_per_port_and_family():
+    ports = (PORT, ServicePort("dns", Protocol.UDP, 53))
+    dual = replace(WEB, cluster_ips=addrs("10.96.0.1", "fd00::1"), ports=ports)
+    states = tuple(desired_service(dual, [piece(READY_HERE)], ME))
+    assert [str(state.key) for state in states] == [
+        "ns/web:http TCP IPv4", "ns/web:dns UDP IPv4",
+        "ns/web:http TCP IPv6", "ns/web:dns UDP IPv6",
+    ]  # fmt: skip
+    assert [len(state.cluster) for state in states] == [1, 0, 0, 0]
+
+
+def test_a_state_says_what_the_service_says():
+    service = replace(EXTERNAL, internal_local=True, affinity_timeout=60)
+    (state,) = desired_service(service, [piece(READY_HERE, DRAINING_THERE)], ME)
+    assert (state.internal_local, state.external_local, state.affinity_timeout) == (True, True, 60)
+    assert [b.address[-1] for b in state.serving] == [1, 4]
+    assert state.any_endpoints
+
+
+@pytest.mark.parametrize(
+    ("allowed", "algorithm", "weights"),
+    [
+        (ServiceAnnotations.ALL, Algorithm.MAGLEV, (3, 1)),
+        (ServiceAnnotations.ALGORITHM, Algorithm.MAGLEV, ()),
+        (ServiceAnnotations.OFF, Algorithm.RANDOM, ()),
+    ],
+)
+def test_annotations_count_as_far_as_the_operator_allows(
+    allowed: ServiceAnnotations, algorithm: Algorithm, weights: tuple[int, ...]
+):
+    """All at once, and kept up to date."""
+    first, second = end(1), end(2)
+    service = replace(WEB, algorithm=Algorithm.MAGLEV, weights=Weights(((first.address, 3),)))
+    config = Config("me", service_annotations=allowed)
+    whole = desired_state([service], [piece(first, second)], ME, (), config)
+    world, kept = World("me"), Desired()
+    kept.update(world, world.apply([up(ME), up(service), up(piece(first, second))]), (), config)
+    for state in (*whole.services.values(), *kept.state.services.values()):
+        assert (state.algorithm, state.cluster_weights) == (algorithm, weights)
+        assert len(state.cluster) == 2
+
+
+def test_two_ports_of_one_name_are_one_and_the_last_counts():
+    twins = replace(PLAIN, ports=(PORT, replace(PORT, port=81)))
+    (state,) = desired_service(twins, (), ME)
+    assert state.frontends[0].at.port == 81
+
+
+class Kept:
+    """A World and a Desired over it; feed() returns what changed, as text."""
+
+    def __init__(self, *events: Event, config: Config | None = None) -> None:
+        self.world, self.desired = World("me"), Desired()
+        self.config = config or Config()
+        self.local: tuple[Addr, ...] = LOCAL
+        self.feed(*events)
+
+    def feed(self, *events: Event) -> set[str]:
+        touched = self.world.apply(events)
+        changed = self.desired.update(self.world, touched, self.local, self.config)
+        return {str(key) for key in changed}
+
+    def state(self, name: str) -> ServiceState:
+        (found,) = (s for key, s in self.desired.state.services.items() if key.name == name)
+        return found
+
+
+WEB_KEY, PLAIN_KEY = "ns/web:http TCP IPv4", "ns/plain:http TCP IPv4"
+
+
+def test_only_what_changed_is_reported():
+    kept = Kept(up(ME), up(WEB), up(PLAIN), up(piece(READY_HERE)))
+    before = kept.state("plain")
+    assert kept.feed() == set()
+    assert kept.feed(up(piece(READY_HERE, READY_THERE))) == {WEB_KEY}
+    assert kept.feed(up(replace(piece(READY_HERE, READY_THERE), name="copy"))) == set()
+    assert kept.feed(up(replace(piece(READY_HERE), service="plain"))) == {PLAIN_KEY}
+    assert before.cluster == ()
+
+
+def test_an_equal_state_is_dropped_and_the_old_value_stays():
+    kept = Kept(up(WEB), up(piece(READY_HERE)))
+    before = kept.state("web")
+    assert kept.feed(up(piece(replace(READY_HERE, zone="elsewhere")))) == set()
+    assert kept.state("web") is before
+
+
+def test_a_service_that_goes_takes_its_keys_with_it():
+    kept = Kept(up(WEB), up(PLAIN), up(piece(READY_HERE)))
+    assert kept.feed(gone(WEB)) == {WEB_KEY}
+    assert {key.name for key in kept.desired.state.services} == {"plain"}
+    assert kept.feed(gone(WEB)) == set()
+    assert kept.feed(gone(PLAIN)) == {PLAIN_KEY}
+    assert kept.desired.state.services == {}
+
+
+def test_a_service_that_comes_back_finds_its_slices():
+    kept = Kept(up(WEB), up(piece(READY_HERE)))
+    before = kept.state("web")
+    kept.feed(gone(WEB))
+    assert kept.feed(up(WEB)) == {WEB_KEY}
+    assert kept.state("web") == before
+
+
+def test_a_port_that_goes_takes_its_key_with_it():
+    kept = Kept(up(replace(PLAIN, ports=(*PLAIN.ports, ServicePort("b", Protocol.TCP, 81)))))
+    assert kept.feed(up(PLAIN)) == {"ns/plain:b TCP IPv4"}
+
+
+OLD, NEW = "2024-01-01T00:00:00Z", "2025-01-01T00:00:00Z"
+THIEF = Service(
+    "evil", "thief", "ClusterIP", addrs("10.96.0.66"), (PORT,),
+    external_ips=addrs("10.96.0.9"), created=OLD,
+)  # fmt: skip
+THIEF_KEY = "evil/thief:http TCP IPv4"
+
+
+def test_no_service_takes_over_the_cluster_ip_of_another():
+    for events in ((up(THIEF), up(PLAIN)), (up(PLAIN), up(THIEF))):
+        kept = Kept(*events)
+        assert kept.state("plain").lost == ()
+        assert [(str(at), str(who)) for at, who in kept.state("thief").lost] == [
+            ("10.96.0.9:80/TCP", "ns/plain")
+        ]
+        assert "10.96.0.9:80/TCP" not in {str(f.at) for f in kept.state("thief").frontends}
+
+
+def test_a_conflict_changes_the_loser_too():
+    kept = Kept(up(THIEF))
+    asked = kept.state("thief")
+    assert kept.feed(up(PLAIN)) == {PLAIN_KEY, THIEF_KEY}
+    assert kept.state("thief") != asked
+    assert kept.feed(gone(PLAIN)) == {PLAIN_KEY, THIEF_KEY}
+    assert kept.state("thief") == asked
+    assert kept.feed(up(PLAIN), gone(THIEF)) == {PLAIN_KEY, THIEF_KEY}
+    assert kept.feed(up(replace(PLAIN, affinity_timeout=5))) == {PLAIN_KEY}
+
+
+def test_a_loser_that_changes_stays_a_loser():
+    kept = Kept(up(THIEF), up(PLAIN))
+    assert kept.feed(up(replace(THIEF, affinity_timeout=5))) == {THIEF_KEY}
+    assert [str(who) for _, who in kept.state("thief").lost] == ["ns/plain"]
+    assert kept.feed(up(replace(THIEF, external_ips=()))) == {THIEF_KEY}
+    assert kept.state("thief").lost == ()
+
+
+def test_an_old_conflict_is_forgotten():
+    kept = Kept(up(THIEF), up(PLAIN))
+    kept.feed(up(replace(THIEF, external_ips=())))
+    alone = kept.state("thief")
+    rival = replace(PLAIN, name="rival", cluster_ips=addrs("10.96.0.77"), ports=(PORT,))
+    kept.feed(up(rival))
+    assert kept.state("thief") == alone
+    assert [str(at) for at, _ in kept.state("rival").lost] == ["0.0.0.0:30080/TCP"]
+
+
+def test_a_recreated_service_is_younger():
+    vip = addrs("9.9.9.9")
+    one = replace(PLAIN, lb_vips=vip, created=OLD)
+    two = replace(WEB, created=NEW, external_ips=())
+    kept = Kept(up(one), up(two))
+    assert kept.state("plain").lost == ()
+    assert kept.feed(gone(one), up(replace(one, created=""))) == {PLAIN_KEY, WEB_KEY}
+    assert [str(who) for _, who in kept.state("plain").lost] == ["ns/web"]
+    assert kept.state("web").lost == ()
+
+
+def test_three_services_want_one_node_port():
+    rivals = [
+        Service("ns", name, "NodePort", addrs(f"10.96.1.{n}"), (PORT,), created=created)
+        for n, (name, created) in enumerate([("a", OLD), ("b", NEW), ("c", "")])
+    ]
+    kept = Kept(*map(up, reversed(rivals)))
+    assert [len(kept.state(name).lost) for name in "abc"] == [0, 1, 1]
+    keys = {f"ns/{name}:http TCP IPv4" for name in "abc"}
+    assert kept.feed(gone(rivals[0])) == keys, "one goes, one wins, one loses to another"
+    assert kept.state("b").lost == ()
+    assert [str(who) for _, who in kept.state("c").lost] == ["ns/b"]
+
+
+def test_a_zone_change_touches_what_has_hints():
+    hinted = piece(end(1, zone_hints=("a",)), end(2, zone_hints=("b",)))
+    kept = Kept(up(ME), up(WEB), up(PLAIN), up(hinted), up(piece(end(3), service="plain")))
+    assert [b.address[-1] for b in kept.state("web").cluster] == [1]
+    assert kept.feed(up(replace(ME, zone="b"))) == {WEB_KEY}
+    assert [b.address[-1] for b in kept.state("web").cluster] == [2]
+    assert kept.feed(gone(ME)) == set()
+    assert kept.feed(up(replace(ME, zone=""))) == {WEB_KEY}
+    assert [b.address[-1] for b in kept.state("web").cluster] == [1, 2]
+
+
+def test_new_addresses_of_the_node_change_no_service():
+    kept = Kept(up(ME), up(WEB))
+    assert kept.desired.state.node_addresses == addrs("10.0.0.1")
+    assert kept.feed(up(replace(ME, addresses=addrs("10.0.0.2")))) == set()
+    assert kept.desired.state.node_addresses == addrs("10.0.0.2")
+
+
+def test_pod_networks_of_the_node_change_no_service():
+    kept = Kept(up(ME), up(WEB), config=Config(detect_local_mode=LocalMode.NODE_CIDR))
+    assert kept.desired.state.local_networks == ()
+    before = kept.desired.node
+    assert kept.feed(up(replace(ME, pod_cidrs=(POD_NETWORK,)))) == set()
+    assert kept.desired.state.local_networks == (POD_NETWORK,)
+    assert kept.desired.node != before
+
+
+def test_local_addresses_are_read_at_every_update():
+    kept = Kept(up(WEB))
+    assert kept.desired.state.node_addresses == addrs("10.0.0.1", "10.0.0.2", "fd00::2")
+    kept.local = addrs("10.0.0.7")
+    assert kept.feed() == set()
+    assert kept.desired.state.node_addresses == addrs("10.0.0.7")
+
+
+class CountingWorld(World):
+    """Counts what is asked of it, and is never asked for everything."""
+
+    asked = 0
+
+    def names(self):
+        raise AssertionError("an update must cost what was touched")
+
+    def service(self, name: ServiceName) -> Service | None:
+        self.asked += 1
+        return super().service(name)
+
+
+def test_an_update_costs_what_was_touched():
+    world, desired = CountingWorld("me"), Desired()
+    many = [replace(PLAIN, name=f"s{n}", cluster_ips=addrs(f"10.96.1.{n}")) for n in range(100)]
+    desired.update(world, world.apply(map(up, many)), LOCAL, Config())
+    world.asked = 0
+    touched = world.apply([up(piece(READY_HERE, service="s7"))])
+    (changed,) = desired.update(world, touched, LOCAL, Config())
+    assert (changed.name, world.asked) == ("s7", 1)
+
+
+ADDRESSES = st.sampled_from(addrs("10.96.0.1", "10.96.0.2", "9.9.9.9"))
+ADDRESSES6 = st.sampled_from(addrs("fd00::1", "fd00::9", "::"))
+OTHERS = st.lists(ADDRESSES | ADDRESSES6, max_size=2).map(tuple)
+NAMES, NODE_NAMES = st.sampled_from(["web", "dns"]), st.sampled_from(["me", "you", ""])
+SPACES = st.sampled_from(["ns", "ns", "ns", "other"])
+PORTS = st.builds(
+    ServicePort, st.sampled_from(["http", "http", "http", "x"]),
+    st.sampled_from([Protocol.TCP, Protocol.TCP, Protocol.TCP, Protocol.UDP]),
+    st.sampled_from([80, 81]), st.sampled_from([0, 30080, 30081]),
+)  # fmt: skip
+CLUSTER_IPS = st.sampled_from([(4,), (4,), (4, 6), (6, 4), (6,)]).flatmap(
+    lambda order: st.tuples(*[ADDRESSES if family == 4 else ADDRESSES6 for family in order])
+)
+WEIGHTS = st.sampled_from(
+    [None, None, None, Weights(((end(1).address, 0),), (("p1", 4),)),
+     Weights(pods=(("p1", 0), ("p2", 2)), nodes=(("me", 6),), others=4)]
+)  # fmt: skip
+SERVICES = st.builds(
+    Service, SPACES, NAMES, st.sampled_from(["ClusterIP", "NodePort", "LoadBalancer"]), CLUSTER_IPS,
+    st.lists(PORTS, min_size=1, max_size=2, unique_by=lambda p: (p.name, p.protocol)).map(tuple),
+    OTHERS, OTHERS, st.sampled_from([(), RANGE]),
+    external_local=st.booleans(), internal_local=st.booleans(),
+    affinity_timeout=st.sampled_from([0, 60]), created=st.sampled_from(["", OLD, NEW]),
+    algorithm=st.sampled_from([None, *Algorithm]), weights=WEIGHTS,
+)  # fmt: skip
+HINTS = st.sampled_from([None, ("a",), ("b",), ("a", "b")])
+ENDS = st.builds(
+    Endpoint, st.sampled_from([end(n).address for n in (1, 2, 3)]),
+    st.sampled_from([True, True, False]), st.sampled_from([True, True, False]), st.booleans(),
+    NODE_NAMES, st.just(""), HINTS, st.sampled_from([None, None, ("me",)]),
+)  # fmt: skip
+
+
+def an_slice(
+    namespace: str,
+    name: str,
+    service: str,
+    family: int,
+    ends: list[tuple[Endpoint, str]],
+    ports: tuple[SlicePort, ...],
+) -> EndpointSlice:
+    return EndpointSlice(
+        namespace, name, service, family, tuple(e for e, _ in ends), ports,
+        packed_pods=pack_names([pod for _, pod in ends]),
+    )  # fmt: skip
+
+
+PODS = st.sampled_from(["p1", "p2", "p3", ""])
+SLICES = st.builds(
+    an_slice, SPACES, st.sampled_from(["s1", "s2", "s3"]), NAMES,
+    st.sampled_from([4, 4, 4, 4, 6]), st.lists(st.tuples(ENDS, PODS), min_size=1, max_size=3),
+    st.sampled_from([HTTP, HTTP, HTTP, HTTP, ()]),
+)  # fmt: skip
+NODES = st.builds(
+    Node, st.sampled_from(["me", "me", "you"]), st.sampled_from([(), LOCAL[1:]]),
+    st.sampled_from(["", "a", "b"]),
+)  # fmt: skip
+PODS = st.builds(
+    Pod, SPACES, st.sampled_from(["p1", "p2"]), st.sampled_from(["u1", "u2", "u3"]), NODE_NAMES
+)
+OBJECTS = st.sampled_from([SERVICES, SERVICES, SLICES, SLICES, SLICES, NODES, PODS]).flatmap(
+    lambda x: x
+)
+UPSERTS = OBJECTS.map(up)
+WORDS = [
+    OBJECTS.map(gone),
+    OBJECTS.map(lambda said: Rejected(up(said).key, "bad")),
+    st.sampled_from(list(Kind)).map(Synced),
+]
+EVENTS = st.lists(
+    st.sampled_from([*[UPSERTS] * 7, *WORDS]).flatmap(lambda x: x), min_size=6, max_size=20
+)
+CONFIGS = st.sampled_from(
+    [Config(), Config(node_port_addresses=RANGE), Config(algorithm=Algorithm.MAGLEV)]
+)
+
+
+def last_words(events: Iterable[Event]) -> dict[ObjectKey, Service | EndpointSlice | Node | Pod]:
+    """The objects after all events, without a World; what a Node said outlives it."""
+    found: dict[ObjectKey, Service | EndpointSlice | Node | Pod] = {}
+    for event in events:
+        if isinstance(event, Upsert):
+            found[event.key] = event.object
+        elif isinstance(event, Delete) and event.key.kind is not Kind.NODE:
+            found.pop(event.key, None)
+    return found
+
+
+def as_oracle(state: ServiceState) -> dict:
+    """In the naive model's words."""
+    sets = {
+        name: frozenset((oracle.text(b.address), b.port) for b in getattr(state, name))
+        for name in ("cluster", "local", "serving")
+    }
+    names = ("any_endpoints", "internal_local", "external_local", "affinity_timeout")
+    plain = {name: getattr(state, name) for name in names}
+    plain["algorithm"] = str(state.algorithm)
+    for name in ("cluster", "local"):
+        places = [(oracle.text(b.address), b.port) for b in getattr(state, name)]
+        weights = getattr(state, f"{name}_weights") or (1,) * len(places)
+        plain[f"{name}_weights"] = frozenset(zip(places, weights, strict=True))
+    at = {f.at: (oracle.text(f.at.address), f.at.port, int(f.at.protocol)) for f in state.frontends}
+    return {
+        **sets,
+        **plain,
+        "frontends": {(at[f.at], str(f.kind), f.restricted) for f in state.frontends},
+        "lost": {
+            ((oracle.text(a.address), a.port, int(a.protocol)), tuple(who)) for a, who in state.lost
+        },
+    }
+
+
+def as_tuple(key: ServicePortKey) -> tuple:
+    return (key.namespace, key.name, key.port, int(key.protocol), key.family)
+
+
+@settings(max_examples=300)
+@given(EVENTS, st.lists(st.integers(1, 4), max_size=6), CONFIGS)
+def test_any_events_in_any_batches_end_in_the_state_of_the_final_objects(events, cuts, config):
+    world, desired = World("me"), Desired()
+    rest = list(events)
+    for size in [*cuts, len(rest)]:
+        batch, rest = rest[:size], rest[size:]
+        before = dict(desired.state.services)
+        changed = desired.update(world, world.apply(batch), LOCAL, config)
+        after = desired.state.services
+        keys = before.keys() | after.keys()
+        assert changed == {key for key in keys if before.get(key) != after.get(key)}
+
+    objects = last_words(events)
+    services = [said for said in objects.values() if isinstance(said, Service)]
+    slices = [said for said in objects.values() if isinstance(said, EndpointSlice)]
+    node = objects.get(ObjectKey(Kind.NODE, "", "me"), Node("me"))
+    pods = [said for said in objects.values() if isinstance(said, Pod) and said.node != "you"]
+    known = Synced(Kind.POD) in events
+    whole = desired_state(services, slices, node, LOCAL, config, pods)
+    assert desired.state == replace(whole, pods_known=known)
+    assert whole.exempt_pods == tuple(sorted(pod.uid for pod in pods))
+    assert whole == desired_state(services[::-1], slices[::-1], node, LOCAL, config, pods[::-1])
+    expected = oracle.state(services, slices, node, config)
+    assert {as_tuple(key): as_oracle(state) for key, state in whole.services.items()} == expected
+    ports = oracle.node_port_addresses(node, LOCAL, config)
+    assert {oracle.text(addr) for addr in whole.node_addresses} == ports
+
+
+@settings(max_examples=100)
+@given(EVENTS)
+def test_everything_deleted_leaves_nothing(events):
+    world, desired = World("me"), Desired()
+    desired.update(world, world.apply(events), LOCAL, Config())
+    deletes = [Delete(event.key) for event in events if isinstance(event, Upsert)]
+    desired.update(world, world.apply(deletes), LOCAL, Config())
+    assert desired.state.services == {}
+    for event in events:
+        if isinstance(event, Upsert) and isinstance(event.object, Service):
+            desired.update(world, world.apply([event]), LOCAL, Config())
+            alone = desired_state([event.object], (), world.node, LOCAL, Config())
+            assert desired.state == replace(alone, pods_known=desired.state.pods_known), (
+                "no claim is left behind"
+            )
+            desired.update(world, world.apply([Delete(event.key)]), LOCAL, Config())
+    assert desired.update(world, Touched(everything=True), LOCAL, Config()) == set()
+
+
+@pytest.mark.parametrize(
+    ("addresses", "endpoints", "served"),
+    [(1_024, 0, 262_144 // 1_026), (0, 1_000, 1_048_576 // 1_000), (0, 10, 1_100)],
+    ids=["ports times addresses", "ports times endpoints", "many ports alone"],
+)
+def test_one_service_asks_for_no_more_than_the_maps_hold(
+    addresses: int, endpoints: int, served: int
+):
+    """By the product of what it lists: the ports beyond that are told, and take no memory."""
+    listed = tuple(parse_addr(f"192.0.{i >> 8}.{i & 255}") for i in range(addresses))
+    ends = tuple(Endpoint(parse_addr(f"10.1.{i >> 8}.{i & 255}")) for i in range(endpoints))
+    names = [f"p{i}" for i in range(1_100)]
+    ports = tuple(ServicePort(name, Protocol.TCP, i + 1) for i, name in enumerate(names))
+    at = tuple(SlicePort(name, Protocol.TCP, 8080) for name in names)
+    large = Service("ns", "big", "ClusterIP", addrs("10.96.0.9"), ports, external_ips=listed)
+    states = list(desired_service(large, [EndpointSlice("ns", "s", "big", 4, ends, at)], ME))
+    assert [state.key.port for state in states] == names
+    for number, state in enumerate(states):
+        if number < served:
+            assert (len(state.frontends), len(state.cluster)) == (1 + addresses, endpoints)
+            assert state.refused == ()
+            continue
+        assert (state.frontends, state.cluster, state.serving) == ((), (), ())
+        ((front, why),) = state.refused
+        assert str(front) == f"10.96.0.9:{number + 1}/TCP"
+        assert "more ports, times endpoints or addresses, than the maps may hold" in why

@@ -1,0 +1,308 @@
+"""What the World remembers of the events, and what it says is touched."""
+
+from typing import NamedTuple
+
+import pytest
+from msgspec.structs import replace
+
+from kbpf.model.address import Addr, parse_addr
+from kbpf.model.events import Delete, Event, Kind, ObjectKey, Rejected, Synced, Upsert
+from kbpf.model.objects import (
+    Cidr,
+    Endpoint,
+    EndpointSlice,
+    Node,
+    Pod,
+    Protocol,
+    Service,
+    ServiceName,
+    ServicePort,
+    SlicePort,
+)
+from kbpf.policy.store import Touched, World
+
+WEB = Service(
+    "ns", "web", "ClusterIP", (parse_addr("10.96.0.1"),), (ServicePort("", Protocol.TCP, 80),)
+)
+ONE = EndpointSlice(
+    "ns", "web-1", "web", 4,
+    (Endpoint(parse_addr("10.1.0.1")),), (SlicePort("", Protocol.TCP, 8080),),
+)  # fmt: skip
+TWO = replace(ONE, name="web-2")
+POD = Pod("ns", "p1", "1234", "me")
+ME = Node("me", (parse_addr("10.0.0.1"),), "a")
+NAME = ServiceName("ns", "web")
+OTHER = ServiceName("ns", "other")
+
+
+def key(said: Service | EndpointSlice | Node | Pod) -> ObjectKey:
+    match said:
+        case Service():
+            return ObjectKey(Kind.SERVICE, said.namespace, said.name)
+        case EndpointSlice():
+            return ObjectKey(Kind.SLICE, said.namespace, said.name)
+        case Node():
+            return ObjectKey(Kind.NODE, "", said.name)
+        case Pod():
+            return ObjectKey(Kind.POD, said.namespace, said.name)
+
+
+def up(said: Service | EndpointSlice | Node | Pod) -> Upsert:
+    return Upsert(key(said), said)
+
+
+def gone(said: Service | EndpointSlice | Node | Pod) -> Delete:
+    return Delete(key(said))
+
+
+class Row(NamedTuple):
+    """Events before, events now, what the latter touch."""
+
+    name: str
+    before: list[Event]
+    now: list[Event]
+    services: tuple[ServiceName, ...] = ()
+    everything: bool = False
+    pods: bool = False
+    addresses: tuple[Addr, ...] = ()
+
+
+YOU = replace(ME, name="you", zone="b", addresses=(parse_addr("10.0.0.2"),))
+ALL = [up(ME), up(WEB), up(ONE), up(POD)]
+ROWS = [
+    Row("nothing", ALL, []),
+    Row("a new Service", [], [up(WEB)], (NAME,)),
+    Row("a slice before its Service", [], [up(ONE)], (NAME,)),
+    Row("several things at once", [up(ME)], [up(WEB), up(ONE), up(TWO)], (NAME,)),
+    Row("the same again", ALL, [up(ME), up(WEB), up(ONE)]),
+    Row("the same again, received later", ALL, [Upsert(key(WEB), WEB, 5.0)]),
+    Row("a Service changes", ALL, [up(replace(WEB, affinity_timeout=5))], (NAME,)),
+    Row("a Service goes", ALL, [gone(WEB)], (NAME,)),
+    Row("a Service that was never there goes", [], [gone(WEB)]),
+    Row("a slice changes", ALL, [up(replace(ONE, endpoints=()))], (NAME,)),
+    Row("a slice goes", ALL, [gone(ONE)], (NAME,)),
+    Row("a slice that was never there goes", ALL, [gone(TWO)]),
+    Row("a slice changes hands", ALL, [up(replace(ONE, service="other"))], (NAME, OTHER)),
+    Row("a rejected Service touches nothing", ALL, [Rejected(key(WEB), "bad")]),
+    Row("Synced touches nothing", ALL, [Synced(Kind.SERVICE)]),
+    Row("our Node comes", [], [up(ME)], (), True),
+    Row("our Node moves to another zone", ALL, [up(replace(ME, zone="b"))], (), True),
+    Row("our Node gets an address", ALL, [up(replace(ME, addresses=()))], (), True),
+    Row("our Node gets pod networks", ALL,
+        [up(replace(ME, pod_cidrs=(Cidr(parse_addr("10.1.0.0"), 120),)))], (), True),
+    Row("our Node changes in what policy does not read", ALL, [up(replace(ME, skipped=("x",)))]),
+    Row("our Node goes: what it said stays in force", ALL, [gone(ME)]),
+    Row("our Node goes and comes again", [*ALL, gone(ME)], [up(ME)]),
+    Row("our Node goes and comes with another address", [*ALL, gone(ME)],
+        [up(replace(ME, addresses=(parse_addr("10.0.0.2"),)))], (), True),
+    Row("another Node comes", ALL, [up(YOU)], addresses=YOU.addresses),
+    Row("another Node changes in what is not its addresses", [*ALL, up(YOU)],
+        [up(replace(YOU, zone="c"))]),
+    Row("another Node gets another address", [*ALL, up(YOU)],
+        [up(replace(YOU, addresses=(parse_addr("10.0.0.3"),)))],
+        addresses=(*YOU.addresses, parse_addr("10.0.0.3"))),
+    Row("another Node has an address of a third", [*ALL, up(YOU)], [up(replace(YOU, name="they"))]),
+    Row("another Node that is there goes", [*ALL, up(YOU)], [gone(YOU)], addresses=YOU.addresses),
+    Row("another Node is rejected: what it said stays in force", [*ALL, up(YOU)],
+        [Rejected(key(YOU), "bad")]),
+    Row("a Pod comes", [], [up(POD)], pods=True),
+    Row("the same Pod again", ALL, [up(POD)]),
+    Row("a Pod of the same name comes anew", ALL, [up(replace(POD, uid="99"))], pods=True),
+    Row("a Pod goes", ALL, [gone(POD)], pods=True),
+    Row("a Pod that was never there goes", [], [gone(POD)]),
+    Row("a Pod of another node", [], [up(replace(POD, node="you"))]),
+    Row("a Pod that a folder says is nowhere", [], [up(replace(POD, node=""))], pods=True),
+    Row("a rejected Pod touches nothing", ALL, [Rejected(key(POD), "bad")]),
+    Row("Pods are known for the first time", ALL, [Synced(Kind.POD)], pods=True),
+    Row("Pods are listed again", [*ALL, Synced(Kind.POD)], [Synced(Kind.POD)]),
+    Row("another Node goes", ALL, [gone(replace(ME, name="you"))]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_what_is_touched(row: Row):
+    world = World("me")
+    world.apply(row.before)
+    touched = world.apply(row.now)
+    assert touched == Touched(set(row.services), row.everything, row.pods, set(row.addresses))
+    assert bool(touched) is (row.everything or row.pods or bool(row.services or row.addresses))
+
+
+def test_it_remembers_what_is_in_force():
+    world = World("me")
+    world.apply([up(TWO), up(WEB), up(ONE), up(ME)])
+    assert world.service(NAME) == WEB
+    assert set(world.names()) == {NAME}
+    assert world.slices(NAME) == (ONE, TWO)
+    assert world.node == ME
+    world.apply([gone(ONE), gone(WEB), gone(ME)])
+    assert world.service(NAME) is None
+    assert not world.names()
+    assert world.slices(NAME) == (TWO,)
+    assert world.node == replace(ME, leaving=True)
+    world.apply([gone(TWO)])
+    assert world.slices(NAME) == ()
+
+
+def problems(world: World) -> dict[ObjectKey, tuple[str, ...]]:
+    """All objects of these tests that have problem lines."""
+    known = {key(one): world.problems_of(key(one)) for one in (WEB, ONE, TWO, ME, POD)}
+    return {each: lines for each, lines in known.items() if lines}
+
+
+def test_what_our_node_left_out_is_a_problem_until_it_is_mended():
+    world = World("me")
+    world.apply([up(replace(ME, skipped=("spec.podCIDRs[0]: bad",)))])
+    assert problems(world) == {key(ME): ("spec.podCIDRs[0]: bad",)}
+    world.apply([up(ME)])
+    assert problems(world) == {}
+
+
+def test_a_slice_that_changes_hands_belongs_to_one_service():
+    world = World("me")
+    world.apply([up(ONE), up(replace(ONE, service="other"))])
+    assert world.slices(NAME) == ()
+    assert [piece.name for piece in world.slices(OTHER)] == ["web-1"]
+
+
+def test_slices_of_the_same_name_in_other_namespaces_are_others():
+    world = World("me")
+    world.apply([up(ONE), up(replace(ONE, namespace="other"))])
+    assert world.slices(NAME) == (ONE,)
+    assert len(world.slices(ServiceName("other", "web"))) == 1
+
+
+def test_an_unknown_node_has_the_name_that_we_run_under():
+    world = World("me")
+    world.apply([up(replace(ME, name="you"))])
+    assert world.node == Node("me")
+    assert not world.node_known
+    world.apply([up(ME), gone(ME)])
+    assert world.node_known
+
+
+def test_a_bind_address_goes_before_what_the_node_says_of_its_family():
+    own, other = parse_addr("10.0.0.9"), parse_addr("fd00::1")
+    world = World("me", own)
+    assert world.node.addresses == (own,)
+    world.apply([up(replace(ME, addresses=(*ME.addresses, other, own)))])
+    assert world.node.addresses == (own, *ME.addresses, other)
+
+
+def of_api_server(name: str, *ready: bool, service: str = "kubernetes") -> EndpointSlice:
+    ends = tuple(
+        Endpoint(parse_addr(f"198.18.0.{i}"), is_ready, is_ready, False)
+        for i, is_ready in enumerate(ready, 1)
+    )
+    return EndpointSlice("default", name, service, 4, ends, ONE.ports)
+
+
+class Serves(NamedTuple):
+    """Events about the API server's own slices, and which of them are in force after the last."""
+
+    name: str
+    events: list[Event]
+    in_force: tuple[EndpointSlice, ...]
+
+
+UP, TWO_UP = of_api_server("kubernetes", True), of_api_server("kubernetes", True, True)
+EMPTY, UNREADY = of_api_server("kubernetes"), of_api_server("kubernetes", False)
+SECOND, SECOND_EMPTY = of_api_server("second", True), of_api_server("second")
+SERVES = [
+    Serves("one that serves", [up(UP)], (UP,)),
+    Serves("one that changes", [up(UP), up(TWO_UP)], (TWO_UP,)),
+    Serves("none from the start: nobody is kept", [up(EMPTY)], ()),
+    Serves("none any more: the last one stays", [up(UP), up(EMPTY)], (UP,)),
+    Serves("not ready any more", [up(UP), up(UNREADY)], (UP,)),
+    Serves("the slice is deleted", [up(UP), gone(UP)], (UP,)),
+    Serves("deleted, and made anew", [up(UP), gone(UP), up(TWO_UP)], (TWO_UP,)),
+    Serves("empty for a while", [up(TWO_UP), up(EMPTY), up(EMPTY), up(UP)], (UP,)),
+    Serves("one of two empties", [up(UP), up(SECOND), up(SECOND_EMPTY)], (UP, SECOND_EMPTY)),
+    Serves("both go, then one comes", [up(UP), up(SECOND), gone(UP), gone(SECOND), up(SECOND)],
+           (SECOND,)),
+    Serves("both go", [up(UP), up(SECOND), gone(UP), up(SECOND_EMPTY)], (SECOND,)),
+    Serves("it changes hands: the other Service's slice is no longer ours",
+           [up(UP), up(SECOND), up(of_api_server("second", True, service="other"))], (UP,)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", SERVES, ids=lambda row: row.name)
+def test_the_api_servers_own_service_keeps_its_last_endpoints(row: Serves):
+    world = World("me")
+    for event in row.events:
+        world.apply([event])
+    assert world.slices(ServiceName("default", "kubernetes")) == row.in_force
+
+
+def test_other_services_may_be_left_with_none():
+    world = World("me")
+    world.apply([up(ONE), up(replace(ONE, endpoints=()))])
+    assert world.slices(NAME) == (replace(ONE, endpoints=()),)
+
+
+def test_a_rejected_object_keeps_what_it_said_before():
+    world = World("me")
+    world.apply([*ALL, Rejected(key(WEB), "no ports"), Rejected(key(ONE), "no label")])
+    assert world.service(NAME) == WEB
+    assert world.slices(NAME) == (ONE,)
+    assert problems(world) == {key(WEB): ("no ports",), key(ONE): ("no label",)}
+    assert not world.all_usable
+
+
+def test_a_rejection_ends_with_an_upsert_or_a_delete():
+    world = World("me")
+    world.apply([*ALL, Rejected(key(WEB), "bad"), Rejected(key(TWO), "bad")])
+    assert world.apply([up(WEB), gone(TWO)]) == Touched()
+    assert problems(world) == {}
+    assert world.all_usable
+    world.apply([Rejected(key(WEB), "bad"), Rejected(key(WEB), "worse")])
+    assert problems(world) == {key(WEB): ("worse",)}
+
+
+def test_another_node_that_is_rejected_is_not_our_problem():
+    world = World("me")
+    world.apply([Rejected(key(replace(ME, name="you")), "bad"), Rejected(key(ME), "bad")])
+    assert problems(world) == {key(ME): ("bad",)}
+
+
+def test_skipped_endpoints_are_problems_until_the_slice_is_whole_or_gone():
+    world = World("me")
+    bad = replace(ONE, skipped=("endpoint 3: not an IP address",))
+    world.apply([up(bad), up(replace(bad, name="web-2")), Rejected(key(ONE), "bad")])
+    assert problems(world) == {
+        key(ONE): ("bad", "endpoint 3: not an IP address"),
+        key(TWO): ("endpoint 3: not an IP address",),
+    }
+    world.apply([up(ONE), gone(TWO)])
+    assert problems(world) == {}
+
+
+def test_what_is_left_out_of_a_service_or_our_node_is_a_problem_too():
+    world = World("me")
+    web, me = replace(WEB, skipped=("an annotation",)), replace(ME, skipped=("an address",))
+    world.apply([up(web), up(me), up(replace(me, name="you"))])
+    assert problems(world) == {key(WEB): ("an annotation",), key(ME): ("an address",)}
+    assert world.service(NAME) == web, "served on"
+    world.apply([gone(web), up(ME)])
+    assert problems(world) == {}
+
+
+def test_kinds_are_synced_one_by_one():
+    world = World("me")
+    assert world.synced == frozenset()
+    world.apply([Synced(Kind.SERVICE), Synced(Kind.SLICE), Synced(Kind.SERVICE)])
+    assert world.synced == {Kind.SERVICE, Kind.SLICE}
+
+
+def test_what_was_handed_out_does_not_change_later():
+    world = World("me")
+    world.apply([Rejected(key(WEB), "bad"), up(ONE)])
+    slices, synced = world.slices(NAME), world.synced
+    world.apply([up(WEB), gone(ONE), Synced(Kind.NODE)])
+    assert (slices, synced) == ((ONE,), frozenset())
+
+
+def test_a_pod_that_cannot_be_read_makes_no_service_doubtful():
+    world = World("me")
+    world.apply([Rejected(key(POD), "bad")])
+    assert world.all_usable

@@ -1,0 +1,350 @@
+"""Weights: the annotation, whom a rule is for, and what becomes of a set."""
+
+import itertools
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kbpf.model.address import parse_addr
+from kbpf.model.events import Kind
+from kbpf.model.objects import (
+    Algorithm,
+    Endpoint,
+    EndpointSlice,
+    Node,
+    Protocol,
+    Service,
+    ServicePort,
+    SlicePort,
+    Weights,
+    pack_names,
+    unpack_names,
+)
+from kbpf.policy.endpoints import Chosen, Reason, choose
+from kbpf.source.decode import decode
+from tests.support import oracle
+
+# ---- the annotations ---------------------------------------------------------------------------
+
+FORM = "; write NAME=WEIGHT with commas between them, each name once: "
+AT = "metadata.annotations[kbpf.io/weights]: cannot use "
+
+
+def read(annotations: dict[str, Any] | None) -> decode.Item:
+    meta = {"name": "web", "namespace": "ns", "annotations": annotations}
+    spec = {"clusterIP": "10.96.0.1", "ports": [{"port": 80}]}
+    item = decode.read(Kind.SERVICE, msgspec.json.encode({"metadata": meta, "spec": spec}))
+    assert decode.read_value(Kind.SERVICE, {"metadata": meta, "spec": spec}) == item
+    return item
+
+
+def said(annotations: dict[str, Any] | None) -> Service:
+    item = read(annotations)
+    assert isinstance(item.object, Service)
+    assert item.error == ""
+    assert item.object.ports == (ServicePort("", Protocol.TCP, 80),), "served on"
+    return item.object
+
+
+class Text(NamedTuple):
+    """What is written, the rules that it means, and what of it cannot be used."""
+
+    text: str
+    means: Weights | None
+    bad: str = ""
+
+
+A7, A9 = parse_addr("10.0.0.7"), parse_addr("fd00::9")
+TEXTS = [
+    Text("web-0=3", Weights(pods=(("web-0", 3),))),
+    Text(" web-0 = 3 ,web-1=2,\n", Weights(pods=(("web-0", 3), ("web-1", 2)))),
+    Text("10.0.0.7=0", Weights(addresses=((A7, 0),))),
+    Text("010.0.0.07=1", Weights(addresses=((A7, 1),))),
+    Text("fd00::9=5, FD00:0::9=5", Weights(addresses=((A9, 5),))),
+    Text("node:worker-2.example=2", Weights(nodes=(("worker-2.example", 2),))),
+    Text("zone:EU_1a=2", Weights(zones=(("EU_1a", 2),))),
+    Text("*=0", Weights(others=0)),
+    Text("*=7,web-0=1000", Weights(pods=(("web-0", 1000),), others=7)),
+    Text("web-0=3, 10.0.0.7=0, node:worker-2=2, zone:eu-1a=2, *=1",
+         Weights(((A7, 0),), (("web-0", 3),), (("worker-2", 2),), (("eu-1a", 2),), 1)),
+    Text("web-0=3,web-1=x", Weights(pods=(("web-0", 3),)), "'web-1=x'"),
+    Text("web-0=-1", None, "'web-0=-1'"),
+    Text("web-0=1001", None, "'web-0=1001'"),
+    Text("web-0=1.5", None, "'web-0=1.5'"),
+    Text("web-0=٣", None, "'web-0=٣'"),
+    Text("web-0=", None, "'web-0='"),
+    Text("=3", None, "'=3'"),
+    Text("3", None, "'3'"),
+    Text("", None, "''"),
+    Text("Web_0=3", None, "'Web_0=3'"),
+    Text("node:=3", None, "'node:=3'"),
+    Text("zone:-x=3", None, "'zone:-x=3'"),
+    Text(f"zone:{'z' * 64}=3", None, f"'zone:{'z' * 59}'"),
+    Text("web-0=1,web-0=2", Weights(pods=(("web-0", 1),)), "'web-0=2'"),
+    Text("*=1,*=2", Weights(), "'*=2'"),
+    Text("a=x,b=x,c=x,d=x,e=x", None, "'a=x', 'b=x', 'c=x' and 2 more"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", TEXTS, ids=lambda row: row.text[:30])
+def test_the_annotation_of_weights(row: Text):
+    found = said({"kbpf.io/weights": row.text})
+    assert found.weights == row.means
+    if row.bad:
+        (line,) = found.skipped
+        assert line.startswith(AT + row.bad + FORM)
+    else:
+        assert found.skipped == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "means", "problem"),
+    [
+        ("random", Algorithm.RANDOM, ()),
+        (" maglev\n", Algorithm.MAGLEV, ()),
+        ("Maglev", None, ("'Maglev' is not known",)),
+        ("", None, ("'' is not known",)),
+    ],
+)
+def test_the_annotation_of_the_algorithm(text, means, problem):
+    found = said({"kbpf.io/algorithm": text})
+    assert found.algorithm == means
+    at = "metadata.annotations[kbpf.io/algorithm]: "
+    assert found.skipped == tuple(f"{at}{one}; write random or maglev" for one in problem)
+
+
+def test_each_bad_annotation_has_one_line_of_its_own():
+    found = said({"kbpf.io/algorithm": "ring", "kbpf.io/weights": "x,y,z=1"})
+    assert len(found.skipped) == 2
+    assert found.weights == Weights(pods=(("z", 1),))
+
+
+@pytest.mark.parametrize("annotations", [None, {}, {"other.io/weights": "nonsense"}])
+def test_without_annotations_nothing_is_said(annotations):
+    found = said(annotations)
+    assert (found.algorithm, found.weights, found.skipped) == (None, None, ())
+
+
+def test_an_annotation_that_is_no_text_spoils_the_object_as_in_an_api_server():
+    item = read({"kbpf.io/weights": 3})
+    assert item.object is None
+    assert "expected a string, got an integer" in item.error
+
+
+@given(st.text())
+def test_any_text_is_read_or_told(text):
+    found = said({"kbpf.io/weights": text, "kbpf.io/algorithm": text})
+    assert found.weights is not None or found.skipped
+
+
+# ---- names of Pods -----------------------------------------------------------------------------
+
+NAMES = st.text(st.characters(blacklist_characters="\n", blacklist_categories=["Cs"]))
+
+
+@given(st.lists(NAMES | st.sampled_from(["web-7d4b9c-a", "web-7d4b9c-bb", ""]), max_size=6))
+def test_packed_names_come_back(names):
+    packed = pack_names(names)
+    assert (packed == "") == (not any(names))
+    if packed:
+        assert unpack_names(packed) == tuple(names)
+
+
+def test_what_pods_have_in_common_is_kept_once():
+    names = [f"web-7d4b9c6f5d-{n:05}" for n in range(100)]
+    assert len(pack_names(names)) < 800
+
+
+def test_pods_stand_beside_their_endpoints():
+    """Also where an endpoint is left out, has no Pod, or a name that is none."""
+    refs = [
+        {"kind": "Pod", "name": "web-0"}, None, {"kind": "Node", "name": "n"},
+        {"kind": "Pod", "name": "a\nb"}, {"kind": "Pod", "name": "left-out"},
+        {"kind": "Pod", "name": "web-5"}, {},
+    ]  # fmt: skip
+    ends = [
+        {"addresses": ["bad" if n == 4 else f"10.0.0.{n}"], "targetRef": ref}
+        for n, ref in enumerate(refs)
+    ]
+    meta = {"name": "s", "namespace": "ns", "labels": {"kubernetes.io/service-name": "web"}}
+    obj = {"metadata": meta, "addressType": "IPv4", "endpoints": ends, "ports": []}
+    item = decode.read(Kind.SLICE, msgspec.json.encode(obj))
+    assert isinstance(item.object, EndpointSlice)
+    assert item.object.pods == ("web-0", "", "", "", "web-5", "")
+    assert [e.address[-1] for e in item.object.endpoints] == [0, 1, 2, 3, 5, 6]
+
+
+# ---- who gets how much -------------------------------------------------------------------------
+
+PORT = ServicePort("http", Protocol.TCP, 80)
+ME = Node("me", zone="a")
+
+
+def end(number: int, **more: Any) -> Endpoint:
+    return Endpoint(parse_addr(f"10.1.0.{number}"), **more)
+
+
+def piece(*ends: Endpoint, pods: tuple[str, ...] = (), name: str = "s1") -> EndpointSlice:
+    ports = (SlicePort("http", Protocol.TCP, 8080),)
+    return EndpointSlice("ns", name, "web", 4, ends, ports, packed_pods=pack_names(pods))
+
+
+def ask(weights: Weights | None, *pieces: EndpointSlice, **service: Any) -> Chosen:
+    web = Service(
+        "ns", "web", "ClusterIP", (parse_addr("10.96.0.1"),), (PORT,), weights=weights, **service
+    )
+    return choose(pieces, PORT, web, ME, 4)
+
+
+class Row(NamedTuple):
+    """Weights for 10.1.0.1 (web-1, node me, zone a), .2 (web-2, you, a), .3 (web-3, you, b): who
+    gets connections, and the weights.
+    """
+
+    name: str
+    weights: Weights
+    who: tuple[int, ...]
+    each: tuple[int, ...]
+
+
+def addr(number: int) -> Any:
+    return end(number).address
+
+
+ROWS = [
+    Row("nothing", Weights(), (1, 2, 3), ()),
+    Row("all the same", Weights(others=9), (1, 2, 3), ()),
+    Row("by Pod", Weights(pods=(("web-1", 3),)), (1, 2, 3), (3, 1, 1)),
+    Row("by address", Weights(addresses=((addr(2), 5),)), (1, 2, 3), (1, 5, 1)),
+    Row("by node", Weights(nodes=(("you", 4),)), (1, 2, 3), (1, 4, 4)),
+    Row("by zone", Weights(zones=(("a", 2),)), (1, 2, 3), (2, 2, 1)),
+    Row("others", Weights(pods=(("web-1", 3),), others=2), (1, 2, 3), (3, 2, 2)),
+    Row("what all have in common is divided out", Weights(pods=(("web-1", 30),), others=20),
+        (1, 2, 3), (3, 2, 2)),
+    Row("an address beats a Pod", Weights(addresses=((addr(1), 7),), pods=(("web-1", 3),)),
+        (1, 2, 3), (7, 1, 1)),
+    Row("a Pod beats a node", Weights(pods=(("web-2", 7),), nodes=(("you", 3),)),
+        (1, 2, 3), (1, 7, 3)),
+    Row("a node beats a zone", Weights(nodes=(("me", 7),), zones=(("a", 3),)),
+        (1, 2, 3), (7, 3, 1)),
+    Row("a zone beats all others", Weights(zones=(("b", 7),), others=3), (1, 2, 3), (3, 3, 7)),
+    Row("0 by the more specific rule", Weights(pods=(("web-2", 0),), nodes=(("you", 3),)),
+        (1, 3), (1, 3)),
+    Row("0 gets nothing", Weights(pods=(("web-1", 0),)), (2, 3), ()),
+    Row("one alone", Weights(pods=(("web-1", 9),), others=0), (1,), ()),
+    Row("all 0: as if nobody had a weight", Weights(others=0), (1, 2, 3), ()),
+    Row("nobody of this name", Weights(pods=(("web-9", 9),)), (1, 2, 3), ()),
+]  # fmt: skip
+
+THREE = piece(
+    end(1, node="me", zone="a"), end(2, node="you", zone="a"), end(3, node="you", zone="b"),
+    pods=("web-1", "web-2", "web-3"),
+)  # fmt: skip
+
+
+def numbers(backends: Any) -> tuple[int, ...]:
+    return tuple(backend.address[-1] for backend in backends)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_who_gets_how_much(row: Row):
+    found = ask(row.weights, THREE)
+    assert (numbers(found.cluster), found.cluster_weights) == (row.who, row.each)
+    assert numbers(found.serving) == (1, 2, 3), "UDP flows stay with whoever serves"
+    assert found.any_endpoints
+    lines = {line.endpoint.address[-1]: line for line in found.reasons()}
+    for number in (1, 2, 3):
+        assert (lines[number].reason is Reason.WEIGHT_ZERO) == (number not in row.who)
+
+
+def test_without_weights_nothing_is_weighed():
+    found = ask(None, THREE)
+    assert (found.cluster_weights, found.weightless) == ((), frozenset())
+
+
+def test_each_set_is_weighed_for_itself():
+    """A node whose only endpoint has weight 0 still serves what the policy Local covers."""
+    found = ask(Weights(pods=(("web-1", 0), ("web-2", 2))), THREE, internal_local=True,
+                external_ips=(parse_addr("192.0.2.1"),))  # fmt: skip
+    assert (numbers(found.cluster), found.cluster_weights) == ((2, 3), (2, 1))
+    assert (numbers(found.local), found.local_weights) == ((1,), ())
+    reasons = {line.endpoint.address[-1]: line.reason for line in found.reasons()}
+    assert reasons[1] is Reason.LOCAL_ONLY
+
+
+def test_who_only_drains_is_weighed_too():
+    away = {"ready": False, "serving": True, "terminating": True}
+    found = ask(Weights(pods=(("a", 5),)), piece(end(1, **away), end(2, **away), pods=("a", "b")))
+    assert (numbers(found.cluster), found.cluster_weights) == ((1, 2), (5, 1))
+
+
+def test_of_two_copies_the_one_that_counts_has_the_name():
+    gone = piece(end(1, ready=False, serving=False), end(2), pods=("old", "x"), name="s1")
+    new = piece(end(1), pods=("new",), name="s2")
+    for pieces in ((gone, new), (new, gone)):
+        found = ask(Weights(pods=(("new", 3), ("old", 0))), *pieces)
+        assert (numbers(found.cluster), found.cluster_weights) == ((1, 2), (3, 1))
+
+
+def test_of_copies_that_are_the_same_the_last_name_counts():
+    """Whatever the order of the slices."""
+    first = piece(end(1), end(2), pods=("p", "x"), name="s1")
+    second = piece(end(1), pods=("q",), name="s2")
+    for pieces in ((first, second), (second, first)):
+        found = ask(Weights(pods=(("p", 3), ("q", 5))), *pieces)
+        assert (numbers(found.cluster), found.cluster_weights) == ((1, 2), (5, 1))
+
+
+ENDS = st.builds(
+    Endpoint, st.sampled_from([addr(n) for n in (1, 2, 3)]), ready=st.booleans(),
+    node=st.sampled_from(["me", "you", ""]), zone=st.sampled_from(["a", "b", ""]),
+)  # fmt: skip
+WEIGHT = st.sampled_from([0, 0, 1, 2, 6])
+
+
+def rules(names: list[Any]) -> st.SearchStrategy[Any]:
+    return st.dictionaries(st.sampled_from(names), WEIGHT, max_size=2).map(
+        lambda found: tuple(found.items())
+    )
+
+
+WEIGHTS = st.builds(
+    Weights, rules([addr(n) for n in (1, 2)]), rules(["web-1", "web-2"]), rules(["me", "you"]),
+    rules(["a", "b"]), WEIGHT,
+)  # fmt: skip
+PODS = st.sampled_from(["web-1", "web-2", "web-3", ""])
+PIECES = st.lists(st.lists(st.tuples(ENDS, PODS), min_size=1, max_size=4), max_size=3)
+
+
+@given(PIECES, WEIGHTS)
+def test_weights_are_the_oracles_in_any_order_of_slices(pieces, weights):
+    made = [
+        piece(*(e for e, _ in ends), pods=tuple(pod for _, pod in ends), name=f"s{n}")
+        for n, ends in enumerate(pieces)
+    ]
+    several = [ask(weights, *order) for order in itertools.permutations(made)]
+    for found in several:
+        assert (found.cluster, found.cluster_weights) == (
+            several[0].cluster, several[0].cluster_weights,
+        )  # fmt: skip
+    plain = ask(None, *made)
+    possible = {
+        at: {
+            oracle.weight(weights, oracle.text(e.address), pod, e.node, e.zone)
+            for ends in pieces for e, pod in ends if (e.address, e.ready) == at
+        }
+        for at in {(b.address, True) for b in plain.cluster}
+    }  # fmt: skip
+    if any(len(each) > 1 for each in possible.values()):
+        return  # copies that differ: the rows tell which one counts
+    exact = {at[0]: each.pop() for at, each in possible.items()}
+    if not any(exact.values()):
+        assert (found.cluster, found.cluster_weights) == (plain.cluster, ())
+        return
+    assert {b.address for b in found.cluster} == {a for a, w in exact.items() if w}
+    shares = found.cluster_weights or (1,) * len(found.cluster)
+    for (one, x), (other, y) in itertools.combinations(zip(found.cluster, shares, strict=True), 2):
+        assert x * exact[other.address] == y * exact[one.address]

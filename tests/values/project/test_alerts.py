@@ -1,0 +1,260 @@
+"""Each alert of manifests/monitoring/rules.yaml, tried by promtool: on a node that is well none
+fires; with what it is there for it does, and it alone, in the words of the row.
+
+The series are the page of metrics that an agent makes. A row says which of them change, ten minutes
+after the beginning; the others stay as they are.
+"""
+
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+import yaml
+
+from kbpf.model.metrics import Decision, Measures, Table, Tracked, Traffic
+from kbpf.model.status import AgentStatus, ModeChoice, PacketStatus, SourceView, ThreadView
+from kbpf.serve.kbpf_metrics import FAILURES
+from kbpf.serve.kubeproxy_metrics import Record
+from tests.support.build.promtool import promtool
+from tests.support.prometheus import Family
+from tests.values.serve.test_metrics import BEGUN, FULL, HAD, PROGRAMMING, STATUS, WEB, Counts
+from tests.values.serve.test_metrics import page as page_of
+
+RULES = Path(__file__).parents[3] / "manifests" / "monitoring" / "rules.yaml"
+NODE = {"job": "kube-proxy", "instance": "node-1:10249"}
+BEGINS, ENDS = 10, 60
+"""Minutes: when what a row says begins, and when it is looked at for the last time."""
+
+WELL = msgspec.structs.replace(
+    STATUS, problems=(), problem_count=0, refused=0, error="", without_endpoints=0,
+    config_error="",
+    packets=PacketStatus(True),
+    sources=tuple(SourceView(name, "watching", True, "5", "", 0, 1.5)
+                  for name in ("services", "endpointslices", "nodes", "pods")),
+    threads=(ThreadView("http", True, 0.1), ThreadView("devices", True, 4.0)),
+)  # fmt: skip
+PLANE = Counts(
+    Measures(
+        tables=(
+            Table("services", 1000, 16_384, 262_144, 4096),
+            Table("flows", 2640, 3000, None, 4096),  # of connections that are over
+            Table("affinity", 65_536, 65_536, None, 4096),
+        ),
+        decisions=(Decision("no_route", "drop", 0), Decision("evicted", "note", 0)),
+        hooks=(("connect4", True), ("connect6", True)),
+        foreign=0,
+    ),
+    Traffic(
+        connections=((WEB, 0),), totals=((WEB, HAD._replace(unanswered=0)),), known=FULL,
+        tracked=Tracked(0, 1000),
+    ),
+)  # fmt: skip
+
+
+def programmed() -> Record:
+    """By an agent that has done something."""
+    record = Record(lambda: 1000.0)
+    record.synced(0.001, full=True)
+    for _ in range(100):
+        record.programmed(4, 999.9)
+    record.compared(0)
+    return record
+
+
+def healthy(plane: Counts = PLANE, status: AgentStatus = WELL) -> dict[str, Family]:
+    """The page of an agent that is well."""
+    return page_of(plane=plane, record=programmed(), status=status)
+
+
+class Row(NamedTuple):
+    """`change`: series, by name and some labels, and how they go on, in the notation of promtool:
+    `a+bxn` begins at a and grows by b in each of n minutes. `fires`: the alert, and `says` its
+    summary, without the node's name; `labels`: those that it has beside the node's. `status`: the
+    agent's, from the beginning on.
+    """
+
+    name: str
+    change: Mapping[str, str]
+    fires: str = ""
+    says: str = ""
+    labels: Mapping[str, str] = {}
+    status: AgentStatus = WELL
+
+
+def with_mode(asked: str, mode: str, reason: str = "") -> AgentStatus:
+    choice = ModeChoice(asked, mode, reason, reason)
+    return msgspec.structs.replace(WELL, mode=mode, choice=choice)
+
+
+GROWS = "0+60x60"
+"""One a second."""
+SERVICE = {"namespace": "a", "service": "web", "port": "http"}
+ROWS = [
+    Row("the agent is away", {"up": "0x60"}, "KbpfDown", "the agent does not answer"),
+    Row("changes wait", {"kbpf_healthy": "0x60"}, "KbpfNotProgramming",
+        "changes have waited for more than a minute"),
+    Row("the kernel refuses", {"kbpf_sync_failing": "1x60"}, "KbpfKernelRefuses",
+        "the kernel refuses to be written"),
+    Row("nothing is programmed", {"kbpf_synced": "0x60"}, "KbpfNotSynced",
+        "nothing has been programmed since the start"),
+    Row("a hook is missing", {'kbpf_hooks_attached{hook="connect4"}': "0x60"}, "KbpfHooksMissing",
+        "the socket hook connect4 is not attached", {"hook": "connect4"}),
+    Row("a thread is stuck", {'kbpf_thread_up{thread="devices"}': "0x60"}, "KbpfThreadDown",
+        "the agent's thread devices is down", {"thread": "devices"}),
+    Row("a limit is reached", {"kbpf_service_ports_refused": "3x60"}, "KbpfServicesRefused",
+        "3 Service ports are not programmed"),
+    Row("no packet path",
+        {'kbpf_packet_path{state="failed"}': "1x60", 'kbpf_packet_path{state="on"}': "0x60"},
+        "KbpfPacketPathFailed", "nothing from outside of the node is balanced",
+        {"state": "failed"}),
+    Row("it is switched off",
+        {'kbpf_packet_path{state="off"}': "1x60", 'kbpf_packet_path{state="on"}': "0x60"}),
+    Row("devices refuse", {"kbpf_packet_path_failed_devices": "2x60"}, "KbpfDevicesFailed",
+        "2 devices are without programs"),
+    Row("a watch is broken", {'kbpf_source_watching{source="nodes"}': "0x60"}, "KbpfWatchBroken",
+        "no watch of nodes", {"source": "nodes"}),
+    Row("auto has become ipvs", {}, "KbpfFellBackToIpvs", "mode auto serves by IPVS: kernel",
+        {"reason": "kernel"}, with_mode("auto", "ipvs", "kernel")),
+    Row("auto is bpf", {}, status=with_mode("auto", "bpf")),
+    Row("another balancer", {"kbpf_foreign_programs": "2x60"}, "KbpfForeignPrograms",
+        "2 programs of another load balancer are attached"),
+    Row("problems", {"kbpf_problems": "2x60"}, "KbpfProblems",
+        "`kbpf inspect status` lists 2 problems"),
+    Row("the configuration is refused", {"kbpf_config_last_reload_successful": "0x60"},
+        "KbpfConfigurationRefused", "the configuration file is refused"),
+    Row("a problem that is over soon", {"kbpf_problems": "2x20 0x40"}),
+    Row("Pods may not be watched", {'kbpf_source_watching{source="pods"}': "0x60"}),
+    Row("Services fill their map", {'kbpf_map_entries{map="services"}': "220000x60"},
+        "KbpfMapNearlyFull", "the map services is 83.92% full", {"map": "services"}),
+    Row("Services fill the room that their map has now, and it grows",
+        {'kbpf_map_entries{map="services"}': "16384x60"}),
+    Row("connections that are over fill their map", {'kbpf_map_entries{map="flows"}': "3000x60"}),
+    Row("clients with affinity fill theirs", {'kbpf_map_entries{map="affinity"}': "65536x60"}),
+    Row("connections that live fill their room", {"kbpf_tracked_connections": "900x60"},
+        "KbpfConnectionsNearlyFull", "the room for tracked connections is 90% full"),
+    Row("half of the room is in use", {"kbpf_tracked_connections": "500x60"}),
+    Row("connections that live make room",
+        {'kbpf_decisions_total{reason="evicted"}': GROWS}, "KbpfConnectionsForgotten",
+        "1 streams of UDP a second are broken off for want of room",
+        {"reason": "evicted", "verdict": "note"}),
+    Row("packets are dropped", {'kbpf_decisions_total{reason="no_route"}': "0+120x60"},
+        "KbpfDropsPackets", "2 packets a second are dropped: no_route", {"reason": "no_route"}),
+    Row("one is, now and then", {'kbpf_decisions_total{reason="no_route"}': "0+6x60"}),
+    Row("backends do not answer", {
+        'kbpf_service_failures_total{service="web",reason="unanswered"}': GROWS,
+        'kbpf_service_connections_total{service="web"}': "0+300x60",
+    }, "KbpfServiceFails", "a/web: one connection in ten or more is not taken", SERVICE),
+    Row("one connection in twenty fails", {
+        'kbpf_service_failures_total{service="web",reason="unanswered"}': GROWS,
+        'kbpf_service_connections_total{service="web"}': "0+1200x60",
+    }),
+    Row("a health check's port is taken", {"kbpf_service_health_checks_failed": "1x60"},
+        "KbpfHealthCheckPortTaken", "1 Services have no health check"),
+    Row("somebody else writes", {"kbpf_drift_entries_total": "5x60"}, "KbpfChangedByOthers",
+        "somebody else has changed what is programmed"),
+    Row("endpoints arrive late", {
+        f'kubeproxy_network_programming_duration_seconds_bucket{{ip_family="IPv4",le="{le}"}}':
+        "100+60x60" for le in (*(le for le in PROGRAMMING[:-1] if le >= 30), "+Inf")
+    }, "KbpfProgramsSlowly", "endpoints take 29.99s to arrive"),
+]  # fmt: skip
+
+
+def series(page: Mapping[str, Family], change: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """All of the page as promtool takes them: as they are, but for these."""
+    left = dict(change)
+    made = {"up": 1.0}
+    for family in page.values():
+        for (name, own), value in family.samples.items():
+            inside = ",".join(f'{key}="{text}"' for key, text in sorted(own))
+            made[f"{name}{{{inside}}}"] = value
+    for text, value in made.items():
+        name, _, inside = text.partition("{")
+        own = set(inside.removesuffix("}").split(","))
+        found = [key for key in left if _matches(key, name, own)]
+        node = ",".join(f'{key}="{text}"' for key, text in NODE.items())
+        labels = f"{{{node}{',' if own - {''} else ''}{inside.removesuffix('}')}}}"
+        values = f"{number(value)}x{ENDS}"
+        if found:
+            values = f"{number(value)}x{BEGINS - 1} {left.pop(found[0])}"
+        yield {"series": name + labels, "values": values}
+    assert not left, "the page has no such series"
+
+
+def _matches(key: str, name: str, own: set[str]) -> bool:
+    wanted, _, inside = key.partition("{")
+    return wanted == name and set(inside.removesuffix("}").split(",")) - {""} <= own
+
+
+def number(value: float) -> str:
+    """As promtool reads it."""
+    return f"{value:.15g}"
+
+
+def rule(name: str) -> dict[str, Any]:
+    groups = yaml.safe_load(RULES.read_text())["groups"]
+    (found,) = [one for group in groups for one in group["rules"] if one["alert"] == name]
+    return found
+
+
+def expected(row: Row) -> dict[str, Any]:
+    """The alert of this row, as it is sent."""
+    made = rule(row.fires)
+    says = f"{NODE['instance']}: {row.says}"
+    return {
+        "exp_labels": {**NODE, **row.labels, **made["labels"]},
+        "exp_annotations": {**made["annotations"], "summary": says},
+    }
+
+
+def firing(minute: int, *names: str) -> dict[str, Any]:
+    """That these alerts fire then, and no others."""
+    samples = [{"labels": f'{{alertname="{name}"}}', "value": 1} for name in names]
+    expression = 'count by (alertname) (ALERTS{alertstate="firing"})'
+    return {"expr": expression, "eval_time": f"{minute}m", "exp_samples": samples}
+
+
+def tried(folder: Path, test: Mapping[str, Any]) -> str:
+    """What promtool has against it; "" if nothing."""
+    written = {"rule_files": [str(RULES)], "evaluation_interval": "1m",
+               "tests": [{"interval": "1m", **test}]}  # fmt: skip
+    (folder / "test.yaml").write_text(yaml.safe_dump(written))
+    command = [promtool(), "test", "rules", folder / "test.yaml"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout + done.stderr if done.returncode else ""
+
+
+def test_promtool_takes_the_rules():
+    subprocess.run([promtool(), "check", "rules", RULES], check=True)
+
+
+@pytest.mark.parametrize("row", [Row("well", {}), *ROWS], ids=lambda row: row.name)
+def test_what_fires(row: Row, tmp_path: Path):
+    test: dict[str, Any] = {
+        "input_series": list(series(healthy(status=row.status), row.change)),
+        "promql_expr_test": [
+            firing(BEGINS - 1),
+            firing(ENDS, *([row.fires] if row.fires else [])),
+        ],
+    }
+    if row.fires:
+        test["alert_rule_test"] = [
+            {"eval_time": f"{ENDS}m", "alertname": row.fires, "exp_alerts": [expected(row)]}
+        ]
+    assert tried(tmp_path, test) == ""
+
+
+def test_without_full_accounting_nothing_is_said_of_backends_that_do_not_answer():
+    """The alert has no series to go by: docs/observe.md says so."""
+    counted = msgspec.structs.replace(PLANE.traffic, known=BEGUN)
+    page = healthy(PLANE._replace(traffic=counted))
+    reasons = {dict(own)["reason"] for _, own in page["kbpf_service_failures_total"].samples}
+    assert reasons == set(FAILURES) - {"unanswered", "broken"}
+
+
+def test_every_alert_has_a_row():
+    names = {one["alert"] for group in yaml.safe_load(RULES.read_text())["groups"]
+             for one in group["rules"]}  # fmt: skip
+    assert {row.fires for row in ROWS} - {""} == names

@@ -1,0 +1,327 @@
+"""README.md, CHANGELOG.md and docs/: what they name is there, and what they say to type is run by a
+test (tests/lab/cluster/test_docs.py runs what no other does).
+"""
+
+import os
+import re
+import subprocess
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import yaml
+
+from kbpf.config import flags
+from kbpf.dataplane.bpf.maps.layout import MAPS
+from tests.support.cluster import kubeadm
+from tests.support.cluster.kubectl import MANIFESTS
+from tests.support.features import FEATURES
+from tests.support.runtime import docs
+
+ROOT = docs.ROOT
+PAGES = (*docs.PAGES, "CHANGELOG.md")
+OTHERS = {
+    "--take-ownership": "helm",
+    "--skip-phases": "kubeadm",
+    "--patches": "kubeadm",
+    "--to-revision": "kubectl",
+    "--tag": "buildah",
+    "--build-arg": "buildah",
+    "--require-hashes": "pip",
+    "--platform": "buildah",
+    "--help": "everybody",
+    "--set": "helm",
+}
+"""Options of other programs."""
+BLOCKS = {
+    ("README.md", "make demo"): "tests/lab/cluster/test_docs.py",
+    ("README.md", "buildah build"): "tests/image/test_image.py",
+    ("README.md", "newName"): "tests/lab/cluster/test_drop_in.py",
+    ("README.md", "manifests/prepull"): "tests/lab/cluster/test_drop_in.py",
+    ("README.md", "kubectl apply -k"): "tests/lab/cluster/test_drop_in.py",
+    ("README.md", "kbpf check --attached"): "tests/lab/cluster/test_drop_in.py",
+    ("README.md", "kbpf run --source"): "tests/lab/cluster/test_docs.py",
+    ("README.md", "kbpf inspect services"): "tests/lab/cluster/test_docs.py",
+    ("docs/configuration.md", "kbpf run --config"): "tests/lab/cluster/test_docs.py",
+    ("docs/kernels.md", "kbpf check"): "tests/lab/cluster/test_docs.py",
+    ("docs/install.md", ""): "tests/lab/cluster/test_install_doc.py",
+    ("docs/migration.md", ""): "tests/lab/cluster/test_drop_in.py",
+    ("docs/migration.md", "overlays/side-by-side"): "tests/lab/cluster/test_side_by_side.py",
+    ("docs/troubleshoot.md", ""): "tests/lab/cluster/test_docs.py",
+}
+"""Page and a part of the block → who runs it. "" is each block of the page."""
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_of_shell_has_somebody_who_runs_it(page: str):
+    wanted = {marker for (on, marker) in BLOCKS if on == page}
+    met = set()
+    for block in docs.blocks(page):
+        found = {marker for marker in wanted if marker in block}
+        assert found, block
+        met |= found
+    assert met == wanted
+    for (on, _), test in BLOCKS.items():
+        name = Path(page).name
+        assert on != page or name in (ROOT / test).read_text(), f"{test} does not read {name}"
+
+
+KUBECTL = """\
+#!/bin/sh
+case "$*" in
+*"get pods"*) printf 'pod/ill\\npod/well\\n' ;;
+*"exec pod/ill -- kbpf inspect status"*) echo "ill is not well"; exit 1 ;;
+*cleanup*) echo "$*" >>CALLS ;;
+esac
+"""
+"""Of a cluster of two nodes."""
+TAKE_OVER = [(page, block) for page in PAGES[:-1] for block in docs.blocks(page)
+             if "cleanup --kube-proxy" in block]  # fmt: skip
+
+
+@pytest.mark.parametrize(("page", "block"), TAKE_OVER, ids=[row[0] for row in TAKE_OVER])
+def test_a_node_where_kbpf_does_not_serve_keeps_kube_proxys_rules(
+    page: str, block: str, tmp_path: Path
+):
+    """By an ordinary shell, which goes on after a command that fails; and it is told."""
+    calls = tmp_path / "calls"
+    kubectl = tmp_path / "kubectl"
+    kubectl.write_text(KUBECTL.replace("CALLS", str(calls)))
+    kubectl.chmod(0o755)
+    done = subprocess.run(
+        ["bash", "-c", block], capture_output=True, text=True, check=False,
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+    )  # fmt: skip
+    assert "ill is not well" in done.stdout
+    assert calls.read_text() == "-n kube-system exec pod/well -- kbpf cleanup --kube-proxy\n"
+
+
+CONFIG_MAPS = """\
+#!/bin/sh
+echo "$*" >>CALLS
+case "$*" in
+*jsonpath*) cat before ;;
+*"get configmap"*) cat map.yaml ;;
+*replace*) cat >replaced.yaml ;;
+esac
+"""
+"""A cluster whose ConfigMap kube-proxy is map.yaml."""
+BIT = docs.section("docs/migration.md", "## Back to kube-proxy")[0]
+
+
+def change_bit(folder: Path, config: str) -> "subprocess.CompletedProcess[str]":
+    """The block that gives kbpf another bit, by an ordinary shell, where this is config.conf."""
+    kubectl = folder / "kubectl"
+    kubectl.write_text(CONFIG_MAPS.replace("CALLS", "calls"))
+    kubectl.chmod(0o755)
+    (folder / "before").write_text(config)
+    made = {"kind": "ConfigMap", "data": {"config.conf": config}}
+    (folder / "map.yaml").write_text(yaml.safe_dump(made, default_style="|"))
+    return subprocess.run(
+        ["bash", "-c", BIT], capture_output=True, text=True, check=False, cwd=folder,
+        env={"PATH": f"{folder}:{os.environ['PATH']}"},
+    )  # fmt: skip
+
+
+def shipped() -> dict[str, str]:
+    """Every config.conf that manifests/ has, by the file that it is from."""
+    made = {}
+    for path in sorted(MANIFESTS.rglob("*")):
+        if path.name == "config.conf":
+            made[str(path.relative_to(MANIFESTS))] = path.read_text()
+        elif path.match("chart/values*.yaml"):
+            files = yaml.safe_load(path.read_text())["config"].get("files")
+            made |= {path.name: files["config.conf"]} if files else {}
+    assert len(made) == 4
+    return made
+
+
+@pytest.mark.parametrize("name", [*shipped(), "kubeadm's own"])
+def test_the_way_back_changes_the_bit_in_each_config_of_ours(name: str, tmp_path: Path):
+    config = (shipped() | {"kubeadm's own": kubeadm.config("10.244.0.0/16")})[name]
+    done = change_bit(tmp_path, config)
+    assert done.returncode == 0, done.stderr
+    map_ = yaml.safe_load((tmp_path / "replaced.yaml").read_text())
+    before, after = (yaml.safe_load(text) for text in (config, map_["data"]["config.conf"]))
+    for mode in ("iptables", "nftables"):
+        assert before[mode].pop("masqueradeBit") is None
+        assert after[mode].pop("masqueradeBit") == 13
+    assert before == after
+    assert "rollout restart" in (tmp_path / "calls").read_text()
+
+
+def test_the_way_back_says_so_where_there_is_no_bit_to_change(tmp_path: Path):
+    """And changes nothing."""
+    done = change_bit(tmp_path, "kind: KubeProxyConfiguration\n")
+    assert done.returncode == 1
+    assert "has no masqueradeBit" in done.stderr
+    assert not (tmp_path / "replaced.yaml").exists()
+    assert "rollout" not in (tmp_path / "calls").read_text()
+
+
+def test_both_pages_say_how_to_take_over():
+    assert {page for page, _ in TAKE_OVER} == {"README.md", "docs/migration.md"}
+
+
+def anchors(text: str) -> set[str]:
+    """Of its headings, as GitHub makes them."""
+    plain = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    heads = re.findall(r"^#+ (.*)$", plain, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str):
+    text = (ROOT / page).read_text()
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"https?:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / path if path else ROOT / page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target.read_text()), link
+
+
+def test_every_page_is_named_in_the_readme():
+    text = (ROOT / "README.md").read_text()
+    assert [page for page in docs.PAGES[1:] if f"({page})" not in text] == []
+
+
+FILE = re.compile(
+    r"(?:tests|manifests|kbpf|benchmarks|vagrant|tools|docs)/[\w./{},*-]*\w|\btest_\w+\.py"
+)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_that_are_named_are_there(page: str):
+    for span in docs.spans(page):
+        if not FILE.fullmatch(span):
+            continue
+        where = [ROOT] if "/" in span else [ROOT / "tests" / "lab", ROOT / "tests" / "programs"]
+        names = re.sub(r"\{[^}]*\}", "*", span)
+        assert any(list(folder.rglob(names)) for folder in where), span
+
+
+def options() -> set[str]:
+    """All that kbpf has: of `run`, by its table; of the other commands, by what they declare."""
+    declared = "".join(path.read_text() for path in (ROOT / "kbpf" / "cli").glob("*.py"))
+    return {*flags.BY_NAME, *re.findall(r"--[a-z][a-z0-9-]+", declared)}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_options_that_are_named_exist(page: str):
+    """`--max-...` and `--conntrack-*` are all that begin so."""
+    known = options() | OTHERS.keys()
+    for span in docs.spans(page):
+        if span.startswith(("kbpf ", "--")):
+            for option, more in re.findall(r"(?<![\w-])(--[a-z0-9-]+)(\*|\.\.\.)?", span):
+                assert any(each == option or (more and each.startswith(option)) for each in known)
+
+
+def test_what_kernels_lack_is_said():
+    """docs/kernels.md has what tests/support/features.py has, as far as operators can see it."""
+    text = (ROOT / "docs" / "kernels.md").read_text().replace("`", "")
+    rows = {row.split("|")[1].strip(): row for row in text.splitlines() if row.startswith("|")}
+    for feature in FEATURES.values():
+        if feature.check and feature.since > (0, 0):
+            row = rows[".".join(map(str, feature.since))]
+            assert re.sub(r"^TCX.*", "TCX", feature.what) in row, feature
+        for release in feature.unbuilt:
+            assert feature.what.split()[0] in rows[".".join(map(str, release))], feature
+
+
+def cells(row: str) -> list[str]:
+    """Of a row of a table."""
+    return [cell.strip() for cell in row.strip("|").split("|")]
+
+
+class MapRow(NamedTuple):
+    """A row of the table of shared maps: who can fill these maps, and what then happens."""
+
+    maps: tuple[str, ...]
+    filled_by: str
+    then: str
+
+
+def map_rows() -> list[MapRow]:
+    """Without the row about memory, which names no map in its first column."""
+    text = (ROOT / "docs" / "limits.md").read_text().partition("## Shared maps")[2]
+    rows = [cells(row) for row in text.splitlines() if row.startswith("| `")]
+    return [MapRow(tuple(re.findall(r"`(\w+)`", row[0])), *row[1:]) for row in rows if
+            row[0].endswith("`")]  # fmt: skip
+
+
+def maps_in_c() -> set[str]:
+    """The maps that the programs declare."""
+    table = r"^BPF_(?:F_)?TABLE\((?:[^,;]+,){3} (\w+)|^BPF_SK_STORAGE\((\w+)"
+    sources = [path.read_text() for path in (ROOT / "kbpf" / "bpf").glob("*.[ch]")]
+    found = [match for text in sources for match in re.findall(table, text, re.MULTILINE)]
+    return {table or storage for table, storage in found}
+
+
+def test_each_map_has_one_row_that_says_who_can_fill_it():
+    in_c = maps_in_c()
+    assert len(in_c) > 30
+    assert Counter(name for row in map_rows() for name in row.maps) == Counter(set(MAPS) | in_c)
+
+
+@pytest.mark.parametrize("row", map_rows(), ids=lambda row: row.maps[0])
+def test_what_happens_when_a_map_is_full_is_tested(row: MapRow):
+    """Maps that nobody outside can fill need no test."""
+    texts = [path.read_text() for path in (ROOT / "tests").rglob("test_*.py")]
+    tests = {name for text in texts for name in re.findall(r"^def (test_\w+)\(", text, re.M)}
+    named = re.findall(r"`(test_\w+)`", row.then)
+    assert [name for name in named if name not in tests] == []
+    assert named or row.filled_by.startswith("nobody")
+
+
+# ---- figures -------------------------------------------------------------------------------------
+
+
+class Figures(NamedTuple):
+    """How a row of README.md begins, what the heading has of the table in performance.md that it is
+    from, and how the rows there begin.
+    """
+
+    row: str
+    table: str
+    measured: str
+
+
+FIGURES = [
+    Figures("short connections to a ClusterIP", "kbpf |", "short connections"),
+    Figures("short connections to a NodePort", "kbpf `stack` |", "short connections"),
+    Figures("requests on a kept connection to a NodePort", "kbpf `stack` |", "requests"),
+]
+
+
+def tables(page: str) -> list[list[list[str]]]:
+    """All that have a heading, without the line below it."""
+    found = re.findall(r"(?:^\|.*\n)+", (ROOT / page).read_text(), re.MULTILINE)
+    return [[cells(row) for row in table.splitlines() if "---" not in row] for table in found]
+
+
+@pytest.mark.parametrize("figures", FIGURES, ids=lambda figures: figures.row)
+def test_readme_has_the_figures_that_were_measured(figures: Figures):
+    (readme,) = [row for table in tables("README.md") for row in table
+                 if row[0].startswith(figures.row)]  # fmt: skip
+    (table,) = [t for t in tables("docs/performance.md") if figures.table in " | ".join(t[0])]
+    columns = [next(at for at, name in enumerate(table[0]) if name.startswith(word))
+               for word in ("iptables", "kube-proxy nftables", "kbpf")]  # fmt: skip
+    rows = {row[0]: row for row in table if row[1].startswith(figures.measured)}
+    wanted = [
+        ", ".join(rows[where][at].split(" / ")[0] for where in ("local", "remote"))
+        for at in columns
+    ]
+    assert [cell.strip("*") for cell in readme[1:]] == wanted
+
+
+def test_readme_has_the_times_and_the_memory_that_were_measured():
+    measured = {row[0]: row[1] for table in tables("docs/performance.md") for row in table}
+    text = (ROOT / "README.md").read_text()
+    p50, p99 = next(v for k, v in measured.items() if "map written" in k).split(" / ")
+    assert f"after {p50} ms in the agent; 99 % after {p99}" in text
+    start, memory = (next(v for k, v in measured.items() if k.startswith(word)).split(" / ")[-1]
+                     for word in ("process start", "resident memory"))  # fmt: skip
+    assert f"in force after {start}; {memory}" in text

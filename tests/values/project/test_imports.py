@@ -1,0 +1,224 @@
+"""Imports point one way, each outside library has one home, and pure rooms stay pure.
+
+The rules are data here; `problems()` reads syntax trees, so an import inside a function or under
+TYPE_CHECKING counts like any other. The second half feeds it trees with mistakes.
+"""
+
+import ast
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+ROOMS = [
+    ("__main__",),  # python -m kbpf: the command line by its other name
+    ("cli",),
+    ("agent", "views", "demo"),
+    ("checks",),
+    ("config", "source", "dataplane", "serve"),
+    ("takeover",),
+    ("policy", "kernel"),
+    ("model",),
+    ("errors", "bounded_yaml"),
+]
+"""Import only from further down; rooms in one row do not import each other."""
+
+RANK = {room: rank for rank, row in enumerate(ROOMS) for room in row}
+
+HOMES = {
+    "bcc": ("dataplane/bpf/programs/compile.py",),
+    "ctypes": ("kernel/",),
+    "pyroute2": ("kernel/",),
+    "nftables": ("kernel/",),
+    "kubernetes": ("source/api/credentials.py",),
+    "prometheus_client": ("serve/",),
+    "typer": ("cli/",),
+    "click": ("cli/",),
+    "rich": ("cli/",),
+    "yaml": ("bounded_yaml.py",),
+    "msgspec": ("",),
+}
+"""Where an outside library may be imported: folders and files. Others have no home yet."""
+
+PURE = frozenset(
+    ("__future__", "abc", "array", "bisect", "collections", "copy", "dataclasses", "enum", "errno",
+     "fractions", "functools", "hashlib", "heapq", "ipaddress", "itertools", "json", "math",
+     "operator", "re", "string", "struct", "types", "typing", "zlib")
+)  # fmt: skip
+"""All of the standard library that a pure module may import: no I/O, clock, chance or logging."""
+
+IMPURE_CALLS = frozenset(("open", "print", "input", "breakpoint", "exec", "eval", "__import__"))
+ALLOWED = {
+    "model/address.py": {"socket"},  # inet_pton and inet_ntop: text to bytes and back
+    "model/config.py": {"pathlib"},  # Path as a value
+}
+
+
+def is_pure(path: str) -> bool:
+    return path.startswith(("model/", "policy/")) or path.endswith(("/plan.py", "ipvs/diff.py"))
+
+
+class Import(NamedTuple):
+    """A dotted name that a module imports, and the line."""
+
+    name: str
+    line: int
+
+
+def imports(path: str, tree: ast.AST) -> Iterator[Import]:
+    """Every import of the module at `path` (below kbpf/), relative ones resolved."""
+    package = ["kbpf", *Path(path).parts[:-1]]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (Import(alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            for alias in node.names:
+                name = f"{module}.{alias.name}" if module == "kbpf" else module
+                yield Import(name, node.lineno)
+
+
+def import_problem(path: str, name: str) -> str | None:
+    """What is wrong with this import in this module."""
+    top, _, below = name.partition(".")
+    if top == "kbpf":
+        return room_problem(path, below.partition(".")[0])
+    standard = top in sys.stdlib_module_names
+    if standard and is_pure(path) and top not in PURE | ALLOWED.get(path, frozenset()):
+        return f"{top} in a pure module"
+    if top in HOMES:
+        at_home = path.startswith(HOMES[top])
+        return None if at_home else f"{top} lives in {', '.join(HOMES[top])}"
+    return None if standard else f"{top} has no home"
+
+
+def room_problem(path: str, theirs: str) -> str | None:
+    """Rooms look one way. The package itself holds nothing but its version."""
+    if not theirs or theirs == "__version__":
+        return None
+    ours = Path(path).parts[0].removesuffix(".py")
+    if ours == theirs:
+        return None
+    if theirs not in RANK:
+        return f"kbpf.{theirs} is no room"
+    if ours not in RANK:
+        return f"{ours} is no room and imports {theirs}"
+    return None if RANK[ours] < RANK[theirs] else f"{ours} must not import {theirs}"
+
+
+def problems(modules: Mapping[str, str]) -> list[str]:
+    """What breaks a rule in {path below kbpf/: source text}."""
+    found = []
+    for path, text in modules.items():
+        tree = ast.parse(text, path)
+        for name, line in imports(path, tree):
+            if problem := import_problem(path, name):
+                found.append(f"{path}:{line}: {problem}")
+        if is_pure(path):
+            found += [f"{path}:{problem}" for problem in call_problems(tree)]
+    return found
+
+
+def call_problems(tree: ast.AST) -> Iterator[str]:
+    """Calls of builtins that reach outside."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Name(id=name)) if name in IMPURE_CALLS:
+                yield f"{node.lineno}: {name}() in a pure module"
+
+
+def project() -> dict[str, str]:
+    package = ROOT / "kbpf"
+    return {
+        str(path.relative_to(package)): path.read_text() for path in sorted(package.rglob("*.py"))
+    }
+
+
+def test_the_project_keeps_its_rules():
+    modules = project()
+    assert {"policy/endpoints.py", "model/objects.py", "errors.py"} <= modules.keys()
+    assert problems(modules) == []
+
+
+def test_the_oracle_imports_nothing_of_kbpf():
+    tree = ast.parse((ROOT / "tests/support/oracle.py").read_text())
+    names = {found.name.partition(".")[0] for found in imports("oracle.py", tree)}
+    assert names
+    assert not names & {"kbpf", "tests"}
+
+
+class Bad(NamedTuple):
+    """A module and the complaint about it."""
+
+    path: str
+    text: str
+    problem: str
+
+
+BAD = [
+    Bad("model/x.py", "import kbpf.policy", "model must not import policy"),
+    Bad("model/x.py", "from kbpf import kernel", "model must not import kernel"),
+    Bad("errors.py", "from kbpf.model import objects", "errors must not import model"),
+    Bad("policy/x.py", "from kbpf.kernel.bpf.objects import Map", "policy must not import kernel"),
+    Bad("policy/x.py", "from ..kernel import libbpf", "policy must not import kernel"),
+    Bad("policy/x.py", "from .. import kernel", "policy must not import kernel"),
+    Bad("kernel/x.py", "import kbpf.policy.store", "kernel must not import policy"),
+    Bad("source/x.py", "from kbpf.config import flags", "source must not import config"),
+    Bad("serve/x.py", "import kbpf.dataplane.base", "serve must not import dataplane"),
+    Bad("agent/x.py", "from kbpf.views import trace", "agent must not import views"),
+    Bad("dataplane/bpf/x.py", "from ...agent import inbox", "dataplane must not import agent"),
+    Bad("views/x.py", "import kbpf.cli.app", "views must not import cli"),
+    Bad("kernel/x.py", "def f():\n  import kbpf.policy.store", "kernel must not import policy"),
+    Bad("kernel/x.py", "if TYPE_CHECKING:\n  import kbpf.source", "kernel must not import source"),
+    Bad("agent/x.py", "import kbpf.utils", "kbpf.utils is no room"),
+    Bad("helpers.py", "import kbpf.model", "helpers is no room and imports model"),
+    Bad("dataplane/bpf/plane.py", "import bcc", "bcc lives in dataplane/bpf/programs/compile.py"),
+    Bad("source/x.py", "import kubernetes", "kubernetes lives in source/api/credentials.py"),
+    Bad("agent/x.py", "def f():\n  import pyroute2.netns", "pyroute2 lives in kernel/"),
+    Bad("dataplane/bpf/x.py", "import ctypes", "ctypes lives in kernel/"),
+    Bad("dataplane/ipvs/ruleset.py", "import nftables", "nftables lives in kernel/"),
+    Bad("views/x.py", "from rich.table import Table", "rich lives in cli/"),
+    Bad("agent/x.py", "import typer", "typer lives in cli/"),
+    Bad("agent/x.py", "import prometheus_client", "prometheus_client lives in serve/"),
+    Bad("agent/x.py", "import requests", "requests has no home"),
+    Bad("policy/x.py", "import time", "time in a pure module"),
+    Bad("policy/x.py", "from random import choice", "random in a pure module"),
+    Bad("policy/x.py", "def f():\n  import os.path", "os in a pure module"),
+    Bad("model/objects.py", "import socket", "socket in a pure module"),
+    Bad("model/x.py", "import logging", "logging in a pure module"),
+    Bad("dataplane/bpf/changes/plan.py", "from time import monotonic", "time in a pure module"),
+    Bad("dataplane/ipvs/plan.py", "import logging", "logging in a pure module"),
+    Bad("dataplane/ipvs/diff.py", "import logging", "logging in a pure module"),
+    Bad("policy/x.py", "def f():\n  print(1)", "print() in a pure module"),
+    Bad("policy/x.py", "text = open('x').read()", "open() in a pure module"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("bad", BAD, ids=lambda bad: f"{bad.path}: {bad.problem}")
+def test_a_bad_import_is_noticed(bad: Bad):
+    found = problems({bad.path: "import dataclasses\n" + bad.text})
+    assert len(found) == 1
+    assert found[0].endswith(f": {bad.problem}")
+
+
+GOOD = [
+    ("cli/x.py", "import typer\nfrom kbpf.views import trace\nfrom kbpf import errors, model"),
+    ("cli/x.py", "from kbpf.cli import render\nfrom . import app\nfrom kbpf import __version__"),
+    ("agent/agent.py", "import time, queue\nfrom kbpf.dataplane.bpf.plane import BpfPlane"),
+    ("dataplane/bpf/programs/compile.py", "def f():\n  import bcc"),
+    ("dataplane/bpf/changes/plan.py", "from . import ids\nfrom kbpf.dataplane.bpf import layout"),
+    ("kernel/bpf/objects.py", "import ctypes, os\nfrom kbpf.errors import KernelError"),
+    ("model/address.py", "import socket\nfrom kbpf.errors import ObjectError"),
+    ("policy/x.py", "from kbpf.model import objects\nfrom kbpf.policy import world"),
+    ("__init__.py", "__version__ = '1'"),
+]
+
+
+@pytest.mark.parametrize(("path", "text"), GOOD)
+def test_a_good_import_passes(path: str, text: str):
+    assert problems({path: text}) == []

@@ -1,0 +1,198 @@
+"""`make test-kernels` itself: no guest that hangs or dies passes for one whose tests did."""
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.kernels import __main__ as kernels
+from tests.kernels import debian, machine, table
+from tests.kernels.debian import Kernel
+from tests.kernels.table import FAILS, LACKS, WORKS, Feature
+from tests.support.features import BY_KERNEL, FEATURES
+from tests.support.lab.lab import until
+
+ALIVE = "echo 'Linux version 5.10'"
+EXIT = 'for word; do case $word in --rwdir=*) echo {code} > "${{word#*=}}/exit";; esac; done'
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "why"),
+    [
+        (f"{ALIVE}; {EXIT.format(code=0)}", 0, ""),
+        (f"{ALIVE}; {EXIT.format(code=1)}", 1, ""),
+        (f"{ALIVE}; {EXIT.format(code='')}", None, "the guest ended early"),
+        (f"{ALIVE}; exit 0", None, "the guest ended early"),
+        (f"{ALIVE}; sleep 60", None, "the guest hung"),
+        ("sleep 60", None, "the kernel said nothing"),
+    ],
+    ids=["passes", "fails", "cut short", "dies", "hangs", "silent"],
+)
+def test_how_a_boot_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, code: int | None, why: str
+) -> None:
+    _stand_in(tmp_path, monkeypatch, script)
+    monkeypatch.setattr(machine, "SILENT_SECONDS", 3 if "Linux" in script else 0.2)
+    kernel = Kernel("5.10", "5.10.0-1-amd64", Path("/nowhere/vmlinuz"))
+    ending = machine.boot(kernel, ["true"], tmp_path / "results", 2.0, kvm=False)
+    assert ending.code == code
+    assert ending.why.startswith(why)
+    assert ("Linux version" in ending.log.read_text()) is ("Linux" in script)
+
+
+def test_a_guest_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _stand_in(tmp_path, monkeypatch, f"{ALIVE}; sleep 60 & echo $! > {tmp_path}/pid; wait")
+    machine.boot(Kernel("x", "x", Path("/x")), ["true"], tmp_path / "results", 1.0, kvm=False)
+    state = Path("/proc", (tmp_path / "pid").read_text().strip(), "stat")
+    until("it has ended", lambda: not state.exists() or ") Z " in state.read_text())
+
+
+@pytest.fixture
+def no_fetch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are not fetched, nothing is compiled, there is no KVM and two processors."""
+    monkeypatch.setattr(kernels, "BUILD", tmp_path)
+    monkeypatch.setattr(kernels, "prepare", lambda: None)
+    monkeypatch.setattr(debian, "fetch", lambda name, _: Kernel(name, f"{name}-1", tmp_path))
+    monkeypatch.setattr(machine, "kvm_boots", lambda *_: False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+
+
+def _stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    vng = tmp_path / "vng"
+    vng.write_text(f"#!/bin/sh\n{script}\n")
+    vng.chmod(0o755)
+    monkeypatch.setattr(machine, "VNG", str(vng))
+
+
+@pytest.mark.usefixtures("no_fetch")
+def test_emulated_guests_run_beside_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    both = f"while [ $(ls {tmp_path}/met-* | wc -l) -lt 2 ]; do sleep 0.1; done"
+    _stand_in(
+        tmp_path, monkeypatch, f"{ALIVE}; touch {tmp_path}/met-$$; {both}; {EXIT.format(code=0)}"
+    )
+    kernels.report(["5.10", "6.1"], [A], 0.5, False)
+    said = capsys.readouterr()
+    assert "hung" not in said.err
+    assert said.out.splitlines()[0].split() == ["feature", "5.10", "(5.10-1)", "6.1", "(6.1-1)"]
+
+
+@pytest.mark.usefixtures("no_fetch")
+def test_no_guest_outlives_who_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _stand_in(tmp_path, monkeypatch, f"{ALIVE}; touch {tmp_path}/pid-$$; exec sleep 60")
+
+    def stop() -> None:
+        until("two guests run", lambda: len(list(tmp_path.glob("pid-*"))) == 2)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    stopper = threading.Thread(target=stop)
+    stopper.start()
+    old = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit):
+            kernels.report(["5.10", "6.1", "6.12"], [A], 0.5, False)
+    finally:
+        signal.signal(signal.SIGTERM, old)
+    stopper.join()
+    pids = [one.name.removeprefix("pid-") for one in tmp_path.glob("pid-*")]
+    assert len(pids) == 2, "the third was never begun"
+    assert not [pid for pid in pids if Path("/proc", pid).exists()]
+
+
+JUNIT = """<testsuites><testsuite>
+<testcase classname="tests.programs.test_a" name="one" time="1.5"/>
+<testcase classname="tests.programs.test_a" name="two" time="1">
+  <failure message="no">AssertionError: no</failure></testcase>
+<testcase classname="tests.programs.test_b" name="three" time="1">
+  <skipped message="TCX links: Linux 6.6 brought it"/></testcase>
+<testcase classname="tests.programs.test_c" name="load[x]" time="1">
+  <properties><property name="processed" value="314268"/></properties></testcase>
+</testsuite></testsuites>"""
+A, B, C, NONE = (
+    Feature(name, (f"tests/programs/test_{name}.py",)) for name in ("a", "b", "c", "none")
+)
+ONE, THREE = (
+    Feature(name, tuple(f"tests/programs/test_a.py::{test}" for test in tests))
+    for name, tests in (("one", ("one",)), ("three", ("one", "none")))
+)
+
+
+@pytest.mark.parametrize(
+    ("feature", "result", "cell"),
+    [
+        (A, FAILS, "FAILS (1 of 2)"),
+        (B, LACKS, "lacks"),
+        (C, WORKS, "1 (at most 314,268 insns)"),
+        (NONE, FAILS, "FAILS (1 of 1)"),
+        (ONE, WORKS, "1"),
+        (THREE, FAILS, "FAILS (1 of 2)"),
+    ],
+    ids=lambda value: value.name if isinstance(value, Feature) else "",
+)
+def test_what_the_table_says(tmp_path: Path, feature: Feature, result: str, cell: str) -> None:
+    (tmp_path / "junit.xml").write_text(JUNIT)
+    cases = table.read(tmp_path / "junit.xml")
+    (found,) = table.results("5.10", "5.10.0-1", [feature], cases)
+    assert (found.result, found.cell) == (result, cell)
+    assert ("AssertionError" in table.failures([found])) is (feature is A)
+
+
+@pytest.mark.parametrize("text", [None, "", JUNIT[:-20]], ids=["none", "empty", "half"])
+def test_without_a_whole_report_every_feature_fails(tmp_path: Path, text: str | None) -> None:
+    if text is not None:
+        (tmp_path / "junit.xml").write_text(text)
+    found = table.results("5.10", "5.10.0-1", [A, B], table.read(tmp_path / "junit.xml"))
+    assert [one.result for one in found] == [FAILS, FAILS]
+
+
+def test_the_page_names_what_failed_and_what_is_lacking(tmp_path: Path) -> None:
+    (tmp_path / "junit.xml").write_text(JUNIT)
+    rows = table.results("5.10", "5.10.0-1", [A, B], table.read(tmp_path / "junit.xml"))
+    assert table.page(rows, [A, B]).splitlines() == [
+        "feature  5.10 (5.10.0-1)",
+        "a        FAILS (1 of 2)",
+        "b        lacks",
+        "5.10 FAILS: a: two",
+        "5.10 lacks: TCX links: Linux 6.6 brought it (b)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("code", "why", "said"),
+    [
+        (None, "the guest hung", "5.10: the guest hung after 7 s"),
+        (139, "", "5.10: its command ended with 139 after 7 s"),
+    ],
+    ids=["the guest", "pytest"],
+)
+@pytest.mark.usefixtures("no_fetch")
+def test_what_is_known_of_a_guest_without_results_is_said_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    code: int | None, why: str, said: str,
+) -> None:  # fmt: skip
+    log = tmp_path / "console.log"
+    log.write_text("Linux version 5.10\nKernel panic - not syncing\n")
+    monkeypatch.setattr(machine, "boot", lambda *_: machine.Ending(code, why, 7.0, log))
+    assert kernels.report(["5.10"], [A], 1.0, False) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "feature  5.10 (5.10-1)",
+        "a        FAILS (1 of 1)",
+        "5.10 FAILS: a: tests/programs/test_a.py: no result",
+        f"{said}, see {log}; its console ends so:",
+        "Linux version 5.10",
+        "Kernel panic - not syncing",
+    ]
+
+
+def test_what_check_must_say_follows_from_what_linux_brought() -> None:
+    """tests/support/features.py says it twice: by feature, and by Debian's kernels."""
+    assert BY_KERNEL.keys() == debian.SUITES.keys()
+    for family, rows in BY_KERNEL.items():
+        this = (99, 0) if family == "newest" else tuple(map(int, family.split(".")))
+        lacks = {f.check for f in FEATURES.values() if f.since > this or this in f.unbuilt}
+        assert rows == lacks - {""}, family

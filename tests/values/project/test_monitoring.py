@@ -1,0 +1,204 @@
+"""The dashboard and the alerts ask only for what an agent exports: every series, label and value.
+
+`page` is the page of metrics of test_metrics.py, made by the code that an agent runs; the reasons
+and maps are those of the data plane.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+import yaml
+
+from kbpf.dataplane.bpf.maps.layout import MAPS, Reason
+from kbpf.dataplane.bpf.metrics import KNOWN, VERDICTS
+from kbpf.model.config import Config
+from kbpf.serve.kbpf_metrics import FAILURES
+from tests.support.prometheus import Family
+from tests.values.serve.test_metrics import COUNTS, busy
+from tests.values.serve.test_metrics import page as page_of_metrics
+
+FOLDER = Path(__file__).parents[3] / "manifests" / "monitoring"
+DOCS = Path(__file__).parents[3] / "docs" / "observe.md"
+ADDED = frozenset(("job", "instance", "le"))
+"""Labels that Prometheus adds, and that of buckets."""
+
+SELECTOR = re.compile(r"\b([a-z_:]+)\b(?:\{([^}]*)\})?")
+OURS = ("kbpf_", "kubeproxy_", "rest_client_", "process_", "up")
+MATCHER = re.compile(r'([a-z_]+)(=~|!=|!~|=)"([^"]*)"')
+KNOWN_VALUES = {
+    "reason": {reason.name.lower() for reason in Reason},
+    "verdict": {"translate", *VERDICTS.values()},
+    "state": {"on", "off", "failed"},
+    "source": {"services", "endpointslices", "nodes", "pods"},
+    "quantile": {"0.5", "0.99"},
+    "map": set(MAPS),
+}
+
+
+FAILED = ("kbpf_service_failures_total", "kbpf_backend_failures_total")
+OF_FAILURES = {"reason": set(FAILURES)}
+
+
+class Query(NamedTuple):
+    """An expression, and where it stands."""
+
+    where: str
+    text: str
+
+
+def rules() -> list[dict[str, Any]]:
+    read = yaml.safe_load((FOLDER / "rules.yaml").read_text())
+    return [rule for group in read["groups"] for rule in group["rules"]]
+
+
+def dashboard() -> dict[str, Any]:
+    return json.loads((FOLDER / "grafana-dashboard.json").read_text())
+
+
+def queries() -> Iterator[Query]:
+    for rule in rules():
+        yield Query(f"alert {rule['alert']}", rule["expr"])
+    for panel in dashboard()["panels"]:
+        for target in panel.get("targets", ()):
+            yield Query(f"panel {panel['title']}", target["expr"])
+    for variable in dashboard()["templating"]["list"]:
+        if variable["type"] == "query":
+            yield Query(f"variable {variable['name']}", variable["query"])
+
+
+@pytest.fixture(scope="module")
+def page() -> dict[str, Family]:
+    return page_of_metrics(record=busy())
+
+
+def family_of(page: dict[str, Family], name: str) -> Family | None:
+    for base in (name, *(name.removesuffix(s) for s in ("_bucket", "_sum", "_count"))):
+        if base in page:
+            return page[base]
+    return None
+
+
+@pytest.mark.parametrize("query", list(queries()), ids=lambda query: query.where)
+def test_every_series_is_exported(query: Query, page: dict[str, Family]):
+    names = [m for m in SELECTOR.finditer(query.text) if m[1].startswith(OURS)]
+    assert names, query.text
+    for match in names:
+        name, inside = match[1], match[2] or ""
+        if name == "up":
+            continue
+        found = family_of(page, name)
+        assert found is not None, name
+        assert (found.kind == "histogram") is name.endswith(("_bucket", "_sum", "_count"))
+        for label, how, value in MATCHER.findall(inside):
+            assert label in found.label_names | ADDED, f"{name} has no label {label}"
+            known = {**KNOWN_VALUES, **OF_FAILURES} if name in FAILED else KNOWN_VALUES
+            if label in known and how in ("=", "=~", "!="):
+                assert set(value.split("|")) <= known[label], f"{label}={value}"
+
+
+@pytest.mark.parametrize("query", list(queries()), ids=lambda query: query.where)
+def test_labels_that_are_kept_are_there(query: Query, page: dict[str, Family]):
+    """What `by (...)` keeps is a label of a series of the expression."""
+    names = [m[1] for m in SELECTOR.finditer(query.text) if m[1].startswith(OURS)]
+    known = ADDED.union(*(f.label_names for n in names if (f := family_of(page, n))))
+    for kept in re.findall(r"by \(([^)]*)\)", query.text):
+        assert set(re.split(r",\s*", kept)) <= known, kept
+
+
+@pytest.mark.parametrize("query", list(queries()), ids=lambda query: query.where)
+def test_only_counters_have_a_rate(query: Query, page: dict[str, Family]):
+    rated = set(re.findall(r"(?:rate|increase)\(([a-z_]+)", query.text))
+    for match in SELECTOR.finditer(query.text):
+        found = family_of(page, match[1])
+        if found is not None:
+            assert (match[1] in rated) is (found.kind in ("counter", "histogram")) or match[
+                1
+            ] == "kubeproxy_sync_proxy_rules_no_local_endpoints_total", match[1]
+
+
+def test_parentheses_are_closed():
+    for query in queries():
+        for pair in ("()", "{}", "[]"):
+            assert query.text.count(pair[0]) == query.text.count(pair[1]), query
+
+
+def test_every_alert_says_what_it_is_about_and_the_docs_what_to_do():
+    text = DOCS.read_text()
+    names = [rule["alert"] for rule in rules()]
+    assert len(names) == len(set(names)) > 8
+    for rule in rules():
+        assert rule["labels"]["severity"] in ("critical", "warning")
+        assert rule["for"]
+        assert set(rule["annotations"]) == {"summary", "description"}
+        assert f"`{rule['alert']}`" in text
+
+
+def test_every_series_is_documented(page: dict[str, Family]):
+    text = DOCS.read_text()
+    for name in page:
+        assert f"`{name}`" in text, name
+
+
+def needs(text: str, page: dict[str, Family]) -> set[str]:
+    """The settings without which an agent does not export all that this expression asks for."""
+    known = KNOWN[Config().accounting]
+    counted = msgspec.structs.replace(COUNTS.traffic, known=known)
+    exported = page_of_metrics(plane=COUNTS._replace(traffic=counted), record=busy())
+    needed = set()
+    for match in SELECTOR.finditer(text):
+        chosen = {label: value for label, _, value in MATCHER.findall(match[2] or "")}
+        missing = family_of(page, match[1]) and not family_of(exported, match[1])
+        if missing or (match[1] in FAILED and chosen.get("reason") not in known):
+            needed.add("--accounting full")
+        if match[1].startswith("kbpf_backend_"):
+            needed.add("--metrics-backends")
+    return needed
+
+
+def test_what_is_empty_by_default_says_what_it_needs(page: dict[str, Family]):
+    said = {panel["title"]: needs(target["expr"], page)
+            for panel in dashboard()["panels"] for target in panel.get("targets", ())}  # fmt: skip
+    for panel in dashboard()["panels"]:
+        for word in said.get(panel["title"], ()):
+            assert word in panel["description"], panel["title"]
+    assert {title for title, needed in said.items() if needed} == {
+        "Failures of Services", "Bytes of Services", "Round trips to backends",
+        "Segments sent again", "Failures of backends",
+    }  # fmt: skip
+
+
+def test_an_alert_that_is_silent_by_default_says_what_it_needs(page: dict[str, Family]):
+    silent = {rule["alert"]: needed for rule in rules() if (needed := needs(rule["expr"], page))}
+    assert silent == {"KbpfServiceFails": {"--accounting full"}}
+    for alert, needed in silent.items():
+        (row,) = [row for row in DOCS.read_text().splitlines() if row.startswith(f"| `{alert}`")]
+        assert all(word in row for word in needed), row
+
+
+def test_the_job_that_is_shipped_has_a_name_that_the_alerts_look_for():
+    """Where it asks: tests/lab/agent/test_observe.py."""
+    written = yaml.safe_load((FOLDER / "scrape.yaml").read_text())
+    (job,) = written["scrape_configs"]
+    (down,) = [rule for rule in rules() if rule["alert"] == "KbpfDown"]
+    ((label, how, names),) = MATCHER.findall(down["expr"])
+    assert (label, how) == ("job", "=~")
+    assert job["job_name"] in names.split("|")
+    assert all(f"`{name}`" in DOCS.read_text() for name in names.split("|"))
+    assert written["rule_files"] == ["rules.yaml"]
+
+
+def test_panels_do_not_lie_upon_each_other():
+    taken: set[tuple[int, int]] = set()
+    ids = [panel["id"] for panel in dashboard()["panels"]]
+    assert len(ids) == len(set(ids))
+    for panel in dashboard()["panels"]:
+        at = panel["gridPos"]
+        cells = {(at["x"] + i, at["y"] + j) for i in range(at["w"]) for j in range(at["h"])}
+        assert not cells & taken, panel["title"]
+        assert at["x"] + at["w"] <= 24
+        taken |= cells

@@ -1,0 +1,35 @@
+"""docs/security.md: each promise names a test, and each test that it names exists."""
+
+import ast
+import re
+
+import pytest
+
+from tests.support.runtime.docs import ROOT
+
+PAGE = (ROOT / "docs" / "security.md").read_text()
+NAMED = sorted(set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", PAGE)))
+PROMISES = ("can and cannot do", "What each right is for", "What is not defended")
+
+
+@pytest.mark.parametrize(("path", "name"), NAMED, ids="::".join)
+def test_a_test_that_is_named_exists(path: str, name: str) -> None:
+    tree = ast.parse((ROOT / path).read_text())
+    found = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    assert name.startswith("test_")
+    assert name in found
+
+
+def test_every_promise_names_a_test() -> None:
+    sections = re.split(r"^## ", PAGE, flags=re.M)[1:]
+    chosen = [text for text in sections if any(p in text.splitlines()[0] for p in PROMISES)]
+    assert len(chosen) == 8
+    for section in chosen:
+        promises = re.split(r"^- ", section, flags=re.M)[1:]
+        assert promises
+        assert [each for each in promises if "`tests/" not in each] == []
+
+
+def test_the_page_can_be_found() -> None:
+    assert "(docs/security.md)" in (ROOT / "SECURITY.md").read_text()
+    assert len(NAMED) > 30

@@ -1,0 +1,102 @@
+"""What the image is made of: locked, hashed, and listed."""
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import version
+
+import pytest
+from pip._vendor.packaging.requirements import Requirement
+
+from tests.support.runtime.docs import ROOT
+
+CONTAINERFILE = (ROOT / "Containerfile").read_text()
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+WANTED = {
+    "requirements.lock": PROJECT["dependencies"],
+    "requirements-dev.lock": PROJECT["dependencies"] + PROJECT["optional-dependencies"]["dev"],
+}
+"""File → the requirements of pyproject.toml that it is for."""
+
+
+def locked(lock: str = "requirements.lock") -> dict[str, tuple[str, list[str]]]:
+    """Name → version and hashes."""
+    text = (ROOT / lock).read_text()
+    rows = re.findall(r"^([\w.-]+)==(\S+)((?: \\\n    --hash=\S+)+)$", text, re.M)
+    assert len(rows) == text.count("==")
+    return {
+        name: (found, re.findall(r"sha256:([0-9a-f]{64})\b", text)) for name, found, text in rows
+    }
+
+
+@pytest.mark.parametrize("lock", WANTED)
+def test_everything_is_locked_with_hashes(lock: str) -> None:
+    """What pyproject.toml asks for is there, in a version that it allows; each line has a hash."""
+    found = locked(lock)
+    assert all(hashes for _, hashes in found.values())
+    for text in [*WANTED[lock], "setuptools>=68"]:
+        wanted = Requirement(text)
+        assert wanted.specifier.contains(found[wanted.name.lower().replace("_", "-")][0]), text
+
+
+def test_what_is_built_for_a_machine_has_a_hash_for_each() -> None:
+    """amd64 and arm64, Python 3.11 and 3.13."""
+    assert {len(locked()[name][1]) for name in ("msgspec", "pyyaml")} == {4}
+
+
+def test_tests_run_with_what_the_image_has() -> None:
+    own, dev = locked(), locked("requirements-dev.lock")
+    assert {name: dev[name] for name in own} == own
+
+
+def test_make_venv_takes_what_is_locked() -> None:
+    installs = re.findall(r"pip install((?:\\\n|[^\n])*)", (ROOT / "Makefile").read_text())
+    first, second = (re.sub(r"\\\n\s*", "", text) for text in installs)
+    assert "--require-hashes --only-binary=:all: --no-deps" in first
+    assert first.endswith("--requirement requirements-dev.lock")
+    assert "--no-deps --no-build-isolation -e ." in second, "kbpf itself"
+
+
+def test_the_image_takes_what_is_locked() -> None:
+    installs = re.findall(r"pip install((?:[^&]|\\\n)*)", CONTAINERFILE)
+    assert len(installs) == 2
+    assert "--require-hashes --only-binary=:all: --no-deps" in installs[0]
+    assert "--requirement /src/requirements.lock" in installs[0]
+    assert "--no-deps --no-build-isolation /src" in installs[1], "kbpf itself"
+
+
+BASES = [
+    ("", "debian:bookworm-slim", True),
+    ("true", "debian:bookworm-slim", False),
+    ("true", "debian@sha256:" + "0" * 64, True),
+]
+
+
+@pytest.mark.parametrize(("release", "base", "builds"), BASES)
+def test_a_release_names_its_base_by_digest(release: str, base: str, builds: bool) -> None:
+    """The image's own check, by a shell."""
+    (script,) = re.findall(r"^RUN (case .*?esac)$", CONTAINERFILE, re.M | re.S)
+    done = subprocess.run(
+        ["sh", "-c", script.replace("\\\n", " ")], env={"RELEASE": release, "BASE": base},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode == 0) is builds
+    assert ("by digest" in done.stderr) is not builds
+
+
+def test_the_list_of_components() -> None:
+    """Of this machine: it has Debian's packages and what pip has installed, once each."""
+    folders = [path for path in sys.path if path.endswith("site-packages")]
+    done = subprocess.run(
+        [str(ROOT / "tools" / "sbom"), *folders], capture_output=True, text=True, check=True
+    )
+    made = json.loads(done.stdout)
+    assert (made["bomFormat"], made["specVersion"]) == ("CycloneDX", "1.5")
+    urls = [each["purl"] for each in made["components"]]
+    assert len(urls) == len(set(urls))
+    assert f"pkg:pypi/msgspec@{version('msgspec')}" in urls
+    assert any(url.startswith("pkg:deb/debian/libbpf1@") for url in urls)

@@ -1,0 +1,173 @@
+"""vagrant/ and the shell scripts of this project: they can be read by those who run them.
+
+The machines themselves need boxes, which no test can fetch. What is not Vagrant's own runs below,
+and in each guest of `make test-kernels`, whose first command is provision/kernel.sh. What makes a
+kubeadm cluster runs in tests/lab/cluster/test_vagrant.py.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support.lab.lab import PATIENCE
+
+ROOT = Path(__file__).parents[3]
+VAGRANT = ROOT / "vagrant"
+PROFILES = {
+    VAGRANT: {"debian11", "debian12", "debian13", "debian-testing", "ubuntu2404", "fedora"},
+    VAGRANT / "kubeadm": {"control-plane", "worker-1", "worker-2"},
+}
+OTHERS = (".ci/run", "tools/packages", "tests/kernels/guest.sh")
+SCRIPTS = sorted([*(ROOT / name for name in OTHERS), *VAGRANT.rglob("*.sh")])
+
+
+@pytest.mark.parametrize("folder", PROFILES, ids=lambda folder: folder.name)
+def test_vagrant_takes_it(folder: Path, tmp_path: Path):
+    """With libvirt's settings too; those of VirtualBox need VirtualBox to be looked at."""
+    environment = {
+        "HOME": str(tmp_path),
+        "VAGRANT_HOME": str(tmp_path / "vagrant"),
+        "VAGRANT_DOTFILE_PATH": str(tmp_path / "dot"),
+        "VAGRANT_DEFAULT_PROVIDER": "libvirt",
+        "VAGRANT_CHECKPOINT_DISABLE": "1",
+        "PATH": os.environ["PATH"],
+    }
+    said = [
+        subprocess.run(
+            ["vagrant", *command], cwd=folder, env=environment, capture_output=True, text=True,
+            check=False, timeout=5 * PATIENCE,
+        )
+        for command in (("validate",), ("status", "--machine-readable"))
+    ]  # fmt: skip
+    assert said[0].returncode == 0, said[0].stderr
+    assert "validated successfully" in said[0].stdout
+    machines = re.findall(r"^\d+,([\w-]+),provider-name,libvirt$", said[1].stdout, re.M)
+    assert set(machines) == PROFILES[folder], said[1].stderr
+
+
+@pytest.mark.parametrize("folder", PROFILES, ids=lambda folder: folder.name)
+def test_what_it_provisions_with_is_there(folder: Path):
+    names = re.findall(r'path: "([^"]+)"', (folder / "Vagrantfile").read_text())
+    assert names
+    assert [name for name in names if not (folder / name).is_file()] == []
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_shellcheck(script: Path):
+    done = subprocess.run(["shellcheck", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+TOOLS = ("sh", "busybox", "mkdir", "mount", "mountpoint", "unshare", "chroot", "cp", "cat", "touch",
+         "rm", "uname", "ln", "ip", "env", "chmod")  # fmt: skip
+STUB = """#!TOOLS/sh
+echo "${0##*/} $*" >>SAID
+"""
+BOOTSTRAP = """#!TOOLS/sh
+echo "${0##*/} $*" >>SAID
+for root; do case $root in /*) break ;; esac; done
+mkdir -p "$root/etc" "$root/inside"
+cp BUSYBOX "$root/inside/busybox"
+for name in sh env; do ln -s busybox "$root/inside/$name"; done
+printf '#!/inside/sh\\necho "in %s: make $*" >>said\\n' "$root" >"$root/inside/make"
+chmod 755 "$root/inside/make"
+"""
+INSTALLS = {
+    "apt-get": ["apt-get update -qq", "apt-get install -y -qq --no-install-recommends debootstrap "
+                "debian-archive-keyring ca-certificates", "apt-get install -y -qq linux-modules"],
+    "dnf": ["dnf install -y -q debootstrap iproute", "dnf install -y -q kernel-modules-extra"],
+}  # fmt: skip
+"""A distribution's packager, and what it is asked for (how it begins)."""
+
+
+@pytest.mark.parametrize("packager", INSTALLS)
+def test_a_machine_is_provisioned(packager: str, tmp_path: Path):
+    """machine.sh and suite.sh with all that they call: packages and a Debian are stand-ins, what
+    is done to this kernel, the root and its mounts are real. /var/lib is the test's own.
+    """
+    provision_and_begin(packager, {name: shutil.which(name) for name in TOOLS}, tmp_path)
+
+
+def test_a_machine_of_busybox_is_provisioned(tmp_path: Path):
+    """The same in seconds where starting a program takes long, as in an emulated guest: busybox
+    has all of them, but for one, and is read from memory.
+    """
+    busybox = str(shutil.copy("/bin/busybox", tmp_path))
+    own = subprocess.run([busybox, "--list"], capture_output=True, text=True, check=True).stdout
+    tools = {name: busybox if name in own.split() else shutil.which(name) for name in TOOLS}
+    assert [name for name in TOOLS if tools[name] != busybox] == ["mountpoint"]
+    provision_and_begin("apt-get", tools, tmp_path)
+
+
+def provision_and_begin(packager: str, programs: dict[str, str | None], tmp_path: Path) -> None:
+    """A new machine, then the suite in it; and a machine that is there already, and a part."""
+    tree, tools, said = tmp_path / "tree", tmp_path / "tools", tmp_path / "tree" / "said"
+    shutil.copytree(VAGRANT, tree / "vagrant")
+    tools.mkdir()
+    for name, found in programs.items():
+        if found:
+            (tools / name).symlink_to(found)
+    places = {"SAID": said, "BUSYBOX": "/bin/busybox", "TOOLS": tools}
+    for name, text in ((packager, STUB), ("debootstrap", BOOTSTRAP)):
+        (tools / name).write_text(re.sub("|".join(places), lambda m: str(places[m[0]]), text))
+        (tools / name).chmod(0o755)
+
+    def provision(script: str, *arguments: str) -> list[str]:
+        command = f"mount -t tmpfs none /var/lib && exec sh {script} " + '"$@"'
+        done = subprocess.run(
+            ["unshare", "--mount", "--net", "sh", "-c", f"{command}", "sh", *arguments],
+            env={"PATH": f"{tools}:/inside", "KBPF_TREE": str(tree), "HOME": str(tmp_path)},
+            capture_output=True, text=True, check=False, timeout=PATIENCE,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        lines = said.read_text().splitlines()
+        said.unlink()
+        return lines
+
+    machine = tree / "vagrant/provision/machine.sh"
+    suite = machine.with_name("suite.sh")
+    *installed, debian, made, begun = provision("-c", f"sh {machine} {tree} && exec sh {suite}")
+    wanted = INSTALLS[packager]
+    assert [line.startswith(w) for line, w in zip(installed, wanted, strict=True)] == [
+        True for _ in wanted
+    ], installed
+    assert debian.startswith("debootstrap --variant=minbase")
+    assert debian.endswith("bookworm /var/lib/kbpf-tests http://deb.debian.org/debian")
+    assert made == "in /var/lib/kbpf-tests: make venv"
+    assert begun == "in /var/lib/kbpf-tests: make test PYTEST=tests"
+    twice = f"sh {machine} {tree} && sh {machine} {tree} && exec sh {suite} -k hints"
+    *lines, last = provision("-c", twice)
+    assert len([line for line in lines if line.startswith("debootstrap")]) == 1
+    assert last == "in /var/lib/kbpf-tests: make test PYTEST=-k hints"
+
+
+def test_a_command_enters_a_root(tmp_path: Path):
+    """A root of busybox alone, which is a mount: `ip -n` and unshare change how it propagates. All
+    mounts end with the command.
+    """
+    root, tree = tmp_path / "root", tmp_path / "tree"
+    (root / "bin").mkdir(parents=True)
+    (root / "etc").mkdir()
+    (tree / "below").mkdir(parents=True)
+    shutil.copy("/bin/busybox", root / "bin")
+    for name in ("sh", "ls", "cat", "unshare"):
+        (root / "bin" / name).symlink_to("busybox")
+    command = (
+        "sh",
+        "-c",
+        "ls; ls -d /sys/fs/bpf /dev/null; unshare --mount cat /proc/version; echo $0",
+        "two words",
+    )
+    done = subprocess.run(
+        ["sh", VAGRANT / "provision" / "enter.sh", root, tree, *command],
+        capture_output=True, text=True, check=False, timeout=PATIENCE,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    version = Path("/proc/version").read_text().strip()
+    assert done.stdout.splitlines() == ["below", "/dev/null", "/sys/fs/bpf", version, "two words"]
+    assert str(root) not in Path("/proc/self/mountinfo").read_text()
+    assert list((root / "proc").iterdir()) == []

@@ -1,0 +1,193 @@
+"""Events: what is sent, when it is tried again, and that nobody ever waits for it."""
+
+import json
+import threading
+from typing import NamedTuple
+
+import pytest
+
+from kbpf.errors import SourceError
+from kbpf.serve import events
+from kbpf.serve.events import About, Event, Events, encode
+from tests.support.lab.lab import PATIENCE, until
+
+NODE, WEB = About("Node", "n1"), About("Service", "web", "shop")
+AT = 1_795_300_297_135_646_117
+
+
+def test_an_event_of_the_node_as_kube_proxy_sends_it():
+    path, body = encode(Event(NODE, False, "Starting", "StartKubeProxy", "", AT), "n1")
+    assert path == "/apis/events.k8s.io/v1/namespaces/default/events"
+    assert json.loads(body) == {
+        "apiVersion": "events.k8s.io/v1",
+        "kind": "Event",
+        "metadata": {"name": f"n1.{AT:x}", "namespace": "default"},
+        "eventTime": "2026-11-21T22:31:37.135646Z",
+        "reportingController": "kube-proxy",
+        "reportingInstance": "kube-proxy-n1",
+        "action": "StartKubeProxy",
+        "reason": "Starting",
+        "regarding": {"apiVersion": "v1", "kind": "Node", "name": "n1"},
+        "note": "",
+        "type": "Normal",
+    }
+
+
+def test_an_event_of_a_service_stands_in_its_namespace():
+    path, body = encode(Event(WEB, True, "R", "A", "x" * 2000, AT), "n" * 200)
+    said = json.loads(body)
+    assert path == "/apis/events.k8s.io/v1/namespaces/shop/events"
+    assert said["metadata"]["namespace"] == said["regarding"]["namespace"] == "shop"
+    assert said["type"] == "Warning"
+    # What an API server would refuse as too long.
+    assert len(said["note"]) == 1024
+    assert len(said["reportingInstance"]) == 128
+
+
+def test_a_long_name_is_cut():
+    _, body = encode(Event(About("Node", "n" * 253), True, "R", "A", "", AT), "n")
+    assert len(json.loads(body)["metadata"]["name"]) == 253
+
+
+class Server:
+    """Answers in turn; the last answer for ever. None: there is nobody."""
+
+    def __init__(self, *answers: int | None) -> None:
+        self._answers = list(answers)
+        self.got: list[dict] = []
+
+    def __call__(self, path: str, body: bytes) -> int:
+        self.got.append(json.loads(body))
+        answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
+        if answer is None:
+            raise SourceError("nobody there")
+        return answer
+
+
+class Row(NamedTuple):
+    """What the server answers, how often it is asked, and what is counted."""
+
+    name: str
+    answers: tuple[int | None, ...]
+    asked: int
+    sent: int
+    dropped: int
+
+
+ROWS = [
+    Row("it is taken", (201,), 1, 1, 0),
+    Row("away at first", (None, None, 201), 3, 1, 0),
+    Row("too busy at first", (429, 503, 201), 3, 1, 0),
+    Row("the lowest of its own errors, and the highest of ours", (500, 499), 2, 0, 1),
+    Row("it had arrived before", (None, 409), 2, 1, 0),
+    Row("not allowed", (403,), 1, 0, 1),
+    Row("the namespace is going", (404,), 1, 0, 1),
+    Row("away for ever", (None,), events.TRIES, 0, 1),
+]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_what_becomes_of_it(row: Row):
+    server = Server(*row.answers)
+    made = Events(server, "n1", pause=0.0)
+    made.say(NODE, "Starting", "StartKubeProxy")
+    until("it is settled", lambda: made.sent + made.dropped)
+    assert (made.sent, made.dropped) == (row.sent, row.dropped)
+    assert len(server.got) == row.asked
+    made.stop()
+
+
+def test_a_fault_of_ours_is_no_end():
+    calls = []
+
+    def post(path: str, body: bytes) -> int:
+        calls.append(path)
+        if len(calls) == 1:
+            raise ValueError("on purpose")
+        return 201
+
+    made = Events(post, "n1")
+    made.say(NODE, "One", "A")
+    made.say(NODE, "Two", "A")
+    until("the second is sent", lambda: made.sent)
+    made.stop()
+
+
+class Said(NamedTuple):
+    """At `at` seconds it is said of somebody; whether it is sent."""
+
+    at: float
+    about: About
+    reason: str
+    sent: bool
+    dropped: bool = False
+
+
+SAID = {
+    "again after a while": [
+        Said(0, WEB, "R", True), Said(299, WEB, "R", False), Said(300, WEB, "R", True),
+    ],
+    "others are others": [
+        Said(0, WEB, "R", True), Said(0, NODE, "R", True), Said(0, WEB, "S", True),
+    ],
+    "what was not sent does not count": [
+        Said(0, WEB, "R", True), Said(200, WEB, "R", False), Said(301, WEB, "R", True),
+    ],
+    "not too many at once, some later": [
+        *(Said(0, About("Service", f"s{i}", "x"), "R", True) for i in range(events.BURST)),
+        Said(0, NODE, "R", False, True), Said(9, NODE, "R", False, True), Said(10, NODE, "R", True),
+        Said(10, WEB, "R", False, True),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", SAID.values(), ids=SAID.keys())
+def test_how_often_it_is_said(rows: list[Said]):
+    now = 0.0
+    server = Server(201)
+    made = Events(server, "n1", lambda: now)
+    for row in rows:
+        now = row.at
+        made.say(row.about, row.reason, "A", f"{row.at}")
+    wanted = [(row.about.name, row.reason, f"{row.at}") for row in rows if row.sent]
+    until("all are sent", lambda: made.sent == len(wanted))
+    got = [(one["regarding"]["name"], one["reason"], one["note"]) for one in server.got]
+    assert got == wanted
+    assert made.dropped == sum(row.dropped for row in rows)
+    made.stop()
+
+
+def test_nobody_waits_for_a_server_that_hangs(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(events, "BURST", 1000)
+    hangs, asked = threading.Event(), threading.Event()
+
+    def post(path: str, body: bytes) -> int:
+        asked.set()
+        hangs.wait()
+        return 201
+
+    made = Events(post, "n1", lambda: 0.0)
+    made.say(NODE, "First", "A")
+    assert asked.wait(PATIENCE)
+    for i in range(2 * events.WAITING):
+        made.say(NODE, f"R{i}", "A")  # this loop ends, though nothing is answered
+    assert made.dropped == events.WAITING
+    hangs.set()
+    until("what waited is sent", lambda: made.sent == 1 + events.WAITING)
+    made.stop()
+
+
+def test_the_end_is_not_kept_up_by_who_is_away():
+    made = Events(Server(None), "n1", pause=3600.0)
+    made.say(NODE, "Starting", "A")
+    made.stop()
+    until(
+        "its thread has ended",
+        lambda: not any(thread.name == "events" for thread in threading.enumerate()),
+    )
+
+
+def test_without_an_api_server_nothing_is_said():
+    made = Events(None, "n1")
+    made.say(NODE, "Starting", "A")
+    assert (made.sent, made.dropped) == (0, 0)

@@ -1,0 +1,483 @@
+"""/healthz, /livez and the health checks of Services, byte for byte as kube-proxy 1.37.1 answers
+(tests/lab/agent/test_observe.py asks a real one).
+"""
+
+import contextlib
+import errno
+import json
+import socket
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+from msgspec.structs import replace
+
+from kbpf.errors import ConfigError
+from kbpf.model.address import parse_addr
+from kbpf.model.config import Config, Serving
+from kbpf.model.objects import Endpoint, EndpointSlice, Protocol, Service, ServiceName, SlicePort
+from kbpf.model.status import AgentStatus, SourceView
+from kbpf.policy.health_check import HealthCheck, health_check
+from kbpf.serve import server as desk_module
+from kbpf.serve.health import Health, Verdict, go_time, healthz, livez, readyz, service_check
+from kbpf.serve.message import Answer, Request
+from kbpf.serve.server import Desk
+from tests.support.lab.lab import until
+from tests.support.lab.web import get
+
+SYNCED, NOW = 1_795_300_289_792_282_716, 1_795_300_297_135_646_100
+AT, THEN = "2026-11-21T22:31:37.1356461Z", "2026-11-21T22:31:29.792282716Z"
+
+
+def told(good: bool) -> str:
+    one = f'{{"lastUpdated":"{THEN}","healthy":{str(good).lower()}}}'
+    return f'"status":{{"IPv4":{one},"IPv6":{one}}}'
+
+
+class Asked(NamedTuple):
+    """What is so, the path, and the status and body that go back."""
+
+    name: str
+    verdict: Verdict
+    eligible: bool
+    path: str
+    status: int
+    body: str
+
+
+WELL, LATE = Verdict(True, SYNCED, NOW), Verdict(False, SYNCED, NOW)
+FIRST = Verdict(True, None, NOW)
+ASKED = [
+    Asked("well", WELL, True, "/healthz", 200,
+          f'{{"lastUpdated":"{AT}","currentTime":"{AT}","nodeEligible":true,"healthy":true,'
+          f'{told(True)}}}'),
+    Asked("well: livez does not speak of the node", WELL, True, "/livez", 200,
+          f'{{"lastUpdated":"{AT}","currentTime":"{AT}","healthy":true,{told(True)}}}'),
+    Asked("the node is leaving", WELL, False, "/healthz", 503,
+          f'{{"lastUpdated":"{THEN}","currentTime":"{AT}","nodeEligible":false,"healthy":true,'
+          f'{told(True)}}}'),
+    Asked("the node is leaving: livez does not mind", WELL, False, "/livez", 200,
+          f'{{"lastUpdated":"{AT}","currentTime":"{AT}","healthy":true,{told(True)}}}'),
+    Asked("late", LATE, True, "/healthz", 503,
+          f'{{"lastUpdated":"{THEN}","currentTime":"{AT}","nodeEligible":true,"healthy":false,'
+          f'{told(False)}}}'),
+    Asked("late: livez", LATE, True, "/livez", 503,
+          f'{{"lastUpdated":"{THEN}","currentTime":"{AT}","healthy":false,{told(False)}}}'),
+    Asked("starting", FIRST, True, "/healthz", 200,
+          f'{{"lastUpdated":"{AT}","currentTime":"{AT}","nodeEligible":true,"healthy":true}}'),
+    Asked("starting on a node that is leaving", FIRST, False, "/healthz", 503,
+          f'{{"lastUpdated":"0001-01-01T00:00:00Z","currentTime":"{AT}","nodeEligible":false,'
+          f'"healthy":true}}'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("asked", ASKED, ids=lambda asked: asked.name)
+def test_what_goes_back(asked: Asked):
+    whole = asked.path == "/healthz"
+    answer = healthz(asked.verdict, asked.eligible) if whole else livez(asked.verdict)
+    assert answer == Answer(asked.status, asked.body.encode(), "application/json")
+
+
+@pytest.mark.parametrize(
+    ("moment", "text"),
+    [
+        (1_795_300_297_000_000_000, "2026-11-21T22:31:37Z"),
+        (1_795_300_297_100_000_000, "2026-11-21T22:31:37.1Z"),
+        (1_795_300_297_000_000_010, "2026-11-21T22:31:37.00000001Z"),
+        (0, "1970-01-01T00:00:00Z"),
+        (None, "0001-01-01T00:00:00Z"),
+    ],
+)
+def test_a_time_as_go_writes_it(moment: int | None, text: str):
+    assert go_time(moment) == text
+
+
+AGENT = AgentStatus("1", 42, "bpf", "n", 4000.0, 4999.0, True, 3, 4, 7, 1.5, 2.5, 9.5, (), (), 0)
+STARTING = replace(AGENT, synced=False)
+
+
+def watch(name: str, error: str = "", synced: bool = False) -> SourceView:
+    return SourceView(name, "retrying", synced, "", error)
+
+
+READY = [
+    # name, verdict, what the agent says of itself, and what goes back
+    ("it serves", WELL, AGENT, "kbpf serves"),
+    ("nothing is opened yet", FIRST, None, "kbpf does not serve: the data plane is being opened"),
+    ("nothing was listed yet", FIRST,
+     replace(STARTING, sources=(watch("services", synced=True), watch("nodes"))),
+     "kbpf does not serve: no list of nodes yet"),
+    ("it may not list", FIRST,
+     replace(STARTING, sources=(watch("pods", "no"), watch("nodes"), watch("services", "403"))),
+     "kbpf does not serve: no list of services yet: 403"),
+    ("nobody waits for pods", FIRST, replace(STARTING, sources=(watch("pods", "403 pods"),)),
+     "kbpf does not serve: its first pass is not done"),
+    ("the kernel refuses the first pass", FIRST,
+     replace(STARTING, error="no room", sources=(watch("services", synced=True),)),
+     "kbpf does not serve: not programmed: no room"),
+    ("devices wait for their turn", WELL, STARTING,
+     "kbpf does not serve: its first pass is not done"),
+    ("late", LATE, AGENT, "kbpf does not serve: changes wait to be programmed"),
+    ("late, and why", LATE, replace(AGENT, error="no room"),
+     "kbpf does not serve: changes wait to be programmed: no room"),
+    ("a message with escapes in it", LATE, replace(AGENT, error="no \x1b[2J\u202eroom\n"),
+     "kbpf does not serve: changes wait to be programmed: no \\x1b[2J\\u202eroom\\n"),
+    ("a Service of the cluster itself finds no room", WELL,
+     replace(AGENT, refused_system=("kube-system/dns",)),
+     "kbpf does not serve: not programmed: kube-system/dns; `kbpf inspect status` says why"),
+    ("many of them", WELL,
+     replace(AGENT, refused_system=tuple(f"kube-system/{name}" for name in "abcde")),
+     "kbpf does not serve: not programmed: kube-system/a, kube-system/b, kube-system/c and 2 more; "
+     "`kbpf inspect status` says why"),
+    ("the API server went away: what is programmed serves", WELL,
+     replace(AGENT, sources=(watch("services", "refused", synced=True),)), "kbpf serves"),
+    ("the configuration file is fine", WELL, replace(AGENT, config_error=""), "kbpf serves"),
+    ("it is not", WELL, replace(AGENT, config_error="not YAML\x1b"),
+     "kbpf serves, but its configuration file is refused: not YAML\\x1b"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "verdict", "status", "text"), READY, ids=[r[0] for r in READY])
+def test_whether_it_serves(name: str, verdict: Verdict, status: AgentStatus | None, text: str):
+    answer = readyz(verdict, status)
+    assert answer == Answer(200 if text.startswith("kbpf serves") else 503, f"{text}\n".encode())
+
+
+# ---- when it is healthy ------------------------------------------------------------------------
+
+
+class Step(NamedTuple):
+    """At `at` seconds this is done; then it is healthy or not."""
+
+    at: float
+    do: str
+    healthy: bool
+
+
+LIVES = {
+    "nothing to do for a day": [Step(0, "programmed", True), Step(86_400, "", True)],
+    "a change is late after 60 s": [
+        Step(0, "programmed", True), Step(10, "queued", True), Step(69.9, "", True),
+        Step(70, "", False),
+    ],
+    "the oldest change counts": [
+        Step(0, "programmed", True), Step(0, "queued", True), Step(50, "queued", True),
+        Step(60, "", False),
+    ],
+    "what is programmed is done with": [
+        Step(0, "programmed", True), Step(0, "queued", True), Step(1, "taken", True),
+        Step(2, "programmed", True), Step(100, "", True),
+    ],
+    "what said nothing new is done with": [
+        Step(0, "programmed", True), Step(0, "queued", True), Step(1, "taken", True),
+        Step(2, "nothing new", True), Step(100, "", True),
+    ],
+    "what comes while others are written counts from its own time": [
+        Step(0, "programmed", True), Step(0, "queued", True), Step(1, "taken", True),
+        Step(50, "queued", True), Step(55, "programmed", True), Step(109, "", True),
+        Step(110, "", False),
+    ],
+    "taken and refused by the kernel, again and again": [
+        Step(0, "programmed", True), Step(0, "queued", True), Step(1, "taken", True),
+        Step(30, "taken", True), Step(60, "", False), Step(61, "programmed", True),
+    ],
+    "refused by the kernel, and more comes meanwhile": [
+        Step(0, "programmed", True), Step(0, "queued", True), Step(1, "taken", True),
+        Step(40, "queued", True), Step(41, "taken", True), Step(60, "", False),
+        Step(61, "queued", False), Step(62, "taken", False), Step(63, "programmed", True),
+    ],
+    "healthy while it starts, however long that takes": [
+        Step(0, "queued", True), Step(1, "taken", True), Step(600, "", True),
+        Step(601, "programmed", True),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("steps", LIVES.values(), ids=LIVES.keys())
+def test_when_it_is_healthy(steps: list[Step]):
+    now = 0.0
+    health = Health(60.0, lambda: now, lambda: round(now * 1e9))
+    for step in steps:
+        now = step.at
+        match step.do:
+            case "queued":
+                health.queued()
+            case "taken":
+                health.taken()
+            case "programmed" | "nothing new":
+                health.settled(step.do == "programmed")
+        assert health.verdict().healthy is step.healthy, step
+
+
+def test_the_time_of_the_last_pass_is_told():
+    now = 5.0
+    health = Health(60.0, lambda: now, lambda: round(now * 1e9))
+    assert health.verdict() == Verdict(True, None, 5_000_000_000)
+    health.settled(True)
+    now = 7.0
+    health.settled(False)
+    assert health.verdict() == Verdict(True, 5_000_000_000, 7_000_000_000)
+
+
+# ---- health checks of Services -----------------------------------------------------------------
+
+BODY = """{
+\t"service": {
+\t\t"namespace": "default",
+\t\t"name": "web"
+\t},
+\t"localEndpoints": %d,
+\t"serviceProxyHealthy": %s
+}"""
+
+
+@pytest.mark.parametrize(
+    ("endpoints", "healthy", "status"),
+    [(1, True, 200), (7, True, 200), (0, True, 503), (1, False, 503), (0, False, 503)],
+)
+def test_what_a_service_answers(endpoints: int, healthy: bool, status: int):
+    answer = service_check(ServiceName("default", "web"), endpoints, healthy)
+    assert answer.body.decode() == BODY % (endpoints, str(healthy).lower())
+    assert (answer.status, answer.kind) == (status, "application/json")
+    assert answer.headers == (("X-Load-Balancing-Endpoint-Weight", str(endpoints)),)
+    assert json.loads(answer.body)["localEndpoints"] == endpoints
+
+
+WEB = Service(
+    "default", "web", "LoadBalancer",
+    (parse_addr("10.96.0.1"), parse_addr("fd00::1")), (), external_local=True,
+    health_check_node_port=31_999,
+)  # fmt: skip
+
+
+def end(address: str, node: str = "n1", ready: bool = True, terminating: bool = False) -> Endpoint:
+    return Endpoint(parse_addr(address), ready, True, terminating, node)
+
+
+def piece(*ends: Endpoint, family: int = 4, ports: int = 1, name: str = "a") -> EndpointSlice:
+    made = tuple(SlicePort(f"p{i}", Protocol.TCP, 80 + i) for i in range(ports))
+    return EndpointSlice("default", name, "web", family, ends, made)
+
+
+class Counted(NamedTuple):
+    """Slices, and what is counted of each family."""
+
+    name: str
+    slices: tuple[EndpointSlice, ...]
+    v4: int
+    v6: int
+
+
+COUNTED = [
+    Counted("nothing", (), 0, 0),
+    Counted("one here", (piece(end("10.0.0.1")),), 1, 0),
+    Counted("one elsewhere", (piece(end("10.0.0.1", "n2")),), 0, 0),
+    Counted("on no node", (piece(end("10.0.0.1", "")),), 0, 0),
+    Counted("one that is not ready", (piece(end("10.0.0.1", ready=False)),), 0, 0),
+    Counted("one that terminates and still serves",
+            (piece(end("10.0.0.1", ready=False, terminating=True)),), 0, 0),
+    Counted("two ports of one", (piece(end("10.0.0.1"), ports=2),), 1, 0),
+    Counted("a slice without ports", (piece(end("10.0.0.1"), ports=0),), 0, 0),
+    Counted("the same in two slices",
+            (piece(end("10.0.0.1")), piece(end("10.0.0.1"), end("10.0.0.2"), name="b")), 2, 0),
+    Counted("one that terminates, and elsewhere a new one at its address with one port more",
+            (piece(end("10.0.0.1", "n2"), ports=2), piece(end("10.0.0.1", terminating=True),
+                                                          name="b")), 0, 0),
+    Counted("the same behind different ports",
+            (piece(end("10.0.0.1"), ports=1), piece(end("10.0.0.1", ready=False), ports=2,
+                                                    name="b")), 0, 0),
+    Counted("each family its own",
+            (piece(end("10.0.0.1")), piece(end("fd00::2"), end("fd00::3"), family=6, name="b")),
+            1, 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", COUNTED, ids=lambda row: row.name)
+def test_which_endpoints_count(row: Counted):
+    assert health_check(WEB, row.slices, "n1") == HealthCheck(31_999, row.v4, row.v6)
+
+
+def test_a_service_of_one_family_says_the_same_in_both():
+    single = Service(
+        "default", "web", "LoadBalancer", WEB.cluster_ips[:1], (), external_local=True,
+        health_check_node_port=31_999,
+    )  # fmt: skip
+    assert health_check(single, (piece(end("10.0.0.1")),), "n1") == HealthCheck(31_999, 1, 1)
+
+
+def test_who_has_no_health_check():
+    assert health_check(None, (), "n1") is None
+    plain = Service("default", "web", "LoadBalancer", WEB.cluster_ips, ())
+    assert health_check(plain, (), "n1") is None
+
+
+# ---- where it answers --------------------------------------------------------------------------
+
+
+class Opened(NamedTuple):
+    """Addresses that NodePorts have, those of the node, and where a check listens then."""
+
+    name: str
+    at: tuple[str, ...] | None
+    own: tuple[str, ...]
+    on: tuple[str, ...]
+
+
+OPENED = [
+    Opened("all", None, ("10.0.0.1",), ("0.0.0.0", "::")),
+    Opened("of both families", ("10.0.0.1", "fd00::1"), ("10.0.0.1", "fd00::1"),
+           ("10.0.0.1", "fd00::1")),
+    Opened("two of one, none of the other", ("10.0.0.1", "10.0.0.2"), ("10.0.0.1", "10.0.0.2"),
+           ("10.0.0.1", "10.0.0.2", "::")),
+    Opened("one is no address of the node", ("10.0.0.1", "10.0.0.2", "fd00::1"),
+           ("10.0.0.2", "fd00::1"), ("10.0.0.2", "fd00::1")),
+    Opened("none is", ("10.0.0.1", "fd00::1"), (), ("0.0.0.0", "::")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", OPENED, ids=lambda row: row.name)
+def test_where_a_check_listens(row: Opened, monkeypatch: pytest.MonkeyPatch):
+    """As kube-proxy: a family without an address to listen on has all."""
+    opened: list[str] = []
+    desk = Desk(Config())
+
+    def listen(host: str, port: int, *_: object, **__: object) -> object:
+        if host not in (*row.own, "0.0.0.0", "::"):
+            raise OSError(errno.EADDRNOTAVAIL, "not ours")
+        opened.append(host)
+        return object()
+
+    monkeypatch.setattr(desk._server, "listen", listen)
+    at = None if row.at is None else tuple(map(parse_addr, row.at))
+    desk._sync_checks({ServiceName("a", "web"): HealthCheck(31_999, 1, 1)}, at)
+    assert tuple(opened) == row.on
+
+
+# ---- whose port it is --------------------------------------------------------------------------
+
+
+class Ports:
+    """Stands for the server: a port has one owner, and what waits is done when it is said."""
+
+    def __init__(self) -> None:
+        self.taken: dict[tuple[str, int], object] = {}
+        self.waiting: list[Callable[[], None]] = []
+
+    def listen(self, host: str, port: int, handler: object, **_: object) -> tuple[str, int]:
+        if (host, port) in self.taken:
+            raise OSError(errno.EADDRINUSE, "Address already in use")
+        self.taken[host, port] = handler
+        return host, port
+
+    def close(self, port: tuple[str, int]) -> None:
+        del self.taken[port]
+
+    def later(self, _: float, work: Callable[[], None]) -> None:
+        self.waiting.append(work)
+
+    def wait(self) -> None:
+        """The next try of all that could not be had."""
+        works, self.waiting = self.waiting, []
+        for work in works:
+            work()
+
+
+class Claimed(NamedTuple):
+    """What Services want, one step after the other (each with a try of what waits), and which
+    ports are served for whom at the end; `failed` so many are without theirs.
+    """
+
+    name: str
+    steps: tuple[dict[str, int], ...]
+    served: dict[int, str]
+    failed: int = 0
+
+
+CLAIMED = [
+    Claimed("another number", ({"a": 1}, {"a": 2}), {2: "a"}),
+    Claimed("the same again", ({"a": 1}, {"a": 1}), {1: "a"}),
+    Claimed("none any more", ({"a": 1}, {}), {}),
+    Claimed("two want one", ({"a": 1, "b": 1},), {1: "a"}, 1),
+    Claimed("the second gets it when the first goes", ({"a": 1, "b": 1}, {"b": 1}), {1: "b"}),
+    Claimed("the second goes", ({"a": 1, "b": 1}, {"a": 1}), {1: "a"}),
+    Claimed("both go while one waits", ({"a": 1, "b": 1}, {}), {}),
+    Claimed("the second takes another", ({"a": 1, "b": 1}, {"a": 1, "b": 2}), {1: "a", 2: "b"}),
+    Claimed("they change places", ({"a": 1, "b": 2}, {"a": 2, "b": 1}), {1: "b", 2: "a"}),
+]
+
+
+@pytest.mark.parametrize("row", CLAIMED, ids=lambda row: row.name)
+def test_whose_port_it_is(row: Claimed, monkeypatch: pytest.MonkeyPatch):
+    desk, ports = Desk(Config()), Ports()
+    monkeypatch.setattr(desk, "_server", ports)
+    for wanted in row.steps:
+        told = {ServiceName("x", name): HealthCheck(port, 1, 1) for name, port in wanted.items()}
+        desk._sync_checks(told, None)
+        ports.wait()
+    served = {port: json.loads(ask(handler).body)["service"]["name"]
+              for (host, port), handler in ports.taken.items() if host == "::"}  # fmt: skip
+    assert served == row.served
+    assert len(ports.taken) == 2 * len(served)
+    page = desk.metrics().decode()
+    assert f"\nkbpf_service_health_checks_failed {row.failed}\n" in page
+    assert f"\nkbpf_service_health_checks {len(row.steps[-1])}\n" in page
+
+
+def ask(handler: Any) -> Answer:
+    return handler(Request("GET", "/", ""))
+
+
+# ---- addresses that are taken --------------------------------------------------------------------
+
+TAKEN = {"healthz": "FailedToStartProxierHealthcheck", "metrics": "FailedToStartMetricServer"}
+"""The setting, and the Event when its address cannot be had."""
+
+
+@pytest.mark.parametrize("hard", [False, True], ids=["tried again", "hard"])
+@pytest.mark.parametrize("which", TAKEN)
+def test_an_address_that_is_taken_is_an_event_and_a_problem(
+    which: str, hard: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(desk_module, "AGAIN_SECONDS", 0.01)
+    made: list[dict[str, Any]] = []
+
+    def post(path: str, body: bytes) -> int:
+        made.append(json.loads(body))
+        return 201
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        serving = Serving(**{"healthz": "", "metrics": "", which: f"127.0.0.1:{port}"},
+                          hard_fail=hard)  # fmt: skip
+        desk = Desk(Config(serving=serving, node_name="n1"), post=post)
+        try:
+            if hard:
+                with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
+                    desk.start()
+            else:
+                desk.start()
+            until("it is said", lambda: made)
+            if not hard:
+                assert desk.problems() == (made[0]["note"],)
+                taken.close()
+                until("it has its address", lambda: answers(port))
+                assert desk.problems() == ()
+        finally:
+            desk.stop()
+    (event,) = made
+    assert (event["reason"], event["type"]) == (TAKEN[which], "Warning")
+    assert event["regarding"]["name"] == "n1"
+    assert event["note"] == f"cannot listen on 127.0.0.1:{port}: Address already in use"
+
+
+def answers(port: int) -> bool:
+    with contextlib.suppress(OSError):
+        return get(None, "127.0.0.1", port, "/healthz").status == 200
+    return False
+
+
+def test_livez_names_a_thread_that_is_down():
+    answer = livez(WELL, ("thread devices: no progress for 130 s",))
+    assert answer.status == 503
+    assert json.loads(answer.body)["threads"] == ["thread devices: no progress for 130 s"]
+    assert livez(WELL, ()).status == 200

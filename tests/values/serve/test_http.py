@@ -1,0 +1,418 @@
+"""The HTTP server: what goes back, and that nobody can keep others from being answered.
+
+Real sockets on loopback. A client that misbehaves is there while an honest one asks.
+"""
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+import pytest
+
+from kbpf.serve import http
+from kbpf.serve.http import Server
+from kbpf.serve.message import Answer, Request
+from tests.support.lab.lab import PATIENCE, until
+
+PAGE = b"x" * 1_500_000
+"""More than the kernel keeps for a client that does not read."""
+
+
+def answer(request: Request) -> Answer:
+    match request.path:
+        case "/page":
+            return Answer(200, PAGE)
+        case "/fails":
+            raise ValueError("on purpose")
+        case "/ask":
+            return Answer(503, request.query.encode(), "a/b", (("X-One", "1"),))
+    return Answer(200, f"{request.method} {request.path}".encode())
+
+
+class Site(NamedTuple):
+    """A server, and where it listens."""
+
+    server: Server
+    port: int
+
+    def connect(self) -> socket.socket:
+        made = socket.create_connection(("127.0.0.1", self.port), PATIENCE)
+        made.settimeout(PATIENCE)
+        return made
+
+    def ask(self, text: bytes) -> bytes:
+        """All that comes back until the server closes, or b"" when it says nothing."""
+        with self.connect() as sock:
+            sock.sendall(text)
+            return everything(sock)
+
+    def get(self, path: str = "/") -> bytes:
+        return self.ask(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+
+
+def everything(sock: socket.socket) -> bytes:
+    found = b""
+    with contextlib.suppress(ConnectionResetError):
+        while data := sock.recv(1 << 20):
+            found += data
+    return found
+
+
+@pytest.fixture
+def clock() -> list[float]:
+    """Seconds that are added to the server's clock."""
+    return [0.0]
+
+
+@pytest.fixture
+def site(clock: list[float]) -> Iterator[Site]:
+    server = Server(lambda: time.monotonic() + clock[0])
+    server.start()
+    port = server.listen("127.0.0.1", 0, answer)
+    yield Site(server, port.sock.getsockname()[1])
+    server.stop()
+
+
+class Row(NamedTuple):
+    """What is sent, and the first line and body that come back before the end."""
+
+    name: str
+    sent: bytes
+    status: bytes
+    body: bytes
+
+
+HOST = b"Host: x\r\nConnection: close\r\n"
+ROWS = [
+    Row("a path", b"GET /healthz HTTP/1.1\r\n" + HOST + b"\r\n", b"200 OK", b"GET /healthz"),
+    Row("HTTP/1.0", b"GET / HTTP/1.0\r\n\r\n", b"200 OK", b"GET /"),
+    Row("another method", b"POST / HTTP/1.1\r\n" + HOST + b"\r\n", b"200 OK", b"POST /"),
+    Row("HEAD has no body", b"HEAD / HTTP/1.1\r\n" + HOST + b"\r\n", b"200 OK", b""),
+    Row("a query", b"GET /ask?a=%20b HTTP/1.1\r\n" + HOST + b"\r\n",
+        b"503 Service Unavailable", b"a=%20b"),
+    Row("an encoded path", b"GET /a%20b HTTP/1.1\r\n" + HOST + b"\r\n", b"200 OK", b"GET /a b"),
+    Row("a whole address", b"GET http://h/x HTTP/1.1\r\n" + HOST + b"\r\n", b"200 OK", b"GET /x"),
+    Row("lines without CR, as printf and nc send them",
+        b"GET /x HTTP/1.1\n" + HOST.replace(b"\r", b"") + b"\n", b"200 OK", b"GET /x"),
+    Row("what follows lines without CR",
+        b"POST /1 HTTP/1.1\nContent-Length: 3\n\nabcGET /2 HTTP/1.0\n\n", b"200 OK", b"GET /2"),
+    Row("two slashes are a path", b"GET //h/x HTTP/1.1\r\n" + HOST + b"\r\n",
+        b"200 OK", b"GET //h/x"),
+    Row("a fragment is a path, as Go takes it", b"GET /x#y HTTP/1.1\r\n" + HOST + b"\r\n",
+        b"200 OK", b"GET /x#y"),
+    Row("a body is skipped",
+        b"POST /1 HTTP/1.1\r\nContent-Length: 3\r\n\r\nabcGET /2 HTTP/1.1\r\n" + HOST + b"\r\n",
+        b"200 OK", b"GET /2"),
+    Row("two requests at once",
+        b"GET /1 HTTP/1.1\r\n\r\nGET /2 HTTP/1.1\r\n" + HOST + b"\r\n", b"200 OK", b"GET /2"),
+    Row("a chunked body ends it",
+        b"POST /1 HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n", b"200 OK", b"POST /1"),
+    Row("a long body ends it",
+        b"POST /1 HTTP/1.1\r\nContent-Length: 99999999\r\n\r\n", b"200 OK", b"POST /1"),
+    Row("a handler that fails", b"GET /fails HTTP/1.1\r\n" + HOST + b"\r\n",
+        b"500 Internal Server Error", b"internal error\n"),
+    Row("no HTTP", b"SSH-2.0-x\r\n\r\n", b"400 Bad Request", b"400 Bad Request"),
+    Row("TLS", b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n", b"400 Bad Request", b"400 Bad Request"),
+    Row("HTTP/2", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"400 Bad Request", b"400 Bad Request"),
+    Row("a header without a colon", b"GET / HTTP/1.1\r\nHost\r\n\r\n",
+        b"400 Bad Request", b"400 Bad Request"),
+    Row("a path without a slash", b"GET x HTTP/1.1\r\n\r\n",
+        b"400 Bad Request", b"400 Bad Request"),
+    Row("a broken address", b"GET http://[x/ HTTP/1.1\r\n\r\n",
+        b"400 Bad Request", b"400 Bad Request"),
+    Row("a length that is none", b"GET / HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
+        b"200 OK", b"GET /"),
+    Row("a length of more digits than int() takes",
+        b"GET /x HTTP/1.1\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n", b"200 OK", b"GET /x"),
+    Row("two lengths", b"GET /x HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
+        b"200 OK", b"GET /x"),
+    Row("a control character in the path", b"GET /\x1b[2J HTTP/1.1\r\n\r\n",
+        b"400 Bad Request", b"400 Bad Request"),
+    Row("a control character in a header", b"GET / HTTP/1.1\r\nX: a\x00b\r\n\r\n",
+        b"400 Bad Request", b"400 Bad Request"),
+    Row("no method", b" / HTTP/1.1\r\n\r\n", b"400 Bad Request", b"400 Bad Request"),
+    Row("a head without an end", b"GET /" + b"x" * 8190, b"431 Request Header Fields Too Large",
+        b"431 Request Header Fields Too Large"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_what_goes_back(site: Site, row: Row):
+    last = site.ask(row.sent).split(b"HTTP/1.1 ")[-1]
+    head, _, body = last.partition(b"\r\n\r\n")
+    assert head.split(b"\r\n")[0] == row.status
+    assert body == row.body
+    assert b"Connection: close" in head
+
+
+def test_the_headers(site: Site):
+    head = site.get("/ask?x").partition(b"\r\n\r\n")[0].decode().split("\r\n")
+    names = dict(line.split(": ", 1) for line in head[1:])
+    assert names.pop("Date").endswith(" GMT")
+    assert names == {
+        "Content-Type": "a/b",
+        "X-Content-Type-Options": "nosniff",
+        "X-One": "1",
+        "Content-Length": "1",
+        "Connection": "close",
+    }
+
+
+def test_a_connection_is_kept(site: Site):
+    with site.connect() as sock:
+        for path in (b"/1", b"/2"):
+            sock.sendall(b"GET " + path + b" HTTP/1.1\r\nHost: x\r\n\r\n")
+            found = b""
+            while not found.endswith(b"GET " + path):
+                found += sock.recv(4096)
+            assert b"Connection" not in found
+
+
+def test_a_head_may_come_a_byte_at_a_time(site: Site):
+    with site.connect() as sock:
+        for byte in b"GET /slow HTTP/1.0\r\n\r\n":
+            sock.sendall(bytes([byte]))
+        assert everything(sock).endswith(b"GET /slow")
+
+
+# ---- who would keep others from being answered -------------------------------------------------
+
+
+def mute(site: Site) -> socket.socket:
+    """Connects and says nothing."""
+    return site.connect()
+
+
+def slow(site: Site) -> socket.socket:
+    """Begins a request."""
+    sock = site.connect()
+    sock.sendall(b"GET / HTTP/1.1\r\nHo")
+    return sock
+
+
+def deaf(site: Site) -> socket.socket:
+    """Asks for much and reads nothing."""
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 32_768)
+    sock.settimeout(PATIENCE)
+    sock.connect(("127.0.0.1", site.port))
+    sock.sendall(b"GET /page HTTP/1.1\r\nHost: x\r\n\r\n" * 6)
+    return sock
+
+
+NUISANCES = [mute, slow, deaf]
+
+
+@pytest.mark.parametrize("nuisance", NUISANCES, ids=lambda nuisance: nuisance.__name__)
+def test_as_many_as_there_may_be_and_more_harm_nobody(
+    site: Site, nuisance: Callable[[Site], socket.socket], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(http, "MOST_CONNECTIONS", 8)
+    with contextlib.ExitStack() as stack:
+        many = [stack.enter_context(nuisance(site)) for _ in range(20)]
+        for _ in range(3):
+            assert site.get("/me").endswith(b"GET /me")
+        # Of those that came first nobody is there any more.
+        until("the oldest was put out", lambda: not more(many[0]))
+
+
+def more(sock: socket.socket) -> bool:
+    """Whether anything can still come: False at the end of the stream."""
+    with contextlib.suppress(ConnectionResetError):
+        return bool(sock.recv(1 << 20))
+    return False
+
+
+def ended(sock: socket.socket) -> bool:
+    return not more(sock)
+
+
+@pytest.mark.parametrize(
+    ("nuisance", "seconds"),
+    [(mute, http.HEAD_SECONDS), (slow, http.HEAD_SECONDS), (deaf, http.ANSWER_SECONDS)],
+)
+def test_nobody_is_waited_for_longer_than_that(
+    site: Site, clock: list[float], nuisance: Callable[[Site], socket.socket], seconds: float
+):
+    with nuisance(site) as sock:
+        assert site.get()  # by now the other one was let in
+        clock[0] += seconds
+        site.server.do(lambda: None)
+        until("its connection is ended", lambda: not more(sock))
+
+
+def test_a_kept_connection_has_no_more_time_for_its_next_request(site: Site, clock: list[float]):
+    with site.connect() as sock:
+        sock.sendall(b"GET /1 HTTP/1.1\r\n\r\n")
+        found = b""
+        while not found.endswith(b"GET /1"):
+            found += sock.recv(4096)
+        for byte in b"GE":  # the second one gives no more time
+            sock.sendall(bytes([byte]))
+            assert site.get()  # by now it was read
+            clock[0] += http.HEAD_SECONDS / 2
+        site.server.do(lambda: None)
+        until("its connection is ended", lambda: not more(sock))
+
+
+def test_a_page_is_whole_for_who_reads_slowly(site: Site):
+    with deaf(site) as sock:
+        until("it has answered", lambda: sock.recv(1, socket.MSG_PEEK))
+        found = b""
+        while found.count(b"x") < 6 * len(PAGE) and (data := sock.recv(1 << 20)):
+            found += data
+    assert found.count(b"HTTP/1.1 200 OK") == 6
+
+
+def test_without_descriptors_it_goes_on_as_soon_as_there_are(
+    site: Site, clock: list[float], monkeypatch: pytest.MonkeyPatch
+):
+    refused = threading.Event()
+
+    class Poor:
+        """A listening socket in a process that has no descriptors left."""
+
+        def __init__(self, sock: socket.socket) -> None:
+            self._sock = sock
+
+        def fileno(self) -> int:
+            return self._sock.fileno()
+
+        def accept(self) -> tuple[socket.socket, object]:
+            if refused.is_set():
+                return self._sock.accept()
+            refused.set()
+            raise OSError(24, "Too many open files")
+
+        def close(self) -> None:
+            self._sock.close()
+
+    monkeypatch.setattr(http, "bind", lambda *_: Poor(bind("127.0.0.1", 0)))
+    bind = socket_that_listens
+    poor = site.server.listen("127.0.0.1", 0, answer)
+    other = Site(site.server, poor.sock._sock.getsockname()[1])  # type: ignore[attr-defined]
+    with other.connect() as sock:
+        sock.sendall(b"GET /late HTTP/1.0\r\n\r\n")
+        assert refused.wait(PATIENCE)
+        clock[0] += http.NO_ROOM_SECONDS
+        site.server.do(lambda: None)
+        assert everything(sock).endswith(b"GET /late")
+
+
+def socket_that_listens(host: str, port: int) -> socket.socket:
+    made = socket.create_server((host, port))
+    made.setblocking(False)
+    return made
+
+
+# ---- faults of our own -------------------------------------------------------------------------
+
+
+def test_a_fault_ends_one_connection_and_one_is_logged_a_second(
+    site: Site,
+    clock: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    def fails(raw: bytes) -> None:
+        raise ZeroDivisionError(raw)
+
+    with site.connect() as other:
+        other.sendall(b"GET /kept HTTP/1.1\r\n")
+        assert site.get("/me").endswith(b"GET /me"), "the other one was let in before"
+        with monkeypatch.context() as broken:
+            broken.setattr(http, "parse", fails)
+            assert [site.get() for _ in range(20)] == [b""] * 20
+            assert site.server.faults == 20
+            assert len(caplog.records) == 1, "the others are counted"
+            clock[0] += http.QUIET_SECONDS
+            assert site.get() == b""
+        assert "since the last one: 19" in caplog.records[1].message
+        other.sendall(b"Connection: close\r\n\r\n")
+        assert everything(other).endswith(b"GET /kept"), "and this one never noticed"
+
+
+def test_work_for_no_client_may_fail(site: Site, caplog: pytest.LogCaptureFixture):
+    site.server.do(lambda: 1 / 0)
+    site.server.later(0, lambda: 1 / 0)
+    until("both have failed", lambda: site.server.faults == 2)
+    assert site.get("/x").endswith(b"GET /x")
+    assert len(caplog.records) == 1
+
+
+def test_slow_readers_hold_few_pages(site: Site, clock: list[float]):
+    """Each asks for another large page and does not read it: who holds the oldest is put out."""
+    numbers = iter(range(100))
+    pages = site.server.listen(
+        "127.0.0.1", 0, lambda _: Answer(200, PAGE + str(next(numbers)).encode())
+    )
+    other = Site(site.server, pages.sock.getsockname()[1])
+    with contextlib.ExitStack() as stack:
+        readers = []
+        for _ in range(http.MOST_PAGES + 2):
+            readers.append(stack.enter_context(deaf(other)))
+            until("it is being answered", lambda: readers[-1].recv(1, socket.MSG_PEEK))
+            clock[0] += 0.001
+        for reader in readers[:2]:
+            until("who holds the oldest page is put out", partial(ended, reader))
+        kept = readers[2:]
+        assert len(kept) == http.MOST_PAGES
+        for reader in kept:
+            assert more(reader)
+
+
+def test_one_page_may_be_held_by_many(site: Site):
+    with contextlib.ExitStack() as stack:
+        readers = [stack.enter_context(deaf(site)) for _ in range(3 * http.MOST_PAGES)]
+        for reader in readers:
+            until("it is being answered", partial(reader.recv, 1, socket.MSG_PEEK))
+        assert all(more(reader) for reader in readers)
+
+
+# ---- ports -------------------------------------------------------------------------------------
+
+
+def test_a_port_that_is_closed_is_free_at_once(site: Site):
+    port = site.server.listen("127.0.0.1", 0, answer)
+    number = port.sock.getsockname()[1]
+    for _ in range(3):
+        site.server.close(port)
+        port = site.server.listen("127.0.0.1", number, answer)
+    assert Site(site.server, number).get("/again").endswith(b"GET /again")
+    site.server.close(port)
+
+    def is_refused() -> bool:
+        with contextlib.suppress(ConnectionRefusedError):
+            Site(site.server, number).connect().close()
+            return False
+        return True
+
+    until("nobody listens there", is_refused)
+
+
+def test_a_taken_port_is_an_error(site: Site):
+    with pytest.raises(OSError, match="Address already in use"):
+        site.server.listen("127.0.0.1", site.port, answer)
+
+
+@pytest.mark.parametrize("wildcard", ["0.0.0.0", "::"])
+def test_a_wildcard_is_that_of_both_families(site: Site, wildcard: str):
+    port = site.server.listen(wildcard, 0, answer).sock.getsockname()[1]
+    for host in ("127.0.0.1", "::1"):
+        with socket.create_connection((host, port), PATIENCE) as sock:
+            sock.sendall(b"GET /x HTTP/1.0\r\n\r\n")
+            assert everything(sock).endswith(b"GET /x")
+
+
+def test_wildcards_of_one_family_can_share_a_port(site: Site):
+    first = site.server.listen("0.0.0.0", 0, lambda _: Answer(200, b"four"), one_family=True)
+    port = first.sock.getsockname()[1]
+    site.server.listen("::", port, lambda _: Answer(200, b"six"), one_family=True)
+    for host, word in (("127.0.0.1", b"four"), ("::1", b"six")):
+        with socket.create_connection((host, port), PATIENCE) as sock:
+            sock.sendall(b"GET / HTTP/1.0\r\n\r\n")
+            assert everything(sock).endswith(word)

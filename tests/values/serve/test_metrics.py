@@ -1,0 +1,576 @@
+"""/metrics: kube-proxy's series as kube-proxy has them, and ours beside them, read by a parser that
+knows nothing of kbpf.
+"""
+
+import json
+import math
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import msgspec
+import pytest
+
+from kbpf.config.write import configz
+from kbpf.errors import KernelError
+from kbpf.model.address import parse_addr
+from kbpf.model.config import Config, Serving
+from kbpf.model.metrics import (
+    BEGUN,
+    FULL,
+    PACKETS,
+    Decision,
+    Ended,
+    Measures,
+    Pair,
+    Pause,
+    Table,
+    Totals,
+    Tracked,
+    Traffic,
+)
+from kbpf.model.objects import Cidr
+from kbpf.model.status import AgentStatus, ModeChoice, PacketStatus, SourceView
+from kbpf.serve.exposition import Histogram, labels, number
+from kbpf.serve.kbpf_metrics import FAILURES
+from kbpf.serve.kubeproxy_metrics import Record
+from kbpf.serve.server import Desk
+from tests.support.prometheus import Family, parse
+
+SYNC = [0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.024, 2.048, 4.096,
+        8.192, 16.384, math.inf]  # fmt: skip
+PROGRAMMING = [0, 0.25, 0.5, *range(1, 60), 60, 65, 70, 75, 80, 85, 90, 95, 100, 105, 110, 115, 120,
+               150, 180, 210, 240, 270, 300, math.inf]  # fmt: skip
+REQUESTS = [0.005, 0.025, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, math.inf]
+
+STATUS = AgentStatus(
+    version="9.9", pid=1, mode="bpf", node="n1", started=1.0, heartbeat=2.0, synced=True,
+    services=7, service_ports=9, applied=11, last_apply_ms=250.0, event_to_map_p50_ms=2.0,
+    event_to_map_p99_ms=40.0,
+    sources=(SourceView("services", "watching", True, "5", "", 0, 1.5),
+             SourceView("nodes", "retrying", True, "5", "gone", 3, 70.0)),
+    problems=(), problem_count=4, refused=2, error="no", config_error="",
+    packets=PacketStatus(True, "", failed_count=1),
+    without_endpoints=5,
+)  # fmt: skip
+MEASURES = Measures(
+    tables=(
+        Table("services", 10, 64, 256, 4096),
+        Table("replies", None, 64, 64, None),
+        Table("flows", 60, 64, None, 9),
+    ),
+    decisions=(Decision("translated", "translate", 100), Decision("no_route", "drop", 3)),
+    foreign=2,
+)
+WEB = ("a", "web", "http", "TCP")
+HAD = Totals(
+    begun=7, refused=1, unanswered=2, broken=3, ended=6, bytes_in=700, bytes_out=7000,
+    retransmits=4, rtt_us=1_500, rtts=3,
+)  # fmt: skip
+TRAFFIC = Traffic(
+    connections=(
+        (WEB, 5),
+        (("a", "dns", "", "UDP"), 9),
+        (("b", "web", 'od"d\\\n', "TCP"), 1),
+    ),
+    totals=((WEB, HAD), (("a", "dns", "", "UDP"), Totals(begun=20))),
+    known=FULL,
+    backends=(Pair(WEB, "10.244.1.2:8080", 4, HAD),),
+    tracked=Tracked(3, 32),
+)
+
+
+DEFAULT = Serving()
+
+
+class Counts(NamedTuple):
+    """A data plane that counts this."""
+
+    measures: Measures = MEASURES
+    traffic: Traffic = TRAFFIC
+
+    def measure(self) -> Measures:
+        return self.measures
+
+    def count(self, pause: Pause) -> Traffic:
+        return self.traffic
+
+
+COUNTS = Counts()
+
+
+def page(
+    serving: Serving = DEFAULT,
+    plane: Counts = COUNTS,
+    status: AgentStatus = STATUS,
+    **given: object,
+) -> dict[str, Family]:
+    desk = Desk(Config(serving=serving), "bpf", plane, **given)  # type: ignore[arg-type]
+    desk.show(status)
+    desk.count()
+    return parse(desk.metrics().decode())
+
+
+class Value(NamedTuple):
+    """A series and its value."""
+
+    name: str
+    labels: dict[str, str]
+    value: float
+
+
+VALUES = [
+    Value("kbpf_build_info", {"version": "9.9"}, 1),
+    Value("kbpf_mode_info", {"mode": "bpf", "asked": "auto", "socket_lb": "on"}, 1),
+    Value("kbpf_synced", {}, 1),
+    Value("kbpf_services", {}, 7),
+    Value("kbpf_service_ports", {}, 9),
+    Value("kbpf_service_ports_refused", {}, 2),
+    Value("kbpf_service_ports_without_endpoints", {}, 5),
+    Value("kbpf_problems", {}, 4),
+    Value("kbpf_sync_failing", {}, 1),
+    Value("kbpf_syncs_total", {}, 11),
+    Value("kbpf_last_sync_seconds", {}, 0.25),
+    Value("kbpf_event_to_map_seconds", {"quantile": "0.99"}, 0.04),
+    Value("kbpf_source_watching", {"source": "services"}, 1),
+    Value("kbpf_source_watching", {"source": "nodes"}, 0),
+    Value("kbpf_source_failures", {"source": "nodes"}, 3),
+    Value("kbpf_source_silent_seconds", {"source": "nodes"}, 70),
+    Value("kbpf_packet_path", {"state": "on"}, 1),
+    Value("kbpf_packet_path", {"state": "failed"}, 0),
+    Value("kbpf_packet_path_failed_devices", {}, 1),
+    Value("kbpf_map_entries", {"map": "services"}, 10),
+    Value("kbpf_map_max_entries", {"map": "services"}, 64),
+    Value("kbpf_map_limit_entries", {"map": "services"}, 256),
+    Value("kbpf_map_bytes", {"map": "services"}, 4096),
+    Value("kbpf_map_entries", {"map": "flows"}, 60),
+    Value("kbpf_tracked_connections", {}, 3),
+    Value("kbpf_tracked_connections_limit", {}, 32),
+    Value("kbpf_decisions_total", {"reason": "no_route", "verdict": "drop"}, 3),
+    Value("kbpf_foreign_programs", {}, 2),
+    Value("kbpf_connections", {}, 15),
+    Value("kbpf_service_connections", {"service": "dns", "protocol": "UDP"}, 9),
+    Value("kbpf_service_connections", {"namespace": "b", "port": 'od"d\\\n'}, 1),
+    Value("kbpf_service_series_left_out", {}, 0),
+    Value("kbpf_service_connections_total", {"service": "web"}, 7),
+    Value("kbpf_service_connections_total", {"service": "dns"}, 20),
+    Value("kbpf_service_bytes_total", {"service": "web", "direction": "in"}, 700),
+    Value("kbpf_service_bytes_total", {"service": "web", "direction": "out"}, 7000),
+    Value("kbpf_service_failures_total", {"service": "web", "reason": "refused"}, 1),
+    Value("kbpf_service_failures_total", {"service": "web", "reason": "unanswered"}, 2),
+    Value("kbpf_service_failures_total", {"service": "web", "reason": "broken"}, 3),
+    Value("kbpf_service_failures_total", {"service": "dns", "reason": "refused"}, 0),
+    Value("kbpf_service_retransmits_total", {"service": "web"}, 4),
+    Value("kbpf_service_round_trip_seconds_total", {"service": "web"}, 0.0015),
+    Value("kbpf_service_round_trips_total", {"service": "web"}, 3),
+    Value("kbpf_backend_connections", {"service": "web", "backend": "10.244.1.2:8080"}, 4),
+    Value("kbpf_backend_connections_total", {"backend": "10.244.1.2:8080"}, 7),
+    Value("kbpf_backend_failures_total", {"service": "web", "reason": "unanswered"}, 2),
+    Value("kbpf_backend_bytes_total", {"service": "web", "direction": "out"}, 7000),
+    Value("kbpf_backend_retransmits_total", {"service": "web"}, 4),
+    Value("kbpf_backend_round_trip_seconds_total", {"service": "web"}, 0.0015),
+    Value("kbpf_backend_round_trips_total", {"service": "web"}, 3),
+    Value("kbpf_healthy", {}, 1),
+    Value("kbpf_node_eligible", {}, 1),
+    Value("kbpf_events_total", {"outcome": "sent"}, 0),
+]
+
+
+@pytest.mark.parametrize("row", VALUES, ids=lambda row: f"{row.name} {row.labels}")
+def test_ours(row: Value):
+    assert page()[row.name].value(**row.labels) == row.value
+
+
+def test_what_is_not_counted_has_no_series():
+    found = page()
+    for name, maps in (
+        ("kbpf_map_entries", {"services", "flows"}),
+        ("kbpf_map_bytes", {"services", "flows"}),
+        ("kbpf_map_max_entries", {"services", "replies", "flows"}),
+        ("kbpf_map_limit_entries", {"services", "replies"}),
+    ):
+        assert {dict(own)["map"] for _, own in found[name].samples} == maps
+
+
+def test_the_services_with_the_most_connections_have_series():
+    found = page(Serving(service_series=2))
+    assert sorted(found["kbpf_service_connections"].samples.values()) == [5, 9]
+    assert sorted(found["kbpf_service_connections_total"].samples.values()) == [7, 20]
+    assert found["kbpf_service_series_left_out"].value() == 1
+    assert found["kbpf_connections"].value() == 15
+    assert not page(Serving(service_series=0))["kbpf_service_connections"].samples
+
+
+def test_the_process_has_its_usual_series():
+    found = page()
+    assert found["process_resident_memory_bytes"].value() > 1e6
+    assert found["process_open_fds"].value() > 2
+    assert found["process_cpu_seconds_total"].value() > 0
+    assert 1.6e9 < found["process_start_time_seconds"].value() < 1e11
+
+
+def test_a_counter_ends_in_total_and_all_have_a_prefix():
+    for name, family in page().items():
+        assert name.startswith(("kbpf_", "kubeproxy_", "rest_client_", "process_")), name
+        assert name.endswith("_total") is (family.kind == "counter") or (
+            name == "kubeproxy_sync_proxy_rules_no_local_endpoints_total"  # kube-proxy's own slip
+        ), name
+
+
+# ---- kube-proxy's ------------------------------------------------------------------------------
+
+
+class Theirs(NamedTuple):
+    """A family of kube-proxy 1.37 that belongs to no mode, its type and labels, and buckets."""
+
+    name: str
+    kind: str
+    labels: set[str]
+    bounds: Sequence[float] = ()
+
+
+FAMILY = {"ip_family"}
+THEIRS = [
+    Theirs("kubeproxy_sync_proxy_rules_duration_seconds", "histogram", FAMILY, SYNC),
+    Theirs("kubeproxy_sync_full_proxy_rules_duration_seconds", "histogram", FAMILY, SYNC),
+    Theirs("kubeproxy_sync_partial_proxy_rules_duration_seconds", "histogram", FAMILY, SYNC),
+    Theirs("kubeproxy_network_programming_duration_seconds", "histogram", FAMILY, PROGRAMMING),
+    Theirs("kubeproxy_sync_proxy_rules_last_timestamp_seconds", "gauge", FAMILY),
+    Theirs("kubeproxy_sync_proxy_rules_last_queued_timestamp_seconds", "gauge", FAMILY),
+    Theirs("kubeproxy_sync_proxy_rules_endpoint_changes_pending", "gauge", set()),
+    Theirs("kubeproxy_sync_proxy_rules_endpoint_changes_total", "counter", set()),
+    Theirs("kubeproxy_sync_proxy_rules_service_changes_pending", "gauge", set()),
+    Theirs("kubeproxy_sync_proxy_rules_service_changes_total", "counter", set()),
+    Theirs("kubeproxy_sync_proxy_rules_no_local_endpoints_total", "gauge",
+           {"ip_family", "traffic_policy"}),
+    Theirs("kubeproxy_conntrack_reconciler_sync_duration_seconds", "histogram", FAMILY, SYNC),
+    Theirs("kubeproxy_conntrack_reconciler_deleted_entries_total", "counter", FAMILY),
+    Theirs("kubeproxy_proxy_healthz_total", "counter", {"code"}),
+    Theirs("kubeproxy_proxy_livez_total", "counter", {"code"}),
+    Theirs("rest_client_requests_total", "counter", {"code", "method", "host"}),
+    Theirs("rest_client_request_duration_seconds", "histogram", {"verb", "host"}, REQUESTS),
+]  # fmt: skip
+
+
+def busy() -> Record:
+    record = Record(lambda: 1000.0)
+    record.queued()
+    record.changes(3, 5)
+    record.synced(0.0015, full=True)
+    record.synced(0.5, full=False, families=(4,))
+    record.ended(Ended(0.0015, {4: 3, 6: 0}))
+    record.ended(Ended(0.5, {4: 2}))
+    record.failed()
+    for repaired in (0, 2, 5):
+        record.compared(repaired)
+    record.programmed(6, 990.0)
+    record.programmed(4, 2000.0)  # a clock that is ahead of ours
+    record.no_local_endpoints("external", 4, 2)
+    record.answered("healthz", 503)
+    record.answered("livez", 200)
+    record.requested("h:6443", "GET", "200", 0.3)
+    record.requested("h:6443", "GET", "<error>", 9.0)
+    record.changes(1, 0)
+    return record
+
+
+@pytest.mark.parametrize("row", THEIRS, ids=lambda row: row.name)
+def test_theirs(row: Theirs):
+    family = page(record=busy())[row.name]
+    assert (family.kind, family.label_names - {"le"}) == (row.kind, row.labels)
+    assert family.bounds == list(row.bounds)
+    assert family.help.startswith("[ALPHA] ")
+
+
+COUNTED = [
+    Value("kubeproxy_sync_proxy_rules_service_changes_total", {}, 4),
+    Value("kubeproxy_sync_proxy_rules_service_changes_pending", {}, 1),
+    Value("kubeproxy_sync_proxy_rules_endpoint_changes_total", {}, 5),
+    Value("kubeproxy_sync_proxy_rules_endpoint_changes_pending", {}, 0),
+    Value("kubeproxy_sync_proxy_rules_last_timestamp_seconds", {"ip_family": "IPv6"}, 1000),
+    Value("kubeproxy_sync_proxy_rules_last_queued_timestamp_seconds", {"ip_family": "IPv4"}, 1000),
+    Value("kubeproxy_sync_proxy_rules_no_local_endpoints_total",
+          {"ip_family": "IPv4", "traffic_policy": "external"}, 2),
+    Value("kubeproxy_conntrack_reconciler_deleted_entries_total", {"ip_family": "IPv4"}, 5),
+    Value("kubeproxy_conntrack_reconciler_deleted_entries_total", {"ip_family": "IPv6"}, 0),
+    Value("kubeproxy_proxy_healthz_total", {"code": "503"}, 1),
+    Value("rest_client_requests_total", {"code": "<error>", "method": "GET"}, 1),
+    Value("rest_client_requests_total", {"code": "200", "host": "h:6443"}, 1),
+    Value("kbpf_sync_failures_total", {}, 1),
+    Value("kbpf_comparisons_total", {}, 3),
+    Value("kbpf_drift_entries_total", {}, 7),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", COUNTED, ids=lambda row: f"{row.name} {row.labels}")
+def test_what_is_counted(row: Value):
+    assert page(record=busy())[row.name].value(**row.labels) == row.value
+
+
+class Ticking:
+    """A clock of which each reading is a second after the one before."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+def behind(record: Record) -> dict[str, float]:
+    """How much later each family was asked for than it was done."""
+    found = page(record=record)
+    prefix = "kubeproxy_sync_proxy_rules_last"
+    asked, done = found[f"{prefix}_queued_timestamp_seconds"], found[f"{prefix}_timestamp_seconds"]
+    return {
+        name: asked.value(ip_family=name) - done.value(ip_family=name) for name in ("IPv4", "IPv6")
+    }
+
+
+def test_what_is_done_is_never_older_than_what_was_asked_for():
+    """kube-proxy asks by family; an event here is for both until the policy has seen it."""
+    record = Record(Ticking())
+    record.queued()
+    assert not page(record=record)["kubeproxy_sync_proxy_rules_last_timestamp_seconds"].samples
+    record.changes(1, 0)
+    record.settled()
+    assert not page(record=record)["kubeproxy_sync_proxy_rules_last_timestamp_seconds"].samples
+    record.synced(0.1, full=True)
+    record.settled()
+    assert max(behind(record).values()) <= 0
+    for families in ((4,), (6,), ()):
+        record.queued()
+        assert min(behind(record).values()) > 0, "it waits"
+        record.changes(0, 1)
+        assert min(behind(record).values()) > 0, "it is not programmed"
+        if families:
+            record.synced(0.1, full=False, families=families)
+        record.settled()
+        assert max(behind(record).values()) <= 0, families
+    still = behind(record)
+    record.settled()
+    assert behind(record) == still, "nobody asked"
+
+
+def test_what_came_during_a_pass_still_waits_after_it():
+    record = Record(Ticking())
+    record.synced(0.1, full=True)
+    record.queued()
+    record.changes(0, 1)
+    record.queued()
+    record.settled()
+    assert min(behind(record).values()) > 0
+    record.changes(0, 1)
+    record.settled()
+    assert max(behind(record).values()) <= 0
+
+
+def at_most(family: Family, bound: float, **own: str) -> float:
+    wanted = {*own.items()}
+    for (name, told), value in family.samples.items():
+        le = dict(told).get("le")
+        if name.endswith("_bucket") and wanted <= told and le and float(le) == bound:
+            return value
+    raise AssertionError(bound)
+
+
+def test_what_the_histograms_hold():
+    found = page(record=busy())
+    sync = found["kubeproxy_sync_proxy_rules_duration_seconds"]
+    assert [at_most(sync, b, ip_family="IPv4") for b in (0.001, 0.002, 0.256, 0.512)] == [
+        0,
+        1,
+        1,
+        2,
+    ]
+    assert at_most(sync, math.inf, ip_family="IPv6") == 1
+    full = found["kubeproxy_sync_full_proxy_rules_duration_seconds"]
+    assert at_most(full, math.inf, ip_family="IPv4") == 1
+    looks = found["kubeproxy_conntrack_reconciler_sync_duration_seconds"]
+    assert [at_most(looks, b, ip_family="IPv4") for b in (0.001, 0.002, math.inf)] == [0, 1, 2]
+    assert at_most(looks, math.inf, ip_family="IPv6") == 1
+    took = found["kubeproxy_network_programming_duration_seconds"]
+    assert [at_most(took, b, ip_family="IPv6") for b in (9, 10)] == [0, 1]
+    assert at_most(took, 0.25, ip_family="IPv4") == 1
+    asked = found["rest_client_request_duration_seconds"]
+    assert [at_most(asked, b) for b in (0.25, 0.5, math.inf)] == [0, 1, 1]
+
+
+# ---- the format --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (True, "1"), (3.0, "3"), (-2, "-2"), (0.25, "0.25"),
+     (1795300289.55, "1795300289.55"), (float("inf"), "+Inf"), (1e300, "1e+300")],
+)  # fmt: skip
+def test_numbers(value: float, text: str):
+    assert number(value) == text
+
+
+def test_labels():
+    assert labels() == ""
+    assert labels(a="b", c='d"\\\n') == '{a="b",c="d\\"\\\\\\n"}'
+
+
+def test_a_bound_belongs_to_its_bucket():
+    made = Histogram((1.0, 2.0))
+    for value in (1.0, 1.5, 2.0, 2.1):
+        made.observe(value)
+    assert list(made.lines("x", '{f="4"}')) == [
+        'x_bucket{f="4",le="1"} 1',
+        'x_bucket{f="4",le="2"} 3',
+        'x_bucket{f="4",le="+Inf"} 4',
+        'x_sum{f="4"} 6.6',
+        'x_count{f="4"} 4',
+    ]
+
+
+def test_a_page_is_made_without_a_status_and_without_a_kernel():
+    class Refuses(Counts):
+        def measure(self) -> Measures:
+            raise KernelError("no maps")
+
+        def count(self, pause: Pause) -> Traffic:
+            raise KernelError("no maps")
+
+    desk = Desk(Config(), "bpf", Refuses())
+    desk.count()
+    found = parse(desk.metrics().decode())
+    assert "kubeproxy_sync_proxy_rules_duration_seconds" in found
+    assert "kbpf_healthy" in found
+    assert "kbpf_map_entries" not in found
+
+
+def test_who_does_not_count_connections_has_no_series_of_them():
+    found = page(plane=Counts(traffic=Traffic(totals=TRAFFIC.totals, known=PACKETS)))
+    assert not {"kbpf_connections", "kbpf_service_connections"} & found.keys()
+
+
+OUTCOMES = ("connections", "failures", "bytes", "retransmits", "round_trip_seconds", "round_trips")
+KNOWN = [
+    ("nothing", frozenset(), ()),
+    ("what begins", BEGUN, ("connections", "failures")),
+    ("by IPVS", PACKETS, ("connections", "bytes")),
+    ("all", FULL, OUTCOMES),
+]
+
+
+@pytest.mark.parametrize(("name", "known", "there"), KNOWN, ids=lambda v: str(v)[:20])
+def test_what_is_not_known_has_no_series(name: str, known: frozenset[str], there: Sequence[str]):
+    found = page(plane=Counts(traffic=msgspec.structs.replace(TRAFFIC, known=known)))
+    assert {one for one in OUTCOMES if f"kbpf_service_{one}_total" in found} == set(there)
+    reasons = {v for name, _ in found.items() if name == "kbpf_service_failures_total"
+               for _, own in found[name].samples for k, v in own if k == "reason"}  # fmt: skip
+    assert reasons == {reason for reason in FAILURES if reason in known}
+
+
+def test_how_it_ends_is_known_of_tcp_only():
+    found = page()
+    for name in ("retransmits", "round_trips", "round_trip_seconds"):
+        told = found[f"kbpf_service_{name}_total"]
+        assert {dict(own)["service"] for _, own in told.samples} == {"web"}
+    failures = found["kbpf_service_failures_total"]
+    assert {dict(own)["reason"] for _, own in failures.samples if ("service", "dns") in own} == {
+        "refused"
+    }
+
+
+def test_backends_have_series_only_where_they_are_asked_for():
+    found = page(plane=Counts(traffic=msgspec.structs.replace(TRAFFIC, backends=())))
+    assert not [name for name in found if name.startswith("kbpf_backend_")]
+
+
+def test_a_plane_without_a_packet_path_says_nothing_of_it():
+    desk = Desk(Config(), "ipvs")
+    desk.show(replace_status(packets=None))
+    assert "kbpf_packet_path" not in parse(desk.metrics().decode())
+
+
+def test_why_it_is_not_bpf_is_a_label_and_an_event_said_once():
+    made: list[dict[str, object]] = []
+    said = threading.Event()
+
+    def post(path: str, body: bytes) -> int:
+        made.append(json.loads(body))
+        if len(made) == 2:
+            said.set()
+        return 201
+
+    desk = Desk(Config(), "bpf", post=post)
+    choice = ModeChoice("auto", "ipvs", "no cgroup v2", "no cgroup v2 hierarchy is mounted")
+    desk.begun("1", choice)
+    assert said.wait(30)
+    desk.show(replace_status(mode="ipvs", choice=choice))
+    found = parse(desk.metrics().decode())
+    labels = {"mode": "ipvs", "asked": "auto", "reason": "no cgroup v2"}
+    assert found["kbpf_mode_info"].value(**labels) == 1
+    desk.stop()
+    assert [(one["type"], one["reason"]) for one in made] == [
+        ("Warning", "BpfUnavailable"), ("Normal", "Starting")]  # fmt: skip
+    assert "no cgroup v2 hierarchy is mounted" in str(made[0]["note"])
+
+
+def test_warnings_about_the_settings_are_events_when_the_agent_serves():
+    made: list[dict[str, object]] = []
+    said = threading.Semaphore(0)
+
+    def post(path: str, body: bytes) -> int:
+        made.append(json.loads(body))
+        said.release()
+        return 201
+
+    desk = Desk(Config(), "bpf", post=post, warnings={"KubeProxyDefaultMode": "mode is unset"})
+    desk.begun("1", ModeChoice("bpf", "bpf"))
+    for _ in range(2):
+        assert said.acquire(timeout=30)
+    desk.stop()
+    assert [(one["type"], one["reason"], one["note"]) for one in made] == [
+        ("Warning", "KubeProxyDefaultMode", "mode is unset"),
+        ("Normal", "Starting", "kbpf 1 mode bpf"),
+    ]
+
+
+@pytest.mark.parametrize(("error", "value"), [("", 1), ("not YAML", 0), (None, None)])
+def test_whether_the_configuration_file_is_used(error: str | None, value: int | None):
+    found = page(status=replace_status(config_error=error))
+    name = "kbpf_config_last_reload_successful"
+    assert (found[name].value() if name in found else None) == value
+
+
+def test_a_configuration_that_is_refused_is_an_event_said_once():
+    made: list[dict[str, object]] = []
+    said = threading.Semaphore(0)
+
+    def post(path: str, body: bytes) -> int:
+        made.append(json.loads(body))
+        said.release()
+        return 201
+
+    desk = Desk(Config(), "bpf", post=post)
+    for error in (None, "", "not YAML", "not YAML", ""):
+        desk.show(replace_status(config_error=error))
+    assert said.acquire(timeout=30)
+    desk.stop()
+    assert [(one["type"], one["reason"], one["note"]) for one in made] == [
+        ("Warning", "ConfigurationRefused", "the configuration file is refused: not YAML")
+    ]
+
+
+def replace_status(**change: object) -> AgentStatus:
+    return msgspec.structs.replace(STATUS, **change)
+
+
+def test_configz_shows_what_is_in_force():
+    made = replace(Config(), cluster_cidrs=(Cidr(parse_addr("10.1.0.0"), 112),), masquerade_bit=5)
+    shown = json.loads(configz(made))
+    theirs = shown["kubeproxy.config.k8s.io"]
+    assert theirs["kind"] == "KubeProxyConfiguration"
+    assert theirs["clusterCIDR"] == "10.1.0.0/16"
+    assert theirs["iptables"]["masqueradeBit"] == 5
+    assert theirs["nodePortAddresses"] == ["primary"]
+    ours = shown["kbpf.io"]
+    assert ours["kind"] == "KbpfConfiguration"
+    assert ours["mapSizes"]["frontends"] == Config().sizes.frontends

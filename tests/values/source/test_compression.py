@@ -1,0 +1,148 @@
+"""Answers that are gzip: the same as others, with the same bounds."""
+
+import gzip
+import json
+import random
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from kbpf.errors import SourceError
+from kbpf.source.api import transport
+from kbpf.source.api.credentials import Cluster
+from kbpf.source.api.kubeconfig import Access
+from kbpf.source.api.transport import READ_BYTES, Connection, Silent, TooMuch
+from tests.support.faults.scripted import Exchange, ScriptedServer, Step
+
+TEXT = random.Random(7).randbytes(300_000) + bytes(1_000_000)
+GZIP = {"Content_Encoding": "gzip"}
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Connection]]:
+    """A connection to a server with these steps."""
+    ends: list[Callable[[], Any]] = []
+
+    def made(*steps: Step) -> Connection:
+        server = ScriptedServer(*steps)
+        server.__enter__()
+        connection = Connection(Cluster(Access(server.url, "the test")))
+        connection.server = server  # type: ignore[attr-defined]
+        ends.extend((server.__exit__, connection.drop))
+        return connection
+
+    yield made
+    for end in reversed(ends):
+        end()
+
+
+def sends(data: bytes, *sizes: int) -> Step:
+    """A chunked answer, in chunks of these sizes over and over, then its clean end."""
+
+    def step(exchange: Exchange) -> None:
+        exchange.head(200, Transfer_Encoding="chunked", **GZIP)
+        at = number = 0
+        while at < len(data):
+            size = sizes[number % len(sizes)]
+            exchange.line(data[at : at + size])
+            at, number = at + size, number + 1
+        exchange.end()
+
+    return step
+
+
+def whole(connection: Connection) -> bytes:
+    """By chunk(), none of which is longer than READ_BYTES."""
+    response, parts = connection.request("/"), []
+    while part := response.chunk():
+        assert len(part) <= READ_BYTES
+        parts.append(part)
+    return b"".join(parts)
+
+
+MEMBERS = gzip.compress(TEXT) + gzip.compress(b"") * 3 + gzip.compress(b"end")
+
+
+@pytest.mark.parametrize("sizes", [(1 << 20,), (1, 7, 4096), (65_536,), (10,)], ids=str)
+def test_members_one_after_the_other_are_one_text(serve, sizes: tuple[int, ...]):
+    assert whole(serve(sends(MEMBERS, *sizes))) == TEXT + b"end"
+
+
+@pytest.mark.parametrize("size", [READ_BYTES - 1, READ_BYTES, READ_BYTES + 1, 3 * READ_BYTES, 0])
+def test_no_byte_waits_for_more_to_come(serve, size: int):
+    """What has been flushed is said before the server says anything else."""
+    text = bytes(size)
+    packer = zlib.compressobj(wbits=31)
+    packed = packer.compress(text) + packer.flush(zlib.Z_SYNC_FLUSH)
+
+    def step(exchange: Exchange) -> None:
+        exchange.head(200, Transfer_Encoding="chunked", **GZIP)
+        exchange.line(packed)
+        exchange.hang()
+
+    response, got = serve(step).request("/", silence=2.0), 0
+    while got < size:
+        got += len(response.chunk())
+    with pytest.raises(Silent):
+        response.chunk()
+
+
+def test_the_answer_is_read_whole_and_the_connection_is_kept(serve):
+    connection = serve(
+        lambda e: e.answer(200, gzip.compress(TEXT), **GZIP),
+        lambda e: e.answer(200, {"plain": True}),
+        sends(MEMBERS, 4096),
+        lambda e: e.answer(503, gzip.compress(b"no"), **GZIP),
+    )
+    assert connection.request("/").read(2 << 20) == TEXT
+    assert json.loads(connection.request("/").read()) == {"plain": True}
+    assert connection.request("/").read(2 << 20) == TEXT + b"end"
+    assert connection.request("/").head_of_body() == b"no"
+    requests = connection.server.requests
+    assert len({each.port for each in requests}) == 1
+    assert {each.headers["accept-encoding"] for each in requests} == {"gzip"}
+
+
+BOMB = gzip.compress(bytes(64 << 20))
+
+
+def test_a_bomb_ends_where_plain_bytes_end(serve, monkeypatch: pytest.MonkeyPatch):
+    taken: list[int] = []
+    connection = serve(lambda e: e.answer(200, BOMB, **GZIP), lambda e: e.answer(200, BOMB, **GZIP))
+    with pytest.raises(TooMuch, match="has more than 1024 KiB"):
+        connection.request("/").read(1 << 20, reserve=taken.append)
+    assert sum(taken) <= 1 << 20
+    assert max(taken) <= READ_BYTES
+    assert len(connection.request("/").head_of_body()) == transport.ERROR_BYTES
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "what"),
+    [
+        ("cut inside a member", MEMBERS[:2000], "the server cut the connection"),
+        ("cut inside the head of a member", MEMBERS + b"\x1f\x8b", "the server cut the connection"),
+        ("no gzip", b"{}" * 100, "not gzip"),
+        ("rubbish behind a member", gzip.compress(b"{}") + b"more", "not gzip"),
+        ("a wrong checksum", gzip.compress(TEXT)[:-8] + bytes(8), "not gzip"),
+    ],
+)
+def test_what_is_not_whole_is_an_error(serve, name: str, body: bytes, what: str):
+    connection = serve(sends(body, 4096), lambda e: e.answer(200, body, **GZIP))
+    with pytest.raises(SourceError, match=what):
+        whole(connection)
+    with pytest.raises(SourceError, match=what):
+        connection.request("/").read(2 << 20)
+
+
+def test_members_without_a_byte_are_silence(serve):
+    def step(exchange: Exchange) -> None:
+        exchange.head(200, Transfer_Encoding="chunked", **GZIP)
+        while not exchange.closing(0.01):
+            exchange.line(gzip.compress(b"") * 100)
+        exchange.open = False
+
+    response = serve(step).request("/", silence=0.5)
+    with pytest.raises(Silent):
+        response.chunk()

@@ -1,0 +1,740 @@
+"""Kubeconfigs, credentials and TLS: what is read, what reaches the server, what goes wrong."""
+
+import base64
+import calendar
+import contextlib
+import json
+import os
+import re
+import shutil
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from kbpf.errors import ConfigError, SourceError
+from kbpf.source.api import credentials as cluster_module
+from kbpf.source.api.credentials import Cluster, PluginLogin, default_node_name
+from kbpf.source.api.event_sink import Poster
+from kbpf.source.api.kubeconfig import Access, find_access, in_cluster
+from kbpf.source.api.reflector import Reflector
+from kbpf.source.api.resource import SERVICES
+from kbpf.source.api.transport import Connection, Silent, explained
+from tests.support.cluster.certs import Authority
+from tests.support.faults.scripted import Exchange, ScriptedServer
+from tests.support.lab.lab import PATIENCE, until
+
+URL = "https://192.0.2.1:6443"
+
+
+def write(path: Path, cluster: dict[str, Any] | None = None, user: dict[str, Any] | None = None):
+    """A kubeconfig with one of each."""
+    config = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "current-context": "here",
+        "contexts": [{"name": "here", "context": {"cluster": "c", "user": "u"}}],
+        "clusters": [{"name": "c", "cluster": {"server": URL} | (cluster or {})}],
+        "users": [{"name": "u", "user": user or {}}],
+    }
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def b64(text: str) -> str:
+    return base64.b64encode(text.encode()).decode()
+
+
+def ok(exchange: Exchange) -> None:
+    exchange.answer(200, {})
+
+
+def unauthorized(exchange: Exchange) -> None:
+    exchange.answer(401, {})
+
+
+# --- where the server is ---
+
+
+@pytest.mark.parametrize(
+    ("name", "cluster", "user", "expected"),
+    [
+        ("a token", {}, {"token": "t\n"}, {"token": "t"}),
+        ("a token file beside it", {}, {"tokenFile": "tok"}, {"token_file": "DIR/tok"}),
+        ("an absolute token file", {}, {"tokenFile": "/x/tok"}, {"token_file": "/x/tok"}),
+        (
+            "a client certificate in files",
+            {},
+            {"client-certificate": "pki/c.crt", "client-key": "pki/c.key"},
+            {"cert_file": "DIR/pki/c.crt", "key_file": "DIR/pki/c.key"},
+        ),
+        (
+            "a client certificate inside",
+            {},
+            {"client-certificate-data": b64("C"), "client-key-data": b64("K")},
+            {"cert_data": b"C", "key_data": b"K"},
+        ),
+        ("basic", {}, {"username": "a", "password": "b:c"}, {"basic": b64("a:b:c")}),
+        ("a CA file", {"certificate-authority": "ca.crt"}, {}, {"ca_file": "DIR/ca.crt"}),
+        ("a CA inside", {"certificate-authority-data": b64("CA")}, {}, {"ca_data": b"CA"}),
+        ("another name", {"tls-server-name": "kube"}, {}, {"server_name": "kube"}),
+        ("no verification", {"insecure-skip-tls-verify": True}, {}, {"insecure": True}),
+        ("a path below the server", {"server": URL + "/k8s/c1/"}, {}, {"server": URL + "/k8s/c1"}),
+        ("a field that nobody knows", {"extensions": []}, {"colour": "red"}, {}),
+    ],
+)
+def test_a_kubeconfig_says(tmp_path, name, cluster, user, expected):
+    path = write(tmp_path / "kc", cluster, user)
+    expected = {
+        field: value.replace("DIR", str(tmp_path)) if isinstance(value, str) else value
+        for field, value in expected.items()
+    }
+    base: dict[str, Any] = {"server": URL, "where": str(path), "user": "u"}
+    assert find_access(path) == Access(**(base | expected)), name
+
+
+def test_the_current_context_decides(tmp_path):
+    path = write(tmp_path / "kc")
+    config = yaml.safe_load(path.read_text())
+    config["contexts"].append({"name": "there", "context": {"cluster": "d"}})
+    config["clusters"].append({"name": "d", "cluster": {"server": "http://10.0.0.9:8080"}})
+    config["current-context"] = "there"
+    path.write_text(json.dumps(config))
+    assert find_access(path) == Access("http://10.0.0.9:8080", str(path))
+
+
+def test_master_wins_over_the_server_of_the_kubeconfig(tmp_path):
+    access = find_access(write(tmp_path / "kc", {}, {"token": "t"}), "https://10.0.0.1:6443")
+    assert (access.server, access.token) == ("https://10.0.0.1:6443", "t")
+
+
+def test_master_may_name_several_servers(tmp_path):
+    path = write(tmp_path / "kc", {}, {"token": "t"})
+    access = find_access(path, "https://a:1, https://b:2")
+    assert (access.server, access.others) == ("https://a:1", ("https://b:2",))
+    with pytest.raises(ConfigError, match="'b' is not an API server"):
+        find_access(path, "https://a:1,b")
+    with pytest.raises(ConfigError, match="http://b:2 unencrypted"):
+        find_access(path, "https://a:1,http://b:2")
+
+
+def test_when_a_server_cannot_be_reached_the_next_one_is_tried(connect):
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        gone = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    with ScriptedServer(ok, ok) as first, ScriptedServer(ok) as second:
+        connection = connect(gone, others=(first.url, second.url))
+        with pytest.raises(SourceError, match="refused") as caught:
+            connection.request("/x")
+        assert gone in str(caught.value)
+        for _ in range(2):
+            connection.request("/x").read()
+        assert len(first.requests) == 2, "it stays with the one that answers"
+        first.__exit__()
+        connection.drop()
+        with pytest.raises(SourceError):
+            connection.request("/x")
+        connection.request("/x").read()
+        assert len(second.requests) == 1
+
+
+def test_master_alone_has_no_credentials():
+    assert find_access(None, "http://127.0.0.1:8080") == Access("http://127.0.0.1:8080", "--master")
+
+
+@pytest.mark.parametrize(
+    ("host", "url"), [("10.96.0.1", "https://10.96.0.1:443"), ("fd00::1", "https://[fd00::1]:443")]
+)
+def test_in_a_pod_the_service_account_counts(tmp_path, host, url):
+    for name in ("token", "ca.crt"):
+        (tmp_path / name).write_text("x")
+    environ = {"KUBERNETES_SERVICE_HOST": host, "KUBERNETES_SERVICE_PORT": "443"}
+    access = in_cluster(environ, tmp_path)
+    assert (access.server, access.where) == (url, "in-cluster")
+    assert access.token_file == str(tmp_path / "token")
+    assert access.ca_file == str(tmp_path / "ca.crt")
+
+
+def test_in_a_pod_without_a_service_account_the_error_says_so(tmp_path):
+    environ = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "KUBERNETES_SERVICE_PORT": "443"}
+    with pytest.raises(ConfigError, match=r"no service account token .*automountServiceAccount"):
+        in_cluster(environ, tmp_path)
+
+
+def test_nothing_given_outside_of_a_pod_is_an_error():
+    with pytest.raises(ConfigError, match="--kubeconfig FILE, or --source DIR"):
+        find_access(None, "", {})
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "error"),
+    [
+        ("empty", "", "not a kubeconfig"),
+        ("no YAML", "{", "not a kubeconfig"),
+        ("bytes", "\x00", "not a kubeconfig"),
+        ("no mapping", "[]", "not a kubeconfig: expected an object, got a list"),
+        ("no context", "{}", "no current-context"),
+        ("another context", "{current-context: x}", "no context 'x' .*it has: none"),
+        (
+            "no such cluster",
+            "{current-context: x, contexts: [{name: x, context: {cluster: v}}],"
+            " clusters: [{name: z, cluster: {}}]}",
+            "no cluster 'v' .*it has: z",
+        ),
+        (
+            "no such user",
+            "{current-context: x, contexts: [{name: x, context: {cluster: v, user: u}}],"
+            " clusters: [{name: v, cluster: {}}]}",
+            "no user 'u'",
+        ),
+        (
+            "a wrong type",
+            "{clusters: [{name: x, cluster: {server: 5}}]}",
+            r"clusters\[0\].cluster.server: expected a string, got an integer",
+        ),
+    ],
+)
+def test_a_bad_kubeconfig_is_one_line_with_its_path(tmp_path, name, text, error):
+    path = tmp_path / "kc"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=error) as caught:
+        find_access(path)
+    assert str(path) in str(caught.value), name
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "user", "error"),
+    [
+        ({"server": ""}, {}, "'' is not an API server"),
+        ({"server": "10.0.0.1:6443"}, {}, "write https://HOST:PORT"),
+        ({"server": "https://h:99999"}, {}, "is not an API server"),
+        ({"certificate-authority-data": "%"}, {}, "certificate-authority-data is not base64"),
+        ({"certificate-authority-data": "\u00e9"}, {}, "certificate-authority-data is not base64"),
+        ({"proxy-url": "http://p"}, {}, "sets proxy-url, which is not supported"),
+        ({}, {"as": "someone"}, "sets as, which is not supported"),
+    ],
+    ids=str,
+)
+def test_a_kubeconfig_that_cannot_work_is_refused(tmp_path, cluster, user, error):
+    with pytest.raises(ConfigError, match=error):
+        find_access(write(tmp_path / "kc", cluster, user))
+
+
+def test_a_kubeconfig_that_is_not_there_is_an_error(tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"cannot read the kubeconfig: No such file .*--kubeconfig"
+    ):
+        find_access(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("cluster", "user", "error"),
+    [
+        ({"certificate-authority": "none"}, {}, "cannot use certificate-authority: No such file"),
+        ({"certificate-authority-data": b64("no PEM")}, {}, "cannot use certificate-authority"),
+        ({}, {"client-certificate": "none", "client-key": "none"}, "cannot use client-certificate"),
+        (
+            {},
+            {"client-certificate-data": b64("x"), "client-key-data": b64("y")},
+            "cannot use client-certificate or client-key",
+        ),
+        ({}, {"tokenFile": "none"}, "cannot read the token file: No such file"),
+        ({}, {"token": "two\nlines"}, "the token is empty or has characters"),
+    ],
+    ids=str,
+)
+def test_credentials_that_cannot_be_read_are_found_at_start(tmp_path, cluster, user, error):
+    access = find_access(write(tmp_path / "kc", cluster, user))
+    with pytest.raises(ConfigError, match=error) as caught:
+        Cluster(access).check()
+    assert str(tmp_path) in str(caught.value)
+
+
+# --- what reaches the server ---
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("ca"))
+
+
+@pytest.fixture(scope="module")
+def server_tls(authority) -> ssl.SSLContext:
+    made = authority.issue("server", ["127.0.0.1", "kube.example"])
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(made.crt, made.key)
+    return context
+
+
+Connect = Callable[..., Connection]
+
+
+@pytest.fixture
+def connect() -> Iterator[Connect]:
+    """connect(access fields) opens a connection that is closed when the test ends."""
+    opened: list[Connection] = []
+
+    def begin(server: str, **fields: Any) -> Connection:
+        opened.append(Connection(Cluster(Access(server, "the test", **fields)), answer_seconds=60))
+        return opened[-1]
+
+    yield begin
+    for connection in opened:
+        connection.close()
+        connection.drop()
+
+
+def headers(server: ScriptedServer) -> list[str | None]:
+    return [request.headers.get("authorization") for request in server.requests]
+
+
+@pytest.mark.parametrize(
+    ("fields", "header"),
+    [
+        ({}, None),
+        ({"token": "abc"}, "Bearer abc"),
+        ({"basic": b64("a:b")}, f"Basic {b64('a:b')}"),
+    ],
+)
+def test_the_credentials_are_sent(connect, fields, header):
+    with ScriptedServer(ok) as server:
+        connect(server.url, **fields).request("/x").read()
+        assert headers(server) == [header]
+
+
+def test_a_token_file_is_read_for_each_request(connect, tmp_path):
+    token = tmp_path / "token"
+    token.write_text("one\n")
+    with ScriptedServer(ok, unauthorized, ok) as server:
+        connection = connect(server.url, token_file=str(token))
+        connection.request("/x").read()
+        token.write_text("two\n")
+        assert connection.request("/x").status == 401
+        token.unlink()
+        with pytest.raises(SourceError, match="cannot read the token file"):
+            connection.request("/x")
+        token.write_text("three")
+        connection.request("/x").read()
+        assert headers(server) == ["Bearer one", "Bearer two", "Bearer three"]
+
+
+def test_requests_are_counted_with_their_outcome():
+    told: list[tuple[str, str, str]] = []
+
+    def asked(host: str, method: str, code: str, seconds: float) -> None:
+        assert seconds >= 0
+        told.append((host, method, code))
+
+    with ScriptedServer(ok, unauthorized, lambda exchange: exchange.reset()) as server:
+        cluster = Cluster(Access(server.url, "the test"), asked)
+        for status in (200, 401):  # each by a connection of its own: the server reads no bodies
+            assert Poster(cluster).post("/a", b'{"x": 1}') == status
+        poster = Poster(cluster)
+        with pytest.raises(SourceError):
+            poster.post("/c", b"{}")
+        poster.close()
+        with pytest.raises(SourceError, match="stopped"):
+            poster.post("/d", b"{}")
+        assert server.requests[0].headers["content-type"] == "application/json"
+        host = server.url.removeprefix("http://")
+    assert told == [(host, "POST", code) for code in ("200", "401", "<error>")]
+
+
+def test_a_path_below_the_server_is_kept(connect):
+    with ScriptedServer(ok) as server:
+        connect(server.url + "/k8s/c1").request("/api/v1/services?limit=5").read()
+        assert server.requests[0].path == "/k8s/c1/api/v1/services"
+        assert server.requests[0].headers["host"] == server.url.removeprefix("http://")
+
+
+def test_one_connection_is_kept_for_requests_that_were_read_to_their_end(connect):
+    with ScriptedServer(ok, ok, lambda e: e.watch({}), ok) as server:
+        connection = connect(server.url)
+        for read in (True, True, False, True):  # the third, a watch, is left open
+            response = connection.request("/x")
+            if read:
+                response.read()
+        first, second, watch, last = (request.port for request in server.requests)
+        assert first == second == watch != last
+
+
+def test_the_connection_is_kept_alive_by_tcp(connect):
+    with ScriptedServer(ok) as server:
+        connection = connect(server.url)
+        connection.request("/x").read()
+        sock = connection._sock
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        idle, between, count, user = (
+            sock.getsockopt(socket.IPPROTO_TCP, option)
+            for option in (
+                socket.TCP_KEEPIDLE,
+                socket.TCP_KEEPINTVL,
+                socket.TCP_KEEPCNT,
+                socket.TCP_USER_TIMEOUT,
+            )
+        )
+        assert idle + between * count <= 30
+        assert user <= 30_000
+
+
+def test_silence_after_the_headers_is_noticed(connect):
+    with ScriptedServer() as server:
+        response = connect(server.url).request("/x", silence=0.1)
+        with pytest.raises(Silent):
+            response.chunk()
+
+
+def test_closing_ends_a_read_in_another_thread(connect):
+    with ScriptedServer() as server:
+        connection = connect(server.url)
+        response = connection.request("/x", silence=60)
+        threading.Timer(0.05, connection.close).start()
+        begun = time.monotonic()
+        with contextlib.suppress(SourceError):  # a clean end is as good
+            assert response.chunk() == b""
+        assert time.monotonic() - begun < 50, "it did not wait for silence"
+        with pytest.raises(SourceError, match="stopped"):
+            connection.request("/x")
+
+
+# --- TLS ---
+
+
+def test_the_server_is_verified_by_a_ca_file_or_by_data(connect, authority, server_tls):
+    with ScriptedServer(ok, ok, tls=server_tls) as server:
+        connect(server.url, ca_file=str(authority.crt)).request("/x").read()
+        connect(server.url, ca_data=authority.crt.read_bytes()).request("/x").read()
+        assert len(server.requests) == 2
+
+
+def test_a_server_of_another_ca_is_refused(connect, server_tls, tmp_path):
+    other = Authority(tmp_path)
+    with ScriptedServer(ok, tls=server_tls) as server:
+        for fields in ({"ca_file": str(other.crt)}, {}):
+            with pytest.raises(SourceError, match=r"not trusted.*see certificate-authority in the"):
+                connect(server.url, **fields).request("/x")
+        assert server.requests == []
+
+
+def test_a_server_with_another_name_is_refused_unless_that_name_is_given(
+    connect, authority, server_tls
+):
+    with ScriptedServer(ok, tls=server_tls) as server:
+        ca = str(authority.crt)
+        with pytest.raises(
+            SourceError, match=r"is for another name: .*; write a name or address of"
+        ):
+            connect(server.url, ca_file=ca, server_name="other.example").request("/x")
+        connect(server.url, ca_file=ca, server_name="kube.example").request("/x").read()
+        assert len(server.requests) == 1
+
+
+def test_debug_says_each_request(connect, caplog):
+    caplog.set_level("DEBUG", "kbpf.source")
+    with ScriptedServer(unauthorized) as server:
+        connect(server.url, token="secret").request("/x?watch=1").read()
+    (line,) = caplog.messages
+    host = server.url.removeprefix("http://")
+    assert re.fullmatch(rf"request GET /x\?watch=1 host={host} code=401 ms=\d+\.\d", line)
+
+
+def test_insecure_means_insecure(connect, server_tls):
+    with ScriptedServer(ok, tls=server_tls) as server:
+        connect(server.url, insecure=True).request("/x").read()
+
+
+def test_plain_http_at_a_tls_port_and_the_reverse_are_errors(connect, authority, server_tls):
+    with ScriptedServer(tls=server_tls) as server, pytest.raises(SourceError):
+        connect(server.url.replace("https", "http")).request("/x")
+    with ScriptedServer() as server, pytest.raises(SourceError, match="TLS"):
+        connect(server.url.replace("http", "https"), ca_file=str(authority.crt)).request("/x")
+
+
+def tls_error(reason: str) -> ssl.SSLError:
+    error = ssl.SSLError(1, f"[SSL: {reason}]")
+    error.reason = reason
+    return error
+
+
+EXPLAINED = [
+    (tls_error("WRONG_VERSION_NUMBER"), "https://x:6443", "it answers without TLS"),
+    (tls_error("NO_CIPHERS"), "https://x:6443", "TLS: NO_CIPHERS"),
+    (ConnectionResetError(104, "Connection reset by peer"), "http://x:6443", "does it want https://?"),
+    (ConnectionResetError(104, "Connection reset by peer"), "https://x:6443", "whether it runs"),
+    (socket.gaierror(-3, "Temporary failure in name resolution"),
+     "https://CONTROL-PLANE-ENDPOINT:6443", "the manifests' placeholder was left in place"),
+    (socket.gaierror(-3, "Temporary failure in name resolution"), "https://x:6443",
+     "temporary failure in name resolution"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("error", "url", "words"), EXPLAINED)
+def test_what_goes_wrong_on_the_way_says_what_to_do(error, url, words):
+    assert words in str(explained(error, url, "the kubeconfig"))
+
+
+def client_certificate(folder: Path, name: str) -> tuple[Path, Path]:
+    crt, key = folder / f"{name}.crt", folder / f"{name}.key"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt",
+               "ec_paramgen_curve:prime256v1", "-nodes", "-days", "30", "-subj", f"/CN={name}",
+               "-keyout", str(key), "-out", str(crt)]  # fmt: skip
+    subprocess.run(command, check=True, capture_output=True)
+    return crt, key
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=("in files", "inside the kubeconfig"))
+def test_the_client_certificate_reaches_the_server(connect, authority, tmp_path, inside):
+    crt, key = client_certificate(tmp_path, "kbpf-node")
+    made = authority.issue("asks", ["127.0.0.1"])
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(made.crt, made.key)
+    context.load_verify_locations(crt)
+    context.verify_mode = ssl.CERT_REQUIRED
+    fields: dict[str, Any] = (
+        {"cert_data": crt.read_bytes(), "key_data": key.read_bytes()}
+        if inside
+        else {"cert_file": str(crt), "key_file": str(key)}
+    )
+    with ScriptedServer(ok, tls=context) as server:
+        connect(server.url, ca_file=str(authority.crt), **fields).request("/x").read()
+        assert "kbpf-node" in server.requests[0].peer
+
+
+def test_certificate_data_leaves_no_file_descriptor(tmp_path):
+    crt, key = client_certificate(tmp_path, "kbpf-node")
+    access = Access(URL, "x", cert_data=crt.read_bytes(), key_data=key.read_bytes())
+    before = os.listdir("/proc/self/fd")
+    Cluster(access).check()
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+def test_a_ca_file_that_changes_is_read_again_and_a_broken_one_is_left_alone(
+    authority, server_tls, tmp_path
+):
+    ca = tmp_path / "ca.crt"
+    (tmp_path / "other").mkdir()
+    shutil.copy(Authority(tmp_path / "other").crt, ca)
+    with ScriptedServer(ok, ok, tls=server_tls) as server:
+        cluster = Cluster(Access(server.url, "the test", ca_file=str(ca)))
+        errors: list[str] = []
+
+        def works() -> bool:
+            connection = Connection(cluster)
+            try:
+                return connection.request("/x").status == 200
+            except SourceError as error:
+                errors.append(error.what)
+                return False
+            finally:
+                connection.drop()
+
+        assert not works()
+        assert "not trusted" in errors[0]
+        shutil.copy(authority.crt, ca)
+        assert works()
+        ca.write_text("half")
+        assert works()
+
+
+# --- exec plugins: the library's, in a child ---
+
+
+def exec_user(tmp_path: Path, script: str) -> dict[str, Any]:
+    plugin = tmp_path / "plugin"
+    plugin.write_text(f"#!/bin/sh\n{script}\n")
+    plugin.chmod(0o755)
+    command = {"apiVersion": "client.authentication.k8s.io/v1", "command": str(plugin)}
+    return {"exec": command | {"interactiveMode": "Never"}}
+
+
+def credential(**fields: str) -> str:
+    body = {"apiVersion": "client.authentication.k8s.io/v1", "kind": "ExecCredential"}
+    return json.dumps(body | {"status": fields})
+
+
+def test_an_exec_plugin_is_asked_once_and_again_after_401(tmp_path):
+    count = tmp_path / "count"
+    script = f"echo x >> {count}; n=$(wc -l < {count}); sed s/N/$n/ {tmp_path}/answer"
+    (tmp_path / "answer").write_text(credential(token="tokN"))
+    user = exec_user(tmp_path, script)
+    with ScriptedServer(ok, unauthorized, ok) as server:
+        path = write(tmp_path / "kc", {"server": server.url}, user)
+        access = find_access(path, allow_insecure=True)
+        connection = Connection(Cluster(access))
+        for _ in range(3):
+            connection.request("/x").read()
+        connection.drop()
+        assert headers(server) == ["Bearer tok1", "Bearer tok1", "Bearer tok2"]
+
+
+def test_an_exec_plugin_is_asked_again_when_its_token_runs_out(tmp_path, monkeypatch):
+    expires = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + 900))
+    answer = credential(token="t", expirationTimestamp=expires)
+    count = tmp_path / "count"
+    user = exec_user(tmp_path, f"echo x >> {count}; echo '{answer}'")
+    cluster = Cluster(find_access(write(tmp_path / "kc", {}, user)))
+    login = cluster.login()
+    assert login.authorization == "Bearer t"
+    assert login.expires == calendar.timegm(time.strptime(expires, "%Y-%m-%dT%H:%M:%SZ"))
+    assert cluster.login() is login
+    later = login.expires - 50
+    monkeypatch.setattr(cluster_module.time, "time", lambda: later)
+    assert cluster.login() is not login
+    assert count.read_text() == "x\nx\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "script", "error"),
+    [
+        ("fails", "echo no ticket >&2; exit 3", "no ticket"),
+        ("says nothing", "true", "failed to decode"),
+        ("is not there", "", r"\[Errno 2\] No such file or directory"),
+    ],
+)
+def test_an_exec_plugin_that_does_not_work_says_why(tmp_path, name, script, error):
+    access = find_access(write(tmp_path / "kc", {}, exec_user(tmp_path, script)))
+    if not script:
+        (tmp_path / "plugin").unlink()
+    with pytest.raises(SourceError, match=f"no credentials: (?!ERROR).*{error}") as caught:
+        Cluster(access).login()
+    assert str(tmp_path / "kc") in str(caught.value), name
+    assert "\n" not in str(caught.value)
+
+
+def test_watches_that_fail_together_do_not_ask_an_exec_plugin_again_and_again(tmp_path):
+    """Four watches ask every 0.2 s for a minute: it runs at 0, 1, 3, 7, 15, 31 and not more."""
+    count = tmp_path / "count"
+    user = exec_user(tmp_path, f"echo x >> {count}; echo no ticket >&2; exit 3")
+    path = write(tmp_path / "kc", {}, user)
+    clock = [100.0]
+    plugin = PluginLogin(lambda: clock[0], lambda: 1.0)
+    for _ in range(300):
+        for _ in range(4):
+            with pytest.raises(SourceError, match=r"no credentials: .*no ticket"):
+                plugin.get(path, lambda: False)
+        clock[0] += 0.2
+    assert count.read_text() == "x\n" * 6
+
+
+def test_credentials_that_are_refused_again_are_not_asked_for_again_at_once(tmp_path):
+    count = tmp_path / "count"
+    user = exec_user(tmp_path, f"echo x >> {count}; echo '{credential(token='t')}'")
+    path = write(tmp_path / "kc", {}, user)
+    clock = [100.0]
+    plugin = PluginLogin(lambda: clock[0], lambda: 1.0)
+    first = plugin.get(path, lambda: False)
+    plugin.refused(first)
+    second = plugin.get(path, lambda: False)
+    plugin.refused(first)  # by another watch, late: that one is gone already
+    assert plugin.get(path, lambda: False) is second
+    plugin.refused(second)
+    with pytest.raises(SourceError, match="the API server refused the last ones"):
+        plugin.get(path, lambda: False)
+    clock[0] += 2.1
+    third = plugin.get(path, lambda: False)
+    clock[0] += 3600.0
+    plugin.refused(third)
+    plugin.get(path, lambda: False)
+    assert count.read_text() == "x\n" * 4
+
+
+@pytest.mark.parametrize(
+    "user",
+    [
+        {"token": "t"},
+        {"tokenFile": "token"},
+        {"username": "a", "password": "b"},
+        {"exec": {"x": 1}},
+    ],
+    ids=("token", "token file", "password", "plugin"),
+)
+def test_credentials_do_not_go_over_http(tmp_path, user):
+    path = write(tmp_path / "kc", {"server": "http://10.0.0.1:8080"}, user)
+    with pytest.raises(ConfigError, match=r"unencrypted .*--allow-insecure-api"):
+        find_access(path)
+    with pytest.raises(ConfigError, match="unencrypted"):
+        find_access(write(tmp_path / "tls", {}, user), "http://10.0.0.1:8080")
+    assert find_access(path, allow_insecure=True).server == "http://10.0.0.1:8080"
+
+
+def test_http_without_credentials_is_the_operators_business(tmp_path):
+    path = write(tmp_path / "kc", {"server": "http://10.0.0.1:8080"}, {})
+    assert find_access(path).server == "http://10.0.0.1:8080"
+
+
+@pytest.mark.parametrize(
+    ("cluster", "allowed", "told"),
+    [
+        ({}, False, False),
+        ({"insecure-skip-tls-verify": True}, False, True),
+        ({"insecure-skip-tls-verify": True}, True, False),
+    ],
+)
+def test_a_server_that_is_not_verified_is_a_problem(tmp_path, cluster, allowed, told):
+    access = find_access(write(tmp_path / "kc", cluster, {"token": "t"}))
+    made = Cluster(access, allow_insecure=allowed)
+    assert any("is not verified" in line for line in made.problems) == told
+    reflector = Reflector(made, SERVICES, lambda event: None)
+    assert reflector.status().problems == made.problems
+
+
+def has_ended(pid: int) -> bool:
+    """Whether the process is gone, or dead and not yet collected by whoever inherited it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def test_an_exec_plugin_that_hangs_ends_with_the_connection(tmp_path):
+    started = tmp_path / "started"
+    user = exec_user(tmp_path, f"echo $$ > {started}; exec sleep 600")
+    connection = Connection(Cluster(find_access(write(tmp_path / "kc", {}, user))))
+    errors: list[SourceError] = []
+
+    def ask() -> None:
+        try:
+            connection.request("/x")
+        except SourceError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    until("it hangs", lambda: started.exists() and started.read_text().strip())
+    connection.close()
+    thread.join(PATIENCE)
+    assert "stopped" in str(errors[0])
+    until("the plugin has ended too", lambda: has_ended(int(started.read_text())))
+
+
+def test_the_library_is_not_imported_here():
+    code = (
+        "import sys, kbpf.source.api.reflector, kbpf.source.folder.folder\n"
+        "assert not {'kubernetes', 'urllib3', 'asyncio', 'subprocess'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# --- the node's name ---
+
+
+@pytest.mark.parametrize(
+    ("hostname", "name"), [("Node-1.Example", "node-1.example"), (" n1 ", "n1")]
+)
+def test_the_node_name_is_the_hostname_in_lower_case(monkeypatch, hostname, name):
+    monkeypatch.setattr(socket, "gethostname", lambda: hostname)
+    assert default_node_name() == name
+
+
+def test_without_a_hostname_there_is_no_node_name(monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: " ")
+    with pytest.raises(ConfigError, match="--hostname-override"):
+        default_node_name()

@@ -1,0 +1,1372 @@
+"""LIST and WATCH against a scripted server: what goes wrong, and what is said and asked then."""
+
+import contextlib
+import itertools
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+
+from kbpf.errors import SourceError
+from kbpf.model.address import parse_addr
+from kbpf.model.events import Delete, Event, Kind, ObjectKey, Rejected, Synced, Upsert
+from kbpf.model.objects import Service
+from kbpf.source.api.backoff import MOST_REASONS, Outages, Pace
+from kbpf.source.api.credentials import Cluster, PageRoom
+from kbpf.source.api.kubeconfig import Access
+from kbpf.source.api.reflector import Reflector
+from kbpf.source.api.resource import PAGE, SERVICES, SLICES, Resource, exempt_pods, nodes, own_node
+from kbpf.source.api.versions import Known, went_back
+from kbpf.source.base import SourceState
+from kbpf.source.decode.decode import Item
+from tests.support.faults.scripted import Exchange, ScriptedServer, Step, quiet
+from tests.support.lab.lab import until
+
+END = {"k8s.io/initial-events-end": "true"}
+HEADLESS = "service.kubernetes.io/headless"
+
+
+# --- what the server says ---
+
+
+def service(name: str, version: int, **spec: Any) -> dict[str, Any]:
+    spec = {"clusterIP": "10.96.0.1", "ports": [{"port": 80}]} | spec
+    return {
+        "metadata": {"name": name, "namespace": "ns", "resourceVersion": str(version)},
+        "spec": spec,
+    }
+
+
+def added(name: str, version: int, **spec: Any) -> dict[str, Any]:
+    return {"type": "ADDED", "object": service(name, version, **spec)}
+
+
+def deleted(name: str, version: int) -> dict[str, Any]:
+    return {"type": "DELETED", "object": service(name, version)}
+
+
+def bookmark(version: int, end: bool = False) -> dict[str, Any]:
+    meta = {"resourceVersion": str(version), "annotations": END if end else None}
+    return {"type": "BOOKMARK", "object": {"kind": "Service", "metadata": meta}}
+
+
+def error(code: int) -> dict[str, Any]:
+    return {"type": "ERROR", "object": {"kind": "Status", "code": code, "message": f"is {code}"}}
+
+
+def streamed(*lines: Any, then: Callable[[Exchange], None] = Exchange.hang) -> Step:
+    """A watch that says these lines, and then ends, hangs, or breaks."""
+
+    def step(exchange: Exchange) -> None:
+        exchange.watch(*lines)
+        then(exchange)
+
+    return step
+
+
+def listed(*objects: dict[str, Any], version: int = 100, token: str = "") -> Step:
+    meta = {"resourceVersion": str(version), "continue": token}
+    return lambda exchange: exchange.answer(200, {"metadata": meta, "items": list(objects)})
+
+
+def status(code: int, message: str = "", **headers: str) -> Step:
+    body = {"kind": "Status", "message": message, "code": code}
+    return lambda exchange: exchange.answer(code, body, **headers)
+
+
+LISTED_A = streamed(added("a", 5), bookmark(10, end=True))
+"""A streaming list of one Service, `a`, then silence."""
+
+
+def listed_a(*lines: Any, then: Callable[[Exchange], None] = Exchange.end) -> Step:
+    return streamed(added("a", 5), bookmark(10, end=True), *lines, then=then)
+
+
+# --- what the reflector did ---
+
+
+class Run:
+    """A reflector in its thread, what it said, and the waits that it asked for (not waited)."""
+
+    def __init__(self, server: ScriptedServer, resource: Resource = SERVICES, **options: Any):
+        self.server = server
+        self.events: list[Event] = []
+        self.waits: list[float] = []
+        self.now = 1000.0
+        options = {"clock": lambda: self.now, "chance": lambda: 1.0, "wait": self._wait} | options
+        cluster = Cluster(Access(server.url, "the test"))
+        self.reflector = Reflector(cluster, resource, self.put, **options)
+
+    def put(self, event: Event) -> None:
+        self.events.append(event)
+
+    def _wait(self, stop: threading.Event, seconds: float) -> None:
+        self.waits.append(round(seconds, 3))
+        stop.wait(0.001)
+
+    def until(self, condition: Callable[[], object], seconds: float = 60.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, f"not within {seconds:.0f} s:\n{self}"
+            time.sleep(0.002)
+
+    def __str__(self) -> str:
+        """How far it is: what came of it, what was asked, and what it waits for."""
+        status = self.reflector.status()
+        return "\n".join(
+            (
+                f"  events: {' '.join(self.said)}",
+                f"  asked:  {', '.join(self.all_asked)}",
+                f"  waits:  {self.waits}",
+                f"  state:  {status.state}, version {status.resource_version!r}, {status.error!r}",
+            )
+        )
+
+    def until_watching(self, requests: int) -> None:
+        self.server.wait(requests)
+        self.until(lambda: self.state is SourceState.WATCHING)
+
+    @property
+    def state(self) -> SourceState:
+        return self.reflector.status().state
+
+    @property
+    def said(self) -> list[str]:
+        """The events in short: +a, -a, !a (rejected), synced."""
+        marks = {Upsert: "+", Delete: "-", Rejected: "!"}
+        return [
+            "synced" if isinstance(e, Synced) else marks[type(e)] + e.key.name for e in self.events
+        ]
+
+    def asked(self, n: int) -> str:
+        """The n-th request in short: stream, page, page after TOKEN, watch VERSION."""
+        query = self.server.requests[n].query
+        if "sendInitialEvents" in query:
+            return "stream"
+        if "watch" in query:
+            return f"watch {query['resourceVersion']}"
+        return f"page after {query['continue']}" if "continue" in query else "page"
+
+    @property
+    def all_asked(self) -> list[str]:
+        return [self.asked(n) for n in range(len(self.server.requests))]
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Run]]:
+    """start(step, ...) runs a reflector against that script. With `hold` the test starts it, so
+    that the steps can use what start() returned.
+    """
+    ends: list[Callable[[], None]] = []
+
+    def begin(*script: Step, hold: bool = False, **options: Any) -> Run:
+        server = ScriptedServer(*script)
+        server.__enter__()
+        run = Run(server, **options)
+        ends.extend((server.__exit__, run.reflector.stop))
+        if not hold:
+            run.reflector.start()
+        return run
+
+    yield begin
+    for end in reversed(ends):
+        end()
+    until(
+        "no thread is left",
+        lambda: not any(t.name.startswith("kbpf-") for t in threading.enumerate()),
+    )
+
+
+def counted(more: int, version: int = 90) -> Step:
+    """A list of one object, and so many more that are not in it."""
+    meta = {"resourceVersion": str(version), "continue": "x", "remainingItemCount": more}
+    return lambda exchange: exchange.answer(200, {"metadata": meta, "items": []})
+
+
+PAGES = status(422, "sendInitialEvents: Forbidden")
+"""A server without streaming lists."""
+
+
+# --- listing ---
+
+
+def test_a_streaming_list_is_asked_for_as_kube_proxy_selects(start):
+    run = start(LISTED_A)
+    run.until_watching(1)
+    (request,) = run.server.requests
+    assert request.path == "/api/v1/services"
+    seconds = request.query.pop("timeoutSeconds")
+    assert 300 <= int(seconds) <= 600
+    assert request.query == {
+        "watch": "1",
+        "sendInitialEvents": "true",
+        "resourceVersionMatch": "NotOlderThan",
+        "allowWatchBookmarks": "true",
+        "labelSelector": f"!service.kubernetes.io/service-proxy-name,!{HEADLESS}",
+        "fieldSelector": "spec.clusterIP!=None",
+    }
+
+
+@pytest.mark.parametrize(
+    ("resource", "path", "selector"),
+    [
+        (SLICES, "/apis/discovery.k8s.io/v1/endpointslices", {"labelSelector": f"!{HEADLESS}"}),
+        (own_node("n1"), "/api/v1/nodes", {"fieldSelector": "metadata.name=n1"}),
+        (
+            exempt_pods("n1"),
+            "/api/v1/pods",
+            {"labelSelector": "kbpf.io/socket-lb=off", "fieldSelector": "spec.nodeName=n1"},
+        ),
+    ],
+    ids=("slices", "our node", "exempt pods of our node"),
+)
+def test_slices_our_node_and_its_pods_are_selected_too(start, resource, path, selector):
+    run = start(PAGES, listed(), resource=resource)
+    run.server.wait(3)
+    for request in run.server.requests:
+        assert request.path == path
+        chosen = {n: v for n, v in request.query.items() if n.endswith("Selector")}
+        assert chosen == selector
+
+
+def test_a_streaming_list_is_said_then_synced_then_watched(start):
+    run = start(streamed(added("a", 5), bookmark(10, end=True), added("b", 11), deleted("a", 12)))
+    run.until(lambda: len(run.events) == 4)
+    assert run.said == ["+a", "synced", "+b", "-a"]
+    first = run.events[0]
+    assert isinstance(first, Upsert)
+    assert isinstance(first.object, Service)
+    assert first.received == 1000.0
+    status = run.reflector.status()
+    assert (status.kinds, status.synced, status.error) == ((Kind.SERVICE,), True, "")
+    assert (status.state, status.failures) == (SourceState.WATCHING, 0)
+    assert (status.resource_version, status.last_contact) == ("12", 1000.0)
+
+
+@pytest.mark.parametrize("code", [400, 422])
+def test_a_server_without_streaming_lists_is_read_by_pages(start, code):
+    run = start(
+        status(code, "sendInitialEvents: Forbidden"),
+        listed(service("a", 5), token="t1"),
+        listed(service("b", 6), token="t2"),
+        listed(service("c", 7), version=100),
+    )
+    run.until_watching(5)
+    assert run.all_asked == ["stream", "page", "page after t1", "page after t2", "watch 100"]
+    assert run.server.requests[1].query["limit"] == "500"
+    assert run.said == ["+a", "+b", "+c", "synced"]
+    assert run.waits == []
+
+
+def test_a_server_that_refused_streams_is_not_asked_for_one_again(start):
+    run = start(PAGES, listed(), streamed(error(410), then=Exchange.end), listed())
+    run.server.wait(5)
+    assert run.all_asked == ["stream", "page", "watch 100", "page", "watch 100"]
+
+
+def test_a_server_that_does_not_know_the_field_selector_is_filtered_here(start):
+    none = service("headless", 6, clusterIP="None")
+    run = start(
+        status(400, 'field selector "spec.clusterIP!=None": field label not supported: spec.c'),
+        streamed(added("a", 5), {"type": "ADDED", "object": none}, bookmark(10, end=True)),
+    )
+    run.until(lambda: "synced" in run.said)
+    assert run.said == ["+a", "synced"]
+    assert "fieldSelector" not in run.server.requests[1].query
+    assert run.all_asked == ["stream", "stream"]
+
+
+@pytest.mark.parametrize("then", [Exchange.end, Exchange.cut, Exchange.reset])
+def test_a_streaming_list_that_breaks_off_says_no_synced_and_pages_follow(start, then):
+    run = start(streamed(added("a", 5), added("b", 6), then=then), listed(service("a", 5)))
+    run.until_watching(3)
+    assert run.all_asked == ["stream", "page", "watch 100"]
+    assert [mark for mark in run.said if mark == "synced"] == ["synced"]
+    assert run.said[-2:] == ["-b", "synced"]
+    assert run.waits == [0.2]
+
+
+def test_a_stream_that_never_ends_its_list_is_given_up(start):
+    def step(exchange: Exchange) -> None:
+        exchange.watch(added("a", 5))
+        run.until(lambda: run.said == ["+a"])
+        run.now += 121
+        exchange.line(bookmark(7))
+        exchange.hang()
+
+    run = start(step, listed(service("a", 5)), hold=True)
+    run.reflector.start()
+    run.until_watching(3)
+    assert run.all_asked == ["stream", "page", "watch 100"]
+
+
+def test_a_new_list_says_what_vanished_and_what_changed_but_not_what_is_the_same(start):
+    run = start(
+        streamed(added("a", 1), added("b", 2), added("c", 3), bookmark(9, end=True), error(410)),
+        streamed(added("a", 1), added("c", 8), added("d", 9), bookmark(10, end=True)),
+    )
+    run.until(lambda: run.said.count("synced") == 2)
+    assert run.said == ["+a", "+b", "+c", "synced", "+c", "+d", "-b", "synced"]
+
+
+def test_an_object_that_came_and_went_while_the_list_was_streamed_is_gone(start):
+    run = start(
+        streamed(added("a", 1), added("b", 2), deleted("a", 3), bookmark(4, end=True), error(410)),
+        streamed(added("b", 2), bookmark(10, end=True)),
+    )
+    run.until(lambda: run.said.count("synced") == 2)
+    assert run.said == ["+a", "+b", "-a", "synced", "synced"]
+
+
+def test_a_list_of_which_a_page_is_missing_deletes_nothing(start):
+    run = start(
+        PAGES,
+        listed(service("a", 1), service("b", 2)),
+        streamed(error(410), then=Exchange.end),
+        listed(service("b", 2), token="t"),
+        status(500),
+        listed(service("b", 2), service("c", 3), token="t"),
+        listed(version=200),
+    )
+    run.until_watching(8)
+    assert run.said == ["+a", "+b", "synced", "+c", "-a", "synced"]
+    assert run.all_asked[3:] == ["page", "page after t", "page", "page after t", "watch 200"]
+
+
+def test_a_list_with_something_unreadable_in_it_deletes_nothing(start):
+    nameless = {"metadata": {}, "spec": {}}
+    run = start(
+        PAGES,
+        listed(service("a", 1)),
+        streamed(error(410), then=Exchange.end),
+        listed(service("b", 2), nameless),
+    )
+    run.until_watching(5)
+    assert run.said == ["+a", "synced", "+b", "synced"]
+
+
+def test_a_streaming_list_with_rubbish_in_it_deletes_nothing_and_pages_tell_what_is_gone(start):
+    """What was deleted meanwhile does not stay until the next regular list."""
+    run = start(
+        listed_a(error(410)),
+        streamed(b"rubbish\n", added("b", 6), bookmark(20, end=True)),
+        listed(service("b", 6)),
+    )
+    run.until(lambda: run.said.count("synced") == 2)
+    assert run.said == ["+a", "synced", "+b", "-a", "synced"]
+    assert run.all_asked[:3] == ["stream", "stream", "page"]
+
+
+class NoList(NamedTuple):
+    """The body of an answer with status 200 that is no list, and what is said of it."""
+
+    name: str
+    body: bytes
+    pages: str
+    stream: str
+
+
+LOGIN = b"\xef\xbb\xbf\n<!DOCTYPE html>\n<html>\n<title>Sign in</title>\n</html>\n"
+HTML = "answered with an HTML page"
+NO_LISTS = [
+    NoList("HTML", b"<html>", HTML, HTML),
+    NoList("a login page", LOGIN, HTML, HTML),
+    NoList("null", b"null\n", "not a list: expected an object",
+           "a line is no event: expected an object"),
+    NoList("a list", b"[]\n", "not a list: expected an object",
+           "a line is no event: expected an object"),
+    NoList("empty", b"", "not a list: broken JSON: ", "the stream ended before the list did"),
+    NoList("broken", b'{"items": [}\n', "not a list: broken JSON: JSON is malformed",
+           "a line is no event: broken JSON: JSON is malformed"),
+    NoList("broken off", b'{"items": ', "not a list: broken JSON: ",
+           "broken JSON: the stream ended inside a line"),
+    NoList("plain text", b"welcome\n", "not a list: broken JSON: ",
+           "a line is no event: broken JSON: "),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["pages", "stream"])
+@pytest.mark.parametrize("row", NO_LISTS, ids=lambda row: row.name)
+def test_an_answer_that_is_no_list_says_what_it_is(start, caplog, row: NoList, how: str):
+    caplog.set_level(logging.WARNING, "kbpf.source")
+    steps = (PAGES,) if how == "pages" else ()
+    run = start(*steps, lambda exchange: exchange.answer(200, row.body), listed(service("a", 1)))
+    run.until_watching(len(steps) + 3)
+    assert run.said == ["+a", "synced"]
+    (line,) = [r.getMessage() for r in caplog.records if "watch failed" in r.getMessage()]
+    wanted = row.pages if how == "pages" else row.stream
+    assert f"cannot list services: {wanted}" in line
+    assert ("is there a proxy or login page in front of it?" in line) == (wanted == HTML)
+
+
+def test_items_null_is_an_empty_list(start):
+    body = {"metadata": {"resourceVersion": "9"}, "items": None}
+    run = start(PAGES, lambda exchange: exchange.answer(200, body))
+    run.until_watching(3)
+    assert run.said == ["synced"]
+    assert run.asked(2) == "watch 9"
+
+
+def test_a_page_that_leads_to_itself_is_no_tight_loop(start):
+    run = start(PAGES, *[listed(service("a", 1), token="t")] * 8)
+    run.until(lambda: len(run.waits) >= 3)
+    assert "synced" not in run.said
+    assert "same page" in run.reflector.status().error
+
+
+# --- the watch ends ---
+
+
+def test_410_in_the_watch_leads_to_a_new_list_at_once(start):
+    run = start(listed_a(error(410)), streamed(bookmark(20, end=True)))
+    run.until(lambda: run.said.count("synced") == 2)
+    assert run.all_asked == ["stream", "stream"]
+    assert run.said == ["+a", "synced", "-a", "synced"]
+    assert run.waits == []
+
+
+def test_410_twice_waits_before_the_third_list(start):
+    run = start(listed_a(error(410)), listed_a(error(410)), LISTED_A)
+    run.until(lambda: run.said.count("synced") == 3)
+    assert run.all_asked == ["stream"] * 3
+    assert run.waits == [0.4]
+    assert run.said == ["+a", "synced", "synced", "synced"]
+
+
+def test_410_as_the_answer_to_a_watch_leads_to_a_new_list_and_is_no_failure(start, caplog):
+    run = start(listed_a(), status(410, "too old"), LISTED_A)
+    run.until_watching(3)
+    assert run.all_asked == ["stream", "watch 10", "stream"]
+    assert "unwell" not in caplog.text
+
+
+def test_410_between_pages_starts_the_list_over(start):
+    run = start(PAGES, listed(service("a", 1), token="t"), status(410), listed(service("b", 2)))
+    run.until_watching(5)
+    assert run.all_asked == ["stream", "page", "page after t", "page", "watch 100"]
+    assert run.said == ["+a", "+b", "-a", "synced"]
+
+
+def test_a_clean_end_goes_on_from_the_last_bookmark_at_once(start):
+    run = start(listed_a(bookmark(33)), streamed(added("b", 40)))
+    run.until(lambda: "+b" in run.said)
+    assert run.all_asked == ["stream", "watch 33"]
+    assert run.waits == []
+    assert run.reflector.status().failures == 0
+
+
+@pytest.mark.parametrize("then", [Exchange.end, Exchange.cut, Exchange.reset])
+def test_a_watch_cut_inside_a_line_goes_on_from_the_last_whole_one(start, then):
+    cut = json.dumps(added("c", 12)).encode()[:40]
+    run = start(listed_a(added("b", 11), cut, then=then), streamed(added("c", 12)))
+    run.until(lambda: "+c" in run.said)
+    assert run.all_asked == ["stream", "watch 11"]
+    assert run.said == ["+a", "synced", "+b", "+c"]
+    assert run.waits == [0.2]
+
+
+@pytest.mark.parametrize("code", [500, 401, 429, 0])
+def test_an_error_in_the_watch_leads_to_a_new_list(start, code):
+    run = start(listed_a(error(code)), LISTED_A)
+    run.until(lambda: run.said.count("synced") == 2)
+    assert run.all_asked == ["stream", "stream"]
+    assert run.waits == [0.2]
+
+
+def test_a_line_that_is_no_event_may_have_been_one_so_a_list_follows(start):
+    run = start(
+        listed_a(b"rubbish\n", added("b", 11)),
+        streamed(added("a", 5), added("b", 11), bookmark(20, end=True)),
+    )
+    run.until(lambda: "+b" in run.said)
+    assert run.all_asked == ["stream", "stream"]
+    assert run.said[:3] == ["+a", "synced", "+b"]
+
+
+def test_a_poison_object_is_rejected_by_name_and_does_not_come_again(start):
+    poison = added("bad", 11, ports=[{"port": 70000}])
+    run = start(listed_a(poison, added("b", 12)), streamed(added("c", 13)))
+    run.until(lambda: "+c" in run.said)
+    assert run.said == ["+a", "synced", "!bad", "+b", "+c"]
+    assert run.asked(1) == "watch 12"
+    assert run.events[2] == Rejected(
+        ObjectKey(Kind.SERVICE, "ns", "bad"), "spec.ports[0].port: 70000 is not a port"
+    )
+
+
+def test_an_object_that_turns_headless_is_gone(start):
+    run = start(listed_a(added("a", 11, clusterIP="None"), added("b", 12, clusterIP="None")))
+    run.until(lambda: "-a" in run.said)
+    assert run.said == ["+a", "synced", "-a"]
+
+
+def test_an_idle_connection_that_the_server_closed_is_opened_anew_without_a_failure(start):
+    def step(exchange: Exchange) -> None:
+        listed_a()(exchange)
+        exchange.cut()
+
+    run = start(step, streamed(added("b", 11)))
+    run.until(lambda: "+b" in run.said)
+    assert run.waits == []
+    assert run.reflector.status().failures == 0
+
+
+# --- refusals and outages ---
+
+
+REFUSALS = [
+    (
+        status(403, 'services is forbidden: User "kbpf" cannot list resource "services"'),
+        "403 No",
+        "grant list and watch on services to kbpf (ClusterRole system:node-proxier)",
+    ),
+    (status(401, "Unauthorized"), "401 No", "the credentials from the test are not valid"),
+    (status(500, "etcd is away"), "500 No", "etcd is away"),
+    (status(503), "503 No", ""),
+    (status(429, "too many requests"), "429 No", "too many requests"),
+    (lambda exchange: exchange.answer(302, b""), "302 No", ""),
+    (status(404), "404 No", "/api/v1/services is not known there"),
+    (lambda exchange: exchange.answer(502, b"<html>bad gateway"), "502 No, with an HTML page",
+     "is there a proxy or login page"),
+    (lambda exchange: exchange.answer(401, LOGIN), "401 No, with an HTML page",
+     "is there a proxy or login page"),
+    (Exchange.cut, "the server cut the connection", ""),
+    (Exchange.reset, "connection reset by peer", ""),
+    (lambda exchange: exchange.sock.sendall(b"SSH-2.0\r\n\r\n"), "not an HTTP answer", ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("step", "what", "hint"), REFUSALS, ids=lambda it: str(it)[:30])
+def test_what_was_said_stays_and_the_error_says_what_to_do(start, step, what, hint):
+    seen: list[str] = []
+
+    def healed(exchange: Exchange) -> None:
+        seen.append(run.reflector.status().error)
+        quiet(exchange)
+
+    # Four times: the first may fall on a kept connection, which is tried again at once.
+    # Then it looks whether the server has gone back.
+    run = start(listed_a(), *[step] * 4, listed(version=10), healed, hold=True)
+    run.reflector.start()
+    run.until_watching(7)
+    (line,) = seen
+    assert line.startswith(f"cannot watch services: {what}")
+    assert f"({run.server.url})" in line
+    assert hint in line
+    assert "\n" not in line
+    assert run.said == ["+a", "synced"]
+    status = run.reflector.status()
+    assert (status.failures, status.error, status.synced) == (0, "", True)
+
+
+@pytest.mark.parametrize("code", [429, 503, 500])
+def test_retry_after_is_honoured(start, code):
+    run = start(status(code, Retry_After="7"), LISTED_A)
+    run.until_watching(2)
+    (waited,) = run.waits
+    assert 7 <= waited <= 14
+
+
+def test_a_retry_after_that_is_a_date_or_absurd_does_not_stop_us(start):
+    run = start(
+        status(429, Retry_After="Wed, 21 Oct 2026 07:28:00 GMT"),
+        status(429, Retry_After="9" * 5000),
+        LISTED_A,
+    )
+    run.until_watching(3)
+    assert run.waits[0] == 0.2
+    assert 60 <= run.waits[1] <= 90
+
+
+def test_waits_double_to_half_a_minute(start):
+    run = start(*[status(500)] * 11)
+    run.until(lambda: len(run.waits) >= 10)
+    assert run.waits[:10] == [0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 30, 30]
+
+
+def test_a_server_that_is_not_there_is_an_error_and_no_event(start):
+    run = start(LISTED_A)
+    run.until_watching(1)
+    run.server.__exit__()
+    run.server.script = []
+    run.server = ScriptedServer()  # another port: the old one is refused
+    run.until(lambda: run.reflector.status().failures >= 2)
+    assert "connection refused" in run.reflector.status().error
+    assert run.said == ["+a", "synced"]
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (400, "invalid resource version"),
+        (422, "resourceVersion: Invalid value"),
+        (504, "Too large resource version: 10, current: 4"),  # etcd was restored from a backup
+    ],
+)
+def test_a_watch_that_the_server_refuses_for_good_leads_to_a_new_list(
+    start, code: int, message: str
+):
+    run = start(listed_a(), status(code, message), LISTED_A)
+    run.until(lambda: run.said.count("synced") == 2)
+    assert run.all_asked == ["stream", "watch 10", "stream"]
+
+
+# --- a server that goes back ---
+
+
+def as_of(name: str, version: int, uid: str, **spec: Any) -> dict[str, Any]:
+    """A Service with a uid, in a watch's line."""
+    line = added(name, version, **spec)
+    line["object"]["metadata"]["uid"] = uid
+    return line
+
+
+WENT_BACK = "the API server went back from version"
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [
+        ("other content", as_of("a", 5, "u1"), as_of("a", 5, "u1", clusterIP="10.96.0.2")),
+        ("another uid", as_of("a", 5, "u1"), as_of("a", 5, "u2")),
+    ],
+)
+def test_the_same_version_is_not_the_same_object(start, name, before, after):
+    run = start(
+        streamed(before, bookmark(10, end=True), error(410)),
+        streamed(after, bookmark(11, end=True)),
+    )
+    run.until(lambda: run.said.count("synced") == 2)
+    assert run.said == ["+a", "synced", "+a", "synced"], name
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [("a bookmark", bookmark(7)), ("an event", added("b", 7)), ("a deletion", deleted("a", 7))],
+)
+def test_a_version_that_goes_back_is_one_warning_and_a_new_list(start, caplog, name, line):
+    run = start(
+        listed_a(line, then=Exchange.hang),
+        streamed(added("a", 3, clusterIP="10.96.0.2"), bookmark(8, end=True), bookmark(9)),
+    )
+    run.until(lambda: run.said.count("synced") == 2)
+    run.until(lambda: run.reflector.status().resource_version == "9")
+    assert run.all_asked == ["stream", "stream"], name
+    assert [mark for mark in run.said[2:] if mark not in ("+b", "-b", "-a")] == ["+a", "synced"]
+    assert caplog.text.count(WENT_BACK) == 1
+    assert run.waits == []
+    assert run.reflector.status().error == ""
+
+
+def test_it_went_back_from_the_last_version_that_was_heard(start, caplog):
+    """Also when that has come in the same piece."""
+    both = b"".join(json.dumps(bookmark(version)).encode() + b"\n" for version in (20, 7))
+    run = start(listed_a(both, then=Exchange.hang), streamed(added("a", 5), bookmark(15, end=True)))
+    run.until(lambda: run.said.count("synced") == 2)
+    assert f"{WENT_BACK} '20' to '7'" in caplog.text
+
+
+def test_what_a_restored_server_does_not_know_is_deleted(start, caplog):
+    run = start(
+        listed_a(added("new", 12), error(410)),
+        streamed(added("a", 5), bookmark(8, end=True)),
+    )
+    run.until(lambda: run.said.count("synced") == 2)
+    assert run.said == ["+a", "synced", "+new", "-new", "synced"]
+    assert caplog.text.count(WENT_BACK) == 1
+    assert f"{WENT_BACK} '12' to '8' (seen first in services)" in caplog.text
+
+
+def test_after_an_outage_the_version_is_looked_at_before_the_watch_goes_on(start, caplog):
+    """A server that was restored may say nothing to a watch from its future."""
+    run = start(
+        listed_a(added("new", 12), then=Exchange.cut),
+        *[status(503)] * 2,
+        listed(version=11),
+        streamed(added("a", 5), bookmark(11, end=True)),
+    )
+    run.until(lambda: run.said.count("synced") == 2)
+    assert run.said == ["+a", "synced", "+new", "-new", "synced"]
+    assert [run.server.requests[n].query.get("limit") for n in range(5)] == [
+        None, None, "1", "1", None
+    ]  # fmt: skip
+    assert caplog.text.count(WENT_BACK) == 1
+
+
+def test_after_an_outage_a_server_that_went_on_is_asked_for_no_list(start, caplog):
+    run = start(
+        listed_a(then=Exchange.cut), *[status(503)] * 2, listed(version=30), streamed(bookmark(31))
+    )
+    run.until(lambda: run.reflector.status().resource_version == "31")
+    assert run.asked(4) == "watch 10"
+    assert WENT_BACK not in caplog.text
+
+
+def test_four_watches_that_see_the_same_restore_warn_once(caplog):
+    cluster = Cluster(Access("http://x", "the test"))
+    for name in ("services", "endpointslices", "nodes", "pods"):
+        cluster.rewound(name, "100", "7")
+    assert caplog.text.count(WENT_BACK) == 1
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "back"),
+    [("10", "9", True), ("10", "10", False), ("9", "10", False), ("", "5", False),
+     ("10", "", False), ("10", "x", False), ("x", "1", False), ("9" * 30, "1", False)],
+)  # fmt: skip
+def test_versions_are_compared_as_numbers(before, now, back):
+    assert went_back(before, now) == back
+
+
+# --- the regular list ---
+
+
+def relisted(start: Callable[..., Run], *lines: Any) -> Run:
+    """An hour after `a` and `b` were listed (versions 5 and 6 of 10) all are listed again."""
+
+    def later(exchange: Exchange) -> None:
+        exchange.watch(added("a", 5), added("b", 6), bookmark(10, end=True))
+        run.until(lambda: "synced" in run.said)
+        run.now += 4501.0
+        exchange.line(bookmark(20))
+        exchange.hang()
+
+    run = start(later, streamed(*lines), hold=True)
+    run.reflector.start()
+    run.until(lambda: run.said.count("synced") == 2)
+    assert run.all_asked == ["stream", "stream"]
+    return run
+
+
+DRIFT = [
+    ("nothing", [added("a", 5), added("b", 6)], [], 0),
+    ("a change since", [added("a", 5), added("b", 25)], ["+b"], 0),
+    ("a new one since", [added("a", 5), added("b", 6), added("c", 25)], ["+c"], 0),
+    ("a change that was missed", [added("a", 5), added("b", 15)], ["+b"], 1),
+    ("one that was missed", [added("a", 5), added("b", 6), added("c", 15)], ["+c"], 1),
+    ("a deletion that was missed", [added("a", 5)], ["-b"], 1),
+    ("other content", [added("a", 5), added("b", 6, clusterIP="10.9.9.9")], ["+b"], 1),
+]
+
+
+@pytest.mark.parametrize(("name", "lines", "said", "drift"), DRIFT, ids=[row[0] for row in DRIFT])
+def test_the_regular_list_finds_what_was_missed_and_is_quiet_otherwise(
+    start, caplog, name, lines, said, drift
+):
+    run = relisted(start, *lines, bookmark(30, end=True))
+    assert run.said[3:-1] == said
+    assert run.reflector.status().drift == drift
+    assert ("had drifted" in caplog.text) == bool(drift)
+    assert run.waits == []
+
+
+# --- what has no end ---
+
+
+def test_a_head_that_is_dribbled_ends(start, monkeypatch):
+    monkeypatch.setattr("kbpf.source.api.transport.HEAD_SECONDS", 0.3)
+
+    def dribble(exchange: Exchange) -> None:
+        with contextlib.suppress(OSError):
+            for byte in b"HTTP/1.1 200 OK\r\nX-Filler: " + b"x" * 10_000:
+                exchange.sock.sendall(bytes([byte]))
+                time.sleep(0.05)
+        exchange.open = False
+
+    run = start(dribble, hold=True)
+    run.reflector.start()
+    run.until(lambda: run.reflector.status().failures)
+    assert "the head of the answer takes too long" in run.reflector.status().error
+
+
+def test_a_page_that_is_dribbled_ends(start, monkeypatch):
+    monkeypatch.setattr("kbpf.source.api.reflector.PAGE_SECONDS", 0.3)
+
+    def dribble(exchange: Exchange) -> None:
+        exchange.head(200, Content_Length="100000")
+        with contextlib.suppress(OSError):
+            for _ in range(10_000):
+                exchange.sock.sendall(b" ")
+                time.sleep(0.05)
+        exchange.open = False
+
+    run = start(PAGES, dribble)
+    run.until(lambda: run.reflector.status().failures)
+    assert "a page of services takes too long" in run.reflector.status().error
+
+
+def test_a_page_that_is_too_long_ends(start, monkeypatch):
+    monkeypatch.setattr("kbpf.source.api.reflector.PAGES_BYTES", 200_000)
+
+    def endless(exchange: Exchange) -> None:
+        exchange.head(200)
+        with contextlib.suppress(OSError):
+            while True:
+                exchange.sock.sendall(b" " * 4096)
+        exchange.open = False
+
+    run = start(PAGES, endless)
+    run.until(lambda: run.reflector.status().failures)
+    assert "a page of services has more than 195 KiB" in run.reflector.status().error
+
+
+@pytest.mark.parametrize(("each", "error"), [(300, ""), (301, "it has no end after 600 s")])
+def test_a_list_of_pages_has_its_time(start, each: int, error: str):
+    seen: list[str] = []
+
+    def page(token: str) -> Step:
+        def step(exchange: Exchange) -> None:
+            run.now += each
+            listed(service("a", 1), token=token)(exchange)
+
+        return step
+
+    def last(exchange: Exchange) -> None:
+        seen.append(run.reflector.status().error)
+        listed(service("a", 1))(exchange)
+
+    run = start(PAGES, page("1"), page("2"), last, hold=True)
+    run.reflector.start()
+    run.until(lambda: "synced" in run.said)
+    assert error in seen[0]
+    assert bool(error) == bool(seen[0])
+    assert run.asked(3) == ("page" if error else "page after 2")
+
+
+def test_an_answer_is_a_contact(start):
+    def refuse(exchange: Exchange) -> None:
+        run.now += 5
+        status(500)(exchange)
+
+    run = start(refuse, hold=True)
+    run.reflector.start()
+    run.until(lambda: run.waits)
+    assert run.reflector.status().last_contact == 1005.0
+
+
+def test_all_pages_together_have_a_bound():
+    room = PageRoom(100)
+    with room.lease() as one, room.lease() as two:
+        one(60)
+        with pytest.raises(SourceError, match="together"):
+            two(41)
+        two(40)
+    with room.lease() as again:
+        again(100)
+
+
+def test_the_items_of_a_page_have_a_bound(start, monkeypatch):
+    monkeypatch.setattr("kbpf.source.api.reflector.COUNT_FROM", 10)
+    monkeypatch.setattr("kbpf.source.decode.wire.MOST_ITEMS", 100)
+    many = {"metadata": {"resourceVersion": "5"}, "items": [{}] * 101}
+    run = start(PAGES, lambda e: e.answer(200, many), listed(*[service("a", 1)] * 100))
+    run.until(lambda: "synced" in run.said)
+    assert run.waits == [0.4]
+
+
+def test_a_list_that_takes_long_is_a_problem_while_it_does(start):
+    def step(exchange: Exchange) -> None:
+        exchange.watch(added("a", 5))
+        run.until(lambda: run.said == ["+a"])
+        assert run.state is SourceState.LISTING
+        assert run.reflector.status().problems == ()
+        run.now += 30
+        assert run.reflector.status().problems == ()
+        run.now += 1
+        (line,) = run.reflector.status().problems
+        assert "the list of services has taken more than 30 s" in line
+        exchange.line(bookmark(7, end=True))
+        exchange.hang()
+
+    run = start(step, hold=True)
+    run.reflector.start()
+    run.until(lambda: "synced" in run.said)
+    assert run.reflector.status().problems == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "piece", "steps", "error"),
+    [
+        ("a line without an end", b"x", 3, "a line has no end after 30 s"),
+        ("empty lines alone", b"\n", 5, ""),
+    ],
+)
+def test_a_watch_whose_bytes_say_nothing_is_not_well(start, name, piece, steps, error):
+    seen: list[str] = []
+
+    def step(exchange: Exchange) -> None:
+        listed_a(then=lambda e: None)(exchange)
+        run.until(lambda: "synced" in run.said)
+        with contextlib.suppress(OSError):
+            for _ in range(steps):
+                run.now += 25
+                exchange.line(piece)
+                run.until(
+                    lambda: (
+                        run.reflector.status().last_contact == run.now
+                        or len(run.server.requests) > 1
+                    )
+                )
+        exchange.hang()
+
+    def again(exchange: Exchange) -> None:
+        seen.append(run.reflector.status().error)
+        quiet(exchange)
+
+    run = start(step, again, hold=True)
+    run.reflector.start()
+    run.server.wait(2)
+    run.until(lambda: seen)
+    assert error in seen[0]
+    assert bool(error) == bool(seen[0])
+    assert run.asked(1) == "watch 10"
+
+
+def test_a_line_that_begins_after_a_quiet_time_has_all_its_time(start):
+    """A bookmark comes once a minute; a large object comes in several pieces."""
+    line = json.dumps(added("b", 11)).encode() + b"\n"
+
+    def step(exchange: Exchange) -> None:
+        listed_a(then=lambda e: None)(exchange)
+        run.until(lambda: "synced" in run.said)
+        run.now += 60
+        for piece in (line[:40], line[40:80], line[80:]):
+            exchange.line(piece)
+            run.until(lambda: run.reflector.status().last_contact == run.now)
+            run.now += 14
+        exchange.hang()
+
+    run = start(step, quiet, hold=True)
+    run.reflector.start()
+    run.until(lambda: "+b" in run.said or run.waits)
+    assert run.said == ["+a", "synced", "+b"]
+    assert run.reflector.status().error == ""
+    assert len(run.server.requests) == 1
+
+
+def test_run_in_a_thread_of_the_caller_ends_with_stop(start):
+    run, stop = start(LISTED_A, hold=True), threading.Event()
+    thread = threading.Thread(target=run.reflector.run, args=(stop,))
+    thread.start()
+    run.until_watching(1)
+    run.reflector.stop()
+    assert stop.is_set()
+    thread.join(60.0)
+    assert not thread.is_alive()
+
+
+# --- silence ---
+
+
+def test_a_server_that_accepts_and_says_nothing_is_an_error(start):
+    # More than one answer may come too late for so short a patience.
+    run = start(Exchange.hang, *[LISTED_A] * 100, answer_seconds=0.1)
+    run.until(lambda: "synced" in run.said)
+    assert run.waits[0] == 0.2
+    assert run.all_asked[:2] == ["stream", "stream"]
+
+
+def test_a_watch_that_falls_silent_is_taken_up_again_and_is_no_failure(start, caplog):
+    run = start(LISTED_A, streamed(added("b", 11)), silence=0.1, answer_seconds=5)
+    run.until(lambda: "+b" in run.said)
+    assert run.asked(1) == "watch 10"
+    assert "unwell" not in caplog.text
+    assert run.said[:3] == ["+a", "synced", "+b"]
+
+
+def test_a_list_that_falls_silent_is_an_error(start):
+    run = start(streamed(added("a", 5)), listed(service("a", 5)), silence=0.1)
+    run.until(lambda: "synced" in run.said)
+    assert run.all_asked[:2] == ["stream", "page"]
+    assert run.waits == [0.2]
+
+
+def test_a_page_may_take_longer_than_a_watch_may_be_silent(start):
+    """A server that reads it from etcd says nothing meanwhile."""
+
+    def slow(exchange: Exchange) -> None:
+        body = json.dumps({"metadata": {"resourceVersion": "100"}, "items": []}).encode()
+        exchange.head(200, Content_Length=str(len(body)))
+        exchange.closing(1.2)
+        exchange.sock.sendall(body)
+
+    run = start(PAGES, slow, silence=0.1)
+    run.until(lambda: "synced" in run.said)
+    assert run.all_asked[:2] == ["stream", "page"]
+    assert run.waits == []
+
+
+# --- no tight loop ---
+
+
+@pytest.mark.parametrize(
+    ("name", "script"),
+    [
+        ("watches that end at once", [streamed(then=Exchange.end)]),
+        ("watches that say something and end", [streamed(added("b", 11), then=Exchange.end)]),
+        ("watches that break", [streamed(bookmark(11), then=Exchange.reset)]),
+        ("410 for ever", [streamed(error(410), then=Exchange.end), listed_a()]),
+        ("410 as the answer for ever", [status(410), listed_a()]),
+        ("500 for ever", [status(500)]),
+        ("closed before the headers", [Exchange.cut]),
+        ("rubbish", [streamed(b"rubbish\n", then=Exchange.end), listed_a()]),
+        ("a list of which the watch is refused", [status(400), listed_a()]),
+    ],
+)
+def test_no_tight_loop(start, name, script):
+    run = start(listed_a(), *(script * 20))
+    run.server.wait(10)
+    run.until(lambda: len(run.waits) >= 8)
+    assert sum(run.waits[:8]) > 20, name
+    assert max(run.waits) >= 12
+
+
+def test_watches_that_end_again_and_again_without_an_error_are_told(start):
+    seen: list[str] = []
+
+    def fine(exchange: Exchange) -> None:
+        seen.append(run.reflector.status().error)
+        quiet(exchange)
+
+    run = start(listed_a(), *[streamed(then=Exchange.end)] * 8, fine, hold=True)
+    run.reflector.start()
+    run.until(lambda: seen)
+    assert "each watch ends within 5 s" in seen[0]
+
+
+def test_a_watch_that_lived_starts_the_count_again(start):
+    def lives(exchange: Exchange) -> None:
+        exchange.watch(bookmark(20))
+        run.until(lambda: run.reflector.status().resource_version == "20")
+        run.now += 6
+        exchange.end()
+
+    ends = streamed(then=Exchange.end)
+    run = start(*[status(500)] * 3, listed_a(), lives, ends, hold=True)
+    run.reflector.start()
+    run.server.wait(7)
+    # Three failures, a list that ended at once, then at once after the one that lived, then not.
+    assert run.waits[:4] == [0.2, 0.4, 0.8, 1.6]
+    run.until(lambda: len(run.waits) == 5)
+    assert run.waits[4] == 0.4
+
+
+# --- stopping ---
+
+SOON = 8.0
+"""Seconds: more than a busy machine needs, less than anything that a reflector waits for."""
+
+
+def stops(reflector: Reflector) -> None:
+    """Its thread ends, whatever it was waiting for."""
+    reflector.stop()
+    until("it has ended", lambda: reflector.status().state is SourceState.STOPPED, SOON)
+
+
+def full_listener() -> Iterator[str]:
+    """A port at which connect() neither succeeds nor fails: its queue is full."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as listener:
+        address = listener.getsockname()
+        fillers = [socket.socket() for _ in range(3)]
+        for filler in fillers:
+            filler.setblocking(False)
+            filler.connect_ex(address)
+        yield f"http://127.0.0.1:{address[1]}"
+        for filler in fillers:
+            filler.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "script"),
+    [
+        ("while it waits for headers", [Exchange.hang]),
+        ("while it waits for the list", [streamed(added("a", 5))]),
+        ("while it waits for data", [LISTED_A]),
+        (
+            "while it waits for a page",
+            [PAGES, lambda e: (e.head(200, Content_Length="9"), e.hang())],
+        ),
+    ],
+)
+def test_stop_ends_it(start, name, script):
+    run = start(*script)
+    run.server.wait(len(script))
+    time.sleep(0.05)
+    stops(run.reflector)
+    assert run.reflector.status().error == ""
+
+
+def test_stop_ends_it_while_it_backs_off(start):
+    run = start(status(500, Retry_After="60"), wait=lambda stop, seconds: stop.wait(seconds))
+    run.until(lambda: run.state is SourceState.RETRYING)
+    stops(run.reflector)
+
+
+def test_stop_ends_it_while_it_connects():
+    for url in full_listener():
+        reflector = Reflector(Cluster(Access(url, "the test")), SERVICES, lambda event: None)
+        reflector.start()
+        time.sleep(0.1)
+        assert reflector.status().last_contact == 0.0
+        stops(reflector)
+
+
+def test_stop_ends_it_while_it_shakes_hands():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"https://127.0.0.1:{listener.getsockname()[1]}"
+        cluster = Cluster(Access(url, "the test", insecure=True))
+        reflector = Reflector(cluster, SERVICES, lambda event: None)
+        reflector.start()
+        accepted, _ = listener.accept()
+        assert accepted.recv(1)
+        stops(reflector)
+        accepted.close()
+
+
+def test_a_source_that_waits_does_not_say_that_it_watches(start):
+    run = start(listed_a(), streamed(then=Exchange.end), wait=lambda stop, s: stop.wait(s))
+    run.until(lambda: run.state is SourceState.RETRYING)
+    assert run.reflector.status().error == ""
+
+
+def test_stop_before_start_is_no_error():
+    reflector = Reflector(Cluster(Access("http://x", "the test")), SERVICES, lambda event: None)
+    reflector.stop()
+    reflector.start()
+    reflector.stop()
+    assert reflector.status().state is SourceState.STOPPED
+
+
+# --- what the operator sees ---
+
+
+def test_a_change_of_health_is_logged_once(start, caplog):
+    caplog.set_level(logging.INFO, "kbpf.source")
+    run = start(*[status(503, "not yet")] * 6, LISTED_A)
+    run.until_watching(7)
+    run.until(lambda: "synced" in run.said)
+    lines = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert [level for level, _ in lines] == ["WARNING", "INFO", "INFO"]
+    assert lines[0][1].startswith("watch failed name=services for=0s error=")
+    assert "503" in lines[0][1]
+    assert lines[0][1].endswith("; what is programmed stays in force")
+    assert lines[1][1] == "source synced name=services objects=1"
+    assert lines[2][1] == "watch works again name=services after=0s"
+
+
+def test_a_fault_of_ours_does_not_end_the_thread(start, caplog):
+    class Faulty(Run):
+        def put(self, event: Event) -> None:
+            if not self.waits:
+                raise RuntimeError("no room")
+            super().put(event)
+
+    with ScriptedServer(LISTED_A, listed(service("a", 5))) as server:
+        run = Faulty(server)
+        run.reflector.start()
+        try:
+            run.until(lambda: run.said == ["+a", "synced"])
+        finally:
+            run.reflector.stop()
+    assert "no room" in caplog.text
+    assert run.waits[0] == 0.2
+
+
+# --- the parts ---
+
+
+MINUTE = 60.0
+FOUR = ("endpointslices", "nodes", "pods", "services")
+
+
+def told(outages: Outages, name: str, reason: str, minutes: float) -> tuple[str, float] | None:
+    """What is logged of a failure at this time, the watches and how many minutes."""
+    outage = outages.failed(name, reason, minutes * MINUTE)
+    return outage and (",".join(outage.names), outage.seconds / MINUTE)
+
+
+def test_the_failure_of_four_watches_is_one_line_that_is_repeated():
+    outages, lines = Outages(), []
+    for tick in range(0, 40 * 2 + 1):  # each tries twice a minute
+        minutes = tick / 2
+        lines += [line for name in FOUR if (line := told(outages, name, "refused", minutes))]
+    first, *repeated = lines
+    assert first == ("endpointslices", 0)
+    assert repeated == [(",".join(FOUR), minutes) for minutes in (1, 5, 10, 20, 30, 40)]
+    ends = [outages.ended(name, 41 * MINUTE) for name in FOUR]
+    assert ends == [None, None, None, (FOUR, 41 * MINUTE)], "its end is one line"
+    assert [outages.ended(name, 42 * MINUTE) for name in FOUR] == [None] * 4
+    assert told(outages, "nodes", "refused", 50) == ("nodes", 0), "and the next is another one"
+
+
+def test_reasons_that_take_turns_are_a_line_each_and_no_more():
+    outages = Outages()
+    lines = [told(outages, "pods", reason, at / 60) for at in range(59) for reason in "ab"]
+    assert list(filter(None, lines)) == [("pods", 0), ("pods", 0)]
+    assert outages.ended("pods", 59.0) == (("pods",), 59.0)
+
+
+def test_a_watch_that_may_not_list_does_not_hide_the_end_of_an_outage():
+    outages = Outages()
+    told(outages, "nodes", "403", 0)
+    for name in FOUR:
+        told(outages, name, "refused", 10)
+    assert told(outages, "nodes", "403", 12) == ("nodes", 12)
+    ends = [outages.ended(name, 13 * MINUTE) for name in FOUR if name != "nodes"]
+    assert ends == [None, None, (("endpointslices", "pods", "services"), 13 * MINUTE - 600)]
+
+
+def test_reasons_without_end_are_forgotten():
+    outages = Outages()
+    for number in range(1000):
+        assert told(outages, "pods", f"error {number}", 0)
+    assert len(outages._reasons) <= MOST_REASONS
+
+
+def test_the_same_failure_of_two_watches_is_one_line(caplog):
+    caplog.set_level(logging.INFO, "kbpf.source")
+    with ScriptedServer() as server:
+        server.script = [status(503, "not yet")] * 8
+        cluster = Cluster(Access(server.url, "the test"))
+        soon = {"wait": lambda stop, seconds: stop.wait(0.05)}
+        runs = [Reflector(cluster, each, lambda _: None, **soon) for each in (SERVICES, SLICES)]
+        for run in runs:
+            run.start()
+        server.wait(8)
+        server.script = []
+        for run in runs:
+            run.stop()
+    lines = [r.getMessage() for r in caplog.records if "watch failed" in r.getMessage()]
+    assert len(lines) == 1
+
+
+def test_pace_spreads_the_waits():
+    chances = itertools.cycle([0.0, 0.5, 1.0])
+    pace = Pace(lambda: next(chances))
+    waits = [pace.after(failed=True, lived=0) for _ in range(3)]
+    assert waits == [pytest.approx(it) for it in (0.1, 0.3, 0.8)]
+
+
+def test_pace_does_not_wait_after_the_first_clean_end_only():
+    pace = Pace(lambda: 1.0)
+    assert [pace.after(failed=False, lived=1) for _ in range(4)] == [0, 0.4, 0.8, 1.6]
+
+
+def test_pace_after_a_failure_a_clean_end_waits():
+    pace = Pace(lambda: 1.0)
+    assert pace.after(failed=True, lived=0) == 0.2
+    assert pace.after(failed=False, lived=1) == 0.4
+
+
+def test_pace_stays_finite():
+    pace = Pace(lambda: 1.0, tries=100_000)
+    assert pace.after(failed=True, lived=0) == 30
+
+
+KEY = ObjectKey(Kind.SERVICE, "ns", "a")
+OBJECT = Service("ns", "a", "ClusterIP", (parse_addr("10.96.0.1"),), ())
+
+
+def item(version: str, good: bool = True, error: str = "") -> Item:
+    return Item(KEY, version, OBJECT if good and not error else None, error)
+
+
+def test_known_says_nothing_about_an_object_that_it_never_said():
+    known = Known()
+    assert known.take(item("1"), True, 0) is None
+    assert known.take(item("1", good=False), False, 0) is None
+
+
+def test_known_deletes_a_rejected_object_too():
+    known = Known()
+    assert known.take(item("1", error="bad"), False, 0) == Rejected(KEY, "bad")
+    assert known.take(item("2"), True, 5) == Delete(KEY, 5)
+    assert len(known) == 0
+
+
+def test_known_says_an_object_without_a_version_each_time():
+    known = Known()
+    assert known.take(item(""), False, 0) == known.take(item(""), False, 0) == Upsert(KEY, OBJECT)
+
+
+def test_known_after_a_list_that_was_not_sound_can_delete_with_the_next():
+    known = Known()
+    known.take(item("1"), False, 0)
+    known.begin_list()
+    known.unreadable()
+    assert known.end_list(1) == []
+    known.begin_list()
+    assert known.end_list(2) == [Delete(KEY, 2)]
+
+
+def test_errors_are_one_line():
+    assert "\n" not in str(SourceError("a\nb"))
+
+
+# --- all Nodes, or our own ---
+
+
+class Nodes(NamedTuple):
+    """What the server says of the number of Nodes, and which of them are watched then."""
+
+    what: str
+    first: Step
+    selector: str
+
+
+OWN = "metadata.name=n1"
+NODES = [
+    Nodes("one", counted(0), ""),
+    Nodes("a page", counted(PAGE - 1), ""),
+    Nodes("more than a page", counted(PAGE), OWN),
+    Nodes("a server that does not count", listed(version=90), ""),
+    Nodes("they may not be listed", status(403, "nodes is forbidden"), OWN),
+]
+
+
+@pytest.mark.parametrize("row", NODES, ids=lambda row: row.what)
+def test_all_nodes_are_watched_where_there_are_not_too_many(start, row: Nodes):
+    run = start(row.first, streamed(bookmark(100, end=True)), resource=nodes("n1", "auto"))
+    run.until_watching(2)
+    first, stream = run.server.requests
+    assert first.query == {"limit": "1"}
+    assert "sendInitialEvents" in stream.query
+    assert stream.query.get("fieldSelector", "") == row.selector
+    assert run.said == ["synced"]
+
+
+@pytest.mark.parametrize(("setting", "selector"), [("all", ""), ("own", OWN)])
+def test_the_setting_needs_no_count(start, setting: str, selector: str):
+    run = start(streamed(bookmark(100, end=True)), resource=nodes("n1", setting))
+    run.until_watching(1)
+    (stream,) = run.server.requests
+    assert stream.query.get("fieldSelector", "") == selector
+
+
+def test_a_cluster_that_grows_is_watched_no_longer(start):
+    """Nodes are counted before each list; those that are not watched any more are deleted, and it
+    is no drift.
+    """
+
+    def node(name: str) -> dict[str, Any]:
+        meta = {"name": name, "uid": f"uid-{name}", "resourceVersion": "5"}
+        return {"kind": "Node", "apiVersion": "v1", "metadata": meta}
+
+    event = {"type": "ADDED", "object": node("n1")}
+    run = start(
+        counted(1),
+        streamed(event, {"type": "ADDED", "object": node("n2")}, bookmark(10, end=True),
+                 then=lambda exchange: exchange.end()),
+        status(410),
+        counted(PAGE),
+        streamed(event, bookmark(20, end=True)),
+        resource=nodes("n1", "auto"),
+    )  # fmt: skip
+    run.until_watching(5)
+    assert run.said == ["+n1", "+n2", "synced", "-n2", "synced"]
+    assert run.reflector.status().drift == 0

@@ -1,0 +1,27 @@
+"""The bounded part of the campaign `texts`, whose rules are in tests/fuzz/inputs/texts.py."""
+
+import logging
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kbpf.config import load
+from kbpf.errors import ConfigErrors
+from tests.fuzz.inputs.texts import TARGETS, run
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.__name__)
+def test_whatever_comes_is_read_or_refused(
+    target: Callable[[random.Random, Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.CRITICAL, "kbpf.source")
+    run(target, 1, 300)
+
+
+def test_a_number_of_thousands_of_digits_is_an_error_with_its_place() -> None:
+    head = "apiVersion: kbpf.io/v1alpha1\nkind: KbpfConfiguration\n"
+    text = f"{head}packetPath: {{masqueradePorts: 1024-{'9' * 5000}}}\n"
+    with pytest.raises(ConfigErrors, match=r"KbpfConfiguration.packetPath.masqueradePorts"):
+        load.load({}, {}, text.encode())

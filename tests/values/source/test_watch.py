@@ -1,0 +1,226 @@
+"""The bytes of a watch and what they say: chunking, bookmarks, errors, rubbish."""
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kbpf.model.events import Kind, ObjectKey
+from kbpf.model.objects import Service
+from kbpf.source.api.watch import (
+    MAX_LINE,
+    Changed,
+    Expired,
+    Failed,
+    Garbled,
+    InitialEnd,
+    Said,
+    WatchStream,
+)
+
+END = {"k8s.io/initial-events-end": "true"}
+
+
+def line(kind: str, obj: Any) -> bytes:
+    return json.dumps({"type": kind, "object": obj}).encode() + b"\n"
+
+
+def service(name: str, version: str, **spec: Any) -> dict[str, Any]:
+    spec = {"clusterIP": "10.96.0.1", "ports": [{"port": 80}]} | spec
+    return {"metadata": {"name": name, "namespace": "ns", "resourceVersion": version}, "spec": spec}
+
+
+def bookmark(version: str, annotations: Any = None) -> bytes:
+    meta = {"resourceVersion": version, "annotations": annotations, "creationTimestamp": None}
+    return line("BOOKMARK", {"kind": "Service", "metadata": meta, "spec": {}, "status": {}})
+
+
+def error(code: int, message: str = "why") -> bytes:
+    return line("ERROR", {"kind": "Status", "status": "Failure", "message": message, "code": code})
+
+
+def stream(*lines: bytes, version: str = "1") -> tuple[list[Said], WatchStream]:
+    watch = WatchStream(Kind.SERVICE, version)
+    return watch.feed(b"".join(lines)), watch
+
+
+def test_an_added_object_is_said_and_moves_the_version():
+    (said,), watch = stream(line("ADDED", service("web", "7")))
+    assert isinstance(said, Changed)
+    assert isinstance(said.item.object, Service)
+    assert said.item.key == ObjectKey(Kind.SERVICE, "ns", "web")
+    assert not said.gone
+    assert watch.resource_version == "7"
+
+
+def test_a_deleted_object_is_gone_and_moves_the_version():
+    (said,), watch = stream(line("DELETED", service("web", "8")))
+    assert isinstance(said, Changed)
+    assert said.gone
+    assert watch.resource_version == "8"
+
+
+def test_a_malformed_object_is_named_and_does_not_come_again():
+    (said,), watch = stream(line("MODIFIED", service("web", "9", ports=[{"port": 70000}])))
+    assert isinstance(said, Changed)
+    assert said.item.error == "spec.ports[0].port: 70000 is not a port"
+    assert said.item.key == ObjectKey(Kind.SERVICE, "ns", "web")
+    assert watch.resource_version == "9"
+
+
+def test_an_object_with_a_field_of_the_wrong_type_is_named_too():
+    (said,), watch = stream(line("MODIFIED", service("web", "9", ports=7)))
+    assert isinstance(said, Changed)
+    assert said.item.error == "spec.ports: expected a list, got an integer"
+    assert watch.resource_version == "9"
+
+
+def test_a_bookmark_moves_the_version_and_says_nothing():
+    said, watch = stream(bookmark("20"))
+    assert said == []
+    assert watch.resource_version == "20"
+
+
+def test_the_end_mark_outside_of_a_list_is_a_bookmark_like_any_other():
+    said, watch = stream(bookmark("20", END))
+    assert said == []
+    assert watch.resource_version == "20"
+
+
+def test_in_a_streaming_list_the_version_is_that_of_the_end_mark_alone():
+    watch = WatchStream(Kind.SERVICE, initial=True)
+    assert len(watch.feed(line("ADDED", service("a", "50")) + bookmark("60"))) == 1
+    assert watch.resource_version == ""
+    assert len(watch.feed(line("ADDED", service("b", "40")))) == 1
+    assert watch.resource_version == ""
+    assert watch.feed(bookmark("55", END)) == [InitialEnd()]
+    assert watch.resource_version == "55"
+    watch.feed(line("MODIFIED", service("b", "56")))
+    assert watch.resource_version == "56"
+
+
+def test_the_error_410_means_expired():
+    said, _ = stream(error(410, "too old resource version"))
+    assert said == [Expired("too old resource version")]
+
+
+def test_another_error_means_failed_with_its_code():
+    assert stream(error(500, "etcd"))[0] == [Failed(500, "etcd")]
+
+
+def test_an_error_that_says_nothing_means_failed():
+    assert stream(line("ERROR", {}))[0] == [Failed(0, "no message")]
+
+
+RUBBISH = [
+    b"<html>\n",
+    b"null\n",
+    b"[]\n",
+    b"{}\n",
+    b"\xff\xfe\n",
+    b"[" * 100_000 + b"\n",
+    b'{"type":"ADDED"}\n',
+    b'{"type":"ADDED","object":null}\n',
+    b'{"type":"ADDED","object":{"metadata":{}}}\n',
+    b'{"type":"ADDED","object":{"metadata":{"name":"\xff"}}}\n',
+    b'{"type":"GONE","object":{}}\n',
+    b'{"type":"BOOKMARK","object":{}}\n',
+    b'{"type":"ERROR","object":7}\n',
+    b'{"type":"ADDED","object":' + b'{"metadata":' * 9999 + b"}" * 10_000 + b"\n",
+]
+
+
+def test_of_an_unknown_type_as_much_is_shown_as_a_line_has_room_for():
+    said, _ = stream(line("A" * 5000, {}))
+    assert said == [Garbled(f"unknown type of event '{'A' * 40}'")]
+
+
+@pytest.mark.parametrize("rubbish", RUBBISH, ids=lambda it: repr(it[:40]))
+def test_rubbish_is_one_problem_and_the_stream_goes_on(rubbish):
+    said, watch = stream(rubbish, line("ADDED", service("web", "7")))
+    problem, changed = said
+    assert isinstance(problem, Garbled)
+    assert "\n" not in problem.error
+    assert len(problem.error) < 400
+    assert isinstance(changed, Changed)
+    assert watch.resource_version == "7"
+
+
+def test_empty_lines_are_nothing():
+    assert stream(b"\n", b" \r\n", b"\n")[0] == []
+
+
+def test_a_line_ends_with_crlf_too():
+    said, _ = stream(line("ADDED", service("web", "7"))[:-1] + b"\r\n")
+    assert isinstance(said[0], Changed)
+
+
+def test_a_cut_line_is_never_decoded():
+    whole = line("ADDED", service("web", "7"))
+    for size in (1, len(whole) // 2, len(whole) - 1):
+        said, watch = stream(whole[:size])
+        assert said == []
+        assert watch.close()
+        assert watch.resource_version == "1"
+
+
+def test_a_whole_line_leaves_nothing():
+    assert not stream(line("ADDED", service("web", "7")))[1].close()
+    assert not WatchStream(Kind.SERVICE).close()
+
+
+@pytest.mark.parametrize(
+    ("pieces", "inside"),
+    [([], False), ([b"x"], True), ([b"x", b"\n"], False), ([b"\n"], False), ([b"\n{"], True),
+     ([b"{", b"}\n{", b"}"], True), ([b"{", b"}\n"], False)],
+)  # fmt: skip
+def test_whether_a_line_has_begun(pieces, inside):
+    stream = WatchStream(Kind.SERVICE, "1")
+    for piece in pieces:
+        stream.feed(piece)
+    assert stream.inside_line is inside
+
+
+def test_a_line_without_end_is_given_up():
+    watch = WatchStream(Kind.SERVICE)
+    part = b"x" * (MAX_LINE // 2)
+    assert watch.feed(part) == watch.feed(part) == []
+    (said,) = watch.feed(b"x")
+    assert isinstance(said, Failed)
+    assert not watch.close()
+
+
+LINES = [
+    line("ADDED", service("a", "1")),
+    line("MODIFIED", service("a", "2", externalIPs=["2001:db8::1", "198.51.100.1"])),
+    line("DELETED", service("a", "3")),
+    line("ADDED", service("bad", "4", ports=[{"port": 0}])),
+    bookmark("5"),
+    bookmark("6", END),
+    b"rubbish\n",
+    b"\n",
+    error(410),
+    error(500),
+]
+
+
+@given(
+    lines=st.lists(st.sampled_from(LINES), max_size=8),
+    cuts=st.lists(st.integers(0, 4000), max_size=12),
+    tail=st.sampled_from([b"", b'{"type":"AD', b"\n"]),
+    initial=st.booleans(),
+)
+@settings(max_examples=200)
+def test_any_chunking_says_the_same(lines, cuts, tail, initial):
+    data = b"".join(lines) + tail
+    whole = WatchStream(Kind.SERVICE, "0", initial=initial)
+    expected = whole.feed(data)
+    parts = WatchStream(Kind.SERVICE, "0", initial=initial)
+    edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
+    said = [each for a, b in itertools.pairwise(edges) for each in parts.feed(data[a:b])]
+    assert said == expected
+    assert parts.resource_version == whole.resource_version
+    assert parts.close() == whole.close() == (b"AD" in tail)
