@@ -127,7 +127,7 @@ class Rig:
 
     def inside(self, action: Callable[[], Any]) -> Any:
         """In the node's network, where the devices are."""
-        return netns.inside(Path("/run/netns") / self.where, action)
+        return netns.run_in(Path("/run/netns") / self.where, action)
 
     def new_flows(self) -> int:
         """How many there were."""
@@ -385,8 +385,8 @@ def rig(how: str) -> Iterator[Rig]:
             site = make(node=where)
             plane = site.open(MapSizes(), packet_path=True, forwarding=how)
             own = tuple(parse_addr(NODE[v]) for v in (4, 6))
-            state = msgspec.structs.replace(desired(*_services()), masquerade_as=own)
-            netns.inside(Path("/run/netns") / where, lambda: plane.apply(state, None))
+            state = msgspec.structs.replace(desired(*_services()), masquerade_addresses=own)
+            netns.run_in(Path("/run/netns") / where, lambda: plane.apply(state, None))
             with site.pinned(
                 "refusal_limits"
             ) as limits:  # what a refusal costs, not how many are sent

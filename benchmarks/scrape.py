@@ -20,11 +20,11 @@ from benchmarks.scale import slice_of
 from benchmarks.tools.common import goal, median, say
 from kbpf.dataplane.bpf.maps.layout import (
     COUNTS,
-    NAT,
-    PAIR,
+    FLOW,
     PEER,
     U32,
-    FlowPart,
+    U32_PAIR,
+    FlowDirection,
     TcpState,
     schema_hash,
 )
@@ -109,7 +109,7 @@ def fill_counts(agent: Agent) -> None:
     owners = (known[i // ENDPOINTS % len(known)] for i in range(len(found)))
     pairs = list(zip(owners, found, strict=True))
     with pinned(agent, "counts") as counts:
-        keys = b"".join(PAIR.pack(*pair) for pair in pairs)
+        keys = b"".join(U32_PAIR.pack(*pair) for pair in pairs)
         counts.update_batch(keys, COUNTS.pack(*range(1_000_000, 1_000_010)) * len(pairs))
 
 
@@ -120,9 +120,9 @@ def fill_flows(agent: Agent) -> None:
     keys, values = bytearray(), bytearray()
     for number in range(FLOWS):
         client = number.to_bytes(16) + b"\x01\x02\x06\x00"
-        for part in (FlowPart.QUESTION, FlowPart.ANSWER):
+        for part in (FlowDirection.ORIGINAL, FlowDirection.REPLY):
             keys += bytes([part]) * 20 + client
-            values += NAT.pack(
+            values += FLOW.pack(
                 now, client, client, client, b"", b"", b"", known[number % len(known)], 0,
                 TcpState.ESTABLISHED, 0, 0, part, 0, b"",
             )  # fmt: skip

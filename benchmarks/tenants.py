@@ -71,15 +71,15 @@ class Timed(Agent):
     def arrive(self, made: Service | EndpointSlice) -> None:
         """An event, and what the agent's thread has used until now."""
         event = upsert(made)
-        self.put[event.received] = time.clock_gettime(self.clock)
-        self._put(event)
+        self.put[event.received_at] = time.clock_gettime(self.clock)
+        self._enqueue(event)
 
     def _note_latencies(self, deferred: Set[ServiceName]) -> None:
         done, used = time.monotonic(), time.thread_time()
-        for name in self._computed.keys() - deferred:
+        for name in self._unprogrammed_arrivals.keys() - deferred:
             self.seen[name] += [(done - at, used - self.put.pop(at, used))
-                                for at in self._computed[name]]  # fmt: skip
-        super()._note_latencies(deferred)
+                                for at in self._unprogrammed_arrivals[name]]  # fmt: skip
+        super()._record_latencies(deferred)
 
 
 def address(number: int, net: int) -> Addr:
@@ -111,7 +111,7 @@ def slices(tenant: int, ports: int, ends: int, down: int = -1) -> Iterator[Endpo
 def upsert(made: Service | EndpointSlice) -> Upsert:
     kind = Kind.SERVICE if isinstance(made, Service) else Kind.SLICE
     key = ObjectKey(kind, made.namespace, made.name)
-    return Upsert(key, made, received=time.monotonic())
+    return Upsert(key, made, received_at=time.monotonic())
 
 
 def play(agent: Timed, case: Hostile, flips: bool) -> dict[str, Any]:
@@ -206,11 +206,11 @@ def _begun(site: Site, case: Hostile) -> Iterator[Timed]:
             made = [service(tenant, case.ports), *slices(tenant, case.ports, case.endpoints)]
         items += map(upsert, made)
     for item in (*items, *(Synced(kind) for kind in Kind)):
-        agent._put(item)
+        agent._enqueue(item)
     thread = threading.Thread(target=agent.run)
     thread.start()
     agent.clock = time.pthread_getcpuclockid(thread.ident or 0)
-    while not agent._complete:
+    while not agent._first_apply_done:
         time.sleep(0.01)
     yield agent
     say(f"backend_slots: {plane.fill()['backend_slots']}")

@@ -38,7 +38,7 @@ CONFIGURATION: Final = Limits(size=1 << 20, nodes=20_000)
 KUBECONFIG: Final = Limits(size=4 << 20, nodes=100_000)
 """A kubeconfig: thousands of contexts, each with its certificates."""
 
-NOT_YAML: Final = (
+YAML_ERRORS: Final = (
     yaml.YAMLError,
     ValueError,
     RecursionError,
@@ -54,41 +54,43 @@ _LOADER: Final[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 ObjectNode: Final = yaml.MappingNode
 ListNode: Final = yaml.SequenceNode
 _TAG: Final = "tag:yaml.org,2002:"
-_OPEN: Final = (yaml.MappingStartEvent, yaml.SequenceStartEvent)
-_CLOSE: Final = (yaml.MappingEndEvent, yaml.SequenceEndEvent)
+_START_EVENTS: Final = (yaml.MappingStartEvent, yaml.SequenceStartEvent)
+_END_EVENTS: Final = (yaml.MappingEndEvent, yaml.SequenceEndEvent)
 
 
-class TooLarge(yaml.MarkedYAMLError):
+class LimitExceededError(yaml.MarkedYAMLError):
     """The text is beyond a limit; `problem` says which one."""
 
 
-Twice = Callable[[str, int], None]
+DuplicateKeyHandler = Callable[[str, int], None]
 """Called with a field that stands twice in an object, and with its line."""
 
 
-def load_all(data: bytes, limits: Limits, twice: Twice | None = None) -> Iterator[Any]:
+def load_all(
+    data: bytes, limits: Limits, on_duplicate: DuplicateKeyHandler | None = None
+) -> Iterator[Any]:
     """The documents of a text as plain values. Raises NOT_YAML, of which TooLarge is one."""
     _check_size(data, limits)
-    count, builder = _Document(limits), _Builder(twice)
-    for event in _events(data):
+    counter, builder = _NodeCounter(limits), _ValueBuilder(on_duplicate)
+    for event in _parse_events(data):
         if isinstance(event, yaml.DocumentStartEvent):
-            count, builder = _Document(limits), _Builder(twice)
+            counter, builder = _NodeCounter(limits), _ValueBuilder(on_duplicate)
         elif isinstance(event, yaml.DocumentEndEvent):
             yield builder.value
         else:
-            count.add(event)
+            counter.add(event)
             builder.add(event)
 
 
-def nodes_of(data: bytes, limits: Limits) -> list[Any]:
+def compose_all(data: bytes, limits: Limits) -> list[Any]:
     """The documents of a text as nodes, which know their lines. Raises NOT_YAML."""
     _check_size(data, limits)
-    document = _Document(limits)
-    for event in _events(data):
+    counter = _NodeCounter(limits)
+    for event in _parse_events(data):
         if isinstance(event, yaml.DocumentStartEvent):
-            document = _Document(limits)
+            counter = _NodeCounter(limits)
         else:
-            document.add(event)
+            counter.add(event)
     return list(yaml.compose_all(data, _LOADER))
 
 
@@ -101,7 +103,7 @@ class _Dumper(yaml.SafeDumper):
     """Puts text into quotes that would be read as something else: PyYAML knows YAML 1.1."""
 
     def represent_str(self, data: str) -> yaml.ScalarNode:
-        quotes = "'" if _is_other(data) else None
+        quotes = "'" if _needs_quotes(data) else None
         return self.represent_scalar(f"{_TAG}str", data, quotes)
 
 
@@ -110,21 +112,21 @@ _Dumper.add_representer(str, _Dumper.represent_str)
 
 def _check_size(data: bytes, limits: Limits) -> None:
     if len(data) > limits.size:
-        raise TooLarge(problem=f"{len(data)} bytes; the limit is {limits.size}")
+        raise LimitExceededError(problem=f"{len(data)} bytes; the limit is {limits.size}")
 
 
-def _events(data: bytes) -> Iterator[Any]:
+def _parse_events(data: bytes) -> Iterator[Any]:
     return yaml.parse(data, _LOADER)
 
 
-class _Document:
+class _NodeCounter:
     """The nodes of one document so far, and how many each anchor stands for."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._nodes = 0
         self._anchors: dict[str, int] = {}
-        self._open: list[tuple[str | None, int]] = []  # anchor, and the nodes before it
+        self._stack: list[tuple[str | None, int]] = []  # anchor, and the nodes before it
 
     def add(self, event: Any) -> None:
         """Count one event. Raises TooLarge."""
@@ -133,99 +135,99 @@ class _Document:
             if event.anchor:
                 self._anchors[event.anchor] = 1
         elif isinstance(event, yaml.AliasEvent):
-            self._refer(event)
-        elif isinstance(event, _OPEN):
-            self._open.append((event.anchor, self._nodes))
+            self._add_alias(event)
+        elif isinstance(event, _START_EVENTS):
+            self._stack.append((event.anchor, self._nodes))
             self._nodes += 1
             self._anchors.pop(event.anchor or "", None)
-            if len(self._open) > self._limits.depth:
-                raise _too_large(f"more than {self._limits.depth} levels deep", event)
-        elif isinstance(event, _CLOSE):
-            anchor, before = self._open.pop()
+            if len(self._stack) > self._limits.depth:
+                raise _limit_error(f"more than {self._limits.depth} levels deep", event)
+        elif isinstance(event, _END_EVENTS):
+            anchor, before = self._stack.pop()
             if anchor:
                 self._anchors[anchor] = self._nodes - before
         if self._nodes > self._limits.nodes:
             what = (
                 f"more than {self._limits.nodes} nodes, references counted as what they stand for"
             )
-            raise _too_large(what, event)
+            raise _limit_error(what, event)
 
-    def _refer(self, event: Any) -> None:
-        if any(anchor == event.anchor for anchor, _ in self._open):
-            raise _too_large(f"*{event.anchor} refers to something that contains it", event)
+    def _add_alias(self, event: Any) -> None:
+        if any(anchor == event.anchor for anchor, _ in self._stack):
+            raise _limit_error(f"*{event.anchor} refers to something that contains it", event)
         # An anchor that does not exist is an error of the composer, with its line.
         self._nodes += self._anchors.get(event.anchor, 1)
 
 
-def _too_large(problem: str, event: Any) -> TooLarge:
-    return TooLarge(problem=problem, problem_mark=event.start_mark)
+def _limit_error(problem: str, event: Any) -> LimitExceededError:
+    return LimitExceededError(problem=problem, problem_mark=event.start_mark)
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenCollection:
     """A list or an object that is not complete yet."""
 
     target: Any
     anchor: str | None
     key: str | None = None
-    merges: bool = False  # what comes next goes into the object itself
-    seen: set[str] = field(default_factory=set)
+    is_merge: bool = False  # what comes next goes into the object itself
+    keys: set[str] = field(default_factory=set)
 
 
-class _Builder:
+class _ValueBuilder:
     """The value of one document."""
 
-    def __init__(self, twice: Twice | None) -> None:
-        self._twice = twice
+    def __init__(self, on_duplicate: DuplicateKeyHandler | None) -> None:
+        self._on_duplicate = on_duplicate
         self._anchors: dict[str, Any] = {}
-        self._open: list[_Open] = []
+        self._stack: list[_OpenCollection] = []
         self.value: Any = None
 
     def add(self, event: Any) -> None:
         """Takes one event, which is within the limits."""
         if isinstance(event, yaml.ScalarEvent):
-            value = _scalar(event)
-            self._name(event.anchor, value)
-            self._put(value, event)
+            value = _parse_scalar(event)
+            self._set_anchor(event.anchor, value)
+            self._add_value(value, event)
         elif isinstance(event, yaml.AliasEvent):
             if event.anchor not in self._anchors:
-                raise _bad(f"found undefined alias {event.anchor!r}", event)
-            self._put(self._anchors[event.anchor], event)
-        elif isinstance(event, _OPEN):
+                raise _yaml_error(f"found undefined alias {event.anchor!r}", event)
+            self._add_value(self._anchors[event.anchor], event)
+        elif isinstance(event, _START_EVENTS):
             target: Any = {} if isinstance(event, yaml.MappingStartEvent) else []
-            self._open.append(_Open(target, event.anchor))
-        elif isinstance(event, _CLOSE):
-            done = self._open.pop()
-            self._name(done.anchor, done.target)
-            self._put(done.target, event)
+            self._stack.append(_OpenCollection(target, event.anchor))
+        elif isinstance(event, _END_EVENTS):
+            collection = self._stack.pop()
+            self._set_anchor(collection.anchor, collection.target)
+            self._add_value(collection.target, event)
 
-    def _name(self, anchor: str | None, value: Any) -> None:
+    def _set_anchor(self, anchor: str | None, value: Any) -> None:
         if anchor is not None:
             self._anchors[anchor] = value
 
-    def _put(self, value: Any, event: Any) -> None:
-        if not self._open:
+    def _add_value(self, value: Any, event: Any) -> None:
+        if not self._stack:
             self.value = value
             return
-        top = self._open[-1]
+        top = self._stack[-1]
         if isinstance(top.target, list):
             top.target.append(value)
-        elif top.merges:
-            top.merges = False
+        elif top.is_merge:
+            top.is_merge = False
             _merge(top.target, value, event)
         elif top.key is None:
-            top.merges = _is_merge(event)
-            if not top.merges:
-                top.key = self._key(value, event, top.seen)
+            top.is_merge = _is_merge(event)
+            if not top.is_merge:
+                top.key = self._check_key(value, event, top.keys)
         else:
             top.target[top.key] = value
             top.key = None
 
-    def _key(self, value: Any, event: Any, seen: set[str]) -> str:
-        key = _key(value, event)
-        if key in seen and self._twice is not None:
-            self._twice(key, event.start_mark.line + 1)
-        seen.add(key)
+    def _check_key(self, value: Any, event: Any, keys: set[str]) -> str:
+        key = _format_key(value, event)
+        if key in keys and self._on_duplicate is not None:
+            self._on_duplicate(key, event.start_mark.line + 1)
+        keys.add(key)
         return key
 
 
@@ -238,12 +240,12 @@ def _is_merge(event: Any) -> bool:
 def _merge(target: dict[str, Any], value: Any, event: Any) -> None:
     sources = value if isinstance(value, list) else [value]
     if not all(isinstance(source, dict) for source in sources):
-        raise _bad("<< needs an object, or a list of objects", event)
+        raise _yaml_error("<< needs an object, or a list of objects", event)
     for source in reversed(sources):  # the first one counts
         target.update(source)
 
 
-def _key(value: Any, event: Any) -> str:
+def _format_key(value: Any, event: Any) -> str:
     """A key as Kubernetes' conversion to JSON writes it."""
     if isinstance(value, str):
         return value
@@ -254,33 +256,33 @@ def _key(value: Any, event: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     what = "null" if value is None else "a list or an object"
-    raise _bad(f"{what} is no name of a field", event)
+    raise _yaml_error(f"{what} is no name of a field", event)
 
 
-_WORDS: Final[dict[str, Any]] = {
+_KEYWORDS: Final[dict[str, Any]] = {
     form: value
-    for words, value in (
+    for spellings, value in (
         ("y yes true on", True),
         ("n no false off", False),
         ("null", None),
     )
-    for word in words.split()
-    for form in (word, word.capitalize(), word.upper())
+    for spelling in spellings.split()
+    for form in (spelling, spelling.capitalize(), spelling.upper())
 } | {"": None, "~": None}
 _NOT_FINITE: Final = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 _INT: Final = re.compile(r"[-+]?(?:0[bB][01]+|0[oO]?[0-7]+|0[xX][0-9a-fA-F]+|0|[1-9][0-9]*)")
 _FLOAT: Final = re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?")
 _FRACTION: Final = re.compile(r"\.[0-9](?:_?[0-9])*(?:[eE][-+]?[0-9](?:_?[0-9])*)?")
 _DATE: Final = re.compile(r"[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}(?:[Tt ][0-9].*)?")
-_EXACT: Final = 2**53
+_MAX_EXACT_INT: Final = 2**53
 _BASES: Final = {"b": 2, "o": 8, "x": 16}
 
 
-def _scalar(event: Any) -> Any:
+def _parse_scalar(event: Any) -> Any:
     """The value of a scalar by its tag, or as it looks where it has none and no quotes."""
     tag, text = event.tag, event.value
     if tag is None and event.implicit[0]:
-        return _plain(text, event)
+        return _parse_plain(text, event)
     if tag is None or tag == "!":
         return text
     kind = tag.removeprefix(_TAG)
@@ -288,10 +290,10 @@ def _scalar(event: Any) -> Any:
         try:
             return base64.b64decode(text, validate=True).decode()
         except ValueError as error:
-            raise _bad("!!binary holds no base64 of text", event) from error
+            raise _yaml_error("!!binary holds no base64 of text", event) from error
     if kind not in ("bool", "int", "float", "null", "timestamp"):
         return text
-    value = None if kind == "timestamp" else _plain(text, event)
+    value = None if kind == "timestamp" else _parse_plain(text, event)
     is_kind = {
         "bool": isinstance(value, bool),
         "int": _is_int(text) and not isinstance(value, str),
@@ -300,28 +302,28 @@ def _scalar(event: Any) -> Any:
         "timestamp": _DATE.fullmatch(text) is not None,
     }
     if not is_kind[kind]:
-        raise _bad(f"{text[:40]!r} is no !!{kind}", event)
+        raise _yaml_error(f"{text[:40]!r} is no !!{kind}", event)
     return text if kind == "timestamp" else value
 
 
-def _plain(text: str, event: Any) -> Any:
-    if text in _WORDS:
-        return _WORDS[text]
+def _parse_plain(text: str, event: Any) -> Any:
+    if text in _KEYWORDS:
+        return _KEYWORDS[text]
     if text[0] not in "+-.0123456789":
         return text
     if _NOT_FINITE.fullmatch(text):
-        raise _bad(f"{text} is no number that JSON can hold", event)
+        raise _yaml_error(f"{text} is no number that JSON can hold", event)
     if text[0] == ".":
-        return _float(text) if _FRACTION.fullmatch(text) else text
+        return _parse_float(text) if _FRACTION.fullmatch(text) else text
     if _is_int(text):
-        return _int(text)
-    return _float(text) if _FLOAT.fullmatch(text.replace("_", "")) else text
+        return _parse_int(text)
+    return _parse_float(text) if _FLOAT.fullmatch(text.replace("_", "")) else text
 
 
-def _is_other(text: str) -> bool:
+def _needs_quotes(text: str) -> bool:
     """Whether this text, without quotes, is no text."""
     try:
-        return not isinstance(_plain(text, None), str)
+        return not isinstance(_parse_plain(text, None), str)
     except yaml.YAMLError:
         return True
 
@@ -331,10 +333,10 @@ def _is_int(text: str) -> bool:
     digits = text.replace("_", "")
     if not _INT.fullmatch(digits) or len(digits) > 70:
         return False
-    return -(1 << 63) <= _int(text) < (1 << 64)
+    return -(1 << 63) <= _parse_int(text) < (1 << 64)
 
 
-def _int(text: str) -> int:
+def _parse_int(text: str) -> int:
     digits = text.replace("_", "")
     sign = -1 if digits[0] == "-" else 1
     digits = digits.lstrip("+-").lower()
@@ -344,14 +346,14 @@ def _int(text: str) -> int:
     return sign * (int(digits[2:], base) if base else int(digits, 8))
 
 
-def _float(text: str) -> int | float | str:
+def _parse_float(text: str) -> int | float | str:
     """As JSON has it: a float that is a whole number is written like one."""
     value = float(text)
     if value in (float("inf"), float("-inf")):
         return text
-    return int(value) if value.is_integer() and abs(value) <= _EXACT else value
+    return int(value) if value.is_integer() and abs(value) <= _MAX_EXACT_INT else value
 
 
-def _bad(problem: str, event: Any) -> yaml.MarkedYAMLError:
+def _yaml_error(problem: str, event: Any) -> yaml.MarkedYAMLError:
     mark = None if event is None else event.start_mark
     return yaml.MarkedYAMLError(problem=problem, problem_mark=mark)

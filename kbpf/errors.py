@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 
-def printable(text: str) -> str:
+def escape_unprintable(text: str) -> str:
     """The text with every control character, bidirectional override and the like as an escape
     (``\\x1b``): names and messages of others must not steer a terminal or forge a line.
     """
@@ -22,22 +22,24 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-_TYPES = {
+_TYPE_NAMES = {
     "str": "a string", "int": "an integer", "float": "a fraction", "bool": "true or false",
     "array": "a list", "object": "an object", "null": "null",
 }  # fmt: skip
 
 
-def in_words(problem: str) -> str:
+def describe_decode_error(message: str) -> str:
     """A complaint of msgspec's in words of YAML and JSON: ``expected an integer, got a string``."""
 
-    def words(types: re.Match[str]) -> str:
-        names = [name for name in types[1].split(" | ") if name != "null"]
-        return " or ".join(_TYPES.get(name, name) for name in names) or "null"
+    def describe_types(match: re.Match[str]) -> str:
+        names = [name for name in match[1].split(" | ") if name != "null"]
+        return " or ".join(_TYPE_NAMES.get(name, name) for name in names) or "null"
 
-    text = re.sub(r"`([^`]*)`", words, problem).replace("got true or false", "got a boolean")
-    known = text.startswith(("Expected", "Object", "Invalid", "Number"))
-    return text[0].lower() + text[1:] if known else text
+    text = re.sub(r"`([^`]*)`", describe_types, message).replace(
+        "got true or false", "got a boolean"
+    )
+    is_known = text.startswith(("Expected", "Object", "Invalid", "Number"))
+    return text[0].lower() + text[1:] if is_known else text
 
 
 class KbpfError(Exception):
@@ -59,7 +61,7 @@ class KbpfError(Exception):
 
 
 def _one_line(text: str) -> str:
-    return printable(" ".join(text.split()))
+    return escape_unprintable(" ".join(text.split()))
 
 
 class ConfigError(KbpfError):
@@ -113,31 +115,31 @@ class KernelError(KbpfError):
         self.errno = errno
 
     @property
-    def reason(self) -> str:
+    def errno_name(self) -> str:
         """The errno's name, "" without one."""
         return errno_names.errorcode.get(self.errno, "")
 
     def __str__(self) -> str:
-        name = self.reason
-        place = f" ({self.where})" if self.where else ""
+        name = self.errno_name
+        location = f" ({self.where})" if self.where else ""
         reason = f": {name}" if name else ""
         hint = f"; {self.hint}" if self.hint else ""
-        return _one_line(f"{self.what}{place}{reason}{hint}")
+        return _one_line(f"{self.what}{location}{reason}{hint}")
 
 
-class ProgramRefused(KernelError):
+class ProgramLoadError(KernelError):
     """The kernel does not take a program."""
 
 
-class AttachRefused(KernelError):
+class AttachError(KernelError):
     """The kernel takes a program, but not where it belongs."""
 
 
-class DevicesBehind(KernelError):
+class OutdatedDevicesError(KernelError):
     """Devices go on with older programs for now. They are looked after: nobody has to come back."""
 
 
-class PinsGone(KernelError):
+class PinsRemovedError(KernelError):
     """Somebody removed what this agent keeps in the kernel."""
 
 
@@ -150,18 +152,18 @@ def kernel_errors(what: str, where: str = "") -> Iterator[None]:
         raise KernelError(what, where, error.strerror or "", error.errno or 0) from error
 
 
-def unexpected_refusal(error: OSError) -> str:
+def describe_unexpected_error(error: OSError) -> str:
     """One line about a system call whose failure no code of ours expects, with the place in our
     code that made it.
     """
-    place, here = "", Path(__file__).parent
-    step = error.__traceback__
-    while step is not None:
-        path = Path(step.tb_frame.f_code.co_filename)
-        if path.is_relative_to(here):
-            place = f"{path.relative_to(here.parent)}:{step.tb_lineno}"
-        step = step.tb_next
+    location, package_dir = "", Path(__file__).parent
+    traceback = error.__traceback__
+    while traceback is not None:
+        path = Path(traceback.tb_frame.f_code.co_filename)
+        if path.is_relative_to(package_dir):
+            location = f"{path.relative_to(package_dir.parent)}:{traceback.tb_lineno}"
+        traceback = traceback.tb_next
     what = error.strerror or str(error) or type(error).__name__
     name = errno_names.errorcode.get(error.errno or 0, "")
     file = f" {error.filename!r}" if error.filename is not None else ""
-    return _one_line(f"unexpected error: {what}{file}{f': {name}' if name else ''} ({place})")
+    return _one_line(f"unexpected error: {what}{file}{f': {name}' if name else ''} ({location})")

@@ -21,64 +21,64 @@ from kbpf.agent import conntrack_sysctls
 from kbpf.agent.inbox import Inbox, Item, Wake
 from kbpf.agent.listeners import Listeners
 from kbpf.agent.problems import Problems
-from kbpf.agent.recorder import Tally
-from kbpf.agent.refusals import Refusals
-from kbpf.agent.work_queue import Work
+from kbpf.agent.recorder import Recorder
+from kbpf.agent.refusals import RefusalReporter
+from kbpf.agent.work_queue import ServiceQueue
 from kbpf.dataplane.base import DataPlane, Report
-from kbpf.errors import KbpfError, PinsGone, printable
+from kbpf.errors import KbpfError, PinsRemovedError, escape_unprintable
 from kbpf.kernel.net import addresses, dummy
 from kbpf.kernel.system import threads
-from kbpf.kernel.system.threads import Supervised
+from kbpf.kernel.system.threads import SupervisedThread
 from kbpf.model.address import Addr
-from kbpf.model.config import Config, LocalMode, Serving, is_system
+from kbpf.model.config import Config, LocalMode, Serving, is_system_service
 from kbpf.model.desired import FrontendAddress, ServicePortKey
-from kbpf.model.events import NEEDED, Delete, Event, Kind, Synced, Upsert
-from kbpf.model.objects import READ_AS, ServiceName
+from kbpf.model.events import REQUIRED_KINDS, Delete, Event, Kind, Synced, Upsert
+from kbpf.model.objects import READ_AS_TEXT, ServiceName
 from kbpf.model.status import (
-    MOST_NAMESPACES,
-    MOST_PROBLEMS,
+    MAX_NAMESPACES,
+    MAX_PROBLEMS,
     AgentStatus,
     SourceView,
     ThreadView,
     encode,
 )
-from kbpf.policy.admission import Server
-from kbpf.policy.compute import Desired
-from kbpf.policy.frontends import node_ports_nowhere
-from kbpf.policy.store import Touched, World
-from kbpf.serve.events import About
-from kbpf.serve.server import Desk
+from kbpf.policy.admission import ApiServerAddress
+from kbpf.policy.compute import DesiredStateBuilder
+from kbpf.policy.frontends import node_port_problem
+from kbpf.policy.store import ChangeSet, ObjectStore
+from kbpf.serve.events import EventObject
+from kbpf.serve.server import AgentServer
 from kbpf.source.base import Source
 from kbpf.takeover import conntrack_keepalive
 
 log = logging.getLogger("kbpf.agent")
 
-HEARTBEAT_SECONDS: Final = 2.0
-RETRY_SECONDS: Final = 1.0
-READY_SECONDS: Final = 0.1
+HEARTBEAT_INTERVAL_S: Final = 2.0
+RETRY_INTERVAL_S: Final = 1.0
+READY_POLL_INTERVAL_S: Final = 0.1
 """So often the data plane is asked whether it is done with the first apply."""
 
-MOST_SERVERS: Final = 32
+MAX_API_SERVERS: Final = 32
 """So many addresses of API servers that the agent has dialled are kept from Services."""
-WATCH_SECONDS: Final = 30.0
+ADDRESS_WATCH_TIMEOUT_S: Final = 30.0
 """Without progress for this long the thread `addresses` counts as stuck."""
 
-LATENCIES: Final = 4096
+MAX_LATENCY_SAMPLES: Final = 4096
 """So many of the last events tell how long it takes from an event's arrival to the map."""
 
-SLICE_SECONDS: Final = 0.0015
+COMPUTE_BUDGET_S: Final = 0.0015
 """Changes are computed for this long before they are programmed and the inbox is read again."""
 
-STATUS_PAUSE_SECONDS: Final = 0.5
+MIN_STATUS_INTERVAL_S: Final = 0.5
 """Status is written at most this often while changes come in."""
 
 
-class Computing(NamedTuple):
+class ServiceComputation(NamedTuple):
     """A Service that is being computed, and when the events arrived that this brings into force."""
 
     name: ServiceName
     steps: Generator[set[ServicePortKey]]
-    arrived: list[float]
+    arrival_times: list[float]
 
 
 class Agent:
@@ -88,70 +88,81 @@ class Agent:
         self,
         config: Config,
         plane: DataPlane,
-        sources: Callable[[Callable[[Item], None]], Sequence[Source]],
-        desk: Desk | None = None,
+        make_sources: Callable[[Callable[[Item], None]], Sequence[Source]],
+        server: AgentServer | None = None,
     ) -> None:
         self.config_error: Callable[[], str] | None = None
         """What is wrong with the configuration file; None without one."""
         self._config = config
         self._plane = plane
         self._inbox = Inbox()
-        self._desk = desk or Desk(replace(config, serving=Serving(healthz="", metrics="")))
-        self._tally = Tally(config, self._desk)
+        self._server = server or AgentServer(
+            replace(config, serving=Serving(healthz="", metrics=""))
+        )
+        self._recorder = Recorder(config, self._server)
         self._problem_lines = Problems()
-        self._refusals = Refusals(self._desk.events, self._problem_lines)
-        self._servers: tuple[Server, ...] = ()  # that the agent has dialled, the newest last
+        self._refusals = RefusalReporter(self._server.events, self._problem_lines)
+        self._api_servers: tuple[
+            ApiServerAddress, ...
+        ] = ()  # that the agent has dialled, the newest last
         self._listeners = Listeners()
-        self._told: tuple[tuple[Server, ...], frozenset[FrontendAddress]] = ((), frozenset())
+        self._policy_inputs: tuple[tuple[ApiServerAddress, ...], frozenset[FrontendAddress]] = (
+            (),
+            frozenset(),
+        )
         # the servers and listeners that policy knows of
-        self._sources = sources(self._put)
-        self._world = World(config.node_name, config.bind_address)
-        self._conntrack = conntrack_sysctls.Keeper(config.conntrack)
-        self._desired = Desired()
-        self._pending = Touched()
-        self._work = Work()
-        self._current: Computing | None = None
-        self._arrived: dict[ServiceName, list[float]] = {}  # events that are not computed yet
-        self._computed: dict[ServiceName, list[float]] = {}  # and those not programmed yet
+        self._sources = make_sources(self._enqueue)
+        self._store = ObjectStore(config.node_name, config.bind_address)
+        self._conntrack_sysctls = conntrack_sysctls.ConntrackSysctls(config.conntrack)
+        self._builder = DesiredStateBuilder()
+        self._pending = ChangeSet()
+        self._queue = ServiceQueue()
+        self._computation: ServiceComputation | None = None
+        self._uncomputed_arrivals: dict[
+            ServiceName, list[float]
+        ] = {}  # events that are not computed yet
+        self._unprogrammed_arrivals: dict[
+            ServiceName, list[float]
+        ] = {}  # and those not programmed yet
         self._deferred = False  # whether the data plane has more to do for large Service ports
         self._deferred_due = 0.0  # and when
-        self._passed_over = False  # whether large ones were left out in the last round
-        self._retry: set[ServicePortKey] | None = set()
+        self._skipped_large = False  # whether large ones were left out in the last round
+        self._dirty_keys: set[ServicePortKey] | None = set()
         self._retry_due = 0.0
         self._stop = threading.Event()
         self._lock = threading.Lock()  # of _servers
-        self._addresses: tuple[Addr, ...] = ()
-        self._nowhere = ""
-        self._complete = False
-        self._settled = False  # whether a complete apply knew of all objects
+        self._node_addresses: tuple[Addr, ...] = ()
+        self._node_port_problem = ""
+        self._first_apply_done = False
+        self._fully_synced = False  # whether a complete apply knew of all objects
         self._refused: set[ServicePortKey] = set()
-        self._plain: set[ServicePortKey] = set()  # spread evenly instead of as they ask
-        self._error = ""  # of the last apply
+        self._degraded: set[ServicePortKey] = set()  # spread evenly instead of as they ask
+        self._apply_error = ""  # of the last apply
         self._tick_error = ""  # of what was put off
-        self._missing = False
-        self._ready = False  # whether the data plane is done with the first apply
-        self._started = time.clock_gettime(time.CLOCK_BOOTTIME)
+        self._local_networks_missing = False
+        self._plane_ready = False  # whether the data plane is done with the first apply
+        self._start_time = time.clock_gettime(time.CLOCK_BOOTTIME)
         self._status_due = 0.0
-        self._applied = 0
+        self._apply_count = 0
         self._last_apply = float("-inf")  # time.monotonic(), as the next
         self._resync_due = 0.0  # none before the first apply
-        self._written: Mapping[str, int] = {}  # by the last apply, entries by map
-        self._node_missed = False
+        self._last_writes: Mapping[str, int] = {}  # by the last apply, entries by map
+        self._missing_node_logged = False
         self._last_apply_ms = 0.0
-        self._latencies: deque[float] = deque(maxlen=LATENCIES)
+        self._latencies: deque[float] = deque(maxlen=MAX_LATENCY_SAMPLES)
 
     def stop(self) -> None:
         """Ends run() soon. May be called from a signal handler or another thread."""
         self._stop.set()
         self._inbox.put(Wake("stop"))
 
-    def connecting(self, cookie: int, address: Addr, port: int) -> None:
+    def on_api_connect(self, cookie: int, address: Addr, port: int) -> None:
         """See source.cluster.Connecting. Called by any thread, from open() on."""
         self._plane.claim_socket(cookie)
         with self._lock:
-            if (address, port) in self._servers:
+            if (address, port) in self._api_servers:
                 return
-            self._servers = (*self._servers, (address, port))[-MOST_SERVERS:]
+            self._api_servers = (*self._api_servers, (address, port))[-MAX_API_SERVERS:]
         self._inbox.put(Wake("server"))
 
     def run(self) -> None:
@@ -160,46 +171,46 @@ class Agent:
         Raises what open() or a source's start() raises. Traffic is as it was after the end.
         """
         try:
-            self._desk.start()  # before open(): compiling takes a while, and kubelet asks
+            self._server.start()  # before open(): compiling takes a while, and kubelet asks
             self._plane.open()
             self._run()
         finally:
-            self._desk.stop()
+            self._server.stop()
 
-    def _put(self, item: Item) -> None:
+    def _enqueue(self, item: Item) -> None:
         """Where sources leave what they say."""
         if isinstance(item, Upsert | Delete):
-            self._desk.health.queued()
+            self._server.health.record_queued()
             if item.key.kind in (Kind.SERVICE, Kind.SLICE):
-                self._desk.record.queued()
+                self._server.proxy_metrics.record_queued()
         self._inbox.put(item)
 
     def _run(self) -> None:
-        watch = Supervised(
+        address_watcher = SupervisedThread(
             "addresses",
             partial(
                 addresses.watch_addresses, lambda: self._inbox.put(Wake("addresses")), self._stop
             ),
-            WATCH_SECONDS,
+            ADDRESS_WATCH_TIMEOUT_S,
         )
         try:
-            self._addresses = self._local_addresses()
-            watch.start()
+            self._node_addresses = self._read_node_addresses()
+            address_watcher.start()
             for source in self._sources:
                 source.start()
-            self._tell_what_is_passed_by()
+            self._log_netfilter_bypass()
             log.info("started node=%s mode=%s", self._config.node_name, self._plane.name)
-            self._desk.begun(__version__, self._plane.choice())
-            self._serve()
+            self._server.report_started(__version__, self._plane.mode_choice())
+            self._run_event_loop()
         finally:
             self._stop.set()
             for source in self._sources:
                 source.stop()
-            watch.stop()
+            address_watcher.stop()
             self._plane.close()
         log.info("stopped; what is programmed goes on serving")
 
-    def _tell_what_is_passed_by(self) -> None:
+    def _log_netfilter_bypass(self) -> None:
         if self._plane.name == "ipvs":
             return  # which has no packet path
         if self._config.packet_path and self._config.forwarding == "direct":
@@ -208,196 +219,209 @@ class Agent:
                 "nftables and iptables, conntrack, and network policies built on them"
             )
 
-    def _serve(self) -> None:
+    def _run_event_loop(self) -> None:
         wait = 0.0
         while not self._stop.is_set():
-            self._desk.health.taken()
-            self._conntrack.look(time.monotonic())
-            self.step(self._inbox.take(wait))
-            wait = self._wait()
+            self._server.health.record_dequeued()
+            self._conntrack_sysctls.apply(time.monotonic())
+            self.step(self._inbox.get_batch(wait))
+            wait = self._seconds_until_due()
 
     def step(self, items: Sequence[Item]) -> None:
         """One round: what came in, what follows from it, what was put off."""
         events = [item for item in items if not isinstance(item, Wake)]
         _log_events(events)
-        touched = self._world.apply(events)
-        self._tally.heard(events, touched)
-        self._pending.add(touched)
-        if any(isinstance(item, Wake) and item.why == "addresses" for item in items):
-            self._look_at_addresses()
+        touched = self._store.apply(events)
+        self._recorder.record_events(events, touched)
+        self._pending.update(touched)
+        if any(isinstance(item, Wake) and item.reason == "addresses" for item in items):
+            self._refresh_node_addresses()
         if self._synced:
-            self._note_arrivals(events, touched)
-            self._bring_up_to_date()
-        for look in self._plane.ended():
-            self._desk.record.ended(look)
-        if not self._pending and not self._busy and not self._error:
-            self._tally.settled(self._world, self._desired.state)
-        elif self._work.oldest is not None and not self._error:
-            self._desk.health.waiting(self._work.oldest)
+            self._record_arrivals(events, touched)
+            self._reconcile()
+        for cut in self._plane.take_udp_cuts():
+            self._server.proxy_metrics.record_udp_cut(cut)
+        if not self._pending and not self._busy and not self._apply_error:
+            self._recorder.record_settled(self._store, self._builder.state)
+        elif self._queue.oldest_since is not None and not self._apply_error:
+            self._server.health.set_oldest(self._queue.oldest_since)
         self._report_problems(events)
         now = time.monotonic()
-        if self._complete and not self._ready and self._plane.ready():
-            self._ready, self._status_due = True, 0.0
+        if self._first_apply_done and not self._plane_ready and self._plane.is_ready():
+            self._plane_ready, self._status_due = True, 0.0
         if items:
-            self._status_due = min(self._status_due, now + STATUS_PAUSE_SECONDS)
+            self._status_due = min(self._status_due, now + MIN_STATUS_INTERVAL_S)
         if now >= self._status_due:
-            pause = HEARTBEAT_SECONDS if self._ready or not self._complete else READY_SECONDS
+            pause = (
+                HEARTBEAT_INTERVAL_S
+                if self._plane_ready or not self._first_apply_done
+                else READY_POLL_INTERVAL_S
+            )
             self._status_due = now + pause
             self._write_status()
 
     @property
     def _synced(self) -> bool:
-        return self._world.synced >= NEEDED
+        return self._store.synced >= REQUIRED_KINDS
 
-    def _local_addresses(self) -> tuple[Addr, ...]:
+    def _read_node_addresses(self) -> tuple[Addr, ...]:
         """Those of the node itself: IPVS data planes have devices for the others, and ours may have
         had another name.
         """
-        apart = (self._config.ipvs_device, *conntrack_keepalive.DEVICES, *dummy.ours())
-        return addresses.local_addresses(*apart)
+        excluded_devices = (
+            self._config.ipvs_device,
+            *conntrack_keepalive.SERVICE_DEVICES,
+            *dummy.list_ours(),
+        )
+        return addresses.local_addresses(*excluded_devices)
 
-    def _look_at_addresses(self) -> None:
-        found = self._local_addresses()
-        if found != self._addresses:
-            self._addresses = found
-            self._pending.everything = True
-            self._retry = None  # the data plane looks at its surroundings, too
+    def _refresh_node_addresses(self) -> None:
+        node_addresses = self._read_node_addresses()
+        if node_addresses != self._node_addresses:
+            self._node_addresses = node_addresses
+            self._pending.all_services = True
+            self._dirty_keys = None  # the data plane looks at its surroundings, too
 
-    def _note_arrivals(self, events: Iterable[Event], touched: Touched) -> None:
+    def _record_arrivals(self, events: Iterable[Event], touched: ChangeSet) -> None:
         """When what is to be programmed now arrived, for event_to_map."""
-        if not self._complete:
+        if not self._first_apply_done:
             return
         for event in events:
-            if not isinstance(event, Upsert | Delete) or not event.received:
+            if not isinstance(event, Upsert | Delete) or not event.received_at:
                 continue
-            name = self._world.service_of(event)
+            name = self._store.service_of(event)
             if name in touched.services:
-                self._arrived.setdefault(name, []).append(event.received)
+                self._uncomputed_arrivals.setdefault(name, []).append(event.received_at)
 
     @property
     def _busy(self) -> bool:
         """Whether there is more to compute or to program than one step does."""
-        return bool(self._work or self._current or self._retry or self._deferred)
+        return bool(self._queue or self._computation or self._dirty_keys or self._deferred)
 
-    def _bring_up_to_date(self) -> None:
-        self._listeners.look(time.monotonic())
-        due = self._pending or self._told != (self._servers, self._listeners.ports)
-        if not self._complete:
-            touched, self._pending = self._pending, Touched()
-            self._told = self._servers, self._listeners.ports
-            self._changed(
-                self._desired.update(
-                    self._world, touched, self._addresses, self._config, *self._told
+    def _reconcile(self) -> None:
+        self._listeners.refresh(time.monotonic())
+        outdated = self._pending or self._policy_inputs != (
+            self._api_servers,
+            self._listeners.ports,
+        )
+        if not self._first_apply_done:
+            touched, self._pending = self._pending, ChangeSet()
+            self._policy_inputs = self._api_servers, self._listeners.ports
+            self._mark_changed(
+                self._builder.update(
+                    self._store, touched, self._node_addresses, self._config, *self._policy_inputs
                 )
             )
-            self._tell_what_is_missing()
+            self._warn_about_missing_data()
             self._apply(None)
             return
-        if due and self._pause() <= 0:
-            touched, self._pending = self._pending, Touched()
-            now, node = time.monotonic(), self._desired.node
-            self._told = self._servers, self._listeners.ports
-            for name in self._desired.touch(
-                self._world, touched, self._addresses, self._config, *self._told
+        if outdated and self._seconds_until_apply() <= 0:
+            touched, self._pending = self._pending, ChangeSet()
+            now, node = time.monotonic(), self._builder.node_state
+            self._policy_inputs = self._api_servers, self._listeners.ports
+            for name in self._builder.begin_update(
+                self._store, touched, self._node_addresses, self._config, *self._policy_inputs
             ):
-                system = is_system(name, self._config)
-                self._work.add(name, self._world.size_of(name), system, now)
-            self._tell_what_is_missing()
-            if self._desired.node != node and self._retry is not None:
-                self._apply(self._retry)
-        urgent = self._compute_small(SLICE_SECONDS)
+                system = is_system_service(name, self._config)
+                self._queue.add(name, self._store.estimate_cost(name), system, now)
+            self._warn_about_missing_data()
+            if self._builder.node_state != node and self._dirty_keys is not None:
+                self._apply(self._dirty_keys)
+        computed_small = self._compute_small_services(COMPUTE_BUDGET_S)
         self._resync()
-        whole = not self._settled and self._sound()
-        again = (self._refused or self._error) and time.monotonic() >= self._retry_due
-        if self._retry is None or self._retry or again or whole:
-            self._apply(self._retry)
-        self._passed_over = urgent and not self._passed_over
-        if not self._passed_over and not self._error:
-            self._go_on(SLICE_SECONDS)
+        newly_authoritative = not self._fully_synced and self._is_authoritative()
+        retry_due = (self._refused or self._apply_error) and time.monotonic() >= self._retry_due
+        if self._dirty_keys is None or self._dirty_keys or retry_due or newly_authoritative:
+            self._apply(self._dirty_keys)
+        self._skipped_large = computed_small and not self._skipped_large
+        if not self._skipped_large and not self._apply_error:
+            self._advance_large_service(COMPUTE_BUDGET_S)
 
-    def _compute_small(self, seconds: float) -> bool:
+    def _compute_small_services(self, seconds: float) -> bool:
         """Computes small Services that wait, for so long; whether there were any."""
-        until, computed = time.monotonic() + seconds, False
-        while (name := self._work.pop_small()) is not None:
-            if self._current is not None and self._current.name == name:
-                self._finish(self._current)  # or its older half would overwrite the newer one
-            self._finish(self._begin(name))
-            computed = True
-            if time.monotonic() >= until:
+        deadline, computed_any = time.monotonic() + seconds, False
+        while (name := self._queue.pop_small()) is not None:
+            if self._computation is not None and self._computation.name == name:
+                self._finish_computation(
+                    self._computation
+                )  # or its older half would overwrite the newer one
+            self._finish_computation(self._start_computation(name))
+            computed_any = True
+            if time.monotonic() >= deadline:
                 break
-        return computed
+        return computed_any
 
-    def _go_on(self, seconds: float) -> None:
+    def _advance_large_service(self, seconds: float) -> None:
         """One slice of what is large: computes it, and programs that. No large Service is begun
         while the data plane has yet to program another.
         """
-        until = time.monotonic() + seconds
-        if self._current is None and not self._deferred:
-            name = self._work.pop_large(time.monotonic())
-            self._current = None if name is None else self._begin(name)
-        while self._current is not None:
-            self._step(self._current)
-            if time.monotonic() >= until:
+        deadline = time.monotonic() + seconds
+        if self._computation is None and not self._deferred:
+            name = self._queue.pop_large(time.monotonic())
+            self._computation = None if name is None else self._start_computation(name)
+        while self._computation is not None:
+            self._step_computation(self._computation)
+            if time.monotonic() >= deadline:
                 break
-        if self._retry or (self._deferred and time.monotonic() >= self._deferred_due):
-            self._apply(self._retry)
+        if self._dirty_keys or (self._deferred and time.monotonic() >= self._deferred_due):
+            self._apply(self._dirty_keys)
 
-    def _begin(self, name: ServiceName) -> Computing:
-        steps = self._desired.steps(name, self._world, self._config)
-        return Computing(name, steps, self._arrived.pop(name, []))
+    def _start_computation(self, name: ServiceName) -> ServiceComputation:
+        steps = self._builder.update_service_in_steps(name, self._store, self._config)
+        return ServiceComputation(name, steps, self._uncomputed_arrivals.pop(name, []))
 
-    def _finish(self, computing: Computing) -> None:
+    def _finish_computation(self, computation: ServiceComputation) -> None:
         """Computes all of it."""
-        while self._step(computing):
+        while self._step_computation(computation):
             pass
 
-    def _step(self, computing: Computing) -> bool:
+    def _step_computation(self, computation: ServiceComputation) -> bool:
         """One step; False once it is over."""
-        changed = next(computing.steps, None)
-        if changed is not None:
-            self._changed(changed)
+        changed_keys = next(computation.steps, None)
+        if changed_keys is not None:
+            self._mark_changed(changed_keys)
             return True
-        name = computing.name
-        if self._current is computing:
-            self._current = None
-        self._computed.setdefault(name, []).extend(computing.arrived)
-        if not is_system(name, self._config):
-            self._work.computed(name, self._world.size_of(name), time.monotonic())
+        name = computation.name
+        if self._computation is computation:
+            self._computation = None
+        self._unprogrammed_arrivals.setdefault(name, []).extend(computation.arrival_times)
+        if not is_system_service(name, self._config):
+            self._queue.mark_computed(name, self._store.estimate_cost(name), time.monotonic())
         return False
 
-    def _changed(self, keys: set[ServicePortKey]) -> None:
+    def _mark_changed(self, keys: set[ServicePortKey]) -> None:
         """The states of these Service ports are others now."""
-        if self._retry is not None:
-            self._retry |= keys
-        self._tally.changed(keys, self._desired.state)
-        self._refusals.changed(keys, self._desired.state.services, self._desired.reserved)
+        if self._dirty_keys is not None:
+            self._dirty_keys |= keys
+        self._recorder.record_changes(keys, self._builder.state)
+        self._refusals.report_changes(keys, self._builder.state.services, self._builder.reserved)
 
     def _resync(self) -> None:
         """Now and then all that is programmed is compared with what it should be, if everything
         could be read that says so.
         """
-        late = time.monotonic() >= self._resync_due
-        if not late or self._error or self._retry or not self._sound():
+        is_due = time.monotonic() >= self._resync_due
+        if not is_due or self._apply_error or self._dirty_keys or not self._is_authoritative():
             return
-        self._plane.doubt()
+        self._plane.invalidate()
         self._apply(None)
-        if self._error:
+        if self._apply_error:
             return
-        repaired = {name: n for name, n in sorted(self._written.items()) if n}
-        self._desk.record.compared(sum(repaired.values()))
+        repaired = {name: n for name, n in sorted(self._last_writes.items()) if n}
+        self._server.proxy_metrics.record_comparison(sum(repaired.values()))
         if repaired:
-            words = " ".join(f"{name}={n}" for name, n in repaired.items())
-            log.warning("others had changed what was programmed; repaired: %s", words)
+            counts = " ".join(f"{name}={n}" for name, n in repaired.items())
+            log.warning("others had changed what was programmed; repaired: %s", counts)
 
-    def _pause(self) -> float:
+    def _seconds_until_apply(self) -> float:
         """Seconds until changes may be programmed again."""
         return self._last_apply + self._config.min_sync_period - time.monotonic()
 
-    def _tell_what_is_missing(self) -> None:
+    def _warn_about_missing_data(self) -> None:
         """Once: what is not known of this node. kube-proxy goes on without it, too."""
-        known = self._world.node_known or self._config.source is not None
-        if not known and not self._node_missed:
-            self._node_missed = True
+        node_known = self._store.node_known or self._config.source is not None
+        if not node_known and not self._missing_node_logged:
+            self._missing_node_logged = True
             log.warning(
                 "there is no Node %s yet (--hostname-override): until it is told, NodePorts answer "
                 "on all addresses of this node, and it is in no zone",
@@ -405,132 +429,146 @@ class Agent:
             )
         mode = self._config.detect_local_mode
         by_network = mode in (LocalMode.CLUSTER_CIDR, LocalMode.NODE_CIDR)
-        missing = by_network and not self._desired.state.local_networks
-        if missing and not self._missing:
-            where = "--cluster-cidr" if mode is LocalMode.CLUSTER_CIDR else "the Node's podCIDRs"
+        networks_missing = by_network and not self._builder.state.local_networks
+        if networks_missing and not self._local_networks_missing:
+            setting = "--cluster-cidr" if mode is LocalMode.CLUSTER_CIDR else "the Node's podCIDRs"
             log.warning(
                 "detect-local-mode=%s has no network yet (%s): no ClusterIP is masqueraded, and "
                 "clients count as local by their devices",
                 mode,
-                where,
+                setting,
             )
-        self._missing = missing
+        self._local_networks_missing = networks_missing
 
     def _apply(self, keys: set[ServicePortKey] | None) -> None:
         start = time.perf_counter()
         try:
-            sound = self._sound()
-            report = self._plane.apply(self._desired.state, keys, sound)
+            authoritative = self._is_authoritative()
+            report = self._plane.apply(self._builder.state, keys, authoritative)
             seconds = time.perf_counter() - start
-            self._settled = self._settled or sound
+            self._fully_synced = self._fully_synced or authoritative
         except KbpfError as error:
-            if str(error) != self._error:
+            if str(error) != self._apply_error:
                 log.error("not programmed, trying again: %s", error)
-            self._error = str(error)
-            self._retry_due = time.monotonic() + RETRY_SECONDS
-            self._desk.record.failed()
+            self._apply_error = str(error)
+            self._retry_due = time.monotonic() + RETRY_INTERVAL_S
+            self._server.proxy_metrics.record_failure()
             return
         self._last_apply = time.monotonic()
         if keys is None:
             self._resync_due = self._last_apply + self._config.config_sync_period
-        self._written = report.writes
+        self._last_writes = report.writes
         self._last_apply_ms = (time.perf_counter() - start) * 1000
-        self._applied += 1
+        self._apply_count += 1
         log.debug(
             "programmed service_ports=%s entries=%d ms=%.1f",
             "all" if keys is None else len(keys), sum(report.writes.values()), self._last_apply_ms,
         )  # fmt: skip
-        self._tally.applied(keys, seconds)
-        if not self._complete or self._error:
+        self._recorder.record_apply(keys, seconds)
+        if not self._first_apply_done or self._apply_error:
             self._status_due = 0.0  # good news is told at once
-        self._retry, self._error, self._complete = set(), "", True
-        self._deferred, self._deferred_due = bool(report.deferred), report.due
+        self._dirty_keys, self._apply_error, self._first_apply_done = set(), "", True
+        self._deferred, self._deferred_due = bool(report.deferred), report.next_apply_at
         more_room = len(report.refused) < len(self._refused)
-        self._retry_due = self._last_apply + (0.0 if more_room else RETRY_SECONDS)
-        self._note_latencies(report.deferred)
+        self._retry_due = self._last_apply + (0.0 if more_room else RETRY_INTERVAL_S)
+        self._record_latencies(report.deferred)
         self._report_limits(report)
 
-    def _note_latencies(self, deferred: Set[ServiceName]) -> None:
+    def _record_latencies(self, deferred: Set[ServiceName]) -> None:
         """What was computed is in force, but for Services that are put off."""
-        done = time.monotonic()
-        for name in self._computed.keys() - deferred:
-            self._latencies.extend(done - at for at in self._computed.pop(name))
+        now = time.monotonic()
+        for name in self._unprogrammed_arrivals.keys() - deferred:
+            self._latencies.extend(
+                now - arrival_time for arrival_time in self._unprogrammed_arrivals.pop(name)
+            )
 
     def _report_limits(self, report: Report) -> None:
         """What could not be programmed as it is wanted: a log line, a problem line, an Event."""
-        keys = report.looked_at
+        keys = report.examined
         if keys is None:
-            keys = {*self._refused, *self._plain, *report.refused, *report.plain}
-        for lines, known, level, what, reason in (
+            keys = {*self._refused, *self._degraded, *report.refused, *report.degraded}
+        for lines, reported, level, title, reason in (
             (report.refused, self._refused, logging.ERROR, "not programmed", "NotProgrammed"),
-            (report.plain, self._plain, logging.WARNING, "annotations", "AnnotationsNotApplied"),
+            (
+                report.degraded,
+                self._degraded,
+                logging.WARNING,
+                "annotations",
+                "AnnotationsNotApplied",
+            ),
         ):
-            news = []
-            for key in sorted(known.union(lines) if len(keys) > len(lines) + len(known) else keys):
+            new_lines = []
+            for key in sorted(
+                reported.union(lines) if len(keys) > len(lines) + len(reported) else keys
+            ):
                 line = lines.get(key)
-                self._problem_lines.put((what, key), () if line is None else (f"{key}: {line}",))
-                if line is not None and key not in known:
-                    news.append((key, line))
+                self._problem_lines.replace(
+                    (title, key), () if line is None else (f"{key}: {line}",)
+                )
+                if line is not None and key not in reported:
+                    new_lines.append((key, line))
                 if line is None:
-                    known.discard(key)
+                    reported.discard(key)
                 else:
-                    known.add(key)
-            _tell(level, what, [f"{key}: {line}" for key, line in news])
-            for key, line in news[:MOST_PROBLEMS]:
-                about = About("Service", key.name, key.namespace)
-                self._desk.events.say(about, reason, "Program", f"{key}: {line}")
+                    reported.add(key)
+            _log_lines(level, title, [f"{key}: {line}" for key, line in new_lines])
+            for key, line in new_lines[:MAX_PROBLEMS]:
+                about = EventObject("Service", key.name, key.namespace)
+                self._server.events.emit(about, reason, "Program", f"{key}: {line}")
 
-    def _sound(self) -> bool:
+    def _is_authoritative(self) -> bool:
         """Whether everything that there is could be read. Pods serve nothing."""
-        return self._world.all_usable and all(s.status().sound for s in self._sources)
+        return self._store.all_usable and all(s.status().authoritative for s in self._sources)
 
-    def _wait(self) -> float:
+    def _seconds_until_due(self) -> float:
         """Seconds until something is due."""
         now = time.monotonic()
         due = [self._status_due]
-        if self._complete and (later := self._tick(now)) is not None:
-            due.append(later)
-        if self._pending and self._complete:
-            due.append(now + max(0.0, self._pause()))
-        if self._complete and not self._error:
-            if self._current is not None or self._retry:
+        if self._first_apply_done and (tick_due := self._tick_plane(now)) is not None:
+            due.append(tick_due)
+        if self._pending and self._first_apply_done:
+            due.append(now + max(0.0, self._seconds_until_apply()))
+        if self._first_apply_done and not self._apply_error:
+            if self._computation is not None or self._dirty_keys:
                 due.append(now)
             if self._deferred:
                 due.append(self._deferred_due)
-        if self._complete and (next_due := self._work.due(now)) is not None:
-            due.append(next_due)
-        if self._error or self._refused:
+        if self._first_apply_done and (queue_due := self._queue.next_due(now)) is not None:
+            due.append(queue_due)
+        if self._apply_error or self._refused:
             due.append(self._retry_due)
         return max(0.0, min(due) - now)
 
-    def _tick(self, now: float) -> float | None:
+    def _tick_plane(self, now: float) -> float | None:
         """What the data plane has put off; when to come next. A failure is told, and is no reason
         to program anything again: Services are served.
         """
         try:
-            later = self._plane.tick(now)
+            due = self._plane.tick(now)
         except KbpfError as error:
             if str(error) != self._tick_error:
                 log.error("what was put off is not done, trying again: %s", error)
                 self._status_due = now
             self._tick_error = str(error)
-            return now + RETRY_SECONDS
+            return now + RETRY_INTERVAL_S
         self._tick_error = ""
-        return later
+        return due
 
     # ---- status ----------------------------------------------------------------------------
 
     def _problems(self) -> tuple[list[str], int]:
         """The first problem lines, sorted, and how many there are."""
-        others = [line for source in self._sources for line in source.status().problems]
-        others += [*self._plane.problems(), *threads.problems(), *self._own_problems()]
-        lines = [*others[:MOST_PROBLEMS], *self._problem_lines.first(MOST_PROBLEMS)]
-        return sorted(set(map(printable, lines))), len(self._problem_lines) + len(others)
+        general_lines = [line for source in self._sources for line in source.status().problems]
+        general_lines += [*self._plane.problems(), *threads.list_problems(), *self._own_problems()]
+        lines = [*general_lines[:MAX_PROBLEMS], *self._problem_lines.first(MAX_PROBLEMS)]
+        return sorted(set(map(escape_unprintable, lines))), len(self._problem_lines) + len(
+            general_lines
+        )
 
     def _own_problems(self) -> Iterator[str]:
-        yield from self._desk.problems()
-        if self._nowhere:
-            yield self._nowhere
+        yield from self._server.problems()
+        if self._node_port_problem:
+            yield self._node_port_problem
         if self.config_error is not None and (error := self.config_error()):
             yield f"the configuration file is refused, and the next start would be: {error}"
 
@@ -543,47 +581,55 @@ class Agent:
             pid=os.getpid(),
             mode=self._plane.name,
             node=self._config.node_name,
-            started=self._started,
+            started=self._start_time,
             heartbeat=time.clock_gettime(time.CLOCK_BOOTTIME),
-            synced=self._complete and self._ready,
-            services=len(self._world.names()),
-            service_ports=len(self._desired.state.services),
-            applied=self._applied,
+            synced=self._first_apply_done and self._plane_ready,
+            services=len(self._store.service_names()),
+            service_ports=len(self._builder.state.services),
+            applied=self._apply_count,
             last_apply_ms=round(self._last_apply_ms, 3),
             event_to_map_p50_ms=self._latency(0.5),
             event_to_map_p99_ms=self._latency(0.99),
             sources=tuple(
                 SourceView(
-                    s.name,
-                    str(s.state),
-                    s.synced,
-                    s.resource_version,
-                    s.error,
-                    s.failures,
-                    round(now - s.last_contact, 1) if s.last_contact else 0.0,
-                    s.drift,
+                    source_status.name,
+                    str(source_status.state),
+                    source_status.synced,
+                    source_status.resource_version,
+                    source_status.error,
+                    source_status.failures,
+                    round(now - source_status.last_contact, 1)
+                    if source_status.last_contact
+                    else 0.0,
+                    source_status.drift,
                 )
-                for s in (source.status() for source in self._sources)
+                for source_status in (source.status() for source in self._sources)
             ),
-            problems=tuple(problems[:MOST_PROBLEMS]),
+            problems=tuple(problems[:MAX_PROBLEMS]),
             problem_count=problem_count,
             refused=len(self._refused),
             refused_namespaces=self._refused_namespaces(),
             refused_system=self._refused_system(),
-            error=self._error or self._tick_error,
+            error=self._apply_error or self._tick_error,
             packets=self._plane.packet_status(),
-            without_endpoints=self._tally.without_endpoints,
-            choice=self._plane.choice(),
+            without_endpoints=self._recorder.without_endpoints,
+            choice=self._plane.mode_choice(),
             faults=self._plane.faults(),
             threads=tuple(
-                ThreadView(one.name, one.alive, round(one.idle, 1), one.restarts, one.problem)
-                for one in threads.table()
+                ThreadView(
+                    thread.name,
+                    thread.alive,
+                    round(thread.idle, 1),
+                    thread.restarts,
+                    thread.problem,
+                )
+                for thread in threads.list_threads()
             ),
-            off=self._features_off(),
+            off=self._disabled_features(),
             config_error=self.config_error() if self.config_error is not None else None,
         )
 
-    def _features_off(self) -> tuple[str, ...]:
+    def _disabled_features(self) -> tuple[str, ...]:
         if self._config.source is not None or self._config.socket_lb_label:
             return ()
         return ("Pods are not watched: their label kbpf.io/socket-lb does nothing",)
@@ -599,40 +645,46 @@ class Agent:
         """One warning for each object or endpoint that is newly left out, or read otherwise than
         some programs would.
         """
-        news: list[str] = []
+        new_lines: list[str] = []
         for key in {event.key for event in events if not isinstance(event, Synced)}:
-            lines = [f"{key}: {line}" for line in self._world.problems_of(key)]
-            news += self._problem_lines.put(key, lines)
-        _tell(logging.WARNING, "left out", sorted(line for line in news if READ_AS not in line))
-        _tell(logging.WARNING, "odd", sorted(line for line in news if READ_AS in line))
+            lines = [f"{key}: {line}" for line in self._store.problems_of(key)]
+            new_lines += self._problem_lines.replace(key, lines)
+        _log_lines(
+            logging.WARNING,
+            "left out",
+            sorted(line for line in new_lines if READ_AS_TEXT not in line),
+        )
+        _log_lines(
+            logging.WARNING, "odd", sorted(line for line in new_lines if READ_AS_TEXT in line)
+        )
 
     def _refused_namespaces(self) -> dict[str, int]:
         """How many Service ports could not be programmed, by namespace: those with the most."""
         counts = Counter(key.namespace for key in self._refused)
-        return dict(counts.most_common(MOST_NAMESPACES))
+        return dict(counts.most_common(MAX_NAMESPACES))
 
     def _refused_system(self) -> tuple[str, ...]:
         names = {key.service for key in self._refused}
-        leading = sorted(str(name) for name in names if is_system(name, self._config))
-        return tuple(leading[:MOST_PROBLEMS])
+        system_names = sorted(str(name) for name in names if is_system_service(name, self._config))
+        return tuple(system_names[:MAX_PROBLEMS])
 
-    def _look_at_node_ports(self) -> None:
+    def _check_node_ports(self) -> None:
         """A warning when NodePorts begin to answer nowhere."""
-        before = self._nowhere
-        self._nowhere = node_ports_nowhere(self._addresses, self._config)
-        if self._nowhere and self._nowhere != before:
-            log.warning("%s", self._nowhere)
+        before = self._node_port_problem
+        self._node_port_problem = node_port_problem(self._node_addresses, self._config)
+        if self._node_port_problem and self._node_port_problem != before:
+            log.warning("%s", self._node_port_problem)
 
     def _write_status(self) -> None:
-        self._look_at_node_ports()
+        self._check_node_ports()
         status = self.status()
         try:
             self._plane.write_status(encode(status))
-        except PinsGone:
+        except PinsRemovedError:
             raise
         except KbpfError as error:
             log.warning("the status was not written: %s", error)
-        self._desk.show(status)  # last: who finds /readyz finds the rest, too
+        self._server.set_status(status)  # last: who finds /readyz finds the rest, too
 
 
 def _log_events(events: Iterable[Event]) -> None:
@@ -643,10 +695,10 @@ def _log_events(events: Iterable[Event]) -> None:
             log.debug("event %s %s", type(event).__name__.lower(), about)
 
 
-def _tell(level: int, what: str, lines: Sequence[str]) -> None:
+def _log_lines(level: int, title: str, lines: Sequence[str]) -> None:
     """A line for each, but not thousands at once: a limit may be met by all Services together."""
-    for line in lines[:MOST_PROBLEMS]:
-        log.log(level, "%s: %s", what, line)
-    if len(lines) > MOST_PROBLEMS:
-        more = len(lines) - MOST_PROBLEMS
-        log.log(level, "%s: and %d more; `kbpf inspect status` has their number", what, more)
+    for line in lines[:MAX_PROBLEMS]:
+        log.log(level, "%s: %s", title, line)
+    if len(lines) > MAX_PROBLEMS:
+        more = len(lines) - MAX_PROBLEMS
+        log.log(level, "%s: and %d more; `kbpf inspect status` has their number", title, more)

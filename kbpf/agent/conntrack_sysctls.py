@@ -20,107 +20,116 @@ from typing import Final, NamedTuple
 
 from kbpf.errors import KernelError
 from kbpf.kernel.system import sysctl
-from kbpf.model.config import CONNTRACK_MOST, Conntrack
+from kbpf.model.config import MAX_CONNTRACK_ENTRIES, Conntrack
 
 log = logging.getLogger("kbpf.agent")
 
-LOOK_SECONDS: Final = 10.0
-PREFIX: Final = "net.netfilter."
-MAXIMUM: Final = f"{PREFIX}nf_conntrack_max"
-BUCKETS: Final = f"{PREFIX}nf_conntrack_buckets"
-HASHSIZE: Final = Path("/sys/module/nf_conntrack/parameters/hashsize")
-HASH_SHARE: Final = 4
+MODULE_POLL_INTERVAL_S: Final = 10.0
+SYSCTL_PREFIX: Final = "net.netfilter."
+NF_CONNTRACK_MAX: Final = f"{SYSCTL_PREFIX}nf_conntrack_max"
+NF_CONNTRACK_BUCKETS: Final = f"{SYSCTL_PREFIX}nf_conntrack_buckets"
+HASHSIZE_PARAMETER: Final = Path("/sys/module/nf_conntrack/parameters/hashsize")
+ENTRIES_PER_BUCKET: Final = 4
 
 
-class Setting(NamedTuple):
+class SysctlSetting(NamedTuple):
     """A sysctl and its value."""
 
     name: str
     value: int
 
 
-def wanted(config: Conntrack, cpus: int) -> tuple[Setting, ...]:
+def compute_settings(config: Conntrack, cpus: int) -> tuple[SysctlSetting, ...]:
     """What is to be set, in order; nothing that is to stay as it is."""
-    most = 0
+    max_entries = 0
     if config.max_per_core:
         scaled = config.max_per_core * cpus
-        most = CONNTRACK_MOST if scaled > CONNTRACK_MOST else max(scaled, config.least)
-    told = (
-        ("max", most),
+        max_entries = (
+            MAX_CONNTRACK_ENTRIES if scaled > MAX_CONNTRACK_ENTRIES else max(scaled, config.least)
+        )
+    values = (
+        ("max", max_entries),
         ("tcp_timeout_established", config.tcp_established),
         ("tcp_timeout_close_wait", config.tcp_close_wait),
         ("tcp_be_liberal", int(config.tcp_be_liberal)),
         ("udp_timeout", config.udp),
         ("udp_timeout_stream", config.udp_stream),
     )
-    return tuple(Setting(f"{PREFIX}nf_conntrack_{name}", value) for name, value in told if value)
+    return tuple(
+        SysctlSetting(f"{SYSCTL_PREFIX}nf_conntrack_{name}", value)
+        for name, value in values
+        if value
+    )
 
 
-class Keeper:
+class ConntrackSysctls:
     """Sets it once, as soon as it can be. One thread calls."""
 
     def __init__(self, config: Conntrack) -> None:
-        self._wanted = wanted(config, os.cpu_count() or 1)
+        self._settings = compute_settings(config, os.cpu_count() or 1)
         self._due = float("-inf")
-        self._told = False
+        self._not_loaded_logged = False
 
-    def look(self, now: float) -> None:
+    def apply(self, now: float) -> None:
         """Sets what is wanted, if it is time to look; `now` in seconds."""
         if now < self._due:
             return
         try:
-            sysctl.read(MAXIMUM)
+            sysctl.read(NF_CONNTRACK_MAX)
         except KernelError:
-            self._due = now + LOOK_SECONDS
-            if not self._told and self._wanted:
+            self._due = now + MODULE_POLL_INTERVAL_S
+            if not self._not_loaded_logged and self._settings:
                 log.info("conntrack is not loaded: it is set when it is")
-            self._told = True
+            self._not_loaded_logged = True
             return
         self._due = float("inf")
-        self._set()
+        self._write_settings()
 
-    def _set(self) -> None:
-        failed: list[str] = []
-        why: list[str] = []
-        for name, value in self._wanted:
+    def _write_settings(self) -> None:
+        failures: list[str] = []
+        reasons: list[str] = []
+        for name, value in self._settings:
             try:
-                if name == MAXIMUM and not sysctl.path_of(name).stat().st_mode & stat.S_IWUSR:
+                if (
+                    name == NF_CONNTRACK_MAX
+                    and not sysctl.path_of(name).stat().st_mode & stat.S_IWUSR
+                ):
                     log.info("%s=%d is the machine's to set", name, value)
                     continue
                 if sysctl.read(name) != str(value):
                     sysctl.write(name, str(value))
                     log.info("set %s=%d", name, value)
             except KernelError as error:
-                failed.append(f"{name}={value}")
-                why.append(error.reason)
+                failures.append(f"{name}={value}")
+                reasons.append(error.errno_name)
                 continue
-            if name == MAXIMUM and (reason := _grow(value // HASH_SHARE)):
-                failed.append(f"{BUCKETS}={value // HASH_SHARE}")
-                why.append(reason)
-        if failed:
+            if name == NF_CONNTRACK_MAX and (reason := _grow_buckets(value // ENTRIES_PER_BUCKET)):
+                failures.append(f"{NF_CONNTRACK_BUCKETS}={value // ENTRIES_PER_BUCKET}")
+                reasons.append(reason)
+        if failures:
             log.warning(
                 "conntrack is not set as kube-proxy would: %s (%s); set it on the node, or mount "
                 "its /proc/sys/net at /host/proc/sys/net, to be written",
-                " ".join(failed), ", ".join(dict.fromkeys(why)),
+                " ".join(failures), ", ".join(dict.fromkeys(reasons)),
             )  # fmt: skip
 
 
-def _grow(least: int) -> str:
+def _grow_buckets(min_buckets: int) -> str:
     """Makes the table of hashes as large, if it is smaller; why that cannot be, or ""."""
     try:
-        if int(sysctl.read(BUCKETS)) < least:
-            sysctl.write(BUCKETS, str(least))
-            log.info("set %s=%d", BUCKETS, least)
+        if int(sysctl.read(NF_CONNTRACK_BUCKETS)) < min_buckets:
+            sysctl.write(NF_CONNTRACK_BUCKETS, str(min_buckets))
+            log.info("set %s=%d", NF_CONNTRACK_BUCKETS, min_buckets)
     except KernelError as error:
-        return "" if _grow_by_parameter(least) else error.reason
+        return "" if _grow_hashsize(min_buckets) else error.errno_name
     return ""
 
 
-def _grow_by_parameter(least: int) -> bool:
+def _grow_hashsize(min_buckets: int) -> bool:
     try:
-        if int(HASHSIZE.read_text()) < least:
-            HASHSIZE.write_text(str(least))
-            log.info("set %s=%d", HASHSIZE, least)
+        if int(HASHSIZE_PARAMETER.read_text()) < min_buckets:
+            HASHSIZE_PARAMETER.write_text(str(min_buckets))
+            log.info("set %s=%d", HASHSIZE_PARAMETER, min_buckets)
     except (OSError, ValueError):
         return False
     return True

@@ -14,7 +14,7 @@ from kbpf.model.events import Event
 class Wake:
     """Nothing but a reason to look up: an address changed, a status is due, the end is near."""
 
-    why: str = ""
+    reason: str = ""
 
 
 Item = Event | Wake
@@ -30,13 +30,13 @@ class Inbox:
         """Leaves an item; never waits."""
         self._queue.put(item)
 
-    def take(self, timeout: float, most: int = 20_000) -> list[Item]:
+    def get_batch(self, timeout: float, max_items: int = 20_000) -> list[Item]:
         """Everything that is there, after waiting for the first at most so long; [] if none."""
         try:
             items = [self._queue.get(timeout=max(0.0, timeout))]
         except queue.Empty:
             return []
-        while len(items) < most:
+        while len(items) < max_items:
             try:
                 items.append(self._queue.get_nowait())
             except queue.Empty:

@@ -18,19 +18,19 @@ class Problems:
     def __len__(self) -> int:
         return self._count
 
-    def put(self, about: Hashable, lines: Sequence[str]) -> list[str]:
+    def replace(self, subject: Hashable, lines: Sequence[str]) -> list[str]:
         """These are the lines of this subject now; those of them that are new."""
-        before = self._lines.get(about, ())
+        before = self._lines.get(subject, ())
         if not lines and not before:
             return []
         self._count += len(lines) - len(before)
         if lines:
-            self._lines[about] = tuple(lines)
+            self._lines[subject] = tuple(lines)
         else:
-            del self._lines[about]
-        known = frozenset(before)
-        return [line for line in lines if line not in known]
+            del self._lines[subject]
+        old_lines = frozenset(before)
+        return [line for line in lines if line not in old_lines]
 
-    def first(self, most: int) -> list[str]:
+    def first(self, limit: int) -> list[str]:
         """So many of them at most, those that have lasted longest."""
-        return list(islice(chain.from_iterable(self._lines.values()), most))
+        return list(islice(chain.from_iterable(self._lines.values()), limit))

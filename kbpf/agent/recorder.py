@@ -12,36 +12,36 @@ from kbpf.model.config import Config
 from kbpf.model.desired import DesiredState, ServicePortKey, ServiceState
 from kbpf.model.events import Delete, Event, Kind, Upsert
 from kbpf.model.objects import EndpointSlice, ServiceName
-from kbpf.policy.health_check import HealthCheck, health_check
-from kbpf.policy.store import Touched, World
-from kbpf.serve.server import Desk
+from kbpf.policy.health_check import HealthCheck, compute_health_check
+from kbpf.policy.store import ChangeSet, ObjectStore
+from kbpf.serve.server import AgentServer
 
-MOST_TRIGGERS: Final = 10_000
+MAX_TRIGGERS: Final = 10_000
 """So many changes at most wait to be timed, while the kernel refuses."""
 
 POLICIES: Final = ("internal", "external")
 
 
-class Tally:
+class Recorder:
     """One thread only: the writer's."""
 
-    def __init__(self, config: Config, desk: Desk) -> None:
-        self._config, self._desk = config, desk
-        self._began = time.time()
+    def __init__(self, config: Config, server: AgentServer) -> None:
+        self._config, self._server = config, server
+        self._start_time = time.time()
         self._triggers: list[tuple[int, float]] = []
-        self._no_local: dict[str, set[ServicePortKey]] = {policy: set() for policy in POLICIES}
-        self._empty: set[ServicePortKey] = set()
-        self._checks: dict[ServiceName, HealthCheck] = {}
-        self._told: tuple[object, ...] = ({}, None)
-        self._touched = Touched()
-        self._programmed = False
+        self._without_local: dict[str, set[ServicePortKey]] = {policy: set() for policy in POLICIES}
+        self._empty_ports: set[ServicePortKey] = set()
+        self._health_checks: dict[ServiceName, HealthCheck] = {}
+        self._published_checks: tuple[object, ...] = ({}, None)
+        self._touched = ChangeSet()
+        self._applied_since_settled = False
 
     @property
     def without_endpoints(self) -> int:
         """How many Service ports refuse every connection."""
-        return len(self._empty)
+        return len(self._empty_ports)
 
-    def heard(self, events: Iterable[Event], touched: Touched) -> None:
+    def record_events(self, events: Iterable[Event], touched: ChangeSet) -> None:
         """These came, and touched that."""
         services = slices = 0
         for event in events:
@@ -50,74 +50,74 @@ class Tally:
             services += event.key.kind is Kind.SERVICE
             if event.key.kind is Kind.SLICE:
                 slices += 1
-                if isinstance(event, Upsert) and event.triggered:
-                    self._time(event, touched)
+                if isinstance(event, Upsert) and event.trigger_time:
+                    self._record_trigger(event, touched)
         if services or slices:
-            self._desk.record.changes(services, slices)
+            self._server.proxy_metrics.record_changes(services, slices)
         self._touched.services |= touched.services
-        self._touched.everything |= touched.everything
+        self._touched.all_services |= touched.all_services
 
-    def _time(self, event: Upsert, touched: Touched) -> None:
+    def _record_trigger(self, event: Upsert, touched: ChangeSet) -> None:
         assert isinstance(event.object, EndpointSlice)
         if event.object.service_name not in touched.services:
             return  # it said nothing new
         try:
-            at = datetime.fromisoformat(event.triggered).timestamp()
+            trigger_time = datetime.fromisoformat(event.trigger_time).timestamp()
         except ValueError:
             return
-        if at > self._began and len(self._triggers) < MOST_TRIGGERS:
-            self._triggers.append((event.object.family, at))
+        if trigger_time > self._start_time and len(self._triggers) < MAX_TRIGGERS:
+            self._triggers.append((event.object.family, trigger_time))
 
-    def changed(self, keys: Iterable[ServicePortKey], desired: DesiredState) -> None:
+    def record_changes(self, keys: Iterable[ServicePortKey], desired: DesiredState) -> None:
         """The states of these Service ports are others now."""
         for key in keys:
             state = desired.services.get(key)
-            _put(self._empty, key, state is not None and not state.any_endpoints)
-            for policy, members in self._no_local.items():
-                _put(members, key, state is not None and _lacks_local(state, policy))
+            _set_membership(self._empty_ports, key, state is not None and not state.any_endpoints)
+            for policy, members in self._without_local.items():
+                _set_membership(members, key, state is not None and _lacks_local(state, policy))
 
-    def applied(self, keys: Collection[ServicePortKey] | None, seconds: float) -> None:
+    def record_apply(self, keys: Collection[ServicePortKey] | None, seconds: float) -> None:
         """The data plane was written; `keys` None: all was looked at."""
-        record = self._desk.record
+        metrics = self._server.proxy_metrics
         families = {key.family for key in keys} if keys else {4, 6}
-        record.synced(seconds, keys is None, families)
-        for family, at in self._triggers:
-            record.programmed(family, at)
+        metrics.record_sync(seconds, keys is None, families)
+        for family, trigger_time in self._triggers:
+            metrics.record_programming(family, trigger_time)
         self._triggers.clear()
-        for policy, members in self._no_local.items():
+        for policy, members in self._without_local.items():
             for family in (4, 6):
                 count = sum(key.family == family for key in members)
-                record.no_local_endpoints(policy, family, count)
-        self._programmed = True
+                metrics.set_no_local_endpoints(policy, family, count)
+        self._applied_since_settled = True
 
-    def settled(self, world: World, desired: DesiredState) -> None:
+    def record_settled(self, store: ObjectStore, desired: DesiredState) -> None:
         """All that came is done with: programmed, or it said nothing new."""
-        programmed, self._programmed = self._programmed, False
-        self._desk.health.settled(programmed)
-        self._desk.record.settled()
-        self._desk.node_is_leaving(world.node.leaving)
-        self._look_at_checks(world, desired)
+        applied, self._applied_since_settled = self._applied_since_settled, False
+        self._server.health.record_settled(applied)
+        self._server.proxy_metrics.record_settled()
+        self._server.set_node_leaving(store.node.being_deleted)
+        self._update_health_checks(store, desired)
 
-    def _look_at_checks(self, world: World, desired: DesiredState) -> None:
-        touched, self._touched = self._touched, Touched()
+    def _update_health_checks(self, store: ObjectStore, desired: DesiredState) -> None:
+        touched, self._touched = self._touched, ChangeSet()
         names = touched.services
-        if touched.everything:
-            names = {*world.names(), *self._checks}
+        if touched.all_services:
+            names = {*store.service_names(), *self._health_checks}
         for name in names:
-            check = health_check(world.service(name), world.slices(name), world.node.name)
+            check = compute_health_check(store.service(name), store.slices(name), store.node.name)
             if check is None:
-                self._checks.pop(name, None)
+                self._health_checks.pop(name, None)
             else:
-                self._checks[name] = check
-        everywhere = self._config.all_node_port_addresses or not self._checks
-        told = (dict(self._checks), None if everywhere else desired.node_addresses)
-        if told != self._told:
-            self._desk.check(*told)
-            self._told = told
+                self._health_checks[name] = check
+        on_all_addresses = self._config.all_node_port_addresses or not self._health_checks
+        checks = (dict(self._health_checks), None if on_all_addresses else desired.node_addresses)
+        if checks != self._published_checks:
+            self._server.set_health_checks(*checks)
+            self._published_checks = checks
 
 
-def _put(members: set[ServicePortKey], key: ServicePortKey, belongs: bool) -> None:
-    if belongs:
+def _set_membership(members: set[ServicePortKey], key: ServicePortKey, is_member: bool) -> None:
+    if is_member:
         members.add(key)
     else:
         members.discard(key)

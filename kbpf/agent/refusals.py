@@ -8,77 +8,90 @@ from collections.abc import Collection, Iterator, Mapping
 from kbpf.agent.problems import Problems
 from kbpf.model.desired import FrontendKind, ServicePortKey, ServiceState
 from kbpf.model.objects import ServiceName
-from kbpf.model.status import MOST_PROBLEMS
-from kbpf.policy.admission import Reserved
-from kbpf.serve.events import About, Events
+from kbpf.model.status import MAX_PROBLEMS
+from kbpf.policy.admission import ReservedAddresses
+from kbpf.serve.events import EventObject, EventRecorder
 
 log = logging.getLogger("kbpf.agent")
 
-SEE = "see docs/operate.md, Addresses that Services may take"
+DOCS_HINT = "see docs/operate.md, Addresses that Services may take"
 
 
-class Refusals:
+class RefusalReporter:
     """One thread only: the writer's. A change costs the Services that changed."""
 
-    def __init__(self, events: Events, problems: Problems) -> None:
+    def __init__(self, events: EventRecorder, problems: Problems) -> None:
         self._events, self._problems = events, problems
-        self._at_node = Problems()  # which are none: an operator may want them so
+        self._node_address_lines = Problems()  # which are none: an operator may want them so
 
-    def changed(
+    def report_changes(
         self,
         keys: Collection[ServicePortKey],
         states: Mapping[ServicePortKey, ServiceState],
-        kept: Reserved,
+        reserved: ReservedAddresses,
     ) -> None:
         """Logs what is new at these keys, and sends an Event for each Service that is refused."""
-        self._name_node_addresses(keys, states, kept)
-        news: dict[ServiceName, list[str]] = {}
+        self._log_node_addresses(keys, states, reserved)
+        lines_by_service: dict[ServiceName, list[str]] = {}
         for key in sorted(keys):
             state = states.get(key)
-            lines = [] if state is None else [f"{key}: {line}" for line in _lines(state)]
-            if new := self._problems.put(("refused", key), lines):
-                said = [line.removeprefix(f"{key}: ") for line in new]
-                news.setdefault(key.service, []).extend(said)
-        for name, new in list(news.items())[:MOST_PROBLEMS]:
-            note = "; ".join(new)
-            log.warning("Service %s: %s; %s", name, note, SEE)
-            about = About("Service", name.name, name.namespace)
-            self._events.say(about, "AddressRefused", "Program", note)
-        if len(news) > MOST_PROBLEMS:
-            more = len(news) - MOST_PROBLEMS
-            log.warning("%d more Services have addresses that are not served; %s", more, SEE)
+            lines = (
+                [] if state is None else [f"{key}: {line}" for line in _describe_refusals(state)]
+            )
+            if new_lines := self._problems.replace(("refused", key), lines):
+                texts = [line.removeprefix(f"{key}: ") for line in new_lines]
+                lines_by_service.setdefault(key.service, []).extend(texts)
+        for name, new_lines in list(lines_by_service.items())[:MAX_PROBLEMS]:
+            note = "; ".join(new_lines)
+            log.warning("Service %s: %s; %s", name, note, DOCS_HINT)
+            regarding = EventObject("Service", name.name, name.namespace)
+            self._events.emit(regarding, "AddressRefused", "Program", note)
+        if len(lines_by_service) > MAX_PROBLEMS:
+            more = len(lines_by_service) - MAX_PROBLEMS
+            log.warning("%d more Services have addresses that are not served; %s", more, DOCS_HINT)
 
-    def _name_node_addresses(
+    def _log_node_addresses(
         self,
         keys: Collection[ServicePortKey],
         states: Mapping[ServicePortKey, ServiceState],
-        kept: Reserved,
+        reserved: ReservedAddresses,
     ) -> None:
-        news: list[str] = []
+        new_lines: list[str] = []
         for key in sorted(keys):
             state = states.get(key)
-            lines = () if state is None else _at_node(state, kept)
-            news += self._at_node.put(key, [f"Service {key.service}: {line}" for line in lines])
-        for line in news[:MOST_PROBLEMS]:
-            log.warning("%s; %s", line, SEE)
-        if len(news) > MOST_PROBLEMS:
-            log.warning("%d more of them; %s", len(news) - MOST_PROBLEMS, SEE)
+            lines = () if state is None else _describe_node_addresses(state, reserved)
+            new_lines += self._node_address_lines.replace(
+                key, [f"Service {key.service}: {line}" for line in lines]
+            )
+        for line in new_lines[:MAX_PROBLEMS]:
+            log.warning("%s; %s", line, DOCS_HINT)
+        if len(new_lines) > MAX_PROBLEMS:
+            log.warning("%d more of them; %s", len(new_lines) - MAX_PROBLEMS, DOCS_HINT)
 
 
-def _at_node(state: ServiceState, kept: Reserved) -> Iterator[str]:
+def _describe_node_addresses(state: ServiceState, reserved: ReservedAddresses) -> Iterator[str]:
     """A line for each address of this node that the Service takes a port of. One that only a device
     has is nothing to mention as a LoadBalancer address: kube-vip and others put VIPs there.
     """
-    addresses = {FrontendKind.EXTERNAL_IP: kept.local, FrontendKind.LOAD_BALANCER: kept.node}
-    own = {f.at.port for f in state.frontends if f.kind is FrontendKind.NODE_PORT}
+    addresses = {
+        FrontendKind.EXTERNAL_IP: reserved.local_addresses,
+        FrontendKind.LOAD_BALANCER: reserved.node_addresses,
+    }
+    node_ports = {f.at.port for f in state.frontends if f.kind is FrontendKind.NODE_PORT}
     for frontend in state.frontends:
-        at = frontend.at
-        if at.address in addresses.get(frontend.kind, ()) and at.port not in own:
-            yield f"{at} is at an address of this node: what connects to it gets the Service"
+        frontend_address = frontend.at
+        if (
+            frontend_address.address in addresses.get(frontend.kind, ())
+            and frontend_address.port not in node_ports
+        ):
+            yield (
+                f"{frontend_address} is at an address of this node: what connects to it gets "
+                "the Service"
+            )
 
 
-def _lines(state: ServiceState) -> Iterator[str]:
-    for at, winner in state.lost:
-        yield f"{at} is not served: it is taken by Service {winner}"
-    for at, reason in state.refused:
-        yield f"{at} is not served: {reason}"
+def _describe_refusals(state: ServiceState) -> Iterator[str]:
+    for frontend_address, winner in state.lost:
+        yield f"{frontend_address} is not served: it is taken by Service {winner}"
+    for frontend_address, reason in state.refused:
+        yield f"{frontend_address} is not served: {reason}"

@@ -15,26 +15,26 @@ from enum import StrEnum
 from typing import Final, NamedTuple
 
 from kbpf.checks.row import CheckRow
-from kbpf.dataplane.base import DataPlane, Remains, Report
+from kbpf.dataplane.base import DataPlane, PreviousDataPlane, Report
 from kbpf.errors import (
-    AttachRefused,
+    AttachError,
     CompileError,
     KbpfError,
     KernelError,
-    PinsGone,
-    ProgramRefused,
+    PinsRemovedError,
+    ProgramLoadError,
 )
 from kbpf.model.config import Config
 from kbpf.model.desired import DesiredState, ServicePortKey
-from kbpf.model.metrics import Ended, Measures, Pause, Traffic
+from kbpf.model.metrics import DataPlaneMetrics, Pause, TrafficStats, UdpCuts
 from kbpf.model.status import ModeChoice, PacketStatus
 
 log = logging.getLogger("kbpf.agent")
 
-RETRY_SECONDS: Final = 5.0
+DRAIN_RETRY_INTERVAL_S: Final = 5.0
 
 
-class Reason(StrEnum):
+class FallbackReason(StrEnum):
     """Why BPF is not to be had: words for logs, status, metrics and Events."""
 
     NO_LIBRARY = "libbpf missing"
@@ -43,77 +43,81 @@ class Reason(StrEnum):
     OLD_KERNEL = "kernel below the tier"
     NO_CGROUP = "no cgroup v2"
     NO_COMPILER = "BCC missing"
-    NOT_COMPILED = "compile failure"
-    REFUSED = "verifier refusal"
-    NOT_ATTACHED = "attach failure"
+    COMPILE_FAILED = "compile failure"
+    PROGRAM_REFUSED = "verifier refusal"
+    ATTACH_FAILED = "attach failure"
 
 
-BY_ROW: Final = {
-    "privileges": Reason.NO_PRIVILEGES,
-    "libbpf1": Reason.NO_LIBRARY,
-    "bpf(2)": Reason.NO_BPF,
-    "bpffs": Reason.NO_BPF,
-    "BCC": Reason.NO_COMPILER,
-    "LLVM": Reason.NO_COMPILER,
-    "BPF sources": Reason.NOT_COMPILED,
-    "cgroup v2": Reason.NO_CGROUP,
+REASON_BY_CHECK: Final = {
+    "privileges": FallbackReason.NO_PRIVILEGES,
+    "libbpf1": FallbackReason.NO_LIBRARY,
+    "bpf(2)": FallbackReason.NO_BPF,
+    "bpffs": FallbackReason.NO_BPF,
+    "BCC": FallbackReason.NO_COMPILER,
+    "LLVM": FallbackReason.NO_COMPILER,
+    "BPF sources": FallbackReason.COMPILE_FAILED,
+    "cgroup v2": FallbackReason.NO_CGROUP,
 }
 """What a missing row of `kbpf check` means; any other one that is needed: OLD_KERNEL."""
-BY_ERROR: Final[Sequence[tuple[type[KbpfError], Reason]]] = (
-    (CompileError, Reason.NOT_COMPILED),
-    (ProgramRefused, Reason.REFUSED),
-    (AttachRefused, Reason.NOT_ATTACHED),
+REASON_BY_ERROR: Final[Sequence[tuple[type[KbpfError], FallbackReason]]] = (
+    (CompileError, FallbackReason.COMPILE_FAILED),
+    (ProgramLoadError, FallbackReason.PROGRAM_REFUSED),
+    (AttachError, FallbackReason.ATTACH_FAILED),
 )
 """What an error means where nothing is missing; another one is no reason to do without BPF."""
 
 
-def reason_of(error: KbpfError, rows: Sequence[CheckRow]) -> Reason | None:
+def fallback_reason(error: KbpfError, rows: Sequence[CheckRow]) -> FallbackReason | None:
     """Why BPF is not to be had, by this error and what `kbpf check` says; None if it is, and
     something else is the matter.
     """
-    if isinstance(error, PinsGone):
+    if isinstance(error, PinsRemovedError):
         return None
     for row in rows:
         if row.needed and row.result != "yes":
-            return BY_ROW.get(row.name, Reason.OLD_KERNEL)
-    return next((reason for kind, reason in BY_ERROR if isinstance(error, kind)), None)
+            return REASON_BY_CHECK.get(row.name, FallbackReason.OLD_KERNEL)
+    return next(
+        (reason for error_type, reason in REASON_BY_ERROR if isinstance(error, error_type)), None
+    )
 
 
-class Kit(NamedTuple):
+class Factories(NamedTuple):
     """How to get the data planes, what others left of them, what `kbpf check` says of BPF, and what
     a kube-proxy left that mode bpf has to heed.
     """
 
     bpf: Callable[[], DataPlane]
     ipvs: Callable[[], DataPlane]
-    bpf_remains: Callable[[], Remains]
-    ipvs_remains: Callable[[], Remains]
-    rows: Callable[[], Sequence[CheckRow]]
-    kube_proxy: Callable[[], Remains]
+    previous_bpf: Callable[[], PreviousDataPlane]
+    previous_ipvs: Callable[[], PreviousDataPlane]
+    check_rows: Callable[[], Sequence[CheckRow]]
+    previous_kube_proxy: Callable[[], PreviousDataPlane]
 
 
-class Chosen:
+class SelectedDataPlane:
     """The data plane of `--mode`, and the end of the other's remains. A DataPlane itself: see base.
     One thread calls.
     """
 
-    def __init__(self, asked: str, kit: Kit) -> None:
-        self._asked = asked
-        self._kit = kit
-        self._choice = ModeChoice(asked, "ipvs" if asked == "ipvs" else "bpf")
-        self._plane = kit.ipvs() if asked == "ipvs" else kit.bpf()
-        self._remains: list[Remains] = []
-        self._applied = False  # once
-        self._serves = False  # and it knew of all objects
-        self._problem = ""
-        self._in_vain: dict[str, str] = {}  # BPF's error: its hint since IPVS was tried, too
+    def __init__(self, requested_mode: str, factories: Factories) -> None:
+        self._requested_mode = requested_mode
+        self._factories = factories
+        self._choice = ModeChoice(requested_mode, "ipvs" if requested_mode == "ipvs" else "bpf")
+        self._plane = factories.ipvs() if requested_mode == "ipvs" else factories.bpf()
+        self._previous: list[PreviousDataPlane] = []
+        self._has_applied = False  # once
+        self._fully_applied = False  # and it knew of all objects
+        self._drain_error = ""
+        self._failed_fallbacks: dict[
+            str, str
+        ] = {}  # BPF's error: its hint since IPVS was tried, too
 
     @property
     def name(self) -> str:
         """Of the mode that serves."""
         return self._plane.name
 
-    def choice(self) -> ModeChoice:
+    def mode_choice(self) -> ModeChoice:
         """Which it is, and why."""
         return self._choice
 
@@ -124,90 +128,94 @@ class Chosen:
         try:
             self._open()
         except KbpfError as error:
-            if not self._fall_back(error):
+            if not self._fall_back_to_ipvs(error):
                 raise
 
     def _open(self) -> None:
         try:
-            self._take_remains()
+            self._claim_previous()
         except KbpfError:
-            self._let_go_of_remains()
+            self._release_previous()
             raise
-        self._plane.follow(bool(self._remains))
+        self._plane.set_coexisting(bool(self._previous))
         try:
             self._plane.open()
         except KbpfError:
-            self._let_go_of_remains()
+            self._release_previous()
             raise
 
-    def _take_remains(self) -> None:
-        kit, mode = self._kit, self._choice.mode
-        for get in (kit.ipvs_remains, kit.kube_proxy) if mode == "bpf" else (kit.bpf_remains,):
-            remains = get()
-            if remains.take():
+    def _claim_previous(self) -> None:
+        factories, mode = self._factories, self._choice.mode
+        for factory in (
+            (factories.previous_ipvs, factories.previous_kube_proxy)
+            if mode == "bpf"
+            else (factories.previous_bpf,)
+        ):
+            previous = factory()
+            if previous.claim():
                 log.info("mode=%s finds what %s left: it serves until this one does",
-                         mode, remains.name)  # fmt: skip
-                self._remains.append(remains)
+                         mode, previous.name)  # fmt: skip
+                self._previous.append(previous)
 
-    def _let_go_of_remains(self) -> None:
-        while self._remains:
-            self._remains.pop().close()
+    def _release_previous(self) -> None:
+        while self._previous:
+            self._previous.pop().close()
 
-    def _fall_back(self, error: KbpfError) -> bool:
+    def _fall_back_to_ipvs(self, error: KbpfError) -> bool:
         """Whether IPVS has taken BPF's place, opened. If it cannot, the error says so too, each
         time that it comes; BPF's plane is a new one that is not opened, and IPVS is not tried
         again.
         """
-        if self._asked != "auto" or self._choice.mode != "bpf":
+        if self._requested_mode != "auto" or self._choice.mode != "bpf":
             return False
-        if self._in_vain:
-            error.hint = self._in_vain.get(str(error), error.hint)
+        if self._failed_fallbacks:
+            error.hint = self._failed_fallbacks.get(str(error), error.hint)
             return False
-        reason = reason_of(error, self._kit.rows())
+        reason = fallback_reason(error, self._factories.check_rows())
         if reason is None:
             return False
         self._plane.close()
-        self._let_go_of_remains()
+        self._release_previous()
         before = self._choice
-        self._plane = self._kit.ipvs()
-        self._choice = ModeChoice(self._asked, "ipvs", str(reason), str(error))
+        self._plane = self._factories.ipvs()
+        self._choice = ModeChoice(self._requested_mode, "ipvs", str(reason), str(error))
         try:
             self._open()
-        except KbpfError as second:
-            said, instead = str(error), f"mode ipvs cannot take its place: {second}"
-            error.hint = f"{error.hint}; {instead}" if error.hint else instead
-            self._in_vain[said] = error.hint
-            self._plane, self._choice = self._kit.bpf(), before
+        except KbpfError as ipvs_error:
+            message, note = str(error), f"mode ipvs cannot take its place: {ipvs_error}"
+            error.hint = f"{error.hint}; {note}" if error.hint else note
+            self._failed_fallbacks[message] = error.hint
+            self._plane, self._choice = self._factories.bpf(), before
             return False
         log.warning("mode=ipvs, since BPF is not to be had here: %s: %s", reason, error)
         return True
 
-    def follow(self, other: bool) -> None:
+    def set_coexisting(self, coexisting: bool) -> None:
         """See base.DataPlane. Two modes are all there are."""
 
     def apply(
         self,
         desired: DesiredState,
         touched: Collection[ServicePortKey] | None,
-        sound: bool = True,
+        authoritative: bool = True,
     ) -> Report:
         """See base.DataPlane. A first apply that BPF cannot do is IPVS' in mode auto."""
         try:
-            report = self._plane.apply(desired, touched, sound)
+            report = self._plane.apply(desired, touched, authoritative)
         except KernelError as error:
-            tried = bool(self._in_vain)
-            if self._applied or not self._fall_back(error):
-                if self._in_vain and not tried:  # it was closed for IPVS
+            already_tried = bool(self._failed_fallbacks)
+            if self._has_applied or not self._fall_back_to_ipvs(error):
+                if self._failed_fallbacks and not already_tried:  # it was closed for IPVS
                     self._open()
                 raise
-            report = self._plane.apply(desired, None, sound)
-        self._applied = True
-        self._serves = self._serves or sound
+            report = self._plane.apply(desired, None, authoritative)
+        self._has_applied = True
+        self._fully_applied = self._fully_applied or authoritative
         return report
 
-    def doubt(self) -> None:
+    def invalidate(self) -> None:
         """See base.DataPlane."""
-        self._plane.doubt()
+        self._plane.invalidate()
 
     def claim_socket(self, cookie: int) -> None:
         """See base.DataPlane."""
@@ -216,38 +224,40 @@ class Chosen:
     def tick(self, now: float) -> float | None:
         """See base.DataPlane. What is left of the other mode goes as soon as this one serves."""
         due = self._plane.tick(now)
-        later = self._retire(now) if self._serves and self._plane.ready() else None
-        return min((one for one in (due, later) if one is not None), default=None)
+        drain_due = (
+            self._drain_previous(now) if self._fully_applied and self._plane.is_ready() else None
+        )
+        return min((time for time in (due, drain_due) if time is not None), default=None)
 
-    def _retire(self, now: float) -> float | None:
-        due = []
-        for remains in tuple(self._remains):
+    def _drain_previous(self, now: float) -> float | None:
+        due_times = []
+        for previous in tuple(self._previous):
             try:
-                later = remains.retire(now)
+                next_due = previous.drain(now)
             except KbpfError as error:
-                if str(error) != self._problem:
+                if str(error) != self._drain_error:
                     log.warning("what %s left is not removed, trying again: %s",
-                                remains.name, error)  # fmt: skip
-                self._problem = str(error)
-                return now + RETRY_SECONDS
-            if later is not None:
-                due.append(later)
+                                previous.name, error)  # fmt: skip
+                self._drain_error = str(error)
+                return now + DRAIN_RETRY_INTERVAL_S
+            if next_due is not None:
+                due_times.append(next_due)
                 continue
-            log.info("nothing goes on by %s any more", remains.name)
-            remains.close()
-            self._remains.remove(remains)
-            if not self._remains:
-                self._plane.follow(False)
-        self._problem = ""
-        return min(due, default=None)
+            log.info("nothing goes on by %s any more", previous.name)
+            previous.close()
+            self._previous.remove(previous)
+            if not self._previous:
+                self._plane.set_coexisting(False)
+        self._drain_error = ""
+        return min(due_times, default=None)
 
-    def ended(self) -> tuple[Ended, ...]:
+    def take_udp_cuts(self) -> tuple[UdpCuts, ...]:
         """See base.DataPlane."""
-        return self._plane.ended()
+        return self._plane.take_udp_cuts()
 
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         """See base.DataPlane."""
-        return self._plane.ready()
+        return self._plane.is_ready()
 
     def packet_status(self) -> PacketStatus | None:
         """See base.DataPlane."""
@@ -256,21 +266,21 @@ class Chosen:
     def problems(self) -> tuple[str, ...]:
         """See base.DataPlane."""
         lines = self._plane.problems()
-        if self._serves:
-            lines = (*lines, *(line for one in self._remains for line in one.problems()))
-        return (*lines, self._problem) if self._problem else lines
+        if self._fully_applied:
+            lines = (*lines, *(line for previous in self._previous for line in previous.problems()))
+        return (*lines, self._drain_error) if self._drain_error else lines
 
     def faults(self) -> tuple[str, ...]:
         """See base.DataPlane."""
         return self._plane.faults()
 
-    def measure(self) -> Measures:
+    def read_metrics(self) -> DataPlaneMetrics:
         """See base.DataPlane."""
-        return self._plane.measure()
+        return self._plane.read_metrics()
 
-    def count(self, pause: Pause) -> Traffic:
+    def count_traffic(self, pause: Pause) -> TrafficStats:
         """See base.DataPlane."""
-        return self._plane.count(pause)
+        return self._plane.count_traffic(pause)
 
     def write_status(self, text: bytes) -> None:
         """See base.DataPlane."""
@@ -278,23 +288,23 @@ class Chosen:
 
     def close(self) -> None:
         """See base.DataPlane. Remains stay; the next agent finds them."""
-        self._let_go_of_remains()
+        self._release_previous()
         self._plane.close()
 
     def remove(self) -> None:
         """See base.DataPlane."""
-        self._let_go_of_remains()
+        self._release_previous()
         self._plane.remove()
 
 
-def choose(config: Config) -> Chosen:
+def select_data_plane(config: Config) -> SelectedDataPlane:
     """The data plane of these settings, not opened. What it is made of is imported when it is
     needed; in mode ipvs, of BPF, what tells whether that mode has left something.
     """
-    return Chosen(config.mode, _kit(config))
+    return SelectedDataPlane(config.mode, _build_factories(config))
 
 
-def _kit(config: Config) -> Kit:
+def _build_factories(config: Config) -> Factories:
     def bpf() -> DataPlane:
         from kbpf.dataplane.bpf.plane import BpfPlane
 
@@ -305,24 +315,24 @@ def _kit(config: Config) -> Kit:
 
         return IpvsPlane(config)
 
-    def bpf_remains() -> Remains:
-        from kbpf.dataplane.bpf.drain import BpfRemains
+    def previous_bpf() -> PreviousDataPlane:
+        from kbpf.dataplane.bpf.drain import PreviousBpfPlane
 
-        return BpfRemains(config)
+        return PreviousBpfPlane(config)
 
-    def ipvs_remains() -> Remains:
-        from kbpf.dataplane.ipvs.drain import IpvsRemains
+    def previous_ipvs() -> PreviousDataPlane:
+        from kbpf.dataplane.ipvs.drain import PreviousIpvsPlane
 
-        return IpvsRemains(config)
+        return PreviousIpvsPlane(config)
 
-    def rows() -> tuple[CheckRow, ...]:
+    def check_rows() -> tuple[CheckRow, ...]:
         from kbpf.checks import bpf as bpf_checks
 
         return tuple(bpf_checks.rows(config.cgroup, config.pin_dir, config.cache_dir))
 
-    def kube_proxy() -> Remains:
-        from kbpf.takeover.drain import KubeProxyRemains
+    def previous_kube_proxy() -> PreviousDataPlane:
+        from kbpf.takeover.drain import KubeProxyDrain
 
-        return KubeProxyRemains(config)
+        return KubeProxyDrain(config)
 
-    return Kit(bpf, ipvs, bpf_remains, ipvs_remains, rows, kube_proxy)
+    return Factories(bpf, ipvs, previous_bpf, previous_ipvs, check_rows, previous_kube_proxy)

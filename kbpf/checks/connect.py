@@ -34,47 +34,47 @@ from kbpf.model.desired import Backend, FrontendAddress
 from kbpf.model.objects import Protocol
 
 NEEDS: Final = Part.SERVICES | Part.HOOKS
-MOST_BACKENDS: Final = 64
+MAX_BACKENDS: Final = 64
 """A bigger set is not tried: each of its backends is an address and a socket in the sandbox."""
 
-Place = tuple[str, int]
-Target = tuple[FrontendAddress, tuple[Backend, ...]]
+SocketAddress = tuple[str, int]
+DialTarget = tuple[FrontendAddress, tuple[Backend, ...]]
 
 
-def targets(snapshot: Snapshot) -> tuple[Target, ...]:
+def select_targets(snapshot: Snapshot) -> tuple[DialTarget, ...]:
     """For each family and protocol the ClusterIP with the fewest backends, without session
     affinity where possible: what is dialled to see whether it works.
     """
-    best: dict[tuple[int, Protocol], tuple[tuple[bool, int, FrontendAddress], Target]] = {}
-    for at, value in snapshot.frontends.items():
-        backends = _behind(value, snapshot)
+    best: dict[tuple[int, Protocol], tuple[tuple[bool, int, FrontendAddress], DialTarget]] = {}
+    for frontend, value in snapshot.frontends.items():
+        backends = _cluster_ip_backends(value, snapshot)
         if (
-            at.protocol not in (Protocol.TCP, Protocol.UDP)
-            or not 0 < len(backends) <= MOST_BACKENDS
+            frontend.protocol not in (Protocol.TCP, Protocol.UDP)
+            or not 0 < len(backends) <= MAX_BACKENDS
         ):
             continue
-        rank = (value.affinity_timeout > 0, len(backends), at)
-        key = (family_of(at.address), at.protocol)
+        rank = (value.affinity_timeout > 0, len(backends), frontend)
+        key = (family_of(frontend.address), frontend.protocol)
         if key not in best or rank < best[key][0]:
-            best[key] = (rank, (at, backends))
+            best[key] = (rank, (frontend, backends))
     return tuple(target for _, (_, target) in sorted(best.items()))
 
 
-def _behind(value: ServiceValue, snapshot: Snapshot) -> tuple[Backend, ...]:
+def _cluster_ip_backends(value: ServiceValue, snapshot: Snapshot) -> tuple[Backend, ...]:
     flags = ServiceFlag(value.flags)
     if ServiceFlag.CLUSTER_IP not in flags or ServiceFlag.RESTRICTED in flags:
         return ()
     local = ServiceFlag.INTERNAL_LOCAL in flags
     slots = snapshot.sets.get(value.local_set if local else value.cluster_set, {})
-    distinct = sorted(set(slots.values()))
-    found = tuple(snapshot.backends[b] for b in distinct if b in snapshot.backends)
-    return found if len(found) == len(distinct) else ()
+    backend_ids = sorted(set(slots.values()))
+    backends = tuple(snapshot.backends[b] for b in backend_ids if b in snapshot.backends)
+    return backends if len(backends) == len(backend_ids) else ()
 
 
-def rows(snapshot: Snapshot) -> Iterator[CheckRow]:
+def check_attached(snapshot: Snapshot) -> Iterator[CheckRow]:
     """Whether the hooks are attached, and whether they do what they should."""
     if snapshot.socket_lb is SocketLb.OFF:
-        yield _none_attached(snapshot)
+        yield _not_attached_row(snapshot)
         return
     missing = [f.hook.name for f in snapshot.hooks if f.hook.required and not f.attached]
     yield CheckRow(
@@ -85,115 +85,136 @@ def rows(snapshot: Snapshot) -> Iterator[CheckRow]:
         return
     connect = next(f for f in snapshot.hooks if f.attached)
     if connect.cgroup is None:
-        yield _unproven("the hooked cgroup is not visible from here", "run it on the host")
+        yield _unknown_row("the hooked cgroup is not visible from here", "run it on the host")
         return
-    found = targets(snapshot)
-    if not found:
-        yield _unproven(
+    dial_targets = select_targets(snapshot)
+    if not dial_targets:
+        yield _unknown_row(
             "no ClusterIP with backends is programmed", "create a Service and try again"
         )
-    if snapshot.socket_lb is SocketLb.HOST_ONLY:
-        yield from _host_only(found, snapshot.host_netns, connect.cgroup)
+    if snapshot.socket_lb is SocketLb.HOST_NAMESPACE_ONLY:
+        yield from _host_only_rows(dial_targets, snapshot.host_netns, connect.cgroup)
         return
-    with_names = any(f.hook.name.startswith("getpeername") and f.attached for f in snapshot.hooks)
-    for at, backends in found:
-        name = f"dial {at}"
+    has_peer_name_hooks = any(
+        f.hook.name.startswith("getpeername") and f.attached for f in snapshot.hooks
+    )
+    for frontend, backends in dial_targets:
+        name = f"dial {frontend}"
         try:
-            arrived, shown = _run(partial(_dial, at, backends), connect.cgroup)
+            destination, peer_name = _run_in_cgroup(
+                partial(_dial, frontend, backends), connect.cgroup
+            )
         except KernelError as error:
             hint = "see `kbpf inspect service` and the agent's log"
             yield CheckRow(name, "no", True, str(error), hint)
             continue
-        yield _judge(name, at, arrived, shown, with_names)
+        yield _dial_row(name, frontend, destination, peer_name, has_peer_name_hooks)
 
 
-def others(snapshot: Snapshot) -> Iterator[CheckRow]:
+def foreign_rows(snapshot: Snapshot) -> Iterator[CheckRow]:
     """A row for each program of another load balancer beside those of the agent."""
     cgroup = next((f.cgroup for f in snapshot.hooks if f.attached), None)
-    for line in foreign.lines(foreign.all_of(snapshot.pin_dir, cgroup)):
+    for line in foreign.format_lines(foreign.find_all(snapshot.pin_dir, cgroup)):
         yield CheckRow("alone at its hooks", "no", False, line, "see docs/troubleshoot.md")
 
 
-def _none_attached(snapshot: Snapshot) -> CheckRow:
-    left = [f.hook.name for f in snapshot.hooks if f.attached]
+def _not_attached_row(snapshot: Snapshot) -> CheckRow:
+    remaining = [f.hook.name for f in snapshot.hooks if f.attached]
     return CheckRow(
-        "attached", "no" if left else "yes", True,
-        f"still there: {', '.join(left)}" if left else "no hook, as --socket-lb off wants it",
-        "restart the agent" if left else "",
-    )  # fmt: skip
+        "attached",
+        "no" if remaining else "yes",
+        True,
+        f"still there: {', '.join(remaining)}"
+        if remaining
+        else "no hook, as --socket-lb off wants it",
+        "restart the agent" if remaining else "",
+    )
 
 
-def _host_only(found: Sequence[Target], host_netns: int, cgroup: Path) -> Iterator[CheckRow]:
+def _host_only_rows(
+    dial_targets: Sequence[DialTarget], host_netns: int, cgroup: Path
+) -> Iterator[CheckRow]:
     """The node's own sockets are led to a backend, and those of another namespace are not."""
-    if netns.cookie() != host_netns:
-        yield _unproven("this is not the node's own network", "run it on the host")
+    if netns.read_cookie() != host_netns:
+        yield _unknown_row("this is not the node's own network", "run it on the host")
         return
-    for at, backends in found:
-        kind = socket.SOCK_STREAM if at.protocol is Protocol.TCP else socket.SOCK_DGRAM
-        dialled = (format_addr(at.address), at.port)
-        name = f"dial {at} from the host"
+    for frontend, backends in dial_targets:
+        kind = socket.SOCK_STREAM if frontend.protocol is Protocol.TCP else socket.SOCK_DGRAM
+        service_address = (format_addr(frontend.address), frontend.port)
+        name = f"dial {frontend} from the host"
         try:
-            arrived, shown = _run(partial(dial.silently, dialled, kind), cgroup, apart=False)
+            destination, peer_name = _run_in_cgroup(
+                partial(dial.connect_without_packets, service_address, kind), cgroup, isolated=False
+            )
         except KernelError as error:
             yield CheckRow(name, "no", True, str(error), "see the agent's log")
             continue
-        if arrived not in {(format_addr(b.address), b.port) for b in backends}:
-            detail = f"led to {arrived[0]} port {arrived[1]}, which is no backend"
+        if destination not in {(format_addr(b.address), b.port) for b in backends}:
+            detail = f"led to {destination[0]} port {destination[1]}, which is no backend"
             yield CheckRow(name, "no", True, detail, "see the agent's log")
             continue
-        yield _judge(name, at, arrived, shown, with_names=True)
-    for at, backends in found[:1]:
-        name = f"leave {at} from a pod"
+        yield _dial_row(name, frontend, destination, peer_name, has_peer_name_hooks=True)
+    for frontend, backends in dial_targets[:1]:
+        name = f"leave {frontend} from a pod"
         try:
-            arrived, _ = _run(partial(_dial, at, backends), cgroup)
+            destination, _ = _run_in_cgroup(partial(_dial, frontend, backends), cgroup)
         except KernelError:
             yield CheckRow(name, "yes", True, "it is for the packet path", "")
             continue
-        detail = f"led to {arrived[0]} port {arrived[1]}"
+        detail = f"led to {destination[0]} port {destination[1]}"
         yield CheckRow(name, "no", True, detail, "see the agent's log")
 
 
-def _run(action: Callable[[], object], cgroup: Path, apart: bool = True) -> tuple[Place, Place]:
+def _run_in_cgroup(
+    action: Callable[[], object], cgroup: Path, isolated: bool = True
+) -> tuple[SocketAddress, SocketAddress]:
     """Where it arrived and what the client was shown, from a cgroup below this one: a new one, or
     where the hierarchy is mounted read-only, as in our pod, that of this process.
     """
     with contextlib.ExitStack() as stack:
-        folder: Path | None = None
+        child_cgroup: Path | None = None
         try:
             name = f"kbpf-check-dial-{os.getpid()}"
-            folder = stack.enter_context(cgroups.temporary(cgroup, name))
+            child_cgroup = stack.enter_context(cgroups.temporary(cgroup, name))
         except KernelError as error:
             if error.errno != errno.EROFS:
                 raise
-        arrived, shown = sandbox.run(action, folder, apart)
-    return tuple(arrived), tuple(shown)
+        destination, peer_name = sandbox.run(action, child_cgroup, isolated)
+    return tuple(destination), tuple(peer_name)
 
 
-def _unproven(why: str, advice: str) -> CheckRow:
-    return CheckRow("dial", "unknown", True, why, advice)
+def _unknown_row(reason: str, advice: str) -> CheckRow:
+    return CheckRow("dial", "unknown", True, reason, advice)
 
 
-def _judge(
-    name: str, at: FrontendAddress, arrived: Place, shown: Place, with_names: bool
+def _dial_row(
+    name: str,
+    frontend: FrontendAddress,
+    destination: SocketAddress,
+    peer_name: SocketAddress,
+    has_peer_name_hooks: bool,
 ) -> CheckRow:
-    dialled = (format_addr(at.address), at.port)
-    detail = f"arrived at {arrived[0]} port {arrived[1]}"
-    if shown != dialled and (with_names or at.protocol is Protocol.UDP):
-        detail += f", but the client is shown {shown[0]} port {shown[1]}"
+    service_address = (format_addr(frontend.address), frontend.port)
+    detail = f"arrived at {destination[0]} port {destination[1]}"
+    if peer_name != service_address and (has_peer_name_hooks or frontend.protocol is Protocol.UDP):
+        detail += f", but the client is shown {peer_name[0]} port {peer_name[1]}"
         return CheckRow(name, "no", True, detail, "see the agent's log")
     return CheckRow(name, "yes", True, detail, "")
 
 
-def _dial(at: FrontendAddress, backends: tuple[Backend, ...]) -> tuple[Place, Place]:
+def _dial(
+    frontend: FrontendAddress, backends: tuple[Backend, ...]
+) -> tuple[SocketAddress, SocketAddress]:
     """In the sandbox."""
     from kbpf.kernel.net.links import Links
 
-    prefix = 32 if family_of(at.address) == 4 else 128
+    prefix = 32 if family_of(frontend.address) == 4 else 128
     with Links() as links:
-        links.up("lo")
+        links.set_up("lo")
         for address in {b.address for b in backends}:
-            links.address("lo", format_addr(address), prefix)
-    call = dial.tcp if at.protocol is Protocol.TCP else dial.udp
-    return call(
-        (format_addr(at.address), at.port), [(format_addr(b.address), b.port) for b in backends]
+            links.add_address("lo", format_addr(address), prefix)
+    dial_protocol = dial.connect_tcp if frontend.protocol is Protocol.TCP else dial.exchange_udp
+    return dial_protocol(
+        (format_addr(frontend.address), frontend.port),
+        [(format_addr(b.address), b.port) for b in backends],
     )

@@ -11,20 +11,26 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from kbpf.checks.row import CheckRow, row
+from kbpf.checks.row import CheckRow, make_row
 from kbpf.dataplane.ipvs import ruleset
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf import probe
 from kbpf.kernel.net import dummy, ipvs
-from kbpf.kernel.net.ipvs import Change, Command, Ipvs, Service, Settings
+from kbpf.kernel.net.ipvs import (
+    IpvsClient,
+    IpvsCommand,
+    IpvsRequest,
+    VirtualServiceKey,
+    VirtualServiceSettings,
+)
 from kbpf.kernel.netfilter import forward_rules
 from kbpf.kernel.probe_result import Probe
 from kbpf.kernel.system import modules, sandbox
 from kbpf.model.address import parse_addr
 
-DEVICES: Final = Path("/sys/class/net")
-BRIDGE_CALLS: Final = Path("/proc/sys/net/bridge/bridge-nf-call-iptables")
-SCHEDULERS: Final = {
+SYS_CLASS_NET: Final = Path("/sys/class/net")
+BRIDGE_NF_CALL_IPTABLES: Final = Path("/proc/sys/net/bridge/bridge-nf-call-iptables")
+OPTIONAL_SCHEDULERS: Final = {
     "wrr": "without it weights are not heeded",
     "mh": "without it Maglev is spread by weight",
     "sh": "without it a short circuit has no affinity",
@@ -33,84 +39,98 @@ SCHEDULERS: Final = {
 
 def rows() -> Iterator[CheckRow]:
     """Everything, in the order in which the agent would meet it."""
-    lacks = "CAP_NET_ADMIN" in probe.missing_capabilities()
-    yield _needed("CAP_NET_ADMIN", Probe(not lacks, "missing" if lacks else ""), "run as root")
-    there, advice = _ipvs()
-    yield _needed("IPVS", there, advice)
-    yield _needed(
-        "IPVS with conntrack", _conntrack(),
+    is_missing = "CAP_NET_ADMIN" in probe.missing_capabilities()
+    yield _required_row(
+        "CAP_NET_ADMIN", Probe(not is_missing, "missing" if is_missing else ""), "run as root"
+    )
+    ipvs_probe, advice = _probe_ipvs()
+    yield _required_row("IPVS", ipvs_probe, advice)
+    yield _required_row(
+        "IPVS with conntrack", _probe_conntrack(),
         "the kernel needs CONFIG_IP_VS_NFCT; without it nobody is masqueraded",
     )  # fmt: skip
-    scheduler = partial(_scheduler, tried=there.works is True)
-    yield _needed("IPVS scheduler rr", scheduler("rr"), "the kernel needs CONFIG_IP_VS_RR")
-    for name, without in SCHEDULERS.items():
-        yield row(
-            f"IPVS scheduler {name}", scheduler(name),
-            f"the kernel needs CONFIG_IP_VS_{name.upper()}; {without}", needed=False,
+    probe_scheduler = partial(_probe_scheduler, is_loaded=ipvs_probe.works is True)
+    yield _required_row(
+        "IPVS scheduler rr", probe_scheduler("rr"), "the kernel needs CONFIG_IP_VS_RR"
+    )
+    for name, consequence in OPTIONAL_SCHEDULERS.items():
+        yield make_row(
+            f"IPVS scheduler {name}", probe_scheduler(name),
+            f"the kernel needs CONFIG_IP_VS_{name.upper()}; {consequence}", needed=False,
         )  # fmt: skip
-    yield _needed("dummy devices", _known("dummy", _make_device), "the kernel needs CONFIG_DUMMY")
-    found = forward_rules.available()
-    yield _needed(
-        "nf_tables", Probe(found.works is True, found.reason),
+    yield _required_row(
+        "dummy devices", _probe_module("dummy", _try_device), "the kernel needs CONFIG_DUMMY"
+    )
+    nft_probe = forward_rules.probe_nf_tables()
+    yield _required_row(
+        "nf_tables", Probe(nft_probe.works is True, nft_probe.reason),
         "install python3-nftables; the kernel needs CONFIG_NF_TABLES",
     )  # fmt: skip
-    if found.works:
-        yield _needed(
-            "nftables rules", _rules(), "mode ipvs needs sets, reject and masquerade of nf_tables"
+    if nft_probe.works:
+        yield _required_row(
+            "nftables rules",
+            _probe_rules(),
+            "mode ipvs needs sets, reject and masquerade of nf_tables",
         )
-        yield row(
-            "INPUT", _input(),
+        yield make_row(
+            "INPUT", _probe_input(),
             "let in what is sent to addresses and NodePorts of Services: IPVS gets it by INPUT",
             needed=False,
         )  # fmt: skip
-    yield row(
-        "bridged answers", _bridged(),
+    yield make_row(
+        "bridged answers", _probe_bridge_netfilter(),
         "modprobe br_netfilter and set net.bridge.bridge-nf-call-iptables to 1, or pods behind one "
         "bridge do not reach each other by Services", needed=False,
     )  # fmt: skip
 
 
-def _needed(name: str, found: Probe, advice: str) -> CheckRow:
+def _required_row(name: str, result: Probe, advice: str) -> CheckRow:
     """A row without which mode ipvs does not work."""
-    made = row(name, found, advice, needed=False)
-    return CheckRow(made.name, made.result, False, made.detail, made.advice, ipvs=True)
+    base_row = make_row(name, result, advice, needed=False)
+    return CheckRow(
+        base_row.name, base_row.result, False, base_row.detail, base_row.advice, ipvs=True
+    )
 
 
-def _ipvs() -> tuple[Probe, str]:
+def _probe_ipvs() -> tuple[Probe, str]:
     """And what to do if it is not there. The kernel loads it by itself since Linux 6.1."""
     advice = "the kernel needs CONFIG_IP_VS, or its module ip_vs"
     try:
-        Ipvs().close()
+        IpvsClient().close()
     except KernelError as error:
-        if error.errno != errno.ENOENT or modules.program() is not None:
-            return modules.known("ip_vs"), advice
-        found = Probe(False, "not loaded, and there is no modprobe here to load it")
-        return found, f"on the node: modprobe ip_vs; {advice}"
+        if error.errno != errno.ENOENT or modules.find_modprobe() is not None:
+            return modules.probe_module("ip_vs"), advice
+        result = Probe(False, "not loaded, and there is no modprobe here to load it")
+        return result, f"on the node: modprobe ip_vs; {advice}"
     return Probe(True), advice
 
 
-def _conntrack() -> Probe:
-    found = ipvs.knows_conntrack()
-    return Probe(found, "IPVS is not loaded, or /proc/sys hidden" if found is None else "")
+def _probe_conntrack() -> Probe:
+    supported = ipvs.supports_conntrack()
+    return Probe(supported, "IPVS is not loaded, or /proc/sys hidden" if supported is None else "")
 
 
-def _scheduler(name: str, tried: bool) -> Probe:
+def _probe_scheduler(name: str, is_loaded: bool) -> Probe:
     """Nothing can be tried where IPVS is not there."""
     module = f"ip_vs_{name}"
-    return _known(module, partial(_make_service, name)) if tried else modules.known(module)
+    return (
+        _probe_module(module, partial(_try_service, name))
+        if is_loaded
+        else modules.probe_module(module)
+    )
 
 
-def _known(module: str, make: Callable[[], int]) -> Probe:
+def _probe_module(module: str, attempt: Callable[[], int]) -> Probe:
     """Whether modprobe knows of this module, or else whether `make`, which needs it, gives 0 and no
     errno.
     """
-    known = modules.known(module)
-    if known.works:
-        return known
+    module_probe = modules.probe_module(module)
+    if module_probe.works:
+        return module_probe
     try:
-        code = sandbox.run(make)
+        code = sandbox.run(attempt)
     except KernelError:  # nobody lets us have a namespace
-        return known
+        return module_probe
     if code in (errno.ENOENT, errno.EOPNOTSUPP):
         return Probe(False, f"no module {module}")
     if code:
@@ -118,7 +138,7 @@ def _known(module: str, make: Callable[[], int]) -> Probe:
     return Probe(True, "loaded, or built in")
 
 
-def _make_device() -> int:
+def _try_device() -> int:
     """In a network namespace of its own."""
     try:
         dummy.ensure("kbpf-check")
@@ -127,41 +147,49 @@ def _make_device() -> int:
     return 0
 
 
-def _make_service(scheduler: str) -> int:
+def _try_service(scheduler: str) -> int:
     """In a network namespace of its own."""
-    service = Service(socket.IPPROTO_TCP, parse_addr("192.0.2.1"), 80)
+    service = VirtualServiceKey(socket.IPPROTO_TCP, parse_addr("192.0.2.1"), 80)
     try:
-        with closing(Ipvs()) as face:
-            made = face.try_([Change(Command.NEW_SERVICE, service, Settings(scheduler))])
+        with closing(IpvsClient()) as client:
+            codes = client.try_apply(
+                [
+                    IpvsRequest(
+                        IpvsCommand.IPVS_CMD_NEW_SERVICE, service, VirtualServiceSettings(scheduler)
+                    )
+                ]
+            )
     except KernelError as error:
         return error.errno
-    return made[0]
+    return codes[0]
 
 
-def _input() -> Probe:
+def _probe_input() -> Probe:
     """Whether the host's firewall lets packets get to IPVS."""
     try:
-        closed = forward_rules.closed_inputs()
+        chains = forward_rules.list_closed_input_chains()
     except KernelError as error:
         return Probe(None, error.what)
-    return Probe(not closed, f"closed: {', '.join(closed)}" if closed else "")
+    return Probe(not chains, f"closed: {', '.join(chains)}" if chains else "")
 
 
-def _bridged() -> Probe:
+def _probe_bridge_netfilter() -> Probe:
     """Whether answers between pods behind one bridge go through the node's stack."""
-    if not any(DEVICES.glob("*/bridge")):
+    if not any(SYS_CLASS_NET.glob("*/bridge")):
         return Probe(True, "there is no bridge")
     try:
-        called = BRIDGE_CALLS.read_text().strip()
+        value = BRIDGE_NF_CALL_IPTABLES.read_text().strip()
     except OSError:
         return Probe(False, "br_netfilter is not loaded")
-    return Probe(called == "1", f"{BRIDGE_CALLS.name} is {called}")
+    return Probe(value == "1", f"{BRIDGE_NF_CALL_IPTABLES.name} is {value}")
 
 
-def _rules() -> Probe:
+def _probe_rules() -> Probe:
     """The kernel looks at all of the table, and then does without it."""
     try:
-        forward_rules.transaction(*ruleset.table(ruleset.Style("kbpf_check")), dry=True)
+        forward_rules.run_transaction(
+            *ruleset.create_table(ruleset.RulesetOptions("kbpf_check")), dry_run=True
+        )
     except KernelError as error:
         return Probe(False, error.what)
     return Probe(True)

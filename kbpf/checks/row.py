@@ -21,8 +21,10 @@ class CheckRow(msgspec.Struct, frozen=True):
     ipvs: bool = False
 
 
-def row(name: str, found: Probe, advice: str, needed: bool = True, detail: str = "") -> CheckRow:
+def make_row(
+    name: str, probe: Probe, advice: str, needed: bool = True, detail: str = ""
+) -> CheckRow:
     """A row out of a probe. What could not be found out has a reason, and no advice of its own."""
-    result = {True: "yes", False: "no", None: "unknown"}[found.works]
-    wanted = advice if found.works is False else ""
-    return CheckRow(name, result, needed, found.reason or detail, wanted)
+    result = {True: "yes", False: "no", None: "unknown"}[probe.works]
+    shown_advice = advice if probe.works is False else ""
+    return CheckRow(name, result, needed, probe.reason or detail, shown_advice)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kbpf.cli import streams
-from kbpf.errors import KbpfError, unexpected_refusal
+from kbpf.errors import KbpfError, describe_unexpected_error
 
 if TYPE_CHECKING:
     from typer import Typer
@@ -29,14 +29,14 @@ def call(arguments: Sequence[str]) -> int:
         code = _dispatch(arguments)
         sys.stdout.flush()
     except KbpfError as error:
-        streams.complain(f"kbpf: {error}")
+        streams.print_error(f"kbpf: {error}")
         return 1
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        streams.end_by_sigpipe()
+        streams.exit_by_sigpipe()
     except OSError as error:
-        streams.complain(f"kbpf: {unexpected_refusal(error)}")
+        streams.print_error(f"kbpf: {describe_unexpected_error(error)}")
         return 1
     return code
 
@@ -47,8 +47,8 @@ def _dispatch(arguments: Sequence[str]) -> int:
             _run(arguments[1:])
         else:
             typer_app()(args=list(arguments), prog_name="kbpf")
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except SystemExit as exit_:
+        return exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
     return 0
 
 
@@ -57,9 +57,9 @@ def _run(arguments: Sequence[str]) -> None:
     from kbpf.cli.arguments import prepare
 
     if (prepared := prepare(arguments)) is not None:
-        from kbpf.cli.run import serve
+        from kbpf.cli.run import run_agent
 
-        serve(*prepared)
+        run_agent(*prepared)
 
 
 def typer_app() -> "Typer":
@@ -76,8 +76,8 @@ def typer_app() -> "Typer":
         help="Kubernetes Services of this node, balanced by BPF, in place of kube-proxy.",
     )  # fmt: skip
 
-    def version(wanted: bool) -> None:
-        if wanted:
+    def version(value: bool) -> None:
+        if value:
             typer.echo(f"kbpf {__version__}")
             raise typer.Exit
 

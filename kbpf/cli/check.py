@@ -26,22 +26,22 @@ def check(
     from kbpf.checks import packet_path
     from kbpf.cli import check_rows
 
-    found = (
+    rows = (
         *bpf_checks.rows(cgroup, pin_dir, cache_dir),
-        *packet_path.rows(pin_dir),
+        *packet_path.check_packet_path(pin_dir),
         *ipvs_checks.rows(),
     )
     proof = None
     if attached:
-        from kbpf.checks import connect as proving
+        from kbpf.checks import connect as attached_checks
         from kbpf.dataplane.bpf.inspect import snapshot
 
-        held = snapshot.read(pin_dir, proving.NEEDS)
-        proof = tuple(proving.rows(held))
-        found = (*found, *proving.others(held))
-    made = check_rows.verdict(found, proof)
+        node_snapshot = snapshot.read(pin_dir, attached_checks.NEEDS)
+        proof = tuple(attached_checks.check_attached(node_snapshot))
+        rows = (*rows, *attached_checks.foreign_rows(node_snapshot))
+    verdict = check_rows.compute_verdict(rows, proof)
     if output in (Output.JSON, Output.YAML):
-        print(render.document(made, output))
+        print(render.format_document(verdict, output))
     else:
-        print(check_rows.page(made))
-    raise typer.Exit(0 if made.usable and made.attached is not False else 1)
+        print(check_rows.format_page(verdict))
+    raise typer.Exit(0 if verdict.usable and verdict.attached is not False else 1)

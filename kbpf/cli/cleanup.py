@@ -15,7 +15,7 @@ import typer
 from kbpf.cli import render
 from kbpf.cli.options import (
     DEFAULT,
-    NAMES,
+    NAMES_KEY,
     CacheDir,
     ConfigNames,
     IpvsDevice,
@@ -33,12 +33,12 @@ from kbpf.views.columns import Column
 if TYPE_CHECKING:
     from kbpf.dataplane.bpf.maps.pinning import Pins
 
-KERNELS: Final = frozenset(("maps.debug", "progs.debug"))
+BPFFS_FILES: Final = frozenset(("maps.debug", "progs.debug"))
 """Files that the kernel puts into the root of each bpffs; they go with the mount."""
-ARTIFACT: Final = re.compile(r"[a-z0-9_]+-[0-9a-f]{16}-[0-9a-f]{8}\.kbpf|\.kbpf-.*")
+ARTIFACT_NAME: Final = re.compile(r"[a-z0-9_]+-[0-9a-f]{16}-[0-9a-f]{8}\.kbpf|\.kbpf-.*")
 
 
-class Removed(msgspec.Struct, frozen=True):
+class RemovedItem(msgspec.Struct, frozen=True):
     """Something that is gone now."""
 
     kind: str
@@ -93,45 +93,45 @@ def cleanup(
         state_dir=state_dir,
     )  # fmt: skip
     if kube_proxy:
-        needed = {"ipvs_device", "nft_table"}
+        option_names = {"ipvs_device", "nft_table"}
     elif keep_connections:
-        needed = {"pin_dir"}
+        option_names = {"pin_dir"}
     else:
-        needed = {"pin_dir", "ipvs_device", "nft_table", "state_dir"}
-    _insist(context, file, needed | ({"cache_dir"} if cache else set()))
-    where = f"in {pin_dir}" + (f" and {cache_dir}" if cache else "")
+        option_names = {"pin_dir", "ipvs_device", "nft_table", "state_dir"}
+    _require_names(context, file, option_names | ({"cache_dir"} if cache else set()))
+    location = f"in {pin_dir}" + (f" and {cache_dir}" if cache else "")
     if kube_proxy:
-        found, where = [*remove_kube_proxy(config, force)], "of kube-proxy"
+        items, location = [*remove_kube_proxy(config, force)], "of kube-proxy"
     elif keep_connections:
-        found = [*remove_frontends(pin_dir, force)]
+        items = [*remove_frontends(pin_dir, force)]
     else:
-        refuse_beside_ipvs(config)
-        found = [
+        require_no_ipvs_agent(config)
+        items = [
             *remove_pins(pin_dir, force),
             *remove_ipvs(config),
             *(remove_artifacts(cache_dir) if cache else ()),
         ]
-    if output in (Output.JSON, Output.YAML) or found:
-        print(render.rows(found, COLUMNS, output))
+    if output in (Output.JSON, Output.YAML) or items:
+        print(render.format_rows(items, COLUMNS, output))
     else:
-        print(f"nothing to remove {where}")
+        print(f"nothing to remove {location}")
 
 
-def _insist(context: typer.Context, file: Path | None, needed: set[str]) -> None:
+def _require_names(context: typer.Context, file: Path | None, option_names: set[str]) -> None:
     """ConfigError if one of these names may stand in the file and cannot be read there, unless a
     flag or a variable says it: what is not removed would be taken for gone. All else is told.
     """
-    names = context.meta[NAMES]
+    names = context.meta[NAMES_KEY]
     if names is None:
         return
-    for name in sorted(needed & names.unreadable.keys()):
+    for name in sorted(option_names & names.unreadable.keys()):
         source = context.get_parameter_source(name)
         if source is None or source.name not in ("COMMANDLINE", "ENVIRONMENT"):
             raise names.unreadable[name]
     warn(file, names.wrong)
 
 
-def remove_kube_proxy(config: Config, force: bool = False) -> Iterator[Removed]:
+def remove_kube_proxy(config: Config, force: bool = False) -> Iterator[RemovedItem]:
     """What a kube-proxy has left, and kbpf has not made its own. KernelError while one runs, or
     nobody can tell, unless `force`: it would go on serving by what is gone.
     """
@@ -141,18 +141,20 @@ def remove_kube_proxy(config: Config, force: bool = False) -> Iterator[Removed]:
     from kbpf.takeover import conntrack_keepalive, detect
 
     if not force:
-        detect.refuse_beside_kube_proxy()
-    nft = forward_rules.available().works
-    noted = (ipvs_cleanup.own_services(config.nft_table) if nft else None) or ()
-    found = takeover_cleanup.remove(config.ipvs_device, noted)
-    yield from (Removed("of kube-proxy", what) for what in found)
-    if not nft:
+        detect.require_no_kube_proxy()
+    nft_works = forward_rules.probe_nf_tables().works
+    own_services = (ipvs_cleanup.read_owned_services(config.nft_table) if nft_works else None) or ()
+    descriptions = takeover_cleanup.remove(config.ipvs_device, own_services)
+    yield from (RemovedItem("of kube-proxy", description) for description in descriptions)
+    if not nft_works:
         return
-    for family in conntrack_keepalive.there():
-        virtual = len(conntrack_keepalive.kept((family,)))
-        with_it = [f"{virtual} virtual services of IPVS"] if virtual else []
-        with_it += [f"a rule in {chain}" for chain in conntrack_keepalive.passing((family,))]
-        more = f", and with it {' and '.join(with_it)}" if with_it else ""
+    for family in conntrack_keepalive.list_families():
+        service_count = len(conntrack_keepalive.list_kept_services((family,)))
+        contents = [f"{service_count} virtual services of IPVS"] if service_count else []
+        contents += [
+            f"a rule in {chain}" for chain in conntrack_keepalive.chains_with_rule((family,))
+        ]
+        more = f", and with it {' and '.join(contents)}" if contents else ""
         print(
             f"kbpf: table {family} {conntrack_keepalive.TABLE} stays{more}, for connections that "
             "kube-proxy has translated; the agent removes it when they have ended",
@@ -160,20 +162,20 @@ def remove_kube_proxy(config: Config, force: bool = False) -> Iterator[Removed]:
         )
 
 
-def remove_frontends(pin_dir: Path, force: bool = False) -> Iterator[Removed]:
+def remove_frontends(pin_dir: Path, force: bool = False) -> Iterator[RemovedItem]:
     """What new connections are known by: they pass from now on. An agent would put it back."""
     from kbpf.dataplane.bpf.maps.pinning import Pins
     from kbpf.dataplane.bpf.packet_path import snat_ports
 
-    if _look(pin_dir) is None:
+    if _list_pins(pin_dir) is None:
         return
-    with _alone(Pins(pin_dir), force):
-        gone = snat_ports.leave(Pins(pin_dir))
-    if gone:
-        yield Removed("frontends", f"{gone} in {pin_dir}")
+    with _exclusive(Pins(pin_dir), force):
+        count = snat_ports.hand_over_new_connections(Pins(pin_dir))
+    if count:
+        yield RemovedItem("frontends", f"{count} in {pin_dir}")
 
 
-def remove_pins(pin_dir: Path, force: bool = False) -> Iterator[Removed]:
+def remove_pins(pin_dir: Path, force: bool = False) -> Iterator[RemovedItem]:
     """Attachments, programs and maps, and the bpffs if it was mounted for them. ConfigError when
     the folder holds anything else, KernelError while an agent works there, unless `force`.
     """
@@ -184,40 +186,42 @@ def remove_pins(pin_dir: Path, force: bool = False) -> Iterator[Removed]:
     from kbpf.kernel.net.devices import list_devices
     from kbpf.kernel.system import mounts
 
-    inside = _look(pin_dir)
-    if inside is None:  # rules are known as ours without it
-        yield from (Removed("on the node", what) for what in host.remove(Pins(pin_dir)))
+    entries = _list_pins(pin_dir)
+    if entries is None:  # rules are known as ours without it
+        yield from (
+            RemovedItem("on the node", description) for description in host.remove(Pins(pin_dir))
+        )
         return
-    with _alone(Pins(pin_dir), force):
+    with _exclusive(Pins(pin_dir), force):
         links = sorted((pin_dir / "links").iterdir()) if (pin_dir / "links").is_dir() else []
-        folders = [path for path in inside if path.name not in ("links", "devices", "beside")]
-        snat_ports.end(Pins(pin_dir))
+        folders = [path for path in entries if path.name not in ("links", "devices", "beside")]
+        snat_ports.withdraw_our_ports(Pins(pin_dir))
         on_node = host.remove(Pins(pin_dir))
         names = {device.ifindex: device.name for device in list_devices()}
-        on_devices = packet_path.remove(Pins(pin_dir))
+        on_devices = packet_path.remove_programs(Pins(pin_dir))
         try:
             pinning.remove(Pins(pin_dir))
         except OSError as error:
-            if not pin_dir.is_mount() or not KERNELS.issuperset(_names(pin_dir)):
+            if not pin_dir.is_mount() or not BPFFS_FILES.issuperset(_file_names(pin_dir)):
                 raise KernelError(
                     "cannot remove all pins", str(pin_dir), "run as root", error.errno or 0
                 ) from error
-    yield from (Removed("attachment", str(path)) for path in links)
-    for one in on_devices:
-        name = names.get(one.ifindex, f"device {one.ifindex}")
-        yield Removed("attachment", f"{one.direction} of {name}")
-    yield from (Removed("on the node", what) for what in on_node)
-    yield from (Removed(_kind(path), str(path)) for path in folders)
+    yield from (RemovedItem("attachment", str(path)) for path in links)
+    for attachment in on_devices:
+        name = names.get(attachment.ifindex, f"device {attachment.ifindex}")
+        yield RemovedItem("attachment", f"{attachment.direction} of {name}")
+    yield from (RemovedItem("on the node", description) for description in on_node)
+    yield from (RemovedItem(_pin_kind(path), str(path)) for path in folders)
     if mounts.is_own_bpffs(pin_dir):
         mounts.unmount(pin_dir)
-        yield Removed("bpffs", str(pin_dir))
+        yield RemovedItem("bpffs", str(pin_dir))
         with contextlib.suppress(OSError):  # the folder below held something before us
             pin_dir.rmdir()
     if not pin_dir.exists():
-        yield Removed("folder", str(pin_dir))
+        yield RemovedItem("folder", str(pin_dir))
 
 
-def refuse_beside_ipvs(config: Config) -> None:
+def require_no_ipvs_agent(config: Config) -> None:
     """KernelError while an agent holds what mode ipvs keeps. Whatever is removed it makes anew."""
     folder = config.state_dir / config.ipvs_device
     if folder.is_dir():
@@ -228,7 +232,7 @@ def _lock(folder: Path) -> int:
     from kbpf.dataplane.ipvs import cleanup as ipvs_cleanup
 
     try:
-        return ipvs_cleanup.lock(folder, patience=0.0)
+        return ipvs_cleanup.lock_state_folder(folder, timeout=0.0)
     except KernelError as error:
         if error.errno != errno.EAGAIN:
             raise
@@ -239,7 +243,7 @@ def _lock(folder: Path) -> int:
         ) from error  # fmt: skip
 
 
-def remove_ipvs(config: Config) -> Iterator[Removed]:
+def remove_ipvs(config: Config) -> Iterator[RemovedItem]:
     """What mode ipvs keeps: its folder, or without one its table and its device say so. KernelError
     while an agent is at work with it.
     """
@@ -248,29 +252,29 @@ def remove_ipvs(config: Config) -> Iterator[Removed]:
     from kbpf.takeover import conntrack_keepalive, detect
 
     folder = config.state_dir / config.ipvs_device
-    if not ipvs_cleanup.there(config):
+    if not ipvs_cleanup.has_state(config):
         return
     had_folder = folder.is_dir()
     fd = _lock(folder)
     try:
-        kube_proxy = bool(dummy.index_or_zero(conntrack_keepalive.KUBE_PROXYS))
-        runs = kube_proxy and detect.is_seen(detect.look())
-        gone = ipvs_cleanup.remove(config, kube_proxy_runs=runs)
+        kube_proxy = bool(dummy.get_ifindex_or_zero(conntrack_keepalive.KUBE_PROXY_DEVICE))
+        kube_proxy_runs = kube_proxy and detect.is_kube_proxy_running(detect.detect())
+        descriptions = ipvs_cleanup.remove(config, kube_proxy_runs=kube_proxy_runs)
     finally:
         os.close(fd)
-    yield from (Removed("on the node", what) for what in gone)
+    yield from (RemovedItem("on the node", description) for description in descriptions)
     if had_folder:
-        yield Removed("folder", str(folder))
+        yield RemovedItem("folder", str(folder))
 
 
 @contextlib.contextmanager
-def _alone(pins: "Pins", force: bool) -> Iterator[None]:
+def _exclusive(pins: "Pins", force: bool) -> Iterator[None]:
     """Holds the agent's lock meanwhile. With `force` an agent that has it is only warned of."""
     from kbpf.dataplane.bpf.maps import pinning
 
     fd = -1
     try:
-        fd = pinning.lock(pins, patience=0.0)
+        fd = pinning.lock_pins(pins, timeout_s=0.0)
     except KernelError as error:
         if error.errno != errno.EAGAIN:
             raise
@@ -279,7 +283,7 @@ def _alone(pins: "Pins", force: bool) -> Iterator[None]:
                 "nothing is removed: an agent is at work here", str(pins.root),
                 "stop the agent first, or use --force", error.errno or 0,
             ) from error  # fmt: skip
-        _warn_of_the_agent(pins.root)
+        _warn_about_agent(pins.root)
     try:
         yield
     finally:
@@ -287,20 +291,20 @@ def _alone(pins: "Pins", force: bool) -> Iterator[None]:
             os.close(fd)
 
 
-def _kind(path: Path) -> str:
+def _pin_kind(path: Path) -> str:
     for kind in ("maps", "layout", "programs"):
         if path.name.startswith(f"{kind}-"):
             return kind
     return "unfinished"
 
 
-def _look(pin_dir: Path) -> list[Path] | None:
+def _list_pins(pin_dir: Path) -> list[Path] | None:
     """What is in the folder; None if there is none. All of it is ours, or ConfigError."""
     from kbpf.dataplane.bpf.maps import pinning
     from kbpf.kernel.system import mounts
 
     try:
-        inside = sorted(pin_dir.iterdir())
+        entries = sorted(pin_dir.iterdir())
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -308,45 +312,46 @@ def _look(pin_dir: Path) -> list[Path] | None:
             "cannot look into the folder of pins", str(pin_dir), "run as root", error.errno or 0
         ) from error
     if mounts.is_own_bpffs(pin_dir):  # elsewhere they are not for us to remove
-        inside = [path for path in inside if path.name not in KERNELS]
-    foreign = [path.name for path in inside if not pinning.is_ours(path.name)]
+        entries = [path for path in entries if path.name not in BPFFS_FILES]
+    foreign = [path.name for path in entries if not pinning.is_pin_name(path.name)]
     if foreign or not mounts.is_bpffs(pin_dir):
-        what = f"this holds what is not kbpf's ({', '.join(foreign[:3])})" if foreign else ""
+        reason = f"this holds what is not kbpf's ({', '.join(foreign[:3])})" if foreign else ""
         raise ConfigError(
-            f"nothing is removed: {what or 'this folder is in no bpffs'}",
+            f"nothing is removed: {reason or 'this folder is in no bpffs'}",
             str(pin_dir),
             "give the folder that `kbpf run` was given with --pin-dir",
         )
-    return inside
+    return entries
 
 
-def _names(folder: Path) -> set[str]:
+def _file_names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def _warn_of_the_agent(pin_dir: Path) -> None:
+def _warn_about_agent(pin_dir: Path) -> None:
     from kbpf.dataplane.bpf.inspect import snapshot
     from kbpf.errors import KbpfError
     from kbpf.views import status
 
     try:
-        who = f" (pid {status.view(snapshot.read(pin_dir, status.NEEDS)).pid})"
+        pid_text = f" (pid {status.build_view(snapshot.read(pin_dir, status.NEEDS)).pid})"
     except KbpfError:
-        who = ""  # half of it is missing: all the more reason to clean up
+        pid_text = ""  # half of it is missing: all the more reason to clean up
     print(
-        f"kbpf: the agent{who} still runs and works on nothing from now on; restart it, or stop it",
+        f"kbpf: the agent{pid_text} still runs and works on nothing from now on; restart it, or "
+        "stop it",
         file=sys.stderr,
     )
 
 
-def remove_artifacts(cache_dir: Path) -> Iterator[Removed]:
+def remove_artifacts(cache_dir: Path) -> Iterator[RemovedItem]:
     """Compiled programs, and the folder when nothing else is in it."""
     if not cache_dir.is_dir():
         return
     for path in sorted(cache_dir.iterdir()):
-        if ARTIFACT.fullmatch(path.name):
+        if ARTIFACT_NAME.fullmatch(path.name):
             path.unlink()
-            yield Removed("artifact", str(path))
+            yield RemovedItem("artifact", str(path))
     if not any(cache_dir.iterdir()):
         cache_dir.rmdir()
-        yield Removed("folder", str(cache_dir))
+        yield RemovedItem("folder", str(cache_dir))

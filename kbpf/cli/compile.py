@@ -9,10 +9,10 @@ import typer
 from kbpf.cli import render
 from kbpf.cli.options import DEFAULT, CacheDir, Output, OutputOption
 from kbpf.errors import CompileError
-from kbpf.views.columns import Column, number, yes
+from kbpf.views.columns import Column, format_bool, format_number
 
 
-class Compiled(msgspec.Struct, frozen=True):
+class CompiledUnit(msgspec.Struct, frozen=True):
     """A unit's artifact. `compiled` is false when it was there already."""
 
     unit: str
@@ -26,36 +26,36 @@ class Compiled(msgspec.Struct, frozen=True):
 
 COLUMNS: Final = (
     Column("UNIT", lambda c: c.unit),
-    Column("COMPILED", lambda c: yes(c.compiled)),
-    Column("PROGRAMS", lambda c: number(c.programs), right=True),
-    Column("INSTRUCTIONS", lambda c: number(c.instructions), right=True),
+    Column("COMPILED", lambda c: format_bool(c.compiled)),
+    Column("PROGRAMS", lambda c: format_number(c.programs), right=True),
+    Column("INSTRUCTIONS", lambda c: format_number(c.instructions), right=True),
     Column("ARTIFACT", lambda c: c.path),
     Column("COMPILER", lambda c: c.compiler, wide=True),
 )
 
 
-def obtain(unit: str, cache: Path, force: bool) -> Compiled:
+def ensure_compiled(unit: str, cache: Path, force: bool) -> CompiledUnit:
     """Makes the artifact of a unit, unless it is there; CompileError when it cannot be kept."""
     from kbpf.dataplane.bpf.programs import artifact, compile
 
     if force:
-        made, compiled = compile.compile_unit(unit, cache), True
+        unit_artifact, compiled = compile.compile_unit(unit, cache), True
     else:
-        made, compiled = compile.obtain(unit, cache)
-    path = cache / artifact.file_name(unit, made.source, made.compiler)
-    if artifact.read(path) != made:
+        unit_artifact, compiled = compile.find_or_compile(unit, cache)
+    path = cache / artifact.file_name(unit, unit_artifact.source, unit_artifact.compiler)
+    if artifact.read(path) != unit_artifact:
         raise CompileError(
             "the programs are compiled but cannot be kept", str(path),
             "give a folder that can be written with --cache-dir",
         )  # fmt: skip
-    return Compiled(
+    return CompiledUnit(
         unit=unit,
         path=str(path),
         compiled=compiled,
-        programs=len(made.programs),
-        instructions=sum(len(p.insns) // 8 for p in made.programs),
+        programs=len(unit_artifact.programs),
+        instructions=sum(len(p.insns) // 8 for p in unit_artifact.programs),
         bytes=path.stat().st_size,
-        compiler=made.compiler,
+        compiler=unit_artifact.compiler,
     )
 
 
@@ -69,5 +69,5 @@ def compile_programs(
     """Compile the BPF programs ahead of time: for an image, or a slow machine."""
     from kbpf.dataplane.bpf.hooks import UNITS
 
-    found = [obtain(unit, cache_dir, force) for unit in UNITS]
-    print(render.rows(found, COLUMNS, output))
+    units = [ensure_compiled(unit, cache_dir, force) for unit in UNITS]
+    print(render.format_rows(units, COLUMNS, output))

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
     from kbpf.demo.live import Picture
     from kbpf.demo.once import Outcome
-    from kbpf.demo.scene import World
+    from kbpf.demo.scene import DemoScene
 
-BAR = 30
+BAR_WIDTH = 30
 
 
 def demo(
@@ -46,14 +46,14 @@ def demo(
     """
     if not once and output in (Output.JSON, Output.YAML):
         raise typer.BadParameter("it goes with --once only", param_hint="-o")
-    from kbpf.demo.scene import World
+    from kbpf.demo.scene import DemoScene
 
     pods = 3 if once else 4
-    with Signals() as signals, World(pods, cache_dir, cgroup) as world:
+    with DeferredSignals() as signals, DemoScene(pods, cache_dir, cgroup) as scene:
         try:
-            with signals.heard():
-                world.ready()
-                code = _once(world, requests, output) if once else _live(world)
+            with signals.interruptible():
+                scene.wait_until_ready()
+                code = _run_once(scene, requests, output) if once else _run_live(scene)
         except KeyboardInterrupt:
             if once:
                 raise
@@ -61,7 +61,7 @@ def demo(
     raise typer.Exit(code)
 
 
-class Signals:
+class DeferredSignals:
     """SIGINT and SIGTERM become a KeyboardInterrupt, but only inside heard(): before, while things
     are made, and after, while they are removed, they wait. So nothing is left half made, and a
     second Ctrl-C does not stop the removal. That holds too where a shell that started us in the
@@ -69,53 +69,53 @@ class Signals:
     """
 
     def __init__(self) -> None:
-        self._before: dict[signal.Signals, Any] = {}
-        self._came = self._listening = False
+        self._old_handlers: dict[signal.Signals, Any] = {}
+        self._is_pending = self._is_interruptible = False
 
     def __enter__(self) -> Self:
         for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._come)
+            self._old_handlers[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._old_handlers.items():
             signal.signal(number, handler)
 
-    def _come(self, number: int, frame: FrameType | None) -> None:
-        self._came = True
-        if self._listening:
-            self._listening = False
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._is_pending = True
+        if self._is_interruptible:
+            self._is_interruptible = False
             raise KeyboardInterrupt
 
     @contextlib.contextmanager
-    def heard(self) -> Iterator[None]:
+    def interruptible(self) -> Iterator[None]:
         """Here they interrupt; one that came before does so at once."""
-        self._listening = True
-        if self._came:
+        self._is_interruptible = True
+        if self._is_pending:
             raise KeyboardInterrupt
         try:
             yield
         finally:
-            self._listening = False
+            self._is_interruptible = False
 
 
 # ---- once ----------------------------------------------------------------------------------
 
 
-def _once(world: "World", requests: int, output: Output) -> int:
-    from kbpf.demo.once import once
+def _run_once(scene: "DemoScene", requests: int, output: Output) -> int:
+    from kbpf.demo.once import run_once
 
-    outcome = once(world, requests)
+    outcome = run_once(scene, requests)
     if output in (Output.JSON, Output.YAML):
-        print(render.document(outcome, output))
+        print(render.format_document(outcome, output))
     else:
-        print(page(outcome))
+        print(format_page(outcome))
     for problem in outcome.problems:
         print(f"kbpf demo: {problem}", file=sys.stderr)
     return 0 if outcome.succeeded else 1
 
 
-def page(outcome: "Outcome") -> str:
+def format_page(outcome: "Outcome") -> str:
     """The distribution, for people."""
     answers = sum(outcome.backends.values()) or 1
     lines = [
@@ -125,36 +125,36 @@ def page(outcome: "Outcome") -> str:
         "",
     ]
     for name, count in outcome.backends.items():
-        part = count / answers
+        share = count / answers
         lines.append(
-            f"{name}  {count:6}  {part:4.0%}  {bar(part)}  {outcome.udp.backends[name]:4} by UDP"
+            f"{name}  {count:6}  {share:4.0%}  {bar(share)}  {outcome.udp.backends[name]:4} by UDP"
         )
     return "\n".join(lines)
 
 
-def bar(part: float, width: int = BAR) -> str:
+def bar(share: float, width: int = BAR_WIDTH) -> str:
     """A part of a whole as a bar."""
-    return ("█" * round(part * width)).ljust(width)
+    return ("█" * round(share * width)).ljust(width)
 
 
 # ---- live ----------------------------------------------------------------------------------
 
 
-def _live(world: "World") -> int:
+def _run_live(scene: "DemoScene") -> int:
     """Until Ctrl-C."""
     if sys.stdout.isatty():
-        _draw(world)
+        _draw(scene)
     else:
-        _tell(world)
+        _print_events(scene)
     return 0
 
 
-def _tell(world: "World") -> None:
+def _print_events(scene: "DemoScene") -> None:
     """A line when something happens, and one for what came of it."""
-    from kbpf.demo.live import live
+    from kbpf.demo.live import stream_pictures
 
     last: Picture | None = None
-    for picture in live(world):
+    for picture in stream_pictures(scene):
         if last is None or picture.events[-1] != last.events[-1]:
             if last is not None:
                 print(summary(last), flush=True)
@@ -164,25 +164,25 @@ def _tell(world: "World") -> None:
 
 def summary(picture: "Picture") -> str:
     """One line: who answers just now."""
-    shares = "  ".join(f"{one.name} {one.share:.0%}" for one in picture.shares if one.share)
+    shares = "  ".join(f"{share.name} {share.share:.0%}" for share in picture.shares if share.share)
     return (
         f"{picture.seconds:7.1f} s  {shares or 'nobody answers'}; {picture.answered} answered, "
         f"{picture.refused} refused, {picture.failed} failed"
     )
 
 
-def _draw(world: "World") -> None:
+def _draw(scene: "DemoScene") -> None:
     from rich.console import Group
     from rich.live import Live
 
-    from kbpf.demo.live import live
+    from kbpf.demo.live import stream_pictures
 
-    with Live(auto_refresh=False) as drawing:
-        for picture in live(world):
-            drawing.update(Group(*drawn(picture)), refresh=True)
+    with Live(auto_refresh=False) as display:
+        for picture in stream_pictures(scene):
+            display.update(Group(*render_picture(picture)), refresh=True)
 
 
-def drawn(picture: "Picture") -> "Iterator[Table | Text]":
+def render_picture(picture: "Picture") -> "Iterator[Table | Text]":
     """The picture as rich draws it."""
     from rich.table import Table
     from rich.text import Text
@@ -192,19 +192,19 @@ def drawn(picture: "Picture") -> "Iterator[Table | Text]":
         f"{picture.refused} refused   {picture.failed} failed\n",
         style="bold",
     )
-    shown = Table(box=None, pad_edge=False)
-    shown.add_column("backend")
-    shown.add_column("share", min_width=BAR)
-    shown.add_column("", justify="right")
-    shown.add_column("answers", justify="right")
-    shown.add_column("is", min_width=18)
+    table = Table(box=None, pad_edge=False)
+    table.add_column("backend")
+    table.add_column("share", min_width=BAR_WIDTH)
+    table.add_column("", justify="right")
+    table.add_column("answers", justify="right")
+    table.add_column("is", min_width=18)
     colours = {"serving": "green", "terminating": "yellow"}
-    for one in picture.shares:
-        colour = colours.get(one.state, "dim")
-        shown.add_row(
-            one.name, f"[{colour}]{bar(one.share)}[/]", f"{one.share:.0%}", str(one.total),
-            f"[{colour}]{one.state}[/]",
+    for share in picture.shares:
+        colour = colours.get(share.state, "dim")
+        table.add_row(
+            share.name, f"[{colour}]{bar(share.share)}[/]", f"{share.share:.0%}", str(share.total),
+            f"[{colour}]{share.state}[/]",
         )  # fmt: skip
-    yield shown
-    events = "\n".join(f"{at:7.1f} s  {event}" for at, event in picture.events)
+    yield table
+    events = "\n".join(f"{seconds:7.1f} s  {event}" for seconds, event in picture.events)
     yield Text(f"\n{events}\n\nCtrl-C ends and removes everything", style="dim")

@@ -26,7 +26,7 @@ from kbpf.model.address import Addr, parse_addr
 from kbpf.views.columns import Column
 
 if TYPE_CHECKING:
-    from kbpf.views.node import Where
+    from kbpf.views.node import Locations
 
 app = typer.Typer(
     no_args_is_help=True, help="Show what is programmed; works with the agent down.",
@@ -34,8 +34,8 @@ app = typer.Typer(
 )  # fmt: skip
 
 
-def _show(page: Callable[[], str], output: Output, again: bool = False) -> None:
-    if not again:
+def _show(page: Callable[[], str], output: Output, repeat: bool = False) -> None:
+    if not repeat:
         print(page())
         return
     if output in (Output.JSON, Output.YAML):
@@ -45,19 +45,19 @@ def _show(page: Callable[[], str], output: Output, again: bool = False) -> None:
     watch(page)
 
 
-def _where(pin_dir: Path, state_dir: Path, device: str) -> "Where":
-    from kbpf.views.node import Where
+def _locations(pin_dir: Path, state_dir: Path, device: str) -> "Locations":
+    from kbpf.views.node import Locations
 
-    return Where(pin_dir, state_dir / device)
+    return Locations(pin_dir, state_dir / device)
 
 
-def _rows(
-    where: "Where",
+def _print_rows(
+    locations: "Locations",
     parts: Part,
-    make: Callable[[Snapshot], Sequence[Any]],
+    build: Callable[[Snapshot], Sequence[Any]],
     columns: Sequence[Column],
     output: Output,
-    again: bool = False,
+    repeat: bool = False,
     namespace: str = "",
 ) -> None:
     from kbpf.views import node
@@ -66,50 +66,50 @@ def _rows(
 
     def page() -> str:
         nonlocal count
-        found = make(node.read(where, parts))
-        count = len(found)
-        return render.rows(found, columns, output)
+        rows = build(node.read(locations, parts))
+        count = len(rows)
+        return render.format_rows(rows, columns, output)
 
-    _show(page, output, again)
-    _note_none(count, output, namespace)
+    _show(page, output, repeat)
+    _print_no_resources(count, output, namespace)
 
 
-def _pins(pin_dir: Path, parts: Part, state_dir: Path, device: str) -> Snapshot:
+def _read_pins(pin_dir: Path, parts: Part, state_dir: Path, device: str) -> Snapshot:
     """For views of maps, hooks and devices."""
     from kbpf.views import node
 
-    return node.read_pins(_where(pin_dir, state_dir, device), parts)
+    return node.read_pins(_locations(pin_dir, state_dir, device), parts)
 
 
-def _note(text: str) -> None:
+def _print_note(text: str) -> None:
     """What is not among the rows, for whoever sits before them: not into a pipe."""
     if text:
         sys.stdout.flush()
         print(f"kbpf: {text}", file=sys.stderr)
 
 
-def _note_none(count: int, output: Output, namespace: str = "") -> None:
+def _print_no_resources(count: int, output: Output, namespace: str = "") -> None:
     """In kubectl's words."""
     if not count and output in (Output.TABLE, Output.WIDE):
         sys.stdout.flush()
-        where = f" in {namespace} namespace" if namespace else ""
-        print(f"No resources found{where}.", file=sys.stderr)
+        scope = f" in {namespace} namespace" if namespace else ""
+        print(f"No resources found{scope}.", file=sys.stderr)
 
 
-def _stream(
-    found: Iterable[Any], columns: Sequence[Column], output: Output, above: Any = None
+def _print_stream(
+    rows: Iterable[Any], columns: Sequence[Column], output: Output, header: Any = None
 ) -> None:
-    sys.stdout.writelines(render.stream(found, columns, output, above))
+    sys.stdout.writelines(render.stream_rows(rows, columns, output, header))
 
 
-def _address(text: str, option: str) -> Addr | None:
+def _parse_address(text: str, option: str) -> Addr | None:
     try:
         return parse_addr(text) if text else None
     except ObjectError as error:
         raise typer.BadParameter(error.what, param_hint=option) from None
 
 
-class State(StrEnum):
+class ConnectionState(StrEnum):
     """views.connections.STATES, for typer."""
 
     NEW = "new"
@@ -127,7 +127,7 @@ Limit = Annotated[int, typer.Option("--limit", min=0, metavar="N", help="At most
 def services(
     namespace: Annotated[str, typer.Option("-n", "--namespace", help="Only this namespace.")] = "",
     output: OutputOption = Output.TABLE,
-    again: Watch = False,
+    repeat: Watch = False,
     config: ConfigFile = None,
     pin_dir: PinDir = DEFAULT.pin_dir,
     state_dir: StateDir = DEFAULT.state_dir,
@@ -136,16 +136,16 @@ def services(
     """All Service ports: addresses, policies, how many backends."""
     from kbpf.views import services as view
 
-    def some(snapshot: Snapshot) -> Sequence[view.ServiceRow]:
-        return [r for r in view.rows(snapshot) if namespace in ("", r.namespace)]
+    def select_rows(snapshot: Snapshot) -> Sequence[view.ServiceRow]:
+        return [r for r in view.build_rows(snapshot) if namespace in ("", r.namespace)]
 
-    _rows(
-        _where(pin_dir, state_dir, ipvs_device),
+    _print_rows(
+        _locations(pin_dir, state_dir, ipvs_device),
         view.NEEDS,
-        some,
+        select_rows,
         view.COLUMNS,
         output,
-        again,
+        repeat,
         namespace,
     )
 
@@ -165,16 +165,16 @@ def service(
     from kbpf.views import node
     from kbpf.views import service as view
 
-    in_name = name.rpartition("/")[0]
-    if in_name and namespace not in ("", in_name):
+    name_namespace = name.rpartition("/")[0]
+    if name_namespace and namespace not in ("", name_namespace):
         raise typer.BadParameter(f"{name} names another one", param_hint="--namespace")
-    found = view.details(
-        node.read(_where(pin_dir, state_dir, ipvs_device), view.NEEDS), name, namespace
+    details = view.build_details(
+        node.read(_locations(pin_dir, state_dir, ipvs_device), view.NEEDS), name, namespace
     )
     if output in (Output.JSON, Output.YAML):
-        print(render.document(found, output))
+        print(render.format_document(details, output))
     else:
-        print(pages.service(found))
+        print(pages.format_service(details))
 
 
 @app.command("backends")
@@ -188,7 +188,13 @@ def backends(
     """All backends, and which Services use them."""
     from kbpf.views import backends as view
 
-    _rows(_where(pin_dir, state_dir, ipvs_device), view.NEEDS, view.rows, view.COLUMNS, output)
+    _print_rows(
+        _locations(pin_dir, state_dir, ipvs_device),
+        view.NEEDS,
+        view.build_rows,
+        view.COLUMNS,
+        output,
+    )
 
 
 @app.command("affinity")
@@ -202,9 +208,9 @@ def affinity(
     """Which client is kept at which backend."""
     from kbpf.views import affinity as view
 
-    found = view.rows(_pins(pin_dir, view.NEEDS, state_dir, ipvs_device))
-    print(render.rows(found, view.COLUMNS, output))
-    _note_none(len(found), output)
+    rows = view.build_rows(_read_pins(pin_dir, view.NEEDS, state_dir, ipvs_device))
+    print(render.format_rows(rows, view.COLUMNS, output))
+    _print_no_resources(len(rows), output)
 
 
 @app.command("connections")
@@ -218,7 +224,9 @@ def connections(
     backend: Annotated[
         str, typer.Option("--backend", metavar="ADDRESS", help="Only to this backend.")
     ] = "",
-    state: Annotated[State | None, typer.Option("--state", help="Only in this state.")] = None,
+    state: Annotated[
+        ConnectionState | None, typer.Option("--state", help="Only in this state.")
+    ] = None,
     expired: Annotated[
         bool, typer.Option("--expired", help="Also those whose time is over.")
     ] = False,
@@ -237,21 +245,25 @@ def connections(
     from kbpf.views import node
     from kbpf.views.packet_path import connections as view
 
-    wanted = view.Wanted(
-        service, _address(client, "--client"), _address(backend, "--backend"),
+    query = view.ConnectionQuery(
+        service, _parse_address(client, "--client"), _parse_address(backend, "--backend"),
         str(state or ""), expired,
     )  # fmt: skip
-    found = node.find_connections(_where(pin_dir, state_dir, ipvs_device), wanted, limit)
-    _stream(found.rows, view.COLUMNS, output)
-    if not found.words:
-        _note_none(found.total, output)
-    _note(found.words)
-    _note(_more(found.total, limit, "connections"))
-    _note(f"and {found.over} whose time is over: --expired shows them" if found.over else "")
+    page = node.find_connections(_locations(pin_dir, state_dir, ipvs_device), query, limit)
+    _print_stream(page.rows, view.COLUMNS, output)
+    if not page.notice:
+        _print_no_resources(page.total, output)
+    _print_note(page.notice)
+    _print_note(_format_more(page.total, limit, "connections"))
+    _print_note(
+        f"and {page.expired_count} whose time is over: --expired shows them"
+        if page.expired_count
+        else ""
+    )
 
 
-def _more(count: int, limit: int, what: str) -> str:
-    return f"and {count - limit} more {what}" if 0 < limit < count else ""
+def _format_more(count: int, limit: int, noun: str) -> str:
+    return f"and {count - limit} more {noun}" if 0 < limit < count else ""
 
 
 @app.command("nat")
@@ -270,14 +282,16 @@ def nat(
     from kbpf.views.packet_path import availability
     from kbpf.views.packet_path import nat as view
 
-    held = _pins(pin_dir, view.NEEDS, state_dir, ipvs_device)
-    found = view.translated(held)
-    above = view.view(held, found)
+    snapshot = _read_pins(pin_dir, view.NEEDS, state_dir, ipvs_device)
+    translated = view.select_translated(snapshot)
+    summary = view.build_view(snapshot, translated)
     if output not in (Output.JSON, Output.YAML):
-        print(pages.nat(above), end="\n\n")
-    _stream(view.rows(held, islice(found, limit or None)), view.COLUMNS, output, above)
-    _note(availability.words(held))
-    _note(_more(len(found), limit, "sources"))
+        print(pages.format_nat(summary), end="\n\n")
+    _print_stream(
+        view.build_rows(snapshot, islice(translated, limit or None)), view.COLUMNS, output, summary
+    )
+    _print_note(availability.unavailable_notice(snapshot))
+    _print_note(_format_more(len(translated), limit, "sources"))
 
 
 @app.command("sources")
@@ -295,13 +309,13 @@ def sources(
     from kbpf.views import sources as view
     from kbpf.views.packet_path import availability
 
-    held = _pins(pin_dir, view.NEEDS, state_dir, ipvs_device)
-    found = view.view(held)
+    snapshot = _read_pins(pin_dir, view.NEEDS, state_dir, ipvs_device)
+    sources_view = view.build_view(snapshot)
     if output in (Output.JSON, Output.YAML):
-        print(render.document(found, output))
+        print(render.format_document(sources_view, output))
     else:
-        print(pages.sources(found, output is Output.WIDE))
-    _note(availability.words(held))
+        print(pages.format_sources(sources_view, output is Output.WIDE))
+    _print_note(availability.unavailable_notice(snapshot))
 
 
 @app.command("devices")
@@ -316,9 +330,13 @@ def devices(
     from kbpf.views.packet_path import availability
     from kbpf.views.packet_path import devices as view
 
-    held = _pins(pin_dir, view.NEEDS, state_dir, ipvs_device)
-    print(render.rows(view.rows(held, view.look(held)), view.COLUMNS, output))
-    _note(availability.words(held))
+    snapshot = _read_pins(pin_dir, view.NEEDS, state_dir, ipvs_device)
+    print(
+        render.format_rows(
+            view.build_rows(snapshot, view.read_host_devices(snapshot)), view.COLUMNS, output
+        )
+    )
+    _print_note(availability.unavailable_notice(snapshot))
 
 
 @app.command("maps")
@@ -332,8 +350,8 @@ def maps(
     """How full the maps are; `!` from 80 % on."""
     from kbpf.views import maps as view
 
-    held = _pins(pin_dir, view.NEEDS, state_dir, ipvs_device)
-    print(render.rows(view.rows(held), view.COLUMNS, output))
+    snapshot = _read_pins(pin_dir, view.NEEDS, state_dir, ipvs_device)
+    print(render.format_rows(view.build_rows(snapshot), view.COLUMNS, output))
 
 
 @app.command("programs")
@@ -347,14 +365,14 @@ def programs(
     """What is attached to each hook."""
     from kbpf.views import programs as view
 
-    held = _pins(pin_dir, view.NEEDS, state_dir, ipvs_device)
-    print(render.rows(view.rows(held), view.COLUMNS, output))
+    snapshot = _read_pins(pin_dir, view.NEEDS, state_dir, ipvs_device)
+    print(render.format_rows(view.build_rows(snapshot), view.COLUMNS, output))
 
 
 @app.command("status")
 def status(
     output: OutputOption = Output.TABLE,
-    again: Watch = False,
+    repeat: Watch = False,
     config: ConfigFile = None,
     pin_dir: PinDir = DEFAULT.pin_dir,
     state_dir: StateDir = DEFAULT.state_dir,
@@ -367,15 +385,17 @@ def status(
     from kbpf.views import node
     from kbpf.views import status as view
 
-    well = True
+    is_ok = True
 
     def page() -> str:
-        nonlocal well
-        now = view.view(node.read(_where(pin_dir, state_dir, ipvs_device), view.NEEDS))
-        well = now.ok
+        nonlocal is_ok
+        status_view = view.build_view(
+            node.read(_locations(pin_dir, state_dir, ipvs_device), view.NEEDS)
+        )
+        is_ok = status_view.ok
         if output in (Output.JSON, Output.YAML):
-            return render.document(now, output)
-        return pages.status(now)
+            return render.format_document(status_view, output)
+        return pages.format_status(status_view)
 
-    _show(page, output, again)
-    raise typer.Exit(0 if well else 1)
+    _show(page, output, repeat)
+    raise typer.Exit(0 if is_ok else 1)

@@ -4,40 +4,42 @@ import json
 import logging
 import time
 
-from kbpf.errors import printable
+from kbpf.errors import escape_unprintable
 
 
-class JsonLines(logging.Formatter):
+class JsonFormatter(logging.Formatter):
     """One JSON object per line."""
 
     def format(self, record: logging.LogRecord) -> str:
         """The record as JSON, times in RFC 3339 UTC. `fault`: where in our code."""
-        made = {
-            "time": _time(record, "%Y-%m-%dT%H:%M:%SZ"),
+        document = {
+            "time": _format_time(record, "%Y-%m-%dT%H:%M:%SZ"),
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": printable(record.getMessage()),
+            "message": escape_unprintable(record.getMessage()),
         }
         if record.exc_info:
-            made["fault"] = _fault(self, record)
-        return json.dumps(made)
+            document["fault"] = _format_traceback(self, record)
+        return json.dumps(document)
 
 
-class TextLines(logging.Formatter):
+class TextFormatter(logging.Formatter):
     """`2026-11-21T08:00:00Z INFO kbpf.agent message`."""
 
     def format(self, record: logging.LogRecord) -> str:
         """The record as one line, with more below it only where a fault of ours is told."""
-        stamp = _time(record, "%Y-%m-%dT%H:%M:%SZ")
-        line = f"{stamp} {record.levelname} {record.name} {printable(record.getMessage())}"
-        return f"{line}\n{_fault(self, record)}" if record.exc_info else line
+        stamp = _format_time(record, "%Y-%m-%dT%H:%M:%SZ")
+        line = f"{stamp} {record.levelname} {record.name} {escape_unprintable(record.getMessage())}"
+        return f"{line}\n{_format_traceback(self, record)}" if record.exc_info else line
 
 
-def _fault(formatter: logging.Formatter, record: logging.LogRecord) -> str:
+def _format_traceback(formatter: logging.Formatter, record: logging.LogRecord) -> str:
     """The traceback; its message may hold what others wrote."""
     assert record.exc_info
-    return "\n".join(map(printable, formatter.formatException(record.exc_info).split("\n")))
+    return "\n".join(
+        map(escape_unprintable, formatter.formatException(record.exc_info).split("\n"))
+    )
 
 
-def _time(record: logging.LogRecord, form: str) -> str:
-    return time.strftime(form, time.gmtime(record.created))
+def _format_time(record: logging.LogRecord, time_format: str) -> str:
+    return time.strftime(time_format, time.gmtime(record.created))

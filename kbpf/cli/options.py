@@ -18,7 +18,7 @@ from kbpf.errors import ConfigError
 from kbpf.model.config import Config
 
 if TYPE_CHECKING:
-    from kbpf.config.locations import Names
+    from kbpf.config.locations import ConfiguredLocations
 
 DEFAULT: Final = Config()
 
@@ -91,36 +91,36 @@ Watch = Annotated[
 # ---- the file that `run` was given ---------------------------------------------------------------
 
 
-def take(context: typer.Context, file: Path | None) -> "Names | None":
+def apply_file_defaults(context: typer.Context, file: Path | None) -> "ConfiguredLocations | None":
     """What the file says becomes the default of the other options; None without a file."""
     if file is None:
         return None
     from kbpf.config import locations
 
-    found = locations.of_file(file)
-    said = {name: str(value) for name, value in found.said.items()}
-    context.default_map = {**(context.default_map or {}), **said}
-    return found
+    file_names = locations.read_locations(file)
+    defaults = {name: str(value) for name, value in file_names.values.items()}
+    context.default_map = {**(context.default_map or {}), **defaults}
+    return file_names
 
 
-def warn(file: Path | None, wrong: Iterable[ConfigError]) -> None:
+def warn(file: Path | None, errors: Iterable[ConfigError]) -> None:
     """One line for all that is wrong in the file and does not end the command."""
-    if lines := "; ".join(map(str, wrong)):
+    if lines := "; ".join(map(str, errors)):
         print(f"kbpf: what can be read of {file} counts, but not all can: {lines}", file=sys.stderr)
 
 
-def _take_and_warn(context: typer.Context, file: Path | None) -> Path | None:
-    found = take(context, file)
-    warn(file, found.wrong if found is not None else ())
+def _apply_and_warn(context: typer.Context, file: Path | None) -> Path | None:
+    file_names = apply_file_defaults(context, file)
+    warn(file, file_names.errors if file_names is not None else ())
     return file
 
 
-NAMES: Final = "kbpf.names"
+NAMES_KEY: Final = "kbpf.names"
 """Where _take_and_note() leaves the Names in the context."""
 
 
-def _take_and_note(context: typer.Context, file: Path | None) -> Path | None:
-    context.meta[NAMES] = take(context, file)
+def _apply_and_store(context: typer.Context, file: Path | None) -> Path | None:
+    context.meta[NAMES_KEY] = apply_file_defaults(context, file)
     return file
 
 
@@ -132,7 +132,7 @@ def _file_option(callback: Callable[[typer.Context, Path | None], Path | None]) 
     )  # fmt: skip
 
 
-ConfigFile = Annotated[Path | None, _file_option(_take_and_warn)]
+ConfigFile = Annotated[Path | None, _file_option(_apply_and_warn)]
 """For commands that look: what is wrong in it is told."""
-ConfigNames = Annotated[Path | None, _file_option(_take_and_note)]
+ConfigNames = Annotated[Path | None, _file_option(_apply_and_store)]
 """For those that have to know the names: it leaves them to the command."""

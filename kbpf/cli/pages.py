@@ -5,16 +5,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from kbpf.cli import render
 from kbpf.views import sources as sources_view
 from kbpf.views import status as status_view
-from kbpf.views.columns import span
+from kbpf.views.columns import format_duration
 from kbpf.views.packet_path import availability as packets_view
 from kbpf.views.packet_path import nat as nat_view
 from kbpf.views.packet_path.availability import PacketView
 from kbpf.views.packet_path.nat import NatView
 from kbpf.views.service import (
     BACKEND_COLUMNS,
-    COUNTED,
     FRONTEND_COLUMNS,
     TRAFFIC_COLUMNS,
+    TRAFFIC_COUNTERS,
     ServiceDetail,
     SetRow,
 )
@@ -22,18 +22,18 @@ from kbpf.views.sources import SourcesView
 from kbpf.views.status import StatusView
 
 
-def service(details: Iterable[ServiceDetail]) -> str:
+def format_service(details: Iterable[ServiceDetail]) -> str:
     """Each Service port: its policies, its frontends, its sets and who is in them."""
-    return "\n\n".join("\n".join(_service(detail)) for detail in details)
+    return "\n\n".join("\n".join(_service_lines(detail)) for detail in details)
 
 
-def _service(detail: ServiceDetail) -> Iterator[str]:
+def _service_lines(detail: ServiceDetail) -> Iterator[str]:
     row = detail.service
     port = f", port {row.port}" if row.port else ""
     yield f"{row.full_name}{port}, {row.protocol}, IPv{row.family}"
     affinity = f"ClientIP, {row.affinity_seconds} s" if row.affinity_seconds else "none"
     yield render.indent(
-        render.facts(
+        render.format_facts(
             (
                 ("service id", str(row.id)),
                 ("internal policy", row.internal_policy),
@@ -43,60 +43,60 @@ def _service(detail: ServiceDetail) -> Iterator[str]:
             )
         )
     )
-    yield render.indent(render.table(row.frontends, FRONTEND_COLUMNS))
-    yield from _sets("cluster", detail.cluster)
+    yield render.indent(render.format_table(row.frontends, FRONTEND_COLUMNS))
+    yield from _set_lines("cluster", detail.cluster)
     if row.backends_local is not None:
-        yield from _sets("local", detail.local)
+        yield from _set_lines("local", detail.local)
     if detail.traffic:
         yield "  connections since counting began"
-        yield render.indent(render.table(detail.traffic, TRAFFIC_COLUMNS), "    ")
+        yield render.indent(render.format_table(detail.traffic, TRAFFIC_COLUMNS), "    ")
         if detail.not_counted:
-            titles = ", ".join(COUNTED[name].title for name in detail.not_counted)
+            titles = ", ".join(TRAFFIC_COUNTERS[name].title for name in detail.not_counted)
             yield f"    not counted: {titles}; --accounting full"
 
 
-def _sets(name: str, sets: Sequence[SetRow]) -> Iterator[str]:
+def _set_lines(name: str, sets: Sequence[SetRow]) -> Iterator[str]:
     if not sets:
         yield f"  {name} set: empty"
-    for one in sets:
-        missing = f", {one.missing} MISSING" if one.missing else ""
-        slots = f" in {one.size} slots" if one.size > len(one.backends) else ""
-        yield f"  {name} set {one.id}: {len(one.backends)} backends{slots}{missing}"
-        yield render.indent(render.table(one.backends, BACKEND_COLUMNS), "    ")
+    for set_row in sets:
+        missing = f", {set_row.missing} MISSING" if set_row.missing else ""
+        slots = f" in {set_row.size} slots" if set_row.size > len(set_row.backends) else ""
+        yield f"  {name} set {set_row.id}: {len(set_row.backends)} backends{slots}{missing}"
+        yield render.indent(render.format_table(set_row.backends, BACKEND_COLUMNS), "    ")
 
 
-def status(view: StatusView) -> str:
+def format_status(view: StatusView) -> str:
     """The agent, its sources, its hooks, what is wrong, and what the programs counted."""
-    parts = [render.facts(_agent(view))]
+    parts = [render.format_facts(_agent_facts(view))]
     if view.sources:
-        parts.append(render.table(view.sources, status_view.SOURCE_COLUMNS))
+        parts.append(render.format_table(view.sources, status_view.SOURCE_COLUMNS))
     if view.threads:
-        parts.append(render.table(view.threads, status_view.THREAD_COLUMNS))
+        parts.append(render.format_table(view.threads, status_view.THREAD_COLUMNS))
     if view.problems:
         more = view.problem_count - len(view.problems)
         lines = [*view.problems, *([f"and {more} more"] if more > 0 else [])]
         parts.append("problems\n" + render.indent("\n".join(lines)))
     if view.packets is not None:
-        parts += _packet_path(view.packets)
-        parts.append(render.table(view.counters.items(), status_view.COUNTER_COLUMNS))
+        parts += _packet_path_parts(view.packets)
+        parts.append(render.format_table(view.counters.items(), status_view.COUNTER_COLUMNS))
     return "\n\n".join(parts)
 
 
-def _packet_path(path: PacketView) -> Iterator[str]:
-    yield "packet path\n" + render.indent(render.facts(_packets(path)))
-    if path.failed:
-        more = path.failed_count - len(path.failed)
-        yield render.table(path.failed, packets_view.FAILURE_COLUMNS) + (
+def _packet_path_parts(view: PacketView) -> Iterator[str]:
+    yield "packet path\n" + render.indent(render.format_facts(_packet_path_facts(view)))
+    if view.failed:
+        more = view.failed_count - len(view.failed)
+        yield render.format_table(view.failed, packets_view.FAILURE_COLUMNS) + (
             f"\nand {more} more devices" if more > 0 else ""
         )
 
 
-def _agent(view: StatusView) -> Iterator[tuple[str, str]]:
-    yield "agent", _running(view)
+def _agent_facts(view: StatusView) -> Iterator[tuple[str, str]]:
+    yield "agent", _format_running(view)
     if view.version:
         yield "node", view.node
-        asked = f", asked for: {view.mode_asked}" if view.mode_asked else ""
-        yield "mode", f"{view.mode}{asked} (kbpf {view.version})"
+        requested = f", asked for: {view.mode_asked}" if view.mode_asked else ""
+        yield "mode", f"{view.mode}{requested} (kbpf {view.version})"
         if view.mode_reason:
             yield "not bpf", f"{view.mode_reason}: {view.mode_why}"
         yield (
@@ -108,7 +108,7 @@ def _agent(view: StatusView) -> Iterator[tuple[str, str]]:
         refused = f"; {view.refused} of them NOT PROGRAMMED" if view.refused else ""
         yield "services", f"{view.services} ({view.service_ports} Service ports{refused})"
         yield "applied", f"{view.applied} times, the last in {view.last_apply_ms:g} ms"
-        yield "event to map", _delay(view)
+        yield "event to map", _format_latency(view)
     if view.packets is not None:
         missing = f"; missing: {', '.join(view.hooks_missing)}" if view.hooks_missing else ""
         yield "hooks", f"{view.hooks_attached} of {view.hooks} attached{missing}"
@@ -123,49 +123,49 @@ def _agent(view: StatusView) -> Iterator[tuple[str, str]]:
         yield "problems", str(view.problem_count)
 
 
-def _packets(view: PacketView) -> Iterator[tuple[str, str]]:
+def _packet_path_facts(view: PacketView) -> Iterator[tuple[str, str]]:
     yield "state", f"{view.state}: {view.why}" if view.why else view.state
     if view.state == "off":
         return
-    failed = f", NOT on {view.failed_count}" if view.failed_count else ""
-    yield "devices", f"{view.host_devices} host, {view.pod_devices} pod{failed}"
+    failed_note = f", NOT on {view.failed_count}" if view.failed_count else ""
+    yield "devices", f"{view.host_devices} host, {view.pod_devices} pod{failed_note}"
     alarm = " ! raise --max-connections" if view.alarm else ""
     yield "connections", f"{view.connections}, room for {view.room}{alarm}"
     yield "entries", f"{view.entries}, with closed ones and those whose time is over"
-    gone = ""
+    forgotten_note = ""
     if view.forgotten:
-        gone = f"; {view.forgotten} have made room, or were begun anew"
-    yield "created", f"{view.created} since the counters began{gone}"
+        forgotten_note = f"; {view.forgotten} have made room, or were begun anew"
+    yield "created", f"{view.created} since the counters began{forgotten_note}"
     evicted = "streams of UDP that were in use, and had to make room for new connections"
     yield "evicted", f"{view.evicted} {evicted}" if view.evicted else "0"
 
 
-def nat(view: NatView) -> str:
+def format_nat(view: NatView) -> str:
     """Which addresses and ports sources are translated to, and how many are in use where."""
     ports = f"{view.first_port} to {view.last_port} ({view.ports})" if view.ports else "none"
-    known = render.facts(
+    facts_text = render.format_facts(
         (
             ("node", ", ".join(view.addresses) or "no address"),
             ("ports", ports),
             ("no port found", f"{view.failures} times"),
         )
     )
-    return f"{known}\n\n{render.table(view.usage, nat_view.USAGE_COLUMNS)}"
+    return f"{facts_text}\n\n{render.format_table(view.usage, nat_view.USAGE_COLUMNS)}"
 
 
-def sources(view: SourcesView, wide: bool = False) -> str:
+def format_sources(view: SourcesView, wide: bool = False) -> str:
     """Who may dial what, and who is a pod."""
-    known = render.facts(
+    facts_text = render.format_facts(
         (
             ("not let in", f"{view.not_allowed} times"),
             ("sockets", f"{view.left_alone} times left to the packet path"),
-            ("pods here", _pods(view)),
+            ("pods here", _format_pods(view)),
         )
     )
-    return f"{known}\n\n{render.table(view.services, sources_view.COLUMNS, wide)}"
+    return f"{facts_text}\n\n{render.format_table(view.services, sources_view.COLUMNS, wide)}"
 
 
-def _pods(view: SourcesView) -> str:
+def _format_pods(view: SourcesView) -> str:
     devices = f"what comes in by {view.local_devices} devices"
     if not view.pods:
         return f"{devices}; nobody is masqueraded before a ClusterIP for not being one"
@@ -174,14 +174,14 @@ def _pods(view: SourcesView) -> str:
     return devices
 
 
-def _delay(view: StatusView) -> str:
-    half, most = view.event_to_map_p50_ms, view.event_to_map_p99_ms
-    return f"{half:g} ms in the median, {most:g} ms for 99 of 100" if most else "none yet"
+def _format_latency(view: StatusView) -> str:
+    median, p99 = view.event_to_map_p50_ms, view.event_to_map_p99_ms
+    return f"{median:g} ms in the median, {p99:g} ms for 99 of 100" if p99 else "none yet"
 
 
-def _running(view: StatusView) -> str:
+def _format_running(view: StatusView) -> str:
     if view.running_seconds is None or view.silent_seconds is None:
         return "no word from it here that this version understands"
     if view.running:
-        return f"running for {span(view.running_seconds)} (pid {view.pid})"
-    return f"down: its last word was {span(view.silent_seconds)} ago (pid {view.pid})"
+        return f"running for {format_duration(view.running_seconds)} (pid {view.pid})"
+    return f"down: its last word was {format_duration(view.silent_seconds)} ago (pid {view.pid})"

@@ -15,31 +15,34 @@ from typing import Any, Final
 import msgspec
 
 from kbpf.cli.options import Output
-from kbpf.errors import printable
+from kbpf.errors import escape_unprintable
 from kbpf.views.columns import Column
 
 GAP = "   "
 SEPARATOR = "\0"
 """Of cells that wait for the width of their columns: no text has it."""
-CHUNK = 512
+CHUNK_ROWS = 512
 """Rows that are measured together."""
 
 
-def table(rows: Iterable[Any], columns: Sequence[Column], wide: bool = False) -> str:
+def format_table(rows: Iterable[Any], columns: Sequence[Column], wide: bool = False) -> str:
     """A line of titles, then one line per row. A column ends where its longest cell does."""
-    shown = [c for c in columns if wide or not c.wide]
-    lines = [[c.title for c in shown], *([printable(c.text(row)) for c in shown] for row in rows)]
+    visible = [c for c in columns if wide or not c.wide]
+    lines = [
+        [c.title for c in visible],
+        *([escape_unprintable(c.text(row)) for c in visible] for row in rows),
+    ]
     widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
     return "\n".join(
         GAP.join(
             cell.rjust(width) if column.right else cell.ljust(width)
-            for cell, width, column in zip(line, widths, shown, strict=True)
+            for cell, width, column in zip(line, widths, visible, strict=True)
         ).rstrip()
         for line in lines
     )
 
 
-def document(value: Any, output: Output) -> str:
+def format_document(value: Any, output: Output) -> str:
     """JSON or YAML of rows, or of one thing. The order is that of the fields."""
     plain = msgspec.to_builtins(value)
     if output is Output.YAML:
@@ -54,10 +57,10 @@ def document(value: Any, output: Output) -> str:
         if not all(map(str.isprintable, text.split("\n"))):
             text = dump(allow_unicode=False)
         return text.rstrip("\n")
-    return _escaped_json(json.dumps(plain, indent=2, ensure_ascii=False))
+    return _escape_json(json.dumps(plain, indent=2, ensure_ascii=False))
 
 
-def _escaped_json(text: str) -> str:
+def _escape_json(text: str) -> str:
     """The same value: what cannot be printed stands in strings only, and JSON has an escape for
     it. json.dumps itself escapes C0 alone.
     """
@@ -66,15 +69,15 @@ def _escaped_json(text: str) -> str:
     return "".join(c if c == "\n" or c.isprintable() else json.dumps(c)[1:-1] for c in text)
 
 
-def rows(found: Sequence[Any], columns: Sequence[Column], output: Output) -> str:
+def format_rows(values: Sequence[Any], columns: Sequence[Column], output: Output) -> str:
     """A list, in any format."""
     if output in (Output.JSON, Output.YAML):
-        return document(found, output)
-    return table(found, columns, output is Output.WIDE)
+        return format_document(values, output)
+    return format_table(values, columns, output is Output.WIDE)
 
 
-def stream(
-    found: Iterable[Any], columns: Sequence[Column], output: Output, above: Any = None
+def stream_rows(
+    values: Iterable[Any], columns: Sequence[Column], output: Output, header: Any = None
 ) -> Iterator[str]:
     """As rows(), in pieces, for what may be a hundred thousand rows: only a table's cells are
     kept, packed, until its widths are known. The pieces follow each other without anything between.
@@ -82,70 +85,72 @@ def stream(
     With `above` (JSON and YAML only) the rows are the last field, `rows`, of that value.
     """
     if output is Output.JSON:
-        yield from _json(found, above)
+        yield from _stream_json(values, header)
     elif output is Output.YAML:
-        yield from _yaml(found, above)
+        yield from _stream_yaml(values, header)
     else:
-        yield from _table(found, columns, output is Output.WIDE)
+        yield from _stream_table(values, columns, output is Output.WIDE)
 
 
-def _table(found: Iterable[Any], columns: Sequence[Column], wide: bool) -> Iterator[str]:
-    shown = [c for c in columns if wide or not c.wide]
-    widths = [len(c.title) for c in shown]
-    texts = [c.text for c in shown]
-    packed = [SEPARATOR.join(c.title for c in shown)]
-    rows = iter(found)
-    while some := [[printable(text(row)) for text in texts] for row in islice(rows, CHUNK)]:
-        longest = [max(map(len, cells)) for cells in zip(*some, strict=True)]
-        widths = list(map(max, widths, longest))
-        packed.extend(map(SEPARATOR.join, some))
-    form = GAP.join(
-        f"{{:{'>' if c.right else '<'}{w}}}" for c, w in zip(shown, widths, strict=True)
+def _stream_table(values: Iterable[Any], columns: Sequence[Column], wide: bool) -> Iterator[str]:
+    visible = [c for c in columns if wide or not c.wide]
+    widths = [len(c.title) for c in visible]
+    texts = [c.text for c in visible]
+    packed = [SEPARATOR.join(c.title for c in visible)]
+    rows = iter(values)
+    while chunk := [
+        [escape_unprintable(text(row)) for text in texts] for row in islice(rows, CHUNK_ROWS)
+    ]:
+        chunk_widths = [max(map(len, cells)) for cells in zip(*chunk, strict=True)]
+        widths = list(map(max, widths, chunk_widths))
+        packed.extend(map(SEPARATOR.join, chunk))
+    line_format = GAP.join(
+        f"{{:{'>' if c.right else '<'}{w}}}" for c, w in zip(visible, widths, strict=True)
     )
     for line in packed:
-        yield form.format(*line.split(SEPARATOR)).rstrip() + "\n"
+        yield line_format.format(*line.split(SEPARATOR)).rstrip() + "\n"
 
 
-def _json(found: Iterable[Any], above: Any) -> Iterator[str]:
-    outer = "" if above is None else "  "
+def _stream_json(values: Iterable[Any], header: Any) -> Iterator[str]:
+    outer = "" if header is None else "  "
     pad = outer + "  "
-    if above is None:
-        first = "["
+    if header is None:
+        opening = "["
     else:
-        first = document(above, Output.JSON).removesuffix("\n}") + ',\n  "rows": ['
-    begun = False
-    for row in found:
-        text = _escaped_json(msgspec.json.format(msgspec.json.encode(row), indent=2).decode())
-        yield (",\n" if begun else f"{first}\n") + pad + text.replace("\n", f"\n{pad}")
-        begun = True
-    end = "\n" if above is None else "\n}\n"
-    yield f"\n{outer}]{end}" if begun else f"{first}]{end}"
+        opening = format_document(header, Output.JSON).removesuffix("\n}") + ',\n  "rows": ['
+    has_rows = False
+    for row in values:
+        text = _escape_json(msgspec.json.format(msgspec.json.encode(row), indent=2).decode())
+        yield (",\n" if has_rows else f"{opening}\n") + pad + text.replace("\n", f"\n{pad}")
+        has_rows = True
+    end = "\n" if header is None else "\n}\n"
+    yield f"\n{outer}]{end}" if has_rows else f"{opening}]{end}"
 
 
-def _yaml(found: Iterable[Any], above: Any) -> Iterator[str]:
-    if above is not None:
-        yield document(above, Output.YAML) + "\n"
-    begun = False
-    for row in found:
-        if not begun and above is not None:
+def _stream_yaml(values: Iterable[Any], header: Any) -> Iterator[str]:
+    if header is not None:
+        yield format_document(header, Output.YAML) + "\n"
+    has_rows = False
+    for row in values:
+        if not has_rows and header is not None:
             yield "rows:\n"
-        yield document([row], Output.YAML) + "\n"
-        begun = True
-    if not begun:
-        yield "[]\n" if above is None else "rows: []\n"
+        yield format_document([row], Output.YAML) + "\n"
+        has_rows = True
+    if not has_rows:
+        yield "[]\n" if header is None else "rows: []\n"
 
 
-def indent(text: str, by: str = "  ") -> str:
+def indent(text: str, prefix: str = "  ") -> str:
     """Every line moved to the right."""
-    return "\n".join(by + printable(line) for line in text.split("\n"))
+    return "\n".join(prefix + escape_unprintable(line) for line in text.split("\n"))
 
 
-def facts(pairs: Iterable[tuple[str, str]]) -> str:
+def format_facts(pairs: Iterable[tuple[str, str]]) -> str:
     """`name  value` lines, the values aligned."""
-    known = list(pairs)
-    width = max(len(name) for name, _ in known)
+    pair_list = list(pairs)
+    width = max(len(name) for name, _ in pair_list)
     return "\n".join(
-        f"{name.ljust(width)}{GAP}{printable(value)}".rstrip() for name, value in known
+        f"{name.ljust(width)}{GAP}{escape_unprintable(value)}".rstrip() for name, value in pair_list
     )
 
 

@@ -21,9 +21,9 @@ class StandardOutput(io.FileIO):
         try:
             return super().write(data) or 0
         except BrokenPipeError:
-            end_by_sigpipe()
+            exit_by_sigpipe()
         except OSError as error:
-            _open(self.fileno(), os.O_WRONLY)
+            _open_null(self.fileno(), os.O_WRONLY)
             raise OutputError(f"cannot write to the standard output: {error.strerror}") from error
 
 
@@ -31,26 +31,26 @@ def set_up() -> None:
     """For the whole process. A closed stream becomes /dev/null, so that no file that is opened
     later gets its number; one for output fails at the first write, as it would with any program.
     """
-    out = sys.stdout
-    kept = out if isinstance(out, io.TextIOWrapper) else None
+    stdout = sys.stdout
+    original = stdout if isinstance(stdout, io.TextIOWrapper) else None
     if sys.stdin is None:
-        _open(0, os.O_RDONLY)
+        _open_null(0, os.O_RDONLY)
         sys.stdin = io.TextIOWrapper(io.FileIO(0, closefd=False))
-    if out is None:
-        _open(1, os.O_RDONLY)
+    if stdout is None:
+        _open_null(1, os.O_RDONLY)
     if sys.stderr is None:
-        _open(2, os.O_WRONLY)
+        _open_null(2, os.O_WRONLY)
         sys.stderr = io.TextIOWrapper(io.FileIO(2, "w", closefd=False), write_through=True)
     sys.stdout = io.TextIOWrapper(
         io.BufferedWriter(StandardOutput(1, "w", closefd=False)),
-        encoding=kept.encoding if kept else "utf-8",
+        encoding=original.encoding if original else "utf-8",
         errors="replace",  # a `?` has the width of what cannot be encoded: tables stay aligned
-        line_buffering=kept is not None and kept.line_buffering,
-        write_through=kept is not None and kept.write_through,
+        line_buffering=original is not None and original.line_buffering,
+        write_through=original is not None and original.write_through,
     )
 
 
-def _open(number: int, flags: int) -> None:
+def _open_null(number: int, flags: int) -> None:
     fd = os.open(os.devnull, flags | os.O_CLOEXEC)
     if fd == number:
         os.set_inheritable(fd, True)
@@ -59,7 +59,7 @@ def _open(number: int, flags: int) -> None:
         os.close(fd)
 
 
-def end_by_sigpipe() -> NoReturn:
+def exit_by_sigpipe() -> NoReturn:
     """As `yes | head` ends: a shell sees 141, whatever the command would have said."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPIPE})
@@ -67,9 +67,9 @@ def end_by_sigpipe() -> NoReturn:
     os._exit(128 + signal.SIGPIPE)
 
 
-def complain(text: str) -> None:
+def print_error(text: str) -> None:
     """A line to stderr, if it can be written."""
     try:
         print(text, file=sys.stderr)
     except OSError:
-        _open(2, os.O_WRONLY)
+        _open_null(2, os.O_WRONLY)

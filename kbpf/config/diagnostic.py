@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 
-class Note(NamedTuple):
+class Diagnostic(NamedTuple):
     """A line for the log. `is_warning`: somebody probably wanted something else. `event`: the
     reason of the Event with this text that the agent sends when it starts; "" for none.
     """

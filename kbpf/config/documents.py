@@ -18,36 +18,36 @@ from typing import Any, Final, TypeVar, get_args, get_origin
 
 import msgspec
 
-from kbpf.config.diagnostic import Note
-from kbpf.errors import ConfigError, in_words
+from kbpf.config.diagnostic import Diagnostic
+from kbpf.errors import ConfigError, describe_decode_error
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 KUBE_PROXY: Final = "KubeProxyConfiguration"
-OWN: Final = "KbpfConfiguration"
-TIMES: Final = ("Period", "Timeout")
+KBPF: Final = "KbpfConfiguration"
+TIME_SUFFIXES: Final = ("Period", "Timeout")
 """How the names of fields end that hold a time."""
-VERSIONS: Final = {KUBE_PROXY: "kubeproxy.config.k8s.io/v1alpha1", OWN: "kbpf.io/v1alpha1"}
+API_VERSIONS: Final = {KUBE_PROXY: "kubeproxy.config.k8s.io/v1alpha1", KBPF: "kbpf.io/v1alpha1"}
 
 
 @dataclass(frozen=True, slots=True)
-class Documents:
+class ConfigDocuments:
     """What a file holds, without kind and apiVersion; None for a document that is not there."""
 
     kube_proxy: Mapping[str, Any] | None = None
-    own: Mapping[str, Any] | None = None
-    notes: tuple[Note, ...] = ()
+    kbpf: Mapping[str, Any] | None = None
+    notes: tuple[Diagnostic, ...] = ()
 
 
 @dataclass(slots=True)
-class Findings:
+class Diagnostics:
     """What is found wrong, and what is only told, while documents are read."""
 
     errors: list[ConfigError] = field(default_factory=list)
-    notes: list[Note] = field(default_factory=list)
+    notes: list[Diagnostic] = field(default_factory=list)
 
 
-def parse(data: bytes, where: str, wrong: list[ConfigError] | None = None) -> Documents:
+def parse(data: bytes, where: str, errors: list[ConfigError] | None = None) -> ConfigDocuments:
     """The documents of a file. Raises ConfigError when it is no YAML, or holds something else; with
     `wrong` what it holds else is noted there, and left out.
     """
@@ -55,34 +55,36 @@ def parse(data: bytes, where: str, wrong: list[ConfigError] | None = None) -> Do
 
     data = _json_without_tabs(data)
 
-    notes: list[Note] = []
+    notes: list[Diagnostic] = []
 
-    def twice(field: str, line: int) -> None:
+    def on_duplicate(field: str, line: int) -> None:
         text = f"line {line}: {field} stands twice; the last one counts"
-        notes.append(Note(text, is_warning=True))
+        notes.append(Diagnostic(text, is_warning=True))
 
-    found: dict[str, Mapping[str, Any]] = {}
+    by_kind: dict[str, Mapping[str, Any]] = {}
     try:
-        for document in bounded_yaml.load_all(data, bounded_yaml.CONFIGURATION, twice):
+        for document in bounded_yaml.load_all(data, bounded_yaml.CONFIGURATION, on_duplicate):
             if document is None:
                 continue
             try:
-                kind, values = _document(document, where)
-                if kind in found:
+                kind, values = _split_document(document, where)
+                if kind in by_kind:
                     raise ConfigError(f"{kind} stands twice", where, "leave one of them out")
-                found[kind] = values
+                by_kind[kind] = values
             except ConfigError as error:
-                if wrong is None:
+                if errors is None:
                     raise
-                wrong.append(error)
-    except bounded_yaml.NOT_YAML as error:
+                errors.append(error)
+    except bounded_yaml.YAML_ERRORS as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or str(error)
         raise ConfigError(f"not YAML: {problem}", f"{where}{line}") from error
-    if not found and not wrong:
-        raise ConfigError("nothing in it", where, f"write a document of kind {KUBE_PROXY} or {OWN}")
-    return Documents(found.get(KUBE_PROXY), found.get(OWN), tuple(notes))
+    if not by_kind and not errors:
+        raise ConfigError(
+            "nothing in it", where, f"write a document of kind {KUBE_PROXY} or {KBPF}"
+        )
+    return ConfigDocuments(by_kind.get(KUBE_PROXY), by_kind.get(KBPF), tuple(notes))
 
 
 def _json_without_tabs(data: bytes) -> bytes:
@@ -96,94 +98,108 @@ def _json_without_tabs(data: bytes) -> bytes:
     return data.replace(b"\t", b" ")
 
 
-def _document(document: object, where: str) -> tuple[str, Mapping[str, Any]]:
+def _split_document(document: object, where: str) -> tuple[str, Mapping[str, Any]]:
     """Its kind, and what else it says."""
     if not isinstance(document, dict):
         raise ConfigError("a document is no object", where, "begin it with apiVersion and kind")
     kind, version = document.get("kind"), document.get("apiVersion")
-    if kind not in VERSIONS:
-        known = " or ".join(VERSIONS)
-        raise ConfigError(f"kind: {kind!r} is not read", where, f"write {known}")
-    if version != VERSIONS[kind]:
+    if kind not in API_VERSIONS:
+        kinds = " or ".join(API_VERSIONS)
+        raise ConfigError(f"kind: {kind!r} is not read", where, f"write {kinds}")
+    if version != API_VERSIONS[kind]:
         raise ConfigError(
-            f"{kind}.apiVersion: {version!r} is not read", where, f"write {VERSIONS[kind]}"
+            f"{kind}.apiVersion: {version!r} is not read", where, f"write {API_VERSIONS[kind]}"
         )
     return kind, {k: v for k, v in document.items() if k not in ("kind", "apiVersion")}
 
 
 def decode(
-    kind: type[T], values: Mapping[str, Any], path: str, found: Findings, strict: bool = False
+    kind: type[T],
+    values: Mapping[str, Any],
+    path: str,
+    diagnostics: Diagnostics,
+    strict: bool = False,
 ) -> T:
     """The struct that these values say, with defaults for what is missing or wrong. `path` leads to
     it; what is wrong is added to `found`. `strict`: so is a field that nobody knows.
     """
-    fields = {known.encode_name: known for known in msgspec.structs.fields(kind)}
-    given: dict[str, Any] = {}
+    fields = {
+        struct_field.encode_name: struct_field for struct_field in msgspec.structs.fields(kind)
+    }
+    arguments: dict[str, Any] = {}
     for name, value in values.items():
         where = f"{path}.{name}"
         if name not in fields:
-            _unknown(where, name, fields, found, strict)
+            _report_unknown_field(where, name, fields, diagnostics, strict)
         elif value is not None:
-            below = fields[name].type
+            field_type = fields[name].type
             try:
-                given[fields[name].name] = _value(below, value, where, found, strict)
+                arguments[fields[name].name] = _decode_value(
+                    field_type, value, where, diagnostics, strict
+                )
             except msgspec.ValidationError as error:
-                hint = _as_a_time(value) if name.endswith(TIMES) else ""
-                text, _, place = str(error).partition(" - at ")
-                where += place.strip("`").removeprefix("$")
-                found.errors.append(ConfigError(in_words(text), where, hint))
-    return kind(**given)
+                hint = _time_hint(value) if name.endswith(TIME_SUFFIXES) else ""
+                text, _, subpath = str(error).partition(" - at ")
+                where += subpath.strip("`").removeprefix("$")
+                diagnostics.errors.append(ConfigError(describe_decode_error(text), where, hint))
+    return kind(**arguments)
 
 
-def _value(kind: Any, value: object, where: str, found: Findings, strict: bool) -> Any:
+def _decode_value(
+    kind: Any, value: object, where: str, diagnostics: Diagnostics, strict: bool
+) -> Any:
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         if not isinstance(value, dict):
             raise msgspec.ValidationError("Expected `object`")
-        return decode(kind, value, where, found, strict)
+        return decode(kind, value, where, diagnostics, strict)
     if get_origin(kind) is dict and isinstance(value, dict):
-        return _entries(get_args(kind)[1], value, where, found, strict)
+        return _decode_entries(get_args(kind)[1], value, where, diagnostics, strict)
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     return msgspec.convert(value, kind)
 
 
-def _entries(
-    kind: Any, values: Mapping[object, object], path: str, found: Findings, strict: bool
+def _decode_entries(
+    kind: Any, values: Mapping[object, object], path: str, diagnostics: Diagnostics, strict: bool
 ) -> dict[str, Any]:
     """Those of an object whose names are anybody's; msgspec would not name the one it means."""
-    made = {}
+    entries = {}
     for name, value in values.items():
         try:
-            made[str(name)] = _value(kind, value, f"{path}.{name}", found, strict)
+            entries[str(name)] = _decode_value(kind, value, f"{path}.{name}", diagnostics, strict)
         except msgspec.ValidationError as error:
-            found.errors.append(ConfigError(in_words(str(error)), f"{path}.{name}"))
-    return made
+            diagnostics.errors.append(
+                ConfigError(describe_decode_error(str(error)), f"{path}.{name}")
+            )
+    return entries
 
 
-def _as_a_time(value: object) -> str:
+def _time_hint(value: object) -> str:
     """What to write for a number, where a time is meant: who writes one means seconds."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return f"write {value:g}s" if is_number else ""
 
 
-def _unknown(
-    where: str, name: str, fields: Mapping[str, object], found: Findings, strict: bool
+def _report_unknown_field(
+    where: str, name: str, fields: Mapping[str, object], diagnostics: Diagnostics, strict: bool
 ) -> None:
-    known = {field.lower(): field for field in fields}
-    near = get_close_matches(name.lower(), known, 1, 0.75)
-    meant = f"is {known[near[0]]} meant?" if near else ""
+    by_lower_name = {field.lower(): field for field in fields}
+    matches = get_close_matches(name.lower(), by_lower_name, 1, 0.75)
+    hint = f"is {by_lower_name[matches[0]]} meant?" if matches else ""
     if strict:
-        found.errors.append(ConfigError("no field that is known", where, meant or "leave it out"))
+        diagnostics.errors.append(
+            ConfigError("no field that is known", where, hint or "leave it out")
+        )
         return
-    text = f"{where} is no field that is known; {meant or 'it is not used'}"
-    found.notes.append(Note(text, is_warning=True))
+    text = f"{where} is no field that is known; {hint or 'it is not used'}"
+    diagnostics.notes.append(Diagnostic(text, is_warning=True))
 
 
-def leaves(kind: type[msgspec.Struct], path: str) -> Iterator[str]:
+def leaf_paths(kind: type[msgspec.Struct], path: str) -> Iterator[str]:
     """The paths of all fields that hold a value, in order."""
-    for known in msgspec.structs.fields(kind):
-        where = f"{path}.{known.encode_name}"
-        if isinstance(known.type, type) and issubclass(known.type, msgspec.Struct):
-            yield from leaves(known.type, where)
+    for struct_field in msgspec.structs.fields(kind):
+        where = f"{path}.{struct_field.encode_name}"
+        if isinstance(struct_field.type, type) and issubclass(struct_field.type, msgspec.Struct):
+            yield from leaf_paths(struct_field.type, where)
         else:
             yield where

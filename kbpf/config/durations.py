@@ -16,34 +16,36 @@ UNITS: Final = {
     "m": 60.0,
     "h": 3600.0,
 }
-MOST_SECONDS: Final = 2**63 / 1e9
+MAX_SECONDS: Final = 2**63 / 1e9
 """A Go duration is an int64 of nanoseconds: 292 years."""
-LONGEST: Final = 100
+MAX_LENGTH: Final = 100
 """Characters, where Go sets no limit: looking through digits takes the square of their number."""
 _PART: Final = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)(ns|us|µs|μs|ms|s|m|h)")
 
 
 def parse(text: str, where: str) -> float:
     """Seconds. ConfigError where Go's time.ParseDuration refuses; "" is no time either."""
-    sign, rest = (-1.0, text[1:]) if text.startswith("-") else (1.0, text.removeprefix("+"))
-    if rest == "0":
+    sign, unsigned = (-1.0, text[1:]) if text.startswith("-") else (1.0, text.removeprefix("+"))
+    if unsigned == "0":
         return 0.0
-    parts = _PART.findall(rest) if len(rest) <= LONGEST else []
+    parts = _PART.findall(unsigned) if len(unsigned) <= MAX_LENGTH else []
     seconds = sum(float(number) * UNITS[unit] for number, unit in parts)
-    written = "".join(number + unit for number, unit in parts)
-    if not parts or written != rest or seconds >= MOST_SECONDS:
+    matched = "".join(number + unit for number, unit in parts)
+    if not parts or matched != unsigned or seconds >= MAX_SECONDS:
         raise ConfigError(
             f"not a time: {reprlib.repr(text)}", where, "write it as 30s, 5m or 1h30m"
         )
     return sign * seconds
 
 
-def write(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """As Go writes it, to the millisecond: ``1h0m0s``, ``1m30s``, ``0s``, ``1.5s``."""
-    whole, thousandths = divmod(round(seconds * 1000), 1000)
-    minutes, rest = divmod(whole, 60)
+    total_seconds, thousandths = divmod(round(seconds * 1000), 1000)
+    minutes, seconds_part = divmod(total_seconds, 60)
     hours, minutes = divmod(minutes, 60)
-    text = f"{rest}.{thousandths:03}".rstrip("0") + "s" if thousandths else f"{rest}s"
+    text = (
+        f"{seconds_part}.{thousandths:03}".rstrip("0") + "s" if thousandths else f"{seconds_part}s"
+    )
     if hours:
         return f"{hours}h{minutes}m{text}"
     return f"{minutes}m{text}" if minutes else text

@@ -9,38 +9,38 @@ from typing import Any, Final
 
 import msgspec
 
-from kbpf.config.documents import OWN
-from kbpf.config.flags import BY_NAME
-from kbpf.config.values import Values
+from kbpf.config.documents import KBPF
+from kbpf.config.flags import FLAGS_BY_NAME
+from kbpf.config.values import ConfigValues
 
-Names = tuple[str, ...] | None
+NameList = tuple[str, ...] | None
 
 
-def spelling(name: str) -> str:
+def json_name(name: str) -> str:
     """The name of a field as the document has it: ``packetPath``, ``socketLB``."""
     first, *rest = name.split("_")
-    return first + "".join("LB" if word == "lb" else word.capitalize() for word in rest)
+    return first + "".join("LB" if part == "lb" else part.capitalize() for part in rest)
 
 
-class SocketLb(msgspec.Struct, frozen=True, rename=spelling):
+class SocketLbSection(msgspec.Struct, frozen=True, rename=json_name):
     """Whose sockets are led to a backend at connect(). YAML reads on and off as true and false."""
 
     mode: str | bool | None = None
-    exempt: Names = None
+    exempt: NameList = None
     label: bool | None = None
 
 
-class PacketPath(msgspec.Struct, frozen=True, rename=spelling):
+class PacketPathSection(msgspec.Struct, frozen=True, rename=json_name):
     """What is balanced per packet, and how."""
 
     enabled: bool | None = None
-    devices: Names = None
-    exclude_devices: Names = None
+    devices: NameList = None
+    exclude_devices: NameList = None
     masquerade_ports: str | None = None
     forwarding: str | None = None
 
 
-class Ipvs(msgspec.Struct, frozen=True, rename=spelling):
+class IpvsSection(msgspec.Struct, frozen=True, rename=json_name):
     """Of the mode ipvs; its scheduler and strictARP are kube-proxy's."""
 
     device: str | None = None
@@ -48,7 +48,7 @@ class Ipvs(msgspec.Struct, frozen=True, rename=spelling):
     state_dir: str | None = None
 
 
-class MapSizes(msgspec.Struct, frozen=True, rename=spelling):
+class MapSizesSection(msgspec.Struct, frozen=True, rename=json_name):
     """How many entries the maps may hold at most."""
 
     frontends: int | None = None
@@ -59,7 +59,7 @@ class MapSizes(msgspec.Struct, frozen=True, rename=spelling):
     counts: int | None = None
 
 
-class Metrics(msgspec.Struct, frozen=True, rename=spelling):
+class MetricsSection(msgspec.Struct, frozen=True, rename=json_name):
     """What /metrics tells. YAML reads off as false."""
 
     services: int | None = None
@@ -67,7 +67,7 @@ class Metrics(msgspec.Struct, frozen=True, rename=spelling):
     accounting: str | bool | None = None
 
 
-class KbpfConfiguration(msgspec.Struct, frozen=True, rename=spelling):
+class KbpfConfiguration(msgspec.Struct, frozen=True, rename=json_name):
     """The document, without kind and apiVersion. None: not said."""
 
     mode: str | None = None
@@ -80,20 +80,20 @@ class KbpfConfiguration(msgspec.Struct, frozen=True, rename=spelling):
     cache_dir: str | None = None
     algorithm: str | None = None
     service_annotations: str | bool | None = None
-    system_namespaces: Names = None
+    system_namespaces: NameList = None
     localhost_node_ports: bool | None = None
-    node_port_source_ranges: Names = None
+    node_port_source_ranges: NameList = None
     external_ips: str | bool | None = msgspec.field(default=None, name="externalIPs")
     watch_nodes: str | None = None
-    socket_lb: SocketLb = SocketLb()
-    packet_path: PacketPath = PacketPath()
-    ipvs: Ipvs = Ipvs()
-    map_sizes: MapSizes = MapSizes()
-    metrics: Metrics = Metrics()
+    socket_lb: SocketLbSection = SocketLbSection()
+    packet_path: PacketPathSection = PacketPathSection()
+    ipvs: IpvsSection = IpvsSection()
+    map_sizes: MapSizesSection = MapSizesSection()
+    metrics: MetricsSection = MetricsSection()
     log_level: str | None = None
 
 
-FLAG_OF: Final[Mapping[str, str]] = MappingProxyType(
+FLAG_BY_PATH: Final[Mapping[str, str]] = MappingProxyType(
     {
         "mode": "--mode",
         "master": "--master",
@@ -138,37 +138,37 @@ FLAG_OF: Final[Mapping[str, str]] = MappingProxyType(
 _CAPITALS: Final = {"LB": "Lb", "IPs": "Ips"}
 
 
-def _attribute(path: str) -> str:
-    for capitals, word in _CAPITALS.items():
-        path = path.replace(capitals, word)
+def _attribute_path(path: str) -> str:
+    for capitals, replacement in _CAPITALS.items():
+        path = path.replace(capitals, replacement)
     return "".join("_" + c.lower() if c.isupper() else c for c in path)
 
 
-_ATTRIBUTES: Final = {path: _attribute(path) for path in FLAG_OF}
+_ATTRIBUTE_BY_PATH: Final = {path: _attribute_path(path) for path in FLAG_BY_PATH}
 
 
-def settings(said: KbpfConfiguration) -> Values:
+def read_settings(document: KbpfConfiguration) -> ConfigValues:
     """The fields of Config that the document decides. What is empty says nothing."""
-    made = Values(f"{OWN}.")
-    for path, name in FLAG_OF.items():
-        text = _text(attrgetter(_ATTRIBUTES[path])(said), path)
+    values = ConfigValues(f"{KBPF}.")
+    for path, name in FLAG_BY_PATH.items():
+        text = _flag_text(attrgetter(_ATTRIBUTE_BY_PATH[path])(document), path)
         if text:
-            made.read(BY_NAME[name].field, path, text, BY_NAME[name].read)
-    return made
+            values.parse(FLAGS_BY_NAME[name].field, path, text, FLAGS_BY_NAME[name].parse)
+    return values
 
 
-YAML_WORDS: Final = frozenset(
+ON_OFF_FIELDS: Final = frozenset(
     ("externalIPs", "socketLB.mode", "metrics.accounting", "serviceAnnotations")
 )
 """Fields of which `on` and `off` are values; YAML reads them as true and false."""
 
 
-def _text(value: Any, path: str) -> str:
+def _flag_text(value: Any, path: str) -> str:
     """As it would stand behind the flag."""
     match value:
         case None:
             return ""
-        case bool() if path in YAML_WORDS:
+        case bool() if path in ON_OFF_FIELDS:
             return "on" if value else "off"
         case bool():
             return str(value).lower()

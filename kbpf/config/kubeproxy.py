@@ -15,28 +15,28 @@ from typing import Any, Final
 import msgspec
 
 from kbpf.config import durations, parsers
-from kbpf.config.diagnostic import Note
+from kbpf.config.diagnostic import Diagnostic
 from kbpf.config.documents import KUBE_PROXY
-from kbpf.config.values import Values
+from kbpf.config.values import ConfigValues
 from kbpf.errors import ConfigError
 from kbpf.model.address import family_of
 from kbpf.model.objects import Cidr
 
-MODES: Final = ("iptables", "nftables", "ipvs")
-SYNC_SECONDS: Final = 30.0
-DEFAULT_BIT: Final = 14
+PROXY_MODES: Final = ("iptables", "nftables", "ipvs")
+DEFAULT_SYNC_PERIOD: Final = 30.0
+DEFAULT_MASQUERADE_BIT: Final = 14
 LOOPBACK4, LOOPBACK6 = (parsers.cidr(text, "") for text in parsers.LOOPBACK)
-HEEDED_GATES: Final = frozenset((parsers.EXTERNAL_IPS_GATE, parsers.LOCALHOST_GATE))
+USED_FEATURE_GATES: Final = frozenset((parsers.EXTERNAL_IPS_GATE, parsers.LOCALHOST_GATE))
 
 
-def spelling(name: str) -> str:
+def json_name(name: str) -> str:
     """The name of a field as the document has it: ``clusterCIDR``, ``strictARP``."""
-    known = {"cidr": "CIDR", "cidrs": "CIDRs", "arp": "ARP", "dsr": "DSR"}
+    acronyms = {"cidr": "CIDR", "cidrs": "CIDRs", "arp": "ARP", "dsr": "DSR"}
     first, *rest = name.split("_")
-    return first + "".join(known.get(word, word.capitalize()) for word in rest)
+    return first + "".join(acronyms.get(part, part.capitalize()) for part in rest)
 
 
-class ClientConnection(msgspec.Struct, frozen=True, rename=spelling):
+class ClientConnectionConfiguration(msgspec.Struct, frozen=True, rename=json_name):
     """How the API server is asked."""
 
     kubeconfig: str = ""
@@ -46,7 +46,7 @@ class ClientConnection(msgspec.Struct, frozen=True, rename=spelling):
     burst: int = 0
 
 
-class Iptables(msgspec.Struct, frozen=True, rename=spelling):
+class KubeProxyIPTablesConfiguration(msgspec.Struct, frozen=True, rename=json_name):
     """Of the mode iptables; some of ipvs, too."""
 
     masquerade_bit: int | None = None
@@ -57,7 +57,7 @@ class Iptables(msgspec.Struct, frozen=True, rename=spelling):
     min_sync_period: str = ""
 
 
-class Ipvs(msgspec.Struct, frozen=True, rename=spelling):
+class KubeProxyIPVSConfiguration(msgspec.Struct, frozen=True, rename=json_name):
     """Of the mode ipvs."""
 
     sync_period: str = ""
@@ -70,7 +70,7 @@ class Ipvs(msgspec.Struct, frozen=True, rename=spelling):
     udp_timeout: str = ""
 
 
-class Nftables(msgspec.Struct, frozen=True, rename=spelling):
+class KubeProxyNFTablesConfiguration(msgspec.Struct, frozen=True, rename=json_name):
     """Of the mode nftables."""
 
     masquerade_bit: int | None = None
@@ -79,7 +79,7 @@ class Nftables(msgspec.Struct, frozen=True, rename=spelling):
     min_sync_period: str = ""
 
 
-class Winkernel(msgspec.Struct, frozen=True, rename=spelling):
+class KubeProxyWinkernelConfiguration(msgspec.Struct, frozen=True, rename=json_name):
     """Of Windows."""
 
     network_name: str = ""
@@ -89,14 +89,14 @@ class Winkernel(msgspec.Struct, frozen=True, rename=spelling):
     forward_health_check_vip: bool = False
 
 
-class DetectLocal(msgspec.Struct, frozen=True, rename=spelling):
+class DetectLocalConfiguration(msgspec.Struct, frozen=True, rename=json_name):
     """What two of the modes of detectLocalMode need."""
 
     bridge_interface: str = ""
     interface_name_prefix: str = ""
 
 
-class Conntrack(msgspec.Struct, frozen=True, rename=spelling):
+class KubeProxyConntrackConfiguration(msgspec.Struct, frozen=True, rename=json_name):
     """What the kernel's conntrack is set to. None of a time: the default; "0s": left as it is."""
 
     max_per_core: int | None = None
@@ -108,7 +108,7 @@ class Conntrack(msgspec.Struct, frozen=True, rename=spelling):
     udp_stream_timeout: str = ""
 
 
-class Logging(msgspec.Struct, frozen=True, rename=spelling):
+class LoggingConfiguration(msgspec.Struct, frozen=True, rename=json_name):
     """Of all Kubernetes components."""
 
     format: str = ""
@@ -118,12 +118,12 @@ class Logging(msgspec.Struct, frozen=True, rename=spelling):
     options: dict[str, Any] = {}
 
 
-class KubeProxyConfiguration(msgspec.Struct, frozen=True, rename=spelling):
+class KubeProxyConfiguration(msgspec.Struct, frozen=True, rename=json_name):
     """The document, without kind and apiVersion."""
 
     feature_gates: dict[str, bool] = {}
-    client_connection: ClientConnection = ClientConnection()
-    logging: Logging = Logging()
+    client_connection: ClientConnectionConfiguration = ClientConnectionConfiguration()
+    logging: LoggingConfiguration = LoggingConfiguration()
     hostname_override: str = ""
     bind_address: str = ""
     healthz_bind_address: str = ""
@@ -132,16 +132,16 @@ class KubeProxyConfiguration(msgspec.Struct, frozen=True, rename=spelling):
     enable_profiling: bool = False
     show_hidden_metrics_for_version: str = ""
     mode: str = ""
-    iptables: Iptables = Iptables()
-    ipvs: Ipvs = Ipvs()
-    nftables: Nftables = Nftables()
-    winkernel: Winkernel = Winkernel()
+    iptables: KubeProxyIPTablesConfiguration = KubeProxyIPTablesConfiguration()
+    ipvs: KubeProxyIPVSConfiguration = KubeProxyIPVSConfiguration()
+    nftables: KubeProxyNFTablesConfiguration = KubeProxyNFTablesConfiguration()
+    winkernel: KubeProxyWinkernelConfiguration = KubeProxyWinkernelConfiguration()
     detect_local_mode: str = ""
-    detect_local: DetectLocal = DetectLocal()
+    detect_local: DetectLocalConfiguration = DetectLocalConfiguration()
     cluster_cidr: str = ""
     node_port_addresses: tuple[str, ...] = ()
     oom_score_adj: int | None = None
-    conntrack: Conntrack = Conntrack()
+    conntrack: KubeProxyConntrackConfiguration = KubeProxyConntrackConfiguration()
     config_sync_period: str = ""
     port_range: str = ""
     windows_run_as_service: bool = False
@@ -151,139 +151,165 @@ class KubeProxyConfiguration(msgspec.Struct, frozen=True, rename=spelling):
 # ---- what we make of it --------------------------------------------------------------------------
 
 
-def settings(said: KubeProxyConfiguration) -> Values:
+def read_settings(document: KubeProxyConfiguration) -> ConfigValues:
     """The fields of Config that the document decides: all of kube-proxy's, said or not."""
-    made = Values(f"{KUBE_PROXY}.")
-    _identity(said, made)
-    _servers(said, made)
-    _mode(said, made)
-    _node_ports(said, made)
-    if not said.feature_gates.get(parsers.EXTERNAL_IPS_GATE, True):
-        made.put("external_ips", f"featureGates.{parsers.EXTERNAL_IPS_GATE}", ())
-    _local(said, made)
-    _conntrack(said.conntrack, made)
-    return made
+    values = ConfigValues(f"{KUBE_PROXY}.")
+    _read_identity(document, values)
+    _read_servers(document, values)
+    _read_mode(document, values)
+    _read_node_ports(document, values)
+    if not document.feature_gates.get(parsers.EXTERNAL_IPS_GATE, True):
+        values.set("external_ips", f"featureGates.{parsers.EXTERNAL_IPS_GATE}", ())
+    _read_detect_local(document, values)
+    _read_conntrack(document.conntrack, values)
+    return values
 
 
-def _identity(said: KubeProxyConfiguration, made: Values) -> None:
-    if said.hostname_override:
-        made.read("node_name", "hostnameOverride", said.hostname_override, parsers.node_name)
-    if said.client_connection.kubeconfig:
-        at = "clientConnection.kubeconfig"
-        made.read("kubeconfig", at, said.client_connection.kubeconfig, parsers.path)
-    if said.client_connection.burst < 0:
-        made.wrong("clientConnection.burst", f"less than 0: {said.client_connection.burst}")
-    if said.oom_score_adj is not None:
-        made.read("oom_score_adj", "oomScoreAdj", str(said.oom_score_adj), parsers.oom_score)
-    if said.logging.format:
-        made.read("log_format", "logging.format", said.logging.format, parsers.log_format)
-    made.read("log_level", "logging.verbosity", str(said.logging.verbosity), parsers.verbosity)
-    period = _period(made, "configSyncPeriod", said.config_sync_period, parsers.period)
+def _read_identity(document: KubeProxyConfiguration, values: ConfigValues) -> None:
+    if document.hostname_override:
+        values.parse("node_name", "hostnameOverride", document.hostname_override, parsers.node_name)
+    if document.client_connection.kubeconfig:
+        path = "clientConnection.kubeconfig"
+        values.parse("kubeconfig", path, document.client_connection.kubeconfig, parsers.path)
+    if document.client_connection.burst < 0:
+        values.add_error(
+            "clientConnection.burst", f"less than 0: {document.client_connection.burst}"
+        )
+    if document.oom_score_adj is not None:
+        values.parse("oom_score_adj", "oomScoreAdj", str(document.oom_score_adj), parsers.oom_score)
+    if document.logging.format:
+        values.parse("log_format", "logging.format", document.logging.format, parsers.log_format)
+    values.parse(
+        "log_level", "logging.verbosity", str(document.logging.verbosity), parsers.verbosity
+    )
+    period = _parse_period(values, "configSyncPeriod", document.config_sync_period, parsers.period)
     if period:
-        made.put("config_sync_period", "configSyncPeriod", period)
+        values.set("config_sync_period", "configSyncPeriod", period)
 
 
-def _servers(said: KubeProxyConfiguration, made: Values) -> None:
-    made.put("serving.hard_fail", "bindAddressHardFail", said.bind_address_hard_fail)
-    if said.bind_address:
-        made.read("bind_address", "bindAddress", said.bind_address, parsers.bind_address)
-    any_host, loopback = ("[::]", "[::1]") if ":" in said.bind_address else ("0.0.0.0", "127.0.0.1")
-    healthz = said.healthz_bind_address or any_host
-    made.read("serving.healthz", "healthzBindAddress", healthz, parsers.healthz)
-    metrics = said.metrics_bind_address or loopback
-    made.read("serving.metrics", "metricsBindAddress", metrics, parsers.metrics)
+def _read_servers(document: KubeProxyConfiguration, values: ConfigValues) -> None:
+    values.set("serving.hard_fail", "bindAddressHardFail", document.bind_address_hard_fail)
+    if document.bind_address:
+        values.parse("bind_address", "bindAddress", document.bind_address, parsers.bind_address)
+    any_host, loopback = (
+        ("[::]", "[::1]") if ":" in document.bind_address else ("0.0.0.0", "127.0.0.1")
+    )
+    healthz = document.healthz_bind_address or any_host
+    values.parse("serving.healthz", "healthzBindAddress", healthz, parsers.healthz)
+    metrics = document.metrics_bind_address or loopback
+    values.parse("serving.metrics", "metricsBindAddress", metrics, parsers.metrics)
 
 
-def _mode(said: KubeProxyConfiguration, made: Values) -> None:
-    if said.mode not in ("", *MODES):
-        made.wrong("mode", f"unknown value {said.mode!r}", f"use {' or '.join(MODES)}, or none")
-    made.put("proxy_mode", "mode", said.mode)
-    _periods(said, made)
-    _masquerade(said, made)
-    made.put("strict_arp", "ipvs.strictARP", said.ipvs.strict_arp)
-    _ipvs_times(said, made)
-    if said.mode == "ipvs":
-        _ipvs(said.ipvs, made)
-    elif said.ipvs.scheduler in parsers.SCHEDULERS:
-        made.put("ipvs_scheduler", "ipvs.scheduler", said.ipvs.scheduler)
+def _read_mode(document: KubeProxyConfiguration, values: ConfigValues) -> None:
+    if document.mode not in ("", *PROXY_MODES):
+        values.add_error(
+            "mode", f"unknown value {document.mode!r}", f"use {' or '.join(PROXY_MODES)}, or none"
+        )
+    values.set("proxy_mode", "mode", document.mode)
+    _read_periods(document, values)
+    _read_masquerade(document, values)
+    values.set("strict_arp", "ipvs.strictARP", document.ipvs.strict_arp)
+    _read_ipvs_timeouts(document, values)
+    if document.mode == "ipvs":
+        _read_ipvs(document.ipvs, values)
+    elif document.ipvs.scheduler in parsers.IPVS_SCHEDULERS:
+        values.set("ipvs_scheduler", "ipvs.scheduler", document.ipvs.scheduler)
 
 
-def _periods(said: KubeProxyConfiguration, made: Values) -> None:
+def _read_periods(document: KubeProxyConfiguration, values: ConfigValues) -> None:
     """Those of the mode's own section."""
-    sections: dict[str, Iptables | Ipvs | Nftables]
-    sections = {"nftables": said.nftables, "ipvs": said.ipvs}
-    name = said.mode if said.mode in sections else "iptables"
-    section = sections.get(name, said.iptables)
-    most = _period(made, f"{name}.syncPeriod", section.sync_period, parsers.period) or SYNC_SECONDS
-    made.put("serving.late_seconds", f"{name}.syncPeriod", 2 * most)
-    least = _period(made, f"{name}.minSyncPeriod", section.min_sync_period, parsers.seconds)
-    if least:
-        made.put("min_sync_period", f"{name}.minSyncPeriod", least)
-    if least > most:
-        made.wrong(f"{name}.minSyncPeriod", f"longer than syncPeriod, {durations.write(most)}")
+    sections: dict[
+        str,
+        KubeProxyIPTablesConfiguration
+        | KubeProxyIPVSConfiguration
+        | KubeProxyNFTablesConfiguration,
+    ]
+    sections = {"nftables": document.nftables, "ipvs": document.ipvs}
+    name = document.mode if document.mode in sections else "iptables"
+    section = sections.get(name, document.iptables)
+    sync_period = (
+        _parse_period(values, f"{name}.syncPeriod", section.sync_period, parsers.period)
+        or DEFAULT_SYNC_PERIOD
+    )
+    values.set("serving.late_seconds", f"{name}.syncPeriod", 2 * sync_period)
+    min_sync_period = _parse_period(
+        values, f"{name}.minSyncPeriod", section.min_sync_period, parsers.seconds
+    )
+    if min_sync_period:
+        values.set("min_sync_period", f"{name}.minSyncPeriod", min_sync_period)
+    if min_sync_period > sync_period:
+        values.add_error(
+            f"{name}.minSyncPeriod",
+            f"longer than syncPeriod, {durations.format_duration(sync_period)}",
+        )
 
 
-def _masquerade(said: KubeProxyConfiguration, made: Values) -> None:
+def _read_masquerade(document: KubeProxyConfiguration, values: ConfigValues) -> None:
     """Those of nftables in its mode, else those of iptables, whose bit is checked in any mode."""
-    bit, whole = said.iptables.masquerade_bit, said.iptables.masquerade_all
+    bit, masquerade_all = document.iptables.masquerade_bit, document.iptables.masquerade_all
     if bit is not None:
-        made.read("masquerade_bit", "iptables.masqueradeBit", str(bit), parsers.bit)
-    made.put("masquerade_all", "iptables.masqueradeAll", whole)
-    if said.mode == "nftables":
-        made.put("masquerade_all", "nftables.masqueradeAll", said.nftables.masquerade_all)
-        bit = said.nftables.masquerade_bit
-        text = str(DEFAULT_BIT if bit is None else bit)
-        made.read("masquerade_bit", "nftables.masqueradeBit", text, parsers.bit)
+        values.parse("masquerade_bit", "iptables.masqueradeBit", str(bit), parsers.bit)
+    values.set("masquerade_all", "iptables.masqueradeAll", masquerade_all)
+    if document.mode == "nftables":
+        values.set("masquerade_all", "nftables.masqueradeAll", document.nftables.masquerade_all)
+        bit = document.nftables.masquerade_bit
+        text = str(DEFAULT_MASQUERADE_BIT if bit is None else bit)
+        values.parse("masquerade_bit", "nftables.masqueradeBit", text, parsers.bit)
 
 
-def _ipvs(said: Ipvs, made: Values) -> None:
+def _read_ipvs(section: KubeProxyIPVSConfiguration, values: ConfigValues) -> None:
     """What kube-proxy checks in this mode only."""
-    if said.scheduler:
-        made.read("ipvs_scheduler", "ipvs.scheduler", said.scheduler, parsers.scheduler)
-    for i, text in enumerate(said.exclude_cidrs):
-        made.check(f"ipvs.excludeCIDRs[{i}]", text, parsers.cidr)
+    if section.scheduler:
+        values.parse("ipvs_scheduler", "ipvs.scheduler", section.scheduler, parsers.scheduler)
+    for i, text in enumerate(section.exclude_cidrs):
+        values.try_parse(f"ipvs.excludeCIDRs[{i}]", text, parsers.cidr)
 
 
-def _ipvs_times(said: KubeProxyConfiguration, made: Values) -> None:
+def _read_ipvs_timeouts(document: KubeProxyConfiguration, values: ConfigValues) -> None:
     """What is wrong with them counts in mode ipvs only."""
-    for field, at, text in (
-        ("tcp", "ipvs.tcpTimeout", said.ipvs.tcp_timeout),
-        ("tcp_fin", "ipvs.tcpFinTimeout", said.ipvs.tcp_fin_timeout),
-        ("udp", "ipvs.udpTimeout", said.ipvs.udp_timeout),
+    for field, path, text in (
+        ("tcp", "ipvs.tcpTimeout", document.ipvs.tcp_timeout),
+        ("tcp_fin", "ipvs.tcpFinTimeout", document.ipvs.tcp_fin_timeout),
+        ("udp", "ipvs.udpTimeout", document.ipvs.udp_timeout),
     ):
         if not text:
             continue
-        if said.mode == "ipvs":
-            made.read(f"ipvs_times.{field}", at, text, parsers.whole_seconds)
+        if document.mode == "ipvs":
+            values.parse(f"ipvs_times.{field}", path, text, parsers.whole_seconds)
         else:
             with contextlib.suppress(ConfigError):
-                made.put(f"ipvs_times.{field}", at, parsers.whole_seconds(text, at))
+                values.set(f"ipvs_times.{field}", path, parsers.whole_seconds(text, path))
 
 
-def _node_ports(said: KubeProxyConfiguration, made: Values) -> None:
+def _read_node_ports(document: KubeProxyConfiguration, values: ConfigValues) -> None:
     """Where NodePorts answer. Without a word: on all addresses, but in nftables mode on the primary
     ones. On loopback: in iptables mode where the networks have it, and in nftables mode, with
     kube-proxy 1.37's feature gate, where one of them is a network of loopback.
     """
-    words = said.node_port_addresses or (("primary",) if said.mode == "nftables" else ())
-    loopback = not words
-    if not words:
-        made.put("node_ports", "nodePortAddresses", "all")
+    entries = document.node_port_addresses or (("primary",) if document.mode == "nftables" else ())
+    loopback = not entries
+    if not entries:
+        values.set("node_ports", "nodePortAddresses", "all")
     else:
-        found = made.read("node_ports", "nodePortAddresses", words, parsers.node_port_words)
-        loopback = found == "all"
-        if isinstance(found, tuple):
-            networks = [each for each in found if isinstance(each, Cidr)]
-            four = [each for each in networks if family_of(each.address) == 4]
-            has_four = four or "primary" in found
-            loopback = not has_four or any(map(_holds_loopback, four))
-    if said.mode == "nftables":
-        gate = said.feature_gates.get(parsers.LOCALHOST_GATE, False)
-        at = f"featureGates.{parsers.LOCALHOST_GATE}"
-        made.put("localhost_node_ports", at, gate and any(map(_is_loopback, words)))
+        node_ports = values.parse(
+            "node_ports", "nodePortAddresses", entries, parsers.node_port_list
+        )
+        loopback = node_ports == "all"
+        if isinstance(node_ports, tuple):
+            networks = [cidr for cidr in node_ports if isinstance(cidr, Cidr)]
+            ipv4_networks = [cidr for cidr in networks if family_of(cidr.address) == 4]
+            has_ipv4 = ipv4_networks or "primary" in node_ports
+            loopback = not has_ipv4 or any(map(_holds_loopback, ipv4_networks))
+    if document.mode == "nftables":
+        gate = document.feature_gates.get(parsers.LOCALHOST_GATE, False)
+        path = f"featureGates.{parsers.LOCALHOST_GATE}"
+        values.set("localhost_node_ports", path, gate and any(map(_is_loopback, entries)))
         return
-    wanted = said.iptables.localhost_node_ports is not False and said.mode in ("", "iptables")
-    made.put("localhost_node_ports", "iptables.localhostNodePorts", wanted and loopback)
+    is_enabled = document.iptables.localhost_node_ports is not False and document.mode in (
+        "",
+        "iptables",
+    )
+    values.set("localhost_node_ports", "iptables.localhostNodePorts", is_enabled and loopback)
 
 
 def _holds_loopback(cidr: Cidr) -> bool:
@@ -291,104 +317,134 @@ def _holds_loopback(cidr: Cidr) -> bool:
     return cidr.contains(LOOPBACK4.address) or LOOPBACK4.contains(cidr.address)
 
 
-def _is_loopback(word: str) -> bool:
+def _is_loopback(entry: str) -> bool:
     """Whether it is `localhost`, or a network with nothing but loopback addresses."""
     with contextlib.suppress(ConfigError):  # which is told already
-        if word not in parsers.NODE_PORT_WORDS:
-            network = parsers.cidr(word, "")
+        if entry not in parsers.NODE_PORT_KEYWORDS:
+            network = parsers.cidr(entry, "")
             return LOOPBACK4.contains(network.address) or network == LOOPBACK6
-    return word == "localhost"
+    return entry == "localhost"
 
 
-def _local(said: KubeProxyConfiguration, made: Values) -> None:
-    mode = said.detect_local_mode
-    made.read("detect_local_mode", "detectLocalMode", mode, parsers.local_mode)
-    below = said.detect_local
-    for field, at, text, needed in (
-        ("pod_bridge_interface", "bridgeInterface", below.bridge_interface, "BridgeInterface"),
-        ("pod_interface_name_prefix", "interfaceNamePrefix", below.interface_name_prefix,
+def _read_detect_local(document: KubeProxyConfiguration, values: ConfigValues) -> None:
+    mode = document.detect_local_mode
+    values.parse("detect_local_mode", "detectLocalMode", mode, parsers.local_mode)
+    section = document.detect_local
+    for field, name, text, required_mode in (
+        ("pod_bridge_interface", "bridgeInterface", section.bridge_interface, "BridgeInterface"),
+        ("pod_interface_name_prefix", "interfaceNamePrefix", section.interface_name_prefix,
          "InterfaceNamePrefix"),
     ):  # fmt: skip
-        if mode != needed:
+        if mode != required_mode:
             continue
         if text:
-            made.read(field, f"detectLocal.{at}", text, parsers.device)
+            values.parse(field, f"detectLocal.{name}", text, parsers.device)
         else:
-            made.wrong(f"detectLocal.{at}", f"{needed} says nothing by itself", "name one")
+            values.add_error(
+                f"detectLocal.{name}", f"{required_mode} says nothing by itself", "name one"
+            )
     if mode in ("", "ClusterCIDR"):
-        made.read("cluster_cidrs", "clusterCIDR", said.cluster_cidr, parsers.cluster_cidrs)
+        values.parse("cluster_cidrs", "clusterCIDR", document.cluster_cidr, parsers.cluster_cidrs)
 
 
-def _conntrack(said: Conntrack, made: Values) -> None:
-    for field, at, count in (
-        ("max_per_core", "maxPerCore", said.max_per_core),
-        ("least", "min", said.min),
+def _read_conntrack(section: KubeProxyConntrackConfiguration, values: ConfigValues) -> None:
+    for field, name, count in (
+        ("max_per_core", "maxPerCore", section.max_per_core),
+        ("least", "min", section.min),
     ):
         if count is not None and count < 0:
-            made.wrong(f"conntrack.{at}", f"less than 0: {count}")
+            values.add_error(f"conntrack.{name}", f"less than 0: {count}")
         elif count is not None:
-            made.put(f"conntrack.{field}", f"conntrack.{at}", count)
-    made.put("conntrack.tcp_be_liberal", "conntrack.tcpBeLiberal", said.tcp_be_liberal)
-    for field, at, time in (
-        ("tcp_established", "tcpEstablishedTimeout", said.tcp_established_timeout),
-        ("tcp_close_wait", "tcpCloseWaitTimeout", said.tcp_close_wait_timeout),
-        ("udp", "udpTimeout", said.udp_timeout or None),
-        ("udp_stream", "udpStreamTimeout", said.udp_stream_timeout or None),
+            values.set(f"conntrack.{field}", f"conntrack.{name}", count)
+    values.set("conntrack.tcp_be_liberal", "conntrack.tcpBeLiberal", section.tcp_be_liberal)
+    for field, name, duration in (
+        ("tcp_established", "tcpEstablishedTimeout", section.tcp_established_timeout),
+        ("tcp_close_wait", "tcpCloseWaitTimeout", section.tcp_close_wait_timeout),
+        ("udp", "udpTimeout", section.udp_timeout or None),
+        ("udp_stream", "udpStreamTimeout", section.udp_stream_timeout or None),
     ):
-        if time is not None:
-            made.read(f"conntrack.{field}", f"conntrack.{at}", time, parsers.whole_seconds)
+        if duration is not None:
+            values.parse(f"conntrack.{field}", f"conntrack.{name}", duration, parsers.whole_seconds)
 
 
-def _period(made: Values, at: str, text: str, reader: parsers.Reader) -> float:
+def _parse_period(values: ConfigValues, path: str, text: str, parser: parsers.Parser) -> float:
     """A period in seconds; 0.0 for the default, which is zero's meaning."""
 
-    def read(text: str, where: str) -> float:
-        found: float = reader(text, where) if durations.parse(text, where) else 0.0
-        return found
+    def parse_nonzero(text: str, where: str) -> float:
+        seconds: float = parser(text, where) if durations.parse(text, where) else 0.0
+        return seconds
 
-    return made.check(at, text, read) or 0.0 if text else 0.0
+    return values.try_parse(path, text, parse_nonzero) or 0.0 if text else 0.0
 
 
 # ---- what is accepted and not done ---------------------------------------------------------------
 
-PROTOBUF: Final = "application/vnd.kubernetes.protobuf"
+PROTOBUF_CONTENT_TYPE: Final = "application/vnd.kubernetes.protobuf"
 """kube-proxy's default."""
-FLUSHES: Final = (0, "", "0s", "5s", 5_000_000_000)
+DEFAULT_FLUSH_FREQUENCIES: Final = (0, "", "0s", "5s", 5_000_000_000)
 """kube-proxy's default, in the forms in which it may stand."""
 
-Said = Callable[[KubeProxyConfiguration], object]
-ACCEPTED: Final[tuple[tuple[str, Said, str], ...]] = (
-    ("featureGates", lambda c: c.feature_gates.keys() - HEEDED_GATES,
-     f"kbpf heeds {' and '.join(sorted(HEEDED_GATES))} and no other feature gate of Kubernetes"),
-    ("clientConnection.acceptContentTypes", lambda c: c.client_connection.accept_content_types,
-     "the API server is asked for JSON"),
-    ("clientConnection.contentType",
-     lambda c: c.client_connection.content_type not in ("", PROTOBUF, "application/json"),
-     "the API server is asked for JSON"),
-    ("clientConnection.qps", lambda c: c.client_connection.qps not in (0, 5),
-     "there are four watches and nothing to slow down"),
-    ("clientConnection.burst", lambda c: c.client_connection.burst not in (0, 10),
-     "there are four watches and nothing to slow down"),
-    ("logging.flushFrequency", lambda c: c.logging.flush_frequency not in FLUSHES,
-     "each line is written at once"),
+IsFieldSet = Callable[[KubeProxyConfiguration], object]
+UNUSED_FIELDS: Final[tuple[tuple[str, IsFieldSet, str], ...]] = (
+    (
+        "featureGates",
+        lambda c: c.feature_gates.keys() - USED_FEATURE_GATES,
+        f"kbpf heeds {' and '.join(sorted(USED_FEATURE_GATES))} and no other feature gate of "
+        "Kubernetes",
+    ),
+    (
+        "clientConnection.acceptContentTypes",
+        lambda c: c.client_connection.accept_content_types,
+        "the API server is asked for JSON",
+    ),
+    (
+        "clientConnection.contentType",
+        lambda c: (
+            c.client_connection.content_type not in ("", PROTOBUF_CONTENT_TYPE, "application/json")
+        ),
+        "the API server is asked for JSON",
+    ),
+    (
+        "clientConnection.qps",
+        lambda c: c.client_connection.qps not in (0, 5),
+        "there are four watches and nothing to slow down",
+    ),
+    (
+        "clientConnection.burst",
+        lambda c: c.client_connection.burst not in (0, 10),
+        "there are four watches and nothing to slow down",
+    ),
+    (
+        "logging.flushFrequency",
+        lambda c: c.logging.flush_frequency not in DEFAULT_FLUSH_FREQUENCIES,
+        "each line is written at once",
+    ),
     ("logging.vmodule", lambda c: c.logging.vmodule, "kbpf logs by level, not by file"),
-    ("logging.options", lambda c: _routed(c.logging.options), "all lines go to stderr"),
-    ("showHiddenMetricsForVersion", lambda c: c.show_hidden_metrics_for_version,
-     "no metric is hidden"),
+    ("logging.options", lambda c: _has_log_options(c.logging.options), "all lines go to stderr"),
+    (
+        "showHiddenMetricsForVersion",
+        lambda c: c.show_hidden_metrics_for_version,
+        "no metric is hidden",
+    ),
     ("enableProfiling", lambda c: c.enable_profiling, "there is no /debug/pprof of Go"),
-    ("iptables.snatNodeInternalIP", lambda c: c.iptables.snat_node_internal_ip,
-     "clients get an address of the device that they leave by, which need not be the node's "
-     "InternalIP, by which policies may know it"),
-    ("ipvs.excludeCIDRs", lambda c: c.ipvs.exclude_cidrs,
-     "IPVS services of others are never touched"),
-    ("winkernel", lambda c: c.winkernel != Winkernel(), "this is Linux"),
+    (
+        "iptables.snatNodeInternalIP",
+        lambda c: c.iptables.snat_node_internal_ip,
+        "clients get an address of the device that they leave by, which need not be the node's "
+        "InternalIP, by which policies may know it",
+    ),
+    (
+        "ipvs.excludeCIDRs",
+        lambda c: c.ipvs.exclude_cidrs,
+        "IPVS services of others are never touched",
+    ),
+    ("winkernel", lambda c: c.winkernel != KubeProxyWinkernelConfiguration(), "this is Linux"),
     ("windowsRunAsService", lambda c: c.windows_run_as_service, "this is Linux"),
     ("portRange", lambda c: c.port_range, "kube-proxy does not use it either"),
-    ("udpIdleTimeout", lambda c: _is_time(c.udp_idle_timeout),
-     "kube-proxy does not use it either"),
-)  # fmt: skip
+    ("udpIdleTimeout", lambda c: _is_time(c.udp_idle_timeout), "kube-proxy does not use it either"),
+)
 """Path, whether it is said, and why nothing follows from it."""
-WARNED_OF: Final = frozenset(("iptables.snatNodeInternalIP",))
+WARNED_FIELDS: Final = frozenset(("iptables.snatNodeInternalIP",))
 """Of these: backends may see another address than the operator has asked for."""
 
 
@@ -396,65 +452,70 @@ def _default_mode_matters(said: KubeProxyConfiguration) -> bool:
     """Whether the mode is unset and NodePorts answer on other addresses in mode nftables."""
     if said.mode:
         return False
-    now, later = Values(), Values()
-    _node_ports(said, now)
-    _node_ports(msgspec.structs.replace(said, mode="nftables"), later)
-    return now.found != later.found
+    now, later = ConfigValues(), ConfigValues()
+    _read_node_ports(said, now)
+    _read_node_ports(msgspec.structs.replace(said, mode="nftables"), later)
+    return now.fields != later.fields
 
 
-def notes(said: KubeProxyConfiguration) -> Iterator[Note]:
+def find_diagnostics(document: KubeProxyConfiguration) -> Iterator[Diagnostic]:
     """A line for each field that is accepted and does nothing, and for what kube-proxy warns of."""
-    for path, is_said, why in ACCEPTED:
-        if is_said(said):
+    for path, is_set, why in UNUSED_FIELDS:
+        if is_set(document):
             text = f"{KUBE_PROXY}.{path} is accepted and not used: {why}"
-            yield Note(text, is_warning=path in WARNED_OF)
-    if _default_mode_matters(said):
-        yield Note(
+            yield Diagnostic(text, is_warning=path in WARNED_FIELDS)
+    if _default_mode_matters(document):
+        yield Diagnostic(
             f"{KUBE_PROXY}.mode is unset: kbpf reads it as iptables, kube-proxy from 1.40 on as "
             "nftables, and NodePorts answer on other addresses there; set mode: iptables or "
             "mode: nftables",
             event="KubeProxyDefaultMode",
         )
-    if said.mode in MODES:
-        yield Note(
-            f"{KUBE_PROXY}.mode: {said.mode} is read for defaults only; the data plane is chosen "
+    if document.mode in PROXY_MODES:
+        yield Diagnostic(
+            f"{KUBE_PROXY}.mode: {document.mode} is read for defaults only; the data plane is "
+            "chosen "
             "by KbpfConfiguration.mode or --mode"
         )
-    times = (said.ipvs.tcp_timeout, said.ipvs.tcp_fin_timeout, said.ipvs.udp_timeout)
-    if said.ipvs.scheduler or said.ipvs.strict_arp or any(map(_is_time, times)):
-        yield Note(
+    times = (document.ipvs.tcp_timeout, document.ipvs.tcp_fin_timeout, document.ipvs.udp_timeout)
+    if document.ipvs.scheduler or document.ipvs.strict_arp or any(map(_is_time, times)):
+        yield Diagnostic(
             f"{KUBE_PROXY}.ipvs: scheduler, strictARP and timeouts count where IPVS serves (mode "
             "ipvs of KbpfConfiguration); BPF chooses by chance, or by kbpf.io/algorithm",
-            is_warning=bool(said.ipvs.scheduler),
+            is_warning=bool(document.ipvs.scheduler),
         )
-    if not said.node_port_addresses and said.mode != "nftables":
-        yield Note(
+    if not document.node_port_addresses and document.mode != "nftables":
+        yield Diagnostic(
             f"{KUBE_PROXY}.nodePortAddresses is unset: NodePorts answer on all addresses of the "
             'node; consider ["primary"]'
         )
-    gate = said.mode == "nftables" and said.feature_gates.get(parsers.LOCALHOST_GATE)
-    if "localhost" in said.node_port_addresses and said.mode in ("nftables", "ipvs") and not gate:
-        other = f" without the feature gate {parsers.LOCALHOST_GATE}"
-        yield Note(
-            f"{KUBE_PROXY}.nodePortAddresses: localhost does nothing in mode {said.mode}"
-            f"{other if said.mode == 'nftables' else ''}, as with kube-proxy; "
+    gate = document.mode == "nftables" and document.feature_gates.get(parsers.LOCALHOST_GATE)
+    if (
+        "localhost" in document.node_port_addresses
+        and document.mode in ("nftables", "ipvs")
+        and not gate
+    ):
+        gate_condition = f" without the feature gate {parsers.LOCALHOST_GATE}"
+        yield Diagnostic(
+            f"{KUBE_PROXY}.nodePortAddresses: localhost does nothing in mode {document.mode}"
+            f"{gate_condition if document.mode == 'nftables' else ''}, as with kube-proxy; "
             "KbpfConfiguration.localhostNodePorts: true makes NodePorts answer there"
         )
-    if said.cluster_cidr and said.detect_local_mode not in ("", "ClusterCIDR"):
-        yield Note(
-            f"{KUBE_PROXY}.clusterCIDR is not used: detectLocalMode is {said.detect_local_mode}"
+    if document.cluster_cidr and document.detect_local_mode not in ("", "ClusterCIDR"):
+        yield Diagnostic(
+            f"{KUBE_PROXY}.clusterCIDR is not used: detectLocalMode is {document.detect_local_mode}"
         )
-    for at, name, needed in (
-        ("bridgeInterface", said.detect_local.bridge_interface, "BridgeInterface"),
-        ("interfaceNamePrefix", said.detect_local.interface_name_prefix, "InterfaceNamePrefix"),
+    for field, name, required_mode in (
+        ("bridgeInterface", document.detect_local.bridge_interface, "BridgeInterface"),
+        ("interfaceNamePrefix", document.detect_local.interface_name_prefix, "InterfaceNamePrefix"),
     ):
-        if name and said.detect_local_mode != needed:
-            yield Note(
-                f"{KUBE_PROXY}.detectLocal.{at} is not used: detectLocalMode is "
-                f"{said.detect_local_mode or 'ClusterCIDR'}"
+        if name and document.detect_local_mode != required_mode:
+            yield Diagnostic(
+                f"{KUBE_PROXY}.detectLocal.{field} is not used: detectLocalMode is "
+                f"{document.detect_local_mode or 'ClusterCIDR'}"
             )
-    if not said.cluster_cidr and said.detect_local_mode in ("", "ClusterCIDR"):
-        yield Note(
+    if not document.cluster_cidr and document.detect_local_mode in ("", "ClusterCIDR"):
+        yield Diagnostic(
             f"{KUBE_PROXY}.clusterCIDR is empty: no ClusterIP is masqueraded, and pods of this "
             "node are told by their devices"
         )
@@ -467,7 +528,11 @@ def _is_time(text: str) -> bool:
         return False
 
 
-def _routed(options: dict[str, Any]) -> bool:
+def _has_log_options(options: dict[str, Any]) -> bool:
     """Whether logging.options asks for anything: kubeadm writes it with nothing in it."""
-    below = [value for value in options.values() if isinstance(value, dict)]
-    return any(v not in (None, False, "", "0", 0) for each in below for v in each.values())
+    formats = [value for value in options.values() if isinstance(value, dict)]
+    return any(
+        v not in (None, False, "", "0", 0)
+        for format_options in formats
+        for v in format_options.values()
+    )

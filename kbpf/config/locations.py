@@ -10,85 +10,102 @@ from pathlib import Path
 from typing import Any, Final
 
 from kbpf.config import documents, kbpf_configuration, kubeproxy
-from kbpf.config.documents import KUBE_PROXY, OWN, Findings
-from kbpf.config.flags import BY_NAME
-from kbpf.config.kbpf_configuration import FLAG_OF, KbpfConfiguration
+from kbpf.config.documents import KBPF, KUBE_PROXY, Diagnostics
+from kbpf.config.flags import FLAGS_BY_NAME
+from kbpf.config.kbpf_configuration import FLAG_BY_PATH, KbpfConfiguration
 from kbpf.config.kubeproxy import KubeProxyConfiguration
 from kbpf.config.load import read_file
 from kbpf.errors import ConfigError
 
-PATHS: Final = ("pinDir", "cgroup", "cacheDir", "ipvs.device", "ipvs.nftTable", "ipvs.stateDir")
+LOCATION_PATHS: Final = (
+    "pinDir",
+    "cgroup",
+    "cacheDir",
+    "ipvs.device",
+    "ipvs.nftTable",
+    "ipvs.stateDir",
+)
 """Of a KbpfConfiguration; nothing else says them."""
-FIELD_OF: Final[Mapping[str, str]] = {path: BY_NAME[FLAG_OF[path]].field for path in PATHS}
+FIELD_BY_PATH: Final[Mapping[str, str]] = {
+    path: FLAGS_BY_NAME[FLAG_BY_PATH[path]].field for path in LOCATION_PATHS
+}
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
+class ConfiguredLocations:
     """Those that the file says, by field of Config; those that it may say and that cannot be read,
     with why; and what else is wrong in it.
     """
 
-    said: Mapping[str, Any] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict)
     unreadable: Mapping[str, ConfigError] = field(default_factory=dict)
-    beside: tuple[ConfigError, ...] = ()
+    other_errors: tuple[ConfigError, ...] = ()
 
     @property
-    def wrong(self) -> tuple[ConfigError, ...]:
+    def errors(self) -> tuple[ConfigError, ...]:
         """All of it, each once."""
-        return (*dict.fromkeys(self.unreadable.values()), *self.beside)
+        return (*dict.fromkeys(self.unreadable.values()), *self.other_errors)
 
 
-def of_file(path: Path) -> Names:
+def read_locations(path: Path) -> ConfiguredLocations:
     """Those of a file, which may not be there."""
     try:
         data = read_file(path)
     except ConfigError as error:
-        return Names({}, dict.fromkeys(FIELD_OF.values(), error))
-    return read(data, str(path))
+        return ConfiguredLocations({}, dict.fromkeys(FIELD_BY_PATH.values(), error))
+    return parse_locations(data, str(path))
 
 
-def read(data: bytes, where: str) -> Names:
+def parse_locations(data: bytes, where: str) -> ConfiguredLocations:
     """Those of the text of a file, which comes from `where`."""
-    wrong: list[ConfigError] = []
+    errors: list[ConfigError] = []
     try:
-        found = documents.parse(data, where, wrong)
+        file_documents = documents.parse(data, where, errors)
     except ConfigError as error:  # where YAML ends, anything may follow
-        return Names({}, dict.fromkeys(FIELD_OF.values(), error))
-    said: dict[str, Any] = {}
-    if found.own is not None:
-        findings = Findings()
-        made = kbpf_configuration.settings(
-            documents.decode(KbpfConfiguration, found.own, OWN, findings, True)
+        return ConfiguredLocations({}, dict.fromkeys(FIELD_BY_PATH.values(), error))
+    values: dict[str, Any] = {}
+    if file_documents.kbpf is not None:
+        diagnostics = Diagnostics()
+        kbpf_values = kbpf_configuration.read_settings(
+            documents.decode(KbpfConfiguration, file_documents.kbpf, KBPF, diagnostics, True)
         )
-        wrong += (*findings.errors, *made.errors)
-        said = {name: made.found[name] for name in FIELD_OF.values() if name in made.found}
-    if found.kube_proxy is not None:
-        findings = Findings()
-        proxy = documents.decode(KubeProxyConfiguration, found.kube_proxy, KUBE_PROXY, findings)
-        wrong += (*findings.errors, *kubeproxy.settings(proxy).errors)
+        errors += (*diagnostics.errors, *kbpf_values.errors)
+        values = {
+            name: kbpf_values.fields[name]
+            for name in FIELD_BY_PATH.values()
+            if name in kbpf_values.fields
+        }
+    if file_documents.kube_proxy is not None:
+        diagnostics = Diagnostics()
+        kube_proxy_config = documents.decode(
+            KubeProxyConfiguration, file_documents.kube_proxy, KUBE_PROXY, diagnostics
+        )
+        errors += (*diagnostics.errors, *kubeproxy.read_settings(kube_proxy_config).errors)
     unreadable: dict[str, ConfigError] = {}
-    beside: list[ConfigError] = []
-    for each in wrong:
-        if each.where == where:
-            lost = _lost_with_document(each, found.own is not None)
+    other_errors: list[ConfigError] = []
+    for problem in errors:
+        if problem.where == where:
+            affected = _fields_hidden_by_document(problem, file_documents.kbpf is not None)
         else:
-            lost = {name for name in _lost_with_field(each) if name not in said}
-        unreadable |= dict.fromkeys(lost, each)
-        beside += () if lost else (each,)
-    return Names(said, unreadable, tuple(beside))
+            affected = {name for name in _fields_hidden_by_field(problem) if name not in values}
+        unreadable |= dict.fromkeys(affected, problem)
+        other_errors += () if affected else (problem,)
+    return ConfiguredLocations(values, unreadable, tuple(other_errors))
 
 
-def _lost_with_document(error: ConfigError, has_own: bool) -> set[str]:
+def _fields_hidden_by_document(error: ConfigError, has_kbpf_document: bool) -> set[str]:
     """The fields that may stand in a document that cannot be taken; `has_own`: another is ours."""
-    maybe = not has_own and not error.what.startswith(KUBE_PROXY)
-    return set(FIELD_OF.values()) if maybe or error.what.startswith(OWN) else set()
+    may_be_kbpf = not has_kbpf_document and not error.what.startswith(KUBE_PROXY)
+    return set(FIELD_BY_PATH.values()) if may_be_kbpf or error.what.startswith(KBPF) else set()
 
 
-def _lost_with_field(error: ConfigError) -> Iterator[str]:
+def _fields_hidden_by_field(error: ConfigError) -> Iterator[str]:
     """The fields whose names cannot be read for it: it is there, above, or its name is misspelt."""
-    meant = error.hint.removeprefix("is ").removesuffix(" meant?")
-    misspelt = f"{error.where.rpartition('.')[0]}.{meant}"
-    for path, name in FIELD_OF.items():
-        place = f"{OWN}.{path}"
-        if any(place == at or place.startswith(f"{at}.") for at in (error.where, misspelt)):
+    suggestion = error.hint.removeprefix("is ").removesuffix(" meant?")
+    misspelt = f"{error.where.rpartition('.')[0]}.{suggestion}"
+    for path, name in FIELD_BY_PATH.items():
+        place = f"{KBPF}.{path}"
+        if any(
+            place == prefix or place.startswith(f"{prefix}.") for prefix in (error.where, misspelt)
+        ):
             yield name

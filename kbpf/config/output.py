@@ -13,7 +13,9 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
-NO_RENAME: Final = frozenset((errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY, errno.EXDEV))
+NO_RENAME_ERRNOS: Final = frozenset(
+    (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY, errno.EXDEV)
+)
 """The folder cannot be changed, or the file is a mount point: then the file itself is written."""
 
 
@@ -22,22 +24,22 @@ def write(path: Path, text: str) -> None:
     could only be written in place.
     """
     data = text.encode()
-    found = _stat(path)
-    if found is not None and (not stat.S_ISREG(found.st_mode) or _is_descriptor(path)):
-        _write_to(path, os.O_APPEND, data)
+    old_stat = _stat_or_none(path)
+    if old_stat is not None and (not stat.S_ISREG(old_stat.st_mode) or _is_descriptor(path)):
+        _write_in_place(path, os.O_APPEND, data)
         return
-    if found is not None and not os.access(path, os.W_OK):
+    if old_stat is not None and not os.access(path, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
     target = Path(os.path.realpath(path))
     try:
-        _replace(target, found, data)
+        _replace(target, old_stat, data)
     except OSError as error:
-        if found is None or error.errno not in NO_RENAME:
+        if old_stat is None or error.errno not in NO_RENAME_ERRNOS:
             raise
-        _write_to(target, os.O_TRUNC, data)
+        _write_in_place(target, os.O_TRUNC, data)
 
 
-def _stat(path: Path) -> os.stat_result | None:
+def _stat_or_none(path: Path) -> os.stat_result | None:
     try:
         return path.stat()
     except FileNotFoundError:
@@ -57,28 +59,28 @@ def _is_descriptor(path: Path) -> bool:
     return False
 
 
-def _write_to(path: Path, flag: int, data: bytes) -> None:
-    with open(os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOCTTY | flag), "wb") as out:
-        out.write(data)
+def _write_in_place(path: Path, flag: int, data: bytes) -> None:
+    with open(os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOCTTY | flag), "wb") as file:
+        file.write(data)
 
 
-def _replace(target: Path, found: os.stat_result | None, data: bytes) -> None:
+def _replace(target: Path, old_stat: os.stat_result | None, data: bytes) -> None:
     """With the mode and the owner of the file that was there."""
-    fd, beside = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    fd, temporary_path = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
-        with open(fd, "wb") as out:
-            out.write(data)
-            if found is not None:
+        with open(fd, "wb") as file:
+            file.write(data)
+            if old_stat is not None:
                 with contextlib.suppress(PermissionError):
-                    os.fchown(fd, found.st_uid, found.st_gid)
-            os.fchmod(fd, _mode() if found is None else stat.S_IMODE(found.st_mode))
-        os.rename(beside, target)
+                    os.fchown(fd, old_stat.st_uid, old_stat.st_gid)
+            os.fchmod(fd, _new_file_mode() if old_stat is None else stat.S_IMODE(old_stat.st_mode))
+        os.rename(temporary_path, target)
     except BaseException:
-        os.unlink(beside)
+        os.unlink(temporary_path)
         raise
 
 
-def _mode() -> int:
+def _new_file_mode() -> int:
     """Of a new file."""
     mask = os.umask(0)
     os.umask(mask)

@@ -16,15 +16,15 @@ from kbpf.model.address import ANY4, ANY6, Addr, family_of, format_endpoint, par
 from kbpf.model.config import Accounting, LocalMode, ServiceAnnotations, SocketLb
 from kbpf.model.objects import Algorithm, Cidr
 
-Reader = Callable[[str, str], Any]
+Parser = Callable[[str, str], Any]
 """(text, where it stood) → value, or ConfigError."""
 
-MOST_ENTRIES: Final = 1 << 27
+MAX_ENTRIES: Final = 1 << 27
 """The kernel makes no hash map with more buckets."""
 MOST_CONNECTIONS: Final = 1 << 25
 """The map `flows` has more than three entries for each."""
-MOST_PORTS: Final = 65_535
-LONGEST_NAME: Final = 15  # IFNAMSIZ - 1
+MAX_PORT: Final = 65_535
+MAX_DEVICE_NAME_LENGTH: Final = 15  # IFNAMSIZ - 1
 DEBUG_VERBOSITY: Final = 4
 """From this verbosity of Kubernetes' own on we log what is for developers."""
 
@@ -37,18 +37,18 @@ def path(text: str, where: str) -> Path:
     return Path(text)
 
 
-def absolute(text: str, where: str) -> Path:
+def absolute_path(text: str, where: str) -> Path:
     path = Path(text)
     if not path.is_absolute():
         raise ConfigError(f"not an absolute path: {text!r}", where, "begin it with /")
     return path
 
 
-def words(text: str, where: str) -> tuple[str, ...]:
-    found = tuple(word.strip() for word in text.split(",") if word.strip())
-    if not found:
+def names(text: str, where: str) -> tuple[str, ...]:
+    result = tuple(name.strip() for name in text.split(",") if name.strip())
+    if not result:
         raise ConfigError("no names", where, "give names with commas between them")
-    return found
+    return result
 
 
 def choice(choices: tuple[str, ...], text: str, where: str) -> str:
@@ -57,11 +57,11 @@ def choice(choices: tuple[str, ...], text: str, where: str) -> str:
     return text
 
 
-def truth(text: str, where: str) -> bool:
+def boolean(text: str, where: str) -> bool:
     """As Go reads it, in any case; the complaint names the usual words."""
-    known = {"1": "true", "t": "true", "0": "false", "f": "false"}
-    word = text.lower()
-    return choice(("true", "false"), known.get(word, word), where) == "true"
+    spellings = {"1": "true", "t": "true", "0": "false", "f": "false"}
+    lowered = text.lower()
+    return choice(("true", "false"), spellings.get(lowered, lowered), where) == "true"
 
 
 def algorithm(text: str, where: str) -> Algorithm:
@@ -82,10 +82,10 @@ def accounting(text: str, where: str) -> Accounting:
 
 mode: Final = partial(choice, ("auto", "bpf", "ipvs"))
 proxy_mode: Final = partial(choice, ("", "iptables", "nftables", "ipvs"))
-SCHEDULERS: Final = (
+IPVS_SCHEDULERS: Final = (
     "rr", "wrr", "lc", "wlc", "lblc", "lblcr", "sh", "mh", "dh", "sed", "nq", "fo"
 )  # fmt: skip
-scheduler: Final = partial(choice, SCHEDULERS)
+scheduler: Final = partial(choice, IPVS_SCHEDULERS)
 forwarding: Final = partial(choice, ("stack", "direct"))
 log_level: Final = partial(choice, ("debug", "info", "warning", "error"))
 log_format: Final = partial(choice, ("text", "json"))
@@ -108,11 +108,11 @@ def node_name(text: str, where: str) -> str:
 
 def number(text: str, where: str, allowed: range) -> int:
     digits = text.removeprefix("-")
-    found = int(text) if digits.isascii() and digits.isdigit() else allowed.stop
-    if found not in allowed:
-        least, most = allowed.start, allowed.stop - 1
-        raise ConfigError(f"not a number from {least} to {most}: {text!r}", where)
-    return found
+    value = int(text) if digits.isascii() and digits.isdigit() else allowed.stop
+    if value not in allowed:
+        low, high = allowed.start, allowed.stop - 1
+        raise ConfigError(f"not a number from {low} to {high}: {text!r}", where)
+    return value
 
 
 def count(text: str, where: str) -> int:
@@ -125,7 +125,7 @@ def oom_score(text: str, where: str) -> int:
     return number(text, where, range(-1000, 1001))
 
 
-def entries(text: str, where: str, most: int = MOST_ENTRIES) -> int:
+def entries(text: str, where: str, most: int = MAX_ENTRIES) -> int:
     number = int(text) if text.isascii() and text.isdigit() else 0
     if not 0 < number <= most:
         raise ConfigError(
@@ -140,9 +140,9 @@ connections: Final = partial(entries, most=MOST_CONNECTIONS)
 def ports(text: str, where: str) -> tuple[int, int]:
     low, _, high = text.partition("-")
     if all(part.isascii() and part.isdigit() for part in (low, high)):
-        ends = int(low), int(high)
-        if 0 < ends[0] <= ends[1] <= MOST_PORTS:
-            return ends
+        port_range = int(low), int(high)
+        if 0 < port_range[0] <= port_range[1] <= MAX_PORT:
+            return port_range
     raise ConfigError(f"not a range of ports: {text!r}", where, "write it as 1024-29999")
 
 
@@ -157,10 +157,10 @@ def bit(text: str, where: str) -> int:
 
 def seconds(text: str, where: str) -> float:
     """0 or more."""
-    found = durations.parse(text, where)
-    if found < 0:
+    value = durations.parse(text, where)
+    if value < 0:
         raise ConfigError(f"less than 0: {text}", where, "write it as 30s, 5m or 1h30m")
-    return found
+    return value
 
 
 def whole_seconds(text: str, where: str) -> int:
@@ -170,13 +170,13 @@ def whole_seconds(text: str, where: str) -> int:
 
 def period(text: str, where: str) -> float:
     """More than 0."""
-    found = seconds(text, where)
-    if not found:
+    value = seconds(text, where)
+    if not value:
         raise ConfigError(f"not more than 0: {text}", where, "write it as 30s, 5m or 1h30m")
-    return found
+    return value
 
 
-def late(text: str, where: str) -> float:
+def doubled_period(text: str, where: str) -> float:
     """When a change is late: twice the period, as with kube-proxy."""
     return 2 * period(text, where)
 
@@ -189,45 +189,45 @@ def cidr(text: str, where: str) -> Cidr:
     address, _, length = text.partition("/")
     hint = "write it as 192.0.2.0/24 or 2001:db8::/32"
     try:
-        addr = parse_addr(address)
+        parsed = parse_addr(address)
     except ObjectError as error:
         raise ConfigError(f"not a network: {text!r}", where, hint) from error
-    shift, most = (0, 128) if ":" in address else (96, 32)
-    if not (length.isascii() and length.isdigit() and int(length) <= most):
+    shift, max_length = (0, 128) if ":" in address else (96, 32)
+    if not (length.isascii() and length.isdigit() and int(length) <= max_length):
         raise ConfigError(f"not a network: {text!r}", where, hint)
-    network = ipaddress.IPv6Network((addr, shift + int(length)), strict=False)
+    network = ipaddress.IPv6Network((parsed, shift + int(length)), strict=False)
     return Cidr(parse_addr(str(network.network_address)), network.prefixlen)
 
 
 def networks(text: str, where: str) -> tuple[Cidr, ...]:
     """Networks; none in an empty text, as kube-proxy reads it."""
-    return _cidrs([word.strip() for word in text.split(",") if word.strip()], where)
+    return _parse_cidrs([item.strip() for item in text.split(",") if item.strip()], where)
 
 
-def _cidrs(words: Collection[str], where: str) -> tuple[Cidr, ...]:
+def _parse_cidrs(texts: Collection[str], where: str) -> tuple[Cidr, ...]:
     """The networks; ConfigError names all words that are none."""
-    found, wrong = [], []
-    for word in words:
+    cidrs, errors = [], []
+    for text in texts:
         try:
-            found.append(cidr(word, where))
+            cidrs.append(cidr(text, where))
         except ConfigError as error:
-            wrong.append(error)
-    if len(wrong) > 1:
-        said = ", ".join(error.what.removeprefix("not a network: ") for error in wrong)
-        raise ConfigError(f"not networks: {said}", where, wrong[0].hint)
-    if wrong:
-        raise wrong[0]
-    return tuple(found)
+            errors.append(error)
+    if len(errors) > 1:
+        quoted = ", ".join(error.what.removeprefix("not a network: ") for error in errors)
+        raise ConfigError(f"not networks: {quoted}", where, errors[0].hint)
+    if errors:
+        raise errors[0]
+    return tuple(cidrs)
 
 
 def external_ips(text: str, where: str) -> str | tuple[Cidr, ...]:
     """The word `all`, or networks: none for `off`."""
     if text == "all":
         return text
-    found = () if text == "off" else networks(text, where)
-    if not found and text != "off":
+    cidrs = () if text == "off" else networks(text, where)
+    if not cidrs and text != "off":
         raise ConfigError("no networks", where, "give all, off, or networks")
-    return found
+    return cidrs
 
 
 def watch_nodes(text: str, where: str) -> str:
@@ -245,64 +245,66 @@ nodePortAddresses is one of loopback.
 """
 
 
-def gates(text: str, where: str) -> dict[str, bool]:
+def feature_gate_values(text: str, where: str) -> dict[str, bool]:
     """Kubernetes' feature gates as a flag has them: ``A=true,B=false``."""
-    found = {}
-    for word in filter(None, (word.strip() for word in text.split(","))):
-        name, equals, value = word.partition("=")
+    values = {}
+    for item in filter(None, (item.strip() for item in text.split(","))):
+        name, equals, value = item.partition("=")
         if not equals:
-            raise ConfigError(f"not a feature gate: {word!r}", where, "write it as NAME=true")
-        found[name.strip()] = truth(value.strip(), where)
-    return found
+            raise ConfigError(f"not a feature gate: {item!r}", where, "write it as NAME=true")
+        values[name.strip()] = boolean(value.strip(), where)
+    return values
 
 
-def feature_gates(text: str, where: str) -> tuple[Cidr, ...] | None:
+def external_ips_gate(text: str, where: str) -> tuple[Cidr, ...] | None:
     """What they say of ExternalIPs: no networks, or nothing."""
-    return None if gates(text, where).get(EXTERNAL_IPS_GATE, True) else ()
+    return None if feature_gate_values(text, where).get(EXTERNAL_IPS_GATE, True) else ()
 
 
 def cluster_cidrs(text: str, where: str) -> tuple[Cidr, ...]:
     """One network, or one of each family: kube-proxy refuses more in a file."""
-    found = networks(text, where)
-    families = [family_of(network.address) for network in found]
+    cidrs = networks(text, where)
+    families = [family_of(network.address) for network in cidrs]
     if len(set(families)) != len(families):
         raise ConfigError(
             f"more than one network of a family: {text!r}", where, "give one of each at most"
         )
-    return found
+    return cidrs
 
 
 LOOPBACK: Final = ("127.0.0.0/8", "::1/128")
 """What `localhost` means."""
 
-NODE_PORT_WORDS: Final = ("primary", "localhost", "all")
+NODE_PORT_KEYWORDS: Final = ("primary", "localhost", "all")
 NodePorts = str | tuple[Cidr | str, ...]
 """The word `all`, or networks, among which the word `primary` may stand."""
 
 
 def node_ports(text: str, where: str) -> NodePorts:
-    return node_port_words([word.strip() for word in text.split(",") if word.strip()], where)
+    return node_port_list([item.strip() for item in text.split(",") if item.strip()], where)
 
 
-def node_port_words(words: Sequence[str], where: str) -> NodePorts:
+def node_port_list(items: Sequence[str], where: str) -> NodePorts:
     """As kube-proxy 1.37 reads the list: networks and words for networks in any combination, each
     word once. Older ones know `primary` only, which stands alone.
     """
-    if not words:
+    if not items:
         raise ConfigError("no networks", where, "give networks, or `primary`, `localhost` or `all`")
-    for word in NODE_PORT_WORDS:
-        if words.count(word) > 1:
-            raise ConfigError(f"{word!r} is given twice", where, "give each word once")
-    keywords = [word for word in words if word in ("primary", "all")]
-    others = [LOOPBACK if word == "localhost" else (word,) for word in words]
-    found = _cidrs([each for some in others for each in some if each not in keywords], where)
-    return "all" if "all" in keywords else (*keywords[:1], *found)
+    for item in NODE_PORT_KEYWORDS:
+        if items.count(item) > 1:
+            raise ConfigError(f"{item!r} is given twice", where, "give each word once")
+    keywords = [item for item in items if item in ("primary", "all")]
+    groups = [LOOPBACK if item == "localhost" else (item,) for item in items]
+    cidrs = _parse_cidrs(
+        [text for group in groups for text in group if text not in keywords], where
+    )
+    return "all" if "all" in keywords else (*keywords[:1], *cidrs)
 
 
 def bind_address(text: str, where: str) -> Addr | None:
     """An address of the node; None for the unspecified ones, which override nothing."""
-    found = address(text, where)
-    return None if found in (ANY4, ANY6) else found
+    addr = address(text, where)
+    return None if addr in (ANY4, ANY6) else addr
 
 
 def address(text: str, where: str) -> Addr:
@@ -314,17 +316,19 @@ def address(text: str, where: str) -> Addr:
 
 def listen(port: int, text: str, where: str) -> str:
     """Addresses to listen on, each with a port, which may be left out; "" for none."""
-    return ",".join(_listen(word.strip(), port, where) for word in text.split(",") if word.strip())
+    return ",".join(
+        _parse_listen_address(item.strip(), port, where) for item in text.split(",") if item.strip()
+    )
 
 
-def _listen(text: str, port: int, where: str) -> str:
+def _parse_listen_address(text: str, port: int, where: str) -> str:
     host, colon, number = text.rpartition(":")
     if not colon or text.endswith("]") or (":" in host and not host.startswith("[")):
         host, number = text, str(port)  # an address alone
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    good = number.isascii() and number.isdigit() and 0 < int(number) <= MOST_PORTS
+    is_port = number.isascii() and number.isdigit() and 0 < int(number) <= MAX_PORT
     try:
-        address = parse_addr(bare) if good else None
+        address = parse_addr(bare) if is_port else None
     except (ObjectError, ValueError):
         address = None
     if address is None:
@@ -346,11 +350,11 @@ def local_mode(text: str, where: str) -> LocalMode:
 
 def device(text: str, where: str) -> str:
     """A device's name, or how it begins."""
-    if len(text) > LONGEST_NAME or "/" in text or any(c.isspace() for c in text):
+    if len(text) > MAX_DEVICE_NAME_LENGTH or "/" in text or any(c.isspace() for c in text):
         raise ConfigError(
             f"not the name of a device: {text!r}",
             where,
-            f"at most {LONGEST_NAME} characters, without / and blanks",
+            f"at most {MAX_DEVICE_NAME_LENGTH} characters, without / and blanks",
         )
     return text
 
@@ -363,9 +367,9 @@ def table(text: str, where: str) -> str:
 
 def cgroups(text: str, where: str) -> tuple[str, ...]:
     """Patterns of folders below the cgroup v2 root. That of the root would be everybody."""
-    found = tuple(word.strip("/") for word in words(text, where))
-    if not all(found):
+    patterns = tuple(pattern.strip("/") for pattern in names(text, where))
+    if not all(patterns):
         raise ConfigError(
             "the root of all cgroups cannot be exempt", where, "use --socket-lb off for everybody"
         )
-    return found
+    return patterns

@@ -5,15 +5,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from kbpf.config.diagnostic import Note
-from kbpf.config.load import Loaded
+from kbpf.config.diagnostic import Diagnostic
+from kbpf.config.load import LoadedConfig
 from kbpf.errors import ConfigError, ConfigErrors
 from kbpf.kernel.system import mounts
 
-DEVICES: Final = Path("/sys/class/net")
+SYS_CLASS_NET: Final = Path("/sys/class/net")
 
 
-def checked(loaded: Loaded) -> Loaded:
+def check_settings(loaded: LoadedConfig) -> LoadedConfig:
     """The settings with what there is to tell. Raises ConfigErrors for what cannot be meant."""
     if errors := tuple(_errors(loaded)):
         warnings = tuple(note.text for note in loaded.notes if note.is_warning)
@@ -21,28 +21,28 @@ def checked(loaded: Loaded) -> Loaded:
     return replace(loaded, notes=(*loaded.notes, *_notes(loaded)))
 
 
-def _errors(loaded: Loaded) -> Iterator[ConfigError]:
+def _errors(loaded: LoadedConfig) -> Iterator[ConfigError]:
     """A cgroup that is misspelt would be a reason for mode ipvs, and for waiting without an end."""
     cgroup = loaded.config.cgroup
     if cgroup is not None and loaded.config.mode != "ipvs":
-        place = loaded.places["cgroup"]
+        location = loaded.origins["cgroup"]
         if not cgroup.is_dir():
             yield ConfigError(
-                f"no such cgroup v2 folder: {cgroup}", place,
+                f"no such cgroup v2 folder: {cgroup}", location,
                 "name one that exists, or leave it out for the root of all",
             )  # fmt: skip
         elif not mounts.is_cgroup2(cgroup):
             yield ConfigError(
-                f"not a cgroup v2 folder: {cgroup}", place,
+                f"not a cgroup v2 folder: {cgroup}", location,
                 "name one of cgroup v2, or leave it out for the root of all",
             )  # fmt: skip
 
 
-def _notes(loaded: Loaded) -> Iterator[Note]:
+def _notes(loaded: LoadedConfig) -> Iterator[Diagnostic]:
     bridge = loaded.config.pod_bridge_interface
-    if bridge and not (DEVICES / bridge).exists():
-        yield Note(
-            f"{loaded.places['pod_bridge_interface']}: there is no device {bridge} now; until "
+    if bridge and not (SYS_CLASS_NET / bridge).exists():
+        yield Diagnostic(
+            f"{loaded.origins['pod_bridge_interface']}: there is no device {bridge} now; until "
             "there is, no traffic counts as that of pods of this node",
             is_warning=True,
         )

@@ -17,21 +17,21 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from kbpf.config.load import Loaded, read_file
+from kbpf.config.load import LoadedConfig, read_file
 from kbpf.errors import ConfigError, ConfigErrors
 from kbpf.kernel.system import threads
 
 log = logging.getLogger("kbpf.config")
 
-LOOK_SECONDS: Final = 0.5
-LIMIT_SECONDS: Final = 60.0
+POLL_INTERVAL: Final = 0.5
+STUCK_TIMEOUT: Final = 60.0
 """Without a look for this long the thread counts as stuck: the file system hangs."""
 
-Stamp = tuple[int, ...]
+ConfigFileStamp = tuple[int, ...]
 """What changes when a file changes; () while there is none."""
 
 
-class Follower:
+class ConfigWatcher:
     """Watches one file for an agent that runs with what `data` says. `read` makes settings of a
     text; ConfigError if it is wrong.
     """
@@ -40,16 +40,16 @@ class Follower:
         self,
         path: Path,
         data: bytes,
-        read: Callable[[bytes], Loaded],
-        changed: Callable[[], None],
+        parse: Callable[[bytes], LoadedConfig],
+        on_change: Callable[[], None],
     ) -> None:
-        self._path, self._data, self._read, self._changed = path, data, read, changed
-        self._config = read(data).config
-        self._stamp: Stamp | None = None  # of the text that was judged last
-        self._before: Stamp | None = None  # of the last look
+        self._path, self._data, self._parse, self._on_change = path, data, parse, on_change
+        self._config = parse(data).config
+        self._evaluated_stamp: ConfigFileStamp | None = None  # of the text that was judged last
+        self._last_stamp: ConfigFileStamp | None = None  # of the last look
         self._error = ""  # of the file as it is now
-        self._judged = ""  # of the text that was read last
-        self.is_over = False
+        self._parse_error = ""  # of the text that was read last
+        self.is_done = False
 
     def error(self) -> str:
         """What is wrong with the file as it is now, which this agent does not use and the next one
@@ -59,41 +59,41 @@ class Follower:
 
     def start(self, stop: threading.Event) -> None:
         """Watches in a thread of its own until `stop` is set."""
-        threads.start("config", partial(self._run, stop), LIMIT_SECONDS)
+        threads.start("config", partial(self._run, stop), STUCK_TIMEOUT)
 
     def _run(self, stop: threading.Event) -> None:
-        while not stop.is_set() and not self.is_over:
-            threads.beat()
+        while not stop.is_set() and not self.is_done:
+            threads.heartbeat()
             try:
-                self.look()
+                self.poll()
             except Exception:  # the thread's one: a fault of ours must not end the watch
                 log.exception("the configuration is not watched path=%s", self._path)
-            stop.wait(LOOK_SECONDS)
+            stop.wait(POLL_INTERVAL)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Looks once."""
-        stamp = _stamp(self._path)
-        before, self._before = self._before, stamp
-        if stamp == self._stamp or stamp != before:
+        stamp = _make_stamp(self._path)
+        before, self._last_stamp = self._last_stamp, stamp
+        if stamp == self._evaluated_stamp or stamp != before:
             return
-        self._stamp = stamp
+        self._evaluated_stamp = stamp
         try:
             data = read_file(self._path)
         except ConfigError as error:
             log.error("configuration cannot be read, going on with what it said: %s", error)
             self._error = str(error)
             return
-        self._error = self._judged
+        self._error = self._parse_error
         if data != self._data:
             self._data = data
-            self._judge(data)
+            self._evaluate(data)
 
-    def _judge(self, data: bytes) -> None:
-        self._error = self._judged = ""
+    def _evaluate(self, data: bytes) -> None:
+        self._error = self._parse_error = ""
         try:
-            loaded = self._read(data)
+            loaded = self._parse(data)
         except ConfigError as error:
-            self._error = self._judged = str(error)
+            self._error = self._parse_error = str(error)
             log.error("configuration is wrong, going on with what it said before: %s", error)
             for warning in error.warnings if isinstance(error, ConfigErrors) else ():
                 log.warning("%s", warning)
@@ -102,13 +102,13 @@ class Follower:
             log.info("configuration changed and says the same path=%s", self._path)
             return
         log.info("configuration changed, beginning anew with it path=%s", self._path)
-        self.is_over = True
-        self._changed()
+        self.is_done = True
+        self._on_change()
 
 
-def _stamp(path: Path) -> Stamp:
+def _make_stamp(path: Path) -> ConfigFileStamp:
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError:
         return ()
-    return (found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino, found.st_dev)
+    return (status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino, status.st_dev)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kbpf.model.desired import DesiredState, ServicePortKey
-from kbpf.model.metrics import Ended, Measures, Pause, Traffic
+from kbpf.model.metrics import DataPlaneMetrics, Pause, TrafficStats, UdpCuts
 from kbpf.model.objects import ServiceName
 from kbpf.model.status import ModeChoice, PacketStatus
 
@@ -23,12 +23,12 @@ class Report:
     """
 
     writes: Mapping[str, int] = field(default_factory=dict)
-    calls: int = 0
+    syscalls: int = 0
     refused: Mapping[ServicePortKey, str] = field(default_factory=dict)
-    plain: Mapping[ServicePortKey, str] = field(default_factory=dict)
-    looked_at: Collection[ServicePortKey] | None = None
+    degraded: Mapping[ServicePortKey, str] = field(default_factory=dict)
+    examined: Collection[ServicePortKey] | None = None
     deferred: Set[ServiceName] = frozenset()
-    due: float = 0.0
+    next_apply_at: float = 0.0
 
 
 class DataPlane(Protocol):
@@ -38,10 +38,10 @@ class DataPlane(Protocol):
     def name(self) -> str:
         """Of the mode: "bpf" or "ipvs"."""
 
-    def choice(self) -> ModeChoice:
+    def mode_choice(self) -> ModeChoice:
         """Which mode this is, and why."""
 
-    def follow(self, other: bool) -> None:
+    def set_coexisting(self, coexisting: bool) -> None:
         """Told before open(), and again when it changes: whether another data plane has connections
         on this node, which go on (Remains). ready() says when this one may take its place.
         """
@@ -53,7 +53,7 @@ class DataPlane(Protocol):
         self,
         desired: DesiredState,
         touched: Collection[ServicePortKey] | None,
-        sound: bool = True,
+        authoritative: bool = True,
     ) -> Report:
         """Makes the touched Service ports as desired; None: all, and nothing else stays.
 
@@ -61,7 +61,7 @@ class DataPlane(Protocol):
         desired state does not know of stays, until a call that is sound.
         """
 
-    def doubt(self) -> None:
+    def invalidate(self) -> None:
         """Others may have changed what is programmed: the next apply() reads it all, and writes
         what differs.
         """
@@ -74,10 +74,10 @@ class DataPlane(Protocol):
     def tick(self, now: float) -> float | None:
         """Does what was put off and is due at `now` (time.monotonic); when to come next."""
 
-    def ended(self) -> tuple[Ended, ...]:
+    def take_udp_cuts(self) -> tuple[UdpCuts, ...]:
         """The looks for UDP of backends that have left, since this was asked last."""
 
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         """Whether what the first apply() began is done, and all that begins is served by this data
         plane; it may go on in the background.
         """
@@ -93,12 +93,12 @@ class DataPlane(Protocol):
         agent: a line each. /readyz says them.
         """
 
-    def measure(self) -> Measures:
+    def read_metrics(self) -> DataPlaneMetrics:
         """What is known at once of the kernel's own counting, for metrics. Any thread but one at a
         time, also while another one writes.
         """
 
-    def count(self, pause: Pause) -> Traffic:
+    def count_traffic(self, pause: Pause) -> TrafficStats:
         """What takes long to count. As measure(), and beside it. `pause` is called between pieces
         of the work.
         """
@@ -113,7 +113,7 @@ class DataPlane(Protocol):
         """Removes every trace from the kernel."""
 
 
-class Remains(Protocol):
+class PreviousDataPlane(Protocol):
     """What an agent of another mode has left on this node and that still serves. One thread calls.
 
     `name` is that mode's.
@@ -121,12 +121,12 @@ class Remains(Protocol):
 
     name: str
 
-    def take(self) -> bool:
+    def claim(self) -> bool:
         """Whether there is anything; then no agent of that mode can start until close().
         KernelError while one runs.
         """
 
-    def retire(self, now: float) -> float | None:
+    def drain(self, now: float) -> float | None:
         """Ends what serves nobody any more: nothing new comes here, connections that live go on
         where the kernel lets them. When to come again (time.monotonic), None when nothing is left.
         """

@@ -14,105 +14,107 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
-from kbpf.demo.report import Report, Tally, encode
+from kbpf.demo.report import ClientReport, RequestCounts, encode
 
-TIMEOUT_SECONDS: Final = 5.0
-REPORT_SECONDS: Final = 0.2
-EACH_UDP: Final = 10
+REQUEST_TIMEOUT_S: Final = 5.0
+REPORT_INTERVAL_S: Final = 0.2
+REQUESTS_PER_DATAGRAM: Final = 10
 
-Place = tuple[str, int]
+ServiceAddress = tuple[str, int]
 
 
-def ask_tcp(to: Place) -> str:
+def request_tcp(address: ServiceAddress) -> str:
     """One HTTP request over a connection of its own; the backend's name."""
-    with socket.create_connection(to, timeout=TIMEOUT_SECONDS) as connection:
+    with socket.create_connection(address, timeout=REQUEST_TIMEOUT_S) as connection:
         connection.sendall(b"GET / HTTP/1.0\r\n\r\n")
-        with connection.makefile("rb") as answer:
-            head, _, body = answer.read().partition(b"\r\n\r\n")
+        with connection.makefile("rb") as response:
+            head, _, body = response.read().partition(b"\r\n\r\n")
     if not head.startswith(b"HTTP/1.0 200 "):
         raise OSError(errno.EPROTO, "not an HTTP answer")
     return body.decode().strip()
 
 
-def ask_udp(to: Place) -> str:
+def request_udp(address: ServiceAddress) -> str:
     """One datagram from a socket of its own; the backend's name. The answer must come from the
     Service's address, not from the backend's.
     """
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        asking.settimeout(TIMEOUT_SECONDS)
-        asking.sendto(b"?", to)
-        name, answered_by = asking.recvfrom(4096)
-    if answered_by != to:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
+        client.settimeout(REQUEST_TIMEOUT_S)
+        client.sendto(b"?", address)
+        name, sender = client.recvfrom(4096)
+    if sender != address:
         raise OSError(errno.EADDRNOTAVAIL, "the answer came from another address")
     return name.decode()
 
 
-class Count:
+class RequestCounter:
     """Counts until it is taken."""
 
     def __init__(self) -> None:
-        self._answered: Counter[str] = Counter()
-        self._failed: Counter[str] = Counter()
+        self._answers: Counter[str] = Counter()
+        self._failures: Counter[str] = Counter()
 
-    def ask(self, ask: Callable[[Place], str], to: Place) -> None:
+    def request(self, send: Callable[[ServiceAddress], str], address: ServiceAddress) -> None:
         """Asks once."""
         try:
-            self._answered[ask(to)] += 1
+            self._answers[send(address)] += 1
         except TimeoutError:
-            self._failed["timeout"] += 1
+            self._failures["timeout"] += 1
         except OSError as error:
-            self._failed[errno.errorcode.get(error.errno or 0, type(error).__name__)] += 1
+            self._failures[errno.errorcode.get(error.errno or 0, type(error).__name__)] += 1
 
-    def take(self) -> Tally:
+    def pop(self) -> RequestCounts:
         """What was counted since the last time."""
-        tally = Tally(dict(self._answered), dict(self._failed))
-        self._answered.clear()
-        self._failed.clear()
-        return tally
+        counts = RequestCounts(dict(self._answers), dict(self._failures))
+        self._answers.clear()
+        self._failures.clear()
+        return counts
 
 
-def say(report: Report) -> None:
+def print_report(report: ClientReport) -> None:
     """To whoever started us."""
     print(encode(report), flush=True)
 
 
-def wait_until_served(ask: Callable[[Place], str], to: Place) -> None:
+def wait_until_served(send: Callable[[ServiceAddress], str], address: ServiceAddress) -> None:
     """Before the agent has attached the hooks that this takes, there is no route to the Service, or
     the answer is its backend's. It attaches one after the other, those of UDP behind TCP's.
     """
     while True:
         try:
-            ask(to)
+            send(address)
         except OSError:
             time.sleep(0.02)
         else:
             return
 
 
-def ask_many(address: str, tcp_port: int, udp_port: int, requests: int, rate: float) -> None:
+def run_client(address: str, tcp_port: int, udp_port: int, requests: int, rate: float) -> None:
     """All requests, in one thread, one after the other."""
     web, dns = (address, tcp_port), (address, udp_port)
-    wait_until_served(ask_tcp, web)
-    wait_until_served(ask_udp, dns)
-    say(Report())
-    tcp, udp = Count(), Count()
-    began = last = time.monotonic()
+    wait_until_served(request_tcp, web)
+    wait_until_served(request_udp, dns)
+    print_report(ClientReport())
+    tcp, udp = RequestCounter(), RequestCounter()
+    start = last_report = time.monotonic()
     number = 0
     while not requests or number < requests:
         number += 1
-        tcp.ask(ask_tcp, web)
-        if number % EACH_UDP == 0:
-            udp.ask(ask_udp, dns)
+        tcp.request(request_tcp, web)
+        if number % REQUESTS_PER_DATAGRAM == 0:
+            udp.request(request_udp, dns)
         now = time.monotonic()
-        if now - last >= REPORT_SECONDS:
-            say(Report(tcp.take(), udp.take(), now - last))
-            last = now
+        if now - last_report >= REPORT_INTERVAL_S:
+            print_report(ClientReport(tcp.pop(), udp.pop(), now - last_report))
+            last_report = now
         if rate:
-            time.sleep(max(0.0, began + number / rate - now))
-            if now - began - number / rate > 1.0:
-                began = now - number / rate  # it was held up: go on, don't catch up
-    say(Report(tcp.take(), udp.take(), time.monotonic() - last, done=True))
+            time.sleep(max(0.0, start + number / rate - now))
+            if now - start - number / rate > 1.0:
+                start = now - number / rate  # it was held up: go on, don't catch up
+    print_report(ClientReport(tcp.pop(), udp.pop(), time.monotonic() - last_report, done=True))
 
 
 if __name__ == "__main__":
-    ask_many(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), float(sys.argv[5]))
+    run_client(
+        sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), float(sys.argv[5])
+    )

@@ -11,16 +11,18 @@ from pathlib import Path
 from kbpf.kernel.system import cgroups, children, netns, process
 
 
-def command(namespace: Path, cgroup: Path, *what: str) -> list[str]:
+def enter_command(namespace: Path, cgroup: Path, *arguments: str) -> list[str]:
     """The command line that runs `what` there."""
-    return children.python(__spec__.name, str(os.getpid()), str(namespace), str(cgroup), *what)
+    return children.python_command(
+        __spec__.name, str(os.getpid()), str(namespace), str(cgroup), *arguments
+    )
 
 
-def _enter(parent: str, namespace: str, cgroup: str, *what: str) -> None:
-    process.die_with(int(parent))
+def _enter(parent: str, namespace: str, cgroup: str, *arguments: str) -> None:
+    process.set_parent_death_signal(int(parent))
     cgroups.join(Path(cgroup))
     netns.enter(Path(namespace))
-    os.execv(what[0], what)
+    os.execv(arguments[0], arguments)
 
 
 if __name__ == "__main__":

@@ -12,36 +12,36 @@ from typing import Final
 import msgspec
 
 from kbpf.demo import manifests
-from kbpf.demo.manifests import Pod
-from kbpf.demo.once import SILENCE_SECONDS, START_SECONDS, Lines
-from kbpf.demo.report import Report, Tally
-from kbpf.demo.scene import World
+from kbpf.demo.manifests import BackendPod
+from kbpf.demo.once import SILENCE_TIMEOUT_S, START_TIMEOUT_S, ReportReader
+from kbpf.demo.report import ClientReport, RequestCounts
+from kbpf.demo.scene import DemoScene
 
-WINDOW_SECONDS: Final = 2.0
+WINDOW_S: Final = 2.0
 """Shares and rates are those of the last so many seconds."""
-RATE: Final = 200.0
+REQUESTS_PER_SECOND: Final = 200.0
 """Requests in a second."""
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class DemoStep:
     """What happens, who serves then, and for how long."""
 
     event: str
-    pods: tuple[Pod, ...]
+    pods: tuple[BackendPod, ...]
     seconds: float = 6.0
 
 
-_1, _2, _3, _4 = (Pod(i) for i in range(1, 5))
+_1, _2, _3, _4 = (BackendPod(i) for i in range(1, 5))
 
 STEPS: Final = (
-    Step("three backends serve", (_1, _2, _3)),
-    Step("backend-4 added", (_1, _2, _3, _4)),
-    Step("backend-2 terminating: no new connections", (_1, Pod(2, True), _3, _4), 4.0),
-    Step("backend-2 removed", (_1, _3, _4)),
-    Step("backend-4 terminating", (_1, _3, Pod(4, True)), 3.0),
-    Step("backend-4 removed, backend-2 back", (_1, _2, _3)),
-    Step("Service has no endpoints: refused", (), 4.0),
+    DemoStep("three backends serve", (_1, _2, _3)),
+    DemoStep("backend-4 added", (_1, _2, _3, _4)),
+    DemoStep("backend-2 terminating: no new connections", (_1, BackendPod(2, True), _3, _4), 4.0),
+    DemoStep("backend-2 removed", (_1, _3, _4)),
+    DemoStep("backend-4 terminating", (_1, _3, BackendPod(4, True)), 3.0),
+    DemoStep("backend-4 removed, backend-2 back", (_1, _2, _3)),
+    DemoStep("Service has no endpoints: refused", (), 4.0),
 )
 
 
@@ -69,62 +69,70 @@ class Picture(msgspec.Struct, frozen=True):
     events: tuple[tuple[float, str], ...]
 
 
-class Gallery:
+class DemoProgress:
     """Adds up reports and tells what they look like."""
 
     def __init__(self) -> None:
-        self._total = Report()
-        self._recent: deque[Report] = deque()
+        self._total = ClientReport()
+        self._recent: deque[ClientReport] = deque()
         self._events: deque[tuple[float, str]] = deque(maxlen=8)
         self._step = STEPS[0]
 
-    def begin(self, step: Step) -> None:
+    def start_step(self, step: DemoStep) -> None:
         """The next step."""
         self._step = step
         self._events.append((round(self._total.seconds, 1), step.event))
 
-    def add(self, report: Report) -> None:
+    def add_report(self, report: ClientReport) -> None:
         """What the client said."""
         self._total += report
         self._recent.append(report)
         while len(self._recent) > 1 and (
-            sum(r.seconds for r in self._recent) - self._recent[0].seconds >= WINDOW_SECONDS
+            sum(r.seconds for r in self._recent) - self._recent[0].seconds >= WINDOW_S
         ):
             self._recent.popleft()
 
-    def picture(self) -> Picture:
+    def build_picture(self) -> Picture:
         """Now."""
-        recent = sum(self._recent, Report())
-        both, now = self._total.tcp + self._total.udp, recent.tcp + recent.udp
-        refused = both.failed.get("ECONNREFUSED", 0)
+        recent = sum(self._recent, ClientReport())
+        total, recent_counts = self._total.tcp + self._total.udp, recent.tcp + recent.udp
+        refused = total.failed.get("ECONNREFUSED", 0)
         return Picture(
             service=f"{manifests.SERVICE_ADDRESS}:{manifests.HTTP_PORT}",
             seconds=round(self._total.seconds, 1),
-            rate=now.requests / recent.seconds if recent.seconds else 0.0,
-            answered=both.answers,
+            rate=recent_counts.requests / recent.seconds if recent.seconds else 0.0,
+            answered=total.answers,
             refused=refused,
-            failed=both.failures - refused,
-            shares=tuple(self._share(pod, now, both) for pod in (_1, _2, _3, _4)),
+            failed=total.failures - refused,
+            shares=tuple(
+                self._backend_share(pod, recent_counts, total) for pod in (_1, _2, _3, _4)
+            ),
             events=tuple(self._events),
         )
 
-    def _share(self, pod: Pod, now: Tally, both: Tally) -> Share:
+    def _backend_share(
+        self, pod: BackendPod, recent_counts: RequestCounts, total: RequestCounts
+    ) -> Share:
         states = {p.name: "terminating" if p.terminating else "serving" for p in self._step.pods}
-        part = now.answered.get(pod.name, 0) / now.answers if now.answers else 0.0
+        share = (
+            recent_counts.answered.get(pod.name, 0) / recent_counts.answers
+            if recent_counts.answers
+            else 0.0
+        )
         state = states.get(pod.name, "not in the Service")
-        return Share(pod.name, state, part, both.answered.get(pod.name, 0))
+        return Share(pod.name, state, share, total.answered.get(pod.name, 0))
 
 
-def live(world: World, rate: float = RATE) -> Iterator[Picture]:
+def stream_pictures(scene: DemoScene, rate: float = REQUESTS_PER_SECOND) -> Iterator[Picture]:
     """Pictures, five a second, without end: the backends change as STEPS says, over and over."""
-    gallery = Gallery()
-    world.serve(STEPS[0].pods)
-    lines = Lines(world.client(0, rate), world)
-    lines.next(START_SECONDS)
+    progress = DemoProgress()
+    scene.set_endpoints(STEPS[0].pods)
+    reader = ReportReader(scene.start_client(0, rate), scene)
+    reader.next(START_TIMEOUT_S)
     for step in cycle(STEPS):
-        world.serve(step.pods)
-        gallery.begin(step)
-        until = time.monotonic() + step.seconds
-        while time.monotonic() < until:
-            gallery.add(lines.next(SILENCE_SECONDS))
-            yield gallery.picture()
+        scene.set_endpoints(step.pods)
+        progress.start_step(step)
+        deadline = time.monotonic() + step.seconds
+        while time.monotonic() < deadline:
+            progress.add_report(reader.next(SILENCE_TIMEOUT_S))
+            yield progress.build_picture()

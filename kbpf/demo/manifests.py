@@ -15,7 +15,7 @@ CLIENT_ADDRESS: Final = "10.244.0.100"
 
 
 @dataclass(frozen=True, slots=True)
-class Pod:
+class BackendPod:
     """A backend as an EndpointSlice tells of it."""
 
     number: int
@@ -61,7 +61,7 @@ def service() -> dict[str, Any]:
     }
 
 
-def endpoint_slice(pods: Iterable[Pod]) -> dict[str, Any]:
+def endpoint_slice(pods: Iterable[BackendPod]) -> dict[str, Any]:
     """Who serves. A pod that terminates serves on as long as nobody else is ready."""
     return {
         "apiVersion": "discovery.k8s.io/v1",

@@ -9,13 +9,13 @@ from typing import IO, Final
 import msgspec
 
 from kbpf.demo import manifests
-from kbpf.demo.manifests import Pod
-from kbpf.demo.report import Report, Tally, decode
-from kbpf.demo.scene import DemoError, World
+from kbpf.demo.manifests import BackendPod
+from kbpf.demo.report import ClientReport, RequestCounts, decode
+from kbpf.demo.scene import DemoError, DemoScene
 
-START_SECONDS: Final = 120.0
+START_TIMEOUT_S: Final = 120.0
 """Until the Service answers; a first compilation is in it."""
-SILENCE_SECONDS: Final = 30.0
+SILENCE_TIMEOUT_S: Final = 30.0
 """A client that says nothing for this long is lost."""
 BACKENDS: Final = 3
 
@@ -51,23 +51,25 @@ class Outcome(msgspec.Struct, frozen=True):
         return not self.problems
 
 
-def distribution(port: int, tally: Tally, pods: Sequence[Pod]) -> Distribution:
+def build_distribution(
+    port: int, counts: RequestCounts, pods: Sequence[BackendPod]
+) -> Distribution:
     """In the order of the backends, those without an answer included."""
     names = [*(pod.name for pod in pods)]
-    names += sorted(set(tally.answered) - set(names))
+    names += sorted(set(counts.answered) - set(names))
     return Distribution(
         f"{manifests.SERVICE_ADDRESS}:{port}",
-        tally.requests,
-        tally.failures,
-        {name: tally.answered.get(name, 0) for name in names},
-        dict(sorted(tally.failed.items())),
+        counts.requests,
+        counts.failures,
+        {name: counts.answered.get(name, 0) for name in names},
+        dict(sorted(counts.failed.items())),
     )
 
 
-def evaluate(report: Report, requests: int, pods: Sequence[Pod]) -> Outcome:
+def evaluate(report: ClientReport, requests: int, pods: Sequence[BackendPod]) -> Outcome:
     """What came of so many requests to these backends."""
-    tcp = distribution(manifests.HTTP_PORT, report.tcp, pods)
-    udp = distribution(manifests.DNS_PORT, report.udp, pods)
+    tcp = build_distribution(manifests.HTTP_PORT, report.tcp, pods)
+    udp = build_distribution(manifests.DNS_PORT, report.udp, pods)
     return Outcome(
         tcp.service, tcp.requests, tcp.failed, tcp.backends, tcp.errors,
         round(report.seconds, 3), udp, tuple(_problems(tcp, udp, requests, pods)),
@@ -75,28 +77,31 @@ def evaluate(report: Report, requests: int, pods: Sequence[Pod]) -> Outcome:
 
 
 def _problems(
-    tcp: Distribution, udp: Distribution, requests: int, pods: Sequence[Pod]
+    tcp: Distribution, udp: Distribution, requests: int, pods: Sequence[BackendPod]
 ) -> Iterator[str]:
-    known = {pod.name for pod in pods}
+    pod_names = {pod.name for pod in pods}
     if tcp.requests != requests:
         yield f"{tcp.requests} of {requests} requests were sent"
-    for protocol, one in (("TCP", tcp), ("UDP", udp)):
-        if one.failed:
-            why = ", ".join(f"{count} x {error}" for error, count in one.errors.items())
-            yield f"{one.failed} of {one.requests} requests by {protocol} failed: {why}"
-        for name in one.backends.keys() - known:
+    for protocol, distribution in (("TCP", tcp), ("UDP", udp)):
+        if distribution.failed:
+            errors = ", ".join(f"{count} x {error}" for error, count in distribution.errors.items())
+            yield (
+                f"{distribution.failed} of {distribution.requests} requests by {protocol} "
+                f"failed: {errors}"
+            )
+        for name in distribution.backends.keys() - pod_names:
             yield f"{name} answered and is not in the Service"
-    for name in sorted(known):
+    for name in sorted(pod_names):
         if not tcp.backends[name]:
             yield f"{name} was not reached"
 
 
-class Lines:
+class ReportReader:
     """Reports of the client, read by a thread of their own."""
 
-    def __init__(self, stream: IO[str], world: World) -> None:
-        self._world = world
-        self._queue: queue.SimpleQueue[Report | None] = queue.SimpleQueue()
+    def __init__(self, stream: IO[str], scene: DemoScene) -> None:
+        self._scene = scene
+        self._queue: queue.SimpleQueue[ClientReport | None] = queue.SimpleQueue()
         threading.Thread(target=self._read, args=(stream,), name="client", daemon=True).start()
 
     def _read(self, stream: IO[str]) -> None:
@@ -107,11 +112,11 @@ class Lines:
             pass  # it was killed, in the middle of a line
         self._queue.put(None)
 
-    def next(self, seconds: float) -> Report:
+    def next(self, seconds: float) -> ClientReport:
         """The next one. DemoError when the agent ends, the client does, or neither says a word."""
         deadline = time.monotonic() + seconds
         while True:
-            self._world.check()
+            self._scene.check_agent()
             try:
                 report = self._queue.get(timeout=0.2)
             except queue.Empty:
@@ -126,12 +131,12 @@ class Lines:
             return report
 
 
-def once(world: World, requests: int) -> Outcome:
+def run_once(scene: DemoScene, requests: int) -> Outcome:
     """So many requests to three backends."""
-    pods = [Pod(i) for i in range(1, BACKENDS + 1)]
-    world.serve(pods)
-    lines = Lines(world.client(requests, 0), world)
-    total = lines.next(START_SECONDS)
+    pods = [BackendPod(i) for i in range(1, BACKENDS + 1)]
+    scene.set_endpoints(pods)
+    reader = ReportReader(scene.start_client(requests, 0), scene)
+    total = reader.next(START_TIMEOUT_S)
     while not total.done:
-        total += lines.next(SILENCE_SECONDS)
+        total += reader.next(SILENCE_TIMEOUT_S)
     return evaluate(total, requests, pods)

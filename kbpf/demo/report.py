@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import msgspec
 
 
-class Tally(msgspec.Struct, frozen=True):
+class RequestCounts(msgspec.Struct, frozen=True):
     """Requests by answer (the backend's name) and by failure (the error's name)."""
 
     answered: Mapping[str, int] = {}
@@ -27,26 +27,26 @@ class Tally(msgspec.Struct, frozen=True):
         """Those without."""
         return sum(self.failed.values())
 
-    def __add__(self, other: "Tally") -> "Tally":
-        return Tally(
+    def __add__(self, other: "RequestCounts") -> "RequestCounts":
+        return RequestCounts(
             dict(Counter(self.answered) + Counter(other.answered)),
             dict(Counter(self.failed) + Counter(other.failed)),
         )
 
 
-class Report(msgspec.Struct, frozen=True):
+class ClientReport(msgspec.Struct, frozen=True):
     """One line of the client: what happened since its last one, and in how many seconds.
 
     The first line says that the Service answers, the last one has `done`.
     """
 
-    tcp: Tally = Tally()
-    udp: Tally = Tally()
+    tcp: RequestCounts = RequestCounts()
+    udp: RequestCounts = RequestCounts()
     seconds: float = 0.0
     done: bool = False
 
-    def __add__(self, other: "Report") -> "Report":
-        return Report(
+    def __add__(self, other: "ClientReport") -> "ClientReport":
+        return ClientReport(
             self.tcp + other.tcp,
             self.udp + other.udp,
             self.seconds + other.seconds,
@@ -54,11 +54,11 @@ class Report(msgspec.Struct, frozen=True):
         )
 
 
-def encode(report: Report) -> str:
+def encode(report: ClientReport) -> str:
     """One line of JSON."""
     return msgspec.json.encode(report).decode()
 
 
-def decode(line: str | bytes) -> Report:
+def decode(line: str | bytes) -> ClientReport:
     """Back from it."""
-    return msgspec.json.decode(line, type=Report)
+    return msgspec.json.decode(line, type=ClientReport)

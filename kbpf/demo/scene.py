@@ -22,7 +22,7 @@ from typing import IO, Any, Final, Self
 from kbpf.dataplane.bpf.maps import pinning
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.demo import enter, manifests
-from kbpf.demo.manifests import Pod
+from kbpf.demo.manifests import BackendPod
 from kbpf.errors import KbpfError, KernelError
 from kbpf.kernel.net import links
 from kbpf.kernel.net.links import Links
@@ -30,14 +30,14 @@ from kbpf.kernel.system import cgroups, children, mounts, netns
 
 PREFIX: Final = "kbpf-demo-"
 BRIDGE: Final = "pods"
-_NAME = re.compile(re.escape(PREFIX) + r"(\d+)(-.*)?")
+_NAME_PATTERN = re.compile(re.escape(PREFIX) + r"(\d+)(-.*)?")
 
 
 class DemoError(KbpfError):
     """The demo's own machinery failed."""
 
 
-class World:
+class DemoScene:
     """Stands for as long as its block lasts. `pods` backends run; who is in the Service is said
     by serve().
     """
@@ -51,7 +51,7 @@ class World:
         self._children: list[subprocess.Popen[str]] = []
 
     def __enter__(self) -> Self:
-        parent = self._parent or mounts.cgroup_root()
+        parent = self._parent or mounts.find_cgroup_root()
         if not mounts.is_cgroup2(parent):
             raise DemoError("not a cgroup v2 folder", str(parent), "name one with --cgroup")
         sweep(parent)
@@ -78,90 +78,92 @@ class World:
             self._stack.callback(links.remove_namespace, f"{self._name}-{name}")
             links.create_namespace(f"{self._name}-{name}")
         self._stack.callback(cgroups.remove, self._cgroup)
-        cgroups.make(self._cgroup)
+        cgroups.create(self._cgroup)
         for name in ("node", "client", "pods"):
-            cgroups.make(self._cgroup / name)
+            cgroups.create(self._cgroup / name)
         self._stack.callback(pinning.remove, self._pins)
-        self._stack.callback(self._end_children)
-        self._connect()
-        self._servers = [self._server(number) for number in range(1, self._pods + 1)]
-        self._agent = self._run_agent()
+        self._stack.callback(self._kill_children)
+        self._connect_namespaces()
+        self._servers = [self._start_server(number) for number in range(1, self._pods + 1)]
+        self._agent = self._start_agent()
 
     def _namespace(self, name: str) -> Path:
-        return links.namespace(f"{self._name}-{name}")
+        return links.namespace_path(f"{self._name}-{name}")
 
-    def _connect(self) -> None:
+    def _connect_namespaces(self) -> None:
         """A bridge with everybody on it. The node has the bridge's own address."""
-        ends = {"client": manifests.CLIENT_ADDRESS}
-        ends |= {f"b{i}": Pod(i).address for i in range(1, self._pods + 1)}
+        addresses = {"client": manifests.CLIENT_ADDRESS}
+        addresses |= {f"b{i}": BackendPod(i).address for i in range(1, self._pods + 1)}
 
-        def node() -> None:
-            with Links() as here:
-                here.up("lo")
-                here.bridge(BRIDGE)
-                here.up(BRIDGE)
-                here.address(BRIDGE, manifests.NODE_ADDRESS, 24)
-                for name in ends:
-                    here.veth(name, BRIDGE, "eth0", self._namespace(name))
+        def configure_node() -> None:
+            with Links() as netlink:
+                netlink.set_up("lo")
+                netlink.add_bridge(BRIDGE)
+                netlink.set_up(BRIDGE)
+                netlink.add_address(BRIDGE, manifests.NODE_ADDRESS, 24)
+                for name in addresses:
+                    netlink.add_veth(name, BRIDGE, "eth0", self._namespace(name))
 
-        def end(address: str) -> None:
-            with Links() as here:
-                here.up("lo")
-                here.up("eth0")
-                here.address("eth0", address, 24)
+        def configure_pod(address: str) -> None:
+            with Links() as netlink:
+                netlink.set_up("lo")
+                netlink.set_up("eth0")
+                netlink.add_address("eth0", address, 24)
 
-        netns.inside(self._namespace("node"), node)
-        for name, address in ends.items():
-            netns.inside(self._namespace(name), partial(end, address))
+        netns.run_in(self._namespace("node"), configure_node)
+        for name, address in addresses.items():
+            netns.run_in(self._namespace(name), partial(configure_pod, address))
 
     # ---- children --------------------------------------------------------------------------
 
-    def _start(self, where: str, cgroup: str, *what: str) -> subprocess.Popen[str]:
+    def _start_child(self, namespace: str, cgroup: str, *command: str) -> subprocess.Popen[str]:
         """A child of ours in a namespace and a cgroup; Ctrl-C in the terminal does not reach it."""
-        kept = {k: v for k, v in children.environment().items() if not k.startswith("KBPF_")}
-        with self._log().open("ab") as log:
+        environment = {
+            k: v for k, v in children.child_environment().items() if not k.startswith("KBPF_")
+        }
+        with self._log_path().open("ab") as log:
             child = subprocess.Popen(
-                enter.command(self._namespace(where), self._cgroup / cgroup, *what),
-                cwd=children.DIRECTORY, env=kept, stdin=subprocess.DEVNULL,
+                enter.enter_command(self._namespace(namespace), self._cgroup / cgroup, *command),
+                cwd=children.WORKING_DIRECTORY, env=environment, stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True,
             )  # fmt: skip
         self._children.append(child)
         return child
 
-    def _log(self) -> Path:
+    def _log_path(self) -> Path:
         return self._folder / "log"
 
-    def _server(self, number: int) -> subprocess.Popen[str]:
+    def _start_server(self, number: int) -> subprocess.Popen[str]:
         ports = str(manifests.POD_HTTP_PORT), str(manifests.POD_DNS_PORT)
-        return self._start(
+        return self._start_child(
             f"b{number}", "pods",
-            *children.python("kbpf.demo.server", Pod(number).name, *ports),
+            *children.python_command("kbpf.demo.server", BackendPod(number).name, *ports),
         )  # fmt: skip
 
-    def ready(self) -> None:
+    def wait_until_ready(self) -> None:
         """Returns when all backends listen; the agent may still be on its way."""
         for server in self._servers:
             assert server.stdout is not None
             if server.stdout.readline().strip() != "ready":
                 hint = "is this the whole kbpf?"
-                raise DemoError("a backend did not start", self._last_words(), hint)
+                raise DemoError("a backend did not start", self._last_log_line(), hint)
 
-    def _run_agent(self) -> subprocess.Popen[str]:
+    def _start_agent(self) -> subprocess.Popen[str]:
         source = self._folder / "objects"
         source.mkdir()
-        self._write("node", manifests.node())
-        self._write("service", manifests.service())
-        self.serve([])
-        return self._start(
+        self._write_object("node", manifests.node())
+        self._write_object("service", manifests.service())
+        self.set_endpoints([])
+        return self._start_child(
             "node", "node",
-            *children.python(
+            *children.python_command(
                 "kbpf", "run", "--source", str(source),
                 "--hostname-override", manifests.NODE, "--pin-dir", str(self._pins.root),
                 "--cgroup", str(self._cgroup), "--cache-dir", str(self._cache_dir),
             ),
         )  # fmt: skip
 
-    def _end_children(self) -> None:
+    def _kill_children(self) -> None:
         if self._cgroup.is_dir():
             cgroups.kill(self._cgroup)
         for child in self._children:
@@ -172,21 +174,21 @@ class World:
 
     # ---- what the demo does with it --------------------------------------------------------
 
-    def _write(self, name: str, thing: dict[str, Any]) -> None:
+    def _write_object(self, name: str, manifest: dict[str, Any]) -> None:
         """In one step: the agent never sees half a file."""
-        fresh = self._folder / f"{name}.new"
-        fresh.write_text(json.dumps(thing, indent=2))
-        fresh.rename(self._folder / "objects" / f"{name}.json")
+        temporary = self._folder / f"{name}.new"
+        temporary.write_text(json.dumps(manifest, indent=2))
+        temporary.rename(self._folder / "objects" / f"{name}.json")
 
-    def serve(self, pods: Iterable[Pod]) -> None:
+    def set_endpoints(self, pods: Iterable[BackendPod]) -> None:
         """From now on these are the Service's endpoints."""
-        self._write("endpoints", manifests.endpoint_slice(pods))
+        self._write_object("endpoints", manifests.endpoint_slice(pods))
 
-    def client(self, requests: int, rate: float) -> IO[str]:
+    def start_client(self, requests: int, rate: float) -> IO[str]:
         """Starts the client (client.py says what it does); its lines."""
-        child = self._start(
+        child = self._start_child(
             "client", "client",
-            *children.python(
+            *children.python_command(
                 "kbpf.demo.client", manifests.SERVICE_ADDRESS, str(manifests.HTTP_PORT),
                 str(manifests.DNS_PORT), str(requests), str(rate),
             ),
@@ -194,18 +196,18 @@ class World:
         assert child.stdout is not None
         return child.stdout
 
-    def check(self) -> None:
+    def check_agent(self) -> None:
         """DemoError when the agent has ended."""
         code = self._agent.poll()
         if code is not None:
             raise DemoError(
-                f"the agent ended with {code}: {self._last_words()}",
+                f"the agent ended with {code}: {self._last_log_line()}",
                 "",
                 "`kbpf check` may tell why",
             )
 
-    def _last_words(self) -> str:
-        lines = self._log().read_text(errors="replace").strip().splitlines()
+    def _last_log_line(self) -> str:
+        lines = self._log_path().read_text(errors="replace").strip().splitlines()
         return lines[-1] if lines else "it said nothing"
 
 
@@ -214,21 +216,21 @@ class World:
 
 def sweep(parent: Path) -> None:
     """Removes what demos left whose process has gone: killed, or cut off by a reboot's half."""
-    for path in _of_the_dead(parent):
+    for path in _orphaned(parent):
         cgroups.remove(path)
-    for path in _of_the_dead(mounts.BPF_FS):
+    for path in _orphaned(mounts.BPF_FS):
         with contextlib.suppress(OSError):
             pinning.remove(Pins(path))
-    for path in _of_the_dead(links.NAMED):
+    for path in _orphaned(links.NETNS_DIR):
         with contextlib.suppress(KernelError):
             links.remove_namespace(path.name)
-    for path in _of_the_dead(Path(tempfile.gettempdir())):
+    for path in _orphaned(Path(tempfile.gettempdir())):
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _of_the_dead(folder: Path) -> Iterator[Path]:
-    found = sorted(folder.glob(f"{PREFIX}*")) if folder.is_dir() else []
-    for path in found:
-        match = _NAME.fullmatch(path.name)
+def _orphaned(folder: Path) -> Iterator[Path]:
+    paths = sorted(folder.glob(f"{PREFIX}*")) if folder.is_dir() else []
+    for path in paths:
+        match = _NAME_PATTERN.fullmatch(path.name)
         if match and not Path("/proc", match[1]).exists():
             yield path

@@ -9,24 +9,24 @@ import sys
 import threading
 
 
-def _http(listener: socket.socket, name: str) -> None:
+def _serve_http(listener: socket.socket, name: str) -> None:
     body = f"{name}\n".encode()
-    answer = b"HTTP/1.0 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%s"
+    response = b"HTTP/1.0 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%s"
     while True:
         connection, _ = listener.accept()
         with connection:
             connection.settimeout(5.0)
             try:
                 connection.recv(4096)
-                connection.sendall(answer % (len(body), body))
+                connection.sendall(response % (len(body), body))
             except OSError:
                 continue  # that client has gone; others come
 
 
-def _datagrams(server: socket.socket, name: str) -> None:
+def _serve_datagrams(sock: socket.socket, name: str) -> None:
     while True:
-        _, client = server.recvfrom(4096)
-        server.sendto(name.encode(), client)
+        _, client = sock.recvfrom(4096)
+        sock.sendto(name.encode(), client)
 
 
 def serve(name: str, tcp_port: int, udp_port: int) -> None:
@@ -34,9 +34,9 @@ def serve(name: str, tcp_port: int, udp_port: int) -> None:
     listener = socket.create_server(("", tcp_port), backlog=1024)
     datagrams = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     datagrams.bind(("", udp_port))
-    threading.Thread(target=_datagrams, args=(datagrams, name), daemon=True).start()
+    threading.Thread(target=_serve_datagrams, args=(datagrams, name), daemon=True).start()
     print("ready", flush=True)
-    _http(listener, name)
+    _serve_http(listener, name)
 
 
 if __name__ == "__main__":

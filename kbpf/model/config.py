@@ -13,7 +13,7 @@ class SocketLb(StrEnum):
     """Whose sockets are served at connect(). Everybody else's packets need the packet path."""
 
     OFF = "off"
-    HOST_ONLY = "hostNamespaceOnly"
+    HOST_NAMESPACE_ONLY = "hostNamespaceOnly"
     ON = "on"
 
 
@@ -71,7 +71,7 @@ class Serving:
     backend_series: int = 0
 
 
-CONNTRACK_MOST: Final = 1_048_576
+MAX_CONNTRACK_ENTRIES: Final = 1_048_576
 """Entries that the kernel's conntrack is told to hold, on machines with many CPUs."""
 
 
@@ -94,7 +94,7 @@ class Conntrack:
 
 
 @dataclass(frozen=True, slots=True)
-class IpvsTimes:
+class IpvsTimeoutSettings:
     """After how many seconds without a packet IPVS forgets a connection; 0 leaves what is there:
     Linux begins with 900, 120 and 300. `tcp_fin`: after an end's FIN.
     """
@@ -110,8 +110,8 @@ class LocalMode(StrEnum):
     NONE = ""
     CLUSTER_CIDR = "ClusterCIDR"
     NODE_CIDR = "NodeCIDR"
-    BRIDGE = "BridgeInterface"
-    PREFIX = "InterfaceNamePrefix"
+    BRIDGE_INTERFACE = "BridgeInterface"
+    INTERFACE_NAME_PREFIX = "InterfaceNamePrefix"
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +193,7 @@ class Config:
     ipvs_device: str = "kbpf-ipvs0"
     nft_table: str = "kbpf"
     state_dir: Path = Path("/run/kbpf")
-    ipvs_times: IpvsTimes = field(default_factory=IpvsTimes)
+    ipvs_times: IpvsTimeoutSettings = field(default_factory=IpvsTimeoutSettings)
     strict_arp: bool = False
     serving: Serving = field(default_factory=Serving)
     accounting: Accounting = Accounting.CONNECTIONS
@@ -209,6 +209,6 @@ class Config:
     log_level: str = "info"
 
 
-def is_system(service: ServiceName, config: Config) -> bool:
+def is_system_service(service: ServiceName, config: Config) -> bool:
     """Whether the cluster itself depends on this Service, so that it comes before all others."""
     return service.namespace in config.system_namespaces or service == API_SERVER

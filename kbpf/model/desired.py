@@ -93,7 +93,7 @@ class Spread(msgspec.Struct, frozen=True, gc=False):
     weights: tuple[int, ...] = ()
 
 
-EVENLY: Final = Spread()
+EVEN_SPREAD: Final = Spread()
 
 
 class ServiceState(msgspec.Struct, frozen=True):
@@ -142,12 +142,12 @@ class ServiceState(msgspec.Struct, frozen=True):
         return _spread(self.algorithm, self.local_weights)
 
 
-_EVEN: Final = {algorithm: Spread(algorithm) for algorithm in Algorithm}
+_EVEN_SPREADS: Final = {algorithm: Spread(algorithm) for algorithm in Algorithm}
 
 
 def _spread(algorithm: Algorithm, weights: tuple[int, ...]) -> Spread:
     """The same value for nearly all Services."""
-    return Spread(algorithm, weights) if weights else _EVEN[algorithm]
+    return Spread(algorithm, weights) if weights else _EVEN_SPREADS[algorithm]
 
 
 class DesiredState(msgspec.Struct, frozen=True):
@@ -164,7 +164,7 @@ class DesiredState(msgspec.Struct, frozen=True):
 
     services: Mapping[ServicePortKey, ServiceState]
     node_addresses: tuple[Addr, ...] = ()
-    masquerade_as: tuple[Addr, ...] = ()
+    masquerade_addresses: tuple[Addr, ...] = ()
     local_networks: tuple[Cidr, ...] = ()
     exempt_pods: tuple[str, ...] = ()
-    pods_known: bool = True
+    exempt_pods_known: bool = True

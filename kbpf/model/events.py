@@ -17,7 +17,7 @@ class Kind(StrEnum):
     POD = "Pod"
 
 
-NEEDED: Final = frozenset(Kind) - {Kind.POD}
+REQUIRED_KINDS: Final = frozenset(Kind) - {Kind.POD}
 """Without all of these nothing is programmed. Pods only say who is left alone."""
 
 
@@ -29,8 +29,8 @@ class ObjectKey(NamedTuple):
     name: str
 
     def __str__(self) -> str:
-        place = f"{self.namespace}/{self.name}" if self.namespace else self.name
-        return f"{self.kind} {place}"
+        full_name = f"{self.namespace}/{self.name}" if self.namespace else self.name
+        return f"{self.kind} {full_name}"
 
 
 class Upsert(msgspec.Struct, frozen=True):
@@ -42,15 +42,15 @@ class Upsert(msgspec.Struct, frozen=True):
 
     key: ObjectKey
     object: Service | EndpointSlice | Node | Pod
-    received: float = 0.0
-    triggered: str = ""
+    received_at: float = 0.0
+    trigger_time: str = ""
 
 
 class Delete(msgspec.Struct, frozen=True):
     """The object is gone, or no longer selected."""
 
     key: ObjectKey
-    received: float = 0.0
+    received_at: float = 0.0
 
 
 class Rejected(msgspec.Struct, frozen=True):

@@ -6,7 +6,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 
-class Table(NamedTuple):
+class TableUsage(NamedTuple):
     """A map or table. `entries` is None where they are not counted, `bytes` where the kernel does
     not say. `room` is what it has now, `limit` how far it may grow; None where an entry stays until
     its room is needed, so that being full is no sign of anything.
@@ -14,24 +14,24 @@ class Table(NamedTuple):
 
     name: str
     entries: int | None
-    room: int
+    capacity: int
     limit: int | None
     bytes: int | None
 
 
-class Decision(NamedTuple):
+class ReasonCount(NamedTuple):
     """How often a connection or a packet was decided so. `verdict`: what its sender sees."""
 
     reason: str
     verdict: str
-    times: int
+    total: int
 
 
 PortName = tuple[str, str, str, str]
 """A Service port, both families together: namespace, Service, port, protocol."""
 
 
-class Totals(NamedTuple):
+class ConnectionStats(NamedTuple):
     """Since counting began. `begun`: connections and flows of datagrams. `bytes_in` is from
     clients, `bytes_out` to them; of a TCP socket they are known at its end.
 
@@ -53,33 +53,33 @@ class Totals(NamedTuple):
     rtts: int = 0
 
 
-BEGUN: Final = frozenset(("begun", "refused"))
-FULL: Final = frozenset(Totals._fields)
-PACKETS: Final = frozenset(("begun", "bytes_in", "bytes_out"))
+CONNECTION_COUNTERS: Final = frozenset(("begun", "refused"))
+ALL_COUNTERS: Final = frozenset(ConnectionStats._fields)
+IPVS_COUNTERS: Final = frozenset(("begun", "bytes_in", "bytes_out"))
 """Which numbers of Totals there are: by the setting of --accounting, and by IPVS."""
 
 
-class Pair(NamedTuple):
+class BackendStats(NamedTuple):
     """A Service port and one of its backends (``address:port``): `now`, connections that there are,
     and what it has had.
     """
 
     name: PortName
     backend: str
-    now: int
-    totals: Totals
+    open_connections: int
+    stats: ConnectionStats
 
 
-class Tracked(NamedTuple):
+class FlowCount(NamedTuple):
     """Connections of the packet path: `now`, those that live and would have to be driven out to
     make room (half open and closed ones make it by themselves); `most`, as many as there may be.
     """
 
-    now: int
-    most: int
+    live: int
+    capacity: int
 
 
-class Ended(NamedTuple):
+class UdpCuts(NamedTuple):
     """One look for UDP that goes on to a backend that serves no more: the seconds that it took, and
     how many flows and connected sockets it has ended, by family (4, 6), of those that it was for.
     """
@@ -88,20 +88,20 @@ class Ended(NamedTuple):
     flows: Mapping[int, int]
 
 
-class Measures(msgspec.Struct, frozen=True):
+class DataPlaneMetrics(msgspec.Struct, frozen=True):
     """What is known at once. `tables`: `entries` of those that programs write is what it was when
     connections were counted last. `hooks`: those that are wanted, and whether each is attached.
     `foreign`: programs of other load balancers at these hooks and on devices, None where nobody
     looks for them.
     """
 
-    tables: tuple[Table, ...] = ()
-    decisions: tuple[Decision, ...] = ()
+    tables: tuple[TableUsage, ...] = ()
+    reason_counts: tuple[ReasonCount, ...] = ()
     hooks: tuple[tuple[str, bool], ...] = ()
-    foreign: int | None = None
+    foreign_programs: int | None = None
 
 
-class Traffic(msgspec.Struct, frozen=True):
+class TrafficStats(msgspec.Struct, frozen=True):
     """What takes long to count. `connections`: how many each Service port has now, if it has any;
     there may be tens of thousands. None where that is not counted. `totals`: what each has had,
     where that is; `known`: which of its numbers are counted. `backends`: the busiest, as many as
@@ -109,10 +109,10 @@ class Traffic(msgspec.Struct, frozen=True):
     """
 
     connections: tuple[tuple[PortName, int], ...] | None = None
-    totals: tuple[tuple[PortName, Totals], ...] = ()
-    known: frozenset[str] = frozenset()
-    backends: tuple[Pair, ...] = ()
-    tracked: Tracked | None = None
+    totals: tuple[tuple[PortName, ConnectionStats], ...] = ()
+    counted_fields: frozenset[str] = frozenset()
+    backends: tuple[BackendStats, ...] = ()
+    flow_count: FlowCount | None = None
 
 
 Pause = Callable[[], None]

@@ -38,7 +38,7 @@ class ServiceName(NamedTuple):
         return f"{self.namespace}/{self.name}"
 
 
-READ_AS: Final = "it is read as"
+READ_AS_TEXT: Final = "it is read as"
 """In a line about an address that is used though it is written oddly."""
 
 API_SERVER: Final = ServiceName("default", "kubernetes")
@@ -55,8 +55,8 @@ class Cidr(NamedTuple):
         if family_of(self.address) != family_of(addr):
             return False  # ::/0 would hold every v4-mapped address
         shift = 128 - self.bits
-        ours, theirs = int.from_bytes(self.address), int.from_bytes(addr)
-        return ours >> shift == theirs >> shift
+        network, host = int.from_bytes(self.address), int.from_bytes(addr)
+        return network >> shift == host >> shift
 
 
 class ServicePort(msgspec.Struct, frozen=True, gc=False):
@@ -77,7 +77,7 @@ class Weights(msgspec.Struct, frozen=True):
     pods: tuple[tuple[str, int], ...] = ()
     nodes: tuple[tuple[str, int], ...] = ()
     zones: tuple[tuple[str, int], ...] = ()
-    others: int = 1
+    default: int = 1
 
 
 class Service(msgspec.Struct, frozen=True):
@@ -102,7 +102,7 @@ class Service(msgspec.Struct, frozen=True):
     internal_local: bool = False
     affinity_timeout: int = 0
     health_check_node_port: int = 0
-    created: str = ""
+    creation_timestamp: str = ""
     algorithm: Algorithm | None = None
     weights: Weights | None = None
     skipped: tuple[str, ...] = ()
@@ -172,8 +172,8 @@ def pack_names(names: Sequence[str]) -> str:
         return ""
     first, last = min(names), max(names)  # what these two share, all between them do
     pairs = zip(first, last, strict=False)
-    shared = next((i for i, (a, b) in enumerate(pairs) if a != b), len(first))
-    return "\n".join((first[:shared], *(name[shared:] for name in names)))
+    prefix_length = next((i for i, (a, b) in enumerate(pairs) if a != b), len(first))
+    return "\n".join((first[:prefix_length], *(name[prefix_length:] for name in names)))
 
 
 def unpack_names(text: str) -> tuple[str, ...]:
@@ -195,7 +195,7 @@ class Node(msgspec.Struct, frozen=True):
     zone: str = ""
     pod_cidrs: tuple[Cidr, ...] = ()
     skipped: tuple[str, ...] = ()
-    leaving: bool = False
+    being_deleted: bool = False
 
 
 class Pod(msgspec.Struct, frozen=True):

@@ -108,13 +108,13 @@ class AgentStatus(msgspec.Struct, frozen=True):
     config_error: str | None = None
 
 
-MOST_NAMESPACES = 50
+MAX_NAMESPACES = 50
 """Namespaces in `refused_namespaces`, by Service ports that could not be programmed."""
 
-MOST_PROBLEMS = 50
+MAX_PROBLEMS = 50
 """Lines that fit; `problem_count` has all."""
 
-MOST_FAILURES = 20
+MAX_FAILED_DEVICES = 20
 """Devices that fit; `failed_count` has all."""
 
 

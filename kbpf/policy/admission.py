@@ -28,12 +28,12 @@ from kbpf.model.objects import (
     ServicePort,
 )
 
-Server = tuple[Addr, int]
+ApiServerAddress = tuple[Addr, int]
 """Address and port of an API server."""
 
 _ANY: Final = {4: ANY4, 6: ANY6}
 _LINK_LOCAL4: Final = V4_PREFIX + bytes((169, 254))
-METADATA: Final = frozenset(
+METADATA_SERVICES: Final = frozenset(
     map(parse_addr, ("fd00:ec2::254", "fd20:ce::254", "100.100.100.200", "168.63.129.16"))
 )
 """Metadata services of clouds that are not at a link-local address: Amazon's and Google's over
@@ -41,7 +41,7 @@ IPv6, Alibaba's, and Azure's WireServer. 169.254.169.254 is link-local.
 """
 
 
-class Reserved(msgspec.Struct, frozen=True):
+class ReservedAddresses(msgspec.Struct, frozen=True):
     """What is not for Services, as known now.
 
     `servers`: API servers, those of default/kubernetes and those that the agent has dialled.
@@ -50,45 +50,45 @@ class Reserved(msgspec.Struct, frozen=True):
     of this node's pods. `external_ips`: the setting.
     """
 
-    servers: frozenset[Server] = frozenset()
-    node: frozenset[Addr] = frozenset()
-    local: frozenset[Addr] = frozenset()
-    listening: frozenset[FrontendAddress] = frozenset()
-    pods: tuple[Cidr, ...] = ()
+    api_servers: frozenset[ApiServerAddress] = frozenset()
+    node_addresses: frozenset[Addr] = frozenset()
+    local_addresses: frozenset[Addr] = frozenset()
+    listeners: frozenset[FrontendAddress] = frozenset()
+    pod_networks: tuple[Cidr, ...] = ()
     external_ips: str | tuple[Cidr, ...] = "all"
 
 
-def reserved(
+def compute_reserved(
     node: Node,
     local_addresses: Collection[Addr],
-    servers: Iterable[Server],
-    listening: Collection[FrontendAddress],
+    api_servers: Iterable[ApiServerAddress],
+    listeners: Collection[FrontendAddress],
     api_slices: Iterable[EndpointSlice],
     config: Config,
-) -> Reserved:
+) -> ReservedAddresses:
     """`servers`: those that the agent has dialled; `api_slices`: those of default/kubernetes."""
     endpoints = {
-        (end.address, port.port)
-        for piece in api_slices
-        for end in piece.endpoints
-        for port in piece.ports
+        (endpoint.address, port.port)
+        for slice_ in api_slices
+        for endpoint in slice_.endpoints
+        for port in slice_.ports
         if port.protocol is Protocol.TCP
     }
-    return Reserved(
-        frozenset(endpoints | set(servers)),
+    return ReservedAddresses(
+        frozenset(endpoints | set(api_servers)),
         frozenset(node.addresses),
         frozenset(node.addresses) | frozenset(local_addresses),
-        frozenset(listening),
+        frozenset(listeners),
         node.pod_cidrs,
         config.external_ips,
     )
 
 
-def refusal(
+def refusal_reason(
     service: Service,
     port: ServicePort,
     frontend: Frontend,
-    kept: Reserved,
+    reserved: ReservedAddresses,
     has_pod: Callable[[Addr], bool],
     has_node: Callable[[Addr], bool],
 ) -> str:
@@ -97,43 +97,45 @@ def refusal(
     has it.
     """
     address = frontend.at.address
-    external = frontend.kind is FrontendKind.EXTERNAL_IP
-    listed = external and _is_listed(address, kept)
-    outside = _refusal_by_setting(kept) if external and not listed else ""
-    if outside:
-        return outside
-    if service.key != API_SERVER and (reason := _refusal_everywhere(frontend, kept)):
+    is_external = frontend.kind is FrontendKind.EXTERNAL_IP
+    is_listed = is_external and _is_listed(address, reserved)
+    setting_reason = _setting_refusal(reserved) if is_external and not is_listed else ""
+    if setting_reason:
+        return setting_reason
+    if service.key != API_SERVER and (reason := _unconditional_refusal(frontend, reserved)):
         return reason
-    if address in kept.local:
-        return _refusal_here(port, frontend, kept, external and not listed)
-    at_own_node_port = port.node_port == frontend.at.port
-    if external and not listed and has_node(address) and not at_own_node_port:
+    if address in reserved.local_addresses:
+        return _node_address_refusal(port, frontend, reserved, is_external and not is_listed)
+    is_own_node_port = port.node_port == frontend.at.port
+    if is_external and not is_listed and has_node(address) and not is_own_node_port:
         return "it is an address of another node, which --external-ips does not list"
-    in_pods = any(cidr.contains(address) for cidr in kept.pods)
-    if not listed and (in_pods or (external and has_pod(address))):
+    in_pod_network = any(cidr.contains(address) for cidr in reserved.pod_networks)
+    if not is_listed and (in_pod_network or (is_external and has_pod(address))):
         return "it is an address of a Pod, or in the network of this node's Pods"
     return ""
 
 
-def _refusal_by_setting(kept: Reserved) -> str:
+def _setting_refusal(reserved: ReservedAddresses) -> str:
     """Of an ExternalIP that is not listed."""
-    if kept.external_ips == "all":
+    if reserved.external_ips == "all":
         return ""
-    outside = "it is in none of the networks of --external-ips"
-    return outside if kept.external_ips else "--external-ips is off"
+    reason = "it is in none of the networks of --external-ips"
+    return reason if reserved.external_ips else "--external-ips is off"
 
 
-def _refusal_everywhere(frontend: Frontend, kept: Reserved) -> str:
+def _unconditional_refusal(frontend: Frontend, reserved: ReservedAddresses) -> str:
     """Of what no setting allows."""
     address, port, protocol = frontend.at
-    if protocol is Protocol.TCP and (address, port) in kept.servers:
+    if protocol is Protocol.TCP and (address, port) in reserved.api_servers:
         return "it is an address of the API server"
-    if address in METADATA or _is_link_local(address):
+    if address in METADATA_SERVICES or _is_link_local(address):
         return "it is a link-local address, or that of a cloud's metadata service"
     return ""
 
 
-def _refusal_here(port: ServicePort, frontend: Frontend, kept: Reserved, unlisted: bool) -> str:
+def _node_address_refusal(
+    port: ServicePort, frontend: Frontend, reserved: ReservedAddresses, is_unlisted: bool
+) -> str:
     """Of an address of this machine. One that only a device has may be the Service's own VIP, which
     kube-vip, MetalLB or keepalived have put there. `unlisted`: an ExternalIP in none of the
     networks of the setting.
@@ -141,17 +143,19 @@ def _refusal_here(port: ServicePort, frontend: Frontend, kept: Reserved, unliste
     address = frontend.at.address
     if port.node_port == frontend.at.port:
         return ""
-    if unlisted and address in kept.node:
+    if is_unlisted and address in reserved.node_addresses:
         return "it is an address of this node, which --external-ips does not list"
-    wildcards = (address, _ANY[family_of(address)], ANY6)
-    listens = any(frontend.at._replace(address=at) in kept.listening for at in wildcards)
-    if listens and (unlisted or address in kept.node):
+    candidates = (address, _ANY[family_of(address)], ANY6)
+    is_listening = any(
+        frontend.at._replace(address=candidate) in reserved.listeners for candidate in candidates
+    )
+    if is_listening and (is_unlisted or address in reserved.node_addresses):
         return "a process of this node listens there"
     return ""
 
 
-def _is_listed(address: Addr, kept: Reserved) -> bool:
-    networks = kept.external_ips
+def _is_listed(address: Addr, reserved: ReservedAddresses) -> bool:
+    networks = reserved.external_ips
     return isinstance(networks, tuple) and any(cidr.contains(address) for cidr in networks)
 
 

@@ -40,390 +40,417 @@ from kbpf.model.objects import (
     ServiceName,
     ServicePort,
 )
-from kbpf.policy.admission import Reserved, Server, refusal, reserved
-from kbpf.policy.endpoints import choose, external_local, on_node
+from kbpf.policy.admission import (
+    ApiServerAddress,
+    ReservedAddresses,
+    compute_reserved,
+    refusal_reason,
+)
+from kbpf.policy.endpoints import is_external_local, local_endpoint_addresses, select_endpoints
 from kbpf.policy.frontends import (
     Claims,
-    families,
-    frontends,
+    compute_frontends,
     local_networks,
     masquerade_addresses,
     node_port_addresses,
-    restricted,
+    restricts_clients,
+    service_families,
     source_ranges,
 )
-from kbpf.policy.store import Touched, World, pod_addresses
+from kbpf.policy.store import ChangeSet, ObjectStore, pod_addresses
 
 
-class Surroundings(NamedTuple):
+class AdmissionContext(NamedTuple):
     """What decides which frontends a Service may have: see admission.py. `node_ports`: addresses
     that serve NodePorts. `node_port_ranges`: who may dial these.
     """
 
-    kept: Reserved = Reserved()
+    reserved: ReservedAddresses = ReservedAddresses()
     has_pod: Callable[[Addr], bool] = lambda _: False
     has_node: Callable[[Addr], bool] = lambda _: False
-    node_ports: frozenset[Addr] = frozenset()
+    node_port_addresses: frozenset[Addr] = frozenset()
     node_port_ranges: tuple[Cidr, ...] = ()
 
 
-DEFAULTS: Final = Config()
-NOTHING: Final = (None, None)
+DEFAULT_CONFIG: Final = Config()
+NO_SPREAD_SETTINGS: Final = (None, None)
 
-STEP: Final = 512
+STEP_BUDGET: Final = 512
 """Endpoints and addresses that are computed at a time: about one millisecond."""
 
-STEP_COST: Final = 8
+PORT_COST: Final = 8
 """What a Service port costs beside its endpoints and addresses, in as many of these."""
 
 
-def _as_allowed(service: Service, annotations: ServiceAnnotations) -> Service:
+def _apply_annotation_setting(service: Service, annotations: ServiceAnnotations) -> Service:
     """The Service without the annotations that the operator has switched off."""
-    if annotations is ServiceAnnotations.ALL or (service.algorithm, service.weights) == NOTHING:
+    if (
+        annotations is ServiceAnnotations.ALL
+        or (service.algorithm, service.weights) == NO_SPREAD_SETTINGS
+    ):
         return service
     algorithm = service.algorithm if annotations is ServiceAnnotations.ALGORITHM else None
     return replace(service, algorithm=algorithm, weights=None)
 
 
-def desired_service(
+def compute_service_states(
     service: Service,
     slices: Sequence[EndpointSlice],
     node: Node,
-    config: Config = DEFAULTS,
-    here: Surroundings = Surroundings(),  # noqa: B008 - a constant
+    config: Config = DEFAULT_CONFIG,
+    context: AdmissionContext = AdmissionContext(),  # noqa: B008 - a constant
 ) -> Iterator[ServiceState]:
     """One state per port and family that has a cluster IP, with every frontend that it asks for and
     may have. Of ports with the same name and protocol the last one counts. Once the ports would
     fill the largest maps, as nothing limits their product with endpoints and addresses, the others
     get nothing.
     """
-    service = _as_allowed(service, config.service_annotations)
+    service = _apply_annotation_setting(service, config.service_annotations)
     ports = {(port.name, port.protocol): port for port in service.ports}.values()
-    most, backends, asked_for = _most(config.sizes), 0, 0
-    for family in families(service):
-        addresses = on_node(slices, node, family)
-        endpoints = sum(len(piece.endpoints) for piece in slices if piece.family == family)
+    limits, backend_count, frontend_count = _service_limits(config.sizes), 0, 0
+    for family in service_families(service):
+        local_endpoints = local_endpoint_addresses(slices, node, family)
+        endpoint_count = sum(len(slice_.endpoints) for slice_ in slices if slice_.family == family)
         ranges: tuple[Cidr, ...] | None = None
         for port in ports:
-            backends += endpoints
-            asked_for += 2 + len(service.external_ips) + len(service.lb_vips)
-            if backends > most.backends or asked_for > most.frontends:
-                yield _left_out(service, port, family)
+            backend_count += endpoint_count
+            frontend_count += 2 + len(service.external_ips) + len(service.lb_vips)
+            if backend_count > limits.backends or frontend_count > limits.frontends:
+                yield _over_limit_state(service, port, family)
                 continue
-            chosen = choose(slices, port, service, node, family)
-            asked, refused = _admitted(service, port, family, here)
-            limited = any(frontend.restricted for frontend in asked)
-            at_node = _node_port_ranges(here.node_port_ranges, family) if port.node_port else ()
-            if at_node:
-                asked = tuple(map(_restricted_node_port, asked))
-            if limited and ranges is None:
+            selection = select_endpoints(slices, port, service, node, family)
+            admitted, refused = _admit(service, port, family, context)
+            is_restricted = any(frontend.restricted for frontend in admitted)
+            node_port_ranges = (
+                _restricting_ranges(context.node_port_ranges, family) if port.node_port else ()
+            )
+            if node_port_ranges:
+                admitted = tuple(map(_restrict_node_port, admitted))
+            if is_restricted and ranges is None:
                 ranges = source_ranges(service, node, family)
             yield ServiceState(
                 key=ServicePortKey(
                     service.namespace, service.name, port.name, port.protocol, family
                 ),
-                frontends=asked,
-                cluster=chosen.cluster,
-                local=chosen.local,
-                serving=chosen.serving,
+                frontends=admitted,
+                cluster=selection.cluster,
+                local=selection.local,
+                serving=selection.serving,
                 internal_local=service.internal_local,
-                external_local=external_local(service, port, family),
+                external_local=is_external_local(service, port, family),
                 affinity_timeout=service.affinity_timeout,
-                any_endpoints=chosen.any_endpoints,
-                source_ranges=(ranges or ()) if limited else (),
+                any_endpoints=selection.any_endpoints,
+                source_ranges=(ranges or ()) if is_restricted else (),
                 algorithm=service.algorithm or config.algorithm,
-                cluster_weights=chosen.cluster_weights,
-                local_weights=chosen.local_weights,
-                on_node=addresses,
+                cluster_weights=selection.cluster_weights,
+                local_weights=selection.local_weights,
+                on_node=local_endpoints,
                 refused=refused,
-                node_port_ranges=at_node,
-                created=service.created,
+                node_port_ranges=node_port_ranges,
+                created=service.creation_timestamp,
             )
 
 
 @lru_cache(maxsize=4)
-def _most(own: MapSizes) -> MapSizes:
+def _service_limits(configured: MapSizes) -> MapSizes:
     """What one Service may ask for. An operator with smaller maps is told which of them is full."""
-    usual = MapSizes()
+    defaults = MapSizes()
     return MapSizes(
-        frontends=max(usual.frontends, own.frontends), backends=max(usual.backends, own.backends)
+        frontends=max(defaults.frontends, configured.frontends),
+        backends=max(defaults.backends, configured.backends),
     )
 
 
-def _left_out(service: Service, port: ServicePort, family: int) -> ServiceState:
+def _over_limit_state(service: Service, port: ServicePort, family: int) -> ServiceState:
     """A port of a Service that asks for more than the maps may ever hold."""
-    own = next(addr for addr in service.cluster_ips if family_of(addr) == family)
+    cluster_ip = next(addr for addr in service.cluster_ips if family_of(addr) == family)
     what = "its Service has more ports, times endpoints or addresses, than the maps may hold"
     return ServiceState(
         ServicePortKey(service.namespace, service.name, port.name, port.protocol, family),
         frontends=(),
         cluster=(),
-        refused=((FrontendAddress(own, port.port, port.protocol), what),),
-        created=service.created,
+        refused=((FrontendAddress(cluster_ip, port.port, port.protocol), what),),
+        created=service.creation_timestamp,
     )
 
 
-def _admitted(
-    service: Service, port: ServicePort, family: int, here: Surroundings
+def _admit(
+    service: Service, port: ServicePort, family: int, context: AdmissionContext
 ) -> tuple[tuple[Frontend, ...], tuple[tuple[FrontendAddress, str], ...]]:
     """The frontends that the port may have, and those that it may not, with the reasons."""
-    asked = frontends(service, port, family)
+    requested = compute_frontends(service, port, family)
     if not service.external_ips and not service.lb_vips:
-        return asked, ()
+        return requested, ()
     reasons = [
-        refusal(service, port, each, here.kept, here.has_pod, here.has_node)
-        if each.kind in (FrontendKind.EXTERNAL_IP, FrontendKind.LOAD_BALANCER)
+        refusal_reason(service, port, frontend, context.reserved, context.has_pod, context.has_node)
+        if frontend.kind in (FrontendKind.EXTERNAL_IP, FrontendKind.LOAD_BALANCER)
         else ""
-        for each in asked
+        for frontend in requested
     ]
-    pairs = list(zip(asked, reasons, strict=True))
+    pairs = list(zip(requested, reasons, strict=True))
     return (
-        tuple(_placed(each, here.node_ports) for each, reason in pairs if not reason),
-        tuple((each.at, reason) for each, reason in pairs if reason),
+        tuple(
+            _mark_node_address(frontend, context.node_port_addresses)
+            for frontend, reason in pairs
+            if not reason
+        ),
+        tuple((frontend.at, reason) for frontend, reason in pairs if reason),
     )
 
 
-def _node_port_ranges(ranges: Iterable[Cidr], family: int) -> tuple[Cidr, ...]:
+def _restricting_ranges(ranges: Iterable[Cidr], family: int) -> tuple[Cidr, ...]:
     """Those of the family; none where they keep nobody away."""
-    ours = tuple(cidr for cidr in ranges if family_of(cidr.address) == family)
-    return ours if restricted(ours, family) else ()
+    family_ranges = tuple(cidr for cidr in ranges if family_of(cidr.address) == family)
+    return family_ranges if restricts_clients(family_ranges, family) else ()
 
 
-def _restricted_node_port(frontend: Frontend) -> Frontend:
+def _restrict_node_port(frontend: Frontend) -> Frontend:
     is_node_port = frontend.kind is FrontendKind.NODE_PORT
     return replace(frontend, restricted=True) if is_node_port else frontend
 
 
-def _placed(frontend: Frontend, node_ports: Collection[Addr]) -> Frontend:
-    at_node = (
+def _mark_node_address(frontend: Frontend, node_port_addresses: Collection[Addr]) -> Frontend:
+    is_node_address = (
         frontend.kind in (FrontendKind.EXTERNAL_IP, FrontendKind.LOAD_BALANCER)
-        and frontend.at.address in node_ports
+        and frontend.at.address in node_port_addresses
     )
-    return replace(frontend, at_node=True) if at_node else frontend
+    return replace(frontend, at_node=True) if is_node_address else frontend
 
 
-def desired_state(
+def compute_desired_state(
     services: Iterable[Service],
     slices: Iterable[EndpointSlice],
     node: Node,
     local_addresses: Collection[Addr],
     config: Config,
     pods: Iterable[Pod] | None = (),
-    servers: Iterable[Server] = (),
-    listening: Collection[FrontendAddress] = (),
+    api_servers: Iterable[ApiServerAddress] = (),
+    listeners: Collection[FrontendAddress] = (),
     other_nodes: Iterable[Node] = (),
 ) -> DesiredState:
     """Everything at once, conflicts resolved. `pods` are those that are exempt; None: not known.
     `servers` and `listening`: see admission.reserved().
     """
     by_service: defaultdict[ServiceName, list[EndpointSlice]] = defaultdict(list)
-    with_pods: set[Addr] = set()
-    for piece in slices:
-        by_service[piece.service_name].append(piece)
-        with_pods |= pod_addresses(piece)
+    pod_ips: set[Addr] = set()
+    for slice_ in slices:
+        by_service[slice_.service_name].append(slice_)
+        pod_ips |= pod_addresses(slice_)
     node_ports = node_port_addresses(node, local_addresses, config)
-    own = by_service.get(API_SERVER, ())
-    kept = reserved(node, local_addresses, servers, listening, own, config)
+    api_slices = by_service.get(API_SERVER, ())
+    reserved_addresses = compute_reserved(
+        node, local_addresses, api_servers, listeners, api_slices, config
+    )
     ranges = config.node_port_source_ranges
-    with_nodes = {address for other in other_nodes for address in other.addresses}
-    here = Surroundings(
-        kept, with_pods.__contains__, with_nodes.__contains__, frozenset(node_ports), ranges
+    node_ips = {address for other_node in other_nodes for address in other_node.addresses}
+    context = AdmissionContext(
+        reserved_addresses,
+        pod_ips.__contains__,
+        node_ips.__contains__,
+        frozenset(node_ports),
+        ranges,
     )
     claims = Claims()
     states: list[ServiceState] = []
     for service in services:
-        pieces = by_service.get(service.key, ())
-        for state in desired_service(service, pieces, node, config, here):
-            claims.put(state.key, service.created, (), state.frontends)
+        service_slices = by_service.get(service.key, ())
+        for state in compute_service_states(service, service_slices, node, config, context):
+            claims.update(state.key, service.creation_timestamp, (), state.frontends)
             states.append(state)
     return DesiredState(
-        services={state.key: claims.settle(state) for state in states},
+        services={state.key: claims.resolve(state) for state in states},
         node_addresses=node_ports,
-        masquerade_as=masquerade_addresses(node, local_addresses),
+        masquerade_addresses=masquerade_addresses(node, local_addresses),
         local_networks=local_networks(node, config),
-        exempt_pods=_uids(pods or ()),
-        pods_known=pods is not None,
+        exempt_pods=_pod_uids(pods or ()),
+        exempt_pods_known=pods is not None,
     )
 
 
-def _uids(pods: Iterable[Pod]) -> tuple[str, ...]:
+def _pod_uids(pods: Iterable[Pod]) -> tuple[str, ...]:
     return tuple(sorted(pod.uid for pod in pods))
 
 
-class Desired:
+class DesiredStateBuilder:
     """The desired state, kept by what was touched. One thread only."""
 
     def __init__(self) -> None:
         self._services: dict[ServicePortKey, ServiceState] = {}
-        self._contested: dict[ServicePortKey, ServiceState] = {}
+        self._unresolved: dict[ServicePortKey, ServiceState] = {}
         """What a state was before it lost a frontend; nothing for those that lost none."""
         self._keys: dict[ServiceName, tuple[ServicePortKey, ...]] = {}
         self._claims = Claims()
         self._node_addresses: tuple[Addr, ...] = ()
-        self._masquerade_as: tuple[Addr, ...] = ()
+        self._masquerade_addresses: tuple[Addr, ...] = ()
         self._local_networks: tuple[Cidr, ...] = ()
         self._exempt_pods: tuple[str, ...] = ()
-        self._pods_known = False
-        self._here = Surroundings()
-        self._asking: dict[ServiceName, tuple[Addr, ...]] = {}
+        self._exempt_pods_known = False
+        self._context = AdmissionContext()
+        self._external_ips: dict[ServiceName, tuple[Addr, ...]] = {}
         """Services with ExternalIPs or LoadBalancer addresses, and the former."""
-        self._asked: defaultdict[Addr, set[ServiceName]] = defaultdict(set)
+        self._services_by_external_ip: defaultdict[Addr, set[ServiceName]] = defaultdict(set)
         """ExternalIPs, and the Services that list them."""
 
     @property
     def state(self) -> DesiredState:
         """The whole, sharing the live dict: the next update() changes it."""
-        return DesiredState(self._services, *self.node)
+        return DesiredState(self._services, *self.node_state)
 
     @property
-    def reserved(self) -> Reserved:
+    def reserved(self) -> ReservedAddresses:
         """What is not for Services, as of the last update()."""
-        return self._here.kept
+        return self._context.reserved
 
     def state_of(self, key: ServicePortKey) -> ServiceState | None:
         """The state of one Service port."""
         return self._services.get(key)
 
     @property
-    def node(
+    def node_state(
         self,
     ) -> tuple[tuple[Addr, ...], tuple[Addr, ...], tuple[Cidr, ...], tuple[str, ...], bool]:
         """What of it no Service decides: all but its first field, in their order."""
         return (
             self._node_addresses,
-            self._masquerade_as,
+            self._masquerade_addresses,
             self._local_networks,
             self._exempt_pods,
-            self._pods_known,
+            self._exempt_pods_known,
         )
 
     def update(
         self,
-        world: World,
-        touched: Touched,
+        store: ObjectStore,
+        touched: ChangeSet,
         local_addresses: Collection[Addr],
         config: Config,
-        servers: Iterable[Server] = (),
-        listening: Collection[FrontendAddress] = (),
+        api_servers: Iterable[ApiServerAddress] = (),
+        listeners: Collection[FrontendAddress] = (),
     ) -> set[ServicePortKey]:
         """Bring the state up to date; returns the keys whose state changed, came or went.
         `servers` and `listening`: see admission.reserved().
 
         Costs what was touched, and no more than all Services when our Node changed.
         """
-        names = self.touch(world, touched, local_addresses, config, servers, listening)
+        names = self.begin_update(store, touched, local_addresses, config, api_servers, listeners)
         changed: set[ServicePortKey] = set()
         for name in names:
-            for keys in self.steps(name, world, config):
+            for keys in self.update_service_in_steps(name, store, config):
                 changed |= keys
         return changed
 
-    def touch(
+    def begin_update(
         self,
-        world: World,
-        touched: Touched,
+        store: ObjectStore,
+        touched: ChangeSet,
         local_addresses: Collection[Addr],
         config: Config,
-        servers: Iterable[Server] = (),
-        listening: Collection[FrontendAddress] = (),
+        api_servers: Iterable[ApiServerAddress] = (),
+        listeners: Collection[FrontendAddress] = (),
     ) -> Set[ServiceName]:
         """Brings up to date what no Service decides; which Services have to be computed again."""
-        self._node_addresses = node_port_addresses(world.node, local_addresses, config)
-        self._masquerade_as = masquerade_addresses(world.node, local_addresses)
-        self._local_networks = local_networks(world.node, config)
-        self._exempt_pods = _uids(world.pods)
-        self._pods_known = Kind.POD in world.synced
-        api_slices = world.slices(API_SERVER)
-        kept = reserved(world.node, local_addresses, servers, listening, api_slices, config)
+        self._node_addresses = node_port_addresses(store.node, local_addresses, config)
+        self._masquerade_addresses = masquerade_addresses(store.node, local_addresses)
+        self._local_networks = local_networks(store.node, config)
+        self._exempt_pods = _pod_uids(store.pods)
+        self._exempt_pods_known = Kind.POD in store.synced
+        api_slices = store.slices(API_SERVER)
+        reserved_addresses = compute_reserved(
+            store.node, local_addresses, api_servers, listeners, api_slices, config
+        )
         names: Set[ServiceName] = touched.services
-        if touched.everything:
-            names = {*world.names(), *self._keys}
-        elif kept != self._here.kept:
-            names = names | self._asking.keys()
-        for address in touched.addresses & self._asked.keys():
-            names = {*names, *self._asked[address]}
+        if touched.all_services:
+            names = {*store.service_names(), *self._keys}
+        elif reserved_addresses != self._context.reserved:
+            names = names | self._external_ips.keys()
+        for address in touched.addresses & self._services_by_external_ip.keys():
+            names = {*names, *self._services_by_external_ip[address]}
         ranges = config.node_port_source_ranges
-        self._here = Surroundings(
-            kept, world.has_pod, world.has_node, frozenset(self._node_addresses), ranges
+        self._context = AdmissionContext(
+            reserved_addresses,
+            store.has_pod,
+            store.has_node,
+            frozenset(self._node_addresses),
+            ranges,
         )
         return names
 
-    def steps(
-        self, name: ServiceName, world: World, config: Config
+    def update_service_in_steps(
+        self, name: ServiceName, store: ObjectStore, config: Config
     ) -> Generator[set[ServicePortKey], None, None]:
         """Brings one Service up to date, some ports at a time: yields the keys whose state changed
         since it was resumed. Other Services may be brought up to date meanwhile, not this one. A
         port that is gone goes last, since another one may take its addresses.
         """
-        service, slices, node = world.service(name), world.slices(name), world.node
-        self._note_addresses(name, service)
-        before, now = self._keys.get(name, ()), dict[ServicePortKey, None]()
+        service, slices, node = store.service(name), store.slices(name), store.node
+        self._index_external_ips(name, service)
+        old_keys, new_keys = self._keys.get(name, ()), dict[ServicePortKey, None]()
         pending: dict[ServicePortKey, ServiceState] = {}
-        cost, endpoints = 0, sum(len(piece.endpoints) for piece in slices)
+        cost, endpoints = 0, sum(len(slice_.endpoints) for slice_ in slices)
         if service is not None:
-            for state in desired_service(service, slices, node, config, self._here):
-                now[state.key] = None
+            for state in compute_service_states(service, slices, node, config, self._context):
+                new_keys[state.key] = None
                 pending[state.key] = state
-                cost += endpoints + len(state.frontends) + len(state.refused) + STEP_COST
-                if cost > STEP:
-                    yield self._commit(pending, service.created)
+                cost += endpoints + len(state.frontends) + len(state.refused) + PORT_COST
+                if cost > STEP_BUDGET:
+                    yield self._commit_states(pending, service.creation_timestamp)
                     pending, cost = {}, 0
-            yield self._commit(pending, service.created)
-        if now:
-            self._keys[name] = tuple(now)
+            yield self._commit_states(pending, service.creation_timestamp)
+        if new_keys:
+            self._keys[name] = tuple(new_keys)
         else:
             self._keys.pop(name, None)
-        gone = [key for key in before if key not in now]
-        for start in range(0, len(gone), STEP // STEP_COST):
-            yield self._drop(gone[start : start + STEP // STEP_COST])
+        removed_keys = [key for key in old_keys if key not in new_keys]
+        for start in range(0, len(removed_keys), STEP_BUDGET // PORT_COST):
+            yield self._remove_ports(removed_keys[start : start + STEP_BUDGET // PORT_COST])
 
-    def _commit(
-        self, fresh: dict[ServicePortKey, ServiceState], created: str
+    def _commit_states(
+        self, states: dict[ServicePortKey, ServiceState], created: str
     ) -> set[ServicePortKey]:
         """These states before conflicts; their claims are renewed."""
-        others: set[ServicePortKey] = set()
-        for key, state in fresh.items():
-            old = self._before(key).frontends if key in self._services else ()
-            others |= self._claims.put(key, created, old, state.frontends)
-        changed = {key for key, state in fresh.items() if self._settle(key, state)}
-        return changed | self._resettle(others - fresh.keys())
+        affected: set[ServicePortKey] = set()
+        for key, state in states.items():
+            old = self._unresolved_state(key).frontends if key in self._services else ()
+            affected |= self._claims.update(key, created, old, state.frontends)
+        changed = {key for key, state in states.items() if self._resolve(key, state)}
+        return changed | self._resolve_again(affected - states.keys())
 
-    def _drop(self, gone: Collection[ServicePortKey]) -> set[ServicePortKey]:
-        others: set[ServicePortKey] = set()
-        for key in gone:
-            others |= self._claims.put(key, "", self._before(key).frontends, ())
-        for key in gone:
+    def _remove_ports(self, keys: Collection[ServicePortKey]) -> set[ServicePortKey]:
+        affected: set[ServicePortKey] = set()
+        for key in keys:
+            affected |= self._claims.update(key, "", self._unresolved_state(key).frontends, ())
+        for key in keys:
             del self._services[key]
-            self._contested.pop(key, None)
-        return {*gone, *self._resettle(others - set(gone))}
+            self._unresolved.pop(key, None)
+        return {*keys, *self._resolve_again(affected - set(keys))}
 
-    def _resettle(self, keys: Collection[ServicePortKey]) -> set[ServicePortKey]:
+    def _resolve_again(self, keys: Collection[ServicePortKey]) -> set[ServicePortKey]:
         """Service ports that may have won or lost an address; one that is not computed yet has
         claims already.
         """
-        known = (key for key in keys if key in self._services)
-        return {key for key in known if self._settle(key, self._before(key))}
+        computed = (key for key in keys if key in self._services)
+        return {key for key in computed if self._resolve(key, self._unresolved_state(key))}
 
-    def _note_addresses(self, name: ServiceName, service: Service | None) -> None:
-        for address in self._asking.pop(name, ()):
-            self._asked[address].discard(name)
-            if not self._asked[address]:
-                del self._asked[address]
+    def _index_external_ips(self, name: ServiceName, service: Service | None) -> None:
+        for address in self._external_ips.pop(name, ()):
+            self._services_by_external_ip[address].discard(name)
+            if not self._services_by_external_ip[address]:
+                del self._services_by_external_ip[address]
         if service is not None and (service.external_ips or service.lb_vips):
-            self._asking[name] = tuple(dict.fromkeys(service.external_ips))
-            for address in self._asking[name]:
-                self._asked[address].add(name)
+            self._external_ips[name] = tuple(dict.fromkeys(service.external_ips))
+            for address in self._external_ips[name]:
+                self._services_by_external_ip[address].add(name)
 
-    def _before(self, key: ServicePortKey) -> ServiceState:
-        return self._contested.get(key) or self._services[key]
+    def _unresolved_state(self, key: ServicePortKey) -> ServiceState:
+        return self._unresolved.get(key) or self._services[key]
 
-    def _settle(self, key: ServicePortKey, state: ServiceState) -> bool:
-        settled = self._claims.settle(state)
-        if settled is state:
-            self._contested.pop(key, None)
+    def _resolve(self, key: ServicePortKey, state: ServiceState) -> bool:
+        resolved = self._claims.resolve(state)
+        if resolved is state:
+            self._unresolved.pop(key, None)
         else:
-            self._contested[key] = state
-        if settled == self._services.get(key):
+            self._unresolved[key] = state
+        if resolved == self._services.get(key):
             return False
-        self._services[key] = settled
+        self._services[key] = resolved
         return True

@@ -31,12 +31,12 @@ from kbpf.model.objects import (
     Weights,
 )
 from kbpf.policy.frontends import externally_reachable
-from kbpf.policy.weights import weigh, weigher
+from kbpf.policy.weights import apply_weights, make_weight_lookup
 
-FEW_PORTS: Final = 8
+MAX_LINEAR_PORTS: Final = 8
 """So many ports of a slice are looked through one by one."""
 
-MOST_INDEXES: Final = 64
+MAX_PORT_INDEXES: Final = 64
 
 
 class TopologyMode(StrEnum):
@@ -47,7 +47,7 @@ class TopologyMode(StrEnum):
     SAME_ZONE = "PreferSameZone"
 
 
-class Reason(StrEnum):
+class EndpointReason(StrEnum):
     """Why an endpoint gets new connections, or does not."""
 
     READY = "Ready"
@@ -64,28 +64,28 @@ class Reason(StrEnum):
     NO_PORT = "NoPort"
 
 
-_BY_MODE = {
-    TopologyMode.NONE: (Reason.READY, "ready"),
-    TopologyMode.SAME_NODE: (Reason.SAME_NODE, "ready, and hinted for this node"),
-    TopologyMode.SAME_ZONE: (Reason.SAME_ZONE, "ready, and hinted for this zone"),
+_READY_BY_MODE = {
+    TopologyMode.NONE: (EndpointReason.READY, "ready"),
+    TopologyMode.SAME_NODE: (EndpointReason.SAME_NODE, "ready, and hinted for this node"),
+    TopologyMode.SAME_ZONE: (EndpointReason.SAME_ZONE, "ready, and hinted for this zone"),
 }
 
 
-class Explained(NamedTuple):
+class EndpointExplanation(NamedTuple):
     """What became of one endpoint of one slice. `port` is 0 where the slice lacks the port.
     `cluster` and `local` say in which sets it is.
     """
 
     endpoint: Endpoint
-    slice: str
+    slice_name: str
     port: int
     cluster: bool
     local: bool
-    reason: Reason
+    reason: EndpointReason
     text: str
 
 
-class Chosen(msgspec.Struct, frozen=True):
+class EndpointSelection(msgspec.Struct, frozen=True):
     """The backends of a Service port, sorted and without duplicates; the sets may share objects.
 
     `serving`: all that serve or are ready, whatever policy and topology say. `any_endpoints`:
@@ -105,237 +105,295 @@ class Chosen(msgspec.Struct, frozen=True):
     uses_cluster: bool = True
     cluster_weights: tuple[int, ...] = ()
     local_weights: tuple[int, ...] = ()
-    weightless: frozenset[Backend] = frozenset()
+    zero_weight: frozenset[Backend] = frozenset()
 
-    def reasons(self) -> tuple[Explained, ...]:
+    def explain(self) -> tuple[EndpointExplanation, ...]:
         """One line per endpoint of each slice of this family, by slice name, in slice order."""
-        kept = dict(merged(self.slices, self.port, self.family))
+        effective = dict(merge_endpoints(self.slices, self.port, self.family))
         cluster, local = frozenset(self.cluster), frozenset(self.local)
-        lines: list[Explained] = []
-        pieces = [piece for piece in self.slices if piece.family == self.family]
-        for piece in sorted(pieces, key=lambda piece: piece.name):
-            for number in _numbers(piece, self.port, self.family) or (0,):
-                for endpoint in piece.endpoints:
+        explanations: list[EndpointExplanation] = []
+        family_slices = [slice_ for slice_ in self.slices if slice_.family == self.family]
+        for slice_ in sorted(family_slices, key=lambda slice_: slice_.name):
+            for number in _port_numbers(slice_, self.port, self.family) or (0,):
+                for endpoint in slice_.endpoints:
                     backend = Backend(endpoint.address, number, self.port.protocol)
-                    ours = kept.get(backend) is endpoint
-                    sets = (ours and backend in cluster, ours and backend in local)
-                    why = self._explain(endpoint, *sets) if ours else self._left_out(number)
-                    if ours and backend in self.weightless and not any(sets):
-                        why = Reason.WEIGHT_ZERO, "its weight is 0: no new connections"
-                    lines.append(Explained(endpoint, piece.name, number, *sets, *why))
-        return tuple(lines)
+                    is_effective = effective.get(backend) is endpoint
+                    membership = (
+                        is_effective and backend in cluster,
+                        is_effective and backend in local,
+                    )
+                    explanation = (
+                        self._explain_effective(endpoint, *membership)
+                        if is_effective
+                        else self._explain_omitted(number)
+                    )
+                    if is_effective and backend in self.zero_weight and not any(membership):
+                        explanation = (
+                            EndpointReason.WEIGHT_ZERO,
+                            "its weight is 0: no new connections",
+                        )
+                    explanations.append(
+                        EndpointExplanation(
+                            endpoint, slice_.name, number, *membership, *explanation
+                        )
+                    )
+        return tuple(explanations)
 
-    def _left_out(self, number: int) -> tuple[Reason, str]:
+    def _explain_omitted(self, number: int) -> tuple[EndpointReason, str]:
         if number:
-            return Reason.DUPLICATE, "another copy of this address and port counts"
+            return EndpointReason.DUPLICATE, "another copy of this address and port counts"
         name = f"{self.port.name!r} ({self.port.protocol.name})"
-        return Reason.NO_PORT, f"its slice has no port named {name}"
+        return EndpointReason.NO_PORT, f"its slice has no port named {name}"
 
-    def _explain(self, end: Endpoint, cluster: bool, local: bool) -> tuple[Reason, str]:
-        if not end.ready and not _is_draining(end):
-            return Reason.NOT_READY, _conditions(end)
-        if not self.uses_cluster and not _is_local(end, self.node.name):
-            return Reason.NOT_LOCAL, f"on node {end.node or 'unknown'}; the policy is Local"
-        return self._of_ready(cluster, local) if end.ready else _of_draining(cluster, local)
+    def _explain_effective(
+        self, endpoint: Endpoint, cluster: bool, local: bool
+    ) -> tuple[EndpointReason, str]:
+        if not endpoint.ready and not _is_draining(endpoint):
+            return EndpointReason.NOT_READY, _format_conditions(endpoint)
+        if not self.uses_cluster and not _is_local(endpoint, self.node.name):
+            return (
+                EndpointReason.NOT_LOCAL,
+                f"on node {endpoint.node or 'unknown'}; the policy is Local",
+            )
+        return (
+            self._explain_ready(cluster, local)
+            if endpoint.ready
+            else _explain_draining(cluster, local)
+        )
 
-    def _of_ready(self, cluster: bool, local: bool) -> tuple[Reason, str]:
+    def _explain_ready(self, cluster: bool, local: bool) -> tuple[EndpointReason, str]:
         if cluster:
-            return _BY_MODE[self.mode]
+            return _READY_BY_MODE[self.mode]
         if local:
-            return Reason.LOCAL_ONLY, "ready on this node: serves what the Local policy covers"
-        return Reason.HINTED_ELSEWHERE, f"ready, but {self.mode} prefers others for this node"
+            return (
+                EndpointReason.LOCAL_ONLY,
+                "ready on this node: serves what the Local policy covers",
+            )
+        return (
+            EndpointReason.HINTED_ELSEWHERE,
+            f"ready, but {self.mode} prefers others for this node",
+        )
 
 
-def external_local(service: Service, port: ServicePort, family: int) -> bool:
+def is_external_local(service: Service, port: ServicePort, family: int) -> bool:
     """Whether external policy Local counts for this port (serviceport.go)."""
     if not service.external_local:
         return False
-    counts = service.type in ("LoadBalancer", "NodePort") or bool(service.external_ips)
-    return counts and externally_reachable(service, port, family)
+    can_be_external = service.type in ("LoadBalancer", "NodePort") or bool(service.external_ips)
+    return can_be_external and externally_reachable(service, port, family)
 
 
-def choose(
+def select_endpoints(
     slices: Sequence[EndpointSlice], port: ServicePort, service: Service, node: Node, family: int
-) -> Chosen:
+) -> EndpointSelection:
     """The cluster, local and serving sets of one Service port in one family.
 
     `cluster` is empty when no traffic ever uses it: internal policy Local and not reachable from
     outside. `local` is empty unless a policy that counts is Local.
     """
-    uses_local = service.internal_local or external_local(service, port, family)
+    uses_local = service.internal_local or is_external_local(service, port, family)
     uses_cluster = not service.internal_local or externally_reachable(service, port, family)
     if not uses_local and service.weights is None:
-        plain = _all_ready(slices, port, family)
-        if plain is not None:
-            none = TopologyMode.NONE
-            return Chosen(plain, (), plain, bool(plain), none, slices, port, node, family)
-    ends = merged(slices, port, family)
-    serving = tuple(backend for backend, end in ends if end.serving or end.ready)
+        backends = _backends_if_all_ready(slices, port, family)
+        if backends is not None:
+            no_topology = TopologyMode.NONE
+            return EndpointSelection(
+                backends, (), backends, bool(backends), no_topology, slices, port, node, family
+            )
+    endpoints = merge_endpoints(slices, port, family)
+    serving = tuple(
+        backend for backend, endpoint in endpoints if endpoint.serving or endpoint.ready
+    )
     mode = TopologyMode.NONE
     cluster: BackendSet = ()
     local: BackendSet = ()
     if uses_cluster:
-        mode = _mode([end for _, end in ends if end.ready], node)
-        cluster = _usable(ends, mode, node)
+        mode = _topology_mode([endpoint for _, endpoint in endpoints if endpoint.ready], node)
+        cluster = _usable_backends(endpoints, mode, node)
         cluster = serving if cluster == serving else cluster
     if uses_local:
-        here = [(backend, end) for backend, end in ends if _is_local(end, node.name)]
-        local = _usable(here, TopologyMode.NONE, node)
-    any_endpoints = any(end.ready or _is_draining(end) for _, end in ends)
-    chosen = Chosen(
+        local_endpoints = [
+            (backend, endpoint) for backend, endpoint in endpoints if _is_local(endpoint, node.name)
+        ]
+        local = _usable_backends(local_endpoints, TopologyMode.NONE, node)
+    any_endpoints = any(endpoint.ready or _is_draining(endpoint) for _, endpoint in endpoints)
+    selection = EndpointSelection(
         cluster, local, serving, any_endpoints, mode, slices, port, node, family, uses_cluster
     )
-    return chosen if service.weights is None else _weighted(chosen, service.weights)
+    return selection if service.weights is None else _apply_weights(selection, service.weights)
 
 
-def on_node(slices: Iterable[EndpointSlice], node: Node, family: int) -> tuple[Addr, ...]:
+def local_endpoint_addresses(
+    slices: Iterable[EndpointSlice], node: Node, family: int
+) -> tuple[Addr, ...]:
     """The addresses of all endpoints of this node, sorted."""
     if not node.name:
         return ()
-    pieces = [piece for piece in slices if piece.family == family]
+    family_slices = [slice_ for slice_ in slices if slice_.family == family]
     return tuple(
-        sorted({end.address for p in pieces for end in p.endpoints if end.node == node.name})
+        sorted(
+            {
+                endpoint.address
+                for slice_ in family_slices
+                for endpoint in slice_.endpoints
+                if endpoint.node == node.name
+            }
+        )
     )
 
 
-def _weighted(chosen: Chosen, weights: Weights) -> Chosen:
+def _apply_weights(selection: EndpointSelection, weights: Weights) -> EndpointSelection:
     """The same without those whose weight is 0, and with the weights of the others."""
-    of = _weights(weights, chosen.slices, chosen.port, chosen.family)
-    cluster, local = weigh(chosen.cluster, of), weigh(chosen.local, of)
+    weight_of = _backend_weights(weights, selection.slices, selection.port, selection.family)
+    cluster, local = (
+        apply_weights(selection.cluster, weight_of),
+        apply_weights(selection.local, weight_of),
+    )
     return msgspec.structs.replace(
-        chosen,
+        selection,
         cluster=cluster.backends,
         local=local.backends,
         cluster_weights=cluster.weights,
         local_weights=local.weights,
-        weightless=frozenset(chosen.cluster) - set(cluster.backends)
-        | frozenset(chosen.local) - set(local.backends),
+        zero_weight=frozenset(selection.cluster) - set(cluster.backends)
+        | frozenset(selection.local) - set(local.backends),
     )
 
 
-def _weights(
+def _backend_weights(
     weights: Weights, slices: Sequence[EndpointSlice], port: ServicePort, family: int
 ) -> dict[Backend, int]:
     """The weight of each backend: that of the copy that counts."""
-    weight, pods = weigher(weights), {piece.name: piece.pods for piece in slices}
-    found = {}
-    for at, (piece, i) in _copies(slices, port, family).items():
-        end, pod = piece.endpoints[i], pods[piece.name][i]
-        found[Backend(*at, port.protocol)] = weight(end.address, pod, end.node, end.zone)
-    return found
+    weight_of, pods = make_weight_lookup(weights), {slice_.name: slice_.pods for slice_ in slices}
+    by_backend = {}
+    for addr_port, (slice_, i) in _effective_copies(slices, port, family).items():
+        endpoint, pod = slice_.endpoints[i], pods[slice_.name][i]
+        by_backend[Backend(*addr_port, port.protocol)] = weight_of(
+            endpoint.address, pod, endpoint.node, endpoint.zone
+        )
+    return by_backend
 
 
-def _all_ready(
+def _backends_if_all_ready(
     slices: Iterable[EndpointSlice], port: ServicePort, family: int
 ) -> BackendSet | None:
     """Every backend, if all are ready and none has hints: then there is nothing to decide."""
-    found: set[tuple[Addr, int]] = set()
-    for piece in slices:
-        for number in _numbers(piece, port, family):
-            for end in piece.endpoints:
-                if not end.ready or end.zone_hints or end.node_hints:
+    addr_ports: set[tuple[Addr, int]] = set()
+    for slice_ in slices:
+        for number in _port_numbers(slice_, port, family):
+            for endpoint in slice_.endpoints:
+                if not endpoint.ready or endpoint.zone_hints or endpoint.node_hints:
                     return None
-                found.add((end.address, number))
-    return tuple([Backend(addr, number, port.protocol) for addr, number in sorted(found)])
+                addr_ports.add((endpoint.address, number))
+    return tuple([Backend(addr, number, port.protocol) for addr, number in sorted(addr_ports)])
 
 
-def merged(
+def merge_endpoints(
     slices: Iterable[EndpointSlice], port: ServicePort | SlicePort, family: int
 ) -> list[tuple[Backend, Endpoint]]:
     """One endpoint for each backend of this port's name and protocol, by address and port."""
-    copies = sorted(_copies(slices, port, family).items())
-    return [(Backend(*at, port.protocol), piece.endpoints[i]) for at, (piece, i) in copies]
+    copies = sorted(_effective_copies(slices, port, family).items())
+    return [
+        (Backend(*addr_port, port.protocol), slice_.endpoints[i])
+        for addr_port, (slice_, i) in copies
+    ]
 
 
-def _copies(
+def _effective_copies(
     slices: Iterable[EndpointSlice], port: ServicePort | SlicePort, family: int
 ) -> dict[tuple[Addr, int], tuple[EndpointSlice, int]]:
     """The copy of each endpoint that counts, by address and port: its slice and its place there."""
-    kept: dict[tuple[Addr, int], tuple[EndpointSlice, int]] = {}
-    for piece in sorted(slices, key=lambda piece: piece.name):
-        for number in _numbers(piece, port, family):
-            for i, end in enumerate(piece.endpoints):
-                at = (end.address, number)
-                if not end.terminating or at not in kept:
-                    kept[at] = (piece, i)
-    return kept
+    copies: dict[tuple[Addr, int], tuple[EndpointSlice, int]] = {}
+    for slice_ in sorted(slices, key=lambda slice_: slice_.name):
+        for number in _port_numbers(slice_, port, family):
+            for i, endpoint in enumerate(slice_.endpoints):
+                addr_port = (endpoint.address, number)
+                if not endpoint.terminating or addr_port not in copies:
+                    copies[addr_port] = (slice_, i)
+    return copies
 
 
-def _numbers(piece: EndpointSlice, port: ServicePort | SlicePort, family: int) -> list[int]:
+def _port_numbers(slice_: EndpointSlice, port: ServicePort | SlicePort, family: int) -> list[int]:
     """What this slice puts behind the port's name and protocol: one number, in practice."""
-    if piece.family != family:
+    if slice_.family != family:
         return []
-    if len(piece.ports) > FEW_PORTS:
-        return _numbers_by_name(piece).get((port.name, port.protocol), [])
+    if len(slice_.ports) > MAX_LINEAR_PORTS:
+        return _index_port_numbers(slice_).get((port.name, port.protocol), [])
     return [
         entry.port
-        for entry in piece.ports
+        for entry in slice_.ports
         if entry.name == port.name and entry.protocol == port.protocol and entry.port
     ]
 
 
-_indexes: dict[int, tuple[EndpointSlice, dict[tuple[str, Protocol], list[int]]]] = {}
+_port_indexes: dict[int, tuple[EndpointSlice, dict[tuple[str, Protocol], list[int]]]] = {}
 
 
-def _numbers_by_name(piece: EndpointSlice) -> dict[tuple[str, Protocol], list[int]]:
+def _index_port_numbers(slice_: EndpointSlice) -> dict[tuple[str, Protocol], list[int]]:
     """The ports of a slice that has many; kept for the slices that were asked for last, since
     every port of a Service asks for the same ones.
     """
-    kept = _indexes.get(id(piece))
-    if kept is not None and kept[0] is piece:
-        return kept[1]
+    cached = _port_indexes.get(id(slice_))
+    if cached is not None and cached[0] is slice_:
+        return cached[1]
     index: dict[tuple[str, Protocol], list[int]] = {}
-    for entry in piece.ports:
+    for entry in slice_.ports:
         if entry.port:
             index.setdefault((entry.name, entry.protocol), []).append(entry.port)
-    while len(_indexes) >= MOST_INDEXES:
-        del _indexes[next(iter(_indexes))]
-    _indexes[id(piece)] = piece, index
+    while len(_port_indexes) >= MAX_PORT_INDEXES:
+        del _port_indexes[next(iter(_port_indexes))]
+    _port_indexes[id(slice_)] = slice_, index
     return index
 
 
-def _mode(ready: Sequence[Endpoint], node: Node) -> TopologyMode:
+def _topology_mode(ready: Sequence[Endpoint], node: Node) -> TopologyMode:
     """The topology mode that the hints of the ready endpoints allow (topology.go)."""
     if not ready:
         return TopologyMode.NONE
-    nodes = [end.node_hints or () for end in ready]
+    nodes = [endpoint.node_hints or () for endpoint in ready]
     if node.name and all(nodes) and any(node.name in hints for hints in nodes):
         return TopologyMode.SAME_NODE
-    zones = [end.zone_hints or () for end in ready]
+    zones = [endpoint.zone_hints or () for endpoint in ready]
     if node.zone and all(zones) and any(node.zone in hints for hints in zones):
         return TopologyMode.SAME_ZONE
     return TopologyMode.NONE
 
 
-def _usable(ends: Sequence[tuple[Backend, Endpoint]], mode: TopologyMode, node: Node) -> BackendSet:
+def _usable_backends(
+    endpoints: Sequence[tuple[Backend, Endpoint]], mode: TopologyMode, node: Node
+) -> BackendSet:
     """What is ready and allowed; failing that, all that serves while it terminates."""
-    found = [backend for backend, end in ends if end.ready and _is_allowed(end, mode, node)]
-    return tuple(found or [backend for backend, end in ends if _is_draining(end)])
+    ready = [
+        backend
+        for backend, endpoint in endpoints
+        if endpoint.ready and _is_hinted(endpoint, mode, node)
+    ]
+    return tuple(ready or [backend for backend, endpoint in endpoints if _is_draining(endpoint)])
 
 
-def _is_allowed(end: Endpoint, mode: TopologyMode, node: Node) -> bool:
+def _is_hinted(endpoint: Endpoint, mode: TopologyMode, node: Node) -> bool:
     if mode is TopologyMode.NONE:
         return True
     if mode is TopologyMode.SAME_NODE:
-        return node.name in (end.node_hints or ())
-    return node.zone in (end.zone_hints or ())
+        return node.name in (endpoint.node_hints or ())
+    return node.zone in (endpoint.zone_hints or ())
 
 
-def _is_local(end: Endpoint, node_name: str) -> bool:
-    return bool(node_name) and end.node == node_name
+def _is_local(endpoint: Endpoint, node_name: str) -> bool:
+    return bool(node_name) and endpoint.node == node_name
 
 
-def _is_draining(end: Endpoint) -> bool:
-    return end.serving and end.terminating
+def _is_draining(endpoint: Endpoint) -> bool:
+    return endpoint.serving and endpoint.terminating
 
 
-def _of_draining(cluster: bool, local: bool) -> tuple[Reason, str]:
+def _explain_draining(cluster: bool, local: bool) -> tuple[EndpointReason, str]:
     if cluster or local:
         place = "" if cluster else " on this node"
-        return Reason.FALLBACK, f"serves while it terminates: none{place} is ready"
-    return Reason.DRAINING, "terminating: others are ready for new connections"
+        return EndpointReason.FALLBACK, f"serves while it terminates: none{place} is ready"
+    return EndpointReason.DRAINING, "terminating: others are ready for new connections"
 
 
-def _conditions(end: Endpoint) -> str:
-    words = ["not ready", "serving" if end.serving else "not serving"]
-    return ", ".join([*words, "terminating"] if end.terminating else words)
+def _format_conditions(endpoint: Endpoint) -> str:
+    conditions = ["not ready", "serving" if endpoint.serving else "not serving"]
+    return ", ".join([*conditions, "terminating"] if endpoint.terminating else conditions)

@@ -43,16 +43,18 @@ _RANK: Final = {
     FrontendKind.EXTERNAL_IP: 2,
     FrontendKind.NODE_PORT: 3,
 }
-_BELOW_NODE_PORT: Final = 4
+_RANK_BELOW_NODE_PORT: Final = 4
 """The rank of a claim that `at_node` frontends have to the NodePort of their port: it never wins
 against a NodePort, and is there so that who claims one finds them.
 """
 
 
-def families(service: Service) -> tuple[int, ...]:
+def service_families(service: Service) -> tuple[int, ...]:
     """The families in which the Service has a cluster IP, in the order of its cluster IPs."""
-    own = [family_of(addr) for addr in service.cluster_ips if addr not in _UNSPECIFIED]
-    return tuple(dict.fromkeys(own)) if len(own) > 1 else tuple(own)
+    found_families = [family_of(addr) for addr in service.cluster_ips if addr not in _UNSPECIFIED]
+    return (
+        tuple(dict.fromkeys(found_families)) if len(found_families) > 1 else tuple(found_families)
+    )
 
 
 def externally_reachable(service: Service, port: ServicePort, family: int) -> bool:
@@ -61,42 +63,48 @@ def externally_reachable(service: Service, port: ServicePort, family: int) -> bo
         return True
     if not service.external_ips and not service.lb_vips:
         return False
-    return bool(_addresses(service.external_ips, family) or _addresses(service.lb_vips, family))
+    return bool(
+        _usable_addresses(service.external_ips, family)
+        or _usable_addresses(service.lb_vips, family)
+    )
 
 
-def frontends(service: Service, port: ServicePort, family: int) -> tuple[Frontend, ...]:
+def compute_frontends(service: Service, port: ServicePort, family: int) -> tuple[Frontend, ...]:
     """What clients dial for this port in this family: ClusterIP, NodePort, external IPs, LB VIPs.
 
     No address twice: where a Service lists one address as two kinds, the stronger kind counts,
     so source ranges still guard an LB VIP that is an external IP too.
     """
-    own = next((addr for addr in service.cluster_ips if _is_usable(addr, family)), None)
-    if own is None:
+    cluster_ip = next((addr for addr in service.cluster_ips if _is_usable(addr, family)), None)
+    if cluster_ip is None:
         return ()
-    found = [_frontend(own, port, FrontendKind.CLUSTER_IP)]
+    result = [_make_frontend(cluster_ip, port, FrontendKind.CLUSTER_IP)]
     if port.node_port:
-        at = FrontendAddress(_ANY[family], port.node_port, port.protocol)
-        found.append(Frontend(at, FrontendKind.NODE_PORT))
+        address = FrontendAddress(_ANY[family], port.node_port, port.protocol)
+        result.append(Frontend(address, FrontendKind.NODE_PORT))
     if service.external_ips or service.lb_vips:
-        vips = _addresses(service.lb_vips, family) - {own}
-        external = _addresses(service.external_ips, family) - vips - {own}
-        limited = bool(vips) and restricted(service.source_ranges, family)
-        found += [_frontend(addr, port, FrontendKind.EXTERNAL_IP) for addr in sorted(external)]
-        found += [
-            _frontend(addr, port, FrontendKind.LOAD_BALANCER, limited) for addr in sorted(vips)
+        vips = _usable_addresses(service.lb_vips, family) - {cluster_ip}
+        external_ips = _usable_addresses(service.external_ips, family) - vips - {cluster_ip}
+        is_restricted = bool(vips) and restricts_clients(service.source_ranges, family)
+        result += [
+            _make_frontend(addr, port, FrontendKind.EXTERNAL_IP) for addr in sorted(external_ips)
         ]
-    return tuple(found)
+        result += [
+            _make_frontend(addr, port, FrontendKind.LOAD_BALANCER, is_restricted)
+            for addr in sorted(vips)
+        ]
+    return tuple(result)
 
 
-def restricted(ranges: Iterable[Cidr], family: int) -> bool:
+def restricts_clients(ranges: Iterable[Cidr], family: int) -> bool:
     """Whether source ranges keep any client of this family away from an LB VIP.
 
     Ranges are filtered by family first, and an empty list allows everyone: ranges of the other
     family alone restrict nothing, as in kube-proxy.
     """
-    ours = [cidr for cidr in ranges if family_of(cidr.address) == family]
-    everyone = 96 if family == 4 else 0
-    return bool(ours) and all(cidr.bits > everyone for cidr in ours)
+    family_ranges = [cidr for cidr in ranges if family_of(cidr.address) == family]
+    whole_family_bits = 96 if family == 4 else 0
+    return bool(family_ranges) and all(cidr.bits > whole_family_bits for cidr in family_ranges)
 
 
 def source_ranges(service: Service, node: Node, family: int) -> tuple[Cidr, ...]:
@@ -104,19 +112,23 @@ def source_ranges(service: Service, node: Node, family: int) -> tuple[Cidr, ...]
     holds an address of the node, the VIPs themselves, because what the node sends to a VIP may
     carry it as its source (iptables/proxier.go).
     """
-    ours = tuple(cidr for cidr in service.source_ranges if family_of(cidr.address) == family)
-    own = (addr for addr in node.addresses if family_of(addr) == family)
-    if any(cidr.contains(addr) for addr in own for cidr in ours):
-        ours += tuple(Cidr(addr, 128) for addr in sorted(_addresses(service.lb_vips, family)))
-    return tuple(dict.fromkeys(sorted(ours)))
+    family_ranges = tuple(
+        cidr for cidr in service.source_ranges if family_of(cidr.address) == family
+    )
+    node_addresses = (addr for addr in node.addresses if family_of(addr) == family)
+    if any(cidr.contains(addr) for addr in node_addresses for cidr in family_ranges):
+        family_ranges += tuple(
+            Cidr(addr, 128) for addr in sorted(_usable_addresses(service.lb_vips, family))
+        )
+    return tuple(dict.fromkeys(sorted(family_ranges)))
 
 
 def masquerade_addresses(node: Node, local_addresses: Collection[Addr]) -> tuple[Addr, ...]:
     """The node's own address of each family, for translated sources: the Node's first one, or
     where the Node object has none of that family the first local one.
     """
-    known = (*node.addresses, *sorted(local_addresses))
-    first = {family_of(addr): addr for addr in reversed(known) if not _is_loopback(addr)}
+    candidates = (*node.addresses, *sorted(local_addresses))
+    first = {family_of(addr): addr for addr in reversed(candidates) if not _is_loopback(addr)}
     return tuple(sorted(first.values()))
 
 
@@ -127,12 +139,12 @@ def local_networks(node: Node, config: Config) -> tuple[Cidr, ...]:
     """
     match config.detect_local_mode:
         case LocalMode.CLUSTER_CIDR:
-            listed = config.cluster_cidrs
+            networks = config.cluster_cidrs
         case LocalMode.NODE_CIDR:
-            listed = node.pod_cidrs
+            networks = node.pod_cidrs
         case _:
             return ()
-    first = {family_of(cidr.address): cidr for cidr in reversed(listed)}
+    first = {family_of(cidr.address): cidr for cidr in reversed(networks)}
     return tuple(sorted(first.values()))
 
 
@@ -150,21 +162,21 @@ def node_port_addresses(
     primary = {addr for addr in first.values() if not _is_loopback(addr)}
     local = {addr for addr in local_addresses if not _is_loopback(addr)}
     if config.all_node_port_addresses:
-        chosen = local
+        addresses = local
     elif config.node_port_addresses:
         networks = config.node_port_addresses
         if config.primary_node_ports:
-            chosen = primary | {a for a in local if any(cidr.contains(a) for cidr in networks)}
+            addresses = primary | {a for a in local if any(cidr.contains(a) for cidr in networks)}
         else:
-            chosen = {addr for addr in local if _is_listed(addr, networks)}
+            addresses = {addr for addr in local if _is_listed(addr, networks)}
     elif node.addresses:
-        chosen = primary
+        addresses = primary
     else:
-        chosen = local
-    return tuple(sorted(chosen - _UNSPECIFIED))
+        addresses = local
+    return tuple(sorted(addresses - _UNSPECIFIED))
 
 
-def node_ports_nowhere(local_addresses: Collection[Addr], config: Config) -> str:
+def node_port_problem(local_addresses: Collection[Addr], config: Config) -> str:
     """The families of which NodePorts answer nowhere, since none of the networks that are
     configured has an address of this node, as a problem; "" for none. A family that the node does
     not have, and networks of loopback, are meant so.
@@ -194,8 +206,8 @@ class Claim(NamedTuple):
     """One Service port's claim to an address. The smallest claim wins."""
 
     rank: int
-    undated: bool
-    created: str
+    is_undated: bool
+    creation_timestamp: str
     key: ServicePortKey
 
 
@@ -205,29 +217,33 @@ class Claims:
     def __init__(self) -> None:
         self._claims: dict[FrontendAddress, tuple[Claim, ...]] = {}
 
-    def put(
+    def update(
         self,
         key: ServicePortKey,
-        created: str,
+        creation_timestamp: str,
         old: Iterable[Frontend],
         new: Iterable[Frontend],
     ) -> set[ServicePortKey]:
         """Claim `new` in place of `old`; returns the *other* keys that may win or lose by it."""
-        others: set[ServicePortKey] = set()
+        affected: set[ServicePortKey] = set()
         old, new = tuple(old), tuple(new)
-        below = Claim(_BELOW_NODE_PORT, not created, created, key)
-        wanted = {_node_port_at(f.at): below for f in new if f.at_node}
-        wanted |= {f.at: Claim(_RANK[f.kind], not created, created, key) for f in new}
-        had = {f.at for f in old} | {_node_port_at(f.at) for f in old if f.at_node}
-        for at in had - wanted.keys():
-            others.update(self._set(at, key, None))
-        for at, claim in wanted.items():
-            others.update(self._set(at, key, claim))
-        return others
+        node_port_claim = Claim(
+            _RANK_BELOW_NODE_PORT, not creation_timestamp, creation_timestamp, key
+        )
+        new_claims = {_node_port_address(f.at): node_port_claim for f in new if f.at_node}
+        new_claims |= {
+            f.at: Claim(_RANK[f.kind], not creation_timestamp, creation_timestamp, key) for f in new
+        }
+        old_addresses = {f.at for f in old} | {_node_port_address(f.at) for f in old if f.at_node}
+        for address in old_addresses - new_claims.keys():
+            affected.update(self._set_claim(address, key, None))
+        for address, claim in new_claims.items():
+            affected.update(self._set_claim(address, key, claim))
+        return affected
 
-    def settle(self, state: ServiceState) -> ServiceState:
+    def resolve(self, state: ServiceState) -> ServiceState:
         """The state with only the frontends that it won; the very same state if that is all."""
-        winners = [self._winner(frontend, state.key) for frontend in state.frontends]
+        winners = [self._find_winner(frontend, state.key) for frontend in state.frontends]
         if all(winner == state.key for winner in winners):
             return state
         pairs = list(zip(state.frontends, winners, strict=True))
@@ -239,19 +255,19 @@ class Claims:
             ),
         )
 
-    def _winner(self, frontend: Frontend, key: ServicePortKey) -> ServicePortKey:
+    def _find_winner(self, frontend: Frontend, key: ServicePortKey) -> ServicePortKey:
         if frontend.at_node:
-            first = self._claims[_node_port_at(frontend.at)][0]
-            if first.rank != _BELOW_NODE_PORT and first.key.service != key.service:
+            first = self._claims[_node_port_address(frontend.at)][0]
+            if first.rank != _RANK_BELOW_NODE_PORT and first.key.service != key.service:
                 return first.key
         return self._claims[frontend.at][0].key
 
-    def _set(
-        self, at: FrontendAddress, key: ServicePortKey, claim: Claim | None
+    def _set_claim(
+        self, address: FrontendAddress, key: ServicePortKey, claim: Claim | None
     ) -> Iterable[ServicePortKey]:
-        before = self._claims.get(at, ())
+        before = self._claims.get(address, ())
         if not before and claim:
-            self._claims[at] = (claim,)
+            self._claims[address] = (claim,)
             return ()
         keys, after = tuple(map(attrgetter("key"), before)), list(before)
         if key in keys:
@@ -259,23 +275,25 @@ class Claims:
         if claim:
             insort(after, claim)
         if after:
-            self._claims[at] = tuple(after)
+            self._claims[address] = tuple(after)
         else:
-            self._claims.pop(at, None)
+            self._claims.pop(address, None)
         if before and after[:1] == [before[0]]:
             return ()  # the winner is the same, and that is all that others know of it
         return set(keys) - {key}
 
 
-def _node_port_at(at: FrontendAddress) -> FrontendAddress:
-    return at._replace(address=_ANY[family_of(at.address)])
+def _node_port_address(address: FrontendAddress) -> FrontendAddress:
+    return address._replace(address=_ANY[family_of(address.address)])
 
 
-def _frontend(addr: Addr, port: ServicePort, kind: FrontendKind, limited: bool = False) -> Frontend:
-    return Frontend(FrontendAddress(addr, port.port, port.protocol), kind, limited)
+def _make_frontend(
+    addr: Addr, port: ServicePort, kind: FrontendKind, is_restricted: bool = False
+) -> Frontend:
+    return Frontend(FrontendAddress(addr, port.port, port.protocol), kind, is_restricted)
 
 
-def _addresses(addresses: Iterable[Addr], family: int) -> set[Addr]:
+def _usable_addresses(addresses: Iterable[Addr], family: int) -> set[Addr]:
     """Those of the family."""
     return {addr for addr in addresses if _is_usable(addr, family)}
 
@@ -294,5 +312,5 @@ def _is_loopback(addr: Addr) -> bool:
 
 def _is_listed(addr: Addr, networks: Iterable[Cidr]) -> bool:
     family = family_of(addr)
-    ours = [cidr for cidr in networks if family_of(cidr.address) == family]
-    return not ours or any(cidr.contains(addr) for cidr in ours)
+    family_networks = [cidr for cidr in networks if family_of(cidr.address) == family]
+    return not family_networks or any(cidr.contains(addr) for cidr in family_networks)

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from kbpf.model.objects import EndpointSlice, Protocol, Service, SlicePort
-from kbpf.policy.endpoints import merged
-from kbpf.policy.frontends import families
+from kbpf.policy.endpoints import merge_endpoints
+from kbpf.policy.frontends import service_families
 
 
 class HealthCheck(msgspec.Struct, frozen=True):
@@ -24,20 +24,25 @@ class HealthCheck(msgspec.Struct, frozen=True):
     v6: int
 
 
-def health_check(
+def compute_health_check(
     service: Service | None, slices: Sequence[EndpointSlice], node: str
 ) -> HealthCheck | None:
     """The health check of a Service, if it has one."""
     if service is None or not service.health_check_node_port:
         return None
-    counts = {family: ready_here(slices, family, node) for family in families(service)}
+    counts = {
+        family: count_ready_local_endpoints(slices, family, node)
+        for family in service_families(service)
+    }
     if not counts:
         return None
-    either = next(iter(counts.values()))
-    return HealthCheck(service.health_check_node_port, counts.get(4, either), counts.get(6, either))
+    default_count = next(iter(counts.values()))
+    return HealthCheck(
+        service.health_check_node_port, counts.get(4, default_count), counts.get(6, default_count)
+    )
 
 
-def ready_here(slices: Sequence[EndpointSlice], family: int, node: str) -> int:
+def count_ready_local_endpoints(slices: Sequence[EndpointSlice], family: int, node: str) -> int:
     """How many addresses of this family are ready on this node, behind any port of the slices."""
     if not node:
         return 0
@@ -45,8 +50,8 @@ def ready_here(slices: Sequence[EndpointSlice], family: int, node: str) -> int:
         {
             backend.address
             for port in _distinct_ports(slices)
-            for backend, end in merged(slices, port, family)
-            if end.ready and end.node == node
+            for backend, endpoint in merge_endpoints(slices, port, family)
+            if endpoint.ready and endpoint.node == node
         }
     )
 
@@ -55,14 +60,16 @@ def _distinct_ports(slices: Sequence[EndpointSlice]) -> Iterable[SlicePort]:
     """The ports of the slices, but one alone of those that the same slices have in the same way:
     what holds for one of them holds for all.
     """
-    places: dict[tuple[str, Protocol], list[tuple[int, int]]] = {}
-    for i, piece in enumerate(slices):
-        for port in piece.ports:
+    positions: dict[tuple[str, Protocol], list[tuple[int, int]]] = {}
+    for i, slice_ in enumerate(slices):
+        for port in slice_.ports:
             if port.port:
-                places.setdefault((port.name, port.protocol), []).append((i, port.port))
-    found: dict[tuple[tuple[int, int], ...], SlicePort] = {}
-    for (name, protocol), at in places.items():
+                positions.setdefault((port.name, port.protocol), []).append((i, port.port))
+    ports_by_shape: dict[tuple[tuple[int, int], ...], SlicePort] = {}
+    for (name, protocol), slice_numbers in positions.items():
         ordinals: dict[int, int] = {}  # of the numbers: which of them are equal is what counts
-        shape = tuple((i, ordinals.setdefault(number, len(ordinals))) for i, number in at)
-        found[shape] = SlicePort(name, protocol, at[0][1])
-    return found.values()
+        shape = tuple(
+            (i, ordinals.setdefault(number, len(ordinals))) for i, number in slice_numbers
+        )
+        ports_by_shape[shape] = SlicePort(name, protocol, slice_numbers[0][1])
+    return ports_by_shape.values()

@@ -21,41 +21,41 @@ from itertools import cycle, islice
 from math import gcd
 from typing import Final, cast
 
-from kbpf.model.desired import EVENLY, Backend, Spread
+from kbpf.model.desired import EVEN_SPREAD, Backend, Spread
 from kbpf.model.objects import Algorithm
 
-PRIMES: Final = (251, 1021, 4093, 16381, 65521)
+MAGLEV_TABLE_SIZES: Final = (251, 1021, 4093, 16381, 65521)
 """The sizes of Maglev tables: up to 10 backends, 40, 163, 655 and 2620. When a set grows
 out of its size, the next table is another one altogether: all but 1/n of the flows choose anew. So
 the sizes are few.
 """
 
-MOST_SLOTS: Final = 65_536
+MAX_TABLE_SLOTS: Final = 65_536
 """Slots of one table at most. A table of this size takes a tenth of a second to compute and 4 MB of
 kernel memory; Services with more backends than fit are spread evenly at random, see fits()."""
 
-SLOTS_EACH: Final = 25
+MIN_SLOTS_PER_BACKEND: Final = 25
 """At least so many slots of a Maglev table for each backend, and four times as many where there
 are weights and room. Shares differ by one slot, so by 4 % of a share at most, and by 1 % with the
 largest set of a size. When one of n backends leaves, 1 to 6 % of all flows move beside its own (as
 measured; 8 % at most)."""
 
-EXACT_SLOTS: Final = 1024
+MAX_EXACT_SLOTS: Final = 1024
 """Weights that need more slots than this, and than SCALED_SLOTS_EACH a backend, are rounded."""
 
-SCALED_SLOTS_EACH: Final = 32
+SCALED_SLOTS_PER_BACKEND: Final = 32
 
-STEP: Final = 1_024
+PROBES_PER_STEP: Final = 1_024
 """Slots of a Maglev table that are probed at a time, about: one millisecond."""
 
 
-def fits(backends: int, spread: Spread) -> bool:
+def fits_table(backends: int, spread: Spread) -> bool:
     """Whether a table of MOST_SLOTS has at least SLOTS_EACH for each of so many backends. Beyond
     that neither Maglev nor weights can be had."""
-    return spread == EVENLY or SLOTS_EACH * backends <= MOST_SLOTS
+    return spread == EVEN_SPREAD or MIN_SLOTS_PER_BACKEND * backends <= MAX_TABLE_SLOTS
 
 
-def slots(backends: Sequence[Backend], spread: Spread = EVENLY) -> tuple[int, ...]:
+def compute_slots(backends: Sequence[Backend], spread: Spread = EVEN_SPREAD) -> tuple[int, ...]:
     """Indexes into `backends`: the whole of what a set's slots hold.
 
     Random without weights: one slot each. Random with weights: as many as the weight, or in that
@@ -65,33 +65,39 @@ def slots(backends: Sequence[Backend], spread: Spread = EVENLY) -> tuple[int, ..
     weights = spread.weights
     if weights and (len(weights) != len(backends) or min(weights) < 1):
         raise ValueError(f"{len(backends)} backends cannot have the weights {weights!r}")
-    size = table_size(len(backends), bool(weights))
+    size = maglev_table_size(len(backends), bool(weights))
     if spread.algorithm is Algorithm.MAGLEV and size > len(backends):
-        return maglev(backends, weights, size)
+        return compute_maglev_table(backends, weights, size)
     return tuple(
-        index for index, count in enumerate(_counts(weights, len(backends))) for _ in range(count)
+        index
+        for index, count in enumerate(_slot_counts(weights, len(backends)))
+        for _ in range(count)
     )
 
 
-def slot_count(backends: int, spread: Spread = EVENLY) -> int:
+def count_slots(backends: int, spread: Spread = EVEN_SPREAD) -> int:
     """How many slots() there are, without making them."""
-    size = table_size(backends, bool(spread.weights))
+    size = maglev_table_size(backends, bool(spread.weights))
     if spread.algorithm is Algorithm.MAGLEV and size > backends:
         return size
-    return sum(_counts(spread.weights, backends)) if spread.weights else backends
+    return sum(_slot_counts(spread.weights, backends)) if spread.weights else backends
 
 
-def table_size(backends: int, weighted: bool = False) -> int:
+def maglev_table_size(backends: int, weighted: bool = False) -> int:
     """The slots of a Maglev table for so many backends: 0 or 1 for none or one, and no more than
     the last of PRIMES for ever so many.
     """
     if backends < 2:
         return backends
-    wanted = SLOTS_EACH * backends * (4 if weighted else 1)
-    return PRIMES[min(bisect_left(PRIMES, wanted), len(PRIMES) - 1)]
+    min_size = MIN_SLOTS_PER_BACKEND * backends * (4 if weighted else 1)
+    return MAGLEV_TABLE_SIZES[
+        min(bisect_left(MAGLEV_TABLE_SIZES, min_size), len(MAGLEV_TABLE_SIZES) - 1)
+    ]
 
 
-def maglev(backends: Sequence[Backend], weights: Sequence[int], size: int) -> tuple[int, ...]:
+def compute_maglev_table(
+    backends: Sequence[Backend], weights: Sequence[int], size: int
+) -> tuple[int, ...]:
     """The Maglev table: `size` (a prime) indexes into `backends`.
 
     Each backend has a preference list of all slots, a permutation that only depends on its address
@@ -101,43 +107,43 @@ def maglev(backends: Sequence[Backend], weights: Sequence[int], size: int) -> tu
     comes as often as its weight over the largest one says, as in Envoy's tables; every backend has
     a turn in the first round, so none is without a slot.
     """
-    building = maglev_in_steps(backends, weights, size)
+    steps = compute_maglev_table_in_steps(backends, weights, size)
     while True:
         try:
-            next(building)
-        except StopIteration as done:
-            return cast("tuple[int, ...]", done.value)
+            next(steps)
+        except StopIteration as stop:
+            return cast("tuple[int, ...]", stop.value)
 
 
-def maglev_in_steps(
+def compute_maglev_table_in_steps(
     backends: Sequence[Backend], weights: Sequence[int], size: int
 ) -> Generator[None, None, tuple[int, ...]]:
     """maglev(), interrupted after about STEP probes each time: the fuller the table, the more of
     them it takes to find a free slot.
     """
     order = sorted(range(len(backends)), key=backends.__getitem__)
-    seen: Counter[bytes] = Counter()
-    place, step = [], []
+    address_counts: Counter[bytes] = Counter()
+    positions, strides = [], []
     for index in order:
         address = backends[index].address
-        first, skip = _preferences(address, seen[address], size)
-        seen[address] += 1
-        place.append(first)
-        step.append(skip)
+        start, stride = _preferences(address, address_counts[address], size)
+        address_counts[address] += 1
+        positions.append(start)
+        strides.append(stride)
     turns = _turns([weights[i] for i in order] if weights else (), len(order))
     table = [-1] * size
-    left = size
-    while left:
-        count = max(1, min(left, STEP * left // size))
+    remaining = size
+    while remaining:
+        count = max(1, min(remaining, PROBES_PER_STEP * remaining // size))
         for turn in islice(turns, count):
-            at, skip = place[turn], step[turn]
-            while table[at] >= 0:
-                at += skip
-                if at >= size:
-                    at -= size
-            table[at] = order[turn]
-            place[turn] = at
-        left -= count
+            position, stride = positions[turn], strides[turn]
+            while table[position] >= 0:
+                position += stride
+                if position >= size:
+                    position -= size
+            table[position] = order[turn]
+            positions[turn] = position
+        remaining -= count
         yield
     return tuple(table)
 
@@ -157,13 +163,13 @@ def _turns(weights: Sequence[int], backends: int) -> Iterator[int]:
     largest = max(weights)
     rounds = [(0, index, 0) for index in range(backends)]
     while True:
-        _, index, taken = rounds[0]
+        _, index, turn = rounds[0]
         yield index
-        due = -(-(taken + 1) * largest // weights[index])
-        heapq.heapreplace(rounds, (due, index, taken + 1))
+        next_round = -(-(turn + 1) * largest // weights[index])
+        heapq.heapreplace(rounds, (next_round, index, turn + 1))
 
 
-def _counts(weights: Sequence[int], backends: int) -> Sequence[int]:
+def _slot_counts(weights: Sequence[int], backends: int) -> Sequence[int]:
     """How many slots of random choice each backend has; at least one.
 
     Small weights are kept exactly. Those that need more than a bounded number of slots share that
@@ -172,15 +178,17 @@ def _counts(weights: Sequence[int], backends: int) -> Sequence[int]:
     """
     if not weights:
         return (1,) * backends
-    common = gcd(*weights)
-    most = min(MOST_SLOTS, max(EXACT_SLOTS, SCALED_SLOTS_EACH * backends))
-    total = sum(weights) // common
-    if total <= most:
-        return [weight // common for weight in weights]
-    whole = sum(weights)
-    counts = [max(1, weight * most // whole) for weight in weights]
-    rounded = [i for i in range(backends) if weights[i] * most >= whole]  # the rest has one
-    by_remainder = sorted(rounded, key=lambda i: (-(weights[i] * most % whole), i))
-    for index in by_remainder[: max(0, most - sum(counts))]:
+    divisor = gcd(*weights)
+    max_slots = min(MAX_TABLE_SLOTS, max(MAX_EXACT_SLOTS, SCALED_SLOTS_PER_BACKEND * backends))
+    exact_slots = sum(weights) // divisor
+    if exact_slots <= max_slots:
+        return [weight // divisor for weight in weights]
+    total_weight = sum(weights)
+    counts = [max(1, weight * max_slots // total_weight) for weight in weights]
+    rounded = [
+        i for i in range(backends) if weights[i] * max_slots >= total_weight
+    ]  # the rest has one
+    by_remainder = sorted(rounded, key=lambda i: (-(weights[i] * max_slots % total_weight), i))
+    for index in by_remainder[: max(0, max_slots - sum(counts))]:
         counts[index] += 1
     return counts

@@ -23,45 +23,47 @@ from kbpf.model.objects import API_SERVER, EndpointSlice, Node, Pod, Service, Se
 
 
 @dataclass(slots=True)
-class Touched:
+class ChangeSet:
     """What has to be computed again: these Services, or everything since our Node changed;
     and whether other Pods are exempt than before. `addresses`: those that a Pod behind a Service
     or another Node has now, or has no more.
     """
 
     services: set[ServiceName] = field(default_factory=set)
-    everything: bool = False
+    all_services: bool = False
     pods: bool = False
     addresses: set[Addr] = field(default_factory=set)
 
     def __bool__(self) -> bool:
-        return self.everything or self.pods or bool(self.services or self.addresses)
+        return self.all_services or self.pods or bool(self.services or self.addresses)
 
-    def add(self, other: "Touched") -> None:
+    def update(self, changes: "ChangeSet") -> None:
         """This and that."""
-        self.services |= other.services
-        self.everything |= other.everything
-        self.pods |= other.pods
-        self.addresses |= other.addresses
+        self.services |= changes.services
+        self.all_services |= changes.all_services
+        self.pods |= changes.pods
+        self.addresses |= changes.addresses
 
 
-class World:
+class ObjectStore:
     """Services, EndpointSlices, exempt Pods and Nodes, as last told. One thread only."""
 
     def __init__(self, node_name: str, bind_address: Addr | None = None) -> None:
-        self._own = (bind_address,) if bind_address else ()
-        self._node = Node(node_name, self._own)
+        self._bind_addresses = (bind_address,) if bind_address else ()
+        self._node = Node(node_name, self._bind_addresses)
         self._node_known = False
         self._services: dict[ServiceName, Service] = {}
         self._slices: dict[ObjectKey, EndpointSlice] = {}
         self._by_service: dict[ServiceName, dict[str, EndpointSlice]] = {}
-        self._api_server: dict[ObjectKey, EndpointSlice] = {}  # its slices as they were said last
+        self._api_server_slices: dict[
+            ObjectKey, EndpointSlice
+        ] = {}  # its slices as they were said last
         self._pods: dict[ObjectKey, Pod] = {}
         self._pod_addresses: dict[Addr, int] = {}  # in how many slices
         self._other_nodes: dict[str, tuple[Addr, ...]] = {}
         self._node_addresses: dict[Addr, int] = {}  # of how many other Nodes
         self._rejected: dict[ObjectKey, str] = {}
-        self._unusable: set[ObjectKey] = set()  # of these, all but Pods
+        self._unusable_keys: set[ObjectKey] = set()  # of these, all but Pods
         self._skipped: dict[ObjectKey, tuple[str, ...]] = {}
         self._synced: frozenset[Kind] = frozenset()
 
@@ -85,7 +87,7 @@ class World:
         """Whether the newest version of every object can be used, but for Pods, which serve
         nothing.
         """
-        return not self._unusable
+        return not self._unusable_keys
 
     def problems_of(self, key: ObjectKey) -> tuple[str, ...]:
         """What was left out of this object, a line each: all of its newest version, or parts."""
@@ -97,7 +99,7 @@ class World:
         """The Pods of our node whose sockets are to be left alone."""
         return self._pods.values()
 
-    def names(self) -> Collection[ServiceName]:
+    def service_names(self) -> Collection[ServiceName]:
         """The Services that exist."""
         return self._services.keys()
 
@@ -109,21 +111,21 @@ class World:
         """The Service that an event is about."""
         if event.key.kind is Kind.SERVICE:
             return ServiceName(event.key.namespace, event.key.name)
-        said = event.object if isinstance(event, Upsert) else None
-        return said.service_name if isinstance(said, EndpointSlice) else None
+        obj = event.object if isinstance(event, Upsert) else None
+        return obj.service_name if isinstance(obj, EndpointSlice) else None
 
-    def size_of(self, name: ServiceName) -> int:
+    def estimate_cost(self, name: ServiceName) -> int:
         """How much there is to compute for this Service: about its ports times its endpoints."""
         service = self._services.get(name)
         ports = len(service.ports) if service is not None else 1
         return ports * (
-            1 + sum(len(piece.endpoints) for piece in self._by_service.get(name, {}).values())
+            1 + sum(len(slice_.endpoints) for slice_ in self._by_service.get(name, {}).values())
         )
 
     def slices(self, name: ServiceName) -> tuple[EndpointSlice, ...]:
         """The slices that name this Service, sorted by their own name."""
-        pieces = self._by_service.get(name, {})
-        return tuple(pieces[each] for each in sorted(pieces))
+        slices_by_name = self._by_service.get(name, {})
+        return tuple(slices_by_name[slice_name] for slice_name in sorted(slices_by_name))
 
     def has_pod(self, address: Addr) -> bool:
         """Whether a Pod behind any Service has this address."""
@@ -133,56 +135,56 @@ class World:
         """Whether another Node has this address."""
         return address in self._node_addresses
 
-    def apply(self, events: Iterable[Event]) -> Touched:
+    def apply(self, events: Iterable[Event]) -> ChangeSet:
         """Take in what the sources say, in order; returns what it touches."""
-        touched = Touched()
+        touched = ChangeSet()
         for event in events:
             if isinstance(event, Synced):
                 touched.pods |= event.kind is Kind.POD and Kind.POD not in self._synced
                 self._synced |= {event.kind}
             elif event.key.kind is not Kind.NODE or event.key.name == self._node.name:
-                self._apply(event, touched)
+                self._apply_event(event, touched)
             elif not isinstance(event, Rejected):
-                said = event.object if isinstance(event, Upsert) else None
-                assert said is None or isinstance(said, Node)
-                self._put_other_node(event.key.name, said.addresses if said else (), touched)
+                node = event.object if isinstance(event, Upsert) else None
+                assert node is None or isinstance(node, Node)
+                self._put_other_node(event.key.name, node.addresses if node else (), touched)
         return touched
 
-    def _apply(self, event: Upsert | Delete | Rejected, touched: Touched) -> None:
+    def _apply_event(self, event: Upsert | Delete | Rejected, touched: ChangeSet) -> None:
         key = event.key
         if isinstance(event, Rejected):
             self._rejected[key] = event.error
             if key.kind is not Kind.POD:
-                self._unusable.add(key)
+                self._unusable_keys.add(key)
             return
         self._rejected.pop(key, None)
-        self._unusable.discard(key)
-        said = event.object if isinstance(event, Upsert) else None
-        skipped = () if said is None or isinstance(said, Pod) else said.skipped
+        self._unusable_keys.discard(key)
+        obj = event.object if isinstance(event, Upsert) else None
+        skipped = () if obj is None or isinstance(obj, Pod) else obj.skipped
         if skipped:
             self._skipped[key] = skipped
         else:
             self._skipped.pop(key, None)
         match key.kind:
             case Kind.SERVICE:
-                assert said is None or isinstance(said, Service)
-                self._put_service(ServiceName(key.namespace, key.name), said, touched)
+                assert obj is None or isinstance(obj, Service)
+                self._put_service(ServiceName(key.namespace, key.name), obj, touched)
             case Kind.SLICE:
-                assert said is None or isinstance(said, EndpointSlice)
-                if API_SERVER in (said.service_name if said else None, self._service_of(key)):
-                    self._put_slice_of_api_server(key, said, touched)
+                assert obj is None or isinstance(obj, EndpointSlice)
+                if API_SERVER in (obj.service_name if obj else None, self._slice_service(key)):
+                    self._put_api_server_slice(key, obj, touched)
                 else:
-                    self._put_slice(key, said, touched)
+                    self._put_slice(key, obj, touched)
             case Kind.NODE:
-                assert said is None or isinstance(said, Node)
-                self._put_node(said or replace(self._node, leaving=True), touched)
+                assert obj is None or isinstance(obj, Node)
+                self._put_node(obj or replace(self._node, being_deleted=True), touched)
             case Kind.POD:
-                assert said is None or isinstance(said, Pod)
-                self._put_pod(key, said, touched)
+                assert obj is None or isinstance(obj, Pod)
+                self._put_pod(key, obj, touched)
             case _:
                 assert_never(key.kind)
 
-    def _put_service(self, name: ServiceName, new: Service | None, touched: Touched) -> None:
+    def _put_service(self, name: ServiceName, new: Service | None, touched: ChangeSet) -> None:
         if new == self._services.get(name):
             return
         if new is None:
@@ -191,75 +193,79 @@ class World:
             self._services[name] = new
         touched.services.add(name)
 
-    def _service_of(self, key: ObjectKey) -> ServiceName | None:
+    def _slice_service(self, key: ObjectKey) -> ServiceName | None:
         """The Service that the slice of this key named last."""
-        if key in self._api_server:
+        if key in self._api_server_slices:
             return API_SERVER
-        known = self._slices.get(key)
-        return known.service_name if known is not None else None
+        slice_ = self._slices.get(key)
+        return slice_.service_name if slice_ is not None else None
 
-    def _put_slice_of_api_server(
-        self, key: ObjectKey, new: EndpointSlice | None, touched: Touched
+    def _put_api_server_slice(
+        self, key: ObjectKey, new: EndpointSlice | None, touched: ChangeSet
     ) -> None:
         """All of its slices become as they were said, once one of them has somebody who serves."""
-        said = self._api_server
-        said.pop(key, None)
+        slices = self._api_server_slices
+        slices.pop(key, None)
         if new is not None and new.service_name == API_SERVER:
-            said[key] = new
+            slices[key] = new
         elif new is not None:
             self._put_slice(key, new, touched)
-        if any(end.ready for piece in said.values() for end in piece.endpoints):
-            there = {k for k, piece in self._slices.items() if piece.service_name == API_SERVER}
-            for each in there | said.keys():
-                self._put_slice(each, said.get(each), touched)
+        if any(endpoint.ready for slice_ in slices.values() for endpoint in slice_.endpoints):
+            stored_keys = {
+                k for k, slice_ in self._slices.items() if slice_.service_name == API_SERVER
+            }
+            for slice_key in stored_keys | slices.keys():
+                self._put_slice(slice_key, slices.get(slice_key), touched)
 
-    def _put_slice(self, key: ObjectKey, new: EndpointSlice | None, touched: Touched) -> None:
+    def _put_slice(self, key: ObjectKey, new: EndpointSlice | None, touched: ChangeSet) -> None:
         old = self._slices.get(key)
         if new == old:
             return
         if old is not None:
             del self._slices[key]
-            self._index(old.service_name, old, None)
+            self._index_slice(old.service_name, old, None)
             touched.services.add(old.service_name)
         if new is not None:
             self._slices[key] = new
-            self._index(new.service_name, None, new)
+            self._index_slice(new.service_name, None, new)
             touched.services.add(new.service_name)
         self._count_pods(old, new, touched)
 
     def _count_pods(
-        self, old: EndpointSlice | None, new: EndpointSlice | None, touched: Touched
+        self, old: EndpointSlice | None, new: EndpointSlice | None, touched: ChangeSet
     ) -> None:
         before = pod_addresses(old) if old is not None else set()
         after = pod_addresses(new) if new is not None else set()
-        touched.addresses |= _count(self._pod_addresses, before, after)
+        touched.addresses |= _update_counts(self._pod_addresses, before, after)
 
-    def _index(
+    def _index_slice(
         self, name: ServiceName, old: EndpointSlice | None, new: EndpointSlice | None
     ) -> None:
-        pieces = self._by_service.setdefault(name, {})
+        slices_by_name = self._by_service.setdefault(name, {})
         if old is not None:
-            del pieces[old.name]
+            del slices_by_name[old.name]
         if new is not None:
-            pieces[new.name] = new
-        if not pieces:
+            slices_by_name[new.name] = new
+        if not slices_by_name:
             del self._by_service[name]
 
-    def _put_node(self, new: Node, touched: Touched) -> None:
-        if self._own:
-            others = (address for address in new.addresses if address not in self._own)
-            new = replace(new, addresses=(*self._own, *others))
+    def _put_node(self, new: Node, touched: ChangeSet) -> None:
+        if self._bind_addresses:
+            other_addresses = (
+                address for address in new.addresses if address not in self._bind_addresses
+            )
+            new = replace(new, addresses=(*self._bind_addresses, *other_addresses))
         old, self._node, self._node_known = self._node, new, True
-        if _read_of(old) != _read_of(new):
-            touched.everything = True
+        if _policy_fields(old) != _policy_fields(new):
+            touched.all_services = True
 
-    def _put_other_node(self, name: str, new: tuple[Addr, ...], touched: Touched) -> None:
+    def _put_other_node(self, name: str, new: tuple[Addr, ...], touched: ChangeSet) -> None:
         old = self._other_nodes.pop(name, ())
         if new:
             self._other_nodes[name] = new
-        touched.addresses |= _count(self._node_addresses, set(old), set(new))
+        touched.addresses |= _update_counts(self._node_addresses, set(old), set(new))
 
-    def _put_pod(self, key: ObjectKey, new: Pod | None, touched: Touched) -> None:
+    def _put_pod(self, key: ObjectKey, new: Pod | None, touched: ChangeSet) -> None:
         if new is not None and new.node not in ("", self._node.name):
             new = None
         if new == self._pods.get(key):
@@ -271,15 +277,15 @@ class World:
             self._pods[key] = new
 
 
-def pod_addresses(piece: EndpointSlice) -> set[Addr]:
+def pod_addresses(slice_: EndpointSlice) -> set[Addr]:
     """The addresses of those endpoints that are Pods."""
-    if not piece.packed_pods:
+    if not slice_.packed_pods:
         return set()
-    pairs = zip(piece.endpoints, piece.pods, strict=True)
-    return {end.address for end, pod in pairs if pod}
+    pairs = zip(slice_.endpoints, slice_.pods, strict=True)
+    return {endpoint.address for endpoint, pod in pairs if pod}
 
 
-def _count(counts: dict[Addr, int], before: set[Addr], after: set[Addr]) -> set[Addr]:
+def _update_counts(counts: dict[Addr, int], before: set[Addr], after: set[Addr]) -> set[Addr]:
     """Counts those of one object in the place of what it had before; which came or went."""
     changed = set()
     for address in after - before:
@@ -294,6 +300,6 @@ def _count(counts: dict[Addr, int], before: set[Addr], after: set[Addr]) -> set[
     return changed
 
 
-def _read_of(node: Node) -> tuple[object, ...]:
+def _policy_fields(node: Node) -> tuple[object, ...]:
     """What policy reads of a Node."""
     return node.zone, node.addresses, node.pod_cidrs

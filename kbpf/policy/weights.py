@@ -17,40 +17,40 @@ from kbpf.model.desired import Backend, BackendSet
 from kbpf.model.objects import Weights
 
 
-class Weighed(NamedTuple):
+class WeightedBackends(NamedTuple):
     """Who of a set gets connections, and how much each: as in Spread.weights."""
 
     backends: BackendSet
     weights: tuple[int, ...] = ()
 
 
-def weigher(weights: Weights) -> Callable[[Addr, str, str, str], int]:
+def make_weight_lookup(weights: Weights) -> Callable[[Addr, str, str, str], int]:
     """A function of address, Pod, node and zone: the weight of that endpoint."""
     by_address, by_pod = dict(weights.addresses), dict(weights.pods)
     by_node, by_zone = dict(weights.nodes), dict(weights.zones)
-    others = weights.others
+    default = weights.default
 
-    def weight(address: Addr, pod: str, node: str, zone: str) -> int:
-        found = by_address.get(address)
+    def weight_of(address: Addr, pod: str, node: str, zone: str) -> int:
+        result = by_address.get(address)
         for rules, name in ((by_pod, pod), (by_node, node), (by_zone, zone)):
-            if found is None:
-                found = rules.get(name)
-        return others if found is None else found
+            if result is None:
+                result = rules.get(name)
+        return default if result is None else result
 
-    return weight
+    return weight_of
 
 
-def weigh(backends: BackendSet, weights: Mapping[Backend, int]) -> Weighed:
+def apply_weights(backends: BackendSet, weights: Mapping[Backend, int]) -> WeightedBackends:
     """The backends with more than nothing. Their weights have no common divisor, and are () where
     all are equal.
     """
-    each = [weights[backend] for backend in backends]
-    if not any(each):
-        return Weighed(backends)
-    if not all(each):
+    values = [weights[backend] for backend in backends]
+    if not any(values):
+        return WeightedBackends(backends)
+    if not all(values):
         backends = tuple(backend for backend in backends if weights[backend])
-        each = [weight for weight in each if weight]
-    if min(each) == max(each):
-        return Weighed(backends)
-    common = gcd(*each)
-    return Weighed(backends, tuple(weight // common for weight in each))
+        values = [weight for weight in values if weight]
+    if min(values) == max(values):
+        return WeightedBackends(backends)
+    divisor = gcd(*values)
+    return WeightedBackends(backends, tuple(weight // divisor for weight in values))

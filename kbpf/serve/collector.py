@@ -14,36 +14,38 @@ from typing import Final
 
 from kbpf.errors import KbpfError
 from kbpf.kernel.system import threads
-from kbpf.model.metrics import Pause, Traffic
+from kbpf.model.metrics import Pause, TrafficStats
 
 log = logging.getLogger("kbpf.serve")
 
-SHARE: Final = 0.005
+MAX_CPU_SHARE: Final = 0.005
 """Of a processor's time: nothing is counted again before it has cost no more."""
 
-INTERVAL_SECONDS: Final = 5.0
-FOLLOW_SECONDS: Final = 120.0
+MIN_COLLECT_INTERVAL_S: Final = 5.0
+ACTIVE_AFTER_SCRAPE_S: Final = 120.0
 """So long after a page it goes on counting: the next one will show what was just now."""
 
-IDLE_SECONDS: Final = 300.0
-REST: Final = 3.0
+IDLE_COLLECT_INTERVAL_S: Final = 300.0
+PAUSE_RATIO: Final = 3.0
 """After each piece of the work it rests for so many times as long, and longer things go first."""
 
-MOST_REST_SECONDS: Final = 0.1
+MAX_PAUSE_S: Final = 0.1
 
 
-class Counting:
+class BackgroundCollector:
     """See the module. start() and stop() once each; the rest from any thread."""
 
     def __init__(
-        self, count: Callable[[Pause], Traffic], show: Callable[[Traffic], list[str]]
+        self,
+        count_traffic: Callable[[Pause], TrafficStats],
+        format_traffic: Callable[[TrafficStats], list[str]],
     ) -> None:
-        self._count, self._show = count, show
+        self._count_traffic, self._format_traffic = count_traffic, format_traffic
         self._lines = b""
-        self._asked, self._stop = threading.Event(), threading.Event()
-        self._last = float("-inf")
-        self._complaint = ""
-        self._thread: threads.Supervised | None = None
+        self._wake, self._stop = threading.Event(), threading.Event()
+        self._last_scrape = float("-inf")
+        self._last_error = ""
+        self._thread: threads.SupervisedThread | None = None
 
     def start(self) -> None:
         """Begins."""
@@ -52,55 +54,55 @@ class Counting:
     def stop(self) -> None:
         """Counts nothing more; back when the thread has ended, or after a second."""
         self._stop.set()
-        self._asked.set()
+        self._wake.set()
         if self._thread is not None:
             self._thread.stop()
 
-    def lines(self) -> bytes:
+    def scrape(self) -> bytes:
         """What was counted last, as lines; empty before anything was. It goes on being counted."""
-        self._last = time.monotonic()
-        self._asked.set()
+        self._last_scrape = time.monotonic()
+        self._wake.set()
         return self._lines
 
-    def count(self, pause: Pause = lambda: None) -> None:
+    def collect(self, pause: Pause = lambda: None) -> None:
         """Counts now."""
         try:
-            found = self._count(pause)
+            traffic = self._count_traffic(pause)
         except KbpfError as error:
-            if str(error) != self._complaint:
+            if str(error) != self._last_error:
                 log.warning("connections are not counted, trying again: %s", error)
-            self._complaint = str(error)
+            self._last_error = str(error)
             self._lines = b""
             return
-        self._complaint = ""
+        self._last_error = ""
         pause()
-        self._lines = "".join(f"{line}\n" for line in self._show(found)).encode()
+        self._lines = "".join(f"{line}\n" for line in self._format_traffic(traffic)).encode()
 
     # ---- in the thread ---------------------------------------------------------------------
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            if time.monotonic() - self._last > FOLLOW_SECONDS:
-                self._asked.wait(IDLE_SECONDS)
-                self._asked.clear()
+            if time.monotonic() - self._last_scrape > ACTIVE_AFTER_SCRAPE_S:
+                self._wake.wait(IDLE_COLLECT_INTERVAL_S)
+                self._wake.clear()
                 if self._stop.is_set():
                     return
-            threads.beat()
+            threads.heartbeat()
             start = time.thread_time()
-            self.count(_Rests(self._stop).rest)
+            self.collect(_Throttle(self._stop).pause)
             cost = time.thread_time() - start
-            self._stop.wait(max(INTERVAL_SECONDS, cost / SHARE))
+            self._stop.wait(max(MIN_COLLECT_INTERVAL_S, cost / MAX_CPU_SHARE))
 
 
-class _Rests:
+class _Throttle:
     """Between pieces of work, so long as they ask for."""
 
     def __init__(self, stop: threading.Event) -> None:
         self._stop = stop
-        self._since = time.thread_time()
+        self._work_start = time.thread_time()
 
-    def rest(self) -> None:
+    def pause(self) -> None:
         """After a piece of work."""
-        spent = time.thread_time() - self._since
-        self._stop.wait(min(spent * REST, MOST_REST_SECONDS))
-        self._since = time.thread_time()
+        cpu_time = time.thread_time() - self._work_start
+        self._stop.wait(min(cpu_time * PAUSE_RATIO, MAX_PAUSE_S))
+        self._work_start = time.thread_time()

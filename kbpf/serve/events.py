@@ -26,18 +26,18 @@ Post = Callable[[str, bytes], int]
 CONTROLLER: Final = "kube-proxy"
 """Whoever looks for its Events finds ours; the note says who speaks."""
 
-REPEAT_SECONDS: Final = 300.0
+REPEAT_INTERVAL_S: Final = 300.0
 BURST: Final = 25
-REFILL_SECONDS: Final = 10.0
-WAITING: Final = 100
-TRIES: Final = 12
-PAUSE_SECONDS: Final = 10.0
-LONGEST_NOTE: Final = 1024
-LONGEST_NAME: Final = 253
-REMEMBERED: Final = 1000
+TOKEN_INTERVAL_S: Final = 10.0
+MAX_QUEUED: Final = 100
+MAX_ATTEMPTS: Final = 12
+RETRY_INTERVAL_S: Final = 10.0
+MAX_NOTE_LENGTH: Final = 1024
+MAX_NAME_LENGTH: Final = 253
+MAX_REMEMBERED: Final = 1000
 
 
-class About(NamedTuple):
+class EventObject(NamedTuple):
     """The object that an Event is about."""
 
     kind: str
@@ -45,49 +45,49 @@ class About(NamedTuple):
     namespace: str = ""
 
 
-class Event(NamedTuple):
+class KubeEvent(NamedTuple):
     """What is said: `warning` or normal; `reason` and `action` in one word each, `note` in a line.
     `at`: ns since the epoch.
     """
 
-    about: About
+    regarding: EventObject
     warning: bool
     reason: str
     action: str
     note: str
-    at: int
+    time_ns: int
 
 
-def encode(event: Event, node: str) -> tuple[str, bytes]:
+def encode(event: KubeEvent, node: str) -> tuple[str, bytes]:
     """Where to POST it, and as what."""
-    about, namespace = event.about, event.about.namespace or "default"
-    seconds, rest = divmod(event.at, 1_000_000_000)
+    subject, namespace = event.regarding, event.regarding.namespace or "default"
+    seconds, nanoseconds = divmod(event.time_ns, 1_000_000_000)
     stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
-    suffix = f".{event.at:x}"
-    regarding = {"apiVersion": "v1", "kind": about.kind, "name": about.name}
-    if about.namespace:
-        regarding["namespace"] = about.namespace
+    suffix = f".{event.time_ns:x}"
+    regarding = {"apiVersion": "v1", "kind": subject.kind, "name": subject.name}
+    if subject.namespace:
+        regarding["namespace"] = subject.namespace
     body = {
         "apiVersion": "events.k8s.io/v1",
         "kind": "Event",
         "metadata": {
-            "name": about.name[: LONGEST_NAME - len(suffix)] + suffix,
+            "name": subject.name[: MAX_NAME_LENGTH - len(suffix)] + suffix,
             "namespace": namespace,
         },
-        "eventTime": f"{stamp}.{rest // 1000:06d}Z",
+        "eventTime": f"{stamp}.{nanoseconds // 1000:06d}Z",
         "reportingController": CONTROLLER,
         "reportingInstance": f"{CONTROLLER}-{node}"[:128],
         "action": event.action,
         "reason": event.reason,
         "regarding": regarding,
-        "note": event.note[:LONGEST_NOTE],
+        "note": event.note[:MAX_NOTE_LENGTH],
         "type": "Warning" if event.warning else "Normal",
     }
     path = f"/apis/events.k8s.io/v1/namespaces/{quote(namespace)}/events"
     return path, json.dumps(body).encode()
 
 
-class Events:
+class EventRecorder:
     """See the module. Without `post` (no API server) nothing is sent."""
 
     def __init__(
@@ -95,52 +95,63 @@ class Events:
         post: Post | None,
         node: str,
         clock: Callable[[], float] = time.monotonic,
-        pause: float = PAUSE_SECONDS,
+        retry_interval: float = RETRY_INTERVAL_S,
     ) -> None:
-        self._post, self._node, self._clock, self._pause = post, node, clock, pause
-        self._queue: queue.Queue[Event | None] = queue.Queue(WAITING)
+        self._post, self._node, self._clock, self._retry_interval = (
+            post,
+            node,
+            clock,
+            retry_interval,
+        )
+        self._queue: queue.Queue[KubeEvent | None] = queue.Queue(MAX_QUEUED)
         self._lock = threading.Lock()
-        self._said: dict[tuple[About, str], float] = {}
-        self._tokens, self._filled = float(BURST), clock()
+        self._last_emitted: dict[tuple[EventObject, str], float] = {}
+        self._tokens, self._refill_time = float(BURST), clock()
         self._stop = threading.Event()
-        self._thread: threads.Supervised | None = None
-        self._complaint = ""
+        self._thread: threads.SupervisedThread | None = None
+        self._last_error = ""
         self.sent = 0
         self.dropped = 0
 
-    def say(
-        self, about: About, reason: str, action: str, note: str = "", warning: bool = True
+    def emit(
+        self, regarding: EventObject, reason: str, action: str, note: str = "", warning: bool = True
     ) -> None:
         """Leaves it to be sent, unless it was said just now, or too much was. Never waits."""
         if self._post is None or self._stop.is_set():
             return
         with self._lock:
-            if self._was_said(about, reason):
+            if self._is_repeated(regarding, reason):
                 return
-            if not self._allowed(about, reason):
+            if not self._consume_token(regarding, reason):
                 self.dropped += 1
                 return
             if self._thread is None:
                 self._thread = threads.start("events", self._run)
         try:
-            self._queue.put_nowait(Event(about, warning, reason, action, note, time.time_ns()))
+            self._queue.put_nowait(
+                KubeEvent(regarding, warning, reason, action, note, time.time_ns())
+            )
         except queue.Full:
             self.dropped += 1
 
-    def _was_said(self, about: About, reason: str) -> bool:
-        last = self._said.get((about, reason))
-        return last is not None and self._clock() - last < REPEAT_SECONDS
+    def _is_repeated(self, regarding: EventObject, reason: str) -> bool:
+        last_emitted = self._last_emitted.get((regarding, reason))
+        return last_emitted is not None and self._clock() - last_emitted < REPEAT_INTERVAL_S
 
-    def _allowed(self, about: About, reason: str) -> bool:
+    def _consume_token(self, regarding: EventObject, reason: str) -> bool:
         now = self._clock()
-        self._tokens = min(BURST, self._tokens + (now - self._filled) / REFILL_SECONDS)
-        self._filled = now
+        self._tokens = min(BURST, self._tokens + (now - self._refill_time) / TOKEN_INTERVAL_S)
+        self._refill_time = now
         if self._tokens < 1:
             return False
-        if len(self._said) >= REMEMBERED:
-            self._said = {k: at for k, at in self._said.items() if now - at < REPEAT_SECONDS}
+        if len(self._last_emitted) >= MAX_REMEMBERED:
+            self._last_emitted = {
+                k: emit_time
+                for k, emit_time in self._last_emitted.items()
+                if now - emit_time < REPEAT_INTERVAL_S
+            }
         self._tokens -= 1
-        self._said[about, reason] = now
+        self._last_emitted[regarding, reason] = now
         return True
 
     def flush(self, seconds: float) -> None:
@@ -164,24 +175,24 @@ class Events:
     def _run(self) -> None:
         while not self._stop.is_set():
             event = self._queue.get()
-            threads.beat()
+            threads.heartbeat()
             try:
                 if event is not None:
                     self._send(event)
             finally:
                 self._queue.task_done()
 
-    def _send(self, event: Event) -> None:
+    def _send(self, event: KubeEvent) -> None:
         path, body = encode(event, self._node)
-        for _ in range(TRIES):
+        for _ in range(MAX_ATTEMPTS):
             if self._stop.is_set():
                 return
-            if self._try(path, body):
+            if self._try_post(path, body):
                 return
-            self._stop.wait(self._pause)
+            self._stop.wait(self._retry_interval)
         self.dropped += 1
 
-    def _try(self, path: str, body: bytes) -> bool:
+    def _try_post(self, path: str, body: bytes) -> bool:
         """Whether nothing is gained by trying again."""
         assert self._post is not None
         try:
@@ -198,8 +209,8 @@ class Events:
             self.sent += 1
             return True
         self.dropped += 1
-        complaint = f"the API server answers {status} to events"
-        if complaint != self._complaint:
-            log.warning("%s: grant create on events.events.k8s.io", complaint)
-            self._complaint = complaint
+        message = f"the API server answers {status} to events"
+        if message != self._last_error:
+            log.warning("%s: grant create on events.events.k8s.io", message)
+            self._last_error = message
         return True

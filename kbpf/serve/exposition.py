@@ -12,29 +12,31 @@ from collections.abc import Iterable, Iterator, Sequence
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def labels(**values: str) -> str:
+def format_labels(**values: str) -> str:
     """``{name="value",...}`` in the order given; "" without any."""
-    inside = ",".join(f'{name}="{_escaped(value)}"' for name, value in values.items())
-    return f"{{{inside}}}" if inside else ""
+    pairs = ",".join(f'{name}="{_escape(value)}"' for name, value in values.items())
+    return f"{{{pairs}}}" if pairs else ""
 
 
-def _escaped(value: str) -> str:
+def _escape(value: str) -> str:
     return value.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
     """As Go writes it: whole numbers without a point."""
     if value in (float("inf"), float("-inf")):
         return "+Inf" if value > 0 else "-Inf"
     return str(int(value)) if value == int(value) and abs(value) < 1e15 else repr(float(value))
 
 
-def family(name: str, kind: str, text: str, samples: Iterable[tuple[str, float]]) -> Iterator[str]:
+def format_metric(
+    name: str, kind: str, text: str, samples: Iterable[tuple[str, float]]
+) -> Iterator[str]:
     """The lines of a counter or gauge: (labels(), value) each."""
     yield f"# HELP {name} {text}"
     yield f"# TYPE {name} {kind}"
-    for told, value in samples:
-        yield f"{name}{told} {number(value)}"
+    for label_set, value in samples:
+        yield f"{name}{label_set} {format_number(value)}"
 
 
 class Histogram:
@@ -52,20 +54,22 @@ class Histogram:
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
-    def lines(self, name: str, told: str = "") -> Iterator[str]:
+    def format_samples(self, name: str, label_set: str = "") -> Iterator[str]:
         """Its samples, without HELP and TYPE. `told`: labels()."""
-        inside = told[1:-1] + "," if told else ""
+        label_prefix = label_set[1:-1] + "," if label_set else ""
         total = 0
         for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
             total += count
-            yield f'{name}_bucket{{{inside}le="{number(bound)}"}} {total}'
-        yield f"{name}_sum{told} {number(self._sum)}"
-        yield f"{name}_count{told} {total}"
+            yield f'{name}_bucket{{{label_prefix}le="{format_number(bound)}"}} {total}'
+        yield f"{name}_sum{label_set} {format_number(self._sum)}"
+        yield f"{name}_count{label_set} {total}"
 
 
-def histograms(name: str, text: str, found: Iterable[tuple[str, Histogram]]) -> Iterator[str]:
+def format_histograms(
+    name: str, text: str, series: Iterable[tuple[str, Histogram]]
+) -> Iterator[str]:
     """The lines of a histogram: (labels(), Histogram) each."""
     yield f"# HELP {name} {text}"
     yield f"# TYPE {name} histogram"
-    for told, histogram in found:
-        yield from histogram.lines(name, told)
+    for label_set, histogram in series:
+        yield from histogram.format_samples(name, label_set)

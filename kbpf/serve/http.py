@@ -30,59 +30,59 @@ from functools import partial
 from typing import Final
 
 from kbpf.kernel.system import threads
-from kbpf.serve.message import HEAD_END, Answer, Request, head_of, parse
+from kbpf.serve.message import HEAD_END, HttpRequest, HttpResponse, encode_head, parse_head
 
 log = logging.getLogger("kbpf.serve")
 
-HEAD_BYTES: Final = 8192
-HEAD_SECONDS: Final = 5.0
-ANSWER_SECONDS: Final = 30.0
-IDLE_SECONDS: Final = 75.0
-MOST_CONNECTIONS: Final = 256
+MAX_HEAD_BYTES: Final = 8192
+HEAD_TIMEOUT_S: Final = 5.0
+SEND_TIMEOUT_S: Final = 30.0
+KEEPALIVE_TIMEOUT_S: Final = 75.0
+MAX_CONNECTIONS: Final = 256
 BACKLOG: Final = 4096
 """Connections that the kernel keeps for us; it takes no more than net.core.somaxconn."""
 
-ACCEPTS: Final = 32
+MAX_ACCEPTS: Final = 32
 """Connections that are let in at a time by one port: others wait, too."""
 
-SOCKET_BYTES: Final = 65_536
+SOCKET_BUFFER_BYTES: Final = 65_536
 """The kernel's buffers of a connection, each way; it doubles that."""
 
-LARGE_BYTES: Final = 65_536
+LARGE_RESPONSE_BYTES: Final = 65_536
 """An answer of this size and more may be held by slow readers (MOST_PAGES, HELD_BYTES)."""
 
-MOST_PAGES: Final = 3
-HELD_BYTES: Final = 16 << 20
+MAX_LARGE_RESPONSES: Final = 3
+MAX_OLDER_RESPONSE_BYTES: Final = 16 << 20
 """Bytes of large answers that are not the newest one."""
 
-NO_ROOM_SECONDS: Final = 1.0
+ACCEPT_PAUSE_S: Final = 1.0
 """So long nobody is let in when the process has no descriptors left."""
 
-DOOR_SECONDS: Final = 0.002
+ACCEPT_INTERVAL_S: Final = 0.002
 """So often new connections are accepted while there is work for others."""
 
-QUIET_SECONDS: Final = 1.0
+FAULT_LOG_INTERVAL_S: Final = 1.0
 """At most one fault is logged in this time; the others are counted."""
 
-TURN_SECONDS: Final = 5.0
+MAX_SELECT_S: Final = 5.0
 """So often the thread says that it makes progress, when there is nothing to do."""
 
-STUCK_SECONDS: Final = 30.0
+STUCK_TIMEOUT_S: Final = 30.0
 """Without progress for this long the thread counts as stuck."""
 
-NO_ROOM: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+RESOURCE_ERRNOS: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 WILDCARDS: Final = ("0.0.0.0", "::")
-Handler = Callable[[Request], Answer]
+Handler = Callable[[HttpRequest], HttpResponse]
 """Called in the server's thread."""
 
-NOT_FOUND: Final = Answer(404, b"404 page not found\n")
-REFUSED: Final = {
-    400: Answer(400, b"400 Bad Request"),
-    431: Answer(431, b"431 Request Header Fields Too Large"),
+NOT_FOUND: Final = HttpResponse(404, b"404 page not found\n")
+ERROR_RESPONSES: Final = {
+    400: HttpResponse(400, b"400 Bad Request"),
+    431: HttpResponse(431, b"431 Request Header Fields Too Large"),
 }
 
 
-class Port:
+class HttpListener:
     """A port that is listened on."""
 
     def __init__(self, sock: socket.socket, handler: Handler) -> None:
@@ -91,334 +91,369 @@ class Port:
         self.closed = False
 
 
-class _Client:
+class _Connection:
     """A connection: what came and is not read yet, and what is still to be sent."""
 
-    __slots__ = ("answer", "body", "due", "got", "last", "pending", "port", "since", "sock")
+    __slots__ = (
+        "body_remaining",
+        "buffer",
+        "close_after",
+        "deadline",
+        "listener",
+        "pending",
+        "response",
+        "send_start",
+        "sock",
+    )
 
-    def __init__(self, sock: socket.socket, port: Port, now: float) -> None:
+    def __init__(self, sock: socket.socket, listener: HttpListener, now: float) -> None:
         self.sock = sock
-        self.port = port
-        self.got = bytearray()
+        self.listener = listener
+        self.buffer = bytearray()
         self.pending: list[memoryview] = []
-        self.answer: Answer | None = None  # that is being sent, if it is a large one
-        self.since = now  # it is
-        self.body = 0  # bytes of a body that are still to be skipped
-        self.last = False  # no request after this one
-        self.due = now + HEAD_SECONDS
+        self.response: HttpResponse | None = None  # that is being sent, if it is a large one
+        self.send_start = now  # it is
+        self.body_remaining = 0  # bytes of a body that are still to be skipped
+        self.close_after = False  # no request after this one
+        self.deadline = now + HEAD_TIMEOUT_S
 
 
-class Server:
+class HttpServer:
     """See the module. start() and stop() once each; the rest from any thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._selector = selectors.DefaultSelector()
-        self._doors = selectors.EpollSelector()  # listening sockets, which go before all others
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._todo: deque[Callable[[], None]] = deque()
-        self._later: list[tuple[float, Callable[[], None]]] = []
-        self._ports: dict[Port, bool] = {}  # whether it is watched
-        self._clients: dict[_Client, None] = {}  # who did something last stands last
+        self._accept_selector = (
+            selectors.EpollSelector()
+        )  # listening sockets, which go before all others
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._callbacks: deque[Callable[[], None]] = deque()
+        self._timers: list[tuple[float, Callable[[], None]]] = []
+        self._listeners: dict[HttpListener, bool] = {}  # whether it is watched
+        self._connections: dict[_Connection, None] = {}  # who did something last stands last
         self._stopping = False
-        self._thread: threads.Supervised | None = None
-        self._quiet_until = self._door_due = float("-inf")
-        self._unlogged = 0
+        self._thread: threads.SupervisedThread | None = None
+        self._fault_log_due = self._accept_due = float("-inf")
+        self._unlogged_faults = 0
         self.faults = 0
 
     def start(self) -> None:
         """Begins to answer."""
-        self._selector.register(self._wake, selectors.EVENT_READ)
-        self._selector.register(self._doors, selectors.EVENT_READ, self._doors)
-        self._thread = threads.start("http", self._run, STUCK_SECONDS)
+        self._selector.register(self._wake_fd, selectors.EVENT_READ)
+        self._selector.register(self._accept_selector, selectors.EVENT_READ, self._accept_selector)
+        self._thread = threads.start("http", self._run, STUCK_TIMEOUT_S)
 
     def stop(self) -> None:
         """Closes everything; back when the thread has ended, or after a second."""
         self._stopping = True
-        self._nudge()
+        self._wake_up()
         if self._thread is None:
-            self._doors.close()
+            self._accept_selector.close()
             self._selector.close()
         else:
             self._thread.stop()
 
-    def listen(self, host: str, port: int, handler: Handler, one_family: bool = False) -> Port:
+    def listen(
+        self, host: str, port: int, handler: Handler, one_family: bool = False
+    ) -> HttpListener:
         """A port on this address (see bind()), which answers from now on."""
-        made = Port(bind(host, port, one_family), handler)
-        self.do(lambda: self._open(made))
-        return made
+        listener = HttpListener(bind(host, port, one_family), handler)
+        self.call_soon(lambda: self._open_listener(listener))
+        return listener
 
-    def close(self, port: Port) -> None:
+    def close(self, listener: HttpListener) -> None:
         """Ends a port: nobody new is let in, and it is free for others at once."""
-        port.closed = True
+        listener.closed = True
         # What was accepted is still answered; what waits in the backlog is refused.
         with contextlib.suppress(OSError):
-            port.sock.shutdown(socket.SHUT_RDWR)
-        self.do(lambda: self._shut(port))
+            listener.sock.shutdown(socket.SHUT_RDWR)
+        self.call_soon(lambda: self._close_listener(listener))
 
-    def do(self, work: Callable[[], None]) -> None:
+    def call_soon(self, callback: Callable[[], None]) -> None:
         """Calls `work` in the server's thread, soon."""
-        self._todo.append(work)
-        self._nudge()
+        self._callbacks.append(callback)
+        self._wake_up()
 
-    def later(self, seconds: float, work: Callable[[], None]) -> None:
+    def call_later(self, seconds: float, callback: Callable[[], None]) -> None:
         """Calls `work` in the server's thread, after so many seconds."""
         due = self._clock() + seconds
-        self.do(lambda: self._later.append((due, work)))
+        self.call_soon(lambda: self._timers.append((due, callback)))
 
-    def _nudge(self) -> None:
-        os.eventfd_write(self._wake, 1)
+    def _wake_up(self) -> None:
+        os.eventfd_write(self._wake_fd, 1)
 
     # ---- in the thread ---------------------------------------------------------------------
 
     def _run(self) -> None:
         while not self._stopping:
-            threads.beat()
-            self._round()
-        for client in list(self._clients):
-            self._drop(client)
-        for port in list(self._ports):
-            self._shut(port)
-        self._doors.close()
+            threads.heartbeat()
+            self._run_once()
+        for connection in list(self._connections):
+            self._disconnect(connection)
+        for listener in list(self._listeners):
+            self._close_listener(listener)
+        self._accept_selector.close()
         self._selector.close()
 
-    def _round(self) -> None:
-        for key, _ in self._selector.select(self._wait()):
+    def _run_once(self) -> None:
+        for key, _ in self._selector.select(self._next_timeout()):
             match key.data:
-                case _Client() as client if client in self._clients:
-                    self._attend(client, self._serve)
+                case _Connection() as connection if connection in self._connections:
+                    self._run_step(connection, self._advance)
                 case selectors.EpollSelector():
-                    self._door_due = float("-inf")
+                    self._accept_due = float("-inf")
                 case None:
                     with contextlib.suppress(BlockingIOError):
-                        os.eventfd_read(self._wake)
-            self._let_in()
-        for _ in range(len(self._todo)):  # what these leave to be done is for the next round
-            self._do(self._todo.popleft())
-            self._let_in()
+                        os.eventfd_read(self._wake_fd)
+            self._accept_waiting()
+        for _ in range(len(self._callbacks)):  # what these leave to be done is for the next round
+            self._run_callback(self._callbacks.popleft())
+            self._accept_waiting()
         now = self._clock()
-        for entry in [entry for entry in self._later if entry[0] <= now]:
-            self._later.remove(entry)
-            self._do(entry[1])
-        for client in [client for client in self._clients if client.due <= now]:
-            self._drop(client)
+        for timer in [timer for timer in self._timers if timer[0] <= now]:
+            self._timers.remove(timer)
+            self._run_callback(timer[1])
+        for connection in [
+            connection for connection in self._connections if connection.deadline <= now
+        ]:
+            self._disconnect(connection)
 
-    def _let_in(self) -> None:
+    def _accept_waiting(self) -> None:
         """Accepts, however much there is to do for those who are here: the next one may be a probe,
         which is answered at once.
         """
         now = self._clock()
-        if now < self._door_due:
+        if now < self._accept_due:
             return
-        for key, _ in self._doors.select(0):
-            self._do(partial(self._accept, key.data))
-        self._door_due = self._clock() + DOOR_SECONDS
+        for key, _ in self._accept_selector.select(0):
+            self._run_callback(partial(self._accept, key.data))
+        self._accept_due = self._clock() + ACCEPT_INTERVAL_S
 
-    def _wait(self) -> float:
+    def _next_timeout(self) -> float:
         """Seconds until something is due."""
-        due = [entry[0] for entry in self._later]
-        due += [client.due for client in self._clients]
+        due_times = [timer[0] for timer in self._timers]
+        due_times += [connection.deadline for connection in self._connections]
         now = self._clock()
-        return max(0.0, min([TURN_SECONDS, *(at - now for at in due)]))
+        return max(0.0, min([MAX_SELECT_S, *(due_time - now for due_time in due_times)]))
 
-    def _do(self, work: Callable[[], None]) -> None:
+    def _run_callback(self, callback: Callable[[], None]) -> None:
         """Work for no client. A fault ends this piece of it."""
         try:
-            work()
+            callback()
         except Exception:
-            self._fault("a part of the HTTP server failed")
+            self._log_fault("a part of the HTTP server failed")
 
-    def _attend(self, client: _Client, step: Callable[[_Client], None]) -> None:
+    def _run_step(self, connection: _Connection, step: Callable[[_Connection], None]) -> None:
         """A step for this client. A fault ends its connection."""
         try:
-            step(client)
+            step(connection)
         except (BlockingIOError, InterruptedError):
             pass
         except OSError:
-            self._drop(client)
+            self._disconnect(connection)
         except Exception:
-            self._fault("a connection met a fault and is ended")
-            self._drop(client)
+            self._log_fault("a connection met a fault and is ended")
+            self._disconnect(connection)
 
-    def _fault(self, what: str) -> None:
+    def _log_fault(self, message: str) -> None:
         """Logs the exception in hand, unless one was logged just now."""
         self.faults += 1
         now = self._clock()
-        if now < self._quiet_until:
-            self._unlogged += 1
+        if now < self._fault_log_due:
+            self._unlogged_faults += 1
             return
-        log.exception("%s; faults not logged since the last one: %d", what, self._unlogged)
-        self._quiet_until, self._unlogged = now + QUIET_SECONDS, 0
+        log.exception(
+            "%s; faults not logged since the last one: %d", message, self._unlogged_faults
+        )
+        self._fault_log_due, self._unlogged_faults = now + FAULT_LOG_INTERVAL_S, 0
 
-    def _open(self, port: Port) -> None:
-        if not port.closed:
-            self._ports[port] = True
-            self._doors.register(port.sock, selectors.EVENT_READ, port)
+    def _open_listener(self, listener: HttpListener) -> None:
+        if not listener.closed:
+            self._listeners[listener] = True
+            self._accept_selector.register(listener.sock, selectors.EVENT_READ, listener)
 
-    def _shut(self, port: Port) -> None:
-        if self._ports.pop(port, False):
-            self._doors.unregister(port.sock)
-        port.sock.close()
+    def _close_listener(self, listener: HttpListener) -> None:
+        if self._listeners.pop(listener, False):
+            self._accept_selector.unregister(listener.sock)
+        listener.sock.close()
 
-    def _accept(self, port: Port) -> None:
+    def _accept(self, listener: HttpListener) -> None:
         """Lets in who waits, not too many at a time: other ports may have somebody, too."""
-        for _ in range(ACCEPTS):
-            if port.closed:
+        for _ in range(MAX_ACCEPTS):
+            if listener.closed:
                 return
             try:
-                sock, _ = port.sock.accept()
+                sock, _ = listener.sock.accept()
             except OSError as error:  # gone again, mostly
-                if error.errno in NO_ROOM:
-                    self._make_room(port)
+                if error.errno in RESOURCE_ERRNOS:
+                    self._free_descriptors(listener)
                 return
-            if len(self._clients) >= MOST_CONNECTIONS:
-                self._drop(next(iter(self._clients)))
+            if len(self._connections) >= MAX_CONNECTIONS:
+                self._disconnect(next(iter(self._connections)))
             sock.setblocking(False)
-            client = _Client(sock, port, self._clock())
-            self._clients[client] = None
-            self._selector.register(sock, selectors.EVENT_READ, client)
+            connection = _Connection(sock, listener, self._clock())
+            self._connections[connection] = None
+            self._selector.register(sock, selectors.EVENT_READ, connection)
             # Most requests are here already; who is answered now cannot be crowded out.
-            self._attend(client, self._read)
+            self._run_step(connection, self._receive)
 
-    def _make_room(self, port: Port) -> None:
+    def _free_descriptors(self, listener: HttpListener) -> None:
         """No descriptors: some are given back, and the port is not looked at for a while."""
-        for client in list(self._clients)[: MOST_CONNECTIONS // 4]:
-            self._drop(client)
-        self._doors.unregister(port.sock)
-        self._ports[port] = False
-        self._later.append((self._clock() + NO_ROOM_SECONDS, lambda: self._look_again(port)))
+        for connection in list(self._connections)[: MAX_CONNECTIONS // 4]:
+            self._disconnect(connection)
+        self._accept_selector.unregister(listener.sock)
+        self._listeners[listener] = False
+        self._timers.append(
+            (self._clock() + ACCEPT_PAUSE_S, lambda: self._resume_listening(listener))
+        )
 
-    def _look_again(self, port: Port) -> None:
-        if self._ports.get(port) is False:
-            self._open(port)
+    def _resume_listening(self, listener: HttpListener) -> None:
+        if self._listeners.get(listener) is False:
+            self._open_listener(listener)
 
-    def _serve(self, client: _Client) -> None:
-        if client.pending:
-            self._send(client)
+    def _advance(self, connection: _Connection) -> None:
+        if connection.pending:
+            self._send(connection)
         else:
-            self._read(client)
+            self._receive(connection)
 
-    def _read(self, client: _Client) -> None:
-        data = client.sock.recv(HEAD_BYTES)
+    def _receive(self, connection: _Connection) -> None:
+        data = connection.sock.recv(MAX_HEAD_BYTES)
         if not data:
-            self._drop(client)
+            self._disconnect(connection)
             return
-        if not client.got and not client.body:
-            client.due = self._clock() + HEAD_SECONDS  # of the first byte, not of each
-        self._move_up(client)
-        client.got += data
-        self._go_on(client)
+        if not connection.buffer and not connection.body_remaining:
+            connection.deadline = self._clock() + HEAD_TIMEOUT_S  # of the first byte, not of each
+        self._mark_recent(connection)
+        connection.buffer += data
+        self._process_buffer(connection)
 
-    def _go_on(self, client: _Client) -> None:
+    def _process_buffer(self, connection: _Connection) -> None:
         """Answers the next request, if all of its head is there."""
-        skipped = min(client.body, len(client.got))
-        del client.got[:skipped]
-        client.body -= skipped
-        if client.body or not client.got:
+        skipped = min(connection.body_remaining, len(connection.buffer))
+        del connection.buffer[:skipped]
+        connection.body_remaining -= skipped
+        if connection.body_remaining or not connection.buffer:
             return
-        end = HEAD_END.search(client.got)
+        end = HEAD_END.search(connection.buffer)
         if end is None:
-            if len(client.got) >= HEAD_BYTES:
-                self._refuse(client, 431)
+            if len(connection.buffer) >= MAX_HEAD_BYTES:
+                self._respond_error(connection, 431)
             return
-        head = parse(bytes(client.got[: end.start()]))
-        del client.got[: end.end()]
+        head = parse_head(bytes(connection.buffer[: end.start()]))
+        del connection.buffer[: end.end()]
         if head is None:
-            self._refuse(client, 400)
+            self._respond_error(connection, 400)
             return
-        client.body, client.last = head.body, head.last
+        connection.body_remaining, connection.close_after = head.body_length, head.close_after
         try:
-            answer = client.port.handler(head.request)
+            response = connection.listener.handler(head.request)
         except Exception:
-            self._fault(f"no answer to {head.request.path!r}")
-            answer = Answer(500, b"internal error\n")
-        self._answer(client, answer, head.request.method)
+            self._log_fault(f"no answer to {head.request.path!r}")
+            response = HttpResponse(500, b"internal error\n")
+        self._respond(connection, response, head.request.method)
 
-    def _refuse(self, client: _Client, status: int) -> None:
-        client.last = True
-        self._answer(client, REFUSED[status])
+    def _respond_error(self, connection: _Connection, status: int) -> None:
+        connection.close_after = True
+        self._respond(connection, ERROR_RESPONSES[status])
 
-    def _answer(self, client: _Client, answer: Answer, method: str = "GET") -> None:
+    def _respond(
+        self, connection: _Connection, response: HttpResponse, method: str = "GET"
+    ) -> None:
         # Many may be sent the same page: it is not copied for each.
-        client.pending = [memoryview(head_of(answer, client.last))]
+        connection.pending = [memoryview(encode_head(response, connection.close_after))]
         if method != "HEAD":
-            client.pending += [memoryview(part) for part in (answer.body, answer.rest) if part]
-        client.since = self._clock()
-        client.due = client.since + ANSWER_SECONDS
-        self._selector.modify(client.sock, selectors.EVENT_WRITE, client)
-        if answer.length >= LARGE_BYTES:
-            client.answer = answer
-            self._bound_pages()
-        self._send(client)
+            connection.pending += [
+                memoryview(part) for part in (response.body, response.body_tail) if part
+            ]
+        connection.send_start = self._clock()
+        connection.deadline = connection.send_start + SEND_TIMEOUT_S
+        self._selector.modify(connection.sock, selectors.EVENT_WRITE, connection)
+        if response.length >= LARGE_RESPONSE_BYTES:
+            connection.response = response
+            self._limit_large_responses()
+        self._send(connection)
 
-    def _bound_pages(self) -> None:
+    def _limit_large_responses(self) -> None:
         """Puts out who reads the oldest large answers, until there are few enough of them."""
-        holders = [client for client in self._clients if client.answer is not None]
-        pages: dict[int, list[_Client]] = {}
-        for client in sorted(holders, key=lambda client: client.since):
-            page = id(client.answer)
-            pages[page] = [*pages.pop(page, ()), client]  # the one that was asked for last is last
-        while len(pages) > 1:
-            *older, newest = [clients[0].answer for clients in pages.values()]
-            fresh = {id(part) for part in _parts(newest)}
-            held = {id(part): len(part) for answer in older for part in _parts(answer)}
-            size = sum(length for part, length in held.items() if part not in fresh)
-            if len(pages) <= MOST_PAGES and size <= HELD_BYTES:
+        readers = [
+            connection for connection in self._connections if connection.response is not None
+        ]
+        readers_by_response: dict[int, list[_Connection]] = {}
+        for connection in sorted(readers, key=lambda connection: connection.send_start):
+            response_id = id(connection.response)
+            readers_by_response[response_id] = [
+                *readers_by_response.pop(response_id, ()),
+                connection,
+            ]  # the one that was asked for last is last
+        while len(readers_by_response) > 1:
+            *older, newest = [
+                connections[0].response for connections in readers_by_response.values()
+            ]
+            newest_parts = {id(part) for part in _parts(newest)}
+            older_parts = {id(part): len(part) for response in older for part in _parts(response)}
+            size = sum(length for part, length in older_parts.items() if part not in newest_parts)
+            if len(readers_by_response) <= MAX_LARGE_RESPONSES and size <= MAX_OLDER_RESPONSE_BYTES:
                 return
-            for client in pages.pop(next(iter(pages))):
-                self._drop(client)
+            for connection in readers_by_response.pop(next(iter(readers_by_response))):
+                self._disconnect(connection)
 
-    def _send(self, client: _Client) -> None:
-        sent = client.sock.sendmsg(client.pending)
-        while client.pending and sent >= len(client.pending[0]):
-            sent -= len(client.pending.pop(0))
-        self._move_up(client)
-        if client.pending:
-            client.pending[0] = client.pending[0][sent:]
+    def _send(self, connection: _Connection) -> None:
+        sent = connection.sock.sendmsg(connection.pending)
+        while connection.pending and sent >= len(connection.pending[0]):
+            sent -= len(connection.pending.pop(0))
+        self._mark_recent(connection)
+        if connection.pending:
+            connection.pending[0] = connection.pending[0][sent:]
             return
-        client.answer = None
-        if client.last:
-            self._drop(client)
+        connection.response = None
+        if connection.close_after:
+            self._disconnect(connection)
             return
-        self._selector.modify(client.sock, selectors.EVENT_READ, client)
-        client.due = self._clock() + (HEAD_SECONDS if client.got else IDLE_SECONDS)
-        if client.got:  # the next request came with the last one; another round, others wait too
-            self.do(lambda: self._resume(client))
+        self._selector.modify(connection.sock, selectors.EVENT_READ, connection)
+        connection.deadline = self._clock() + (
+            HEAD_TIMEOUT_S if connection.buffer else KEEPALIVE_TIMEOUT_S
+        )
+        if (
+            connection.buffer
+        ):  # the next request came with the last one; another round, others wait too
+            self.call_soon(lambda: self._process_pipelined(connection))
 
-    def _resume(self, client: _Client) -> None:
-        if client in self._clients and not client.pending:
-            self._attend(client, self._go_on)
+    def _process_pipelined(self, connection: _Connection) -> None:
+        if connection in self._connections and not connection.pending:
+            self._run_step(connection, self._process_buffer)
 
-    def _move_up(self, client: _Client) -> None:
-        del self._clients[client]
-        self._clients[client] = None
+    def _mark_recent(self, connection: _Connection) -> None:
+        del self._connections[connection]
+        self._connections[connection] = None
 
-    def _drop(self, client: _Client) -> None:
-        if self._clients.pop(client, 0) is None:
+    def _disconnect(self, connection: _Connection) -> None:
+        if self._connections.pop(connection, 0) is None:
             with contextlib.suppress(KeyError, ValueError):
-                self._selector.unregister(client.sock)
-            client.sock.close()
+                self._selector.unregister(connection.sock)
+            connection.sock.close()
 
 
-def _parts(answer: Answer | None) -> tuple[bytes, ...]:
-    return () if answer is None else (answer.body, answer.rest)
+def _parts(response: HttpResponse | None) -> tuple[bytes, ...]:
+    return () if response is None else (response.body, response.body_tail)
 
 
 def bind(host: str, port: int, one_family: bool = False) -> socket.socket:
     """A socket that listens there. A wildcard is that of both families, unless `one_family`.
     OSError when the address cannot be had.
     """
-    both = not one_family and host in ("", *WILDCARDS) and socket.has_dualstack_ipv6()
-    v6 = both or ":" in host
+    dual_stack = not one_family and host in ("", *WILDCARDS) and socket.has_dualstack_ipv6()
+    v6 = dual_stack or ":" in host
     sock = socket.socket(socket.AF_INET6 if v6 else socket.AF_INET, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):  # what is accepted has the same
-            sock.setsockopt(socket.SOL_SOCKET, buffer, SOCKET_BYTES)
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):  # what is accepted has the same
+            sock.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER_BYTES)
         if v6:
-            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, not both)
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, not dual_stack)
         sock.setblocking(False)
-        sock.bind(("::" if both else host, port))
+        sock.bind(("::" if dual_stack else host, port))
         sock.listen(BACKLOG)
     except BaseException:
         sock.close()

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from kbpf.model.config import Config
-from kbpf.model.metrics import Measures, Pair, Totals, Traffic
+from kbpf.model.metrics import BackendStats, ConnectionStats, DataPlaneMetrics, TrafficStats
 from kbpf.model.status import AgentStatus, PacketStatus
-from kbpf.serve.exposition import family, labels
+from kbpf.serve.exposition import format_labels, format_metric
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServerCounts:
     """What the servers themselves count: Events that were sent and that were not, health checks
     that are wanted and that could not get their port.
     """
@@ -33,12 +33,12 @@ class Served:
     checks_failed: int = 0
 
 
-def agent(status: AgentStatus, config: Config) -> Iterator[str]:
+def format_agent(status: AgentStatus, config: Config) -> Iterator[str]:
     """How the agent is doing."""
-    yield from _gauge("build_info", "The version, as a label", _one(version=status.version))
+    yield from _gauge("build_info", "The version, as a label", _info_sample(version=status.version))
     yield from _gauge(
         "mode_info", "The data plane that serves, what was asked for, and how it is set",
-        _one(mode=status.mode, asked=config.mode,
+        _info_sample(mode=status.mode, asked=config.mode,
              reason=status.choice.reason if status.choice else "", forwarding=config.forwarding,
              socket_lb=str(config.socket_lb), algorithm=str(config.algorithm)),
     )  # fmt: skip
@@ -64,53 +64,56 @@ def agent(status: AgentStatus, config: Config) -> Iterator[str]:
     yield from _gauge(
         "namespace_service_ports_refused",
         "Service ports that could not be programmed, of the namespaces with the most",
-        [(labels(namespace=name), n) for name, n in sorted(status.refused_namespaces.items())],
+        [
+            (format_labels(namespace=name), n)
+            for name, n in sorted(status.refused_namespaces.items())
+        ],
     )
     yield from _counter("syncs_total", "Passes that were written", [("", status.applied)])
     yield from _gauge(
         "event_to_map_seconds", "From an event's arrival until it is in force, of the last 4096",
-        [(labels(quantile="0.5"), status.event_to_map_p50_ms / 1000),
-         (labels(quantile="0.99"), status.event_to_map_p99_ms / 1000)],
+        [(format_labels(quantile="0.5"), status.event_to_map_p50_ms / 1000),
+         (format_labels(quantile="0.99"), status.event_to_map_p99_ms / 1000)],
     )  # fmt: skip
-    yield from _sources(status)
-    yield from _threads(status)
-    yield from _packets(status.packets)
+    yield from _format_sources(status)
+    yield from _format_threads(status)
+    yield from _format_packet_path(status.packets)
 
 
-def _sources(status: AgentStatus) -> Iterator[str]:
-    told = [(labels(source=source.name), source) for source in status.sources]
+def _format_sources(status: AgentStatus) -> Iterator[str]:
+    labelled = [(format_labels(source=source.name), source) for source in status.sources]
     for name, text, values in (
-        ("synced", "1 when the source has listed all once", [s.synced for _, s in told]),
-        ("watching", "1 while its watch stands", [s.state == "watching" for _, s in told]),
-        ("failures", "Tries in a row that failed", [s.failures for _, s in told]),
-        ("silent_seconds", "Since it last heard anything", [s.silent_seconds for _, s in told]),
+        ("synced", "1 when the source has listed all once", [s.synced for _, s in labelled]),
+        ("watching", "1 while its watch stands", [s.state == "watching" for _, s in labelled]),
+        ("failures", "Tries in a row that failed", [s.failures for _, s in labelled]),
+        ("silent_seconds", "Since it last heard anything", [s.silent_seconds for _, s in labelled]),
     ):
-        samples = zip((at for at, _ in told), map(float, values), strict=True)
+        samples = zip((label_set for label_set, _ in labelled), map(float, values), strict=True)
         yield from _gauge(f"source_{name}", text, list(samples))
     yield from _counter(
         "source_drift_total", "Objects that differed when all were listed again, without an event",
-        [(at, source.drift) for at, source in told],
+        [(label_set, source.drift) for label_set, source in labelled],
     )  # fmt: skip
 
 
-def _threads(status: AgentStatus) -> Iterator[str]:
+def _format_threads(status: AgentStatus) -> Iterator[str]:
     yield from _gauge(
         "thread_up", "0 while a thread of the agent is down, stuck, or fails again and again",
-        [(labels(thread=one.name), not one.problem) for one in status.threads],
+        [(format_labels(thread=thread.name), not thread.problem) for thread in status.threads],
     )  # fmt: skip
     yield from _counter(
         "thread_restarts_total", "How often a thread's work failed and began again",
-        [(labels(thread=one.name), one.restarts) for one in status.threads],
+        [(format_labels(thread=thread.name), thread.restarts) for thread in status.threads],
     )  # fmt: skip
 
 
-def _packets(packets: PacketStatus | None) -> Iterator[str]:
+def _format_packet_path(packets: PacketStatus | None) -> Iterator[str]:
     if packets is None:
         return
     state = "off" if not packets.wanted else "failed" if packets.problem else "on"
     yield from _gauge(
         "packet_path", "1 for the state that the packet path is in",
-        [(labels(state=each), each == state) for each in ("on", "off", "failed")],
+        [(format_labels(state=name), name == state) for name in ("on", "off", "failed")],
     )  # fmt: skip
     yield from _gauge(
         "packet_path_failed_devices", "Devices that it could not be brought to",
@@ -118,96 +121,115 @@ def _packets(packets: PacketStatus | None) -> Iterator[str]:
     )  # fmt: skip
 
 
-def kernel(measures: Measures) -> Iterator[str]:
+def format_data_plane(measures: DataPlaneMetrics) -> Iterator[str]:
     """What the data plane knows at once."""
-    tables = [(labels(map=table.name), table) for table in measures.tables]
+    tables = [(format_labels(map=table.name), table) for table in measures.tables]
     yield from _gauge(
         "map_entries", "Entries of a map",
-        [(at, table.entries) for at, table in tables if table.entries is not None],
+        [(label_set, table.entries) for label_set, table in tables if table.entries is not None],
     )  # fmt: skip
     yield from _gauge(
         "map_max_entries", "Room of a map now; those that the agent writes grow",
-        [(at, table.room) for at, table in tables],
+        [(label_set, table.capacity) for label_set, table in tables],
     )  # fmt: skip
     yield from _gauge(
         "map_limit_entries",
         "How far a map may grow (--max-...), of those that do not make room by themselves",
-        [(at, table.limit) for at, table in tables if table.limit is not None],
+        [(label_set, table.limit) for label_set, table in tables if table.limit is not None],
     )  # fmt: skip
     yield from _gauge(
         "map_bytes", "Kernel memory of a map",
-        [(at, table.bytes) for at, table in tables if table.bytes is not None],
+        [(label_set, table.bytes) for label_set, table in tables if table.bytes is not None],
     )  # fmt: skip
     yield from _gauge(
         "hooks_attached", "Of each socket hook that is wanted: whether it is attached",
-        [(labels(hook=name), attached) for name, attached in measures.hooks],
+        [(format_labels(hook=name), attached) for name, attached in measures.hooks],
     )  # fmt: skip
-    if measures.foreign is not None:
+    if measures.foreign_programs is not None:
         yield from _gauge(
             "foreign_programs", "Programs of other load balancers at the same hooks and devices",
-            [("", measures.foreign)],
+            [("", measures.foreign_programs)],
         )  # fmt: skip
     yield from _counter(
         "decisions_total", "Connections, datagrams and packets, by what was decided and why",
-        [(labels(reason=one.reason, verdict=one.verdict), one.times)
-         for one in measures.decisions],
+        [(format_labels(reason=decision.reason, verdict=decision.verdict), decision.total)
+         for decision in measures.reason_counts],
     )  # fmt: skip
 
 
-def traffic(found: Traffic, most: int) -> Iterator[str]:
+def format_traffic(stats: TrafficStats, max_series: int) -> Iterator[str]:
     """What connections there are and what they came to, of the `most` busiest Service ports."""
-    now, had = dict(found.connections or ()), dict(found.totals)
-    names = list(now.keys() | had.keys())
-    if len(names) > most:
-        none = Totals()
-        names = nlargest(most, names, lambda one: (had.get(one, none).begun + now.get(one, 0), one))
-    inside = {name: _port(*name) for name in names}
-    if found.connections is not None:
-        yield from _gauge(
-            "service_connections", "Open connections of a Service port",
-            [(f"{{{inside[name]}}}", now[name]) for name in names if name in now],
-        )  # fmt: skip
-        yield from _gauge(
-            "connections", "Open connections of all Services", [("", sum(now.values()))]
+    open_counts, totals = dict(stats.connections or ()), dict(stats.totals)
+    names = list(open_counts.keys() | totals.keys())
+    if len(names) > max_series:
+        zero = ConnectionStats()
+        names = nlargest(
+            max_series,
+            names,
+            lambda key: (totals.get(key, zero).begun + open_counts.get(key, 0), key),
         )
-    if found.tracked is not None:
+    label_sets = {name: _port_labels(*name) for name in names}
+    if stats.connections is not None:
+        yield from _gauge(
+            "service_connections",
+            "Open connections of a Service port",
+            [
+                (f"{{{label_sets[name]}}}", open_counts[name])
+                for name in names
+                if name in open_counts
+            ],
+        )
+        yield from _gauge(
+            "connections", "Open connections of all Services", [("", sum(open_counts.values()))]
+        )
+    if stats.flow_count is not None:
         yield from _gauge(
             "tracked_connections",
             "Connections of the packet path that do not make room for others by themselves",
-            [("", found.tracked.now)],
+            [("", stats.flow_count.live)],
         )
         yield from _gauge(
             "tracked_connections_limit", "As many as there may be (--max-connections)",
-            [("", found.tracked.most)],
+            [("", stats.flow_count.capacity)],
         )  # fmt: skip
     yield from _gauge(
         "service_series_left_out", "Service ports with connections and no series of their own",
-        [("", len(now.keys() | had.keys()) - len(names))],
+        [("", len(open_counts.keys() | totals.keys()) - len(names))],
     )  # fmt: skip
-    rows = [_Row(inside[name], name[3], had[name]) for name in names if name in had]
-    yield from _outcome("service", "a Service port", rows, found.known)
-    if found.backends:
-        yield from _backends(found.backends, found.known)
+    rows = [_Series(label_sets[name], name[3], totals[name]) for name in names if name in totals]
+    yield from _format_outcomes("service", "a Service port", rows, stats.counted_fields)
+    if stats.backends:
+        yield from _format_backends(stats.backends, stats.counted_fields)
 
 
-def _backends(found: tuple[Pair, ...], known: Collection[str]) -> Iterator[str]:
+def _format_backends(
+    pairs: tuple[BackendStats, ...], known_fields: Collection[str]
+) -> Iterator[str]:
     rows = [
-        _Row(f"{_port(*one.name)},{labels(backend=one.backend)[1:-1]}", one.name[3], one.totals)
-        for one in found
+        _Series(
+            f"{_port_labels(*pair.name)},{format_labels(backend=pair.backend)[1:-1]}",
+            pair.name[3],
+            pair.stats,
+        )
+        for pair in pairs
     ]
     yield from _gauge(
-        "backend_connections", "Open connections of a backend",
-        [(f"{{{row.labels}}}", one.now) for row, one in zip(rows, found, strict=True)],
-    )  # fmt: skip
-    yield from _outcome("backend", "a backend", rows, known)
+        "backend_connections",
+        "Open connections of a backend",
+        [
+            (f"{{{row.labels}}}", pair.open_connections)
+            for row, pair in zip(rows, pairs, strict=True)
+        ],
+    )
+    yield from _format_outcomes("backend", "a backend", rows, known_fields)
 
 
-class _Row(NamedTuple):
+class _Series(NamedTuple):
     """Whose it is, as labels without braces, and what it had."""
 
     labels: str
     protocol: str
-    had: Totals
+    totals: ConnectionStats
 
 
 FAILURES: Final = {
@@ -216,52 +238,58 @@ FAILURES: Final = {
 """Numbers of Totals that count failures, and what has them."""
 
 
-def _outcome(prefix: str, whose: str, rows: list[_Row], known: Collection[str]) -> Iterator[str]:
+def _format_outcomes(
+    prefix: str, subject: str, rows: list[_Series], known_fields: Collection[str]
+) -> Iterator[str]:
     """What connections came to, as far as that is known. Only of TCP it is known how they end."""
     tcp = [row for row in rows if row.protocol == "TCP"]
-    if "begun" in known:
+    if "begun" in known_fields:
         yield from _counter(
-            f"{prefix}_connections_total", f"Connections of {whose} that have begun",
-            [(f"{{{row.labels}}}", row.had.begun) for row in rows],
+            f"{prefix}_connections_total", f"Connections of {subject} that have begun",
+            [(f"{{{row.labels}}}", row.totals.begun) for row in rows],
         )  # fmt: skip
-    reasons = [one for one, whom in FAILURES.items() if one in known and prefix in whom]
+    reasons = [
+        failure
+        for failure, prefixes in FAILURES.items()
+        if failure in known_fields and prefix in prefixes
+    ]
     if reasons:
         yield from _counter(
-            f"{prefix}_failures_total", f"Connections of {whose} that failed, by why",
+            f"{prefix}_failures_total", f"Connections of {subject} that failed, by why",
             [
-                (f'{{{row.labels},reason="{reason}"}}', getattr(row.had, reason))
+                (f'{{{row.labels},reason="{reason}"}}', getattr(row.totals, reason))
                 for reason in reasons
                 for row in (rows if reason == "refused" else tcp)
             ],
         )  # fmt: skip
-    if "bytes_in" in known:
+    if "bytes_in" in known_fields:
         yield from _counter(
             f"{prefix}_bytes_total", "Bytes from clients (in) and to them (out)",
             [
-                (f'{{{row.labels},direction="{way}"}}', count)
+                (f'{{{row.labels},direction="{direction}"}}', count)
                 for row in rows
-                for way, count in (("in", row.had.bytes_in), ("out", row.had.bytes_out))
+                for direction, count in (("in", row.totals.bytes_in), ("out", row.totals.bytes_out))
             ],
         )  # fmt: skip
-    if "rtts" in known:
+    if "rtts" in known_fields:
         for name, text, values in (
             ("retransmits", "Segments that clients of this node had to send again",
-             [row.had.retransmits for row in tcp]),
+             [row.totals.retransmits for row in tcp]),
             ("round_trip_seconds", "The sum of the round trips to the backend, one a connection",
-             [row.had.rtt_us / 1e6 for row in tcp]),
+             [row.totals.rtt_us / 1e6 for row in tcp]),
             ("round_trips", "Connections that have ended and whose round trip is in that sum",
-             [row.had.rtts for row in tcp]),
+             [row.totals.rtts for row in tcp]),
         ):  # fmt: skip
             samples = zip((f"{{{row.labels}}}" for row in tcp), values, strict=True)
             yield from _counter(f"{prefix}_{name}_total", text, list(samples))
 
 
-def _port(namespace: str, service: str, port: str, protocol: str) -> str:
+def _port_labels(namespace: str, service: str, port: str, protocol: str) -> str:
     """As labels, without braces."""
-    return labels(namespace=namespace, service=service, port=port, protocol=protocol)[1:-1]
+    return format_labels(namespace=namespace, service=service, port=port, protocol=protocol)[1:-1]
 
 
-def served(found: Served, healthy: bool, eligible: bool) -> Iterator[str]:
+def format_server(counts: ServerCounts, healthy: bool, eligible: bool) -> Iterator[str]:
     """How the servers are doing."""
     yield from _gauge(
         "healthy", "What /livez says: 1 while nothing waits too long", [("", healthy)]
@@ -269,54 +297,54 @@ def served(found: Served, healthy: bool, eligible: bool) -> Iterator[str]:
     yield from _gauge("node_eligible", "0 when the node is about to be removed", [("", eligible)])
     yield from _counter(
         "events_total", "Kubernetes Events, sent and given up",
-        [(labels(outcome="sent"), found.events_sent),
-         (labels(outcome="dropped"), found.events_dropped)],
+        [(format_labels(outcome="sent"), counts.events_sent),
+         (format_labels(outcome="dropped"), counts.events_dropped)],
     )  # fmt: skip
     yield from _gauge(
-        "service_health_checks", "Services with a healthCheckNodePort", [("", found.checks)]
+        "service_health_checks", "Services with a healthCheckNodePort", [("", counts.checks)]
     )
     yield from _gauge(
         "service_health_checks_failed", "Of these, how many could not get their port",
-        [("", found.checks_failed)],
+        [("", counts.checks_failed)],
     )  # fmt: skip
 
 
-def process() -> Iterator[str]:
+def format_process() -> Iterator[str]:
     """The process, under the names that every client library gives."""
-    pages = [int(word) for word in Path("/proc/self/statm").read_text().split()[:2]]
-    used = resource.getrusage(resource.RUSAGE_SELF)
+    pages = [int(field) for field in Path("/proc/self/statm").read_text().split()[:2]]
+    usage = resource.getrusage(resource.RUSAGE_SELF)
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     for name, kind, text, value in (
         ("cpu_seconds_total", "counter", "Total user and system CPU time spent in seconds.",
-         used.ru_utime + used.ru_stime),
+         usage.ru_utime + usage.ru_stime),
         ("max_fds", "gauge", "Maximum number of open file descriptors.", soft),
         ("open_fds", "gauge", "Number of open file descriptors.",
          len(os.listdir("/proc/self/fd"))),
         ("resident_memory_bytes", "gauge", "Resident memory size in bytes.",
          pages[1] * resource.getpagesize()),
         ("start_time_seconds", "gauge",
-         "Start time of the process since unix epoch in seconds.", started()),
+         "Start time of the process since unix epoch in seconds.", process_start_time()),
         ("virtual_memory_bytes", "gauge", "Virtual memory size in bytes.",
          pages[0] * resource.getpagesize()),
     ):  # fmt: skip
-        yield from family(f"process_{name}", kind, text, [("", value)])
+        yield from format_metric(f"process_{name}", kind, text, [("", value)])
 
 
 @cache
-def started() -> float:
+def process_start_time() -> float:
     """When the process was, in seconds since the epoch."""
-    words = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    up = int(words[19]) / os.sysconf("SC_CLK_TCK")
-    return round(time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + up, 2)
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start_after_boot = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return round(time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + start_after_boot, 2)
 
 
-def _one(**values: str) -> list[tuple[str, float]]:
-    return [(labels(**values), 1)]
+def _info_sample(**values: str) -> list[tuple[str, float]]:
+    return [(format_labels(**values), 1)]
 
 
 def _gauge(name: str, text: str, samples: list[tuple[str, float]]) -> Iterator[str]:
-    return family(f"kbpf_{name}", "gauge", text, samples)
+    return format_metric(f"kbpf_{name}", "gauge", text, samples)
 
 
 def _counter(name: str, text: str, samples: list[tuple[str, float]]) -> Iterator[str]:
-    return family(f"kbpf_{name}", "counter", text, samples)
+    return format_metric(f"kbpf_{name}", "counter", text, samples)

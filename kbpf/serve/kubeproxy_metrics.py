@@ -12,11 +12,11 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from typing import Final
 
-from kbpf.model.metrics import Ended
-from kbpf.serve.exposition import Histogram, family, histograms, labels
+from kbpf.model.metrics import UdpCuts
+from kbpf.serve.exposition import Histogram, format_histograms, format_labels, format_metric
 
 FAMILIES: Final = {4: "IPv4", 6: "IPv6"}
-BOTH: Final = tuple(FAMILIES)
+BOTH_FAMILIES: Final = tuple(FAMILIES)
 SYNC_BUCKETS: Final = tuple(0.001 * 2**n for n in range(15))
 PROGRAMMING_BUCKETS: Final = (
     0.0,  # a slip of theirs, and so a bucket of every dashboard
@@ -29,81 +29,91 @@ PROGRAMMING_BUCKETS: Final = (
 REQUEST_BUCKETS: Final = (0.005, 0.025, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0)
 
 
-def _by_family() -> dict[int, Histogram]:
-    return {each: Histogram(SYNC_BUCKETS) for each in FAMILIES}
+def _histograms_by_family() -> dict[int, Histogram]:
+    return {ip_family: Histogram(SYNC_BUCKETS) for ip_family in FAMILIES}
 
 
-class Record:
+class KubeProxyMetrics:
     """What has happened since the agent began."""
 
     def __init__(self, now: Callable[[], float] = time.time) -> None:
         self._now = now
         self._lock = threading.Lock()
-        self._sync, self._full, self._partial = _by_family(), _by_family(), _by_family()
-        self._programming = {each: Histogram(PROGRAMMING_BUCKETS) for each in FAMILIES}
-        self._last = dict.fromkeys(FAMILIES, 0.0)
-        self._queued = dict.fromkeys(FAMILIES, 0.0)
-        self._coming = 0
+        self._sync, self._full, self._partial = (
+            _histograms_by_family(),
+            _histograms_by_family(),
+            _histograms_by_family(),
+        )
+        self._programming = {ip_family: Histogram(PROGRAMMING_BUCKETS) for ip_family in FAMILIES}
+        self._last_synced = dict.fromkeys(FAMILIES, 0.0)
+        self._last_queued = dict.fromkeys(FAMILIES, 0.0)
+        self._queued_events = 0
         self._changes = {"service": 0, "endpoint": 0}
-        self._waiting = {"service": 0, "endpoint": 0}
-        self._no_local = {(policy, each): 0 for policy in ("external", "internal") for each in BOTH}
-        self._asked: dict[str, Counter[str]] = {"healthz": Counter(), "livez": Counter()}
+        self._pending_changes = {"service": 0, "endpoint": 0}
+        self._no_local = {
+            (policy, ip_family): 0
+            for policy in ("external", "internal")
+            for ip_family in BOTH_FAMILIES
+        }
+        self._probe_counts: dict[str, Counter[str]] = {"healthz": Counter(), "livez": Counter()}
         self._requests: Counter[tuple[str, str, str]] = Counter()
-        self._latency: dict[tuple[str, str], Histogram] = {}
-        self._reconciled = _by_family()
-        self._ended = dict.fromkeys(FAMILIES, 0)
+        self._request_latency: dict[tuple[str, str], Histogram] = {}
+        self._conntrack_sync = _histograms_by_family()
+        self._deleted_flows = dict.fromkeys(FAMILIES, 0)
         self._failures = 0
         self._comparisons = 0
         self._drift = 0
 
     # ---- what the agent says ---------------------------------------------------------------
 
-    def queued(self) -> None:
+    def record_queued(self) -> None:
         """An event of a Service or an EndpointSlice came, for the writer to take: any thread."""
         with self._lock:
-            self._queued = dict.fromkeys(FAMILIES, self._now())
-            self._coming += 1
+            self._last_queued = dict.fromkeys(FAMILIES, self._now())
+            self._queued_events += 1
 
-    def changes(self, services: int, endpoints: int) -> None:
+    def record_changes(self, services: int, endpoints: int) -> None:
         """The writer took so many events; they wait until synced()."""
         with self._lock:
-            self._coming = max(0, self._coming - services - endpoints)
+            self._queued_events = max(0, self._queued_events - services - endpoints)
             for kind, count in (("service", services), ("endpoint", endpoints)):
                 self._changes[kind] += count
-                self._waiting[kind] += count
+                self._pending_changes[kind] += count
 
-    def settled(self) -> None:
+    def record_settled(self) -> None:
         """All that the writer took is done with: programmed, or it said nothing new to a family.
         Unless more has come meanwhile, both families are as was asked for last, as of now.
         """
         with self._lock:
-            self._waiting = dict.fromkeys(self._waiting, 0)
-            for each, last in self._last.items():
-                if not self._coming and 0.0 < last < self._queued[each]:
-                    self._last[each] = self._now()
+            self._pending_changes = dict.fromkeys(self._pending_changes, 0)
+            for ip_family, last_synced in self._last_synced.items():
+                if not self._queued_events and 0.0 < last_synced < self._last_queued[ip_family]:
+                    self._last_synced[ip_family] = self._now()
 
-    def synced(self, seconds: float, full: bool, families: Collection[int] = BOTH) -> None:
+    def record_sync(
+        self, seconds: float, full: bool, families: Collection[int] = BOTH_FAMILIES
+    ) -> None:
         """The data plane was written, in so many seconds; `full`: all of it was looked at."""
         with self._lock:
-            for each in families:
-                self._sync[each].observe(seconds)
-                (self._full if full else self._partial)[each].observe(seconds)
-                self._last[each] = self._now()
-            self._waiting = dict.fromkeys(self._waiting, 0)
+            for ip_family in families:
+                self._sync[ip_family].observe(seconds)
+                (self._full if full else self._partial)[ip_family].observe(seconds)
+                self._last_synced[ip_family] = self._now()
+            self._pending_changes = dict.fromkeys(self._pending_changes, 0)
 
-    def ended(self, look: Ended) -> None:
+    def record_udp_cut(self, cut: UdpCuts) -> None:
         """UDP of backends that serve no more was looked for."""
         with self._lock:
-            for each, flows in look.flows.items():
-                self._reconciled[each].observe(look.seconds)
-                self._ended[each] += flows
+            for ip_family, flows in cut.flows.items():
+                self._conntrack_sync[ip_family].observe(cut.seconds)
+                self._deleted_flows[ip_family] += flows
 
-    def failed(self) -> None:
+    def record_failure(self) -> None:
         """The data plane could not be written."""
         with self._lock:
             self._failures += 1
 
-    def compared(self, repaired: int) -> None:
+    def record_comparison(self, repaired: int) -> None:
         """All that is programmed was compared with what it should be, and so many entries that
         others had changed were put right.
         """
@@ -111,131 +121,157 @@ class Record:
             self._comparisons += 1
             self._drift += repaired
 
-    def programmed(self, family: int, triggered: float) -> None:
+    def record_programming(self, ip_family: int, trigger_time: float) -> None:
         """An EndpointSlice's change of that time (seconds since the epoch) is in force now."""
         with self._lock:
-            self._programming[family].observe(max(0.0, self._now() - triggered))
+            self._programming[ip_family].observe(max(0.0, self._now() - trigger_time))
 
-    def no_local_endpoints(self, policy: str, family: int, count: int) -> None:
+    def set_no_local_endpoints(self, policy: str, ip_family: int, count: int) -> None:
         """So many Service ports have policy Local, and endpoints only elsewhere."""
         with self._lock:
-            self._no_local[policy, family] = count
+            self._no_local[policy, ip_family] = count
 
-    def answered(self, path: str, status: int) -> None:
+    def record_probe(self, path: str, status: int) -> None:
         """/healthz or /livez was asked for."""
         with self._lock:
-            self._asked[path][str(status)] += 1
+            self._probe_counts[path][str(status)] += 1
 
-    def requested(self, host: str, method: str, code: str, seconds: float) -> None:
+    def record_api_request(self, host: str, method: str, code: str, seconds: float) -> None:
         """The API server was asked something. `code`: the status, or <error> when none came."""
         with self._lock:
             self._requests[code, host, method] += 1
             if code != "<error>":
                 key = (host, method)
-                if key not in self._latency:
-                    self._latency[key] = Histogram(REQUEST_BUCKETS)
-                self._latency[key].observe(seconds)
+                if key not in self._request_latency:
+                    self._request_latency[key] = Histogram(REQUEST_BUCKETS)
+                self._request_latency[key].observe(seconds)
 
     # ---- what is read ----------------------------------------------------------------------
 
-    def lines(self) -> list[str]:
+    def format_lines(self) -> list[str]:
         """All of it, as exposition."""
         with self._lock:
-            return [*self._rules(), *self._conntrack(), *self._health(), *self._api(), *self._own()]
+            return [
+                *self._format_sync(),
+                *self._format_conntrack(),
+                *self._format_probes(),
+                *self._format_api_requests(),
+                *self._format_kbpf(),
+            ]
 
-    def _rules(self) -> Iterator[str]:
+    def _format_sync(self) -> Iterator[str]:
         prefix = "kubeproxy_sync_proxy_rules"
-        for name, text, found in (
+        for name, text, histograms_by_family in (
             ("kubeproxy_sync_proxy_rules", "SyncProxyRules latency in seconds", self._sync),
             ("kubeproxy_sync_full_proxy_rules",
              "SyncProxyRules latency in seconds for full resyncs", self._full),
             ("kubeproxy_sync_partial_proxy_rules",
              "SyncProxyRules latency in seconds for partial resyncs", self._partial),
         ):  # fmt: skip
-            yield from histograms(
-                f"{name}_duration_seconds", f"[ALPHA] {text}",
-                ((labels(ip_family=FAMILIES[f]), h) for f, h in found.items()),
-            )  # fmt: skip
-        yield from histograms(
+            yield from format_histograms(
+                f"{name}_duration_seconds",
+                f"[ALPHA] {text}",
+                (
+                    (format_labels(ip_family=FAMILIES[f]), h)
+                    for f, h in histograms_by_family.items()
+                ),
+            )
+        yield from format_histograms(
             "kubeproxy_network_programming_duration_seconds",
             "[ALPHA] In Cluster Network Programming Latency in seconds",
-            ((labels(ip_family=FAMILIES[f]), h) for f, h in self._programming.items()),
+            ((format_labels(ip_family=FAMILIES[f]), h) for f, h in self._programming.items()),
         )
         for name, text, times in (
-            ("last_timestamp", "The last time proxy rules were successfully synced", self._last),
+            (
+                "last_timestamp",
+                "The last time proxy rules were successfully synced",
+                self._last_synced,
+            ),
             ("last_queued_timestamp", "The last time a sync of proxy rules was queued",
-             self._queued),
+             self._last_queued),
         ):  # fmt: skip
-            yield from family(
-                f"{prefix}_{name}_seconds", "gauge", f"[ALPHA] {text}",
-                ((labels(ip_family=FAMILIES[f]), at) for f, at in times.items() if at),
-            )  # fmt: skip
+            yield from format_metric(
+                f"{prefix}_{name}_seconds",
+                "gauge",
+                f"[ALPHA] {text}",
+                (
+                    (format_labels(ip_family=FAMILIES[f]), timestamp)
+                    for f, timestamp in times.items()
+                    if timestamp
+                ),
+            )
         for kind in ("endpoint", "service"):
-            word = kind.capitalize()
-            yield from family(
-                f"{prefix}_{kind}_changes_pending", "gauge",
-                f"[ALPHA] Pending proxy rules {word} changes", [("", self._waiting[kind])],
-            )  # fmt: skip
-            yield from family(
+            kind_title = kind.capitalize()
+            yield from format_metric(
+                f"{prefix}_{kind}_changes_pending",
+                "gauge",
+                f"[ALPHA] Pending proxy rules {kind_title} changes",
+                [("", self._pending_changes[kind])],
+            )
+            yield from format_metric(
                 f"{prefix}_{kind}_changes_total", "counter",
-                f"[ALPHA] Cumulative proxy rules {word} changes", [("", self._changes[kind])],
+                f"[ALPHA] Cumulative proxy rules {kind_title} changes", [("", self._changes[kind])],
             )  # fmt: skip
-        yield from family(
+        yield from format_metric(
             f"{prefix}_no_local_endpoints_total", "gauge",
             "[ALPHA] Number of services with a Local traffic policy and no endpoints",
-            ((labels(ip_family=FAMILIES[f], traffic_policy=policy), count)
+            ((format_labels(ip_family=FAMILIES[f], traffic_policy=policy), count)
              for (policy, f), count in self._no_local.items()),
         )  # fmt: skip
 
-    def _conntrack(self) -> Iterator[str]:
+    def _format_conntrack(self) -> Iterator[str]:
         prefix = "kubeproxy_conntrack_reconciler"
-        yield from histograms(
+        yield from format_histograms(
             f"{prefix}_sync_duration_seconds",
             "[ALPHA] ReconcileConntrackFlowsLatency latency in seconds",
-            ((labels(ip_family=FAMILIES[f]), h) for f, h in self._reconciled.items()),
+            ((format_labels(ip_family=FAMILIES[f]), h) for f, h in self._conntrack_sync.items()),
         )
-        yield from family(
-            f"{prefix}_deleted_entries_total", "counter",
+        yield from format_metric(
+            f"{prefix}_deleted_entries_total",
+            "counter",
             "[ALPHA] Cumulative conntrack flows deleted by conntrack reconciler",
-            ((labels(ip_family=FAMILIES[f]), count) for f, count in self._ended.items()),
-        )  # fmt: skip
-
-    def _health(self) -> Iterator[str]:
-        for path, codes in self._asked.items():
-            yield from family(
-                f"kubeproxy_proxy_{path}_total", "counter",
-                f"[ALPHA] Cumulative proxy {path} HTTP status",
-                ((labels(code=code), count) for code, count in sorted(codes.items())),
-            )  # fmt: skip
-
-    def _api(self) -> Iterator[str]:
-        yield from family(
-            "rest_client_requests_total", "counter",
-            "[ALPHA] Number of HTTP requests, partitioned by status code, method, and host.",
-            ((labels(code=code, host=host, method=method), count)
-             for (code, host, method), count in sorted(self._requests.items())),
-        )  # fmt: skip
-        yield from histograms(
-            "rest_client_request_duration_seconds",
-            "[ALPHA] Request latency in seconds. Broken down by verb, and host.",
             (
-                (labels(host=host, verb=verb), h)
-                for (host, verb), h in sorted(self._latency.items())
+                (format_labels(ip_family=FAMILIES[f]), count)
+                for f, count in self._deleted_flows.items()
             ),
         )
 
-    def _own(self) -> Iterator[str]:
-        yield from family(
+    def _format_probes(self) -> Iterator[str]:
+        for path, codes in self._probe_counts.items():
+            yield from format_metric(
+                f"kubeproxy_proxy_{path}_total", "counter",
+                f"[ALPHA] Cumulative proxy {path} HTTP status",
+                ((format_labels(code=code), count) for code, count in sorted(codes.items())),
+            )  # fmt: skip
+
+    def _format_api_requests(self) -> Iterator[str]:
+        yield from format_metric(
+            "rest_client_requests_total", "counter",
+            "[ALPHA] Number of HTTP requests, partitioned by status code, method, and host.",
+            ((format_labels(code=code, host=host, method=method), count)
+             for (code, host, method), count in sorted(self._requests.items())),
+        )  # fmt: skip
+        yield from format_histograms(
+            "rest_client_request_duration_seconds",
+            "[ALPHA] Request latency in seconds. Broken down by verb, and host.",
+            (
+                (format_labels(host=host, verb=verb), h)
+                for (host, verb), h in sorted(self._request_latency.items())
+            ),
+        )
+
+    def _format_kbpf(self) -> Iterator[str]:
+        yield from format_metric(
             "kbpf_sync_failures_total", "counter",
             "Passes that the kernel refused; what was serving goes on serving",
             [("", self._failures)],
         )  # fmt: skip
-        yield from family(
+        yield from format_metric(
             "kbpf_comparisons_total", "counter",
             "How often all that is programmed was compared with what it should be",
             [("", self._comparisons)],
         )  # fmt: skip
-        yield from family(
+        yield from format_metric(
             "kbpf_drift_entries_total", "counter",
             "Entries that others had changed, found by that and put right",
             [("", self._drift)],

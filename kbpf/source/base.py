@@ -12,7 +12,7 @@ from typing import Protocol
 
 from kbpf.model.events import Event, Kind
 
-Put = Callable[[Event], None]
+EventHandler = Callable[[Event], None]
 """Where events go. Called from the source's own thread."""
 
 
@@ -47,7 +47,7 @@ class SourceStatus:
     failures: int = 0
     error: str = ""
     problems: tuple[str, ...] = ()
-    sound: bool = True
+    authoritative: bool = True
     drift: int = 0
 
 

@@ -30,238 +30,299 @@ from typing import Any, Final
 
 from kbpf.errors import KernelError
 from kbpf.kernel.net import dummy, ipvs
-from kbpf.kernel.net.ipvs import Command, Service
+from kbpf.kernel.net.ipvs import IpvsCommand, VirtualServiceKey
 from kbpf.kernel.netfilter import conntrack, forward_rules, ipset, nft, xtables
 from kbpf.model.address import Addr, family_of, format_addr, parse_addr
 from kbpf.model.objects import Protocol
 
 TABLE: Final = "kbpf-handover"
 DEVICE: Final = "kbpf-handover"
-SET: Final = "virtual"
-PASSING: Final = "forward"
+VIRTUAL_SERVICE_SET: Final = "virtual"
+FORWARD_SET: Final = "forward"
 """A set without elements: there is a rule in FORWARD, where that is closed."""
-TRIES: Final = 10
+MAX_TRIES: Final = 10
 """So often the rule is put when others change rules at the same moment."""
-KUBE_PROXYS: Final = "kube-ipvs0"
+KUBE_PROXY_DEVICE: Final = "kube-ipvs0"
 """The device on which a kube-proxy in mode ipvs keeps the addresses of Services."""
-DEVICES: Final = (KUBE_PROXYS, DEVICE)
+SERVICE_DEVICES: Final = (KUBE_PROXY_DEVICE, DEVICE)
 """What stands on these is none of the node's own addresses."""
-PORT_SETS: Final = re.compile(r"KUBE-(6-)?NODE-PORT(-LOCAL)?-(TCP|UDP|SCTP)(-HASH?)?")
+NODE_PORT_SET_NAME: Final = re.compile(r"KUBE-(6-)?NODE-PORT(-LOCAL)?-(TCP|UDP|SCTP)(-HASH?)?")
 """Its IP sets with the NodePorts that it has; one is cut to the 31 characters of a name."""
-_FAMILY: Final = {4: "ip", 6: "ip6"}
-_ADDRESS: Final = {"ip": "ipv4_addr", "ip6": "ipv6_addr"}
+_FAMILY_NAMES: Final = {4: "ip", 6: "ip6"}
+_ADDRESS_TYPES: Final = {"ip": "ipv4_addr", "ip6": "ipv6_addr"}
 
 
-def node_ports() -> frozenset[tuple[int, int]]:
+def list_node_ports() -> frozenset[tuple[int, int]]:
     """(protocol, port) of each NodePort that a kube-proxy in mode ipvs has, running or not."""
-    found = filter(None, map(PORT_SETS.fullmatch, ipset.names()))
-    return frozenset((Protocol[one[3]], port) for one in found for port in ipset.ports(one[0]))
+    matches = filter(None, map(NODE_PORT_SET_NAME.fullmatch, ipset.list_names()))
+    return frozenset(
+        (Protocol[match[3]], port) for match in matches for port in ipset.list_ports(match[0])
+    )
 
 
 # ---- the table -----------------------------------------------------------------------------------
 
 
-def begin(family: str, passing: bool = False) -> list[forward_rules.Json]:
+def table_commands(family: str, with_forward_rule: bool = False) -> list[forward_rules.Json]:
     """The commands that make the table; nothing changes where it is already. `passing`: what is
     established is to pass FORWARD, too, which let_pass() then sees to.
     """
     chain = {"family": family, "table": TABLE, "name": "keep"}
-    state: dict[str, Any] = {
+    ct_state_match: dict[str, Any] = {
         "match": {"op": "in", "left": {"ct": {"key": "state"}}, "right": ["established"]}
     }
-    types = ["inet_proto", _ADDRESS[family], "inet_service"]
-    sets: dict[str, Any] = {SET: types, **({PASSING: "mark"} if passing else {})}
+    types = ["inet_proto", _ADDRESS_TYPES[family], "inet_service"]
+    sets: dict[str, Any] = {
+        VIRTUAL_SERVICE_SET: types,
+        **({FORWARD_SET: "mark"} if with_forward_rule else {}),
+    }
     return [
         {"add": {"table": {"family": family, "name": TABLE}}},
-        *({"add": {"set": {"family": family, "table": TABLE, "name": name, "type": kind}}}
-          for name, kind in sets.items()),
+        *(
+            {"add": {"set": {"family": family, "table": TABLE, "name": name, "type": kind}}}
+            for name, kind in sets.items()
+        ),
         {"add": {"chain": {**chain, "type": "nat", "hook": "postrouting", "prio": 100}}},
         {"flush": {"chain": chain}},
-        {"add": {"rule": {"family": family, "table": TABLE, "chain": "keep", "expr": [state]}}},
-    ]  # fmt: skip
+        {
+            "add": {
+                "rule": {
+                    "family": family,
+                    "table": TABLE,
+                    "chain": "keep",
+                    "expr": [ct_state_match],
+                }
+            }
+        },
+    ]
 
 
-def there() -> tuple[str, ...]:
+def list_families() -> tuple[str, ...]:
     """The families that have the table."""
     return tuple(family for family in conntrack.FAMILIES if nft.has_table(family, TABLE))
 
 
-def end(force: bool = False) -> tuple[str, ...]:
+def remove_unneeded(force: bool = False) -> tuple[str, ...]:
     """Removes the tables that nobody needs any more, and before them the virtual services that have
     no connections left; with `force` all. The families.
     """
-    found = there()
-    if not found:
+    families = list_families()
+    if not families:
         return ()
-    needed = {family_name(service) for service in _end_virtual(found, force)}
-    gone = tuple(
+    needed = {family_name(service) for service in _remove_idle_services(families, force)}
+    removable = tuple(
         family
-        for family in found
-        if force or not (family in needed or conntrack.translated(family))
+        for family in families
+        if force or not (family in needed or conntrack.has_dnat_connections(family))
     )
-    if gone:
-        forward_rules.transaction(
-            *_rules(gone),
-            *({"delete": {"table": {"family": family, "name": TABLE}}} for family in gone),
+    if removable:
+        forward_rules.run_transaction(
+            *_rule_deletions(removable),
+            *({"delete": {"table": {"family": family, "name": TABLE}}} for family in removable),
         )
-    return gone
+    return removable
 
 
 # ---- the rule in FORWARD -------------------------------------------------------------------------
 
 
-def let_pass(chains: Iterable[forward_rules.Chain]) -> tuple[str, ...]:
+def reconcile_forward_rules(chains: Iterable[forward_rules.BaseChain]) -> tuple[str, ...]:
     """Sees to it that the rule is in those FORWARD chains where it has to be, once, and in no
     other; what was done, in words. `chains`: as they are now, or were a moment ago.
     """
-    done: list[str] = []
-    for _ in range(TRIES):
+    actions: list[str] = []
+    for _ in range(MAX_TRIES):
         if not any(map(_is_wrong, chains)):
-            return tuple(done)
-        generation = forward_rules.generation()  # of before the look: what changes since is noticed
-        chains = forward_rules.forward_chains()
-        wrong = next(filter(_is_wrong, chains), None)
-        if wrong is None:
+            return tuple(actions)
+        generation = (
+            forward_rules.read_generation()
+        )  # of before the look: what changes since is noticed
+        chains = forward_rules.list_forward_chains()
+        chain = next(filter(_is_wrong, chains), None)
+        if chain is None:
             continue
         try:
-            done.append(_put_right(wrong, generation))
+            actions.append(_repair(chain, generation))
         except KernelError as error:
             if error.errno not in (errno.ERESTART, errno.ENOENT):
                 raise
     raise KernelError("others change all rules again and again", "nf_tables", "", errno.ERESTART)
 
 
-def passing(families: Collection[str]) -> tuple[forward_rules.Chain, ...]:
+def chains_with_rule(families: Collection[str]) -> tuple[forward_rules.BaseChain, ...]:
     """The chains of these families that have the rule."""
-    chains = forward_rules.forward_chains()
-    return tuple(chain for chain in chains if chain.family in families and chain.handovers)
+    chains = forward_rules.list_forward_chains()
+    return tuple(chain for chain in chains if chain.family in families and chain.handover_rules)
 
 
-def _is_wanted(chain: forward_rules.Chain) -> bool:
-    return chain.is_closed and nft.has_set(chain.family, TABLE, PASSING)
+def _needs_rule(chain: forward_rules.BaseChain) -> bool:
+    return chain.is_closed and nft.has_set(chain.family, TABLE, FORWARD_SET)
 
 
-def _is_wrong(chain: forward_rules.Chain) -> bool:
-    return not chain.hands_over if _is_wanted(chain) else bool(chain.handovers)
+def _is_wrong(chain: forward_rules.BaseChain) -> bool:
+    return not chain.has_handover_rule if _needs_rule(chain) else bool(chain.handover_rules)
 
 
-def _put_right(chain: forward_rules.Chain, generation: int) -> str:
-    if not _is_wanted(chain):
-        forward_rules.transaction(*forward_rules.deletions(chain, chain.handovers))
+def _repair(chain: forward_rules.BaseChain, generation: int) -> str:
+    if not _needs_rule(chain):
+        forward_rules.run_transaction(*forward_rules.delete_commands(chain, chain.handover_rules))
         return f"connections of kube-proxy need no rule any more in {chain}"
-    where = chain.family, chain.table, chain.name
-    old = [rule.handle for rule in chain.handovers]
-    xtables.accept_established(where, forward_rules.HANDOVER, chain.before, old, generation)
+    chain_key = chain.family, chain.table, chain.name
+    old_handles = [rule.handle for rule in chain.handover_rules]
+    xtables.accept_established(
+        chain_key, forward_rules.HANDOVER_COMMENT, chain.next_handle, old_handles, generation
+    )
     return f"established connections of kube-proxy are let pass in {chain}"
 
 
-def _rules(families: Collection[str]) -> list[forward_rules.Json]:
+def _rule_deletions(families: Collection[str]) -> list[forward_rules.Json]:
     """The commands that remove the rule from the chains of these families."""
-    if not any(nft.has_set(family, TABLE, PASSING) for family in families):
+    if not any(nft.has_set(family, TABLE, FORWARD_SET) for family in families):
         return []
     return [
         command
-        for chain in passing(families)
-        for command in forward_rules.deletions(chain, chain.handovers)
+        for chain in chains_with_rule(families)
+        for command in forward_rules.delete_commands(chain, chain.handover_rules)
     ]
 
 
 # ---- virtual services of IPVS --------------------------------------------------------------------
 
 
-def family_name(service: Service) -> str:
+def family_name(service: VirtualServiceKey) -> str:
     """ "ip" or "ip6"."""
-    return _FAMILY[family_of(service.address)]
+    return _FAMILY_NAMES[family_of(service.address)]
 
 
-def keep(services: Collection[Service], addresses: Collection[Addr]) -> None:
+def keep_services(services: Collection[VirtualServiceKey], addresses: Collection[Addr]) -> None:
     """These virtual services stay for their connections, and the node keeps these addresses. Who
     has made them may go afterwards.
     """
     families = sorted({family_name(service) for service in services})
-    tables = [command for family in families for command in begin(family)]
-    forward_rules.transaction(*tables, *_elements("add", services))
-    for refused in dummy.add(dummy.ensure(DEVICE), addresses).values():
-        raise refused
+    tables = [command for family in families for command in table_commands(family)]
+    forward_rules.run_transaction(*tables, *_element_commands("add", services))
+    for error in dummy.add_addresses(dummy.ensure(DEVICE), addresses).values():
+        raise error
 
 
-def lead_nobody(face: ipvs.Ipvs, services: Iterable[Service]) -> None:
+def quiesce(client: ipvs.IpvsClient, services: Iterable[VirtualServiceKey]) -> None:
     """No new connection gets through these virtual services; those that are there go on."""
-    face.change(
+    client.apply(
         [
-            ipvs.Change(Command.SET_SERVER, service, server=load.server)
+            ipvs.IpvsRequest(IpvsCommand.IPVS_CMD_SET_DEST, service, server=entry.server)
             for service in services
-            for load in face.servers(service)
-            if load.weight
+            for entry in client.list_servers(service)
+            if entry.weight
         ],
         (errno.ESRCH, errno.ENOENT),
     )
 
 
-def kept(families: Iterable[str]) -> tuple[Service, ...]:
+def list_kept_services(families: Iterable[str]) -> tuple[VirtualServiceKey, ...]:
     """The virtual services that stay, of these families, which have the table."""
-    listed = (
-        one["set"]
+    sets = (
+        item["set"]
         for family in families
-        for one in forward_rules.transaction({"list": {"table": {"family": family, "name": TABLE}}})
-        if one.get("set", {}).get("name") == SET
+        for item in forward_rules.run_transaction(
+            {"list": {"table": {"family": family, "name": TABLE}}}
+        )
+        if item.get("set", {}).get("name") == VIRTUAL_SERVICE_SET
     )
-    return tuple(sorted(_read(element) for made in listed for element in made.get("elem", ())))
+    return tuple(
+        sorted(_parse_element(element) for set_ in sets for element in set_.get("elem", ()))
+    )
 
 
-def connections() -> int:
+def count_connections() -> int:
     """How many connections go on by virtual services that stay."""
-    services = kept(there())
+    services = list_kept_services(list_families())
     if not services:
         return 0
-    with closing(ipvs.Ipvs()) as face:
-        return sum(face.connections(service) for service in services)
+    with closing(ipvs.IpvsClient()) as client:
+        return sum(client.count_connections(service) for service in services)
 
 
-def _end_virtual(families: Collection[str], force: bool) -> tuple[Service, ...]:
+def _remove_idle_services(families: Collection[str], force: bool) -> tuple[VirtualServiceKey, ...]:
     """Removes those without connections; the others. Those that a kube-proxy leads by, which is
     back, are its own, and forgotten here. Its device alone tells nothing: whoever takes its
     leftovers away may be at work just now.
     """
-    services = kept(families)
+    services = list_kept_services(families)
     if not services:
         return ()
-    with closing(ipvs.Ipvs()) as face:
-        back = dummy.index_or_zero(KUBE_PROXYS)
-        theirs = {one for one in services if back and _leads(face, one)}
-        ours = [one for one in services if one not in theirs]
-        busy = () if force else tuple(one for one in ours if back or face.connections(one))
-        ended = [] if back else [one for one in ours if one not in busy]
-        face.change([ipvs.Change(Command.DEL_SERVICE, one) for one in ended], (errno.ESRCH,))
-    gone = [one for one in services if one not in busy]
-    if gone:
-        forward_rules.transaction(*_elements("delete", gone))
-    if busy:
-        unused = {one.address for one in gone} - {one.address for one in busy}
-        dummy.drop(dummy.ensure(DEVICE), unused)
+    with closing(ipvs.IpvsClient()) as client:
+        kube_proxy_ifindex = dummy.get_ifindex_or_zero(KUBE_PROXY_DEVICE)
+        kube_proxy_services = {
+            service
+            for service in services
+            if kube_proxy_ifindex and _accepts_connections(client, service)
+        }
+        own_services = [service for service in services if service not in kube_proxy_services]
+        busy_services = (
+            ()
+            if force
+            else tuple(
+                service
+                for service in own_services
+                if kube_proxy_ifindex or client.count_connections(service)
+            )
+        )
+        idle_services = (
+            []
+            if kube_proxy_ifindex
+            else [service for service in own_services if service not in busy_services]
+        )
+        client.apply(
+            [
+                ipvs.IpvsRequest(IpvsCommand.IPVS_CMD_DEL_SERVICE, service)
+                for service in idle_services
+            ],
+            (errno.ESRCH,),
+        )
+    removed = [service for service in services if service not in busy_services]
+    if removed:
+        forward_rules.run_transaction(*_element_commands("delete", removed))
+    if busy_services:
+        unused = {service.address for service in removed} - {
+            service.address for service in busy_services
+        }
+        dummy.delete_addresses(dummy.ensure(DEVICE), unused)
     else:
         dummy.remove(DEVICE)
-    return busy
+    return busy_services
 
 
-def _leads(face: ipvs.Ipvs, service: Service) -> bool:
+def _accepts_connections(client: ipvs.IpvsClient, service: VirtualServiceKey) -> bool:
     """Whether new connections get through."""
-    return any(load.weight for load in face.servers(service))
+    return any(entry.weight for entry in client.list_servers(service))
 
 
-def _elements(verb: str, services: Iterable[Service]) -> list[forward_rules.Json]:
+def _element_commands(verb: str, services: Iterable[VirtualServiceKey]) -> list[forward_rules.Json]:
     """Puts them into their sets ("add"), or takes them out ("delete")."""
     by_family: dict[str, list[Any]] = {}
-    for one in sorted(services):
-        words = [Protocol(one.protocol).name.lower(), format_addr(one.address), one.port]
-        by_family.setdefault(family_name(one), []).append({"concat": words})
+    for service in sorted(services):
+        key = [Protocol(service.protocol).name.lower(), format_addr(service.address), service.port]
+        by_family.setdefault(family_name(service), []).append({"concat": key})
     return [
-        {verb: {"element": {"family": family, "table": TABLE, "name": SET, "elem": elements}}}
+        {
+            verb: {
+                "element": {
+                    "family": family,
+                    "table": TABLE,
+                    "name": VIRTUAL_SERVICE_SET,
+                    "elem": elements,
+                }
+            }
+        }
         for family, elements in by_family.items()
     ]
 
 
-def _read(element: forward_rules.Json) -> Service:
-    kind, address, port = element["concat"]
-    protocol = Protocol(kind) if isinstance(kind, int) else Protocol[str(kind).upper()]
-    return Service(protocol, parse_addr(str(address)), int(port))
+def _parse_element(element: forward_rules.Json) -> VirtualServiceKey:
+    protocol_name, address, port = element["concat"]
+    protocol = (
+        Protocol(protocol_name)
+        if isinstance(protocol_name, int)
+        else Protocol[str(protocol_name).upper()]
+    )
+    return VirtualServiceKey(protocol, parse_addr(str(address)), int(port))

@@ -17,55 +17,60 @@ from kbpf.kernel.netfilter import forward_rules
 from kbpf.model.config import Config
 from kbpf.takeover import cleanup, conntrack_keepalive
 
-LOOK_SECONDS: Final = 2.0
+IPVS_POLL_INTERVAL_S: Final = 2.0
 """So often IPVS is asked for its connections."""
 
 
-class KubeProxyRemains:
+class KubeProxyDrain:
     """base.Remains of a kube-proxy, in whatever mode it ran."""
 
     name = "kube-proxy"
 
     def __init__(self, config: Config) -> None:
         self._packet_path = config.packet_path
-        self._own = config.ipvs_device
+        self._own_device = config.ipvs_device
         self._due: float | None = None
-        self._live = 0
+        self._live_connections = 0
 
-    def take(self) -> bool:
+    def claim(self) -> bool:
         """See base.Remains. Rules are waited for only where a device loses packets when a program
         is put on it, which TCX does not; conntrack keeps their ports apart from ours.
         """
         if not self._packet_path:
             return False
         with contextlib.suppress(KernelError):  # what cannot be looked at is not waited for
-            return _has_ipvs() or (tc.tcx().works is not True and cleanup.has_rules())
+            return _has_ipvs_state() or (tc.probe_tcx().works is not True and cleanup.has_rules())
         return False
 
-    def retire(self, now: float) -> float | None:
+    def drain(self, now: float) -> float | None:
         """See base.Remains. At first nothing: a packet may be on its way to it still."""
         if self._due is None:
-            self._due = now + LOOK_SECONDS
+            self._due = now + IPVS_POLL_INTERVAL_S
         if now < self._due:
             return self._due
-        self._due = now + LOOK_SECONDS
-        if forward_rules.available().works:
-            conntrack_keepalive.end()
-        self._live = cleanup.connections(self._own)
-        return self._due if self._live else None
+        self._due = now + IPVS_POLL_INTERVAL_S
+        if forward_rules.probe_nf_tables().works:
+            conntrack_keepalive.remove_unneeded()
+        self._live_connections = cleanup.count_connections(self._own_device)
+        return self._due if self._live_connections else None
 
     def problems(self) -> tuple[str, ...]:
         """See base.Remains."""
-        return (f"{self._live} connections go on by kube-proxy's IPVS",) if self._live else ()
+        return (
+            (f"{self._live_connections} connections go on by kube-proxy's IPVS",)
+            if self._live_connections
+            else ()
+        )
 
     def close(self) -> None:
         """See base.Remains."""
 
 
-def _has_ipvs() -> bool:
+def _has_ipvs_state() -> bool:
     """Whether kube-proxy leads connections by IPVS here, or has left some there."""
-    if dummy.index_or_zero(cleanup.DEVICE):
+    if dummy.get_ifindex_or_zero(cleanup.IPVS_DEVICE):
         return True
     return bool(
-        forward_rules.available().works and conntrack_keepalive.kept(conntrack_keepalive.there())
+        forward_rules.probe_nf_tables().works
+        and conntrack_keepalive.list_kept_services(conntrack_keepalive.list_families())
     )

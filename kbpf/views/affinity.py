@@ -4,11 +4,11 @@ from typing import Final
 
 import msgspec
 
-from kbpf.dataplane.bpf.inspect.snapshot import Part, Remembered, Snapshot
+from kbpf.dataplane.bpf.inspect.snapshot import AffinityEntry, Part, Snapshot
 from kbpf.dataplane.bpf.maps.layout import ClientKind
 from kbpf.model.address import format_addr
-from kbpf.views.backends import service_text
-from kbpf.views.columns import Column, span
+from kbpf.views.backends import format_service
+from kbpf.views.columns import Column, format_duration
 
 NEEDS: Final = Part.SERVICES | Part.AFFINITY
 
@@ -30,30 +30,32 @@ class AffinityRow(msgspec.Struct, frozen=True):
     expired: bool
 
 
-def rows(snapshot: Snapshot) -> tuple[AffinityRow, ...]:
+def build_rows(snapshot: Snapshot) -> tuple[AffinityRow, ...]:
     """All that is remembered, by Service, then client."""
     timeouts = {value.id: value.affinity_timeout for value in snapshot.frontends.values()}
-    found = [_row(entry, timeouts.get(entry.service), snapshot) for entry in snapshot.affinity]
-    return tuple(sorted(found, key=lambda r: (r.service, r.kind, r.client)))
+    affinity_rows = [
+        _build_row(entry, timeouts.get(entry.service), snapshot) for entry in snapshot.affinity
+    ]
+    return tuple(sorted(affinity_rows, key=lambda r: (r.service, r.kind, r.client)))
 
 
-def _row(entry: Remembered, timeout: int | None, snapshot: Snapshot) -> AffinityRow:
+def _build_row(entry: AffinityEntry, timeout: int | None, snapshot: Snapshot) -> AffinityRow:
     age = max(0.0, snapshot.monotonic - entry.last_used)
-    left = None if timeout is None else timeout - age
+    remaining = None if timeout is None else timeout - age
     backend = snapshot.backends.get(entry.backend)
     kind, client = _client(entry, snapshot)
     return AffinityRow(
         client=client,
         kind=kind,
-        service=service_text(snapshot.names.get(entry.service), entry.service),
+        service=format_service(snapshot.names.get(entry.service), entry.service),
         backend=str(backend) if backend else f"id {entry.backend}, gone",
         age_seconds=round(age, 3),
-        expires_seconds=None if left is None else round(left, 3),
-        expired=left is None or left < 0,
+        expires_seconds=None if remaining is None else round(remaining, 3),
+        expired=remaining is None or remaining < 0,
     )
 
 
-def _client(entry: Remembered, snapshot: Snapshot) -> tuple[str, str]:
+def _client(entry: AffinityEntry, snapshot: Snapshot) -> tuple[str, str]:
     if entry.kind == ClientKind.ADDRESS:
         return "address", format_addr(entry.client)
     if entry.cookie == snapshot.host_netns:
@@ -64,13 +66,13 @@ def _client(entry: Remembered, snapshot: Snapshot) -> tuple[str, str]:
 def _expires(row: AffinityRow) -> str:
     if row.expires_seconds is None:
         return "Service gone"
-    return "expired" if row.expired else span(row.expires_seconds)
+    return "expired" if row.expired else format_duration(row.expires_seconds)
 
 
 COLUMNS: Final = (
     Column("CLIENT", lambda r: r.client if r.kind == "address" else f"netns {r.client}"),
     Column("SERVICE", lambda r: r.service),
     Column("BACKEND", lambda r: r.backend),
-    Column("AGE", lambda r: span(r.age_seconds), right=True),
+    Column("AGE", lambda r: format_duration(r.age_seconds), right=True),
     Column("EXPIRES-IN", _expires, right=True),
 )

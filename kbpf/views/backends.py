@@ -7,7 +7,7 @@ import msgspec
 from kbpf.dataplane.bpf.inspect.snapshot import Part, Snapshot
 from kbpf.model.address import format_addr
 from kbpf.model.desired import ServicePortKey
-from kbpf.views.columns import Column, endpoint, number
+from kbpf.views.columns import Column, format_host_port, format_number
 
 NEEDS: Final = Part.SERVICES
 
@@ -27,21 +27,21 @@ class BackendRow(msgspec.Struct, frozen=True):
     @property
     def text(self) -> str:
         """``10.244.0.7:8080``."""
-        return endpoint(self.address, self.port)
+        return format_host_port(self.address, self.port)
 
 
-def service_text(key: ServicePortKey | None, service_id: int) -> str:
+def format_service(key: ServicePortKey | None, service_id: int) -> str:
     """``namespace/name:port``, or what is known of it."""
     if key is None:
         return f"id {service_id}, not named"
     return f"{key.service}:{key.port}" if key.port else str(key.service)
 
 
-def rows(snapshot: Snapshot) -> tuple[BackendRow, ...]:
+def build_rows(snapshot: Snapshot) -> tuple[BackendRow, ...]:
     """All backends, by address, port, protocol and id."""
     users: dict[int, set[str]] = {}
     for value in snapshot.frontends.values():
-        name = service_text(snapshot.names.get(value.id), value.id)
+        name = format_service(snapshot.names.get(value.id), value.id)
         for set_id in (value.cluster_set, value.local_set):
             for backend_id in snapshot.sets.get(set_id, {}).values():
                 users.setdefault(backend_id, set()).add(name)
@@ -59,7 +59,7 @@ def rows(snapshot: Snapshot) -> tuple[BackendRow, ...]:
 
 
 COLUMNS: Final = (
-    Column("ID", lambda b: number(b.id), right=True),
+    Column("ID", lambda b: format_number(b.id), right=True),
     Column("BACKEND", lambda b: b.text),
     Column("PROTOCOL", lambda b: b.protocol),
     Column("SERVICES", lambda b: ", ".join(b.services) or "-"),

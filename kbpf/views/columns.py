@@ -19,34 +19,34 @@ class Column:
     right: bool = False
 
 
-def number(value: int | None) -> str:
+def format_number(value: int | None) -> str:
     """A number, or a dash where there is none."""
     return "-" if value is None else str(value)
 
 
-def yes(value: bool) -> str:
+def format_bool(value: bool) -> str:
     """``yes`` or ``no``."""
     return "yes" if value else "no"
 
 
-def endpoint(address: str, port: int) -> str:
+def format_host_port(address: str, port: int) -> str:
     """``1.2.3.4:80`` or ``[fd00::1]:80``."""
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
-def span(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """A time as people say it, two units at most: ``3s``, ``4m05s``, ``2h03m``, ``5d01h``."""
-    whole = int(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02}s"
-    if whole < 86_400:
-        return f"{whole // 3600}h{whole % 3600 // 60:02}m"
-    return f"{whole // 86_400}d{whole % 86_400 // 3600:02}h"
+    total_seconds = int(seconds)
+    if total_seconds < 60:
+        return f"{total_seconds}s"
+    if total_seconds < 3600:
+        return f"{total_seconds // 60}m{total_seconds % 60:02}s"
+    if total_seconds < 86_400:
+        return f"{total_seconds // 3600}h{total_seconds % 3600 // 60:02}m"
+    return f"{total_seconds // 86_400}d{total_seconds % 86_400 // 3600:02}h"
 
 
-def size(count: int | None) -> str:
+def format_size(count: int | None) -> str:
     """Bytes as people say them: ``812B``, ``64KiB``, ``1.5MiB``."""
     if count is None:
         return "-"

@@ -13,12 +13,12 @@ from itertools import count
 from pathlib import Path
 from typing import Final
 
-from kbpf.dataplane.bpf.inspect.snapshot import Snapshot, alive
+from kbpf.dataplane.bpf.inspect.snapshot import Snapshot, is_alive
 from kbpf.dataplane.bpf.maps.layout import KIND_FLAGS, ServiceFlag, ServiceValue
 from kbpf.dataplane.ipvs import statefile
-from kbpf.dataplane.ipvs.plan import Virtual
+from kbpf.dataplane.ipvs.plan import VirtualService
 from kbpf.errors import NotFoundError
-from kbpf.kernel.net.ipvs import Connection, Ipvs, Load, connections
+from kbpf.kernel.net.ipvs import IpvsClient, IpvsConnection, RealServerStatus, list_connections
 from kbpf.model.address import ANY4, ANY6, Addr, format_addr, format_endpoint
 from kbpf.model.desired import (
     Backend,
@@ -30,17 +30,17 @@ from kbpf.model.desired import (
 )
 from kbpf.model.objects import Algorithm, Protocol
 from kbpf.model.status import AgentStatus, decode
-from kbpf.views.backends import service_text
-from kbpf.views.packet_path.connections import ConnectionRow, Wanted, of_service
+from kbpf.views.backends import format_service
+from kbpf.views.packet_path.connections import ConnectionQuery, ConnectionRow, service_ids
 
-Held = Mapping[Virtual, Sequence[Load]]
+ServersByService = Mapping[VirtualService, Sequence[RealServerStatus]]
 """What the kernel has."""
 
 
-def status(folder: Path) -> AgentStatus | None:
+def read_status(folder: Path) -> AgentStatus | None:
     """The agent's last words; None where none of mode ipvs has spoken."""
     with contextlib.suppress(OSError):
-        return decode((folder / statefile.STATUS).read_bytes())
+        return decode((folder / statefile.STATUS_FILE).read_bytes())
     return None
 
 
@@ -48,40 +48,43 @@ def read(folder: Path) -> Snapshot:
     """What is there of the agent with this state folder, in the caller's network namespace.
     NotFoundError when there was none.
     """
-    said = status(folder)
-    if said is None:
+    agent_status = read_status(folder)
+    if agent_status is None:
         raise NotFoundError(
             "no agent of mode ipvs has been here", str(folder),
             "is `kbpf run` running on this node, and with this --state-dir and --ipvs-device?",
         )  # fmt: skip
-    made = snapshot(folder, statefile.read(folder), _held())
-    return replace(made, status=said, agent_alive=alive(said.pid))
+    ipvs_snapshot = build_snapshot(folder, statefile.read_services(folder), _read_servers())
+    return replace(ipvs_snapshot, status=agent_status, agent_alive=is_alive(agent_status.pid))
 
 
-def _held() -> Held:
-    with contextlib.closing(Ipvs()) as face:
+def _read_servers() -> ServersByService:
+    with contextlib.closing(IpvsClient()) as client:
         return {
-            Virtual(Protocol(service.protocol), service.address, service.port, service.mark):
-                face.servers(service)
-            for service, _ in face.services()
+            VirtualService(
+                Protocol(service.protocol), service.address, service.port, service.fwmark
+            ): client.list_servers(service)
+            for service, _ in client.list_services()
             if service.protocol in Protocol.__members__.values()
-        }  # fmt: skip
+        }
 
 
 # ---- one value -----------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
-class _Ids:
+class _IdAllocator:
     """Made up, from 1 on, in the order of asking."""
 
     backends: dict[Backend, int] = field(default_factory=dict)
     sets: dict[tuple[int, ...], int] = field(default_factory=dict)
 
-    def of_set(self, owner: int, loads: Iterable[Load], protocol: Protocol) -> tuple[int, int]:
+    def allocate_set(
+        self, owner: int, loads: Iterable[RealServerStatus], protocol: Protocol
+    ) -> tuple[int, int]:
         """The id and the size of a set; 0 for an empty one. A weight is a number of slots."""
         slots = [
-            self._of(Backend(load.server.address, load.server.port, protocol))
+            self._allocate_backend(Backend(load.server.address, load.server.port, protocol))
             for load in loads
             for _ in range(load.weight)
         ]
@@ -89,27 +92,29 @@ class _Ids:
             return 0, 0
         return self.sets.setdefault((owner, *slots), len(self.sets) + 1), len(slots)
 
-    def _of(self, backend: Backend) -> int:
+    def _allocate_backend(self, backend: Backend) -> int:
         return self.backends.setdefault(backend, len(self.backends) + 1)
 
 
-def snapshot(folder: Path, states: Iterable[ServiceState], held: Held) -> Snapshot:
+def build_snapshot(
+    folder: Path, states: Iterable[ServiceState], servers: ServersByService
+) -> Snapshot:
     """What serves these Service ports, by what the kernel holds."""
     states = sorted(states, key=lambda state: state.key)
-    exact = {f.at for s in states for f in s.frontends}
-    by_port: dict[tuple[Protocol, int], list[Virtual]] = {}
-    for virtual in held:
-        at = FrontendAddress(virtual.address, virtual.port, virtual.protocol)
-        if not virtual.mark and at not in exact:
+    exact_addresses = {f.at for s in states for f in s.frontends}
+    by_port: dict[tuple[Protocol, int], list[VirtualService]] = {}
+    for virtual in servers:
+        address = FrontendAddress(virtual.address, virtual.port, virtual.protocol)
+        if not virtual.fwmark and address not in exact_addresses:
             by_port.setdefault((virtual.protocol, virtual.port), []).append(virtual)
-    ids, names = _Ids(), dict[int, ServicePortKey]()
+    ids, names = _IdAllocator(), dict[int, ServicePortKey]()
     frontends: dict[FrontendAddress, ServiceValue] = {}
-    for number, state in zip(count(1), states):
-        names[number] = state.key
+    for service_id, state in zip(count(1), states):
+        names[service_id] = state.key
         for frontend in state.frontends:
-            found = _virtual(frontend, by_port, state.key.family)
-            loads = held.get(found, ()) if found is not None else ()
-            frontends[frontend.at] = _value(number, state, frontend, loads, ids)
+            virtual_service = _find_virtual_service(frontend, by_port, state.key.family)
+            loads = servers.get(virtual_service, ()) if virtual_service is not None else ()
+            frontends[frontend.at] = _service_value(service_id, state, frontend, loads, ids)
     return Snapshot(
         folder,
         time.monotonic(),
@@ -121,39 +126,45 @@ def snapshot(folder: Path, states: Iterable[ServiceState], held: Held) -> Snapsh
     )
 
 
-def _virtual(
-    frontend: Frontend, by_port: Mapping[tuple[Protocol, int], list[Virtual]], family: int
-) -> Virtual | None:
+def _find_virtual_service(
+    frontend: Frontend, by_port: Mapping[tuple[Protocol, int], list[VirtualService]], family: int
+) -> VirtualService | None:
     """A NodePort's is that of any of the node's addresses: they are all the same."""
-    at = frontend.at
+    address = frontend.at
     if frontend.kind is not FrontendKind.NODE_PORT:
-        return Virtual(at.protocol, at.address, at.port)
-    return next((v for v in by_port.get((at.protocol, at.port), ()) if v.family == family), None)
+        return VirtualService(address.protocol, address.address, address.port)
+    return next(
+        (v for v in by_port.get((address.protocol, address.port), ()) if v.family == family), None
+    )
 
 
-def _value(
-    number: int, state: ServiceState, frontend: Frontend, loads: Iterable[Load], ids: _Ids
+def _service_value(
+    service_id: int,
+    state: ServiceState,
+    frontend: Frontend,
+    loads: Iterable[RealServerStatus],
+    ids: _IdAllocator,
 ) -> ServiceValue:
     flags = KIND_FLAGS[frontend.kind]
-    for wanted, flag in (
+    for enabled, flag in (
         (state.internal_local, ServiceFlag.INTERNAL_LOCAL),
         (state.external_local, ServiceFlag.EXTERNAL_LOCAL),
         (state.any_endpoints, ServiceFlag.ANY_ENDPOINTS),
         (frontend.restricted, ServiceFlag.RESTRICTED),
         (state.algorithm is Algorithm.MAGLEV, ServiceFlag.MAGLEV),
     ):
-        flags |= flag if wanted else ServiceFlag(0)
+        flags |= flag if enabled else ServiceFlag(0)
     is_cluster_ip = frontend.kind is FrontendKind.CLUSTER_IP
     local = state.internal_local if is_cluster_ip else state.external_local
-    one, nothing = ids.of_set(number, loads, frontend.at.protocol), (0, 0)
-    sets = (*nothing, *one) if local else (*one, *nothing)
-    return ServiceValue(number, int(flags), state.affinity_timeout, *sets)
+    own_set, empty_set = ids.allocate_set(service_id, loads, frontend.at.protocol), (0, 0)
+    sets = (*empty_set, *own_set) if local else (*own_set, *empty_set)
+    return ServiceValue(service_id, int(flags), state.affinity_timeout, *sets)
 
 
 # ---- connections ---------------------------------------------------------------------------------
 
-ALL: Final = Wanted()
-STATES: Final = {
+ALL_CONNECTIONS: Final = ConnectionQuery()
+STATE_NAMES: Final = {
     "SYN_RECV": "new", "SYN_SENT": "new", "SYNACK": "new", "ESTABLISHED": "established",
     "FIN_WAIT": "closing", "CLOSE_WAIT": "closing", "LAST_ACK": "closing", "TIME_WAIT": "closed",
     "CLOSE": "closed", "CLOSED": "closed", "UDP": "established", "INIT1": "new", "INIT": "new",
@@ -164,54 +175,58 @@ STATES: Final = {
 """IPVS' words in ours (views.connections.STATES)."""
 
 
-def connection_rows(folder: Path, wanted: Wanted = ALL) -> tuple[ConnectionRow, ...]:
+def connection_rows(
+    folder: Path, query: ConnectionQuery = ALL_CONNECTIONS
+) -> tuple[ConnectionRow, ...]:
     """The connections of IPVS that are wanted, by Service, then client."""
-    return rows(read(folder), connections(), wanted)
+    return build_rows(read(folder), list_connections(), query)
 
 
-def rows(
-    held: Snapshot, found: Iterable[Connection], wanted: Wanted = ALL
+def build_rows(
+    snapshot: Snapshot,
+    ipvs_connections: Iterable[IpvsConnection],
+    query: ConnectionQuery = ALL_CONNECTIONS,
 ) -> tuple[ConnectionRow, ...]:
     """Those that are wanted. NotFoundError for a Service that is not programmed."""
-    services = of_service(held, wanted.service) if wanted.service else None
-    made = []
-    for one in found:
-        number = _owner(held, one)
-        name = service_text(held.names.get(number), number) if number else "-"
-        row = _row(one, name)
+    allowed_ids = service_ids(snapshot, query.service) if query.service else None
+    selected = []
+    for connection in ipvs_connections:
+        service_id = _owning_service_id(snapshot, connection)
+        name = format_service(snapshot.names.get(service_id), service_id) if service_id else "-"
+        row = _build_row(connection, name)
         if (
-            (services is None or number in services)
-            and wanted.client in (None, one.client[0])
-            and wanted.backend in (None, one.server[0])
-            and wanted.state in ("", row.state)
+            (allowed_ids is None or service_id in allowed_ids)
+            and query.client in (None, connection.client[0])
+            and query.backend in (None, connection.server[0])
+            and query.state in ("", row.state)
         ):
-            made.append(row)
-    return tuple(sorted(made, key=lambda row: (row.service, row.client, row.frontend)))
+            selected.append(row)
+    return tuple(sorted(selected, key=lambda row: (row.service, row.client, row.frontend)))
 
 
-def _owner(held: Snapshot, one: Connection) -> int:
+def _owning_service_id(snapshot: Snapshot, connection: IpvsConnection) -> int:
     """The id of its Service; 0 for one of others."""
-    address, port = one.frontend
-    any_ = ANY4 if "." in format_addr(address) else ANY6
-    for at in (address, any_):
-        value = held.frontends.get(FrontendAddress(Addr(at), port, one.protocol))
+    address, port = connection.frontend
+    wildcard = ANY4 if "." in format_addr(address) else ANY6
+    for candidate in (address, wildcard):
+        value = snapshot.frontends.get(FrontendAddress(Addr(candidate), port, connection.protocol))
         if value is not None:
             return value.id
     return 0
 
 
-def _row(one: Connection, service: str) -> ConnectionRow:
+def _build_row(connection: IpvsConnection, service: str) -> ConnectionRow:
     return ConnectionRow(
         service=service,
-        protocol=one.protocol.name,
-        client=format_endpoint(*one.client),
-        frontend=format_endpoint(*one.frontend),
-        backend=format_endpoint(*one.server),
+        protocol=connection.protocol.name,
+        client=format_endpoint(*connection.client),
+        frontend=format_endpoint(*connection.frontend),
+        backend=format_endpoint(*connection.server),
         seen_as="",
         masqueraded=False,
-        state=STATES.get(one.state, one.state.lower()),
+        state=STATE_NAMES.get(connection.state, connection.state.lower()),
         idle_seconds=None,
-        expires_seconds=one.expires,
+        expires_seconds=connection.expires_in,
         expired=False,
         lost=(),
         replaced=False,

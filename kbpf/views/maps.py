@@ -4,22 +4,22 @@ from typing import Final
 
 import msgspec
 
-from kbpf.dataplane.bpf.inspect.snapshot import COUNTED, MapFacts, Part, Snapshot
+from kbpf.dataplane.bpf.inspect.snapshot import COUNTABLE_TYPES, MapFacts, Part, Snapshot
 from kbpf.kernel.bpf import objects
-from kbpf.views.columns import Column, number, size
+from kbpf.views.columns import Column, format_number, format_size
 
 NEEDS: Final = Part.MAPS
 
 ALARM_PERCENT: Final = 80.0
 
-TYPES: Final = {
-    objects.MAP_HASH: "hash",
-    objects.MAP_ARRAY: "array",
-    objects.MAP_PERCPU_ARRAY: "percpu_array",
-    objects.MAP_LRU_HASH: "lru_hash",
-    objects.MAP_QUEUE: "queue",
-    objects.MAP_LPM_TRIE: "lpm_trie",
-    objects.MAP_SK_STORAGE: "sk_storage",
+TYPE_NAMES: Final = {
+    objects.BPF_MAP_TYPE_HASH: "hash",
+    objects.BPF_MAP_TYPE_ARRAY: "array",
+    objects.BPF_MAP_TYPE_PERCPU_ARRAY: "percpu_array",
+    objects.BPF_MAP_TYPE_LRU_HASH: "lru_hash",
+    objects.BPF_MAP_TYPE_QUEUE: "queue",
+    objects.BPF_MAP_TYPE_LPM_TRIE: "lpm_trie",
+    objects.BPF_MAP_TYPE_SK_STORAGE: "sk_storage",
 }
 
 PURPOSE: Final = {
@@ -82,18 +82,18 @@ class MapRow(msgspec.Struct, frozen=True):
     purpose: str
 
 
-def rows(snapshot: Snapshot) -> tuple[MapRow, ...]:
+def build_rows(snapshot: Snapshot) -> tuple[MapRow, ...]:
     """All maps, in the order in which a connection meets them."""
-    return tuple(map(_row, snapshot.maps))
+    return tuple(map(_build_row, snapshot.maps))
 
 
-def _row(facts: MapFacts) -> MapRow:
+def _build_row(facts: MapFacts) -> MapRow:
     fill = None
-    if facts.kind in COUNTED and facts.entries is not None and facts.room:
+    if facts.kind in COUNTABLE_TYPES and facts.entries is not None and facts.room:
         fill = round(100 * facts.entries / facts.room, 1)
     return MapRow(
         name=facts.name,
-        type=TYPES.get(facts.kind, str(facts.kind)),
+        type=TYPE_NAMES.get(facts.kind, str(facts.kind)),
         entries=facts.entries,
         room=facts.room,
         fill_percent=fill,
@@ -103,7 +103,7 @@ def _row(facts: MapFacts) -> MapRow:
     )
 
 
-def _fill(row: MapRow) -> str:
+def _format_fill(row: MapRow) -> str:
     if row.fill_percent is None:
         return "-"
     return f"{row.fill_percent:.1f}%" + (" !" if row.alarm else "  ")
@@ -112,9 +112,9 @@ def _fill(row: MapRow) -> str:
 COLUMNS: Final = (
     Column("NAME", lambda m: m.name),
     Column("TYPE", lambda m: m.type),
-    Column("ENTRIES", lambda m: number(m.entries), right=True),
-    Column("ROOM", lambda m: number(m.room), right=True),
-    Column("FILL", _fill, right=True),
-    Column("BYTES", lambda m: size(m.bytes), right=True),
+    Column("ENTRIES", lambda m: format_number(m.entries), right=True),
+    Column("ROOM", lambda m: format_number(m.room), right=True),
+    Column("FILL", _format_fill, right=True),
+    Column("BYTES", lambda m: format_size(m.bytes), right=True),
     Column("FOR", lambda m: m.purpose),
 )

@@ -15,63 +15,67 @@ from kbpf.dataplane.bpf.inspect.snapshot import Part, Snapshot
 from kbpf.errors import KbpfError, NotFoundError
 from kbpf.views import ipvs
 from kbpf.views.packet_path import availability, connections
-from kbpf.views.packet_path.connections import ConnectionRow, Wanted
+from kbpf.views.packet_path.connections import ConnectionQuery, ConnectionRow
 
 
 @dataclass(frozen=True, slots=True)
-class Where:
+class Locations:
     """The folders of the agent: of pins in mode bpf, of its state in mode ipvs."""
 
-    pins: Path
-    state: Path
+    pin_dir: Path
+    state_dir: Path
 
 
-def by_ipvs(where: Where) -> bool:
+def is_ipvs(locations: Locations) -> bool:
     """Whether the agent that spoke last is one of mode ipvs."""
-    said = ipvs.status(where.state)
-    if said is None:
+    ipvs_status = ipvs.read_status(locations.state_dir)
+    if ipvs_status is None:
         return False
     try:
-        other = snapshot.read(where.pins, Part.STATUS).status
+        bpf_status = snapshot.read(locations.pin_dir, Part.STATUS).status
     except KbpfError:  # nothing is pinned, or nothing that this version understands
         return True
-    return other is None or said.heartbeat >= other.heartbeat
+    return bpf_status is None or ipvs_status.heartbeat >= bpf_status.heartbeat
 
 
-def read(where: Where, parts: Part) -> Snapshot:
+def read(locations: Locations, parts: Part) -> Snapshot:
     """What is programmed. NotFoundError when no agent has been here."""
-    if by_ipvs(where):
-        return ipvs.read(where.state)
-    return snapshot.read(where.pins, parts)
+    if is_ipvs(locations):
+        return ipvs.read(locations.state_dir)
+    return snapshot.read(locations.pin_dir, parts)
 
 
-def read_pins(where: Where, parts: Part) -> Snapshot:
+def read_pins(locations: Locations, parts: Part) -> Snapshot:
     """For what there is in mode bpf only: NotFoundError says so in the other one."""
-    if by_ipvs(where):
+    if is_ipvs(locations):
         raise NotFoundError(
             "the agent of this node is in mode ipvs, which has nothing of that kind",
-            str(where.state), "`kbpf inspect services` and `connections` show what it has",
+            str(locations.state_dir), "`kbpf inspect services` and `connections` show what it has",
         )  # fmt: skip
-    return snapshot.read(where.pins, parts)
+    return snapshot.read(locations.pin_dir, parts)
 
 
-class Found(NamedTuple):
+class ConnectionPage(NamedTuple):
     """Connections: at most `limit` of `total` rows; `over`: how many more there are whose time is
     over; `words`: why there may be none, "" if nothing is wrong.
     """
 
     rows: Iterable[ConnectionRow]
     total: int
-    over: int
-    words: str
+    expired_count: int
+    notice: str
 
 
-def find_connections(where: Where, wanted: Wanted, limit: int = 0) -> Found:
+def find_connections(
+    locations: Locations, query: ConnectionQuery, limit: int = 0
+) -> ConnectionPage:
     """Those that are wanted; limit 0: all."""
-    if by_ipvs(where):
-        rows = ipvs.connection_rows(where.state, wanted)
-        return Found(rows[: limit or None], len(rows), 0, "")
-    held = snapshot.read(where.pins, connections.NEEDS)
-    found, over = connections.select(held, wanted)
-    shown = connections.rows(held, islice(found, limit or None))
-    return Found(shown, len(found), over, availability.words(held))
+    if is_ipvs(locations):
+        rows = ipvs.connection_rows(locations.state_dir, query)
+        return ConnectionPage(rows[: limit or None], len(rows), 0, "")
+    bpf_snapshot = snapshot.read(locations.pin_dir, connections.NEEDS)
+    selected, expired_count = connections.select(bpf_snapshot, query)
+    page_rows = connections.build_rows(bpf_snapshot, islice(selected, limit or None))
+    return ConnectionPage(
+        page_rows, len(selected), expired_count, availability.unavailable_notice(bpf_snapshot)
+    )

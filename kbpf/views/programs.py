@@ -7,7 +7,7 @@ import msgspec
 from kbpf.dataplane.bpf.inspect.hooks import HookFacts
 from kbpf.dataplane.bpf.inspect.snapshot import Part, Snapshot
 from kbpf.model.config import SocketLb
-from kbpf.views.columns import Column, number, yes
+from kbpf.views.columns import Column, format_bool, format_number
 
 NEEDS: Final = Part.HOOKS
 
@@ -31,36 +31,36 @@ class ProgramRow(msgspec.Struct, frozen=True):
     pinned: bool
 
 
-def rows(snapshot: Snapshot) -> tuple[ProgramRow, ...]:
+def build_rows(snapshot: Snapshot) -> tuple[ProgramRow, ...]:
     """One row for every hook there is, missing ones included."""
-    return tuple(_row(facts, snapshot.socket_lb) for facts in snapshot.hooks)
+    return tuple(_build_row(facts, snapshot.socket_lb) for facts in snapshot.hooks)
 
 
-def state(facts: HookFacts, mode: SocketLb) -> str:
+def hook_state(facts: HookFacts, mode: SocketLb) -> str:
     """In one word."""
     if facts.link is None:
-        return "off" if mode is SocketLb.OFF or facts.hook.counts else "missing"
+        return "off" if mode is SocketLb.OFF or facts.hook.only_counts else "missing"
     return "attached" if facts.attached else "detached"
 
 
-def _row(facts: HookFacts, mode: SocketLb) -> ProgramRow:
+def _build_row(facts: HookFacts, mode: SocketLb) -> ProgramRow:
     link, program = facts.link, facts.program
     return ProgramRow(
         hook=facts.hook.name,
-        serves=facts.hook.what,
+        serves=facts.hook.purpose,
         required=facts.hook.required,
-        state=state(facts, mode),
-        program=link.program if link else None,
+        state=hook_state(facts, mode),
+        program=link.program_id if link else None,
         tag=program.tag if program else "",
         instructions=program.insns if program else None,
         link=link.id if link else None,
         cgroup=str(facts.cgroup) if facts.cgroup else "",
-        cgroup_id=link.cgroup if link else None,
+        cgroup_id=link.cgroup_id if link else None,
         pinned=facts.program_pinned,
     )
 
 
-def _cgroup(row: ProgramRow) -> str:
+def _format_cgroup(row: ProgramRow) -> str:
     if row.state != "attached":
         return "-"
     return row.cgroup or f"id {row.cgroup_id}, not visible here"
@@ -69,11 +69,11 @@ def _cgroup(row: ProgramRow) -> str:
 COLUMNS: Final = (
     Column("HOOK", lambda p: p.hook),
     Column("STATE", lambda p: p.state),
-    Column("PROGRAM", lambda p: number(p.program), right=True),
+    Column("PROGRAM", lambda p: format_number(p.program), right=True),
     Column("TAG", lambda p: p.tag or "-"),
-    Column("INSTRUCTIONS", lambda p: number(p.instructions), right=True),
-    Column("LINK", lambda p: number(p.link), right=True),
-    Column("PINNED", lambda p: yes(p.pinned)),
-    Column("CGROUP", _cgroup),
+    Column("INSTRUCTIONS", lambda p: format_number(p.instructions), right=True),
+    Column("LINK", lambda p: format_number(p.link), right=True),
+    Column("PINNED", lambda p: format_bool(p.pinned)),
+    Column("CGROUP", _format_cgroup),
     Column("SERVES", lambda p: p.serves, wide=True),
 )

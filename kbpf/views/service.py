@@ -8,24 +8,24 @@ from typing import Final
 import msgspec
 
 from kbpf.dataplane.bpf.inspect.snapshot import Part, Snapshot
-from kbpf.dataplane.bpf.metrics import ALL_BACKENDS, GONE, NO_BACKEND
+from kbpf.dataplane.bpf.metrics import ALL_BACKENDS, NO_BACKEND, REMOVED_BACKENDS
 from kbpf.errors import NotFoundError
 from kbpf.model.address import format_addr
-from kbpf.model.metrics import Totals
-from kbpf.views.columns import Column, endpoint, number
-from kbpf.views.columns import size as size_text
+from kbpf.model.metrics import ConnectionStats
+from kbpf.views.columns import Column, format_host_port, format_number
+from kbpf.views.columns import format_size as size_text
 from kbpf.views.services import NEEDS as SERVICES
-from kbpf.views.services import FrontendRow, ServiceRow, rows
+from kbpf.views.services import FrontendRow, ServiceRow, build_rows
 
 NEEDS: Final = SERVICES | Part.TRAFFIC
 
 TCP_ONLY: Final = frozenset(("unanswered", "broken", "retransmits", "rtts"))
 """Numbers of Totals that other protocols do not have: nobody says how their connections end."""
 
-__all__ = ["NEEDS", "ServiceDetail", "details"]
+__all__ = ["NEEDS", "ServiceDetail", "build_details"]
 
 
-class BackendRow(msgspec.Struct, frozen=True):
+class SetMemberRow(msgspec.Struct, frozen=True):
     """A backend of a set: its first slot, how many it has, and what part of all that is (0 to 1).
     An address of "" means that the backend is missing.
     """
@@ -44,7 +44,7 @@ class SetRow(msgspec.Struct, frozen=True):
     id: int
     size: int
     missing: int
-    backends: tuple[BackendRow, ...]
+    backends: tuple[SetMemberRow, ...]
 
 
 class TrafficRow(msgspec.Struct, frozen=True):
@@ -81,68 +81,74 @@ class ServiceDetail(msgspec.Struct, frozen=True):
     not_counted: tuple[str, ...] = ()
 
 
-def details(snapshot: Snapshot, name: str, namespace: str = "") -> tuple[ServiceDetail, ...]:
+def build_details(snapshot: Snapshot, name: str, namespace: str = "") -> tuple[ServiceDetail, ...]:
     """All ports of the Services with this name (``name`` or ``namespace/name``), in any namespace
     unless one is said. NotFoundError names the nearest ones.
     """
     if "/" in name:
         namespace, _, name = name.partition("/")
-    everything = rows(snapshot)
-    found = [r for r in everything if r.name == name and namespace in ("", r.namespace)]
-    if not found:
-        wanted = f"{namespace}/{name}" if namespace else name
+    all_rows = build_rows(snapshot)
+    matching = [r for r in all_rows if r.name == name and namespace in ("", r.namespace)]
+    if not matching:
+        full_name = f"{namespace}/{name}" if namespace else name
         raise NotFoundError(
-            f"no Service {wanted} is programmed", str(snapshot.pin_dir), _near(name, everything)
+            f"no Service {full_name} is programmed", str(snapshot.pin_dir), _suggest(name, all_rows)
         )
-    ids = snapshot.totals.keys() | snapshot.open.keys()
+    pair_ids = snapshot.totals.keys() | snapshot.open.keys()
     return tuple(
-        _detail(row, snapshot, [backend for service, backend in ids if service == row.id])
-        for row in found
+        _build_detail(
+            row, snapshot, [backend for service, backend in pair_ids if service == row.id]
+        )
+        for row in matching
     )
 
 
-def _near(name: str, everything: Iterable[ServiceRow]) -> str:
+def _suggest(name: str, all_rows: Iterable[ServiceRow]) -> str:
     by_name: dict[str, set[str]] = {}
-    for row in everything:
+    for row in all_rows:
         if row.name:
             by_name.setdefault(row.name, set()).add(row.full_name)
-    near = difflib.get_close_matches(name, by_name, n=3, cutoff=0.5)
-    near += sorted(other for other in by_name if name in other and other not in near)[:3]
-    found = [full for other in near for full in sorted(by_name[other])]
-    if found:
-        return f"did you mean {' or '.join(found[:5])}?"
+    close_names = difflib.get_close_matches(name, by_name, n=3, cutoff=0.5)
+    close_names += sorted(
+        candidate for candidate in by_name if name in candidate and candidate not in close_names
+    )[:3]
+    suggestions = [
+        full_name for candidate in close_names for full_name in sorted(by_name[candidate])
+    ]
+    if suggestions:
+        return f"did you mean {' or '.join(suggestions[:5])}?"
     return "`kbpf inspect services` lists all" if by_name else "no Service is"
 
 
-def _detail(row: ServiceRow, snapshot: Snapshot, used: Iterable[int]) -> ServiceDetail:
+def _build_detail(row: ServiceRow, snapshot: Snapshot, backend_ids: Iterable[int]) -> ServiceDetail:
     """`used`: the ids of backends that it has, or had, connections to."""
     cluster = {f.cluster_set: f.cluster_size for f in row.frontends if f.cluster_set}
     local = {f.local_set: f.local_size for f in row.frontends if f.local_set}
     return ServiceDetail(
         row,
-        tuple(_sets(cluster, snapshot)),
-        tuple(_sets(local, snapshot)),
-        tuple(_traffic(row, backend, snapshot) for backend in sorted(used)),
-        tuple(name for name in COUNTED if name not in snapshot.counted),
+        tuple(_set_rows(cluster, snapshot)),
+        tuple(_set_rows(local, snapshot)),
+        tuple(_traffic_row(row, backend, snapshot) for backend in sorted(backend_ids)),
+        tuple(name for name in TRAFFIC_COUNTERS if name not in snapshot.counted),
     )
 
 
-def _traffic(row: ServiceRow, backend: int, snapshot: Snapshot) -> TrafficRow:
-    had = snapshot.totals.get((row.id, backend), Totals())
+def _traffic_row(row: ServiceRow, backend: int, snapshot: Snapshot) -> TrafficRow:
+    totals = snapshot.totals.get((row.id, backend), ConnectionStats())
     counted = snapshot.counted - (frozenset() if row.protocol == "TCP" else TCP_ONLY)
-    known = snapshot.backends.get(backend)
-    if known is not None:
-        where = endpoint(format_addr(known.address), known.port)
+    backend_value = snapshot.backends.get(backend)
+    if backend_value is not None:
+        backend_text = format_host_port(format_addr(backend_value.address), backend_value.port)
     else:
-        special = {NO_BACKEND: "none", GONE: "gone", ALL_BACKENDS: "all"}
-        where = special.get(backend, f"id {backend}, gone")
+        special = {NO_BACKEND: "none", REMOVED_BACKENDS: "gone", ALL_BACKENDS: "all"}
+        backend_text = special.get(backend, f"id {backend}, gone")
 
     def count(name: str) -> int | None:
-        return getattr(had, name) if name in counted else None
+        return getattr(totals, name) if name in counted else None
 
     return TrafficRow(
         id=backend,
-        backend=where,
+        backend=backend_text,
         open=snapshot.open.get((row.id, backend), 0),
         begun=count("begun"),
         refused=count("refused"),
@@ -151,37 +157,39 @@ def _traffic(row: ServiceRow, backend: int, snapshot: Snapshot) -> TrafficRow:
         bytes_in=count("bytes_in"),
         bytes_out=count("bytes_out"),
         retransmits=count("retransmits"),
-        round_trip_ms=round(had.rtt_us / had.rtts / 1000, 3) if count("rtts") else None,
+        round_trip_ms=round(totals.rtt_us / totals.rtts / 1000, 3) if count("rtts") else None,
         round_trips=count("rtts"),
     )
 
 
-def _sets(sizes: Mapping[int, int], snapshot: Snapshot) -> Iterator[SetRow]:
+def _set_rows(sizes: Mapping[int, int], snapshot: Snapshot) -> Iterator[SetRow]:
     for set_id, size in sorted(sizes.items()):
         slots = snapshot.sets.get(set_id, {})
-        first: dict[int, int] = {}
+        first_slots: dict[int, int] = {}
         counts: Counter[int] = Counter()
         for index in range(size):
             backend_id = slots.get(index, 0)
             counts[backend_id] += 1
-            first.setdefault(backend_id, index)
+            first_slots.setdefault(backend_id, index)
         rows = tuple(
-            _backend(index, backend_id, counts[backend_id], size, snapshot)
-            for backend_id, index in first.items()
+            _member_row(index, backend_id, counts[backend_id], size, snapshot)
+            for backend_id, index in first_slots.items()
         )
         yield SetRow(set_id, size, sum(row.slots for row in rows if not row.address), rows)
 
 
-def _backend(index: int, backend_id: int, slots: int, size: int, snapshot: Snapshot) -> BackendRow:
+def _member_row(
+    index: int, backend_id: int, slots: int, size: int, snapshot: Snapshot
+) -> SetMemberRow:
     share = round(slots / size, 4)
     backend = snapshot.backends.get(backend_id)
     if backend is None:
-        return BackendRow(index, backend_id, "", 0, slots, share)
+        return SetMemberRow(index, backend_id, "", 0, slots, share)
     address = format_addr(backend.address)
-    return BackendRow(index, backend_id, address, backend.port, slots, share)
+    return SetMemberRow(index, backend_id, address, backend.port, slots, share)
 
 
-def _notes(row: FrontendRow) -> Iterator[str]:
+def _frontend_notes(row: FrontendRow) -> Iterator[str]:
     if row.nowhere:
         yield "answers nowhere: no address of this node is in nodePortAddresses"
     if row.restricted:
@@ -191,41 +199,41 @@ def _notes(row: FrontendRow) -> Iterator[str]:
 FRONTEND_COLUMNS: Final = (
     Column("FRONTEND", lambda f: f"{f.text}/{f.protocol}"),
     Column("KIND", lambda f: f.kind),
-    Column("CLUSTER-SET", lambda f: number(f.cluster_set or None), right=True),
-    Column("LOCAL-SET", lambda f: number(f.local_set or None), right=True),
-    Column("NOTE", lambda f: ", ".join(_notes(f))),
+    Column("CLUSTER-SET", lambda f: format_number(f.cluster_set or None), right=True),
+    Column("LOCAL-SET", lambda f: format_number(f.local_set or None), right=True),
+    Column("NOTE", lambda f: ", ".join(_frontend_notes(f))),
 )
 
 
-def _address(place: BackendRow) -> str:
-    return endpoint(place.address, place.port) if place.address else "MISSING"
+def _format_address(member: SetMemberRow) -> str:
+    return format_host_port(member.address, member.port) if member.address else "MISSING"
 
 
 BACKEND_COLUMNS: Final = (
-    Column("ID", lambda b: number(b.id), right=True),
-    Column("BACKEND", _address),
-    Column("SLOTS", lambda b: number(b.slots), right=True),
+    Column("ID", lambda b: format_number(b.id), right=True),
+    Column("BACKEND", _format_address),
+    Column("SLOTS", lambda b: format_number(b.slots), right=True),
     Column("SHARE", lambda b: f"{b.share:.1%}", right=True),
 )
 
-COUNTED: Final = {
-    "begun": Column("BEGUN", lambda t: number(t.begun), right=True),
-    "refused": Column("REFUSED", lambda t: number(t.refused), right=True),
-    "unanswered": Column("UNANSWERED", lambda t: number(t.unanswered), right=True),
-    "broken": Column("BROKEN", lambda t: number(t.broken), right=True),
+TRAFFIC_COUNTERS: Final = {
+    "begun": Column("BEGUN", lambda t: format_number(t.begun), right=True),
+    "refused": Column("REFUSED", lambda t: format_number(t.refused), right=True),
+    "unanswered": Column("UNANSWERED", lambda t: format_number(t.unanswered), right=True),
+    "broken": Column("BROKEN", lambda t: format_number(t.broken), right=True),
     "bytes_in": Column("IN", lambda t: size_text(t.bytes_in), right=True),
     "bytes_out": Column("OUT", lambda t: size_text(t.bytes_out), right=True),
-    "retransmits": Column("RETRANSMITS", lambda t: number(t.retransmits), right=True),
-    "rtts": Column("ROUND-TRIP", lambda t: _milliseconds(t.round_trip_ms), right=True),
+    "retransmits": Column("RETRANSMITS", lambda t: format_number(t.retransmits), right=True),
+    "rtts": Column("ROUND-TRIP", lambda t: _format_milliseconds(t.round_trip_ms), right=True),
 }
 """Numbers of Totals, and the columns that show them: `--accounting` says which are counted."""
 
 TRAFFIC_COLUMNS: Final = (
     Column("BACKEND", lambda t: t.backend),
-    Column("OPEN", lambda t: number(t.open), right=True),
-    *COUNTED.values(),
+    Column("OPEN", lambda t: format_number(t.open), right=True),
+    *TRAFFIC_COUNTERS.values(),
 )
 
 
-def _milliseconds(time: float | None) -> str:
+def _format_milliseconds(time: float | None) -> str:
     return "-" if time is None else f"{time:.3g}ms"

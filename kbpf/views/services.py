@@ -11,10 +11,10 @@ from kbpf.dataplane.bpf.maps.layout import ServiceFlag, ServiceValue
 from kbpf.model.address import ANY4, ANY6, family_of, format_addr
 from kbpf.model.desired import FrontendAddress
 from kbpf.model.objects import Algorithm
-from kbpf.views.columns import Column, endpoint, number
+from kbpf.views.columns import Column, format_host_port, format_number
 
 NEEDS: Final = Part.SERVICES
-POLICY: Final = {False: "Cluster", True: "Local"}
+POLICY_NAMES: Final = {False: "Cluster", True: "Local"}
 
 
 class FrontendRow(msgspec.Struct, frozen=True):
@@ -40,7 +40,7 @@ class FrontendRow(msgspec.Struct, frozen=True):
         """``10.96.0.1:80``, ``[fd00::1]:80`` or ``*:30080``."""
         if self.kind == "NodePort":
             return f"*:{self.port}"
-        return endpoint(self.address, self.port)
+        return format_host_port(self.address, self.port)
 
 
 class ServiceRow(msgspec.Struct, frozen=True):
@@ -69,34 +69,37 @@ class ServiceRow(msgspec.Struct, frozen=True):
         return f"{self.namespace}/{self.name}"
 
 
-Behind = Mapping[int, list[tuple[FrontendAddress, ServiceValue]]]
+EntriesByService = Mapping[int, list[tuple[FrontendAddress, ServiceValue]]]
 
 
-def rows(snapshot: Snapshot) -> tuple[ServiceRow, ...]:
+def build_rows(snapshot: Snapshot) -> tuple[ServiceRow, ...]:
     """All Service ports, by name; frontends that nobody owns come last."""
-    behind = _by_service(snapshot)
-    found = [
-        _row(service_id, snapshot, behind.get(service_id, []))
-        for service_id in snapshot.names.keys() | behind.keys()
+    entries = _by_service(snapshot)
+    service_rows = [
+        _build_row(service_id, snapshot, entries.get(service_id, []))
+        for service_id in snapshot.names.keys() | entries.keys()
     ]
     return tuple(
-        sorted(found, key=lambda r: (not r.name, r.namespace, r.name, r.port, r.protocol, r.family))
+        sorted(
+            service_rows,
+            key=lambda r: (not r.name, r.namespace, r.name, r.port, r.protocol, r.family),
+        )
     )
 
 
-def _by_service(snapshot: Snapshot) -> Behind:
-    behind: dict[int, list[tuple[FrontendAddress, ServiceValue]]] = {}
-    for at, value in snapshot.frontends.items():
-        behind.setdefault(value.id, []).append((at, value))
-    return behind
+def _by_service(snapshot: Snapshot) -> EntriesByService:
+    entries: dict[int, list[tuple[FrontendAddress, ServiceValue]]] = {}
+    for address, value in snapshot.frontends.items():
+        entries.setdefault(value.id, []).append((address, value))
+    return entries
 
 
-def _row(
+def _build_row(
     service_id: int, snapshot: Snapshot, entries: Sequence[tuple[FrontendAddress, ServiceValue]]
 ) -> ServiceRow:
     key, sets = snapshot.names.get(service_id), snapshot.sets
     frontends = tuple(
-        sorted((_frontend(*one, snapshot.node_ports) for one in entries), key=_dialled_first)
+        sorted((_build_frontend(*entry, snapshot.node_ports) for entry in entries), key=_sort_key)
     )
     values = [value for _, value in entries]
     flags = ServiceFlag(values[0].flags if values else 0)
@@ -109,40 +112,42 @@ def _row(
         family=key.family if key else 0,
         id=service_id,
         frontends=frontends,
-        internal_policy=POLICY[ServiceFlag.INTERNAL_LOCAL in flags],
-        external_policy=POLICY[ServiceFlag.EXTERNAL_LOCAL in flags],
+        internal_policy=POLICY_NAMES[ServiceFlag.INTERNAL_LOCAL in flags],
+        external_policy=POLICY_NAMES[ServiceFlag.EXTERNAL_LOCAL in flags],
         algorithm=str(Algorithm.MAGLEV if ServiceFlag.MAGLEV in flags else Algorithm.RANDOM),
         affinity_seconds=max((v.affinity_timeout for v in values), default=0),
-        backends_cluster=_most({(v.cluster_set, v.cluster_size) for v in values}, sets),
-        backends_local=_most({(v.local_set, v.local_size) for v in values}, sets)
+        backends_cluster=_largest_set_size({(v.cluster_set, v.cluster_size) for v in values}, sets),
+        backends_local=_largest_set_size({(v.local_set, v.local_size) for v in values}, sets)
         if wants_local
         else None,
     )
 
 
-def _most(found: Iterable[tuple[int, int]], sets: Mapping[int, Mapping[int, int]]) -> int:
+def _largest_set_size(
+    id_sizes: Iterable[tuple[int, int]], sets: Mapping[int, Mapping[int, int]]
+) -> int:
     """Backends of the largest of these sets (id, slots): there may be fewer than slots. A slot
     that is missing counts as one.
     """
-    slots = ((sets.get(set_id, {}), size) for set_id, size in found)
+    slots = ((sets.get(set_id, {}), size) for set_id, size in id_sizes)
     return max((len(set(s.values())) + max(0, size - len(s)) for s, size in slots), default=0)
 
 
-def _frontend(
-    at: FrontendAddress, value: ServiceValue, node_ports: frozenset[int] | None
+def _build_frontend(
+    address: FrontendAddress, value: ServiceValue, node_ports: frozenset[int] | None
 ) -> FrontendRow:
-    known = frontend_of(at, value)
+    frontend = frontend_of(address, value)
     wildcard = {ANY4: "0.0.0.0", ANY6: "::"}
-    kind = str(known.kind) if known else "unknown"
+    kind = str(frontend.kind) if frontend else "unknown"
     return FrontendRow(
-        address=wildcard.get(at.address) or format_addr(at.address),
-        port=at.port,
-        protocol=at.protocol.name,
+        address=wildcard.get(address.address) or format_addr(address.address),
+        port=address.port,
+        protocol=address.protocol.name,
         kind=kind,
-        restricted=bool(known and known.restricted),
+        restricted=bool(frontend and frontend.restricted),
         nowhere=kind == "NodePort"
         and node_ports is not None
-        and family_of(at.address) not in node_ports,
+        and family_of(address.address) not in node_ports,
         cluster_set=value.cluster_set,
         cluster_size=value.cluster_size,
         local_set=value.local_set,
@@ -150,40 +155,40 @@ def _frontend(
     )
 
 
-_ORDER: Final = ("ClusterIP", "ExternalIP", "LoadBalancer", "NodePort", "unknown")
+_KIND_ORDER: Final = ("ClusterIP", "ExternalIP", "LoadBalancer", "NodePort", "unknown")
 
 
-def _dialled_first(row: FrontendRow) -> tuple[int, str, int]:
-    return _ORDER.index(row.kind), row.address, row.port
+def _sort_key(row: FrontendRow) -> tuple[int, str, int]:
+    return _KIND_ORDER.index(row.kind), row.address, row.port
 
 
 # ---- columns -------------------------------------------------------------------------------
 
 
-def _frontends(row: ServiceRow) -> str:
-    return ", ".join(map(_with_kind, row.frontends)) or "-"
+def _format_frontends(row: ServiceRow) -> str:
+    return ", ".join(map(_format_frontend, row.frontends)) or "-"
 
 
-def _with_kind(row: FrontendRow) -> str:
+def _format_frontend(row: FrontendRow) -> str:
     if row.kind == "ClusterIP":
         return row.text
     return f"{row.text} ({row.kind}{', answers nowhere' if row.nowhere else ''})"
 
 
-def _backends(row: ServiceRow) -> str:
+def _format_backends(row: ServiceRow) -> str:
     if row.backends_local is None:
         return str(row.backends_cluster)
     return f"{row.backends_cluster} ({row.backends_local} local)"
 
 
-def _policy(row: ServiceRow) -> str:
+def _format_policy(row: ServiceRow) -> str:
     if row.internal_policy == row.external_policy:
         return row.internal_policy
     return f"{row.internal_policy}/{row.external_policy}"
 
 
-def _set_ids(row: ServiceRow, which: str) -> str:
-    ids = sorted({getattr(f, which) for f in row.frontends} - {0})
+def _format_set_ids(row: ServiceRow, field: str) -> str:
+    ids = sorted({getattr(f, field) for f in row.frontends} - {0})
     return ",".join(map(str, ids)) or "-"
 
 
@@ -192,13 +197,13 @@ COLUMNS: Final = (
     Column("NAME", lambda r: r.name or "-"),
     Column("PORT", lambda r: r.port or "-"),
     Column("PROTOCOL", lambda r: r.protocol),
-    Column("FRONTENDS", _frontends),
-    Column("BACKENDS", _backends),
-    Column("POLICY", _policy),
+    Column("FRONTENDS", _format_frontends),
+    Column("BACKENDS", _format_backends),
+    Column("POLICY", _format_policy),
     Column("ALGORITHM", lambda r: r.algorithm, wide=True),
     Column("AFFINITY", lambda r: f"{r.affinity_seconds}s" if r.affinity_seconds else "-"),
     Column("FAMILY", lambda r: f"IPv{r.family}" if r.family else "-", wide=True),
-    Column("ID", lambda r: number(r.id), wide=True, right=True),
-    Column("CLUSTER-SET", lambda r: _set_ids(r, "cluster_set"), wide=True, right=True),
-    Column("LOCAL-SET", lambda r: _set_ids(r, "local_set"), wide=True, right=True),
+    Column("ID", lambda r: format_number(r.id), wide=True, right=True),
+    Column("CLUSTER-SET", lambda r: _format_set_ids(r, "cluster_set"), wide=True, right=True),
+    Column("LOCAL-SET", lambda r: _format_set_ids(r, "local_set"), wide=True, right=True),
 )

@@ -9,7 +9,7 @@ from kbpf.dataplane.bpf.inspect.snapshot import Part, Snapshot
 from kbpf.dataplane.bpf.maps.layout import DeviceFlag, NodeFlag, Reason, ServiceFlag
 from kbpf.model.address import family_of, format_addr
 from kbpf.model.objects import Cidr
-from kbpf.views.backends import service_text
+from kbpf.views.backends import format_service
 from kbpf.views.columns import Column
 
 NEEDS: Final = Part.SERVICES | Part.RANGES | Part.PACKETS | Part.STATUS
@@ -43,51 +43,51 @@ class SourcesView(msgspec.Struct, frozen=True):
     local_devices: int
 
 
-def cidr_text(cidr: Cidr) -> str:
+def format_cidr(cidr: Cidr) -> str:
     """``192.0.2.0/24`` or ``2001:db8::/32``."""
     bits = cidr.bits - 96 if family_of(cidr.address) == 4 and cidr.bits >= 96 else cidr.bits
     return f"{format_addr(cidr.address)}/{bits}"
 
 
-def view(snapshot: Snapshot) -> SourcesView:
+def build_view(snapshot: Snapshot) -> SourcesView:
     """All of it."""
     node = snapshot.node
     return SourcesView(
         not_allowed=snapshot.reasons.get(Reason.NOT_ALLOWED, 0),
         left_alone=snapshot.reasons.get(Reason.NEEDS_SOURCE, 0),
-        services=tuple(_rows(snapshot)),
-        pods=_pods(node.flags),
-        local_networks=tuple(cidr_text(one) for one in snapshot.local_networks),
-        local_devices=sum(DeviceFlag.LOCAL in one.flags for one in snapshot.devices.values()),
+        services=tuple(_build_rows(snapshot)),
+        pods=_pod_detection(node.flags),
+        local_networks=tuple(format_cidr(entry) for entry in snapshot.local_networks),
+        local_devices=sum(DeviceFlag.LOCAL in entry.flags for entry in snapshot.devices.values()),
     )
 
 
-def _pods(flags: NodeFlag) -> str:
+def _pod_detection(flags: NodeFlag) -> str:
     if NodeFlag.DETECTS_LOCAL not in flags:
         return ""
     return "networks" if NodeFlag.LOCAL_NETWORKS in flags else "devices"
 
 
-def _rows(snapshot: Snapshot) -> Iterable[SourcesRow]:
+def _build_rows(snapshot: Snapshot) -> Iterable[SourcesRow]:
     ranges: dict[int, list[str]] = {}
     for service_id, cidr in snapshot.ranges:
-        ranges.setdefault(service_id, []).append(cidr_text(cidr))
-    guarded: dict[int, list[str]] = {}
-    for at, value in sorted(snapshot.frontends.items()):
+        ranges.setdefault(service_id, []).append(format_cidr(cidr))
+    vips: dict[int, list[str]] = {}
+    for address, value in sorted(snapshot.frontends.items()):
         if value.flags & ServiceFlag.RESTRICTED:
-            guarded.setdefault(value.id, []).append(str(at))
-    found = []
-    for service_id in ranges.keys() | guarded.keys():
+            vips.setdefault(value.id, []).append(str(address))
+    source_rows = []
+    for service_id in ranges.keys() | vips.keys():
         key = snapshot.names.get(service_id)
-        found.append(
+        source_rows.append(
             SourcesRow(
-                service_text(key, service_id),
+                format_service(key, service_id),
                 key.family if key else 0,
                 tuple(ranges.get(service_id, ())),
-                tuple(guarded.get(service_id, ())),
+                tuple(vips.get(service_id, ())),
             )
         )
-    return sorted(found, key=lambda row: (row.service, row.family))
+    return sorted(source_rows, key=lambda row: (row.service, row.family))
 
 
 COLUMNS: Final = (

@@ -4,22 +4,22 @@ from typing import Final
 
 import msgspec
 
-from kbpf.dataplane.bpf.inspect.reasons import words
+from kbpf.dataplane.bpf.inspect.reasons import describe
 from kbpf.dataplane.bpf.inspect.snapshot import Part, Snapshot
 from kbpf.dataplane.bpf.maps.layout import Reason
 from kbpf.model.status import SourceView, ThreadView
-from kbpf.views.columns import Column, number, span, yes
+from kbpf.views.columns import Column, format_bool, format_duration, format_number
 from kbpf.views.packet_path import availability
 from kbpf.views.packet_path.availability import PacketView
-from kbpf.views.programs import state
+from kbpf.views.programs import hook_state
 
 NEEDS: Final = Part.STATUS | Part.HOOKS | availability.NEEDS
 
-HEARTBEAT_SECONDS: Final = 10.0
+HEARTBEAT_TIMEOUT_S: Final = 10.0
 """The agent writes every 2 s; without a word for this long it is taken as down."""
 
 
-LAST: Final = "was "
+DOWN_STATE_PREFIX: Final = "was "
 """Before the state of a watch whose agent is down."""
 
 
@@ -69,61 +69,71 @@ class StatusView(msgspec.Struct, frozen=True):
     packets: PacketView | None
 
 
-def view(snapshot: Snapshot) -> StatusView:
+def build_view(snapshot: Snapshot) -> StatusView:
     """All of it. What the agent said last stands, with `running` false, when it is down."""
-    said = snapshot.status
-    silent = snapshot.boottime - said.heartbeat if said else None
-    running = silent is not None and silent < HEARTBEAT_SECONDS and snapshot.agent_alive
-    states = {f.hook.name: state(f, snapshot.socket_lb) for f in snapshot.hooks}
-    missing = tuple(name for name, word in states.items() if word not in ("attached", "off"))
-    choice = said.choice if said else None
-    path = None if choice is not None and choice.mode == "ipvs" else availability.view(snapshot)
-    sound = path is None or (path.state != "failed" and not path.failed_count)
+    agent_status = snapshot.status
+    silence = snapshot.boottime - agent_status.heartbeat if agent_status else None
+    running = silence is not None and silence < HEARTBEAT_TIMEOUT_S and snapshot.agent_alive
+    states = {f.hook.name: hook_state(f, snapshot.socket_lb) for f in snapshot.hooks}
+    missing = tuple(name for name, value in states.items() if value not in ("attached", "off"))
+    choice = agent_status.choice if agent_status else None
+    packet_path = (
+        None if choice is not None and choice.mode == "ipvs" else availability.build_view(snapshot)
+    )
+    packet_path_ok = packet_path is None or (
+        packet_path.state != "failed" and not packet_path.failed_count
+    )
     return StatusView(
         ok=bool(
             running
-            and said
-            and said.synced
+            and agent_status
+            and agent_status.synced
             and not missing
-            and not said.refused
-            and not said.error
-            and not said.faults
-            and sound
+            and not agent_status.refused
+            and not agent_status.error
+            and not agent_status.faults
+            and packet_path_ok
         ),
         running=running,
-        synced=bool(said and said.synced),
+        synced=bool(agent_status and agent_status.synced),
         pin_dir=str(snapshot.pin_dir),
-        version=said.version if said else "",
-        node=said.node if said else "",
-        mode=said.mode if said else "",
+        version=agent_status.version if agent_status else "",
+        node=agent_status.node if agent_status else "",
+        mode=agent_status.mode if agent_status else "",
         mode_asked=choice.asked if choice else "",
         mode_reason=choice.reason if choice else "",
         mode_why=choice.why if choice else "",
-        pid=said.pid if said else 0,
-        running_seconds=round(snapshot.boottime - said.started, 1) if said else None,
-        silent_seconds=round(silent, 1) if silent is not None else None,
-        services=said.services if said else 0,
-        service_ports=said.service_ports if said else 0,
-        refused=said.refused if said else 0,
-        applied=said.applied if said else 0,
-        last_apply_ms=said.last_apply_ms if said else 0.0,
-        event_to_map_p50_ms=said.event_to_map_p50_ms if said else 0.0,
-        event_to_map_p99_ms=said.event_to_map_p99_ms if said else 0.0,
-        error=said.error if said else "",
-        sources=tuple(_source(source, running) for source in (said.sources if said else ())),
-        threads=tuple(_thread(thread, running) for thread in (said.threads if said else ())),
-        hooks_attached=sum(word == "attached" for word in states.values()),
-        hooks=sum(not (f.hook.counts and f.link is None) for f in snapshot.hooks),
+        pid=agent_status.pid if agent_status else 0,
+        running_seconds=round(snapshot.boottime - agent_status.started, 1)
+        if agent_status
+        else None,
+        silent_seconds=round(silence, 1) if silence is not None else None,
+        services=agent_status.services if agent_status else 0,
+        service_ports=agent_status.service_ports if agent_status else 0,
+        refused=agent_status.refused if agent_status else 0,
+        applied=agent_status.applied if agent_status else 0,
+        last_apply_ms=agent_status.last_apply_ms if agent_status else 0.0,
+        event_to_map_p50_ms=agent_status.event_to_map_p50_ms if agent_status else 0.0,
+        event_to_map_p99_ms=agent_status.event_to_map_p99_ms if agent_status else 0.0,
+        error=agent_status.error if agent_status else "",
+        sources=tuple(
+            _source(source, running) for source in (agent_status.sources if agent_status else ())
+        ),
+        threads=tuple(
+            _thread(thread, running) for thread in (agent_status.threads if agent_status else ())
+        ),
+        hooks_attached=sum(value == "attached" for value in states.values()),
+        hooks=sum(not (f.hook.only_counts and f.link is None) for f in snapshot.hooks),
         hooks_missing=missing,
         socket_lb=str(snapshot.socket_lb),
         exempt_cgroups=snapshot.exempt_cgroups,
-        problem_count=said.problem_count if said else 0,
-        problems=said.problems if said else (),
-        off=said.off if said else (),
+        problem_count=agent_status.problem_count if agent_status else 0,
+        problems=agent_status.problems if agent_status else (),
+        off=agent_status.off if agent_status else (),
         counters={reason.name.lower(): snapshot.reasons.get(reason, 0) for reason in Reason}
-        if path is not None
+        if packet_path is not None
         else {},
-        packets=path,
+        packets=packet_path,
     )
 
 
@@ -131,7 +141,7 @@ def _source(source: SourceView, running: bool) -> SourceView:
     """Of an agent that is down: what the watch did when it spoke last."""
     if running:
         return source
-    return msgspec.structs.replace(source, state=f"{LAST}{source.state}")
+    return msgspec.structs.replace(source, state=f"{DOWN_STATE_PREFIX}{source.state}")
 
 
 def _thread(thread: ThreadView, running: bool) -> ThreadView:
@@ -141,7 +151,9 @@ def _thread(thread: ThreadView, running: bool) -> ThreadView:
 SOURCE_COLUMNS: Final = (
     Column("SOURCE", lambda s: s.name),
     Column("STATE", lambda s: s.state),
-    Column("SYNCED", lambda s: "-" if s.state.startswith(LAST) else yes(s.synced)),
+    Column(
+        "SYNCED", lambda s: "-" if s.state.startswith(DOWN_STATE_PREFIX) else format_bool(s.synced)
+    ),
     Column("VERSION", lambda s: s.resource_version or "-"),
     Column("ERROR", lambda s: s.error or "-"),
 )
@@ -149,12 +161,12 @@ SOURCE_COLUMNS: Final = (
 THREAD_COLUMNS: Final = (
     Column("THREAD", lambda t: t.name),
     Column("STATE", lambda t: t.problem or ("running" if t.alive else "ended")),
-    Column("LAST PROGRESS", lambda t: f"{span(t.idle_seconds)} ago", right=True),
-    Column("RESTARTS", lambda t: number(t.restarts), right=True),
+    Column("LAST PROGRESS", lambda t: f"{format_duration(t.idle_seconds)} ago", right=True),
+    Column("RESTARTS", lambda t: format_number(t.restarts), right=True),
 )
 
 COUNTER_COLUMNS: Final = (
     Column("REASON", lambda c: c[0]),
-    Column("COUNT", lambda c: number(c[1]), right=True),
-    Column("MEANS", lambda c: words(Reason[c[0].upper()])),
+    Column("COUNT", lambda c: format_number(c[1]), right=True),
+    Column("MEANS", lambda c: describe(Reason[c[0].upper()])),
 )

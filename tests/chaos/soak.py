@@ -24,7 +24,8 @@ MEMORY_NOISE_KB = 4096.0
 WATCHED = tuple(
     name
     for name, spec in MAPS.items()
-    if spec.kind in (objects.MAP_HASH, objects.MAP_LRU_HASH, objects.MAP_LPM_TRIE)
+    if spec.map_type
+    in (objects.BPF_MAP_TYPE_HASH, objects.BPF_MAP_TYPE_LRU_HASH, objects.BPF_MAP_TYPE_LPM_TRIE)
 )
 """Maps that grow and shrink: all but arrays, the queue, and what sockets keep."""
 LATER = ("udp_cuts", "counts")

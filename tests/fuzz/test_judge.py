@@ -103,7 +103,7 @@ def test_every_list_of_node_port_addresses(
             "--proxy-mode": mode,
             **({"--nodeport-addresses": ",".join(words)} if words else {}),
         }
-        ours = node_port_addresses(node, LOCAL, load.config(flags, {}))
+        ours = node_port_addresses(node, LOCAL, load.load_config(flags, {}))
         listed = asked_for(words, mode)
         networks = expanded(listed, families)
         for judge in judges:

@@ -160,7 +160,7 @@ def prepare() -> None:
     BUILD.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(BUILD / "artifacts", ignore_errors=True)
     for unit in UNITS:
-        compile.obtain(unit, BUILD / "artifacts")
+        compile.find_or_compile(unit, BUILD / "artifacts")
     environment = {**os.environ, **pycache()}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     subprocess.run(

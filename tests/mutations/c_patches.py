@@ -58,7 +58,7 @@ class Patch(NamedTuple):
 def build_base(folder: Path) -> None:
     """Compiles the programs as they are."""
     for unit in UNITS:
-        compile.obtain(unit, folder)
+        compile.find_or_compile(unit, folder)
 
 
 def _rows(file: str, tests: tuple[str, ...], *rows: tuple[str, str, str]) -> tuple[Patch, ...]:

@@ -20,15 +20,15 @@ from pathlib import Path
 import pytest
 
 from kbpf.dataplane.bpf.hooks import (
-    HELPER_COARSE_NS,
-    HELPER_SET_RETVAL,
-    PROG_CGROUP_SOCK_ADDR,
-    PROG_SCHED_CLS,
+    BPF_PROG_TYPE_CGROUP_SOCK_ADDR,
+    BPF_PROG_TYPE_SCHED_CLS,
+    BPF_FUNC_ktime_get_coarse_ns,
+    BPF_FUNC_set_retval,
 )
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf import probe, tc
-from kbpf.kernel.bpf.objects import MAP_HASH, Program
-from kbpf.kernel.net.ipvs import Ipvs
+from kbpf.kernel.bpf.objects import BPF_MAP_TYPE_HASH, Program
+from kbpf.kernel.net.ipvs import IpvsClient
 from kbpf.kernel.system import modules
 from tests.support.packets.packets import frame, udp
 from tests.support.packets.test_run import SkbContext, run
@@ -62,17 +62,19 @@ def _socket(kind: int, protocol: int) -> bool:
 def _ipvs() -> bool:
     modules.load(("ip_vs",))
     with contextlib.suppress(KernelError):
-        Ipvs().close()
+        IpvsClient().close()
         return True
     return False
 
 
 def _coarse_clock() -> bool | None:
-    return probe.helper(tc.PROG_SCHED_CLS, 0, HELPER_COARSE_NS).works
+    return probe.probe_helper(tc.BPF_PROG_TYPE_SCHED_CLS, 0, BPF_FUNC_ktime_get_coarse_ns).works
 
 
 def _set_retval() -> bool | None:
-    return probe.helper(PROG_CGROUP_SOCK_ADDR, CONNECT4, HELPER_SET_RETVAL, -111).works
+    return probe.probe_helper(
+        BPF_PROG_TYPE_CGROUP_SOCK_ADDR, CONNECT4, BPF_FUNC_set_retval, -111
+    ).works
 
 
 def _tun() -> bool:
@@ -85,7 +87,7 @@ def _tun() -> bool:
 def _nothing() -> Program:
     """A program that returns 0."""
     insns = struct.pack("=BBhiBBhi", 0xB7, 0, 0, 0, 0x95, 0, 0, 0)
-    return Program.load("kbpf_try", PROG_SCHED_CLS, 0, insns)
+    return Program.load("kbpf_try", BPF_PROG_TYPE_SCHED_CLS, 0, insns)
 
 
 def _verified_insns() -> bool:
@@ -112,17 +114,17 @@ def _counted_by_cgroup() -> bool:
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, hard))
     try:
-        return probe.map_works(MAP_HASH).works is True
+        return probe.probe_map(BPF_MAP_TYPE_HASH).works is True
     finally:
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (soft, hard))
 
 
 FEATURES = {
-    "tcx": Feature("TCX links", lambda: tc.tcx().works, (6, 6), check="TCX"),
+    "tcx": Feature("TCX links", lambda: tc.probe_tcx().works, (6, 6), check="TCX"),
     "set_retval": Feature("bpf_set_retval", _set_retval, (5, 18), check="bpf_set_retval"),
     "netns_cookie": Feature(
         "SO_NETNS_COOKIE",
-        lambda: probe.netns_cookie_option().works,
+        lambda: probe.probe_netns_cookie().works,
         (5, 14),
         check="SO_NETNS_COOKIE",
     ),

@@ -178,7 +178,7 @@ class Site:
         if self.node is None:
             made.open()
         else:
-            netns.inside(Path("/run/netns") / self.node, made.open)
+            netns.run_in(Path("/run/netns") / self.node, made.open)
         return made
 
     def close_planes(self) -> None:

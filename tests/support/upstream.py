@@ -15,8 +15,8 @@ from kbpf.model.address import family_of
 from kbpf.model.desired import FrontendKind, ServiceState
 from kbpf.model.events import Kind
 from kbpf.model.objects import Cidr, EndpointSlice, Node, Service
-from kbpf.policy.compute import desired_service
-from kbpf.policy.health_check import health_check
+from kbpf.policy.compute import compute_service_states
+from kbpf.policy.health_check import compute_health_check
 from kbpf.source.decode import decode
 from tests.support.build import go_build
 
@@ -128,11 +128,11 @@ def answered(question: Question) -> dict[int, Json]:
     for service in _read(Kind.SERVICE, question.services):
         assert isinstance(service, Service)
         own, families = slices.get(service.key, []), set()
-        for state in desired_service(service, own, node):
+        for state in compute_service_states(service, own, node):
             families.add(state.key.family)
             key = f"{service.key}:{state.key.port}".rstrip(":")
             said[state.key.family][f"{key}/{state.key.protocol.name}"] = _our_port(state)
-        if (check := health_check(service, own, question.node)) is not None:
+        if (check := compute_health_check(service, own, question.node)) is not None:
             for family, count in ((4, check.v4), (6, check.v6)):
                 if family in families:
                     said[family][f"health check of {service.key}"] = (check.port, count)
@@ -140,7 +140,7 @@ def answered(question: Question) -> dict[int, Json]:
 
 
 def _read(kind: Kind, objects: Iterable[Json]) -> list[Any]:
-    items = [decode.read_value(kind, one) for one in objects]
+    items = [decode.convert_object(kind, one) for one in objects]
     assert not any(item.error for item in items), items
     return [item.object for item in items if item.object is not None]
 

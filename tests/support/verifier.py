@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from kbpf.dataplane.bpf.hooks import TAILS, TAILS_MAP, type_of
+from kbpf.dataplane.bpf.hooks import TAIL_CALL_MAP, TAIL_CALL_SLOTS, program_type
 from kbpf.dataplane.bpf.maps import pinning
 from kbpf.dataplane.bpf.maps.layout import MAPS
 from kbpf.dataplane.bpf.programs import loader
@@ -47,10 +47,10 @@ def verify(artifact: Artifact) -> Iterator[Verified]:
     lacks = loader.missing_packet_helpers() if packets else loader.missing_helpers()
     with ExitStack() as own:
         maps = {name: own.enter_context(pinning.make_map(spec, 64)) for name, spec in MAPS.items()}
-        tails = Map.create(objects.MAP_PROG_ARRAY, TAILS_MAP, 4, 4, TAILS)
-        maps[TAILS_MAP] = own.enter_context(tails)
+        tails = Map.create(objects.BPF_MAP_TYPE_PROG_ARRAY, TAIL_CALL_MAP, 4, 4, TAIL_CALL_SLOTS)
+        maps[TAIL_CALL_MAP] = own.enter_context(tails)
         for code in artifact.programs:
-            insns = loader.link_code(code, maps, lacks)
+            insns = loader.relocate(code, maps, lacks)
             started = time.monotonic()
             fd, log = _load(code.name, insns, STATISTICS)
             seconds = time.monotonic() - started
@@ -67,7 +67,7 @@ def verify(artifact: Artifact) -> Iterator[Verified]:
 
 def _load(name: str, insns: bytes, level: int) -> tuple[int, str]:
     """bpf_prog_load() as the loader does it; the descriptor or -errno, and the verifier's log."""
-    kind, attach_type, _ = type_of(name)
+    kind, attach_type, _ = program_type(name)
     log = ctypes.create_string_buffer(LOG_SIZE)
     opts = syscalls.ProgLoadOpts(
         sz=ctypes.sizeof(syscalls.ProgLoadOpts),

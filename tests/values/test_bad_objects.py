@@ -12,14 +12,14 @@ import pytest
 
 from kbpf.agent.agent import Agent
 from kbpf.agent.listeners import Listeners
-from kbpf.agent.refusals import SEE
+from kbpf.agent.refusals import DOCS_HINT
 from kbpf.dataplane.base import Report
-from kbpf.errors import printable
+from kbpf.errors import escape_unprintable
 from kbpf.model.address import ANY4, parse_addr
 from kbpf.model.config import Config
 from kbpf.model.desired import DesiredState, FrontendAddress, ServicePortKey
 from kbpf.model.objects import Protocol
-from kbpf.source.folder.folder import Folder
+from kbpf.source.folder.folder import FolderSource
 
 FINE = """\
 apiVersion: v1
@@ -77,7 +77,7 @@ class Wrong(NamedTuple):
 SOURCE = "source problem name=folder error={!r}"
 LEFT_OUT = "left out: {}"
 ODD = "odd: {}"
-REFUSED = "Service bad/x: {}; " + SEE
+REFUSED = "Service bad/x: {}; " + DOCS_HINT
 IP, X_IP = "clusterIP: 10.96.0.11", "10.96.0.11"
 PORT = "ports: [{port: 80}]"
 X = f"bad/x {X_IP}:80/TCP"
@@ -207,12 +207,12 @@ class Node:
         (folder / "zz.yaml").write_text(text)
         self.plane = Plane()
         config = Config("op-node", source=folder)
-        self.agent = Agent(config, self.plane, lambda put: [Folder(folder, put, "op-node")])
+        self.agent = Agent(config, self.plane, lambda put: [FolderSource(folder, put, "op-node")])
         self.agent._listeners = Listeners(lambda: frozenset({SSH}))
-        self.agent._addresses = (parse_addr(OWN),)
+        self.agent._node_addresses = (parse_addr(OWN),)
         for _ in range(2):
             self.agent._sources[0].look()
-            self.agent.step(self.agent._inbox.take(0.0))
+            self.agent.step(self.agent._inbox.get_batch(0.0))
 
 
 @pytest.fixture
@@ -232,8 +232,8 @@ def test_a_line_of_the_log_and_of_the_status(
 ) -> None:
     node = Node(tmp_path, row.text)
     assert node.agent.status().problems == row.lines
-    short = [printable(line.removeprefix("bad/x TCP IPv4: ")) for line in row.lines]
-    assert [printable(line) for line in told()] == [row.log.format(line) for line in short]
+    short = [escape_unprintable(line.removeprefix("bad/x TCP IPv4: ")) for line in row.lines]
+    assert [escape_unprintable(line) for line in told()] == [row.log.format(line) for line in short]
     assert node.plane.served == served(*row.served)
 
 
@@ -252,7 +252,7 @@ def test_an_external_ip_of_this_node_is_named_and_served(
     (line,) = told()
     assert line == (
         f"{X_SAYS}{OWN}:10256/TCP is at an address of this node: what connects to it gets the "
-        f"Service; {SEE}"
+        f"Service; {DOCS_HINT}"
     )
     assert node.agent.status().problems == ()
     assert node.plane.served == served(f"bad/x {X_IP}:10256/TCP", f"bad/x {OWN}:10256/TCP")

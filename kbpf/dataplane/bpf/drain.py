@@ -14,12 +14,12 @@ from typing import Final
 from kbpf.dataplane.bpf import host
 from kbpf.dataplane.bpf.maps import pinning
 from kbpf.dataplane.bpf.maps.flow_entries import (
-    BOTH_ENDS,
+    ENDPOINTS,
     PROTOCOL,
     STATE,
-    is_held,
-    is_question,
-    over,
+    expires_at,
+    is_original,
+    is_port_reservation,
 )
 from kbpf.dataplane.bpf.maps.layout import MAPS, NODE, U32, NodeFlag, TcpState
 from kbpf.dataplane.bpf.maps.pinning import Pins
@@ -30,11 +30,11 @@ from kbpf.kernel.system import mounts
 from kbpf.model.config import Config
 from kbpf.model.objects import Protocol
 
-LOOK_SECONDS: Final = 5.0
+DRAIN_POLL_INTERVAL_S: Final = 5.0
 """So often the connections are counted."""
 
 
-class BpfRemains:
+class PreviousBpfPlane:
     """base.Remains of the agent with this pin folder."""
 
     name = "mode bpf"
@@ -43,82 +43,84 @@ class BpfRemains:
         self._pins = Pins(config.pin_dir)
         self._lock = -1
         self._due = 0.0
-        self._leads = True  # new connections, as far as we know
-        self._live = 0
+        self._is_active = True  # new connections, as far as we know
+        self._open_connections = 0
 
-    def take(self) -> bool:
+    def claim(self) -> bool:
         """See base.Remains."""
         try:
-            if not (self._pins.links.is_dir() or self._pins.others("maps", self._pins.root)):
+            if not (self._pins.links.is_dir() or self._pins.other_folders("maps", self._pins.root)):
                 return False
         except PermissionError as error:
             raise KernelError(
                 "cannot look into the folder of pins", str(self._pins.root), "run as root",
                 error.errno or 0,
             ) from error  # fmt: skip
-        self._lock = pinning.lock(self._pins)
+        self._lock = pinning.lock_pins(self._pins)
         return True
 
-    def retire(self, now: float) -> float | None:
+    def drain(self, now: float) -> float | None:
         """See base.Remains."""
-        if self._leads:
-            self._lead_nobody()
-            self._leads = False
+        if self._is_active:
+            self._stop_new_connections()
+            self._is_active = False
         if now < self._due:
             return self._due
-        self._due = now + LOOK_SECONDS
-        self._live = self._count()
-        if self._live:
+        self._due = now + DRAIN_POLL_INTERVAL_S
+        self._open_connections = self._count_open_connections()
+        if self._open_connections:
             return self._due
         self._remove()
         return None
 
-    def _lead_nobody(self) -> None:
-        self._yield()
-        pinning.forget_frontends(self._pins)
-        with self._map("backends") as found:  # a UDP flow whose backend is gone chooses anew
-            if found is not None and (keys := b"".join(key for key, _ in found.items())):
-                found.delete_batch(keys)
+    def _stop_new_connections(self) -> None:
+        self._make_passive()
+        pinning.delete_frontends(self._pins)
+        with self._open_map(
+            "backends"
+        ) as backends:  # a UDP flow whose backend is gone chooses anew
+            if backends is not None and (keys := b"".join(key for key, _ in backends.items())):
+                backends.delete_batch(keys)
 
-    def _yield(self) -> None:
+    def _make_passive(self) -> None:
         """Programs that are there when mode bpf comes back do not lead before all is in place."""
-        with self._map("node") as found:
-            told = found.lookup(bytes(U32.size)) if found is not None else None
-            if found is not None and told and any(told):
-                own4, own6, flags, *more = NODE.unpack(told)
-                flags = (NodeFlag(flags) | NodeFlag.YIELDS) & ~NodeFlag.FOLLOWS
-                found.update(bytes(U32.size), NODE.pack(own4, own6, flags, *more))
+        with self._open_map("node") as node_map:
+            node = node_map.lookup(bytes(U32.size)) if node_map is not None else None
+            if node_map is not None and node and any(node):
+                own4, own6, flags, *rest = NODE.unpack(node)
+                flags = (NodeFlag(flags) | NodeFlag.PASSIVE) & ~NodeFlag.COEXISTING
+                node_map.update(bytes(U32.size), NODE.pack(own4, own6, flags, *rest))
 
-    def _count(self) -> int:
+    def _count_open_connections(self) -> int:
         """Connections of the packet path that go on. Sockets that were connected by a hook talk to
         their backends without us. What has ended is forgotten: a client may use the port again.
         """
-        at = time.monotonic_ns()
-        with self._map("flows") as flows:
-            found = dict(flows.items()) if flows is not None else {}
-            alive = {raw[BOTH_ENDS] for raw in found.values() if is_question(raw)
-                     and not is_held(raw) and _lives(raw, at)}  # fmt: skip
-            ended = [key for key, raw in found.items() if raw[BOTH_ENDS] not in alive]
+        now = time.monotonic_ns()
+        with self._open_map("flows") as flows:
+            entries = dict(flows.items()) if flows is not None else {}
+            open_flows = {raw[ENDPOINTS] for raw in entries.values() if is_original(raw)
+                     and not is_port_reservation(raw) and _is_open(raw, now)}  # fmt: skip
+            ended = [key for key, raw in entries.items() if raw[ENDPOINTS] not in open_flows]
             if flows is not None and ended:
                 flows.delete_batch(b"".join(ended))
-        return len(alive)
+        return len(open_flows)
 
     @contextmanager
-    def _map(self, name: str) -> Iterator[Map | None]:
+    def _open_map(self, name: str) -> Iterator[Map | None]:
         """None where another version has left another layout: that goes at once."""
         path = self._pins.maps / name
         if not path.exists():
             yield None
             return
-        found = pinning.open_map(path, MAPS[name])
+        map_ = pinning.open_map(path, MAPS[name])
         try:
-            yield found
+            yield map_
         finally:
-            found.close()
+            map_.close()
 
     def _remove(self) -> None:
         """All of it, but for the rule in FORWARD, which is ours in every mode."""
-        packet_path.remove(self._pins)
+        packet_path.remove_programs(self._pins)
         host.remove(self._pins, rules=False)
         try:
             pinning.remove(self._pins)
@@ -132,9 +134,11 @@ class BpfRemains:
 
     def problems(self) -> tuple[str, ...]:
         """See base.Remains."""
-        if not self._live:
+        if not self._open_connections:
             return ()
-        return (f"{self._live} connections that mode bpf began go on by its packet path",)
+        return (
+            f"{self._open_connections} connections that mode bpf began go on by its packet path",
+        )
 
     def close(self) -> None:
         """See base.Remains."""
@@ -143,8 +147,8 @@ class BpfRemains:
             self._lock = -1
 
 
-def _lives(nat: bytes, at: int) -> bool:
+def _is_open(flow: bytes, now: int) -> bool:
     """Whether this struct nat is of a connection that goes on, at this time (ns, monotonic)."""
-    if nat[PROTOCOL] == Protocol.UDP or nat[STATE] == TcpState.CLOSED:
+    if flow[PROTOCOL] == Protocol.UDP or flow[STATE] == TcpState.CLOSED:
         return False
-    return at <= over(nat)
+    return now <= expires_at(flow)

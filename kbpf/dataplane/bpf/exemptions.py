@@ -20,29 +20,29 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from kbpf.dataplane.bpf.maps.agent_maps import Tables
+from kbpf.dataplane.bpf.maps.agent_maps import AgentMaps
 from kbpf.dataplane.bpf.maps.layout import U32, U64
 from kbpf.errors import KernelError
 
 log = logging.getLogger("kbpf.dataplane")
 
-EAGER_SECONDS: Final = 0.2
+NEW_POD_POLL_INTERVAL_S: Final = 0.2
 """Between two looks for a pod that is new."""
-PATTERN_SECONDS: Final = 1.0
+PATTERN_POLL_INTERVAL_S: Final = 1.0
 """For cgroups that may come and match a pattern."""
-PATIENT_SECONDS: Final = 2.0
+MISSING_POD_POLL_INTERVAL_S: Final = 2.0
 """For pods that have not come by PATIENCE: they wait for an image, or have ended."""
-STEADY_SECONDS: Final = 10.0
+VERIFY_INTERVAL_S: Final = 10.0
 """Between two looks whether the folders that were found are still the same."""
-PATIENCE: Final = 60.0
-DEEPEST: Final = 8
+NEW_POD_WINDOW_S: Final = 60.0
+MAX_DEPTH: Final = 8
 """Levels below the hooked cgroup at which kubelet's folders are looked for."""
 
-MAP: Final = "exempt_cgroups"
+MAP_NAME: Final = "exempt_cgroups"
 ONE: Final = U32.pack(1)
 
 
-class Folder(NamedTuple):
+class CgroupFolder(NamedTuple):
     """A cgroup: its path below where the walk began, its number, whether others are in it."""
 
     path: str
@@ -50,51 +50,51 @@ class Folder(NamedTuple):
     is_parent: bool
 
 
-def _inside(root: Path, below: str) -> Iterator[Folder]:
+def _list_children(root: Path, parent: str) -> Iterator[CgroupFolder]:
     """The cgroups right in this one; none when it is gone."""
     try:
-        with os.scandir(root / below) as entries:
+        with os.scandir(root / parent) as entries:
             for entry in entries:
                 if not entry.is_dir(follow_symlinks=False):
                     continue
                 try:
-                    found = entry.stat(follow_symlinks=False)
+                    status = entry.stat(follow_symlinks=False)
                 except OSError:
                     continue  # gone since
-                path = f"{below}/{entry.name}" if below else entry.name
-                yield Folder(path, found.st_ino, found.st_nlink > 2)
+                path = f"{parent}/{entry.name}" if parent else entry.name
+                yield CgroupFolder(path, status.st_ino, status.st_nlink > 2)
     except OSError:
         return
 
 
-def walk(root: Path, enter: Callable[[str], bool]) -> Iterator[Folder]:
+def walk(root: Path, should_enter: Callable[[str], bool]) -> Iterator[CgroupFolder]:
     """Every cgroup below `root`, but for what is in those that `enter` (of the path) refuses."""
-    waiting = [""]
-    while waiting:
-        for folder in _inside(root, waiting.pop()):
+    stack = [""]
+    while stack:
+        for folder in _list_children(root, stack.pop()):
             yield folder
-            if folder.is_parent and enter(folder.path):
-                waiting.append(folder.path)
+            if folder.is_parent and should_enter(folder.path):
+                stack.append(folder.path)
 
 
-def pod_folders(root: Path, uids: Collection[str]) -> Iterator[tuple[str, Folder]]:
+def find_pod_folders(root: Path, uids: Collection[str]) -> Iterator[tuple[str, CgroupFolder]]:
     """(uid, folder) of those pods whose folders are there."""
     names = {f"pod{uid}": uid for uid in uids}
     names |= {f"pod{uid.replace('-', '_')}.slice": uid for uid in uids}
 
-    def enter(path: str) -> bool:
-        return path.count("/") + 1 < DEEPEST and not _pod_part(path)
+    def should_enter(path: str) -> bool:
+        return path.count("/") + 1 < MAX_DEPTH and not _pod_name(path)
 
-    for folder in walk(root, enter):
-        uid = names.get(_pod_part(folder.path))
+    for folder in walk(root, should_enter):
+        uid = names.get(_pod_name(folder.path))
         if uid is not None:
             yield uid, folder
 
 
-def _pod_part(path: str) -> str:
+def _pod_name(path: str) -> str:
     """The end of the name that says which pod it is; "" for other folders than kubelet's."""
-    above, _, name = path.rpartition("/")
-    if name.startswith("pod") and any("kubepods" in part for part in above.split("/")):
+    parent, _, name = path.rpartition("/")
+    if name.startswith("pod") and any("kubepods" in segment for segment in parent.split("/")):
         return name
     if "kubepods" in name and name.endswith(".slice"):
         head, dash, tail = name.rpartition("-pod")
@@ -102,20 +102,22 @@ def _pod_part(path: str) -> str:
     return ""
 
 
-def matching(root: Path, patterns: Collection[str]) -> Iterator[Folder]:
+def find_matching(root: Path, patterns: Collection[str]) -> Iterator[CgroupFolder]:
     """Cgroups whose path below `root` matches one of the patterns."""
-    plain = [_literal(pattern) for pattern in patterns]
+    prefixes = [_literal_prefix(pattern) for pattern in patterns]
 
-    def enter(path: str) -> bool:
-        here = path + "/"
-        return any(start.startswith(here) or here.startswith(start) for start in plain)
+    def should_enter(path: str) -> bool:
+        folder_path = path + "/"
+        return any(
+            prefix.startswith(folder_path) or folder_path.startswith(prefix) for prefix in prefixes
+        )
 
-    for folder in walk(root, enter):
+    for folder in walk(root, should_enter):
         if any(fnmatchcase(folder.path, pattern) for pattern in patterns):
             yield folder
 
 
-def _literal(pattern: str) -> str:
+def _literal_prefix(pattern: str) -> str:
     """The pattern up to its first wildcard."""
     return pattern[: next((i for i, c in enumerate(pattern) if c in "*?["), len(pattern))]
 
@@ -130,43 +132,45 @@ class Exemptions:
     def __init__(
         self,
         root: Path,
-        hooked: Path,
+        hooked_cgroup: Path,
         patterns: Collection[str],
-        tables: Tables,
-        changed: Callable[[], None],
+        agent_maps: AgentMaps,
+        on_emptiness_change: Callable[[], None],
     ) -> None:
-        self._root, self._hooked, self._patterns = root, hooked, tuple(patterns)
-        self._tables, self._changed = tables, changed
+        self._root, self._hooked_cgroup, self._patterns = root, hooked_cgroup, tuple(patterns)
+        self._agent_maps, self._on_emptiness_change = agent_maps, on_emptiness_change
         self._uids: frozenset[str] = frozenset()
-        self._known = False
+        self._pods_known = False
         self._pods: dict[str, dict[str, int]] = {}  # uid → path below `hooked` → id
         self._written: set[int] = set()
         self._adopted: set[int] = set()
-        self._patience = 0.0  # until when a pod that is missing is looked for eagerly
+        self._eager_until = 0.0  # until when a pod that is missing is looked for eagerly
         self._due: float | None = None
         self._problem = ""
 
     def adopt(self) -> None:
         """Takes over what the map holds, but for cgroups that are gone."""
-        self._written = {int(U64.unpack(key)[0]) for key, _ in self._tables.maps[MAP].items()}
+        self._written = {
+            int(U64.unpack(key)[0]) for key, _ in self._agent_maps.maps[MAP_NAME].items()
+        }
         self._adopted = set(self._written)
         if self._adopted:
             self._adopted &= {folder.id for folder in walk(self._root, lambda _: True)}
 
-    def want(self, uids: Collection[str], known: bool, now: float) -> None:
+    def set_pods(self, uids: Collection[str], pods_known: bool, now: float) -> None:
         """From now on these pods; not `known`: and whoever was exempt before."""
         new = frozenset(uids)
         if new - self._uids:
-            self._patience = now + PATIENCE
-        first = self._due is None and (self._patterns or self._written)
-        if new != self._uids or known != self._known or first:
-            self._uids, self._known = new, known
-            self.look(now)
+            self._eager_until = now + NEW_POD_WINDOW_S
+        is_first_scan = self._due is None and (self._patterns or self._written)
+        if new != self._uids or pods_known != self._pods_known or is_first_scan:
+            self._uids, self._pods_known = new, pods_known
+            self.scan(now)
 
     def tick(self, now: float) -> float | None:
         """Looks again when that is due; when the next time is, None: never."""
         if self._due is not None and now >= self._due:
-            self.look(now)
+            self.scan(now)
         return self._due
 
     @property
@@ -182,67 +186,72 @@ class Exemptions:
     def problems(self, now: float) -> tuple[str, ...]:
         """What keeps a pod from being exempt, a line each."""
         lines = [self._problem] if self._problem else []
-        if self.missing and now > self._patience:
+        if self.missing and now > self._eager_until:
             names = ", ".join(sorted(self.missing)[:3])
             lines.append(
                 f"{len(self.missing)} Pods with the label kbpf.io/socket-lb have no cgroup below "
-                f"{self._hooked} (uid {names}): they have not begun, have ended, or are static Pods"
+                f"{self._hooked_cgroup} (uid {names}): they have not begun, have ended, or are "
+                "static Pods"
             )
         return tuple(lines)
 
-    def look(self, now: float) -> None:
+    def scan(self, now: float) -> None:
         """Finds the folders, and writes what differs."""
         self._pods = {
-            uid: there
+            uid: current
             for uid, folders in self._pods.items()
-            if uid in self._uids and (there := self._still_there(folders))
+            if uid in self._uids and (current := self._verify_folders(folders))
         }
         if self.missing:
-            for uid, folder in pod_folders(self._hooked, self.missing):
+            for uid, folder in find_pod_folders(self._hooked_cgroup, self.missing):
                 self._pods.setdefault(uid, {})[folder.path] = folder.id
-        wanted = {i for folders in self._pods.values() for i in folders.values()}
+        ids = {cgroup_id for folders in self._pods.values() for cgroup_id in folders.values()}
         if self._patterns:
-            wanted |= {folder.id for folder in matching(self._root, self._patterns)}
-        if not self._known:
-            wanted |= self._adopted
-        self._write(wanted)
-        self._due = self._next(now)
+            ids |= {folder.id for folder in find_matching(self._root, self._patterns)}
+        if not self._pods_known:
+            ids |= self._adopted
+        self._write(ids)
+        self._due = self._next_due(now)
 
-    def _still_there(self, folders: dict[str, int]) -> dict[str, int]:
-        found = {}
-        for path, number in folders.items():
+    def _verify_folders(self, folders: dict[str, int]) -> dict[str, int]:
+        current = {}
+        for path, cgroup_id in folders.items():
             try:
-                if os.stat(self._hooked / path).st_ino == number:
-                    found[path] = number
+                if os.stat(self._hooked_cgroup / path).st_ino == cgroup_id:
+                    current[path] = cgroup_id
             except OSError:
                 continue
-        return found
+        return current
 
-    def _write(self, wanted: set[int]) -> None:
+    def _write(self, ids: set[int]) -> None:
         """A cgroup that is not exempt any more goes after those that are by now."""
         was_empty = self.is_empty
-        new, gone = wanted - self._written, self._written - wanted
+        new, removed = ids - self._written, self._written - ids
         try:
-            self._tables.put(MAP, ((U64.pack(i), ONE) for i in sorted(new)))
+            self._agent_maps.put(
+                MAP_NAME, ((U64.pack(cgroup_id), ONE) for cgroup_id in sorted(new))
+            )
             self._written |= new
-            self._tables.drop(MAP, map(U64.pack, sorted(gone)))
-            self._written -= gone
+            self._agent_maps.delete(MAP_NAME, map(U64.pack, sorted(removed)))
+            self._written -= removed
             self._problem = ""
         except KernelError as error:
-            self._written = {int(U64.unpack(k)[0]) for k, _ in self._tables.maps[MAP].items()}
+            self._written = {
+                int(U64.unpack(key)[0]) for key, _ in self._agent_maps.maps[MAP_NAME].items()
+            }
             if not self._problem:
                 log.error("not exempt, trying again: %s", error)
             self._problem = f"not all cgroups are exempt: {error}"
-        if new or gone:
-            log.info("exempt cgroups=%d new=%d gone=%d", len(self._written), len(new), len(gone))
+        if new or removed:
+            log.info("exempt cgroups=%d new=%d gone=%d", len(self._written), len(new), len(removed))
         if self.is_empty != was_empty:
-            self._changed()
+            self._on_emptiness_change()
 
-    def _next(self, now: float) -> float | None:
-        if self.missing and now < self._patience:
-            return now + EAGER_SECONDS
+    def _next_due(self, now: float) -> float | None:
+        if self.missing and now < self._eager_until:
+            return now + NEW_POD_POLL_INTERVAL_S
         if self._patterns or self._problem:
-            return now + PATTERN_SECONDS
+            return now + PATTERN_POLL_INTERVAL_S
         if self.missing:
-            return now + PATIENT_SECONDS
-        return now + STEADY_SECONDS if self._pods else None
+            return now + MISSING_POD_POLL_INTERVAL_S
+        return now + VERIFY_INTERVAL_S if self._pods else None

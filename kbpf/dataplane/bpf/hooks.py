@@ -4,8 +4,8 @@ import errno
 from dataclasses import dataclass
 from typing import Final
 
-PROG_SOCK_OPS: Final = 13
-PROG_CGROUP_SOCK_ADDR: Final = 18
+BPF_PROG_TYPE_SOCK_OPS: Final = 13
+BPF_PROG_TYPE_CGROUP_SOCK_ADDR: Final = 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,27 +18,99 @@ class Hook:
 
     name: str
     unit: str
-    kind: int
+    prog_type: int
     attach_type: int
-    since: str
+    since_kernel: str
     required: bool = False
-    what: str = ""
-    counts: bool = False
+    purpose: str = ""
+    only_counts: bool = False
 
 
 HOOKS: Final = (
     # Answers before questions: a hook that is attached serves at once.
-    Hook("recvmsg4", "sock", PROG_CGROUP_SOCK_ADDR, 19, "5.2", True, "recvfrom() on UDP, IPv4"),
-    Hook("recvmsg6", "sock", PROG_CGROUP_SOCK_ADDR, 20, "5.2", True, "recvfrom() on UDP, IPv6"),
-    Hook("getpeername4", "sock", PROG_CGROUP_SOCK_ADDR, 29, "5.8", False, "getpeername(), IPv4"),
-    Hook("getpeername6", "sock", PROG_CGROUP_SOCK_ADDR, 30, "5.8", False, "getpeername(), IPv6"),
-    Hook("sock_ops", "sock", PROG_SOCK_OPS, 3, "5.7", False, "what TCP connections come to",
-         counts=True),
-    Hook("sendmsg4", "sock", PROG_CGROUP_SOCK_ADDR, 14, "4.18", True, "sendto() on UDP, IPv4"),
-    Hook("sendmsg6", "sock", PROG_CGROUP_SOCK_ADDR, 15, "4.18", True, "sendto() on UDP, IPv6"),
-    Hook("connect4", "sock", PROG_CGROUP_SOCK_ADDR, 10, "4.17", True, "connect() on IPv4 sockets"),
-    Hook("connect6", "sock", PROG_CGROUP_SOCK_ADDR, 11, "4.17", True, "connect() on IPv6 sockets"),
-)  # fmt: skip
+    Hook(
+        "recvmsg4",
+        "sock",
+        BPF_PROG_TYPE_CGROUP_SOCK_ADDR,
+        19,
+        "5.2",
+        True,
+        "recvfrom() on UDP, IPv4",
+    ),
+    Hook(
+        "recvmsg6",
+        "sock",
+        BPF_PROG_TYPE_CGROUP_SOCK_ADDR,
+        20,
+        "5.2",
+        True,
+        "recvfrom() on UDP, IPv6",
+    ),
+    Hook(
+        "getpeername4",
+        "sock",
+        BPF_PROG_TYPE_CGROUP_SOCK_ADDR,
+        29,
+        "5.8",
+        False,
+        "getpeername(), IPv4",
+    ),
+    Hook(
+        "getpeername6",
+        "sock",
+        BPF_PROG_TYPE_CGROUP_SOCK_ADDR,
+        30,
+        "5.8",
+        False,
+        "getpeername(), IPv6",
+    ),
+    Hook(
+        "sock_ops",
+        "sock",
+        BPF_PROG_TYPE_SOCK_OPS,
+        3,
+        "5.7",
+        False,
+        "what TCP connections come to",
+        only_counts=True,
+    ),
+    Hook(
+        "sendmsg4",
+        "sock",
+        BPF_PROG_TYPE_CGROUP_SOCK_ADDR,
+        14,
+        "4.18",
+        True,
+        "sendto() on UDP, IPv4",
+    ),
+    Hook(
+        "sendmsg6",
+        "sock",
+        BPF_PROG_TYPE_CGROUP_SOCK_ADDR,
+        15,
+        "4.18",
+        True,
+        "sendto() on UDP, IPv6",
+    ),
+    Hook(
+        "connect4",
+        "sock",
+        BPF_PROG_TYPE_CGROUP_SOCK_ADDR,
+        10,
+        "4.17",
+        True,
+        "connect() on IPv4 sockets",
+    ),
+    Hook(
+        "connect6",
+        "sock",
+        BPF_PROG_TYPE_CGROUP_SOCK_ADDR,
+        11,
+        "4.17",
+        True,
+        "connect() on IPv6 sockets",
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +124,7 @@ class PacketProgram:
     tail: int = -1
 
 
-PROG_SCHED_CLS: Final = 3
+BPF_PROG_TYPE_SCHED_CLS: Final = 3
 
 PACKET_PROGRAMS: Final = (
     PacketProgram("tc_ingress", direction="ingress", tail=6),
@@ -75,38 +147,38 @@ PACKET_PROGRAMS: Final = (
     PacketProgram("tc_scan", tail=17),
     PacketProgram("tc_sctp", tail=9),
 )
-TAILS: Final = 18
-TAILS_MAP: Final = "tails"
+TAIL_CALL_SLOTS: Final = 18
+TAIL_CALL_MAP: Final = "tails"
 
 UNITS: Final = ("sock", "tc")
 
 
-def type_of(program: str) -> tuple[int, int, bool]:
+def program_type(program: str) -> tuple[int, int, bool]:
     """Program type, expected attach type, and whether its unit is of no use without it."""
     for hook in HOOKS:
         if hook.name == program:
-            return hook.kind, hook.attach_type, hook.required
-    return PROG_SCHED_CLS, 0, True
+            return hook.prog_type, hook.attach_type, hook.required
+    return BPF_PROG_TYPE_SCHED_CLS, 0, True
 
 
-def programs_of(unit: str) -> tuple[str, ...]:
+def program_names(unit: str) -> tuple[str, ...]:
     """The names of the functions in a unit that are programs."""
     if unit == "tc":
-        return tuple(p.name for p in PACKET_PROGRAMS)
+        return tuple(program.name for program in PACKET_PROGRAMS)
     return tuple(hook.name for hook in HOOKS if hook.unit == unit)
 
 
-HELPER_SET_RETVAL: Final = 187
-HELPER_CURRENT_CGROUP: Final = 80
-HELPER_ANCESTOR_CGROUP: Final = 123
+BPF_FUNC_set_retval: Final = 187
+BPF_FUNC_get_current_cgroup_id: Final = 80
+BPF_FUNC_get_current_ancestor_cgroup_id: Final = 123
 OPTIONAL_HELPERS: Final = {
-    HELPER_SET_RETVAL: ("bpf_set_retval", "5.18", -errno.ECONNREFUSED),
-    HELPER_CURRENT_CGROUP: ("bpf_get_current_cgroup_id", "5.7", 0),
-    HELPER_ANCESTOR_CGROUP: ("bpf_get_current_ancestor_cgroup_id", "5.7", 1),
+    BPF_FUNC_set_retval: ("bpf_set_retval", "5.18", -errno.ECONNREFUSED),
+    BPF_FUNC_get_current_cgroup_id: ("bpf_get_current_cgroup_id", "5.7", 0),
+    BPF_FUNC_get_current_ancestor_cgroup_id: ("bpf_get_current_ancestor_cgroup_id", "5.7", 1),
 }
 """Number → name, the kernel that brought it to these hooks, an argument to try it with. Where a
 kernel lacks one, the loader takes the calls out (r0 = 0).
 """
-HELPER_COARSE_NS: Final = 160
-OPTIONAL_PACKET_HELPERS: Final = (HELPER_COARSE_NS,)
+BPF_FUNC_ktime_get_coarse_ns: Final = 160
+OPTIONAL_PACKET_HELPERS: Final = (BPF_FUNC_ktime_get_coarse_ns,)
 """The same for the packet path: bpf_ktime_get_coarse_ns (5.11), which only is faster."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from kbpf.dataplane import firewalls
-from kbpf.dataplane.bpf.maps.flow_entries import look_for_flows
+from kbpf.dataplane.bpf.maps.flow_entries import enable_flow_lookup
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.packet_path import snat_ports
 from kbpf.errors import KbpfError, KernelError
@@ -27,177 +27,183 @@ from kbpf.takeover import conntrack_keepalive
 
 log = logging.getLogger("kbpf.dataplane")
 
-NOTE: Final = "beside"
+NOTE_FOLDER: Final = "beside"
 """A folder in the pin folder: we may have put something into the node. It has an empty one for each
 range of ports that we have reserved (``61000-65535``), since a bpffs holds no files."""
-LOOK_SECONDS: Final = 2.0
-HOLD_LOOKS: Final = 3
+HOST_POLL_INTERVAL_S: Final = 2.0
+PORT_RESERVATION_POLLS: Final = 3
 """So many looks at whom others have masqueraded: before and after our programs are everywhere."""
-HANDOVER_SECONDS: Final = 30.0
+HANDOVER_POLL_INTERVAL_S: Final = 30.0
 """Between two looks at whether the last connection of a kube-proxy has ended."""
-PASSING: Final = frozenset((errno.ENOENT, errno.ERESTART, *forward_rules.UNKNOWN))
+TRANSIENT_ERRNOS: Final = frozenset(
+    (errno.ENOENT, errno.ERESTART, *forward_rules.UNSUPPORTED_ERRNOS)
+)
 """The ruleset changed under our hands: next time; or there is no nf_tables: nothing to do."""
-FORWARDING: Final = ("net.ipv4.ip_forward", "net.ipv6.conf.all.forwarding")
+FORWARDING_SYSCTLS: Final = ("net.ipv4.ip_forward", "net.ipv6.conf.all.forwarding")
 
 
-class Beside:
+class HostIntegration:
     """Keeps both for one agent. One thread calls."""
 
     def __init__(self, pins: Pins, config: Config) -> None:
         self._ports = frozenset(range(config.masquerade_ports[0], config.masquerade_ports[1] + 1))
         self._pins = pins
-        self._reserved = Reserved(pins)
+        self._port_reservation = PortReservation(pins)
         self._mark = 1 << config.masquerade_bit
         self._generation = -1
         self._due = float("-inf")
         self._handover_due = float("-inf")
-        self._looks = 0
+        self._polls = 0
         self._masquerade_ports = config.masquerade_ports
-        self._told: set[str] = set()
+        self._logged_lines: set[str] = set()
 
-    def look(self, now: float) -> None:
+    def poll(self, now: float) -> None:
         """Puts right what is not as it should be, if it is time to look; `now` in seconds."""
         if now < self._due:
             return
         if self._due == float("-inf"):
-            self._reserved.begin()
-            self._say_what_is_missing()
-        self._due = now + LOOK_SECONDS
-        self._looks += 1
-        if self._looks <= HOLD_LOOKS:
-            with self._saying_problems():
-                self._hold_theirs()
-        with self._saying_problems():
-            self._reserved.keep(self._ports)
-        with self._saying_problems():
-            self._keep_rules()
-        with self._saying_problems():
+            self._port_reservation.mark()
+            self._warn_about_host()
+        self._due = now + HOST_POLL_INTERVAL_S
+        self._polls += 1
+        if self._polls <= PORT_RESERVATION_POLLS:
+            with self._warning_on_error():
+                self._reserve_conntrack_ports()
+        with self._warning_on_error():
+            self._port_reservation.reserve(self._ports)
+        with self._warning_on_error():
+            self._ensure_rules()
+        with self._warning_on_error():
             self._end_handover(now)
 
-    def _hold_theirs(self) -> None:
+    def _reserve_conntrack_ports(self) -> None:
         """Clients that a kube-proxy before us has masqueraded keep their ports."""
         maps = self._pins.maps
         if (maps / "order").exists():
-            with Map.open(maps / "flows") as flows, Map.open(maps / "order") as order:
-                count = snat_ports.hold_theirs(flows, order, self._masquerade_ports)
+            with Map.open(maps / "flows") as flows, Map.open(maps / "order") as flow_queue:
+                count = snat_ports.reserve_conntrack_ports(
+                    flows, flow_queue, self._masquerade_ports
+                )
             if count:
-                with Map.open(maps / "tracked") as tracked:
-                    look_for_flows(tracked)
+                with Map.open(maps / "tracked") as flow_count:
+                    enable_flow_lookup(flow_count)
                 log.info("ports that conntrack has given are left to it count=%d", count)
 
     def _end_handover(self, now: float) -> None:
         if self._generation < 0 or now < self._handover_due:  # without nf_tables there is none
             return
-        self._handover_due = now + HANDOVER_SECONDS
-        for family in conntrack_keepalive.end():
+        self._handover_due = now + HANDOVER_POLL_INTERVAL_S
+        for family in conntrack_keepalive.remove_unneeded():
             log.info("the last connection of kube-proxy is over family=%s", family)
 
-    def _keep_rules(self) -> None:
+    def _ensure_rules(self) -> None:
         try:
-            generation = forward_rules.generation()
+            generation = forward_rules.read_generation()
             if generation == self._generation:
                 return
-            chains = forward_rules.forward_chains()
+            chains = forward_rules.list_forward_chains()
             for chain in chains:
-                self._keep_rule(chain)
-            for done in conntrack_keepalive.let_pass(chains):
-                log.info("%s", done)
+                self._ensure_rule(chain)
+            for line in conntrack_keepalive.reconcile_forward_rules(chains):
+                log.info("%s", line)
         except KernelError as error:
-            if error.errno not in PASSING:
+            if error.errno not in TRANSIENT_ERRNOS:
                 raise
         else:
             self._generation = generation  # of before: our own changes are looked at, too
 
-    def _keep_rule(self, chain: forward_rules.Chain) -> None:
-        if done := forward_rules.let_pass(chain, self._mark):
-            log.info("%s chain=%r mark=%#x", done, str(chain), self._mark)
+    def _ensure_rule(self, chain: forward_rules.BaseChain) -> None:
+        if line := forward_rules.reconcile_masquerade_rule(chain, self._mark):
+            log.info("%s chain=%r mark=%#x", line, str(chain), self._mark)
 
-    def _say_what_is_missing(self) -> None:
-        for name in FORWARDING:
+    def _warn_about_host(self) -> None:
+        for name in FORWARDING_SYSCTLS:
             with contextlib.suppress(KernelError):
                 if sysctl.read(name) == "0":
-                    self._warn(f"{name} is 0: this node forwards nothing to pods; set it to 1")
-        for line in (*firewalls.forward(self._mark), *firewalls.early()):
-            self._warn(line)
+                    self._warn_once(f"{name} is 0: this node forwards nothing to pods; set it to 1")
+        for line in (*firewalls.forward_warnings(self._mark), *firewalls.early_drop_warnings()):
+            self._warn_once(line)
 
     @contextlib.contextmanager
-    def _saying_problems(self) -> Iterator[None]:
+    def _warning_on_error(self) -> Iterator[None]:
         try:
             yield
         except KbpfError as error:
-            self._warn(str(error))
+            self._warn_once(str(error))
 
-    def _warn(self, line: str) -> None:
-        if line not in self._told:
-            self._told.add(line)
+    def _warn_once(self, line: str) -> None:
+        if line not in self._logged_lines:
+            self._logged_lines.add(line)
             log.warning("%s", line)
 
 
-class Reserved:
+class PortReservation:
     """Ports that sockets of the node keep away from, and which of them we have put there (NOTE).
     Ports that others had reserved before us stay when ours go.
     """
 
     def __init__(self, pins: Pins) -> None:
         self._pins = pins
-        self._seen: tuple[object, ...] = ()
+        self._last_state: tuple[object, ...] = ()
 
     @property
     def _folder(self) -> Path:
-        return self._pins.root / NOTE
+        return self._pins.root / NOTE_FOLDER
 
-    def begin(self) -> None:
+    def mark(self) -> None:
         """Says, in the pin folder, that there may be something of ours from now on."""
         with contextlib.suppress(OSError):  # told when it is needed
             self._folder.mkdir(exist_ok=True)
 
-    def keep(self, wanted: frozenset[int]) -> None:
+    def reserve(self, ports: frozenset[int]) -> None:
         """Reserves them where the kernel would else give them to sockets."""
-        low, high = sysctl.local_ports()
-        seen = wanted, low, high, sysctl.read(sysctl.RESERVED_PORTS)
-        if seen == self._seen:
+        low, high = sysctl.read_local_port_range()
+        state = ports, low, high, sysctl.read(sysctl.RESERVED_PORTS)
+        if state == self._last_state:
             return
-        self._seen = seen  # also when it fails: it is tried again when something changes
-        meet = low <= max(wanted) and min(wanted) <= high
-        self._become(wanted if meet else frozenset())
+        self._last_state = state  # also when it fails: it is tried again when something changes
+        overlaps = low <= max(ports) and min(ports) <= high
+        self._set_ports(ports if overlaps else frozenset())
 
     def release(self) -> bool:
         """Takes away what we have put there; whether there was anything."""
-        return self._become(frozenset())
+        return self._set_ports(frozenset())
 
-    def _become(self, wanted: frozenset[int]) -> bool:
-        there = sysctl.parse_ports(sysctl.read(sysctl.RESERVED_PORTS))
-        ours = self._ours()
-        if not ours <= there:  # somebody has written the list anew: all in it is theirs
-            self._note(ours := frozenset())
-        theirs = there - ours
-        if theirs | wanted == there:
+    def _set_ports(self, ports: frozenset[int]) -> bool:
+        reserved = sysctl.parse_ports(sysctl.read(sysctl.RESERVED_PORTS))
+        our_ports = self._read_note()
+        if not our_ports <= reserved:  # somebody has written the list anew: all in it is theirs
+            self._write_note(our_ports := frozenset())
+        foreign_ports = reserved - our_ports
+        if foreign_ports | ports == reserved:
             return False
-        added = wanted - theirs
-        self._note(added)
+        added = ports - foreign_ports
+        self._write_note(added)
         try:
-            sysctl.write(sysctl.RESERVED_PORTS, sysctl.format_ports(theirs | wanted))
+            sysctl.write(sysctl.RESERVED_PORTS, sysctl.format_ports(foreign_ports | ports))
         except KernelError:
-            self._note(ours)
+            self._write_note(our_ports)
             raise
         if added:
-            log.info("reserved %s=%s", sysctl.RESERVED_PORTS, sysctl.format_ports(theirs | wanted))
+            log.info(
+                "reserved %s=%s", sysctl.RESERVED_PORTS, sysctl.format_ports(foreign_ports | ports)
+            )
         return True
 
-    def _ours(self) -> frozenset[int]:
+    def _read_note(self) -> frozenset[int]:
         try:
             return sysctl.parse_ports(",".join(path.name for path in self._folder.iterdir()))
         except (FileNotFoundError, NotADirectoryError):
             return frozenset()
 
-    def _note(self, ports: frozenset[int]) -> None:
-        wanted = {f"{low}-{high}" for low, high in sysctl.ranges(ports)}
+    def _write_note(self, ports: frozenset[int]) -> None:
+        names = {f"{low}-{high}" for low, high in sysctl.merge_ranges(ports)}
         try:
             self._folder.mkdir(exist_ok=True)
             for path in self._folder.iterdir():
-                if path.name not in wanted:
+                if path.name not in names:
                     path.rmdir()
-            for name in wanted:
+            for name in names:
                 (self._folder / name).mkdir(exist_ok=True)
         except OSError as error:
             raise KernelError(
@@ -205,9 +211,9 @@ class Reserved:
             ) from error
 
 
-def may_hold(pins: Pins) -> bool:
+def may_need_cleanup(pins: Pins) -> bool:
     """Whether an agent with this pin folder has looked after the node."""
-    return (pins.root / NOTE).is_dir()
+    return (pins.root / NOTE_FOLDER).is_dir()
 
 
 def remove(pins: Pins, rules: bool = True) -> tuple[str, ...]:
@@ -216,19 +222,19 @@ def remove(pins: Pins, rules: bool = True) -> tuple[str, ...]:
 
     KernelError if the kernel refuses. Without nf_tables or its library there can be nothing of it.
     """
-    gone = []
-    if rules and forward_rules.available().works:
-        for chain in forward_rules.forward_chains():
-            gone += [f"rule in {chain}"] * forward_rules.remove_ours(chain)
-        gone += [
+    removed = []
+    if rules and forward_rules.probe_nf_tables().works:
+        for chain in forward_rules.list_forward_chains():
+            removed += [f"rule in {chain}"] * forward_rules.remove_masquerade_rules(chain)
+        removed += [
             f"table {family} {conntrack_keepalive.TABLE}"
-            for family in conntrack_keepalive.end(force=True)
+            for family in conntrack_keepalive.remove_unneeded(force=True)
         ]
-        conntrack_keepalive.let_pass(
-            forward_rules.forward_chains()
+        conntrack_keepalive.reconcile_forward_rules(
+            forward_rules.list_forward_chains()
         )  # somebody else may have taken the table
-    if Reserved(pins).release():
-        gone.append(f"ports in {sysctl.RESERVED_PORTS}")
+    if PortReservation(pins).release():
+        removed.append(f"ports in {sysctl.RESERVED_PORTS}")
     with contextlib.suppress(OSError):
-        (pins.root / NOTE).rmdir()
-    return tuple(gone)
+        (pins.root / NOTE_FOLDER).rmdir()
+    return tuple(removed)

@@ -18,20 +18,20 @@ from itertools import chain
 from operator import add
 from typing import Final
 
-from kbpf.dataplane.bpf.changes.quotas import CONTESTED, RESERVED, SHARE
+from kbpf.dataplane.bpf.changes.quotas import CONTESTED_FILL, NAMESPACE_SHARE, SYSTEM_RESERVE
 from kbpf.dataplane.bpf.maps import pinning
-from kbpf.dataplane.bpf.maps.flow_entries import HOLDS, columns, is_needed, is_open
+from kbpf.dataplane.bpf.maps.flow_entries import IDLE_TIMEOUT_NS, is_needed, is_open, unpack_columns
 from kbpf.dataplane.bpf.maps.layout import (
     COUNTS,
-    FORGETFUL,
     MAPS,
-    PAIR,
     PEER,
+    SELF_EVICTING_MAPS,
     SERVICE_NAME,
     U32,
+    U32_PAIR,
     UDP_FLOW,
     UDP_FLOWS,
-    FlowPart,
+    FlowDirection,
     Reason,
     Target,
 )
@@ -40,23 +40,23 @@ from kbpf.errors import KernelError
 from kbpf.kernel.bpf import objects
 from kbpf.kernel.bpf.objects import Map
 from kbpf.model.address import format_endpoint
-from kbpf.model.config import Accounting, Config, is_system
+from kbpf.model.config import Accounting, Config, is_system_service
 from kbpf.model.metrics import (
-    BEGUN,
-    FULL,
-    Decision,
-    Measures,
-    Pair,
+    ALL_COUNTERS,
+    CONNECTION_COUNTERS,
+    BackendStats,
+    ConnectionStats,
+    DataPlaneMetrics,
+    FlowCount,
     Pause,
     PortName,
-    Table,
-    Totals,
-    Tracked,
-    Traffic,
+    ReasonCount,
+    TableUsage,
+    TrafficStats,
 )
 from kbpf.model.objects import Protocol, ServiceName
 
-VERDICTS: Final = {
+VERDICT_BY_REASON: Final = {
     Reason.NOT_A_SERVICE: "pass",
     Reason.NEEDS_SOURCE: "pass",
     Reason.LEFT_TO_PACKETS: "pass",
@@ -78,32 +78,34 @@ VERDICTS: Final = {
 }
 """Any other reason means that it was translated. A note counts what happened beside a verdict."""
 
-SOCKETS: Final = ("sock_peers", "udp_flows")
+SOCKET_STORAGE_MAPS: Final = ("sock_peers", "udp_flows")
 """What connected and unconnected sockets hold, of which the kernel must have BTF to show it."""
 
-WALKED: Final = ("flows", *SOCKETS, "affinity")
+COUNTED_MAPS: Final = ("flows", *SOCKET_STORAGE_MAPS, "affinity")
 """Maps that programs write, whose entries are counted; the others are as full as one of these."""
 
-SWEEP_SECONDS: Final = 300.0
+SWEEP_INTERVAL_S: Final = 300.0
 """So often what backends that are gone have had is moved to GONE."""
 
 NO_BACKEND: Final = 0
-GONE: Final = 0xFFFF_FFFF
+REMOVED_BACKENDS: Final = 0xFFFF_FFFF
 ALL_BACKENDS: Final = 0xFFFF_FFFE
 """Of a Service port whose namespace has more than its share of `counts`: see account.h."""
-MANY: Final = 256
+BULK_READ_THRESHOLD: Final = 256
 """More names than that are read all at once."""
 
 _PROTOCOLS: Final = {int(protocol): protocol.name for protocol in Protocol}
-_ZERO: Final = Totals()
-KNOWN: Final = {
-    Accounting.OFF: frozenset[str](), Accounting.CONNECTIONS: BEGUN, Accounting.FULL: FULL
-}  # fmt: skip
-Ids = tuple[int, int]
+_NO_TOTALS: Final = ConnectionStats()
+KNOWN_COUNTS: Final = {
+    Accounting.OFF: frozenset[str](),
+    Accounting.CONNECTIONS: CONNECTION_COUNTERS,
+    Accounting.FULL: ALL_COUNTERS,
+}
+IdPair = tuple[int, int]
 """Of a Service port and of a backend."""
 
 
-class Meter:
+class MapCollector:
     """Reads the maps below one pin folder. One thread reads and one counts."""
 
     def __init__(
@@ -111,105 +113,117 @@ class Meter:
     ) -> None:
         self._pins, self._config, self._clock = pins, config, clock
         self._ports: list[PortName] = []
-        self._places: dict[PortName, int] = {}  # in that list
-        self._place: dict[int, int] = {}  # the same by id, and these are never used twice
+        self._index_by_name: dict[PortName, int] = {}  # in that list
+        self._index_by_id: dict[int, int] = {}  # the same by id, and these are never used twice
         self._entries: Mapping[str, int] = {}
-        self._sweep_due = clock() + SWEEP_SECONDS
-        self._special = {NO_BACKEND, GONE}  # the first sweep gives Service ports their pairs again
+        self._sweep_due = clock() + SWEEP_INTERVAL_S
+        self._kept_backends = {
+            NO_BACKEND,
+            REMOVED_BACKENDS,
+        }  # the first sweep gives Service ports their pairs again
 
     # ---- what is known at once -------------------------------------------------------------
 
-    def read(self, fill: Mapping[str, int]) -> Measures:
+    def read(self, fill: Mapping[str, int]) -> DataPlaneMetrics:
         """Tables and decisions. `fill`: entries of the maps that the agent writes. What cannot be
         read, since it is just being replaced or was removed, is left out.
         """
-        tables: list[Table] = []
-        decisions: tuple[Decision, ...] = ()
+        tables: list[TableUsage] = []
+        decisions: tuple[ReasonCount, ...] = ()
         entries = {**fill, **self._entries}
         for name, spec in MAPS.items():
-            if spec.kind not in (objects.MAP_HASH, objects.MAP_LRU_HASH) and name != "reasons":
+            if (
+                spec.map_type not in (objects.BPF_MAP_TYPE_HASH, objects.BPF_MAP_TYPE_LRU_HASH)
+                and name != "reasons"
+            ):
                 continue
             try:
-                with pinning.open_map(self._pins.maps / name, spec) as held:
+                with pinning.open_map(self._pins.maps / name, spec) as map_:
                     if name == "reasons":
-                        decisions = tuple(_decision(held, reason) for reason in Reason)
+                        decisions = tuple(_read_decision(map_, reason) for reason in Reason)
                         continue
-                    room = held.max_entries
-                    most = max(room, spec.limit(self._config.sizes))
-                    limit = None if name in FORGETFUL else most
-                    tables.append(Table(name, entries.get(name), room, limit, held.memory()))
+                    max_entries = map_.max_entries
+                    final_entries = max(max_entries, spec.max_entries(self._config.sizes))
+                    limit = None if name in SELF_EVICTING_MAPS else final_entries
+                    tables.append(
+                        TableUsage(name, entries.get(name), max_entries, limit, map_.read_memory())
+                    )
             except KernelError:
                 continue
-        return Measures(tuple(tables), decisions)
+        return DataPlaneMetrics(tuple(tables), decisions)
 
     # ---- what takes long -------------------------------------------------------------------
 
-    def count(self, pause: Pause) -> Traffic:
+    def count(self, pause: Pause) -> TrafficStats:
         """Connections and what they came to, by Service port."""
-        wanted, now = self._config.serving.backend_series, Census()
-        for name in WALKED:
-            self._walk(name, lambda held: now.take(held, bool(wanted)), pause)
-        had = _Sums(wanted)
-        self._walk("counts", had.take, pause)
-        self._entries = {**now.entries, "counts": had.entries}
-        known = self._learn(now.services.keys() | had.services.keys())
+        max_series, current = self._config.serving.backend_series, ConnectionCount()
+        for name in COUNTED_MAPS:
+            self._walk_map(name, lambda map_: current.add(map_, bool(max_series)), pause)
+        sums = _TrafficSums(max_series)
+        self._walk_map("counts", sums.add, pause)
+        self._entries = {**current.entries, "counts": sums.entries}
+        names_known = self._read_names(current.services.keys() | sums.services.keys())
         pause()
-        if known and self._clock() >= self._sweep_due:
-            self._sweep(had.services)
-            self._sweep_due = self._clock() + SWEEP_SECONDS
-        if known:
-            self._sum_up(had.sizes)
-        return Traffic(
-            self._by_name(now.services),
-            tuple(self._totals_by_name(had.services)),
-            KNOWN[self._config.accounting],
-            self._with_addresses(had.busiest, now.pairs),
-            now.tracked if self._config.packet_path else None,
+        if names_known and self._clock() >= self._sweep_due:
+            self._sweep(sums.services)
+            self._sweep_due = self._clock() + SWEEP_INTERVAL_S
+        if names_known:
+            self._merge_over_share(sums.sizes)
+        return TrafficStats(
+            self._by_name(current.services),
+            tuple(self._totals_by_name(sums.services)),
+            KNOWN_COUNTS[self._config.accounting],
+            self._with_addresses(sums.busiest, current.pairs),
+            current.tracked if self._config.packet_path else None,
         )
 
-    def _walk(self, name: str, take: Callable[[Map], Iterable[None]], pause: Pause) -> None:
+    def _walk_map(self, name: str, add_map: Callable[[Map], Iterable[None]], pause: Pause) -> None:
         """Through a map, if it can be read."""
         try:
-            with pinning.open_map(self._pins.maps / name, MAPS[name]) as held:
-                for _ in take(held):
+            with pinning.open_map(self._pins.maps / name, MAPS[name]) as map_:
+                for _ in add_map(map_):
                     pause()
         except KernelError:
             return
 
     def _by_name(self, by_id: Mapping[int, int]) -> tuple[tuple[PortName, int], ...]:
-        place, totals = self._place, [0] * len(self._ports)
+        index_by_id, totals = self._index_by_id, [0] * len(self._ports)
         for service_id, count in by_id.items():
-            if service_id in place:
-                totals[place[service_id]] += count
+            if service_id in index_by_id:
+                totals[index_by_id[service_id]] += count
         return tuple(pair for pair in zip(self._ports, totals, strict=True) if pair[1])
 
-    def _totals_by_name(self, had: Mapping[int, Totals]) -> Iterator[tuple[PortName, Totals]]:
-        sums: dict[int, Totals] = {}
-        for service_id, more in had.items():
-            if (at := self._place.get(service_id)) is not None:
-                sums[at] = _sum(sums[at], more) if at in sums else more
-        return ((self._ports[at], total) for at, total in sums.items())
+    def _totals_by_name(
+        self, totals: Mapping[int, ConnectionStats]
+    ) -> Iterator[tuple[PortName, ConnectionStats]]:
+        sums: dict[int, ConnectionStats] = {}
+        for service_id, added in totals.items():
+            if (index := self._index_by_id.get(service_id)) is not None:
+                sums[index] = _add_totals(sums[index], added) if index in sums else added
+        return ((self._ports[index], total) for index, total in sums.items())
 
     def _with_addresses(
-        self, busiest: Iterable[tuple[Totals, Ids]], now: Mapping[Ids, int]
-    ) -> tuple[Pair, ...]:
+        self, busiest: Iterable[tuple[ConnectionStats, IdPair]], open_counts: Mapping[IdPair, int]
+    ) -> tuple[BackendStats, ...]:
         """Those whose Service and backend are still there."""
-        found: dict[tuple[PortName, str], Pair] = {}
+        pairs: dict[tuple[PortName, str], BackendStats] = {}
         try:
-            with pinning.open_map(self._pins.maps / "backends", MAPS["backends"]) as held:
+            with pinning.open_map(self._pins.maps / "backends", MAPS["backends"]) as backends:
                 for total, ids in busiest:
-                    raw = held.lookup(U32.pack(ids[1]))
-                    if raw is None or ids[0] not in self._place:
+                    raw = backends.lookup(U32.pack(ids[1]))
+                    if raw is None or ids[0] not in self._index_by_id:
                         continue
                     target = Target.unpack(raw)
-                    name = self._ports[self._place[ids[0]]]
-                    where = format_endpoint(target.address, target.port)
-                    found[name, where] = Pair(name, where, now.get(ids, 0), total)
+                    name = self._ports[self._index_by_id[ids[0]]]
+                    endpoint = format_endpoint(target.address, target.port)
+                    pairs[name, endpoint] = BackendStats(
+                        name, endpoint, open_counts.get(ids, 0), total
+                    )
         except KernelError:
             return ()
-        return tuple(found.values())
+        return tuple(pairs.values())
 
-    def _sweep(self, asked: Container[int]) -> None:
+    def _sweep(self, counted_services: Container[int]) -> None:
         """Moves what backends that are gone have had, and drops what those of these Services have
         had that are gone. What a program adds between the two steps is lost: a byte count of
         somebody's last second.
@@ -219,28 +233,35 @@ class Meter:
                 pinning.open_map(self._pins.maps / "counts", MAPS["counts"]) as counts,
                 pinning.open_map(self._pins.maps / "backends", MAPS["backends"]) as backends,
             ):
-                living = {U32.unpack(key)[0] for key, _ in backends.items()}
-                living |= self._special
-                self._special = {NO_BACKEND, GONE, ALL_BACKENDS}
-                over: list[bytes] = []
-                gone: dict[int, Totals] = {}
+                live_backends = {U32.unpack(key)[0] for key, _ in backends.items()}
+                live_backends |= self._kept_backends
+                self._kept_backends = {NO_BACKEND, REMOVED_BACKENDS, ALL_BACKENDS}
+                stale_keys: list[bytes] = []
+                removed_totals: dict[int, ConnectionStats] = {}
                 for key, raw in counts.items():
-                    service, backend = PAIR.unpack(key)
-                    if service not in self._place and service in asked:
-                        over.append(key)
-                    elif backend not in living and backends.lookup(U32.pack(backend)) is None:
-                        over.append(key)
-                        gone[service] = _sum(gone.get(service, _ZERO), Totals(*COUNTS.unpack(raw)))
-                for service, total in gone.items():
-                    key = PAIR.pack(service, GONE)
-                    kept = Totals(*COUNTS.unpack(counts.lookup(key) or bytes(COUNTS.size)))
-                    counts.update(key, COUNTS.pack(*_sum(kept, total)))
-                for key in over:
+                    service, backend = U32_PAIR.unpack(key)
+                    if service not in self._index_by_id and service in counted_services:
+                        stale_keys.append(key)
+                    elif (
+                        backend not in live_backends and backends.lookup(U32.pack(backend)) is None
+                    ):
+                        stale_keys.append(key)
+                        removed_totals[service] = _add_totals(
+                            removed_totals.get(service, _NO_TOTALS),
+                            ConnectionStats(*COUNTS.unpack(raw)),
+                        )
+                for service, total in removed_totals.items():
+                    key = U32_PAIR.pack(service, REMOVED_BACKENDS)
+                    previous = ConnectionStats(
+                        *COUNTS.unpack(counts.lookup(key) or bytes(COUNTS.size))
+                    )
+                    counts.update(key, COUNTS.pack(*_add_totals(previous, total)))
+                for key in stale_keys:
                     counts.delete(key)
         except KernelError:
             return
 
-    def _sum_up(self, sizes: Mapping[int, int]) -> None:
+    def _merge_over_share(self, sizes: Mapping[int, int]) -> None:
         """Leaves the largest Service ports of namespaces that have more than their share one entry
         each. What a program adds between the steps is lost, as in _sweep().
         """
@@ -248,205 +269,221 @@ class Meter:
             service: (name[0], size)
             for service, size in sizes.items()
             if (name := self._name_of(service))
-            and not is_system(ServiceName(*name[:2]), self._config)
+            and not is_system_service(ServiceName(*name[:2]), self._config)
         }
-        limit = MAPS["counts"].limit(self._config.sizes)
-        chosen = beyond_share(ports, sum(sizes.values()), limit)
-        if not chosen:
+        limit = MAPS["counts"].max_entries(self._config.sizes)
+        merged_services = select_over_share(ports, sum(sizes.values()), limit)
+        if not merged_services:
             return
         try:
             with pinning.open_map(self._pins.maps / "counts", MAPS["counts"]) as counts:
-                entries: dict[int, list[tuple[bytes, bytes]]] = {service: [] for service in chosen}
+                entries: dict[int, list[tuple[bytes, bytes]]] = {
+                    service: [] for service in merged_services
+                }
                 for key, raw in counts.items():
-                    service, _ = PAIR.unpack(key)
+                    service, _ = U32_PAIR.unpack(key)
                     if service in entries:
                         entries[service].append((key, raw))
-                for service, held in entries.items():
-                    total = _ZERO
-                    for _, raw in held:
-                        total = _sum(total, Totals(*COUNTS.unpack(raw)))
-                    own = PAIR.pack(service, ALL_BACKENDS)
-                    keys = [key for key, _ in held if key != own]
+                for service, service_entries in entries.items():
+                    total = _NO_TOTALS
+                    for _, raw in service_entries:
+                        total = _add_totals(total, ConnectionStats(*COUNTS.unpack(raw)))
+                    merged_key = U32_PAIR.pack(service, ALL_BACKENDS)
+                    keys = [key for key, _ in service_entries if key != merged_key]
                     for key in keys[:1]:  # or there is no room for the new entry
                         counts.delete(key)
-                    counts.update(own, COUNTS.pack(*total))
+                    counts.update(merged_key, COUNTS.pack(*total))
                     for key in keys[1:]:
                         counts.delete(key)
         except KernelError:
             return
 
     def _name_of(self, service_id: int) -> PortName | None:
-        at = self._place.get(service_id)
-        return None if at is None else self._ports[at]
+        index = self._index_by_id.get(service_id)
+        return None if index is None else self._ports[index]
 
-    def _learn(self, wanted: Set[int]) -> bool:
+    def _read_names(self, service_ids: Set[int]) -> bool:
         """The names of these ids; others are forgotten when they are many. Whether they could be
         read: an id without one is of a Service that is gone.
         """
-        if len(self._place) > 2 * len(wanted):
-            self._place, self._ports, self._places = {}, [], {}
-        unknown = {U32.pack(i): i for i in wanted if i not in self._place}
+        if len(self._index_by_id) > 2 * len(service_ids):
+            self._index_by_id, self._ports, self._index_by_name = {}, [], {}
+        unknown = {
+            U32.pack(service_id): service_id
+            for service_id in service_ids
+            if service_id not in self._index_by_id
+        }
         if not unknown:
             return True
         try:
             with pinning.open_map(
                 self._pins.maps / "service_names", MAPS["service_names"]
             ) as names:
-                found: Iterable[tuple[bytes, bytes | None]]
-                if len(unknown) > MANY:
-                    found = ((key, raw) for key, raw in names.items() if key in unknown)
+                entries: Iterable[tuple[bytes, bytes | None]]
+                if len(unknown) > BULK_READ_THRESHOLD:
+                    entries = ((key, raw) for key, raw in names.items() if key in unknown)
                 else:
-                    found = ((key, names.lookup(key)) for key in unknown)
-                for key, raw in found:
+                    entries = ((key, names.lookup(key)) for key in unknown)
+                for key, raw in entries:
                     if raw is not None:
-                        self._place[unknown[key]] = self._place_of(raw)
+                        self._index_by_id[unknown[key]] = self._index_of(raw)
         except KernelError:
             return False
         return True
 
-    def _place_of(self, raw: bytes) -> int:
+    def _index_of(self, raw: bytes) -> int:
         """Where the count of this struct service_name is kept; the same for both families."""
         namespace, service, port, protocol, _ = SERVICE_NAME.unpack(raw)
         texts = (text.rstrip(b"\0").decode(errors="replace") for text in (namespace, service, port))
         name: PortName = (*texts, _PROTOCOLS.get(protocol, str(protocol)))
-        if name not in self._places:
-            self._places[name] = len(self._ports)
+        if name not in self._index_by_name:
+            self._index_by_name[name] = len(self._ports)
             self._ports.append(name)
-        return self._places[name]
+        return self._index_by_name[name]
 
 
-class Census:
+class ConnectionCount:
     """Open connections: by Service, by Service and backend where that is wanted, those
     that are tracked; and entries by map.
     """
 
     def __init__(self) -> None:
         self.services: Counter[int] = Counter()
-        self.pairs: Counter[Ids] = Counter()
+        self.pairs: Counter[IdPair] = Counter()
         self.entries: dict[str, int] = {}
-        self.tracked: Tracked | None = None
+        self.tracked: FlowCount | None = None
 
-    def take(self, held: Map, with_backends: bool) -> Iterator[None]:
+    def add(self, map_: Map, with_backends: bool) -> Iterator[None]:
         """Adds what is in this map, a piece at a time."""
-        name, now = held.name, time.monotonic_ns()
+        name, now = map_.name, time.monotonic_ns()
         self.entries[name] = needed = 0
-        for _, values in held.batches():
-            self.entries[name] += len(values) // held.value_size
+        for _, values in map_.batches():
+            self.entries[name] += len(values) // map_.value_size
             if name != "affinity":
                 if name == "flows":
-                    services, backends, more = _live(values, now)
-                    needed += more
+                    services, backends, needed_here = _count_open_flows(values, now)
+                    needed += needed_here
                 else:
-                    services, backends = _peers(name, values)
+                    services, backends = _unpack_peers(name, values)
                 self.services.update(services)
                 if with_backends:
                     self.pairs.update(zip(services, backends, strict=True))
             yield
         if name == "flows":
-            self.tracked = Tracked(needed, int(held.max_entries / MAPS[name].per))
+            self.tracked = FlowCount(needed, int(map_.max_entries / MAPS[name].entries_per_object))
 
 
-class _Sums:
+class _TrafficSums:
     """What connections came to, by Service; and the busiest pairs of Service and backend, `most` of
     them. There may be 131,072 pairs, of which no more is kept.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, max_busiest: int) -> None:
+        self._max_busiest = max_busiest
         self.entries = 0
-        self.services: dict[int, Totals] = {}
+        self.services: dict[int, ConnectionStats] = {}
         self.sizes: Counter[int] = Counter()
-        self.busiest: list[tuple[Totals, Ids]] = []
+        self.busiest: list[tuple[ConnectionStats, IdPair]] = []
 
-    def take(self, held: Map) -> Iterator[None]:
+    def add(self, map_: Map) -> Iterator[None]:
         """Adds what is in `counts`, a piece at a time."""
         services = self.services
-        for keys, values in held.batches():
-            for (service, _), total in _pairs(keys, values):
-                services[service] = _sum(services.get(service, _ZERO), total)
+        for keys, values in map_.batches():
+            for (service, _), total in _unpack_counts(keys, values):
+                services[service] = _add_totals(services.get(service, _NO_TOTALS), total)
                 self.sizes[service] += 1
                 self.entries += 1
-            if self._most:
+            if self._max_busiest:
                 pairs = (
                     (total, ids)
-                    for ids, total in _pairs(keys, values)
-                    if ids[1] not in (NO_BACKEND, GONE, ALL_BACKENDS)
+                    for ids, total in _unpack_counts(keys, values)
+                    if ids[1] not in (NO_BACKEND, REMOVED_BACKENDS, ALL_BACKENDS)
                 )
-                self.busiest = nlargest(self._most, chain(self.busiest, pairs))
+                self.busiest = nlargest(self._max_busiest, chain(self.busiest, pairs))
             yield
 
 
-def beyond_share(ports: Mapping[int, tuple[str, int]], entries: int, limit: int) -> list[int]:
+def select_over_share(ports: Mapping[int, tuple[str, int]], entries: int, limit: int) -> list[int]:
     """The Service ports that get one entry of `counts` each, so that no namespace has more than
     SHARE times the room that is left, as for the maps of Services (limits.py): the largest ones of
     the namespace that has most. `ports`: namespace and entries by id.
     """
-    if entries <= CONTESTED * limit:
+    if entries <= CONTESTED_FILL * limit:
         return []
     by_namespace: dict[str, list[tuple[int, int]]] = {}
     for service, (namespace, size) in ports.items():
         by_namespace.setdefault(namespace, []).append((size, service))
     heap = []
-    for namespace, own in by_namespace.items():
-        own.sort()
-        heap.append((-sum(size for size, _ in own), namespace))
+    for namespace, sized_services in by_namespace.items():
+        sized_services.sort()
+        heap.append((-sum(size for size, _ in sized_services), namespace))
     heapify(heap)
-    chosen: list[int] = []
+    over_share: list[int] = []
     while heap:
         used, namespace = heappop(heap)
-        if -used <= SHARE * (limit * (1 - RESERVED) - entries):
+        if -used <= NAMESPACE_SHARE * (limit * (1 - SYSTEM_RESERVE) - entries):
             break
         size, service = by_namespace[namespace].pop()
         if size > 1:
-            chosen.append(service)
+            over_share.append(service)
             entries -= size - 1
             heappush(heap, (used + size - 1, namespace))
-    return chosen
+    return over_share
 
 
-def _pairs(keys: bytes, values: bytes) -> Iterator[tuple[Ids, Totals]]:
-    return zip(PAIR.iter_unpack(keys), map(Totals._make, COUNTS.iter_unpack(values)), strict=True)
+def _unpack_counts(keys: bytes, values: bytes) -> Iterator[tuple[IdPair, ConnectionStats]]:
+    return zip(
+        U32_PAIR.iter_unpack(keys),
+        map(ConnectionStats._make, COUNTS.iter_unpack(values)),
+        strict=True,
+    )
 
 
-def _peers(name: str, values: bytes) -> tuple[list[int], list[int]]:
+def _unpack_peers(name: str, values: bytes) -> tuple[list[int], list[int]]:
     """The ids of Service and backend of what these sockets hold, values back to back."""
     if name == "sock_peers":
-        words = memoryview(values).cast("I")
-        return words[12 :: PEER.size // 4].tolist(), words[13 :: PEER.size // 4].tolist()
-    flows = b"".join(values[at + 8 : at + UDP_FLOWS.size]
-                     for at in range(0, len(values), UDP_FLOWS.size))  # fmt: skip
-    words = memoryview(flows).cast("I")
+        u32_view = memoryview(values).cast("I")
+        return u32_view[12 :: PEER.size // 4].tolist(), u32_view[13 :: PEER.size // 4].tolist()
+    flows = b"".join(values[offset + 8 : offset + UDP_FLOWS.size]
+                     for offset in range(0, len(values), UDP_FLOWS.size))  # fmt: skip
+    u32_view = memoryview(flows).cast("I")
     step = UDP_FLOW.size // 4
-    ids = [pair for pair in zip(words[16::step], words[17::step], strict=True) if pair[0]]
+    ids = [pair for pair in zip(u32_view[16::step], u32_view[17::step], strict=True) if pair[0]]
     return [service for service, _ in ids], [backend for _, backend in ids]
 
 
-def _live(values: bytes, now: int) -> tuple[list[int], list[int], int]:
+def _count_open_flows(values: bytes, now: int) -> tuple[list[int], list[int], int]:
     """The ids of Service and backend of the open connections among those struct nat, back to back:
     of each the entry that is the client's own. And how many of them would not make room by
     themselves.
     """
-    found = [
-        (service, backend, is_needed(state, last, now))
-        for service, backend, last, protocol, state, part in columns(values)
-        if part == FlowPart.QUESTION and is_open(state) and last + HOLDS[protocol, state] > now
+    open_flows = [
+        (service, backend, is_needed(state, last_use, now))
+        for service, backend, last_use, protocol, state, direction in unpack_columns(values)
+        if direction == FlowDirection.ORIGINAL
+        and is_open(state)
+        and last_use + IDLE_TIMEOUT_NS[protocol, state] > now
     ]
-    needed = sum(one for _, _, one in found)
-    return [service for service, _, _ in found], [backend for _, backend, _ in found], needed
+    needed = sum(is_flow_needed for _, _, is_flow_needed in open_flows)
+    return (
+        [service for service, _, _ in open_flows],
+        [backend for _, backend, _ in open_flows],
+        needed,
+    )
 
 
-def totals_in(held: Map, had: dict[Ids, Totals]) -> Iterator[None]:
+def read_totals(map_: Map, totals: dict[IdPair, ConnectionStats]) -> Iterator[None]:
     """What is in `counts`, a piece at a time."""
-    for keys, values in held.batches():
-        had.update(_pairs(keys, values))
+    for keys, values in map_.batches():
+        totals.update(_unpack_counts(keys, values))
         yield
 
 
-def _sum(a: Totals, b: Totals) -> Totals:
-    return Totals._make(map(add, a, b))
+def _add_totals(a: ConnectionStats, b: ConnectionStats) -> ConnectionStats:
+    return ConnectionStats._make(map(add, a, b))
 
 
-def _decision(held: Map, reason: Reason) -> Decision:
-    raw = held.lookup(U32.pack(reason)) or b""
+def _read_decision(map_: Map, reason: Reason) -> ReasonCount:
+    raw = map_.lookup(U32.pack(reason)) or b""
     count = sum(memoryview(raw).cast("Q"))
-    return Decision(reason.name.lower(), VERDICTS.get(reason, "translate"), count)
+    return ReasonCount(reason.name.lower(), VERDICT_BY_REASON.get(reason, "translate"), count)

@@ -15,16 +15,16 @@ from collections.abc import Callable, Collection, Generator, Iterable, Iterator,
 from itertools import chain
 from typing import Final, cast
 
-from kbpf.dataplane.bpf.maps.agent_maps import Tables
-from kbpf.dataplane.bpf.maps.flow_entries import CHOSEN, is_question
-from kbpf.dataplane.bpf.maps.layout import CUT_KEY, NAT, PEER, U64, UDP_FLOW, Target, pack_target
+from kbpf.dataplane.bpf.maps.agent_maps import AgentMaps
+from kbpf.dataplane.bpf.maps.flow_entries import DECISION, is_original
+from kbpf.dataplane.bpf.maps.layout import CUT_KEY, FLOW, PEER, U64, UDP_FLOW, Target, pack_target
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf.objects import Map
 from kbpf.kernel.net import sock_diag
 from kbpf.kernel.system import netns
 from kbpf.model.address import ANY4, ANY6, family_of
 from kbpf.model.desired import Backend, FrontendAddress
-from kbpf.model.metrics import Ended
+from kbpf.model.metrics import UdpCuts
 from kbpf.model.objects import Protocol
 
 log = logging.getLogger("kbpf.dataplane")
@@ -32,241 +32,252 @@ log = logging.getLogger("kbpf.dataplane")
 COOKIE_MASK: Final = (1 << 44) - 1
 """sock.c, socket_id(): the low bits are the socket's cookie, but for what is mixed in above."""
 
-KEPT_NS: Final = 2 * 120 * 1_000_000_000
+CUT_LIFETIME_NS: Final = 2 * 120 * 1_000_000_000
 """A flow that has been idle for FLOW_IDLE_NS (sock.c) is over, so no flow that is older than a cut
 can be used after this time; twice, to be sure."""
 
-_SOCKET: Final = 8
+_SOCKET_ID_BYTES: Final = 8
 """Bytes of a socket's id, before its flows."""
-_UDP: Final = bytes([Protocol.UDP])
+_UDP_BYTE: Final = bytes([Protocol.UDP])
 
-PIECE: Final = 2_048
+STEP_ENTRIES: Final = 2_048
 """Entries that are looked at in one step: some two milliseconds."""
 
-WALKS: Final = 2
+SOCKET_WALKS: Final = 2
 """How often the sockets are read: the kernel's iterator continues by counting entries, so it passes
 over one for each socket that is closed meanwhile."""
 
 
-def backend_of(raw: bytes) -> Backend:
+def unpack_backend(raw: bytes) -> Backend:
     """A struct target that is a backend."""
     target = Target.unpack(raw)
     return Backend(target.address, target.port, Protocol(target.protocol))
 
 
-Gone = Callable[[int, bytes, bytes], bool]
+IsGone = Callable[[int, bytes, bytes], bool]
 """(service id, frontend, backend), the two as struct target: whether that is no more."""
 
 
-class Cuts:
+class UdpCutMap:
     """The map `udp_cuts`: backends that stopped serving a Service, and when, until no flow is as
     old. The oldest makes room.
     """
 
-    def __init__(self, tables: Tables) -> None:
-        self._tables = tables
-        found = ((U64.unpack(raw)[0], key) for key, raw in tables.maps["udp_cuts"].items())
-        self._times = {key: when for when, key in sorted(found)}
-        tables.fill["udp_cuts"] = len(self._times)
+    def __init__(self, agent_maps: AgentMaps) -> None:
+        self._agent_maps = agent_maps
+        cuts = ((U64.unpack(raw)[0], key) for key, raw in agent_maps.maps["udp_cuts"].items())
+        self._times = {key: cut_at for cut_at, key in sorted(cuts)}
+        agent_maps.fill["udp_cuts"] = len(self._times)
 
-    def add(self, ended: Iterable[tuple[int, bytes]], now: int) -> None:
+    def add(self, stopped_backends: Iterable[tuple[int, bytes]], now: int) -> None:
         """These, as service id and struct target, from now (ns, CLOCK_MONOTONIC) on."""
-        most = self._tables.maps["udp_cuts"].max_entries
-        keys = dict.fromkeys(CUT_KEY.pack(service, backend) for service, backend in ended)
-        times = dict.fromkeys(list(keys)[:most], now)
-        known = sum(self._times.pop(key, None) is not None for key in times)
-        self._make_room(now, most - len(times))
+        max_entries = self._agent_maps.maps["udp_cuts"].max_entries
+        keys = dict.fromkeys(
+            CUT_KEY.pack(service, backend) for service, backend in stopped_backends
+        )
+        times = dict.fromkeys(list(keys)[:max_entries], now)
+        replaced = sum(self._times.pop(key, None) is not None for key in times)
+        self._make_room(now, max_entries - len(times))
         stamp = U64.pack(now)
-        self._tables.put("udp_cuts", ((key, stamp) for key in times), len(times) - known)
+        self._agent_maps.put("udp_cuts", ((key, stamp) for key in times), len(times) - replaced)
         self._times |= times
 
-    def _make_room(self, now: int, most: int) -> None:
+    def _make_room(self, now: int, max_cuts: int) -> None:
         """Deletes the cuts that no flow is older than, and the oldest beyond so many."""
-        excess = len(self._times) - most
-        gone: list[bytes] = []
-        for key, when in self._times.items():
-            if now - when < KEPT_NS and len(gone) >= excess:
+        excess = len(self._times) - max_cuts
+        expired: list[bytes] = []
+        for key, cut_at in self._times.items():
+            if now - cut_at < CUT_LIFETIME_NS and len(expired) >= excess:
                 break
-            gone.append(key)
-        self._tables.drop("udp_cuts", gone)
-        for key in gone:
+            expired.append(key)
+        self._agent_maps.delete("udp_cuts", expired)
+        for key in expired:
             del self._times[key]
 
 
-Steps = Generator[None, None, Counter[int]]
+CutSteps = Generator[None, None, Counter[int]]
 """Work in pieces, and at its end how many flows or sockets have ended, by family."""
 
 
-def cut(maps: dict[str, Map], gone: Gone, flows: bool = True) -> Counter[int]:
+def cut(maps: dict[str, Map], is_gone: IsGone, count_flows: bool = True) -> Counter[int]:
     """cut_in_steps(), at once."""
-    steps = cut_in_steps(maps, gone, flows)
+    steps = cut_stepwise(maps, is_gone, count_flows)
     while True:
         try:
             next(steps)
-        except StopIteration as done:
-            return cast("Counter[int]", done.value)
+        except StopIteration as stop:
+            return cast("Counter[int]", stop.value)
 
 
-def cut_in_steps(maps: dict[str, Map], gone: Gone, flows: bool = True) -> Steps:
+def cut_stepwise(maps: dict[str, Map], is_gone: IsGone, count_flows: bool = True) -> CutSteps:
     """Destroys sockets and forgets flows whose backend serves no more, or whose frontend is no
     more the Service's that chose it. How many of either, by family. `flows`: those of unconnected
     sockets are counted, too. Looks at PIECE entries at a time.
     """
-    ended = yield from _forget_packets(maps["flows"], gone)
+    cut_counts = yield from _delete_packet_flows(maps["flows"], is_gone)
     try:
-        if flows:
-            for at, (_, backend) in enumerate(_flows(maps["udp_flows"], gone), 1):
-                ended[_family(backend)] += 1
-                if at % PIECE == 0:
+        if count_flows:
+            for number, (_, backend) in enumerate(_iter_stale_flows(maps["udp_flows"], is_gone), 1):
+                cut_counts[_target_family(backend)] += 1
+                if number % STEP_ENTRIES == 0:
                     yield
         yield
-        sockets = yield from _end_sockets((maps["sock_peers"], maps["former_peers"]), gone)
+        sockets = yield from _destroy_stale_sockets(
+            (maps["sock_peers"], maps["former_peers"]), is_gone
+        )
     except KernelError as error:
         log.warning("UDP sockets whose backend is gone are not ended: %s", error)
-        return ended
+        return cut_counts
     if sockets:
         log.info("udp sockets destroyed=%d", sockets.total())
-    return ended + sockets
+    return cut_counts + sockets
 
 
-def stale(maps: dict[str, Map], gone: Gone) -> set[tuple[int, bytes]]:
+def find_stale_flows(maps: dict[str, Map], is_gone: IsGone) -> set[tuple[int, bytes]]:
     """What flows of sockets have chosen that is gone, as service id and struct target."""
     try:
-        return set(_flows(maps["udp_flows"], gone))
+        return set(_iter_stale_flows(maps["udp_flows"], is_gone))
     except KernelError as error:
         log.warning("UDP flows of before are not looked at: %s", error)
         return set()
 
 
-def _end_sockets(maps: Iterable[Map], gone: Gone) -> Steps:
+def _destroy_stale_sockets(maps: Iterable[Map], is_gone: IsGone) -> CutSteps:
     """Destroys connected sockets. Who goes on with such a socket chooses anew, since it is
     connected no more.
     """
-    doomed: defaultdict[int, list[Target]] = defaultdict(list)
-    walks = (peers.items() for peers in maps for _ in range(WALKS))
-    for at, (_, raw) in enumerate(chain.from_iterable(walks), 1):
+    targets_by_socket: defaultdict[int, list[Target]] = defaultdict(list)
+    walks = (peers.items() for peers in maps for _ in range(SOCKET_WALKS))
+    for number, (_, raw) in enumerate(chain.from_iterable(walks), 1):
         socket, frontend, backend, service, _ = PEER.unpack(raw)
-        if backend[18:19] == _UDP and gone(service, frontend, backend):
+        if backend[18:19] == _UDP_BYTE and is_gone(service, frontend, backend):
             target = Target.unpack(backend)
-            if target not in doomed[socket & COOKIE_MASK]:
-                doomed[socket & COOKIE_MASK].append(target)
-        if at % PIECE == 0:
+            if target not in targets_by_socket[socket & COOKIE_MASK]:
+                targets_by_socket[socket & COOKIE_MASK].append(target)
+        if number % STEP_ENTRIES == 0:
             yield
-    return _destroy(doomed) if doomed else Counter()
+    return _destroy_sockets(targets_by_socket) if targets_by_socket else Counter()
 
 
-def _flows(held: Map, gone: Gone) -> Iterator[tuple[int, bytes]]:
+def _iter_stale_flows(map_: Map, is_gone: IsGone) -> Iterator[tuple[int, bytes]]:
     """What flows of sockets have chosen that is gone, as service id and struct target."""
-    for _, raw in held.items():
-        for _, _, _, frontend, backend, service, _ in UDP_FLOW.iter_unpack(raw[_SOCKET:]):
-            if frontend[18] and gone(service, frontend, backend):
+    for _, raw in map_.items():
+        for _, _, _, frontend, backend, service, _ in UDP_FLOW.iter_unpack(raw[_SOCKET_ID_BYTES:]):
+            if frontend[18] and is_gone(service, frontend, backend):
                 yield service, backend
 
 
-def _family(raw: bytes) -> int:
+def _target_family(raw: bytes) -> int:
     """Of a struct target."""
     return family_of(raw[:16])
 
 
-def _forget_packets(flows: Map, gone: Gone) -> Steps:
+def _delete_packet_flows(flows: Map, is_gone: IsGone) -> CutSteps:
     """Flows of the packet path: all entries go, and the next datagram chooses anew. The client's
     own go last: without them the others would never make room. A flow that has begun anew since it
     was read stays. The programs find the end of a backend by its id as well (begins_anew() in
     tc.c), so no packet waits for this.
     """
-    ended: Counter[int] = Counter()
-    questions: list[tuple[bytes, bytes]] = []
-    for at, (key, raw) in enumerate(flows.items(), 1):
-        if key[18:19] == _UDP:
-            _, _, frontend, backend, _, _, _, service, *_ = NAT.unpack(raw)
-            if gone(service, frontend, backend):
-                if is_question(raw):
-                    questions.append((key, raw))
+    cut_counts: Counter[int] = Counter()
+    originals: list[tuple[bytes, bytes]] = []
+    for number, (key, raw) in enumerate(flows.items(), 1):
+        if key[18:19] == _UDP_BYTE:
+            _, _, frontend, backend, _, _, _, service, *_ = FLOW.unpack(raw)
+            if is_gone(service, frontend, backend):
+                if is_original(raw):
+                    originals.append((key, raw))
                 else:
-                    _forget_entry(flows, key, raw)
-        if at % PIECE == 0:
+                    _delete_if_unchanged(flows, key, raw)
+        if number % STEP_ENTRIES == 0:
             yield
-    for at, (key, raw) in enumerate(questions, 1):
-        if _forget_entry(flows, key, raw):
-            ended[_family(NAT.unpack(raw)[3])] += 1
-        if at % PIECE == 0:
+    for number, (key, raw) in enumerate(originals, 1):
+        if _delete_if_unchanged(flows, key, raw):
+            cut_counts[_target_family(FLOW.unpack(raw)[3])] += 1
+        if number % STEP_ENTRIES == 0:
             yield
-    return ended
+    return cut_counts
 
 
-def _forget_entry(flows: Map, key: bytes, raw: bytes) -> bool:
+def _delete_if_unchanged(flows: Map, key: bytes, raw: bytes) -> bool:
     """Deletes the entry if it is still of the flow that was read."""
-    now = flows.lookup(key)
-    if now is None or now[CHOSEN] != raw[CHOSEN]:
+    current = flows.lookup(key)
+    if current is None or current[DECISION] != raw[DECISION]:
         return False
     flows.delete(key)
     return True
 
 
-def _destroy(doomed: Mapping[int, Collection[Target]]) -> Counter[int]:
+def _destroy_sockets(targets_by_socket: Mapping[int, Collection[Target]]) -> Counter[int]:
     """Sockets (low bits of the id → backends) that are still connected to one of these backends."""
 
-    def is_doomed(found: sock_diag.DiagSocket) -> bool:
-        backends = doomed.get(found.cookie & COOKIE_MASK, ())
-        return any(b.address == found.address and b.port == found.port for b in backends)
+    def should_destroy(destroyed: sock_diag.DiagSocket) -> bool:
+        backends = targets_by_socket.get(destroyed.cookie & COOKIE_MASK, ())
+        return any(
+            backend.address == destroyed.address and backend.port == destroyed.port
+            for backend in backends
+        )
 
-    ended: Counter[int] = Counter()
-    for path in netns.all_namespaces():
+    cut_counts: Counter[int] = Counter()
+    for path in netns.list_namespaces():
         try:
-            found = netns.inside(path, lambda: sock_diag.destroy_connected_udp(is_doomed))
-            ended.update(family_of(one.address) for one in found)
+            destroyed = netns.run_in(path, lambda: sock_diag.destroy_connected_udp(should_destroy))
+            cut_counts.update(family_of(socket.address) for socket in destroyed)
         except KernelError as error:
             log.warning("UDP sockets in one network namespace were not looked at: %s", error)
-    return ended
+    return cut_counts
 
 
-def node_port_of(frontend: bytes) -> bytes:
+def node_port_target(frontend: bytes) -> bytes:
     """The key that a dialled NodePort is programmed under: its address is the wildcard."""
     return (ANY4 if family_of(frontend[:16]) == 4 else ANY6) + frontend[16:]
 
 
-Packed = set[tuple[int, bytes]]
+PackedTargets = set[tuple[int, bytes]]
 
 
-def _packed(
+def _pack_targets(
     backends: Collection[tuple[int, Backend]], frontends: Collection[tuple[int, FrontendAddress]]
-) -> tuple[Packed, Packed]:
+) -> tuple[PackedTargets, PackedTargets]:
     """Both as the maps hold them: service id and struct target."""
-    ends = {(service, pack_target(b.address, b.port, b.protocol)) for service, b in backends}
-    return ends, {(service, pack_target(*at)) for service, at in frontends}
+    packed_backends = {
+        (service, pack_target(backend.address, backend.port, backend.protocol))
+        for service, backend in backends
+    }
+    return packed_backends, {(service, pack_target(*address)) for service, address in frontends}
 
 
-def predicate(
+def gone_if_in(
     backends: Collection[tuple[int, Backend]], frontends: Collection[tuple[int, FrontendAddress]]
-) -> Gone:
+) -> IsGone:
     """For cut(): gone are these backends and these frontends, each of a service id."""
-    ends, fronts = _packed(backends, frontends)
+    packed_backends, packed_frontends = _pack_targets(backends, frontends)
 
-    def gone(service: int, frontend: bytes, backend: bytes) -> bool:
+    def is_gone(service: int, frontend: bytes, backend: bytes) -> bool:
         return (
-            (service, backend) in ends
-            or (service, frontend) in fronts
-            or (service, node_port_of(frontend)) in fronts
+            (service, backend) in packed_backends
+            or (service, frontend) in packed_frontends
+            or (service, node_port_target(frontend)) in packed_frontends
         )
 
-    return gone
+    return is_gone
 
 
-def all_but(
+def gone_unless_in(
     backends: Collection[tuple[int, Backend]], frontends: Collection[tuple[int, FrontendAddress]]
-) -> Gone:
+) -> IsGone:
     """For cut(): gone is everything else."""
-    ends, fronts = _packed(backends, frontends)
+    packed_backends, packed_frontends = _pack_targets(backends, frontends)
 
-    def gone(service: int, frontend: bytes, backend: bytes) -> bool:
-        return (service, backend) not in ends or (
-            (service, frontend) not in fronts and (service, node_port_of(frontend)) not in fronts
+    def is_gone(service: int, frontend: bytes, backend: bytes) -> bool:
+        return (service, backend) not in packed_backends or (
+            (service, frontend) not in packed_frontends
+            and (service, node_port_target(frontend)) not in packed_frontends
         )
 
-    return gone
+    return is_gone
 
 
-class Passes:
+class UdpPasses:
     """Ends what is to be ended in passes over the maps, a step at a time: a writer with other
     things to do never walks over all flows at once. What comes during a pass waits for the next.
     """
@@ -275,11 +286,11 @@ class Passes:
         self._maps = maps
         self._backends: set[tuple[int, Backend]] = set()
         self._frontends: set[tuple[int, FrontendAddress]] = set()
-        self._flows = False
-        self._steps: Steps | None = None
+        self._count_flows = False
+        self._steps: CutSteps | None = None
         self._families: set[int] = set()
         self._seconds = 0.0
-        self.ended: list[Ended] = []
+        self.results: list[UdpCuts] = []
 
     @property
     def is_busy(self) -> bool:
@@ -290,34 +301,36 @@ class Passes:
         self,
         backends: Collection[tuple[int, Backend]],
         frontends: Collection[tuple[int, FrontendAddress]],
-        flows: bool,
+        count_flows: bool,
     ) -> None:
         """These backends and frontends, each of a service id, are gone. `flows`: see cut()."""
         self._backends |= set(backends)
         self._frontends |= set(frontends)
-        self._flows |= flows
+        self._count_flows |= count_flows
 
     def advance(self, seconds: float) -> None:
         """Works for so long; the last step may take longer."""
         start = now = time.perf_counter()
         while self.is_busy and now - start < seconds:
             result = self._step()
-            before, now = now, time.perf_counter()
-            self._seconds += now - before
+            previous, now = now, time.perf_counter()
+            self._seconds += now - previous
             if result is not None:
-                self.ended.append(Ended(self._seconds, {f: result[f] for f in self._families}))
+                self.results.append(
+                    UdpCuts(self._seconds, {family: result[family] for family in self._families})
+                )
                 self._steps, self._seconds = None, 0.0
 
     def _step(self) -> Counter[int] | None:
         """What has ended, once a pass is over."""
         if self._steps is None:
             self._families = {family_of(backend.address) for _, backend in self._backends}
-            self._families |= {family_of(at.address) for _, at in self._frontends}
-            gone = predicate(self._backends, self._frontends)
-            self._steps = cut_in_steps(self._maps, gone, self._flows)
-            self._backends, self._frontends, self._flows = set(), set(), False
+            self._families |= {family_of(address.address) for _, address in self._frontends}
+            is_gone = gone_if_in(self._backends, self._frontends)
+            self._steps = cut_stepwise(self._maps, is_gone, self._count_flows)
+            self._backends, self._frontends, self._count_flows = set(), set(), False
         try:
             next(self._steps)
-        except StopIteration as done:
-            return cast("Counter[int]", done.value)
+        except StopIteration as stop:
+            return cast("Counter[int]", stop.value)
         return None

@@ -7,43 +7,46 @@ from pathlib import Path
 from typing import Final
 
 from kbpf.dataplane.ipvs import ruleset, statefile
-from kbpf.dataplane.ipvs.plan import Element, SetName, Virtual, noted
+from kbpf.dataplane.ipvs.plan import Element, SetName, VirtualService, owned_service
 from kbpf.errors import KernelError
 from kbpf.kernel.net import dummy, ipvs
-from kbpf.kernel.net.ipvs import Command, Ipvs, Service
+from kbpf.kernel.net.ipvs import IpvsClient, IpvsCommand, VirtualServiceKey
 from kbpf.kernel.netfilter import forward_rules, nft
-from kbpf.kernel.system.private_folders import LOCK_SECONDS, PRIVATE, lock_folder
+from kbpf.kernel.system.private_folders import LOCK_TIMEOUT_S, PRIVATE_MODE, lock_folder
 from kbpf.model.config import Config, LocalMode
 from kbpf.model.objects import Protocol
 from kbpf.takeover import conntrack_keepalive
 
-ROOT: Final = "run as root"
+ROOT_HINT: Final = "run as root"
 
 
-def style_of(config: Config) -> ruleset.Style:
+def ruleset_options(config: Config) -> ruleset.RulesetOptions:
     """What the chains depend on."""
-    local = ""
-    if config.detect_local_mode is LocalMode.BRIDGE:
-        local = config.pod_bridge_interface
-    elif config.detect_local_mode is LocalMode.PREFIX:
-        local = f"{config.pod_interface_name_prefix}*"
-    return ruleset.Style(
-        config.nft_table, config.masquerade_bit, local, beside(config.masquerade_ports)
+    local_interfaces = ""
+    if config.detect_local_mode is LocalMode.BRIDGE_INTERFACE:
+        local_interfaces = config.pod_bridge_interface
+    elif config.detect_local_mode is LocalMode.INTERFACE_NAME_PREFIX:
+        local_interfaces = f"{config.pod_interface_name_prefix}*"
+    return ruleset.RulesetOptions(
+        config.nft_table,
+        config.masquerade_bit,
+        local_interfaces,
+        largest_range_outside(config.masquerade_ports),
     )
 
 
-def beside(ports: tuple[int, int]) -> tuple[int, int]:
+def largest_range_outside(ports: tuple[int, int]) -> tuple[int, int]:
     """The larger range of unprivileged ports that has none of these."""
     low, high = ports
     above, below = (high + 1, 65535), (1024, low - 1)
     return above if above[1] - above[0] >= below[1] - below[0] else below
 
 
-def lock(folder: Path, patience: float = LOCK_SECONDS) -> int:
+def lock_state_folder(folder: Path, timeout: float = LOCK_TIMEOUT_S) -> int:
     """A descriptor that makes this process the only one at work with this device and table."""
     try:
-        folder.mkdir(PRIVATE, parents=True, exist_ok=True)
-        return lock_folder(folder, patience, "stop it first")
+        folder.mkdir(PRIVATE_MODE, parents=True, exist_ok=True)
+        return lock_folder(folder, timeout, "stop it first")
     except OSError as error:
         raise KernelError("cannot make the state folder", str(folder), "run as root",
                           error.errno or 0) from error  # fmt: skip
@@ -54,17 +57,17 @@ def has_table(table: str) -> bool:
     return nft.has_set("inet", table, f"{SetName.OWN}4")
 
 
-def refuse_others(table: str) -> None:
+def refuse_foreign_table(table: str) -> None:
     """KernelError if somebody else has a table of this name. An empty one is nobody's."""
-    found = nft.look("inet", table)
-    if found is not None and found.parts and not has_table(table):
+    summary = nft.read_table("inet", table)
+    if summary is not None and summary.use_count and not has_table(table):
         raise KernelError(
             "a table of this name is there, and kbpf has not made it", f"nftables inet {table}",
             "remove it, or give kbpf another name with --nft-table", errno.EEXIST,
         )  # fmt: skip
 
 
-def there(config: Config) -> bool:
+def has_state(config: Config) -> bool:
     """Whether an agent with these settings has been here: its folder may have been a container's,
     table and device are the node's.
     """
@@ -76,37 +79,50 @@ def there(config: Config) -> bool:
         return False
 
 
-def elements(table: str) -> frozenset[Element] | None:
+def read_elements(table: str) -> frozenset[Element] | None:
     """Those of the sets of a table of ours; None without one."""
     if not has_table(table):
         return None
-    return ruleset.read(forward_rules.transaction(ruleset.listing(ruleset.Style(table))))
+    return ruleset.parse_elements(
+        forward_rules.run_transaction(ruleset.list_table(ruleset.RulesetOptions(table)))
+    )
 
 
-def own_services(table: str) -> set[Service] | None:
+def read_owned_services(table: str) -> set[VirtualServiceKey] | None:
     """The virtual services that a table of ours notes; None without one."""
-    if (found := elements(table)) is None:
+    if (owned_elements := read_elements(table)) is None:
         return None
-    return {Service(*v) for element in found if (v := noted(element)) is not None}
+    return {
+        VirtualServiceKey(*virtual)
+        for element in owned_elements
+        if (virtual := owned_service(element)) is not None
+    }
 
 
-def virtual_of(service: Service) -> Virtual | None:
+def virtual_service_of(service: VirtualServiceKey) -> VirtualService | None:
     """None for protocols that no Service has."""
     try:
-        return Virtual(Protocol(service.protocol), service.address, service.port, service.mark)
+        return VirtualService(
+            Protocol(service.protocol), service.address, service.port, service.fwmark
+        )
     except ValueError:
         return None
 
 
-def end_services(gone: Collection[Service]) -> None:
+def delete_services(services: Collection[VirtualServiceKey]) -> None:
     """They are gone, whoever has removed them. KernelError if the kernel refuses."""
-    if gone:
-        with contextlib.closing(Ipvs()) as face:
-            face.change([ipvs.Change(Command.DEL_SERVICE, one) for one in sorted(gone)],
-                        (errno.ESRCH,))  # fmt: skip
+    if services:
+        with contextlib.closing(IpvsClient()) as client:
+            client.apply(
+                [
+                    ipvs.IpvsRequest(IpvsCommand.IPVS_CMD_DEL_SERVICE, service)
+                    for service in sorted(services)
+                ],
+                (errno.ESRCH,),
+            )
 
 
-def _at_device(name: str) -> set[Service]:
+def _services_at_device(name: str) -> set[VirtualServiceKey]:
     """The virtual services at the addresses of our device: all that is known of them without the
     table.
     """
@@ -114,58 +130,60 @@ def _at_device(name: str) -> set[Service]:
     if not addresses:
         return set()
     try:
-        face = Ipvs()
+        client = IpvsClient()
     except KernelError:  # no IPVS, no virtual services
         return set()
-    with contextlib.closing(face):
-        found = (service for service, _ in face.services())
-        return {one for one in found if not one.mark and one.address in addresses}
+    with contextlib.closing(client):
+        services = (service for service, _ in client.list_services())
+        return {key for key in services if not key.fwmark and key.address in addresses}
 
 
-def _kube_proxys(device: str, runs: bool) -> Callable[[Service], bool]:
+def _kube_proxy_test(device: str, is_running: bool) -> Callable[[VirtualServiceKey], bool]:
     """What tells a virtual service that a kube-proxy has taken over, where there is one of mode
     ipvs: at an address that it keeps too, or of a NodePort in one of its sets. If it `runs`, these
     may not be filled yet: any whose address is not on our `device`.
     """
-    if not dummy.index_or_zero(conntrack_keepalive.KUBE_PROXYS):
+    if not dummy.get_ifindex_or_zero(conntrack_keepalive.KUBE_PROXY_DEVICE):
         return lambda _: False
-    theirs = dummy.addresses_of(conntrack_keepalive.KUBE_PROXYS)
-    ours = dummy.addresses_of(device)
-    ports = conntrack_keepalive.node_ports()
+    kube_proxy_addresses = dummy.addresses_of(conntrack_keepalive.KUBE_PROXY_DEVICE)
+    own_addresses = dummy.addresses_of(device)
+    ports = conntrack_keepalive.list_node_ports()
 
-    def is_its(service: Service) -> bool:
-        if service.mark or service.address in theirs:
-            return not service.mark
+    def is_kube_proxy_service(service: VirtualServiceKey) -> bool:
+        if service.fwmark or service.address in kube_proxy_addresses:
+            return not service.fwmark
         port = service.protocol, service.port
-        return service.address not in ours and (runs or port in ports)
+        return service.address not in own_addresses and (is_running or port in ports)
 
-    return is_its
+    return is_kube_proxy_service
 
 
-def remove(config: Config, forward: bool = True, kube_proxy_runs: bool = False) -> tuple[str, ...]:
+def remove(
+    config: Config, with_forward_rules: bool = True, kube_proxy_runs: bool = False
+) -> tuple[str, ...]:
     """Every trace of an agent with these settings, in an order that leaves nobody half served;
     what there was. What others have made by these names stays, and what a kube-proxy serves by now;
     so do rules in FORWARD if another mode needs them (not `forward`). KernelError if the kernel
     refuses.
     """
-    style, gone = style_of(config), []
-    noted_there = own_services(style.table)
-    ours = _at_device(config.ipvs_device) if noted_there is None else noted_there
-    theirs = _kube_proxys(config.ipvs_device, kube_proxy_runs)
-    ours = {service for service in ours if not theirs(service)}
-    end_services(ours)
-    if ours:
-        gone.append(f"{len(ours)} virtual services")
+    options, removed = ruleset_options(config), []
+    owned = read_owned_services(options.table)
+    services = _services_at_device(config.ipvs_device) if owned is None else owned
+    is_kube_proxy_service = _kube_proxy_test(config.ipvs_device, kube_proxy_runs)
+    services = {service for service in services if not is_kube_proxy_service(service)}
+    delete_services(services)
+    if services:
+        removed.append(f"{len(services)} virtual services")
     if dummy.is_ours(config.ipvs_device) and dummy.remove(config.ipvs_device):
-        gone.append(f"device {config.ipvs_device}")
-    if noted_there is not None:
-        for chain in forward_rules.forward_chains() if forward else ():
-            forward_rules.remove_ours(chain)
-        forward_rules.transaction(*ruleset.no_table(style), hint=ROOT)
-        gone.append(f"nftables inet {style.table}")
+        removed.append(f"device {config.ipvs_device}")
+    if owned is not None:
+        for chain in forward_rules.list_forward_chains() if with_forward_rules else ():
+            forward_rules.remove_masquerade_rules(chain)
+        forward_rules.run_transaction(*ruleset.delete_table(options), hint=ROOT_HINT)
+        removed.append(f"nftables inet {options.table}")
     folder = config.state_dir / config.ipvs_device
-    statefile.remove(folder)
-    for one in (folder, config.state_dir):
+    statefile.remove_files(folder)
+    for path in (folder, config.state_dir):
         with contextlib.suppress(OSError):
-            one.rmdir()
-    return tuple(gone)
+            path.rmdir()
+    return tuple(removed)

@@ -9,18 +9,18 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kbpf.dataplane.ipvs.plan import (
-    LATE,
-    MAPS,
-    NOTES,
-    NOTHING,
+    EMPTY_PLAN,
+    LATE_SETS,
+    MAP_SETS,
+    OWNERSHIP_SETS,
     Element,
-    End,
-    Part,
-    Pool,
-    Programmed,
+    ElementField,
+    RealServer,
+    ServerPool,
+    ServicePortPlan,
     SetName,
-    Virtual,
-    leads_to,
+    VirtualService,
+    target_service,
 )
 from kbpf.model.address import Addr
 from kbpf.model.desired import ServicePortKey
@@ -45,25 +45,35 @@ class Changes:
     """
 
     new_elements: set[Element] = field(default_factory=set)
-    new_pools: dict[Virtual, Pool] = field(default_factory=dict)
-    changed_pools: dict[Virtual, tuple[Pool, Pool]] = field(default_factory=dict)
-    cut: set[tuple[Virtual, End]] = field(default_factory=set)
+    new_pools: dict[VirtualService, ServerPool] = field(default_factory=dict)
+    changed_pools: dict[VirtualService, tuple[ServerPool, ServerPool]] = field(default_factory=dict)
+    udp_cuts: set[tuple[VirtualService, RealServer]] = field(default_factory=set)
     old_elements: set[Element] = field(default_factory=set)
-    old_pools: dict[Virtual, Pool] = field(default_factory=dict)
-    strays: set[Addr] = field(default_factory=set)
-    met: set[Element] = field(default_factory=set)
+    old_pools: dict[VirtualService, ServerPool] = field(default_factory=dict)
+    unclaimed_addresses: set[Addr] = field(default_factory=set)
+    immediate: set[Element] = field(default_factory=set)
 
     def __bool__(self) -> bool:
         return any(getattr(self, name) for name in self.__slots__)
 
     def steps(self) -> "Steps":
         """The elements, by step."""
-        notes = {e for e in self.old_elements if e[0] in NOTES}
-        late = {e for e in self.new_elements - self.met if e[0] in LATE}
-        first = self.new_elements - late
-        replaced = {_room(e) for e in first} - {None}
-        early = {e for e in self.old_elements if _room(e) in replaced}
-        return Steps(early, first, self.old_elements - early - notes, late, notes)
+        ownership = {element for element in self.old_elements if element[0] in OWNERSHIP_SETS}
+        added_late = {
+            element for element in self.new_elements - self.immediate if element[0] in LATE_SETS
+        }
+        added_first = self.new_elements - added_late
+        replaced_keys = {_exclusive_key(element) for element in added_first} - {None}
+        removed_first = {
+            element for element in self.old_elements if _exclusive_key(element) in replaced_keys
+        }
+        return Steps(
+            removed_first,
+            added_first,
+            self.old_elements - removed_first - ownership,
+            added_late,
+            ownership,
+        )
 
 
 class Steps(NamedTuple):
@@ -71,36 +81,36 @@ class Steps(NamedTuple):
     so do `gone` and `late`; `notes` go at the end.
     """
 
-    early: set[Element]
-    first: set[Element]
-    gone: set[Element]
-    late: set[Element]
-    notes: set[Element]
+    removed_first: set[Element]
+    added_first: set[Element]
+    removed_late: set[Element]
+    added_late: set[Element]
+    removed_ownership: set[Element]
 
 
-def _room(element: Element) -> tuple[SetName, tuple[Part, ...]] | None:
+def _exclusive_key(element: Element) -> tuple[SetName, tuple[ElementField, ...]] | None:
     """Where intervals must not overlap, or there is one place only: old ones there go before new
     ones can come.
     """
     name, parts = element
-    if name in MAPS:
+    if name in MAP_SETS:
         return name, parts[:-1]
     if name is SetName.SOURCES:
         return name, parts[1:]
     return (name, ()) if name is SetName.LOCAL_NETWORKS else None
 
 
-class Ledger:
+class DesiredElements:
     """What all Service ports together need: the same element may be wanted by several."""
 
     def __init__(self) -> None:
         self._elements: Counter[Element] = Counter()
-        self._pools: dict[Virtual, Pool] = {}
-        self._owners: dict[Virtual, ServicePortKey] = {}
-        self.by_key: dict[ServicePortKey, Programmed] = {}
+        self._pools: dict[VirtualService, ServerPool] = {}
+        self._owners: dict[VirtualService, ServicePortKey] = {}
+        self.plans: dict[ServicePortKey, ServicePortPlan] = {}
 
     @property
-    def pools(self) -> Mapping[Virtual, Pool]:
+    def pools(self) -> Mapping[VirtualService, ServerPool]:
         """All virtual services."""
         return self._pools
 
@@ -109,124 +119,144 @@ class Ledger:
         """All elements of all sets."""
         return frozenset(self._elements)
 
-    def holds(self, element: Element) -> bool:
+    def contains(self, element: Element) -> bool:
         """Whether somebody wants it."""
         return element in self._elements
 
-    def change(self, after: Mapping[ServicePortKey, Programmed]) -> Changes:
+    def update(self, after: Mapping[ServicePortKey, ServicePortPlan]) -> Changes:
         """Takes these Service ports as they are to be (NOTHING: gone); what has to be done."""
         changes = Changes()
-        before = {key: self.by_key.get(key, NOTHING) for key in after}
-        old_pools: dict[Virtual, Pool] = {}
-        new_pools: dict[Virtual, Pool] = {}
+        before = {key: self.plans.get(key, EMPTY_PLAN) for key in after}
+        old_pools: dict[VirtualService, ServerPool] = {}
+        new_pools: dict[VirtualService, ServerPool] = {}
         for key, new in after.items():
             old_pools |= before[key].pools
             new_pools |= new.pools
-            self._count(new.elements - before[key].elements, 1, changes)
+            self._add_references(new.elements - before[key].elements, 1, changes)
         for key, new in after.items():
-            self._count(before[key].elements - new.elements, -1, changes)
-            if new is NOTHING:
-                self.by_key.pop(key, None)
+            self._add_references(before[key].elements - new.elements, -1, changes)
+            if new is EMPTY_PLAN:
+                self.plans.pop(key, None)
             else:
-                self.by_key[key] = new
+                self.plans[key] = new
         self._pools |= new_pools
         self._owners |= {virtual: key for key, new in after.items() for virtual in new.pools}
         for virtual in old_pools.keys() - new_pools.keys():
             del self._pools[virtual]
             del self._owners[virtual]
         serving = {v: after[k].serving for k in after for v in after[k].pools}
-        _compare(old_pools, new_pools, serving, changes)
+        _compare_pools(old_pools, new_pools, serving, changes)
         return changes
 
-    def correct(
-        self, held: Mapping[Virtual, Pool | None], changes: Changes
-    ) -> Mapping[Virtual, ServicePortKey]:
+    def record_refusals(
+        self, actual_pools: Mapping[VirtualService, ServerPool | None], changes: Changes
+    ) -> Mapping[VirtualService, ServicePortKey]:
         """The kernel has refused a part of `changes`, and of these virtual services it holds that,
         or has none: from now on that is what is known. What would lead to one that is not there is
         left out of the changes. Whose they are.
         """
-        owners = {virtual: self._owners[virtual] for virtual in held}
-        for virtual, pool in held.items():
+        owners = {virtual: self._owners[virtual] for virtual in actual_pools}
+        for virtual, pool in actual_pools.items():
             key = owners[virtual]
-            had = self.by_key[key]
-            pools, leading = dict(had.pools), frozenset[Element]()
+            plan = self.plans[key]
+            pools, dangling = dict(plan.pools), frozenset[Element]()
             if pool is None:
-                leading = frozenset(e for e in had.elements if leads_to(e) == virtual)
+                dangling = frozenset(
+                    element for element in plan.elements if target_service(element) == virtual
+                )
                 del pools[virtual], self._pools[virtual], self._owners[virtual]
             else:
                 pools[virtual] = self._pools[virtual] = pool
-            gone = Changes()
-            self._count(leading, -1, gone)
-            changes.old_elements |= gone.old_elements - (changes.new_elements - changes.met)
-            changes.new_elements -= gone.old_elements
-            self.by_key[key] = Programmed(pools, had.elements - leading, had.serving)
+            removals = Changes()
+            self._add_references(dangling, -1, removals)
+            changes.old_elements |= removals.old_elements - (
+                changes.new_elements - changes.immediate
+            )
+            changes.new_elements -= removals.old_elements
+            self.plans[key] = ServicePortPlan(pools, plan.elements - dangling, plan.serving)
         return owners
 
-    def difference(
+    def diff(
         self,
         elements: frozenset[Element],
         addresses: frozenset[Addr],
-        pools: Mapping[Virtual, Pool],
-        sound: bool,
+        pools: Mapping[VirtualService, ServerPool],
+        authoritative: bool,
     ) -> Changes:
         """What has to be done where the kernel's sets hold these elements, the dummy device these
         addresses, and IPVS these virtual services. Not `sound`: nothing goes.
         """
-        wanted = self.elements
-        there = {e for e in elements if e[0] is not SetName.VIRTUAL_IPS or e[1][0] in addresses}
-        changes = Changes(new_elements=set(wanted - there))
-        changes.met = {e for e in changes.new_elements if leads_to(e) in pools}
-        serving = {v: p.serving for p in self.by_key.values() for v in p.pools}
-        _compare(pools, self._pools, serving, changes)
-        if sound:
-            changes.old_elements = set(elements - wanted)
-            spoken_of = {e[1][0] for e in elements | wanted if e[0] is SetName.VIRTUAL_IPS}
-            changes.strays = {address for address in addresses if address not in spoken_of}
+        desired = self.elements
+        present = {
+            element
+            for element in elements
+            if element[0] is not SetName.VIRTUAL_IPS or element[1][0] in addresses
+        }
+        changes = Changes(new_elements=set(desired - present))
+        changes.immediate = {
+            element for element in changes.new_elements if target_service(element) in pools
+        }
+        serving = {virtual: plan.serving for plan in self.plans.values() for virtual in plan.pools}
+        _compare_pools(pools, self._pools, serving, changes)
+        if authoritative:
+            changes.old_elements = set(elements - desired)
+            known_addresses = {
+                element[1][0] for element in elements | desired if element[0] is SetName.VIRTUAL_IPS
+            }
+            changes.unclaimed_addresses = {
+                address for address in addresses if address not in known_addresses
+            }
         else:
             changes.old_pools.clear()
-            rooms = {_room(e) for e in changes.new_elements} - {None}
+            exclusive_keys = {_exclusive_key(element) for element in changes.new_elements} - {None}
             changes.old_elements = {
-                e for e in elements - wanted if self._contradicts(e) or _room(e) in rooms
+                element
+                for element in elements - desired
+                if self._contradicts(element) or _exclusive_key(element) in exclusive_keys
             }
         return changes
 
     def _contradicts(self, element: Element) -> bool:
         """Whether this says something else of a frontend that is known now."""
         name, parts = element
-        if name in NOTES or name in (SetName.VIRTUAL_IPS, SetName.HAIRPINS):
+        if name in OWNERSHIP_SETS or name in (SetName.VIRTUAL_IPS, SetName.HAIRPINS):
             return False
         if name in (SetName.LOCAL_NETWORKS, SetName.NODE_IPS):
             return True
-        at = parts[1:] if name is SetName.SOURCES else parts[:3]
-        return (SetName.OWN, at) in self._elements
+        frontend_key = parts[1:] if name is SetName.SOURCES else parts[:3]
+        return (SetName.OWN, frontend_key) in self._elements
 
-    def _count(self, elements: Iterable[Element], by: int, changes: Changes) -> None:
+    def _add_references(self, elements: Iterable[Element], delta: int, changes: Changes) -> None:
         for element in elements:
-            had = self._elements[element]
-            self._elements[element] = had + by
-            if had == 0:
+            count = self._elements[element]
+            self._elements[element] = count + delta
+            if count == 0:
                 changes.new_elements.add(element)
-            elif had + by == 0:
+            elif count + delta == 0:
                 del self._elements[element]
                 changes.old_elements.add(element)
 
 
-def _compare(
-    old: Mapping[Virtual, Pool],
-    new: Mapping[Virtual, Pool],
-    serving: Mapping[Virtual, frozenset[End] | None],
+def _compare_pools(
+    old: Mapping[VirtualService, ServerPool],
+    new: Mapping[VirtualService, ServerPool],
+    serving: Mapping[VirtualService, frozenset[RealServer] | None],
     changes: Changes,
 ) -> None:
     """Pools that come, change and go. UDP to what serves no more is cut."""
     for virtual, pool in new.items():
-        had = old.get(virtual)
-        if had is None:
+        old_pool = old.get(virtual)
+        if old_pool is None:
             changes.new_pools[virtual] = pool
-        elif had != pool:
-            changes.changed_pools[virtual] = (had, pool)
-            still = serving.get(virtual)
-            if still is not None:
-                left = {end for end, _ in had.servers} - {end for end, _ in pool.servers}
-                changes.cut |= {(virtual, end) for end in left - still}
+        elif old_pool != pool:
+            changes.changed_pools[virtual] = (old_pool, pool)
+            serving_servers = serving.get(virtual)
+            if serving_servers is not None:
+                removed_servers = {server for server, _ in old_pool.servers} - {
+                    server for server, _ in pool.servers
+                }
+                changes.udp_cuts |= {
+                    (virtual, server) for server in removed_servers - serving_servers
+                }
     for virtual in old.keys() - new.keys():
         changes.old_pools[virtual] = old[virtual]

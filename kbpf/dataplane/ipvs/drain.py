@@ -12,18 +12,18 @@ from collections.abc import Container, Iterable
 from typing import Final
 
 from kbpf.dataplane.ipvs import cleanup, ruleset
-from kbpf.dataplane.ipvs.plan import Element, SetName, Virtual, noted
+from kbpf.dataplane.ipvs.plan import Element, SetName, VirtualService, owned_service
 from kbpf.kernel.net import dummy, ipvs
-from kbpf.kernel.net.ipvs import Command, Ipvs, Service
+from kbpf.kernel.net.ipvs import IpvsClient, IpvsCommand, VirtualServiceKey
 from kbpf.kernel.netfilter import forward_rules
 from kbpf.model.address import Addr
 from kbpf.model.config import Config
 
-LOOK_SECONDS: Final = 2.0
+DRAIN_POLL_INTERVAL_S: Final = 2.0
 """So often IPVS is asked for its connections."""
 
 
-class IpvsRemains:
+class PreviousIpvsPlane:
     """base.Remains of the agent with this device, table and state folder."""
 
     name = "mode ipvs"
@@ -31,55 +31,72 @@ class IpvsRemains:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._folder = config.state_dir / config.ipvs_device
-        self._style = cleanup.style_of(config)
+        self._options = cleanup.ruleset_options(config)
         self._lock = -1
-        self._due: float | None = None
-        self._live = 0
+        self._next_poll: float | None = None
+        self._open_connections = 0
 
-    def take(self) -> bool:
+    def claim(self) -> bool:
         """See base.Remains."""
-        if not cleanup.there(self._config):
+        if not cleanup.has_state(self._config):
             return False
-        self._lock = cleanup.lock(self._folder)
+        self._lock = cleanup.lock_state_folder(self._folder)
         return True
 
-    def retire(self, now: float) -> float | None:
+    def drain(self, now: float) -> float | None:
         """See base.Remains. At first nothing: a packet may be on its way to IPVS still."""
-        waits = self._due is None or now < self._due
-        if self._due is None or not waits:
-            self._due = now + LOOK_SECONDS
-        if waits:
-            return self._due
-        elements = cleanup.elements(self._style.table) or frozenset()
-        ours = [v for element in elements if (v := noted(element)) is not None]
-        if ours:
-            with contextlib.closing(Ipvs()) as face:
-                self._live = self._end_idle(face, ours, elements)
-        if ours and self._live:
-            return self._due
-        cleanup.remove(self._config, forward=False)
+        is_waiting = self._next_poll is None or now < self._next_poll
+        if self._next_poll is None or not is_waiting:
+            self._next_poll = now + DRAIN_POLL_INTERVAL_S
+        if is_waiting:
+            return self._next_poll
+        elements = cleanup.read_elements(self._options.table) or frozenset()
+        owned = [virtual for element in elements if (virtual := owned_service(element)) is not None]
+        if owned:
+            with contextlib.closing(IpvsClient()) as client:
+                self._open_connections = self._remove_idle(client, owned, elements)
+        if owned and self._open_connections:
+            return self._next_poll
+        cleanup.remove(self._config, with_forward_rules=False)
         return None
 
-    def _end_idle(self, face: Ipvs, ours: Iterable[Virtual], elements: frozenset[Element]) -> int:
+    def _remove_idle(
+        self, client: IpvsClient, owned: Iterable[VirtualService], elements: frozenset[Element]
+    ) -> int:
         """How many connections go on."""
-        loads = {virtual: face.connections(Service(*virtual)) for virtual in ours}
-        busy = {virtual.address for virtual, count in loads.items() if count}
-        idle = [v for v in loads if v.address not in busy and not v.mark]
-        face.change([ipvs.Change(Command.DEL_SERVICE, Service(*v)) for v in sorted(idle)],
-                    (errno.ESRCH,))  # fmt: skip
-        gone = {virtual.address for virtual in idle}
-        self._drop_addresses(gone)
-        if rest := [e for e in elements if _is_about(e, gone)]:
-            forward_rules.transaction(*ruleset.removal(self._style, rest))
-        return sum(loads.values())
+        connection_counts = {
+            virtual: client.count_connections(VirtualServiceKey(*virtual)) for virtual in owned
+        }
+        busy_addresses = {virtual.address for virtual, count in connection_counts.items() if count}
+        idle_services = [
+            v for v in connection_counts if v.address not in busy_addresses and not v.fwmark
+        ]
+        client.apply(
+            [
+                ipvs.IpvsRequest(IpvsCommand.IPVS_CMD_DEL_SERVICE, VirtualServiceKey(*v))
+                for v in sorted(idle_services)
+            ],
+            (errno.ESRCH,),
+        )
+        idle_addresses = {virtual.address for virtual in idle_services}
+        self._delete_addresses(idle_addresses)
+        if idle_elements := [
+            element for element in elements if _is_at_address(element, idle_addresses)
+        ]:
+            forward_rules.run_transaction(*ruleset.delete_elements(self._options, idle_elements))
+        return sum(connection_counts.values())
 
-    def _drop_addresses(self, gone: Iterable[Addr]) -> None:
+    def _delete_addresses(self, addresses: Iterable[Addr]) -> None:
         with contextlib.suppress(OSError):  # the device is not there any more
-            dummy.drop(dummy.index(self._config.ipvs_device), gone)
+            dummy.delete_addresses(dummy.get_ifindex(self._config.ipvs_device), addresses)
 
     def problems(self) -> tuple[str, ...]:
         """See base.Remains."""
-        return (f"{self._live} connections go on by IPVS",) if self._live else ()
+        return (
+            (f"{self._open_connections} connections go on by IPVS",)
+            if self._open_connections
+            else ()
+        )
 
     def close(self) -> None:
         """See base.Remains."""
@@ -88,9 +105,9 @@ class IpvsRemains:
             self._lock = -1
 
 
-def _is_about(element: Element, addresses: Container[object]) -> bool:
+def _is_at_address(element: Element, addresses: Container[object]) -> bool:
     """Whether this speaks of frontends at one of these addresses."""
     name, parts = element
-    if name in (SetName.HAIRPINS, SetName.LOCAL_NETWORKS, SetName.NODE_IPS, SetName.OWN_MARKS):
+    if name in (SetName.HAIRPINS, SetName.LOCAL_NETWORKS, SetName.NODE_IPS, SetName.OWN_FWMARKS):
         return False
     return (parts[1] if name is SetName.SOURCES else parts[0]) in addresses

@@ -13,364 +13,440 @@ from dataclasses import dataclass
 from typing import Final
 
 from kbpf.dataplane.ipvs import ruleset
-from kbpf.dataplane.ipvs.cleanup import ROOT, refuse_others, virtual_of
+from kbpf.dataplane.ipvs.cleanup import ROOT_HINT, refuse_foreign_table, virtual_service_of
 from kbpf.dataplane.ipvs.diff import Changes
-from kbpf.dataplane.ipvs.plan import Element, End, Pool, SetName, Virtual, note
+from kbpf.dataplane.ipvs.plan import (
+    Element,
+    RealServer,
+    ServerPool,
+    SetName,
+    VirtualService,
+    ownership_element,
+)
 from kbpf.errors import KernelError
 from kbpf.kernel.net import dummy, ipvs
-from kbpf.kernel.net.ipvs import Command, Ipvs, Server, Service, ServiceFlag, Settings, Times
+from kbpf.kernel.net.ipvs import (
+    ConnectionTimeouts,
+    IpvsClient,
+    IpvsCommand,
+    IpvsServiceFlag,
+    RealServerKey,
+    VirtualServiceKey,
+    VirtualServiceSettings,
+)
 from kbpf.kernel.netfilter import forward_rules, nft
 from kbpf.kernel.system import modules
 from kbpf.model.address import Addr, family_of
-from kbpf.model.metrics import Ended
+from kbpf.model.metrics import UdpCuts
 from kbpf.takeover import conntrack_keepalive
 
-WEIGHTED, SIMPLEST = "wrr", "rr"
+FALLBACK_SCHEDULER, LAST_RESORT_SCHEDULER = "wrr", "rr"
 """Schedulers: what takes the place of one that the kernel does not have, and that one's place."""
-GONE: Final[Mapping[Command, frozenset[int]]] = {
-    Command.DEL_SERVICE: frozenset((errno.ESRCH,)),
-    Command.DEL_SERVER: frozenset((errno.ENOENT, errno.ESRCH)),
+ALREADY_ABSENT_ERRNOS: Final[Mapping[IpvsCommand, frozenset[int]]] = {
+    IpvsCommand.IPVS_CMD_DEL_SERVICE: frozenset((errno.ESRCH,)),
+    IpvsCommand.IPVS_CMD_DEL_DEST: frozenset((errno.ENOENT, errno.ESRCH)),
 }
 """How the kernel says of what is to be removed that it is not there."""
 
 
 @dataclass(frozen=True, slots=True)
-class Refusals:
+class KernelRefusals:
     """What the kernel has not done, in its words: addresses that it does not take, and virtual
     services, with what it holds of each instead (None: nothing).
     """
 
     addresses: Mapping[Addr, str]
-    virtuals: Mapping[Virtual, str]
-    held: Mapping[Virtual, Pool | None]
+    virtuals: Mapping[VirtualService, str]
+    actual_pools: Mapping[VirtualService, ServerPool | None]
 
 
-class Holdings:
+class KernelState:
     """One agent's, by its device and table. `tell` is given what an operator should know, once.
 
     Opened when made: KernelError says what is missing.
     """
 
-    def __init__(self, device: str, style: ruleset.Style, tell: Callable[[str], None]) -> None:
-        self._style = style
-        self._tell = tell
-        self._missing: set[str] = set()  # schedulers
-        self._draining: dict[Virtual, set[End]] = {}
-        self._made: nft.Sight | None = None  # of the table, as it was written
-        self.transactions = 0  # of nf_tables, by us
-        self.changes = 0  # of IPVS, by us
-        self._ended: list[Ended] = []
-        self._name = device
-        if device in conntrack_keepalive.DEVICES:
+    def __init__(
+        self, device: str, options: ruleset.RulesetOptions, warn: Callable[[str], None]
+    ) -> None:
+        self._options = options
+        self._warn = warn
+        self._missing_schedulers: set[str] = set()  # schedulers
+        self._draining: dict[VirtualService, set[RealServer]] = {}
+        self._table_summary: nft.TableSummary | None = None  # of the table, as it was written
+        self.nft_transactions = 0  # of nf_tables, by us
+        self.ipvs_changes = 0  # of IPVS, by us
+        self._udp_cuts: list[UdpCuts] = []
+        self._device_name = device
+        if device in conntrack_keepalive.SERVICE_DEVICES:
             raise KernelError("a device of this name stands for another data plane", device,
                               "give kbpf another name with --ipvs-device")  # fmt: skip
-        self._ipvs = _open_ipvs()
+        self._client = _open_ipvs()
         try:
             _refuse_without_conntrack()
-            self._device = dummy.ensure(device)
-            self.make_table()
+            self._ifindex = dummy.ensure(device)
+            self.write_table()
         except KernelError:
-            self._ipvs.close()
+            self._client.close()
             raise
 
-    def set_times(self, times: Times) -> None:
+    def set_timeouts(self, timeouts: ConnectionTimeouts) -> None:
         """When idle connections are forgotten; those that are 0 stay as they are."""
-        if any(times):
-            self._ipvs.set_times(times)
+        if any(timeouts):
+            self._client.set_timeouts(timeouts)
 
     def close(self) -> None:
         """What is there stays."""
-        self._ipvs.close()
+        self._client.close()
 
-    def own_addresses(self, but: Iterable[str]) -> frozenset[Addr]:
+    def read_node_addresses(self, excluded_devices: Iterable[str]) -> frozenset[Addr]:
         """Those that the node has itself, on any other device than these; what kube-proxy keeps on
         its own goes with that.
         """
-        _, own = dummy.addresses(self._device, *conntrack_keepalive.DEVICES, *but)
-        return own
+        _, addresses = dummy.list_addresses(
+            self._ifindex, *conntrack_keepalive.SERVICE_DEVICES, *excluded_devices
+        )
+        return addresses
 
-    def families(self) -> frozenset[int]:
+    def address_families(self) -> frozenset[int]:
         """Those of which the node takes addresses: 4, and 6 where it is not switched off."""
-        return frozenset((4, 6) if dummy.takes_ipv6(self._name) else (4,))
+        return frozenset((4, 6) if dummy.accepts_ipv6(self._device_name) else (4,))
 
-    def take_ended(self) -> tuple[Ended, ...]:
+    def take_udp_cuts(self) -> tuple[UdpCuts, ...]:
         """What was ended since this was asked last."""
-        found, self._ended = tuple(self._ended), []
-        return found
+        cuts, self._udp_cuts = tuple(self._udp_cuts), []
+        return cuts
 
-    def draining(self, virtual: Virtual) -> frozenset[End]:
+    def draining_servers(self, virtual: VirtualService) -> frozenset[RealServer]:
         """Its real servers that have left, and are still there."""
         return frozenset(self._draining.get(virtual, ()))
 
     # ---- reading ---------------------------------------------------------------------------
 
-    def elements(self) -> frozenset[Element]:
+    def read_elements(self) -> frozenset[Element]:
         """Those of the table's sets; a table that is not as we made it is made anew, and so is a
         device that is gone.
         """
-        self._device = dummy.ensure(self._name)
-        if not self.is_whole():
-            self.make_table()
-        return ruleset.read(forward_rules.transaction(ruleset.listing(self._style), hint=ROOT))
+        self._ifindex = dummy.ensure(self._device_name)
+        if not self.is_table_intact():
+            self.write_table()
+        return ruleset.parse_elements(
+            forward_rules.run_transaction(ruleset.list_table(self._options), hint=ROOT_HINT)
+        )
 
-    def is_whole(self) -> bool:
+    def is_table_intact(self) -> bool:
         """Whether the table is the one that we made, with its chains, rules and sets: somebody may
         have flushed all rules. Who takes elements away is not noticed.
         """
-        return self._made is not None and self._made == nft.look("inet", self._style.table)
+        return self._table_summary is not None and self._table_summary == nft.read_table(
+            "inet", self._options.table
+        )
 
     def has_device(self) -> bool:
         """Somebody may have removed it, or have made another one of its name."""
-        return dummy.index_or_zero(self._name) == self._device
+        return dummy.get_ifindex_or_zero(self._device_name) == self._ifindex
 
-    def addresses(self) -> frozenset[Addr]:
+    def read_addresses(self) -> frozenset[Addr]:
         """Those that stand on the device."""
-        return dummy.addresses(self._device)[0]
+        return dummy.list_addresses(self._ifindex)[0]
 
-    def pools(self, elements: frozenset[Element], ours: Container[Virtual]) -> dict[Virtual, Pool]:
+    def read_pools(
+        self, elements: frozenset[Element], owned: Container[VirtualService]
+    ) -> dict[VirtualService, ServerPool]:
         """Our virtual services: those that these elements note. Those of others in `ours` count,
         too: kube-proxy's, or our own if our table was lost.
         """
         self._draining.clear()
-        pools: dict[Virtual, Pool] = {}
-        for service, settings in self._ipvs.services():
-            virtual = virtual_of(service)
-            if virtual is not None and (note(virtual) in elements or virtual in ours):
+        pools: dict[VirtualService, ServerPool] = {}
+        for service, settings in self._client.list_services():
+            virtual = virtual_service_of(service)
+            if virtual is not None and (ownership_element(virtual) in elements or virtual in owned):
                 pools[virtual] = self._read_pool(virtual, service, settings)
         return pools
 
-    def _pool(self, virtual: Virtual) -> Pool | None:
+    def _read_current_pool(self, virtual: VirtualService) -> ServerPool | None:
         """One of them; None if it is not there."""
         self._draining.pop(virtual, None)
-        service = Service(*virtual)
-        settings = self._ipvs.settings(service)
+        service = VirtualServiceKey(*virtual)
+        settings = self._client.read_settings(service)
         return None if settings is None else self._read_pool(virtual, service, settings)
 
-    def _read_pool(self, virtual: Virtual, service: Service, settings: Settings) -> Pool:
+    def _read_pool(
+        self, virtual: VirtualService, service: VirtualServiceKey, settings: VirtualServiceSettings
+    ) -> ServerPool:
         servers = []
-        for load in self._ipvs.servers(service):
-            end = End(*load.server)
-            servers.append((end, load.weight))
-            if load.weight == 0:
-                self._draining.setdefault(virtual, set()).add(end)
-        by_port = bool(settings.flags & ServiceFlag.BY_PORT)
-        return Pool(settings.scheduler, settings.persistence, by_port, tuple(sorted(servers)))
+        for status in self._client.list_servers(service):
+            server = RealServer(*status.server)
+            servers.append((server, status.weight))
+            if status.weight == 0:
+                self._draining.setdefault(virtual, set()).add(server)
+        by_port = bool(settings.flags & IpvsServiceFlag.IP_VS_SVC_F_SCHED_SH_PORT)
+        return ServerPool(settings.scheduler, settings.persistence, by_port, tuple(sorted(servers)))
 
-    def serves(self, virtual: Virtual | None) -> bool:
+    def check_service(self, virtual: VirtualService | None) -> bool:
         """Whether IPVS still has this one, if any. If it has not, somebody may have flushed them
         all, or loaded the module anew, which wants another conversation: that is begun.
         """
-        if virtual is None or self._ipvs.settings(Service(*virtual)) is not None:
+        if virtual is None or self._client.read_settings(VirtualServiceKey(*virtual)) is not None:
             return True
-        self._ipvs.close()
-        self._ipvs = _open_ipvs()
+        self._client.close()
+        self._client = _open_ipvs()
         return False
 
-    def is_idle(self, virtual: Virtual) -> bool:
+    def is_idle(self, virtual: VirtualService) -> bool:
         """Whether it has no connections, nor remembers any that have ended."""
-        return not self._ipvs.connections(Service(*virtual))
+        return not self._client.count_connections(VirtualServiceKey(*virtual))
 
     # ---- changing --------------------------------------------------------------------------
 
-    def try_addresses(self, wanted: Iterable[Addr]) -> dict[Addr, str]:
+    def add_addresses(self, addresses: Iterable[Addr]) -> dict[Addr, str]:
         """Puts these on the device; those that the kernel does not take, in its words."""
-        return {address: str(e) for address, e in dummy.add(self._device, wanted).items()}
+        return {
+            address: str(error)
+            for address, error in dummy.add_addresses(self._ifindex, addresses).items()
+        }
 
-    def make_table(self) -> None:
+    def write_table(self) -> None:
         """What is missing of it, and all rules anew. Elements stay. KernelError if somebody else
         has a table of this name.
         """
-        refuse_others(self._style.table)
-        wanted = ruleset.table(self._style)
-        self._nft(wanted)
-        made = nft.look("inet", self._style.table)
+        refuse_foreign_table(self._options.table)
+        commands = ruleset.create_table(self._options)
+        self._run_nft(commands)
+        summary = nft.read_table("inet", self._options.table)
         # Somebody may have flushed it again meanwhile.
-        whole = made is not None and len(made.rules) == sum(
-            "rule" in c.get("add", ()) for c in wanted
+        is_complete = summary is not None and len(summary.rules) == sum(
+            "rule" in command.get("add", ()) for command in commands
         )
-        self._made = made if whole else None
+        self._table_summary = summary if is_complete else None
 
-    def begin(self, changes: Changes) -> Refusals:
+    def apply_additions(self, changes: Changes) -> KernelRefusals:
         """The steps 1 and 2, one by one, whatever becomes of the others; KernelError where the
         kernel does not take the elements, or does not answer.
         """
-        steps, style = changes.steps(), self._style
-        self._nft([*ruleset.removal(style, steps.early), *ruleset.addition(style, steps.first)])
-        addresses = self.try_addresses(_addresses(steps.first))
+        steps, options = changes.steps(), self._options
+        self._run_nft(
+            [
+                *ruleset.delete_elements(options, steps.removed_first),
+                *ruleset.add_elements(options, steps.added_first),
+            ]
+        )
+        addresses = self.add_addresses(_virtual_ips(steps.added_first))
         start = time.perf_counter()
-        flows = self._flows(changes.cut)
-        virtuals = self._change(dict(self._additions(changes)))
+        flows = self._count_flows(changes.udp_cuts)
+        refused = self._apply_requests(dict(self._addition_requests(changes)))
         if flows:
-            self._ended.append(Ended(time.perf_counter() - start, flows))
-        return Refusals(
+            self._udp_cuts.append(UdpCuts(time.perf_counter() - start, flows))
+        return KernelRefusals(
             addresses,
-            virtuals,
-            {virtual: self._pool(virtual) for virtual in virtuals},
+            refused,
+            {virtual: self._read_current_pool(virtual) for virtual in refused},
         )
 
-    def finish(self, changes: Changes) -> None:
+    def apply_removals(self, changes: Changes) -> None:
         """The other steps."""
-        steps, style = changes.steps(), self._style
-        self._nft([*ruleset.removal(style, steps.gone), *ruleset.addition(style, steps.late)])
-        removed = [self._of_service(Command.DEL_SERVICE, v) for v in changes.old_pools]
-        self._ipvs.change(removed, GONE[Command.DEL_SERVICE])
-        self.changes += len(removed)
+        steps, options = changes.steps(), self._options
+        self._run_nft(
+            [
+                *ruleset.delete_elements(options, steps.removed_late),
+                *ruleset.add_elements(options, steps.added_late),
+            ]
+        )
+        removed = [
+            self._service_request(IpvsCommand.IPVS_CMD_DEL_SERVICE, v) for v in changes.old_pools
+        ]
+        self._client.apply(removed, ALREADY_ABSENT_ERRNOS[IpvsCommand.IPVS_CMD_DEL_SERVICE])
+        self.ipvs_changes += len(removed)
         for virtual in changes.old_pools:
             self._draining.pop(virtual, None)
-        dummy.drop(self._device, changes.strays | {*_addresses(steps.gone)})
-        self._nft(ruleset.removal(style, steps.notes))
+        dummy.delete_addresses(
+            self._ifindex, changes.unclaimed_addresses | {*_virtual_ips(steps.removed_late)}
+        )
+        self._run_nft(ruleset.delete_elements(options, steps.removed_ownership))
 
-    def _flows(self, cut: Iterable[tuple[Virtual, End]]) -> dict[int, int]:
+    def _count_flows(self, cuts: Iterable[tuple[VirtualService, RealServer]]) -> dict[int, int]:
         """How many the kernel forgets with these real servers, at the next packet of each, by
         family.
         """
-        ends: dict[Virtual, set[End]] = {}
-        for virtual, end in cut:
-            ends.setdefault(virtual, set()).add(end)
-        found: dict[int, int] = {}
-        for virtual, some in ends.items():
-            loads = self._ipvs.servers(Service(*virtual))
-            flows = sum(one.active + one.inactive for one in loads if End(*one.server) in some)
+        servers: dict[VirtualService, set[RealServer]] = {}
+        for virtual, server in cuts:
+            servers.setdefault(virtual, set()).add(server)
+        flows_by_family: dict[int, int] = {}
+        for virtual, cut_servers in servers.items():
+            statuses = self._client.list_servers(VirtualServiceKey(*virtual))
+            flows = sum(
+                status.active_conns + status.inactive_conns
+                for status in statuses
+                if RealServer(*status.server) in cut_servers
+            )
             family = family_of(virtual.address)
-            found[family] = found.get(family, 0) + flows
-        return found
+            flows_by_family[family] = flows_by_family.get(family, 0) + flows
+        return flows_by_family
 
-    def _change(self, wanted: Mapping[Virtual, Sequence[ipvs.Change]]) -> dict[Virtual, str]:
+    def _apply_requests(
+        self, requests: Mapping[VirtualService, Sequence[ipvs.IpvsRequest]]
+    ) -> dict[VirtualService, str]:
         """The words for those that were refused. Where the kernel may not have a scheduler, another
         one takes its place at once.
         """
-        made = [(virtual, change) for virtual, some in wanted.items() for change in some]
-        codes = self._ipvs.try_([change for _, change in made])
-        failed: dict[Virtual, list[tuple[ipvs.Change, int]]] = {}
-        for (virtual, change), code in zip(made, codes, strict=True):
-            if code and code not in GONE.get(change.command, ()):
-                failed.setdefault(virtual, []).append((change, code))
-        self.changes += len(made) - sum(map(len, failed.values()))
-        again = self._without_scheduler(failed)
-        refused = {v: _words(*some[0]) for v, some in failed.items() if v not in again}
-        return refused | self._change(again) if again else refused
+        pairs = [
+            (virtual, request)
+            for virtual, service_requests in requests.items()
+            for request in service_requests
+        ]
+        codes = self._client.try_apply([request for _, request in pairs])
+        failures: dict[VirtualService, list[tuple[ipvs.IpvsRequest, int]]] = {}
+        for (virtual, request), code in zip(pairs, codes, strict=True):
+            if code and code not in ALREADY_ABSENT_ERRNOS.get(request.command, ()):
+                failures.setdefault(virtual, []).append((request, code))
+        self.ipvs_changes += len(pairs) - sum(map(len, failures.values()))
+        retries = self._replace_missing_schedulers(failures)
+        refused = {
+            v: _error_text(*service_requests[0])
+            for v, service_requests in failures.items()
+            if v not in retries
+        }
+        return refused | self._apply_requests(retries) if retries else refused
 
-    def _without_scheduler(
-        self, failed: Mapping[Virtual, Sequence[tuple[ipvs.Change, int]]]
-    ) -> dict[Virtual, list[ipvs.Change]]:
+    def _replace_missing_schedulers(
+        self, failures: Mapping[VirtualService, Sequence[tuple[ipvs.IpvsRequest, int]]]
+    ) -> dict[VirtualService, list[ipvs.IpvsRequest]]:
         """What failed for want of a scheduler that was not known to be missing, without it."""
         missing = {
-            virtual: change.settings.scheduler
-            for virtual, some in failed.items()
-            for change, code in some
+            virtual: request.settings.scheduler
+            for virtual, service_failures in failures.items()
+            for request, code in service_failures
             if code == errno.ENOENT
-            and change.settings is not None
-            and change.settings.scheduler not in {SIMPLEST, *self._missing}
+            and request.settings is not None
+            and request.settings.scheduler not in {LAST_RESORT_SCHEDULER, *self._missing_schedulers}
         }
-        self._missing |= {*missing.values()}
+        self._missing_schedulers |= {*missing.values()}
         for name in sorted({*missing.values()}):
-            self._tell(f"IPVS may lack the scheduler {name} (CONFIG_IP_VS_{name.upper()}): "
-                       f"{self._instead(name)} takes its place")  # fmt: skip
-        return {v: [self._spread_else(change) for change, _ in failed[v]] for v in missing}
+            self._warn(f"IPVS may lack the scheduler {name} (CONFIG_IP_VS_{name.upper()}): "
+                       f"{self._substitute_scheduler(name)} takes its place")  # fmt: skip
+        return {
+            v: [self._with_available_scheduler(request) for request, _ in failures[v]]
+            for v in missing
+        }
 
-    def _spread_else(self, change: ipvs.Change) -> ipvs.Change:
+    def _with_available_scheduler(self, request: ipvs.IpvsRequest) -> ipvs.IpvsRequest:
         """The same, without a scheduler that the kernel does not have."""
-        settings = change.settings
-        if settings is None or settings.scheduler not in self._missing:
-            return change
-        instead = Settings(self._instead(settings.scheduler), settings.persistence)
-        return change._replace(settings=instead)
+        settings = request.settings
+        if settings is None or settings.scheduler not in self._missing_schedulers:
+            return request
+        replacement = VirtualServiceSettings(
+            self._substitute_scheduler(settings.scheduler), settings.persistence
+        )
+        return request._replace(settings=replacement)
 
-    def _instead(self, scheduler: str) -> str:
+    def _substitute_scheduler(self, scheduler: str) -> str:
         """This one, or what takes its place."""
-        while scheduler in self._missing:
-            scheduler = SIMPLEST if scheduler == WEIGHTED else WEIGHTED
+        while scheduler in self._missing_schedulers:
+            scheduler = (
+                LAST_RESORT_SCHEDULER if scheduler == FALLBACK_SCHEDULER else FALLBACK_SCHEDULER
+            )
         return scheduler
 
-    def _nft(self, commands: list[forward_rules.Json]) -> None:
+    def _run_nft(self, commands: list[forward_rules.Json]) -> None:
         if commands:
-            forward_rules.transaction(*commands, hint=ROOT)
-            self.transactions += 1
+            forward_rules.run_transaction(*commands, hint=ROOT_HINT)
+            self.nft_transactions += 1
 
-    def _additions(self, changes: Changes) -> Iterator[tuple[Virtual, list[ipvs.Change]]]:
+    def _addition_requests(
+        self, changes: Changes
+    ) -> Iterator[tuple[VirtualService, list[ipvs.IpvsRequest]]]:
         """By virtual service."""
-        cut: dict[Virtual, set[End]] = {}
-        for virtual, end in changes.cut:
-            cut.setdefault(virtual, set()).add(end)
+        cuts: dict[VirtualService, set[RealServer]] = {}
+        for virtual, server in changes.udp_cuts:
+            cuts.setdefault(virtual, set()).add(server)
         for virtual, pool in changes.new_pools.items():
-            made = [self._of_service(Command.NEW_SERVICE, virtual, pool)]
-            made += [_of_server(Command.NEW_SERVER, virtual, end, w) for end, w in pool.servers]
-            yield virtual, made
+            requests = [self._service_request(IpvsCommand.IPVS_CMD_NEW_SERVICE, virtual, pool)]
+            requests += [
+                _server_request(IpvsCommand.IPVS_CMD_NEW_DEST, virtual, server, weight)
+                for server, weight in pool.servers
+            ]
+            yield virtual, requests
         for virtual, (old, new) in changes.changed_pools.items():
-            made = list(self._alter(virtual, old, new))
-            yield virtual, [*made, *self._cut(virtual, cut.pop(virtual, set()))]
-        for virtual, ends in cut.items():
-            yield virtual, list(self._cut(virtual, ends))
+            requests = list(self._update_requests(virtual, old, new))
+            yield virtual, [*requests, *self._delete_draining(virtual, cuts.pop(virtual, set()))]
+        for virtual, servers in cuts.items():
+            yield virtual, list(self._delete_draining(virtual, servers))
 
-    def _cut(self, virtual: Virtual, ends: set[End]) -> Iterator[ipvs.Change]:
+    def _delete_draining(
+        self, virtual: VirtualService, servers: set[RealServer]
+    ) -> Iterator[ipvs.IpvsRequest]:
         """Those of them that are drained are removed at once."""
         draining = self._draining.get(virtual, set())
-        for end in ends & draining:
-            yield _of_server(Command.DEL_SERVER, virtual, end)
-        draining -= ends
+        for server in servers & draining:
+            yield _server_request(IpvsCommand.IPVS_CMD_DEL_DEST, virtual, server)
+        draining -= servers
 
-    def _alter(self, virtual: Virtual, old: Pool, new: Pool) -> Iterator[ipvs.Change]:
+    def _update_requests(
+        self, virtual: VirtualService, old: ServerPool, new: ServerPool
+    ) -> Iterator[ipvs.IpvsRequest]:
         """Who comes is there before who leaves is drained."""
         draining = self._draining.setdefault(virtual, set())
-        weights, wanted = dict(old.servers), dict(new.servers)
-        for end, weight in new.servers:
-            if end not in weights and end not in draining:
-                yield _of_server(Command.NEW_SERVER, virtual, end, weight)
-            elif end in draining or weights[end] != weight:
-                yield _of_server(Command.SET_SERVER, virtual, end, weight)
-                draining.discard(end)
-        for end in (weights.keys() | draining) - wanted.keys():
-            if end not in draining or weights.get(end):
-                yield _of_server(Command.SET_SERVER, virtual, end, 0)
-                draining.add(end)
+        old_weights, new_weights = dict(old.servers), dict(new.servers)
+        for server, weight in new.servers:
+            if server not in old_weights and server not in draining:
+                yield _server_request(IpvsCommand.IPVS_CMD_NEW_DEST, virtual, server, weight)
+            elif server in draining or old_weights[server] != weight:
+                yield _server_request(IpvsCommand.IPVS_CMD_SET_DEST, virtual, server, weight)
+                draining.discard(server)
+        for server in (old_weights.keys() | draining) - new_weights.keys():
+            if server not in draining or old_weights.get(server):
+                yield _server_request(IpvsCommand.IPVS_CMD_SET_DEST, virtual, server, 0)
+                draining.add(server)
         if not draining:
             del self._draining[virtual]
-        if self._settings(old) != self._settings(new):
-            yield self._of_service(Command.SET_SERVICE, virtual, new)
+        if self._service_settings(old) != self._service_settings(new):
+            yield self._service_request(IpvsCommand.IPVS_CMD_SET_SERVICE, virtual, new)
 
-    def _of_service(
-        self, command: Command, virtual: Virtual, pool: Pool | None = None
-    ) -> ipvs.Change:
-        settings = None if pool is None else self._settings(pool)
-        return ipvs.Change(command, Service(*virtual), settings)
+    def _service_request(
+        self, command: IpvsCommand, virtual: VirtualService, pool: ServerPool | None = None
+    ) -> ipvs.IpvsRequest:
+        settings = None if pool is None else self._service_settings(pool)
+        return ipvs.IpvsRequest(command, VirtualServiceKey(*virtual), settings)
 
-    def _settings(self, pool: Pool) -> Settings:
-        if pool.scheduler in self._missing:
-            return Settings(self._instead(pool.scheduler), pool.persistence)
-        hashes = pool.scheduler in ("mh", "sh")
-        flags = ServiceFlag.FALLBACK if hashes else ServiceFlag(0)
+    def _service_settings(self, pool: ServerPool) -> VirtualServiceSettings:
+        if pool.scheduler in self._missing_schedulers:
+            return VirtualServiceSettings(
+                self._substitute_scheduler(pool.scheduler), pool.persistence
+            )
+        is_hashing = pool.scheduler in ("mh", "sh")
+        flags = IpvsServiceFlag.IP_VS_SVC_F_SCHED_SH_FALLBACK if is_hashing else IpvsServiceFlag(0)
         if pool.by_port:
-            flags |= ServiceFlag.BY_PORT
-        return Settings(pool.scheduler, pool.persistence, flags)
+            flags |= IpvsServiceFlag.IP_VS_SVC_F_SCHED_SH_PORT
+        return VirtualServiceSettings(pool.scheduler, pool.persistence, flags)
 
-    def drain(self) -> None:
+    def remove_drained(self) -> None:
         """Removes what has left and has no connections any more."""
-        gone = []
-        for virtual, ends in list(self._draining.items()):
-            for load in self._ipvs.servers(Service(*virtual)):
-                end = End(*load.server)
-                if end in ends and not load.active and not load.inactive:
-                    gone.append(_of_server(Command.DEL_SERVER, virtual, end))
-                    ends.discard(end)
-            if not ends:
+        requests = []
+        for virtual, servers in list(self._draining.items()):
+            for status in self._client.list_servers(VirtualServiceKey(*virtual)):
+                server = RealServer(*status.server)
+                if server in servers and not status.active_conns and not status.inactive_conns:
+                    requests.append(_server_request(IpvsCommand.IPVS_CMD_DEL_DEST, virtual, server))
+                    servers.discard(server)
+            if not servers:
                 del self._draining[virtual]
-        self._ipvs.change(gone, (errno.ENOENT, errno.ESRCH))
+        self._client.apply(requests, (errno.ENOENT, errno.ESRCH))
 
 
-def _open_ipvs() -> Ipvs:
+def _open_ipvs() -> IpvsClient:
     """The kernel loads schedulers by itself, but not IPVS."""
     try:
-        return Ipvs()
+        return IpvsClient()
     except KernelError as error:
         if error.errno != errno.ENOENT or not modules.load(("ip_vs",)):
             raise
-    return Ipvs()
+    return IpvsClient()
 
 
 def _refuse_without_conntrack() -> None:
-    if ipvs.knows_conntrack() is False:
+    if ipvs.supports_conntrack() is False:
         raise KernelError(
-            "this kernel's IPVS masquerades nobody", f"there is no {ipvs.CONNTRACK}",
+            "this kernel's IPVS masquerades nobody", f"there is no {ipvs.CONNTRACK_SYSCTL}",
             "the kernel needs CONFIG_IP_VS_NFCT; or use --mode bpf",
         )  # fmt: skip
 
@@ -378,15 +454,19 @@ def _refuse_without_conntrack() -> None:
 # ---- words of the two sides ----------------------------------------------------------------------
 
 
-def _words(change: ipvs.Change, code: int) -> str:
-    return str(KernelError(f"cannot {change}", "IPVS", os.strerror(code), code))
+def _error_text(request: ipvs.IpvsRequest, code: int) -> str:
+    return str(KernelError(f"cannot {request}", "IPVS", os.strerror(code), code))
 
 
-def _of_server(command: Command, virtual: Virtual, end: End, weight: int = 0) -> ipvs.Change:
-    return ipvs.Change(command, Service(*virtual), None, Server(*end), weight)
+def _server_request(
+    command: IpvsCommand, virtual: VirtualService, server: RealServer, weight: int = 0
+) -> ipvs.IpvsRequest:
+    return ipvs.IpvsRequest(
+        command, VirtualServiceKey(*virtual), None, RealServerKey(*server), weight
+    )
 
 
-def _addresses(elements: Iterable[Element]) -> list[Addr]:
+def _virtual_ips(elements: Iterable[Element]) -> list[Addr]:
     return [
         Addr(parts[0])
         for name, parts in elements

@@ -6,7 +6,7 @@ from typing import Final
 
 from kbpf.model.config import Config, MapSizes
 
-SETTINGS: Final = MappingProxyType(
+IGNORED_SETTINGS: Final = MappingProxyType(
     {
         "socket_lb": "--socket-lb",
         "socket_lb_exempt": "--socket-lb-exempt",
@@ -23,8 +23,8 @@ SETTINGS: Final = MappingProxyType(
 mode auto, or one that comes after mode bpf, looks there."""
 
 
-def given(config: Config) -> tuple[str, ...]:
+def list_ignored(config: Config) -> tuple[str, ...]:
     """The flags of those that are not the default."""
-    usual = Config()
-    fields = ((attrgetter(field), flag) for field, flag in SETTINGS.items())
-    return tuple(flag for value, flag in fields if value(config) != value(usual))
+    defaults = Config()
+    fields = ((attrgetter(field), flag) for field, flag in IGNORED_SETTINGS.items())
+    return tuple(flag for value, flag in fields if value(config) != value(defaults))

@@ -7,35 +7,35 @@ ask: it has a conversation of its own, in the network namespace of the thread.
 import contextlib
 from collections.abc import Mapping
 
-from kbpf.dataplane.ipvs.plan import NODE, Programmed, Virtual
-from kbpf.kernel.net.ipvs import Ipvs
+from kbpf.dataplane.ipvs.plan import NODE_KEY, ServicePortPlan, VirtualService
+from kbpf.kernel.net.ipvs import IpvsClient
 from kbpf.model.desired import ServicePortKey
-from kbpf.model.metrics import PACKETS, Pause, PortName, Totals, Traffic
+from kbpf.model.metrics import IPVS_COUNTERS, ConnectionStats, Pause, PortName, TrafficStats
 from kbpf.model.objects import Protocol
 
 
-def count(programmed: Mapping[ServicePortKey, Programmed], pause: Pause) -> Traffic:
+def count_traffic(plans: Mapping[ServicePortKey, ServicePortPlan], pause: Pause) -> TrafficStats:
     """By Service port. KernelError where IPVS does not answer."""
     owners = {
         tuple(virtual): (key.namespace, key.name, key.port, key.protocol.name)
-        for key, made in programmed.items()
-        if key != NODE
-        for virtual in made.pools
+        for key, plan in plans.items()
+        if key != NODE_KEY
+        for virtual in plan.pools
     }
     pause()
-    found: dict[PortName, Totals] = {}
-    with contextlib.closing(Ipvs()) as face:
-        counted = face.counts()
+    totals: dict[PortName, ConnectionStats] = {}
+    with contextlib.closing(IpvsClient()) as client:
+        service_stats = client.read_stats()
     pause()
-    for service, counts in counted:
+    for service, stats in service_stats:
         if service.protocol not in Protocol.__members__.values():
             continue
-        name = owners.get(tuple(Virtual(Protocol(service.protocol), *service[1:])))
-        if name is not None and counts.connections:
-            before = found.get(name, Totals())
-            found[name] = before._replace(
-                begun=before.begun + counts.connections,
-                bytes_in=before.bytes_in + counts.bytes_in,
-                bytes_out=before.bytes_out + counts.bytes_out,
+        name = owners.get(tuple(VirtualService(Protocol(service.protocol), *service[1:])))
+        if name is not None and stats.connections:
+            before = totals.get(name, ConnectionStats())
+            totals[name] = before._replace(
+                begun=before.begun + stats.connections,
+                bytes_in=before.bytes_in + stats.bytes_in,
+                bytes_out=before.bytes_out + stats.bytes_out,
             )
-    return Traffic(totals=tuple(found.items()), known=PACKETS)
+    return TrafficStats(totals=tuple(totals.items()), counted_fields=IPVS_COUNTERS)

@@ -30,11 +30,11 @@ from kbpf.model.desired import (
 )
 from kbpf.model.objects import Algorithm, Cidr, Protocol
 
-WHOLE: Final = 128
+HOST_PREFIX_LENGTH: Final = 128
 """The prefix length of one address."""
 
 
-class Virtual(NamedTuple):
+class VirtualService(NamedTuple):
     """A virtual service: an address and port, or (`mark` not 0) all packets with a mark; then the
     address only says the family, and the protocol is TCP, as the kernel has it.
     """
@@ -42,7 +42,7 @@ class Virtual(NamedTuple):
     protocol: Protocol
     address: Addr
     port: int
-    mark: int = 0
+    fwmark: int = 0
 
     @property
     def family(self) -> int:
@@ -50,14 +50,14 @@ class Virtual(NamedTuple):
         return family_of(self.address)
 
 
-class End(NamedTuple):
+class RealServer(NamedTuple):
     """A real server of a virtual service."""
 
     address: Addr
     port: int
 
 
-class Pool(msgspec.Struct, frozen=True):
+class ServerPool(msgspec.Struct, frozen=True):
     """What stands behind a virtual service. `persistence` in seconds, 0 for none. `by_port`: a
     scheduler that hashes takes the client's port as well. A weight of 0: it is drained.
     """
@@ -65,7 +65,7 @@ class Pool(msgspec.Struct, frozen=True):
     scheduler: str
     persistence: int = 0
     by_port: bool = False
-    servers: tuple[tuple[End, int], ...] = ()
+    servers: tuple[tuple[RealServer, int], ...] = ()
 
 
 class SetName(StrEnum):
@@ -78,7 +78,7 @@ class SetName(StrEnum):
     """
 
     OWN = "own"  # is a virtual service of ours, or may be: others are not touched
-    OWN_MARKS = "own_marks"
+    OWN_FWMARKS = "own_marks"
     VIRTUAL_IPS = "virtual_ips"  # they are on the dummy device
     SERVED = "served"  # has real servers
     REFUSED = "refused"  # no endpoints anywhere
@@ -89,35 +89,35 @@ class SetName(StrEnum):
     RESTRICTED = "restricted"  # source ranges apply
     SOURCES = "sources"
     SHORT_CIRCUITS = "short_circuits"
-    MARKS = "marks"  # of frontends, a NodePort is one: no rule asks, the next agent does
+    FWMARKS = "marks"  # of frontends, a NodePort is one: no rule asks, the next agent does
     LOCAL_NETWORKS = "local_networks"  # of pods of this node
     NODE_IPS = "node_ips"  # all that the node has itself
 
 
-MAPS: Final = frozenset((SetName.SHORT_CIRCUITS, SetName.MARKS))
+MAP_SETS: Final = frozenset((SetName.SHORT_CIRCUITS, SetName.FWMARKS))
 """To one mark from each frontend."""
-NOTES: Final = frozenset((SetName.OWN, SetName.OWN_MARKS))
-LATE: Final = frozenset((SetName.SERVED, SetName.SHORT_CIRCUITS))
+OWNERSHIP_SETS: Final = frozenset((SetName.OWN, SetName.OWN_FWMARKS))
+LATE_SETS: Final = frozenset((SetName.SERVED, SetName.SHORT_CIRCUITS))
 """They lead to virtual services, which have to be there."""
 
-Part = Addr | Cidr | Protocol | int
-Element = tuple[SetName, tuple[Part, ...]]
+ElementField = Addr | Cidr | Protocol | int
+Element = tuple[SetName, tuple[ElementField, ...]]
 
 
-class Programmed(msgspec.Struct, frozen=True):
+class ServicePortPlan(msgspec.Struct, frozen=True):
     """What one Service port needs in the kernel. `serving`: of UDP, whose flows may go on."""
 
-    pools: Mapping[Virtual, Pool]
+    pools: Mapping[VirtualService, ServerPool]
     elements: frozenset[Element]
-    serving: frozenset[End] | None = None
+    serving: frozenset[RealServer] | None = None
 
 
-NOTHING: Final = Programmed({}, frozenset())
-NODE: Final = ServicePortKey("", "", "", Protocol.TCP, 0)
+EMPTY_PLAN: Final = ServicePortPlan({}, frozenset())
+NODE_KEY: Final = ServicePortKey("", "", "", Protocol.TCP, 0)
 """Stands for what the node itself needs."""
 
 
-class Ground(NamedTuple):
+class NodeContext(NamedTuple):
     """What of a desired state and the settings no Service decides.
 
     `own_addresses`: all that the node has itself; they are never put on the dummy device.
@@ -131,194 +131,238 @@ class Ground(NamedTuple):
     masquerade_all: bool = False
     detects_local: bool = False
     families: frozenset[int] = frozenset((4, 6))
-    barred: frozenset[Addr] = frozenset()
+    refused_addresses: frozenset[Addr] = frozenset()
 
 
-def program_node(desired: DesiredState, ground: Ground) -> Programmed:
+def plan_node(desired: DesiredState, context: NodeContext) -> ServicePortPlan:
     """The node's own elements."""
     elements: set[Element] = set()
-    elements |= {(SetName.LOCAL_NETWORKS, (n,)) for n in _outermost(desired.local_networks)}
-    own = {*ground.node_addresses, *ground.own_addresses}
-    elements |= {(SetName.NODE_IPS, (address,)) for address in own}
-    return Programmed({}, frozenset(elements))
+    elements |= {
+        (SetName.LOCAL_NETWORKS, (network,)) for network in _remove_nested(desired.local_networks)
+    }
+    addresses = {*context.node_addresses, *context.own_addresses}
+    elements |= {(SetName.NODE_IPS, (address,)) for address in addresses}
+    return ServicePortPlan({}, frozenset(elements))
 
 
-def wants_mark(state: ServiceState) -> bool:
+def needs_fwmark(state: ServiceState) -> bool:
     """Whether who is on this node may get other endpoints than who is outside."""
-    return state.external_local and bool(externals(state))
+    return state.external_local and bool(external_frontend_keys(state))
 
 
-def externals(state: ServiceState) -> list[tuple[Part, ...]]:
+def external_frontend_keys(state: ServiceState) -> list[tuple[ElementField, ...]]:
     """What its external frontends stand on: (address, protocol, port)."""
-    ats = (f.at for f in state.frontends if f.kind is not FrontendKind.CLUSTER_IP)
-    return [(at.address, at.protocol, at.port) for at in ats]
+    addresses = (
+        frontend.at for frontend in state.frontends if frontend.kind is not FrontendKind.CLUSTER_IP
+    )
+    return [(address.address, address.protocol, address.port) for address in addresses]
 
 
-def program(
+def plan_service_port(
     state: ServiceState,
-    ground: Ground,
-    mark: int = 0,
-    exact: Container[FrontendAddress] = (),
-) -> Programmed:
+    context: NodeContext,
+    fwmark: int = 0,
+    exact_frontends: Container[FrontendAddress] = (),
+) -> ServicePortPlan:
     """What this Service port needs. `mark`: of its short circuit, if it has one; where it wants
     none (any more) that leads nobody new. `exact`: what anybody's frontends other than NodePorts
     stand on.
     """
-    if state.key.family not in ground.families:
-        return NOTHING
-    pools: dict[Virtual, Pool] = {}
+    if state.key.family not in context.families:
+        return EMPTY_PLAN
+    pools: dict[VirtualService, ServerPool] = {}
     elements: set[Element] = set()
-    leads = mark and wants_mark(state) and state.cluster
+    has_short_circuit = fwmark and needs_fwmark(state) and state.cluster
     for frontend in state.frontends:
         is_cluster_ip = frontend.kind is FrontendKind.CLUSTER_IP
         local = state.internal_local if is_cluster_ip else state.external_local
-        pool = _pool(state, local, ground.scheduler)
-        for address in _addresses(frontend, state.key.family, ground, exact):
-            at = (address, frontend.at.protocol, frontend.at.port)
-            if frontend.kind is not FrontendKind.NODE_PORT and address not in ground.own_addresses:
+        pool = _server_pool(state, local, context.scheduler)
+        for address in _frontend_addresses(frontend, state.key.family, context, exact_frontends):
+            frontend_key = (address, frontend.at.protocol, frontend.at.port)
+            if frontend.kind is not FrontendKind.NODE_PORT and address not in context.own_addresses:
                 elements.add((SetName.VIRTUAL_IPS, (address,)))
-            pools[Virtual(frontend.at.protocol, address, frontend.at.port)] = pool
-            elements.add((_answer(state, local, pool), at))
-            elements.update(_around(state, frontend, at, ground))
-            if leads and not is_cluster_ip:
-                elements.add((SetName.SHORT_CIRCUITS, (*at, mark)))
-    if mark:
-        pools[marked(state.key.family, mark)] = _short_circuit(state, ground.scheduler)
-        elements |= {(SetName.MARKS, (*at, mark)) for at in externals(state)}
+            pools[VirtualService(frontend.at.protocol, address, frontend.at.port)] = pool
+            elements.add((_verdict_set(state, local, pool), frontend_key))
+            elements.update(_policy_elements(state, frontend, frontend_key, context))
+            if has_short_circuit and not is_cluster_ip:
+                elements.add((SetName.SHORT_CIRCUITS, (*frontend_key, fwmark)))
+    if fwmark:
+        pools[fwmark_service(state.key.family, fwmark)] = _short_circuit_pool(
+            state, context.scheduler
+        )
+        elements |= {
+            (SetName.FWMARKS, (*frontend_key, fwmark))
+            for frontend_key in external_frontend_keys(state)
+        }
     for virtual in pools:
-        elements.add(note(virtual))
+        elements.add(ownership_element(virtual))
     elements |= {(SetName.HAIRPINS, (address, address)) for address in state.on_node}
-    serving = _ends(state.serving) if state.key.protocol is Protocol.UDP else None
-    return Programmed(pools, frozenset(elements), serving)
+    serving = _real_servers(state.serving) if state.key.protocol is Protocol.UDP else None
+    return ServicePortPlan(pools, frozenset(elements), serving)
 
 
-def _addresses(
-    frontend: Frontend, family: int, ground: Ground, exact: Container[FrontendAddress]
+def _frontend_addresses(
+    frontend: Frontend,
+    family: int,
+    context: NodeContext,
+    exact_frontends: Container[FrontendAddress],
 ) -> Iterable[Addr]:
     """A NodePort gives way to an exact frontend on one of the node's addresses, as with mode bpf
     and kube-proxy.
     """
-    at = frontend.at
+    frontend_address = frontend.at
     if frontend.kind is not FrontendKind.NODE_PORT:
-        return () if at.address in ground.barred else (at.address,)
-    own = (a for a in ground.node_addresses if family_of(a) == family)
-    return (a for a in own if FrontendAddress(a, at.port, at.protocol) not in exact)
+        return (
+            ()
+            if frontend_address.address in context.refused_addresses
+            else (frontend_address.address,)
+        )
+    node_addresses = (address for address in context.node_addresses if family_of(address) == family)
+    return (
+        address
+        for address in node_addresses
+        if FrontendAddress(address, frontend_address.port, frontend_address.protocol)
+        not in exact_frontends
+    )
 
 
-def _answer(state: ServiceState, local: bool, pool: Pool) -> SetName:
+def _verdict_set(state: ServiceState, local: bool, pool: ServerPool) -> SetName:
     """What a new connection gets."""
     if pool.servers:
         return SetName.SERVED
     return SetName.DROPPED if local and state.any_endpoints else SetName.REFUSED
 
 
-def _around(
-    state: ServiceState, frontend: Frontend, at: tuple[Part, ...], ground: Ground
+def _policy_elements(
+    state: ServiceState,
+    frontend: Frontend,
+    frontend_key: tuple[ElementField, ...],
+    context: NodeContext,
 ) -> Iterable[Element]:
     """Masquerading and source ranges."""
     if frontend.kind is FrontendKind.CLUSTER_IP:
-        if ground.masquerade_all:
-            yield SetName.MASQUERADED, at
-        elif ground.detects_local:
-            yield SetName.MASQUERADED_OUTSIDE, at
+        if context.masquerade_all:
+            yield SetName.MASQUERADED, frontend_key
+        elif context.detects_local:
+            yield SetName.MASQUERADED_OUTSIDE, frontend_key
     elif not state.external_local:
-        yield SetName.MASQUERADED, at
+        yield SetName.MASQUERADED, frontend_key
     if frontend.restricted:
-        yield SetName.RESTRICTED, at
-        for network in _outermost(_allowed(state, frontend, ground)):
-            yield SetName.SOURCES, (network, *at)
+        yield SetName.RESTRICTED, frontend_key
+        for network in _remove_nested(_allowed_sources(state, frontend, context)):
+            yield SetName.SOURCES, (network, *frontend_key)
 
 
-def _allowed(state: ServiceState, frontend: Frontend, ground: Ground) -> tuple[Cidr, ...]:
+def _allowed_sources(
+    state: ServiceState, frontend: Frontend, context: NodeContext
+) -> tuple[Cidr, ...]:
     """The node dials an address of its dummy device from that same address: who lets in the node
     lets in that.
     """
-    own = (*ground.node_addresses, *ground.own_addresses)
+    node_addresses = (*context.node_addresses, *context.own_addresses)
     if frontend.kind is FrontendKind.NODE_PORT:
         family = state.key.family
-        return (*state.node_port_ranges, *(Cidr(a, WHOLE) for a in own if family_of(a) == family))
-    if any(one.contains(address) for one in state.source_ranges for address in own):
-        return (*state.source_ranges, Cidr(frontend.at.address, WHOLE))
+        return (
+            *state.node_port_ranges,
+            *(
+                Cidr(node_address, HOST_PREFIX_LENGTH)
+                for node_address in node_addresses
+                if family_of(node_address) == family
+            ),
+        )
+    if any(
+        source_range.contains(address)
+        for source_range in state.source_ranges
+        for address in node_addresses
+    ):
+        return (*state.source_ranges, Cidr(frontend.at.address, HOST_PREFIX_LENGTH))
     return state.source_ranges
 
 
-def _outermost(networks: Iterable[Cidr]) -> list[Cidr]:
+def _remove_nested(networks: Iterable[Cidr]) -> list[Cidr]:
     """Without those that lie in another: a set of intervals refuses overlaps."""
-    kept: list[Cidr] = []
-    for network in sorted(set(networks), key=lambda one: one.bits):
-        if not any(other.contains(network.address) for other in kept):
-            kept.append(network)
-    return kept
+    outermost: list[Cidr] = []
+    for network in sorted(set(networks), key=lambda cidr: cidr.bits):
+        if not any(outer.contains(network.address) for outer in outermost):
+            outermost.append(network)
+    return outermost
 
 
-def marked(family: int, mark: int) -> Virtual:
+def fwmark_service(family: int, fwmark: int) -> VirtualService:
     """The virtual service of a mark."""
-    return Virtual(Protocol.TCP, ANY4 if family == 4 else ANY6, 0, mark)
+    return VirtualService(Protocol.TCP, ANY4 if family == 4 else ANY6, 0, fwmark)
 
 
-def unmarked(programmed: Programmed, virtual: Virtual) -> Programmed:
+def without_service(plan: ServicePortPlan, virtual: VirtualService) -> ServicePortPlan:
     """The same without this virtual service, whose mark leads nobody."""
-    gone = {note(virtual)}
-    gone |= {e for e in programmed.elements if e[0] is SetName.MARKS and e[1][-1] == virtual.mark}
-    pools = {one: pool for one, pool in programmed.pools.items() if one != virtual}
-    return Programmed(pools, programmed.elements - gone, programmed.serving)
+    removed = {ownership_element(virtual)}
+    removed |= {
+        element
+        for element in plan.elements
+        if element[0] is SetName.FWMARKS and element[1][-1] == virtual.fwmark
+    }
+    pools = {service: pool for service, pool in plan.pools.items() if service != virtual}
+    return ServicePortPlan(pools, plan.elements - removed, plan.serving)
 
 
-def note(virtual: Virtual) -> Element:
+def ownership_element(virtual: VirtualService) -> Element:
     """Says that this virtual service is ours."""
-    if virtual.mark:
-        return SetName.OWN_MARKS, (virtual.address, virtual.mark)
+    if virtual.fwmark:
+        return SetName.OWN_FWMARKS, (virtual.address, virtual.fwmark)
     return SetName.OWN, (virtual.address, virtual.protocol, virtual.port)
 
 
-def noted(element: Element) -> Virtual | None:
+def owned_service(element: Element) -> VirtualService | None:
     """The virtual service that an element of OWN or OWN_MARKS names."""
     match element:
         case SetName.OWN, (bytes() as address, Protocol() as protocol, int() as port):
-            return Virtual(protocol, Addr(address), port)
-        case SetName.OWN_MARKS, (bytes() as address, int() as mark):
-            return marked(family_of(address), mark)
+            return VirtualService(protocol, Addr(address), port)
+        case SetName.OWN_FWMARKS, (bytes() as address, int() as fwmark):
+            return fwmark_service(family_of(address), fwmark)
     return None
 
 
-def leads_to(element: Element) -> Virtual | None:
+def target_service(element: Element) -> VirtualService | None:
     """The virtual service that new connections meet by this element of LATE."""
     match element:
         case SetName.SERVED, (bytes() as address, Protocol() as protocol, int() as port):
-            return Virtual(protocol, Addr(address), port)
-        case SetName.SHORT_CIRCUITS, (bytes() as address, _, _, int() as mark):
-            return marked(family_of(address), mark)
+            return VirtualService(protocol, Addr(address), port)
+        case SetName.SHORT_CIRCUITS, (bytes() as address, _, _, int() as fwmark):
+            return fwmark_service(family_of(address), fwmark)
     return None
 
 
-def _pool(state: ServiceState, local: bool, usual: str) -> Pool:
+def _server_pool(state: ServiceState, local: bool, default_scheduler: str) -> ServerPool:
     backends = state.local if local else state.cluster
     spread = state.local_spread if local else state.cluster_spread
     weights = spread.weights or (1,) * len(backends)
-    servers = tuple((End(b.address, b.port), w) for b, w in zip(backends, weights, strict=True))
-    scheduler = _scheduler(spread, usual)
+    servers = tuple(
+        (RealServer(backend.address, backend.port), weight)
+        for backend, weight in zip(backends, weights, strict=True)
+    )
+    scheduler = _choose_scheduler(spread, default_scheduler)
     by_port = scheduler in ("mh", "sh") and not state.affinity_timeout
-    return Pool(scheduler, state.affinity_timeout, by_port, servers)
+    return ServerPool(scheduler, state.affinity_timeout, by_port, servers)
 
 
-def _scheduler(spread: Spread, usual: str) -> str:
+def _choose_scheduler(spread: Spread, default_scheduler: str) -> str:
     """Maglev is `mh`. A plain round robin or a plain least-connection knows no weights."""
     if spread.algorithm is Algorithm.MAGLEV:
         return "mh"
     if spread.weights:
-        return {"rr": "wrr", "lc": "wlc"}.get(usual, usual)
-    return usual
+        return {"rr": "wrr", "lc": "wlc"}.get(default_scheduler, default_scheduler)
+    return default_scheduler
 
 
-def _short_circuit(state: ServiceState, usual: str) -> Pool:
+def _short_circuit_pool(state: ServiceState, default_scheduler: str) -> ServerPool:
     """The Cluster endpoints. A persistent service by mark would not translate ports (Linux,
     ip_vs_sched_persist()): affinity is by a hash of the client's address instead.
     """
-    pool = _pool(state, False, usual)
+    pool = _server_pool(state, False, default_scheduler)
     if pool.persistence:
-        return Pool("sh", 0, False, pool.servers)
+        return ServerPool("sh", 0, False, pool.servers)
     return pool
 
 
-def _ends(backends: BackendSet) -> frozenset[End]:
-    return frozenset(End(one.address, one.port) for one in backends)
+def _real_servers(backends: BackendSet) -> frozenset[RealServer]:
+    return frozenset(RealServer(backend.address, backend.port) for backend in backends)

@@ -19,29 +19,29 @@ from typing import Final
 from kbpf.dataplane import firewalls
 from kbpf.dataplane.base import Report
 from kbpf.dataplane.ipvs import cleanup, ignored_settings, metrics
-from kbpf.dataplane.ipvs.diff import Changes, Ledger
-from kbpf.dataplane.ipvs.executor import Holdings
-from kbpf.dataplane.ipvs.fwmarks import Marks
-from kbpf.dataplane.ipvs.nodeport_conflicts import Overlaps
+from kbpf.dataplane.ipvs.diff import Changes, DesiredElements
+from kbpf.dataplane.ipvs.executor import KernelState
+from kbpf.dataplane.ipvs.fwmarks import FwmarkAllocator
+from kbpf.dataplane.ipvs.nodeport_conflicts import NodePortConflicts
 from kbpf.dataplane.ipvs.plan import (
-    NODE,
-    NOTHING,
+    EMPTY_PLAN,
+    NODE_KEY,
     Element,
-    End,
-    Ground,
-    Programmed,
+    NodeContext,
+    RealServer,
+    ServicePortPlan,
     SetName,
-    Virtual,
-    marked,
-    noted,
-    program,
-    program_node,
-    unmarked,
+    VirtualService,
+    fwmark_service,
+    owned_service,
+    plan_node,
+    plan_service_port,
+    without_service,
 )
-from kbpf.dataplane.ipvs.stale_names import Former
-from kbpf.dataplane.ipvs.statefile import Notes
+from kbpf.dataplane.ipvs.stale_names import StaleNames
+from kbpf.dataplane.ipvs.statefile import StateFile
 from kbpf.errors import KernelError
-from kbpf.kernel.net.ipvs import Times
+from kbpf.kernel.net.ipvs import ConnectionTimeouts
 from kbpf.kernel.netfilter import forward_rules
 from kbpf.kernel.system import sysctl
 from kbpf.model.address import Addr, family_of
@@ -53,7 +53,7 @@ from kbpf.model.desired import (
     ServicePortKey,
     ServiceState,
 )
-from kbpf.model.metrics import Ended, Measures, Pause, Traffic
+from kbpf.model.metrics import DataPlaneMetrics, Pause, TrafficStats, UdpCuts
 from kbpf.model.status import ModeChoice, PacketStatus
 from kbpf.takeover import conntrack_keepalive
 
@@ -64,13 +64,16 @@ SYSCTLS: Final = {
     "net.ipv4.vs.expire_nodest_conn": "1",  # a connection ends with its real server
     "net.ipv4.vs.expire_quiescent_template": "1",  # affinity does, when it is drained
 }
-STRICT_ARP: Final = {"net.ipv4.conf.all.arp_ignore": "1", "net.ipv4.conf.all.arp_announce": "2"}
-FORWARDING: Final = ("net.ipv4.ip_forward", "net.ipv6.conf.all.forwarding")
-NO_IPV6: Final = "IPv6 is switched off on this node: Services have no IPv6 here"
-LOOK_SECONDS: Final = 2.0
+STRICT_ARP_SYSCTLS: Final = {
+    "net.ipv4.conf.all.arp_ignore": "1",
+    "net.ipv4.conf.all.arp_announce": "2",
+}
+FORWARDING_SYSCTLS: Final = ("net.ipv4.ip_forward", "net.ipv6.conf.all.forwarding")
+NO_IPV6_WARNING: Final = "IPv6 is switched off on this node: Services have no IPv6 here"
+DRAIN_POLL_INTERVAL_S: Final = 2.0
 """So often drained real servers are asked whether they still have connections, and the table is
 looked after."""
-HANDOVER_SECONDS: Final = 30.0
+HANDOVER_POLL_INTERVAL_S: Final = 30.0
 """Between two looks at whether the last connection of a kube-proxy has ended."""
 
 
@@ -82,38 +85,43 @@ class IpvsPlane:
     def __init__(self, config: Config, clock: Callable[[], float] = time.monotonic) -> None:
         self._config = config
         self._clock = clock
-        self._style = cleanup.style_of(config)
-        self._state = config.state_dir / config.ipvs_device
+        self._options = cleanup.ruleset_options(config)
+        self._state_dir = config.state_dir / config.ipvs_device
         self._lock = -1
-        self._former: Former | None = None
-        self._told: dict[str, None] = {}
-        self._clear()
+        self._stale_names: StaleNames | None = None
+        self._warnings: dict[str, None] = {}
+        self._reset()
 
-    def choice(self) -> ModeChoice:
+    def mode_choice(self) -> ModeChoice:
         """See base.DataPlane."""
         return ModeChoice(self.name, self.name)
 
-    def _clear(self) -> None:
-        self._ledger = Ledger()
-        self._notes = Notes(self._state)
-        self._ground: Ground | None = None
-        self._marks = Marks(but=self._style.mark)
-        self._look_due = 0.0
+    def _reset(self) -> None:
+        self._elements = DesiredElements()
+        self._state_file = StateFile(self._state_dir)
+        self._context: NodeContext | None = None
+        self._fwmarks = FwmarkAllocator(reserved_bits=self._options.masquerade_mark)
+        self._poll_due = 0.0
         self._handover_due = 0.0
-        self._seen = (-1, 0)  # of nf_tables: its generation, and transactions of ours until then
-        self._overlaps = Overlaps()
+        self._ruleset_version = (
+            -1,
+            0,
+        )  # of nf_tables: its generation, and transactions of ours until then
+        self._node_port_conflicts = NodePortConflicts()
         self._desired = DesiredState({})  # of the last apply()
         self._refused: dict[ServicePortKey, str] = {}
-        self._owed: set[ServicePortKey] = set()  # of an apply() that has failed
-        self._foreign: set[ServicePortKey] = set()  # of a family that the node does not have
-        self._barred: dict[Addr, str] = {}  # what the kernel does not take at the device
-        self._firewalls: tuple[str, ...] = ()  # what is said of them
-        self._true = False  # whether the kernel holds what the ledger says
-        self._whole = False  # whether nothing of an earlier agent is left that nobody wants
-        self._left: frozenset[Virtual] = frozenset()  # what is, until then
-        self._begun = False  # whether anything was ever applied
+        self._unfinished: set[ServicePortKey] = set()  # of an apply() that has failed
+        self._unsupported_family: set[ServicePortKey] = (
+            set()
+        )  # of a family that the node does not have
+        self._refused_addresses: dict[Addr, str] = {}  # what the kernel does not take at the device
+        self._firewall_warnings: tuple[str, ...] = ()  # what is said of them
+        self._in_sync = False  # whether the kernel holds what the ledger says
+        self._fully_synced = False  # whether nothing of an earlier agent is left that nobody wants
+        self._unclaimed_services: frozenset[VirtualService] = frozenset()  # what is, until then
+        self._has_applied = False  # whether anything was ever applied
 
-    def follow(self, other: bool) -> None:
+    def set_coexisting(self, coexisting: bool) -> None:
         """See base.DataPlane. BPF's programs know their own connections, and see packets first."""
 
     # ---- opening ---------------------------------------------------------------------------
@@ -122,64 +130,67 @@ class IpvsPlane:
         """Makes the table and the device, or takes those that are there. KernelError says what
         is missing.
         """
-        is_new = not self._state.exists()
-        self._lock = cleanup.lock(self._state)
+        is_new = not self._state_dir.exists()
+        self._lock = cleanup.lock_state_folder(self._state_dir)
         try:
-            self._former = Former(self._config)
-            self._held = Holdings(self._config.ipvs_device, self._style, self._tell)
+            self._stale_names = StaleNames(self._config)
+            self._kernel = KernelState(self._config.ipvs_device, self._options, self._warn_once)
         except KernelError:
             if is_new:  # it would look like what an agent that served has left
-                shutil.rmtree(self._state, ignore_errors=True)
-            self._let_go()
+                shutil.rmtree(self._state_dir, ignore_errors=True)
+            self._release()
             raise
         self._set_sysctls()
-        self._set_times()
-        self._clear()
-        log.info("opened device=%s table=%s", self._config.ipvs_device, self._style.table)
-        if names := ignored_settings.given(self._config):
+        self._set_timeouts()
+        self._reset()
+        log.info("opened device=%s table=%s", self._config.ipvs_device, self._options.table)
+        if names := ignored_settings.list_ignored(self._config):
             log.info("settings that do nothing in mode ipvs: %s (docs/ipvs.md)", ", ".join(names))
         with contextlib.suppress(KernelError):  # the first tick() looks again
-            self._look_at_firewalls(forward_rules.list_chains())
+            self._check_firewalls(forward_rules.list_chains())
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         """Others may have the names now."""
-        if self._former is not None:
-            self._former.close()
-            self._former = None
+        if self._stale_names is not None:
+            self._stale_names.close()
+            self._stale_names = None
         os.close(self._lock)
         self._lock = -1
 
     def _set_sysctls(self) -> None:
-        wanted = SYSCTLS | (STRICT_ARP if self._config.strict_arp else {})
-        for name, value in wanted.items():
+        settings = SYSCTLS | (STRICT_ARP_SYSCTLS if self._config.strict_arp else {})
+        for name, value in settings.items():
             try:
                 if sysctl.read(name) != value:
                     sysctl.write(name, value)
             except KernelError as error:
-                self._tell(str(error))
-        for name in FORWARDING:
+                self._warn_once(str(error))
+        for name in FORWARDING_SYSCTLS:
             with contextlib.suppress(KernelError):
                 if sysctl.read(name) == "0":
-                    self._tell(f"{name} is 0: this node forwards nothing to pods; set it to 1")
+                    self._warn_once(f"{name} is 0: this node forwards nothing to pods; set it to 1")
 
-    def _set_times(self) -> None:
+    def _set_timeouts(self) -> None:
         try:
-            self._held.set_times(Times(*astuple(self._config.ipvs_times)))
+            self._kernel.set_timeouts(ConnectionTimeouts(*astuple(self._config.ipvs_times)))
         except KernelError as error:
-            self._tell(f"IPVS keeps its times: {error}")
+            self._warn_once(f"IPVS keeps its times: {error}")
 
-    def _look_at_firewalls(self, listed: Collection[forward_rules.Json]) -> None:
+    def _check_firewalls(self, listing: Collection[forward_rules.Json]) -> None:
         """Those of others; what was not so before is told."""
-        style = self._style
-        found = (*firewalls.forward(style.mark, listed), *firewalls.inputs(style.table, listed))
-        for line in found:
-            if line not in self._firewalls:
+        options = self._options
+        warnings = (
+            *firewalls.forward_warnings(options.masquerade_mark, listing),
+            *firewalls.input_warnings(options.table, listing),
+        )
+        for line in warnings:
+            if line not in self._firewall_warnings:
                 log.warning("%s", line)
-        self._firewalls = found
+        self._firewall_warnings = warnings
 
-    def _tell(self, line: str) -> None:
-        if line not in self._told:
-            self._told[line] = None
+    def _warn_once(self, line: str) -> None:
+        if line not in self._warnings:
+            self._warnings[line] = None
             log.warning("%s", line)
 
     # ---- applying --------------------------------------------------------------------------
@@ -188,167 +199,195 @@ class IpvsPlane:
         self,
         desired: DesiredState,
         touched: Collection[ServicePortKey] | None,
-        sound: bool = True,
+        authoritative: bool = True,
     ) -> Report:
         """See base.DataPlane. After a KernelError the next call reads again what the kernel holds,
         and makes good what is missing; it programs those again that this one was about, and whom
         they meet.
         """
-        true, self._true = self._true, False
-        anew = not true or (sound and not self._whole)
-        keys = {*(desired.services if touched is None else touched), *self._refused, *self._owed}
+        was_in_sync, self._in_sync = self._in_sync, False
+        must_read = not was_in_sync or (authoritative and not self._fully_synced)
+        keys = {
+            *(desired.services if touched is None else touched),
+            *self._refused,
+            *self._unfinished,
+        }
         if touched is None:
-            keys |= self._ledger.by_key.keys() - {NODE}
-        self._owed = keys
-        elements = self._read_elements() if anew else None
+            keys |= self._elements.plans.keys() - {NODE_KEY}
+        self._unfinished = keys
+        elements = self._read_elements() if must_read else None
         for key in list(keys):
-            keys |= self._overlaps.put(key, desired.services.get(key))
-        ground = self._look_at_ground(desired, keys, anew or touched is None)
-        if self._ground is None or ground != self._ground._replace(barred=ground.barred):
-            keys |= self._all(desired)
-        self._ground, self._desired = ground, desired
-        after = self._program(desired, keys, ground)
-        if elements is None and self._meets_what_is_left(after):
+            keys |= self._node_port_conflicts.update(key, desired.services.get(key))
+        context = self._read_context(desired, keys, must_read or touched is None)
+        if self._context is None or context != self._context._replace(
+            refused_addresses=context.refused_addresses
+        ):
+            keys |= self._all_keys(desired)
+        self._context, self._desired = context, desired
+        after = self._plan(desired, keys, context)
+        if elements is None and self._needs_unclaimed(after):
             elements = self._read_elements()
-        changes = self._ledger.change(after)
-        self._whole = self._whole or sound
+        changes = self._elements.update(after)
+        self._fully_synced = self._fully_synced or authoritative
         if elements is not None:
-            changes = self._difference(elements)
-        changes.cut.update(self._cut_drained(after))
-        written = self._carry_out(changes)
-        if self._barred.keys() - ground.barred:
-            written += self._do_without_barred()
-        self._owed = set()
-        self._true = self._begun = True
-        return Report(dict(written), sum(written.values()), dict(self._refused))
+            changes = self._diff(elements)
+        changes.udp_cuts.update(self._find_drained_udp(after))
+        writes = self._execute(changes)
+        if self._refused_addresses.keys() - context.refused_addresses:
+            writes += self._withdraw_refused_addresses()
+        self._unfinished = set()
+        self._in_sync = self._has_applied = True
+        return Report(dict(writes), sum(writes.values()), dict(self._refused))
 
     def claim_socket(self, cookie: int) -> None:
         """See base.DataPlane. IPVS cannot tell one socket from another: docs/limits.md."""
 
-    def doubt(self) -> None:
+    def invalidate(self) -> None:
         """See base.DataPlane."""
-        self._true = False
+        self._in_sync = False
 
-    def _all(self, desired: DesiredState) -> set[ServicePortKey]:
+    def _all_keys(self, desired: DesiredState) -> set[ServicePortKey]:
         """All Service ports that there are or were."""
-        keys = set(desired.services) | (self._ledger.by_key.keys() - {NODE})
+        keys = set(desired.services) | (self._elements.plans.keys() - {NODE_KEY})
         for key in keys:
-            self._overlaps.put(key, desired.services.get(key))
+            self._node_port_conflicts.update(key, desired.services.get(key))
         return keys
 
-    def _meets_what_is_left(self, after: Mapping[ServicePortKey, Programmed]) -> bool:
+    def _needs_unclaimed(self, after: Mapping[ServicePortKey, ServicePortPlan]) -> bool:
         """Whether an earlier agent's virtual service, which nobody wanted yet, is wanted now."""
-        return bool(self._left) and any(not self._left.isdisjoint(p.pools) for p in after.values())
+        return bool(self._unclaimed_services) and any(
+            not self._unclaimed_services.isdisjoint(plan.pools) for plan in after.values()
+        )
 
-    def _do_without_barred(self) -> Counter[str]:
+    def _withdraw_refused_addresses(self) -> Counter[str]:
         """What stands on addresses that the kernel does not take is taken back."""
-        assert self._ground is not None
-        self._ground = self._ground._replace(barred=frozenset(self._barred))
-        gone = {(SetName.VIRTUAL_IPS, (address,)) for address in self._barred}
-        keys = [k for k, p in self._ledger.by_key.items() if not p.elements.isdisjoint(gone)]
-        after = self._program(self._desired, keys, self._ground)
-        return self._carry_out(self._ledger.change(after))
+        assert self._context is not None
+        self._context = self._context._replace(refused_addresses=frozenset(self._refused_addresses))
+        refused = {(SetName.VIRTUAL_IPS, (address,)) for address in self._refused_addresses}
+        keys = [
+            key
+            for key, plan in self._elements.plans.items()
+            if not plan.elements.isdisjoint(refused)
+        ]
+        after = self._plan(self._desired, keys, self._context)
+        return self._execute(self._elements.update(after))
 
-    def _carry_out(self, changes: Changes) -> Counter[str]:
+    def _execute(self, changes: Changes) -> Counter[str]:
         """Writes by kind. What the kernel refuses keeps no other from being programmed."""
-        before = self._held.changes
-        refusals = self._held.begin(changes)
-        self._barred |= refusals.addresses
-        for virtual, key in self._ledger.correct(refusals.held, changes).items():
+        before = self._kernel.ipvs_changes
+        refusals = self._kernel.apply_additions(changes)
+        self._refused_addresses |= refusals.addresses
+        for virtual, key in self._elements.record_refusals(refusals.actual_pools, changes).items():
             self._refused[key] = refusals.virtuals[virtual]
-        self._held.finish(changes)
-        counts = {"nft": sum(map(len, changes.steps())), "ipvs": self._held.changes - before}
+        self._kernel.apply_removals(changes)
+        counts = {"nft": sum(map(len, changes.steps())), "ipvs": self._kernel.ipvs_changes - before}
         return Counter({name: n for name, n in counts.items() if n})
 
-    def _look_at_ground(
-        self, desired: DesiredState, keys: Collection[ServicePortKey], anew: bool
-    ) -> Ground:
+    def _read_context(
+        self, desired: DesiredState, keys: Collection[ServicePortKey], must_read: bool
+    ) -> NodeContext:
         """What the node itself has is looked at when that is asked for, and when there are new
         addresses among the frontends; what the kernel did not take is tried again.
         """
-        had = self._ground
-        if had is None or anew or self._is_new(desired, keys, had):
-            left = self._former.devices if self._former is not None else ()
-            own, families = self._held.own_addresses(left), self._held.families()
+        old_context = self._context
+        if old_context is None or must_read or self._has_new_addresses(desired, keys, old_context):
+            stale_devices = self._stale_names.stale_devices if self._stale_names is not None else ()
+            node_addresses, families = (
+                self._kernel.read_node_addresses(stale_devices),
+                self._kernel.address_families(),
+            )
         else:
-            own, families = had.own_addresses, had.families
-        if self._barred:
-            wanted = {f.at.address for f in _frontends(desired, self._refused)} - own
-            self._barred = self._held.try_addresses(self._barred.keys() & wanted)
+            node_addresses, families = old_context.own_addresses, old_context.families
+        if self._refused_addresses:
+            frontend_addresses = {
+                frontend.at.address for frontend in _frontends_of(desired, self._refused)
+            } - node_addresses
+            self._refused_addresses = self._kernel.add_addresses(
+                self._refused_addresses.keys() & frontend_addresses
+            )
         mode = self._config.detect_local_mode
-        return Ground(
+        return NodeContext(
             desired.node_addresses,
-            own,
+            node_addresses,
             self._config.ipvs_scheduler,
             self._config.masquerade_all,
-            bool(desired.local_networks) or mode in (LocalMode.BRIDGE, LocalMode.PREFIX),
+            bool(desired.local_networks)
+            or mode in (LocalMode.BRIDGE_INTERFACE, LocalMode.INTERFACE_NAME_PREFIX),
             families,
-            frozenset(self._barred),
+            frozenset(self._refused_addresses),
         )
 
-    def _is_new(self, desired: DesiredState, keys: Collection[ServicePortKey], had: Ground) -> bool:
+    def _has_new_addresses(
+        self, desired: DesiredState, keys: Collection[ServicePortKey], context: NodeContext
+    ) -> bool:
         """Whether there are addresses among their frontends of which nothing is known."""
         return any(
             frontend.kind is not FrontendKind.NODE_PORT
-            and family_of(frontend.at.address) in had.families
-            and frontend.at.address not in had.barred
-            and frontend.at.address not in had.own_addresses
-            and not self._ledger.holds((SetName.VIRTUAL_IPS, (frontend.at.address,)))
-            for frontend in _frontends(desired, keys)
+            and family_of(frontend.at.address) in context.families
+            and frontend.at.address not in context.refused_addresses
+            and frontend.at.address not in context.own_addresses
+            and not self._elements.contains((SetName.VIRTUAL_IPS, (frontend.at.address,)))
+            for frontend in _frontends_of(desired, keys)
         )
 
-    def _program(
-        self, desired: DesiredState, keys: Iterable[ServicePortKey], ground: Ground
-    ) -> dict[ServicePortKey, Programmed]:
-        after = {NODE: program_node(desired, ground)}
+    def _plan(
+        self, desired: DesiredState, keys: Iterable[ServicePortKey], context: NodeContext
+    ) -> dict[ServicePortKey, ServicePortPlan]:
+        after = {NODE_KEY: plan_node(desired, context)}
         for key in sorted(keys):
             state = desired.services.get(key)
-            self._notes.note(key, state)
+            self._state_file.set_service(key, state)
             self._refused.pop(key, None)
-            self._foreign.discard(key)
+            self._unsupported_family.discard(key)
             if state is None:
-                self._marks.drop(key)
-                after[key] = NOTHING
+                self._fwmarks.release(key)
+                after[key] = EMPTY_PLAN
             else:
-                after[key] = program(state, ground, self._marks.of(state), self._overlaps.exact)
-                self._note_what_is_left_out(state, ground)
+                after[key] = plan_service_port(
+                    state, context, self._fwmarks.allocate(state), self._node_port_conflicts.exact
+                )
+                self._record_unsupported(state, context)
         return after
 
-    def _note_what_is_left_out(self, state: ServiceState, ground: Ground) -> None:
+    def _record_unsupported(self, state: ServiceState, context: NodeContext) -> None:
         """Of a Service port, because the node or its kernel cannot have it."""
-        if state.key.family not in ground.families:
-            if not self._foreign:
-                log.warning("%s", NO_IPV6)
-            self._foreign.add(state.key)
-        elif ground.barred:
+        if state.key.family not in context.families:
+            if not self._unsupported_family:
+                log.warning("%s", NO_IPV6_WARNING)
+            self._unsupported_family.add(state.key)
+        elif context.refused_addresses:
             for frontend in state.frontends:
-                if frontend.at.address in ground.barred:
-                    self._refused[state.key] = self._barred[frontend.at.address]
+                if frontend.at.address in context.refused_addresses:
+                    self._refused[state.key] = self._refused_addresses[frontend.at.address]
 
-    def _cut_drained(
-        self, after: Mapping[ServicePortKey, Programmed]
-    ) -> Iterator[tuple[Virtual, End]]:
+    def _find_drained_udp(
+        self, after: Mapping[ServicePortKey, ServicePortPlan]
+    ) -> Iterator[tuple[VirtualService, RealServer]]:
         """UDP that is drained, and whose real server has now stopped serving."""
-        for programmed in after.values():
-            for virtual in programmed.pools if programmed.serving is not None else ():
-                for end in self._held.draining(virtual) - (programmed.serving or set()):
-                    yield virtual, end
+        for plan in after.values():
+            for virtual in plan.pools if plan.serving is not None else ():
+                for server in self._kernel.draining_servers(virtual) - (plan.serving or set()):
+                    yield virtual, server
 
     def _read_elements(self) -> frozenset[Element]:
         """Marks of short circuits go on meaning what they meant, in a table of a former name too:
         its rules mark packets for as long as it is there.
         """
-        elements = self._held.elements()
-        self._marks.adopt(elements, *(self._former.elements() if self._former is not None else ()))
+        elements = self._kernel.read_elements()
+        self._fwmarks.adopt(
+            elements, *(self._stale_names.read_elements() if self._stale_names is not None else ())
+        )
         return elements
 
-    def _difference(self, elements: frozenset[Element]) -> Changes:
+    def _diff(self, elements: frozenset[Element]) -> Changes:
         """What the kernel lacks, or has too much, where its sets hold these."""
-        held, ledger = self._held, self._ledger
-        pools = held.pools(elements, ledger.pools)
-        left = elements - ledger.elements if not self._whole else ()
-        self._left = frozenset(v for element in left if (v := noted(element)) is not None)
-        return ledger.difference(elements, held.addresses(), pools, self._whole)
+        kernel, desired = self._kernel, self._elements
+        pools = kernel.read_pools(elements, desired.pools)
+        unclaimed = elements - desired.elements if not self._fully_synced else ()
+        self._unclaimed_services = frozenset(
+            virtual for element in unclaimed if (virtual := owned_service(element)) is not None
+        )
+        return desired.diff(elements, kernel.read_addresses(), pools, self._fully_synced)
 
     # ---- later -----------------------------------------------------------------------------
 
@@ -356,83 +395,90 @@ class IpvsPlane:
         """Removes drained real servers that have no connections any more, and makes good what
         others have destroyed; when to come next.
         """
-        if now >= self._look_due:
-            self._look_due = now + LOOK_SECONDS
+        if now >= self._poll_due:
+            self._poll_due = now + DRAIN_POLL_INTERVAL_S
             try:
-                self._held.drain()
+                self._kernel.remove_drained()
             finally:
-                self._look_after()
-            if self._former is not None and self._whole and self._true:
-                self._former.retire(self._ledger.pools)
+                self._check_ruleset()
+            if self._stale_names is not None and self._fully_synced and self._in_sync:
+                self._stale_names.remove_unneeded(self._elements.pools)
         if now >= self._handover_due:
-            self._handover_due = now + HANDOVER_SECONDS
-            for family in conntrack_keepalive.end():
+            self._handover_due = now + HANDOVER_POLL_INTERVAL_S
+            for family in conntrack_keepalive.remove_unneeded():
                 log.info("the last connection of kube-proxy is over family=%s", family)
-        return self._look_due
+        return self._poll_due
 
-    def _look_after(self) -> None:
+    def _check_ruleset(self) -> None:
         """Somebody may have flushed all rules, or closed FORWARD. A look at rulesets that nobody
         else has changed is one message to the kernel: each transaction of ours is one generation.
         """
-        seen = forward_rules.generation(), self._held.transactions
-        others = seen[0] - self._seen[0] != seen[1] - self._seen[1]
+        version = forward_rules.read_generation(), self._kernel.nft_transactions
+        has_foreign_changes = (
+            version[0] - self._ruleset_version[0] != version[1] - self._ruleset_version[1]
+        )
         try:
-            if others:
-                listed = forward_rules.list_chains()
-                self._look_at_firewalls(listed)
-                self._let_pass(listed)
+            if has_foreign_changes:
+                listing = forward_rules.list_chains()
+                self._check_firewalls(listing)
+                self._reconcile_forward(listing)
         finally:
-            if self._begun:
-                self._repair(others)
-        self._seen = seen
+            if self._has_applied:
+                self._repair(has_foreign_changes)
+        self._ruleset_version = version
 
-    def _let_pass(self, listed: Iterable[forward_rules.Json]) -> None:
-        chains = forward_rules.forward_chains(listed)
+    def _reconcile_forward(self, listing: Iterable[forward_rules.Json]) -> None:
+        chains = forward_rules.list_forward_chains(listing)
         for chain in chains:
-            if done := forward_rules.let_pass(chain, self._style.mark):
-                log.info("%s chain=%r mark=%#x", done, str(chain), self._style.mark)
-        for done in conntrack_keepalive.let_pass(chains):
-            log.info("%s", done)
+            if action := forward_rules.reconcile_masquerade_rule(
+                chain, self._options.masquerade_mark
+            ):
+                log.info("%s chain=%r mark=%#x", action, str(chain), self._options.masquerade_mark)
+        for action in conntrack_keepalive.reconcile_forward_rules(chains):
+            log.info("%s", action)
 
-    def _repair(self, others: bool) -> None:
+    def _repair(self, has_foreign_changes: bool) -> None:
         """What others have destroyed is made anew, and so is what a repair has left undone."""
-        whole = not others or self._held.is_whole()
-        device = self._held.has_device()
-        served = self._held.serves(next(iter(self._ledger.pools), None))
-        if not whole:
+        is_table_intact = not has_foreign_changes or self._kernel.is_table_intact()
+        has_device = self._kernel.has_device()
+        has_services = self._kernel.check_service(next(iter(self._elements.pools), None))
+        if not is_table_intact:
             log.warning("the nftables table is not whole and is made anew table=%s",
-                        self._style.table)  # fmt: skip
-        if not device:
+                        self._options.table)  # fmt: skip
+        if not has_device:
             log.warning("the device is gone and is made anew device=%s", self._config.ipvs_device)
-        if not served:
+        if not has_services:
             log.warning("the virtual services are gone and are made anew")
             self._set_sysctls()
-            self._set_times()
-        if not (self._true and whole and device and served):
-            self._true = False
-            self.apply(self._desired, (), sound=False)
+            self._set_timeouts()
+        if not (self._in_sync and is_table_intact and has_device and has_services):
+            self._in_sync = False
+            self.apply(self._desired, (), authoritative=False)
         else:
-            self._end_short_circuits()
+            self._remove_idle_short_circuits()
 
-    def _end_short_circuits(self) -> None:
+    def _remove_idle_short_circuits(self) -> None:
         """Those that nobody wants any more go with their last connection."""
-        after: dict[ServicePortKey, Programmed] = {}
-        for key, mark in self._marks.unwanted.items():
-            virtual, had = marked(key.family, mark), self._ledger.by_key.get(key, NOTHING)
-            if virtual in had.pools and self._held.is_idle(virtual):
-                after[key] = unmarked(had, virtual)
+        after: dict[ServicePortKey, ServicePortPlan] = {}
+        for key, fwmark in self._fwmarks.unneeded.items():
+            virtual, plan = (
+                fwmark_service(key.family, fwmark),
+                self._elements.plans.get(key, EMPTY_PLAN),
+            )
+            if virtual in plan.pools and self._kernel.is_idle(virtual):
+                after[key] = without_service(plan, virtual)
         if after:
-            self._true = False
+            self._in_sync = False
             for key in after:
-                self._marks.drop(key)
-            self._carry_out(self._ledger.change(after))
-            self._true = True
+                self._fwmarks.release(key)
+            self._execute(self._elements.update(after))
+            self._in_sync = True
 
-    def ended(self) -> tuple[Ended, ...]:
+    def take_udp_cuts(self) -> tuple[UdpCuts, ...]:
         """See base.DataPlane."""
-        return self._held.take_ended()
+        return self._kernel.take_udp_cuts()
 
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         """Nothing goes on in the background."""
         return True
 
@@ -443,33 +489,33 @@ class IpvsPlane:
     def problems(self) -> tuple[str, ...]:
         """What was said once, and what the kernel refuses."""
         lines = [
-            *self._told,
-            *self._firewalls,
-            *(f"{key}: {words}" for key, words in self._refused.items()),
+            *self._warnings,
+            *self._firewall_warnings,
+            *(f"{key}: {reason}" for key, reason in self._refused.items()),
         ]
-        return (*lines, NO_IPV6) if self._foreign else tuple(lines)
+        return (*lines, NO_IPV6_WARNING) if self._unsupported_family else tuple(lines)
 
     def faults(self) -> tuple[str, ...]:
         """See base.DataPlane. What is wrong here is an error of apply()."""
         return ()
 
-    def measure(self) -> Measures:
+    def read_metrics(self) -> DataPlaneMetrics:
         """See base.DataPlane."""
-        return Measures()
+        return DataPlaneMetrics()
 
-    def count(self, pause: Pause) -> Traffic:
+    def count_traffic(self, pause: Pause) -> TrafficStats:
         """See base.DataPlane."""
-        return metrics.count(dict(self._ledger.by_key), pause)
+        return metrics.count_traffic(dict(self._elements.plans), pause)
 
     def write_status(self, text: bytes) -> None:
         """Into the state folder, with the names of what is programmed."""
-        self._notes.write(text)
+        self._state_file.write(text)
 
     def close(self) -> None:
         """See base.DataPlane."""
         if self._lock >= 0:
-            self._held.close()
-            self._let_go()
+            self._kernel.close()
+            self._release()
 
     def remove(self) -> None:
         """See base.DataPlane."""
@@ -477,7 +523,7 @@ class IpvsPlane:
         cleanup.remove(self._config)
 
 
-def _frontends(desired: DesiredState, keys: Iterable[ServicePortKey]) -> Iterator[Frontend]:
+def _frontends_of(desired: DesiredState, keys: Iterable[ServicePortKey]) -> Iterator[Frontend]:
     """Those of these Service ports, as far as they are there."""
     for key in keys:
         state = desired.services.get(key)

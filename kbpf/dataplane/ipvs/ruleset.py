@@ -15,7 +15,7 @@ that. Elements are those of plan.py; what is said of a family is said twice, for
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
-from kbpf.dataplane.ipvs.plan import MAPS, Element, Part, SetName
+from kbpf.dataplane.ipvs.plan import MAP_SETS, Element, ElementField, SetName
 from kbpf.model.address import ANY4, ANY6, Addr, family_of, format_addr, parse_addr
 from kbpf.model.objects import Cidr, Protocol
 
@@ -26,329 +26,385 @@ OUTPUT_PRIORITY: Final = -110
 POSTROUTING_PRIORITY: Final = 100
 
 FAMILIES: Final = (4, 6)
-L3: Final = {4: "ip", 6: "ip6"}
-ADDRESS: Final = {4: "ipv4_addr", 6: "ipv6_addr"}
-AT: Final = ("ADDRESS", "inet_proto", "inet_service")
+NETWORK_PROTOCOL: Final = {4: "ip", 6: "ip6"}
+ADDRESS_TYPE: Final = {4: "ipv4_addr", 6: "ipv6_addr"}
+FRONTEND_KEY_TYPES: Final = ("ADDRESS", "inet_proto", "inet_service")
 
-TYPES: Final[Mapping[SetName, tuple[str, ...]]] = {
+SET_TYPES: Final[Mapping[SetName, tuple[str, ...]]] = {
     SetName.VIRTUAL_IPS: ("ADDRESS",),
     SetName.LOCAL_NETWORKS: ("ADDRESS",),
     SetName.NODE_IPS: ("ADDRESS",),
-    SetName.OWN_MARKS: ("mark",),
+    SetName.OWN_FWMARKS: ("mark",),
     SetName.HAIRPINS: ("ADDRESS", "ADDRESS"),
-    SetName.SOURCES: ("ADDRESS", *AT),
+    SetName.SOURCES: ("ADDRESS", *FRONTEND_KEY_TYPES),
 }
 """Of the others: AT. MAPS are from AT to a mark."""
-INTERVALS: Final = frozenset((SetName.SOURCES, SetName.LOCAL_NETWORKS))
+INTERVAL_SETS: Final = frozenset((SetName.SOURCES, SetName.LOCAL_NETWORKS))
 
 
-class Style(NamedTuple):
+class RulesetOptions(NamedTuple):
     """What decides the chains: `bit` of the mark says that a packet is to be masqueraded; `local`
     names devices that pods of this node are behind ("cni0", "veth*"), if they are known by that.
     `ports`, both included, are for masqueraded connections.
     """
 
     table: str = "kbpf"
-    bit: int = 14
-    local: str = ""
-    ports: tuple[int, int] = (30000, 65535)
+    masquerade_bit: int = 14
+    local_interfaces: str = ""
+    masquerade_ports: tuple[int, int] = (30000, 65535)
 
     @property
-    def mark(self) -> int:
+    def masquerade_mark(self) -> int:
         """As a number."""
-        return 1 << self.bit
+        return 1 << self.masquerade_bit
 
 
 # ---- the table -----------------------------------------------------------------------------------
 
 
-def table(style: Style) -> list[Json]:
+def create_table(options: RulesetOptions) -> list[Json]:
     """Makes the table, or makes the chains of one that is there anew; sets stay as they are."""
-    made: list[Json] = [{"add": {"table": {"family": "inet", "name": style.table}}}]
-    made += [one for name in SetName for family in FAMILIES for one in _set(style, name, family)]
-    made += list(_chains(style))
-    return made
+    commands: list[Json] = [{"add": {"table": {"family": "inet", "name": options.table}}}]
+    commands += [
+        command
+        for name in SetName
+        for family in FAMILIES
+        for command in _create_set(options, name, family)
+    ]
+    commands += list(_create_chains(options))
+    return commands
 
 
-def no_table(style: Style) -> list[Json]:
+def delete_table(options: RulesetOptions) -> list[Json]:
     """Takes it away."""
-    return [{"delete": {"table": {"family": "inet", "name": style.table}}}]
+    return [{"delete": {"table": {"family": "inet", "name": options.table}}}]
 
 
-def listing(style: Style) -> Json:
+def list_table(options: RulesetOptions) -> Json:
     """Asks for all of it."""
-    return {"list": {"table": {"family": "inet", "name": style.table}}}
+    return {"list": {"table": {"family": "inet", "name": options.table}}}
 
 
-def _set(style: Style, name: SetName, family: int) -> Iterator[Json]:
-    types = [ADDRESS[family] if t == "ADDRESS" else t for t in TYPES.get(name, AT)]
-    made: Json = {
+def _create_set(options: RulesetOptions, name: SetName, family: int) -> Iterator[Json]:
+    types = [
+        ADDRESS_TYPE[family] if type_ == "ADDRESS" else type_
+        for type_ in SET_TYPES.get(name, FRONTEND_KEY_TYPES)
+    ]
+    definition: Json = {
         "family": "inet",
-        "table": style.table,
+        "table": options.table,
         "name": f"{name}{family}",
         "type": types if len(types) > 1 else types[0],
     }
-    if name in INTERVALS:
-        made["flags"] = ["interval"]
-    if name in MAPS:
-        yield {"add": {"map": {**made, "map": "mark"}}}
+    if name in INTERVAL_SETS:
+        definition["flags"] = ["interval"]
+    if name in MAP_SETS:
+        yield {"add": {"map": {**definition, "map": "mark"}}}
     else:
-        yield {"add": {"set": made}}
+        yield {"add": {"set": definition}}
 
 
-def _chains(style: Style) -> Iterator[Json]:
+def _create_chains(options: RulesetOptions) -> Iterator[Json]:
     hooks = {
         "input": ("filter", "input", INPUT_PRIORITY),
         "output": ("filter", "output", OUTPUT_PRIORITY),
         "forward": ("filter", "forward", INPUT_PRIORITY),
         "postrouting": ("nat", "postrouting", POSTROUTING_PRIORITY),
     }
-    for name, (kind, hook, priority) in hooks.items():
-        chain = {"type": kind, "hook": hook, "prio": priority, "policy": "accept"}
-        yield from _chain(style, name, chain)
+    for name, (chain_type, hook, priority) in hooks.items():
+        chain = {"type": chain_type, "hook": hook, "prio": priority, "policy": "accept"}
+        yield from _create_chain(options, name, chain)
     for hook in ("input", "output"):
         for family in FAMILIES:
-            yield from _chain(style, f"{hook}{family}", {})
-            yield _rule(
-                style, hook, _is_new(), _family(family), {"jump": {"target": f"{hook}{family}"}}
+            yield from _create_chain(options, f"{hook}{family}", {})
+            yield _add_rule(
+                options,
+                hook,
+                _match_new(),
+                _match_family(family),
+                {"jump": {"target": f"{hook}{family}"}},
             )
     for family in FAMILIES:
         for hook in ("input", "output"):
-            for words in _service_rules(style, hook, family):
-                yield _rule(style, f"{hook}{family}", *words)
+            for expressions in _service_rules(options, hook, family):
+                yield _add_rule(options, f"{hook}{family}", *expressions)
     for family in FAMILIES:
         for name in (SetName.VIRTUAL_IPS, SetName.NODE_IPS):
-            yield _rule(style, "forward", *_answers(style, family, name))
-    for words in _postrouting(style):
-        yield _rule(style, "postrouting", *words)
+            yield _add_rule(options, "forward", *_reply_rule(options, family, name))
+    for expressions in _postrouting_rules(options):
+        yield _add_rule(options, "postrouting", *expressions)
 
 
-def _chain(style: Style, name: str, more: Json) -> Iterator[Json]:
-    where = {"family": "inet", "table": style.table, "name": name}
-    yield {"add": {"chain": {**where, **more}}}
-    yield {"flush": {"chain": where}}
+def _create_chain(options: RulesetOptions, name: str, properties: Json) -> Iterator[Json]:
+    chain = {"family": "inet", "table": options.table, "name": name}
+    yield {"add": {"chain": {**chain, **properties}}}
+    yield {"flush": {"chain": chain}}
 
 
-def _rule(style: Style, chain: str, *words: Json) -> Json:
-    where = {"family": "inet", "table": style.table, "chain": chain}
-    return {"add": {"rule": {**where, "expr": list(words)}}}
+def _add_rule(options: RulesetOptions, chain: str, *expressions: Json) -> Json:
+    chain_ref = {"family": "inet", "table": options.table, "chain": chain}
+    return {"add": {"rule": {**chain_ref, "expr": list(expressions)}}}
 
 
-def _service_rules(style: Style, hook: str, family: int) -> Iterator[tuple[Json, ...]]:
+def _service_rules(options: RulesetOptions, hook: str, family: int) -> Iterator[tuple[Json, ...]]:
     """What a new connection meets, in this order."""
-    at = _at(family)
-    allowed = {"concat": [_payload(L3[family], "saddr"), *_at(family, CT_PROTOCOL)["concat"]]}
+    frontend_key = _frontend_key(family)
+    source_key = {
+        "concat": [
+            _payload_expression(NETWORK_PROTOCOL[family], "saddr"),
+            *_frontend_key(family, CT_PROTOCOL)["concat"],
+        ]
+    }
     yield (
-        _in(at, SetName.RESTRICTED, family),
-        _in(allowed, SetName.SOURCES, family, "!="),
+        _match_set(frontend_key, SetName.RESTRICTED, family),
+        _match_set(source_key, SetName.SOURCES, family, "!="),
         {"drop": None},
     )
-    marked = {"map": {"key": at, "data": f"@{SetName.SHORT_CIRCUITS}{family}"}}
-    for here in _from_here(style, hook, family):
-        yield (*here, {"mangle": {"key": MARK, "value": marked}}, {"return": None})
-    yield _in(at, SetName.DROPPED, family), {"drop": None}
+    fwmark_map = {"map": {"key": frontend_key, "data": f"@{SetName.SHORT_CIRCUITS}{family}"}}
+    for local_match in _local_matches(options, hook, family):
+        yield (*local_match, {"mangle": {"key": META_MARK, "value": fwmark_map}}, {"return": None})
+    yield _match_set(frontend_key, SetName.DROPPED, family), {"drop": None}
     unserved = (
-        _in(_payload(L3[family], "daddr"), SetName.VIRTUAL_IPS, family),
-        _in(at, SetName.SERVED, family, "!="),
+        _match_set(
+            _payload_expression(NETWORK_PROTOCOL[family], "daddr"), SetName.VIRTUAL_IPS, family
+        ),
+        _match_set(frontend_key, SetName.SERVED, family, "!="),
     )
-    for which in ((_in(at, SetName.REFUSED, family),), unserved):
-        yield *which, _protocols("tcp"), {"reject": {"type": "tcp reset"}}
-        yield *which, _protocols("udp", "sctp"), PORT_UNREACHABLE
-    yield _in(at, SetName.MASQUERADED, family), _mark({"|": [MARK, style.mark]})
+    for matches in ((_match_set(frontend_key, SetName.REFUSED, family),), unserved):
+        yield *matches, _match_protocols("tcp"), {"reject": {"type": "tcp reset"}}
+        yield *matches, _match_protocols("udp", "sctp"), PORT_UNREACHABLE
+    yield (
+        _match_set(frontend_key, SetName.MASQUERADED, family),
+        _set_mark({"|": [META_MARK, options.masquerade_mark]}),
+    )
     if hook == "input":
-        for here in _from_here(style, hook, family):
-            yield *here, {"return": None}
-        yield _in(at, SetName.MASQUERADED_OUTSIDE, family), _mark({"|": [MARK, style.mark]})
+        for local_match in _local_matches(options, hook, family):
+            yield *local_match, {"return": None}
+        yield (
+            _match_set(frontend_key, SetName.MASQUERADED_OUTSIDE, family),
+            _set_mark({"|": [META_MARK, options.masquerade_mark]}),
+        )
 
 
-def _from_here(style: Style, hook: str, family: int) -> Iterator[tuple[Json, ...]]:
+def _local_matches(options: RulesetOptions, hook: str, family: int) -> Iterator[tuple[Json, ...]]:
     """Ways to tell the node, and pods on it."""
     if hook == "output":
         yield ()
         return
-    yield (_in(_payload(L3[family], "saddr"), SetName.LOCAL_NETWORKS, family),)
-    if style.local:
-        yield (_match({"meta": {"key": "iifname"}}, style.local),)
+    yield (
+        _match_set(
+            _payload_expression(NETWORK_PROTOCOL[family], "saddr"), SetName.LOCAL_NETWORKS, family
+        ),
+    )
+    if options.local_interfaces:
+        yield (_match({"meta": {"key": "iifname"}}, options.local_interfaces),)
 
 
-def _answers(style: Style, family: int, name: SetName) -> tuple[Json, ...]:
+def _reply_rule(options: RulesetOptions, family: int, name: SetName) -> tuple[Json, ...]:
     """Answers of backends carry the mark, so that a closed FORWARD can let them pass."""
-    reply = _match({"ct": {"key": "direction"}}, "reply")
-    return reply, _asked(family, name), _mark({"|": [MARK, style.mark]})
+    is_reply = _match({"ct": {"key": "direction"}}, "reply")
+    return (
+        is_reply,
+        _match_original_destination(family, name),
+        _set_mark({"|": [META_MARK, options.masquerade_mark]}),
+    )
 
 
-def _asked(family: int, name: SetName) -> Json:
+def _match_original_destination(family: int, name: SetName) -> Json:
     """Connections to these addresses, whatever has become of their packets: those of IPVS. What BPF
     has translated, and carries the same mark, was for its backend from the beginning.
     """
-    return _in({"ct": {"key": f"{L3[family]} daddr", "dir": "original"}}, name, family)
+    return _match_set(
+        {"ct": {"key": f"{NETWORK_PROTOCOL[family]} daddr", "dir": "original"}}, name, family
+    )
 
 
-def _postrouting(style: Style) -> Iterator[tuple[Json, ...]]:
-    marked = _match({"&": [MARK, style.mark]}, style.mark)
+def _postrouting_rules(options: RulesetOptions) -> Iterator[tuple[Json, ...]]:
+    is_marked = _match({"&": [META_MARK, options.masquerade_mark]}, options.masquerade_mark)
     for family in FAMILIES:
-        source, to = _payload(L3[family], "saddr"), _payload(L3[family], "daddr")
-        to_itself = _in({"concat": [source, to]}, SetName.HAIRPINS, family)
+        source, destination = (
+            _payload_expression(NETWORK_PROTOCOL[family], "saddr"),
+            _payload_expression(NETWORK_PROTOCOL[family], "daddr"),
+        )
+        is_hairpin = _match_set({"concat": [source, destination]}, SetName.HAIRPINS, family)
         for name in (SetName.VIRTUAL_IPS, SetName.NODE_IPS):
-            asked = _asked(family, name)
-            for is_one, masquerade in _masquerade(style):
-                yield is_one, marked, asked, _mark({"^": [MARK, style.mark]}), masquerade
-                yield is_one, to_itself, asked, masquerade
+            is_ipvs = _match_original_destination(family, name)
+            for is_protocol, masquerade in _masquerade_expressions(options):
+                yield (
+                    is_protocol,
+                    is_marked,
+                    is_ipvs,
+                    _set_mark({"^": [META_MARK, options.masquerade_mark]}),
+                    masquerade,
+                )
+                yield is_protocol, is_hairpin, is_ipvs, masquerade
         # Who dials an address of this machine does so from that address.
-        for is_one, masquerade in _masquerade(style):
-            yield is_one, _in(source, SetName.VIRTUAL_IPS, family), masquerade
+        for is_protocol, masquerade in _masquerade_expressions(options):
+            yield is_protocol, _match_set(source, SetName.VIRTUAL_IPS, family), masquerade
 
 
-def _masquerade(style: Style) -> Iterator[tuple[Json, Json]]:
+def _masquerade_expressions(options: RulesetOptions) -> Iterator[tuple[Json, Json]]:
     """For each protocol that has ports. They are others than those of mode bpf, whose connections
     may go on beside ours.
     """
     flags = ["random", "fully-random"]
     for protocol in ("tcp", "udp", "sctp"):
-        ports = {"range": list(style.ports)}
-        yield _match(L4, protocol), {"masquerade": {"port": ports, "flags": flags}}
+        ports = {"range": list(options.masquerade_ports)}
+        yield _match(META_L4PROTO, protocol), {"masquerade": {"port": ports, "flags": flags}}
 
 
 # ---- words ---------------------------------------------------------------------------------------
 
-MARK: Final[Json] = {"meta": {"key": "mark"}}
-L4: Final[Json] = {"meta": {"key": "l4proto"}}
+META_MARK: Final[Json] = {"meta": {"key": "mark"}}
+META_L4PROTO: Final[Json] = {"meta": {"key": "l4proto"}}
 CT_PROTOCOL: Final[Json] = {"ct": {"key": "protocol", "dir": "original"}}
 """For a set of intervals. There libnftables (1.0.6) swaps the bytes of L4, in twos though it is one
 byte, which newer kernels refuse (EOPNOTSUPP in 7.2)."""
 PORT_UNREACHABLE: Final[Json] = {"reject": {"type": "icmpx", "expr": "port-unreachable"}}
 
 
-def _payload(protocol: str, name: str) -> Json:
+def _payload_expression(protocol: str, name: str) -> Json:
     return {"payload": {"protocol": protocol, "field": name}}
 
 
-def _at(family: int, protocol: Json = L4) -> Json:
-    return {"concat": [_payload(L3[family], "daddr"), protocol, _payload("th", "dport")]}
+def _frontend_key(family: int, protocol: Json = META_L4PROTO) -> Json:
+    return {
+        "concat": [
+            _payload_expression(NETWORK_PROTOCOL[family], "daddr"),
+            protocol,
+            _payload_expression("th", "dport"),
+        ]
+    }
 
 
-def _match(left: Json, right: Any, operator: str = "==") -> Json:
-    return {"match": {"op": operator, "left": left, "right": right}}
+def _match(operand: Json, value: Any, operator: str = "==") -> Json:
+    return {"match": {"op": operator, "left": operand, "right": value}}
 
 
-def _in(key: Json, name: SetName, family: int, operator: str = "==") -> Json:
+def _match_set(key: Json, name: SetName, family: int, operator: str = "==") -> Json:
     return _match(key, f"@{name}{family}", operator)
 
 
-def _is_new() -> Json:
+def _match_new() -> Json:
     return _match({"ct": {"key": "state"}}, "new", "in")
 
 
-def _family(family: int) -> Json:
+def _match_family(family: int) -> Json:
     return _match({"meta": {"key": "nfproto"}}, {4: "ipv4", 6: "ipv6"}[family])
 
 
-def _protocols(*names: str) -> Json:
-    return _match(L4, {"set": list(names)})
+def _match_protocols(*names: str) -> Json:
+    return _match(META_L4PROTO, {"set": list(names)})
 
 
-def _mark(value: Json) -> Json:
-    return {"mangle": {"key": MARK, "value": value}}
+def _set_mark(value: Json) -> Json:
+    return {"mangle": {"key": META_MARK, "value": value}}
 
 
 # ---- elements ------------------------------------------------------------------------------------
 
 
-def removal(style: Style, elements: Iterable[Element]) -> list[Json]:
+def delete_elements(options: RulesetOptions, elements: Iterable[Element]) -> list[Json]:
     """Takes elements out of their sets; all of them must be there."""
-    return [{"delete": one} for one in _grouped(style, elements, keys_only=True)]
+    return [{"delete": group} for group in _group_by_set(options, elements, keys_only=True)]
 
 
-def addition(style: Style, elements: Iterable[Element]) -> list[Json]:
+def add_elements(options: RulesetOptions, elements: Iterable[Element]) -> list[Json]:
     """Puts elements into their sets."""
-    return [{"add": one} for one in _grouped(style, elements, keys_only=False)]
+    return [{"add": group} for group in _group_by_set(options, elements, keys_only=False)]
 
 
-def _grouped(style: Style, elements: Iterable[Element], keys_only: bool) -> list[Json]:
-    found: dict[tuple[SetName, int], list[Any]] = {}
+def _group_by_set(
+    options: RulesetOptions, elements: Iterable[Element], keys_only: bool
+) -> list[Json]:
+    by_set: dict[tuple[SetName, int], list[Any]] = {}
     for name, parts in elements:
-        found.setdefault((name, _family_of(parts)), []).append(_written(name, parts, keys_only))
+        by_set.setdefault((name, _family_of(parts)), []).append(
+            _encode_element(name, parts, keys_only)
+        )
     return [
-        {"element": {"family": "inet", "table": style.table, "name": f"{name}{family}",
-                     "elem": found[name, family]}}
-        for name, family in sorted(found)
+        {"element": {"family": "inet", "table": options.table, "name": f"{name}{family}",
+                     "elem": by_set[name, family]}}
+        for name, family in sorted(by_set)
     ]  # fmt: skip
 
 
-def _family_of(parts: tuple[Part, ...]) -> int:
+def _family_of(parts: tuple[ElementField, ...]) -> int:
     first = parts[0]
     address = first.address if isinstance(first, Cidr) else first
     assert isinstance(address, bytes)
     return family_of(address)
 
 
-def _written(name: SetName, parts: tuple[Part, ...], key_only: bool) -> Any:
-    if name is SetName.OWN_MARKS:
+def _encode_element(name: SetName, parts: tuple[ElementField, ...], key_only: bool) -> Any:
+    if name is SetName.OWN_FWMARKS:
         return parts[1]
-    if name in MAPS:
-        key = _written(SetName.SERVED, parts[:-1], True)
+    if name in MAP_SETS:
+        key = _encode_element(SetName.SERVED, parts[:-1], True)
         return key if key_only else [key, parts[-1]]
-    words = [_word(part) for part in parts]
-    return {"concat": words} if len(words) > 1 else words[0]
+    fields = [_encode_field(part) for part in parts]
+    return {"concat": fields} if len(fields) > 1 else fields[0]
 
 
-def _word(part: Part) -> Any:
-    match part:
+def _encode_field(field: ElementField) -> Any:
+    match field:
         case Cidr(address, bits):
             length = bits - 96 if family_of(address) == 4 else bits
-            whole = 32 if family_of(address) == 4 else 128
+            max_length = 32 if family_of(address) == 4 else 128
             if length == 0:
-                return {"range": ["0.0.0.0", "255.255.255.255"] if whole == 32
+                return {"range": ["0.0.0.0", "255.255.255.255"] if max_length == 32
                         else ["::", "ffff:ffff:ffff:ffff:ffff:ffff:ffff:ffff"]}  # fmt: skip
             text = format_addr(address)
-            return text if length == whole else {"prefix": {"addr": text, "len": length}}
+            return text if length == max_length else {"prefix": {"addr": text, "len": length}}
         case bytes():
-            return format_addr(part)
+            return format_addr(field)
         case Protocol():
-            return part.name.lower()
+            return field.name.lower()
         case _:
-            return part
+            return field
 
 
-def read(listed: Iterable[Json]) -> frozenset[Element]:
+def parse_elements(items: Iterable[Json]) -> frozenset[Element]:
     """The elements in libnftables' answer to listing(); other sets count for nothing."""
-    found: set[Element] = set()
-    for one in listed:
-        made = one.get("set") or one.get("map")
-        if made is None:
+    elements: set[Element] = set()
+    for item in items:
+        set_ = item.get("set") or item.get("map")
+        if set_ is None:
             continue
-        name, digit = str(made["name"])[:-1], str(made["name"])[-1:]
+        name, digit = str(set_["name"])[:-1], str(set_["name"])[-1:]
         if name in set(SetName) and digit in ("4", "6"):
-            for text in made.get("elem", ()):
-                found.add((SetName(name), _parts(SetName(name), int(digit), text)))
-    return frozenset(found)
+            for value in set_.get("elem", ()):
+                elements.add((SetName(name), _parse_fields(SetName(name), int(digit), value)))
+    return frozenset(elements)
 
 
-def _parts(name: SetName, family: int, text: Any) -> tuple[Part, ...]:
-    if name is SetName.OWN_MARKS:
-        return (ANY4 if family == 4 else ANY6, int(text))
-    if name in MAPS:
-        return (*_parts(SetName.SERVED, family, text[0]), int(text[1]))
-    words = text["concat"] if isinstance(text, dict) and "concat" in text else [text]
-    types = TYPES.get(name, AT)
-    parts: list[Part] = []
-    for index, (word, kind) in enumerate(zip(words, types, strict=True)):
-        if name in INTERVALS and index == 0:
-            parts.append(_network(word, family))
-        elif kind == "ADDRESS":
-            parts.append(parse_addr(str(word)))
-        elif kind == "inet_proto":
-            parts.append(Protocol(word) if isinstance(word, int) else Protocol[str(word).upper()])
+def _parse_fields(name: SetName, family: int, value: Any) -> tuple[ElementField, ...]:
+    if name is SetName.OWN_FWMARKS:
+        return (ANY4 if family == 4 else ANY6, int(value))
+    if name in MAP_SETS:
+        return (*_parse_fields(SetName.SERVED, family, value[0]), int(value[1]))
+    values = value["concat"] if isinstance(value, dict) and "concat" in value else [value]
+    types = SET_TYPES.get(name, FRONTEND_KEY_TYPES)
+    parts: list[ElementField] = []
+    for index, (field, type_name) in enumerate(zip(values, types, strict=True)):
+        if name in INTERVAL_SETS and index == 0:
+            parts.append(_parse_network(field, family))
+        elif type_name == "ADDRESS":
+            parts.append(parse_addr(str(field)))
+        elif type_name == "inet_proto":
+            parts.append(
+                Protocol(field) if isinstance(field, int) else Protocol[str(field).upper()]
+            )
         else:
-            parts.append(int(word))
+            parts.append(int(field))
     return tuple(parts)
 
 
-def _network(word: Any, family: int) -> Cidr:
-    if isinstance(word, str):
-        return Cidr(parse_addr(word), 128)
-    if "range" in word:
+def _parse_network(value: Any, family: int) -> Cidr:
+    if isinstance(value, str):
+        return Cidr(parse_addr(value), 128)
+    if "range" in value:
         return Cidr(ANY4 if family == 4 else ANY6, 96 if family == 4 else 0)
-    prefix = word["prefix"]
-    more = 96 if family == 4 else 0
-    return Cidr(Addr(parse_addr(prefix["addr"])), int(prefix["len"]) + more)
+    prefix = value["prefix"]
+    offset = 96 if family == 4 else 0
+    return Cidr(Addr(parse_addr(prefix["addr"])), int(prefix["len"]) + offset)

@@ -14,62 +14,66 @@ from msgspec.structs import replace
 from kbpf.errors import KernelError
 from kbpf.model.desired import ServicePortKey, ServiceState
 
-STATUS: Final = "status"
-SERVICES: Final = "services"
-NAMES: Final = "names"
-FILES: Final = tuple(f"{name}{end}" for name in (STATUS, SERVICES, NAMES) for end in ("", ".new"))
+STATUS_FILE: Final = "status"
+SERVICES_FILE: Final = "services"
+NAMES_FILE: Final = "names"
+FILES: Final = tuple(
+    f"{name}{end}" for name in (STATUS_FILE, SERVICES_FILE, NAMES_FILE) for end in ("", ".new")
+)
 
 
-class Notes:
+class StateFile:
     """Of one agent. A change costs the change; writing costs all, and happens with the status."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._services: dict[ServicePortKey, bytes] = {}
-        self._written = False
+        self._is_written = False
 
-    def note(self, key: ServicePortKey, state: ServiceState | None) -> None:
+    def set_service(self, key: ServicePortKey, state: ServiceState | None) -> None:
         """This Service port is programmed like this now, or not at all."""
         if state is None:
-            self._written = self._services.pop(key, None) is None and self._written
+            self._is_written = self._services.pop(key, None) is None and self._is_written
             return
-        bare = replace(
+        summary = replace(
             state, cluster=(), local=(), serving=(), source_ranges=(), lost=(), on_node=()
         )
-        raw = msgspec.json.encode(bare)
-        self._written = self._services.get(key) == raw and self._written
+        raw = msgspec.json.encode(summary)
+        self._is_written = self._services.get(key) == raw and self._is_written
         self._services[key] = raw
 
     def write(self, status: bytes) -> None:
         """Leaves both. KernelError if the folder cannot be written."""
         try:
-            if not self._written:
-                put(self._folder, SERVICES, b"[" + b",".join(self._services.values()) + b"]")
-                self._written = True
-            put(self._folder, STATUS, status)
+            if not self._is_written:
+                write_file(
+                    self._folder, SERVICES_FILE, b"[" + b",".join(self._services.values()) + b"]"
+                )
+                self._is_written = True
+            write_file(self._folder, STATUS_FILE, status)
         except OSError as error:
             raise KernelError(
                 "cannot write the status", str(self._folder), "", error.errno or 0
             ) from error
 
 
-def put(folder: Path, name: str, text: bytes) -> None:
+def write_file(folder: Path, name: str, content: bytes) -> None:
     """A file, at once."""
     new = folder / f"{name}.new"
-    new.write_bytes(text)
+    new.write_bytes(content)
     new.rename(folder / name)
 
 
-def read(folder: Path) -> tuple[ServiceState, ...]:
+def read_services(folder: Path) -> tuple[ServiceState, ...]:
     """The Service ports; none where nothing, or nothing that this version understands, stands."""
     try:
-        raw = (folder / SERVICES).read_bytes()
+        raw = (folder / SERVICES_FILE).read_bytes()
         return msgspec.json.decode(raw, type=tuple[ServiceState, ...])
     except (OSError, msgspec.DecodeError):
         return ()
 
 
-def remove(folder: Path, files: Iterable[str] = FILES) -> None:
+def remove_files(folder: Path, files: Iterable[str] = FILES) -> None:
     """Takes them away."""
     for name in files:
         (folder / name).unlink(missing_ok=True)

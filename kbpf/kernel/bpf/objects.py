@@ -15,30 +15,30 @@ from typing import Any, Final, Self
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf import sock_storage, syscalls
 
-MAP_HASH: Final = 1
-MAP_ARRAY: Final = 2
-MAP_PROG_ARRAY: Final = 3
-MAP_PERCPU_ARRAY: Final = 6
-MAP_LRU_HASH: Final = 9
-MAP_LPM_TRIE: Final = 11
-MAP_QUEUE: Final = 22
-MAP_SK_STORAGE: Final = 24
+BPF_MAP_TYPE_HASH: Final = 1
+BPF_MAP_TYPE_ARRAY: Final = 2
+BPF_MAP_TYPE_PROG_ARRAY: Final = 3
+BPF_MAP_TYPE_PERCPU_ARRAY: Final = 6
+BPF_MAP_TYPE_LRU_HASH: Final = 9
+BPF_MAP_TYPE_LPM_TRIE: Final = 11
+BPF_MAP_TYPE_QUEUE: Final = 22
+BPF_MAP_TYPE_SK_STORAGE: Final = 24
 
-F_NO_PREALLOC: Final = 1
-F_ALLOW_MULTI: Final = 2
-ANY: Final = 0
-NOEXIST: Final = 1
-EXIST: Final = 2
+BPF_F_NO_PREALLOC: Final = 1
+BPF_F_ALLOW_MULTI: Final = 2
+BPF_ANY: Final = 0
+BPF_NOEXIST: Final = 1
+BPF_EXIST: Final = 2
 
 ENOTSUPP: Final = 524
 """The kernel's own word for "this map cannot do that", which has no name in user space."""
 
-BATCH: Final = 16_384
+BATCH_SIZE: Final = 16_384
 """Entries per batch call: bounds the buffers without costing calls."""
 
 LICENSE: Final = b"Dual BSD/GPL"
 """What the kernel is told of the programs: GPL-2.0 or BSD-2-Clause, as their files say."""
-VERIFIER: Final = "report it, with what `kbpf check` says; what was attached goes on"
+VERIFIER_HINT: Final = "report it, with what `kbpf check` says; what was attached goes on"
 """What to do when the verifier says no to who may load programs."""
 _LOG_SIZE: Final = 1 << 20
 
@@ -61,20 +61,26 @@ class Map(syscalls.Fd):
 
     @classmethod
     def create(
-        cls, kind: int, name: str, key_size: int, value_size: int, max_entries: int, flags: int = 0
+        cls,
+        map_type: int,
+        name: str,
+        key_size: int,
+        value_size: int,
+        max_entries: int,
+        flags: int = 0,
     ) -> Self:
         """A new map. The name is cut to the kernel's 15 characters. A socket storage has no number
         of entries.
         """
         opts = syscalls.MapCreateOpts(sz=ctypes.sizeof(syscalls.MapCreateOpts), map_flags=flags)
-        if kind == MAP_SK_STORAGE:
+        if map_type == BPF_MAP_TYPE_SK_STORAGE:
             max_entries = 0
-            types = sock_storage.value_type(value_size)
-            opts.btf_fd, opts.btf_key_type_id, opts.btf_value_type_id = types
+            btf_ids = sock_storage.load_value_btf(value_size)
+            opts.btf_fd, opts.btf_key_type_id, opts.btf_value_type_id = btf_ids
         fd = syscalls.lib().bpf_map_create(
-            kind, name[:15].encode(), key_size, value_size, max_entries, ctypes.byref(opts)
+            map_type, name[:15].encode(), key_size, value_size, max_entries, ctypes.byref(opts)
         )
-        if kind == MAP_SK_STORAGE:
+        if map_type == BPF_MAP_TYPE_SK_STORAGE:
             os.close(opts.btf_fd)
         return cls(
             syscalls.check(fd, "cannot create the map", f"{name}, {max_entries} entries"), name
@@ -83,9 +89,9 @@ class Map(syscalls.Fd):
     @classmethod
     def open(cls, path: Path) -> Self:
         """The map that is pinned there."""
-        return cls(syscalls.opened(path), path.name)
+        return cls(syscalls.open_pinned(path), path.name)
 
-    def memory(self) -> int | None:
+    def read_memory(self) -> int | None:
         """Bytes that the kernel says it takes; None where it does not say.
 
         Before Linux v6.4 an estimate for a map that is full.
@@ -94,33 +100,33 @@ class Map(syscalls.Fd):
             text = Path(f"/proc/self/fdinfo/{self.fd}").read_text()
         except OSError:
             return None
-        facts = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
-        memlock = facts.get("memlock", "").strip()
+        fields = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
+        memlock = fields.get("memlock", "").strip()
         return int(memlock) if memlock.isdigit() else None
 
     def lookup(self, key: bytes) -> bytes | None:
         """The value, or None. A per-CPU map gives the values of all CPUs, 8-byte aligned."""
-        out = ctypes.create_string_buffer(self._room())
+        out = ctypes.create_string_buffer(self._lookup_size())
         result = syscalls.lib().bpf_map_lookup_elem(self.fd, key, out)
         if result == -errno.ENOENT:
             return None
         syscalls.check(result, "cannot read", f"map {self.name}")
         return out.raw
 
-    def _room(self) -> int:
-        if self.type == MAP_PERCPU_ARRAY:
-            return (self.value_size + 7) // 8 * 8 * possible_cpus()
+    def _lookup_size(self) -> int:
+        if self.type == BPF_MAP_TYPE_PERCPU_ARRAY:
+            return (self.value_size + 7) // 8 * 8 * count_possible_cpus()
         return self.value_size
 
-    def update(self, key: bytes, value: bytes, flags: int = ANY) -> None:
+    def update(self, key: bytes, value: bytes, flags: int = BPF_ANY) -> None:
         """Writes one entry. A full map is a KernelError with E2BIG; which setting bounds a map,
         if any does, is known to who sizes them.
         """
-        self._written(
+        self._check_update(
             syscalls.lib().bpf_map_update_elem(self.fd, key, value, ctypes.c_uint64(flags))
         )
 
-    def _written(self, result: int) -> None:
+    def _check_update(self, result: int) -> None:
         where = f"map {self.name}, {self.max_entries} entries"
         syscalls.check(
             result, "the map is full" if result == -errno.E2BIG else "cannot write", where
@@ -128,26 +134,28 @@ class Map(syscalls.Fd):
 
     def add(self, key: bytes, value: bytes) -> bool:
         """Writes one entry unless its key is there; whether it was written."""
-        result = syscalls.lib().bpf_map_update_elem(self.fd, key, value, ctypes.c_uint64(NOEXIST))
+        result = syscalls.lib().bpf_map_update_elem(
+            self.fd, key, value, ctypes.c_uint64(BPF_NOEXIST)
+        )
         if result == -errno.EEXIST:
             return False
-        self._written(result)
+        self._check_update(result)
         return True
 
     def push(self, value: bytes) -> bool:
         """Puts a value at the end of a queue; False when that is full."""
-        result = syscalls.lib().bpf_map_update_elem(self.fd, None, value, ctypes.c_uint64(ANY))
+        result = syscalls.lib().bpf_map_update_elem(self.fd, None, value, ctypes.c_uint64(BPF_ANY))
         if result == -errno.E2BIG:
             return False
-        self._written(result)
+        self._check_update(result)
         return True
 
     def replace(self, key: bytes, value: bytes) -> bool:
         """Writes one entry if its key is there; whether it was."""
-        result = syscalls.lib().bpf_map_update_elem(self.fd, key, value, ctypes.c_uint64(EXIST))
+        result = syscalls.lib().bpf_map_update_elem(self.fd, key, value, ctypes.c_uint64(BPF_EXIST))
         if result == -errno.ENOENT:
             return False
-        self._written(result)
+        self._check_update(result)
         return True
 
     def delete(self, key: bytes) -> bool:
@@ -158,15 +166,15 @@ class Map(syscalls.Fd):
         syscalls.check(result, "cannot delete", f"map {self.name}")
         return True
 
-    def take(self, key: bytes) -> bytes | None:
+    def lookup_and_delete(self, key: bytes) -> bytes | None:
         """Deletes an entry of a hash map; what it was, or None if it was not there. In one step,
         but before Linux v5.14.
         """
         out = ctypes.create_string_buffer(self.value_size)
         result = syscalls.lib().bpf_map_lookup_and_delete_elem(self.fd, key, out)
         if result == -ENOTSUPP:
-            was = self.lookup(key)
-            return was if was is not None and self.delete(key) else None
+            value = self.lookup(key)
+            return value if value is not None and self.delete(key) else None
         if result == -errno.ENOENT:
             return None
         syscalls.check(result, "cannot take out", f"map {self.name}")
@@ -176,8 +184,8 @@ class Map(syscalls.Fd):
         """Writes all entries, given back to back; how many calls it took."""
         total, calls = len(keys) // self.key_size, 0
         opts = syscalls.BatchOpts(sz=ctypes.sizeof(syscalls.BatchOpts))
-        for start in range(0, total, BATCH):
-            n = min(BATCH, total - start)
+        for start in range(0, total, BATCH_SIZE):
+            n = min(BATCH_SIZE, total - start)
             count = ctypes.c_uint32(n)
             k = keys[start * self.key_size : (start + n) * self.key_size]
             v = values[start * self.value_size : (start + n) * self.value_size]
@@ -190,7 +198,7 @@ class Map(syscalls.Fd):
                     self.update(key, value)
                     calls += 1
             else:
-                self._written(result)
+                self._check_update(result)
         return calls
 
     def delete_batch(self, keys: bytes) -> int:
@@ -198,15 +206,15 @@ class Map(syscalls.Fd):
         total, start, calls = len(keys) // self.key_size, 0, 0
         opts = syscalls.BatchOpts(sz=ctypes.sizeof(syscalls.BatchOpts))
         while start < total:
-            count = ctypes.c_uint32(min(BATCH, total - start))
+            count = ctypes.c_uint32(min(BATCH_SIZE, total - start))
             k = keys[start * self.key_size : (start + count.value) * self.key_size]
             result = syscalls.lib().bpf_map_delete_batch(
                 self.fd, k, ctypes.byref(count), ctypes.byref(opts)
             )
             calls += 1
             if result == -ENOTSUPP:
-                for at in range(start, total):
-                    self.delete(keys[at * self.key_size : (at + 1) * self.key_size])
+                for i in range(start, total):
+                    self.delete(keys[i * self.key_size : (i + 1) * self.key_size])
                 return calls + total - start
             start += count.value
             if result == -errno.ENOENT:
@@ -220,8 +228,8 @@ class Map(syscalls.Fd):
         storage by the first eight bytes of the value, where programs write the socket's cookie.
         """
         ks, vs = self.key_size, self.value_size
-        if self.type == MAP_SK_STORAGE:
-            for values in sock_storage.values(self.fd, vs):
+        if self.type == BPF_MAP_TYPE_SK_STORAGE:
+            for values in sock_storage.iterate_values(self.fd, vs):
                 yield from ((values[i : i + 8], values[i : i + vs])
                             for i in range(0, len(values), vs))  # fmt: skip
             return
@@ -233,53 +241,55 @@ class Map(syscalls.Fd):
         """The same, many keys and their values at a time, back to back; of a socket storage without
         keys.
         """
-        if self.type == MAP_SK_STORAGE:
-            yield from ((b"", values) for values in sock_storage.values(self.fd, self.value_size))
+        if self.type == BPF_MAP_TYPE_SK_STORAGE:
+            yield from (
+                (b"", values) for values in sock_storage.iterate_values(self.fd, self.value_size)
+            )
             return
         cursor: bytes | None = None
         while True:
             try:
-                keys, values, cursor = self.batch(cursor)
+                keys, values, cursor = self.lookup_batch(cursor)
             except KernelError as error:
                 if error.errno != ENOTSUPP or cursor is not None:
                     raise
-                yield from self._one_by_one()  # LPM tries before v5.14
+                yield from self._iterate_keys()  # LPM tries before v5.14
                 return
             yield keys, values
             if cursor is None:
                 return
 
-    def batch(
+    def lookup_batch(
         self, cursor: bytes | None, entries: int | None = None
     ) -> tuple[bytes, bytes, bytes | None]:
         """One of these, of about so many entries (BATCH unless told), and where the next one
         begins; None at the beginning, and at the end.
         """
-        following = ctypes.create_string_buffer(max(8, self.key_size))
+        next_cursor = ctypes.create_string_buffer(max(8, self.key_size))
         opts = syscalls.BatchOpts(sz=ctypes.sizeof(syscalls.BatchOpts))
-        room, result = entries or BATCH, -errno.ENOSPC
+        capacity, result = entries or BATCH_SIZE, -errno.ENOSPC
         while result == -errno.ENOSPC:  # one bucket holds more than the buffers do
-            keys = ctypes.create_string_buffer(room * self.key_size)
-            values = ctypes.create_string_buffer(room * self.value_size)
-            count = ctypes.c_uint32(room)
+            keys = ctypes.create_string_buffer(capacity * self.key_size)
+            values = ctypes.create_string_buffer(capacity * self.value_size)
+            count = ctypes.c_uint32(capacity)
             result = syscalls.lib().bpf_map_lookup_batch(
-                self.fd, cursor, following, keys, values, ctypes.byref(count), ctypes.byref(opts)
+                self.fd, cursor, next_cursor, keys, values, ctypes.byref(count), ctypes.byref(opts)
             )
-            room *= 2
+            capacity *= 2
         if result != -errno.ENOENT:
             syscalls.check(result, "cannot read", f"map {self.name}")
         return (
             bytes(memoryview(keys)[: count.value * self.key_size]),
             bytes(memoryview(values)[: count.value * self.value_size]),
-            None if result == -errno.ENOENT else following.raw,
+            None if result == -errno.ENOENT else next_cursor.raw,
         )
 
-    def _one_by_one(self) -> Iterator[tuple[bytes, bytes]]:
+    def _iterate_keys(self) -> Iterator[tuple[bytes, bytes]]:
         """All entries, a key at a time."""
         key: bytes | None = None
-        following = ctypes.create_string_buffer(self.key_size)
-        while syscalls.lib().bpf_map_get_next_key(self.fd, key, following) == 0:
-            key = following.raw
+        next_key = ctypes.create_string_buffer(self.key_size)
+        while syscalls.lib().bpf_map_get_next_key(self.fd, key, next_key) == 0:
+            key = next_key.raw
             value = self.lookup(key)
             if value is not None:
                 yield key, value
@@ -292,7 +302,7 @@ class Map(syscalls.Fd):
 
 
 @lru_cache(maxsize=1)
-def possible_cpus() -> int:
+def count_possible_cpus() -> int:
     """How many values a per-CPU map holds for each key."""
     return syscalls.check(syscalls.lib().libbpf_num_possible_cpus(), "cannot count the CPUs")
 
@@ -301,7 +311,7 @@ class Program(syscalls.Fd):
     """A loaded program."""
 
     @classmethod
-    def load(cls, name: str, kind: int, attach_type: int, insns: bytes) -> Self:
+    def load(cls, name: str, program_type: int, attach_type: int, insns: bytes) -> Self:
         """Loads bytecode whose map references are patched. A refusal carries the last lines of
         the verifier's log.
         """
@@ -312,7 +322,7 @@ class Program(syscalls.Fd):
         def attempt() -> int:
             return int(
                 syscalls.lib().bpf_prog_load(
-                    kind,
+                    program_type,
                     name[:15].encode(),
                     LICENSE,
                     insns,
@@ -326,21 +336,21 @@ class Program(syscalls.Fd):
             return cls(fd, name)
         log = ctypes.create_string_buffer(_LOG_SIZE)
         opts.log_level, opts.log_size, opts.log_buf = 1, _LOG_SIZE, ctypes.addressof(log)
-        again = attempt()
-        if again >= 0:
-            return cls(again, name)
+        retry_fd = attempt()
+        if retry_fd >= 0:
+            return cls(retry_fd, name)
         lines = [line for line in log.value.decode("ascii", "replace").splitlines() if line]
         reason = " | ".join(line for line in lines[-3:] if not line.startswith("processed"))
-        hint = VERIFIER if lines and syscalls.privileged() else ""
+        hint = VERIFIER_HINT if lines and syscalls.is_privileged() else ""
         syscalls.check(fd, f"the kernel refuses the program {name}", reason[-300:], hint)
         raise AssertionError("unreachable")
 
     @classmethod
     def open(cls, path: Path) -> Self:
         """The program that is pinned there."""
-        return cls(syscalls.opened(path), path.name)
+        return cls(syscalls.open_pinned(path), path.name)
 
-    def info(self) -> "ProgramInfo":
+    def read_info(self) -> "ProgramInfo":
         """What the kernel says of it."""
         ids = (ctypes.c_uint32 * 64)()
         info = syscalls.RawProgInfo(nr_map_ids=64, map_ids=ctypes.addressof(ids))
@@ -377,7 +387,7 @@ class Link(syscalls.Fd):
     @classmethod
     def open(cls, path: Path) -> Self:
         """The link that is pinned there."""
-        return cls(syscalls.opened(path), path.name)
+        return cls(syscalls.open_pinned(path), path.name)
 
     def update(self, program: Program) -> None:
         """Replaces the program at once: every call runs either the old or the new one."""
@@ -393,7 +403,7 @@ class Link(syscalls.Fd):
             syscalls.lib().bpf_link_detach(self.fd), f"cannot detach {self.name}", "link"
         )
 
-    def info(self) -> "LinkInfo":
+    def read_info(self) -> "LinkInfo":
         """What it attaches, and where. A cgroup that is gone has id 0."""
         info = syscalls.RawLinkInfo()
         syscalls.read_info(self.fd, info, f"link {self.name}")
@@ -405,12 +415,12 @@ class LinkInfo:
     """A cgroup link."""
 
     id: int
-    program: int
-    cgroup: int
+    program_id: int
+    cgroup_id: int
     attach_type: int
 
 
-def map_by_id(map_id: int) -> Map:
+def open_map_by_id(map_id: int) -> Map:
     """Opens a map that somebody holds."""
     fd = syscalls.check(
         syscalls.lib().bpf_map_get_fd_by_id(map_id), "cannot open the map with this id", str(map_id)
@@ -418,7 +428,7 @@ def map_by_id(map_id: int) -> Map:
     return Map(fd, str(map_id))
 
 
-def program_by_id(program_id: int, name: str = "") -> Program:
+def open_program_by_id(program_id: int, name: str = "") -> Program:
     """Opens a program that is loaded."""
     fd = syscalls.check(
         syscalls.lib().bpf_prog_get_fd_by_id(program_id),
@@ -428,7 +438,7 @@ def program_by_id(program_id: int, name: str = "") -> Program:
     return Program(fd, name or str(program_id))
 
 
-def attached(cgroup_fd: int, attach_type: int) -> tuple[int, ...]:
+def list_attached(cgroup_fd: int, attach_type: int) -> tuple[int, ...]:
     """Ids of the programs attached to this cgroup itself, in the order in which they run."""
     ids = (ctypes.c_uint32 * 64)()
     count = ctypes.c_uint32(64)

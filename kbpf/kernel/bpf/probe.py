@@ -35,92 +35,94 @@ CAPABILITIES: Final = {
 }
 
 
-SYS_RESOURCE: Final = {"CAP_SYS_RESOURCE": 24}
+MEMLOCK_CAPABILITIES: Final = {"CAP_SYS_RESOURCE": 24}
 """For kernels whose limit of locked memory has to be raised."""
 
 
-def call(helper: int) -> bytes:
+def encode_call(helper_id: int) -> bytes:
     """The instruction that calls a helper by its number."""
-    return struct.pack("=BBhi", 0x85, 0, 0, helper)
+    return struct.pack("=BBhi", 0x85, 0, 0, helper_id)
 
 
-def _tried(error: KernelError) -> Probe:
+def _probe_from_error(error: KernelError) -> Probe:
     name = errno.errorcode.get(error.errno, str(error.errno))
     if error.errno in (errno.EPERM, errno.EACCES) and os.geteuid() != 0:
         return Probe(None, f"{name}: not enough privileges to find out")
     return Probe(False, name)
 
 
-def loads(kind: int, attach_type: int, body: bytes = b"") -> Probe:
+def probe_program(program_type: int, attach_type: int, body: bytes = b"") -> Probe:
     """Whether a program of these types loads, with `body` before `r0 = 1; exit`."""
     try:
-        Program.load("kbpf_probe", kind, attach_type, body + RETURN_1).close()
+        Program.load("kbpf_probe", program_type, attach_type, body + RETURN_1).close()
     except KernelError as error:
-        return _tried(error)
+        return _probe_from_error(error)
     return Probe(True)
 
 
 @cache
-def helper(kind: int, attach_type: int, number: int, *arguments: int) -> Probe:
+def probe_helper(program_type: int, attach_type: int, helper_id: int, *arguments: int) -> Probe:
     """Whether programs of these types may call this helper with these numbers; with 0 if none."""
     set_arguments = b"".join(
         struct.pack("=BBhi", 0xB7, register, 0, argument)
         for register, argument in enumerate(arguments or (0,), start=1)
     )
-    return loads(kind, attach_type, set_arguments + call(number))
+    return probe_program(program_type, attach_type, set_arguments + encode_call(helper_id))
 
 
 def missing_capabilities(status: str | None = None) -> tuple[str, ...]:
     """Those of CAPABILITIES that this process lacks; `status` is /proc/self/status."""
     text = Path("/proc/self/status").read_text() if status is None else status
-    facts = dict(line.split(":\t", 1) for line in text.splitlines() if ":\t" in line)
-    held = int(facts.get("CapEff", "0"), 16)
-    wanted = CAPABILITIES | (SYS_RESOURCE if syscalls.locked_limit() is not None else {})
-    return tuple(name for name, bit in wanted.items() if not held >> bit & 1)
+    fields = dict(line.split(":\t", 1) for line in text.splitlines() if ":\t" in line)
+    cap_eff = int(fields.get("CapEff", "0"), 16)
+    required = CAPABILITIES | (MEMLOCK_CAPABILITIES if syscalls.memlock_limit() is not None else {})
+    return tuple(name for name, bit in required.items() if not cap_eff >> bit & 1)
 
 
-def map_works(kind: int, flags: int = 0) -> Probe:
+def probe_map(map_type: int, flags: int = 0) -> Probe:
     """Whether a map of this type can be made, written and read."""
     try:
-        with Map.create(kind, "kbpf_probe", 4, 8, 4, flags) as made:
-            made.update(bytes(4), bytes(8))
-            found = made.lookup(bytes(4))
+        with Map.create(map_type, "kbpf_probe", 4, 8, 4, flags) as map_:
+            map_.update(bytes(4), bytes(8))
+            value = map_.lookup(bytes(4))
     except KernelError as error:
-        return _tried(error)
-    return Probe(found == bytes(8), "" if found == bytes(8) else "what was written is not read")
+        return _probe_from_error(error)
+    return Probe(value == bytes(8), "" if value == bytes(8) else "what was written is not read")
 
 
-def socket_storage(readable: bool = False) -> Probe:
+def probe_sk_storage(iterate: bool = False) -> Probe:
     """Whether values can be kept with sockets (Linux v5.2); `readable`: and all of them read, for
     which the kernel must have BTF (v5.9).
     """
     try:
         with (
             Map.create(
-                objects.MAP_SK_STORAGE, "kbpf_probe", 4, 8, 0, objects.F_NO_PREALLOC
-            ) as made,
-            socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as own,
+                objects.BPF_MAP_TYPE_SK_STORAGE, "kbpf_probe", 4, 8, 0, objects.BPF_F_NO_PREALLOC
+            ) as map_,
+            socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock,
         ):
-            key = own.fileno().to_bytes(4, "little")
-            made.update(key, b"kept-8by")
-            found = [value for _, value in made.items()] if readable else [made.lookup(key)]
+            key = sock.fileno().to_bytes(4, "little")
+            map_.update(key, b"kept-8by")
+            values = [value for _, value in map_.items()] if iterate else [map_.lookup(key)]
     except KernelError as error:
-        return _tried(error)
-    return Probe(found == [b"kept-8by"], "" if found == [b"kept-8by"] else "it is not read")
+        return _probe_from_error(error)
+    return Probe(values == [b"kept-8by"], "" if values == [b"kept-8by"] else "it is not read")
 
 
-def batches() -> Probe:
+def probe_map_batch() -> Probe:
     """Whether many entries are written and read by one call (Linux v5.6)."""
     try:
-        with Map.create(objects.MAP_HASH, "kbpf_probe", 4, 8, 4, objects.F_NO_PREALLOC) as made:
-            made.update_batch(bytes(7) + b"\1", bytes(16))
-            found = len(dict(made.items()))
+        with Map.create(
+            objects.BPF_MAP_TYPE_HASH, "kbpf_probe", 4, 8, 4, objects.BPF_F_NO_PREALLOC
+        ) as map_:
+            map_.update_batch(bytes(7) + b"\1", bytes(16))
+            count = len(dict(map_.items()))
     except KernelError as error:
-        return _tried(error)
-    return Probe(found == 2, "" if found == 2 else f"{found} of 2 entries read")
+        return _probe_from_error(error)
+    return Probe(count == 2, "" if count == 2 else f"{count} of 2 entries read")
 
 
-def cgroup_link(parent: Path, kind: int, attach_type: int) -> Probe:
+def probe_cgroup_link(parent: Path, program_type: int, attach_type: int) -> Probe:
     """Whether a program can be attached by a link: tried on a new cgroup below `parent`, or where
     that is mounted read-only, as in our pod, for a moment on `parent` itself: the program lets all
     pass.
@@ -128,50 +130,52 @@ def cgroup_link(parent: Path, kind: int, attach_type: int) -> Probe:
     try:
         with contextlib.ExitStack() as stack:
             folder = stack.enter_context(_probe_cgroup(parent))
-            program = stack.enter_context(Program.load("kbpf_probe", kind, attach_type, RETURN_1))
-            opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            program = stack.enter_context(
+                Program.load("kbpf_probe", program_type, attach_type, RETURN_1)
+            )
+            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
             try:
-                Link.attach(program, opened, attach_type).close()
+                Link.attach(program, fd, attach_type).close()
             finally:
-                os.close(opened)
+                os.close(fd)
     except KernelError as error:
-        return _tried(error)
+        return _probe_from_error(error)
     return Probe(True)
 
 
 @contextlib.contextmanager
 def _probe_cgroup(parent: Path) -> Iterator[Path]:
     try:
-        made = cgroups.make(parent / f"kbpf-check-{os.getpid()}")
+        cgroup = cgroups.create(parent / f"kbpf-check-{os.getpid()}")
     except KernelError as error:
         if error.errno != errno.EROFS:
             raise
         yield parent
         return
     try:
-        yield made
+        yield cgroup
     finally:
-        cgroups.remove(made)
+        cgroups.remove(cgroup)
 
 
-def netns_cookie_option() -> Probe:
+def probe_netns_cookie() -> Probe:
     """Whether getsockopt(SO_NETNS_COOKIE) tells which network namespace this is (v5.14)."""
     try:
-        return Probe(True) if netns.cookie() is not None else Probe(False, "ENOPROTOOPT")
+        return Probe(True) if netns.read_cookie() is not None else Probe(False, "ENOPROTOOPT")
     except KernelError as error:
-        return _tried(error)
+        return _probe_from_error(error)
 
 
-def udp_destroy() -> Probe:
+def probe_sock_destroy() -> Probe:
     """Whether a connected UDP socket can be destroyed: one of our own, on loopback."""
     try:
         with kernel_errors("cannot try to destroy a UDP socket"):
-            return _udp_destroy()
+            return _probe_sock_destroy()
     except KernelError as error:
-        return _tried(error)
+        return _probe_from_error(error)
 
 
-def _udp_destroy() -> Probe:
+def _probe_sock_destroy() -> Probe:
     with (
         socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as server,
         socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client,
@@ -183,20 +187,20 @@ def _udp_destroy() -> Probe:
             name = errno.errorcode.get(error.errno or 0, "")
             return Probe(None, f"{name}: no loopback to try it on")
         cookie = int.from_bytes(client.getsockopt(socket.SOL_SOCKET, SO_COOKIE, 8), "little")
-        sock_diag.destroy_connected_udp(lambda found: found.cookie == cookie)
-        failed = client.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-    return Probe(True) if failed == errno.ECONNABORTED else Probe(False, "the socket lives on")
+        sock_diag.destroy_connected_udp(lambda sock: sock.cookie == cookie)
+        error_code = client.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    return Probe(True) if error_code == errno.ECONNABORTED else Probe(False, "the socket lives on")
 
 
-BH_LOCK: Final = "CONFIG_PREEMPT_RT_NEEDS_BH_LOCK"
+BH_LOCK_CONFIG: Final = "CONFIG_PREEMPT_RT_NEEDS_BH_LOCK"
 
-NO_SOFTIRQ_LOCK: Final = (
+NO_SOFTIRQ_LOCK_HINT: Final = (
     "two packets that one CPU handles may be given each other's backend: use a kernel with "
-    f"{BH_LOCK}, or --packet-path false"
+    f"{BH_LOCK_CONFIG}, or --packet-path false"
 )
 
 
-def softirq_lock() -> Probe:
+def probe_softirq_lock() -> Probe:
     """Whether no second program at TC runs on a CPU while one does. PREEMPT_RT does not guarantee
     it since 6.18, which dropped the lock of local_bh_disable() unless BH_LOCK is set. The one thing
     here that is read and not tried: the race is one of microseconds.
@@ -206,21 +210,21 @@ def softirq_lock() -> Probe:
         realtime = Path("/sys/kernel/realtime").read_text().strip() == "1"
     except OSError:
         realtime = "PREEMPT_RT" in os.uname().version
-    return softirq_lock_of(realtime, _configuration(release) if realtime else "")
+    return evaluate_softirq_lock(realtime, _read_kernel_config(release) if realtime else "")
 
 
-def softirq_lock_of(realtime: bool, configuration: str | None) -> Probe:
+def evaluate_softirq_lock(realtime: bool, configuration: str | None) -> Probe:
     """The same, by what is known. `configuration`: the kernel's own text, None if none is there."""
     if not realtime:
         return Probe(True)
     if configuration is None:
         return Probe(None, "PREEMPT_RT, and its configuration cannot be read")
-    if f"# {BH_LOCK} is not set" in configuration:
-        return Probe(False, f"PREEMPT_RT without {BH_LOCK}")
+    if f"# {BH_LOCK_CONFIG} is not set" in configuration:
+        return Probe(False, f"PREEMPT_RT without {BH_LOCK_CONFIG}")
     return Probe(True)  # set, or of a kernel that always has the lock
 
 
-def _configuration(release: str) -> str | None:
+def _read_kernel_config(release: str) -> str | None:
     with contextlib.suppress(OSError, EOFError):
         return gzip.decompress(Path("/proc/config.gz").read_bytes()).decode()
     for path in (f"/boot/config-{release}", f"/lib/modules/{release}/config"):

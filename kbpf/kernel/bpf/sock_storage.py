@@ -16,53 +16,53 @@ from typing import Final
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf import syscalls
 
-ITERATED: Final = b"bpf_sk_storage_map"
-PIECE: Final = 1 << 16
+ITERATOR_TARGET: Final = b"bpf_sk_storage_map"
+READ_SIZE: Final = 1 << 16
 """Bytes asked for at a time; the kernel gives 32 KiB at most."""
 
-_PROG_TRACING: Final = 26
-_TRACE_ITER: Final = 28
-_SEQ_WRITE: Final = 127
+_BPF_PROG_TYPE_TRACING: Final = 26
+_BPF_TRACE_ITER: Final = 28
+_BPF_FUNC_seq_write: Final = 127
 _LICENSE: Final = b"Dual BSD/GPL"
 
 _BTF_MAGIC: Final = 0xEB9F
-_INT, _STRUCT = 1 << 24, 4 << 24
-_INT_TYPE, _VALUE_TYPE = 1, 2
+_BTF_KIND_INT, _BTF_KIND_STRUCT = 1 << 24, 4 << 24
+_INT_TYPE_ID, _VALUE_TYPE_ID = 1, 2
 
 
-def value_type(size: int) -> tuple[int, int, int]:
+def load_value_btf(size: int) -> tuple[int, int, int]:
     """A descriptor of BTF, and the types in it of a map's key (int) and value (so many bytes). The
     descriptor is the caller's to close.
     """
     strings = b"\0int\0value\0"
-    types = struct.pack("=4I", 1, _INT, 4, 1 << 24 | 32)  # signed, 32 bits
-    types += struct.pack("=3I", 5, _STRUCT, size)  # no members: they matter to people only
+    types = struct.pack("=4I", 1, _BTF_KIND_INT, 4, 1 << 24 | 32)  # signed, 32 bits
+    types += struct.pack("=3I", 5, _BTF_KIND_STRUCT, size)  # no members: they matter to people only
     header = (_BTF_MAGIC, 1, 0, 24, 0, len(types), len(types), len(strings))
     raw = struct.pack("=HBBIIIII", *header) + types + strings
     fd = syscalls.lib().bpf_btf_load(raw, ctypes.c_size_t(len(raw)), None)
-    return syscalls.check(fd, "cannot load the BTF of a map"), _INT_TYPE, _VALUE_TYPE
+    return syscalls.check(fd, "cannot load the BTF of a map"), _INT_TYPE_ID, _VALUE_TYPE_ID
 
 
-def values(map_fd: int, size: int) -> Iterator[bytes]:
+def iterate_values(map_fd: int, size: int) -> Iterator[bytes]:
     """All values of this map, of so many bytes each, back to back, some at a time. One whose socket
     ends meanwhile may hide another. KernelError where the kernel has no BTF of its own.
     """
-    reader = _open(map_fd, size)
+    iterator_fd = _open_iterator(map_fd, size)
     try:
-        rest = b""
-        while piece := _read(reader):
-            rest += piece
-            whole = len(rest) // size * size
-            yield rest[:whole]
-            rest = rest[whole:]
+        buffer = b""
+        while chunk := _read_chunk(iterator_fd):
+            buffer += chunk
+            complete_bytes = len(buffer) // size * size
+            yield buffer[:complete_bytes]
+            buffer = buffer[complete_bytes:]
     finally:
-        os.close(reader)
+        os.close(iterator_fd)
 
 
-def _read(reader: int) -> bytes:
+def _read_chunk(iterator_fd: int) -> bytes:
     while True:
         try:
-            return os.read(reader, PIECE)
+            return os.read(iterator_fd, READ_SIZE)
         except OSError as error:  # EAGAIN: it met a million sockets, and goes on when asked again
             if error.errno != errno.EAGAIN:
                 raise KernelError(
@@ -70,10 +70,10 @@ def _read(reader: int) -> bytes:
                 ) from error
 
 
-def _open(map_fd: int, size: int) -> int:
+def _open_iterator(map_fd: int, size: int) -> int:
     """A descriptor that the values are read from."""
     where = "iterator of a socket storage"
-    program = _load(size)
+    program_fd = _load_iterator(size)
     try:
         info = (ctypes.c_uint32 * 4)(map_fd)  # union bpf_iter_link_info
         opts = syscalls.LinkCreateOpts(
@@ -81,41 +81,41 @@ def _open(map_fd: int, size: int) -> int:
             iter_info=ctypes.addressof(info),
             iter_info_len=4,
         )
-        link = syscalls.check(
-            syscalls.lib().bpf_link_create(program, 0, _TRACE_ITER, ctypes.byref(opts)),
+        link_fd = syscalls.check(
+            syscalls.lib().bpf_link_create(program_fd, 0, _BPF_TRACE_ITER, ctypes.byref(opts)),
             "cannot link", where,
         )  # fmt: skip
     finally:
-        os.close(program)
+        os.close(program_fd)
     try:
-        return syscalls.check(syscalls.lib().bpf_iter_create(link), "cannot open", where)
+        return syscalls.check(syscalls.lib().bpf_iter_create(link_fd), "cannot open", where)
     finally:
-        os.close(link)
+        os.close(link_fd)
 
 
 @lru_cache(maxsize=1)
-def _type_id() -> int:
+def _iterator_btf_id() -> int:
     """The iterator's number in the kernel's BTF; to find it takes 25 ms."""
     return syscalls.check(
-        syscalls.lib().libbpf_find_vmlinux_btf_id(ITERATED, _TRACE_ITER),
+        syscalls.lib().libbpf_find_vmlinux_btf_id(ITERATOR_TARGET, _BPF_TRACE_ITER),
         "cannot find the iterator of socket storages",
         "/sys/kernel/btf/vmlinux",
         "the kernel needs CONFIG_DEBUG_INFO_BTF",
     )
 
 
-def _load(size: int) -> int:
+def _load_iterator(size: int) -> int:
     """The program that is called for each value: it writes the value to whoever reads."""
     insns = b"".join(
-        struct.pack("=BBhi", *one)
-        for one in (
+        struct.pack("=BBhi", *insn)
+        for insn in (
             (0x79, 0x16, 24, 0),  # r6 = ctx->value
             (0x15, 0x06, 5, 0),  # none: this is the end
             (0x79, 0x11, 0, 0),  # r1 = ctx->meta
             (0x79, 0x11, 0, 0),  # r1 = meta->seq
             (0xBF, 0x62, 0, 0),  # r2 = value
             (0xB7, 0x03, 0, size),
-            (0x85, 0, 0, _SEQ_WRITE),
+            (0x85, 0, 0, _BPF_FUNC_seq_write),
             (0xB7, 0, 0, 0),
             (0x95, 0, 0, 0),
         )
@@ -123,11 +123,11 @@ def _load(size: int) -> int:
     opts = syscalls.ProgLoadOpts(
         sz=ctypes.sizeof(syscalls.ProgLoadOpts),
         attempts=5,
-        expected_attach_type=_TRACE_ITER,
-        attach_btf_id=_type_id(),
+        expected_attach_type=_BPF_TRACE_ITER,
+        attach_btf_id=_iterator_btf_id(),
     )
     fd = syscalls.lib().bpf_prog_load(
-        _PROG_TRACING, b"kbpf_sockets", _LICENSE, insns,
+        _BPF_PROG_TYPE_TRACING, b"kbpf_sockets", _LICENSE, insns,
         ctypes.c_size_t(len(insns) // 8), ctypes.byref(opts),
     )  # fmt: skip
     return syscalls.check(fd, "the kernel refuses the iterator of socket storages")

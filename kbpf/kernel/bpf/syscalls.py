@@ -141,7 +141,12 @@ def check(result: int, what: str, where: str = "", hint: str = "") -> int:
     if result >= 0:
         return result
     code = -int(result)
-    if not hint and code == errno.EPERM and (limit := locked_limit()) is not None and privileged():
+    if (
+        not hint
+        and code == errno.EPERM
+        and (limit := memlock_limit()) is not None
+        and is_privileged()
+    ):
         hint = (
             f"before Linux 5.11 maps and programs count against RLIMIT_MEMLOCK, which is {limit} "
             "bytes here: grant CAP_SYS_RESOURCE, with which it is raised, or start it without "
@@ -154,15 +159,17 @@ def check(result: int, what: str, where: str = "", hint: str = "") -> int:
     raise KernelError(what, where, hint, errno=code)
 
 
-def privileged() -> bool:
+def is_privileged() -> bool:
     """Whether this process may have programs checked as root's are."""
     text = Path("/proc/self/status").read_text()
-    held = next((line.split()[1] for line in text.splitlines() if line.startswith("CapEff:")), "0")
-    bits = int(held, 16)
+    cap_eff = next(
+        (line.split()[1] for line in text.splitlines() if line.startswith("CapEff:")), "0"
+    )
+    bits = int(cap_eff, 16)
     return bool(bits & _CAP_SYS_ADMIN) or bits & _CAP_PERFMON_BPF == _CAP_PERFMON_BPF
 
 
-def locked_limit(release: str = "") -> int | None:
+def memlock_limit(release: str = "") -> int | None:
     """The bytes that maps and programs may take where these count against RLIMIT_MEMLOCK; None
     where they do not, or there is no limit. libbpf raises it with the first map, if it may.
     `release` as uname(2) says it.
@@ -170,8 +177,8 @@ def locked_limit(release: str = "") -> int | None:
     By the kernel's number, since it is needed where the kernel refuses everything that could be
     tried: since 5.11 they count against the memory cgroup.
     """
-    numbers = re.match(r"(\d+)\.(\d+)", release or os.uname().release)
-    if numbers is None or (int(numbers[1]), int(numbers[2])) >= (5, 11):
+    version_match = re.match(r"(\d+)\.(\d+)", release or os.uname().release)
+    if version_match is None or (int(version_match[1]), int(version_match[2])) >= (5, 11):
         return None
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if limit == resource.RLIM_INFINITY else limit
@@ -201,7 +208,7 @@ class Fd:
         check(lib().bpf_obj_pin(self.fd, os.fsencode(path)), "cannot pin", str(path))
 
 
-def opened(path: Path) -> int:
+def open_pinned(path: Path) -> int:
     return check(lib().bpf_obj_get(os.fsencode(path)), "cannot open the pin", str(path))
 
 

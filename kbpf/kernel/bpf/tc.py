@@ -30,20 +30,29 @@ from typing import Final, Self
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf import objects
 from kbpf.kernel.bpf.objects import Link, Program
-from kbpf.kernel.net.netlink import Message, Rtnetlink, attribute, attributes, text
+from kbpf.kernel.net.netlink import (
+    Message,
+    Rtnetlink,
+    pack_attribute,
+    parse_attributes,
+    parse_string,
+)
 from kbpf.kernel.probe_result import Probe
 
-PROG_SCHED_CLS: Final = 3
-NO_DEVICE: Final = 0x7FFFFFFF
+BPF_PROG_TYPE_SCHED_CLS: Final = 3
+NONEXISTENT_IFINDEX: Final = 0x7FFFFFFF
 
 RTM_NEWQDISC, RTM_DELQDISC, RTM_GETQDISC = 36, 37, 38
 RTM_NEWTFILTER, RTM_DELTFILTER, RTM_GETTFILTER = 44, 45, 46
-REPLACE: Final = 0x400 | 0x100  # NLM_F_CREATE | NLM_F_REPLACE
-CREATE: Final = 0x400 | 0x200  # NLM_F_CREATE | NLM_F_EXCL
-CLSACT: Final = (0xFFFF0000, 0xFFFFFFF1)  # handle and parent, also of its elder, "ingress"
+NLM_F_CREATE_REPLACE: Final = 0x400 | 0x100  # NLM_F_CREATE | NLM_F_REPLACE
+NLM_F_CREATE_EXCL: Final = 0x400 | 0x200  # NLM_F_CREATE | NLM_F_EXCL
+CLSACT_HANDLE_PARENT: Final = (
+    0xFFFF0000,
+    0xFFFFFFF1,
+)  # handle and parent, also of its elder, "ingress"
 TCA_KIND, TCA_OPTIONS, TCA_CHAIN = 1, 2, 11
 TCA_BPF_FD, TCA_BPF_NAME, TCA_BPF_FLAGS, TCA_BPF_ID = 6, 7, 8, 11
-DIRECT_ACTION: Final = 1
+TCA_BPF_FLAG_ACT_DIRECT: Final = 1
 
 _TCMSG: Final = struct.Struct("=BxxxiIII")
 _U32: Final = struct.Struct("=I")
@@ -51,7 +60,7 @@ _PAIR: Final = struct.Struct("=II")
 _EXIT: Final = struct.pack("=BBhi", 0xB7, 0, 0, -1) + struct.pack("=BBhi", 0x95, 0, 0, 0)
 
 
-class How(StrEnum):
+class AttachMethod(StrEnum):
     """The way in which a program is attached."""
 
     TCX = "tcx"
@@ -66,7 +75,7 @@ class Direction(StrEnum):
 
 
 ATTACH_TYPE: Final = {Direction.INGRESS: 46, Direction.EGRESS: 47}  # BPF_TCX_INGRESS, _EGRESS
-PARENT: Final = {Direction.INGRESS: 0xFFFFFFF2, Direction.EGRESS: 0xFFFFFFF3}
+FILTER_PARENT: Final = {Direction.INGRESS: 0xFFFFFFF2, Direction.EGRESS: 0xFFFFFFF3}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,50 +84,50 @@ class Attachment:
 
     ifindex: int
     direction: Direction
-    how: How
-    program: int
+    method: AttachMethod
+    program_id: int
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class FilterIdentity:
     """By which our filters are known. Lower priorities run first."""
 
     priority: int = 2
     handle: int = 0x6B627066
     name: str = "kbpf"
 
-    def filter(self, ifindex: int, direction: Direction) -> bytes:
+    def pack_header(self, ifindex: int, direction: Direction) -> bytes:
         """The begin of every message about our filter there."""
         info = self.priority << 16 | socket.htons(3)  # ETH_P_ALL
-        body = _TCMSG.pack(0, ifindex, self.handle, PARENT[direction], info)
-        return body + attribute(TCA_KIND, b"bpf\0")
+        body = _TCMSG.pack(0, ifindex, self.handle, FILTER_PARENT[direction], info)
+        return body + pack_attribute(TCA_KIND, b"bpf\0")
 
-    def program(self, message: Message) -> int:
+    def parse_program_id(self, message: Message) -> int:
         """The id of the program, if this message tells of a filter of ours; else 0."""
         _, _, handle, _, info = _TCMSG.unpack_from(message.body)
-        found = attributes(message.body[_TCMSG.size :])
-        options = attributes(found.get(TCA_OPTIONS, b""))
-        ours = (
+        attrs = parse_attributes(message.body[_TCMSG.size :])
+        options = parse_attributes(attrs.get(TCA_OPTIONS, b""))
+        is_ours = (
             (handle, info) == (self.handle, self.priority << 16 | socket.htons(3))
-            and text(found.get(TCA_KIND, b"")) == "bpf"
-            and not any(found.get(TCA_CHAIN, b""))
-            and text(options.get(TCA_BPF_NAME, b"")) == self.name
+            and parse_string(attrs.get(TCA_KIND, b"")) == "bpf"
+            and not any(attrs.get(TCA_CHAIN, b""))
+            and parse_string(options.get(TCA_BPF_NAME, b"")) == self.name
             and TCA_BPF_ID in options
         )
-        return int(_U32.unpack(options[TCA_BPF_ID])[0]) if ours else 0
+        return int(_U32.unpack(options[TCA_BPF_ID])[0]) if is_ours else 0
 
 
-OURS: Final = Mark()
+DEFAULT_IDENTITY: Final = FilterIdentity()
 
 
 @cache
-def tcx() -> Probe:
+def probe_tcx() -> Probe:
     """Whether this kernel has TCX links: asked about a device that does not exist. A kernel that
     knows them misses the device (ENODEV), any other one the attach type (EINVAL).
     """
     try:
-        with Program.load("kbpf_probe", PROG_SCHED_CLS, 0, _EXIT) as program:
-            Link.attach(program, NO_DEVICE, ATTACH_TYPE[Direction.INGRESS]).close()
+        with Program.load("kbpf_probe", BPF_PROG_TYPE_SCHED_CLS, 0, _EXIT) as program:
+            Link.attach(program, NONEXISTENT_IFINDEX, ATTACH_TYPE[Direction.INGRESS]).close()
     except KernelError as error:
         name = errno.errorcode.get(error.errno, str(error.errno))
         if error.errno in (errno.EPERM, errno.EACCES):
@@ -128,21 +137,26 @@ def tcx() -> Probe:
     return Probe(None, "a link to no device was made")
 
 
-class Tc:
+class TcAttacher:
     """What one agent has on the devices of this network namespace. Use it in a `with` block, in
     one thread.
 
     `folder`: in a bpffs, of this agent alone; pins of links, and marks of qdiscs that we made.
     """
 
-    def __init__(self, folder: Path, how: How | None = None, mark: Mark = OURS) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        method: AttachMethod | None = None,
+        identity: FilterIdentity = DEFAULT_IDENTITY,
+    ) -> None:
         self._folder = folder
-        self._mark = mark
-        self.how = how or (How.TCX if tcx().works else How.CLSACT)
+        self._identity = identity
+        self.method = method or (AttachMethod.TCX if probe_tcx().works else AttachMethod.CLSACT)
 
     def __enter__(self) -> Self:
         self._netlink = Rtnetlink()
-        self._seen: dict[int, str] = {}  # what _qdiscs() told last
+        self._qdisc_kinds: dict[int, str] = {}  # what _qdiscs() told last
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -150,59 +164,68 @@ class Tc:
 
     # ---- for both ways ---------------------------------------------------------------------
 
-    def attached(self, ifindex: int) -> tuple[Attachment, ...]:
+    def list_attached(self, ifindex: int) -> tuple[Attachment, ...]:
         """Everything of ours on this device; nothing if there is no such device."""
-        links = (self._link(self._pin(ifindex, direction)) for direction in Direction)
-        return (*filter(None, links), *self._filters(ifindex, self._qdiscs().get(ifindex)))
+        links = (self._read_link(self._pin(ifindex, direction)) for direction in Direction)
+        return (
+            *filter(None, links),
+            *self._list_filters(ifindex, self._read_qdiscs().get(ifindex)),
+        )
 
-    def everything(self) -> tuple[Attachment, ...]:
+    def list_all(self) -> tuple[Attachment, ...]:
         """Everything of ours on all devices."""
-        links = (self._link(path) for path in self._kept())
-        filters = (one for has in self._qdiscs().items() for one in self._filters(*has))
+        links = (self._read_link(path) for path in self._list_entries())
+        filters = (
+            attachment
+            for item in self._read_qdiscs().items()
+            for attachment in self._list_filters(*item)
+        )
         return (*filter(None, links), *filters)
 
     def attach(self, ifindex: int, direction: Direction, program: Program) -> Attachment | None:
         """Attaches, or replaces what we have there in the same way; None: the device is gone."""
-        wanted = Attachment(ifindex, direction, self.how, program.info().id)
-        act = self._attach_link if self.how is How.TCX else self._attach_filter
+        attachment = Attachment(ifindex, direction, self.method, program.read_info().id)
+        attach_program = (
+            self._attach_link if self.method is AttachMethod.TCX else self._attach_filter
+        )
         try:
-            act(wanted, program)
+            attach_program(attachment, program)
         except KernelError as error:
-            self._seen.clear()
+            self._qdisc_kinds.clear()
             if error.errno in (errno.ENODEV, errno.ENOLINK):
                 return None
-            raise _failed("attach", wanted, error) from error
-        return wanted
+            raise _attach_error("attach", attachment, error) from error
+        return attachment
 
-    def detach(self, found: Attachment) -> None:
+    def detach(self, attachment: Attachment) -> None:
         """Removes one of ours; and clsact, if we made it and this was all that it held."""
-        if found.how is How.TCX:
-            _end(self._pin(found.ifindex, found.direction))
+        if attachment.method is AttachMethod.TCX:
+            _detach_pinned_link(self._pin(attachment.ifindex, attachment.direction))
             return
         try:
-            self._remove_filter(found)
+            self._remove_filter(attachment)
         except KernelError as error:
             if error.errno != errno.ENODEV:
-                raise _failed("detach", found, error) from error
+                raise _attach_error("detach", attachment, error) from error
 
-    def sweep(self, only: Collection[int] | None = None) -> int:
+    def sweep(self, ifindexes: Collection[int] | None = None) -> int:
         """Removes pins and marks of devices that are gone from here; how many. `only`: of these,
         by ifindex.
         """
-        qdiscs, swept = self._qdiscs(), 0
-        for path in self._kept():
-            if only is not None and _ifindex(path) not in only:
+        qdiscs, removed = self._read_qdiscs(), 0
+        for path in self._list_entries():
+            if ifindexes is not None and _parse_ifindex(path) not in ifindexes:
                 continue
-            if path.is_dir() and _ifindex(path) not in qdiscs:
+            if path.is_dir() and _parse_ifindex(path) not in qdiscs:
                 path.rmdir()
-            elif not path.is_dir() and self._link(path) is None:
-                _end(path)
+            elif not path.is_dir() and self._read_link(path) is None:
+                _detach_pinned_link(path)
             else:
                 continue
-            swept += 1
-        return swept
+            removed += 1
+        return removed
 
-    def _kept(self) -> list[Path]:
+    def _list_entries(self) -> list[Path]:
         return sorted(self._folder.iterdir()) if self._folder.is_dir() else []
 
     # ---- TCX links -------------------------------------------------------------------------
@@ -210,7 +233,7 @@ class Tc:
     def _pin(self, ifindex: int, direction: Direction) -> Path:
         return self._folder / f"{ifindex}-{direction}"
 
-    def _link(self, pin: Path) -> Attachment | None:
+    def _read_link(self, pin: Path) -> Attachment | None:
         """What is pinned there, if it is a link that is in force where its name says. The device
         of that number may be another one by now, or have gone elsewhere with our link.
         """
@@ -218,144 +241,158 @@ class Tc:
         if label not in tuple(Direction) or not pin.exists():
             return None
         with Link.open(pin) as link:
-            info = link.info()
+            info = link.read_info()
         # The union of bpf_link_info begins with ifindex and attach type; ifindex 0: no device.
-        where = _PAIR.unpack(info.cgroup.to_bytes(_PAIR.size, sys.byteorder))
+        target = _PAIR.unpack(info.cgroup_id.to_bytes(_PAIR.size, sys.byteorder))
         direction = Direction(label)
-        if where != (int(number), ATTACH_TYPE[direction]) or not _runs(info.program, *where):
+        if target != (int(number), ATTACH_TYPE[direction]) or not _is_running(
+            info.program_id, *target
+        ):
             return None
-        return Attachment(int(number), direction, How.TCX, info.program)
+        return Attachment(int(number), direction, AttachMethod.TCX, info.program_id)
 
-    def _attach_link(self, wanted: Attachment, program: Program) -> None:
-        pin = self._pin(wanted.ifindex, wanted.direction)
-        if found := self._link(pin):
-            if found != wanted:
+    def _attach_link(self, attachment: Attachment, program: Program) -> None:
+        pin = self._pin(attachment.ifindex, attachment.direction)
+        if current := self._read_link(pin):
+            if current != attachment:
                 with Link.open(pin) as link:
                     link.update(program)
             return
         self._folder.mkdir(mode=0o700, exist_ok=True)
-        fresh = pin.with_name(f"new-{pin.name}")
-        for stale in (pin, fresh):
-            _end(stale)
-        with Link.attach(program, wanted.ifindex, ATTACH_TYPE[wanted.direction]) as link:
-            link.pin(fresh)
-            fresh.rename(pin)
+        new_pin = pin.with_name(f"new-{pin.name}")
+        for stale in (pin, new_pin):
+            _detach_pinned_link(stale)
+        with Link.attach(program, attachment.ifindex, ATTACH_TYPE[attachment.direction]) as link:
+            link.pin(new_pin)
+            new_pin.rename(pin)
 
     # ---- filters on clsact -----------------------------------------------------------------
 
-    def _made(self, ifindex: int) -> Path:
+    def _qdisc_mark(self, ifindex: int) -> Path:
         """There while the clsact of that device is of our making."""
         return self._folder / f"{ifindex}-clsact"
 
-    def _qdiscs(self) -> dict[int, str]:
+    def _read_qdiscs(self) -> dict[int, str]:
         """The devices with a qdisc that can hold our filters, and its kind: clsact or ingress."""
-        self._seen = {}
+        self._qdisc_kinds = {}
         for message in self._netlink.dump(RTM_GETQDISC, _TCMSG.pack(0, 0, 0, 0, 0)):
             _, ifindex, handle, parent, _ = _TCMSG.unpack_from(message.body)
-            if (handle, parent) == CLSACT:
-                found = attributes(message.body[_TCMSG.size :])
-                self._seen[ifindex] = text(found[TCA_KIND])
-        return self._seen
+            if (handle, parent) == CLSACT_HANDLE_PARENT:
+                attrs = parse_attributes(message.body[_TCMSG.size :])
+                self._qdisc_kinds[ifindex] = parse_string(attrs[TCA_KIND])
+        return self._qdisc_kinds
 
     def _dump(self, ifindex: int, direction: Direction) -> list[Message]:
-        body = _TCMSG.pack(0, ifindex, 0, PARENT[direction], 0)
+        body = _TCMSG.pack(0, ifindex, 0, FILTER_PARENT[direction], 0)
         return self._netlink.dump(RTM_GETTFILTER, body)
 
-    def _filters(self, ifindex: int, qdisc: str | None) -> Iterator[Attachment]:
+    def _list_filters(self, ifindex: int, qdisc: str | None) -> Iterator[Attachment]:
         """Ours. The elder qdisc has one side only, and shows it whatever side one asks for."""
         for direction in Direction:
             if qdisc == "clsact" or (qdisc == "ingress" and direction is Direction.INGRESS):
                 for message in self._dump(ifindex, direction):
-                    if program := self._mark.program(message):
-                        yield Attachment(ifindex, direction, How.CLSACT, program)
+                    if program_id := self._identity.parse_program_id(message):
+                        yield Attachment(ifindex, direction, AttachMethod.CLSACT, program_id)
 
-    def filters_of_others(self, ifindex: int, direction: Direction) -> tuple[int, ...]:
+    def list_foreign_filters(self, ifindex: int, direction: Direction) -> tuple[int, ...]:
         """The ids of the programs of filters there that are not ours."""
-        if not self._seen:
-            self._qdiscs()
-        if self._seen.get(ifindex) is None:
+        if not self._qdisc_kinds:
+            self._read_qdiscs()
+        if self._qdisc_kinds.get(ifindex) is None:
             return ()
-        if self._seen[ifindex] == "ingress" and direction is Direction.EGRESS:
+        if self._qdisc_kinds[ifindex] == "ingress" and direction is Direction.EGRESS:
             return ()
-        found = (m for m in self._dump(ifindex, direction) if not self._mark.program(m))
-        return tuple(filter(None, map(_program_of, found)))
+        foreign = (
+            message
+            for message in self._dump(ifindex, direction)
+            if not self._identity.parse_program_id(message)
+        )
+        return tuple(filter(None, map(_parse_program_id, foreign)))
 
-    def _attach_filter(self, wanted: Attachment, program: Program) -> None:
-        ifindex, direction = wanted.ifindex, wanted.direction
-        fresh = self._make_qdisc(ifindex)
-        qdisc = self._seen.get(ifindex, "clsact")
+    def _attach_filter(self, attachment: Attachment, program: Program) -> None:
+        ifindex, direction = attachment.ifindex, attachment.direction
+        is_new_qdisc = self._create_qdisc(ifindex)
+        qdisc = self._qdisc_kinds.get(ifindex, "clsact")
         if qdisc == "ingress" and direction is Direction.EGRESS:
             raise KernelError("", hint="it has an 'ingress' qdisc; egress needs a clsact")
-        found = {one.direction: one for one in self._filters(ifindex, qdisc)}
-        if found.get(direction) == wanted:
+        existing = {filter_.direction: filter_ for filter_ in self._list_filters(ifindex, qdisc)}
+        if existing.get(direction) == attachment:
             return
-        if not fresh and not found:
-            self._disown(ifindex)
+        if not is_new_qdisc and not existing:
+            self._remove_qdisc_mark(ifindex)
         options = (
-            attribute(TCA_BPF_FD, _U32.pack(program.fd))
-            + attribute(TCA_BPF_NAME, self._mark.name.encode() + b"\0")
-            + attribute(TCA_BPF_FLAGS, _U32.pack(DIRECT_ACTION))
+            pack_attribute(TCA_BPF_FD, _U32.pack(program.fd))
+            + pack_attribute(TCA_BPF_NAME, self._identity.name.encode() + b"\0")
+            + pack_attribute(TCA_BPF_FLAGS, _U32.pack(TCA_BPF_FLAG_ACT_DIRECT))
         )
-        body = self._mark.filter(ifindex, direction) + attribute(TCA_OPTIONS, options)
+        body = self._identity.pack_header(ifindex, direction) + pack_attribute(TCA_OPTIONS, options)
         try:
-            self._netlink.ask(RTM_NEWTFILTER, body, REPLACE if direction in found else CREATE)
+            self._netlink.request(
+                RTM_NEWTFILTER,
+                body,
+                NLM_F_CREATE_REPLACE if direction in existing else NLM_F_CREATE_EXCL,
+            )
         except KernelError:
-            if fresh:
-                self._tidy(ifindex)
+            if is_new_qdisc:
+                self._remove_empty_qdisc(ifindex)
             raise
 
-    def _make_qdisc(self, ifindex: int) -> bool:
+    def _create_qdisc(self, ifindex: int) -> bool:
         """Makes a clsact; False if something is in its place."""
-        if ifindex in self._seen:
+        if ifindex in self._qdisc_kinds:
             return False
-        body = _TCMSG.pack(0, ifindex, *CLSACT, 0) + attribute(TCA_KIND, b"clsact\0")
+        body = _TCMSG.pack(0, ifindex, *CLSACT_HANDLE_PARENT, 0) + pack_attribute(
+            TCA_KIND, b"clsact\0"
+        )
         try:
-            self._netlink.ask(RTM_NEWQDISC, body, CREATE)
+            self._netlink.request(RTM_NEWQDISC, body, NLM_F_CREATE_EXCL)
         except KernelError as error:
             if error.errno != errno.EEXIST:
                 raise
-            self._qdiscs()
+            self._read_qdiscs()
             return False
-        self._made(ifindex).mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._seen[ifindex] = "clsact"
+        self._qdisc_mark(ifindex).mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._qdisc_kinds[ifindex] = "clsact"
         return True
 
-    def _disown(self, ifindex: int) -> None:
+    def _remove_qdisc_mark(self, ifindex: int) -> None:
         """We leave no qdisc without filters: one that has none is another's."""
-        if self._made(ifindex).is_dir():
-            self._made(ifindex).rmdir()
+        if self._qdisc_mark(ifindex).is_dir():
+            self._qdisc_mark(ifindex).rmdir()
 
-    def _remove_filter(self, found: Attachment) -> None:
-        there = self._dump(found.ifindex, found.direction)
-        if any(self._mark.program(message) for message in there):
-            self._netlink.ask(RTM_DELTFILTER, self._mark.filter(found.ifindex, found.direction))
-            self._tidy(found.ifindex)
+    def _remove_filter(self, attachment: Attachment) -> None:
+        filters = self._dump(attachment.ifindex, attachment.direction)
+        if any(self._identity.parse_program_id(message) for message in filters):
+            self._netlink.request(
+                RTM_DELTFILTER, self._identity.pack_header(attachment.ifindex, attachment.direction)
+            )
+            self._remove_empty_qdisc(attachment.ifindex)
 
-    def _tidy(self, ifindex: int) -> None:
+    def _remove_empty_qdisc(self, ifindex: int) -> None:
         """Removes clsact, if we made it and it is empty."""
-        ours = self._made(ifindex).is_dir()
-        if ours and not any(self._dump(ifindex, direction) for direction in Direction):
-            self._netlink.ask(RTM_DELQDISC, _TCMSG.pack(0, ifindex, *CLSACT, 0))
-            self._seen.pop(ifindex, None)
-            self._disown(ifindex)
+        is_ours = self._qdisc_mark(ifindex).is_dir()
+        if is_ours and not any(self._dump(ifindex, direction) for direction in Direction):
+            self._netlink.request(RTM_DELQDISC, _TCMSG.pack(0, ifindex, *CLSACT_HANDLE_PARENT, 0))
+            self._qdisc_kinds.pop(ifindex, None)
+            self._remove_qdisc_mark(ifindex)
 
 
-def _program_of(message: Message) -> int:
+def _parse_program_id(message: Message) -> int:
     """The id of the program, if this message tells of a filter of BPF; else 0."""
-    found = attributes(message.body[_TCMSG.size :])
-    options = attributes(found.get(TCA_OPTIONS, b""))
-    if text(found.get(TCA_KIND, b"")) != "bpf" or TCA_BPF_ID not in options:
+    attrs = parse_attributes(message.body[_TCMSG.size :])
+    options = parse_attributes(attrs.get(TCA_OPTIONS, b""))
+    if parse_string(attrs.get(TCA_KIND, b"")) != "bpf" or TCA_BPF_ID not in options:
         return 0
     return int(_U32.unpack(options[TCA_BPF_ID])[0])
 
 
-def _ifindex(path: Path) -> int:
+def _parse_ifindex(path: Path) -> int:
     """Of the device that a pin or a mark is about; 0 for what is no such thing."""
     number, _, _ = path.name.partition("-")
     return int(number) if number.isdigit() else 0
 
 
-def _end(pin: Path) -> None:
+def _detach_pinned_link(pin: Path) -> None:
     """Detaches a pinned link and removes the pin. Removing alone detaches, too, but a few
     milliseconds later (RCU), in which the same program cannot be attached again.
     """
@@ -365,26 +402,26 @@ def _end(pin: Path) -> None:
         pin.unlink(missing_ok=True)
 
 
-def _runs(program: int, ifindex: int, attach_type: int) -> bool:
+def _is_running(program_id: int, ifindex: int, attach_type: int) -> bool:
     """Whether the device of this number, in this namespace, runs that program there by TCX."""
     try:
-        return program in objects.attached(ifindex, attach_type)
+        return program_id in objects.list_attached(ifindex, attach_type)
     except KernelError as error:
         if error.errno == errno.ENODEV:
             return False
         raise
 
 
-def _failed(verb: str, what: Attachment, error: KernelError) -> KernelError:
+def _attach_error(action: str, attachment: Attachment, error: KernelError) -> KernelError:
     try:
-        name = socket.if_indextoname(what.ifindex)
+        name = socket.if_indextoname(attachment.ifindex)
     except OSError:
-        name = str(what.ifindex)
+        name = str(attachment.ifindex)
     hints = {
-        (How.CLSACT, errno.ENOENT): "the kernel needs sch_ingress and cls_bpf",
-        (How.CLSACT, errno.EEXIST): "another filter has our priority and handle",
-        (How.TCX, errno.EEXIST): "this program is there by a link that is not pinned here",
+        (AttachMethod.CLSACT, errno.ENOENT): "the kernel needs sch_ingress and cls_bpf",
+        (AttachMethod.CLSACT, errno.EEXIST): "another filter has our priority and handle",
+        (AttachMethod.TCX, errno.EEXIST): "this program is there by a link that is not pinned here",
     }
-    hint = "; ".join(filter(None, (error.hint, hints.get((what.how, error.errno)))))
-    where = f"{what.direction} of {name}, {what.how}"
-    return KernelError(f"cannot {verb} the program", where, hint, errno=error.errno)
+    hint = "; ".join(filter(None, (error.hint, hints.get((attachment.method, error.errno)))))
+    where = f"{attachment.direction} of {name}, {attachment.method}"
+    return KernelError(f"cannot {action} the program", where, hint, errno=error.errno)

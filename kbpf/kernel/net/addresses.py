@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Final
 
 from kbpf.kernel.net import netlink
-from kbpf.kernel.net.netlink import GROUP_ADDRESSES, Rtnetlink, attributes
+from kbpf.kernel.net.netlink import RTMGRP_IFADDR, Rtnetlink, parse_attributes
 from kbpf.model.address import V4_PREFIX, Addr
 
 RTM_NEWADDR: Final = 20
@@ -17,29 +17,30 @@ IFA_LOCAL: Final = 2
 IFA_F_SECONDARY: Final = 0x01  # of IPv6: temporary
 IFA_F_DEPRECATED: Final = 0x20
 IFA_F_TENTATIVE: Final = 0x40
-SCOPE_LINK: Final = 253
-SCOPE_HOST: Final = 254
+RT_SCOPE_LINK: Final = 253
+RT_SCOPE_HOST: Final = 254
 
-IFADDR: Final = struct.Struct("=BBBBI")
+IFADDRMSG: Final = struct.Struct("=BBBBI")
 """Family, prefix length, flags, scope, ifindex."""
 
 
-def local_addresses(*but: str) -> tuple[Addr, ...]:
+def local_addresses(*excluded_devices: str) -> tuple[Addr, ...]:
     """All addresses that others can reach this namespace by, sorted; no loopback, no link-local,
     and none of the devices `but`.
     """
     with Rtnetlink() as netlink:
-        told = netlink.dump(RTM_GETADDR, IFADDR.pack(socket.AF_UNSPEC, 0, 0, 0, 0))
-    hidden = {_index(name) for name in but}
-    found = {
+        messages = netlink.dump(RTM_GETADDR, IFADDRMSG.pack(socket.AF_UNSPEC, 0, 0, 0, 0))
+    excluded_indexes = {_ifindex_or_zero(name) for name in excluded_devices}
+    addresses = {
         address_of(message.body)
-        for message in told
-        if message.kind == RTM_NEWADDR and IFADDR.unpack_from(message.body)[4] not in hidden
+        for message in messages
+        if message.msg_type == RTM_NEWADDR
+        and IFADDRMSG.unpack_from(message.body)[4] not in excluded_indexes
     }
-    return tuple(sorted(address for address in found if address is not None))
+    return tuple(sorted(address for address in addresses if address is not None))
 
 
-def _index(name: str) -> int:
+def _ifindex_or_zero(name: str) -> int:
     """0 if there is no such device."""
     try:
         return socket.if_nametoindex(name) if name else 0
@@ -47,29 +48,29 @@ def _index(name: str) -> int:
         return 0
 
 
-def source_of(body: bytes) -> Addr | None:
+def source_address_of(body: bytes) -> Addr | None:
     """The address of one RTM_NEWADDR, if the kernel would choose it for what it sends: none that
     is secondary, temporary, on its way out, or not yet known to be unique.
     """
-    flags = IFADDR.unpack_from(body)[2]
+    flags = IFADDRMSG.unpack_from(body)[2]
     unfit = flags & (IFA_F_SECONDARY | IFA_F_DEPRECATED | IFA_F_TENTATIVE)
     return None if unfit else address_of(body)
 
 
 def address_of(body: bytes) -> Addr | None:
     """The address of one RTM_NEWADDR; None for loopback and link-local ones."""
-    _, _, _, scope, _ = IFADDR.unpack_from(body)
-    if scope in (SCOPE_HOST, SCOPE_LINK):
+    _, _, _, scope, _ = IFADDRMSG.unpack_from(body)
+    if scope in (RT_SCOPE_HOST, RT_SCOPE_LINK):
         return None
-    found = attributes(body[IFADDR.size :])
-    raw = found.get(IFA_LOCAL, found.get(IFA_ADDRESS, b""))
+    attrs = parse_attributes(body[IFADDRMSG.size :])
+    raw = attrs.get(IFA_LOCAL, attrs.get(IFA_ADDRESS, b""))
     if len(raw) == 4:
         return Addr(V4_PREFIX + raw)
     return Addr(raw) if len(raw) == 16 else None
 
 
-def watch_addresses(changed: Callable[[], None], stop: threading.Event) -> None:
+def watch_addresses(on_change: Callable[[], None], stop: threading.Event) -> None:
     """Calls `changed` at once and after each change of an address, until `stop` is set. Runs in
     its thread.
     """
-    netlink.watch(GROUP_ADDRESSES, changed, stop)
+    netlink.watch(RTMGRP_IFADDR, on_change, stop)

@@ -15,101 +15,116 @@ from pathlib import Path
 from typing import Final
 
 from kbpf.errors import KernelError
-from kbpf.kernel.system.polling import readable
+from kbpf.kernel.system.polling import wait_readable
 
-TIMEOUT_SECONDS: Final = 3.0
+TIMEOUT_S: Final = 3.0
 TCP_REPAIR: Final = 19
 
-Place = tuple[str, int]
+SocketAddress = tuple[str, int]
 """An address and a port."""
 
 
-def tcp(to: Place, served: Sequence[Place]) -> tuple[Place, Place]:
+def connect_tcp(
+    destination: SocketAddress, server_addresses: Sequence[SocketAddress]
+) -> tuple[SocketAddress, SocketAddress]:
     """connect() to `to`; where it arrived, and what getpeername() says at the client."""
     with contextlib.ExitStack() as stack:
-        listeners = [stack.enter_context(_serve(place, socket.SOCK_STREAM)) for place in served]
-        client = stack.enter_context(_socket(to, socket.SOCK_STREAM))
-        _try(lambda: client.connect(to), "connect", to)
-        listener = _ready(listeners, to)
+        listeners = [
+            stack.enter_context(_open_server(address, socket.SOCK_STREAM))
+            for address in server_addresses
+        ]
+        client = stack.enter_context(_open_socket(destination, socket.SOCK_STREAM))
+        _checked_call(lambda: client.connect(destination), "connect", destination)
+        listener = _wait_readable(listeners, destination)
         with listener.accept()[0] as server:
-            return _place(server.getsockname()), _place(client.getpeername())
+            return _socket_address(server.getsockname()), _socket_address(client.getpeername())
 
 
-def udp(to: Place, served: Sequence[Place]) -> tuple[Place, Place]:
+def exchange_udp(
+    destination: SocketAddress, server_addresses: Sequence[SocketAddress]
+) -> tuple[SocketAddress, SocketAddress]:
     """sendto() to `to`; where the datagram arrived, and whom recvfrom() shows for the answer."""
     with contextlib.ExitStack() as stack:
-        servers = [stack.enter_context(_serve(place, socket.SOCK_DGRAM)) for place in served]
-        client = stack.enter_context(_socket(to, socket.SOCK_DGRAM))
-        _try(lambda: client.sendto(b"?", to), "sendto", to)
-        server = _ready(servers, to)
-        _, asked_by = server.recvfrom(16)
-        server.sendto(b"!", asked_by)
-        _ready([client], to)
-        _, answered_by = client.recvfrom(16)
-        return _place(server.getsockname()), _place(answered_by)
+        servers = [
+            stack.enter_context(_open_server(address, socket.SOCK_DGRAM))
+            for address in server_addresses
+        ]
+        client = stack.enter_context(_open_socket(destination, socket.SOCK_DGRAM))
+        _checked_call(lambda: client.sendto(b"?", destination), "sendto", destination)
+        server = _wait_readable(servers, destination)
+        _, client_address = server.recvfrom(16)
+        server.sendto(b"!", client_address)
+        _wait_readable([client], destination)
+        _, reply_source = client.recvfrom(16)
+        return _socket_address(server.getsockname()), _socket_address(reply_source)
 
 
-def silently(to: Place, kind: int) -> tuple[Place, Place]:
+def connect_without_packets(
+    destination: SocketAddress, sock_type: int
+) -> tuple[SocketAddress, SocketAddress]:
     """connect() without a packet, from wherever we are: whom the socket talks to by the kernel's
     own word, and what getpeername() says. Needs a route there, and CAP_NET_ADMIN for TCP, whose
     repair mode takes a connection for made at once.
     """
-    with _socket(to, kind) as client:
-        if kind == socket.SOCK_STREAM:
+    with _open_socket(destination, sock_type) as client:
+        if sock_type == socket.SOCK_STREAM:
             client.setsockopt(socket.IPPROTO_TCP, TCP_REPAIR, 1)
-        _try(lambda: client.connect(to), "connect", to)
-        name = f"{'tcp' if kind == socket.SOCK_STREAM else 'udp'}{'6' if ':' in to[0] else ''}"
-        return _peer(name, os.fstat(client.fileno()).st_ino), _place(client.getpeername())
+        _checked_call(lambda: client.connect(destination), "connect", destination)
+        protocol = "tcp" if sock_type == socket.SOCK_STREAM else "udp"
+        table = f"{protocol}{'6' if ':' in destination[0] else ''}"
+        return _read_peer(table, os.fstat(client.fileno()).st_ino), _socket_address(
+            client.getpeername()
+        )
 
 
-def _peer(table: str, inode: int) -> Place:
+def _read_peer(table: str, inode: int) -> SocketAddress:
     """The remote address of the socket with this inode, out of /proc/self/net."""
     for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
         fields = line.split()
         if int(fields[9]) == inode:
             address, _, port = fields[2].partition(":")
-            words = [int(address[i : i + 8], 16) for i in range(0, len(address), 8)]
-            packed = b"".join(word.to_bytes(4, sys.byteorder) for word in words)
+            chunks = [int(address[i : i + 8], 16) for i in range(0, len(address), 8)]
+            packed = b"".join(chunk.to_bytes(4, sys.byteorder) for chunk in chunks)
             return str(ipaddress.ip_address(packed)), int(port, 16)
     raise KernelError("a socket of our own is not listed", f"/proc/self/net/{table}")
 
 
-def _place(address: tuple[object, ...]) -> Place:
+def _socket_address(address: tuple[object, ...]) -> SocketAddress:
     return str(address[0]), int(str(address[1]))
 
 
-def _socket(place: Place, kind: int) -> socket.socket:
-    made = socket.socket(socket.AF_INET6 if ":" in place[0] else socket.AF_INET, kind)
-    made.settimeout(TIMEOUT_SECONDS)
-    return made
+def _open_socket(address: SocketAddress, sock_type: int) -> socket.socket:
+    sock = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET, sock_type)
+    sock.settimeout(TIMEOUT_S)
+    return sock
 
 
-def _serve(place: Place, kind: int) -> socket.socket:
-    made = _socket(place, kind)
+def _open_server(address: SocketAddress, sock_type: int) -> socket.socket:
+    sock = _open_socket(address, sock_type)
     try:
-        made.bind(place)
-        if kind == socket.SOCK_STREAM:
-            made.listen()
+        sock.bind(address)
+        if sock_type == socket.SOCK_STREAM:
+            sock.listen()
     except OSError as error:
-        made.close()
+        sock.close()
         raise KernelError(
-            "cannot serve in the sandbox", str(place), errno=error.errno or 0
+            "cannot serve in the sandbox", str(address), errno=error.errno or 0
         ) from error
-    return made
+    return sock
 
 
-def _try(call: Callable[[], object], name: str, to: Place) -> None:
+def _checked_call(call: Callable[[], object], name: str, destination: SocketAddress) -> None:
     try:
         call()
     except OSError as error:
         raise KernelError(
-            f"{name}() failed", f"{to[0]} port {to[1]}", errno=error.errno or 0
+            f"{name}() failed", f"{destination[0]} port {destination[1]}", errno=error.errno or 0
         ) from error
 
 
-def _ready(sockets: Sequence[socket.socket], to: Place) -> socket.socket:
-    by_number = {one.fileno(): one for one in sockets}
-    arrived = readable(by_number, TIMEOUT_SECONDS)
-    if not arrived:
-        raise KernelError("nothing arrived", f"{to[0]} port {to[1]}")
-    return by_number[arrived[0]]
+def _wait_readable(sockets: Sequence[socket.socket], destination: SocketAddress) -> socket.socket:
+    by_fd = {sock.fileno(): sock for sock in sockets}
+    ready_fds = wait_readable(by_fd, TIMEOUT_S)
+    if not ready_fds:
+        raise KernelError("nothing arrived", f"{destination[0]} port {destination[1]}")
+    return by_fd[ready_fds[0]]

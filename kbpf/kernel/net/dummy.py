@@ -17,91 +17,103 @@ from kbpf.errors import KernelError
 from kbpf.kernel.net.addresses import (
     IFA_ADDRESS,
     IFA_LOCAL,
-    IFADDR,
+    IFADDRMSG,
+    RT_SCOPE_HOST,
+    RT_SCOPE_LINK,
     RTM_GETADDR,
     RTM_NEWADDR,
-    SCOPE_HOST,
-    SCOPE_LINK,
 )
 from kbpf.kernel.net.devices import IFF_UP, RTM_DELLINK, RTM_GETLINK, RTM_NEWLINK
-from kbpf.kernel.net.netlink import Request, Rtnetlink, attribute, attributes, text
+from kbpf.kernel.net.netlink import (
+    NetlinkRequest,
+    Rtnetlink,
+    pack_attribute,
+    parse_attributes,
+    parse_string,
+)
 from kbpf.model.address import V4_PREFIX, Addr, family_of, format_addr
 
 RTM_DELADDR: Final = 21
 NLM_F_CREATE: Final = 0x400
 NLM_F_EXCL: Final = 0x200
-FLAGS: Final = 0x02 | 0x80 | 0x200  # IFA_F_NODAD, IFA_F_PERMANENT, IFA_F_NOPREFIXROUTE
-FOREVER: Final = 0xFFFFFFFF
-IPV6_SETTINGS: Final = Path("/proc/sys/net/ipv6/conf")
-BROKEN: Final = frozenset((errno.ENODEV, errno.EPERM))
+ADDRESS_FLAGS: Final = 0x02 | 0x80 | 0x200  # IFA_F_NODAD, IFA_F_PERMANENT, IFA_F_NOPREFIXROUTE
+INFINITY_LIFE_TIME: Final = 0xFFFFFFFF
+IPV6_SYSCTLS: Final = Path("/proc/sys/net/ipv6/conf")
+FATAL_ERRNOS: Final = frozenset((errno.ENODEV, errno.EPERM))
 """How the kernel refuses whatever address is asked for."""
 KIND: Final = "dummy"
 ALIAS: Final = "kbpf"
 """Says that the device is ours."""
 
-_IFINFO: Final = struct.Struct("=BxHiII")
-_CACHE: Final = struct.Struct("=IIII")
-_LINK: Final = _IFINFO.pack(0, 0, 0, 0, 0)
+_IFINFOMSG: Final = struct.Struct("=BxHiII")
+_IFA_CACHEINFO: Final = struct.Struct("=IIII")
+_EMPTY_IFINFOMSG: Final = _IFINFOMSG.pack(0, 0, 0, 0, 0)
 
 
-class Device(NamedTuple):
+class DeviceIdentity(NamedTuple):
     """What a device is (of a virtual one), and what somebody has written on it."""
 
     kind: str
     alias: str
 
 
-def look(name: str) -> Device | None:
+def find_device(name: str) -> DeviceIdentity | None:
     """The device of this name, of whatever kind; None if there is none."""
     with Rtnetlink() as netlink:
         try:
-            found = netlink.ask(RTM_GETLINK, _LINK + attribute(3, name.encode() + b"\0"))[0].body
+            body = netlink.request(
+                RTM_GETLINK, _EMPTY_IFINFOMSG + pack_attribute(3, name.encode() + b"\0")
+            )[0].body
         except KernelError as error:
             if error.errno != errno.ENODEV:
                 raise
             return None
-    return _read(attributes(found[_IFINFO.size :]))
+    return _parse_identity(parse_attributes(body[_IFINFOMSG.size :]))
 
 
-def _read(said: Mapping[int, bytes]) -> Device:
-    info = attributes(said.get(18, b""))
-    return Device(text(info.get(1, b"")), text(said.get(20, b"")))
+def _parse_identity(attrs: Mapping[int, bytes]) -> DeviceIdentity:
+    info = parse_attributes(attrs.get(18, b""))
+    return DeviceIdentity(parse_string(info.get(1, b"")), parse_string(attrs.get(20, b"")))
 
 
-def ours() -> tuple[str, ...]:
+def list_ours() -> tuple[str, ...]:
     """The names of all dummy devices that bear our alias."""
     with Rtnetlink() as netlink:
-        told = netlink.dump(RTM_GETLINK, _LINK)
-    found = (attributes(message.body[_IFINFO.size :]) for message in told)
-    return tuple(text(said[3]) for said in found if _read(said) == (KIND, ALIAS))
+        messages = netlink.dump(RTM_GETLINK, _EMPTY_IFINFOMSG)
+    links = (parse_attributes(message.body[_IFINFOMSG.size :]) for message in messages)
+    return tuple(
+        parse_string(attrs[3]) for attrs in links if _parse_identity(attrs) == (KIND, ALIAS)
+    )
 
 
 def is_ours(name: str) -> bool:
     """Whether this is a dummy device that bears our alias. One without alias and addresses is
     nobody's: we may have been killed before it had one.
     """
-    found = look(name)
-    if found is None or found.kind != KIND:
+    device = find_device(name)
+    if device is None or device.kind != KIND:
         return False
-    return found.alias == ALIAS or not (found.alias or addresses_of(name))
+    return device.alias == ALIAS or not (device.alias or addresses_of(name))
 
 
 def ensure(name: str) -> int:
     """Its ifindex, made and switched on if need be; KernelError when there is one of this name that
     is not ours.
     """
-    if index_or_zero(name) and not is_ours(name):
+    if get_ifindex_or_zero(name) and not is_ours(name):
         raise KernelError(
             "a device of this name is there, and kbpf has not made it", name,
             "remove it, or give kbpf another name with --ipvs-device", errno.EEXIST,
         )  # fmt: skip
-    named = attribute(3, name.encode() + b"\0")
-    linkinfo = attribute(18, attribute(1, KIND.encode() + b"\0"))
+    name_attr = pack_attribute(3, name.encode() + b"\0")
+    linkinfo_attr = pack_attribute(18, pack_attribute(1, KIND.encode() + b"\0"))
     # No link-local address of its own: IFLA_AF_SPEC, AF_INET6, IFLA_INET6_ADDR_GEN_MODE none.
-    no_link_local = attribute(26, attribute(socket.AF_INET6, attribute(8, b"\1")))
+    no_link_local = pack_attribute(26, pack_attribute(socket.AF_INET6, pack_attribute(8, b"\1")))
     with Rtnetlink() as netlink:
         try:
-            netlink.ask(RTM_NEWLINK, _LINK + named + linkinfo, NLM_F_CREATE | NLM_F_EXCL)
+            netlink.request(
+                RTM_NEWLINK, _EMPTY_IFINFOMSG + name_attr + linkinfo_attr, NLM_F_CREATE | NLM_F_EXCL
+            )
         except KernelError as error:
             if error.errno != errno.EEXIST:
                 raise KernelError(
@@ -109,34 +121,36 @@ def ensure(name: str) -> int:
                     "load the kernel module dummy (modprobe dummy)", error.errno,
                 ) from error  # fmt: skip
         with contextlib.suppress(KernelError):  # a kernel without IPv6
-            netlink.ask(RTM_NEWLINK, _LINK + named + no_link_local)
-        alias = attribute(20, ALIAS.encode())
-        netlink.ask(RTM_NEWLINK, _IFINFO.pack(0, 0, 0, IFF_UP, IFF_UP) + named + alias)
+            netlink.request(RTM_NEWLINK, _EMPTY_IFINFOMSG + name_attr + no_link_local)
+        alias_attr = pack_attribute(20, ALIAS.encode())
+        netlink.request(
+            RTM_NEWLINK, _IFINFOMSG.pack(0, 0, 0, IFF_UP, IFF_UP) + name_attr + alias_attr
+        )
     try:
-        return index(name)
+        return get_ifindex(name)
     except OSError as error:
         raise KernelError("the device has gone again", name, errno=errno.ENODEV) from error
 
 
-def index(name: str) -> int:
+def get_ifindex(name: str) -> int:
     """Its ifindex; OSError if it is not there."""
     return socket.if_nametoindex(name)
 
 
-def takes_ipv6(name: str) -> bool:
+def accepts_ipv6(name: str) -> bool:
     """Whether the kernel takes IPv6 addresses at this device."""
     try:
-        return (IPV6_SETTINGS / name / "disable_ipv6").read_text().strip() == "0"
+        return (IPV6_SYSCTLS / name / "disable_ipv6").read_text().strip() == "0"
     except OSError:
         return False  # none in this kernel
 
 
 def remove(name: str) -> bool:
     """Whether it was there. Its addresses go with it."""
-    body = _LINK + attribute(3, name.encode() + b"\0")
+    body = _EMPTY_IFINFOMSG + pack_attribute(3, name.encode() + b"\0")
     with Rtnetlink() as netlink:
         try:
-            netlink.ask(RTM_DELLINK, body)
+            netlink.request(RTM_DELLINK, body)
         except KernelError as error:
             if error.errno != errno.ENODEV:
                 raise
@@ -144,30 +158,34 @@ def remove(name: str) -> bool:
     return True
 
 
-def addresses(index: int, *apart: str) -> tuple[frozenset[Addr], frozenset[Addr]]:
+def list_addresses(ifindex: int, *excluded_devices: str) -> tuple[frozenset[Addr], frozenset[Addr]]:
     """The addresses of this device, and those of all others but the devices `apart`; loopback is
     among them, link-local IPv6 addresses count for neither.
     """
     with Rtnetlink() as netlink:
-        told = netlink.dump(RTM_GETADDR, IFADDR.pack(socket.AF_UNSPEC, 0, 0, 0, 0))
-    left_out = {index_or_zero(name) for name in apart}
-    ours: set[Addr] = set()
-    others: set[Addr] = set()
-    for message in told:
-        _, _, _, scope, at = IFADDR.unpack_from(message.body)
-        if message.kind != RTM_NEWADDR or scope == SCOPE_LINK or at in left_out:
+        messages = netlink.dump(RTM_GETADDR, IFADDRMSG.pack(socket.AF_UNSPEC, 0, 0, 0, 0))
+    excluded_indexes = {get_ifindex_or_zero(name) for name in excluded_devices}
+    own: set[Addr] = set()
+    foreign: set[Addr] = set()
+    for message in messages:
+        _, _, _, scope, message_ifindex = IFADDRMSG.unpack_from(message.body)
+        if (
+            message.msg_type != RTM_NEWADDR
+            or scope == RT_SCOPE_LINK
+            or message_ifindex in excluded_indexes
+        ):
             continue
-        found = attributes(message.body[IFADDR.size :])
-        raw = found.get(IFA_LOCAL, found.get(IFA_ADDRESS, b""))
+        attrs = parse_attributes(message.body[IFADDRMSG.size :])
+        raw = attrs.get(IFA_LOCAL, attrs.get(IFA_ADDRESS, b""))
         address = Addr(V4_PREFIX + raw) if len(raw) == 4 else Addr(raw)
-        (ours if at == index else others).add(address)
-    return frozenset(ours), frozenset(others)
+        (own if message_ifindex == ifindex else foreign).add(address)
+    return frozenset(own), frozenset(foreign)
 
 
-def index_or_zero(name: str) -> int:
+def get_ifindex_or_zero(name: str) -> int:
     """Its ifindex, 0 if it is not there."""
     try:
-        return index(name)
+        return get_ifindex(name)
     except OSError:
         return 0
 
@@ -175,54 +193,60 @@ def index_or_zero(name: str) -> int:
 def addresses_of(name: str) -> frozenset[Addr]:
     """The addresses of a device, none if it is not there."""
     try:
-        return addresses(index(name))[0]
+        return list_addresses(get_ifindex(name))[0]
     except OSError:
         return frozenset()
 
 
-def add(index: int, wanted: Iterable[Addr]) -> dict[Addr, KernelError]:
+def add_addresses(ifindex: int, addresses: Iterable[Addr]) -> dict[Addr, KernelError]:
     """Gives it these addresses; those that it has are fine. The ones that it cannot have, and why.
     KernelError when it can have none.
     """
     flags = NLM_F_CREATE | NLM_F_EXCL
-    refused = dict(_change(RTM_NEWADDR, index, list(wanted), flags, (errno.EEXIST,)))
-    if broken := next((e for e in refused.values() if e.errno in BROKEN), None):
-        raise broken
-    return refused
+    errors = dict(_send_requests(RTM_NEWADDR, ifindex, list(addresses), flags, (errno.EEXIST,)))
+    if fatal := next((e for e in errors.values() if e.errno in FATAL_ERRNOS), None):
+        raise fatal
+    return errors
 
 
-def drop(index: int, gone: Iterable[Addr]) -> None:
+def delete_addresses(ifindex: int, addresses: Iterable[Addr]) -> None:
     """Takes them away; those that it does not have are fine."""
-    for _, error in _change(RTM_DELADDR, index, list(gone), 0, (errno.EADDRNOTAVAIL,)):
+    for _, error in _send_requests(
+        RTM_DELADDR, ifindex, list(addresses), 0, (errno.EADDRNOTAVAIL,)
+    ):
         raise error
 
 
-def _change(
-    kind: int, index: int, which: list[Addr], flags: int, allowed: Collection[int]
+def _send_requests(
+    msg_type: int, ifindex: int, addresses: list[Addr], flags: int, ignored_errnos: Collection[int]
 ) -> Iterator[tuple[Addr, KernelError]]:
     """All of them; those that are refused."""
-    if not which:
+    if not addresses:
         return
     with Rtnetlink() as netlink:
-        codes = netlink.many([Request(kind, _body(index, one), flags) for one in which])
-    for address, code in zip(which, codes, strict=True):
-        if code and code not in allowed:
-            verb = "add" if kind == RTM_NEWADDR else "remove"
-            where = f"{format_addr(address)} at device {index}"
-            error = KernelError(f"cannot {verb} the address", where, os.strerror(code), code)
+        codes = netlink.request_many(
+            [NetlinkRequest(msg_type, _encode_address(ifindex, addr), flags) for addr in addresses]
+        )
+    for address, code in zip(addresses, codes, strict=True):
+        if code and code not in ignored_errnos:
+            action = "add" if msg_type == RTM_NEWADDR else "remove"
+            where = f"{format_addr(address)} at device {ifindex}"
+            error = KernelError(f"cannot {action} the address", where, os.strerror(code), code)
             yield address, error
 
 
-def _body(index: int, address: Addr) -> bytes:
+def _encode_address(ifindex: int, address: Addr) -> bytes:
     if family_of(address) == 4:
         raw = address[12:]
-        head = IFADDR.pack(socket.AF_INET, 32, FLAGS & 0xFF, SCOPE_HOST, index)
-        return head + attribute(IFA_LOCAL, raw) + attribute(IFA_ADDRESS, raw)
-    head = IFADDR.pack(socket.AF_INET6, 128, FLAGS & 0xFF, 0, index)
+        header = IFADDRMSG.pack(socket.AF_INET, 32, ADDRESS_FLAGS & 0xFF, RT_SCOPE_HOST, ifindex)
+        return header + pack_attribute(IFA_LOCAL, raw) + pack_attribute(IFA_ADDRESS, raw)
+    header = IFADDRMSG.pack(socket.AF_INET6, 128, ADDRESS_FLAGS & 0xFF, 0, ifindex)
     return (
-        head
-        + attribute(IFA_LOCAL, address)
-        + attribute(IFA_ADDRESS, address)
-        + attribute(6, _CACHE.pack(0, FOREVER, 0, 0))  # IFA_CACHEINFO: preferred for 0 s
-        + attribute(8, struct.pack("=I", FLAGS))
+        header
+        + pack_attribute(IFA_LOCAL, address)
+        + pack_attribute(IFA_ADDRESS, address)
+        + pack_attribute(
+            6, _IFA_CACHEINFO.pack(0, INFINITY_LIFE_TIME, 0, 0)
+        )  # IFA_CACHEINFO: preferred for 0 s
+        + pack_attribute(8, struct.pack("=I", ADDRESS_FLAGS))
     )

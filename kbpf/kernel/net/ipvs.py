@@ -16,81 +16,88 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from kbpf.errors import KernelError
-from kbpf.kernel.net.netlink import Netlink, Request, attribute, attributes, number, text
+from kbpf.kernel.net.netlink import (
+    Netlink,
+    NetlinkRequest,
+    pack_attribute,
+    parse_attributes,
+    parse_int32,
+    parse_string,
+)
 from kbpf.kernel.system import sysctl
 from kbpf.model.address import ANY4, ANY6, V4_PREFIX, Addr, family_of, format_endpoint, parse_addr
 from kbpf.model.objects import Protocol
 
-FAMILY: Final = "IPVS"
-CONNECTIONS: Final = Path("/proc/thread-self/net/ip_vs_conn")
-CONNTRACK: Final = "net.ipv4.vs.conntrack"
+IPVS_GENL_NAME: Final = "IPVS"
+CONNECTIONS_PATH: Final = Path("/proc/thread-self/net/ip_vs_conn")
+CONNTRACK_SYSCTL: Final = "net.ipv4.vs.conntrack"
 """Whether IPVS keeps its connections in conntrack as well, by which they can be masqueraded."""
-USUAL: Final = "net.ipv4.vs.expire_nodest_conn"
+EXPIRE_NODEST_CONN_SYSCTL: Final = "net.ipv4.vs.expire_nodest_conn"
 """A setting that IPVS always has."""
 HINT: Final = "load the kernel module ip_vs (modprobe ip_vs)"
 NETLINK_GENERIC: Final = 16
-NESTED: Final = 0x8000
-CREATE_EXCLUSIVELY: Final = 0x600  # NLM_F_CREATE | NLM_F_EXCL
+NLA_F_NESTED: Final = 0x8000
+NLM_F_CREATE_EXCL: Final = 0x600  # NLM_F_CREATE | NLM_F_EXCL
 
 _VERBS: Final = {"NEW": "make", "SET": "change", "DEL": "remove", "GET": "read"}
 _NOUNS: Final = {"SERVICE": "virtual service", "SERVER": "real server"}
-_STATS64: Final = 12
-_COUNTED: Final = (1, 4, 5)  # of its attributes: connections, bytes in, bytes out
-_GENERIC: Final = struct.Struct("=BBH")  # command, version, reserved
-_FLAGS: Final = struct.Struct("=II")
+_IPVS_SVC_ATTR_STATS64: Final = 12
+_STATS_ATTRS: Final = (1, 4, 5)  # of its attributes: connections, bytes in, bytes out
+_GENLMSGHDR: Final = struct.Struct("=BBH")  # command, version, reserved
+_IP_VS_FLAGS: Final = struct.Struct("=II")
 _U16: Final = struct.Struct("=H")
 _U32: Final = struct.Struct("=I")
-_PORT: Final = struct.Struct(">H")
-_GET_FAMILY: Final = _GENERIC.pack(3, 1, 0)
-_CONTROL: Final = 0x10
-_FAMILY_ID: Final = 1
-_FAMILY_NAME: Final = 2
-_ATTR_SERVICE: Final = 1
-_ATTR_DEST: Final = 2
-_TIMES: Final = (4, 5, 6)  # IPVS_CMD_ATTR_TIMEOUT_TCP, _TCP_FIN, _UDP
+_BE16: Final = struct.Struct(">H")
+_CTRL_CMD_GETFAMILY: Final = _GENLMSGHDR.pack(3, 1, 0)
+_GENL_ID_CTRL: Final = 0x10
+_CTRL_ATTR_FAMILY_ID: Final = 1
+_CTRL_ATTR_FAMILY_NAME: Final = 2
+_IPVS_CMD_ATTR_SERVICE: Final = 1
+_IPVS_CMD_ATTR_DEST: Final = 2
+_TIMEOUT_ATTRS: Final = (4, 5, 6)  # IPVS_CMD_ATTR_TIMEOUT_TCP, _TCP_FIN, _UDP
 
 
-def knows_conntrack() -> bool | None:
+def supports_conntrack() -> bool | None:
     """Whether this kernel's IPVS has CONNTRACK (CONFIG_IP_VS_NFCT); None where none of its settings
     are to be seen.
     """
-    for name, known in ((CONNTRACK, True), (USUAL, False)):
+    for name, supported in ((CONNTRACK_SYSCTL, True), (EXPIRE_NODEST_CONN_SYSCTL, False)):
         try:
             sysctl.read(name)
         except KernelError as error:
             if error.errno != errno.ENOENT:
                 return None
         else:
-            return known
+            return supported
     return None
 
 
-class Command(IntEnum):
+class IpvsCommand(IntEnum):
     """linux/ip_vs.h; DEL_DEST and the like."""
 
-    NEW_SERVICE = 1
-    SET_SERVICE = 2
-    DEL_SERVICE = 3
-    GET_SERVICE = 4
-    NEW_SERVER = 5
-    SET_SERVER = 6
-    DEL_SERVER = 7
-    GET_SERVER = 8
-    SET_CONFIG = 12
-    GET_CONFIG = 13
+    IPVS_CMD_NEW_SERVICE = 1
+    IPVS_CMD_SET_SERVICE = 2
+    IPVS_CMD_DEL_SERVICE = 3
+    IPVS_CMD_GET_SERVICE = 4
+    IPVS_CMD_NEW_DEST = 5
+    IPVS_CMD_SET_DEST = 6
+    IPVS_CMD_DEL_DEST = 7
+    IPVS_CMD_GET_DEST = 8
+    IPVS_CMD_SET_CONFIG = 12
+    IPVS_CMD_GET_CONFIG = 13
 
 
-class ServiceFlag(IntFlag):
+class IpvsServiceFlag(IntFlag):
     """What the operator may set of IP_VS_SVC_F_*. The last two belong to the scheduler: `sh` and
     `mh` take the next server for one without weight, and hash the client's port too.
     """
 
-    PERSISTENT = 0x01
-    FALLBACK = 0x08
-    BY_PORT = 0x10
+    IP_VS_SVC_F_PERSISTENT = 0x01
+    IP_VS_SVC_F_SCHED_SH_FALLBACK = 0x08
+    IP_VS_SVC_F_SCHED_SH_PORT = 0x10
 
 
-class Service(NamedTuple):
+class VirtualServiceKey(NamedTuple):
     """The key of a virtual service: an address and port, or, with a mark, all packets that carry
     it; then the address says the family only, and the protocol nothing.
     """
@@ -98,23 +105,23 @@ class Service(NamedTuple):
     protocol: int
     address: Addr
     port: int
-    mark: int = 0
+    fwmark: int = 0
 
     def __str__(self) -> str:
-        if self.mark:
-            return f"mark {self.mark:#x} IPv{family_of(self.address)}"
+        if self.fwmark:
+            return f"mark {self.fwmark:#x} IPv{family_of(self.address)}"
         return f"{format_endpoint(self.address, self.port)}/{self.protocol}"
 
 
-class Settings(NamedTuple):
+class VirtualServiceSettings(NamedTuple):
     """How a virtual service spreads. `persistence` in seconds, 0 for none."""
 
     scheduler: str
     persistence: int = 0
-    flags: ServiceFlag = ServiceFlag(0)
+    flags: IpvsServiceFlag = IpvsServiceFlag(0)
 
 
-class Server(NamedTuple):
+class RealServerKey(NamedTuple):
     """The key of a real server in its virtual service."""
 
     address: Addr
@@ -124,7 +131,7 @@ class Server(NamedTuple):
         return format_endpoint(self.address, self.port)
 
 
-class Counts(NamedTuple):
+class VirtualServiceStats(NamedTuple):
     """Of a virtual service since it was made: connections, bytes from and to clients."""
 
     connections: int
@@ -132,7 +139,7 @@ class Counts(NamedTuple):
     bytes_out: int
 
 
-class Times(NamedTuple):
+class ConnectionTimeouts(NamedTuple):
     """After how many seconds IPVS forgets an idle connection; `tcp_fin`: after an end's FIN."""
 
     tcp: int = 0
@@ -140,31 +147,31 @@ class Times(NamedTuple):
     udp: int = 0
 
 
-class Load(NamedTuple):
+class RealServerStatus(NamedTuple):
     """A real server as the kernel has it, with its connections."""
 
-    server: Server
+    server: RealServerKey
     weight: int
-    active: int
-    inactive: int
+    active_conns: int
+    inactive_conns: int
 
 
-class Change(NamedTuple):
+class IpvsRequest(NamedTuple):
     """One change; `weight` goes with a server, `settings` without."""
 
-    command: Command
-    service: Service
-    settings: Settings | None = None
-    server: Server | None = None
+    command: IpvsCommand
+    service: VirtualServiceKey
+    settings: VirtualServiceSettings | None = None
+    server: RealServerKey | None = None
     weight: int = 0
 
     def __str__(self) -> str:
         verb, _, noun = self.command.name.partition("_")
-        words = f"{_VERBS[verb]} {_NOUNS[noun]}"
-        return f"{words} {self.service}" + (f" -> {self.server}" if self.server else "")
+        description = f"{_VERBS[verb]} {_NOUNS[noun]}"
+        return f"{description} {self.service}" + (f" -> {self.server}" if self.server else "")
 
 
-class Connection(NamedTuple):
+class IpvsConnection(NamedTuple):
     """A connection that IPVS tracks: addresses with ports, IPVS' word for its state, and in how
     many seconds it is forgotten unless a packet comes.
     """
@@ -174,235 +181,268 @@ class Connection(NamedTuple):
     frontend: tuple[Addr, int]
     server: tuple[Addr, int]
     state: str
-    expires: int
+    expires_in: int
 
 
-def connections(path: Path = CONNECTIONS) -> tuple[Connection, ...]:
+def list_connections(path: Path = CONNECTIONS_PATH) -> tuple[IpvsConnection, ...]:
     """All of this network namespace. KernelError if they cannot be read."""
     try:
-        text_ = path.read_text()
+        listing = path.read_text()
     except OSError as error:
         raise KernelError(
             "cannot read the connections of IPVS", str(path), HINT, error.errno or 0
         ) from error
-    return tuple(parse_connections(text_))
+    return tuple(parse_connections(listing))
 
 
-def parse_connections(lines: str) -> Iterator[Connection]:
+def parse_connections(listing: str) -> Iterator[IpvsConnection]:
     """From the kernel's list. What only remembers where a client belongs has no port of the client
     and is left out, and so is what is of no protocol that Services have.
     """
-    for line in lines.splitlines()[1:]:
-        kind, *words = line.split()
-        if kind not in Protocol.__members__ or len(words) < 8 or int(words[1], 16) == 0:
+    for line in listing.splitlines()[1:]:
+        protocol_name, *fields = line.split()
+        if protocol_name not in Protocol.__members__ or len(fields) < 8 or int(fields[1], 16) == 0:
             continue
         client, frontend, server = (
-            (_proc_address(words[i]), int(words[i + 1], 16)) for i in (0, 2, 4)
+            (_parse_proc_address(fields[i]), int(fields[i + 1], 16)) for i in (0, 2, 4)
         )
-        yield Connection(Protocol[kind], client, frontend, server, words[6], int(words[7]))
+        yield IpvsConnection(
+            Protocol[protocol_name], client, frontend, server, fields[6], int(fields[7])
+        )
 
 
-def _proc_address(word: str) -> Addr:
-    if ":" in word:
-        return parse_addr(word)
-    return Addr(V4_PREFIX + bytes.fromhex(word))
+def _parse_proc_address(field: str) -> Addr:
+    if ":" in field:
+        return parse_addr(field)
+    return Addr(V4_PREFIX + bytes.fromhex(field))
 
 
 # ---- bytes ---------------------------------------------------------------------------------------
 
 
-def encode(change: Change) -> bytes:
+def encode_request(request: IpvsRequest) -> bytes:
     """The message's body: command and attributes."""
-    parts = [_GENERIC.pack(change.command, 1, 0), _nest(_ATTR_SERVICE, _service(change))]
-    if change.server is not None:
-        parts.append(_nest(_ATTR_DEST, _server(change.server, change.weight)))
+    parts = [
+        _GENLMSGHDR.pack(request.command, 1, 0),
+        _nest(_IPVS_CMD_ATTR_SERVICE, _encode_service(request)),
+    ]
+    if request.server is not None:
+        parts.append(_nest(_IPVS_CMD_ATTR_DEST, _encode_server(request.server, request.weight)))
     return b"".join(parts)
 
 
-def encode_times(times: Times) -> bytes:
+def encode_timeouts(timeouts: ConnectionTimeouts) -> bytes:
     """The body that sets them, but for those that are 0."""
-    said = (attribute(kind, _U32.pack(t)) for kind, t in zip(_TIMES, times, strict=True) if t)
-    return _GENERIC.pack(Command.SET_CONFIG, 1, 0) + b"".join(said)
+    attrs = (
+        pack_attribute(attr_type, _U32.pack(seconds))
+        for attr_type, seconds in zip(_TIMEOUT_ATTRS, timeouts, strict=True)
+        if seconds
+    )
+    return _GENLMSGHDR.pack(IpvsCommand.IPVS_CMD_SET_CONFIG, 1, 0) + b"".join(attrs)
 
 
-def decode_times(body: bytes) -> Times:
+def decode_timeouts(body: bytes) -> ConnectionTimeouts:
     """From the body of an answer to GET_CONFIG."""
-    found = attributes(body[_GENERIC.size :])
-    return Times(*(number(found.get(kind)) for kind in _TIMES))
+    attrs = parse_attributes(body[_GENLMSGHDR.size :])
+    return ConnectionTimeouts(*(parse_int32(attrs.get(attr_type)) for attr_type in _TIMEOUT_ATTRS))
 
 
-def _nest(kind: int, value: bytes) -> bytes:
-    return attribute(kind | NESTED, value)
+def _nest(attr_type: int, value: bytes) -> bytes:
+    return pack_attribute(attr_type | NLA_F_NESTED, value)
 
 
-def _service(change: Change) -> bytes:
-    service, settings = change.service, change.settings
+def _encode_service(request: IpvsRequest) -> bytes:
+    service, settings = request.service, request.settings
     v4 = family_of(service.address) == 4
-    parts = [attribute(1, _U16.pack(socket.AF_INET if v4 else socket.AF_INET6))]
-    if service.mark:
-        parts.append(attribute(5, _U32.pack(service.mark)))
+    parts = [pack_attribute(1, _U16.pack(socket.AF_INET if v4 else socket.AF_INET6))]
+    if service.fwmark:
+        parts.append(pack_attribute(5, _U32.pack(service.fwmark)))
     else:
-        parts.append(attribute(2, _U16.pack(service.protocol)))
-        parts.append(attribute(3, _raw(service.address)))
-        parts.append(attribute(4, _PORT.pack(service.port)))
+        parts.append(pack_attribute(2, _U16.pack(service.protocol)))
+        parts.append(pack_attribute(3, _encode_address(service.address)))
+        parts.append(pack_attribute(4, _BE16.pack(service.port)))
     if settings is not None:
-        flags = settings.flags | (ServiceFlag.PERSISTENT if settings.persistence else 0)
-        parts.append(attribute(6, settings.scheduler.encode() + b"\0"))
-        parts.append(attribute(7, _FLAGS.pack(flags, sum(ServiceFlag))))
-        parts.append(attribute(8, _U32.pack(settings.persistence)))
+        flags = settings.flags | (
+            IpvsServiceFlag.IP_VS_SVC_F_PERSISTENT if settings.persistence else 0
+        )
+        parts.append(pack_attribute(6, settings.scheduler.encode() + b"\0"))
+        parts.append(pack_attribute(7, _IP_VS_FLAGS.pack(flags, sum(IpvsServiceFlag))))
+        parts.append(pack_attribute(8, _U32.pack(settings.persistence)))
         # Whose persistence is shared: a mask in network order, or the length of an IPv6 prefix.
-        parts.append(attribute(9, b"\xff\xff\xff\xff" if v4 else _U32.pack(128)))
+        parts.append(pack_attribute(9, b"\xff\xff\xff\xff" if v4 else _U32.pack(128)))
     return b"".join(parts)
 
 
-def _server(server: Server, weight: int) -> bytes:
+def _encode_server(server: RealServerKey, weight: int) -> bytes:
     v4 = family_of(server.address) == 4
     return b"".join(
         (
-            attribute(11, _U16.pack(socket.AF_INET if v4 else socket.AF_INET6)),
-            attribute(1, _raw(server.address)),
-            attribute(2, _PORT.pack(server.port)),
-            attribute(3, _U32.pack(0)),  # masquerading: the address is translated
-            attribute(4, _U32.pack(weight)),
-            attribute(5, _U32.pack(0)),
-            attribute(6, _U32.pack(0)),
+            pack_attribute(11, _U16.pack(socket.AF_INET if v4 else socket.AF_INET6)),
+            pack_attribute(1, _encode_address(server.address)),
+            pack_attribute(2, _BE16.pack(server.port)),
+            pack_attribute(3, _U32.pack(0)),  # masquerading: the address is translated
+            pack_attribute(4, _U32.pack(weight)),
+            pack_attribute(5, _U32.pack(0)),
+            pack_attribute(6, _U32.pack(0)),
         )
     )
 
 
-def _raw(address: Addr) -> bytes:
+def _encode_address(address: Addr) -> bytes:
     return address[12:] if family_of(address) == 4 else address
 
 
-def _address(raw: bytes, family: int) -> Addr:
+def _decode_address(raw: bytes, family: int) -> Addr:
     """The kernel writes 16 bytes for either family."""
     return Addr(V4_PREFIX + raw[:4]) if family == socket.AF_INET else Addr(raw[:16])
 
 
-def decode_service(body: bytes) -> tuple[Service, Settings]:
+def decode_service(body: bytes) -> tuple[VirtualServiceKey, VirtualServiceSettings]:
     """From the body of an answer to GET_SERVICE."""
-    found = attributes(attributes(body[_GENERIC.size :])[_ATTR_SERVICE])
-    family = _U16.unpack(found[1])[0]
-    any_ = ANY4 if family == socket.AF_INET else ANY6
-    mark = number(found.get(5)) & 0xFFFFFFFF
-    flags = _FLAGS.unpack(found[7])[0]
-    settings = Settings(
-        text(found[6]),
-        number(found.get(8)) if flags & ServiceFlag.PERSISTENT else 0,
-        ServiceFlag(flags & (ServiceFlag.FALLBACK | ServiceFlag.BY_PORT)),
+    attrs = parse_attributes(parse_attributes(body[_GENLMSGHDR.size :])[_IPVS_CMD_ATTR_SERVICE])
+    family = _U16.unpack(attrs[1])[0]
+    wildcard = ANY4 if family == socket.AF_INET else ANY6
+    fwmark = parse_int32(attrs.get(5)) & 0xFFFFFFFF
+    flags = _IP_VS_FLAGS.unpack(attrs[7])[0]
+    settings = VirtualServiceSettings(
+        parse_string(attrs[6]),
+        parse_int32(attrs.get(8)) if flags & IpvsServiceFlag.IP_VS_SVC_F_PERSISTENT else 0,
+        IpvsServiceFlag(
+            flags
+            & (
+                IpvsServiceFlag.IP_VS_SVC_F_SCHED_SH_FALLBACK
+                | IpvsServiceFlag.IP_VS_SVC_F_SCHED_SH_PORT
+            )
+        ),
     )
-    if mark:
-        return Service(socket.IPPROTO_TCP, any_, 0, mark), settings
-    address = _address(found[3], family)
-    port = _PORT.unpack(found[4])[0]
-    return Service(_U16.unpack(found[2])[0], address, port), settings
+    if fwmark:
+        return VirtualServiceKey(socket.IPPROTO_TCP, wildcard, 0, fwmark), settings
+    address = _decode_address(attrs[3], family)
+    port = _BE16.unpack(attrs[4])[0]
+    return VirtualServiceKey(_U16.unpack(attrs[2])[0], address, port), settings
 
 
-def decode_counts(body: bytes) -> tuple[Service, Counts]:
+def decode_stats(body: bytes) -> tuple[VirtualServiceKey, VirtualServiceStats]:
     """From the same answer as decode_service(). All 0 before Linux v4.1, which has 32 bits only."""
-    found = attributes(attributes(body[_GENERIC.size :])[_ATTR_SERVICE])
-    counts = attributes(found.get(_STATS64, b""))
-    numbers = (int.from_bytes(counts.get(kind, b""), sys.byteorder) for kind in _COUNTED)
-    return decode_service(body)[0], Counts(*numbers)
+    attrs = parse_attributes(parse_attributes(body[_GENLMSGHDR.size :])[_IPVS_CMD_ATTR_SERVICE])
+    stats = parse_attributes(attrs.get(_IPVS_SVC_ATTR_STATS64, b""))
+    numbers = (
+        int.from_bytes(stats.get(attr_type, b""), sys.byteorder) for attr_type in _STATS_ATTRS
+    )
+    return decode_service(body)[0], VirtualServiceStats(*numbers)
 
 
-def decode_server(body: bytes, family: int) -> Load:
+def decode_server(body: bytes, family: int) -> RealServerStatus:
     """From the body of an answer to GET_SERVER; `family` is that of the service, 4 or 6."""
-    found = attributes(attributes(body[_GENERIC.size :])[_ATTR_DEST])
-    usual = socket.AF_INET if family == 4 else socket.AF_INET6
-    own = _U16.unpack(found[11])[0] if 11 in found else usual
-    server = Server(_address(found[1], own), _PORT.unpack(found[2])[0])
-    return Load(server, number(found[4]), number(found.get(7)), number(found.get(8)))
+    attrs = parse_attributes(parse_attributes(body[_GENLMSGHDR.size :])[_IPVS_CMD_ATTR_DEST])
+    service_family = socket.AF_INET if family == 4 else socket.AF_INET6
+    server_family = _U16.unpack(attrs[11])[0] if 11 in attrs else service_family
+    server = RealServerKey(_decode_address(attrs[1], server_family), _BE16.unpack(attrs[2])[0])
+    return RealServerStatus(
+        server, parse_int32(attrs[4]), parse_int32(attrs.get(7)), parse_int32(attrs.get(8))
+    )
 
 
 # ---- talking -------------------------------------------------------------------------------------
 
 
-class Ipvs:
+class IpvsClient:
     """A conversation. KernelError with ENOENT where the kernel has no IPVS."""
 
     def __init__(self) -> None:
         self._netlink = Netlink(NETLINK_GENERIC, "IPVS")
         try:
-            self._kind = self._find()
+            self._family_id = self._resolve_family()
         except KernelError:
             self.close()
             raise
 
-    def _find(self) -> int:
-        body = _GET_FAMILY + attribute(_FAMILY_NAME, FAMILY.encode() + b"\0")
+    def _resolve_family(self) -> int:
+        body = _CTRL_CMD_GETFAMILY + pack_attribute(
+            _CTRL_ATTR_FAMILY_NAME, IPVS_GENL_NAME.encode() + b"\0"
+        )
         try:
-            answer = self._netlink.ask(_CONTROL, body)
+            reply = self._netlink.request(_GENL_ID_CTRL, body)
         except KernelError as error:
             raise KernelError("this kernel has no IPVS", "", HINT, error.errno) from error
-        found = attributes(answer[0].body[_GENERIC.size :])
-        return int(_U16.unpack(found[_FAMILY_ID])[0])
+        attrs = parse_attributes(reply[0].body[_GENLMSGHDR.size :])
+        return int(_U16.unpack(attrs[_CTRL_ATTR_FAMILY_ID])[0])
 
     def close(self) -> None:
         """Ends it."""
         self._netlink.close()
 
-    def times(self) -> Times:
+    def read_timeouts(self) -> ConnectionTimeouts:
         """Those of this network namespace."""
-        body = _GENERIC.pack(Command.GET_CONFIG, 1, 0)
-        return decode_times(self._netlink.ask(self._kind, body)[0].body)
+        body = _GENLMSGHDR.pack(IpvsCommand.IPVS_CMD_GET_CONFIG, 1, 0)
+        return decode_timeouts(self._netlink.request(self._family_id, body)[0].body)
 
-    def set_times(self, times: Times) -> None:
+    def set_timeouts(self, timeouts: ConnectionTimeouts) -> None:
         """Those that are 0 stay as they are."""
-        self._netlink.ask(self._kind, encode_times(times))
+        self._netlink.request(self._family_id, encode_timeouts(timeouts))
 
-    def services(self) -> list[tuple[Service, Settings]]:
+    def list_services(self) -> list[tuple[VirtualServiceKey, VirtualServiceSettings]]:
         """All virtual services, whoever made them."""
-        asked = self._netlink.dump(self._kind, _GENERIC.pack(Command.GET_SERVICE, 1, 0))
-        return [decode_service(message.body) for message in asked]
+        messages = self._netlink.dump(
+            self._family_id, _GENLMSGHDR.pack(IpvsCommand.IPVS_CMD_GET_SERVICE, 1, 0)
+        )
+        return [decode_service(message.body) for message in messages]
 
-    def settings(self, service: Service) -> Settings | None:
+    def read_settings(self, service: VirtualServiceKey) -> VirtualServiceSettings | None:
         """Those of one virtual service; None if it is not there."""
-        body = encode(Change(Command.GET_SERVICE, service))
+        body = encode_request(IpvsRequest(IpvsCommand.IPVS_CMD_GET_SERVICE, service))
         try:
-            (answer, *_) = self._netlink.ask(self._kind, body)
+            (reply, *_) = self._netlink.request(self._family_id, body)
         except KernelError as error:
             if error.errno in (errno.ESRCH, errno.ENOENT):
                 return None
             raise
-        return decode_service(answer.body)[1]
+        return decode_service(reply.body)[1]
 
-    def counts(self) -> list[tuple[Service, Counts]]:
+    def read_stats(self) -> list[tuple[VirtualServiceKey, VirtualServiceStats]]:
         """What each virtual service has had, whoever made it."""
-        asked = self._netlink.dump(self._kind, _GENERIC.pack(Command.GET_SERVICE, 1, 0))
-        return [decode_counts(message.body) for message in asked]
+        messages = self._netlink.dump(
+            self._family_id, _GENLMSGHDR.pack(IpvsCommand.IPVS_CMD_GET_SERVICE, 1, 0)
+        )
+        return [decode_stats(message.body) for message in messages]
 
-    def servers(self, service: Service) -> list[Load]:
+    def list_servers(self, service: VirtualServiceKey) -> list[RealServerStatus]:
         """The real servers of a virtual service; none if it is not there."""
-        body = encode(Change(Command.GET_SERVER, service))
+        body = encode_request(IpvsRequest(IpvsCommand.IPVS_CMD_GET_DEST, service))
         family = family_of(service.address)
         try:
-            asked = self._netlink.dump(self._kind, body)
+            messages = self._netlink.dump(self._family_id, body)
         except KernelError as error:
             if error.errno in (errno.ESRCH, errno.ENOENT):
                 return []
             raise
-        return [decode_server(message.body, family) for message in asked]
+        return [decode_server(message.body, family) for message in messages]
 
-    def connections(self, service: Service) -> int:
+    def count_connections(self, service: VirtualServiceKey) -> int:
         """How many a virtual service has, those included that have ended and are remembered."""
-        return sum(load.active + load.inactive for load in self.servers(service))
+        return sum(
+            status.active_conns + status.inactive_conns for status in self.list_servers(service)
+        )
 
-    def try_(self, changes: Sequence[Change]) -> list[int]:
+    def try_apply(self, requests: Sequence[IpvsRequest]) -> list[int]:
         """An errno for each change, in order; 0 for those that were made."""
-        creates = (Command.NEW_SERVICE, Command.NEW_SERVER)
-        return self._netlink.many(
+        creates = (IpvsCommand.IPVS_CMD_NEW_SERVICE, IpvsCommand.IPVS_CMD_NEW_DEST)
+        return self._netlink.request_many(
             [
-                Request(self._kind, encode(c), CREATE_EXCLUSIVELY if c.command in creates else 0)
-                for c in changes
+                NetlinkRequest(
+                    self._family_id,
+                    encode_request(request),
+                    NLM_F_CREATE_EXCL if request.command in creates else 0,
+                )
+                for request in requests
             ]
         )
 
-    def change(self, changes: Sequence[Change], allowed: Iterable[int] = ()) -> None:
+    def apply(self, requests: Sequence[IpvsRequest], ignored_errnos: Iterable[int] = ()) -> None:
         """Makes all of them. KernelError names the first that was refused, but for these errnos;
         those after it were tried all the same.
         """
-        fine = {0, *allowed}
-        for change, code in zip(changes, self.try_(changes), strict=True):
-            if code not in fine:
-                raise KernelError(f"cannot {change}", "IPVS", os.strerror(code), code)
+        accepted_errnos = {0, *ignored_errnos}
+        for request, code in zip(requests, self.try_apply(requests), strict=True):
+            if code not in accepted_errnos:
+                raise KernelError(f"cannot {request}", "IPVS", os.strerror(code), code)

@@ -19,12 +19,12 @@ from kbpf.errors import KernelError
 
 IFA_F_NODAD: Final = 0x02
 RTN_LOCAL: Final = 2
-PATIENCE_SECONDS: Final = 10.0
-NAMED: Final = Path("/run/netns")
+LOCAL_ROUTE_TIMEOUT_S: Final = 10.0
+NETNS_DIR: Final = Path("/run/netns")
 
 
 @contextlib.contextmanager
-def _said(what: str, where: str = "") -> Iterator[None]:
+def _kernel_errors(what: str, where: str = "") -> Iterator[None]:
     try:
         yield
     except (NetlinkError, OSError) as error:
@@ -33,23 +33,23 @@ def _said(what: str, where: str = "") -> Iterator[None]:
         raise KernelError(what, where, hint, code) from error
 
 
-def namespace(name: str) -> Path:
+def namespace_path(name: str) -> Path:
     """Where a namespace with this name is."""
-    return NAMED / name
+    return NETNS_DIR / name
 
 
 def create_namespace(name: str) -> Path:
     """A new network namespace, kept by its name alone; loopback is down in it."""
-    with _said("cannot make the network namespace", name):
+    with _kernel_errors("cannot make the network namespace", name):
         netns.create(name)
-    return namespace(name)
+    return namespace_path(name)
 
 
 def remove_namespace(name: str) -> bool:
     """Takes the name away: it ends with its last process. Whether it was there."""
-    if not namespace(name).exists():
+    if not namespace_path(name).exists():
         return False
-    with _said("cannot remove the network namespace", name):
+    with _kernel_errors("cannot remove the network namespace", name):
         netns.remove(name)
     return True
 
@@ -58,7 +58,7 @@ class Links:
     """Devices of this network namespace. Use it in the thread that made it."""
 
     def __init__(self) -> None:
-        with _said("cannot open a netlink socket", "rtnetlink"):
+        with _kernel_errors("cannot open a netlink socket", "rtnetlink"):
             self._route: Any = IPRoute()
 
     def __enter__(self) -> Self:
@@ -67,33 +67,36 @@ class Links:
     def __exit__(self, *_: object) -> None:
         self._route.close()
 
-    def _index(self, name: str) -> int:
-        found = self._route.link_lookup(ifname=name)
-        if not found:
+    def _ifindex(self, name: str) -> int:
+        indexes = self._route.link_lookup(ifname=name)
+        if not indexes:
             raise KernelError("no such device", name)
-        return int(found[0])
+        return int(indexes[0])
 
-    def up(self, name: str) -> None:
+    def set_up(self, name: str) -> None:
         """Switches a device on."""
-        with _said("cannot switch on the device", name):
-            self._route.link("set", index=self._index(name), state="up")
+        with _kernel_errors("cannot switch on the device", name):
+            self._route.link("set", index=self._ifindex(name), state="up")
 
-    def bridge(self, name: str) -> None:
+    def add_bridge(self, name: str) -> None:
         """A new bridge."""
-        with _said("cannot make the bridge", name):
+        with _kernel_errors("cannot make the bridge", name):
             self._route.link("add", ifname=name, kind="bridge")
 
-    def veth(self, name: str, master: str, peer: str, peer_namespace: Path) -> None:
+    def add_veth(self, name: str, master: str, peer: str, peer_namespace: Path) -> None:
         """A new cable: one end here, below a bridge and up, the other in another namespace."""
-        with _said("cannot make the veth pair", f"{name}, {peer}"), peer_namespace.open() as there:
+        with (
+            _kernel_errors("cannot make the veth pair", f"{name}, {peer}"),
+            peer_namespace.open() as namespace_file,
+        ):
             self._route.link(
                 "add", ifname=name, kind="veth",
-                peer={"ifname": peer, "net_ns_fd": there.fileno()},
+                peer={"ifname": peer, "net_ns_fd": namespace_file.fileno()},
             )  # fmt: skip
-            self._route.link("set", index=self._index(name), master=self._index(master))
-        self.up(name)
+            self._route.link("set", index=self._ifindex(name), master=self._ifindex(master))
+        self.set_up(name)
 
-    def address(self, name: str, address: str, prefix: int) -> None:
+    def add_address(self, name: str, address: str, prefix: int) -> None:
         """Gives a device that is up an address, which may be used as soon as this returns.
 
         Nobody is asked whether another has it. Even so, a worker of the kernel makes the route by
@@ -101,16 +104,16 @@ class Links:
         """
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         flags = {"flags": IFA_F_NODAD} if family == socket.AF_INET6 else {}
-        with _said("cannot set the address", f"{name} {address}/{prefix}"):
+        with _kernel_errors("cannot set the address", f"{name} {address}/{prefix}"):
             self._route.addr(
-                "add", index=self._index(name), address=address, prefixlen=prefix, family=family,
+                "add", index=self._ifindex(name), address=address, prefixlen=prefix, family=family,
                 **flags,
             )  # fmt: skip
         if family == socket.AF_INET6:
             self._wait_local(name, address)
 
     def _wait_local(self, name: str, address: str) -> None:
-        deadline = time.monotonic() + PATIENCE_SECONDS
+        deadline = time.monotonic() + LOCAL_ROUTE_TIMEOUT_S
         while not self._is_local(address):
             if time.monotonic() > deadline:
                 raise KernelError("no packet arrives at the address", f"{name} {address}")

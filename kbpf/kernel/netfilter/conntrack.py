@@ -13,153 +13,186 @@ from enum import IntFlag
 from typing import Final, NamedTuple
 
 from kbpf.errors import KernelError
-from kbpf.kernel.net.netlink import Netlink, Request, attribute, attributes
+from kbpf.kernel.net.netlink import Netlink, NetlinkRequest, pack_attribute, parse_attributes
 from kbpf.model.address import V4_PREFIX, Addr, family_of
 
 NETLINK_NETFILTER: Final = 12
 FAMILIES: Final = {"ip": socket.AF_INET, "ip6": socket.AF_INET6}
 
-_NEW: Final = 1 << 8  # NFNL_SUBSYS_CTNETLINK, IPCTNL_MSG_CT_NEW
-_GET: Final = _NEW | 1
-_DELETE: Final = _NEW | 2
-_CREATE: Final = 0x600  # NLM_F_CREATE | NLM_F_EXCL
-_NESTED: Final = 0x8000
-_ORIGINAL, _REPLY, _STATUS, _PROTOINFO, _TIMEOUT = 1, 2, 3, 4, 7
-_STATUS_MASK: Final = 26  # kernels before 5.17 ignore it, and tell everything
-_ESTABLISHED: Final = 3
-_ABSENT: Final = frozenset((errno.EINVAL, errno.EOPNOTSUPP, errno.EPROTONOSUPPORT))
+_IPCTNL_MSG_CT_NEW: Final = 1 << 8  # NFNL_SUBSYS_CTNETLINK, IPCTNL_MSG_CT_NEW
+_IPCTNL_MSG_CT_GET: Final = _IPCTNL_MSG_CT_NEW | 1
+_IPCTNL_MSG_CT_DELETE: Final = _IPCTNL_MSG_CT_NEW | 2
+_NLM_F_CREATE_EXCL: Final = 0x600  # NLM_F_CREATE | NLM_F_EXCL
+_NLA_F_NESTED: Final = 0x8000
+_CTA_TUPLE_ORIG, _CTA_TUPLE_REPLY, _CTA_STATUS, _CTA_PROTOINFO, _CTA_TIMEOUT = 1, 2, 3, 4, 7
+_CTA_STATUS_MASK: Final = 26  # kernels before 5.17 ignore it, and tell everything
+_TCP_CONNTRACK_ESTABLISHED: Final = 3
+_UNSUPPORTED_ERRNOS: Final = frozenset((errno.EINVAL, errno.EOPNOTSUPP, errno.EPROTONOSUPPORT))
 
 
-class Status(IntFlag):
+class ConntrackStatus(IntFlag):
     """Some of enum ip_conntrack_status."""
 
-    SEEN_REPLY = 1 << 1
-    ASSURED = 1 << 2
-    CONFIRMED = 1 << 3
-    SOURCE = 1 << 4
-    DESTINATION = 1 << 5
+    IPS_SEEN_REPLY = 1 << 1
+    IPS_ASSURED = 1 << 2
+    IPS_CONFIRMED = 1 << 3
+    IPS_SRC_NAT = 1 << 4
+    IPS_DST_NAT = 1 << 5
 
 
-class Connection(NamedTuple):
+class ConntrackFlow(NamedTuple):
     """A connection as its packets leave the node: behind all translation."""
 
     protocol: int
     source: Addr
     source_port: int
-    to: Addr
-    to_port: int
+    destination: Addr
+    destination_port: int
 
 
-def translated(family: str) -> bool:
+def has_dnat_connections(family: str) -> bool:
     """Whether there is a connection of this family, "ip" or "ip6", whose destination is changed."""
-    return bool(_dump(FAMILIES[family], Status.DESTINATION))
+    return bool(_dump(FAMILIES[family], ConntrackStatus.IPS_DST_NAT))
 
 
-def masqueraded() -> list[Connection]:
+def list_masqueraded() -> list[ConntrackFlow]:
     """Those of which both ends are changed, as kube-proxy does it for clients from outside. Where
     IPVS has led them to a backend only the tuples say so.
     """
-    found = (one for family in FAMILIES.values() for one in _dump(family, Status.SOURCE))
-    led = (told for told in found if _asked(told) != _answering(told))
-    return [connection for told in led if (connection := _behind(told)) is not None]
+    entries = (
+        entry
+        for family in FAMILIES.values()
+        for entry in _dump(family, ConntrackStatus.IPS_SRC_NAT)
+    )
+    translated = (
+        attrs for attrs in entries if _original_destination(attrs) != _reply_source(attrs)
+    )
+    return [flow for attrs in translated if (flow := _flow_behind_nat(attrs)) is not None]
 
 
-def hold(connections: Iterable[Connection], seconds: int) -> int:
+def reserve(flows: Iterable[ConntrackFlow], timeout: int) -> int:
     """Makes entries for connections that somebody else looks after: so their ports are taken when
     the kernel translates others. How many are new.
     """
-    requests = [_request(_NEW, one, seconds, _CREATE) for one in connections]
+    requests = [
+        _encode_request(_IPCTNL_MSG_CT_NEW, flow, timeout, _NLM_F_CREATE_EXCL) for flow in flows
+    ]
     with Netlink(NETLINK_NETFILTER, "conntrack") as netlink:
-        codes = netlink.many(requests)
-    if bad := set(codes) - {0, errno.EEXIST} - _ABSENT:
-        raise KernelError("cannot hold ports in conntrack", "", "run as root", min(bad))
+        codes = netlink.request_many(requests)
+    if unexpected := set(codes) - {0, errno.EEXIST} - _UNSUPPORTED_ERRNOS:
+        raise KernelError("cannot hold ports in conntrack", "", "run as root", min(unexpected))
     return codes.count(0)
 
 
-def release(connections: Iterable[Connection]) -> int:
+def release(flows: Iterable[ConntrackFlow]) -> int:
     """Removes such entries; how many there were."""
     with Netlink(NETLINK_NETFILTER, "conntrack") as netlink:
-        return netlink.many([_request(_DELETE, one) for one in connections]).count(0)
+        return netlink.request_many(
+            [_encode_request(_IPCTNL_MSG_CT_DELETE, flow) for flow in flows]
+        ).count(0)
 
 
-def _dump(family: int, status: Status) -> list[dict[int, bytes]]:
+def _dump(family: int, status: ConntrackStatus) -> list[dict[int, bytes]]:
     """The attributes of connections that have all of this status."""
-    wanted = struct.pack(">I", status)
-    asked = struct.pack("=BBH", family, 0, 0)
-    asked += attribute(_STATUS, wanted) + attribute(_STATUS_MASK, wanted)
+    status_bytes = struct.pack(">I", status)
+    body = struct.pack("=BBH", family, 0, 0)
+    body += pack_attribute(_CTA_STATUS, status_bytes) + pack_attribute(
+        _CTA_STATUS_MASK, status_bytes
+    )
     with Netlink(NETLINK_NETFILTER, "conntrack") as netlink:
         try:
-            messages = netlink.dump(_GET, asked)
+            messages = netlink.dump(_IPCTNL_MSG_CT_GET, body)
         except KernelError as error:
-            if error.errno in _ABSENT:
+            if error.errno in _UNSUPPORTED_ERRNOS:
                 return []
             raise
-    found = (attributes(message.body[4:]) for message in messages)
-    return [one for one in found if int.from_bytes(one.get(_STATUS, b""), "big") & status == status]
+    entries = (parse_attributes(message.body[4:]) for message in messages)
+    return [
+        entry
+        for entry in entries
+        if int.from_bytes(entry.get(_CTA_STATUS, b""), "big") & status == status
+    ]
 
 
-def _behind(told: dict[int, bytes]) -> Connection | None:
+def _flow_behind_nat(attrs: dict[int, bytes]) -> ConntrackFlow | None:
     """From the tuple of its answers, which are to whom its packets seem to come from."""
-    answers = attributes(told.get(_REPLY, b""))
-    where, what = attributes(answers.get(1, b"")), attributes(answers.get(2, b""))
-    source, to = where.get(1, where.get(3, b"")), where.get(2, where.get(4, b""))
-    if not source or not to or 2 not in what or 3 not in what:
+    reply = parse_attributes(attrs.get(_CTA_TUPLE_REPLY, b""))
+    ip, proto = parse_attributes(reply.get(1, b"")), parse_attributes(reply.get(2, b""))
+    source, destination = ip.get(1, ip.get(3, b"")), ip.get(2, ip.get(4, b""))
+    if not source or not destination or 2 not in proto or 3 not in proto:
         return None
-    ports = (int.from_bytes(what[kind], "big") for kind in (3, 2))
-    return Connection(what[1][0], _address(to), next(ports), _address(source), next(ports))
+    ports = (int.from_bytes(proto[attr_type], "big") for attr_type in (3, 2))
+    return ConntrackFlow(
+        proto[1][0], _parse_address(destination), next(ports), _parse_address(source), next(ports)
+    )
 
 
-def _asked(told: dict[int, bytes]) -> tuple[bytes, bytes]:
+def _original_destination(attrs: dict[int, bytes]) -> tuple[bytes, bytes]:
     """Address and port of whom the client has asked."""
-    return _end(told.get(_ORIGINAL, b""), (2, 4), 3)
+    return _parse_endpoint(attrs.get(_CTA_TUPLE_ORIG, b""), (2, 4), 3)
 
 
-def _answering(told: dict[int, bytes]) -> tuple[bytes, bytes]:
+def _reply_source(attrs: dict[int, bytes]) -> tuple[bytes, bytes]:
     """Address and port of who answers."""
-    return _end(told.get(_REPLY, b""), (1, 3), 2)
+    return _parse_endpoint(attrs.get(_CTA_TUPLE_REPLY, b""), (1, 3), 2)
 
 
-def _end(tuple_: bytes, kinds: tuple[int, int], port: int) -> tuple[bytes, bytes]:
+def _parse_endpoint(
+    tuple_: bytes, address_types: tuple[int, int], port_type: int
+) -> tuple[bytes, bytes]:
     """One end of a connection's tuple: its address, as of either family, and its port."""
-    found = attributes(tuple_)
-    where, what = attributes(found.get(1, b"")), attributes(found.get(2, b""))
-    return where.get(kinds[0], where.get(kinds[1], b"")), what.get(port, b"")
+    attrs = parse_attributes(tuple_)
+    ip, proto = parse_attributes(attrs.get(1, b"")), parse_attributes(attrs.get(2, b""))
+    return ip.get(address_types[0], ip.get(address_types[1], b"")), proto.get(port_type, b"")
 
 
-def _address(raw: bytes) -> Addr:
+def _parse_address(raw: bytes) -> Addr:
     return Addr(V4_PREFIX + raw) if len(raw) == 4 else Addr(raw)
 
 
-def _request(kind: int, one: Connection, seconds: int = 0, flags: int = 0) -> Request:
-    v4 = family_of(one.to) == 4
+def _encode_request(
+    msg_type: int, flow: ConntrackFlow, timeout: int = 0, flags: int = 0
+) -> NetlinkRequest:
+    v4 = family_of(flow.destination) == 4
     body = struct.pack("=BBH", socket.AF_INET if v4 else socket.AF_INET6, 0, 0)
-    ends = (one.source, one.source_port), (one.to, one.to_port)
-    for which, (source, to) in ((_ORIGINAL, ends), (_REPLY, ends[::-1])):
-        body += _nest(which, *_tuple(one.protocol, source, to, v4))
-    if kind == _NEW:
-        status = Status.CONFIRMED | Status.ASSURED | Status.SEEN_REPLY
-        body += attribute(_STATUS, struct.pack(">I", status))
-        body += attribute(_TIMEOUT, struct.pack(">I", seconds))
-        if one.protocol == socket.IPPROTO_TCP:
-            state = attribute(1, bytes((_ESTABLISHED,)))
-            body += _nest(_PROTOINFO, _nest(1, state))
-    return Request(kind, body, flags)
+    endpoints = (flow.source, flow.source_port), (flow.destination, flow.destination_port)
+    for tuple_type, (source, destination) in (
+        (_CTA_TUPLE_ORIG, endpoints),
+        (_CTA_TUPLE_REPLY, endpoints[::-1]),
+    ):
+        body += _nest(tuple_type, *_encode_tuple(flow.protocol, source, destination, v4))
+    if msg_type == _IPCTNL_MSG_CT_NEW:
+        status = (
+            ConntrackStatus.IPS_CONFIRMED
+            | ConntrackStatus.IPS_ASSURED
+            | ConntrackStatus.IPS_SEEN_REPLY
+        )
+        body += pack_attribute(_CTA_STATUS, struct.pack(">I", status))
+        body += pack_attribute(_CTA_TIMEOUT, struct.pack(">I", timeout))
+        if flow.protocol == socket.IPPROTO_TCP:
+            state = pack_attribute(1, bytes((_TCP_CONNTRACK_ESTABLISHED,)))
+            body += _nest(_CTA_PROTOINFO, _nest(1, state))
+    return NetlinkRequest(msg_type, body, flags)
 
 
-def _tuple(
-    protocol: int, source: tuple[Addr, int], to: tuple[Addr, int], v4: bool
+def _encode_tuple(
+    protocol: int, source: tuple[Addr, int], destination: tuple[Addr, int], v4: bool
 ) -> Iterator[bytes]:
-    kinds, start = ((1, 2), 12) if v4 else ((3, 4), 0)
+    address_types, start = ((1, 2), 12) if v4 else ((3, 4), 0)
     yield _nest(
-        1, *(attribute(k, a[start:]) for k, (a, _) in zip(kinds, (source, to), strict=True))
+        1,
+        *(
+            pack_attribute(k, a[start:])
+            for k, (a, _) in zip(address_types, (source, destination), strict=True)
+        ),
     )
-    ports = (struct.pack(">H", port) for _, port in (source, to))
+    ports = (struct.pack(">H", port) for _, port in (source, destination))
     yield _nest(
         2,
-        attribute(1, bytes((protocol,))),
-        *(attribute(kind, port) for kind, port in zip((2, 3), ports, strict=True)),
+        pack_attribute(1, bytes((protocol,))),
+        *(pack_attribute(attr_type, port) for attr_type, port in zip((2, 3), ports, strict=True)),
     )
 
 
-def _nest(kind: int, *inner: bytes) -> bytes:
-    return attribute(kind | _NESTED, b"".join(inner))
+def _nest(attr_type: int, *inner: bytes) -> bytes:
+    return pack_attribute(attr_type | _NLA_F_NESTED, b"".join(inner))

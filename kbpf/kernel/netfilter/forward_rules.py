@@ -26,30 +26,30 @@ from kbpf.kernel.net.netlink import Netlink
 from kbpf.kernel.netfilter.nft import NETLINK_NETFILTER
 from kbpf.kernel.probe_result import Probe
 
-COMMENT: Final = "kbpf: masqueraded"
+MASQUERADE_COMMENT: Final = "kbpf: masqueraded"
 """How the comment of a rule of ours begins; the mark follows."""
-HANDOVER: Final = "kbpf-handover: connections of kube-proxy"
+HANDOVER_COMMENT: Final = "kbpf-handover: connections of kube-proxy"
 """The comment of the rule for those that a kube-proxy has left."""
-TABLES: Final = (("ip", "filter"), ("ip6", "filter"))
-LEGACY: Final = {
+FILTER_TABLES: Final = (("ip", "filter"), ("ip6", "filter"))
+LEGACY_TABLE_NAMES: Final = {
     "ip": Path("/proc/thread-self/net/ip_tables_names"),
     "ip6": Path("/proc/thread-self/net/ip6_tables_names"),
 }
-UNKNOWN: Final = frozenset((errno.EINVAL, errno.EOPNOTSUPP, errno.EPROTONOSUPPORT))
+UNSUPPORTED_ERRNOS: Final = frozenset((errno.EINVAL, errno.EOPNOTSUPP, errno.EPROTONOSUPPORT))
 """How a kernel without nf_tables answers."""
 HINT: Final = "run as root, or let somebody else accept packets with the mark in FORWARD"
 
-_HEADER: Final = struct.Struct("=IHHII")
-_GET_GENERATION: Final = 10 << 8 | 16  # NFNL_SUBSYS_NFTABLES, NFT_MSG_GETGEN
-_NEW_GENERATION: Final = 10 << 8 | 15
-_GENERATION_ID: Final = 1  # NFTA_GEN_ID, __be32
-_PATIENCE: Final = 2.0
+_NLMSGHDR: Final = struct.Struct("=IHHII")
+_NFT_MSG_GETGEN: Final = 10 << 8 | 16  # NFNL_SUBSYS_NFTABLES, NFT_MSG_GETGEN
+_NFT_MSG_NEWGEN: Final = 10 << 8 | 15
+_NFTA_GEN_ID: Final = 1  # NFTA_GEN_ID, __be32
+_TIMEOUT_S: Final = 2.0
 
 Json = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class ChainRule:
     """A rule of the chain. `refuses_all`: it drops or rejects whatever gets to it."""
 
     handle: int
@@ -57,91 +57,97 @@ class Rule:
     refuses_all: bool = False
 
     @property
-    def is_ours(self) -> bool:
+    def is_masquerade(self) -> bool:
         """Whether kbpf has put it there for what it masquerades."""
-        return self.comment.startswith(COMMENT)
+        return self.comment.startswith(MASQUERADE_COMMENT)
 
     @property
     def is_handover(self) -> bool:
         """Whether kbpf has put it there for what a kube-proxy has begun."""
-        return self.comment == HANDOVER
+        return self.comment == HANDOVER_COMMENT
 
     @property
-    def is_others(self) -> bool:
+    def is_foreign(self) -> bool:
         """Whether kbpf has nothing to do with it."""
-        return not (self.is_ours or self.is_handover)
+        return not (self.is_masquerade or self.is_handover)
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
+class BaseChain:
     """A base chain at the forward hook, with its rules in order."""
 
     family: str
     table: str
     name: str
-    drops: bool
-    rules: tuple[Rule, ...] = ()
+    policy_drops: bool
+    rules: tuple[ChainRule, ...] = ()
 
     @property
     def is_closed(self) -> bool:
         """Whether what no rule of others speaks of is refused."""
-        return self.drops or any(rule.refuses_all for rule in self.rules)
+        return self.policy_drops or any(rule.refuses_all for rule in self.rules)
 
     @property
-    def others(self) -> tuple[Rule, ...]:
+    def foreign_rules(self) -> tuple[ChainRule, ...]:
         """The rules that are not ours."""
-        return tuple(rule for rule in self.rules if rule.is_others)
+        return tuple(rule for rule in self.rules if rule.is_foreign)
 
     @property
-    def ours(self) -> tuple[Rule, ...]:
+    def masquerade_rules(self) -> tuple[ChainRule, ...]:
         """The rules of ours for what kbpf masquerades."""
-        return tuple(rule for rule in self.rules if rule.is_ours)
+        return tuple(rule for rule in self.rules if rule.is_masquerade)
 
     @property
-    def handovers(self) -> tuple[Rule, ...]:
+    def handover_rules(self) -> tuple[ChainRule, ...]:
         """The rules of ours for what a kube-proxy has begun."""
         return tuple(rule for rule in self.rules if rule.is_handover)
 
     @property
-    def place(self) -> int:
+    def insert_position(self) -> int:
         """How many rules of others come before ours: all that do not refuse everything."""
-        refusing = (i for i, rule in enumerate(self.others) if rule.refuses_all)
-        return next(refusing, len(self.others))
+        refusing = (i for i, rule in enumerate(self.foreign_rules) if rule.refuses_all)
+        return next(refusing, len(self.foreign_rules))
 
     @property
-    def before(self) -> int | None:
+    def next_handle(self) -> int | None:
         """The handle of the rule that comes behind ours; None if no rule of others does."""
-        return self.others[self.place].handle if self.place < len(self.others) else None
+        return (
+            self.foreign_rules[self.insert_position].handle
+            if self.insert_position < len(self.foreign_rules)
+            else None
+        )
 
-    def holds(self, mark: int) -> bool:
+    def has_masquerade_rule(self, mark: int) -> bool:
         """Whether exactly one rule of ours is there, in its place, for this mark."""
-        return self._in_place(self.ours) and self.ours[0].comment == comment_of(mark)
+        return self._is_in_place(self.masquerade_rules) and self.masquerade_rules[
+            0
+        ].comment == masquerade_comment(mark)
 
     @property
-    def hands_over(self) -> bool:
+    def has_handover_rule(self) -> bool:
         """Whether exactly one rule is there for what a kube-proxy has begun, in its place."""
-        return self._in_place(self.handovers)
+        return self._is_in_place(self.handover_rules)
 
-    def _in_place(self, ours: Sequence[Rule]) -> bool:
+    def _is_in_place(self, rules: Sequence[ChainRule]) -> bool:
         """Whether it is one, and as many rules of others come before it as have to."""
-        if len(ours) != 1:
+        if len(rules) != 1:
             return False
-        before = self.rules[: self.rules.index(ours[0])]
-        return sum(rule.is_others for rule in before) == self.place
+        before = self.rules[: self.rules.index(rules[0])]
+        return sum(rule.is_foreign for rule in before) == self.insert_position
 
     def __str__(self) -> str:
         return f"{self.family} {self.table} {self.name}"
 
 
-def comment_of(mark: int) -> str:
+def masquerade_comment(mark: int) -> str:
     """What our rule says of itself."""
-    return f"{COMMENT}, mark {mark:#x}"
+    return f"{MASQUERADE_COMMENT}, mark {mark:#x}"
 
 
 # ---- looking -------------------------------------------------------------------------------------
 
 
-def available() -> Probe:
+def probe_nf_tables() -> Probe:
     """Whether nf_tables can be spoken to: the library and the kernel."""
     try:
         import nftables
@@ -150,114 +156,128 @@ def available() -> Probe:
     except (ImportError, OSError) as error:
         return Probe(None, f"python3-nftables is missing: {error}")
     try:
-        generation()
+        read_generation()
     except KernelError as error:
         return Probe(None, f"this kernel has no nf_tables: {errno.errorcode.get(error.errno)}")
     return Probe(True)
 
 
-def legacy_tables() -> tuple[str, ...]:
+def list_legacy_families() -> tuple[str, ...]:
     """Families that have a filter table of the old iptables, which nobody can look at from here."""
-    found = []
-    for family, path in LEGACY.items():
+    families = []
+    for family, path in LEGACY_TABLE_NAMES.items():
         try:
             names = path.read_text().split()
         except OSError:
             continue  # not loaded
         if "filter" in names:
-            found.append(family)
-    return tuple(found)
+            families.append(family)
+    return tuple(families)
 
 
-def generation() -> int:
+def read_generation() -> int:
     """A number that changes with every change of any nf_tables ruleset of this namespace.
 
     KernelError where the kernel has no nf_tables, or does not let us look.
     """
     body = struct.pack("=BBH", socket.AF_UNSPEC, 0, 0)
-    asked = _HEADER.pack(_HEADER.size + len(body), _GET_GENERATION, 1, 1, 0) + body
+    request = _NLMSGHDR.pack(_NLMSGHDR.size + len(body), _NFT_MSG_GETGEN, 1, 1, 0) + body
     try:
         with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 12) as netlink:  # NETLINK_NETFILTER
-            netlink.settimeout(_PATIENCE)
-            netlink.send(asked)
-            answer = netlink.recv(1 << 12)
+            netlink.settimeout(_TIMEOUT_S)
+            netlink.send(request)
+            reply = netlink.recv(1 << 12)
     except OSError as error:
         raise KernelError(
             "cannot ask nf_tables for its generation", "netlink", HINT, error.errno or 0
         ) from error
-    _, kind, *_ = _HEADER.unpack_from(answer)
-    if kind != _NEW_GENERATION:
-        (code,) = struct.unpack_from("=i", answer, _HEADER.size)
+    _, type_, *_ = _NLMSGHDR.unpack_from(reply)
+    if type_ != _NFT_MSG_NEWGEN:
+        (code,) = struct.unpack_from("=i", reply, _NLMSGHDR.size)
         raise KernelError("cannot ask nf_tables for its generation", "netlink", HINT, -code)
-    rest = answer[_HEADER.size + len(body) :]
-    while len(rest) >= 4:
-        length, kind = struct.unpack_from("=HH", rest)
-        if kind == _GENERATION_ID:
-            return int.from_bytes(rest[4:8], "big")
-        rest = rest[max(4, length + 3 & ~3) :]
+    attrs = reply[_NLMSGHDR.size + len(body) :]
+    while len(attrs) >= 4:
+        length, type_ = struct.unpack_from("=HH", attrs)
+        if type_ == _NFTA_GEN_ID:
+            return int.from_bytes(attrs[4:8], "big")
+        attrs = attrs[max(4, length + 3 & ~3) :]
     return 0
 
 
 def list_chains() -> list[Json]:
     """All chains, without their rules: what the following look at, if they are not given it."""
-    return [one["chain"] for one in transaction({"list": {"chains": None}}) if "chain" in one]
+    return [
+        item["chain"] for item in run_transaction({"list": {"chains": None}}) if "chain" in item
+    ]
 
 
-def forward_chains(listed: Iterable[Json] | None = None) -> tuple[Chain, ...]:
+def list_forward_chains(listing: Iterable[Json] | None = None) -> tuple[BaseChain, ...]:
     """The base chains at the forward hook in the tables that iptables and CNIs share."""
-    found = []
-    for chain in list_chains() if listed is None else listed:
-        where = chain.get("family", ""), chain.get("table", "")
-        if where in TABLES and (chain.get("hook"), chain.get("type")) == ("forward", "filter"):
+    chains = []
+    for chain in list_chains() if listing is None else listing:
+        table = chain.get("family", ""), chain.get("table", "")
+        if table in FILTER_TABLES and (chain.get("hook"), chain.get("type")) == (
+            "forward",
+            "filter",
+        ):
             name = str(chain["name"])
-            rules = _rules(*where, name)
-            found.append(Chain(*where, name, chain.get("policy") == "drop", rules))
-    return tuple(sorted(found, key=str))
+            rules = _read_rules(*table, name)
+            chains.append(BaseChain(*table, name, chain.get("policy") == "drop", rules))
+    return tuple(sorted(chains, key=str))
 
 
-def other_drops(listed: Iterable[Json] | None = None) -> tuple[str, ...]:
+def list_other_drop_chains(listing: Iterable[Json] | None = None) -> tuple[str, ...]:
     """Base chains at the forward hook, in other tables than those, that drop by their policy."""
-    found = []
-    for chain in list_chains() if listed is None else listed:
-        where = chain.get("family", ""), chain.get("table", "")
-        if where not in TABLES and (chain.get("hook"), chain.get("policy")) == ("forward", "drop"):
-            found.append(" ".join((*where, str(chain["name"]))))
-    return tuple(sorted(found))
+    names = []
+    for chain in list_chains() if listing is None else listing:
+        table = chain.get("family", ""), chain.get("table", "")
+        if table not in FILTER_TABLES and (chain.get("hook"), chain.get("policy")) == (
+            "forward",
+            "drop",
+        ):
+            names.append(" ".join((*table, str(chain["name"]))))
+    return tuple(sorted(names))
 
 
-def closed_inputs(listed: Iterable[Json] | None = None, but: str = "") -> tuple[str, ...]:
+def list_closed_input_chains(
+    listing: Iterable[Json] | None = None, own_table: str = ""
+) -> tuple[str, ...]:
     """Base chains at the input hook, in any table, that refuse what nobody in them let in. Rules
     of our own table, `but`, are not read.
     """
-    found = []
-    for chain in list_chains() if listed is None else listed:
-        if (chain["family"], chain["table"]) == ("inet", but):
+    names = []
+    for chain in list_chains() if listing is None else listing:
+        if (chain["family"], chain["table"]) == ("inet", own_table):
             continue
         if (chain.get("hook"), chain.get("type")) == ("input", "filter"):
-            where = chain["family"], chain["table"], str(chain["name"])
-            if Chain(*where, chain.get("policy") == "drop", _rules(*where)).is_closed:
-                found.append(" ".join(where))
-    return tuple(sorted(found))
+            location = chain["family"], chain["table"], str(chain["name"])
+            if BaseChain(
+                *location, chain.get("policy") == "drop", _read_rules(*location)
+            ).is_closed:
+                names.append(" ".join(location))
+    return tuple(sorted(names))
 
 
-def _rules(family: str, table: str, name: str) -> tuple[Rule, ...]:
-    listed = transaction({"list": {"chain": {"family": family, "table": table, "name": name}}})
+def _read_rules(family: str, table: str, name: str) -> tuple[ChainRule, ...]:
+    items = run_transaction({"list": {"chain": {"family": family, "table": table, "name": name}}})
     return tuple(
-        Rule(int(rule["handle"]), str(rule.get("comment", "")), refuses_all(rule.get("expr", ())))
-        for rule in (one["rule"] for one in listed if "rule" in one)
+        ChainRule(
+            int(rule["handle"]), str(rule.get("comment", "")), refuses_all(rule.get("expr", ()))
+        )
+        for rule in (item["rule"] for item in items if "rule" in item)
     )
 
 
 def refuses_all(expressions: Collection[Json]) -> bool:
     """Whether a rule of these expressions is nothing but a refusal."""
-    left = [one for one in expressions if not _says_nothing(one)]
-    return len(left) == 1 and _refuses(left[0])
+    effective = [expression for expression in expressions if not _is_neutral(expression)]
+    return len(effective) == 1 and _refuses(effective[0])
 
 
-def _says_nothing(expression: Json) -> bool:
+def _is_neutral(expression: Json) -> bool:
     """Counters, logs and comments: they choose no packets."""
-    note = expression.get("xt") == {"type": "match", "name": "comment"}
-    return note or bool(expression.keys() & {"counter", "log"})
+    is_comment = expression.get("xt") == {"type": "match", "name": "comment"}
+    return is_comment or bool(expression.keys() & {"counter", "log"})
 
 
 def _refuses(expression: Json) -> bool:
@@ -269,7 +289,7 @@ def _refuses(expression: Json) -> bool:
 # ---- changing ------------------------------------------------------------------------------------
 
 
-def accept_marked(chain: Chain, mark: int) -> None:
+def accept_marked(chain: BaseChain, mark: int) -> None:
     """Makes one rule of ours, for this mark, in its place; older ones go with the same step.
 
     KernelError with ENOENT when the chain has changed meanwhile: look at it again.
@@ -278,7 +298,7 @@ def accept_marked(chain: Chain, mark: int) -> None:
         "family": chain.family,
         "table": chain.table,
         "chain": chain.name,
-        "comment": comment_of(mark),
+        "comment": masquerade_comment(mark),
         "expr": [
             {
                 "match": {
@@ -291,39 +311,39 @@ def accept_marked(chain: Chain, mark: int) -> None:
             {"accept": None},
         ],
     }
-    if chain.before is not None:
-        made = {"insert": {"rule": {**rule, "handle": chain.before}}}
+    if chain.next_handle is not None:
+        command = {"insert": {"rule": {**rule, "handle": chain.next_handle}}}
     else:
-        made = {"add": {"rule": rule}}
-    transaction(made, *deletions(chain, chain.ours))
+        command = {"add": {"rule": rule}}
+    run_transaction(command, *delete_commands(chain, chain.masquerade_rules))
 
 
-def let_pass(chain: Chain, mark: int) -> str:
+def reconcile_masquerade_rule(chain: BaseChain, mark: int) -> str:
     """Sees to it that packets with this mark pass the chain, by a rule if it is closed and by none
     if it is open; what had to be done, in words, or "".
     """
     if not chain.is_closed:
-        return "FORWARD is open again: rule removed" if remove_ours(chain) else ""
-    if chain.holds(mark):
+        return "FORWARD is open again: rule removed" if remove_masquerade_rules(chain) else ""
+    if chain.has_masquerade_rule(mark):
         return ""
     accept_marked(chain, mark)
     return "FORWARD is closed: masqueraded packets are let pass"
 
 
-def remove_ours(chain: Chain) -> int:
+def remove_masquerade_rules(chain: BaseChain) -> int:
     """Takes our rules out of the chain; how many there were."""
-    if chain.ours:
-        transaction(*deletions(chain, chain.ours))
-    return len(chain.ours)
+    if chain.masquerade_rules:
+        run_transaction(*delete_commands(chain, chain.masquerade_rules))
+    return len(chain.masquerade_rules)
 
 
-def deletions(chain: Chain, rules: Iterable[Rule]) -> list[Json]:
+def delete_commands(chain: BaseChain, rules: Iterable[ChainRule]) -> list[Json]:
     """The commands that take these rules out of the chain."""
-    where = {"family": chain.family, "table": chain.table, "chain": chain.name}
-    return [{"delete": {"rule": {**where, "handle": rule.handle}}} for rule in rules]
+    chain_ref = {"family": chain.family, "table": chain.table, "chain": chain.name}
+    return [{"delete": {"rule": {**chain_ref, "handle": rule.handle}}} for rule in rules]
 
 
-def transaction(*commands: Json, hint: str = HINT, dry: bool = False) -> list[Json]:
+def run_transaction(*commands: Json, hint: str = HINT, dry_run: bool = False) -> list[Json]:
     """What libnftables answers to these commands, which are one transaction. KernelError, with
     ENOENT if something that they name is not there. `dry`: the kernel only looks at them.
 
@@ -341,11 +361,13 @@ def transaction(*commands: Json, hint: str = HINT, dry: bool = False) -> list[Js
             f"libnftables cannot be loaded: {error}", "", "install python3-nftables"
         ) from error
     library.set_handle_output(True)
-    library.set_dry_run(dry)
-    code, answer, problem = library.json_cmd({"nftables": list(commands)})
+    library.set_dry_run(dry_run)
+    code, reply, error_text = library.json_cmd({"nftables": list(commands)})
     if code:
-        said = str(problem).strip().splitlines()
-        first = said[0].removeprefix("internal:0:0-0: Error: ") if said else "no reason given"
-        gone = "No such file" in str(problem)
-        raise KernelError(f"nf_tables refuses: {first}", "", hint, errno.ENOENT if gone else 0)
-    return list(answer["nftables"]) if answer else []
+        lines = str(error_text).strip().splitlines()
+        first = lines[0].removeprefix("internal:0:0-0: Error: ") if lines else "no reason given"
+        is_missing = "No such file" in str(error_text)
+        raise KernelError(
+            f"nf_tables refuses: {first}", "", hint, errno.ENOENT if is_missing else 0
+        )
+    return list(reply["nftables"]) if reply else []

@@ -10,71 +10,85 @@ from collections.abc import Iterable
 from typing import Final
 
 from kbpf.errors import KernelError
-from kbpf.kernel.net.netlink import Netlink, attribute, attributes, text
+from kbpf.kernel.net.netlink import Netlink, pack_attribute, parse_attributes, parse_string
 
 NETLINK_NETFILTER: Final = 12
-PROTOCOL: Final = 6
+IPSET_PROTOCOL: Final = 6
 
-_SUBSYSTEM: Final = 6 << 8  # NFNL_SUBSYS_IPSET
-_DESTROY: Final = _SUBSYSTEM | 3
-_LIST: Final = _SUBSYSTEM | 7
-_HEAD: Final = struct.pack("=BBH", socket.AF_INET, 0, 0)
-_PROTOCOL: Final = attribute(1, bytes((PROTOCOL,)))
-_NAME: Final = 2
-_ENTRIES: Final = 8
-_PORT: Final = 4  # IPSET_ATTR_PORT, __be16
-_ABSENT: Final = frozenset((errno.ENOENT, errno.EINVAL, errno.EOPNOTSUPP, errno.EPROTONOSUPPORT))
+_NFNL_SUBSYS_IPSET: Final = 6 << 8  # NFNL_SUBSYS_IPSET
+_IPSET_CMD_DESTROY: Final = _NFNL_SUBSYS_IPSET | 3
+_IPSET_CMD_LIST: Final = _NFNL_SUBSYS_IPSET | 7
+_NFGENMSG: Final = struct.pack("=BBH", socket.AF_INET, 0, 0)
+_PROTOCOL_ATTR: Final = pack_attribute(1, bytes((IPSET_PROTOCOL,)))
+_IPSET_ATTR_SETNAME: Final = 2
+_IPSET_ATTR_ADT: Final = 8
+_IPSET_ATTR_PORT: Final = 4  # IPSET_ATTR_PORT, __be16
+_ABSENT_ERRNOS: Final = frozenset(
+    (errno.ENOENT, errno.EINVAL, errno.EOPNOTSUPP, errno.EPROTONOSUPPORT)
+)
 """No such set, or a kernel without sets."""
 
 
-def names() -> tuple[str, ...]:
+def list_names() -> tuple[str, ...]:
     """All sets; none where the kernel has none."""
-    return tuple(sorted({text(found[_NAME]) for found in _listed(b"") if _NAME in found}))
+    return tuple(
+        sorted(
+            {
+                parse_string(attrs[_IPSET_ATTR_SETNAME])
+                for attrs in _list_sets(b"")
+                if _IPSET_ATTR_SETNAME in attrs
+            }
+        )
+    )
 
 
-def ports(name: str) -> frozenset[int]:
+def list_ports(name: str) -> frozenset[int]:
     """The ports of a set of ports; none if it is not there."""
-    found: set[int] = set()
-    for one in _listed(attribute(_NAME, name.encode() + b"\0")):
-        for entry in _nested(one.get(_ENTRIES, b"")):
-            found.add(int.from_bytes(attributes(entry).get(_PORT, b""), "big"))
-    return frozenset(found - {0})
+    ports: set[int] = set()
+    for attrs in _list_sets(pack_attribute(_IPSET_ATTR_SETNAME, name.encode() + b"\0")):
+        for entry in _split_nested(attrs.get(_IPSET_ATTR_ADT, b"")):
+            ports.add(int.from_bytes(parse_attributes(entry).get(_IPSET_ATTR_PORT, b""), "big"))
+    return frozenset(ports - {0})
 
 
-def destroy(which: Iterable[str]) -> tuple[str, ...]:
+def destroy(names: Iterable[str]) -> tuple[str, ...]:
     """Those that were there; KernelError with EBUSY if a rule still asks one of them."""
-    gone = []
+    destroyed = []
     with Netlink(NETLINK_NETFILTER, "ip sets") as netlink:
-        for name in which:
-            body = _HEAD + _PROTOCOL + attribute(_NAME, name.encode() + b"\0")
+        for name in names:
+            body = (
+                _NFGENMSG
+                + _PROTOCOL_ATTR
+                + pack_attribute(_IPSET_ATTR_SETNAME, name.encode() + b"\0")
+            )
             try:
-                netlink.ask(_DESTROY, body)
+                netlink.request(_IPSET_CMD_DESTROY, body)
             except KernelError as error:
-                if error.errno not in _ABSENT:
+                if error.errno not in _ABSENT_ERRNOS:
                     raise KernelError(
                         "cannot remove the ip set", name, "does a rule still use it?", error.errno
                     ) from error
                 continue
-            gone.append(name)
-    return tuple(gone)
+            destroyed.append(name)
+    return tuple(destroyed)
 
 
-def _listed(which: bytes) -> list[dict[int, bytes]]:
+def _list_sets(name_attr: bytes) -> list[dict[int, bytes]]:
     with Netlink(NETLINK_NETFILTER, "ip sets") as netlink:
         try:
-            told = netlink.dump(_LIST, _HEAD + _PROTOCOL + which)
+            messages = netlink.dump(_IPSET_CMD_LIST, _NFGENMSG + _PROTOCOL_ATTR + name_attr)
         except KernelError as error:
-            if error.errno in _ABSENT:
+            if error.errno in _ABSENT_ERRNOS:
                 return []
             raise
-    return [attributes(message.body[len(_HEAD) :]) for message in told]
+    return [parse_attributes(message.body[len(_NFGENMSG) :]) for message in messages]
 
 
-def _nested(raw: bytes) -> list[bytes]:
+def _split_nested(raw: bytes) -> list[bytes]:
     """The values of attributes that stand one after the other, of whatever type."""
-    found = []
+    values = []
     while len(raw) >= 4:
         (length,) = struct.unpack_from("=H", raw)
-        found.append(raw[4:length])
+        values.append(raw[4:length])
         raw = raw[max(4, (length + 3) & ~3) :]
-    return found
+    return values

@@ -10,43 +10,43 @@ from typing import Final
 from kbpf.errors import KernelError
 from kbpf.kernel.system import children
 
-NAMES: Final = {
+FAMILIES: Final = {
     "ip": (Path("/proc/thread-self/net/ip_tables_names"), "iptables-legacy"),
     "ip6": (Path("/proc/thread-self/net/ip6_tables_names"), "ip6tables-legacy"),
 }
 HINT: Final = "install the package iptables, or run it where that is"
-_SECONDS: Final = 300.0
+_TIMEOUT_S: Final = 300.0
 
 
-def tables(family: str) -> tuple[str, ...]:
+def list_tables(family: str) -> tuple[str, ...]:
     """The tables that there are; looking does not make any."""
     try:
-        return tuple(sorted(NAMES[family][0].read_text().split()))
+        return tuple(sorted(FAMILIES[family][0].read_text().split()))
     except OSError:
         return ()  # not loaded
 
 
 def save(family: str, table: str) -> str:
     """The table's chains and rules, in the words of iptables-save."""
-    return _run(f"{NAMES[family][1]}-save", "-t", table)
+    return _run(f"{FAMILIES[family][1]}-save", "-t", table)
 
 
 def restore(family: str, text: str) -> None:
     """Does what iptables-restore does with this; other chains stay as they are."""
-    _run(f"{NAMES[family][1]}-restore", "--noflush", "--wait", "10", stdin=text)
+    _run(f"{FAMILIES[family][1]}-restore", "--noflush", "--wait", "10", stdin=text)
 
 
 def _run(*command: str, stdin: str = "") -> str:
     what = f"{command[0]} fails"
     try:
-        done = subprocess.run(
-            command, input=stdin, text=True, capture_output=True, timeout=_SECONDS, check=False,
-            cwd=children.DIRECTORY, env=children.environment(),
+        result = subprocess.run(
+            command, input=stdin, text=True, capture_output=True, timeout=_TIMEOUT_S, check=False,
+            cwd=children.WORKING_DIRECTORY, env=children.child_environment(),
         )  # fmt: skip
     except OSError as error:
         raise KernelError(f"{what}: {error}", command[0], HINT, error.errno or 0) from error
     except subprocess.TimeoutExpired as error:
         raise KernelError(f"{what} to answer in time", command[0], "try again") from error
-    if done.returncode:
-        raise KernelError(f"{what}: {done.stderr.strip()}", " ".join(command), "run as root")
-    return done.stdout
+    if result.returncode:
+        raise KernelError(f"{what}: {result.stderr.strip()}", " ".join(command), "run as root")
+    return result.stdout

@@ -10,80 +10,94 @@ import struct
 from typing import Final, NamedTuple
 
 from kbpf.errors import KernelError
-from kbpf.kernel.net.netlink import Message, Netlink, attribute, attributes, text
+from kbpf.kernel.net.netlink import Message, Netlink, pack_attribute, parse_attributes, parse_string
 
 NETLINK_NETFILTER: Final = 12
-FAMILIES: Final = {"inet": 1, "ip": 2, "ip6": 10}  # NFPROTO_*
+NFPROTO: Final = {"inet": 1, "ip": 2, "ip6": 10}  # NFPROTO_*
 
-_GET_TABLE: Final = 10 << 8 | 1  # NFNL_SUBSYS_NFTABLES, NFT_MSG_GETTABLE and so on
-_GET_RULE: Final = 10 << 8 | 7
-_GET_SET: Final = 10 << 8 | 10
-_TABLE_NAME: Final = 1
-_TABLE_USE: Final = 3
-_TABLE_HANDLE: Final = 4
-_RULE_TABLE: Final = 1
-_RULE_HANDLE: Final = 3
-_SET_TABLE: Final = 1
-_SET_NAME: Final = 2
-_HEADER: Final = struct.Struct("=BBH")
+_NFT_MSG_GETTABLE: Final = 10 << 8 | 1  # NFNL_SUBSYS_NFTABLES, NFT_MSG_GETTABLE and so on
+_NFT_MSG_GETRULE: Final = 10 << 8 | 7
+_NFT_MSG_GETSET: Final = 10 << 8 | 10
+_NFTA_TABLE_NAME: Final = 1
+_NFTA_TABLE_USE: Final = 3
+_NFTA_TABLE_HANDLE: Final = 4
+_NFTA_RULE_TABLE: Final = 1
+_NFTA_RULE_HANDLE: Final = 3
+_NFTA_SET_TABLE: Final = 1
+_NFTA_SET_NAME: Final = 2
+_NFGENMSG: Final = struct.Struct("=BBH")
 
 
-class Sight(NamedTuple):
+class TableSummary(NamedTuple):
     """A table from outside. A handle never means another table or rule than it did once; `parts`
     is how many chains, sets and maps there are.
     """
 
     handle: int
-    parts: int
+    use_count: int
     rules: tuple[int, ...]
 
 
-def look(family: str, table: str) -> Sight | None:
+def read_table(family: str, table: str) -> TableSummary | None:
     """One table, None if it is not there. KernelError if the kernel does not let us look."""
     with Netlink(NETLINK_NETFILTER, "nf_tables") as netlink:
-        found = _one(netlink, _GET_TABLE, family, attribute(_TABLE_NAME, _name(table)))
-        if found is None:
-            return None
-        said = attributes(found.body[_HEADER.size :])
-        asked = _header(family) + attribute(_RULE_TABLE, _name(table))
-        rules = (
-            attributes(message.body[_HEADER.size :]) for message in netlink.dump(_GET_RULE, asked)
+        reply = _request_or_none(
+            netlink,
+            _NFT_MSG_GETTABLE,
+            family,
+            pack_attribute(_NFTA_TABLE_NAME, _encode_name(table)),
         )
-        handles = (_big(r[_RULE_HANDLE]) for r in rules if text(r[_RULE_TABLE]) == table)
-        return Sight(_big(said[_TABLE_HANDLE]), _big(said[_TABLE_USE]), tuple(handles))
+        if reply is None:
+            return None
+        attrs = parse_attributes(reply.body[_NFGENMSG.size :])
+        body = _pack_header(family) + pack_attribute(_NFTA_RULE_TABLE, _encode_name(table))
+        rules = (
+            parse_attributes(message.body[_NFGENMSG.size :])
+            for message in netlink.dump(_NFT_MSG_GETRULE, body)
+        )
+        handles = (
+            _parse_be(rule[_NFTA_RULE_HANDLE])
+            for rule in rules
+            if parse_string(rule[_NFTA_RULE_TABLE]) == table
+        )
+        return TableSummary(
+            _parse_be(attrs[_NFTA_TABLE_HANDLE]), _parse_be(attrs[_NFTA_TABLE_USE]), tuple(handles)
+        )
 
 
 def has_table(family: str, table: str) -> bool:
     """Whether it is there."""
     with Netlink(NETLINK_NETFILTER, "nf_tables") as netlink:
-        asked = attribute(_TABLE_NAME, _name(table))
-        return _one(netlink, _GET_TABLE, family, asked) is not None
+        attrs = pack_attribute(_NFTA_TABLE_NAME, _encode_name(table))
+        return _request_or_none(netlink, _NFT_MSG_GETTABLE, family, attrs) is not None
 
 
 def has_set(family: str, table: str, name: str) -> bool:
     """Whether the table is there and has a set, or a map, of this name."""
     with Netlink(NETLINK_NETFILTER, "nf_tables") as netlink:
-        asked = attribute(_SET_TABLE, _name(table)) + attribute(_SET_NAME, _name(name))
-        return _one(netlink, _GET_SET, family, asked) is not None
+        attrs = pack_attribute(_NFTA_SET_TABLE, _encode_name(table)) + pack_attribute(
+            _NFTA_SET_NAME, _encode_name(name)
+        )
+        return _request_or_none(netlink, _NFT_MSG_GETSET, family, attrs) is not None
 
 
-def _one(netlink: Netlink, kind: int, family: str, asked: bytes) -> Message | None:
+def _request_or_none(netlink: Netlink, msg_type: int, family: str, attrs: bytes) -> Message | None:
     try:
-        return netlink.ask(kind, _header(family) + asked)[0]
+        return netlink.request(msg_type, _pack_header(family) + attrs)[0]
     except KernelError as error:
         if error.errno != errno.ENOENT:
             raise
         return None
 
 
-def _header(family: str) -> bytes:
-    return _HEADER.pack(FAMILIES[family], 0, 0)
+def _pack_header(family: str) -> bytes:
+    return _NFGENMSG.pack(NFPROTO[family], 0, 0)
 
 
-def _name(word: str) -> bytes:
-    return word.encode() + b"\0"
+def _encode_name(name: str) -> bytes:
+    return name.encode() + b"\0"
 
 
-def _big(raw: bytes) -> int:
+def _parse_be(raw: bytes) -> int:
     """Numbers here are in network order."""
     return int.from_bytes(raw, "big")

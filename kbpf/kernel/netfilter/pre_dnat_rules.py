@@ -17,125 +17,129 @@ from kbpf.errors import KernelError
 from kbpf.kernel.netfilter import forward_rules, iptables_legacy
 from kbpf.kernel.netfilter.forward_rules import Json
 
-DSTNAT: Final = -100
+NF_IP_PRI_NAT_DST: Final = -100
 NODE_PORTS: Final = range(30_000, 32_768)
-OURS: Final = frozenset(("kube-proxy", "kbpf", "kbpf-handover"))
+SERVICE_PROXY_TABLES: Final = frozenset(("kube-proxy", "kbpf", "kbpf-handover"))
 """Tables of Service proxies: kube-proxy's own rules are not a firewall of the host."""
-CALICO: Final = ("cali-fh-", "mangle-cali-fh-")
+CALICO_CHAIN_PREFIXES: Final = ("cali-fh-", "mangle-cali-fh-")
 """Calico's chains of one host endpoint: in mangle they are policies with preDNAT."""
-EXTENSIONS: Final = frozenset(
+XT_MATCHES: Final = frozenset(
     ("tcp", "udp", "sctp", "multiport", "conntrack", "set", "iprange", "geoip", "recent")
 )
 """Matches of iptables that may choose by ports or addresses, and that JSON does not show."""
-ADDRESSES: Final = frozenset(("saddr", "daddr"))
-PORTS: Final = frozenset(("dport",))
-ORIGINAL: Final = frozenset(("daddr", "proto-dst", "ip daddr", "ip6 daddr"))
+ADDRESS_FIELDS: Final = frozenset(("saddr", "daddr"))
+PORT_FIELDS: Final = frozenset(("dport",))
+CT_ORIGINAL_KEYS: Final = frozenset(("daddr", "proto-dst", "ip daddr", "ip6 daddr"))
 
 
-def chains(listed: Iterable[Json] | None = None) -> tuple[str, ...]:
+def find_chains(listing: Iterable[Json] | None = None) -> tuple[str, ...]:
     """Base chains by which packets for NodePorts or VIPs are refused. KernelError if they cannot
     be read. `listed`: see netfilter.list_chains().
     """
-    found = []
-    tables: dict[tuple[str, str], dict[str, list[Rule]]] = {}
-    for chain in forward_rules.list_chains() if listed is None else listed:
-        where = str(chain.get("family", "")), str(chain.get("table", ""))
-        if where[1] in OURS or not _is_early(chain):
+    names = []
+    tables: dict[tuple[str, str], dict[str, list[EarlyRule]]] = {}
+    for chain in forward_rules.list_chains() if listing is None else listing:
+        table = str(chain.get("family", "")), str(chain.get("table", ""))
+        if table[1] in SERVICE_PROXY_TABLES or not _is_early(chain):
             continue
-        if where not in tables:
-            tables[where] = _rules_of(*where)
-        if chain.get("policy") == "drop" or guards(tables[where], str(chain["name"])):
-            found.append(" ".join((*where, str(chain["name"]))))
-    return tuple(sorted(found))
+        if table not in tables:
+            tables[table] = _read_rules(*table)
+        if chain.get("policy") == "drop" or has_guarding_rule(tables[table], str(chain["name"])):
+            names.append(" ".join((*table, str(chain["name"]))))
+    return tuple(sorted(names))
 
 
-class Legacy(NamedTuple):
+class LegacyChains(NamedTuple):
     """Chains of iptables-legacy that count, and tables that could not be read."""
 
     chains: tuple[str, ...]
-    unread: tuple[str, ...]
+    unreadable: tuple[str, ...]
 
 
-def legacy_chains() -> Legacy:
+def find_legacy_chains() -> LegacyChains:
     """The same as chains() for iptables-legacy. Its tables can be read by its own programs only,
     which our image does not have.
     """
-    found, unread = [], []
-    for family in iptables_legacy.NAMES:
+    names, unreadable = [], []
+    for family in iptables_legacy.FAMILIES:
         for table in ("mangle", "raw"):
-            if table not in iptables_legacy.tables(family):
+            if table not in iptables_legacy.list_tables(family):
                 continue
             name = f"{family} {table} (iptables-legacy)"
             try:
-                saved = iptables_legacy.save(family, table).splitlines()
+                lines = iptables_legacy.save(family, table).splitlines()
             except KernelError:
-                unread.append(name)
+                unreadable.append(name)
                 continue
-            drops = any(line.startswith(":PREROUTING DROP") for line in saved)
-            if drops or guards(_saved_rules(saved), "PREROUTING"):
-                found.append(f"{name} PREROUTING")
-    return Legacy(tuple(found), tuple(unread))
+            policy_drops = any(line.startswith(":PREROUTING DROP") for line in lines)
+            if policy_drops or has_guarding_rule(_parse_saved_rules(lines), "PREROUTING"):
+                names.append(f"{name} PREROUTING")
+    return LegacyChains(tuple(names), tuple(unreadable))
 
 
 def _is_early(chain: Json) -> bool:
     hook, priority = chain.get("hook"), chain.get("prio", 0)
     if chain.get("type") != "filter":
         return False
-    return hook == "ingress" or (hook == "prerouting" and int(priority) < DSTNAT)
+    return hook == "ingress" or (hook == "prerouting" and int(priority) < NF_IP_PRI_NAT_DST)
 
 
-class Rule(NamedTuple):
+class EarlyRule(NamedTuple):
     """What matters of a rule. `chooses`: by address, or by a port among NodePorts. `elsewhere`: it
     is for other ports only. `targets`: chains that it leads to.
     """
 
     refuses: bool
-    chooses: bool
-    elsewhere: bool
+    is_selective: bool
+    is_other_ports: bool
     targets: frozenset[str]
 
 
-def _rules_of(family: str, table: str) -> dict[str, list[Rule]]:
+def _read_rules(family: str, table: str) -> dict[str, list[EarlyRule]]:
     """Of a table of nf_tables, by chain."""
-    asked = {"list": {"table": {"family": family, "name": table}}}
-    found: dict[str, list[Rule]] = {}
-    for one in forward_rules.transaction(asked):
-        if "rule" in one:
-            rule = _nft_rule(one["rule"].get("expr", ()))
-            found.setdefault(str(one["rule"]["chain"]), []).append(rule)
-    return found
+    command = {"list": {"table": {"family": family, "name": table}}}
+    rules: dict[str, list[EarlyRule]] = {}
+    for item in forward_rules.run_transaction(command):
+        if "rule" in item:
+            rule = _parse_nft_rule(item["rule"].get("expr", ()))
+            rules.setdefault(str(item["rule"]["chain"]), []).append(rule)
+    return rules
 
 
-def guards(rules: Mapping[str, Collection[Rule]], base: str) -> bool:
+def has_guarding_rule(rules: Mapping[str, Collection[EarlyRule]], base_chain: str) -> bool:
     """Whether the chain `base`, or one that it leads to, has a rule that counts. `rules`: of the
     table, by chain.
     """
-    seen, waiting = {(base, False)}, [(base, False)]
-    while waiting:
-        name, chosen = waiting.pop()
-        if name.startswith(CALICO):
+    visited, queue = {(base_chain, False)}, [(base_chain, False)]
+    while queue:
+        name, selective = queue.pop()
+        if name.startswith(CALICO_CHAIN_PREFIXES):
             return True
         for rule in rules.get(name, ()):
-            if rule.elsewhere:
+            if rule.is_other_ports:
                 continue
-            chooses = chosen or rule.chooses
-            if rule.refuses and chooses:
+            selects = selective or rule.is_selective
+            if rule.refuses and selects:
                 return True
-            new = {(target, chooses) for target in rule.targets} - seen
-            seen |= new
-            waiting += new
+            new = {(target, selects) for target in rule.targets} - visited
+            visited |= new
+            queue += new
     return False
 
 
 # ---- nf_tables -----------------------------------------------------------------------------------
 
 
-def _nft_rule(expressions: Collection[Json]) -> Rule:
-    ports = [answer for one in expressions if (answer := _by_port(one)) is not None]
-    return Rule(
-        any(_refuses(one) for one in expressions),
-        any(ports) or any(_by_address(one) for one in expressions),
-        bool(ports) and not any(ports),
+def _parse_nft_rule(expressions: Collection[Json]) -> EarlyRule:
+    port_matches = [
+        match
+        for expression in expressions
+        if (match := _selects_node_ports(expression)) is not None
+    ]
+    return EarlyRule(
+        any(_refuses(expression) for expression in expressions),
+        any(port_matches) or any(_selects_by_address(expression) for expression in expressions),
+        bool(port_matches) and not any(port_matches),
         frozenset(_targets(expressions)),
     )
 
@@ -149,44 +153,44 @@ def _refuses(expression: Json) -> bool:
     return any("drop" in verdict for verdict in _verdicts(expression))
 
 
-def _by_port(expression: Json) -> bool | None:
+def _selects_node_ports(expression: Json) -> bool | None:
     """Whether it chooses ports of NodePorts; None if it does not choose by port."""
     match: Json = expression.get("match") or expression.get("vmap") or {}
-    left: Json = match.get("left") or match.get("key") or {}
-    if left.get("payload", {}).get("field") not in PORTS:
+    operand: Json = match.get("left") or match.get("key") or {}
+    if operand.get("payload", {}).get("field") not in PORT_FIELDS:
         return None
-    known = "right" in match and match.get("op", "==") in ("==", "in")
-    return _holds_node_port(match["right"]) if known else True
+    is_literal = "right" in match and match.get("op", "==") in ("==", "in")
+    return _contains_node_port(match["right"]) if is_literal else True
 
 
-def _holds_node_port(value: Any) -> bool:
+def _contains_node_port(value: Any) -> bool:
     if isinstance(value, int):
         return value in NODE_PORTS
     if isinstance(value, dict) and "range" in value:
         low, high = value["range"]
         return int(low) < NODE_PORTS.stop and int(high) >= NODE_PORTS.start
     if isinstance(value, dict) and "set" in value:
-        return any(map(_holds_node_port, value["set"]))
+        return any(map(_contains_node_port, value["set"]))
     return True  # a named set, a name of a service: not known
 
 
-def _by_address(expression: Json) -> bool:
+def _selects_by_address(expression: Json) -> bool:
     extension = expression.get("xt", {})
-    if extension.get("type") == "match" and extension.get("name") in EXTENSIONS:
+    if extension.get("type") == "match" and extension.get("name") in XT_MATCHES:
         return True
     match: Json = expression.get("match") or expression.get("vmap") or {}
-    left: Json = match.get("left") or match.get("key") or {}
-    parts = left.get("concat", [left]) if isinstance(left, dict) else []
+    operand: Json = match.get("left") or match.get("key") or {}
+    parts = operand.get("concat", [operand]) if isinstance(operand, dict) else []
     return any(_is_address(part) for part in parts if isinstance(part, dict))
 
 
 def _is_address(part: Json) -> bool:
-    if part.get("payload", {}).get("field") in ADDRESSES | PORTS:
+    if part.get("payload", {}).get("field") in ADDRESS_FIELDS | PORT_FIELDS:
         return True
     if "prefix" in part or "&" in part:
         inner = part.get("&", [{}])[0] if "&" in part else part["prefix"].get("addr", {})
         return isinstance(inner, dict) and _is_address(inner)
-    return part.get("ct", {}).get("key") in ORIGINAL
+    return part.get("ct", {}).get("key") in CT_ORIGINAL_KEYS
 
 
 def _verdicts(expression: Json) -> Iterator[Json]:
@@ -200,14 +204,14 @@ def _verdicts(expression: Json) -> Iterator[Json]:
 def _targets(expressions: Iterable[Json]) -> Iterator[str]:
     for expression in expressions:
         for verdict in (expression, *_verdicts(expression)):
-            for word in ("jump", "goto"):
-                if isinstance(verdict.get(word), dict):
-                    yield str(verdict[word]["target"])
+            for jump in ("jump", "goto"):
+                if isinstance(verdict.get(jump), dict):
+                    yield str(verdict[jump]["target"])
 
 
 # ---- iptables-legacy -----------------------------------------------------------------------------
 
-REFUSING: Final = frozenset(("DROP", "REJECT"))
+REFUSING_TARGETS: Final = frozenset(("DROP", "REJECT"))
 SAVED_PORTS: Final = frozenset(("--dport", "--dports", "--ports", "--ctorigdstport"))
 SAVED_ADDRESSES: Final = frozenset(
     ("-s", "-d", "--ctorigdst", "--ctorigsrc", "--src-range", "--dst-range", "--match-set")
@@ -216,30 +220,34 @@ SAVED_MATCHES: Final = frozenset(("geoip", "recent", "bpf", "u32", "string"))
 """Matches that may choose by address or port, whatever their options are."""
 
 
-def _saved_rules(lines: Iterable[str]) -> dict[str, list[Rule]]:
+def _parse_saved_rules(lines: Iterable[str]) -> dict[str, list[EarlyRule]]:
     """Of what iptables-save printed, by chain."""
-    found: dict[str, list[Rule]] = {}
+    rules: dict[str, list[EarlyRule]] = {}
     for line in lines:
         if line.startswith("-A "):
-            _, chain, *words = shlex.split(line)
-            found.setdefault(chain, []).append(_saved_rule(words))
-    return found
+            _, chain, *args = shlex.split(line)
+            rules.setdefault(chain, []).append(_parse_saved_rule(args))
+    return rules
 
 
-def _saved_rule(words: list[str]) -> Rule:
-    options = list(zip(["", *words], words, [*words[1:], ""], strict=False))
-    ports = [
+def _parse_saved_rule(args: list[str]) -> EarlyRule:
+    options = list(zip(["", *args], args, [*args[1:], ""], strict=False))
+    port_matches = [
         before == "!" or _has_node_port(value)
         for before, option, value in options
         if option in SAVED_PORTS
     ]
-    chooses = any(
+    selects = any(
         option in SAVED_ADDRESSES or (option == "-m" and value in SAVED_MATCHES)
         for _, option, value in options
     )
     targets = frozenset(value for _, option, value in options if option in ("-j", "-g"))
-    return Rule(bool(targets & REFUSING), any(ports) or chooses, bool(ports) and not any(ports),
-                targets)  # fmt: skip
+    return EarlyRule(
+        bool(targets & REFUSING_TARGETS),
+        any(port_matches) or selects,
+        bool(port_matches) and not any(port_matches),
+        targets,
+    )
 
 
 def _has_node_port(text: str) -> bool:

@@ -12,80 +12,106 @@ import struct
 from collections.abc import Iterable
 from typing import Final
 
-from kbpf.kernel.net.netlink import Netlink, Request, attribute
-from kbpf.kernel.netfilter.nft import FAMILIES, NETLINK_NETFILTER
+from kbpf.kernel.net.netlink import Netlink, NetlinkRequest, pack_attribute
+from kbpf.kernel.netfilter.nft import NETLINK_NETFILTER, NFPROTO
 
-_SUBSYSTEM: Final = 10  # NFNL_SUBSYS_NFTABLES
-_NEW_RULE: Final = _SUBSYSTEM << 8 | 6
-_DELETE_RULE: Final = _SUBSYSTEM << 8 | 8
-_BEGIN, _END = 0x10, 0x11  # NFNL_MSG_BATCH_*
-_CREATE: Final = 0x400  # NLM_F_CREATE: before POSITION, or first of the chain
-_APPEND: Final = 0x800
-_NESTED: Final = 0x8000
-_GENERATION: Final = 1  # NFNL_BATCH_GENID
-_TABLE, _CHAIN, _HANDLE, _EXPRESSIONS, _POSITION, _USERDATA = 1, 2, 3, 4, 6, 7  # NFTA_RULE_*
-_COMMENT: Final = 0  # NFTNL_UDATA_RULE_COMMENT: type, length, text
-_HEADER: Final = struct.Struct(">BBH")
-_ACCEPT: Final = struct.pack(">I", 1)  # NF_ACCEPT
+_NFNL_SUBSYS_NFTABLES: Final = 10  # NFNL_SUBSYS_NFTABLES
+_NFT_MSG_NEWRULE: Final = _NFNL_SUBSYS_NFTABLES << 8 | 6
+_NFT_MSG_DELRULE: Final = _NFNL_SUBSYS_NFTABLES << 8 | 8
+_NFNL_MSG_BATCH_BEGIN, _NFNL_MSG_BATCH_END = 0x10, 0x11  # NFNL_MSG_BATCH_*
+_NLM_F_CREATE: Final = 0x400  # NLM_F_CREATE: before POSITION, or first of the chain
+_NLM_F_APPEND: Final = 0x800
+_NLA_F_NESTED: Final = 0x8000
+_NFNL_BATCH_GENID: Final = 1  # NFNL_BATCH_GENID
+(
+    _NFTA_RULE_TABLE,
+    _NFTA_RULE_CHAIN,
+    _NFTA_RULE_HANDLE,
+    _NFTA_RULE_EXPRESSIONS,
+    _NFTA_RULE_POSITION,
+    _NFTA_RULE_USERDATA,
+) = 1, 2, 3, 4, 6, 7  # NFTA_RULE_*
+_NFTNL_UDATA_RULE_COMMENT: Final = 0  # NFTNL_UDATA_RULE_COMMENT: type, length, text
+_NFGENMSG: Final = struct.Struct(">BBH")
+_NF_ACCEPT: Final = struct.pack(">I", 1)  # NF_ACCEPT
 
 _REVISION: Final = 3
-_CONNTRACK: Final = struct.Struct("=128x8x10xHHHH8x2x")
+_XT_CONNTRACK_MTINFO3: Final = struct.Struct("=128x8x10xHHHH8x2x")
 """struct xt_conntrack_mtinfo3: match_flags, invert_flags, state_mask, status_mask."""
-_STATE: Final = 1  # XT_CONNTRACK_STATE
-_ESTABLISHED, _RELATED = 1 << 1, 1 << 2  # XT_CONNTRACK_STATE_BIT
+_XT_CONNTRACK_STATE: Final = 1  # XT_CONNTRACK_STATE
+_STATE_BIT_ESTABLISHED, _STATE_BIT_RELATED = 1 << 1, 1 << 2  # XT_CONNTRACK_STATE_BIT
 
 
 def accept_established(
-    where: tuple[str, str, str],
+    chain_key: tuple[str, str, str],
     comment: str,
-    before: int | None,
-    instead_of: Iterable[int],
+    next_handle: int | None,
+    replaced_handles: Iterable[int],
     generation: int,
 ) -> None:
     """Makes the rule in this chain (its family, table and name) before the rule with that handle,
     or behind all, and removes others; one transaction. KernelError with ERESTART if the rules are
     not those of that generation any more: look at them again.
     """
-    family, table, chain = where
-    here = _HEADER.pack(FAMILIES[family], 0, 0)
-    here += attribute(_TABLE, _name(table)) + attribute(_CHAIN, _name(chain))
-    note = comment.encode() + b"\0"
-    made = here + _nest(_EXPRESSIONS, *_expressions())
-    made += attribute(_USERDATA, bytes((_COMMENT, len(note))) + note)
-    if before is not None:
-        made += attribute(_POSITION, _wide(before))
-    flags = _CREATE | (_APPEND if before is None else 0)
-    deletions = (here + attribute(_HANDLE, _wide(handle)) for handle in instead_of)
-    edge = _HEADER.pack(0, 0, _SUBSYSTEM)
+    family, table, chain = chain_key
+    chain_header = _NFGENMSG.pack(NFPROTO[family], 0, 0)
+    chain_header += pack_attribute(_NFTA_RULE_TABLE, _encode_name(table)) + pack_attribute(
+        _NFTA_RULE_CHAIN, _encode_name(chain)
+    )
+    comment_bytes = comment.encode() + b"\0"
+    rule = chain_header + _nest(_NFTA_RULE_EXPRESSIONS, *_encode_expressions())
+    rule += pack_attribute(
+        _NFTA_RULE_USERDATA, bytes((_NFTNL_UDATA_RULE_COMMENT, len(comment_bytes))) + comment_bytes
+    )
+    if next_handle is not None:
+        rule += pack_attribute(_NFTA_RULE_POSITION, _pack_be64(next_handle))
+    flags = _NLM_F_CREATE | (_NLM_F_APPEND if next_handle is None else 0)
+    delete_bodies = (
+        chain_header + pack_attribute(_NFTA_RULE_HANDLE, _pack_be64(handle))
+        for handle in replaced_handles
+    )
+    batch_header = _NFGENMSG.pack(0, 0, _NFNL_SUBSYS_NFTABLES)
     with Netlink(NETLINK_NETFILTER, "nf_tables") as netlink:
-        netlink.batch(
-            Request(_BEGIN, edge + attribute(_GENERATION, struct.pack(">I", generation))),
-            [Request(_NEW_RULE, made, flags), *(Request(_DELETE_RULE, one) for one in deletions)],
-            Request(_END, edge),
+        netlink.send_batch(
+            NetlinkRequest(
+                _NFNL_MSG_BATCH_BEGIN,
+                batch_header + pack_attribute(_NFNL_BATCH_GENID, struct.pack(">I", generation)),
+            ),
+            [
+                NetlinkRequest(_NFT_MSG_NEWRULE, rule, flags),
+                *(NetlinkRequest(_NFT_MSG_DELRULE, deletion) for deletion in delete_bodies),
+            ],
+            NetlinkRequest(_NFNL_MSG_BATCH_END, batch_header),
         )
 
 
-def _expressions() -> Iterable[bytes]:
+def _encode_expressions() -> Iterable[bytes]:
     """As iptables writes ``-m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT``."""
-    info = _CONNTRACK.pack(_STATE, 0, _ESTABLISHED | _RELATED, 0)
-    revision = attribute(2, struct.pack(">I", _REVISION))
-    yield _expression("match", attribute(1, _name("conntrack")), revision, attribute(3, info))
-    yield _expression("counter", attribute(1, bytes(8)), attribute(2, bytes(8)))
-    verdict = _nest(2, _nest(2, attribute(1, _ACCEPT)))  # NFTA_IMMEDIATE_DATA, NFTA_DATA_VERDICT
-    yield _expression("immediate", attribute(1, bytes(4)), verdict)
+    info = _XT_CONNTRACK_MTINFO3.pack(
+        _XT_CONNTRACK_STATE, 0, _STATE_BIT_ESTABLISHED | _STATE_BIT_RELATED, 0
+    )
+    revision = pack_attribute(2, struct.pack(">I", _REVISION))
+    yield _encode_expression(
+        "match", pack_attribute(1, _encode_name("conntrack")), revision, pack_attribute(3, info)
+    )
+    yield _encode_expression("counter", pack_attribute(1, bytes(8)), pack_attribute(2, bytes(8)))
+    verdict = _nest(
+        2, _nest(2, pack_attribute(1, _NF_ACCEPT))
+    )  # NFTA_IMMEDIATE_DATA, NFTA_DATA_VERDICT
+    yield _encode_expression("immediate", pack_attribute(1, bytes(4)), verdict)
 
 
-def _expression(name: str, *data: bytes) -> bytes:
-    return _nest(1, attribute(1, _name(name)), _nest(2, *data))
+def _encode_expression(name: str, *data: bytes) -> bytes:
+    return _nest(1, pack_attribute(1, _encode_name(name)), _nest(2, *data))
 
 
-def _nest(kind: int, *inner: bytes) -> bytes:
-    return attribute(kind | _NESTED, b"".join(inner))
+def _nest(attr_type: int, *inner: bytes) -> bytes:
+    return pack_attribute(attr_type | _NLA_F_NESTED, b"".join(inner))
 
 
-def _name(word: str) -> bytes:
-    return word.encode() + b"\0"
+def _encode_name(name: str) -> bytes:
+    return name.encode() + b"\0"
 
 
-def _wide(handle: int) -> bytes:
+def _pack_be64(handle: int) -> bytes:
     return struct.pack(">Q", handle)

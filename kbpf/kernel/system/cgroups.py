@@ -11,10 +11,10 @@ from typing import Final
 
 from kbpf.errors import KernelError
 
-PATIENCE_SECONDS: Final = 30.0
+REMOVE_TIMEOUT_S: Final = 30.0
 
 
-def make(path: Path) -> Path:
+def create(path: Path) -> Path:
     """A new cgroup. It must not be there yet."""
     try:
         path.mkdir()
@@ -29,7 +29,7 @@ def make(path: Path) -> Path:
 @contextlib.contextmanager
 def temporary(parent: Path, name: str) -> Iterator[Path]:
     """A cgroup below `parent` for as long as the block lasts; then it and what runs in it end."""
-    path = make(parent / name)
+    path = create(parent / name)
     try:
         yield path
     finally:
@@ -56,15 +56,15 @@ def kill(path: Path) -> None:
                     os.kill(int(pid), signal.SIGKILL)
 
 
-def remove(path: Path, patience: float = PATIENCE_SECONDS) -> bool:
+def remove(path: Path, timeout: float = REMOVE_TIMEOUT_S) -> bool:
     """Ends what runs there and removes the cgroup and those below it; whether it was there."""
     if not path.is_dir():
         return False
     kill(path)
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + timeout
     folders = [Path(folder) for folder, _, _ in os.walk(path, topdown=False)]
     for folder in folders:
-        while not _gone(folder):
+        while not _try_rmdir(folder):
             # A process that was killed leaves its cgroup when it has ended, a moment later.
             if time.monotonic() > deadline:
                 raise KernelError(
@@ -75,7 +75,7 @@ def remove(path: Path, patience: float = PATIENCE_SECONDS) -> bool:
     return True
 
 
-def _gone(folder: Path) -> bool:
+def _try_rmdir(folder: Path) -> bool:
     try:
         folder.rmdir()
     except FileNotFoundError:

@@ -13,46 +13,46 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-DIRECTORY: Final = "/"
+WORKING_DIRECTORY: Final = "/"
 PACKAGE_ROOT: Final = Path(__file__).resolve().parents[3]
 """The folder that holds the package kbpf."""
 
 
-def python(module: str, *arguments: str) -> list[str]:
+def python_command(module: str, *arguments: str) -> list[str]:
     """The command line that runs a module of kbpf with this interpreter. -P: without the working
     directory in sys.path.
     """
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
-def environment(inherited: Mapping[str, str] | None = None) -> dict[str, str]:
+def child_environment(inherited: Mapping[str, str] | None = None) -> dict[str, str]:
     """Our environment (or `inherited`) without PYTHON* and without relative entries in PATH.
 
     PYTHONPATH is the exception: its absolute entries stay, since kbpf itself may have been found by
     them, and so does the folder of this package where Python does not look by itself (a checkout).
     """
-    all_of_it = os.environ if inherited is None else inherited
-    clean = {name: value for name, value in all_of_it.items() if not name.startswith("PYTHON")}
-    if "PATH" in clean:
-        clean["PATH"] = search_path(clean["PATH"])
-    folders = _absolute(all_of_it.get("PYTHONPATH", ""))
+    source = os.environ if inherited is None else inherited
+    variables = {name: value for name, value in source.items() if not name.startswith("PYTHON")}
+    if "PATH" in variables:
+        variables["PATH"] = search_path(variables["PATH"])
+    folders = _absolute_entries(source.get("PYTHONPATH", ""))
     root = str(PACKAGE_ROOT)
     installed = {str(Path(folder).resolve()) for folder in site.getsitepackages()}
     if root not in folders and root not in installed:
         folders.insert(0, root)
     if folders:
-        clean["PYTHONPATH"] = os.pathsep.join(folders)
-    return clean
+        variables["PYTHONPATH"] = os.pathsep.join(folders)
+    return variables
 
 
 def search_path(path: str | None = None) -> str:
     """PATH (or `path`) without its relative entries, of which the empty one is the working
     directory; the system's own default if nothing is left.
     """
-    return os.pathsep.join(_absolute(os.environ.get("PATH", "") if path is None else path)) or (
-        os.defpath
-    )
+    return os.pathsep.join(
+        _absolute_entries(os.environ.get("PATH", "") if path is None else path)
+    ) or (os.defpath)
 
 
-def _absolute(path: str) -> list[str]:
+def _absolute_entries(path: str) -> list[str]:
     return [folder for folder in path.split(os.pathsep) if os.path.isabs(folder)]

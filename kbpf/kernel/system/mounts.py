@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from kbpf.errors import KernelError
-from kbpf.kernel.system.private_folders import PRIVATE
+from kbpf.kernel.system.private_folders import PRIVATE_MODE
 
 log = logging.getLogger("kbpf.kernel")
 
@@ -18,8 +18,8 @@ BPF_FS_MAGIC: Final = 0xCAFE4A11
 BPF_FS: Final = Path("/sys/fs/bpf")
 CGROUP_ROOT_INODE: Final = 1
 """The root of each cgroup v2 hierarchy has it, and no other folder there (kernfs numbers them)."""
-ANOTHER: Final = "choose another folder with --pin-dir"
-MOST_NAMED: Final = 3
+PIN_DIR_HINT: Final = "choose another folder with --pin-dir"
+MAX_NAMED_FILES: Final = 3
 _OCTAL: Final = re.compile(rb"\\([0-7]{3})")
 
 
@@ -29,7 +29,7 @@ class Mount:
 
     path: Path
     root: str
-    kind: str
+    fs_type: str
 
 
 def parse_mountinfo(text: str) -> tuple[Mount, ...]:
@@ -40,25 +40,25 @@ def parse_mountinfo(text: str) -> tuple[Mount, ...]:
         fields = before.split(" ")
         if len(fields) < 5 or not after:
             continue
-        path = _OCTAL.sub(lambda found: bytes([int(found[1], 8)]), os.fsencode(fields[4]))
+        path = _OCTAL.sub(lambda match: bytes([int(match[1], 8)]), os.fsencode(fields[4]))
         mounts.append(Mount(Path(os.fsdecode(path)), fields[3], after.split(" ")[0]))
     return tuple(mounts)
 
 
-def mounts() -> tuple[Mount, ...]:
+def list_mounts() -> tuple[Mount, ...]:
     """What is mounted, as this process sees it."""
     return parse_mountinfo(os.fsdecode(Path("/proc/self/mountinfo").read_bytes()))
 
 
-def _inode(path: Path) -> int:
+def _read_inode(path: Path) -> int:
     try:
         return path.stat().st_ino
     except OSError:
         return 0
 
 
-def cgroup_root(
-    seen: tuple[Mount, ...] | None = None, inode: Callable[[Path], int] = _inode
+def find_cgroup_root(
+    mounts: tuple[Mount, ...] | None = None, inode_of: Callable[[Path], int] = _read_inode
 ) -> Path:
     """The root of the cgroup v2 hierarchy, on machines that also have v1 (hybrid) too.
 
@@ -66,15 +66,19 @@ def cgroup_root(
     which: in a cgroup namespace of our own, as a container has it, mountinfo calls a part "/" and
     the root of the host's hierarchy "/../..".
     """
-    found = [m for m in (mounts() if seen is None else seen) if m.kind == "cgroup2"]
-    whole = [m for m in found if inode(m.path) == CGROUP_ROOT_INODE]
-    if whole:
-        return min(whole, key=lambda m: len(m.path.parts)).path
-    if found:
-        part = "a part of it" if found[0].root == "/" else found[0].root
+    cgroup_mounts = [
+        mount
+        for mount in (list_mounts() if mounts is None else mounts)
+        if mount.fs_type == "cgroup2"
+    ]
+    root_mounts = [mount for mount in cgroup_mounts if inode_of(mount.path) == CGROUP_ROOT_INODE]
+    if root_mounts:
+        return min(root_mounts, key=lambda mount: len(mount.path.parts)).path
+    if cgroup_mounts:
+        part = "a part of it" if cgroup_mounts[0].root == "/" else cgroup_mounts[0].root
         raise KernelError(
             "only a part of the cgroup v2 hierarchy is mounted",
-            f"{found[0].path} shows {part}",
+            f"{cgroup_mounts[0].path} shows {part}",
             "mount the host's /sys/fs/cgroup, or name a folder with --cgroup",
         )
     raise KernelError(
@@ -94,10 +98,10 @@ def is_cgroup2(path: Path) -> bool:
         ) from error
 
 
-def cgroup_by_id(cgroup_id: int) -> Path | None:
+def find_cgroup_by_id(cgroup_id: int) -> Path | None:
     """The folder of the cgroup that the kernel knows by this number; None if none is visible."""
-    for mount in mounts():
-        if mount.kind != "cgroup2":
+    for mount in list_mounts():
+        if mount.fs_type != "cgroup2":
             continue
         for folder, _, _ in os.walk(mount.path):
             try:
@@ -123,26 +127,26 @@ def is_bpffs(path: Path) -> bool:
     return path.exists() and file_system_magic(path) == BPF_FS_MAGIC
 
 
-def is_same(path: Path, descriptor: int) -> bool:
+def is_same(path: Path, fd: int) -> bool:
     """Whether this name leads to what the descriptor holds."""
-    held = os.fstat(descriptor)
+    fd_stat = os.fstat(fd)
     try:
-        found = path.stat()
+        path_stat = path.stat()
     except OSError:
         return False
-    return (found.st_dev, found.st_ino) == (held.st_dev, held.st_ino)
+    return (path_stat.st_dev, path_stat.st_ino) == (fd_stat.st_dev, fd_stat.st_ino)
 
 
-def is_removed(path: Path, descriptor: int) -> bool:
+def is_removed(path: Path, fd: int) -> bool:
     """Whether the folder of this name, which the descriptor holds, was removed or renamed. False
     where it is there and another file system is mounted over it.
     """
-    if is_same(path, descriptor):
+    if is_same(path, fd):
         return False
-    held = os.fstat(descriptor)
+    fd_stat = os.fstat(fd)
     while not path.exists():
         path = path.parent
-    return not held.st_nlink or path.stat().st_dev == held.st_dev
+    return not fd_stat.st_nlink or path.stat().st_dev == fd_stat.st_dev
 
 
 def ensure_bpffs(pin_dir: Path) -> None:
@@ -162,21 +166,21 @@ def ensure_bpffs(pin_dir: Path) -> None:
             "cannot look at the folder for pins", str(ancestor), "run as root", error.errno or 0
         ) from error
     if not is_bpffs(ancestor):
-        place = BPF_FS if pin_dir.is_relative_to(BPF_FS) else pin_dir
-        if any(m.path == place for m in mounts()):
+        mount_point = BPF_FS if pin_dir.is_relative_to(BPF_FS) else pin_dir
+        if any(mount.path == mount_point for mount in list_mounts()):
             raise KernelError(
                 "what is mounted here is no bpffs",
-                str(place),
-                f"on the node: mount -t bpf -o mode=700 bpf {place}",
+                str(mount_point),
+                f"on the node: mount -t bpf -o mode=700 bpf {mount_point}",
             )
-        mount_bpffs(place)
+        mount_bpffs(mount_point)
     try:
-        pin_dir.mkdir(PRIVATE, parents=True, exist_ok=True)
+        pin_dir.mkdir(PRIVATE_MODE, parents=True, exist_ok=True)
     except OSError as error:
         raise KernelError(
             "cannot make the folder for pins",
             str(pin_dir),
-            ANOTHER,
+            PIN_DIR_HINT,
             errno=error.errno or 0,
         ) from error
 
@@ -184,17 +188,20 @@ def ensure_bpffs(pin_dir: Path) -> None:
 def mount_bpffs(path: Path) -> None:
     """Mounts a bpffs, visible to root only."""
     try:
-        path.mkdir(PRIVATE, parents=True, exist_ok=True)
+        path.mkdir(PRIVATE_MODE, parents=True, exist_ok=True)
     except OSError as error:
         raise KernelError(
-            "cannot make the mount point for a bpffs", str(path), ANOTHER, error.errno or 0
+            "cannot make the mount point for a bpffs", str(path), PIN_DIR_HINT, error.errno or 0
         ) from error
-    if held := sorted(os.listdir(path)):
-        more = ", ..." if len(held) > MOST_NAMED else ""
+    if files := sorted(os.listdir(path)):
+        more = ", ..." if len(files) > MAX_NAMED_FILES else ""
         raise KernelError(
-            f"no bpffs is mounted over a folder that holds files: {', '.join(held[:MOST_NAMED])}"
-            f"{more}", str(path), ANOTHER,
-        )  # fmt: skip
+            "no bpffs is mounted over a folder that holds files: "
+            f"{', '.join(files[:MAX_NAMED_FILES])}"
+            f"{more}",
+            str(path),
+            PIN_DIR_HINT,
+        )
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.mount(b"bpf", os.fsencode(path), b"bpf", 0, b"mode=0700"):
         raise KernelError(
@@ -206,12 +213,16 @@ def mount_bpffs(path: Path) -> None:
     log.info("mounted a bpffs path=%s", path)
 
 
-def is_own_bpffs(path: Path, seen: tuple[Mount, ...] | None = None) -> bool:
+def is_own_bpffs(path: Path, mounts: tuple[Mount, ...] | None = None) -> bool:
     """Whether a bpffs is mounted right here, as mount_bpffs() does for one folder of pins; the
     machine's own, at /sys/fs/bpf, is not meant.
     """
-    here = [m for m in (mounts() if seen is None else seen) if m.path == path.resolve()]
-    return bool(here) and here[-1].kind == "bpf" and here[-1].path != BPF_FS
+    path_mounts = [
+        mount
+        for mount in (list_mounts() if mounts is None else mounts)
+        if mount.path == path.resolve()
+    ]
+    return bool(path_mounts) and path_mounts[-1].fs_type == "bpf" and path_mounts[-1].path != BPF_FS
 
 
 def unmount(path: Path) -> None:

@@ -21,7 +21,7 @@ SO_NETNS_COOKIE: Final = 71
 T = TypeVar("T")
 
 
-def cookie() -> int | None:
+def read_cookie() -> int | None:
     """The number that BPF knows this thread's network namespace by (Linux v5.14); None before.
 
     KernelError if the kernel refuses for another reason than that it has no such option.
@@ -39,34 +39,34 @@ def cookie() -> int | None:
     return int.from_bytes(raw, "little")
 
 
-def all_namespaces() -> Iterator[Path]:
+def list_namespaces() -> Iterator[Path]:
     """One path for each network namespace that a process or a name in /run/netns keeps alive."""
-    seen = set()
-    named = Path("/run/netns")
-    paths = [*(named.iterdir() if named.is_dir() else ())]
+    inodes = set()
+    netns_dir = Path("/run/netns")
+    paths = [*(netns_dir.iterdir() if netns_dir.is_dir() else ())]
     paths += [Path("/proc") / pid / "ns/net" for pid in os.listdir("/proc") if pid.isdigit()]
     for path in paths:
         try:
             inode = path.stat().st_ino
         except OSError:
             continue  # the process has ended meanwhile, or the name is gone
-        if inode not in seen:
-            seen.add(inode)
+        if inode not in inodes:
+            inodes.add(inode)
             yield path
 
 
-def inside(path: Path, action: Callable[[], T]) -> T:
+def run_in(path: Path, action: Callable[[], T]) -> T:
     """The result of `action`, run in that network namespace by a thread that then ends."""
     outcome: list[T | BaseException] = []
 
-    def work() -> None:
+    def run_action() -> None:
         try:
             enter(path)
             outcome.append(action())
         except BaseException as error:
             outcome.append(error)
 
-    thread = threading.Thread(target=work, name=f"netns-{path.name}")
+    thread = threading.Thread(target=run_action, name=f"netns-{path.name}")
     thread.start()
     thread.join()
     result = outcome[0]
@@ -110,7 +110,7 @@ def _is_own(fd: int) -> bool:
     return os.path.samestat(os.fstat(fd), own)
 
 
-def leave() -> None:
+def unshare() -> None:
     """Puts the calling thread into a new network namespace, empty, that ends with its last user."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(CLONE_NEWNET):

@@ -6,9 +6,9 @@ import select
 from collections.abc import Iterable
 
 
-def readable(descriptors: Iterable[int], seconds: float) -> list[int]:
+def wait_readable(fds: Iterable[int], timeout: float) -> list[int]:
     """Those of them that can be read, or have failed, after waiting at most so long."""
     poll = select.poll()
-    for number in descriptors:
-        poll.register(number, select.POLLIN)
-    return [number for number, _ in poll.poll(max(0.0, seconds) * 1000)]
+    for fd in fds:
+        poll.register(fd, select.POLLIN)
+    return [fd for fd, _ in poll.poll(max(0.0, timeout) * 1000)]

@@ -11,19 +11,19 @@ from typing import Final
 from kbpf.errors import KernelError
 
 PR_SET_PDEATHSIG: Final = 1
-INITIAL_PID_NAMESPACE: Final = 0xEFFFFFFC
+PROC_PID_INIT_INO: Final = 0xEFFFFFFC
 """PROC_PID_INIT_INO: the same number on every Linux."""
 
 
-def sees_all() -> bool:
+def is_in_initial_pid_namespace() -> bool:
     """Whether all processes of the machine are in our PID namespace, and so in /proc."""
     try:
-        return os.stat("/proc/self/ns/pid").st_ino == INITIAL_PID_NAMESPACE
+        return os.stat("/proc/self/ns/pid").st_ino == PROC_PID_INIT_INO
     except OSError:
         return False
 
 
-def die_with(parent: int) -> None:
+def set_parent_death_signal(parent: int) -> None:
     """From now on, and through execve(2), this process is killed when its parent ends, however it
     ends. `parent` is its id: if it has gone already, so does this process now.
     """
@@ -32,7 +32,7 @@ def die_with(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def allow_many_files() -> None:
+def raise_nofile_limit() -> None:
     """As many open files as this process may allow itself, as Go's programs do: each Service's
     health check takes two. What cannot be raised stays.
     """

@@ -14,42 +14,44 @@ from kbpf.errors import KbpfError, KernelError
 from kbpf.kernel.system import cgroups, netns
 
 
-def run(action: Callable[[], Any], cgroup: Path | None = None, apart: bool = True) -> Any:
+def run(action: Callable[[], Any], cgroup: Path | None = None, new_netns: bool = True) -> Any:
     """What `action` gives (anything that JSON can say), run in an empty network namespace; not
     `apart`: in our own.
 
     The namespace and the child are gone afterwards. A KbpfError there is one here, by its text.
     """
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(reading)
-        _child(action, cgroup, writing, apart)
-    os.close(writing)
-    with os.fdopen(reading) as pipe:
+    read_fd, write_fd = os.pipe()
+    child_pid = os.fork()
+    if child_pid == 0:
+        os.close(read_fd)
+        _run_child(action, cgroup, write_fd, new_netns)
+    os.close(write_fd)
+    with os.fdopen(read_fd) as pipe:
         text = pipe.read()
-    os.waitpid(child, 0)
-    answer = json.loads(text) if text else {"error": "the child process died"}
-    if "error" in answer:
-        raise KernelError(answer["error"])
-    return answer["result"]
+    os.waitpid(child_pid, 0)
+    reply = json.loads(text) if text else {"error": "the child process died"}
+    if "error" in reply:
+        raise KernelError(reply["error"])
+    return reply["result"]
 
 
-def _child(action: Callable[[], Any], cgroup: Path | None, writing: int, apart: bool) -> None:
+def _run_child(
+    action: Callable[[], Any], cgroup: Path | None, write_fd: int, new_netns: bool
+) -> None:
     code = 1
     try:
         if cgroup is not None:
             cgroups.join(cgroup)
-        if apart:
-            netns.leave()
-        answer = {"result": action()}
+        if new_netns:
+            netns.unshare()
+        reply = {"result": action()}
         code = 0
     except KbpfError as error:
-        answer = {"error": str(error)}
+        reply = {"error": str(error)}
     except BaseException as error:
         traceback.print_exc(file=sys.stderr)
-        answer = {"error": f"{type(error).__name__}: {error}"}
+        reply = {"error": f"{type(error).__name__}: {error}"}
     try:
-        os.write(writing, json.dumps(answer).encode())
+        os.write(write_fd, json.dumps(reply).encode())
     finally:
         os._exit(code)  # none of the parent's exit handlers and buffers

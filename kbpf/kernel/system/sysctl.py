@@ -14,19 +14,21 @@ from kbpf.errors import KernelError
 
 ROOT: Final = Path("/proc/sys")
 HOST_ROOT: Final = Path("/host/proc/sys")
-LOCAL_PORTS: Final = "net.ipv4.ip_local_port_range"
+LOCAL_PORT_RANGE: Final = "net.ipv4.ip_local_port_range"
 """Where the kernel takes ports for sockets that do not ask for one; of both families."""
 RESERVED_PORTS: Final = "net.ipv4.ip_local_reserved_ports"
 """What it leaves out there. A socket that asks for such a port by its number gets it."""
 
-Range = tuple[int, int]
+PortRange = tuple[int, int]
 """Ports, both ends included."""
 
 
-def path_of(name: str, root: Path = ROOT, host: Path = HOST_ROOT) -> Path:
+def path_of(name: str, root: Path = ROOT, host_root: Path = HOST_ROOT) -> Path:
     """The file of a setting; the one below `host` where there is one."""
-    file = name.replace(".", "/")
-    return host / file if (host / file).exists() else root / file
+    relative_path = name.replace(".", "/")
+    return (
+        host_root / relative_path if (host_root / relative_path).exists() else root / relative_path
+    )
 
 
 def read(name: str) -> str:
@@ -55,31 +57,31 @@ def write(name: str, value: str) -> None:
 
 def parse_ports(text: str) -> frozenset[int]:
     """The ports of a list such as ``8080,61000-65535``."""
-    found: set[int] = set()
-    for word in text.split(","):
-        if word.strip():
-            low, _, high = word.strip().partition("-")
-            found.update(range(int(low), int(high or low) + 1))
-    return frozenset(found)
+    ports: set[int] = set()
+    for item in text.split(","):
+        if item.strip():
+            low, _, high = item.strip().partition("-")
+            ports.update(range(int(low), int(high or low) + 1))
+    return frozenset(ports)
 
 
-def ranges(ports: Iterable[int]) -> tuple[Range, ...]:
+def merge_ranges(ports: Iterable[int]) -> tuple[PortRange, ...]:
     """The fewest ranges that are these ports, in order."""
-    made: list[Range] = []
+    merged: list[PortRange] = []
     for port in sorted(ports):
-        if made and made[-1][1] == port - 1:
-            made[-1] = made[-1][0], port
+        if merged and merged[-1][1] == port - 1:
+            merged[-1] = merged[-1][0], port
         else:
-            made.append((port, port))
-    return tuple(made)
+            merged.append((port, port))
+    return tuple(merged)
 
 
 def format_ports(ports: Iterable[int]) -> str:
     """The list as the kernel writes it."""
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges(ports))
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in merge_ranges(ports))
 
 
-def local_ports() -> Range:
+def read_local_port_range() -> PortRange:
     """Where the kernel takes ports for sockets."""
-    low, high = read(LOCAL_PORTS).split()
+    low, high = read(LOCAL_PORT_RANGE).split()
     return int(low), int(high)

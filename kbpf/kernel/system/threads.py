@@ -16,12 +16,12 @@ from kbpf.errors import KernelError
 
 log = logging.getLogger("kbpf.threads")
 
-FIRST_PAUSE_SECONDS: Final = 0.1
-LONGEST_PAUSE_SECONDS: Final = 30.0
-STEADY_SECONDS: Final = 60.0
+MIN_RESTART_BACKOFF_S: Final = 0.1
+MAX_RESTART_BACKOFF_S: Final = 30.0
+FAILURE_RESET_S: Final = 60.0
 """A failure is forgotten after this long without another one. More than the longest pause."""
 
-FAILING_SECONDS: Final = 60.0
+FAILING_LIMIT_S: Final = 60.0
 """A thread whose work has failed again and again for this long counts as down."""
 
 
@@ -39,23 +39,23 @@ class ThreadState(NamedTuple):
     problem: str
 
 
-class Supervised:
+class SupervisedThread:
     """One thread. start() once, then stop(). `work` returns soon after its owner asks it to."""
 
     def __init__(
         self,
         name: str,
-        work: Callable[[], None],
+        target: Callable[[], None],
         limit: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.name, self._work, self._limit, self._clock = name, work, limit, clock
+        self.name, self._target, self._limit, self._clock = name, target, limit, clock
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._stopping = threading.Event()
-        self._beat = clock()
+        self._last_beat = clock()
         self._restarts = 0
         self._failing_since: float | None = None
-        self._failed = 0.0  # when it failed last
+        self._last_failure = 0.0  # when it failed last
         self._error = ""
 
     def start(self) -> None:
@@ -65,35 +65,35 @@ class Supervised:
         try:
             self._thread.start()
         except RuntimeError as error:
-            self._leave()
+            self._unregister()
             raise KernelError(
                 f"cannot start the thread {self.name}",
                 hint="raise the limit of tasks (pids.max of the cgroup, ulimit -u)",
             ) from error
 
-    def stop(self, seconds: float = 1.0) -> bool:
+    def stop(self, timeout: float = 1.0) -> bool:
         """Does not begin the work again, and waits for its end; whether it has ended. The owner has
         told the work to end.
         """
         self._stopping.set()
         if self._thread is not threading.current_thread() and self._thread.ident is not None:
-            self._thread.join(seconds)
-        self._leave()
+            self._thread.join(timeout)
+        self._unregister()
         return not self._thread.is_alive()
 
-    def state(self) -> ThreadState:
+    def get_state(self) -> ThreadState:
         """How it is doing."""
-        idle = self._clock() - self._beat
+        idle = self._clock() - self._last_beat
         return ThreadState(
             self.name, self._thread.is_alive(), idle, self._limit, self._restarts,
-            self._problem(idle),
+            self._describe_problem(idle),
         )  # fmt: skip
 
-    def _problem(self, idle: float) -> str:
+    def _describe_problem(self, idle: float) -> str:
         failing = self._failing_since
         if not self._thread.is_alive():
             return "it has ended"
-        if failing is not None and self._clock() - failing >= FAILING_SECONDS:
+        if failing is not None and self._clock() - failing >= FAILING_LIMIT_S:
             return f"it fails again and again: {self._error}"
         if self._limit and idle >= self._limit:
             return f"no progress for {idle:.0f} s"
@@ -101,60 +101,65 @@ class Supervised:
 
     def _run(self) -> None:
         _current.thread = self
-        pause = FIRST_PAUSE_SECONDS
+        backoff = MIN_RESTART_BACKOFF_S
         while not self._stopping.is_set():
-            self.progress()
+            self.record_progress()
             try:
-                self._work()
+                self._target()
                 break
             except Exception as error:
-                self._error, self._failed = f"{type(error).__name__}: {error}", self._clock()
+                self._error, self._last_failure = f"{type(error).__name__}: {error}", self._clock()
                 if self._failing_since is None:
-                    self._failing_since, pause = self._failed, FIRST_PAUSE_SECONDS
-                log.exception("thread failed, starting again name=%s in=%.1fs", self.name, pause)
-            self._stopping.wait(pause)
+                    self._failing_since, backoff = self._last_failure, MIN_RESTART_BACKOFF_S
+                log.exception("thread failed, starting again name=%s in=%.1fs", self.name, backoff)
+            self._stopping.wait(backoff)
             self._restarts += 1
-            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
-        self._leave()
+            backoff = min(2 * backoff, MAX_RESTART_BACKOFF_S)
+        self._unregister()
 
-    def _leave(self) -> None:
+    def _unregister(self) -> None:
         with _lock:
             if self in _table:
                 _table.remove(self)
 
-    def progress(self) -> None:
+    def record_progress(self) -> None:
         """The work has done a turn."""
-        self._beat = self._clock()
-        if self._failing_since is not None and self._beat - self._failed >= STEADY_SECONDS:
+        self._last_beat = self._clock()
+        if (
+            self._failing_since is not None
+            and self._last_beat - self._last_failure >= FAILURE_RESET_S
+        ):
             self._failing_since = None
 
 
 _lock = threading.Lock()
-_table: list[Supervised] = []
+_table: list[SupervisedThread] = []
 _current = threading.local()
 
 
-def start(name: str, work: Callable[[], None], limit: float = 0.0) -> Supervised:
+def start(name: str, target: Callable[[], None], limit: float = 0.0) -> SupervisedThread:
     """A new thread, started."""
-    made = Supervised(name, work, limit)
-    made.start()
-    return made
+    thread = SupervisedThread(name, target, limit)
+    thread.start()
+    return thread
 
 
-def beat() -> None:
+def heartbeat() -> None:
     """Says that the calling thread makes progress, if it is one of ours."""
-    thread: Supervised | None = getattr(_current, "thread", None)
+    thread: SupervisedThread | None = getattr(_current, "thread", None)
     if thread is not None:
-        thread.progress()
+        thread.record_progress()
 
 
-def table() -> tuple[ThreadState, ...]:
+def list_threads() -> tuple[ThreadState, ...]:
     """All threads that run, or should, by name."""
     with _lock:
         threads = list(_table)
-    return tuple(sorted(thread.state() for thread in threads))
+    return tuple(sorted(thread.get_state() for thread in threads))
 
 
-def problems() -> tuple[str, ...]:
+def list_problems() -> tuple[str, ...]:
     """The threads that are down or stuck, a line each."""
-    return tuple(f"thread {one.name}: {one.problem}" for one in table() if one.problem)
+    return tuple(
+        f"thread {thread.name}: {thread.problem}" for thread in list_threads() if thread.problem
+    )

@@ -15,34 +15,34 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-LONGEST_EXPONENT = 20
-REPEATS: Final = (60.0, 300.0)
-REPEAT_SECONDS: Final = 600.0
+MAX_EXPONENT = 20
+FIRST_REPEATS: Final = (60.0, 300.0)
+REPEAT_INTERVAL: Final = 600.0
 """After the REPEATS."""
-MOST_REASONS: Final = 32
+MAX_REASONS: Final = 32
 
 
 @dataclass(slots=True)
-class Pace:
+class Backoff:
     """The tries in a row so far. `random` gives 0 to 1."""
 
-    random: Callable[[], float]
-    first: float = 0.2
-    longest: float = 30.0
-    steady: float = 5.0
+    rng: Callable[[], float]
+    initial: float = 0.2
+    maximum: float = 30.0
+    steady_after: float = 5.0
     tries: int = 0
 
-    def after(self, *, failed: bool, lived: float, retry_after: float = 0.0) -> float:
+    def next_delay(self, *, failed: bool, healthy_for: float, retry_after: float = 0.0) -> float:
         """Seconds to wait now. `lived`: how long the watch was healthy, 0 if it never was.
         `retry_after`: what the server asked for at least.
         """
-        if lived >= self.steady:
+        if healthy_for >= self.steady_after:
             self.tries = 0
-        at_once = not failed and self.tries == 0
-        spread = 0.5 + self.random() / 2
-        delay = min(self.longest, self.first * 2.0 ** min(self.tries, LONGEST_EXPONENT)) * spread
+        is_immediate = not failed and self.tries == 0
+        jitter = 0.5 + self.rng() / 2
+        delay = min(self.maximum, self.initial * 2.0 ** min(self.tries, MAX_EXPONENT)) * jitter
         self.tries += 1
-        return max(0.0 if at_once else delay, retry_after * (0.5 + spread))
+        return max(0.0 if is_immediate else delay, retry_after * (0.5 + jitter))
 
 
 class Outage(NamedTuple):
@@ -53,62 +53,64 @@ class Outage(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Reason:
-    begun: float
+class _OutageReason:
+    start: float
     repeats: int = 0
-    failing: set[str] = field(default_factory=set)
-    names: set[str] = field(default_factory=set)
+    failing_names: set[str] = field(default_factory=set)
+    affected_names: set[str] = field(default_factory=set)
 
-    def due(self) -> float:
+    def next_log_after(self) -> float:
         """Seconds from the beginning to the next line."""
-        if self.repeats < len(REPEATS):
-            return REPEATS[self.repeats]
-        return (self.repeats - len(REPEATS) + 1) * REPEAT_SECONDS
+        if self.repeats < len(FIRST_REPEATS):
+            return FIRST_REPEATS[self.repeats]
+        return (self.repeats - len(FIRST_REPEATS) + 1) * REPEAT_INTERVAL
 
 
-class Outages:
+class OutageLog:
     """Those of the watches of one server, from any thread. `now` is any monotonic clock's."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._since: dict[str, float] = {}
-        self._reasons: dict[str, _Reason] = {}
+        self._failing_since: dict[str, float] = {}
+        self._reasons: dict[str, _OutageReason] = {}
 
-    def failed(self, name: str, reason: str, now: float) -> Outage | None:
+    def record_failure(self, name: str, reason: str, now: float) -> Outage | None:
         """A try of this watch has failed. None: that is nothing to log now."""
         with self._lock:
-            begun = self._since.setdefault(name, now)
-            for known, other in self._reasons.items():
-                if known != reason:
-                    other.failing.discard(name)
-            if len(self._reasons) >= MOST_REASONS:
-                self._reasons = {k: r for k, r in self._reasons.items() if r.failing}
-            this = self._reasons.get(reason)
-            is_new = this is None
-            if this is None:
-                this = self._reasons[reason] = _Reason(begun)
-            this.failing.add(name)
-            this.names.add(name)
-            lasted = now - this.begun
-            if not is_new and lasted < this.due():
+            start = self._failing_since.setdefault(name, now)
+            for other_reason, outage in self._reasons.items():
+                if other_reason != reason:
+                    outage.failing_names.discard(name)
+            if len(self._reasons) >= MAX_REASONS:
+                self._reasons = {k: r for k, r in self._reasons.items() if r.failing_names}
+            current = self._reasons.get(reason)
+            is_new = current is None
+            if current is None:
+                current = self._reasons[reason] = _OutageReason(start)
+            current.failing_names.add(name)
+            current.affected_names.add(name)
+            duration = now - current.start
+            if not is_new and duration < current.next_log_after():
                 return None
-            while lasted >= this.due():
-                this.repeats += 1
-            return Outage(tuple(sorted(this.failing)), lasted)
+            while duration >= current.next_log_after():
+                current.repeats += 1
+            return Outage(tuple(sorted(current.failing_names)), duration)
 
-    def ended(self, name: str, now: float) -> Outage | None:
+    def record_recovery(self, name: str, now: float) -> Outage | None:
         """This watch works. None: that is nothing to log, as others fail for the same reason, or
         it did not fail.
         """
         with self._lock:
-            if self._since.pop(name, None) is None:
+            if self._failing_since.pop(name, None) is None:
                 return None
-            over = {k: r for k, r in self._reasons.items() if r.failing == {name}}
+            recovered = {k: r for k, r in self._reasons.items() if r.failing_names == {name}}
             for reason in self._reasons.values():
-                reason.failing.discard(name)
-            for key in over if self._since else tuple(self._reasons):
+                reason.failing_names.discard(name)
+            for key in recovered if self._failing_since else tuple(self._reasons):
                 del self._reasons[key]
-            if not over:
+            if not recovered:
                 return None
-            names = {each for r in over.values() for each in r.names} - self._since.keys()
-            return Outage(tuple(sorted(names)), now - min(r.begun for r in over.values()))
+            names = {
+                watch for r in recovered.values() for watch in r.affected_names
+            } - self._failing_since.keys()
+            return Outage(tuple(sorted(names)), now - min(r.start for r in recovered.values()))

@@ -29,32 +29,32 @@ from typing import Final, NamedTuple
 from kbpf.errors import ConfigError, SourceError
 from kbpf.kernel.system import children
 from kbpf.model.address import Addr
-from kbpf.source.api.backoff import Outages, Pace
+from kbpf.source.api.backoff import Backoff, OutageLog
 from kbpf.source.api.kubeconfig import Access
 
 log = logging.getLogger("kbpf.source")
 
-PLUGIN_SECONDS: Final = 60.0
+PLUGIN_TIMEOUT: Final = 60.0
 EXPIRY_SKEW: Final = 60.0
-PAGES_BYTES: Final = 192 << 20
+MAX_PAGES_BYTES: Final = 192 << 20
 """Of all pages of lists that are in memory at one time."""
-REWOUND_SECONDS: Final = 300.0
+REWIND_WINDOW: Final = 300.0
 """Watches that notice it within this time of each other notice the same restore."""
 
 
-class Login(NamedTuple):
+class Credentials(NamedTuple):
     """What goes with a request: the Authorization header, and a plugin's certificate (PEM)."""
 
     authorization: str = ""
     cert: bytes = b""
     key: bytes = b""
-    expires: float = float("inf")
+    expires_at: float = float("inf")
 
 
-Connecting = Callable[[int, Addr, int], None]
+ConnectHandler = Callable[[int, Addr, int], None]
 """(cookie of the socket, address, port): a connection to the API server is about to be opened."""
 
-Asked = Callable[[str, str, str, float], None]
+RequestHandler = Callable[[str, str, str, float], None]
 """(host, method, status or <error>, seconds): a request has been answered, or has failed."""
 
 
@@ -65,81 +65,87 @@ class Cluster:
     """
 
     def __init__(
-        self, access: Access, asked: Asked = lambda *_: None, allow_insecure: bool = False
+        self,
+        access: Access,
+        on_request: RequestHandler = lambda *_: None,
+        allow_insecure: bool = False,
     ) -> None:
         self.access = access
-        self.problems = () if allow_insecure else tuple(_problems(access))
-        self.asked = asked
-        self.connecting: Connecting = lambda *_: None
+        self.problems = () if allow_insecure else tuple(_insecure_access_problems(access))
+        self.on_request = on_request
+        self.on_connect: ConnectHandler = lambda *_: None
         self._lock = threading.Lock()
-        self._servers = (access.server, *access.others)
-        self._at = 0
-        self.room = PageRoom()
-        self.outages = Outages()
-        self._plugin = PluginLogin()
-        self._rewound_at = float("-inf")
+        self._servers = (access.server, *access.other_servers)
+        self._server_index = 0
+        self.page_memory = PageMemory()
+        self.outages = OutageLog()
+        self._plugin_credentials = PluginCredentials()
+        self._last_rewind = float("-inf")
         self._tls: ssl.SSLContext | None = None
         self._tls_stamp: object = None
 
     @property
     def url(self) -> str:
         """The server that is tried now."""
-        return self._servers[self._at % len(self._servers)]
+        return self._servers[self._server_index % len(self._servers)]
 
-    def unreachable(self, url: str) -> None:
+    def mark_unreachable(self, url: str) -> None:
         """No connection to it: the next one is tried at the next server, if there is one."""
         with self._lock:
             if url == self.url:
-                self._at += 1
+                self._server_index += 1
 
-    def check(self) -> None:
+    def check_credentials(self) -> None:
         """Raise ConfigError for credentials that cannot be read now. No network; call at start."""
         try:
             if not self.access.plugin:
-                self.tls(self.login())
+                self.get_tls_context(self.get_credentials())
         except SourceError as error:
             raise ConfigError(error.what, error.where, error.hint) from error
 
-    def login(self, cancelled: Callable[[], bool] = lambda: False) -> Login:
+    def get_credentials(self, is_cancelled: Callable[[], bool] = lambda: False) -> Credentials:
         """The credentials for one request, fresh. Raises SourceError.
 
         `cancelled` is asked while a plugin runs; when it says yes, the plugin is killed.
         """
         access = self.access
         if access.plugin:
-            return self._plugin.get(access.plugin, cancelled)
+            return self._plugin_credentials.get(access.plugin, is_cancelled)
         if access.token_file:
-            return Login(_bearer(_read_token(access.token_file), access.token_file))
+            return Credentials(_bearer_header(_read_token(access.token_file), access.token_file))
         if access.token:
-            return Login(_bearer(access.token, access.where))
-        return Login(f"Basic {access.basic}" if access.basic else "")
+            return Credentials(_bearer_header(access.token, access.where))
+        return Credentials(f"Basic {access.basic}" if access.basic else "")
 
-    def refused(self, login: Login) -> None:
+    def reject_credentials(self, credentials: Credentials) -> None:
         """The API server said 401 to these credentials: a plugin has to be asked again."""
-        self._plugin.refused(login)
+        self._plugin_credentials.reject(credentials)
 
-    def rewound(self, name: str, before: str, now: str) -> None:
+    def report_rewind(self, name: str, old_version: str, new_version: str) -> None:
         """The server is at a lower version than it was. One warning for all watches of it."""
         with self._lock:
-            again = time.monotonic() - self._rewound_at < REWOUND_SECONDS
-            self._rewound_at = time.monotonic()
-        if not again:
+            is_repeat = time.monotonic() - self._last_rewind < REWIND_WINDOW
+            self._last_rewind = time.monotonic()
+        if not is_repeat:
             log.warning(
                 "the API server went back from version %r to %r (seen first in %s): it was "
                 "restored, or another one answers at %s; everything is listed again",
-                before, now, name, self.url,
+                old_version, new_version, name, self.url,
             )  # fmt: skip
 
-    def tls(self, login: Login) -> ssl.SSLContext | None:
+    def get_tls_context(self, credentials: Credentials) -> ssl.SSLContext | None:
         """The TLS context with certificates as they are on disk now; None for http://."""
         access = self.access
         if not self.url.startswith("https:"):
             return None
-        stamp = (login.cert, *map(_stamp, (access.ca_file, access.cert_file, access.key_file)))
+        stamp = (
+            credentials.cert,
+            *map(_file_stamp, (access.ca_file, access.cert_file, access.key_file)),
+        )
         with self._lock:
             if self._tls is None or stamp != self._tls_stamp:
                 try:
-                    self._tls, self._tls_stamp = _tls_context(access, login), stamp
+                    self._tls, self._tls_stamp = _make_tls_context(access, credentials), stamp
                 except SourceError as error:
                     if self._tls is None:
                         raise
@@ -147,39 +153,39 @@ class Cluster:
             return self._tls
 
 
-class PageRoom:
+class PageMemory:
     """Memory for pages of lists, shared by all watches of a server: four lists at once must not
     take four times what one may.
     """
 
-    def __init__(self, size: int = PAGES_BYTES) -> None:
+    def __init__(self, size: int = MAX_PAGES_BYTES) -> None:
         self._lock = threading.Lock()
-        self._size = self._left = size
+        self._size = self._available = size
 
     @contextmanager
     def lease(self) -> Iterator[Callable[[int], None]]:
         """A function that takes so many bytes more, or raises SourceError. All are given back at
         the end of the block.
         """
-        taken = 0
+        reserved = 0
 
-        def take(size: int) -> None:
-            nonlocal taken
+        def reserve(size: int) -> None:
+            nonlocal reserved
             with self._lock:
-                if size > self._left:
+                if size > self._available:
                     what = f"pages of lists have more than {self._size >> 20} MiB together"
                     raise SourceError(what)
-                self._left -= size
-                taken += size
+                self._available -= size
+                reserved += size
 
         try:
-            yield take
+            yield reserve
         finally:
             with self._lock:
-                self._left += taken
+                self._available += reserved
 
 
-class PluginLogin:
+class PluginCredentials:
     """What an exec plugin or auth provider answered last, and when it may be asked again: one
     back-off for all watches, which fail together.
     """
@@ -187,57 +193,60 @@ class PluginLogin:
     def __init__(
         self,
         clock: Callable[[], float] = time.monotonic,
-        chance: Callable[[], float] = random.random,
+        rng: Callable[[], float] = random.random,
     ) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._pace = Pace(chance, first=1.0, longest=60.0)
-        self._login: Login | None = None
-        self._since: float | None = None  # when the last login came, if none has failed since
-        self._due = 0.0
+        self._backoff = Backoff(rng, initial=1.0, maximum=60.0)
+        self._credentials: Credentials | None = None
+        self._issued_at: float | None = None  # when the last login came, if none has failed since
+        self._retry_at = 0.0
         self._error: SourceError | None = None
 
-    def get(self, kubeconfig: Path, cancelled: Callable[[], bool]) -> Login:
+    def get(self, kubeconfig: Path, is_cancelled: Callable[[], bool]) -> Credentials:
         """The credentials, asked for if there are none or they run out. Raises SourceError."""
         while not self._lock.acquire(timeout=0.1):
-            if cancelled():
+            if is_cancelled():
                 raise SourceError("stopped", str(kubeconfig))
         try:
-            login = self._login
-            if login is None or time.time() > login.expires - EXPIRY_SKEW:
-                login = self._login = self._ask(kubeconfig, cancelled)
-            return login
+            credentials = self._credentials
+            if credentials is None or time.time() > credentials.expires_at - EXPIRY_SKEW:
+                credentials = self._credentials = self._fetch(kubeconfig, is_cancelled)
+            return credentials
         finally:
             self._lock.release()
 
-    def refused(self, login: Login) -> None:
+    def reject(self, credentials: Credentials) -> None:
         """These are not valid. The first time another one is asked for at once."""
-        if self._login is login:
-            self._login, self._error = None, None
-            self._wait(failed=False)
+        if self._credentials is credentials:
+            self._credentials, self._error = None, None
+            self._schedule_retry(failed=False)
 
-    def _ask(self, kubeconfig: Path, cancelled: Callable[[], bool]) -> Login:
-        if self._clock() < self._due:
+    def _fetch(self, kubeconfig: Path, is_cancelled: Callable[[], bool]) -> Credentials:
+        if self._clock() < self._retry_at:
             what = "no credentials: the API server refused the last ones"
             error = self._error or SourceError(what, str(kubeconfig), "the plugin is asked again")
             raise SourceError(error.what, error.where, error.hint)
         try:
-            login = _run_library(kubeconfig, cancelled)
+            credentials = _run_plugin(kubeconfig, is_cancelled)
         except SourceError as error:
-            if not cancelled():
+            if not is_cancelled():
                 self._error = error
-                self._wait(failed=True)
+                self._schedule_retry(failed=True)
             raise
-        self._since = self._clock()
-        return login
+        self._issued_at = self._clock()
+        return credentials
 
-    def _wait(self, *, failed: bool) -> None:
+    def _schedule_retry(self, *, failed: bool) -> None:
         now = self._clock()
-        lived = 0.0 if self._since is None else now - self._since
-        self._due, self._since = now + self._pace.after(failed=failed, lived=lived), None
+        lifetime = 0.0 if self._issued_at is None else now - self._issued_at
+        self._retry_at, self._issued_at = (
+            now + self._backoff.next_delay(failed=failed, healthy_for=lifetime),
+            None,
+        )
 
 
-def _problems(access: Access) -> Iterator[str]:
+def _insecure_access_problems(access: Access) -> Iterator[str]:
     if access.insecure and access.server.startswith("https:"):
         yield str(
             ConfigError(
@@ -266,21 +275,21 @@ def _read_token(path: str) -> str:
         raise SourceError(f"cannot read the token file: {reason}", path) from error
 
 
-def _bearer(token: str, where: str) -> str:
+def _bearer_header(token: str, where: str) -> str:
     if not token or not token.isascii() or not token.isprintable():
         raise SourceError("the token is empty or has characters that no token has", where)
     return f"Bearer {token}"
 
 
-def _stamp(path: str) -> object:
+def _file_stamp(path: str) -> object:
     try:
-        found = os.stat(path) if path else None
+        status = os.stat(path) if path else None
     except OSError:
         return None
-    return found and (found.st_mtime_ns, found.st_size, found.st_ino)
+    return status and (status.st_mtime_ns, status.st_size, status.st_ino)
 
 
-def _tls_context(access: Access, login: Login) -> ssl.SSLContext:
+def _make_tls_context(access: Access, credentials: Credentials) -> ssl.SSLContext:
     field, where = "certificate-authority", access.ca_file or access.where
     try:
         ca_text = access.ca_data.decode() or None
@@ -292,7 +301,7 @@ def _tls_context(access: Access, login: Login) -> ssl.SSLContext:
         context.set_alpn_protocols(["http/1.1"])
         if access.insecure:
             context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-        cert, key = login.cert or access.cert_data, login.key or access.key_data
+        cert, key = credentials.cert or access.cert_data, credentials.key or access.key_data
         if cert or access.cert_file:
             field, where = "client-certificate or client-key", access.cert_file or access.where
             with (
@@ -320,16 +329,16 @@ def _as_file(data: bytes, path: str) -> Iterator[str]:
         os.close(fd)
 
 
-def _run_library(kubeconfig: Path, cancelled: Callable[[], bool]) -> Login:
+def _run_plugin(kubeconfig: Path, is_cancelled: Callable[[], bool]) -> Credentials:
     """What the kubernetes library makes of this kubeconfig's user, from a child process."""
     import subprocess
 
-    command = children.python("kbpf.source.api.credentials", str(kubeconfig.absolute()))
-    deadline = time.monotonic() + PLUGIN_SECONDS
+    command = children.python_command("kbpf.source.api.credentials", str(kubeconfig.absolute()))
+    deadline = time.monotonic() + PLUGIN_TIMEOUT
     with subprocess.Popen(
         command,
-        cwd=children.DIRECTORY,
-        env=children.environment(),
+        cwd=children.WORKING_DIRECTORY,
+        env=children.child_environment(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -340,10 +349,10 @@ def _run_library(kubeconfig: Path, cancelled: Callable[[], bool]) -> Login:
                 out, err = child.communicate(timeout=0.1)
                 break
             except subprocess.TimeoutExpired:
-                late = time.monotonic() > deadline
-                if late or cancelled():
+                timed_out = time.monotonic() > deadline
+                if timed_out or is_cancelled():
                     os.killpg(child.pid, signal.SIGKILL)
-                    reason = f"it took more than {PLUGIN_SECONDS:.0f} s" if late else "stopped"
+                    reason = f"it took more than {PLUGIN_TIMEOUT:.0f} s" if timed_out else "stopped"
                     raise SourceError(f"no credentials: {reason}", str(kubeconfig)) from None
     lines = err.decode(errors="replace").strip().splitlines() or ["no reason given"]
     if child.returncode != 0:
@@ -351,7 +360,7 @@ def _run_library(kubeconfig: Path, cancelled: Callable[[], bool]) -> Login:
         reason = lines[-1].removeprefix("ERROR:root:")  # the library's logging
         raise SourceError(f"no credentials: {reason}", str(kubeconfig), hint)
     answer = json.loads(out)
-    return Login(
+    return Credentials(
         answer["authorization"],
         base64.b64decode(answer["cert"]),
         base64.b64decode(answer["key"]),
@@ -359,17 +368,17 @@ def _run_library(kubeconfig: Path, cancelled: Callable[[], bool]) -> Login:
     )
 
 
-def _library_main(path: str) -> int:
+def _plugin_main(path: str) -> int:
     """The child: answer on stdout as JSON, or say why not on stderr."""
     from kubernetes.client import Configuration
     from kubernetes.config.config_exception import ConfigException
     from kubernetes.config.kube_config import KubeConfigLoader, KubeConfigMerger
 
     try:
-        merged = KubeConfigMerger(path)
+        merger = KubeConfigMerger(path)
         # The persister: an OIDC provider may replace the refresh token, and the old one is dead.
         loader = KubeConfigLoader(
-            merged.config, config_base_path=None, config_persister=merged.save_changes
+            merger.config, config_base_path=None, config_persister=merger.save_changes
         )
         config = Configuration()
         loader.load_and_set(config)
@@ -380,8 +389,8 @@ def _library_main(path: str) -> int:
     expires = getattr(loader, "expiry", None)
     answer = {
         "authorization": token,
-        "cert": _base64_of(config.cert_file),
-        "key": _base64_of(config.key_file),
+        "cert": _read_base64(config.cert_file),
+        "key": _read_base64(config.key_file),
         "expires": expires.timestamp() if expires else 0,
     }
     if not token and not answer["cert"]:
@@ -390,9 +399,9 @@ def _library_main(path: str) -> int:
     return 0
 
 
-def _base64_of(path: str | None) -> str:
+def _read_base64(path: str | None) -> str:
     return base64.b64encode(Path(path).read_bytes()).decode() if path else ""
 
 
 if __name__ == "__main__":
-    sys.exit(_library_main(sys.argv[1]))
+    sys.exit(_plugin_main(sys.argv[1]))

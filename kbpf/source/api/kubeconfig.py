@@ -17,7 +17,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from kbpf.errors import ConfigError
-from kbpf.source.decode.fields import field_error
+from kbpf.source.decode.fields import format_decode_error
 
 SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
@@ -46,7 +46,7 @@ class Access:
     server_name: str = ""
     insecure: bool = False
     plugin: Path | None = None
-    others: tuple[str, ...] = ()
+    other_servers: tuple[str, ...] = ()
 
 
 def find_access(
@@ -61,31 +61,31 @@ def find_access(
     with commas between them. Raises ConfigError, also for a token or password
     that would go over http:// unless `allow_insecure`.
     """
-    master, *others = (text.strip() for text in master.split(","))
+    master, *other_servers = (text.strip() for text in master.split(","))
     if kubeconfig is not None:
         access = read_kubeconfig(kubeconfig)
         access = replace(access, server=master) if master else access
     elif master:
         access = Access(server=master, where="--master")
     else:
-        access = in_cluster(environ)
+        access = in_cluster_access(environ)
     access = replace(
         access,
-        server=_checked_url(access.server, access.where),
-        others=tuple(_checked_url(text, "--master") for text in others),
+        server=_check_url(access.server, access.where),
+        other_servers=tuple(_check_url(text, "--master") for text in other_servers),
     )
     secret = access.token or access.token_file or access.basic or access.plugin
-    plain = [url for url in (access.server, *access.others) if url.startswith("http:")]
-    if secret and plain and not allow_insecure:
+    plain_urls = [url for url in (access.server, *access.other_servers) if url.startswith("http:")]
+    if secret and plain_urls and not allow_insecure:
         raise ConfigError(
-            f"the token or password would go to {plain[0]} unencrypted",
+            f"the token or password would go to {plain_urls[0]} unencrypted",
             access.where,
             "write https://HOST:PORT, or allow it with --allow-insecure-api",
         )
     return access
 
 
-def in_cluster(environ: Mapping[str, str], root: Path = SERVICE_ACCOUNT) -> Access:
+def in_cluster_access(environ: Mapping[str, str], root: Path = SERVICE_ACCOUNT) -> Access:
     """The service account of the pod that we run in. Raises ConfigError outside of one."""
     host, port = environ.get("KUBERNETES_SERVICE_HOST"), environ.get("KUBERNETES_SERVICE_PORT")
     if not host or not port:
@@ -150,7 +150,7 @@ class _NamedContext(msgspec.Struct):
     context: _Context
 
 
-class _File(msgspec.Struct, rename="kebab"):
+class _KubeconfigFile(msgspec.Struct, rename="kebab"):
     current_context: str = ""
     clusters: list[_NamedCluster] | None = None
     users: list[_NamedUser] | None = None
@@ -160,22 +160,22 @@ class _File(msgspec.Struct, rename="kebab"):
 def read_kubeconfig(path: Path) -> Access:
     """What the file's current context says; relative paths are relative to it."""
     where = str(path)
-    file = _load(path)
+    file = _load_file(path)
     if not file.current_context:
         hint = "set one: kubectl config --kubeconfig FILE use-context NAME"
         raise ConfigError("the kubeconfig has no current-context", where, hint)
-    context = _named(file.contexts, "context", file.current_context, where).context
-    cluster = _named(file.clusters, "cluster", context.cluster, where).cluster
-    user = _named(file.users, "user", context.user, where).user if context.user else _User()
+    context = _find_named(file.contexts, "context", file.current_context, where).context
+    cluster = _find_named(file.clusters, "cluster", context.cluster, where).cluster
+    user = _find_named(file.users, "user", context.user, where).user if context.user else _User()
     if cluster.proxy_url or user.impersonate:
         field = "proxy-url" if cluster.proxy_url else "as"
         hint = "kbpf talks to the API server directly and as itself; remove it"
         raise ConfigError(f"the kubeconfig sets {field}, which is not supported", where, hint)
 
-    def file_of(name: str) -> str:
+    def resolve_path(name: str) -> str:
         return str(path.parent / name) if name else ""
 
-    def data_of(text: str, field: str) -> bytes:
+    def decode_base64(text: str, field: str) -> bytes:
         try:
             return base64.b64decode(text, validate=True)
         except ValueError as error:  # binascii.Error, or text that is not ASCII
@@ -186,14 +186,14 @@ def read_kubeconfig(path: Path) -> Access:
         server=cluster.server,
         where=where,
         user=context.user,
-        ca_file=file_of(cluster.certificate_authority),
-        ca_data=data_of(cluster.certificate_authority_data, "certificate-authority-data"),
-        cert_file=file_of(user.client_certificate),
-        cert_data=data_of(user.client_certificate_data, "client-certificate-data"),
-        key_file=file_of(user.client_key),
-        key_data=data_of(user.client_key_data, "client-key-data"),
+        ca_file=resolve_path(cluster.certificate_authority),
+        ca_data=decode_base64(cluster.certificate_authority_data, "certificate-authority-data"),
+        cert_file=resolve_path(user.client_certificate),
+        cert_data=decode_base64(user.client_certificate_data, "client-certificate-data"),
+        key_file=resolve_path(user.client_key),
+        key_data=decode_base64(user.client_key_data, "client-key-data"),
         token=user.token.strip(),
-        token_file=file_of(user.token_file),
+        token_file=resolve_path(user.token_file),
         basic=basic if user.username else "",
         server_name=cluster.tls_server_name,
         insecure=cluster.insecure_skip_tls_verify,
@@ -201,7 +201,7 @@ def read_kubeconfig(path: Path) -> Access:
     )
 
 
-def _load(path: Path) -> _File:
+def _load_file(path: Path) -> _KubeconfigFile:
     from kbpf import bounded_yaml  # and yaml, only with a kubeconfig: 1.3 MB
     from kbpf.bounded_yaml import KUBECONFIG
 
@@ -209,33 +209,33 @@ def _load(path: Path) -> _File:
         with path.open("rb") as file:
             data = file.read(KUBECONFIG.size + 1)
         documents = bounded_yaml.load_all(data, KUBECONFIG)
-        return msgspec.convert(next(documents, None), _File)
+        return msgspec.convert(next(documents, None), _KubeconfigFile)
     except OSError as error:
         hint = "give the kubeconfig's path with --kubeconfig"
         raise ConfigError(
             f"cannot read the kubeconfig: {error.strerror}", str(path), hint
         ) from error
-    except (msgspec.ValidationError, *bounded_yaml.NOT_YAML) as error:
-        raise ConfigError(f"not a kubeconfig: {field_error(error)}", str(path)) from error
+    except (msgspec.ValidationError, *bounded_yaml.YAML_ERRORS) as error:
+        raise ConfigError(f"not a kubeconfig: {format_decode_error(error)}", str(path)) from error
 
 
 _N = TypeVar("_N", _NamedCluster, _NamedUser, _NamedContext)
 
 
-def _named(entries: list[_N] | None, kind: str, name: str, where: str) -> _N:
+def _find_named(entries: list[_N] | None, kind: str, name: str, where: str) -> _N:
     for entry in entries or ():
         if entry.name == name:
             return entry
-    known = ", ".join(entry.name for entry in entries or ()) or "none"
-    raise ConfigError(f"the kubeconfig has no {kind} {name!r}", where, f"it has: {known}")
+    names = ", ".join(entry.name for entry in entries or ()) or "none"
+    raise ConfigError(f"the kubeconfig has no {kind} {name!r}", where, f"it has: {names}")
 
 
-def _checked_url(server: str, where: str) -> str:
+def _check_url(server: str, where: str) -> str:
     try:
         url = urllib.parse.urlsplit(server)
-        good = url.scheme in ("http", "https") and bool(url.hostname) and (url.port or 1) > 0
+        is_valid = url.scheme in ("http", "https") and bool(url.hostname) and (url.port or 1) > 0
     except ValueError:
-        good = False
-    if not good:
+        is_valid = False
+    if not is_valid:
         raise ConfigError(f"{server!r} is not an API server", where, "write https://HOST:PORT")
     return server.rstrip("/")

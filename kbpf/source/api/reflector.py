@@ -36,46 +36,53 @@ import msgspec
 from kbpf.errors import ObjectError, SourceError
 from kbpf.kernel.system import threads
 from kbpf.model.events import Kind, Synced
-from kbpf.source.api.backoff import Pace
-from kbpf.source.api.credentials import PAGES_BYTES, Cluster
-from kbpf.source.api.resource import PAGE, Refused, Resource, html_page, is_html, refused
-from kbpf.source.api.transport import ANSWER_SECONDS, Connection, Response, Silent
-from kbpf.source.api.versions import Known, went_back
-from kbpf.source.api.watch import (
-    Changed,
-    Expired,
-    Failed,
-    Garbled,
-    InitialEnd,
-    Said,
-    WatchStream,
-    WentBack,
+from kbpf.source.api.backoff import Backoff
+from kbpf.source.api.credentials import MAX_PAGES_BYTES, Cluster
+from kbpf.source.api.resource import (
+    PAGE_SIZE,
+    HttpStatusError,
+    Resource,
+    html_page_error,
+    is_html,
+    make_status_error,
 )
-from kbpf.source.base import Put, SourceState, SourceStatus
+from kbpf.source.api.transport import RESPONSE_TIMEOUT, ApiConnection, ReadTimeout, Response
+from kbpf.source.api.versions import KnownVersions, is_rewind
+from kbpf.source.api.watch import (
+    InitialListEnd,
+    MalformedLine,
+    ObjectChanged,
+    VersionExpired,
+    VersionRewind,
+    WatchFailed,
+    WatchMessage,
+    WatchStream,
+)
+from kbpf.source.base import EventHandler, SourceState, SourceStatus
 from kbpf.source.decode import decode, wire
-from kbpf.source.decode.fields import json_error
+from kbpf.source.decode.fields import format_json_error
 
 log = logging.getLogger("kbpf.source")
 
-SILENCE: Final = 90.0
-WATCH_SECONDS: Final = 300
-LIST_SECONDS: Final = 120.0
-PAGES_SECONDS: Final = 600.0
-PAGE_SECONDS: Final = 120.0
-LINE_SECONDS: Final = 30.0
-SLOW_SECONDS: Final = 30.0
-RELIST_SECONDS: Final = 3600.0
-OUTAGE_TRIES: Final = 2
+SILENCE_TIMEOUT: Final = 90.0
+MIN_WATCH_TIMEOUT: Final = 300
+STREAM_LIST_TIMEOUT: Final = 120.0
+PAGED_LIST_TIMEOUT: Final = 600.0
+PAGE_TIMEOUT: Final = 120.0
+LINE_TIMEOUT: Final = 30.0
+SLOW_LIST_AFTER: Final = 30.0
+RELIST_INTERVAL: Final = 3600.0
+OUTAGE_FAILURES: Final = 2
 """Tries in a row that fail when a server restarts; a cut connection is one."""
-RESTLESS: Final = 4
+MAX_SHORT_WATCHES: Final = 4
 """Watches in a row that end at once without an error: 410 for ever, for example."""
-IN_FORCE: Final = "what is programmed stays in force"
-COUNT_FROM: Final = 1 << 20
+IN_FORCE_HINT: Final = "what is programmed stays in force"
+COUNT_ITEMS_FROM_BYTES: Final = 1 << 20
 """Bytes of a page from which on its items are counted before they are made."""
-_PAGE: Final = msgspec.json.Decoder(wire.ListPage)
+_PAGE_DECODER: Final = msgspec.json.Decoder(wire.ListPage)
 
 
-class _Over(Exception):
+class _WatchEnded(Exception):
     """The watch is over and nothing is wrong."""
 
 
@@ -86,35 +93,40 @@ class Reflector:
         self,
         cluster: Cluster,
         resource: Resource,
-        put: Put,
+        emit: EventHandler,
         *,
         clock: Callable[[], float] = time.monotonic,
-        chance: Callable[[], float] = random.random,
+        rng: Callable[[], float] = random.random,
         wait: Callable[[threading.Event, float], object] = threading.Event.wait,
-        silence: float = SILENCE,
-        relist: float = RELIST_SECONDS,
-        answer_seconds: float = ANSWER_SECONDS,
+        silence_timeout: float = SILENCE_TIMEOUT,
+        relist_interval: float = RELIST_INTERVAL,
+        response_timeout: float = RESPONSE_TIMEOUT,
     ) -> None:
-        self._cluster, self._resource, self._put = cluster, resource, put
-        self._wide, self._narrowed = resource, False
-        self._clock, self._chance, self._wait, self._silence = clock, chance, wait, silence
-        self._connection = Connection(cluster, answer_seconds=answer_seconds)
-        self._pace = Pace(chance)
-        self._known = Known()
+        self._cluster, self._resource, self._emit = cluster, resource, emit
+        self._full_resource, self._is_narrowed = resource, False
+        self._clock, self._rng, self._wait, self._silence_timeout = (
+            clock,
+            rng,
+            wait,
+            silence_timeout,
+        )
+        self._connection = ApiConnection(cluster, response_timeout=response_timeout)
+        self._backoff = Backoff(rng)
+        self._known_versions = KnownVersions()
         self._stop = threading.Event()
-        self._thread: threads.Supervised | None = None
+        self._thread: threads.SupervisedThread | None = None
         self._version = ""  # where the watch goes on; "" when a list is needed
         self._may_stream = True
-        self._heard_through = ""  # the last version that a watch was at
-        self._relist, self._relist_due = relist, 0.0
-        self._verifies = False  # whether the next list is the regular one
+        self._last_version = ""  # the last version that a watch was at
+        self._relist_interval, self._relist_due = relist_interval, 0.0
+        self._is_relist = False  # whether the next list is the regular one
         self._listing_since: float | None = None
         self._drift = 0
-        self._broke_off = False
-        self._unreadable = ""  # what was wrong with a line of the streaming list
+        self._stream_broke_off = False
+        self._unreadable_line = ""  # what was wrong with a line of the streaming list
         self._healthy_since: float | None = None
         self._verb = "list"
-        self._contact = 0.0
+        self._last_contact = 0.0
         self._status = SourceStatus(resource.name, (resource.kind,))
 
     @property
@@ -141,15 +153,15 @@ class Reflector:
         return replace(
             self._status,
             resource_version=self._version,
-            last_contact=self._contact,
-            problems=(*self._cluster.problems, *self._slow()),
+            last_contact=self._last_contact,
+            problems=(*self._cluster.problems, *self._slow_list_problems()),
             drift=self._drift,
         )
 
-    def _slow(self) -> Iterator[str]:
+    def _slow_list_problems(self) -> Iterator[str]:
         since = self._listing_since
-        if since is not None and self._clock() - since > SLOW_SECONDS:
-            what = f"the list of {self._resource.name} has taken more than {SLOW_SECONDS:.0f} s"
+        if since is not None and self._clock() - since > SLOW_LIST_AFTER:
+            what = f"the list of {self._resource.name} has taken more than {SLOW_LIST_AFTER:.0f} s"
             hint = "its objects are served as they were; is the server slow, or its answer endless?"
             yield str(SourceError(what, self._cluster.url, hint))
 
@@ -157,314 +169,335 @@ class Reflector:
         """List and watch until `stop`; stop() sets it and ends what is waited for."""
         self._stop = stop
         while not stop.is_set():
-            threads.beat()
-            delay = self._round()
+            threads.heartbeat()
+            delay = self._run_once()
             if delay > 0 and not stop.is_set():
                 self._status = replace(self._status, state=SourceState.RETRYING)
                 self._wait(stop, delay)
         self._connection.drop()
         self._status = replace(self._status, state=SourceState.STOPPED)
 
-    def _round(self) -> float:
+    def _run_once(self) -> float:
         """List if need be, watch until that ends; returns how long to wait then."""
         self._healthy_since = None
         failure: SourceError | None = None
         if self._version and self._clock() >= self._relist_due:
-            self._verify()
+            self._begin_relist()
         try:
             if self._version:
-                self._look_back()
+                self._check_for_rewind()
                 self._watch()
             else:
-                self._choose()
-                if self._may_stream and not self._broke_off:
+                self._choose_resource()
+                if self._may_stream and not self._stream_broke_off:
                     self._stream_list()
                 else:
-                    self._list()
+                    self._list_pages()
                     self._watch()
-        except _Over:
+        except _WatchEnded:
             pass
         except SourceError as error:
             # A mute watch is taken up again; if the server hangs, that try will say so.
-            mute = isinstance(error, Silent) and self._healthy_since is not None
-            failure = None if mute else error
+            is_silent = isinstance(error, ReadTimeout) and self._healthy_since is not None
+            failure = None if is_silent else error
         except Exception as error:  # the thread's one: a fault of ours must not end the watch
             log.exception("source fault name=%s", self._resource.name)
             failure = SourceError(f"internal error: {error!r}")
             self._version = ""
-            self._known.doubt()
+            self._known_versions.invalidate()
         self._listing_since = None
         if failure is not None:
             # Its frames hold the page that it came from, whose room others have been given.
             failure.__traceback__ = failure.__cause__ = failure.__context__ = None
         if failure is not None and not self._stop.is_set():
-            self._unwell(failure)
+            self._record_failure(failure)
         since = self._healthy_since
-        lived = 0.0 if since is None else self._clock() - since
-        restless = self._pace.tries >= RESTLESS and lived < self._pace.steady
-        if failure is None and restless and not self._stop.is_set():
-            self._unwell(SourceError(f"each watch ends within {self._pace.steady:.0f} s"))
-        return self._pace.after(
+        healthy_for = 0.0 if since is None else self._clock() - since
+        is_restless = (
+            self._backoff.tries >= MAX_SHORT_WATCHES and healthy_for < self._backoff.steady_after
+        )
+        if failure is None and is_restless and not self._stop.is_set():
+            self._record_failure(
+                SourceError(f"each watch ends within {self._backoff.steady_after:.0f} s")
+            )
+        return self._backoff.next_delay(
             failed=failure is not None,
-            lived=lived,
-            retry_after=failure.retry_after if isinstance(failure, Refused) else 0.0,
+            healthy_for=healthy_for,
+            retry_after=failure.retry_after if isinstance(failure, HttpStatusError) else 0.0,
         )
 
     # --- listing ---
 
-    def _choose(self) -> None:
+    def _choose_resource(self) -> None:
         """Before a list: whether all of these objects are watched, or others in their place."""
-        narrow = self._wide.instead
+        narrow = self._full_resource.narrower
         if narrow is None:
             return
         try:
-            narrowed = (self._newest(self._wide).remaining or 0) >= PAGE
-        except Refused as error:
+            is_narrowed = (self._fetch_newest(self._full_resource).remaining or 0) >= PAGE_SIZE
+        except HttpStatusError as error:
             if error.status != 403:
                 raise
-            narrowed = True
-        if narrowed != self._narrowed:
-            self._narrowed, self._resource = narrowed, narrow if narrowed else self._wide
-            self._verifies = False  # what is not asked for any more has not drifted
-            log.info("source watches name=%s all=%s", narrow.name, not narrowed)
+            is_narrowed = True
+        if is_narrowed != self._is_narrowed:
+            self._is_narrowed, self._resource = (
+                is_narrowed,
+                narrow if is_narrowed else self._full_resource,
+            )
+            self._is_relist = False  # what is not asked for any more has not drifted
+            log.info("source watches name=%s all=%s", narrow.name, not is_narrowed)
 
-    def _list(self) -> None:
+    def _list_pages(self) -> None:
         """The whole list, page by page. A 410 between pages (or anything else) starts it anew."""
-        begun = self._begin_list()
+        start = self._begin_list()
         token = ""
         while True:
-            response = self._ask("list", self._resource.page(token))
+            response = self._request("list", self._resource.page_query(token))
             what = f"a page of {self._resource.name}"
-            with self._cluster.room.lease() as reserve:
-                meta = self._page(response.read(PAGES_BYTES, PAGE_SECONDS, what, reserve))
-            last, token = token, meta.continue_ or ""
+            with self._cluster.page_memory.lease() as reserve:
+                meta = self._process_page(
+                    response.read(MAX_PAGES_BYTES, PAGE_TIMEOUT, what, reserve)
+                )
+            previous, token = token, meta.continue_ or ""
             if not token:
                 break
-            if token == last:
+            if token == previous:
                 raise SourceError("the server gives the same page again and again")
-            if self._clock() - begun > PAGES_SECONDS:
-                raise SourceError(f"it has no end after {PAGES_SECONDS:.0f} s")
-        self._listed(meta.resource_version or "")
+            if self._clock() - start > PAGED_LIST_TIMEOUT:
+                raise SourceError(f"it has no end after {PAGED_LIST_TIMEOUT:.0f} s")
+        self._finish_list(meta.resource_version or "")
 
-    def _page(self, body: bytearray) -> wire.ListMeta:
+    def _process_page(self, body: bytearray) -> wire.ListMeta:
         """Say what a page has; its metadata."""
-        page = self._decoded(body)
+        page = self._decode_page(body)
         for raw in page.items or ():
             try:
-                self._take(decode.read(self._resource.kind, raw))
+                self._update_object(decode.decode_object(self._resource.kind, raw))
             except ObjectError as error:
-                self._known.unreadable()
+                self._known_versions.mark_unreadable()
                 log.warning("object unreadable name=%s error=%r", self._resource.name, error.what)
         return page.metadata
 
-    def _decoded(self, body: bytearray) -> wire.ListPage:
+    def _decode_page(self, body: bytearray) -> wire.ListPage:
         try:
-            if len(body) > COUNT_FROM:
+            if len(body) > COUNT_ITEMS_FROM_BYTES:
                 wire.check_items(body)
-            return _PAGE.decode(body)
+            return _PAGE_DECODER.decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             if is_html(body):
-                raise html_page() from error
+                raise html_page_error() from error
             hint = "is this a Kubernetes API server?"
-            raise SourceError(f"not a list: {json_error(error)}", hint=hint) from error
+            raise SourceError(f"not a list: {format_json_error(error)}", hint=hint) from error
 
     def _stream_list(self) -> None:
         """The list and then the watch, as one stream."""
         self._begin_list()
-        response = self._ask("list", self._resource.stream(self._seconds()), self._silence)
-        self._broke_off = True  # until its end mark has come
-        self._follow(response, WatchStream(self._resource.kind, initial=True))
+        response = self._request(
+            "list", self._resource.stream_query(self._watch_timeout()), self._silence_timeout
+        )
+        self._stream_broke_off = True  # until its end mark has come
+        self._process_stream(response, WatchStream(self._resource.kind, initial=True))
 
     def _begin_list(self) -> float:
         """Returns when it was."""
         self._status = replace(self._status, state=SourceState.LISTING)
-        self._listing_since, self._unreadable = self._clock(), ""
-        self._known.begin_list(self._heard_through if self._verifies else "")
+        self._listing_since, self._unreadable_line = self._clock(), ""
+        self._known_versions.begin_list(self._last_version if self._is_relist else "")
         return self._listing_since
 
-    def _listed(self, version: str) -> None:
-        for event in self._known.end_list(self._clock()):
-            self._put(event)
-        if self._known.drift:
-            self._drift += self._known.drift
+    def _finish_list(self, version: str) -> None:
+        for event in self._known_versions.end_list(self._clock()):
+            self._emit(event)
+        if self._known_versions.drift:
+            self._drift += self._known_versions.drift
             log.warning(
                 "what was known had drifted name=%s objects=%d; all were listed again",
-                self._resource.name, self._known.drift,
+                self._resource.name, self._known_versions.drift,
             )  # fmt: skip
-        if went_back(self._heard_through, version):
-            self._cluster.rewound(self._resource.name, self._heard_through, version)
-        self._version = self._heard_through = version
-        self._broke_off = self._verifies = False
-        self._relist_due = self._clock() + self._relist * (0.75 + self._chance() / 2)
+        if is_rewind(self._last_version, version):
+            self._cluster.report_rewind(self._resource.name, self._last_version, version)
+        self._version = self._last_version = version
+        self._stream_broke_off = self._is_relist = False
+        self._relist_due = self._clock() + self._relist_interval * (0.75 + self._rng() / 2)
         self._listing_since = None
-        self._put(Synced(self._resource.kind))
+        self._emit(Synced(self._resource.kind))
         if not self._status.synced:
-            log.info("source synced name=%s objects=%d", self._resource.name, len(self._known))
+            log.info(
+                "source synced name=%s objects=%d", self._resource.name, len(self._known_versions)
+            )
         self._status = replace(self._status, synced=True)
 
-    def _verify(self) -> None:
+    def _begin_relist(self) -> None:
         """The next list is the regular one."""
-        self._version, self._verifies = "", True
+        self._version, self._is_relist = "", True
 
     # --- watching ---
 
-    def _look_back(self) -> None:
+    def _check_for_rewind(self) -> None:
         """After an outage: is the server still at our version, or beyond? Raises SourceError, or
         _Over when a list is due.
         """
-        if self._status.failures < OUTAGE_TRIES:
+        if self._status.failures < OUTAGE_FAILURES:
             return
-        version = self._newest(self._resource).resource_version or ""
-        if went_back(self._version, version):
-            self._rewound(version)
+        version = self._fetch_newest(self._resource).resource_version or ""
+        if is_rewind(self._version, version):
+            self._handle_rewind(version)
 
-    def _newest(self, resource: Resource) -> wire.ListMeta:
+    def _fetch_newest(self, resource: Resource) -> wire.ListMeta:
         """What the server says of the whole list, by a list of one object."""
-        response = self._ask("watch" if self._version else "list", resource.newest())
-        with self._cluster.room.lease() as reserve:
+        response = self._request("watch" if self._version else "list", resource.newest_query())
+        with self._cluster.page_memory.lease() as reserve:
             what = f"a page of {resource.name}"
-            return self._decoded(response.read(PAGES_BYTES, PAGE_SECONDS, what, reserve)).metadata
+            return self._decode_page(
+                response.read(MAX_PAGES_BYTES, PAGE_TIMEOUT, what, reserve)
+            ).metadata
 
-    def _rewound(self, version: str) -> None:
+    def _handle_rewind(self, version: str) -> None:
         """List again. The version stays that of before for the list to be judged by."""
-        self._cluster.rewound(self._resource.name, self._heard_through, version)
-        self._version, self._heard_through = "", version
-        raise _Over
+        self._cluster.report_rewind(self._resource.name, self._last_version, version)
+        self._version, self._last_version = "", version
+        raise _WatchEnded
 
     def _watch(self) -> None:
-        response = self._ask(
-            "watch", self._resource.watch(self._version, self._seconds()), self._silence
+        response = self._request(
+            "watch",
+            self._resource.watch_query(self._version, self._watch_timeout()),
+            self._silence_timeout,
         )
-        self._well()
-        self._follow(response, WatchStream(self._resource.kind, self._version))
+        self._record_success()
+        self._process_stream(response, WatchStream(self._resource.kind, self._version))
 
-    def _seconds(self) -> int:
-        return int(WATCH_SECONDS * (1 + self._chance()))
+    def _watch_timeout(self) -> int:
+        return int(MIN_WATCH_TIMEOUT * (1 + self._rng()))
 
-    def _follow(self, response: Response, stream: WatchStream) -> None:
+    def _process_stream(self, response: Response, stream: WatchStream) -> None:
         """Say what comes until it ends. Raises SourceError, or _Over when a list is due."""
-        begun, listing = self._clock(), not self._version
-        last_line, line_begun, is_first = begun, begun, True
-        while not self._stop.is_set() and (data := response.chunk()):
-            now = self._contact = self._clock()
+        start, is_listing = self._clock(), not self._version
+        last_line, line_start, is_first = start, start, True
+        while not self._stop.is_set() and (data := response.read_chunk()):
+            now = self._last_contact = self._clock()
             if is_first and is_html(data):
-                raise html_page()
+                raise html_page_error()
             is_first = False
-            if b"\n" in data or not stream.inside_line:
-                line_begun = now
-            for said in stream.feed(data):
+            if b"\n" in data or not stream.is_inside_line:
+                line_start = now
+            for message in stream.feed(data):
                 last_line = now
-                self._heard(said, stream)
-            if not listing or self._version:
-                self._version = self._heard_through = stream.resource_version
-                self._still_watching(now, begun, last_line, line_begun)
-            elif now - begun > LIST_SECONDS:
-                raise SourceError(f"it has no end after {LIST_SECONDS:.0f} s")
-        if not self._version and self._unreadable:
-            raise SourceError(self._unreadable, hint="is this a Kubernetes API server?")
+                self._handle_message(message, stream)
+            if not is_listing or self._version:
+                self._version = self._last_version = stream.resource_version
+                self._check_watch(now, start, last_line, line_start)
+            elif now - start > STREAM_LIST_TIMEOUT:
+                raise SourceError(f"it has no end after {STREAM_LIST_TIMEOUT:.0f} s")
+        if not self._version and self._unreadable_line:
+            raise SourceError(self._unreadable_line, hint="is this a Kubernetes API server?")
         if stream.close():
             raise SourceError("broken JSON: the stream ended inside a line")
         if not self._version:
             raise SourceError("the stream ended before the list did")
 
-    def _still_watching(
-        self, now: float, begun: float, last_line: float, line_begun: float
-    ) -> None:
+    def _check_watch(self, now: float, start: float, last_line: float, line_start: float) -> None:
         """Raises SourceError when bytes come and say nothing, and _Over when the time is over."""
-        if now - line_begun > LINE_SECONDS:
-            raise SourceError(f"a line has no end after {LINE_SECONDS:.0f} s")
-        if now - last_line > self._silence:
-            raise Silent("nothing was said in time")
+        if now - line_start > LINE_TIMEOUT:
+            raise SourceError(f"a line has no end after {LINE_TIMEOUT:.0f} s")
+        if now - last_line > self._silence_timeout:
+            raise ReadTimeout("nothing was said in time")
         if now >= self._relist_due:
-            self._verify()
-            raise _Over
-        if now - begun > 2 * WATCH_SECONDS + LINE_SECONDS:
-            raise _Over  # the server was to end it
+            self._begin_relist()
+            raise _WatchEnded
+        if now - start > 2 * MIN_WATCH_TIMEOUT + LINE_TIMEOUT:
+            raise _WatchEnded  # the server was to end it
 
-    def _heard(self, said: Said, stream: WatchStream) -> None:
-        match said:
-            case Changed():
-                self._take(said.item, said.gone)
-            case InitialEnd():
-                if self._unreadable:  # what is missing may be that, not gone: pages tell
-                    raise SourceError(self._unreadable)
-                self._listed(stream.resource_version)
-                self._well()
-            case WentBack():
-                self._heard_through = said.before
-                self._rewound(said.now)
-            case Expired():
+    def _handle_message(self, message: WatchMessage, stream: WatchStream) -> None:
+        match message:
+            case ObjectChanged():
+                self._update_object(message.item, message.deleted)
+            case InitialListEnd():
+                if self._unreadable_line:  # what is missing may be that, not gone: pages tell
+                    raise SourceError(self._unreadable_line)
+                self._finish_list(stream.resource_version)
+                self._record_success()
+            case VersionRewind():
+                self._last_version = message.old_version
+                self._handle_rewind(message.new_version)
+            case VersionExpired():
                 self._version = ""
-                raise _Over
-            case Failed():
-                code = f"{said.code} " if said.code else ""
+                raise _WatchEnded
+            case WatchFailed():
+                code = f"{message.code} " if message.code else ""
                 # It may fail at that very event: a list gets past it.
                 self._version = ""
-                raise SourceError(f"{code}{said.message}")
-            case Garbled():
+                raise SourceError(f"{code}{message.message}")
+            case MalformedLine():
                 # It may have been one: a list tells.
-                log.warning("line unreadable name=%s error=%r", self._resource.name, said.error)
-                self._unreadable = f"a line is no event: {said.error}"
+                log.warning("line unreadable name=%s error=%r", self._resource.name, message.error)
+                self._unreadable_line = f"a line is no event: {message.error}"
                 if self._version:
                     self._version = ""
-                    raise SourceError(self._unreadable)
+                    raise SourceError(self._unreadable_line)
             case _:
-                assert_never(said)
+                assert_never(message)
 
-    def _take(self, item: decode.Item, gone: bool = False) -> None:
-        event = self._known.take(item, gone, self._clock())
+    def _update_object(self, item: decode.DecodedObject, deleted: bool = False) -> None:
+        event = self._known_versions.update(item, deleted, self._clock())
         if event is not None:
-            self._put(event)
+            self._emit(event)
 
     # --- asking, and how it went ---
 
-    def _ask(self, verb: str, query: str, silence: float = 0.0) -> Response:
+    def _request(self, verb: str, query: str, silence_timeout: float = 0.0) -> Response:
         """The response to a GET, status 200. Anything else raises."""
         self._verb = verb
-        response = self._connection.request(query, silence=silence)
-        self._contact = self._clock()
+        response = self._connection.request(query, silence_timeout=silence_timeout)
+        self._last_contact = self._clock()
         if response.status == 200:
             return response
-        error = refused(
+        error = make_status_error(
             self._resource,
             response.status,
             response.reason,
-            response.head_of_body(),
+            response.read_error_body(),
             self._cluster.access.where,
         )
         error.retry_after = response.retry_after
-        self._adapt(error, streaming="sendInitialEvents" in query)
+        self._adapt_to_error(error, streaming="sendInitialEvents" in query)
         raise error
 
-    def _adapt(self, error: Refused, streaming: bool) -> None:
+    def _adapt_to_error(self, error: HttpStatusError, streaming: bool) -> None:
         """Ask for something else where asking the same again cannot help."""
         if error.status in (400, 410, 422, 504):  # 504: "Too large resource version"
             self._version = ""
-        if error.status in (400, 422) and "field label not supported" in error.message:
-            self._resource = self._resource.without_fields()
-            raise _Over
+        if error.status in (400, 422) and "field label not supported" in error.server_message:
+            self._resource = self._resource.without_field_selector()
+            raise _WatchEnded
         if error.status in (400, 422) and streaming:
             log.info("source lists by pages name=%s", self._resource.name)
             self._may_stream = False
-            raise _Over
+            raise _WatchEnded
         if error.status == 410:
-            raise _Over
+            raise _WatchEnded
 
-    def _well(self) -> None:
+    def _record_success(self) -> None:
         self._healthy_since, self._verb = self._clock(), "watch"
-        if outage := self._cluster.outages.ended(self._resource.name, self._clock()):
+        if outage := self._cluster.outages.record_recovery(self._resource.name, self._clock()):
             names = ",".join(outage.names)
             log.info("watch works again name=%s after=%.0fs", names, outage.seconds)
         self._status = replace(self._status, state=SourceState.WATCHING, failures=0, error="")
 
-    def _unwell(self, error: SourceError) -> None:
+    def _record_failure(self, error: SourceError) -> None:
         what = f"cannot {self._verb} {self._resource.name}: {error.what}"
         line = str(SourceError(what, error.where or self._cluster.url, error.hint))
         reason = f"{error.what} {error.where} {error.hint}"
-        if outage := self._cluster.outages.failed(self._resource.name, reason, self._clock()):
+        if outage := self._cluster.outages.record_failure(
+            self._resource.name, reason, self._clock()
+        ):
             names = ",".join(outage.names)
             log.warning(
-                "watch failed name=%s for=%.0fs error=%r; %s", names, outage.seconds, line, IN_FORCE
+                "watch failed name=%s for=%.0fs error=%r; %s",
+                names,
+                outage.seconds,
+                line,
+                IN_FORCE_HINT,
             )
         failures = self._status.failures + 1
         self._status = replace(

@@ -11,11 +11,11 @@ from kbpf.errors import SourceError
 from kbpf.model.events import Kind
 from kbpf.source.decode import wire
 
-PAGE: Final = 500
-HTML_BYTES: Final = 256
+PAGE_SIZE: Final = 500
+HTML_PROBE_BYTES: Final = 256
 HTML_HINT: Final = "is there a proxy or login page in front of it?"
 SOCKET_LB_LABEL: Final = "kbpf.io/socket-lb"
-_STATUS: Final = msgspec.json.Decoder(wire.Status)
+_STATUS_DECODER: Final = msgspec.json.Decoder(wire.ApiStatus)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,24 +25,24 @@ class Resource:
     kind: Kind
     name: str
     path: str
-    labels: str = ""
-    fields: str = ""
-    instead: "Resource | None" = None
+    label_selector: str = ""
+    field_selector: str = ""
+    narrower: "Resource | None" = None
     """What is watched where the server has more than PAGE of these, or we may not list them."""
 
-    def without_fields(self) -> "Resource":
+    def without_field_selector(self) -> "Resource":
         """For a server that does not know the field selector: decode.py leaves the same out."""
-        return replace(self, fields="")
+        return replace(self, field_selector="")
 
-    def page(self, token: str) -> str:
+    def page_query(self, token: str) -> str:
         """A page of a LIST of the newest state, or the page that `token` continues."""
-        return self._query(limit=str(PAGE), **{"continue": token})
+        return self._query(limit=str(PAGE_SIZE), **{"continue": token})
 
-    def newest(self) -> str:
+    def newest_query(self) -> str:
         """A LIST of one object: what matters is the version at which the server is."""
         return self._query(limit="1")
 
-    def stream(self, seconds: int) -> str:
+    def stream_query(self, seconds: int) -> str:
         """A WATCH that begins with all objects of the newest state, then their end mark."""
         return self._query(
             sendInitialEvents="true",
@@ -52,7 +52,7 @@ class Resource:
             timeoutSeconds=str(seconds),
         )
 
-    def watch(self, version: str, seconds: int) -> str:
+    def watch_query(self, version: str, seconds: int) -> str:
         """A WATCH that goes on from `version`."""
         return self._query(
             resourceVersion=version,
@@ -62,59 +62,61 @@ class Resource:
         )
 
     def _query(self, **options: str) -> str:
-        options |= {"labelSelector": self.labels, "fieldSelector": self.fields}
-        given = {name: value for name, value in options.items() if value}
-        return f"{self.path}?{urllib.parse.urlencode(given)}"
+        options |= {"labelSelector": self.label_selector, "fieldSelector": self.field_selector}
+        parameters = {name: value for name, value in options.items() if value}
+        return f"{self.path}?{urllib.parse.urlencode(parameters)}"
 
 
 SERVICES: Final = Resource(
     Kind.SERVICE,
     "services",
     "/api/v1/services",
-    labels="!service.kubernetes.io/service-proxy-name,!service.kubernetes.io/headless",
-    fields="spec.clusterIP!=None",
+    label_selector="!service.kubernetes.io/service-proxy-name,!service.kubernetes.io/headless",
+    field_selector="spec.clusterIP!=None",
 )
 SLICES: Final = Resource(
     Kind.SLICE,
     "endpointslices",
     "/apis/discovery.k8s.io/v1/endpointslices",
-    labels="!service.kubernetes.io/headless",
+    label_selector="!service.kubernetes.io/headless",
 )
 
 
-def own_node(name: str) -> Resource:
+def own_node_resource(name: str) -> Resource:
     """Our own Node only."""
-    return Resource(Kind.NODE, "nodes", "/api/v1/nodes", fields=f"metadata.name={name}")
+    return Resource(Kind.NODE, "nodes", "/api/v1/nodes", field_selector=f"metadata.name={name}")
 
 
-def nodes(name: str, watched: str) -> Resource:
+def node_resource(name: str, scope: str) -> Resource:
     """Our own Node, or all of them for their addresses, as the setting watch_nodes says."""
-    own = own_node(name)
-    if watched == "own":
-        return own
-    return replace(own, fields="", instead=own if watched == "auto" else None)
+    own_resource = own_node_resource(name)
+    if scope == "own":
+        return own_resource
+    return replace(
+        own_resource, field_selector="", narrower=own_resource if scope == "auto" else None
+    )
 
 
-def exempt_pods(node: str) -> Resource:
+def exempt_pod_resource(node: str) -> Resource:
     """The Pods of our node that ask to be left alone: none, in most clusters."""
     return Resource(
         Kind.POD,
         "pods",
         "/api/v1/pods",
-        labels=f"{SOCKET_LB_LABEL}=off",
-        fields=f"spec.nodeName={node}",
+        label_selector=f"{SOCKET_LB_LABEL}=off",
+        field_selector=f"spec.nodeName={node}",
     )
 
 
-class Refused(SourceError):
+class HttpStatusError(SourceError):
     """The API server answered with something other than 200. `message` is its own text."""
 
     status = 0
     retry_after = 0.0
-    message = ""
+    server_message = ""
 
 
-def _role(resource: Resource) -> str:
+def _required_role(resource: Resource) -> str:
     """Who has the right: kube-proxy's own role knows no Pods."""
     if resource.kind is Kind.POD:
         return "manifests/components/socket-lb-label"
@@ -123,30 +125,32 @@ def _role(resource: Resource) -> str:
 
 def is_html(body: bytes | bytearray) -> bool:
     """Whether an answer is a web page: no JSON begins so."""
-    return bytes(body[:HTML_BYTES]).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"<")
+    return bytes(body[:HTML_PROBE_BYTES]).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"<")
 
 
-def html_page() -> SourceError:
+def html_page_error() -> SourceError:
     """The error of an answer that is one."""
     return SourceError("answered with an HTML page", hint=HTML_HINT)
 
 
-def refused(resource: Resource, status: int, reason: str, body: bytes, where: str) -> Refused:
+def make_status_error(
+    resource: Resource, status: int, reason: str, body: bytes, where: str
+) -> HttpStatusError:
     """The answer as an error that says what to do. `where`: where our credentials come from."""
     try:
-        message = _STATUS.decode(body).message or ""
+        message = _STATUS_DECODER.decode(body).message or ""
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         message = ""
-    user = found[1] if (found := re.search(r'User "([^"]+)"', message)) else "this user"
+    user = match[1] if (match := re.search(r'User "([^"]+)"', message)) else "this user"
     name = resource.name
     hints = {
         401: f"the credentials from {where} are not valid (any more)",
-        403: f"grant list and watch on {name} to {user} ({_role(resource)})",
+        403: f"grant list and watch on {name} to {user} ({_required_role(resource)})",
         404: f"{resource.path} is not known there: is it Kubernetes 1.21 or later?",
     }
     what, hint = f"{status} {reason}".rstrip(), hints.get(status, message[:200])
     if is_html(body):
         what, hint = f"{what}, with an HTML page", HTML_HINT
-    error = Refused(what, hint=hint)
-    error.status, error.message = status, message
+    error = HttpStatusError(what, hint=hint)
+    error.status, error.server_message = status, message
     return error

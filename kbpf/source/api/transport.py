@@ -32,16 +32,16 @@ from typing import Any, Final, TypeVar, cast
 
 from kbpf.errors import ObjectError, SourceError
 from kbpf.model.address import parse_addr
-from kbpf.source.api.credentials import Cluster, Login
+from kbpf.source.api.credentials import Cluster, Credentials
 
 log = logging.getLogger("kbpf.source")
 
 T = TypeVar("T")
 
-CONNECT_SECONDS: Final = 10.0
-ANSWER_SECONDS: Final = 30.0
-HEAD_SECONDS: Final = 30.0
-HEAD_BYTES: Final = 256 << 10
+CONNECT_TIMEOUT: Final = 10.0
+RESPONSE_TIMEOUT: Final = 30.0
+HEADERS_TIMEOUT: Final = 30.0
+MAX_HEADERS_BYTES: Final = 256 << 10
 SO_COOKIE: Final = 57
 TCP_OPTIONS: Final = (
     (socket.TCP_NODELAY, 1),
@@ -50,46 +50,46 @@ TCP_OPTIONS: Final = (
     (socket.TCP_KEEPCNT, 3),
     (socket.TCP_USER_TIMEOUT, 30_000),
 )
-LONGEST_RETRY_AFTER: Final = 60
+MAX_RETRY_AFTER: Final = 60
 """Seconds. An API server says 1; what is absurd must not make the agent deaf for long."""
-OTHER_NAME: Final = (62, 63, 64)
+NAME_MISMATCH_CODES: Final = (62, 63, 64)
 """X509_V_ERR_HOSTNAME_MISMATCH, ..._EMAIL_MISMATCH, ..._IP_ADDRESS_MISMATCH."""
-PLACEHOLDER: Final = "CONTROL-PLANE-ENDPOINT"
+ADDRESS_PLACEHOLDER: Final = "CONTROL-PLANE-ENDPOINT"
 """Of manifests/, for the address of the API server."""
-ERROR_BYTES: Final = 64 << 10
-ERROR_SECONDS: Final = 10.0
-READ_BYTES: Final = 64 << 10
+MAX_ERROR_BYTES: Final = 64 << 10
+ERROR_TIMEOUT: Final = 10.0
+READ_SIZE: Final = 64 << 10
 """Of a body at once."""
 
-Reserve = Callable[[int], None]
+ReserveMemory = Callable[[int], None]
 """Takes room for so many bytes more; raises SourceError where there is none."""
 
 
-def _free(size: int) -> None:
+def _reserve_nothing(size: int) -> None:
     """Room for what is short anyway."""
 
 
-class Silent(SourceError):
+class ReadTimeout(SourceError):
     """Nothing came for too long."""
 
 
-class TooMuch(SourceError):
+class ResponseLimitExceeded(SourceError):
     """The server sent more, or for longer, than is read."""
 
 
-class _Bounded(io.RawIOBase):
+class _BoundedReader(io.RawIOBase):
     """The bytes of one response. Raises TooMuch once `deadline` (time.monotonic()) has passed or
     `left` bytes have come, and TimeoutError after `silence` seconds without one.
     """
 
-    def __init__(self, raw: io.RawIOBase, sock: socket.socket, silence: float) -> None:
+    def __init__(self, raw: io.RawIOBase, sock: socket.socket, silence_timeout: float) -> None:
         self._raw, self._sock = raw, sock
-        self.silence = silence
-        self.deadline, self.left, self.what = float("inf"), float("inf"), ""
+        self.silence_timeout = silence_timeout
+        self.deadline, self.bytes_left, self.what = float("inf"), float("inf"), ""
 
-    def bound(self, seconds: float, size: float, what: str) -> None:
+    def set_bounds(self, seconds: float, size: float, what: str) -> None:
         """From now on; `what` is for the error line."""
-        self.deadline, self.left, self.what = time.monotonic() + seconds, size, what
+        self.deadline, self.bytes_left, self.what = time.monotonic() + seconds, size, what
 
     def readable(self) -> bool:
         """It is."""
@@ -97,19 +97,19 @@ class _Bounded(io.RawIOBase):
 
     def readinto(self, buffer: memoryview) -> int | None:  # type: ignore[override]
         """As io.RawIOBase."""
-        rest = self.deadline - time.monotonic()
-        if rest <= 0:
-            raise TooMuch(f"{self.what} takes too long")
-        self._sock.settimeout(min(self.silence, rest))
+        seconds_left = self.deadline - time.monotonic()
+        if seconds_left <= 0:
+            raise ResponseLimitExceeded(f"{self.what} takes too long")
+        self._sock.settimeout(min(self.silence_timeout, seconds_left))
         try:
             count = self._raw.readinto(buffer)
         except TimeoutError:
-            if self.silence < rest:
+            if self.silence_timeout < seconds_left:
                 raise
-            raise TooMuch(f"{self.what} takes too long") from None
-        self.left -= count or 0
-        if self.left < 0:
-            raise TooMuch(f"{self.what} has no end")
+            raise ResponseLimitExceeded(f"{self.what} takes too long") from None
+        self.bytes_left -= count or 0
+        if self.bytes_left < 0:
+            raise ResponseLimitExceeded(f"{self.what} has no end")
         return count
 
     def close(self) -> None:
@@ -123,48 +123,48 @@ class _RawResponse(http.client.HTTPResponse):
 
     def __init__(self, sock: socket.socket, *args: Any, **options: Any) -> None:
         super().__init__(sock, *args, **options)
-        self.bounds = _Bounded(self.fp.detach(), sock, ANSWER_SECONDS)
-        self.bounds.bound(HEAD_SECONDS, HEAD_BYTES, "the head of the answer")
-        self.fp = io.BufferedReader(self.bounds, READ_BYTES)
+        self.bounds = _BoundedReader(self.fp.detach(), sock, RESPONSE_TIMEOUT)
+        self.bounds.set_bounds(HEADERS_TIMEOUT, MAX_HEADERS_BYTES, "the head of the answer")
+        self.fp = io.BufferedReader(self.bounds, READ_SIZE)
 
 
-class _Gunzip:
+class _GzipReader:
     """The bytes that gzip members say, one member after the other (an API server's stream has one
     for each flush). `read`: some packed bytes, b"" at the end. `patience`: seconds without a byte
     coming out that are too long: empty members must not be waited for without end.
     """
 
-    def __init__(self, read: Callable[[], bytes], patience: Callable[[], float]) -> None:
-        self._read, self._patience = read, patience
+    def __init__(self, read: Callable[[], bytes], timeout: Callable[[], float]) -> None:
+        self._read, self._timeout = read, timeout
         self._member = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
-        self._packed = b""
-        self._between = True  # members, where the end is a clean one
+        self._compressed = b""
+        self._is_member_end = True  # members, where the end is a clean one
         self._has_more = False
 
     def read1(self) -> bytes:
         """READ_BYTES at most, b"" at the end."""
-        due = time.monotonic() + self._patience()
+        deadline = time.monotonic() + self._timeout()
         while True:
-            if not self._packed and not self._has_more:
-                self._packed = self._read()
-                if not self._packed:
-                    if self._between:
+            if not self._compressed and not self._has_more:
+                self._compressed = self._read()
+                if not self._compressed:
+                    if self._is_member_end:
                         return b""
                     raise http.client.IncompleteRead(b"")
-            if data := self._unpack():
+            if data := self._decompress():
                 return data
-            if time.monotonic() > due:
+            if time.monotonic() > deadline:
                 raise TimeoutError
 
-    def _unpack(self) -> bytes:
+    def _decompress(self) -> bytes:
         try:
-            data = self._member.decompress(self._packed, READ_BYTES)
+            data = self._member.decompress(self._compressed, READ_SIZE)
         except zlib.error as error:
             raise http.client.HTTPException(f"not gzip: {error}") from error
-        self._between, self._packed = self._member.eof, self._member.unconsumed_tail
-        self._has_more = len(data) == READ_BYTES  # the input may be used up, and the output not
-        if self._between:
-            self._packed, self._has_more = self._member.unused_data, False
+        self._is_member_end, self._compressed = self._member.eof, self._member.unconsumed_tail
+        self._has_more = len(data) == READ_SIZE  # the input may be used up, and the output not
+        if self._is_member_end:
+            self._compressed, self._has_more = self._member.unused_data, False
             self._member = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
         return data
 
@@ -172,14 +172,14 @@ class _Gunzip:
 class Response:
     """A response whose headers have come."""
 
-    def __init__(self, connection: "Connection", raw: _RawResponse) -> None:
+    def __init__(self, connection: "ApiConnection", raw: _RawResponse) -> None:
         self._connection = connection
         self._raw = raw
         self.status = raw.status
         self.reason = raw.reason
-        self._read1: Callable[[], bytes] = partial(raw.read1, READ_BYTES)
+        self._read1: Callable[[], bytes] = partial(raw.read1, READ_SIZE)
         if raw.getheader("Content-Encoding", "").strip().lower() == "gzip":
-            self._read1 = _Gunzip(self._read1, lambda: raw.bounds.silence).read1
+            self._read1 = _GzipReader(self._read1, lambda: raw.bounds.silence_timeout).read1
 
     @property
     def retry_after(self) -> float:
@@ -187,74 +187,74 @@ class Response:
         text = self._raw.getheader("Retry-After", "").strip()
         if not text.isdecimal():
             return 0.0
-        return float(min(int(text[:10]), LONGEST_RETRY_AFTER))  # int() refuses 4300 digits
+        return float(min(int(text[:10]), MAX_RETRY_AFTER))  # int() refuses 4300 digits
 
-    def chunk(self) -> bytes:
+    def read_chunk(self) -> bytes:
         """Some bytes as they come, b"" at the clean end. Raises SourceError when cut."""
-        return self._connection.guarded(self._read1)
+        return self._connection.translate_errors(self._read1)
 
     def read(
         self,
-        limit: int = ERROR_BYTES,
-        seconds: float = ERROR_SECONDS,
+        limit: int = MAX_ERROR_BYTES,
+        seconds: float = ERROR_TIMEOUT,
         what: str = "the answer",
-        reserve: Reserve = _free,
+        reserve: ReserveMemory = _reserve_nothing,
     ) -> bytearray:
         """The whole body. Raises SourceError when cut, and when it is longer than `limit` bytes,
         takes more than `seconds`, or `reserve` refuses room for it. `what` is for the error line.
         """
-        self._raw.bounds.bound(seconds, limit + READ_BYTES, what)
+        self._raw.bounds.set_bounds(seconds, limit + READ_SIZE, what)
         body = bytearray()
 
-        def work() -> bytearray:
+        def read_body() -> bytearray:
             while data := self._read1():
                 if len(body) + len(data) > limit:
-                    raise TooMuch(f"{what} has more than {limit >> 10} KiB")
+                    raise ResponseLimitExceeded(f"{what} has more than {limit >> 10} KiB")
                 reserve(len(data))
                 body.extend(data)
             if self._raw.length:  # which read1() does not mind
                 raise http.client.IncompleteRead(b"", self._raw.length)
-            self._at_end()
+            self._finish()
             return body
 
         try:
-            return self._connection.guarded(work)
+            return self._connection.translate_errors(read_body)
         except SourceError:
             body.clear()  # the error's traceback keeps it, and others are given its room
             raise
 
-    def head_of_body(self) -> bytes:
+    def read_error_body(self) -> bytes:
         """The first ERROR_BYTES of the body, within ERROR_SECONDS; what has come if it fails."""
         body = bytearray()
         with contextlib.suppress(SourceError):
-            self._raw.bounds.bound(ERROR_SECONDS, float("inf"), "the body of an error")
-            while len(body) < ERROR_BYTES and (data := self.chunk()):
+            self._raw.bounds.set_bounds(ERROR_TIMEOUT, float("inf"), "the body of an error")
+            while len(body) < MAX_ERROR_BYTES and (data := self.read_chunk()):
                 body.extend(data)
-            self._at_end()
-        return bytes(body[:ERROR_BYTES])
+            self._finish()
+        return bytes(body[:MAX_ERROR_BYTES])
 
-    def _at_end(self) -> None:
+    def _finish(self) -> None:
         """Free the connection for the next request, which read1() does for chunked bodies alone."""
         if self._raw.length == 0:
             self._raw.read()
 
 
-class Connection:
+class ApiConnection:
     """A connection that opens itself when needed. One thread makes requests; any may close()."""
 
-    def __init__(self, cluster: Cluster, *, answer_seconds: float = ANSWER_SECONDS) -> None:
+    def __init__(self, cluster: Cluster, *, response_timeout: float = RESPONSE_TIMEOUT) -> None:
         self._cluster = cluster
-        self._answer_seconds = answer_seconds
-        self._aim()
+        self._response_timeout = response_timeout
+        self._select_server()
         self._http: http.client.HTTPConnection | None = None
         self._sock: socket.socket | None = None
         self._raw: _RawResponse | None = None
         self._lock = threading.Lock()
-        self._switch: socket.socket | None = None
+        self._shutdown_sock: socket.socket | None = None
         self._closed = False
-        self._login = Login()
+        self._credentials = Credentials()
 
-    def _aim(self) -> None:
+    def _select_server(self) -> None:
         """At the server that is tried now."""
         self._url = self._cluster.url
         url = urllib.parse.urlsplit(self._url)
@@ -263,7 +263,7 @@ class Connection:
         self._base = url.path
 
     @property
-    def closed(self) -> bool:
+    def is_closed(self) -> bool:
         """Whether close() was called."""
         return self._closed
 
@@ -271,21 +271,26 @@ class Connection:
         """End everything at once; from any thread. Nothing works afterwards."""
         with self._lock:
             self._closed = True
-            if self._switch is not None:
+            if self._shutdown_sock is not None:
                 with contextlib.suppress(OSError):  # not connected (any more)
-                    self._switch.shutdown(socket.SHUT_RDWR)
+                    self._shutdown_sock.shutdown(socket.SHUT_RDWR)
 
     def drop(self) -> None:
         """Forget the open socket; the next request opens a new one. By the requesting thread."""
         with self._lock:
-            switch, self._switch = self._switch, None
-        for each in (self._raw, self._http, self._sock, switch):
-            if each is not None:
-                each.close()
+            shutdown_sock, self._shutdown_sock = self._shutdown_sock, None
+        for closable in (self._raw, self._http, self._sock, shutdown_sock):
+            if closable is not None:
+                closable.close()
         self._http = self._sock = self._raw = None
 
     def request(
-        self, path: str, *, method: str = "GET", silence: float = 0.0, body: bytes | None = None
+        self,
+        path: str,
+        *,
+        method: str = "GET",
+        silence_timeout: float = 0.0,
+        body: bytes | None = None,
     ) -> Response:
         """The answer's head, of whatever status. Raises SourceError.
 
@@ -293,32 +298,32 @@ class Connection:
         """
         if self._raw is not None and not self._raw.isclosed():
             self.drop()
-        kept = self._http is not None and self._http.sock is not None
+        was_open = self._http is not None and self._http.sock is not None
         try:
             raw = self._send(method, path, body)
         except ConnectionError as error:
             self.drop()
-            if not kept:
-                raise self._explained(error) from error
+            if not was_open:
+                raise self._explain_error(error) from error
             # The server closed the idle connection: that is no failure yet.
-            raw = self.guarded(lambda: self._send(method, path, body))
-        except (OSError, http.client.HTTPException, TooMuch) as error:
+            raw = self.translate_errors(lambda: self._send(method, path, body))
+        except (OSError, http.client.HTTPException, ResponseLimitExceeded) as error:
             self.drop()
-            raise self._explained(error) from error
+            raise self._explain_error(error) from error
         if raw.status == 401:
-            self._cluster.refused(self._login)
-        raw.bounds.bound(float("inf"), float("inf"), "")
-        raw.bounds.silence = silence or self._answer_seconds
+            self._cluster.reject_credentials(self._credentials)
+        raw.bounds.set_bounds(float("inf"), float("inf"), "")
+        raw.bounds.silence_timeout = silence_timeout or self._response_timeout
         self._raw = raw
         return Response(self, raw)
 
-    def guarded(self, work: Callable[[], T]) -> T:
+    def translate_errors(self, work: Callable[[], T]) -> T:
         """work(), with what goes wrong on the wire as SourceError, and the socket dropped."""
         try:
             return work()
-        except (OSError, http.client.HTTPException, TooMuch) as error:
+        except (OSError, http.client.HTTPException, ResponseLimitExceeded) as error:
             self.drop()
-            raise self._explained(error) from error
+            raise self._explain_error(error) from error
 
     def _send(self, method: str, path: str, body: bytes | None) -> _RawResponse:
         """The answer's head; whoever counts is told, also when there is none."""
@@ -332,31 +337,31 @@ class Connection:
                 host, seconds = f"{self._host}:{self._port}", time.monotonic() - start
                 log.debug("request %s %s host=%s code=%s ms=%.1f", method, path, host, code,
                           seconds * 1000)  # fmt: skip
-                self._cluster.asked(host, method, code, seconds)
+                self._cluster.on_request(host, method, code, seconds)
 
     def _exchange(self, method: str, path: str, body: bytes | None) -> _RawResponse:
-        login = self._login = self._cluster.login(lambda: self._closed)
+        credentials = self._credentials = self._cluster.get_credentials(lambda: self._closed)
         if self._http is None or self._http.sock is None:
             self.drop()
-            self._aim()
+            self._select_server()
             try:
-                self._open(login)
+                self._open(credentials)
             except OSError:
-                self._cluster.unreachable(self._url)
+                self._cluster.mark_unreachable(self._url)
                 raise
         assert self._http is not None
         assert self._sock is not None
-        self._sock.settimeout(self._answer_seconds)
+        self._sock.settimeout(self._response_timeout)
         headers = {"Accept": "application/json", "Accept-Encoding": "gzip", "User-Agent": "kbpf"}
-        if login.authorization:
-            headers["Authorization"] = login.authorization
+        if credentials.authorization:
+            headers["Authorization"] = credentials.authorization
         if body is not None:
             headers["Content-Type"] = "application/json"
         self._http.request(method, self._base + path, body, headers)
         return cast("_RawResponse", self._http.getresponse())
 
-    def _open(self, login: Login) -> None:
-        tls = self._cluster.tls(login)
+    def _open(self, credentials: Credentials) -> None:
+        tls = self._cluster.get_tls_context(credentials)
         sock = self._connect()
         if tls is not None:
             name = self._cluster.access.server_name or self._host
@@ -367,70 +372,72 @@ class Connection:
                 raise
         self._sock = sock
         self._http = http.client.HTTPConnection(self._host, self._port)
-        self._http.response_class = self._response  # type: ignore[assignment]
+        self._http.response_class = self._make_response  # type: ignore[assignment]
         self._http.auto_open = 0  # or it would open one of its own, without TLS
         self._http.sock = sock
 
-    def _response(self, sock: socket.socket, *args: Any, **options: Any) -> _RawResponse:
+    def _make_response(self, sock: socket.socket, *args: Any, **options: Any) -> _RawResponse:
         raw = _RawResponse(sock, *args, **options)
-        raw.bounds.silence = self._answer_seconds
+        raw.bounds.silence_timeout = self._response_timeout
         return raw
 
     def _connect(self) -> socket.socket:
-        found = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
-        for i, (family, kind, protocol, _, address) in enumerate(found):
+        addresses = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+        for i, (family, kind, protocol, _, address) in enumerate(addresses):
             sock = socket.socket(family, kind, protocol)
             try:
                 with self._lock:
                     if self._closed:
                         raise ConnectionAbortedError("stopped")
-                    self._switch, old = sock.dup(), self._switch
+                    self._shutdown_sock, old = sock.dup(), self._shutdown_sock
                 if old is not None:
                     old.close()
-                sock.settimeout(CONNECT_SECONDS)
+                sock.settimeout(CONNECT_TIMEOUT)
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 for option, value in TCP_OPTIONS:
                     sock.setsockopt(socket.IPPROTO_TCP, option, value)
-                self._announce(sock, str(address[0]))
+                self._report_connect(sock, str(address[0]))
                 sock.connect(address)
                 return sock
             except OSError:
                 sock.close()
-                if self._closed or i == len(found) - 1:
+                if self._closed or i == len(addresses) - 1:
                     raise
         raise OSError("the name has no address")
 
-    def _announce(self, sock: socket.socket, host: str) -> None:
+    def _report_connect(self, sock: socket.socket, host: str) -> None:
         cookie = int.from_bytes(sock.getsockopt(socket.SOL_SOCKET, SO_COOKIE, 8), sys.byteorder)
         with contextlib.suppress(ObjectError):  # fe80::1%eth0: no Service can have it
-            self._cluster.connecting(cookie, parse_addr(host), self._port)
+            self._cluster.on_connect(cookie, parse_addr(host), self._port)
 
-    def _explained(self, error: Exception) -> SourceError:
+    def _explain_error(self, error: Exception) -> SourceError:
         if self._closed:
             return SourceError("stopped", self._url)
-        return explained(error, self._url, self._cluster.access.where)
+        return explain_error(error, self._url, self._cluster.access.where)
 
 
-def explained(error: Exception, url: str, where: str) -> SourceError:
+def explain_error(error: Exception, url: str, where: str) -> SourceError:
     """What went wrong between us and `url`, in words; credentials come from `where`."""
     hint = "see whether it runs and whether this node can reach it"
     if where == "in-cluster":
         # Only a Service proxy makes this address work: us.
         hint = "this address is a Service itself: give --master https://HOST:PORT of the server"
     match error:
-        case TooMuch():
-            return TooMuch(error.what, url, "is this a Kubernetes API server, and is it well?")
+        case ResponseLimitExceeded():
+            return ResponseLimitExceeded(
+                error.what, url, "is this a Kubernetes API server, and is it well?"
+            )
         case SourceError():
             return error
         case ssl.SSLError():
-            what, hint = _tls_problem(error, where)
+            what, hint = _explain_tls_error(error, where)
         case TimeoutError() if not error.errno:
-            return Silent("no answer in time", url, hint)
+            return ReadTimeout("no answer in time", url, hint)
         case http.client.IncompleteRead() | http.client.RemoteDisconnected():
             what = "the server cut the connection"
         case http.client.HTTPException():
             what = f"not an HTTP answer: {error!r}"
-        case socket.gaierror() if PLACEHOLDER in url.upper():
+        case socket.gaierror() if ADDRESS_PLACEHOLDER in url.upper():
             what = "the manifests' placeholder was left in place"
             hint = f"write the API server's address as the server in {where}"
         case ConnectionResetError() if url.startswith("http:"):
@@ -440,10 +447,10 @@ def explained(error: Exception, url: str, where: str) -> SourceError:
     return SourceError(what, url, hint)
 
 
-def _tls_problem(error: ssl.SSLError, where: str) -> tuple[str, str]:
+def _explain_tls_error(error: ssl.SSLError, where: str) -> tuple[str, str]:
     """What went wrong, and what to do."""
     match error:
-        case ssl.SSLCertVerificationError() if error.verify_code in OTHER_NAME:
+        case ssl.SSLCertVerificationError() if error.verify_code in NAME_MISMATCH_CODES:
             what = f"its certificate is for another name: {error.verify_message}"
             return what, f"write a name or address of the certificate as the server in {where}"
         case ssl.SSLCertVerificationError():

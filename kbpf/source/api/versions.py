@@ -8,10 +8,10 @@ etcd restore one version may stand for two contents.
 from typing import Final, NamedTuple
 
 from kbpf.model.events import Delete, Event, ObjectKey, Rejected, Upsert
-from kbpf.source.decode.decode import Item
+from kbpf.source.decode.decode import DecodedObject
 
 
-class State(NamedTuple):
+class ObjectState(NamedTuple):
     """A state of an object, as far as it matters here."""
 
     uid: str
@@ -19,21 +19,21 @@ class State(NamedTuple):
     content: int
 
 
-UNKNOWN: Final = State("", "", 0)
+UNKNOWN_STATE: Final = ObjectState("", "", 0)
 
 
-def number(version: str) -> int | None:
+def parse_version(version: str) -> int | None:
     """A resourceVersion as a number, which orders them (KEP-5504); None for what is no number."""
     return int(version) if version.isascii() and version.isdigit() and len(version) < 20 else None
 
 
-def went_back(before: str, now: str) -> bool:
+def is_rewind(before: str, now: str) -> bool:
     """Whether a server that was at version `before` and is at `now` has lost what was between."""
-    old, new = number(before), number(now)
+    old, new = parse_version(before), parse_version(now)
     return old is not None and new is not None and new < old
 
 
-class Known:
+class KnownVersions:
     """The objects of one kind that are in force at the receiver (or were rejected there).
 
     `drift`: so many objects of the last list differed from what was known, though no event since
@@ -41,65 +41,69 @@ class Known:
     """
 
     def __init__(self) -> None:
-        self._states: dict[ObjectKey, State] = {}
-        self._listed: set[ObjectKey] | None = None
-        self._through: int | None = None
-        self._sound = True
+        self._states: dict[ObjectKey, ObjectState] = {}
+        self._listed_keys: set[ObjectKey] | None = None
+        self._heard_through: int | None = None
+        self._is_list_readable = True
         self.drift = 0
 
     def __len__(self) -> int:
         return len(self._states)
 
-    def doubt(self) -> None:
+    def invalidate(self) -> None:
         """The receiver may have missed something: the next list says everything again."""
-        self._states = dict.fromkeys(self._states, UNKNOWN)
+        self._states = dict.fromkeys(self._states, UNKNOWN_STATE)
 
-    def begin_list(self, through: str = "") -> None:
+    def begin_list(self, heard_through: str = "") -> None:
         """From now on objects are those of a new list. `through`: all changes up to this version
         have been heard, so what an older object changes has drifted.
         """
-        self._listed, self._sound, self.drift = set(), True, 0
-        self._through = number(through)
+        self._listed_keys, self._is_list_readable, self.drift = set(), True, 0
+        self._heard_through = parse_version(heard_through)
 
-    def unreadable(self) -> None:
+    def mark_unreadable(self) -> None:
         """Something in the list could not be told: what is missing may be that, not gone."""
-        self._sound = False
+        self._is_list_readable = False
 
     def end_list(self, now: float) -> list[Delete]:
         """The list was complete: the deletions that it means."""
-        listed, self._listed = self._listed or set(), None
-        if not self._sound:
+        listed_keys, self._listed_keys = self._listed_keys or set(), None
+        if not self._is_list_readable:
             return []
-        gone = self._states.keys() - listed
-        if self._through is not None:
-            self.drift += len(gone)
-        return [self._gone(key, now) for key in gone]
+        missing_keys = self._states.keys() - listed_keys
+        if self._heard_through is not None:
+            self.drift += len(missing_keys)
+        return [self._delete(key, now) for key in missing_keys]
 
-    def take(self, item: Item, gone: bool, now: float) -> Event | None:
+    def update(self, item: DecodedObject, deleted: bool, now: float) -> Event | None:
         """What to say about an object that came; None when the receiver knows it already."""
         key = item.key
-        if gone or (item.object is None and not item.error):
-            return self._gone(key, now) if key in self._states else None
-        state = State(item.uid, item.version, hash(item.object or item.error))
-        before = self._states.get(key, UNKNOWN)
-        if self._listed is not None:
-            self._listed.add(key)
+        if deleted or (item.object is None and not item.error):
+            return self._delete(key, now) if key in self._states else None
+        state = ObjectState(item.uid, item.version, hash(item.object or item.error))
+        before = self._states.get(key, UNKNOWN_STATE)
+        if self._listed_keys is not None:
+            self._listed_keys.add(key)
             self.drift += self._has_drifted(before, state)
         if item.version and before == state:
             return None
         self._states[key] = state
         if item.object is None:
             return Rejected(key, item.error)
-        return Upsert(key, item.object, now, item.triggered)
+        return Upsert(key, item.object, now, item.trigger_time)
 
-    def _has_drifted(self, before: State, state: State) -> bool:
+    def _has_drifted(self, before: ObjectState, state: ObjectState) -> bool:
         if before == state:
             return False
         if before.version and before[:2] == state[:2]:
             return True
-        version = number(state.version)
-        return self._through is not None and version is not None and version <= self._through
+        version = parse_version(state.version)
+        return (
+            self._heard_through is not None
+            and version is not None
+            and version <= self._heard_through
+        )
 
-    def _gone(self, key: ObjectKey, now: float) -> Delete:
+    def _delete(self, key: ObjectKey, now: float) -> Delete:
         del self._states[key]
         return Delete(key, now)

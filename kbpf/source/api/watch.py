@@ -15,56 +15,58 @@ import msgspec
 
 from kbpf.errors import ObjectError
 from kbpf.model.events import Kind
-from kbpf.source.api.versions import went_back
+from kbpf.source.api.versions import is_rewind
 from kbpf.source.decode import decode, wire
-from kbpf.source.decode.fields import json_error
+from kbpf.source.decode.fields import format_json_error
 
-MAX_LINE: Final = 8 << 20
+MAX_LINE_BYTES: Final = 8 << 20
 """Bytes without a newline before we give up; see decode.MOST_BYTES."""
 
 
-class Changed(msgspec.Struct, frozen=True):
+class ObjectChanged(msgspec.Struct, frozen=True):
     """An object was added or modified, or is `gone`: deleted, or no longer selected."""
 
-    item: decode.Item
-    gone: bool = False
+    item: decode.DecodedObject
+    deleted: bool = False
 
 
-class InitialEnd(msgspec.Struct, frozen=True):
+class InitialListEnd(msgspec.Struct, frozen=True):
     """All objects that existed have come."""
 
 
-class Expired(msgspec.Struct, frozen=True):
+class VersionExpired(msgspec.Struct, frozen=True):
     """410: the resourceVersion is too old to go on from."""
 
     message: str
 
 
-class Failed(msgspec.Struct, frozen=True):
+class WatchFailed(msgspec.Struct, frozen=True):
     """The server ends the watch with an error; `code` is HTTP's, 0 if it says none."""
 
     code: int
     message: str
 
 
-class Garbled(msgspec.Struct, frozen=True):
+class MalformedLine(msgspec.Struct, frozen=True):
     """A line that is no watch event."""
 
     error: str
 
 
-class WentBack(msgspec.Struct, frozen=True):
+class VersionRewind(msgspec.Struct, frozen=True):
     """The server's version has become lower: it does not know all that it said before."""
 
-    before: str
-    now: str
+    old_version: str
+    new_version: str
 
 
-Said = Changed | InitialEnd | Expired | Failed | Garbled | WentBack
+WatchMessage = (
+    ObjectChanged | InitialListEnd | VersionExpired | WatchFailed | MalformedLine | VersionRewind
+)
 
-_LINE: Final = msgspec.json.Decoder(wire.WatchLine)
-_BOOKMARK: Final = msgspec.json.Decoder(wire.Bookmark)
-_STATUS: Final = msgspec.json.Decoder(wire.Status)
+_LINE_DECODER: Final = msgspec.json.Decoder(wire.WatchEvent)
+_BOOKMARK_DECODER: Final = msgspec.json.Decoder(wire.Bookmark)
+_STATUS_DECODER: Final = msgspec.json.Decoder(wire.ApiStatus)
 
 
 class WatchStream:
@@ -77,20 +79,20 @@ class WatchStream:
         self._size = 0
         self.resource_version = "" if initial else resource_version
 
-    def feed(self, data: bytes) -> list[Said]:
+    def feed(self, data: bytes) -> list[WatchMessage]:
         """What the lines say that end in `data`, in order. Any chunking gives the same."""
         head, newline, rest = data.partition(b"\n")
         self._parts.append(head)
         self._size += len(head)
         if not newline:
-            return self._too_long() if self._size > MAX_LINE else []
+            return self._fail_too_long() if self._size > MAX_LINE_BYTES else []
         lines = [b"".join(self._parts), *rest.split(b"\n")]
         tail = lines.pop()
         self._parts, self._size = [tail], len(tail)
-        return [said for line in lines if line.strip() for said in self._line(line)]
+        return [message for line in lines if line.strip() for message in self._decode_line(line)]
 
     @property
-    def inside_line(self) -> bool:
+    def is_inside_line(self) -> bool:
         """Whether a line has begun and not ended."""
         return self._size > 0
 
@@ -98,40 +100,43 @@ class WatchStream:
         """Whether the bytes end inside a line."""
         return any(part.strip() for part in self._parts)
 
-    def _too_long(self) -> list[Said]:
+    def _fail_too_long(self) -> list[WatchMessage]:
         self._parts, self._size = [], 0
-        return [Failed(0, f"a line of more than {MAX_LINE >> 20} MiB")]
+        return [WatchFailed(0, f"a line of more than {MAX_LINE_BYTES >> 20} MiB")]
 
-    def _line(self, line: bytes) -> list[Said]:
+    def _decode_line(self, line: bytes) -> list[WatchMessage]:
         try:
-            event = _LINE.decode(line)
+            event = _LINE_DECODER.decode(line)
             match event.type:
                 case "ADDED" | "MODIFIED" | "DELETED":
-                    item = decode.read(self._kind, event.object)
-                    return [Changed(item, event.type == "DELETED"), *self._moved(item.version)]
+                    item = decode.decode_object(self._kind, event.object)
+                    return [
+                        ObjectChanged(item, event.type == "DELETED"),
+                        *self._advance(item.version),
+                    ]
                 case "BOOKMARK":
-                    return self._bookmark(_BOOKMARK.decode(event.object).metadata)
+                    return self._handle_bookmark(_BOOKMARK_DECODER.decode(event.object).metadata)
                 case "ERROR":
-                    return [_error(_STATUS.decode(event.object))]
+                    return [_status_message(_STATUS_DECODER.decode(event.object))]
                 case _:
-                    return [Garbled(f"unknown type of event {event.type[:40]!r}")]
+                    return [MalformedLine(f"unknown type of event {event.type[:40]!r}")]
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ObjectError) as error:
-            return [Garbled(f"{json_error(error)}: {line[:60]!r}")]
+            return [MalformedLine(f"{format_json_error(error)}: {line[:60]!r}")]
 
-    def _moved(self, version: str) -> list[Said]:
+    def _advance(self, version: str) -> list[WatchMessage]:
         before = self.resource_version
         if not version or self._initial:
             return []
         self.resource_version = version
-        return [WentBack(before, version)] if went_back(before, version) else []
+        return [VersionRewind(before, version)] if is_rewind(before, version) else []
 
-    def _bookmark(self, meta: wire.BookmarkMeta) -> list[Said]:
-        ended = self._initial and meta.annotations is not None and meta.annotations.end == "true"
-        self._initial = self._initial and not ended
-        moved = self._moved(meta.resource_version)
-        return [InitialEnd()] if ended else moved
+    def _handle_bookmark(self, meta: wire.BookmarkMeta) -> list[WatchMessage]:
+        is_end = self._initial and meta.annotations is not None and meta.annotations.end == "true"
+        self._initial = self._initial and not is_end
+        messages = self._advance(meta.resource_version)
+        return [InitialListEnd()] if is_end else messages
 
 
-def _error(status: wire.Status) -> Said:
+def _status_message(status: wire.ApiStatus) -> WatchMessage:
     message = status.message or status.reason or "no message"
-    return Expired(message) if status.code == 410 else Failed(status.code or 0, message)
+    return VersionExpired(message) if status.code == 410 else WatchFailed(status.code or 0, message)

@@ -15,17 +15,17 @@ from kbpf.model.address import Addr, parse_addr
 from kbpf.model.objects import Algorithm, Weights
 from kbpf.source.decode.fields import LABEL_VALUE, SUBDOMAIN
 
-ALGORITHM: Final = "kbpf.io/algorithm"
-WEIGHTS: Final = "kbpf.io/weights"
-LARGEST: Final = 1000
-_MOST_SHOWN: Final = 3
-_FORM: Final = (
+ALGORITHM_ANNOTATION: Final = "kbpf.io/algorithm"
+WEIGHTS_ANNOTATION: Final = "kbpf.io/weights"
+MAX_WEIGHT: Final = 1000
+_MAX_SHOWN: Final = 3
+_SYNTAX_HINT: Final = (
     f"write NAME=WEIGHT with commas between them, each name once: a Pod, an address, node:NODE, "
-    f"zone:ZONE or *, and a whole number from 0 to {LARGEST}"
+    f"zone:ZONE or *, and a whole number from 0 to {MAX_WEIGHT}"
 )
 
 
-class Rule(NamedTuple):
+class WeightRule(NamedTuple):
     """One part of kbpf.io/weights: `kind` is a field of Weights."""
 
     kind: str
@@ -33,61 +33,66 @@ class Rule(NamedTuple):
     weight: int
 
 
-def read_algorithm(text: str | None, skipped: list[str]) -> Algorithm | None:
+def parse_algorithm(text: str | None, skipped: list[str]) -> Algorithm | None:
     """What the annotation says; None when it says nothing, or nothing that is known."""
     if text is None:
         return None
     try:
         return Algorithm(text.strip())
     except ValueError:
-        known = " or ".join(Algorithm)
-        skipped.append(f"{_path(ALGORITHM)}: {text[:64]!r} is not known; write {known}")
+        choices = " or ".join(Algorithm)
+        skipped.append(
+            f"{_annotation_path(ALGORITHM_ANNOTATION)}: {text[:64]!r} is not known; write {choices}"
+        )
         return None
 
 
-def read_weights(text: str | None, skipped: list[str]) -> Weights | None:
+def parse_weights(text: str | None, skipped: list[str]) -> Weights | None:
     """The rules of the annotation; None when there is none that can be read."""
     rules: dict[tuple[str, Addr | str], int] = {}
     bad: list[str] = []
     for part in (text or "").split(","):
-        word = part.strip()
-        rule = _rule(word)
+        item = part.strip()
+        rule = _parse_rule(item)
         if rule is not None and rules.setdefault(rule[:2], rule.weight) == rule.weight:
             continue
-        if word:
-            bad.append(word)
+        if item:
+            bad.append(item)
     if bad or (text is not None and not rules):
-        words = [repr(word[:64]) for word in bad[:_MOST_SHOWN]] or ["''"]
-        more = f" and {len(bad) - _MOST_SHOWN} more" if len(bad) > _MOST_SHOWN else ""
-        skipped.append(f"{_path(WEIGHTS)}: cannot use {', '.join(words)}{more}; {_FORM}")
-    return _weights(rules) if rules else None
+        quoted = [repr(item[:64]) for item in bad[:_MAX_SHOWN]] or ["''"]
+        suffix = f" and {len(bad) - _MAX_SHOWN} more" if len(bad) > _MAX_SHOWN else ""
+        skipped.append(
+            f"{_annotation_path(WEIGHTS_ANNOTATION)}: cannot use {', '.join(quoted)}{suffix}; "
+            f"{_SYNTAX_HINT}"
+        )
+    return _build_weights(rules) if rules else None
 
 
-def _path(annotation: str) -> str:
+def _annotation_path(annotation: str) -> str:
     return f"metadata.annotations[{annotation}]"
 
 
-def _rule(word: str) -> Rule | None:
+def _parse_rule(text: str) -> WeightRule | None:
     """``web-0=3`` and the like; None when it is none."""
-    name, _, number = (half.strip() for half in word.rpartition("="))
+    name, _, number = (part.strip() for part in text.rpartition("="))
     if not (number.isascii() and number.isdigit() and len(number) <= 4):
         return None
     weight = int(number)
-    if weight > LARGEST:
+    if weight > MAX_WEIGHT:
         return None
-    named = _named(name)
-    return Rule(*named, weight) if named else None
+    target = _parse_target(name)
+    return WeightRule(*target, weight) if target else None
 
 
-def _named(name: str) -> tuple[str, Addr | str] | None:
+def _parse_target(name: str) -> tuple[str, Addr | str] | None:
     """Whom a rule is for: the field of Weights, and the name there."""
     if name == "*":
         return "others", ""
-    kind, _, rest = name.partition(":")
+    kind, _, value = name.partition(":")
     if kind == "node":
-        return ("nodes", rest) if _is_subdomain(rest) else None
+        return ("nodes", value) if _is_subdomain(value) else None
     if kind == "zone":
-        return ("zones", rest) if LABEL_VALUE.fullmatch(rest) else None
+        return ("zones", value) if LABEL_VALUE.fullmatch(value) else None
     try:
         return "addresses", parse_addr(name)
     except (ObjectError, ValueError):
@@ -98,9 +103,9 @@ def _is_subdomain(name: str) -> bool:
     return len(name) <= 253 and SUBDOMAIN.fullmatch(name) is not None
 
 
-def _weights(rules: Mapping[tuple[str, Addr | str], int]) -> Weights:
+def _build_weights(rules: Mapping[tuple[str, Addr | str], int]) -> Weights:
     by_kind: dict[str, list[tuple[Addr | str, int]]] = {}
     for (kind, name), weight in sorted(rules.items(), key=lambda rule: (rule[0][0], rule[0][1])):
         by_kind.setdefault(kind, []).append((name, weight))
-    others = by_kind.pop("others", [("", 1)])[0][1]
-    return Weights(**{kind: tuple(named) for kind, named in by_kind.items()}, others=others)  # type: ignore[arg-type]
+    default = by_kind.pop("others", [("", 1)])[0][1]
+    return Weights(**{kind: tuple(targets) for kind, targets in by_kind.items()}, default=default)  # type: ignore[arg-type]

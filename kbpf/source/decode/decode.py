@@ -37,132 +37,139 @@ from kbpf.model.objects import (
     pack_names,
 )
 from kbpf.source.decode import wire
-from kbpf.source.decode.annotations import read_algorithm, read_weights
+from kbpf.source.decode.annotations import parse_algorithm, parse_weights
 from kbpf.source.decode.fields import (
     LINK_LOCAL,
-    address_at,
-    at,
-    field_error,
-    is_local,
-    label_at,
+    check_label,
+    check_one_of,
+    check_port,
+    check_subdomain,
+    escape_name,
+    format_decode_error,
+    is_local_policy,
     label_problem,
-    leading_zeros,
-    one_of,
-    or_skip,
-    parse_at,
+    leading_zeros_problem,
+    parse_address,
     parse_cidr,
-    port_at,
-    shown,
-    special,
-    subdomain_at,
+    parse_or_skip,
+    parse_specified_address,
+    special_address_problem,
+    with_path,
 )
 
-Object = Service | EndpointSlice | Node | Pod
+ModelObject = Service | EndpointSlice | Node | Pod
 
-MOST_BYTES: Final = 6 << 20
+MAX_OBJECT_BYTES: Final = 6 << 20
 """Of one object's JSON. etcd takes 1.5 MiB of protobuf, which are three times as much in JSON."""
-LARGE_BYTES: Final = 256 << 10
-_LARGE: Final = threading.Lock()
+LARGE_OBJECT_BYTES: Final = 256 << 10
+_LARGE_OBJECT_LOCK: Final = threading.Lock()
 """One large object is decoded at a time: as structs it takes up to thirty times its text."""
-MOST_ADDRESSES: Final = 1_024
+MAX_ADDRESSES: Final = 1_024
 """ExternalIPs of one Service, and as many addresses of load balancers; those after them are left
 out. Each costs the writer some microseconds for each port, and other tenants' changes wait."""
-MOST_SKIPPED: Final = 100
+MAX_SKIPPED_LINES: Final = 100
 """Lines about endpoints of one slice that are left out."""
-AFFINITY_SECONDS: Final = 10800
-TO_BE_DELETED: Final = "ToBeDeletedByClusterAutoscaler"
+DEFAULT_AFFINITY_TIMEOUT: Final = 10800
+TO_BE_DELETED_TAINT: Final = "ToBeDeletedByClusterAutoscaler"
 _PROTOCOLS: Final = {"TCP": Protocol.TCP, "UDP": Protocol.UDP, "SCTP": Protocol.SCTP}
-_UID: Final = re.compile(r"[0-9A-Za-z-]{1,64}")  # it names a folder
-_TYPES: Final = ("ClusterIP", "NodePort", "LoadBalancer", "ExternalName")
+_UID_PATTERN: Final = re.compile(r"[0-9A-Za-z-]{1,64}")  # it names a folder
+_SERVICE_TYPES: Final = ("ClusterIP", "NodePort", "LoadBalancer", "ExternalName")
 
 
-class Item(NamedTuple):
+class DecodedObject(NamedTuple):
     """One object read. Without `error`, `object` None means that it is selected out. `triggered`:
     see Upsert. `uid` and `version` tell objects and their states apart, at one API server.
     """
 
     key: ObjectKey
     version: str
-    object: Object | None
+    object: ModelObject | None
     error: str = ""
-    triggered: str = ""
+    trigger_time: str = ""
     uid: str = ""
 
 
-def read(kind: Kind, data: bytes | msgspec.Raw) -> Item:
+def decode_object(kind: Kind, data: bytes | msgspec.Raw) -> DecodedObject:
     """The object in this JSON. A malformed one is an Item with `error`.
 
     Raises ObjectError when not even its name can be read, or it is longer than MOST_BYTES.
     """
-    reader = _READERS[kind]
+    decoder = _DECODERS[kind]
     size = len(memoryview(data))
-    if size <= LARGE_BYTES:
-        return _item(kind, data, reader.json.decode, _META_JSON.decode, reader.model)
-    if size > MOST_BYTES:
-        raise ObjectError(f"not a {kind}: it has more than {MOST_BYTES >> 20} MiB")
-    with _LARGE:
-        return _item(kind, data, reader.json.decode, _META_JSON.decode, reader.model)
+    if size <= LARGE_OBJECT_BYTES:
+        return _decode(
+            kind, data, decoder.json_decoder.decode, _META_DECODER.decode, decoder.to_model
+        )
+    if size > MAX_OBJECT_BYTES:
+        raise ObjectError(f"not a {kind}: it has more than {MAX_OBJECT_BYTES >> 20} MiB")
+    with _LARGE_OBJECT_LOCK:
+        return _decode(
+            kind, data, decoder.json_decoder.decode, _META_DECODER.decode, decoder.to_model
+        )
 
 
-def read_value(kind: Kind, value: object) -> Item:
+def convert_object(kind: Kind, value: object) -> DecodedObject:
     """The same from plain dicts and lists, as a YAML document comes. As strict as JSON is:
     ``port: "80"`` is an error here because it is one to an API server.
     """
-    reader = _READERS[kind]
-    return _item(
+    decoder = _DECODERS[kind]
+    return _decode(
         kind,
         value,
-        lambda it: msgspec.convert(it, reader.wire),
-        lambda it: msgspec.convert(it, wire.HasMeta),
-        reader.model,
+        lambda raw: msgspec.convert(raw, decoder.wire_type),
+        lambda raw: msgspec.convert(raw, wire.PartialObject),
+        decoder.to_model,
     )
 
 
-def service(obj: wire.Service) -> Service | None:
+def decode_service(obj: wire.Service) -> Service | None:
     """What kube-proxy uses of a Service; None when it skips it. Raises ObjectError."""
     spec, labels = obj.spec or wire.ServiceSpec(), obj.metadata.labels
     if labels and (labels.headless is not None or labels.proxy_name is not None):
         return None
-    kind = one_of(spec.type or "ClusterIP", _TYPES, "spec.type")
+    kind = check_one_of(spec.type or "ClusterIP", _SERVICE_TYPES, "spec.type")
     skipped: list[str] = []
     cluster_ips = _cluster_ips(spec, skipped)
     if kind == "ExternalName" or not cluster_ips:
         return None
-    listed = [(f"spec.externalIPs[{i}]", ip) for i, ip in enumerate(spec.external_ips or ())]
-    exposed = kind in ("NodePort", "LoadBalancer")
-    external_local = is_local(spec.external_traffic_policy, "spec.externalTrafficPolicy")
-    external_local = external_local and (exposed or bool(listed))
-    checked = kind == "LoadBalancer" and external_local
-    own = obj.metadata.annotations or wire.Annotations()
-    check_port = (spec.health_check_node_port or 0) if checked else 0
+    entries = [(f"spec.externalIPs[{i}]", ip) for i, ip in enumerate(spec.external_ips or ())]
+    has_node_ports = kind in ("NodePort", "LoadBalancer")
+    external_local = is_local_policy(spec.external_traffic_policy, "spec.externalTrafficPolicy")
+    external_local = external_local and (has_node_ports or bool(entries))
+    has_health_check = kind == "LoadBalancer" and external_local
+    annotations = obj.metadata.annotations or wire.Annotations()
+    health_check_port = (spec.health_check_node_port or 0) if has_health_check else 0
     return Service(
         namespace=intern(obj.metadata.namespace or ""),
         name=obj.metadata.name,
         type=intern(kind),
         cluster_ips=cluster_ips,
-        ports=_service_ports(spec.ports or (), exposed),
-        external_ips=_dialled(listed, skipped),
+        ports=_service_ports(spec.ports or (), has_node_ports),
+        external_ips=_usable_addresses(entries, skipped),
         lb_vips=_lb_vips(obj.status, skipped),
         source_ranges=_source_ranges(spec),
         external_local=external_local,
-        internal_local=is_local(spec.internal_traffic_policy, "spec.internalTrafficPolicy"),
+        internal_local=is_local_policy(spec.internal_traffic_policy, "spec.internalTrafficPolicy"),
         affinity_timeout=_affinity_timeout(spec),
-        health_check_node_port=check_port and port_at(check_port, "spec.healthCheckNodePort"),
-        created=obj.metadata.creation_timestamp or "",
-        algorithm=read_algorithm(own.algorithm, skipped),
-        weights=None if own.weights is None else read_weights(own.weights, skipped),
+        health_check_node_port=health_check_port
+        and check_port(health_check_port, "spec.healthCheckNodePort"),
+        creation_timestamp=obj.metadata.creation_timestamp or "",
+        algorithm=parse_algorithm(annotations.algorithm, skipped),
+        weights=None
+        if annotations.weights is None
+        else parse_weights(annotations.weights, skipped),
         skipped=tuple(skipped),
     )
 
 
-def endpoint_slice(obj: wire.EndpointSlice) -> EndpointSlice | None:
+def decode_endpoint_slice(obj: wire.EndpointSlice) -> EndpointSlice | None:
     """What kube-proxy uses of an EndpointSlice; None when it skips it. Raises ObjectError."""
     labels = obj.metadata.labels
     if not labels or not labels.service_name or labels.headless is not None:
         return None
-    if one_of(obj.address_type or "", ("IPv4", "IPv6", "FQDN"), "addressType") == "FQDN":
+    if check_one_of(obj.address_type or "", ("IPv4", "IPv6", "FQDN"), "addressType") == "FQDN":
         return None
-    label_at(labels.service_name, "metadata.labels[kubernetes.io/service-name]")
+    check_label(labels.service_name, "metadata.labels[kubernetes.io/service-name]")
     family = 4 if obj.address_type == "IPv4" else 6
     skipped: list[str] = []
     pods: list[str] = []
@@ -180,20 +187,20 @@ def endpoint_slice(obj: wire.EndpointSlice) -> EndpointSlice | None:
     )
 
 
-def node(obj: wire.Node) -> Node:
+def decode_node(obj: wire.Node) -> Node:
     """What kube-proxy uses of a Node: addresses, zone, pod networks, whether it is to go."""
     skipped: list[str] = []
-    listed = list(enumerate((obj.status and obj.status.addresses) or ()))
+    entries = list(enumerate((obj.status and obj.status.addresses) or ()))
     addresses = [
-        or_skip(parse_addr, at.address, f"status.addresses[{i}]", skipped)
+        parse_or_skip(parse_addr, entry.address, f"status.addresses[{i}]", skipped)
         for kind in ("InternalIP", "ExternalIP")
-        for i, at in listed
-        if at.type == kind
+        for i, entry in entries
+        if entry.type == kind
     ]
     spec = obj.spec or wire.NodeSpec()
     texts = spec.pod_cidrs or ((spec.pod_cidr,) if spec.pod_cidr else ())
     cidrs = [
-        or_skip(lambda text: parse_cidr(text, ""), text, f"spec.podCIDRs[{i}]", skipped)
+        parse_or_skip(lambda text: parse_cidr(text, ""), text, f"spec.podCIDRs[{i}]", skipped)
         for i, text in enumerate(texts)
     ]
     labels = obj.metadata.labels
@@ -203,20 +210,20 @@ def node(obj: wire.Node) -> Node:
         zone=intern((labels and labels.zone) or ""),
         pod_cidrs=tuple(cidr for cidr in cidrs if cidr is not None),
         skipped=tuple(skipped),
-        leaving=bool(obj.metadata.deletion_timestamp)
-        or any(taint.key == TO_BE_DELETED for taint in spec.taints or ()),
+        being_deleted=bool(obj.metadata.deletion_timestamp)
+        or any(taint.key == TO_BE_DELETED_TAINT for taint in spec.taints or ()),
     )
 
 
-def pod(obj: wire.Pod) -> Pod | None:
+def decode_pod(obj: wire.Pod) -> Pod | None:
     """Which Pod it is, if the label kbpf.io/socket-lb says "off"; else None. Raises ObjectError."""
     meta = obj.metadata
     if meta.labels is None or meta.labels.socket_lb != "off":
         return None
     uid = meta.uid or ""
-    if not _UID.fullmatch(uid):
+    if not _UID_PATTERN.fullmatch(uid):
         raise ObjectError(
-            f"metadata.uid: {shown(uid)!r} is no uid" if uid else "metadata.uid: missing"
+            f"metadata.uid: {escape_name(uid)!r} is no uid" if uid else "metadata.uid: missing"
         )
     return Pod(
         namespace=intern(meta.namespace or ""),
@@ -226,46 +233,50 @@ def pod(obj: wire.Pod) -> Pod | None:
     )
 
 
-def _item(
+def _decode(
     kind: Kind,
     data: Any,
     decode: Callable[[Any], Any],
-    decode_meta: Callable[[Any], wire.HasMeta],
-    model: Callable[[Any], Object | None],
-) -> Item:
+    decode_meta: Callable[[Any], wire.PartialObject],
+    to_model: Callable[[Any], ModelObject | None],
+) -> DecodedObject:
     try:
         obj = decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         try:
             meta = decode_meta(data).metadata
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as worse:
-            raise ObjectError(f"not a {kind}: {field_error(worse)}") from error
-        return Item(_key(kind, meta), meta.resource_version or "", None, field_error(error))
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as meta_error:
+            raise ObjectError(f"not a {kind}: {format_decode_error(meta_error)}") from error
+        return DecodedObject(
+            _object_key(kind, meta), meta.resource_version or "", None, format_decode_error(error)
+        )
     uid = obj.metadata.uid or ""
-    key, version = _key(kind, obj.metadata), obj.metadata.resource_version or ""
+    key, version = _object_key(kind, obj.metadata), obj.metadata.resource_version or ""
     try:
         _check_names(kind, obj.metadata)
-        made = model(obj)
+        result = to_model(obj)
     except ObjectError as error:
-        return Item(key, version, None, str(error), uid=uid)
-    if kind is Kind.SLICE and (own := obj.metadata.annotations) is not None:
-        return Item(key, version, made, "", own.triggered or "", uid)
-    return Item(key, version, made, uid=uid)
+        return DecodedObject(key, version, None, str(error), uid=uid)
+    if kind is Kind.SLICE and (annotations := obj.metadata.annotations) is not None:
+        return DecodedObject(key, version, result, "", annotations.triggered or "", uid)
+    return DecodedObject(key, version, result, uid=uid)
 
 
-def _key(kind: Kind, meta: wire.Meta | wire.PodMeta | wire.Name) -> ObjectKey:
+def _object_key(
+    kind: Kind, meta: wire.ObjectMeta | wire.PodMeta | wire.PartialObjectMeta
+) -> ObjectKey:
     if not meta.name:
         raise ObjectError(f"not a {kind}: metadata.name: missing")
-    space = "" if kind is Kind.NODE else intern(shown(meta.namespace or ""))
-    return ObjectKey(kind, space, shown(meta.name))
+    namespace = "" if kind is Kind.NODE else intern(escape_name(meta.namespace or ""))
+    return ObjectKey(kind, namespace, escape_name(meta.name))
 
 
-def _check_names(kind: Kind, meta: wire.Meta | wire.PodMeta) -> None:
+def _check_names(kind: Kind, meta: wire.ObjectMeta | wire.PodMeta) -> None:
     """Raises ObjectError unless the name and namespace are what the API server accepts."""
-    check = label_at if kind is Kind.SERVICE else subdomain_at
-    check(meta.name, "metadata.name")
+    check_name = check_label if kind is Kind.SERVICE else check_subdomain
+    check_name(meta.name, "metadata.name")
     if kind is not Kind.NODE and meta.namespace:
-        label_at(meta.namespace, "metadata.namespace")
+        check_label(meta.namespace, "metadata.namespace")
 
 
 def _cluster_ips(spec: wire.ServiceSpec, skipped: list[str]) -> tuple[Addr, ...]:
@@ -274,9 +285,9 @@ def _cluster_ips(spec: wire.ServiceSpec, skipped: list[str]) -> tuple[Addr, ...]
     if "None" in texts or spec.cluster_ip == "None" or texts == ("",):
         return ()
     path = "spec.clusterIPs[{}]" if spec.cluster_ips else "spec.clusterIP"
-    addresses = tuple(address_at(text, path.format(i)) for i, text in enumerate(texts))
+    addresses = tuple(parse_specified_address(text, path.format(i)) for i, text in enumerate(texts))
     for i, (text, address) in enumerate(zip(texts, addresses, strict=True)):
-        _note_zeros(text, address, path.format(i), skipped)
+        _note_leading_zeros(text, address, path.format(i), skipped)
     if len({family_of(address) for address in addresses}) < len(addresses):
         raise ObjectError("spec.clusterIPs: more than one address of a family")
     return addresses
@@ -288,76 +299,80 @@ def _service_ports(ports: tuple[wire.ServicePort, ...], exposed: bool) -> tuple[
     numbers: set[tuple[int, Protocol]] = set()
     for i, port in enumerate(ports):
         path = f"spec.ports[{i}]"
-        protocol = one_of(port.protocol or "TCP", tuple(_PROTOCOLS), f"{path}.protocol")
+        protocol = check_one_of(port.protocol or "TCP", tuple(_PROTOCOLS), f"{path}.protocol")
         number = (port.node_port or 0) if exposed else 0
-        made = ServicePort(
-            name=intern(label_at(port.name, f"{path}.name") if port.name else ""),
+        service_port = ServicePort(
+            name=intern(check_label(port.name, f"{path}.name") if port.name else ""),
             protocol=_PROTOCOLS[protocol],
-            port=port_at(port.port, f"{path}.port"),
-            node_port=number and port_at(number, f"{path}.nodePort"),
+            port=check_port(port.port, f"{path}.port"),
+            node_port=number and check_port(number, f"{path}.nodePort"),
         )
-        if made.name in names:
-            raise ObjectError(f"{path}.name: {made.name!r} is used twice")
-        if (made.port, made.protocol) in numbers:
-            raise ObjectError(f"{path}.port: {made.port}/{protocol} is used twice")
-        names.add(made.name)
-        numbers.add((made.port, made.protocol))
-        result.append(made)
+        if service_port.name in names:
+            raise ObjectError(f"{path}.name: {service_port.name!r} is used twice")
+        if (service_port.port, service_port.protocol) in numbers:
+            raise ObjectError(f"{path}.port: {service_port.port}/{protocol} is used twice")
+        names.add(service_port.name)
+        numbers.add((service_port.port, service_port.protocol))
+        result.append(service_port)
     return tuple(result)
 
 
 def _source_ranges(spec: wire.ServiceSpec) -> tuple[Cidr, ...]:
     """In order and each once, so that policy has little to do with many of them."""
-    listed = enumerate(spec.load_balancer_source_ranges or ())
+    entries = enumerate(spec.load_balancer_source_ranges or ())
     return tuple(
         sorted({parse_cidr(text.strip(), f"spec.loadBalancerSourceRanges[{i}]")
-                for i, text in listed})
+                for i, text in entries})
     )  # fmt: skip
 
 
 def _lb_vips(status: wire.ServiceStatus | None, skipped: list[str]) -> tuple[Addr, ...]:
     ingress = (status and status.load_balancer and status.load_balancer.ingress) or ()
-    listed = (
+    entries = (
         (f"status.loadBalancer.ingress[{i}].ip", entry.ip)
         for i, entry in enumerate(ingress)
         if entry.ip and entry.ip_mode in (None, "VIP")
     )
-    return _dialled(listed, skipped)
+    return _usable_addresses(entries, skipped)
 
 
-def _dialled(listed: Iterable[tuple[str, str]], skipped: list[str]) -> tuple[Addr, ...]:
+def _usable_addresses(entries: Iterable[tuple[str, str]], skipped: list[str]) -> tuple[Addr, ...]:
     """The addresses at these paths but for those that no connection can be made to, or that are
     every node's own: they are left out, and the Service is served at its others. Link-local ones
     are refused by policy (policy/admission.py).
     """
-    found: list[Addr] = []
-    for path, text in listed:
-        if len(found) == MOST_ADDRESSES:
-            skipped.append(at(path, f"it and what follows: no more than {MOST_ADDRESSES} count"))
+    addresses: list[Addr] = []
+    for path, text in entries:
+        if len(addresses) == MAX_ADDRESSES:
+            skipped.append(
+                with_path(path, f"it and what follows: no more than {MAX_ADDRESSES} count")
+            )
             break
-        address = parse_at(text, path)
-        reason = special(address)
+        address = parse_address(text, path)
+        reason = special_address_problem(address)
         if reason not in ("", LINK_LOCAL):
-            skipped.append(at(path, f"{text} is {reason}"))
+            skipped.append(with_path(path, f"{text} is {reason}"))
         else:
-            _note_zeros(text, address, path, skipped)
-            found.append(address)
-    return tuple(found)
+            _note_leading_zeros(text, address, path, skipped)
+            addresses.append(address)
+    return tuple(addresses)
 
 
-def _note_zeros(text: str, address: Addr, path: str, skipped: list[str]) -> None:
-    if problem := leading_zeros(text, address):
-        skipped.append(at(path, problem))
+def _note_leading_zeros(text: str, address: Addr, path: str, skipped: list[str]) -> None:
+    if problem := leading_zeros_problem(text, address):
+        skipped.append(with_path(path, problem))
 
 
 def _affinity_timeout(spec: wire.ServiceSpec) -> int:
-    kind = one_of(spec.session_affinity or "None", ("None", "ClientIP"), "spec.sessionAffinity")
+    kind = check_one_of(
+        spec.session_affinity or "None", ("None", "ClientIP"), "spec.sessionAffinity"
+    )
     if kind == "None":
         return 0
     config = spec.session_affinity_config
     seconds = config.client_ip.timeout_seconds if config and config.client_ip else None
     if seconds is None:
-        return AFFINITY_SECONDS
+        return DEFAULT_AFFINITY_TIMEOUT
     if not 1 <= seconds <= 86400:
         path = "spec.sessionAffinityConfig.clientIP.timeoutSeconds"
         raise ObjectError(f"{path}: {seconds} is not between 1 and 86400")
@@ -371,53 +386,55 @@ def _endpoints(
     used. This loop is the hot one.
     """
     result: list[Endpoint] = []
-    for i, end in enumerate(endpoints):
-        text = end.addresses[0] if end.addresses else ""
+    for i, endpoint in enumerate(endpoints):
+        text = endpoint.addresses[0] if endpoint.addresses else ""
         try:
             address = parse_addr(text)
         except (ObjectError, ValueError):
-            problem = f"{text[:64]!r} is not an IP address" if end.addresses else "no address"
-            _leave_out(skipped, f"endpoints[{i}].addresses: {problem}")
+            problem = f"{text[:64]!r} is not an IP address" if endpoint.addresses else "no address"
+            _add_skipped(skipped, f"endpoints[{i}].addresses: {problem}")
             continue
-        problem = special(address)
+        problem = special_address_problem(address)
         if problem or (4 if address[:12] == V4_PREFIX else 6) != family:
-            why = problem or f"not IPv{family}"
-            _leave_out(skipped, f"endpoints[{i}].addresses: {text} is {why}")
+            reason = problem or f"not IPv{family}"
+            _add_skipped(skipped, f"endpoints[{i}].addresses: {text} is {reason}")
             continue
         if ".0" in text or text[0] == "0":
-            problem = leading_zeros(text, address)
+            problem = leading_zeros_problem(text, address)
             if problem:
-                _leave_out(skipped, f"endpoints[{i}].addresses: {problem}")
-        if end.addresses and len(end.addresses) > 1:
-            _note_others(end.addresses, f"endpoints[{i}].addresses", skipped)
+                _add_skipped(skipped, f"endpoints[{i}].addresses: {problem}")
+        if endpoint.addresses and len(endpoint.addresses) > 1:
+            _note_malformed_extras(endpoint.addresses, f"endpoints[{i}].addresses", skipped)
         is_ready = serving = True
         terminating = False
-        if (said := end.conditions) is not None:
-            is_ready = said.ready is not False
-            serving = said.serving is not False
-            terminating = said.terminating is True
+        if (conditions := endpoint.conditions) is not None:
+            is_ready = conditions.ready is not False
+            serving = conditions.serving is not False
+            terminating = conditions.terminating is True
         zones = nodes = None
-        if (hints := end.hints) is not None:
-            zones, nodes = _names(hints.for_zones), _names(hints.for_nodes)
-        where, zone = intern(end.node_name or ""), intern(end.zone or "")
-        result.append(Endpoint(address, is_ready, serving, terminating, where, zone, zones, nodes))
-        pods.append(_pod_name(end.target_ref) if end.target_ref is not None else "")
+        if (hints := endpoint.hints) is not None:
+            zones, nodes = _hint_names(hints.for_zones), _hint_names(hints.for_nodes)
+        node_name, zone = intern(endpoint.node_name or ""), intern(endpoint.zone or "")
+        result.append(
+            Endpoint(address, is_ready, serving, terminating, node_name, zone, zones, nodes)
+        )
+        pods.append(_pod_name(endpoint.target_ref) if endpoint.target_ref is not None else "")
     return tuple(result)
 
 
-def _note_others(addresses: tuple[str, ...], path: str, skipped: list[str]) -> None:
+def _note_malformed_extras(addresses: tuple[str, ...], path: str, skipped: list[str]) -> None:
     """A line for each that is no address, though none after the first one is used."""
     for i, text in enumerate(addresses[1:], 1):
         try:
             parse_addr(text)
         except (ObjectError, ValueError):
-            _leave_out(skipped, f"{path}[{i}]: {text[:64]!r} is not an IP address")
+            _add_skipped(skipped, f"{path}[{i}]: {text[:64]!r} is not an IP address")
 
 
-def _leave_out(skipped: list[str], line: str) -> None:
-    if len(skipped) < MOST_SKIPPED:
+def _add_skipped(skipped: list[str], line: str) -> None:
+    if len(skipped) < MAX_SKIPPED_LINES:
         skipped.append(line)
-    elif len(skipped) == MOST_SKIPPED:
+    elif len(skipped) == MAX_SKIPPED_LINES:
         skipped.append("endpoints: and more of them, for whatever reason")
 
 
@@ -427,12 +444,12 @@ def _pod_name(ref: wire.TargetRef) -> str:
     return name if name and "\n" not in name else ""
 
 
-def _names(hints: tuple[wire.Hint, ...] | None) -> tuple[str, ...] | None:
-    return _shared(tuple([hint.name for hint in hints])) if hints else None
+def _hint_names(hints: tuple[wire.EndpointHint, ...] | None) -> tuple[str, ...] | None:
+    return _intern_names(tuple([hint.name for hint in hints])) if hints else None
 
 
 @lru_cache(maxsize=4096)
-def _shared(names: tuple[str, ...]) -> tuple[str, ...]:
+def _intern_names(names: tuple[str, ...]) -> tuple[str, ...]:
     """One tuple for all endpoints with these hints: there are few zones and many endpoints."""
     return tuple(map(intern, names))
 
@@ -455,19 +472,19 @@ def _slice_ports(ports: tuple[wire.SlicePort, ...], skipped: list[str]) -> tuple
     return tuple(result)
 
 
-class _Reader(NamedTuple):
-    wire: Any
-    json: msgspec.json.Decoder[Any]
-    model: Any
+class _Decoder(NamedTuple):
+    wire_type: Any
+    json_decoder: msgspec.json.Decoder[Any]
+    to_model: Any
 
 
-_META_JSON: Final = msgspec.json.Decoder(wire.HasMeta)
-_READERS: Final = {
-    kind: _Reader(shape, msgspec.json.Decoder(shape), model)
-    for kind, shape, model in (
-        (Kind.SERVICE, wire.Service, service),
-        (Kind.SLICE, wire.EndpointSlice, endpoint_slice),
-        (Kind.NODE, wire.Node, node),
-        (Kind.POD, wire.Pod, pod),
+_META_DECODER: Final = msgspec.json.Decoder(wire.PartialObject)
+_DECODERS: Final = {
+    kind: _Decoder(wire_type, msgspec.json.Decoder(wire_type), to_model)
+    for kind, wire_type, to_model in (
+        (Kind.SERVICE, wire.Service, decode_service),
+        (Kind.SLICE, wire.EndpointSlice, decode_endpoint_slice),
+        (Kind.NODE, wire.Node, decode_node),
+        (Kind.POD, wire.Pod, decode_pod),
     )
 }

@@ -11,23 +11,23 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from kbpf.model.events import Kind
-from kbpf.source.decode.annotations import ALGORITHM, WEIGHTS
+from kbpf.source.decode.annotations import ALGORITHM_ANNOTATION, WEIGHTS_ANNOTATION
 
-Shape = Mapping[str, Any]
+FieldShape = Mapping[str, Any]
 """Field → the shape of what is below it (of each item, if it is a list); None: anything goes."""
 
 
-def _shape(words: str, **below: Shape) -> Shape:
-    return MappingProxyType({**dict.fromkeys(words.split()), **below})
+def _shape(names: str, **nested: FieldShape) -> FieldShape:
+    return MappingProxyType({**dict.fromkeys(names.split()), **nested})
 
 
-PREFIX: Final = "kbpf.io/"
-ANNOTATIONS: Final = (ALGORITHM, WEIGHTS)
-_TOP: Final = "apiVersion kind metadata spec status data"
-_NAME: Final = _shape("name")
-SHAPES: Final = {
+ANNOTATION_PREFIX: Final = "kbpf.io/"
+KNOWN_ANNOTATIONS: Final = (ALGORITHM_ANNOTATION, WEIGHTS_ANNOTATION)
+_TOP_LEVEL_FIELDS: Final = "apiVersion kind metadata spec status data"
+_NAME_SHAPE: Final = _shape("name")
+SHAPE_BY_KIND: Final = {
     Kind.SERVICE: _shape(
-        _TOP,
+        _TOP_LEVEL_FIELDS,
         spec=_shape(
             "selector clusterIP clusterIPs type externalIPs sessionAffinity loadBalancerIP "
             "loadBalancerSourceRanges externalName externalTrafficPolicy healthCheckNodePort "
@@ -39,61 +39,61 @@ SHAPES: Final = {
         ),
     ),
     Kind.SLICE: _shape(
-        f"{_TOP} addressType",
+        f"{_TOP_LEVEL_FIELDS} addressType",
         endpoints=_shape(
             "addresses hostname targetRef deprecatedTopology nodeName zone",
             conditions=_shape("ready serving terminating"),
-            hints=_shape("", forZones=_NAME, forNodes=_NAME),
+            hints=_shape("", forZones=_NAME_SHAPE, forNodes=_NAME_SHAPE),
         ),
         ports=_shape("name protocol port appProtocol"),
     ),
     Kind.NODE: _shape(
-        _TOP,
+        _TOP_LEVEL_FIELDS,
         spec=_shape(
             "podCIDR podCIDRs providerID unschedulable taints configSource externalID "
             "podPreemptionPolicy"
         ),
     ),
-    Kind.POD: _shape(_TOP),
+    Kind.POD: _shape(_TOP_LEVEL_FIELDS),
 }
 
 
-class Unknown(NamedTuple):
+class UnknownField(NamedTuple):
     """A field that is none: its path in the object, and the known name that it resembles, or ""."""
 
     path: str
-    meant: str
+    suggestion: str
 
 
-def unknown_fields(kind: Kind, value: object) -> Iterator[Unknown]:
+def find_unknown_fields(kind: Kind, value: object) -> Iterator[UnknownField]:
     """All of them, in the order in which they stand."""
-    return _unknown(value, SHAPES[kind], "")
+    return _find_unknown(value, SHAPE_BY_KIND[kind], "")
 
 
-def unknown_annotations(value: object) -> Iterator[Unknown]:
+def find_unknown_annotations(value: object) -> Iterator[UnknownField]:
     """Annotations with our prefix that kbpf does not know."""
     meta = value.get("metadata") if isinstance(value, dict) else None
-    written = meta.get("annotations") if isinstance(meta, dict) else None
-    for name in written if isinstance(written, dict) else ():
-        if str(name).startswith(PREFIX) and name not in ANNOTATIONS:
-            near = get_close_matches(str(name).lower(), ANNOTATIONS, 1, 0.85)
-            yield Unknown(f"metadata.annotations[{name}]", next(iter(near), ""))
+    annotations = meta.get("annotations") if isinstance(meta, dict) else None
+    for name in annotations if isinstance(annotations, dict) else ():
+        if str(name).startswith(ANNOTATION_PREFIX) and name not in KNOWN_ANNOTATIONS:
+            matches = get_close_matches(str(name).lower(), KNOWN_ANNOTATIONS, 1, 0.85)
+            yield UnknownField(f"metadata.annotations[{name}]", next(iter(matches), ""))
 
 
-def _unknown(value: object, shape: Shape, path: str) -> Iterator[Unknown]:
+def _find_unknown(value: object, shape: FieldShape, path: str) -> Iterator[UnknownField]:
     if isinstance(value, list):
         for i, item in enumerate(value):
-            yield from _unknown(item, shape, f"{path}[{i}]")
+            yield from _find_unknown(item, shape, f"{path}[{i}]")
     elif isinstance(value, dict):
-        for name, below in value.items():
-            where = f"{path}.{name}" if path else str(name)
+        for name, child in value.items():
+            field_path = f"{path}.{name}" if path else str(name)
             if name not in shape:
-                yield Unknown(where, _near(str(name), shape))
+                yield UnknownField(field_path, _suggest_field(str(name), shape))
             elif shape[name] is not None:
-                yield from _unknown(below, shape[name], where)
+                yield from _find_unknown(child, shape[name], field_path)
 
 
-def _near(name: str, shape: Shape) -> str:
+def _suggest_field(name: str, shape: FieldShape) -> str:
     """The known name that was meant, whatever its capitals: ``clusterIp`` is ``clusterIP``."""
-    known = {word.lower(): word for word in shape}
-    return next((known[word] for word in get_close_matches(name.lower(), known, 1, 0.75)), "")
+    names = {field.lower(): field for field in shape}
+    return next((names[field] for field in get_close_matches(name.lower(), names, 1, 0.75)), "")

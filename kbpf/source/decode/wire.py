@@ -9,16 +9,16 @@ from typing import Final
 
 import msgspec
 
-MOST_ITEMS: Final = 200_000
+MAX_PAGE_ITEMS: Final = 200_000
 """Items in one page; 500 are asked for, but a server may give all that there are."""
 
-_UPPER = {"ip": "IP", "ips": "IPs", "cidrs": "CIDRs", "cidr": "CIDR"}
+_ACRONYMS = {"ip": "IP", "ips": "IPs", "cidrs": "CIDRs", "cidr": "CIDR"}
 
 
-def spelling(name: str) -> str:
+def json_name(name: str) -> str:
     """The field as Kubernetes spells it: ``cluster_ips`` is ``clusterIPs``."""
     first, *rest = name.split("_")
-    return first + "".join(_UPPER.get(word, word.capitalize()) for word in rest)
+    return first + "".join(_ACRONYMS.get(part, part.capitalize()) for part in rest)
 
 
 class Labels(
@@ -40,7 +40,7 @@ class Labels(
     zone: str | None = None
 
 
-class Meta(msgspec.Struct, frozen=True, gc=False, rename=spelling):
+class ObjectMeta(msgspec.Struct, frozen=True, gc=False, rename=json_name):
     """metadata."""
 
     name: str = ""
@@ -63,7 +63,7 @@ class Annotations(
     weights: str | None = None
 
 
-class ServiceMeta(Meta, frozen=True, gc=False, rename=spelling):
+class ServiceMeta(ObjectMeta, frozen=True, gc=False, rename=json_name):
     """metadata of a Service."""
 
     annotations: Annotations | None = None
@@ -80,13 +80,13 @@ class SliceAnnotations(
     triggered: str | None = None
 
 
-class SliceMeta(Meta, frozen=True, gc=False, rename=spelling):
+class SliceMeta(ObjectMeta, frozen=True, gc=False, rename=json_name):
     """metadata of an EndpointSlice."""
 
     annotations: SliceAnnotations | None = None
 
 
-class Name(msgspec.Struct, frozen=True, gc=False, rename=spelling):
+class PartialObjectMeta(msgspec.Struct, frozen=True, gc=False, rename=json_name):
     """metadata of an object of which nothing else can be read."""
 
     name: str = ""
@@ -94,13 +94,13 @@ class Name(msgspec.Struct, frozen=True, gc=False, rename=spelling):
     resource_version: str | None = None
 
 
-class HasMeta(msgspec.Struct, frozen=True, gc=False, rename=spelling):
+class PartialObject(msgspec.Struct, frozen=True, gc=False, rename=json_name):
     """Any object: enough to say which one it is."""
 
-    metadata: Name
+    metadata: PartialObjectMeta
 
 
-class ServicePort(msgspec.Struct, frozen=True, gc=False, rename=spelling):
+class ServicePort(msgspec.Struct, frozen=True, gc=False, rename=json_name):
     """spec.ports[] of a Service."""
 
     name: str | None = None
@@ -109,19 +109,19 @@ class ServicePort(msgspec.Struct, frozen=True, gc=False, rename=spelling):
     node_port: int | None = None
 
 
-class ClientIP(msgspec.Struct, frozen=True, gc=False, rename=spelling):
+class ClientIPConfig(msgspec.Struct, frozen=True, gc=False, rename=json_name):
     """spec.sessionAffinityConfig.clientIP."""
 
     timeout_seconds: int | None = None
 
 
-class AffinityConfig(msgspec.Struct, frozen=True, gc=False, rename=spelling):
+class SessionAffinityConfig(msgspec.Struct, frozen=True, gc=False, rename=json_name):
     """spec.sessionAffinityConfig."""
 
-    client_ip: ClientIP | None = None
+    client_ip: ClientIPConfig | None = None
 
 
-class ServiceSpec(msgspec.Struct, frozen=True, gc=False, rename=spelling):
+class ServiceSpec(msgspec.Struct, frozen=True, gc=False, rename=json_name):
     """spec of a Service."""
 
     type: str | None = None
@@ -133,30 +133,30 @@ class ServiceSpec(msgspec.Struct, frozen=True, gc=False, rename=spelling):
     external_traffic_policy: str | None = None
     internal_traffic_policy: str | None = None
     session_affinity: str | None = None
-    session_affinity_config: AffinityConfig | None = None
+    session_affinity_config: SessionAffinityConfig | None = None
     health_check_node_port: int | None = None
 
 
-class Ingress(msgspec.Struct, frozen=True, gc=False, rename=spelling):
+class LoadBalancerIngress(msgspec.Struct, frozen=True, gc=False, rename=json_name):
     """status.loadBalancer.ingress[]."""
 
     ip: str | None = None
     ip_mode: str | None = None
 
 
-class LoadBalancer(msgspec.Struct, frozen=True, gc=False, rename=spelling):
+class LoadBalancerStatus(msgspec.Struct, frozen=True, gc=False, rename=json_name):
     """status.loadBalancer."""
 
-    ingress: tuple[Ingress, ...] | None = None
+    ingress: tuple[LoadBalancerIngress, ...] | None = None
 
 
-class ServiceStatus(msgspec.Struct, frozen=True, gc=False, rename=spelling):
+class ServiceStatus(msgspec.Struct, frozen=True, gc=False, rename=json_name):
     """status of a Service."""
 
-    load_balancer: LoadBalancer | None = None
+    load_balancer: LoadBalancerStatus | None = None
 
 
-class Service(msgspec.Struct, frozen=True, gc=False, rename=spelling):
+class Service(msgspec.Struct, frozen=True, gc=False, rename=json_name):
     """A Service."""
 
     metadata: ServiceMeta
@@ -164,7 +164,7 @@ class Service(msgspec.Struct, frozen=True, gc=False, rename=spelling):
     status: ServiceStatus | None = None
 
 
-class Conditions(msgspec.Struct, frozen=True, gc=False, rename=spelling):
+class EndpointConditions(msgspec.Struct, frozen=True, gc=False, rename=json_name):
     """endpoints[].conditions."""
 
     ready: bool | None = None
@@ -172,38 +172,38 @@ class Conditions(msgspec.Struct, frozen=True, gc=False, rename=spelling):
     terminating: bool | None = None
 
 
-class Hint(msgspec.Struct, frozen=True, gc=False, rename=spelling):
+class EndpointHint(msgspec.Struct, frozen=True, gc=False, rename=json_name):
     """endpoints[].hints.forZones[] and forNodes[]."""
 
     name: str
 
 
-class Hints(msgspec.Struct, frozen=True, gc=False, rename=spelling):
+class EndpointHints(msgspec.Struct, frozen=True, gc=False, rename=json_name):
     """endpoints[].hints."""
 
-    for_zones: tuple[Hint, ...] | None = None
-    for_nodes: tuple[Hint, ...] | None = None
+    for_zones: tuple[EndpointHint, ...] | None = None
+    for_nodes: tuple[EndpointHint, ...] | None = None
 
 
-class TargetRef(msgspec.Struct, frozen=True, gc=False, rename=spelling):
+class TargetRef(msgspec.Struct, frozen=True, gc=False, rename=json_name):
     """endpoints[].targetRef."""
 
     kind: str | None = None
     name: str | None = None
 
 
-class Endpoint(msgspec.Struct, frozen=True, gc=False, rename=spelling):
+class Endpoint(msgspec.Struct, frozen=True, gc=False, rename=json_name):
     """endpoints[] of an EndpointSlice."""
 
     addresses: tuple[str, ...] | None = None
-    conditions: Conditions | None = None
+    conditions: EndpointConditions | None = None
     node_name: str | None = None
     zone: str | None = None
-    hints: Hints | None = None
+    hints: EndpointHints | None = None
     target_ref: TargetRef | None = None
 
 
-class SlicePort(msgspec.Struct, frozen=True, gc=False, rename=spelling):
+class SlicePort(msgspec.Struct, frozen=True, gc=False, rename=json_name):
     """ports[] of an EndpointSlice."""
 
     name: str | None = None
@@ -211,7 +211,7 @@ class SlicePort(msgspec.Struct, frozen=True, gc=False, rename=spelling):
     port: int | None = None
 
 
-class EndpointSlice(msgspec.Struct, frozen=True, gc=False, rename=spelling):
+class EndpointSlice(msgspec.Struct, frozen=True, gc=False, rename=json_name):
     """An EndpointSlice, discovery.k8s.io/v1."""
 
     metadata: SliceMeta
@@ -220,20 +220,20 @@ class EndpointSlice(msgspec.Struct, frozen=True, gc=False, rename=spelling):
     ports: tuple[SlicePort, ...] | None = None
 
 
-class NodeAddress(msgspec.Struct, frozen=True, gc=False, rename=spelling):
+class NodeAddress(msgspec.Struct, frozen=True, gc=False, rename=json_name):
     """status.addresses[]."""
 
     type: str = ""
     address: str = ""
 
 
-class Taint(msgspec.Struct, frozen=True, gc=False, rename=spelling):
+class Taint(msgspec.Struct, frozen=True, gc=False, rename=json_name):
     """spec.taints[] of a Node."""
 
     key: str | None = None
 
 
-class NodeSpec(msgspec.Struct, frozen=True, gc=False, rename=spelling):
+class NodeSpec(msgspec.Struct, frozen=True, gc=False, rename=json_name):
     """spec of a Node: its pod networks, and who is to stay away."""
 
     pod_cidr: str | None = None
@@ -241,19 +241,19 @@ class NodeSpec(msgspec.Struct, frozen=True, gc=False, rename=spelling):
     taints: tuple[Taint, ...] | None = None
 
 
-class NodeMeta(Meta, frozen=True, gc=False, rename=spelling):
+class NodeMeta(ObjectMeta, frozen=True, gc=False, rename=json_name):
     """metadata of a Node."""
 
     deletion_timestamp: str | None = None
 
 
-class NodeStatus(msgspec.Struct, frozen=True, gc=False, rename=spelling):
+class NodeStatus(msgspec.Struct, frozen=True, gc=False, rename=json_name):
     """status of a Node."""
 
     addresses: tuple[NodeAddress, ...] | None = None
 
 
-class Node(msgspec.Struct, frozen=True, gc=False, rename=spelling):
+class Node(msgspec.Struct, frozen=True, gc=False, rename=json_name):
     """A Node."""
 
     metadata: NodeMeta
@@ -267,7 +267,7 @@ class PodLabels(msgspec.Struct, frozen=True, gc=False, rename={"socket_lb": "kbp
     socket_lb: str | None = None
 
 
-class PodMeta(msgspec.Struct, frozen=True, gc=False, rename=spelling):
+class PodMeta(msgspec.Struct, frozen=True, gc=False, rename=json_name):
     """metadata of a Pod."""
 
     name: str = ""
@@ -277,13 +277,13 @@ class PodMeta(msgspec.Struct, frozen=True, gc=False, rename=spelling):
     labels: PodLabels | None = None
 
 
-class PodSpec(msgspec.Struct, frozen=True, gc=False, rename=spelling):
+class PodSpec(msgspec.Struct, frozen=True, gc=False, rename=json_name):
     """spec of a Pod: where it runs."""
 
     node_name: str | None = None
 
 
-class Pod(msgspec.Struct, frozen=True, gc=False, rename=spelling):
+class Pod(msgspec.Struct, frozen=True, gc=False, rename=json_name):
     """A Pod."""
 
     metadata: PodMeta
@@ -308,43 +308,43 @@ class ListMeta(
     remaining: int | None = None
 
 
-class ListPage(msgspec.Struct, frozen=True, gc=False, rename=spelling):
+class ListPage(msgspec.Struct, frozen=True, gc=False, rename=json_name):
     """A page of a LIST; the items stay bytes, so that one bad object spoils only itself."""
 
     metadata: ListMeta
     items: list[msgspec.Raw] | None = None
 
 
-_items = threading.local()
+_item_budget = threading.local()
 
 
-class Counted(msgspec.Struct, frozen=True, gc=False):
+class CountedItem(msgspec.Struct, frozen=True, gc=False):
     """An item of a list, of which nothing is kept. Raises ValueError for too many in a page."""
 
     def __post_init__(self) -> None:
-        _items.left -= 1
-        if _items.left < 0:
-            raise ValueError(f"more than {MOST_ITEMS} items in a page")
+        _item_budget.remaining -= 1
+        if _item_budget.remaining < 0:
+            raise ValueError(f"more than {MAX_PAGE_ITEMS} items in a page")
 
 
 class CountedPage(msgspec.Struct, frozen=True, gc=False):
     """A page of a LIST, read only to count its items."""
 
-    items: list[Counted] | None = None
+    items: list[CountedItem] | None = None
 
 
 def check_items(body: bytes | bytearray) -> None:
     """Raise ValidationError when the page has too many items, or one that is no object. A Raw takes
     forty times the three bytes of the smallest item, so they are counted before they are made.
     """
-    _items.left = MOST_ITEMS
-    _COUNT.decode(body)
+    _item_budget.remaining = MAX_PAGE_ITEMS
+    _COUNTING_DECODER.decode(body)
 
 
-_COUNT: Final = msgspec.json.Decoder(CountedPage)
+_COUNTING_DECODER: Final = msgspec.json.Decoder(CountedPage)
 
 
-class WatchLine(msgspec.Struct, frozen=True, gc=False, rename=spelling):
+class WatchEvent(msgspec.Struct, frozen=True, gc=False, rename=json_name):
     """One line of a WATCH; what `object` is depends on `type`."""
 
     type: str
@@ -357,20 +357,20 @@ class BookmarkAnnotations(msgspec.Struct, frozen=True, rename={"end": "k8s.io/in
     end: str | None = None
 
 
-class BookmarkMeta(msgspec.Struct, frozen=True, gc=False, rename=spelling):
+class BookmarkMeta(msgspec.Struct, frozen=True, gc=False, rename=json_name):
     """metadata of a BOOKMARK's object."""
 
     resource_version: str
     annotations: BookmarkAnnotations | None = None
 
 
-class Bookmark(msgspec.Struct, frozen=True, gc=False, rename=spelling):
+class Bookmark(msgspec.Struct, frozen=True, gc=False, rename=json_name):
     """The object of a BOOKMARK line."""
 
     metadata: BookmarkMeta
 
 
-class Status(msgspec.Struct, frozen=True, gc=False, rename=spelling):
+class ApiStatus(msgspec.Struct, frozen=True, gc=False, rename=json_name):
     """What an API server says when it says no: an ERROR line's object, or a response's body."""
 
     code: int | None = None

@@ -31,73 +31,73 @@ from kbpf.errors import ConfigError, ObjectError, SourceError
 from kbpf.kernel.system import threads
 from kbpf.model.events import Delete, Kind, ObjectKey, Rejected, Synced, Upsert
 from kbpf.model.objects import Service
-from kbpf.source.base import Put, SourceState, SourceStatus
-from kbpf.source.decode.decode import Object
-from kbpf.source.folder.documents import Contents, Found, parse
+from kbpf.source.base import EventHandler, SourceState, SourceStatus
+from kbpf.source.decode.decode import ModelObject
+from kbpf.source.folder.documents import FileContents, LocatedObject, parse_documents
 
 log = logging.getLogger("kbpf.source")
 
-POLL_SECONDS: Final = 0.15
-EMPTY_SECONDS: Final = 60.0
-LIMIT_SECONDS: Final = 60.0
+POLL_INTERVAL: Final = 0.15
+EMPTY_GRACE: Final = 60.0
+STUCK_TIMEOUT: Final = 60.0
 """Without a look for this long the thread counts as stuck: the file system hangs."""
-LAST_TIME: Final = 253_402_300_799_999_999_999
+MAX_FILE_TIME_NS: Final = 253_402_300_799_999_999_999
 """ns: the end of the year 9999, since a file may have any time."""
-MOST_NODES: Final = 3
+MAX_NODES_SHOWN: Final = 3
 """That are named where ours is missing."""
 SUFFIXES: Final = (".yaml", ".yml", ".json")
 
 
-class Stamp(NamedTuple):
+class FileStamp(NamedTuple):
     """What changes when a file changes."""
 
-    modified: int
-    changed: int
+    mtime_ns: int
+    ctime_ns: int
     size: int
     inode: int
 
 
-EMPTY: Final = Contents()
-EMPTY_LINE: Final = (
+NO_CONTENTS: Final = FileContents()
+EMPTY_FOLDER_PROBLEM: Final = (
     "the folder has become empty: what it held stays in force for a while (--source-empty-grace)"
 )
-UNREAD: Final = Stamp(0, 0, 0, 0)
+UNREAD_STAMP: Final = FileStamp(0, 0, 0, 0)
 """No file looks like this: it is tried again at each look."""
 
 
 @dataclass(frozen=True, slots=True)
-class _File:
+class _ParsedFile:
     """A file as it was read last; `contents` is from the last time that it could be parsed."""
 
-    stamp: Stamp
-    contents: Contents = EMPTY
+    stamp: FileStamp
+    contents: FileContents = NO_CONTENTS
     problem: str = ""
 
 
-class Folder:
+class FolderSource:
     """Services, EndpointSlices, exempt Pods and our own Node from the files of one folder."""
 
     def __init__(
         self,
         path: Path,
-        put: Put,
+        emit: EventHandler,
         node_name: str = "",
         *,
-        empty_seconds: float = EMPTY_SECONDS,
-        poll_seconds: float = POLL_SECONDS,
+        empty_grace: float = EMPTY_GRACE,
+        poll_interval: float = POLL_INTERVAL,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._path, self._put, self._node_name = path, put, node_name
-        self._empty_seconds, self._poll_seconds, self._clock = empty_seconds, poll_seconds, clock
+        self._path, self._emit, self._node_name = path, emit, node_name
+        self._empty_grace, self._poll_interval, self._clock = empty_grace, poll_interval, clock
         self._empty_since: float | None = None
         self._stop = threading.Event()
-        self._thread: threads.Supervised | None = None
-        self._seen: dict[str, Stamp] = {}
-        self._files: dict[str, _File] = {}
-        self._said: dict[ObjectKey, Object] = {}
-        self._created: dict[ObjectKey, str] = {}  # of Services that do not say it
+        self._thread: threads.SupervisedThread | None = None
+        self._last_stamps: dict[str, FileStamp] = {}
+        self._files: dict[str, _ParsedFile] = {}
+        self._emitted: dict[ObjectKey, ModelObject] = {}
+        self._creation_times: dict[ObjectKey, str] = {}  # of Services that do not say it
         self._rejected: dict[ObjectKey, str] = {}
-        self._noted: set[str] = set()
+        self._logged_kinds: set[str] = set()
         self._status = SourceStatus("folder", self.kinds)
 
     @property
@@ -108,7 +108,7 @@ class Folder:
     def start(self) -> None:
         """Begin in a thread of its own. Raises ConfigError when there is no such folder."""
         check_folder(self._path)
-        self._thread = threads.start("kbpf-folder", partial(self.run, self._stop), LIMIT_SECONDS)
+        self._thread = threads.start("kbpf-folder", partial(self.run, self._stop), STUCK_TIMEOUT)
 
     def stop(self) -> None:
         """End the thread."""
@@ -124,26 +124,26 @@ class Folder:
         """Read everything, then what changes, until `stop`."""
         self._stop = stop
         while not stop.is_set():
-            threads.beat()
+            threads.heartbeat()
             try:
-                self.look()
+                self.poll()
             except Exception:  # the thread's one: a fault of ours must not end the watch
                 log.exception("source fault name=%s", self._status.name)
-            stop.wait(self._poll_seconds)
+            stop.wait(self._poll_interval)
         self._status = replace(self._status, state=SourceState.STOPPED)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Look at the folder once and say what has changed. The first time takes all as it is."""
         try:
-            stamps = dict(_stamps(self._path))
+            stamps = dict(_scan_folder(self._path))
         except OSError as error:
-            self._unwell(error)
+            self._record_failure(error)
             return
-        first = not self._status.synced
+        is_first = not self._status.synced
         if self._status.error:
             failures = self._status.failures
             log.info("folder can be read again path=%s failures=%d", self._path, failures)
-        if self._spared(stamps):
+        if self._is_within_empty_grace(stamps):
             return
         changed = [
             name
@@ -151,12 +151,12 @@ class Folder:
             if (name in stamps) != (name in self._files)
             or (name in stamps and stamps[name] != self._files[name].stamp)
         ]
-        settled = [n for n in changed if first or stamps.get(n) == self._seen.get(n)]
-        self._seen = stamps
-        for name in sorted(settled):
-            self._read(name, stamps.get(name))
-        if settled or first or EMPTY_LINE in self._status.problems:
-            self._say()
+        stable = [n for n in changed if is_first or stamps.get(n) == self._last_stamps.get(n)]
+        self._last_stamps = stamps
+        for name in sorted(stable):
+            self._read_file(name, stamps.get(name))
+        if stable or is_first or EMPTY_FOLDER_PROBLEM in self._status.problems:
+            self._emit_changes()
         self._status = replace(
             self._status,
             state=SourceState.WATCHING,
@@ -165,127 +165,136 @@ class Folder:
             failures=0,
             error="",
         )
-        if first:
-            log.info("source synced name=%s objects=%d", self._status.name, len(self._said))
+        if is_first:
+            log.info("source synced name=%s objects=%d", self._status.name, len(self._emitted))
             for kind in self.kinds:
-                self._put(Synced(kind))
+                self._emit(Synced(kind))
 
-    def _read(self, name: str, stamp: Stamp | None) -> None:
+    def _read_file(self, name: str, stamp: FileStamp | None) -> None:
         if stamp is None:
             del self._files[name]
             return
-        before = self._files.get(name, _File(stamp))
+        before = self._files.get(name, _ParsedFile(stamp))
         try:
             with open(self._path / name, "rb") as file:
                 data = file.read(MANIFESTS.size + 1)
-                if _stamp(os.fstat(file.fileno())) != stamp:
+                if _make_stamp(os.fstat(file.fileno())) != stamp:
                     return  # it is being written: not settled after all
-            self._files[name] = _File(stamp, self._dated(parse(name, data), stamp))
+            self._files[name] = _ParsedFile(
+                stamp, self._with_creation_times(parse_documents(name, data), stamp)
+            )
         except ObjectError as error:
             self._files[name] = replace(before, stamp=stamp, problem=str(error))
         except OSError as error:
             problem = str(SourceError(f"cannot read it: {error.strerror}", name))
-            self._files[name] = replace(before, stamp=UNREAD, problem=problem)
+            self._files[name] = replace(before, stamp=UNREAD_STAMP, problem=problem)
         except Exception as error:
             log.exception("file not read, a fault of kbpf's own name=%r", name)
             hint = "what it held stays in force; please report this"
             problem = str(SourceError(f"cannot read it: {error!r}", name, hint))
             self._files[name] = replace(before, stamp=stamp, problem=problem)
 
-    def _dated(self, contents: Contents, stamp: Stamp) -> Contents:
+    def _with_creation_times(self, contents: FileContents, stamp: FileStamp) -> FileContents:
         """With a creationTimestamp for each Service that has none."""
-        return contents._replace(found=tuple(self._dated_one(f, stamp) for f in contents.found))
+        return contents._replace(
+            objects=tuple(self._with_creation_time(located, stamp) for located in contents.objects)
+        )
 
-    def _dated_one(self, found: Found, stamp: Stamp) -> Found:
-        service, key = found.item.object, found.item.key
-        if not isinstance(service, Service) or service.created:
-            return found
-        created = self._created.setdefault(key, _time_text(stamp.modified))
-        service = msgspec.structs.replace(service, created=created)
-        return found._replace(item=found.item._replace(object=service))
+    def _with_creation_time(self, located: LocatedObject, stamp: FileStamp) -> LocatedObject:
+        service, key = located.item.object, located.item.key
+        if not isinstance(service, Service) or service.creation_timestamp:
+            return located
+        creation_timestamp = self._creation_times.setdefault(key, _format_time(stamp.mtime_ns))
+        service = msgspec.structs.replace(service, creation_timestamp=creation_timestamp)
+        return located._replace(item=located.item._replace(object=service))
 
-    def _spared(self, stamps: Mapping[str, Stamp]) -> bool:
+    def _is_within_empty_grace(self, stamps: Mapping[str, FileStamp]) -> bool:
         """Whether a folder that has become empty is not taken at its word yet."""
         if stamps or not self._files:
             self._empty_since = None
             return False
         if self._empty_since is None:
             self._empty_since = self._clock()
-        if self._clock() - self._empty_since >= self._empty_seconds:
+        if self._clock() - self._empty_since >= self._empty_grace:
             log.warning("the folder is empty: all that it held is removed path=%s", self._path)
             return False
-        self._seen = {}
-        if EMPTY_LINE not in self._status.problems:
-            log.warning("%s path=%s seconds=%g", EMPTY_LINE, self._path, self._empty_seconds)
-            problems = (*self._status.problems, EMPTY_LINE)
-            self._status = replace(self._status, problems=problems, sound=False)
+        self._last_stamps = {}
+        if EMPTY_FOLDER_PROBLEM not in self._status.problems:
+            log.warning(
+                "%s path=%s seconds=%g", EMPTY_FOLDER_PROBLEM, self._path, self._empty_grace
+            )
+            problems = (*self._status.problems, EMPTY_FOLDER_PROBLEM)
+            self._status = replace(self._status, problems=problems, authoritative=False)
         return True
 
-    def _say(self) -> None:
+    def _emit_changes(self) -> None:
         """Put the difference between what the files say now and what was said."""
         problems: list[str] = []
-        chosen = self._chosen(problems)
+        winners = self._select_winners(problems)
         now = self._clock()
-        for key, found in chosen.items():
-            obj, error = found.item.object, found.item.error
+        for key, located in winners.items():
+            obj, error = located.item.object, located.item.error
             if error:
                 if self._rejected.get(key) != error:
                     self._rejected[key] = error
-                    self._put(Rejected(key, error))
+                    self._emit(Rejected(key, error))
             elif obj is not None:
-                if self._said.get(key) != obj or key in self._rejected:
-                    self._put(Upsert(key, obj, now))
-                self._said[key] = obj
+                if self._emitted.get(key) != obj or key in self._rejected:
+                    self._emit(Upsert(key, obj, now))
+                self._emitted[key] = obj
                 self._rejected.pop(key, None)
-        there = {k for k, found in chosen.items() if found.item.error or found.item.object}
-        for key in sorted((self._said.keys() | self._rejected.keys()) - there):
-            self._said.pop(key, None)
-            self._created.pop(key, None)
+        present_keys = {
+            k for k, located in winners.items() if located.item.error or located.item.object
+        }
+        for key in sorted((self._emitted.keys() | self._rejected.keys()) - present_keys):
+            self._emitted.pop(key, None)
+            self._creation_times.pop(key, None)
             self._rejected.pop(key, None)
-            self._put(Delete(key, now))
-        self._note(problems)
+            self._emit(Delete(key, now))
+        self._update_problems(problems)
 
-    def _chosen(self, problems: list[str]) -> dict[ObjectKey, Found]:
+    def _select_winners(self, problems: list[str]) -> dict[ObjectKey, LocatedObject]:
         """One of each object: the first by file name. Adds what is wrong to `problems`."""
-        chosen: dict[ObjectKey, Found] = {}
+        winners: dict[ObjectKey, LocatedObject] = {}
         nodes: set[str] = set()
         for name, file in sorted(self._files.items()):
             problems += [file.problem] if file.problem else []
             problems += file.contents.problems
-            for found in file.contents.found:
-                key = found.item.key
+            for located in file.contents.objects:
+                key = located.item.key
                 if key.kind is Kind.NODE:
                     nodes.add(key.name)
                     if self._node_name not in ("", key.name):
                         continue
-                winner = chosen.setdefault(key, found)
-                if winner is not found:
+                winner = winners.setdefault(key, located)
+                if winner is not located:
                     problems.append(f"{name}: {key} is in {winner.where} already; left out here")
         if nodes and self._node_name and self._node_name not in nodes:
             problems.append(
                 f"no file has a Node {self._node_name} (--hostname-override), but there are "
-                f"{', '.join(sorted(nodes)[:MOST_NODES])}: no endpoint counts as local, and this "
+                f"{', '.join(sorted(nodes)[:MAX_NODES_SHOWN])}: no endpoint counts as local, "
+                "and this "
                 "node is in no zone"
             )
-        return chosen
+        return winners
 
-    def _note(self, problems: list[str]) -> None:
+    def _update_problems(self, problems: list[str]) -> None:
         for line in problems:
             if line not in self._status.problems:
                 log.warning("source problem name=%s error=%r", self._status.name, line)
         for name, file in self._files.items():
-            for kind in set(file.contents.ignored) - self._noted:
-                self._noted.add(kind)
+            for kind in set(file.contents.ignored_kinds) - self._logged_kinds:
+                self._logged_kinds.add(kind)
                 log.info("source ignores kind=%s file=%s", kind, name)
         # Who gets the events says of an object what is wrong with it; here it is only listed.
         rejected = [f"{key}: {error}" for key, error in self._rejected.items()]
         self._status = replace(
             self._status,
             problems=(*problems, *rejected),
-            sound=not any(file.problem for file in self._files.values()),
+            authoritative=not any(file.problem for file in self._files.values()),
         )
 
-    def _unwell(self, error: OSError) -> None:
+    def _record_failure(self, error: OSError) -> None:
         hint = "what it held stays in force"
         what = f"cannot read the folder: {error.strerror}"
         line = str(SourceError(what, str(self._path), hint))
@@ -304,24 +313,24 @@ def check_folder(path: Path) -> None:
         raise ConfigError("no such folder of objects", str(path), hint)
 
 
-def _time_text(nanoseconds: int) -> str:
+def _format_time(nanoseconds: int) -> str:
     """RFC 3339 with all digits, so that texts sort as times do."""
-    seconds, rest = divmod(min(max(nanoseconds, 0), LAST_TIME), 1_000_000_000)
+    seconds, rest = divmod(min(max(nanoseconds, 0), MAX_FILE_TIME_NS), 1_000_000_000)
     return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(seconds))}.{rest:09}Z"
 
 
-def _stamps(path: Path) -> Iterator[tuple[str, Stamp]]:
+def _scan_folder(path: Path) -> Iterator[tuple[str, FileStamp]]:
     """(name, stamp) of the folder's files that hold objects; hidden ones are an editor's."""
     with os.scandir(path) as entries:
         for entry in entries:
             if entry.name.endswith(SUFFIXES) and not entry.name.startswith("."):
                 try:
-                    found = entry.stat()
+                    status = entry.stat()
                 except OSError:
                     continue  # a dangling link, or gone since
                 if entry.is_file():
-                    yield entry.name, _stamp(found)
+                    yield entry.name, _make_stamp(status)
 
 
-def _stamp(found: os.stat_result) -> Stamp:
-    return Stamp(found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino)
+def _make_stamp(status: os.stat_result) -> FileStamp:
+    return FileStamp(status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino)

@@ -11,8 +11,8 @@ from kbpf.views.columns import Column
 
 NEEDS: Final = Part.STATUS | Part.PACKETS | Part.FILL
 
-ALARM: Final = 0.8
-SWITCH: Final = "switched off by --packet-path false"
+ALARM_SHARE: Final = 0.8
+SWITCHED_OFF: Final = "switched off by --packet-path false"
 
 
 class PacketView(msgspec.Struct, frozen=True):
@@ -43,24 +43,24 @@ class PacketView(msgspec.Struct, frozen=True):
     evicted: int
 
 
-def view(snapshot: Snapshot) -> PacketView:
+def build_view(snapshot: Snapshot) -> PacketView:
     """All of it."""
-    state, why = state_of(snapshot)
-    said = snapshot.status.packets if snapshot.status else None
+    state, reason = packet_path_state(snapshot)
+    packet_status = snapshot.status.packets if snapshot.status else None
     fill, devices = snapshot.fill, snapshot.devices.values()
     entries = fill.entries if fill else 0
     created = snapshot.reasons.get(Reason.NEW_FLOW, 0)
     return PacketView(
         state=state,
-        why=why,
-        host_devices=sum(one.role == Role.HOST for one in devices),
-        pod_devices=sum(one.role == Role.POD for one in devices),
-        failed=said.failed if said else (),
-        failed_count=said.failed_count if said else 0,
+        why=reason,
+        host_devices=sum(device.role == Role.HOST for device in devices),
+        pod_devices=sum(device.role == Role.POD for device in devices),
+        failed=packet_status.failed if packet_status else (),
+        failed_count=packet_status.failed_count if packet_status else 0,
         connections=fill.open if fill else 0,
         entries=entries,
         room=fill.room if fill else 0,
-        alarm=fill is not None and state == "on" and fill.needed >= ALARM * fill.room,
+        alarm=fill is not None and state == "on" and fill.needed >= ALARM_SHARE * fill.room,
         created=created,
         # Fewer than there are: the counters are younger than the map.
         forgotten=created - entries if created >= entries else None,
@@ -68,28 +68,36 @@ def view(snapshot: Snapshot) -> PacketView:
     )
 
 
-def state_of(snapshot: Snapshot) -> tuple[str, str]:
+def packet_path_state(snapshot: Snapshot) -> tuple[str, str]:
     """``on``, ``off`` or ``failed``, and why it is not on. Needs Part.STATUS and Part.PACKETS.
 
     What is pinned serves, also after the agent has gone.
     """
-    said = snapshot.status.packets if snapshot.status else None
-    if said is not None and said.wanted and said.problem:
-        return "failed", said.problem
-    if said is not None and not said.wanted and snapshot.status and not snapshot.packet_programs:
-        return "off", SWITCH
+    packet_status = snapshot.status.packets if snapshot.status else None
+    if packet_status is not None and packet_status.wanted and packet_status.problem:
+        return "failed", packet_status.problem
+    if (
+        packet_status is not None
+        and not packet_status.wanted
+        and snapshot.status
+        and not snapshot.packet_programs
+    ):
+        return "off", SWITCHED_OFF
     if not snapshot.packet_programs:
-        return "off", "no packet programs are pinned" if said is None else "not attached yet"
+        return (
+            "off",
+            "no packet programs are pinned" if packet_status is None else "not attached yet",
+        )
     return "on", ""
 
 
-def words(snapshot: Snapshot) -> str:
+def unavailable_notice(snapshot: Snapshot) -> str:
     """One line for whoever looks at what is empty then; "" when the packet path is on."""
-    state, why = state_of(snapshot)
-    return "" if state == "on" else f"the packet path is {state}: {why}"
+    state, reason = packet_path_state(snapshot)
+    return "" if state == "on" else f"the packet path is {state}: {reason}"
 
 
-FLAGS: Final = {DeviceFlag.LOCAL: "pods", DeviceFlag.PEER: "peer"}
+FLAG_NAMES: Final = {DeviceFlag.LOCAL: "pods", DeviceFlag.PEER: "peer"}
 
 FAILURE_COLUMNS: Final = (
     Column("NOT ON DEVICE", lambda f: f.device),

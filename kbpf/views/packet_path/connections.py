@@ -15,22 +15,22 @@ import msgspec
 from kbpf.dataplane.bpf.inspect import tracked_connections
 from kbpf.dataplane.bpf.inspect.snapshot import Part, Snapshot
 from kbpf.dataplane.bpf.inspect.tracked_connections import (
-    FLOW,
-    PARTS,
+    DIRECTION_NAMES,
+    ORIGINAL,
     REPLY,
-    SNAT,
-    Tracked,
-    endpoint,
-    shared_endpoint,
+    SNAT_REPLY,
+    TrackedConnection,
+    format_target,
+    format_target_cached,
 )
-from kbpf.dataplane.bpf.maps.flow_entries import IDENTITY, NANO
-from kbpf.dataplane.bpf.maps.layout import NAT, TcpState, Way
+from kbpf.dataplane.bpf.maps.flow_entries import IDENTITY, NS_PER_SECOND
+from kbpf.dataplane.bpf.maps.layout import FLOW, FlowPath, TcpState
 from kbpf.errors import NotFoundError
 from kbpf.model.address import Addr
 from kbpf.model.desired import ServicePortKey
 from kbpf.model.objects import Protocol
-from kbpf.views.backends import service_text
-from kbpf.views.columns import Column, span
+from kbpf.views.backends import format_service
+from kbpf.views.columns import Column, format_duration
 
 NEEDS: Final = Part.NAMES | Part.CONNECTIONS | Part.PACKETS | Part.STATUS
 
@@ -72,7 +72,7 @@ class ConnectionRow(msgspec.Struct, frozen=True, gc=False):
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ConnectionQuery:
     """Which connections to show: of a Service (NAME or NAMESPACE/NAME), of a client, to a backend
     (addresses), in a state (one of STATES); those whose time is over only if asked for.
     """
@@ -84,115 +84,137 @@ class Wanted:
     expired: bool = False
 
 
-class Selected(NamedTuple):
+class ConnectionSelection(NamedTuple):
     """What is to be shown, in order: by Service, then client. `over`: how many more there are
     whose time is over.
     """
 
-    connections: tuple[Tracked, ...]
-    over: int
+    connections: tuple[TrackedConnection, ...]
+    expired_count: int
 
 
-def select(snapshot: Snapshot, wanted: Wanted = Wanted()) -> Selected:
+def select(snapshot: Snapshot, query: ConnectionQuery = ConnectionQuery()) -> ConnectionSelection:
     """Those that are wanted. NotFoundError for a Service that is not programmed."""
-    tests = tuple(_tests(snapshot, wanted))
-    now = int(snapshot.monotonic * NANO)
-    found, over = [], 0
-    for one in snapshot.connections.values():
-        if tests and not all(test(one) for test in tests):
+    tests = tuple(_filters(snapshot, query))
+    now = int(snapshot.monotonic * NS_PER_SECOND)
+    selected, expired_count = [], 0
+    for connection in snapshot.connections.values():
+        if tests and not all(test(connection) for test in tests):
             continue
-        if one.over < now and not wanted.expired:
-            over += 1
+        if connection.expires_at < now and not query.expired:
+            expired_count += 1
         else:
-            found.append(one)
-    name = cache(lambda i: service_text(snapshot.names.get(i), i))
-    found.sort(key=lambda one: (name(one.service), one.raw[IDENTITY]))
-    return Selected(tuple(found), over)
+            selected.append(connection)
+    service_name = cache(lambda i: format_service(snapshot.names.get(i), i))
+    selected.sort(
+        key=lambda connection: (service_name(connection.service), connection.raw[IDENTITY])
+    )
+    return ConnectionSelection(tuple(selected), expired_count)
 
 
-def _tests(snapshot: Snapshot, wanted: Wanted) -> Iterator[Callable[[Tracked], bool]]:
-    if wanted.service:
-        ids = of_service(snapshot, wanted.service)
-        yield lambda one: one.service in ids
-    if wanted.client is not None:
-        client = bytes(wanted.client)
-        yield lambda one: one.client == client
-    if wanted.backend is not None:
-        backend = bytes(wanted.backend)
-        yield lambda one: one.backend[:16] == backend
-    if wanted.state:
-        state = TcpState[wanted.state.upper()]
-        yield lambda one: one.state == state
+def _filters(
+    snapshot: Snapshot, query: ConnectionQuery
+) -> Iterator[Callable[[TrackedConnection], bool]]:
+    if query.service:
+        ids = service_ids(snapshot, query.service)
+        yield lambda connection: connection.service in ids
+    if query.client is not None:
+        client = bytes(query.client)
+        yield lambda connection: connection.client == client
+    if query.backend is not None:
+        backend = bytes(query.backend)
+        yield lambda connection: connection.backend[:16] == backend
+    if query.state:
+        state = TcpState[query.state.upper()]
+        yield lambda connection: connection.state == state
 
 
-def of_service(snapshot: Snapshot, wanted: str) -> frozenset[int]:
+def service_ids(snapshot: Snapshot, service: str) -> frozenset[int]:
     """The ids of a Service, NAME or NAMESPACE/NAME. NotFoundError if it is not programmed."""
-    namespace, _, name = wanted.rpartition("/")
+    namespace, _, name = service.rpartition("/")
 
-    def same(key: ServicePortKey) -> bool:
+    def matches(key: ServicePortKey) -> bool:
         return key.name == name and namespace in ("", key.namespace)
 
-    ids = frozenset(i for i, key in snapshot.names.items() if same(key))
+    ids = frozenset(i for i, key in snapshot.names.items() if matches(key))
     if not ids:
         raise NotFoundError(
-            f"no Service {wanted} is programmed", str(snapshot.pin_dir),
+            f"no Service {service} is programmed", str(snapshot.pin_dir),
             "`kbpf inspect services` lists all",
         )  # fmt: skip
     return ids
 
 
-def rows(snapshot: Snapshot, connections: Iterable[Tracked]) -> Iterator[ConnectionRow]:
+def build_rows(
+    snapshot: Snapshot, connections: Iterable[TrackedConnection]
+) -> Iterator[ConnectionRow]:
     """One at a time: there may be a hundred thousand."""
     current: frozenset[bytes] | None = None
-    name = cache(lambda i: service_text(snapshot.names.get(i), i))
-    device = cache(device_name)
-    now = int(snapshot.monotonic * NANO)
-    began = int(snapshot.began * NANO)
-    for one in connections:
-        raw = one.raw
-        last, client, frontend, backend, snat, snat_port, port, service, *rest = NAT.unpack(raw)
-        _, state, _, way, _, index, *_ = rest
-        masqueraded = snat != tracked_connections.NOWHERE
+    service_name = cache(lambda i: format_service(snapshot.names.get(i), i))
+    cached_device_name = cache(device_name)
+    now = int(snapshot.monotonic * NS_PER_SECOND)
+    read_start = int(snapshot.began * NS_PER_SECOND)
+    for connection in connections:
+        raw = connection.raw
+        last_used, client, frontend, backend, snat, snat_port, port, service, *rest = FLOW.unpack(
+            raw
+        )
+        _, state, _, path, _, index, *_ = rest
+        masqueraded = snat != tracked_connections.NO_ADDRESS
         replaced = False
-        if not one.parts & FLOW:
+        if not connection.directions & ORIGINAL:
             if current is None:
-                current = _keys(snapshot)
-            replaced = one.key in current
-        dialled = endpoint(client)
+                current = _original_keys(snapshot)
+            replaced = connection.key in current
+        client_text = format_target(client)
         yield ConnectionRow(
-            service=name(service),
+            service=service_name(service),
             protocol=protocol_name(client[18]),
-            client=dialled,
-            frontend=shared_endpoint(frontend),
-            backend=shared_endpoint(backend),
-            seen_as=endpoint(snat + snat_port)
+            client=client_text,
+            frontend=format_target_cached(frontend),
+            backend=format_target_cached(backend),
+            seen_as=format_target(snat + snat_port)
             if masqueraded
-            else (dialled if port == client[16:18] else endpoint(client[:16] + port)),
+            else (client_text if port == client[16:18] else format_target(client[:16] + port)),
             masqueraded=masqueraded,
             state=state_name(state),
-            idle_seconds=max(0, now - last) // tracked_connections.MILLI / 1000,
-            expires_seconds=(one.over - now) // tracked_connections.MILLI / 1000,
-            expired=one.over < now,
-            lost=() if replaced or last >= began else _lost(one.parts, masqueraded, way),
+            idle_seconds=max(0, now - last_used) // tracked_connections.NS_PER_MS / 1000,
+            expires_seconds=(connection.expires_at - now) // tracked_connections.NS_PER_MS / 1000,
+            expired=connection.expires_at < now,
+            lost=()
+            if replaced or last_used >= read_start
+            else _missing_directions(connection.directions, masqueraded, path),
             replaced=replaced,
-            way=_WAYS.get(way, str(way)),
-            device=device(index) if index else "",
+            way=_PATH_NAMES.get(path, str(path)),
+            device=cached_device_name(index) if index else "",
         )
 
 
-def _keys(snapshot: Snapshot) -> frozenset[bytes]:
+def _original_keys(snapshot: Snapshot) -> frozenset[bytes]:
     """Client and frontend of all that is in `flows`."""
-    return frozenset(one.key for one in snapshot.connections.values() if one.parts & FLOW)
+    return frozenset(
+        connection.key
+        for connection in snapshot.connections.values()
+        if connection.directions & ORIGINAL
+    )
 
 
-def _lost(parts: int, masqueraded: bool, way: int) -> tuple[str, ...]:
+def _missing_directions(directions: int, masqueraded: bool, path: int) -> tuple[str, ...]:
     """What should be there and is not. A connection that bypasses the stack has no entry for
     replies to the client's own address. (Not asked of a connection that a packet has met since
     reading began: it may have begun in between.)
     """
-    wanted = FLOW | (SNAT if masqueraded else 0) | (REPLY if way != Way.PAST else 0)
-    missing = wanted & ~parts
-    return tuple(name for part, name in PARTS.items() if missing & part) if missing else ()
+    expected = (
+        ORIGINAL
+        | (SNAT_REPLY if masqueraded else 0)
+        | (REPLY if path != FlowPath.DIRECT_SNAT else 0)
+    )
+    missing = expected & ~directions
+    return (
+        tuple(name for direction, name in DIRECTION_NAMES.items() if missing & direction)
+        if missing
+        else ()
+    )
 
 
 def protocol_name(number: int) -> str:
@@ -214,17 +236,21 @@ def device_name(ifindex: int) -> str:
 
 
 _PROTOCOLS: Final = {int(protocol): protocol.name for protocol in Protocol}
-_WAYS: Final = {int(Way.STACK): "stack", int(Way.REDIRECT): "redirect", int(Way.PAST): "redirect"}
+_PATH_NAMES: Final = {
+    int(FlowPath.STACK): "stack",
+    int(FlowPath.DIRECT): "redirect",
+    int(FlowPath.DIRECT_SNAT): "redirect",
+}
 
 
 # ---- columns -----------------------------------------------------------------------------------
 
 
-def _expires(row: ConnectionRow) -> str:
-    return "expired" if row.expired else span(row.expires_seconds)
+def _format_expires(row: ConnectionRow) -> str:
+    return "expired" if row.expired else format_duration(row.expires_seconds)
 
 
-def _seen(row: ConnectionRow) -> str:
+def _format_seen_as(row: ConnectionRow) -> str:
     if not row.seen_as:
         return "-"
     if row.masqueraded:
@@ -232,7 +258,7 @@ def _seen(row: ConnectionRow) -> str:
     return "the client" if row.seen_as == row.client else row.seen_as
 
 
-def _note(row: ConnectionRow) -> str:
+def _format_note(row: ConnectionRow) -> str:
     if not (row.lost or row.replaced or row.device):
         return ""
     notes = [f"lost: {', '.join(row.lost)}"] if row.lost else []
@@ -247,10 +273,14 @@ COLUMNS: Final = (
     Column("CLIENT", lambda r: r.client),
     Column("FRONTEND", lambda r: r.frontend),
     Column("BACKEND", lambda r: r.backend),
-    Column("BACKEND-SEES", _seen),
+    Column("BACKEND-SEES", _format_seen_as),
     Column("STATE", lambda r: r.state),
-    Column("IDLE", lambda r: "-" if r.idle_seconds is None else span(r.idle_seconds), right=True),
-    Column("EXPIRES-IN", _expires, right=True),
+    Column(
+        "IDLE",
+        lambda r: "-" if r.idle_seconds is None else format_duration(r.idle_seconds),
+        right=True,
+    ),
+    Column("EXPIRES-IN", _format_expires, right=True),
     Column("WAY", lambda r: r.way, wide=True),
-    Column("NOTE", _note),
+    Column("NOTE", _format_note),
 )

@@ -9,14 +9,14 @@ import msgspec
 
 from kbpf.dataplane.bpf.inspect.snapshot import Part, Snapshot
 from kbpf.dataplane.bpf.maps.layout import DeviceFlag
-from kbpf.dataplane.bpf.packet_path.device_roles import Choice, Role, decide
+from kbpf.dataplane.bpf.packet_path.device_roles import DeviceRole, RoleChoice, decide_roles
 from kbpf.errors import KernelError, NotFoundError
 from kbpf.kernel.bpf import objects
-from kbpf.kernel.bpf.tc import Attachment, Direction, Tc
+from kbpf.kernel.bpf.tc import Attachment, Direction, TcAttacher
 from kbpf.kernel.net.devices import Device, list_devices
 from kbpf.kernel.system import netns
-from kbpf.views.columns import Column, number
-from kbpf.views.packet_path.availability import FLAGS
+from kbpf.views.columns import Column, format_number
+from kbpf.views.packet_path.availability import FLAG_NAMES
 
 NEEDS: Final = Part.STATUS | Part.PACKETS
 
@@ -44,71 +44,85 @@ class DeviceRow(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class HostDevices:
     """What the kernel has: devices, and programs of ours on them with their names by id."""
 
     devices: tuple[Device, ...]
-    attached: tuple[Attachment, ...]
-    names: Mapping[int, str]
+    attachments: tuple[Attachment, ...]
+    program_names: Mapping[int, str]
 
 
-def look(snapshot: Snapshot) -> Found:
+def read_host_devices(snapshot: Snapshot) -> HostDevices:
     """Reads it. NotFoundError outside of the network namespace of the agent."""
-    here = netns.cookie()
-    if snapshot.host_netns and here is not None and here != snapshot.host_netns:
+    netns_cookie = netns.read_cookie()
+    if snapshot.host_netns and netns_cookie is not None and netns_cookie != snapshot.host_netns:
         raise NotFoundError(
             "the agent's devices are in another network namespace", str(snapshot.pin_dir),
             "run it there: nsenter --net=/proc/PID/ns/net kbpf inspect devices",
         )  # fmt: skip
-    with Tc(snapshot.pin_dir / "devices") as tc:
-        attached = tc.everything()
-    names = {}
-    for program_id in {one.program for one in attached}:
-        with contextlib.suppress(KernelError), objects.program_by_id(program_id) as program:
-            names[program_id] = program.info().name
-    return Found(list_devices(), attached, names)
+    with TcAttacher(snapshot.pin_dir / "devices") as tc:
+        attachments = tc.list_all()
+    program_names = {}
+    for program_id in {attachment.program_id for attachment in attachments}:
+        with contextlib.suppress(KernelError), objects.open_program_by_id(program_id) as program:
+            program_names[program_id] = program.read_info().name
+    return HostDevices(list_devices(), attachments, program_names)
 
 
-def rows(snapshot: Snapshot, found: Found) -> tuple[DeviceRow, ...]:
+def build_rows(snapshot: Snapshot, host_devices: HostDevices) -> tuple[DeviceRow, ...]:
     """Every device, by its number."""
-    said = snapshot.status.packets if snapshot.status else None
-    choices = decide(found.devices, said.devices if said else (), said.excluded if said else ())
-    failed = {one.device: one.why for one in said.failed} if said else {}
+    packet_status = snapshot.status.packets if snapshot.status else None
+    choices = decide_roles(
+        host_devices.devices,
+        packet_status.devices if packet_status else (),
+        packet_status.excluded if packet_status else (),
+    )
+    failures = (
+        {failure.device: failure.why for failure in packet_status.failed} if packet_status else {}
+    )
     return tuple(
-        _row(device, choices[device.ifindex], snapshot, found, failed.get(device.name, ""))
-        for device in found.devices
+        _build_row(
+            device, choices[device.ifindex], snapshot, host_devices, failures.get(device.name, "")
+        )
+        for device in host_devices.devices
     )
 
 
-def _row(
-    device: Device, choice: Choice, snapshot: Snapshot, found: Found, failed: str
+def _build_row(
+    device: Device, choice: RoleChoice, snapshot: Snapshot, host_devices: HostDevices, failure: str
 ) -> DeviceRow:
-    told = snapshot.devices.get(device.ifindex)
-    flags = told.flags if told else DeviceFlag(0)
-    on = {d: _programs(found, device.ifindex, d) for d in Direction}
+    entry = snapshot.devices.get(device.ifindex)
+    flags = entry.flags if entry else DeviceFlag(0)
+    programs = {d: _format_programs(host_devices, device.ifindex, d) for d in Direction}
     return DeviceRow(
         device=device.name,
         ifindex=device.ifindex,
         kind=device.kind or ("loopback" if device.loopback else "hardware"),
         role=str(choice.role),
-        why=choice.why,
-        flags=tuple(word for flag, word in FLAGS.items() if flag in flags),
-        header=told.header if told else None,
-        ingress=on[Direction.INGRESS],
-        egress=on[Direction.EGRESS],
-        problem=failed or (_problem(choice, on.values()) if snapshot.packet_programs else ""),
+        why=choice.reason,
+        flags=tuple(name for flag, name in FLAG_NAMES.items() if flag in flags),
+        header=entry.header if entry else None,
+        ingress=programs[Direction.INGRESS],
+        egress=programs[Direction.EGRESS],
+        problem=failure
+        or (_problem(choice, programs.values()) if snapshot.packet_programs else ""),
     )
 
 
-def _problem(choice: Choice, on: Iterable[str]) -> str:
-    if choice.role is Role.SKIPPED:
-        return "it should have no program" if any(on) else ""
-    return "" if all(on) else "a program is missing"
+def _problem(choice: RoleChoice, programs: Iterable[str]) -> str:
+    if choice.role is DeviceRole.SKIPPED:
+        return "it should have no program" if any(programs) else ""
+    return "" if all(programs) else "a program is missing"
 
 
-def _programs(found: Found, ifindex: int, direction: Direction) -> str:
-    here = [a for a in found.attached if (a.ifindex, a.direction) == (ifindex, direction)]
-    return ", ".join(f"{found.names.get(a.program, a.program)} ({a.how})" for a in here)
+def _format_programs(host_devices: HostDevices, ifindex: int, direction: Direction) -> str:
+    matching = [
+        a for a in host_devices.attachments if (a.ifindex, a.direction) == (ifindex, direction)
+    ]
+    return ", ".join(
+        f"{host_devices.program_names.get(a.program_id, a.program_id)} ({a.method})"
+        for a in matching
+    )
 
 
 COLUMNS: Final = (
@@ -117,8 +131,8 @@ COLUMNS: Final = (
     Column("INGRESS", lambda d: d.ingress or "-"),
     Column("EGRESS", lambda d: d.egress or "-"),
     Column("FLAGS", lambda d: ",".join(d.flags) or "-"),
-    Column("HEADER", lambda d: number(d.header), right=True),
-    Column("IFINDEX", lambda d: number(d.ifindex), wide=True, right=True),
+    Column("HEADER", lambda d: format_number(d.header), right=True),
+    Column("IFINDEX", lambda d: format_number(d.ifindex), wide=True, right=True),
     Column("KIND", lambda d: d.kind, wide=True),
     Column("WHY", lambda d: d.why),
     Column("PROBLEM", lambda d: d.problem or "-"),

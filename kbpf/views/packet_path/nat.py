@@ -10,13 +10,18 @@ import msgspec
 
 from kbpf.dataplane.bpf.inspect import tracked_connections
 from kbpf.dataplane.bpf.inspect.snapshot import Part, Snapshot
-from kbpf.dataplane.bpf.inspect.tracked_connections import SNAT, Tracked, endpoint, shared_endpoint
+from kbpf.dataplane.bpf.inspect.tracked_connections import (
+    SNAT_REPLY,
+    TrackedConnection,
+    format_target,
+    format_target_cached,
+)
 from kbpf.dataplane.bpf.maps import flow_entries
-from kbpf.dataplane.bpf.maps.flow_entries import NANO
-from kbpf.dataplane.bpf.maps.layout import NAT, Reason, TcpState
+from kbpf.dataplane.bpf.maps.flow_entries import NS_PER_SECOND
+from kbpf.dataplane.bpf.maps.layout import FLOW, Reason, TcpState
 from kbpf.model.address import format_addr
-from kbpf.views.backends import service_text
-from kbpf.views.columns import Column, number, span
+from kbpf.views.backends import format_service
+from kbpf.views.columns import Column, format_duration, format_number
 from kbpf.views.packet_path.connections import protocol_name, state_name
 
 NEEDS: Final = Part.NAMES | Part.CONNECTIONS | Part.PACKETS | Part.STATUS
@@ -65,53 +70,53 @@ class NatView(msgspec.Struct, frozen=True):
     usage: tuple[UsageRow, ...]
 
 
-def translated(snapshot: Snapshot) -> tuple[Tracked, ...]:
+def select_translated(snapshot: Snapshot) -> tuple[TrackedConnection, ...]:
     """Connections with a translated source whose time is not over, by that source and backend."""
-    now = int(snapshot.monotonic * NANO)
-    found = [
-        one
-        for one in snapshot.connections.values()
-        if one.parts & SNAT and one.over >= now
+    now = int(snapshot.monotonic * NS_PER_SECOND)
+    connections = [
+        connection
+        for connection in snapshot.connections.values()
+        if connection.directions & SNAT_REPLY and connection.expires_at >= now
     ]  # fmt: skip
     return tuple(
         sorted(
-            found,
-            key=lambda one: (
-                one.backend,
-                one.raw[flow_entries.SNAT],
-                one.raw[flow_entries.SNAT_PORT],
-                one.key,
+            connections,
+            key=lambda connection: (
+                connection.backend,
+                connection.raw[flow_entries.SNAT],
+                connection.raw[flow_entries.SNAT_PORT],
+                connection.key,
             ),
         )
     )
 
 
-def view(snapshot: Snapshot, found: Iterable[Tracked]) -> NatView:
+def build_view(snapshot: Snapshot, connections: Iterable[TrackedConnection]) -> NatView:
     """What is true of all of them."""
     node = snapshot.node
     return NatView(
-        addresses=tuple(format_addr(one) for one in node.own),
-        first_port=node.low,
-        last_port=node.high,
+        addresses=tuple(format_addr(address) for address in node.addresses),
+        first_port=node.first_port,
+        last_port=node.last_port,
         ports=node.ports,
         failures=snapshot.reasons.get(Reason.NO_SNAT_PORT, 0),
-        usage=_usage(found, node.ports),
+        usage=_build_usage(connections, node.ports),
     )
 
 
-def _usage(found: Iterable[Tracked], ports: int) -> tuple[UsageRow, ...]:
+def _build_usage(connections: Iterable[TrackedConnection], ports: int) -> tuple[UsageRow, ...]:
     """The fullest first."""
-    used: dict[tuple[bytes, bytes], list[int]] = {}
-    for one in found:
-        counts = used.setdefault((one.backend, one.snat), [0, 0])
+    usage: dict[tuple[bytes, bytes], list[int]] = {}
+    for connection in connections:
+        counts = usage.setdefault((connection.backend, connection.snat), [0, 0])
         counts[0] += 1
-        counts[1] += one.state == TcpState.CLOSED
+        counts[1] += connection.state == TcpState.CLOSED
     rows = []
-    for (backend, snat), (count, closed) in used.items():
+    for (backend, snat), (count, closed) in usage.items():
         percent = round(100 * count / ports, 1) if ports else 0.0
         rows.append(
             UsageRow(
-                shared_endpoint(backend),
+                format_target_cached(backend),
                 protocol_name(backend[18]),
                 format_addr(snat),
                 count,
@@ -124,20 +129,22 @@ def _usage(found: Iterable[Tracked], ports: int) -> tuple[UsageRow, ...]:
     return tuple(sorted(rows, key=lambda row: (-row.used, row.backend, row.protocol, row.node)))
 
 
-def rows(snapshot: Snapshot, found: Iterable[Tracked]) -> Iterator[SourceRow]:
+def build_rows(snapshot: Snapshot, connections: Iterable[TrackedConnection]) -> Iterator[SourceRow]:
     """One at a time: there may be a hundred thousand."""
-    name = cache(lambda i: service_text(snapshot.names.get(i), i))
-    now = int(snapshot.monotonic * NANO)
-    for one in found:
-        last, client, _, backend, snat, port, _, service, _, state, *_ = NAT.unpack(one.raw)
+    service_name = cache(lambda i: format_service(snapshot.names.get(i), i))
+    now = int(snapshot.monotonic * NS_PER_SECOND)
+    for connection in connections:
+        last_used, client, _, backend, snat, port, _, service, _, state, *_ = FLOW.unpack(
+            connection.raw
+        )
         yield SourceRow(
-            source=endpoint(snat + port),
-            backend=shared_endpoint(backend),
+            source=format_target(snat + port),
+            backend=format_target_cached(backend),
             protocol=protocol_name(client[18]),
-            client=endpoint(client),
-            service=name(service),
+            client=format_target(client),
+            service=service_name(service),
             state=state_name(state),
-            idle_seconds=max(0, now - last) // tracked_connections.MILLI / 1000,
+            idle_seconds=max(0, now - last_used) // tracked_connections.NS_PER_MS / 1000,
         )
 
 
@@ -145,9 +152,9 @@ USAGE_COLUMNS: Final = (
     Column("BACKEND", lambda r: r.backend),
     Column("PROTOCOL", lambda r: r.protocol),
     Column("NODE", lambda r: r.node),
-    Column("USED", lambda r: number(r.used), right=True),
-    Column("CLOSED", lambda r: number(r.closed), right=True),
-    Column("PORTS", lambda r: number(r.ports), right=True),
+    Column("USED", lambda r: format_number(r.used), right=True),
+    Column("CLOSED", lambda r: format_number(r.closed), right=True),
+    Column("PORTS", lambda r: format_number(r.ports), right=True),
     Column("FILL", lambda r: f"{r.percent:.1f}%" + (" !" if r.alarm else "  "), right=True),
 )
 
@@ -158,5 +165,5 @@ COLUMNS: Final = (
     Column("FOR", lambda r: r.client),
     Column("SERVICE", lambda r: r.service),
     Column("STATE", lambda r: r.state),
-    Column("IDLE", lambda r: span(r.idle_seconds), right=True),
+    Column("IDLE", lambda r: format_duration(r.idle_seconds), right=True),
 )

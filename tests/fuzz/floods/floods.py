@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Final
 
 from kbpf.dataplane.bpf.maps import flow_entries
-from kbpf.dataplane.bpf.maps.layout import FlowPart, Reason
+from kbpf.dataplane.bpf.maps.layout import FlowDirection, Reason
 from kbpf.model.address import format_addr
 from kbpf.model.config import MapSizes
 from kbpf.model.desired import DesiredState
@@ -384,10 +384,12 @@ class Arena:
             left = [row for row in rows if row.left > HELD_SECONDS and _is_forged(row.source)]
             return len(rows), len(left)
         now = time.monotonic_ns()
-        later = now + HELD_SECONDS * flow_entries.NANO
+        later = now + HELD_SECONDS * flow_entries.NS_PER_SECOND
         entries = [raw for _, raw in self.kbpf.site.entries("flows").items()]
-        held = sum(raw[99] == FlowPart.SNAT_ANSWER and keeps_port(raw, later) for raw in entries)
-        return sum(map(flow_entries.is_question, entries)), held
+        held = sum(
+            raw[99] == FlowDirection.SNAT_REPLY and keeps_port(raw, later) for raw in entries
+        )
+        return sum(map(flow_entries.is_original, entries)), held
 
 
 def keeps_port(raw: bytes, later: int) -> bool:
@@ -395,7 +397,7 @@ def keeps_port(raw: bytes, later: int) -> bool:
     client = format_addr(raw[flow_entries.CLIENT][:16])
     return (
         _is_forged(client)
-        and flow_entries.over(raw) > later
+        and flow_entries.expires_at(raw) > later
         and flow_entries.is_needed(raw[flow_entries.STATE], flow_entries.last_used(raw), later)
     )
 

@@ -29,7 +29,7 @@ from typing import Any, Final
 from kbpf.model.events import Delete, Event, Kind, ObjectKey, Upsert
 from kbpf.source.api import credentials as source
 from kbpf.source.api.kubeconfig import find_access
-from kbpf.source.api.reflector import RELIST_SECONDS, Reflector
+from kbpf.source.api.reflector import RELIST_INTERVAL, Reflector
 from kbpf.source.api.resource import SERVICES, SLICES
 from kbpf.source.decode import decode
 from tests.fuzz.inputs.histories import OPERATIONS, same_policy
@@ -121,9 +121,9 @@ class History:
             reflectors = [
                 Reflector(
                     cluster, resource, self._observer.put,
-                    chance=random.Random(self._chance.random()).random, wait=_wait_briefly,
-                    silence=SILENCE_SECONDS,
-                    relist=RELIST_ALONE_SECONDS if self._alone else RELIST_SECONDS,
+                    rng=random.Random(self._chance.random()).random, wait=_wait_briefly,
+                    silence_timeout=SILENCE_SECONDS,
+                    relist_interval=RELIST_ALONE_SECONDS if self._alone else RELIST_INTERVAL,
                 )
                 for resource in (SERVICES, SLICES)
             ]  # fmt: skip
@@ -158,7 +158,7 @@ class History:
         for kind, name in KINDS.items():
             for obj in kube.list(name, self._space)["items"]:
                 text = json.dumps({"kind": name} | obj).encode()
-                found[key_of(kind, obj)] = decode.read(kind, text).object
+                found[key_of(kind, obj)] = decode.decode_object(kind, text).object
         return found
 
     def _check_policy(self, there: dict[ObjectKey, Any]) -> None:

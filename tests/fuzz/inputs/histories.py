@@ -23,13 +23,13 @@ from urllib.parse import parse_qs, urlsplit
 from kbpf.errors import SourceError
 from kbpf.model.config import Config
 from kbpf.model.events import Delete, Event, Kind, ObjectKey, Synced, Upsert
-from kbpf.policy.compute import Desired
-from kbpf.policy.store import World
+from kbpf.policy.compute import DesiredStateBuilder
+from kbpf.policy.store import ObjectStore
 from kbpf.source.api.credentials import Cluster
 from kbpf.source.api.kubeconfig import Access
 from kbpf.source.api.reflector import Reflector
 from kbpf.source.api.resource import SERVICES, SLICES, Resource
-from kbpf.source.api.transport import Silent
+from kbpf.source.api.transport import ReadTimeout
 from kbpf.source.decode import decode
 
 HISTORIES: Final = 10_000
@@ -271,7 +271,7 @@ class Server:
             rest = data
             while rest:
                 if self._fault(0.02):
-                    raise self._chance.choice((SourceError("cut"), Silent("mute")))
+                    raise self._chance.choice((SourceError("cut"), ReadTimeout("mute")))
                 size = len(rest) if not self._left else self._chance.choice((len(rest), 7, 40))
                 piece, rest = rest[:size], rest[size:]
                 self.now += self._chance.choice((0.0, 0.0, 5.0)) if self._left else 0.0
@@ -307,7 +307,7 @@ def play(kind: Kind, resource: Resource, seed: int, operations: int) -> tuple[Mo
 
     reflector = Reflector(
         Cluster(Access("http://model", "the model")), resource, put,
-        clock=lambda: server.now, chance=chance.random, wait=wait,
+        clock=lambda: server.now, rng=chance.random, wait=wait,
     )  # fmt: skip
     reflector._connection = server  # type: ignore[assignment]
     reflector.run(server.stop)
@@ -322,7 +322,7 @@ def play(kind: Kind, resource: Resource, seed: int, operations: int) -> tuple[Mo
 
 
 def _object(kind: Kind, obj: Object) -> Any:
-    return decode.read(kind, json.dumps(obj).encode()).object
+    return decode.decode_object(kind, json.dumps(obj).encode()).object
 
 
 def history(seed: int, operations: int = OPERATIONS) -> int:
@@ -347,14 +347,14 @@ def same_policy(
     objects at the end. Raises AssertionError.
     """
     queues = [list(events[::-1]) for events in said]
-    world, desired, config = World("n"), Desired(), Config()
+    world, desired, config = ObjectStore("n"), DesiredStateBuilder(), Config()
     while any(queues):
         batch: list[Event] = []
         for _ in range(chance.randint(1, 20)):
             if left := [queue for queue in queues if queue]:
                 batch.append(chance.choice(left).pop())
         desired.update(world, world.apply(batch), (), config)
-    fresh, expected = World("n"), Desired()
+    fresh, expected = ObjectStore("n"), DesiredStateBuilder()
     synced = [Synced(Kind.SERVICE), Synced(Kind.SLICE)]
     expected.update(fresh, fresh.apply([*synced, *whole]), (), config)
     assert desired.state.services == expected.state.services

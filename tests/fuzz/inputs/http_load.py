@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from kbpf.serve import http
-from kbpf.serve.http import Server
-from kbpf.serve.message import Answer, Request
+from kbpf.serve.http import HttpServer
+from kbpf.serve.message import HttpRequest, HttpResponse
 from tests.fuzz.inputs.http_requests import probe, request
 
 CONNECTIONS: Final = 10_000
@@ -38,18 +38,21 @@ class Page:
 
     def __init__(self) -> None:
         self._counted, self._count_due = b"", 0.0
-        self._answer, self._due = Answer(200, b""), 0.0
+        self._answer, self._due = HttpResponse(200, b""), 0.0
 
-    def answer(self, asked: Request) -> Answer:
+    def answer(self, asked: HttpRequest) -> HttpResponse:
         """The page, or a short word."""
         if asked.path != "/metrics":
-            return Answer(200, b"ok\n")
+            return HttpResponse(200, b"ok\n")
         now = time.monotonic()
         if now >= self._count_due:
             self._counted, self._count_due = os.urandom(1) * PAGE_BYTES, now + COUNT_SECONDS
         if now >= self._due:
             own = b"# made\n" * 1000
-            self._answer, self._due = Answer(200, own, rest=self._counted), now + FRESH_SECONDS
+            self._answer, self._due = (
+                HttpResponse(200, own, body_tail=self._counted),
+                now + FRESH_SECONDS,
+            )
         return self._answer
 
 
@@ -71,7 +74,7 @@ def remote() -> Iterator[Remote]:
     reader, writer = os.pipe()
     pid = os.fork()
     if not pid:
-        server = Server()
+        server = HttpServer()
         server.start()
         port = server.listen("127.0.0.1", 0, Page().answer).sock.getsockname()[1]
         os.write(writer, str(port).encode())
@@ -231,7 +234,7 @@ def slow_readers(seed: int, seconds: float = READ_SECONDS) -> Result:
         end = time.monotonic() + seconds
         number = 2  # deaf(), as in open_one()
         while time.monotonic() < end:
-            if len(readers) < http.MOST_CONNECTIONS - 8:
+            if len(readers) < http.MAX_CONNECTIONS - 8:
                 readers.append(stack.enter_context(open_one(at, number, seed)))
             reader = chance.choice(readers)
             try:

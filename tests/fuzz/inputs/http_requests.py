@@ -15,8 +15,8 @@ from typing import Final
 
 import h11
 
-from kbpf.serve.http import Server
-from kbpf.serve.message import HEAD_END, Answer, Head, Request, parse
+from kbpf.serve.http import HttpServer
+from kbpf.serve.message import HEAD_END, HttpRequest, HttpResponse, RequestHead, parse_head
 
 REQUESTS: Final = 1_000_000
 BATCH: Final = 500
@@ -40,8 +40,8 @@ VALUES = (b"close", b"keep-alive", b"x", b"", b"chunked", b"100-continue", b"h2c
 ENDS = (b"\r\n", b"\r\n", b"\r\n", b"\n", b"\r", b"\n\r", b"\r\r\n")
 
 CONTROL: Final = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
-USUAL: Final = Answer(200, b"ok\n")
-PAGE: Final = Answer(200, b"# a page\n" * 20_000)
+USUAL: Final = HttpResponse(200, b"ok\n")
+PAGE: Final = HttpResponse(200, b"# a page\n" * 20_000)
 
 
 def pick(chance: random.Random, options: tuple[bytes, ...], first: float = 0.5) -> bytes:
@@ -129,7 +129,7 @@ def compare(raw: bytes) -> str:
     if end is None:
         return ""
     head = raw[: end.start()]
-    ours, theirs = parse(head), by_h11(head)
+    ours, theirs = parse_head(head), by_h11(head)
     if ours is None:
         return f"refused, but h11 reads {theirs!r}" if theirs and not excused(head, theirs) else ""
     if theirs is None:
@@ -137,7 +137,7 @@ def compare(raw: bytes) -> str:
     return _differ(ours, theirs)
 
 
-def _differ(ours: Head, theirs: h11.Request) -> str:
+def _differ(ours: RequestHead, theirs: h11.Request) -> str:
     method, target = theirs.method.decode(), theirs.target.decode("latin-1")
     if ours.request.method != method:
         return f"method {ours.request.method!r}, h11 {method!r}"
@@ -146,10 +146,12 @@ def _differ(ours: Head, theirs: h11.Request) -> str:
     lengths = [value for name, value in theirs.headers if name == b"content-length"]
     chunked = any(name == b"transfer-encoding" for name, _ in theirs.headers)
     wanted = int(lengths[0]) if lengths and not chunked else 0
-    if ours.body not in (wanted, 0) or (wanted and not ours.body and not ours.last):
-        return f"body of {ours.body}, h11 {wanted}"
+    if ours.body_length not in (wanted, 0) or (
+        wanted and not ours.body_length and not ours.close_after
+    ):
+        return f"body of {ours.body_length}, h11 {wanted}"
     close = any(n == b"connection" and b"close" in v.lower() for n, v in theirs.headers)
-    if close and not ours.last:
+    if close and not ours.close_after:
         return "goes on after Connection: close"
     return ""
 
@@ -158,9 +160,9 @@ def _differ(ours: Head, theirs: h11.Request) -> str:
 
 
 @contextlib.contextmanager
-def serving(handler: Callable[[Request], Answer]) -> Iterator[tuple[Server, int]]:
+def serving(handler: Callable[[HttpRequest], HttpResponse]) -> Iterator[tuple[HttpServer, int]]:
     """A server, and its port."""
-    server = Server()
+    server = HttpServer()
     server.start()
     try:
         yield server, server.listen("127.0.0.1", 0, handler).sock.getsockname()[1]
@@ -168,7 +170,7 @@ def serving(handler: Callable[[Request], Answer]) -> Iterator[tuple[Server, int]
         server.stop()
 
 
-def handler(asked: Request) -> Answer:
+def handler(asked: HttpRequest) -> HttpResponse:
     """Small answers, and for /metrics one that does not fit into the kernel's buffers."""
     return PAGE if asked.path == "/metrics" else USUAL
 

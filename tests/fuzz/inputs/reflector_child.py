@@ -15,7 +15,7 @@ from kbpf.model.events import Delete, Event, Upsert
 from kbpf.source.api.credentials import Cluster
 from kbpf.source.api.kubeconfig import Access
 from kbpf.source.api.reflector import Reflector
-from kbpf.source.api.resource import SERVICES, SLICES, exempt_pods, own_node
+from kbpf.source.api.resource import SERVICES, SLICES, exempt_pod_resource, own_node_resource
 
 
 def main(url: str) -> None:
@@ -29,7 +29,7 @@ def main(url: str) -> None:
                 known.discard(str(event.key))
 
     cluster = Cluster(Access(url, "the test"))
-    watched = (SERVICES, SLICES, own_node("good"), exempt_pods("good"))
+    watched = (SERVICES, SLICES, own_node_resource("good"), exempt_pod_resource("good"))
     reflectors = [Reflector(cluster, resource, put) for resource in watched]
     for reflector in reflectors:
         reflector.start()

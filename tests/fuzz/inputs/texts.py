@@ -18,13 +18,13 @@ from kbpf.config import load
 from kbpf.errors import KbpfError, ObjectError
 from kbpf.model.config import Config
 from kbpf.model.events import Delete, Event, Kind, Rejected, Synced, Upsert
-from kbpf.policy.compute import Desired
-from kbpf.policy.store import World
+from kbpf.policy.compute import DesiredStateBuilder
+from kbpf.policy.store import ObjectStore
 from kbpf.source.api.kubeconfig import find_access
 from kbpf.source.api.watch import WatchStream
 from kbpf.source.decode import decode, wire
 from kbpf.source.folder import documents
-from kbpf.source.folder.folder import Folder
+from kbpf.source.folder.folder import FolderSource
 
 TEXTS: Final = 1_000_000
 SLOW_SECONDS: Final = 2.0
@@ -147,8 +147,8 @@ def changed(chance: random.Random, value: Any) -> Any:
 
 def manifest(chance: random.Random, folder: Path) -> None:
     text = "---\n".join(chance.sample(GOOD, chance.randint(1, len(GOOD))))
-    contents = documents.parse("a.yaml", garbled(chance, text))
-    assert len(contents.problems) <= documents.MOST_PROBLEMS + 1
+    contents = documents.parse_documents("a.yaml", garbled(chance, text))
+    assert len(contents.problems) <= documents.MAX_PROBLEMS_PER_FILE + 1
     assert all(map(str.isprintable, contents.problems))
 
 
@@ -169,20 +169,20 @@ def one_file_of_a_folder(chance: random.Random, folder: Path) -> None:
         (folder / f"{name}.yaml").write_text(text)
     (folder / "b.yaml").write_bytes(garbled(chance, "---\n".join(GOOD)))
     said: list[Event] = []
-    Folder(folder, said.append, "n").look()
+    FolderSource(folder, said.append, "n").poll()
     names = {event.key.name for event in said if isinstance(event, Upsert)}
     assert {"a-good", "c-good"} <= names, names
 
 
 def objects(chance: random.Random, folder: Path) -> None:
     """Those that a hostile API server may send, up to what is planned of them."""
-    world, desired, config = World("n"), Desired(), Config()
+    world, desired, config = ObjectStore("n"), DesiredStateBuilder(), Config()
     events: list[Event] = [Synced(kind) for kind in Kind]
     for _ in range(chance.randint(1, 8)):
         kind, good = chance.choice(PLAIN)
         data = json.dumps(changed(chance, good)).encode()
         try:
-            item = decode.read(kind, data)
+            item = decode.decode_object(kind, data)
         except ObjectError:
             continue
         if item.error:

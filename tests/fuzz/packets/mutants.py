@@ -80,8 +80,8 @@ def build(mutant: Mutant, folder: Path, units: tuple[str, ...] = ("tc",)) -> Non
 def _compile(mutant: Mutant, unit: str, tree: Path, folder: Path) -> None:
     out = tree / "artifact"
     subprocess.run(
-        children.python(compile.__name__, unit, str(out)),
-        env=children.environment() | {"PYTHONPATH": str(tree)},
+        children.python_command(compile.__name__, unit, str(out)),
+        env=children.child_environment() | {"PYTHONPATH": str(tree)},
         check=True,
         capture_output=True,
     )

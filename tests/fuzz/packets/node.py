@@ -58,7 +58,7 @@ T = TypeVar("T")
 
 def inside_of(name: str, action: Callable[[], T]) -> T:
     """The result of `action` in the network namespace of this name."""
-    return netns.inside(Path("/run/netns") / name, action)
+    return netns.run_in(Path("/run/netns") / name, action)
 
 
 def end(host: str, port: int) -> str:
@@ -144,10 +144,10 @@ class KbpfNode:
         """Attaches them and serves this."""
         plane = self.site.open(sizes, packet_path=True, **settings)
         state = msgspec.structs.replace(
-            state, masquerade_as=tuple(parse_addr(text) for text in ROUTED_BY.values())
+            state, masquerade_addresses=tuple(parse_addr(text) for text in ROUTED_BY.values())
         )
         inside_of(str(self.site.node), lambda: plane.apply(state, None))
-        until("the programs are attached", plane.ready)
+        until("the programs are attached", plane.is_ready)
 
     def drain(self) -> list[bytes]:
         """Takes the keys out of the queue, the oldest first."""

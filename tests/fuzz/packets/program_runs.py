@@ -163,11 +163,11 @@ class ProgramRuns:
         entries = self._node.site.entries("flows")
         self.tally.most_entries = max(self.tally.most_entries, len(entries))
         own = {
-            raw[flow_entries.BOTH_ENDS]: key
+            raw[flow_entries.ENDPOINTS]: key
             for key, raw in entries.items()
-            if flow_entries.is_question(raw)
+            if flow_entries.is_original(raw)
         }
-        many = Counter(raw[flow_entries.BOTH_ENDS] for raw in entries.values())
+        many = Counter(raw[flow_entries.ENDPOINTS] for raw in entries.values())
         for both, count in many.items():
             assert count <= ENTRIES, f"{count} entries: {both.hex()}"
             assert both in own, f"entries without the client's own: {both.hex()}"

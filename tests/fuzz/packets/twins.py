@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from kbpf.dataplane.bpf.maps import flow_entries
-from kbpf.dataplane.bpf.maps.layout import NAT, Target, TcpState
-from kbpf.kernel.net.netlink import Netlink, attributes
+from kbpf.dataplane.bpf.maps.layout import FLOW, Target, TcpState
+from kbpf.kernel.net.netlink import Netlink, parse_attributes
 from kbpf.model.address import format_addr
 from kbpf.model.config import MapSizes
 from tests.fuzz.packets.node import (
@@ -189,7 +189,7 @@ class Twins:
         """By kbpf, which gives a client ports of its share only: its own port may be another's."""
         for raw in self.node.site.entries("flows").values():
             own = Target.unpack(raw[flow_entries.CLIENT])
-            is_this = raw[flow_entries.PROTOCOL] == protocol and flow_entries.is_question(raw)
+            is_this = raw[flow_entries.PROTOCOL] == protocol and flow_entries.is_original(raw)
             if is_this and end(format_addr(own.address), own.port) == client:
                 port = int.from_bytes(raw[flow_entries.SNAT_PORT], "big")
                 return (format_addr(raw[flow_entries.SNAT]), port) if port else None
@@ -379,7 +379,7 @@ class Row(NamedTuple):
 def flush_conntrack() -> None:
     """Of the calling thread's network namespace."""
     with Netlink(_CONNTRACK, "conntrack") as netlink:
-        netlink.ask(_DELETE, struct.pack("=BBH", 0, 0, 0))
+        netlink.request(_DELETE, struct.pack("=BBH", 0, 0, 0))
 
 
 def dump_conntrack() -> list[Row]:
@@ -388,9 +388,9 @@ def dump_conntrack() -> list[Row]:
         messages = netlink.dump(_GET, struct.pack("=BBH", 0, 0, 0))
     found = []
     for message in messages:
-        told = attributes(message.body[4:])
-        original = attributes(told[_ORIGINAL])
-        where, what = attributes(original[1]), attributes(original[2])
+        told = parse_attributes(message.body[4:])
+        original = parse_attributes(told[_ORIGINAL])
+        where, what = parse_attributes(original[1]), parse_attributes(original[2])
         protocol = what[1][0]
         if protocol not in _EARLY_DROP:
             continue
@@ -418,9 +418,9 @@ def _read_conntrack() -> dict[Key, Outcome]:
 def _state(protocol: int, told: dict[int, bytes], assured: bool) -> str:
     if protocol == 17:
         return "STREAM" if assured else "DATAGRAMS"
-    info = attributes(told.get(_PROTOINFO, b""))
+    info = parse_attributes(told.get(_PROTOINFO, b""))
     (raw,) = info.values()
-    number = attributes(raw)[1][0]
+    number = parse_attributes(raw)[1][0]
     return (TCP_STATES if protocol == 6 else SCTP_STATES)[number]
 
 
@@ -430,16 +430,18 @@ def _read_flows(entries: Iterable[bytes]) -> dict[Key, Outcome]:
     over: dict[bytes, int] = {}
     held = list(entries)
     for raw in held:
-        both = raw[flow_entries.BOTH_ENDS]
-        over[both] = max(over.get(both, 0), flow_entries.over(raw))
+        both = raw[flow_entries.ENDPOINTS]
+        over[both] = max(over.get(both, 0), flow_entries.expires_at(raw))
     for raw in held:
-        if not flow_entries.is_question(raw) or over[raw[flow_entries.BOTH_ENDS]] < now:
+        if not flow_entries.is_original(raw) or over[raw[flow_entries.ENDPOINTS]] < now:
             continue
-        values = NAT.unpack(raw)
+        values = FLOW.unpack(raw)
         ends = [Target.unpack(value) for value in values[1:3]]
         names = [end(format_addr(each.address), each.port) for each in ends]
         protocol, state = raw[flow_entries.PROTOCOL], TcpState(raw[flow_entries.STATE])
-        seconds = flow_entries.HOLDS[protocol, state] // flow_entries.NANO
-        needed = flow_entries.is_needed(state, now - QUIET_SECONDS * flow_entries.NANO, now)
+        seconds = flow_entries.IDLE_TIMEOUT_NS[protocol, state] // flow_entries.NS_PER_SECOND
+        needed = flow_entries.is_needed(
+            state, now - QUIET_SECONDS * flow_entries.NS_PER_SECOND, now
+        )
         found[protocol, names[0], names[1]] = Outcome(state.name, needed, seconds)
     return found

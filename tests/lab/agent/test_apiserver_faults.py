@@ -299,7 +299,7 @@ def test_a_watch_that_has_fallen_silent_is_taken_up_anew(
     """As when a proxy between has lost the server. An agent gives it 90 s; here it is one."""
     said: queue.SimpleQueue[Event] = queue.SimpleQueue()
     access = find_access(faults.kubeconfig(tmp_path / "kubeconfig"))
-    reflector = Reflector(source.Cluster(access), SLICES, said.put, silence=1.0)
+    reflector = Reflector(source.Cluster(access), SLICES, said.put, silence_timeout=1.0)
     with apiserver.kube() as kube:
         kube.clear()
         reflector.start()

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from kbpf.dataplane.bpf.drain import BpfRemains
+from kbpf.dataplane.bpf.drain import PreviousBpfPlane
 from kbpf.dataplane.bpf.maps.layout import NODE, NodeFlag
 from kbpf.errors import KernelError
 from kbpf.model.config import Config
@@ -31,8 +31,8 @@ def field() -> Iterator[Field]:
         yield made
 
 
-def remains_of(field: Field) -> BpfRemains:
-    return BpfRemains(Config(pin_dir=field.agent.pin_dir))
+def remains_of(field: Field) -> PreviousBpfPlane:
+    return PreviousBpfPlane(Config(pin_dir=field.agent.pin_dir))
 
 
 def test_it_leads_nobody_new_and_ends_with_its_last_connection(field: Field) -> None:
@@ -49,8 +49,8 @@ def test_it_leads_nobody_new_and_ends_with_its_last_connection(field: Field) -> 
     assert udp["name"] == "a1"
     field.agent.stop()
     remains = remains_of(field)
-    assert there(host, remains.take)
-    assert there(host, lambda: remains.retire(time.monotonic())) is not None
+    assert there(host, remains.claim)
+    assert there(host, lambda: remains.drain(time.monotonic())) is not None
     for name, (place, _) in kept.items():
         assert "name" in place.ask("talk", keep=name), name
     (said,) = remains.problems()
@@ -73,7 +73,7 @@ def test_it_leads_nobody_new_and_ends_with_its_last_connection(field: Field) -> 
     def gone() -> bool:
         nonlocal later
         later += PATIENCE
-        return there(host, lambda: remains.retire(later)) is None
+        return there(host, lambda: remains.drain(later)) is None
 
     until("nothing is left", gone)
     remains.close()
@@ -81,7 +81,7 @@ def test_it_leads_nobody_new_and_ends_with_its_last_connection(field: Field) -> 
     for direction in ("ingress", "egress"):
         shown = run("tc", "-n", field.agent.node.netns, "filter", "show", "dev", "eth0", direction)
         assert "kbpf" not in shown
-    assert not remains_of(field).take()
+    assert not remains_of(field).claim()
 
 
 def test_without_connections_it_is_gone_at_once_and_a_new_agent_serves(field: Field) -> None:
@@ -90,10 +90,10 @@ def test_without_connections_it_is_gone_at_once_and_a_new_agent_serves(field: Fi
     check(field, row)
     remains = remains_of(field)
     with pytest.raises(KernelError, match="another agent is at work"):
-        there(host, remains.take)
+        there(host, remains.claim)
     field.agent.stop()
-    assert there(host, remains.take)
-    until("it is gone", lambda: there(host, lambda: remains.retire(time.monotonic() + 60)) is None)
+    assert there(host, remains.claim)
+    until("it is gone", lambda: there(host, lambda: remains.drain(time.monotonic() + 60)) is None)
     remains.close()
     check(field, replace(row, outcome=UNSERVED))
     field.agent.start()
@@ -105,8 +105,8 @@ def test_an_agent_that_comes_back_meanwhile_serves_again(field: Field) -> None:
     assert "name" in field["outside"].tcp(*split(at("NodePort", 82)), keep="k")
     field.agent.stop()
     remains = remains_of(field)
-    assert there(host, remains.take)
-    assert there(host, lambda: remains.retire(time.monotonic())) is not None
+    assert there(host, remains.claim)
+    assert there(host, lambda: remains.drain(time.monotonic())) is not None
     remains.close()
     field.agent.start()
     assert "name" in field["outside"].ask("talk", keep="k")
@@ -142,8 +142,8 @@ def test_a_connection_that_another_data_plane_got_stays_its_own(field: Field, wh
     agent, home = field.agent, field.lab.nodes[0]
     agent.stop()
     remains = remains_of(field)
-    assert there(home.host, remains.take)
-    until("nothing is left", lambda: there(home.host, lambda: remains.retire(1e9)) is None)
+    assert there(home.host, remains.claim)
+    until("nothing is left", lambda: there(home.host, lambda: remains.drain(1e9)) is None)
     remains.close()
     nft = ("nsenter", f"--net=/run/netns/{home.netns}", "nft")
     table = "kube-proxy" if who == "kube-proxy" else "other"
@@ -158,13 +158,13 @@ def test_a_connection_that_another_data_plane_got_stays_its_own(field: Field, wh
     agent.module = "tests.support.runtime.yielding_agent"
     try:
         agent.start(wait=False)
-        until("it yields", lambda: NodeFlag.YIELDS in stance(agent))
+        until("it yields", lambda: NodeFlag.PASSIVE in stance(agent))
         field["outside"].ask("begin", host=NODES4[0], port=30081, keep="begun")
         until("it is noted", lambda: agent.entries("yielded"))
         assert field["outside"].tcp(NODES4[0], 30081, timeout=0.5)["error"] == "timeout"
         (agent.state_dir / HOLD).unlink()
         agent.wait_synced()
-        until("it leads", lambda: NodeFlag.YIELDS not in stance(agent))
+        until("it leads", lambda: NodeFlag.PASSIVE not in stance(agent))
         check(field, row)
         assert "error" in field["outside"].ask("go_on", keep="begun", timeout=0.1)
         run(*nft, "flush", "chain", "ip", table, "lose")
@@ -183,4 +183,4 @@ def stance(agent: Agent) -> NodeFlag:
         told = agent.entries("node")[bytes(4)]
     except KernelError:  # there is no such map yet
         return NodeFlag(0)
-    return NodeFlag(NODE.unpack(told)[2]) & (NodeFlag.YIELDS | NodeFlag.FOLLOWS)
+    return NodeFlag(NODE.unpack(told)[2]) & (NodeFlag.PASSIVE | NodeFlag.COEXISTING)

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kbpf.model.events import NEEDED, Event, Synced
+from kbpf.model.events import REQUIRED_KINDS, Event, Synced
 from kbpf.source.api.credentials import Cluster
 from kbpf.source.api.kubeconfig import find_access
 from kbpf.source.api.reflector import Reflector
-from kbpf.source.api.resource import SERVICES, SLICES, own_node
+from kbpf.source.api.resource import SERVICES, SLICES, own_node_resource
 from tests.support.cluster.apiserver import ApiServer
 from tests.support.cluster.kubeadm import Kubeadm
 from tests.support.cluster.kubectl import MANIFESTS, OVERLAYS, Kubectl, call, documents, kustomize
@@ -101,14 +101,14 @@ def test_the_agents_sources_sync_with_it(
     path.write_text(json.dumps(config))
     heard: list[Event] = []
     cluster = Cluster(find_access(path))
-    watched = (SERVICES, SLICES, own_node("n"))
+    watched = (SERVICES, SLICES, own_node_resource("n"))
     sources = [Reflector(cluster, r, heard.append) for r in watched]
     try:
         for source in sources:
             source.start()
         until(
             "all have synced",
-            lambda: {e.kind for e in heard if isinstance(e, Synced)} == NEEDED,
+            lambda: {e.kind for e in heard if isinstance(e, Synced)} == REQUIRED_KINDS,
         )
     finally:
         for source in sources:

@@ -327,7 +327,7 @@ def test_a_forward_that_is_closed_cuts_no_connection(
         world.all_talk()
         assert len(established(home)) == begun_by_kube_proxy == (mode != ours)
         world.let_go()
-        netns.inside(Path("/run/netns") / home.netns, forget_connections)
+        netns.run_in(Path("/run/netns") / home.netns, forget_connections)
         until("the rule has gone", lambda: not established(home), SLOWLY)
         assert "kbpf-handover" not in command(*inside(home.netns, None, "nft", "list", "tables"))
         world.hold()
@@ -344,4 +344,4 @@ def established(home: Node) -> list[str]:
 def forget_connections() -> None:
     """All that conntrack knows: else it remembers those that have ended for two minutes."""
     with Netlink(conntrack.NETLINK_NETFILTER, "conntrack") as netlink:
-        netlink.ask(1 << 8 | 2, bytes(4))  # NFNL_SUBSYS_CTNETLINK, IPCTNL_MSG_CT_DELETE
+        netlink.request(1 << 8 | 2, bytes(4))  # NFNL_SUBSYS_CTNETLINK, IPCTNL_MSG_CT_DELETE

@@ -67,7 +67,7 @@ table ip kube-proxy-2 {
 }
 """
 """Of others, by names that come near."""
-UNSEEN = () if process.sees_all() else ("--force",)
+UNSEEN = () if process.is_in_initial_pid_namespace() else ("--force",)
 """Where the tests themselves are in a container."""
 
 
@@ -149,7 +149,7 @@ def test_all_of_kube_proxy_goes_and_nothing_else(
         assert refused.returncode == 1
         assert "kube-proxy runs here" in refused.stderr
         elsewhere = Path("/run/netns") / str(ground.home.lab.outside)
-        assert netns.inside(elsewhere, detect.look)[::2] == ((), {})
+        assert netns.run_in(elsewhere, detect.detect)[::2] == ((), {})
     assert ground.rules(kind) != before
     done = ground.cleanup(*UNSEEN)
     assert (done.returncode, done.stderr) == (0, "")

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from kbpf.dataplane.bpf.inspect.reasons import WORDS
+from kbpf.dataplane.bpf.inspect.reasons import DESCRIPTIONS
 from tests.support.lab.dial import DROPPED as AT_ONCE
 from tests.support.lab.dial import REFUSED, Dial
 from tests.support.lab.dial import check as check_at_once
@@ -77,7 +77,7 @@ def inspect(agent: Agent, command: str) -> "subprocess.CompletedProcess[str]":
 
 def counted(agent: Agent, words: str) -> int:
     """What `kbpf inspect status` has counted under these words."""
-    (reason,) = (reason for reason, said in WORDS.items() if said == words)
+    (reason,) = (reason for reason, said in DESCRIPTIONS.items() if said == words)
     counters = json.loads(inspect(agent, "status -o json").stdout)["counters"]
     return int(counters[reason.name.lower()])
 

@@ -125,7 +125,7 @@ def test_full_maps_of_connections(how: str) -> None:
                 assert got["errors"] == {}, got
             for name in used:
                 assert "name" in client.ask("talk", keep=name)
-        room = FULL * MAPS["flows"].per
+        room = FULL * MAPS["flows"].entries_per_object
         assert room >= len(field.agent.entries("flows")) > room // 2, "full, or nothing was tested"
 
 

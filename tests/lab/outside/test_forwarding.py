@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from kbpf.dataplane.bpf.inspect.tracked_connections import endpoint
+from kbpf.dataplane.bpf.inspect.tracked_connections import format_target
 from kbpf.dataplane.bpf.maps.flow_entries import CLIENT, FRONTEND
 from kbpf.dataplane.bpf.maps.layout import Reason
 from tests.support.lab.dial import Dial
@@ -136,7 +136,7 @@ def test_who_goes_past_a_closed_forward(field: Forwarding, v6: bool) -> None:
 def clients_of(field: Field, to: str) -> set[str]:
     """Those of the connections to this frontend that are tracked."""
     flows = field.agent.entries("flows").values()
-    return {endpoint(raw[CLIENT]) for raw in flows if endpoint(raw[FRONTEND]) == to}
+    return {format_target(raw[CLIENT]) for raw in flows if format_target(raw[FRONTEND]) == to}
 
 
 HOPS = {"a1": 1, "b1": 2}

@@ -58,7 +58,7 @@ class Lab:
     netns: str
 
     def inside(self, action: Any) -> Any:
-        return netns.inside(Path("/run/netns") / self.netns, action)
+        return netns.run_in(Path("/run/netns") / self.netns, action)
 
     def socket(self, kind: socket.SocketKind, address: str = "::", port: int = 0) -> socket.socket:
         """A bound one, there."""
@@ -420,7 +420,7 @@ def test_what_is_left_to_the_hardware_is_seen_by_others_unfinished(lab: Lab) -> 
         return made
 
     assert lab.wire.netns is not None
-    with netns.inside(Path("/run/netns") / lab.wire.netns, listen) as plain:
+    with netns.run_in(Path("/run/netns") / lab.wire.netns, listen) as plain:
         answer = lab.wire.ask(udp(f"{CLIENT}:4017", f"{SERVER}:{DNS}", b"?"))
         while (heard := parse(plain.recv(2000))).source != f"{SERVER}:{DNS}":
             pass

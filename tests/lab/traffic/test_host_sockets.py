@@ -109,7 +109,7 @@ def test_connect_of_udp_fails_for_no_port(field: Field, v6: bool, who: str) -> N
     """So ping (1025) and getaddrinfo() (musl's: 65535) learn their own address. Who sends something
     there is refused by the packet path.
     """
-    until("it is known to serve", lambda: ConfigFlag.PACKETS in config_flags(field.agent))
+    until("it is known to serve", lambda: ConfigFlag.PACKET_PATH in config_flags(field.agent))
     host, _ = split(at("ClusterIP", 11, v6))
     for port in (1025, 65535, 80):  # 80 is TCP's
         before = field.agent.reasons()[Reason.UNKNOWN_PORT]

@@ -38,7 +38,7 @@ def endpoint(place: Place, address: str, port: int = 0) -> socket.socket:
         made.bind((address, port))
         return made
 
-    return netns.inside(Path("/run/netns") / place.netns, make)
+    return netns.run_in(Path("/run/netns") / place.netns, make)
 
 
 def answer(listener: socket.socket, name: str) -> None:

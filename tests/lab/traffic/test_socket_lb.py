@@ -46,10 +46,12 @@ def restart(field: Field, mode: str, *more: str) -> None:
     """The agent, in this mode from now on."""
     field.agent.stop()
     field.agent.start(extra=("--socket-lb", mode, *more))
-    flag = {ON: NONE, HOST_ONLY: ConfigFlag.HOST_ONLY, OFF: ConfigFlag.SOCKETS_OFF}[mode]
+    flag = {ON: NONE, HOST_ONLY: ConfigFlag.HOST_ONLY, OFF: ConfigFlag.SOCKET_LB_OFF}[mode]
     until(
         f"{mode} is in force",
-        lambda: config_flags(field.agent) & (ConfigFlag.HOST_ONLY | ConfigFlag.SOCKETS_OFF) == flag,
+        lambda: (
+            config_flags(field.agent) & (ConfigFlag.HOST_ONLY | ConfigFlag.SOCKET_LB_OFF) == flag
+        ),
         30,
     )
 

@@ -17,18 +17,26 @@ from typing import Any, NamedTuple, TypeVar
 
 import pytest
 
-from kbpf.config.parsers import SCHEDULERS
+from kbpf.config.parsers import IPVS_SCHEDULERS
 from kbpf.dataplane.base import Report
 from kbpf.dataplane.ipvs import cleanup
-from kbpf.dataplane.ipvs.executor import Holdings
+from kbpf.dataplane.ipvs.executor import KernelState
 from kbpf.dataplane.ipvs.plane import IpvsPlane
 from kbpf.kernel.net import dummy
-from kbpf.kernel.net.ipvs import Change, Command, Ipvs, Server, Service, Settings, Times
+from kbpf.kernel.net.ipvs import (
+    ConnectionTimeouts,
+    IpvsClient,
+    IpvsCommand,
+    IpvsRequest,
+    RealServerKey,
+    VirtualServiceKey,
+    VirtualServiceSettings,
+)
 from kbpf.kernel.system import netns, sysctl
 from kbpf.model.address import parse_addr
-from kbpf.model.config import Config, IpvsTimes, LocalMode
+from kbpf.model.config import Config, IpvsTimeoutSettings, LocalMode
 from kbpf.model.desired import DesiredState, ServiceState
-from kbpf.model.metrics import Totals
+from kbpf.model.metrics import ConnectionStats
 from kbpf.model.objects import Algorithm, Cidr, Protocol
 from tests.support.features import needs
 from tests.support.lab.lab import Lab, Place, ip, run, until
@@ -73,7 +81,7 @@ class Ground:
         return self.plane
 
     def do(self, action: Callable[[], T]) -> T:
-        return netns.inside(Path("/run/netns") / self.node.netns, action)
+        return netns.run_in(Path("/run/netns") / self.node.netns, action)
 
     def state(self, *services: ServiceState, **more: Any) -> DesiredState:
         return replace_state(desired(*services, nodes=f"{self.node.ip} {self.node.ip6}"), more)
@@ -87,11 +95,11 @@ class Ground:
         """Virtual services, their real servers and weights."""
 
         def read() -> dict[str, dict[str, int]]:
-            face = Ipvs()
+            face = IpvsClient()
             try:
                 return {
-                    str(s): {str(load.server): load.weight for load in face.servers(s)}
-                    for s, _ in face.services()
+                    str(s): {str(load.server): load.weight for load in face.list_servers(s)}
+                    for s, _ in face.list_services()
                 }
             finally:
                 face.close()
@@ -263,10 +271,10 @@ def test_who_answers(applied: Ground, row: Row):
 def test_what_services_have_had_is_counted(applied: Ground):
     """By Service port, whatever frontend was dialled: for metrics."""
 
-    def had() -> Totals:
-        found = applied.do(lambda: applied.plane.count(lambda: None))
+    def had() -> ConnectionStats:
+        found = applied.do(lambda: applied.plane.count_traffic(lambda: None))
         assert found.connections is None
-        return dict(found.totals).get(("default", "web", "", "TCP"), Totals())
+        return dict(found.totals).get(("default", "web", "", "TCP"), ConnectionStats())
 
     before = had()
     for address in (f"{VIP4}:80", f"{LB4}:80", f"{NODE}:30080"):
@@ -300,7 +308,7 @@ def test_weights_hold(applied: Ground):
 
 def test_every_scheduler_can_be_had(applied: Ground):
     ground = applied
-    for name in SCHEDULERS:
+    for name in IPVS_SCHEDULERS:
         ground.start(ipvs_scheduler=name)
         ground.apply(service("one", f"{VIP4}:72", a_and_b(ground, 8080)))
         assert ground.do(_schedulers) == {name}
@@ -310,8 +318,8 @@ def test_every_scheduler_can_be_had(applied: Ground):
 
 
 def _schedulers() -> set[str]:
-    with contextlib.closing(Ipvs()) as face:
-        return {settings.scheduler for _, settings in face.services()}
+    with contextlib.closing(IpvsClient()) as face:
+        return {settings.scheduler for _, settings in face.list_services()}
 
 
 class Drain(NamedTuple):
@@ -470,7 +478,7 @@ def test_one_port_of_a_client_again_and_again(applied: Ground):
     outside = Path("/run/netns") / str(ground.lab.outside)
     for name in ("a", "b") * 4:
         ground.apply(service("port", at, f"{getattr(ground, name).ip}:8080"))
-        assert [netns.inside(outside, dial) for _ in range(3)] == [name] * 3
+        assert [netns.run_in(outside, dial) for _ in range(3)] == [name] * 3
 
 
 RETRANSMITTED = 100
@@ -510,7 +518,7 @@ def test_one_port_whose_last_connection_the_server_has_ended(applied: Ground):
     with contextlib.ExitStack() as stack:
         for name in ("a", "b"):
             where = Path("/run/netns") / getattr(ground, name).netns
-            listener = netns.inside(where, lambda: socket.create_server(("", 8099)))
+            listener = netns.run_in(where, lambda: socket.create_server(("", 8099)))
             thread = threading.Thread(target=closes_first, args=(listener, name), daemon=True)
             thread.start()
             stack.enter_context(listener)
@@ -518,7 +526,7 @@ def test_one_port_whose_last_connection_the_server_has_ended(applied: Ground):
             stack.callback(listener.shutdown, socket.SHUT_RDWR)
         for name in ("a", "b") * 3:
             ground.apply(service("port", at, f"{getattr(ground, name).ip}:8099"))
-            assert [netns.inside(outside, dial) for _ in range(3)] == [(name, 0)] * 3
+            assert [netns.run_in(outside, dial) for _ in range(3)] == [(name, 0)] * 3
 
 
 def test_strict_arp(applied: Ground):
@@ -558,20 +566,20 @@ def test_idle_connections_are_kept_as_long_as_is_asked(applied: Ground):
     """0 leaves what is there."""
     ground = applied
 
-    def times() -> Times:
-        with contextlib.closing(Ipvs()) as face:
-            return face.times()
+    def times() -> ConnectionTimeouts:
+        with contextlib.closing(IpvsClient()) as face:
+            return face.read_timeouts()
 
     def put_back() -> None:
-        with contextlib.closing(Ipvs()) as face:
-            face.set_times(before)
+        with contextlib.closing(IpvsClient()) as face:
+            face.set_timeouts(before)
 
     before = ground.do(times)
     assert all(before)
     try:
-        ground.start(ipvs_times=IpvsTimes(7200, 60, 10))
+        ground.start(ipvs_times=IpvsTimeoutSettings(7200, 60, 10))
         assert ground.do(times) == (7200, 60, 10)
-        ground.start(ipvs_times=IpvsTimes(udp=20))
+        ground.start(ipvs_times=IpvsTimeoutSettings(udp=20))
         assert ground.do(times) == (7200, 60, 20)
         ground.start()
         assert ground.do(times) == (7200, 60, 20)
@@ -586,11 +594,16 @@ def test_flushed_virtual_services_come_back(applied: Ground):
     before = ground.kernel()
 
     def flush() -> None:
-        with contextlib.closing(Ipvs()) as face:
-            face.change([Change(Command.DEL_SERVICE, one) for one, _ in face.services()])
+        with contextlib.closing(IpvsClient()) as face:
+            face.apply(
+                [
+                    IpvsRequest(IpvsCommand.IPVS_CMD_DEL_SERVICE, one)
+                    for one, _ in face.list_services()
+                ]
+            )
 
     def serves() -> bool:
-        return ground.plane._held.serves(next(iter(ground.plane._ledger.pools)))
+        return ground.plane._kernel.check_service(next(iter(ground.plane._elements.pools)))
 
     assert ground.do(serves)
     ground.do(flush)
@@ -640,24 +653,32 @@ table ip filter {
 
 def test_foreign_services_and_tables_stay(applied: Ground):
     ground = applied
-    theirs = Service(6, parse_addr("203.0.113.1"), 80)
+    theirs = VirtualServiceKey(6, parse_addr("203.0.113.1"), 80)
 
     def tables() -> tuple[str, ...]:
         names = (("inet", "theirs"), ("ip", "filter"))
         return tuple(run("nft", "--stateless", "list", "table", *name) for name in names)
 
     def make() -> None:
-        face = Ipvs()
-        face.change([
-            Change(Command.NEW_SERVICE, theirs, Settings("rr")),
-            Change(Command.NEW_SERVER, theirs, None, Server(parse_addr("10.0.0.1"), 80), 1),
-        ])  # fmt: skip
+        face = IpvsClient()
+        face.apply(
+            [
+                IpvsRequest(IpvsCommand.IPVS_CMD_NEW_SERVICE, theirs, VirtualServiceSettings("rr")),
+                IpvsRequest(
+                    IpvsCommand.IPVS_CMD_NEW_DEST,
+                    theirs,
+                    None,
+                    RealServerKey(parse_addr("10.0.0.1"), 80),
+                    1,
+                ),
+            ]
+        )
         face.close()
         run("nft", "-f", "-", stdin=THEIRS)
 
     def unmake() -> None:
-        with contextlib.closing(Ipvs()) as face:
-            face.change([Change(Command.DEL_SERVICE, theirs)], (errno.ESRCH,))
+        with contextlib.closing(IpvsClient()) as face:
+            face.apply([IpvsRequest(IpvsCommand.IPVS_CMD_DEL_SERVICE, theirs)], (errno.ESRCH,))
         run("nft", "flush", "ruleset")
 
     web = service("web", f"{VIP4}:80", a_and_b(ground, 8080))
@@ -692,7 +713,10 @@ def test_masquerade_is_the_kernels(applied: Ground, v6: bool):
     web = service("web", f"[{own}]:80", f"[{pod}]:8080") if v6 else service(
         "web", f"{own}:80", f"{pod}:8080")  # fmt: skip
     ground.apply(web, local_networks=(PODS4, PODS6))
-    virtual, server = Service(6, parse_addr(plain), 80), Server(parse_addr(pod), 8080)
+    virtual, server = (
+        VirtualServiceKey(6, parse_addr(plain), 80),
+        RealServerKey(parse_addr(pod), 8080),
+    )
     rule = (
         f"table {l3} plain {{ chain postrouting {{ type nat hook postrouting priority 100;"
         f" ct original {l3} daddr {plain} masquerade\n}}\n}}\n"
@@ -700,15 +724,19 @@ def test_masquerade_is_the_kernels(applied: Ground, v6: bool):
 
     def make() -> None:
         run("nft", "-f", "-", stdin=rule)
-        with contextlib.closing(Ipvs()) as face:
-            face.change([
-                Change(Command.NEW_SERVICE, virtual, Settings("rr")),
-                Change(Command.NEW_SERVER, virtual, None, server, 1),
-            ])  # fmt: skip
+        with contextlib.closing(IpvsClient()) as face:
+            face.apply(
+                [
+                    IpvsRequest(
+                        IpvsCommand.IPVS_CMD_NEW_SERVICE, virtual, VirtualServiceSettings("rr")
+                    ),
+                    IpvsRequest(IpvsCommand.IPVS_CMD_NEW_DEST, virtual, None, server, 1),
+                ]
+            )
 
     def unmake() -> None:
-        with contextlib.closing(Ipvs()) as face:
-            face.change([Change(Command.DEL_SERVICE, virtual)])
+        with contextlib.closing(IpvsClient()) as face:
+            face.apply([IpvsRequest(IpvsCommand.IPVS_CMD_DEL_SERVICE, virtual)])
         run("nft", "delete", "table", l3, "plain")
 
     ip(f"addr add {plain}/{bits} dev lo", netns=ground.node.netns)
@@ -756,7 +784,7 @@ def killed(monkeypatch: pytest.MonkeyPatch, steps: int) -> Iterator[list[int]]:
         return until_then
 
     with monkeypatch.context() as patch:
-        for where, name in ((Holdings, "_nft"), (Holdings, "_change"), (dummy, "add"),
+        for where, name in ((KernelState, "_nft"), (KernelState, "_change"), (dummy, "add"),
                             (dummy, "drop")):  # fmt: skip
             patch.setattr(where, name, mortal(getattr(where, name)))
         with contextlib.suppress(Killed):

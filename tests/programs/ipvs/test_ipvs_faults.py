@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import pytest
 
 from kbpf.dataplane.ipvs import cleanup, ruleset
-from kbpf.dataplane.ipvs.executor import Holdings
+from kbpf.dataplane.ipvs.executor import KernelState
 from kbpf.dataplane.ipvs.plan import SetName
 from kbpf.errors import KernelError
 from kbpf.kernel.net import dummy
-from kbpf.kernel.net.ipvs import Change, Command
+from kbpf.kernel.net.ipvs import IpvsCommand, IpvsRequest
 from kbpf.kernel.netfilter import forward_rules
 from kbpf.model.address import Addr, format_addr, parse_addr
 from kbpf.model.desired import ServiceState
@@ -36,8 +36,10 @@ OTHER = service("other", "10.96.0.2:80", B)
 
 def elements(node: Node, *names: SetName) -> set[str]:
     """Addresses (and ports) in these sets."""
-    style = cleanup.style_of(node.config)
-    read = node.do(lambda: ruleset.read(forward_rules.transaction(ruleset.listing(style))))
+    style = cleanup.ruleset_options(node.config)
+    read = node.do(
+        lambda: ruleset.parse_elements(forward_rules.run_transaction(ruleset.list_table(style)))
+    )
     return {
         ":".join(format_addr(one) if isinstance(one, bytes) else str(one) for one in parts[:3:2])
         for name, parts in read
@@ -78,13 +80,13 @@ def test_what_is_refused_again_and_again_costs_no_transaction(fake_node: Node):
     node.start()
     bad = service("bad", "[fd00:96::1]:80 ExternalIP=[ff0e::1]:80", "[fd00:244::2]:80")
     node.apply(WEB, bad)
-    made = node.plane._held.transactions
+    made = node.plane._kernel.nft_transactions
     assert refused(node, WEB, bad, touched=()).keys() == {"bad"}
-    assert node.plane._held.transactions == made
+    assert node.plane._kernel.nft_transactions == made
 
 
 def test_an_address_that_the_kernel_takes_later(fake_node: Node, monkeypatch: pytest.MonkeyPatch):
-    node, real = fake_node, dummy.add
+    node, real = fake_node, dummy.add_addresses
     node.start()
 
     def some(index: int, wanted: Sequence[Addr]) -> dict[Addr, KernelError]:
@@ -136,18 +138,28 @@ class Refusal(NamedTuple):
     """
 
     name: str
-    what: Callable[[Change], bool]
+    what: Callable[[IpvsRequest], bool]
     servers: dict[str, dict[str, int]]
     served: set[str]
 
 
 GOOD = {"10.96.0.2:80/6": {B: 1}}
 REFUSALS = [
-    Refusal("a virtual service", lambda c: c.command is Command.NEW_SERVICE and c.service == tcp(
-        "10.96.0.1", 80), GOOD, {"10.96.0.2:80"}),
-    Refusal("one of its real servers", lambda c: str(c.server) == A,
-            GOOD | {"10.96.0.1:80/6": {B: 1}}, {"10.96.0.1:80", "10.96.0.2:80"}),
-]  # fmt: skip
+    Refusal(
+        "a virtual service",
+        lambda c: (
+            c.command is IpvsCommand.IPVS_CMD_NEW_SERVICE and c.service == tcp("10.96.0.1", 80)
+        ),
+        GOOD,
+        {"10.96.0.2:80"},
+    ),
+    Refusal(
+        "one of its real servers",
+        lambda c: str(c.server) == A,
+        GOOD | {"10.96.0.1:80/6": {B: 1}},
+        {"10.96.0.1:80", "10.96.0.2:80"},
+    ),
+]
 
 
 @pytest.mark.parametrize("row", REFUSALS, ids=lambda row: row.name)
@@ -214,7 +226,7 @@ def test_any_scheduler_but_the_simplest_may_be_missing(
     said = [line for line in node.plane.problems() if "scheduler" in line]
     assert len(said) == len(lacks)
     assert gets in said[-1]
-    node.plane.doubt()
+    node.plane.invalidate()
     assert node.apply(WEB, OTHER).writes == {}, "nobody has changed it"
     assert [line for line in node.plane.problems() if "scheduler" in line] == said
 
@@ -374,7 +386,7 @@ class Clockwork:
         self.left = -1
         self.error = error or Killed()
         node.ipvs.refuse = lambda _: self.count()
-        real = forward_rules.transaction
+        real = forward_rules.run_transaction
 
         def transaction(*commands: Any, **more: Any) -> Any:
             if "list" not in commands[0]:
@@ -386,7 +398,7 @@ class Clockwork:
             patch.setattr(dummy, name, self.counted(getattr(dummy, name)))
         for name in ("elements", "own_addresses", "families", "addresses", "pools"):
             if error is not None:
-                patch.setattr(Holdings, name, self.counted(getattr(Holdings, name)))
+                patch.setattr(KernelState, name, self.counted(getattr(KernelState, name)))
 
     def counted(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*words: Any) -> Any:
@@ -467,12 +479,12 @@ def killed(
 
 def held(node: Node) -> Any:
     """Sets, addresses, virtual services; what mark a short circuit has is all the same."""
-    style = cleanup.style_of(node.config)
-    listed = ruleset.read(forward_rules.transaction(ruleset.listing(style)))
-    marked = (SetName.SHORT_CIRCUITS, SetName.OWN_MARKS, SetName.MARKS)
+    style = cleanup.ruleset_options(node.config)
+    listed = ruleset.parse_elements(forward_rules.run_transaction(ruleset.list_table(style)))
+    marked = (SetName.SHORT_CIRCUITS, SetName.OWN_FWMARKS, SetName.FWMARKS)
     sets = sorted((n, parts[:-1] if n in marked else parts) for n, parts in listed)
     services = sorted(
-        (service._replace(mark=bool(service.mark)), settings, sorted(servers.items()))
+        (service._replace(fwmark=bool(service.fwmark)), settings, sorted(servers.items()))
         for service, (settings, servers) in node.ipvs.held.items()
     )
     return sets, dummy.addresses_of(DEVICE), services
@@ -525,7 +537,7 @@ def test_a_failed_apply_makes_the_next_one_whole(
         for i, (old, new) in enumerate(pairwise(states), 1):
             changed = {*old} ^ {*new}
             node.apply(*new, nodes=OWN, touched=[one.key for one in changed])
-            node.do(node.plane._held.drain)
+            node.do(node.plane._kernel.remove_drained)
             assert node.do(partial(held, node)) == goals[i], f"failed at call {failures}, then {i}"
         failures += 1
     assert failures > 2
@@ -554,7 +566,7 @@ def failed(node: Node, clock: Clockwork, way: Way, after: int, ticks: bool) -> A
     if ticks:
         node.plane.tick(FOREVER)
     node.plane.apply(wanted, touched, sound)
-    node.plane._held.drain()
+    node.plane._kernel.remove_drained()
     return held(node)
 
 
@@ -582,7 +594,7 @@ def stopped(node: Node, clock: Clockwork, after: int, ends: bool) -> Any:
     """
     alone(node, [LOCAL])
     node.plane.apply(desired(PORT, nodes=OWN), [PORT.key])
-    assert any(one.mark for one in node.ipvs.held)
+    assert any(one.fwmark for one in node.ipvs.held)
     clock.left = after
     try:
         node.plane.tick(1.0)

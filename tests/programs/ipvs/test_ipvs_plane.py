@@ -22,29 +22,35 @@ from kbpf.agent.agent import Agent
 from kbpf.checks import ipvs
 from kbpf.checks.row import CheckRow
 from kbpf.cli import app, cleanup
-from kbpf.config.flags import BY_NAME, FLAGS
+from kbpf.config.flags import FLAGS, FLAGS_BY_NAME
 from kbpf.dataplane.ipvs import cleanup as ipvs_cleanup
 from kbpf.dataplane.ipvs import ignored_settings, ruleset
-from kbpf.dataplane.ipvs.drain import IpvsRemains
+from kbpf.dataplane.ipvs.drain import PreviousIpvsPlane
 from kbpf.dataplane.ipvs.plan import Element, SetName
 from kbpf.errors import KernelError
 from kbpf.kernel.net import addresses, dummy
-from kbpf.kernel.net.ipvs import Ipvs, Server, Service, Settings, Times
+from kbpf.kernel.net.ipvs import (
+    ConnectionTimeouts,
+    IpvsClient,
+    RealServerKey,
+    VirtualServiceKey,
+    VirtualServiceSettings,
+)
 from kbpf.kernel.netfilter import forward_rules
 from kbpf.kernel.probe_result import Probe
 from kbpf.kernel.system import modules, sandbox, sysctl
 from kbpf.model.address import parse_addr
-from kbpf.model.config import Accounting, IpvsTimes, MapSizes, Serving, SocketLb
+from kbpf.model.config import Accounting, IpvsTimeoutSettings, MapSizes, Serving, SocketLb
 from kbpf.model.desired import ServiceState
 from kbpf.model.objects import Protocol
 from kbpf.takeover import conntrack_keepalive, detect
-from kbpf.takeover.detect import Sight, Who
+from kbpf.takeover.detect import Detection, Responder
 from tests.support.faults.fake_ipvs import DEVICE, Node, fake_node, tcp
 from tests.support.plane import service
 
 __all__ = ["fake_node"]
 
-VIP, VIP6, KUBE = "10.96.0.1", "fd00:96::1", conntrack_keepalive.KUBE_PROXYS
+VIP, VIP6, KUBE = "10.96.0.1", "fd00:96::1", conntrack_keepalive.KUBE_PROXY_DEVICE
 
 
 # ---- after a kube-proxy --------------------------------------------------------------------------
@@ -57,7 +63,7 @@ def after_kube_proxy(node: Node) -> None:
         node.run("ip", "addr", "add", address, "dev", KUBE)
     node.run("ip", "addr", "add", "198.18.0.1/32", "dev", "lo")
     for frontend in (tcp(VIP, 80), tcp(VIP6, 80), tcp("10.96.0.9", 80), tcp("198.18.0.1", 30080)):
-        node.ipvs.held[frontend] = (Settings("rr"), {})
+        node.ipvs.held[frontend] = (VirtualServiceSettings("rr"), {})
 
 
 def test_what_kube_proxy_keeps_is_no_address_of_the_node(fake_node: Node):
@@ -68,7 +74,7 @@ def test_what_kube_proxy_keeps_is_no_address_of_the_node(fake_node: Node):
     )
     only_own = fake_node.do(lambda: addresses.local_addresses(KUBE))
     assert only_own == (parse_addr("198.18.0.1"),)
-    held = fake_node.do(lambda: fake_node.plane._held.own_addresses(()))
+    held = fake_node.do(lambda: fake_node.plane._kernel.read_node_addresses(()))
     assert held == set(map(parse_addr, ("198.18.0.1", "127.0.0.1", "::1")))
 
 
@@ -129,8 +135,8 @@ def test_what_a_kube_proxy_has_not_is_not_left_to_it(
                 face.add(name, port, etype="port")
 
     node.do(fill)
-    who = Who.KUBE_PROXY if runs else Who.OTHER
-    monkeypatch.setattr(detect, "look", lambda: Sight((), False, {"127.0.0.1 port 10256": who}))
+    who = Responder.KUBE_PROXY if runs else Responder.UNKNOWN
+    monkeypatch.setattr(detect, "look", lambda: Detection((), False, {"127.0.0.1 port 10256": who}))
     clean(node)
     at_its_device = {f"{VIP}:80/6", f"[{VIP6}]:80/6", "10.96.0.9:80/6"}
     assert node.ipvs.shown().keys() == at_its_device | stay
@@ -224,7 +230,7 @@ def test_what_stands_elsewhere_in_the_end_takes_its_mark_along(fake_node: Node):
         assert marks(node, 80) == had[0]
         stays = set() if sound else had[2]  # at the address that has gone
         assert marks(node, 30082) == had[3] | stays
-        assert {one.mark for one in node.ipvs.held} == {0}.union(*had)
+        assert {one.fwmark for one in node.ipvs.held} == {0}.union(*had)
 
 
 class End(NamedTuple):
@@ -283,7 +289,7 @@ def test_connections_by_a_mark_outlive_its_endpoints_and_its_policy(
     for anew in (False, True):
         node.apply(before, nodes=NODE)
         assert at_mark(node) == {A: 1, B: 1}
-        (one,) = (one for one in node.ipvs.held if one.mark)
+        (one,) = (one for one in node.ipvs.held if one.fwmark)
         (server,) = (end for end in node.ipvs.held[one][1] if str(end) == A)
         node.ipvs.connections[one, server] = (0, 1)
         if anew:
@@ -294,17 +300,17 @@ def test_connections_by_a_mark_outlive_its_endpoints_and_its_policy(
             node.apply(*first, nodes=NODE)
         for _ in range(2):
             node.tick()
-            node.plane.doubt()
+            node.plane.invalidate()
             node.apply(*first, nodes=NODE)
             assert at_mark(node) == row.busy
-            assert {other.mark for other in node.ipvs.held} <= {0, one.mark}
+            assert {other.fwmark for other in node.ipvs.held} <= {0, one.fwmark}
             assert without_marks(node) == goal
         node.ipvs.connections.clear()
         node.tick()
         node.apply(*first, nodes=NODE)
         assert at_mark(node) == row.idle
         names = {name for name, _ in read(node)}
-        assert (row.idle is None) == names.isdisjoint((SetName.MARKS, SetName.OWN_MARKS))
+        assert (row.idle is None) == names.isdisjoint((SetName.FWMARKS, SetName.OWN_FWMARKS))
 
 
 def test_a_policy_that_is_local_again_finds_its_mark(fake_node: Node):
@@ -313,14 +319,14 @@ def test_a_policy_that_is_local_again_finds_its_mark(fake_node: Node):
     node.start()
     for _ in range(2):
         node.apply(BOTH_GO, nodes=NODE)
-        (one,) = (one for one in node.ipvs.held if one.mark)
+        (one,) = (one for one in node.ipvs.held if one.fwmark)
         (server, _) = node.ipvs.held[one][1]
         node.ipvs.connections[one, server] = (1, 0)
         node.apply(service("m", FRONTENDS, A), nodes=NODE)
         node.tick()
         node.apply(BOTH_GO, nodes=NODE, touched=[BOTH_GO.key])
         node.tick()
-        assert marks(node, 30080) == {one.mark}
+        assert marks(node, 30080) == {one.fwmark}
         node.ipvs.connections.clear()
         node.tick()
         assert at_mark(node) == {A: 1, B: 1}
@@ -338,7 +344,7 @@ def without_marks(node: Node) -> frozenset[Element]:
     return frozenset(
         (name, parts[:-1] if name is SetName.SHORT_CIRCUITS else parts)
         for name, parts in read(node)
-        if name not in (SetName.MARKS, SetName.OWN_MARKS)
+        if name not in (SetName.FWMARKS, SetName.OWN_FWMARKS)
     )
 
 
@@ -353,7 +359,7 @@ def marks(node: Node, port: int) -> set[int]:
 
 def read(node: Node) -> frozenset[Element]:
     """All elements of the table."""
-    return node.do(lambda: ipvs_cleanup.elements(node.config.nft_table)) or frozenset()
+    return node.do(lambda: ipvs_cleanup.read_elements(node.config.nft_table)) or frozenset()
 
 
 # ---- what others do to the table -----------------------------------------------------------------
@@ -402,7 +408,7 @@ class Said:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.words: Counter[str] = Counter()
-        real = forward_rules.transaction
+        real = forward_rules.run_transaction
 
         def transaction(*commands: Any, **more: Any) -> Any:
             for command in commands:
@@ -431,7 +437,7 @@ def test_a_change_costs_what_has_changed(fake_node: Node, monkeypatch: pytest.Mo
     node.ipvs.calls.clear()
     new = service("m1", "10.96.1.1:80", "10.244.2.1:80 10.244.3.1:80")
     report = node.apply(new, *many[1:], touched=[new.key])
-    assert (dict(report.writes), report.calls) == ({"nft": 1, "ipvs": 1}, 2)
+    assert (dict(report.writes), report.syscalls) == ({"nft": 1, "ipvs": 1}, 2)
     assert said.take() == {"add element": 1}
     assert node.ipvs.calls == {"changes": 1}
     node.tick()
@@ -449,15 +455,15 @@ def test_elements_that_others_take_away_come_back_when_all_is_read_again(fake_no
     fake_node.apply(WEB, EMPTY)
     before = listed(fake_node)
     fake_node.run("nft", "flush", "set", "inet", "kbpf", "served4")
-    fake_node.plane.doubt()
+    fake_node.plane.invalidate()
     fake_node.apply(WEB, EMPTY)
     assert listed(fake_node) == before
 
 
 def test_the_whole_table_is_as_many_rules_as_are_written(fake_node: Node):
-    style = fake_node.start()._style
-    assert sum("rule" in command.get("add", {}) for command in ruleset.table(style)) > 50
-    assert fake_node.do(fake_node.plane._held.is_whole)
+    style = fake_node.start()._options
+    assert sum("rule" in command.get("add", {}) for command in ruleset.create_table(style)) > 50
+    assert fake_node.do(fake_node.plane._kernel.is_table_intact)
 
 
 def test_flushed_virtual_services_come_back(fake_node: Node):
@@ -475,15 +481,15 @@ def test_flushed_virtual_services_come_back(fake_node: Node):
 # ---- settings ------------------------------------------------------------------------------------
 
 TIMES = [
-    (IpvsTimes(), Times(900, 120, 300)),
-    (IpvsTimes(tcp=86_400), Times(86_400, 120, 300)),
-    (IpvsTimes(7200, 60, 10), Times(7200, 60, 10)),
+    (IpvsTimeoutSettings(), ConnectionTimeouts(900, 120, 300)),
+    (IpvsTimeoutSettings(tcp=86_400), ConnectionTimeouts(86_400, 120, 300)),
+    (IpvsTimeoutSettings(7200, 60, 10), ConnectionTimeouts(7200, 60, 10)),
 ]
 
 
 @pytest.mark.parametrize(("asked", "there"), TIMES)
 def test_idle_connections_are_kept_as_long_as_is_asked(
-    fake_node: Node, asked: IpvsTimes, there: Times
+    fake_node: Node, asked: IpvsTimeoutSettings, there: ConnectionTimeouts
 ):
     fake_node.start(replace(fake_node.config, ipvs_times=asked))
     assert fake_node.ipvs.times == there
@@ -584,7 +590,7 @@ def test_a_filter_table_of_the_old_iptables_is_told(
     fake_node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     (tmp_path / "names").write_text("filter\n")
-    monkeypatch.setitem(forward_rules.LEGACY, "ip", tmp_path / "names")
+    monkeypatch.setitem(forward_rules.LEGACY_TABLE_NAMES, "ip", tmp_path / "names")
     fake_node.start()
     forward, inputs = told(fake_node.plane.problems())
     assert "for ip, which is not looked at; if its FORWARD drops" in forward
@@ -615,10 +621,10 @@ def test_settings_that_do_nothing_here_are_named_once(
 
 
 def test_the_settings_that_do_nothing_have_the_names_of_their_flags():
-    for field, name in ignored_settings.SETTINGS.items():
-        assert BY_NAME[name].field == field
+    for field, name in ignored_settings.IGNORED_SETTINGS.items():
+        assert FLAGS_BY_NAME[name].field == field
     sizes = {flag.name for flag in FLAGS if flag.field.startswith("sizes.")}
-    assert sizes <= set(ignored_settings.SETTINGS.values())
+    assert sizes <= set(ignored_settings.IGNORED_SETTINGS.values())
 
 
 # ---- what kbpf check says ------------------------------------------------------------------------
@@ -679,7 +685,7 @@ def test_where_modprobe_is_missing_modules_are_tried(
     missing = case.get("without")
     fake_node.ipvs.refuse = lambda c: ENOENT if c.settings and c.settings[0] == missing else 0
     if not case.get("ipvs", True):
-        monkeypatch.setattr(Ipvs, "__init__", broken)
+        monkeypatch.setattr(IpvsClient, "__init__", broken)
     if not case.get("sandbox", True):
         monkeypatch.setattr(sandbox, "run", broken)
     row = said(fake_node, name)
@@ -743,7 +749,7 @@ def test_answers_that_go_by_a_bridge_are_said(
     fake_node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     bridge: str, calls: str | None, result: str, detail: str,
 ):  # fmt: skip
-    setting = tmp_path / ipvs.BRIDGE_CALLS.name
+    setting = tmp_path / ipvs.BRIDGE_NF_CALL_IPTABLES.name
     (tmp_path / "net" / bridge).mkdir(parents=True)
     if calls is not None:
         setting.write_text(f"{calls}\n")
@@ -770,9 +776,9 @@ TABLES = {
 
 def remains(node: Node) -> bool:
     """Whether the next agent of mode bpf finds something of mode ipvs."""
-    found = IpvsRemains(node.config)
+    found = PreviousIpvsPlane(node.config)
     try:
-        return node.do(found.take)
+        return node.do(found.claim)
     finally:
         found.close()
 
@@ -794,7 +800,7 @@ def test_a_device_of_others_is_left_alone(fake_node: Node, made: str):
     assert fake_node.run("ip", "-d", "addr", "show", "dev", DEVICE) == before
 
 
-@pytest.mark.parametrize("name", conntrack_keepalive.DEVICES)
+@pytest.mark.parametrize("name", conntrack_keepalive.SERVICE_DEVICES)
 def test_a_name_that_stands_for_another_is_refused(fake_node: Node, name: str):
     """What is on such a device is taken for another's, and removed with it."""
     with pytest.raises(KernelError, match=f"another data plane.*{name}.*--ipvs-device"):
@@ -957,7 +963,7 @@ def test_addresses_of_a_former_device_are_none_of_the_node(fake_node: Node):
     assert node.addresses() == {VIP6}
     for device in (DEVICE, OTHER_DEVICE):
         agent = Agent(replace(node.config, ipvs_device=device), node.plane, lambda _: ())
-        assert node.do(agent._local_addresses) == (parse_addr("fd00:99::1"),)
+        assert node.do(agent._read_node_addresses) == (parse_addr("fd00:99::1"),)
 
 
 @pytest.mark.parametrize("names", RENAMED.values(), ids=RENAMED)
@@ -973,10 +979,10 @@ def test_marks_go_on_under_another_name(fake_node: Node, names: dict[str, str]):
     )
     node.apply(y, z, nodes=NODE)
     of_y, of_z = marks(node, 30081), marks(node, 30082)
-    before = {one: held for one, held in node.ipvs.held.items() if one.mark}
+    before = {one: held for one, held in node.ipvs.held.items() if one.fwmark}
     node.start(replace(node.config, **names))
     for sound, states in ((False, (x, z)), (False, (x, y, z)), (True, (x, y, z))):
-        node.plane.doubt()
+        node.plane.invalidate()
         node.apply(*states, nodes=NODE, sound=sound)
         assert marks(node, 30082) == of_z
         assert not marks(node, 30080) & (of_y | of_z)
@@ -1040,7 +1046,7 @@ def test_flows_of_udp_that_are_ended_are_counted_and_those_of_tcp_live_on(fake_n
             service("dns6", f"[{VIP6}]:53", to6, Protocol.UDP),
             service("web", f"{VIP}:80", to),
         )
-        return [look.flows for look in node.plane.ended()]
+        return [look.flows for look in node.plane.take_udp_cuts()]
 
     one, two, three = "10.244.1.2:53", "10.244.1.3:53", "[fd00:244::2]:53"
     assert apply(f"{one} {two}", three) == []
@@ -1050,13 +1056,13 @@ def test_flows_of_udp_that_are_ended_are_counted_and_those_of_tcp_live_on(fake_n
         (udp(VIP6, 53), ("fd00:244::2", 53), (2, 0)),
         (tcp(VIP, 80), ("10.244.1.2", 53), (50, 50)),
     ):
-        node.ipvs.connections[virtual, Server(parse_addr(to[0]), to[1])] = flows
+        node.ipvs.connections[virtual, RealServerKey(parse_addr(to[0]), to[1])] = flows
     assert apply(two, three, serving=f"{one} {two}") == [], "it goes on serving what it has"
     assert apply(two, three) == [{4: 5}], "it has stopped"
     assert apply(two, three) == []
     assert apply("", "") == [{4: 9, 6: 2}]
-    assert node.plane.ended() == ()
+    assert node.plane.take_udp_cuts() == ()
 
 
-def udp(address: str, port: int) -> Service:
-    return Service(socket.IPPROTO_UDP, parse_addr(address), port)
+def udp(address: str, port: int) -> VirtualServiceKey:
+    return VirtualServiceKey(socket.IPPROTO_UDP, parse_addr(address), port)

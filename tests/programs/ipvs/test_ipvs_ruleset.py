@@ -15,7 +15,7 @@ import pytest
 
 from kbpf.dataplane.ipvs import ruleset
 from kbpf.dataplane.ipvs.plan import Element, SetName
-from kbpf.dataplane.ipvs.ruleset import Style
+from kbpf.dataplane.ipvs.ruleset import RulesetOptions
 from kbpf.kernel.netfilter import forward_rules
 from kbpf.kernel.system import netns
 from kbpf.model.address import ANY4, ANY6, parse_addr
@@ -25,7 +25,7 @@ from tests.support.lab.lab import PATIENCE, Place, ip, run, settled
 from tests.support.packets.packets import sctp
 
 T = TypeVar("T")
-STYLE = Style("kbpf", 14)
+STYLE = RulesetOptions("kbpf", 14)
 VIP, VIP6, OWN, OWN6 = "10.96.0.1", "fd00:96::1", "198.18.7.1", "fd00:7::1"
 NEIGHBOUR, NEIGHBOUR6 = "198.18.7.2", "fd00:7::2"
 
@@ -56,21 +56,23 @@ class House:
         self.neighbour = Place("neighbour", self.there, None)
         for place in (self.node, self.neighbour):
             place.serve(80, 81, 82, 83, 90, 30080, udp=(80, 81, 82, 83, 90))
-        self.do(lambda: forward_rules.transaction(*ruleset.table(STYLE)))
+        self.do(lambda: forward_rules.run_transaction(*ruleset.create_table(STYLE)))
 
     def do(self, action: Callable[[], T]) -> T:
-        return netns.inside(Path("/run/netns") / self.here, action)
+        return netns.run_in(Path("/run/netns") / self.here, action)
 
     def read(self) -> frozenset[Element]:
-        return self.do(lambda: ruleset.read(forward_rules.transaction(ruleset.listing(STYLE))))
+        return self.do(
+            lambda: ruleset.parse_elements(forward_rules.run_transaction(ruleset.list_table(STYLE)))
+        )
 
     def become(self, *wanted: Element) -> None:
         """The sets hold this and nothing else; one transaction."""
         there = self.read()
-        commands = [*ruleset.removal(STYLE, there - {*wanted}),
-                    *ruleset.addition(STYLE, {*wanted} - there)]  # fmt: skip
+        commands = [*ruleset.delete_elements(STYLE, there - {*wanted}),
+                    *ruleset.add_elements(STYLE, {*wanted} - there)]  # fmt: skip
         if commands:
-            self.do(lambda: forward_rules.transaction(*commands))
+            self.do(lambda: forward_rules.run_transaction(*commands))
 
     def close(self) -> None:
         self.node.close()
@@ -118,15 +120,15 @@ EVERYTHING = (
     *source("0.0.0.0", 96, VIP, 84),
     *source("::", 0, VIP6, 84),
     *at(SetName.SHORT_CIRCUITS, VIP, 85, 0x6B620001),
-    *at(SetName.MARKS, VIP, 85, 0x6B620001),
-    *at(SetName.MARKS, "0.0.0.0", 30085, 0x6B620001),
-    *at(SetName.MARKS, "::", 30085, 0x6B620002),
+    *at(SetName.FWMARKS, VIP, 85, 0x6B620001),
+    *at(SetName.FWMARKS, "0.0.0.0", 30085, 0x6B620001),
+    *at(SetName.FWMARKS, "::", 30085, 0x6B620002),
     *at(SetName.MASQUERADED, VIP, 80),
     *at(SetName.MASQUERADED_OUTSIDE, VIP, 84),
     (SetName.HAIRPINS, (parse_addr("fd00::1"), parse_addr("fd00::1"))),
     (SetName.LOCAL_NETWORKS, (Cidr(parse_addr("10.1.0.0"), 112),)),
-    (SetName.OWN_MARKS, (ANY4, 0x6B620001)),
-    (SetName.OWN_MARKS, (ANY6, 0x6B620002)),
+    (SetName.OWN_FWMARKS, (ANY4, 0x6B620001)),
+    (SetName.OWN_FWMARKS, (ANY6, 0x6B620002)),
 )
 
 
@@ -140,7 +142,7 @@ def test_what_is_written_is_read_again(house: House):
 def test_opening_again_keeps_the_elements(house: House):
     house.become(*EVERYTHING)
     before = house.do(lambda: run("nft", "list", "table", "inet", "kbpf"))
-    house.do(lambda: forward_rules.transaction(*ruleset.table(STYLE)))
+    house.do(lambda: forward_rules.run_transaction(*ruleset.create_table(STYLE)))
     assert house.do(lambda: run("nft", "list", "table", "inet", "kbpf")) == before
 
 
@@ -208,7 +210,7 @@ def answer_to_init(to: str, port: int, timeout: float) -> str:
 def test_sctp(house: House, row: Row):
     house.become(*EVERYTHING)
     timeout = 0.5 if row.outcome == DROPPED else PATIENCE
-    got = netns.inside(
+    got = netns.run_in(
         Path("/run/netns") / house.there, lambda: answer_to_init(row.to, row.port, timeout)
     )
     assert got == row.outcome
@@ -225,7 +227,7 @@ def test_every_masquerade_takes_a_port_of_ours_at_random(house: House):
     assert len(masquerades) == 2 * (2 * 2 * 3 + 3)
     for one in masquerades:
         assert {"random", "fully-random"} == set(one["flags"])
-        assert one["port"] == {"range": list(STYLE.ports)}
+        assert one["port"] == {"range": list(STYLE.masquerade_ports)}
 
 
 def test_without_elements_nothing_is_touched(house: House):
@@ -252,7 +254,7 @@ def test_ping_passes(house: House):
             s.sendto(bytes((8, 0, 0xF7, 0xFF)) + bytes(4), (VIP, 0))
             return s.recv(100)[20:]
 
-    assert netns.inside(Path("/run/netns") / house.there, ping)[:1] == b"\0"
+    assert netns.run_in(Path("/run/netns") / house.there, ping)[:1] == b"\0"
 
 
 @pytest.mark.parametrize(("bind", "to", "seen"), [(VIP, NEIGHBOUR, OWN), (VIP6, NEIGHBOUR6, OWN6)])
@@ -325,7 +327,7 @@ class Marked(NamedTuple):
     """A style, who dials which port, and the mark that IPVS would see."""
 
     name: str
-    style: Style
+    style: RulesetOptions
     client: str
     port: int
     mark: int
@@ -335,20 +337,28 @@ SHORT = at(SetName.SHORT_CIRCUITS, VIP, 80, 0x6B620001)
 MARKS = [
     Marked("short circuit, the node", STYLE, "node", 80, 0x6B620001),
     Marked("short circuit, outside", STYLE, "neighbour", 80, 0),
-    Marked("short circuit, a pod's device", Style("kbpf", 14, "eth*"), "neighbour", 80, 0x6B620001),
+    Marked(
+        "short circuit, a pod's device",
+        RulesetOptions("kbpf", 14, "eth*"),
+        "neighbour",
+        80,
+        0x6B620001,
+    ),
     Marked("masqueraded, outside", STYLE, "neighbour", 81, 0x4000),
     Marked("masqueraded, the node", STYLE, "node", 81, 0x4000),
-    Marked("masqueraded, by another bit", Style("kbpf", 3), "neighbour", 81, 0x8),
+    Marked("masqueraded, by another bit", RulesetOptions("kbpf", 3), "neighbour", 81, 0x8),
     Marked("from outside only", STYLE, "neighbour", 82, 0x4000),
     Marked("from outside only, the node", STYLE, "node", 82, 0),
-    Marked("from outside only, a pod's device", Style("kbpf", 14, "eth0"), "neighbour", 82, 0),
+    Marked(
+        "from outside only, a pod's device", RulesetOptions("kbpf", 14, "eth0"), "neighbour", 82, 0
+    ),
 ]
 
 
 @pytest.mark.parametrize("row", MARKS, ids=lambda row: row.name)
 def test_marks(house: House, row: Marked):
     """Another table looks at the marks where IPVS would: behind our chains."""
-    house.do(lambda: forward_rules.transaction(*ruleset.table(row.style)))
+    house.do(lambda: forward_rules.run_transaction(*ruleset.create_table(row.style)))
     served = (e for port in (80, 81, 82) for e in at(SetName.SERVED, VIP, port))
     house.become(*IPS, *served, *SHORT, *at(SetName.MASQUERADED, VIP, 81),
                  *at(SetName.MASQUERADED_OUTSIDE, VIP, 82))  # fmt: skip
@@ -365,7 +375,7 @@ def test_marks(house: House, row: Marked):
         assert counted(house, "seen") == [1, 0]
     finally:
         house.do(lambda: run("nft", "delete", "table", "inet", "see"))
-        house.do(lambda: forward_rules.transaction(*ruleset.table(STYLE)))
+        house.do(lambda: forward_rules.run_transaction(*ruleset.create_table(STYLE)))
 
 
 def test_local_networks_are_pods(house: House):
@@ -381,6 +391,6 @@ def test_local_networks_are_pods(house: House):
 def test_removal_takes_all(house: House):
     before = house.do(lambda: run("nft", "list", "ruleset"))
     assert "table inet kbpf" in before
-    house.do(lambda: forward_rules.transaction(*ruleset.no_table(STYLE)))
+    house.do(lambda: forward_rules.run_transaction(*ruleset.delete_table(STYLE)))
     assert house.do(lambda: run("nft", "list", "ruleset")) == ""
-    house.do(lambda: forward_rules.transaction(*ruleset.table(STYLE)))
+    house.do(lambda: forward_rules.run_transaction(*ruleset.create_table(STYLE)))

@@ -118,7 +118,7 @@ def quick_starts() -> Iterator[None]:
     which should not matter.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compile, "tools", functools.cache(compile.tools))
+        patch.setattr(compile, "tools", functools.cache(compile.find_toolchain))
         patch.setattr(objects, "BATCH", 4)
         sizes = MapSizes(
             frontends=256,
@@ -259,8 +259,12 @@ def test_every_way_ends_the_same(
 
 def contents(site: Site) -> dict[str, int]:
     """How many entries there are, of all maps that hold objects: udp_cuts has those that ended."""
-    kinds = (objects.MAP_HASH, objects.MAP_LRU_HASH, objects.MAP_LPM_TRIE)
-    names = [n for n, spec in layout.MAPS.items() if spec.kind in kinds and n != "udp_cuts"]
+    kinds = (
+        objects.BPF_MAP_TYPE_HASH,
+        objects.BPF_MAP_TYPE_LRU_HASH,
+        objects.BPF_MAP_TYPE_LPM_TRIE,
+    )
+    names = [n for n, spec in layout.MAPS.items() if spec.map_type in kinds and n != "udp_cuts"]
     return {name: n for name in names if (n := len(site.entries(name)))}
 
 
@@ -328,7 +332,7 @@ def links(site: Site) -> dict[str, tuple[int, int]]:
     found = {}
     for pin in sorted((site.pins / "links").iterdir()):
         with Link.open(pin) as link:
-            found[pin.name] = (link.info().id, link.info().program)
+            found[pin.name] = (link.read_info().id, link.read_info().program_id)
     return found
 
 
@@ -341,7 +345,7 @@ def test_a_restart_without_news_writes_nothing(site: Site, which: str):
     assert attached.keys() == HOOKS
     for _ in range(2):
         plane = site.open()
-        assert plane._attached.compiled is False
+        assert plane._attachments.compiled is False
         assert site.dump() == before
         report = plane.apply(state, None)
         assert dict(report.writes) == {}
@@ -356,7 +360,7 @@ def test_what_others_have_changed_is_found_and_repaired(site: Site):
     plane.apply(OLD, None)
     plane.flush()
     before, attached = site.dump(), links(site)
-    plane.doubt()
+    plane.invalidate()
     assert dict(plane.apply(OLD, None).writes) == {}, "nothing had changed"
     plane.flush()
     assert (site.dump(), links(site)) == (before, attached)
@@ -368,7 +372,7 @@ def test_what_others_have_changed_is_found_and_repaired(site: Site):
     assert site.dump() != before
     plane.apply(OLD, ())
     assert site.dump() != before, "nobody has doubted"
-    plane.doubt()
+    plane.invalidate()
     writes = plane.apply(OLD, None).writes
     assert writes["services"]
     assert writes["backends"]
@@ -471,7 +475,7 @@ def test_remove_leaves_nothing(site: Site):
     fd = os.open(site.cgroup, os.O_RDONLY)
     types = [hook.attach_type for hook in hooks.HOOKS]
     # The kernel lets a link go a moment after its last name.
-    until("all is detached", lambda: not any(objects.attached(fd, kind) for kind in types))
+    until("all is detached", lambda: not any(objects.list_attached(fd, kind) for kind in types))
     os.close(fd)
 
 
@@ -550,7 +554,9 @@ def test_a_pinned_map_of_another_shape_is_an_error(site: Site):
         aside = site.pins / "aside"
         services.pin(aside)
         pin.unlink()
-        with Map.create(objects.MAP_HASH, "services", 20, 32, 8, objects.F_NO_PREALLOC) as strange:
+        with Map.create(
+            objects.BPF_MAP_TYPE_HASH, "services", 20, 32, 8, objects.BPF_F_NO_PREALLOC
+        ) as strange:
             strange.pin(pin)
         with pytest.raises(KernelError, match="another layout") as error:
             site.open()
@@ -565,7 +571,7 @@ def test_a_pinned_map_of_another_shape_is_an_error(site: Site):
 
 def another_build(monkeypatch: pytest.MonkeyPatch, **changed: bytes) -> None:
     """From now on the sources are others; `changed`: the bytecode of some programs."""
-    real = compile.obtain
+    real = compile.find_or_compile
 
     def obtain(unit: str, cache: Path) -> tuple[artifact.Artifact, bool]:
         found, compiled = real(unit, cache)
@@ -699,8 +705,11 @@ def live(site: Site) -> dict[str, dict[str, Any]]:
     programs: dict[tuple[int, ...], dict[str, Any]] = {}  # what is served, by the maps read
     found = {}
     for pin in links.iterdir() if links.exists() else ():
-        with Link.open(pin) as link, objects.program_by_id(link.info().program) as program:
-            ids = program.info().map_ids
+        with (
+            Link.open(pin) as link,
+            objects.open_program_by_id(link.read_info().program_id) as program,
+        ):
+            ids = program.read_info().map_ids
         for number in ids:
             if number not in seen:
                 seen[number] = read_map(number)
@@ -871,10 +880,10 @@ def test_what_could_not_be_read_is_kept_until_it_can_be(site: Site):
     site.open().apply(both, None)
     before = site.dump()
     plane = site.open()
-    plane.apply(desired(service("web", "10.96.0.1:80", ONE_BACKEND)), None, sound=False)
+    plane.apply(desired(service("web", "10.96.0.1:80", ONE_BACKEND)), None, authoritative=False)
     plane.flush()
     assert site.dump() == before
-    plane.apply(desired(service("web", "10.96.0.1:80", ONE_BACKEND)), set(), sound=True)
+    plane.apply(desired(service("web", "10.96.0.1:80", ONE_BACKEND)), set(), authoritative=True)
     plane.flush()
     assert list(site.dump()["frontends"]) == ["10.96.0.1:80/TCP"]
     assert site.dump()["strays"] == {}

@@ -16,11 +16,11 @@ from kbpf.dataplane.bpf.maps import layout
 from kbpf.dataplane.bpf.packet_path.packet_path import PacketPath
 from kbpf.dataplane.bpf.plane import BpfPlane
 from kbpf.dataplane.bpf.programs import compile
-from kbpf.dataplane.bpf.programs.loader import Ready
+from kbpf.dataplane.bpf.programs.loader import LoadedPrograms
 from kbpf.errors import CompileError, KernelError
 from kbpf.kernel.bpf import objects
 from kbpf.kernel.bpf.objects import Map
-from kbpf.kernel.bpf.tc import Tc
+from kbpf.kernel.bpf.tc import TcAttacher
 from kbpf.kernel.system import netns
 from kbpf.model.config import SocketLb
 from kbpf.model.desired import ServiceState
@@ -51,7 +51,7 @@ class Start:
         return self.plane
 
     def do(self, action: Callable[[], Any]) -> Any:
-        return netns.inside(Path("/run/netns") / self.name, action)
+        return netns.run_in(Path("/run/netns") / self.name, action)
 
     def apply(self, *services: ServiceState) -> None:
         self.do(lambda: self.plane.apply(desired(*services), None))
@@ -61,7 +61,7 @@ class Start:
 
     def ready(self) -> bool:
         self.tick()
-        return self.plane.ready()
+        return self.plane.is_ready()
 
     def hooks(self) -> set[str]:
         links = self.site.pins / "links"
@@ -72,9 +72,9 @@ class Start:
 
         def read() -> dict[str, set[int]]:
             found: dict[str, set[int]] = {}
-            with Tc(self.site.pins / "devices") as tc:
-                for one in tc.everything():
-                    found.setdefault(socket.if_indextoname(one.ifindex), set()).add(one.program)
+            with TcAttacher(self.site.pins / "devices") as tc:
+                for one in tc.list_all():
+                    found.setdefault(socket.if_indextoname(one.ifindex), set()).add(one.program_id)
             return found
 
         return self.do(read)
@@ -88,8 +88,8 @@ class Start:
                 now.add(held.id)
         reads = set()
         for number in set().union(*self.attached().values()):
-            with objects.program_by_id(number) as program:
-                reads |= set(program.info().map_ids)
+            with objects.open_program_by_id(number) as program:
+                reads |= set(program.read_info().map_ids)
         return reads <= now
 
 
@@ -107,7 +107,7 @@ def start(artifact_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sta
         stack.callback(made.go_on.set)
         prepare = PacketPath.prepare
 
-        def held_up(packets: PacketPath, maps: Mapping[str, Map]) -> Ready:
+        def held_up(packets: PacketPath, maps: Mapping[str, Map]) -> LoadedPrograms:
             made.loads += 1
             made.begun.set()
             assert made.go_on.wait(PATIENCE)
@@ -153,7 +153,7 @@ def test_a_packet_path_that_cannot_be_loaded_is_told_and_tried_again(start: Star
     assert "refused by hand" in start.plane.packet_status().problem
     assert start.hooks() == HOOKS
     start.error = None
-    start.do(start.plane.doubt)
+    start.do(start.plane.invalidate)
     start.apply(*many(3))
     until("the packet path is there", start.ready)
     assert start.plane.packet_status().problem == ""
@@ -161,7 +161,7 @@ def test_a_packet_path_that_cannot_be_loaded_is_told_and_tried_again(start: Star
 
 
 def test_programs_that_do_not_compile_are_told(start: Start, monkeypatch: pytest.MonkeyPatch):
-    obtain = compile.obtain
+    obtain = compile.find_or_compile
 
     def refuse(unit: str, cache: Path) -> Any:
         if unit == "tc":
@@ -191,7 +191,7 @@ def test_an_agent_that_ends_while_they_are_loaded_leaves_what_serves(start: Star
 
 ALONE = [
     pytest.param({"socket_lb": SocketLb.OFF}, id="no hooks that could serve"),
-    pytest.param({"socket_lb": SocketLb.HOST_ONLY}, id="hooks that do not serve pods"),
+    pytest.param({"socket_lb": SocketLb.HOST_NAMESPACE_ONLY}, id="hooks that do not serve pods"),
 ]
 
 

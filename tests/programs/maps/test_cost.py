@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kbpf.dataplane.base import Report
-from kbpf.dataplane.bpf.plane import LARGE, BpfPlane
+from kbpf.dataplane.bpf.plane import LARGE_ENTRIES, BpfPlane
 from kbpf.kernel.bpf import syscalls
 from kbpf.model.desired import DesiredState, ServicePortKey, ServiceState
 from kbpf.model.objects import Protocol
@@ -117,7 +117,7 @@ def test_a_change_costs_the_same_in_a_large_cluster(
                 reports = change(cluster), cluster.settle()
             assert all(report.refused == {} for report in reports)
             called = sum(n for call, n in calls.items() if "update" in call or "delete" in call)
-            assert called == sum(report.calls for report in reports), name
+            assert called == sum(report.syscalls for report in reports), name
             costs.append((reports, calls))
         assert costs[0] == costs[1], name
 
@@ -172,7 +172,7 @@ def test_many_endpoints_are_written_in_few_calls(clusters: dict[int, Cluster]):
     assert dict(report.writes) == {
         "meta": 1, "backends": 1000, "backend_slots": 1000, "services": 1,
     }  # fmt: skip
-    assert report.calls == 4
+    assert report.syscalls == 4
 
 
 def test_a_thousand_services_at_once_are_written_in_few_calls(clusters: dict[int, Cluster]):
@@ -180,7 +180,7 @@ def test_a_thousand_services_at_once_are_written_in_few_calls(clusters: dict[int
     cluster.settle()
     report = cluster.change(*(one(i) for i in range(20_000, 21_000)))
     assert report.writes["services"] == 1000
-    assert report.calls == 5, "meta, names, slots, frontends, their IPs; the backends were there"
+    assert report.syscalls == 5, "meta, names, slots, frontends, their IPs; the backends were there"
 
 
 def test_large_service_ports_wait_for_the_small_ones_and_go_one_at_a_time(
@@ -190,7 +190,7 @@ def test_large_service_ports_wait_for_the_small_ones_and_go_one_at_a_time(
     one of nothing goes on with a large one.
     """
     monkeypatch.setattr("kbpf.dataplane.bpf.plane.SLICE_SECONDS", 0.0)
-    crowd = " ".join(f"10.245.{i // 250}.{i % 250 + 1}:80" for i in range(LARGE))
+    crowd = " ".join(f"10.245.{i // 250}.{i % 250 + 1}:80" for i in range(LARGE_ENTRIES))
     cluster = Cluster(site.open(), {})
     cluster.plane.apply(DesiredState({}), None)
     large = [one(2 * i, crowd) for i in range(4)]
@@ -212,7 +212,7 @@ def test_a_large_service_port_that_loses_an_address_takes_it_from_nobody_later(
 ):
     """It waits, and another one has the address meanwhile."""
     monkeypatch.setattr("kbpf.dataplane.bpf.plane.SLICE_SECONDS", 0.0)
-    crowd = " ".join(f"10.245.{i // 250}.{i % 250 + 1}:80" for i in range(LARGE))
+    crowd = " ".join(f"10.245.{i // 250}.{i % 250 + 1}:80" for i in range(LARGE_ENTRIES))
     before = service("large", "10.96.0.1:80 ExternalIP=192.0.2.1:80", crowd)
     after = service("large", "10.96.0.1:80", f"{crowd} 10.245.9.9:80")
     small = service("small", "10.96.0.2:80 ExternalIP=192.0.2.1:80", "10.0.0.1:80")
@@ -225,7 +225,7 @@ def test_a_large_service_port_that_loses_an_address_takes_it_from_nobody_later(
         report = plane.apply(state, {after.key})
     shown = site.dump()["frontends"]
     assert shown["192.0.2.1:80/TCP"]["service"] == "default/small"
-    assert len(shown["10.96.0.1:80/TCP"]["cluster"]) == LARGE + 1
+    assert len(shown["10.96.0.1:80/TCP"]["cluster"]) == LARGE_ENTRIES + 1
 
 
 def test_a_report_counts_each_apply_alone(site: Site):
@@ -235,4 +235,4 @@ def test_a_report_counts_each_apply_alone(site: Site):
     assert cluster.change(one(1)).writes["services"] == 1
     assert cluster.change(one(2)).writes["services"] == 1
     nothing = cluster.change(one(2))
-    assert (nothing.writes, nothing.calls, nothing.refused) == ({}, 0, {})
+    assert (nothing.writes, nothing.syscalls, nothing.refused) == ({}, 0, {})

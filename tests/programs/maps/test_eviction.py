@@ -16,25 +16,25 @@ import pytest
 from kbpf.dataplane.bpf.inspect import tracked_connections
 from kbpf.dataplane.bpf.maps import flow_entries as fields
 from kbpf.dataplane.bpf.maps import pinning
-from kbpf.dataplane.bpf.maps.flow_entries import ends, is_question
+from kbpf.dataplane.bpf.maps.flow_entries import flow_key, is_original
 from kbpf.dataplane.bpf.maps.layout import (
     DEVICE,
+    FLOW,
     MAPS,
-    NAT,
     U32,
     U64,
     DeviceFlag,
-    FlowPart,
-    Former,
+    FlowDirection,
+    FormerLayout,
     Reason,
     Role,
     Target,
     TcpState,
     pack_target,
 )
-from kbpf.dataplane.bpf.maps.migrate import Moves
+from kbpf.dataplane.bpf.maps.migrate import MapMigration
 from kbpf.dataplane.bpf.maps.pinning import Pins
-from kbpf.dataplane.bpf.metrics import Meter
+from kbpf.dataplane.bpf.metrics import MapCollector
 from kbpf.dataplane.bpf.packet_path import flow_gc
 from kbpf.dataplane.bpf.packet_path.packet_path import PacketPath
 from kbpf.dataplane.bpf.plane import BpfPlane
@@ -45,7 +45,7 @@ from kbpf.kernel.bpf.objects import Map, Program
 from kbpf.kernel.system import netns
 from kbpf.model.address import parse_addr
 from kbpf.model.config import Config, MapSizes
-from kbpf.model.metrics import Tracked
+from kbpf.model.metrics import FlowCount
 from kbpf.model.objects import Protocol
 from tests.support.lab.lab import ip
 from tests.support.lab.lab import run as command
@@ -92,8 +92,8 @@ class Flows:
             for name, vip in VIPS.items()
             for protocol in (Protocol.TCP, Protocol.UDP)
         ]  # fmt: skip
-        state = msgspec.structs.replace(desired(*made), masquerade_as=(parse_addr(NODE),))
-        netns.inside(Path("/run/netns") / str(self.site.node), lambda: plane.apply(state, None))
+        state = msgspec.structs.replace(desired(*made), masquerade_addresses=(parse_addr(NODE),))
+        netns.run_in(Path("/run/netns") / str(self.site.node), lambda: plane.apply(state, None))
         self.hold()
 
     def hold(self) -> None:
@@ -160,9 +160,9 @@ class Flows:
         found: dict[int, int] = {}
         questions = set()
         for raw in self.site.entries("flows").values():
-            port = Target.unpack(NAT.unpack(raw)[1]).port
+            port = Target.unpack(FLOW.unpack(raw)[1]).port
             found[port] = found.get(port, 0) + 1
-            if is_question(raw):
+            if is_original(raw):
                 questions.add(port)
         assert questions == found.keys()
         return found
@@ -184,10 +184,10 @@ class Flows:
         """As if this flow had been quiet for so long; less than 0: it stays young."""
         with self.site.pinned("flows") as flows:
             for key, raw in list(flows.items()):
-                if Target.unpack(NAT.unpack(raw)[1]).port == port:
+                if Target.unpack(FLOW.unpack(raw)[1]).port == port:
                     aged = bytearray(raw)
                     udp_ = raw[fields.PROTOCOL] == Protocol.UDP
-                    for at in (slice(8), fields.BEGUN) if udp_ else (slice(8),):
+                    for at in (slice(8), fields.BEGAN_AT) if udp_ else (slice(8),):
                         then = int.from_bytes(raw[at], "little") - nanoseconds
                         aged[at] = max(0, then).to_bytes(8, "little")
                     flows.update(key, bytes(aged))
@@ -329,29 +329,29 @@ def test_who_makes_room_by_himself_is_no_reason_for_an_alarm(flows: Flows, kind:
     """On a node with many short connections most of what holds is closed already."""
     script, goes = OLDEST[kind]
     flows.talk(2000, script)
-    counted = Meter(Pins(flows.site.pins), Config()).count(lambda: None)
-    assert counted.tracked == Tracked(now=not goes, most=ROOM)
+    counted = MapCollector(Pins(flows.site.pins), Config()).count(lambda: None)
+    assert counted.flow_count == FlowCount(live=not goes, capacity=ROOM)
     with flows.site.pinned("flows") as held:
-        filled = tracked_connections.fill(held, time.monotonic())
+        filled = tracked_connections.measure_fill(held, time.monotonic())
     assert (filled.entries, filled.needed) == (1, not goes)
 
 
 def test_what_is_over_and_has_its_place_still_does_not_count(flows: Flows) -> None:
     """Of what metrics say: alarms are for connections that live."""
-    meter = Meter(Pins(flows.site.pins), Config())
+    meter = MapCollector(Pins(flows.site.pins), Config())
     for port in range(20_000, 20_000 + 3 * ROOM):
         flows.talk(port, f"{LIVES} FA <FA A")
         flows.age(port, HOUR)
     flows.talk(2000, LIVES)
     entries = len(flows.site.entries("flows"))
     assert entries >= (ROOM - 1) * PARTS[flows.kind], "as many as there may be"
-    assert meter.count(lambda: None).tracked == Tracked(now=1, most=ROOM)
-    off = Meter(Pins(flows.site.pins), Config(packet_path=False))
-    assert off.count(lambda: None).tracked is None, "the map is as small as can be then"
+    assert meter.count(lambda: None).flow_count == FlowCount(live=1, capacity=ROOM)
+    off = MapCollector(Pins(flows.site.pins), Config(packet_path=False))
+    assert off.count(lambda: None).flow_count is None, "the map is as small as can be then"
     told = {table.name: table for table in meter.read({}).tables}
     assert told["flows"].entries == entries
     unbounded = {name for name, table in told.items() if table.limit is None}
-    lru = {name for name, spec in MAPS.items() if spec.kind == objects.MAP_LRU_HASH}
+    lru = {name for name, spec in MAPS.items() if spec.map_type == objects.BPF_MAP_TYPE_LRU_HASH}
     assert unbounded == {"flows"} | lru, "of which an alarm would never end"
 
 
@@ -385,10 +385,10 @@ def test_a_flow_that_finds_no_room_in_the_map_is_none(flows: Flows, before: str,
     flows.talk(2000, before)
     with flows.site.pinned("flows") as held:
         for key, raw in list(held.items()):
-            if not is_question(raw):
+            if not is_original(raw):
                 held.delete(key)
-        other = bytearray(NAT.size)
-        other[99] = FlowPart.ANSWER
+        other = bytearray(FLOW.size)
+        other[99] = FlowDirection.REPLY
         number = 0
         with contextlib.suppress(KernelError):
             for number in range(held.max_entries + 1):
@@ -401,7 +401,7 @@ def test_a_flow_that_finds_no_room_in_the_map_is_none(flows: Flows, before: str,
     assert run(flows.programs["tc_ingress"], frame(syn)).retval == TC_ACT_SHOT
     assert flows.site.reasons() - counted == {Reason.NOT_RECORDED: 1}
     left = [raw for raw in flows.site.entries("flows").values() if raw != bytes(other)]
-    assert [raw for raw in left if not is_question(raw)] == []
+    assert [raw for raw in left if not is_original(raw)] == []
 
 
 def test_keys_of_flows_that_are_gone_hold_no_place(flows: Flows) -> None:
@@ -427,7 +427,7 @@ def test_another_size_keeps_the_newest_and_their_order(flows: Flows, room: int) 
         flows.age(port, (ROOM - number) * MINUTE // 6)
     flows.start(room)
     with flows.site.pinned("flows") as held:
-        assert held.max_entries == int(room * MAPS["flows"].per)
+        assert held.max_entries == int(room * MAPS["flows"].entries_per_object)
     left = set(ports[-room:])
     assert flows.ports() == flows.whole([*left])
     for port in range(5000, 5000 + room - len(left)):
@@ -451,9 +451,9 @@ def marked(raw: bytes) -> bytes:
     return raw[: fields.SERVICE.start] + U32.pack(MARKED) + raw[fields.SERVICE.stop :]
 
 
-def another_layout(monkeypatch: pytest.MonkeyPatch, *former: Former) -> None:
+def another_layout(monkeypatch: pytest.MonkeyPatch, *former: FormerLayout) -> None:
     """From now on the code is that of a version that lays out `flows` otherwise."""
-    monkeypatch.setitem(MAPS, "flows", replace(MAPS["flows"], version=99, former=former))
+    monkeypatch.setitem(MAPS, "flows", replace(MAPS["flows"], version=99, former_layouts=former))
 
 
 @pytest.mark.parametrize("knows", [True, False], ids=["known", "unknown"])
@@ -468,7 +468,7 @@ def test_flows_in_the_layout_of_before(
     flows.talk(ports[3], "R")
     for number, port in enumerate(ports):
         flows.age(port, (ROOM - number) * MINUTE // 6)
-    another_layout(monkeypatch, *([Former(1, NAT.size, marked)] if knows else []))
+    another_layout(monkeypatch, *([FormerLayout(1, FLOW.size, marked)] if knows else []))
     flows.start(ROOM)
     assert flows.ports() == (flows.whole(ports) if knows else {})
     assert {raw[fields.SERVICE] for raw in flows.site.entries("flows").values()} <= {
@@ -490,14 +490,14 @@ def test_an_upgrade_that_was_cut_short_is_made_again(
 ) -> None:
     """The maps were there, and the agent ended before any program had changed over."""
     flows.talk(2000, LIVES)
-    another_layout(monkeypatch, Former(1, NAT.size, marked))
+    another_layout(monkeypatch, FormerLayout(1, FLOW.size, marked))
     flows.site.open(MapSizes(connections=ROOM), packet_path=True).close()
     flows.talk(2001, LIVES)
     flows.talk(2000, "FA <FA A")
     flows.start(ROOM)
     assert flows.ports() == flows.whole([2000, 2001])
-    states = {Target.unpack(NAT.unpack(raw)[1]).port: raw[fields.STATE]
-              for raw in flows.site.entries("flows").values() if is_question(raw)}  # fmt: skip
+    states = {Target.unpack(FLOW.unpack(raw)[1]).port: raw[fields.STATE]
+              for raw in flows.site.entries("flows").values() if is_original(raw)}  # fmt: skip
     assert states == {2000: TcpState.CLOSED, 2001: TcpState.ESTABLISHED}
     monkeypatch.undo()
     flows.start(ROOM)
@@ -517,7 +517,7 @@ def test_killed_while_it_takes_flows_over_the_next_one_has_a_place_for_each(
         flows.talk(port, LIVES)
     for number, port in enumerate(ports):
         flows.age(port, number * MINUTE // 6)
-    another_layout(monkeypatch, Former(1, NAT.size, marked))
+    another_layout(monkeypatch, FormerLayout(1, FLOW.size, marked))
     left = itertools.count(-steps)
 
     def killing(real: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -560,7 +560,7 @@ ENDS = {
     "before the queue is pinned": End(pinning, "replace_pin", "order"),
     "before the programs are handed over": End(PacketPath, "publish"),
     "before the hooks change over": End(SocketPrograms, "publish", new=True),
-    "before it has caught up": End(Moves, "catch_up", new=True),
+    "before it has caught up": End(MapMigration, "catch_up", new=True),
 }
 
 
@@ -590,11 +590,11 @@ def test_killed_while_maps_get_another_size_the_next_one_knows_all_that_began(
     flows.talk(2000, "FA <FA A")
     flows.start(then)
     assert flows.ports() == flows.whole([2000, 3000])
-    states = {Target.unpack(NAT.unpack(raw)[1]).port: raw[fields.STATE]
-              for raw in flows.site.entries("flows").values() if is_question(raw)}  # fmt: skip
+    states = {Target.unpack(FLOW.unpack(raw)[1]).port: raw[fields.STATE]
+              for raw in flows.site.entries("flows").values() if is_original(raw)}  # fmt: skip
     assert states == {2000: TcpState.CLOSED, 3000: TcpState.ESTABLISHED}
     with flows.site.pinned("flows") as held:
-        assert held.max_entries == int(then * MAPS["flows"].per)
+        assert held.max_entries == int(then * MAPS["flows"].entries_per_object)
         known = dict(held.items())
     places = [known[key] for key in flows.drain() if key in known]
     assert {Target.unpack(raw[fields.CLIENT]).port for raw in places} == {2000, 3000}
@@ -605,7 +605,7 @@ def test_what_begins_before_the_devices_change_over_is_there_when_they_do(
     flows: Flows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing begins from then on: it would be known on one of its two devices only."""
-    publish, elsewhere = PacketPath.publish, PacketPath.tracks_elsewhere
+    publish, elsewhere = PacketPath.publish, PacketPath.uses_other_flows
     seen: list[tuple[dict[int, int], bool]] = []
 
     def late(packets: PacketPath, held: Map) -> bool:
@@ -651,7 +651,7 @@ def test_a_pause_ends_by_itself(flows: Flows, seconds: int, begins: bool) -> Non
 # ---- what has no place ---------------------------------------------------------------------------
 
 OTHER_POD = "10.244.1.3"
-NOW = itertools.count(1e9, flow_gc.LOOK_SECONDS)
+NOW = itertools.count(1e9, flow_gc.GC_INTERVAL_S)
 """When the agent looks."""
 
 
@@ -685,19 +685,21 @@ def lose(flows: Flows, port: int) -> dict[bytes, bytes]:
     """
     made = {}
     for raw in flows.site.entries("flows").values():
-        if is_question(raw) or Target.unpack(raw[fields.CLIENT]).port != port:
+        if is_original(raw) or Target.unpack(raw[fields.CLIENT]).port != port:
             continue
         client, pod = (
             raw[fields.CLIENT],
             pack_target(parse_addr(OTHER_POD), 8080, raw[fields.PROTOCOL]),
         )
-        if raw[fields.PART] == FlowPart.ANSWER:
-            made[ends(client, pod)] = raw[: fields.BACKEND.start] + pod + raw[fields.BACKEND.stop :]
+        if raw[fields.DIRECTION] == FlowDirection.REPLY:
+            made[flow_key(client, pod)] = (
+                raw[: fields.BACKEND.start] + pod + raw[fields.BACKEND.stop :]
+            )
         else:
             number = (port + 18_000).to_bytes(2, "big")
             node = raw[fields.SNAT] + number + client[18:]
             other = raw[: fields.SNAT_PORT.start] + number + raw[fields.SNAT_PORT.stop :]
-            made[ends(node, raw[fields.BACKEND])] = other
+            made[flow_key(node, raw[fields.BACKEND])] = other
     with flows.site.pinned("flows") as held:
         for key, raw in made.items():
             held.update(key, raw)
@@ -707,7 +709,7 @@ def lose(flows: Flows, port: int) -> dict[bytes, bytes]:
 def remove(held: Map, seconds: float) -> int:
     """Orphans that are gone then."""
     at = time.monotonic_ns() + int(seconds * 1e9)
-    return sum(flow_gc.remove(held, *batch, at) for batch in list(held.batches()))
+    return sum(flow_gc.remove_orphans(held, *batch, at) for batch in list(held.batches()))
 
 
 @pytest.mark.parametrize("row", LOST, ids=lambda row: row.name)
@@ -730,7 +732,7 @@ def test_answers_go_whose_question_is_gone(flows: Flows) -> None:
     flows.talk(2001, "?")
     with flows.site.pinned("flows") as held:
         for key, raw in list(held.items()):
-            if is_question(raw) and Target.unpack(raw[fields.CLIENT]).port == 2000:
+            if is_original(raw) and Target.unpack(raw[fields.CLIENT]).port == 2000:
                 held.delete(key)
         assert remove(held, 29) == 0
         assert remove(held, 31) == PARTS[flows.kind] - 1
@@ -748,7 +750,7 @@ def test_what_is_made_anew_at_that_moment_stays(
     flows.talk(2000, "?")
     made = lose(flows, 2000)
     anew = {key: raw[:-1] + b"\1" for key, raw in made.items()}
-    take = Map.take
+    take = Map.lookup_and_delete
 
     def late(self: Map, key: bytes) -> bytes | None:
         self.update(key, anew[key])
@@ -760,7 +762,7 @@ def test_what_is_made_anew_at_that_moment_stays(
             assert remove(held, 31) == 0
         assert anew.items() <= dict(held.items()).items()
         assert remove(held, 31) == len(made)
-        assert held.take(next(iter(made))) is None, "it is gone"
+        assert held.lookup_and_delete(next(iter(made))) is None, "it is gone"
 
 
 class Without:
@@ -790,7 +792,7 @@ def test_the_agent_looks_for_them_a_part_at_a_time(
             flows.age(port, MINUTE)
         left = []
         for now in itertools.islice(NOW, 100):
-            netns.inside(node, lambda: flows.plane.tick(now))  # noqa: B023
+            netns.run_in(node, lambda: flows.plane.tick(now))  # noqa: B023
             left.append(len(made & flows.site.entries("flows").keys()))
         assert left[0] > 0, "not all at once"
         assert left[-1] == 0

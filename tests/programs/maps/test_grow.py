@@ -11,10 +11,10 @@ import pytest
 
 from kbpf.dataplane.base import Report
 from kbpf.dataplane.bpf import growth
-from kbpf.dataplane.bpf.attachments import Attached
+from kbpf.dataplane.bpf.attachments import Attachments
 from kbpf.dataplane.bpf.maps import layout, pinning
-from kbpf.dataplane.bpf.maps.migrate import Moves
-from kbpf.dataplane.bpf.plane import LARGE, BpfPlane
+from kbpf.dataplane.bpf.maps.migrate import MapMigration
+from kbpf.dataplane.bpf.plane import LARGE_ENTRIES, BpfPlane
 from kbpf.dataplane.bpf.programs.loader import SocketPrograms
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf import objects
@@ -67,8 +67,11 @@ def read_by_programs(site: Site) -> set[int]:
     """Ids of the maps that attached programs read."""
     found: set[int] = set()
     for pin in (site.pins / "links").iterdir():
-        with Link.open(pin) as link, objects.program_by_id(link.info().program) as program:
-            found |= set(program.info().map_ids)
+        with (
+            Link.open(pin) as link,
+            objects.open_program_by_id(link.read_info().program_id) as program,
+        ):
+            found |= set(program.read_info().map_ids)
     return found
 
 
@@ -82,7 +85,7 @@ def test_maps_grow_and_everything_is_still_there(site: Site):
     plane.flush()
     assert sizes_of(site) == START
     before = site.dump()["frontends"]
-    links = {p.name: Link.open(p).info().id for p in (site.pins / "links").iterdir()}
+    links = {p.name: Link.open(p).read_info().id for p in (site.pins / "links").iterdir()}
     plane.apply(desired(*many(100, affinity_timeout=9)), None)
     plane.flush()
     after = site.dump()
@@ -97,7 +100,7 @@ def test_maps_grow_and_everything_is_still_there(site: Site):
         site.pinned("service_names").id
     }
     assert ids <= read_by_programs(site), "the programs read the bigger maps"
-    assert {p.name: Link.open(p).info().id for p in (site.pins / "links").iterdir()} == links
+    assert {p.name: Link.open(p).read_info().id for p in (site.pins / "links").iterdir()} == links
 
 
 @pytest.mark.usefixtures("small")
@@ -145,7 +148,7 @@ class Growing:
         self.site, self.most = site, 0
         self.plane = site.open()
         self.small = many(5)
-        crowd = " ".join(f"10.245.{i // 250}.{i % 250 + 1}:80" for i in range(LARGE))
+        crowd = " ".join(f"10.245.{i // 250}.{i % 250 + 1}:80" for i in range(LARGE_ENTRIES))
         self.big = service("big", "10.97.0.1:80", crowd)
         self.plane.apply(desired(*self.small), None)
         self.plane.flush()
@@ -196,7 +199,7 @@ def test_no_change_waits_while_maps_grow(site: Site, monkeypatch: pytest.MonkeyP
 
     def grown() -> bool:
         nonlocal copying
-        if at.plane._tables._copies:
+        if at.plane._agent_maps._copies:
             copying += 1
             if wanted := next(stages, None):
                 report = at.change(*wanted)
@@ -205,7 +208,7 @@ def test_no_change_waits_while_maps_grow(site: Site, monkeypatch: pytest.MonkeyP
                 assert served(site) == names
         sizes.clear()
         at.tick()
-        assert max(sizes, default=0) <= growth.AT_ONCE
+        assert max(sizes, default=0) <= growth.COPY_BATCH_ENTRIES
         return sizes_of(site) != START
 
     until("the maps have grown", grown)
@@ -214,7 +217,7 @@ def test_no_change_waits_while_maps_grow(site: Site, monkeypatch: pytest.MonkeyP
     at.plane.flush()
     shown = site.dump()
     assert shown["strays"] == {}
-    assert len(shown["frontends"]["10.97.0.1:80/TCP"]["cluster"]) == LARGE
+    assert len(shown["frontends"]["10.97.0.1:80/TCP"]["cluster"]) == LARGE_ENTRIES
     assert shown["frontends"]["10.96.0.3:53/UDP"]["cluster"] == ["10.0.0.9:80/UDP"]
     assert len(shown["frontends"]) == 6
     ids = {site.pinned(name).id for name in START if name != "service_names"}
@@ -240,7 +243,7 @@ def test_what_does_not_fit_into_maps_that_cannot_grow_is_refused_and_the_others_
 
     monkeypatch.setattr(growth, "RETRY_SECONDS", 0.0)
     at = Growing(site, monkeypatch)
-    owner = {"make_map": pinning, "prepare": Attached}[what]
+    owner = {"make_map": pinning, "prepare": Attachments}[what]
     with monkeypatch.context() as patch:
         patch.setattr(owner, what, refuse)
         at.begin()
@@ -291,7 +294,7 @@ class Killed(Exception):
 
 @pytest.mark.parametrize(
     ("owner", "method"),
-    [(BpfPlane, "apply"), (SocketPrograms, "publish"), (Moves, "catch_up")],
+    [(BpfPlane, "apply"), (SocketPrograms, "publish"), (MapMigration, "catch_up")],
     ids=["before it applies", "before the hooks change over", "before it has caught up"],
 )
 def test_killed_while_maps_get_another_size_the_next_one_knows_all_clients(

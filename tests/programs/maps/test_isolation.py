@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from kbpf.dataplane.bpf.maps.affinity_shares import Shares, sharers
+from kbpf.dataplane.bpf.maps.affinity_shares import AffinityShares, unpack_sharers
 from kbpf.dataplane.bpf.maps.layout import (
     CACHED_DEVICE,
     DEVICE,
@@ -32,7 +32,7 @@ from kbpf.dataplane.bpf.maps.layout import (
     Role,
 )
 from kbpf.dataplane.bpf.plane import BpfPlane
-from kbpf.dataplane.bpf.programs.hook_config import SHARERS
+from kbpf.dataplane.bpf.programs.hook_config import MIN_AFFINITY_SHARERS
 from kbpf.kernel.bpf.objects import Program
 from kbpf.kernel.system import netns
 from kbpf.model.config import MapSizes
@@ -49,7 +49,7 @@ from tests.support.plane import Site, desired, service, sites, start_within
 VICTIMS = 10
 AFFINITY = 1024
 STICKIES = 2 * AFFINITY
-SHARE = AFFINITY // SHARERS
+SHARE = AFFINITY // MIN_AFFINITY_SHARERS
 CONNECTED, UNCONNECTED = 12_000, 1_500
 """More sockets than the maps of before had room for (`flows`: 4,096 in tests), and in all 9,000
 flows of unconnected ones.
@@ -251,7 +251,7 @@ class Ingress:
             finally:
                 os.sched_setaffinity(0, usual)
 
-        return netns.inside(self.inside, run_all)
+        return netns.run_in(self.inside, run_all)
 
     def dial(self, clients: Iterable[str]) -> None:
         """Each of these addresses sends a SYN."""
@@ -275,7 +275,7 @@ def ingress(artifact_cache: Path) -> Iterator[Ingress]:
                         external_local=True, affinity_timeout=10_800 * (protocol == Protocol.TCP))
                 for v in (4, 6) for protocol in (Protocol.TCP, Protocol.UDP)
             ]  # fmt: skip
-            netns.inside(inside, lambda: plane.apply(desired(*services), None))
+            netns.run_in(inside, lambda: plane.apply(desired(*services), None))
             pin = next(site.pins.glob("programs-tc-*")) / "tc_ingress"
             with Program.open(pin) as program:
                 made = Ingress(site, program, inside)
@@ -320,11 +320,11 @@ def test_forged_clients_that_fill_the_shares_are_counted_again(ingress: Ingress)
         ingress.dial(["2001:db8:5:0:2::1"])
         assert U32.unpack(shares.lookup(sharer) or b"")[0] == 1
         held: Any = dict(zip(maps, (affinity, shares), strict=True))
-        counting = Shares(lambda: held, dict)
+        counting = AffinityShares(lambda: held, dict)
         counting.advance(0, float("inf"))
         assert counting._cursor is None, "all is counted in one part"
     entries = site.entries("affinity")
-    wanted = Counter(sharers(b"".join(entries), b"".join(entries.values())))
+    wanted = Counter(unpack_sharers(b"".join(entries), b"".join(entries.values())))
     counted = {key: U32.unpack(raw)[0] for key, raw in site.entries("affinity_shares").items()}
     assert counted[sharer] >= 11
     assert counted == {key: wanted[key] for key in counted}
@@ -396,7 +396,7 @@ def test_connections_of_one_client_leave_what_is_known_of_others(ingress: Ingres
     ours = Role.POD if row.victim.startswith("[fd") else Role.HOST
     syns = [tcp(f"{row.victim.format(n)}:4000", VIP[row.v], flags="S", seq=n)
             for n in range(1, VICTIMS + 1)]  # fmt: skip
-    ingress.node_flags(NodeFlag.YIELDS)
+    ingress.node_flags(NodeFlag.PASSIVE)
     ingress.of(ours, DeviceFlag(0))
     assert ingress.run(syns) == syns
     ingress.of(row.role, row.flags)
@@ -405,7 +405,7 @@ def test_connections_of_one_client_leave_what_is_known_of_others(ingress: Ingres
         for n in range(MANY["yielded"])
     )
     ingress.of(ours, DeviceFlag(0))
-    ingress.node_flags(NodeFlag.FOLLOWS)
+    ingress.node_flags(NodeFlag.COEXISTING)
     assert ingress.run(syns) == syns, "not translated: no flow of ours has begun"
     again = [tcp(f"{row.victim.format(n)}:4001", VIP[row.v], flags="S", seq=n)
              for n in range(1, VICTIMS + 1)]  # fmt: skip

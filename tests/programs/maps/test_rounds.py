@@ -52,7 +52,7 @@ def piece(name: str, ends: int, ports: int = 1, number: int = 0, down: int = -1)
               for n in range(ends)),
         tuple(SlicePort(f"p{n}", TCP, 1000 + n) for n in range(ports)),
     )  # fmt: skip
-    return Upsert(ObjectKey(Kind.SLICE, "ns", f"{name}-{number}"), made, received=1.0)
+    return Upsert(ObjectKey(Kind.SLICE, "ns", f"{name}-{number}"), made, received_at=1.0)
 
 
 @dataclass
@@ -113,7 +113,7 @@ class Rounds:
 
     def round(self, *items: Upsert) -> None:
         self.agent.step(items)
-        self.agent._wait()
+        self.agent._seconds_until_due()
 
     def backends(self, name: str) -> int:
         programmed = self.plane._programmed[ServicePortKey("ns", name, "p0", TCP, 4)]
@@ -122,7 +122,7 @@ class Rounds:
     def busy(self, old: bool = True) -> Iterator[None]:
         """Until all is programmed and, if asked for, what is old is deleted."""
         for _ in range(MOST_ROUNDS):
-            if not self.agent._busy and not (old and self.plane._retiring.due):
+            if not self.agent._busy and not (old and self.plane._grace_queue.due):
                 return
             yield
         raise AssertionError("it never ends")

@@ -20,7 +20,7 @@ def link_ids(site: Site) -> dict[str, int]:
     found = {}
     for pin in sorted((site.pins / "links").iterdir()):
         with Link.open(pin) as link:
-            found[pin.name] = link.info().id
+            found[pin.name] = link.read_info().id
     return found
 
 

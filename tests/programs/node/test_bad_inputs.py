@@ -172,4 +172,4 @@ def test_a_start_without_ipvs_leaves_nothing_that_looks_like_remains(
     config = Config(state_dir=place.root / "state", ipvs_device=name, nft_table=f"t{os.getpid()}")
     with pytest.raises(KernelError, match="no IPVS"):
         plane.IpvsPlane(config).open()
-    assert not cleanup.there(config)
+    assert not cleanup.has_state(config)

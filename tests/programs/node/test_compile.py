@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kbpf.dataplane.bpf.hooks import HOOKS, UNITS, programs_of
+from kbpf.dataplane.bpf.hooks import HOOKS, UNITS, program_names
 from kbpf.dataplane.bpf.maps import layout
 from kbpf.dataplane.bpf.programs import artifact, compile
 from kbpf.dataplane.bpf.programs.artifact import Artifact
@@ -92,7 +92,7 @@ def tree(tmp_path: Path) -> Tree:
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Artifact, Path]:
     """The real sources, compiled now."""
     cache = tmp_path_factory.mktemp("cache")
-    made, compiled = compile.obtain("sock", cache)
+    made, compiled = compile.find_or_compile("sock", cache)
     assert compiled
     return made, cache
 
@@ -140,10 +140,10 @@ def test_the_second_time_nothing_is_compiled(
         raise AssertionError("a child was started")
 
     monkeypatch.setattr(subprocess, "run", run)
-    assert compile.obtain("sock", cache) == (made, False)
+    assert compile.find_or_compile("sock", cache) == (made, False)
 
 
-PROGRAMS = len(programs_of("sock"))
+PROGRAMS = len(program_names("sock"))
 COMPILED, FOUND = f"compiled {PROGRAMS}", f"found {PROGRAMS}"
 
 
@@ -161,10 +161,10 @@ def test_another_compiler_compiles_again(
 ):
     made, _ = built
     artifact.store(made, tmp_path)
-    assert compile.obtain("sock", tmp_path) == (made, False)
+    assert compile.find_or_compile("sock", tmp_path) == (made, False)
     monkeypatch.setattr(compile, "tools", lambda: "bcc 99")
     assert artifact.find("sock", tmp_path, "bcc 99") is None
-    _, compiled = compile.obtain("sock", tmp_path)
+    _, compiled = compile.find_or_compile("sock", tmp_path)
     assert compiled
 
 
@@ -197,7 +197,7 @@ def test_no_header_of_the_kernel_or_of_libc_is_needed(tree: Tree, unit: str):
         "k=/sys/kernel/kheaders.tar.xz; test ! -e $k || mount --bind /dev/null $k;"
         'exec "$@"'
     )
-    programs = len(programs_of(unit))
+    programs = len(program_names(unit))
     assert programs > 0
     said = tree.obtain("unshare", "-m", "sh", "-ec", hide, "sh", unit=unit)
     assert said == f"compiled {programs}"
@@ -208,8 +208,8 @@ def test_without_bcc_what_was_made_ahead_is_used(
 ):
     made, cache = built
     monkeypatch.setattr(compile.importlib.util, "find_spec", lambda _: None)
-    assert compile.tools() is None
-    assert compile.obtain("sock", cache) == (made, False)
+    assert compile.find_toolchain() is None
+    assert compile.find_or_compile("sock", cache) == (made, False)
 
 
 def test_without_bcc_and_nothing_made_ahead_it_says_what_to_do(
@@ -217,7 +217,7 @@ def test_without_bcc_and_nothing_made_ahead_it_says_what_to_do(
 ):
     monkeypatch.setattr(compile.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(CompileError) as error:
-        compile.obtain("sock", tmp_path)
+        compile.find_or_compile("sock", tmp_path)
     assert str(error.value) == (
         "BCC is not installed and nothing was compiled ahead of time "
         f"(unit sock, cache {tmp_path}); "
@@ -279,7 +279,7 @@ def test_a_broken_bcc_is_one_line(tree: Tree, code: str):
 def test_a_compiler_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(compile, "TIMEOUT_SECONDS", 0.01)
     with pytest.raises(CompileError, match="did not finish"):
-        compile.obtain("sock", tmp_path)
+        compile.find_or_compile("sock", tmp_path)
 
 
 def test_who_may_not_make_maps_is_told_so(tree: Tree):

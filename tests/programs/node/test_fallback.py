@@ -17,7 +17,7 @@ import msgspec
 import pytest
 import yaml
 
-from kbpf.agent.selector import Reason
+from kbpf.agent.selector import FallbackReason
 from kbpf.dataplane.bpf.hooks import HOOKS, UNITS
 from kbpf.dataplane.bpf.programs import artifact, compile
 from kbpf.kernel.bpf import probe, syscalls
@@ -71,7 +71,7 @@ class House:
         """Arguments of an agent whose programs no verifier lets pass: connect4 has no result."""
         folder = self.folder / "spoiled"
         for unit in UNITS:
-            made, _ = compile.obtain(unit, self.compiled)
+            made, _ = compile.find_or_compile(unit, self.compiled)
             programs = tuple(
                 msgspec.structs.replace(code, insns=b"\x95" + bytes(7), references=())
                 if code.name == "connect4"
@@ -86,7 +86,7 @@ class House:
         """Somebody has this hook of the node's cgroup for himself alone."""
         hook = next(hook for hook in HOOKS if hook.name == name)
         folder = os.open(self.home.cgroup, os.O_RDONLY | os.O_DIRECTORY)
-        program = Program.load("theirs", hook.kind, hook.attach_type, probe.RETURN_1)
+        program = Program.load("theirs", hook.prog_type, hook.attach_type, probe.RETURN_1)
         try:
             assert syscalls.lib().bpf_prog_attach(program.fd, folder, hook.attach_type, 0) == 0
             yield
@@ -104,7 +104,7 @@ class Cause:
     """
 
     name: str
-    reason: Reason
+    reason: FallbackReason
     wrapper: Callable[[House], tuple[str, ...]] = lambda _: ()
     extra: Callable[[House], tuple[str, ...]] = lambda _: ()
     around: Callable[[House], contextlib.AbstractContextManager[None]] = lambda _: (
@@ -131,29 +131,54 @@ ctypes.CDLL = CDLL
 """
 WITHOUT_CGROUP2 = 'umount -l $(findmnt -t cgroup2 -no TARGET) && exec "$@"'
 CAUSES = (
-    Cause("no bpf(2)", Reason.NO_BPF, wrapper=deny(errno.ENOSYS)),
-    Cause("CAP_NET_ADMIN alone", Reason.NO_PRIVILEGES,
-          wrapper=lambda _: ("setpriv", "--bounding-set", "-all,+net_admin", "--")),
-    Cause("no libbpf", Reason.NO_LIBRARY,
-          wrapper=lambda house: house.python("sitecustomize.py", NO_LIBBPF)),
-    Cause("a kernel before 5.6", Reason.OLD_KERNEL, wrapper=deny(errno.EINVAL, UPDATE_BATCH)),
-    Cause("a kernel before 5.7", Reason.OLD_KERNEL, wrapper=deny(errno.EINVAL, LINK_CREATE)),
-    Cause("no cgroup v2", Reason.NO_CGROUP, extra=lambda _: ("--cgroup", ""),
-          wrapper=lambda _: ("unshare", "-m", "sh", "-c", WITHOUT_CGROUP2, "sh")),
-    Cause("no BCC, and nothing compiled", Reason.NO_COMPILER, extra=House.nothing_compiled,
-          wrapper=lambda house: house.python("sitecustomize.py", NO_BCC)),
-    Cause("BCC fails", Reason.NOT_COMPILED, extra=House.nothing_compiled,
-          wrapper=lambda house: house.python("bcc/__init__.py", BAD_BCC)),
-    Cause("the verifier refuses", Reason.REFUSED, extra=House.spoiled),
-    Cause("somebody has a hook alone", Reason.NOT_ATTACHED,
-          around=lambda house: house.taken("sendmsg6")),
-)  # fmt: skip
+    Cause("no bpf(2)", FallbackReason.NO_BPF, wrapper=deny(errno.ENOSYS)),
+    Cause(
+        "CAP_NET_ADMIN alone",
+        FallbackReason.NO_PRIVILEGES,
+        wrapper=lambda _: ("setpriv", "--bounding-set", "-all,+net_admin", "--"),
+    ),
+    Cause(
+        "no libbpf",
+        FallbackReason.NO_LIBRARY,
+        wrapper=lambda house: house.python("sitecustomize.py", NO_LIBBPF),
+    ),
+    Cause(
+        "a kernel before 5.6", FallbackReason.OLD_KERNEL, wrapper=deny(errno.EINVAL, UPDATE_BATCH)
+    ),
+    Cause(
+        "a kernel before 5.7", FallbackReason.OLD_KERNEL, wrapper=deny(errno.EINVAL, LINK_CREATE)
+    ),
+    Cause(
+        "no cgroup v2",
+        FallbackReason.NO_CGROUP,
+        extra=lambda _: ("--cgroup", ""),
+        wrapper=lambda _: ("unshare", "-m", "sh", "-c", WITHOUT_CGROUP2, "sh"),
+    ),
+    Cause(
+        "no BCC, and nothing compiled",
+        FallbackReason.NO_COMPILER,
+        extra=House.nothing_compiled,
+        wrapper=lambda house: house.python("sitecustomize.py", NO_BCC),
+    ),
+    Cause(
+        "BCC fails",
+        FallbackReason.COMPILE_FAILED,
+        extra=House.nothing_compiled,
+        wrapper=lambda house: house.python("bcc/__init__.py", BAD_BCC),
+    ),
+    Cause("the verifier refuses", FallbackReason.PROGRAM_REFUSED, extra=House.spoiled),
+    Cause(
+        "somebody has a hook alone",
+        FallbackReason.ATTACH_FAILED,
+        around=lambda house: house.taken("sendmsg6"),
+    ),
+)
 
 
 @pytest.fixture(scope="module")
 def house(tmp_path_factory: pytest.TempPathFactory, artifact_cache: Path) -> Iterator[House]:
     for unit in UNITS:
-        compile.obtain(unit, artifact_cache)
+        compile.find_or_compile(unit, artifact_cache)
     with Lab(1, "fb", apart=True) as lab:
         made = House(lab, tmp_path_factory.mktemp("fallback"), artifact_cache)
         yield made
@@ -161,7 +186,7 @@ def house(tmp_path_factory: pytest.TempPathFactory, artifact_cache: Path) -> Ite
 
 
 def test_each_reason_has_a_cause():
-    assert {cause.reason for cause in CAUSES} == set(Reason)
+    assert {cause.reason for cause in CAUSES} == set(FallbackReason)
 
 
 @pytest.mark.parametrize("cause", CAUSES, ids=lambda cause: cause.name)

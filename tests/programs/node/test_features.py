@@ -33,7 +33,7 @@ def test_the_table_is_right(name: str) -> None:
 def rows(tmp_path_factory: pytest.TempPathFactory) -> tuple[CheckRow, ...]:
     FEATURES["sctp"].tried()  # which loads the module; check only looks
     pins, cache = Path("/sys/fs/bpf/kbpf-no-pins"), tmp_path_factory.mktemp("cache")
-    return (*bpf_checks.rows(None, pins, cache), *packet_path.rows(pins))
+    return (*bpf_checks.rows(None, pins, cache), *packet_path.check_packet_path(pins))
 
 
 def test_check_says_exactly_what_this_kernel_lacks(rows: tuple[CheckRow, ...]) -> None:
@@ -65,14 +65,14 @@ def test_check_says_it_on_the_command_line() -> None:
 
 
 def test_check_says_that_this_kernel_will_do(rows: tuple[CheckRow, ...]) -> None:
-    made = check_rows.verdict(rows)
+    made = check_rows.compute_verdict(rows)
     assert (made.usable, made.missing) == (True, ())
 
 
 def test_check_says_whether_mode_ipvs_can_be_had() -> None:
     """IPVS is not loaded by asking, on all kernels: a test of it loads it by FEATURES."""
     rows = tuple(ipvs_checks.rows())
-    made = check_rows.verdict([CheckRow("BPF", "no", True, "", ""), *rows])
+    made = check_rows.compute_verdict([CheckRow("BPF", "no", True, "", ""), *rows])
     lacks = bool(lacking("ipvs"))
     assert made.mode == ("none" if lacks else "ipvs")
     assert made.usable is not lacks

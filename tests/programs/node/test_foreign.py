@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 
-from kbpf.checks import connect as proving
+from kbpf.checks import connect as attached_checks
 from kbpf.dataplane.bpf import attachments
 from kbpf.dataplane.bpf.hooks import HOOKS as HOOK_TABLE
 from kbpf.dataplane.bpf.inspect import snapshot
@@ -21,8 +21,15 @@ from kbpf.dataplane.bpf.packet_path import device_thread
 from kbpf.dataplane.bpf.plane import BpfPlane
 from kbpf.dataplane.bpf.programs import foreign
 from kbpf.kernel.bpf.objects import Link, Program
-from kbpf.kernel.bpf.tc import ATTACH_TYPE, PROG_SCHED_CLS, Direction, How, Mark, Tc
-from kbpf.kernel.net.netlink import Rtnetlink, attribute
+from kbpf.kernel.bpf.tc import (
+    ATTACH_TYPE,
+    BPF_PROG_TYPE_SCHED_CLS,
+    AttachMethod,
+    Direction,
+    FilterIdentity,
+    TcAttacher,
+)
+from kbpf.kernel.net.netlink import Rtnetlink, pack_attribute
 from tests.programs.node.test_hooks_verified import WEB, in_namespaces_of_its_own
 from tests.support.features import needs
 from tests.support.lab.lab import ip, until
@@ -60,7 +67,7 @@ def theirs(cgroup: Path, hook: str, name: str) -> Iterator[int]:
             Program.load(name, SOCK_ADDR, kind, PASS) as program,
             Link.attach(program, descriptor, kind),
         ):
-            yield program.info().id
+            yield program.read_info().id
     finally:
         os.close(descriptor)
 
@@ -77,19 +84,19 @@ def test_who_is_at_the_same_socket_hook_is_named(
     plane.apply(WEB, None)
     plane.tick(0.0)
     assert told(plane) == [], "of our own programs nothing is told"
-    assert plane.measure().foreign == 0
+    assert plane.read_metrics().foreign_programs == 0
     with theirs(site.cgroup, row.hook, row.name) as program:
-        plane.tick(attachments.VERIFY_SECONDS)
+        plane.tick(attachments.HOOK_VERIFY_INTERVAL_S)
         lines = told(plane)
-        assert plane.measure().foreign == len(lines) == row.named
+        assert plane.read_metrics().foreign_programs == len(lines) == row.named
         name = row.name[:15] or "without a name"
         if row.named:
             assert f"{name} (id {program}) at {row.hook}; " in lines[0]
-        rows = list(proving.others(snapshot.read(site.pins, proving.NEEDS)))
+        rows = list(attached_checks.foreign_rows(snapshot.read(site.pins, attached_checks.NEEDS)))
         assert [one.detail for one in rows] == lines
-        plane.tick(2 * attachments.VERIFY_SECONDS)
+        plane.tick(2 * attachments.HOOK_VERIFY_INTERVAL_S)
         assert told(plane) == lines
-    plane.tick(3 * attachments.VERIFY_SECONDS)
+    plane.tick(3 * attachments.HOOK_VERIFY_INTERVAL_S)
     assert told(plane) == []
     assert caplog.text.count("another load balancer") == row.named, "it is logged once"
 
@@ -110,13 +117,13 @@ def interrupted(site: Site) -> None:
 @pytest.mark.parametrize("story", [older, interrupted], ids=lambda story: story.__name__)
 def test_our_own_programs_are_never_named(site: Site, story: Callable[[Site], None]) -> None:
     story(site)
-    assert foreign.at_sockets(site.cgroup) == ()
+    assert foreign.find_at_sockets(site.cgroup) == ()
     plane = site.open()
-    assert foreign.at_sockets(site.cgroup) == (), "while it takes over"
+    assert foreign.find_at_sockets(site.cgroup) == (), "while it takes over"
     plane.apply(WEB, None)
     plane.tick(0.0)
     assert told(plane) == []
-    assert set(dict(plane.measure().hooks)) == set(HOOKS)
+    assert set(dict(plane.read_metrics().hooks)) == set(HOOKS)
 
 
 def tcx(ifindex: int, program: Program) -> contextlib.AbstractContextManager[object]:
@@ -125,11 +132,13 @@ def tcx(ifindex: int, program: Program) -> contextlib.AbstractContextManager[obj
 
 @contextlib.contextmanager
 def clsact(ifindex: int, program: Program) -> Iterator[None]:
-    with Tc(Path("/nowhere"), How.CLSACT, Mark(1, 1, "theirs")) as kernel:
-        kernel._seen = {ifindex: "clsact"}
+    with TcAttacher(
+        Path("/nowhere"), AttachMethod.CLSACT, FilterIdentity(1, 1, "theirs")
+    ) as kernel:
+        kernel._qdisc_kinds = {ifindex: "clsact"}
         body = struct.pack("=BxxxiIII", 0, ifindex, 0xFFFF0000, 0xFFFFFFF1, 0)
         with Rtnetlink() as netlink, contextlib.suppress(Exception):
-            netlink.ask(36, body + attribute(1, b"clsact\0"), 0x600)
+            netlink.request(36, body + pack_attribute(1, b"clsact\0"), 0x600)
         kernel.attach(ifindex, Direction.INGRESS, program)
     yield
 
@@ -145,23 +154,23 @@ def test_a_balancer_on_our_devices_is_named(
     def story() -> None:
         ip("link add up0 type veth peer name up1")
         ip("link set up0 up")
-        device_thread.LOOK_SECONDS = 0.1
+        device_thread.RESYNC_INTERVAL_S = 0.1
         plane = site.open(packet_path=True, devices=("up0",))
         plane.apply(WEB, None)
-        until("all had their turn", plane.ready)
+        until("all had their turn", plane.is_ready)
         assert told(plane) == []
         number = socket.if_nametoindex("up0")
         with (
-            Program.load(name, PROG_SCHED_CLS, 0, NEXT) as program,
+            Program.load(name, BPF_PROG_TYPE_SCHED_CLS, 0, NEXT) as program,
             how(number, program),  # type: ignore[operator]
         ):
-            held = snapshot.read(site.pins, proving.NEEDS)
-            shown = [one.detail for one in proving.others(held)]
+            held = snapshot.read(site.pins, attached_checks.NEEDS)
+            shown = [one.detail for one in attached_checks.foreign_rows(held)]
             if named:
                 until("it is named", lambda: told(plane))
-                words = f"{name[:15]} (id {program.info().id}) at ingress of up0"
+                words = f"{name[:15]} (id {program.read_info().id}) at ingress of up0"
                 assert words in told(plane)[0]
-                assert plane.measure().foreign == 1
+                assert plane.read_metrics().foreign_programs == 1
                 assert shown == told(plane)
             else:
                 assert shown == told(plane) == []
@@ -171,6 +180,6 @@ def test_a_balancer_on_our_devices_is_named(
 
 
 def test_many_devices_are_one_line() -> None:
-    found = [foreign.Foreign(7, "cil_from_contai", "ingress", f"lxc{n}") for n in range(40)]
-    (line,) = foreign.lines(found)
+    found = [foreign.ForeignProgram(7, "cil_from_contai", "ingress", f"lxc{n}") for n in range(40)]
+    (line,) = foreign.format_lines(found)
     assert "cil_from_contai (id 7) at ingress of lxc0 and 39 more; " in line

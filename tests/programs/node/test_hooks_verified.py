@@ -18,7 +18,7 @@ from kbpf.dataplane.bpf import attachments
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.packet_path import attach, device_thread
 from kbpf.dataplane.bpf.programs import unpinned
-from kbpf.errors import KernelError, PinsGone
+from kbpf.errors import KernelError, PinsRemovedError
 from kbpf.kernel.bpf import objects
 from kbpf.kernel.bpf.objects import Link
 from kbpf.kernel.bpf.tc import ATTACH_TYPE
@@ -44,7 +44,7 @@ def programs(cgroup: Path, attach_type: int = CONNECT4) -> tuple[int, ...]:
     """What is attached there."""
     descriptor = os.open(cgroup, os.O_RDONLY)
     try:
-        return objects.attached(descriptor, attach_type)
+        return objects.list_attached(descriptor, attach_type)
     finally:
         os.close(descriptor)
 
@@ -75,15 +75,15 @@ def test_hooks_come_back(
     plane = site.open()
     plane.apply(WEB, None)
     plane.tick(0.0)
-    assert dict(plane.measure().hooks) == dict.fromkeys(HOOKS, True)
+    assert dict(plane.read_metrics().hooks) == dict.fromkeys(HOOKS, True)
     before = programs(site.cgroup)
     harm(site)
-    plane.tick(attachments.VERIFY_SECONDS - 1)
+    plane.tick(attachments.HOOK_VERIFY_INTERVAL_S - 1)
     assert "attached again" not in caplog.text, "it is not looked at each moment"
-    plane.tick(attachments.VERIFY_SECONDS)
+    plane.tick(attachments.HOOK_VERIFY_INTERVAL_S)
     assert "hooks were missing and are attached again" in caplog.text
     assert "connect4" in caplog.text
-    assert dict(plane.measure().hooks) == dict.fromkeys(HOOKS, True)
+    assert dict(plane.read_metrics().hooks) == dict.fromkeys(HOOKS, True)
     assert plane.faults() == ()
     assert set(before) <= set(programs(site.cgroup)), "the same program, in the cgroup of this name"
 
@@ -94,15 +94,15 @@ def test_a_hook_that_cannot_come_back_is_named(site: Site, caplog: pytest.LogCap
     plane.tick(0.0)
     remove_cgroup(site.cgroup)
     for second in range(3):
-        plane.tick(attachments.VERIFY_SECONDS + second * attachments.VERIFY_AGAIN_SECONDS)
-    assert not any(dict(plane.measure().hooks).values())
+        plane.tick(attachments.HOOK_VERIFY_INTERVAL_S + second * attachments.HOOK_RETRY_INTERVAL_S)
+    assert not any(dict(plane.read_metrics().hooks).values())
     (fault,) = plane.faults()
     assert fault.startswith("hooks that are not attached: ")
     assert "cannot open the cgroup" in fault
     assert fault in plane.problems()
     assert caplog.text.count("hooks are not attached, trying again") == 1
     site.cgroup.mkdir()
-    plane.tick(attachments.VERIFY_SECONDS + 10)
+    plane.tick(attachments.HOOK_VERIFY_INTERVAL_S + 10)
     assert plane.faults() == ()
     assert len(programs(site.cgroup)) == 1
 
@@ -144,7 +144,7 @@ def test_pins_that_are_removed_end_the_agent(site: Site):
     plane.write_status(b"{}")
     site.pins.rename(site.pins.with_name(f"{site.pins.name}-moved"))
     try:
-        with pytest.raises(PinsGone):
+        with pytest.raises(PinsRemovedError):
             plane.write_status(b"{}")
     finally:
         site.pins.with_name(f"{site.pins.name}-moved").rename(site.pins)
@@ -185,7 +185,7 @@ def test_a_mount_over_the_pins_is_named_and_changes_nothing(site: Site):
     """
 
     def story() -> None:
-        unpinned.ENDING_SECONDS = 0.2
+        unpinned.DETACH_WAIT_S = 0.2
         plane = site.open()
         plane.apply(WEB, None)
         plane.tick(0.0)
@@ -231,7 +231,7 @@ def test_a_mount_over_the_pins_leaves_devices_alone(site: Site):
 
     def tcx_programs() -> list[int]:
         return [
-            len(objects.attached(socket.if_nametoindex("up0"), kind))
+            len(objects.list_attached(socket.if_nametoindex("up0"), kind))
             for kind in ATTACH_TYPE.values()
         ]
 
@@ -239,20 +239,20 @@ def test_a_mount_over_the_pins_leaves_devices_alone(site: Site):
         ip("link add up0 type veth peer name up1")
         ip("link set up0 up")
         ip("link set up1 up")
-        device_thread.LOOK_SECONDS = 0.1
+        device_thread.RESYNC_INTERVAL_S = 0.1
         plane = site.open(packet_path=True, devices=("up0",))
         plane.apply(WEB, None)
         until("it is attached", lambda: plane.packet_status() and tcx_programs() == [1, 1])
-        until("all had their turn", plane.ready)
+        until("all had their turn", plane.is_ready)
         over(site.pins.parent)
         turns = []
-        sync = attach.Devices.sync
-        attach.Devices.sync = lambda *given: turns.append(1) or sync(*given)  # type: ignore
+        sync = attach.DeviceAttachments.sync
+        attach.DeviceAttachments.sync = lambda *given: turns.append(1) or sync(*given)  # type: ignore
         until("everything was looked at twice", lambda: len(turns) > 2)
         assert tcx_programs() == [1, 1]
         assert not plane.packet_status().failed
         site.pins.mkdir(parents=True)
-        places = tuple(unpinned._places(Pins(site.pins), site.cgroup))
+        places = tuple(unpinned._find_unpinned(Pins(site.pins), site.cgroup))
         assert {"ingress of up0", "egress of up0"} <= set(places), places
         plane.close()
 

@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 import pytest
 
 from kbpf.dataplane.bpf import host
-from kbpf.dataplane.bpf.host import LOOK_SECONDS, Beside
+from kbpf.dataplane.bpf.host import HOST_POLL_INTERVAL_S, HostIntegration
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.errors import KernelError
 from kbpf.kernel.netfilter import forward_rules
@@ -35,11 +35,11 @@ class House:
     def __init__(self, where: str, folder: Path) -> None:
         self.where = where
         self.pins = Pins(folder)
-        self.clock = itertools.count(0, LOOK_SECONDS)
-        self.beside = Beside(self.pins, CONFIG)
+        self.clock = itertools.count(0, HOST_POLL_INTERVAL_S)
+        self.beside = HostIntegration(self.pins, CONFIG)
 
     def do(self, action: Callable[[], T]) -> T:
-        return netns.inside(Path("/run/netns") / self.where, action)
+        return netns.run_in(Path("/run/netns") / self.where, action)
 
     def run(self, *words: str, stdin: str | None = None) -> str:
         return command(*inside(self.where, None, *words), stdin=stdin)
@@ -47,12 +47,12 @@ class House:
     def look(self, **changed: object) -> None:
         """One look of the agent; of a new one with other settings, if any are given."""
         if changed:
-            self.beside = Beside(self.pins, replace(CONFIG, **changed))
+            self.beside = HostIntegration(self.pins, replace(CONFIG, **changed))
         now = float(next(self.clock))
-        self.do(lambda: self.beside.look(now))
+        self.do(lambda: self.beside.poll(now))
 
     def set(self, local: tuple[int, int], reserved: str) -> None:
-        self.do(lambda: sysctl.write(sysctl.LOCAL_PORTS, f"{local[0]} {local[1]}"))
+        self.do(lambda: sysctl.write(sysctl.LOCAL_PORT_RANGE, f"{local[0]} {local[1]}"))
         self.do(lambda: sysctl.write(sysctl.RESERVED_PORTS, reserved))
 
     @property
@@ -122,7 +122,7 @@ def test_ports_are_reserved_and_given_back(house: House, row: Ports):
     gone = house.remove()
     assert house.reserved == row.after
     assert bool(gone) == (row.during != row.before)
-    assert not (house.pins.root / host.NOTE).exists()
+    assert not (house.pins.root / host.NOTE_FOLDER).exists()
 
 
 def test_no_socket_gets_one_of_them(house: House):
@@ -161,7 +161,7 @@ def test_what_somebody_writes_over_ours_is_theirs(house: House):
     house.look()
     house.set(WIDE, "1")
     house.set(WIDE, "61000-65535")
-    house.pins.root.joinpath(host.NOTE, "61000-65535").rmdir()
+    house.pins.root.joinpath(host.NOTE_FOLDER, "61000-65535").rmdir()
     house.look()
     house.remove()
     assert house.reserved == "61000-65535"
@@ -222,8 +222,8 @@ def test_a_node_that_does_not_forward_is_told_of(house: House, caplog: pytest.Lo
 # ---- the rule ------------------------------------------------------------------------------------
 
 
-def chains(house: House) -> dict[str, forward_rules.Chain]:
-    return {chain.family: chain for chain in house.do(forward_rules.forward_chains)}
+def chains(house: House) -> dict[str, forward_rules.BaseChain]:
+    return {chain.family: chain for chain in house.do(forward_rules.list_forward_chains)}
 
 
 def close(house: House) -> None:
@@ -244,19 +244,19 @@ OPEN = [
 @pytest.mark.parametrize("ruleset", OPEN)
 def test_nothing_is_written_where_nothing_is_closed(house: House, ruleset: str):
     house.run("nft", "-f", "-", stdin=ruleset)
-    before = house.do(forward_rules.generation)
+    before = house.do(forward_rules.read_generation)
     house.look()
-    assert house.do(forward_rules.generation) == before
+    assert house.do(forward_rules.read_generation) == before
 
 
 def test_a_look_at_what_is_right_changes_nothing(house: House):
     close(house)
     house.look()
-    before = house.do(forward_rules.generation)
+    before = house.do(forward_rules.read_generation)
     house.look()
     house.look(masquerade_bit=14)
-    assert house.do(forward_rules.generation) == before
-    assert all(chain.holds(0x4000) for chain in chains(house).values())
+    assert house.do(forward_rules.read_generation) == before
+    assert all(chain.has_masquerade_rule(0x4000) for chain in chains(house).values())
     assert house.run("iptables-nft", "-S", "FORWARD").splitlines()[1:] == [
         '-A FORWARD -m mark --mark 0x4000/0x4000 -m comment --comment "kbpf: masqueraded, mark '
         '0x4000" -j ACCEPT'
@@ -288,10 +288,10 @@ def test_a_chain_that_changed_meanwhile_is_an_error_and_the_next_look_is_right(h
     house.run("iptables-nft", "-F", "FORWARD")
     with pytest.raises(KernelError) as caught:
         house.do(lambda: forward_rules.accept_marked(chain, 0x4000))
-    assert caught.value.errno in host.PASSING
+    assert caught.value.errno in host.TRANSIENT_ERRNOS
     house.run("iptables-nft", "-A", "FORWARD", "-j", "DROP")
     house.look()
-    assert chains(house)["ip"].holds(0x4000)
+    assert chains(house)["ip"].has_masquerade_rule(0x4000)
 
 
 def test_a_step_that_fails_leaves_the_old_rule(house: House):
@@ -300,7 +300,8 @@ def test_a_step_that_fails_leaves_the_old_rule(house: House):
     house.look()
     chain = chains(house)["ip"]
     wrong = replace(
-        chain, rules=(*chain.rules, forward_rules.Rule(999, forward_rules.comment_of(1)))
+        chain,
+        rules=(*chain.rules, forward_rules.ChainRule(999, forward_rules.masquerade_comment(1))),
     )
     with pytest.raises(KernelError):
         house.do(lambda: forward_rules.accept_marked(wrong, 2))
@@ -315,7 +316,7 @@ def test_without_the_library_it_is_told_once(
     for _ in range(3):
         house.look()
     assert len([line for line in told(caplog) if "python3-nftables" in line]) == 1
-    assert forward_rules.available().works is None
+    assert forward_rules.probe_nf_tables().works is None
     assert house.remove() == ()
 
 
@@ -333,7 +334,7 @@ def test_a_table_of_the_old_iptables_is_told_of(
 ):
     names = tmp_path / "names"
     names.write_text("nat\n")
-    monkeypatch.setitem(forward_rules.LEGACY, "ip", names)
+    monkeypatch.setitem(forward_rules.LEGACY_TABLE_NAMES, "ip", names)
     house.look(masquerade_bit=14)
     assert not [line for line in told(caplog) if "legacy" in line]
     names.write_text("nat\nfilter\n")

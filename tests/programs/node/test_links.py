@@ -45,7 +45,7 @@ def others_change_devices() -> Iterator[None]:
 def first_unreached() -> str | None:
     """The first address to which a datagram is lost that is sent as soon as the address is set."""
     with Links() as links, socket.socket(socket.AF_INET6, socket.SOCK_DGRAM) as server:
-        links.up("lo")
+        links.set_up("lo")
         server.bind(("::", 5353))
         server.settimeout(10)
         return next((each for each in ADDRESSES if not is_reached(links, each, server)), None)
@@ -53,7 +53,7 @@ def first_unreached() -> str | None:
 
 def is_reached(links: Links, address: str, server: socket.socket) -> bool:
     """Whether it arrives; nobody sends it twice."""
-    links.address("lo", address, 128)
+    links.add_address("lo", address, 128)
     try:
         with socket.socket(socket.AF_INET6, socket.SOCK_DGRAM) as client:
             client.sendto(address.encode(), (address, 5353))

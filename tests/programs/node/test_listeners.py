@@ -49,7 +49,9 @@ def test_who_listens_is_told(row: Row) -> None:
         row.then(sock)
         port = sock.getsockname()[1]
         protocol = Protocol.TCP if row.kind == socket.SOCK_STREAM else Protocol.UDP
-        found = {at for at in sock_diag.listening() if (at.port, at.protocol) == (port, protocol)}
+        found = {
+            at for at in sock_diag.list_listeners() if (at.port, at.protocol) == (port, protocol)
+        }
         wanted = {FrontendAddress(parse_addr(row.told), port, protocol)} if row.told else set()
         assert found == wanted
-    assert all((at.port, at.protocol) != (port, protocol) for at in sock_diag.listening())
+    assert all((at.port, at.protocol) != (port, protocol) for at in sock_diag.list_listeners())

@@ -11,11 +11,11 @@ import pytest
 from kbpf.errors import KernelError
 from kbpf.kernel.system.mounts import (
     Mount,
-    cgroup_root,
     ensure_bpffs,
+    find_cgroup_root,
     is_bpffs,
     is_cgroup2,
-    mounts,
+    list_mounts,
     parse_mountinfo,
 )
 from tests.support.lab.lab import PATIENCE, cgroup2, remove_cgroup
@@ -71,10 +71,10 @@ def test_the_cgroup_root(row: Row):
         return 4711 if str(path) in row.parts else 1
 
     if row.found.startswith("/"):
-        assert cgroup_root(given, inode) == Path(row.found)
+        assert find_cgroup_root(given, inode) == Path(row.found)
         return
     with pytest.raises(KernelError) as error:
-        cgroup_root(given, inode)
+        find_cgroup_root(given, inode)
     assert str(error.value).startswith(row.found)
     assert "mount" in error.value.hint, "it says what to do"
     assert "ipvs" not in error.value.hint, "there is no such mode yet"
@@ -102,8 +102,8 @@ def test_names_of_any_kind_come_out_as_they_are(name: str):
 
 
 def test_this_machine():
-    assert is_cgroup2(cgroup_root())
-    assert cgroup_root() == cgroup2()
+    assert is_cgroup2(find_cgroup_root())
+    assert find_cgroup_root() == cgroup2()
     assert not is_cgroup2(Path("/tmp"))
     assert is_bpffs(BPFFS)
     assert not is_bpffs(Path("/tmp"))
@@ -203,7 +203,7 @@ def test_a_bpffs_that_is_there_is_left_alone():
     pins = BPFFS / f"kbpf-test-{os.getpid()}" / "below"
 
     def mounted() -> list[Mount]:
-        return [one for one in mounts() if one.path.is_relative_to(BPFFS)]
+        return [one for one in list_mounts() if one.path.is_relative_to(BPFFS)]
 
     before = mounted()
     try:

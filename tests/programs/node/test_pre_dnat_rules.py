@@ -85,9 +85,9 @@ def where() -> Iterator[str]:
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.what)
 def test_nft(where: str, row: Row) -> None:
     run("ip", "netns", "exec", where, "nft", "-f", "-", stdin=row.rules.replace("; }", ";\n}\n"))
-    found = netns.inside(Path("/run/netns") / where, pre_dnat_rules.chains)
+    found = netns.run_in(Path("/run/netns") / where, pre_dnat_rules.find_chains)
     assert found == row.named
-    lines = netns.inside(Path("/run/netns") / where, firewalls.early)
+    lines = netns.run_in(Path("/run/netns") / where, firewalls.early_drop_warnings)
     assert len(lines) == bool(row.named)
     assert all(name in line for name in row.named for line in lines)
 
@@ -108,7 +108,7 @@ IPTABLES = [
 def test_iptables(where: str, rule: str, named: tuple[str, ...]) -> None:
     command = ["ip", "netns", "exec", where, "iptables-nft", *rule.split()]
     subprocess.run(command, check=True, capture_output=True)
-    assert netns.inside(Path("/run/netns") / where, pre_dnat_rules.chains) == named
+    assert netns.run_in(Path("/run/netns") / where, pre_dnat_rules.find_chains) == named
 
 
 RAW, MANGLE = "ip raw (iptables-legacy)", "ip mangle (iptables-legacy)"
@@ -133,8 +133,8 @@ LEGACY = [
 def test_iptables_legacy(where: str, rule: str, named: tuple[str, ...]) -> None:
     run("ip", "netns", "exec", where, "iptables-legacy", *rule.split())
     place = Path("/run/netns") / where
-    assert netns.inside(place, pre_dnat_rules.legacy_chains) == (named, ())
-    lines = netns.inside(place, firewalls.early)
+    assert netns.run_in(place, pre_dnat_rules.find_legacy_chains) == (named, ())
+    lines = netns.run_in(place, firewalls.early_drop_warnings)
     assert len(lines) == bool(named)
     assert all(name in line for name in named for line in lines)
 
@@ -148,7 +148,7 @@ def test_iptables_legacy_with_a_chain_of_its_own(
 ) -> None:
     for words in ("-N d", "-A d -j DROP", f"-A PREROUTING -p tcp {ports} -j d"):
         run("ip", "netns", "exec", where, "iptables-legacy", "-t", "raw", *words.split())
-    found = netns.inside(Path("/run/netns") / where, pre_dnat_rules.legacy_chains)
+    found = netns.run_in(Path("/run/netns") / where, pre_dnat_rules.find_legacy_chains)
     assert found.chains == named
 
 
@@ -163,10 +163,10 @@ def test_iptables_legacy_that_cannot_be_read(
     monkeypatch.setenv("PATH", str(tmp_path))
     place = Path("/run/netns") / where
     unread = ("ip raw (iptables-legacy)", "ip6 mangle (iptables-legacy)")
-    assert netns.inside(place, pre_dnat_rules.legacy_chains) == ((), unread)
-    (line,) = netns.inside(place, firewalls.early)
+    assert netns.run_in(place, pre_dnat_rules.find_legacy_chains) == ((), unread)
+    (line,) = netns.run_in(place, firewalls.early_drop_warnings)
     assert line.startswith(f"{', '.join(unread)} cannot be read from here; ")
 
 
 def test_without_rules_nothing_is_said(where: str) -> None:
-    assert netns.inside(Path("/run/netns") / where, firewalls.early) == ()
+    assert netns.run_in(Path("/run/netns") / where, firewalls.early_drop_warnings) == ()

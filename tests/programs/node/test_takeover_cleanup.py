@@ -18,14 +18,20 @@ from pyroute2 import IPSet
 
 from kbpf.cli import cleanup
 from kbpf.dataplane.bpf import host
-from kbpf.dataplane.bpf.host import HANDOVER_SECONDS, Beside
+from kbpf.dataplane.bpf.host import HANDOVER_POLL_INTERVAL_S, HostIntegration
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.kernel.net import ipvs
-from kbpf.kernel.net.ipvs import Change, Command, Ipvs, Service, Settings
+from kbpf.kernel.net.ipvs import (
+    IpvsClient,
+    IpvsCommand,
+    IpvsRequest,
+    VirtualServiceKey,
+    VirtualServiceSettings,
+)
 from kbpf.kernel.net.netlink import Netlink
 from kbpf.kernel.netfilter import conntrack, forward_rules, ipset
-from kbpf.kernel.netfilter.conntrack import Connection
-from kbpf.kernel.netfilter.forward_rules import HANDOVER
+from kbpf.kernel.netfilter.conntrack import ConntrackFlow
+from kbpf.kernel.netfilter.forward_rules import HANDOVER_COMMENT
 from kbpf.kernel.system import modules, netns, sysctl
 from kbpf.model.address import parse_addr
 from kbpf.model.config import Config
@@ -45,7 +51,7 @@ class House:
         self.where = where
 
     def do(self, action: Callable[[], T]) -> T:
-        return netns.inside(Path("/run/netns") / self.where, action)
+        return netns.run_in(Path("/run/netns") / self.where, action)
 
     def run(self, *words: str, stdin: str | None = None) -> str:
         return command(*inside(self.where, None, *words), stdin=stdin)
@@ -85,7 +91,7 @@ def test_sets_and_the_device_go_and_others_stay(house: House) -> None:
         netns=house.where,
     )
     assert house.do(lambda: list(takeover_cleanup.remove())) == ["device kube-ipvs0", "2 ip sets"]
-    assert house.do(ipset.names) == ("KUBE-MINE", "mine")
+    assert house.do(ipset.list_names) == ("KUBE-MINE", "mine")
     assert [row["ifname"] for row in json.loads(house.run("ip", "-j", "link"))] == ["lo", "mine"]
     assert house.do(lambda: list(takeover_cleanup.remove())) == []
 
@@ -99,9 +105,9 @@ def test_the_ports_of_a_set_are_read(house: House) -> None:
                 face.add("KUBE-NODE-PORT-TCP", port, etype="port")
 
     house.do(fill)
-    assert house.do(lambda: ipset.ports("KUBE-NODE-PORT-TCP")) == {30080, 32767}
-    assert house.do(lambda: ipset.ports("KUBE-CLUSTER-IP")) == frozenset()
-    assert house.do(lambda: ipset.ports("no such set")) == frozenset()
+    assert house.do(lambda: ipset.list_ports("KUBE-NODE-PORT-TCP")) == {30080, 32767}
+    assert house.do(lambda: ipset.list_ports("KUBE-CLUSTER-IP")) == frozenset()
+    assert house.do(lambda: ipset.list_ports("no such set")) == frozenset()
 
 
 @needs("ipvs")
@@ -115,25 +121,28 @@ def test_virtual_services_go_and_others_stay(house: House) -> None:
         netns=house.where,
     )
     theirs = [
-        Service(socket.IPPROTO_TCP, parse_addr("10.96.0.1"), 443),
-        Service(socket.IPPROTO_TCP, parse_addr("198.18.0.1"), 30080),
+        VirtualServiceKey(socket.IPPROTO_TCP, parse_addr("10.96.0.1"), 443),
+        VirtualServiceKey(socket.IPPROTO_TCP, parse_addr("198.18.0.1"), 30080),
     ]
     others = [
-        Service(socket.IPPROTO_TCP, parse_addr("198.18.0.1"), 80),
-        Service(socket.IPPROTO_UDP, parse_addr("198.18.0.1"), 30080),
+        VirtualServiceKey(socket.IPPROTO_TCP, parse_addr("198.18.0.1"), 80),
+        VirtualServiceKey(socket.IPPROTO_UDP, parse_addr("198.18.0.1"), 30080),
     ]
 
     def fill() -> None:
         with IPSet() as face:
             face.add("KUBE-NODE-PORT-TCP", 30080, etype="port")
-        new = [Change(Command.NEW_SERVICE, one, Settings("rr")) for one in theirs + others]
-        talk = Ipvs()
-        talk.change(new)
+        new = [
+            IpvsRequest(IpvsCommand.IPVS_CMD_NEW_SERVICE, one, VirtualServiceSettings("rr"))
+            for one in theirs + others
+        ]
+        talk = IpvsClient()
+        talk.apply(new)
         talk.close()
 
-    def left() -> set[Service]:
-        talk = Ipvs()
-        found = {service for service, _ in talk.services()}
+    def left() -> set[VirtualServiceKey]:
+        talk = IpvsClient()
+        found = {service for service, _ in talk.list_services()}
         talk.close()
         return found
 
@@ -157,9 +166,9 @@ def test_virtual_services_go_and_others_stay(house: House) -> None:
 # ---- connections of IPVS that go on --------------------------------------------------------------
 
 FRONTEND, SERVER = ("10.96.0.1", 80), ("198.18.0.1", 8080)
-BUSY = Service(socket.IPPROTO_TCP, parse_addr("10.96.0.1"), 80)
-IDLE = Service(socket.IPPROTO_TCP, parse_addr("10.96.0.2"), 80)
-AT = ipvs.Server(parse_addr("198.18.0.1"), 8080)
+BUSY = VirtualServiceKey(socket.IPPROTO_TCP, parse_addr("10.96.0.1"), 80)
+IDLE = VirtualServiceKey(socket.IPPROTO_TCP, parse_addr("10.96.0.2"), 80)
+AT = ipvs.RealServerKey(parse_addr("198.18.0.1"), 8080)
 
 
 class Talk:
@@ -184,12 +193,14 @@ class Talk:
         self.server.close()
 
 
-def served(house: House) -> dict[Service, list[int]]:
+def served(house: House) -> dict[VirtualServiceKey, list[int]]:
     """Virtual services, and the weights of their servers."""
 
-    def read() -> dict[Service, list[int]]:
-        with closing(Ipvs()) as face:
-            return {s: [load.weight for load in face.servers(s)] for s, _ in face.services()}
+    def read() -> dict[VirtualServiceKey, list[int]]:
+        with closing(IpvsClient()) as face:
+            return {
+                s: [load.weight for load in face.list_servers(s)] for s, _ in face.list_services()
+            }
 
     return house.do(read)
 
@@ -206,10 +217,16 @@ def talk(house: House) -> Iterator[Talk]:
     )
 
     def fill() -> None:
-        new = [Change(Command.NEW_SERVICE, one, Settings("rr")) for one in (BUSY, IDLE)]
-        new += [Change(Command.NEW_SERVER, one, server=AT, weight=1) for one in (BUSY, IDLE)]
-        with closing(Ipvs()) as face:
-            face.change(new)
+        new = [
+            IpvsRequest(IpvsCommand.IPVS_CMD_NEW_SERVICE, one, VirtualServiceSettings("rr"))
+            for one in (BUSY, IDLE)
+        ]
+        new += [
+            IpvsRequest(IpvsCommand.IPVS_CMD_NEW_DEST, one, server=AT, weight=1)
+            for one in (BUSY, IDLE)
+        ]
+        with closing(IpvsClient()) as face:
+            face.apply(new)
 
     house.do(fill)
     made = house.do(Talk)
@@ -222,16 +239,16 @@ def end_its_server(house: House) -> None:
     """IPVS forgets the connection; else it remembers what has ended for two minutes."""
 
     def drop() -> None:
-        with closing(Ipvs()) as face:
-            face.change([Change(Command.DEL_SERVER, BUSY, server=AT)])
+        with closing(IpvsClient()) as face:
+            face.apply([IpvsRequest(IpvsCommand.IPVS_CMD_DEL_DEST, BUSY, server=AT)])
 
     house.do(drop)
 
 
 def lead_again() -> None:
     """A kube-proxy's first pass."""
-    with closing(Ipvs()) as face:
-        face.change([Change(Command.SET_SERVER, BUSY, server=AT, weight=1)])
+    with closing(IpvsClient()) as face:
+        face.apply([IpvsRequest(IpvsCommand.IPVS_CMD_SET_DEST, BUSY, server=AT, weight=1)])
 
 
 def names(house: House) -> set[str]:
@@ -247,14 +264,16 @@ def test_a_virtual_service_stays_for_its_connections(house: House, talk: Talk) -
     ]
     assert served(house) == {BUSY: [0]}
     assert names(house) == {"lo", "kbpf-handover"}
-    assert house.do(lambda: conntrack_keepalive.kept(conntrack_keepalive.there())) == (BUSY,)
-    assert house.do(takeover_cleanup.connections) == 1
+    assert house.do(
+        lambda: conntrack_keepalive.list_kept_services(conntrack_keepalive.list_families())
+    ) == (BUSY,)
+    assert house.do(takeover_cleanup.count_connections) == 1
     talk.goes_on()
-    assert house.do(conntrack_keepalive.end) == ()
+    assert house.do(conntrack_keepalive.remove_unneeded) == ()
     assert house.do(lambda: list(takeover_cleanup.remove())) == []
     talk.goes_on()
     end_its_server(house)
-    assert house.do(conntrack_keepalive.end) == ("ip",)
+    assert house.do(conntrack_keepalive.remove_unneeded) == ("ip",)
     assert served(house) == {}
     assert names(house) == {"lo"}
 
@@ -263,13 +282,15 @@ def test_a_virtual_service_stays_for_its_connections(house: House, talk: Talk) -
 def test_a_kube_proxy_that_comes_back_has_its_virtual_services(house: House, talk: Talk) -> None:
     house.do(lambda: list(takeover_cleanup.remove()))
     ip("link add kube-ipvs0 type dummy", "addr add 10.96.0.1/32 dev kube-ipvs0", netns=house.where)
-    assert house.do(conntrack_keepalive.end) == (), (
+    assert house.do(conntrack_keepalive.remove_unneeded) == (), (
         "it leads by none of them: somebody removes leftovers"
     )
     assert served(house) == {BUSY: [0]}
-    assert house.do(lambda: conntrack_keepalive.kept(conntrack_keepalive.there())) == (BUSY,)
+    assert house.do(
+        lambda: conntrack_keepalive.list_kept_services(conntrack_keepalive.list_families())
+    ) == (BUSY,)
     house.do(lead_again)
-    assert house.do(conntrack_keepalive.end) == ("ip",)
+    assert house.do(conntrack_keepalive.remove_unneeded) == ("ip",)
     assert list(served(house)) == [BUSY]
     assert names(house) == {"lo", "kube-ipvs0"}
     talk.goes_on()
@@ -298,7 +319,7 @@ def test_who_ipvs_and_masquerade_have_led_is_read_as_the_backend_sees_it(
     house.do(lambda: sysctl.write("net.ipv4.vs.conntrack", "1"))
     house.do(Talk).close()
     here = parse_addr("127.0.0.9")
-    assert house.do(conntrack.masqueraded) == [Connection(6, here, 1234, *AT)]
+    assert house.do(conntrack.list_masqueraded) == [ConntrackFlow(6, here, 1234, *AT)]
 
 
 # ---- the table that stays ------------------------------------------------------------------------
@@ -333,7 +354,7 @@ def dial(family: str) -> None:
 def forget_connections() -> None:
     """All that conntrack knows."""
     with Netlink(conntrack.NETLINK_NETFILTER, "conntrack") as netlink:
-        netlink.ask(1 << 8 | 2, bytes(4))  # NFNL_SUBSYS_CTNETLINK, IPCTNL_MSG_CT_DELETE
+        netlink.request(1 << 8 | 2, bytes(4))  # NFNL_SUBSYS_CTNETLINK, IPCTNL_MSG_CT_DELETE
 
 
 @pytest.mark.parametrize("family", ["ip", "ip6"])
@@ -341,30 +362,30 @@ def test_the_table_stays_as_long_as_a_connection_does(
     house: House, family: str, tmp_path: Path
 ) -> None:
     """The agent looks at once when it starts, and then every so often."""
-    assert not house.do(lambda: conntrack.translated(family))
+    assert not house.do(lambda: conntrack.has_dnat_connections(family))
     translate_one(house, family)
-    assert house.do(lambda: conntrack.translated(family))
+    assert house.do(lambda: conntrack.has_dnat_connections(family))
     for _ in range(2):
-        house.do(lambda: forward_rules.transaction(*conntrack_keepalive.begin(family)))
-    assert house.do(conntrack_keepalive.there) == (family,)
+        house.do(lambda: forward_rules.run_transaction(*conntrack_keepalive.table_commands(family)))
+    assert house.do(conntrack_keepalive.list_families) == (family,)
     assert (
         house.run("nft", "list", "table", family, conntrack_keepalive.TABLE).count("ct state") == 1
     )
-    agent = Beside(Pins(tmp_path), Config())
-    house.do(lambda: agent.look(0.0))
-    assert house.do(conntrack_keepalive.there) == (family,)
+    agent = HostIntegration(Pins(tmp_path), Config())
+    house.do(lambda: agent.poll(0.0))
+    assert house.do(conntrack_keepalive.list_families) == (family,)
     house.do(forget_connections)
-    house.do(lambda: agent.look(HANDOVER_SECONDS / 2))
-    assert house.do(conntrack_keepalive.there) == (family,)
-    house.do(lambda: agent.look(HANDOVER_SECONDS + 1))
-    assert house.do(conntrack_keepalive.there) == ()
+    house.do(lambda: agent.poll(HANDOVER_POLL_INTERVAL_S / 2))
+    assert house.do(conntrack_keepalive.list_families) == (family,)
+    house.do(lambda: agent.poll(HANDOVER_POLL_INTERVAL_S + 1))
+    assert house.do(conntrack_keepalive.list_families) == ()
     assert f"table {family} theirs" in house.run("nft", "list", "tables")
 
 
 def test_who_is_masqueraded_is_read_as_the_backend_sees_it(house: House) -> None:
     """Both ends are translated; a connection with one end only is none of these."""
     translate_one(house, "ip")
-    assert house.do(conntrack.masqueraded) == []
+    assert house.do(conntrack.list_masqueraded) == []
     rules = (
         "add chain ip theirs in { type nat hook postrouting priority 100 ; }",
         "add rule ip theirs in tcp dport 82 snat to 127.0.0.9:1234",
@@ -373,16 +394,16 @@ def test_who_is_masqueraded_is_read_as_the_backend_sees_it(house: House) -> None
     house.do(forget_connections)
     house.do(lambda: dial("ip"))
     here, there = parse_addr("127.0.0.9"), parse_addr("127.0.0.1")
-    assert house.do(conntrack.masqueraded) == [Connection(6, here, 1234, there, 82)]
+    assert house.do(conntrack.list_masqueraded) == [ConntrackFlow(6, here, 1234, there, 82)]
 
 
 def test_cleanup_of_kbpf_takes_it_away_in_any_case(house: House, tmp_path: Path) -> None:
     translate_one(house, "ip")
-    house.do(lambda: forward_rules.transaction(*conntrack_keepalive.begin("ip")))
+    house.do(lambda: forward_rules.run_transaction(*conntrack_keepalive.table_commands("ip")))
     assert house.do(lambda: host.remove(Pins(tmp_path))) == (
         f"table ip {conntrack_keepalive.TABLE}",
     )
-    assert house.do(conntrack_keepalive.there) == ()
+    assert house.do(conntrack_keepalive.list_families) == ()
 
 
 # ---- a closed FORWARD ----------------------------------------------------------------------------
@@ -402,7 +423,8 @@ COMMIT
 """
 REFUSES, THEIRS = "-A FORWARD -j REJECT", "-A FORWARD -p tcp -m tcp --dport 1 -j DROP"
 PASSES = (
-    f'-A FORWARD -m conntrack --ctstate RELATED,ESTABLISHED -m comment --comment "{HANDOVER}" '
+    "-A FORWARD -m conntrack --ctstate RELATED,ESTABLISHED "
+    f'-m comment --comment "{HANDOVER_COMMENT}" '
     "-j ACCEPT"
 )
 CLOSED = {"a policy": ("DROP", ""), "a last rule": ("ACCEPT", REFUSES)}
@@ -441,15 +463,15 @@ def test_what_is_established_passes_a_closed_forward_until_it_is_over(
     house.do(lambda: list(takeover_cleanup.remove()))
     assert forward(house, left) == [others[0], PASSES, *others[1:]]
     house.do(forget_connections)
-    assert house.do(conntrack_keepalive.end) == (left,)
+    assert house.do(conntrack_keepalive.remove_unneeded) == (left,)
     assert forward(house, left) == others
 
 
 def test_what_ipvs_leads_passes_too(house: House) -> None:
     """Of that conntrack says that nothing is translated; the table is there all the same."""
     house.run("iptables-nft-restore", stdin=FORWARD % ("DROP", ""))
-    house.do(lambda: forward_rules.transaction(*conntrack_keepalive.begin("ip")))
-    assert not house.do(lambda: conntrack.translated("ip"))
+    house.do(lambda: forward_rules.run_transaction(*conntrack_keepalive.table_commands("ip")))
+    assert not house.do(lambda: conntrack.has_dnat_connections("ip"))
     house.do(lambda: list(takeover_cleanup._remove_nft()))
     assert forward(house, "ip") == [THEIRS, PASSES]
 
@@ -469,7 +491,7 @@ def test_an_open_forward_has_no_rule(house: House) -> None:
     translate_one(house, "ip")
     house.run("iptables-nft-restore", stdin=FORWARD % ("ACCEPT", ""))
     house.do(lambda: list(takeover_cleanup.remove()))
-    assert house.do(conntrack_keepalive.there) == ("ip",)
+    assert house.do(conntrack_keepalive.list_families) == ("ip",)
     assert forward(house, "ip") == [THEIRS]
 
 
@@ -484,7 +506,7 @@ def test_what_kube_proxy_never_let_pass_does_not(house: House) -> None:
     house.run("iptables-nft", "-P", "FORWARD", "DROP")
     house.run("nft", "add", "table", "ip", "kube-proxy")
     house.do(lambda: list(takeover_cleanup.remove()))
-    assert house.do(conntrack_keepalive.there) == ("ip",)
+    assert house.do(conntrack_keepalive.list_families) == ("ip",)
     assert forward(house, "ip") == []
 
 
@@ -492,12 +514,12 @@ def test_an_agent_puts_the_rule_right(house: House, left: str, tmp_path: Path) -
     """One that knows nothing of how it came; beside its own rule, in whatever order."""
     stop_kube_proxy(house, left)
     tool = f"{POLICY[left]}-nft"
-    times = itertools.count(0.0, host.LOOK_SECONDS)
-    agent = Beside(Pins(tmp_path), Config())
+    times = itertools.count(0.0, host.HOST_POLL_INTERVAL_S)
+    agent = HostIntegration(Pins(tmp_path), Config())
 
     def looked() -> list[str]:
-        house.do(lambda: agent.look(next(times)))
-        house.do(lambda: agent.look(next(times)))
+        house.do(lambda: agent.poll(next(times)))
+        house.do(lambda: agent.poll(next(times)))
         rules = forward(house, left)
         ours = [rule for rule in rules if "kbpf: masqueraded" in rule]
         assert len(ours) == ("DROP" in house.run(tool, "-S", "FORWARD").splitlines()[0])
@@ -509,9 +531,9 @@ def test_an_agent_puts_the_rule_right(house: House, left: str, tmp_path: Path) -
     assert looked() == [THEIRS, other, PASSES]
     house.run(tool, "-F", "FORWARD")
     assert looked() == [PASSES]
-    before = house.do(forward_rules.generation)
+    before = house.do(forward_rules.read_generation)
     assert looked() == [PASSES]
-    assert house.do(forward_rules.generation) == before
+    assert house.do(forward_rules.read_generation) == before
     house.run(tool, "-P", "FORWARD", "ACCEPT")
     assert looked() == []
     house.run(tool, "-P", "FORWARD", "DROP")
@@ -536,17 +558,21 @@ def test_two_who_put_the_rule_at_once_put_one(
 ) -> None:
     """The other one is done between the look and the change."""
     house.run(f"{POLICY[left]}-nft-restore", stdin=FORWARD % ("DROP", ""))
-    real, once = forward_rules.forward_chains, iter([True])
+    real, once = forward_rules.list_forward_chains, iter([True])
 
-    def look() -> tuple[forward_rules.Chain, ...]:
+    def look() -> tuple[forward_rules.BaseChain, ...]:
         seen = real()
         if next(once, False):
-            conntrack_keepalive.let_pass(seen)
+            conntrack_keepalive.reconcile_forward_rules(seen)
         return seen
 
-    house.do(lambda: forward_rules.transaction(*conntrack_keepalive.begin(left, passing=True)))
+    house.do(
+        lambda: forward_rules.run_transaction(
+            *conntrack_keepalive.table_commands(left, with_forward_rule=True)
+        )
+    )
     chains = house.do(real)
     monkeypatch.setattr(forward_rules, "forward_chains", look)
-    assert house.do(lambda: conntrack_keepalive.let_pass(chains)) == ()
+    assert house.do(lambda: conntrack_keepalive.reconcile_forward_rules(chains)) == ()
     monkeypatch.undo()
-    assert house.run(f"{POLICY[left]}-nft-save").count(HANDOVER) == 1
+    assert house.run(f"{POLICY[left]}-nft-save").count(HANDOVER_COMMENT) == 1

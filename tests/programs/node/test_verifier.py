@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kbpf.dataplane.bpf.hooks import UNITS, programs_of
+from kbpf.dataplane.bpf.hooks import UNITS, program_names
 from kbpf.dataplane.bpf.programs import compile
 from tests.support.verifier import LIMIT, Verified, fall_back, verify
 
@@ -19,11 +19,11 @@ ROOM = LIMIT // 2
 
 @pytest.fixture(scope="module")
 def verified(artifact_cache: Path) -> dict[str, Verified]:
-    artifacts = [compile.obtain(unit, artifact_cache)[0] for unit in UNITS]
+    artifacts = [compile.find_or_compile(unit, artifact_cache)[0] for unit in UNITS]
     return {one.program: one for artifact in artifacts for one in verify(artifact)}
 
 
-PROGRAMS = [name for unit in UNITS for name in programs_of(unit)]
+PROGRAMS = [name for unit in UNITS for name in program_names(unit)]
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -38,9 +38,9 @@ def test_loads(verified: dict[str, Verified], program: str, record_property) -> 
 @pytest.mark.parametrize("unit", UNITS)
 def test_old_kernels_take_the_loops(unit: str, artifact_cache: Path) -> None:
     """This kernel may take what they refuse."""
-    made, _ = compile.obtain(unit, artifact_cache)
+    made, _ = compile.find_or_compile(unit, artifact_cache)
     assert {code.name: fall_back(code.insns) for code in made.programs} == {
-        name: [] for name in programs_of(unit)
+        name: [] for name in program_names(unit)
     }
 
 

@@ -17,8 +17,8 @@ import pytest
 import yaml
 
 from kbpf.cli import app
+from kbpf.dataplane.bpf.hooks import BPF_PROG_TYPE_SCHED_CLS
 from kbpf.dataplane.bpf.hooks import HOOKS as ALL_HOOKS
-from kbpf.dataplane.bpf.hooks import PROG_SCHED_CLS
 from kbpf.dataplane.bpf.plane import BpfPlane
 from kbpf.kernel.bpf import probe
 from kbpf.kernel.bpf.objects import Link, Map
@@ -342,9 +342,11 @@ def test_check_finds_this_machine_usable_and_leaves_nothing(site: Site, run):
 
 def test_a_helper_that_no_kernel_has_is_told_from_one_with_arguments():
     """bpf_redirect_neigh takes four: the verifier looks at each."""
-    assert probe.helper(PROG_SCHED_CLS, 0, 152, 1, 0, 0, 0).works
-    assert probe.helper(PROG_SCHED_CLS, 0, 152, 1) == Probe(False, "EACCES")
-    assert probe.helper(PROG_SCHED_CLS, 0, 9999, 1, 0, 0, 0) == Probe(False, "EINVAL")
+    assert probe.probe_helper(BPF_PROG_TYPE_SCHED_CLS, 0, 152, 1, 0, 0, 0).works
+    assert probe.probe_helper(BPF_PROG_TYPE_SCHED_CLS, 0, 152, 1) == Probe(False, "EACCES")
+    assert probe.probe_helper(BPF_PROG_TYPE_SCHED_CLS, 0, 9999, 1, 0, 0, 0) == Probe(
+        False, "EINVAL"
+    )
 
 
 def test_check_takes_the_ports_of_the_agent_that_runs(site: Site, run):
@@ -614,4 +616,4 @@ def test_compile_into_a_folder_that_cannot_be_is_1(capsys):
 def test_the_host_is_this_namespace(written, site: Site):
     """The rows above call it `host`: here is why."""
     raw = site.entries("config")[bytes(4)]
-    assert int.from_bytes(raw[:8], "little") == netns.cookie()
+    assert int.from_bytes(raw[:8], "little") == netns.read_cookie()

@@ -9,9 +9,16 @@ from typing import NamedTuple
 
 import pytest
 
-from kbpf.dataplane.bpf.maps.layout import CONFIG, COUNTS, PAIR, U32, ConfigFlag, unpack_name
+from kbpf.dataplane.bpf.maps.layout import (
+    CONFIG,
+    COUNTS,
+    U32,
+    U32_PAIR,
+    ConfigFlag,
+    unpack_service_name,
+)
 from kbpf.dataplane.bpf.metrics import NO_BACKEND
-from kbpf.model.metrics import Totals
+from kbpf.model.metrics import ConnectionStats
 from tests.programs.packets.test_packets import (
     CLUSTER,
     LOCAL,
@@ -33,7 +40,7 @@ __all__ = ["_outside", "path"]
 
 @pytest.fixture(autouse=True)
 def full(path: Path_) -> Iterator[None]:
-    settle(path, ConfigFlag.ENDS)
+    settle(path, ConfigFlag.COUNT_CONNECTION_ENDS)
     yield
     settle(path, ConfigFlag(0))
 
@@ -42,23 +49,25 @@ def settle(path: Path_, flags: ConfigFlag) -> None:
     """As `--accounting full` or `connections`."""
     with path.site.pinned("config") as config:
         netns, have, share = CONFIG.unpack(config.lookup(U32.pack(0)))
-        config.update(U32.pack(0), CONFIG.pack(netns, have & ~ConfigFlag.ENDS | flags, share))
+        config.update(
+            U32.pack(0), CONFIG.pack(netns, have & ~ConfigFlag.COUNT_CONNECTION_ENDS | flags, share)
+        )
 
 
-def had(path: Path_, v: int, which: int, protocol: str = "tcp") -> dict[bool, Totals]:
+def had(path: Path_, v: int, which: int, protocol: str = "tcp") -> dict[bool, ConnectionStats]:
     """Of a Service port in one family: with a backend, and without."""
-    names = {U32.unpack(k)[0]: unpack_name(raw) for k, raw in
+    names = {U32.unpack(k)[0]: unpack_service_name(raw) for k, raw in
              path.site.entries("service_names").items()}  # fmt: skip
-    found = {True: Totals(), False: Totals()}
+    found = {True: ConnectionStats(), False: ConnectionStats()}
     for key, raw in path.site.entries("counts").items():
-        service, backend = PAIR.unpack(key)
+        service, backend = U32_PAIR.unpack(key)
         if (names[service].name, names[service].family) == (f"s{which}-{protocol}", v):
-            found[backend != NO_BACKEND] = Totals(*COUNTS.unpack(raw))
+            found[backend != NO_BACKEND] = ConnectionStats(*COUNTS.unpack(raw))
     return found
 
 
-def minus(after: Totals, before: Totals) -> Totals:
-    return Totals(*(a - b for a, b in zip(after, before, strict=True)))
+def minus(after: ConnectionStats, before: ConnectionStats) -> ConnectionStats:
+    return ConnectionStats(*(a - b for a, b in zip(after, before, strict=True)))
 
 
 class Story(NamedTuple):
@@ -68,21 +77,29 @@ class Story(NamedTuple):
 
     name: str
     segments: str
-    adds: Totals
+    adds: ConnectionStats
     unsaid: tuple[int, int] = (0, 0)
 
 
 OPEN = "S <SA A "
 STORIES = [
-    Story("in order", OPEN + "A+100 <A+1000 FA <FA A", Totals(begun=1, ended=1), (1, 0)),
-    Story("in order, the backend first", OPEN + "A+7 <FA+900 FA <A", Totals(begun=1, ended=1),
-          (0, 1)),
-    Story("refused by the backend", "S <RA", Totals(begun=1, ended=1, unanswered=1)),
-    Story("reset by the backend", OPEN + "A+100 <A+50 <R", Totals(begun=1, ended=1, broken=1)),
-    Story("reset by the client", OPEN + "A+100 <A+50 R", Totals(begun=1, ended=1, broken=1)),
-    Story("it goes on", OPEN + "A+100 <A+50", Totals(begun=1), (3, 2)),
-    Story("asked twice", "S S <SA A FA <FA A", Totals(begun=1, ended=1), (1, 0)),
-]  # fmt: skip
+    Story("in order", OPEN + "A+100 <A+1000 FA <FA A", ConnectionStats(begun=1, ended=1), (1, 0)),
+    Story(
+        "in order, the backend first",
+        OPEN + "A+7 <FA+900 FA <A",
+        ConnectionStats(begun=1, ended=1),
+        (0, 1),
+    ),
+    Story("refused by the backend", "S <RA", ConnectionStats(begun=1, ended=1, unanswered=1)),
+    Story(
+        "reset by the backend", OPEN + "A+100 <A+50 <R", ConnectionStats(begun=1, ended=1, broken=1)
+    ),
+    Story(
+        "reset by the client", OPEN + "A+100 <A+50 R", ConnectionStats(begun=1, ended=1, broken=1)
+    ),
+    Story("it goes on", OPEN + "A+100 <A+50", ConnectionStats(begun=1), (3, 2)),
+    Story("asked twice", "S S <SA A FA <FA A", ConnectionStats(begun=1, ended=1), (1, 0)),
+]
 
 
 def play(path: Path_, v: int, which: int, story: str) -> tuple[list[int], list[int]]:
@@ -146,7 +163,7 @@ def test_who_gets_no_backend(path: Path_, v: int, which: int) -> None:
     before = had(path, v, which)
     path.run("tc_ingress", tcp(client(v), vip(v, which), flags="S"))
     after = had(path, v, which)
-    assert minus(after[False], before[False]) == Totals(refused=1)
+    assert minus(after[False], before[False]) == ConnectionStats(refused=1)
     assert after[True] == before[True]
 
 
@@ -155,4 +172,4 @@ def test_by_default_only_what_begins_is_counted(path: Path_, v: int) -> None:
     settle(path, ConfigFlag(0))
     before = had(path, v, CLUSTER)
     play(path, v, CLUSTER, OPEN + "A+100 <A+1000 FA <FA A")
-    assert minus(had(path, v, CLUSTER)[True], before[True]) == Totals(begun=1)
+    assert minus(had(path, v, CLUSTER)[True], before[True]) == ConnectionStats(begun=1)

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from kbpf.dataplane.bpf.packet_path import device_thread as module
-from kbpf.dataplane.bpf.packet_path.attach import Devices, Pick
-from kbpf.dataplane.bpf.packet_path.device_thread import Keeper, KeeperStatus
-from kbpf.errors import DevicesBehind, KernelError
+from kbpf.dataplane.bpf.packet_path.attach import DeviceAttachments, PickProgram
+from kbpf.dataplane.bpf.packet_path.device_thread import DeviceReconciler, DeviceReconcilerStatus
+from kbpf.errors import KernelError, OutdatedDevicesError
 from kbpf.kernel.bpf import objects
 from kbpf.kernel.bpf.objects import Program
-from kbpf.kernel.bpf.tc import ATTACH_TYPE, Attachment, Direction, How, Tc
+from kbpf.kernel.bpf.tc import ATTACH_TYPE, Attachment, AttachMethod, Direction, TcAttacher
 from kbpf.kernel.system import netns
 from tests.programs.packets.test_tc import Net, idle, insn, program_id
 from tests.support.lab.lab import PATIENCE, ip, until
@@ -34,7 +34,7 @@ class Made:
     closed: bool = False
 
     @property
-    def pick(self) -> Pick:
+    def pick(self) -> PickProgram:
         return lambda device, role, direction: self.others.get(device.name, self.program)
 
     @property
@@ -57,7 +57,7 @@ class Gate:
 class Site:
     """A node with an uplink and pods, and the keeper of its devices."""
 
-    def __init__(self, net: Net, pods: str, how: How | None = None) -> None:
+    def __init__(self, net: Net, pods: str, how: AttachMethod | None = None) -> None:
         self.net, self.pods, self.how = net, pods, how
         self.settled = 0
         self.told: list[set[str]] = []
@@ -65,10 +65,10 @@ class Site:
         self.gate = Gate()
         self.keeper = self.make()
 
-    def make(self) -> Keeper:
-        devices = Devices(self.net.folder, how=self.how)
+    def make(self) -> DeviceReconciler:
+        devices = DeviceAttachments(self.net.folder, method=self.how)
         tell = lambda there, choices: self.told.append({d.name for d in there})  # noqa: E731
-        return Keeper(devices, tell, self._settle)
+        return DeviceReconciler(devices, tell, self._settle)
 
     def close(self) -> None:
         self.gate.open.set()
@@ -85,11 +85,11 @@ class Site:
         found: dict[str, set[int]] = {}
 
         def read() -> tuple[Attachment, ...]:
-            with Tc(self.net.folder / "devices") as tc:
-                return tc.everything()
+            with TcAttacher(self.net.folder / "devices") as tc:
+                return tc.list_all()
 
         for one in self.net.inside(read):
-            found.setdefault(self.name(one.ifindex), set()).add(one.program)
+            found.setdefault(self.name(one.ifindex), set()).add(one.program_id)
         return found
 
     def name(self, ifindex: int) -> str:
@@ -121,9 +121,11 @@ def node(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         )
         site = Site(net, pods, how)
         stack.callback(site.close)
-        attach = Tc.attach
+        attach = TcAttacher.attach
 
-        def slow(tc: Tc, ifindex: int, to: Direction, program: Program) -> Attachment | None:
+        def slow(
+            tc: TcAttacher, ifindex: int, to: Direction, program: Program
+        ) -> Attachment | None:
             device = site.name(ifindex)
             if device == site.gate.device:
                 site.gate.reached.set()
@@ -131,7 +133,7 @@ def node(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
             site.order.append(device)
             return attach(tc, ifindex, to, program)
 
-        monkeypatch.setattr(Tc, "attach", slow)
+        monkeypatch.setattr(TcAttacher, "attach", slow)
         monkeypatch.setattr(module, "STUCK_SECONDS", 4 * PATIENCE)
         yield site
 
@@ -148,7 +150,7 @@ def second() -> Iterator[Made]:
         yield Made(program)
 
 
-in_both_ways = pytest.mark.parametrize("node", list(How), indirect=True)
+in_both_ways = pytest.mark.parametrize("node", list(AttachMethod), indirect=True)
 
 
 def begin(action: Callable[[], None]) -> threading.Thread:
@@ -168,7 +170,7 @@ def test_all_devices_get_the_programs_pods_before_hosts(node: Site, first: Made)
     assert set(node.order) == ALL
     assert node.told[0] >= ALL, "the programs know a device before they run on it"
     status = node.keeper.status()
-    assert (status.attached, status.failed, status.problem) == (12, {}, "")
+    assert (status.attached_count, status.failed, status.problem) == (12, {}, "")
     assert node.settled >= 1
 
 
@@ -177,7 +179,7 @@ def test_it_is_ready_only_when_the_host_devices_have_them(node: Site, first: Mad
     node.publish(first)  # nothing was attached, so there is nothing to wait for
     assert node.gate.reached.wait(PATIENCE)
     assert set(PODS) <= node.runs().keys()
-    assert node.keeper.status() == KeeperStatus()
+    assert node.keeper.status() == DeviceReconcilerStatus()
     node.gate.open.set()
     until("it is ready", lambda: node.keeper.status().ready)
     assert node.has(first)
@@ -236,7 +238,7 @@ def test_programs_that_were_never_used_are_closed(node: Site, first: Made, secon
     with idle("third") as program:
         third = Made(program)
         waiting = [begin(lambda: node.publish(second))]
-        until("they are wanted", lambda: node.keeper._wanted is second)
+        until("they are wanted", lambda: node.keeper._published is second)
         waiting.append(begin(lambda: node.publish(third)))
         until("they are superseded", lambda: second.closed)
         node.gate.open.set()
@@ -263,18 +265,18 @@ def test_devices_come_and_go_by_themselves(node: Site, first: Made):
 
 
 def test_a_device_that_moves_away_does_not_take_our_programs_with_it(node: Site, first: Made):
-    node.how = How.TCX
+    node.how = AttachMethod.TCX
     node.ready(first)
     index = node.net.index("far")
     node.net.ip(f"link set far netns {node.pods}")
     path = Path("/run/netns") / node.pods
 
     def there() -> list[int]:
-        number = netns.inside(path, lambda: socket.if_nametoindex("far"))
+        number = netns.run_in(path, lambda: socket.if_nametoindex("far"))
         return [
             one
             for kind in ATTACH_TYPE.values()
-            for one in netns.inside(path, lambda kind=kind: objects.attached(number, kind))
+            for one in netns.run_in(path, lambda kind=kind: objects.list_attached(number, kind))
         ]
 
     until("it runs nothing of ours", lambda: there() == [])
@@ -285,7 +287,7 @@ def test_what_nobody_tells_is_seen_by_the_next_full_look(
     node: Site, first: Made, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(module, "LOOK_SECONDS", 0.3)
-    node.how = How.TCX
+    node.how = AttachMethod.TCX
     node.ready(first)
     pin = node.net.folder / "devices" / f"{node.net.index('up0')}-ingress"
     pin.unlink()
@@ -317,15 +319,15 @@ def test_a_device_that_keeps_older_programs_is_said_until_it_has_newer_ones(
     """The others have theirs by then, and who publishes waits no longer."""
     monkeypatch.setattr(module, "RETRY_SECONDS", 0.1)
     node.ready(first)
-    assert node.keeper.everywhere
+    assert node.keeper.is_rolled_out
     with Program.load("wrong", 8, 0, insn(0xB7, 0, 0, 1) + insn(0x95)) as wrong:  # CGROUP_SKB
         second.others["cali1"] = wrong
-        with pytest.raises(DevicesBehind, match=r"not all devices .* \(cali1\)"):
+        with pytest.raises(OutdatedDevicesError, match=r"not all devices .* \(cali1\)"):
             node.publish(second)
         assert node.runs() == {name: {first.id if name == "cali1" else second.id} for name in ALL}
-        assert not node.keeper.everywhere
+        assert not node.keeper.is_rolled_out
         second.others.clear()
-        until("it is swapped", lambda: node.keeper.everywhere)
+        until("it is swapped", lambda: node.keeper.is_rolled_out)
         assert node.has(second)
 
 
@@ -334,7 +336,7 @@ def test_a_device_that_never_had_any_holds_nobody_up(node: Site, first: Made, se
         first.others["cali1"] = second.others["cali1"] = wrong
         node.ready(first)
         node.publish(second)
-        assert node.keeper.everywhere
+        assert node.keeper.is_rolled_out
         assert node.has(second, ALL - {"cali1"})
 
 
@@ -349,7 +351,7 @@ def test_the_thread_outlives_every_error(
         raise error
 
     monkeypatch.setattr(module, "list_devices", broken)
-    with pytest.raises(DevicesBehind, match="not all devices have the new programs"):
+    with pytest.raises(OutdatedDevicesError, match="not all devices have the new programs"):
         node.publish(first)
     assert str(error) in node.keeper.status().problem
     monkeypatch.setattr(module, "list_devices", listing)
@@ -364,7 +366,7 @@ def test_nobody_waits_for_ever(
     node.ready(first)
     monkeypatch.setattr(module, "STUCK_SECONDS", 0.3)
     node.gate = Gate("up0")
-    with pytest.raises(DevicesBehind, match="nothing was done for"):
+    with pytest.raises(OutdatedDevicesError, match="nothing was done for"):
         node.publish(second)
     assert "nothing was done" in node.keeper.status().problem
     node.gate.open.set()

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from kbpf.dataplane.bpf.packet_path.attach import DeviceReport, Devices, Pick
-from kbpf.dataplane.bpf.packet_path.device_roles import Role
+from kbpf.dataplane.bpf.packet_path.attach import DeviceAttachments, DeviceReport, PickProgram
+from kbpf.dataplane.bpf.packet_path.device_roles import DeviceRole
 from kbpf.kernel.bpf.objects import Link, Program
-from kbpf.kernel.bpf.tc import ATTACH_TYPE, Direction, How
+from kbpf.kernel.bpf.tc import ATTACH_TYPE, AttachMethod, Direction
 from kbpf.kernel.net.devices import (
     ARPHRD_ETHER,
     ARPHRD_NONE,
-    NO_MAC,
-    Change,
+    ZERO_MAC,
     Device,
-    Watch,
+    DeviceEvents,
+    DeviceMonitor,
     list_devices,
 )
 from kbpf.kernel.system import netns
@@ -87,7 +87,7 @@ def test_devices_are_listed_as_they_are(net: Net, pods: str):
         for d in shown
         if d["link_type"] == "ether"
     }
-    peer = netns.inside(Path("/run/netns") / pods, list_devices)[-1]
+    peer = netns.run_in(Path("/run/netns") / pods, list_devices)[-1]
     assert found["lo"] == Device(index["lo"], "lo", loopback=True, mtu=65536, link_type=772)
     assert found["br0"] == Device(
         index["br0"], "br0", "bridge", mtu=1400, has_subnet=True, mac=macs["br0"]
@@ -107,7 +107,7 @@ def test_devices_are_listed_as_they_are(net: Net, pods: str):
         index["mv0"], "mv0", "macvlan", up=False, mtu=1400, link=index["br0"], has_subnet=True,
         mac=macs["mv0"],
     )  # fmt: skip
-    assert found["tun0"].mac == NO_MAC
+    assert found["tun0"].mac == ZERO_MAC
     assert found["tun0"] == Device(
         index["tun0"], "tun0", "tun", up=False, point_to_point=True, link_type=ARPHRD_NONE
     )
@@ -140,8 +140,8 @@ def wake() -> Iterator[int]:
 
 
 def test_each_change_is_told(net: Net, wake: int):
-    with net.inside(Watch) as watch:
-        assert watch.wait(0, wake) == Change(False)
+    with net.inside(DeviceMonitor) as watch:
+        assert watch.wait(0, wake) == DeviceEvents(False)
         for change in (
             "link add one type bridge",
             "addr add 192.0.2.1/24 dev one",
@@ -154,27 +154,27 @@ def test_each_change_is_told(net: Net, wake: int):
             "link set there nomaster",
         ):
             net.ip(change)
-            assert watch.wait(PATIENCE, wake) == Change(True), change
-            while watch.wait(0.05, wake).any:
+            assert watch.wait(PATIENCE, wake) == DeviceEvents(True), change
+            while watch.wait(0.05, wake).received:
                 pass
 
 
 def test_what_ends_is_named(net: Net, pods: str, wake: int):
     net.ip("link add one type bridge", "link add two type veth peer name three")
     index = {name: net.index(name) for name in ("one", "two", "three")}
-    with net.inside(Watch) as watch:
+    with net.inside(DeviceMonitor) as watch:
         net.ip("link del one")
-        assert watch.wait(PATIENCE, wake) == Change(True, {index["one"]})
+        assert watch.wait(PATIENCE, wake) == DeviceEvents(True, {index["one"]})
         net.ip(f"link set three netns {pods}")
         gone: set[int] = set()
-        until("it is told", lambda: gone.update(watch.wait(0.1, wake).gone or ()) or gone)
+        until("it is told", lambda: gone.update(watch.wait(0.1, wake).deleted or ()) or gone)
         assert gone == {index["three"]}
 
 
 def test_a_wait_can_be_ended(net: Net, wake: int):
-    with net.inside(Watch) as watch:
+    with net.inside(DeviceMonitor) as watch:
         os.eventfd_write(wake, 1)
-        assert watch.wait(60, wake) == Change(False)
+        assert watch.wait(60, wake) == DeviceEvents(False)
 
 
 def test_news_that_was_lost_is_news(net: Net, wake: int):
@@ -184,16 +184,16 @@ def test_news_that_was_lost_is_news(net: Net, wake: int):
         lines = Path("/proc/thread-self/net/netlink").read_text().splitlines()[1:]
         return sum(int(line.split()[8]) for line in lines)  # Drops
 
-    with net.inside(Watch) as watch:
+    with net.inside(DeviceMonitor) as watch:
         for _ in range(20):
             if net.inside(lost):
                 break
             net.ip(*(f"link set here mtu {1400 + i % 2}" for i in range(500)))
         assert net.inside(lost)
-        assert watch.wait(PATIENCE, wake) == Change(True, None)
-        until("all is heard", lambda: watch.wait(0.05, wake) == Change(False))
+        assert watch.wait(PATIENCE, wake) == DeviceEvents(True, None)
+        until("all is heard", lambda: watch.wait(0.05, wake) == DeviceEvents(False))
         net.ip("link add one type bridge")
-        assert watch.wait(PATIENCE, wake).any
+        assert watch.wait(PATIENCE, wake).received
 
 
 # ---- keeping programs in step ------------------------------------------------------------------
@@ -216,18 +216,18 @@ def node(net: Net, pods: str) -> Net:
 
 
 @pytest.fixture
-def kit() -> Iterator[dict[Role, Program]]:
+def kit() -> Iterator[dict[DeviceRole, Program]]:
     """A program for each role."""
     with idle("host") as host, idle("pod") as pod:
-        yield {Role.HOST: host, Role.POD: pod}
+        yield {DeviceRole.HOST: host, DeviceRole.POD: pod}
 
 
-def by_role(kit: dict[Role, Program]) -> Pick:
+def by_role(kit: dict[DeviceRole, Program]) -> PickProgram:
     """That program, in both directions."""
     return lambda device, role, direction: kit[role]
 
 
-def sync(net: Net, devices: Devices, pick: Pick) -> DeviceReport:
+def sync(net: Net, devices: DeviceAttachments, pick: PickProgram) -> DeviceReport:
     """One sync with what there is now."""
     return net.inside(lambda: devices.sync(list_devices(), pick))
 
@@ -235,59 +235,69 @@ def sync(net: Net, devices: Devices, pick: Pick) -> DeviceReport:
 def places(net: Net, report: DeviceReport) -> Places:
     """What is attached: (device, direction) → program, each place once."""
     names = {device.ifindex: name for name, device in listed(net).items()}
-    found = {(names[a.ifindex], a.direction): a.program for a in report.attached}
-    assert len(found) == len(report.attached)
+    found = {(names[a.ifindex], a.direction): a.program_id for a in report.attachments}
+    assert len(found) == len(report.attachments)
     return found
 
 
-def everywhere(roles: dict[str, Role], kit: dict[Role, Program]) -> Places:
+def everywhere(roles: dict[str, DeviceRole], kit: dict[DeviceRole, Program]) -> Places:
     """The program of its role in both directions of each device."""
     return {(n, d): program_id(kit[role]) for n, role in roles.items() for d in Direction}
 
 
 ROLES = {
-    "up0": Role.HOST, "here": Role.HOST, "far": Role.HOST, "cni0": Role.POD, "cali0": Role.POD,
-}  # fmt: skip
+    "up0": DeviceRole.HOST,
+    "here": DeviceRole.HOST,
+    "far": DeviceRole.HOST,
+    "cni0": DeviceRole.POD,
+    "cali0": DeviceRole.POD,
+}
 
 
 @both_ways
-def test_chosen_devices_get_their_programs_once(node: Net, kit: dict[Role, Program], how: How):
-    devices = Devices(node.folder, how=how)
+def test_chosen_devices_get_their_programs_once(
+    node: Net, kit: dict[DeviceRole, Program], how: AttachMethod
+):
+    devices = DeviceAttachments(node.folder, method=how)
     first = sync(node, devices, by_role(kit))
     assert places(node, first) == everywhere(ROLES, kit)
     assert (first.added, first.replaced, first.removed, first.failed) == (10, 0, 0, {})
-    assert {a.how for a in first.attached} == {how}
+    assert {a.method for a in first.attachments} == {how}
     assert devices.status() == first
     again = sync(node, devices, by_role(kit))
     assert (again.added, again.replaced, again.removed) == (0, 0, 0)
-    assert set(again.attached) == set(first.attached)
+    assert set(again.attachments) == set(first.attachments)
     for (name, direction), program in everywhere(ROLES, kit).items():
-        assert node.tcx(direction, name) == ([program] if how is How.TCX else [])
-        assert node.filters(direction, name) == (["kbpf"] if how is How.CLSACT else [])
+        assert node.tcx(direction, name) == ([program] if how is AttachMethod.TCX else [])
+        assert node.filters(direction, name) == (["kbpf"] if how is AttachMethod.CLSACT else [])
     assert node.tcx(Direction.INGRESS, "port0") == node.filters(Direction.INGRESS, "port0") == []
 
 
 @both_ways
-def test_the_next_agent_adopts_and_replaces(node: Net, kit: dict[Role, Program], how: How):
-    first = sync(node, Devices(node.folder, how=how), by_role(kit))
-    same = sync(node, Devices(node.folder, how=how), by_role(kit))
+def test_the_next_agent_adopts_and_replaces(
+    node: Net, kit: dict[DeviceRole, Program], how: AttachMethod
+):
+    first = sync(node, DeviceAttachments(node.folder, method=how), by_role(kit))
+    same = sync(node, DeviceAttachments(node.folder, method=how), by_role(kit))
     assert (same.added, same.replaced, same.removed) == (0, 0, 0)
-    assert set(same.attached) == set(first.attached)
+    assert set(same.attachments) == set(first.attachments)
     with idle() as host, idle() as pod:
-        newer = {Role.HOST: host, Role.POD: pod}
-        upgraded = sync(node, Devices(node.folder, how=how), by_role(newer))
+        newer = {DeviceRole.HOST: host, DeviceRole.POD: pod}
+        upgraded = sync(node, DeviceAttachments(node.folder, method=how), by_role(newer))
         assert (upgraded.added, upgraded.replaced, upgraded.removed) == (0, 10, 0)
         assert places(node, upgraded) == everywhere(ROLES, newer)
 
 
 @both_ways
-def test_devices_come_change_and_go(node: Net, pods: str, kit: dict[Role, Program], how: How):
-    devices = Devices(node.folder, excluded=("far",), how=how)
+def test_devices_come_change_and_go(
+    node: Net, pods: str, kit: dict[DeviceRole, Program], how: AttachMethod
+):
+    devices = DeviceAttachments(node.folder, excluded=("far",), method=how)
     roles = {name: role for name, role in ROLES.items() if name != "far"}
     sync(node, devices, by_role(kit))
     node.ip(f"link add cali1 type veth peer name eth2 netns {pods}", "link del cali0")
     report = sync(node, devices, by_role(kit))
-    roles = {**roles, "cali1": Role.POD}
+    roles = {**roles, "cali1": DeviceRole.POD}
     del roles["cali0"]
     assert places(node, report) == everywhere(roles, kit)
     assert (report.added, report.replaced, report.removed) == (2, 0, 0)
@@ -303,43 +313,52 @@ def test_devices_come_change_and_go(node: Net, pods: str, kit: dict[Role, Progra
 
     node.ip("tuntap add tap0 mode tap", "link set tap0 master cni0")
     report = sync(node, devices, by_role(kit))
-    assert places(node, report) == everywhere({**roles, "cni0": Role.HOST}, kit)
+    assert places(node, report) == everywhere({**roles, "cni0": DeviceRole.HOST}, kit)
     assert (report.added, report.replaced, report.removed) == (0, 2, 0)
 
 
-def test_what_the_operator_no_longer_names_is_let_go(node: Net, kit: dict[Role, Program]):
-    sync(node, Devices(node.folder), by_role(kit))
-    report = sync(node, Devices(node.folder, patterns=("up*",)), by_role(kit))
-    roles = {"up0": Role.HOST, "cni0": Role.POD, "cali0": Role.POD}
+def test_what_the_operator_no_longer_names_is_let_go(node: Net, kit: dict[DeviceRole, Program]):
+    sync(node, DeviceAttachments(node.folder), by_role(kit))
+    report = sync(node, DeviceAttachments(node.folder, patterns=("up*",)), by_role(kit))
+    roles = {"up0": DeviceRole.HOST, "cni0": DeviceRole.POD, "cali0": DeviceRole.POD}
     assert places(node, report) == everywhere(roles, kit)
     assert report.removed == 4
 
 
 @both_ways
-def test_a_direction_without_a_program_has_none(node: Net, kit: dict[Role, Program], how: How):
-    devices = Devices(node.folder, how=how)
+def test_a_direction_without_a_program_has_none(
+    node: Net, kit: dict[DeviceRole, Program], how: AttachMethod
+):
+    devices = DeviceAttachments(node.folder, method=how)
     sync(node, devices, by_role(kit))
     report = sync(node, devices, lambda _, r, d: kit[r] if d is Direction.INGRESS else None)
-    assert {one.direction for one in report.attached} == {Direction.INGRESS}
+    assert {one.direction for one in report.attachments} == {Direction.INGRESS}
     assert (report.added, report.replaced, report.removed) == (0, 0, 5)
 
 
-@pytest.mark.parametrize(("old", "new"), [(How.TCX, How.CLSACT), (How.CLSACT, How.TCX)])
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [(AttachMethod.TCX, AttachMethod.CLSACT), (AttachMethod.CLSACT, AttachMethod.TCX)],
+)
 @needs("tcx")
-def test_the_other_way_takes_over(node: Net, kit: dict[Role, Program], old: How, new: How):
-    sync(node, Devices(node.folder, how=old), by_role(kit))
-    report = sync(node, Devices(node.folder, how=new), by_role(kit))
+def test_the_other_way_takes_over(
+    node: Net, kit: dict[DeviceRole, Program], old: AttachMethod, new: AttachMethod
+):
+    sync(node, DeviceAttachments(node.folder, method=old), by_role(kit))
+    report = sync(node, DeviceAttachments(node.folder, method=new), by_role(kit))
     assert places(node, report) == everywhere(ROLES, kit)
-    assert {one.how for one in report.attached} == {new}
-    assert node.qdiscs("up0") == ("clsact" if new is How.CLSACT else "")
-    assert len(node.tcx(Direction.INGRESS, "up0")) == (new is How.TCX)
+    assert {one.method for one in report.attachments} == {new}
+    assert node.qdiscs("up0") == ("clsact" if new is AttachMethod.CLSACT else "")
+    assert len(node.tcx(Direction.INGRESS, "up0")) == (new is AttachMethod.TCX)
 
 
 @both_ways
-def test_what_somebody_else_removed_comes_back(node: Net, kit: dict[Role, Program], how: How):
-    devices = Devices(node.folder, how=how)
+def test_what_somebody_else_removed_comes_back(
+    node: Net, kit: dict[DeviceRole, Program], how: AttachMethod
+):
+    devices = DeviceAttachments(node.folder, method=how)
     sync(node, devices, by_role(kit))
-    if how is How.CLSACT:
+    if how is AttachMethod.CLSACT:
         node.tc("qdisc", "del", "dev", "up0", "clsact")
     else:
         for direction in Direction:
@@ -352,9 +371,9 @@ def test_what_somebody_else_removed_comes_back(node: Net, kit: dict[Role, Progra
 
 @both_ways
 def test_a_device_that_vanished_after_the_listing_is_fine(
-    node: Net, kit: dict[Role, Program], how: How
+    node: Net, kit: dict[DeviceRole, Program], how: AttachMethod
 ):
-    devices = Devices(node.folder, how=how)
+    devices = DeviceAttachments(node.folder, method=how)
     listing = node.inside(list_devices)
     node.ip("link del cali0")
     report = node.inside(lambda: devices.sync(listing, by_role(kit)))
@@ -365,25 +384,27 @@ def test_a_device_that_vanished_after_the_listing_is_fine(
 
 @both_ways
 def test_a_device_that_vanishes_under_our_hands_is_fine(
-    node: Net, kit: dict[Role, Program], how: How
+    node: Net, kit: dict[DeviceRole, Program], how: AttachMethod
 ):
-    devices = Devices(node.folder, how=how)
+    devices = DeviceAttachments(node.folder, method=how)
     sync(node, devices, by_role(kit))
 
-    def pick(device: Device, role: Role, direction: Direction) -> Program:
+    def pick(device: Device, role: DeviceRole, direction: Direction) -> Program:
         if device.name == "cali0" and direction is Direction.INGRESS:
             node.ip("link del cali0")
-        return kit[Role.HOST]
+        return kit[DeviceRole.HOST]
 
     report = sync(node, devices, pick)
-    roles = {name: Role.HOST for name in ROLES if name != "cali0"}
+    roles = {name: DeviceRole.HOST for name in ROLES if name != "cali0"}
     assert report.failed == {}
     assert places(node, report) == everywhere(roles, kit)
 
 
 @both_ways
-def test_a_clsact_that_others_made_anew_stays(node: Net, kit: dict[Role, Program], how: How):
-    devices = Devices(node.folder, how=how)
+def test_a_clsact_that_others_made_anew_stays(
+    node: Net, kit: dict[DeviceRole, Program], how: AttachMethod
+):
+    devices = DeviceAttachments(node.folder, method=how)
     sync(node, devices, by_role(kit))
     with suppress(RuntimeError):
         node.tc("qdisc", "del", "dev", "up0", "clsact")
@@ -395,9 +416,9 @@ def test_a_clsact_that_others_made_anew_stays(node: Net, kit: dict[Role, Program
 
 @both_ways
 def test_an_error_of_one_device_stops_no_other_and_is_tried_again(
-    node: Net, kit: dict[Role, Program], how: How
+    node: Net, kit: dict[DeviceRole, Program], how: AttachMethod
 ):
-    devices = Devices(node.folder, how=how)
+    devices = DeviceAttachments(node.folder, method=how)
     with Program.load("wrong", 8, 0, insn(0xB7, 0, 0, 1) + insn(0x95)) as wrong:  # CGROUP_SKB
         report = sync(node, devices, lambda d, r, _: wrong if d.name == "here" else kit[r])
     assert list(report.failed) == ["here"]
@@ -411,7 +432,7 @@ def test_an_error_of_one_device_stops_no_other_and_is_tried_again(
 
 @both_ways
 def test_removed_means_that_nothing_is_left_but_what_others_have(
-    node: Net, kit: dict[Role, Program], how: How
+    node: Net, kit: dict[DeviceRole, Program], how: AttachMethod
 ):
     node.tc("qdisc", "add", "dev", "up0", "clsact")
     words = "filter add dev up0 egress prio 9 u32 match u32 0 0 classid 1:1"
@@ -421,7 +442,7 @@ def test_removed_means_that_nothing_is_left_but_what_others_have(
         foreign = stack.enter_context(idle())
         if not lacking("tcx"):
             stack.enter_context(node.inside(lambda: Link.attach(foreign, index, kind)))
-        devices = Devices(node.folder, how=how)
+        devices = DeviceAttachments(node.folder, method=how)
         sync(node, devices, by_role(kit))
         node.ip("link del cali0")
         assert len(node.inside(devices.remove)) == 8
@@ -438,11 +459,17 @@ def test_removed_means_that_nothing_is_left_but_what_others_have(
 
 
 @needs("tcx")
-def test_remove_ends_what_an_earlier_agent_had_in_either_way(node: Net, kit: dict[Role, Program]):
-    sync(node, Devices(node.folder, patterns=("up0",), how=How.CLSACT), by_role(kit))
+def test_remove_ends_what_an_earlier_agent_had_in_either_way(
+    node: Net, kit: dict[DeviceRole, Program]
+):
+    sync(
+        node,
+        DeviceAttachments(node.folder, patterns=("up0",), method=AttachMethod.CLSACT),
+        by_role(kit),
+    )
     (node.folder / "devices").rename(node.folder / "lost")  # a pin folder that went away
     with idle() as other:
-        sync(node, Devices(node.folder, how=How.TCX), lambda *_: other)
-        assert len(node.inside(Devices(node.folder).remove)) == 10
+        sync(node, DeviceAttachments(node.folder, method=AttachMethod.TCX), lambda *_: other)
+        assert len(node.inside(DeviceAttachments(node.folder).remove)) == 10
     assert node.filters(Direction.INGRESS, "up0") == []
     assert node.tcx(Direction.INGRESS, "up0") == []

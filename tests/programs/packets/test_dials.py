@@ -99,7 +99,7 @@ class Bench:
         """What this node serves then."""
         if self._served != (table, number):
             state = programmed(table, number).state
-            netns.inside(Path("/run/netns") / self._where, lambda: self._plane.apply(state, None))
+            netns.run_in(Path("/run/netns") / self._where, lambda: self._plane.apply(state, None))
             self._served = table, number
 
     def come_from(self, hop: Hop) -> None:
@@ -113,7 +113,7 @@ class Bench:
     def run(self, name: str, packet: bytes) -> tuple[int, bytes]:
         """The verdict and the packet."""
         work = lambda: run(self.programs[name], frame(packet))  # noqa: E731
-        done = netns.inside(Path("/run/netns") / self._where, work)
+        done = netns.run_in(Path("/run/netns") / self._where, work)
         return done.retval, done.packet_out
 
     def close(self) -> None:
@@ -131,7 +131,7 @@ def bench(artifact_cache: Path) -> Iterator[Bench]:
             "net.ipv4.icmp_ratelimit",
             "net.ipv6.icmp.ratelimit",
         ):  # few clients, many rows
-            netns.inside(Path("/run/netns") / where, lambda: sysctl.write(name, "0"))  # noqa: B023
+            netns.run_in(Path("/run/netns") / where, lambda: sysctl.write(name, "0"))  # noqa: B023
         with sites(artifact_cache) as make:
             site = make(node=where)
             made = Bench(site, site.open(SIZE, packet_path=True), where)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from kbpf.dataplane.bpf.maps.layout import Reason, Role, unpack_range
+from kbpf.dataplane.bpf.maps.layout import Reason, Role, unpack_source_range
 from kbpf.kernel.system import netns
 from kbpf.model.address import parse_addr
 from kbpf.model.desired import DesiredState, FrontendKind, ServiceState
@@ -50,7 +50,7 @@ def world() -> DesiredState:
 
 
 def ranges(site: Site) -> set[object]:
-    return {unpack_range(key) for key in site.entries("source_ranges")}
+    return {unpack_source_range(key) for key in site.entries("source_ranges")}
 
 
 def test_the_map_has_them_once_and_follows_the_setting(site: Site) -> None:
@@ -89,7 +89,7 @@ def test_the_nodes_own_sockets_may_always(artifact_cache: Path) -> None:
                         Protocol.UDP)
             )  # fmt: skip
             plane = site.open(node_port_source_ranges=RANGES)
-            netns.inside(
+            netns.run_in(
                 Path("/run/netns") / name,
                 lambda: plane.apply(desired(state, nodes=NODE[4]), None),
             )
@@ -108,8 +108,8 @@ def path(artifact_cache: Path) -> Iterator[Path_]:
             site = make(node=where)
             plane = site.open(packet_path=True, node_port_source_ranges=RANGES)
             own = tuple(parse_addr(address) for address in SNAT.values())
-            state = replace(world(), masquerade_as=own)
-            netns.inside(Path("/run/netns") / where, lambda: plane.apply(state, None))
+            state = replace(world(), masquerade_addresses=own)
+            netns.run_in(Path("/run/netns") / where, lambda: plane.apply(state, None))
             folder = next(site.pins.glob("programs-tc-*"))
             program = Program.open(folder / "tc_ingress")
             made = Path_(site, {"tc_ingress": program}, where)

@@ -25,7 +25,7 @@ from kbpf.dataplane.bpf.programs import compile
 from kbpf.errors import CompileError, KernelError
 from kbpf.kernel.bpf import objects
 from kbpf.kernel.bpf.objects import Link, Map, Program
-from kbpf.kernel.bpf.tc import Attachment, Direction, Tc
+from kbpf.kernel.bpf.tc import Attachment, Direction, TcAttacher
 from kbpf.kernel.system import netns
 from kbpf.model.address import parse_addr
 from kbpf.model.config import Config, LocalMode
@@ -58,7 +58,7 @@ class Node:
         return self.plane
 
     def apply(self, *services: ServiceState) -> None:
-        netns.inside(
+        netns.run_in(
             Path("/run/netns") / self.name, lambda: self.plane.apply(desired(*services), None)
         )
 
@@ -72,12 +72,12 @@ class Node:
 
         def read() -> dict[str, set[int]]:
             found: dict[str, set[int]] = {}
-            with Tc(self.site.pins / "devices") as tc:
-                for one in tc.everything():
-                    found.setdefault(socket.if_indextoname(one.ifindex), set()).add(one.program)
+            with TcAttacher(self.site.pins / "devices") as tc:
+                for one in tc.list_all():
+                    found.setdefault(socket.if_indextoname(one.ifindex), set()).add(one.program_id)
             return found
 
-        return netns.inside(Path("/run/netns") / self.name, read)
+        return netns.run_in(Path("/run/netns") / self.name, read)
 
     def failed(self) -> list[str]:
         """The devices that the status tells of."""
@@ -96,16 +96,16 @@ class Node:
             if folder.name.startswith("new-") or not (folder / "tc_new").exists():
                 continue
             with Program.open(folder / "tc_new") as program:
-                ids = program.info().map_ids
+                ids = program.read_info().map_ids
             maps = {}
             for number in ids:
-                with objects.map_by_id(number) as held:
+                with objects.open_map_by_id(number) as held:
                     if held.short_name in START:
                         maps[held.short_name] = dict(held.items())
             for at, raw in maps["services"].items():
                 value = layout.ServiceValue.unpack(raw)
                 for index in range(value.cluster_size):
-                    slot = maps["backend_slots"].get(layout.PAIR.pack(value.cluster_set, index))
+                    slot = maps["backend_slots"].get(layout.U32_PAIR.pack(value.cluster_set, index))
                     if slot is None or slot not in maps["backends"]:
                         found.append(f"{folder.name} {layout.Target.unpack(at)}")
         return found
@@ -119,8 +119,8 @@ class Node:
                 now.add(opened.id)
         reads = set()
         for number in set().union(*self.attached().values()):
-            with objects.program_by_id(number) as program:
-                reads |= set(program.info().map_ids)
+            with objects.open_program_by_id(number) as program:
+                reads |= set(program.read_info().map_ids)
         return reads <= now
 
 
@@ -138,9 +138,11 @@ def node(artifact_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node
         make = stack.enter_context(sites(artifact_cache))
         made = Node(where, make(node=where))
         stack.callback(made.go_on.set)
-        attach = Tc.attach
+        attach = TcAttacher.attach
 
-        def watched(tc: Tc, ifindex: int, to: Direction, program: Program) -> Attachment | None:
+        def watched(
+            tc: TcAttacher, ifindex: int, to: Direction, program: Program
+        ) -> Attachment | None:
             name = socket.if_indextoname(ifindex)
             if name == made.slow:
                 made.reached.set()
@@ -149,23 +151,23 @@ def node(artifact_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node
                 raise KernelError("broken by hand", name, errno=errno.EIO)
             return attach(tc, ifindex, to, program)
 
-        monkeypatch.setattr(Tc, "attach", watched)
+        monkeypatch.setattr(TcAttacher, "attach", watched)
         yield made
 
 
 def ready(node: Node) -> None:
-    until("all devices have had their turn", node.plane.ready)
+    until("all devices have had their turn", node.plane.is_ready)
 
 
 def test_the_writer_goes_on_while_a_device_is_slow(node: Node):
     node.slow = "here"
     node.apply(*many(3, "10.0.0.1:80"))
     assert node.reached.wait(PATIENCE)
-    assert not node.plane.ready()
+    assert not node.plane.is_ready()
     node.apply(*many(3, "10.0.0.2:80"))
     shown = node.site.dump()["frontends"]
     assert {str(each["cluster"]) for each in shown.values()} == {"['10.0.0.2:80/TCP']"}
-    assert not node.plane.ready()
+    assert not node.plane.is_ready()
     node.go_on.set()
     ready(node)
     assert node.attached().keys() == {"here", "far"}
@@ -300,10 +302,10 @@ def test_a_device_that_refuses_for_ever_finds_all_that_it_knows(node: Node):
         assert node.lost() == []
     with (
         Link.open(node.site.pins / "links" / "connect4") as link,
-        objects.program_by_id(link.info().program) as program,
+        objects.open_program_by_id(link.read_info().program_id) as program,
         node.site.pinned("services") as services,
     ):
-        assert services.id in program.info().map_ids
+        assert services.id in program.read_info().map_ids
     node.broken = ""
     until("it is made good", lambda: node.in_step() and not node.kept())
 
@@ -317,7 +319,7 @@ def test_older_programs_that_go_while_they_are_looked_at_are_nobodys(
     ready(node)
     (folder,) = node.site.pins.glob("programs-tc-*")
     old = node.site.pins / f"old-{folder.name}-7"
-    elsewhere, there = PacketPath.tracks_elsewhere, []
+    elsewhere, there = PacketPath.uses_other_flows, []
 
     def leave(packets: PacketPath, flows: Map) -> bool:
         old.mkdir()
@@ -347,7 +349,7 @@ def test_older_programs_that_go_while_they_are_looked_at_are_nobodys(
 @pytest.fixture
 def no_compiler(begun: Node, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """From the next start on the packet programs cannot be had; until it is called."""
-    obtain, gone = compile.obtain, [True]
+    obtain, gone = compile.find_or_compile, [True]
 
     def refuse(unit: str, cache: Path) -> Any:
         if gone and unit == "tc":
@@ -382,7 +384,7 @@ def test_programs_that_an_agent_has_left_serve_until_they_cannot_follow(
     assert node.attached() == {}
     assert node.plane.packet_status().problem
     no_compiler()
-    node.plane.doubt()
+    node.plane.invalidate()
     node.apply(*many(3, endpoints(50, 1)))
     ready(node)
     assert node.plane.packet_status().problem == ""
@@ -405,15 +407,15 @@ def test_programs_over_maps_of_another_layout_go_when_sockets_are_served(
         def refuse(*_: object) -> None:
             raise KernelError("broken by hand", errno=errno.EIO)
 
-        monkeypatch.setattr(Tc, "detach", refuse)
+        monkeypatch.setattr(TcAttacher, "detach", refuse)
     node.apply(*many(3, "10.0.0.2:80"))
     assert node.attached() == ({} if works else old)
     with (
         Link.open(node.site.pins / "links" / "connect4") as link,
-        objects.program_by_id(link.info().program) as program,
+        objects.open_program_by_id(link.read_info().program_id) as program,
         node.site.pinned("services") as services,
     ):
-        assert services.id in program.info().map_ids
+        assert services.id in program.read_info().map_ids
 
 
 def test_connections_of_programs_that_were_left_come_over_when_there_are_new_ones(
@@ -429,12 +431,12 @@ def test_connections_of_programs_that_were_left_come_over_when_there_are_new_one
         assert node.site.pinned("flows").id == flows.id, "what is in use is pinned"
         began = begin(flows)
     no_compiler()
-    node.plane.doubt()
+    node.plane.invalidate()
     node.apply(*many(3, "10.0.0.1:80"))
     ready(node)
     assert node.in_step()
     with node.site.pinned("flows") as flows:
-        assert flows.max_entries == int(8192 * layout.MAPS["flows"].per)
+        assert flows.max_entries == int(8192 * layout.MAPS["flows"].entries_per_object)
         assert dict(flows.items()) == began
 
 
@@ -444,11 +446,11 @@ def begin(flows: Map) -> dict[bytes, bytes]:
         layout.pack_target(parse_addr(address), port, Protocol.TCP)
         for address, port in (("198.51.100.7", 2000), ("10.96.0.1", 80))
     )
-    raw = bytearray(layout.NAT.size)
+    raw = bytearray(layout.FLOW.size)
     raw[:8] = time.monotonic_ns().to_bytes(8, "little")
     raw[fields.CLIENT], raw[fields.FRONTEND] = client, frontend
-    raw[fields.PART] = layout.FlowPart.QUESTION
-    made = {fields.ends(client, frontend): bytes(raw)}
+    raw[fields.DIRECTION] = layout.FlowDirection.ORIGINAL
+    made = {fields.flow_key(client, frontend): bytes(raw)}
     flows.update(*next(iter(made.items())))
     return made
 

@@ -24,20 +24,20 @@ from kbpf.dataplane.bpf.inspect import snapshot
 from kbpf.dataplane.bpf.maps import pinning
 from kbpf.dataplane.bpf.maps.layout import (
     DEVICE,
-    ENDS,
+    FLOW,
+    FLOW_KEY,
     MAPS,
-    NAT,
     U32,
-    FlowPart,
+    FlowDirection,
     Role,
     TcpState,
-    idle_seconds,
+    idle_timeout_s,
     pack_target,
 )
 from kbpf.dataplane.bpf.maps.pinning import Pins
-from kbpf.dataplane.bpf.metrics import Meter
-from kbpf.dataplane.bpf.packet_path.attach import Devices
-from kbpf.dataplane.bpf.packet_path.device_thread import Keeper, KeeperStatus
+from kbpf.dataplane.bpf.metrics import MapCollector
+from kbpf.dataplane.bpf.packet_path.attach import DeviceAttachments
+from kbpf.dataplane.bpf.packet_path.device_thread import DeviceReconciler, DeviceReconcilerStatus
 from kbpf.dataplane.bpf.plane import BpfPlane
 from kbpf.dataplane.bpf.programs import compile
 from kbpf.dataplane.bpf.programs.flatten import SOURCES, flatten
@@ -50,7 +50,7 @@ from kbpf.model.address import parse_addr
 from kbpf.model.config import Config
 from kbpf.model.desired import DesiredState
 from kbpf.model.objects import Protocol
-from kbpf.model.status import MOST_FAILURES, DeviceFailure, encode
+from kbpf.model.status import MAX_FAILED_DEVICES, DeviceFailure, encode
 from kbpf.views.packet_path import devices
 from tests.programs.node.test_views import words
 from tests.support.lab.lab import ip, until
@@ -96,7 +96,7 @@ def world(backend: int = 8080) -> DesiredState:
     made.append(service("sctp", vip, pod, Protocol.SCTP))
     state = desired(*made)
     addresses = tuple(parse_addr(NODE[v]) for v in (4, 6))
-    return msgspec.structs.replace(state, masquerade_as=addresses)
+    return msgspec.structs.replace(state, masquerade_addresses=addresses)
 
 
 class Wire:
@@ -150,8 +150,8 @@ def node(artifact_cache: Path) -> Iterator[Wire]:
         with sites(artifact_cache) as make:
             site = make(node=where)
             plane = site.open(packet_path=True, masquerade_ports=(LOW, HIGH))
-            netns.inside(Path("/run/netns") / where, lambda: plane.apply(world(), None))
-            until("all devices have their programs", plane.ready)
+            netns.run_in(Path("/run/netns") / where, lambda: plane.apply(world(), None))
+            until("all devices have their programs", plane.is_ready)
             folder = next(site.pins.glob("programs-tc-*"))
             programs = {n: Program.open(folder / n) for n in ("tc_ingress", "tc_egress")}
             yield Wire(site, plane, programs)
@@ -184,7 +184,7 @@ def call(wire: Wire, capsys: pytest.CaptureFixture[str]) -> Run:
 
     def inspect(*arguments: str) -> tuple[int, str, str]:
         line = ["inspect", *arguments, "--pin-dir", str(wire.site.pins)]
-        code = netns.inside(Path("/run/netns") / str(wire.site.node), lambda: app.call(line))
+        code = netns.run_in(Path("/run/netns") / str(wire.site.node), lambda: app.call(line))
         return code, *capsys.readouterr()
 
     return inspect
@@ -247,7 +247,7 @@ def test_python_knows_the_timeouts_that_the_programs_have(tmp_path: Path) -> Non
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     told = dict(zip(cases, json.loads(done.stdout), strict=True))
-    assert told == {(p, s): idle_seconds(p, s) for p, s in cases}
+    assert told == {(p, s): idle_timeout_s(p, s) for p, s in cases}
     assert told[Protocol.TCP, TcpState.ESTABLISHED] == 86_400
     assert told[Protocol.UDP, TcpState.ESTABLISHED] == 120
     assert told[Protocol.SCTP, TcpState.ESTABLISHED] == 210
@@ -319,7 +319,7 @@ def test_an_ended_connection_is_not_open(wire: Wire, call: Run, show, said: Said
     assert [(t["backend"], t["open"]) for t in detail["traffic"]] == [(end(POD[4], 8080), is_open)]
     status = json.loads(call("status", "-o", "json")[1])
     assert (status["packets"]["connections"], status["packets"]["entries"]) == (is_open, 1)
-    counted = Meter(Pins(wire.site.pins), Config()).count(lambda: None)
+    counted = MapCollector(Pins(wire.site.pins), Config()).count(lambda: None)
     open_now = {"/".join(port[:2]): count for port, count in counted.connections or ()}
     assert open_now == ({name: 1} if is_open else {})
 
@@ -664,20 +664,22 @@ def test_an_elder_kernel_has_filters_and_says_so(
     with sites(artifact_cache) as make:
         site = make(node=wire.site.node)
         plane = site.open(packet_path=True, devices=("out0",), excluded_devices=("cni0",))
-        netns.inside(where, lambda: plane.apply(world(), None))
-        until("all devices have their programs", plane.ready)
+        netns.run_in(where, lambda: plane.apply(world(), None))
+        until("all devices have their programs", plane.is_ready)
 
         def rows() -> dict[str, Any]:
             held = snapshot.read(site.pins, devices.NEEDS)
-            return {row.device: row for row in devices.rows(held, devices.look(held))}
+            return {
+                row.device: row for row in devices.build_rows(held, devices.read_host_devices(held))
+            }
 
-        out0 = netns.inside(where, rows)["out0"]
+        out0 = netns.run_in(where, rows)["out0"]
         assert (out0.ingress, out0.egress) == ("tc_ingress (clsact)", "tc_egress (clsact)")
-        (row,) = [r for r in packet_path.rows(site.pins) if r.name == "TCX"]
+        (row,) = [r for r in packet_path.check_packet_path(site.pins) if r.name == "TCX"]
         assert row.result == "no"
         assert "clsact qdiscs are used instead" in row.detail
         assert "CONFIG_NET_CLS_BPF" in row.advice
-        netns.inside(where, plane.remove)
+        netns.run_in(where, plane.remove)
 
 
 def test_the_devices_of_another_namespace_are_not_shown_for_the_agents(
@@ -732,7 +734,7 @@ def test_a_packet_path_that_is_not_there_is_1_and_says_why(wire: Wire, call: Run
 @pytest.fixture
 def without(site: Site, monkeypatch: pytest.MonkeyPatch) -> BpfPlane:
     """A plane whose packet programs cannot be had."""
-    obtain = compile.obtain
+    obtain = compile.find_or_compile
 
     def refuse(unit: str, cache: Path) -> Any:
         if unit == "tc":
@@ -759,12 +761,12 @@ def test_why_there_is_no_packet_path_reaches_whoever_asks(
 
 
 def test_devices_that_failed_reach_the_status(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
-    failed = {f"d{i:02}": f"why {i}" for i in range(MOST_FAILURES + 5)}
-    monkeypatch.setattr(Keeper, "status", lambda _: KeeperStatus(failed=failed))
+    failed = {f"d{i:02}": f"why {i}" for i in range(MAX_FAILED_DEVICES + 5)}
+    monkeypatch.setattr(DeviceReconciler, "status", lambda _: DeviceReconcilerStatus(failed=failed))
     said = wire.plane.packet_status()
-    assert (said.wanted, said.problem, said.failed_count) == (True, "", MOST_FAILURES + 5)
+    assert (said.wanted, said.problem, said.failed_count) == (True, "", MAX_FAILED_DEVICES + 5)
     assert said.failed[0] == DeviceFailure("d00", "why 0")
-    assert len(said.failed) == MOST_FAILURES
+    assert len(said.failed) == MAX_FAILED_DEVICES
 
 
 def test_a_problem_with_devices_is_over_when_it_is(
@@ -774,7 +776,7 @@ def test_a_problem_with_devices_is_over_when_it_is(
         raise KernelError("rtnetlink refuses", "up0")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Devices, "sync", refuse)
+        patch.setattr(DeviceAttachments, "sync", refuse)
         plane = site.open(packet_path=True, devices=("nothing",), excluded_devices=("*",))
         plane.apply(world(), None)
         assert plane.packet_status().problem == "rtnetlink refuses (up0)"
@@ -805,7 +807,7 @@ def test_a_chain_that_nobody_looks_into_is_said(wire: Wire) -> None:
 
     def row() -> CheckRow:
         where = Path("/run/netns") / str(wire.site.node)
-        found = netns.inside(where, lambda: list(packet_path.rows(wire.site.pins)))
+        found = netns.run_in(where, lambda: list(packet_path.check_packet_path(wire.site.pins)))
         (one,) = [row for row in found if row.name == "FORWARD"]
         return one
 
@@ -897,12 +899,12 @@ def crowd(artifact_cache: Path) -> Iterator[Site]:
         for i in range(MANY):
             client = pack_target(parse_addr(f"198.18.{i >> 8 & 255}.{i & 255}"), 1024 + i // 4, 6)
             backend = pack_target(parse_addr(f"10.244.0.{i % 200}"), 8080, 6)
-            for part in (FlowPart.QUESTION, FlowPart.ANSWER):
-                values += NAT.pack(
+            for part in (FlowDirection.ORIGINAL, FlowDirection.REPLY):
+                values += FLOW.pack(
                     now, client, frontend, backend, bytes(16), bytes(2), client[16:18], i % 9, 1,
                     TcpState.ESTABLISHED, 0, 0, part, 0, 0, bytes(48),
                 )  # fmt: skip
-            keys += ENDS.pack(client, frontend) + ENDS.pack(backend, client)
+            keys += FLOW_KEY.pack(client, frontend) + FLOW_KEY.pack(backend, client)
         # An LRU map lets go of some before it is full: so it is a quarter bigger.
         with pinning.make_map(MAPS["flows"], 2 * MANY * 5 // 4) as made:
             pinning.replace_pin(Pins(site.pins), made, "flows")

@@ -22,24 +22,23 @@ import pytest
 from kbpf.dataplane.bpf import host
 from kbpf.dataplane.bpf.hooks import PACKET_PROGRAMS
 from kbpf.dataplane.bpf.inspect import tracked_connections
-from kbpf.dataplane.bpf.maps.flow_entries import PART, STATE, is_held
-from kbpf.dataplane.bpf.maps.flow_entries import ends as flow_key
+from kbpf.dataplane.bpf.maps.flow_entries import DIRECTION, STATE, flow_key, is_port_reservation
 from kbpf.dataplane.bpf.maps.layout import (
     CACHED_DEVICE,
     CACHED_DEVICES,
     DEVICE,
-    ENDS,
+    FLOW,
+    FLOW_KEY,
     MAPS,
-    NAT,
     NETWORK_KEY,
+    NEXT_HOP,
     PORT_SLOT,
     REFUSAL_LIMIT,
     U32,
     U64,
-    WAY_OUT,
     DeviceFlag,
-    Fin,
-    FlowPart,
+    FinFlag,
+    FlowDirection,
     NodeFlag,
     Reason,
     RefusalLimit,
@@ -50,11 +49,11 @@ from kbpf.dataplane.bpf.maps.layout import (
 )
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.packet_path import snat_ports
-from kbpf.dataplane.bpf.packet_path.node_maps import limit_refusals
+from kbpf.dataplane.bpf.packet_path.node_maps import write_refusal_limits
 from kbpf.dataplane.bpf.programs import compile
 from kbpf.kernel.bpf.objects import Program
 from kbpf.kernel.netfilter import conntrack
-from kbpf.kernel.netfilter.conntrack import Connection
+from kbpf.kernel.netfilter.conntrack import ConntrackFlow
 from kbpf.kernel.system import netns, sysctl
 from kbpf.model.address import format_addr, parse_addr
 from kbpf.model.config import Config
@@ -144,7 +143,7 @@ class Path_:
 
     def inside(self, action: Callable[[], T]) -> T:
         """In the node's network."""
-        return netns.inside(Path("/run/netns") / self.where, action)
+        return netns.run_in(Path("/run/netns") / self.where, action)
 
     def forward(self, on: bool) -> None:
         """Whether the node is a router."""
@@ -215,14 +214,14 @@ def path(artifact_cache: Path) -> Iterator[Path_]:
     try:
         ip("link set lo up", netns=where)
         for name in ("net.ipv4.icmp_ratelimit", "net.ipv6.icmp.ratelimit"):  # there is one client
-            netns.inside(Path("/run/netns") / where, lambda: sysctl.write(name, "0"))  # noqa: B023
+            netns.run_in(Path("/run/netns") / where, lambda: sysctl.write(name, "0"))  # noqa: B023
         with sites(artifact_cache) as make:
             site = make(node=where)
             sizes = replace(SIZES, connections=8192)
             plane = site.open(sizes, packet_path=True, masquerade_ports=(LOW, HIGH))
             addresses = tuple(parse_addr(NODE[v]) for v in (4, 6))
-            state = msgspec.structs.replace(desired(*services()), masquerade_as=addresses)
-            netns.inside(Path("/run/netns") / where, lambda: plane.apply(state, None))
+            state = msgspec.structs.replace(desired(*services()), masquerade_addresses=addresses)
+            netns.run_in(Path("/run/netns") / where, lambda: plane.apply(state, None))
             folder = next(site.pins.glob("programs-tc-*"))
             names = ("tc_ingress", "tc_egress")
             made = Path_(site, {name: Program.open(folder / name) for name in names}, where)
@@ -280,10 +279,10 @@ def init(tag: int) -> bytes:
 @pytest.mark.parametrize("kind", BEGINS)
 def test_what_begins_while_another_serves_stays_its_own(path: Path_, v: int, kind: str) -> None:
     own, front, build = client(v), vip(v, LOCAL), BEGINS[kind]
-    path.node(NodeFlag.YIELDS)
+    path.node(NodeFlag.PASSIVE)
     first = build(own, front, 7)
     path.go("tc_ingress", first, first)
-    path.node(NodeFlag.FOLLOWS)
+    path.node(NodeFlag.COEXISTING)
     path.go("tc_ingress", first, first)
     assert translated(path, build(own, front, 8)), "another connection by the same port"
     assert translated(path, build(client(v), front, 7)), "another client"
@@ -301,9 +300,9 @@ def translated(path: Path_, packet: bytes) -> bool:
 def test_datagrams_are_the_others_while_it_serves(path: Path_, v: int) -> None:
     own, front = client(v), vip(v, LOCAL)
     question = udp(own, front, b"?")
-    path.node(NodeFlag.YIELDS)
+    path.node(NodeFlag.PASSIVE)
     path.go("tc_ingress", question, question)
-    path.node(NodeFlag.FOLLOWS)
+    path.node(NodeFlag.COEXISTING)
     assert translated(path, question)
 
 
@@ -313,7 +312,7 @@ def test_a_flow_of_ours_goes_on_while_another_serves(path: Path_, v: int) -> Non
     own, front, back = client(v), vip(v, LOCAL), pod(v)
     for word in ("S", "<SA"):
         segment(path, v, own, word, own, LOCAL)
-    path.node(NodeFlag.YIELDS)
+    path.node(NodeFlag.PASSIVE)
     path.go("tc_ingress", tcp(own, front, b"data"), tcp(own, back, b"data"))
     for word in ("A", "FA", "<FA"):
         segment(path, v, own, word, own, LOCAL)
@@ -324,7 +323,7 @@ def test_a_flow_of_ours_goes_on_while_another_serves(path: Path_, v: int) -> Non
 @both
 def test_beside_another_a_client_gets_a_port_that_it_does_not_know(path: Path_, v: int) -> None:
     own, front, back = client(v), vip(v, LOCAL), pod(v)
-    path.node(NodeFlag.FOLLOWS)
+    path.node(NodeFlag.COEXISTING)
     _, got = path.run("tc_ingress", tcp(own, front, flags="S"))
     source = parse(got, l2=False).source
     host, _, port = source.rpartition(":")
@@ -565,7 +564,10 @@ def test_a_backend_in_the_nodes_own_network_sees_the_client(
             path.go("tc_ingress", udp(own, front), udp(own, back))
         finally:
             addresses.delete(parse_addr(OTHER[v]))
-    assert {raw[PART] for raw in entries_of(path, own)} == {FlowPart.QUESTION, FlowPart.ANSWER}
+    assert {raw[DIRECTION] for raw in entries_of(path, own)} == {
+        FlowDirection.ORIGINAL,
+        FlowDirection.REPLY,
+    }
     path.go("tc_egress", udp(back, own), udp(front, own))
 
 
@@ -621,8 +623,8 @@ def test_nobody_marks_a_connection_that_ended_by_time(path: Path_, v: int) -> No
     assert marked(path, "tc_ingress", udp(back, own), 0)[1] == MARK
     with path.site.pinned("flows") as flows:
         for key, raw in list(flows.items()):
-            aged = NAT.unpack(raw)
-            flows.update(key, NAT.pack(0, *aged[1:]))
+            aged = FLOW.unpack(raw)
+            flows.update(key, FLOW.pack(0, *aged[1:]))
     assert marked(path, "tc_ingress", udp(back, own), 0)[1] == 0
 
 
@@ -982,11 +984,11 @@ def test_the_limits_of_refusals_are_the_kernels(name: str) -> None:
         at = Path("/run/netns") / where
         defaults = {"net.ipv4.icmp_msgs_per_sec": "1000", "net.ipv4.icmp_msgs_burst": "50"}
         for key, value in {**defaults, **settings}.items():
-            netns.inside(at, lambda: sysctl.write(key, value))  # noqa: B023
+            netns.run_in(at, lambda: sysctl.write(key, value))  # noqa: B023
         if not settings:
             ip6 = "net.ipv6.icmp.ratelimit"
-            netns.inside(at, lambda: sysctl.write(ip6, "100"))
-        netns.inside(at, lambda: limit_refusals(Limits()))
+            netns.run_in(at, lambda: sysctl.write(ip6, "100"))
+        netns.run_in(at, lambda: write_refusal_limits(Limits()))
     finally:
         command("ip", "netns", "del", where)
     found = [REFUSAL_LIMIT.unpack(told[U32.pack(which)])[1:] for which in RefusalLimit]
@@ -1227,7 +1229,7 @@ def test_a_syn_after_both_have_closed_begins_anew(path: Path_, v: int) -> None:
     question = {own, vip(v, CLUSTER)}
     entries = path.site.entries("flows").items()
     (raw,) = [raw for key, raw in entries if set(ends(key)) == question]
-    assert NAT.unpack(raw)[9] == TcpState.ESTABLISHED
+    assert FLOW.unpack(raw)[9] == TcpState.ESTABLISHED
 
 
 @both
@@ -1339,8 +1341,8 @@ def test_a_question_of_an_answered_flow_asks_whether_its_backend_lives(
     with path.site.pinned("flows") as flows:
         for key, raw in list(flows.items()):
             if owner(raw) == own and not lives:
-                had = NAT.unpack(raw)
-                flows.update(key, NAT.pack(*had[:8], 0xFFFF_FFFF, *had[9:]))
+                had = FLOW.unpack(raw)
+                flows.update(key, FLOW.pack(*had[:8], 0xFFFF_FFFF, *had[9:]))
     before = path.site.reasons()[Reason.NEW_FLOW]
     path.go("tc_ingress", question, udp(own, back, b"?"))
     assert path.site.reasons()[Reason.NEW_FLOW] == before + (not lives)
@@ -1359,7 +1361,7 @@ def fill_ports(path: Path_, v: int, ports: Iterable[int], **fields: object) -> N
     with path.site.pinned("flows") as flows:
         for port in ports:
             number = port.to_bytes(2, "big")
-            value = NAT.pack(
+            value = FLOW.pack(
                 fields.get("used", now), other, backend, backend, node[:16], number, number, 0, 0,
                 fields.get("state", TcpState.ESTABLISHED), 0, 0, 2, 0, 0, bytes(48),
             )  # fmt: skip
@@ -1516,7 +1518,7 @@ def test_a_client_that_has_just_sent_keeps_its_port(path: Path_, v: int) -> None
     age(path, own, -60)
     with path.site.pinned("flows") as flows:
         for key, raw in list(flows.items()):
-            if owner(raw) == own and raw[PART] == FlowPart.SNAT_ANSWER:
+            if owner(raw) == own and raw[DIRECTION] == FlowDirection.SNAT_REPLY:
                 old = struct.pack("=Q", time.monotonic_ns() - 3 * 10**9)
                 flows.update(key, old + raw[8:STATE] + bytes([TcpState.NEW]) + raw[STATE + 1 :])
     assert port_given(path, v, client(v)) == 0
@@ -1636,12 +1638,12 @@ def test_whose_port_is_used_again(path: Path_, v: int, way: str) -> None:
     own, source = established(path, v, "tcp")
     assert source == end(NODE[v], lonely)
     say(path, v, " ".join({**LIVES, **CLOSES}[way]), own, source)
-    first = {Fin(NAT.unpack(raw)[10]) & Fin.BACKEND_FIRST for raw in entries_of(path, own)}
+    first = {FinFlag(FLOW.unpack(raw)[10]) & FinFlag.BACKEND_FIRST for raw in entries_of(path, own)}
     before, other = path.site.reasons()[Reason.NO_SNAT_PORT], client(v)
     retval, _ = path.run("tc_ingress", tcp(other, vip(v, CLUSTER), flags="S"))
     assert (retval == TC_ACT_SHOT) == (way not in CLOSES)
     assert path.site.reasons()[Reason.NO_SNAT_PORT] - before == (way not in CLOSES)
-    assert first == {Fin.BACKEND_FIRST if "backend first" in way else Fin(0)}
+    assert first == {FinFlag.BACKEND_FIRST if "backend first" in way else FinFlag(0)}
     left = set() if way in CLOSES else {own}
     assert {owner(raw) for raw in entries_of(path, own)} == left, "nothing of the old one"
 
@@ -1658,7 +1660,7 @@ def test_the_same_client_and_backend_again(path: Path_, v: int, which: int) -> N
     assert path.site.reasons()[Reason.NEW_FLOW] == before + 1
     assert states(path, own) == {TcpState.NEW}
     assert len(entries_of(path, own)) == there
-    assert {NAT.unpack(raw)[10] for raw in entries_of(path, own)} == {0}, "nobody has closed"
+    assert {FLOW.unpack(raw)[10] for raw in entries_of(path, own)} == {0}, "nobody has closed"
 
 
 @both
@@ -1713,7 +1715,7 @@ def test_fins_that_meet_close_it(path: Path_, v: int, last: str) -> None:
     with path.site.pinned("flows") as flows:
         for key, raw in list(flows.items()):
             if raw in entries_of(path, own):
-                ends = bytes((TcpState.CLOSING, Fin.CLIENT | Fin.BACKEND))
+                ends = bytes((TcpState.CLOSING, FinFlag.CLIENT | FinFlag.BACKEND))
                 flows.update(key, raw[:STATE] + ends + raw[STATE + 2 :])
     segment(path, v, own, "<A" if last == "backend" else "A", source)
     assert states(path, own) == {TcpState.CLOSED}
@@ -1792,13 +1794,13 @@ def test_a_flow_that_is_quiet_for_long_is_none(path: Path_, v: int) -> None:
 
 def owner(raw: bytes) -> str:
     """Whose flow an entry is."""
-    found = Target.unpack(NAT.unpack(raw)[1])
+    found = Target.unpack(FLOW.unpack(raw)[1])
     return end(format_addr(found.address), found.port)
 
 
 def ends(key: bytes) -> tuple[str, str]:
     """Both ends of an entry's key."""
-    one, other = (Target.unpack(half) for half in ENDS.unpack(key))
+    one, other = (Target.unpack(half) for half in FLOW_KEY.unpack(key))
     return end(format_addr(one.address), one.port), end(format_addr(other.address), other.port)
 
 
@@ -1818,12 +1820,12 @@ def entries_of(path: Path_, own: str) -> list[bytes]:
 
 def backends_of(path: Path_, own: str) -> set[int]:
     """The backends' ids in the entries of this client's flow."""
-    return {NAT.unpack(raw)[8] for raw in entries_of(path, own)}
+    return {FLOW.unpack(raw)[8] for raw in entries_of(path, own)}
 
 
 def states(path: Path_, own: str) -> set[int]:
     """What the entries of this client's flow say."""
-    return {NAT.unpack(raw)[9] for raw in entries_of(path, own)}
+    return {FLOW.unpack(raw)[9] for raw in entries_of(path, own)}
 
 
 # ---- past the stack ------------------------------------------------------------------------------
@@ -1970,7 +1972,7 @@ def test_half_of_a_next_hop_is_not_used(way_out: Path_, v: int, name: str, value
             if owner(raw) == own and hop_of(raw)["ifindex"] == way_out.out
         )
         torn = {**hop_of(raw), name: value}
-        flows.update(key, raw[: -WAY_OUT.size] + WAY_OUT.pack(*torn.values()))
+        flows.update(key, raw[: -NEXT_HOP.size] + NEXT_HOP.pack(*torn.values()))
     assert way_out.run("tc_ingress", udp(own, front))[0] == TC_ACT_REDIRECT
     after = hop_of(way_out.site.entries("flows")[key])
     assert after[name] == hop_of(raw)[name] != value
@@ -1987,7 +1989,7 @@ def check_of(hop: dict[str, Any]) -> int:
 
 
 def hop_of(raw: bytes) -> dict[str, Any]:
-    return dict(zip(HOP, WAY_OUT.unpack(raw[-WAY_OUT.size :]), strict=True))
+    return dict(zip(HOP, NEXT_HOP.unpack(raw[-NEXT_HOP.size :]), strict=True))
 
 
 class Stays(NamedTuple):
@@ -2070,7 +2072,7 @@ def find_way(path: Path_, own: str, seconds: float) -> None:
             if owner(raw) == own:
                 hop = {**hop_of(raw), "found": found}
                 hop["check"] = check_of(hop)
-                flows.update(key, raw[: -WAY_OUT.size] + WAY_OUT.pack(*hop.values()))
+                flows.update(key, raw[: -NEXT_HOP.size] + NEXT_HOP.pack(*hop.values()))
 
 
 @both
@@ -2235,7 +2237,7 @@ compilers make.
 
 
 def test_no_program_is_longer_than_it_may(artifact_cache: Path) -> None:
-    artifact, _ = compile.obtain("tc", artifact_cache)
+    artifact, _ = compile.find_or_compile("tc", artifact_cache)
     found = {code.name: len(code.insns) // 8 for code in artifact.programs}
     assert found.keys() == {program.name for program in PACKET_PROGRAMS}
     assert {name: n for name, n in found.items() if n > INSTRUCTIONS} == {}
@@ -2264,19 +2266,19 @@ def test_a_port_that_conntrack_has_given_is_left_to_it(
     path.node(NodeFlag(0), lonely, lonely)
     node, back = end(NODE[v], lonely), pod(v)
     protocol = {"tcp": Protocol.TCP, "udp": Protocol.UDP}[kind]
-    theirs = Connection(protocol, parse_addr(NODE[v]), lonely, parse_addr(POD[v]), 8080)
+    theirs = ConntrackFlow(protocol, parse_addr(NODE[v]), lonely, parse_addr(POD[v]), 8080)
     other = theirs._replace(source_port=lonely + 1)
     monkeypatch.setattr(conntrack, "masqueraded", lambda: [theirs, other])
     with path.site.pinned("flows") as flows, path.site.pinned("order") as order:
-        assert snat_ports.hold_theirs(flows, order, (lonely, lonely)) == 1
-        assert snat_ports.hold_theirs(flows, order, (lonely, lonely)) == 0
+        assert snat_ports.reserve_conntrack_ports(flows, order, (lonely, lonely)) == 1
+        assert snat_ports.reserve_conntrack_ports(flows, order, (lonely, lonely)) == 0
     before = path.site.reasons()[Reason.NO_SNAT_PORT]
     assert path.run("tc_ingress", KINDS[kind](client(v), vip(v, CLUSTER)))[0] == TC_ACT_SHOT
     assert path.site.reasons()[Reason.NO_SNAT_PORT] == before + 1
     for packet in (SENT[kind](node, back), BACK[kind](back, node), SENT[kind](back, node)):
         name = "tc_egress" if parse(packet, l2=False).source == node else "tc_ingress"
         assert path.run(name, packet) == (TC_ACT_UNSPEC, packet), name
-    kept = [raw for raw in path.site.entries("flows").values() if is_held(raw)]
+    kept = [raw for raw in path.site.entries("flows").values() if is_port_reservation(raw)]
     assert [owner(raw) for raw in kept if owner(raw) == node] == [node]
     with path.site.pinned("flows") as flows:
         shown = tracked_connections.read(flows).values()
@@ -2285,16 +2287,18 @@ def test_a_port_that_conntrack_has_given_is_left_to_it(
 
 def test_an_agent_that_starts_leaves_them(path: Path_, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those that were given while its programs came onto the devices; later there are none."""
-    ports = [next(LONELY) for _ in range(host.HOLD_LOOKS + 1)]
+    ports = [next(LONELY) for _ in range(host.PORT_RESERVATION_POLLS + 1)]
     backend = parse_addr(POD[4])
-    given = [Connection(Protocol.TCP, parse_addr(NODE[4]), one, backend, 8080) for one in ports]
-    agent = host.Beside(Pins(path.site.pins), Config(masquerade_ports=(50_000, 60_000)))
+    given = [ConntrackFlow(Protocol.TCP, parse_addr(NODE[4]), one, backend, 8080) for one in ports]
+    agent = host.HostIntegration(Pins(path.site.pins), Config(masquerade_ports=(50_000, 60_000)))
     for number in range(len(given)):
         told = given[: number + 1]
         monkeypatch.setattr(conntrack, "masqueraded", lambda told=told: told)
-        path.inside(lambda: agent.look(number * host.LOOK_SECONDS))  # noqa: B023
-    held = {owner(raw) for raw in path.site.entries("flows").values() if is_held(raw)}
-    assert [end(NODE[4], one) in held for one in ports] == [True] * host.HOLD_LOOKS + [False]
+        path.inside(lambda: agent.poll(number * host.HOST_POLL_INTERVAL_S))  # noqa: B023
+    held = {owner(raw) for raw in path.site.entries("flows").values() if is_port_reservation(raw)}
+    assert [end(NODE[4], one) in held for one in ports] == [True] * host.PORT_RESERVATION_POLLS + [
+        False
+    ]
 
 
 @both
@@ -2306,15 +2310,15 @@ def test_what_our_ports_stand_for_is_told_to_conntrack(path: Path_, v: int) -> N
     say(path, v, "FA <FA", ended, gone)
     established(path, v, "udp", LOCAL)
     with path.site.pinned("flows") as flows:
-        path.inside(lambda: snat_ports.hold_ours(flows))
-        told = list(snat_ports.masqueraded(raw for _, raw in flows.items()))
-        ours = Connection(6, parse_addr(NODE[v]), port_of(source), parse_addr(POD[v]), 8080)
+        path.inside(lambda: snat_ports.publish_our_ports(flows))
+        told = list(snat_ports.masqueraded_connections(raw for _, raw in flows.items()))
+        ours = ConntrackFlow(6, parse_addr(NODE[v]), port_of(source), parse_addr(POD[v]), 8080)
         assert told.count(ours) == 1
-        assert path.inside(lambda: conntrack.hold([ours], 60)) == 0, "it is there"
+        assert path.inside(lambda: conntrack.reserve([ours], 60)) == 0, "it is there"
         over = ours._replace(source_port=port_of(gone))
         assert path.inside(lambda: conntrack.release([over])) == 0, "it never was"
         assert path.inside(lambda: conntrack.release([ours])) == 1
-        snat_ports.forget_ended(flows)
+        snat_ports.delete_ended(flows)
     assert entries_of(path, ended) == []
     assert len(entries_of(path, own)) == 2, "its packets never go up the stack"
 

@@ -19,16 +19,16 @@ import pytest
 
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf import objects
-from kbpf.kernel.bpf.objects import MAP_ARRAY, Link, Map, Program
+from kbpf.kernel.bpf.objects import BPF_MAP_TYPE_ARRAY, Link, Map, Program
 from kbpf.kernel.bpf.tc import (
     ATTACH_TYPE,
-    PROG_SCHED_CLS,
+    BPF_PROG_TYPE_SCHED_CLS,
     Attachment,
+    AttachMethod,
     Direction,
-    How,
-    Mark,
-    Tc,
-    tcx,
+    FilterIdentity,
+    TcAttacher,
+    probe_tcx,
 )
 from kbpf.kernel.system import netns
 from tests.support.features import lacking, needs
@@ -41,7 +41,9 @@ FRAME = bytes(6) + bytes(6) + ETHERTYPE.to_bytes(2, "big") + bytes(50)
 NEXT = -1  # TC_ACT_UNSPEC and TCX_NEXT: on to whoever comes next
 _numbers = itertools.count(1)
 
-both_ways = pytest.mark.parametrize("how", [pytest.param(How.TCX, marks=needs("tcx")), How.CLSACT])
+both_ways = pytest.mark.parametrize(
+    "how", [pytest.param(AttachMethod.TCX, marks=needs("tcx")), AttachMethod.CLSACT]
+)
 both_directions = pytest.mark.parametrize("direction", list(Direction))
 
 
@@ -55,7 +57,7 @@ LEAVE = insn(0xB7, 0, 0, NEXT) + insn(0x95)
 
 def idle(name: str = "idle") -> Program:
     """A program that lets everything pass."""
-    return Program.load(name, PROG_SCHED_CLS, 0, LEAVE)
+    return Program.load(name, BPF_PROG_TYPE_SCHED_CLS, 0, LEAVE)
 
 
 def counting(seen: Map, place: int) -> Program:
@@ -73,7 +75,7 @@ def counting(seen: Map, place: int) -> Program:
     )
     wanted = socket.htons(ETHERTYPE)
     check = insn(0x61, 0x12, 16) + insn(0x55, 0x02, len(count) // 8, wanted)  # skb->protocol
-    return Program.load(f"count{place}", PROG_SCHED_CLS, 0, check + count + LEAVE)
+    return Program.load(f"count{place}", BPF_PROG_TYPE_SCHED_CLS, 0, check + count + LEAVE)
 
 
 @dataclass
@@ -99,34 +101,43 @@ class Net:
 
     def inside(self, action: Callable[[], T]) -> T:
         """The result of `action`, there."""
-        return netns.inside(Path("/run/netns") / self.name, action)
+        return netns.run_in(Path("/run/netns") / self.name, action)
 
     def index(self, device: str) -> int:
         """The number of a device."""
         return self.inside(lambda: socket.if_nametoindex(device))
 
-    def ours(self, how: How | None, action: Callable[[Tc], T], mark: Mark | None = None) -> T:
+    def ours(
+        self,
+        how: AttachMethod | None,
+        action: Callable[[TcAttacher], T],
+        mark: FilterIdentity | None = None,
+    ) -> T:
         """The result of `action` with a Tc there: what one start of the agent does."""
 
         def work() -> T:
-            with Tc(self.folder, how, mark or Mark()) as tc:
+            with TcAttacher(self.folder, how, mark or FilterIdentity()) as tc:
                 return action(tc)
 
         return self.inside(work)
 
     def attach(
-        self, how: How, program: Program, to: Direction = Direction.INGRESS, device: str = "here"
+        self,
+        how: AttachMethod,
+        program: Program,
+        to: Direction = Direction.INGRESS,
+        device: str = "here",
     ) -> Attachment | None:
         """Attaches in a Tc of its own."""
         return self.ours(how, lambda tc: tc.attach(self.index(device), to, program))
 
     def attached(self, device: str = "here") -> tuple[Attachment, ...]:
         """What is read back by a Tc of its own."""
-        return self.ours(None, lambda tc: tc.attached(self.index(device)))
+        return self.ours(None, lambda tc: tc.list_attached(self.index(device)))
 
     def detach_all(self) -> None:
         """Takes all of ours away."""
-        self.ours(None, lambda tc: [tc.detach(one) for one in tc.everything()])
+        self.ours(None, lambda tc: [tc.detach(one) for one in tc.list_all()])
 
     def qdiscs(self, device: str = "here") -> str:
         """What is at clsact's place, as tc says it."""
@@ -148,7 +159,7 @@ class Net:
         if lacking("tcx"):
             return []
         index = self.index(device)
-        return list(self.inside(lambda: objects.attached(index, ATTACH_TYPE[direction])))
+        return list(self.inside(lambda: objects.list_attached(index, ATTACH_TYPE[direction])))
 
     def wire(self, direction: Direction) -> socket.socket:
         """Where a frame must be sent to pass `here` in this direction."""
@@ -178,7 +189,7 @@ def net() -> Iterator[Net]:
 @pytest.fixture
 def seen() -> Iterator[Map]:
     """Where the counting programs count."""
-    with Map.create(MAP_ARRAY, "seen", 4, 8, 4) as made:
+    with Map.create(BPF_MAP_TYPE_ARRAY, "seen", 4, 8, 4) as made:
         yield made
 
 
@@ -197,7 +208,7 @@ def counts(seen: Map) -> list[int]:
 
 
 def program_id(program: Program) -> int:
-    return program.info().id
+    return program.read_info().id
 
 
 # ---- seeing packets ----------------------------------------------------------------------------
@@ -206,7 +217,7 @@ def program_id(program: Program) -> int:
 @both_ways
 @both_directions
 def test_a_program_sees_each_packet_of_its_direction_once(
-    net: Net, seen: Map, programs: list[Program], how: How, direction: Direction
+    net: Net, seen: Map, programs: list[Program], how: AttachMethod, direction: Direction
 ):
     made = net.attach(how, programs[0], direction)
     assert made == Attachment(net.index("here"), direction, how, program_id(programs[0]))
@@ -220,7 +231,7 @@ def test_a_program_sees_each_packet_of_its_direction_once(
 @both_ways
 @both_directions
 def test_no_packet_is_lost_while_programs_are_swapped(
-    net: Net, seen: Map, programs: list[Program], how: How, direction: Direction
+    net: Net, seen: Map, programs: list[Program], how: AttachMethod, direction: Direction
 ):
     net.attach(how, programs[0], direction)
     index, done, sent = net.index("here"), threading.Event(), [0]
@@ -238,7 +249,7 @@ def test_no_packet_is_lost_while_programs_are_swapped(
                     behind.append(str(error))
                     return
 
-    def swap(tc: Tc) -> int:
+    def swap(tc: TcAttacher) -> int:
         swaps = 0
         while swaps < 2_000 or sent[0] < 50_000:
             swaps += 1
@@ -265,7 +276,7 @@ def test_no_packet_is_lost_while_programs_are_swapped(
 
 @both_ways
 def test_what_an_earlier_agent_attached_is_read_back_and_replaced(
-    net: Net, programs: list[Program], how: How
+    net: Net, programs: list[Program], how: AttachMethod
 ):
     for direction in Direction:
         net.attach(how, programs[0], direction)
@@ -273,16 +284,16 @@ def test_what_an_earlier_agent_attached_is_read_back_and_replaced(
     assert net.attached() == tuple(Attachment(index, d, how, old) for d in Direction)
     assert net.attached("far") == ()
     net.attach(how, programs[1], Direction.EGRESS)
-    assert {one.direction: one.program for one in net.attached()} == {
+    assert {one.direction: one.program_id for one in net.attached()} == {
         Direction.INGRESS: old,
         Direction.EGRESS: new,
     }
-    everything = net.ours(None, Tc.everything)
+    everything = net.ours(None, TcAttacher.list_all)
     assert sorted(everything, key=str) == sorted(net.attached(), key=str)
 
 
 @both_ways
-def test_the_programs_live_without_whoever_attached_them(net: Net, seen: Map, how: How):
+def test_the_programs_live_without_whoever_attached_them(net: Net, seen: Map, how: AttachMethod):
     with counting(seen, 0) as program:
         net.attach(how, program)
     with net.wire(Direction.INGRESS) as wire:
@@ -293,7 +304,7 @@ def test_the_programs_live_without_whoever_attached_them(net: Net, seen: Map, ho
 @needs("tcx")
 def test_a_pin_is_not_believed_for_its_name(net: Net, programs: list[Program]):
     here, far = net.index("here"), net.index("far")
-    net.attach(How.TCX, programs[0])
+    net.attach(AttachMethod.TCX, programs[0])
     (net.folder / f"{here}-ingress").rename(net.folder / f"{far}-ingress")
     assert net.attached("far") == net.attached("here") == ()
 
@@ -302,19 +313,19 @@ def test_a_pin_is_not_believed_for_its_name(net: Net, programs: list[Program]):
 def test_the_same_again_changes_nothing(net: Net, programs: list[Program]):
     def links() -> list[int]:
         with Link.open(net.folder / f"{net.index('here')}-ingress") as link:
-            return [link.info().id]
+            return [link.read_info().id]
 
-    net.attach(How.TCX, programs[0])
+    net.attach(AttachMethod.TCX, programs[0])
     before = links()
-    net.attach(How.TCX, programs[0])
-    net.attach(How.TCX, programs[1])
+    net.attach(AttachMethod.TCX, programs[0])
+    net.attach(AttachMethod.TCX, programs[1])
     assert links() == before
     assert net.tcx(Direction.INGRESS) == [program_id(programs[1])]
 
 
 @both_ways
 def test_detached_means_that_nothing_is_left(
-    net: Net, seen: Map, programs: list[Program], how: How
+    net: Net, seen: Map, programs: list[Program], how: AttachMethod
 ):
     for direction in Direction:
         net.attach(how, programs[0], direction)
@@ -336,7 +347,7 @@ def test_an_attachment_that_was_cut_short_is_done_anew(net: Net, programs: list[
     index = net.index("here")
     with net.inside(lambda: Link.attach(programs[0], index, 46)) as link:
         link.pin(net.folder / f"new-{index}-ingress")
-    net.attach(How.TCX, programs[0])
+    net.attach(AttachMethod.TCX, programs[0])
     assert [path.name for path in net.folder.iterdir()] == [f"{index}-ingress"]
     assert net.tcx(Direction.INGRESS) == [program_id(programs[0])]
 
@@ -350,16 +361,16 @@ def test_others_at_tcx_keep_their_places(net: Net, programs: list[Program], dire
     index, kind = net.index("here"), ATTACH_TYPE[direction]
     one, other, ours, newer = programs
     first = net.inside(lambda: Link.attach(one, index, kind))
-    net.attach(How.TCX, ours, direction)
+    net.attach(AttachMethod.TCX, ours, direction)
     last = net.inside(lambda: Link.attach(other, index, kind))
     with first, last:
         around = [program_id(one), program_id(other)]
         assert net.tcx(direction) == [around[0], program_id(ours), around[1]]
-        net.attach(How.TCX, newer, direction)
+        net.attach(AttachMethod.TCX, newer, direction)
         assert net.tcx(direction) == [around[0], program_id(newer), around[1]]
         net.detach_all()
         assert net.tcx(direction) == around
-        net.attach(How.CLSACT, ours, direction)
+        net.attach(AttachMethod.CLSACT, ours, direction)
         net.detach_all()
         assert net.tcx(direction) == around
 
@@ -385,12 +396,12 @@ def test_filters_of_others_keep_their_places(
     net: Net, programs: list[Program], foreign: Path, direction: Direction
 ):
     net.tc("qdisc", "add", "dev", "here", "clsact")
-    for priority in (1, Mark().priority, 7):
+    for priority in (1, FilterIdentity().priority, 7):
         add_foreign(net, foreign, direction, priority)
     others = net.filters(direction)
     assert len(others) == 3
     for program in programs[:2]:
-        net.attach(How.CLSACT, program, direction)
+        net.attach(AttachMethod.CLSACT, program, direction)
         names = net.filters(direction)
         assert [name for name in names if name != "kbpf"] == others
         assert names.count("kbpf") == 1
@@ -404,7 +415,7 @@ def test_filters_of_others_keep_their_places(
 def test_a_clsact_of_ours_stays_while_others_use_it(
     net: Net, programs: list[Program], foreign: Path
 ):
-    net.attach(How.CLSACT, programs[0])
+    net.attach(AttachMethod.CLSACT, programs[0])
     add_foreign(net, foreign, Direction.EGRESS, 7)
     net.detach_all()
     assert len(net.filters(Direction.EGRESS)) == 1
@@ -413,17 +424,17 @@ def test_a_clsact_of_ours_stays_while_others_use_it(
 
 def test_an_empty_clsact_of_others_stays(net: Net, programs: list[Program]):
     net.tc("qdisc", "add", "dev", "here", "clsact")
-    net.attach(How.CLSACT, programs[0])
+    net.attach(AttachMethod.CLSACT, programs[0])
     net.detach_all()
     assert net.qdiscs() == "clsact"
 
 
 def test_a_clsact_that_was_made_anew_by_others_stays(net: Net, programs: list[Program]):
-    net.attach(How.CLSACT, programs[0])
+    net.attach(AttachMethod.CLSACT, programs[0])
     net.tc("qdisc", "del", "dev", "here", "clsact")
     net.tc("qdisc", "add", "dev", "here", "clsact")
     assert net.attached() == ()
-    net.attach(How.CLSACT, programs[0])
+    net.attach(AttachMethod.CLSACT, programs[0])
     assert len(net.attached()) == 1
     net.detach_all()
     assert net.qdiscs() == "clsact"
@@ -433,35 +444,35 @@ def test_a_clsact_that_was_made_anew_by_others_stays_also_if_we_looked_before(
     net: Net, programs: list[Program]
 ):
     index = net.index("here")
-    net.attach(How.CLSACT, programs[0])
+    net.attach(AttachMethod.CLSACT, programs[0])
     net.tc("qdisc", "del", "dev", "here", "clsact")
     net.tc("qdisc", "add", "dev", "here", "clsact")
 
-    def work(tc: Tc) -> None:
-        assert tc.everything() == ()
+    def work(tc: TcAttacher) -> None:
+        assert tc.list_all() == ()
         made = tc.attach(index, Direction.INGRESS, programs[0])
         assert made is not None
         tc.detach(made)
         tc.detach(made)
 
-    net.ours(How.CLSACT, work)
+    net.ours(AttachMethod.CLSACT, work)
     assert net.qdiscs() == "clsact"
 
 
 def test_what_was_ours_long_ago_is_not_removed(net: Net, programs: list[Program]):
-    made = net.attach(How.CLSACT, programs[0])
+    made = net.attach(AttachMethod.CLSACT, programs[0])
     assert made is not None
     net.tc("qdisc", "del", "dev", "here", "clsact")
     net.tc("qdisc", "add", "dev", "here", "clsact")
-    net.ours(How.CLSACT, lambda tc: tc.detach(made))
+    net.ours(AttachMethod.CLSACT, lambda tc: tc.detach(made))
     assert net.qdiscs() == "clsact"
 
 
 def test_an_ingress_qdisc_of_others_takes_ingress_only(net: Net, programs: list[Program]):
     net.tc("qdisc", "add", "dev", "here", "ingress")
-    net.attach(How.CLSACT, programs[0])
+    net.attach(AttachMethod.CLSACT, programs[0])
     with pytest.raises(KernelError, match=r"egress of here, clsact.*'ingress' qdisc"):
-        net.attach(How.CLSACT, programs[0], Direction.EGRESS)
+        net.attach(AttachMethod.CLSACT, programs[0], Direction.EGRESS)
     assert [one.direction for one in net.attached()] == [Direction.INGRESS]
     net.detach_all()
     assert net.attached() == ()
@@ -469,27 +480,36 @@ def test_an_ingress_qdisc_of_others_takes_ingress_only(net: Net, programs: list[
 
 
 def test_a_filter_in_our_place_is_not_overwritten(net: Net, programs: list[Program]):
-    theirs = Mark(name="theirs")
+    theirs = FilterIdentity(name="theirs")
     index = net.index("here")
-    net.ours(How.CLSACT, lambda tc: tc.attach(index, Direction.INGRESS, programs[0]), theirs)
+    net.ours(
+        AttachMethod.CLSACT, lambda tc: tc.attach(index, Direction.INGRESS, programs[0]), theirs
+    )
     with pytest.raises(KernelError, match=r"EEXIST.*another filter has our priority and handle"):
-        net.attach(How.CLSACT, programs[1])
+        net.attach(AttachMethod.CLSACT, programs[1])
     net.detach_all()
     assert net.filters(Direction.INGRESS) == ["theirs"]
 
 
 @pytest.mark.parametrize(
-    "theirs", [Mark(priority=3), Mark(handle=1), Mark(priority=3, handle=1, name="theirs")]
+    "theirs",
+    [
+        FilterIdentity(priority=3),
+        FilterIdentity(handle=1),
+        FilterIdentity(priority=3, handle=1, name="theirs"),
+    ],
 )
 def test_one_mark_that_differs_makes_a_filter_anothers(
-    net: Net, programs: list[Program], theirs: Mark
+    net: Net, programs: list[Program], theirs: FilterIdentity
 ):
     index = net.index("here")
-    net.ours(How.CLSACT, lambda tc: tc.attach(index, Direction.INGRESS, programs[0]), theirs)
+    net.ours(
+        AttachMethod.CLSACT, lambda tc: tc.attach(index, Direction.INGRESS, programs[0]), theirs
+    )
     assert net.attached() == ()
-    net.attach(How.CLSACT, programs[1])
+    net.attach(AttachMethod.CLSACT, programs[1])
     assert sorted(net.filters(Direction.INGRESS)) == sorted(["kbpf", theirs.name])
-    assert [one.program for one in net.attached()] == [program_id(programs[1])]
+    assert [one.program_id for one in net.attached()] == [program_id(programs[1])]
     net.detach_all()
     assert net.filters(Direction.INGRESS) == [theirs.name]
 
@@ -498,33 +518,37 @@ def test_one_mark_that_differs_makes_a_filter_anothers(
 
 
 @both_ways
-def test_a_device_that_is_not_there_is_an_answer(net: Net, programs: list[Program], how: How):
+def test_a_device_that_is_not_there_is_an_answer(
+    net: Net, programs: list[Program], how: AttachMethod
+):
     gone = 4711
     assert net.ours(how, lambda tc: tc.attach(gone, Direction.INGRESS, programs[0])) is None
-    assert net.ours(how, lambda tc: tc.attached(gone)) == ()
+    assert net.ours(how, lambda tc: tc.list_attached(gone)) == ()
     net.ours(how, lambda tc: tc.detach(Attachment(gone, Direction.INGRESS, how, 1)))
 
 
 @both_ways
-def test_a_device_that_goes_leaves_nothing_behind(net: Net, programs: list[Program], how: How):
+def test_a_device_that_goes_leaves_nothing_behind(
+    net: Net, programs: list[Program], how: AttachMethod
+):
     for direction in Direction:
         net.attach(how, programs[0], direction)
     kept = len(list(net.folder.iterdir()))
     index = net.index("here")
     net.ip("link del here")
-    assert net.ours(None, Tc.everything) == ()
-    assert net.ours(None, lambda tc: tc.attached(index)) == ()
-    assert net.ours(None, Tc.sweep) == kept > 0
+    assert net.ours(None, TcAttacher.list_all) == ()
+    assert net.ours(None, lambda tc: tc.list_attached(index)) == ()
+    assert net.ours(None, TcAttacher.sweep) == kept > 0
     assert list(net.folder.iterdir()) == []
 
 
 @both_ways
 def test_a_device_that_goes_under_our_hands_is_an_answer(
-    net: Net, programs: list[Program], how: How
+    net: Net, programs: list[Program], how: AttachMethod
 ):
     index = net.index("here")
 
-    def work(tc: Tc) -> Attachment | None:
+    def work(tc: TcAttacher) -> Attachment | None:
         tc.attach(index, Direction.INGRESS, programs[0])
         net.ip("link del here")
         return tc.attach(index, Direction.INGRESS, programs[1])
@@ -541,37 +565,42 @@ def test_a_device_that_goes_just_before_the_replacement_is_an_answer(
         return True
 
     index = net.index("here")
-    net.attach(How.TCX, programs[0])
+    net.attach(AttachMethod.TCX, programs[0])
     monkeypatch.setattr("kbpf.kernel.bpf.tc._runs", goes)
-    assert net.ours(How.TCX, lambda tc: tc.attach(index, Direction.INGRESS, programs[1])) is None
+    assert (
+        net.ours(AttachMethod.TCX, lambda tc: tc.attach(index, Direction.INGRESS, programs[1]))
+        is None
+    )
 
 
 @both_ways
 def test_another_device_with_the_same_number_is_another_device(
-    net: Net, programs: list[Program], how: How
+    net: Net, programs: list[Program], how: AttachMethod
 ):
     net.ip("link add again index 77 type veth peer name other")
     net.attach(how, programs[0], device="again")
     net.ip("link del again", "link add again index 77 type veth peer name other")
     assert net.attached("again") == ()
     net.attach(how, programs[1], device="again")
-    assert [one.program for one in net.attached("again")] == [program_id(programs[1])]
+    assert [one.program_id for one in net.attached("again")] == [program_id(programs[1])]
 
 
 @needs("tcx")
 def test_a_device_that_moves_away_is_let_go(net: Net, programs: list[Program]):
-    net.attach(How.TCX, programs[0])
+    net.attach(AttachMethod.TCX, programs[0])
     index, elsewhere = net.index("here"), f"{net.name}b"
     ip(f"netns add {elsewhere}")
     try:
         net.ip(f"link set here netns {elsewhere}")
 
         def there() -> tuple[int, ...]:
-            return netns.inside(Path("/run/netns") / elsewhere, lambda: objects.attached(index, 46))
+            return netns.run_in(
+                Path("/run/netns") / elsewhere, lambda: objects.list_attached(index, 46)
+            )
 
         assert there() == (program_id(programs[0]),)
-        assert net.ours(None, Tc.everything) == ()
-        assert net.ours(None, Tc.sweep) == 1
+        assert net.ours(None, TcAttacher.list_all) == ()
+        assert net.ours(None, TcAttacher.sweep) == 1
         assert there() == ()
     finally:
         ip(f"netns del {elsewhere}")
@@ -587,16 +616,18 @@ def test_the_probe_says_what_a_real_link_says(net: Net, programs: list[Program])
         works = True
     except KernelError:
         works = False
-    assert tcx().works is works
-    assert net.ours(None, lambda tc: tc.how) is (How.TCX if works else How.CLSACT)
+    assert probe_tcx().works is works
+    assert net.ours(None, lambda tc: tc.method) is (
+        AttachMethod.TCX if works else AttachMethod.CLSACT
+    )
 
 
 def test_without_privileges_the_probe_does_not_know():
     child = os.fork()
     if child == 0:
         os.setuid(65534)
-        tcx.cache_clear()
-        os._exit(0 if tcx().works is None else 1)
+        probe_tcx.cache_clear()
+        os._exit(0 if probe_tcx().works is None else 1)
     assert os.waitpid(child, 0)[1] == 0
 
 
@@ -609,12 +640,12 @@ def test_a_program_that_is_there_by_another_link_is_an_error_that_says_so(
         net.inside(lambda: Link.attach(programs[0], index, 46)),
         pytest.raises(KernelError, match=r"EEXIST; this program is there by a link"),
     ):
-        net.attach(How.TCX, programs[0])
+        net.attach(AttachMethod.TCX, programs[0])
     assert list(net.folder.iterdir()) == []
 
 
 @both_ways
-def test_a_refusal_names_the_device_and_leaves_nothing_behind(net: Net, how: How):
+def test_a_refusal_names_the_device_and_leaves_nothing_behind(net: Net, how: AttachMethod):
     with (
         Program.load("wrong", 8, 0, insn(0xB7, 0, 0, 1) + insn(0x95)) as wrong,  # CGROUP_SKB
         pytest.raises(KernelError, match=rf"cannot attach the program \(ingress of here, {how}\)"),
@@ -627,5 +658,5 @@ def test_a_refusal_names_the_device_and_leaves_nothing_behind(net: Net, how: How
 def test_a_shared_block_is_refused_in_the_kernels_words(net: Net, programs: list[Program]):
     net.tc("qdisc", "add", "dev", "here", "ingress_block", "7", "clsact")
     with pytest.raises(KernelError, match="block is shared"):
-        net.attach(How.CLSACT, programs[0])
+        net.attach(AttachMethod.CLSACT, programs[0])
     assert net.qdiscs() == "clsact"

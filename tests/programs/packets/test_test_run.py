@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kbpf.errors import KernelError
-from kbpf.kernel.bpf.objects import MAP_HASH, Map, Program
+from kbpf.kernel.bpf.objects import BPF_MAP_TYPE_HASH, Map, Program
 from kbpf.kernel.system import netns
 from tests.support.features import needs
 from tests.support.lab.lab import ip
@@ -130,7 +130,7 @@ def test_the_device_is_one_of_the_callers_namespace(program: Loader) -> None:
     command("ip", "netns", "add", name)
     try:
         ip("link add kbr0 index 77 type veth peer name kbr1", netns=name)
-        assert netns.inside(Path("/run/netns") / name, there) == 77
+        assert netns.run_in(Path("/run/netns") / name, there) == 77
     finally:
         command("ip", "netns", "del", name)
 
@@ -270,7 +270,7 @@ def test_a_refusal_says_what_to_do_by_who_was_refused(lacking: str, says: str, n
 
 
 def test_a_full_map_names_itself_and_no_setting_that_there_is_not():
-    with Map.create(MAP_HASH, "cows", 4, 4, 1) as cows:
+    with Map.create(BPF_MAP_TYPE_HASH, "cows", 4, 4, 1) as cows:
         cows.update(bytes(4), bytes(4))
         with pytest.raises(KernelError, match="the map is full") as full:
             cows.update(b"1234", bytes(4))

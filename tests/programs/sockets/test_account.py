@@ -18,21 +18,21 @@ from typing import NamedTuple
 import pytest
 
 from kbpf.dataplane.bpf.inspect import snapshot
-from kbpf.dataplane.bpf.maps.layout import COUNTS, PAIR, PEER, U32, Target, unpack_name
+from kbpf.dataplane.bpf.maps.layout import COUNTS, PEER, U32, U32_PAIR, Target, unpack_service_name
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.dataplane.bpf.metrics import (
     ALL_BACKENDS,
-    GONE,
     NO_BACKEND,
-    SWEEP_SECONDS,
-    Meter,
-    beyond_share,
+    REMOVED_BACKENDS,
+    SWEEP_INTERVAL_S,
+    MapCollector,
+    select_over_share,
 )
 from kbpf.dataplane.bpf.plane import BpfPlane
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf.objects import Link, Program
 from kbpf.model.config import Accounting, Config, MapSizes, Serving
-from kbpf.model.metrics import Totals
+from kbpf.model.metrics import ConnectionStats
 from kbpf.model.objects import Protocol
 from kbpf.views import service as view
 from tests.support.features import needs
@@ -254,57 +254,115 @@ class Goes(NamedTuple):
     to: str
     service: str
     backend: str
-    adds: Totals
+    adds: ConnectionStats
 
 
 BOTH = {"bytes_in": len(QUESTION), "bytes_out": len(ANSWER)}
 GOES = [
-    Goes("in good order", fair, "10.96.0.1:80", "fair", "one",
-         Totals(begun=1, ended=1, rtts=1, **BOTH)),
-    Goes("in good order, IPv6", fair, "[fd00:96::1]:80", "fair6", "one",
-         Totals(begun=1, ended=1, rtts=1, **BOTH)),
-    Goes("in good order, v4-mapped", fair, "[::ffff:10.96.0.1]:80", "fair", "one",
-         Totals(begun=1, ended=1, rtts=1, **BOTH)),
-    Goes("the backend closes first", listens, "10.96.0.3:80", "first", "one",
-         Totals(begun=1, ended=1, rtts=1, bytes_out=len(ANSWER))),
-    Goes("both close at once", closes_at_once, "10.96.0.3:80", "first", "one",
-         Totals(begun=1, ended=1, rtts=1, bytes_out=len(ANSWER))),
-    Goes("reset by the backend", reset, "10.96.0.2:80", "rude", "one",
-         Totals(begun=1, ended=1, broken=1, rtts=1, bytes_in=len(QUESTION))),
-    Goes("refused by the backend", refused, "10.96.0.5:80", "refusing", "one",
-         Totals(begun=1, ended=1, unanswered=1)),
-    Goes("the client does not wait", gives_up, "10.96.0.6:80", "silent", "192.0.2.99:80",
-         Totals(begun=1, ended=1, unanswered=1)),
-    Goes("no endpoints", refused, "10.96.0.7:80", "empty", "none", Totals(refused=1)),
-    Goes("only elsewhere", refused, "10.96.0.8:80", "elsewhere", "none", Totals(refused=1)),
-    Goes("datagrams", datagrams, "10.96.0.4:53", "dns", "one", Totals(begun=1)),
-    Goes("datagrams, connected", connected_datagrams, "10.96.0.4:53", "dns", "one",
-         Totals(begun=1)),
-]  # fmt: skip
+    Goes(
+        "in good order",
+        fair,
+        "10.96.0.1:80",
+        "fair",
+        "one",
+        ConnectionStats(begun=1, ended=1, rtts=1, **BOTH),
+    ),
+    Goes(
+        "in good order, IPv6",
+        fair,
+        "[fd00:96::1]:80",
+        "fair6",
+        "one",
+        ConnectionStats(begun=1, ended=1, rtts=1, **BOTH),
+    ),
+    Goes(
+        "in good order, v4-mapped",
+        fair,
+        "[::ffff:10.96.0.1]:80",
+        "fair",
+        "one",
+        ConnectionStats(begun=1, ended=1, rtts=1, **BOTH),
+    ),
+    Goes(
+        "the backend closes first",
+        listens,
+        "10.96.0.3:80",
+        "first",
+        "one",
+        ConnectionStats(begun=1, ended=1, rtts=1, bytes_out=len(ANSWER)),
+    ),
+    Goes(
+        "both close at once",
+        closes_at_once,
+        "10.96.0.3:80",
+        "first",
+        "one",
+        ConnectionStats(begun=1, ended=1, rtts=1, bytes_out=len(ANSWER)),
+    ),
+    Goes(
+        "reset by the backend",
+        reset,
+        "10.96.0.2:80",
+        "rude",
+        "one",
+        ConnectionStats(begun=1, ended=1, broken=1, rtts=1, bytes_in=len(QUESTION)),
+    ),
+    Goes(
+        "refused by the backend",
+        refused,
+        "10.96.0.5:80",
+        "refusing",
+        "one",
+        ConnectionStats(begun=1, ended=1, unanswered=1),
+    ),
+    Goes(
+        "the client does not wait",
+        gives_up,
+        "10.96.0.6:80",
+        "silent",
+        "192.0.2.99:80",
+        ConnectionStats(begun=1, ended=1, unanswered=1),
+    ),
+    Goes("no endpoints", refused, "10.96.0.7:80", "empty", "none", ConnectionStats(refused=1)),
+    Goes(
+        "only elsewhere", refused, "10.96.0.8:80", "elsewhere", "none", ConnectionStats(refused=1)
+    ),
+    Goes("datagrams", datagrams, "10.96.0.4:53", "dns", "one", ConnectionStats(begun=1)),
+    Goes(
+        "datagrams, connected",
+        connected_datagrams,
+        "10.96.0.4:53",
+        "dns",
+        "one",
+        ConnectionStats(begun=1),
+    ),
+]
 
 
-def had(site: Site) -> dict[tuple[str, str], Totals]:
+def had(site: Site) -> dict[tuple[str, str], ConnectionStats]:
     """What is counted, by the name of the Service and the backend; without lengths of time."""
-    names = {U32.unpack(k)[0]: unpack_name(raw).name for k, raw in
+    names = {U32.unpack(k)[0]: unpack_service_name(raw).name for k, raw in
              site.entries("service_names").items()}  # fmt: skip
     addresses = {U32.unpack(k)[0]: Target.unpack(raw) for k, raw in
                  site.entries("backends").items()}  # fmt: skip
     found = {}
     for key, raw in site.entries("counts").items():
-        service_id, backend = PAIR.unpack(key)
+        service_id, backend = U32_PAIR.unpack(key)
         at = addresses.get(backend)
-        where = {NO_BACKEND: "none", GONE: "gone", ALL_BACKENDS: "all"}.get(backend) or (
-            "?" if at is None else f"{at.address.hex()}:{at.port}"
-        )
-        found[names.get(service_id, "?"), where] = Totals(*COUNTS.unpack(raw))
+        where = {NO_BACKEND: "none", REMOVED_BACKENDS: "gone", ALL_BACKENDS: "all"}.get(
+            backend
+        ) or ("?" if at is None else f"{at.address.hex()}:{at.port}")
+        found[names.get(service_id, "?"), where] = ConnectionStats(*COUNTS.unpack(raw))
     return found
 
 
-def added(before: dict, after: dict) -> dict[tuple[str, str], Totals]:
+def added(before: dict, after: dict) -> dict[tuple[str, str], ConnectionStats]:
     """Between the two; but for round trips' length and segments that were sent again."""
     found = {}
     for key, now in after.items():
-        more = Totals(*(b - a for a, b in zip(before.get(key, Totals()), now, strict=True)))
+        more = ConnectionStats(
+            *(b - a for a, b in zip(before.get(key, ConnectionStats()), now, strict=True))
+        )
         if any(more):
             found[key] = more._replace(rtt_us=0, retransmits=0)
     return found
@@ -359,7 +417,7 @@ def test_inspect_shows_them_by_backend(served: Ground):
     site = served.site
 
     def shown() -> dict[str, int]:
-        found = view.details(snapshot.read(site.pins, view.NEEDS), "names")
+        found = view.build_details(snapshot.read(site.pins, view.NEEDS), "names")
         return {row.backend: row.open for one in found for row in one.traffic}
 
     backend = f"{served.two.ip}:8080"
@@ -367,7 +425,7 @@ def test_inspect_shows_them_by_backend(served: Ground):
     assert shown() == {backend: 1}
     served.client.ask("drop", keep="kept")
     becomes(shown, {backend: 0})
-    (detail,) = view.details(snapshot.read(site.pins, view.NEEDS), "names")
+    (detail,) = view.build_details(snapshot.read(site.pins, view.NEEDS), "names")
     (row,) = detail.traffic
     assert row.begun == row.round_trips > 0
     assert row.bytes_in == row.begun * len(b"hello\n")
@@ -393,7 +451,7 @@ def test_what_is_on_its_way_after_close_counts(served: Ground):
 
     within(served.client, leaves)
     key = "fair", where(served, GOES[0])
-    becomes(lambda: added(before, had(site)).get(key, Totals()).bytes_in, len(QUESTION))
+    becomes(lambda: added(before, had(site)).get(key, ConnectionStats()).bytes_in, len(QUESTION))
 
 
 # ---- switched off ------------------------------------------------------------------------------
@@ -415,10 +473,17 @@ def test_switched_off_nothing_is_counted_and_nothing_kept(ground: Ground):
 
 
 BEGINS = [
-    Goes("a connection", fair, "10.96.0.1:80", "fair", "one", Totals(begun=1)),
-    Goes("refused by the backend", refused, "10.96.0.5:80", "refusing", "one", Totals(begun=1)),
-    Goes("no endpoints", refused, "10.96.0.7:80", "empty", "none", Totals(refused=1)),
-    Goes("datagrams", datagrams, "10.96.0.4:53", "dns", "one", Totals(begun=1)),
+    Goes("a connection", fair, "10.96.0.1:80", "fair", "one", ConnectionStats(begun=1)),
+    Goes(
+        "refused by the backend",
+        refused,
+        "10.96.0.5:80",
+        "refusing",
+        "one",
+        ConnectionStats(begun=1),
+    ),
+    Goes("no endpoints", refused, "10.96.0.7:80", "empty", "none", ConnectionStats(refused=1)),
+    Goes("datagrams", datagrams, "10.96.0.4:53", "dns", "one", ConnectionStats(begun=1)),
 ]
 
 
@@ -475,18 +540,18 @@ def test_who_may_not_hear_of_ends_serves_all_the_same(
 # ---- what the agent makes of it ----------------------------------------------------------------
 
 
-def meter(site: Site, clock: Callable[[], float] = lambda: 0.0, **serving: int) -> Meter:
-    return Meter(Pins(site.pins), Config(serving=Serving(**serving)), clock)
+def meter(site: Site, clock: Callable[[], float] = lambda: 0.0, **serving: int) -> MapCollector:
+    return MapCollector(Pins(site.pins), Config(serving=Serving(**serving)), clock)
 
 
-def put(site: Site, service_id: int, backend: int, total: Totals) -> None:
+def put(site: Site, service_id: int, backend: int, total: ConnectionStats) -> None:
     with site.pinned("counts") as counts:
-        counts.update(PAIR.pack(service_id, backend), COUNTS.pack(*total))
+        counts.update(U32_PAIR.pack(service_id, backend), COUNTS.pack(*total))
 
 
 def ids(site: Site) -> tuple[dict[str, int], dict[str, int]]:
     """Services by name, backends by port."""
-    names = {unpack_name(raw).name: U32.unpack(k)[0] for k, raw in
+    names = {unpack_service_name(raw).name: U32.unpack(k)[0] for k, raw in
              site.entries("service_names").items()}  # fmt: skip
     return names, {f"{Target.unpack(raw).port}": U32.unpack(k)[0] for k, raw in
                    site.entries("backends").items()}  # fmt: skip
@@ -503,21 +568,25 @@ def test_sums_are_of_all_backends_and_the_busiest_have_their_own(site: Site):
     site.open().apply(desired(WEB), None)
     services, backends = ids(site)
     web = services["web"]
-    put(site, web, backends["8081"], Totals(begun=5, bytes_in=10, rtts=1))
-    put(site, web, backends["8082"], Totals(begun=7, broken=2))
-    put(site, web, NO_BACKEND, Totals(refused=3))
-    put(site, web, GONE, Totals(begun=100))
+    put(site, web, backends["8081"], ConnectionStats(begun=5, bytes_in=10, rtts=1))
+    put(site, web, backends["8082"], ConnectionStats(begun=7, broken=2))
+    put(site, web, NO_BACKEND, ConnectionStats(refused=3))
+    put(site, web, REMOVED_BACKENDS, ConnectionStats(begun=100))
     with site.pinned("sock_peers") as peers, socket.socket() as own:
         key = own.fileno().to_bytes(4, "little")
         peers.update(key, PEER.pack(1, b"", b"", web, backends["8082"]))
         found = meter(site, backend_series=1).count(lambda: None)
     assert dict(found.totals) == {
-        name_of("web"): Totals(begun=112, refused=3, broken=2, bytes_in=10, rtts=1)
+        name_of("web"): ConnectionStats(begun=112, refused=3, broken=2, bytes_in=10, rtts=1)
     }
     assert dict(found.connections or ()) == {name_of("web"): 1}
     (busiest,) = found.backends
-    assert (busiest.name, busiest.backend, busiest.now) == (name_of("web"), "127.0.1.2:8082", 1)
-    assert busiest.totals == Totals(begun=7, broken=2)
+    assert (busiest.name, busiest.backend, busiest.open_connections) == (
+        name_of("web"),
+        "127.0.1.2:8082",
+        1,
+    )
+    assert busiest.stats == ConnectionStats(begun=7, broken=2)
     assert not meter(site).count(lambda: None).backends
 
 
@@ -528,35 +597,37 @@ def test_what_a_backend_had_stays_with_its_service(site: Site):
     plane.apply(desired(WEB, other), None)
     services, backends = ids(site)
     for number in ("8081", "8082"):
-        put(site, services["web"], backends[number], Totals(begun=1, bytes_out=10))
-    put(site, services["web"], NO_BACKEND, Totals(refused=3))
-    put(site, services["other"], backends["8083"], Totals(begun=1))
+        put(site, services["web"], backends[number], ConnectionStats(begun=1, bytes_out=10))
+    put(site, services["web"], NO_BACKEND, ConnectionStats(refused=3))
+    put(site, services["other"], backends["8083"], ConnectionStats(begun=1))
     plane.apply(desired(service("web", "10.96.0.1:80", "127.0.1.1:8081")), None)
     plane.flush()
     now = [0.0]
     reader = meter(site, lambda: now[0])
-    wanted = {name_of("web"): Totals(begun=2, refused=3, bytes_out=20)}
+    wanted = {name_of("web"): ConnectionStats(begun=2, refused=3, bytes_out=20)}
     assert dict(reader.count(lambda: None).totals) == wanted
     assert len(site.entries("counts")) == 4, "that is not done each time"
-    now[0] = SWEEP_SECONDS
+    now[0] = SWEEP_INTERVAL_S
     for _ in range(2):
         assert dict(reader.count(lambda: None).totals) == wanted
-        now[0] += SWEEP_SECONDS
-    put(site, services["web"], backends["8082"], Totals(begun=4))  # a connection that ended late
-    wanted = {name_of("web"): Totals(begun=6, refused=3, bytes_out=20)}
+        now[0] += SWEEP_INTERVAL_S
+    put(
+        site, services["web"], backends["8082"], ConnectionStats(begun=4)
+    )  # a connection that ended late
+    wanted = {name_of("web"): ConnectionStats(begun=6, refused=3, bytes_out=20)}
     for _ in range(2):
         assert dict(reader.count(lambda: None).totals) == wanted
-        now[0] += SWEEP_SECONDS
-    assert {PAIR.unpack(key) for key in site.entries("counts")} == {
+        now[0] += SWEEP_INTERVAL_S
+    assert {U32_PAIR.unpack(key) for key in site.entries("counts")} == {
         (services["web"], backends["8081"]), (services["web"], NO_BACKEND),
-        (services["web"], GONE)}  # fmt: skip
+        (services["web"], REMOVED_BACKENDS)}  # fmt: skip
 
 
 def test_what_a_service_has_that_comes_during_a_count_is_kept(site: Site):
     """Its name was not there yet when names were read: it is no Service that is gone."""
     site.open().apply(desired(WEB), None)
     services, backends = ids(site)
-    put(site, services["web"], backends["8081"], Totals(begun=1))
+    put(site, services["web"], backends["8081"], ConnectionStats(begun=1))
     now, calls = [0.0], [0]
     reader = meter(site, lambda: now[0])
     new = services["web"] + 1
@@ -564,23 +635,25 @@ def test_what_a_service_has_that_comes_during_a_count_is_kept(site: Site):
     def pause() -> None:
         calls[0] += 1
         if calls[0] == last:
-            put(site, new, backends["8081"], Totals(begun=1))
+            put(site, new, backends["8081"], ConnectionStats(begun=1))
 
     last = 0
     reader.count(pause)
-    last, calls[0], now[0] = calls[0], 0, SWEEP_SECONDS
+    last, calls[0], now[0] = calls[0], 0, SWEEP_INTERVAL_S
     reader.count(pause)
     assert calls[0] == last
-    assert (new, backends["8081"]) in {PAIR.unpack(key) for key in site.entries("counts")}
+    assert (new, backends["8081"]) in {U32_PAIR.unpack(key) for key in site.entries("counts")}
 
 
 def test_sums_outlive_the_agent(site: Site):
     site.open().apply(desired(WEB), None)
     services, backends = ids(site)
-    put(site, services["web"], backends["8081"], Totals(begun=5))
+    put(site, services["web"], backends["8081"], ConnectionStats(begun=5))
     plane = site.open()
     plane.apply(desired(WEB), None)
-    assert dict(plane.count(lambda: None).totals) == {name_of("web"): Totals(begun=5)}
+    assert dict(plane.count_traffic(lambda: None).totals) == {
+        name_of("web"): ConnectionStats(begun=5)
+    }
 
 
 def test_a_full_map_counts_nothing_new_and_serves(ground: Ground):
@@ -605,13 +678,13 @@ def test_a_namespace_that_fills_the_map_leaves_room_for_others(ground: Ground):
     with site.pinned("counts") as counts:
         for key in site.entries("counts"):
             counts.delete(key)
-    put(site, names["dns"], 2_000_000, Totals(begun=7))
+    put(site, names["dns"], 2_000_000, ConnectionStats(begun=7))
     for number in range(1, limit):
-        put(site, names["fair"], 1_000_000 + number, Totals(begun=1))
+        put(site, names["fair"], 1_000_000 + number, ConnectionStats(begun=1))
     within(ground.client, lambda: reset("10.96.0.2"))
     assert len(site.entries("counts")) == limit, "what is new is not counted"
     config = Config(sizes=sizes, system_namespaces=())
-    Meter(Pins(site.pins), config, lambda: 0.0).count(lambda: None)
+    MapCollector(Pins(site.pins), config, lambda: 0.0).count(lambda: None)
     wanted = {("fair", "all"): limit - 1, ("dns", "?"): 7}
     assert {key: total.begun for key, total in had(site).items()} == wanted
     within(ground.client, lambda: fair("10.96.0.1"))
@@ -619,7 +692,7 @@ def test_a_namespace_that_fills_the_map_leaves_room_for_others(ground: Ground):
     found = {key: total.begun for key, total in had(site).items() if key[0] != "rude"}
     assert found == wanted | {("fair", "all"): limit}
     assert [total.begun for key, total in had(site).items() if key[0] == "rude"] == [1]
-    totals = dict(Meter(Pins(site.pins), config, lambda: 0.0).count(lambda: None).totals)
+    totals = dict(MapCollector(Pins(site.pins), config, lambda: 0.0).count(lambda: None).totals)
     assert totals[name_of("fair")].begun == limit
     with site.pinned("counts") as counts:
         for key in site.entries("counts"):
@@ -649,4 +722,4 @@ SHARES = [
 def test_which_service_ports_are_summed_up(row: Shares):
     ports = {i: (name, size) for name, own in row.ports.items() for i, size in own.items()}
     entries = sum(size for _, size in ports.values())
-    assert sorted(beyond_share(ports, entries, 100)) == sorted(row.chosen)
+    assert sorted(select_over_share(ports, entries, 100)) == sorted(row.chosen)

@@ -279,14 +279,14 @@ def told(ground: Ground, flag: ConfigFlag) -> Iterator[None]:
 @pytest.fixture
 def followed(ground: Ground) -> Iterator[None]:
     """Another data plane has connections on the node."""
-    with told(ground, ConfigFlag.FOLLOWS):
+    with told(ground, ConfigFlag.COEXISTING):
         yield
 
 
 @pytest.fixture
 def answered(ground: Ground) -> Iterator[None]:
     """There is a packet path, which refuses what the hooks let pass."""
-    with told(ground, ConfigFlag.PACKETS):
+    with told(ground, ConfigFlag.PACKET_PATH):
         yield
 
 
@@ -342,7 +342,7 @@ def test_ping_may_connect(ground: Ground, host: str, packets: bool):
         Path("/proc/sys/net/ipv4/ping_group_range").write_text("0 0")
         return own_address(host, 1, protocol)
 
-    with told(ground, ConfigFlag.PACKETS if packets else ConfigFlag(0)):
+    with told(ground, ConfigFlag.PACKET_PATH if packets else ConfigFlag(0)):
         assert within(pod, ask) == (pod.ip6 if v6 else pod.ip)
 
 

@@ -8,10 +8,10 @@ from typing import NamedTuple, TypeVar
 import pytest
 
 from kbpf.dataplane.bpf import attachments, exemptions
-from kbpf.dataplane.bpf.exemptions import Exemptions, matching, pod_folders
-from kbpf.dataplane.bpf.hooks import HELPER_CURRENT_CGROUP, OPTIONAL_HELPERS
+from kbpf.dataplane.bpf.exemptions import Exemptions, find_matching, find_pod_folders
+from kbpf.dataplane.bpf.hooks import OPTIONAL_HELPERS, BPF_FUNC_get_current_cgroup_id
 from kbpf.dataplane.bpf.maps.layout import ConfigFlag, Reason
-from kbpf.dataplane.bpf.packet_path.device_thread import KeeperStatus
+from kbpf.dataplane.bpf.packet_path.device_thread import DeviceReconcilerStatus
 from kbpf.dataplane.bpf.packet_path.packet_path import PacketPath
 from kbpf.dataplane.bpf.plane import BpfPlane
 from kbpf.dataplane.bpf.programs.loader import missing_helpers
@@ -76,9 +76,9 @@ def test_folders_of_pods_are_found_by_kubelets_names(
     site: Site, tree: Callable[[str], Path]
 ) -> None:
     wanted = {(row.uid, row.path, tree(row.path).stat().st_ino) for row in FOLDERS}
-    found = pod_folders(site.cgroup, {ONE, TWO, STATIC})
+    found = find_pod_folders(site.cgroup, {ONE, TWO, STATIC})
     assert {(uid, *folder[:2]) for uid, folder in found} == {row for row in wanted if row[0]}
-    assert not list(pod_folders(site.cgroup / "gone", {ONE}))
+    assert not list(find_pod_folders(site.cgroup / "gone", {ONE}))
 
 
 class Matches(NamedTuple):
@@ -108,11 +108,11 @@ def test_patterns_match_paths(
 ) -> None:
     ids = {path: tree(path).stat().st_ino for path in CGROUPS}
     looked: list[str] = []
-    inside = exemptions._inside
+    inside = exemptions._list_children
     monkeypatch.setattr(
         exemptions, "_inside", lambda root, at: looked.append(at) or inside(root, at)
     )
-    assert {folder[:2] for folder in matching(site.cgroup, row.patterns)} == {
+    assert {folder[:2] for folder in find_matching(site.cgroup, row.patterns)} == {
         (path, ids[path]) for path in row.found
     }
     if row.patterns == ("mesh",):
@@ -128,7 +128,7 @@ class Run:
     def __init__(self, site: Site, plane: BpfPlane, *patterns: str) -> None:
         self.site = site
         self.told: list[bool] = []  # whether somebody is exempt by now
-        self.made = Exemptions(cgroup2(), site.cgroup, patterns, plane._tables, self._tell)
+        self.made = Exemptions(cgroup2(), site.cgroup, patterns, plane._agent_maps, self._tell)
         self.made.adopt()
 
     def _tell(self) -> None:
@@ -142,18 +142,18 @@ def test_a_pod_is_looked_for_until_its_cgroup_comes(
     site: Site, plane: BpfPlane, tree: Callable[[str], Path]
 ) -> None:
     run = Run(site, plane)
-    run.made.want((), True, 100.0)
+    run.made.set_pods((), True, 100.0)
     assert run.made.tick(100.0) is None, "nobody is exempt: nothing to do, ever"
-    run.made.want((ONE,), True, 100.0)
-    assert run.made.tick(100.0) == 100.0 + exemptions.EAGER_SECONDS
+    run.made.set_pods((ONE,), True, 100.0)
+    assert run.made.tick(100.0) == 100.0 + exemptions.NEW_POD_POLL_INTERVAL_S
     folder = tree(f"kubepods/pod{ONE}")
     assert run.ids() == set()
-    assert run.made.tick(100.1) == 100.0 + exemptions.EAGER_SECONDS, "not due yet"
+    assert run.made.tick(100.1) == 100.0 + exemptions.NEW_POD_POLL_INTERVAL_S, "not due yet"
     assert run.ids() == set()
-    assert run.made.tick(100.3) == 100.3 + exemptions.STEADY_SECONDS
+    assert run.made.tick(100.3) == 100.3 + exemptions.VERIFY_INTERVAL_S
     assert (run.ids(), run.told) == ({folder.stat().st_ino}, [True])
     assert not run.made.problems(1000.0)
-    run.made.want((), True, 101.0)
+    run.made.set_pods((), True, 101.0)
     assert (run.ids(), run.told, run.made.tick(101.0)) == (set(), [True, False], None)
 
 
@@ -161,10 +161,10 @@ def test_a_pod_that_does_not_come_is_looked_for_less_often_and_reported(
     site: Site, plane: BpfPlane
 ) -> None:
     run = Run(site, plane)
-    run.made.want((ONE,), True, 0.0)
+    run.made.set_pods((ONE,), True, 0.0)
     assert not run.made.problems(1.0)
-    late = exemptions.PATIENCE + 1
-    assert run.made.tick(late) == late + exemptions.PATIENT_SECONDS
+    late = exemptions.NEW_POD_WINDOW_S + 1
+    assert run.made.tick(late) == late + exemptions.MISSING_POD_POLL_INTERVAL_S
     (line,) = run.made.problems(late)
     assert ONE in line
     assert str(site.cgroup) in line
@@ -175,7 +175,7 @@ def test_a_cgroup_that_goes_is_taken_out(
 ) -> None:
     run = Run(site, plane)
     folder = tree(f"kubepods/pod{ONE}")
-    run.made.want((ONE,), True, 0.0)
+    run.made.set_pods((ONE,), True, 0.0)
     assert run.ids() == {folder.stat().st_ino}
     folder.rmdir()
     run.made.tick(11.0)
@@ -187,12 +187,12 @@ def test_what_an_earlier_agent_left_stays_until_pods_are_known(
 ) -> None:
     run = Run(site, plane)
     folder, gone = tree(f"kubepods/pod{ONE}"), tree(f"kubepods/pod{TWO}")
-    run.made.want((ONE, TWO), True, 0.0)
+    run.made.set_pods((ONE, TWO), True, 0.0)
     gone.rmdir()
     after = Run(site, plane)
-    after.made.want((), False, 0.0)
+    after.made.set_pods((), False, 0.0)
     assert after.ids() == {folder.stat().st_ino}, "that of a cgroup that is gone goes"
-    after.made.want((), True, 1.0)
+    after.made.set_pods((), True, 1.0)
     assert after.ids() == set()
     assert after.told == [False]
 
@@ -207,8 +207,8 @@ def test_a_map_that_is_full_is_a_problem_and_no_error(
         raise KernelError("the map is full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(plane._tables, "put", full)
-        run.made.want((ONE,), True, 0.0)
+        patch.setattr(plane._agent_maps, "put", full)
+        run.made.set_pods((ONE,), True, 0.0)
         (line,) = run.made.problems(0.0)
         assert "not all cgroups are exempt" in line
         assert (run.ids(), run.told) == (set(), [])
@@ -273,13 +273,15 @@ def test_without_the_helpers_the_programs_load_and_translate(
     plane.apply(WORLD, None)
     assert picks(client, "10.96.0.1:80") == [LOCAL[0]]
     raw = site.entries("config")[bytes(4)]
-    assert plane._attached.settings is not None
-    plane._attached.settings.stand(plane._attached.settings.flags | ConfigFlag.EXEMPTIONS)
+    assert plane._attachments.settings is not None
+    plane._attachments.settings.set_flags(plane._attachments.settings.flags | ConfigFlag.EXEMPTIONS)
     with site.pinned("exempt_cgroups") as held:
         held.update(site.cgroup.stat().st_ino.to_bytes(8, "little"), bytes(4))
     assert picks(client, "10.96.0.1:80") == [LOCAL[0]]
     assert not ConfigFlag(raw[8]) & ConfigFlag.SET_RETVAL
-    assert HELPER_CURRENT_CGROUP not in has, "this kernel has them, so it was tried without"
+    assert BPF_FUNC_get_current_cgroup_id not in has, (
+        "this kernel has them, so it was tried without"
+    )
     assert {pin.name for pin in (site.pins / "links").iterdir()} == HOOKS
 
 
@@ -307,9 +309,9 @@ def test_whom_the_hooks_leave_alone_outlasts_a_restart_until_the_first_apply(
             return site.open(packet_path=True, socket_lb=mode)
 
         def there(action: Callable[[], T]) -> T:
-            return netns.inside(Path("/run/netns") / own, action)
+            return netns.run_in(Path("/run/netns") / own, action)
 
-        plane = there(lambda: start(SocketLb.HOST_ONLY))
+        plane = there(lambda: start(SocketLb.HOST_NAMESPACE_ONLY))
         there(lambda: plane.apply(WORLD, None))
 
         def in_force() -> bool:
@@ -326,7 +328,7 @@ def test_whom_the_hooks_leave_alone_outlasts_a_restart_until_the_first_apply(
         run("ip", "netns", "del", own)
 
 
-@pytest.mark.parametrize("mode", [SocketLb.HOST_ONLY, SocketLb.OFF])
+@pytest.mark.parametrize("mode", [SocketLb.HOST_NAMESPACE_ONLY, SocketLb.OFF])
 def test_nobody_is_left_alone_before_the_packet_path_serves(
     served: tuple[Site, Place], monkeypatch: pytest.MonkeyPatch, mode: SocketLb
 ) -> None:
@@ -342,8 +344,8 @@ def test_nobody_is_left_alone_before_the_packet_path_serves(
             return plane
 
         with monkeypatch.context() as patch:
-            patch.setattr(PacketPath, "status", lambda _: KeeperStatus())
-            plane = netns.inside(Path("/run/netns") / own, start)
+            patch.setattr(PacketPath, "status", lambda _: DeviceReconcilerStatus())
+            plane = netns.run_in(Path("/run/netns") / own, start)
             plane.tick(time.monotonic())
             assert {pin.name for pin in (site.pins / "links").iterdir()} == HOOKS
             assert picks(client, "10.96.0.1:80") == [LOCAL[0]]
@@ -357,7 +359,7 @@ def test_nobody_is_left_alone_before_the_packet_path_serves(
         run("ip", "netns", "del", own)
 
 
-@pytest.mark.parametrize("mode", [SocketLb.HOST_ONLY, SocketLb.OFF])
+@pytest.mark.parametrize("mode", [SocketLb.HOST_NAMESPACE_ONLY, SocketLb.OFF])
 def test_a_first_start_waits_for_the_packet_path(
     served: tuple[Site, Place], monkeypatch: pytest.MonkeyPatch, mode: SocketLb
 ) -> None:
@@ -365,7 +367,7 @@ def test_a_first_start_waits_for_the_packet_path(
     site, _ = served
     own = f"{site.name}h"
     run("ip", "netns", "add", own)
-    monkeypatch.setattr(PacketPath, "status", lambda _: KeeperStatus())
+    monkeypatch.setattr(PacketPath, "status", lambda _: DeviceReconcilerStatus())
 
     def start() -> None:
         plane = site.open(packet_path=True, socket_lb=mode)
@@ -375,6 +377,6 @@ def test_a_first_start_waits_for_the_packet_path(
         plane.apply(WORLD, None)
 
     try:
-        netns.inside(Path("/run/netns") / own, start)
+        netns.run_in(Path("/run/netns") / own, start)
     finally:
         run("ip", "netns", "del", own)

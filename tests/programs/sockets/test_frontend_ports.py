@@ -124,7 +124,7 @@ def test_a_write_that_fails_hides_no_frontend(
                     plane.apply(state(target), None)
                 except KernelError:
                     assert "ports that programs do not see" not in site.dump()["strays"], fails
-            plane.doubt()
+            plane.invalidate()
             plane.apply(state(ONE), None)
             assert ports(site) == {53}
 
@@ -138,7 +138,7 @@ def test_the_value_of_another_key_is_not_used(site: Site, client: Place):
         services.update(first, other)
     assert picks(client, f"{FIRST}:53") == [REFUSED]
     assert site.reasons()[Reason.SET_VANISHED]
-    plane.doubt()
+    plane.invalidate()
     plane.apply(state(ONE | TWO), None)
     assert picks(client, f"{FIRST}:53") == [BACKEND]
 

@@ -122,8 +122,8 @@ class Path_:
     def serve(self, *services: ServiceState) -> None:
         """Exactly these, and no connection is known."""
         own = tuple(parse_addr(one) for one in ("198.18.0.1", "fd00:198:18::1"))
-        state = msgspec.structs.replace(desired(*services), masquerade_as=own)
-        netns.inside(Path("/run/netns") / self.where, lambda: self.plane.apply(state, None))
+        state = msgspec.structs.replace(desired(*services), masquerade_addresses=own)
+        netns.run_in(Path("/run/netns") / self.where, lambda: self.plane.apply(state, None))
         self.plane.flush()
         self.forget()
         with self.site.pinned("devices") as devices:
@@ -158,7 +158,7 @@ def path(cache: Path, name: str) -> Iterator[Path_]:
         with sites(cache) as make:
             site = make(node=where)
             plane = site.open(packet_path=True)
-            netns.inside(Path("/run/netns") / where, lambda: plane.apply(desired(), None))
+            netns.run_in(Path("/run/netns") / where, lambda: plane.apply(desired(), None))
             with Program.open(next(site.pins.glob("programs-tc-*")) / "tc_ingress") as program:
                 yield Path_(site, plane, where, program)
     finally:

@@ -127,7 +127,7 @@ def namespaces() -> Iterator[list[Path]]:
     names = [f"kbpf-test-{os.getpid()}-{i}" for i in (1, 2)]
     for name in names:
         links.create_namespace(name)
-    yield [links.namespace(name) for name in names]
+    yield [links.namespace_path(name) for name in names]
     for name in names:
         links.remove_namespace(name)
 
@@ -135,12 +135,12 @@ def namespaces() -> Iterator[list[Path]]:
 def connected(where: Path) -> socket.socket:
     def make() -> socket.socket:
         with links.Links() as here:
-            here.up("lo")
+            here.set_up("lo")
         made = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         made.connect(("127.0.0.1", 9))
         return made
 
-    return netns.inside(where, make)
+    return netns.run_in(where, make)
 
 
 def is_destroyed(one: socket.socket) -> bool:
@@ -169,8 +169,8 @@ def test_it_shows_the_namespace_of_who_makes_it_and_no_other(namespaces: list[Pa
                 while os.read(reading, 4096):
                     pass
 
-        netns.inside(namespaces[0], run)
+        netns.run_in(namespaces[0], run)
         assert (is_destroyed(first), is_destroyed(second)) == (True, False)
-        netns.inside(namespaces[1], run)
+        netns.run_in(namespaces[1], run)
         assert is_destroyed(second)
     os.close(fd)

@@ -433,9 +433,9 @@ def test_connected_sockets_are_destroyed(ground: Ground, row: End, client: str):
     assert place.udp("10.96.0.1", 53, keep="via", connected=True)["name"] == "one"
     assert place.udp("10.96.0.2", 53, keep="other", connected=True)["name"] == "one"
     assert place.udp(ground["one"].ip, 8080, keep="plain", connected=True)["name"] == "one"
-    ground.plane.ended()
+    ground.plane.take_udp_cuts()
     ground.serve(*row.then(ground), ground.udp(DNS, "one"))
-    assert [look.flows for look in ground.plane.ended()] == [{4: 1}]
+    assert [look.flows for look in ground.plane.take_udp_cuts()] == [{4: 1}]
     assert place.ask("talk", keep="via").get("error") in CUT
     assert place.ask("talk", keep="other").get("name") == "one", "another Service's socket lives"
     assert place.ask("talk", keep="plain").get("name") == "one", "it never asked a Service"
@@ -467,9 +467,9 @@ def test_ipv6_and_mapped_connected_sockets_are_destroyed(ground: Ground):
     pod = ground["pod"]
     assert pod.udp("fd00:96::1", 53, keep="v6", connected=True)["name"] == "one"
     assert pod.udp("::ffff:10.96.0.1", 53, keep="mapped", connected=True)["name"] == "one"
-    ground.plane.ended()
+    ground.plane.take_udp_cuts()
     ground.serve(ground.udp(WEB, "two"), ground.udp(WEB6, "two"))
-    assert [look.flows for look in ground.plane.ended()] == [{4: 1, 6: 1}]
+    assert [look.flows for look in ground.plane.take_udp_cuts()] == [{4: 1, 6: 1}]
     for keep in ("v6", "mapped"):
         assert pod.ask("talk", keep=keep).get("error") in CUT, keep
         pod.ask("drop", keep=keep)
@@ -508,14 +508,16 @@ def test_flows_of_unconnected_sockets_choose_anew(ground: Ground, row: End):
     ground.serve(ground.udp(WEB, "one"))
     pod = ground["pod"]
     assert pod.udp("10.96.0.1", 53, keep="s")["name"] == "one"
-    ground.plane.ended()
+    ground.plane.take_udp_cuts()
     ground.serve(*row.then(ground))
-    (look,) = ground.plane.ended()
+    (look,) = ground.plane.take_udp_cuts()
     assert look.flows == {4: 1}
     assert 0 < look.seconds < PATIENCE
-    assert ground.plane.ended() == (), "told once"
+    assert ground.plane.take_udp_cuts() == (), "told once"
     ground.plane.flush()
-    assert [look.flows for look in ground.plane.ended()] == [{4: 0}], "the second look finds none"
+    assert [look.flows for look in ground.plane.take_udp_cuts()] == [{4: 0}], (
+        "the second look finds none"
+    )
     if row.next:
         answer = pod.udp("10.96.0.1", 53, keep="s")
         assert (answer.get("name") or answer.get("error")) == row.next

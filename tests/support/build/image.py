@@ -82,7 +82,7 @@ def _fill(context: Path) -> None:
         shutil.copy(ROOT / name, context / name)
     shutil.copytree(ROOT / "kbpf", context / "kbpf", ignore=shutil.ignore_patterns("__pycache__"))
     for unit in UNITS:
-        compile.obtain(unit, context / "build" / "artifacts")
+        compile.find_or_compile(unit, context / "build" / "artifacts")
 
 
 def _size(root: Path) -> int:

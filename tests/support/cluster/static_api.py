@@ -38,7 +38,7 @@ class StaticApi:
 
     def __init__(self, objects: Iterable[Object], address: str, where: str) -> None:
         self.objects = tuple(objects)
-        held = netns.inside(Path("/run/netns") / where, lambda: _listen(address))
+        held = netns.run_in(Path("/run/netns") / where, lambda: _listen(address))
         self.url = f"http://{address}:{held.getsockname()[1]}"
         self._server = ThreadingHTTPServer(held.getsockname(), _Handler, bind_and_activate=False)
         self._server.socket.close()

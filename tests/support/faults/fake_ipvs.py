@@ -20,15 +20,15 @@ from kbpf.dataplane.base import Report
 from kbpf.dataplane.ipvs.plane import IpvsPlane
 from kbpf.kernel.net import dummy
 from kbpf.kernel.net.ipvs import (
-    Change,
-    Command,
-    Counts,
-    Ipvs,
-    Load,
-    Server,
-    Service,
-    Settings,
-    Times,
+    ConnectionTimeouts,
+    IpvsClient,
+    IpvsCommand,
+    IpvsRequest,
+    RealServerKey,
+    RealServerStatus,
+    VirtualServiceKey,
+    VirtualServiceSettings,
+    VirtualServiceStats,
 )
 from kbpf.kernel.netfilter import forward_rules
 from kbpf.kernel.system import netns
@@ -49,11 +49,13 @@ class FakeIpvs:
     """
 
     def __init__(self) -> None:
-        self.held: dict[Service, tuple[Settings, dict[Server, int]]] = {}
-        self.connections: dict[tuple[Service, Server], tuple[int, int]] = {}
-        self.times = Times(900, 120, 300)
+        self.held: dict[
+            VirtualServiceKey, tuple[VirtualServiceSettings, dict[RealServerKey, int]]
+        ] = {}
+        self.connections: dict[tuple[VirtualServiceKey, RealServerKey], tuple[int, int]] = {}
+        self.times = ConnectionTimeouts(900, 120, 300)
         self.calls: Counter[str] = Counter()
-        self.refuse: Callable[[Change], int] = lambda _: 0
+        self.refuse: Callable[[IpvsRequest], int] = lambda _: 0
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         """Takes IPVS' place in this process until the test ends."""
@@ -61,70 +63,79 @@ class FakeIpvs:
             "__init__": lambda _: self.calls.update(("opened",)),
             "close": lambda _: None,
             "services": lambda _: self.services(),
-            "counts": lambda _: [(one, Counts(0, 0, 0)) for one, _ in self.services()],
+            "counts": lambda _: [(one, VirtualServiceStats(0, 0, 0)) for one, _ in self.services()],
             "servers": lambda _, service: self.servers(service),
             "settings": lambda _, service: self.held.get(service, (None, {}))[0],
             "times": lambda _: self.times,
             "set_times": lambda _, times: self.set_times(times),
             "try_": lambda _, changes: self.try_(changes),
         }.items():
-            patch.setattr(Ipvs, name, do)
+            patch.setattr(IpvsClient, name, do)
 
-    def set_times(self, times: Times) -> None:
+    def set_times(self, times: ConnectionTimeouts) -> None:
         """As Ipvs.set_times()."""
         pairs = zip(times, self.times, strict=True)
-        self.times = Times(*(new or old for new, old in pairs))
+        self.times = ConnectionTimeouts(*(new or old for new, old in pairs))
 
-    def services(self) -> list[tuple[Service, Settings]]:
+    def services(self) -> list[tuple[VirtualServiceKey, VirtualServiceSettings]]:
         """As Ipvs.services()."""
         self.calls["services"] += 1
         return [(service, settings) for service, (settings, _) in self.held.items()]
 
-    def servers(self, service: Service) -> list[Load]:
+    def servers(self, service: VirtualServiceKey) -> list[RealServerStatus]:
         """As Ipvs.servers()."""
         self.calls["servers"] += 1
         _, servers = self.held.get(service, (None, {}))
         return [
-            Load(one, weight, *self.connections.get((service, one), (0, 0)))
+            RealServerStatus(one, weight, *self.connections.get((service, one), (0, 0)))
             for one, weight in servers.items()
         ]
 
-    def try_(self, changes: Sequence[Change]) -> list[int]:
+    def try_(self, changes: Sequence[IpvsRequest]) -> list[int]:
         """As Ipvs.try_()."""
         self.calls["changes"] += len(changes)
         return [self.refuse(change) or self._change(*change) for change in changes]
 
     def _change(
-        self, command: Command, service: Service, settings: Settings | None,
-        server: Server | None, weight: int,
+        self, command: IpvsCommand, service: VirtualServiceKey,
+        settings: VirtualServiceSettings | None,
+        server: RealServerKey | None, weight: int,
     ) -> int:  # fmt: skip
         there = self.held.get(service)
         match command:
-            case Command.NEW_SERVICE if there is not None:
+            case IpvsCommand.IPVS_CMD_NEW_SERVICE if there is not None:
                 return errno.EEXIST
-            case Command.NEW_SERVICE:
+            case IpvsCommand.IPVS_CMD_NEW_SERVICE:
                 assert settings is not None
                 self.held[service] = (settings, {})
                 return 0
         if there is None:
             return errno.ESRCH
         match command:
-            case Command.SET_SERVICE:
+            case IpvsCommand.IPVS_CMD_SET_SERVICE:
                 assert settings is not None
                 self.held[service] = (settings, there[1])
-            case Command.DEL_SERVICE:
+            case IpvsCommand.IPVS_CMD_DEL_SERVICE:
                 del self.held[service]
-            case Command.NEW_SERVER | Command.SET_SERVER | Command.DEL_SERVER:
+            case (
+                IpvsCommand.IPVS_CMD_NEW_DEST
+                | IpvsCommand.IPVS_CMD_SET_DEST
+                | IpvsCommand.IPVS_CMD_DEL_DEST
+            ):
                 assert server is not None
                 return self._change_server(command, there[1], server, weight)
         return 0
 
     def _change_server(
-        self, command: Command, servers: dict[Server, int], server: Server, weight: int
+        self,
+        command: IpvsCommand,
+        servers: dict[RealServerKey, int],
+        server: RealServerKey,
+        weight: int,
     ) -> int:
-        if (command is Command.NEW_SERVER) == (server in servers):
+        if (command is IpvsCommand.IPVS_CMD_NEW_DEST) == (server in servers):
             return errno.EEXIST if server in servers else errno.ENOENT
-        if command is Command.DEL_SERVER:
+        if command is IpvsCommand.IPVS_CMD_DEL_DEST:
             del servers[server]
         else:
             servers[server] = weight
@@ -152,7 +163,7 @@ class Node:
 
     def do(self, action: Callable[[], T]) -> T:
         """In its network."""
-        return netns.inside(Path("/run/netns") / self.where, action)
+        return netns.run_in(Path("/run/netns") / self.where, action)
 
     def run(self, *words: str, stdin: str | None = None) -> str:
         """A command in its network."""
@@ -195,7 +206,7 @@ class Node:
 
     def tables(self) -> set[str]:
         """All of nf_tables."""
-        listed = self.do(lambda: forward_rules.transaction({"list": {"tables": None}}))
+        listed = self.do(lambda: forward_rules.run_transaction({"list": {"tables": None}}))
         found: list[dict[str, Any]] = [one["table"] for one in listed if "table" in one]
         return {f"{one['family']} {one['name']}" for one in found}
 
@@ -214,6 +225,6 @@ def fake_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]
         run("ip", "netns", "del", where)
 
 
-def tcp(address: str, port: int) -> Service:
+def tcp(address: str, port: int) -> VirtualServiceKey:
     """A key."""
-    return Service(socket.IPPROTO_TCP, parse_addr(address), port)
+    return VirtualServiceKey(socket.IPPROTO_TCP, parse_addr(address), port)

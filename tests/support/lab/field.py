@@ -172,4 +172,4 @@ def may_see(field: Field, address: str) -> frozenset[str]:
 
 def there(place: Place, action: Callable[[], Any]) -> Any:
     """In this place's network."""
-    return netns.inside(Path("/run/netns") / str(place.netns), action)
+    return netns.run_in(Path("/run/netns") / str(place.netns), action)

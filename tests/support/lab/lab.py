@@ -546,27 +546,27 @@ class Agent:
         from kbpf.kernel.system import netns
 
         found: dict[str, list[tuple[Any, ...]]] = {}
-        asked = ruleset.listing(ruleset.Style())
+        asked = ruleset.list_table(ruleset.RulesetOptions())
         place = Path("/run/netns") / self.node.netns
-        for name, parts in ruleset.read(
-            netns.inside(place, lambda: forward_rules.transaction(asked))
+        for name, parts in ruleset.parse_elements(
+            netns.run_in(place, lambda: forward_rules.run_transaction(asked))
         ):
             found.setdefault(name, []).append(parts)
         return found
 
     def virtual_services(self) -> dict[str, dict[str, int]]:
         """In the kernel: ``10.96.0.1:80/6`` → real server → weight."""
-        from kbpf.kernel.net.ipvs import Ipvs
+        from kbpf.kernel.net.ipvs import IpvsClient
         from kbpf.kernel.system import netns
 
         def read() -> dict[str, dict[str, int]]:
-            with contextlib.closing(Ipvs()) as face:
+            with contextlib.closing(IpvsClient()) as face:
                 return {
-                    str(s): {str(load.server): load.weight for load in face.servers(s)}
-                    for s, _ in face.services()
+                    str(s): {str(load.server): load.weight for load in face.list_servers(s)}
+                    for s, _ in face.list_services()
                 }
 
-        return netns.inside(Path("/run/netns") / self.node.netns, read)
+        return netns.run_in(Path("/run/netns") / self.node.netns, read)
 
     def behind(self) -> dict[str, dict[str, Any]]:
         """Frontend → its Service and who stands behind it, in mode ipvs: see cluster.served()."""
@@ -574,7 +574,7 @@ class Agent:
         from kbpf.views import ipvs
 
         folder = self.state_dir / "kbpf-ipvs0"
-        held = netns.inside(Path("/run/netns") / self.node.netns, lambda: ipvs.read(folder))
+        held = netns.run_in(Path("/run/netns") / self.node.netns, lambda: ipvs.read(folder))
 
         def members(set_id: int) -> list[str]:
             ids = sorted(set(held.sets.get(set_id, {}).values()))

@@ -29,4 +29,4 @@ def offload(where: str | None, device: str, feature: str, on: bool) -> None:
     if where is None:
         change()
     else:
-        netns.inside(Path("/run/netns") / where, change)
+        netns.run_in(Path("/run/netns") / where, change)

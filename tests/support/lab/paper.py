@@ -24,9 +24,9 @@ from kbpf.model.desired import (
 )
 from kbpf.model.events import Kind, Upsert
 from kbpf.model.objects import Protocol
-from kbpf.policy.compute import Desired
-from kbpf.policy.endpoints import choose
-from kbpf.policy.store import World
+from kbpf.policy.compute import DesiredStateBuilder
+from kbpf.policy.endpoints import select_endpoints
+from kbpf.policy.store import ObjectStore
 from kbpf.source.decode import decode
 from tests.rows import outside, policy, services
 from tests.support.cluster.kube_objects import Object, node
@@ -120,7 +120,7 @@ TABLES = (
 class OnNode(NamedTuple):
     """What an agent knows, and what it makes of it."""
 
-    world: World
+    world: ObjectStore
     state: DesiredState
 
 
@@ -129,9 +129,9 @@ def programmed(table: Table, number: int) -> OnNode:
     """Those objects on this node, by way of the source and policy as the agent goes it."""
     home = PAPER.homes[number]
     nodes = (node(n.name, n.ip, n.ip6, zone=f"zone-{n.number}") for n in PAPER.homes.values())
-    items = [decode.read_value(Kind(o["kind"]), o) for o in (*table.objects(PAPER), *nodes)]
+    items = [decode.convert_object(Kind(o["kind"]), o) for o in (*table.objects(PAPER), *nodes)]
     assert [item.error for item in items if item.error] == []
-    world, desired = World(home.name), Desired()
+    world, desired = ObjectStore(home.name), DesiredStateBuilder()
     touched = world.apply(Upsert(item.key, item.object) for item in items if item.object)
     desired.update(world, touched, tuple(map(parse_addr, home.addresses)), Config())
     return OnNode(world, desired.state)
@@ -289,8 +289,8 @@ def explain(table: Table, row: Dial) -> str:
         service = world.service(key.service)
         assert service is not None
         port = next(p for p in service.ports if (p.name, p.protocol) == (key.port, key.protocol))
-        chosen = choose(world.slices(key.service), port, service, world.node, key.family)
-        for end in chosen.reasons():
+        chosen = select_endpoints(world.slices(key.service), port, service, world.node, key.family)
+        for end in chosen.explain():
             who = PAPER.name_of(end.endpoint.address)
             lines.append(f"  {who} cluster={end.cluster} local={end.local}: {end.text}")
     return "\n".join(lines)

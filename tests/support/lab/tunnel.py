@@ -29,7 +29,7 @@ class Tunnel:
         with contextlib.ExitStack() as stack:
             ends = []
             for name in self.where:
-                end = netns.inside(Path("/run/netns") / str(name), partial(_opened, self.device))
+                end = netns.run_in(Path("/run/netns") / str(name), partial(_opened, self.device))
                 stack.callback(os.close, end)
                 ends.append(end)
             reading, writing = os.pipe()

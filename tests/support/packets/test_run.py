@@ -32,7 +32,7 @@ from kbpf.kernel.bpf import syscalls
 from kbpf.kernel.bpf.objects import Program
 
 
-class Action(IntEnum):
+class TcAction(IntEnum):
     """What a TC program returns. UNSPEC is -1, as retval has no sign: the next program decides."""
 
     OK = 0
@@ -43,16 +43,16 @@ class Action(IntEnum):
     UNSPEC = 0xFFFF_FFFF
 
 
-_ACTIONS: Final = {int(action): action for action in Action}
-TC_ACT_OK: Final = Action.OK
-TC_ACT_SHOT: Final = Action.SHOT
-TC_ACT_PIPE: Final = Action.PIPE
-TC_ACT_STOLEN: Final = Action.STOLEN
-TC_ACT_REDIRECT: Final = Action.REDIRECT
-TC_ACT_UNSPEC: Final = Action.UNSPEC
+_ACTIONS: Final = {int(action): action for action in TcAction}
+TC_ACT_OK: Final = TcAction.OK
+TC_ACT_SHOT: Final = TcAction.SHOT
+TC_ACT_PIPE: Final = TcAction.PIPE
+TC_ACT_STOLEN: Final = TcAction.STOLEN
+TC_ACT_REDIRECT: Final = TcAction.REDIRECT
+TC_ACT_UNSPEC: Final = TcAction.UNSPEC
 
-_CHECKSUM_COMPLETE: Final = 1 << 2
-_ROOM: Final = 1 << 17
+_BPF_F_TEST_SKB_CHECKSUM_COMPLETE: Final = 1 << 2
+_PACKET_OUT_SIZE: Final = 1 << 17
 """For the packet that comes out: more than an skb that was linear can become."""
 
 
@@ -102,22 +102,22 @@ class SkbContext:
     def pack(self) -> bytes:
         """struct __sk_buff in this machine's byte order."""
         raw = bytearray(self.SIZE)
-        for offset, form, name in _PLACES:
+        for offset, format_, name in _SKB_FIELDS:
             value = getattr(self, name)
-            struct.pack_into(form, raw, offset, *(value if name == "cb" else (value,)))
+            struct.pack_into(format_, raw, offset, *(value if name == "cb" else (value,)))
         return bytes(raw)
 
     @classmethod
     def unpack(cls, raw: bytes) -> Self:
         """The same fields of what the kernel has written."""
-        found: dict[str, Any] = {}
-        for offset, form, name in _PLACES:
-            values = struct.unpack_from(form, raw, offset)
-            found[name] = values if name == "cb" else values[0]
-        return cls(**found)
+        fields: dict[str, Any] = {}
+        for offset, format_, name in _SKB_FIELDS:
+            values = struct.unpack_from(format_, raw, offset)
+            fields[name] = values if name == "cb" else values[0]
+        return cls(**fields)
 
 
-_PLACES: Final = (
+_SKB_FIELDS: Final = (
     (8, "=I", "mark"),
     (32, "=I", "priority"),
     (36, "=I", "ingress_ifindex"),
@@ -161,32 +161,32 @@ def run(
     """Runs the program; KernelError with EINVAL for a packet or context that the kernel does not
     take, ENODEV for an ifindex that is not there, EBADMSG when skb->csum is wrong afterwards.
     """
-    room = ctypes.create_string_buffer(_ROOM)
-    left = ctypes.create_string_buffer(256)
+    packet_out = ctypes.create_string_buffer(_PACKET_OUT_SIZE)
+    context_out = ctypes.create_string_buffer(256)
     opts = _TestRunOpts(
         sz=ctypes.sizeof(_TestRunOpts),
         data_in=packet,
-        data_out=ctypes.addressof(room),
+        data_out=ctypes.addressof(packet_out),
         data_size_in=len(packet),
-        data_size_out=_ROOM,
+        data_size_out=_PACKET_OUT_SIZE,
         ctx_in=context,
-        ctx_out=ctypes.addressof(left),
+        ctx_out=ctypes.addressof(context_out),
         ctx_size_in=len(context or b""),
-        ctx_size_out=len(left),
+        ctx_size_out=len(context_out),
         repeat=repeat,
-        flags=_CHECKSUM_COMPLETE if checksum_complete else 0,
+        flags=_BPF_F_TEST_SKB_CHECKSUM_COMPLETE if checksum_complete else 0,
     )
     result = syscalls.lib().bpf_prog_test_run_opts(program.fd, ctypes.byref(opts))
-    wrong = "checksum wrong: skb->csum is not that of the packet that the program has left"
+    checksum_hint = "checksum wrong: skb->csum is not that of the packet that the program has left"
     syscalls.check(
         result,
         f"cannot run the program {program.name}",
         f"packet of {len(packet)} bytes",
-        wrong if result == -errno.EBADMSG else "",
+        checksum_hint if result == -errno.EBADMSG else "",
     )
     return TestRun(
         retval=_ACTIONS.get(opts.retval, opts.retval),
-        packet_out=ctypes.string_at(room, opts.data_size_out),
-        context_out=ctypes.string_at(left, opts.ctx_size_out),
+        packet_out=ctypes.string_at(packet_out, opts.data_size_out),
+        context_out=ctypes.string_at(context_out, opts.ctx_size_out),
         nanoseconds=opts.duration,
     )

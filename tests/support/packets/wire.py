@@ -116,7 +116,7 @@ class Wire:
             if self.netns is None:
                 self._socket = self._opened()
             else:
-                self._socket = netns.inside(Path("/run/netns") / self.netns, self._opened)
+                self._socket = netns.run_in(Path("/run/netns") / self.netns, self._opened)
             stack.callback(self._socket.close)
             _, _, _, kind, mac = self._socket.getsockname()
             self._l2 = kind in _WITH_ETHERNET

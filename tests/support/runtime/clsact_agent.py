@@ -9,7 +9,7 @@ from kbpf.kernel.probe_result import Probe
 
 def main() -> None:
     """kbpf's own main()."""
-    tc.tcx = lambda: Probe(False, "switched off by the test")
+    tc.probe_tcx = lambda: Probe(False, "switched off by the test")
     app.main()
 
 

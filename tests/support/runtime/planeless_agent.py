@@ -9,32 +9,32 @@ from kbpf.cli.app import main
 from kbpf.dataplane.base import Report
 from kbpf.dataplane.ipvs import plane
 from kbpf.model.desired import DesiredState, ServicePortKey
-from kbpf.model.metrics import Ended, Pause, Traffic
+from kbpf.model.metrics import Pause, TrafficStats, UdpCuts
 
 
 class FakePlane(plane.IpvsPlane):
     """See the module."""
 
     def open(self) -> None:
-        self._state.mkdir(parents=True, exist_ok=True)
-        self._clear()
+        self._state_dir.mkdir(parents=True, exist_ok=True)
+        self._reset()
 
     def apply(
         self,
         desired: DesiredState,
         touched: Collection[ServicePortKey] | None,
-        sound: bool = True,
+        authoritative: bool = True,
     ) -> Report:
         return Report()
 
     def tick(self, now: float) -> float | None:
         return None
 
-    def ended(self) -> tuple[Ended, ...]:
+    def take_udp_cuts(self) -> tuple[UdpCuts, ...]:
         return ()
 
-    def count(self, pause: Pause) -> Traffic:
-        return Traffic()
+    def count_traffic(self, pause: Pause) -> TrafficStats:
+        return TrafficStats()
 
     def close(self) -> None:
         """There is nothing to close."""

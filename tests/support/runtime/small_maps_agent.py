@@ -7,7 +7,7 @@ from kbpf.dataplane.bpf.maps.layout import MapSpec
 from kbpf.model.config import MapSizes
 
 ROOM = 128
-_start = MapSpec.start
+_start = MapSpec.initial_entries
 
 
 def small(spec: MapSpec, sizes: MapSizes, packet_path: bool = True) -> int:
@@ -17,5 +17,5 @@ def small(spec: MapSpec, sizes: MapSizes, packet_path: bool = True) -> int:
 
 
 if __name__ == "__main__":
-    MapSpec.start = small  # type: ignore[method-assign]
+    MapSpec.initial_entries = small  # type: ignore[method-assign]
     app.main()

@@ -11,7 +11,7 @@ from kbpf.kernel.bpf import tc
 from kbpf.kernel.probe_result import Probe
 
 HOLD, CLSACT = "hold", "clsact"
-_lead = packet_path.PacketPath.lead
+_lead = packet_path.PacketPath.activate
 
 
 def _has(name: str) -> bool:
@@ -19,11 +19,11 @@ def _has(name: str) -> bool:
 
 
 def _lead_later(path: packet_path.PacketPath, now: float) -> float | None:
-    return now + packet_path.ASK_SECONDS if _has(HOLD) else _lead(path, now)
+    return now + packet_path.ACTIVATE_POLL_INTERVAL_S if _has(HOLD) else _lead(path, now)
 
 
 if __name__ == "__main__":
     if _has(CLSACT):
-        tc.tcx = lambda: Probe(False, "switched off by the test")
-    packet_path.PacketPath.lead = _lead_later  # type: ignore[method-assign]
+        tc.probe_tcx = lambda: Probe(False, "switched off by the test")
+    packet_path.PacketPath.activate = _lead_later  # type: ignore[method-assign]
     main()

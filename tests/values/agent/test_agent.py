@@ -12,14 +12,14 @@ from msgspec.structs import replace
 from kbpf.agent import agent as module
 from kbpf.agent.agent import Agent
 from kbpf.agent.inbox import Wake
-from kbpf.agent.work_queue import LARGE
+from kbpf.agent.work_queue import LARGE_SERVICE_ENDPOINTS
 from kbpf.dataplane.base import Report
-from kbpf.errors import KernelError, PinsGone
+from kbpf.errors import KernelError, PinsRemovedError
 from kbpf.model.address import parse_addr
 from kbpf.model.config import Config, Serving
 from kbpf.model.desired import DesiredState, ServicePortKey
 from kbpf.model.events import Delete, Kind, ObjectKey, Rejected, Synced, Upsert
-from kbpf.model.metrics import Ended
+from kbpf.model.metrics import UdpCuts
 from kbpf.model.objects import (
     Cidr,
     Endpoint,
@@ -30,13 +30,13 @@ from kbpf.model.objects import (
     ServicePort,
     SlicePort,
 )
-from kbpf.model.status import MOST_PROBLEMS
-from kbpf.serve.health import Health
-from kbpf.serve.kubeproxy_metrics import Record
-from kbpf.serve.message import Request
-from kbpf.serve.server import Desk
+from kbpf.model.status import MAX_PROBLEMS
+from kbpf.serve.health import HealthTracker
+from kbpf.serve.kubeproxy_metrics import KubeProxyMetrics
+from kbpf.serve.message import HttpRequest
+from kbpf.serve.server import AgentServer
 from kbpf.source.base import SourceStatus
-from kbpf.source.decode.fields import leading_zeros
+from kbpf.source.decode.fields import leading_zeros_problem
 from tests.support.lab.lab import until
 from tests.support.prometheus import parse
 
@@ -56,13 +56,16 @@ class Counting:
         self.error = ""
 
     def apply(
-        self, _: DesiredState, touched: Collection[ServicePortKey] | None, sound: bool = True
+        self,
+        _: DesiredState,
+        touched: Collection[ServicePortKey] | None,
+        authoritative: bool = True,
     ) -> Report:
         self.applied.append(None if touched is None else {key.name for key in touched})
-        self.sound.append(sound)
+        self.sound.append(authoritative)
         return Report(self.writes, 0, self.refused, self.plain)
 
-    def doubt(self) -> None:
+    def invalidate(self) -> None:
         self.doubts += 1
 
     def tick(self, _: float) -> float | None:
@@ -82,7 +85,7 @@ class Reads:
     sound = True
 
     def status(self) -> SourceStatus:
-        return SourceStatus("folder", tuple(Kind), sound=self.sound)
+        return SourceStatus("folder", tuple(Kind), authoritative=self.sound)
 
 
 class Clock:
@@ -111,7 +114,8 @@ def service(name: str) -> Upsert:
 def large(name: str) -> list[Upsert]:
     """A Service of many endpoints, which is computed in slices."""
     ends = tuple(
-        Endpoint(parse_addr(f"10.1.{n >> 8}.{n & 255}"), True, True, False) for n in range(LARGE)
+        Endpoint(parse_addr(f"10.1.{n >> 8}.{n & 255}"), True, True, False)
+        for n in range(LARGE_SERVICE_ENDPOINTS)
     )
     ports = (SlicePort("", Protocol.TCP, 80),)
     made = EndpointSlice("ns", name, name, 4, ends, ports)
@@ -134,7 +138,7 @@ def test_what_direct_forwarding_passes_by_is_told_where_there_is_such_a_thing(
     plane = Counting()
     plane.name = mode
     caplog.set_level("INFO")
-    Agent(Config("me", forwarding="direct"), plane, lambda _: ())._tell_what_is_passed_by()
+    Agent(Config("me", forwarding="direct"), plane, lambda _: ())._log_netfilter_bypass()
     assert sum("forwarding=direct" in line for line in caplog.messages) == told
 
 
@@ -165,9 +169,9 @@ def test_changes_within_the_pause_are_programmed_together_after_it(clock: Clock)
 def test_it_waits_no_longer_than_the_pause(clock: Clock):
     agent, _ = begun(0.4)
     agent.step([service("a")])
-    assert agent._wait() == pytest.approx(0.4)
+    assert agent._seconds_until_due() == pytest.approx(0.4)
     clock.now += 0.3
-    assert agent._wait() == pytest.approx(0.1)
+    assert agent._seconds_until_due() == pytest.approx(0.1)
 
 
 def test_a_node_that_is_missing_is_told_once(clock: Clock, caplog: pytest.LogCaptureFixture):
@@ -235,7 +239,7 @@ def test_what_was_put_off_and_fails_is_told_once_and_again_in_the_status(
     agent, plane = begun(0.0)
     for tick, error in (("no", "no"), ("no", "no"), ("", "")):
         plane.error = tick
-        assert agent._wait() <= 1.0
+        assert agent._seconds_until_due() <= 1.0
         assert agent.status().error == error
         clock.now += 1.0
     assert caplog.messages == ["what was put off is not done, trying again: no"]
@@ -250,7 +254,7 @@ def test_what_cannot_be_put_right_beside_keeps_nobody_from_being_served(clock: C
     agent.step([node, *(Synced(kind) for kind in Kind)])
     agent.step([service("a")])
     assert plane.applied == [None, {"a"}]
-    agent._wait()
+    agent._seconds_until_due()
     status = agent.status()
     assert (status.synced, status.error) == (True, "no")
 
@@ -299,7 +303,7 @@ def test_an_apply_that_fails_is_counted(clock: Clock, monkeypatch: pytest.Monkey
     agent, plane = begun(0.0)
 
     def failures() -> float:
-        return parse(agent._desk.metrics().decode())["kbpf_sync_failures_total"].value()
+        return parse(agent._server.format_metrics().decode())["kbpf_sync_failures_total"].value()
 
     def refuse(*_: object) -> Report:
         raise KernelError("no")
@@ -321,16 +325,16 @@ def test_a_kernel_that_refuses_is_late_whatever_else_comes(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ):
     """Neither small changes nor a large Service, which waits longer, make it well again."""
-    desk = Desk(Config("me", serving=Serving(healthz="", metrics="")))
-    desk.health = Health(60.0, clock.time)
+    desk = AgentServer(Config("me", serving=Serving(healthz="", metrics="")))
+    desk.health = HealthTracker(60.0, clock.time)
     plane = Counting()
     agent = Agent(Config("me", min_sync_period=0.0), plane, lambda _: (), desk)
 
     def come(*items: Upsert | Synced) -> bool:
         for item in items:
-            agent._put(item)
-        desk.health.taken()
-        agent.step(agent._inbox.take(0.0))
+            agent._enqueue(item)
+        desk.health.record_dequeued()
+        agent.step(agent._inbox.get_batch(0.0))
         return desk.health.verdict().healthy
 
     def refuse(*_: object) -> Report:
@@ -363,7 +367,11 @@ class Status(NamedTuple):
 
 STATUSES = [
     Status("the kernel has no room for it", KernelError("cannot write", errno=errno.ENOMEM), False),
-    Status("the pins are gone: no process finds what this one writes", PinsGone("removed"), True),
+    Status(
+        "the pins are gone: no process finds what this one writes",
+        PinsRemovedError("removed"),
+        True,
+    ),
 ]
 
 
@@ -378,7 +386,7 @@ def test_an_agent_whose_pins_are_gone_ends(
 
     plane.write_status = write_status
     clock.now += 10.0
-    with pytest.raises(PinsGone) if row.ends else contextlib.nullcontext():
+    with pytest.raises(PinsRemovedError) if row.ends else contextlib.nullcontext():
         agent.step([])
     assert ("the status was not written" in caplog.text) is not row.ends
 
@@ -389,14 +397,14 @@ def test_what_is_wrong_with_the_node_is_a_problem(
     """As long as it is wrong; where NodePorts do not answer is in the log, once each time."""
     networks = (Cidr(parse_addr("198.51.100.0"), 96 + 24),)
     config = Config("me", node_port_addresses=networks)
-    desk = Desk(config)
+    desk = AgentServer(config)
     unheard, wrong = ["cannot listen on 0.0.0.0:1: no"], ["not YAML"]
     monkeypatch.setattr(desk, "problems", lambda: tuple(unheard))
     agent = Agent(config, Counting(), lambda _: (), desk)
     agent.config_error = lambda: wrong[0]
 
     def told(address: str) -> tuple[str, ...]:
-        agent._addresses = (parse_addr(address),)
+        agent._node_addresses = (parse_addr(address),)
         agent._write_status()
         return agent.status().problems
 
@@ -429,7 +437,7 @@ def test_kubelet_is_answered_while_the_data_plane_is_opened(monkeypatch: pytest.
             order.append("open")
             raise KernelError("not today", "here")
 
-    desk = Desk(Config(serving=Serving(healthz="", metrics="")))
+    desk = AgentServer(Config(serving=Serving(healthz="", metrics="")))
     monkeypatch.setattr(desk, "start", lambda: order.append("answers"))
     monkeypatch.setattr(desk, "stop", lambda: order.append("ends"))
     with pytest.raises(KernelError):
@@ -442,25 +450,25 @@ def test_what_cannot_be_served_is_told_but_not_in_thousands_of_lines(
 ):
     """Whether an object is bad, or a limit is met."""
     agent, plane = begun(0.0)
-    names = [f"s{number:03}" for number in range(MOST_PROBLEMS + 7)]
+    names = [f"s{number:03}" for number in range(MAX_PROBLEMS + 7)]
     agent.step([Rejected(ObjectKey(Kind.SERVICE, "ns", name), "bad") for name in names])
     key = ServicePortKey("ns", "x", "", Protocol.TCP, 4)
     plane.refused = {key._replace(name=name): "no room" for name in names}
     agent.step([service("a")])
     for what in ("left out", "not programmed"):
         lines = [line for line in caplog.messages if line.startswith(f"{what}: ")]
-        assert len(lines) == MOST_PROBLEMS + 1
+        assert len(lines) == MAX_PROBLEMS + 1
         assert names[0] in lines[0]
         assert "and 7 more" in lines[-1]
     agent.step([service("b")])
-    assert sum(line.startswith("not programmed") for line in caplog.messages) == MOST_PROBLEMS + 1
+    assert sum(line.startswith("not programmed") for line in caplog.messages) == MAX_PROBLEMS + 1
 
 
 def test_what_is_used_all_the_same_is_not_said_to_be_left_out(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ):
     agent, _ = begun(0.0)
-    zeros = leading_zeros("10.96.0.01", parse_addr("10.96.0.1"))
+    zeros = leading_zeros_problem("10.96.0.01", parse_addr("10.96.0.1"))
     made = service("a")
     spoilt = ("weights: bad", zeros)
     agent.step([Upsert(made.key, replace(made.object, skipped=spoilt))])
@@ -482,7 +490,7 @@ def test_what_finds_no_room_is_told_wherever_somebody_looks(
         posted.append(json.loads(body))
         return 201
 
-    desk = Desk(Config("me", serving=Serving(healthz="", metrics="")), post=post)
+    desk = AgentServer(Config("me", serving=Serving(healthz="", metrics="")), post_event=post)
     plane = Counting()
     agent = Agent(Config("me", min_sync_period=0.0), plane, lambda _: (), desk)
     agent.step([Upsert(ObjectKey(Kind.NODE, "", "me"), Node("me")), *(Synced(k) for k in Kind)])
@@ -493,10 +501,10 @@ def test_what_finds_no_room_is_told_wherever_somebody_looks(
     agent._write_status()
     assert agent.status().refused_system == ((f"{namespace}/dns",) if system else ())
     assert {f"{key}: no room", f"{other}: spread evenly"} <= set(agent.status().problems)
-    answer = desk._healthz(Request("GET", "/readyz", ""))
+    answer = desk._handle_healthz(HttpRequest("GET", "/readyz", ""))
     assert answer.status == status
     assert (f"{namespace}/dns" in answer.body.decode()) is system
-    refused = parse(desk.metrics().decode())["kbpf_namespace_service_ports_refused"]
+    refused = parse(desk.format_metrics().decode())["kbpf_namespace_service_ports_refused"]
     assert (len(refused.samples), refused.value(namespace=namespace)) == (1, 1)
     until("both are said", lambda: len(posted) == 2)
     desk.events.stop()
@@ -507,26 +515,29 @@ def test_what_finds_no_room_is_told_wherever_somebody_looks(
     agent.step([service("b")])
     agent._write_status()
     assert agent.status().problems == ()
-    assert desk._healthz(Request("GET", "/readyz", "")).status == 200
+    assert desk._handle_healthz(HttpRequest("GET", "/readyz", "")).status == 200
 
 
 def test_what_was_asked_for_last_is_done_in_both_families(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ):
     """A Service of one family, an event that says nothing new, and a data plane that refuses."""
-    desk = Desk(Config("me", serving=Serving(healthz="", metrics="")), record=Record(clock.time))
+    desk = AgentServer(
+        Config("me", serving=Serving(healthz="", metrics="")),
+        proxy_metrics=KubeProxyMetrics(clock.time),
+    )
     plane = Counting()
     agent = Agent(Config("me"), plane, lambda _: (), desk)
 
     def come(*items: Upsert | Synced) -> None:
         for item in items:
             clock.now += 1.0
-            agent._put(item)
+            agent._enqueue(item)
         clock.now += 1.0
-        agent.step(agent._inbox.take(0.0))
+        agent.step(agent._inbox.get_batch(0.0))
 
     def behind() -> list[float]:
-        found = parse(desk.metrics().decode())
+        found = parse(desk.format_metrics().decode())
         prefix = "kubeproxy_sync_proxy_rules_last"
         asked = found[f"{prefix}_queued_timestamp_seconds"]
         done = found[f"{prefix}_timestamp_seconds"]
@@ -554,13 +565,13 @@ def test_what_was_asked_for_last_is_done_in_both_families(
 
 def test_what_was_ended_is_told_once(clock: Clock, monkeypatch: pytest.MonkeyPatch):
     """By the pass of this step, or by a tick since the one before."""
-    desk = Desk(Config("me", serving=Serving(healthz="", metrics="")))
+    desk = AgentServer(Config("me", serving=Serving(healthz="", metrics="")))
     plane = Counting()
     agent = Agent(Config("me"), plane, lambda _: (), desk)
-    ended = [(Ended(0.5, {4: 3}), Ended(0.25, {4: 1, 6: 2})), ()]
+    ended = [(UdpCuts(0.5, {4: 3}), UdpCuts(0.25, {4: 1, 6: 2})), ()]
     monkeypatch.setattr(plane, "ended", lambda: ended.pop(0), raising=False)
     agent.step([])
     agent.step([])
-    found = parse(desk.metrics().decode())
+    found = parse(desk.format_metrics().decode())
     total = found["kubeproxy_conntrack_reconciler_deleted_entries_total"]
     assert [total.value(ip_family=f) for f in ("IPv4", "IPv6")] == [4, 2]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 
 from kbpf.agent import conntrack_sysctls
-from kbpf.agent.conntrack_sysctls import Keeper, wanted
+from kbpf.agent.conntrack_sysctls import ConntrackSysctls, compute_settings
 from kbpf.cli import app
 from kbpf.errors import KernelError
 from kbpf.kernel.system import sysctl
@@ -46,7 +46,7 @@ ROWS = [
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_what_is_to_be_set(row: Row):
-    assert wanted(row.config, row.cpus) == tuple(
+    assert compute_settings(row.config, row.cpus) == tuple(
         (f"net.netfilter.nf_conntrack_{name}", value) for name, value in row.expected
     )
 
@@ -91,13 +91,13 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 def test_it_is_set_once_and_less_than_before_is_set_too(machine: Machine):
     machine.load()
-    keeper = Keeper(Conntrack(tcp_be_liberal=True))
-    keeper.look(1.0)
+    keeper = ConntrackSysctls(Conntrack(tcp_be_liberal=True))
+    keeper.apply(1.0)
     expected = {"max": 131_072, "tcp_timeout_established": 86_400, "tcp_timeout_close_wait": 3_600,
                 "tcp_be_liberal": 1}  # fmt: skip
     assert machine.values() == expected
     (machine.sysctls / "nf_conntrack_max").write_text("7\n")
-    keeper.look(1e9)
+    keeper.apply(1e9)
     assert machine.values()["max"] == 7, "an operator's own value stays until the next start"
 
 
@@ -109,7 +109,7 @@ def test_the_table_of_hashes_grows_with_the_entries_and_never_shrinks(
     machine: Machine, most: int, hashes: int
 ):
     machine.load()
-    Keeper(Conntrack(max_per_core=1, least=most)).look(1.0)
+    ConntrackSysctls(Conntrack(max_per_core=1, least=most)).apply(1.0)
     assert machine.values()["max"] == most
     assert int(machine.buckets.read_text()) == hashes
     assert int(machine.hashsize.read_text()) == 65_536, "a container cannot write it"
@@ -128,7 +128,7 @@ def test_the_table_of_hashes_grows_by_the_modules_parameter_where_there_is_no_ot
         (refuse if name.endswith("_buckets") else write)(name, value)
 
     monkeypatch.setattr(sysctl, "write", all_but_one)
-    Keeper(Conntrack(least=1_000_000)).look(1.0)
+    ConntrackSysctls(Conntrack(least=1_000_000)).apply(1.0)
     assert int(machine.hashsize.read_text()) == 250_000
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
@@ -137,7 +137,7 @@ def test_what_is_right_is_not_written(machine: Machine, monkeypatch: pytest.Monk
     machine.load(max=131_072, tcp_timeout_established=86_400, tcp_timeout_close_wait=3_600)
     monkeypatch.setattr(sysctl, "write", refuse)
     monkeypatch.setattr(conntrack_sysctls, "log", None)  # nothing is to be told
-    Keeper(Conntrack()).look(1.0)
+    ConntrackSysctls(Conntrack()).apply(1.0)
 
 
 def refuse(name: str, value: str) -> None:
@@ -149,9 +149,9 @@ def test_what_cannot_be_set_is_one_line_with_all_values(
 ):
     machine.load()
     monkeypatch.setattr(sysctl, "write", refuse)
-    keeper = Keeper(Conntrack())
-    keeper.look(1.0)
-    keeper.look(1e9)
+    keeper = ConntrackSysctls(Conntrack())
+    keeper.apply(1.0)
+    keeper.apply(1e9)
     (record,) = caplog.records
     line = record.getMessage()
     assert record.levelname == "WARNING"
@@ -166,7 +166,7 @@ def test_a_namespace_leaves_the_number_of_entries_to_the_machine(
     caplog.set_level("INFO", "kbpf.agent")
     machine.load()
     (machine.sysctls / "nf_conntrack_max").chmod(0o444)
-    Keeper(Conntrack()).look(1.0)
+    ConntrackSysctls(Conntrack()).apply(1.0)
     assert machine.values()["max"] == 262_144
     assert machine.values()["tcp_timeout_close_wait"] == 3_600
     assert "nf_conntrack_max=131072 is the machine's to set" in caplog.text
@@ -180,7 +180,7 @@ def test_the_rest_is_set_where_the_table_of_hashes_cannot_grow(
     machine.hashsize.unlink()
     machine.buckets.unlink()
     machine.buckets.mkdir()  # nobody can write it, not even root
-    Keeper(Conntrack(least=1_000_000)).look(1.0)
+    ConntrackSysctls(Conntrack(least=1_000_000)).apply(1.0)
     assert machine.values()["tcp_timeout_close_wait"] == 3_600
     (record,) = caplog.records
     assert "net.netfilter.nf_conntrack_buckets=250000 (EISDIR)" in record.getMessage()
@@ -191,14 +191,14 @@ def test_without_the_module_it_is_told_and_set_when_it_is_loaded(
     machine: Machine, caplog: pytest.LogCaptureFixture
 ):
     caplog.set_level("INFO", "kbpf.agent")
-    keeper = Keeper(Conntrack())
-    keeper.look(1.0)
-    keeper.look(20.0)
+    keeper = ConntrackSysctls(Conntrack())
+    keeper.apply(1.0)
+    keeper.apply(20.0)
     assert len(caplog.records) == 1
     machine.load()
-    keeper.look(20.1)
+    keeper.apply(20.1)
     assert machine.values()["max"] == 262_144, "it looks now and then only"
-    keeper.look(40.0)
+    keeper.apply(40.0)
     assert machine.values()["max"] == 131_072
 
 

@@ -6,10 +6,18 @@ from typing import NamedTuple
 
 import pytest
 
-from kbpf.takeover.detect import PORTS, Answered, Sight, Who, listening, objection, who
+from kbpf.takeover.detect import (
+    KUBE_PROXY_PORTS,
+    Detection,
+    ProbeAnswer,
+    Responder,
+    identify_responder,
+    parse_listeners,
+    removal_error,
+)
 
 HEALTH, METRICS = "0.0.0.0 port 10256", "127.0.0.1 port 10249"
-THERE, HERE, OTHER = Who.KUBE_PROXY, Who.KBPF, Who.OTHER
+THERE, HERE, OTHER = Responder.KUBE_PROXY, Responder.KBPF, Responder.UNKNOWN
 RUNS, UNKNOWN = "kube-proxy runs here", "cannot be seen from here"
 
 
@@ -17,38 +25,50 @@ class Row(NamedTuple):
     """What is seen, and why nothing is removed then; "": it is."""
 
     name: str
-    sight: Sight
+    sight: Detection
     why: str
 
 
 ROWS = [
-    Row("on the node: none", Sight((), True, {}), ""),
-    Row("on the node: one", Sight((7,), True, {HEALTH: THERE, METRICS: THERE}), f"{RUNS} (pid 7)"),
-    Row("one with other ports", Sight((7,), True, {}), f"{RUNS} (pid 7)"),
-    Row("inside of k3s", Sight((), True, {METRICS: THERE}), f"{RUNS} (it answers at {METRICS})"),
-    Row("on the node: kbpf", Sight((), True, {HEALTH: HERE, METRICS: HERE}), ""),
-    Row("on the node: others are at its ports", Sight((), True, {HEALTH: OTHER}), ""),
-    Row("in the pod: one", Sight((), False, {HEALTH: THERE, METRICS: THERE}),
-        f"{RUNS} (it answers at {HEALTH})"),
-    Row("in the pod: kbpf in its place", Sight((), False, {HEALTH: HERE, METRICS: HERE}), ""),
-    Row("in the pod: kbpf, without metrics", Sight((), False, {HEALTH: HERE}), ""),
-    Row("in the pod: one, and kbpf has taken a port of it",
-        Sight((), False, {HEALTH: HERE, METRICS: THERE}), f"{RUNS} (it answers at {METRICS})"),
-    Row("in the pod: nobody answers", Sight((), False, {}), UNKNOWN),
-    Row("in the pod: somebody else does", Sight((), False, {HEALTH: OTHER}), UNKNOWN),
-]  # fmt: skip
+    Row("on the node: none", Detection((), True, {}), ""),
+    Row(
+        "on the node: one",
+        Detection((7,), True, {HEALTH: THERE, METRICS: THERE}),
+        f"{RUNS} (pid 7)",
+    ),
+    Row("one with other ports", Detection((7,), True, {}), f"{RUNS} (pid 7)"),
+    Row(
+        "inside of k3s", Detection((), True, {METRICS: THERE}), f"{RUNS} (it answers at {METRICS})"
+    ),
+    Row("on the node: kbpf", Detection((), True, {HEALTH: HERE, METRICS: HERE}), ""),
+    Row("on the node: others are at its ports", Detection((), True, {HEALTH: OTHER}), ""),
+    Row(
+        "in the pod: one",
+        Detection((), False, {HEALTH: THERE, METRICS: THERE}),
+        f"{RUNS} (it answers at {HEALTH})",
+    ),
+    Row("in the pod: kbpf in its place", Detection((), False, {HEALTH: HERE, METRICS: HERE}), ""),
+    Row("in the pod: kbpf, without metrics", Detection((), False, {HEALTH: HERE}), ""),
+    Row(
+        "in the pod: one, and kbpf has taken a port of it",
+        Detection((), False, {HEALTH: HERE, METRICS: THERE}),
+        f"{RUNS} (it answers at {METRICS})",
+    ),
+    Row("in the pod: nobody answers", Detection((), False, {}), UNKNOWN),
+    Row("in the pod: somebody else does", Detection((), False, {HEALTH: OTHER}), UNKNOWN),
+]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_when_nothing_is_removed(row: Row) -> None:
-    error = objection(row.sight)
+    error = removal_error(row.sight)
     assert (error is not None) == bool(row.why)
     assert row.why in str(error)
 
 
 NOT_FOUND = (404, b"404 page not found\n")
 WELL = (200, b'{"lastUpdated":"T","currentTime":"T","nodeEligible":true,"healthy":true}')
-ANSWERS: list[tuple[str, dict[str, Answered], Who]] = [
+ANSWERS: list[tuple[str, dict[str, ProbeAnswer], Responder]] = [
     ("kube-proxy's health", {"/healthz": WELL}, THERE),
     ("kube-proxy's health, late", {"/healthz": (503, WELL[1])}, THERE),
     ("kube-proxy's metrics", {"/healthz": (200, b"ok"), "/proxyMode": (200, b"nftables")}, THERE),
@@ -66,8 +86,8 @@ ANSWERS: list[tuple[str, dict[str, Answered], Who]] = [
 
 
 @pytest.mark.parametrize(("name", "answers", "wanted"), ANSWERS, ids=[name for name, *_ in ANSWERS])
-def test_who_answers(name: str, answers: dict[str, Answered], wanted: Who) -> None:
-    assert who(lambda path: answers.get(path, NOT_FOUND)) is wanted
+def test_who_answers(name: str, answers: dict[str, ProbeAnswer], wanted: Responder) -> None:
+    assert identify_responder(lambda path: answers.get(path, NOT_FOUND)) is wanted
 
 
 HEAD = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid\n"
@@ -86,10 +106,13 @@ TCP6 = [
 
 def test_who_listens_is_read() -> None:
     """On a machine that is little-endian, as all are that kbpf is built for."""
-    assert list(listening(iter([HEAD, *TCP]), PORTS)) == [("127.0.0.1", 10249), ("0.0.0.0", 10256)]
-    assert list(listening(iter([HEAD, *TCP6]), PORTS)) == [
+    assert list(parse_listeners(iter([HEAD, *TCP]), KUBE_PROXY_PORTS)) == [
+        ("127.0.0.1", 10249),
+        ("0.0.0.0", 10256),
+    ]
+    assert list(parse_listeners(iter([HEAD, *TCP6]), KUBE_PROXY_PORTS)) == [
         ("::", 10256),
         ("127.0.0.1", 10249),
         ("2001:db8::1", 10249),
     ]
-    assert list(listening(iter([HEAD]), PORTS)) == []
+    assert list(parse_listeners(iter([HEAD]), KUBE_PROXY_PORTS)) == []

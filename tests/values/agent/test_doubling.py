@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from kbpf.agent.problems import Problems
 from kbpf.dataplane.bpf.changes.plan import Planner
 from kbpf.dataplane.bpf.changes.quotas import TableLimits
-from kbpf.dataplane.bpf.maps.ids import BackendTable, Ids, SharedTables
+from kbpf.dataplane.bpf.maps.ids import BackendTable, IdAllocator, SharedTables
 from kbpf.dataplane.bpf.maps.layout import Meta
 from kbpf.model.address import Addr, parse_addr
 from kbpf.model.config import Config
@@ -28,9 +28,9 @@ from kbpf.model.objects import (
     ServicePort,
     SlicePort,
 )
-from kbpf.policy.compute import Desired
-from kbpf.policy.store import World
-from kbpf.source.decode.annotations import read_weights
+from kbpf.policy.compute import DesiredStateBuilder
+from kbpf.policy.store import ObjectStore
+from kbpf.source.decode.annotations import parse_weights
 from tests.support.lines import lines_run
 
 SIZES = (256, 512, 1024)
@@ -94,7 +94,7 @@ GROWING: dict[str, Callable[[int], Objects]] = {
         service(lb_vips=tuple(address(at, 20) for at in range(n))), (piece(3),),
     ),
     "weights": lambda n: (
-        service(weights=read_weights(",".join(f"10.0.{at >> 8}.{at & 255}={at % 9 + 1}"
+        service(weights=parse_weights(",".join(f"10.0.{at >> 8}.{at & 255}={at % 9 + 1}"
                                               for at in range(n)), [])),
         (piece(n),),
     ),
@@ -104,20 +104,21 @@ GROWING: dict[str, Callable[[int], Objects]] = {
 def program(objects: Callable[[int], Objects], size: int) -> None:
     """All that the writer does with a Service and its slices, but for the system calls."""
     made, slices = objects(size)
-    world, desired, config = World("me"), Desired(), Config("me")
+    world, desired, config = ObjectStore("me"), DesiredStateBuilder(), Config("me")
     events = [Upsert(ObjectKey(Kind.SERVICE, *NAME), made)]
     events += [Upsert(ObjectKey(Kind.SLICE, "ns", each.name), each) for each in slices]
     touched = world.apply(events)
     keys = desired.update(world, touched, (), config)
     states = desired.state.services
-    limits, ids = TableLimits(), Ids(Meta(1, 1, 1))
+    limits, ids = TableLimits(), IdAllocator(Meta(1, 1, 1))
     limits.update(states, keys)
-    planner = Planner(ids, BackendTable(ids), tables=SharedTables(ids))
+    planner = Planner(ids, BackendTable(ids), shared_tables=SharedTables(ids))
     programmed = {
-        key: planner.change(key, None, limits.effective(states[key])) for key in sorted(keys)
+        key: planner.plan_port(key, None, limits.effective_state(states[key]))
+        for key in sorted(keys)
     }
     for key in keys:
-        planner.change(key, programmed[key], None)
+        planner.plan_port(key, programmed[key], None)
 
 
 def slope(cost: Callable[[int], int]) -> float:
@@ -145,7 +146,7 @@ def test_a_node_of_twice_the_size_costs_twice_as_much(name: str, ours: bool):
     """With Services that have addresses to be compared with the node's."""
 
     def cost(size: int) -> int:
-        world, desired, config = World("me"), Desired(), Config("me")
+        world, desired, config = ObjectStore("me"), DesiredStateBuilder(), Config("me")
         services = [service(external_ips=(address(at, 20),)) for at in range(10)]
         services = [replace(one, name=f"s{at}") for at, one in enumerate(services)]
         node = NODES[name](size)
@@ -165,7 +166,7 @@ def test_twice_as_many_services_cost_twice_as_much(vips: tuple[Addr, ...]):
     """
 
     def cost(size: int) -> int:
-        world, desired, config = World("me"), Desired(), Config("me")
+        world, desired, config = ObjectStore("me"), DesiredStateBuilder(), Config("me")
         services = [
             replace(
                 service(lb_vips=vips, ports=(ServicePort("p0", TCP, 80),)),
@@ -177,8 +178,8 @@ def test_twice_as_many_services_cost_twice_as_much(vips: tuple[Addr, ...]):
         events = [Upsert(ObjectKey(Kind.SERVICE, "ns", one.name), one) for one in services]
 
         def run() -> None:
-            for name in sorted(desired.touch(world, world.apply(events), (), config)):
-                for _ in desired.steps(name, world, config):
+            for name in sorted(desired.begin_update(world, world.apply(events), (), config)):
+                for _ in desired.update_service_in_steps(name, world, config):
                     pass
 
         return lines_run(run)
@@ -190,7 +191,7 @@ def test_twice_as_many_services_cost_twice_as_much(vips: tuple[Addr, ...]):
 def test_an_annotation_of_twice_the_length_costs_twice_as_much(text: str):
     def cost(size: int) -> int:
         annotation = ",".join(text.format(n) for n in range(size))
-        return lines_run(lambda: read_weights(annotation, []))
+        return lines_run(lambda: parse_weights(annotation, []))
 
     assert slope(cost) <= SLOPE
 
@@ -199,11 +200,11 @@ def test_a_step_does_not_look_at_the_problem_lines_of_others():
     def cost(size: int) -> int:
         problems = Problems()
         for number in range(size):
-            problems.put(number, [f"{number}: bad"])
+            problems.replace(number, [f"{number}: bad"])
 
         def step() -> None:
-            problems.put("new", ["new: bad"])
-            problems.put("new", [])
+            problems.replace("new", ["new: bad"])
+            problems.replace("new", [])
             problems.first(50)
             len(problems)
 

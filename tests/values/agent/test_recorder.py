@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from kbpf.agent.recorder import Tally
+from kbpf.agent.recorder import Recorder
 from kbpf.model.address import Addr, parse_addr
 from kbpf.model.config import Config
 from kbpf.model.events import Delete, Event, Kind, ObjectKey, Upsert
@@ -20,17 +20,17 @@ from kbpf.model.objects import (
     ServicePort,
     SlicePort,
 )
-from kbpf.policy.compute import Desired
+from kbpf.policy.compute import DesiredStateBuilder
 from kbpf.policy.health_check import HealthCheck
-from kbpf.policy.store import World
-from kbpf.serve.server import Desk
+from kbpf.policy.store import ObjectStore
+from kbpf.serve.server import AgentServer
 from tests.support.prometheus import Family, parse
 
 WEB = ServiceName("a", "web")
 HERE, THERE = "n1", "n2"
 
 
-class Checks(Desk):
+class Checks(AgentServer):
     """A desk that remembers what is to answer."""
 
     def __init__(self, config: Config) -> None:
@@ -47,25 +47,25 @@ class Rig:
     def __init__(self, config: Config = Config(node_name=HERE)) -> None:  # noqa: B008
         self.config = config
         self.desk = Checks(config)
-        self.tally = Tally(config, self.desk)
-        self.world, self.desired = World(HERE), Desired()
+        self.tally = Recorder(config, self.desk)
+        self.world, self.desired = ObjectStore(HERE), DesiredStateBuilder()
 
     def hear(self, *events: Event, programmed: bool = True) -> None:
         touched = self.world.apply(events)
-        self.tally.heard(events, touched)
+        self.tally.record_events(events, touched)
         own = (parse_addr("192.0.2.1"),)
         changed = self.desired.update(self.world, touched, own, self.config)
-        self.tally.changed(changed, self.desired.state)
+        self.tally.record_changes(changed, self.desired.state)
         if programmed:
             self.end(changed)
 
     def end(self, changed=frozenset()) -> None:
         if changed:
-            self.tally.applied(changed, 0.5)
-        self.tally.settled(self.world, self.desired.state)
+            self.tally.record_apply(changed, 0.5)
+        self.tally.record_settled(self.world, self.desired.state)
 
     def page(self) -> dict[str, Family]:
-        return parse(self.desk.metrics().decode())
+        return parse(self.desk.format_metrics().decode())
 
 
 def service(policy: str = "", port: int = 31_999) -> Upsert:
@@ -229,7 +229,7 @@ def test_a_node_that_leaves_is_told():
     assert is_eligible()  # nobody has said anything yet
     rig.hear(Upsert(key, Node(HERE)))
     assert is_eligible()
-    rig.hear(Upsert(key, Node(HERE, leaving=True)))
+    rig.hear(Upsert(key, Node(HERE, being_deleted=True)))
     assert not is_eligible()
     rig.hear(Upsert(key, Node(HERE)))
     assert is_eligible()

@@ -10,19 +10,25 @@ from typing import NamedTuple
 
 import pytest
 
-from kbpf.agent.selector import BY_ROW, Chosen, Kit, Reason, reason_of
+from kbpf.agent.selector import (
+    REASON_BY_CHECK,
+    Factories,
+    FallbackReason,
+    SelectedDataPlane,
+    fallback_reason,
+)
 from kbpf.checks.row import CheckRow
 from kbpf.dataplane.base import Report
 from kbpf.errors import (
-    AttachRefused,
+    AttachError,
     CompileError,
     KbpfError,
     KernelError,
-    PinsGone,
-    ProgramRefused,
+    PinsRemovedError,
+    ProgramLoadError,
 )
 from kbpf.model.desired import DesiredState, ServicePortKey
-from kbpf.model.metrics import Ended, Measures, Pause, Traffic
+from kbpf.model.metrics import DataPlaneMetrics, Pause, TrafficStats, UdpCuts
 from kbpf.model.status import ModeChoice, PacketStatus
 
 NOTHING = DesiredState({})
@@ -42,41 +48,64 @@ class Why(NamedTuple):
     name: str
     error: KbpfError
     rows: Sequence[CheckRow]
-    reason: Reason | None
+    reason: FallbackReason | None
 
 
 WHY = [
-    Why("no bpf(2)", KERNEL, [check("bpf(2)")], Reason.NO_BPF),
-    Why("no bpffs", KERNEL, [check("bpffs")], Reason.NO_BPF),
-    Why("no libbpf", KERNEL, [check("libbpf1")], Reason.NO_LIBRARY),
-    Why("no privileges", KERNEL, [check("privileges"), check("bpf(2)", "unknown")],
-        Reason.NO_PRIVILEGES),
-    Why("no cgroup v2", KERNEL, [*GOOD, check("cgroup v2")], Reason.NO_CGROUP),
-    Why("BCC missing, nothing cached", CompileError("no BCC"), [*GOOD, check("BCC"), check("LLVM")],
-        Reason.NO_COMPILER),
-    Why("LLVM missing", CompileError("BCC failed"), [*GOOD, check("LLVM")], Reason.NO_COMPILER),
-    Why("compile failure", CompileError("syntax"), GOOD, Reason.NOT_COMPILED),
-    Why("verifier refusal", ProgramRefused("connect4"), GOOD, Reason.REFUSED),
-    Why("attach failure", AttachRefused("connect4"), GOOD, Reason.NOT_ATTACHED),
-    *(Why(f"kernel below the tier: {name}", ProgramRefused(name), [*GOOD, check(name)],
-          Reason.OLD_KERNEL)
-      for name in ("hook connect4", "batch operations", "cgroup links", "LRU hash maps")),
-    Why("what could not be found out counts as missing", KERNEL, [check("cgroup v2", "unknown")],
-        Reason.NO_CGROUP),
+    Why("no bpf(2)", KERNEL, [check("bpf(2)")], FallbackReason.NO_BPF),
+    Why("no bpffs", KERNEL, [check("bpffs")], FallbackReason.NO_BPF),
+    Why("no libbpf", KERNEL, [check("libbpf1")], FallbackReason.NO_LIBRARY),
+    Why(
+        "no privileges",
+        KERNEL,
+        [check("privileges"), check("bpf(2)", "unknown")],
+        FallbackReason.NO_PRIVILEGES,
+    ),
+    Why("no cgroup v2", KERNEL, [*GOOD, check("cgroup v2")], FallbackReason.NO_CGROUP),
+    Why(
+        "BCC missing, nothing cached",
+        CompileError("no BCC"),
+        [*GOOD, check("BCC"), check("LLVM")],
+        FallbackReason.NO_COMPILER,
+    ),
+    Why(
+        "LLVM missing",
+        CompileError("BCC failed"),
+        [*GOOD, check("LLVM")],
+        FallbackReason.NO_COMPILER,
+    ),
+    Why("compile failure", CompileError("syntax"), GOOD, FallbackReason.COMPILE_FAILED),
+    Why("verifier refusal", ProgramLoadError("connect4"), GOOD, FallbackReason.PROGRAM_REFUSED),
+    Why("attach failure", AttachError("connect4"), GOOD, FallbackReason.ATTACH_FAILED),
+    *(
+        Why(
+            f"kernel below the tier: {name}",
+            ProgramLoadError(name),
+            [*GOOD, check(name)],
+            FallbackReason.OLD_KERNEL,
+        )
+        for name in ("hook connect4", "batch operations", "cgroup links", "LRU hash maps")
+    ),
+    Why(
+        "what could not be found out counts as missing",
+        KERNEL,
+        [check("cgroup v2", "unknown")],
+        FallbackReason.NO_CGROUP,
+    ),
     Why("another error", KERNEL, GOOD, None),
     Why("another agent is at work", KernelError("lock", "", "", 11), GOOD, None),
-    Why("somebody removed the pins", PinsGone("gone"), [check("bpf(2)")], None),
-]  # fmt: skip
+    Why("somebody removed the pins", PinsRemovedError("gone"), [check("bpf(2)")], None),
+]
 
 
 @pytest.mark.parametrize("why", WHY, ids=lambda why: why.name)
 def test_why_bpf_is_not_to_be_had(why: Why):
-    assert reason_of(why.error, why.rows) is why.reason
+    assert fallback_reason(why.error, why.rows) is why.reason
 
 
 def test_each_reason_has_a_row():
-    assert {why.reason for why in WHY} == {*Reason, None}
-    assert set(BY_ROW.values()) <= set(Reason)
+    assert {why.reason for why in WHY} == {*FallbackReason, None}
+    assert set(REASON_BY_CHECK.values()) <= set(FallbackReason)
 
 
 # ---- planes --------------------------------------------------------------------------------------
@@ -91,7 +120,7 @@ class Fake:
     name: str
     does: list[str]
     fails: dict[str, list[KbpfError]] = dataclasses.field(default_factory=dict)
-    is_ready: bool = True
+    ready_result: bool = True
     follows: bool = False
 
     def _do(self, verb: str) -> None:
@@ -99,13 +128,13 @@ class Fake:
         if self.fails.get(verb):
             raise self.fails[verb].pop(0)
 
-    def choice(self) -> ModeChoice:
+    def mode_choice(self) -> ModeChoice:
         return ModeChoice("", self.name)
 
-    def follow(self, other: bool) -> None:
-        if other != self.follows:
-            self._do("follows" if other else "is alone")
-        self.follows = other
+    def set_coexisting(self, coexisting: bool) -> None:
+        if coexisting != self.follows:
+            self._do("follows" if coexisting else "is alone")
+        self.follows = coexisting
 
     def open(self) -> None:
         self._do("open")
@@ -114,22 +143,22 @@ class Fake:
         self,
         desired: DesiredState,
         touched: Collection[ServicePortKey] | None,
-        sound: bool = True,
+        authoritative: bool = True,
     ) -> Report:
         self._do("apply" if touched is None else "change")
         return Report()
 
-    def doubt(self) -> None:
+    def invalidate(self) -> None:
         self._do("doubt")
 
     def tick(self, now: float) -> float | None:
         return None
 
-    def ended(self) -> tuple[Ended, ...]:
+    def take_udp_cuts(self) -> tuple[UdpCuts, ...]:
         return ()
 
-    def ready(self) -> bool:
-        return self.is_ready
+    def is_ready(self) -> bool:
+        return self.ready_result
 
     def packet_status(self) -> PacketStatus | None:
         return None
@@ -140,11 +169,11 @@ class Fake:
     def faults(self) -> tuple[str, ...]:
         return ()
 
-    def measure(self) -> Measures:
-        return Measures()
+    def read_metrics(self) -> DataPlaneMetrics:
+        return DataPlaneMetrics()
 
-    def count(self, pause: Pause) -> Traffic:
-        return Traffic()
+    def count_traffic(self, pause: Pause) -> TrafficStats:
+        return TrafficStats()
 
     def write_status(self, text: bytes) -> None:
         self._do("status")
@@ -162,12 +191,12 @@ class Rest(Fake):
     there = True
     looks = 2
 
-    def take(self) -> bool:
+    def claim(self) -> bool:
         if self.there:
             self._do("take")
         return self.there
 
-    def retire(self, now: float) -> float | None:
+    def drain(self, now: float) -> float | None:
         self._do("retire")
         self.looks -= 1
         return now + 7 if self.looks else None
@@ -185,9 +214,9 @@ class House:
         self.rest = {name: Rest(f"old {name}", self.does) for name in ("bpf", "ipvs", "kube-proxy")}
         for name, rest in self.rest.items():
             rest.there = name in there.split()
-        self.chosen = Chosen(
+        self.chosen = SelectedDataPlane(
             asked,
-            Kit(lambda: self.bpf, lambda: self.ipvs, lambda: self.rest["bpf"],
+            Factories(lambda: self.bpf, lambda: self.ipvs, lambda: self.rest["bpf"],
                 lambda: self.rest["ipvs"], lambda: rows, lambda: self.rest["kube-proxy"]),
         )  # fmt: skip
 
@@ -202,7 +231,7 @@ def test_what_is_asked_for_is_taken(asked: str, mode: str):
     house = House(asked)
     house.start()
     assert house.does == [f"{mode} open", f"{mode} apply"]
-    assert house.chosen.choice() == ModeChoice(asked, mode)
+    assert house.chosen.mode_choice() == ModeChoice(asked, mode)
     assert house.chosen.name == mode
 
 
@@ -225,7 +254,7 @@ def test_auto_is_ipvs_where_bpf_is_not_to_be_had(
     with caplog.at_level(logging.INFO):
         house.start()
     assert house.does[-3:] == ["bpf close", "ipvs open", "ipvs apply"]
-    assert house.chosen.choice() == ModeChoice("auto", "ipvs", str(why.reason), str(why.error))
+    assert house.chosen.mode_choice() == ModeChoice("auto", "ipvs", str(why.reason), str(why.error))
     assert house.chosen.name == "ipvs"
     said = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
     assert len(said) == 1
@@ -260,8 +289,8 @@ def test_another_error_is_no_reason(verb: str):
 def test_what_fails_later_is_no_reason():
     house = House("auto", [check("cgroup links")])
     house.start()
-    house.bpf.fails["change"] = [AttachRefused("connect4")]
-    with pytest.raises(AttachRefused):
+    house.bpf.fails["change"] = [AttachError("connect4")]
+    with pytest.raises(AttachError):
         house.chosen.apply(NOTHING, set())
     assert house.chosen.name == "bpf"
 
@@ -274,7 +303,7 @@ def test_without_either_the_error_is_that_of_bpf_and_says_so():
         house.chosen.open()
     assert raised.value is error
     assert str(error) == "no link (cgroup); look; mode ipvs cannot take its place: no IPVS"
-    assert house.chosen.choice() == ModeChoice("auto", "bpf")
+    assert house.chosen.mode_choice() == ModeChoice("auto", "bpf")
 
 
 def test_what_cannot_be_had_at_the_first_apply_is_tried_once_and_then_waited_for():
@@ -293,7 +322,7 @@ def test_what_cannot_be_had_at_the_first_apply_is_tried_once_and_then_waited_for
     assert house.does.count("bpf open") == 2
     assert house.does.count("ipvs open") == 1
     assert house.does[-1].startswith("bpf apply")
-    assert house.chosen.choice() == ModeChoice("auto", "bpf")
+    assert house.chosen.mode_choice() == ModeChoice("auto", "bpf")
 
 
 # ---- what the other mode has left ----------------------------------------------------------------
@@ -363,11 +392,11 @@ def test_nothing_goes_before_all_is_known_and_in_place(mode: str):
     house = House(mode, there=OTHER[mode])
     house.start(sound=False)
     plane = house.bpf if mode == "bpf" else house.ipvs
-    plane.is_ready = False
+    plane.ready_result = False
     house.chosen.apply(NOTHING, set())
     house.chosen.tick(0.0)
     assert not [line for line in house.does if "retire" in line]
-    plane.is_ready = True
+    plane.ready_result = True
     house.chosen.tick(1.0)
     assert house.does[-1] == f"old {OTHER[mode]} retire"
 
@@ -399,7 +428,7 @@ def test_while_an_agent_of_the_other_mode_runs_nothing_is_opened():
 def test_falling_back_lets_go_of_what_ipvs_left_before_it_opens():
     """Else it would wait for its own lock."""
     house = House("auto", there="ipvs")
-    house.bpf.fails["open"] = [ProgramRefused("connect4")]
+    house.bpf.fails["open"] = [ProgramLoadError("connect4")]
     house.start()
     assert house.does == ["old ipvs take", "bpf follows", "bpf open", "old ipvs close", "bpf close",
                           "ipvs open", "ipvs apply"]  # fmt: skip

@@ -2,19 +2,19 @@
 
 import pytest
 
-from kbpf.kernel.net.ipvs import Service
+from kbpf.kernel.net.ipvs import VirtualServiceKey
 from kbpf.model.address import parse_addr
 from kbpf.takeover.cleanup import (
-    SETS,
-    Chain,
+    IP_SET_NAME,
     Jump,
-    is_chain,
-    is_virtual_service,
-    jumps_in,
-    legacy_removal,
-    nft_commands,
+    ListedChain,
+    find_jumps,
+    is_kube_proxy_chain,
+    is_kube_proxy_service,
+    legacy_restore_input,
+    nft_removal_commands,
 )
-from kbpf.takeover.conntrack_keepalive import PORT_SETS
+from kbpf.takeover.conntrack_keepalive import NODE_PORT_SET_NAME
 
 CHAINS = [
     ("nat", "KUBE-SERVICES", True),
@@ -56,9 +56,9 @@ CHAINS = [
 
 @pytest.mark.parametrize(("table", "name", "is_theirs"), CHAINS)
 def test_a_chain_is_known_by_its_table_and_name(table: str, name: str, is_theirs: bool) -> None:
-    assert is_chain(table, name) == is_theirs
-    assert Chain("ip6", table, name).is_kube_proxys == is_theirs
-    assert not Chain("inet", table, name).is_kube_proxys, "iptables knows no such table"
+    assert is_kube_proxy_chain(table, name) == is_theirs
+    assert ListedChain("ip6", table, name).is_from_kube_proxy == is_theirs
+    assert not ListedChain("inet", table, name).is_from_kube_proxy, "iptables knows no such table"
 
 
 SETS_ROWS = [
@@ -82,38 +82,42 @@ SETS_ROWS = [
 
 @pytest.mark.parametrize(("name", "is_theirs", "has_ports"), SETS_ROWS)
 def test_a_set_is_known_by_its_name(name: str, is_theirs: bool, has_ports: bool) -> None:
-    assert bool(SETS.fullmatch(name)) == is_theirs
-    assert bool(PORT_SETS.fullmatch(name)) == has_ports
+    assert bool(IP_SET_NAME.fullmatch(name)) == is_theirs
+    assert bool(NODE_PORT_SET_NAME.fullmatch(name)) == has_ports
 
 
 VIRTUAL = [
-    ("an address of the device", Service(6, parse_addr("10.96.0.1"), 443), True),
-    ("a NodePort at the node's address", Service(6, parse_addr("198.18.0.1"), 30080), True),
-    ("another protocol's port", Service(17, parse_addr("198.18.0.1"), 30080), False),
-    ("another port of the node", Service(6, parse_addr("198.18.0.1"), 80), False),
-    ("another address", Service(6, parse_addr("10.96.0.2"), 443), False),
-    ("a mark", Service(6, parse_addr("10.96.0.1"), 0, 7), False),
+    ("an address of the device", VirtualServiceKey(6, parse_addr("10.96.0.1"), 443), True),
+    (
+        "a NodePort at the node's address",
+        VirtualServiceKey(6, parse_addr("198.18.0.1"), 30080),
+        True,
+    ),
+    ("another protocol's port", VirtualServiceKey(17, parse_addr("198.18.0.1"), 30080), False),
+    ("another port of the node", VirtualServiceKey(6, parse_addr("198.18.0.1"), 80), False),
+    ("another address", VirtualServiceKey(6, parse_addr("10.96.0.2"), 443), False),
+    ("a mark", VirtualServiceKey(6, parse_addr("10.96.0.1"), 0, 7), False),
 ]
 
 
 @pytest.mark.parametrize(("name", "service", "is_theirs"), VIRTUAL, ids=[r[0] for r in VIRTUAL])
 def test_a_virtual_service_is_known_by_its_address_or_port(
-    name: str, service: Service, is_theirs: bool
+    name: str, service: VirtualServiceKey, is_theirs: bool
 ) -> None:
     addresses, ports = frozenset((parse_addr("10.96.0.1"),)), frozenset(((6, 30080),))
-    assert is_virtual_service(service, addresses, ports) == is_theirs
+    assert is_kube_proxy_service(service, addresses, ports) == is_theirs
 
 
 def test_jumps_go_before_what_they_jump_to() -> None:
-    base = Chain("ip", "nat", "PREROUTING", base=True)
+    base = ListedChain("ip", "nat", "PREROUTING", base=True)
     chains = [
         base,
-        Chain("ip", "nat", "KUBE-SERVICES"),
-        Chain("ip", "nat", "mine"),
-        Chain("inet", "nat", "KUBE-SERVICES"),
+        ListedChain("ip", "nat", "KUBE-SERVICES"),
+        ListedChain("ip", "nat", "mine"),
+        ListedChain("inet", "nat", "KUBE-SERVICES"),
     ]
     where = {"family": "ip", "table": "nat"}
-    assert list(nft_commands(chains, [Jump(base, 7)])) == [
+    assert list(nft_removal_commands(chains, [Jump(base, 7)])) == [
         {"delete": {"rule": {**where, "chain": "PREROUTING", "handle": 7}}},
         {"flush": {"chain": {**where, "name": "KUBE-SERVICES"}}},
         {"delete": {"chain": {**where, "name": "KUBE-SERVICES"}}},
@@ -121,7 +125,7 @@ def test_jumps_go_before_what_they_jump_to() -> None:
 
 
 def test_only_rules_that_jump_to_kube_proxy_are_jumps() -> None:
-    chain = Chain("ip", "filter", "FORWARD", base=True)
+    chain = ListedChain("ip", "filter", "FORWARD", base=True)
     listed = [
         {"chain": {"name": "FORWARD"}},
         {"rule": {"handle": 1, "expr": [{"counter": {}}, {"jump": {"target": "KUBE-FORWARD"}}]}},
@@ -130,7 +134,7 @@ def test_only_rules_that_jump_to_kube_proxy_are_jumps() -> None:
         {"rule": {"handle": 4, "expr": [{"drop": None}]}},
         {"rule": {"handle": 5}},
     ]
-    assert list(jumps_in(chain, listed)) == [Jump(chain, 1), Jump(chain, 2)]
+    assert list(find_jumps(chain, listed)) == [Jump(chain, 1), Jump(chain, 2)]
 
 
 SAVED = """\
@@ -159,9 +163,9 @@ COMMIT
 
 
 def test_what_iptables_restore_is_told() -> None:
-    assert legacy_removal("nat", SAVED) == (TOLD, 2, 1)
+    assert legacy_restore_input("nat", SAVED) == (TOLD, 2, 1)
 
 
 def test_it_is_told_nothing_where_nothing_is() -> None:
     left = "\n".join(line for line in SAVED.splitlines() if "KUBE" not in line)
-    assert legacy_removal("nat", left) == ("", 0, 0)
+    assert legacy_restore_input("nat", left) == ("", 0, 0)

@@ -1,6 +1,6 @@
 """In which order Services are computed, and how often large ones."""
 
-from kbpf.agent.work_queue import LARGE, SECONDS_EACH, Work
+from kbpf.agent.work_queue import LARGE_SERVICE_ENDPOINTS, SECONDS_PER_ENDPOINT, ServiceQueue
 from kbpf.model.objects import ServiceName
 
 
@@ -10,7 +10,7 @@ def named(*names: str) -> list[ServiceName]:
 
 def test_the_clusters_own_come_first_then_those_with_less_to_do():
     dns, small, medium = named("dns", "small", "medium")
-    work = Work()
+    work = ServiceQueue()
     work.add(medium, 500, False, 1.0)
     work.add(small, 5, False, 1.001)
     work.add(dns, 900, True, 1.002)
@@ -21,47 +21,47 @@ def test_the_clusters_own_come_first_then_those_with_less_to_do():
 def test_large_ones_wait_apart():
     """However long a large one has waited: the agent begins it after the small ones."""
     large, small, dns = named("large", "small", "dns")
-    work = Work()
-    work.add(large, LARGE, False, 0.0)
-    work.add(dns, LARGE, True, 1.0)
-    work.add(small, LARGE - 1, False, 2.0)
-    assert (work.due(2.0), work.oldest) == (2.0, 0.0)
+    work = ServiceQueue()
+    work.add(large, LARGE_SERVICE_ENDPOINTS, False, 0.0)
+    work.add(dns, LARGE_SERVICE_ENDPOINTS, True, 1.0)
+    work.add(small, LARGE_SERVICE_ENDPOINTS - 1, False, 2.0)
+    assert (work.next_due(2.0), work.oldest_since) == (2.0, 0.0)
     assert [work.pop_small() for _ in range(2)] == [small, None]
     assert [work.pop_large(2.0) for _ in range(3)] == [dns, large, None]
 
 
 def test_one_with_more_to_do_is_due_in_the_end_however_many_others_come():
     (medium,) = named("medium")
-    work = Work()
+    work = ServiceQueue()
     work.add(medium, 500, False, 0.0)
     for number in range(1000):
         work.add(ServiceName("ns", f"s{number}"), 5, False, number / 1000)
         if work.pop_small() == medium:
-            assert number / 1000 <= 500 * SECONDS_EACH + 0.01
+            assert number / 1000 <= 500 * SECONDS_PER_ENDPOINT + 0.01
             return
     raise AssertionError("it was never due")
 
 
 def test_a_large_one_rests_after_it_was_computed_and_then_is_computed_once():
     large, small = named("large", "small")
-    rest = LARGE * SECONDS_EACH
-    work = Work()
-    work.add(large, LARGE, False, 0.0)
+    rest = LARGE_SERVICE_ENDPOINTS * SECONDS_PER_ENDPOINT
+    work = ServiceQueue()
+    work.add(large, LARGE_SERVICE_ENDPOINTS, False, 0.0)
     assert work.pop_large(0.0) == large, "at once, the first time"
-    work.computed(large, LARGE, 1.0)
+    work.mark_computed(large, LARGE_SERVICE_ENDPOINTS, 1.0)
     for now in (1.0, 1.01, 1.02):
-        work.add(large, LARGE, False, now)
+        work.add(large, LARGE_SERVICE_ENDPOINTS, False, now)
     work.add(small, 1, False, 1.02)
-    assert (work.due(1.02), work.oldest) == (1.02, 1.0)
+    assert (work.next_due(1.02), work.oldest_since) == (1.02, 1.0)
     assert (work.pop_small(), work.pop_large(1.02)) == (small, None)
-    assert work.due(1.02) == 1.0 + rest
+    assert work.next_due(1.02) == 1.0 + rest
     assert work.pop_large(1.0 + rest) == large
     assert not work
 
 
 def test_small_ones_do_not_rest():
     (small,) = named("small")
-    work = Work()
-    work.computed(small, LARGE - 1, 1.0)
-    work.add(small, LARGE - 1, False, 1.0)
+    work = ServiceQueue()
+    work.mark_computed(small, LARGE_SERVICE_ENDPOINTS - 1, 1.0)
+    work.add(small, LARGE_SERVICE_ENDPOINTS - 1, False, 1.0)
     assert work.pop_small() == small

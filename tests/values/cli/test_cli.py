@@ -17,21 +17,21 @@ from kbpf.checks import bpf as bpf_checks
 from kbpf.checks import packet_path
 from kbpf.checks.row import CheckRow
 from kbpf.cli import app, arguments, check_rows, cleanup, inspect, render
-from kbpf.cli.check_rows import verdict
+from kbpf.cli.check_rows import compute_verdict
 from kbpf.cli.options import Output
 from kbpf.cli.render import watch
 from kbpf.config import flags, load, locations
 from kbpf.dataplane.bpf.maps.layout import NodeFlag
 from kbpf.errors import ConfigError, NotFoundError
 from kbpf.kernel.net.devices import Device
-from kbpf.kernel.netfilter.forward_rules import Chain
+from kbpf.kernel.netfilter.forward_rules import BaseChain
 from kbpf.kernel.probe_result import Probe
 from kbpf.model.address import parse_addr
 from kbpf.model.config import Config, LocalMode, SocketLb
 from kbpf.model.objects import Algorithm, Cidr
 from kbpf.views import node
-from kbpf.views.columns import Column, span
-from kbpf.views.columns import size as bytes_text
+from kbpf.views.columns import Column, format_duration
+from kbpf.views.columns import format_size as bytes_text
 from kbpf.views.packet_path import connections
 
 
@@ -93,7 +93,7 @@ SAID = [
     Said("sockets of nobody", {"--socket-lb": "off", "--packet-path": "true"}, {}, "socket_lb",
          SocketLb.OFF),
     Said("sockets of the host", {"--packet-path": "true"}, {"KBPF_SOCKET_LB": "hostNamespaceOnly"},
-         "socket_lb", SocketLb.HOST_ONLY),
+         "socket_lb", SocketLb.HOST_NAMESPACE_ONLY),
     Said("exempt cgroups", {"--socket-lb-exempt": "/system.slice/istio*/, a/b"}, {},
          "socket_lb_exempt", ("system.slice/istio*", "a/b")),
     Said("a size", {"--max-backends": "5000"}, {}, "backends", 5000),
@@ -147,7 +147,7 @@ SAID = [
 
 @pytest.mark.parametrize("said", SAID, ids=lambda said: said.name)
 def test_what_is_said_is_set(said: Said):
-    made = load.config(said.given, said.environ)
+    made = load.load_config(said.given, said.environ)
     found = [
         getattr(part, said.field)
         for part in (made, made.sizes, made.serving)
@@ -216,13 +216,13 @@ WRONG = [
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: str(wrong.given or wrong.environ))
 def test_what_is_wrong_is_named_with_its_place(wrong: Wrong):
     with pytest.raises(ConfigError) as caught:
-        load.config(wrong.given, wrong.environ)
+        load.load_config(wrong.given, wrong.environ)
     for word in wrong.words:
         assert word in str(caught.value)
 
 
 def test_every_flag_is_in_the_help_of_run():
-    text = arguments.parser().format_help()
+    text = arguments.build_parser().format_help()
     for flag in flags.FLAGS:
         assert flag.name in text
     assert "KBPF_PIN_DIR" in text
@@ -238,7 +238,7 @@ def test_every_flag_names_a_field_of_the_config():
 def test_the_flags_that_are_shown_are_those_that_were_given():
     environ = {"KBPF_PIN_DIR": "/a", "KBPF_MODE": "bpf", "KBPF_CGROUP": "", "KBPF_CONFIG": "/c"}
     line = ["-v", "4", "--mode=ipvs", "--metrics-bind-address=", "--kube-api-qps=5"]
-    assert arguments.asked(line, environ).flags == {
+    assert arguments.parse_options(line, environ).flags == {
         "--config": "/c",
         "--pin-dir": "/a",
         "--mode": "ipvs",
@@ -250,9 +250,9 @@ def test_the_flags_that_are_shown_are_those_that_were_given():
 
 def test_the_node_has_this_machines_name_unless_it_is_said(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("socket.gethostname", lambda: "Node-7")
-    assert arguments.named(Config()).node_name == "node-7"
-    said = arguments.asked(["--hostname-override", " N1 "], {}).load(None).config
-    assert arguments.named(said).node_name == "n1"
+    assert arguments.with_node_name(Config()).node_name == "node-7"
+    said = arguments.parse_options(["--hostname-override", " N1 "], {}).load(None).config
+    assert arguments.with_node_name(said).node_name == "n1"
 
 
 class Typed(NamedTuple):
@@ -294,13 +294,13 @@ TYPED = [
 
 @pytest.mark.parametrize("typed", TYPED, ids=lambda typed: typed.line)
 def test_flags_are_typed_as_for_kube_proxy(typed: Typed):
-    assert arguments.asked(typed.line.split(), {}).given == typed.given
+    assert arguments.parse_options(typed.line.split(), {}).explicit_flags == typed.given
 
 
 def test_the_file_is_named_by_flag_or_variable():
-    assert arguments.asked([], {}).file is None
-    assert arguments.asked([], {"KBPF_CONFIG": "/a"}).file == Path("/a")
-    assert arguments.asked(["--config", "/b"], {"KBPF_CONFIG": "/a"}).file == Path("/b")
+    assert arguments.parse_options([], {}).file is None
+    assert arguments.parse_options([], {"KBPF_CONFIG": "/a"}).file == Path("/a")
+    assert arguments.parse_options(["--config", "/b"], {"KBPF_CONFIG": "/a"}).file == Path("/b")
 
 
 def test_settings_are_written_instead_of_serving(tmp_path: Path):
@@ -550,13 +550,13 @@ SLIPS = [
 
 @pytest.mark.parametrize("row", SLIPS, ids=lambda row: row.name)
 def test_a_name_counts_if_it_can_be_read_whatever_else_is_wrong(row: Slip):
-    found = locations.read(row.text.encode(), "FILE")
-    assert row.told in "; ".join(map(str, found.wrong))
-    assert bool(found.wrong) == bool(row.told)
+    found = locations.parse_locations(row.text.encode(), "FILE")
+    assert row.told in "; ".join(map(str, found.errors))
+    assert bool(found.errors) == bool(row.told)
     assert found.unreadable.keys() == set(row.names)
     if set(row.names) != set(ALL):
         said = dict(zip(("pin_dir", "ipvs_device", "nft_table", "state_dir"), SAID, strict=True))
-        assert {name: str(value) for name, value in found.said.items()} == {
+        assert {name: str(value) for name, value in found.values.items()} == {
             name: value for name, value in said.items() if name not in row.names
         }
 
@@ -595,16 +595,16 @@ LOOKS = [
 
 def looked_for(monkeypatch: pytest.MonkeyPatch, *command: str) -> tuple[str, str]:
     """Where `kbpf inspect` looks: the pins, and the folder of mode ipvs."""
-    looked: list[node.Where] = []
+    looked: list[node.Locations] = []
 
-    def look(where: node.Where, *_: object) -> None:
+    def look(where: node.Locations, *_: object) -> None:
         looked.append(where)
         raise ConfigError("seen")
 
     for name in ("read", "read_pins", "find_connections"):
         monkeypatch.setattr(node, name, look)
     assert app.call(command) == 1
-    return str(looked[0].pins), str(looked[0].state)
+    return str(looked[0].pin_dir), str(looked[0].state_dir)
 
 
 @pytest.mark.parametrize("by_variable", [True, False])
@@ -713,7 +713,7 @@ ROWS = ({"name": "a", "count": 1}, {"name": "a longer one", "count": 1000})
 
 
 def test_a_table_is_aligned_and_nothing_is_cut():
-    assert render.rows(ROWS, COLUMNS, Output.TABLE).splitlines() == [
+    assert render.format_rows(ROWS, COLUMNS, Output.TABLE).splitlines() == [
         "NAME           COUNT",
         "a                  1",
         "a longer one    1000",
@@ -721,18 +721,18 @@ def test_a_table_is_aligned_and_nothing_is_cut():
 
 
 def test_a_table_without_rows_has_its_titles():
-    assert render.rows((), COLUMNS, Output.TABLE) == "NAME   COUNT"
+    assert render.format_rows((), COLUMNS, Output.TABLE) == "NAME   COUNT"
 
 
 def test_wide_adds_columns():
-    assert render.rows(ROWS, COLUMNS, Output.WIDE).splitlines()[0].split() == [
+    assert render.format_rows(ROWS, COLUMNS, Output.WIDE).splitlines()[0].split() == [
         "NAME", "COUNT", "MORE",
     ]  # fmt: skip
 
 
 def test_json_and_yaml_say_the_same_in_the_same_order():
-    as_json = render.rows(ROWS, COLUMNS, Output.JSON)
-    as_yaml = render.rows(ROWS, COLUMNS, Output.YAML)
+    as_json = render.format_rows(ROWS, COLUMNS, Output.JSON)
+    as_yaml = render.format_rows(ROWS, COLUMNS, Output.YAML)
     assert json.loads(as_json) == yaml.safe_load(as_yaml) == list(ROWS)
     assert as_yaml.splitlines()[0] == "- name: a"
 
@@ -757,15 +757,15 @@ THING_COLUMNS = (
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_a_stream_of_rows_is_the_same_text(output: Output, count: int):
     some = THINGS[:count]
-    streamed = "".join(render.stream(iter(some), THING_COLUMNS, output))
-    assert streamed == render.rows(some, THING_COLUMNS, output) + "\n"
+    streamed = "".join(render.stream_rows(iter(some), THING_COLUMNS, output))
+    assert streamed == render.format_rows(some, THING_COLUMNS, output) + "\n"
 
 
 @pytest.mark.parametrize("output", [Output.JSON, Output.YAML])
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_a_stream_below_a_value_is_one_document(output: Output, count: int):
     some = THINGS[:count]
-    streamed = "".join(render.stream(iter(some), THING_COLUMNS, output, Thing("above", 5)))
+    streamed = "".join(render.stream_rows(iter(some), THING_COLUMNS, output, Thing("above", 5)))
     whole = {**msgspec.to_builtins(Thing("above", 5)), "rows": msgspec.to_builtins(some)}
     read = json.loads if output is Output.JSON else yaml.safe_load
     assert read(streamed) == json.loads(json.dumps(whole))
@@ -775,7 +775,7 @@ def test_a_stream_below_a_value_is_one_document(output: Output, count: int):
 
 
 def test_the_states_that_may_be_asked_for_are_those_that_are_shown():
-    assert tuple(inspect.State) == connections.STATES
+    assert tuple(inspect.ConnectionState) == connections.STATES
 
 
 @pytest.mark.parametrize(
@@ -783,7 +783,7 @@ def test_the_states_that_may_be_asked_for_are_those_that_are_shown():
     [(0.9, "0s"), (59, "59s"), (61, "1m01s"), (3600, "1h00m"), (90_061, "1d01h")],
 )
 def test_times_for_people(seconds: float, text: str):
-    assert span(seconds) == text
+    assert format_duration(seconds) == text
 
 
 @pytest.mark.parametrize(
@@ -893,12 +893,14 @@ NODES = [
 def test_what_check_says_of_a_node(node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     devices = (Device(1, "lo", loopback=True), Device(2, "eth0"), Device(3, "c0", "bridge"))
     monkeypatch.setattr(packet_path, "list_devices", lambda: devices)
-    told = packet_path.Node(NodeFlag(0), 61_000, 65_535, 1 << 14)
+    told = packet_path.PacketSettings(NodeFlag(0), 61_000, 65_535, 1 << 14)
     monkeypatch.setattr(packet_path, "node_of", lambda _: told)
     for name, text in node.files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    (row,) = [r for r in packet_path.rows(Path("/nowhere"), tmp_path) if r.name == node.row]
+    (row,) = [
+        r for r in packet_path.check_packet_path(Path("/nowhere"), tmp_path) if r.name == node.row
+    ]
     assert row.result == node.result
     assert node.detail in row.detail
     assert node.advice in row.advice
@@ -912,12 +914,12 @@ class Chains(NamedTuple):
     name: str
     row: tuple[str, str, str]
     available: Probe = Probe(True)
-    chains: tuple[Chain, ...] = ()
+    chains: tuple[BaseChain, ...] = ()
     others: tuple[str, ...] = ()
     legacy: tuple[str, ...] = ()
 
 
-OPEN, SHUT = Chain("ip", "filter", "FORWARD", False), Chain("ip", "filter", "FORWARD", True)
+OPEN, SHUT = BaseChain("ip", "filter", "FORWARD", False), BaseChain("ip", "filter", "FORWARD", True)
 FORWARDS = [
     Chains("no chain", ("yes", "no chain drops", "")),
     Chains("an open one", ("yes", "no chain drops", ""), chains=(OPEN,)),
@@ -939,7 +941,7 @@ def test_what_check_says_of_forward(forward: Chains, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(netfilter, "forward_chains", lambda: forward.chains)
     monkeypatch.setattr(netfilter, "other_drops", lambda: forward.others)
     monkeypatch.setattr(netfilter, "legacy_tables", lambda: forward.legacy)
-    (row,) = [r for r in packet_path.rows(Path("/nowhere")) if r.name == "FORWARD"]
+    (row,) = [r for r in packet_path.check_packet_path(Path("/nowhere")) if r.name == "FORWARD"]
     result, detail, advice = forward.row
     assert row.result == result
     assert detail in row.detail
@@ -960,9 +962,9 @@ def test_what_the_packet_path_lacks_keeps_nothing_else(
     result: str, needed: bool, usable: bool, packet_path: bool
 ):
     rows = [CheckRow("x", "yes", True, "", ""), CheckRow("y", result, needed, "", "", True)]
-    made = verdict(rows)
+    made = compute_verdict(rows)
     assert (made.usable, made.packet_path) == (usable, packet_path)
-    page = check_rows.page(made)
+    page = check_rows.format_page(made)
     assert ("the packet path can be used" in page) == packet_path
     assert ("the packet path cannot be used: y" in page) == (usable and not packet_path)
 
@@ -1000,13 +1002,13 @@ UNSURE = CheckRow("dummy devices", "unknown", False, "", "", ipvs=True)
 )
 def test_what_check_says_of_the_modes(rows: list[CheckRow], mode: str, says: str):
     """`mode` is what --mode auto would take."""
-    made = verdict(rows)
+    made = compute_verdict(rows)
     assert (made.mode, made.usable) == (mode, mode != "none")
-    assert says in check_rows.page(made)
+    assert says in check_rows.format_page(made)
 
 
 @pytest.mark.parametrize("means", MEANS)
 def test_what_the_rows_of_check_mean(means: Means):
-    made = verdict(means.rows, means.proof)
+    made = compute_verdict(means.rows, means.proof)
     assert (made.usable, made.attached) == (means.usable, means.attached)
     assert made.mode == ("bpf" if means.usable else "none")

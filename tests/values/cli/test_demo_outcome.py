@@ -4,13 +4,13 @@ from typing import NamedTuple
 
 import pytest
 
-from kbpf.demo.client import Count
-from kbpf.demo.live import STEPS, Gallery
-from kbpf.demo.manifests import Pod
+from kbpf.demo.client import RequestCounter
+from kbpf.demo.live import STEPS, DemoProgress
+from kbpf.demo.manifests import BackendPod
 from kbpf.demo.once import evaluate
-from kbpf.demo.report import Report, Tally, decode, encode
+from kbpf.demo.report import ClientReport, RequestCounts, decode, encode
 
-PODS = [Pod(1), Pod(2), Pod(3)]
+PODS = [BackendPod(1), BackendPod(2), BackendPod(3)]
 ALL = {"backend-1": 100, "backend-2": 90, "backend-3": 110}
 
 
@@ -18,29 +18,51 @@ class Seen(NamedTuple):
     """What the client saw of 300 requests, and words of what is wrong with it ("" nothing)."""
 
     name: str
-    tcp: Tally
-    udp: Tally
+    tcp: RequestCounts
+    udp: RequestCounts
     problem: str
 
 
 SEEN = [
-    Seen("all answered", Tally(ALL), Tally({"backend-1": 30}), ""),
-    Seen("one refused", Tally({**ALL, "backend-1": 99}, {"ECONNREFUSED": 1}), Tally(),
-         "1 of 300 requests by TCP failed: 1 x ECONNREFUSED"),
-    Seen("nothing works", Tally({}, {"ENETUNREACH": 300}), Tally(), "300 of 300"),
-    Seen("a datagram is lost", Tally(ALL), Tally({}, {"timeout": 1}), "by UDP failed: 1 x timeout"),
-    Seen("a backend is left out", Tally({"backend-1": 200, "backend-2": 100}), Tally(),
-         "backend-3 was not reached"),
-    Seen("a stranger answers", Tally({**ALL, "backend-1": 99, "backend-9": 1}), Tally(),
-         "backend-9 answered"),
-    Seen("requests are missing", Tally({**ALL, "backend-1": 1}), Tally(), "201 of 300"),
-    Seen("nothing was sent", Tally(), Tally(), "0 of 300"),
-]  # fmt: skip
+    Seen("all answered", RequestCounts(ALL), RequestCounts({"backend-1": 30}), ""),
+    Seen(
+        "one refused",
+        RequestCounts({**ALL, "backend-1": 99}, {"ECONNREFUSED": 1}),
+        RequestCounts(),
+        "1 of 300 requests by TCP failed: 1 x ECONNREFUSED",
+    ),
+    Seen("nothing works", RequestCounts({}, {"ENETUNREACH": 300}), RequestCounts(), "300 of 300"),
+    Seen(
+        "a datagram is lost",
+        RequestCounts(ALL),
+        RequestCounts({}, {"timeout": 1}),
+        "by UDP failed: 1 x timeout",
+    ),
+    Seen(
+        "a backend is left out",
+        RequestCounts({"backend-1": 200, "backend-2": 100}),
+        RequestCounts(),
+        "backend-3 was not reached",
+    ),
+    Seen(
+        "a stranger answers",
+        RequestCounts({**ALL, "backend-1": 99, "backend-9": 1}),
+        RequestCounts(),
+        "backend-9 answered",
+    ),
+    Seen(
+        "requests are missing",
+        RequestCounts({**ALL, "backend-1": 1}),
+        RequestCounts(),
+        "201 of 300",
+    ),
+    Seen("nothing was sent", RequestCounts(), RequestCounts(), "0 of 300"),
+]
 
 
 @pytest.mark.parametrize("seen", SEEN, ids=lambda seen: seen.name)
 def test_what_is_wrong_is_said_and_fails(seen: Seen):
-    outcome = evaluate(Report(seen.tcp, seen.udp, 0.5, True), 300, PODS)
+    outcome = evaluate(ClientReport(seen.tcp, seen.udp, 0.5, True), 300, PODS)
     assert outcome.succeeded == (not seen.problem)
     assert seen.problem in " ".join(outcome.problems)
     assert outcome.requests == seen.tcp.requests
@@ -49,7 +71,7 @@ def test_what_is_wrong_is_said_and_fails(seen: Seen):
 
 
 def test_lines_come_back_as_they_went():
-    report = Report(Tally(ALL, {"timeout": 1}), Tally(), 0.25, True)
+    report = ClientReport(RequestCounts(ALL, {"timeout": 1}), RequestCounts(), 0.25, True)
     assert decode(encode(report)) == report
 
 
@@ -60,21 +82,23 @@ def test_the_client_counts_errors_by_name():
 
         return ask
 
-    count = Count()
-    count.ask(lambda _: "backend-1", ("", 0))
-    count.ask(fails(ConnectionRefusedError(111, "refused")), ("", 0))
-    count.ask(fails(TimeoutError()), ("", 0))
-    assert count.take() == Tally({"backend-1": 1}, {"ECONNREFUSED": 1, "timeout": 1})
-    assert count.take() == Tally()
+    count = RequestCounter()
+    count.request(lambda _: "backend-1", ("", 0))
+    count.request(fails(ConnectionRefusedError(111, "refused")), ("", 0))
+    count.request(fails(TimeoutError()), ("", 0))
+    assert count.pop() == RequestCounts({"backend-1": 1}, {"ECONNREFUSED": 1, "timeout": 1})
+    assert count.pop() == RequestCounts()
 
 
 def test_a_picture_shows_shares_of_the_last_seconds_and_totals_of_all():
-    gallery = Gallery()
-    gallery.begin(STEPS[0])
-    gallery.add(Report(Tally({"backend-1": 100}), seconds=5.0))
-    gallery.add(Report(Tally({"backend-2": 30, "backend-3": 10}), seconds=2.0))
-    gallery.add(Report(Tally({}, {"ECONNREFUSED": 3, "timeout": 1}), seconds=0.5))
-    now = gallery.picture()
+    gallery = DemoProgress()
+    gallery.start_step(STEPS[0])
+    gallery.add_report(ClientReport(RequestCounts({"backend-1": 100}), seconds=5.0))
+    gallery.add_report(ClientReport(RequestCounts({"backend-2": 30, "backend-3": 10}), seconds=2.0))
+    gallery.add_report(
+        ClientReport(RequestCounts({}, {"ECONNREFUSED": 3, "timeout": 1}), seconds=0.5)
+    )
+    now = gallery.build_picture()
     assert [round(one.share, 2) for one in now.shares] == [0.0, 0.75, 0.25, 0.0]
     assert [one.total for one in now.shares] == [100, 30, 10, 0]
     assert (now.answered, now.refused, now.failed) == (140, 3, 1)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from kbpf.cli import app, run
-from kbpf.cli.log_format import JsonLines, TextLines
+from kbpf.cli.log_format import JsonFormatter, TextFormatter
 from tests.support.lab.lab import traceback_in
 
 
@@ -47,8 +47,8 @@ def record(row: Row, is_fault: bool = False) -> logging.LogRecord:
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.message)
 def test_a_record_is_a_line(row: Row):
-    assert TextLines().format(record(row)) == f"2026-11-22T05:34:13Z INFO kbpf.x {row.text}"
-    line = JsonLines().format(record(row))
+    assert TextFormatter().format(record(row)) == f"2026-11-22T05:34:13Z INFO kbpf.x {row.text}"
+    line = JsonFormatter().format(record(row))
     assert line.isascii()
     assert "\n" not in line
     assert json.loads(line) == {
@@ -60,7 +60,9 @@ def test_a_fault_of_ours_is_told_with_its_place():
     try:
         raise ValueError("on purpose")
     except ValueError:
-        text, line = (form.format(record(ROWS[0], True)) for form in (TextLines(), JsonLines()))
+        text, line = (
+            form.format(record(ROWS[0], True)) for form in (TextFormatter(), JsonFormatter())
+        )
     head, *below = text.splitlines()
     assert head == "2026-11-22T05:34:13Z ERROR kbpf.x started node=n1"
     assert below[0].startswith("Traceback")
@@ -98,7 +100,7 @@ def test_a_fault_of_ours_that_ends_the_agent_is_a_line_too(
     assert below == told["fault"].splitlines()
 
 
-@pytest.mark.parametrize("form", [TextLines(), JsonLines()], ids=["text", "json"])
+@pytest.mark.parametrize("form", [TextFormatter(), JsonFormatter()], ids=["text", "json"])
 def test_labs_find_a_traceback_in_a_log(tmp_path: Path, form: logging.Formatter):
     log = tmp_path / "node.log"
     log.write_text(form.format(record(ROWS[0])) + "\n")

@@ -8,7 +8,7 @@ import yaml
 
 from kbpf.cli import render
 from kbpf.cli.options import Output
-from kbpf.errors import KbpfError, KernelError, printable
+from kbpf.errors import KbpfError, KernelError, escape_unprintable
 from kbpf.views.columns import Column
 
 HOSTILE = "a\x1b[2J\x9b1m\x00\x7f\r\n\u202eb\u2066\u200f\u2028c"
@@ -31,15 +31,15 @@ def shows(text: str) -> bool:
 
 @pytest.mark.parametrize("text", ["", "web", "ä ö 中", "a b"])
 def test_what_can_be_printed_stays(text: str) -> None:
-    assert printable(text) == text
+    assert escape_unprintable(text) == text
 
 
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("a table", render.table([Row(HOSTILE)], COLUMNS)),
-        ("a stream of rows", "".join(render.stream([Row(HOSTILE)], COLUMNS, Output.TABLE))),
-        ("facts", render.facts([("error", HOSTILE)])),
+        ("a table", render.format_table([Row(HOSTILE)], COLUMNS)),
+        ("a stream of rows", "".join(render.stream_rows([Row(HOSTILE)], COLUMNS, Output.TABLE))),
+        ("facts", render.format_facts([("error", HOSTILE)])),
         ("an error", str(KbpfError("said " + HOSTILE.replace("\r\n", ""), "x", "y"))),
         ("a kernel's error", str(KernelError("said \x1b]0;x\x07", "x", errno=1))),
     ],
@@ -57,10 +57,10 @@ def test_documents_are_escaped_in_their_own_way_and_say_the_same(
     output: Output, value: str
 ) -> None:
     parse: Any = json.loads if output is Output.JSON else yaml.safe_load
-    text = render.document([{"name": value}], output)
+    text = render.format_document([{"name": value}], output)
     assert shows(text)
     assert parse(text) == [{"name": value}]
-    streamed = "".join(render.stream([{"name": value}], COLUMNS, output))
+    streamed = "".join(render.stream_rows([{"name": value}], COLUMNS, output))
     assert shows(streamed)
     assert parse(streamed) == [{"name": value}]
     assert ("ä" in text) == ("ä" in value), "what can be printed stays as it is"

@@ -69,11 +69,11 @@ spec:
 
 
 def read_manifest(text: str, folder: Path) -> object:
-    return documents.parse("a.yaml", f"kind: Service\n{text}".encode())
+    return documents.parse_documents("a.yaml", f"kind: Service\n{text}".encode())
 
 
 def read_manifest_as_json(text: str, folder: Path) -> object:
-    return documents.parse("a.json", text.encode())
+    return documents.parse_documents("a.json", text.encode())
 
 
 def read_configuration(text: str, folder: Path) -> object:
@@ -134,8 +134,8 @@ def test_json_that_is_deep_spoils_only_itself_though_its_lines_are_looked_for() 
     """Places in JSON are found by a YAML parser, which deep nesting must not reach."""
     deep = "[" * 900 + "]" * 900
     bad = '{"kind":"Service","metadata":{"name":"x"},"spec":{"clusterIP":7,"portz":' + deep + "}}"
-    contents = documents.parse("a.json", bad.encode())
-    assert len(contents.found) == 1
+    contents = documents.parse_documents("a.json", bad.encode())
+    assert len(contents.objects) == 1
     assert any("portz" in line for line in contents.problems)
 
 
@@ -143,8 +143,8 @@ def test_complaints_about_one_file_end() -> None:
     fields = "".join(f"  f{n}: 1\n" for n in range(20_000))
     text = f"kind: Service\nmetadata: {{name: a}}\nspec:\n  clusterIP: 10.0.0.1\n{fields}"
     begun = time.process_time()
-    contents = documents.parse("a.yaml", text.encode())
-    assert len(contents.problems) == documents.MOST_PROBLEMS + 1
+    contents = documents.parse_documents("a.yaml", text.encode())
+    assert len(contents.problems) == documents.MAX_PROBLEMS_PER_FILE + 1
     assert "only 100 problems" in contents.problems[-1]
     assert time.process_time() - begun < 5.0
 
@@ -309,14 +309,14 @@ def value_in_a_manifest(text: str, folder: Path) -> object:
 
 def value_in_a_configuration(text: str, folder: Path) -> object:
     head = "apiVersion: kbpf.io/v1alpha1\nkind: KbpfConfiguration\n"
-    own = config_documents.parse(f"{head}x: {text}\n".encode(), "the file").own
+    own = config_documents.parse(f"{head}x: {text}\n".encode(), "the file").kbpf
     assert own is not None
     return own["x"]
 
 
 def value_in_a_kubeconfig(text: str, folder: Path) -> object:
     (folder / "kubeconfig").write_text(f"users:\n- name: u\n  user:\n    exec: {text}\n")
-    users = kubeconfig._load(folder / "kubeconfig").users
+    users = kubeconfig._load_file(folder / "kubeconfig").users
     assert users is not None
     return users[0].user.exec
 

@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from kbpf.config import documents, durations, flags, kbpf_configuration, load, write
-from kbpf.config.kubeproxy import ACCEPTED, KubeProxyConfiguration
-from kbpf.config.load import Loaded
+from kbpf.config.kubeproxy import UNUSED_FIELDS, KubeProxyConfiguration
+from kbpf.config.load import LoadedConfig
 from kbpf.errors import ConfigError, ConfigErrors
 from kbpf.model.address import parse_addr
 from kbpf.model.config import (
@@ -39,16 +39,16 @@ def cidr(address: str, bits: int) -> Cidr:
     return Cidr(parse_addr(address), bits)
 
 
-def proxy(text: str = "", **flags: str) -> Loaded:
+def proxy(text: str = "", **flags: str) -> LoadedConfig:
     """With kube-proxy's document, and flags by name."""
     return loaded(PROXY + textwrap.dedent(text), **flags)
 
 
-def ours(text: str = "", **flags: str) -> Loaded:
+def ours(text: str = "", **flags: str) -> LoadedConfig:
     return loaded(OWN + textwrap.dedent(text), **flags)
 
 
-def loaded(text: str, **given: str) -> Loaded:
+def loaded(text: str, **given: str) -> LoadedConfig:
     return load.load({f"--{k.replace('_', '-')}": v for k, v in given.items()}, {}, text.encode())
 
 
@@ -59,7 +59,7 @@ def field(config: Config, path: str) -> Any:
     return found
 
 
-def told(made: Loaded) -> str:
+def told(made: LoadedConfig) -> str:
     return "\n".join(note.text for note in made.notes)
 
 
@@ -377,7 +377,7 @@ def test_what_changes_the_address_that_backends_see_is_a_warning():
 
 
 def test_every_row_of_what_is_accepted_is_tried():
-    assert {path for path, _, _ in ACCEPTED} == {path for _, path in NOT_USED}
+    assert {path for path, _, _ in UNUSED_FIELDS} == {path for _, path in NOT_USED}
 
 
 TOLD = [
@@ -475,7 +475,7 @@ OURS = [
         (Cidr(parse_addr("192.0.2.0"), 120), Cidr(parse_addr("2001:db8::"), 64)),
     ),
     Says("watchNodes: all", "watch_nodes", "all"),
-    Says("socketLB: {mode: hostNamespaceOnly}", "socket_lb", SocketLb.HOST_ONLY),
+    Says("socketLB: {mode: hostNamespaceOnly}", "socket_lb", SocketLb.HOST_NAMESPACE_ONLY),
     Says("socketLB: {mode: off}", "socket_lb", SocketLb.OFF),
     Says("socketLB: {mode: 'on'}", "socket_lb", SocketLb.ON),
     Says("socketLB: {exempt: [system.slice/a*, b]}", "socket_lb_exempt", ("system.slice/a*", "b")),
@@ -512,12 +512,12 @@ def test_what_our_document_says_is_set(row: Says):
 
 def test_every_field_of_our_document_is_tried():
     said = {path for row in OURS[:-1] for path in _paths(row.text)}
-    assert said == set(kbpf_configuration.FLAG_OF)
+    assert said == set(kbpf_configuration.FLAG_BY_PATH)
     leaves = [
         path.partition(".")[2]
-        for path in documents.leaves(kbpf_configuration.KbpfConfiguration, "K")
+        for path in documents.leaf_paths(kbpf_configuration.KbpfConfiguration, "K")
     ]
-    assert leaves == list(kbpf_configuration.FLAG_OF)
+    assert leaves == list(kbpf_configuration.FLAG_BY_PATH)
 
 
 def _paths(text: str) -> list[str]:
@@ -693,7 +693,7 @@ MODES = [
 
 @pytest.mark.parametrize(("given", "everywhere"), MODES, ids=str)
 def test_where_node_ports_answer_by_default_depends_on_kube_proxys_mode(given, everywhere):
-    assert load.config(given, {}).all_node_port_addresses is everywhere
+    assert load.load_config(given, {}).all_node_port_addresses is everywhere
 
 
 NOTED = [
@@ -744,7 +744,7 @@ WRITTEN = [
            source_empty_grace=5.0, allow_insecure_api=True,
            nft_table="t", state_dir=Path("/s"), log_level="error", algorithm=Algorithm.MAGLEV,
            service_annotations=ServiceAnnotations.ALGORITHM, system_namespaces=("a", "b"),
-           detect_local_mode=LocalMode.BRIDGE, pod_bridge_interface="cni0"),
+           detect_local_mode=LocalMode.BRIDGE_INTERFACE, pod_bridge_interface="cni0"),
     Config(node_port_addresses=(cidr("10.0.0.0", 104),), primary_node_ports=True,
            localhost_node_ports=False),
     Config(node_port_addresses=(cidr("10.0.0.0", 104), cidr("fd00::", 8)), source=Path("/o"),
@@ -757,7 +757,7 @@ WRITTEN = [
 
 @pytest.mark.parametrize("config", WRITTEN, ids=range(len(WRITTEN)))
 def test_what_is_written_says_the_same(config: Config):
-    made = loaded(write.text(config))
+    made = loaded(write.format_documents(config))
     mode = config.detect_local_mode or LocalMode.CLUSTER_CIDR
     assert made.config == load.replace(config, detect_local_mode=mode)
     assert "no field" not in told(made)
@@ -786,7 +786,7 @@ TIMES = [
 def test_times_are_gos(text: str, seconds: float, again: str | None):
     assert durations.parse(text, "") == pytest.approx(seconds)
     if again is not None:
-        assert durations.write(seconds) == again
+        assert durations.format_duration(seconds) == again
 
 
 @pytest.mark.parametrize(
@@ -830,39 +830,45 @@ def test_the_pages_example_can_be_loaded_and_its_complaint_is_ours():
 
 
 def test_the_page_has_every_field_of_kube_proxys_document():
-    leaves = [path.partition(".")[2] for path in documents.leaves(KubeProxyConfiguration, "K")]
+    leaves = [path.partition(".")[2] for path in documents.leaf_paths(KubeProxyConfiguration, "K")]
     assert list(table("KubeProxyConfiguration")) == leaves
 
 
 def test_the_page_has_every_field_of_ours_with_its_flag():
     rows = table("KbpfConfiguration")
-    assert list(rows) == list(kbpf_configuration.FLAG_OF)
+    assert list(rows) == list(kbpf_configuration.FLAG_BY_PATH)
     assert {path: cells[0].strip("`") for path, cells in rows.items()} == dict(
-        kbpf_configuration.FLAG_OF
+        kbpf_configuration.FLAG_BY_PATH
     )
 
 
 def test_every_flag_is_on_the_page_and_those_that_do_something_have_a_field():
     rows = table("Flags")
     assert list(rows) == [flag.name for flag in flags.FLAGS]
-    ours, theirs = set(kbpf_configuration.FLAG_OF.values()), set(table("KubeProxyConfiguration"))
+    ours, theirs = (
+        set(kbpf_configuration.FLAG_BY_PATH.values()),
+        set(table("KubeProxyConfiguration")),
+    )
     for flag in flags.FLAGS:
         field = rows[flag.name][0].strip("`")
         if flag.name in ours:
-            assert kbpf_configuration.FLAG_OF[field.removeprefix("KbpfConfiguration.")] == flag.name
+            assert (
+                kbpf_configuration.FLAG_BY_PATH[field.removeprefix("KbpfConfiguration.")]
+                == flag.name
+            )
         elif flag.field:
             assert field in theirs
 
 
 def test_the_page_says_which_flags_have_other_names_and_which_are_ignored():
     for name, (_, others, ignored) in table("Flags").items():
-        flag = flags.BY_NAME[name]
+        flag = flags.FLAGS_BY_NAME[name]
         assert tuple(re.findall("`(.*?)`", others)) == flag.aliases, name
-        assert (ignored == "yes") is (name in flags.KUBE_PROXYS), name
+        assert (ignored == "yes") is (name in flags.KUBE_PROXY_FLAGS), name
 
 
 def test_the_pages_defaults_are_ours():
-    made = write.ours(Config())
+    made = write.kbpf_fields(Config())
     for path, (_, default, _) in table("KbpfConfiguration").items():
         head, _, tail = path.partition(".")
         value = made.get(head, {}).get(tail, "") if tail else made.get(head, "")

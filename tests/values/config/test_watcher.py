@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kbpf.config import load
-from kbpf.config.watcher import Follower
+from kbpf.config.watcher import ConfigWatcher
 from tests.support.cluster.kubeadm import Mount
 
 A = b"apiVersion: kbpf.io/v1alpha1\nkind: KbpfConfiguration\nalgorithm: maglev\n"
@@ -21,7 +21,9 @@ class Site:
     def __init__(self, path: Path, data: bytes = A) -> None:
         self.path = path
         self.changes = 0
-        self.follower = Follower(path, data, lambda d: load.load({}, {}, d, "file"), self._count)
+        self.follower = ConfigWatcher(
+            path, data, lambda d: load.load({}, {}, d, "file"), self._count
+        )
         self.look()
 
     def _count(self) -> None:
@@ -29,8 +31,8 @@ class Site:
 
     def look(self) -> int:
         """Twice, as it takes to see a file that has come to rest; the changes so far."""
-        self.follower.look()
-        self.follower.look()
+        self.follower.poll()
+        self.follower.poll()
         return self.changes
 
     def put(self, data: bytes) -> int:
@@ -57,7 +59,7 @@ def test_a_file_that_stays_says_nothing(site: Site, caplog: pytest.LogCaptureFix
 
 def test_other_settings_are_said_once_and_the_watch_is_over(site: Site):
     assert site.put(B) == 1
-    assert site.follower.is_over
+    assert site.follower.is_done
 
 
 def test_a_file_that_changed_between_its_reading_and_the_first_look(tmp_path: Path):
@@ -72,7 +74,7 @@ def test_another_text_that_says_the_same_changes_nothing(
     caplog.set_level("INFO", "kbpf.config")
     assert site.put(SAME) == 0
     assert "says the same" in caplog.text
-    assert not site.follower.is_over
+    assert not site.follower.is_done
     assert site.put(B) == 1
 
 
@@ -113,10 +115,10 @@ def test_a_file_that_is_being_written_is_not_judged(site: Site, caplog: pytest.L
     with site.path.open("wb") as file:
         file.write(WRONG[:50])
         file.flush()
-        site.follower.look()
+        site.follower.poll()
         file.write(b"x" * 5)
         file.flush()
-        site.follower.look()
+        site.follower.poll()
     assert caplog.records == []
     assert site.put(B) == 1
 

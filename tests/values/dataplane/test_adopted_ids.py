@@ -6,7 +6,13 @@ from typing import Any, NamedTuple
 import pytest
 
 from kbpf.dataplane.bpf.changes import adopt
-from kbpf.dataplane.bpf.maps.layout import U32, ServiceFlag, ServiceValue, pack_name, pack_target
+from kbpf.dataplane.bpf.maps.layout import (
+    U32,
+    ServiceFlag,
+    ServiceValue,
+    pack_service_name,
+    pack_target,
+)
 from kbpf.model.address import parse_addr
 from kbpf.model.desired import FrontendAddress, ServicePortKey
 from kbpf.model.objects import Protocol
@@ -52,21 +58,21 @@ def frontend(number: int) -> FrontendAddress:
 
 @pytest.mark.parametrize("row", FOUND, ids=str)
 def test_the_newest_id_that_serves_is_taken_over(row: Found) -> None:
-    maps = {name: Held() for name in (*adopt.READ, "backend_slots")}
+    maps = {name: Held() for name in (*adopt.MAPS_READ, "backend_slots")}
     for number in row.named:
-        maps["service_names"][U32.pack(number)] = pack_name(KEY)
+        maps["service_names"][U32.pack(number)] = pack_service_name(KEY)
     for number in row.dialled:
         at = frontend(number)
         key = pack_target(at.address, at.port, at.protocol)
         value = ServiceValue(number, int(ServiceFlag.CLUSTER_IP), 0, 0, 0, 0, 0)
         maps["services"][key] = value.pack(key)
-    found = adopt.read(maps)
+    found = adopt.read_maps(maps)
     assert found.programmed.keys() == ({KEY} if row.programmed else set())
     if row.programmed:
         assert found.programmed[KEY].id == row.programmed
     assert found.unused_names == ({KEY: row.unused} if row.unused else {})
-    assert found.stray_names == row.strays
-    assert found.stray_frontends == {
+    assert found.unclaimed_names == row.strays
+    assert found.unclaimed_frontends == {
         frontend(number) for number in row.dialled if number != row.programmed
     }
     assert found.highest_service == max(row.named)

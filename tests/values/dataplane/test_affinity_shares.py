@@ -7,7 +7,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from kbpf.dataplane.bpf.maps.affinity_shares import LONGEST_SECONDS, LOOK_SECONDS, PIECE, Shares
+from kbpf.dataplane.bpf.maps.affinity_shares import (
+    MAX_AFFINITY_TIMEOUT_S,
+    RECOUNT_INTERVAL_S,
+    STEP_ENTRIES,
+    AffinityShares,
+)
 from kbpf.dataplane.bpf.maps.layout import AFFINITY, AFFINITY_KEY, U32
 from kbpf.model.address import parse_addr
 
@@ -42,10 +47,10 @@ TIMEOUT = 100
 SERVICES = range(1000)
 
 
-def counted(affinity: FakeMap, shares: FakeMap) -> Shares:
+def counted(affinity: FakeMap, shares: FakeMap) -> AffinityShares:
     """All Services have the same timeout."""
     maps: Any = {"affinity": affinity, "affinity_shares": shares}
-    return Shares(lambda: maps, lambda: dict.fromkeys(SERVICES, TIMEOUT))
+    return AffinityShares(lambda: maps, lambda: dict.fromkeys(SERVICES, TIMEOUT))
 
 
 class Row(NamedTuple):
@@ -78,7 +83,7 @@ def test_shares_are_counted_again(row: Row, piece: int):
     shares |= {bytes(parse_addr(at)): U32.pack(count) for at, count in row.before.items()}
     counting = counted(affinity, shares)
     for number in range(len(row.entries) + 1):
-        counting.advance(number * LOOK_SECONDS, AT_ONCE)
+        counting.advance(number * RECOUNT_INTERVAL_S, AT_ONCE)
     assert shares == {bytes(parse_addr(at)): U32.pack(count) for at, count in row.after.items()}
 
 
@@ -92,7 +97,7 @@ def test_what_programs_count_meanwhile_is_not_lost():
     counting = counted(affinity, shares)
     counting.advance(0, AT_ONCE)
     shares[own] = U32.pack(8)
-    counting.advance(LOOK_SECONDS, AT_ONCE)
+    counting.advance(RECOUNT_INTERVAL_S, AT_ONCE)
     assert shares[own] == U32.pack(2 + 3)
 
 
@@ -121,7 +126,7 @@ AGES = [
     Age("idle", 1, TIMEOUT - 5, True),
     Age("expired", 1, TIMEOUT + 1, False),
     Age("the Service has gone", 1000, TIMEOUT + 1, True),
-    Age("that long ago", 1000, LONGEST_SECONDS + 1, False),
+    Age("that long ago", 1000, MAX_AFFINITY_TIMEOUT_S + 1, False),
 ]
 
 
@@ -155,7 +160,7 @@ def test_one_that_is_used_again_meanwhile_stays():
 def test_a_full_map_is_counted_in_steps():
     """Other work is done between two steps."""
     affinity, shares = FakeMap(), FakeMap()
-    count = affinity.piece = 4 * PIECE
+    count = affinity.piece = 4 * STEP_ENTRIES
     used = time.monotonic_ns()
     for number in range(count):
         own = number.to_bytes(8, "big") + bytes(8)
@@ -166,5 +171,5 @@ def test_a_full_map_is_counted_in_steps():
     while counting.is_busy:
         counting.advance(0, 0)
         steps += 1
-    assert steps >= 3 * count / PIECE
+    assert steps >= 3 * count / STEP_ENTRIES
     assert set(shares.values()) == {U32.pack(1)}

@@ -212,10 +212,10 @@ def test_what_cannot_be_kept_is_told_once(
 ):
     make, reason = UNKEPT[case]
     folder = make(tmp_path)
-    artifact._warned.clear()
+    artifact._logged_warnings.clear()
     try:
         for _ in range(2):
-            artifact.keep(made(), folder)
+            artifact.try_store(made(), folder)
             assert artifact.find("sock", folder, TOOLS) is None
     finally:
         subprocess.run(["umount", tmp_path], check=False, stderr=subprocess.DEVNULL)
@@ -276,7 +276,7 @@ PLANTED = [
     Planted("a folder", lambda f: exchanged(f, Path.mkdir), "it is not a regular file"),
     Planted("a device", lambda f: exchanged(f, lambda p: os.mknod(p, 0o600 | stat.S_IFCHR, 0x105)),
             "it is not a regular file"),
-    Planted("too large", lambda f: os.truncate(f, artifact.FILE_BYTES + 1),
+    Planted("too large", lambda f: os.truncate(f, artifact.MAX_FILE_BYTES + 1),
             "it is larger than 16 MiB"),
 ]  # fmt: skip
 
@@ -286,7 +286,7 @@ def test_what_another_user_can_have_written_is_not_read(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, case: Planted
 ):
     path = artifact.store(made(), tmp_path / "cache")
-    artifact._warned.clear()
+    artifact._logged_warnings.clear()
     case.spoil(path)
     for _ in range(2):
         assert artifact.find("sock", path.parent, TOOLS) is None
@@ -294,7 +294,7 @@ def test_what_another_user_can_have_written_is_not_read(
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert case.said in record.getMessage()
-    assert record.getMessage().endswith(artifact.HINT)
+    assert record.getMessage().endswith(artifact.TRUST_HINT)
 
 
 @pytest.mark.parametrize("case", PLANTED[:3], ids=lambda case: case.name)

@@ -4,10 +4,15 @@ from typing import NamedTuple
 
 import pytest
 
-from kbpf.dataplane.bpf.packet_path.device_roles import Role, choose, decide, unmatched
+from kbpf.dataplane.bpf.packet_path.device_roles import (
+    DeviceRole,
+    assign_roles,
+    decide_roles,
+    find_unmatched,
+)
 from kbpf.kernel.net.devices import ARPHRD_ETHER, ARPHRD_NONE, Device
 
-HOST, POD, SKIPPED = Role.HOST, Role.POD, Role.SKIPPED
+HOST, POD, SKIPPED = DeviceRole.HOST, DeviceRole.POD, DeviceRole.SKIPPED
 LOOPBACK, TUNNEL, INFINIBAND, CAN = 772, 768, 32, 280
 
 
@@ -19,7 +24,7 @@ class Row(NamedTuple):
 
     name: str
     kind: str
-    role: Role
+    role: DeviceRole
     master: str = ""
     link_type: int = ARPHRD_ETHER
 
@@ -265,16 +270,16 @@ SHAPES = [
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
 def test_every_device_of_a_node_has_its_role(shape: Shape):
     listing = devices(shape.rows)
-    chosen = choose(listing, shape.patterns, shape.excluded)
+    chosen = assign_roles(listing, shape.patterns, shape.excluded)
     named = {device.name: chosen[device.ifindex] for device in listing}
-    reasons = decide(listing, shape.patterns, shape.excluded)
+    reasons = decide_roles(listing, shape.patterns, shape.excluded)
     assert named == {row.name: row.role for row in shape.rows}, reasons
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
 def test_the_order_of_the_listing_does_not_matter(shape: Shape):
     listing = devices(shape.rows)
-    assert choose(reversed(listing), shape.patterns, shape.excluded) == choose(
+    assert assign_roles(reversed(listing), shape.patterns, shape.excluded) == assign_roles(
         listing, shape.patterns, shape.excluded
     )
 
@@ -292,16 +297,16 @@ NAMED = [
 @pytest.mark.parametrize(("patterns", "missing"), NAMED, ids=str)
 def test_what_names_no_device_is_known(patterns: tuple[str, ...], missing: tuple[str, ...]):
     listing = devices((LO, ETH0, Row("cali1", "veth/pod", POD)))
-    assert unmatched(listing, patterns) == missing
+    assert find_unmatched(listing, patterns) == missing
 
 
 def test_a_port_whose_master_is_not_listed_is_a_port():
-    assert choose([Device(7, "eth0", master=9)]) == {7: SKIPPED}
+    assert assign_roles([Device(7, "eth0", master=9)]) == {7: SKIPPED}
 
 
 def test_every_choice_says_why():
     listing = devices((LO, ETH0, Row("br0", "bridge", HOST), Row("eth1", "", SKIPPED, "br0")))
-    assert {d.name: decide(listing)[d.ifindex].why for d in listing} == {
+    assert {d.name: decide_roles(listing)[d.ifindex].reason for d in listing} == {
         "lo": "loopback",
         "eth0": "hardware",
         "br0": "a bridge with the way outside eth1",

@@ -4,7 +4,13 @@ from typing import NamedTuple
 
 import pytest
 
-from kbpf.kernel.netfilter.forward_rules import HANDOVER, Chain, Rule, comment_of, refuses_all
+from kbpf.kernel.netfilter.forward_rules import (
+    HANDOVER_COMMENT,
+    BaseChain,
+    ChainRule,
+    masquerade_comment,
+    refuses_all,
+)
 from kbpf.kernel.system import sysctl
 
 MARK = 0x4000
@@ -94,13 +100,18 @@ PLACES = [
 
 @pytest.mark.parametrize("row", PLACES, ids=lambda row: f"{row.rules!r} drops={row.drops}")
 def test_the_place_of_our_rule(row: Place):
-    comments = {"o": comment_of(MARK), "m": comment_of(1), "h": HANDOVER}
-    rules = tuple(Rule(i, comments.get(kind, "kbpf's friend"), kind == "!")
+    comments = {"o": masquerade_comment(MARK), "m": masquerade_comment(1), "h": HANDOVER_COMMENT}
+    rules = tuple(ChainRule(i, comments.get(kind, "kbpf's friend"), kind == "!")
                   for i, kind in enumerate(row.rules))  # fmt: skip
-    chain = Chain("ip", "filter", "FORWARD", row.drops, rules)
-    found = chain.is_closed, chain.place, chain.holds(MARK), chain.hands_over
+    chain = BaseChain("ip", "filter", "FORWARD", row.drops, rules)
+    found = (
+        chain.is_closed,
+        chain.insert_position,
+        chain.has_masquerade_rule(MARK),
+        chain.has_handover_rule,
+    )
     assert found == (row.closed, row.place, row.holds, row.hands_over)
-    for kinds, ours in (("om", chain.ours), ("h", chain.handovers)):
+    for kinds, ours in (("om", chain.masquerade_rules), ("h", chain.handover_rules)):
         assert [r.handle for r in ours] == [i for i, k in enumerate(row.rules) if k in kinds]
 
 

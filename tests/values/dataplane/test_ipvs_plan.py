@@ -11,27 +11,27 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kbpf.dataplane.ipvs import ruleset
-from kbpf.dataplane.ipvs.cleanup import style_of
-from kbpf.dataplane.ipvs.diff import Changes, Ledger
-from kbpf.dataplane.ipvs.fwmarks import Marks
-from kbpf.dataplane.ipvs.nodeport_conflicts import Overlaps
+from kbpf.dataplane.ipvs.cleanup import ruleset_options
+from kbpf.dataplane.ipvs.diff import Changes, DesiredElements
+from kbpf.dataplane.ipvs.fwmarks import FwmarkAllocator
+from kbpf.dataplane.ipvs.nodeport_conflicts import NodePortConflicts
 from kbpf.dataplane.ipvs.plan import (
-    NODE,
-    NOTHING,
+    EMPTY_PLAN,
+    NODE_KEY,
     Element,
-    End,
-    Ground,
-    Pool,
-    Programmed,
+    NodeContext,
+    RealServer,
+    ServerPool,
+    ServicePortPlan,
     SetName,
-    Virtual,
-    marked,
-    note,
-    noted,
-    program,
-    program_node,
-    unmarked,
-    wants_mark,
+    VirtualService,
+    fwmark_service,
+    needs_fwmark,
+    owned_service,
+    ownership_element,
+    plan_node,
+    plan_service_port,
+    without_service,
 )
 from kbpf.model.address import ANY4, ANY6, Addr, format_addr, format_endpoint, parse_addr
 from kbpf.model.config import Config
@@ -50,9 +50,9 @@ ALL = f"{CLUSTER} {PORT} {VIP} {EXTERNAL}"
 MARK = 0x6B620001
 
 
-def ground(**more: Any) -> Ground:
+def ground(**more: Any) -> NodeContext:
     addresses = tuple(map(parse_addr, (NODE_IP, NODE_IP6)))
-    return Ground(addresses, **{"own_addresses": frozenset(addresses), **more})
+    return NodeContext(addresses, **{"own_addresses": frozenset(addresses), **more})
 
 
 def shown(parts: tuple[Any, ...]) -> str:
@@ -68,7 +68,7 @@ def shown(parts: tuple[Any, ...]) -> str:
     return " ".join(words)
 
 
-def sets(programmed: Programmed, *names: SetName) -> dict[str, set[str]]:
+def sets(programmed: ServicePortPlan, *names: SetName) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for name, parts in programmed.elements:
         if name in names:
@@ -76,12 +76,12 @@ def sets(programmed: Programmed, *names: SetName) -> dict[str, set[str]]:
     return found
 
 
-def pools(programmed: Programmed) -> dict[str, str]:
+def pools(programmed: ServicePortPlan) -> dict[str, str]:
     """Virtual service → scheduler, persistence, servers."""
     found = {}
     for virtual, pool in programmed.pools.items():
         at = format_endpoint(virtual.address, virtual.port)
-        name = f"mark {virtual.mark:#x}" if virtual.mark else f"{at}/{virtual.protocol.name}"
+        name = f"mark {virtual.fwmark:#x}" if virtual.fwmark else f"{at}/{virtual.protocol.name}"
         servers = [f"{format_endpoint(*end)}*{weight}" for end, weight in pool.servers]
         found[name] = " ".join([f"{pool.scheduler},{pool.persistence}", *servers])
     return found
@@ -124,17 +124,17 @@ ANSWERS = [
 ]  # fmt: skip
 
 
-def made(row: Answer, frontends: str = ALL) -> tuple[ServiceState, Programmed]:
+def made(row: Answer, frontends: str = ALL) -> tuple[ServiceState, ServicePortPlan]:
     state = service("web", frontends, **row.state)
-    return state, program(state, ground(), MARK if wants_mark(state) else 0)
+    return state, plan_service_port(state, ground(), MARK if needs_fwmark(state) else 0)
 
 
-def answer(programmed: Programmed, at: str) -> str:
+def answer(programmed: ServicePortPlan, at: str) -> str:
     """What an outsider's connection gets."""
     found = sets(programmed, SetName.SERVED, SetName.REFUSED, SetName.DROPPED)
     (name,) = [name for name, ats in found.items() if at in ats]
     address, protocol, port = at.split()
-    pool = programmed.pools[Virtual(Protocol[protocol], parse_addr(address), int(port))]
+    pool = programmed.pools[VirtualService(Protocol[protocol], parse_addr(address), int(port))]
     servers = " ".join(format_addr(end.address) for end, _ in pool.servers)
     assert bool(servers) == (name == "served")
     return servers or name
@@ -152,21 +152,21 @@ def test_who_gets_what(row: Answer):
     wanted = "rr,0 10.0.0.1:8080*1 10.0.0.2:8080*1" if row.here else "rr,0"
     local = row.state.get("external_local", False)
     assert marked == ({f"mark {MARK:#x}": wanted} if local else {})
-    noted = sets(programmed, SetName.MARKS).get("marks", set())
+    noted = sets(programmed, SetName.FWMARKS).get("marks", set())
     ats = ("0.0.0.0 TCP 30080", *externals[1:])
     assert noted == ({f"{at} {MARK}" for at in ats} if local else set())
 
 
 def test_a_cluster_ip_alone_has_no_short_circuit():
     state = service("web", CLUSTER, BOTH, external_local=True)
-    assert not wants_mark(state)
+    assert not needs_fwmark(state)
 
 
 def test_a_short_circuit_that_is_not_wanted_any_more_leads_nobody():
     """It goes on for its connections, with the endpoints that there are."""
-    before = program(service("web", ALL, A, external_local=True), ground(), MARK)
-    after = program(service("web", ALL, BOTH), ground(), MARK)
-    kinds = SetName.MARKS, SetName.OWN_MARKS
+    before = plan_service_port(service("web", ALL, A, external_local=True), ground(), MARK)
+    after = plan_service_port(service("web", ALL, BOTH), ground(), MARK)
+    kinds = SetName.FWMARKS, SetName.OWN_FWMARKS
     assert sets(after, *kinds) == sets(before, *kinds) != {}
     assert sets(after, SetName.SHORT_CIRCUITS) == {}
     assert pools(after)[f"mark {MARK:#x}"] == f"rr,0 {A}*1 {B}*1"
@@ -174,16 +174,21 @@ def test_a_short_circuit_that_is_not_wanted_any_more_leads_nobody():
 
 def test_node_ports_are_of_their_family():
     v6 = service("web", "[fd00:96::1]:80 NodePort=[::]:30080", "[fd00::9]:80")
-    assert set(pools(program(v6, ground()))) == {"[fd00:96::1]:80/TCP", f"[{NODE_IP6}]:30080/TCP"}
-    assert set(pools(program(service("web", PORT, A), ground()))) == {f"{NODE_IP}:30080/TCP"}
-    assert pools(program(service("web", PORT, A), Ground())) == {}
+    assert set(pools(plan_service_port(v6, ground()))) == {
+        "[fd00:96::1]:80/TCP",
+        f"[{NODE_IP6}]:30080/TCP",
+    }
+    assert set(pools(plan_service_port(service("web", PORT, A), ground()))) == {
+        f"{NODE_IP}:30080/TCP"
+    }
+    assert pools(plan_service_port(service("web", PORT, A), NodeContext())) == {}
 
 
 def test_the_dummy_device_has_all_but_the_nodes_own():
     state = service("web", f"{ALL} ExternalIP={NODE_IP}:80", A)
-    ips = sets(program(state, ground()), SetName.VIRTUAL_IPS)["virtual_ips"]
+    ips = sets(plan_service_port(state, ground()), SetName.VIRTUAL_IPS)["virtual_ips"]
     assert ips == {"10.96.0.1", "192.0.2.1", "192.0.2.2"}
-    assert f"{NODE_IP}:80/TCP" in pools(program(state, ground()))
+    assert f"{NODE_IP}:80/TCP" in pools(plan_service_port(state, ground()))
 
 
 # ---- source ranges -----------------------------------------------------------------------------
@@ -206,7 +211,7 @@ RANGES = [
 
 @pytest.mark.parametrize("row", RANGES, ids=lambda row: row.name)
 def test_source_ranges_are_of_load_balancers_alone(row: Ranges):
-    programmed = program(service("web", ALL, A, ranges=row.ranges), ground())
+    programmed = plan_service_port(service("web", ALL, A, ranges=row.ranges), ground())
     found = sets(programmed, SetName.RESTRICTED, SetName.SOURCES)
     assert found["restricted"] == {"192.0.2.1 TCP 80"}
     assert found["sources"] == {f"{one} 192.0.2.1 TCP 80" for one in row.let_in}
@@ -222,7 +227,7 @@ def test_node_ports_with_ranges_let_in_these_and_the_node():
         ),
         node_port_ranges=(parse_cidr("203.0.113.0/24", ""),),
     )
-    found = sets(program(guarded, ground()), SetName.RESTRICTED, SetName.SOURCES)
+    found = sets(plan_service_port(guarded, ground()), SetName.RESTRICTED, SetName.SOURCES)
     (at,) = found["restricted"]
     address, protocol, port = at.split()
     assert (protocol, port) == ("TCP", "30080")
@@ -261,7 +266,7 @@ MASQUERADES = [
 
 @pytest.mark.parametrize("row", MASQUERADES, ids=lambda row: row.name)
 def test_who_is_masqueraded(row: Masquerade):
-    programmed = program(service("web", ALL, BOTH, **row.state), ground(**row.ground))
+    programmed = plan_service_port(service("web", ALL, BOTH, **row.state), ground(**row.ground))
     found = sets(programmed, SetName.MASQUERADED, SetName.MASQUERADED_OUTSIDE)
     names = {name: {at.split()[0] for at in ats} for name, ats in found.items()}
     assert names.get("masqueraded", set()) == set(row.always.split())
@@ -271,7 +276,7 @@ def test_who_is_masqueraded(row: Masquerade):
 def test_only_who_is_on_this_node_can_be_led_to_itself():
     """One element for each address, whatever ports it serves: others do not dial from here."""
     state = service("web", ALL, BOTH, external_local=True, on_node=(parse_addr("10.0.0.2"),))
-    found = sets(program(state, ground(), MARK), SetName.HAIRPINS)["hairpin_ips"]
+    found = sets(plan_service_port(state, ground(), MARK), SetName.HAIRPINS)["hairpin_ips"]
     assert found == {"10.0.0.2 10.0.0.2"}
 
 
@@ -300,7 +305,7 @@ SPREADS = [
 @pytest.mark.parametrize("row", SPREADS, ids=lambda row: row.name)
 def test_spread(row: Spread):
     state = service("web", f"{CLUSTER} {VIP}", BOTH, external_local=True, **row.state)
-    found = pools(program(state, ground(scheduler=row.scheduler), MARK))
+    found = pools(plan_service_port(state, ground(scheduler=row.scheduler), MARK))
     weights = row.state.get("cluster_weights", (1, 1))
     servers = " ".join(f"{at}*{w}" for at, w in zip(BOTH.split(), weights, strict=True))
     assert found["10.96.0.1:80/TCP"] == f"{row.pool} {servers}"
@@ -310,23 +315,25 @@ def test_spread(row: Spread):
 @pytest.mark.parametrize(("more", "by_port"), [({}, True), ({"affinity_timeout": 9}, False)])
 def test_the_port_is_hashed_unless_clients_are_to_stay(more: dict[str, Any], by_port: bool):
     state = service("web", CLUSTER, BOTH, algorithm=Algorithm.MAGLEV, **more)
-    (pool,) = program(state, ground()).pools.values()
+    (pool,) = plan_service_port(state, ground()).pools.values()
     assert pool.by_port == by_port
 
 
 # ---- changes -----------------------------------------------------------------------------------
 
 
-def plan(ledger: Ledger, *states: ServiceState, gone: tuple[ServicePortKey, ...] = ()) -> Changes:
-    after = {s.key: program(s, ground(), MARK if wants_mark(s) else 0) for s in states}
-    return ledger.change({**after, **dict.fromkeys(gone, NOTHING)})
+def plan(
+    ledger: DesiredElements, *states: ServiceState, gone: tuple[ServicePortKey, ...] = ()
+) -> Changes:
+    after = {s.key: plan_service_port(s, ground(), MARK if needs_fwmark(s) else 0) for s in states}
+    return ledger.update({**after, **dict.fromkeys(gone, EMPTY_PLAN)})
 
 
 class Planner:
     """A ledger whose NodePorts give way, as the plane has it."""
 
     def __init__(self) -> None:
-        self.ledger, self.overlaps = Ledger(), Overlaps()
+        self.ledger, self.overlaps = DesiredElements(), NodePortConflicts()
         self.states: dict[ServicePortKey, ServiceState] = {}
 
     def change(self, states: Mapping[ServicePortKey, ServiceState | None]) -> Changes:
@@ -336,14 +343,14 @@ class Planner:
             self.states.pop(key, None)
             if state is not None:
                 self.states[key] = state
-            keys |= self.overlaps.put(key, state)
-        return self.ledger.change({key: self._program(self.states.get(key)) for key in keys})
+            keys |= self.overlaps.update(key, state)
+        return self.ledger.update({key: self._program(self.states.get(key)) for key in keys})
 
-    def _program(self, state: ServiceState | None) -> Programmed:
+    def _program(self, state: ServiceState | None) -> ServicePortPlan:
         if state is None:
-            return NOTHING
-        mark = MARK + sum(state.key.name.encode()) if wants_mark(state) else 0
-        return program(state, ground(), mark, self.overlaps.exact)
+            return EMPTY_PLAN
+        mark = MARK + sum(state.key.name.encode()) if needs_fwmark(state) else 0
+        return plan_service_port(state, ground(), mark, self.overlaps.exact)
 
 
 def names(elements: set[Element]) -> set[str]:
@@ -351,16 +358,16 @@ def names(elements: set[Element]) -> set[str]:
 
 
 def test_every_virtual_service_is_noted_first_and_forgotten_last():
-    ledger, state = Ledger(), service("web", ALL, BOTH, external_local=True)
+    ledger, state = DesiredElements(), service("web", ALL, BOTH, external_local=True)
     steps = plan(ledger, state).steps()
-    assert {noted(e) for e in steps.first} - {None} == set(ledger.pools)
-    assert names(steps.late) == {"served", "short_circuits"}
-    assert not steps.early | steps.gone | steps.notes
+    assert {owned_service(e) for e in steps.added_first} - {None} == set(ledger.pools)
+    assert names(steps.added_late) == {"served", "short_circuits"}
+    assert not steps.removed_first | steps.removed_late | steps.removed_ownership
     steps = plan(ledger, gone=(state.key,)).steps()
-    assert names(steps.notes) == {"own", "own_marks"}
-    assert {"served", "short_circuits", "virtual_ips"} <= names(steps.gone)
-    assert not steps.early | steps.first | steps.late
-    assert (dict(ledger.pools), ledger.elements, ledger.by_key) == ({}, frozenset(), {})
+    assert names(steps.removed_ownership) == {"own", "own_marks"}
+    assert {"served", "short_circuits", "virtual_ips"} <= names(steps.removed_late)
+    assert not steps.removed_first | steps.added_first | steps.added_late
+    assert (dict(ledger.pools), ledger.elements, ledger.plans) == ({}, frozenset(), {})
 
 
 def served(at: str) -> Element:
@@ -372,18 +379,18 @@ def test_what_the_kernel_does_not_make_leads_nobody():
     """A virtual service that it refuses is not known, nor is a connection let pass to it; it comes
     with the next change of its Service port.
     """
-    ledger, state = Ledger(), service("web", ALL, BOTH, external_local=True, local=A)
+    ledger, state = DesiredElements(), service("web", ALL, BOTH, external_local=True, local=A)
     changes = plan(ledger, state)
-    refused = Virtual(Protocol.TCP, parse_addr("192.0.2.1"), 80)
-    short = next(virtual for virtual in ledger.pools if virtual.mark)
+    refused = VirtualService(Protocol.TCP, parse_addr("192.0.2.1"), 80)
+    short = next(virtual for virtual in ledger.pools if virtual.fwmark)
     assert {served("192.0.2.1:80"), served("10.96.0.1:80")} <= changes.new_elements
-    owners = ledger.correct({refused: None, short: None}, changes)
+    owners = ledger.record_refusals({refused: None, short: None}, changes)
     assert owners == {refused: state.key, short: state.key}
     assert {refused, short}.isdisjoint(ledger.pools)
     assert changes.old_elements == set(), "they have never been there"
     assert served("192.0.2.1:80") not in changes.new_elements | ledger.elements
     assert served("10.96.0.1:80") in changes.new_elements & ledger.elements
-    assert names(changes.steps().late) == {"served"}
+    assert names(changes.steps().added_late) == {"served"}
     assert not {e for e in ledger.elements if e[0] is SetName.SHORT_CIRCUITS}
     again = plan(ledger, state)
     assert again.new_pools.keys() == {refused, short}
@@ -393,22 +400,22 @@ def test_what_the_kernel_does_not_make_leads_nobody():
 
 def test_what_the_kernel_lost_leads_nobody_any_more():
     """It had served: its elements go with this change, but for those that came with it."""
-    ledger = Ledger()
+    ledger = DesiredElements()
     plan(ledger, service("web", f"{CLUSTER} {VIP}", A))
     changes = plan(ledger, service("web", f"{CLUSTER} {VIP}", BOTH))
-    lost = Virtual(Protocol.TCP, parse_addr("10.96.0.1"), 80)
-    ledger.correct({lost: None}, changes)
+    lost = VirtualService(Protocol.TCP, parse_addr("10.96.0.1"), 80)
+    ledger.record_refusals({lost: None}, changes)
     assert changes.old_elements == {served("10.96.0.1:80")}
     assert served("192.0.2.1:80") in ledger.elements
-    assert ledger.pools.keys() == {Virtual(Protocol.TCP, parse_addr("192.0.2.1"), 80)}
+    assert ledger.pools.keys() == {VirtualService(Protocol.TCP, parse_addr("192.0.2.1"), 80)}
 
 
 def test_what_the_kernel_holds_instead_is_what_is_known():
-    ledger, wanted = Ledger(), service("web", CLUSTER, BOTH)
+    ledger, wanted = DesiredElements(), service("web", CLUSTER, BOTH)
     plan(ledger, service("web", CLUSTER, A))
     ((virtual, old),) = ledger.pools.items()
     changes = plan(ledger, wanted)
-    assert ledger.correct({virtual: old}, changes) == {virtual: wanted.key}
+    assert ledger.record_refusals({virtual: old}, changes) == {virtual: wanted.key}
     assert ledger.pools == {virtual: old}
     assert changes.old_elements == set()
     assert plan(ledger, wanted).changed_pools[virtual][0] == old
@@ -416,12 +423,12 @@ def test_what_the_kernel_holds_instead_is_what_is_known():
 
 def test_what_was_let_in_already_is_shut_out_again_if_nothing_serves_there():
     """As where a kube-proxy had the virtual service before."""
-    ledger, state = Ledger(), service("web", CLUSTER, A)
+    ledger, state = DesiredElements(), service("web", CLUSTER, A)
     plan(ledger, state)
     (virtual,) = ledger.pools
-    changes = ledger.difference(frozenset(), frozenset(), dict(ledger.pools), True)
-    assert changes.met == {served("10.96.0.1:80")}
-    ledger.correct({virtual: None}, changes)
+    changes = ledger.diff(frozenset(), frozenset(), dict(ledger.pools), True)
+    assert changes.immediate == {served("10.96.0.1:80")}
+    ledger.record_refusals({virtual: None}, changes)
     assert changes.old_elements == {served("10.96.0.1:80")}
     assert served("10.96.0.1:80") not in changes.new_elements
 
@@ -449,44 +456,49 @@ STRAYS = [
 @pytest.mark.parametrize("row", STRAYS, ids=lambda row: row.name)
 @pytest.mark.parametrize("sound", [True, False])
 def test_which_addresses_are_strays(row: Strays, sound: bool):
-    ledger = Ledger()
+    ledger = DesiredElements()
     plan(ledger, service("web", CLUSTER, A))
     here = addresses(ledger) | {ADDRESS}
-    changes = ledger.difference(ledger.elements | {*row.by}, here, dict(ledger.pools), sound)
-    assert changes.strays == ({ADDRESS} if row.stray and sound else set())
+    changes = ledger.diff(ledger.elements | {*row.by}, here, dict(ledger.pools), sound)
+    assert changes.unclaimed_addresses == ({ADDRESS} if row.stray and sound else set())
     assert changes.old_elements == ({*row.by} if sound else set())
     assert not changes.new_elements
 
 
 def test_a_mark_that_cannot_be_had_takes_nothing_else_along():
     state = service("web", ALL, BOTH, external_local=True, local=A)
-    whole = program(state, ground(), MARK)
-    virtual = marked(4, MARK)
-    less = unmarked(whole, virtual)
+    whole = plan_service_port(state, ground(), MARK)
+    virtual = fwmark_service(4, MARK)
+    less = without_service(whole, virtual)
     assert whole.pools.keys() - less.pools.keys() == {virtual}
     assert names(whole.elements - less.elements) == {"own_marks", "marks"}
     assert less.elements < whole.elements
-    assert {e[0] for e in less.elements}.isdisjoint({SetName.MARKS, SetName.OWN_MARKS})
-    assert unmarked(less, virtual) == less
+    assert {e[0] for e in less.elements}.isdisjoint({SetName.FWMARKS, SetName.OWN_FWMARKS})
+    assert without_service(less, virtual) == less
 
 
 def test_a_note_reads_as_what_it_was_written_for():
-    for virtual in program(service("web", ALL, BOTH, external_local=True), ground(), MARK).pools:
-        assert noted(note(virtual)) == virtual
+    for virtual in plan_service_port(
+        service("web", ALL, BOTH, external_local=True), ground(), MARK
+    ).pools:
+        assert owned_service(ownership_element(virtual)) == virtual
 
 
 def test_who_loses_the_last_endpoint_is_refused_before_it_is_no_more_served():
-    ledger = Ledger()
+    ledger = DesiredElements()
     plan(ledger, service("web", CLUSTER, A))
     changes = plan(ledger, service("web", CLUSTER))
     steps = changes.steps()
-    assert (names(steps.first), names(steps.gone)) == ({"refused"}, {"served", "hairpin_ips"})
+    assert (names(steps.added_first), names(steps.removed_late)) == (
+        {"refused"},
+        {"served", "hairpin_ips"},
+    )
     assert len(changes.changed_pools) == 1
     assert not changes.old_pools
 
 
 def test_overlapping_ranges_are_replaced_in_one_step():
-    ledger = Ledger()
+    ledger = DesiredElements()
     plan(ledger, service("web", VIP, A, ranges="10.0.0.0/8"))
     steps = plan(ledger, service("web", VIP, A, ranges="10.1.0.0/16")).steps()
     assert [names(step) for step in steps] == [{"sources"}, {"sources"}, set(), set(), set()]
@@ -525,18 +537,21 @@ ROOMS = [
 
 @pytest.mark.parametrize("row", ROOMS, ids=lambda row: row.name)
 def test_what_goes_before_another_comes(row: Rooms):
-    steps = Changes({row.new}, old_elements={row.old}, met={row.new}).steps()
-    assert (steps.first, steps.late) == ({row.new}, set())
-    assert (row.old in steps.early, row.old in steps.gone) == (row.first, not row.first)
+    steps = Changes({row.new}, old_elements={row.old}, immediate={row.new}).steps()
+    assert (steps.added_first, steps.added_late) == ({row.new}, set())
+    assert (row.old in steps.removed_first, row.old in steps.removed_late) == (
+        row.first,
+        not row.first,
+    )
 
 
 def test_the_virtual_service_of_a_mark_has_the_address_of_its_family():
-    assert marked(4, MARK) == Virtual(Protocol.TCP, ANY4, 0, MARK)
-    assert marked(6, MARK) == Virtual(Protocol.TCP, ANY6, 0, MARK)
+    assert fwmark_service(4, MARK) == VirtualService(Protocol.TCP, ANY4, 0, MARK)
+    assert fwmark_service(6, MARK) == VirtualService(Protocol.TCP, ANY6, 0, MARK)
 
 
 def test_what_two_want_stays_until_both_are_gone():
-    ledger = Ledger()
+    ledger = DesiredElements()
     one = service("one", "10.96.0.1:80", A)
     two = service("two", "10.96.0.1:81", A)
     plan(ledger, one, two)
@@ -547,7 +562,7 @@ def test_what_two_want_stays_until_both_are_gone():
 
 
 def test_a_frontend_that_moves_is_changed_not_made():
-    ledger = Ledger()
+    ledger = DesiredElements()
     old, new = service("old", CLUSTER, A), service("new", CLUSTER, B)
     plan(ledger, old)
     changes = plan(ledger, new, gone=(old.key,))
@@ -577,17 +592,17 @@ CUTS = [
 
 @pytest.mark.parametrize("row", CUTS, ids=lambda row: row.name)
 def test_what_is_cut(row: Cut):
-    ledger = Ledger()
+    ledger = DesiredElements()
     plan(ledger, service("dns", CLUSTER, row.before, row.protocol))
     changes = plan(ledger, service("dns", CLUSTER, row.after, row.protocol, serving=row.serving))
-    assert {format_addr(end.address) for _, end in changes.cut} == row.cut
-    again = Ledger()  # after a restart, by what the kernel holds
+    assert {format_addr(end.address) for _, end in changes.udp_cuts} == row.cut
+    again = DesiredElements()  # after a restart, by what the kernel holds
     old = {virtual: had for virtual, (had, _) in changes.changed_pools.items()}
     plan(again, service("dns", CLUSTER, row.after, row.protocol, serving=row.serving))
-    assert again.difference(again.elements, addresses(again), old, True).cut == changes.cut
+    assert again.diff(again.elements, addresses(again), old, True).udp_cuts == changes.udp_cuts
 
 
-def addresses(ledger: Ledger) -> frozenset[Addr]:
+def addresses(ledger: DesiredElements) -> frozenset[Addr]:
     """Those that the dummy device should have."""
     return frozenset(parts[0] for name, parts in ledger.elements if name is SetName.VIRTUAL_IPS)
 
@@ -612,7 +627,7 @@ def test_the_way_there_does_not_matter(rounds: list[list[tuple[ServiceState, boo
     """A model of the kernel that takes the steps ends with what the last states want; nothing is
     removed that is not there, and nothing added twice that must not be.
     """
-    planner, elements, held = Planner(), set[Element](), dict[Virtual, Any]()
+    planner, elements, held = Planner(), set[Element](), dict[VirtualService, Any]()
     ledger = planner.ledger
     last: dict[ServicePortKey, ServiceState] = {}
     for one in rounds:
@@ -623,8 +638,9 @@ def test_the_way_there_does_not_matter(rounds: list[list[tuple[ServiceState, boo
                 del last[key]
         changes = planner.change({key: s if there else None for key, (s, there) in batch.items()})
         steps = changes.steps()
-        for removed, added in ((steps.early, steps.first), (steps.gone, steps.late),
-                               (steps.notes, set())):  # fmt: skip
+        for removed, added in ((steps.removed_first, steps.added_first),
+                               (steps.removed_late, steps.added_late),
+                               (steps.removed_ownership, set())):  # fmt: skip
             assert removed <= elements
             assert not added & elements
             elements = elements - removed | added
@@ -638,7 +654,7 @@ def test_the_way_there_does_not_matter(rounds: list[list[tuple[ServiceState, boo
     whole = again.ledger
     assert elements == whole.elements == ledger.elements
     assert held == whole.pools == ledger.pools
-    assert not ledger.difference(frozenset(elements), addresses(whole), held, True)
+    assert not ledger.diff(frozenset(elements), addresses(whole), held, True)
 
 
 @pytest.mark.parametrize("there", [True, False], ids=["there", "not there"])
@@ -646,24 +662,27 @@ def test_what_serves_already_is_let_in_with_its_address(there: bool):
     """A kube-proxy's virtual services, or ours after the table was flushed: from the moment that
     their address is known as virtual, whatever is not let in is refused.
     """
-    ledger = Ledger()
+    ledger = DesiredElements()
     plan(ledger, service("web", CLUSTER, BOTH))
     pools = dict(ledger.pools) if there else {}
-    steps = ledger.difference(frozenset(), frozenset(), pools, sound=True).steps()
-    assert "virtual_ips" in names(steps.first)
-    assert ("served" in names(steps.first), "served" in names(steps.late)) == (there, not there)
+    steps = ledger.diff(frozenset(), frozenset(), pools, authoritative=True).steps()
+    assert "virtual_ips" in names(steps.added_first)
+    assert ("served" in names(steps.added_first), "served" in names(steps.added_late)) == (
+        there,
+        not there,
+    )
 
 
 def test_unsound_takes_nothing_away():
-    ledger, known = Ledger(), Ledger()
+    ledger, known = DesiredElements(), DesiredElements()
     plan(known, service("web", CLUSTER, A), service("lost", "10.96.0.9:80", A))
     plan(ledger, service("web", CLUSTER, ""))
     held = known.elements, addresses(known), known.pools
-    changes = ledger.difference(*held, sound=False)
+    changes = ledger.diff(*held, authoritative=False)
     assert {shown(parts) for _, parts in changes.old_elements} == {"10.96.0.1 TCP 80"}
     assert names(changes.old_elements) == {"served"}
     assert not changes.old_pools
-    assert len(ledger.difference(*held, sound=True).old_pools) == 1
+    assert len(ledger.diff(*held, authoritative=True).old_pools) == 1
 
 
 # ---- NodePorts that meet exact frontends -------------------------------------------------------
@@ -713,8 +732,8 @@ def test_a_node_port_gives_way_to_an_exact_frontend(row: Overlap):
             planner.change({service(step[1:], CLUSTER).key: None})
         else:
             planner.change({step.key: step})
-    at = Virtual(Protocol.TCP, parse_addr(NODE_IP), 30080)
-    pool = planner.ledger.pools.get(at, Pool(""))
+    at = VirtualService(Protocol.TCP, parse_addr(NODE_IP), 30080)
+    pool = planner.ledger.pools.get(at, ServerPool(""))
     assert " ".join(format_addr(end.address) for end, _ in pool.servers) == row.servers
     answers = {str(name) for name, parts in planner.ledger.elements
                if name in (SetName.SERVED, SetName.REFUSED, SetName.DROPPED)
@@ -724,20 +743,20 @@ def test_a_node_port_gives_way_to_an_exact_frontend(row: Overlap):
 
 def test_networks_of_the_node():
     networks = (Cidr(parse_addr("10.1.0.0"), 112), Cidr(parse_addr("fd00::"), 64))
-    programmed = program_node(DesiredState({}, (), (), networks), ground())
+    programmed = plan_node(DesiredState({}, (), (), networks), ground())
     assert sets(programmed, *SetName) == {
         "local_networks": {"10.1.0.0/16", "fd00::/64"},
         "node_ips": {NODE_IP, NODE_IP6},
     }
-    assert NODE not in desired(*STATES).services
+    assert NODE_KEY not in desired(*STATES).services
 
 
 def test_ends_sort_like_backends():
     """What is read from the kernel compares equal with what was planned."""
-    (pool, *_) = program(service("web", CLUSTER, "10.0.0.2:9 10.0.0.2:8 10.0.0.1:80"),
+    (pool, *_) = plan_service_port(service("web", CLUSTER, "10.0.0.2:9 10.0.0.2:8 10.0.0.1:80"),
                          ground()).pools.values()  # fmt: skip
     assert list(pool.servers) == sorted(pool.servers)
-    assert isinstance(pool.servers[0][0], End)
+    assert isinstance(pool.servers[0][0], RealServer)
 
 
 @pytest.mark.parametrize(
@@ -752,12 +771,12 @@ def test_ends_sort_like_backends():
 def test_masqueraded_ports_are_others_than_those_of_mode_bpf(
     taken: tuple[int, int], left: tuple[int, int]
 ):
-    assert style_of(Config(masquerade_ports=taken)).ports == left
+    assert ruleset_options(Config(masquerade_ports=taken)).masquerade_ports == left
 
 
 def test_nothing_is_done_to_a_packet_before_all_matches_are_met():
     """A rule that changes the mark and then does not match has changed it all the same."""
-    made = [one["add"]["rule"]["expr"] for one in ruleset.table(ruleset.Style())
+    made = [one["add"]["rule"]["expr"] for one in ruleset.create_table(ruleset.RulesetOptions())
             if "rule" in one.get("add", {})]  # fmt: skip
     assert len(made) > 50
     for words in made:
@@ -768,22 +787,22 @@ def test_nothing_is_done_to_a_packet_before_all_matches_are_met():
 def test_a_mark_that_means_something_else_by_now_is_not_taken_over():
     """Somebody has given another --masquerade-bit."""
     state = service("web", PORT, BOTH, external_local=True)
-    noted = [(SetName.MARKS, (ANY4, Protocol.TCP, 30080, MARK))]
-    same, other = Marks(but=1 << 1), Marks(but=1 << 0)
+    noted = [(SetName.FWMARKS, (ANY4, Protocol.TCP, 30080, MARK))]
+    same, other = FwmarkAllocator(reserved_bits=1 << 1), FwmarkAllocator(reserved_bits=1 << 0)
     same.adopt(noted)
     other.adopt(noted)
-    assert same.of(state) == MARK
-    assert other.of(state) > MARK
+    assert same.allocate(state) == MARK
+    assert other.allocate(state) > MARK
 
 
 @pytest.mark.parametrize("bit", range(32))
 def test_marks_never_have_the_bit_of_masquerading(bit: int):
     """Counted up in no time, whatever bit it is; each is another's."""
-    marks = Marks(but=1 << bit)
+    marks = FwmarkAllocator(reserved_bits=1 << bit)
     states = [service(f"s{i}", ALL, BOTH, external_local=True) for i in range(5)]
-    found = [marks.of(state) for state in states[:2]]
+    found = [marks.allocate(state) for state in states[:2]]
     if bit < 16:  # the next one would have it
-        marks.adopt([(SetName.OWN_MARKS, (ANY4, 0x6B620000 + (1 << bit) - 1))])
-    found += [marks.of(state) for state in states[2:]]
+        marks.adopt([(SetName.OWN_FWMARKS, (ANY4, 0x6B620000 + (1 << bit) - 1))])
+    found += [marks.allocate(state) for state in states[2:]]
     assert len(set(found)) == 5
     assert all(0 < mark < 1 << 32 and not mark & 1 << bit for mark in found)

@@ -26,7 +26,7 @@ from kbpf.kernel.bpf import objects
 from kbpf.model.address import ANY4, ANY6, V4_PREFIX, Addr, parse_addr
 from kbpf.model.config import MapSizes
 from kbpf.model.desired import FrontendKind, ServicePortKey
-from kbpf.model.metrics import Totals
+from kbpf.model.metrics import ConnectionStats
 from kbpf.model.objects import Protocol
 
 TYPES = (SOURCES / "types.h").read_text()
@@ -61,8 +61,8 @@ LAYOUTS = [
     Layout("service", layout.SERVICE,
            "id flags affinity_timeout cluster_set cluster_size local_set local_size "
            "cluster_table local_table check"),
-    Layout("slot", layout.PAIR, "set index"),
-    Layout("member", layout.PAIR, "set backend"),
+    Layout("slot", layout.U32_PAIR, "set index"),
+    Layout("member", layout.U32_PAIR, "set backend"),
     Layout("affinity_key", layout.AFFINITY_KEY, "client service kind"),
     Layout("affinity", layout.AFFINITY, "last_used backend cgroup"),
     Layout("peer", layout.PEER, "socket frontend backend service backend_id"),
@@ -72,13 +72,13 @@ LAYOUTS = [
     Layout("service_name", layout.SERVICE_NAME, "namespace name port protocol family"),
     Layout("config", layout.CONFIG, "host_netns flags affinity_share"),
     Layout("source_key", layout.SOURCE_KEY, "bits service client"),
-    Layout("ends", layout.ENDS, "first second"),
-    Layout("ports", layout.PORTS, "source destination"),
-    Layout("nat", layout.NAT,
+    Layout("ends", layout.FLOW_KEY, "first second"),
+    Layout("ports", layout.PORT_PAIR, "source destination"),
+    Layout("nat", layout.FLOW,
            "last_used client frontend backend snat snat_port client_port service backend_id "
            "state fins way part device seen out"),
-    Layout("numbers", layout.PAIR, "next ack"),
-    Layout("way_out", layout.WAY_OUT,
+    Layout("numbers", layout.U32_PAIR, "next ack"),
+    Layout("way_out", layout.NEXT_HOP,
            "found check next ifindex own_mac next_mac length resolved family unsaid"),
     Layout("port_slot", layout.PORT_SLOT, "holders searched"),
     Layout("refusal_limit", layout.REFUSAL_LIMIT, "spent interval burst"),
@@ -86,18 +86,18 @@ LAYOUTS = [
     Layout("device", layout.DEVICE, "role l2 flags mac snat4 snat6"),
     Layout("cached_device", layout.CACHED_DEVICE, "ifindex device"),
     Layout("node", layout.NODE, "snat4 snat6 flags port_low port_high mark connections"),
-    Layout("place", layout.PLACE, "sharer number"),
+    Layout("place", layout.CLIENT_SLOT, "sharer number"),
     Layout("first_fragment", layout.FRAGMENT, "id others ports protocol"),
-    Layout("count_key", layout.PAIR, "service backend"),
-    Layout("counts", layout.COUNTS, " ".join(Totals._fields)),
+    Layout("count_key", layout.U32_PAIR, "service backend"),
+    Layout("counts", layout.COUNTS, " ".join(ConnectionStats._fields)),
     Layout("meta", layout.META, "next_service next_backend next_set"),
 ]  # fmt: skip
 
 DEFINED = {
     "CACHED_DEVICES": layout.CACHED_DEVICES,
     "FRONTEND_PORT_WORDS": layout.FRONTEND_PORT_WORDS,
-    "FRAGMENT_PLACES": layout.FRAGMENT_PLACES,
-    "YIELDED_PLACES": layout.YIELDED_PLACES,
+    "FRAGMENT_PLACES": layout.FRAGMENTS_PER_CLIENT,
+    "YIELDED_PLACES": layout.FOREIGN_FLOWS_PER_CLIENT,
     "FLOWS_PER_SOCKET": layout.FLOWS_PER_SOCKET,
     "PORT_SLOTS": layout.PORT_SLOTS,
     "PROTO_TCP": int(Protocol.TCP),
@@ -111,9 +111,9 @@ NAMES: list[tuple[str, int]] = [
     *((f"CLIENT_{kind.name}", int(kind)) for kind in layout.ClientKind),
     *((str(reason.name), int(reason)) for reason in layout.Reason),
     *((f"STATE_{state.name}", int(state)) for state in layout.TcpState),
-    *((f"FIN_{fin.name}", int(fin)) for fin in layout.Fin),
-    *((f"WAY_{way.name}", int(way)) for way in layout.Way),
-    *((f"PART_{part.name}", int(part)) for part in layout.FlowPart),
+    *((f"FIN_{fin.name}", int(fin)) for fin in layout.FinFlag),
+    *((f"WAY_{way.name}", int(way)) for way in layout.FlowPath),
+    *((f"PART_{part.name}", int(part)) for part in layout.FlowDirection),
     *((f"LIMIT_{limit.name}", int(limit)) for limit in layout.RefusalLimit),
     *((f"ROLE_{role.name}", int(role)) for role in layout.Role),
     *((f"NODE_{flag.name}", int(flag)) for flag in layout.NodeFlag),
@@ -259,7 +259,7 @@ def test_the_maps_are_made_as_the_programs_expect():
     kinds = {1: "hash", 2: "array", 6: "percpu_array", 9: "lru_hash", 11: "lpm_trie",
              22: "queue", 24: "sk_storage"}  # fmt: skip
     assert found.pop("tails") == ("prog", False), "made with the programs, not with the maps"
-    ours = {spec.name: (kinds[spec.kind], spec.flags == 1) for spec in layout.MAPS.values()}
+    ours = {spec.name: (kinds[spec.map_type], spec.flags == 1) for spec in layout.MAPS.values()}
     for name in ("service_names", "meta", "agent_status"):  # the programs never read them
         assert ours.pop(name)
     assert found == ours
@@ -306,9 +306,9 @@ def test_a_service_in_bytes():
     ],
 )
 def test_names_come_back(key: ServicePortKey):
-    raw = layout.pack_name(key)
+    raw = layout.pack_service_name(key)
     assert len(raw) == layout.SERVICE_NAME.size
-    assert layout.unpack_name(raw) == key
+    assert layout.unpack_service_name(raw) == key
 
 
 def test_each_kind_of_frontend_has_a_flag_of_its_own():
@@ -317,19 +317,23 @@ def test_each_kind_of_frontend_has_a_flag_of_its_own():
 
 
 def test_the_largest_sizes_that_are_accepted_are_not_too_large_for_a_map():
-    most = MapSizes(*[parsers.MOST_ENTRIES] * 3, connections=parsers.MOST_CONNECTIONS)
-    assert max(spec.limit(most) for spec in layout.MAPS.values()) <= parsers.MOST_ENTRIES
+    most = MapSizes(*[parsers.MAX_ENTRIES] * 3, connections=parsers.MOST_CONNECTIONS)
+    assert max(spec.max_entries(most) for spec in layout.MAPS.values()) <= parsers.MAX_ENTRIES
 
 
 def test_maps_start_no_bigger_than_they_may_get():
     sizes = MapSizes(frontends=10, slots=20, backends=30, affinity=60)
     for spec in layout.MAPS.values():
-        some = spec.kind != objects.MAP_SK_STORAGE  # of which there is one for each socket
-        assert some <= spec.start(sizes) <= spec.limit(sizes)
+        some = (
+            spec.map_type != objects.BPF_MAP_TYPE_SK_STORAGE
+        )  # of which there is one for each socket
+        assert some <= spec.initial_entries(sizes) <= spec.max_entries(sizes)
         if spec.sized_by:
-            assert spec.limit(sizes) == int(getattr(sizes, spec.sized_by) * spec.per)
+            assert spec.max_entries(sizes) == int(
+                getattr(sizes, spec.sized_by) * spec.entries_per_object
+            )
         if not spec.grows:
-            assert spec.start(sizes) == spec.limit(sizes)
+            assert spec.initial_entries(sizes) == spec.max_entries(sizes)
 
 
 def test_the_schema_hash_changes_with_any_layout(monkeypatch: pytest.MonkeyPatch):
@@ -350,21 +354,21 @@ def test_an_address_is_sixteen_bytes():
 
 @pytest.mark.parametrize(
     ("spec", "former"),
-    [(spec, former) for spec in layout.MAPS.values() for former in spec.former],
+    [(spec, former) for spec in layout.MAPS.values() for former in spec.former_layouts],
     ids=lambda one: f"{one.name}" if isinstance(one, layout.MapSpec) else f"v{one.version}",
 )
 def test_a_value_of_a_former_layout_becomes_one_of_todays(
-    spec: layout.MapSpec, former: layout.Former
+    spec: layout.MapSpec, former: layout.FormerLayout
 ):
     assert len(former.convert(bytes(former.value_size))) == spec.value_size
 
 
 def test_a_flow_of_version_1_keeps_its_fields():
     """The struct as it was before it had room for sequence numbers."""
-    (former,) = layout.MAPS["flows"].former
+    (former,) = layout.MAPS["flows"].former_layouts
     before = struct.Struct("=Q20s20s20s16s2s2sIIBBBBI48s")
     fields = [1, b"c" * 20, b"f" * 20, b"b" * 20, b"s" * 16, b"cp", b"sp", 2, 3, 4, 5, 6, 7, 8]
-    converted = layout.NAT.unpack(former.convert(before.pack(*fields, b"w" * 48)))
+    converted = layout.FLOW.unpack(former.convert(before.pack(*fields, b"w" * 48)))
     assert former.value_size == before.size
     assert list(converted) == [*fields, 0, b"w" * 48]
 

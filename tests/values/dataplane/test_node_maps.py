@@ -16,8 +16,8 @@ from kbpf.dataplane.bpf.maps.layout import (
     unpack_network,
 )
 from kbpf.dataplane.bpf.maps.layout import Role as Told
-from kbpf.dataplane.bpf.packet_path.device_roles import Choice, Role
-from kbpf.dataplane.bpf.packet_path.node_maps import DeviceFacts, NodeFacts, describe
+from kbpf.dataplane.bpf.packet_path.device_roles import DeviceRole, RoleChoice
+from kbpf.dataplane.bpf.packet_path.node_maps import DeviceMap, NodeMap, pack_device
 from kbpf.kernel.net.devices import ARPHRD_NONE, Device
 from kbpf.model.address import Addr, parse_addr
 from kbpf.model.config import Config, LocalMode, MapSizes
@@ -25,7 +25,7 @@ from kbpf.model.desired import DesiredState
 from kbpf.model.objects import Cidr
 from kbpf.source.decode.fields import parse_cidr
 
-HOST, POD, SKIPPED = Role.HOST, Role.POD, Role.SKIPPED
+HOST, POD, SKIPPED = DeviceRole.HOST, DeviceRole.POD, DeviceRole.SKIPPED
 LOCAL, PEER, NOTHING = DeviceFlag.LOCAL, DeviceFlag.PEER, DeviceFlag(0)
 MAC = bytes.fromhex("02aabbccddee")
 
@@ -37,8 +37,8 @@ LXC1 = Device(6, "lxc1", "netkit", peer_netns=1)
 UPLINK = Device(7, "eth1", "veth", peer_netns=1, has_subnet=True)
 PLUG = Device(8, "cali2", "veth", link=9)
 
-BRIDGE = Config(detect_local_mode=LocalMode.BRIDGE, pod_bridge_interface="cni0")
-PREFIX = Config(detect_local_mode=LocalMode.PREFIX, pod_interface_name_prefix="cali")
+BRIDGE = Config(detect_local_mode=LocalMode.BRIDGE_INTERFACE, pod_bridge_interface="cni0")
+PREFIX = Config(detect_local_mode=LocalMode.INTERFACE_NAME_PREFIX, pod_interface_name_prefix="cali")
 NETWORKS = Config(detect_local_mode=LocalMode.CLUSTER_CIDR)
 
 
@@ -47,7 +47,7 @@ class Row(NamedTuple):
 
     name: str
     device: Device
-    role: Role
+    role: DeviceRole
     flags: DeviceFlag
     config: Config = Config()
 
@@ -73,7 +73,7 @@ ROWS = [
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_what_is_said_of_a_device(row: Row):
-    role, length, flags, mac, *_ = DEVICE.unpack(describe(row.device, row.role, row.config))
+    role, length, flags, mac, *_ = DEVICE.unpack(pack_device(row.device, row.role, row.config))
     assert (role, DeviceFlag(flags)) == (Told.HOST if row.role is HOST else Told.POD, row.flags)
     assert length == (0 if row.device is WG0 else 14)
     assert mac == row.device.mac
@@ -104,7 +104,7 @@ def test_what_sources_become_on_a_device(row: Source):
         return tuple(parse_addr(word) for word in text.split())
 
     device = replace(ETH0, sources=addrs(row.sources))
-    told = DEVICE.unpack(describe(device, HOST, Config(), addrs(row.preferred)))
+    told = DEVICE.unpack(pack_device(device, HOST, Config(), addrs(row.preferred)))
     assert told[-2:] == tuple(bytes(parse_addr(one)) for one in row.gets)
 
 
@@ -163,7 +163,7 @@ def state(*networks: str, own: str = "") -> DesiredState:
     """A desired state of which only the node's part counts."""
     return DesiredState(
         {},
-        masquerade_as=tuple(map(parse_addr, own.split())),
+        masquerade_addresses=tuple(map(parse_addr, own.split())),
         local_networks=tuple(parse_cidr(text, "") for text in networks),
     )
 
@@ -196,13 +196,13 @@ FLAGS = [
 @pytest.mark.parametrize("row", FLAGS, ids=lambda row: row.name)
 def test_the_flags_of_the_node(row: Flags):
     told = Maps()
-    NodeFacts(row.config, told.maps).tell(state(*row.networks, own="192.0.2.1 2001:db8::1"))
+    NodeMap(row.config, told.maps).write(state(*row.networks, own="192.0.2.1 2001:db8::1"))
     four, six = parse_addr("192.0.2.1"), parse_addr("2001:db8::1")
     assert told.node == (four, six, row.flags, 1024, 29_999, 1 << 14)
     assert told.networks == nets(*row.networks)
 
 
-YIELDS, FOLLOWS = NodeFlag.YIELDS, NodeFlag.FOLLOWS
+YIELDS, FOLLOWS = NodeFlag.PASSIVE, NodeFlag.COEXISTING
 STANCES = {
     "nobody else": (False, None, NodeFlag(0)),
     "nobody else any more": (False, YIELDS, NodeFlag(0)),
@@ -219,42 +219,42 @@ def test_the_stance_towards_another_data_plane(name: str):
     followed, before, wanted = STANCES[name]
     told = Maps()
     if before is not None:
-        facts = NodeFacts(Config(), told.maps)
-        facts.tell(state(own="192.0.2.1"))
-        facts.stand(before)
+        facts = NodeMap(Config(), told.maps)
+        facts.write(state(own="192.0.2.1"))
+        facts.set_mode(before)
         told.take()
-    facts = NodeFacts(Config(), told.maps, followed)
-    facts.tell(state(own="192.0.2.1"))
+    facts = NodeMap(Config(), told.maps, followed)
+    facts.write(state(own="192.0.2.1"))
     assert told.node[2] == wanted
 
 
 def test_a_change_of_stance_changes_nothing_else():
     told = Maps()
-    facts = NodeFacts(Config(masquerade_all=True), told.maps, True)
-    facts.stand(YIELDS)
+    facts = NodeMap(Config(masquerade_all=True), told.maps, True)
+    facts.set_mode(YIELDS)
     assert told.take() == [], "there is nothing yet to be changed"
-    facts.tell(state(own="192.0.2.1"))
+    facts.write(state(own="192.0.2.1"))
     before = told.node
     assert before[2] == NodeFlag.MASQUERADE_ALL | YIELDS
     told.take()
-    facts.stand(FOLLOWS)
+    facts.set_mode(FOLLOWS)
     assert told.take() == ["put node"]
     assert told.node == (*before[:2], NodeFlag.MASQUERADE_ALL | FOLLOWS, *before[3:])
-    facts.tell(state(own="192.0.2.1"))
+    facts.write(state(own="192.0.2.1"))
     assert told.take() == []
 
 
 def test_there_is_no_moment_without_the_networks():
     told = Maps()
-    facts = NodeFacts(NETWORKS, told.maps)
-    facts.tell(state("10.1.0.0/24"))
+    facts = NodeMap(NETWORKS, told.maps)
+    facts.write(state("10.1.0.0/24"))
     assert told.take() == ["put local_networks", "put node"], "the flag comes after its networks"
-    facts.tell(state("10.2.0.0/24"))
+    facts.write(state("10.2.0.0/24"))
     assert told.take() == ["put local_networks", "drop local_networks"], "new before old"
     assert told.networks == nets("10.2.0.0/24")
-    facts.tell(state("10.2.0.0/24", "fd00::/64"))
+    facts.write(state("10.2.0.0/24", "fd00::/64"))
     assert told.take() == ["put local_networks"]
-    facts.tell(state())
+    facts.write(state())
     drops = ["drop local_networks"] * 2
     assert told.take() == ["put node", *drops], "the flag goes before its networks"
     assert told.networks == set()
@@ -263,38 +263,38 @@ def test_there_is_no_moment_without_the_networks():
 
 def test_the_next_agent_goes_on_with_what_it_finds():
     told = Maps()
-    NodeFacts(NETWORKS, told.maps).tell(state("10.1.0.0/24", "fd00::/64"))
+    NodeMap(NETWORKS, told.maps).write(state("10.1.0.0/24", "fd00::/64"))
     told.take()
-    NodeFacts(NETWORKS, told.maps).tell(state("10.1.0.0/24"))
+    NodeMap(NETWORKS, told.maps).write(state("10.1.0.0/24"))
     assert told.take() == ["put node", "drop local_networks"]
     assert told.networks == nets("10.1.0.0/24")
 
 
 def test_only_news_of_devices_is_written():
     told = Maps()
-    facts = DeviceFacts(Config(), told.maps)
-    choices = {2: Choice(HOST, ""), 4: Choice(SKIPPED, ""), 5: Choice(POD, "")}
-    facts.tell((ETH0, CNI0, CALI1), choices)
+    facts = DeviceMap(Config(), told.maps)
+    choices = {2: RoleChoice(HOST, ""), 4: RoleChoice(SKIPPED, ""), 5: RoleChoice(POD, "")}
+    facts.write((ETH0, CNI0, CALI1), choices)
     assert told.take() == ["put devices"] * 2 + ["put device_cache"] * 4
     assert set(told.maps["devices"].entries) == {U32.pack(2), U32.pack(5)}
-    facts.tell((ETH0, CNI0, CALI1), choices)
+    facts.write((ETH0, CNI0, CALI1), choices)
     assert told.take() == []
     moved = Device(2, "eth0", mac=MAC[::-1])
-    facts.tell((moved, CNI0), choices)
+    facts.write((moved, CNI0), choices)
     assert told.take() == [
         *["put device_cache"] * 2,  # nothing is said there of what changes
         *("put devices", "drop devices"),
         *["put device_cache"] * 2,
     ]
-    assert told.maps["devices"].entries == {U32.pack(2): describe(moved, HOST, Config())}
+    assert told.maps["devices"].entries == {U32.pack(2): pack_device(moved, HOST, Config())}
 
 
 def test_devices_of_an_earlier_agent_are_known():
     told = Maps()
-    choices = {2: Choice(HOST, ""), 5: Choice(POD, "")}
-    DeviceFacts(Config(), told.maps).tell((ETH0, CALI1), choices)
+    choices = {2: RoleChoice(HOST, ""), 5: RoleChoice(POD, "")}
+    DeviceMap(Config(), told.maps).write((ETH0, CALI1), choices)
     told.take()
-    DeviceFacts(Config(), told.maps).tell((ETH0,), choices)
+    DeviceMap(Config(), told.maps).write((ETH0,), choices)
     assert told.take() == ["put device_cache", "drop devices"]
     assert told.cached == {2: 2}
 
@@ -321,15 +321,15 @@ CACHED = [
 def test_who_is_at_a_place_of_the_cache_never_sees_half_a_device():
     """A program that has found it reads on in it while it changes: role and header stay."""
     told = Maps()
-    facts, seen = DeviceFacts(Config(), told.maps), []
+    facts, seen = DeviceMap(Config(), told.maps), []
     cache = told.maps["device_cache"]
     write = cache.update
     cache.update = lambda key, value: (seen.append(value), write(key, value))[1]  # type: ignore
     moved, other = Device(2, "eth0", mac=MAC[::-1]), Device(1026, "eth1", mac=MAC)
     for device in (ETH0, moved, other, other):
-        facts.tell((device,), {device.ifindex: Choice(HOST, "")})
+        facts.write((device,), {device.ifindex: RoleChoice(HOST, "")})
     old, new, last = (
-        describe(each, HOST, Config()) for each in (ETH0, moved, Device(1026, "eth1", mac=MAC))
+        pack_device(each, HOST, Config()) for each in (ETH0, moved, Device(1026, "eth1", mac=MAC))
     )
     assert seen == [
         CACHED_DEVICE.pack(number, value)
@@ -345,10 +345,10 @@ def test_who_is_at_a_place_of_the_cache_never_sees_half_a_device():
 @pytest.mark.parametrize("row", CACHED, ids=lambda row: row.name)
 def test_the_cache_of_devices(row: Cached):
     told = Maps()
-    facts = DeviceFacts(Config(), told.maps)
+    facts = DeviceMap(Config(), told.maps)
     for numbers in (row.before, row.now, row.now):  # a place that another leaves waits
         there = [Device(number, f"eth{number}", mac=MAC) for number in numbers]
-        facts.tell(there, {number: Choice(HOST, "") for number in numbers})
+        facts.write(there, {number: RoleChoice(HOST, "") for number in numbers})
     assert told.cached == row.places
     for place, number in row.places.items():
         value = told.maps["device_cache"].entries[U32.pack(place)]

@@ -15,25 +15,25 @@ from msgspec.structs import replace
 
 from kbpf.dataplane.bpf.changes import plan
 from kbpf.dataplane.bpf.changes.commit import write
-from kbpf.dataplane.bpf.changes.grace import GRACE_SECONDS, Retiring
+from kbpf.dataplane.bpf.changes.grace import GRACE_PERIOD_S, GraceQueue
 from kbpf.dataplane.bpf.changes.plan import (
     Planner,
-    Programmed,
+    ProgrammedPort,
     ProgrammedSet,
     Retired,
     Writes,
+    count_leaving_entries,
+    count_new_entries,
     fingerprint,
-    leaving,
-    need,
     policy_flags,
     table_key,
 )
-from kbpf.dataplane.bpf.maps.ids import BackendTable, Ids, SharedTables
+from kbpf.dataplane.bpf.maps.ids import BackendTable, IdAllocator, SharedTables
 from kbpf.dataplane.bpf.maps.layout import KIND_FLAGS, Meta, ServiceFlag, ServiceValue
 from kbpf.model.address import format_addr
 from kbpf.model.desired import Backend, FrontendAddress, ServicePortKey, ServiceState
 from kbpf.model.objects import Algorithm, Protocol
-from kbpf.policy.slots import slots
+from kbpf.policy.slots import compute_slots
 from tests.support.plane import at, backends, service
 
 UDP = Protocol.UDP
@@ -46,20 +46,20 @@ class Agent:
     """What a plane keeps between two plans."""
 
     def __init__(self) -> None:
-        self.ids = Ids(Meta(1, 1, 1))
+        self.ids = IdAllocator(Meta(1, 1, 1))
         self.table = BackendTable(self.ids)
         self.tables = SharedTables(self.ids)
-        self.programmed: dict[ServicePortKey, Programmed] = {}
+        self.programmed: dict[ServicePortKey, ProgrammedPort] = {}
 
     def plan(self, *states: ServiceState, gone: tuple[ServicePortKey, ...] = ()) -> Writes:
-        planner = Planner(self.ids, self.table, tables=self.tables)
+        planner = Planner(self.ids, self.table, shared_tables=self.tables)
         changes: dict[ServicePortKey, ServiceState | None] = {s.key: s for s in states}
         changes |= dict.fromkeys(gone)
         for key, state in sorted(changes.items()):
-            after = planner.change(key, self.programmed.pop(key, None), state)
+            after = planner.plan_port(key, self.programmed.pop(key, None), state)
             if after is not None:
                 self.programmed[key] = after
-        return planner.finish()
+        return planner.finish_writes()
 
 
 def written(writes: Writes) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def written(writes: Writes) -> dict[str, Any]:
         "retired": [len(one.backends) for one in writes.retired.sets],
         "let in": [format_addr(cidr.address) for _, cidr in writes.new_ranges],
         "shut out": [format_addr(cidr.address) for _, cidr in writes.old_ranges],
-        "cut": sorted(str(one) for _, one in writes.retired.cut),
+        "cut": sorted(str(one) for _, one in writes.retired.lost_backends),
     }
     return {name: what for name, what in found.items() if what}
 
@@ -247,7 +247,7 @@ def test_a_maglev_set_has_a_table():
     state = web(f"{A} {B} {C}", algorithm=MAGLEV, affinity_timeout=5)
     writes = agent.plan(state)
     (table, indexes), (number, ids) = writes.slots
-    assert list(indexes) == list(slots(state.cluster, state.cluster_spread))
+    assert list(indexes) == list(compute_slots(state.cluster, state.cluster_spread))
     assert (len(indexes), ids) == (251, [1, 2, 3])
     (value,) = writes.flips.values()
     assert (value.cluster_set, value.cluster_size, value.cluster_table) == (number, 251, table)
@@ -331,7 +331,7 @@ def test_the_room_that_a_change_takes(row: Need):
     if row.old:
         agent.plan(row.old)
     old = agent.programmed.get((row.old or row.new).key)
-    takes = need(old, row.new, agent.table, agent.tables)
+    takes = count_new_entries(old, row.new, agent.table, agent.tables)
     names = (
         "services", "service_names", "source_ranges", "backend_slots", "set_members", "backends",
     )  # fmt: skip
@@ -371,10 +371,10 @@ def test_the_room_that_a_change_gives_back_is_told_before_and_while_it_waits(
     """As many entries as are deleted in the end: what is in use again is not counted."""
     agent, maps = Agent(), Maps()
     list(maps.write(agent.plan(old)))
-    before = leaving((), agent.programmed[old.key], new, agent.table, agent.tables)
+    before = count_leaving_entries((), agent.programmed[old.key], new, agent.table, agent.tables)
     writes = agent.plan(new) if new else agent.plan(gone=(old.key,))
     list(maps.write(writes))
-    waiting = leaving([writes.retired], None, None, agent.table, agent.tables)
+    waiting = count_leaving_entries([writes.retired], None, None, agent.table, agent.tables)
     full = maps.sizes()
     list(maps.retire(agent, writes))
     gave = {name: size - maps.sizes()[name] for name, size in full.items()}
@@ -384,7 +384,7 @@ def test_the_room_that_a_change_gives_back_is_told_before_and_while_it_waits(
 def test_what_was_found_and_is_no_ones_leaves_too():
     agent = Agent()
     found = Retired(slot_keys=[b"a", b"b"], member_keys=[b"c"])
-    assert leaving([found], None, None, agent.table, agent.tables) == {
+    assert count_leaving_entries([found], None, None, agent.table, agent.tables) == {
         "backend_slots": 2, "set_members": 1, "backends": 0,
     }  # fmt: skip
 
@@ -394,16 +394,16 @@ def test_frontends_are_taken_off_alone_and_clients_of_udp_are_cut_with_them():
         agent = Agent()
         state = service("web", f"{WEB} {VIP}", A, protocol)
         agent.plan(state)
-        planner = Planner(agent.ids, agent.table, tables=agent.tables)
+        planner = Planner(agent.ids, agent.table, shared_tables=agent.tables)
         old = agent.programmed[state.key]
-        assert planner.take_off(old, state) is old
-        left = planner.take_off(old, service("web", WEB, B, protocol))
+        assert planner.remove_lost_frontends(old, state) is old
+        left = planner.remove_lost_frontends(old, service("web", WEB, B, protocol))
         assert [f.at for f in left.frontends] == [at(WEB, protocol)]
-        writes = planner.finish()
+        writes = planner.finish_writes()
         assert writes.removed == {at(VIP.partition("=")[2], protocol)}
-        assert writes.retired.left == {(old.id, at(one, protocol)) for one in cut}
+        assert writes.retired.lost_frontends == {(old.id, at(one, protocol)) for one in cut}
         assert (writes.flips, writes.slots) == ({}, [])
-        assert planner.take_off(old, None).frontends == ()
+        assert planner.remove_lost_frontends(old, None).frontends == ()
 
 
 @pytest.mark.parametrize("remembered", [True, False])
@@ -417,7 +417,7 @@ def test_a_set_that_was_found_is_taken_for_what_is_wanted_if_it_is_that(
     old = agent.programmed[state.key]
     found = ProgrammedSet(
         old.cluster.id, old.cluster.backends, False, old.cluster.size, None,
-        fingerprint(slots(state.cluster, state.cluster_spread)), old.cluster.table,
+        fingerprint(compute_slots(state.cluster, state.cluster_spread)), old.cluster.table,
     )  # fmt: skip
     tables = SharedTables(agent.ids)
     tables.adopt(found.table)
@@ -438,7 +438,7 @@ def test_not_all_fingerprints_are_kept(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(plan, "_fingerprints", {})
     keys = [table_key(backends(one), web().cluster_spread) for one in (A, B, C)]
     for key, table in zip(keys, ([0], [1], [2]), strict=True):
-        assert plan.remember(key, table) == fingerprint(table)
+        assert plan.remember_fingerprint(key, table) == fingerprint(table)
     assert list(plan._fingerprints) == keys[1:], "the oldest goes"
 
 
@@ -467,7 +467,7 @@ def test_the_order_in_which_a_plan_is_carried_out():
     agent, calls = Agent(), Calls()
     old = web(frontends=f"{WEB} {VIP}", ranges="10.1.0.0/16")
     agent.plan(old)
-    agent.ids.saved(agent.ids.unsaved())
+    agent.ids.mark_saved(agent.ids.unsaved_meta())
     other = service("other", "10.96.0.2:80", C, affinity_timeout=9)
     new = web(A, f"{WEB} ExternalIP=192.0.2.2:80", ranges="10.2.0.0/16")
     addresses = (at("10.96.0.2:80").address,), (at(WEB).address,)
@@ -481,22 +481,22 @@ def test_the_order_in_which_a_plan_is_carried_out():
 
 def test_what_is_old_goes_in_the_order_in_which_it_became_so():
     agent, calls, cut = Agent(), Calls(), []
-    queue = Retiring(calls, agent.table, agent.tables, cut.append)
+    queue = GraceQueue(calls, agent.table, agent.tables, cut.append)
     agent.plan(web(affinity_timeout=9))
     first, second = (agent.plan(web(to)).retired for to in (A, B))
-    assert (queue.due, queue.waiting) == (None, [])
+    assert (queue.due, queue.pending) == (None, [])
     queue.add(4.0, Retired())
     assert queue.due is None, "nothing is old"
     queue.add(5.0, first)
     queue.add(7.0, second)
-    assert (queue.due, queue.waiting) == (5.0 + GRACE_SECONDS, [first, second])
-    queue.until(4.9)
+    assert (queue.due, queue.pending) == (5.0 + GRACE_PERIOD_S, [first, second])
+    queue.delete_until(4.9)
     assert cut == []
-    queue.until(5.0)
-    assert (cut, queue.due) == ([first], 7.0 + GRACE_SECONDS)
-    queue.until(7.0, 0.0)
+    queue.delete_until(5.0)
+    assert (cut, queue.due) == ([first], 7.0 + GRACE_PERIOD_S)
+    queue.delete_until(7.0, 0.0)
     assert cut == [first], "no time"
-    queue.until(7.0)
+    queue.delete_until(7.0)
     assert (cut, queue.due) == ([first, second], None)
 
 
@@ -547,7 +547,10 @@ class Maps:
                     yield
         gone = [
             number
-            for held in (*(s.backends for s in writes.retired.sets), *writes.retired.release)
+            for held in (
+                *(s.backends for s in writes.retired.sets),
+                *writes.retired.released_backends,
+            )
             for number in agent.table.release(held)
         ]
         for number in gone:
@@ -586,8 +589,8 @@ def wanted(states: Mapping[str, ServiceState]) -> dict[FrontendAddress, Any]:
     return {
         f.at: (
             policy_flags(s) | KIND_FLAGS[f.kind], s.affinity_timeout,
-            tuple(s.cluster[i] for i in slots(s.cluster, s.cluster_spread)),
-            tuple(s.local[i] for i in slots(s.local, s.local_spread)),
+            tuple(s.cluster[i] for i in compute_slots(s.cluster, s.cluster_spread)),
+            tuple(s.local[i] for i in compute_slots(s.local, s.local_spread)),
         )
         for s in states.values()
         for f in s.frontends

@@ -4,17 +4,17 @@ from typing import NamedTuple
 
 import pytest
 
-from kbpf.dataplane.bpf.changes.plan import Programmed, ProgrammedSet, ServiceFlag
+from kbpf.dataplane.bpf.changes.plan import ProgrammedPort, ProgrammedSet, ServiceFlag
 from kbpf.dataplane.bpf.changes.quotas import (
-    CONTESTED,
-    NAMESPACE_SLOTS,
-    RESERVED,
-    SHARE,
-    Budgets,
+    CONTESTED_FILL,
+    MAX_NAMESPACE_SLOTS,
+    NAMESPACE_SHARE,
+    SYSTEM_RESERVE,
+    NamespaceBudgets,
     TableLimits,
-    order_of,
+    priority_of,
 )
-from kbpf.model.config import Config, is_system
+from kbpf.model.config import Config, is_system_service
 from kbpf.model.desired import ServicePortKey, ServiceState
 from kbpf.model.objects import Algorithm, Protocol, ServiceName
 from tests.support.plane import backends, service
@@ -66,13 +66,13 @@ def test_tables_of_a_namespace_are_limited(row: Ports):
     limits = TableLimits(2 * TABLE + 1)
     states = {state.key: state for state in row.states}
     limits.update(states, states)
-    assert {key.name for key in states if limits.reason(key)} == row.plain
+    assert {key.name for key in states if limits.reason_for_even_spread(key)} == row.plain
     for key, state in states.items():
-        effective = limits.effective(state)
+        effective = limits.effective_state(state)
         assert effective.cluster == state.cluster, "it is served all the same"
         if key.name in row.plain:
             assert effective.algorithm is Algorithm.RANDOM
-            assert "backends are chosen at random" in limits.reason(key)
+            assert "backends are chosen at random" in limits.reason_for_even_spread(key)
         else:
             assert effective is state
 
@@ -84,9 +84,9 @@ def test_who_waited_gets_its_table_once_another_one_goes():
     first, _, last = states
     gone = states.pop(first)
     assert limits.update(states, {first}) == {last}
-    assert not limits.reason(last)
+    assert not limits.reason_for_even_spread(last)
     assert limits.update({**states, first: gone}, {first}) == {last}
-    assert limits.reason(last)
+    assert limits.reason_for_even_spread(last)
 
 
 def test_too_many_backends_for_a_table_are_told():
@@ -94,13 +94,13 @@ def test_too_many_backends_for_a_table_are_told():
     to = " ".join(f"10.0.{n >> 8}.{n & 255}:80" for n in range(2622))
     state = service("web", "10.96.0.1:80", to, algorithm=MAGLEV)
     limits.update({state.key: state}, {state.key})
-    assert limits.reason(state.key) == (
+    assert limits.reason_for_even_spread(state.key) == (
         "its algorithm and weights are ignored, and backends are chosen at random: "
         "it has more than 2621 backends, the most that a table has room for"
     )
     fewer = service("web", "10.96.0.1:80", "10.0.0.1:80 10.0.0.2:80", algorithm=MAGLEV)
     limits.update({fewer.key: fewer}, {fewer.key})
-    assert not limits.reason(state.key)
+    assert not limits.reason_for_even_spread(state.key)
 
 
 def test_nothing_is_kept_of_what_is_gone():
@@ -133,7 +133,9 @@ def test_what_is_programmed_first():
     ]
     config = Config()
     mixed = [*wanted[1::2], *wanted[0::2]]
-    order = sorted(mixed, key=lambda one: order_of(*one, is_system(one[0].service, config)))
+    order = sorted(
+        mixed, key=lambda one: priority_of(*one, is_system_service(one[0].service, config))
+    )
     assert [str(each) for each, _ in order] == [str(each) for each, _ in wanted]
 
 
@@ -145,46 +147,46 @@ def test_what_is_programmed_first():
 )  # fmt: skip
 def test_which_services_are_the_clusters_own(name: str, namespaces: tuple[str, ...], system: bool):
     made = ServiceName(*name.split("/"))
-    assert is_system(made, Config(system_namespaces=namespaces)) is system
+    assert is_system_service(made, Config(system_namespaces=namespaces)) is system
 
 
 # ---- budgets -------------------------------------------------------------------------------------
 
 
-def programmed(count: int) -> Programmed:
+def programmed(count: int) -> ProgrammedPort:
     ends = backends(" ".join(f"10.0.0.{n}:80" for n in range(1, count + 1)))
-    return Programmed(1, ServiceFlag(0), 0, (), ProgrammedSet(1, ends, False, count))
+    return ProgrammedPort(1, ServiceFlag(0), 0, (), ProgrammedSet(1, ends, False, count))
 
 
 def test_a_namespace_leaves_room_in_proportion_to_what_it_has():
-    budgets, limit = Budgets(), 100
-    assert budgets.most("a", "backend_slots", 40, limit) == 85
+    budgets, limit = NamespaceBudgets(), 100
+    assert budgets.max_fill("a", "backend_slots", 40, limit) == 85
     budgets.replace("a", None, programmed(20))
-    assert budgets.used("a", "backend_slots") == 20
-    assert budgets.most("a", "backend_slots", 20, limit) == 85
-    assert budgets.most("b", "backend_slots", 4, limit) == 94
+    assert budgets.count_used("a", "backend_slots") == 20
+    assert budgets.max_fill("a", "backend_slots", 20, limit) == 85
+    assert budgets.max_fill("b", "backend_slots", 4, limit) == 94
     budgets.replace("a", programmed(20), programmed(3))
-    assert budgets.used("a", "backend_slots") == 3
+    assert budgets.count_used("a", "backend_slots") == 3
     budgets.replace("a", programmed(3), None)
-    assert budgets.__dict__ == Budgets().__dict__
-    assert NAMESPACE_SLOTS < CONTESTED * 4_194_304, "tables alone do not fill a map"
+    assert budgets.__dict__ == NamespaceBudgets().__dict__
+    assert MAX_NAMESPACE_SLOTS < CONTESTED_FILL * 4_194_304, "tables alone do not fill a map"
 
 
 @pytest.mark.parametrize(("greedy", "each"), [(1, 76), (2, 42), (4, 22), (20, 5)])
 def test_however_many_take_all_that_they_get_others_find_room(greedy: int, each: int):
     """And the fill up to which nobody is asked refuses nobody."""
-    budgets, limit = Budgets(), 10_000
+    budgets, limit = NamespaceBudgets(), 10_000
     names, used = [f"g{number}" for number in range(greedy)], 0
     held = dict.fromkeys(names, 0)
     for _ in range(limit):
         for name in names:
-            if used + 1 <= budgets.most(name, "backend_slots", 1, limit):
+            if used + 1 <= budgets.max_fill(name, "backend_slots", 1, limit):
                 held[name] += 1
                 budgets._used.setdefault(name, [0] * 5)[1] += 1
                 used += 1
             else:
-                assert used >= CONTESTED * limit
+                assert used >= CONTESTED_FILL * limit
     assert {round(100 * count / limit) for count in held.values()} == {each}
-    left = limit * (1 - RESERVED) - used
-    assert left >= limit * (1 - RESERVED) / (1 + SHARE * greedy) - greedy
-    assert used + 30 <= budgets.most("modest", "backend_slots", 30, limit)
+    left = limit * (1 - SYSTEM_RESERVE) - used
+    assert left >= limit * (1 - SYSTEM_RESERVE) / (1 + NAMESPACE_SHARE * greedy) - greedy
+    assert used + 30 <= budgets.max_fill("modest", "backend_slots", 30, limit)

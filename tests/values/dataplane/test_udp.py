@@ -10,15 +10,15 @@ from typing import Any, NamedTuple, cast
 import pytest
 
 from kbpf.dataplane.bpf import udp
-from kbpf.dataplane.bpf.maps.agent_maps import Tables
+from kbpf.dataplane.bpf.maps.agent_maps import AgentMaps
 from kbpf.dataplane.bpf.maps.layout import (
     CUT_KEY,
-    NAT,
+    FLOW,
     PEER,
     U64,
     UDP_FLOW,
     UDP_FLOWS,
-    FlowPart,
+    FlowDirection,
     pack_target,
 )
 from kbpf.dataplane.bpf.maps.pinning import Pins
@@ -72,19 +72,19 @@ def sockets() -> dict[str, FakeMap]:
     return {name: FakeMap() for name in ("udp_flows", "sock_peers", "former_peers")}
 
 
-def cuts_of(held: FakeMap) -> tuple[udp.Cuts, Tables]:
-    tables = Tables(Pins(Path("unused")), MapSizes())
+def cuts_of(held: FakeMap) -> tuple[udp.UdpCutMap, AgentMaps]:
+    tables = AgentMaps(Pins(Path("unused")), MapSizes())
     tables.maps["udp_cuts"] = cast("Any", held)
-    return udp.Cuts(tables), tables
+    return udp.UdpCutMap(tables), tables
 
 
-def tracked(client: int, backend: Backend, part: FlowPart, protocol: Protocol = UDP) -> bytes:
+def tracked(client: int, backend: Backend, part: FlowDirection, protocol: Protocol = UDP) -> bytes:
     """An entry of `flows`: a client's connection to Service 1."""
     own = pack_target(parse_addr("192.0.2.9"), client, protocol)
     front = pack_target(parse_addr("10.96.0.1"), 53, protocol)
     end = pack_target(backend.address, backend.port, protocol)
     ports = client.to_bytes(2, "big")
-    return NAT.pack(
+    return FLOW.pack(
         0, own, front, end, bytes(16), ports, ports, 1, 1, 0, 0, 0, part, 0, 0, bytes(48)
     )
 
@@ -93,7 +93,7 @@ def flow(*entries: tuple[int, Backend, Protocol]) -> FakeMap:
     """Each has its question and its answer."""
     found = FakeMap()
     for client, backend, protocol in entries:
-        for part in (FlowPart.QUESTION, FlowPart.ANSWER):
+        for part in (FlowDirection.ORIGINAL, FlowDirection.REPLY):
             key = bytes([client, part]).ljust(18, b"\0") + bytes([protocol])
             found[key] = tracked(client, backend, part, protocol)
     return found
@@ -122,10 +122,10 @@ ROWS = [
 def test_flows_of_the_packet_path_that_end(row: Row):
     flows = flow(*row.entries)
     flows.moves = {
-        key: tracked(key[0], TWO, FlowPart(key[1])) for key in flows if key[0] in row.anew
+        key: tracked(key[0], TWO, FlowDirection(key[1])) for key in flows if key[0] in row.anew
     }
     maps: Any = {**sockets(), "flows": flows}
-    assert udp.cut(maps, udp.predicate([(1, ONE), (1, SIX)], [])) == row.ended
+    assert udp.cut(maps, udp.gone_if_in([(1, ONE), (1, SIX)], [])) == row.ended
     gone = {ONE, SIX}
     left = {client for client, backend, protocol in row.entries
             if backend not in gone or protocol is TCP or client in row.anew}  # fmt: skip
@@ -143,10 +143,12 @@ def test_flows_of_unconnected_sockets_that_end():
         )
         flows[bytes([cookie])] = UDP_FLOWS.pack(cookie, places)
     maps: Any = {**sockets(), "udp_flows": flows, "flows": FakeMap()}
-    gone = udp.predicate([(1, ONE), (1, SIX)], [])
+    gone = udp.gone_if_in([(1, ONE), (1, SIX)], [])
     assert udp.cut(maps, gone) == {4: 2, 6: 1}
-    assert udp.cut(maps, gone, flows=False) == {}
-    assert udp.stale(maps, gone) == {(1, pack_target(b.address, 53, UDP)) for b in (ONE, SIX)}
+    assert udp.cut(maps, gone, count_flows=False) == {}
+    assert udp.find_stale_flows(maps, gone) == {
+        (1, pack_target(b.address, 53, UDP)) for b in (ONE, SIX)
+    }
 
 
 class Cut(NamedTuple):
@@ -157,7 +159,7 @@ class Cut(NamedTuple):
     left: tuple[Backend, ...]
 
 
-KEPT = udp.KEPT_NS / 1e9
+KEPT = udp.CUT_LIFETIME_NS / 1e9
 CUTS = [
     Cut("one", ((1, ONE),), (ONE,)),
     Cut("again", ((1, ONE), (2, TWO), (3, ONE)), (TWO, ONE)),
@@ -200,7 +202,7 @@ def test_a_full_table_is_walked_in_pieces_and_each_flow_ends_once(
     monkeypatch.setattr(udp, "PIECE", 64)
     count, flows, read = 1024, FakeMap(), [0]
     for client in range(count):
-        for part in (FlowPart.QUESTION, FlowPart.ANSWER):
+        for part in (FlowDirection.ORIGINAL, FlowDirection.REPLY):
             key = client.to_bytes(17, "big") + bytes([part, UDP])
             flows[key] = tracked(client, (ONE, TWO)[client % 2], part)
 
@@ -211,8 +213,8 @@ def test_a_full_table_is_walked_in_pieces_and_each_flow_ends_once(
                 yield pair
 
     maps: Any = {**sockets(), "flows": Watched(flows)}
-    passes = udp.Passes(maps)
-    passes.add({(1, ONE)}, set(), flows=True)
+    passes = udp.UdpPasses(maps)
+    passes.add({(1, ONE)}, set(), count_flows=True)
     steps = 0
     while passes.is_busy:
         before = read[0]
@@ -220,9 +222,9 @@ def test_a_full_table_is_walked_in_pieces_and_each_flow_ends_once(
         assert read[0] - before <= 64
         steps += 1
         if steps == 2:
-            passes.add({(1, TWO)}, set(), flows=False)
+            passes.add({(1, TWO)}, set(), count_flows=False)
     assert maps["flows"] == {}
-    assert [each.flows for each in passes.ended] == [{4: count // 2}, {4: count // 2}]
+    assert [each.flows for each in passes.results] == [{4: count // 2}, {4: count // 2}]
 
 
 def test_a_socket_that_the_iterator_passes_over_once_is_ended(monkeypatch: pytest.MonkeyPatch):

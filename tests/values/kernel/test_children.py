@@ -167,12 +167,12 @@ CLEAN = [
 
 @pytest.mark.parametrize("row", CLEAN, ids=lambda row: f"{row.inherited}")
 def test_the_environment(row: Clean):
-    assert children.environment(row.inherited).get(row.name) == row.value
+    assert children.child_environment(row.inherited).get(row.name) == row.value
 
 
 def test_an_installed_kbpf_needs_no_python_path(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(children.site, "getsitepackages", lambda: [OTHERS])
-    assert "PYTHONPATH" not in children.environment({})
+    assert "PYTHONPATH" not in children.child_environment({})
 
 
 # ---- every child of ours -------------------------------------------------------------------------

@@ -21,7 +21,7 @@ def test_an_os_error_becomes_a_kernel_error() -> None:
     assert str(caught.value) == "cannot do it (there): ENOBUFS; in the kernel's words"
 
 
-@pytest.mark.parametrize("question", [probe.netns_cookie_option, probe.udp_destroy])
+@pytest.mark.parametrize("question", [probe.probe_netns_cookie, probe.probe_sock_destroy])
 def test_a_probe_without_a_socket_says_why(
     question: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -35,16 +35,16 @@ def test_the_cookie_is_unknown_only_where_the_kernel_has_none(
     for code, outcome in ((errno.ENOPROTOOPT, None), (errno.EAGAIN, KernelError)):
         monkeypatch.setattr(socket.socket, "getsockopt", lambda *_, code=code: refuse(code))
         if outcome is None:
-            assert netns.cookie() is None
+            assert netns.read_cookie() is None
         else:
             with pytest.raises(outcome, match="EAGAIN"):
-                netns.cookie()
+                netns.read_cookie()
 
 
 def test_an_unexpected_refusal_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(app, "_dispatch", lambda _: netns.all_namespaces() and refuse(28))
+    monkeypatch.setattr(app, "_dispatch", lambda _: netns.list_namespaces() and refuse(28))
     assert app.call(["run"]) == 1
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 1

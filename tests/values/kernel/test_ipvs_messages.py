@@ -8,22 +8,22 @@ from pyroute2.netlink.generic.ipvs import ipvsmsg
 
 from kbpf.kernel.net import ipvs
 from kbpf.kernel.net.ipvs import (
-    Change,
-    Command,
-    Counts,
-    Load,
-    Server,
-    Service,
-    ServiceFlag,
-    Settings,
-    Times,
+    ConnectionTimeouts,
+    IpvsCommand,
+    IpvsRequest,
+    IpvsServiceFlag,
+    RealServerKey,
+    RealServerStatus,
+    VirtualServiceKey,
+    VirtualServiceSettings,
+    VirtualServiceStats,
 )
-from kbpf.kernel.net.netlink import attribute
+from kbpf.kernel.net.netlink import pack_attribute
 from kbpf.model.address import ANY4, ANY6, Addr, parse_addr
 
 HEADER = bytes(16)
-WEB = Service(6, parse_addr("10.96.0.1"), 80)
-WEB6 = Service(6, parse_addr("fd00::1"), 80)
+WEB = VirtualServiceKey(6, parse_addr("10.96.0.1"), 80)
+WEB6 = VirtualServiceKey(6, parse_addr("fd00::1"), 80)
 
 
 def read_by_pyroute2(body: bytes) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def read_by_pyroute2(body: bytes) -> dict[str, Any]:
 
 class Row(NamedTuple):
     name: str
-    change: Change
+    change: IpvsRequest
     said: dict[str, Any]
 
 
@@ -56,91 +56,185 @@ def flags(value: int) -> dict[str, int]:
 
 
 ROWS = [
-    Row("new", Change(Command.NEW_SERVICE, WEB, Settings("rr")),
-        {"cmd": 1, **V4, "s.SCHED_NAME": "rr", "s.FLAGS": flags(0), "s.TIMEOUT": 0,
-         "s.NETMASK": "255.255.255.255"}),
-    Row("new, IPv6, persistent", Change(Command.NEW_SERVICE, WEB6, Settings("wrr", 10800)),
-        {"cmd": 1, **V6, "s.SCHED_NAME": "wrr", "s.FLAGS": flags(1), "s.TIMEOUT": 10800,
-         "s.NETMASK": "128.0.0.0"}),  # the prefix, a number of 32 bits
-    Row("set, by a hash",
-        Change(Command.SET_SERVICE, WEB,
-               Settings("mh", 0, ServiceFlag.FALLBACK | ServiceFlag.BY_PORT)),
-        {"cmd": 2, **V4, "s.SCHED_NAME": "mh", "s.FLAGS": flags(0x18), "s.TIMEOUT": 0,
-         "s.NETMASK": "255.255.255.255"}),
-    Row("by mark", Change(Command.NEW_SERVICE, Service(6, ANY6, 0, 0x6B620001), Settings("sh")),
-        {"cmd": 1, "s.AF": socket.AF_INET6, "s.FWMARK": 0x6B620001, "s.SCHED_NAME": "sh",
-         "s.FLAGS": flags(0), "s.TIMEOUT": 0, "s.NETMASK": "128.0.0.0"}),
-    Row("delete", Change(Command.DEL_SERVICE, WEB), {"cmd": 3, **V4}),
-    Row("a server", Change(Command.NEW_SERVER, WEB, None, Server(parse_addr("10.0.0.1"), 8080), 3),
-        {"cmd": 5, **V4, "ADDR_FAMILY": socket.AF_INET, "ADDR": "10.0.0.1", "PORT": 8080,
-         "WEIGHT": 3, **SERVER}),
-    Row("a server drained, IPv6",
-        Change(Command.SET_SERVER, WEB6, None, Server(parse_addr("fd00::9"), 8080), 0),
-        {"cmd": 6, **V6, "ADDR_FAMILY": socket.AF_INET6, "ADDR": "fd00::9", "PORT": 8080,
-         "WEIGHT": 0, **SERVER}),
-    Row("a server gone", Change(Command.DEL_SERVER, WEB, None, Server(parse_addr("10.0.0.1"), 80)),
-        {"cmd": 7, **V4, "ADDR_FAMILY": socket.AF_INET, "ADDR": "10.0.0.1", "PORT": 80,
-         "WEIGHT": 0, **SERVER}),
-]  # fmt: skip
+    Row(
+        "new",
+        IpvsRequest(IpvsCommand.IPVS_CMD_NEW_SERVICE, WEB, VirtualServiceSettings("rr")),
+        {
+            "cmd": 1,
+            **V4,
+            "s.SCHED_NAME": "rr",
+            "s.FLAGS": flags(0),
+            "s.TIMEOUT": 0,
+            "s.NETMASK": "255.255.255.255",
+        },
+    ),
+    Row(
+        "new, IPv6, persistent",
+        IpvsRequest(IpvsCommand.IPVS_CMD_NEW_SERVICE, WEB6, VirtualServiceSettings("wrr", 10800)),
+        {
+            "cmd": 1,
+            **V6,
+            "s.SCHED_NAME": "wrr",
+            "s.FLAGS": flags(1),
+            "s.TIMEOUT": 10800,
+            "s.NETMASK": "128.0.0.0",
+        },
+    ),  # the prefix, a number of 32 bits
+    Row(
+        "set, by a hash",
+        IpvsRequest(
+            IpvsCommand.IPVS_CMD_SET_SERVICE,
+            WEB,
+            VirtualServiceSettings(
+                "mh",
+                0,
+                IpvsServiceFlag.IP_VS_SVC_F_SCHED_SH_FALLBACK
+                | IpvsServiceFlag.IP_VS_SVC_F_SCHED_SH_PORT,
+            ),
+        ),
+        {
+            "cmd": 2,
+            **V4,
+            "s.SCHED_NAME": "mh",
+            "s.FLAGS": flags(0x18),
+            "s.TIMEOUT": 0,
+            "s.NETMASK": "255.255.255.255",
+        },
+    ),
+    Row(
+        "by mark",
+        IpvsRequest(
+            IpvsCommand.IPVS_CMD_NEW_SERVICE,
+            VirtualServiceKey(6, ANY6, 0, 0x6B620001),
+            VirtualServiceSettings("sh"),
+        ),
+        {
+            "cmd": 1,
+            "s.AF": socket.AF_INET6,
+            "s.FWMARK": 0x6B620001,
+            "s.SCHED_NAME": "sh",
+            "s.FLAGS": flags(0),
+            "s.TIMEOUT": 0,
+            "s.NETMASK": "128.0.0.0",
+        },
+    ),
+    Row("delete", IpvsRequest(IpvsCommand.IPVS_CMD_DEL_SERVICE, WEB), {"cmd": 3, **V4}),
+    Row(
+        "a server",
+        IpvsRequest(
+            IpvsCommand.IPVS_CMD_NEW_DEST, WEB, None, RealServerKey(parse_addr("10.0.0.1"), 8080), 3
+        ),
+        {
+            "cmd": 5,
+            **V4,
+            "ADDR_FAMILY": socket.AF_INET,
+            "ADDR": "10.0.0.1",
+            "PORT": 8080,
+            "WEIGHT": 3,
+            **SERVER,
+        },
+    ),
+    Row(
+        "a server drained, IPv6",
+        IpvsRequest(
+            IpvsCommand.IPVS_CMD_SET_DEST, WEB6, None, RealServerKey(parse_addr("fd00::9"), 8080), 0
+        ),
+        {
+            "cmd": 6,
+            **V6,
+            "ADDR_FAMILY": socket.AF_INET6,
+            "ADDR": "fd00::9",
+            "PORT": 8080,
+            "WEIGHT": 0,
+            **SERVER,
+        },
+    ),
+    Row(
+        "a server gone",
+        IpvsRequest(
+            IpvsCommand.IPVS_CMD_DEL_DEST, WEB, None, RealServerKey(parse_addr("10.0.0.1"), 80)
+        ),
+        {
+            "cmd": 7,
+            **V4,
+            "ADDR_FAMILY": socket.AF_INET,
+            "ADDR": "10.0.0.1",
+            "PORT": 80,
+            "WEIGHT": 0,
+            **SERVER,
+        },
+    ),
+]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_what_is_said(row: Row):
-    assert read_by_pyroute2(ipvs.encode(row.change)) == row.said
+    assert read_by_pyroute2(ipvs.encode_request(row.change)) == row.said
 
 
 def test_bytes():
-    told = ipvs.encode(Change(Command.DEL_SERVICE, WEB)).hex(" ", 4)
+    told = ipvs.encode_request(IpvsRequest(IpvsCommand.IPVS_CMD_DEL_SERVICE, WEB)).hex(" ", 4)
     assert told == (
         "03010000 24000180 06000100 02000000 06000200 06000000 08000300 0a600001 06000400 00500000"
     )
 
 
 TIMES = [
-    (Times(3600, 60, 10),
+    (ConnectionTimeouts(3600, 60, 10),
      {"TCP": "10:0e:00:00", "TCP_FIN": "3c:00:00:00", "UDP": "0a:00:00:00"}),
-    (Times(tcp=1), {"TCP": "01:00:00:00"}),
-    (Times(udp=1), {"UDP": "01:00:00:00"}),
+    (ConnectionTimeouts(tcp=1), {"TCP": "01:00:00:00"}),
+    (ConnectionTimeouts(udp=1), {"UDP": "01:00:00:00"}),
 ]  # fmt: skip
 """pyroute2 shows their bytes."""
 
 
 @pytest.mark.parametrize(("times", "said"), TIMES)
-def test_times_that_are_none_are_not_said(times: Times, said: dict[str, str]):
-    body = ipvs.encode_times(times)
+def test_times_that_are_none_are_not_said(times: ConnectionTimeouts, said: dict[str, str]):
+    body = ipvs.encode_timeouts(times)
     message = ipvsmsg((len(HEADER) + len(body)).to_bytes(4, "little") + HEADER[4:] + body)
     message.decode()
     found = {name.removeprefix("IPVS_CMD_ATTR_TIMEOUT_"): value for name, value in message["attrs"]}
     assert (message["cmd"], found) == (12, said)
-    assert ipvs.decode_times(body) == times
+    assert ipvs.decode_timeouts(body) == times
 
 
 SERVICES = [
-    (WEB, Settings("rr")),
-    (WEB6, Settings("wrr", 10800)),
-    (Service(132, parse_addr("10.96.0.1"), 80), Settings("mh", 0, ServiceFlag.FALLBACK)),
-    (Service(6, ANY4, 0, 0xFFFF0001), Settings("sh", 0, ServiceFlag.BY_PORT)),
-    (Service(6, ANY6, 0, 1), Settings("rr")),
+    (WEB, VirtualServiceSettings("rr")),
+    (WEB6, VirtualServiceSettings("wrr", 10800)),
+    (
+        VirtualServiceKey(132, parse_addr("10.96.0.1"), 80),
+        VirtualServiceSettings("mh", 0, IpvsServiceFlag.IP_VS_SVC_F_SCHED_SH_FALLBACK),
+    ),
+    (
+        VirtualServiceKey(6, ANY4, 0, 0xFFFF0001),
+        VirtualServiceSettings("sh", 0, IpvsServiceFlag.IP_VS_SVC_F_SCHED_SH_PORT),
+    ),
+    (VirtualServiceKey(6, ANY6, 0, 1), VirtualServiceSettings("rr")),
 ]
 
 
 @pytest.mark.parametrize(("service", "settings"), SERVICES, ids=str)
-def test_what_was_said_is_read_again(service: Service, settings: Settings):
-    body = ipvs.encode(Change(Command.NEW_SERVICE, service, settings))
+def test_what_was_said_is_read_again(service: VirtualServiceKey, settings: VirtualServiceSettings):
+    body = ipvs.encode_request(IpvsRequest(IpvsCommand.IPVS_CMD_NEW_SERVICE, service, settings))
     assert ipvs.decode_service(body) == (service, settings)
 
 
 def test_what_a_service_has_had_is_read():
     """Numbers of 64 bits in an attribute of their own; those of 32 bits before it may be full."""
-    said = ipvs.encode(Change(Command.NEW_SERVICE, WEB, Settings("rr")))[4:]
-    whole = ipvs.attributes(said)[1]
+    said = ipvs.encode_request(
+        IpvsRequest(IpvsCommand.IPVS_CMD_NEW_SERVICE, WEB, VirtualServiceSettings("rr"))
+    )[4:]
+    whole = ipvs.parse_attributes(said)[1]
     numbers = {1: 1 << 33, 2: 5, 3: 6, 4: 1 << 40, 5: (1 << 41) + 1, 6: 9}
-    stats = b"".join(attribute(kind, n.to_bytes(8, "little")) for kind, n in numbers.items())
-    small = b"".join(attribute(kind, b"\xff" * 4) for kind in numbers)
-    body = whole + attribute(10 | 0x8000, small) + attribute(12 | 0x8000, stats)
-    told = b"\1\1\0\0" + attribute(1 | 0x8000, body)
-    assert ipvs.decode_counts(told) == (WEB, Counts(1 << 33, 1 << 40, (1 << 41) + 1))
-    assert ipvs.decode_counts(b"\1\1\0\0" + attribute(1 | 0x8000, whole)) == (WEB, Counts(0, 0, 0))
+    stats = b"".join(pack_attribute(kind, n.to_bytes(8, "little")) for kind, n in numbers.items())
+    small = b"".join(pack_attribute(kind, b"\xff" * 4) for kind in numbers)
+    body = whole + pack_attribute(10 | 0x8000, small) + pack_attribute(12 | 0x8000, stats)
+    told = b"\1\1\0\0" + pack_attribute(1 | 0x8000, body)
+    assert ipvs.decode_stats(told) == (WEB, VirtualServiceStats(1 << 33, 1 << 40, (1 << 41) + 1))
+    assert ipvs.decode_stats(b"\1\1\0\0" + pack_attribute(1 | 0x8000, whole)) == (
+        WEB,
+        VirtualServiceStats(0, 0, 0),
+    )
 
 
 @pytest.mark.parametrize("address", ["10.0.0.1", "fd00::9"])
@@ -152,13 +246,17 @@ def test_a_server_as_the_kernel_tells_it(address: str):
     family = (socket.AF_INET if v4 else socket.AF_INET6).to_bytes(2, "little")
     parts = [(11, family), (1, raw), (2, b"\x1f\x90"), (3, bytes(4)), (4, b"\5\0\0\0"),
              (7, b"\2\0\0\0"), (8, b"\3\0\0\0"), (9, bytes(4))]  # fmt: skip
-    nested = attribute(2 | 0x8000, b"".join(attribute(kind, value) for kind, value in parts))
+    nested = pack_attribute(
+        2 | 0x8000, b"".join(pack_attribute(kind, value) for kind, value in parts)
+    )
     load = ipvs.decode_server(b"\5\1\0\0" + nested, 4 if v4 else 6)
-    assert load == Load(Server(Addr(addr), 8080), 5, 2, 3)
+    assert load == RealServerStatus(RealServerKey(Addr(addr), 8080), 5, 2, 3)
 
 
 def test_errors_name_the_service_and_the_server():
-    change = Change(Command.NEW_SERVER, WEB, None, Server(parse_addr("10.0.0.1"), 8080), 1)
+    change = IpvsRequest(
+        IpvsCommand.IPVS_CMD_NEW_DEST, WEB, None, RealServerKey(parse_addr("10.0.0.1"), 8080), 1
+    )
     assert str(change) == "make real server 10.96.0.1:80/6 -> 10.0.0.1:8080"
-    gone = Change(Command.DEL_SERVICE, Service(6, ANY6, 0, 7))
+    gone = IpvsRequest(IpvsCommand.IPVS_CMD_DEL_SERVICE, VirtualServiceKey(6, ANY6, 0, 7))
     assert str(gone) == "remove virtual service mark 0x7 IPv6"

@@ -9,10 +9,10 @@ import pytest
 
 from kbpf.errors import KernelError
 from kbpf.kernel.net import addresses
-from kbpf.kernel.net.netlink import Request, Rtnetlink
+from kbpf.kernel.net.netlink import NetlinkRequest, Rtnetlink
 from kbpf.kernel.system import modules
 
-WHAT = addresses.RTM_GETADDR, addresses.IFADDR.pack(socket.AF_UNSPEC, 0, 0, 0, 0)
+WHAT = addresses.RTM_GETADDR, addresses.IFADDRMSG.pack(socket.AF_UNSPEC, 0, 0, 0, 0)
 
 
 class Broken:
@@ -37,9 +37,9 @@ class Broken:
 
 
 VERBS: dict[str, Callable[[Rtnetlink], object]] = {
-    "ask": lambda netlink: netlink.ask(*WHAT),
+    "ask": lambda netlink: netlink.request(*WHAT),
     "dump": lambda netlink: netlink.dump(*WHAT),
-    "many": lambda netlink: netlink.many([Request(*WHAT)]),
+    "many": lambda netlink: netlink.request_many([NetlinkRequest(*WHAT)]),
 }
 
 
@@ -101,4 +101,4 @@ def test_a_modprobe_that_does_not_end(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(modules.subprocess, "run", run)
     with pytest.raises(KernelError, match="has not ended"):
         modules.load(("ip_vs",))
-    assert modules.known("no_such_module").works is None
+    assert modules.probe_module("no_such_module").works is None

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 import pytest
 
 from kbpf.kernel.net import dial, netlink
-from kbpf.kernel.net.devices import Watch
-from kbpf.kernel.net.netlink import GROUP_LINK
-from kbpf.kernel.system.polling import readable
-from kbpf.serve.http import Server
-from kbpf.serve.message import Answer
+from kbpf.kernel.net.devices import DeviceMonitor
+from kbpf.kernel.net.netlink import RTMGRP_LINK
+from kbpf.kernel.system.polling import wait_readable
+from kbpf.serve.http import HttpServer
+from kbpf.serve.message import HttpResponse
 from tests.support.lab.lab import PATIENCE
 
 MANY = 1_150
@@ -36,17 +36,17 @@ def test_what_can_be_read_is_told():
     one, two = socket.socketpair()
     with one, two:
         assert min(one.fileno(), two.fileno()) > 1_100
-        assert readable([one.fileno(), two.fileno()], 0) == []
+        assert wait_readable([one.fileno(), two.fileno()], 0) == []
         two.send(b"x")
-        assert readable([one.fileno(), two.fileno()], PATIENCE) == [one.fileno()]
+        assert wait_readable([one.fileno(), two.fileno()], PATIENCE) == [one.fileno()]
 
 
 @pytest.mark.usefixtures("many")
 def test_devices_are_watched():
     wake = os.eventfd(1)
-    with Watch() as watch:
+    with DeviceMonitor() as watch:
         assert watch.socket.fileno() > 1_100
-        assert not watch.wait(PATIENCE, wake).any
+        assert not watch.wait(PATIENCE, wake).received
     os.close(wake)
 
 
@@ -62,7 +62,7 @@ def test_addresses_are_watched(monkeypatch: pytest.MonkeyPatch):
             stop.set()
 
     monkeypatch.setattr(netlink.threads, "beat", beat)
-    netlink.watch(GROUP_LINK, lambda: None, stop)
+    netlink.watch(RTMGRP_LINK, lambda: None, stop)
     assert len(turns) == 3
 
 
@@ -70,14 +70,14 @@ def test_addresses_are_watched(monkeypatch: pytest.MonkeyPatch):
 def test_check_dials():
     with socket.create_server(("127.0.0.1", 0)) as server:
         place = server.getsockname()
-    assert dial.udp(place, [place]) == (place, place)
+    assert dial.exchange_udp(place, [place]) == (place, place)
 
 
 @pytest.mark.usefixtures("many")
 def test_the_servers_answer():
-    server = Server()
+    server = HttpServer()
     server.start()
-    port = server.listen("127.0.0.1", 0, lambda _: Answer(200, b"ok")).sock.getsockname()[1]
+    port = server.listen("127.0.0.1", 0, lambda _: HttpResponse(200, b"ok")).sock.getsockname()[1]
     with socket.create_connection(("127.0.0.1", port), PATIENCE) as sock:
         sock.sendall(b"GET / HTTP/1.0\r\n\r\n")
         assert sock.recv(4096).startswith(b"HTTP/1.1 200 OK")

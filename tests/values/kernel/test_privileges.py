@@ -25,7 +25,7 @@ def test_what_maps_may_take(
     monkeypatch: pytest.MonkeyPatch, release: str, limit: int, expected: int | None
 ):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
-    assert syscalls.locked_limit(release) == expected
+    assert syscalls.memlock_limit(release) == expected
 
 
 @pytest.mark.parametrize(

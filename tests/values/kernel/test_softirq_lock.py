@@ -19,18 +19,20 @@ class Row(NamedTuple):
 ROWS = [
     Row("any that is not PREEMPT_RT", False, None, True),
     Row("PREEMPT_RT before 6.18", True, "CONFIG_PREEMPT_RT=y\n", True),
-    Row("since, with the lock", True, f"CONFIG_PREEMPT_RT=y\n{probe.BH_LOCK}=y\n", True),
-    Row("since, without", True, f"CONFIG_PREEMPT_RT=y\n# {probe.BH_LOCK} is not set\n", False),
+    Row("since, with the lock", True, f"CONFIG_PREEMPT_RT=y\n{probe.BH_LOCK_CONFIG}=y\n", True),
+    Row(
+        "since, without", True, f"CONFIG_PREEMPT_RT=y\n# {probe.BH_LOCK_CONFIG} is not set\n", False
+    ),
     Row("nothing to read", True, None, None),
 ]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_the_lock(row: Row):
-    found = probe.softirq_lock_of(row.realtime, row.configuration)
+    found = probe.evaluate_softirq_lock(row.realtime, row.configuration)
     assert found.works is row.works
     assert bool(found.reason) is (row.works is not True)
 
 
 def test_this_machine():
-    assert probe.softirq_lock().works is not False
+    assert probe.probe_softirq_lock().works is not False

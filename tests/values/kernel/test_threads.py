@@ -8,7 +8,7 @@ import pytest
 
 from kbpf.errors import KernelError
 from kbpf.kernel.system import threads
-from kbpf.kernel.system.threads import Supervised, ThreadState
+from kbpf.kernel.system.threads import SupervisedThread, ThreadState
 from tests.support.lab.lab import PATIENCE, until
 
 
@@ -19,7 +19,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def state_of(name: str) -> ThreadState:
-    return next(one for one in threads.table() if one.name == name)
+    return next(one for one in threads.list_threads() if one.name == name)
 
 
 def test_work_that_fails_begins_again(caplog: pytest.LogCaptureFixture):
@@ -40,14 +40,17 @@ def test_work_that_fails_begins_again(caplog: pytest.LogCaptureFixture):
     assert all(one.exc_info and "on purpose" in str(one.exc_info[1]) for one in failures)
     stop.set()
     assert thread.stop(PATIENCE)
-    assert "t-fails" not in {one.name for one in threads.table()}
+    assert "t-fails" not in {one.name for one in threads.list_threads()}
 
 
 def test_work_that_returns_is_done():
     done = threading.Event()
     threads.start("t-done", done.set)
     assert done.wait(PATIENCE)
-    until("it is in the table no more", lambda: "t-done" not in {t.name for t in threads.table()})
+    until(
+        "it is in the table no more",
+        lambda: "t-done" not in {t.name for t in threads.list_threads()},
+    )
 
 
 def test_what_goes_on_failing_is_named_and_forgiven(monkeypatch: pytest.MonkeyPatch):
@@ -59,16 +62,16 @@ def test_what_goes_on_failing_is_named_and_forgiven(monkeypatch: pytest.MonkeyPa
         if not go_on.is_set():
             raise ValueError("on purpose")
         while not stop.wait(0.001):
-            threads.beat()
+            threads.heartbeat()
 
-    thread = Supervised("t-again", work, clock=lambda: now[0])
+    thread = SupervisedThread("t-again", work, clock=lambda: now[0])
     thread.start()
-    until("it is named", lambda: "thread t-again" in " ".join(threads.problems()))
+    until("it is named", lambda: "thread t-again" in " ".join(threads.list_problems()))
     assert state_of("t-again").problem == "it fails again and again: ValueError: on purpose"
     go_on.set()
-    until("it works", lambda: thread.state().restarts and not stop.is_set() and go_on.is_set())
-    now[0] += threads.STEADY_SECONDS
-    until("it is forgotten", lambda: not thread.state().problem)
+    until("it works", lambda: thread.get_state().restarts and not stop.is_set() and go_on.is_set())
+    now[0] += threads.FAILURE_RESET_S
+    until("it is forgotten", lambda: not thread.get_state().problem)
     stop.set()
     assert thread.stop(PATIENCE)
 
@@ -79,14 +82,14 @@ def test_who_makes_no_progress_is_stuck():
     def work() -> None:
         while not stop.is_set():
             turns.acquire()
-            threads.beat()
+            threads.heartbeat()
 
-    thread = Supervised("t-stuck", work, limit=30, clock=lambda: now[0])
+    thread = SupervisedThread("t-stuck", work, limit=30, clock=lambda: now[0])
     thread.start()
     now[0] = 31
-    assert threads.problems() == ("thread t-stuck: no progress for 31 s",)
+    assert threads.list_problems() == ("thread t-stuck: no progress for 31 s",)
     turns.release()
-    until("it goes on", lambda: not threads.problems())
+    until("it goes on", lambda: not threads.list_problems())
     stop.set()
     turns.release()
     assert thread.stop(PATIENCE)
@@ -99,8 +102,8 @@ def test_no_thread_to_be_had_is_one_line(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(threading.Thread, "start", refuse)
     with pytest.raises(KernelError, match="cannot start the thread t-none"):
         threads.start("t-none", lambda: None)
-    assert not [one for one in threads.table() if one.name == "t-none"]
+    assert not [one for one in threads.list_threads() if one.name == "t-none"]
 
 
 def test_a_thread_of_others_may_beat():
-    threads.beat()
+    threads.heartbeat()

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from kbpf.agent.listeners import GRACE_SECONDS, LOOK_SECONDS, Listeners
+from kbpf.agent.listeners import LISTENER_POLL_INTERVAL_S, RELEASE_GRACE_S, Listeners
 from kbpf.agent.problems import Problems
-from kbpf.agent.refusals import SEE, Refusals
+from kbpf.agent.refusals import DOCS_HINT, RefusalReporter
 from kbpf.config import load
 from kbpf.model.address import ANY4, ANY6, Addr, parse_addr
 from kbpf.model.config import Config
@@ -31,10 +31,10 @@ from kbpf.model.objects import (
     SlicePort,
     pack_names,
 )
-from kbpf.policy.admission import Reserved, Server, reserved
-from kbpf.policy.compute import Desired, desired_state
-from kbpf.policy.store import World
-from kbpf.serve.events import Events
+from kbpf.policy.admission import ApiServerAddress, ReservedAddresses, compute_reserved
+from kbpf.policy.compute import DesiredStateBuilder, compute_desired_state
+from kbpf.policy.store import ObjectStore
+from kbpf.serve.events import EventRecorder
 from kbpf.source.decode.fields import parse_cidr
 
 
@@ -47,7 +47,7 @@ NODE = Node("me", addrs("192.0.2.10", "2001:db8::10"), pod_cidrs=(parse_cidr("10
 OTHER_NODE = Node("other", addrs("192.0.2.11", "2001:db8::11"))
 LOCAL = addrs("127.0.0.1", "192.0.2.10", "2001:db8::10", "192.0.2.200", "172.17.0.1")
 """Beside the Node's own: a VIP that keepalived or kube-vip has put on a device, and a bridge."""
-SERVERS: tuple[Server, ...] = ((parse_addr("198.51.100.7"), 6443),)
+SERVERS: tuple[ApiServerAddress, ...] = ((parse_addr("198.51.100.7"), 6443),)
 LISTENING = frozenset(
     FrontendAddress(address, port, TCP) for address, port in ((ANY6, 22), (ANY4, 10250))
 )
@@ -125,7 +125,7 @@ SETTINGS = ("all", "off", "listed", "another listed")
 def setting(word: str, address: str) -> Config:
     bits = 128 if ":" in address else 32
     text = {"listed": f"{address}/{bits}", "another listed": "203.0.113.254/32"}.get(word, word)
-    return load.config({"--external-ips": text}, {})
+    return load.load_config({"--external-ips": text}, {})
 
 
 def web(kind: FrontendKind, address: str, port: int) -> Service:
@@ -151,9 +151,9 @@ def outcome(state: DesiredState, at: FrontendAddress) -> str:
 
 
 def state_of(service: Service, config: Config) -> DesiredState:
-    return desired_state(
+    return compute_desired_state(
         (service, SHOP, KUBERNETES), (PODS, API_SLICE), NODE, LOCAL, config,
-        servers=SERVERS, listening=LISTENING, other_nodes=(OTHER_NODE,),
+        api_servers=SERVERS, listeners=LISTENING, other_nodes=(OTHER_NODE,),
     )  # fmt: skip
 
 
@@ -194,7 +194,7 @@ def test_the_api_servers_own_service_may_have_its_addresses() -> None:
     own = replace(
         KUBERNETES, ports=(ServicePort("https", TCP, 6443),), external_ips=addrs("192.0.2.1")
     )
-    state = desired_state((own,), (API_SLICE,), NODE, LOCAL, Config())
+    state = compute_desired_state((own,), (API_SLICE,), NODE, LOCAL, Config())
     (found,) = state.services.values()
     assert not found.refused
     assert len(found.frontends) == 2
@@ -236,9 +236,13 @@ def test_however_it_came_to_be_the_state_is_the_same(steps: list[str], address: 
         "node": OTHER_NODE,
     }
     there: dict[str, Service | EndpointSlice | Node] = {}
-    world, desired, told = World("me"), Desired(), {"servers": False, "listening": False}
+    world, desired, told = (
+        ObjectStore("me"),
+        DesiredStateBuilder(),
+        {"servers": False, "listening": False},
+    )
     world.apply([*events([NODE]), *(Synced(kind) for kind in Kind)])
-    config = load.config({"--external-ips": "all"}, {})
+    config = load.load_config({"--external-ips": "all"}, {})
     for step in steps:
         touched = world.apply([])
         if step in told:
@@ -259,7 +263,7 @@ def test_however_it_came_to_be_the_state_is_the_same(steps: list[str], address: 
         slices = [piece for piece in there.values() if isinstance(piece, EndpointSlice)]
         services = [one for one in there.values() if isinstance(one, Service)]
         nodes = [one for one in there.values() if isinstance(one, Node)]
-        whole = desired_state(services, slices, NODE, LOCAL, config, (), *more, nodes)
+        whole = compute_desired_state(services, slices, NODE, LOCAL, config, (), *more, nodes)
         assert desired.state.services == whole.services
 
 
@@ -270,15 +274,15 @@ def test_a_port_stays_reserved_for_a_while_after_its_listener() -> None:
     at = FrontendAddress(ANY4, 22, TCP)
     there = {at}
     made = Listeners(lambda: frozenset(there))
-    made.look(0.0)
+    made.refresh(0.0)
     assert made.ports == {at}
     there.clear()
-    made.look(LOOK_SECONDS - 1)
-    made.look(LOOK_SECONDS)
+    made.refresh(LISTENER_POLL_INTERVAL_S - 1)
+    made.refresh(LISTENER_POLL_INTERVAL_S)
     assert made.ports == {at}, "a restart of sshd hands nothing over"
-    made.look(GRACE_SECONDS - 1)
+    made.refresh(RELEASE_GRACE_S - 1)
     assert made.ports == {at}
-    made.look(GRACE_SECONDS + LOOK_SECONDS)
+    made.refresh(RELEASE_GRACE_S + LISTENER_POLL_INTERVAL_S)
     assert made.ports == frozenset()
 
 
@@ -289,25 +293,27 @@ def test_a_refusal_is_a_line_of_each_kind_once_a_change(caplog: pytest.LogCaptur
         posted.append(json.loads(body))
         return 201
 
-    events_ = Events(post, "me")
+    events_ = EventRecorder(post, "me")
     problems = Problems()
-    told = Refusals(events_, problems)
+    told = RefusalReporter(events_, problems)
     service = web(FrontendKind.EXTERNAL_IP, "192.0.2.1", 6443)
     states = state_of(service, Config()).services
     line = "192.0.2.1:6443/TCP is not served: it is an address of the API server"
     with caplog.at_level("WARNING"):
         for _ in range(2):
-            told.changed(states, states, Reserved())
+            told.report_changes(states, states, ReservedAddresses())
     (key,) = (key for key in states if key.name == "web")
     assert problems.first(9) == [f"{key}: {line}"]
-    assert [each.getMessage() for each in caplog.records] == [f"Service ns/web: {line}; {SEE}"]
+    assert [each.getMessage() for each in caplog.records] == [
+        f"Service ns/web: {line}; {DOCS_HINT}"
+    ]
     events_.flush(10.0)
     events_.stop()
     (event,) = posted
     assert (event["reason"], event["note"], event["type"]) == ("AddressRefused", line, "Warning")
     regarding = {"apiVersion": "v1", "kind": "Service", "name": "web", "namespace": "ns"}
     assert event["regarding"] == regarding
-    told.changed([key], {}, Reserved())
+    told.report_changes([key], {}, ReservedAddresses())
     assert problems.first(9) == []
 
 
@@ -339,16 +345,16 @@ def test_an_address_of_this_node_is_named_once(
     """With its port, though it is served; and it is no problem."""
     config, problems = setting("listed", row.address), Problems()
     states = state_of(web(row.kind, row.address, row.port), config).services
-    kept = reserved(NODE, LOCAL, SERVERS, LISTENING, (API_SLICE,), config)
-    told = Refusals(Events(None, "me"), problems)
+    kept = compute_reserved(NODE, LOCAL, SERVERS, LISTENING, (API_SLICE,), config)
+    told = RefusalReporter(EventRecorder(None, "me"), problems)
     with caplog.at_level("WARNING"):
         for _ in range(2):
-            told.changed(states, states, kept)
+            told.report_changes(states, states, kept)
     at = FrontendAddress(parse_addr(row.address), row.port, TCP)
     line = (
         f"Service ns/web: {at} is at an address of this node: what connects to it gets the Service"
     )
-    assert [each.getMessage() for each in caplog.records] == [f"{line}; {SEE}"] * row.named
+    assert [each.getMessage() for each in caplog.records] == [f"{line}; {DOCS_HINT}"] * row.named
     assert not len(problems)
 
 
@@ -360,8 +366,8 @@ def test_node_ports_are_restricted_in_the_families_that_have_ranges() -> None:
     for text, families in {
         "": (), "10.0.0.0/8": (4,), "10.0.0.0/8,fd00::/8": (4, 6), "0.0.0.0/0,fd00::/8": (6,),
     }.items():  # fmt: skip
-        config = load.config({"--nodeport-source-ranges": text}, {})
-        state = desired_state((service,), (), NODE, LOCAL, config)
+        config = load.load_config({"--nodeport-source-ranges": text}, {})
+        state = compute_desired_state((service,), (), NODE, LOCAL, config)
         for key, found in state.services.items():
             limited = {f.kind for f in found.frontends if f.restricted}
             wanted = {FrontendKind.NODE_PORT} if key.family in families else set()

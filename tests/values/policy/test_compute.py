@@ -29,8 +29,8 @@ from kbpf.model.objects import (
     Weights,
     pack_names,
 )
-from kbpf.policy.compute import Desired, desired_service, desired_state
-from kbpf.policy.store import Touched, World
+from kbpf.policy.compute import DesiredStateBuilder, compute_desired_state, compute_service_states
+from kbpf.policy.store import ChangeSet, ObjectStore
 from tests.support import oracle
 
 
@@ -169,19 +169,19 @@ def answer(state: DesiredState, client: str, to: str) -> tuple[int, ...] | str:
 
 @pytest.mark.parametrize("dial", DIALS, ids=lambda dial: dial.name)
 def test_what_a_dial_gets(dial: Dial):
-    state = desired_state([dial.service], [piece(*dial.ends)], ME, LOCAL, Config())
+    state = compute_desired_state([dial.service], [piece(*dial.ends)], ME, LOCAL, Config())
     assert answer(state, dial.client, dial.to) == dial.answer
 
 
 def test_source_ranges_mark_the_vips_and_nothing_else():
-    (state,) = desired_service(replace(WEB, source_ranges=RANGE), (), ME)
+    (state,) = compute_service_states(replace(WEB, source_ranges=RANGE), (), ME)
     assert [str(f.at) for f in state.frontends if f.restricted] == ["9.9.9.9:80/TCP"]
 
 
 def test_one_state_per_port_and_family():
     ports = (PORT, ServicePort("dns", Protocol.UDP, 53))
     dual = replace(WEB, cluster_ips=addrs("10.96.0.1", "fd00::1"), ports=ports)
-    states = tuple(desired_service(dual, [piece(READY_HERE)], ME))
+    states = tuple(compute_service_states(dual, [piece(READY_HERE)], ME))
     assert [str(state.key) for state in states] == [
         "ns/web:http TCP IPv4", "ns/web:dns UDP IPv4",
         "ns/web:http TCP IPv6", "ns/web:dns UDP IPv6",
@@ -191,7 +191,7 @@ def test_one_state_per_port_and_family():
 
 def test_a_state_says_what_the_service_says():
     service = replace(EXTERNAL, internal_local=True, affinity_timeout=60)
-    (state,) = desired_service(service, [piece(READY_HERE, DRAINING_THERE)], ME)
+    (state,) = compute_service_states(service, [piece(READY_HERE, DRAINING_THERE)], ME)
     assert (state.internal_local, state.external_local, state.affinity_timeout) == (True, True, 60)
     assert [b.address[-1] for b in state.serving] == [1, 4]
     assert state.any_endpoints
@@ -212,8 +212,8 @@ def test_annotations_count_as_far_as_the_operator_allows(
     first, second = end(1), end(2)
     service = replace(WEB, algorithm=Algorithm.MAGLEV, weights=Weights(((first.address, 3),)))
     config = Config("me", service_annotations=allowed)
-    whole = desired_state([service], [piece(first, second)], ME, (), config)
-    world, kept = World("me"), Desired()
+    whole = compute_desired_state([service], [piece(first, second)], ME, (), config)
+    world, kept = ObjectStore("me"), DesiredStateBuilder()
     kept.update(world, world.apply([up(ME), up(service), up(piece(first, second))]), (), config)
     for state in (*whole.services.values(), *kept.state.services.values()):
         assert (state.algorithm, state.cluster_weights) == (algorithm, weights)
@@ -222,7 +222,7 @@ def test_annotations_count_as_far_as_the_operator_allows(
 
 def test_two_ports_of_one_name_are_one_and_the_last_counts():
     twins = replace(PLAIN, ports=(PORT, replace(PORT, port=81)))
-    (state,) = desired_service(twins, (), ME)
+    (state,) = compute_service_states(twins, (), ME)
     assert state.frontends[0].at.port == 81
 
 
@@ -230,7 +230,7 @@ class Kept:
     """A World and a Desired over it; feed() returns what changed, as text."""
 
     def __init__(self, *events: Event, config: Config | None = None) -> None:
-        self.world, self.desired = World("me"), Desired()
+        self.world, self.desired = ObjectStore("me"), DesiredStateBuilder()
         self.config = config or Config()
         self.local: tuple[Addr, ...] = LOCAL
         self.feed(*events)
@@ -290,7 +290,7 @@ def test_a_port_that_goes_takes_its_key_with_it():
 OLD, NEW = "2024-01-01T00:00:00Z", "2025-01-01T00:00:00Z"
 THIEF = Service(
     "evil", "thief", "ClusterIP", addrs("10.96.0.66"), (PORT,),
-    external_ips=addrs("10.96.0.9"), created=OLD,
+    external_ips=addrs("10.96.0.9"), creation_timestamp=OLD,
 )  # fmt: skip
 THIEF_KEY = "evil/thief:http TCP IPv4"
 
@@ -336,18 +336,18 @@ def test_an_old_conflict_is_forgotten():
 
 def test_a_recreated_service_is_younger():
     vip = addrs("9.9.9.9")
-    one = replace(PLAIN, lb_vips=vip, created=OLD)
-    two = replace(WEB, created=NEW, external_ips=())
+    one = replace(PLAIN, lb_vips=vip, creation_timestamp=OLD)
+    two = replace(WEB, creation_timestamp=NEW, external_ips=())
     kept = Kept(up(one), up(two))
     assert kept.state("plain").lost == ()
-    assert kept.feed(gone(one), up(replace(one, created=""))) == {PLAIN_KEY, WEB_KEY}
+    assert kept.feed(gone(one), up(replace(one, creation_timestamp=""))) == {PLAIN_KEY, WEB_KEY}
     assert [str(who) for _, who in kept.state("plain").lost] == ["ns/web"]
     assert kept.state("web").lost == ()
 
 
 def test_three_services_want_one_node_port():
     rivals = [
-        Service("ns", name, "NodePort", addrs(f"10.96.1.{n}"), (PORT,), created=created)
+        Service("ns", name, "NodePort", addrs(f"10.96.1.{n}"), (PORT,), creation_timestamp=created)
         for n, (name, created) in enumerate([("a", OLD), ("b", NEW), ("c", "")])
     ]
     kept = Kept(*map(up, reversed(rivals)))
@@ -379,10 +379,10 @@ def test_new_addresses_of_the_node_change_no_service():
 def test_pod_networks_of_the_node_change_no_service():
     kept = Kept(up(ME), up(WEB), config=Config(detect_local_mode=LocalMode.NODE_CIDR))
     assert kept.desired.state.local_networks == ()
-    before = kept.desired.node
+    before = kept.desired.node_state
     assert kept.feed(up(replace(ME, pod_cidrs=(POD_NETWORK,)))) == set()
     assert kept.desired.state.local_networks == (POD_NETWORK,)
-    assert kept.desired.node != before
+    assert kept.desired.node_state != before
 
 
 def test_local_addresses_are_read_at_every_update():
@@ -393,7 +393,7 @@ def test_local_addresses_are_read_at_every_update():
     assert kept.desired.state.node_addresses == addrs("10.0.0.7")
 
 
-class CountingWorld(World):
+class CountingWorld(ObjectStore):
     """Counts what is asked of it, and is never asked for everything."""
 
     asked = 0
@@ -407,7 +407,7 @@ class CountingWorld(World):
 
 
 def test_an_update_costs_what_was_touched():
-    world, desired = CountingWorld("me"), Desired()
+    world, desired = CountingWorld("me"), DesiredStateBuilder()
     many = [replace(PLAIN, name=f"s{n}", cluster_ips=addrs(f"10.96.1.{n}")) for n in range(100)]
     desired.update(world, world.apply(map(up, many)), LOCAL, Config())
     world.asked = 0
@@ -431,7 +431,7 @@ CLUSTER_IPS = st.sampled_from([(4,), (4,), (4, 6), (6, 4), (6,)]).flatmap(
 )
 WEIGHTS = st.sampled_from(
     [None, None, None, Weights(((end(1).address, 0),), (("p1", 4),)),
-     Weights(pods=(("p1", 0), ("p2", 2)), nodes=(("me", 6),), others=4)]
+     Weights(pods=(("p1", 0), ("p2", 2)), nodes=(("me", 6),), default=4)]
 )  # fmt: skip
 SERVICES = st.builds(
     Service, SPACES, NAMES, st.sampled_from(["ClusterIP", "NodePort", "LoadBalancer"]), CLUSTER_IPS,
@@ -535,7 +535,7 @@ def as_tuple(key: ServicePortKey) -> tuple:
 @settings(max_examples=300)
 @given(EVENTS, st.lists(st.integers(1, 4), max_size=6), CONFIGS)
 def test_any_events_in_any_batches_end_in_the_state_of_the_final_objects(events, cuts, config):
-    world, desired = World("me"), Desired()
+    world, desired = ObjectStore("me"), DesiredStateBuilder()
     rest = list(events)
     for size in [*cuts, len(rest)]:
         batch, rest = rest[:size], rest[size:]
@@ -551,10 +551,12 @@ def test_any_events_in_any_batches_end_in_the_state_of_the_final_objects(events,
     node = objects.get(ObjectKey(Kind.NODE, "", "me"), Node("me"))
     pods = [said for said in objects.values() if isinstance(said, Pod) and said.node != "you"]
     known = Synced(Kind.POD) in events
-    whole = desired_state(services, slices, node, LOCAL, config, pods)
-    assert desired.state == replace(whole, pods_known=known)
+    whole = compute_desired_state(services, slices, node, LOCAL, config, pods)
+    assert desired.state == replace(whole, exempt_pods_known=known)
     assert whole.exempt_pods == tuple(sorted(pod.uid for pod in pods))
-    assert whole == desired_state(services[::-1], slices[::-1], node, LOCAL, config, pods[::-1])
+    assert whole == compute_desired_state(
+        services[::-1], slices[::-1], node, LOCAL, config, pods[::-1]
+    )
     expected = oracle.state(services, slices, node, config)
     assert {as_tuple(key): as_oracle(state) for key, state in whole.services.items()} == expected
     ports = oracle.node_port_addresses(node, LOCAL, config)
@@ -564,7 +566,7 @@ def test_any_events_in_any_batches_end_in_the_state_of_the_final_objects(events,
 @settings(max_examples=100)
 @given(EVENTS)
 def test_everything_deleted_leaves_nothing(events):
-    world, desired = World("me"), Desired()
+    world, desired = ObjectStore("me"), DesiredStateBuilder()
     desired.update(world, world.apply(events), LOCAL, Config())
     deletes = [Delete(event.key) for event in events if isinstance(event, Upsert)]
     desired.update(world, world.apply(deletes), LOCAL, Config())
@@ -572,12 +574,12 @@ def test_everything_deleted_leaves_nothing(events):
     for event in events:
         if isinstance(event, Upsert) and isinstance(event.object, Service):
             desired.update(world, world.apply([event]), LOCAL, Config())
-            alone = desired_state([event.object], (), world.node, LOCAL, Config())
-            assert desired.state == replace(alone, pods_known=desired.state.pods_known), (
-                "no claim is left behind"
-            )
+            alone = compute_desired_state([event.object], (), world.node, LOCAL, Config())
+            assert desired.state == replace(
+                alone, exempt_pods_known=desired.state.exempt_pods_known
+            ), "no claim is left behind"
             desired.update(world, world.apply([Delete(event.key)]), LOCAL, Config())
-    assert desired.update(world, Touched(everything=True), LOCAL, Config()) == set()
+    assert desired.update(world, ChangeSet(all_services=True), LOCAL, Config()) == set()
 
 
 @pytest.mark.parametrize(
@@ -595,7 +597,7 @@ def test_one_service_asks_for_no_more_than_the_maps_hold(
     ports = tuple(ServicePort(name, Protocol.TCP, i + 1) for i, name in enumerate(names))
     at = tuple(SlicePort(name, Protocol.TCP, 8080) for name in names)
     large = Service("ns", "big", "ClusterIP", addrs("10.96.0.9"), ports, external_ips=listed)
-    states = list(desired_service(large, [EndpointSlice("ns", "s", "big", 4, ends, at)], ME))
+    states = list(compute_service_states(large, [EndpointSlice("ns", "s", "big", 4, ends, at)], ME))
     assert [state.key.port for state in states] == names
     for number, state in enumerate(states):
         if number < served:

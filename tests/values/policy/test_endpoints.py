@@ -20,7 +20,14 @@ from kbpf.model.objects import (
     ServicePort,
     SlicePort,
 )
-from kbpf.policy.endpoints import Chosen, Reason, TopologyMode, choose, external_local, on_node
+from kbpf.policy.endpoints import (
+    EndpointReason,
+    EndpointSelection,
+    TopologyMode,
+    is_external_local,
+    local_endpoint_addresses,
+    select_endpoints,
+)
 from tests.support import oracle
 
 ME = Node("me", zone="a")
@@ -62,8 +69,8 @@ def numbers(backends: tuple[Backend, ...]) -> tuple[int, ...]:
     return tuple(backend.address[-1] for backend in backends)
 
 
-def ask(service: Service, *ends: Endpoint, node: Node = ME) -> Chosen:
-    return choose((piece(*ends),), service.ports[0], service, node, 4)
+def ask(service: Service, *ends: Endpoint, node: Node = ME) -> EndpointSelection:
+    return select_endpoints((piece(*ends),), service.ports[0], service, node, 4)
 
 
 class Row(NamedTuple):
@@ -257,14 +264,16 @@ def test_which_sets_a_policy_asks_for(row: PolicyRow):
     sets["local"] = (1,) if "local" in row.sets else ()
     assert {"cluster": numbers(chosen.cluster), "local": numbers(chosen.local)} == sets
     assert numbers(chosen.serving) == (1, 2)
-    assert external_local(service, port, 4) is row.counts
+    assert is_external_local(service, port, 4) is row.counts
 
 
 def test_all_slices_of_the_family_count_and_no_others():
     six = EndpointSlice("ns", "web-6", "web", 6, (Endpoint(parse_addr("fd00::9")),), HTTP)
     slices = (piece(end(2)), piece(end(1), name="web-2"), six)
-    assert numbers(choose(slices, PORT, CLUSTER, ME, 4).cluster) == (1, 2)
-    assert [str(b) for b in choose(slices, PORT, CLUSTER, ME, 6).cluster] == ["[fd00::9]:8080"]
+    assert numbers(select_endpoints(slices, PORT, CLUSTER, ME, 4).cluster) == (1, 2)
+    assert [str(b) for b in select_endpoints(slices, PORT, CLUSTER, ME, 6).cluster] == [
+        "[fd00::9]:8080"
+    ]
 
 
 def test_each_slice_says_which_number_a_port_name_has():
@@ -272,7 +281,7 @@ def test_each_slice_says_which_number_a_port_name_has():
         piece(end(1)),
         piece(end(2), ports=(SlicePort("http", Protocol.TCP, 9090),), name="b"),
     )
-    chosen = choose(slices, PORT, CLUSTER, ME, 4)
+    chosen = select_endpoints(slices, PORT, CLUSTER, ME, 4)
     assert [str(b) for b in chosen.cluster] == ["10.1.0.1:8080", "10.1.0.2:9090"]
 
 
@@ -288,19 +297,21 @@ def test_each_slice_says_which_number_a_port_name_has():
     ids=["no ports", "other name", "other protocol", "no name", "number 0"],
 )
 def test_a_slice_without_the_port_has_no_endpoints_for_it(ports):
-    chosen = choose((piece(end(1), ports=ports),), PORT, CLUSTER, ME, 4)
+    chosen = select_endpoints((piece(end(1), ports=ports),), PORT, CLUSTER, ME, 4)
     assert (chosen.cluster, chosen.serving, chosen.any_endpoints) == ((), (), False)
 
 
 def test_an_empty_port_name_is_a_name():
     port = ServicePort("", Protocol.TCP, 80)
     ports = (SlicePort("", Protocol.TCP, 8080),)
-    assert numbers(choose((piece(end(1), ports=ports),), port, CLUSTER, ME, 4).cluster) == (1,)
+    assert numbers(
+        select_endpoints((piece(end(1), ports=ports),), port, CLUSTER, ME, 4).cluster
+    ) == (1,)
 
 
 def test_one_address_with_two_ports_is_two_backends():
     slices = (piece(end(1)), piece(end(1), ports=(SlicePort("http", Protocol.TCP, 80),), name="b"))
-    assert [b.port for b in choose(slices, PORT, CLUSTER, ME, 4).cluster] == [80, 8080]
+    assert [b.port for b in select_endpoints(slices, PORT, CLUSTER, ME, 4).cluster] == [80, 8080]
 
 
 RUNS, RUNS_TOO = end(1, node="you"), here(1, **MY_NODE)
@@ -325,19 +336,19 @@ def test_of_the_copies_of_an_endpoint_one_counts(
 ):
     port = service.ports[0]
     one, two = piece(first, name="a"), piece(second, name="b")
-    alone = sets(choose((piece(wins),), port, service, ME, 4))
+    alone = sets(select_endpoints((piece(wins),), port, service, ME, 4))
     for slices in ((one, two), (two, one), (piece(first, second),)):
-        assert sets(choose(slices, port, service, ME, 4)) == alone
+        assert sets(select_endpoints(slices, port, service, ME, 4)) == alone
 
 
-def sets(chosen: Chosen) -> tuple[object, ...]:
+def sets(chosen: EndpointSelection) -> tuple[object, ...]:
     names = ("cluster", "local", "serving", "any_endpoints", "mode")
     return tuple(getattr(chosen, name) for name in names)
 
 
 def test_an_endpoint_that_moves_between_slices_is_there_once():
     slices = (piece(end(1), end(2)), piece(end(2), end(3), name="web-2"))
-    assert numbers(choose(slices, PORT, CLUSTER, ME, 4).cluster) == (1, 2, 3)
+    assert numbers(select_endpoints(slices, PORT, CLUSTER, ME, 4).cluster) == (1, 2, 3)
 
 
 def test_who_is_on_this_node_whatever_becomes_of_it():
@@ -346,8 +357,8 @@ def test_who_is_on_this_node_whatever_becomes_of_it():
         piece(here(1), here(5), name="web-2"),
         piece(here(6), name="web-6", family=6),
     )
-    assert [a[-1] for a in on_node(slices, ME, 4)] == [1, 3, 5]
-    assert on_node(slices, Node(""), 4) == ()
+    assert [a[-1] for a in local_endpoint_addresses(slices, ME, 4)] == [1, 3, 5]
+    assert local_endpoint_addresses(slices, Node(""), 4) == ()
 
 
 def test_serving_holds_all_that_serve_whatever_policy_and_hints_say():
@@ -369,52 +380,52 @@ class WhyRow(NamedTuple):
     name: str
     service: Service
     end: Endpoint
-    reason: Reason
+    reason: EndpointReason
     others: tuple[Endpoint, ...] = ()
 
 
 WHY_ROWS = [
-    WhyRow("ready", CLUSTER, end(1), Reason.READY),
-    WhyRow("hinted for this node", CLUSTER, end(1, **MY_NODE), Reason.SAME_NODE),
-    WhyRow("hinted for this zone", CLUSTER, end(1, **MY_ZONE), Reason.SAME_ZONE),
-    WhyRow("hinted for others", CLUSTER, end(1, **OTHER_ZONE), Reason.HINTED_ELSEWHERE,
+    WhyRow("ready", CLUSTER, end(1), EndpointReason.READY),
+    WhyRow("hinted for this node", CLUSTER, end(1, **MY_NODE), EndpointReason.SAME_NODE),
+    WhyRow("hinted for this zone", CLUSTER, end(1, **MY_ZONE), EndpointReason.SAME_ZONE),
+    WhyRow("hinted for others", CLUSTER, end(1, **OTHER_ZONE), EndpointReason.HINTED_ELSEWHERE,
         (end(2, **MY_ZONE),)),
-    WhyRow("not ready", CLUSTER, down(1), Reason.NOT_READY, (end(2),)),
-    WhyRow("serving is not enough", CLUSTER, end(1, ready=False), Reason.NOT_READY),
-    WhyRow("draining, others are ready", CLUSTER, draining(1), Reason.DRAINING, (end(2),)),
-    WhyRow("draining, none is ready", CLUSTER, draining(1), Reason.FALLBACK),
+    WhyRow("not ready", CLUSTER, down(1), EndpointReason.NOT_READY, (end(2),)),
+    WhyRow("serving is not enough", CLUSTER, end(1, ready=False), EndpointReason.NOT_READY),
+    WhyRow("draining, others are ready", CLUSTER, draining(1), EndpointReason.DRAINING, (end(2),)),
+    WhyRow("draining, none is ready", CLUSTER, draining(1), EndpointReason.FALLBACK),
     WhyRow("draining here, none here is ready", EXTERNAL_LOCAL, draining(1, node="me"),
-        Reason.FALLBACK, (end(2),)),
+        EndpointReason.FALLBACK, (end(2),)),
     WhyRow("on another node, internal policy Local", INTERNAL_LOCAL, end(1, node="you"),
-        Reason.NOT_LOCAL),
+        EndpointReason.NOT_LOCAL),
     WhyRow("draining on another node, internal policy Local", INTERNAL_LOCAL, draining(1),
-        Reason.NOT_LOCAL),
-    WhyRow("ready here, internal policy Local", INTERNAL_LOCAL, here(1), Reason.LOCAL_ONLY),
+        EndpointReason.NOT_LOCAL),
+    WhyRow("ready here, internal policy Local", INTERNAL_LOCAL, here(1), EndpointReason.LOCAL_ONLY),
     WhyRow("ready here, hints lead elsewhere, external policy Local", EXTERNAL_LOCAL,
-        here(1, **OTHER_ZONE), Reason.LOCAL_ONLY, (end(2, **MY_ZONE),)),
-    WhyRow("another copy counts", EXTERNAL_LOCAL, end(1), Reason.DUPLICATE, (here(1),)),
+        here(1, **OTHER_ZONE), EndpointReason.LOCAL_ONLY, (end(2, **MY_ZONE),)),
+    WhyRow("another copy counts", EXTERNAL_LOCAL, end(1), EndpointReason.DUPLICATE, (here(1),)),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("row", WHY_ROWS, ids=lambda row: row.name)
 def test_every_endpoint_has_a_reason(row: WhyRow):
-    lines = ask(row.service, row.end, *row.others).reasons()
+    lines = ask(row.service, row.end, *row.others).explain()
     assert [line.endpoint for line in lines] == [row.end, *row.others]
     assert lines[0].reason is row.reason
     assert lines[0].text
-    assert (lines[0].slice, lines[0].port) == ("web-1", 8080)
+    assert (lines[0].slice_name, lines[0].port) == ("web-1", 8080)
 
 
 def test_an_endpoint_in_a_slice_without_the_port_has_a_reason():
-    (line,) = choose((piece(end(1), ports=()),), PORT, CLUSTER, ME, 4).reasons()
-    assert (line.reason, line.port, line.cluster) == (Reason.NO_PORT, 0, False)
+    (line,) = select_endpoints((piece(end(1), ports=()),), PORT, CLUSTER, ME, 4).explain()
+    assert (line.reason, line.port, line.cluster) == (EndpointReason.NO_PORT, 0, False)
     assert "'http' (TCP)" in line.text
 
 
 def test_an_endpoint_of_the_other_family_has_no_line():
     slices = (piece(end(1)), piece(Endpoint(parse_addr("fd00::1")), name="web-6", family=6))
-    (line,) = choose(slices, PORT, CLUSTER, ME, 4).reasons()
-    assert line.slice == "web-1"
+    (line,) = select_endpoints(slices, PORT, CLUSTER, ME, 4).explain()
+    assert line.slice_name == "web-1"
 
 
 FLAG = st.booleans()
@@ -457,7 +468,7 @@ def test_any_endpoints_are_chosen_as_the_naive_model_does(slices, service, node)
     port = service.ports[0]
     expected = oracle.choice(slices, port, service, node, 4)
     for order in itertools.permutations(slices):
-        chosen = choose(order, port, service, node, 4)
+        chosen = select_endpoints(order, port, service, node, 4)
         for name in ("cluster", "local", "serving"):
             backends = getattr(chosen, name)
             assert list(backends) == sorted(set(backends))
@@ -468,9 +479,15 @@ def test_any_endpoints_are_chosen_as_the_naive_model_does(slices, service, node)
 @settings(max_examples=150)
 @given(SLICES, SERVICES, NODES)
 def test_the_reasons_agree_with_the_sets(slices, service, node):
-    chosen = choose(slices, service.ports[0], service, node, 4)
-    lines = chosen.reasons()
-    serves = {Reason.READY, Reason.SAME_NODE, Reason.SAME_ZONE, Reason.LOCAL_ONLY, Reason.FALLBACK}
+    chosen = select_endpoints(slices, service.ports[0], service, node, 4)
+    lines = chosen.explain()
+    serves = {
+        EndpointReason.READY,
+        EndpointReason.SAME_NODE,
+        EndpointReason.SAME_ZONE,
+        EndpointReason.LOCAL_ONLY,
+        EndpointReason.FALLBACK,
+    }
     for line in lines:
         assert (line.reason in serves) is (line.cluster or line.local)
     for name in ("cluster", "local"):

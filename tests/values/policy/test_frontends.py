@@ -14,14 +14,14 @@ from kbpf.model.desired import Frontend, FrontendAddress, ServicePortKey, Servic
 from kbpf.model.objects import Cidr, Node, Protocol, Service, ServicePort
 from kbpf.policy.frontends import (
     Claims,
+    compute_frontends,
     externally_reachable,
-    families,
-    frontends,
     local_networks,
     masquerade_addresses,
     node_port_addresses,
-    node_ports_nowhere,
-    restricted,
+    node_port_problem,
+    restricts_clients,
+    service_families,
 )
 
 
@@ -116,24 +116,24 @@ def test_the_frontends_of_a_service(row: Row):
         source_ranges=cidrs(*row.ranges),
     )  # fmt: skip
     for family, expected in ((4, row.v4), (6, row.v6)):
-        found = frontends(service, port, family)
+        found = compute_frontends(service, port, family)
         assert said(found) == expected
-        assert (family in families(service)) is bool(expected)
+        assert (family in service_families(service)) is bool(expected)
         assert externally_reachable(service, port, family) or len(found) <= 1
 
 
 def test_a_frontend_has_the_protocol_of_its_port():
     port = ServicePort("dns", Protocol.UDP, 53, 30053)
     service = Service("ns", "dns", "NodePort", addrs("10.96.0.1"), (port,))
-    found = frontends(service, port, 4)
+    found = compute_frontends(service, port, 4)
     assert {f.at.protocol for f in found} == {Protocol.UDP}
     assert [f.at.address for f in found] == [parse_addr("10.96.0.1"), ANY4]
 
 
 def test_without_ranges_nothing_is_restricted():
-    assert not restricted((), 4)
-    assert not restricted(cidrs("fd00::/8"), 4)
-    assert restricted(cidrs("0.0.0.0/1"), 4)
+    assert not restricts_clients((), 4)
+    assert not restricts_clients(cidrs("fd00::/8"), 4)
+    assert restricts_clients(cidrs("0.0.0.0/1"), 4)
 
 
 class NodeRow(NamedTuple):
@@ -245,17 +245,37 @@ class LocalRow(NamedTuple):
 
 LOCAL_ROWS = [
     LocalRow("no mode", (), LocalMode.NONE, (), ("10.1.0.0/24",)),
-    LocalRow("the cluster's network", ("10.0.0.0/8",), LocalMode.CLUSTER_CIDR,
-        ("10.0.0.0/8",), ("10.1.0.0/24",)),
-    LocalRow("the first of each family counts", ("10.0.0.0/8", "fd00::/48"),
-        LocalMode.CLUSTER_CIDR, ("10.0.0.0/8", "172.16.0.0/12", "fd00::/48", "fd01::/48")),
+    LocalRow(
+        "the cluster's network",
+        ("10.0.0.0/8",),
+        LocalMode.CLUSTER_CIDR,
+        ("10.0.0.0/8",),
+        ("10.1.0.0/24",),
+    ),
+    LocalRow(
+        "the first of each family counts",
+        ("10.0.0.0/8", "fd00::/48"),
+        LocalMode.CLUSTER_CIDR,
+        ("10.0.0.0/8", "172.16.0.0/12", "fd00::/48", "fd01::/48"),
+    ),
     LocalRow("no network of the cluster", (), LocalMode.CLUSTER_CIDR, (), ("10.1.0.0/24",)),
-    LocalRow("the Node's networks", ("10.1.0.0/24", "fd00:1::/64"), LocalMode.NODE_CIDR,
-        ("10.0.0.0/8",), ("fd00:1::/64", "10.1.0.0/24", "10.2.0.0/24")),
+    LocalRow(
+        "the Node's networks",
+        ("10.1.0.0/24", "fd00:1::/64"),
+        LocalMode.NODE_CIDR,
+        ("10.0.0.0/8",),
+        ("fd00:1::/64", "10.1.0.0/24", "10.2.0.0/24"),
+    ),
     LocalRow("the Node has none yet", (), LocalMode.NODE_CIDR, ("10.0.0.0/8",)),
-    LocalRow("by the bridge", (), LocalMode.BRIDGE, ("10.0.0.0/8",), ("10.1.0.0/24",)),
-    LocalRow("by the device's name", (), LocalMode.PREFIX, ("10.0.0.0/8",), ("10.1.0.0/24",)),
-]  # fmt: skip
+    LocalRow("by the bridge", (), LocalMode.BRIDGE_INTERFACE, ("10.0.0.0/8",), ("10.1.0.0/24",)),
+    LocalRow(
+        "by the device's name",
+        (),
+        LocalMode.INTERFACE_NAME_PREFIX,
+        ("10.0.0.0/8",),
+        ("10.1.0.0/24",),
+    ),
+]
 
 
 @pytest.mark.parametrize("row", LOCAL_ROWS, ids=lambda row: row.name)
@@ -277,7 +297,7 @@ class Duel(NamedTuple):
 def service(name: str, created: str = "", namespace: str = "ns", **said) -> Service:
     own = said.pop("cluster_ips", addrs(f"10.96.0.{ord(name[0])}"))
     ports = said.pop("ports", (ServicePort("http", Protocol.TCP, 80),))
-    return Service(namespace, name, "LoadBalancer", own, ports, created=created, **said)
+    return Service(namespace, name, "LoadBalancer", own, ports, creation_timestamp=created, **said)
 
 
 OLD, NEW = "2024-01-01T00:00:00Z", "2025-01-01T00:00:00Z"
@@ -316,7 +336,7 @@ def states(service: Service) -> list[ServiceState]:
     return [
         ServiceState(
             ServicePortKey(service.namespace, service.name, port.name, port.protocol, 4),
-            frontends(service, port, 4),
+            compute_frontends(service, port, 4),
             (),
         )
         for port in service.ports
@@ -327,9 +347,9 @@ def settled(services: tuple[Service, ...]) -> dict[ServicePortKey, ServiceState]
     claims, everything = Claims(), []
     for one in services:
         for state in states(one):
-            claims.put(state.key, one.created, (), state.frontends)
+            claims.update(state.key, one.creation_timestamp, (), state.frontends)
             everything.append(state)
-    return {state.key: claims.settle(state) for state in everything}
+    return {state.key: claims.resolve(state) for state in everything}
 
 
 @pytest.mark.parametrize("row", DUELS, ids=lambda row: row.name)
@@ -384,23 +404,23 @@ def test_a_withdrawn_claim_gives_the_address_to_the_next_in_every_order():
     for order in itertools.permutations(rivals):
         claims = Claims()
         for one in order:
-            claims.put(states(one)[0].key, one.created, (), states(one)[0].frontends)
+            claims.update(states(one)[0].key, one.creation_timestamp, (), states(one)[0].frontends)
         for index, one in enumerate(rivals):
             winners = [r.name for r in rivals[index:] if _holds(claims, r, at)]
             assert winners == [one.name]
             (state,) = states(one)
-            others = claims.put(state.key, "", state.frontends, ())
+            others = claims.update(state.key, "", state.frontends, ())
             assert {key.name for key in others} == {r.name for r in rivals[index + 1 :]}
 
 
 def _holds(claims: Claims, service: Service, at: FrontendAddress) -> bool:
-    return at in {f.at for f in claims.settle(states(service)[0]).frontends}
+    return at in {f.at for f in claims.resolve(states(service)[0]).frontends}
 
 
 def test_any6_is_the_node_port_address_of_ipv6():
     port = ServicePort("http", Protocol.TCP, 80, 30080)
     dual = Service("ns", "web", "NodePort", addrs(*BOTH), (port,))
-    assert frontends(dual, port, 6)[1].at.address == ANY6
+    assert compute_frontends(dual, port, 6)[1].at.address == ANY6
 
 
 class Nowhere(NamedTuple):
@@ -433,6 +453,6 @@ NOWHERE = [
 @pytest.mark.parametrize("row", NOWHERE, ids=str)
 def test_networks_of_node_ports_without_an_address_of_this_node(row: Nowhere):
     config = Config(node_port_addresses=cidrs(*row.networks), **row.more)
-    said = node_ports_nowhere(addrs(*row.local), config)
+    said = node_port_problem(addrs(*row.local), config)
     assert said.startswith(f"NodePorts of {row.told} answer nowhere: " if row.told else "")
     assert bool(said) == bool(row.told)

@@ -11,17 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kbpf.model.desired import EVENLY, Backend, Spread
+from kbpf.model.desired import EVEN_SPREAD, Backend, Spread
 from kbpf.model.objects import Algorithm, Protocol
 from kbpf.policy.slots import (
-    EXACT_SLOTS,
-    MOST_SLOTS,
-    PRIMES,
-    fits,
-    maglev,
-    slot_count,
-    slots,
-    table_size,
+    MAGLEV_TABLE_SIZES,
+    MAX_EXACT_SLOTS,
+    MAX_TABLE_SLOTS,
+    compute_maglev_table,
+    compute_slots,
+    count_slots,
+    fits_table,
+    maglev_table_size,
 )
 from tests.support import oracle
 from tests.support.plane import backends
@@ -48,9 +48,9 @@ def weighted(*weights: int) -> Spread:
 
 
 def test_without_weights_each_has_one_slot():
-    assert slots(()) == ()
-    assert slots(AB) == (0, 1)
-    assert slots(many(500)) == tuple(range(500))
+    assert compute_slots(()) == ()
+    assert compute_slots(AB) == (0, 1)
+    assert compute_slots(many(500)) == tuple(range(500))
 
 
 @pytest.mark.parametrize(
@@ -58,24 +58,24 @@ def test_without_weights_each_has_one_slot():
     [((1, 1), (0, 1)), ((1, 2), (0, 1, 1)), ((2, 4), (0, 1, 1)), ((5, 5), (0, 1))],
 )
 def test_a_backend_has_slots_by_its_weight_and_no_more_than_needed(weights, expected):
-    assert slots(AB, weighted(*weights)) == expected
+    assert compute_slots(AB, weighted(*weights)) == expected
 
 
 @pytest.mark.parametrize("weights", [(1,), (1, 2, 3), (1, -1), (0, 1)])
 @pytest.mark.parametrize("algorithm", Algorithm)
 def test_weights_that_do_not_fit_are_refused(weights, algorithm):
     with pytest.raises(ValueError, match="2 backends"):
-        slots(AB, Spread(algorithm, weights))
+        compute_slots(AB, Spread(algorithm, weights))
 
 
 @pytest.mark.parametrize("largest", [1, 7, 999, 1000])
 def test_two_backends_have_any_weights_exactly(largest):
-    assert Counter(slots(AB, weighted(largest, 1))) == {0: largest, 1: 1}
+    assert Counter(compute_slots(AB, weighted(largest, 1))) == {0: largest, 1: 1}
 
 
 def test_a_thousand_backends_with_a_thousand_weights_have_a_bounded_table():
     weights = tuple(range(1, 1001))
-    found = Counter(slots(many(1000), weighted(*weights)))
+    found = Counter(compute_slots(many(1000), weighted(*weights)))
     assert sum(found.values()) <= 33_000
     assert found[999] == pytest.approx(32_000 * 1000 / sum(weights), abs=1)
     assert found[0] == 1, "nobody with a weight goes without"
@@ -86,9 +86,9 @@ WEIGHTS = st.lists(st.integers(1, 1000), min_size=1, max_size=60).map(tuple)
 
 @given(WEIGHTS)
 def test_random_shares_are_within_a_slot_of_the_weights(weights):
-    found = Counter(slots(many(len(weights)), weighted(*weights)))
+    found = Counter(compute_slots(many(len(weights)), weighted(*weights)))
     size, total = sum(found.values()), sum(weights)
-    most = max(EXACT_SLOTS, 32 * len(weights))
+    most = max(MAX_EXACT_SLOTS, 32 * len(weights))
     assert size <= most + len(weights)
     for index, weight in enumerate(weights):
         exact = min(size, most) * weight / total
@@ -101,7 +101,7 @@ def test_random_shares_are_within_a_slot_of_the_weights(weights):
 
 def test_the_table_of_three_is_this_one():
     """The same in every version, on every node: a change here moves every flow there is."""
-    table = maglev(many(3), (), 251)
+    table = compute_maglev_table(many(3), (), 251)
     assert table[:16] == PINNED
     assert blake2b(bytes(table), digest_size=8).hexdigest() == DIGEST
 
@@ -117,7 +117,7 @@ def test_another_interpreter_with_another_seed_says_the_same():
         ).stdout
         for seed in ("1", "2")
     }  # fmt: skip
-    assert said == {f"{maglev(many(7), (), 251)}\n"}
+    assert said == {f"{compute_maglev_table(many(7), (), 251)}\n"}
 
 
 @pytest.mark.parametrize(
@@ -126,44 +126,44 @@ def test_another_interpreter_with_another_seed_says_the_same():
      (164, 16381), (655, 16381), (656, 65521), (2620, 65521), (2621, 65521), (9999, 65521)],
 )  # fmt: skip
 def test_the_size_follows_the_number_of_backends(count, size):
-    assert table_size(count) == size
+    assert maglev_table_size(count) == size
 
 
 def test_a_table_does_not_depend_on_ports():
     other = backends(" ".join(f"10.0.0.{n}:9090" for n in range(3)))
-    assert maglev(other, (), 251) == maglev(many(3), (), 251)
+    assert compute_maglev_table(other, (), 251) == compute_maglev_table(many(3), (), 251)
 
 
 @given(st.integers(2, 9), st.integers(2, 9))
 def test_backends_with_one_address_have_equal_shares(addresses, ports):
     ends = [f"10.0.0.{n}:{80 + port}" for n in range(addresses) for port in range(ports)]
-    found = Counter(slots(backends(" ".join(ends)), Spread(MAGLEV)))
+    found = Counter(compute_slots(backends(" ".join(ends)), Spread(MAGLEV)))
     assert len(found) == addresses * ports
     assert max(found.values()) - min(found.values()) <= 1
 
 
 @pytest.mark.parametrize(
     ("count", "spread", "fitting"),
-    [(100_000, EVENLY, True), (2621, Spread(MAGLEV), True), (2622, Spread(MAGLEV), False),
+    [(100_000, EVEN_SPREAD, True), (2621, Spread(MAGLEV), True), (2622, Spread(MAGLEV), False),
      (2622, weighted(*range(1, 2623)), False)],
 )  # fmt: skip
 def test_a_table_has_enough_slots_for_each_backend_or_there_is_none(count, spread, fitting):
-    assert fits(count, spread) is fitting
+    assert fits_table(count, spread) is fitting
 
 
 def test_no_table_has_more_slots_than_the_limit():
     weights = tuple(range(1, 2622))
-    assert slot_count(2621, weighted(*weights)) <= MOST_SLOTS + 2621
-    assert slot_count(2621, Spread(MAGLEV, weights)) <= MOST_SLOTS
+    assert count_slots(2621, weighted(*weights)) <= MAX_TABLE_SLOTS + 2621
+    assert count_slots(2621, Spread(MAGLEV, weights)) <= MAX_TABLE_SLOTS
 
 
 def test_the_sizes_are_primes():
-    assert all(size % d for size in PRIMES for d in range(2, int(size**0.5) + 1))
+    assert all(size % d for size in MAGLEV_TABLE_SIZES for d in range(2, int(size**0.5) + 1))
 
 
 def test_one_backend_needs_no_table():
-    assert slots(many(1), Spread(MAGLEV)) == (0,)
-    assert slots((), Spread(MAGLEV)) == ()
+    assert compute_slots(many(1), Spread(MAGLEV)) == (0,)
+    assert compute_slots((), Spread(MAGLEV)) == ()
 
 
 COUNTS: Final = st.integers(2, 45)
@@ -172,8 +172,8 @@ PLACES: Final = st.integers(0, 60_000)
 
 @given(COUNTS, PLACES)
 def test_maglev_shares_differ_by_one_slot(count, start):
-    found = Counter(slots(many(count, start), Spread(MAGLEV)))
-    assert sum(found.values()) == table_size(count)
+    found = Counter(compute_slots(many(count, start), Spread(MAGLEV)))
+    assert sum(found.values()) == maglev_table_size(count)
     assert len(found) == count
     assert max(found.values()) - min(found.values()) <= 1
 
@@ -181,8 +181,8 @@ def test_maglev_shares_differ_by_one_slot(count, start):
 @given(WEIGHTS.filter(lambda w: len(w) > 1), PLACES)
 def test_maglev_shares_follow_the_weights(weights, start):
     count = len(weights)
-    found = Counter(slots(many(count, start), Spread(MAGLEV, weights)))
-    size = table_size(count, weighted=True)
+    found = Counter(compute_slots(many(count, start), Spread(MAGLEV, weights)))
+    size = maglev_table_size(count, weighted=True)
     assert sum(found.values()) == size
     for index, weight in enumerate(weights):
         exact = size * weight / sum(weights)
@@ -197,10 +197,14 @@ def test_any_order_gives_the_same_table(count, start, random, with_weights):
     mixed = list(plain)
     random.shuffle(mixed)
     tables = [
-        [order[i] for i in maglev(order, [weights[one] for one in order] if with_weights else (),
-                                  251)]
+        [
+            order[i]
+            for i in compute_maglev_table(
+                order, [weights[one] for one in order] if with_weights else (), 251
+            )
+        ]
         for order in (plain, mixed)
-    ]  # fmt: skip
+    ]
     assert tables[0] == tables[1]
 
 
@@ -210,7 +214,7 @@ def test_the_table_is_the_papers(count, start, with_weights):
     plain = many(count, start)
     weights = [1 + i % 7 for i in range(count)] if with_weights else []
     named = [(one.address, one.port, int(one.protocol)) for one in plain]
-    assert list(maglev(plain, weights, 251)) == oracle.maglev(named, weights, 251)
+    assert list(compute_maglev_table(plain, weights, 251)) == oracle.maglev(named, weights, 251)
 
 
 @pytest.mark.parametrize("with_weights", [False, True])
@@ -229,11 +233,14 @@ def moved_when_one_leaves(count: int, start: int, leaver: int, with_weights: boo
     """The share of the slots that change hands though their backend stays."""
     before = many(count, start)
     weights = {one: 1 + i % 3 for i, one in enumerate(before)} if with_weights else {}
-    size = table_size(count, with_weights)
+    size = maglev_table_size(count, with_weights)
     gone = before[leaver]
 
     def table(some: tuple[Backend, ...]) -> list[Backend]:
-        return [some[i] for i in maglev(some, [weights[one] for one in some if weights], size)]
+        return [
+            some[i]
+            for i in compute_maglev_table(some, [weights[one] for one in some if weights], size)
+        ]
 
     pairs = list(
         zip(table(before), table(tuple(one for one in before if one != gone)), strict=True)
@@ -244,18 +251,20 @@ def moved_when_one_leaves(count: int, start: int, leaver: int, with_weights: boo
 
 @given(st.integers(0, 300), st.sampled_from(Algorithm))
 def test_the_number_of_slots_is_known_before(count, algorithm):
-    assert slot_count(count, Spread(algorithm)) == len(slots(many(count), Spread(algorithm)))
+    assert count_slots(count, Spread(algorithm)) == len(
+        compute_slots(many(count), Spread(algorithm))
+    )
 
 
 @given(WEIGHTS, st.sampled_from(Algorithm))
 def test_and_with_weights(weights, algorithm):
     spread = Spread(algorithm, weights)
-    assert slot_count(len(weights), spread) == len(slots(many(len(weights)), spread))
+    assert count_slots(len(weights), spread) == len(compute_slots(many(len(weights)), spread))
 
 
 def test_more_backends_than_the_largest_table_has_slots(monkeypatch):
     monkeypatch.setattr("kbpf.policy.slots.PRIMES", (5,))
-    assert slots(many(9), Spread(MAGLEV)) == tuple(range(9))
-    assert slot_count(9, Spread(MAGLEV)) == 9
-    assert Spread(RANDOM) == EVENLY
+    assert compute_slots(many(9), Spread(MAGLEV)) == tuple(range(9))
+    assert count_slots(9, Spread(MAGLEV)) == 9
+    assert Spread(RANDOM) == EVEN_SPREAD
     assert many(1)[0].protocol is Protocol.TCP

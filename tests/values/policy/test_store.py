@@ -19,7 +19,7 @@ from kbpf.model.objects import (
     ServicePort,
     SlicePort,
 )
-from kbpf.policy.store import Touched, World
+from kbpf.policy.store import ChangeSet, ObjectStore
 
 WEB = Service(
     "ns", "web", "ClusterIP", (parse_addr("10.96.0.1"),), (ServicePort("", Protocol.TCP, 80),)
@@ -121,37 +121,37 @@ ROWS = [
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_what_is_touched(row: Row):
-    world = World("me")
+    world = ObjectStore("me")
     world.apply(row.before)
     touched = world.apply(row.now)
-    assert touched == Touched(set(row.services), row.everything, row.pods, set(row.addresses))
+    assert touched == ChangeSet(set(row.services), row.everything, row.pods, set(row.addresses))
     assert bool(touched) is (row.everything or row.pods or bool(row.services or row.addresses))
 
 
 def test_it_remembers_what_is_in_force():
-    world = World("me")
+    world = ObjectStore("me")
     world.apply([up(TWO), up(WEB), up(ONE), up(ME)])
     assert world.service(NAME) == WEB
-    assert set(world.names()) == {NAME}
+    assert set(world.service_names()) == {NAME}
     assert world.slices(NAME) == (ONE, TWO)
     assert world.node == ME
     world.apply([gone(ONE), gone(WEB), gone(ME)])
     assert world.service(NAME) is None
-    assert not world.names()
+    assert not world.service_names()
     assert world.slices(NAME) == (TWO,)
-    assert world.node == replace(ME, leaving=True)
+    assert world.node == replace(ME, being_deleted=True)
     world.apply([gone(TWO)])
     assert world.slices(NAME) == ()
 
 
-def problems(world: World) -> dict[ObjectKey, tuple[str, ...]]:
+def problems(world: ObjectStore) -> dict[ObjectKey, tuple[str, ...]]:
     """All objects of these tests that have problem lines."""
     known = {key(one): world.problems_of(key(one)) for one in (WEB, ONE, TWO, ME, POD)}
     return {each: lines for each, lines in known.items() if lines}
 
 
 def test_what_our_node_left_out_is_a_problem_until_it_is_mended():
-    world = World("me")
+    world = ObjectStore("me")
     world.apply([up(replace(ME, skipped=("spec.podCIDRs[0]: bad",)))])
     assert problems(world) == {key(ME): ("spec.podCIDRs[0]: bad",)}
     world.apply([up(ME)])
@@ -159,21 +159,21 @@ def test_what_our_node_left_out_is_a_problem_until_it_is_mended():
 
 
 def test_a_slice_that_changes_hands_belongs_to_one_service():
-    world = World("me")
+    world = ObjectStore("me")
     world.apply([up(ONE), up(replace(ONE, service="other"))])
     assert world.slices(NAME) == ()
     assert [piece.name for piece in world.slices(OTHER)] == ["web-1"]
 
 
 def test_slices_of_the_same_name_in_other_namespaces_are_others():
-    world = World("me")
+    world = ObjectStore("me")
     world.apply([up(ONE), up(replace(ONE, namespace="other"))])
     assert world.slices(NAME) == (ONE,)
     assert len(world.slices(ServiceName("other", "web"))) == 1
 
 
 def test_an_unknown_node_has_the_name_that_we_run_under():
-    world = World("me")
+    world = ObjectStore("me")
     world.apply([up(replace(ME, name="you"))])
     assert world.node == Node("me")
     assert not world.node_known
@@ -183,7 +183,7 @@ def test_an_unknown_node_has_the_name_that_we_run_under():
 
 def test_a_bind_address_goes_before_what_the_node_says_of_its_family():
     own, other = parse_addr("10.0.0.9"), parse_addr("fd00::1")
-    world = World("me", own)
+    world = ObjectStore("me", own)
     assert world.node.addresses == (own,)
     world.apply([up(replace(ME, addresses=(*ME.addresses, other, own)))])
     assert world.node.addresses == (own, *ME.addresses, other)
@@ -228,20 +228,20 @@ SERVES = [
 
 @pytest.mark.parametrize("row", SERVES, ids=lambda row: row.name)
 def test_the_api_servers_own_service_keeps_its_last_endpoints(row: Serves):
-    world = World("me")
+    world = ObjectStore("me")
     for event in row.events:
         world.apply([event])
     assert world.slices(ServiceName("default", "kubernetes")) == row.in_force
 
 
 def test_other_services_may_be_left_with_none():
-    world = World("me")
+    world = ObjectStore("me")
     world.apply([up(ONE), up(replace(ONE, endpoints=()))])
     assert world.slices(NAME) == (replace(ONE, endpoints=()),)
 
 
 def test_a_rejected_object_keeps_what_it_said_before():
-    world = World("me")
+    world = ObjectStore("me")
     world.apply([*ALL, Rejected(key(WEB), "no ports"), Rejected(key(ONE), "no label")])
     assert world.service(NAME) == WEB
     assert world.slices(NAME) == (ONE,)
@@ -250,9 +250,9 @@ def test_a_rejected_object_keeps_what_it_said_before():
 
 
 def test_a_rejection_ends_with_an_upsert_or_a_delete():
-    world = World("me")
+    world = ObjectStore("me")
     world.apply([*ALL, Rejected(key(WEB), "bad"), Rejected(key(TWO), "bad")])
-    assert world.apply([up(WEB), gone(TWO)]) == Touched()
+    assert world.apply([up(WEB), gone(TWO)]) == ChangeSet()
     assert problems(world) == {}
     assert world.all_usable
     world.apply([Rejected(key(WEB), "bad"), Rejected(key(WEB), "worse")])
@@ -260,13 +260,13 @@ def test_a_rejection_ends_with_an_upsert_or_a_delete():
 
 
 def test_another_node_that_is_rejected_is_not_our_problem():
-    world = World("me")
+    world = ObjectStore("me")
     world.apply([Rejected(key(replace(ME, name="you")), "bad"), Rejected(key(ME), "bad")])
     assert problems(world) == {key(ME): ("bad",)}
 
 
 def test_skipped_endpoints_are_problems_until_the_slice_is_whole_or_gone():
-    world = World("me")
+    world = ObjectStore("me")
     bad = replace(ONE, skipped=("endpoint 3: not an IP address",))
     world.apply([up(bad), up(replace(bad, name="web-2")), Rejected(key(ONE), "bad")])
     assert problems(world) == {
@@ -278,7 +278,7 @@ def test_skipped_endpoints_are_problems_until_the_slice_is_whole_or_gone():
 
 
 def test_what_is_left_out_of_a_service_or_our_node_is_a_problem_too():
-    world = World("me")
+    world = ObjectStore("me")
     web, me = replace(WEB, skipped=("an annotation",)), replace(ME, skipped=("an address",))
     world.apply([up(web), up(me), up(replace(me, name="you"))])
     assert problems(world) == {key(WEB): ("an annotation",), key(ME): ("an address",)}
@@ -288,14 +288,14 @@ def test_what_is_left_out_of_a_service_or_our_node_is_a_problem_too():
 
 
 def test_kinds_are_synced_one_by_one():
-    world = World("me")
+    world = ObjectStore("me")
     assert world.synced == frozenset()
     world.apply([Synced(Kind.SERVICE), Synced(Kind.SLICE), Synced(Kind.SERVICE)])
     assert world.synced == {Kind.SERVICE, Kind.SLICE}
 
 
 def test_what_was_handed_out_does_not_change_later():
-    world = World("me")
+    world = ObjectStore("me")
     world.apply([Rejected(key(WEB), "bad"), up(ONE)])
     slices, synced = world.slices(NAME), world.synced
     world.apply([up(WEB), gone(ONE), Synced(Kind.NODE)])
@@ -303,6 +303,6 @@ def test_what_was_handed_out_does_not_change_later():
 
 
 def test_a_pod_that_cannot_be_read_makes_no_service_doubtful():
-    world = World("me")
+    world = ObjectStore("me")
     world.apply([Rejected(key(POD), "bad")])
     assert world.all_usable

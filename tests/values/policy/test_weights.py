@@ -23,7 +23,7 @@ from kbpf.model.objects import (
     pack_names,
     unpack_names,
 )
-from kbpf.policy.endpoints import Chosen, Reason, choose
+from kbpf.policy.endpoints import EndpointReason, EndpointSelection, select_endpoints
 from kbpf.source.decode import decode
 from tests.support import oracle
 
@@ -33,11 +33,11 @@ FORM = "; write NAME=WEIGHT with commas between them, each name once: "
 AT = "metadata.annotations[kbpf.io/weights]: cannot use "
 
 
-def read(annotations: dict[str, Any] | None) -> decode.Item:
+def read(annotations: dict[str, Any] | None) -> decode.DecodedObject:
     meta = {"name": "web", "namespace": "ns", "annotations": annotations}
     spec = {"clusterIP": "10.96.0.1", "ports": [{"port": 80}]}
-    item = decode.read(Kind.SERVICE, msgspec.json.encode({"metadata": meta, "spec": spec}))
-    assert decode.read_value(Kind.SERVICE, {"metadata": meta, "spec": spec}) == item
+    item = decode.decode_object(Kind.SERVICE, msgspec.json.encode({"metadata": meta, "spec": spec}))
+    assert decode.convert_object(Kind.SERVICE, {"metadata": meta, "spec": spec}) == item
     return item
 
 
@@ -66,8 +66,8 @@ TEXTS = [
     Text("fd00::9=5, FD00:0::9=5", Weights(addresses=((A9, 5),))),
     Text("node:worker-2.example=2", Weights(nodes=(("worker-2.example", 2),))),
     Text("zone:EU_1a=2", Weights(zones=(("EU_1a", 2),))),
-    Text("*=0", Weights(others=0)),
-    Text("*=7,web-0=1000", Weights(pods=(("web-0", 1000),), others=7)),
+    Text("*=0", Weights(default=0)),
+    Text("*=7,web-0=1000", Weights(pods=(("web-0", 1000),), default=7)),
     Text("web-0=3, 10.0.0.7=0, node:worker-2=2, zone:eu-1a=2, *=1",
          Weights(((A7, 0),), (("web-0", 3),), (("worker-2", 2),), (("eu-1a", 2),), 1)),
     Text("web-0=3,web-1=x", Weights(pods=(("web-0", 3),)), "'web-1=x'"),
@@ -171,7 +171,7 @@ def test_pods_stand_beside_their_endpoints():
     ]
     meta = {"name": "s", "namespace": "ns", "labels": {"kubernetes.io/service-name": "web"}}
     obj = {"metadata": meta, "addressType": "IPv4", "endpoints": ends, "ports": []}
-    item = decode.read(Kind.SLICE, msgspec.json.encode(obj))
+    item = decode.decode_object(Kind.SLICE, msgspec.json.encode(obj))
     assert isinstance(item.object, EndpointSlice)
     assert item.object.pods == ("web-0", "", "", "", "web-5", "")
     assert [e.address[-1] for e in item.object.endpoints] == [0, 1, 2, 3, 5, 6]
@@ -192,11 +192,11 @@ def piece(*ends: Endpoint, pods: tuple[str, ...] = (), name: str = "s1") -> Endp
     return EndpointSlice("ns", name, "web", 4, ends, ports, packed_pods=pack_names(pods))
 
 
-def ask(weights: Weights | None, *pieces: EndpointSlice, **service: Any) -> Chosen:
+def ask(weights: Weights | None, *pieces: EndpointSlice, **service: Any) -> EndpointSelection:
     web = Service(
         "ns", "web", "ClusterIP", (parse_addr("10.96.0.1"),), (PORT,), weights=weights, **service
     )
-    return choose(pieces, PORT, web, ME, 4)
+    return select_endpoints(pieces, PORT, web, ME, 4)
 
 
 class Row(NamedTuple):
@@ -216,13 +216,13 @@ def addr(number: int) -> Any:
 
 ROWS = [
     Row("nothing", Weights(), (1, 2, 3), ()),
-    Row("all the same", Weights(others=9), (1, 2, 3), ()),
+    Row("all the same", Weights(default=9), (1, 2, 3), ()),
     Row("by Pod", Weights(pods=(("web-1", 3),)), (1, 2, 3), (3, 1, 1)),
     Row("by address", Weights(addresses=((addr(2), 5),)), (1, 2, 3), (1, 5, 1)),
     Row("by node", Weights(nodes=(("you", 4),)), (1, 2, 3), (1, 4, 4)),
     Row("by zone", Weights(zones=(("a", 2),)), (1, 2, 3), (2, 2, 1)),
-    Row("others", Weights(pods=(("web-1", 3),), others=2), (1, 2, 3), (3, 2, 2)),
-    Row("what all have in common is divided out", Weights(pods=(("web-1", 30),), others=20),
+    Row("others", Weights(pods=(("web-1", 3),), default=2), (1, 2, 3), (3, 2, 2)),
+    Row("what all have in common is divided out", Weights(pods=(("web-1", 30),), default=20),
         (1, 2, 3), (3, 2, 2)),
     Row("an address beats a Pod", Weights(addresses=((addr(1), 7),), pods=(("web-1", 3),)),
         (1, 2, 3), (7, 1, 1)),
@@ -230,12 +230,12 @@ ROWS = [
         (1, 2, 3), (1, 7, 3)),
     Row("a node beats a zone", Weights(nodes=(("me", 7),), zones=(("a", 3),)),
         (1, 2, 3), (7, 3, 1)),
-    Row("a zone beats all others", Weights(zones=(("b", 7),), others=3), (1, 2, 3), (3, 3, 7)),
+    Row("a zone beats all others", Weights(zones=(("b", 7),), default=3), (1, 2, 3), (3, 3, 7)),
     Row("0 by the more specific rule", Weights(pods=(("web-2", 0),), nodes=(("you", 3),)),
         (1, 3), (1, 3)),
     Row("0 gets nothing", Weights(pods=(("web-1", 0),)), (2, 3), ()),
-    Row("one alone", Weights(pods=(("web-1", 9),), others=0), (1,), ()),
-    Row("all 0: as if nobody had a weight", Weights(others=0), (1, 2, 3), ()),
+    Row("one alone", Weights(pods=(("web-1", 9),), default=0), (1,), ()),
+    Row("all 0: as if nobody had a weight", Weights(default=0), (1, 2, 3), ()),
     Row("nobody of this name", Weights(pods=(("web-9", 9),)), (1, 2, 3), ()),
 ]  # fmt: skip
 
@@ -255,14 +255,14 @@ def test_who_gets_how_much(row: Row):
     assert (numbers(found.cluster), found.cluster_weights) == (row.who, row.each)
     assert numbers(found.serving) == (1, 2, 3), "UDP flows stay with whoever serves"
     assert found.any_endpoints
-    lines = {line.endpoint.address[-1]: line for line in found.reasons()}
+    lines = {line.endpoint.address[-1]: line for line in found.explain()}
     for number in (1, 2, 3):
-        assert (lines[number].reason is Reason.WEIGHT_ZERO) == (number not in row.who)
+        assert (lines[number].reason is EndpointReason.WEIGHT_ZERO) == (number not in row.who)
 
 
 def test_without_weights_nothing_is_weighed():
     found = ask(None, THREE)
-    assert (found.cluster_weights, found.weightless) == ((), frozenset())
+    assert (found.cluster_weights, found.zero_weight) == ((), frozenset())
 
 
 def test_each_set_is_weighed_for_itself():
@@ -271,8 +271,8 @@ def test_each_set_is_weighed_for_itself():
                 external_ips=(parse_addr("192.0.2.1"),))  # fmt: skip
     assert (numbers(found.cluster), found.cluster_weights) == ((2, 3), (2, 1))
     assert (numbers(found.local), found.local_weights) == ((1,), ())
-    reasons = {line.endpoint.address[-1]: line.reason for line in found.reasons()}
-    assert reasons[1] is Reason.LOCAL_ONLY
+    reasons = {line.endpoint.address[-1]: line.reason for line in found.explain()}
+    assert reasons[1] is EndpointReason.LOCAL_ONLY
 
 
 def test_who_only_drains_is_weighed_too():

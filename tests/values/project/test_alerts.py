@@ -14,13 +14,21 @@ import msgspec
 import pytest
 import yaml
 
-from kbpf.model.metrics import Decision, Measures, Table, Tracked, Traffic
+from kbpf.model.metrics import DataPlaneMetrics, FlowCount, ReasonCount, TableUsage, TrafficStats
 from kbpf.model.status import AgentStatus, ModeChoice, PacketStatus, SourceView, ThreadView
 from kbpf.serve.kbpf_metrics import FAILURES
-from kbpf.serve.kubeproxy_metrics import Record
+from kbpf.serve.kubeproxy_metrics import KubeProxyMetrics
 from tests.support.build.promtool import promtool
 from tests.support.prometheus import Family
-from tests.values.serve.test_metrics import BEGUN, FULL, HAD, PROGRAMMING, STATUS, WEB, Counts
+from tests.values.serve.test_metrics import (
+    ALL_COUNTERS,
+    CONNECTION_COUNTERS,
+    HAD,
+    PROGRAMMING,
+    STATUS,
+    WEB,
+    Counts,
+)
 from tests.values.serve.test_metrics import page as page_of
 
 RULES = Path(__file__).parents[3] / "manifests" / "monitoring" / "rules.yaml"
@@ -37,30 +45,32 @@ WELL = msgspec.structs.replace(
     threads=(ThreadView("http", True, 0.1), ThreadView("devices", True, 4.0)),
 )  # fmt: skip
 PLANE = Counts(
-    Measures(
+    DataPlaneMetrics(
         tables=(
-            Table("services", 1000, 16_384, 262_144, 4096),
-            Table("flows", 2640, 3000, None, 4096),  # of connections that are over
-            Table("affinity", 65_536, 65_536, None, 4096),
+            TableUsage("services", 1000, 16_384, 262_144, 4096),
+            TableUsage("flows", 2640, 3000, None, 4096),  # of connections that are over
+            TableUsage("affinity", 65_536, 65_536, None, 4096),
         ),
-        decisions=(Decision("no_route", "drop", 0), Decision("evicted", "note", 0)),
+        reason_counts=(ReasonCount("no_route", "drop", 0), ReasonCount("evicted", "note", 0)),
         hooks=(("connect4", True), ("connect6", True)),
-        foreign=0,
+        foreign_programs=0,
     ),
-    Traffic(
-        connections=((WEB, 0),), totals=((WEB, HAD._replace(unanswered=0)),), known=FULL,
-        tracked=Tracked(0, 1000),
+    TrafficStats(
+        connections=((WEB, 0),),
+        totals=((WEB, HAD._replace(unanswered=0)),),
+        counted_fields=ALL_COUNTERS,
+        flow_count=FlowCount(0, 1000),
     ),
-)  # fmt: skip
+)
 
 
-def programmed() -> Record:
+def programmed() -> KubeProxyMetrics:
     """By an agent that has done something."""
-    record = Record(lambda: 1000.0)
-    record.synced(0.001, full=True)
+    record = KubeProxyMetrics(lambda: 1000.0)
+    record.record_sync(0.001, full=True)
     for _ in range(100):
-        record.programmed(4, 999.9)
-    record.compared(0)
+        record.record_programming(4, 999.9)
+    record.record_comparison(0)
     return record
 
 
@@ -248,7 +258,7 @@ def test_what_fires(row: Row, tmp_path: Path):
 
 def test_without_full_accounting_nothing_is_said_of_backends_that_do_not_answer():
     """The alert has no series to go by: docs/observe.md says so."""
-    counted = msgspec.structs.replace(PLANE.traffic, known=BEGUN)
+    counted = msgspec.structs.replace(PLANE.traffic, counted_fields=CONNECTION_COUNTERS)
     page = healthy(PLANE._replace(traffic=counted))
     reasons = {dict(own)["reason"] for _, own in page["kbpf_service_failures_total"].samples}
     assert reasons == set(FAILURES) - {"unanswered", "broken"}

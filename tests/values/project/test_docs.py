@@ -206,7 +206,7 @@ def test_files_that_are_named_are_there(page: str):
 def options() -> set[str]:
     """All that kbpf has: of `run`, by its table; of the other commands, by what they declare."""
     declared = "".join(path.read_text() for path in (ROOT / "kbpf" / "cli").glob("*.py"))
-    return {*flags.BY_NAME, *re.findall(r"--[a-z][a-z0-9-]+", declared)}
+    return {*flags.FLAGS_BY_NAME, *re.findall(r"--[a-z][a-z0-9-]+", declared)}
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from kbpf.dataplane.bpf.maps.layout import MAPS, Reason
-from kbpf.dataplane.bpf.metrics import KNOWN, VERDICTS
+from kbpf.dataplane.bpf.metrics import KNOWN_COUNTS, VERDICT_BY_REASON
 from kbpf.model.config import Config
 from kbpf.serve.kbpf_metrics import FAILURES
 from tests.support.prometheus import Family
@@ -32,7 +32,7 @@ OURS = ("kbpf_", "kubeproxy_", "rest_client_", "process_", "up")
 MATCHER = re.compile(r'([a-z_]+)(=~|!=|!~|=)"([^"]*)"')
 KNOWN_VALUES = {
     "reason": {reason.name.lower() for reason in Reason},
-    "verdict": {"translate", *VERDICTS.values()},
+    "verdict": {"translate", *VERDICT_BY_REASON.values()},
     "state": {"on", "off", "failed"},
     "source": {"services", "endpointslices", "nodes", "pods"},
     "quantile": {"0.5", "0.99"},
@@ -146,8 +146,8 @@ def test_every_series_is_documented(page: dict[str, Family]):
 
 def needs(text: str, page: dict[str, Family]) -> set[str]:
     """The settings without which an agent does not export all that this expression asks for."""
-    known = KNOWN[Config().accounting]
-    counted = msgspec.structs.replace(COUNTS.traffic, known=known)
+    known = KNOWN_COUNTS[Config().accounting]
+    counted = msgspec.structs.replace(COUNTS.traffic, counted_fields=known)
     exported = page_of_metrics(plane=COUNTS._replace(traffic=counted), record=busy())
     needed = set()
     for match in SELECTOR.finditer(text):

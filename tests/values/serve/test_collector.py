@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kbpf.errors import KernelError
-from kbpf.model.metrics import Pause, Traffic
+from kbpf.model.metrics import Pause, TrafficStats
 from kbpf.serve import collector
-from kbpf.serve.collector import Counting
+from kbpf.serve.collector import BackgroundCollector
 from tests.support.lab.lab import PATIENCE, until
 
-NOTHING = Traffic()
+NOTHING = TrafficStats()
 
 
 class Source:
@@ -22,12 +22,12 @@ class Source:
         self.counts = 0
         self.instead: Callable[[Pause], None] = lambda pause: None
 
-    def count(self, pause: Pause) -> Traffic:
+    def count(self, pause: Pause) -> TrafficStats:
         self.counts += 1
         self.instead(pause)
         return NOTHING
 
-    def show(self, found: Traffic) -> list[str]:
+    def show(self, found: TrafficStats) -> list[str]:
         assert found is NOTHING
         return [f"count {self.counts}"]
 
@@ -39,43 +39,43 @@ def source(monkeypatch: pytest.MonkeyPatch) -> Source:
 
 
 @pytest.fixture
-def made(source: Source) -> Iterator[Counting]:
-    one = Counting(source.count, source.show)
+def made(source: Source) -> Iterator[BackgroundCollector]:
+    one = BackgroundCollector(source.count, source.show)
     yield one
     one.stop()
 
 
-def number(made: Counting) -> int:
+def number(made: BackgroundCollector) -> int:
     """Of the count that is shown."""
-    lines = made.lines().decode()
+    lines = made.scrape().decode()
     return int(lines.split()[1]) if lines else 0
 
 
-def test_nothing_is_counted_before_somebody_asks(made: Counting, source: Source):
+def test_nothing_is_counted_before_somebody_asks(made: BackgroundCollector, source: Source):
     made.start()
-    assert made.lines() == b"", "and who asks first waits for nothing"
+    assert made.scrape() == b"", "and who asks first waits for nothing"
     until("it is counted", lambda: number(made) == source.counts > 0)
 
 
-def test_it_goes_on_while_somebody_asks(made: Counting, monkeypatch: pytest.MonkeyPatch):
+def test_it_goes_on_while_somebody_asks(made: BackgroundCollector, monkeypatch: pytest.MonkeyPatch):
     made.start()
     until("three times", lambda: number(made) >= 3)
     monkeypatch.setattr(collector, "FOLLOW_SECONDS", -1.0)
 
 
 def test_it_rests_when_nobody_has_asked_for_long(
-    made: Counting, source: Source, monkeypatch: pytest.MonkeyPatch
+    made: BackgroundCollector, source: Source, monkeypatch: pytest.MonkeyPatch
 ):
     """Each time that somebody asks is worth one count then."""
     monkeypatch.setattr(collector, "FOLLOW_SECONDS", -1.0)
     made.start()
     for asked in (1, 2):
-        made.lines()
+        made.scrape()
         until("it is counted", lambda: source.counts == asked)  # noqa: B023
 
 
 def test_now_and_then_it_counts_unasked(
-    made: Counting, source: Source, monkeypatch: pytest.MonkeyPatch
+    made: BackgroundCollector, source: Source, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(collector, "IDLE_SECONDS", 0.01)
     made.start()
@@ -83,26 +83,26 @@ def test_now_and_then_it_counts_unasked(
 
 
 def test_what_cannot_be_counted_is_said_once_and_not_shown(
-    made: Counting, source: Source, caplog: pytest.LogCaptureFixture
+    made: BackgroundCollector, source: Source, caplog: pytest.LogCaptureFixture
 ):
     logging.getLogger("kbpf").propagate = True
-    made.count()
-    assert made.lines()
+    made.collect()
+    assert made.scrape()
 
     def refuse(pause: Pause) -> None:
         raise KernelError("no maps")
 
     source.instead = refuse
-    made.count()
-    made.count()
-    assert made.lines() == b"", "rather nothing than what was true once"
+    made.collect()
+    made.collect()
+    assert made.scrape() == b"", "rather nothing than what was true once"
     assert caplog.text.count("no maps") == 1
     source.instead = lambda pause: None
-    made.count()
-    assert made.lines() == b"count 4\n"
+    made.collect()
+    assert made.scrape() == b"count 4\n"
 
 
-def test_a_fault_does_not_end_it(made: Counting, source: Source):
+def test_a_fault_does_not_end_it(made: BackgroundCollector, source: Source):
     def fault(pause: Pause) -> None:
         if source.counts == 1:
             raise ZeroDivisionError
@@ -112,7 +112,7 @@ def test_a_fault_does_not_end_it(made: Counting, source: Source):
     until("it is counted the next time", lambda: number(made) > 1)
 
 
-def test_it_ends_in_the_middle_of_a_count(made: Counting, source: Source):
+def test_it_ends_in_the_middle_of_a_count(made: BackgroundCollector, source: Source):
     under_way, go_on = threading.Event(), threading.Event()
 
     def long(pause: Pause) -> None:
@@ -123,7 +123,7 @@ def test_it_ends_in_the_middle_of_a_count(made: Counting, source: Source):
 
     source.instead = long
     made.start()
-    made.lines()
+    made.scrape()
     assert under_way.wait(PATIENCE)
     ended = threading.Thread(target=made.stop)
     ended.start()

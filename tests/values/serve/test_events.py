@@ -8,15 +8,15 @@ import pytest
 
 from kbpf.errors import SourceError
 from kbpf.serve import events
-from kbpf.serve.events import About, Event, Events, encode
+from kbpf.serve.events import EventObject, EventRecorder, KubeEvent, encode
 from tests.support.lab.lab import PATIENCE, until
 
-NODE, WEB = About("Node", "n1"), About("Service", "web", "shop")
+NODE, WEB = EventObject("Node", "n1"), EventObject("Service", "web", "shop")
 AT = 1_795_300_297_135_646_117
 
 
 def test_an_event_of_the_node_as_kube_proxy_sends_it():
-    path, body = encode(Event(NODE, False, "Starting", "StartKubeProxy", "", AT), "n1")
+    path, body = encode(KubeEvent(NODE, False, "Starting", "StartKubeProxy", "", AT), "n1")
     assert path == "/apis/events.k8s.io/v1/namespaces/default/events"
     assert json.loads(body) == {
         "apiVersion": "events.k8s.io/v1",
@@ -34,7 +34,7 @@ def test_an_event_of_the_node_as_kube_proxy_sends_it():
 
 
 def test_an_event_of_a_service_stands_in_its_namespace():
-    path, body = encode(Event(WEB, True, "R", "A", "x" * 2000, AT), "n" * 200)
+    path, body = encode(KubeEvent(WEB, True, "R", "A", "x" * 2000, AT), "n" * 200)
     said = json.loads(body)
     assert path == "/apis/events.k8s.io/v1/namespaces/shop/events"
     assert said["metadata"]["namespace"] == said["regarding"]["namespace"] == "shop"
@@ -45,7 +45,7 @@ def test_an_event_of_a_service_stands_in_its_namespace():
 
 
 def test_a_long_name_is_cut():
-    _, body = encode(Event(About("Node", "n" * 253), True, "R", "A", "", AT), "n")
+    _, body = encode(KubeEvent(EventObject("Node", "n" * 253), True, "R", "A", "", AT), "n")
     assert len(json.loads(body)["metadata"]["name"]) == 253
 
 
@@ -82,15 +82,15 @@ ROWS = [
     Row("it had arrived before", (None, 409), 2, 1, 0),
     Row("not allowed", (403,), 1, 0, 1),
     Row("the namespace is going", (404,), 1, 0, 1),
-    Row("away for ever", (None,), events.TRIES, 0, 1),
+    Row("away for ever", (None,), events.MAX_ATTEMPTS, 0, 1),
 ]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_what_becomes_of_it(row: Row):
     server = Server(*row.answers)
-    made = Events(server, "n1", pause=0.0)
-    made.say(NODE, "Starting", "StartKubeProxy")
+    made = EventRecorder(server, "n1", retry_interval=0.0)
+    made.emit(NODE, "Starting", "StartKubeProxy")
     until("it is settled", lambda: made.sent + made.dropped)
     assert (made.sent, made.dropped) == (row.sent, row.dropped)
     assert len(server.got) == row.asked
@@ -106,9 +106,9 @@ def test_a_fault_of_ours_is_no_end():
             raise ValueError("on purpose")
         return 201
 
-    made = Events(post, "n1")
-    made.say(NODE, "One", "A")
-    made.say(NODE, "Two", "A")
+    made = EventRecorder(post, "n1")
+    made.emit(NODE, "One", "A")
+    made.emit(NODE, "Two", "A")
     until("the second is sent", lambda: made.sent)
     made.stop()
 
@@ -117,7 +117,7 @@ class Said(NamedTuple):
     """At `at` seconds it is said of somebody; whether it is sent."""
 
     at: float
-    about: About
+    about: EventObject
     reason: str
     sent: bool
     dropped: bool = False
@@ -134,7 +134,7 @@ SAID = {
         Said(0, WEB, "R", True), Said(200, WEB, "R", False), Said(301, WEB, "R", True),
     ],
     "not too many at once, some later": [
-        *(Said(0, About("Service", f"s{i}", "x"), "R", True) for i in range(events.BURST)),
+        *(Said(0, EventObject("Service", f"s{i}", "x"), "R", True) for i in range(events.BURST)),
         Said(0, NODE, "R", False, True), Said(9, NODE, "R", False, True), Said(10, NODE, "R", True),
         Said(10, WEB, "R", False, True),
     ],
@@ -145,10 +145,10 @@ SAID = {
 def test_how_often_it_is_said(rows: list[Said]):
     now = 0.0
     server = Server(201)
-    made = Events(server, "n1", lambda: now)
+    made = EventRecorder(server, "n1", lambda: now)
     for row in rows:
         now = row.at
-        made.say(row.about, row.reason, "A", f"{row.at}")
+        made.emit(row.about, row.reason, "A", f"{row.at}")
     wanted = [(row.about.name, row.reason, f"{row.at}") for row in rows if row.sent]
     until("all are sent", lambda: made.sent == len(wanted))
     got = [(one["regarding"]["name"], one["reason"], one["note"]) for one in server.got]
@@ -166,20 +166,20 @@ def test_nobody_waits_for_a_server_that_hangs(monkeypatch: pytest.MonkeyPatch):
         hangs.wait()
         return 201
 
-    made = Events(post, "n1", lambda: 0.0)
-    made.say(NODE, "First", "A")
+    made = EventRecorder(post, "n1", lambda: 0.0)
+    made.emit(NODE, "First", "A")
     assert asked.wait(PATIENCE)
-    for i in range(2 * events.WAITING):
-        made.say(NODE, f"R{i}", "A")  # this loop ends, though nothing is answered
-    assert made.dropped == events.WAITING
+    for i in range(2 * events.MAX_QUEUED):
+        made.emit(NODE, f"R{i}", "A")  # this loop ends, though nothing is answered
+    assert made.dropped == events.MAX_QUEUED
     hangs.set()
-    until("what waited is sent", lambda: made.sent == 1 + events.WAITING)
+    until("what waited is sent", lambda: made.sent == 1 + events.MAX_QUEUED)
     made.stop()
 
 
 def test_the_end_is_not_kept_up_by_who_is_away():
-    made = Events(Server(None), "n1", pause=3600.0)
-    made.say(NODE, "Starting", "A")
+    made = EventRecorder(Server(None), "n1", retry_interval=3600.0)
+    made.emit(NODE, "Starting", "A")
     made.stop()
     until(
         "its thread has ended",
@@ -188,6 +188,6 @@ def test_the_end_is_not_kept_up_by_who_is_away():
 
 
 def test_without_an_api_server_nothing_is_said():
-    made = Events(None, "n1")
-    made.say(NODE, "Starting", "A")
+    made = EventRecorder(None, "n1")
+    made.emit(NODE, "Starting", "A")
     assert (made.sent, made.dropped) == (0, 0)

@@ -17,11 +17,19 @@ from kbpf.model.address import parse_addr
 from kbpf.model.config import Config, Serving
 from kbpf.model.objects import Endpoint, EndpointSlice, Protocol, Service, ServiceName, SlicePort
 from kbpf.model.status import AgentStatus, SourceView
-from kbpf.policy.health_check import HealthCheck, health_check
+from kbpf.policy.health_check import HealthCheck, compute_health_check
 from kbpf.serve import server as desk_module
-from kbpf.serve.health import Health, Verdict, go_time, healthz, livez, readyz, service_check
-from kbpf.serve.message import Answer, Request
-from kbpf.serve.server import Desk
+from kbpf.serve.health import (
+    HealthTracker,
+    HealthVerdict,
+    format_go_time,
+    healthz,
+    livez,
+    readyz,
+    service_health_response,
+)
+from kbpf.serve.message import HttpRequest, HttpResponse
+from kbpf.serve.server import AgentServer
 from tests.support.lab.lab import until
 from tests.support.lab.web import get
 
@@ -38,15 +46,15 @@ class Asked(NamedTuple):
     """What is so, the path, and the status and body that go back."""
 
     name: str
-    verdict: Verdict
+    verdict: HealthVerdict
     eligible: bool
     path: str
     status: int
     body: str
 
 
-WELL, LATE = Verdict(True, SYNCED, NOW), Verdict(False, SYNCED, NOW)
-FIRST = Verdict(True, None, NOW)
+WELL, LATE = HealthVerdict(True, SYNCED, NOW), HealthVerdict(False, SYNCED, NOW)
+FIRST = HealthVerdict(True, None, NOW)
 ASKED = [
     Asked("well", WELL, True, "/healthz", 200,
           f'{{"lastUpdated":"{AT}","currentTime":"{AT}","nodeEligible":true,"healthy":true,'
@@ -75,7 +83,7 @@ ASKED = [
 def test_what_goes_back(asked: Asked):
     whole = asked.path == "/healthz"
     answer = healthz(asked.verdict, asked.eligible) if whole else livez(asked.verdict)
-    assert answer == Answer(asked.status, asked.body.encode(), "application/json")
+    assert answer == HttpResponse(asked.status, asked.body.encode(), "application/json")
 
 
 @pytest.mark.parametrize(
@@ -89,7 +97,7 @@ def test_what_goes_back(asked: Asked):
     ],
 )
 def test_a_time_as_go_writes_it(moment: int | None, text: str):
-    assert go_time(moment) == text
+    assert format_go_time(moment) == text
 
 
 AGENT = AgentStatus("1", 42, "bpf", "n", 4000.0, 4999.0, True, 3, 4, 7, 1.5, 2.5, 9.5, (), (), 0)
@@ -138,9 +146,13 @@ READY = [
 
 
 @pytest.mark.parametrize(("name", "verdict", "status", "text"), READY, ids=[r[0] for r in READY])
-def test_whether_it_serves(name: str, verdict: Verdict, status: AgentStatus | None, text: str):
+def test_whether_it_serves(
+    name: str, verdict: HealthVerdict, status: AgentStatus | None, text: str
+):
     answer = readyz(verdict, status)
-    assert answer == Answer(200 if text.startswith("kbpf serves") else 503, f"{text}\n".encode())
+    assert answer == HttpResponse(
+        200 if text.startswith("kbpf serves") else 503, f"{text}\n".encode()
+    )
 
 
 # ---- when it is healthy ------------------------------------------------------------------------
@@ -196,27 +208,27 @@ LIVES = {
 @pytest.mark.parametrize("steps", LIVES.values(), ids=LIVES.keys())
 def test_when_it_is_healthy(steps: list[Step]):
     now = 0.0
-    health = Health(60.0, lambda: now, lambda: round(now * 1e9))
+    health = HealthTracker(60.0, lambda: now, lambda: round(now * 1e9))
     for step in steps:
         now = step.at
         match step.do:
             case "queued":
-                health.queued()
+                health.record_queued()
             case "taken":
-                health.taken()
+                health.record_dequeued()
             case "programmed" | "nothing new":
-                health.settled(step.do == "programmed")
+                health.record_settled(step.do == "programmed")
         assert health.verdict().healthy is step.healthy, step
 
 
 def test_the_time_of_the_last_pass_is_told():
     now = 5.0
-    health = Health(60.0, lambda: now, lambda: round(now * 1e9))
-    assert health.verdict() == Verdict(True, None, 5_000_000_000)
-    health.settled(True)
+    health = HealthTracker(60.0, lambda: now, lambda: round(now * 1e9))
+    assert health.verdict() == HealthVerdict(True, None, 5_000_000_000)
+    health.record_settled(True)
     now = 7.0
-    health.settled(False)
-    assert health.verdict() == Verdict(True, 5_000_000_000, 7_000_000_000)
+    health.record_settled(False)
+    assert health.verdict() == HealthVerdict(True, 5_000_000_000, 7_000_000_000)
 
 
 # ---- health checks of Services -----------------------------------------------------------------
@@ -236,9 +248,9 @@ BODY = """{
     [(1, True, 200), (7, True, 200), (0, True, 503), (1, False, 503), (0, False, 503)],
 )
 def test_what_a_service_answers(endpoints: int, healthy: bool, status: int):
-    answer = service_check(ServiceName("default", "web"), endpoints, healthy)
+    answer = service_health_response(ServiceName("default", "web"), endpoints, healthy)
     assert answer.body.decode() == BODY % (endpoints, str(healthy).lower())
-    assert (answer.status, answer.kind) == (status, "application/json")
+    assert (answer.status, answer.content_type) == (status, "application/json")
     assert answer.headers == (("X-Load-Balancing-Endpoint-Weight", str(endpoints)),)
     assert json.loads(answer.body)["localEndpoints"] == endpoints
 
@@ -294,7 +306,7 @@ COUNTED = [
 
 @pytest.mark.parametrize("row", COUNTED, ids=lambda row: row.name)
 def test_which_endpoints_count(row: Counted):
-    assert health_check(WEB, row.slices, "n1") == HealthCheck(31_999, row.v4, row.v6)
+    assert compute_health_check(WEB, row.slices, "n1") == HealthCheck(31_999, row.v4, row.v6)
 
 
 def test_a_service_of_one_family_says_the_same_in_both():
@@ -302,13 +314,15 @@ def test_a_service_of_one_family_says_the_same_in_both():
         "default", "web", "LoadBalancer", WEB.cluster_ips[:1], (), external_local=True,
         health_check_node_port=31_999,
     )  # fmt: skip
-    assert health_check(single, (piece(end("10.0.0.1")),), "n1") == HealthCheck(31_999, 1, 1)
+    assert compute_health_check(single, (piece(end("10.0.0.1")),), "n1") == HealthCheck(
+        31_999, 1, 1
+    )
 
 
 def test_who_has_no_health_check():
-    assert health_check(None, (), "n1") is None
+    assert compute_health_check(None, (), "n1") is None
     plain = Service("default", "web", "LoadBalancer", WEB.cluster_ips, ())
-    assert health_check(plain, (), "n1") is None
+    assert compute_health_check(plain, (), "n1") is None
 
 
 # ---- where it answers --------------------------------------------------------------------------
@@ -339,7 +353,7 @@ OPENED = [
 def test_where_a_check_listens(row: Opened, monkeypatch: pytest.MonkeyPatch):
     """As kube-proxy: a family without an address to listen on has all."""
     opened: list[str] = []
-    desk = Desk(Config())
+    desk = AgentServer(Config())
 
     def listen(host: str, port: int, *_: object, **__: object) -> object:
         if host not in (*row.own, "0.0.0.0", "::"):
@@ -347,7 +361,7 @@ def test_where_a_check_listens(row: Opened, monkeypatch: pytest.MonkeyPatch):
         opened.append(host)
         return object()
 
-    monkeypatch.setattr(desk._server, "listen", listen)
+    monkeypatch.setattr(desk._http, "listen", listen)
     at = None if row.at is None else tuple(map(parse_addr, row.at))
     desk._sync_checks({ServiceName("a", "web"): HealthCheck(31_999, 1, 1)}, at)
     assert tuple(opened) == row.on
@@ -408,7 +422,7 @@ CLAIMED = [
 
 @pytest.mark.parametrize("row", CLAIMED, ids=lambda row: row.name)
 def test_whose_port_it_is(row: Claimed, monkeypatch: pytest.MonkeyPatch):
-    desk, ports = Desk(Config()), Ports()
+    desk, ports = AgentServer(Config()), Ports()
     monkeypatch.setattr(desk, "_server", ports)
     for wanted in row.steps:
         told = {ServiceName("x", name): HealthCheck(port, 1, 1) for name, port in wanted.items()}
@@ -418,13 +432,13 @@ def test_whose_port_it_is(row: Claimed, monkeypatch: pytest.MonkeyPatch):
               for (host, port), handler in ports.taken.items() if host == "::"}  # fmt: skip
     assert served == row.served
     assert len(ports.taken) == 2 * len(served)
-    page = desk.metrics().decode()
+    page = desk.format_metrics().decode()
     assert f"\nkbpf_service_health_checks_failed {row.failed}\n" in page
     assert f"\nkbpf_service_health_checks {len(row.steps[-1])}\n" in page
 
 
-def ask(handler: Any) -> Answer:
-    return handler(Request("GET", "/", ""))
+def ask(handler: Any) -> HttpResponse:
+    return handler(HttpRequest("GET", "/", ""))
 
 
 # ---- addresses that are taken --------------------------------------------------------------------
@@ -449,7 +463,7 @@ def test_an_address_that_is_taken_is_an_event_and_a_problem(
         port = taken.getsockname()[1]
         serving = Serving(**{"healthz": "", "metrics": "", which: f"127.0.0.1:{port}"},
                           hard_fail=hard)  # fmt: skip
-        desk = Desk(Config(serving=serving, node_name="n1"), post=post)
+        desk = AgentServer(Config(serving=serving, node_name="n1"), post_event=post)
         try:
             if hard:
                 with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):

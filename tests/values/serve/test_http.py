@@ -14,29 +14,29 @@ from typing import NamedTuple
 import pytest
 
 from kbpf.serve import http
-from kbpf.serve.http import Server
-from kbpf.serve.message import Answer, Request
+from kbpf.serve.http import HttpServer
+from kbpf.serve.message import HttpRequest, HttpResponse
 from tests.support.lab.lab import PATIENCE, until
 
 PAGE = b"x" * 1_500_000
 """More than the kernel keeps for a client that does not read."""
 
 
-def answer(request: Request) -> Answer:
+def answer(request: HttpRequest) -> HttpResponse:
     match request.path:
         case "/page":
-            return Answer(200, PAGE)
+            return HttpResponse(200, PAGE)
         case "/fails":
             raise ValueError("on purpose")
         case "/ask":
-            return Answer(503, request.query.encode(), "a/b", (("X-One", "1"),))
-    return Answer(200, f"{request.method} {request.path}".encode())
+            return HttpResponse(503, request.query.encode(), "a/b", (("X-One", "1"),))
+    return HttpResponse(200, f"{request.method} {request.path}".encode())
 
 
 class Site(NamedTuple):
     """A server, and where it listens."""
 
-    server: Server
+    server: HttpServer
     port: int
 
     def connect(self) -> socket.socket:
@@ -70,7 +70,7 @@ def clock() -> list[float]:
 
 @pytest.fixture
 def site(clock: list[float]) -> Iterator[Site]:
-    server = Server(lambda: time.monotonic() + clock[0])
+    server = HttpServer(lambda: time.monotonic() + clock[0])
     server.start()
     port = server.listen("127.0.0.1", 0, answer)
     yield Site(server, port.sock.getsockname()[1])
@@ -233,7 +233,7 @@ def ended(sock: socket.socket) -> bool:
 
 @pytest.mark.parametrize(
     ("nuisance", "seconds"),
-    [(mute, http.HEAD_SECONDS), (slow, http.HEAD_SECONDS), (deaf, http.ANSWER_SECONDS)],
+    [(mute, http.HEAD_TIMEOUT_S), (slow, http.HEAD_TIMEOUT_S), (deaf, http.SEND_TIMEOUT_S)],
 )
 def test_nobody_is_waited_for_longer_than_that(
     site: Site, clock: list[float], nuisance: Callable[[Site], socket.socket], seconds: float
@@ -241,7 +241,7 @@ def test_nobody_is_waited_for_longer_than_that(
     with nuisance(site) as sock:
         assert site.get()  # by now the other one was let in
         clock[0] += seconds
-        site.server.do(lambda: None)
+        site.server.call_soon(lambda: None)
         until("its connection is ended", lambda: not more(sock))
 
 
@@ -254,8 +254,8 @@ def test_a_kept_connection_has_no_more_time_for_its_next_request(site: Site, clo
         for byte in b"GE":  # the second one gives no more time
             sock.sendall(bytes([byte]))
             assert site.get()  # by now it was read
-            clock[0] += http.HEAD_SECONDS / 2
-        site.server.do(lambda: None)
+            clock[0] += http.HEAD_TIMEOUT_S / 2
+        site.server.call_soon(lambda: None)
         until("its connection is ended", lambda: not more(sock))
 
 
@@ -298,8 +298,8 @@ def test_without_descriptors_it_goes_on_as_soon_as_there_are(
     with other.connect() as sock:
         sock.sendall(b"GET /late HTTP/1.0\r\n\r\n")
         assert refused.wait(PATIENCE)
-        clock[0] += http.NO_ROOM_SECONDS
-        site.server.do(lambda: None)
+        clock[0] += http.ACCEPT_PAUSE_S
+        site.server.call_soon(lambda: None)
         assert everything(sock).endswith(b"GET /late")
 
 
@@ -329,7 +329,7 @@ def test_a_fault_ends_one_connection_and_one_is_logged_a_second(
             assert [site.get() for _ in range(20)] == [b""] * 20
             assert site.server.faults == 20
             assert len(caplog.records) == 1, "the others are counted"
-            clock[0] += http.QUIET_SECONDS
+            clock[0] += http.FAULT_LOG_INTERVAL_S
             assert site.get() == b""
         assert "since the last one: 19" in caplog.records[1].message
         other.sendall(b"Connection: close\r\n\r\n")
@@ -337,8 +337,8 @@ def test_a_fault_ends_one_connection_and_one_is_logged_a_second(
 
 
 def test_work_for_no_client_may_fail(site: Site, caplog: pytest.LogCaptureFixture):
-    site.server.do(lambda: 1 / 0)
-    site.server.later(0, lambda: 1 / 0)
+    site.server.call_soon(lambda: 1 / 0)
+    site.server.call_later(0, lambda: 1 / 0)
     until("both have failed", lambda: site.server.faults == 2)
     assert site.get("/x").endswith(b"GET /x")
     assert len(caplog.records) == 1
@@ -348,26 +348,26 @@ def test_slow_readers_hold_few_pages(site: Site, clock: list[float]):
     """Each asks for another large page and does not read it: who holds the oldest is put out."""
     numbers = iter(range(100))
     pages = site.server.listen(
-        "127.0.0.1", 0, lambda _: Answer(200, PAGE + str(next(numbers)).encode())
+        "127.0.0.1", 0, lambda _: HttpResponse(200, PAGE + str(next(numbers)).encode())
     )
     other = Site(site.server, pages.sock.getsockname()[1])
     with contextlib.ExitStack() as stack:
         readers = []
-        for _ in range(http.MOST_PAGES + 2):
+        for _ in range(http.MAX_LARGE_RESPONSES + 2):
             readers.append(stack.enter_context(deaf(other)))
             until("it is being answered", lambda: readers[-1].recv(1, socket.MSG_PEEK))
             clock[0] += 0.001
         for reader in readers[:2]:
             until("who holds the oldest page is put out", partial(ended, reader))
         kept = readers[2:]
-        assert len(kept) == http.MOST_PAGES
+        assert len(kept) == http.MAX_LARGE_RESPONSES
         for reader in kept:
             assert more(reader)
 
 
 def test_one_page_may_be_held_by_many(site: Site):
     with contextlib.ExitStack() as stack:
-        readers = [stack.enter_context(deaf(site)) for _ in range(3 * http.MOST_PAGES)]
+        readers = [stack.enter_context(deaf(site)) for _ in range(3 * http.MAX_LARGE_RESPONSES)]
         for reader in readers:
             until("it is being answered", partial(reader.recv, 1, socket.MSG_PEEK))
         assert all(more(reader) for reader in readers)
@@ -409,9 +409,9 @@ def test_a_wildcard_is_that_of_both_families(site: Site, wildcard: str):
 
 
 def test_wildcards_of_one_family_can_share_a_port(site: Site):
-    first = site.server.listen("0.0.0.0", 0, lambda _: Answer(200, b"four"), one_family=True)
+    first = site.server.listen("0.0.0.0", 0, lambda _: HttpResponse(200, b"four"), one_family=True)
     port = first.sock.getsockname()[1]
-    site.server.listen("::", port, lambda _: Answer(200, b"six"), one_family=True)
+    site.server.listen("::", port, lambda _: HttpResponse(200, b"six"), one_family=True)
     for host, word in (("127.0.0.1", b"four"), ("::1", b"six")):
         with socket.create_connection((host, port), PATIENCE) as sock:
             sock.sendall(b"GET / HTTP/1.0\r\n\r\n")

@@ -12,30 +12,30 @@ from typing import NamedTuple
 import msgspec
 import pytest
 
-from kbpf.config.write import configz
+from kbpf.config.write import format_configz
 from kbpf.errors import KernelError
 from kbpf.model.address import parse_addr
 from kbpf.model.config import Config, Serving
 from kbpf.model.metrics import (
-    BEGUN,
-    FULL,
-    PACKETS,
-    Decision,
-    Ended,
-    Measures,
-    Pair,
+    ALL_COUNTERS,
+    CONNECTION_COUNTERS,
+    IPVS_COUNTERS,
+    BackendStats,
+    ConnectionStats,
+    DataPlaneMetrics,
+    FlowCount,
     Pause,
-    Table,
-    Totals,
-    Tracked,
-    Traffic,
+    ReasonCount,
+    TableUsage,
+    TrafficStats,
+    UdpCuts,
 )
 from kbpf.model.objects import Cidr
 from kbpf.model.status import AgentStatus, ModeChoice, PacketStatus, SourceView
-from kbpf.serve.exposition import Histogram, labels, number
+from kbpf.serve.exposition import Histogram, format_labels, format_number
 from kbpf.serve.kbpf_metrics import FAILURES
-from kbpf.serve.kubeproxy_metrics import Record
-from kbpf.serve.server import Desk
+from kbpf.serve.kubeproxy_metrics import KubeProxyMetrics
+from kbpf.serve.server import AgentServer
 from tests.support.prometheus import Family, parse
 
 SYNC = [0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.024, 2.048, 4.096,
@@ -54,30 +54,30 @@ STATUS = AgentStatus(
     packets=PacketStatus(True, "", failed_count=1),
     without_endpoints=5,
 )  # fmt: skip
-MEASURES = Measures(
+MEASURES = DataPlaneMetrics(
     tables=(
-        Table("services", 10, 64, 256, 4096),
-        Table("replies", None, 64, 64, None),
-        Table("flows", 60, 64, None, 9),
+        TableUsage("services", 10, 64, 256, 4096),
+        TableUsage("replies", None, 64, 64, None),
+        TableUsage("flows", 60, 64, None, 9),
     ),
-    decisions=(Decision("translated", "translate", 100), Decision("no_route", "drop", 3)),
-    foreign=2,
+    reason_counts=(ReasonCount("translated", "translate", 100), ReasonCount("no_route", "drop", 3)),
+    foreign_programs=2,
 )
 WEB = ("a", "web", "http", "TCP")
-HAD = Totals(
+HAD = ConnectionStats(
     begun=7, refused=1, unanswered=2, broken=3, ended=6, bytes_in=700, bytes_out=7000,
     retransmits=4, rtt_us=1_500, rtts=3,
 )  # fmt: skip
-TRAFFIC = Traffic(
+TRAFFIC = TrafficStats(
     connections=(
         (WEB, 5),
         (("a", "dns", "", "UDP"), 9),
         (("b", "web", 'od"d\\\n', "TCP"), 1),
     ),
-    totals=((WEB, HAD), (("a", "dns", "", "UDP"), Totals(begun=20))),
-    known=FULL,
-    backends=(Pair(WEB, "10.244.1.2:8080", 4, HAD),),
-    tracked=Tracked(3, 32),
+    totals=((WEB, HAD), (("a", "dns", "", "UDP"), ConnectionStats(begun=20))),
+    counted_fields=ALL_COUNTERS,
+    backends=(BackendStats(WEB, "10.244.1.2:8080", 4, HAD),),
+    flow_count=FlowCount(3, 32),
 )
 
 
@@ -87,13 +87,13 @@ DEFAULT = Serving()
 class Counts(NamedTuple):
     """A data plane that counts this."""
 
-    measures: Measures = MEASURES
-    traffic: Traffic = TRAFFIC
+    measures: DataPlaneMetrics = MEASURES
+    traffic: TrafficStats = TRAFFIC
 
-    def measure(self) -> Measures:
+    def read_metrics(self) -> DataPlaneMetrics:
         return self.measures
 
-    def count(self, pause: Pause) -> Traffic:
+    def count_traffic(self, pause: Pause) -> TrafficStats:
         return self.traffic
 
 
@@ -106,10 +106,10 @@ def page(
     status: AgentStatus = STATUS,
     **given: object,
 ) -> dict[str, Family]:
-    desk = Desk(Config(serving=serving), "bpf", plane, **given)  # type: ignore[arg-type]
-    desk.show(status)
-    desk.count()
-    return parse(desk.metrics().decode())
+    desk = AgentServer(Config(serving=serving), "bpf", plane, **given)  # type: ignore[arg-type]
+    desk.set_status(status)
+    desk.collect()
+    return parse(desk.format_metrics().decode())
 
 
 class Value(NamedTuple):
@@ -253,25 +253,25 @@ THEIRS = [
 ]  # fmt: skip
 
 
-def busy() -> Record:
-    record = Record(lambda: 1000.0)
-    record.queued()
-    record.changes(3, 5)
-    record.synced(0.0015, full=True)
-    record.synced(0.5, full=False, families=(4,))
-    record.ended(Ended(0.0015, {4: 3, 6: 0}))
-    record.ended(Ended(0.5, {4: 2}))
-    record.failed()
+def busy() -> KubeProxyMetrics:
+    record = KubeProxyMetrics(lambda: 1000.0)
+    record.record_queued()
+    record.record_changes(3, 5)
+    record.record_sync(0.0015, full=True)
+    record.record_sync(0.5, full=False, families=(4,))
+    record.record_udp_cut(UdpCuts(0.0015, {4: 3, 6: 0}))
+    record.record_udp_cut(UdpCuts(0.5, {4: 2}))
+    record.record_failure()
     for repaired in (0, 2, 5):
-        record.compared(repaired)
-    record.programmed(6, 990.0)
-    record.programmed(4, 2000.0)  # a clock that is ahead of ours
-    record.no_local_endpoints("external", 4, 2)
-    record.answered("healthz", 503)
-    record.answered("livez", 200)
-    record.requested("h:6443", "GET", "200", 0.3)
-    record.requested("h:6443", "GET", "<error>", 9.0)
-    record.changes(1, 0)
+        record.record_comparison(repaired)
+    record.record_programming(6, 990.0)
+    record.record_programming(4, 2000.0)  # a clock that is ahead of ours
+    record.set_no_local_endpoints("external", 4, 2)
+    record.record_probe("healthz", 503)
+    record.record_probe("livez", 200)
+    record.record_api_request("h:6443", "GET", "200", 0.3)
+    record.record_api_request("h:6443", "GET", "<error>", 9.0)
+    record.record_changes(1, 0)
     return record
 
 
@@ -319,7 +319,7 @@ class Ticking:
         return self.now
 
 
-def behind(record: Record) -> dict[str, float]:
+def behind(record: KubeProxyMetrics) -> dict[str, float]:
     """How much later each family was asked for than it was done."""
     found = page(record=record)
     prefix = "kubeproxy_sync_proxy_rules_last"
@@ -331,39 +331,39 @@ def behind(record: Record) -> dict[str, float]:
 
 def test_what_is_done_is_never_older_than_what_was_asked_for():
     """kube-proxy asks by family; an event here is for both until the policy has seen it."""
-    record = Record(Ticking())
-    record.queued()
+    record = KubeProxyMetrics(Ticking())
+    record.record_queued()
     assert not page(record=record)["kubeproxy_sync_proxy_rules_last_timestamp_seconds"].samples
-    record.changes(1, 0)
-    record.settled()
+    record.record_changes(1, 0)
+    record.record_settled()
     assert not page(record=record)["kubeproxy_sync_proxy_rules_last_timestamp_seconds"].samples
-    record.synced(0.1, full=True)
-    record.settled()
+    record.record_sync(0.1, full=True)
+    record.record_settled()
     assert max(behind(record).values()) <= 0
     for families in ((4,), (6,), ()):
-        record.queued()
+        record.record_queued()
         assert min(behind(record).values()) > 0, "it waits"
-        record.changes(0, 1)
+        record.record_changes(0, 1)
         assert min(behind(record).values()) > 0, "it is not programmed"
         if families:
-            record.synced(0.1, full=False, families=families)
-        record.settled()
+            record.record_sync(0.1, full=False, families=families)
+        record.record_settled()
         assert max(behind(record).values()) <= 0, families
     still = behind(record)
-    record.settled()
+    record.record_settled()
     assert behind(record) == still, "nobody asked"
 
 
 def test_what_came_during_a_pass_still_waits_after_it():
-    record = Record(Ticking())
-    record.synced(0.1, full=True)
-    record.queued()
-    record.changes(0, 1)
-    record.queued()
-    record.settled()
+    record = KubeProxyMetrics(Ticking())
+    record.record_sync(0.1, full=True)
+    record.record_queued()
+    record.record_changes(0, 1)
+    record.record_queued()
+    record.record_settled()
     assert min(behind(record).values()) > 0
-    record.changes(0, 1)
-    record.settled()
+    record.record_changes(0, 1)
+    record.record_settled()
     assert max(behind(record).values()) <= 0
 
 
@@ -407,19 +407,19 @@ def test_what_the_histograms_hold():
      (1795300289.55, "1795300289.55"), (float("inf"), "+Inf"), (1e300, "1e+300")],
 )  # fmt: skip
 def test_numbers(value: float, text: str):
-    assert number(value) == text
+    assert format_number(value) == text
 
 
 def test_labels():
-    assert labels() == ""
-    assert labels(a="b", c='d"\\\n') == '{a="b",c="d\\"\\\\\\n"}'
+    assert format_labels() == ""
+    assert format_labels(a="b", c='d"\\\n') == '{a="b",c="d\\"\\\\\\n"}'
 
 
 def test_a_bound_belongs_to_its_bucket():
     made = Histogram((1.0, 2.0))
     for value in (1.0, 1.5, 2.0, 2.1):
         made.observe(value)
-    assert list(made.lines("x", '{f="4"}')) == [
+    assert list(made.format_samples("x", '{f="4"}')) == [
         'x_bucket{f="4",le="1"} 1',
         'x_bucket{f="4",le="2"} 3',
         'x_bucket{f="4",le="+Inf"} 4',
@@ -430,37 +430,39 @@ def test_a_bound_belongs_to_its_bucket():
 
 def test_a_page_is_made_without_a_status_and_without_a_kernel():
     class Refuses(Counts):
-        def measure(self) -> Measures:
+        def read_metrics(self) -> DataPlaneMetrics:
             raise KernelError("no maps")
 
-        def count(self, pause: Pause) -> Traffic:
+        def count_traffic(self, pause: Pause) -> TrafficStats:
             raise KernelError("no maps")
 
-    desk = Desk(Config(), "bpf", Refuses())
-    desk.count()
-    found = parse(desk.metrics().decode())
+    desk = AgentServer(Config(), "bpf", Refuses())
+    desk.collect()
+    found = parse(desk.format_metrics().decode())
     assert "kubeproxy_sync_proxy_rules_duration_seconds" in found
     assert "kbpf_healthy" in found
     assert "kbpf_map_entries" not in found
 
 
 def test_who_does_not_count_connections_has_no_series_of_them():
-    found = page(plane=Counts(traffic=Traffic(totals=TRAFFIC.totals, known=PACKETS)))
+    found = page(
+        plane=Counts(traffic=TrafficStats(totals=TRAFFIC.totals, counted_fields=IPVS_COUNTERS))
+    )
     assert not {"kbpf_connections", "kbpf_service_connections"} & found.keys()
 
 
 OUTCOMES = ("connections", "failures", "bytes", "retransmits", "round_trip_seconds", "round_trips")
 KNOWN = [
     ("nothing", frozenset(), ()),
-    ("what begins", BEGUN, ("connections", "failures")),
-    ("by IPVS", PACKETS, ("connections", "bytes")),
-    ("all", FULL, OUTCOMES),
+    ("what begins", CONNECTION_COUNTERS, ("connections", "failures")),
+    ("by IPVS", IPVS_COUNTERS, ("connections", "bytes")),
+    ("all", ALL_COUNTERS, OUTCOMES),
 ]
 
 
 @pytest.mark.parametrize(("name", "known", "there"), KNOWN, ids=lambda v: str(v)[:20])
 def test_what_is_not_known_has_no_series(name: str, known: frozenset[str], there: Sequence[str]):
-    found = page(plane=Counts(traffic=msgspec.structs.replace(TRAFFIC, known=known)))
+    found = page(plane=Counts(traffic=msgspec.structs.replace(TRAFFIC, counted_fields=known)))
     assert {one for one in OUTCOMES if f"kbpf_service_{one}_total" in found} == set(there)
     reasons = {v for name, _ in found.items() if name == "kbpf_service_failures_total"
                for _, own in found[name].samples for k, v in own if k == "reason"}  # fmt: skip
@@ -484,9 +486,9 @@ def test_backends_have_series_only_where_they_are_asked_for():
 
 
 def test_a_plane_without_a_packet_path_says_nothing_of_it():
-    desk = Desk(Config(), "ipvs")
-    desk.show(replace_status(packets=None))
-    assert "kbpf_packet_path" not in parse(desk.metrics().decode())
+    desk = AgentServer(Config(), "ipvs")
+    desk.set_status(replace_status(packets=None))
+    assert "kbpf_packet_path" not in parse(desk.format_metrics().decode())
 
 
 def test_why_it_is_not_bpf_is_a_label_and_an_event_said_once():
@@ -499,12 +501,12 @@ def test_why_it_is_not_bpf_is_a_label_and_an_event_said_once():
             said.set()
         return 201
 
-    desk = Desk(Config(), "bpf", post=post)
+    desk = AgentServer(Config(), "bpf", post_event=post)
     choice = ModeChoice("auto", "ipvs", "no cgroup v2", "no cgroup v2 hierarchy is mounted")
-    desk.begun("1", choice)
+    desk.report_started("1", choice)
     assert said.wait(30)
-    desk.show(replace_status(mode="ipvs", choice=choice))
-    found = parse(desk.metrics().decode())
+    desk.set_status(replace_status(mode="ipvs", choice=choice))
+    found = parse(desk.format_metrics().decode())
     labels = {"mode": "ipvs", "asked": "auto", "reason": "no cgroup v2"}
     assert found["kbpf_mode_info"].value(**labels) == 1
     desk.stop()
@@ -522,8 +524,10 @@ def test_warnings_about_the_settings_are_events_when_the_agent_serves():
         said.release()
         return 201
 
-    desk = Desk(Config(), "bpf", post=post, warnings={"KubeProxyDefaultMode": "mode is unset"})
-    desk.begun("1", ModeChoice("bpf", "bpf"))
+    desk = AgentServer(
+        Config(), "bpf", post_event=post, warnings={"KubeProxyDefaultMode": "mode is unset"}
+    )
+    desk.report_started("1", ModeChoice("bpf", "bpf"))
     for _ in range(2):
         assert said.acquire(timeout=30)
     desk.stop()
@@ -549,9 +553,9 @@ def test_a_configuration_that_is_refused_is_an_event_said_once():
         said.release()
         return 201
 
-    desk = Desk(Config(), "bpf", post=post)
+    desk = AgentServer(Config(), "bpf", post_event=post)
     for error in (None, "", "not YAML", "not YAML", ""):
-        desk.show(replace_status(config_error=error))
+        desk.set_status(replace_status(config_error=error))
     assert said.acquire(timeout=30)
     desk.stop()
     assert [(one["type"], one["reason"], one["note"]) for one in made] == [
@@ -565,7 +569,7 @@ def replace_status(**change: object) -> AgentStatus:
 
 def test_configz_shows_what_is_in_force():
     made = replace(Config(), cluster_cidrs=(Cidr(parse_addr("10.1.0.0"), 112),), masquerade_bit=5)
-    shown = json.loads(configz(made))
+    shown = json.loads(format_configz(made))
     theirs = shown["kubeproxy.config.k8s.io"]
     assert theirs["kind"] == "KubeProxyConfiguration"
     assert theirs["clusterCIDR"] == "10.1.0.0/16"

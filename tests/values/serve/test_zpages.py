@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from kbpf.serve import zpages
-from kbpf.serve.message import Answer, Request, parse
+from kbpf.serve.message import HttpRequest, HttpResponse, parse_head
 
 STARTED = 1_796_000_000.0
 FLAGS = {"--b": "2", "--a": 'x: "1"', "-v": "", "--master": "https://me:secret@10.0.0.1"}
@@ -72,16 +72,16 @@ WISHES = [
 ]
 
 
-def ask(path: str, accept: str = "", query: str = "", agent: str = "") -> Answer:
-    request = Request("GET", path, query, accept, agent)
+def ask(path: str, accept: str = "", query: str = "", agent: str = "") -> HttpResponse:
+    request = HttpRequest("GET", path, query, accept, agent)
     if path == "/flagz":
         return zpages.flagz(request, FLAGS)
     return zpages.statusz(request, "0.1", STARTED)
 
 
-def form(answer: Answer) -> str:
+def form(answer: HttpResponse) -> str:
     """In the words of the rows."""
-    media = answer.kind.partition(";")[0].partition("/")[2].replace("plain", "text")
+    media = answer.content_type.partition(";")[0].partition("/")[2].replace("plain", "text")
     words = [] if answer.status == 200 else [str(answer.status)]
     words += [media, *(["pretty"] if answer.body.startswith(b"{\n") else [])]
     return " ".join([*words, *(["old"] if dict(answer.headers).get("Warning") else [])])
@@ -125,7 +125,7 @@ def test_an_object_is_kube_proxys(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(zpages.time, "time", lambda: STARTED + 61)
     head = '{"kind":"Statusz","apiVersion":"config.k8s.io/v1beta1","metadata":{"name":"kbpf"},'
     answer = ask("/statusz", f"application/json;{STATUSZ}")
-    assert answer.kind == "application/json;g=config.k8s.io;v=v1beta1;as=Statusz"
+    assert answer.content_type == "application/json;g=config.k8s.io;v=v1beta1;as=Statusz"
     assert answer.body.decode() == (
         head + '"startTime":"2026-11-30T00:53:20Z","uptimeSeconds":61,"goVersion":"",'
         '"binaryVersion":"0.1","emulationVersion":"1.37",'
@@ -155,14 +155,14 @@ def test_people_get_indented_json(query: str, agent: str, pretty: bool):
 
 
 def test_without_flags_there_are_none():
-    request = Request("GET", "/flagz", "", f"application/json;{FLAGZ}")
+    request = HttpRequest("GET", "/flagz", "", f"application/json;{FLAGZ}")
     assert "flags" not in json.loads(zpages.flagz(request, {}).body)
 
 
 def test_the_headers_are_read():
-    head = parse(b"GET /statusz HTTP/1.1\r\nACCEPT: a/b\r\nAccept: c/d\r\nUser-Agent: curl")
+    head = parse_head(b"GET /statusz HTTP/1.1\r\nACCEPT: a/b\r\nAccept: c/d\r\nUser-Agent: curl")
     assert head is not None
-    assert (head.request.accept, head.request.agent) == ("a/b, c/d", "curl")
+    assert (head.request.accept, head.request.user_agent) == ("a/b, c/d", "curl")
 
 
 @pytest.mark.parametrize("accept", ["," * 8000, "*/*;" * 2000, "a/b;q=1e999,*/*", "\xff/\xe9"])

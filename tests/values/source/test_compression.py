@@ -13,7 +13,7 @@ from kbpf.errors import SourceError
 from kbpf.source.api import transport
 from kbpf.source.api.credentials import Cluster
 from kbpf.source.api.kubeconfig import Access
-from kbpf.source.api.transport import READ_BYTES, Connection, Silent, TooMuch
+from kbpf.source.api.transport import READ_SIZE, ApiConnection, ReadTimeout, ResponseLimitExceeded
 from tests.support.faults.scripted import Exchange, ScriptedServer, Step
 
 TEXT = random.Random(7).randbytes(300_000) + bytes(1_000_000)
@@ -21,14 +21,14 @@ GZIP = {"Content_Encoding": "gzip"}
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[..., Connection]]:
+def serve() -> Iterator[Callable[..., ApiConnection]]:
     """A connection to a server with these steps."""
     ends: list[Callable[[], Any]] = []
 
-    def made(*steps: Step) -> Connection:
+    def made(*steps: Step) -> ApiConnection:
         server = ScriptedServer(*steps)
         server.__enter__()
-        connection = Connection(Cluster(Access(server.url, "the test")))
+        connection = ApiConnection(Cluster(Access(server.url, "the test")))
         connection.server = server  # type: ignore[attr-defined]
         ends.extend((server.__exit__, connection.drop))
         return connection
@@ -53,11 +53,11 @@ def sends(data: bytes, *sizes: int) -> Step:
     return step
 
 
-def whole(connection: Connection) -> bytes:
+def whole(connection: ApiConnection) -> bytes:
     """By chunk(), none of which is longer than READ_BYTES."""
     response, parts = connection.request("/"), []
-    while part := response.chunk():
-        assert len(part) <= READ_BYTES
+    while part := response.read_chunk():
+        assert len(part) <= READ_SIZE
         parts.append(part)
     return b"".join(parts)
 
@@ -70,7 +70,7 @@ def test_members_one_after_the_other_are_one_text(serve, sizes: tuple[int, ...])
     assert whole(serve(sends(MEMBERS, *sizes))) == TEXT + b"end"
 
 
-@pytest.mark.parametrize("size", [READ_BYTES - 1, READ_BYTES, READ_BYTES + 1, 3 * READ_BYTES, 0])
+@pytest.mark.parametrize("size", [READ_SIZE - 1, READ_SIZE, READ_SIZE + 1, 3 * READ_SIZE, 0])
 def test_no_byte_waits_for_more_to_come(serve, size: int):
     """What has been flushed is said before the server says anything else."""
     text = bytes(size)
@@ -85,7 +85,7 @@ def test_no_byte_waits_for_more_to_come(serve, size: int):
     response, got = serve(step).request("/", silence=2.0), 0
     while got < size:
         got += len(response.chunk())
-    with pytest.raises(Silent):
+    with pytest.raises(ReadTimeout):
         response.chunk()
 
 
@@ -111,11 +111,11 @@ BOMB = gzip.compress(bytes(64 << 20))
 def test_a_bomb_ends_where_plain_bytes_end(serve, monkeypatch: pytest.MonkeyPatch):
     taken: list[int] = []
     connection = serve(lambda e: e.answer(200, BOMB, **GZIP), lambda e: e.answer(200, BOMB, **GZIP))
-    with pytest.raises(TooMuch, match="has more than 1024 KiB"):
+    with pytest.raises(ResponseLimitExceeded, match="has more than 1024 KiB"):
         connection.request("/").read(1 << 20, reserve=taken.append)
     assert sum(taken) <= 1 << 20
-    assert max(taken) <= READ_BYTES
-    assert len(connection.request("/").head_of_body()) == transport.ERROR_BYTES
+    assert max(taken) <= READ_SIZE
+    assert len(connection.request("/").head_of_body()) == transport.MAX_ERROR_BYTES
 
 
 @pytest.mark.parametrize(
@@ -144,5 +144,5 @@ def test_members_without_a_byte_are_silence(serve):
         exchange.open = False
 
     response = serve(step).request("/", silence=0.5)
-    with pytest.raises(Silent):
+    with pytest.raises(ReadTimeout):
         response.chunk()

@@ -22,12 +22,12 @@ import yaml
 
 from kbpf.errors import ConfigError, SourceError
 from kbpf.source.api import credentials as cluster_module
-from kbpf.source.api.credentials import Cluster, PluginLogin, default_node_name
-from kbpf.source.api.event_sink import Poster
-from kbpf.source.api.kubeconfig import Access, find_access, in_cluster
+from kbpf.source.api.credentials import Cluster, PluginCredentials, default_node_name
+from kbpf.source.api.event_sink import EventSink
+from kbpf.source.api.kubeconfig import Access, find_access, in_cluster_access
 from kbpf.source.api.reflector import Reflector
 from kbpf.source.api.resource import SERVICES
-from kbpf.source.api.transport import Connection, Silent, explained
+from kbpf.source.api.transport import ApiConnection, ReadTimeout, explain_error
 from tests.support.cluster.certs import Authority
 from tests.support.faults.scripted import Exchange, ScriptedServer
 from tests.support.lab.lab import PATIENCE, until
@@ -119,7 +119,7 @@ def test_master_wins_over_the_server_of_the_kubeconfig(tmp_path):
 def test_master_may_name_several_servers(tmp_path):
     path = write(tmp_path / "kc", {}, {"token": "t"})
     access = find_access(path, "https://a:1, https://b:2")
-    assert (access.server, access.others) == ("https://a:1", ("https://b:2",))
+    assert (access.server, access.other_servers) == ("https://a:1", ("https://b:2",))
     with pytest.raises(ConfigError, match="'b' is not an API server"):
         find_access(path, "https://a:1,b")
     with pytest.raises(ConfigError, match="http://b:2 unencrypted"):
@@ -156,7 +156,7 @@ def test_in_a_pod_the_service_account_counts(tmp_path, host, url):
     for name in ("token", "ca.crt"):
         (tmp_path / name).write_text("x")
     environ = {"KUBERNETES_SERVICE_HOST": host, "KUBERNETES_SERVICE_PORT": "443"}
-    access = in_cluster(environ, tmp_path)
+    access = in_cluster_access(environ, tmp_path)
     assert (access.server, access.where) == (url, "in-cluster")
     assert access.token_file == str(tmp_path / "token")
     assert access.ca_file == str(tmp_path / "ca.crt")
@@ -165,7 +165,7 @@ def test_in_a_pod_the_service_account_counts(tmp_path, host, url):
 def test_in_a_pod_without_a_service_account_the_error_says_so(tmp_path):
     environ = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "KUBERNETES_SERVICE_PORT": "443"}
     with pytest.raises(ConfigError, match=r"no service account token .*automountServiceAccount"):
-        in_cluster(environ, tmp_path)
+        in_cluster_access(environ, tmp_path)
 
 
 def test_nothing_given_outside_of_a_pod_is_an_error():
@@ -254,7 +254,7 @@ def test_a_kubeconfig_that_is_not_there_is_an_error(tmp_path):
 def test_credentials_that_cannot_be_read_are_found_at_start(tmp_path, cluster, user, error):
     access = find_access(write(tmp_path / "kc", cluster, user))
     with pytest.raises(ConfigError, match=error) as caught:
-        Cluster(access).check()
+        Cluster(access).check_credentials()
     assert str(tmp_path) in str(caught.value)
 
 
@@ -274,16 +274,18 @@ def server_tls(authority) -> ssl.SSLContext:
     return context
 
 
-Connect = Callable[..., Connection]
+Connect = Callable[..., ApiConnection]
 
 
 @pytest.fixture
 def connect() -> Iterator[Connect]:
     """connect(access fields) opens a connection that is closed when the test ends."""
-    opened: list[Connection] = []
+    opened: list[ApiConnection] = []
 
-    def begin(server: str, **fields: Any) -> Connection:
-        opened.append(Connection(Cluster(Access(server, "the test", **fields)), answer_seconds=60))
+    def begin(server: str, **fields: Any) -> ApiConnection:
+        opened.append(
+            ApiConnection(Cluster(Access(server, "the test", **fields)), response_timeout=60)
+        )
         return opened[-1]
 
     yield begin
@@ -336,8 +338,8 @@ def test_requests_are_counted_with_their_outcome():
     with ScriptedServer(ok, unauthorized, lambda exchange: exchange.reset()) as server:
         cluster = Cluster(Access(server.url, "the test"), asked)
         for status in (200, 401):  # each by a connection of its own: the server reads no bodies
-            assert Poster(cluster).post("/a", b'{"x": 1}') == status
-        poster = Poster(cluster)
+            assert EventSink(cluster).post("/a", b'{"x": 1}') == status
+        poster = EventSink(cluster)
         with pytest.raises(SourceError):
             poster.post("/c", b"{}")
         poster.close()
@@ -388,7 +390,7 @@ def test_the_connection_is_kept_alive_by_tcp(connect):
 def test_silence_after_the_headers_is_noticed(connect):
     with ScriptedServer() as server:
         response = connect(server.url).request("/x", silence=0.1)
-        with pytest.raises(Silent):
+        with pytest.raises(ReadTimeout):
             response.chunk()
 
 
@@ -478,7 +480,7 @@ EXPLAINED = [
 
 @pytest.mark.parametrize(("error", "url", "words"), EXPLAINED)
 def test_what_goes_wrong_on_the_way_says_what_to_do(error, url, words):
-    assert words in str(explained(error, url, "the kubeconfig"))
+    assert words in str(explain_error(error, url, "the kubeconfig"))
 
 
 def client_certificate(folder: Path, name: str) -> tuple[Path, Path]:
@@ -512,7 +514,7 @@ def test_certificate_data_leaves_no_file_descriptor(tmp_path):
     crt, key = client_certificate(tmp_path, "kbpf-node")
     access = Access(URL, "x", cert_data=crt.read_bytes(), key_data=key.read_bytes())
     before = os.listdir("/proc/self/fd")
-    Cluster(access).check()
+    Cluster(access).check_credentials()
     assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
@@ -527,7 +529,7 @@ def test_a_ca_file_that_changes_is_read_again_and_a_broken_one_is_left_alone(
         errors: list[str] = []
 
         def works() -> bool:
-            connection = Connection(cluster)
+            connection = ApiConnection(cluster)
             try:
                 return connection.request("/x").status == 200
             except SourceError as error:
@@ -568,7 +570,7 @@ def test_an_exec_plugin_is_asked_once_and_again_after_401(tmp_path):
     with ScriptedServer(ok, unauthorized, ok) as server:
         path = write(tmp_path / "kc", {"server": server.url}, user)
         access = find_access(path, allow_insecure=True)
-        connection = Connection(Cluster(access))
+        connection = ApiConnection(Cluster(access))
         for _ in range(3):
             connection.request("/x").read()
         connection.drop()
@@ -581,13 +583,13 @@ def test_an_exec_plugin_is_asked_again_when_its_token_runs_out(tmp_path, monkeyp
     count = tmp_path / "count"
     user = exec_user(tmp_path, f"echo x >> {count}; echo '{answer}'")
     cluster = Cluster(find_access(write(tmp_path / "kc", {}, user)))
-    login = cluster.login()
+    login = cluster.get_credentials()
     assert login.authorization == "Bearer t"
-    assert login.expires == calendar.timegm(time.strptime(expires, "%Y-%m-%dT%H:%M:%SZ"))
-    assert cluster.login() is login
-    later = login.expires - 50
+    assert login.expires_at == calendar.timegm(time.strptime(expires, "%Y-%m-%dT%H:%M:%SZ"))
+    assert cluster.get_credentials() is login
+    later = login.expires_at - 50
     monkeypatch.setattr(cluster_module.time, "time", lambda: later)
-    assert cluster.login() is not login
+    assert cluster.get_credentials() is not login
     assert count.read_text() == "x\nx\n"
 
 
@@ -604,7 +606,7 @@ def test_an_exec_plugin_that_does_not_work_says_why(tmp_path, name, script, erro
     if not script:
         (tmp_path / "plugin").unlink()
     with pytest.raises(SourceError, match=f"no credentials: (?!ERROR).*{error}") as caught:
-        Cluster(access).login()
+        Cluster(access).get_credentials()
     assert str(tmp_path / "kc") in str(caught.value), name
     assert "\n" not in str(caught.value)
 
@@ -615,7 +617,7 @@ def test_watches_that_fail_together_do_not_ask_an_exec_plugin_again_and_again(tm
     user = exec_user(tmp_path, f"echo x >> {count}; echo no ticket >&2; exit 3")
     path = write(tmp_path / "kc", {}, user)
     clock = [100.0]
-    plugin = PluginLogin(lambda: clock[0], lambda: 1.0)
+    plugin = PluginCredentials(lambda: clock[0], lambda: 1.0)
     for _ in range(300):
         for _ in range(4):
             with pytest.raises(SourceError, match=r"no credentials: .*no ticket"):
@@ -629,19 +631,19 @@ def test_credentials_that_are_refused_again_are_not_asked_for_again_at_once(tmp_
     user = exec_user(tmp_path, f"echo x >> {count}; echo '{credential(token='t')}'")
     path = write(tmp_path / "kc", {}, user)
     clock = [100.0]
-    plugin = PluginLogin(lambda: clock[0], lambda: 1.0)
+    plugin = PluginCredentials(lambda: clock[0], lambda: 1.0)
     first = plugin.get(path, lambda: False)
-    plugin.refused(first)
+    plugin.reject(first)
     second = plugin.get(path, lambda: False)
-    plugin.refused(first)  # by another watch, late: that one is gone already
+    plugin.reject(first)  # by another watch, late: that one is gone already
     assert plugin.get(path, lambda: False) is second
-    plugin.refused(second)
+    plugin.reject(second)
     with pytest.raises(SourceError, match="the API server refused the last ones"):
         plugin.get(path, lambda: False)
     clock[0] += 2.1
     third = plugin.get(path, lambda: False)
     clock[0] += 3600.0
-    plugin.refused(third)
+    plugin.reject(third)
     plugin.get(path, lambda: False)
     assert count.read_text() == "x\n" * 4
 
@@ -697,7 +699,7 @@ def has_ended(pid: int) -> bool:
 def test_an_exec_plugin_that_hangs_ends_with_the_connection(tmp_path):
     started = tmp_path / "started"
     user = exec_user(tmp_path, f"echo $$ > {started}; exec sleep 600")
-    connection = Connection(Cluster(find_access(write(tmp_path / "kc", {}, user))))
+    connection = ApiConnection(Cluster(find_access(write(tmp_path / "kc", {}, user))))
     errors: list[SourceError] = []
 
     def ask() -> None:

@@ -33,22 +33,22 @@ TRIGGER = "endpoints.kubernetes.io/last-change-trigger-time"
 DAY = "2026-11-01T00:00:00Z"
 
 
-def read(kind: Kind, obj: dict[str, Any]) -> decode.Item:
+def read(kind: Kind, obj: dict[str, Any]) -> decode.DecodedObject:
     """Both ways in must say the same."""
-    item = decode.read(kind, msgspec.json.encode(obj))
-    assert decode.read_value(kind, obj) == item
+    item = decode.decode_object(kind, msgspec.json.encode(obj))
+    assert decode.convert_object(kind, obj) == item
     return item
 
 
 def service(
     labels: dict[str, str] | None = None, status: dict[str, Any] | None = None, **spec: Any
-) -> decode.Item:
+) -> decode.DecodedObject:
     meta = {"name": "web", "namespace": "ns", "resourceVersion": "7", "labels": labels}
     spec = {"clusterIP": "10.96.0.1", "ports": [{"port": 80}]} | spec
     return read(Kind.SERVICE, {"metadata": meta, "spec": spec, "status": status})
 
 
-def an_slice(labels: dict[str, str] | None = None, **fields: Any) -> decode.Item:
+def an_slice(labels: dict[str, str] | None = None, **fields: Any) -> decode.DecodedObject:
     meta = {"name": "web-x", "namespace": "ns", "labels": {OF_SERVICE: "web"} | (labels or {})}
     return read(Kind.SLICE, {"metadata": meta, "addressType": "IPv4"} | fields)
 
@@ -264,7 +264,7 @@ def test_a_service_has_the_age_that_its_object_says(metadata, created):
     spec = {"clusterIP": "10.96.0.1", "ports": [{"port": 80}]}
     item = read(Kind.SERVICE, {"metadata": {"name": "web"} | metadata, "spec": spec})
     assert isinstance(item.object, Service)
-    assert item.object.created == created
+    assert item.object.creation_timestamp == created
 
 
 @pytest.mark.parametrize(
@@ -317,11 +317,11 @@ def test_an_address_that_is_nobodys_is_left_out_alone(text: str, why: str):
 
 def test_the_addresses_of_a_service_have_a_limit():
     """Of either kind; those after it are left out."""
-    listed = [f"198.51.{i // 200}.{i % 200 + 1}" for i in range(decode.MOST_ADDRESSES + 3)]
+    listed = [f"198.51.{i // 200}.{i % 200 + 1}" for i in range(decode.MAX_ADDRESSES + 3)]
     status = {"loadBalancer": {"ingress": [{"ip": ip} for ip in listed]}}
     made = service(externalIPs=listed, status=status).object
     assert isinstance(made, Service)
-    first = tuple(map(a, listed[: decode.MOST_ADDRESSES]))
+    first = tuple(map(a, listed[: decode.MAX_ADDRESSES]))
     assert (made.external_ips, made.lb_vips) == (first, first)
     paths = ("spec.externalIPs[1024]", "status.loadBalancer.ingress[1024].ip")
     assert made.skipped == tuple(
@@ -720,7 +720,7 @@ LEAVING = [
 @pytest.mark.parametrize(("name", "meta", "spec", "leaving"), LEAVING, ids=[r[0] for r in LEAVING])
 def test_a_node_that_is_to_get_nothing_new(name, meta, spec, leaving):
     item = read(Kind.NODE, {"metadata": {"name": "n1"} | meta, "spec": spec})
-    assert item.object == Node("n1", leaving=leaving)
+    assert item.object == Node("n1", being_deleted=leaving)
 
 
 @pytest.mark.parametrize(
@@ -735,7 +735,7 @@ def test_a_slice_may_say_when_its_change_began(annotations, triggered):
     meta = {"name": "a", "namespace": "ns", "labels": {OF_SERVICE: "web"}}
     body = {"metadata": meta | {"annotations": annotations}, "addressType": "IPv4"}
     item = read(Kind.SLICE, body)
-    assert item.triggered == triggered
+    assert item.trigger_time == triggered
     assert item.object == read(Kind.SLICE, {"metadata": meta, "addressType": "IPv4"}).object
 
 
@@ -800,7 +800,7 @@ def test_a_pod_counts_when_its_label_says_off(row: Labelled):
 @pytest.mark.parametrize("kind", list(Kind))
 def test_an_object_without_a_readable_name_raises(kind, data):
     with pytest.raises(ObjectError):
-        decode.read(kind, data)
+        decode.decode_object(kind, data)
 
 
 def test_strings_that_repeat_are_one_string():
@@ -839,7 +839,7 @@ JSON = st.recursive(
 def test_whatever_an_object_holds_reading_it_never_crashes(kind, body):
     obj = {**body} if isinstance(body, dict) else {"spec": body}
     obj["metadata"] = {"name": "x", "labels": {OF_SERVICE: "web"}}
-    item = decode.read(kind, msgspec.json.encode(obj))
+    item = decode.decode_object(kind, msgspec.json.encode(obj))
     assert item.key.name == "x"
     assert "\n" not in item.error
 
@@ -856,7 +856,7 @@ ODD_ADDRESSES = [
 
 @pytest.mark.parametrize(("spec", "line"), ODD_ADDRESSES)
 def test_leading_zeros_are_told(spec, line):
-    item = decode.read_value(
+    item = decode.convert_object(
         Kind.SERVICE,
         {"metadata": {"name": "x", "namespace": "n"},
          "spec": {"clusterIP": "10.96.0.1", "ports": [{"port": 80}]} | spec},
@@ -875,7 +875,7 @@ ODD_ENDPOINTS = [
 
 @pytest.mark.parametrize(("addresses", "lines"), ODD_ENDPOINTS)
 def test_odd_addresses_of_an_endpoint_are_told_and_the_first_one_is_used(addresses, lines):
-    item = decode.read_value(
+    item = decode.convert_object(
         Kind.SLICE,
         {"metadata": {"name": "x-1", "namespace": "n",
                       "labels": {"kubernetes.io/service-name": "x"}},
@@ -889,9 +889,9 @@ def test_odd_addresses_of_an_endpoint_are_told_and_the_first_one_is_used(address
 @pytest.mark.parametrize(("more", "fits"), [(0, True), (1, False)])
 def test_an_object_has_a_longest_size(more: int, fits: bool):
     raw = b'{"metadata": {"name": "a", "namespace": "b"}}'
-    raw += b" " * (decode.MOST_BYTES + more - len(raw))
+    raw += b" " * (decode.MAX_OBJECT_BYTES + more - len(raw))
     if fits:
-        assert decode.read(Kind.NODE, raw).key.name == "a"
+        assert decode.decode_object(Kind.NODE, raw).key.name == "a"
     else:
         with pytest.raises(ObjectError, match="not a Node: it has more than 6 MiB"):
-            decode.read(Kind.NODE, raw)
+            decode.decode_object(Kind.NODE, raw)

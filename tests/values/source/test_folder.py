@@ -15,10 +15,10 @@ from kbpf.model.address import parse_addr
 from kbpf.model.config import Config
 from kbpf.model.events import Delete, Event, Kind, ObjectKey, Rejected, Synced, Upsert
 from kbpf.model.objects import EndpointSlice, Node, Protocol, Service, SlicePort
-from kbpf.policy.compute import desired_state
+from kbpf.policy.compute import compute_desired_state
 from kbpf.source.base import SourceState
-from kbpf.source.folder.documents import parse
-from kbpf.source.folder.folder import EMPTY_LINE, POLL_SECONDS, Folder
+from kbpf.source.folder.documents import parse_documents
+from kbpf.source.folder.folder import EMPTY_FOLDER_PROBLEM, POLL_INTERVAL, FolderSource
 from tests.support.lab.lab import until
 
 WEB = """\
@@ -65,7 +65,7 @@ class Run:
         self.path = path
         self.events: list[Event] = []
         self.all: list[Event] = []
-        self.folder = Folder(path, self.put, node_name, clock=lambda: 7.0)
+        self.folder = FolderSource(path, self.put, node_name, clock=lambda: 7.0)
 
     def put(self, event: Event) -> None:
         self.events.append(event)
@@ -77,7 +77,7 @@ class Run:
     def look(self) -> list[str]:
         """What is said at a look, in short."""
         del self.events[:]
-        self.folder.look()
+        self.folder.poll()
         return self.said
 
     def settle(self) -> list[str]:
@@ -110,10 +110,10 @@ SYNCED = ["synced Service", "synced EndpointSlice", "synced Node", "synced Pod"]
 
 
 def test_a_file_of_two_documents_says_two_objects_with_defaults_filled_in():
-    service, one = (found.item.object for found in parse("a.yaml", BOTH.encode()).found)
+    service, one = (found.item.object for found in parse_documents("a.yaml", BOTH.encode()).objects)
     assert isinstance(service, Service)
     assert (service.namespace, service.type) == ("default", "ClusterIP")
-    assert service.created == "2024-01-01T00:00:00Z"
+    assert service.creation_timestamp == "2024-01-01T00:00:00Z"
     assert isinstance(one, EndpointSlice)
     assert one.namespace == "default"
     assert one.ports == (SlicePort("", Protocol.TCP, 8080),)
@@ -134,7 +134,7 @@ def test_a_file_of_two_documents_says_two_objects_with_defaults_filled_in():
     ],
 )  # fmt: skip
 def test_a_service_is_read_from(name, file, text):
-    (found,) = parse(file, text.encode()).found
+    (found,) = parse_documents(file, text.encode()).objects
     assert found.item.key == ObjectKey(Kind.SERVICE, "default", "web"), name
     assert isinstance(found.item.object, Service)
 
@@ -150,7 +150,7 @@ def test_a_service_is_read_from(name, file, text):
 )
 def test_an_address_needs_no_quotes(text, value):
     text = WEB.replace("clusterIP: 10.96.0.1", f"clusterIP: {text}")
-    (found,) = parse("a.yaml", text.encode()).found
+    (found,) = parse_documents("a.yaml", text.encode()).objects
     assert found.item.error == ""
     assert isinstance(found.item.object, Service)
     assert found.item.object.cluster_ips == (parse_addr(value),)
@@ -184,17 +184,17 @@ def test_an_address_needs_no_quotes(text, value):
     ],
 )
 def test_a_bad_field_is_named_with_its_line(old, new, error):
-    (found,) = parse("a.yaml", WEB.replace(old, new).encode()).found
+    (found,) = parse_documents("a.yaml", WEB.replace(old, new).encode()).objects
     assert found.item.error == error
     assert found.item.key == ObjectKey(Kind.SERVICE, "default", "web")
 
 
 def test_the_line_is_found_in_later_documents_in_lists_and_in_json():
     bad = service("b", 0)
-    (_, second) = parse("a.yaml", f"{WEB}---\n{bad}\n".encode()).found
+    (_, second) = parse_documents("a.yaml", f"{WEB}---\n{bad}\n".encode()).objects
     assert second.item.error == "spec.ports[0].port: 0 is not a port (a.yaml:12)"
     text = f'{{"kind": "List", "items": [\n{service("a")},\n{bad}\n]}}'
-    (_, second) = parse("a.json", text.encode()).found
+    (_, second) = parse_documents("a.json", text.encode()).objects
     assert second.item.error == "items[1].spec.ports[0].port: 0 is not a port (a.json:3)"
 
 
@@ -228,9 +228,9 @@ def test_the_line_is_found_in_later_documents_in_lists_and_in_json():
     ],
 )
 def test_a_document_that_is_no_object_is_a_problem_and_the_others_are_read(text, error):
-    contents = parse("a.yaml", f"{text}---\n{WEB}".encode())
+    contents = parse_documents("a.yaml", f"{text}---\n{WEB}".encode())
     assert contents.problems == (error,)
-    assert len(contents.found) == 1
+    assert len(contents.objects) == 1
 
 
 NO_MISTAKES = ("Deployment", "ServiceCIDR", "ServiceAccount", "ServiceMonitor", "PodGroup", "Role",
@@ -239,8 +239,8 @@ NO_MISTAKES = ("Deployment", "ServiceCIDR", "ServiceAccount", "ServiceMonitor", 
 
 @pytest.mark.parametrize("kind", NO_MISTAKES)
 def test_a_kind_that_is_not_for_us_is_no_problem(kind):
-    contents = parse("a.yaml", f"kind: {kind}\nmetadata: {{name: x}}\n".encode())
-    assert (contents.ignored, contents.problems) == ((kind,), ())
+    contents = parse_documents("a.yaml", f"kind: {kind}\nmetadata: {{name: x}}\n".encode())
+    assert (contents.ignored_kinds, contents.problems) == ((kind,), ())
 
 
 SLIPS = [
@@ -261,8 +261,8 @@ SLIPS = [
 
 @pytest.mark.parametrize(("old", "new", "problem"), SLIPS)
 def test_a_slip_of_the_pen_is_a_problem_and_the_service_is_read(old, new, problem):
-    contents = parse("a.yaml", WEB.replace(old, new, 1).encode())
-    (found,) = contents.found
+    contents = parse_documents("a.yaml", WEB.replace(old, new, 1).encode())
+    (found,) = contents.objects
     assert found.item.key == ObjectKey(Kind.SERVICE, "default", "web")
     assert [line for line in contents.problems if line] == ([problem] if problem else [])
 
@@ -281,27 +281,27 @@ def test_a_slip_of_the_pen_is_a_problem_and_the_service_is_read(old, new, proble
 )
 def test_a_text_that_cannot_be_parsed_is_one_error_with_its_line(name, text, line):
     with pytest.raises(ObjectError) as caught:
-        parse(name, text.encode())
+        parse_documents(name, text.encode())
     assert f"({name}:{line})" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_bytes_that_are_no_text_are_one_error():
     with pytest.raises(ObjectError, match="not YAML"):
-        parse("a.yaml", b"a: \xff\xfe")
+        parse_documents("a.yaml", b"a: \xff\xfe")
 
 
 @pytest.mark.parametrize("name", ["a.yaml", "a.json"])
 @pytest.mark.parametrize("text", ["", "\n", "  \n\n"])
 def test_an_empty_file_is_empty(name, text):
-    assert parse(name, text.encode()).found == ()
+    assert parse_documents(name, text.encode()).objects == ()
 
 
 def test_other_kinds_are_ignored_by_name():
     text = f"kind: Deployment\n---\n{WEB}---\nkind: ConfigMap\n---\nkind: Deployment\n"
-    contents = parse("a.yaml", text.encode())
-    assert contents.ignored == ("Deployment", "ConfigMap")
-    assert (len(contents.found), contents.problems) == (1, ())
+    contents = parse_documents("a.yaml", text.encode())
+    assert contents.ignored_kinds == ("Deployment", "ConfigMap")
+    assert (len(contents.objects), contents.problems) == (1, ())
 
 
 # --- what no file says ---
@@ -354,7 +354,7 @@ def winner(run: Run) -> str:
         if isinstance(event, Delete):
             services.pop(event.key, None)
     listed = [one for one in services.values() if isinstance(one, Service)]
-    state = desired_state(listed, (), Node("n1"), (), Config())
+    state = compute_desired_state(listed, (), Node("n1"), (), Config())
     (name,) = {key.name for key, found in state.services.items() if found.frontends}
     losers = {key.name: found.lost for key, found in state.services.items() if found.lost}
     assert all(str(by) == f"default/{name}" for lost in losers.values() for _, by in lost)
@@ -673,7 +673,7 @@ def test_the_same_object_twice_in_a_file_is_reported_too(run):
 
 
 def test_a_folder_that_is_not_there_at_start_is_an_error(tmp_path):
-    folder = Folder(tmp_path / "none", lambda event: None)
+    folder = FolderSource(tmp_path / "none", lambda event: None)
     with pytest.raises(ConfigError, match=r"no such folder of objects .*--source DIR"):
         folder.start()
 
@@ -756,7 +756,7 @@ def test_a_fault_of_ours_in_one_file_is_its_problem_and_the_others_go_on(run, mo
     def broken(name, data):
         if name == "a.yaml":
             raise RuntimeError("on purpose")
-        return parse(name, data)
+        return parse_documents(name, data)
 
     monkeypatch.setattr("kbpf.source.folder.folder.parse", broken)
     run.write("a.yaml", WEB)
@@ -775,7 +775,7 @@ class Clock:
 @pytest.fixture
 def clocked(tmp_path) -> tuple[Run, Clock]:
     run, clock = Run(tmp_path), Clock()
-    run.folder = Folder(tmp_path, run.put, "n1", clock=lambda: clock.now, empty_seconds=60.0)
+    run.folder = FolderSource(tmp_path, run.put, "n1", clock=lambda: clock.now, empty_grace=60.0)
     run.write("a.yaml", WEB)
     run.look()
     (tmp_path / "a.yaml").unlink()
@@ -787,9 +787,9 @@ def test_a_folder_that_becomes_empty_keeps_what_it_held_for_a_while_and_says_so(
     for _ in range(5):
         assert run.settle() == []
         clock.now += 11.0
-    assert run.problems == (EMPTY_LINE,)
+    assert run.problems == (EMPTY_FOLDER_PROBLEM,)
     assert not run.folder.status().sound
-    assert caplog.text.count(EMPTY_LINE) == 1
+    assert caplog.text.count(EMPTY_FOLDER_PROBLEM) == 1
     assert "all that it held is removed" not in caplog.text
     clock.now += 6.0
     assert run.settle() == ["-web"]
@@ -812,7 +812,7 @@ def test_what_comes_back_in_time_was_never_gone(clocked):
 
 def test_without_grace_an_empty_folder_is_taken_at_its_word(tmp_path):
     run = Run(tmp_path)
-    run.folder = Folder(tmp_path, run.put, "n1", empty_seconds=0.0)
+    run.folder = FolderSource(tmp_path, run.put, "n1", empty_grace=0.0)
     run.write("a.yaml", WEB)
     run.look()
     (tmp_path / "a.yaml").unlink()
@@ -846,7 +846,7 @@ def test_a_change_is_seen_within_half_a_second_and_stop_ends_it(running, tmp_pat
     until("the change is seen", lambda: len(run.events) == len(SYNCED) + 2)
     run.folder.stop()
     until("it has ended", lambda: run.folder.status().state is SourceState.STOPPED)
-    assert 3 * POLL_SECONDS < 0.5, "a change is read at the second look, and begins in the first"
+    assert 3 * POLL_INTERVAL < 0.5, "a change is read at the second look, and begins in the first"
 
 
 def test_a_fault_of_ours_does_not_end_the_thread(tmp_path, caplog):
@@ -859,7 +859,7 @@ def test_a_fault_of_ours_does_not_end_the_thread(tmp_path, caplog):
             raise faults.pop()
         said.append(event)
 
-    folder = Folder(tmp_path, put, poll_seconds=0.01)
+    folder = FolderSource(tmp_path, put, poll_interval=0.01)
     folder.start()
     until("it is read", lambda: len(said) == len(SYNCED) + 1)
     folder.stop()

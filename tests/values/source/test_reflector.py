@@ -16,14 +16,22 @@ from kbpf.errors import SourceError
 from kbpf.model.address import parse_addr
 from kbpf.model.events import Delete, Event, Kind, ObjectKey, Rejected, Synced, Upsert
 from kbpf.model.objects import Service
-from kbpf.source.api.backoff import MOST_REASONS, Outages, Pace
-from kbpf.source.api.credentials import Cluster, PageRoom
+from kbpf.source.api.backoff import MAX_REASONS, Backoff, OutageLog
+from kbpf.source.api.credentials import Cluster, PageMemory
 from kbpf.source.api.kubeconfig import Access
 from kbpf.source.api.reflector import Reflector
-from kbpf.source.api.resource import PAGE, SERVICES, SLICES, Resource, exempt_pods, nodes, own_node
-from kbpf.source.api.versions import Known, went_back
+from kbpf.source.api.resource import (
+    PAGE_SIZE,
+    SERVICES,
+    SLICES,
+    Resource,
+    exempt_pod_resource,
+    node_resource,
+    own_node_resource,
+)
+from kbpf.source.api.versions import KnownVersions, is_rewind
 from kbpf.source.base import SourceState
-from kbpf.source.decode.decode import Item
+from kbpf.source.decode.decode import DecodedObject
 from tests.support.faults.scripted import Exchange, ScriptedServer, Step, quiet
 from tests.support.lab.lab import until
 
@@ -216,9 +224,9 @@ def test_a_streaming_list_is_asked_for_as_kube_proxy_selects(start):
     ("resource", "path", "selector"),
     [
         (SLICES, "/apis/discovery.k8s.io/v1/endpointslices", {"labelSelector": f"!{HEADLESS}"}),
-        (own_node("n1"), "/api/v1/nodes", {"fieldSelector": "metadata.name=n1"}),
+        (own_node_resource("n1"), "/api/v1/nodes", {"fieldSelector": "metadata.name=n1"}),
         (
-            exempt_pods("n1"),
+            exempt_pod_resource("n1"),
             "/api/v1/pods",
             {"labelSelector": "kbpf.io/socket-lb=off", "fieldSelector": "spec.nodeName=n1"},
         ),
@@ -241,7 +249,7 @@ def test_a_streaming_list_is_said_then_synced_then_watched(start):
     first = run.events[0]
     assert isinstance(first, Upsert)
     assert isinstance(first.object, Service)
-    assert first.received == 1000.0
+    assert first.received_at == 1000.0
     status = run.reflector.status()
     assert (status.kinds, status.synced, status.error) == ((Kind.SERVICE,), True, "")
     assert (status.state, status.failures) == (SourceState.WATCHING, 0)
@@ -710,7 +718,7 @@ def test_after_an_outage_a_server_that_went_on_is_asked_for_no_list(start, caplo
 def test_four_watches_that_see_the_same_restore_warn_once(caplog):
     cluster = Cluster(Access("http://x", "the test"))
     for name in ("services", "endpointslices", "nodes", "pods"):
-        cluster.rewound(name, "100", "7")
+        cluster.report_rewind(name, "100", "7")
     assert caplog.text.count(WENT_BACK) == 1
 
 
@@ -720,7 +728,7 @@ def test_four_watches_that_see_the_same_restore_warn_once(caplog):
      ("10", "", False), ("10", "x", False), ("x", "1", False), ("9" * 30, "1", False)],
 )  # fmt: skip
 def test_versions_are_compared_as_numbers(before, now, back):
-    assert went_back(before, now) == back
+    assert is_rewind(before, now) == back
 
 
 # --- the regular list ---
@@ -850,7 +858,7 @@ def test_an_answer_is_a_contact(start):
 
 
 def test_all_pages_together_have_a_bound():
-    room = PageRoom(100)
+    room = PageMemory(100)
     with room.lease() as one, room.lease() as two:
         one(60)
         with pytest.raises(SourceError, match="together"):
@@ -1184,48 +1192,48 @@ MINUTE = 60.0
 FOUR = ("endpointslices", "nodes", "pods", "services")
 
 
-def told(outages: Outages, name: str, reason: str, minutes: float) -> tuple[str, float] | None:
+def told(outages: OutageLog, name: str, reason: str, minutes: float) -> tuple[str, float] | None:
     """What is logged of a failure at this time, the watches and how many minutes."""
-    outage = outages.failed(name, reason, minutes * MINUTE)
+    outage = outages.record_failure(name, reason, minutes * MINUTE)
     return outage and (",".join(outage.names), outage.seconds / MINUTE)
 
 
 def test_the_failure_of_four_watches_is_one_line_that_is_repeated():
-    outages, lines = Outages(), []
+    outages, lines = OutageLog(), []
     for tick in range(0, 40 * 2 + 1):  # each tries twice a minute
         minutes = tick / 2
         lines += [line for name in FOUR if (line := told(outages, name, "refused", minutes))]
     first, *repeated = lines
     assert first == ("endpointslices", 0)
     assert repeated == [(",".join(FOUR), minutes) for minutes in (1, 5, 10, 20, 30, 40)]
-    ends = [outages.ended(name, 41 * MINUTE) for name in FOUR]
+    ends = [outages.record_recovery(name, 41 * MINUTE) for name in FOUR]
     assert ends == [None, None, None, (FOUR, 41 * MINUTE)], "its end is one line"
-    assert [outages.ended(name, 42 * MINUTE) for name in FOUR] == [None] * 4
+    assert [outages.record_recovery(name, 42 * MINUTE) for name in FOUR] == [None] * 4
     assert told(outages, "nodes", "refused", 50) == ("nodes", 0), "and the next is another one"
 
 
 def test_reasons_that_take_turns_are_a_line_each_and_no_more():
-    outages = Outages()
+    outages = OutageLog()
     lines = [told(outages, "pods", reason, at / 60) for at in range(59) for reason in "ab"]
     assert list(filter(None, lines)) == [("pods", 0), ("pods", 0)]
-    assert outages.ended("pods", 59.0) == (("pods",), 59.0)
+    assert outages.record_recovery("pods", 59.0) == (("pods",), 59.0)
 
 
 def test_a_watch_that_may_not_list_does_not_hide_the_end_of_an_outage():
-    outages = Outages()
+    outages = OutageLog()
     told(outages, "nodes", "403", 0)
     for name in FOUR:
         told(outages, name, "refused", 10)
     assert told(outages, "nodes", "403", 12) == ("nodes", 12)
-    ends = [outages.ended(name, 13 * MINUTE) for name in FOUR if name != "nodes"]
+    ends = [outages.record_recovery(name, 13 * MINUTE) for name in FOUR if name != "nodes"]
     assert ends == [None, None, (("endpointslices", "pods", "services"), 13 * MINUTE - 600)]
 
 
 def test_reasons_without_end_are_forgotten():
-    outages = Outages()
+    outages = OutageLog()
     for number in range(1000):
         assert told(outages, "pods", f"error {number}", 0)
-    assert len(outages._reasons) <= MOST_REASONS
+    assert len(outages._reasons) <= MAX_REASONS
 
 
 def test_the_same_failure_of_two_watches_is_one_line(caplog):
@@ -1247,58 +1255,60 @@ def test_the_same_failure_of_two_watches_is_one_line(caplog):
 
 def test_pace_spreads_the_waits():
     chances = itertools.cycle([0.0, 0.5, 1.0])
-    pace = Pace(lambda: next(chances))
-    waits = [pace.after(failed=True, lived=0) for _ in range(3)]
+    pace = Backoff(lambda: next(chances))
+    waits = [pace.next_delay(failed=True, healthy_for=0) for _ in range(3)]
     assert waits == [pytest.approx(it) for it in (0.1, 0.3, 0.8)]
 
 
 def test_pace_does_not_wait_after_the_first_clean_end_only():
-    pace = Pace(lambda: 1.0)
-    assert [pace.after(failed=False, lived=1) for _ in range(4)] == [0, 0.4, 0.8, 1.6]
+    pace = Backoff(lambda: 1.0)
+    assert [pace.next_delay(failed=False, healthy_for=1) for _ in range(4)] == [0, 0.4, 0.8, 1.6]
 
 
 def test_pace_after_a_failure_a_clean_end_waits():
-    pace = Pace(lambda: 1.0)
-    assert pace.after(failed=True, lived=0) == 0.2
-    assert pace.after(failed=False, lived=1) == 0.4
+    pace = Backoff(lambda: 1.0)
+    assert pace.next_delay(failed=True, healthy_for=0) == 0.2
+    assert pace.next_delay(failed=False, healthy_for=1) == 0.4
 
 
 def test_pace_stays_finite():
-    pace = Pace(lambda: 1.0, tries=100_000)
-    assert pace.after(failed=True, lived=0) == 30
+    pace = Backoff(lambda: 1.0, tries=100_000)
+    assert pace.next_delay(failed=True, healthy_for=0) == 30
 
 
 KEY = ObjectKey(Kind.SERVICE, "ns", "a")
 OBJECT = Service("ns", "a", "ClusterIP", (parse_addr("10.96.0.1"),), ())
 
 
-def item(version: str, good: bool = True, error: str = "") -> Item:
-    return Item(KEY, version, OBJECT if good and not error else None, error)
+def item(version: str, good: bool = True, error: str = "") -> DecodedObject:
+    return DecodedObject(KEY, version, OBJECT if good and not error else None, error)
 
 
 def test_known_says_nothing_about_an_object_that_it_never_said():
-    known = Known()
-    assert known.take(item("1"), True, 0) is None
-    assert known.take(item("1", good=False), False, 0) is None
+    known = KnownVersions()
+    assert known.update(item("1"), True, 0) is None
+    assert known.update(item("1", good=False), False, 0) is None
 
 
 def test_known_deletes_a_rejected_object_too():
-    known = Known()
-    assert known.take(item("1", error="bad"), False, 0) == Rejected(KEY, "bad")
-    assert known.take(item("2"), True, 5) == Delete(KEY, 5)
+    known = KnownVersions()
+    assert known.update(item("1", error="bad"), False, 0) == Rejected(KEY, "bad")
+    assert known.update(item("2"), True, 5) == Delete(KEY, 5)
     assert len(known) == 0
 
 
 def test_known_says_an_object_without_a_version_each_time():
-    known = Known()
-    assert known.take(item(""), False, 0) == known.take(item(""), False, 0) == Upsert(KEY, OBJECT)
+    known = KnownVersions()
+    assert (
+        known.update(item(""), False, 0) == known.update(item(""), False, 0) == Upsert(KEY, OBJECT)
+    )
 
 
 def test_known_after_a_list_that_was_not_sound_can_delete_with_the_next():
-    known = Known()
-    known.take(item("1"), False, 0)
+    known = KnownVersions()
+    known.update(item("1"), False, 0)
     known.begin_list()
-    known.unreadable()
+    known.mark_unreadable()
     assert known.end_list(1) == []
     known.begin_list()
     assert known.end_list(2) == [Delete(KEY, 2)]
@@ -1322,8 +1332,8 @@ class Nodes(NamedTuple):
 OWN = "metadata.name=n1"
 NODES = [
     Nodes("one", counted(0), ""),
-    Nodes("a page", counted(PAGE - 1), ""),
-    Nodes("more than a page", counted(PAGE), OWN),
+    Nodes("a page", counted(PAGE_SIZE - 1), ""),
+    Nodes("more than a page", counted(PAGE_SIZE), OWN),
     Nodes("a server that does not count", listed(version=90), ""),
     Nodes("they may not be listed", status(403, "nodes is forbidden"), OWN),
 ]
@@ -1331,7 +1341,7 @@ NODES = [
 
 @pytest.mark.parametrize("row", NODES, ids=lambda row: row.what)
 def test_all_nodes_are_watched_where_there_are_not_too_many(start, row: Nodes):
-    run = start(row.first, streamed(bookmark(100, end=True)), resource=nodes("n1", "auto"))
+    run = start(row.first, streamed(bookmark(100, end=True)), resource=node_resource("n1", "auto"))
     run.until_watching(2)
     first, stream = run.server.requests
     assert first.query == {"limit": "1"}
@@ -1342,7 +1352,7 @@ def test_all_nodes_are_watched_where_there_are_not_too_many(start, row: Nodes):
 
 @pytest.mark.parametrize(("setting", "selector"), [("all", ""), ("own", OWN)])
 def test_the_setting_needs_no_count(start, setting: str, selector: str):
-    run = start(streamed(bookmark(100, end=True)), resource=nodes("n1", setting))
+    run = start(streamed(bookmark(100, end=True)), resource=node_resource("n1", setting))
     run.until_watching(1)
     (stream,) = run.server.requests
     assert stream.query.get("fieldSelector", "") == selector
@@ -1363,9 +1373,9 @@ def test_a_cluster_that_grows_is_watched_no_longer(start):
         streamed(event, {"type": "ADDED", "object": node("n2")}, bookmark(10, end=True),
                  then=lambda exchange: exchange.end()),
         status(410),
-        counted(PAGE),
+        counted(PAGE_SIZE),
         streamed(event, bookmark(20, end=True)),
-        resource=nodes("n1", "auto"),
+        resource=node_resource("n1", "auto"),
     )  # fmt: skip
     run.until_watching(5)
     assert run.said == ["+n1", "+n2", "synced", "-n2", "synced"]

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from kbpf.model.events import Kind, ObjectKey
 from kbpf.model.objects import Service
 from kbpf.source.api.watch import (
-    MAX_LINE,
-    Changed,
-    Expired,
-    Failed,
-    Garbled,
-    InitialEnd,
-    Said,
+    MAX_LINE_BYTES,
+    InitialListEnd,
+    MalformedLine,
+    ObjectChanged,
+    VersionExpired,
+    WatchFailed,
+    WatchMessage,
     WatchStream,
 )
 
@@ -42,30 +42,30 @@ def error(code: int, message: str = "why") -> bytes:
     return line("ERROR", {"kind": "Status", "status": "Failure", "message": message, "code": code})
 
 
-def stream(*lines: bytes, version: str = "1") -> tuple[list[Said], WatchStream]:
+def stream(*lines: bytes, version: str = "1") -> tuple[list[WatchMessage], WatchStream]:
     watch = WatchStream(Kind.SERVICE, version)
     return watch.feed(b"".join(lines)), watch
 
 
 def test_an_added_object_is_said_and_moves_the_version():
     (said,), watch = stream(line("ADDED", service("web", "7")))
-    assert isinstance(said, Changed)
+    assert isinstance(said, ObjectChanged)
     assert isinstance(said.item.object, Service)
     assert said.item.key == ObjectKey(Kind.SERVICE, "ns", "web")
-    assert not said.gone
+    assert not said.deleted
     assert watch.resource_version == "7"
 
 
 def test_a_deleted_object_is_gone_and_moves_the_version():
     (said,), watch = stream(line("DELETED", service("web", "8")))
-    assert isinstance(said, Changed)
-    assert said.gone
+    assert isinstance(said, ObjectChanged)
+    assert said.deleted
     assert watch.resource_version == "8"
 
 
 def test_a_malformed_object_is_named_and_does_not_come_again():
     (said,), watch = stream(line("MODIFIED", service("web", "9", ports=[{"port": 70000}])))
-    assert isinstance(said, Changed)
+    assert isinstance(said, ObjectChanged)
     assert said.item.error == "spec.ports[0].port: 70000 is not a port"
     assert said.item.key == ObjectKey(Kind.SERVICE, "ns", "web")
     assert watch.resource_version == "9"
@@ -73,7 +73,7 @@ def test_a_malformed_object_is_named_and_does_not_come_again():
 
 def test_an_object_with_a_field_of_the_wrong_type_is_named_too():
     (said,), watch = stream(line("MODIFIED", service("web", "9", ports=7)))
-    assert isinstance(said, Changed)
+    assert isinstance(said, ObjectChanged)
     assert said.item.error == "spec.ports: expected a list, got an integer"
     assert watch.resource_version == "9"
 
@@ -96,7 +96,7 @@ def test_in_a_streaming_list_the_version_is_that_of_the_end_mark_alone():
     assert watch.resource_version == ""
     assert len(watch.feed(line("ADDED", service("b", "40")))) == 1
     assert watch.resource_version == ""
-    assert watch.feed(bookmark("55", END)) == [InitialEnd()]
+    assert watch.feed(bookmark("55", END)) == [InitialListEnd()]
     assert watch.resource_version == "55"
     watch.feed(line("MODIFIED", service("b", "56")))
     assert watch.resource_version == "56"
@@ -104,15 +104,15 @@ def test_in_a_streaming_list_the_version_is_that_of_the_end_mark_alone():
 
 def test_the_error_410_means_expired():
     said, _ = stream(error(410, "too old resource version"))
-    assert said == [Expired("too old resource version")]
+    assert said == [VersionExpired("too old resource version")]
 
 
 def test_another_error_means_failed_with_its_code():
-    assert stream(error(500, "etcd"))[0] == [Failed(500, "etcd")]
+    assert stream(error(500, "etcd"))[0] == [WatchFailed(500, "etcd")]
 
 
 def test_an_error_that_says_nothing_means_failed():
-    assert stream(line("ERROR", {}))[0] == [Failed(0, "no message")]
+    assert stream(line("ERROR", {}))[0] == [WatchFailed(0, "no message")]
 
 
 RUBBISH = [
@@ -135,17 +135,17 @@ RUBBISH = [
 
 def test_of_an_unknown_type_as_much_is_shown_as_a_line_has_room_for():
     said, _ = stream(line("A" * 5000, {}))
-    assert said == [Garbled(f"unknown type of event '{'A' * 40}'")]
+    assert said == [MalformedLine(f"unknown type of event '{'A' * 40}'")]
 
 
 @pytest.mark.parametrize("rubbish", RUBBISH, ids=lambda it: repr(it[:40]))
 def test_rubbish_is_one_problem_and_the_stream_goes_on(rubbish):
     said, watch = stream(rubbish, line("ADDED", service("web", "7")))
     problem, changed = said
-    assert isinstance(problem, Garbled)
+    assert isinstance(problem, MalformedLine)
     assert "\n" not in problem.error
     assert len(problem.error) < 400
-    assert isinstance(changed, Changed)
+    assert isinstance(changed, ObjectChanged)
     assert watch.resource_version == "7"
 
 
@@ -155,7 +155,7 @@ def test_empty_lines_are_nothing():
 
 def test_a_line_ends_with_crlf_too():
     said, _ = stream(line("ADDED", service("web", "7"))[:-1] + b"\r\n")
-    assert isinstance(said[0], Changed)
+    assert isinstance(said[0], ObjectChanged)
 
 
 def test_a_cut_line_is_never_decoded():
@@ -181,15 +181,15 @@ def test_whether_a_line_has_begun(pieces, inside):
     stream = WatchStream(Kind.SERVICE, "1")
     for piece in pieces:
         stream.feed(piece)
-    assert stream.inside_line is inside
+    assert stream.is_inside_line is inside
 
 
 def test_a_line_without_end_is_given_up():
     watch = WatchStream(Kind.SERVICE)
-    part = b"x" * (MAX_LINE // 2)
+    part = b"x" * (MAX_LINE_BYTES // 2)
     assert watch.feed(part) == watch.feed(part) == []
     (said,) = watch.feed(b"x")
-    assert isinstance(said, Failed)
+    assert isinstance(said, WatchFailed)
     assert not watch.close()
 
 

@@ -8,17 +8,17 @@ from msgspec.structs import replace
 from kbpf.cli import pages
 from kbpf.dataplane.bpf.inspect.snapshot import Snapshot
 from kbpf.dataplane.ipvs import statefile
-from kbpf.dataplane.ipvs.plan import Virtual, marked
-from kbpf.dataplane.ipvs.statefile import Notes
+from kbpf.dataplane.ipvs.plan import VirtualService, fwmark_service
+from kbpf.dataplane.ipvs.statefile import StateFile
 from kbpf.errors import NotFoundError
-from kbpf.kernel.net.ipvs import Connection, Load, Server, parse_connections
+from kbpf.kernel.net.ipvs import IpvsConnection, RealServerKey, RealServerStatus, parse_connections
 from kbpf.model.address import parse_addr
 from kbpf.model.desired import FrontendAddress, ServiceState
 from kbpf.model.objects import Algorithm, Protocol
 from kbpf.model.status import AgentStatus, ModeChoice, encode
 from kbpf.views import backends, ipvs, node, service, services, status
-from kbpf.views.node import Where
-from kbpf.views.packet_path.connections import Wanted
+from kbpf.views.node import Locations
+from kbpf.views.packet_path.connections import ConnectionQuery
 from tests.support.plane import service as state
 
 HERE = Path("/state")
@@ -27,20 +27,20 @@ A, B, C = "10.244.1.2:8080", "10.244.1.3:8080", "10.244.2.2:8080"
 NODE = "198.18.0.1"
 
 
-def end(text: str) -> Server:
+def end(text: str) -> RealServerKey:
     host, _, port = text.rpartition(":")
-    return Server(parse_addr(host), int(port))
+    return RealServerKey(parse_addr(host), int(port))
 
 
-def virtual(text: str, protocol: Protocol = TCP) -> Virtual:
+def virtual(text: str, protocol: Protocol = TCP) -> VirtualService:
     host, _, port = text.rpartition(":")
-    return Virtual(protocol, parse_addr(host), int(port))
+    return VirtualService(protocol, parse_addr(host), int(port))
 
 
-def loads(text: str) -> list[Load]:
+def loads(text: str) -> list[RealServerStatus]:
     """``10.0.0.1:80 10.0.0.2:80*3``: real servers with their weights."""
     words = (word.partition("*") for word in text.split())
-    return [Load(end(at), int(weight or 1), 0, 0) for at, _, weight in words]
+    return [RealServerStatus(end(at), int(weight or 1), 0, 0) for at, _, weight in words]
 
 
 STATES = (
@@ -51,13 +51,13 @@ STATES = (
           algorithm=Algorithm.MAGLEV),
     state("none", "10.96.0.4:80", ""),
 )  # fmt: skip
-HELD: ipvs.Held = {
+HELD: ipvs.ServersByService = {
     virtual("10.96.0.1:80"): loads(f"{A}*3 {B}"),
     virtual(f"{NODE}:30080"): loads(f"{A}*3 {B}"),
     virtual("10.96.0.2:80"): loads(f"{A} {C}"),
     virtual("192.0.2.2:80"): loads(A),
     virtual(f"{NODE}:30081"): loads(A),
-    marked(4, 0x6B620001): loads(f"{A} {C}"),
+    fwmark_service(4, 0x6B620001): loads(f"{A} {C}"),
     virtual("10.96.0.3:53", UDP): loads(f"{A} {B}*0"),  # drained
     virtual("10.96.0.4:80"): [],
     virtual("203.0.113.1:80"): loads("10.0.0.1:80"),  # somebody else's
@@ -66,7 +66,7 @@ HELD: ipvs.Held = {
 
 @pytest.fixture
 def held() -> Snapshot:
-    return ipvs.snapshot(HERE, STATES, HELD)
+    return ipvs.build_snapshot(HERE, STATES, HELD)
 
 
 def test_services(held: Snapshot):
@@ -76,7 +76,7 @@ def test_services(held: Snapshot):
             row.internal_policy, row.external_policy, row.algorithm, row.affinity_seconds,
             row.backends_cluster, row.backends_local,
         )
-        for row in services.rows(held)
+        for row in services.build_rows(held)
     }  # fmt: skip
     assert found == {
         "web": (["10.96.0.1:80 ClusterIP", "*:30080 NodePort"], "Cluster", "Cluster", "random", 0,
@@ -86,7 +86,9 @@ def test_services(held: Snapshot):
         "sticky": (["10.96.0.3:53 ClusterIP"], "Cluster", "Cluster", "maglev", 100, 1, None),
         "none": (["10.96.0.4:80 ClusterIP"], "Cluster", "Cluster", "random", 0, 0, None),
     }  # fmt: skip
-    restricted = [f.text for row in services.rows(held) for f in row.frontends if f.restricted]
+    restricted = [
+        f.text for row in services.build_rows(held) for f in row.frontends if f.restricted
+    ]
     assert restricted == ["192.0.2.2:80"]
 
 
@@ -95,25 +97,27 @@ def test_a_node_port_beside_an_exact_frontend_at_the_nodes_address(tmp_path: Pat
     """At its own port the exact one serves, and the NodePort at another address."""
     states = (*STATES, state("far", f"10.96.0.5:{port} ExternalIP={NODE}:{port}", C))
     other = {virtual("198.18.0.9:30080"): loads(f"{A}*3 {B}")} if port == 30080 else {}
-    found = ipvs.snapshot(tmp_path, states, HELD | {virtual(f"{NODE}:{port}"): loads(C)} | other)
+    found = ipvs.build_snapshot(
+        tmp_path, states, HELD | {virtual(f"{NODE}:{port}"): loads(C)} | other
+    )
     at = FrontendAddress(parse_addr("0.0.0.0"), 30080, TCP)
     slots = found.sets[found.frontends[at].cluster_set].values()
     assert [str(found.backends[one]) for one in slots] == [A, A, A, B]
 
 
 def test_one_service(held: Snapshot):
-    (found,) = service.details(held, "default/web")
+    (found,) = service.build_details(held, "default/web")
     (one,) = found.cluster
     assert [(f"{b.address}:{b.port}", b.slots, b.share) for b in one.backends] == [
         (A, 3, 0.75), (B, 1, 0.25)]  # fmt: skip
-    (found,) = service.details(held, "local")
+    (found,) = service.build_details(held, "local")
     assert [len(one.backends) for one in (*found.cluster, *found.local)] == [2, 1]
     with pytest.raises(NotFoundError):
-        service.details(held, "default/other")
+        service.build_details(held, "default/other")
 
 
 def test_backends(held: Snapshot):
-    assert [(row.text, row.protocol, row.services) for row in backends.rows(held)] == [
+    assert [(row.text, row.protocol, row.services) for row in backends.build_rows(held)] == [
         (A, "TCP", ("default/local", "default/web")),
         (A, "UDP", ("default/sticky",)),
         (B, "TCP", ("default/web",)),
@@ -122,7 +126,7 @@ def test_backends(held: Snapshot):
 
 
 def test_what_the_kernel_does_not_have_is_not_shown():
-    (row,) = services.rows(ipvs.snapshot(HERE, STATES[:1], {}))
+    (row,) = services.build_rows(ipvs.build_snapshot(HERE, STATES[:1], {}))
     assert (row.name, row.backends_cluster) == ("web", 0)
 
 
@@ -143,13 +147,13 @@ FOUND = tuple(parse_connections(PROC))
 
 def test_the_kernels_list_is_read():
     assert (
-        Connection(TCP, (parse_addr("198.18.0.254"), 40000), (parse_addr(NODE), 30080),
+        IpvsConnection(TCP, (parse_addr("198.18.0.254"), 40000), (parse_addr(NODE), 30080),
                    end(A), "ESTABLISHED", 899),
-        Connection(UDP, (parse_addr("10.244.1.3"), 40001), (parse_addr("10.96.0.3"), 53),
+        IpvsConnection(UDP, (parse_addr("10.244.1.3"), 40001), (parse_addr("10.96.0.3"), 53),
                    end(A), "UDP", 299),
-        Connection(TCP, (parse_addr("fd00:198:18::fe"), 40002), (parse_addr("fd00:96::1"), 80),
+        IpvsConnection(TCP, (parse_addr("fd00:198:18::fe"), 40002), (parse_addr("fd00:96::1"), 80),
                    (parse_addr("fd00:10:244:1::2"), 8080), "TIME_WAIT", 3),
-        Connection(TCP, (parse_addr("198.18.0.254"), 40003), (parse_addr("203.0.113.1"), 80),
+        IpvsConnection(TCP, (parse_addr("198.18.0.254"), 40003), (parse_addr("203.0.113.1"), 80),
                    (parse_addr("10.0.0.1"), 80), "SYN_RECV", 59),
     ) == FOUND  # fmt: skip
 
@@ -157,7 +161,7 @@ def test_the_kernels_list_is_read():
 def test_connections(held: Snapshot):
     found = [
         (row.service, row.protocol, row.client, row.frontend, row.backend, row.state)
-        for row in ipvs.rows(held, FOUND)
+        for row in ipvs.build_rows(held, FOUND)
     ]
     assert found == [
         ("-", "TCP", "198.18.0.254:40003", "203.0.113.1:80", "10.0.0.1:80", "new"),
@@ -171,22 +175,22 @@ def test_connections(held: Snapshot):
 @pytest.mark.parametrize(
     ("wanted", "ports"),
     [
-        (Wanted(service="web"), {40000}),
-        (Wanted(service="default/sticky"), {40001}),
-        (Wanted(client=parse_addr("198.18.0.254")), {40000, 40003}),
-        (Wanted(backend=parse_addr("10.244.1.2")), {40000, 40001}),
-        (Wanted(state="closed"), {40002}),
-        (Wanted(service="web", state="closed"), set()),
+        (ConnectionQuery(service="web"), {40000}),
+        (ConnectionQuery(service="default/sticky"), {40001}),
+        (ConnectionQuery(client=parse_addr("198.18.0.254")), {40000, 40003}),
+        (ConnectionQuery(backend=parse_addr("10.244.1.2")), {40000, 40001}),
+        (ConnectionQuery(state="closed"), {40002}),
+        (ConnectionQuery(service="web", state="closed"), set()),
     ],
 )
-def test_which_connections(held: Snapshot, wanted: Wanted, ports: set[int]):
-    found = ipvs.rows(held, FOUND, wanted)
+def test_which_connections(held: Snapshot, wanted: ConnectionQuery, ports: set[int]):
+    found = ipvs.build_rows(held, FOUND, wanted)
     assert {int(row.client.rpartition(":")[2]) for row in found} == ports
 
 
 def test_connections_of_a_service_that_is_not_there(held: Snapshot):
     with pytest.raises(NotFoundError):
-        ipvs.rows(held, FOUND, Wanted(service="other"))
+        ipvs.build_rows(held, FOUND, ConnectionQuery(service="other"))
 
 
 # ---- what the agent leaves -----------------------------------------------------------------------
@@ -197,36 +201,36 @@ def bare(one: ServiceState) -> ServiceState:
 
 
 def test_what_is_noted_is_read(tmp_path: Path):
-    made = Notes(tmp_path)
+    made = StateFile(tmp_path)
     for one in STATES:
-        made.note(one.key, one)
+        made.set_service(one.key, one)
     made.write(b"{}")
-    assert statefile.read(tmp_path) == tuple(map(bare, STATES))
-    made.note(STATES[0].key, None)
-    made.note(STATES[1].key, replace(STATES[1], affinity_timeout=7))
+    assert statefile.read_services(tmp_path) == tuple(map(bare, STATES))
+    made.set_service(STATES[0].key, None)
+    made.set_service(STATES[1].key, replace(STATES[1], affinity_timeout=7))
     made.write(b"{}")
-    assert statefile.read(tmp_path) == (replace(bare(STATES[1]), affinity_timeout=7),
+    assert statefile.read_services(tmp_path) == (replace(bare(STATES[1]), affinity_timeout=7),
                                     *map(bare, STATES[2:]))  # fmt: skip
-    statefile.remove(tmp_path)
+    statefile.remove_files(tmp_path)
     assert not list(tmp_path.iterdir())
-    assert statefile.read(tmp_path) == ()
+    assert statefile.read_services(tmp_path) == ()
 
 
 def test_what_did_not_change_is_not_written_again(tmp_path: Path):
-    made = Notes(tmp_path)
-    made.note(STATES[0].key, STATES[0])
+    made = StateFile(tmp_path)
+    made.set_service(STATES[0].key, STATES[0])
     made.write(b"{}")
-    before = (tmp_path / statefile.SERVICES).stat().st_ino
-    made.note(STATES[0].key, replace(STATES[0], cluster=()))  # endpoints are the kernel's
-    made.note(STATES[1].key, None)
+    before = (tmp_path / statefile.SERVICES_FILE).stat().st_ino
+    made.set_service(STATES[0].key, replace(STATES[0], cluster=()))  # endpoints are the kernel's
+    made.set_service(STATES[1].key, None)
     made.write(b"{}")
-    assert (tmp_path / statefile.SERVICES).stat().st_ino == before
+    assert (tmp_path / statefile.SERVICES_FILE).stat().st_ino == before
 
 
 def test_a_folder_that_is_no_agents():
     with pytest.raises(NotFoundError, match="no agent of mode ipvs"):
         ipvs.read(HERE)
-    assert not node.by_ipvs(Where(Path("/pins"), HERE))
+    assert not node.is_ipvs(Locations(Path("/pins"), HERE))
 
 
 SAID = AgentStatus(
@@ -238,18 +242,18 @@ SAID = AgentStatus(
 
 
 def test_the_agent_of_mode_ipvs_is_found_by_its_word(tmp_path: Path):
-    (tmp_path / statefile.STATUS).write_bytes(encode(SAID))
-    where = Where(tmp_path / "no-pins", tmp_path)
-    assert node.by_ipvs(where)
+    (tmp_path / statefile.STATUS_FILE).write_bytes(encode(SAID))
+    where = Locations(tmp_path / "no-pins", tmp_path)
+    assert node.is_ipvs(where)
     with pytest.raises(NotFoundError, match="is in mode ipvs"):
         node.read_pins(where, status.NEEDS)
 
 
 def test_status_says_which_mode_and_why():
-    view = status.view(Snapshot(HERE, boottime=5001.0, status=SAID, agent_alive=True))
+    view = status.build_view(Snapshot(HERE, boottime=5001.0, status=SAID, agent_alive=True))
     assert (view.ok, view.mode, view.mode_asked, view.mode_reason) == (
         True, "ipvs", "auto", "no cgroup v2")  # fmt: skip
-    page = pages.status(view)
+    page = pages.format_status(view)
     assert "ipvs, asked for: auto" in page
     assert "no cgroup v2: no cgroup v2 hierarchy is mounted" in page
     for word in ("hooks", "packet path", "socket-lb", "REASON"):
@@ -258,7 +262,7 @@ def test_status_says_which_mode_and_why():
 
 def test_status_of_mode_bpf_has_no_reason():
     said = replace(SAID, mode="bpf", choice=ModeChoice("auto", "bpf"))
-    page = pages.status(status.view(Snapshot(HERE, boottime=5001.0, status=said)))
+    page = pages.format_status(status.build_view(Snapshot(HERE, boottime=5001.0, status=said)))
     assert "bpf, asked for: auto" in page
     assert "not bpf" not in page
     assert "packet path" in page

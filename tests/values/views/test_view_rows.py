@@ -7,36 +7,48 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from kbpf.checks.connect import MOST_BACKENDS, targets
+from kbpf.checks.connect import MAX_BACKENDS, select_targets
 from kbpf.cli import pages
 from kbpf.dataplane.bpf.hooks import HOOKS
 from kbpf.dataplane.bpf.inspect import reasons
 from kbpf.dataplane.bpf.inspect.hooks import HookFacts
-from kbpf.dataplane.bpf.inspect.snapshot import MapFacts, Remembered, Snapshot, ToldDevice, ToldNode
-from kbpf.dataplane.bpf.inspect.tracked_connections import FLOW, REPLY, SNAT, Fill, Tracked
+from kbpf.dataplane.bpf.inspect.snapshot import (
+    AffinityEntry,
+    DeviceEntry,
+    MapFacts,
+    NodeEntry,
+    Snapshot,
+)
+from kbpf.dataplane.bpf.inspect.tracked_connections import (
+    ORIGINAL,
+    REPLY,
+    SNAT_REPLY,
+    Fill,
+    TrackedConnection,
+)
 from kbpf.dataplane.bpf.maps.flow_entries import IDENTITY
 from kbpf.dataplane.bpf.maps.layout import (
-    NAT,
+    FLOW,
     ClientKind,
     DeviceFlag,
+    FlowPath,
     NodeFlag,
     Reason,
     Role,
     ServiceFlag,
     ServiceValue,
     TcpState,
-    Way,
     pack_target,
 )
-from kbpf.dataplane.bpf.metrics import GONE
+from kbpf.dataplane.bpf.metrics import REMOVED_BACKENDS
 from kbpf.errors import NotFoundError
 from kbpf.kernel.bpf import objects
 from kbpf.kernel.bpf.objects import LinkInfo
-from kbpf.kernel.bpf.tc import Attachment, Direction, How
+from kbpf.kernel.bpf.tc import Attachment, AttachMethod, Direction
 from kbpf.kernel.net.devices import Device
 from kbpf.model.address import Addr, parse_addr
 from kbpf.model.desired import Backend, FrontendAddress, ServicePortKey
-from kbpf.model.metrics import BEGUN, FULL, Totals
+from kbpf.model.metrics import ALL_COUNTERS, CONNECTION_COUNTERS, ConnectionStats
 from kbpf.model.objects import Cidr, Protocol
 from kbpf.model.status import AgentStatus, DeviceFailure, PacketStatus, SourceView, ThreadView
 from kbpf.views import affinity, maps, programs, service, services, sources, status
@@ -73,7 +85,7 @@ def snapshot(**parts: Any) -> Snapshot:
 
 
 def test_a_frontend_without_a_name_is_shown_last():
-    found = services.rows(
+    found = services.build_rows(
         snapshot(frontends={at("10.96.0.9"): value(9), at("10.96.0.1"): value(1)},
                  names={1: key("web")})
     )  # fmt: skip
@@ -100,7 +112,7 @@ def test_a_node_port_that_no_address_of_the_node_serves(
         frontends={at(address, 30080): value(1, flags=flags)}, names={1: key("web")},
         node_ports=None if families is None else frozenset(families),
     )  # fmt: skip
-    (row,) = services.rows(held)
+    (row,) = services.build_rows(held)
     (frontend,) = row.frontends
     assert frontend.nowhere is nowhere
     texts = [column.text(row) for column in services.COLUMNS]
@@ -110,7 +122,7 @@ def test_a_node_port_that_no_address_of_the_node_serves(
 
 
 def test_a_name_without_a_frontend_is_shown_without():
-    (row,) = services.rows(snapshot(names={1: key("web")}))
+    (row,) = services.build_rows(snapshot(names={1: key("web")}))
     assert (row.name, row.frontends, row.backends_cluster) == ("web", (), 0)
 
 
@@ -121,7 +133,7 @@ def test_a_place_that_leads_nowhere_is_missing():
         sets={1: {0: 5, 1: 6}},
         backends={5: backend(1)},
     )
-    (detail,) = service.details(one, "web")
+    (detail,) = service.build_details(one, "web")
     assert [(p.id, p.address) for p in detail.cluster[0].backends] == [
         (5, "10.244.0.1"), (6, ""), (0, ""),
     ]  # fmt: skip
@@ -136,7 +148,7 @@ def test_a_backend_is_shown_once_with_its_share():
         sets={1: {0: 6, 1: 5, 2: 6, 3: 6}},
         backends={5: backend(1), 6: backend(2)},
     )
-    (detail,) = service.details(held, "web")
+    (detail,) = service.build_details(held, "web")
     (one,) = detail.cluster
     assert (one.size, one.missing) == (4, 0)
     assert [(b.id, b.index, b.slots, b.share) for b in one.backends] == [
@@ -146,26 +158,31 @@ def test_a_backend_is_shown_once_with_its_share():
     assert [[c.text(b) for c in service.BACKEND_COLUMNS] for b in one.backends] == [
         ["6", "10.244.0.2:8080", "3", "75.0%"], ["5", "10.244.0.1:8080", "1", "25.0%"],
     ]  # fmt: skip
-    assert "cluster set 1: 2 backends in 4 slots" in pages.service([detail])
-    assert "algorithm         maglev" in pages.service([detail])
+    assert "cluster set 1: 2 backends in 4 slots" in pages.format_service([detail])
+    assert "algorithm         maglev" in pages.format_service([detail])
 
 
 def test_what_connections_to_each_backend_came_to():
     """Of this Service alone; who got no backend comes first, backends that are gone last."""
-    good = Totals(begun=40, ended=39, bytes_in=2048, bytes_out=5 << 20, rtt_us=60_000, rtts=30)
+    good = ConnectionStats(
+        begun=40, ended=39, bytes_in=2048, bytes_out=5 << 20, rtt_us=60_000, rtts=30
+    )
     held = snapshot(
         frontends={at("10.96.0.1"): value(1), at("10.96.0.2"): value(2)},
         names={1: key("web"), 2: key("other")},
         sets={1: {0: 5}},
         backends={5: backend(1), 6: backend(2)},
         totals={
-            (1, GONE): Totals(begun=7), (1, 5): good, (2, 6): good, (1, 0): Totals(refused=3),
-            (1, 9): Totals(begun=2, unanswered=1, broken=1, retransmits=4),
+            (1, REMOVED_BACKENDS): ConnectionStats(begun=7),
+            (1, 5): good,
+            (2, 6): good,
+            (1, 0): ConnectionStats(refused=3),
+            (1, 9): ConnectionStats(begun=2, unanswered=1, broken=1, retransmits=4),
         },
         open={(1, 5): 1, (2, 6): 8, (1, 6): 2},
-        counted=FULL,
-    )  # fmt: skip
-    (detail,) = service.details(held, "web")
+        counted=ALL_COUNTERS,
+    )
+    (detail,) = service.build_details(held, "web")
     assert [[c.text(t) for c in service.TRAFFIC_COLUMNS] for t in detail.traffic] == [
         ["none", "0", "0", "3", "0", "0", "0B", "0B", "0", "-"],
         ["10.244.0.1:8080", "1", "40", "0", "0", "0", "2.0KiB", "5.0MiB", "0", "2ms"],
@@ -173,9 +190,9 @@ def test_what_connections_to_each_backend_came_to():
         ["id 9, gone", "0", "2", "0", "1", "1", "0B", "0B", "4", "-"],
         ["gone", "0", "7", "0", "0", "0", "0B", "0B", "0", "-"],
     ]
-    assert "connections since counting began" in pages.service([detail])
-    (without,) = service.details(snapshot(names={1: key("web")}), "web")
-    assert "since counting began" not in pages.service([without])
+    assert "connections since counting began" in pages.format_service([detail])
+    (without,) = service.build_details(snapshot(names={1: key("web")}), "web")
+    assert "since counting began" not in pages.format_service([without])
 
 
 class Counted(NamedTuple):
@@ -189,9 +206,9 @@ class Counted(NamedTuple):
 
 
 NOT_COUNTED = [
-    Counted("all of TCP", TCP, FULL, ("4", "1", "0", "0", "9B", "0B", "0", "2ms"), ""),
-    Counted("all of UDP", UDP, FULL, ("4", "1", "-", "-", "9B", "0B", "-", "-"), ""),
-    Counted("the beginning", TCP, BEGUN, ("4", "1", *6 * "-"),
+    Counted("all of TCP", TCP, ALL_COUNTERS, ("4", "1", "0", "0", "9B", "0B", "0", "2ms"), ""),
+    Counted("all of UDP", UDP, ALL_COUNTERS, ("4", "1", "-", "-", "9B", "0B", "-", "-"), ""),
+    Counted("the beginning", TCP, CONNECTION_COUNTERS, ("4", "1", *6 * "-"),
             "UNANSWERED, BROKEN, IN, OUT, RETRANSMITS, ROUND-TRIP"),
     Counted("nothing", TCP, frozenset(), tuple(8 * "-"),
             "BEGUN, REFUSED, UNANSWERED, BROKEN, IN, OUT, RETRANSMITS, ROUND-TRIP"),
@@ -205,11 +222,11 @@ def test_what_is_not_counted_is_no_zero(row: Counted):
         frontends={at("10.96.0.1", protocol=row.protocol): value(1)},
         names={1: key("web", protocol=row.protocol)},
         backends={5: backend(1)},
-        totals={(1, 5): Totals(begun=4, refused=1, bytes_in=9, rtt_us=2000, rtts=1)},
+        totals={(1, 5): ConnectionStats(begun=4, refused=1, bytes_in=9, rtt_us=2000, rtts=1)},
         open={(1, 5): 3},
         counted=row.counted,
     )
-    (detail,) = service.details(held, "web")
+    (detail,) = service.build_details(held, "web")
     (shown,) = detail.traffic
     cells = [c.text(shown) for c in service.TRAFFIC_COLUMNS]
     assert cells == ["10.244.0.1:8080", "3", *row.cells]
@@ -219,8 +236,8 @@ def test_what_is_not_counted_is_no_zero(row: Counted):
     assert ("begun" in nulls) == (row.cells[0] == "-")
     assert ("broken" in nulls) == ("round_trips" in nulls) == (row.cells[3] == "-")
     line = f"    not counted: {row.line}; --accounting full"
-    assert (line in pages.service([detail]).split("\n")) == bool(row.line)
-    assert ("not counted" in pages.service([detail])) == bool(row.line)
+    assert (line in pages.format_service([detail]).split("\n")) == bool(row.line)
+    assert ("not counted" in pages.format_service([detail])) == bool(row.line)
 
 
 NAMES = {1: key("web"), 2: key("web", "shop"), 3: key("dns", "kube-system")}
@@ -249,11 +266,11 @@ ASKED = [
 def test_which_service_is_meant(asked: Asked):
     held = snapshot(names=NAMES)
     if asked.found:
-        shown = service.details(held, asked.name, asked.namespace)
+        shown = service.build_details(held, asked.name, asked.namespace)
         assert tuple(d.service.full_name for d in shown) == asked.found
     else:
         with pytest.raises(NotFoundError) as caught:
-            service.details(held, asked.name, asked.namespace)
+            service.build_details(held, asked.name, asked.namespace)
         assert asked.hint in caught.value.hint
 
 
@@ -267,19 +284,19 @@ def netns(cookie: int) -> Addr:
 class Kept(NamedTuple):
     """An entry, and the row: (client, kind, expires, expired)."""
 
-    entry: Remembered
+    entry: AffinityEntry
     row: tuple[str, str, float | None, bool]
 
 
 HOST = 17
 NETNS, ADDRESS = int(ClientKind.NETNS), int(ClientKind.ADDRESS)
 KEPT = [
-    Kept(Remembered(netns(HOST), NETNS, 1, 5, 990.0), ("host", "netns", 20.0, False)),
-    Kept(Remembered(netns(18), NETNS, 1, 5, 990.0), ("18", "netns", 20.0, False)),
-    Kept(Remembered(parse_addr("192.0.2.7"), ADDRESS, 1, 5, 990.0),
+    Kept(AffinityEntry(netns(HOST), NETNS, 1, 5, 990.0), ("host", "netns", 20.0, False)),
+    Kept(AffinityEntry(netns(18), NETNS, 1, 5, 990.0), ("18", "netns", 20.0, False)),
+    Kept(AffinityEntry(parse_addr("192.0.2.7"), ADDRESS, 1, 5, 990.0),
          ("192.0.2.7", "address", 20.0, False)),
-    Kept(Remembered(netns(18), NETNS, 1, 5, 900.0), ("18", "netns", -70.0, True)),
-    Kept(Remembered(netns(18), NETNS, 2, 5, 990.0), ("18", "netns", None, True)),
+    Kept(AffinityEntry(netns(18), NETNS, 1, 5, 900.0), ("18", "netns", -70.0, True)),
+    Kept(AffinityEntry(netns(18), NETNS, 2, 5, 990.0), ("18", "netns", None, True)),
 ]  # fmt: skip
 
 
@@ -292,7 +309,7 @@ def test_who_is_kept_and_for_how_long(kept: Kept):
         host_netns=HOST,
         affinity=(kept.entry,),
     )
-    (row,) = affinity.rows(held)
+    (row,) = affinity.build_rows(held)
     assert (row.client, row.kind, row.expires_seconds, row.expired) == kept.row
     assert row.backend == "10.244.0.1:8080"
 
@@ -303,19 +320,19 @@ def test_who_is_kept_and_for_how_long(kept: Kept):
 @pytest.mark.parametrize(
     ("name", "kind", "entries", "fill", "alarm"),
     [
-        ("services", objects.MAP_HASH, 79, 79.0, False),
-        ("services", objects.MAP_HASH, 80, 80.0, True),
-        ("affinity", objects.MAP_LRU_HASH, 100, 100.0, True),
-        ("source_ranges", objects.MAP_LPM_TRIE, 80, 80.0, True),
-        ("node", objects.MAP_ARRAY, None, None, False),
-        ("order", objects.MAP_QUEUE, None, None, False),
-        ("flows", objects.MAP_HASH, 100, 100.0, False),
+        ("services", objects.BPF_MAP_TYPE_HASH, 79, 79.0, False),
+        ("services", objects.BPF_MAP_TYPE_HASH, 80, 80.0, True),
+        ("affinity", objects.BPF_MAP_TYPE_LRU_HASH, 100, 100.0, True),
+        ("source_ranges", objects.BPF_MAP_TYPE_LPM_TRIE, 80, 80.0, True),
+        ("node", objects.BPF_MAP_TYPE_ARRAY, None, None, False),
+        ("order", objects.BPF_MAP_TYPE_QUEUE, None, None, False),
+        ("flows", objects.BPF_MAP_TYPE_HASH, 100, 100.0, False),
     ],
 )
 def test_the_alarm_is_at_80_percent(
     name: str, kind: int, entries: int | None, fill: float | None, alarm: bool
 ):
-    (row,) = maps.rows(snapshot(maps=(MapFacts(name, kind, entries, 100, None),)))
+    (row,) = maps.build_rows(snapshot(maps=(MapFacts(name, kind, entries, 100, None),)))
     assert (row.fill_percent, row.alarm) == (fill, alarm)
     assert ("!" in next(c.text(row) for c in maps.COLUMNS if c.title == "FILL")) == alarm
 
@@ -325,7 +342,7 @@ def test_nobody_is_said_to_watch_or_to_run_while_the_agent_is_down():
     agent = replace(AGENT, sources=watches, threads=(ThreadView("http", True, 0.1),))
     up, down = ["watching", "yes", "running"], ["was watching", "-", "ended"]
     for alive, wanted in ((True, up), (False, down)):
-        seen = status.view(snapshot(status=agent, agent_alive=alive, hooks=ATTACHED))
+        seen = status.build_view(snapshot(status=agent, agent_alive=alive, hooks=ATTACHED))
         source, thread = seen.sources[0], seen.threads[0]
         cells = [column.text(source) for column in status.SOURCE_COLUMNS[1:3]]
         assert [*cells, status.THREAD_COLUMNS[1].text(thread)] == wanted
@@ -334,7 +351,7 @@ def test_nobody_is_said_to_watch_or_to_run_while_the_agent_is_down():
 def test_hooks_are_missing_detached_or_attached():
     gone, here = LinkInfo(1, 10, 0, 10), LinkInfo(2, 11, 77, 11)
     facts = (HookFacts(HOOKS[0]), HookFacts(HOOKS[1], gone), HookFacts(HOOKS[2], here))
-    found = programs.rows(snapshot(hooks=facts))
+    found = programs.build_rows(snapshot(hooks=facts))
     assert [row.state for row in found] == ["missing", "detached", "attached"]
 
 
@@ -372,7 +389,7 @@ DOING = [
 @pytest.mark.parametrize("doing", DOING, ids=lambda doing: doing.name)
 def test_how_the_agent_is_doing(doing: Doing):
     held = snapshot(status=doing.agent, agent_alive=doing.alive, hooks=doing.hooks)
-    seen = status.view(held)
+    seen = status.build_view(held)
     assert (seen.ok, seen.running) == doing.says
     assert set(seen.counters) == {reason.name.lower() for reason in Reason}
     assert seen.hooks_attached + len(seen.hooks_missing) == seen.hooks == len(HOOKS)
@@ -380,12 +397,12 @@ def test_how_the_agent_is_doing(doing: Doing):
 
 def test_a_hook_that_only_counts_may_be_off():
     """As a kernel that lacks it has it, and --accounting=false."""
-    without = tuple(HookFacts(f.hook) if f.hook.counts else f for f in ATTACHED)
-    seen = status.view(snapshot(status=AGENT, agent_alive=True, hooks=without))
+    without = tuple(HookFacts(f.hook) if f.hook.only_counts else f for f in ATTACHED)
+    seen = status.build_view(snapshot(status=AGENT, agent_alive=True, hooks=without))
     assert seen.ok
     assert (seen.hooks_attached, seen.hooks, seen.hooks_missing) == (
         len(HOOKS) - 1, len(HOOKS) - 1, ())  # fmt: skip
-    off = [row for row in programs.rows(snapshot(hooks=without)) if row.state == "off"]
+    off = [row for row in programs.build_rows(snapshot(hooks=without)) if row.state == "off"]
     assert [row.hook for row in off] == ["sock_ops"]
 
 
@@ -409,23 +426,23 @@ def track(
     left: float = 50.0,
     parts: int = 0,
     protocol: int = TCP,
-    way: int = Way.STACK,
+    way: int = FlowPath.STACK,
     device: int = 0,
     port: int = 0,
-) -> Tracked:
+) -> TrackedConnection:
     """A connection to Service 1, `idle` seconds ago, with `left` seconds to live."""
     host, _, snat_port = (snat or "[::]:0").rpartition(":")
     address, number = target(client)[:16], target(client)[16:18]
-    raw = NAT.pack(
+    raw = FLOW.pack(
         int((NOW - idle) * NANO), address + number + bytes([protocol, 0]), target("192.0.2.1:80"),
         target(to, protocol), parse_addr(host.strip("[]")), int(snat_port).to_bytes(2, "big"),
         port.to_bytes(2, "big") if port else number, 1, 5, state, 0, way, 0, device, 0, bytes(48),
     )  # fmt: skip
-    whole = FLOW | REPLY | (SNAT if snat else 0)
-    return Tracked(raw, int((NOW + left) * NANO), parts or whole)
+    whole = ORIGINAL | REPLY | (SNAT_REPLY if snat else 0)
+    return TrackedConnection(raw, int((NOW + left) * NANO), parts or whole)
 
 
-def tracking(*found: Tracked, **more: Any) -> Snapshot:
+def tracking(*found: TrackedConnection, **more: Any) -> Snapshot:
     held = {one.raw[IDENTITY]: one for one in found}
     return snapshot(connections=held, names={1: key("web")}, began=NOW - 1, **more)
 
@@ -434,7 +451,7 @@ class Shown(NamedTuple):
     """An entry, and what some fields of its row are."""
 
     name: str
-    entry: Tracked
+    entry: TrackedConnection
     fields: dict[str, Any]
 
 
@@ -443,34 +460,45 @@ SHOWN = [
     Shown("all of it is there", track(), {"lost": (), "seen_as": "198.51.100.7:2000"}),
     Shown("masqueraded", track(snat=SNATTED), {"seen_as": SNATTED, "masqueraded": True}),
     Shown("its way in is lost", track(parts=REPLY), {"lost": ("flow",)}),
-    Shown("its way back is lost", track(parts=FLOW), {"lost": ("reply",)}),
-    Shown("its source is lost", track(snat=SNATTED, parts=FLOW | REPLY), {"lost": ("source",)}),
-    Shown("all but one is lost", track(snat=SNATTED, parts=SNAT), {"lost": ("flow", "reply")}),
-    Shown("past the stack there is no reply entry",
-          track(snat=SNATTED, way=Way.PAST, parts=FLOW | SNAT), {"lost": ()}),
-    Shown("past the stack its source is lost",
-          track(snat=SNATTED, way=Way.PAST, parts=FLOW), {"lost": ("source",)}),
-    Shown("past the stack its way in is lost",
-          track(snat=SNATTED, way=Way.PAST, parts=SNAT), {"lost": ("flow",)}),
+    Shown("its way back is lost", track(parts=ORIGINAL), {"lost": ("reply",)}),
+    Shown("its source is lost", track(snat=SNATTED, parts=ORIGINAL | REPLY), {"lost": ("source",)}),
+    Shown(
+        "all but one is lost", track(snat=SNATTED, parts=SNAT_REPLY), {"lost": ("flow", "reply")}
+    ),
+    Shown(
+        "past the stack there is no reply entry",
+        track(snat=SNATTED, way=FlowPath.DIRECT_SNAT, parts=ORIGINAL | SNAT_REPLY),
+        {"lost": ()},
+    ),
+    Shown(
+        "past the stack its source is lost",
+        track(snat=SNATTED, way=FlowPath.DIRECT_SNAT, parts=ORIGINAL),
+        {"lost": ("source",)},
+    ),
+    Shown(
+        "past the stack its way in is lost",
+        track(snat=SNATTED, way=FlowPath.DIRECT_SNAT, parts=SNAT_REPLY),
+        {"lost": ("flow",)},
+    ),
     Shown("it may have begun meanwhile", track(parts=REPLY, idle=0.5), {"lost": ()}),
     Shown("another port before the backend", track(port=7), {"seen_as": "198.51.100.7:7"}),
     Shown("a moment before its end", track(left=0.001), {"expired": False}),
     Shown("past its end", track(left=-0.001), {"expired": True}),
-    Shown("from device to device", track(way=Way.REDIRECT), {"way": "redirect"}),
+    Shown("from device to device", track(way=FlowPath.DIRECT), {"way": "redirect"}),
     Shown("a way of another version", track(way=9), {"way": "9"}),
     Shown("a state of another version", track(state=9), {"state": "9"}),
     Shown("the node's own, by loopback", track(device=1), {"device": "lo"}),
     Shown("the node's own, by one that is gone", track(device=1 << 30), {"device": "#1073741824"}),
     Shown("SCTP", track(protocol=Protocol.SCTP), {"protocol": "SCTP"}),
     Shown("a last use in the future", track(idle=-5), {"idle_seconds": 0.0}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("shown", SHOWN, ids=lambda shown: shown.name)
 def test_what_is_told_of_a_connection(shown: Shown):
     held = tracking(shown.entry)
-    found = connections.select(held, connections.Wanted(expired=True)).connections
-    (row,) = connections.rows(held, found)
+    found = connections.select(held, connections.ConnectionQuery(expired=True)).connections
+    (row,) = connections.build_rows(held, found)
     assert {name: getattr(row, name) for name in shown.fields} == shown.fields
     assert row.service == "default/web:http"
     for column in connections.COLUMNS:
@@ -480,7 +508,7 @@ def test_what_is_told_of_a_connection(shown: Shown):
 def test_connections_come_by_service_then_client():
     clients = ["10.0.0.2:9", "10.0.0.10:1", "9.255.255.255:5", "10.0.0.2:1000"]
     held = tracking(*map(track, clients))
-    rows = connections.rows(held, connections.select(held).connections)
+    rows = connections.build_rows(held, connections.select(held).connections)
     assert [r.client for r in rows] == [
         "9.255.255.255:5", "10.0.0.2:9", "10.0.0.2:1000", "10.0.0.10:1",
     ]  # fmt: skip
@@ -491,12 +519,12 @@ def test_ports_alarm_at_80_percent(used: int, alarm: bool):
     entries = [track(f"10.0.0.1:{i}", snat=f"198.18.0.1:{61_000 + i}") for i in range(used)]
     held = tracking(
         *entries, track("10.0.0.2:1"), track("10.0.0.3:1", snat="198.18.0.1:5", left=-1),
-        node=ToldNode((parse_addr("198.18.0.1"),), NodeFlag(0), 61_000, 61_099),
+        node=NodeEntry((parse_addr("198.18.0.1"),), NodeFlag(0), 61_000, 61_099),
     )  # fmt: skip
-    found = nat.translated(held)
-    (row,) = nat.view(held, found).usage
+    found = nat.select_translated(held)
+    (row,) = nat.build_view(held, found).usage
     assert (row.used, row.ports, row.percent, row.alarm) == (used, 100, float(used), alarm)
-    assert len(list(nat.rows(held, found))) == used
+    assert len(list(nat.build_rows(held, found))) == used
 
 
 def test_ports_are_counted_for_each_backend_and_protocol_the_fullest_first():
@@ -506,7 +534,7 @@ def test_ports_are_counted_for_each_backend_and_protocol_the_fullest_first():
         track("10.0.0.1:3", "10.244.0.1:80", "198.18.0.1:2", state=TcpState.CLOSED),
         track("10.0.0.1:4", "10.244.0.1:80", "198.18.0.1:1", protocol=UDP),
     )
-    found = nat.view(held, nat.translated(held))
+    found = nat.build_view(held, nat.select_translated(held))
     assert [(u.backend, u.protocol, u.used, u.closed, u.alarm) for u in found.usage] == [
         ("10.244.0.1:80", "TCP", 2, 1, False),
         ("10.244.0.1:80", "UDP", 1, 0, False),
@@ -546,11 +574,11 @@ def test_whether_the_packet_path_is_there(path: Path_):
         packet_programs=path.pinned,
         fill=Fill(1, 1, 1, 9),
     )
-    seen = availability.view(held)
+    seen = availability.build_view(held)
     assert seen.state == path.state
     assert path.why in seen.why
-    assert bool(seen.why) == (path.state != "on") == bool(availability.words(held))
-    assert status.view(held).ok == (path.state != "failed")
+    assert bool(seen.why) == (path.state != "on") == bool(availability.unavailable_notice(held))
+    assert status.build_view(held).ok == (path.state != "failed")
 
 
 def test_a_device_without_the_packet_path_is_not_well():
@@ -559,10 +587,10 @@ def test_a_device_without_the_packet_path_is_not_well():
         status=replace(AGENT, packets=failed), agent_alive=True, hooks=ATTACHED,
         packet_programs=True,
     )  # fmt: skip
-    assert not status.view(held).ok
+    assert not status.build_view(held).ok
 
 
-IN, OUT = (Attachment(2, direction, How.TCX, 7) for direction in Direction)
+IN, OUT = (Attachment(2, direction, AttachMethod.TCX, 7) for direction in Direction)
 UPLINK, POD = Device(2, "eth0"), Device(2, "cali0", "veth", peer_netns=1)
 EXCLUDED = PacketStatus(True, excluded=("eth*",))
 
@@ -595,11 +623,11 @@ PLAYED = [
 
 @pytest.mark.parametrize("played", PLAYED, ids=lambda played: played.name)
 def test_the_part_of_a_device(played: Played):
-    told = ToldDevice(Role.HOST, 14, DeviceFlag.PEER, bytes(6))
+    told = DeviceEntry(Role.HOST, 14, DeviceFlag.PEER, bytes(6))
     held = snapshot(
         status=replace(AGENT, packets=played.said), packet_programs=True, devices={2: told}
     )
-    (row,) = devices.rows(held, devices.Found((played.device,), played.on, {7: "tc_x"}))
+    (row,) = devices.build_rows(held, devices.HostDevices((played.device,), played.on, {7: "tc_x"}))
     role, ingress, problem = played.row
     assert (row.role, row.ingress, row.flags, row.header) == (role, ingress, ("peer",), 14)
     assert problem in row.problem
@@ -608,7 +636,7 @@ def test_the_part_of_a_device(played: Played):
 
 
 def test_where_the_packet_path_is_off_no_program_is_missed():
-    (row,) = devices.rows(snapshot(), devices.Found((UPLINK,), (), {}))
+    (row,) = devices.build_rows(snapshot(), devices.HostDevices((UPLINK,), (), {}))
     assert (row.role, row.problem, row.header) == ("host", "", None)
 
 
@@ -623,13 +651,13 @@ def test_where_the_packet_path_is_off_no_program_is_missed():
 )
 def test_what_has_no_entry_any_more(created: int, fill: Fill, forgotten: int | None, alarm: bool):
     held = snapshot(fill=fill, reasons={Reason.NEW_FLOW: created}, packet_programs=True)
-    seen = availability.view(held)
+    seen = availability.build_view(held)
     assert (seen.forgotten, seen.alarm, seen.connections) == (forgotten, alarm, fill.open)
 
 
 def test_every_reason_has_words_of_its_own():
-    assert reasons.WORDS.keys() == set(Reason)
-    assert len(set(reasons.WORDS.values())) == len(Reason)
+    assert reasons.DESCRIPTIONS.keys() == set(Reason)
+    assert len(set(reasons.DESCRIPTIONS.values())) == len(Reason)
 
 
 PODS = [
@@ -643,14 +671,14 @@ PODS = [
 @pytest.mark.parametrize(("flags", "pods"), PODS)
 def test_who_counts_as_a_pod(flags: NodeFlag, pods: str):
     held = snapshot(
-        node=ToldNode(flags=flags),
+        node=NodeEntry(flags=flags),
         local_networks=(Cidr(parse_addr("10.244.0.0"), 112), Cidr(parse_addr("fd00::"), 64)),
         devices={
-            2: ToldDevice(Role.POD, 14, DeviceFlag.LOCAL | DeviceFlag.PEER, bytes(6)),
-            3: ToldDevice(Role.HOST, 14, DeviceFlag(0), bytes(6)),
+            2: DeviceEntry(Role.POD, 14, DeviceFlag.LOCAL | DeviceFlag.PEER, bytes(6)),
+            3: DeviceEntry(Role.HOST, 14, DeviceFlag(0), bytes(6)),
         },
     )
-    seen = sources.view(held)
+    seen = sources.build_view(held)
     assert (seen.pods, seen.local_devices) == (pods, 1)
     assert seen.local_networks == ("10.244.0.0/16", "fd00::/64")
 
@@ -662,7 +690,7 @@ def test_ranges_without_a_vip_and_a_vip_without_ranges_are_shown():
         names={1: key("web")},
         ranges=((2, Cidr(parse_addr("0.0.0.0"), 96)),),
     )
-    assert [(r.service, r.ranges, r.addresses) for r in sources.view(held).services] == [
+    assert [(r.service, r.ranges, r.addresses) for r in sources.build_view(held).services] == [
         ("default/web:http", (), ("192.0.2.1:80/TCP",)),
         ("id 2, not named", ("0.0.0.0/0",), ()),
     ]
@@ -678,10 +706,10 @@ def many(count: int) -> dict[int, int]:
 def dialled(**frontends: ServiceValue) -> list[str]:
     held = snapshot(
         frontends={at(f"10.96.0.{name[1:]}"): one for name, one in frontends.items()},
-        sets={i: many(i) for i in range(1, 10)} | {100: many(MOST_BACKENDS + 1)},
-        backends={i: backend(i) for i in range(1, MOST_BACKENDS + 2)},
+        sets={i: many(i) for i in range(1, 10)} | {100: many(MAX_BACKENDS + 1)},
+        backends={i: backend(i) for i in range(1, MAX_BACKENDS + 2)},
     )
-    return [str(at) for at, _ in targets(held)]
+    return [str(at) for at, _ in select_targets(held)]
 
 
 def test_the_smallest_set_is_dialled():

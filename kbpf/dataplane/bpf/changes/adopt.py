@@ -16,19 +16,19 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from kbpf.dataplane.bpf.changes.plan import EMPTY, Programmed, ProgrammedSet, fingerprint
-from kbpf.dataplane.bpf.maps.ids import LIMIT
+from kbpf.dataplane.bpf.changes.plan import EMPTY, ProgrammedPort, ProgrammedSet, fingerprint
+from kbpf.dataplane.bpf.maps.ids import ID_LIMIT
 from kbpf.dataplane.bpf.maps.layout import (
     KIND_FLAGS,
     META,
-    PAIR,
     U32,
+    U32_PAIR,
     Meta,
     ServiceFlag,
     ServiceValue,
     Target,
-    unpack_name,
-    unpack_range,
+    unpack_service_name,
+    unpack_source_range,
 )
 from kbpf.kernel.bpf.objects import Map
 from kbpf.model.address import Addr
@@ -37,18 +37,16 @@ from kbpf.model.objects import Cidr, Protocol
 
 log = logging.getLogger("kbpf.dataplane")
 
-_KINDS = {int(flag): kind for kind, flag in KIND_FLAGS.items()}
+_KIND_BY_FLAG = {int(flag): kind for kind, flag in KIND_FLAGS.items()}
 Contents = Mapping[str, Mapping[bytes, bytes]]
 Sets = Mapping[int, "array[int]"]
 """Set id → its slots, each as index and backend id in one number: there may be millions."""
-READ = ("services", "service_names", "backends", "set_members", "source_ranges")
+MAPS_READ = ("services", "service_names", "backends", "set_members", "source_ranges")
 _KIND_BITS = ServiceFlag(sum(KIND_FLAGS.values()))
 _PROTOCOLS: Final = frozenset(map(int, Protocol))
-_NAMED_PROTOCOL: Final = 3 * 64
+_NAME_PROTOCOL_OFFSET: Final = 3 * 64
 """Where it stands in a struct service_name; in a struct target it is byte 18."""
-TOO_HIGH: Final = LIMIT
-"""No id is as high."""
-MOST_TOLD: Final = 3
+MAX_LOGGED_KEYS: Final = 3
 """Keys of damaged entries in one line of the log."""
 
 
@@ -56,16 +54,16 @@ MOST_TOLD: Final = 3
 class Adopted:
     """What was found. `sets` are all sets with slots; strays are what no Service port owns."""
 
-    programmed: dict[ServicePortKey, Programmed] = field(default_factory=dict)
+    programmed: dict[ServicePortKey, ProgrammedPort] = field(default_factory=dict)
     backends: dict[Backend, int] = field(default_factory=dict)
-    stray_backends: list[int] = field(default_factory=list)
-    damaged_frontends: list[bytes] = field(default_factory=list)
-    stray_frontends: set[FrontendAddress] = field(default_factory=set)
-    stray_names: set[int] = field(default_factory=set)
+    unclaimed_backends: list[int] = field(default_factory=list)
+    corrupt_frontends: list[bytes] = field(default_factory=list)
+    unclaimed_frontends: set[FrontendAddress] = field(default_factory=set)
+    unclaimed_names: set[int] = field(default_factory=set)
     unused_names: dict[ServicePortKey, int] = field(default_factory=dict)
-    stray_ranges: list[tuple[int, Cidr]] = field(default_factory=list)
-    stray_slots: list[bytes] = field(default_factory=list)
-    stray_members: list[bytes] = field(default_factory=list)
+    unclaimed_ranges: list[tuple[int, Cidr]] = field(default_factory=list)
+    unclaimed_slots: list[bytes] = field(default_factory=list)
+    unclaimed_members: list[bytes] = field(default_factory=list)
     fill: dict[str, int] = field(default_factory=dict)
     highest_service: int = 0
     highest_backend: int = 0
@@ -78,119 +76,126 @@ def address_of(raw: bytes) -> FrontendAddress:
     return FrontendAddress(target.address, target.port, Protocol(target.protocol))
 
 
-def frontend_of(at: FrontendAddress, value: ServiceValue) -> Frontend | None:
+def frontend_of(address: FrontendAddress, value: ServiceValue) -> Frontend | None:
     """The frontend that this entry programs; None if its flags make no sense."""
-    kind = _KINDS.get(value.flags & _KIND_BITS)
+    kind = _KIND_BY_FLAG.get(value.flags & _KIND_BITS)
     if kind is None:
         return None
-    return Frontend(at, kind, bool(value.flags & ServiceFlag.RESTRICTED))
+    return Frontend(address, kind, bool(value.flags & ServiceFlag.RESTRICTED))
 
 
-def is_sound(name: str, key: bytes, raw: bytes) -> bool:
+def is_valid_entry(name: str, key: bytes, raw: bytes) -> bool:
     """Whether an agent can have written this entry of the map of that name."""
     match name:
         case "services":
             return key[18] in _PROTOCOLS and not key[19]
         case "backends":
-            return raw[18] in _PROTOCOLS and int.from_bytes(key, "little") < TOO_HIGH
+            return raw[18] in _PROTOCOLS and int.from_bytes(key, "little") < ID_LIMIT
         case "service_names":
-            return raw[_NAMED_PROTOCOL] in _PROTOCOLS and int.from_bytes(key, "little") < TOO_HIGH
+            return (
+                raw[_NAME_PROTOCOL_OFFSET] in _PROTOCOLS
+                and int.from_bytes(key, "little") < ID_LIMIT
+            )
     return True
 
 
-def read(maps: Mapping[str, Map]) -> Adopted:
+def read_maps(maps: Mapping[str, Map]) -> Adopted:
     """Everything that the maps hold."""
-    found = Adopted()
-    contents = {name: _sound(name, maps[name], found) for name in READ}
-    by_id = _backends(contents, found)
-    sets = _sets(maps["backend_slots"], found)
+    adopted = Adopted()
+    contents = {name: _read_valid(name, maps[name], adopted) for name in MAPS_READ}
+    by_id = _adopt_backends(contents, adopted)
+    sets = _read_sets(maps["backend_slots"], adopted)
     members = defaultdict(set)
     for raw, _ in contents["set_members"].items():
-        set_id, backend = PAIR.unpack(raw)
+        set_id, backend = U32_PAIR.unpack(raw)
         members[set_id].add(backend)
     entries = defaultdict(list)
-    damaged = []
+    corrupt = []
     for key, raw in contents["services"].items():
-        value, at = ServiceValue.unpack(raw), address_of(key)
-        if max(value.id, *_set_ids(value)) < TOO_HIGH and value.pack(key) == raw:
-            entries[value.id].append((at, value))
+        value, address = ServiceValue.unpack(raw), address_of(key)
+        if max(value.id, *_set_ids(value)) < ID_LIMIT and value.pack(key) == raw:
+            entries[value.id].append((address, value))
         else:
-            damaged.append(key)
-            found.stray_frontends.add(at)
-    _tell("services", damaged)
-    owned = _services(contents, entries, _Found(sets, members, by_id, found.backends), found)
-    _ranges(contents, found)
-    _strays(contents, sets, owned, found)
-    return found
+            corrupt.append(key)
+            adopted.unclaimed_frontends.add(address)
+    _log_corrupt("services", corrupt)
+    members_by_set = _adopt_services(
+        contents, entries, _SetAssembler(sets, members, by_id, adopted.backends), adopted
+    )
+    _adopt_ranges(contents, adopted)
+    _collect_unclaimed(contents, sets, members_by_set, adopted)
+    return adopted
 
 
 def _set_ids(value: ServiceValue) -> tuple[int, ...]:
     return value.cluster_set, value.local_set, value.cluster_table, value.local_table
 
 
-def next_ids(meta: Map) -> Meta:
+def read_next_ids(meta: Map) -> Meta:
     """The ids to give out next, as the map has them; 0 for one that is not to be believed."""
     key = U32.pack(0)
-    numbers = META.unpack(meta.lookup(key) or bytes(META.size))
-    if max(numbers) >= TOO_HIGH:
-        _tell("meta", [key])
-    return Meta(*(number if number < TOO_HIGH else 0 for number in numbers))
+    ids = META.unpack(meta.lookup(key) or bytes(META.size))
+    if max(ids) >= ID_LIMIT:
+        _log_corrupt("meta", [key])
+    return Meta(*(id_ if id_ < ID_LIMIT else 0 for id_ in ids))
 
 
-def _sound(name: str, held: Map, found: Adopted) -> dict[bytes, bytes]:
+def _read_valid(name: str, map_: Map, adopted: Adopted) -> dict[bytes, bytes]:
     """The entries that are to be believed; the others are told, and to be removed."""
-    contents = dict(held.items())
-    found.fill[name] = len(contents)
-    damaged = [key for key, raw in contents.items() if not is_sound(name, key, raw)]
-    for key in damaged:
+    contents = dict(map_.items())
+    adopted.fill[name] = len(contents)
+    corrupt = [key for key, raw in contents.items() if not is_valid_entry(name, key, raw)]
+    for key in corrupt:
         del contents[key]
-    _tell(name, damaged)
+    _log_corrupt(name, corrupt)
     match name:
         case "services":
-            found.damaged_frontends = damaged
+            adopted.corrupt_frontends = corrupt
         case "backends":
-            found.stray_backends = [int.from_bytes(key, "little") for key in damaged]
+            adopted.unclaimed_backends = [int.from_bytes(key, "little") for key in corrupt]
         case "service_names":
-            found.stray_names = {int.from_bytes(key, "little") for key in damaged}
+            adopted.unclaimed_names = {int.from_bytes(key, "little") for key in corrupt}
     return contents
 
 
-def _tell(name: str, damaged: Sequence[bytes]) -> None:
-    if damaged:
+def _log_corrupt(name: str, corrupt: Sequence[bytes]) -> None:
+    if corrupt:
         log.error(
             "damaged entries are left out, and removed or written anew map=%s entries=%d keys=%s",
-            name, len(damaged), ",".join(key.hex() for key in damaged[:MOST_TOLD]),
+            name, len(corrupt), ",".join(key.hex() for key in corrupt[:MAX_LOGGED_KEYS]),
         )  # fmt: skip
 
 
-def _ranges(contents: Contents, found: Adopted) -> None:
-    by_id: dict[int, list[Cidr]] = defaultdict(list)
+def _adopt_ranges(contents: Contents, adopted: Adopted) -> None:
+    ranges_by_id: dict[int, list[Cidr]] = defaultdict(list)
     for key in contents["source_ranges"]:
-        service_id, cidr = unpack_range(key)
-        by_id[service_id].append(cidr)
-    for name, owner in found.programmed.items():
-        ranges = tuple(sorted(by_id.pop(owner.id, ())))
+        service_id, cidr = unpack_source_range(key)
+        ranges_by_id[service_id].append(cidr)
+    for service_port, programmed in adopted.programmed.items():
+        ranges = tuple(sorted(ranges_by_id.pop(programmed.id, ())))
         if ranges:
-            found.programmed[name] = replace(owner, source_ranges=ranges)
-    found.stray_ranges += [(service_id, cidr) for service_id in by_id for cidr in by_id[service_id]]
+            adopted.programmed[service_port] = replace(programmed, source_ranges=ranges)
+    adopted.unclaimed_ranges += [
+        (service_id, cidr) for service_id in ranges_by_id for cidr in ranges_by_id[service_id]
+    ]
 
 
-def _backends(contents: Contents, found: Adopted) -> dict[int, Backend]:
+def _adopt_backends(contents: Contents, adopted: Adopted) -> dict[int, Backend]:
     by_id: dict[int, Backend] = {}
     for key, raw in contents["backends"].items():
         target = Target.unpack(raw)
         backend = Backend(Addr(target.address), target.port, Protocol(target.protocol))
         backend_id = int.from_bytes(key, "little")
         by_id[backend_id] = backend
-        found.highest_backend = max(found.highest_backend, backend_id)
-        if backend in found.backends:
-            found.stray_backends.append(backend_id)
+        adopted.highest_backend = max(adopted.highest_backend, backend_id)
+        if backend in adopted.backends:
+            adopted.unclaimed_backends.append(backend_id)
         else:
-            found.backends[backend] = backend_id
+            adopted.backends[backend] = backend_id
     return by_id
 
 
-def _sets(slots: Map, found: Adopted) -> Sets:
+def _read_sets(slots: Map, adopted: Adopted) -> Sets:
     sets: dict[int, array[int]] = defaultdict(lambda: array("Q"))
     count = 0
     for keys, values in slots.batches():
@@ -198,109 +203,123 @@ def _sets(slots: Map, found: Adopted) -> Sets:
         for set_id, index, backend_id in zip(pairs[0::2], pairs[1::2], ids, strict=True):
             sets[set_id].append(index << 32 | backend_id)
         count += len(ids)
-    found.fill["backend_slots"] = count
-    found.highest_set = max((number for number in sets if number < TOO_HIGH), default=0)
+    adopted.fill["backend_slots"] = count
+    adopted.highest_set = max((id_ for id_ in sets if id_ < ID_LIMIT), default=0)
     return sets
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _SetAssembler:
     """What sets are put together from: slots, members by set id, backends by id and the reverse."""
 
     slots: Sets
     members: Mapping[int, set[int]]
-    by_id: Mapping[int, Backend]
-    ids: Mapping[Backend, int]
+    backends_by_id: Mapping[int, Backend]
+    ids_by_backend: Mapping[Backend, int]
 
-    def whole(self, set_id: int, size: int, table: int = 0) -> ProgrammedSet:
+    def assemble(self, set_id: int, size: int, table: int = 0) -> ProgrammedSet:
         """The set, or EMPTY unless all its slots lead to backends, and its table to all its slots.
         One that names the second id of a backend is not taken over: it is written again.
         """
-        ids = self._places(set_id)
+        ids = self._read_slots(set_id)
         if not set_id or not ids or len(set(ids)) != len(ids):
             return EMPTY
-        if any(self.ids.get(self.by_id[i]) != i if i in self.by_id else True for i in ids):
+        if any(
+            self.ids_by_backend.get(self.backends_by_id[backend_id]) != backend_id
+            if backend_id in self.backends_by_id
+            else True
+            for backend_id in ids
+        ):
             return EMPTY
-        backends = tuple(self.by_id[i] for i in ids)
-        if any(one >= other for one, other in pairwise(backends)):
+        backends = tuple(self.backends_by_id[backend_id] for backend_id in ids)
+        if any(lower >= higher for lower, higher in pairwise(backends)):
             return EMPTY
-        choices = self._places(table) if table else range(len(ids))
+        choices = self._read_slots(table) if table else range(len(ids))
         if len(choices) != size or set(choices) != set(range(len(ids))):
             return EMPTY
         content = fingerprint(choices) if table else b""
         members = self.members.get(set_id, set()) == set(ids)
         return ProgrammedSet(set_id, backends, members, size, None, content, table)
 
-    def _places(self, number: int) -> list[int]:
+    def _read_slots(self, set_id: int) -> list[int]:
         """What the places of a set or a table hold, in their order; nothing if one is missing."""
-        places = sorted(self.slots.get(number, ()))
-        if [place >> 32 for place in places] != list(range(len(places))):
+        slots = sorted(self.slots.get(set_id, ()))
+        if [slot >> 32 for slot in slots] != list(range(len(slots))):
             return []
-        return [place & 0xFFFF_FFFF for place in places]
+        return [slot & 0xFFFF_FFFF for slot in slots]
 
 
-def _services(
+def _adopt_services(
     contents: Contents,
     entries: Mapping[int, list[tuple[FrontendAddress, ServiceValue]]],
-    sets: _Found,
-    found: Adopted,
+    sets: _SetAssembler,
+    adopted: Adopted,
 ) -> dict[int, bool]:
-    owned: dict[int, bool] = {}
-    named: set[int] = set()
+    members_by_set: dict[int, bool] = {}
+    named_ids: set[int] = set()
     names = [(int.from_bytes(k, "little"), raw) for k, raw in contents["service_names"].items()]
     # One that was made anew just before has two ids here: the one that serves counts.
-    for service_id, raw in sorted(names, key=lambda one: (one[0] not in entries, -one[0])):
-        found.highest_service = max(found.highest_service, service_id)
-        name = unpack_name(raw)
-        if name in found.programmed or name in found.unused_names:
-            found.stray_names.add(service_id)
+    for service_id, raw in sorted(names, key=lambda item: (item[0] not in entries, -item[0])):
+        adopted.highest_service = max(adopted.highest_service, service_id)
+        name = unpack_service_name(raw)
+        if name in adopted.programmed or name in adopted.unused_names:
+            adopted.unclaimed_names.add(service_id)
             continue
         if service_id not in entries:
-            found.unused_names[name] = service_id
+            adopted.unused_names[name] = service_id
             continue
-        named.add(service_id)
-        owner = _one(service_id, entries[service_id], sets, found)
-        found.programmed[name] = owner
-        owned |= {s.id: s.members for s in (owner.cluster, owner.local)}
-        owned |= dict.fromkeys((owner.cluster.table, owner.local.table), False)
+        named_ids.add(service_id)
+        programmed = _adopt_service_port(service_id, entries[service_id], sets, adopted)
+        adopted.programmed[name] = programmed
+        members_by_set |= {
+            set_.id: set_.in_set_members for set_ in (programmed.cluster, programmed.local)
+        }
+        members_by_set |= dict.fromkeys((programmed.cluster.table, programmed.local.table), False)
     for service_id, values in entries.items():
-        found.highest_service = max(found.highest_service, service_id)
-        if service_id not in named:
-            found.stray_frontends.update(at for at, _ in values)
-    return owned
+        adopted.highest_service = max(adopted.highest_service, service_id)
+        if service_id not in named_ids:
+            adopted.unclaimed_frontends.update(address for address, _ in values)
+    return members_by_set
 
 
-def _one(
+def _adopt_service_port(
     service_id: int,
     values: list[tuple[FrontendAddress, ServiceValue]],
-    sets: _Found,
-    found: Adopted,
-) -> Programmed:
+    sets: _SetAssembler,
+    adopted: Adopted,
+) -> ProgrammedPort:
     """The Service port as most of its frontends tell it."""
-    _, first = max(values, key=lambda v: (v[1].cluster_set, v[1].local_set))
-    owner = Programmed(
+    _, reference = max(values, key=lambda v: (v[1].cluster_set, v[1].local_set))
+    programmed = ProgrammedPort(
         service_id,
-        ServiceFlag(first.flags & ~int(_KIND_BITS | ServiceFlag.RESTRICTED)),
-        first.affinity_timeout,
+        ServiceFlag(reference.flags & ~int(_KIND_BITS | ServiceFlag.RESTRICTED)),
+        reference.affinity_timeout,
         (),
-        sets.whole(first.cluster_set, first.cluster_size, first.cluster_table),
-        sets.whole(first.local_set, first.local_size, first.local_table),
+        sets.assemble(reference.cluster_set, reference.cluster_size, reference.cluster_table),
+        sets.assemble(reference.local_set, reference.local_size, reference.local_table),
     )
-    good = []
-    for at, value in sorted(values):
-        frontend = frontend_of(at, value)
-        if frontend is not None and owner.value(frontend) == value:
-            good.append(frontend)
+    frontends = []
+    for address, value in sorted(values):
+        frontend = frontend_of(address, value)
+        if frontend is not None and programmed.service_value(frontend) == value:
+            frontends.append(frontend)
         else:
-            found.stray_frontends.add(at)
-    return Programmed(
-        owner.id, owner.flags, owner.affinity_timeout, tuple(good), owner.cluster, owner.local
+            adopted.unclaimed_frontends.add(address)
+    return ProgrammedPort(
+        programmed.id,
+        programmed.flags,
+        programmed.affinity_timeout,
+        tuple(frontends),
+        programmed.cluster,
+        programmed.local,
     )
 
 
-def _strays(contents: Contents, sets: Sets, owned: Mapping[int, bool], found: Adopted) -> None:
-    for set_id in sets.keys() - owned.keys():
-        found.stray_slots += [PAIR.pack(set_id, place >> 32) for place in sets[set_id]]
+def _collect_unclaimed(
+    contents: Contents, sets: Sets, members_by_set: Mapping[int, bool], adopted: Adopted
+) -> None:
+    for set_id in sets.keys() - members_by_set.keys():
+        adopted.unclaimed_slots += [U32_PAIR.pack(set_id, slot >> 32) for slot in sets[set_id]]
     for key, _ in contents["set_members"].items():
-        if not owned.get(PAIR.unpack(key)[0], False):
-            found.stray_members.append(key)
+        if not members_by_set.get(U32_PAIR.unpack(key)[0], False):
+            adopted.unclaimed_members.append(key)

@@ -5,102 +5,124 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from kbpf.dataplane.bpf.changes.grace import Retiring
-from kbpf.dataplane.bpf.changes.plan import Planner, Programmed, Retired, leaving, need
-from kbpf.dataplane.bpf.changes.quotas import CONTESTED, Budgets
-from kbpf.dataplane.bpf.maps.agent_maps import OVERLAP, Tables
+from kbpf.dataplane.bpf.changes.grace import GraceQueue
+from kbpf.dataplane.bpf.changes.plan import (
+    Planner,
+    ProgrammedPort,
+    Retired,
+    count_leaving_entries,
+    count_new_entries,
+)
+from kbpf.dataplane.bpf.changes.quotas import CONTESTED_FILL, NamespaceBudgets
+from kbpf.dataplane.bpf.maps.agent_maps import OVERLAP_FACTOR, AgentMaps
 from kbpf.dataplane.bpf.maps.ids import BackendTable, SharedTables
 from kbpf.dataplane.bpf.maps.layout import MAPS
 from kbpf.errors import CapacityError
 from kbpf.model.desired import ServicePortKey, ServiceState
 
-RETIRE_SECONDS: Final = 0.005
+EARLY_DELETE_BUDGET_S: Final = 0.005
 """Old sets are deleted ahead of time for this long in one apply(), when room is short."""
 
 
-class Room:
+class CapacityAccount:
     """Adds up what one apply() takes. While no map is nearly full, that is all it does."""
 
     def __init__(
         self,
-        tables: Tables,
-        table: BackendTable,
-        shared: SharedTables,
-        budgets: Budgets,
-        retiring: Retiring,
+        agent_maps: AgentMaps,
+        backend_table: BackendTable,
+        shared_tables: SharedTables,
+        budgets: NamespaceBudgets,
+        grace_queue: GraceQueue,
     ) -> None:
-        self._tables, self._table, self._shared = tables, table, shared
-        self._budgets, self._retiring = budgets, retiring
-        self._taken: Counter[str] = Counter()
-        self._leaving: Counter[str] | None = None  # counted once it matters
-        self._seconds = RETIRE_SECONDS
+        self._agent_maps, self._backend_table, self._shared_tables = (
+            agent_maps,
+            backend_table,
+            shared_tables,
+        )
+        self._budgets, self._grace_queue = budgets, grace_queue
+        self._reserved: Counter[str] = Counter()
+        self._leaving_entries: Counter[str] | None = None  # counted once it matters
+        self._budget_s = EARLY_DELETE_BUDGET_S
 
     @property
-    def taken(self) -> Mapping[str, int]:
+    def reserved(self) -> Mapping[str, int]:
         """New entries of all that was taken, by map."""
-        return self._taken
+        return self._reserved
 
-    def take(
+    def reserve(
         self,
         key: ServicePortKey,
-        old: Programmed | None,
+        old: ProgrammedPort | None,
         new: ServiceState | None,
         planner: Planner,
-        system: bool,
-        expired: float,
+        is_system: bool,
+        deletable_before: float,
     ) -> None:
         """Takes the room for this change; CapacityError if there is not enough. `expired`: what was
         put out of use until then may be deleted at once.
         """
-        wanted = need(old, new, self._table, self._shared)
-        if self._is_contested(wanted):
+        needed = count_new_entries(old, new, self._backend_table, self._shared_tables)
+        if self._is_contested(needed):
             start = time.perf_counter()
-            self._retiring.until(expired, self._seconds)
-            self._seconds -= time.perf_counter() - start
-            wanted = need(old, new, self._table, self._shared)  # ids may have been retired
-            if self._leaving is None:
-                waiting = [*self._retiring.waiting, planner.writes.retired]
-                self._leaving = self._count_leaving(waiting)
-            self._check(key, wanted, self._own(old, new), system)
-        self._taken.update(wanted)
-        if self._leaving is not None:
-            self._leaving.update(self._own(old, new))
+            self._grace_queue.delete_until(deletable_before, self._budget_s)
+            self._budget_s -= time.perf_counter() - start
+            needed = count_new_entries(
+                old, new, self._backend_table, self._shared_tables
+            )  # ids may have been retired
+            if self._leaving_entries is None:
+                pending = [*self._grace_queue.pending, planner.writes.retired]
+                self._leaving_entries = self._count_leaving(pending)
+            self._check(key, needed, self._count_own_leaving(old, new), is_system)
+        self._reserved.update(needed)
+        if self._leaving_entries is not None:
+            self._leaving_entries.update(self._count_own_leaving(old, new))
 
-    def _is_contested(self, wanted: Mapping[str, int]) -> bool:
-        fill, limit = self._tables.fill, self._tables.limit
+    def _is_contested(self, needed: Mapping[str, int]) -> bool:
+        fill, limit = self._agent_maps.fill, self._agent_maps.max_entries
         return any(
-            count and fill[name] + self._taken[name] + count > CONTESTED * limit(name)
-            for name, count in wanted.items()
+            count and fill[name] + self._reserved[name] + count > CONTESTED_FILL * limit(name)
+            for name, count in needed.items()
         )
 
-    def _count_leaving(self, waiting: Iterable[Retired]) -> Counter[str]:
-        return Counter(leaving(waiting, None, None, self._table, self._shared))
+    def _count_leaving(self, pending: Iterable[Retired]) -> Counter[str]:
+        return Counter(
+            count_leaving_entries(pending, None, None, self._backend_table, self._shared_tables)
+        )
 
-    def _own(self, old: Programmed | None, new: ServiceState | None) -> Counter[str]:
-        return Counter(leaving((), old, new, self._table, self._shared))
+    def _count_own_leaving(
+        self, old: ProgrammedPort | None, new: ServiceState | None
+    ) -> Counter[str]:
+        return Counter(
+            count_leaving_entries((), old, new, self._backend_table, self._shared_tables)
+        )
 
     def _check(
-        self, key: ServicePortKey, wanted: Mapping[str, int], own: Counter[str], system: bool
+        self,
+        key: ServicePortKey,
+        needed: Mapping[str, int],
+        own_leaving: Counter[str],
+        is_system: bool,
     ) -> None:
-        assert self._leaving is not None
-        for name, count in wanted.items():
-            limit, grows = self._tables.limit(name), count - own[name]
-            most = limit
-            if grows > 0 and not system:
-                most = self._budgets.most(key.namespace, name, grows, limit)
-            total = self._tables.fill[name] + self._taken[name] + count
-            net = total - self._leaving[name] - own[name]
-            if count and (net > most or total > OVERLAP * limit):
-                raise CapacityError(self._why(key, name, total, most), "", _hint(name))
+        assert self._leaving_entries is not None
+        for name, count in needed.items():
+            limit, net_added = self._agent_maps.max_entries(name), count - own_leaving[name]
+            max_fill = limit
+            if net_added > 0 and not is_system:
+                max_fill = self._budgets.max_fill(key.namespace, name, net_added, limit)
+            total = self._agent_maps.fill[name] + self._reserved[name] + count
+            net = total - self._leaving_entries[name] - own_leaving[name]
+            if count and (net > max_fill or total > OVERLAP_FACTOR * limit):
+                raise CapacityError(self._format_error(key, name, total, max_fill), "", _hint(name))
 
-    def _why(self, key: ServicePortKey, name: str, total: int, most: int) -> str:
-        limit = self._tables.limit(name)
+    def _format_error(self, key: ServicePortKey, name: str, total: int, max_fill: int) -> str:
+        limit = self._agent_maps.max_entries(name)
         text = f"the map {name} would need {total} entries and has room for {limit}"
-        if most == limit:
+        if max_fill == limit:
             return text
-        used = self._budgets.used(key.namespace, name)
+        used = self._budgets.count_used(key.namespace, name)
         return (
-            f"{text}, of which {limit - most} are reserved for other namespaces; namespace "
+            f"{text}, of which {limit - max_fill} are reserved for other namespaces; namespace "
             f"{key.namespace} uses {used}"
         )
 

@@ -5,66 +5,66 @@ from collections import Counter
 from collections.abc import KeysView
 from typing import NamedTuple
 
-from kbpf.dataplane.bpf.changes.capacity import Room
-from kbpf.dataplane.bpf.changes.plan import Planner, Programmed
-from kbpf.dataplane.bpf.changes.quotas import Order
+from kbpf.dataplane.bpf.changes.capacity import CapacityAccount
+from kbpf.dataplane.bpf.changes.plan import Planner, ProgrammedPort
+from kbpf.dataplane.bpf.changes.quotas import Priority
 from kbpf.model.desired import ServicePortKey
 from kbpf.model.objects import ServiceName
 
 
-class Turn(NamedTuple):
+class ApplyPlan(NamedTuple):
     """What one apply() plans, and the Service ports as they will be programmed."""
 
     planner: Planner
-    room: Room
-    after: dict[ServicePortKey, Programmed | None]
+    capacity: CapacityAccount
+    programmed: dict[ServicePortKey, ProgrammedPort | None]
 
 
-class Deferred:
+class DeferredQueue:
     """A queue in the order of limits.order_of(); a Service port waits in it once."""
 
     def __init__(self) -> None:
-        self._orders: dict[ServicePortKey, Order] = {}
-        self._heap: list[tuple[Order, ServicePortKey]] = []  # also those that have left since
+        self._priorities: dict[ServicePortKey, Priority] = {}
+        self._heap: list[tuple[Priority, ServicePortKey]] = []  # also those that have left since
         self._services: Counter[ServiceName] = Counter()
 
     def __len__(self) -> int:
-        return len(self._orders)
+        return len(self._priorities)
 
     @property
     def services(self) -> KeysView[ServiceName]:
         """The Services that have ports here: a live view."""
         return self._services.keys()
 
-    def add(self, key: ServicePortKey, order: Order) -> None:
+    def add(self, key: ServicePortKey, priority: Priority) -> None:
         """A Service port waits, from now on in this order."""
-        before = self._orders.get(key)
-        if before == order:
+        old = self._priorities.get(key)
+        if old == priority:
             return
-        if before is None:
+        if old is None:
             self._services[key.service] += 1
-        self._orders[key] = order
-        heapq.heappush(self._heap, (order, key))
+        self._priorities[key] = priority
+        heapq.heappush(self._heap, (priority, key))
 
     def discard(self, key: ServicePortKey) -> None:
         """It waits no longer, if it did."""
-        if self._orders.pop(key, None) is None:
+        if self._priorities.pop(key, None) is None:
             return
         self._services[key.service] -= 1
         if not self._services[key.service]:
             del self._services[key.service]
 
-    def first(self) -> ServicePortKey | None:
+    def peek(self) -> ServicePortKey | None:
         """The one whose turn is next. It stays."""
         while self._heap:
-            order, key = self._heap[0]
-            if self._orders.get(key) == order:
+            priority, key = self._heap[0]
+            if self._priorities.get(key) == priority:
                 return key
             heapq.heappop(self._heap)
         return None
 
     def clear(self) -> None:
         """All leave."""
-        self._orders.clear()
+        self._priorities.clear()
         self._heap.clear()
         self._services.clear()

@@ -7,28 +7,33 @@ from typing import Final
 
 from kbpf.dataplane.bpf.changes import commit
 from kbpf.dataplane.bpf.changes.plan import Retired
-from kbpf.dataplane.bpf.maps.agent_maps import Tables
+from kbpf.dataplane.bpf.maps.agent_maps import AgentMaps
 from kbpf.dataplane.bpf.maps.ids import BackendTable, SharedTables
 
-GRACE_SECONDS: Final = 1.0
+GRACE_PERIOD_S: Final = 1.0
 """From the flip to deleting the old set. A reader needs microseconds; lookup.h tells what happens
 to one that the machine held up for longer."""
 
-SHORT_GRACE_SECONDS: Final = 0.1
+SHORT_GRACE_PERIOD_S: Final = 0.1
 """When there is no room for new sets, old ones go after this already."""
 
 
-class Retiring:
+class GraceQueue:
     """A queue of what is old, by the time of its flip (time.monotonic). `cut` ends UDP sockets."""
 
     def __init__(
         self,
-        tables: Tables,
-        table: BackendTable,
-        shared: SharedTables,
-        cut: Callable[[Retired], None],
+        agent_maps: AgentMaps,
+        backend_table: BackendTable,
+        shared_tables: SharedTables,
+        cut_udp: Callable[[Retired], None],
     ) -> None:
-        self._tables, self._table, self._shared, self._cut = tables, table, shared, cut
+        self._agent_maps, self._backend_table, self._shared_tables, self._cut_udp = (
+            agent_maps,
+            backend_table,
+            shared_tables,
+            cut_udp,
+        )
         self._queue: deque[tuple[float, Retired]] = deque()
         self._steps: Iterator[None] | None = None  # of what is being deleted
 
@@ -38,7 +43,7 @@ class Retiring:
             self._queue.append((flipped, retired))
 
     @property
-    def waiting(self) -> list[Retired]:
+    def pending(self) -> list[Retired]:
         """What is still there."""
         return [retired for _, retired in self._queue]
 
@@ -47,11 +52,11 @@ class Retiring:
         """When the next one goes; None: there is none."""
         if self._steps is not None:
             return float("-inf")
-        return self._queue[0][0] + GRACE_SECONDS if self._queue else None
+        return self._queue[0][0] + GRACE_PERIOD_S if self._queue else None
 
-    def until(self, flipped: float, seconds: float = float("inf")) -> None:
+    def delete_until(self, flipped: float, seconds: float = float("inf")) -> None:
         """Deletes what was flipped until then, for this long and at least one piece."""
-        end = time.perf_counter() + seconds
+        deadline = time.perf_counter() + seconds
         while seconds > 0 and (
             self._steps is not None or (self._queue and self._queue[0][0] <= flipped)
         ):
@@ -59,9 +64,11 @@ class Retiring:
                 self._steps = self._retire(self._queue.popleft()[1])
             if next(self._steps, self) is self:
                 self._steps = None
-            if time.perf_counter() >= end:
+            if time.perf_counter() >= deadline:
                 return
 
     def _retire(self, retired: Retired) -> Iterator[None]:
-        yield from commit.retire(self._tables, self._table, self._shared, retired)
-        self._cut(retired)
+        yield from commit.delete_retired(
+            self._agent_maps, self._backend_table, self._shared_tables, retired
+        )
+        self._cut_udp(retired)

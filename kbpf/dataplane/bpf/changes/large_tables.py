@@ -7,15 +7,15 @@ from collections.abc import Generator
 from typing import Final
 
 from kbpf.dataplane.bpf.changes.commit import save_ids
-from kbpf.dataplane.bpf.changes.plan import needs_table, remember, table_key
-from kbpf.dataplane.bpf.maps.agent_maps import Tables
-from kbpf.dataplane.bpf.maps.ids import Ids, SharedTables, TableKey
+from kbpf.dataplane.bpf.changes.plan import needs_table, remember_fingerprint, table_key
+from kbpf.dataplane.bpf.maps.agent_maps import AgentMaps
+from kbpf.dataplane.bpf.maps.ids import IdAllocator, SharedTables, TableKey
 from kbpf.dataplane.bpf.maps.layout import pack_slots
 from kbpf.model.desired import BackendSet, ServiceState, Spread
 from kbpf.model.objects import Algorithm
-from kbpf.policy.slots import maglev_in_steps, slot_count, slots
+from kbpf.policy.slots import compute_maglev_table_in_steps, compute_slots, count_slots
 
-AT_ONCE: Final = 1_024
+BATCH_SLOTS: Final = 1_024
 """Slots that are written at a time, about one millisecond; tables that have no more are made where
 they are needed."""
 
@@ -23,13 +23,17 @@ they are needed."""
 class TableBuilder:
     """Builds one table after the other. What is built is held here until release()."""
 
-    def __init__(self, tables: Tables, ids: Ids, shared: SharedTables) -> None:
-        self._tables, self._ids, self._shared = tables, ids, shared
+    def __init__(
+        self, agent_maps: AgentMaps, ids: IdAllocator, shared_tables: SharedTables
+    ) -> None:
+        self._agent_maps, self._ids, self._shared_tables = agent_maps, ids, shared_tables
         self._steps: Generator[None] | None = None
-        self._written: list[tuple[int, int]] = []  # tables, and how many slots they have so far
+        self._written_slots: list[
+            tuple[int, int]
+        ] = []  # tables, and how many slots they have so far
         self._built: list[int] = []
 
-    def missing(self, state: ServiceState) -> tuple[BackendSet, Spread] | None:
+    def find_missing(self, state: ServiceState) -> tuple[BackendSet, Spread] | None:
         """A set of this Service port whose table is large and not there yet."""
         for backends, spread in (
             (state.cluster, state.cluster_spread),
@@ -37,8 +41,8 @@ class TableBuilder:
         ):
             if (
                 needs_table(backends, spread)
-                and slot_count(len(backends), spread) > AT_ONCE
-                and not self._shared.find(table_key(backends, spread))
+                and count_slots(len(backends), spread) > BATCH_SLOTS
+                and not self._shared_tables.find(table_key(backends, spread))
             ):
                 return backends, spread
         return None
@@ -60,28 +64,34 @@ class TableBuilder:
 
     def release(self) -> list[bytes]:
         """Gives up what is built or begun; the keys of slots that nobody uses now."""
-        gone = [number for number in self._built if self._shared.release(number)]
-        unfinished = {number for number, _ in self._written} - set(self._built)
-        keys = [pack_slots(n, size) for n, size in self._written if n in unfinished or n in gone]
-        self._steps, self._written, self._built = None, [], []
+        released = [table_id for table_id in self._built if self._shared_tables.release(table_id)]
+        unfinished = {table_id for table_id, _ in self._written_slots} - set(self._built)
+        keys = [
+            pack_slots(table_id, size)
+            for table_id, size in self._written_slots
+            if table_id in unfinished or table_id in released
+        ]
+        self._steps, self._written_slots, self._built = None, [], []
         return [key for key in keys if key]
 
     def _build(self, key: TableKey, backends: BackendSet, spread: Spread) -> Generator[None]:
-        size = slot_count(len(backends), spread)
+        size = count_slots(len(backends), spread)
         if spread.algorithm is Algorithm.MAGLEV:
-            table = array("I", (yield from maglev_in_steps(backends, spread.weights, size)))
+            table = array(
+                "I", (yield from compute_maglev_table_in_steps(backends, spread.weights, size))
+            )
         else:
-            table = array("I", slots(backends, spread))
-        number = self._ids.set()
-        save_ids(self._tables, self._ids)
-        for start in range(0, size, AT_ONCE):
-            piece = table[start : start + AT_ONCE]
-            keys = pack_slots(number, start + len(piece), start)
-            self._tables.put("backend_slots", [(keys, piece.tobytes())])
+            table = array("I", compute_slots(backends, spread))
+        table_id = self._ids.allocate_set()
+        save_ids(self._agent_maps, self._ids)
+        for start in range(0, size, BATCH_SLOTS):
+            batch = table[start : start + BATCH_SLOTS]
+            keys = pack_slots(table_id, start + len(batch), start)
+            self._agent_maps.put("backend_slots", [(keys, batch.tobytes())])
             if start:
-                self._written.pop()
-            self._written.append((number, start + len(piece)))
+                self._written_slots.pop()
+            self._written_slots.append((table_id, start + len(batch)))
             yield
-        remember(key, table)
-        self._shared.publish(number, key)
-        self._built.append(number)
+        remember_fingerprint(key, table)
+        self._shared_tables.add_built(table_id, key)
+        self._built.append(table_id)

@@ -18,10 +18,10 @@ from typing import Final
 
 import msgspec
 
-from kbpf.dataplane.bpf.maps.ids import BackendTable, Ids, SharedTables, TableKey
+from kbpf.dataplane.bpf.maps.ids import BackendTable, IdAllocator, SharedTables, TableKey
 from kbpf.dataplane.bpf.maps.layout import KIND_FLAGS, ServiceFlag, ServiceValue
 from kbpf.model.desired import (
-    EVENLY,
+    EVEN_SPREAD,
     Backend,
     BackendSet,
     Frontend,
@@ -31,7 +31,7 @@ from kbpf.model.desired import (
     Spread,
 )
 from kbpf.model.objects import Algorithm, Cidr, Protocol
-from kbpf.policy.slots import slot_count, slots
+from kbpf.policy.slots import compute_slots, count_slots
 
 
 class ProgrammedSet(msgspec.Struct, frozen=True):
@@ -45,21 +45,23 @@ class ProgrammedSet(msgspec.Struct, frozen=True):
 
     id: int = 0
     backends: BackendSet = ()
-    members: bool = False
+    in_set_members: bool = False
     size: int = 0
-    spread: Spread | None = EVENLY
+    spread: Spread | None = EVEN_SPREAD
     content: bytes = b""
     table: int = 0
 
-    def stays(self, backends: BackendSet, spread: Spread, members: bool) -> bool:
+    def matches(self, backends: BackendSet, spread: Spread, in_set_members: bool) -> bool:
         """Whether the set is just what is wanted."""
         if self.backends != backends:
             return False
         if not backends:
             return True
         if self.spread is None:
-            return self.members == members and self.content == _content(backends, spread)
-        return self.members == members and self.spread == spread
+            return self.in_set_members == in_set_members and self.content == _table_content(
+                backends, spread
+            )
+        return self.in_set_members == in_set_members and self.spread == spread
 
 
 EMPTY: Final = ProgrammedSet()
@@ -72,7 +74,7 @@ def fingerprint(table: Sequence[int]) -> bytes:
 
 def needs_table(backends: BackendSet, spread: Spread) -> bool:
     """Whether a choice among these is more than one of as many equal slots."""
-    return spread != EVENLY and slot_count(len(backends), spread) > len(backends)
+    return spread != EVEN_SPREAD and count_slots(len(backends), spread) > len(backends)
 
 
 def table_key(backends: BackendSet, spread: Spread) -> TableKey:
@@ -80,26 +82,26 @@ def table_key(backends: BackendSet, spread: Spread) -> TableKey:
     return tuple(backend.address for backend in backends), spread
 
 
-MOST_REMEMBERED: Final = 16_384
+MAX_FINGERPRINTS: Final = 16_384
 _fingerprints: dict[TableKey, bytes] = {}
 """Of tables that were computed: those in the maps are compared with them now and then."""
 
 
-def remember(key: TableKey, table: Sequence[int]) -> bytes:
+def remember_fingerprint(key: TableKey, table: Sequence[int]) -> bytes:
     """Keeps the fingerprint of a table, and returns it."""
-    while len(_fingerprints) >= MOST_REMEMBERED:
+    while len(_fingerprints) >= MAX_FINGERPRINTS:
         del _fingerprints[next(iter(_fingerprints))]
     return _fingerprints.setdefault(key, fingerprint(table))
 
 
-def _content(backends: BackendSet, spread: Spread) -> bytes:
+def _table_content(backends: BackendSet, spread: Spread) -> bytes:
     if not needs_table(backends, spread):
         return b""
     key = table_key(backends, spread)
-    return _fingerprints.get(key) or remember(key, slots(backends, spread))
+    return _fingerprints.get(key) or remember_fingerprint(key, compute_slots(backends, spread))
 
 
-class Programmed(msgspec.Struct, frozen=True):
+class ProgrammedPort(msgspec.Struct, frozen=True):
     """What the kernel holds for one Service port."""
 
     id: int
@@ -111,7 +113,7 @@ class Programmed(msgspec.Struct, frozen=True):
     serving: BackendSet = ()
     source_ranges: tuple[Cidr, ...] = ()
 
-    def value(self, frontend: Frontend) -> ServiceValue:
+    def service_value(self, frontend: Frontend) -> ServiceValue:
         """What stands behind this frontend."""
         restricted = ServiceFlag.RESTRICTED if frontend.restricted else 0
         return ServiceValue(
@@ -135,10 +137,10 @@ class Retired:
     """
 
     sets: list[ProgrammedSet] = field(default_factory=list)
-    release: list[BackendSet] = field(default_factory=list)
+    released_backends: list[BackendSet] = field(default_factory=list)
     names: list[int] = field(default_factory=list)
-    cut: set[tuple[int, Backend]] = field(default_factory=set)
-    left: set[tuple[int, FrontendAddress]] = field(default_factory=set)
+    lost_backends: set[tuple[int, Backend]] = field(default_factory=set)
+    lost_frontends: set[tuple[int, FrontendAddress]] = field(default_factory=set)
     forget_affinity: set[int] = field(default_factory=set)
     slot_keys: list[bytes] = field(default_factory=list)  # of sets that were found, not planned
     member_keys: list[bytes] = field(default_factory=list)
@@ -169,143 +171,156 @@ class Planner:
 
     def __init__(
         self,
-        ids: Ids,
-        table: BackendTable,
-        known: dict[ServicePortKey, int] | None = None,
-        tables: SharedTables | None = None,
+        ids: IdAllocator,
+        backend_table: BackendTable,
+        known_ids: dict[ServicePortKey, int] | None = None,
+        shared_tables: SharedTables | None = None,
     ) -> None:
         """`known`: ids of Service ports that are named in the map already; used ones are taken
         out. Sockets and affinity entries of before still carry them.
         """
         self._ids = ids
-        self._table = table
-        self._tables = SharedTables(ids) if tables is None else tables
-        self._known = {} if known is None else known
+        self._backend_table = backend_table
+        self._shared_tables = SharedTables(ids) if shared_tables is None else shared_tables
+        self._known_ids = {} if known_ids is None else known_ids
         self.writes = Writes()
 
-    def change(
-        self, key: ServicePortKey, old: Programmed | None, new: ServiceState | None
-    ) -> Programmed | None:
+    def plan_port(
+        self, key: ServicePortKey, old: ProgrammedPort | None, new: ServiceState | None
+    ) -> ProgrammedPort | None:
         """Plans one Service port from old to new; what will be programmed."""
         if new is None:
             if old is not None:
                 self._remove(old)
             return None
-        after = self._build(key, old, new)
-        before = {f.at: old.value(f) for f in old.frontends} if old else {}
-        for frontend in after.frontends:
-            value, had = after.value(frontend), before.pop(frontend.at, None)
-            if had != value:
+        programmed = self._build(key, old, new)
+        remaining = {f.at: old.service_value(f) for f in old.frontends} if old else {}
+        for frontend in programmed.frontends:
+            value, current = programmed.service_value(frontend), remaining.pop(frontend.at, None)
+            if current != value:
                 self.writes.flips[frontend.at] = value
-            if had is None:
+            if current is None:
                 self.writes.new_frontends += 1
         if old is not None:
-            self._leave(old, before)
-        return after
+            self._remove_frontends(old, remaining)
+        return programmed
 
-    def take_off(self, old: Programmed, new: ServiceState | None) -> Programmed:
+    def remove_lost_frontends(
+        self, old: ProgrammedPort, new: ServiceState | None
+    ) -> ProgrammedPort:
         """Plans only that frontends go which are not wanted any more."""
-        wanted = {f.at for f in new.frontends} if new else set()
-        kept = tuple(f for f in old.frontends if f.at in wanted)
-        if len(kept) == len(old.frontends):
+        addresses = {frontend.at for frontend in new.frontends} if new else set()
+        kept_frontends = tuple(frontend for frontend in old.frontends if frontend.at in addresses)
+        if len(kept_frontends) == len(old.frontends):
             return old
-        self._leave(old, [f.at for f in old.frontends if f.at not in wanted])
-        return msgspec.structs.replace(old, frontends=kept)
+        self._remove_frontends(
+            old, [frontend.at for frontend in old.frontends if frontend.at not in addresses]
+        )
+        return msgspec.structs.replace(old, frontends=kept_frontends)
 
-    def finish(self) -> Writes:
+    def finish_writes(self) -> Writes:
         """The writes. A frontend that moved to another Service is flipped, not removed."""
-        moved = self.writes.removed & self.writes.flips.keys()
-        self.writes.removed -= moved
-        self.writes.new_frontends -= len(moved)
+        moved_frontends = self.writes.removed & self.writes.flips.keys()
+        self.writes.removed -= moved_frontends
+        self.writes.new_frontends -= len(moved_frontends)
         return self.writes
 
-    def _build(self, key: ServicePortKey, old: Programmed | None, new: ServiceState) -> Programmed:
-        service_id = old.id if old else self._known.pop(key, 0)
+    def _build(
+        self, key: ServicePortKey, old: ProgrammedPort | None, new: ServiceState
+    ) -> ProgrammedPort:
+        service_id = old.id if old else self._known_ids.pop(key, 0)
         if not service_id:
-            service_id = self._ids.service()
+            service_id = self._ids.allocate_service()
             self.writes.names.append((service_id, key))
-        affine = new.affinity_timeout > 0
-        had, had_local = (old.cluster, old.local) if old else (EMPTY, EMPTY)
-        cluster = self._set(had, new.cluster, new.cluster_spread, affine)
-        local = self._set(had_local, new.local, new.local_spread, affine)
+        has_affinity = new.affinity_timeout > 0
+        old_cluster, old_local = (old.cluster, old.local) if old else (EMPTY, EMPTY)
+        cluster = self._plan_set(old_cluster, new.cluster, new.cluster_spread, has_affinity)
+        local = self._plan_set(old_local, new.local, new.local_spread, has_affinity)
         serving = new.serving if key.protocol == Protocol.UDP else ()
-        self._serving(service_id, old.serving if old else (), serving)
-        if old and old.affinity_timeout and not affine:
+        self._plan_serving(service_id, old.serving if old else (), serving)
+        if old and old.affinity_timeout and not has_affinity:
             self.writes.retired.forget_affinity.add(service_id)
-        self._ranges(service_id, old.source_ranges if old else (), new.source_ranges)
-        return Programmed(
+        self._plan_ranges(service_id, old.source_ranges if old else (), new.source_ranges)
+        return ProgrammedPort(
             service_id, policy_flags(new), new.affinity_timeout, new.frontends, cluster, local,
             serving, new.source_ranges,
         )  # fmt: skip
 
-    def _set(
-        self, old: ProgrammedSet, backends: BackendSet, spread: Spread, affine: bool
+    def _plan_set(
+        self, old: ProgrammedSet, backends: BackendSet, spread: Spread, has_affinity: bool
     ) -> ProgrammedSet:
-        if old.stays(backends, spread, affine):
+        if old.matches(backends, spread, has_affinity):
             if old.spread is not None:
                 return old
             if old.table:
-                self._tables.identify(old.table, table_key(backends, spread))
+                self._shared_tables.identify(old.table, table_key(backends, spread))
             return msgspec.structs.replace(old, spread=spread)
         new = EMPTY
         if backends:
-            self.writes.backends += self._table.hold(backends)
-            ids = [self._table.id_of(b) for b in backends]
-            table, size = self._shared(backends, spread)
+            self.writes.backends += self._backend_table.acquire(backends)
+            ids = [self._backend_table.id_of(backend) for backend in backends]
+            table, size = self._plan_table(backends, spread)
             new = ProgrammedSet(
-                self._ids.set(), backends, affine, size or len(ids), spread, table=table
+                self._ids.allocate_set(),
+                backends,
+                has_affinity,
+                size or len(ids),
+                spread,
+                table=table,
             )
             self.writes.slots.append((new.id, ids))
-            if affine:
+            if has_affinity:
                 self.writes.members.append((new.id, ids))
-        self._retire(old)
+        self._retire_set(old)
         return new
 
-    def _shared(self, backends: BackendSet, spread: Spread) -> tuple[int, int]:
+    def _plan_table(self, backends: BackendSet, spread: Spread) -> tuple[int, int]:
         """The id and the size of the set's table; 0 and 0 when it needs none."""
         if not needs_table(backends, spread):
             return 0, 0
-        number, is_new = self._tables.hold(table_key(backends, spread))
+        table_id, is_new = self._shared_tables.acquire(table_key(backends, spread))
         if is_new:
-            table = array("I", slots(backends, spread))
-            remember(table_key(backends, spread), table)
-            self.writes.slots.append((number, table))
-        return number, slot_count(len(backends), spread)
+            table = array("I", compute_slots(backends, spread))
+            remember_fingerprint(table_key(backends, spread), table)
+            self.writes.slots.append((table_id, table))
+        return table_id, count_slots(len(backends), spread)
 
-    def _serving(self, service_id: int, old: BackendSet, new: BackendSet) -> None:
+    def _plan_serving(self, service_id: int, old: BackendSet, new: BackendSet) -> None:
         """UDP flows may stay with any backend that serves, so its id must live; the others' are
         cut (kube-proxy's conntrack/cleanup.go).
         """
         if old == new:
             return
-        self.writes.backends += self._table.hold(new)
+        self.writes.backends += self._backend_table.acquire(new)
         if old:
-            self.writes.retired.release.append(old)
-            self.writes.retired.cut.update((service_id, b) for b in set(old) - set(new))
+            self.writes.retired.released_backends.append(old)
+            self.writes.retired.lost_backends.update(
+                (service_id, backend) for backend in set(old) - set(new)
+            )
 
-    def _leave(self, old: Programmed, gone: Iterable[FrontendAddress]) -> None:
+    def _remove_frontends(self, old: ProgrammedPort, addresses: Iterable[FrontendAddress]) -> None:
         """UDP that was sent there must not go on with the backends of a Service that has left,
         whoever has the address now (kube-proxy forgets such flows).
         """
-        self.writes.removed.update(gone)
-        udp = {(old.id, at) for at in gone if at.protocol == Protocol.UDP}
-        self.writes.retired.left |= udp
+        self.writes.removed.update(addresses)
+        udp = {(old.id, address) for address in addresses if address.protocol == Protocol.UDP}
+        self.writes.retired.lost_frontends |= udp
 
-    def _ranges(self, service_id: int, old: Iterable[Cidr], new: Iterable[Cidr]) -> None:
+    def _plan_ranges(self, service_id: int, old: Iterable[Cidr], new: Iterable[Cidr]) -> None:
         """Who is let in is let in before the flip, who is shut out is shut out after it."""
         self.writes.new_ranges += [(service_id, cidr) for cidr in sorted(set(new) - set(old))]
         self.writes.old_ranges += [(service_id, cidr) for cidr in sorted(set(old) - set(new))]
 
-    def _retire(self, old: ProgrammedSet) -> None:
+    def _retire_set(self, old: ProgrammedSet) -> None:
         if old.id:
             self.writes.retired.sets.append(old)
 
-    def _remove(self, old: Programmed) -> None:
-        self._leave(old, [f.at for f in old.frontends])
-        self._retire(old.cluster)
-        self._retire(old.local)
-        self._serving(old.id, old.serving, ())
-        self._ranges(old.id, old.source_ranges, ())
+    def _remove(self, old: ProgrammedPort) -> None:
+        self._remove_frontends(old, [frontend.at for frontend in old.frontends])
+        self._retire_set(old.cluster)
+        self._retire_set(old.local)
+        self._plan_serving(old.id, old.serving, ())
+        self._plan_ranges(old.id, old.source_ranges, ())
         self.writes.retired.names.append(old.id)
         if old.affinity_timeout:
             self.writes.retired.forget_affinity.add(old.id)
@@ -336,82 +351,89 @@ def policy_flags(state: ServiceState) -> ServiceFlag:
     return ServiceFlag(flags)
 
 
-def need(
-    old: Programmed | None, new: ServiceState | None, table: BackendTable, tables: SharedTables
+def count_new_entries(
+    old: ProgrammedPort | None,
+    new: ServiceState | None,
+    backend_table: BackendTable,
+    shared_tables: SharedTables,
 ) -> dict[str, int]:
     """How many new entries a change takes at most, by map, before anything old is retired."""
     if new is None:
         return {}
-    old_at = {f.at for f in old.frontends} if old else set()
-    affine = new.affinity_timeout > 0
+    old_addresses = {frontend.at for frontend in old.frontends} if old else set()
+    has_affinity = new.affinity_timeout > 0
     serving = new.serving if new.key.protocol == Protocol.UDP else ()
-    places, members = 0, 0
-    held = set(serving if not old or old.serving != serving else ())
-    for had, wanted, spread in _sets(old, new):
-        if not had.stays(wanted, spread, affine):
-            places += len(wanted)
-            if needs_table(wanted, spread) and not tables.find(table_key(wanted, spread)):
-                places += slot_count(len(wanted), spread)
-            members += len(wanted)
-            held.update(wanted)
+    new_slots, members = 0, 0
+    needed_backends = set(serving if not old or old.serving != serving else ())
+    for old_set, backends, spread in _pair_sets(old, new):
+        if not old_set.matches(backends, spread, has_affinity):
+            new_slots += len(backends)
+            if needs_table(backends, spread) and not shared_tables.find(
+                table_key(backends, spread)
+            ):
+                new_slots += count_slots(len(backends), spread)
+            members += len(backends)
+            needed_backends.update(backends)
     return {
-        "services": sum(f.at not in old_at for f in new.frontends),
+        "services": sum(frontend.at not in old_addresses for frontend in new.frontends),
         "service_names": 0 if old else 1,
         "source_ranges": len(set(new.source_ranges) - set(old.source_ranges if old else ())),
-        "backend_slots": places,
-        "set_members": members if affine else 0,
-        "backends": table.unknown(held),
+        "backend_slots": new_slots,
+        "set_members": members if has_affinity else 0,
+        "backends": backend_table.count_unknown(needed_backends),
     }
 
 
-def _sets(
-    old: Programmed | None, new: ServiceState
+def _pair_sets(
+    old: ProgrammedPort | None, new: ServiceState
 ) -> Iterable[tuple[ProgrammedSet, BackendSet, Spread]]:
     """Both sets: what is programmed, and what is wanted."""
-    had, had_local = (old.cluster, old.local) if old else (EMPTY, EMPTY)
-    yield had, new.cluster, new.cluster_spread
-    yield had_local, new.local, new.local_spread
+    old_cluster, old_local = (old.cluster, old.local) if old else (EMPTY, EMPTY)
+    yield old_cluster, new.cluster, new.cluster_spread
+    yield old_local, new.local, new.local_spread
 
 
-def leaving(
-    waiting: Iterable[Retired],
-    old: Programmed | None,
+def count_leaving_entries(
+    pending: Iterable[Retired],
+    old: ProgrammedPort | None,
     new: ServiceState | None,
-    table: BackendTable,
-    tables: SharedTables,
+    backend_table: BackendTable,
+    shared_tables: SharedTables,
 ) -> dict[str, int]:
     """How many entries are on their way out, by map: what waits for its grace period, and what
     this change puts out of use. Backends and tables that it uses again stay.
     """
-    places = members = 0
+    leaving_slots = members = 0
     sets = []
-    used: set[Backend] = set()
-    used_tables: set[int] = set()
-    for retired in waiting:
-        places += len(retired.slot_keys)
+    reused_backends: set[Backend] = set()
+    reused_tables: set[int] = set()
+    for retired in pending:
+        leaving_slots += len(retired.slot_keys)
         members += len(retired.member_keys)
-        sets += [*(s for s in retired.sets)]
-        sets += [ProgrammedSet(0, backends) for backends in retired.release]
+        sets += [*(set_ for set_ in retired.sets)]
+        sets += [ProgrammedSet(0, backends) for backends in retired.released_backends]
     if old is not None and new is not None:
-        for had, to, spread in _sets(old, new):
-            if not had.stays(to, spread, new.affinity_timeout > 0):
-                sets.append(had)
-                used.update(to)
-                if needs_table(to, spread):
-                    used_tables.add(tables.find(table_key(to, spread)))
+        for old_set, new_backends, spread in _pair_sets(old, new):
+            if not old_set.matches(new_backends, spread, new.affinity_timeout > 0):
+                sets.append(old_set)
+                reused_backends.update(new_backends)
+                if needs_table(new_backends, spread):
+                    reused_tables.add(shared_tables.find(table_key(new_backends, spread)))
         serving = new.serving if new.key.protocol == Protocol.UDP else ()
         if old.serving != serving:
             sets.append(ProgrammedSet(0, old.serving))
-            used.update(serving)
+            reused_backends.update(serving)
     elif old is not None:
         sets += [old.cluster, old.local, ProgrammedSet(0, old.serving)]
-    leaving_tables = {s.table: s.size for s in sets if s.table}
-    gone = tables.only_in(s.table for s in sets if s.table) - used_tables
-    places += sum(leaving_tables[number] for number in gone)
-    places += sum(len(s.backends) for s in sets if s.id)
-    members += sum(len(s.backends) for s in sets if s.id and s.members)
+    leaving_tables = {set_.table: set_.size for set_ in sets if set_.table}
+    unused_tables = (
+        shared_tables.select_only_in(set_.table for set_ in sets if set_.table) - reused_tables
+    )
+    leaving_slots += sum(leaving_tables[table_id] for table_id in unused_tables)
+    leaving_slots += sum(len(set_.backends) for set_ in sets if set_.id)
+    members += sum(len(set_.backends) for set_ in sets if set_.id and set_.in_set_members)
     return {
-        "backend_slots": places,
+        "backend_slots": leaving_slots,
         "set_members": members,
-        "backends": table.only_in((s.backends for s in sets), used),
+        "backends": backend_table.count_only_in((set_.backends for set_ in sets), reused_backends),
     }

@@ -20,49 +20,49 @@ from typing import Final
 
 import msgspec
 
-from kbpf.dataplane.bpf.changes.plan import Programmed, needs_table, table_key
+from kbpf.dataplane.bpf.changes.plan import ProgrammedPort, needs_table, table_key
 from kbpf.dataplane.bpf.maps.ids import TableKey
 from kbpf.model.desired import ServicePortKey, ServiceState
 from kbpf.model.objects import Algorithm
-from kbpf.policy.slots import MOST_SLOTS, SLOTS_EACH, fits, slot_count
+from kbpf.policy.slots import MAX_TABLE_SLOTS, MIN_SLOTS_PER_BACKEND, count_slots, fits_table
 
-NAMESPACE_SLOTS: Final = 524_288
+MAX_NAMESPACE_SLOTS: Final = 524_288
 """Slots of all tables of one namespace at most: eight tables of the largest size, 34 MB of kernel
 memory. A table counts once, however many Service ports share it."""
 
-SHARE: Final = 4
+NAMESPACE_SHARE: Final = 4
 """A namespace may have so many times the entries that are left for all after it. One that is alone
 gets 76 % of a map, each of two 42 %, each of four 22 %; and n of them leave 95 % / (1 + 4 n).
 Switches share buffers by this rule (Choudhury and Hahne, "Dynamic queue length thresholds", 1998).
 """
 
-CONTESTED: Final = 0.75
+CONTESTED_FILL: Final = 0.75
 """Up to this fill of a map no namespace has more than that, so nobody is asked."""
 
-RESERVED: Final = 0.05
+SYSTEM_RESERVE: Final = 0.05
 """Of the entries that a map may hold, what is kept for system namespaces."""
 
-_CHARGED: Final = ("services", "backend_slots", "backends", "set_members", "source_ranges")
+_CHARGED_MAPS: Final = ("services", "backend_slots", "backends", "set_members", "source_ranges")
 
 
-Order = tuple[bool, bool, int, bool, str, ServicePortKey]
+Priority = tuple[bool, bool, int, bool, str, ServicePortKey]
 
 
-def order_of(key: ServicePortKey, new: ServiceState | None, system: bool) -> Order:
+def priority_of(key: ServicePortKey, new: ServiceState | None, system: bool) -> Priority:
     """Sorts changes: the smallest one is programmed first."""
     if new is None:
         return False, not system, 0, False, "", key
-    return True, not system, size_of(new), not new.created, new.created, key
+    return True, not system, estimate_entries(new), not new.created, new.created, key
 
 
-def size_of(state: ServiceState) -> int:
+def estimate_entries(state: ServiceState) -> int:
     """About how many entries a Service port takes in the maps."""
     size = len(state.frontends) + len(state.source_ranges)
     for backends, spread in ((state.cluster, state.cluster_spread),
                              (state.local, state.local_spread)):  # fmt: skip
         size += len(backends)
         if needs_table(backends, spread):
-            size += slot_count(len(backends), spread)
+            size += count_slots(len(backends), spread)
     return size
 
 
@@ -70,81 +70,82 @@ def size_of(state: ServiceState) -> int:
 
 
 @dataclass(slots=True)
-class _Tables:
+class _NamespaceTables:
     """The tables that the Service ports of one namespace ask for, with their sizes."""
 
     states: dict[ServicePortKey, ServiceState] = field(default_factory=dict)
-    wanted: dict[ServicePortKey, tuple[tuple[TableKey, int], ...]] = field(default_factory=dict)
-    order: dict[ServicePortKey, tuple[int, bool, str]] = field(default_factory=dict)
+    tables: dict[ServicePortKey, tuple[tuple[TableKey, int], ...]] = field(default_factory=dict)
+    priorities: dict[ServicePortKey, tuple[int, bool, str]] = field(default_factory=dict)
     users: Counter[TableKey] = field(default_factory=Counter)
     total: int = 0
 
     def put(self, state: ServiceState) -> None:
-        self.drop(state.key)
-        tables = {
-            table_key(backends, spread): slot_count(len(backends), spread)
+        self.remove(state.key)
+        sizes = {
+            table_key(backends, spread): count_slots(len(backends), spread)
             for backends, spread in (
                 (state.cluster, state.cluster_spread),
                 (state.local, state.local_spread),
             )
-            if needs_table(backends, spread) and fits(len(backends), spread)
+            if needs_table(backends, spread) and fits_table(len(backends), spread)
         }
-        if not tables:
+        if not sizes:
             return
         self.states[state.key] = state
-        self.wanted[state.key] = tuple(tables.items())
-        self.order[state.key] = sum(tables.values()), not state.created, state.created
-        for table, size in tables.items():
+        self.tables[state.key] = tuple(sizes.items())
+        self.priorities[state.key] = sum(sizes.values()), not state.created, state.created
+        for table, size in sizes.items():
             self.total += 0 if self.users[table] else size
             self.users[table] += 1
 
-    def drop(self, key: ServicePortKey) -> None:
+    def remove(self, key: ServicePortKey) -> None:
         self.states.pop(key, None)
-        self.order.pop(key, None)
-        for table, size in self.wanted.pop(key, ()):
+        self.priorities.pop(key, None)
+        for table, size in self.tables.pop(key, ()):
             self.users[table] -= 1
             if not self.users[table]:
                 del self.users[table]
                 self.total -= size
 
-    def beyond(self, limit: int) -> set[ServicePortKey]:
+    def select_over_limit(self, limit: int) -> set[ServicePortKey]:
         """The Service ports that get no table, since others come before them."""
         if self.total <= limit:
             return set()
-        held: set[TableKey] = set()
-        used, refused = 0, set()
-        for key, _ in sorted(self.order.items(), key=itemgetter(1, 0)):
-            new = {table: size for table, size in self.wanted[key] if table not in held}
-            if used + sum(new.values()) > limit:
+        granted: set[TableKey] = set()
+        slots_used, refused = 0, set()
+        for key, _ in sorted(self.priorities.items(), key=itemgetter(1, 0)):
+            new = {table: size for table, size in self.tables[key] if table not in granted}
+            if slots_used + sum(new.values()) > limit:
                 refused.add(key)
                 continue
-            held |= new.keys()
-            used += sum(new.values())
+            granted |= new.keys()
+            slots_used += sum(new.values())
         return refused
 
 
-IGNORED: Final = "its algorithm and weights are ignored, and backends are chosen at random"
+IGNORED_SPREAD: Final = "its algorithm and weights are ignored, and backends are chosen at random"
 
 
 class TableLimits:
     """Which Service ports are spread as they ask, and which evenly at random. One thread only."""
 
-    def __init__(self, namespace_slots: int = NAMESPACE_SLOTS) -> None:
+    def __init__(self, namespace_slots: int = MAX_NAMESPACE_SLOTS) -> None:
         self._limit = namespace_slots
-        self._namespaces: dict[str, _Tables] = {}
+        self._namespaces: dict[str, _NamespaceTables] = {}
         self._too_large: set[ServicePortKey] = set()
-        self._beyond: dict[str, set[ServicePortKey]] = {}
+        self._over_limit: dict[str, set[ServicePortKey]] = {}
 
-    def reason(self, key: ServicePortKey) -> str:
+    def reason_for_even_spread(self, key: ServicePortKey) -> str:
         """Why a Service port is spread evenly instead of as it asks; "" when it is not."""
         if key in self._too_large:
-            most = MOST_SLOTS // SLOTS_EACH
+            max_backends = MAX_TABLE_SLOTS // MIN_SLOTS_PER_BACKEND
             return (
-                f"{IGNORED}: it has more than {most} backends, the most that a table has room for"
+                f"{IGNORED_SPREAD}: it has more than {max_backends} backends, the most that a "
+                "table has room for"
             )
-        if key in self._beyond.get(key.namespace, ()):
+        if key in self._over_limit.get(key.namespace, ()):
             return (
-                f"{IGNORED}: those of namespace {key.namespace} need "
+                f"{IGNORED_SPREAD}: those of namespace {key.namespace} need "
                 f"{self._namespaces[key.namespace].total} slots, and it may have {self._limit}"
             )
         return ""
@@ -155,35 +156,42 @@ class TableLimits:
         """Takes note of these changes; which *other* Service ports are spread otherwise now."""
         keys, namespaces = set(keys), set()
         for key in keys:
-            state, known = states.get(key), self._namespaces.get(key.namespace)
-            if state is not None and known is not None and known.states.get(key) is state:
+            state, known_tables = states.get(key), self._namespaces.get(key.namespace)
+            if (
+                state is not None
+                and known_tables is not None
+                and known_tables.states.get(key) is state
+            ):
                 continue  # it is here again since its turn was not over
             self._too_large.discard(key)
             if key.namespace not in self._namespaces and (state is None or _is_plain(state)):
                 continue
-            tables = self._namespaces.setdefault(key.namespace, _Tables())
-            tables.drop(key)
+            tables = self._namespaces.setdefault(key.namespace, _NamespaceTables())
+            tables.remove(key)
             namespaces.add(key.namespace)
             if state is None:
                 continue
             tables.put(state)
-            if not _fits(state):
+            if not _tables_fit(state):
                 self._too_large.add(key)
         return {key for name in namespaces for key in self._resolve(name)} - keys
 
     def _resolve(self, namespace: str) -> set[ServicePortKey]:
         """The Service ports of a namespace that got or lost their tables."""
         tables = self._namespaces[namespace]
-        beyond, before = tables.beyond(self._limit), self._beyond.pop(namespace, set())
-        if not tables.wanted:
+        over_limit, previous = (
+            tables.select_over_limit(self._limit),
+            self._over_limit.pop(namespace, set()),
+        )
+        if not tables.tables:
             del self._namespaces[namespace]
-        if beyond:
-            self._beyond[namespace] = beyond
-        return before ^ beyond
+        if over_limit:
+            self._over_limit[namespace] = over_limit
+        return previous ^ over_limit
 
-    def effective(self, state: ServiceState) -> ServiceState:
+    def effective_state(self, state: ServiceState) -> ServiceState:
         """The state as it can be programmed."""
-        if not self.reason(state.key):
+        if not self.reason_for_even_spread(state.key):
             return state
         return msgspec.structs.replace(
             state, algorithm=Algorithm.RANDOM, cluster_weights=(), local_weights=()
@@ -198,8 +206,8 @@ def _is_plain(state: ServiceState) -> bool:
     )
 
 
-def _fits(state: ServiceState) -> bool:
-    return fits(len(state.cluster), state.cluster_spread) and fits(
+def _tables_fit(state: ServiceState) -> bool:
+    return fits_table(len(state.cluster), state.cluster_spread) and fits_table(
         len(state.local), state.local_spread
     )
 
@@ -207,40 +215,45 @@ def _fits(state: ServiceState) -> bool:
 # ---- budgets ---------------------------------------------------------------------------------
 
 
-class Budgets:
+class NamespaceBudgets:
     """How many entries of each map the Service ports of a namespace have."""
 
     def __init__(self) -> None:
         self._used: dict[str, list[int]] = {}
 
-    def replace(self, namespace: str, old: Programmed | None, new: Programmed | None) -> None:
+    def replace(
+        self, namespace: str, old: ProgrammedPort | None, new: ProgrammedPort | None
+    ) -> None:
         """One Service port is programmed otherwise."""
-        used = self._used.setdefault(namespace, [0] * len(_CHARGED))
+        used = self._used.setdefault(namespace, [0] * len(_CHARGED_MAPS))
         for sign, programmed in ((-1, old), (1, new)):
             if programmed is not None:
-                for at, count in enumerate(_charge(programmed)):
-                    used[at] += sign * count
+                for index, count in enumerate(_count_charges(programmed)):
+                    used[index] += sign * count
         if not any(used):
             del self._used[namespace]
 
-    def used(self, namespace: str, name: str) -> int:
+    def count_used(self, namespace: str, name: str) -> int:
         """Entries of the map of this name; 0 for maps that nobody is charged for."""
-        if name not in _CHARGED or namespace not in self._used:
+        if name not in _CHARGED_MAPS or namespace not in self._used:
             return 0
-        return self._used[namespace][_CHARGED.index(name)]
+        return self._used[namespace][_CHARGED_MAPS.index(name)]
 
-    def most(self, namespace: str, name: str, more: int, limit: int) -> int:
+    def max_fill(self, namespace: str, name: str, added: int, limit: int) -> int:
         """How full the map may become for a Service port of this namespace that takes so many
         entries more.
         """
-        room = limit * (1 - RESERVED) - (self.used(namespace, name) + more) / SHARE
+        available = (
+            limit * (1 - SYSTEM_RESERVE)
+            - (self.count_used(namespace, name) + added) / NAMESPACE_SHARE
+        )
         # Rounded up: a map of a few entries has none to spare for others.
-        return max(0, math.ceil(room))
+        return max(0, math.ceil(available))
 
 
-def _charge(programmed: Programmed) -> tuple[int, ...]:
+def _count_charges(programmed: ProgrammedPort) -> tuple[int, ...]:
     sets = (programmed.cluster, programmed.local)
-    slots = sum(len(one.backends) + (one.size if one.table else 0) for one in sets)
-    members = sum(len(one.backends) for one in sets if one.members)
-    backends = sum(len(one.backends) for one in sets)
+    slots = sum(len(set_.backends) + (set_.size if set_.table else 0) for set_ in sets)
+    members = sum(len(set_.backends) for set_ in sets if set_.in_set_members)
+    backends = sum(len(set_.backends) for set_ in sets)
     return len(programmed.frontends), slots, backends, members, len(programmed.source_ranges)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Set
 from typing import Final, Generic, TypeVar
 
-from kbpf.dataplane.bpf.changes.plan import Programmed
+from kbpf.dataplane.bpf.changes.plan import ProgrammedPort
 from kbpf.dataplane.bpf.maps.layout import U32, U64
 from kbpf.model.address import Addr
 from kbpf.model.desired import FrontendKind
@@ -15,69 +15,83 @@ WORD_BITS: Final = 8 * U64.size
 T = TypeVar("T", bound=Hashable)
 
 
-def cluster_ips_of(owner: Programmed) -> Iterator[Addr]:
+def cluster_ips_of(programmed: ProgrammedPort) -> Iterator[Addr]:
     """The ClusterIP of each ClusterIP frontend."""
-    return (f.at.address for f in owner.frontends if f.kind is FrontendKind.CLUSTER_IP)
+    return (f.at.address for f in programmed.frontends if f.kind is FrontendKind.CLUSTER_IP)
 
 
-def ports_of(owner: Programmed) -> Iterator[int]:
+def ports_of(programmed: ProgrammedPort) -> Iterator[int]:
     """The port of each frontend."""
-    return (f.at.port for f in owner.frontends)
+    return (f.at.port for f in programmed.frontends)
 
 
 def pack_ports(ports: Set[int], changed: Iterable[int]) -> list[tuple[bytes, bytes]]:
     """The words of `frontend_ports` that `changed` ports are in, when `ports` is what it holds."""
     return [
         (
-            U32.pack(word),
-            U64.pack(sum(1 << bit for bit in range(WORD_BITS) if word * WORD_BITS + bit in ports)),
+            U32.pack(word_index),
+            U64.pack(
+                sum(1 << bit for bit in range(WORD_BITS) if word_index * WORD_BITS + bit in ports)
+            ),
         )
-        for word in sorted({port // WORD_BITS for port in changed})
+        for word_index in sorted({port // WORD_BITS for port in changed})
     ]
 
 
-def unpack_ports(words: Iterable[tuple[bytes, bytes]]) -> Iterator[int]:
+def unpack_ports(entries: Iterable[tuple[bytes, bytes]]) -> Iterator[int]:
     """The ports whose bits are set in `frontend_ports`."""
-    for key, value in words:
-        bits = U64.unpack(value)[0]
+    for key, value in entries:
+        word = U64.unpack(value)[0]
         first = U32.unpack(key)[0] * WORD_BITS
-        yield from (first + bit for bit in range(WORD_BITS) if bits >> bit & 1)
+        yield from (first + bit for bit in range(WORD_BITS) if word >> bit & 1)
 
 
-class Counted(Generic[T]):
+class SharedValues(Generic[T]):
     """How many frontends have each value, and which values the map holds."""
 
     def __init__(
         self,
-        values: Callable[[Programmed], Iterable[T]],
-        owners: Iterable[Programmed] = (),
-        held: Iterable[T] = (),
+        values: Callable[[ProgrammedPort], Iterable[T]],
+        programmed_ports: Iterable[ProgrammedPort] = (),
+        written: Iterable[T] = (),
     ) -> None:
         self._values = values
-        self._counts = self._counted(owners)
-        self.held = set(held)
+        self._counts = self._count(programmed_ports)
+        self.written_values = set(written)
 
-    def change(
-        self, before: Iterable[Programmed], after: Iterable[Programmed], everything: bool
+    def update(
+        self, before: Iterable[ProgrammedPort], after: Iterable[ProgrammedPort], compare_all: bool
     ) -> tuple[set[T], set[T]]:
         """The values that come and those that go when these Service ports become those.
         `everything`: what the map holds may be wrong, so all values are compared.
         """
-        change = self._counted(after)
-        change.subtract(self._counted(before))
+        change = self._count(after)
+        change.subtract(self._count(before))
         for value, count in change.items():
             self._counts[value] += count
             if not self._counts[value]:
                 del self._counts[value]
-        seen: Collection[T] = self._counts.keys() | self.held if everything else change
-        new = {v for v in seen if v in self._counts and v not in self.held}
-        gone = {v for v in seen if v in self.held and v not in self._counts}
-        return new, gone
+        candidates: Collection[T] = (
+            self._counts.keys() | self.written_values if compare_all else change
+        )
+        new = {
+            candidate
+            for candidate in candidates
+            if candidate in self._counts and candidate not in self.written_values
+        }
+        removed = {
+            candidate
+            for candidate in candidates
+            if candidate in self.written_values and candidate not in self._counts
+        }
+        return new, removed
 
-    def written(self, new: set[T], gone: set[T]) -> None:
+    def record_written(self, new: set[T], removed: set[T]) -> None:
         """The map has changed so."""
-        self.held |= new
-        self.held -= gone
+        self.written_values |= new
+        self.written_values -= removed
 
-    def _counted(self, owners: Iterable[Programmed]) -> Counter[T]:
-        return Counter(value for owner in owners for value in self._values(owner))
+    def _count(self, programmed_ports: Iterable[ProgrammedPort]) -> Counter[T]:
+        return Counter(
+            value for programmed in programmed_ports for value in self._values(programmed)
+        )

@@ -28,46 +28,46 @@ class HookFacts:
     @property
     def attached(self) -> bool:
         """Whether sockets run it."""
-        return self.link is not None and self.link.cgroup != 0
+        return self.link is not None and self.link.cgroup_id != 0
 
 
 def read(pins: Pins) -> Iterator[HookFacts]:
     """Every hook there is, in the order of hooks.py; those without a link too."""
-    pinned = _pinned_programs(pins)
-    folders: dict[int, Path | None] = {}
+    pinned_programs = _pinned_programs(pins)
+    cgroup_paths: dict[int, Path | None] = {}
     for hook in HOOKS:
         pin = pins.links / hook.name
         if not pin.exists():
             yield HookFacts(hook)
             continue
         with Link.open(pin) as link:
-            info = link.info()
-        if info.cgroup and info.cgroup not in folders:
-            folders[info.cgroup] = mounts.cgroup_by_id(info.cgroup)
-        known = pinned.get(info.program)
+            info = link.read_info()
+        if info.cgroup_id and info.cgroup_id not in cgroup_paths:
+            cgroup_paths[info.cgroup_id] = mounts.find_cgroup_by_id(info.cgroup_id)
+        pinned_program = pinned_programs.get(info.program_id)
         yield HookFacts(
             hook,
             info,
-            known or _program(info.program),
-            known is not None,
-            folders.get(info.cgroup),
+            pinned_program or _program(info.program_id),
+            pinned_program is not None,
+            cgroup_paths.get(info.cgroup_id),
         )
 
 
 def _pinned_programs(pins: Pins) -> dict[int, ProgramInfo]:
-    found = {}
+    programs = {}
     for folder in pins.root.glob("programs-*"):
         for pin in folder.iterdir():
             with Program.open(pin) as program:
-                info = program.info()
-            found[info.id] = info
-    return found
+                info = program.read_info()
+            programs[info.id] = info
+    return programs
 
 
 def _program(program_id: int) -> ProgramInfo | None:
     try:
-        with objects.program_by_id(program_id) as program:
-            return program.info()
+        with objects.open_program_by_id(program_id) as program:
+            return program.read_info()
     except KernelError as error:
         if error.errno == errno.ENOENT:
             return None

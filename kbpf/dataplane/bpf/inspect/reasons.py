@@ -4,7 +4,7 @@ from typing import Final
 
 from kbpf.dataplane.bpf.maps.layout import Reason
 
-WORDS: Final = {
+DESCRIPTIONS: Final = {
     Reason.NOT_A_SERVICE: "left alone: no Service has this address",
     Reason.TRANSLATED: "led to a backend",
     Reason.TRANSLATED_BY_AFFINITY: "led to the client's last backend (session affinity)",
@@ -30,6 +30,6 @@ WORDS: Final = {
 }
 
 
-def words(reason: Reason) -> str:
+def describe(reason: Reason) -> str:
     """In a few words; nothing where this version has none."""
-    return WORDS.get(reason, "")
+    return DESCRIPTIONS.get(reason, "")

@@ -15,10 +15,10 @@ from enum import Flag, auto
 from pathlib import Path
 from typing import Any, Final
 
-from kbpf.dataplane.bpf.changes.adopt import address_of, is_sound
+from kbpf.dataplane.bpf.changes.adopt import address_of, is_valid_entry
 from kbpf.dataplane.bpf.inspect import hooks, tracked_connections
 from kbpf.dataplane.bpf.inspect.hooks import HookFacts
-from kbpf.dataplane.bpf.inspect.tracked_connections import Fill, Tracked
+from kbpf.dataplane.bpf.inspect.tracked_connections import Fill, TrackedConnection
 from kbpf.dataplane.bpf.maps import pinning
 from kbpf.dataplane.bpf.maps.layout import (
     AFFINITY,
@@ -27,8 +27,8 @@ from kbpf.dataplane.bpf.maps.layout import (
     DEVICE,
     MAPS,
     NODE,
-    PAIR,
     U32,
+    U32_PAIR,
     ClientKind,
     ConfigFlag,
     DeviceFlag,
@@ -36,26 +36,36 @@ from kbpf.dataplane.bpf.maps.layout import (
     Reason,
     Role,
     ServiceValue,
-    unpack_name,
     unpack_network,
-    unpack_range,
+    unpack_service_name,
+    unpack_source_range,
 )
 from kbpf.dataplane.bpf.maps.pinning import Pins
-from kbpf.dataplane.bpf.metrics import SOCKETS, WALKED, Census, Ids, totals_in
-from kbpf.dataplane.bpf.udp import backend_of
+from kbpf.dataplane.bpf.metrics import (
+    COUNTED_MAPS,
+    SOCKET_STORAGE_MAPS,
+    ConnectionCount,
+    IdPair,
+    read_totals,
+)
+from kbpf.dataplane.bpf.udp import unpack_backend
 from kbpf.errors import KernelError, NotFoundError
 from kbpf.kernel.bpf import objects
 from kbpf.kernel.bpf.objects import Map
 from kbpf.model.address import Addr, family_of
 from kbpf.model.config import SocketLb
 from kbpf.model.desired import Backend, FrontendAddress, ServicePortKey
-from kbpf.model.metrics import BEGUN, FULL, Totals
+from kbpf.model.metrics import ALL_COUNTERS, CONNECTION_COUNTERS, ConnectionStats
 from kbpf.model.objects import Cidr
 from kbpf.model.status import AgentStatus, decode
 
 ZERO: Final = U32.pack(0)
 NO_FLAGS: Final = NodeFlag(0)
-COUNTED: Final = (objects.MAP_HASH, objects.MAP_LRU_HASH, objects.MAP_LPM_TRIE)
+COUNTABLE_TYPES: Final = (
+    objects.BPF_MAP_TYPE_HASH,
+    objects.BPF_MAP_TYPE_LRU_HASH,
+    objects.BPF_MAP_TYPE_LPM_TRIE,
+)
 
 
 class Part(Flag):
@@ -75,7 +85,7 @@ class Part(Flag):
 
 
 @dataclass(frozen=True, slots=True)
-class Remembered:
+class AffinityEntry:
     """One entry of the map `affinity`. `last_used` is in seconds of CLOCK_MONOTONIC."""
 
     client: Addr
@@ -104,24 +114,24 @@ class MapFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class ToldNode:
+class NodeEntry:
     """What the packet path knows of the node. `own`: the addresses for translated sources; `low`
     and `high`: the ports for them, both included.
     """
 
-    own: tuple[Addr, ...] = ()
+    addresses: tuple[Addr, ...] = ()
     flags: NodeFlag = NO_FLAGS
-    low: int = 0
-    high: int = 0
+    first_port: int = 0
+    last_port: int = 0
 
     @property
     def ports(self) -> int:
         """How many ports there are for translated sources."""
-        return self.high - self.low + 1 if self.high else 0
+        return self.last_port - self.first_port + 1 if self.last_port else 0
 
 
 @dataclass(frozen=True, slots=True)
-class ToldDevice:
+class DeviceEntry:
     """What the packet path knows of a device. `header`: length of its link header."""
 
     role: Role
@@ -157,7 +167,7 @@ class Snapshot:
     backends: Mapping[int, Backend] = field(default_factory=dict)
     node_ports: frozenset[int] | None = None
     host_netns: int = 0
-    affinity: tuple[Remembered, ...] = ()
+    affinity: tuple[AffinityEntry, ...] = ()
     maps: tuple[MapFacts, ...] = ()
     hooks: tuple[HookFacts, ...] = ()
     socket_lb: SocketLb = SocketLb.ON
@@ -167,18 +177,18 @@ class Snapshot:
     agent_alive: bool = False
     began: float = 0.0
     packet_programs: bool = False
-    connections: Mapping[bytes, Tracked] = field(default_factory=dict)
+    connections: Mapping[bytes, TrackedConnection] = field(default_factory=dict)
     fill: Fill | None = None
-    node: ToldNode = ToldNode()
-    devices: Mapping[int, ToldDevice] = field(default_factory=dict)
+    node: NodeEntry = NodeEntry()
+    devices: Mapping[int, DeviceEntry] = field(default_factory=dict)
     local_networks: tuple[Cidr, ...] = ()
     ranges: tuple[tuple[int, Cidr], ...] = ()
-    totals: Mapping[Ids, Totals] = field(default_factory=dict)
+    totals: Mapping[IdPair, ConnectionStats] = field(default_factory=dict)
     counted: frozenset[str] = frozenset()
-    open: Mapping[Ids, int] = field(default_factory=dict)
+    open: Mapping[IdPair, int] = field(default_factory=dict)
 
 
-class ThroughTable(Mapping[int, int]):
+class TableSlots(Mapping[int, int]):
     """The slots of a set that has a table: index → backend id. Nothing is copied, since many sets
     may share one large table.
     """
@@ -198,48 +208,48 @@ class ThroughTable(Mapping[int, int]):
 
 def read(pin_dir: Path, parts: Part) -> Snapshot:
     """What is pinned there. NotFoundError when nothing is, KernelError when it cannot be read."""
-    pins = find(pin_dir)
+    pins = find_pins(pin_dir)
     values: dict[str, Any] = {"began": time.monotonic()}
-    with opened(pins) as maps:
+    with open_maps(pins) as maps:
         if parts & (Part.SERVICES | Part.AFFINITY):
-            values |= _services(maps)
+            values |= _read_services(maps)
         if Part.NAMES in parts:
-            values |= _names(maps)
+            values |= _read_names(maps)
         if Part.AFFINITY in parts:
-            values["affinity"] = tuple(_affinity(maps["affinity"]))
+            values["affinity"] = tuple(_read_affinity(maps["affinity"]))
         if Part.MAPS in parts:
-            values["maps"] = tuple(_facts(name, held) for name, held in maps.items())
+            values["maps"] = tuple(_read_map_facts(name, map_) for name, map_ in maps.items())
         if Part.HOOKS in parts:
-            values |= _whom(maps)
+            values |= _read_socket_lb(maps)
         if Part.STATUS in parts:
             status = decode(maps["agent_status"].lookup(ZERO) or b"")
             values["status"] = status
-            values["agent_alive"] = status is not None and alive(status.pid)
-            values["reasons"] = _reasons(maps["reasons"])
+            values["agent_alive"] = status is not None and is_alive(status.pid)
+            values["reasons"] = _read_reasons(maps["reasons"])
         if Part.CONNECTIONS in parts:
             values["connections"] = tracked_connections.read(maps["flows"])
         if Part.FILL in parts:
-            values["fill"] = tracked_connections.fill(maps["flows"], time.monotonic())
+            values["fill"] = tracked_connections.measure_fill(maps["flows"], time.monotonic())
         if Part.PACKETS in parts:
-            values |= _packets(maps)
+            values |= _read_packet_path(maps)
             values["packet_programs"] = any(pins.root.glob("programs-tc-*"))
         if Part.RANGES in parts:
             values["ranges"] = tuple(
-                sorted(unpack_range(k) for k, _ in maps["source_ranges"].items())
+                sorted(unpack_source_range(k) for k, _ in maps["source_ranges"].items())
             )
         if Part.TRAFFIC in parts:
-            values |= _traffic(maps)
+            values |= _read_traffic(maps)
     if Part.HOOKS in parts:
         values["hooks"] = tuple(hooks.read(pins))
     return Snapshot(pin_dir, time.monotonic(), time.clock_gettime(time.CLOCK_BOOTTIME), **values)
 
 
-def find(pin_dir: Path) -> Pins:
+def find_pins(pin_dir: Path) -> Pins:
     """The pins of an agent; NotFoundError with a hint at the likely reason when there are none."""
     pins = Pins(pin_dir)
     hint = "is `kbpf run` running on this node, and with this --pin-dir?"
     try:
-        inside = sorted(p.name for p in pin_dir.iterdir())
+        names = sorted(p.name for p in pin_dir.iterdir())
     except FileNotFoundError:
         raise NotFoundError(
             "nothing is pinned: there is no such folder", str(pin_dir), hint
@@ -248,58 +258,62 @@ def find(pin_dir: Path) -> Pins:
         raise KernelError(
             "cannot look into the folder of pins", str(pin_dir), "run as root", error.errno or 0
         ) from error
-    if pins.maps.name in inside:
+    if pins.maps.name in names:
         return pins
-    if any(name.startswith("maps-") for name in inside):
+    if any(name.startswith("maps-") for name in names):
         hint = "use the kbpf that runs as the agent, or restart the agent with this one"
         raise NotFoundError("another version of kbpf has pinned its maps", str(pin_dir), hint)
     raise NotFoundError("no maps are pinned", str(pin_dir), hint)
 
 
 @contextlib.contextmanager
-def opened(pins: Pins) -> Iterator[dict[str, Map]]:
+def open_maps(pins: Pins) -> Iterator[dict[str, Map]]:
     """All maps, for as long as the block lasts. NotFoundError when one is missing."""
     with contextlib.ExitStack() as stack:
-        found = {}
+        maps = {}
         for name, spec in MAPS.items():
             try:
-                found[name] = stack.enter_context(pinning.open_map(pins.maps / name, spec))
+                maps[name] = stack.enter_context(pinning.open_map(pins.maps / name, spec))
             except KernelError as error:
                 if error.errno != errno.ENOENT:
                     raise
                 hint = "somebody removed its pin: `kbpf cleanup`, then start the agent again"
                 raise NotFoundError(f"the map {name} is missing", str(pins.maps), hint) from error
-        yield found
+        yield maps
 
 
 def _u32(raw: bytes) -> int:
     return int.from_bytes(raw, "little")
 
 
-def _sound(maps: Mapping[str, Map], name: str) -> Iterator[tuple[bytes, bytes]]:
+def _valid_entries(maps: Mapping[str, Map], name: str) -> Iterator[tuple[bytes, bytes]]:
     """The agent tells of damaged entries, and removes them when it starts."""
-    return ((key, raw) for key, raw in maps[name].items() if is_sound(name, key, raw))
+    return ((key, raw) for key, raw in maps[name].items() if is_valid_entry(name, key, raw))
 
 
-def _services(maps: Mapping[str, Map]) -> dict[str, Any]:
-    frontends = {address_of(key): ServiceValue.unpack(raw) for key, raw in _sound(maps, "services")}
+def _read_services(maps: Mapping[str, Map]) -> dict[str, Any]:
+    frontends = {
+        address_of(key): ServiceValue.unpack(raw) for key, raw in _valid_entries(maps, "services")
+    }
     sets: dict[int, dict[int, int]] = {}
     for key, raw in maps["backend_slots"].items():
-        set_id, index = PAIR.unpack(key)
+        set_id, index = U32_PAIR.unpack(key)
         sets.setdefault(set_id, {})[index] = _u32(raw)
-    through = {(value.cluster_set, value.cluster_table) for value in frontends.values()}
-    through |= {(value.local_set, value.local_table) for value in frontends.values()}
-    by_table = {set_id: sets.get(table, {}) for set_id, table in through if table}
+    set_tables = {(value.cluster_set, value.cluster_table) for value in frontends.values()}
+    set_tables |= {(value.local_set, value.local_table) for value in frontends.values()}
+    by_table = {set_id: sets.get(table, {}) for set_id, table in set_tables if table}
     return {
         "frontends": frontends,
-        "sets": {i: ThroughTable(by_table[i], s) if i in by_table else s for i, s in sets.items()},
-        "backends": {_u32(key): backend_of(raw) for key, raw in _sound(maps, "backends")},
-        "node_ports": _node_ports(maps),
-        **_names(maps),
+        "sets": {i: TableSlots(by_table[i], s) if i in by_table else s for i, s in sets.items()},
+        "backends": {
+            _u32(key): unpack_backend(raw) for key, raw in _valid_entries(maps, "backends")
+        },
+        "node_ports": _read_node_port_families(maps),
+        **_read_names(maps),
     }
 
 
-def _node_ports(maps: Mapping[str, Map]) -> frozenset[int]:
+def _read_node_port_families(maps: Mapping[str, Map]) -> frozenset[int]:
     """The families in which NodePorts answer; loopback is of both."""
     _, flags, *_ = CONFIG.unpack(maps["config"].lookup(ZERO) or bytes(CONFIG.size))
     if ConfigFlag.LOCALHOST_NODE_PORTS in ConfigFlag(flags):
@@ -307,21 +321,27 @@ def _node_ports(maps: Mapping[str, Map]) -> frozenset[int]:
     return frozenset(family_of(Addr(key)) for key, _ in maps["node_addresses"].items())
 
 
-def _names(maps: Mapping[str, Map]) -> dict[str, Any]:
+def _read_names(maps: Mapping[str, Map]) -> dict[str, Any]:
     return {
-        "names": {_u32(key): unpack_name(raw) for key, raw in _sound(maps, "service_names")},
+        "names": {
+            _u32(key): unpack_service_name(raw)
+            for key, raw in _valid_entries(maps, "service_names")
+        },
         "host_netns": CONFIG.unpack(maps["config"].lookup(ZERO) or bytes(CONFIG.size))[0],
     }
 
 
-def _packets(maps: Mapping[str, Map]) -> dict[str, Any]:
+def _read_packet_path(maps: Mapping[str, Map]) -> dict[str, Any]:
     raw = maps["node"].lookup(ZERO) or bytes(NODE.size)
-    own4, own6, flags, low, high, *_ = NODE.unpack(raw)
+    own4, own6, flags, first_port, last_port, *_ = NODE.unpack(raw)
     return {
-        "node": ToldNode(
-            tuple(Addr(one) for one in (own4, own6) if any(one)), NodeFlag(flags), low, high
+        "node": NodeEntry(
+            tuple(Addr(address) for address in (own4, own6) if any(address)),
+            NodeFlag(flags),
+            first_port,
+            last_port,
         ),
-        "devices": {_u32(k): _told(raw) for k, raw in maps["devices"].items()},
+        "devices": {_u32(k): _decode_device(raw) for k, raw in maps["devices"].items()},
         "local_networks": tuple(
             sorted(unpack_network(key) for key, _ in maps["local_networks"].items())
         ),
@@ -329,58 +349,62 @@ def _packets(maps: Mapping[str, Map]) -> dict[str, Any]:
     }
 
 
-def _traffic(maps: Mapping[str, Map]) -> dict[str, Any]:
-    census, totals = Census(), dict[Ids, Totals]()
-    for name in WALKED:
-        with contextlib.suppress(KernelError) if name in SOCKETS else contextlib.nullcontext():
-            for _ in census.take(maps[name], True):
+def _read_traffic(maps: Mapping[str, Map]) -> dict[str, Any]:
+    census, totals = ConnectionCount(), dict[IdPair, ConnectionStats]()
+    for name in COUNTED_MAPS:
+        with (
+            contextlib.suppress(KernelError)
+            if name in SOCKET_STORAGE_MAPS
+            else contextlib.nullcontext()
+        ):
+            for _ in census.add(maps[name], True):
                 pass
-    for _ in totals_in(maps["counts"], totals):
+    for _ in read_totals(maps["counts"], totals):
         pass
-    return {"open": census.pairs, "totals": totals, "counted": _counted(maps)}
+    return {"open": census.pairs, "totals": totals, "counted": _read_counted(maps)}
 
 
-def _counted(maps: Mapping[str, Map]) -> frozenset[str]:
+def _read_counted(maps: Mapping[str, Map]) -> frozenset[str]:
     """Which numbers of Totals the programs count as they are set now."""
     _, raw, _ = CONFIG.unpack(maps["config"].lookup(ZERO) or bytes(CONFIG.size))
-    if ConfigFlag.ENDS in ConfigFlag(raw):
-        return FULL
-    return BEGUN if ConfigFlag.ACCOUNTING in ConfigFlag(raw) else frozenset()
+    if ConfigFlag.COUNT_CONNECTION_ENDS in ConfigFlag(raw):
+        return ALL_COUNTERS
+    return CONNECTION_COUNTERS if ConfigFlag.ACCOUNTING in ConfigFlag(raw) else frozenset()
 
 
-def _told(raw: bytes) -> ToldDevice:
+def _decode_device(raw: bytes) -> DeviceEntry:
     role, header, flags, mac, *_ = DEVICE.unpack(raw)
-    return ToldDevice(Role(role), header, DeviceFlag(flags), mac)
+    return DeviceEntry(Role(role), header, DeviceFlag(flags), mac)
 
 
-def _whom(maps: Mapping[str, Map]) -> dict[str, Any]:
+def _read_socket_lb(maps: Mapping[str, Map]) -> dict[str, Any]:
     _, raw, _ = CONFIG.unpack(maps["config"].lookup(ZERO) or bytes(CONFIG.size))
     mode, flags = SocketLb.ON, ConfigFlag(raw)
-    if ConfigFlag.SOCKETS_OFF in flags:
+    if ConfigFlag.SOCKET_LB_OFF in flags:
         mode = SocketLb.OFF
     elif ConfigFlag.HOST_ONLY in flags:
-        mode = SocketLb.HOST_ONLY
+        mode = SocketLb.HOST_NAMESPACE_ONLY
     return {"socket_lb": mode, "exempt_cgroups": sum(1 for _ in maps["exempt_cgroups"].items())}
 
 
-def _affinity(held: Map) -> Iterator[Remembered]:
-    for key, raw in held.items():
+def _read_affinity(map_: Map) -> Iterator[AffinityEntry]:
+    for key, raw in map_.items():
         client, service, kind = AFFINITY_KEY.unpack(key)
         last_used, backend, _ = AFFINITY.unpack(raw)
-        yield Remembered(Addr(client), ClientKind(kind), service, backend, last_used / 1e9)
+        yield AffinityEntry(Addr(client), ClientKind(kind), service, backend, last_used / 1e9)
 
 
-def _facts(name: str, held: Map) -> MapFacts:
+def _read_map_facts(name: str, map_: Map) -> MapFacts:
     entries: int | None = None
-    if held.type in COUNTED:
-        entries = sum(1 for _ in held.items())
-    elif held.type == objects.MAP_SK_STORAGE:
+    if map_.type in COUNTABLE_TYPES:
+        entries = sum(1 for _ in map_.items())
+    elif map_.type == objects.BPF_MAP_TYPE_SK_STORAGE:
         with contextlib.suppress(KernelError):
-            entries = sum(1 for _ in held.items())
-    return MapFacts(name, held.type, entries, held.max_entries, held.memory())
+            entries = sum(1 for _ in map_.items())
+    return MapFacts(name, map_.type, entries, map_.max_entries, map_.read_memory())
 
 
-def alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     """Whether this process runs; one that only waits to be reaped does not."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
@@ -389,11 +413,11 @@ def alive(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
 
 
-def _reasons(held: Map) -> dict[Reason, int]:
-    counted = {}
+def _read_reasons(map_: Map) -> dict[Reason, int]:
+    counts = {}
     for reason in Reason:
-        raw = held.lookup(U32.pack(reason)) or b""
-        counted[reason] = sum(
-            int.from_bytes(raw[at : at + 8], "little") for at in range(0, len(raw), 8)
+        raw = map_.lookup(U32.pack(reason)) or b""
+        counts[reason] = sum(
+            int.from_bytes(raw[offset : offset + 8], "little") for offset in range(0, len(raw), 8)
         )
-    return counted
+    return counts

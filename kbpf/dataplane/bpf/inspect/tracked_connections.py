@@ -13,36 +13,36 @@ import msgspec
 
 from kbpf.dataplane.bpf.maps import flow_entries
 from kbpf.dataplane.bpf.maps.flow_entries import (
-    BOTH_ENDS,
+    ENDPOINTS,
     IDENTITY,
-    NANO,
-    is_held,
-    is_question,
+    NS_PER_SECOND,
+    expires_at,
+    is_original,
+    is_port_reservation,
     last_used,
-    over,
 )
 from kbpf.dataplane.bpf.maps.layout import MAPS
 from kbpf.kernel.bpf.objects import Map
 from kbpf.model.address import format_endpoint
 
-FLOW, REPLY, SNAT = 1, 2, 4
-PARTS: Final = {FLOW: "flow", REPLY: "reply", SNAT: "source"}
+ORIGINAL, REPLY, SNAT_REPLY = 1, 2, 4
+DIRECTION_NAMES: Final = {ORIGINAL: "flow", REPLY: "reply", SNAT_REPLY: "source"}
 """What a part is for: the client's packets, the backend's, and the backend's to the node."""
 
-MILLI: Final = 1_000_000
+NS_PER_MS: Final = 1_000_000
 """ns in a ms, in which times are shown: cheaper than rounding a float."""
-NOWHERE: Final = bytes(16)
+NO_ADDRESS: Final = bytes(16)
 
 
-class Tracked(msgspec.Struct, gc=False):
+class TrackedConnection(msgspec.Struct, gc=False):
     """One connection. `raw` is the struct nat of the entry that a packet met last; `over` is when
     its time is over, in ns of CLOCK_MONOTONIC: when that of its last entry is. `parts` are those
     that are there.
     """
 
     raw: bytes
-    over: int
-    parts: int
+    expires_at: int
+    directions: int
 
     @property
     def last_used(self) -> int:
@@ -52,7 +52,7 @@ class Tracked(msgspec.Struct, gc=False):
     @property
     def key(self) -> bytes:
         """Client and frontend. Sorts by address, then port."""
-        return self.raw[BOTH_ENDS]
+        return self.raw[ENDPOINTS]
 
     @property
     def state(self) -> int:
@@ -91,62 +91,64 @@ class Fill(NamedTuple):
     room: int
 
 
-def read(held: Map) -> dict[bytes, Tracked]:
+def read(map_: Map) -> dict[bytes, TrackedConnection]:
     """All connections in this map `flows`, by IDENTITY."""
-    found: dict[bytes, Tracked] = {}
-    for key, raw in held.items():
-        _add(found, raw, part_of(key, raw))
-    return found
+    connections: dict[bytes, TrackedConnection] = {}
+    for key, raw in map_.items():
+        _merge_entry(connections, raw, directions_of(key, raw))
+    return connections
 
 
-def part_of(key: bytes, raw: bytes) -> int:
+def directions_of(key: bytes, raw: bytes) -> int:
     """Which of a connection's entries has this key; more than one where a backend is its own
     frontend.
     """
-    part = FLOW if is_question(raw) else 0
-    backend, one, other = raw[flow_entries.BACKEND], key[:20], key[20:]
-    if backend not in (one, other):
-        return part
-    end = other if one == backend else one
-    to, port = end[:16], end[16:18]
-    if to == raw[flow_entries.CLIENT][:16] and port == raw[flow_entries.CLIENT_PORT]:
-        part |= REPLY
-    if to == raw[flow_entries.SNAT] and port == raw[flow_entries.SNAT_PORT]:
-        part |= SNAT
-    return part
+    directions = ORIGINAL if is_original(raw) else 0
+    backend, first_end, second_end = raw[flow_entries.BACKEND], key[:20], key[20:]
+    if backend not in (first_end, second_end):
+        return directions
+    peer = second_end if first_end == backend else first_end
+    address, port = peer[:16], peer[16:18]
+    if address == raw[flow_entries.CLIENT][:16] and port == raw[flow_entries.CLIENT_PORT]:
+        directions |= REPLY
+    if address == raw[flow_entries.SNAT] and port == raw[flow_entries.SNAT_PORT]:
+        directions |= SNAT_REPLY
+    return directions
 
 
-def _add(found: dict[bytes, Tracked], raw: bytes, part: int) -> None:
-    if is_held(raw):  # a port of somebody else's
+def _merge_entry(connections: dict[bytes, TrackedConnection], raw: bytes, directions: int) -> None:
+    if is_port_reservation(raw):  # a port of somebody else's
         return
     identity = raw[IDENTITY]
-    known = found.get(identity)
-    if known is None:
-        found[identity] = Tracked(raw, over(raw), part)
+    existing = connections.get(identity)
+    if existing is None:
+        connections[identity] = TrackedConnection(raw, expires_at(raw), directions)
         return
-    known.parts |= part
-    known.over = max(known.over, over(raw))
-    if last_used(raw) > known.last_used:
-        known.raw = raw
+    existing.directions |= directions
+    existing.expires_at = max(existing.expires_at, expires_at(raw))
+    if last_used(raw) > existing.last_used:
+        existing.raw = raw
 
 
-def fill(held: Map, now: float) -> Fill:
+def measure_fill(map_: Map, now: float) -> Fill:
     """How full this map `flows` is. `now`: CLOCK_MONOTONIC, seconds."""
     entries = open_ = needed = 0
-    at = int(now * NANO)
-    for _, raw in held.items():
-        if is_question(raw):
+    now_ns = int(now * NS_PER_SECOND)
+    for _, raw in map_.items():
+        if is_original(raw):
             entries += 1
-            counts = at <= over(raw) and flow_entries.is_open(raw[flow_entries.STATE])
-            open_ += counts
-            needed += counts and flow_entries.is_needed(raw[flow_entries.STATE], last_used(raw), at)
-    return Fill(entries, open_, needed, int(held.max_entries / MAPS["flows"].per))
+            is_counted = now_ns <= expires_at(raw) and flow_entries.is_open(raw[flow_entries.STATE])
+            open_ += is_counted
+            needed += is_counted and flow_entries.is_needed(
+                raw[flow_entries.STATE], last_used(raw), now_ns
+            )
+    return Fill(entries, open_, needed, int(map_.max_entries / MAPS["flows"].entries_per_object))
 
 
-def endpoint(target: bytes) -> str:
+def format_target(target: bytes) -> str:
     """A struct target as ``address:port``."""
     return format_endpoint(target[:16], target[16] << 8 | target[17])
 
 
-shared_endpoint: Final = lru_cache(1 << 16)(endpoint)
+format_target_cached: Final = lru_cache(1 << 16)(format_target)
 """The same for those that many connections have: frontends and backends."""

@@ -14,29 +14,29 @@ from collections.abc import Generator, Iterable, Mapping
 from typing import Final
 
 from kbpf.dataplane.bpf.maps import pinning
-from kbpf.dataplane.bpf.maps.flow_entries import look_for_flows
+from kbpf.dataplane.bpf.maps.flow_entries import enable_flow_lookup
 from kbpf.dataplane.bpf.maps.layout import MAPS
-from kbpf.dataplane.bpf.maps.migrate import Moves
+from kbpf.dataplane.bpf.maps.migrate import MapMigration
 from kbpf.dataplane.bpf.maps.pinning import Pins
 from kbpf.kernel.bpf.objects import Map
 from kbpf.model.config import MapSizes
 
 log = logging.getLogger("kbpf.dataplane")
 
-OVERLAP: Final = 2
+OVERLAP_FACTOR: Final = 2
 """A map may be so many times as big as its limit while old sets wait beside new ones."""
 
-PIECE: Final = 1 << 21
+BATCH_KEY_BYTES: Final = 1 << 21
 """Bytes of keys: more than that are not gathered before they are written."""
 
-FLOWS: Final = frozenset(("flows", "order"))
+FLOW_MAPS: Final = frozenset(("flows", "order"))
 """Tracked connections, and the queue that has a key of each."""
 
-HEADROOM: Final = 0.8
+MAX_FILL: Final = 0.8
 """A map that would be fuller than this is made twice as big, or more."""
 
 
-class Tables:
+class AgentMaps:
     """All maps of one agent. `fill` counts the entries of those that grow."""
 
     def __init__(self, pins: Pins, sizes: MapSizes, packet_path: bool = False) -> None:
@@ -47,37 +47,39 @@ class Tables:
         self.fill: Counter[str] = Counter()
         self.writes: Counter[str] = Counter()
         self.calls = 0
-        self.moves = Moves(self.maps)
+        self.migration = MapMigration(self.maps)
         self._unpinned: set[str] = set()  # of another size, until programs change over to them
         self._copies: Mapping[str, Map] = {}  # by name: they are written as well
 
     def open(self) -> bool:
         """Opens the pinned maps or makes new ones; whether they were adopted."""
-        opened = pinning.open_maps(self._pins, self._sizes, self._packet_path)
+        opened_maps = pinning.open_maps(self._pins, self._sizes, self._packet_path)
         self._unpinned = set()
-        self.maps = dict(opened.maps)
-        self.moves = Moves(self.maps)
-        self.moves.take_over(opened.former, fresh="order" in opened.fresh)
-        wanted = {
-            name: spec.start(self._sizes, self._packet_path)
+        self.maps = dict(opened_maps.maps)
+        self.migration = MapMigration(self.maps)
+        self.migration.start(opened_maps.former_maps, queue_is_new="order" in opened_maps.new_maps)
+        sizes = {
+            name: spec.initial_entries(self._sizes, self._packet_path)
             for name, spec in MAPS.items()
-            if spec.fixed
+            if spec.is_fixed_size
         }
-        resized = {n for n, size in wanted.items() if size != self.maps[n].max_entries}
-        if not resized.isdisjoint(FLOWS):  # the keys of one are those of the other
-            resized |= FLOWS
+        resized_maps = {
+            map_name for map_name, size in sizes.items() if size != self.maps[map_name].max_entries
+        }
+        if not resized_maps.isdisjoint(FLOW_MAPS):  # the keys of one are those of the other
+            resized_maps |= FLOW_MAPS
         # In the order of MAPS: the new `order` is filled with the keys of the new `flows`.
-        for name, size in wanted.items():
-            if name in resized:
+        for name, size in sizes.items():
+            if name in resized_maps:
                 self._resize(name, size)
         if next(iter(self.maps["flows"].items()), None):
-            look_for_flows(self.maps["tracked"])
-        return opened.adopted
+            enable_flow_lookup(self.maps["tracked"])
+        return opened_maps.adopted
 
     def close(self) -> None:
         """Lets go of the descriptors."""
         pinning.close_all(self.maps.values())
-        self.moves.close()
+        self.migration.close()
         self.maps = {}
 
     def put(
@@ -91,7 +93,7 @@ class Tables:
         for key, value in entries:
             keys += key
             values += value
-            if len(keys) >= PIECE:
+            if len(keys) >= BATCH_KEY_BYTES:
                 count += self._put(name, bytes(keys), bytes(values))
                 keys, values = bytearray(), bytearray()
         count += self._put(name, bytes(keys), bytes(values))
@@ -99,20 +101,20 @@ class Tables:
 
     def _put(self, name: str, keys: bytes, values: bytes) -> int:
         """Entries back to back, and how many they are."""
-        target = self.maps[name]
-        count = len(keys) // target.key_size
+        map_ = self.maps[name]
+        count = len(keys) // map_.key_size
         if count == 1:
-            target.update(keys, values)
+            map_.update(keys, values)
             self.calls += 1
         elif count:
-            self.calls += target.update_batch(keys, values)
+            self.calls += map_.update_batch(keys, values)
         if count:
             self.writes[name] += count
             if name in self._copies:
                 self._copies[name].update_batch(keys, values)
         return count
 
-    def drop(self, name: str, keys: Iterable[bytes]) -> None:
+    def delete(self, name: str, keys: Iterable[bytes]) -> None:
         """Deletes entries."""
         joined = b"".join(keys)
         if joined:
@@ -123,44 +125,46 @@ class Tables:
             self.writes[name] += count
             self.fill[name] -= count
 
-    def counted(self) -> tuple[dict[str, int], int]:
+    def take_counts(self) -> tuple[dict[str, int], int]:
         """Writes by map and calls since the last time."""
         result = dict(self.writes), self.calls
         self.writes, self.calls = Counter(), 0
         return result
 
-    def limit(self, name: str) -> int:
+    def max_entries(self, name: str) -> int:
         """How many entries this map may ever hold."""
-        return MAPS[name].limit(self._sizes)
+        return MAPS[name].max_entries(self._sizes)
 
-    def too_small(self, more: Mapping[str, int]) -> dict[str, int]:
+    def compute_new_sizes(self, added: Mapping[str, int]) -> dict[str, int]:
         """Maps that so many more entries would overfill, and the sizes that they need; with one of
         those that frontends lead to all the others of them.
         """
-        bigger = {
-            name: bigger
-            for name, count in more.items()
+        new_sizes = {
+            name: new_sizes
+            for name, count in added.items()
             if count
-            and (bigger := self._size_for(name, self.fill[name] + count))
+            and (new_sizes := self._size_for(name, self.fill[name] + count))
             > self.maps[name].max_entries
         }
-        if pinning.FLIPPED.isdisjoint(bigger):
-            return bigger
-        return {name: self.maps[name].max_entries for name in sorted(pinning.FLIPPED)} | bigger
+        if pinning.FLIPPED_MAPS.isdisjoint(new_sizes):
+            return new_sizes
+        return {
+            name: self.maps[name].max_entries for name in sorted(pinning.FLIPPED_MAPS)
+        } | new_sizes
 
-    def _size_for(self, name: str, wanted: int) -> int:
-        size, most = self.maps[name].max_entries, self.limit(name)
-        if wanted > most:
-            most *= OVERLAP
-        while wanted > size * HEADROOM and size < most:
-            size = min(size * 2, most)
+    def _size_for(self, name: str, entries: int) -> int:
+        size, max_entries = self.maps[name].max_entries, self.max_entries(name)
+        if entries > max_entries:
+            max_entries *= OVERLAP_FACTOR
+        while entries > size * MAX_FILL and size < max_entries:
+            size = min(size * 2, max_entries)
         return size
 
-    def fits(self, more: Mapping[str, int]) -> bool:
+    def fits(self, added: Mapping[str, int]) -> bool:
         """Whether there is room for so many more entries in the maps as they are."""
         return all(
             not count or self.fill[name] + count <= self.maps[name].max_entries
-            for name, count in more.items()
+            for name, count in added.items()
         )
 
     def copy(self, larger: Mapping[str, Map], at_once: int) -> Generator[None]:
@@ -171,7 +175,7 @@ class Tables:
         for name, target in larger.items():
             cursor: bytes | None = None
             while True:
-                keys, values, cursor = self.maps[name].batch(cursor, at_once)
+                keys, values, cursor = self.maps[name].lookup_batch(cursor, at_once)
                 if keys:
                     target.update_batch(keys, values)
                 yield
@@ -187,28 +191,32 @@ class Tables:
         read the old ones.
         """
         self._copies = {}
-        for name, held in larger.items():
-            old, self.maps[name] = self.maps[name], held
-            pinning.replace_pin(self._pins, held, name)
+        for name, new in larger.items():
+            old, self.maps[name] = self.maps[name], new
+            pinning.replace_pin(self._pins, new, name)
             old.close()
-            log.info("map resized map=%s entries=%d", name, held.max_entries)
+            log.info("map resized map=%s entries=%d", name, new.max_entries)
 
     def _resize(self, name: str, entries: int) -> None:
         """Gives a map that programs write the size that the configuration asks for now, which may
         be smaller. Programs still write to the old one: that comes after (moving.py), and it stays
         pinned until then, see pin().
         """
-        old, made = self.maps[name], pinning.make_map(MAPS[name], entries)
-        self.moves.copy(name, old, made)
+        old, new = self.maps[name], pinning.make_map(MAPS[name], entries)
+        self.migration.copy(name, old, new)
         self._unpinned.add(name)
-        self.maps[name] = made
+        self.maps[name] = new
         log.info("map resized map=%s entries=%d", name, entries)
 
-    def pin(self, packet: bool) -> None:
+    def pin(self, packet_path_only: bool) -> None:
         """Pins the maps of another size, those that only the packet path uses or the others: to be
         called right before programs change over to them. Where this process ends in between, the
         next one finds what these have written by the programs (load.py).
         """
-        for name in sorted(n for n in self._unpinned if MAPS[n].packet is packet):
+        for name in sorted(
+            map_name
+            for map_name in self._unpinned
+            if MAPS[map_name].packet_path_only is packet_path_only
+        ):
             pinning.replace_pin(self._pins, self.maps[name], name)
             self._unpinned.discard(name)

@@ -24,13 +24,13 @@ class AgentSockets:
         self._map: Map | None = None
         self._cookies: deque[int] = deque()
 
-    def open(self, held: Map) -> None:
+    def open(self, map_: Map) -> None:
         """Takes the map, and deletes what an earlier agent left in it: its sockets are closed."""
         with self._lock:
-            self._map = held
+            self._map = map_
             self._cookies.clear()
-            if left := b"".join(key for key, _ in held.items()):
-                held.delete_batch(left)
+            if stale_keys := b"".join(key for key, _ in map_.items()):
+                map_.delete_batch(stale_keys)
 
     def claim(self, cookie: int) -> None:
         """See DataPlane.claim_socket(). Without a map no program is there that would ask."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from struct import Struct
 from typing import Final, Protocol
 
-from kbpf.dataplane.bpf.maps.layout import NAT, U64, FlowPart, TcpState, idle_seconds
+from kbpf.dataplane.bpf.maps.layout import FLOW, U64, FlowDirection, TcpState, idle_timeout_s
 
 CLIENT: Final = slice(8, 28)
 PROTOCOL: Final = 26
@@ -19,37 +19,40 @@ SNAT_PORT: Final = slice(84, 86)
 CLIENT_PORT: Final = slice(86, 88)
 SERVICE: Final = slice(88, 92)
 STATE: Final = 96
-PART: Final = 99
-BEGUN: Final = slice(104, 112)
+DIRECTION: Final = 99
+BEGAN_AT: Final = slice(104, 112)
 """Of a struct nat for UDP: when the flow began."""
-CHOSEN: Final = slice(8, 96)
+DECISION: Final = slice(8, 96)
 """Of a struct nat: all that was decided when the flow began."""
 IDENTITY: Final = slice(8, 88)
 """Of a struct nat: client, frontend, backend, the translated source and both their ports."""
-BOTH_ENDS: Final = slice(8, 48)
+ENDPOINTS: Final = slice(8, 48)
 """Of a struct nat: client and frontend."""
-_TIMES: Final = Struct("=Q18xB69xB")
+_LAST_USED_PROTOCOL_STATE: Final = Struct("=Q18xB69xB")
 """Of a struct nat: last use, protocol, state."""
 
-NANO: Final = 1_000_000_000
+NS_PER_SECOND: Final = 1_000_000_000
 
-QUIET: Final = {TcpState.UNPROVEN: 5 * NANO, TcpState.CLOSING: 10 * NANO}
+DISPOSABLE_AFTER_NS: Final = {
+    TcpState.UNPROVEN: 5 * NS_PER_SECOND,
+    TcpState.CLOSING: 10 * NS_PER_SECOND,
+}
 """State → ns without a packet after which a flow makes room: is_disposable() in track.h."""
 
-Pair = tuple[bytes, bytes]
+FlowEntry = tuple[bytes, bytes]
 
 
-class _Holds(dict[tuple[int, int], int]):
+class _IdleTimeouts(dict[tuple[int, int], int]):
     def __missing__(self, key: tuple[int, int]) -> int:
-        self[key] = idle_seconds(*key) * NANO
+        self[key] = idle_timeout_s(*key) * NS_PER_SECOND
         return self[key]
 
 
-HOLDS: Final = _Holds()
+IDLE_TIMEOUT_NS: Final = _IdleTimeouts()
 """Protocol and state → ns that an entry holds without a packet."""
 
 
-class Counter(Protocol):
+class CounterMap(Protocol):
     """The map `tracked`, as far as it is needed here."""
 
     def lookup(self, key: bytes) -> bytes | None:
@@ -59,31 +62,33 @@ class Counter(Protocol):
         """Writes it."""
 
 
-def look_for_flows(tracked: Counter) -> None:
+def enable_flow_lookup(flow_count: CounterMap) -> None:
     """There are some: programs that find `tracked` 0 look for none."""
-    if tracked.lookup(bytes(4)) == bytes(8):
-        tracked.update(bytes(4), U64.pack(1))
+    if flow_count.lookup(bytes(4)) == bytes(8):
+        flow_count.update(bytes(4), U64.pack(1))
 
 
-def ends(one: bytes, other: bytes) -> bytes:
+def flow_key(source: bytes, destination: bytes) -> bytes:
     """The key of two ends, in the order of ends_of() in track.h: by address, the last word of it
     first, then by port; each as the machine reads the four or two bytes.
     """
 
-    def place(target: bytes) -> tuple[int, ...]:
-        words = [int.from_bytes(target[at : at + 4], "little") for at in (12, 8, 4, 0)]
-        return words[0], int.from_bytes(target[16:18], "little"), *words[1:]
+    def sort_key(target: bytes) -> tuple[int, ...]:
+        address_words = [
+            int.from_bytes(target[offset : offset + 4], "little") for offset in (12, 8, 4, 0)
+        ]
+        return address_words[0], int.from_bytes(target[16:18], "little"), *address_words[1:]
 
-    first, second = sorted((one, other), key=place)
+    first, second = sorted((source, destination), key=sort_key)
     return first + second
 
 
-def is_question(raw: bytes) -> bool:
+def is_original(raw: bytes) -> bool:
     """Whether this entry is the client's own."""
-    return raw[PART] == FlowPart.QUESTION
+    return raw[DIRECTION] == FlowDirection.ORIGINAL
 
 
-def is_held(raw: bytes) -> bool:
+def is_port_reservation(raw: bytes) -> bool:
     """Whether it stands for a port that conntrack has given away (beyond.py)."""
     return raw[FRONTEND] == raw[BACKEND] and not any(raw[SERVICE])
 
@@ -93,18 +98,18 @@ def last_used(raw: bytes) -> int:
     return int.from_bytes(raw[:8], "little")
 
 
-def over(raw: bytes) -> int:
+def expires_at(raw: bytes) -> int:
     """ns, CLOCK_MONOTONIC: when the time of this entry is over, if no packet comes."""
-    last, protocol, state = _TIMES.unpack_from(raw)
-    return int(last) + HOLDS[protocol, state]
+    last_use, protocol, state = _LAST_USED_PROTOCOL_STATE.unpack_from(raw)
+    return int(last_use) + IDLE_TIMEOUT_NS[protocol, state]
 
 
-def is_needed(state: int, last: int, now: int) -> bool:
+def is_needed(state: int, last_sent: int, now: int) -> bool:
     """Whether a flow, which is not over, does not make room by itself: is_needed() in tc.c. `last`
     is when its client has last sent; both in ns, CLOCK_MONOTONIC.
     """
-    if state in QUIET:
-        return now - last <= QUIET[TcpState(state)]
+    if state in DISPOSABLE_AFTER_NS:
+        return now - last_sent <= DISPOSABLE_AFTER_NS[TcpState(state)]
     return state == TcpState.ESTABLISHED
 
 
@@ -115,34 +120,34 @@ def is_open(state: int) -> bool:
     return state != TcpState.CLOSED
 
 
-def columns(values: bytes) -> Iterator[tuple[int, int, int, int, int, int]]:
+def unpack_columns(values: bytes) -> Iterator[tuple[int, int, int, int, int, int]]:
     """Of structs nat, back to back: ids of Service and backend, last use (ns), protocol, state,
     part.
     """
-    size, words = NAT.size, memoryview(values).cast("I")
+    stride, u32_view = FLOW.size, memoryview(values).cast("I")
     return zip(
-        words[SERVICE.start // 4 :: size // 4],
-        words[SERVICE.stop // 4 :: size // 4],
-        memoryview(values).cast("Q")[0 :: size // 8],
-        values[PROTOCOL::size],
-        values[STATE::size],
-        values[PART::size],
+        u32_view[SERVICE.start // 4 :: stride // 4],
+        u32_view[SERVICE.stop // 4 :: stride // 4],
+        memoryview(values).cast("Q")[0 :: stride // 8],
+        values[PROTOCOL::stride],
+        values[STATE::stride],
+        values[DIRECTION::stride],
         strict=True,
     )
 
 
-def in_order(entries: Iterable[Pair]) -> list[bytes]:
+def queue_order(entries: Iterable[FlowEntry]) -> list[bytes]:
     """The keys for the queue, that of the flow which was quiet longest first."""
-    found = [(last_used(raw), key) for key, raw in entries if is_question(raw)]
-    return [key for _, key in sorted(found)]
+    originals = [(last_used(raw), key) for key, raw in entries if is_original(raw)]
+    return [key for _, key in sorted(originals)]
 
 
-def newest(entries: Iterable[Pair], count: int) -> list[Pair]:
+def most_recent(entries: Iterable[FlowEntry], count: int) -> list[FlowEntry]:
     """What belongs to so many flows, those that were used last."""
-    held = list(entries)
-    questions = sorted(
-        ((last_used(raw), raw[BOTH_ENDS]) for key, raw in held if is_question(raw)),
+    all_entries = list(entries)
+    originals = sorted(
+        ((last_used(raw), raw[ENDPOINTS]) for key, raw in all_entries if is_original(raw)),
         reverse=True,
     )
-    kept = {both for _, both in questions[:count]}
-    return [(key, raw) for key, raw in held if raw[BOTH_ENDS] in kept]
+    kept_endpoints = {endpoints for _, endpoints in originals[:count]}
+    return [(key, raw) for key, raw in all_entries if raw[ENDPOINTS] in kept_endpoints]

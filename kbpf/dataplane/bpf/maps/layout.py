@@ -49,8 +49,8 @@ class NodeFlag(IntFlag):
     DETECTS_LOCAL = 1 << 1
     LOCAL_NETWORKS = 1 << 2
     DIRECT = 1 << 3
-    YIELDS = 1 << 4
-    FOLLOWS = 1 << 5
+    PASSIVE = 1 << 4
+    COEXISTING = 1 << 5
 
 
 class DeviceFlag(IntFlag):
@@ -78,7 +78,7 @@ class TcpState(IntEnum):
     UNPROVEN = 5
 
 
-IDLE_SECONDS: Final = {
+TCP_IDLE_TIMEOUT_S: Final = {
     TcpState.NEW: 120,
     TcpState.ESTABLISHED: 24 * 3600,
     TcpState.CLOSING: 3600,
@@ -88,26 +88,26 @@ IDLE_SECONDS: Final = {
 }
 """How long a tracked TCP connection holds without a packet: timeout_of() in track.h."""
 
-IDLE_SECONDS_OTHERS: Final = 30
+UNESTABLISHED_IDLE_TIMEOUT_S: Final = 30
 """The same for all other protocols, until the connection is established."""
 
-IDLE_SECONDS_STREAM: Final = {Protocol.UDP: 120, Protocol.SCTP: 210}
+STREAM_IDLE_TIMEOUT_S: Final = {Protocol.UDP: 120, Protocol.SCTP: 210}
 """The same from then on."""
 
 
-def idle_seconds(protocol: int, state: int) -> int:
+def idle_timeout_s(protocol: int, state: int) -> int:
     """Seconds that a tracked connection holds without a packet. A state that has no name holds as
     the C has it: as the last one.
     """
     if protocol == Protocol.TCP:
-        known = state in TcpState.__members__.values()
-        return IDLE_SECONDS[TcpState(state) if known else TcpState.CLOSED]
+        is_known = state in TcpState.__members__.values()
+        return TCP_IDLE_TIMEOUT_S[TcpState(state) if is_known else TcpState.CLOSED]
     if state != TcpState.ESTABLISHED:
-        return IDLE_SECONDS_OTHERS
-    return IDLE_SECONDS_STREAM[Protocol.SCTP if protocol == Protocol.SCTP else Protocol.UDP]
+        return UNESTABLISHED_IDLE_TIMEOUT_S
+    return STREAM_IDLE_TIMEOUT_S[Protocol.SCTP if protocol == Protocol.SCTP else Protocol.UDP]
 
 
-class Fin(IntFlag):
+class FinFlag(IntFlag):
     """enum fins: who has closed."""
 
     CLIENT = 1 << 0
@@ -116,20 +116,20 @@ class Fin(IntFlag):
     COUNTED = 1 << 3
 
 
-class Way(IntEnum):
+class FlowPath(IntEnum):
     """enum way: how the packets of a flow leave this node."""
 
     STACK = 0
-    REDIRECT = 1
-    PAST = 2
+    DIRECT = 1
+    DIRECT_SNAT = 2
 
 
-class FlowPart(IntEnum):
+class FlowDirection(IntEnum):
     """enum part: which entry of a flow this is."""
 
-    QUESTION = 0
-    ANSWER = 1
-    SNAT_ANSWER = 2
+    ORIGINAL = 0
+    REPLY = 1
+    SNAT_REPLY = 2
 
 
 class ConfigFlag(IntFlag):
@@ -139,11 +139,11 @@ class ConfigFlag(IntFlag):
     LOCALHOST_NODE_PORTS = 1 << 1
     HOST_ONLY = 1 << 2
     EXEMPTIONS = 1 << 3
-    SOCKETS_OFF = 1 << 4
-    FOLLOWS = 1 << 5
+    SOCKET_LB_OFF = 1 << 4
+    COEXISTING = 1 << 5
     ACCOUNTING = 1 << 6
-    ENDS = 1 << 7
-    PACKETS = 1 << 8
+    COUNT_CONNECTION_ENDS = 1 << 7
+    PACKET_PATH = 1 << 8
 
 
 class ClientKind(IntEnum):
@@ -219,10 +219,10 @@ class ServiceValue(NamedTuple):
     cluster_table: int = 0
     local_table: int = 0
 
-    def pack(self, at: bytes) -> bytes:
+    def pack(self, key: bytes) -> bytes:
         """40 bytes: the value of this key (struct target), with its check word."""
-        words = (*TARGET_WORDS.unpack(at), *self)
-        return SERVICE.pack(*self, sum(map(mul, words, CHECK_FACTORS)) & 0xFFFFFFFF)
+        u32_words = (*TARGET_WORDS.unpack(key), *self)
+        return SERVICE.pack(*self, sum(map(mul, u32_words, CHECK_FACTORS)) & 0xFFFFFFFF)
 
     @classmethod
     def unpack(cls, raw: bytes) -> "ServiceValue":
@@ -245,7 +245,7 @@ CHECK_FACTORS: Final = tuple(pow(0x9E3779B1, power, 1 << 32) for power in range(
 """What each word of a key and a value of `services` counts in the check word (check.h)."""
 U32: Final = Struct("=I")
 U64: Final = Struct("=Q")
-PAIR: Final = Struct("=II")  # struct slot, struct member
+U32_PAIR: Final = Struct("=II")  # struct slot, struct member
 AFFINITY_KEY: Final = Struct("=16sII")
 AFFINITY: Final = Struct("=QII")
 PEER: Final = Struct("=Q20s20sII")
@@ -255,10 +255,10 @@ UDP_FLOWS: Final = Struct(f"=Q{FLOWS_PER_SOCKET * UDP_FLOW.size}s")
 CUT_KEY: Final = Struct("=I20s")
 SERVICE_NAME: Final = Struct("=64s64s64sBB2x")
 SOURCE_KEY: Final = Struct("=II16s")
-ENDS: Final = Struct("=20s20s")
+FLOW_KEY: Final = Struct("=20s20s")
 NETWORK_KEY: Final = Struct("=I16s")
-NAT: Final = Struct("=Q20s20s20s16s2s2sIIBBBBIQ48s")
-WAY_OUT: Final = Struct("=II16sI6s6sHBBI")
+FLOW: Final = Struct("=Q20s20s20s16s2s2sIIBBBBIQ48s")
+NEXT_HOP: Final = Struct("=II16sI6s6sHBBI")
 DEVICE: Final = Struct("=III6s2x16s16s")
 CACHED_DEVICE: Final = Struct("=I52s")
 FRONTEND_PORT_WORDS: Final = 1024
@@ -268,20 +268,20 @@ NODE: Final = Struct("=16s16sIHHII")
 REFUSAL_LIMIT: Final = Struct("=QQQ")
 PORT_SLOT: Final = Struct("=I4xQ")
 PORT_SLOTS: Final = 1024
-PLACE: Final = Struct("=16sI")
-FRAGMENT_PLACES: Final = 128
-YIELDED_PLACES: Final = 2048
+CLIENT_SLOT: Final = Struct("=16sI")
+FRAGMENTS_PER_CLIENT: Final = 128
+FOREIGN_FLOWS_PER_CLIENT: Final = 2048
 """One client may have so many entries of the map; see struct place."""
 FRAGMENT: Final = Struct("=II4sI")
-PORTS: Final = Struct("=2s2s")
+PORT_PAIR: Final = Struct("=2s2s")
 CONFIG: Final = Struct("=QII")
 META: Final = Struct("=III4x")
 COUNTS: Final = Struct("=10Q")
-SLACK: Final = 1.125
+FLOW_HEADROOM: Final = 1.125
 """So much more room than asked for have the tracked flows: see find_place() in tc.c."""
 AGENT_SOCKETS: Final = 256
 """So many of the agent's newest connections to the API server are known to the programs."""
-UNUSED: Final = 64
+UNUSED_MAP_ENTRIES: Final = 64
 """Entries of a map that nobody uses: the kernel has none of 0."""
 STATUS_SIZE: Final = 32_768
 
@@ -300,7 +300,7 @@ def pack_slots(set_id: int, size: int, start: int = 0) -> bytes:
     return keys.tobytes()
 
 
-def pack_range(service_id: int, cidr: Cidr) -> bytes:
+def pack_source_range(service_id: int, cidr: Cidr) -> bytes:
     """struct source_key. The service counts among the bits of the prefix."""
     return SOURCE_KEY.pack(32 + cidr.bits, service_id, cidr.address)
 
@@ -316,32 +316,34 @@ def unpack_network(raw: bytes) -> Cidr:
     return Cidr(Addr(address), bits)
 
 
-def unpack_range(raw: bytes) -> tuple[int, Cidr]:
+def unpack_source_range(raw: bytes) -> tuple[int, Cidr]:
     """From struct source_key: service id and network."""
     bits, service_id, address = SOURCE_KEY.unpack(raw)
     return service_id, Cidr(Addr(address), bits - 32)
 
 
-def pack_name(key: ServicePortKey) -> bytes:
+def pack_service_name(key: ServicePortKey) -> bytes:
     """struct service_name."""
     return SERVICE_NAME.pack(
         key.namespace.encode(), key.name.encode(), key.port.encode(), key.protocol, key.family
     )
 
 
-def unpack_name(raw: bytes) -> ServicePortKey:
+def unpack_service_name(raw: bytes) -> ServicePortKey:
     """The Service port that an id stands for."""
     namespace, name, port, protocol, family = SERVICE_NAME.unpack(raw)
-    return ServicePortKey(_text(namespace), _text(name), _text(port), Protocol(protocol), family)
+    return ServicePortKey(
+        _decode_text(namespace), _decode_text(name), _decode_text(port), Protocol(protocol), family
+    )
 
 
-def _text(raw: bytes) -> str:
+def _decode_text(raw: bytes) -> str:
     """What a map holds must never end a program: what is no text is shown as such."""
     return raw.rstrip(b"\0").decode(errors="replace")
 
 
 @dataclass(frozen=True, slots=True)
-class Former:
+class FormerLayout:
     """A layout that a map had in an earlier version of kbpf, and what makes today's value of one of
     its values. The keys are the same.
     """
@@ -366,7 +368,7 @@ class MapSpec:
     """
 
     name: str
-    kind: int
+    map_type: int
     key_size: int
     value_size: int
     entries: int
@@ -374,130 +376,205 @@ class MapSpec:
     sized_by: str = ""
     grows: bool = False
     version: int = 1
-    packet: bool = False
-    per: float = 1
-    former: tuple[Former, ...] = ()
+    packet_path_only: bool = False
+    entries_per_object: float = 1
+    former_layouts: tuple[FormerLayout, ...] = ()
 
     @property
-    def shape(self) -> tuple[str, int, int, int, int]:
+    def identity(self) -> tuple[str, int, int, int, int]:
         """What must be the same for one map to be taken for the other."""
-        return self.name, self.kind, self.key_size, self.value_size, self.version
+        return self.name, self.map_type, self.key_size, self.value_size, self.version
 
     @property
-    def fixed(self) -> bool:
+    def is_fixed_size(self) -> bool:
         """Whether programs write it, so that it has the size that the configuration asks for."""
         return bool(self.sized_by) and not self.grows
 
-    def limit(self, sizes: MapSizes) -> int:
+    def max_entries(self, sizes: MapSizes) -> int:
         """How many entries it may hold at most."""
-        return int(getattr(sizes, self.sized_by) * self.per) if self.sized_by else self.entries
+        return (
+            int(getattr(sizes, self.sized_by) * self.entries_per_object)
+            if self.sized_by
+            else self.entries
+        )
 
-    def start(self, sizes: MapSizes, packet_path: bool = True) -> int:
+    def initial_entries(self, sizes: MapSizes, packet_path: bool = True) -> int:
         """How many entries it is made for at first: what programs write, for all."""
-        limit = self.limit(sizes)
-        if self.packet and not packet_path:
-            return min(UNUSED, limit)
-        return min(self.entries, limit) if self.grows else limit
+        max_entries = self.max_entries(sizes)
+        if self.packet_path_only and not packet_path:
+            return min(UNUSED_MAP_ENTRIES, max_entries)
+        return min(self.entries, max_entries) if self.grows else max_entries
 
 
-def _plain(name: str, key: int, value: int, entries: int, sized_by: str) -> MapSpec:
+def _growing_hash(
+    name: str, key_size: int, value_size: int, entries: int, sized_by: str
+) -> MapSpec:
     return MapSpec(
-        name, objects.MAP_HASH, key, value, entries, objects.F_NO_PREALLOC, sized_by, grows=True
+        name,
+        objects.BPF_MAP_TYPE_HASH,
+        key_size,
+        value_size,
+        entries,
+        objects.BPF_F_NO_PREALLOC,
+        sized_by,
+        grows=True,
     )
 
 
-def _lru(name: str, key: int, value: int, sized_by: str, version: int = 1) -> MapSpec:
-    return MapSpec(name, objects.MAP_LRU_HASH, key, value, 0, 0, sized_by, version=version)
+def _lru_hash(
+    name: str, key_size: int, value_size: int, sized_by: str, version: int = 1
+) -> MapSpec:
+    return MapSpec(
+        name, objects.BPF_MAP_TYPE_LRU_HASH, key_size, value_size, 0, 0, sized_by, version=version
+    )
 
 
-def _storage(name: str, value: int) -> MapSpec:
+def _socket_storage(name: str, value_size: int) -> MapSpec:
     """What a socket has of its own: as many as there are sockets, whose key is their descriptor."""
-    return MapSpec(name, objects.MAP_SK_STORAGE, 4, value, 0, objects.F_NO_PREALLOC)
+    return MapSpec(
+        name, objects.BPF_MAP_TYPE_SK_STORAGE, 4, value_size, 0, objects.BPF_F_NO_PREALLOC
+    )
 
 
 MAPS: Final = {
     spec.name: spec
     for spec in (
-        _plain("services", TARGET.size, SERVICE.size, 16_384, "frontends"),
-        _plain("service_names", U32.size, SERVICE_NAME.size, 16_384, "frontends"),
-        _plain("backend_slots", PAIR.size, U32.size, 65_536, "slots"),
-        _plain("backends", U32.size, TARGET.size, 65_536, "backends"),
-        _plain("set_members", PAIR.size, U32.size, 16_384, "slots"),
-        _lru("affinity", AFFINITY_KEY.size, AFFINITY.size, "affinity"),
-        _lru("affinity_shares", 16, U32.size, "affinity"),
-        _storage("sock_peers", PEER.size),
-        _storage("former_peers", PEER.size),
-        _storage("udp_flows", UDP_FLOWS.size),
+        _growing_hash("services", TARGET.size, SERVICE.size, 16_384, "frontends"),
+        _growing_hash("service_names", U32.size, SERVICE_NAME.size, 16_384, "frontends"),
+        _growing_hash("backend_slots", U32_PAIR.size, U32.size, 65_536, "slots"),
+        _growing_hash("backends", U32.size, TARGET.size, 65_536, "backends"),
+        _growing_hash("set_members", U32_PAIR.size, U32.size, 16_384, "slots"),
+        _lru_hash("affinity", AFFINITY_KEY.size, AFFINITY.size, "affinity"),
+        _lru_hash("affinity_shares", 16, U32.size, "affinity"),
+        _socket_storage("sock_peers", PEER.size),
+        _socket_storage("former_peers", PEER.size),
+        _socket_storage("udp_flows", UDP_FLOWS.size),
         MapSpec(
-            "udp_cuts", objects.MAP_HASH, CUT_KEY.size, U64.size, 65_536, objects.F_NO_PREALLOC
+            "udp_cuts",
+            objects.BPF_MAP_TYPE_HASH,
+            CUT_KEY.size,
+            U64.size,
+            65_536,
+            objects.BPF_F_NO_PREALLOC,
         ),
         MapSpec(
             "source_ranges",
-            objects.MAP_LPM_TRIE,
+            objects.BPF_MAP_TYPE_LPM_TRIE,
             SOURCE_KEY.size,
             4,
             65_536,
-            objects.F_NO_PREALLOC,
+            objects.BPF_F_NO_PREALLOC,
         ),
         MapSpec(
             "flows",
-            objects.MAP_HASH,
-            ENDS.size,
-            NAT.size,
+            objects.BPF_MAP_TYPE_HASH,
+            FLOW_KEY.size,
+            FLOW.size,
             0,
             0,
             sized_by="connections",
-            packet=True,
-            per=3 * SLACK,
-            former=(Former(1, 152, lambda raw: raw[:104] + bytes(8) + raw[104:]),),
+            packet_path_only=True,
+            entries_per_object=3 * FLOW_HEADROOM,
+            former_layouts=(FormerLayout(1, 152, lambda raw: raw[:104] + bytes(8) + raw[104:]),),
         ),
         MapSpec(
             "order",
-            objects.MAP_QUEUE,
+            objects.BPF_MAP_TYPE_QUEUE,
             0,
-            ENDS.size,
+            FLOW_KEY.size,
             0,
             sized_by="connections",
-            packet=True,
-            per=SLACK,
+            packet_path_only=True,
+            entries_per_object=FLOW_HEADROOM,
         ),
-        MapSpec("tracked", objects.MAP_ARRAY, 4, U64.size, 1),
-        MapSpec("port_slots", objects.MAP_ARRAY, 4, PORT_SLOT.size, PORT_SLOTS),
-        MapSpec("fragments", objects.MAP_LRU_HASH, PLACE.size, FRAGMENT.size, 8192, packet=True),
-        MapSpec("refusal_limits", objects.MAP_ARRAY, 4, REFUSAL_LIMIT.size, len(RefusalLimit)),
-        MapSpec("refused_peers", objects.MAP_LRU_HASH, 16, U64.size, 4096, packet=True),
-        MapSpec("yielded", objects.MAP_LRU_HASH, PLACE.size, U32.size, 16_384, packet=True),
-        MapSpec("paused", objects.MAP_ARRAY, 4, U64.size, 1),
-        MapSpec("devices", objects.MAP_HASH, 4, DEVICE.size, 4096, objects.F_NO_PREALLOC),
-        MapSpec("device_cache", objects.MAP_ARRAY, 4, CACHED_DEVICE.size, CACHED_DEVICES),
-        MapSpec("pending", objects.MAP_PERCPU_ARRAY, 4, NAT.size, 1),
-        MapSpec("node", objects.MAP_ARRAY, 4, NODE.size, 1),
+        MapSpec("tracked", objects.BPF_MAP_TYPE_ARRAY, 4, U64.size, 1),
+        MapSpec("port_slots", objects.BPF_MAP_TYPE_ARRAY, 4, PORT_SLOT.size, PORT_SLOTS),
         MapSpec(
-            "local_networks", objects.MAP_LPM_TRIE, NETWORK_KEY.size, 4, 64, objects.F_NO_PREALLOC
+            "fragments",
+            objects.BPF_MAP_TYPE_LRU_HASH,
+            CLIENT_SLOT.size,
+            FRAGMENT.size,
+            8192,
+            packet_path_only=True,
         ),
-        _plain("node_addresses", 16, 4, 4096, "frontends"),
-        _plain("cluster_ips", 16, 4, 16_384, "frontends"),
-        MapSpec("frontend_ports", objects.MAP_ARRAY, 4, U64.size, FRONTEND_PORT_WORDS),
-        MapSpec("exempt_cgroups", objects.MAP_HASH, U64.size, 4, 4096, objects.F_NO_PREALLOC),
         MapSpec(
-            "agent_sockets", objects.MAP_HASH, U64.size, 4, AGENT_SOCKETS, objects.F_NO_PREALLOC
+            "refusal_limits", objects.BPF_MAP_TYPE_ARRAY, 4, REFUSAL_LIMIT.size, len(RefusalLimit)
         ),
-        MapSpec("config", objects.MAP_ARRAY, 4, CONFIG.size, 1),
         MapSpec(
-            "counts", objects.MAP_HASH, PAIR.size, COUNTS.size, 0, objects.F_NO_PREALLOC, "counts"
+            "refused_peers",
+            objects.BPF_MAP_TYPE_LRU_HASH,
+            16,
+            U64.size,
+            4096,
+            packet_path_only=True,
         ),
-        MapSpec("no_counts", objects.MAP_ARRAY, 4, COUNTS.size, 1),
-        MapSpec("reasons", objects.MAP_PERCPU_ARRAY, 4, 8, len(Reason), version=9),
-        MapSpec("meta", objects.MAP_ARRAY, 4, META.size, 1),
-        MapSpec("agent_status", objects.MAP_ARRAY, 4, STATUS_SIZE, 1),
+        MapSpec(
+            "yielded",
+            objects.BPF_MAP_TYPE_LRU_HASH,
+            CLIENT_SLOT.size,
+            U32.size,
+            16_384,
+            packet_path_only=True,
+        ),
+        MapSpec("paused", objects.BPF_MAP_TYPE_ARRAY, 4, U64.size, 1),
+        MapSpec(
+            "devices", objects.BPF_MAP_TYPE_HASH, 4, DEVICE.size, 4096, objects.BPF_F_NO_PREALLOC
+        ),
+        MapSpec("device_cache", objects.BPF_MAP_TYPE_ARRAY, 4, CACHED_DEVICE.size, CACHED_DEVICES),
+        MapSpec("pending", objects.BPF_MAP_TYPE_PERCPU_ARRAY, 4, FLOW.size, 1),
+        MapSpec("node", objects.BPF_MAP_TYPE_ARRAY, 4, NODE.size, 1),
+        MapSpec(
+            "local_networks",
+            objects.BPF_MAP_TYPE_LPM_TRIE,
+            NETWORK_KEY.size,
+            4,
+            64,
+            objects.BPF_F_NO_PREALLOC,
+        ),
+        _growing_hash("node_addresses", 16, 4, 4096, "frontends"),
+        _growing_hash("cluster_ips", 16, 4, 16_384, "frontends"),
+        MapSpec("frontend_ports", objects.BPF_MAP_TYPE_ARRAY, 4, U64.size, FRONTEND_PORT_WORDS),
+        MapSpec(
+            "exempt_cgroups",
+            objects.BPF_MAP_TYPE_HASH,
+            U64.size,
+            4,
+            4096,
+            objects.BPF_F_NO_PREALLOC,
+        ),
+        MapSpec(
+            "agent_sockets",
+            objects.BPF_MAP_TYPE_HASH,
+            U64.size,
+            4,
+            AGENT_SOCKETS,
+            objects.BPF_F_NO_PREALLOC,
+        ),
+        MapSpec("config", objects.BPF_MAP_TYPE_ARRAY, 4, CONFIG.size, 1),
+        MapSpec(
+            "counts",
+            objects.BPF_MAP_TYPE_HASH,
+            U32_PAIR.size,
+            COUNTS.size,
+            0,
+            objects.BPF_F_NO_PREALLOC,
+            "counts",
+        ),
+        MapSpec("no_counts", objects.BPF_MAP_TYPE_ARRAY, 4, COUNTS.size, 1),
+        MapSpec("reasons", objects.BPF_MAP_TYPE_PERCPU_ARRAY, 4, 8, len(Reason), version=9),
+        MapSpec("meta", objects.BPF_MAP_TYPE_ARRAY, 4, META.size, 1),
+        MapSpec("agent_status", objects.BPF_MAP_TYPE_ARRAY, 4, STATUS_SIZE, 1),
     )
 }
 
-FORGETFUL: Final = {"flows", *(n for n, s in MAPS.items() if s.kind == objects.MAP_LRU_HASH)}
+SELF_EVICTING_MAPS: Final = {
+    "flows",
+    *(n for n, s in MAPS.items() if s.map_type == objects.BPF_MAP_TYPE_LRU_HASH),
+}
 """Maps of which an entry stays until its room is needed: full is what they become."""
 
 
 def schema_hash() -> str:
     """A short name for the layout of all maps: pins with another one are not adopted."""
-    text = repr(sorted(spec.shape for spec in MAPS.values()))
+    text = repr(sorted(spec.identity for spec in MAPS.values()))
     return hashlib.sha256(text.encode()).hexdigest()[:12]

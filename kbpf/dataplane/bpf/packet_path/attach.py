@@ -21,19 +21,26 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
 
-from kbpf.dataplane.bpf.packet_path.device_roles import Choice, Role, decide
-from kbpf.dataplane.bpf.programs.foreign import Foreign, at_devices
+from kbpf.dataplane.bpf.packet_path.device_roles import DeviceRole, RoleChoice, decide_roles
+from kbpf.dataplane.bpf.programs.foreign import ForeignProgram, find_at_devices
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf.objects import Program
-from kbpf.kernel.bpf.tc import OURS, Attachment, Direction, How, Mark, Tc
+from kbpf.kernel.bpf.tc import (
+    DEFAULT_IDENTITY,
+    Attachment,
+    AttachMethod,
+    Direction,
+    FilterIdentity,
+    TcAttacher,
+)
 from kbpf.kernel.net.devices import Device
 
 log = logging.getLogger("kbpf.dataplane")
 
-Pick = Callable[[Device, Role, Direction], Program | None]
+PickProgram = Callable[[Device, DeviceRole, Direction], Program | None]
 """Which program belongs there; None: none."""
 
-Place = tuple[int, Direction]
+AttachPoint = tuple[int, Direction]
 
 
 class Stage(IntEnum):
@@ -46,7 +53,7 @@ class Stage(IntEnum):
     DONE = 4
 
 
-GoOn = Callable[[Stage, Collection[str]], bool]
+ShouldContinue = Callable[[Stage, Collection[str]], bool]
 """Asked before each device of a stage, and at the end; False ends the pass. It is told the devices
 that could not be swapped: they go on with older programs."""
 
@@ -61,17 +68,17 @@ class DeviceReport:
     whether it went through all stages.
     """
 
-    choices: Mapping[int, Choice] = field(default_factory=dict)
-    attached: tuple[Attachment, ...] = ()
+    choices: Mapping[int, RoleChoice] = field(default_factory=dict)
+    attachments: tuple[Attachment, ...] = ()
     added: int = 0
     replaced: int = 0
     removed: int = 0
     failed: Mapping[str, str] = field(default_factory=dict)
     complete: bool = True
-    foreign: tuple[Foreign, ...] = ()
+    foreign: tuple[ForeignProgram, ...] = ()
 
 
-class Devices:
+class DeviceAttachments:
     """The attachments of one agent on the devices of the network namespace of the caller.
 
     Pins are in `<pin_dir>/devices/`: `<ifindex>-<direction>` for a TCX link, an empty folder
@@ -85,31 +92,31 @@ class Devices:
         pin_dir: Path,
         patterns: tuple[str, ...] = (),
         excluded: tuple[str, ...] = (),
-        how: How | None = None,
-        mark: Mark = OURS,
+        method: AttachMethod | None = None,
+        mark: FilterIdentity = DEFAULT_IDENTITY,
     ) -> None:
         self._folder = pin_dir / "devices"
         self._patterns = patterns
         self._excluded = excluded
-        self._how = how
+        self._method = method
         self._mark = mark
-        self._held: dict[Place, tuple[Attachment, ...]] | None = None
+        self._attachments: dict[AttachPoint, tuple[Attachment, ...]] | None = None
         self._report = DeviceReport()
 
     def status(self) -> DeviceReport:
         """What the last sync() said."""
         return self._report
 
-    def decide(self, devices: Iterable[Device]) -> Mapping[int, Choice]:
+    def decide_roles(self, devices: Iterable[Device]) -> Mapping[int, RoleChoice]:
         """As the function of this name, with what the operator said."""
-        return decide(devices, self._patterns, self._excluded)
+        return decide_roles(devices, self._patterns, self._excluded)
 
     def sync(
         self,
         devices: Iterable[Device],
-        pick: Pick,
-        gone: Collection[int] | None = None,
-        go_on: GoOn = lambda *_: True,
+        pick: PickProgram,
+        removed_devices: Collection[int] | None = None,
+        should_continue: ShouldContinue = lambda *_: True,
     ) -> DeviceReport:
         """Attaches, replaces and detaches until every device in this listing has the programs
         that `pick` gives for its role, and no others of ours.
@@ -118,62 +125,77 @@ class Devices:
         not see in the listing; None: everything is read anew. An error of one device is reported
         and stops none of the others. KernelError if nothing can be read at all.
         """
-        listed = tuple(devices)
-        choices = self.decide(listed)
-        with Tc(self._folder, self._how, self._mark) as tc:
-            step = _Step(tc, self._look(tc, gone, choices), pick, choices)
-            self._held = None  # until it is known that everything below went well
-            complete = step.run(listed, go_on)
+        listing = tuple(devices)
+        choices = self.decide_roles(listing)
+        with TcAttacher(self._folder, self._method, self._mark) as tc:
+            sync_pass = _SyncPass(
+                tc, self._read_attachments(tc, removed_devices, choices), pick, choices
+            )
+            self._attachments = None  # until it is known that everything below went well
+            complete = sync_pass.run(listing, should_continue)
             foreign = self._report.foreign
-            if gone is None:
-                ours = {one.ifindex for one in step.attached}
-                names = ((d.ifindex, d.name) for d in listed if d.ifindex in ours)
-                foreign = at_devices(tc, names)
-        if not step.failed:
-            self._held = step.held
-        for name in sorted(step.failed.keys() - self._report.failed.keys()):
-            log.warning("device=%s %s", name, step.failed[name])
-        if step.did:
-            log.info("devices %s", " ".join(f"{k}={n}" for k, n in sorted(step.did.items())))
+            if removed_devices is None:
+                our_devices = {attachment.ifindex for attachment in sync_pass.all_attachments}
+                names = (
+                    (device.ifindex, device.name)
+                    for device in listing
+                    if device.ifindex in our_devices
+                )
+                foreign = find_at_devices(tc, names)
+        if not sync_pass.failed:
+            self._attachments = sync_pass.attachments
+        for name in sorted(sync_pass.failed.keys() - self._report.failed.keys()):
+            log.warning("device=%s %s", name, sync_pass.failed[name])
+        if sync_pass.counts:
+            log.info(
+                "devices %s",
+                " ".join(f"{action}={count}" for action, count in sorted(sync_pass.counts.items())),
+            )
         self._report = DeviceReport(
             choices,
-            step.attached,
-            **step.did,
-            failed=step.failed,
+            sync_pass.all_attachments,
+            **sync_pass.counts,
+            failed=sync_pass.failed,
             complete=complete,
             foreign=foreign,
         )
         return self._report
 
-    def _look(
-        self, tc: Tc, gone: Collection[int] | None, there: Collection[int]
-    ) -> dict[Place, tuple[Attachment, ...]]:
+    def _read_attachments(
+        self, tc: TcAttacher, removed_devices: Collection[int] | None, present: Collection[int]
+    ) -> dict[AttachPoint, tuple[Attachment, ...]]:
         """What we hold: read from the kernel, or remembered."""
-        held = self._held
-        if held is not None and gone is not None:
-            lost = {index for index, _ in held if index not in there} | set(gone)
-            if lost:
-                tc.sweep(lost)
-            return {place: ours for place, ours in held.items() if place[0] not in lost}
+        attachments = self._attachments
+        if attachments is not None and removed_devices is not None:
+            removed = {index for index, _ in attachments if index not in present} | set(
+                removed_devices
+            )
+            if removed:
+                tc.sweep(removed)
+            return {
+                point: at_point
+                for point, at_point in attachments.items()
+                if point[0] not in removed
+            }
         tc.sweep()
-        found: dict[Place, tuple[Attachment, ...]] = {}
-        for one in tc.everything():
-            place = one.ifindex, one.direction
-            found[place] = (*found.get(place, ()), one)
-        return found
+        by_point: dict[AttachPoint, tuple[Attachment, ...]] = {}
+        for attachment in tc.list_all():
+            point = attachment.ifindex, attachment.direction
+            by_point[point] = (*by_point.get(point, ()), attachment)
+        return by_point
 
     def remove(self) -> tuple[Attachment, ...]:
         """Takes everything of ours away, from all devices; what there was.
 
         KernelError, after all the others are gone, if one cannot be removed.
         """
-        self._held = None
+        self._attachments = None
         errors = []
-        with Tc(self._folder, self._how, self._mark) as tc:
-            found = tc.everything()
-            for one in found:
+        with TcAttacher(self._folder, self._method, self._mark) as tc:
+            attachments = tc.list_all()
+            for attachment in attachments:
                 try:
-                    tc.detach(one)
+                    tc.detach(attachment)
                 except KernelError as error:
                     errors.append(error)
             tc.sweep()
@@ -182,102 +204,116 @@ class Devices:
         # What may be left are marks of qdiscs that others use by now.
         shutil.rmtree(self._folder, ignore_errors=True)
         self._report = DeviceReport()
-        return tuple(found)
+        return tuple(attachments)
 
 
-class _Step:
+class _SyncPass:
     """One sync() under way: what we hold by place, and what was done."""
 
     def __init__(
         self,
-        tc: Tc,
-        held: dict[Place, tuple[Attachment, ...]],
-        pick: Pick,
-        choices: Mapping[int, Choice],
+        tc: TcAttacher,
+        attachments: dict[AttachPoint, tuple[Attachment, ...]],
+        pick: PickProgram,
+        choices: Mapping[int, RoleChoice],
     ) -> None:
         self._tc = tc
         self._pick = pick
         self._choices = choices
-        self.held = held
-        self.did: Counter[str] = Counter()
+        self.attachments = attachments
+        self.counts: Counter[str] = Counter()
         self.failed: dict[str, str] = {}
-        self.behind: set[str] = set()
+        self.not_swapped: set[str] = set()
         self._vanished: set[int] = set()
         self._ids: dict[int, int] = {}  # by descriptor: asking costs a system call
 
     @property
-    def attached(self) -> tuple[Attachment, ...]:
+    def all_attachments(self) -> tuple[Attachment, ...]:
         """What we hold now."""
-        return tuple(one for place in sorted(self.held) for one in self.held[place])
+        return tuple(
+            attachment
+            for point in sorted(self.attachments)
+            for attachment in self.attachments[point]
+        )
 
-    def run(self, listed: Collection[Device], go_on: GoOn) -> bool:
+    def run(self, listing: Collection[Device], should_continue: ShouldContinue) -> bool:
         """All stages, as far as `go_on` lets it; whether it came to the end."""
         for stage in Stage:
-            for device in listed:
-                if device.name in self.failed or not self._belongs(device, stage):
+            for device in listing:
+                if device.name in self.failed or not self._has_work_in(device, stage):
                     continue
-                if not go_on(stage, self.behind):
+                if not should_continue(stage, self.not_swapped):
                     return False
                 try:
                     for direction in Direction:
-                        self._put(device, direction)
+                        self._sync_device(device, direction)
                 except KernelError as error:
                     self.failed[device.name] = str(error)
-                    if stage is Stage.SWAP and self._runs_older(device):
-                        self.behind.add(device.name)
-        return go_on(Stage.DONE, self.behind)
+                    if stage is Stage.SWAP and self._runs_old_program(device):
+                        self.not_swapped.add(device.name)
+        return should_continue(Stage.DONE, self.not_swapped)
 
-    def _belongs(self, device: Device, stage: Stage) -> bool:
+    def _has_work_in(self, device: Device, stage: Stage) -> bool:
         """Whether this device has something to be done in this stage."""
         if device.ifindex in self._vanished:
             return False
         role = self._choices[device.ifindex].role
-        have = [self.held.get((device.ifindex, direction), ()) for direction in Direction]
+        current = [self.attachments.get((device.ifindex, direction), ()) for direction in Direction]
         match stage:
             case Stage.SWAP:
-                return role is not Role.SKIPPED and any(have)
+                return role is not DeviceRole.SKIPPED and any(current)
             case Stage.HOST:
-                return role is Role.HOST and not all(have)
+                return role is DeviceRole.HOST and not all(current)
             case Stage.REMOVE:
-                return role is Role.SKIPPED and any(have)
+                return role is DeviceRole.SKIPPED and any(current)
             case Stage.POD:
-                return role is Role.POD and not all(have)
+                return role is DeviceRole.POD and not all(current)
             case _:
                 return False
 
-    def _runs_older(self, device: Device) -> bool:
+    def _runs_old_program(self, device: Device) -> bool:
         """Whether something is attached there that does not belong there now."""
         role = self._choices[device.ifindex].role
         for direction in Direction:
             program = self._pick(device, role, direction)
-            wanted = None if program is None else self._id(program)
-            if any(one.program != wanted for one in self.held.get((device.ifindex, direction), ())):
+            desired_id = None if program is None else self._program_id(program)
+            if any(
+                attachment.program_id != desired_id
+                for attachment in self.attachments.get((device.ifindex, direction), ())
+            ):
                 return True
         return False
 
-    def _id(self, program: Program) -> int:
+    def _program_id(self, program: Program) -> int:
         if program.fd not in self._ids:
-            self._ids[program.fd] = program.info().id
+            self._ids[program.fd] = program.read_info().id
         return self._ids[program.fd]
 
-    def _put(self, device: Device, direction: Direction) -> None:
+    def _sync_device(self, device: Device, direction: Direction) -> None:
         """Makes this program, or none, what we have there; in one way only."""
         role = self._choices[device.ifindex].role
-        program = None if role is Role.SKIPPED else self._pick(device, role, direction)
-        place = device.ifindex, direction
-        have = self.held.get(place, ())
-        same = [one for one in have if one.how is self._tc.how]
-        if program is not None and [one.program for one in same] != [self._id(program)]:
-            made = self._tc.attach(device.ifindex, direction, program)
-            if made is None:  # the device is gone, and with it all that was there
-                self.held.pop(place, None)
+        program = None if role is DeviceRole.SKIPPED else self._pick(device, role, direction)
+        point = device.ifindex, direction
+        current = self.attachments.get(point, ())
+        same_method = [attachment for attachment in current if attachment.method is self._tc.method]
+        if program is not None and [attachment.program_id for attachment in same_method] != [
+            self._program_id(program)
+        ]:
+            new_attachment = self._tc.attach(device.ifindex, direction, program)
+            if new_attachment is None:  # the device is gone, and with it all that was there
+                self.attachments.pop(point, None)
                 self._vanished.add(device.ifindex)
                 return
-            self.did["replaced" if have else "added"] += 1
-            self.held[place] = have = (*(one for one in have if one not in same), made)
-        for one in have:  # only now, so that no packet meets neither
-            if program is None or one.how is not self._tc.how:
-                self._tc.detach(one)
-                self.held[place] = tuple(kept for kept in self.held[place] if kept != one)
-        if program is None and have:
-            self.did["removed"] += len(have)
+            self.counts["replaced" if current else "added"] += 1
+            self.attachments[point] = current = (
+                *(attachment for attachment in current if attachment not in same_method),
+                new_attachment,
+            )
+        for attachment in current:  # only now, so that no packet meets neither
+            if program is None or attachment.method is not self._tc.method:
+                self._tc.detach(attachment)
+                self.attachments[point] = tuple(
+                    remaining for remaining in self.attachments[point] if remaining != attachment
+                )
+        if program is None and current:
+            self.counts["removed"] += len(current)

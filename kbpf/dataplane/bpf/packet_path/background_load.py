@@ -12,45 +12,45 @@ from kbpf.dataplane.bpf.packet_path.packet_path import PacketPath
 from kbpf.errors import KbpfError
 from kbpf.kernel.system import threads
 
-LIMIT_SECONDS: Final = 360.0
+LOAD_TIMEOUT_S: Final = 360.0
 """Compiling and loading take longer only if they are stuck."""
 
-POLL_SECONDS: Final = 0.02
+LOAD_POLL_INTERVAL_S: Final = 0.02
 """The thread is asked this often whether it is done."""
 
 
-class Loading:
+class PacketPathLoader:
     """One load. Ends by take() or close()."""
 
-    def __init__(self, make: Callable[[], PacketPath]) -> None:
+    def __init__(self, load: Callable[[], PacketPath]) -> None:
         """Begins. `make` is called by the thread. KernelError if there is none to be had."""
-        self._make = make
-        self._made: PacketPath | KbpfError | None = None
-        self._thread = threads.start("packet-programs", self._run, LIMIT_SECONDS)
+        self._load = load
+        self._outcome: PacketPath | KbpfError | None = None
+        self._thread = threads.start("packet-programs", self._run, LOAD_TIMEOUT_S)
 
     def _run(self) -> None:
         try:
-            self._made = self._make()
+            self._outcome = self._load()
         except KbpfError as error:
-            self._made = error
+            self._outcome = error
 
     @property
     def is_done(self) -> bool:
         """Whether take() returns at once."""
-        return self._made is not None
+        return self._outcome is not None
 
-    def take(self) -> PacketPath:
+    def result(self) -> PacketPath:
         """What was loaded; raises the KbpfError that it failed by."""
-        self._thread.stop(LIMIT_SECONDS)
-        made, self._made = self._made, None
-        if isinstance(made, KbpfError):
-            raise made
-        assert made is not None
-        return made
+        self._thread.stop(LOAD_TIMEOUT_S)
+        outcome, self._outcome = self._outcome, None
+        if isinstance(outcome, KbpfError):
+            raise outcome
+        assert outcome is not None
+        return outcome
 
     def close(self) -> None:
         """Waits until the thread is done with the maps, and closes what it has loaded."""
-        self._thread.stop(LIMIT_SECONDS)
-        made, self._made = self._made, None
-        if isinstance(made, PacketPath):
-            made.close()
+        self._thread.stop(LOAD_TIMEOUT_S)
+        outcome, self._outcome = self._outcome, None
+        if isinstance(outcome, PacketPath):
+            outcome.close()

@@ -37,13 +37,13 @@ from kbpf.kernel.net.devices import Device
 from kbpf.model.config import Config, LocalMode
 
 OWN_PREFIX: Final = "kbpf-"
-CABLES: Final = frozenset(("veth", "netkit"))
-NOT_OUTSIDE: Final = CABLES | {"vxlan", "geneve", "gretap", "ip6gretap", "dummy"}
+PEERED_KINDS: Final = frozenset(("veth", "netkit"))
+INTERNAL_KINDS: Final = PEERED_KINDS | {"vxlan", "geneve", "gretap", "ip6gretap", "dummy"}
 """A bridge with ports of these kinds only has no way outside of its own."""
-MUTE: Final = frozenset(("dummy", "ifb", "nlmon", "vrf", "macvtap", "ipvtap"))
+SKIPPED_KINDS: Final = frozenset(("dummy", "ifb", "nlmon", "vrf", "macvtap", "ipvtap"))
 
 
-class Role(StrEnum):
+class DeviceRole(StrEnum):
     """What a device is to us."""
 
     HOST = "host"
@@ -51,55 +51,61 @@ class Role(StrEnum):
     SKIPPED = "skipped"
 
 
-class Choice(NamedTuple):
+class RoleChoice(NamedTuple):
     """The role of a device, and why, in a few words."""
 
-    role: Role
-    why: str
+    role: DeviceRole
+    reason: str
 
 
-def choose(
+def assign_roles(
     devices: Iterable[Device], patterns: tuple[str, ...] = (), excluded: tuple[str, ...] = ()
-) -> Mapping[int, Role]:
+) -> Mapping[int, DeviceRole]:
     """The role of every device, by ifindex. `patterns` name the only host devices, if given."""
-    return {index: made.role for index, made in decide(devices, patterns, excluded).items()}
+    return {
+        index: choice.role for index, choice in decide_roles(devices, patterns, excluded).items()
+    }
 
 
-def decide(
+def decide_roles(
     devices: Iterable[Device], patterns: tuple[str, ...] = (), excluded: tuple[str, ...] = ()
-) -> Mapping[int, Choice]:
+) -> Mapping[int, RoleChoice]:
     """As choose(), with the reasons. The rules are those above."""
-    known = {device.ifindex: device for device in devices}
+    by_ifindex = {device.ifindex: device for device in devices}
     ports: dict[int, list[Device]] = {}
-    for device in known.values():
+    for device in by_ifindex.values():
         ports.setdefault(device.master, []).append(device)
 
-    def one(device: Device) -> Choice:
-        never = _never(device, excluded)
-        if never:
-            return Choice(Role.SKIPPED, never)
+    def choose_role(device: Device) -> RoleChoice:
+        skip_reason = _reason_to_skip(device, excluded)
+        if skip_reason:
+            return RoleChoice(DeviceRole.SKIPPED, skip_reason)
         if _matches(device.name, patterns):
-            return Choice(Role.HOST, "named by the operator")
-        if device.kind in MUTE or (device.kind == "openvswitch" and not device.has_subnet):
-            return Choice(Role.SKIPPED, f"{device.kind}: nothing comes up by it")
-        master = known.get(device.master)
+            return RoleChoice(DeviceRole.HOST, "named by the operator")
+        if device.kind in SKIPPED_KINDS or (device.kind == "openvswitch" and not device.has_subnet):
+            return RoleChoice(DeviceRole.SKIPPED, f"{device.kind}: nothing comes up by it")
+        master = by_ifindex.get(device.master)
         if device.master and (master is None or master.kind != "vrf"):
-            return Choice(Role.SKIPPED, f"a port of {master.name if master else device.master}")
-        found = _by_kind(device, ports.get(device.ifindex, ()), bool(patterns))
-        if found.role is Role.HOST and patterns:
-            return Choice(Role.SKIPPED, "not named by the operator")
-        return found
+            return RoleChoice(
+                DeviceRole.SKIPPED, f"a port of {master.name if master else device.master}"
+            )
+        choice = _choose_by_kind(device, ports.get(device.ifindex, ()), bool(patterns))
+        if choice.role is DeviceRole.HOST and patterns:
+            return RoleChoice(DeviceRole.SKIPPED, "not named by the operator")
+        return choice
 
-    return {index: one(device) for index, device in sorted(known.items())}
+    return {index: choose_role(device) for index, device in sorted(by_ifindex.items())}
 
 
-def unmatched(devices: Iterable[Device], patterns: Iterable[str]) -> tuple[str, ...]:
+def find_unmatched(devices: Iterable[Device], patterns: Iterable[str]) -> tuple[str, ...]:
     """The patterns that name no device, in order."""
     names = [device.name for device in devices]
-    return tuple(p for p in patterns if not any(fnmatchcase(name, p) for name in names))
+    return tuple(
+        pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)
+    )
 
 
-def is_local(device: Device, role: Role, config: Config) -> bool:
+def is_local(device: Device, role: DeviceRole, config: Config) -> bool:
     """Whether what comes in by this device comes from pods of this node, as
     far as devices say so: networks, where they decide, are asked first.
 
@@ -107,20 +113,20 @@ def is_local(device: Device, role: Role, config: Config) -> bool:
     bridge's ports come in by the bridge.
     """
     match config.detect_local_mode:
-        case LocalMode.BRIDGE:
+        case LocalMode.BRIDGE_INTERFACE:
             return device.name == config.pod_bridge_interface
-        case LocalMode.PREFIX:
+        case LocalMode.INTERFACE_NAME_PREFIX:
             return device.name.startswith(config.pod_interface_name_prefix)
         case _:
-            return role is Role.POD
+            return role is DeviceRole.POD
 
 
-def reaches_pod(device: Device, role: Role) -> bool:
+def has_peer_in_pod(device: Device, role: DeviceRole) -> bool:
     """Whether bpf_redirect_peer() from this device gets into a pod: drivers of cables only."""
-    return role is Role.POD and device.kind in CABLES and device.peer_netns is not None
+    return role is DeviceRole.POD and device.kind in PEERED_KINDS and device.peer_netns is not None
 
 
-def _never(device: Device, excluded: tuple[str, ...]) -> str:
+def _reason_to_skip(device: Device, excluded: tuple[str, ...]) -> str:
     """Rules 1 to 4: why this device is skipped whatever the operator named; empty if it is not."""
     if device.loopback:
         return "loopback"
@@ -131,18 +137,22 @@ def _never(device: Device, excluded: tuple[str, ...]) -> str:
     return "" if device.carries_ip else f"link type {device.link_type} carries no IP that we read"
 
 
-def _by_kind(device: Device, ports: Collection[Device], named: bool) -> Choice:
+def _choose_by_kind(device: Device, ports: Collection[Device], has_patterns: bool) -> RoleChoice:
     """Rules 8 to 10."""
     if device.kind == "bridge":
-        outside = [port.name for port in ports if port.kind not in NOT_OUTSIDE]
-        if outside:
-            return Choice(Role.HOST, f"a bridge with the way outside {min(outside)}")
-        return Choice(Role.POD, f"a bridge of pods, ports: {len(ports)}")
-    if device.kind in CABLES and device.peer_netns is not None:
-        if device.has_subnet and not named:
-            return Choice(Role.HOST, "a cable with an address in a subnet: this node's uplink")
-        return Choice(Role.POD, "a cable into another namespace")
-    return Choice(Role.HOST, device.kind or "hardware")
+        outside_ports = [port.name for port in ports if port.kind not in INTERNAL_KINDS]
+        if outside_ports:
+            return RoleChoice(
+                DeviceRole.HOST, f"a bridge with the way outside {min(outside_ports)}"
+            )
+        return RoleChoice(DeviceRole.POD, f"a bridge of pods, ports: {len(ports)}")
+    if device.kind in PEERED_KINDS and device.peer_netns is not None:
+        if device.has_subnet and not has_patterns:
+            return RoleChoice(
+                DeviceRole.HOST, "a cable with an address in a subnet: this node's uplink"
+            )
+        return RoleChoice(DeviceRole.POD, "a cable into another namespace")
+    return RoleChoice(DeviceRole.HOST, device.kind or "hardware")
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:

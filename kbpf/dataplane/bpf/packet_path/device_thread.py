@@ -26,33 +26,33 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
-from kbpf.dataplane.bpf.packet_path.attach import Devices, Pick, Stage
-from kbpf.dataplane.bpf.packet_path.device_roles import Choice
-from kbpf.dataplane.bpf.programs.foreign import Foreign
-from kbpf.errors import DevicesBehind, KbpfError
-from kbpf.kernel.net.devices import Device, Watch, list_devices
+from kbpf.dataplane.bpf.packet_path.attach import DeviceAttachments, PickProgram, Stage
+from kbpf.dataplane.bpf.packet_path.device_roles import RoleChoice
+from kbpf.dataplane.bpf.programs.foreign import ForeignProgram
+from kbpf.errors import KbpfError, OutdatedDevicesError
+from kbpf.kernel.net.devices import Device, DeviceMonitor, list_devices
 from kbpf.kernel.system import threads
-from kbpf.model.status import MOST_FAILURES
+from kbpf.model.status import MAX_FAILED_DEVICES
 
 log = logging.getLogger("kbpf.dataplane")
 
-LOOK_SECONDS: Final = 30.0
+RESYNC_INTERVAL_S: Final = 30.0
 """Between two looks at everything, if nothing is told."""
 
-RETRY_SECONDS: Final = 1.0
-STUCK_SECONDS: Final = 10.0
+RETRY_DELAY_S: Final = 1.0
+PUBLISH_STALL_TIMEOUT_S: Final = 10.0
 """So long nothing goes on: then the writer does not wait any longer."""
 
 
-LIMIT_SECONDS: Final = 120.0
+THREAD_STALL_TIMEOUT_S: Final = 120.0
 """Without progress for this long the thread counts as stuck. It beats at each device."""
 
 
-class Generation(Protocol):
+class ProgramGeneration(Protocol):
     """Programs over one set of maps."""
 
     @property
-    def pick(self) -> Pick:
+    def pick(self) -> PickProgram:
         """Which program belongs where."""
 
     def close(self) -> None:
@@ -60,20 +60,20 @@ class Generation(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class KeeperStatus:
+class DeviceReconcilerStatus:
     """How the thread is doing. `ready`: all devices had their turn once, since it began. `failed`:
     device → why. `problem`: why it cannot look at all, or is waited for no longer; "" when it can.
     `foreign`: programs of other balancers on the same devices.
     """
 
     ready: bool = False
-    attached: int = 0
+    attached_count: int = 0
     failed: Mapping[str, str] = field(default_factory=dict)
     problem: str = ""
-    foreign: tuple[Foreign, ...] = ()
+    foreign: tuple[ForeignProgram, ...] = ()
 
 
-class Keeper:
+class DeviceReconciler:
     """One thread, in the network namespace of who calls publish() first.
 
     `tell` is given each listing before programs run on what is new in it; `settled` is called when
@@ -82,65 +82,67 @@ class Keeper:
 
     def __init__(
         self,
-        devices: Devices,
-        tell: Callable[[tuple[Device, ...], Mapping[int, Choice]], None],
-        settled: Callable[[], None],
+        attachments: DeviceAttachments,
+        on_listing: Callable[[tuple[Device, ...], Mapping[int, RoleChoice]], None],
+        on_all_swapped: Callable[[], None],
     ) -> None:
-        self._devices = devices
-        self._tell = tell
-        self._settled = settled
-        self._changed = threading.Condition()
-        self._wanted: Generation | None = None  # these are under the condition's lock
+        self._attachments = attachments
+        self._on_listing = on_listing
+        self._on_all_swapped = on_all_swapped
+        self._condition = threading.Condition()
+        self._published: ProgramGeneration | None = None  # these are under the condition's lock
         self._swapped = False
-        self._behind: frozenset[str] = frozenset()  # devices that could not be swapped
-        self._status = KeeperStatus()
+        self._not_swapped: frozenset[str] = frozenset()  # devices that could not be swapped
+        self._status = DeviceReconcilerStatus()
         self._stopping = False
-        self._thread: threads.Supervised | None = None
-        self._current: Generation | None = None  # of the thread
-        self._wake = -1
+        self._thread: threads.SupervisedThread | None = None
+        self._current: ProgramGeneration | None = None  # of the thread
+        self._wake_fd = -1
 
-    def status(self) -> KeeperStatus:
+    def status(self) -> DeviceReconcilerStatus:
         """How it is doing."""
-        with self._changed:
+        with self._condition:
             return self._status
 
     @property
-    def everywhere(self) -> bool:
+    def is_rolled_out(self) -> bool:
         """Whether nothing that was attached runs older programs than the last ones published."""
-        with self._changed:
+        with self._condition:
             return self._swapped
 
-    def publish(self, generation: Generation, enter: Callable[[], None] = lambda: None) -> None:
+    def publish(
+        self, generation: ProgramGeneration, on_handover: Callable[[], None] = lambda: None
+    ) -> None:
         """Hands over programs, and waits until nothing that was attached runs older ones. `enter`
         is called before, while nothing can settle; after that the programs are the thread's own.
 
         DevicesBehind if a device cannot be swapped, nothing goes on for STUCK_SECONDS, or the
         thread cannot look at devices. It goes on trying then.
         """
-        with self._changed:
-            enter()
-            before, self._wanted = self._wanted, generation
-            unused = before if before is not self._current else None
-            self._swapped, self._behind = False, frozenset()
+        with self._condition:
+            on_handover()
+            previous, self._published = self._published, generation
+            unused_generation = previous if previous is not self._current else None
+            self._swapped, self._not_swapped = False, frozenset()
             self._status = replace(self._status, problem="")
             if self._thread is None:
-                self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-                self._thread = threads.start("devices", self._run, LIMIT_SECONDS)
-        if unused is not None:  # the thread never saw it
-            unused.close()
-        os.eventfd_write(self._wake, 1)
-        self._wait()
+                self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+                self._thread = threads.start("devices", self._run, THREAD_STALL_TIMEOUT_S)
+        if unused_generation is not None:  # the thread never saw it
+            unused_generation.close()
+        os.eventfd_write(self._wake_fd, 1)
+        self._wait_for_swap()
 
-    def _wait(self) -> None:
-        with self._changed:
-            while not (self._swapped or self._behind or self._status.problem):
-                if not self._changed.wait(STUCK_SECONDS):
-                    stuck = f"nothing was done for {STUCK_SECONDS:.0f} s"
-                    self._status = replace(self._status, problem=stuck)
+    def _wait_for_swap(self) -> None:
+        with self._condition:
+            while not (self._swapped or self._not_swapped or self._status.problem):
+                if not self._condition.wait(PUBLISH_STALL_TIMEOUT_S):
+                    problem = f"nothing was done for {PUBLISH_STALL_TIMEOUT_S:.0f} s"
+                    self._status = replace(self._status, problem=problem)
             if not self._swapped:
-                names = ", ".join(sorted(self._behind)[:MOST_FAILURES])
+                names = ", ".join(sorted(self._not_swapped)[:MAX_FAILED_DEVICES])
                 hint = f"{self._status.problem or 'they go on with older ones'}"
-                raise DevicesBehind(
+                raise OutdatedDevicesError(
                     "not all devices have the new programs",
                     names,
                     f"{hint}; the agent goes on trying",
@@ -150,105 +152,109 @@ class Keeper:
         """Ends the thread, after the device that it has in hand, and closes the programs. What is
         attached stays.
         """
-        with self._changed:
+        with self._condition:
             thread, self._thread = self._thread, None
             self._stopping = True
-            self._changed.notify_all()
+            self._condition.notify_all()
         if thread is None:
             return
-        os.eventfd_write(self._wake, 1)
-        if not thread.stop(STUCK_SECONDS):
+        os.eventfd_write(self._wake_fd, 1)
+        if not thread.stop(PUBLISH_STALL_TIMEOUT_S):
             log.error("the thread of the devices is stuck in the kernel; it is left behind")
             return  # with its descriptors
-        os.close(self._wake)
-        for generation in {id(one): one for one in (self._current, self._wanted)}.values():
+        os.close(self._wake_fd)
+        for generation in {
+            id(programs): programs for programs in (self._current, self._published)
+        }.values():
             if generation is not None:
                 generation.close()
-        self._current = self._wanted = None
+        self._current = self._published = None
 
     # ---- in the thread -----------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self._stops():
+        while not self._is_stopping():
             try:
-                with Watch() as watch:
-                    self._serve(watch)
+                with DeviceMonitor() as watch:
+                    self._watch_devices(watch)
             except KbpfError as error:
-                self._failed(str(error))
+                self._report_failure(str(error))
             except Exception as error:  # it must not end without a word, nor for one bad look
                 log.exception("the devices are not looked at")
-                self._failed(f"{type(error).__name__}: {error}")
+                self._report_failure(f"{type(error).__name__}: {error}")
 
-    def _serve(self, watch: Watch) -> None:
+    def _watch_devices(self, watch: DeviceMonitor) -> None:
         """Looks, and again whenever something is told, until it is stopped."""
-        full = time.monotonic() + LOOK_SECONDS
-        good = self._look(None)
-        while not self._stops():
-            threads.beat()
-            due = full if good else min(full, time.monotonic() + RETRY_SECONDS)
-            change = watch.wait(max(0.0, due - time.monotonic()), self._wake)
-            woken = self._wakes()
+        full_sync_due = time.monotonic() + RESYNC_INTERVAL_S
+        is_synced = self._sync(None)
+        while not self._is_stopping():
+            threads.heartbeat()
+            due = (
+                full_sync_due if is_synced else min(full_sync_due, time.monotonic() + RETRY_DELAY_S)
+            )
+            change = watch.wait(max(0.0, due - time.monotonic()), self._wake_fd)
+            was_woken = self._read_wake()
             now = time.monotonic()
-            if now >= full or not good or change.gone is None:
-                full = now + LOOK_SECONDS
-                good = self._look(None)
-            elif change.any or woken:
-                good = self._look(change.gone)
+            if now >= full_sync_due or not is_synced or change.deleted is None:
+                full_sync_due = now + RESYNC_INTERVAL_S
+                is_synced = self._sync(None)
+            elif change.received or was_woken:
+                is_synced = self._sync(change.deleted)
 
-    def _look(self, gone: Collection[int] | None) -> bool:
+    def _sync(self, removed_devices: Collection[int] | None) -> bool:
         """One pass; whether all is as it should be. A pass that newer programs cut short is
         followed by another one: publish() has woken us.
         """
-        pick = self._take()
-        there = list_devices()
-        self._tell(there, self._devices.decide(there))
-        report = self._devices.sync(there, pick, gone, self._go_on)
-        with self._changed:
-            if report.complete and not report.failed and self._wanted is self._current:
-                self._settled()
+        pick = self._switch_generation()
+        listing = list_devices()
+        self._on_listing(listing, self._attachments.decide_roles(listing))
+        report = self._attachments.sync(listing, pick, removed_devices, self._should_continue)
+        with self._condition:
+            if report.complete and not report.failed and self._published is self._current:
+                self._on_all_swapped()
             ready = report.complete or self._status.ready
-            self._status = KeeperStatus(
-                ready, len(report.attached), report.failed, foreign=report.foreign
+            self._status = DeviceReconcilerStatus(
+                ready, len(report.attachments), report.failed, foreign=report.foreign
             )
         return not report.failed
 
-    def _take(self) -> Pick:
+    def _switch_generation(self) -> PickProgram:
         """The newest programs; those before are closed."""
-        with self._changed:
-            old, self._current = self._current, self._wanted
+        with self._condition:
+            old, self._current = self._current, self._published
         if old is not None and old is not self._current:
             old.close()
         assert self._current is not None
         return self._current.pick
 
-    def _go_on(self, stage: Stage, behind: Collection[str]) -> bool:
+    def _should_continue(self, stage: Stage, not_swapped: Collection[str]) -> bool:
         """Tells who waits how far we are; False if newer programs are wanted, or the end is."""
-        threads.beat()
-        with self._changed:
-            if self._wanted is not self._current or self._stopping:
+        threads.heartbeat()
+        with self._condition:
+            if self._published is not self._current or self._stopping:
                 return False
             if stage > Stage.SWAP:
-                self._swapped = self._swapped or not behind
-                self._behind = frozenset(behind)
-            self._changed.notify_all()
+                self._swapped = self._swapped or not not_swapped
+                self._not_swapped = frozenset(not_swapped)
+            self._condition.notify_all()
             return True
 
-    def _stops(self) -> bool:
-        with self._changed:
+    def _is_stopping(self) -> bool:
+        with self._condition:
             return self._stopping
 
-    def _wakes(self) -> bool:
+    def _read_wake(self) -> bool:
         try:
-            return bool(os.eventfd_read(self._wake))
+            return bool(os.eventfd_read(self._wake_fd))
         except BlockingIOError:
             return False
 
-    def _failed(self, problem: str) -> None:
+    def _report_failure(self, problem: str) -> None:
         """Nothing can be looked at: said once, and tried again."""
-        with self._changed:
+        with self._condition:
             if problem != self._status.problem:
                 log.error("devices are not looked at, trying again: %s", problem)
             self._status = replace(self._status, problem=problem)
-            self._changed.notify_all()
-            threads.beat()
-            self._changed.wait_for(lambda: self._stopping, RETRY_SECONDS)
+            self._condition.notify_all()
+            threads.heartbeat()
+            self._condition.wait_for(lambda: self._stopping, RETRY_DELAY_S)

@@ -17,71 +17,74 @@ from typing import Final
 from kbpf.dataplane.bpf.maps.flow_entries import (
     CLIENT,
     FRONTEND,
-    HOLDS,
     IDENTITY,
-    Pair,
-    columns,
-    ends,
+    IDLE_TIMEOUT_NS,
+    FlowEntry,
+    flow_key,
+    unpack_columns,
 )
-from kbpf.dataplane.bpf.maps.layout import FlowPart
+from kbpf.dataplane.bpf.maps.layout import FlowDirection
 from kbpf.kernel.bpf.objects import Map
 
 log = logging.getLogger("kbpf.dataplane")
 
-LOOK_SECONDS: Final = 10.0
+GC_INTERVAL_S: Final = 10.0
 """So often a part of the map is read (libbpf.BATCH entries), which takes some milliseconds: the
 writer has other things to do."""
 
 
-class Orphans:
+class FlowGarbageCollector:
     """Goes through the map for ever, a part at a time."""
 
     def __init__(self) -> None:
         self._due = 0.0
         self._cursor: bytes | None = None
 
-    def look(self, flows: Map, now: float) -> None:
+    def collect(self, flows: Map, now: float) -> None:
         """Reads the next part, if it is time to."""
         if now < self._due:
             return
-        self._due = now + LOOK_SECONDS
-        keys, values, self._cursor = flows.batch(self._cursor)
-        if removed := remove(flows, keys, values, time.monotonic_ns()):
+        self._due = now + GC_INTERVAL_S
+        keys, values, self._cursor = flows.lookup_batch(self._cursor)
+        if removed := remove_orphans(flows, keys, values, time.monotonic_ns()):
             log.info("answers of flows that are none were removed entries=%d", removed)
 
 
-def remove(flows: Map, keys: bytes, values: bytes, at: int) -> int:
+def remove_orphans(flows: Map, keys: bytes, values: bytes, now: int) -> int:
     """Takes out those of these entries, back to back, that are answers which no question leads to,
     and whose own time is over; how many there were. `at`: ns, CLOCK_MONOTONIC.
     """
     return sum(
-        not _is_led_to(flows, raw) and _take(flows, key, raw)
-        for key, raw in _over(flows, keys, values, at)
+        not _has_original(flows, raw) and _remove_if_unchanged(flows, key, raw)
+        for key, raw in _expired_replies(flows, keys, values, now)
     )
 
 
-def _over(flows: Map, keys: bytes, values: bytes, at: int) -> Iterator[Pair]:
+def _expired_replies(flows: Map, keys: bytes, values: bytes, now: int) -> Iterator[FlowEntry]:
     """Answers whose time is over. As a rule another entry of the flow is younger."""
-    size, room = flows.key_size, flows.value_size
-    for number, (_, _, last, protocol, state, part) in enumerate(columns(values)):
-        if part != FlowPart.QUESTION and last + HOLDS[protocol, state] < at:
+    key_size, value_size = flows.key_size, flows.value_size
+    for index, (_, _, last_use, protocol, state, direction) in enumerate(unpack_columns(values)):
+        if (
+            direction != FlowDirection.ORIGINAL
+            and last_use + IDLE_TIMEOUT_NS[protocol, state] < now
+        ):
             yield (
-                keys[number * size : (number + 1) * size],
-                values[number * room : (number + 1) * room],
+                keys[index * key_size : (index + 1) * key_size],
+                values[index * value_size : (index + 1) * value_size],
             )
 
 
-def _is_led_to(flows: Map, raw: bytes) -> bool:
+def _has_original(flows: Map, raw: bytes) -> bool:
     """Whether the question is there, and of the same flow."""
-    question = flows.lookup(ends(raw[CLIENT], raw[FRONTEND]))
-    return question is not None and question[IDENTITY] == raw[IDENTITY]
+    original = flows.lookup(flow_key(raw[CLIENT], raw[FRONTEND]))
+    return original is not None and original[IDENTITY] == raw[IDENTITY]
 
 
-def _take(flows: Map, key: bytes, raw: bytes) -> bool:
+def _remove_if_unchanged(flows: Map, key: bytes, raw: bytes) -> bool:
     """Removes the entry if it is still this one."""
-    taken = flows.take(key)
-    if taken is None:
+    removed = flows.lookup_and_delete(key)
+    if removed is None:
         return False
-    if taken != raw:
-        flows.add(key, taken)
-    return taken == raw
+    if removed != raw:
+        flows.add(key, removed)
+    return removed == raw

@@ -21,7 +21,12 @@ from kbpf.dataplane.bpf.maps.layout import (
     pack_network,
     unpack_network,
 )
-from kbpf.dataplane.bpf.packet_path.device_roles import Choice, Role, is_local, reaches_pod
+from kbpf.dataplane.bpf.packet_path.device_roles import (
+    DeviceRole,
+    RoleChoice,
+    has_peer_in_pod,
+    is_local,
+)
 from kbpf.errors import KernelError
 from kbpf.kernel.net.devices import Device
 from kbpf.kernel.system import sysctl
@@ -30,27 +35,27 @@ from kbpf.model.config import Config, LocalMode
 from kbpf.model.desired import DesiredState
 
 ETH_HEADER: Final = 14
-NOWHERE: Final = bytes(16)
-NEUTRAL: Final = NodeFlag(0)
-ROLES: Final = {Role.HOST: layout.Role.HOST, Role.POD: layout.Role.POD}
+NO_ADDRESS: Final = bytes(16)
+NO_COEXISTENCE: Final = NodeFlag(0)
+ROLE_VALUES: Final = {DeviceRole.HOST: layout.Role.HOST, DeviceRole.POD: layout.Role.POD}
 ZERO: Final = U32.pack(0)
 ONE: Final = U32.pack(1)
-SECOND: Final = 1_000_000_000
-MESSAGES: Final = ("net.ipv4.icmp_msgs_per_sec", 1000), ("net.ipv4.icmp_msgs_burst", 50)
+NS_PER_SECOND: Final = 1_000_000_000
+ICMP_RATE_SYSCTLS: Final = ("net.ipv4.icmp_msgs_per_sec", 1000), ("net.ipv4.icmp_msgs_burst", 50)
 """How many ICMP errors the kernel sends in a second and at once, of both families, and Linux's
 defaults: older kernels have these settings in the first network namespace only."""
-PEERS: Final = {
+ICMP_PEER_SYSCTLS: Final = {
     RefusalLimit.PEER4: ("net.ipv4.icmp_ratelimit", 1000),
     RefusalLimit.PEER6: ("net.ipv6.icmp.ratelimit", 1000),
 }
 """Milliseconds between two of them to one address; 0: no limit."""
-PEER_BURST: Final = 6
+XRLIM_BURST_FACTOR: Final = 6
 """So many at once to one address (XRLIM_BURST_FACTOR in Linux)."""
-MOST: Final = 1_000_000_000
+MAX_SETTING: Final = 1_000_000_000
 """Of a setting: what is beyond is no limit in practice, and would overflow in the programs."""
 
 
-class Table(Protocol):
+class WritableMap(Protocol):
     """A map of the kernel, as far as it is needed here."""
 
     def update(self, key: bytes, value: bytes) -> None:
@@ -63,146 +68,156 @@ class Table(Protocol):
         """All entries."""
 
 
-class NodeFacts:
+class NodeMap:
     """The node's own addresses, its settings, and the networks of its pods.
 
     `stance` towards another data plane on this node: NodeFlag.YIELDS, FOLLOWS, or none of them.
     """
 
-    def __init__(self, config: Config, maps: Mapping[str, Table], followed: bool = False) -> None:
+    def __init__(
+        self, config: Config, maps: Mapping[str, WritableMap], coexisting: bool = False
+    ) -> None:
         self._config = config
         self._node = maps["node"]
         self._networks = maps["local_networks"]
-        self._told = b""
-        self.stance = stance_of(dict(self._node.items()).get(ZERO, b"")) if followed else NEUTRAL
-        self._known = {unpack_network(key) for key, _ in self._networks.items()}
+        self._written = b""
+        self.mode = (
+            initial_mode(dict(self._node.items()).get(ZERO, b"")) if coexisting else NO_COEXISTENCE
+        )
+        self._written_networks = {unpack_network(key) for key, _ in self._networks.items()}
 
-    def tell(self, desired: DesiredState) -> None:
+    def write(self, desired: DesiredState) -> None:
         """Writes what is news.
 
         The networks come before the flag that asks for them, and new ones before old ones go:
         there is no moment in which a pod is taken for somebody else.
         """
-        wanted = set(desired.local_networks)
-        for cidr in sorted(wanted - self._known):
+        networks = set(desired.local_networks)
+        for cidr in sorted(networks - self._written_networks):
             self._networks.update(pack_network(cidr), ONE)
-            self._known.add(cidr)
-        value = self._value(desired)
-        if value != self._told:
+            self._written_networks.add(cidr)
+        value = self._pack_node(desired)
+        if value != self._written:
             self._node.update(ZERO, value)
-            self._told = value
-        for cidr in sorted(self._known - wanted):
+            self._written = value
+        for cidr in sorted(self._written_networks - networks):
             self._networks.delete(pack_network(cidr))
-            self._known.discard(cidr)
+            self._written_networks.discard(cidr)
 
-    def stand(self, stance: NodeFlag) -> None:
+    def set_mode(self, mode: NodeFlag) -> None:
         """Changes what is told already, but for the rest of it."""
-        self.stance = stance
-        if self._told:
-            own4, own6, flags, *more = NODE.unpack(self._told)
-            flags = NodeFlag(flags) & ~(NodeFlag.YIELDS | NodeFlag.FOLLOWS) | stance
-            self._told = NODE.pack(own4, own6, flags, *more)
-            self._node.update(ZERO, self._told)
+        self.mode = mode
+        if self._written:
+            own4, own6, flags, *rest = NODE.unpack(self._written)
+            flags = NodeFlag(flags) & ~(NodeFlag.PASSIVE | NodeFlag.COEXISTING) | mode
+            self._written = NODE.pack(own4, own6, flags, *rest)
+            self._node.update(ZERO, self._written)
 
-    def _value(self, desired: DesiredState) -> bytes:
+    def _pack_node(self, desired: DesiredState) -> bytes:
         """struct node."""
-        first = {family_of(a): bytes(a) for a in desired.masquerade_as}
-        flags = node_flags(self._config, bool(desired.local_networks)) | self.stance
-        own4, own6 = first.get(4, NOWHERE), first.get(6, NOWHERE)
+        by_family = {family_of(address): bytes(address) for address in desired.masquerade_addresses}
+        flags = compute_node_flags(self._config, bool(desired.local_networks)) | self.mode
+        own4, own6 = by_family.get(4, NO_ADDRESS), by_family.get(6, NO_ADDRESS)
         mark = 1 << self._config.masquerade_bit
         ports, sizes = self._config.masquerade_ports, self._config.sizes
         return NODE.pack(own4, own6, flags, *ports, mark, sizes.connections)
 
 
-def limit_refusals(limits: Table) -> None:
+def write_refusal_limits(limits: WritableMap) -> None:
     """Writes the map `refusal_limits`: full buckets, as the kernel limits its own ICMP errors
     in this network namespace. RSTs have as much again.
     """
-    rate, burst = (_setting(*one) for one in MESSAGES)
-    node = REFUSAL_LIMIT.pack(0, SECOND // max(rate, 1), burst if rate else 0)
-    for which in (RefusalLimit.ICMP, RefusalLimit.RESET):
-        limits.update(U32.pack(which), node)
-    for which, setting in PEERS.items():
-        interval = _setting(*setting) * SECOND // 1000
-        limits.update(U32.pack(which), REFUSAL_LIMIT.pack(0, interval, PEER_BURST))
+    rate, burst = (_read_setting(*name_and_default) for name_and_default in ICMP_RATE_SYSCTLS)
+    bucket = REFUSAL_LIMIT.pack(0, NS_PER_SECOND // max(rate, 1), burst if rate else 0)
+    for limit in (RefusalLimit.ICMP, RefusalLimit.RESET):
+        limits.update(U32.pack(limit), bucket)
+    for limit, setting in ICMP_PEER_SYSCTLS.items():
+        interval = _read_setting(*setting) * NS_PER_SECOND // 1000
+        limits.update(U32.pack(limit), REFUSAL_LIMIT.pack(0, interval, XRLIM_BURST_FACTOR))
 
 
-def _setting(name: str, otherwise: int) -> int:
+def _read_setting(name: str, default: int) -> int:
     try:
-        return min(max(0, int(sysctl.read(name))), MOST)
+        return min(max(0, int(sysctl.read(name))), MAX_SETTING)
     except (KernelError, ValueError):
-        return otherwise
+        return default
 
 
-def stance_of(told: bytes) -> NodeFlag:
+def initial_mode(node: bytes) -> NodeFlag:
     """Where another data plane has connections on this node: programs that have led, by the struct
     node that they were told, go on leading; else they yield at first.
     """
-    flags = NodeFlag(NODE.unpack(told)[2]) if any(told) else NodeFlag.YIELDS
-    return NodeFlag.YIELDS if NodeFlag.YIELDS in flags else NodeFlag.FOLLOWS
+    flags = NodeFlag(NODE.unpack(node)[2]) if any(node) else NodeFlag.PASSIVE
+    return NodeFlag.PASSIVE if NodeFlag.PASSIVE in flags else NodeFlag.COEXISTING
 
 
-def node_flags(config: Config, networks: bool) -> NodeFlag:
+def compute_node_flags(config: Config, has_networks: bool) -> NodeFlag:
     """The settings that the programs read with each packet; `networks`: whether some are known.
     Without any, a mode that goes by networks detects nothing.
     """
-    by_name = config.detect_local_mode in (LocalMode.BRIDGE, LocalMode.PREFIX)
-    said = {
+    by_name = config.detect_local_mode in (
+        LocalMode.BRIDGE_INTERFACE,
+        LocalMode.INTERFACE_NAME_PREFIX,
+    )
+    settings = {
         NodeFlag.MASQUERADE_ALL: config.masquerade_all,
-        NodeFlag.DETECTS_LOCAL: networks or by_name,
-        NodeFlag.LOCAL_NETWORKS: networks,
+        NodeFlag.DETECTS_LOCAL: has_networks or by_name,
+        NodeFlag.LOCAL_NETWORKS: has_networks,
         NodeFlag.DIRECT: config.forwarding == "direct",
     }
-    return NodeFlag(sum(flag for flag, holds in said.items() if holds))
+    return NodeFlag(sum(flag for flag, enabled in settings.items() if enabled))
 
 
-class DeviceFacts:
+class DeviceMap:
     """What each device is to the programs. They leave packets of others alone."""
 
-    def __init__(self, config: Config, maps: Mapping[str, Table]) -> None:
+    def __init__(self, config: Config, maps: Mapping[str, WritableMap]) -> None:
         self._config = config
         self._devices = maps["devices"]
-        self._told = dict(self._devices.items())
+        self._written = dict(self._devices.items())
         self._cache = maps["device_cache"]
-        self._cached = {U32.unpack(key)[0]: value for key, value in self._cache.items()}
-        self.preferred: tuple[Addr, ...] = ()
+        self._written_cache = {U32.unpack(key)[0]: value for key, value in self._cache.items()}
+        self.preferred_sources: tuple[Addr, ...] = ()
         """The node's own addresses for translated sources: first choice on a device that has one
         of them. Another thread may set it.
         """
 
-    def tell(self, there: Iterable[Device], choices: Mapping[int, Choice]) -> None:
+    def write(self, devices: Iterable[Device], choices: Mapping[int, RoleChoice]) -> None:
         """Writes what is news; before a program runs on a new device.
 
         An element of an array is not replaced, as one of a hash is, but written over, and programs
         may be at it: so it is nobody's while it changes, and what stands there stays a device. One
         that takes the place of another waits for the next time.
         """
-        wanted = {
-            U32.pack(device.ifindex): describe(
-                device, choices[device.ifindex].role, self._config, self.preferred
+        entries = {
+            U32.pack(device.ifindex): pack_device(
+                device, choices[device.ifindex].role, self._config, self.preferred_sources
             )
-            for device in there
-            if choices[device.ifindex].role in ROLES
+            for device in devices
+            if choices[device.ifindex].role in ROLE_VALUES
         }
-        changed = {key: value for key, value in wanted.items() if self._told.get(key) != value}
-        cached = cached_devices(wanted)
-        owners = {index: _owner(value) for index, value in self._cached.items()}
+        changed = {key: value for key, value in entries.items() if self._written.get(key) != value}
+        cached = compute_cached_devices(entries)
+        owners = {index: _owner(value) for index, value in self._written_cache.items()}
         for index, owner in owners.items():
-            if owner and self._cached[index] != cached.get(index):
-                self._keep(index, _nobodys(self._cached[index]))
+            if owner and self._written_cache[index] != cached.get(index):
+                self._write_cached(index, _without_owner(self._written_cache[index]))
         for key, value in changed.items():
             self._devices.update(key, value)
-        for key in self._told.keys() - wanted.keys():
+        for key in self._written.keys() - entries.keys():
             self._devices.delete(key)
-        self._told = wanted
+        self._written = entries
         for index, value in cached.items():
-            if value != self._cached.get(index) and owners.get(index, 0) in (0, _owner(value)):
-                self._keep(index, _nobodys(value))
-                self._keep(index, value)
+            if value != self._written_cache.get(index) and owners.get(index, 0) in (
+                0,
+                _owner(value),
+            ):
+                self._write_cached(index, _without_owner(value))
+                self._write_cached(index, value)
 
-    def _keep(self, index: int, value: bytes) -> None:
+    def _write_cached(self, index: int, value: bytes) -> None:
         self._cache.update(U32.pack(index), value)
-        self._cached[index] = value
+        self._written_cache[index] = value
 
 
 def _owner(cached: bytes) -> int:
@@ -210,22 +225,24 @@ def _owner(cached: bytes) -> int:
     return int(CACHED_DEVICE.unpack(cached)[0])
 
 
-def _nobodys(cached: bytes) -> bytes:
+def _without_owner(cached: bytes) -> bytes:
     return CACHED_DEVICE.pack(0, CACHED_DEVICE.unpack(cached)[1])
 
 
-def cached_devices(told: Mapping[bytes, bytes]) -> dict[int, bytes]:
+def compute_cached_devices(entries: Mapping[bytes, bytes]) -> dict[int, bytes]:
     """What stands at each place of `device_cache`, from what stands in `devices`. Of two devices
     that have one place the older one has it, so that a new pod moves nobody.
     """
-    by_age = sorted((U32.unpack(key)[0], value) for key, value in told.items())
+    by_age = sorted((U32.unpack(key)[0], value) for key, value in entries.items())
     return {
         index % CACHED_DEVICES: CACHED_DEVICE.pack(index, value)
         for index, value in reversed(by_age)
     }
 
 
-def describe(device: Device, role: Role, config: Config, preferred: tuple[Addr, ...] = ()) -> bytes:
+def pack_device(
+    device: Device, role: DeviceRole, config: Config, preferred: tuple[Addr, ...] = ()
+) -> bytes:
     """struct device. A translated source is an address of the device that the packet leaves by,
     as kube-proxy's MASQUERADE makes it: so answers come back the way that the question went, and
     no overlay or reverse path filter stops them.
@@ -233,15 +250,17 @@ def describe(device: Device, role: Role, config: Config, preferred: tuple[Addr, 
     flags = DeviceFlag(0)
     if is_local(device, role, config):
         flags |= DeviceFlag.LOCAL
-    if reaches_pod(device, role):
+    if has_peer_in_pod(device, role):
         flags |= DeviceFlag.PEER
-    first = {family_of(address): address for address in reversed(device.sources)}
-    first |= {family_of(a): a for a in reversed(preferred) if a in device.sources}
+    by_family = {family_of(address): address for address in reversed(device.sources)}
+    by_family |= {
+        family_of(source): source for source in reversed(preferred) if source in device.sources
+    }
     return DEVICE.pack(
-        ROLES[role],
+        ROLE_VALUES[role],
         ETH_HEADER if device.has_header else 0,
         flags,
         device.mac,
-        first.get(4, NOWHERE),
-        first.get(6, NOWHERE),
+        by_family.get(4, NO_ADDRESS),
+        by_family.get(6, NO_ADDRESS),
     )

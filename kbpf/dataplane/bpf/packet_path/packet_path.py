@@ -15,15 +15,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from kbpf.dataplane.bpf.hooks import PACKET_PROGRAMS, TAILS, TAILS_MAP
+from kbpf.dataplane.bpf.hooks import PACKET_PROGRAMS, TAIL_CALL_MAP, TAIL_CALL_SLOTS
 from kbpf.dataplane.bpf.maps.layout import U32, NodeFlag
-from kbpf.dataplane.bpf.maps.pinning import FLIPPED, NEW, OLD, Pins, close_all, read_by
-from kbpf.dataplane.bpf.packet_path.attach import Devices, Pick
-from kbpf.dataplane.bpf.packet_path.device_roles import Choice, Role, unmatched
-from kbpf.dataplane.bpf.packet_path.device_thread import Keeper, KeeperStatus
-from kbpf.dataplane.bpf.packet_path.node_maps import NEUTRAL, DeviceFacts, NodeFacts, limit_refusals
+from kbpf.dataplane.bpf.maps.pinning import (
+    FLIPPED_MAPS,
+    NEW_PREFIX,
+    OLD_PREFIX,
+    Pins,
+    close_all,
+    map_ids_read_by,
+)
+from kbpf.dataplane.bpf.packet_path.attach import DeviceAttachments, PickProgram
+from kbpf.dataplane.bpf.packet_path.device_roles import DeviceRole, RoleChoice, find_unmatched
+from kbpf.dataplane.bpf.packet_path.device_thread import DeviceReconciler, DeviceReconcilerStatus
+from kbpf.dataplane.bpf.packet_path.node_maps import (
+    NO_COEXISTENCE,
+    DeviceMap,
+    NodeMap,
+    write_refusal_limits,
+)
 from kbpf.dataplane.bpf.programs.artifact import Artifact
-from kbpf.dataplane.bpf.programs.loader import Programs, Ready, missing_packet_helpers
+from kbpf.dataplane.bpf.programs.loader import LoadedPrograms, Programs, missing_packet_helpers
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf import objects
 from kbpf.kernel.bpf.objects import Map, Program
@@ -34,130 +46,141 @@ from kbpf.model.desired import DesiredState
 
 log = logging.getLogger("kbpf.dataplane")
 
-YIELD_SECONDS: Final = 4.0
+PASSIVE_PERIOD_S: Final = 4.0
 """So long all programs are in place before they lead, where another data plane serves: to put one
 on a device costs packets (clsact: the kernel drops what leaves meanwhile), and a SYN that was lost
 comes again after one second, and after two more (RFC 6298)."""
-ASK_SECONDS: Final = 0.5
+ACTIVATE_POLL_INTERVAL_S: Final = 0.5
 """So often the devices are asked about meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class PacketGeneration:
     """Programs over one set of maps, as the keeper takes them."""
 
     programs: Mapping[str, Program]
-    own: Mapping[str, Map]
+    private_maps: Mapping[str, Map]
 
     @property
-    def pick(self) -> Pick:
+    def pick(self) -> PickProgram:
         """The same for all roles: the programs ask the map `devices`."""
         return self._pick
 
-    def _pick(self, _: Device, __: Role, direction: Direction) -> Program | None:
+    def _pick(self, _: Device, __: DeviceRole, direction: Direction) -> Program | None:
         return self.programs["tc_ingress" if direction is Direction.INGRESS else "tc_egress"]
 
     def close(self) -> None:
         """Closes the descriptors."""
-        close_all((*self.programs.values(), *self.own.values()))
+        close_all((*self.programs.values(), *self.private_maps.values()))
 
 
 class PacketPath(Programs):
     """Programs, their tail calls, and the devices that they are on."""
 
-    own = (TAILS_MAP,)
+    private_map_names = (TAIL_CALL_MAP,)
 
     def __init__(
-        self, pins: Pins, artifact: Artifact, config: Config, followed: bool = False
+        self, pins: Pins, artifact: Artifact, config: Config, coexisting: bool = False
     ) -> None:
         """`followed`: another data plane has connections on this node."""
         super().__init__(pins, artifact, missing_packet_helpers())
         self._config = config
-        self._followed = followed
-        self._in_place: float | None = None  # since when
-        devices = Devices(pins.root, config.devices, config.excluded_devices)
-        self._keeper = Keeper(devices, self._tell, self._settle)
-        self._facts: tuple[NodeFacts, DeviceFacts] | None = None
+        self._coexisting = coexisting
+        self._in_place_since: float | None = None  # since when
+        attachments = DeviceAttachments(pins.root, config.devices, config.excluded_devices)
+        self._reconciler = DeviceReconciler(
+            attachments, self._write_devices, self._remove_old_programs
+        )
+        self._node_and_device_maps: tuple[NodeMap, DeviceMap] | None = None
         self.unmatched: tuple[str, ...] = ()
         """What of --device names nothing, at the last look."""
 
     def load(self, maps: Mapping[str, Map]) -> bool:
         """See Programs.load(). What is attached goes on with the programs that it has."""
-        self.describe_maps(maps)
+        self.write_maps(maps)
         return super().load(maps)
 
-    def describe_maps(self, maps: Mapping[str, Map]) -> None:
+    def write_maps(self, maps: Mapping[str, Map]) -> None:
         """Writes what the programs are told of this node and its devices to these maps from now
         on.
         """
-        if self._facts is None:  # these do not grow
-            node = NodeFacts(self._config, maps, self._followed)
-            self._facts = node, DeviceFacts(self._config, maps)
-            limit_refusals(maps["refusal_limits"])
+        if self._node_and_device_maps is None:  # these do not grow
+            node_map = NodeMap(self._config, maps, self._coexisting)
+            self._node_and_device_maps = node_map, DeviceMap(self._config, maps)
+            write_refusal_limits(maps["refusal_limits"])
 
-    def prepare(self, maps: Mapping[str, Map]) -> Ready:
+    def prepare(self, maps: Mapping[str, Map]) -> LoadedPrograms:
         """See Programs.prepare()."""
-        ready = super().prepare(maps)
+        loaded = super().prepare(maps)
         for program in PACKET_PROGRAMS:
             if program.tail >= 0:
-                number = struct.pack("=I", ready.programs[program.name].fd)
-                ready.own[TAILS_MAP].update(U32.pack(program.tail), number)
-        return ready
+                descriptor = struct.pack("=I", loaded.programs[program.name].fd)
+                loaded.private_maps[TAIL_CALL_MAP].update(U32.pack(program.tail), descriptor)
+        return loaded
 
-    def _make_own(self) -> dict[str, Map]:
-        return {TAILS_MAP: Map.create(objects.MAP_PROG_ARRAY, TAILS_MAP, 4, 4, TAILS)}
+    def _make_private_maps(self) -> dict[str, Map]:
+        return {
+            TAIL_CALL_MAP: Map.create(
+                objects.BPF_MAP_TYPE_PROG_ARRAY, TAIL_CALL_MAP, 4, 4, TAIL_CALL_SLOTS
+            )
+        }
 
-    def describe_node(self, desired: DesiredState) -> None:
+    def write_node(self, desired: DesiredState) -> None:
         """Tells the programs what of a desired state no Service decides."""
-        assert self._facts is not None
-        self._facts[1].preferred = desired.masquerade_as
-        self._facts[0].tell(desired)
+        assert self._node_and_device_maps is not None
+        self._node_and_device_maps[1].preferred_sources = desired.masquerade_addresses
+        self._node_and_device_maps[0].write(desired)
 
     @property
-    def yields(self) -> bool:
+    def is_passive(self) -> bool:
         """Whether what begins is another data plane's."""
-        return self._facts is not None and NodeFlag.YIELDS in self._facts[0].stance
+        return (
+            self._node_and_device_maps is not None
+            and NodeFlag.PASSIVE in self._node_and_device_maps[0].mode
+        )
 
-    def lead(self, now: float) -> float | None:
+    def activate(self, now: float) -> float | None:
         """Leads what begins from here on, once all has been in place for YIELD_SECONDS; when to ask
         again (time.monotonic), None if it leads.
         """
-        if not self.yields:
+        if not self.is_passive:
             return None
-        assert self._facts is not None
+        assert self._node_and_device_maps is not None
         status = self.status()
         if not (status.ready or status.problem):
-            self._in_place = None
-            return now + ASK_SECONDS
-        if self._in_place is None:
-            self._in_place = now
-        if now < self._in_place + YIELD_SECONDS:
-            return self._in_place + YIELD_SECONDS
-        self._facts[0].stand(NodeFlag.FOLLOWS)
+            self._in_place_since = None
+            return now + ACTIVATE_POLL_INTERVAL_S
+        if self._in_place_since is None:
+            self._in_place_since = now
+        if now < self._in_place_since + PASSIVE_PERIOD_S:
+            return self._in_place_since + PASSIVE_PERIOD_S
+        self._node_and_device_maps[0].set_mode(NodeFlag.COEXISTING)
         log.info("the packet path leads")
         return None
 
-    def alone(self) -> None:
+    def end_coexistence(self) -> None:
         """Nothing is left of the other data plane."""
-        if self._facts is not None:
-            self._facts[0].stand(NEUTRAL)
+        if self._node_and_device_maps is not None:
+            self._node_and_device_maps[0].set_mode(NO_COEXISTENCE)
 
-    def _tell(self, there: tuple[Device, ...], choices: Mapping[int, Choice]) -> None:
-        assert self._facts is not None
-        before, self.unmatched = self.unmatched, unmatched(there, self._config.devices)
+    def _write_devices(
+        self, devices: tuple[Device, ...], choices: Mapping[int, RoleChoice]
+    ) -> None:
+        assert self._node_and_device_maps is not None
+        previous, self.unmatched = self.unmatched, find_unmatched(devices, self._config.devices)
         for pattern in self.unmatched:
-            if pattern not in before:
+            if pattern not in previous:
                 log.warning("--device %s names no device; waiting for one", pattern)
-        for pattern in before:
+        for pattern in previous:
             if pattern not in self.unmatched:
                 log.info("--device %s names a device now", pattern)
-        self._facts[1].tell(there, choices)
+        self._node_and_device_maps[1].write(devices, choices)
 
-    def tracks_elsewhere(self, flows: Map) -> bool:
+    def uses_other_flows(self, flows: Map) -> bool:
         """Whether there is something to publish, in the place of programs with another `flows`."""
         if not self._loaded:
             return False
-        return any(flows.id not in reads for reads in self._read_now())
+        return any(flows.id not in map_ids for map_ids in self._read_map_ids())
 
     def publish(self) -> int:
         """Pins the programs and hands them to the keeper; 0. Returns when nothing that was
@@ -169,82 +192,86 @@ class PacketPath(Programs):
         """
         if not self._loaded:
             return 0  # they are published
-        fresh = self._pin()
-        made = Loaded(self._loaded, self._own)
-        self._keeper.publish(made, lambda: self._hand_over(fresh))
+        new_folder = self._pin()
+        generation = PacketGeneration(self._loaded, self._private_maps)
+        self._reconciler.publish(generation, lambda: self._hand_over(new_folder))
         return 0
 
-    def _hand_over(self, fresh: Path) -> None:
+    def _hand_over(self, new_folder: Path) -> None:
         """From here on the programs are the keeper's."""
-        self._put_in_place(fresh)
-        self._loaded, self._own = {}, {}
+        self._rename_into_place(new_folder)
+        self._loaded, self._private_maps = {}, {}
 
     @property
-    def everywhere(self) -> bool:
+    def is_rolled_out(self) -> bool:
         """Whether nothing that was attached runs older programs than those of now."""
-        return not self._loaded and self._keeper.everywhere
+        return not self._loaded and self._reconciler.is_rolled_out
 
-    def _put_in_place(self, fresh: Path) -> None:
+    def _rename_into_place(self, new_folder: Path) -> None:
         """The older ones are kept beside: what still runs needs their tail calls."""
         folder = self._pins.programs(self.key)
         if folder.is_dir():
             number = itertools.count()
-            while (old := self._pins.root / f"{OLD}{folder.name}-{next(number)}").exists():
+            while (old := self._pins.root / f"{OLD_PREFIX}{folder.name}-{next(number)}").exists():
                 pass
             folder.rename(old)
-        fresh.rename(folder)
+        new_folder.rename(folder)
 
-    def _settle(self) -> None:
+    def _remove_old_programs(self) -> None:
         """All devices run the programs that are pinned now."""
         folder = self._pins.programs(self.key)
-        for other in self._pins.others(f"programs-{self._artifact.unit}", folder):
-            if not other.name.startswith(NEW):  # the writer is at work there
-                shutil.rmtree(other, ignore_errors=True)
+        for old_folder in self._pins.other_folders(f"programs-{self._artifact.unit}", folder):
+            if not old_folder.name.startswith(NEW_PREFIX):  # the writer is at work there
+                shutil.rmtree(old_folder, ignore_errors=True)
 
-    def _read_now(self) -> Iterator[set[int]]:
+    def _read_map_ids(self) -> Iterator[set[int]]:
         """By the pins: the programs that look into `services` are reached by tail calls."""
-        for folder in self._pins.others(f"programs-{self._artifact.unit}", Path()):
-            if folder.name.startswith(NEW) or not (folder / TAILS_MAP).exists():
+        for folder in self._pins.other_folders(f"programs-{self._artifact.unit}", Path()):
+            if folder.name.startswith(NEW_PREFIX) or not (folder / TAIL_CALL_MAP).exists():
                 continue
             try:
-                reads = read_by(folder)
+                map_ids = map_ids_read_by(folder)
             except (KernelError, FileNotFoundError) as error:
                 if error.errno != errno.ENOENT:
                     raise
                 continue  # the keeper has just removed it: nobody runs these any more
-            yield reads
+            yield map_ids
 
-    def status(self) -> KeeperStatus:
+    def status(self) -> DeviceReconcilerStatus:
         """How the devices are doing."""
-        return self._keeper.status()
+        return self._reconciler.status()
 
     def close(self) -> None:
         """Ends the keeper first: it uses maps and programs."""
-        self._keeper.close()
+        self._reconciler.close()
         super().close()
 
 
-def is_there(pins: Pins) -> bool:
+def has_programs(pins: Pins) -> bool:
     """Whether an agent has left packet programs."""
-    return bool(_left(pins))
+    return bool(_program_folders(pins))
 
 
-def follows(pins: Pins, maps: Mapping[str, Map]) -> bool:
+def reads_current_maps(pins: Pins, maps: Mapping[str, Map]) -> bool:
     """Whether the packet programs that an agent has left see all that is flipped in these maps."""
-    needed = {maps[name].id for name in FLIPPED}
-    return all(needed <= read_by(folder) for folder in _left(pins))
+    needed = {maps[name].id for name in FLIPPED_MAPS}
+    return all(needed <= map_ids_read_by(folder) for folder in _program_folders(pins))
 
 
-def _left(pins: Pins) -> list[Path]:
-    return [p for p in pins.others("programs-tc", Path()) if not p.name.startswith(NEW)]
+def _program_folders(pins: Pins) -> list[Path]:
+    return [
+        folder
+        for folder in pins.other_folders("programs-tc", Path())
+        if not folder.name.startswith(NEW_PREFIX)
+    ]
 
 
-def remove(pins: Pins) -> tuple[Attachment, ...]:
+def remove_programs(pins: Pins) -> tuple[Attachment, ...]:
     """Takes everything of ours off all devices of this network namespace, and the programs' pins
     away; what there was.
     """
-    there = (pins.root / "devices").is_dir() or pins.others("programs-tc", Path())
-    attached = Devices(pins.root).remove() if there else ()
-    for folder in pins.others("programs-tc", Path()):
+    may_be_attached = (pins.root / "devices").is_dir() or pins.other_folders("programs-tc", Path())
+    removed = DeviceAttachments(pins.root).remove() if may_be_attached else ()
+    for folder in pins.other_folders("programs-tc", Path()):
         shutil.rmtree(folder, ignore_errors=True)
-    return attached
+    return removed

@@ -22,16 +22,18 @@ import msgspec
 
 from kbpf.dataplane.bpf.programs import flatten
 from kbpf.errors import CompileError
-from kbpf.kernel.system.private_folders import distrust
+from kbpf.kernel.system.private_folders import distrust_reason
 
 log = logging.getLogger("kbpf.dataplane")
 
 FORMAT: Final = 1
-FILE_BYTES: Final = 16 * 1024 * 1024
+MAX_FILE_BYTES: Final = 16 * 1024 * 1024
 """An artifact that is larger is not read; those of today have less than one MiB."""
-HINT: Final = "chown root and chmod go-w the folder and its files, or name another --cache-dir"
-UNUSED: Final = "are not used, they are compiled again"
-KEEP_HINT: Final = "make room or the folder writable, or name another --cache-dir"
+TRUST_HINT: Final = (
+    "chown root and chmod go-w the folder and its files, or name another --cache-dir"
+)
+NOT_USED: Final = "are not used, they are compiled again"
+CACHE_HINT: Final = "make room or the folder writable, or name another --cache-dir"
 CFLAGS: Final = ("-Wall", "-Wno-unused-function", "-Wno-unused-variable")
 
 
@@ -78,9 +80,9 @@ def source_key(unit: str) -> str:
     return digest.hexdigest()[:16]
 
 
-def file_name(unit: str, source: str, tools: str) -> str:
+def file_name(unit: str, source: str, toolchain: str) -> str:
     """`unit-source-compiler.kbpf`."""
-    return f"{unit}-{source}-{hashlib.sha256(tools.encode()).hexdigest()[:8]}.kbpf"
+    return f"{unit}-{source}-{hashlib.sha256(toolchain.encode()).hexdigest()[:8]}.kbpf"
 
 
 def store(artifact: Artifact, folder: Path) -> Path:
@@ -88,8 +90,8 @@ def store(artifact: Artifact, folder: Path) -> Path:
     CompileError for a folder that other users may change.
     """
     folder.mkdir(0o755, parents=True, exist_ok=True)
-    if reason := distrust(folder.stat()):
-        raise CompileError(f"not kept: {reason}", str(folder), HINT)
+    if reason := distrust_reason(folder.stat()):
+        raise CompileError(f"not kept: {reason}", str(folder), TRUST_HINT)
     body = msgspec.msgpack.encode(artifact)
     path = folder / file_name(artifact.unit, artifact.source, artifact.compiler)
     handle, temporary = tempfile.mkstemp(dir=folder, prefix=".kbpf-")
@@ -104,7 +106,7 @@ def store(artifact: Artifact, folder: Path) -> Path:
     return path
 
 
-def keep(artifact: Artifact, folder: Path) -> None:
+def try_store(artifact: Artifact, folder: Path) -> None:
     """Stores it; a folder where that cannot be done costs a compilation at each start, not the
     start. Of one that other users may change read() has told.
     """
@@ -113,7 +115,7 @@ def keep(artifact: Artifact, folder: Path) -> None:
     except OSError as error:
         reason = error.strerror or str(error)
         _warn_once("cannot be kept, they are compiled at each start",
-                   CompileError(reason, str(folder), KEEP_HINT))  # fmt: skip
+                   CompileError(reason, str(folder), CACHE_HINT))  # fmt: skip
     except CompileError:
         pass
 
@@ -123,37 +125,37 @@ def read(path: Path) -> Artifact | None:
     not a trusted user's, in a folder of his: the log says so.
     """
     try:
-        with _opened_folder(path.parent) as folder:
-            if (found := _decode(_contents(folder, path.name))) is None:
+        with _open_trusted_folder(path.parent) as folder:
+            if (artifact := _decode(_read_trusted_file(folder, path.name))) is None:
                 raise CompileError("the file is damaged", str(path))
-            return found
+            return artifact
     except OSError as error:
         if error.errno not in {errno.ENOENT, errno.ENOTDIR}:
             reason = os.strerror(error.errno or 0)
-            _warn_once(UNUSED, CompileError(reason, str(path), HINT))
+            _warn_once(NOT_USED, CompileError(reason, str(path), TRUST_HINT))
     except CompileError as error:
-        _warn_once(UNUSED, error)
+        _warn_once(NOT_USED, error)
     return None
 
 
-_warned: set[str] = set()
+_logged_warnings: set[str] = set()
 
 
-def _warn_once(what: str, error: CompileError) -> None:
+def _warn_once(consequence: str, error: CompileError) -> None:
     """However many units there are, and however often they are looked for."""
-    line = f"compiled programs {what}: {error}"
-    if line not in _warned:
-        _warned.add(line)
+    line = f"compiled programs {consequence}: {error}"
+    if line not in _logged_warnings:
+        _logged_warnings.add(line)
         log.warning("%s", line)
 
 
-def find(unit: str, folder: Path, tools: str | None) -> Artifact | None:
+def find(unit: str, folder: Path, toolchain: str | None) -> Artifact | None:
     """The artifact for today's sources made by these tools. Without tools on this machine
     (`tools` None), one that was made ahead of time by any: `kbpf compile` in an image.
     """
     source = source_key(unit)
-    if tools is not None:
-        candidates = [folder / file_name(unit, source, tools)]
+    if toolchain is not None:
+        candidates = [folder / file_name(unit, source, toolchain)]
     else:
         candidates = sorted(folder.glob(f"{unit}-{source}-*.kbpf"))
     for path in candidates:
@@ -164,31 +166,31 @@ def find(unit: str, folder: Path, tools: str | None) -> Artifact | None:
 
 
 @contextlib.contextmanager
-def _opened_folder(path: Path) -> Iterator[int]:
+def _open_trusted_folder(path: Path) -> Iterator[int]:
     """A descriptor of the folder, which is a trusted user's: nobody can exchange it meanwhile."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        if reason := distrust(os.fstat(fd)):
-            raise CompileError(reason, str(path), HINT)
+        if reason := distrust_reason(os.fstat(fd)):
+            raise CompileError(reason, str(path), TRUST_HINT)
         yield fd
     finally:
         os.close(fd)
 
 
-def _contents(folder: int, name: str) -> bytes:
+def _read_trusted_file(folder: int, name: str) -> bytes:
     """O_NONBLOCK: opening a FIFO would wait for a writer."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     fd = os.open(name, flags, dir_fd=folder)
     try:
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode):
-            raise CompileError("it is not a regular file", name, HINT)
-        if found.st_size > FILE_BYTES:
-            raise CompileError(f"it is larger than {FILE_BYTES >> 20} MiB", name, HINT)
-        if reason := distrust(found):
-            raise CompileError(reason, name, HINT)
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise CompileError("it is not a regular file", name, TRUST_HINT)
+        if status.st_size > MAX_FILE_BYTES:
+            raise CompileError(f"it is larger than {MAX_FILE_BYTES >> 20} MiB", name, TRUST_HINT)
+        if reason := distrust_reason(status):
+            raise CompileError(reason, name, TRUST_HINT)
         with open(fd, "rb", closefd=False) as file:
-            return file.read(FILE_BYTES)
+            return file.read(MAX_FILE_BYTES)
     finally:
         os.close(fd)
 

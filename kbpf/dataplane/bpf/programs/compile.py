@@ -15,19 +15,19 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
-from kbpf.dataplane.bpf.hooks import programs_of
+from kbpf.dataplane.bpf.hooks import program_names
 from kbpf.dataplane.bpf.programs import artifact, flatten
 from kbpf.errors import CompileError
 from kbpf.kernel.bpf.objects import Map
 from kbpf.kernel.system import children
 
-TIMEOUT_SECONDS: Final = 300
+COMPILE_TIMEOUT_S: Final = 300
 _ERROR = re.compile(r"^(?P<where>[^\s:]+:\d+)(?::\d+)?: (?:fatal )?error: (?P<what>.*)$", re.M)
-_LD_IMM64: Final = 0x18
-_PSEUDO_MAP: Final = (1, 2)
+_BPF_LD_IMM64: Final = 0x18
+_BPF_PSEUDO_MAPS: Final = (1, 2)
 
 
-def tools() -> str | None:
+def find_toolchain() -> str | None:
     """BCC and LLVM of this machine, by file name and size; None without BCC.
 
     Found without importing bcc, which would map LLVM into the agent.
@@ -36,24 +36,24 @@ def tools() -> str | None:
     if spec is None or not spec.submodule_search_locations:
         return None
     version = Path(spec.submodule_search_locations[0]) / "version.py"
-    found = [version.read_text().strip()] if version.exists() else []
+    parts = [version.read_text().strip()] if version.exists() else []
     for pattern in ("libbcc.so*", "libLLVM*.so*", "libclang-cpp.so*"):
         for path in Path("/usr/lib").glob(f"*/{pattern}"):
-            real = path.resolve()
-            found.append(f"{real.name}:{real.stat().st_size}")
-    return " ".join(sorted(set(found)))
+            target = path.resolve()
+            parts.append(f"{target.name}:{target.stat().st_size}")
+    return " ".join(sorted(set(parts)))
 
 
-def obtain(unit: str, cache: Path) -> tuple[artifact.Artifact, bool]:
+def find_or_compile(unit: str, cache: Path) -> tuple[artifact.Artifact, bool]:
     """The artifact of a unit out of the cache, or compiled into it; whether it was compiled.
 
     A cache that cannot be written costs a compilation at each start, not the start.
     """
-    have = tools()
-    known = artifact.find(unit, cache, have)
-    if known is not None:
-        return known, False
-    if have is None:
+    toolchain = find_toolchain()
+    cached = artifact.find(unit, cache, toolchain)
+    if cached is not None:
+        return cached, False
+    if toolchain is None:
         raise CompileError(
             "BCC is not installed and nothing was compiled ahead of time",
             f"unit {unit}, cache {cache}",
@@ -66,34 +66,36 @@ def compile_unit(unit: str, cache: Path) -> artifact.Artifact:
     """Runs the child and stores what it made. CompileError names the C file and line."""
     with tempfile.TemporaryDirectory(prefix="kbpf-compile-") as folder:
         out = Path(folder) / "artifact"
-        command = children.python(__spec__.name, unit, str(out))
+        command = children.python_command(__spec__.name, unit, str(out))
         try:
             child = subprocess.run(
                 command,
-                cwd=children.DIRECTORY,
-                env=children.environment(),
+                cwd=children.WORKING_DIRECTORY,
+                env=children.child_environment(),
                 capture_output=True,
                 text=True,
-                timeout=TIMEOUT_SECONDS,
+                timeout=COMPILE_TIMEOUT_S,
                 check=False,
             )
         except subprocess.TimeoutExpired as error:
             raise CompileError(
-                f"BCC did not finish in {TIMEOUT_SECONDS} s", f"unit {unit}", "is the machine busy?"
+                f"BCC did not finish in {COMPILE_TIMEOUT_S} s",
+                f"unit {unit}",
+                "is the machine busy?",
             ) from error
-        made = artifact.read(out) if child.returncode == 0 else None
-        if made is None:
+        compiled = artifact.read(out) if child.returncode == 0 else None
+        if compiled is None:
             raise _explain(unit, child.stderr, child.returncode)
-    artifact.keep(made, cache)
-    return made
+    artifact.try_store(compiled, cache)
+    return compiled
 
 
 def _explain(unit: str, stderr: str, code: int) -> CompileError:
-    found = _ERROR.search(stderr)
-    if found:
+    error_match = _ERROR.search(stderr)
+    if error_match:
         return CompileError(
-            f"cannot compile the BPF programs: {found['what']}",
-            found["where"],
+            f"cannot compile the BPF programs: {error_match['what']}",
+            error_match["where"],
             "the programs of the last start go on serving; install kbpf anew or report this",
         )
     lines = [line for line in stderr.strip().splitlines() if line.strip()]
@@ -105,8 +107,8 @@ def _explain(unit: str, stderr: str, code: int) -> CompileError:
     return CompileError(f"BCC failed: {reason}", f"unit {unit}", "run `kbpf check`")
 
 
-def _child(unit: str, out: Path) -> None:
-    source, text, have = artifact.source_key(unit), flatten.flatten(unit), tools()
+def _compile_in_child(unit: str, out: Path) -> None:
+    source, text, toolchain = artifact.source_key(unit), flatten.flatten(unit), find_toolchain()
     os.environ["BCC_KERNEL_SOURCE"] = str(flatten.SOURCES)
     from bcc import BPF, lib
 
@@ -119,11 +121,11 @@ def _child(unit: str, out: Path) -> None:
         shape = Map(os.dup(fd), name)  # BCC's own Leaf is per CPU where the map is
         shapes[name] = artifact.MapShape(name, shape.key_size, shape.value_size)
         shape.close()
-    programs = tuple(_bytecode(name, module.dump_func(name), by_fd) for name in programs_of(unit))
-    made = artifact.Artifact(
-        artifact.FORMAT, unit, source, have or "", programs, tuple(shapes.values())
+    programs = tuple(_bytecode(name, module.dump_func(name), by_fd) for name in program_names(unit))
+    compiled = artifact.Artifact(
+        artifact.FORMAT, unit, source, toolchain or "", programs, tuple(shapes.values())
     )
-    artifact.store(made, out.parent).rename(out)
+    artifact.store(compiled, out.parent).rename(out)
 
 
 def _map_names(text: str) -> list[str]:
@@ -138,11 +140,11 @@ def _bytecode(name: str, raw: bytes, by_fd: dict[int, str]) -> artifact.Bytecode
     references = []
     for index in range(len(code) // 8):
         op, registers, _, imm = struct.unpack_from("=BBhi", code, index * 8)
-        if op == _LD_IMM64 and registers >> 4 in _PSEUDO_MAP:
+        if op == _BPF_LD_IMM64 and registers >> 4 in _BPF_PSEUDO_MAPS:
             references.append(artifact.Reference(index, by_fd[imm]))
             struct.pack_into("=i", code, index * 8 + 4, 0)
     return artifact.Bytecode(name, bytes(code), tuple(references))
 
 
 if __name__ == "__main__":
-    _child(sys.argv[1], Path(sys.argv[2]))
+    _compile_in_child(sys.argv[1], Path(sys.argv[2]))

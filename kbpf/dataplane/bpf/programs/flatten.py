@@ -20,7 +20,7 @@ def flatten(unit: str, folder: Path = SOURCES) -> str:
     return "\n".join(_lines(f"{unit}.c", folder, set())) + "\n"
 
 
-def _lines(name: str, folder: Path, seen: set[str]) -> list[str]:
+def _lines(name: str, folder: Path, included: set[str]) -> list[str]:
     try:
         text = (folder / name).read_text()
     except OSError as error:
@@ -33,9 +33,9 @@ def _lines(name: str, folder: Path, seen: set[str]) -> list[str]:
         if include is None:
             lines.append("" if line == "#pragma once" else line)
             continue
-        if include[1] not in seen:
-            seen.add(include[1])
-            lines += _lines(include[1], folder, seen)
+        if include[1] not in included:
+            included.add(include[1])
+            lines += _lines(include[1], folder, included)
         lines.append(f'#line {number + 1} "kbpf/bpf/{name}"')
     return lines
 
@@ -43,4 +43,4 @@ def _lines(name: str, folder: Path, seen: set[str]) -> list[str]:
 def headers(folder: Path = SOURCES) -> dict[str, bytes]:
     """The header tree by relative path: part of what an artifact depends on."""
     root = folder / "include"
-    return {str(p.relative_to(root)): p.read_bytes() for p in sorted(root.rglob("*.h"))}
+    return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*.h"))}

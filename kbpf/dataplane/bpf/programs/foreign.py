@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from kbpf.dataplane.bpf.hooks import HOOKS
-from kbpf.dataplane.bpf.programs.unpinned import attached, is_ours
+from kbpf.dataplane.bpf.programs.unpinned import attached_program_ids, is_kbpf_program
 from kbpf.errors import KernelError
 from kbpf.kernel.bpf import objects, tc
-from kbpf.kernel.bpf.tc import ATTACH_TYPE, Direction, Tc
+from kbpf.kernel.bpf.tc import ATTACH_TYPE, Direction, TcAttacher
 from kbpf.kernel.net.devices import list_devices
 
 SOCKET_HOOKS: Final = frozenset(("connect4", "connect6", "sendmsg4", "sendmsg6"))
-BALANCERS: Final = ("cil_", "cali")
+BALANCER_PREFIXES: Final = ("cil_", "cali")
 """How the names of programs begin: Cilium's, and Calico's."""
 
 
-class Foreign(NamedTuple):
+class ForeignProgram(NamedTuple):
     """A program, by its id and name, and where it runs; `device` is "" for a socket hook."""
 
     program: int
@@ -33,7 +33,7 @@ class Foreign(NamedTuple):
     device: str = ""
 
 
-def at_sockets(cgroup: Path) -> tuple[Foreign, ...]:
+def find_at_sockets(cgroup: Path) -> tuple[ForeignProgram, ...]:
     """Those at the socket hooks of this cgroup."""
     try:
         descriptor = os.open(cgroup, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -41,61 +41,67 @@ def at_sockets(cgroup: Path) -> tuple[Foreign, ...]:
         return ()  # that the hooks are not attached is told
     try:
         return tuple(
-            found
+            foreign
             for hook in HOOKS
             if hook.name in SOCKET_HOOKS
-            for program in attached(descriptor, hook.attach_type)
-            if not is_ours(program, hook.name) and (found := _foreign(program, hook.name))
+            for program in attached_program_ids(descriptor, hook.attach_type)
+            if not is_kbpf_program(program, hook.name)
+            and (foreign := _describe(program, hook.name))
         )
     finally:
         os.close(descriptor)
 
 
-def at_devices(kernel: Tc, devices: Iterable[tuple[int, str]]) -> tuple[Foreign, ...]:
+def find_at_devices(
+    kernel: TcAttacher, devices: Iterable[tuple[int, str]]
+) -> tuple[ForeignProgram, ...]:
     """Those of known balancers on these devices (number, name), in TCX and as filters."""
-    listed, links = tuple(devices), tc.tcx().works
+    named_devices, has_tcx = tuple(devices), tc.probe_tcx().works
     return tuple(
-        found
-        for number, name in listed
+        foreign
+        for ifindex, name in named_devices
         for direction in Direction
         for program in (
-            *(attached(number, ATTACH_TYPE[direction]) if links else ()),
-            *kernel.filters_of_others(number, direction),
+            *(attached_program_ids(ifindex, ATTACH_TYPE[direction]) if has_tcx else ()),
+            *kernel.list_foreign_filters(ifindex, direction),
         )
-        if (found := _foreign(program, direction, name)) and found.name.startswith(BALANCERS)
+        if (foreign := _describe(program, direction, name))
+        and foreign.name.startswith(BALANCER_PREFIXES)
     )
 
 
-def all_of(folder: Path, cgroup: Path | None) -> tuple[Foreign, ...]:
+def find_all(folder: Path, cgroup: Path | None) -> tuple[ForeignProgram, ...]:
     """All of them, for who is not the agent. `folder`: of pins; `cgroup`: that is hooked."""
     names = {device.ifindex: device.name for device in list_devices()}
-    with Tc(folder / "devices") as kernel:
-        ours = {one.ifindex for one in kernel.everything()}
-        found = at_devices(kernel, ((n, names[n]) for n in sorted(ours & names.keys())))
-    return (*(at_sockets(cgroup) if cgroup is not None else ()), *found)
+    with TcAttacher(folder / "devices") as kernel:
+        our_devices = {attachment.ifindex for attachment in kernel.list_all()}
+        on_devices = find_at_devices(
+            kernel, ((ifindex, names[ifindex]) for ifindex in sorted(our_devices & names.keys()))
+        )
+    return (*(find_at_sockets(cgroup) if cgroup is not None else ()), *on_devices)
 
 
-def _foreign(program: int, hook: str, device: str = "") -> Foreign | None:
+def _describe(program: int, hook: str, device: str = "") -> ForeignProgram | None:
     """None: it has ended."""
     try:
-        with objects.program_by_id(program) as held:
-            return Foreign(program, held.info().name, hook, device)
+        with objects.open_program_by_id(program) as handle:
+            return ForeignProgram(program, handle.read_info().name, hook, device)
     except KernelError:
         return None
 
 
-def lines(found: Collection[Foreign]) -> Iterator[str]:
+def format_lines(programs: Collection[ForeignProgram]) -> Iterator[str]:
     """One for each program name and hook; of several devices the first is named."""
-    first: dict[tuple[str, str], Foreign] = {}
+    first: dict[tuple[str, str], ForeignProgram] = {}
     counts: Counter[tuple[str, str]] = Counter()
-    for one in found:
-        first.setdefault((one.name, one.hook), one)
-        counts[one.name, one.hook] += 1
-    for key, one in sorted(first.items()):
-        where = f"{one.hook} of {one.device}" if one.device else one.hook
-        more = f" and {counts[key] - 1} more" if counts[key] > 1 else ""
-        name = one.name or "without a name"
+    for program in programs:
+        first.setdefault((program.name, program.hook), program)
+        counts[program.name, program.hook] += 1
+    for key, program in sorted(first.items()):
+        location = f"{program.hook} of {program.device}" if program.device else program.hook
+        suffix = f" and {counts[key] - 1} more" if counts[key] > 1 else ""
+        name = program.name or "without a name"
         yield (
-            f"a program of another load balancer is attached: {name} (id {one.program}) at "
-            f"{where}{more}; both decide about the same connections, so switch one of them off"
+            f"a program of another load balancer is attached: {name} (id {program.program}) at "
+            f"{location}{suffix}; both decide about the same connections, so switch one of them off"
         )

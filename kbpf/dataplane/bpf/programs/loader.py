@@ -14,35 +14,42 @@ from pathlib import Path
 from typing import Final
 
 from kbpf.dataplane.bpf.hooks import (
+    BPF_PROG_TYPE_CGROUP_SOCK_ADDR,
+    BPF_PROG_TYPE_SCHED_CLS,
     HOOKS,
     OPTIONAL_HELPERS,
     OPTIONAL_PACKET_HELPERS,
-    PROG_CGROUP_SOCK_ADDR,
-    PROG_SCHED_CLS,
-    TAILS_MAP,
+    TAIL_CALL_MAP,
     Hook,
-    programs_of,
-    type_of,
+    program_names,
+    program_type,
 )
 from kbpf.dataplane.bpf.maps.layout import MAPS
-from kbpf.dataplane.bpf.maps.pinning import NEW, NEW_LINK, Pins, close_all, detach, read_by_attached
+from kbpf.dataplane.bpf.maps.pinning import (
+    NEW_LINK_PREFIX,
+    NEW_PREFIX,
+    Pins,
+    close_all,
+    detach_link,
+    map_ids_read_by_attached,
+)
 from kbpf.dataplane.bpf.programs.artifact import Artifact, Bytecode
-from kbpf.dataplane.bpf.programs.foreign import Foreign, at_sockets
-from kbpf.errors import AttachRefused, KernelError, ProgramRefused
+from kbpf.dataplane.bpf.programs.foreign import ForeignProgram, find_at_sockets
+from kbpf.errors import AttachError, KernelError, ProgramLoadError
 from kbpf.kernel.bpf import probe
 from kbpf.kernel.bpf.objects import Link, Map, Program
 from kbpf.kernel.system import threads
 
 log = logging.getLogger("kbpf.dataplane")
 
-PSEUDO_MAP_FD: Final = 1
-RETURN_0: Final = b"\xb7\x00\x00\x00\x00\x00\x00\x00"  # r0 = 0
+BPF_PSEUDO_MAP_FD: Final = 1
+MOV_R0_0: Final = b"\xb7\x00\x00\x00\x00\x00\x00\x00"  # r0 = 0
 
 
 def check_artifact(artifact: Artifact) -> None:
     """The C and layout.py must mean the same bytes."""
     for shape in artifact.maps:
-        if shape.name == TAILS_MAP:
+        if shape.name == TAIL_CALL_MAP:
             continue
         spec = MAPS.get(shape.name)
         if spec is None or (spec.key_size, spec.value_size) != (shape.key_size, shape.value_size):
@@ -59,7 +66,7 @@ def missing_helpers() -> frozenset[int]:
     return frozenset(
         number
         for number, (_, _, argument) in OPTIONAL_HELPERS.items()
-        if not probe.helper(PROG_CGROUP_SOCK_ADDR, connect4, number, argument).works
+        if not probe.probe_helper(BPF_PROG_TYPE_CGROUP_SOCK_ADDR, connect4, number, argument).works
     )
 
 
@@ -68,36 +75,36 @@ def missing_packet_helpers() -> frozenset[int]:
     return frozenset(
         number
         for number in OPTIONAL_PACKET_HELPERS
-        if not probe.helper(PROG_SCHED_CLS, 0, number).works
+        if not probe.probe_helper(BPF_PROG_TYPE_SCHED_CLS, 0, number).works
     )
 
 
-def link_code(
-    code: Bytecode, maps: Mapping[str, Map], lacks: frozenset[int] = frozenset()
+def relocate(
+    code: Bytecode, maps: Mapping[str, Map], missing: frozenset[int] = frozenset()
 ) -> bytes:
     """Bytecode for this kernel: map descriptors put in, calls that it lacks taken out."""
     insns = bytearray(code.insns)
     for reference in code.references:
-        at = reference.insn * 8
-        insns[at + 1] = (insns[at + 1] & 0x0F) | PSEUDO_MAP_FD << 4
-        insns[at + 4 : at + 8] = maps[reference.map].fd.to_bytes(4, "little")
-    calls = [probe.call(number) for number in sorted(lacks)]
-    for at in range(0, len(insns) if calls else 0, 8):
-        if insns[at : at + 8] in calls:
-            insns[at : at + 8] = RETURN_0
+        offset = reference.insn * 8
+        insns[offset + 1] = (insns[offset + 1] & 0x0F) | BPF_PSEUDO_MAP_FD << 4
+        insns[offset + 4 : offset + 8] = maps[reference.map].fd.to_bytes(4, "little")
+    missing_calls = [probe.encode_call(number) for number in sorted(missing)]
+    for offset in range(0, len(insns) if missing_calls else 0, 8):
+        if insns[offset : offset + 8] in missing_calls:
+            insns[offset : offset + 8] = MOV_R0_0
     return bytes(insns)
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class LoadedPrograms:
     """Programs that are loaded and not attached, and maps that belong to them alone."""
 
     programs: dict[str, Program] = field(default_factory=dict)
-    own: dict[str, Map] = field(default_factory=dict)
+    private_maps: dict[str, Map] = field(default_factory=dict)
 
     def close(self) -> None:
         """Closes the descriptors."""
-        close_all((*self.programs.values(), *self.own.values()))
+        close_all((*self.programs.values(), *self.private_maps.values()))
 
 
 class Programs:
@@ -105,107 +112,117 @@ class Programs:
     classes below.
     """
 
-    own: tuple[str, ...] = ()
+    private_map_names: tuple[str, ...] = ()
     """Maps that belong to these programs alone and live and die with them."""
 
-    def __init__(self, pins: Pins, artifact: Artifact, lacks: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self, pins: Pins, artifact: Artifact, missing: frozenset[int] = frozenset()
+    ) -> None:
         check_artifact(artifact)
         self._pins = pins
         self._artifact = artifact
-        self._lacks = lacks
+        self._missing_helpers = missing
         self._loaded: dict[str, Program] = {}
-        self._own: dict[str, Map] = {}
+        self._private_maps: dict[str, Map] = {}
 
     @property
     def key(self) -> str:
         """What decides the bytecode: sources, and what the kernel lacks."""
-        lacks = "-".join(map(str, sorted(self._lacks)))
-        return f"{self._artifact.unit}-{self._artifact.source}-{lacks or 'all'}"
+        missing = "-".join(map(str, sorted(self._missing_helpers)))
+        return f"{self._artifact.unit}-{self._artifact.source}-{missing or 'all'}"
 
     def load(self, maps: Mapping[str, Map]) -> bool:
         """Takes the pinned programs if they are these over these maps, else loads; whether it
         loaded. Nothing is attached yet.
         """
-        self._drop()
-        if adopted := self._adopt(maps):
+        self._close_loaded()
+        if adopted := self._adopt_pinned(maps):
             return not adopted
-        self.take(self.prepare(maps))
+        self.use(self.prepare(maps))
         return True
 
-    def prepare(self, maps: Mapping[str, Map]) -> Ready:
+    def prepare(self, maps: Mapping[str, Map]) -> LoadedPrograms:
         """Loads the programs over these maps, for take(). Any thread."""
-        ready = Ready()
+        loaded = LoadedPrograms()
         try:
-            ready.own.update(self._make_own())
-            for name in programs_of(self._artifact.unit):
-                program = self._load_one(name, {**maps, **ready.own})
+            loaded.private_maps.update(self._make_private_maps())
+            for name in program_names(self._artifact.unit):
+                program = self._load_program(name, {**maps, **loaded.private_maps})
                 if program is not None:
-                    ready.programs[name] = program
-                threads.beat()
+                    loaded.programs[name] = program
+                threads.heartbeat()
         except BaseException:
-            ready.close()
+            loaded.close()
             raise
-        return ready
+        return loaded
 
-    def take(self, ready: Ready) -> None:
+    def use(self, loaded: LoadedPrograms) -> None:
         """Has these from now on; publish() attaches them."""
-        self._drop()
-        self._loaded, self._own = ready.programs, ready.own
+        self._close_loaded()
+        self._loaded, self._private_maps = loaded.programs, loaded.private_maps
 
-    def _adopt(self, maps: Mapping[str, Map]) -> bool:
+    def _adopt_pinned(self, maps: Mapping[str, Map]) -> bool:
         """Takes the pinned programs if they are these over these maps; whether it did."""
         folder = self._pins.programs(self.key)
         if folder.is_dir():
             for pin in sorted(folder.iterdir()):
-                if pin.name in self.own:
-                    self._own[pin.name] = Map.open(pin)
+                if pin.name in self.private_map_names:
+                    self._private_maps[pin.name] = Map.open(pin)
                 else:
                     self._loaded[pin.name] = Program.open(pin)
-            if self._over(maps):
+            if self._use_maps(maps):
                 return True
-            self._drop()
+            self._close_loaded()
         return False
 
-    def _make_own(self) -> dict[str, Map]:
+    def _make_private_maps(self) -> dict[str, Map]:
         """Makes the maps of `own`."""
         return {}
 
-    def _load_one(self, name: str, maps: Mapping[str, Map]) -> Program | None:
+    def _load_program(self, name: str, maps: Mapping[str, Map]) -> Program | None:
         """Loads a program; None if it is not required and is refused."""
         code = next(code for code in self._artifact.programs if code.name == name)
-        kind, attach_type, required = type_of(name)
+        kind, attach_type, required = program_type(name)
         try:
-            insns = link_code(code, maps, self._lacks)
+            insns = relocate(code, maps, self._missing_helpers)
             return Program.load(name, kind, attach_type, insns)
         except KernelError as error:
             if required:
-                raise ProgramRefused(error.what, error.where, error.hint, error.errno) from error
-            expected = any(hook.counts for hook in HOOKS if hook.name == name)
-            log.log(logging.INFO if expected else logging.WARNING, "left out: %s", error)
+                raise ProgramLoadError(error.what, error.where, error.hint, error.errno) from error
+            is_expected = any(hook.only_counts for hook in HOOKS if hook.name == name)
+            log.log(logging.INFO if is_expected else logging.WARNING, "left out: %s", error)
             return None
 
-    def _over(self, maps: Mapping[str, Map]) -> bool:
-        ids = {m.id for m in (*maps.values(), *self._own.values())}
-        needed = {n for n in programs_of(self._artifact.unit) if type_of(n)[2]}
+    def _use_maps(self, maps: Mapping[str, Map]) -> bool:
+        map_ids = {map_.id for map_ in (*maps.values(), *self._private_maps.values())}
+        needed = {
+            program_name
+            for program_name in program_names(self._artifact.unit)
+            if program_type(program_name)[2]
+        }
         return (
             needed <= self._loaded.keys()
-            and set(self.own) == self._own.keys()
-            and all(set(program.info().map_ids) <= ids for program in self._loaded.values())
+            and set(self.private_map_names) == self._private_maps.keys()
+            and all(
+                set(program.read_info().map_ids) <= map_ids for program in self._loaded.values()
+            )
         )
 
-    def out_of_step(self, services: int, maps: Mapping[str, Map]) -> bool:
+    def reads_stale_maps(self, services_id: int, maps: Mapping[str, Map]) -> bool:
         """Whether an attached program reads the `services` of this id, which we have written until
         now, and not the rest of these maps: it would not see what is written to them.
         """
-        now = {m.id for m in maps.values()}
-        return any(services in reads and not reads <= now for reads in self._read_now())
+        current = {map_.id for map_ in maps.values()}
+        return any(
+            services_id in map_ids and not map_ids <= current for map_ids in self._read_map_ids()
+        )
 
-    def _read_now(self) -> Iterator[set[int]]:
+    def _read_map_ids(self) -> Iterator[set[int]]:
         """The ids of the maps that attached programs read, but for their own ones."""
         raise NotImplementedError
 
     @property
-    def reads(self) -> frozenset[str]:
+    def map_names(self) -> frozenset[str]:
         """The names of the maps that these programs read."""
         return frozenset(shape.name for shape in self._artifact.maps)
 
@@ -213,34 +230,34 @@ class Programs:
         """Pins the programs and attaches each in place of what its hook ran before; how many
         attachments changed. Each hook goes from the old program to the new one at once.
         """
-        folder, fresh = self._pins.programs(self.key), self._pin()
+        folder, new_folder = self._pins.programs(self.key), self._pin()
         changed = self._attach_all()
         shutil.rmtree(folder, ignore_errors=True)
-        fresh.rename(folder)
-        for other in self._pins.others(f"programs-{self._artifact.unit}", folder):
-            shutil.rmtree(other, ignore_errors=True)
+        new_folder.rename(folder)
+        for old_folder in self._pins.other_folders(f"programs-{self._artifact.unit}", folder):
+            shutil.rmtree(old_folder, ignore_errors=True)
         return changed
 
     def _pin(self) -> Path:
         """Pins the programs in a folder that is not published yet."""
-        fresh = self._pins.root / f"{NEW}programs-{self.key}"
-        shutil.rmtree(fresh, ignore_errors=True)
-        fresh.mkdir(mode=0o700)
-        for name, held in (*self._loaded.items(), *self._own.items()):
-            held.pin(fresh / name)
-        return fresh
+        new_folder = self._pins.root / f"{NEW_PREFIX}programs-{self.key}"
+        shutil.rmtree(new_folder, ignore_errors=True)
+        new_folder.mkdir(mode=0o700)
+        for name, pinnable in (*self._loaded.items(), *self._private_maps.items()):
+            pinnable.pin(new_folder / name)
+        return new_folder
 
     def _attach_all(self) -> int:
         raise NotImplementedError
 
     def close(self) -> None:
         """Closes the descriptors. Pins and attachments stay."""
-        self._drop()
+        self._close_loaded()
 
-    def _drop(self) -> None:
+    def _close_loaded(self) -> None:
         """Closes what is loaded."""
-        close_all((*self._loaded.values(), *self._own.values()))
-        self._loaded, self._own = {}, {}
+        close_all((*self._loaded.values(), *self._private_maps.values()))
+        self._loaded, self._private_maps = {}, {}
 
 
 class SocketPrograms(Programs):
@@ -251,12 +268,12 @@ class SocketPrograms(Programs):
         pins: Pins,
         artifact: Artifact,
         cgroup: Path,
-        lacks: frozenset[int] = frozenset(),
-        counts: bool = False,
+        missing: frozenset[int] = frozenset(),
+        attach_counting: bool = False,
     ) -> None:
-        super().__init__(pins, artifact, lacks)
+        super().__init__(pins, artifact, missing)
         self._cgroup = cgroup
-        self._counts = counts  # whether hooks that serve nobody are wanted
+        self._attach_counting = attach_counting  # whether hooks that serve nobody are wanted
 
     def _attach_all(self) -> int:
         self._pins.links.mkdir(mode=0o700, exist_ok=True)
@@ -266,10 +283,10 @@ class SocketPrograms(Programs):
             cgroup_id = os.fstat(cgroup).st_ino
             for hook in HOOKS:
                 program = self._loaded.get(hook.name)
-                if hook.counts and not self._counts:
+                if hook.only_counts and not self._attach_counting:
                     changed += self._detach(hook)
                 elif program is not None:
-                    changed += self._attach_or_tell(hook, program, cgroup, cgroup_id)
+                    changed += self._attach_or_log(hook, program, cgroup, cgroup_id)
                 elif hook.unit == self._artifact.unit and self._detach(hook):
                     log.warning(
                         "detached, since this kernel refuses its new program hook=%s", hook.name
@@ -277,19 +294,21 @@ class SocketPrograms(Programs):
                     changed += 1
         finally:
             os.close(cgroup)
-        return changed + self._detach_former()
+        return changed + self._detach_unknown()
 
-    def _detach_former(self) -> int:
+    def _detach_unknown(self) -> int:
         """Ends what an earlier version has attached to hooks that this one does not use; how many
         there were. Else its program would go on over maps that nobody reads.
         """
-        known = {hook.name for hook in HOOKS}
-        former = [pin for pin in sorted(self._pins.links.iterdir()) if pin.name not in known]
-        for pin in former:
-            detach(pin)
-        return len(former)
+        hook_names = {hook.name for hook in HOOKS}
+        unknown_pins = [
+            pin for pin in sorted(self._pins.links.iterdir()) if pin.name not in hook_names
+        ]
+        for pin in unknown_pins:
+            detach_link(pin)
+        return len(unknown_pins)
 
-    def state(self) -> dict[str, bool]:
+    def hook_states(self) -> dict[str, bool]:
         """The hooks that are wanted, and whether each runs our program, in the cgroup that has this
         name now: it may have been removed and made again.
         """
@@ -297,45 +316,45 @@ class SocketPrograms(Programs):
             cgroup_id = self._cgroup.stat().st_ino
         except OSError:
             cgroup_id = -1
-        wanted = [hook.name for hook in HOOKS if self._counts or not hook.counts]
+        hook_names = [hook.name for hook in HOOKS if self._attach_counting or not hook.only_counts]
         return {
-            name: self._runs(self._pins.links / name, program, cgroup_id)
+            name: self._is_running(self._pins.links / name, program, cgroup_id)
             for name, program in self._loaded.items()
-            if name in wanted
+            if name in hook_names
         }
 
-    def _runs(self, pin: Path, program: Program, cgroup_id: int) -> bool:
+    def _is_running(self, pin: Path, program: Program, cgroup_id: int) -> bool:
         if not pin.exists():
             return False
         with Link.open(pin) as link:
-            info = link.info()
-        return info.cgroup == cgroup_id and info.program == program.info().id
+            info = link.read_info()
+        return info.cgroup_id == cgroup_id and info.program_id == program.read_info().id
 
-    def foreign(self) -> tuple[Foreign, ...]:
+    def find_foreign(self) -> tuple[ForeignProgram, ...]:
         """What others have at the same hooks."""
-        return at_sockets(self._cgroup)
+        return find_at_sockets(self._cgroup)
 
-    def attach_again(self) -> int:
+    def reattach(self) -> int:
         """Attaches what is missing; how many attachments changed."""
         return self._attach_all()
 
-    def _read_now(self) -> Iterator[set[int]]:
-        yield from read_by_attached(self._pins)
+    def _read_map_ids(self) -> Iterator[set[int]]:
+        yield from map_ids_read_by_attached(self._pins)
 
     def _detach(self, hook: Hook) -> bool:
         """Ends what an earlier version had there: its maps may be nobody's by now."""
         pin = self._pins.links / hook.name
         if not pin.exists():
             return False
-        detach(pin)
+        detach_link(pin)
         return True
 
-    def _attach_or_tell(self, hook: Hook, program: Program, cgroup: int, cgroup_id: int) -> bool:
+    def _attach_or_log(self, hook: Hook, program: Program, cgroup: int, cgroup_id: int) -> bool:
         """Nobody goes unserved for a hook that only counts: another may have it for itself."""
         try:
             return self._attach(hook, program, cgroup, cgroup_id)
-        except AttachRefused as error:
-            if not hook.counts:
+        except AttachError as error:
+            if not hook.only_counts:
                 raise
             log.warning("connections' ends are not counted: %s", error)
             return False
@@ -344,28 +363,28 @@ class SocketPrograms(Programs):
         pin = self._pins.links / hook.name
         if pin.exists():
             with Link.open(pin) as link:
-                info = link.info()
-                if info.cgroup == cgroup_id:
-                    if info.program == program.info().id:
+                info = link.read_info()
+                if info.cgroup_id == cgroup_id:
+                    if info.program_id == program.read_info().id:
                         return False
                     link.update(program)
                     return True
         # The first time, or the cgroup of the old link is another one or gone: attach first,
         # then let the old link go, so that sockets meet two programs rather than none.
-        fresh = self._pins.root / f"{NEW_LINK}{hook.name}"
-        fresh.unlink(missing_ok=True)
+        temporary = self._pins.root / f"{NEW_LINK_PREFIX}{hook.name}"
+        temporary.unlink(missing_ok=True)
         try:
             link = Link.attach(program, cgroup, hook.attach_type)
         except KernelError as error:
-            raise AttachRefused(
+            raise AttachError(
                 f"cannot attach {hook.name}",
                 f"cgroup {self._cgroup}",
                 "the kernel needs cgroup BPF links (5.7), the process CAP_BPF and CAP_NET_ADMIN",
                 errno=error.errno,
             ) from error
         with link:
-            link.pin(fresh)
-            fresh.rename(pin)
+            link.pin(temporary)
+            temporary.rename(pin)
         return True
 
 
