@@ -10,6 +10,7 @@ from importlib.metadata import version
 import pytest
 from pip._vendor.packaging.requirements import Requirement
 
+from kbpf import __version__
 from tests.support.runtime.docs import ROOT
 
 CONTAINERFILE = (ROOT / "Containerfile").read_text()
@@ -55,7 +56,8 @@ def test_tests_run_with_what_the_image_has() -> None:
 
 def test_make_venv_takes_what_is_locked() -> None:
     installs = re.findall(r"pip install((?:\\\n|[^\n])*)", (ROOT / "Makefile").read_text())
-    first, second = (re.sub(r"\\\n\s*", "", text) for text in installs)
+    first, second, check = (re.sub(r"\\\n\s*", "", text) for text in installs)
+    assert "--require-hashes --only-binary=:all: --no-deps" in check
     assert "--require-hashes --only-binary=:all: --no-deps" in first
     assert first.endswith("--requirement requirements-dev.lock")
     assert "--no-deps --no-build-isolation -e ." in second, "kbpf itself"
@@ -100,3 +102,17 @@ def test_the_list_of_components() -> None:
     assert len(urls) == len(set(urls))
     assert f"pkg:pypi/msgspec@{version('msgspec')}" in urls
     assert any(url.startswith("pkg:deb/debian/libbpf1@") for url in urls)
+
+
+NAMES_THE_VERSION = {
+    "README.md": r"REGISTRY/kbpf:(\S+)",
+    "manifests/base/kustomization.yaml": r"newTag: (\S+)",
+    "manifests/chart/Chart.yaml": r"(?:appVersion|version): (\S+)",
+    "vagrant/kubeadm/provision/node.sh": r"library/kbpf:(\S+)",
+}
+"""Files that cannot read kbpf.__version__, and where it stands in them."""
+
+
+@pytest.mark.parametrize("name", NAMES_THE_VERSION)
+def test_files_name_the_version_of_the_package(name: str) -> None:
+    assert set(re.findall(NAMES_THE_VERSION[name], (ROOT / name).read_text())) == {__version__}
