@@ -307,6 +307,10 @@ def _list_pins(pin_dir: Path) -> list[Path] | None:
         entries = sorted(pin_dir.iterdir())
     except FileNotFoundError:
         return None
+    except NotADirectoryError:
+        raise ConfigError(
+            "not a folder", str(pin_dir), "give the folder that `kbpf run` was given with --pin-dir"
+        ) from None
     except OSError as error:
         raise KernelError(
             "cannot look into the folder of pins", str(pin_dir), "run as root", error.errno or 0

@@ -95,6 +95,9 @@ WRONG = [
           "kubeconfig's path"),
     Wrong("cleanup of data", "cleanup --pin-dir {data}", 1,
           "nothing is removed: this holds what is not kbpf's (a, b) ({data})", "kbpf: "),
+    *(Wrong(f"{words}: a file", f"{words} --pin-dir {{file}}", 1, "not a folder ({file}); give the "
+            "folder that `kbpf run` was given with --pin-dir", "kbpf: ")
+      for words in ("inspect status", "inspect services", "cleanup", "check --attached")),
     *(Wrong(f"nobody: run {words}", f"{RUN} --pin-dir {{closed}}/pins {words}", 1,
             f"cannot look {what} ({{closed}}/pins): EACCES; {ROOT}", AGENT, True)
       for words, what in (("", "at the folder for pins"), ("--mode bpf", "at the folder for pins"),

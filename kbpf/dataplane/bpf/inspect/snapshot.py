@@ -49,7 +49,7 @@ from kbpf.dataplane.bpf.metrics import (
     read_totals,
 )
 from kbpf.dataplane.bpf.udp import unpack_backend
-from kbpf.errors import KernelError, NotFoundError
+from kbpf.errors import ConfigError, KernelError, NotFoundError
 from kbpf.kernel.bpf import objects
 from kbpf.kernel.bpf.objects import Map
 from kbpf.model.address import Addr, family_of
@@ -253,6 +253,10 @@ def find_pins(pin_dir: Path) -> Pins:
     except FileNotFoundError:
         raise NotFoundError(
             "nothing is pinned: there is no such folder", str(pin_dir), hint
+        ) from None
+    except NotADirectoryError:
+        raise ConfigError(
+            "not a folder", str(pin_dir), "give the folder that `kbpf run` was given with --pin-dir"
         ) from None
     except OSError as error:
         raise KernelError(
