@@ -95,10 +95,10 @@ POD = {4: "10.244.1.2", 6: "fd00:10:244:1::2"}
 NEAR = {4: "10.244.7.7", 6: "fd00:10:244:7::7"}
 """A client in a local network."""
 NET = {4: "192.0.2.", 6: "2001:db8::"}
-CLUSTER, LOCAL, NONE, RESTRICTED, SAME, MASKED, IP, OWN, OTHER_OWN = range(1, 10)
-"""The last part of a VIP: policy Cluster, Local, no endpoints, nobody let in; port 80 → 80 with
+CLUSTER, LOCAL, NONE, RESTRICTED, SAME, MASKED, IP, OWN, OTHER_OWN, REMOTE = range(1, 11)
+"""The last part of a VIP: policy Cluster, Local, no endpoints, no client allowed; port 80 → 80 with
 policy Local and Cluster; a ClusterIP; backends that are the node itself, at its masquerade address
-and at OTHER."""
+and at OTHER; policy Local without an endpoint on this node."""
 OTHER = {4: "198.18.0.8", 6: "fd00:198:18::8"}
 """A second address of the node."""
 PORTS = itertools.count(2000)
@@ -253,6 +253,7 @@ def services() -> Iterator[object]:
         yield one(IP, pod(v), "")
         yield one(OWN, end(NODE[v], 8080))
         yield one(OTHER_OWN, end(OTHER[v], 8080))
+        yield one(REMOTE, pod(v), external_local=True)
 
 
 @pytest.fixture(autouse=True)
@@ -1325,6 +1326,18 @@ def test_a_question_of_a_flow_without_answers_begins_again(
     _, inside = path.run("tc_ingress", question)
     assert parse(inside, l2=False).destination == pod(v)
     assert path.site.reasons()[Reason.NEW_FLOW] == before + again
+
+
+@both
+@pytest.mark.parametrize("kind", ["tcp", "udp"])
+def test_policy_local_holds_for_who_is_outside(path: Path_, v: int, kind: str) -> None:
+    """No endpoint is on this node: clients elsewhere get no answer, pods of the node are served."""
+    build, front = KINDS[kind], vip(v, REMOTE)
+    verdict, _ = path.run("tc_ingress", build(client(v), front))
+    assert verdict == TC_ACT_SHOT
+    path.come_from(Role.POD)
+    own = client(v)
+    path.go("tc_ingress", build(own, front), build(own, pod(v)))
 
 
 @both
