@@ -91,8 +91,8 @@ class Tree:
 
     def compile(self, units: Sequence[str], folder: Path) -> None:
         """Compiles these units of the tree as it is now."""
-        code = "import sys, pathlib; from kbpf.dataplane.bpf import compile\n"
-        code += "for unit in sys.argv[2:]: compile.obtain(unit, pathlib.Path(sys.argv[1]))"
+        code = "import sys, pathlib; from kbpf.dataplane.bpf.programs import compile\n"
+        code += "for unit in sys.argv[2:]: compile.find_or_compile(unit, pathlib.Path(sys.argv[1]))"
         ended = self._python("-c", code, str(folder), *units)
         assert ended.returncode == 0, ended.stderr
 

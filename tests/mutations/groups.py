@@ -85,23 +85,23 @@ class Equivalent(NamedTuple):
 
 AT_A_TIME: Final = "how much is done at a time; the result is the same"
 EQUIVALENT: Final[tuple[Equivalent, ...]] = (
-    Equivalent("kbpf/policy/compute.py", "STEP: Final = 512", "512", "513", AT_A_TIME),
-    Equivalent("kbpf/policy/compute.py", "STEP_COST: Final = 8", "8", "9", AT_A_TIME),
+    Equivalent("kbpf/policy/compute.py", "STEP_BUDGET: Final = 512", "512", "513", AT_A_TIME),
+    Equivalent("kbpf/policy/compute.py", "PORT_COST: Final = 8", "8", "9", AT_A_TIME),
     Equivalent(
-        "kbpf/dataplane/bpf/changes/plan.py", "members: bool = False", "False", "True",
+        "kbpf/dataplane/bpf/changes/plan.py", "in_set_members: bool = False", "False", "True",
         "only sets with an id are asked, and each of these says it",
     ),
     Equivalent(
-        "kbpf/dataplane/bpf/changes/plan.py", "MOST_REMEMBERED: Final = 16_384", "16_384", "16385",
+        "kbpf/dataplane/bpf/changes/plan.py", "MAX_FINGERPRINTS: Final = 16_384", "16_384", "16385",
         "how many are kept; what is not is computed again",
     ),
     Equivalent(
-        "kbpf/source/decode/decode.py", "LARGE_BYTES: Final = 256 << 10", "256", "257",
+        "kbpf/source/decode/decode.py", "LARGE_OBJECT_BYTES: Final = 256 << 10", "256", "257",
         "from which size on objects are decoded one after the other; what they become is the same",
     ),
     Equivalent(
-        "kbpf/source/decode/decode.py", "if size <= LARGE_BYTES:",
-        "size <= LARGE_BYTES", "(size < LARGE_BYTES)", "the same",
+        "kbpf/source/decode/decode.py", "if size <= LARGE_OBJECT_BYTES:",
+        "size <= LARGE_OBJECT_BYTES", "(size < LARGE_OBJECT_BYTES)", "the same",
     ),
 )  # fmt: skip
 

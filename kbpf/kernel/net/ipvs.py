@@ -40,7 +40,7 @@ NLA_F_NESTED: Final = 0x8000
 NLM_F_CREATE_EXCL: Final = 0x600  # NLM_F_CREATE | NLM_F_EXCL
 
 _VERBS: Final = {"NEW": "make", "SET": "change", "DEL": "remove", "GET": "read"}
-_NOUNS: Final = {"SERVICE": "virtual service", "SERVER": "real server"}
+_NOUNS: Final = {"SERVICE": "virtual service", "DEST": "real server"}
 _IPVS_SVC_ATTR_STATS64: Final = 12
 _STATS_ATTRS: Final = (1, 4, 5)  # of its attributes: connections, bytes in, bytes out
 _GENLMSGHDR: Final = struct.Struct("=BBH")  # command, version, reserved
@@ -166,7 +166,7 @@ class IpvsRequest(NamedTuple):
     weight: int = 0
 
     def __str__(self) -> str:
-        verb, _, noun = self.command.name.partition("_")
+        verb, _, noun = self.command.name.removeprefix("IPVS_CMD_").partition("_")
         description = f"{_VERBS[verb]} {_NOUNS[noun]}"
         return f"{description} {self.service}" + (f" -> {self.server}" if self.server else "")
 

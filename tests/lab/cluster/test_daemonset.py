@@ -204,10 +204,10 @@ LAID_OUT = """
 
 from dataclasses import replace as _replace
 
-_grown = Former(MAPS["flows"].version, NAT.size, lambda value: value + bytes(8))
-MAPS["flows"] = _replace(MAPS["flows"], value_size=NAT.size + 8, former=(_grown,))
-MAPS["pending"] = _replace(MAPS["pending"], value_size=NAT.size + 8)
-NAT = Struct(NAT.format + "8x")
+_grown = FormerLayout(MAPS["flows"].version, FLOW.size, lambda value: value + bytes(8))
+MAPS["flows"] = _replace(MAPS["flows"], value_size=FLOW.size + 8, former_layouts=(_grown,))
+MAPS["pending"] = _replace(MAPS["pending"], value_size=FLOW.size + 8)
+FLOW = Struct(FLOW.format + "8x")
 for _name in set(MAPS) - {"flows", "pending", "paused"}:
     MAPS[_name] = _replace(MAPS[_name], version=99)
 """
@@ -221,7 +221,7 @@ IN_C = "	struct way_out out; /* of packets that are found by this entry */\n"
 def another_version(tmp_path_factory: pytest.TempPathFactory) -> Path:
     other = tmp_path_factory.mktemp("version") / "kbpf"
     shutil.copytree(ROOT / "kbpf", other, ignore=shutil.ignore_patterns("__pycache__"))
-    layout, types = other / "dataplane" / "bpf" / "layout.py", other / "bpf" / "types.h"
+    layout, types = other / "dataplane/bpf/maps/layout.py", other / "bpf" / "types.h"
     layout.write_text(layout.read_text() + LAID_OUT)
     assert IN_C in types.read_text()
     types.write_text(types.read_text().replace(IN_C, IN_C + "	u64 more;\n"))
@@ -475,7 +475,7 @@ def test_it_finds_the_nodes_cgroup_root(pods: PodCluster) -> None:
     of a lab's node is no real one; here the container is given the machine's, and told nothing.
     """
     agent = pods.pod_agents[0]
-    code = "from kbpf.kernel.system import mounts; print(mounts.cgroup_root())"
+    code = "from kbpf.kernel.system import mounts; print(mounts.find_cgroup_root())"
     said = pods.kubelets.try_out(
         agent, ["python3", "-c", code], {"/sys/fs/cgroup": Path("/sys/fs/cgroup")}
     )

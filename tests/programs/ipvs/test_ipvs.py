@@ -784,8 +784,8 @@ def killed(monkeypatch: pytest.MonkeyPatch, steps: int) -> Iterator[list[int]]:
         return until_then
 
     with monkeypatch.context() as patch:
-        for where, name in ((KernelState, "_nft"), (KernelState, "_change"), (dummy, "add"),
-                            (dummy, "drop")):  # fmt: skip
+        for where, name in ((KernelState, "_run_nft"), (KernelState, "_apply_requests"),
+                            (dummy, "add_addresses"), (dummy, "delete_addresses")):  # fmt: skip
             patch.setattr(where, name, mortal(getattr(where, name)))
         with contextlib.suppress(Killed):
             yield left

@@ -95,7 +95,7 @@ def test_an_address_that_the_kernel_takes_later(fake_node: Node, monkeypatch: py
         return real(index, {*wanted} - barred) | dict.fromkeys(barred, no)
 
     with monkeypatch.context() as patch:
-        patch.setattr(dummy, "add", some)
+        patch.setattr(dummy, "add_addresses", some)
         assert refused(node, WEB, OTHER).keys() == {"other"}
         assert node.ipvs.shown().keys() == {"10.96.0.1:80/6"}
         assert "10.96.0.2:80" not in elements(node, *SetName)
@@ -110,7 +110,7 @@ def test_a_refused_address_that_comes_to_the_node(fake_node: Node, monkeypatch: 
     node.start()
     no = KernelError("no", errno=errno.ENOMEM)
     with monkeypatch.context() as patch:
-        patch.setattr(dummy, "add", lambda _, wanted: dict.fromkeys(wanted, no))
+        patch.setattr(dummy, "add_addresses", lambda _, wanted: dict.fromkeys(wanted, no))
         assert refused(node, OTHER).keys() == {"other"}
     node.run("ip", "addr", "add", "10.96.0.2/32", "dev", "lo")
     assert refused(node, OTHER) == {}
@@ -339,7 +339,7 @@ def test_a_repair_that_fails_is_tried_again(fake_node: Node, monkeypatch: pytest
     node.run("nft", "flush", "ruleset")
     with monkeypatch.context() as patch:
         busy = KernelError("busy", errno=errno.EBUSY)
-        patch.setattr(ruleset, "addition", raising(busy))
+        patch.setattr(ruleset, "add_elements", raising(busy))
         with pytest.raises(KernelError, match="busy"):
             node.tick()
     assert node.addresses() == {"10.96.0.1"}, "nothing is taken away on the way"
@@ -393,10 +393,16 @@ class Clockwork:
                 self.count()
             return real(*commands, **more)
 
-        patch.setattr(forward_rules, "transaction", transaction)
-        for name in ("add", "drop"):
+        patch.setattr(forward_rules, "run_transaction", transaction)
+        for name in ("add_addresses", "delete_addresses"):
             patch.setattr(dummy, name, self.counted(getattr(dummy, name)))
-        for name in ("elements", "own_addresses", "families", "addresses", "pools"):
+        for name in (
+            "read_elements",
+            "read_node_addresses",
+            "address_families",
+            "read_addresses",
+            "read_pools",
+        ):
             if error is not None:
                 patch.setattr(KernelState, name, self.counted(getattr(KernelState, name)))
 

@@ -136,7 +136,9 @@ def test_what_a_kube_proxy_has_not_is_not_left_to_it(
 
     node.do(fill)
     who = Responder.KUBE_PROXY if runs else Responder.UNKNOWN
-    monkeypatch.setattr(detect, "look", lambda: Detection((), False, {"127.0.0.1 port 10256": who}))
+    monkeypatch.setattr(
+        detect, "detect", lambda: Detection((), False, {"127.0.0.1 port 10256": who})
+    )
     clean(node)
     at_its_device = {f"{VIP}:80/6", f"[{VIP6}]:80/6", "10.96.0.9:80/6"}
     assert node.ipvs.shown().keys() == at_its_device | stay
@@ -416,7 +418,7 @@ class Said:
                     self.words[f"{verb} {next(iter(what))}"] += 1
             return real(*commands, **more)
 
-        patch.setattr(forward_rules, "transaction", transaction)
+        patch.setattr(forward_rules, "run_transaction", transaction)
 
     def take(self) -> dict[str, int]:
         """And begins anew."""
@@ -679,8 +681,8 @@ def test_where_modprobe_is_missing_modules_are_tried(
     def broken(*_: Any) -> Any:
         raise KernelError("cannot make a network namespace", errno=ENOENT)
 
-    monkeypatch.setattr(modules, "program", lambda: None)
-    monkeypatch.setattr(modules, "LOADED", tmp_path)
+    monkeypatch.setattr(modules, "find_modprobe", lambda: None)
+    monkeypatch.setattr(modules, "SYS_MODULE", tmp_path)
     (tmp_path / case.get("loaded", "another")).mkdir()
     missing = case.get("without")
     fake_node.ipvs.refuse = lambda c: ENOENT if c.settings and c.settings[0] == missing else 0
@@ -730,7 +732,7 @@ def test_nf_tables_that_cannot_be_spoken_to_are_missing(
     fake_node: Node, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(
-        forward_rules, "available", lambda: Probe(None, "python3-nftables is missing")
+        forward_rules, "probe_nf_tables", lambda: Probe(None, "python3-nftables is missing")
     )
     row = said(fake_node, "nf_tables")
     assert (row.result, row.advice.split(";")[0]) == ("no", "install python3-nftables")
@@ -753,8 +755,8 @@ def test_answers_that_go_by_a_bridge_are_said(
     (tmp_path / "net" / bridge).mkdir(parents=True)
     if calls is not None:
         setting.write_text(f"{calls}\n")
-    monkeypatch.setattr(ipvs, "DEVICES", tmp_path / "net")
-    monkeypatch.setattr(ipvs, "BRIDGE_CALLS", setting)
+    monkeypatch.setattr(ipvs, "SYS_CLASS_NET", tmp_path / "net")
+    monkeypatch.setattr(ipvs, "BRIDGE_NF_CALL_IPTABLES", setting)
     row = said(fake_node, "bridged answers")
     assert (row.result, row.detail) == (result, detail)
 

@@ -170,7 +170,7 @@ def test_a_start_without_ipvs_leaves_nothing_that_looks_like_remains(
     def refuse(*_: object) -> None:
         raise KernelError("this kernel has no IPVS")
 
-    monkeypatch.setattr(plane, "Holdings", refuse)
+    monkeypatch.setattr(plane, "KernelState", refuse)
     name = f"kbpf-bad{os.getpid()}"[:15]
     config = Config(state_dir=place.root / "state", ipvs_device=name, nft_table=f"t{os.getpid()}")
     with pytest.raises(KernelError, match="no IPVS"):

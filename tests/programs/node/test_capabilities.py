@@ -16,7 +16,7 @@ AGENT = """
 import sys
 from dataclasses import replace
 from pathlib import Path
-from kbpf.dataplane.bpf import layout
+from kbpf.dataplane.bpf.maps import layout
 from kbpf.dataplane.bpf.plane import BpfPlane
 from kbpf.model.config import Config
 from tests.support.plane import desired, service
@@ -62,15 +62,16 @@ def test_it_starts_again_and_grows_without_sys_admin(site: Site, packet_path: bo
 ENDS = """
 import socket
 from kbpf.errors import KernelError
-from kbpf.kernel import netns, sockdiag
+from kbpf.kernel.net import sock_diag
+from kbpf.kernel.system import netns
 with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as own:
     own.connect(("127.0.0.1", 9))
     cookie = int.from_bytes(own.getsockopt(socket.SOL_SOCKET, 57, 8), "little")  # SO_COOKIE
     ended = refused = 0
-    for path in netns.all_namespaces():
+    for path in netns.list_namespaces():
         try:
-            ended += len(netns.inside(
-                path, lambda: sockdiag.destroy_connected_udp(lambda one: one.cookie == cookie)
+            ended += len(netns.run_in(
+                path, lambda: sock_diag.destroy_connected_udp(lambda one: one.cookie == cookie)
             ))
         except KernelError:
             refused += 1

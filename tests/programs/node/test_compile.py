@@ -23,11 +23,11 @@ ROOT = Path(__file__).parents[3]
 OBTAIN = """
 import os, sys
 from pathlib import Path
-from kbpf.dataplane.bpf import compile
+from kbpf.dataplane.bpf.programs import compile
 from kbpf.errors import CompileError
 before = os.getcwd()
 try:
-    made, compiled = compile.obtain(sys.argv[2], Path(sys.argv[1]))
+    made, compiled = compile.find_or_compile(sys.argv[2], Path(sys.argv[1]))
 except CompileError as error:
     print("CompileError:", error)
 else:
@@ -162,7 +162,7 @@ def test_another_compiler_compiles_again(
     made, _ = built
     artifact.store(made, tmp_path)
     assert compile.find_or_compile("sock", tmp_path) == (made, False)
-    monkeypatch.setattr(compile, "tools", lambda: "bcc 99")
+    monkeypatch.setattr(compile, "find_toolchain", lambda: "bcc 99")
     assert artifact.find("sock", tmp_path, "bcc 99") is None
     _, compiled = compile.find_or_compile("sock", tmp_path)
     assert compiled
@@ -277,7 +277,7 @@ def test_a_broken_bcc_is_one_line(tree: Tree, code: str):
 
 
 def test_a_compiler_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr(compile, "TIMEOUT_SECONDS", 0.01)
+    monkeypatch.setattr(compile, "COMPILE_TIMEOUT_S", 0.01)
     with pytest.raises(CompileError, match="did not finish"):
         compile.find_or_compile("sock", tmp_path)
 

@@ -28,7 +28,7 @@ from tests.support.features import lacking
 from tests.support.lab.lab import Agent, Lab, Place, ip, until
 from tests.support.lab.web import get
 
-DENY = Path(__file__).parents[2] / "support" / "deny.py"
+DENY = Path(__file__).parents[2] / "support" / "faults" / "deny.py"
 LINK_CREATE = 28
 UPDATE_BATCH = 26
 """Of enum bpf_cmd: Linux v5.7 and v5.6."""

@@ -108,7 +108,7 @@ def test_a_hook_that_cannot_come_back_is_named(site: Site, caplog: pytest.LogCap
 
 
 def test_programs_of_another_pin_folder_are_not_joined(site: Site, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(unpinned, "ENDING_SECONDS", 0.2)
+    monkeypatch.setattr(unpinned, "DETACH_WAIT_S", 0.2)
     first = site.open()
     first.apply(WEB, None)
     before = programs(site.cgroup)

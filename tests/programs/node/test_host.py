@@ -267,7 +267,9 @@ def test_a_look_without_news_lists_no_chain(house: House, monkeypatch: pytest.Mo
     close(house)
     house.look()
     house.look()
-    monkeypatch.setattr(forward_rules, "forward_chains", lambda: pytest.fail("asked for the rules"))
+    monkeypatch.setattr(
+        forward_rules, "list_forward_chains", lambda: pytest.fail("asked for the rules")
+    )
     house.look()
 
 
@@ -348,16 +350,16 @@ def test_a_table_of_the_old_iptables_is_told_of(
 NO_DESCRIPTOR_LEFT = """
 import contextlib, os, resource
 from kbpf.errors import KernelError
-from kbpf.kernel import netfilter
+from kbpf.kernel.netfilter import forward_rules
 
 tables = {"list": {"tables": None}}
-netfilter.transaction(tables)
+forward_rules.run_transaction(tables)
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 with contextlib.suppress(OSError):
     while True:
         os.dup(0)
 try:
-    netfilter.transaction(tables)
+    forward_rules.run_transaction(tables)
 except KernelError as error:
     print(error)
 """

@@ -115,9 +115,9 @@ def test_a_cgroup_namespace_of_our_own_does_not_show_the_root():
     folder = cgroup2() / f"kbpf-test-{os.getpid()}"
     code = (
         "from kbpf.kernel.system import mounts\n"
-        "seen = [m for m in mounts.mounts() if m.path.name == 'cgroup']\n"
-        "print([m.root for m in seen if m.kind == 'cgroup2'])\n"
-        "try: print(mounts.cgroup_root(tuple(seen)))\n"
+        "seen = [m for m in mounts.list_mounts() if m.path.name == 'cgroup']\n"
+        "print([m.root for m in seen if m.fs_type == 'cgroup2'])\n"
+        "try: print(mounts.find_cgroup_root(tuple(seen)))\n"
         "except mounts.KernelError as error: print(error)\n"
     )
     script = (
@@ -165,7 +165,7 @@ pins = Path({pins!r})
 assert not mounts.is_bpffs(Path("/sys/fs/bpf"))
 mounts.ensure_bpffs(pins)
 mounts.ensure_bpffs(pins)
-where = [str(m.path) for m in mounts.mounts() if m.kind == "bpf"]
+where = [str(m.path) for m in mounts.list_mounts() if m.fs_type == "bpf"]
 print(mounts.is_bpffs(pins), oct(pins.stat().st_mode & 0o777), where)
 """
 
@@ -191,7 +191,7 @@ def test_a_container_on_a_node_without_a_bpffs_does_not_mount_one_for_itself():
         "from kbpf.kernel.system import mounts\n"
         "try: mounts.ensure_bpffs(Path('/sys/fs/bpf/kbpf'))\n"
         "except mounts.KernelError as error: print(error)\n"
-        "print([m.kind for m in mounts.mounts() if m.path == mounts.BPF_FS])\n"
+        "print([m.fs_type for m in mounts.list_mounts() if m.path == mounts.BPF_FS])\n"
     )
     said, kinds = elsewhere(code, "mount --bind /sys/fs/bpf /sys/fs/bpf").splitlines()
     assert "what is mounted here is no bpffs (/sys/fs/bpf)" in said

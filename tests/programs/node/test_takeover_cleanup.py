@@ -572,7 +572,7 @@ def test_two_who_put_the_rule_at_once_put_one(
         )
     )
     chains = house.do(real)
-    monkeypatch.setattr(forward_rules, "forward_chains", look)
+    monkeypatch.setattr(forward_rules, "list_forward_chains", look)
     assert house.do(lambda: conntrack_keepalive.reconcile_forward_rules(chains)) == ()
     monkeypatch.undo()
     assert house.run(f"{POLICY[left]}-nft-save").count(HANDOVER_COMMENT) == 1

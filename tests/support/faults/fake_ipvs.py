@@ -43,9 +43,9 @@ DEVICE = "kbpf-test0"
 
 
 class FakeIpvs:
-    """One kernel's: what any `Ipvs` says and hears goes here. `calls`: how often each of its verbs
-    was used; `connections`: those of a real server, active and inactive; `refuse`: the errno with
-    which a change is refused, or 0; it is asked before each.
+    """One kernel's: what any `IpvsClient` says and hears goes here. `calls`: how often each of its
+    verbs was used; `connections`: those of a real server, active and inactive; `refuse`: the errno
+    with which a change is refused, or 0; it is asked before each.
     """
 
     def __init__(self) -> None:
@@ -62,28 +62,30 @@ class FakeIpvs:
         for name, do in {
             "__init__": lambda _: self.calls.update(("opened",)),
             "close": lambda _: None,
-            "services": lambda _: self.services(),
-            "counts": lambda _: [(one, VirtualServiceStats(0, 0, 0)) for one, _ in self.services()],
-            "servers": lambda _, service: self.servers(service),
-            "settings": lambda _, service: self.held.get(service, (None, {}))[0],
-            "times": lambda _: self.times,
-            "set_times": lambda _, times: self.set_times(times),
-            "try_": lambda _, changes: self.try_(changes),
+            "list_services": lambda _: self.services(),
+            "read_stats": lambda _: [
+                (one, VirtualServiceStats(0, 0, 0)) for one, _ in self.services()
+            ],
+            "list_servers": lambda _, service: self.servers(service),
+            "read_settings": lambda _, service: self.held.get(service, (None, {}))[0],
+            "read_timeouts": lambda _: self.times,
+            "set_timeouts": lambda _, times: self.set_times(times),
+            "try_apply": lambda _, changes: self.try_(changes),
         }.items():
             patch.setattr(IpvsClient, name, do)
 
     def set_times(self, times: ConnectionTimeouts) -> None:
-        """As Ipvs.set_times()."""
+        """As IpvsClient.set_timeouts()."""
         pairs = zip(times, self.times, strict=True)
         self.times = ConnectionTimeouts(*(new or old for new, old in pairs))
 
     def services(self) -> list[tuple[VirtualServiceKey, VirtualServiceSettings]]:
-        """As Ipvs.services()."""
+        """As IpvsClient.list_services()."""
         self.calls["services"] += 1
         return [(service, settings) for service, (settings, _) in self.held.items()]
 
     def servers(self, service: VirtualServiceKey) -> list[RealServerStatus]:
-        """As Ipvs.servers()."""
+        """As IpvsClient.list_servers()."""
         self.calls["servers"] += 1
         _, servers = self.held.get(service, (None, {}))
         return [
@@ -92,7 +94,7 @@ class FakeIpvs:
         ]
 
     def try_(self, changes: Sequence[IpvsRequest]) -> list[int]:
-        """As Ipvs.try_()."""
+        """As IpvsClient.try_apply()."""
         self.calls["changes"] += len(changes)
         return [self.refuse(change) or self._change(*change) for change in changes]
 
