@@ -128,7 +128,7 @@ def _require_names(context: typer.Context, file: Path | None, option_names: set[
         source = context.get_parameter_source(name)
         if source is None or source.name not in ("COMMANDLINE", "ENVIRONMENT"):
             raise names.unreadable[name]
-    warn(file, names.wrong)
+    warn(file, names.errors)
 
 
 def remove_kube_proxy(config: Config, force: bool = False) -> Iterator[RemovedItem]:

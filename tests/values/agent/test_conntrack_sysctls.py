@@ -84,7 +84,7 @@ class Machine:
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     made = Machine(tmp_path)
     monkeypatch.setattr(sysctl, "path_of", lambda name: tmp_path / name.replace(".", "/"))
-    monkeypatch.setattr(conntrack_sysctls, "HASHSIZE", made.hashsize)
+    monkeypatch.setattr(conntrack_sysctls, "HASHSIZE_PARAMETER", made.hashsize)
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     return made
 

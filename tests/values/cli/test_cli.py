@@ -894,7 +894,7 @@ def test_what_check_says_of_a_node(node: Node, tmp_path: Path, monkeypatch: pyte
     devices = (Device(1, "lo", loopback=True), Device(2, "eth0"), Device(3, "c0", "bridge"))
     monkeypatch.setattr(packet_path, "list_devices", lambda: devices)
     told = packet_path.PacketSettings(NodeFlag(0), 61_000, 65_535, 1 << 14)
-    monkeypatch.setattr(packet_path, "node_of", lambda _: told)
+    monkeypatch.setattr(packet_path, "read_settings", lambda _: told)
     for name, text in node.files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)

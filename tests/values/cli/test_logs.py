@@ -88,7 +88,7 @@ def test_a_fault_of_ours_that_ends_the_agent_is_a_line_too(
     def serve(*_: object) -> None:
         raise ValueError("on purpose")
 
-    monkeypatch.setattr(run, "_serve", serve)
+    monkeypatch.setattr(run, "_run_agent", serve)
     assert app.call(["run", "--log-format", "json"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     told = json.loads(line)

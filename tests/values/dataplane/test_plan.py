@@ -434,7 +434,7 @@ def test_a_set_that_was_found_is_taken_for_what_is_wanted_if_it_is_that(
 
 
 def test_not_all_fingerprints_are_kept(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(plan, "MOST_REMEMBERED", 2)
+    monkeypatch.setattr(plan, "MAX_FINGERPRINTS", 2)
     monkeypatch.setattr(plan, "_fingerprints", {})
     keys = [table_key(backends(one), web().cluster_spread) for one in (A, B, C)]
     for key, table in zip(keys, ([0], [1], [2]), strict=True):
@@ -622,7 +622,7 @@ states = st.builds(
 def test_at_every_point_every_frontend_has_a_whole_set(batches):
     """Old or new, nothing between; retired at once or much later, it ends the same."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kbpf.policy.slots.PRIMES", (7, 11))
+        patch.setattr("kbpf.policy.slots.MAGLEV_TABLE_SIZES", (7, 11))
         follow(batches)
 
 

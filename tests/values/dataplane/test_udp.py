@@ -199,7 +199,7 @@ def test_a_full_table_is_walked_in_pieces_and_each_flow_ends_once(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """What comes during a pass waits for the next one."""
-    monkeypatch.setattr(udp, "PIECE", 64)
+    monkeypatch.setattr(udp, "STEP_ENTRIES", 64)
     count, flows, read = 1024, FakeMap(), [0]
     for client in range(count):
         for part in (FlowDirection.ORIGINAL, FlowDirection.REPLY):
@@ -246,7 +246,7 @@ def test_a_socket_that_the_iterator_passes_over_once_is_ended(monkeypatch: pytes
         frontend = pack_target(parse_addr("10.96.0.1"), 53, UDP)
         backend = pack_target(ONE.address, ONE.port, UDP)
         peers[bytes([number])] = PEER.pack(number, frontend, backend, 1, 1)
-    monkeypatch.setattr(udp, "_destroy", destroy)
+    monkeypatch.setattr(udp, "_destroy_sockets", destroy)
     maps: Any = {**sockets(), "sock_peers": peers, "flows": FakeMap()}
     udp.cut(maps, lambda *_: True)
     assert ended == [{0: 1, 1: 1}]

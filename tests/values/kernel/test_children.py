@@ -95,7 +95,7 @@ def test_credentials_of_a_plugin(trap: Trap, tmp_path: Path):
     code = (
         "from pathlib import Path\nfrom kbpf.source.api import credentials\n"
         "from kbpf.errors import SourceError\n"
-        f"try: credentials._run_library(Path({str(tmp_path)!r}, 'kubeconfig'), lambda: False)\n"
+        f"try: credentials._run_plugin(Path({str(tmp_path)!r}, 'kubeconfig'), lambda: False)\n"
         "except SourceError as error: print(error)"
     )
     done = run(trap, "-P", "-c", code, PATH=f":{os.environ['PATH']}")
@@ -107,7 +107,7 @@ def test_a_relative_kubeconfig_is_found_from_anywhere(trap: Trap):
     (trap.folder / "kubeconfig").write_text(KUBECONFIG)
     code = (
         "from pathlib import Path\nfrom kbpf.source.api import credentials\n"
-        "try: credentials._run_library(Path('kubeconfig'), lambda: False)\n"
+        "try: credentials._run_plugin(Path('kubeconfig'), lambda: False)\n"
         "except Exception as error: print(error)"
     )
     assert "no credentials here" in run(trap, "-P", "-c", code).stdout
@@ -135,7 +135,7 @@ def test_beginning_again(trap: Trap, tmp_path: Path):
         "import os, sys\nfrom kbpf.cli import run\n"
         "if 'again' in sys.orig_argv: print(sys.argv[1:], sys.flags.safe_path); sys.exit()\n"
         "sys.orig_argv.append('again')\n"
-        "os.environ['PYTHONPATH'] = ':' + os.environ['PYTHONPATH']\nrun.begin_anew()\n"
+        "os.environ['PYTHONPATH'] = ':' + os.environ['PYTHONPATH']\nrun.restart_process()\n"
     )
     done = run(trap, str(script), "--config", "relative.yaml", PYTHONPATH=str(ROOT))
     assert trap.sprung() == []

@@ -97,7 +97,7 @@ def test_a_modprobe_that_does_not_end(monkeypatch: pytest.MonkeyPatch):
     def run(*_: object, **__: object) -> None:
         raise subprocess.TimeoutExpired("modprobe", 60)
 
-    monkeypatch.setattr(modules, "program", lambda: "/sbin/modprobe")
+    monkeypatch.setattr(modules, "find_modprobe", lambda: "/sbin/modprobe")
     monkeypatch.setattr(modules.subprocess, "run", run)
     with pytest.raises(KernelError, match="has not ended"):
         modules.load(("ip_vs",))

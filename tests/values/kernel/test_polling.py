@@ -52,7 +52,7 @@ def test_devices_are_watched():
 
 @pytest.mark.usefixtures("many")
 def test_addresses_are_watched(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(netlink, "TURN_SECONDS", 0.001)
+    monkeypatch.setattr(netlink, "STOP_POLL_INTERVAL_S", 0.001)
     stop = threading.Event()
     turns = []
 
@@ -61,7 +61,7 @@ def test_addresses_are_watched(monkeypatch: pytest.MonkeyPatch):
         if len(turns) == 3:
             stop.set()
 
-    monkeypatch.setattr(netlink.threads, "beat", beat)
+    monkeypatch.setattr(netlink.threads, "heartbeat", beat)
     netlink.watch(RTMGRP_LINK, lambda: None, stop)
     assert len(turns) == 3
 

@@ -40,8 +40,8 @@ def test_what_maps_may_take(
 def test_what_a_refusal_is_explained_by(
     monkeypatch: pytest.MonkeyPatch, limit: int | None, code: int, privileged: bool, said: str
 ):
-    monkeypatch.setattr(syscalls, "locked_limit", lambda: limit)
-    monkeypatch.setattr(syscalls, "privileged", lambda: privileged)
+    monkeypatch.setattr(syscalls, "memlock_limit", lambda: limit)
+    monkeypatch.setattr(syscalls, "is_privileged", lambda: privileged)
     with pytest.raises(KernelError) as refused:
         syscalls.check(-code, "cannot create the map")
     assert said in str(refused.value)
@@ -64,5 +64,5 @@ ALL, NO_RESOURCE = 1 << 12 | 1 << 21 | 1 << 24 | 3 << 38, 1 << 12 | 1 << 21 | 3 
 def test_which_capabilities_are_missing(
     monkeypatch: pytest.MonkeyPatch, held: int, limit: int | None, missing: tuple[str, ...]
 ):
-    monkeypatch.setattr(syscalls, "locked_limit", lambda: limit)
+    monkeypatch.setattr(syscalls, "memlock_limit", lambda: limit)
     assert probe.missing_capabilities(f"Name:\tkbpf\nCapEff:\t{held:016x}\n") == missing

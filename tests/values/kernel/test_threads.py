@@ -14,8 +14,8 @@ from tests.support.lab.lab import PATIENCE, until
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "FIRST_PAUSE_SECONDS", 0.001)
-    monkeypatch.setattr(threads, "LONGEST_PAUSE_SECONDS", 0.002)
+    monkeypatch.setattr(threads, "MIN_RESTART_BACKOFF_S", 0.001)
+    monkeypatch.setattr(threads, "MAX_RESTART_BACKOFF_S", 0.002)
 
 
 def state_of(name: str) -> ThreadState:

@@ -438,7 +438,7 @@ SERVICES = st.builds(
     st.lists(PORTS, min_size=1, max_size=2, unique_by=lambda p: (p.name, p.protocol)).map(tuple),
     OTHERS, OTHERS, st.sampled_from([(), RANGE]),
     external_local=st.booleans(), internal_local=st.booleans(),
-    affinity_timeout=st.sampled_from([0, 60]), created=st.sampled_from(["", OLD, NEW]),
+    affinity_timeout=st.sampled_from([0, 60]), creation_timestamp=st.sampled_from(["", OLD, NEW]),
     algorithm=st.sampled_from([None, *Algorithm]), weights=WEIGHTS,
 )  # fmt: skip
 HINTS = st.sampled_from([None, ("a",), ("b",), ("a", "b")])

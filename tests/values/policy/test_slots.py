@@ -263,7 +263,7 @@ def test_and_with_weights(weights, algorithm):
 
 
 def test_more_backends_than_the_largest_table_has_slots(monkeypatch):
-    monkeypatch.setattr("kbpf.policy.slots.PRIMES", (5,))
+    monkeypatch.setattr("kbpf.policy.slots.MAGLEV_TABLE_SIZES", (5,))
     assert compute_slots(many(9), Spread(MAGLEV)) == tuple(range(9))
     assert count_slots(9, Spread(MAGLEV)) == 9
     assert Spread(RANDOM) == EVEN_SPREAD

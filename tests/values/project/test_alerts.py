@@ -76,7 +76,7 @@ def programmed() -> KubeProxyMetrics:
 
 def healthy(plane: Counts = PLANE, status: AgentStatus = WELL) -> dict[str, Family]:
     """The page of an agent that is well."""
-    return page_of(plane=plane, record=programmed(), status=status)
+    return page_of(plane=plane, proxy_metrics=programmed(), status=status)
 
 
 class Row(NamedTuple):

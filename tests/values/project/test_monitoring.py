@@ -73,7 +73,7 @@ def queries() -> Iterator[Query]:
 
 @pytest.fixture(scope="module")
 def page() -> dict[str, Family]:
-    return page_of_metrics(record=busy())
+    return page_of_metrics(proxy_metrics=busy())
 
 
 def family_of(page: dict[str, Family], name: str) -> Family | None:
@@ -148,7 +148,7 @@ def needs(text: str, page: dict[str, Family]) -> set[str]:
     """The settings without which an agent does not export all that this expression asks for."""
     known = KNOWN_COUNTS[Config().accounting]
     counted = msgspec.structs.replace(COUNTS.traffic, counted_fields=known)
-    exported = page_of_metrics(plane=COUNTS._replace(traffic=counted), record=busy())
+    exported = page_of_metrics(plane=COUNTS._replace(traffic=counted), proxy_metrics=busy())
     needed = set()
     for match in SELECTOR.finditer(text):
         chosen = {label: value for label, _, value in MATCHER.findall(match[2] or "")}

@@ -34,7 +34,7 @@ class Source:
 
 @pytest.fixture
 def source(monkeypatch: pytest.MonkeyPatch) -> Source:
-    monkeypatch.setattr(collector, "INTERVAL_SECONDS", 0.0)
+    monkeypatch.setattr(collector, "MIN_COLLECT_INTERVAL_S", 0.0)
     return Source()
 
 
@@ -60,14 +60,14 @@ def test_nothing_is_counted_before_somebody_asks(made: BackgroundCollector, sour
 def test_it_goes_on_while_somebody_asks(made: BackgroundCollector, monkeypatch: pytest.MonkeyPatch):
     made.start()
     until("three times", lambda: number(made) >= 3)
-    monkeypatch.setattr(collector, "FOLLOW_SECONDS", -1.0)
+    monkeypatch.setattr(collector, "ACTIVE_AFTER_SCRAPE_S", -1.0)
 
 
 def test_it_rests_when_nobody_has_asked_for_long(
     made: BackgroundCollector, source: Source, monkeypatch: pytest.MonkeyPatch
 ):
     """Each time that somebody asks is worth one count then."""
-    monkeypatch.setattr(collector, "FOLLOW_SECONDS", -1.0)
+    monkeypatch.setattr(collector, "ACTIVE_AFTER_SCRAPE_S", -1.0)
     made.start()
     for asked in (1, 2):
         made.scrape()
@@ -77,7 +77,7 @@ def test_it_rests_when_nobody_has_asked_for_long(
 def test_now_and_then_it_counts_unasked(
     made: BackgroundCollector, source: Source, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(collector, "IDLE_SECONDS", 0.01)
+    monkeypatch.setattr(collector, "IDLE_COLLECT_INTERVAL_S", 0.01)
     made.start()
     until("it is counted", lambda: source.counts > 2)
 

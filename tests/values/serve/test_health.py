@@ -452,7 +452,7 @@ TAKEN = {"healthz": "FailedToStartProxierHealthcheck", "metrics": "FailedToStart
 def test_an_address_that_is_taken_is_an_event_and_a_problem(
     which: str, hard: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(desk_module, "AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(desk_module, "LISTEN_RETRY_INTERVAL_S", 0.01)
     made: list[dict[str, Any]] = []
 
     def post(path: str, body: bytes) -> int:

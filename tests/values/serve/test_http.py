@@ -211,7 +211,7 @@ NUISANCES = [mute, slow, deaf]
 def test_as_many_as_there_may_be_and_more_harm_nobody(
     site: Site, nuisance: Callable[[Site], socket.socket], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(http, "MOST_CONNECTIONS", 8)
+    monkeypatch.setattr(http, "MAX_CONNECTIONS", 8)
     with contextlib.ExitStack() as stack:
         many = [stack.enter_context(nuisance(site)) for _ in range(20)]
         for _ in range(3):

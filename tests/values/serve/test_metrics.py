@@ -277,7 +277,7 @@ def busy() -> KubeProxyMetrics:
 
 @pytest.mark.parametrize("row", THEIRS, ids=lambda row: row.name)
 def test_theirs(row: Theirs):
-    family = page(record=busy())[row.name]
+    family = page(proxy_metrics=busy())[row.name]
     assert (family.kind, family.label_names - {"le"}) == (row.kind, row.labels)
     assert family.bounds == list(row.bounds)
     assert family.help.startswith("[ALPHA] ")
@@ -305,7 +305,7 @@ COUNTED = [
 
 @pytest.mark.parametrize("row", COUNTED, ids=lambda row: f"{row.name} {row.labels}")
 def test_what_is_counted(row: Value):
-    assert page(record=busy())[row.name].value(**row.labels) == row.value
+    assert page(proxy_metrics=busy())[row.name].value(**row.labels) == row.value
 
 
 class Ticking:
@@ -321,7 +321,7 @@ class Ticking:
 
 def behind(record: KubeProxyMetrics) -> dict[str, float]:
     """How much later each family was asked for than it was done."""
-    found = page(record=record)
+    found = page(proxy_metrics=record)
     prefix = "kubeproxy_sync_proxy_rules_last"
     asked, done = found[f"{prefix}_queued_timestamp_seconds"], found[f"{prefix}_timestamp_seconds"]
     return {
@@ -333,10 +333,10 @@ def test_what_is_done_is_never_older_than_what_was_asked_for():
     """kube-proxy asks by family; an event here is for both until the policy has seen it."""
     record = KubeProxyMetrics(Ticking())
     record.record_queued()
-    assert not page(record=record)["kubeproxy_sync_proxy_rules_last_timestamp_seconds"].samples
+    assert not page(proxy_metrics=record)["kubeproxy_sync_proxy_rules_last_timestamp_seconds"].samples
     record.record_changes(1, 0)
     record.record_settled()
-    assert not page(record=record)["kubeproxy_sync_proxy_rules_last_timestamp_seconds"].samples
+    assert not page(proxy_metrics=record)["kubeproxy_sync_proxy_rules_last_timestamp_seconds"].samples
     record.record_sync(0.1, full=True)
     record.record_settled()
     assert max(behind(record).values()) <= 0
@@ -377,7 +377,7 @@ def at_most(family: Family, bound: float, **own: str) -> float:
 
 
 def test_what_the_histograms_hold():
-    found = page(record=busy())
+    found = page(proxy_metrics=busy())
     sync = found["kubeproxy_sync_proxy_rules_duration_seconds"]
     assert [at_most(sync, b, ip_family="IPv4") for b in (0.001, 0.002, 0.256, 0.512)] == [
         0,

@@ -82,7 +82,7 @@ def test_no_byte_waits_for_more_to_come(serve, size: int):
         exchange.line(packed)
         exchange.hang()
 
-    response, got = serve(step).request("/", silence=2.0), 0
+    response, got = serve(step).request("/", silence_timeout=2.0), 0
     while got < size:
         got += len(response.chunk())
     with pytest.raises(ReadTimeout):
@@ -99,7 +99,7 @@ def test_the_answer_is_read_whole_and_the_connection_is_kept(serve):
     assert connection.request("/").read(2 << 20) == TEXT
     assert json.loads(connection.request("/").read()) == {"plain": True}
     assert connection.request("/").read(2 << 20) == TEXT + b"end"
-    assert connection.request("/").head_of_body() == b"no"
+    assert connection.request("/").read_error_body() == b"no"
     requests = connection.server.requests
     assert len({each.port for each in requests}) == 1
     assert {each.headers["accept-encoding"] for each in requests} == {"gzip"}
@@ -115,7 +115,7 @@ def test_a_bomb_ends_where_plain_bytes_end(serve, monkeypatch: pytest.MonkeyPatc
         connection.request("/").read(1 << 20, reserve=taken.append)
     assert sum(taken) <= 1 << 20
     assert max(taken) <= READ_SIZE
-    assert len(connection.request("/").head_of_body()) == transport.MAX_ERROR_BYTES
+    assert len(connection.request("/").read_error_body()) == transport.MAX_ERROR_BYTES
 
 
 @pytest.mark.parametrize(
@@ -143,6 +143,6 @@ def test_members_without_a_byte_are_silence(serve):
             exchange.line(gzip.compress(b"") * 100)
         exchange.open = False
 
-    response = serve(step).request("/", silence=0.5)
+    response = serve(step).request("/", silence_timeout=0.5)
     with pytest.raises(ReadTimeout):
         response.chunk()

@@ -130,7 +130,7 @@ def test_when_a_server_cannot_be_reached_the_next_one_is_tried(connect):
     with socket.create_server(("127.0.0.1", 0)) as closed:
         gone = f"http://127.0.0.1:{closed.getsockname()[1]}"
     with ScriptedServer(ok, ok) as first, ScriptedServer(ok) as second:
-        connection = connect(gone, others=(first.url, second.url))
+        connection = connect(gone, other_servers=(first.url, second.url))
         with pytest.raises(SourceError, match="refused") as caught:
             connection.request("/x")
         assert gone in str(caught.value)
@@ -389,7 +389,7 @@ def test_the_connection_is_kept_alive_by_tcp(connect):
 
 def test_silence_after_the_headers_is_noticed(connect):
     with ScriptedServer() as server:
-        response = connect(server.url).request("/x", silence=0.1)
+        response = connect(server.url).request("/x", silence_timeout=0.1)
         with pytest.raises(ReadTimeout):
             response.chunk()
 
@@ -397,7 +397,7 @@ def test_silence_after_the_headers_is_noticed(connect):
 def test_closing_ends_a_read_in_another_thread(connect):
     with ScriptedServer() as server:
         connection = connect(server.url)
-        response = connection.request("/x", silence=60)
+        response = connection.request("/x", silence_timeout=60)
         threading.Timer(0.05, connection.close).start()
         begun = time.monotonic()
         with contextlib.suppress(SourceError):  # a clean end is as good

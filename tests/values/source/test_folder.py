@@ -746,7 +746,7 @@ def test_one_bad_file_spoils_only_itself(run, text):
     assert run.settle() == ["+web", "+new"]
     (problem,) = run.problems
     assert "aaa.yaml" in problem
-    assert not run.folder.status().sound
+    assert not run.folder.status().authoritative
     run.write("aaa.yaml", service("kept"))
     assert run.settle() == []
     assert run.problems == ()
@@ -788,7 +788,7 @@ def test_a_folder_that_becomes_empty_keeps_what_it_held_for_a_while_and_says_so(
         assert run.settle() == []
         clock.now += 11.0
     assert run.problems == (EMPTY_FOLDER_PROBLEM,)
-    assert not run.folder.status().sound
+    assert not run.folder.status().authoritative
     assert caplog.text.count(EMPTY_FOLDER_PROBLEM) == 1
     assert "all that it held is removed" not in caplog.text
     clock.now += 6.0
@@ -804,7 +804,7 @@ def test_what_comes_back_in_time_was_never_gone(clocked):
     run.write("a.yaml", WEB)
     assert run.settle() == []
     assert run.problems == ()
-    assert run.folder.status().sound
+    assert run.folder.status().authoritative
     (run.path / "a.yaml").unlink()
     clock.now += 59.0
     assert run.settle() == [], "the time begins again"

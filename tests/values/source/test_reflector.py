@@ -777,7 +777,7 @@ def test_the_regular_list_finds_what_was_missed_and_is_quiet_otherwise(
 
 
 def test_a_head_that_is_dribbled_ends(start, monkeypatch):
-    monkeypatch.setattr("kbpf.source.api.transport.HEAD_SECONDS", 0.3)
+    monkeypatch.setattr("kbpf.source.api.transport.HEADERS_TIMEOUT", 0.3)
 
     def dribble(exchange: Exchange) -> None:
         with contextlib.suppress(OSError):
@@ -793,7 +793,7 @@ def test_a_head_that_is_dribbled_ends(start, monkeypatch):
 
 
 def test_a_page_that_is_dribbled_ends(start, monkeypatch):
-    monkeypatch.setattr("kbpf.source.api.reflector.PAGE_SECONDS", 0.3)
+    monkeypatch.setattr("kbpf.source.api.reflector.PAGE_TIMEOUT", 0.3)
 
     def dribble(exchange: Exchange) -> None:
         exchange.head(200, Content_Length="100000")
@@ -809,7 +809,7 @@ def test_a_page_that_is_dribbled_ends(start, monkeypatch):
 
 
 def test_a_page_that_is_too_long_ends(start, monkeypatch):
-    monkeypatch.setattr("kbpf.source.api.reflector.PAGES_BYTES", 200_000)
+    monkeypatch.setattr("kbpf.source.api.reflector.MAX_PAGES_BYTES", 200_000)
 
     def endless(exchange: Exchange) -> None:
         exchange.head(200)
@@ -869,8 +869,8 @@ def test_all_pages_together_have_a_bound():
 
 
 def test_the_items_of_a_page_have_a_bound(start, monkeypatch):
-    monkeypatch.setattr("kbpf.source.api.reflector.COUNT_FROM", 10)
-    monkeypatch.setattr("kbpf.source.decode.wire.MOST_ITEMS", 100)
+    monkeypatch.setattr("kbpf.source.api.reflector.COUNT_ITEMS_FROM_BYTES", 10)
+    monkeypatch.setattr("kbpf.source.decode.wire.MAX_PAGE_ITEMS", 100)
     many = {"metadata": {"resourceVersion": "5"}, "items": [{}] * 101}
     run = start(PAGES, lambda e: e.answer(200, many), listed(*[service("a", 1)] * 100))
     run.until(lambda: "synced" in run.said)
@@ -973,14 +973,14 @@ def test_run_in_a_thread_of_the_caller_ends_with_stop(start):
 
 def test_a_server_that_accepts_and_says_nothing_is_an_error(start):
     # More than one answer may come too late for so short a patience.
-    run = start(Exchange.hang, *[LISTED_A] * 100, answer_seconds=0.1)
+    run = start(Exchange.hang, *[LISTED_A] * 100, response_timeout=0.1)
     run.until(lambda: "synced" in run.said)
     assert run.waits[0] == 0.2
     assert run.all_asked[:2] == ["stream", "stream"]
 
 
 def test_a_watch_that_falls_silent_is_taken_up_again_and_is_no_failure(start, caplog):
-    run = start(LISTED_A, streamed(added("b", 11)), silence=0.1, answer_seconds=5)
+    run = start(LISTED_A, streamed(added("b", 11)), silence_timeout=0.1, response_timeout=5)
     run.until(lambda: "+b" in run.said)
     assert run.asked(1) == "watch 10"
     assert "unwell" not in caplog.text
@@ -988,7 +988,7 @@ def test_a_watch_that_falls_silent_is_taken_up_again_and_is_no_failure(start, ca
 
 
 def test_a_list_that_falls_silent_is_an_error(start):
-    run = start(streamed(added("a", 5)), listed(service("a", 5)), silence=0.1)
+    run = start(streamed(added("a", 5)), listed(service("a", 5)), silence_timeout=0.1)
     run.until(lambda: "synced" in run.said)
     assert run.all_asked[:2] == ["stream", "page"]
     assert run.waits == [0.2]
@@ -1003,7 +1003,7 @@ def test_a_page_may_take_longer_than_a_watch_may_be_silent(start):
         exchange.closing(1.2)
         exchange.sock.sendall(body)
 
-    run = start(PAGES, slow, silence=0.1)
+    run = start(PAGES, slow, silence_timeout=0.1)
     run.until(lambda: "synced" in run.said)
     assert run.all_asked[:2] == ["stream", "page"]
     assert run.waits == []
