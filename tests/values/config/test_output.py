@@ -108,6 +108,20 @@ def test_a_fifo_is_written_to(tmp_path: Path) -> None:
     assert stat.S_ISFIFO(fifo.lstat().st_mode)
 
 
+def test_a_write_that_fails_leaves_the_old_file_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("on purpose")
+
+    target = file(tmp_path / "target")
+    monkeypatch.setattr(os, "rename", fail)
+    with pytest.raises(OSError, match="on purpose"):
+        output.write(target, NEW)
+    assert target.read_text() == OLD
+    assert os.listdir(tmp_path) == ["target"]
+
+
 def test_a_reader_has_the_old_file_or_the_new_one(tmp_path: Path) -> None:
     target = file(tmp_path / "target")
     with target.open() as reader:
