@@ -19,7 +19,8 @@ def _programs(names: str) -> tuple[str, ...]:
 
 
 CHOICE: Final = _programs(
-    "sockets/connect sockets/affinity maps/isolation packets/dials sockets/slots packets/packets"
+    "sockets/connect sockets/affinity maps/isolation packets/dials sockets/slots maps/atomic"
+    " packets/packets"
 )
 SOCKETS: Final = _programs(
     "sockets/connect sockets/udp packets/dials sockets/account sockets/exemptions"

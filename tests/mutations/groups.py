@@ -67,7 +67,7 @@ GROUPS: Final = (
         "config", ("kbpf/config",),
         _values(
             "config/bounded_yaml config/config_file cli/cli config/watcher config/output"
-            " policy/admission"
+            " policy/admission config/bad_inputs serve/metrics"
         ), 80,
     ),
 )  # fmt: skip
@@ -94,6 +94,20 @@ EQUIVALENT: Final[tuple[Equivalent, ...]] = (
     Equivalent(
         "kbpf/dataplane/bpf/changes/plan.py", "MAX_FINGERPRINTS: Final = 16_384", "16_384", "16385",
         "how many are kept; what is not is computed again",
+    ),
+    Equivalent(
+        "kbpf/policy/compute.py", "if is_restricted and ranges is None:",
+        "is_restricted and ranges is None", "(is_restricted or ranges is None)",
+        "they are computed more often, and used only where `is_restricted`",
+    ),
+    Equivalent(
+        "kbpf/config/load.py", "matches = difflib.get_close_matches(name, variables, 1, 0.75)",
+        "1", "2", "only the first is used",
+    ),
+    Equivalent(
+        "kbpf/config/parsers.py",
+        'return "all" if "all" in keywords else (*keywords[:1], *cidrs)',
+        "1", "2", "there it is `primary`, once, or none",
     ),
     Equivalent(
         "kbpf/source/decode/decode.py", "LARGE_OBJECT_BYTES: Final = 256 << 10", "256", "257",
