@@ -57,9 +57,12 @@ class Plane:
         return Report({}, 0, {}, {})
 
     def __getattr__(self, name: str):
-        return {"ready": lambda: True, "problems": tuple, "ended": tuple, "faults": tuple}.get(
-            name, lambda *_: None
-        )
+        return {
+            "is_ready": lambda: True,
+            "problems": tuple,
+            "take_udp_cuts": tuple,
+            "faults": tuple,
+        }.get(name, lambda *_: None)
 
 
 class Wrong(NamedTuple):

@@ -74,9 +74,12 @@ class Counting:
         return None
 
     def __getattr__(self, name: str):
-        return {"ready": lambda: True, "problems": tuple, "ended": tuple, "faults": tuple}.get(
-            name, lambda *_: None
-        )
+        return {
+            "is_ready": lambda: True,
+            "problems": tuple,
+            "take_udp_cuts": tuple,
+            "faults": tuple,
+        }.get(name, lambda *_: None)
 
 
 class Reads:
@@ -569,7 +572,7 @@ def test_what_was_ended_is_told_once(clock: Clock, monkeypatch: pytest.MonkeyPat
     plane = Counting()
     agent = Agent(Config("me"), plane, lambda _: (), desk)
     ended = [(UdpCuts(0.5, {4: 3}), UdpCuts(0.25, {4: 1, 6: 2})), ()]
-    monkeypatch.setattr(plane, "ended", lambda: ended.pop(0), raising=False)
+    monkeypatch.setattr(plane, "take_udp_cuts", lambda: ended.pop(0), raising=False)
     agent.step([])
     agent.step([])
     found = parse(desk.format_metrics().decode())

@@ -37,7 +37,7 @@ class Checks(AgentServer):
         super().__init__(config)
         self.told: list[tuple[dict[ServiceName, HealthCheck], tuple[Addr, ...] | None]] = []
 
-    def check(self, wanted, at) -> None:
+    def set_health_checks(self, wanted, at) -> None:
         self.told.append((dict(wanted), at))
 
 

@@ -937,10 +937,10 @@ FORWARDS = [
 @pytest.mark.parametrize("forward", FORWARDS, ids=lambda forward: forward.name)
 def test_what_check_says_of_forward(forward: Chains, monkeypatch: pytest.MonkeyPatch):
     netfilter = packet_path.forward_rules
-    monkeypatch.setattr(netfilter, "available", lambda: forward.available)
-    monkeypatch.setattr(netfilter, "forward_chains", lambda: forward.chains)
-    monkeypatch.setattr(netfilter, "other_drops", lambda: forward.others)
-    monkeypatch.setattr(netfilter, "legacy_tables", lambda: forward.legacy)
+    monkeypatch.setattr(netfilter, "probe_nf_tables", lambda: forward.available)
+    monkeypatch.setattr(netfilter, "list_forward_chains", lambda: forward.chains)
+    monkeypatch.setattr(netfilter, "list_other_drop_chains", lambda: forward.others)
+    monkeypatch.setattr(netfilter, "list_legacy_families", lambda: forward.legacy)
     (row,) = [r for r in packet_path.check_packet_path(Path("/nowhere")) if r.name == "FORWARD"]
     result, detail, advice = forward.row
     assert row.result == result
