@@ -1,1 +1,1 @@
-"""Everything that knows a kube-proxy: finding one, draining it, and removing what it left."""
+"""Everything that knows kube-proxy: detecting it, draining it and removing what it left behind."""

@@ -1,16 +1,16 @@
-"""What a kube-proxy leaves on a node when it ends, and how it goes.
+"""Removes what a stopped kube-proxy leaves on a node.
 
-kube-proxy keeps its rules when it stops, in whatever mode it ran. Here they are taken away, and
-nothing else is: chains and sets by the names that kube-proxy gives them, rules of others' chains
-only where they jump to those. What it shares with kubelet stays: the chain KUBE-FIREWALL, which
-guards the loopback addresses of the node.
+kube-proxy does not remove its rules when it stops, in any mode. This module removes them and
+nothing else: chains and sets that have one of kube-proxy's names, and rules in other chains only
+if they jump to those. The chain KUBE-FIREWALL stays, because kubelet uses it too: it protects the
+node's loopback addresses.
 
-nf_tables (iptables' own tables there, and kube-proxy's of mode nftables) is spoken to by
-libnftables, all in one transaction; the tables of iptables-legacy by its own programs, if there are
-any such tables. Connections that kube-proxy's rules and its IPVS have translated go on, see
+The rules in nf_tables (iptables-nft, and kube-proxy's own table in mode nftables) are removed
+through libnftables in one transaction. Tables of iptables-legacy, if any exist, are changed with
+its own programs. Connections that kube-proxy's rules or its IPVS translate continue, see
 takeover/conntrack_keepalive.py.
 
-All of it is about the network namespace of the calling thread.
+All functions act on the network namespace of the calling thread.
 """
 
 import contextlib
@@ -39,27 +39,27 @@ FIXED_CHAINS: Final = {
     ),
     "mangle": frozenset(("KUBE-PROXY-CANARY",)),
 }  # fmt: skip
-"""Table of iptables → chains of kube-proxy in it, in modes iptables and ipvs."""
+"""iptables table → kube-proxy's chains in it, in modes iptables and ipvs."""
 SERVICE_CHAIN: Final = re.compile(r"KUBE-(SVC|SVL|EXT|FW|SEP|XLB)-[A-Z2-7]{16}")
-"""Chains in `nat` for one Service port or endpoint; XLB until Kubernetes 1.24."""
+"""Chains in `nat` that belong to one Service port or endpoint; XLB up to Kubernetes 1.24."""
 IP_SET_NAME: Final = re.compile(
     r"KUBE-(6-)?(LOOP-BACK|CLUSTER-IP|IPVS-IPS|HEALTH-CHECK-NODE-PORT|EXTERNAL-IP(-LOCAL)?|"
     r"LOAD-BALANCER(-LOCAL|-FW|-SOURCE-IP|-SOURCE-CIDR?)?|NODE-PORT(-LOCAL)?-(TCP|UDP|SCTP-HASH?))"
 )
-"""Two of those for IPv6 are cut to the 31 characters that a name may have."""
+"""Two of the IPv6 names are truncated to the 31 characters that an ipset name may have."""
 NFACCT_COUNTERS: Final = ("ct_state_invalid_dropped_pkts", "localhost_nps_accepted_pkts")
 FAMILIES: Final = ("ip", "ip6")
 
 
 def is_kube_proxy_chain(table: str, name: str) -> bool:
-    """Whether kube-proxy gives this name to a chain of that table of iptables."""
+    """Whether kube-proxy gives this name to a chain in that iptables table."""
     return name in FIXED_CHAINS.get(table, ()) or (
         table == "nat" and bool(SERVICE_CHAIN.fullmatch(name))
     )
 
 
 class ListedChain(NamedTuple):
-    """A chain of nf_tables. `base`: packets come to it by a hook."""
+    """A chain of nf_tables. `base`: it is attached to a hook."""
 
     family: str
     table: str
@@ -68,17 +68,17 @@ class ListedChain(NamedTuple):
 
     @property
     def is_from_kube_proxy(self) -> bool:
-        """Whether kube-proxy has made it."""
+        """Whether kube-proxy created it."""
         return self.family in FAMILIES and is_kube_proxy_chain(self.table, self.name)
 
     @property
     def accepts_forwarded(self) -> bool:
-        """Whether kube-proxy has it for what is to pass a closed FORWARD."""
+        """Whether kube-proxy accepts forwarded packets in it where FORWARD drops by default."""
         return (self.table, self.name) == ("filter", "KUBE-FORWARD")
 
 
 class Jump(NamedTuple):
-    """A rule of a chain of others, whose target is a chain of kube-proxy."""
+    """A rule in a chain that is not kube-proxy's, with one of kube-proxy's chains as its target."""
 
     chain: ListedChain
     handle: int
@@ -88,8 +88,10 @@ class Jump(NamedTuple):
 
 
 def nft_removal_commands(chains: Sequence[ListedChain], jumps: Iterable[Jump]) -> Iterator[Json]:
-    """What removes kube-proxy's own of these chains, and these jumps to them, in this order: jumps,
-    what is in the chains, chains. Nothing then is in the way of anything.
+    """Yields the commands that remove kube-proxy's chains among `chains`, and `jumps` to them.
+
+    The order is jumps, rules in the chains, chains, so that nothing is deleted while it is
+    referenced.
     """
     kube_proxy_chains = [chain for chain in chains if chain.is_from_kube_proxy]
     for chain, handle in jumps:
@@ -101,7 +103,7 @@ def nft_removal_commands(chains: Sequence[ListedChain], jumps: Iterable[Jump]) -
 
 
 def find_jumps(chain: ListedChain, listing: Iterable[Json]) -> Iterator[Jump]:
-    """The rules among these that jump to a chain of kube-proxy."""
+    """Yields the rules in this listing of a chain that jump to one of kube-proxy's chains."""
     for rule in (entry["rule"] for entry in listing if "rule" in entry):
         targets = (
             expression[verb]["target"]
@@ -144,7 +146,7 @@ def _remove_nft() -> Iterator[str]:
         & {chain.family for chain in kube_proxy_chains if chain.accepts_forwarded}
     )
     forward_rules.run_transaction(
-        *handover_commands, *commands, hint="does a chain of others jump to KUBE-* chains?"
+        *handover_commands, *commands, hint="does another chain jump to a KUBE-* chain?"
     )
     for family, table in sorted(used_tables):
         location = (family, table)
@@ -155,8 +157,8 @@ def _remove_nft() -> Iterator[str]:
 
 
 def _accept_established(families: Collection[str]) -> None:
-    """Where kube-proxy's rules let what is established pass FORWARD, a rule of ours does before
-    they go: not a packet is lost between.
+    """If kube-proxy's rules accept established packets in FORWARD, adds a rule that does the same
+    before they are removed, so that no packet is dropped in between.
     """
     if families:
         commands = (
@@ -187,8 +189,9 @@ def _has_table(family: str) -> bool:
 
 
 def legacy_restore_input(table: str, save_output: str) -> tuple[str, int, int]:
-    """What iptables-restore has to be told to remove kube-proxy's chains from a table as
-    iptables-save shows it, how many chains and how many jumps to them; "" if there is nothing.
+    """Returns (input for iptables-restore, number of chains, number of jumps) that removes
+    kube-proxy's chains from a table, given the output of iptables-save; the input is "" if there
+    are none.
     """
     lines = save_output.splitlines()
     chain_names = [
@@ -209,7 +212,7 @@ def legacy_restore_input(table: str, save_output: str) -> tuple[str, int, int]:
 
 
 def _is_jump(line: str, table: str) -> bool:
-    """Whether this is a rule of a chain of others that jumps to one of kube-proxy."""
+    """Whether this line appends a rule to another chain that jumps to one of kube-proxy's."""
     fields = line.split()
     if fields[:1] != ["-A"] or is_kube_proxy_chain(table, fields[1]):
         return False
@@ -234,8 +237,9 @@ def _remove_legacy() -> Iterator[str]:
 def is_kube_proxy_service(
     service: ipvs.VirtualServiceKey, addresses: frozenset[Addr], ports: frozenset[tuple[int, int]]
 ) -> bool:
-    """Whether kube-proxy has made it: at one of the addresses that it keeps on kube-ipvs0, or for a
-    NodePort, `ports` being (protocol, port). Others' have neither.
+    """Whether kube-proxy created this virtual service: its address is in `addresses` (those on
+    kube-ipvs0), or its (protocol, port) is a NodePort in `ports`. Virtual services of other
+    programs have neither.
     """
     return not service.fwmark and (
         service.address in addresses or (service.protocol, service.port) in ports
@@ -245,9 +249,11 @@ def is_kube_proxy_service(
 def kube_proxy_services(
     client: ipvs.IpvsClient, own_device: str, own_services: Collection[ipvs.VirtualServiceKey] = ()
 ) -> list[ipvs.VirtualServiceKey]:
-    """Those of kube-proxy, as its device tells. Where kbpf itself keeps addresses on its device
-    `own`, virtual services at them are its own by now, and so are those of NodePorts, and what is
-    `noted` in its table in any case.
+    """Lists kube-proxy's virtual services, identified by the addresses on its device.
+
+    Addresses that kbpf holds on `own_device` are excluded: kbpf has taken over the virtual
+    services at them. So are NodePorts if `own_device` exists, and in any case `own_services`,
+    which are in kbpf's own table.
     """
     addresses = dummy.addresses_of(IPVS_DEVICE) - dummy.addresses_of(own_device)
     ports = (
@@ -267,7 +273,7 @@ def kube_proxy_services(
 def _ipvs_session(
     own_device: str, own_services: Collection[ipvs.VirtualServiceKey] = ()
 ) -> Iterator[tuple[ipvs.IpvsClient, list[ipvs.VirtualServiceKey]] | None]:
-    """A conversation with IPVS, and kube-proxy's virtual services; None without its device, or
+    """An IPVS client and kube-proxy's virtual services; None without kube-proxy's device or
     without IPVS.
     """
     try:
@@ -282,8 +288,8 @@ def _ipvs_session(
 
 
 def count_connections(own_device: str = "") -> int:
-    """How many connections kube-proxy's IPVS has, also after its leftovers were removed; `own`: the
-    device of kbpf's mode ipvs.
+    """How many connections kube-proxy's IPVS still has, including virtual services that were kept
+    after its other state was removed. `own_device`: the device of kbpf's mode ipvs.
     """
     with _ipvs_session(own_device) as session:
         count = sum(map(session[0].count_connections, session[1])) if session is not None else 0
@@ -295,8 +301,9 @@ def count_connections(own_device: str = "") -> int:
 def _retain_busy_services(
     own_device: str, own_services: Collection[ipvs.VirtualServiceKey]
 ) -> list[ipvs.VirtualServiceKey]:
-    """Those of kube-proxy's virtual services that still have connections, which stay for these: not
-    without nf_tables, where nobody could tell afterwards whose they are.
+    """Quiesces kube-proxy's virtual services that still have connections, and returns them; they
+    stay until these connections end. Returns none without nf_tables, because the record of which
+    ones were kept is a set in nf_tables.
     """
     with _ipvs_session(own_device, own_services) as session:
         if session is None or not forward_rules.probe_nf_tables().works:
@@ -304,9 +311,8 @@ def _retain_busy_services(
         client, services = session
         busy = [service for service in services if client.count_connections(service)]
         if busy:
-            conntrack_keepalive.quiesce(
-                client, busy
-            )  # first, by which an agent sees that they are kept
+            # First, because an agent recognizes kept virtual services by weight 0.
+            conntrack_keepalive.quiesce(client, busy)
             conntrack_keepalive.keep_services(
                 busy, dummy.addresses_of(IPVS_DEVICE) & {service.address for service in busy}
             )
@@ -318,8 +324,8 @@ def _remove_ipvs(
     retained: Collection[ipvs.VirtualServiceKey],
     own_services: Collection[ipvs.VirtualServiceKey] = (),
 ) -> Iterator[str]:
-    """All virtual services but those that are `kept`. The device tells that kube-proxy was here in
-    this mode; it goes last.
+    """Deletes kube-proxy's virtual services except those in `retained`, then its device. The
+    device goes last because it is how we recognize that kube-proxy ran in mode ipvs.
     """
     with _ipvs_session(own_device, own_services) as session:
         if session is not None:
@@ -338,7 +344,7 @@ def _remove_ipvs(
 
 
 def _remove_sets() -> Iterator[str]:
-    """After the rules that ask them."""
+    # Sets can only be destroyed once no rule refers to them.
     destroyed = ipset.destroy(name for name in ipset.list_names() if IP_SET_NAME.fullmatch(name))
     if destroyed:
         yield f"{len(destroyed)} ip sets"
@@ -350,8 +356,10 @@ def _remove_sets() -> Iterator[str]:
 def remove(
     own_device: str = "", own_services: Collection[ipvs.VirtualServiceKey] = ()
 ) -> Iterator[str]:
-    """Removes it all; what was there, in words. Nothing there is nothing said. `own`: the device of
-    kbpf's mode ipvs; `noted`: the virtual services that its table says are its own.
+    """Removes everything that kube-proxy left, and yields a line for each thing that was removed.
+
+    `own_device`: the device of kbpf's mode ipvs. `own_services`: virtual services that kbpf's own
+    table lists as its own.
     """
     retained = _retain_busy_services(own_device, own_services)
     yield from _remove_nft()
@@ -367,7 +375,7 @@ def remove(
 
 
 def has_rules() -> bool:
-    """Whether rules of a kube-proxy lead connections here."""
+    """Whether rules of a kube-proxy translate connections in this network namespace."""
     if forward_rules.probe_nf_tables().works:
         if any(map(_has_table, FAMILIES)):
             return True

@@ -1,25 +1,26 @@
-"""Connections that somebody else's rules have translated live on when those rules go.
+"""Keeps translated connections alive when the rules that translated them are removed.
 
-The kernel translates by its tables of connections, where each has what was once decided for it;
-rules are asked for the first packet only. But what they depend on goes with the rules:
+The kernel decides on the translation once, at the first packet of a connection, and keeps it in
+conntrack or IPVS. But some of this state depends on the rules:
 
-- conntrack's table is looked into only while some rule in the network namespace needs it. When the
-  last such rule goes, packets of a connection that is half an hour old arrive with the wrong
-  addresses, and it is reset.
-- IPVS ends a connection with its virtual service, and sees its packets only while the node has the
-  address that they are sent to.
+- conntrack hooks are registered only while some rule in the network namespace needs them. When the
+  last such rule is removed, packets of existing connections are no longer translated and the
+  connections are reset.
+- IPVS drops a connection with its virtual service, and sees its packets only while the node has
+  their destination address.
 
-So whoever takes such rules away puts a table of this name in their place, in the same transaction:
-a chain for translation and a rule that asks conntrack, which change nothing, and a set of the
-virtual services that stay. These lead nobody new; their addresses are kept on a device of the same
-name. All of it has to stay until the last of these connections is over. It is about the namespace
-of the calling thread.
+So the same transaction that removes such rules adds a table named TABLE: a nat chain and a rule
+that matches on conntrack state, neither of which changes any packet, and a set that lists the
+virtual services to keep. These get no new connections; their addresses are kept on the device
+DEVICE. All of it has to stay until the last of these connections ends. All functions act on the
+network namespace of the calling thread.
 
-And kube-proxy lets packets of established connections pass a FORWARD that is closed, by its chain
-KUBE-FORWARD: only the first packet of a connection has its mark. Where that goes, the table has a
-second set, which is empty and says so, and a rule of ours takes its place in each closed chain,
-behind what others wrote there on purpose (netfilter.Chain.place): it is there before kube-proxy's
-goes, is put right like the one for masqueraded packets, and goes with the table.
+kube-proxy's chain KUBE-FORWARD also accepts established packets where FORWARD drops by default:
+only the first packet of a connection carries its mark. When it is removed, the table gets a second
+set, which is empty and only serves as a flag, and each closed FORWARD chain gets a rule of ours
+after the rules that others put there on purpose (forward_rules.BaseChain). The rule is added
+before kube-proxy's is removed, is repaired like the one for masqueraded packets, and is removed
+with the table.
 """
 
 import errno
@@ -39,21 +40,22 @@ TABLE: Final = "kbpf-handover"
 DEVICE: Final = "kbpf-handover"
 VIRTUAL_SERVICE_SET: Final = "virtual"
 FORWARD_SET: Final = "forward"
-"""A set without elements: there is a rule in FORWARD, where that is closed."""
+"""A set without elements, used as a flag: closed FORWARD chains need our rule."""
 MAX_TRIES: Final = 10
-"""So often the rule is put when others change rules at the same moment."""
+"""How often adding the rule is retried when another program changes the ruleset at the same time.
+"""
 KUBE_PROXY_DEVICE: Final = "kube-ipvs0"
 """The device on which a kube-proxy in mode ipvs keeps the addresses of Services."""
 SERVICE_DEVICES: Final = (KUBE_PROXY_DEVICE, DEVICE)
-"""What stands on these is none of the node's own addresses."""
+"""Addresses on these devices do not count as the node's own."""
 NODE_PORT_SET_NAME: Final = re.compile(r"KUBE-(6-)?NODE-PORT(-LOCAL)?-(TCP|UDP|SCTP)(-HASH?)?")
-"""Its IP sets with the NodePorts that it has; one is cut to the 31 characters of a name."""
+"""kube-proxy's ipsets of NodePorts; one name is truncated to the 31 characters of an ipset name."""
 _FAMILY_NAMES: Final = {4: "ip", 6: "ip6"}
 _ADDRESS_TYPES: Final = {"ip": "ipv4_addr", "ip6": "ipv6_addr"}
 
 
 def list_node_ports() -> frozenset[tuple[int, int]]:
-    """(protocol, port) of each NodePort that a kube-proxy in mode ipvs has, running or not."""
+    """(protocol, port) of each NodePort that a kube-proxy in mode ipvs left or is using."""
     matches = filter(None, map(NODE_PORT_SET_NAME.fullmatch, ipset.list_names()))
     return frozenset(
         (Protocol[match[3]], port) for match in matches for port in ipset.list_ports(match[0])
@@ -64,8 +66,10 @@ def list_node_ports() -> frozenset[tuple[int, int]]:
 
 
 def table_commands(family: str, with_forward_rule: bool = False) -> list[forward_rules.Json]:
-    """The commands that make the table; nothing changes where it is already. `passing`: what is
-    established is to pass FORWARD, too, which let_pass() then sees to.
+    """Returns the commands that create the table; they change nothing if it exists.
+
+    `with_forward_rule`: established packets have to pass FORWARD too; reconcile_forward_rules()
+    adds the rule.
     """
     chain = {"family": family, "table": TABLE, "name": "keep"}
     ct_state_match: dict[str, Any] = {
@@ -98,13 +102,14 @@ def table_commands(family: str, with_forward_rule: bool = False) -> list[forward
 
 
 def list_families() -> tuple[str, ...]:
-    """The families that have the table."""
+    """The families ("ip", "ip6") that have the table."""
     return tuple(family for family in conntrack.FAMILIES if nft.has_table(family, TABLE))
 
 
 def remove_unneeded(force: bool = False) -> tuple[str, ...]:
-    """Removes the tables that nobody needs any more, and before them the virtual services that have
-    no connections left; with `force` all. The families.
+    """Removes the tables that no connection needs any more, after deleting the kept virtual
+    services that have no connections left; all of them with `force`. Returns the families of the
+    removed tables.
     """
     families = list_families()
     if not families:
@@ -127,16 +132,18 @@ def remove_unneeded(force: bool = False) -> tuple[str, ...]:
 
 
 def reconcile_forward_rules(chains: Iterable[forward_rules.BaseChain]) -> tuple[str, ...]:
-    """Sees to it that the rule is in those FORWARD chains where it has to be, once, and in no
-    other; what was done, in words. `chains`: as they are now, or were a moment ago.
+    """Ensures that each FORWARD chain that needs the rule has it exactly once, and no other chain
+    has it. Returns a line for each change. `chains`: a recent listing.
+
+    Raises KernelError (ERESTART) if other programs change the ruleset during each of MAX_TRIES
+    tries.
     """
     actions: list[str] = []
     for _ in range(MAX_TRIES):
         if not any(map(_is_wrong, chains)):
             return tuple(actions)
-        generation = (
-            forward_rules.read_generation()
-        )  # of before the look: what changes since is noticed
+        # Read before the listing, so that a later change makes our transaction fail.
+        generation = forward_rules.read_generation()
         chains = forward_rules.list_forward_chains()
         chain = next(filter(_is_wrong, chains), None)
         if chain is None:
@@ -146,11 +153,11 @@ def reconcile_forward_rules(chains: Iterable[forward_rules.BaseChain]) -> tuple[
         except KernelError as error:
             if error.errno not in (errno.ERESTART, errno.ENOENT):
                 raise
-    raise KernelError("others change all rules again and again", "nf_tables", "", errno.ERESTART)
+    raise KernelError("other programs keep changing the ruleset", "nf_tables", "", errno.ERESTART)
 
 
 def chains_with_rule(families: Collection[str]) -> tuple[forward_rules.BaseChain, ...]:
-    """The chains of these families that have the rule."""
+    """The FORWARD chains of these families that have the rule."""
     chains = forward_rules.list_forward_chains()
     return tuple(chain for chain in chains if chain.family in families and chain.handover_rules)
 
@@ -166,17 +173,16 @@ def _is_wrong(chain: forward_rules.BaseChain) -> bool:
 def _repair(chain: forward_rules.BaseChain, generation: int) -> str:
     if not _needs_rule(chain):
         forward_rules.run_transaction(*forward_rules.delete_commands(chain, chain.handover_rules))
-        return f"connections of kube-proxy need no rule any more in {chain}"
+        return f"removed the rule for kube-proxy's connections from {chain}"
     chain_key = chain.family, chain.table, chain.name
     old_handles = [rule.handle for rule in chain.handover_rules]
     xtables.accept_established(
         chain_key, forward_rules.HANDOVER_COMMENT, chain.next_handle, old_handles, generation
     )
-    return f"established connections of kube-proxy are let pass in {chain}"
+    return f"added a rule to {chain}: accept kube-proxy's established connections"
 
 
 def _rule_deletions(families: Collection[str]) -> list[forward_rules.Json]:
-    """The commands that remove the rule from the chains of these families."""
     if not any(nft.has_set(family, TABLE, FORWARD_SET) for family in families):
         return []
     return [
@@ -195,8 +201,8 @@ def family_name(service: VirtualServiceKey) -> str:
 
 
 def keep_services(services: Collection[VirtualServiceKey], addresses: Collection[Addr]) -> None:
-    """These virtual services stay for their connections, and the node keeps these addresses. Who
-    has made them may go afterwards.
+    """Records these virtual services as kept and adds their addresses to DEVICE. Their creator may
+    then remove its own device.
     """
     families = sorted({family_name(service) for service in services})
     tables = [command for family in families for command in table_commands(family)]
@@ -206,7 +212,9 @@ def keep_services(services: Collection[VirtualServiceKey], addresses: Collection
 
 
 def quiesce(client: ipvs.IpvsClient, services: Iterable[VirtualServiceKey]) -> None:
-    """No new connection gets through these virtual services; those that are there go on."""
+    """Sets all weights of these virtual services to 0: existing connections continue, new ones are
+    not accepted.
+    """
     client.apply(
         [
             ipvs.IpvsRequest(IpvsCommand.IPVS_CMD_SET_DEST, service, server=entry.server)
@@ -219,7 +227,7 @@ def quiesce(client: ipvs.IpvsClient, services: Iterable[VirtualServiceKey]) -> N
 
 
 def list_kept_services(families: Iterable[str]) -> tuple[VirtualServiceKey, ...]:
-    """The virtual services that stay, of these families, which have the table."""
+    """The kept virtual services of these families, each of which must have the table."""
     sets = (
         item["set"]
         for family in families
@@ -234,7 +242,7 @@ def list_kept_services(families: Iterable[str]) -> tuple[VirtualServiceKey, ...]
 
 
 def count_connections() -> int:
-    """How many connections go on by virtual services that stay."""
+    """How many connections the kept virtual services still have."""
     services = list_kept_services(list_families())
     if not services:
         return 0
@@ -243,9 +251,11 @@ def count_connections() -> int:
 
 
 def _remove_idle_services(families: Collection[str], force: bool) -> tuple[VirtualServiceKey, ...]:
-    """Removes those without connections; the others. Those that a kube-proxy leads by, which is
-    back, are its own, and forgotten here. Its device alone tells nothing: whoever takes its
-    leftovers away may be at work just now.
+    """Deletes kept virtual services without connections and returns those that remain.
+
+    If kube-proxy came back and uses some of them again (a nonzero weight), these are its own and
+    only removed from the set. Its device alone proves nothing: a cleanup of its state may be in
+    progress.
     """
     services = list_kept_services(families)
     if not services:
@@ -293,12 +303,11 @@ def _remove_idle_services(families: Collection[str], force: bool) -> tuple[Virtu
 
 
 def _accepts_connections(client: ipvs.IpvsClient, service: VirtualServiceKey) -> bool:
-    """Whether new connections get through."""
     return any(entry.weight for entry in client.list_servers(service))
 
 
 def _element_commands(verb: str, services: Iterable[VirtualServiceKey]) -> list[forward_rules.Json]:
-    """Puts them into their sets ("add"), or takes them out ("delete")."""
+    """Returns commands that "add" virtual services to their sets, or "delete" them."""
     by_family: dict[str, list[Any]] = {}
     for service in sorted(services):
         key = [Protocol(service.protocol).name.lower(), format_addr(service.address), service.port]

@@ -1,9 +1,9 @@
-"""Whether a kube-proxy runs in this network namespace, as far as one can tell from here.
+"""Detects a kube-proxy that runs in this network namespace.
 
-Processes are looked at, and who answers at kube-proxy's ports is asked. Neither is enough alone: a
-pod without hostPID sees its own processes only, k3s has kube-proxy inside of a process of another
-name, and a kube-proxy may have been given other ports. Where kbpf answers at these ports it is in
-kube-proxy's place: it knows itself by /readyz, which a kube-proxy has not got.
+It looks for processes named kube-proxy and queries kube-proxy's default ports. Neither is enough
+alone: a pod without hostPID sees only its own processes, k3s runs kube-proxy inside a process of
+another name, and a kube-proxy may use other ports. kbpf serves the same ports; it is recognized by
+/readyz, which kube-proxy does not have.
 """
 
 import http.client
@@ -21,7 +21,7 @@ from kbpf.kernel.system import process
 from kbpf.model.address import V4_PREFIX, Addr, format_addr
 
 KUBE_PROXY_PORTS: Final = (10249, 10256)
-"""Of its metrics and its health check, by default."""
+"""kube-proxy's default ports for metrics and its health check."""
 KUBE_PROXY_MODES: Final = frozenset((b"iptables", b"ipvs", b"nftables", b"userspace"))
 PROBE_TIMEOUT_S: Final = 5.0
 TCP_LISTEN: Final = "0A"
@@ -29,16 +29,16 @@ LOOPBACK: Final = {"0.0.0.0": ("127.0.0.1",), "::": ("127.0.0.1", "::1")}
 
 
 class Responder(Enum):
-    """Who answers at a port."""
+    """Which program answers on a port."""
 
     KUBE_PROXY = "kube-proxy"
     KBPF = "kbpf"
-    UNKNOWN = "somebody else, or nobody in time"
+    UNKNOWN = "unknown, or no answer in time"
 
 
 class Detection(NamedTuple):
-    """What can be seen from here: process ids of kube-proxies, whether all processes of the machine
-    are seen, and who answers where.
+    """What was detected. `pids`: kube-proxy processes. `sees_all`: whether all processes of the
+    machine are visible. `responders`: listener, as "address port n" → which program answers there.
     """
 
     pids: tuple[int, ...]
@@ -47,37 +47,37 @@ class Detection(NamedTuple):
 
 
 def require_no_kube_proxy() -> None:
-    """KernelError when one runs here, or when that cannot be told."""
+    """Raises KernelError if a kube-proxy runs here, or if that cannot be determined."""
     if error := removal_error(detect()):
         raise error
 
 
 def is_kube_proxy_running(detection: Detection) -> bool:
-    """Whether one runs here for certain."""
+    """Whether a kube-proxy certainly runs here."""
     return bool(detection.pids) or Responder.KUBE_PROXY in detection.responders.values()
 
 
 def removal_error(detection: Detection) -> KernelError | None:
-    """Why kube-proxy's rules are not to be taken away."""
-    message = "nothing is removed: kube-proxy runs here"
+    """Returns the reason why kube-proxy's rules must not be removed, or None."""
+    message = "nothing removed: kube-proxy is running on this node"
     hint = "stop it first, or use --force"
     if detection.pids:
         return KernelError(message, f"pid {detection.pids[0]}", hint)
     for listener, responder in detection.responders.items():
         if responder is Responder.KUBE_PROXY:
-            return KernelError(message, f"it answers at {listener}", hint)
+            return KernelError(message, f"it answers on {listener}", hint)
     if detection.sees_all or Responder.KBPF in detection.responders.values():
         return None
     return KernelError(
-        "nothing is removed: whether a kube-proxy runs on this node cannot be seen from here",
-        "another PID namespace than the node's, and kbpf does not answer at kube-proxy's ports "
+        "nothing removed: cannot tell from here whether kube-proxy runs on this node",
+        "not in the node's PID namespace, and kbpf does not answer on kube-proxy's ports "
         + " and ".join(map(str, KUBE_PROXY_PORTS)),
-        "call it on the node itself; or make sure that none runs, and use --force",
+        "run it on the node itself; or make sure that no kube-proxy runs, and use --force",
     )
 
 
 def detect() -> Detection:
-    """What can be seen from here."""
+    """Lists kube-proxy processes and queries the listeners on its ports."""
     responders = {}
     for host, port in find_listeners():
         targets = LOOPBACK.get(host, (host,))
@@ -92,7 +92,6 @@ def detect() -> Detection:
 
 
 def _kube_proxy_pids() -> tuple[int, ...]:
-    """Of kube-proxies in this network namespace, as far as we see processes."""
     own_netns = os.readlink("/proc/thread-self/ns/net")
     pids = []
     for path in Path("/proc").glob("[0-9]*"):
@@ -101,7 +100,7 @@ def _kube_proxy_pids() -> tuple[int, ...]:
             if name_matches and os.readlink(path / "ns/net") == own_netns:
                 pids.append(int(path.name))
         except OSError:
-            continue  # it has ended
+            continue  # it has exited
     return tuple(pids)
 
 
@@ -109,7 +108,7 @@ def _kube_proxy_pids() -> tuple[int, ...]:
 
 
 def find_listeners() -> Iterator[tuple[str, int]]:
-    """The addresses at which somebody listens at one of kube-proxy's ports."""
+    """Yields (address, port) of the listening sockets on one of kube-proxy's ports."""
     for name in ("tcp", "tcp6"):
         try:
             with open(f"/proc/thread-self/net/{name}") as lines:
@@ -119,7 +118,7 @@ def find_listeners() -> Iterator[tuple[str, int]]:
 
 
 def parse_listeners(lines: Iterator[str], ports: Collection[int]) -> Iterator[tuple[str, int]]:
-    """Those among the lines of /proc/net/tcp or tcp6, in which all that listen stand first."""
+    """Parses lines of /proc/net/tcp or tcp6. The kernel lists all listening sockets first."""
     next(lines)
     for line in lines:
         _, endpoint, _, state, *_ = line.split()
@@ -131,7 +130,7 @@ def parse_listeners(lines: Iterator[str], ports: Collection[int]) -> Iterator[tu
 
 
 def _parse_address(text: str) -> str:
-    """Of words in the machine's own byte order."""
+    # Each group of eight digits is a 32-bit word in host byte order.
     chunks = (int(text[offset : offset + 8], 16) for offset in range(0, len(text), 8))
     raw = b"".join(chunk.to_bytes(4, sys.byteorder) for chunk in chunks)
     return format_addr(Addr(V4_PREFIX + raw if len(raw) == 4 else raw))
@@ -141,7 +140,9 @@ ProbeAnswer = tuple[int, bytes] | None
 
 
 def identify_responder(get: Callable[[str], ProbeAnswer]) -> Responder:
-    """Who it is that answers so: path → status and body, None for no answer."""
+    """Queries a server and returns which program it is. `get`: path → (status, body), or None
+    without an answer.
+    """
     for path, recognize in PROBES:
         answer = get(path)
         if answer is None:
@@ -176,7 +177,7 @@ PROBES: Final = (
 
 
 def http_get(host: str, port: int, path: str) -> ProbeAnswer:
-    """GET; None when nothing comes of it."""
+    """Sends GET; returns (status, body), or None on any error."""
     connection = http.client.HTTPConnection(host, port, timeout=PROBE_TIMEOUT_S)
     try:
         connection.request("GET", path)

@@ -1,10 +1,10 @@
-"""A kube-proxy that serves on this node when an agent of mode bpf starts: it has ended and its
-rules have not, or it goes on beside.
+"""Take-over from a kube-proxy found when an agent in mode bpf starts.
 
-Nothing of it is removed here: `kbpf cleanup --kube-proxy` does that when somebody says so. But two
-things hold of it as of kbpf's own mode ipvs (docs/ipvs.md, "From one mode to the other"): what it
-has begun while the programs are put on the devices stays its own, and for as long as its IPVS knows
-connections nobody may get a port that stands for one of these.
+Its process may have exited and left its rules in place, or may still be running. This module
+removes nothing; `kbpf cleanup --kube-proxy` does, when the operator asks for it. As with kbpf's
+own mode ipvs (docs/ipvs.md, "From one mode to the other"), two rules hold: connections that
+kube-proxy begins while the programs are being attached remain its own, and as long as its IPVS has
+connections, we never allocate a source port that one of them uses.
 """
 
 import contextlib
@@ -18,11 +18,11 @@ from kbpf.model.config import Config
 from kbpf.takeover import cleanup, conntrack_keepalive
 
 IPVS_POLL_INTERVAL_S: Final = 2.0
-"""So often IPVS is asked for its connections."""
+"""How often IPVS connections are counted."""
 
 
 class KubeProxyDrain:
-    """base.Remains of a kube-proxy, in whatever mode it ran."""
+    """The base.PreviousDataPlane of a kube-proxy, in any of its modes."""
 
     name = "kube-proxy"
 
@@ -33,17 +33,18 @@ class KubeProxyDrain:
         self._live_connections = 0
 
     def claim(self) -> bool:
-        """See base.Remains. Rules are waited for only where a device loses packets when a program
-        is put on it, which TCX does not; conntrack keeps their ports apart from ours.
+        """See base.PreviousDataPlane. kube-proxy's rules matter only if attaching a program to a
+        device can lose packets, which a TCX link cannot; conntrack keeps their ports apart from
+        ours.
         """
         if not self._packet_path:
             return False
-        with contextlib.suppress(KernelError):  # what cannot be looked at is not waited for
+        with contextlib.suppress(KernelError):  # unreadable state is not waited for
             return _has_ipvs_state() or (tc.probe_tcx().works is not True and cleanup.has_rules())
         return False
 
     def drain(self, now: float) -> float | None:
-        """See base.Remains. At first nothing: a packet may be on its way to it still."""
+        # Not at the first call: packets may still be on their way to kube-proxy's rules.
         if self._due is None:
             self._due = now + IPVS_POLL_INTERVAL_S
         if now < self._due:
@@ -55,9 +56,8 @@ class KubeProxyDrain:
         return self._due if self._live_connections else None
 
     def problems(self) -> tuple[str, ...]:
-        """See base.Remains."""
         return (
-            (f"{self._live_connections} connections go on by kube-proxy's IPVS",)
+            (f"{self._live_connections} connections still use kube-proxy's IPVS",)
             if self._live_connections
             else ()
         )
@@ -67,7 +67,7 @@ class KubeProxyDrain:
 
 
 def _has_ipvs_state() -> bool:
-    """Whether kube-proxy leads connections by IPVS here, or has left some there."""
+    """Whether kube-proxy has IPVS state here, in use or kept for its last connections."""
     if dummy.get_ifindex_or_zero(cleanup.IPVS_DEVICE):
         return True
     return bool(

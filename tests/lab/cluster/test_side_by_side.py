@@ -77,7 +77,7 @@ def test_a_trial_on_one_node(trial: Trial) -> None:
         assert running() == ["node-1"]
         trial.settle(agent)
         check(trial, Dial("needs none by kbpf", "a2", f"{HOST}:80", "a1 b1"))
-        refuses(agent, "kube-proxy runs here (it answers at ")
+        refuses(agent, "kube-proxy is running on this node (it answers on ")
         until("the base's own rights are enough to say so", lambda: said_starting(trial))
         for port in (10256, 10356):  # kube-proxy's and ours
             until(f"{port} is well", lambda port=port: asked(agent, port, "/healthz") == 200)

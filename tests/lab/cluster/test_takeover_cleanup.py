@@ -147,7 +147,7 @@ def test_all_of_kube_proxy_goes_and_nothing_else(
         until(f"its rules\n{proxy.tail()}", lambda: is_complete(ground.rules(kind), mode, ground))
         refused = ground.cleanup()
         assert refused.returncode == 1
-        assert "kube-proxy runs here" in refused.stderr
+        assert "kube-proxy is running on this node" in refused.stderr
         elsewhere = Path("/run/netns") / str(ground.home.lab.outside)
         assert netns.run_in(elsewhere, detect.detect)[::2] == ((), {})
     assert ground.rules(kind) != before

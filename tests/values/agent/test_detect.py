@@ -18,7 +18,7 @@ from kbpf.takeover.detect import (
 
 HEALTH, METRICS = "0.0.0.0 port 10256", "127.0.0.1 port 10249"
 THERE, HERE, OTHER = Responder.KUBE_PROXY, Responder.KBPF, Responder.UNKNOWN
-RUNS, UNKNOWN = "kube-proxy runs here", "cannot be seen from here"
+RUNS, UNKNOWN = "kube-proxy is running on this node", "cannot tell from here"
 
 
 class Row(NamedTuple):
@@ -38,21 +38,21 @@ ROWS = [
     ),
     Row("one with other ports", Detection((7,), True, {}), f"{RUNS} (pid 7)"),
     Row(
-        "inside of k3s", Detection((), True, {METRICS: THERE}), f"{RUNS} (it answers at {METRICS})"
+        "inside of k3s", Detection((), True, {METRICS: THERE}), f"{RUNS} (it answers on {METRICS})"
     ),
     Row("on the node: kbpf", Detection((), True, {HEALTH: HERE, METRICS: HERE}), ""),
     Row("on the node: others are at its ports", Detection((), True, {HEALTH: OTHER}), ""),
     Row(
         "in the pod: one",
         Detection((), False, {HEALTH: THERE, METRICS: THERE}),
-        f"{RUNS} (it answers at {HEALTH})",
+        f"{RUNS} (it answers on {HEALTH})",
     ),
     Row("in the pod: kbpf in its place", Detection((), False, {HEALTH: HERE, METRICS: HERE}), ""),
     Row("in the pod: kbpf, without metrics", Detection((), False, {HEALTH: HERE}), ""),
     Row(
         "in the pod: one, and kbpf has taken a port of it",
         Detection((), False, {HEALTH: HERE, METRICS: THERE}),
-        f"{RUNS} (it answers at {METRICS})",
+        f"{RUNS} (it answers on {METRICS})",
     ),
     Row("in the pod: nobody answers", Detection((), False, {}), UNKNOWN),
     Row("in the pod: somebody else does", Detection((), False, {HEALTH: OTHER}), UNKNOWN),
