@@ -1,7 +1,7 @@
-"""What BPF needs of this kernel and machine: one row per thing, found out by trying it, with what
-to do about it.
+"""Checks what mode bpf needs of the kernel and the node, by trying each feature; each row says
+what to do.
 
-A new kernel feature is a function in kernel/bpf/probe.py and a row here.
+To check a new kernel feature, add a function to kernel/bpf/probe.py and a row here.
 """
 
 import re
@@ -34,7 +34,7 @@ ROOT_HINT: Final = (
 
 
 def rows(cgroup: Path | None, pin_dir: Path, cache: Path) -> Iterator[CheckRow]:
-    """Everything, in the order in which the agent would meet it."""
+    """Yields all rows, in the order in which the agent would meet what they check."""
     yield _check_capabilities()
     library = _check_libbpf()
     yield library
@@ -48,13 +48,13 @@ def rows(cgroup: Path | None, pin_dir: Path, cache: Path) -> Iterator[CheckRow]:
     yield from _check_cgroup(cgroup, library.result == "yes")
     yield make_row(
         "SO_NETNS_COOKIE", probe.probe_netns_cookie(),
-        "Linux 5.14 brought it; without it NodePorts do not answer on the host's loopback",
+        "since Linux 5.14; without it NodePorts do not answer on the host's loopback",
         needed=False,
     )  # fmt: skip
     yield make_row(
         "SOCK_DESTROY for UDP", probe.probe_sock_destroy(),
         "the kernel needs CONFIG_INET_UDP_DIAG and CONFIG_INET_DIAG_DESTROY; without it UDP "
-        "clients stay with a backend that is gone until they connect anew",
+        "clients stay with a removed backend until they connect again",
         needed=False,
     )  # fmt: skip
     yield make_row(
@@ -85,19 +85,19 @@ def _check_bpffs(pin_dir: Path) -> CheckRow:
     except OSError as error:
         return make_row("bpffs", Probe(None, f"{ancestor}: {error.strerror}"), ROOT_HINT)
     if mounted:
-        return make_row("bpffs", Probe(True), "", detail=f"{pin_dir} is in one")
+        return make_row("bpffs", Probe(True), "", detail=f"{pin_dir} is on a bpffs")
     supported = "bpf" in Path("/proc/filesystems").read_text().split()
-    detail = "not mounted; the agent mounts it" if supported else "the kernel has none"
+    detail = "not mounted; the agent mounts it" if supported else "the kernel does not support it"
     return make_row("bpffs", Probe(supported), "the kernel needs CONFIG_BPF_SYSCALL", detail=detail)
 
 
 def _check_compiler(cache: Path) -> Iterator[CheckRow]:
-    """BCC and LLVM, or what was compiled ahead of time: one of the two is needed."""
+    """BCC with LLVM, or programs that were compiled ahead of time: one of the two is needed."""
     toolchain = compile.find_toolchain()
     try:
         compiled = all(artifact.find(unit, cache, toolchain) is not None for unit in UNITS)
     except CompileError as error:
-        yield make_row("BPF sources", Probe(False, str(error)), "install kbpf anew")
+        yield make_row("BPF sources", Probe(False, str(error)), "reinstall kbpf")
         return
     version = re.search(r"__version__ = '([^']+)'", toolchain or "")
     llvm = sorted(set(re.findall(r"libLLVM-(\d+)", toolchain or "")))
@@ -129,38 +129,36 @@ def _check_maps() -> Iterator[CheckRow]:
     yield make_row("socket storage", probe.probe_sk_storage(), "use Linux 5.10 or newer")
     yield make_row(
         "reading socket storage", probe.probe_sk_storage(iterate=True),
-        "the kernel needs CONFIG_DEBUG_INFO_BTF; without it connected UDP sockets are not ended "
-        "when their backend is gone, and connections of sockets are not shown",
+        "the kernel needs CONFIG_DEBUG_INFO_BTF; without it connected UDP sockets are not closed "
+        "when their backend is removed, and connections of sockets are not listed",
         needed=False,
     )  # fmt: skip
-    yield make_row(
-        "batch operations", probe.probe_map_batch(), "Linux 5.6 brought them: use 5.7 or newer"
-    )
+    yield make_row("batch operations", probe.probe_map_batch(), "since Linux 5.6: use 5.7 or newer")
 
 
 def _check_hooks() -> Iterator[CheckRow]:
     for hook in HOOKS:
         probe_result = probe.probe_program(hook.prog_type, hook.attach_type)
-        advice = f"Linux {hook.since_kernel} brought it; it is for {hook.purpose}"
+        advice = f"since Linux {hook.since_kernel}; used for {hook.purpose}"
         yield make_row(f"hook {hook.name}", probe_result, advice, hook.required, hook.purpose)
     cookie = probe.probe_program(
         BPF_PROG_TYPE_CGROUP_SOCK_ADDR,
         BPF_CGROUP_INET4_CONNECT,
         probe.encode_call(BPF_FUNC_get_netns_cookie),
     )
-    yield make_row("bpf_get_netns_cookie", cookie, "Linux 5.7 brought it")
+    yield make_row("bpf_get_netns_cookie", cookie, "since Linux 5.7")
     yield make_row(
         "bpf_set_retval",
         probe.probe_helper(
             BPF_PROG_TYPE_CGROUP_SOCK_ADDR, BPF_CGROUP_INET4_CONNECT, BPF_FUNC_set_retval, -111
         ),
-        "Linux 5.18 brought it; without it clients of a Service without endpoints are not refused "
+        "since Linux 5.18; without it clients of a Service without endpoints are not refused "
         "at once",
         needed=False,
     )
     for helper in (BPF_FUNC_get_current_cgroup_id, BPF_FUNC_get_current_ancestor_cgroup_id):
         name, since, argument = OPTIONAL_HELPERS[helper]
-        advice = f"Linux {since} brought it; without it no pod or cgroup can be exempt"
+        advice = f"since Linux {since}; without it no pod or cgroup can be exempt"
         probe_result = probe.probe_helper(
             BPF_PROG_TYPE_CGROUP_SOCK_ADDR, BPF_CGROUP_INET4_CONNECT, helper, argument
         )
@@ -173,10 +171,10 @@ def _check_cgroup(cgroup: Path | None, can_load: bool) -> Iterator[CheckRow]:
     except KernelError as error:
         yield make_row("cgroup v2", Probe(False, error.what), error.hint)
         return
-    probe_result = Probe(True) if mounts.is_cgroup2(root) else Probe(False, f"{root} is in none")
-    yield make_row("cgroup v2", probe_result, "name a folder of it with --cgroup", detail=str(root))
+    probe_result = Probe(True) if mounts.is_cgroup2(root) else Probe(False, f"{root} is not on one")
+    yield make_row("cgroup v2", probe_result, "set --cgroup to a folder on it", detail=str(root))
     if probe_result.works and can_load:
         attached = probe.probe_cgroup_link(
             root, BPF_PROG_TYPE_CGROUP_SOCK_ADDR, BPF_CGROUP_INET4_CONNECT
         )
-        yield make_row("cgroup links", attached, "Linux 5.7 brought them")
+        yield make_row("cgroup links", attached, "since Linux 5.7")

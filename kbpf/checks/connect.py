@@ -1,15 +1,15 @@
-"""`kbpf check --attached`: proof that the hooks of the running agent work, by real connections.
+"""`kbpf check --attached`: proves with real connections that the attached hooks work.
 
-A child process in the hooked cgroup goes into a network namespace of its own, where the addresses
-of a Service's backends, and nothing else, are on loopback and served by itself. It dials the
-Service. Only a connection that the hooks translate can arrive, and where it arrives shows to which
-backend; no packet leaves the namespace, so the real backends notice nothing. (A connect() from the
-node's own namespace would either knock at a backend or prove little: UDP alone, and only the
-address that getpeername() is told.)
+A child process in the hooked cgroup enters a new network namespace. There it adds the addresses of
+a Service's backends, and nothing else, to the loopback device, listens on them itself and dials
+the Service. A connection can arrive only if a hook translates it, and where it arrives shows which
+backend was chosen. No packet leaves the namespace, so the real backends notice nothing. (A
+connect() in the node's own namespace would either reach a real backend or prove little: only UDP
+works without a packet, and it shows only the address that getpeername() returns.)
 
-With --socket-lb hostNamespaceOnly it is the other way round: only sockets of the node's own network
-are led anywhere. There the child connects in the node's own namespace, without a packet (dial.py,
-silently()), and one in a namespace of its own must get nowhere.
+With --socket-lb hostNamespaceOnly it is reversed: only sockets in the node's own network namespace
+are translated. Then the child connects in the node's namespace without sending a packet
+(dial.connect_without_packets()), and a connection from a new namespace must fail.
 """
 
 import contextlib
@@ -35,15 +35,15 @@ from kbpf.model.objects import Protocol
 
 NEEDS: Final = Part.SERVICES | Part.HOOKS
 MAX_BACKENDS: Final = 64
-"""A bigger set is not tried: each of its backends is an address and a socket in the sandbox."""
+"""Larger sets are not tested: each backend needs an address and a socket in the sandbox."""
 
 SocketAddress = tuple[str, int]
 DialTarget = tuple[FrontendAddress, tuple[Backend, ...]]
 
 
 def select_targets(snapshot: Snapshot) -> tuple[DialTarget, ...]:
-    """For each family and protocol the ClusterIP with the fewest backends, without session
-    affinity where possible: what is dialled to see whether it works.
+    """Returns what to dial for each family and protocol: the ClusterIP with the fewest backends,
+    without session affinity where possible.
     """
     best: dict[tuple[int, Protocol], tuple[tuple[bool, int, FrontendAddress], DialTarget]] = {}
     for frontend, value in snapshot.frontends.items():
@@ -72,7 +72,7 @@ def _cluster_ip_backends(value: ServiceValue, snapshot: Snapshot) -> tuple[Backe
 
 
 def check_attached(snapshot: Snapshot) -> Iterator[CheckRow]:
-    """Whether the hooks are attached, and whether they do what they should."""
+    """Yields rows: whether the hooks are attached, and whether each target can be dialled."""
     if snapshot.socket_lb is SocketLb.OFF:
         yield _not_attached_row(snapshot)
         return
@@ -85,7 +85,7 @@ def check_attached(snapshot: Snapshot) -> Iterator[CheckRow]:
         return
     connect = next(f for f in snapshot.hooks if f.attached)
     if connect.cgroup is None:
-        yield _unknown_row("the hooked cgroup is not visible from here", "run it on the host")
+        yield _unknown_row("the hooked cgroup is not visible here", "run it on the host")
         return
     dial_targets = select_targets(snapshot)
     if not dial_targets:
@@ -112,7 +112,7 @@ def check_attached(snapshot: Snapshot) -> Iterator[CheckRow]:
 
 
 def foreign_rows(snapshot: Snapshot) -> Iterator[CheckRow]:
-    """A row for each program of another load balancer beside those of the agent."""
+    """Yields a row for each program of another load balancer at the same hooks."""
     cgroup = next((f.cgroup for f in snapshot.hooks if f.attached), None)
     for line in foreign.format_lines(foreign.find_all(snapshot.pin_dir, cgroup)):
         yield CheckRow("alone at its hooks", "no", False, line, "see docs/troubleshoot.md")
@@ -124,9 +124,9 @@ def _not_attached_row(snapshot: Snapshot) -> CheckRow:
         "attached",
         "no" if remaining else "yes",
         True,
-        f"still there: {', '.join(remaining)}"
+        f"still attached: {', '.join(remaining)}"
         if remaining
-        else "no hook, as --socket-lb off wants it",
+        else "no hook, as --socket-lb off requires",
         "restart the agent" if remaining else "",
     )
 
@@ -134,9 +134,9 @@ def _not_attached_row(snapshot: Snapshot) -> CheckRow:
 def _host_only_rows(
     dial_targets: Sequence[DialTarget], host_netns: int, cgroup: Path
 ) -> Iterator[CheckRow]:
-    """The node's own sockets are led to a backend, and those of another namespace are not."""
+    """Sockets of the node must reach a backend, and sockets of another namespace must not."""
     if netns.read_cookie() != host_netns:
-        yield _unknown_row("this is not the node's own network", "run it on the host")
+        yield _unknown_row("not in the node's own network namespace", "run it on the host")
         return
     for frontend, backends in dial_targets:
         kind = socket.SOCK_STREAM if frontend.protocol is Protocol.TCP else socket.SOCK_DGRAM
@@ -150,7 +150,7 @@ def _host_only_rows(
             yield CheckRow(name, "no", True, str(error), "see the agent's log")
             continue
         if destination not in {(format_addr(b.address), b.port) for b in backends}:
-            detail = f"led to {destination[0]} port {destination[1]}, which is no backend"
+            detail = f"arrived at {destination[0]} port {destination[1]}, which is not a backend"
             yield CheckRow(name, "no", True, detail, "see the agent's log")
             continue
         yield _dial_row(name, frontend, destination, peer_name, has_peer_name_hooks=True)
@@ -159,17 +159,21 @@ def _host_only_rows(
         try:
             destination, _ = _run_in_cgroup(partial(_dial, frontend, backends), cgroup)
         except KernelError:
-            yield CheckRow(name, "yes", True, "it is for the packet path", "")
+            yield CheckRow(
+                name, "yes", True, "not translated at connect(); left to the packet path", ""
+            )
             continue
-        detail = f"led to {destination[0]} port {destination[1]}"
+        detail = f"arrived at {destination[0]} port {destination[1]}"
         yield CheckRow(name, "no", True, detail, "see the agent's log")
 
 
 def _run_in_cgroup(
     action: Callable[[], object], cgroup: Path, isolated: bool = True
 ) -> tuple[SocketAddress, SocketAddress]:
-    """Where it arrived and what the client was shown, from a cgroup below this one: a new one, or
-    where the hierarchy is mounted read-only, as in our pod, that of this process.
+    """Returns (where the connection arrived, the peer name that the client saw).
+
+    The client runs in a new cgroup below `cgroup`; if the hierarchy is mounted read-only, as in
+    our pod, it stays in the cgroup of this process.
     """
     with contextlib.ExitStack() as stack:
         child_cgroup: Path | None = None
@@ -197,7 +201,7 @@ def _dial_row(
     service_address = (format_addr(frontend.address), frontend.port)
     detail = f"arrived at {destination[0]} port {destination[1]}"
     if peer_name != service_address and (has_peer_name_hooks or frontend.protocol is Protocol.UDP):
-        detail += f", but the client is shown {peer_name[0]} port {peer_name[1]}"
+        detail += f", but getpeername() shows {peer_name[0]} port {peer_name[1]}"
         return CheckRow(name, "no", True, detail, "see the agent's log")
     return CheckRow(name, "yes", True, detail, "")
 
@@ -205,9 +209,9 @@ def _dial_row(
 def _dial(
     frontend: FrontendAddress, backends: tuple[Backend, ...]
 ) -> tuple[SocketAddress, SocketAddress]:
-    """In the sandbox."""
     from kbpf.kernel.net.links import Links
 
+    # Runs in the sandbox.
     prefix = 32 if family_of(frontend.address) == 4 else 128
     with Links() as links:
         links.set_up("lo")

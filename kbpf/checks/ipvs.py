@@ -1,6 +1,8 @@
-"""What IPVS needs of this kernel and machine: one row per thing, with what to do about it. Nothing
-is made here. What modprobe does not know of is tried in a network namespace of its own, since the
-kernel loads by itself what is asked for: our image has no modprobe.
+"""Checks what mode ipvs needs of the kernel and the node; each row says what to do.
+
+Nothing on the node is changed. A module that modprobe does not find is tested by using it in a
+temporary network namespace, because the kernel loads modules on demand and our image has no
+modprobe.
 """
 
 import errno
@@ -31,14 +33,14 @@ from kbpf.model.address import parse_addr
 SYS_CLASS_NET: Final = Path("/sys/class/net")
 BRIDGE_NF_CALL_IPTABLES: Final = Path("/proc/sys/net/bridge/bridge-nf-call-iptables")
 OPTIONAL_SCHEDULERS: Final = {
-    "wrr": "without it weights are not heeded",
-    "mh": "without it Maglev is spread by weight",
-    "sh": "without it a short circuit has no affinity",
+    "wrr": "without it weights are ignored",
+    "mh": "without it, Maglev Services are balanced by weight",
+    "sh": "without it connections from pods to a LoadBalancer address have no affinity",
 }
 
 
 def rows() -> Iterator[CheckRow]:
-    """Everything, in the order in which the agent would meet it."""
+    """Yields all rows, in the order in which the agent would meet what they check."""
     is_missing = "CAP_NET_ADMIN" in probe.missing_capabilities()
     yield _required_row(
         "CAP_NET_ADMIN", Probe(not is_missing, "missing" if is_missing else ""), "run as root"
@@ -47,7 +49,7 @@ def rows() -> Iterator[CheckRow]:
     yield _required_row("IPVS", ipvs_probe, advice)
     yield _required_row(
         "IPVS with conntrack", _probe_conntrack(),
-        "the kernel needs CONFIG_IP_VS_NFCT; without it nobody is masqueraded",
+        "the kernel needs CONFIG_IP_VS_NFCT; without it sources cannot be masqueraded",
     )  # fmt: skip
     probe_scheduler = partial(_probe_scheduler, is_loaded=ipvs_probe.works is True)
     yield _required_row(
@@ -74,13 +76,13 @@ def rows() -> Iterator[CheckRow]:
         )
         yield make_row(
             "INPUT", _probe_input(),
-            "let in what is sent to addresses and NodePorts of Services: IPVS gets it by INPUT",
+            "accept packets to Service addresses and NodePorts: IPVS takes them from INPUT",
             needed=False,
         )  # fmt: skip
     yield make_row(
-        "bridged answers", _probe_bridge_netfilter(),
+        "bridged replies", _probe_bridge_netfilter(),
         "modprobe br_netfilter and set net.bridge.bridge-nf-call-iptables to 1, or pods behind one "
-        "bridge do not reach each other by Services", needed=False,
+        "bridge cannot reach each other through Services", needed=False,
     )  # fmt: skip
 
 
@@ -93,25 +95,27 @@ def _required_row(name: str, result: Probe, advice: str) -> CheckRow:
 
 
 def _probe_ipvs() -> tuple[Probe, str]:
-    """And what to do if it is not there. The kernel loads it by itself since Linux 6.1."""
+    """Also returns the advice for a failure. The kernel loads ip_vs on demand since Linux 6.1."""
     advice = "the kernel needs CONFIG_IP_VS, or its module ip_vs"
     try:
         IpvsClient().close()
     except KernelError as error:
         if error.errno != errno.ENOENT or modules.find_modprobe() is not None:
             return modules.probe_module("ip_vs"), advice
-        result = Probe(False, "not loaded, and there is no modprobe here to load it")
+        result = Probe(False, "not loaded, and no modprobe is installed here to load it")
         return result, f"on the node: modprobe ip_vs; {advice}"
     return Probe(True), advice
 
 
 def _probe_conntrack() -> Probe:
     supported = ipvs.supports_conntrack()
-    return Probe(supported, "IPVS is not loaded, or /proc/sys hidden" if supported is None else "")
+    return Probe(
+        supported, "IPVS is not loaded, or /proc/sys is hidden" if supported is None else ""
+    )
 
 
 def _probe_scheduler(name: str, is_loaded: bool) -> Probe:
-    """Nothing can be tried where IPVS is not there."""
+    """A scheduler can be tested by using it only if IPVS itself is loaded."""
     module = f"ip_vs_{name}"
     return (
         _probe_module(module, partial(_try_service, name))
@@ -121,15 +125,15 @@ def _probe_scheduler(name: str, is_loaded: bool) -> Probe:
 
 
 def _probe_module(module: str, attempt: Callable[[], int]) -> Probe:
-    """Whether modprobe knows of this module, or else whether `make`, which needs it, gives 0 and no
-    errno.
+    """Whether modprobe finds this module; otherwise whether `attempt`, which needs it, returns 0
+    rather than an errno.
     """
     module_probe = modules.probe_module(module)
     if module_probe.works:
         return module_probe
     try:
         code = sandbox.run(attempt)
-    except KernelError:  # nobody lets us have a namespace
+    except KernelError:  # not allowed to create a namespace
         return module_probe
     if code in (errno.ENOENT, errno.EOPNOTSUPP):
         return Probe(False, f"no module {module}")
@@ -139,7 +143,7 @@ def _probe_module(module: str, attempt: Callable[[], int]) -> Probe:
 
 
 def _try_device() -> int:
-    """In a network namespace of its own."""
+    """Runs in a temporary network namespace."""
     try:
         dummy.ensure("kbpf-check")
     except KernelError as error:
@@ -148,7 +152,7 @@ def _try_device() -> int:
 
 
 def _try_service(scheduler: str) -> int:
-    """In a network namespace of its own."""
+    """Runs in a temporary network namespace."""
     service = VirtualServiceKey(socket.IPPROTO_TCP, parse_addr("192.0.2.1"), 80)
     try:
         with closing(IpvsClient()) as client:
@@ -165,7 +169,7 @@ def _try_service(scheduler: str) -> int:
 
 
 def _probe_input() -> Probe:
-    """Whether the host's firewall lets packets get to IPVS."""
+    """Whether the host's firewall lets packets through INPUT to IPVS."""
     try:
         chains = forward_rules.list_closed_input_chains()
     except KernelError as error:
@@ -174,9 +178,9 @@ def _probe_input() -> Probe:
 
 
 def _probe_bridge_netfilter() -> Probe:
-    """Whether answers between pods behind one bridge go through the node's stack."""
+    """Whether replies between pods on the same bridge pass through the node's IP stack."""
     if not any(SYS_CLASS_NET.glob("*/bridge")):
-        return Probe(True, "there is no bridge")
+        return Probe(True, "no bridge on this node")
     try:
         value = BRIDGE_NF_CALL_IPTABLES.read_text().strip()
     except OSError:
@@ -185,7 +189,7 @@ def _probe_bridge_netfilter() -> Probe:
 
 
 def _probe_rules() -> Probe:
-    """The kernel looks at all of the table, and then does without it."""
+    """Whether the kernel accepts our ruleset; a dry run, nothing is committed."""
     try:
         forward_rules.run_transaction(
             *ruleset.create_table(ruleset.RulesetOptions("kbpf_check")), dry_run=True

@@ -1,5 +1,6 @@
-"""What `kbpf check` looks at for the packet path: the kernel's programs at TC, and settings of the
-node that decide whether packets get through. All of it is read, or tried on nothing.
+"""Checks what the packet path needs: TC features of the kernel, and settings of the node that
+decide whether packets get through. Settings are only read; features are tried without side
+effects.
 """
 
 import errno
@@ -27,13 +28,15 @@ BPF_FUNC_redirect_neigh: Final = 152
 BPF_FUNC_redirect_peer: Final = 155
 PROC: Final = Path("/proc")
 RP_FILTER_STRICT: Final = 1
-"""rp_filter: a packet is dropped unless its sender is routed by the device that it came in by."""
+"""rp_filter 1: a packet is dropped unless the route to its source uses the device it arrived on."""
 
 PortRange = tuple[int, int]
 
 
 def check_packet_path(pin_dir: Path, proc: Path = PROC) -> Iterator[CheckRow]:
-    """Everything, in the order in which a packet would meet it. `proc` is where /proc is."""
+    """Yields all rows, in the order in which a packet would meet what they check. `proc`: where
+    /proc is mounted.
+    """
     yield from _kernel_rows()
     yield _sctp_row(proc)
     settings = read_settings(pin_dir)
@@ -53,63 +56,67 @@ def _kernel_rows() -> Iterator[CheckRow]:
     try:
         syscalls.version()
     except KernelError:
-        return  # it has a row of its own, and nothing can be tried without it
+        return  # bpf.rows() reports it, and without libbpf nothing can be tried
     yield _packet_row(
         "TC programs",
         probe.probe_program(BPF_PROG_TYPE_SCHED_CLS, 0),
         "the kernel needs CONFIG_NET_CLS_BPF",
-        "programs on packets of a device",
+        "programs at ingress and egress of devices",
     )
     yield from _attach_rows()
     yield _packet_row(
         "bpf_redirect_neigh",
         probe.probe_helper(BPF_PROG_TYPE_SCHED_CLS, 0, BPF_FUNC_redirect_neigh, 1, 0, 0, 0),
-        "Linux 5.10 brought it; it sends packets on to backends on other nodes",
-        "on to the next machine, whose address the kernel looks up",
+        "since Linux 5.10; needed to forward packets to backends on other nodes",
+        "redirects to the next hop; the kernel resolves the neighbour",
     )
     yield make_row(
         "bpf_redirect_peer",
         probe.probe_helper(BPF_PROG_TYPE_SCHED_CLS, 0, BPF_FUNC_redirect_peer, 1, 0),
-        "Linux 5.10 brought it; without it pods are reached by the host's stack alone",
+        "since Linux 5.10; without it packets reach pods only through the host's stack",
         needed=False,
-        detail="straight into a pod, past the host's stack, where that is asked for",
+        detail="with --forwarding direct, redirects into a pod without the host's stack",
     )
     yield make_row(
         "bpf_ktime_get_coarse_ns",
         probe.probe_helper(BPF_PROG_TYPE_SCHED_CLS, 0, BPF_FUNC_ktime_get_coarse_ns),
-        "Linux 5.11 brought it; without it each packet reads the processor's clock",
+        "since Linux 5.11; without it each packet reads the hardware clock",
         needed=False,
-        detail="the time of the last tick, at no cost",
+        detail="the time of the last tick, without reading the hardware clock",
     )
 
 
 def _packet_row(name: str, outcome: Probe, advice: str, detail: str) -> CheckRow:
-    """A row without which the packet path does not work."""
+    """A row for something that the packet path cannot work without."""
     result = {True: "yes", False: "no", None: "unknown"}[outcome.works]
     shown_advice = advice if outcome.works is False else ""
     return CheckRow(name, result, False, outcome.reason or detail, shown_advice, packets=True)
 
 
 def _attach_rows() -> Iterator[CheckRow]:
-    """By a TCX link, else by a filter on a clsact qdisc: which cannot be tried without making
-    one, so that it is only said.
+    """Whether programs are attached by TCX links, else by filters on a clsact qdisc. The latter
+    cannot be tried without creating a qdisc, so the row only mentions it.
     """
     links = tc.probe_tcx()
     if links.works:
         yield make_row(
-            "TCX", links, "", needed=False, detail="beside other programs, and kept by a pin"
+            "TCX",
+            links,
+            "",
+            needed=False,
+            detail="runs together with other programs; a pin keeps it attached",
         )
         return
     fallback = f"{links.reason}: filters on clsact qdiscs are used instead (tc filter show)"
     advice = (
-        "Linux 6.6 brought it; until then the kernel needs CONFIG_NET_SCH_INGRESS and "
-        "CONFIG_NET_CLS_BPF, and what removes a device's clsact removes kbpf from it"
+        "since Linux 6.6; before that, the kernel needs CONFIG_NET_SCH_INGRESS and "
+        "CONFIG_NET_CLS_BPF, and deleting a device's clsact qdisc detaches kbpf from it"
     )
     yield make_row("TCX", Probe(links.works, fallback), advice, needed=False)
 
 
 def _sctp_row(proc: Path) -> CheckRow:
-    """Asking for a socket would load the module, so the list of protocols is read."""
+    # Read the list of protocols: opening an SCTP socket would load the module.
     try:
         is_loaded = any(
             line.startswith("SCTP") for line in _read_text(proc / "net/protocols").splitlines()
@@ -118,7 +125,7 @@ def _sctp_row(proc: Path) -> CheckRow:
         return make_row("SCTP sockets", _unknown_probe(error), "", needed=False)
     detail = "clients and servers on this node may use SCTP"
     if not is_loaded:
-        detail = "the module is not loaded; SCTP of pods elsewhere is balanced all the same"
+        detail = "the module is not loaded; SCTP between other hosts is balanced nevertheless"
     return make_row("SCTP sockets", Probe(is_loaded, detail), "", needed=False)
 
 
@@ -126,7 +133,7 @@ def _sctp_row(proc: Path) -> CheckRow:
 
 
 class PacketSettings(NamedTuple):
-    """Settings of the packet path: ports for translated sources, and the mark of their packets."""
+    """The packet path's settings. `low` to `high`: SNAT ports. `mark`: of masqueraded packets."""
 
     flags: NodeFlag
     low: int
@@ -135,7 +142,7 @@ class PacketSettings(NamedTuple):
 
 
 def read_settings(pin_dir: Path) -> PacketSettings:
-    """Those of the agent here, running or not, else the default ones."""
+    """Reads the settings of the agent on this node, running or not; defaults if there are none."""
     default = Config()
     try:
         with Map.open(snapshot.find_pins(pin_dir).maps / "node") as node_map:
@@ -149,17 +156,17 @@ def read_settings(pin_dir: Path) -> PacketSettings:
 
 
 def _forwarding_mode_row(flags: NodeFlag) -> CheckRow:
-    detail = "stack: the host's netfilter sees what is for pods of this node"
+    detail = "stack: packets to pods of this node pass the host's netfilter"
     if NodeFlag.DIRECT in flags:
         detail = (
-            "direct: what is for pods of this node passes by the host's iptables and nftables, "
+            "direct: packets to pods of this node bypass the host's iptables and nftables, "
             "conntrack, and network policies built on them"
         )
     return make_row("--forwarding", Probe(True), "", needed=False, detail=detail)
 
 
 def _early_rules_row() -> CheckRow:
-    """Whether the host guards NodePorts by rules that the packet path passes."""
+    """Whether the host protects NodePorts with rules that the packet path bypasses."""
     name = "rules before DNAT"
     nft_probe = forward_rules.probe_nf_tables()
     legacy = pre_dnat_rules.find_legacy_chains()
@@ -175,24 +182,27 @@ def _early_rules_row() -> CheckRow:
     except KernelError as error:
         unreadable.append(str(error))
     if not chains and unreadable:
-        advice = f"run `kbpf check` where iptables-legacy-save is, or {firewalls.ALTERNATIVE_HINT}"
+        advice = (
+            "run `kbpf check` where iptables-legacy-save is installed, or "
+            f"{firewalls.ALTERNATIVE_HINT}"
+        )
         return CheckRow(
             name, "unknown", False, "; ".join(unreadable), advice if legacy.unreadable else ""
         )
     if not chains:
         return make_row(
-            name, Probe(True), "", needed=False, detail="none that guards NodePorts or VIPs"
+            name, Probe(True), "", needed=False, detail="none protects NodePorts or VIPs"
         )
-    detail = f"passed by the packet path, so they guard no NodePort or VIP: {', '.join(chains)}"
+    detail = f"bypassed by the packet path, so they protect no NodePort or VIP: {', '.join(chains)}"
     return CheckRow(name, "no", False, detail, firewalls.ALTERNATIVE_HINT)
 
 
 def _forward_chains_row(mark: int) -> CheckRow:
-    """Whether masqueraded packets get through the node's FORWARD
-    (kernel/netfilter/forward_rules.py).
+    """Whether masqueraded packets pass the node's FORWARD chains, see
+    kernel/netfilter/forward_rules.py.
     """
     name = "FORWARD"
-    accept_advice = f"let packets with mark {mark:#x} pass there"
+    accept_advice = f"accept packets with mark {mark:#x} there"
     nft_probe = forward_rules.probe_nf_tables()
     if not nft_probe.works:
         # A kernel without nf_tables has no such chains; a missing library only hides them.
@@ -208,12 +218,13 @@ def _forward_chains_row(mark: int) -> CheckRow:
         locations = ", ".join(
             source if " " in source else f"{source} filter (iptables-legacy)" for source in foreign
         )
-        detail = f"the agent does not look into {locations}, which may drop masqueraded packets"
+        detail = f"the agent does not read {locations}, which may drop masqueraded packets"
         return CheckRow(name, "no", False, detail, accept_advice)
-    detail = "no chain drops all that it does not know"
+    detail = "no chain drops by default"
     if closed:
         detail = (
-            f"closed: {', '.join(closed)}; the agent keeps a rule there for masqueraded packets"
+            f"drops by default: {', '.join(closed)}; the agent keeps a rule there for masqueraded "
+            "packets"
         )
     return make_row(name, Probe(True), "", needed=False, detail=detail)
 
@@ -230,16 +241,16 @@ def _ports_row(ports: PortRange, proc: Path) -> CheckRow:
     if first > last:
         return make_row(
             name, Probe(True), "", needed=False,
-            detail=f"{text}: sockets of this node take theirs from {low} to {high}",
+            detail=f"{text}: sockets of this node use {low} to {high}",
         )  # fmt: skip
     if set(range(first, last + 1)) <= sysctl.parse_ports(reserved):
-        detail = f"{text}: reserved, so that no socket takes one by chance"
+        detail = f"{text}: reserved, so that no socket gets one automatically"
         return make_row(name, Probe(True), "", needed=False, detail=detail)
     return make_row(
-        name, Probe(False, f"{text}: sockets of this node may take {first} to {last}, too; such a "
-                    "connection and a translated one of the same port break each other"),
+        name, Probe(False, f"{text}: sockets of this node may use {first} to {last} too; a "
+                    "connection and a masqueraded one on the same port break each other"),
         f"the agent adds {ports[0]}-{ports[1]} to net.ipv4.ip_local_reserved_ports; where it must "
-        "not, do so, or keep net.ipv4.ip_local_port_range below",
+        "not, do it yourself, or keep net.ipv4.ip_local_port_range below",
         needed=False,
     )  # fmt: skip
 
@@ -257,13 +268,13 @@ def _forwarding_rows(proc: Path) -> Iterator[CheckRow]:
             continue
         setting = f"net.{key.replace('/', '.')}"
         if enabled:
-            detail = "packets go on to pods and to other nodes"
+            detail = "packets are forwarded to pods and to other nodes"
             yield make_row(f"{name} forwarding", Probe(True), "", needed=False, detail=detail)
         else:
             yield make_row(
                 f"{name} forwarding",
-                Probe(False, f"{setting} = 0: packets that go up the stack end there"),
-                f"sysctl -w {setting}=1, for good in /etc/sysctl.d; most network plugins do",
+                Probe(False, f"{setting} = 0: the stack does not forward packets"),
+                f"sysctl -w {setting}=1, permanently in /etc/sysctl.d; most network plugins set it",
                 needed=False,
             )
 
@@ -279,14 +290,15 @@ def _rp_filter_row(proc: Path) -> CheckRow:
         return make_row(name, Probe(True), "", needed=False, detail=detail)
     return make_row(
         name, Probe(True), "", needed=False,
-        detail=f"strict (1) on {', '.join(strict)}: what comes in by another device than the one "
-        "that its sender is routed by is dropped; harmless unless routes differ by direction, "
-        "then set it to 2",
+        detail=f"strict (1) on {', '.join(strict)}: a packet is dropped unless it arrives on the "
+        "device that routes to its source; harmless unless routes are asymmetric, then set it to 2",
     )  # fmt: skip
 
 
 def _strict_devices(proc: Path) -> Iterable[str]:
-    """Host devices on which it holds: the greater one of a device's setting and that of all."""
+    """Yields host devices in strict mode. The kernel uses the larger of a device's value and
+    `all`.
+    """
     devices = list_devices()
     choices = decide_roles(devices)
     conf = proc / "sys/net/ipv4/conf"
@@ -297,7 +309,7 @@ def _strict_devices(proc: Path) -> Iterable[str]:
         try:
             device_value = int(_read_text(conf / device.name / "rp_filter"))
         except FileNotFoundError:
-            continue  # it has gone
+            continue  # the device was removed
         if max(device_value, overall) == RP_FILTER_STRICT:
             yield device.name
 
@@ -306,7 +318,7 @@ def _conntrack_row(proc: Path) -> CheckRow:
     is_loaded = (proc / "sys/net/netfilter/nf_conntrack_max").exists()
     detail = "not needed: the packet path tracks connections itself"
     if is_loaded:
-        detail += "; others use it here, and see client and backend"
+        detail += "; other programs use it here, and see client and backend"
     return make_row("without conntrack", Probe(True), "", needed=False, detail=detail)
 
 

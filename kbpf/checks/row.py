@@ -1,4 +1,4 @@
-"""A row of `kbpf check`: something that a data plane needs of this kernel and machine, tried."""
+"""A row of `kbpf check`: the result of one probe of the kernel or the node."""
 
 import msgspec
 
@@ -6,10 +6,11 @@ from kbpf.kernel.probe_result import Probe
 
 
 class CheckRow(msgspec.Struct, frozen=True):
-    """`result` is yes, no or unknown; `needed`: without it mode bpf does not work. `packets`:
-    without it the packet path does not work. `ipvs`: without it mode ipvs does not work.
+    """The result of one check.
 
-    `detail` is what was found and what it means, `advice` what to do, "" when nothing is.
+    `result` is "yes", "no" or "unknown". `needed`: mode bpf does not work without it. `packets`:
+    the packet path does not work without it. `ipvs`: mode ipvs does not work without it. `detail`
+    is what was found and what it means; `advice` is what to do about it, "" if nothing.
     """
 
     name: str
@@ -24,7 +25,7 @@ class CheckRow(msgspec.Struct, frozen=True):
 def make_row(
     name: str, probe: Probe, advice: str, needed: bool = True, detail: str = ""
 ) -> CheckRow:
-    """A row out of a probe. What could not be found out has a reason, and no advice of its own."""
+    """Makes a row from a probe. An unknown result shows the probe's reason and no advice."""
     result = {True: "yes", False: "no", None: "unknown"}[probe.works]
     shown_advice = advice if probe.works is False else ""
     return CheckRow(name, result, needed, probe.reason or detail, shown_advice)

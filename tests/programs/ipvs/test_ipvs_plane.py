@@ -663,7 +663,7 @@ TRIED = [
     (NEEDS_SCHEDULER, {}, "yes", "loaded"),
     ("dummy devices", {}, "yes", "loaded"),
     ("IPVS scheduler mh", {"without": "mh"}, "no", "no module ip_vs_mh"),
-    ("IPVS", {"ipvs": False}, "no", "no modprobe here"),
+    ("IPVS", {"ipvs": False}, "no", "no modprobe is installed here"),
     (NEEDS_SCHEDULER, {"ipvs": False}, "unknown", "no modprobe to ask"),
     (NEEDS_SCHEDULER, {"sandbox": False}, "unknown", "no modprobe to ask"),
     ("dummy devices", {"sandbox": False}, "unknown", "no modprobe to ask"),
@@ -739,7 +739,7 @@ def test_nf_tables_that_cannot_be_spoken_to_are_missing(
 
 
 BRIDGES = [
-    ("", None, "yes", "there is no bridge"),
+    ("", None, "yes", "no bridge on this node"),
     ("br0/bridge", None, "no", "br_netfilter is not loaded"),
     ("br0/bridge", "0", "no", "bridge-nf-call-iptables is 0"),
     ("br0/bridge", "1", "yes", "bridge-nf-call-iptables is 1"),
@@ -757,7 +757,7 @@ def test_answers_that_go_by_a_bridge_are_said(
         setting.write_text(f"{calls}\n")
     monkeypatch.setattr(ipvs, "SYS_CLASS_NET", tmp_path / "net")
     monkeypatch.setattr(ipvs, "BRIDGE_NF_CALL_IPTABLES", setting)
-    row = said(fake_node, "bridged answers")
+    row = said(fake_node, "bridged replies")
     assert (row.result, row.detail) == (result, detail)
 
 

@@ -884,7 +884,7 @@ NODES = [
     Node("no SCTP", {"net/protocols": "protocol size\nTCP 2\n"}, "SCTP sockets", "no",
          "not loaded"),
     Node("conntrack", {"sys/net/netfilter/nf_conntrack_max": "1"}, "without conntrack", "yes",
-         "others use it"),
+         "other programs use it"),
     Node("no conntrack", {}, "without conntrack", "yes", "not needed"),
 ]  # fmt: skip
 
@@ -923,8 +923,8 @@ OPEN, SHUT = BaseChain("ip", "filter", "FORWARD", False), BaseChain("ip", "filte
 FORWARDS = [
     Chains("no chain", ("yes", "no chain drops", "")),
     Chains("an open one", ("yes", "no chain drops", ""), chains=(OPEN,)),
-    Chains("a closed one", ("yes", "closed: ip filter FORWARD", ""), chains=(SHUT,)),
-    Chains("another table", ("no", "into inet fw forward,", "with mark 0x4000"),
+    Chains("a closed one", ("yes", "drops by default: ip filter FORWARD", ""), chains=(SHUT,)),
+    Chains("another table", ("no", "not read inet fw forward,", "with mark 0x4000"),
            others=("inet fw forward",)),
     Chains("the old iptables", ("no", "ip6 filter (iptables-legacy)", "with mark 0x4000"),
            chains=(SHUT,), legacy=("ip6",)),
