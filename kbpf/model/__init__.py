@@ -1,1 +1,1 @@
-"""Values that pass between the rooms: frozen, comparable, without I/O."""
+"""Values that the packages exchange: frozen, comparable, without I/O."""

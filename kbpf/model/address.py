@@ -1,7 +1,7 @@
-"""Addresses as the data plane holds them: 16 bytes, network order, IPv4 as ``::ffff:a.b.c.d``.
+"""Addresses as the data plane holds them: 16 bytes in network order, IPv4 as ``::ffff:a.b.c.d``.
 
-One type for both families means one code path from the watch to the BPF maps.
-Text is parsed where it comes in and formatted where it is shown, nowhere between.
+One type for both families means one code path from the watch to the BPF maps. Text is parsed where
+it enters the program and formatted where it is displayed, nowhere in between.
 """
 
 import socket
@@ -15,14 +15,14 @@ Addr = NewType("Addr", bytes)
 V4_PREFIX: Final = bytes(10) + b"\xff\xff"
 ANY4: Final = Addr(V4_PREFIX + bytes(4))
 ANY6: Final = Addr(bytes(16))
-"""The address of a NodePort frontend: it answers on every NodePort address of its family."""
+"""As the address of a NodePort frontend: every NodePort address of this family."""
 
 
 def parse_addr(text: str) -> Addr:
-    """The 16 bytes of an IPv4 or IPv6 address; IPv4 with leading zeros is decimal.
+    """Parses an IPv4 or IPv6 address; IPv4 parts with leading zeros are decimal.
 
-    Kubernetes reads ``010.0.0.1`` as ``10.0.0.1`` (CVE-2021-29923), so we do too.
-    Raises ObjectError for anything else, zone suffixes included.
+    Kubernetes reads ``010.0.0.1`` as ``10.0.0.1`` (CVE-2021-29923), so we do too. Raises
+    ObjectError for anything else, including zone suffixes.
     """
     try:
         if ":" not in text:
@@ -43,14 +43,14 @@ def parse_addr(text: str) -> Addr:
 
 
 def format_addr(addr: Addr | bytes) -> str:
-    """The address as people write it: dotted for IPv4, RFC 5952 for IPv6."""
+    """Formats an address: dotted for IPv4, RFC 5952 for IPv6."""
     if addr[:12] == V4_PREFIX:
         return socket.inet_ntop(socket.AF_INET, addr[12:])
     return socket.inet_ntop(socket.AF_INET6, addr)
 
 
 def family_of(addr: Addr | bytes) -> int:
-    """4 or 6."""
+    """Returns 4 or 6."""
     return 4 if addr[:12] == V4_PREFIX else 6
 
 

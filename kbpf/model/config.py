@@ -1,4 +1,4 @@
-"""The agent's settings, after files and flags were read and checked."""
+"""The agent's settings, after configuration file, flags and environment were read and checked."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -10,7 +10,7 @@ from kbpf.model.objects import API_SERVER, Algorithm, Cidr, ServiceName
 
 
 class SocketLb(StrEnum):
-    """Whose sockets are served at connect(). Everybody else's packets need the packet path."""
+    """Which sockets are translated at connect(). Traffic of all others needs the packet path."""
 
     OFF = "off"
     HOST_NAMESPACE_ONLY = "hostNamespaceOnly"
@@ -18,7 +18,7 @@ class SocketLb(StrEnum):
 
 
 class Accounting(StrEnum):
-    """What is counted of connections by Service and backend, beside those that there are."""
+    """What is counted for each Service and backend, besides the number of open connections."""
 
     OFF = "off"
     CONNECTIONS = "connections"
@@ -26,7 +26,7 @@ class Accounting(StrEnum):
 
 
 class ServiceAnnotations(StrEnum):
-    """Which annotations of a Service count: none, kbpf.io/algorithm, or kbpf.io/weights as well."""
+    """Which Service annotations apply: none, kbpf.io/algorithm, or kbpf.io/weights as well."""
 
     OFF = "off"
     ALGORITHM = "algorithm"
@@ -35,77 +35,99 @@ class ServiceAnnotations(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class MapSizes:
-    """How many entries the maps may hold at most; they start smaller and grow on demand.
-
-    `affinity` is an LRU map: full means that the oldest entry goes.
-    `connections` are those of the packet path: beyond it those make room that nobody needs.
-    `counts` are pairs of a Service port and a backend whose connections are counted.
-    """
+    """Upper limits for the number of map entries. Maps start smaller and grow on demand."""
 
     frontends: int = 262_144
+
     slots: int = 4_194_304
+
     backends: int = 1_048_576
+
     connections: int = 131_072
+    """Connections of the packet path. At the limit, entries that are no longer needed are evicted.
+    """
+
     affinity: int = 65_536
+    """An LRU map: when it is full, the least recently used entry is evicted."""
+
     counts: int = 131_072
+    """Pairs of Service port and backend whose connections are counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """Where the agent answers questions about itself, and about Services' health.
+    """HTTP servers of the agent: health checks and metrics.
 
-    `healthz` (/healthz, /livez) and `metrics` (/metrics, /configz and others) are ``IP:PORT``, an
-    IPv6 address in brackets, several with commas between them; "" switches the server off. A
-    wildcard of either family means both, as in Go. `hard_fail`: an address that cannot be had ends
-    the agent, instead of being tried again.
-    `late_seconds`: what has waited for so long to be programmed makes the agent unhealthy:
-    kube-proxy's 2 x syncPeriod. `service_series`: so many Services at most have their own series,
-    `backend_series`: so many of their backends.
+    `healthz` and `metrics` are ``IP:PORT``, with an IPv6 address in brackets; several are separated
+    by commas. "" switches the server off. A wildcard of either family means both, as in Go.
     """
 
     healthz: str = "0.0.0.0:10256"
+    """Serves /healthz and /livez."""
+
     metrics: str = "127.0.0.1:10249"
+    """Serves /metrics, /configz and others."""
+
     hard_fail: bool = False
+    """The agent exits if it cannot bind an address; otherwise it keeps retrying."""
+
     late_seconds: float = 60.0
+    """The agent is unhealthy once a change has waited this long to be programmed (kube-proxy: 2 x
+    syncPeriod).
+    """
+
     service_series: int = 1000
+    """How many Services at most have their own metric series."""
+
     backend_series: int = 0
+    """How many backends at most have their own metric series, one for each Service."""
 
 
 MAX_CONNTRACK_ENTRIES: Final = 1_048_576
-"""Entries that the kernel's conntrack is told to hold, on machines with many CPUs."""
+"""Upper limit for nf_conntrack_max, which is otherwise computed from the number of CPUs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conntrack:
-    """What the kernel's conntrack is set to at the start: kube-proxy's settings and defaults. Times
-    are whole seconds; 0 leaves what is there.
+    """The kernel's conntrack settings, written once at start: kube-proxy's settings and defaults.
 
-    Entries: `max_per_core` for each CPU, `least` at least; `max_per_core` 0 leaves what is there,
-    whatever `least` says.
+    Timeouts are in seconds; 0 leaves the kernel's value unchanged.
     """
 
     max_per_core: int = 32_768
+    """nf_conntrack_max per CPU; 0 leaves nf_conntrack_max unchanged, whatever `least` is."""
+
     least: int = 131_072
+    """Lower limit for nf_conntrack_max."""
+
     tcp_established: int = 86_400
+
     tcp_close_wait: int = 3_600
+
     tcp_be_liberal: bool = False
+
     udp: int = 0
+
     udp_stream: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class IpvsTimeoutSettings:
-    """After how many seconds without a packet IPVS forgets a connection; 0 leaves what is there:
-    Linux begins with 900, 120 and 300. `tcp_fin`: after an end's FIN.
+    """IPVS timeouts for idle connections, in seconds; 0 leaves the kernel's value unchanged.
+
+    Linux starts with 900, 120 and 300.
     """
 
     tcp: int = 0
+
     tcp_fin: int = 0
+    """After a FIN."""
+
     udp: int = 0
 
 
 class LocalMode(StrEnum):
-    """How pods of this node are told from others: kube-proxy's words."""
+    """How pods of this node are recognized, in kube-proxy's terms (detectLocalMode)."""
 
     NONE = ""
     CLUSTER_CIDR = "ClusterCIDR"
@@ -116,99 +138,164 @@ class LocalMode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Everything that decides what the agent does. Defaults are kube-proxy's where it has them.
-
-    `node_port_addresses`: networks in which the node's own addresses serve NodePorts; empty
-    means the primary addresses (nftables mode's default).
-    `primary_node_ports`: the primary addresses beside these networks.
-    `all_node_port_addresses`: every address of the node instead.
-    `socket_lb`: whose sockets the hooks serve, but for processes in a cgroup whose path below the
-    cgroup v2 root matches one of `socket_lb_exempt` (fnmatch).
-    `socket_lb_label`: whether Pods of an API server are watched for the label kbpf.io/socket-lb.
-    `packet_path`: whether packets from outside and from unhooked pods are balanced, on `devices`
-    (patterns; empty: chosen by their kind) but for `excluded_devices`. `masquerade_ports`: the
-    ports, both included, for sources that become the node's address. `masquerade_bit`: which bit
-    of the mark (0 to 31) the packets of such flows carry through the node's stack.
-    `forwarding`: how a packet gets to a pod of this node: up the `stack`, past the host's
-    netfilter, or `direct` to the pod's device.
-    `detect_local_mode`: who counts as a pod of this node, as with kube-proxy. `cluster_cidrs`,
-    `pod_bridge_interface` and `pod_interface_name_prefix` belong to one mode each.
-    `node_port_source_ranges`: who may dial NodePorts; of a family without any: everybody.
-    `external_ips`: which ExternalIPs are served: "all" but those that belong to the node or a pod,
-    or those in these networks, of which there may be none. `watch_nodes`: which Nodes are watched
-    for addresses that are no ExternalIPs: `own`, `all`, or `auto`, all in a cluster that is not
-    large.
-    `algorithm`: of Services that do not say by annotation. `service_annotations`: which of them
-    count. `system_namespaces`: whose Services are programmed first and may use what is kept of the
-    maps for them, beside the Service default/kubernetes.
-    `ipvs_scheduler`: IPVS' word for how Services without an algorithm or weights of their own are
-    spread. `ipvs_device` holds their addresses, `nft_table` is of the family inet, and `state_dir`
-    holds what a bpffs cannot. `ipvs_times`: when IPVS forgets idle connections. `strict_arp`: only
-    addresses of the asked device are answered for.
-    `serving`: health checks and metrics. `accounting`: what is counted of connections by
-    Service and backend: nothing, their beginning, or their end, too.
-    `proxy_mode`: kube-proxy's word for the mode that it was asked for, "" when nobody did.
-    `bind_address`: overrides what the Node says is its first address of that family; nothing is
-    bound to it. `min_sync_period`: changes are programmed at least so many seconds apart, 0: at
-    once. `config_sync_period`: so often, in seconds, all that is programmed is read and compared.
-    `source_empty_grace`: seconds that a folder of objects keeps what it held after its last file is
-    gone. `allow_insecure_api`: credentials may go over http://, and an unverified server is fine.
-    `oom_score_adj`: of this process. `conntrack`: what the kernel's is set to.
-    """
+    """All settings of the agent. Defaults are those of kube-proxy where it has the setting."""
 
     node_name: str = ""
+    """The name of our Node object."""
+
     kubeconfig: Path | None = None
+    """None: the service account of the pod."""
+
     master: str = ""
+    """URL of the API server, or several with commas; replaces the one in the kubeconfig."""
+
     source: Path | None = None
+    """A folder of manifests to read instead of an API server."""
+
     mode: str = "auto"
+    """Which data plane: "bpf", "ipvs" or "auto"."""
+
     pin_dir: Path = Path("/sys/fs/bpf/kbpf")
+    """The folder on a bpffs in which maps and links are pinned."""
+
     cgroup: Path | None = None
+    """The cgroup v2 folder to which the hooks attach; None: the root of the hierarchy."""
+
     cache_dir: Path = Path("/var/cache/kbpf")
+    """Where compiled programs are stored."""
+
     node_port_addresses: tuple[Cidr, ...] = ()
+    """The node's addresses in these networks serve NodePorts. Empty: its primary addresses, as in
+    kube-proxy's nftables mode.
+    """
+
     primary_node_ports: bool = False
+    """The primary addresses serve NodePorts in addition to `node_port_addresses`."""
+
     all_node_port_addresses: bool = False
+    """Every address of the node serves NodePorts."""
+
     localhost_node_ports: bool = True
+    """NodePorts are also served on the host's loopback addresses."""
+
     node_port_source_ranges: tuple[Cidr, ...] = ()
+    """Clients that may connect to NodePorts; a family without ranges is not restricted."""
+
     external_ips: str | tuple[Cidr, ...] = "all"
+    """Which ExternalIPs are served: "all" except addresses of nodes and pods, or only those in
+    these networks; an empty tuple means none.
+    """
+
     watch_nodes: str = "auto"
+    """Which Nodes are watched, because a Service may not use their addresses as ExternalIPs:
+    "own", "all" or "auto" (all, unless the cluster is large).
+    """
+
     algorithm: Algorithm = Algorithm.RANDOM
+    """For Services without the annotation kbpf.io/algorithm."""
+
     service_annotations: ServiceAnnotations = ServiceAnnotations.ALL
+
     system_namespaces: tuple[str, ...] = ("kube-system",)
+    """Services in these namespaces, and default/kubernetes, are programmed first and may use map
+    entries that are reserved for them.
+    """
+
     sizes: MapSizes = field(default_factory=MapSizes)
+
     socket_lb: SocketLb = SocketLb.ON
+
     socket_lb_exempt: tuple[str, ...] = ()
+    """fnmatch patterns for cgroup paths, relative to the cgroup v2 root. Sockets of processes in a
+    matching cgroup are not translated.
+    """
+
     socket_lb_label: bool = False
+    """Whether Pods of an API server are watched for the label kbpf.io/socket-lb."""
+
     packet_path: bool = True
+    """Whether packets are balanced that come from other machines and from pods without hooks."""
+
     devices: tuple[str, ...] = ()
+    """Patterns for the devices of the packet path; empty: they are chosen by their kind."""
+
     excluded_devices: tuple[str, ...] = ()
+    """Patterns for devices to which no program is attached."""
+
     masquerade_all: bool = False
+    """All connections to a ClusterIP are masqueraded, as in kube-proxy."""
+
     masquerade_ports: tuple[int, int] = (1024, 29_999)
+    """First and last source port for SNAT to an address of the node."""
+
     masquerade_bit: int = 14
+    """Bit (0 to 31) of the packet mark that SNATed packets carry through the node's stack."""
+
     forwarding: str = "stack"
+    """How packets reach pods of this node: "stack", through the host's netfilter, or "direct",
+    redirected to the pod's device.
+    """
+
     detect_local_mode: LocalMode = LocalMode.NONE
+
     cluster_cidrs: tuple[Cidr, ...] = ()
+    """For mode ClusterCIDR."""
+
     pod_bridge_interface: str = ""
+    """For mode BridgeInterface."""
+
     pod_interface_name_prefix: str = ""
+    """For mode InterfaceNamePrefix."""
+
     ipvs_scheduler: str = "rr"
+    """The IPVS scheduler for Services without an algorithm or weights of their own."""
+
     ipvs_device: str = "kbpf-ipvs0"
+    """The dummy device that holds Service addresses in mode ipvs."""
+
     nft_table: str = "kbpf"
+    """Name of the nftables table (family inet) in mode ipvs."""
+
     state_dir: Path = Path("/run/kbpf")
+    """State that cannot be stored on a bpffs."""
+
     ipvs_times: IpvsTimeoutSettings = field(default_factory=IpvsTimeoutSettings)
+
     strict_arp: bool = False
+    """Mode ipvs: the node does not answer ARP requests for Service addresses."""
+
     serving: Serving = field(default_factory=Serving)
+
     accounting: Accounting = Accounting.CONNECTIONS
+
     proxy_mode: str = ""
+    """The mode requested in kube-proxy's terms; "" if none was."""
+
     bind_address: Addr | None = None
+    """Replaces the first address of this family in the Node object. No socket is bound to it."""
+
     min_sync_period: float = 0.0
+    """Seconds between two applies at least; 0: changes are applied at once."""
+
     config_sync_period: float = 900.0
+    """Seconds between two full comparisons of the programmed state with the desired one."""
+
     source_empty_grace: float = 60.0
+    """Seconds for which the objects of a folder are kept after its last file was removed."""
+
     allow_insecure_api: bool = False
+    """Credentials may be sent over http:// or to a server whose certificate is not verified."""
+
     oom_score_adj: int = -999
+    """Of this process."""
+
     conntrack: Conntrack = field(default_factory=Conntrack)
+
     log_format: str = "text"
+
     log_level: str = "info"
 
 
 def is_system_service(service: ServiceName, config: Config) -> bool:
-    """Whether the cluster itself depends on this Service, so that it comes before all others."""
+    """Whether the cluster depends on this Service, so that it is programmed before others."""
     return service.namespace in config.system_namespaces or service == API_SERVER

@@ -1,4 +1,4 @@
-"""What the kernel should do, as values: the policy's pure result, shared by all data planes."""
+"""What the kernel should do, as values: the pure result of policy, shared by all data planes."""
 
 from collections.abc import Mapping
 from enum import StrEnum
@@ -11,9 +11,9 @@ from kbpf.model.objects import Algorithm, Cidr, Protocol, ServiceName
 
 
 class ServicePortKey(NamedTuple):
-    """One port of a Service in one family: what has backend sets and affinity of its own.
+    """One port of a Service in one family; it has its own backend sets and session affinity.
 
-    kube-proxy runs one proxier per family, each with its own ServicePorts.
+    kube-proxy runs one proxier for each family, with separate ServicePorts.
     """
 
     namespace: str
@@ -24,7 +24,6 @@ class ServicePortKey(NamedTuple):
 
     @property
     def service(self) -> ServiceName:
-        """The Service."""
         return ServiceName(self.namespace, self.name)
 
     def __str__(self) -> str:
@@ -33,7 +32,7 @@ class ServicePortKey(NamedTuple):
 
 
 class FrontendKind(StrEnum):
-    """Why an address is ours."""
+    """Why kbpf serves an address."""
 
     CLUSTER_IP = "ClusterIP"
     NODE_PORT = "NodePort"
@@ -42,7 +41,7 @@ class FrontendKind(StrEnum):
 
 
 class FrontendAddress(NamedTuple):
-    """What a client dials. A NodePort has the address ANY4 or ANY6: one entry serves every
+    """What a client connects to. A NodePort has the address ANY4 or ANY6: one entry serves every
     address of that family in DesiredState.node_addresses.
     """
 
@@ -58,9 +57,11 @@ class FrontendAddress(NamedTuple):
 
 
 class Frontend(msgspec.Struct, frozen=True):
-    """An address of a Service port. `restricted`: loadBalancerSourceRanges apply to it, so only
-    a hook that sees the client's address may serve it. `at_node`: an ExternalIP or LoadBalancer
-    address that serves NodePorts, so it must not have the port of another Service's NodePort.
+    """An address of a Service port.
+
+    `restricted`: loadBalancerSourceRanges or node port ranges apply, so only a hook that sees the
+    client's address may serve it. `at_node`: an ExternalIP or LoadBalancer address that is also a
+    NodePort address, so its port must not be another Service's NodePort.
     """
 
     at: FrontendAddress
@@ -70,7 +71,7 @@ class Frontend(msgspec.Struct, frozen=True):
 
 
 class Backend(msgspec.Struct, frozen=True, gc=False, order=True):
-    """An address and port that serves."""
+    """An address and port to which connections are sent."""
 
     address: Addr
     port: int
@@ -81,12 +82,12 @@ class Backend(msgspec.Struct, frozen=True, gc=False, order=True):
 
 
 BackendSet = tuple[Backend, ...]
-"""The list that a frontend points at; sorted, without duplicates."""
+"""The backends of a frontend; sorted, without duplicates."""
 
 
 class Spread(msgspec.Struct, frozen=True, gc=False):
-    """How connections are spread over the backends of a set. `weights`: one for each backend, 1 or
-    more and without a common divisor, or () where all are equal.
+    """How connections are distributed over the backends of a set. `weights`: one for each backend,
+    at least 1 and without a common divisor; () if all are equal.
     """
 
     algorithm: Algorithm = Algorithm.RANDOM
@@ -99,17 +100,15 @@ EVEN_SPREAD: Final = Spread()
 class ServiceState(msgspec.Struct, frozen=True):
     """One Service port as it should be programmed.
 
-    `cluster` and `local` are the sets by traffic policy; `local` is empty unless a policy asks.
-    Who gets no connections by its weight is in neither. `algorithm` holds for both, and the
-    weights are those of Spread.
-    `serving` holds every endpoint that still serves, selected or not: UDP flows to anything else
-    are cut. `any_endpoints` chooses between refuse and drop when a set is empty.
-    `on_node` are the addresses of endpoints of this node, selected or not.
-    `source_ranges` are who may dial restricted frontends, of this family; `node_port_ranges` the
-    same of a restricted NodePort, the node's own.
-    `lost` names frontends that another Service won, with the winner; `refused` those that no
-    Service may have, with the reason in words (policy/admission.py).
-    `created` is the Service's creationTimestamp; "" is unknown.
+    `cluster` and `local` are the backend sets by traffic policy, without backends of weight 0;
+    `local` is empty unless a policy is Local. `algorithm` applies to both; for the weights see
+    Spread. `serving` holds every endpoint that still serves, selected or not: UDP flows to any
+    other address are cut. `any_endpoints` decides between refuse and drop when a set is empty.
+    `on_node` are the addresses of all endpoints on this node. `source_ranges` are the clients, of
+    this family, that may connect to restricted frontends; `node_port_ranges` the same for a
+    restricted NodePort. `lost` are frontends that another Service claimed first, and that Service.
+    `refused` are frontends that no Service may have, with the reason (policy/admission.py).
+    `created` is the Service's creationTimestamp, "" if unknown.
     """
 
     key: ServicePortKey
@@ -133,12 +132,10 @@ class ServiceState(msgspec.Struct, frozen=True):
 
     @property
     def cluster_spread(self) -> Spread:
-        """Of the cluster set."""
         return _spread(self.algorithm, self.cluster_weights)
 
     @property
     def local_spread(self) -> Spread:
-        """Of the local set."""
         return _spread(self.algorithm, self.local_weights)
 
 
@@ -146,19 +143,20 @@ _EVEN_SPREADS: Final = {algorithm: Spread(algorithm) for algorithm in Algorithm}
 
 
 def _spread(algorithm: Algorithm, weights: tuple[int, ...]) -> Spread:
-    """The same value for nearly all Services."""
+    """Shares one value among nearly all Services."""
     return Spread(algorithm, weights) if weights else _EVEN_SPREADS[algorithm]
 
 
 class DesiredState(msgspec.Struct, frozen=True):
-    """Everything that a data plane has to make true.
+    """Everything that a data plane has to program.
 
-    `masquerade_as`: the node's own address for translated sources, at most one of each family.
-    `local_networks`: clients in them are pods of this node, at most one network of each family;
-    none: by their devices. `exempt_pods`: uids of pods of this node whose sockets are left alone;
-    not `pods_known`: nobody has told yet, so what was exempt stays so.
+    `masquerade_addresses`: the node's address for SNAT, at most one of each family.
+    `local_networks`: clients in these networks are pods of this node, at most one network of each
+    family; if empty, pods are recognized by their devices. `exempt_pods`: uids of pods of this
+    node whose sockets are not translated; while not `exempt_pods_known`, exemptions stay as they
+    are.
 
-    Do not change `services` in place after it was handed out, other than by the one writer between
+    Once this value was passed on, only its writer may change `services` in place, and only between
     two calls of apply().
     """
 

@@ -1,4 +1,4 @@
-"""What a source says. The same four words from an API server and from a folder of YAML."""
+"""Events of a source: the same four types from an API server and from a folder of YAML."""
 
 from enum import StrEnum
 from typing import Final, NamedTuple
@@ -9,7 +9,7 @@ from kbpf.model.objects import EndpointSlice, Node, Pod, Service
 
 
 class Kind(StrEnum):
-    """The kinds of objects that we watch."""
+    """The kinds of objects that are watched."""
 
     SERVICE = "Service"
     SLICE = "EndpointSlice"
@@ -18,11 +18,11 @@ class Kind(StrEnum):
 
 
 REQUIRED_KINDS: Final = frozenset(Kind) - {Kind.POD}
-"""Without all of these nothing is programmed. Pods only say who is left alone."""
+"""Nothing is programmed until all of these are listed. Pods only decide about exemptions."""
 
 
 class ObjectKey(NamedTuple):
-    """Which object: kind, namespace ("" for a Node), name."""
+    """Identifies an object; `namespace` is "" for a Node."""
 
     kind: Kind
     namespace: str
@@ -34,10 +34,10 @@ class ObjectKey(NamedTuple):
 
 
 class Upsert(msgspec.Struct, frozen=True):
-    """The object is there, and this is what it says now. `received` is time.monotonic().
+    """The object exists, with this content. `received_at` is time.monotonic().
 
-    `triggered` is when an EndpointSlice's change began, as its annotation
-    endpoints.kubernetes.io/last-change-trigger-time says (RFC 3339); "" if it says nothing.
+    `trigger_time` is when an EndpointSlice's change began, from its annotation
+    endpoints.kubernetes.io/last-change-trigger-time (RFC 3339); "" without one.
     """
 
     key: ObjectKey
@@ -47,21 +47,21 @@ class Upsert(msgspec.Struct, frozen=True):
 
 
 class Delete(msgspec.Struct, frozen=True):
-    """The object is gone, or no longer selected."""
+    """The object was deleted, or no longer matches the selector."""
 
     key: ObjectKey
     received_at: float = 0.0
 
 
 class Rejected(msgspec.Struct, frozen=True):
-    """The object cannot be used; what it said before stays in force. `error` is one line."""
+    """The object is invalid; its last valid version stays in force. `error` is one line."""
 
     key: ObjectKey
     error: str
 
 
 class Synced(msgspec.Struct, frozen=True):
-    """All objects of this kind have been listed once. Sent again after each complete re-list."""
+    """All objects of this kind have been listed once. Sent again after each full relist."""
 
     kind: Kind
 

@@ -1,4 +1,4 @@
-"""What a data plane counts, read at one moment: the metrics are made of it."""
+"""What a data plane measures, read at one moment; the exported metrics are computed from it."""
 
 from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple
@@ -7,9 +7,11 @@ import msgspec
 
 
 class TableUsage(NamedTuple):
-    """A map or table. `entries` is None where they are not counted, `bytes` where the kernel does
-    not say. `room` is what it has now, `limit` how far it may grow; None where an entry stays until
-    its room is needed, so that being full is no sign of anything.
+    """The fill level of a map or table.
+
+    `entries` is None if they are not counted, `bytes` if the kernel does not report its memory.
+    `capacity` is its current size; `limit` is how far it may grow, None for a map that evicts
+    entries (being full is normal there).
     """
 
     name: str
@@ -20,7 +22,9 @@ class TableUsage(NamedTuple):
 
 
 class ReasonCount(NamedTuple):
-    """How often a connection or a packet was decided so. `verdict`: what its sender sees."""
+    """How often a connection or packet was decided for this reason. `verdict`: what its sender
+    sees.
+    """
 
     reason: str
     verdict: str
@@ -28,17 +32,18 @@ class ReasonCount(NamedTuple):
 
 
 PortName = tuple[str, str, str, str]
-"""A Service port, both families together: namespace, Service, port, protocol."""
+"""A Service port of both families: namespace, Service, port, protocol."""
 
 
 class ConnectionStats(NamedTuple):
-    """Since counting began. `begun`: connections and flows of datagrams. `bytes_in` is from
-    clients, `bytes_out` to them; of a TCP socket they are known at its end.
+    """Counters since counting began.
 
-    `refused`: dialled in vain, since no backend would do. `unanswered`: the backend never took the
-    connection; `broken`: it ended by a reset or a time-out; `ended`: those two included.
-    `retransmits`: segments that the client's side sent again. `rtt_us`: the round trips to the
-    backend, in microseconds, the sum of `rtts` connections.
+    `begun`: connections and datagram flows. `bytes_in` is from clients, `bytes_out` to them; for
+    TCP sockets both are known when the connection ends. `refused`: no backend was available.
+    `unanswered`: the backend never accepted the connection. `broken`: ended by a reset or timeout.
+    `ended`: all that ended, including those two. `retransmits`: segments that the client's side
+    sent again. `rtt_us`: sum of the round-trip times to the backend, in microseconds, of `rtts`
+    connections.
     """
 
     begun: int = 0
@@ -56,12 +61,12 @@ class ConnectionStats(NamedTuple):
 CONNECTION_COUNTERS: Final = frozenset(("begun", "refused"))
 ALL_COUNTERS: Final = frozenset(ConnectionStats._fields)
 IPVS_COUNTERS: Final = frozenset(("begun", "bytes_in", "bytes_out"))
-"""Which numbers of Totals there are: by the setting of --accounting, and by IPVS."""
+"""Which fields of ConnectionStats are counted: by --accounting, and by IPVS."""
 
 
 class BackendStats(NamedTuple):
-    """A Service port and one of its backends (``address:port``): `now`, connections that there are,
-    and what it has had.
+    """A Service port and one of its backends (``address:port``), the number of its open
+    connections and its counters.
     """
 
     name: PortName
@@ -71,8 +76,9 @@ class BackendStats(NamedTuple):
 
 
 class FlowCount(NamedTuple):
-    """Connections of the packet path: `now`, those that live and would have to be driven out to
-    make room (half open and closed ones make it by themselves); `most`, as many as there may be.
+    """Connections of the packet path. `live`: those that would have to be evicted to make room;
+    half-open and closed ones do not count, because they expire by themselves. `capacity`: the
+    limit.
     """
 
     live: int
@@ -80,8 +86,8 @@ class FlowCount(NamedTuple):
 
 
 class UdpCuts(NamedTuple):
-    """One look for UDP that goes on to a backend that serves no more: the seconds that it took, and
-    how many flows and connected sockets it has ended, by family (4, 6), of those that it was for.
+    """One pass over UDP flows to backends that no longer serve: its duration, and the number of
+    flows and connected sockets that it ended, by family (4, 6), for the families that it covered.
     """
 
     seconds: float
@@ -89,10 +95,11 @@ class UdpCuts(NamedTuple):
 
 
 class DataPlaneMetrics(msgspec.Struct, frozen=True):
-    """What is known at once. `tables`: `entries` of those that programs write is what it was when
-    connections were counted last. `hooks`: those that are wanted, and whether each is attached.
-    `foreign`: programs of other load balancers at these hooks and on devices, None where nobody
-    looks for them.
+    """What can be read immediately.
+
+    `tables`: where programs write the entries, the number is that of the last connection count.
+    `hooks`: (name, attached) for each hook that is required. `foreign_programs`: programs of other
+    load balancers at these hooks and on devices; None if the data plane does not look for them.
     """
 
     tables: tuple[TableUsage, ...] = ()
@@ -102,10 +109,12 @@ class DataPlaneMetrics(msgspec.Struct, frozen=True):
 
 
 class TrafficStats(msgspec.Struct, frozen=True):
-    """What takes long to count. `connections`: how many each Service port has now, if it has any;
-    there may be tens of thousands. None where that is not counted. `totals`: what each has had,
-    where that is; `known`: which of its numbers are counted. `backends`: the busiest, as many as
-    are wanted. `tracked`: None where there is no packet path.
+    """What takes long to count.
+
+    `connections`: the number of open connections of each Service port that has any, which may be
+    tens of thousands; None if not counted. `totals`: counters of each Service port, if counted;
+    `counted_fields`: which of their fields. `backends`: the busiest ones, as many as configured.
+    `flow_count`: None without a packet path.
     """
 
     connections: tuple[tuple[PortName, int], ...] | None = None
@@ -116,4 +125,4 @@ class TrafficStats(msgspec.Struct, frozen=True):
 
 
 Pause = Callable[[], None]
-"""Called by who counts, between two pieces of the work."""
+"""Called between two batches of a long count, so that it can pause."""

@@ -1,7 +1,7 @@
-"""Kubernetes objects as we use them: checked, and only the fields that decide something.
+"""Kubernetes objects as we use them: validated, and reduced to the fields that decide something.
 
-`source/decode/decode.py` makes them from the wire; nobody else does, except tests. Strings that
-repeat by the thousand (node names, zones, port names) are interned there.
+Only `source/decode/decode.py` creates them, besides tests. It interns strings that repeat by the
+thousand (node names, zones, port names).
 """
 
 from collections.abc import Sequence
@@ -22,15 +22,13 @@ class Protocol(IntEnum):
 
 
 class Algorithm(StrEnum):
-    """How a backend of a set is chosen."""
+    """How a backend is chosen from a set."""
 
     RANDOM = "random"
     MAGLEV = "maglev"
 
 
 class ServiceName(NamedTuple):
-    """The key of a Service."""
-
     namespace: str
     name: str
 
@@ -39,7 +37,7 @@ class ServiceName(NamedTuple):
 
 
 READ_AS_TEXT: Final = "it is read as"
-"""In a line about an address that is used though it is written oddly."""
+"""Part of a message about an address that is valid but written unusually."""
 
 API_SERVER: Final = ServiceName("default", "kubernetes")
 
@@ -51,7 +49,7 @@ class Cidr(NamedTuple):
     bits: int
 
     def contains(self, addr: Addr) -> bool:
-        """Whether the address lies in this network. Families never match each other."""
+        """Whether the address is in this network. Networks never match the other family."""
         if family_of(self.address) != family_of(addr):
             return False  # ::/0 would hold every v4-mapped address
         shift = 128 - self.bits
@@ -69,8 +67,10 @@ class ServicePort(msgspec.Struct, frozen=True, gc=False):
 
 
 class Weights(msgspec.Struct, frozen=True):
-    """Which endpoints get how much of a Service's connections: (name, whole number from 0 on),
-    each name once. The most specific one counts, in this order; `others` is for all the rest.
+    """How a Service's connections are divided among its endpoints.
+
+    Each rule is (name, weight), a weight of 0 or more, each name once. The most specific rule
+    applies, in the order of the fields; `default` is for all other endpoints.
     """
 
     addresses: tuple[tuple[Addr, int], ...] = ()
@@ -81,13 +81,12 @@ class Weights(msgspec.Struct, frozen=True):
 
 
 class Service(msgspec.Struct, frozen=True):
-    """A Service that has cluster IPs. What kube-proxy skips never becomes one.
+    """A Service with cluster IPs. Services that kube-proxy skips are never decoded to this type.
 
-    `lb_vips` holds only status addresses with ipMode VIP (or none given).
-    `affinity_timeout` is in seconds, 0 without session affinity.
-    `created` is the creationTimestamp as text (RFC 3339 in UTC sorts as time), "" if unknown.
-    `algorithm` and `weights` are None where the Service does not say.
-    `skipped` says, a line each, what was left out of its annotations.
+    `lb_vips` holds only status addresses with ipMode VIP or without ipMode. `affinity_timeout` is
+    in seconds, 0 without session affinity. `creation_timestamp` is text (RFC 3339 in UTC sorts by
+    time), "" if unknown. `algorithm` and `weights` are None without the annotation. `skipped` has
+    a line for each part of its annotations that was ignored.
     """
 
     namespace: str
@@ -109,13 +108,12 @@ class Service(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> ServiceName:
-        """Namespace and name."""
         return ServiceName(self.namespace, self.name)
 
 
 class Endpoint(msgspec.Struct, frozen=True, gc=False):
-    """One endpoint, its conditions already resolved (nil ready and serving = true, nil terminating
-    = false, as in kube-proxy's endpointslicecache.go). Hints are None when there are none.
+    """One endpoint, with its conditions resolved: nil ready and serving = true, nil terminating =
+    false, as in kube-proxy's endpointslicecache.go. Hints are None if the object has none.
     """
 
     address: Addr
@@ -129,7 +127,7 @@ class Endpoint(msgspec.Struct, frozen=True, gc=False):
 
 
 class SlicePort(msgspec.Struct, frozen=True, gc=False):
-    """One entry of an EndpointSlice's ports: the number behind a port name."""
+    """One entry of an EndpointSlice's ports: the number for a port name."""
 
     name: str
     protocol: Protocol
@@ -139,9 +137,9 @@ class SlicePort(msgspec.Struct, frozen=True, gc=False):
 class EndpointSlice(msgspec.Struct, frozen=True):
     """One EndpointSlice of addressType IPv4 or IPv6 (`family` 4 or 6) that belongs to a Service.
 
-    `skipped` says, a line each, which endpoints were left out because they are malformed.
-    `packed_pods` are the names of the endpoints' Pods, see pack_names(): few Services ask for
-    them, so they cost no field of each endpoint.
+    `skipped` has a line for each malformed endpoint that was ignored. `packed_pods` are the names
+    of the endpoints' Pods, see pack_names(): few Services need them, so they are not a field of
+    Endpoint.
     """
 
     namespace: str
@@ -155,39 +153,39 @@ class EndpointSlice(msgspec.Struct, frozen=True):
 
     @property
     def service_name(self) -> ServiceName:
-        """The Service that this slice is part of."""
+        """The Service that this slice belongs to."""
         return ServiceName(self.namespace, self.service)
 
     @property
     def pods(self) -> tuple[str, ...]:
-        """The Pod of each endpoint, "" where it has none."""
+        """The Pod of each endpoint, "" if it has none."""
         return unpack_names(self.packed_pods) if self.packed_pods else ("",) * len(self.endpoints)
 
 
 def pack_names(names: Sequence[str]) -> str:
-    """Names without line breaks as one text; "" when none is there. Those of a Deployment's Pods
-    differ in their last characters, so what all begin with stands there once.
+    """Packs names without line breaks into one string; "" if all are empty. The common prefix is
+    stored once, because names of a Deployment's Pods differ only in their last characters.
     """
     if not any(names):
         return ""
-    first, last = min(names), max(names)  # what these two share, all between them do
+    first, last = min(names), max(names)  # their common prefix is that of all names
     pairs = zip(first, last, strict=False)
     prefix_length = next((i for i, (a, b) in enumerate(pairs) if a != b), len(first))
     return "\n".join((first[:prefix_length], *(name[prefix_length:] for name in names)))
 
 
 def unpack_names(text: str) -> tuple[str, ...]:
-    """The names of pack_names()."""
+    """Reverses pack_names()."""
     prefix, *rest = text.split("\n")
     return tuple(prefix + name for name in rest)
 
 
 class Node(msgspec.Struct, frozen=True):
-    """Our own Node. `addresses` are its InternalIPs, then ExternalIPs, in the object's order.
+    """A Node. `addresses` are its InternalIPs, then its ExternalIPs, in the object's order.
 
-    `skipped` says, a line each, which addresses were left out because they are malformed: an API
-    server does not check them. `leaving`: it is being deleted, or about to be by the cluster
-    autoscaler, so LoadBalancers should send it nothing new.
+    `skipped` has a line for each malformed address that was ignored (the API server does not
+    validate them). `being_deleted`: the Node is being deleted, or the cluster autoscaler is about
+    to delete it, so load balancers should send it no new connections.
     """
 
     name: str
@@ -199,7 +197,7 @@ class Node(msgspec.Struct, frozen=True):
 
 
 class Pod(msgspec.Struct, frozen=True):
-    """A Pod whose sockets are to be left alone. `node` is "" when it is on none yet."""
+    """A Pod whose sockets are exempt. `node` is "" until it is scheduled."""
 
     namespace: str
     name: str

@@ -1,16 +1,15 @@
-"""What the agent says of itself: one frozen value, shown by `kbpf inspect status`.
+"""The agent's status: one frozen value, shown by `kbpf inspect status`.
 
-It lies beside the maps (the map `agent_status`, as JSON), so it can be read with nothing but the
-pin folder, and still be read when the agent is gone. `heartbeat` tells whether it is.
+It is stored as JSON in the map `agent_status`, so it can be read with nothing but the pin folder,
+even when the agent is not running; `heartbeat` shows whether it is.
 """
 
 import msgspec
 
 
 class SourceView(msgspec.Struct, frozen=True):
-    """One watch. `failures`: tries that failed in a row. `silent_seconds`: since it heard anything,
-    0 before it did. `drift`: objects that were not as they should have been when all were listed
-    again.
+    """One watch. `failures`: consecutive failed attempts. `silent_seconds`: since the last event,
+    0 before the first. `drift`: objects that a relist found to differ from what was stored.
     """
 
     name: str
@@ -24,8 +23,9 @@ class SourceView(msgspec.Struct, frozen=True):
 
 
 class ThreadView(msgspec.Struct, frozen=True):
-    """A thread of the agent. `idle_seconds`: since it last made progress; some wait for long.
-    `restarts`: how often its work failed and began again. `problem`: why it counts as down, or "".
+    """A thread of the agent. `idle_seconds`: since it last made progress (some threads wait long).
+    `restarts`: how often its work failed and was started again. `problem`: why it counts as down,
+    or "".
     """
 
     name: str
@@ -36,7 +36,7 @@ class ThreadView(msgspec.Struct, frozen=True):
 
 
 class DeviceFailure(msgspec.Struct, frozen=True):
-    """A device that the packet path could not be brought to, and why."""
+    """A device to which the packet path could not be attached, and why."""
 
     device: str
     why: str
@@ -45,9 +45,9 @@ class DeviceFailure(msgspec.Struct, frozen=True):
 class PacketStatus(msgspec.Struct, frozen=True):
     """The packet path, as the agent sees it.
 
-    `wanted`: it is switched on. `problem`: why it is not there all the same, "" if it is.
-    `devices` and `excluded`: the operator's patterns, by which devices are chosen. `failed`: the
-    first of `failed_count` devices that it is not on.
+    `wanted`: it is switched on. `problem`: why it does not work nevertheless, or "". `devices` and
+    `excluded`: the operator's device patterns. `failed`: the first of the `failed_count` devices
+    to which it could not be attached.
     """
 
     wanted: bool
@@ -59,9 +59,10 @@ class PacketStatus(msgspec.Struct, frozen=True):
 
 
 class ModeChoice(msgspec.Struct, frozen=True):
-    """Which data plane serves. `asked` is what --mode says, `mode` is "bpf" or "ipvs". Where `auto`
-    could not take BPF, `reason` is why in a few words that are always the same (agent/selector.py),
-    and `why` is all that is known of it; both are "" otherwise.
+    """The selected data plane. `asked` is the value of --mode, `mode` is "bpf" or "ipvs".
+
+    If `auto` could not use BPF, `reason` is a short reason from a fixed list (agent/selector.py)
+    and `why` has the details; otherwise both are "".
     """
 
     asked: str
@@ -71,12 +72,13 @@ class ModeChoice(msgspec.Struct, frozen=True):
 
 
 class AgentStatus(msgspec.Struct, frozen=True):
-    """Times are seconds of CLOCK_BOOTTIME, which all processes of the machine share. `off`:
-    optional features that are not switched on, a line each.
+    """What the agent reports. Times are seconds of CLOCK_BOOTTIME, which all processes of the
+    machine share.
 
-    `refused`: Service ports that could not be programmed; `refused_namespaces`: how many of each
-    namespace, `refused_system`: Services of system namespaces among them.
-    `config_error`: what is wrong with the configuration file; None without one.
+    `off`: a line for each optional feature that is switched off. `refused`: number of Service
+    ports that could not be programmed; `refused_namespaces`: the same by namespace,
+    `refused_system`: the Services of system namespaces among them. `config_error`: what is wrong
+    with the configuration file; None without a file.
     """
 
     version: str
@@ -109,22 +111,22 @@ class AgentStatus(msgspec.Struct, frozen=True):
 
 
 MAX_NAMESPACES = 50
-"""Namespaces in `refused_namespaces`, by Service ports that could not be programmed."""
+"""Limit for `refused_namespaces`; those with the most refused Service ports are kept."""
 
 MAX_PROBLEMS = 50
-"""Lines that fit; `problem_count` has all."""
+"""Limit for `problems`; `problem_count` is not limited."""
 
 MAX_FAILED_DEVICES = 20
-"""Devices that fit; `failed_count` has all."""
+"""Limit for `failed`; `failed_count` is not limited."""
 
 
 def encode(status: AgentStatus) -> bytes:
-    """JSON, as it is kept in the map."""
+    """Encodes the status as JSON for the map."""
     return msgspec.json.encode(status)
 
 
 def decode(raw: bytes) -> AgentStatus | None:
-    """From the map's value; None when nobody wrote one, or another version did."""
+    """Decodes the map's value; None if it is empty or of another version."""
     text = raw.rstrip(b"\0")
     if not text:
         return None
