@@ -1,1 +1,3 @@
-"""Which backends serve which frontend, for whom. Pure: no I/O, clock, randomness or logging."""
+"""Decides which backends serve which frontend, and for which clients. Pure: no I/O, clock,
+randomness or logging.
+"""

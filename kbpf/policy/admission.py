@@ -1,13 +1,13 @@
-"""Addresses that no Service may take as an ExternalIP or LoadBalancer address (CVE-2020-8554).
+"""Addresses that a Service may not use as ExternalIP or LoadBalancer address (CVE-2020-8554).
 
-A ClusterIP is the API server's own choice and is never refused. ExternalIPs are written by whoever
-may create Services; LoadBalancer addresses are status, which only controllers write. So the rules
-for ExternalIPs are stricter, and `--external-ips` with networks lifts those that an operator may
-have a reason to lift (docs/operate.md, "Addresses that Services may take"). A refused address is
-left as it is without the Service; everything else of the Service is served.
+A ClusterIP is allocated by the API server and is never refused. ExternalIPs are written by anyone
+who may create Services; LoadBalancer addresses are in the status, which only controllers write. So
+the rules for ExternalIPs are stricter, and `--external-ips` with networks lifts those rules that
+an operator may have a reason to lift (docs/operate.md, "Addresses that Services may take").
+Traffic to a refused address is not touched; the rest of the Service is served.
 
-The NodePort of another Service is not decided here but by the claims in frontends.py, since it
-depends on other Services.
+Conflicts with another Service's NodePort are resolved by the claims in frontends.py, because they
+depend on other Services.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -36,18 +36,18 @@ _LINK_LOCAL4: Final = V4_PREFIX + bytes((169, 254))
 METADATA_SERVICES: Final = frozenset(
     map(parse_addr, ("fd00:ec2::254", "fd20:ce::254", "100.100.100.200", "168.63.129.16"))
 )
-"""Metadata services of clouds that are not at a link-local address: Amazon's and Google's over
-IPv6, Alibaba's, and Azure's WireServer. 169.254.169.254 is link-local.
+"""Cloud metadata services that are not at a link-local address: Amazon's and Google's over IPv6,
+Alibaba's, and Azure's WireServer. 169.254.169.254 is link-local.
 """
 
 
 class ReservedAddresses(msgspec.Struct, frozen=True):
-    """What is not for Services, as known now.
+    """The addresses that are not available to Services.
 
-    `servers`: API servers, those of default/kubernetes and those that the agent has dialled.
-    `node`: addresses of our Node object. `local`: those and all others of this machine's devices.
-    `listening`: where processes of the node listen; a wildcard is ANY4 or ANY6. `pods`: networks
-    of this node's pods. `external_ips`: the setting.
+    `api_servers`: endpoints of default/kubernetes, and servers that the agent connected to.
+    `node_addresses`: those of our Node object. `local_addresses`: those and all others on devices
+    of this machine. `listeners`: where processes of this node listen; a wildcard is ANY4 or ANY6.
+    `pod_networks`: networks of this node's pods. `external_ips`: the setting.
     """
 
     api_servers: frozenset[ApiServerAddress] = frozenset()
@@ -66,7 +66,9 @@ def compute_reserved(
     api_slices: Iterable[EndpointSlice],
     config: Config,
 ) -> ReservedAddresses:
-    """`servers`: those that the agent has dialled; `api_slices`: those of default/kubernetes."""
+    """Computes the reserved addresses. `api_servers`: those that the agent connected to.
+    `api_slices`: those of default/kubernetes.
+    """
     endpoints = {
         (endpoint.address, port.port)
         for slice_ in api_slices
@@ -92,8 +94,9 @@ def refusal_reason(
     has_pod: Callable[[Addr], bool],
     has_node: Callable[[Addr], bool],
 ) -> str:
-    """Why the Service may not have this ExternalIP or LoadBalancer address, in words; "" if it may.
-    `has_pod`: whether a Pod behind any Service has the address; `has_node`: whether another Node
+    """Returns why the Service may not have this ExternalIP or LoadBalancer address; "" if it may.
+
+    `has_pod`: whether a Pod behind any Service has the address. `has_node`: whether another Node
     has it.
     """
     address = frontend.at.address
@@ -116,29 +119,30 @@ def refusal_reason(
 
 
 def _setting_refusal(reserved: ReservedAddresses) -> str:
-    """Of an ExternalIP that is not listed."""
+    """The reason for an ExternalIP that is in none of the configured networks."""
     if reserved.external_ips == "all":
         return ""
-    reason = "it is in none of the networks of --external-ips"
+    reason = "it is not in a network of --external-ips"
     return reason if reserved.external_ips else "--external-ips is off"
 
 
 def _unconditional_refusal(frontend: Frontend, reserved: ReservedAddresses) -> str:
-    """Of what no setting allows."""
+    """The reason for an address that no setting allows."""
     address, port, protocol = frontend.at
     if protocol is Protocol.TCP and (address, port) in reserved.api_servers:
         return "it is an address of the API server"
     if address in METADATA_SERVICES or _is_link_local(address):
-        return "it is a link-local address, or that of a cloud's metadata service"
+        return "it is a link-local address or that of a cloud metadata service"
     return ""
 
 
 def _node_address_refusal(
     port: ServicePort, frontend: Frontend, reserved: ReservedAddresses, is_unlisted: bool
 ) -> str:
-    """Of an address of this machine. One that only a device has may be the Service's own VIP, which
-    kube-vip, MetalLB or keepalived have put there. `unlisted`: an ExternalIP in none of the
-    networks of the setting.
+    """The reason for an address of this machine.
+
+    An address that only a device has may be the Service's own VIP, put there by kube-vip, MetalLB
+    or keepalived. `is_unlisted`: an ExternalIP in none of the configured networks.
     """
     address = frontend.at.address
     if port.node_port == frontend.at.port:
@@ -150,7 +154,7 @@ def _node_address_refusal(
         frontend.at._replace(address=candidate) in reserved.listeners for candidate in candidates
     )
     if is_listening and (is_unlisted or address in reserved.node_addresses):
-        return "a process of this node listens there"
+        return "a process on this node listens on it"
     return ""
 
 

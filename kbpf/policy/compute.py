@@ -1,7 +1,7 @@
-"""What should be true in the kernel: a pure function of Services, slices, Node and config.
+"""Computes what the kernel should do: a pure function of Services, slices, Node and config.
 
-`desired_state()` computes it from all objects at once. `Desired` keeps it up to date by what was
-touched, and ends in the same value whatever the order and the batches of the events were.
+compute_desired_state() computes it from all objects at once. DesiredStateBuilder updates it for
+what changed; the result is the same for any order and batching of events.
 """
 
 from collections import defaultdict
@@ -61,8 +61,8 @@ from kbpf.policy.store import ChangeSet, ObjectStore, pod_addresses
 
 
 class AdmissionContext(NamedTuple):
-    """What decides which frontends a Service may have: see admission.py. `node_ports`: addresses
-    that serve NodePorts. `node_port_ranges`: who may dial these.
+    """What decides which frontends a Service may have, see admission.py. `node_port_addresses`:
+    addresses that serve NodePorts. `node_port_ranges`: clients that may connect to these.
     """
 
     reserved: ReservedAddresses = ReservedAddresses()
@@ -76,14 +76,14 @@ DEFAULT_CONFIG: Final = Config()
 NO_SPREAD_SETTINGS: Final = (None, None)
 
 STEP_BUDGET: Final = 512
-"""Endpoints and addresses that are computed at a time: about one millisecond."""
+"""Endpoints and addresses that are computed in one step: about one millisecond of work."""
 
 PORT_COST: Final = 8
-"""What a Service port costs beside its endpoints and addresses, in as many of these."""
+"""Fixed cost of a Service port, in the unit of STEP_BUDGET."""
 
 
 def _apply_annotation_setting(service: Service, annotations: ServiceAnnotations) -> Service:
-    """The Service without the annotations that the operator has switched off."""
+    """Returns the Service without the annotations that the operator disabled."""
     if (
         annotations is ServiceAnnotations.ALL
         or (service.algorithm, service.weights) == NO_SPREAD_SETTINGS
@@ -100,10 +100,12 @@ def compute_service_states(
     config: Config = DEFAULT_CONFIG,
     context: AdmissionContext = AdmissionContext(),  # noqa: B008 - a constant
 ) -> Iterator[ServiceState]:
-    """One state per port and family that has a cluster IP, with every frontend that it asks for and
-    may have. Of ports with the same name and protocol the last one counts. Once the ports would
-    fill the largest maps, as nothing limits their product with endpoints and addresses, the others
-    get nothing.
+    """Yields a state for each port and each family with a cluster IP, with the frontends that it
+    requests and may have.
+
+    If several ports have the same name and protocol, the last one is used. Ports times endpoints
+    or addresses is not limited by Kubernetes; once they exceed the largest maps, the remaining
+    ports get an empty state.
     """
     service = _apply_annotation_setting(service, config.service_annotations)
     ports = {(port.name, port.protocol): port for port in service.ports}.values()
@@ -153,7 +155,7 @@ def compute_service_states(
 
 @lru_cache(maxsize=4)
 def _service_limits(configured: MapSizes) -> MapSizes:
-    """What one Service may ask for. An operator with smaller maps is told which of them is full."""
+    # The default sizes at least: with smaller maps the operator should see which map is full.
     defaults = MapSizes()
     return MapSizes(
         frontends=max(defaults.frontends, configured.frontends),
@@ -162,9 +164,9 @@ def _service_limits(configured: MapSizes) -> MapSizes:
 
 
 def _over_limit_state(service: Service, port: ServicePort, family: int) -> ServiceState:
-    """A port of a Service that asks for more than the maps may ever hold."""
+    """The state of a port whose Service exceeds the limits of the maps."""
     cluster_ip = next(addr for addr in service.cluster_ips if family_of(addr) == family)
-    what = "its Service has more ports, times endpoints or addresses, than the maps may hold"
+    what = "its Service's ports times endpoints or addresses exceed the limits of the maps"
     return ServiceState(
         ServicePortKey(service.namespace, service.name, port.name, port.protocol, family),
         frontends=(),
@@ -177,7 +179,9 @@ def _over_limit_state(service: Service, port: ServicePort, family: int) -> Servi
 def _admit(
     service: Service, port: ServicePort, family: int, context: AdmissionContext
 ) -> tuple[tuple[Frontend, ...], tuple[tuple[FrontendAddress, str], ...]]:
-    """The frontends that the port may have, and those that it may not, with the reasons."""
+    """Splits the requested frontends into those that the port may have, and the others with the
+    reason.
+    """
     requested = compute_frontends(service, port, family)
     if not service.external_ips and not service.lb_vips:
         return requested, ()
@@ -199,7 +203,7 @@ def _admit(
 
 
 def _restricting_ranges(ranges: Iterable[Cidr], family: int) -> tuple[Cidr, ...]:
-    """Those of the family; none where they keep nobody away."""
+    """The ranges of this family; none if they allow every client."""
     family_ranges = tuple(cidr for cidr in ranges if family_of(cidr.address) == family)
     return family_ranges if restricts_clients(family_ranges, family) else ()
 
@@ -228,8 +232,8 @@ def compute_desired_state(
     listeners: Collection[FrontendAddress] = (),
     other_nodes: Iterable[Node] = (),
 ) -> DesiredState:
-    """Everything at once, conflicts resolved. `pods` are those that are exempt; None: not known.
-    `servers` and `listening`: see admission.reserved().
+    """Computes everything at once, with conflicts resolved. `pods` are the exempt ones; None: not
+    known. `api_servers` and `listeners`: see admission.compute_reserved().
     """
     by_service: defaultdict[ServiceName, list[EndpointSlice]] = defaultdict(list)
     pod_ips: set[Addr] = set()
@@ -272,12 +276,12 @@ def _pod_uids(pods: Iterable[Pod]) -> tuple[str, ...]:
 
 
 class DesiredStateBuilder:
-    """The desired state, kept by what was touched. One thread only."""
+    """The desired state, updated incrementally. Use it from one thread only."""
 
     def __init__(self) -> None:
         self._services: dict[ServicePortKey, ServiceState] = {}
         self._unresolved: dict[ServicePortKey, ServiceState] = {}
-        """What a state was before it lost a frontend; nothing for those that lost none."""
+        """States before they lost a frontend to another Service; only for those that did."""
         self._keys: dict[ServiceName, tuple[ServicePortKey, ...]] = {}
         self._claims = Claims()
         self._node_addresses: tuple[Addr, ...] = ()
@@ -287,29 +291,30 @@ class DesiredStateBuilder:
         self._exempt_pods_known = False
         self._context = AdmissionContext()
         self._external_ips: dict[ServiceName, tuple[Addr, ...]] = {}
-        """Services with ExternalIPs or LoadBalancer addresses, and the former."""
+        """Service with ExternalIPs or LoadBalancer addresses → its ExternalIPs."""
         self._services_by_external_ip: defaultdict[Addr, set[ServiceName]] = defaultdict(set)
-        """ExternalIPs, and the Services that list them."""
+        """ExternalIP → the Services that list it."""
 
     @property
     def state(self) -> DesiredState:
-        """The whole, sharing the live dict: the next update() changes it."""
+        """The complete state. It shares the live dict, which the next update() changes."""
         return DesiredState(self._services, *self.node_state)
 
     @property
     def reserved(self) -> ReservedAddresses:
-        """What is not for Services, as of the last update()."""
+        """The addresses reserved at the last update()."""
         return self._context.reserved
 
     def state_of(self, key: ServicePortKey) -> ServiceState | None:
-        """The state of one Service port."""
         return self._services.get(key)
 
     @property
     def node_state(
         self,
     ) -> tuple[tuple[Addr, ...], tuple[Addr, ...], tuple[Cidr, ...], tuple[str, ...], bool]:
-        """What of it no Service decides: all but its first field, in their order."""
+        """The fields of the state that do not depend on Services: all but the first, in their
+        order.
+        """
         return (
             self._node_addresses,
             self._masquerade_addresses,
@@ -327,10 +332,10 @@ class DesiredStateBuilder:
         api_servers: Iterable[ApiServerAddress] = (),
         listeners: Collection[FrontendAddress] = (),
     ) -> set[ServicePortKey]:
-        """Bring the state up to date; returns the keys whose state changed, came or went.
-        `servers` and `listening`: see admission.reserved().
+        """Updates the state; returns the keys that were added, changed or removed. `api_servers`
+        and `listeners`: see admission.compute_reserved().
 
-        Costs what was touched, and no more than all Services when our Node changed.
+        The cost is proportional to what changed, and to all Services if our Node changed.
         """
         names = self.begin_update(store, touched, local_addresses, config, api_servers, listeners)
         changed: set[ServicePortKey] = set()
@@ -348,7 +353,9 @@ class DesiredStateBuilder:
         api_servers: Iterable[ApiServerAddress] = (),
         listeners: Collection[FrontendAddress] = (),
     ) -> Set[ServiceName]:
-        """Brings up to date what no Service decides; which Services have to be computed again."""
+        """Updates what does not depend on Services; returns the Services that must be computed
+        again.
+        """
         self._node_addresses = node_port_addresses(store.node, local_addresses, config)
         self._masquerade_addresses = masquerade_addresses(store.node, local_addresses)
         self._local_networks = local_networks(store.node, config)
@@ -378,9 +385,10 @@ class DesiredStateBuilder:
     def update_service_in_steps(
         self, name: ServiceName, store: ObjectStore, config: Config
     ) -> Generator[set[ServicePortKey], None, None]:
-        """Brings one Service up to date, some ports at a time: yields the keys whose state changed
-        since it was resumed. Other Services may be brought up to date meanwhile, not this one. A
-        port that is gone goes last, since another one may take its addresses.
+        """Updates one Service, some ports at a time; yields the keys that changed in each step.
+
+        Between steps other Services may be updated, but not this one. Removed ports come last,
+        because another port may claim their addresses.
         """
         service, slices, node = store.service(name), store.slices(name), store.node
         self._index_external_ips(name, service)
@@ -407,7 +415,7 @@ class DesiredStateBuilder:
     def _commit_states(
         self, states: dict[ServicePortKey, ServiceState], created: str
     ) -> set[ServicePortKey]:
-        """These states before conflicts; their claims are renewed."""
+        """Stores these states (conflicts not yet resolved) and updates their claims."""
         affected: set[ServicePortKey] = set()
         for key, state in states.items():
             old = self._unresolved_state(key).frontends if key in self._services else ()
@@ -425,8 +433,8 @@ class DesiredStateBuilder:
         return {*keys, *self._resolve_again(affected - set(keys))}
 
     def _resolve_again(self, keys: Collection[ServicePortKey]) -> set[ServicePortKey]:
-        """Service ports that may have won or lost an address; one that is not computed yet has
-        claims already.
+        """Resolves ports that may have won or lost an address. Ports that are not computed yet
+        already have claims; they are skipped.
         """
         computed = (key for key in keys if key in self._services)
         return {key for key in computed if self._resolve(key, self._unresolved_state(key))}

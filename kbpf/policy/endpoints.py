@@ -1,15 +1,15 @@
-"""Which endpoints serve a Service port on this node, and why.
+"""Decides which endpoints serve a Service port on this node, and explains why.
 
-Rules kept here (kube-proxy's endpointslicecache.go, and CategorizeEndpoints in topology.go):
-- A Service's endpoints are the union of its slices of one family. Each slice says for itself
-  which number stands behind a port's name.
-- One backend per address and port. Of its copies the last one that does not terminate counts, else
-  the first one. kube-proxy walks the slices in the order of a Go map, which is random; here they
-  are in the order of their names, so that every node and every run decides alike.
+Rules (kube-proxy's endpointslicecache.go, and CategorizeEndpoints in topology.go):
+- A Service's endpoints are the union of its slices of one family. Each slice has its own number
+  for a port name.
+- There is one backend for each address and port. Of several copies the last one that is not
+  terminating is used, else the first one. kube-proxy visits slices in the random order of a Go
+  map; here they are sorted by name, so that every node and every run decides the same.
 - Only ready endpoints decide the topology mode, and one of them without a hint disables that
-  level. An empty cluster list falls back to everything that serves while terminating, wherever;
-  an empty local list to the same on this node only. The two fall back on their own.
-- Weights come last: they take backends out of a set that is chosen, and never put one in.
+  level. An empty cluster list falls back to all endpoints that serve while terminating; an empty
+  local list to those on this node. Each list falls back independently.
+- Weights come last: they remove backends from a chosen set and never add one.
 """
 
 from collections.abc import Iterable, Sequence
@@ -34,13 +34,13 @@ from kbpf.policy.frontends import externally_reachable
 from kbpf.policy.weights import apply_weights, make_weight_lookup
 
 MAX_LINEAR_PORTS: Final = 8
-"""So many ports of a slice are looked through one by one."""
+"""Up to this many ports of a slice are searched linearly."""
 
 MAX_PORT_INDEXES: Final = 64
 
 
 class TopologyMode(StrEnum):
-    """Which level of hints decided the cluster set; the names of trafficDistribution."""
+    """Which level of hints decided the cluster set; values as in trafficDistribution."""
 
     NONE = ""
     SAME_NODE = "PreferSameNode"
@@ -48,7 +48,7 @@ class TopologyMode(StrEnum):
 
 
 class EndpointReason(StrEnum):
-    """Why an endpoint gets new connections, or does not."""
+    """Why an endpoint gets new connections, or why not."""
 
     READY = "Ready"
     SAME_NODE = "HintedForNode"
@@ -72,8 +72,8 @@ _READY_BY_MODE = {
 
 
 class EndpointExplanation(NamedTuple):
-    """What became of one endpoint of one slice. `port` is 0 where the slice lacks the port.
-    `cluster` and `local` say in which sets it is.
+    """The decision about one endpoint of one slice. `port` is 0 if the slice lacks the port;
+    `cluster` and `local` are whether it is in these sets.
     """
 
     endpoint: Endpoint
@@ -88,9 +88,9 @@ class EndpointExplanation(NamedTuple):
 class EndpointSelection(msgspec.Struct, frozen=True):
     """The backends of a Service port, sorted and without duplicates; the sets may share objects.
 
-    `serving`: all that serve or are ready, whatever policy and topology say. `any_endpoints`:
-    something could take a connection somewhere, so an empty set means drop, not refuse.
-    The weights are those of Spread; `weightless`: who is left out of a set since its weight is 0.
+    `serving`: all that serve or are ready, regardless of policy and topology. `any_endpoints`:
+    some endpoint somewhere could accept a connection, so an empty set means drop, not refuse. For
+    the weights see Spread; `zero_weight`: backends that are in no set because their weight is 0.
     """
 
     cluster: BackendSet
@@ -108,7 +108,7 @@ class EndpointSelection(msgspec.Struct, frozen=True):
     zero_weight: frozenset[Backend] = frozenset()
 
     def explain(self) -> tuple[EndpointExplanation, ...]:
-        """One line per endpoint of each slice of this family, by slice name, in slice order."""
+        """Returns a line for each endpoint of each slice of this family, sorted by slice name."""
         effective = dict(merge_endpoints(self.slices, self.port, self.family))
         cluster, local = frozenset(self.cluster), frozenset(self.local)
         explanations: list[EndpointExplanation] = []
@@ -141,7 +141,7 @@ class EndpointSelection(msgspec.Struct, frozen=True):
 
     def _explain_omitted(self, number: int) -> tuple[EndpointReason, str]:
         if number:
-            return EndpointReason.DUPLICATE, "another copy of this address and port counts"
+            return EndpointReason.DUPLICATE, "another copy of this address and port is used"
         name = f"{self.port.name!r} ({self.port.protocol.name})"
         return EndpointReason.NO_PORT, f"its slice has no port named {name}"
 
@@ -167,16 +167,16 @@ class EndpointSelection(msgspec.Struct, frozen=True):
         if local:
             return (
                 EndpointReason.LOCAL_ONLY,
-                "ready on this node: serves what the Local policy covers",
+                "ready on this node: used for traffic with policy Local",
             )
         return (
             EndpointReason.HINTED_ELSEWHERE,
-            f"ready, but {self.mode} prefers others for this node",
+            f"ready, but {self.mode} prefers other endpoints for this node",
         )
 
 
 def is_external_local(service: Service, port: ServicePort, family: int) -> bool:
-    """Whether external policy Local counts for this port (serviceport.go)."""
+    """Whether external policy Local applies to this port (serviceport.go)."""
     if not service.external_local:
         return False
     can_be_external = service.type in ("LoadBalancer", "NodePort") or bool(service.external_ips)
@@ -186,10 +186,10 @@ def is_external_local(service: Service, port: ServicePort, family: int) -> bool:
 def select_endpoints(
     slices: Sequence[EndpointSlice], port: ServicePort, service: Service, node: Node, family: int
 ) -> EndpointSelection:
-    """The cluster, local and serving sets of one Service port in one family.
+    """Computes the cluster, local and serving sets of one Service port in one family.
 
-    `cluster` is empty when no traffic ever uses it: internal policy Local and not reachable from
-    outside. `local` is empty unless a policy that counts is Local.
+    `cluster` is empty if no traffic can use it: internal policy Local and not reachable from
+    outside. `local` is empty unless a policy that applies is Local.
     """
     uses_local = service.internal_local or is_external_local(service, port, family)
     uses_cluster = not service.internal_local or externally_reachable(service, port, family)
@@ -226,7 +226,7 @@ def select_endpoints(
 def local_endpoint_addresses(
     slices: Iterable[EndpointSlice], node: Node, family: int
 ) -> tuple[Addr, ...]:
-    """The addresses of all endpoints of this node, sorted."""
+    """The addresses of all endpoints on this node, sorted."""
     if not node.name:
         return ()
     family_slices = [slice_ for slice_ in slices if slice_.family == family]
@@ -243,7 +243,7 @@ def local_endpoint_addresses(
 
 
 def _apply_weights(selection: EndpointSelection, weights: Weights) -> EndpointSelection:
-    """The same without those whose weight is 0, and with the weights of the others."""
+    """Removes backends of weight 0 and sets the weights of the others."""
     weight_of = _backend_weights(weights, selection.slices, selection.port, selection.family)
     cluster, local = (
         apply_weights(selection.cluster, weight_of),
@@ -263,7 +263,7 @@ def _apply_weights(selection: EndpointSelection, weights: Weights) -> EndpointSe
 def _backend_weights(
     weights: Weights, slices: Sequence[EndpointSlice], port: ServicePort, family: int
 ) -> dict[Backend, int]:
-    """The weight of each backend: that of the copy that counts."""
+    """Maps each backend to the weight of the endpoint copy that is used."""
     weight_of, pods = make_weight_lookup(weights), {slice_.name: slice_.pods for slice_ in slices}
     by_backend = {}
     for addr_port, (slice_, i) in _effective_copies(slices, port, family).items():
@@ -277,7 +277,9 @@ def _backend_weights(
 def _backends_if_all_ready(
     slices: Iterable[EndpointSlice], port: ServicePort, family: int
 ) -> BackendSet | None:
-    """Every backend, if all are ready and none has hints: then there is nothing to decide."""
+    """Returns every backend if all are ready and none has hints, so that nothing has to be
+    decided; else None.
+    """
     addr_ports: set[tuple[Addr, int]] = set()
     for slice_ in slices:
         for number in _port_numbers(slice_, port, family):
@@ -291,7 +293,9 @@ def _backends_if_all_ready(
 def merge_endpoints(
     slices: Iterable[EndpointSlice], port: ServicePort | SlicePort, family: int
 ) -> list[tuple[Backend, Endpoint]]:
-    """One endpoint for each backend of this port's name and protocol, by address and port."""
+    """Returns one endpoint for each backend of this port's name and protocol, sorted by address
+    and port.
+    """
     copies = sorted(_effective_copies(slices, port, family).items())
     return [
         (Backend(*addr_port, port.protocol), slice_.endpoints[i])
@@ -302,7 +306,7 @@ def merge_endpoints(
 def _effective_copies(
     slices: Iterable[EndpointSlice], port: ServicePort | SlicePort, family: int
 ) -> dict[tuple[Addr, int], tuple[EndpointSlice, int]]:
-    """The copy of each endpoint that counts, by address and port: its slice and its place there."""
+    """Maps (address, port) to the endpoint copy that is used: its slice and its index there."""
     copies: dict[tuple[Addr, int], tuple[EndpointSlice, int]] = {}
     for slice_ in sorted(slices, key=lambda slice_: slice_.name):
         for number in _port_numbers(slice_, port, family):
@@ -314,7 +318,7 @@ def _effective_copies(
 
 
 def _port_numbers(slice_: EndpointSlice, port: ServicePort | SlicePort, family: int) -> list[int]:
-    """What this slice puts behind the port's name and protocol: one number, in practice."""
+    """The numbers of this port's name and protocol in the slice; one, in practice."""
     if slice_.family != family:
         return []
     if len(slice_.ports) > MAX_LINEAR_PORTS:
@@ -330,8 +334,8 @@ _port_indexes: dict[int, tuple[EndpointSlice, dict[tuple[str, Protocol], list[in
 
 
 def _index_port_numbers(slice_: EndpointSlice) -> dict[tuple[str, Protocol], list[int]]:
-    """The ports of a slice that has many; kept for the slices that were asked for last, since
-    every port of a Service asks for the same ones.
+    """Indexes the ports of a slice that has many. The latest indexes are cached, because every
+    port of a Service looks up the same slices.
     """
     cached = _port_indexes.get(id(slice_))
     if cached is not None and cached[0] is slice_:
@@ -362,7 +366,9 @@ def _topology_mode(ready: Sequence[Endpoint], node: Node) -> TopologyMode:
 def _usable_backends(
     endpoints: Sequence[tuple[Backend, Endpoint]], mode: TopologyMode, node: Node
 ) -> BackendSet:
-    """What is ready and allowed; failing that, all that serves while it terminates."""
+    """The ready endpoints that the mode allows; if there are none, all that serve while
+    terminating.
+    """
     ready = [
         backend
         for backend, endpoint in endpoints
@@ -390,8 +396,8 @@ def _is_draining(endpoint: Endpoint) -> bool:
 def _explain_draining(cluster: bool, local: bool) -> tuple[EndpointReason, str]:
     if cluster or local:
         place = "" if cluster else " on this node"
-        return EndpointReason.FALLBACK, f"serves while it terminates: none{place} is ready"
-    return EndpointReason.DRAINING, "terminating: others are ready for new connections"
+        return EndpointReason.FALLBACK, f"serving while terminating: no endpoint{place} is ready"
+    return EndpointReason.DRAINING, "terminating: other endpoints get new connections"
 
 
 def _format_conditions(endpoint: Endpoint) -> str:

@@ -1,15 +1,15 @@
-"""The addresses that clients dial: a Service's frontends, this node's NodePort addresses, and
-who wins when two Service ports claim one address.
+"""The addresses that clients connect to: frontends of Services, NodePort addresses of this node,
+and which Service port wins an address that several claim.
 
-Rules kept here:
+Rules:
 - A Service without a cluster IP of a family has no frontends in that family.
-- A NodePort is one frontend per family, at ANY4 or ANY6; which addresses that means is the
-  node's business, not the Service's. So NodePorts clash among themselves only.
-- An ExternalIP or LoadBalancer address that is an address of the node loses its port to the Service
-  whose NodePort that is, unless it is the same Service.
-- A cluster IP beats a load balancer's VIP, and that beats an external IP: whoever may create
-  Services must not take over the address of another one (CVE-2020-8554). Then the older Service
-  wins, then the name. Nothing here depends on the order of events.
+- A NodePort is one frontend for each family, at ANY4 or ANY6; the node decides which addresses
+  that means. So NodePorts conflict only with each other.
+- An ExternalIP or LoadBalancer address that is also a NodePort address loses its port to the
+  Service with that NodePort, unless it is the same Service.
+- A cluster IP beats a load balancer VIP, which beats an ExternalIP: users who may create Services
+  must not take over addresses of other Services (CVE-2020-8554). Then the older Service wins, then
+  the smaller name. The order of events has no influence.
 """
 
 from bisect import insort
@@ -32,7 +32,7 @@ from kbpf.model.objects import Cidr, Node, Service, ServicePort
 
 _ANY: Final = {4: ANY4, 6: ANY6}
 _UNSPECIFIED: Final = frozenset((ANY4, ANY6))
-"""As the address of a frontend they mean "NodePort", so no Service may list them."""
+"""As a frontend's address they mean "NodePort", so no Service may list them."""
 _LOOPBACK4: Final = V4_PREFIX + b"\x7f"
 _LOCALHOST4: Final = Addr(V4_PREFIX + bytes((127, 0, 0, 1)))
 _LOOPBACK6: Final = Addr(bytes(15) + b"\x01")
@@ -44,8 +44,8 @@ _RANK: Final = {
     FrontendKind.NODE_PORT: 3,
 }
 _RANK_BELOW_NODE_PORT: Final = 4
-"""The rank of a claim that `at_node` frontends have to the NodePort of their port: it never wins
-against a NodePort, and is there so that who claims one finds them.
+"""The rank of the claim that an `at_node` frontend has to the NodePort of its port. It never wins
+against a NodePort; it exists so that both find each other.
 """
 
 
@@ -58,7 +58,7 @@ def service_families(service: Service) -> tuple[int, ...]:
 
 
 def externally_reachable(service: Service, port: ServicePort, family: int) -> bool:
-    """Whether the port answers on anything but its cluster IP (serviceport.go)."""
+    """Whether the port is served at any address besides its cluster IP (serviceport.go)."""
     if port.node_port:
         return True
     if not service.external_ips and not service.lb_vips:
@@ -70,10 +70,10 @@ def externally_reachable(service: Service, port: ServicePort, family: int) -> bo
 
 
 def compute_frontends(service: Service, port: ServicePort, family: int) -> tuple[Frontend, ...]:
-    """What clients dial for this port in this family: ClusterIP, NodePort, external IPs, LB VIPs.
+    """The addresses of this port in this family: ClusterIP, NodePort, ExternalIPs, LB VIPs.
 
-    No address twice: where a Service lists one address as two kinds, the stronger kind counts,
-    so source ranges still guard an LB VIP that is an external IP too.
+    Each address occurs once: if a Service lists it as two kinds, the stronger one applies, so that
+    source ranges protect an LB VIP that is an ExternalIP too.
     """
     cluster_ip = next((addr for addr in service.cluster_ips if _is_usable(addr, family)), None)
     if cluster_ip is None:
@@ -97,9 +97,9 @@ def compute_frontends(service: Service, port: ServicePort, family: int) -> tuple
 
 
 def restricts_clients(ranges: Iterable[Cidr], family: int) -> bool:
-    """Whether source ranges keep any client of this family away from an LB VIP.
+    """Whether source ranges exclude any client of this family.
 
-    Ranges are filtered by family first, and an empty list allows everyone: ranges of the other
+    Ranges are filtered by family first, and an empty list allows every client: ranges of the other
     family alone restrict nothing, as in kube-proxy.
     """
     family_ranges = [cidr for cidr in ranges if family_of(cidr.address) == family]
@@ -108,9 +108,9 @@ def restricts_clients(ranges: Iterable[Cidr], family: int) -> bool:
 
 
 def source_ranges(service: Service, node: Node, family: int) -> tuple[Cidr, ...]:
-    """Who may dial the restricted VIPs of this family: the Service's ranges, and when one of them
-    holds an address of the node, the VIPs themselves, because what the node sends to a VIP may
-    carry it as its source (iptables/proxier.go).
+    """The clients that may connect to the restricted VIPs of this family: the Service's ranges,
+    and if one of them contains an address of the node, the VIPs themselves, because a packet from
+    the node to a VIP may have it as its source (iptables/proxier.go).
     """
     family_ranges = tuple(
         cidr for cidr in service.source_ranges if family_of(cidr.address) == family
@@ -124,8 +124,8 @@ def source_ranges(service: Service, node: Node, family: int) -> tuple[Cidr, ...]
 
 
 def masquerade_addresses(node: Node, local_addresses: Collection[Addr]) -> tuple[Addr, ...]:
-    """The node's own address of each family, for translated sources: the Node's first one, or
-    where the Node object has none of that family the first local one.
+    """The node's addresses for SNAT, one of each family: the first in the Node object, else the
+    first local one.
     """
     candidates = (*node.addresses, *sorted(local_addresses))
     first = {family_of(addr): addr for addr in reversed(candidates) if not _is_loopback(addr)}
@@ -133,9 +133,8 @@ def masquerade_addresses(node: Node, local_addresses: Collection[Addr]) -> tuple
 
 
 def local_networks(node: Node, config: Config) -> tuple[Cidr, ...]:
-    """Where pods of this node have their addresses, by the mode that the operator chose: the
-    first network of each family. None without such a mode, and while the Node
-    has no pod networks.
+    """The networks of this node's pods in the configured detectLocalMode: the first network of
+    each family. Empty if that mode uses devices, and until the Node has pod networks.
     """
     match config.detect_local_mode:
         case LocalMode.CLUSTER_CIDR:
@@ -151,12 +150,12 @@ def local_networks(node: Node, config: Config) -> tuple[Cidr, ...]:
 def node_port_addresses(
     node: Node, local_addresses: Collection[Addr], config: Config
 ) -> tuple[Addr, ...]:
-    """The addresses on which NodePorts answer, sorted; never loopback (nodeport_addresses.go).
+    """The addresses that serve NodePorts, sorted; never loopback (nodeport_addresses.go).
 
-    By default the Node's first address of each family; all local ones while no address of the
-    Node is known. With networks configured, the local addresses in them; a family without any
-    network listed matches all of its local addresses. With both, both: the Node's address counts as
-    a network of its family, and a Node without one has none there, as by default.
+    By default the Node's first address of each family; all local ones while no address of the Node
+    is known. With networks configured, the local addresses in them; a family without networks uses
+    all of its local addresses. With `primary` and networks, both: the Node's address counts as a
+    network of its family, and if the Node has none, that family has none, as by default.
     """
     first = {family_of(addr): addr for addr in reversed(node.addresses)}
     primary = {addr for addr in first.values() if not _is_loopback(addr)}
@@ -177,9 +176,9 @@ def node_port_addresses(
 
 
 def node_port_problem(local_addresses: Collection[Addr], config: Config) -> str:
-    """The families of which NodePorts answer nowhere, since none of the networks that are
-    configured has an address of this node, as a problem; "" for none. A family that the node does
-    not have, and networks of loopback, are meant so.
+    """Returns a problem line if no configured network contains an address of this node, with the
+    families affected; else "". Families that the node does not have, and loopback networks, are
+    not a problem.
     """
     if config.all_node_port_addresses or config.primary_node_ports:
         return ""
@@ -197,13 +196,13 @@ def node_port_problem(local_addresses: Collection[Addr], config: Config) -> str:
     if not families:
         return ""
     return (
-        f"NodePorts of {' and '.join(families)} answer nowhere: this node has no address in the "
+        f"{' and '.join(families)} NodePorts are not served: this node has no address in the "
         "networks of nodePortAddresses (--nodeport-addresses)"
     )
 
 
 class Claim(NamedTuple):
-    """One Service port's claim to an address. The smallest claim wins."""
+    """A Service port's claim to an address. The smallest claim wins."""
 
     rank: int
     is_undated: bool
@@ -212,7 +211,7 @@ class Claim(NamedTuple):
 
 
 class Claims:
-    """Who claims which address: the index that keeps an update as small as its change."""
+    """All claims, indexed by address so that an update costs no more than what it changes."""
 
     def __init__(self) -> None:
         self._claims: dict[FrontendAddress, tuple[Claim, ...]] = {}
@@ -224,7 +223,9 @@ class Claims:
         old: Iterable[Frontend],
         new: Iterable[Frontend],
     ) -> set[ServicePortKey]:
-        """Claim `new` in place of `old`; returns the *other* keys that may win or lose by it."""
+        """Replaces the claims to `old` by claims to `new`; returns the *other* keys that may win
+        or lose an address by it.
+        """
         affected: set[ServicePortKey] = set()
         old, new = tuple(old), tuple(new)
         node_port_claim = Claim(
@@ -242,7 +243,7 @@ class Claims:
         return affected
 
     def resolve(self, state: ServiceState) -> ServiceState:
-        """The state with only the frontends that it won; the very same state if that is all."""
+        """Returns the state with only the frontends that it won; the same object if it won all."""
         winners = [self._find_winner(frontend, state.key) for frontend in state.frontends]
         if all(winner == state.key for winner in winners):
             return state
@@ -279,7 +280,7 @@ class Claims:
         else:
             self._claims.pop(address, None)
         if before and after[:1] == [before[0]]:
-            return ()  # the winner is the same, and that is all that others know of it
+            return ()  # the winner is unchanged, and others depend only on the winner
         return set(keys) - {key}
 
 
@@ -294,7 +295,6 @@ def _make_frontend(
 
 
 def _usable_addresses(addresses: Iterable[Addr], family: int) -> set[Addr]:
-    """Those of the family."""
     return {addr for addr in addresses if _is_usable(addr, family)}
 
 

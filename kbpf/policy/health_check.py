@@ -1,10 +1,11 @@
-"""What the health check of a Service says: whether this node has endpoints of it.
+"""Computes the health check of a Service: how many endpoints it has on this node.
 
-kube-proxy's rules (service_health.go, and LocalReadyEndpoints in endpointschangetracker.go): only a
-LoadBalancer Service with external policy Local has a healthCheckNodePort. Ready endpoints on this
-node count, by address: two ports of one Pod are one, and those that terminate are none though they
-may still serve. Of several copies of an endpoint one counts, see endpoints.py. kube-proxy has a
-server for each family; where the Service has only one, the other family's answers the same here.
+kube-proxy's rules (service_health.go, and LocalReadyEndpoints in endpointschangetracker.go): only
+a LoadBalancer Service with external policy Local has a healthCheckNodePort. Ready endpoints on
+this node count, by address: two ports of one Pod count once, and terminating endpoints do not
+count even if they still serve. Of several copies of an endpoint one counts, see endpoints.py.
+kube-proxy has a server for each family; if the Service has only one family, both families report
+the same count here.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,7 +18,7 @@ from kbpf.policy.frontends import service_families
 
 
 class HealthCheck(msgspec.Struct, frozen=True):
-    """A port, and how many endpoints it reports to who asks by IPv4 and by IPv6."""
+    """The port, and the endpoint counts that it reports to clients over IPv4 and IPv6."""
 
     port: int
     v4: int
@@ -27,7 +28,7 @@ class HealthCheck(msgspec.Struct, frozen=True):
 def compute_health_check(
     service: Service | None, slices: Sequence[EndpointSlice], node: str
 ) -> HealthCheck | None:
-    """The health check of a Service, if it has one."""
+    """Returns the health check of a Service, or None if it has none."""
     if service is None or not service.health_check_node_port:
         return None
     counts = {
@@ -43,7 +44,7 @@ def compute_health_check(
 
 
 def count_ready_local_endpoints(slices: Sequence[EndpointSlice], family: int, node: str) -> int:
-    """How many addresses of this family are ready on this node, behind any port of the slices."""
+    """Counts the ready addresses of this family on this node, behind any port of the slices."""
     if not node:
         return 0
     return len(
@@ -57,8 +58,8 @@ def count_ready_local_endpoints(slices: Sequence[EndpointSlice], family: int, no
 
 
 def _distinct_ports(slices: Sequence[EndpointSlice]) -> Iterable[SlicePort]:
-    """The ports of the slices, but one alone of those that the same slices have in the same way:
-    what holds for one of them holds for all.
+    """One port for each distinct shape: ports whose numbers are equal in the same slices have the
+    same endpoints, so one of them is enough.
     """
     positions: dict[tuple[str, Protocol], list[tuple[int, int]]] = {}
     for i, slice_ in enumerate(slices):
@@ -67,7 +68,7 @@ def _distinct_ports(slices: Sequence[EndpointSlice]) -> Iterable[SlicePort]:
                 positions.setdefault((port.name, port.protocol), []).append((i, port.port))
     ports_by_shape: dict[tuple[tuple[int, int], ...], SlicePort] = {}
     for (name, protocol), slice_numbers in positions.items():
-        ordinals: dict[int, int] = {}  # of the numbers: which of them are equal is what counts
+        ordinals: dict[int, int] = {}  # port number → order of first use; only equality matters
         shape = tuple(
             (i, ordinals.setdefault(number, len(ordinals))) for i, number in slice_numbers
         )

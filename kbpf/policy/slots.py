@@ -1,15 +1,15 @@
-"""The slots of a backend set: every way to spread connections is an index into them.
+"""Computes the slots of a backend set: the list of backends that every algorithm indexes into.
 
-A backend's share is its part of the slots, so a uniformly random slot is a weighted choice. A
-Maglev table (Eisenbud et al., NSDI 2016, section 3.4) is the same, in an order that hardly changes
-when a backend comes or goes: who chooses by a hash of the flow mostly chooses as before, and as
-every other node that has the same backends.
+A backend's share of the connections is its share of the slots, so a uniformly random slot is a
+weighted choice. A Maglev table (Eisenbud et al., NSDI 2016, section 3.4) is such a list too, in an
+order that hardly changes when a backend is added or removed: choosing by a hash of the flow mostly
+gives the same backend as before, and the same one on every node with the same backends.
 
-Rules kept here:
-- The same backends give the same slots on every node, in every version of Python, in whatever
-  order they stand. Backends turn to numbers by BLAKE2b, never by hash().
-- A table is no larger than it has to be: slots are the largest map, and each costs the kernel
-  some 64 bytes.
+Rules:
+- The same backends give the same slots on every node, in every version of Python and in any order
+  of input. Backends are hashed with BLAKE2b, never with hash().
+- A table is no larger than necessary: slots are the largest map, and each costs about 64 bytes of
+  kernel memory.
 """
 
 import heapq
@@ -25,42 +25,48 @@ from kbpf.model.desired import EVEN_SPREAD, Backend, Spread
 from kbpf.model.objects import Algorithm
 
 MAGLEV_TABLE_SIZES: Final = (251, 1021, 4093, 16381, 65521)
-"""The sizes of Maglev tables: up to 10 backends, 40, 163, 655 and 2620. When a set grows
-out of its size, the next table is another one altogether: all but 1/n of the flows choose anew. So
-the sizes are few.
+"""Sizes of Maglev tables: for up to 10, 40, 163, 655 and 2620 backends. Tables of different sizes
+have nothing in common: when a set outgrows its size, all but 1/n of the flows get another backend.
+So there are only a few sizes.
 """
 
 MAX_TABLE_SLOTS: Final = 65_536
-"""Slots of one table at most. A table of this size takes a tenth of a second to compute and 4 MB of
-kernel memory; Services with more backends than fit are spread evenly at random, see fits()."""
+"""The largest table. It takes a tenth of a second to compute and 4 MB of kernel memory. Services
+with more backends than fit are spread evenly at random, see fits_table().
+"""
 
 MIN_SLOTS_PER_BACKEND: Final = 25
-"""At least so many slots of a Maglev table for each backend, and four times as many where there
-are weights and room. Shares differ by one slot, so by 4 % of a share at most, and by 1 % with the
-largest set of a size. When one of n backends leaves, 1 to 6 % of all flows move beside its own (as
-measured; 8 % at most)."""
+"""Slots for each backend in a Maglev table at least, and four times as many with weights if the
+size allows. Shares differ by one slot, so by 4 % of a share at most, and by 1 % at the largest set
+of a size. When one of n backends is removed, 1 to 6 % of the other backends' flows move too
+(measured; 8 % at most).
+"""
 
 MAX_EXACT_SLOTS: Final = 1024
-"""Weights that need more slots than this, and than SCALED_SLOTS_EACH a backend, are rounded."""
+"""Weights that need more slots than this, and more than SCALED_SLOTS_PER_BACKEND for each backend,
+are rounded.
+"""
 
 SCALED_SLOTS_PER_BACKEND: Final = 32
 
 PROBES_PER_STEP: Final = 1_024
-"""Slots of a Maglev table that are probed at a time, about: one millisecond."""
+"""Slots of a Maglev table that are probed in one step: about one millisecond of work."""
 
 
 def fits_table(backends: int, spread: Spread) -> bool:
-    """Whether a table of MOST_SLOTS has at least SLOTS_EACH for each of so many backends. Beyond
-    that neither Maglev nor weights can be had."""
+    """Whether the largest table has MIN_SLOTS_PER_BACKEND for each backend. If not, neither Maglev
+    nor weights are possible.
+    """
     return spread == EVEN_SPREAD or MIN_SLOTS_PER_BACKEND * backends <= MAX_TABLE_SLOTS
 
 
 def compute_slots(backends: Sequence[Backend], spread: Spread = EVEN_SPREAD) -> tuple[int, ...]:
-    """Indexes into `backends`: the whole of what a set's slots hold.
+    """Returns indexes into `backends`: the contents of a set's slots.
 
-    Random without weights: one slot each. Random with weights: as many as the weight, or in that
-    proportion. Maglev: a table whose size is one of PRIMES, but one slot for a single backend.
-    Raises ValueError unless there is one weight of 1 or more for each backend, or none at all.
+    Random without weights: one slot for each backend. Random with weights: as many as the weight,
+    or in proportion to it. Maglev: a table of one of MAGLEV_TABLE_SIZES, or one slot for a single
+    backend. Raises ValueError unless `weights` is empty or has one weight of at least 1 for each
+    backend.
     """
     weights = spread.weights
     if weights and (len(weights) != len(backends) or min(weights) < 1):
@@ -76,7 +82,7 @@ def compute_slots(backends: Sequence[Backend], spread: Spread = EVEN_SPREAD) -> 
 
 
 def count_slots(backends: int, spread: Spread = EVEN_SPREAD) -> int:
-    """How many slots() there are, without making them."""
+    """Returns the length of compute_slots() without computing it."""
     size = maglev_table_size(backends, bool(spread.weights))
     if spread.algorithm is Algorithm.MAGLEV and size > backends:
         return size
@@ -84,9 +90,7 @@ def count_slots(backends: int, spread: Spread = EVEN_SPREAD) -> int:
 
 
 def maglev_table_size(backends: int, weighted: bool = False) -> int:
-    """The slots of a Maglev table for so many backends: 0 or 1 for none or one, and no more than
-    the last of PRIMES for ever so many.
-    """
+    """The size of the Maglev table for this many backends; 0 and 1 backends need no table."""
     if backends < 2:
         return backends
     min_size = MIN_SLOTS_PER_BACKEND * backends * (4 if weighted else 1)
@@ -98,14 +102,14 @@ def maglev_table_size(backends: int, weighted: bool = False) -> int:
 def compute_maglev_table(
     backends: Sequence[Backend], weights: Sequence[int], size: int
 ) -> tuple[int, ...]:
-    """The Maglev table: `size` (a prime) indexes into `backends`.
+    """Computes the Maglev table: `size` (a prime) indexes into `backends`.
 
-    Each backend has a preference list of all slots, a permutation that only depends on its address
-    (and, of several backends with one address, on the order of their ports): so the ports of a
-    Service with the same endpoints have the same table. They take turns, and each takes the first
-    slot of its list that is free. With weights (one for each, or none at all) a backend's turn
-    comes as often as its weight over the largest one says, as in Envoy's tables; every backend has
-    a turn in the first round, so none is without a slot.
+    Each backend has a preference list, a permutation of all slots that depends only on its address
+    (and for several backends with one address, on the order of their ports). So the ports of a
+    Service with the same endpoints have the same table. Backends take turns, and each takes the
+    first free slot of its list. With weights (one for each backend, or none), a backend with
+    weight w has w/max(weights) as many turns as the heaviest one, as in Envoy; every backend has a
+    turn in the first round, so every backend gets a slot.
     """
     steps = compute_maglev_table_in_steps(backends, weights, size)
     while True:
@@ -118,8 +122,8 @@ def compute_maglev_table(
 def compute_maglev_table_in_steps(
     backends: Sequence[Backend], weights: Sequence[int], size: int
 ) -> Generator[None, None, tuple[int, ...]]:
-    """maglev(), interrupted after about STEP probes each time: the fuller the table, the more of
-    them it takes to find a free slot.
+    """compute_maglev_table(), interrupted about every PROBES_PER_STEP probes. Finding a free slot
+    takes more probes the fuller the table is.
     """
     order = sorted(range(len(backends)), key=backends.__getitem__)
     address_counts: Counter[bytes] = Counter()
@@ -149,15 +153,18 @@ def compute_maglev_table_in_steps(
 
 
 def _preferences(address: bytes, number: int, size: int) -> tuple[int, int]:
-    """The first slot of a backend's list, and the step from each to the next. `number`: how many
-    backends of this address come before it."""
+    """Returns the first slot of a backend's preference list and its stride. `number`: how many
+    backends with this address come before it.
+    """
     key = address + number.to_bytes(2)
     digest = blake2b(key, digest_size=16, person=b"kbpf maglev").digest()
     return int.from_bytes(digest[:8]) % size, int.from_bytes(digest[8:]) % (size - 1) + 1
 
 
 def _turns(weights: Sequence[int], backends: int) -> Iterator[int]:
-    """Whose turn it is, for ever. Turn k (from 0) of a backend is in round k·largest/weight."""
+    """Yields the index of the backend whose turn is next, without end. A backend's turn k (from 0)
+    is in round k·largest/weight.
+    """
     if not weights:
         yield from cycle(range(backends))
     largest = max(weights)
@@ -170,11 +177,11 @@ def _turns(weights: Sequence[int], backends: int) -> Iterator[int]:
 
 
 def _slot_counts(weights: Sequence[int], backends: int) -> Sequence[int]:
-    """How many slots of random choice each backend has; at least one.
+    """Returns the number of slots for each backend for random choice; at least one.
 
-    Small weights are kept exactly. Those that need more than a bounded number of slots share that
-    number by largest remainder: no share is off by more than one slot, but for those that would
-    have none.
+    Small weights are represented exactly. Weights that need more than `max_slots` slots share
+    these by largest remainder: no share is off by more than one slot, except those that would have
+    none.
     """
     if not weights:
         return (1,) * backends
@@ -185,9 +192,8 @@ def _slot_counts(weights: Sequence[int], backends: int) -> Sequence[int]:
         return [weight // divisor for weight in weights]
     total_weight = sum(weights)
     counts = [max(1, weight * max_slots // total_weight) for weight in weights]
-    rounded = [
-        i for i in range(backends) if weights[i] * max_slots >= total_weight
-    ]  # the rest has one
+    # Backends with a smaller share have one slot and take no part in the rounding.
+    rounded = [i for i in range(backends) if weights[i] * max_slots >= total_weight]
     by_remainder = sorted(rounded, key=lambda i: (-(weights[i] * max_slots % total_weight), i))
     for index in by_remainder[: max(0, max_slots - sum(counts))]:
         counts[index] += 1

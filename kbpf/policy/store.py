@@ -1,14 +1,14 @@
-"""The objects that are known now. Events go in, the names of touched Services come out.
+"""Stores the current objects: events go in, the names of changed Services come out.
 
-Rules kept here:
-- What an object says stays in force until it is upserted or deleted; a Rejected changes nothing.
-- An upsert that says nothing new touches nothing.
-- Slices are kept by the Service that they name, so they may come before it or outlive it.
-- Of other Nodes only the addresses count; of all Pods, those on our node. What our Node said
-  stays in force when it is deleted, as with kube-proxy: a node that serves has to be somewhere.
-- The API server's own Service keeps its last endpoints when it is left with none: a server that
-  ends takes itself out of the list, and nobody who finds it by this Service, we perhaps among them,
-  would ever hear of the next one.
+Rules:
+- An object stays in force until it is upserted or deleted; a Rejected event changes nothing.
+- An upsert without a change has no effect.
+- Slices are stored by the Service that they name, so they may arrive before it and outlive it.
+- Of other Nodes only the addresses matter, and of Pods only those on our node. Our Node stays in
+  force when it is deleted, as in kube-proxy: a node that still serves needs its address and zone.
+- The API server's own Service keeps its last ready endpoints. A server that shuts down removes
+  itself from the list; with an empty list no client of this Service, perhaps including us, could
+  reach the next server to hear of it.
 """
 
 from collections.abc import Collection, Iterable
@@ -24,9 +24,11 @@ from kbpf.model.objects import API_SERVER, EndpointSlice, Node, Pod, Service, Se
 
 @dataclass(slots=True)
 class ChangeSet:
-    """What has to be computed again: these Services, or everything since our Node changed;
-    and whether other Pods are exempt than before. `addresses`: those that a Pod behind a Service
-    or another Node has now, or has no more.
+    """What has to be computed again.
+
+    `services`: these Services; `all_services`: all of them, because our Node changed. `pods`: the
+    set of exempt Pods changed. `addresses`: addresses that became or ceased to be those of another
+    Node or of a Pod behind a Service.
     """
 
     services: set[ServiceName] = field(default_factory=set)
@@ -38,7 +40,7 @@ class ChangeSet:
         return self.all_services or self.pods or bool(self.services or self.addresses)
 
     def update(self, changes: "ChangeSet") -> None:
-        """This and that."""
+        """Merges `changes` into this set."""
         self.services |= changes.services
         self.all_services |= changes.all_services
         self.pods |= changes.pods
@@ -46,7 +48,7 @@ class ChangeSet:
 
 
 class ObjectStore:
-    """Services, EndpointSlices, exempt Pods and Nodes, as last told. One thread only."""
+    """The current Services, EndpointSlices, exempt Pods and Nodes. Use it from one thread only."""
 
     def __init__(self, node_name: str, bind_address: Addr | None = None) -> None:
         self._bind_addresses = (bind_address,) if bind_address else ()
@@ -55,67 +57,64 @@ class ObjectStore:
         self._services: dict[ServiceName, Service] = {}
         self._slices: dict[ObjectKey, EndpointSlice] = {}
         self._by_service: dict[ServiceName, dict[str, EndpointSlice]] = {}
-        self._api_server_slices: dict[
-            ObjectKey, EndpointSlice
-        ] = {}  # its slices as they were said last
+        self._api_server_slices: dict[ObjectKey, EndpointSlice] = {}  # their latest versions
         self._pods: dict[ObjectKey, Pod] = {}
-        self._pod_addresses: dict[Addr, int] = {}  # in how many slices
+        self._pod_addresses: dict[Addr, int] = {}  # address → number of slices
         self._other_nodes: dict[str, tuple[Addr, ...]] = {}
-        self._node_addresses: dict[Addr, int] = {}  # of how many other Nodes
+        self._node_addresses: dict[Addr, int] = {}  # address → number of other Nodes
         self._rejected: dict[ObjectKey, str] = {}
-        self._unusable_keys: set[ObjectKey] = set()  # of these, all but Pods
+        self._unusable_keys: set[ObjectKey] = set()  # the same without Pods
         self._skipped: dict[ObjectKey, tuple[str, ...]] = {}
         self._synced: frozenset[Kind] = frozenset()
 
     @property
     def node(self) -> Node:
-        """Our Node; with nothing but its name while it is not known."""
+        """Our Node; it has only its name until the object is known."""
         return self._node
 
     @property
     def node_known(self) -> bool:
-        """Whether our Node has ever been told."""
+        """Whether an object for our Node has been received."""
         return self._node_known
 
     @property
     def synced(self) -> frozenset[Kind]:
-        """The kinds that have been listed completely at least once."""
         return self._synced
 
     @property
     def all_usable(self) -> bool:
-        """Whether the newest version of every object can be used, but for Pods, which serve
-        nothing.
+        """Whether the latest version of every object is valid. Pods are ignored, because they
+        serve nothing.
         """
         return not self._unusable_keys
 
     def problems_of(self, key: ObjectKey) -> tuple[str, ...]:
-        """What was left out of this object, a line each: all of its newest version, or parts."""
+        """Returns a line for each part of this object that was ignored: all of its latest version,
+        or parts of it.
+        """
         error = self._rejected.get(key)
         return (*(() if error is None else (error,)), *self._skipped.get(key, ()))
 
     @property
     def pods(self) -> Collection[Pod]:
-        """The Pods of our node whose sockets are to be left alone."""
+        """The exempt Pods of our node."""
         return self._pods.values()
 
     def service_names(self) -> Collection[ServiceName]:
-        """The Services that exist."""
         return self._services.keys()
 
     def service(self, name: ServiceName) -> Service | None:
-        """The Service of this name."""
         return self._services.get(name)
 
     def service_of(self, event: Upsert | Delete) -> ServiceName | None:
-        """The Service that an event is about."""
+        """The Service that an event changes."""
         if event.key.kind is Kind.SERVICE:
             return ServiceName(event.key.namespace, event.key.name)
         obj = event.object if isinstance(event, Upsert) else None
         return obj.service_name if isinstance(obj, EndpointSlice) else None
 
     def estimate_cost(self, name: ServiceName) -> int:
-        """How much there is to compute for this Service: about its ports times its endpoints."""
+        """Estimates the work to compute this Service: about its ports times its endpoints."""
         service = self._services.get(name)
         ports = len(service.ports) if service is not None else 1
         return ports * (
@@ -136,7 +135,7 @@ class ObjectStore:
         return address in self._node_addresses
 
     def apply(self, events: Iterable[Event]) -> ChangeSet:
-        """Take in what the sources say, in order; returns what it touches."""
+        """Applies events in order; returns what they changed."""
         touched = ChangeSet()
         for event in events:
             if isinstance(event, Synced):
@@ -194,7 +193,7 @@ class ObjectStore:
         touched.services.add(name)
 
     def _slice_service(self, key: ObjectKey) -> ServiceName | None:
-        """The Service that the slice of this key named last."""
+        """The Service that the current version of this slice names."""
         if key in self._api_server_slices:
             return API_SERVER
         slice_ = self._slices.get(key)
@@ -203,7 +202,7 @@ class ObjectStore:
     def _put_api_server_slice(
         self, key: ObjectKey, new: EndpointSlice | None, touched: ChangeSet
     ) -> None:
-        """All of its slices become as they were said, once one of them has somebody who serves."""
+        """Publishes the latest version of all slices once one of them has a ready endpoint."""
         slices = self._api_server_slices
         slices.pop(key, None)
         if new is not None and new.service_name == API_SERVER:
@@ -278,7 +277,7 @@ class ObjectStore:
 
 
 def pod_addresses(slice_: EndpointSlice) -> set[Addr]:
-    """The addresses of those endpoints that are Pods."""
+    """The addresses of the endpoints that are Pods."""
     if not slice_.packed_pods:
         return set()
     pairs = zip(slice_.endpoints, slice_.pods, strict=True)
@@ -286,7 +285,9 @@ def pod_addresses(slice_: EndpointSlice) -> set[Addr]:
 
 
 def _update_counts(counts: dict[Addr, int], before: set[Addr], after: set[Addr]) -> set[Addr]:
-    """Counts those of one object in the place of what it had before; which came or went."""
+    """Updates the reference counts for one object; returns the addresses that appeared or
+    vanished.
+    """
     changed = set()
     for address in after - before:
         counts[address] = counts.get(address, 0) + 1
@@ -301,5 +302,5 @@ def _update_counts(counts: dict[Addr, int], before: set[Addr], after: set[Addr])
 
 
 def _policy_fields(node: Node) -> tuple[object, ...]:
-    """What policy reads of a Node."""
+    """The fields of a Node that policy uses."""
     return node.zone, node.addresses, node.pod_cidrs

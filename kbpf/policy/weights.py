@@ -1,11 +1,10 @@
-"""How much of a Service's connections each backend of a set gets.
+"""Applies weights: how much of a Service's connections each backend of a set gets.
 
-Rules kept here:
-- Of the rules that fit an endpoint the most specific one counts: its address, its Pod, its node,
-  its zone, then what is for all others.
-- Weight 0 means no new connections: such a backend is in no set, but serves on who it has.
-- A set in which all have weight 0 is used as if nobody had a weight: a slip of the pen must not
-  take a Service down.
+Rules:
+- The most specific rule for an endpoint applies: its address, Pod, node, zone, then the default.
+- Weight 0 means no new connections: the backend is in no set, but keeps its existing connections.
+- If all backends of a set have weight 0, weights are ignored: a mistake must not take a Service
+  down.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,14 +17,14 @@ from kbpf.model.objects import Weights
 
 
 class WeightedBackends(NamedTuple):
-    """Who of a set gets connections, and how much each: as in Spread.weights."""
+    """The backends of a set that get connections, and their weights as in Spread.weights."""
 
     backends: BackendSet
     weights: tuple[int, ...] = ()
 
 
 def make_weight_lookup(weights: Weights) -> Callable[[Addr, str, str, str], int]:
-    """A function of address, Pod, node and zone: the weight of that endpoint."""
+    """Returns a function (address, Pod, node, zone) → weight of that endpoint."""
     by_address, by_pod = dict(weights.addresses), dict(weights.pods)
     by_node, by_zone = dict(weights.nodes), dict(weights.zones)
     default = weights.default
@@ -41,8 +40,8 @@ def make_weight_lookup(weights: Weights) -> Callable[[Addr, str, str, str], int]
 
 
 def apply_weights(backends: BackendSet, weights: Mapping[Backend, int]) -> WeightedBackends:
-    """The backends with more than nothing. Their weights have no common divisor, and are () where
-    all are equal.
+    """Returns the backends with a weight above 0. Their weights have no common divisor; () if all
+    are equal.
     """
     values = [weights[backend] for backend in backends]
     if not any(values):

@@ -168,7 +168,7 @@ WRONG = [
           REFUSED, (TAKEN.format("10.96.0.10:80/TCP"),), (X,)),
     Wrong("an ExternalIP where a process listens", service(f"{IP}, ports: [{{port: 22}}], "
           f"externalIPs: [{OWN}]"), REFUSED, (f"bad/x TCP IPv4: {OWN}:22/TCP is not served: a "
-          "process of this node listens there",), (f"bad/x {X_IP}:22/TCP",)),
+          "process on this node listens on it",), (f"bad/x {X_IP}:22/TCP",)),
     Wrong("special addresses", service("clusterIPs: [10.96.0.11, 'fd00::11'], ports: [{port: 80}], "
           "externalIPs: [127.0.0.1, 0.0.0.0, 224.0.0.1, '::1']"), LEFT_OUT, (
               f"{X_SAYS}spec.externalIPs[0]: 127.0.0.1 is a loopback address",

@@ -413,7 +413,7 @@ def test_what_is_wrong_with_the_node_is_a_problem(
 
     refused = "the configuration file is refused, and the next start would be: not YAML"
     nowhere = (
-        "NodePorts of IPv4 answer nowhere: this node has no address in the networks of "
+        "IPv4 NodePorts are not served: this node has no address in the networks of "
         "nodePortAddresses (--nodeport-addresses)"
     )
     for _ in range(2):

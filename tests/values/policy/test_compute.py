@@ -607,4 +607,4 @@ def test_one_service_asks_for_no_more_than_the_maps_hold(
         assert (state.frontends, state.cluster, state.serving) == ((), (), ())
         ((front, why),) = state.refused
         assert str(front) == f"10.96.0.9:{number + 1}/TCP"
-        assert "more ports, times endpoints or addresses, than the maps may hold" in why
+        assert "ports times endpoints or addresses exceed the limits of the maps" in why

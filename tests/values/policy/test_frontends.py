@@ -454,5 +454,5 @@ NOWHERE = [
 def test_networks_of_node_ports_without_an_address_of_this_node(row: Nowhere):
     config = Config(node_port_addresses=cidrs(*row.networks), **row.more)
     said = node_port_problem(addrs(*row.local), config)
-    assert said.startswith(f"NodePorts of {row.told} answer nowhere: " if row.told else "")
+    assert said.startswith(f"{row.told} NodePorts are not served: " if row.told else "")
     assert bool(said) == bool(row.told)
