@@ -71,8 +71,8 @@ OWN = "an address of this node"
 OTHERS = "an address of another node"
 LINK = "link-local"
 POD = "address of a Pod"
-LISTENS = "a process of this node listens"
-OFF, OUTSIDE = "is off", "none of the networks"
+LISTENS = "a process on this node listens"
+OFF, OUTSIDE = "is off", "not in a network of"
 SHOPS = "belongs to shop/shop"
 
 
