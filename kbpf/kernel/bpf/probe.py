@@ -18,14 +18,15 @@ from kbpf.errors import KernelError, kernel_errors
 from kbpf.kernel.bpf import objects, syscalls
 from kbpf.kernel.bpf.objects import Link, Map, Program
 from kbpf.kernel.net import sock_diag
+from kbpf.kernel.net.uapi import (
+    SO_COOKIE,
+)
 from kbpf.kernel.probe_result import Probe
 from kbpf.kernel.system import cgroups, netns
 
 RETURN_1: Final = struct.pack("=BBhi", 0xB7, 0, 0, 1) + struct.pack("=BBhi", 0x95, 0, 0, 0)
 """r0 = 1; exit."""
 
-
-SO_COOKIE: Final = 57
 
 CAPABILITIES: Final = {
     "CAP_NET_ADMIN": 12,

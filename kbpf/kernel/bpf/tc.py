@@ -37,20 +37,29 @@ from kbpf.kernel.net.netlink import (
     parse_attributes,
     parse_string,
 )
+from kbpf.kernel.net.uapi import (
+    NLM_F_CREATE,
+    NLM_F_EXCL,
+    NLM_F_REPLACE,
+    RTM_DELQDISC,
+    RTM_DELTFILTER,
+    RTM_GETQDISC,
+    RTM_GETTFILTER,
+    RTM_NEWQDISC,
+    RTM_NEWTFILTER,
+    TCA_CHAIN,
+    TCA_KIND,
+    TCA_OPTIONS,
+)
 from kbpf.kernel.probe_result import Probe
 
 BPF_PROG_TYPE_SCHED_CLS: Final = 3
 NONEXISTENT_IFINDEX: Final = 0x7FFFFFFF
 
-RTM_NEWQDISC, RTM_DELQDISC, RTM_GETQDISC = 36, 37, 38
-RTM_NEWTFILTER, RTM_DELTFILTER, RTM_GETTFILTER = 44, 45, 46
-NLM_F_CREATE_REPLACE: Final = 0x400 | 0x100  # NLM_F_CREATE | NLM_F_REPLACE
-NLM_F_CREATE_EXCL: Final = 0x400 | 0x200  # NLM_F_CREATE | NLM_F_EXCL
 CLSACT_HANDLE_PARENT: Final = (
     0xFFFF0000,
     0xFFFFFFF1,
 )  # handle and parent, also of its elder, "ingress"
-TCA_KIND, TCA_OPTIONS, TCA_CHAIN = 1, 2, 11
 TCA_BPF_FD, TCA_BPF_NAME, TCA_BPF_FLAGS, TCA_BPF_ID = 6, 7, 8, 11
 TCA_BPF_FLAG_ACT_DIRECT: Final = 1
 
@@ -330,7 +339,7 @@ class TcAttacher:
             self._netlink.request(
                 RTM_NEWTFILTER,
                 body,
-                NLM_F_CREATE_REPLACE if direction in existing else NLM_F_CREATE_EXCL,
+                NLM_F_CREATE | (NLM_F_REPLACE if direction in existing else NLM_F_EXCL),
             )
         except KernelError:
             if is_new_qdisc:
@@ -345,7 +354,7 @@ class TcAttacher:
             TCA_KIND, b"clsact\0"
         )
         try:
-            self._netlink.request(RTM_NEWQDISC, body, NLM_F_CREATE_EXCL)
+            self._netlink.request(RTM_NEWQDISC, body, NLM_F_CREATE | NLM_F_EXCL)
         except KernelError as error:
             if error.errno != errno.EEXIST:
                 raise

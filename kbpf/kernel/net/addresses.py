@@ -7,18 +7,21 @@ from collections.abc import Callable
 from typing import Final
 
 from kbpf.kernel.net import netlink
-from kbpf.kernel.net.netlink import RTMGRP_IFADDR, Rtnetlink, parse_attributes
+from kbpf.kernel.net.netlink import Rtnetlink, parse_attributes
+from kbpf.kernel.net.uapi import (
+    IFA_ADDRESS,
+    IFA_F_DEPRECATED,
+    IFA_F_SECONDARY,
+    IFA_F_TENTATIVE,
+    IFA_LOCAL,
+    RT_SCOPE_HOST,
+    RT_SCOPE_LINK,
+    RTM_GETADDR,
+    RTM_NEWADDR,
+    RTMGRP_IPV4_IFADDR,
+    RTMGRP_IPV6_IFADDR,
+)
 from kbpf.model.address import V4_PREFIX, Addr
-
-RTM_NEWADDR: Final = 20
-RTM_GETADDR: Final = 22
-IFA_ADDRESS: Final = 1
-IFA_LOCAL: Final = 2
-IFA_F_SECONDARY: Final = 0x01  # of IPv6: temporary
-IFA_F_DEPRECATED: Final = 0x20
-IFA_F_TENTATIVE: Final = 0x40
-RT_SCOPE_LINK: Final = 253
-RT_SCOPE_HOST: Final = 254
 
 IFADDRMSG: Final = struct.Struct("=BBBBI")
 """Family, prefix length, flags, scope, ifindex."""
@@ -73,4 +76,4 @@ def watch_addresses(on_change: Callable[[], None], stop: threading.Event) -> Non
     """Calls `changed` at once and after each change of an address, until `stop` is set. Runs in
     its thread.
     """
-    netlink.watch(RTMGRP_IFADDR, on_change, stop)
+    netlink.watch(RTMGRP_IPV4_IFADDR | RTMGRP_IPV6_IFADDR, on_change, stop)

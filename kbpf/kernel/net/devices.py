@@ -6,45 +6,70 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from kbpf.kernel.net.addresses import (
-    IFADDRMSG,
-    RT_SCOPE_LINK,
-    RTM_GETADDR,
-    RTM_NEWADDR,
-    source_address_of,
-)
+from kbpf.kernel.net.addresses import IFADDRMSG, source_address_of
 from kbpf.kernel.net.netlink import (
-    RTMGRP_IFADDR,
-    RTMGRP_LINK,
     Message,
     Rtnetlink,
+    pack_attribute,
     parse_attributes,
     parse_int32,
     parse_string,
 )
+from kbpf.kernel.net.uapi import (
+    ARPHRD_ETHER,
+    ARPHRD_IP6GRE,
+    ARPHRD_IPGRE,
+    ARPHRD_NONE,
+    ARPHRD_PPP,
+    ARPHRD_RAWIP,
+    ARPHRD_SIT,
+    ARPHRD_TUNNEL,
+    ARPHRD_TUNNEL6,
+    IFF_LOOPBACK,
+    IFF_POINTOPOINT,
+    IFF_UP,
+    IFLA_ADDRESS,
+    IFLA_EXT_MASK,
+    IFLA_IFNAME,
+    IFLA_INFO_KIND,
+    IFLA_LINK,
+    IFLA_LINK_NETNSID,
+    IFLA_LINKINFO,
+    IFLA_MASTER,
+    IFLA_MTU,
+    RT_SCOPE_LINK,
+    RTEXT_FILTER_SKIP_STATS,
+    RTM_DELLINK,
+    RTM_GETADDR,
+    RTM_GETLINK,
+    RTM_NEWADDR,
+    RTM_NEWLINK,
+    RTMGRP_IPV4_IFADDR,
+    RTMGRP_IPV6_IFADDR,
+    RTMGRP_LINK,
+)
 from kbpf.kernel.system.polling import wait_readable
 from kbpf.model.address import Addr
 
-ARPHRD_ETHER: Final = 1
-ARPHRD_NONE: Final = 0xFFFE
-
-HEADERLESS_LINK_TYPES: Final = frozenset((512, 519, 768, 769, 776, 778, 823, ARPHRD_NONE))
-"""Link types (linux/if_arp.h) whose packets have no link header: PPP, RAWIP, TUNNEL (ipip),
-TUNNEL6, SIT, IPGRE, IP6GRE; NONE is WireGuard and tun."""
+HEADERLESS_LINK_TYPES: Final = frozenset(
+    (
+        ARPHRD_PPP,
+        ARPHRD_RAWIP,
+        ARPHRD_TUNNEL,  # ipip
+        ARPHRD_TUNNEL6,
+        ARPHRD_SIT,
+        ARPHRD_IPGRE,
+        ARPHRD_IP6GRE,
+        ARPHRD_NONE,  # WireGuard and tun
+    )
+)
+"""Link types whose packets have no link-layer header."""
 
 ZERO_MAC: Final = bytes(6)
 
-RTM_NEWLINK: Final = 16
-RTM_DELLINK: Final = 17
-RTM_GETLINK: Final = 18
-
-IFF_UP: Final = 0x1
-IFF_LOOPBACK: Final = 0x8
-IFF_POINTOPOINT: Final = 0x10
-RTEXT_FILTER_SKIP_STATS: Final = 8
 
 _IFINFOMSG: Final = struct.Struct("=BxHiII")
-_EXT_MASK_ATTR: Final = struct.pack("=HHI", 8, 29, RTEXT_FILTER_SKIP_STATS)  # IFLA_EXT_MASK
+_EXT_MASK_ATTR: Final = pack_attribute(IFLA_EXT_MASK, struct.pack("=I", RTEXT_FILTER_SKIP_STATS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,22 +155,22 @@ def _parse_device(
 ) -> Device:
     _, link_type, ifindex, flags, _ = _IFINFOMSG.unpack_from(message.body)
     attrs = parse_attributes(message.body[_IFINFOMSG.size :])
-    info = parse_attributes(attrs.get(18, b""))  # IFLA_LINKINFO
-    peer_netns = attrs.get(37)  # IFLA_LINK_NETNSID
+    info = parse_attributes(attrs.get(IFLA_LINKINFO, b""))
+    peer_netns = attrs.get(IFLA_LINK_NETNSID)
     return Device(
         ifindex=ifindex,
-        name=parse_string(attrs.get(3, b"")),  # IFLA_IFNAME
-        kind=parse_string(info.get(1, b"")),  # IFLA_INFO_KIND
+        name=parse_string(attrs.get(IFLA_IFNAME, b"")),
+        kind=parse_string(info.get(IFLA_INFO_KIND, b"")),
         up=bool(flags & IFF_UP),
         loopback=bool(flags & IFF_LOOPBACK),
         point_to_point=bool(flags & IFF_POINTOPOINT),
-        mtu=parse_int32(attrs.get(4)),  # IFLA_MTU
+        mtu=parse_int32(attrs.get(IFLA_MTU)),
         link_type=link_type,
-        master=parse_int32(attrs.get(10)),  # IFLA_MASTER
-        link=parse_int32(attrs.get(5)),  # IFLA_LINK
+        master=parse_int32(attrs.get(IFLA_MASTER)),
+        link=parse_int32(attrs.get(IFLA_LINK)),
         peer_netns=None if peer_netns is None else parse_int32(peer_netns),
         has_subnet=ifindex in subnets,
-        mac=_parse_mac(attrs.get(1, b"")),  # IFLA_ADDRESS
+        mac=_parse_mac(attrs.get(IFLA_ADDRESS, b"")),
         sources=sources.get(ifindex, ()),
     )
 
@@ -170,7 +195,7 @@ class DeviceMonitor(Rtnetlink):
     """
 
     def __init__(self) -> None:
-        super().__init__(RTMGRP_LINK | RTMGRP_IFADDR)
+        super().__init__(RTMGRP_LINK | RTMGRP_IPV4_IFADDR | RTMGRP_IPV6_IFADDR)
 
     def wait(self, timeout: float, wake_fd: int) -> DeviceEvents:
         """What was told, after waiting at most so long for it, or until the descriptor `wake` is

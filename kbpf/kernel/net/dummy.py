@@ -14,16 +14,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from kbpf.errors import KernelError
-from kbpf.kernel.net.addresses import (
-    IFA_ADDRESS,
-    IFA_LOCAL,
-    IFADDRMSG,
-    RT_SCOPE_HOST,
-    RT_SCOPE_LINK,
-    RTM_GETADDR,
-    RTM_NEWADDR,
-)
-from kbpf.kernel.net.devices import IFF_UP, RTM_DELLINK, RTM_GETLINK, RTM_NEWLINK
+from kbpf.kernel.net.addresses import IFADDRMSG
 from kbpf.kernel.net.netlink import (
     NetlinkRequest,
     Rtnetlink,
@@ -31,13 +22,38 @@ from kbpf.kernel.net.netlink import (
     parse_attributes,
     parse_string,
 )
+from kbpf.kernel.net.uapi import (
+    IFA_ADDRESS,
+    IFA_CACHEINFO,
+    IFA_F_NODAD,
+    IFA_F_NOPREFIXROUTE,
+    IFA_F_PERMANENT,
+    IFA_FLAGS,
+    IFA_LOCAL,
+    IFF_UP,
+    IFLA_AF_SPEC,
+    IFLA_IFALIAS,
+    IFLA_IFNAME,
+    IFLA_INET6_ADDR_GEN_MODE,
+    IFLA_INFO_KIND,
+    IFLA_LINKINFO,
+    IN6_ADDR_GEN_MODE_NONE,
+    INFINITY_LIFE_TIME,
+    NLM_F_CREATE,
+    NLM_F_EXCL,
+    RT_SCOPE_HOST,
+    RT_SCOPE_LINK,
+    RT_SCOPE_UNIVERSE,
+    RTM_DELADDR,
+    RTM_DELLINK,
+    RTM_GETADDR,
+    RTM_GETLINK,
+    RTM_NEWADDR,
+    RTM_NEWLINK,
+)
 from kbpf.model.address import V4_PREFIX, Addr, family_of, format_addr
 
-RTM_DELADDR: Final = 21
-NLM_F_CREATE: Final = 0x400
-NLM_F_EXCL: Final = 0x200
-ADDRESS_FLAGS: Final = 0x02 | 0x80 | 0x200  # IFA_F_NODAD, IFA_F_PERMANENT, IFA_F_NOPREFIXROUTE
-INFINITY_LIFE_TIME: Final = 0xFFFFFFFF
+ADDRESS_FLAGS: Final = IFA_F_NODAD | IFA_F_PERMANENT | IFA_F_NOPREFIXROUTE
 IPV6_SYSCTLS: Final = Path("/proc/sys/net/ipv6/conf")
 FATAL_ERRNOS: Final = frozenset((errno.ENODEV, errno.EPERM))
 """How the kernel refuses whatever address is asked for."""
@@ -46,7 +62,7 @@ ALIAS: Final = "kbpf"
 """Says that the device is ours."""
 
 _IFINFOMSG: Final = struct.Struct("=BxHiII")
-_IFA_CACHEINFO: Final = struct.Struct("=IIII")
+_CACHEINFO: Final = struct.Struct("=IIII")  # struct ifa_cacheinfo
 _EMPTY_IFINFOMSG: Final = _IFINFOMSG.pack(0, 0, 0, 0, 0)
 
 
@@ -62,7 +78,7 @@ def find_device(name: str) -> DeviceIdentity | None:
     with Rtnetlink() as netlink:
         try:
             body = netlink.request(
-                RTM_GETLINK, _EMPTY_IFINFOMSG + pack_attribute(3, name.encode() + b"\0")
+                RTM_GETLINK, _EMPTY_IFINFOMSG + pack_attribute(IFLA_IFNAME, name.encode() + b"\0")
             )[0].body
         except KernelError as error:
             if error.errno != errno.ENODEV:
@@ -72,8 +88,10 @@ def find_device(name: str) -> DeviceIdentity | None:
 
 
 def _parse_identity(attrs: Mapping[int, bytes]) -> DeviceIdentity:
-    info = parse_attributes(attrs.get(18, b""))
-    return DeviceIdentity(parse_string(info.get(1, b"")), parse_string(attrs.get(20, b"")))
+    info = parse_attributes(attrs.get(IFLA_LINKINFO, b""))
+    return DeviceIdentity(
+        parse_string(info.get(IFLA_INFO_KIND, b"")), parse_string(attrs.get(IFLA_IFALIAS, b""))
+    )
 
 
 def list_ours() -> tuple[str, ...]:
@@ -82,7 +100,9 @@ def list_ours() -> tuple[str, ...]:
         messages = netlink.dump(RTM_GETLINK, _EMPTY_IFINFOMSG)
     links = (parse_attributes(message.body[_IFINFOMSG.size :]) for message in messages)
     return tuple(
-        parse_string(attrs[3]) for attrs in links if _parse_identity(attrs) == (KIND, ALIAS)
+        parse_string(attrs[IFLA_IFNAME])
+        for attrs in links
+        if _parse_identity(attrs) == (KIND, ALIAS)
     )
 
 
@@ -105,10 +125,12 @@ def ensure(name: str) -> int:
             "a device of this name is there, and kbpf has not made it", name,
             "remove it, or give kbpf another name with --ipvs-device", errno.EEXIST,
         )  # fmt: skip
-    name_attr = pack_attribute(3, name.encode() + b"\0")
-    linkinfo_attr = pack_attribute(18, pack_attribute(1, KIND.encode() + b"\0"))
-    # No link-local address of its own: IFLA_AF_SPEC, AF_INET6, IFLA_INET6_ADDR_GEN_MODE none.
-    no_link_local = pack_attribute(26, pack_attribute(socket.AF_INET6, pack_attribute(8, b"\1")))
+    name_attr = pack_attribute(IFLA_IFNAME, name.encode() + b"\0")
+    linkinfo_attr = pack_attribute(
+        IFLA_LINKINFO, pack_attribute(IFLA_INFO_KIND, KIND.encode() + b"\0")
+    )
+    gen_mode = pack_attribute(IFLA_INET6_ADDR_GEN_MODE, bytes((IN6_ADDR_GEN_MODE_NONE,)))
+    no_link_local = pack_attribute(IFLA_AF_SPEC, pack_attribute(socket.AF_INET6, gen_mode))
     with Rtnetlink() as netlink:
         try:
             netlink.request(
@@ -122,7 +144,7 @@ def ensure(name: str) -> int:
                 ) from error  # fmt: skip
         with contextlib.suppress(KernelError):  # a kernel without IPv6
             netlink.request(RTM_NEWLINK, _EMPTY_IFINFOMSG + name_attr + no_link_local)
-        alias_attr = pack_attribute(20, ALIAS.encode())
+        alias_attr = pack_attribute(IFLA_IFALIAS, ALIAS.encode())
         netlink.request(
             RTM_NEWLINK, _IFINFOMSG.pack(0, 0, 0, IFF_UP, IFF_UP) + name_attr + alias_attr
         )
@@ -147,7 +169,7 @@ def accepts_ipv6(name: str) -> bool:
 
 def remove(name: str) -> bool:
     """Whether it was there. Its addresses go with it."""
-    body = _EMPTY_IFINFOMSG + pack_attribute(3, name.encode() + b"\0")
+    body = _EMPTY_IFINFOMSG + pack_attribute(IFLA_IFNAME, name.encode() + b"\0")
     with Rtnetlink() as netlink:
         try:
             netlink.request(RTM_DELLINK, body)
@@ -240,13 +262,12 @@ def _encode_address(ifindex: int, address: Addr) -> bytes:
         raw = address[12:]
         header = IFADDRMSG.pack(socket.AF_INET, 32, ADDRESS_FLAGS & 0xFF, RT_SCOPE_HOST, ifindex)
         return header + pack_attribute(IFA_LOCAL, raw) + pack_attribute(IFA_ADDRESS, raw)
-    header = IFADDRMSG.pack(socket.AF_INET6, 128, ADDRESS_FLAGS & 0xFF, 0, ifindex)
+    header = IFADDRMSG.pack(socket.AF_INET6, 128, ADDRESS_FLAGS & 0xFF, RT_SCOPE_UNIVERSE, ifindex)
     return (
         header
         + pack_attribute(IFA_LOCAL, address)
         + pack_attribute(IFA_ADDRESS, address)
-        + pack_attribute(
-            6, _IFA_CACHEINFO.pack(0, INFINITY_LIFE_TIME, 0, 0)
-        )  # IFA_CACHEINFO: preferred for 0 s
-        + pack_attribute(8, struct.pack("=I", ADDRESS_FLAGS))
+        # A preferred lifetime of 0 s makes the address deprecated.
+        + pack_attribute(IFA_CACHEINFO, _CACHEINFO.pack(0, INFINITY_LIFE_TIME, 0, 0))
+        + pack_attribute(IFA_FLAGS, struct.pack("=I", ADDRESS_FLAGS))
     )

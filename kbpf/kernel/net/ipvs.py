@@ -24,37 +24,71 @@ from kbpf.kernel.net.netlink import (
     parse_int32,
     parse_string,
 )
+from kbpf.kernel.net.uapi import (
+    CTRL_ATTR_FAMILY_ID,
+    CTRL_ATTR_FAMILY_NAME,
+    CTRL_CMD_GETFAMILY,
+    GENL_ID_CTRL,
+    IP_VS_CONN_F_MASQ,
+    IPVS_CMD_ATTR_DEST,
+    IPVS_CMD_ATTR_SERVICE,
+    IPVS_CMD_ATTR_TIMEOUT_TCP,
+    IPVS_CMD_ATTR_TIMEOUT_TCP_FIN,
+    IPVS_CMD_ATTR_TIMEOUT_UDP,
+    IPVS_DEST_ATTR_ACTIVE_CONNS,
+    IPVS_DEST_ATTR_ADDR,
+    IPVS_DEST_ATTR_ADDR_FAMILY,
+    IPVS_DEST_ATTR_FWD_METHOD,
+    IPVS_DEST_ATTR_INACT_CONNS,
+    IPVS_DEST_ATTR_L_THRESH,
+    IPVS_DEST_ATTR_PORT,
+    IPVS_DEST_ATTR_U_THRESH,
+    IPVS_DEST_ATTR_WEIGHT,
+    IPVS_GENL_NAME,
+    IPVS_GENL_VERSION,
+    IPVS_STATS_ATTR_CONNS,
+    IPVS_STATS_ATTR_INBYTES,
+    IPVS_STATS_ATTR_OUTBYTES,
+    IPVS_SVC_ATTR_ADDR,
+    IPVS_SVC_ATTR_AF,
+    IPVS_SVC_ATTR_FLAGS,
+    IPVS_SVC_ATTR_FWMARK,
+    IPVS_SVC_ATTR_NETMASK,
+    IPVS_SVC_ATTR_PORT,
+    IPVS_SVC_ATTR_PROTOCOL,
+    IPVS_SVC_ATTR_SCHED_NAME,
+    IPVS_SVC_ATTR_STATS64,
+    IPVS_SVC_ATTR_TIMEOUT,
+    NETLINK_GENERIC,
+    NLA_F_NESTED,
+    NLM_F_CREATE,
+    NLM_F_EXCL,
+)
 from kbpf.kernel.system import sysctl
 from kbpf.model.address import ANY4, ANY6, V4_PREFIX, Addr, family_of, format_endpoint, parse_addr
 from kbpf.model.objects import Protocol
 
-IPVS_GENL_NAME: Final = "IPVS"
 CONNECTIONS_PATH: Final = Path("/proc/thread-self/net/ip_vs_conn")
 CONNTRACK_SYSCTL: Final = "net.ipv4.vs.conntrack"
 """Whether IPVS keeps its connections in conntrack as well, by which they can be masqueraded."""
 EXPIRE_NODEST_CONN_SYSCTL: Final = "net.ipv4.vs.expire_nodest_conn"
 """A setting that IPVS always has."""
 HINT: Final = "load the kernel module ip_vs (modprobe ip_vs)"
-NETLINK_GENERIC: Final = 16
-NLA_F_NESTED: Final = 0x8000
 NLM_F_CREATE_EXCL: Final = 0x600  # NLM_F_CREATE | NLM_F_EXCL
 
 _VERBS: Final = {"NEW": "make", "SET": "change", "DEL": "remove", "GET": "read"}
 _NOUNS: Final = {"SERVICE": "virtual service", "DEST": "real server"}
-_IPVS_SVC_ATTR_STATS64: Final = 12
-_STATS_ATTRS: Final = (1, 4, 5)  # of its attributes: connections, bytes in, bytes out
+_STATS_ATTRS: Final = (IPVS_STATS_ATTR_CONNS, IPVS_STATS_ATTR_INBYTES, IPVS_STATS_ATTR_OUTBYTES)
 _GENLMSGHDR: Final = struct.Struct("=BBH")  # command, version, reserved
 _IP_VS_FLAGS: Final = struct.Struct("=II")
 _U16: Final = struct.Struct("=H")
 _U32: Final = struct.Struct("=I")
 _BE16: Final = struct.Struct(">H")
-_CTRL_CMD_GETFAMILY: Final = _GENLMSGHDR.pack(3, 1, 0)
-_GENL_ID_CTRL: Final = 0x10
-_CTRL_ATTR_FAMILY_ID: Final = 1
-_CTRL_ATTR_FAMILY_NAME: Final = 2
-_IPVS_CMD_ATTR_SERVICE: Final = 1
-_IPVS_CMD_ATTR_DEST: Final = 2
-_TIMEOUT_ATTRS: Final = (4, 5, 6)  # IPVS_CMD_ATTR_TIMEOUT_TCP, _TCP_FIN, _UDP
+_TIMEOUT_ATTRS: Final = (
+    IPVS_CMD_ATTR_TIMEOUT_TCP,
+    IPVS_CMD_ATTR_TIMEOUT_TCP_FIN,
+    IPVS_CMD_ATTR_TIMEOUT_UDP,
+)
 
 
 def supports_conntrack() -> bool | None:
@@ -223,11 +257,11 @@ def _parse_proc_address(field: str) -> Addr:
 def encode_request(request: IpvsRequest) -> bytes:
     """The message's body: command and attributes."""
     parts = [
-        _GENLMSGHDR.pack(request.command, 1, 0),
-        _nest(_IPVS_CMD_ATTR_SERVICE, _encode_service(request)),
+        _GENLMSGHDR.pack(request.command, IPVS_GENL_VERSION, 0),
+        _nest(IPVS_CMD_ATTR_SERVICE, _encode_service(request)),
     ]
     if request.server is not None:
-        parts.append(_nest(_IPVS_CMD_ATTR_DEST, _encode_server(request.server, request.weight)))
+        parts.append(_nest(IPVS_CMD_ATTR_DEST, _encode_server(request.server, request.weight)))
     return b"".join(parts)
 
 
@@ -238,7 +272,7 @@ def encode_timeouts(timeouts: ConnectionTimeouts) -> bytes:
         for attr_type, seconds in zip(_TIMEOUT_ATTRS, timeouts, strict=True)
         if seconds
     )
-    return _GENLMSGHDR.pack(IpvsCommand.IPVS_CMD_SET_CONFIG, 1, 0) + b"".join(attrs)
+    return _GENLMSGHDR.pack(IpvsCommand.IPVS_CMD_SET_CONFIG, IPVS_GENL_VERSION, 0) + b"".join(attrs)
 
 
 def decode_timeouts(body: bytes) -> ConnectionTimeouts:
@@ -254,22 +288,25 @@ def _nest(attr_type: int, value: bytes) -> bytes:
 def _encode_service(request: IpvsRequest) -> bytes:
     service, settings = request.service, request.settings
     v4 = family_of(service.address) == 4
-    parts = [pack_attribute(1, _U16.pack(socket.AF_INET if v4 else socket.AF_INET6))]
+    parts = [pack_attribute(IPVS_SVC_ATTR_AF, _U16.pack(socket.AF_INET if v4 else socket.AF_INET6))]
     if service.fwmark:
-        parts.append(pack_attribute(5, _U32.pack(service.fwmark)))
+        parts.append(pack_attribute(IPVS_SVC_ATTR_FWMARK, _U32.pack(service.fwmark)))
     else:
-        parts.append(pack_attribute(2, _U16.pack(service.protocol)))
-        parts.append(pack_attribute(3, _encode_address(service.address)))
-        parts.append(pack_attribute(4, _BE16.pack(service.port)))
+        parts.append(pack_attribute(IPVS_SVC_ATTR_PROTOCOL, _U16.pack(service.protocol)))
+        parts.append(pack_attribute(IPVS_SVC_ATTR_ADDR, _encode_address(service.address)))
+        parts.append(pack_attribute(IPVS_SVC_ATTR_PORT, _BE16.pack(service.port)))
     if settings is not None:
         flags = settings.flags | (
             IpvsServiceFlag.IP_VS_SVC_F_PERSISTENT if settings.persistence else 0
         )
-        parts.append(pack_attribute(6, settings.scheduler.encode() + b"\0"))
-        parts.append(pack_attribute(7, _IP_VS_FLAGS.pack(flags, sum(IpvsServiceFlag))))
-        parts.append(pack_attribute(8, _U32.pack(settings.persistence)))
-        # Whose persistence is shared: a mask in network order, or the length of an IPv6 prefix.
-        parts.append(pack_attribute(9, b"\xff\xff\xff\xff" if v4 else _U32.pack(128)))
+        parts.append(pack_attribute(IPVS_SVC_ATTR_SCHED_NAME, settings.scheduler.encode() + b"\0"))
+        parts.append(
+            pack_attribute(IPVS_SVC_ATTR_FLAGS, _IP_VS_FLAGS.pack(flags, sum(IpvsServiceFlag)))
+        )
+        parts.append(pack_attribute(IPVS_SVC_ATTR_TIMEOUT, _U32.pack(settings.persistence)))
+        # Persistence is per client address: a mask in network order, or an IPv6 prefix length.
+        netmask = b"\xff\xff\xff\xff" if v4 else _U32.pack(128)
+        parts.append(pack_attribute(IPVS_SVC_ATTR_NETMASK, netmask))
     return b"".join(parts)
 
 
@@ -277,13 +314,15 @@ def _encode_server(server: RealServerKey, weight: int) -> bytes:
     v4 = family_of(server.address) == 4
     return b"".join(
         (
-            pack_attribute(11, _U16.pack(socket.AF_INET if v4 else socket.AF_INET6)),
-            pack_attribute(1, _encode_address(server.address)),
-            pack_attribute(2, _BE16.pack(server.port)),
-            pack_attribute(3, _U32.pack(0)),  # masquerading: the address is translated
-            pack_attribute(4, _U32.pack(weight)),
-            pack_attribute(5, _U32.pack(0)),
-            pack_attribute(6, _U32.pack(0)),
+            pack_attribute(
+                IPVS_DEST_ATTR_ADDR_FAMILY, _U16.pack(socket.AF_INET if v4 else socket.AF_INET6)
+            ),
+            pack_attribute(IPVS_DEST_ATTR_ADDR, _encode_address(server.address)),
+            pack_attribute(IPVS_DEST_ATTR_PORT, _BE16.pack(server.port)),
+            pack_attribute(IPVS_DEST_ATTR_FWD_METHOD, _U32.pack(IP_VS_CONN_F_MASQ)),
+            pack_attribute(IPVS_DEST_ATTR_WEIGHT, _U32.pack(weight)),
+            pack_attribute(IPVS_DEST_ATTR_U_THRESH, _U32.pack(0)),
+            pack_attribute(IPVS_DEST_ATTR_L_THRESH, _U32.pack(0)),
         )
     )
 
@@ -299,14 +338,16 @@ def _decode_address(raw: bytes, family: int) -> Addr:
 
 def decode_service(body: bytes) -> tuple[VirtualServiceKey, VirtualServiceSettings]:
     """From the body of an answer to GET_SERVICE."""
-    attrs = parse_attributes(parse_attributes(body[_GENLMSGHDR.size :])[_IPVS_CMD_ATTR_SERVICE])
-    family = _U16.unpack(attrs[1])[0]
+    attrs = parse_attributes(parse_attributes(body[_GENLMSGHDR.size :])[IPVS_CMD_ATTR_SERVICE])
+    family = _U16.unpack(attrs[IPVS_SVC_ATTR_AF])[0]
     wildcard = ANY4 if family == socket.AF_INET else ANY6
-    fwmark = parse_int32(attrs.get(5)) & 0xFFFFFFFF
-    flags = _IP_VS_FLAGS.unpack(attrs[7])[0]
+    fwmark = parse_int32(attrs.get(IPVS_SVC_ATTR_FWMARK)) & 0xFFFFFFFF
+    flags = _IP_VS_FLAGS.unpack(attrs[IPVS_SVC_ATTR_FLAGS])[0]
     settings = VirtualServiceSettings(
-        parse_string(attrs[6]),
-        parse_int32(attrs.get(8)) if flags & IpvsServiceFlag.IP_VS_SVC_F_PERSISTENT else 0,
+        parse_string(attrs[IPVS_SVC_ATTR_SCHED_NAME]),
+        parse_int32(attrs.get(IPVS_SVC_ATTR_TIMEOUT))
+        if flags & IpvsServiceFlag.IP_VS_SVC_F_PERSISTENT
+        else 0,
         IpvsServiceFlag(
             flags
             & (
@@ -317,15 +358,16 @@ def decode_service(body: bytes) -> tuple[VirtualServiceKey, VirtualServiceSettin
     )
     if fwmark:
         return VirtualServiceKey(socket.IPPROTO_TCP, wildcard, 0, fwmark), settings
-    address = _decode_address(attrs[3], family)
-    port = _BE16.unpack(attrs[4])[0]
-    return VirtualServiceKey(_U16.unpack(attrs[2])[0], address, port), settings
+    address = _decode_address(attrs[IPVS_SVC_ATTR_ADDR], family)
+    port = _BE16.unpack(attrs[IPVS_SVC_ATTR_PORT])[0]
+    protocol = _U16.unpack(attrs[IPVS_SVC_ATTR_PROTOCOL])[0]
+    return VirtualServiceKey(protocol, address, port), settings
 
 
 def decode_stats(body: bytes) -> tuple[VirtualServiceKey, VirtualServiceStats]:
     """From the same answer as decode_service(). All 0 before Linux v4.1, which has 32 bits only."""
-    attrs = parse_attributes(parse_attributes(body[_GENLMSGHDR.size :])[_IPVS_CMD_ATTR_SERVICE])
-    stats = parse_attributes(attrs.get(_IPVS_SVC_ATTR_STATS64, b""))
+    attrs = parse_attributes(parse_attributes(body[_GENLMSGHDR.size :])[IPVS_CMD_ATTR_SERVICE])
+    stats = parse_attributes(attrs.get(IPVS_SVC_ATTR_STATS64, b""))
     numbers = (
         int.from_bytes(stats.get(attr_type, b""), sys.byteorder) for attr_type in _STATS_ATTRS
     )
@@ -334,12 +376,19 @@ def decode_stats(body: bytes) -> tuple[VirtualServiceKey, VirtualServiceStats]:
 
 def decode_server(body: bytes, family: int) -> RealServerStatus:
     """From the body of an answer to GET_SERVER; `family` is that of the service, 4 or 6."""
-    attrs = parse_attributes(parse_attributes(body[_GENLMSGHDR.size :])[_IPVS_CMD_ATTR_DEST])
+    attrs = parse_attributes(parse_attributes(body[_GENLMSGHDR.size :])[IPVS_CMD_ATTR_DEST])
     service_family = socket.AF_INET if family == 4 else socket.AF_INET6
-    server_family = _U16.unpack(attrs[11])[0] if 11 in attrs else service_family
-    server = RealServerKey(_decode_address(attrs[1], server_family), _BE16.unpack(attrs[2])[0])
+    server_family = (
+        _U16.unpack(attrs[IPVS_DEST_ATTR_ADDR_FAMILY])[0]
+        if IPVS_DEST_ATTR_ADDR_FAMILY in attrs
+        else service_family
+    )
+    address = _decode_address(attrs[IPVS_DEST_ATTR_ADDR], server_family)
     return RealServerStatus(
-        server, parse_int32(attrs[4]), parse_int32(attrs.get(7)), parse_int32(attrs.get(8))
+        RealServerKey(address, _BE16.unpack(attrs[IPVS_DEST_ATTR_PORT])[0]),
+        parse_int32(attrs[IPVS_DEST_ATTR_WEIGHT]),
+        parse_int32(attrs.get(IPVS_DEST_ATTR_ACTIVE_CONNS)),
+        parse_int32(attrs.get(IPVS_DEST_ATTR_INACT_CONNS)),
     )
 
 
@@ -358,15 +407,15 @@ class IpvsClient:
             raise
 
     def _resolve_family(self) -> int:
-        body = _CTRL_CMD_GETFAMILY + pack_attribute(
-            _CTRL_ATTR_FAMILY_NAME, IPVS_GENL_NAME.encode() + b"\0"
+        body = _GENLMSGHDR.pack(CTRL_CMD_GETFAMILY, 1, 0) + pack_attribute(
+            CTRL_ATTR_FAMILY_NAME, IPVS_GENL_NAME.encode() + b"\0"
         )
         try:
-            reply = self._netlink.request(_GENL_ID_CTRL, body)
+            reply = self._netlink.request(GENL_ID_CTRL, body)
         except KernelError as error:
             raise KernelError("this kernel has no IPVS", "", HINT, error.errno) from error
         attrs = parse_attributes(reply[0].body[_GENLMSGHDR.size :])
-        return int(_U16.unpack(attrs[_CTRL_ATTR_FAMILY_ID])[0])
+        return int(_U16.unpack(attrs[CTRL_ATTR_FAMILY_ID])[0])
 
     def close(self) -> None:
         """Ends it."""
@@ -374,7 +423,7 @@ class IpvsClient:
 
     def read_timeouts(self) -> ConnectionTimeouts:
         """Those of this network namespace."""
-        body = _GENLMSGHDR.pack(IpvsCommand.IPVS_CMD_GET_CONFIG, 1, 0)
+        body = _GENLMSGHDR.pack(IpvsCommand.IPVS_CMD_GET_CONFIG, IPVS_GENL_VERSION, 0)
         return decode_timeouts(self._netlink.request(self._family_id, body)[0].body)
 
     def set_timeouts(self, timeouts: ConnectionTimeouts) -> None:
@@ -383,9 +432,8 @@ class IpvsClient:
 
     def list_services(self) -> list[tuple[VirtualServiceKey, VirtualServiceSettings]]:
         """All virtual services, whoever made them."""
-        messages = self._netlink.dump(
-            self._family_id, _GENLMSGHDR.pack(IpvsCommand.IPVS_CMD_GET_SERVICE, 1, 0)
-        )
+        body = _GENLMSGHDR.pack(IpvsCommand.IPVS_CMD_GET_SERVICE, IPVS_GENL_VERSION, 0)
+        messages = self._netlink.dump(self._family_id, body)
         return [decode_service(message.body) for message in messages]
 
     def read_settings(self, service: VirtualServiceKey) -> VirtualServiceSettings | None:
@@ -401,9 +449,8 @@ class IpvsClient:
 
     def read_stats(self) -> list[tuple[VirtualServiceKey, VirtualServiceStats]]:
         """What each virtual service has had, whoever made it."""
-        messages = self._netlink.dump(
-            self._family_id, _GENLMSGHDR.pack(IpvsCommand.IPVS_CMD_GET_SERVICE, 1, 0)
-        )
+        body = _GENLMSGHDR.pack(IpvsCommand.IPVS_CMD_GET_SERVICE, IPVS_GENL_VERSION, 0)
+        messages = self._netlink.dump(self._family_id, body)
         return [decode_stats(message.body) for message in messages]
 
     def list_servers(self, service: VirtualServiceKey) -> list[RealServerStatus]:
@@ -432,7 +479,7 @@ class IpvsClient:
                 NetlinkRequest(
                     self._family_id,
                     encode_request(request),
-                    NLM_F_CREATE_EXCL if request.command in creates else 0,
+                    NLM_F_CREATE | NLM_F_EXCL if request.command in creates else 0,
                 )
                 for request in requests
             ]

@@ -16,9 +16,11 @@ from typing import Any, Final, Self
 from pyroute2 import IPRoute, NetlinkError, netns
 
 from kbpf.errors import KernelError
+from kbpf.kernel.net.uapi import (
+    IFA_F_NODAD,
+    RTN_LOCAL,
+)
 
-IFA_F_NODAD: Final = 0x02
-RTN_LOCAL: Final = 2
 LOCAL_ROUTE_TIMEOUT_S: Final = 10.0
 NETNS_DIR: Final = Path("/run/netns")
 

@@ -13,21 +13,22 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple, Self
 
 from kbpf.errors import KernelError, kernel_errors
+from kbpf.kernel.net.uapi import (
+    NETLINK_CAP_ACK,
+    NETLINK_EXT_ACK,
+    NLA_TYPE_MASK,
+    NLM_F_ACK,
+    NLM_F_DUMP,
+    NLM_F_DUMP_INTR,
+    NLM_F_REQUEST,
+    NLMSG_DONE,
+    NLMSG_ERROR,
+    NLMSGERR_ATTR_MSG,
+    SO_RCVBUFFORCE,
+    SOL_NETLINK,
+)
 from kbpf.kernel.system import threads
 from kbpf.kernel.system.polling import wait_readable
-
-NLMSG_ERROR: Final = 2
-NLMSG_DONE: Final = 3
-NLM_F_REQUEST: Final = 0x1  # NLM_F_REQUEST
-NLM_F_REQUEST_ACK: Final = 0x5  # NLM_F_REQUEST | NLM_F_ACK
-NLM_F_REQUEST_DUMP: Final = 0x301  # NLM_F_REQUEST | NLM_F_DUMP
-NLM_F_DUMP_INTR: Final = 0x10  # NLM_F_DUMP_INTR
-SO_RCVBUFFORCE: Final = 33
-SOL_NETLINK: Final = 270
-NETLINK_CAP_ACK: Final = 10
-NETLINK_EXT_ACK: Final = 11
-RTMGRP_LINK: Final = 0x1  # RTMGRP_LINK
-RTMGRP_IFADDR: Final = 0x10 | 0x100  # RTMGRP_IPV4_IFADDR, RTMGRP_IPV6_IFADDR
 
 MAX_DUMP_TRIES: Final = 5
 """A dump that a change ran into is asked for again; in a storm the last one has to do, because
@@ -78,7 +79,7 @@ def parse_attributes(raw: bytes) -> dict[int, bytes]:
         length, attr_type = _NLATTR.unpack_from(raw)
         if length < _NLATTR.size:
             break
-        attrs[attr_type & 0x3FFF] = raw[_NLATTR.size : length]
+        attrs[attr_type & NLA_TYPE_MASK] = raw[_NLATTR.size : length]
         raw = raw[(length + 3) & ~3 :]
     return attrs
 
@@ -136,7 +137,7 @@ class Netlink:
 
     def request(self, msg_type: int, body: bytes, flags: int = 0) -> list[Message]:
         """What the kernel says before it acknowledges. A refusal's hint is the kernel's words."""
-        return self._exchange(msg_type, flags | NLM_F_REQUEST_ACK, body)
+        return self._exchange(msg_type, flags | NLM_F_REQUEST | NLM_F_ACK, body)
 
     def dump(self, msg_type: int, body: bytes) -> list[Message]:
         """Everything of one kind. What does not fit into the socket's buffer is asked for again
@@ -157,7 +158,7 @@ class Netlink:
     def _dump(self, msg_type: int, body: bytes) -> list[Message]:
         messages: list[Message] = []
         for _ in range(MAX_DUMP_TRIES):
-            messages = self._exchange(msg_type, NLM_F_REQUEST_DUMP, body)
+            messages = self._exchange(msg_type, NLM_F_REQUEST | NLM_F_DUMP, body)
             if not any(message.flags & NLM_F_DUMP_INTR for message in messages):
                 break
         return messages
@@ -174,7 +175,7 @@ class Netlink:
     def _request_together(self, requests: Sequence[NetlinkRequest]) -> list[int]:
         datagram = bytearray()
         for sequence, (msg_type, body, flags) in enumerate(requests):
-            datagram += _pack_message(msg_type, flags | NLM_F_REQUEST_ACK, sequence, body)
+            datagram += _pack_message(msg_type, flags | NLM_F_REQUEST | NLM_F_ACK, sequence, body)
         self._send(datagram)
         codes: dict[int, int] = {}
         while len(codes) < len(requests):
@@ -192,7 +193,7 @@ class Netlink:
         """Asks for all of them or none. KernelError with the first refusal."""
         framed_requests = (
             (begin, 0),
-            *((request, NLM_F_REQUEST_ACK) for request in requests),
+            *((request, NLM_F_REQUEST | NLM_F_ACK) for request in requests),
             (end, 0),
         )
         datagram = bytearray()
@@ -288,7 +289,7 @@ def _raise_for_error(message: Message, name: str) -> None:
         if message.msg_type == NLMSG_ERROR
         else {}
     )
-    hint = parse_string(attrs.get(1, b"")) or (
+    hint = parse_string(attrs.get(NLMSGERR_ATTR_MSG, b"")) or (
         "it needs CAP_NET_ADMIN" if code == errno.EPERM else ""
     )
     raise KernelError(f"{name} refuses", hint=hint, errno=code)

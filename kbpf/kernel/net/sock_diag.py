@@ -12,21 +12,22 @@ from dataclasses import dataclass
 from typing import Final
 
 from kbpf.errors import KernelError, kernel_errors
+from kbpf.kernel.net.uapi import (
+    NETLINK_SOCK_DIAG,
+    NLM_F_ACK,
+    NLM_F_DUMP,
+    NLM_F_REQUEST,
+    NLMSG_DONE,
+    NLMSG_ERROR,
+    SOCK_DESTROY,
+    SOCK_DIAG_BY_FAMILY,
+    TCPF_CLOSE,
+    TCPF_ESTABLISHED,
+    TCPF_LISTEN,
+)
 from kbpf.model.address import V4_PREFIX, Addr
 from kbpf.model.desired import FrontendAddress
 from kbpf.model.objects import Protocol
-
-NETLINK_SOCK_DIAG: Final = 4
-SOCK_DIAG_BY_FAMILY: Final = 20
-SOCK_DESTROY: Final = 21
-NLM_F_REQUEST: Final = 1
-NLM_F_ACK: Final = 4
-NLM_F_DUMP: Final = 0x300
-NLMSG_ERROR: Final = 2
-NLMSG_DONE: Final = 3
-TCPF_ESTABLISHED: Final = 1 << 1
-TCPF_CLOSE: Final = 1 << 7
-TCPF_LISTEN: Final = 1 << 10
 
 _NLMSGHDR: Final = struct.Struct("=IHHII")
 _INET_DIAG_REQ_V2: Final = struct.Struct("=BBBxI")

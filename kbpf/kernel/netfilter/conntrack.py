@@ -14,19 +14,45 @@ from typing import Final, NamedTuple
 
 from kbpf.errors import KernelError
 from kbpf.kernel.net.netlink import Netlink, NetlinkRequest, pack_attribute, parse_attributes
+from kbpf.kernel.net.uapi import (
+    NETLINK_NETFILTER,
+    NLA_F_NESTED,
+    NLM_F_CREATE,
+    NLM_F_EXCL,
+)
+from kbpf.kernel.netfilter.uapi import (
+    CTA_IP_V4_DST,
+    CTA_IP_V4_SRC,
+    CTA_IP_V6_DST,
+    CTA_IP_V6_SRC,
+    CTA_PROTO_DST_PORT,
+    CTA_PROTO_NUM,
+    CTA_PROTO_SRC_PORT,
+    CTA_PROTOINFO,
+    CTA_PROTOINFO_TCP,
+    CTA_PROTOINFO_TCP_STATE,
+    CTA_STATUS,
+    CTA_STATUS_MASK,
+    CTA_TIMEOUT,
+    CTA_TUPLE_IP,
+    CTA_TUPLE_ORIG,
+    CTA_TUPLE_PROTO,
+    CTA_TUPLE_REPLY,
+    IPCTNL_MSG_CT_DELETE,
+    IPCTNL_MSG_CT_GET,
+    IPCTNL_MSG_CT_NEW,
+    NFNL_SUBSYS_CTNETLINK,
+    TCP_CONNTRACK_ESTABLISHED,
+)
 from kbpf.model.address import V4_PREFIX, Addr, family_of
 
-NETLINK_NETFILTER: Final = 12
 FAMILIES: Final = {"ip": socket.AF_INET, "ip6": socket.AF_INET6}
 
-_IPCTNL_MSG_CT_NEW: Final = 1 << 8  # NFNL_SUBSYS_CTNETLINK, IPCTNL_MSG_CT_NEW
-_IPCTNL_MSG_CT_GET: Final = _IPCTNL_MSG_CT_NEW | 1
-_IPCTNL_MSG_CT_DELETE: Final = _IPCTNL_MSG_CT_NEW | 2
-_NLM_F_CREATE_EXCL: Final = 0x600  # NLM_F_CREATE | NLM_F_EXCL
-_NLA_F_NESTED: Final = 0x8000
-_CTA_TUPLE_ORIG, _CTA_TUPLE_REPLY, _CTA_STATUS, _CTA_PROTOINFO, _CTA_TIMEOUT = 1, 2, 3, 4, 7
-_CTA_STATUS_MASK: Final = 26  # kernels before 5.17 ignore it, and tell everything
-_TCP_CONNTRACK_ESTABLISHED: Final = 3
+_CT_NEW: Final = NFNL_SUBSYS_CTNETLINK << 8 | IPCTNL_MSG_CT_NEW
+_CT_GET: Final = NFNL_SUBSYS_CTNETLINK << 8 | IPCTNL_MSG_CT_GET
+_CT_DELETE: Final = NFNL_SUBSYS_CTNETLINK << 8 | IPCTNL_MSG_CT_DELETE
+_SRC_TYPES: Final = (CTA_IP_V4_SRC, CTA_IP_V6_SRC)
+_DST_TYPES: Final = (CTA_IP_V4_DST, CTA_IP_V6_DST)
 _UNSUPPORTED_ERRNOS: Final = frozenset((errno.EINVAL, errno.EOPNOTSUPP, errno.EPROTONOSUPPORT))
 
 
@@ -75,7 +101,7 @@ def reserve(flows: Iterable[ConntrackFlow], timeout: int) -> int:
     the kernel translates others. How many are new.
     """
     requests = [
-        _encode_request(_IPCTNL_MSG_CT_NEW, flow, timeout, _NLM_F_CREATE_EXCL) for flow in flows
+        _encode_request(_CT_NEW, flow, timeout, NLM_F_CREATE | NLM_F_EXCL) for flow in flows
     ]
     with Netlink(NETLINK_NETFILTER, "conntrack") as netlink:
         codes = netlink.request_many(requests)
@@ -87,21 +113,17 @@ def reserve(flows: Iterable[ConntrackFlow], timeout: int) -> int:
 def release(flows: Iterable[ConntrackFlow]) -> int:
     """Removes such entries; how many there were."""
     with Netlink(NETLINK_NETFILTER, "conntrack") as netlink:
-        return netlink.request_many(
-            [_encode_request(_IPCTNL_MSG_CT_DELETE, flow) for flow in flows]
-        ).count(0)
+        return netlink.request_many([_encode_request(_CT_DELETE, flow) for flow in flows]).count(0)
 
 
 def _dump(family: int, status: ConntrackStatus) -> list[dict[int, bytes]]:
     """The attributes of connections that have all of this status."""
     status_bytes = struct.pack(">I", status)
     body = struct.pack("=BBH", family, 0, 0)
-    body += pack_attribute(_CTA_STATUS, status_bytes) + pack_attribute(
-        _CTA_STATUS_MASK, status_bytes
-    )
+    body += pack_attribute(CTA_STATUS, status_bytes) + pack_attribute(CTA_STATUS_MASK, status_bytes)
     with Netlink(NETLINK_NETFILTER, "conntrack") as netlink:
         try:
-            messages = netlink.dump(_IPCTNL_MSG_CT_GET, body)
+            messages = netlink.dump(_CT_GET, body)
         except KernelError as error:
             if error.errno in _UNSUPPORTED_ERRNOS:
                 return []
@@ -110,31 +132,40 @@ def _dump(family: int, status: ConntrackStatus) -> list[dict[int, bytes]]:
     return [
         entry
         for entry in entries
-        if int.from_bytes(entry.get(_CTA_STATUS, b""), "big") & status == status
+        if int.from_bytes(entry.get(CTA_STATUS, b""), "big") & status == status
     ]
 
 
 def _flow_behind_nat(attrs: dict[int, bytes]) -> ConntrackFlow | None:
     """From the tuple of its answers, which are to whom its packets seem to come from."""
-    reply = parse_attributes(attrs.get(_CTA_TUPLE_REPLY, b""))
-    ip, proto = parse_attributes(reply.get(1, b"")), parse_attributes(reply.get(2, b""))
-    source, destination = ip.get(1, ip.get(3, b"")), ip.get(2, ip.get(4, b""))
-    if not source or not destination or 2 not in proto or 3 not in proto:
+    reply = parse_attributes(attrs.get(CTA_TUPLE_REPLY, b""))
+    ip = parse_attributes(reply.get(CTA_TUPLE_IP, b""))
+    proto = parse_attributes(reply.get(CTA_TUPLE_PROTO, b""))
+    source = ip.get(CTA_IP_V4_SRC, ip.get(CTA_IP_V6_SRC, b""))
+    destination = ip.get(CTA_IP_V4_DST, ip.get(CTA_IP_V6_DST, b""))
+    if (
+        not source
+        or not destination
+        or not {CTA_PROTO_SRC_PORT, CTA_PROTO_DST_PORT} <= proto.keys()
+    ):
         return None
-    ports = (int.from_bytes(proto[attr_type], "big") for attr_type in (3, 2))
     return ConntrackFlow(
-        proto[1][0], _parse_address(destination), next(ports), _parse_address(source), next(ports)
+        protocol=proto[CTA_PROTO_NUM][0],
+        source=_parse_address(destination),
+        source_port=int.from_bytes(proto[CTA_PROTO_DST_PORT], "big"),
+        destination=_parse_address(source),
+        destination_port=int.from_bytes(proto[CTA_PROTO_SRC_PORT], "big"),
     )
 
 
 def _original_destination(attrs: dict[int, bytes]) -> tuple[bytes, bytes]:
     """Address and port of whom the client has asked."""
-    return _parse_endpoint(attrs.get(_CTA_TUPLE_ORIG, b""), (2, 4), 3)
+    return _parse_endpoint(attrs.get(CTA_TUPLE_ORIG, b""), _DST_TYPES, CTA_PROTO_DST_PORT)
 
 
 def _reply_source(attrs: dict[int, bytes]) -> tuple[bytes, bytes]:
     """Address and port of who answers."""
-    return _parse_endpoint(attrs.get(_CTA_TUPLE_REPLY, b""), (1, 3), 2)
+    return _parse_endpoint(attrs.get(CTA_TUPLE_REPLY, b""), _SRC_TYPES, CTA_PROTO_SRC_PORT)
 
 
 def _parse_endpoint(
@@ -142,7 +173,8 @@ def _parse_endpoint(
 ) -> tuple[bytes, bytes]:
     """One end of a connection's tuple: its address, as of either family, and its port."""
     attrs = parse_attributes(tuple_)
-    ip, proto = parse_attributes(attrs.get(1, b"")), parse_attributes(attrs.get(2, b""))
+    ip = parse_attributes(attrs.get(CTA_TUPLE_IP, b""))
+    proto = parse_attributes(attrs.get(CTA_TUPLE_PROTO, b""))
     return ip.get(address_types[0], ip.get(address_types[1], b"")), proto.get(port_type, b"")
 
 
@@ -157,42 +189,41 @@ def _encode_request(
     body = struct.pack("=BBH", socket.AF_INET if v4 else socket.AF_INET6, 0, 0)
     endpoints = (flow.source, flow.source_port), (flow.destination, flow.destination_port)
     for tuple_type, (source, destination) in (
-        (_CTA_TUPLE_ORIG, endpoints),
-        (_CTA_TUPLE_REPLY, endpoints[::-1]),
+        (CTA_TUPLE_ORIG, endpoints),
+        (CTA_TUPLE_REPLY, endpoints[::-1]),
     ):
         body += _nest(tuple_type, *_encode_tuple(flow.protocol, source, destination, v4))
-    if msg_type == _IPCTNL_MSG_CT_NEW:
+    if msg_type == _CT_NEW:
         status = (
             ConntrackStatus.IPS_CONFIRMED
             | ConntrackStatus.IPS_ASSURED
             | ConntrackStatus.IPS_SEEN_REPLY
         )
-        body += pack_attribute(_CTA_STATUS, struct.pack(">I", status))
-        body += pack_attribute(_CTA_TIMEOUT, struct.pack(">I", timeout))
+        body += pack_attribute(CTA_STATUS, struct.pack(">I", status))
+        body += pack_attribute(CTA_TIMEOUT, struct.pack(">I", timeout))
         if flow.protocol == socket.IPPROTO_TCP:
-            state = pack_attribute(1, bytes((_TCP_CONNTRACK_ESTABLISHED,)))
-            body += _nest(_CTA_PROTOINFO, _nest(1, state))
+            state = pack_attribute(CTA_PROTOINFO_TCP_STATE, bytes((TCP_CONNTRACK_ESTABLISHED,)))
+            body += _nest(CTA_PROTOINFO, _nest(CTA_PROTOINFO_TCP, state))
     return NetlinkRequest(msg_type, body, flags)
 
 
 def _encode_tuple(
     protocol: int, source: tuple[Addr, int], destination: tuple[Addr, int], v4: bool
 ) -> Iterator[bytes]:
-    address_types, start = ((1, 2), 12) if v4 else ((3, 4), 0)
+    src_type, dst_type = (CTA_IP_V4_SRC, CTA_IP_V4_DST) if v4 else (CTA_IP_V6_SRC, CTA_IP_V6_DST)
+    start = 12 if v4 else 0
     yield _nest(
-        1,
-        *(
-            pack_attribute(k, a[start:])
-            for k, (a, _) in zip(address_types, (source, destination), strict=True)
-        ),
+        CTA_TUPLE_IP,
+        pack_attribute(src_type, source[0][start:]),
+        pack_attribute(dst_type, destination[0][start:]),
     )
-    ports = (struct.pack(">H", port) for _, port in (source, destination))
     yield _nest(
-        2,
-        pack_attribute(1, bytes((protocol,))),
-        *(pack_attribute(attr_type, port) for attr_type, port in zip((2, 3), ports, strict=True)),
+        CTA_TUPLE_PROTO,
+        pack_attribute(CTA_PROTO_NUM, bytes((protocol,))),
+        pack_attribute(CTA_PROTO_SRC_PORT, struct.pack(">H", source[1])),
+        pack_attribute(CTA_PROTO_DST_PORT, struct.pack(">H", destination[1])),
     )
 
 
 def _nest(attr_type: int, *inner: bytes) -> bytes:
-    return pack_attribute(attr_type | _NLA_F_NESTED, b"".join(inner))
+    return pack_attribute(attr_type | NLA_F_NESTED, b"".join(inner))

@@ -23,7 +23,16 @@ from typing import Any, Final
 
 from kbpf.errors import KernelError
 from kbpf.kernel.net.netlink import Netlink
-from kbpf.kernel.netfilter.nft import NETLINK_NETFILTER
+from kbpf.kernel.net.uapi import (
+    NETLINK_NETFILTER,
+    NLM_F_REQUEST,
+)
+from kbpf.kernel.netfilter.uapi import (
+    NFNL_SUBSYS_NFTABLES,
+    NFT_MSG_GETGEN,
+    NFT_MSG_NEWGEN,
+    NFTA_GEN_ID,
+)
 from kbpf.kernel.probe_result import Probe
 
 MASQUERADE_COMMENT: Final = "kbpf: masqueraded"
@@ -40,9 +49,8 @@ UNSUPPORTED_ERRNOS: Final = frozenset((errno.EINVAL, errno.EOPNOTSUPP, errno.EPR
 HINT: Final = "run as root, or let somebody else accept packets with the mark in FORWARD"
 
 _NLMSGHDR: Final = struct.Struct("=IHHII")
-_NFT_MSG_GETGEN: Final = 10 << 8 | 16  # NFNL_SUBSYS_NFTABLES, NFT_MSG_GETGEN
-_NFT_MSG_NEWGEN: Final = 10 << 8 | 15
-_NFTA_GEN_ID: Final = 1  # NFTA_GEN_ID, __be32
+_GET_GENERATION: Final = NFNL_SUBSYS_NFTABLES << 8 | NFT_MSG_GETGEN
+_NEW_GENERATION: Final = NFNL_SUBSYS_NFTABLES << 8 | NFT_MSG_NEWGEN
 _TIMEOUT_S: Final = 2.0
 
 Json = dict[str, Any]
@@ -181,9 +189,11 @@ def read_generation() -> int:
     KernelError where the kernel has no nf_tables, or does not let us look.
     """
     body = struct.pack("=BBH", socket.AF_UNSPEC, 0, 0)
-    request = _NLMSGHDR.pack(_NLMSGHDR.size + len(body), _NFT_MSG_GETGEN, 1, 1, 0) + body
+    request = (
+        _NLMSGHDR.pack(_NLMSGHDR.size + len(body), _GET_GENERATION, NLM_F_REQUEST, 1, 0) + body
+    )
     try:
-        with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 12) as netlink:  # NETLINK_NETFILTER
+        with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETLINK_NETFILTER) as netlink:
             netlink.settimeout(_TIMEOUT_S)
             netlink.send(request)
             reply = netlink.recv(1 << 12)
@@ -192,13 +202,13 @@ def read_generation() -> int:
             "cannot ask nf_tables for its generation", "netlink", HINT, error.errno or 0
         ) from error
     _, type_, *_ = _NLMSGHDR.unpack_from(reply)
-    if type_ != _NFT_MSG_NEWGEN:
+    if type_ != _NEW_GENERATION:
         (code,) = struct.unpack_from("=i", reply, _NLMSGHDR.size)
         raise KernelError("cannot ask nf_tables for its generation", "netlink", HINT, -code)
     attrs = reply[_NLMSGHDR.size + len(body) :]
     while len(attrs) >= 4:
         length, type_ = struct.unpack_from("=HH", attrs)
-        if type_ == _NFTA_GEN_ID:
+        if type_ == NFTA_GEN_ID:
             return int.from_bytes(attrs[4:8], "big")
         attrs = attrs[max(4, length + 3 & ~3) :]
     return 0

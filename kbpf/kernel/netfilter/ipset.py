@@ -11,18 +11,24 @@ from typing import Final
 
 from kbpf.errors import KernelError
 from kbpf.kernel.net.netlink import Netlink, pack_attribute, parse_attributes, parse_string
+from kbpf.kernel.net.uapi import (
+    NETLINK_NETFILTER,
+)
+from kbpf.kernel.netfilter.uapi import (
+    IPSET_ATTR_ADT,
+    IPSET_ATTR_PORT,
+    IPSET_ATTR_PROTOCOL,
+    IPSET_ATTR_SETNAME,
+    IPSET_CMD_DESTROY,
+    IPSET_CMD_LIST,
+    IPSET_PROTOCOL,
+    NFNL_SUBSYS_IPSET,
+)
 
-NETLINK_NETFILTER: Final = 12
-IPSET_PROTOCOL: Final = 6
-
-_NFNL_SUBSYS_IPSET: Final = 6 << 8  # NFNL_SUBSYS_IPSET
-_IPSET_CMD_DESTROY: Final = _NFNL_SUBSYS_IPSET | 3
-_IPSET_CMD_LIST: Final = _NFNL_SUBSYS_IPSET | 7
+_DESTROY: Final = NFNL_SUBSYS_IPSET << 8 | IPSET_CMD_DESTROY
+_LIST: Final = NFNL_SUBSYS_IPSET << 8 | IPSET_CMD_LIST
 _NFGENMSG: Final = struct.pack("=BBH", socket.AF_INET, 0, 0)
-_PROTOCOL_ATTR: Final = pack_attribute(1, bytes((IPSET_PROTOCOL,)))
-_IPSET_ATTR_SETNAME: Final = 2
-_IPSET_ATTR_ADT: Final = 8
-_IPSET_ATTR_PORT: Final = 4  # IPSET_ATTR_PORT, __be16
+_PROTOCOL_ATTR: Final = pack_attribute(IPSET_ATTR_PROTOCOL, bytes((IPSET_PROTOCOL,)))
 _ABSENT_ERRNOS: Final = frozenset(
     (errno.ENOENT, errno.EINVAL, errno.EOPNOTSUPP, errno.EPROTONOSUPPORT)
 )
@@ -34,9 +40,9 @@ def list_names() -> tuple[str, ...]:
     return tuple(
         sorted(
             {
-                parse_string(attrs[_IPSET_ATTR_SETNAME])
+                parse_string(attrs[IPSET_ATTR_SETNAME])
                 for attrs in _list_sets(b"")
-                if _IPSET_ATTR_SETNAME in attrs
+                if IPSET_ATTR_SETNAME in attrs
             }
         )
     )
@@ -45,9 +51,9 @@ def list_names() -> tuple[str, ...]:
 def list_ports(name: str) -> frozenset[int]:
     """The ports of a set of ports; none if it is not there."""
     ports: set[int] = set()
-    for attrs in _list_sets(pack_attribute(_IPSET_ATTR_SETNAME, name.encode() + b"\0")):
-        for entry in _split_nested(attrs.get(_IPSET_ATTR_ADT, b"")):
-            ports.add(int.from_bytes(parse_attributes(entry).get(_IPSET_ATTR_PORT, b""), "big"))
+    for attrs in _list_sets(pack_attribute(IPSET_ATTR_SETNAME, name.encode() + b"\0")):
+        for entry in _split_nested(attrs.get(IPSET_ATTR_ADT, b"")):
+            ports.add(int.from_bytes(parse_attributes(entry).get(IPSET_ATTR_PORT, b""), "big"))
     return frozenset(ports - {0})
 
 
@@ -59,10 +65,10 @@ def destroy(names: Iterable[str]) -> tuple[str, ...]:
             body = (
                 _NFGENMSG
                 + _PROTOCOL_ATTR
-                + pack_attribute(_IPSET_ATTR_SETNAME, name.encode() + b"\0")
+                + pack_attribute(IPSET_ATTR_SETNAME, name.encode() + b"\0")
             )
             try:
-                netlink.request(_IPSET_CMD_DESTROY, body)
+                netlink.request(_DESTROY, body)
             except KernelError as error:
                 if error.errno not in _ABSENT_ERRNOS:
                     raise KernelError(
@@ -76,7 +82,7 @@ def destroy(names: Iterable[str]) -> tuple[str, ...]:
 def _list_sets(name_attr: bytes) -> list[dict[int, bytes]]:
     with Netlink(NETLINK_NETFILTER, "ip sets") as netlink:
         try:
-            messages = netlink.dump(_IPSET_CMD_LIST, _NFGENMSG + _PROTOCOL_ATTR + name_attr)
+            messages = netlink.dump(_LIST, _NFGENMSG + _PROTOCOL_ATTR + name_attr)
         except KernelError as error:
             if error.errno in _ABSENT_ERRNOS:
                 return []

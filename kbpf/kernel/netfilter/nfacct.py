@@ -10,11 +10,16 @@ from typing import Final
 
 from kbpf.errors import KernelError
 from kbpf.kernel.net.netlink import Netlink, pack_attribute
+from kbpf.kernel.net.uapi import (
+    NETLINK_NETFILTER,
+)
+from kbpf.kernel.netfilter.uapi import (
+    NFACCT_NAME,
+    NFNL_MSG_ACCT_DEL,
+    NFNL_SUBSYS_ACCT,
+)
 
-NETLINK_NETFILTER: Final = 12
-
-_NFNL_MSG_ACCT_DEL: Final = 7 << 8 | 3  # NFNL_SUBSYS_ACCT, NFNL_MSG_ACCT_DEL
-_NFACCT_NAME: Final = 1
+_DELETE: Final = NFNL_SUBSYS_ACCT << 8 | NFNL_MSG_ACCT_DEL
 _ABSENT_ERRNOS: Final = frozenset(
     (errno.ENOENT, errno.EINVAL, errno.EOPNOTSUPP, errno.EPROTONOSUPPORT)
 )
@@ -25,11 +30,9 @@ def delete(names: Iterable[str]) -> tuple[str, ...]:
     deleted = []
     with Netlink(NETLINK_NETFILTER, "nfacct") as netlink:
         for name in names:
-            body = struct.pack("=BBH", 0, 0, 0) + pack_attribute(
-                _NFACCT_NAME, name.encode() + b"\0"
-            )
+            body = struct.pack("=BBH", 0, 0, 0) + pack_attribute(NFACCT_NAME, name.encode() + b"\0")
             try:
-                netlink.request(_NFNL_MSG_ACCT_DEL, body)
+                netlink.request(_DELETE, body)
             except KernelError as error:
                 if error.errno not in _ABSENT_ERRNOS | {errno.EBUSY}:
                     raise

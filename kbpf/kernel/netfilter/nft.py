@@ -11,20 +11,31 @@ from typing import Final, NamedTuple
 
 from kbpf.errors import KernelError
 from kbpf.kernel.net.netlink import Message, Netlink, pack_attribute, parse_attributes, parse_string
+from kbpf.kernel.net.uapi import (
+    NETLINK_NETFILTER,
+)
+from kbpf.kernel.netfilter.uapi import (
+    NFNL_SUBSYS_NFTABLES,
+    NFPROTO_INET,
+    NFPROTO_IPV4,
+    NFPROTO_IPV6,
+    NFT_MSG_GETRULE,
+    NFT_MSG_GETSET,
+    NFT_MSG_GETTABLE,
+    NFTA_RULE_HANDLE,
+    NFTA_RULE_TABLE,
+    NFTA_SET_NAME,
+    NFTA_SET_TABLE,
+    NFTA_TABLE_HANDLE,
+    NFTA_TABLE_NAME,
+    NFTA_TABLE_USE,
+)
 
-NETLINK_NETFILTER: Final = 12
-NFPROTO: Final = {"inet": 1, "ip": 2, "ip6": 10}  # NFPROTO_*
+NFPROTO: Final = {"inet": NFPROTO_INET, "ip": NFPROTO_IPV4, "ip6": NFPROTO_IPV6}
 
-_NFT_MSG_GETTABLE: Final = 10 << 8 | 1  # NFNL_SUBSYS_NFTABLES, NFT_MSG_GETTABLE and so on
-_NFT_MSG_GETRULE: Final = 10 << 8 | 7
-_NFT_MSG_GETSET: Final = 10 << 8 | 10
-_NFTA_TABLE_NAME: Final = 1
-_NFTA_TABLE_USE: Final = 3
-_NFTA_TABLE_HANDLE: Final = 4
-_NFTA_RULE_TABLE: Final = 1
-_NFTA_RULE_HANDLE: Final = 3
-_NFTA_SET_TABLE: Final = 1
-_NFTA_SET_NAME: Final = 2
+_GET_TABLE: Final = NFNL_SUBSYS_NFTABLES << 8 | NFT_MSG_GETTABLE
+_GET_RULE: Final = NFNL_SUBSYS_NFTABLES << 8 | NFT_MSG_GETRULE
+_GET_SET: Final = NFNL_SUBSYS_NFTABLES << 8 | NFT_MSG_GETSET
 _NFGENMSG: Final = struct.Struct("=BBH")
 
 
@@ -43,42 +54,42 @@ def read_table(family: str, table: str) -> TableSummary | None:
     with Netlink(NETLINK_NETFILTER, "nf_tables") as netlink:
         reply = _request_or_none(
             netlink,
-            _NFT_MSG_GETTABLE,
+            _GET_TABLE,
             family,
-            pack_attribute(_NFTA_TABLE_NAME, _encode_name(table)),
+            pack_attribute(NFTA_TABLE_NAME, _encode_name(table)),
         )
         if reply is None:
             return None
         attrs = parse_attributes(reply.body[_NFGENMSG.size :])
-        body = _pack_header(family) + pack_attribute(_NFTA_RULE_TABLE, _encode_name(table))
+        body = _pack_header(family) + pack_attribute(NFTA_RULE_TABLE, _encode_name(table))
         rules = (
             parse_attributes(message.body[_NFGENMSG.size :])
-            for message in netlink.dump(_NFT_MSG_GETRULE, body)
+            for message in netlink.dump(_GET_RULE, body)
         )
         handles = (
-            _parse_be(rule[_NFTA_RULE_HANDLE])
+            _parse_be(rule[NFTA_RULE_HANDLE])
             for rule in rules
-            if parse_string(rule[_NFTA_RULE_TABLE]) == table
+            if parse_string(rule[NFTA_RULE_TABLE]) == table
         )
         return TableSummary(
-            _parse_be(attrs[_NFTA_TABLE_HANDLE]), _parse_be(attrs[_NFTA_TABLE_USE]), tuple(handles)
+            _parse_be(attrs[NFTA_TABLE_HANDLE]), _parse_be(attrs[NFTA_TABLE_USE]), tuple(handles)
         )
 
 
 def has_table(family: str, table: str) -> bool:
     """Whether it is there."""
     with Netlink(NETLINK_NETFILTER, "nf_tables") as netlink:
-        attrs = pack_attribute(_NFTA_TABLE_NAME, _encode_name(table))
-        return _request_or_none(netlink, _NFT_MSG_GETTABLE, family, attrs) is not None
+        attrs = pack_attribute(NFTA_TABLE_NAME, _encode_name(table))
+        return _request_or_none(netlink, _GET_TABLE, family, attrs) is not None
 
 
 def has_set(family: str, table: str, name: str) -> bool:
     """Whether the table is there and has a set, or a map, of this name."""
     with Netlink(NETLINK_NETFILTER, "nf_tables") as netlink:
-        attrs = pack_attribute(_NFTA_SET_TABLE, _encode_name(table)) + pack_attribute(
-            _NFTA_SET_NAME, _encode_name(name)
+        attrs = pack_attribute(NFTA_SET_TABLE, _encode_name(table)) + pack_attribute(
+            NFTA_SET_NAME, _encode_name(name)
         )
-        return _request_or_none(netlink, _NFT_MSG_GETSET, family, attrs) is not None
+        return _request_or_none(netlink, _GET_SET, family, attrs) is not None
 
 
 def _request_or_none(netlink: Netlink, msg_type: int, family: str, attrs: bytes) -> Message | None:
