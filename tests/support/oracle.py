@@ -216,7 +216,7 @@ def weight(rules: Any, address: str, pod: str, node: str, zone: str) -> int:
     answers += [w for name, w in rules.pods if name == pod]
     answers += [w for name, w in rules.nodes if name == node]
     answers += [w for name, w in rules.zones if name == zone]
-    return int([*answers, rules.others][0])
+    return int([*answers, rules.default][0])
 
 
 def maglev(backends: Any, weights: Any, size: int) -> list[int]:

@@ -118,8 +118,8 @@ def quick_starts() -> Iterator[None]:
     which should not matter.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compile, "tools", functools.cache(compile.find_toolchain))
-        patch.setattr(objects, "BATCH", 4)
+        patch.setattr(compile, "find_toolchain", functools.cache(compile.find_toolchain))
+        patch.setattr(objects, "BATCH_SIZE", 4)
         sizes = MapSizes(
             frontends=256,
             slots=8192,
@@ -581,7 +581,7 @@ def another_build(monkeypatch: pytest.MonkeyPatch, **changed: bytes) -> None:
         )  # fmt: skip
         return msgspec.structs.replace(found, source="another", programs=programs), compiled
 
-    monkeypatch.setattr(compile, "obtain", obtain)
+    monkeypatch.setattr(compile, "find_or_compile", obtain)
 
 
 def test_programs_of_another_build_are_replaced_in_their_place(

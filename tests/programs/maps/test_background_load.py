@@ -168,7 +168,7 @@ def test_programs_that_do_not_compile_are_told(start: Start, monkeypatch: pytest
             raise CompileError("no such header", "tc.c", "install it")
         return obtain(unit, cache)
 
-    monkeypatch.setattr(compile, "obtain", refuse)
+    monkeypatch.setattr(compile, "find_or_compile", refuse)
     start.apply(*many(3))
     until("it is told", start.ready)
     assert "no such header" in start.plane.packet_status().problem

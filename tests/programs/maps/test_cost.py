@@ -128,7 +128,7 @@ def test_nor_does_the_agent_look_at_other_services(
     """All that a change takes, at once: in slices, the machine's load would decide how many lines
     are run before one ends.
     """
-    monkeypatch.setattr("kbpf.dataplane.bpf.plane.SLICE_SECONDS", float("inf"))
+    monkeypatch.setattr("kbpf.dataplane.bpf.plane.SLICE_BUDGET_S", float("inf"))
     for name, change in CHANGES.items():
         lines = {count: lines_run(partial(change, c)) for count, c in clusters.items()}
         assert lines[FEW] == lines[MANY], name
@@ -189,7 +189,7 @@ def test_large_service_ports_wait_for_the_small_ones_and_go_one_at_a_time(
     """When the time is over at once: an apply() of small ones programs these and nothing else, and
     one of nothing goes on with a large one.
     """
-    monkeypatch.setattr("kbpf.dataplane.bpf.plane.SLICE_SECONDS", 0.0)
+    monkeypatch.setattr("kbpf.dataplane.bpf.plane.SLICE_BUDGET_S", 0.0)
     crowd = " ".join(f"10.245.{i // 250}.{i % 250 + 1}:80" for i in range(LARGE_ENTRIES))
     cluster = Cluster(site.open(), {})
     cluster.plane.apply(DesiredState({}), None)
@@ -211,7 +211,7 @@ def test_a_large_service_port_that_loses_an_address_takes_it_from_nobody_later(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ):
     """It waits, and another one has the address meanwhile."""
-    monkeypatch.setattr("kbpf.dataplane.bpf.plane.SLICE_SECONDS", 0.0)
+    monkeypatch.setattr("kbpf.dataplane.bpf.plane.SLICE_BUDGET_S", 0.0)
     crowd = " ".join(f"10.245.{i // 250}.{i % 250 + 1}:80" for i in range(LARGE_ENTRIES))
     before = service("large", "10.96.0.1:80 ExternalIP=192.0.2.1:80", crowd)
     after = service("large", "10.96.0.1:80", f"{crowd} 10.245.9.9:80")

@@ -621,7 +621,7 @@ def test_what_begins_before_the_devices_change_over_is_there_when_they_do(
         seen.append((flows.ports(), dropped))
         return publish(packets)
 
-    monkeypatch.setattr(PacketPath, "tracks_elsewhere", late)
+    monkeypatch.setattr(PacketPath, "uses_other_flows", late)
     monkeypatch.setattr(PacketPath, "publish", looking)
     flows.talk(2000, LIVES)
     before = flows.site.reasons()[Reason.PAUSED]
@@ -758,7 +758,7 @@ def test_what_is_made_anew_at_that_moment_stays(
 
     with flows.site.pinned("flows") as held:
         with monkeypatch.context() as patch:
-            patch.setattr(Map, "take", late)
+            patch.setattr(Map, "lookup_and_delete", late)
             assert remove(held, 31) == 0
         assert anew.items() <= dict(held.items()).items()
         assert remove(held, 31) == len(made)
@@ -781,7 +781,7 @@ def test_the_agent_looks_for_them_a_part_at_a_time(
     flows: Flows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And begins again."""
-    monkeypatch.setattr(objects, "BATCH", 8)
+    monkeypatch.setattr(objects, "BATCH_SIZE", 8)
     ports = range(2000, 2000 + ROOM // 2)
     node = Path("/run/netns") / str(flows.site.node)
     for port in ports:

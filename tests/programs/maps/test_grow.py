@@ -143,8 +143,8 @@ class Growing:
     """
 
     def __init__(self, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(growth, "AT_ONCE", 4)
-        monkeypatch.setattr("kbpf.dataplane.bpf.plane.SLICE_SECONDS", 1e-9)
+        monkeypatch.setattr(growth, "COPY_BATCH_ENTRIES", 4)
+        monkeypatch.setattr("kbpf.dataplane.bpf.plane.SLICE_BUDGET_S", 1e-9)
         self.site, self.most = site, 0
         self.plane = site.open()
         self.small = many(5)
@@ -241,7 +241,7 @@ def test_what_does_not_fit_into_maps_that_cannot_grow_is_refused_and_the_others_
     def refuse(*_: object) -> None:
         raise KernelError("no memory", errno=errno.ENOMEM)
 
-    monkeypatch.setattr(growth, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(growth, "RETRY_DELAY_S", 0.0)
     at = Growing(site, monkeypatch)
     owner = {"make_map": pinning, "prepare": Attachments}[what]
     with monkeypatch.context() as patch:

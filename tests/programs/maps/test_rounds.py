@@ -131,10 +131,10 @@ class Rounds:
 @pytest.fixture(autouse=True)
 def over_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slice is over after one piece of work. Old sets are deleted at once, no Service rests."""
-    monkeypatch.setattr("kbpf.agent.agent.SLICE_SECONDS", 0.0)
-    monkeypatch.setattr("kbpf.dataplane.bpf.plane.SLICE_SECONDS", 1e-9)
-    monkeypatch.setattr("kbpf.dataplane.bpf.plane.GRACE_SECONDS", 0.0)
-    monkeypatch.setattr("kbpf.agent.work_queue.LONGEST_REST_SECONDS", 0.0)
+    monkeypatch.setattr("kbpf.agent.agent.COMPUTE_BUDGET_S", 0.0)
+    monkeypatch.setattr("kbpf.dataplane.bpf.plane.SLICE_BUDGET_S", 1e-9)
+    monkeypatch.setattr("kbpf.dataplane.bpf.plane.GRACE_PERIOD_S", 0.0)
+    monkeypatch.setattr("kbpf.agent.work_queue.MAX_COOLDOWN_S", 0.0)
     monkeypatch.setattr("kbpf.agent.agent.Agent._write_status", lambda _: None)
 
 

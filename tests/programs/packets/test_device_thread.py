@@ -134,7 +134,7 @@ def node(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
             return attach(tc, ifindex, to, program)
 
         monkeypatch.setattr(TcAttacher, "attach", slow)
-        monkeypatch.setattr(module, "STUCK_SECONDS", 4 * PATIENCE)
+        monkeypatch.setattr(module, "PUBLISH_STALL_TIMEOUT_S", 4 * PATIENCE)
         yield site
 
 
@@ -286,7 +286,7 @@ def test_a_device_that_moves_away_does_not_take_our_programs_with_it(node: Site,
 def test_what_nobody_tells_is_seen_by_the_next_full_look(
     node: Site, first: Made, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(module, "LOOK_SECONDS", 0.3)
+    monkeypatch.setattr(module, "RESYNC_INTERVAL_S", 0.3)
     node.how = AttachMethod.TCX
     node.ready(first)
     pin = node.net.folder / "devices" / f"{node.net.index('up0')}-ingress"
@@ -300,7 +300,7 @@ def test_what_nobody_tells_is_seen_by_the_next_full_look(
 def test_a_device_that_refuses_is_told_stops_no_other_and_is_tried_again(
     node: Site, first: Made, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(module, "RETRY_SECONDS", 0.1)
+    monkeypatch.setattr(module, "RETRY_DELAY_S", 0.1)
     with Program.load("wrong", 8, 0, insn(0xB7, 0, 0, 1) + insn(0x95)) as wrong:  # CGROUP_SKB
         first.others["cali1"] = wrong
         node.ready(first)
@@ -317,7 +317,7 @@ def test_a_device_that_keeps_older_programs_is_said_until_it_has_newer_ones(
     node: Site, first: Made, second: Made, monkeypatch: pytest.MonkeyPatch
 ):
     """The others have theirs by then, and who publishes waits no longer."""
-    monkeypatch.setattr(module, "RETRY_SECONDS", 0.1)
+    monkeypatch.setattr(module, "RETRY_DELAY_S", 0.1)
     node.ready(first)
     assert node.keeper.is_rolled_out
     with Program.load("wrong", 8, 0, insn(0xB7, 0, 0, 1) + insn(0x95)) as wrong:  # CGROUP_SKB
@@ -344,7 +344,7 @@ def test_a_device_that_never_had_any_holds_nobody_up(node: Site, first: Made, se
 def test_the_thread_outlives_every_error(
     node: Site, first: Made, error: Exception, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(module, "RETRY_SECONDS", 0.1)
+    monkeypatch.setattr(module, "RETRY_DELAY_S", 0.1)
     listing = module.list_devices
 
     def broken() -> None:
@@ -364,7 +364,7 @@ def test_nobody_waits_for_ever(
     node: Site, first: Made, second: Made, monkeypatch: pytest.MonkeyPatch
 ):
     node.ready(first)
-    monkeypatch.setattr(module, "STUCK_SECONDS", 0.3)
+    monkeypatch.setattr(module, "PUBLISH_STALL_TIMEOUT_S", 0.3)
     node.gate = Gate("up0")
     with pytest.raises(OutdatedDevicesError, match="nothing was done for"):
         node.publish(second)

@@ -128,8 +128,8 @@ class Node:
 def node(artifact_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
     for name, entries in START.items():
         monkeypatch.setitem(layout.MAPS, name, replace(layout.MAPS[name], entries=entries))
-    monkeypatch.setattr(device_thread, "RETRY_SECONDS", 0.1)
-    monkeypatch.setattr(device_thread, "STUCK_SECONDS", 4 * PATIENCE)
+    monkeypatch.setattr(device_thread, "RETRY_DELAY_S", 0.1)
+    monkeypatch.setattr(device_thread, "PUBLISH_STALL_TIMEOUT_S", 4 * PATIENCE)
     where = f"kbpd{os.getpid()}"
     with ExitStack() as stack:
         ip(f"netns add {where}")
@@ -339,7 +339,7 @@ def test_older_programs_that_go_while_they_are_looked_at_are_nobodys(
             shutil.rmtree(old)
         return real(path)
 
-    monkeypatch.setattr(PacketPath, "tracks_elsewhere", leave)
+    monkeypatch.setattr(PacketPath, "uses_other_flows", leave)
     monkeypatch.setattr(where, name, late)
     node.apply(*many(100, "10.0.0.2:80"))
     assert not there
@@ -356,7 +356,7 @@ def no_compiler(begun: Node, monkeypatch: pytest.MonkeyPatch) -> Callable[[], No
             raise CompileError("no such header", "tc.c", "install it")
         return obtain(unit, cache)
 
-    monkeypatch.setattr(compile, "obtain", refuse)
+    monkeypatch.setattr(compile, "find_or_compile", refuse)
     return gone.clear
 
 

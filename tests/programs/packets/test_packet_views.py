@@ -659,7 +659,7 @@ def test_an_elder_kernel_has_filters_and_says_so(
     wire: Wire, artifact_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without TCX the same programs are on clsact qdiscs."""
-    monkeypatch.setattr(tc, "tcx", lambda: Probe(False, "EINVAL"))
+    monkeypatch.setattr(tc, "probe_tcx", lambda: Probe(False, "EINVAL"))
     where = Path("/run/netns") / str(wire.site.node)
     with sites(artifact_cache) as make:
         site = make(node=wire.site.node)
@@ -741,7 +741,7 @@ def without(site: Site, monkeypatch: pytest.MonkeyPatch) -> BpfPlane:
             raise CompileError("no such header", "tc.c", "install it")
         return obtain(unit, cache)
 
-    monkeypatch.setattr(compile, "obtain", refuse)
+    monkeypatch.setattr(compile, "find_or_compile", refuse)
     return site.open(packet_path=True, devices=("up*",), excluded_devices=("wg0",))
 
 

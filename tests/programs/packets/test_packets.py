@@ -2281,7 +2281,7 @@ def test_a_port_that_conntrack_has_given_is_left_to_it(
     protocol = {"tcp": Protocol.TCP, "udp": Protocol.UDP}[kind]
     theirs = ConntrackFlow(protocol, parse_addr(NODE[v]), lonely, parse_addr(POD[v]), 8080)
     other = theirs._replace(source_port=lonely + 1)
-    monkeypatch.setattr(conntrack, "masqueraded", lambda: [theirs, other])
+    monkeypatch.setattr(conntrack, "list_masqueraded", lambda: [theirs, other])
     with path.site.pinned("flows") as flows, path.site.pinned("order") as order:
         assert snat_ports.reserve_conntrack_ports(flows, order, (lonely, lonely)) == 1
         assert snat_ports.reserve_conntrack_ports(flows, order, (lonely, lonely)) == 0
@@ -2306,7 +2306,7 @@ def test_an_agent_that_starts_leaves_them(path: Path_, monkeypatch: pytest.Monke
     agent = host.HostIntegration(Pins(path.site.pins), Config(masquerade_ports=(50_000, 60_000)))
     for number in range(len(given)):
         told = given[: number + 1]
-        monkeypatch.setattr(conntrack, "masqueraded", lambda told=told: told)
+        monkeypatch.setattr(conntrack, "list_masqueraded", lambda told=told: told)
         path.inside(lambda: agent.poll(number * host.HOST_POLL_INTERVAL_S))  # noqa: B023
     held = {owner(raw) for raw in path.site.entries("flows").values() if is_port_reservation(raw)}
     assert [end(NODE[4], one) in held for one in ports] == [True] * host.PORT_RESERVATION_POLLS + [

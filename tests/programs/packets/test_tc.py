@@ -566,7 +566,7 @@ def test_a_device_that_goes_just_before_the_replacement_is_an_answer(
 
     index = net.index("here")
     net.attach(AttachMethod.TCX, programs[0])
-    monkeypatch.setattr("kbpf.kernel.bpf.tc._runs", goes)
+    monkeypatch.setattr("kbpf.kernel.bpf.tc._is_running", goes)
     assert (
         net.ours(AttachMethod.TCX, lambda tc: tc.attach(index, Direction.INGRESS, programs[1]))
         is None

@@ -110,7 +110,7 @@ def test_patterns_match_paths(
     looked: list[str] = []
     inside = exemptions._list_children
     monkeypatch.setattr(
-        exemptions, "_inside", lambda root, at: looked.append(at) or inside(root, at)
+        exemptions, "_list_children", lambda root, at: looked.append(at) or inside(root, at)
     )
     assert {folder[:2] for folder in find_matching(site.cgroup, row.patterns)} == {
         (path, ids[path]) for path in row.found
