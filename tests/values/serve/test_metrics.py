@@ -333,10 +333,14 @@ def test_what_is_done_is_never_older_than_what_was_asked_for():
     """kube-proxy asks by family; an event here is for both until the policy has seen it."""
     record = KubeProxyMetrics(Ticking())
     record.record_queued()
-    assert not page(proxy_metrics=record)["kubeproxy_sync_proxy_rules_last_timestamp_seconds"].samples
+    assert not page(proxy_metrics=record)[
+        "kubeproxy_sync_proxy_rules_last_timestamp_seconds"
+    ].samples
     record.record_changes(1, 0)
     record.record_settled()
-    assert not page(proxy_metrics=record)["kubeproxy_sync_proxy_rules_last_timestamp_seconds"].samples
+    assert not page(proxy_metrics=record)[
+        "kubeproxy_sync_proxy_rules_last_timestamp_seconds"
+    ].samples
     record.record_sync(0.1, full=True)
     record.record_settled()
     assert max(behind(record).values()) <= 0
